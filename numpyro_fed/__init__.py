@@ -1,0 +1,28 @@
+"""Federated Bayesian inference for NumPyro: pooled NUTS's posterior from data that stay in their silos."""
+
+from numpyro_fed import handlers, partitioners, surrogates
+from numpyro_fed.handlers import mark_silos, silo_plate
+from numpyro_fed.mcmc.dsgld import DSGLD
+from numpyro_fed.mcmc.fsgld import FSGLD
+from numpyro_fed.mcmc.sgld import SGLD
+from numpyro_fed.results import Comparison, compare, plot_compare
+from numpyro_fed.silos import Silos
+from numpyro_fed.splitting import split
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "DSGLD",
+    "FSGLD",
+    "SGLD",
+    "Comparison",
+    "Silos",
+    "compare",
+    "handlers",
+    "mark_silos",
+    "partitioners",
+    "plot_compare",
+    "silo_plate",
+    "split",
+    "surrogates",
+]

@@ -1,0 +1,71 @@
+"""The only door to NumPyro's private names, and to what will differ with ArviZ 1.x."""
+
+import warnings
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+from jax import Array
+from numpyro.handlers import substitute
+
+# _unconstrain_reparam: substitutes unconstrained values and adds each Jacobian as a factor site inside the
+# site's own plates, scales and masks; potential_energy is built on it, so our factors agree with it term by
+# term. _transforms_from_trace: whether transforms alone constrain a draw or the model must be replayed.
+from numpyro.infer.util import _transforms_from_trace, _unconstrain_reparam
+
+
+def unconstrained(model: Callable, values: Mapping[str, Array]) -> Callable:
+    """The model with latent sites set to ``values``, given in unconstrained space, Jacobians as factors."""
+    return substitute(model, substitute_fn=partial(_unconstrain_reparam, values))
+
+
+def transforms(trace: Any) -> dict[str, Any] | None:
+    """Transforms that constrain each latent site of a trace, or ``None`` where a draw needs the model.
+
+    (It does for deterministic sites and for supports that depend on values.)
+    """
+    info = _transforms_from_trace(trace, raise_warnings=False)
+    return None if info.has_deterministic or info.dynamic_support else info.inv_transforms
+
+
+_STATISTICS = {
+    "mcse_mean": ("mcse", {"method": "mean"}),
+    "mcse_sd": ("mcse", {"method": "sd"}),
+    "ess_bulk": ("ess", {"method": "bulk"}),
+    "ess_tail": ("ess", {"method": "tail"}),
+    "r_hat": ("rhat", {"method": "rank"}),
+}
+
+
+def import_arviz() -> ModuleType:
+    """ArviZ, without the notice of 1.x that 0.23 gives daily (an error where warnings are)."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"\s*ArviZ is undergoing", FutureWarning)
+        import arviz
+    return arviz
+
+
+def posterior_dataset(obj: Any) -> Any:
+    """The posterior group as an xarray Dataset (1.x: ``convert_to_datatree``, a DataTree node)."""
+    data = import_arviz().convert_to_inference_data(obj)
+    if "posterior" not in data.groups():
+        raise ValueError(
+            f"expected a posterior group, got the groups {list(data.groups())}; "
+            "convert the fit with arviz.from_numpyro(mcmc) or pass a dict of draws"
+        )
+    return data.posterior
+
+
+def chain_statistic(name: str, draws: np.ndarray) -> float:
+    """One of arviz's diagnostics of one scalar, draws of shape (chains, draws); NaN if too few."""
+    function, options = _STATISTICS[name]
+    # Chains that never move divide by their variance, zero: R-hat inf is then the answer.
+    with np.errstate(all="ignore"):
+        return float(getattr(import_arviz(), function)(draws, **options))
+
+
+def density_curve(draws: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Grid and kernel density of flat, finite draws (1.x keeps ``kde`` in arviz-stats)."""
+    return import_arviz().kde(draws)

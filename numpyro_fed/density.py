@@ -1,0 +1,198 @@
+r"""The joint density of a marked model, factor by factor.
+
+For every model with silo plates
+
+.. math:: \log p(\theta, z, y) = \log p(\theta) + \sum_s \log p(y_s, z_s \mid \theta),
+
+with the global latents :math:`\theta` and the local latents :math:`z` in unconstrained space, Jacobians
+included, each term counted once. A silo is a call of the model with that silo's own arguments; a minibatch is
+a call with some of its rows. Only this module and
+:mod:`numpyro_fed.factorise` look inside a model.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from numpyro.distributions.util import is_identically_one
+from numpyro.handlers import trace
+from numpyro.infer.util import potential_energy
+
+from numpyro_fed import _compat
+from numpyro_fed.silos import Silos
+
+__all__ = ["Factors", "LocalSite", "PooledModel", "pooled_log_density"]
+
+
+@dataclass(frozen=True)
+class PooledModel:
+    """The model as a function of a :class:`Silos` (its pooled rows) as well as of its own arguments.
+
+    This is what ``kernel.model`` is, so that ``arviz.from_numpyro(mcmc)``, ``Predictive`` and the other blocks
+    of :class:`numpyro.infer.Gibbs` can be given the arguments of ``mcmc.run``.
+    """
+
+    model: Callable
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if args and isinstance(args[0], Silos):
+            return self.model(*args[1:], **args[0].pooled, **kwargs)
+        return self.model(*args, **kwargs)
+
+
+class LocalSite(NamedTuple):
+    """A latent site inside a silo plate: ``shape`` is that of one element, in unconstrained space."""
+
+    name: str
+    plate: str
+    axis: int
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Factors:
+    """What a model's density is made of: a static, hashable description with the density as methods.
+
+    :param model: the marked model.
+    :param global_sites: name and unconstrained shape of each global latent site, sorted by name.
+    :param local_sites: the latent sites inside silo plates.
+    :param plates: each silo plate's name and the row group its elements are.
+    :param rows: name, row group and type of one row of each row argument.
+    :param index: row arguments that hold positions in another row group.
+    :param transforms: what constrains each latent site, or ``None`` where a draw needs the model.
+    """
+
+    model: Callable
+    global_sites: tuple[tuple[str, tuple[int, ...]], ...]
+    local_sites: tuple[LocalSite, ...]
+    plates: tuple[tuple[str, str], ...]
+    rows: tuple[tuple[str, str, jax.ShapeDtypeStruct], ...]
+    index: tuple[tuple[str, str], ...]
+    transforms: dict[str, Any] | None = field(compare=False, repr=False)
+
+    @property
+    def dim(self) -> int:
+        """Dimension of the flat global position."""
+        return sum(math.prod(shape) for _, shape in self.global_sites)
+
+    @property
+    def latent_groups(self) -> tuple[str, ...]:
+        """Row groups whose elements have latents."""
+        return tuple(dict.fromkeys(dict(self.plates)[s.plate] for s in self.local_sites))
+
+    def unravel(self, theta: Array) -> dict[str, Array]:
+        """Global sites of a flat position ``(dim,)``."""
+        out, start = {}, 0
+        for name, shape in self.global_sites:
+            stop = start + math.prod(shape)
+            out[name] = theta[start:stop].reshape(shape)
+            start = stop
+        return out
+
+    def ravel(self, sites: Mapping[str, Array]) -> Array:
+        """The flat position ``(dim,)`` of global sites (other entries are ignored)."""
+        return jnp.concatenate([jnp.ravel(sites[name]) for name, _ in self.global_sites])
+
+    def local_groups(self) -> dict[str, str]:
+        """The row group of each local site."""
+        plates = dict(self.plates)
+        return {site.name: plates[site.plate] for site in self.local_sites}
+
+    def terms(
+        self,
+        theta: Mapping[str, Array],
+        z: Mapping[str, Array],
+        kwargs: Mapping[str, Any],
+        weights: Mapping[str, Any],
+    ) -> tuple[Array, dict[str, Array]]:
+        """The global log density and the local terms of each element of each row group.
+
+        :param theta: global sites, unconstrained.
+        :param z: local sites, unconstrained, elements of their plate first: ``(n, *shape)``.
+        :param kwargs: arguments of the model: of a silo, of a minibatch, or of all data.
+        :param weights: for each row group the weight of its terms: 0 for padding, N_s / m for a
+            minibatch; a scalar or shape ``(n,)``.
+        :return: ``log p(theta)`` (scalar), and for each row group a vector ``(n,)`` whose sum over all
+            groups is ``log p(y_s, z_s | theta)``.
+        """
+        placed = {s.name: jnp.moveaxis(z[s.name], 0, s.axis) for s in self.local_sites}
+        model = _compat.unconstrained(self.model, {**theta, **placed})
+        plates = dict(self.plates)
+        total: Array = jnp.zeros(())
+        local: dict[str, Array] = {}
+        for site in trace(model).get_trace(**kwargs).values():
+            if site["type"] != "sample":
+                continue
+            log_prob = _site_log_prob(site)
+            frames = [f for f in site["cond_indep_stack"] if f.name in plates]
+            if not frames:
+                total = total + jnp.sum(log_prob)
+                continue
+            for frame in frames:
+                weight = jnp.asarray(weights[plates[frame.name]])
+                if weight.ndim:
+                    weight = weight.reshape((-1,) + (1,) * (-frame.dim - 1))
+                log_prob = log_prob * weight
+            axis = log_prob.ndim + frames[0].dim
+            vector = jnp.sum(log_prob, axis=tuple(a for a in range(log_prob.ndim) if a != axis))
+            group = plates[frames[0].name]
+            local[group] = local[group] + vector if group in local else vector
+        return total, local
+
+    def log_local(
+        self,
+        theta: Mapping[str, Array],
+        z: Mapping[str, Array],
+        kwargs: Mapping[str, Any],
+        weights: Mapping[str, Any],
+    ) -> Array:
+        """``log p(y_s, z_s | theta)``, a scalar; arguments as :meth:`terms`."""
+        return sum((jnp.sum(v) for v in self.terms(theta, z, kwargs, weights)[1].values()), jnp.zeros(()))
+
+    def log_prior(self, theta: Mapping[str, Array], shared: Mapping[str, Any]) -> Array:
+        """``log p(theta)``, a scalar, from the shared arguments alone: the server has no rows.
+
+        The model is called with one made-up row of each group; no global term depends on it (the proof
+        check compares the sum of all factors with the pooled model).
+        """
+        index = dict(self.index)
+        one_row = {
+            leaf: (jnp.zeros if leaf in index else jnp.ones)((1, *spec.shape), spec.dtype)
+            for leaf, _, spec in self.rows
+        }
+        z = {s.name: jnp.zeros((1, *s.shape)) for s in self.local_sites}
+        weights = {group: 1.0 for _, group, _ in self.rows}
+        return self.terms(theta, z, {**shared, **one_row}, weights)[0]
+
+    def by_element(self, group: str, local: Mapping[str, Array], kwargs: Mapping[str, Any]) -> Array:
+        """Local terms collected at the elements of one row group: their own, and of rows that point to them.
+
+        :param group: a row group.
+        :param local: vectors of :meth:`terms`.
+        :return: a vector over the elements of ``group``.
+        """
+        total = local[group]
+        groups = {leaf: g for leaf, g, _ in self.rows}
+        for leaf, target in self.index:
+            if target == group and groups[leaf] in local:
+                total = total + jax.ops.segment_sum(local[groups[leaf]], kwargs[leaf], num_segments=total.shape[0])
+        return total
+
+
+def _site_log_prob(site: Mapping[str, Any]) -> Array:
+    intermediates = site["intermediates"]
+    if intermediates:
+        log_prob = site["fn"].log_prob(site["value"], intermediates)
+    else:
+        log_prob = site["fn"].log_prob(site["value"])
+    scale = site["scale"]
+    return log_prob if scale is None or is_identically_one(scale) else scale * log_prob
+
+
+def pooled_log_density(model: Callable, silos: Silos, values: Mapping[str, Array]) -> Array:
+    """NumPyro's own log density of the pooled model at unconstrained ``values`` (local sites in pooled order)."""
+    return -potential_energy(model, (), silos.pooled, values)

@@ -1,0 +1,63 @@
+"""The default engine: all silos in this process, rounds traced into one program.
+
+Keys are folded from the round's key and the silo's number, never from the order of execution, so that other
+engines draw the same.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+from jax import Array, random
+
+from numpyro_fed.federation import Federated
+from numpyro_fed.silos import Silos
+from numpyro_fed.storage import SiloView, gather, largest, scatter, sweep
+
+__all__ = ["ask_all", "round_one"]
+
+
+@partial(jax.jit, static_argnames=("local", "group"))
+def ask_all(
+    local: Callable, key: Array, message: Any, silo_states: Any, silos: Silos, group: str | None
+) -> tuple[Any, Any]:
+    """Send a message to every silo and collect the replies, vmapped over buckets of similar size.
+
+    :param local: the algorithm's ``local``; hashable by value, so that equal algorithms share a program.
+    :param silo_states: as for :func:`~numpyro_fed.storage.sweep`.
+    :return: replies stacked over silos, and the new silo states.
+    """
+
+    def one(view: SiloView, own: Any) -> tuple[Any, Any]:
+        return local(random.fold_in(key, view.number), message, own, view)
+
+    return sweep(one, silos, silo_states, group)
+
+
+def round_one(
+    algorithm: Federated,
+    key: Array,
+    server_state: Any,
+    silo_states: Any,
+    silos: Silos,
+    number: Array,
+    group: str | None,
+) -> tuple[Any, Any, Any]:
+    """One round that addresses one silo, whose number may be traced.
+
+    :param silo_states: a pytree of rows: with a leading axis over the elements of ``group``, silo after silo,
+        or over silos where ``group`` is ``None``.
+    :return: the new server state, the merge's info, and the silo states with the visited silo's rows replaced.
+    """
+    view = SiloView(silos, number, largest(silos))
+    message = algorithm.broadcast(key, server_state)
+    if not jax.tree.leaves(silo_states):
+        reply, _ = algorithm.local(key, message, silo_states, view)
+    else:
+        positions, mask = view.units(group)
+        own = gather(silo_states, positions)
+        reply, own = algorithm.local(key, message, own, view)
+        silo_states = scatter(silo_states, positions, mask, own)
+    server_state, info = algorithm.merge(server_state, reply)
+    return server_state, info, silo_states

@@ -1,0 +1,215 @@
+"""Finding the factors of a marked model: which sites are global, which are local, and to which plate.
+
+The model is traced without data, by :func:`jax.eval_shape`, with made-up numbers of rows that nothing else in the
+model is likely to have, so that a plate's size tells its row group whatever the silos' real sizes are.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from typing import Any
+
+import jax
+import numpy as np
+from jax import Array
+from numpyro.distributions import Delta
+from numpyro.distributions.transforms import biject_to
+from numpyro.handlers import seed, substitute, trace
+from numpyro.infer.initialization import init_to_sample
+
+from numpyro_fed import _compat
+from numpyro_fed.density import Factors, LocalSite
+from numpyro_fed.handlers import is_silo_plate
+from numpyro_fed.silos import Silos
+
+__all__ = ["factorise"]
+
+_PROBES = ((1009, 1013, 1019, 1021, 1031, 1033, 1039), (1049, 1051, 1061, 1063, 1069, 1087, 1091))
+
+
+def factorise(
+    model: Callable,
+    silos: Silos,
+    *,
+    public: tuple[str, ...] = (),
+    extra: Mapping[str, Any] | None = None,
+) -> Factors:
+    """Find the global and local sites of a marked model.
+
+    The model is traced by :func:`jax.eval_shape`; the result is cached by model and shapes, so that fitting the
+    same model again traces nothing.
+
+    :param model: a model with at least one silo plate.
+    :param silos: the data.
+    :param public: names of observed or factor sites outside every silo plate whose data all silos know; their
+        terms count once.
+    :param extra: further keyword arguments (Gibbs conditioning).
+    :return: the factors.
+    :raises ValueError: in words, for every structure that the factorisation does not cover.
+    """
+    specs = tuple(
+        (leaf, silos.group[leaf], jax.ShapeDtypeStruct(v.shape[1:], v.dtype)) for leaf, v in silos.rows.items()
+    )
+    shared = {**silos.shared, **dict(extra or {})}
+    leaves, tree = jax.tree.flatten(
+        jax.tree.map(
+            lambda v: jax.ShapeDtypeStruct(v.shape, v.dtype) if isinstance(v, Array | np.ndarray) else v,
+            shared,
+        )
+    )
+    conditioned = tuple(sorted((extra or {}).get("_gibbs_sites", {})))
+    factors = _factorise(model, specs, (tuple(leaves), tree), tuple(sorted(silos.index.items())), public, conditioned)
+    for group in silos.guessed:
+        plates = [plate for plate, g in factors.plates if g == group]
+        members = [leaf for leaf, g, _ in specs if g == group]
+        if len(plates) > 1:
+            raise ValueError(
+                f"arguments {members} have as many rows as each of the silo plates {plates}; say which plate "
+                f'each belongs to: Silos(..., rows={{"{members[0]}": "{plates[0]}", ...}})'
+            )
+    return factors
+
+
+@lru_cache(maxsize=256)
+def _factorise(
+    model: Callable,
+    specs: tuple[tuple[str, str, jax.ShapeDtypeStruct], ...],
+    shared: tuple[tuple, Any],
+    index: tuple[tuple[str, str], ...],
+    public: tuple[str, ...],
+    conditioned: tuple[str, ...],
+) -> Factors:
+    groups = list(dict.fromkeys(group for _, group, _ in specs))
+    found = []
+    for primes in _PROBES:
+        sizes = dict(zip(groups, primes, strict=False))
+        rows = {leaf: jax.ShapeDtypeStruct((sizes[g], *s.shape), s.dtype) for leaf, g, s in specs}
+        *sites, transforms = _probe(model, rows, shared, sizes, public, conditioned)
+        found.append(tuple(sites))
+    first, second = found
+    if first != second:
+        names = sorted(
+            n for n in {**dict(first[0]), **dict(second[0])} if dict(first[0]).get(n) != dict(second[0]).get(n)
+        )
+        raise ValueError(
+            f"latent sites {names} outside every silo plate change shape with a silo's number of rows; "
+            "expected global sites to be alike in all silos: put them inside a silo plate"
+        )
+    global_sites, local_sites, plates = first
+    return Factors(
+        model,
+        global_sites,
+        local_sites,
+        plates,
+        specs,
+        index,
+        transforms,
+    )
+
+
+def _probe(
+    model: Callable,
+    rows: dict[str, jax.ShapeDtypeStruct],
+    shared: tuple[tuple, Any],
+    sizes: dict[str, int],
+    public: tuple[str, ...],
+    conditioned: tuple[str, ...],
+) -> tuple:
+    """Trace the model abstractly and sort its sites."""
+    leaves, tree = shared
+    abstract = [x for x in leaves if isinstance(x, jax.ShapeDtypeStruct)]
+    seen: dict[str, Any] = {}
+
+    def run(key: Array, rows: dict, arrays: list) -> dict[str, Array]:
+        fill = iter(arrays)
+        kwargs = jax.tree.unflatten(tree, [next(fill) if isinstance(x, jax.ShapeDtypeStruct) else x for x in leaves])
+        sites = trace(substitute(seed(model, key), substitute_fn=init_to_sample)).get_trace(**rows, **kwargs)
+        plates = _silo_plates(sites, sizes)
+        latent = _latent_sites(sites, plates, public, conditioned)
+        seen.update(plates=plates, latent=latent, transforms=_compat.transforms(sites))
+        return {name: biject_to(sites[name]["fn"].support).inv(sites[name]["value"]) for name, *_ in latent}
+
+    shapes = jax.eval_shape(run, jax.random.key(0), rows, abstract)
+    global_sites, local_sites = [], []
+    for name, plate, dim in seen["latent"]:
+        shape = shapes[name].shape
+        if plate is None:
+            global_sites.append((name, shape))
+            continue
+        axis = dim(len(shape))
+        local_sites.append(LocalSite(name, plate, axis, shape[:axis] + shape[axis + 1 :]))
+    plates = tuple(seen["plates"].items())
+    return tuple(sorted(global_sites)), tuple(sorted(local_sites)), plates, seen["transforms"]
+
+
+def _silo_plates(sites: Mapping[str, Any], sizes: dict[str, int]) -> dict[str, str]:
+    """Row group of each marked plate, by the number of its elements."""
+    plates: dict[str, str] = {}
+    for name, site in sites.items():
+        if not is_silo_plate(site):
+            continue
+        size, subsample_size = site["args"]
+        if subsample_size is not None and subsample_size != size:
+            raise ValueError(
+                f"silo plate {name!r} subsamples {subsample_size} of its elements itself; leave "
+                "subsample_size out and give the kernel batch_size="
+            )
+        matches = [g for g, n in sizes.items() if n == size]
+        if not matches:
+            raise ValueError(
+                f"silo plate {name!r}: its size is no argument's number of rows. Take it from the data, "
+                f"e.g. silo_plate({name!r}, x.shape[0]); the row groups are {sorted(sizes)}"
+            )
+        plates[name] = matches[0]
+    if not plates:
+        raise ValueError(
+            "the model has no silo plate, so it does not say which data live in silos; write "
+            'fed.silo_plate("patients", x.shape[0]) in place of numpyro.plate, or mark one from outside: '
+            'fed.mark_silos(model, "patients")'
+        )
+    return plates
+
+
+def _latent_sites(
+    sites: Mapping[str, Any],
+    plates: dict[str, str],
+    public: tuple[str, ...],
+    conditioned: tuple[str, ...],
+) -> list[tuple[str, str | None, Any]]:
+    latent: list[tuple[str, str | None, Any]] = []
+    for name, site in sites.items():
+        if site["type"] != "sample":
+            continue
+        frames = [f for f in site["cond_indep_stack"] if f.name in plates]
+        if site["is_observed"]:
+            if not frames and name not in public and name not in conditioned:
+                raise ValueError(
+                    f"observed site {name!r} is outside every silo plate, so it belongs to no silo; move it "
+                    f'into a silo plate, or, if all silos know its data, say so: public=("{name}",)'
+                )
+            if frames and name in conditioned:
+                raise ValueError(
+                    f"site {name!r} lives in a silo plate and is owned by another Gibbs block; "
+                    "expected all local sites in the federated kernel's own block"
+                )
+            continue
+        if site["fn"].support.is_discrete:
+            raise ValueError(
+                f"latent site {name!r} is discrete; expected continuous latents: sum it out, e.g. with "
+                "dist.MixtureSameFamily"
+            )
+        if isinstance(site["fn"], Delta):
+            raise ValueError(f"latent site {name!r} is a Delta; use numpyro.deterministic for it")
+        if len(frames) > 1:
+            raise ValueError(
+                f"latent site {name!r} is inside {len(frames)} silo plates, "
+                f"{[f.name for f in frames]}; expected one: mark only the outer plate"
+            )
+        event_dim = len(site["fn"].event_shape)
+        codomain = biject_to(site["fn"].support)
+        shift = codomain.codomain.event_dim - codomain.domain.event_dim
+
+        def axis(ndim: int, event: int = event_dim - shift, d: int = frames[0].dim if frames else 0) -> int:
+            return ndim - event + d
+
+        latent.append((name, frames[0].name if frames else None, axis))
+    return latent

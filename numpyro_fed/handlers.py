@@ -1,0 +1,94 @@
+"""Silo plates: how a model says which of its sites live in silos.
+
+A *silo plate* is an ordinary :class:`numpyro.plate` whose message in the trace carries a mark. Sites
+inside a marked plate are *local* to the silo that holds the plate's element, all others are *global*.
+Nothing else about the model changes: NUTS, SVI, Predictive and every effect handler see plain plates.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpyro
+from numpyro.primitives import Messenger
+
+__all__ = ["is_silo_plate", "mark_silos", "silo_plate"]
+
+_MARK = "silo_plate"
+
+
+class mark_silos(Messenger):
+    """Mark plates of an existing model as silo plates, without touching the model.
+
+    An effect handler like any of :mod:`numpyro.handlers`; it composes with them in any order.
+
+    :param fn: the model.
+    :param plate_names: names of the plates, as the model writes them, whose elements live in silos.
+    :raises ValueError: when the model has run and a named plate was not in it.
+
+    Example::
+
+        >>> import numpyro, numpyro.distributions as dist
+        >>> import numpyro_fed as fed
+        >>> def model(y):
+        ...     mu = numpyro.sample("mu", dist.Normal(0, 1))
+        ...     with numpyro.plate("patients", y.shape[0]):
+        ...         numpyro.sample("y", dist.Normal(mu, 1), obs=y)
+        >>> marked = fed.mark_silos(model, "patients")
+    """
+
+    def __init__(self, fn: Callable | None = None, *plate_names: str) -> None:
+        if not plate_names:
+            raise ValueError('expected the name of at least one plate, got none: mark_silos(model, "patients")')
+        self.plate_names = frozenset(plate_names)
+        super().__init__(fn)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.fn is None:  # used as a decorator
+            return super().__call__(*args, **kwargs)
+        self._seen: set[str] = set()
+        result = super().__call__(*args, **kwargs)
+        missing = self.plate_names - self._seen
+        if missing:
+            raise ValueError(
+                f"mark_silos: expected plates {sorted(self.plate_names)} in the model, did not find "
+                f"{sorted(missing)}; use the names that the model gives to numpyro.plate"
+            )
+        return result
+
+    def process_message(self, msg: dict) -> None:
+        if msg["type"] == "plate" and msg["name"] in self.plate_names:
+            msg["infer"] = {**msg.get("infer", {}), _MARK: True}
+            if self.fn is not None:
+                self._seen.add(msg["name"])
+
+
+def silo_plate(name: str, size: int, subsample_size: int | None = None, dim: int | None = None) -> numpyro.plate:
+    """A :class:`numpyro.plate` each of whose elements belongs to exactly one silo.
+
+    :param name: name of the plate.
+    :param size: number of elements in the data that the model is called with. Take it from the data
+        (``x.shape[0]``): the same model is called with all rows, one silo's rows, and a minibatch.
+    :param subsample_size: as in :class:`numpyro.plate`. Leave it out for the kernels of this library:
+        they choose rows themselves (``batch_size=``), which costs nothing per step.
+    :param dim: as in :class:`numpyro.plate`.
+    :return: the plate, to be used as a context manager.
+
+    Example::
+
+        >>> import jax.numpy as jnp, numpyro, numpyro.distributions as dist
+        >>> import numpyro_fed as fed
+        >>> def model(y):
+        ...     mu = numpyro.sample("mu", dist.Normal(0, 1))
+        ...     with fed.silo_plate("patients", y.shape[0]):
+        ...         numpyro.sample("y", dist.Normal(mu, 1), obs=y)
+        >>> trace = numpyro.handlers.trace(numpyro.handlers.seed(model, 0)).get_trace(jnp.ones(3))
+        >>> fed.handlers.is_silo_plate(trace["patients"])
+        True
+    """
+    with mark_silos(None, name):
+        return numpyro.plate(name, size, subsample_size=subsample_size, dim=dim)
+
+
+def is_silo_plate(site: dict) -> bool:
+    """Whether a site of a trace is a marked plate."""
+    return site["type"] == "plate" and bool(site.get("infer", {}).get(_MARK, False))

@@ -1,0 +1,180 @@
+r"""The local map: coordinates of a silo's local latents that travel with the global parameters.
+
+.. math:: z_g = m_g + C_g u + T_g \left( e^{l_g + b_g u} \odot \epsilon_g \right), \qquad \epsilon_g \sim N(0, I),
+          \qquad u = L^{-1} (\theta - \mu)
+
+one row for each *unit* g: an element of a silo plate where elements are independent given :math:`\theta`, or all
+latents of a silo together where they are not. :math:`T` is unit lower triangular. FSGLD keeps
+:math:`\epsilon` as its state, so that moving :math:`\theta` moves :math:`z` along with it. Rows of the map never
+leave their silo.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.scipy.linalg import solve_triangular
+
+from numpyro_fed.density import Factors
+from numpyro_fed.silos import Silos
+from numpyro_fed.storage import SiloView
+
+__all__ = ["LocalMap", "Units"]
+
+
+@dataclass(frozen=True)
+class Units:
+    """How a silo's local sites are cut into units (static).
+
+    :param factors: the model's factors.
+    :param group: the row group whose elements are the units, or ``None``: the silo is one unit.
+    :param pad: static number of elements of each row group in the largest silo.
+    """
+
+    factors: Factors
+    group: str | None
+    pad: tuple[tuple[str, int], ...]
+
+    @property
+    def dim(self) -> int:
+        """Number of latents of a unit (in a joint unit, of the largest silo)."""
+        return sum(self._width(group) * count for group, count in self._blocks())
+
+    def _blocks(self) -> list[tuple[str, int]]:
+        if self.group is not None:
+            return [(self.group, 1)]
+        return [(group, dict(self.pad)[group]) for group in self.factors.latent_groups]
+
+    def _width(self, group: str) -> int:
+        groups = self.factors.local_groups()
+        return sum(math.prod(s.shape) for s in self.factors.local_sites if groups[s.name] == group)
+
+    def to_sites(self, z: Array) -> dict[str, Array]:
+        """Local sites, elements first, of units ``(E, dim)``."""
+        groups = self.factors.local_groups()
+        out, start = {}, 0
+        for group, count in self._blocks():
+            block = z[:, start : start + count * self._width(group)]
+            start += count * self._width(group)
+            block = block.reshape(-1, self._width(group))
+            at = 0
+            for site in self.factors.local_sites:
+                if groups[site.name] == group:
+                    width = math.prod(site.shape)
+                    out[site.name] = block[:, at : at + width].reshape(-1, *site.shape)
+                    at += width
+        return out
+
+    def from_sites(self, sites: dict[str, Array]) -> Array:
+        """Units ``(E, dim)`` of local sites; the inverse of :meth:`to_sites`."""
+        groups = self.factors.local_groups()
+        blocks = []
+        for group, count in self._blocks():
+            parts = [
+                sites[s.name].reshape(sites[s.name].shape[0], -1)
+                for s in self.factors.local_sites
+                if groups[s.name] == group
+            ]
+            blocks.append(jnp.concatenate(parts, -1).reshape(-1, count * self._width(group)))
+        return jnp.concatenate(blocks, -1)
+
+    def owned(self, view: SiloView) -> Array:
+        """Which of the latents in ``(E, dim)`` are the silo's own; the others are padding."""
+        if self.group is not None:
+            return jnp.broadcast_to(view.mask(self.group)[:, None], (dict(view.pad)[self.group], self.dim))
+        parts = [jnp.repeat(view.mask(g), self._width(g)) for g, _ in self._blocks()]
+        return jnp.concatenate(parts)[None]
+
+    def identity(self, view: SiloView) -> Array:
+        """A number for each unit that does not depend on the partition: its pooled row (or the silo)."""
+        positions, _ = view.units(self.group)
+        return positions if self.group is None else view.silos.order[self.group][positions]
+
+    def to_pooled(self, z: Array, silos: Silos) -> dict[str, Array]:
+        """All silos' units ``(G, dim)`` as the pooled model's local sites."""
+        if self.group is not None:
+            flat = self.to_sites(z)
+        else:
+            blocks = jax.vmap(lambda row: self.to_sites(row[None]))(z)
+            flat = {
+                name: block[silos.silo_of_row(group), _row_in_silo(silos, group)]
+                for name, group in self.factors.local_groups().items()
+                for block in [blocks[name]]
+            }
+        groups = self.factors.local_groups()
+        return {
+            s.name: jnp.moveaxis(flat[s.name][silos.pooled_position(groups[s.name])], 0, s.axis)
+            for s in self.factors.local_sites
+        }
+
+    def from_pooled(self, sites: Mapping[str, Array], silos: Silos) -> Array:
+        """All silos' units ``(G, dim)`` of the pooled model's local sites; the inverse of :meth:`to_pooled`."""
+        groups = self.factors.local_groups()
+        flat = {
+            s.name: jnp.moveaxis(sites[s.name], s.axis, 0)[silos.order[groups[s.name]]]
+            for s in self.factors.local_sites
+        }
+        if self.group is not None:
+            return self.from_sites(flat)
+        pad = dict(self.pad)
+        blocks = {}
+        for name, x in flat.items():
+            block = jnp.zeros((len(silos), pad[groups[name]], *x.shape[1:]), x.dtype)
+            group = groups[name]
+            blocks[name] = block.at[silos.silo_of_row(group), _row_in_silo(silos, group)].set(x)
+        return jax.vmap(self.from_sites)(blocks)[:, 0]
+
+    def log_density(self, theta: dict[str, Array], z: Array, kwargs: dict, weights: dict, view: SiloView) -> Array:
+        """Log density of each unit ``(E,)`` given theta, latents and rows; padding is standard normal."""
+        local = self.factors.terms(theta, self.to_sites(z), kwargs, weights)[1]
+        if self.group is None:
+            terms = sum((jnp.sum(v) for v in local.values()), jnp.zeros(()))[None]
+        else:
+            terms = self.factors.by_element(self.group, local, kwargs)
+        return terms - 0.5 * jnp.sum(jnp.where(self.owned(view), 0.0, z**2), axis=1)
+
+
+def _row_in_silo(silos: Silos, group: str) -> np.ndarray:
+    return np.arange(sum(silos.sizes[group])) - np.repeat(silos.offsets(group), silos.sizes[group])
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class LocalMap:
+    """Rows of the local map (leading axis: units).
+
+    :param mean: m, shape ``(G, k)``.
+    :param coupling: C, shape ``(G, k, d)``.
+    :param tril: T, unit lower triangular, shape ``(G, k, k)``.
+    :param log_scale: l, shape ``(G, k)``.
+    :param scale_coupling: b, shape ``(G, k, d)``.
+    """
+
+    mean: Array
+    coupling: Array
+    tril: Array
+    log_scale: Array
+    scale_coupling: Array
+
+    def scale(self, u: Array) -> Array:
+        """Scales at whitened position ``u`` of shape ``(d,)``; shape ``(G, k)``."""
+        return jnp.exp(self.log_scales(u))
+
+    def forward(self, u: Array, eps: Array) -> Array:
+        """Latents ``(G, k)`` at ``u`` for coordinates ``eps`` of shape ``(G, k)``."""
+        spread = jnp.einsum("gij,gj->gi", self.tril, self.scale(u) * eps)
+        return self.mean + self.coupling @ u + spread
+
+    def inverse(self, u: Array, z: Array) -> Array:
+        """Coordinates of latents ``z`` at ``u``; the inverse of :meth:`forward`."""
+        centred = (z - self.mean - self.coupling @ u)[..., None]
+        spread = jax.vmap(lambda t, x: solve_triangular(t, x, lower=True, unit_diagonal=True))(self.tril, centred)
+        return spread[..., 0] / self.scale(u)
+
+    def log_scales(self, u: Array) -> Array:
+        """Log scales ``(G, k)``; their sum over a unit is the log determinant of dz/deps."""
+        return self.log_scale + self.scale_coupling @ u

@@ -1,0 +1,60 @@
+r"""DSGLD: distributed stochastic gradient Langevin dynamics, a chain that visits silos.
+
+Target: the posterior of the pooled model. Update: :mod:`numpyro_fed.mcmc.langevin` with :math:`\alpha = 0`,
+
+.. math:: \theta \leftarrow \theta + \tfrac h2 \left( \nabla \log p(\theta) + \tfrac{N_s}{f_s m} \nabla \log p(y_s^{(m)} \mid \theta) \right)
+          + N(0, h) .
+
+With many local steps it samples a mixture of the silos' posteriors: FSGLD's conducive gradient is the remedy.
+"""
+
+from collections.abc import Callable, Sequence
+
+from jax import Array
+
+from numpyro_fed.mcmc._kernel import LangevinKernel
+from numpyro_fed.mcmc.prepare import Options
+from numpyro_fed.surrogates.gaussian import Surrogates
+
+__all__ = ["DSGLD"]
+
+
+class DSGLD(LangevinKernel):
+    """Distributed SGLD, a kernel for :class:`numpyro.infer.MCMC`: FSGLD without conducive gradients.
+
+    **Law and bias.** The posterior for one local step a round and a small step size; with ``num_local_steps``
+    of T the variance that silos make is T times as large. What leaves a silo: the global position.
+
+    :param preconditioner: ``"surrogate"`` fits surrogates for the whitening alone.
+
+    The other parameters are those of :class:`numpyro_fed.FSGLD`.
+
+    **Reference.** Ahn, Shahbaba, Welling: Distributed stochastic gradient MCMC, ICML 2014; FSGLD equations 3-4.
+
+    **Example**::
+
+        >>> import numpyro_fed as fed
+        >>> kernel = fed.DSGLD(lambda y: None, step_size=1e-3, num_local_steps=10, batch_size=5)
+    """
+
+    def __init__(
+        self,
+        model: Callable,
+        step_size: float | str | Callable,
+        num_local_steps: int = 40,
+        batch_size: int | None = None,
+        selection: Sequence[float] | Array | None = None,
+        preconditioner: str | None = None,
+        *,
+        surrogate: str | Surrogates | None = "score",
+        bias_target: float = 0.02,
+        public: tuple[str, ...] = (),
+        validate: bool = True,
+    ) -> None:
+        super().__init__(
+            model,
+            Options(
+                step_size, num_local_steps, batch_size, surrogate, 0.0, selection, preconditioner,
+                bias_target, tuple(public), validate,
+            ),
+        )  # fmt: skip

@@ -1,0 +1,90 @@
+r"""FSGLD: federated stochastic gradient Langevin dynamics with conducive gradients.
+
+Target: the posterior of the pooled model. Update: :mod:`numpyro_fed.mcmc.langevin` with :math:`\alpha = 1`,
+
+.. math:: \theta \leftarrow \theta + \tfrac h2 \left( \nabla \log p(\theta) + \tfrac{N_s}{f_s m} \nabla \log p(y_s^{(m)} \mid \theta)
+          + \alpha g_s(\theta) \right) + N(0, h), \qquad g_s = \nabla \log q - \tfrac1{f_s} \nabla \log q_s .
+
+The next silo is drawn from Categorical(f). Since :math:`\sum_s f_s g_s = 0` for :math:`q = \prod_s q_s`, the estimator is unbiased
+for any surrogates and any alpha (FSGLD lemma 1).
+"""
+
+from collections.abc import Callable, Sequence
+
+from jax import Array
+
+from numpyro_fed.mcmc._kernel import LangevinKernel
+from numpyro_fed.mcmc.prepare import Options
+from numpyro_fed.surrogates.gaussian import Surrogates
+
+__all__ = ["FSGLD"]
+
+
+class FSGLD(LangevinKernel):
+    """Federated SGLD with conducive gradients, a kernel for :class:`numpyro.infer.MCMC`.
+
+    **Law and bias.** The posterior, up to a bias of order ``step_size`` in the variance. With
+    ``step_size="auto"`` it is held to a factor ``1 + bias_target`` in the sds; the prediction is in the extra field
+    ``inflation``. One ``sample()`` is one communication round: a stay of ``num_local_steps`` steps at one silo.
+
+    **What leaves a silo.** A round: the global position (``d`` numbers) and three statistics. Once, for the
+    surrogates: ``d + d (d + 1) / 2`` numbers in each of about ten rounds. Rows, local latents and their coordinates
+    never do.
+
+    **Local latents** move by Metropolis steps while the chain is at their silo, in coordinates that travel with the
+    global parameters: element by element where elements are independent given those, together otherwise.
+
+    :param model: a NumPyro model with at least one silo plate.
+    :param step_size: h, in preconditioned units: a number, an optax schedule of the number of local steps, or
+        ``"auto"``.
+    :param num_local_steps: T, local steps a round.
+    :param batch_size: m, rows of a minibatch (with replacement), or ``None`` for all rows of the silo.
+    :param surrogate: ``"score"``, ``"laplace"``, or a :class:`~numpyro_fed.surrogates.Surrogates` (analytic).
+    :param alpha: weight of the conducive gradient (FSGLD remark 1).
+    :param selection: f, probabilities of the silos; equal by default.
+    :param preconditioner: ``"surrogate"``: the covariance of the surrogate posterior; ``None``: none, as in the papers.
+    :param bias_target: accepted relative inflation of the sds under ``step_size="auto"``.
+    :param public: observed sites outside every silo plate whose data all silos know.
+    :param validate: make the proof check before the first round.
+    :raises ValueError: for arguments, data and model structures it cannot use, before compilation.
+
+    **Reference.** el Mekkaoui, Mesquita, Blomstedt, Kaski: Federated stochastic gradient Langevin dynamics,
+    UAI 2021, equations 5-7 and algorithm 1.
+
+    **Example**::
+
+        >>> import jax, jax.numpy as jnp, numpyro, numpyro.distributions as dist, numpyro_fed as fed
+        >>> from numpyro.infer import MCMC
+        >>> def model(y):
+        ...     mu = numpyro.sample("mu", dist.Normal(0, 10))
+        ...     with fed.silo_plate("patients", y.shape[0]):
+        ...         numpyro.sample("y", dist.Normal(mu, 1), obs=y)
+        >>> silos = fed.Silos({"oslo": {"y": jnp.arange(20.0)}, "rome": {"y": jnp.arange(30.0)}})
+        >>> mcmc = MCMC(fed.FSGLD(model), num_warmup=50, num_samples=100, progress_bar=False)
+        >>> mcmc.run(jax.random.key(0), silos)
+        >>> mcmc.get_samples()["mu"].shape
+        (100,)
+    """
+
+    def __init__(
+        self,
+        model: Callable,
+        step_size: float | str | Callable = "auto",
+        num_local_steps: int = 40,
+        batch_size: int | None = None,
+        surrogate: str | Surrogates = "score",
+        alpha: float = 1.0,
+        selection: Sequence[float] | Array | None = None,
+        preconditioner: str | None = "surrogate",
+        *,
+        bias_target: float = 0.02,
+        public: tuple[str, ...] = (),
+        validate: bool = True,
+    ) -> None:
+        super().__init__(
+            model,
+            Options(
+                step_size, num_local_steps, batch_size, surrogate, alpha, selection, preconditioner,
+                bias_target, tuple(public), validate,
+            ),
+        )  # fmt: skip

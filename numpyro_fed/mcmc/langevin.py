@@ -1,0 +1,303 @@
+r"""One stay of a chain at a silo: T local Langevin steps. Every Langevin kernel of the library takes it.
+
+With :math:`\delta = \theta - \mu` and L the preconditioner's factor (:math:`L = I` without one), each local step is
+
+.. math::
+    g &= \nabla_\theta \Big[ \tfrac{N_s}{m} \log p(y_s^{(m)}, z(\theta, \epsilon) \mid \theta)
+         + \sum_g \log \left| \tfrac{\partial z_g}{\partial \epsilon_g} \right| \Big] \quad\text{at fixed } \epsilon \\
+    e &= L^\top \left( g - \alpha \nabla \log q_s(\theta) \right) / f_s \\
+    \theta &\leftarrow \theta + L \Big( \tfrac h2 \left[ L^\top (\nabla \log p(\theta) + \alpha \nabla \log q(\theta)) + e
+         \right] + \sqrt h\, \xi \Big), \qquad \xi \sim N(0, I)
+
+which is FSGLD equations 5 and 7 (DSGLD, equation 3, for :math:`\alpha = 0`). The gradient at fixed :math:`\epsilon`
+differs from the one at fixed z by a term of mean zero, and moves z along with theta. Before each step
+:math:`\epsilon` makes a Metropolis move that leaves :math:`p(z_s \mid y_s, \theta)` invariant.
+
+Law: for a fixed silo schedule and small h the chain's stationary law is the posterior up to O(h) (the discretisation's
+bias, and the variance of e between silos, which the surrogates reduce).
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax, random
+
+from numpyro_fed.density import Factors
+from numpyro_fed.federation import Federated
+from numpyro_fed.local_map import LocalMap, Units
+from numpyro_fed.mcmc.local_moves import MoveNoise, metropolis, move_noise
+from numpyro_fed.storage import SiloView
+from numpyro_fed.surrogates.gaussian import matvec
+
+__all__ = ["Chain", "Conducive", "LatentCoordinates", "Plan", "StayStats", "Tuning", "federated", "residual", "stay"]
+
+_BLOCK_STEPS = 100  # local steps whose random numbers and rows are drawn together
+_BLOCK_BYTES = 4 << 20
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The static facts of a kernel: two kernels of equal plans share their compiled programs.
+
+    :param factors: the model's factors.
+    :param units: how local latents are cut, or ``None`` without any.
+    :param num_local_steps: T.
+    :param batch: row group and number of rows of a minibatch, or ``None`` for all rows.
+    :param cut: largest norm of e in preconditioned units, or ``None``.
+    :param schedule: step size by number of local steps made, or ``None`` for a constant one.
+    """
+
+    factors: Factors
+    units: Units | None
+    num_local_steps: int
+    batch: tuple[str, int] | None
+    cut: float | None
+    schedule: Callable[[Array], Any] | None
+
+    @property
+    def block(self) -> int:
+        """Local steps in a block: its random numbers are drawn, and its rows gathered, in one go."""
+        if self.batch is None:
+            return min(self.num_local_steps, _BLOCK_STEPS)
+        group, m = self.batch
+        row = sum(math.prod(spec.shape) * spec.dtype.itemsize for _, g, spec in self.factors.rows if g == group)
+        return max(1, min(self.num_local_steps, _BLOCK_STEPS, _BLOCK_BYTES // (m * row)))
+
+
+class Conducive(NamedTuple):
+    """Surrogates around a point: gradients there ``(S, d)``, precisions ``(S, d, d)`` or ``(S, d)``, and sums."""
+
+    shift: Array
+    precision: Array
+    total_shift: Array
+    total_precision: Array
+
+
+class LatentCoordinates(NamedTuple):
+    """The local map with its whitening: ``u = whiten (theta - loc)``, rows private to the silos."""
+
+    loc: Array
+    whiten: Array
+    rows: LocalMap
+
+    def u(self, theta: Array) -> Array:
+        """Whitened global position."""
+        return matvec(self.whiten, theta - self.loc)
+
+
+class Tuning(NamedTuple):
+    """The numbers of a kernel, made once before the first round.
+
+    :param step_size: h (where there is no schedule).
+    :param alpha: weight of the conducive gradient.
+    :param selection: probabilities f of the silos, shape ``(S,)``.
+    :param loc: where the surrogates' gradients are expanded, shape ``(d,)``.
+    :param scale: L: ``(d, d)``, ``(d,)``, or ``None`` for the identity.
+    :param conducive: the surrogates around ``loc``, or ``None``.
+    :param latents: the coordinates of local latents, or ``None``.
+    :param inflation: predicted ratio of the chain's sd to the posterior's.
+    """
+
+    step_size: Array
+    alpha: Array
+    selection: Array
+    loc: Array
+    scale: Array | None
+    conducive: Conducive | None
+    latents: LatentCoordinates | None
+    inflation: Array
+
+
+class Chain(NamedTuple):
+    """What travels: the global position ``(d,)`` and the number of local steps made."""
+
+    theta: Array
+    num_steps: Array
+
+
+class StayStats(NamedTuple):
+    """What a silo says of a stay: fraction of steps cut, mean acceptance, whether all stayed finite."""
+
+    cut_rate: Array
+    accept_prob: Array
+    finite: Array
+
+
+class _Silo(NamedTuple):
+    """What the steps of one stay share."""
+
+    kwargs: dict[str, Any]
+    weights: dict[str, Array]
+    latents: LatentCoordinates | None
+    conducive: Conducive | None
+    selection: Array
+
+
+def federated(plan: Plan, tuning: Tuning) -> Federated:
+    """The chain as a federated algorithm: one silo a round, chosen by the engine's caller."""
+
+    def broadcast(key: Array, chain: Chain) -> Chain:
+        return chain
+
+    def local(
+        key: Array, chain: Chain, state: tuple[Array, LocalMap] | None, view: SiloView
+    ) -> tuple[tuple[Chain, StayStats], Any]:
+        return stay(plan, tuning, key, chain, state, view)
+
+    def merge(chain: Chain, reply: tuple[Chain, StayStats]) -> tuple[Chain, StayStats]:
+        return reply
+
+    return Federated(lambda key, theta: Chain(theta, jnp.zeros((), jnp.int32)), broadcast, local, merge)
+
+
+def stay(
+    plan: Plan,
+    tuning: Tuning,
+    key: Array,
+    chain: Chain,
+    state: tuple[Array, LocalMap] | None,
+    view: SiloView,
+) -> tuple[tuple[Chain, StayStats], Any]:
+    """T local steps at one silo.
+
+    :param state: the silo's private rows: coordinates ``(E, k)`` and local map; ``None`` without local latents.
+    :return: the chain and the stay's statistics (they leave the silo), and the private rows (they do not).
+    """
+    silo = open_silo(plan, tuning, state, view)
+    eps = None if state is None else state[0]
+    steps = plan.num_local_steps
+    blocks, rest = divmod(steps, plan.block)
+
+    def run(carry: tuple, number: Array, length: int) -> tuple:
+        return _run_block(plan, tuning, random.fold_in(key, number), silo, view, carry, length)
+
+    carry = (chain.theta, eps, chain.num_steps, jnp.zeros(()), jnp.zeros(()))
+    carry, _ = lax.scan(lambda c, n: (run(c, n, plan.block), None), carry, jnp.arange(blocks))
+    if rest:
+        carry = run(carry, jnp.asarray(blocks), rest)
+    theta, new_eps, count, cuts, accepted = carry
+    finite = jnp.isfinite(theta).all()
+    if plan.units is not None and eps is not None and new_eps is not None:
+        finite &= jnp.isfinite(jnp.where(plan.units.owned(view), new_eps, 0.0)).all()
+        new_eps = jnp.where(finite, new_eps, eps)
+    theta = jnp.where(finite, theta, chain.theta)  # a stay that left the reals is undone, and counted
+    stats = StayStats(cuts / steps, accepted / steps if eps is not None else jnp.ones(()), finite)
+    return (Chain(theta, count), stats), (None if state is None else (new_eps, state[1]))
+
+
+def open_silo(plan: Plan, tuning: Tuning, state: Any, view: SiloView) -> _Silo:
+    number = view.number
+    if plan.batch is not None:
+        group, m = plan.batch
+        view = SiloView(view.silos, number, tuple((g, 1 if g == group else n) for g, n in view.pad))
+    kwargs, weights = view.whole()
+    if plan.batch is not None:
+        weights[group] = view.size(group).astype(weights[group].dtype) / m
+    latents, conducive = tuning.latents, tuning.conducive
+    if latents is not None and state is not None:
+        latents = latents._replace(rows=state[1])
+    if conducive is not None:
+        conducive = conducive._replace(shift=conducive.shift[number], precision=conducive.precision[number])
+    return _Silo(kwargs, weights, latents, conducive, tuning.selection[number])
+
+
+def _run_block(plan: Plan, tuning: Tuning, key: Array, silo: _Silo, view: SiloView, carry: tuple, length: int) -> tuple:
+    """Draw everything random of ``length`` steps at once, then scan over them."""
+    key_noise, key_batch, key_local = random.split(key, 3)
+    theta, eps, count = carry[:3]
+    noise = random.normal(key_noise, (length, theta.shape[0]), theta.dtype)
+    rows = batches(plan, key_batch, view, (length,))
+    moves = None if plan.units is None else move_noise(plan.units, key_local, eps, view, length)
+    counts = count + jnp.arange(length, dtype=count.dtype)
+    if plan.schedule is None:
+        step_sizes = jnp.broadcast_to(tuning.step_size, (length,))
+    else:
+        step_sizes = jnp.asarray(jax.vmap(plan.schedule)(counts), theta.dtype)
+
+    def step(carry: tuple, x: tuple) -> tuple[tuple, None]:
+        theta, eps, cuts, accepted = carry
+        xi, batch, move_draws, h = x
+        here = silo._replace(kwargs={**silo.kwargs, **batch})
+        if plan.units is not None:
+            eps, probability = move(plan, theta, eps, here, view, move_draws)
+            accepted += probability
+        e, cut = residual(plan, tuning, theta, eps, here, view)
+        drift = _pull_back(tuning, _server_gradient(plan, tuning, theta, view)) + e
+        theta = theta + push(tuning, 0.5 * h * drift + jnp.sqrt(h) * xi)
+        return (theta, eps, cuts + cut, accepted), None
+
+    inner = (theta, eps, *carry[3:])
+    (theta, eps, cuts, accepted), _ = lax.scan(step, inner, (noise, rows, moves, step_sizes))
+    return theta, eps, count + length, cuts, accepted
+
+
+def batches(plan: Plan, key: Array, view: SiloView, shape: tuple[int, ...]) -> dict[str, Array]:
+    if plan.batch is None:
+        return {}
+    group, m = plan.batch
+    # 32 random bits modulo N_s: the bias against a row is below N_s / 2^32
+    bits = random.bits(key, (*shape, m), jnp.uint32)
+    return view.batch(group, (bits % view.size(group).astype(jnp.uint32)).astype(jnp.int32))
+
+
+def push(tuning: Tuning, vector: Array) -> Array:
+    return vector if tuning.scale is None else matvec(tuning.scale, vector)
+
+
+def _pull_back(tuning: Tuning, gradient: Array) -> Array:
+    return gradient if tuning.scale is None else matvec(tuning.scale.T, gradient)
+
+
+def _server_gradient(plan: Plan, tuning: Tuning, theta: Array, view: SiloView) -> Array:
+    """grad log p(theta) + alpha grad log q(theta): what needs no silo."""
+    factors = plan.factors
+    gradient = jax.grad(lambda t: factors.log_prior(factors.unravel(t), view.silos.shared))(theta)
+    if tuning.conducive is not None:
+        total = tuning.conducive
+        whole = total.total_shift - matvec(total.total_precision, theta - tuning.loc)
+        gradient = gradient + tuning.alpha * whole
+    return gradient
+
+
+def residual(
+    plan: Plan, tuning: Tuning, theta: Array, eps: Array | None, silo: _Silo, view: SiloView
+) -> tuple[Array, Array]:
+    """e of the module's docstring in preconditioned units ``(d,)``, and 1 where it had to be cut."""
+    gradient = jax.grad(_local_term, argnums=2)(plan, tuning, theta, eps, silo, view)
+    if silo.conducive is not None:
+        own = silo.conducive.shift - matvec(silo.conducive.precision, theta - tuning.loc)
+        gradient = gradient - tuning.alpha * own
+    e = _pull_back(tuning, gradient) / silo.selection
+    if plan.cut is None:
+        return e, jnp.zeros(())
+    norm = jnp.linalg.norm(e)
+    factor = jnp.where(norm > plan.cut, plan.cut / norm, 1.0)
+    return e * factor, (norm > plan.cut).astype(e.dtype)
+
+
+def _local_term(plan: Plan, tuning: Tuning, theta: Array, eps: Array | None, silo: _Silo, view: SiloView) -> Array:
+    """log p(y_s, z | theta) + log |dz/deps| at fixed eps, a scalar."""
+    sites = plan.factors.unravel(theta)
+    if plan.units is None or eps is None or silo.latents is None:
+        return plan.factors.log_local(sites, {}, silo.kwargs, silo.weights)
+    u = silo.latents.u(theta)
+    z = plan.units.to_sites(silo.latents.rows.forward(u, eps))
+    log_det = jnp.sum(jnp.where(plan.units.owned(view), silo.latents.rows.log_scales(u), 0.0))
+    return plan.factors.log_local(sites, z, silo.kwargs, silo.weights) + log_det
+
+
+def move(plan: Plan, theta: Array, eps: Array, silo: _Silo, view: SiloView, noise: MoveNoise) -> tuple[Array, Array]:
+    """A Metropolis move of the silo's local latents given theta; its mean acceptance."""
+    units, latents = plan.units, silo.latents
+    assert units is not None
+    assert latents is not None
+    sites, u = plan.factors.unravel(theta), latents.u(theta)
+
+    def log_target(eps: Array) -> Array:
+        return units.log_density(sites, latents.rows.forward(u, eps), silo.kwargs, silo.weights, view)
+
+    return metropolis(log_target, eps, noise, units.owned(view), joint=units.group is None)

@@ -1,0 +1,78 @@
+r"""Metropolis moves of a silo's local latents given the global parameters, in the local map's coordinates.
+
+Law: they leave :math:`p(z_s \\mid y_s, \\theta)` invariant exactly, whatever the map. Where elements are independent
+given theta each proposes from the map's own law N(0, I) and accepts for itself; where they are not, all
+latents of the silo move together by MALA.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, random
+
+from numpyro_fed.local_map import Units
+from numpyro_fed.storage import SiloView
+
+__all__ = ["MoveNoise", "metropolis", "move_noise"]
+
+
+class MoveNoise(NamedTuple):
+    """Random numbers of moves: ``(..., E, k)`` and ``(..., E)``."""
+
+    normal: Array
+    log_uniform: Array
+
+
+def move_noise(units: Units, key: Array, eps: Array, view: SiloView, length: int) -> MoveNoise:
+    """Noise of ``length`` moves, folded by each unit's pooled place: it does not depend on the partition."""
+
+    def draw(identity: Array) -> MoveNoise:
+        key_normal, key_uniform = random.split(random.fold_in(key, identity))
+        return MoveNoise(
+            random.normal(key_normal, (length, eps.shape[1]), eps.dtype),
+            jnp.log(random.uniform(key_uniform, (length,), eps.dtype)),
+        )
+
+    return jax.vmap(draw, out_axes=1)(units.identity(view))
+
+
+def metropolis(
+    log_target: Callable[[Array], Array], eps: Array, noise: MoveNoise, owned: Array, *, joint: bool
+) -> tuple[Array, Array]:
+    """One Metropolis move of every unit.
+
+    :param log_target: log density of each unit ``(E,)`` as a function of eps ``(E, k)``.
+    :param owned: which latents are the silo's own.
+    :param joint: propose by MALA rather than from N(0, I).
+    :return: the new eps, and the mean acceptance probability of the silo's units.
+    """
+    if joint:
+        proposal, log_ratio = _mala(log_target, eps, noise.normal, owned)
+    else:
+        proposal = noise.normal
+        log_ratio = log_target(proposal) - log_target(eps) + 0.5 * jnp.sum(proposal**2 - eps**2, -1)
+    accept = noise.log_uniform < log_ratio  # NaN refuses
+    mask = owned.any(1)
+    probability = jnp.nan_to_num(jnp.exp(jnp.minimum(log_ratio, 0.0)))
+    return jnp.where(accept[:, None], proposal, eps), jnp.sum(jnp.where(mask, probability, 0.0)) / jnp.sum(mask)
+
+
+def _mala(log_target: Callable[[Array], Array], eps: Array, noise: Array, owned: Array) -> tuple[Array, Array]:
+    """A Metropolis-adjusted Langevin proposal for a silo's latents together, and its log ratio.
+
+    eps is about standard normal, so the step follows from the dimension alone (Roberts & Rosenthal 1998).
+    """
+    step = 1.4 * jnp.maximum(jnp.sum(owned), 1.0) ** (-1 / 6)
+    slope = jax.grad(lambda e: jnp.sum(log_target(e)))
+
+    def mean(e: Array, g: Array) -> Array:
+        return e + 0.5 * step**2 * g
+
+    here = slope(eps)
+    proposal = mean(eps, here) + step * noise
+    there = slope(proposal)
+    forward = jnp.sum(noise**2, -1)
+    backward = jnp.sum(((eps - mean(proposal, there)) / step) ** 2, -1)
+    return proposal, log_target(proposal) - log_target(eps) + 0.5 * (forward - backward)

@@ -1,0 +1,118 @@
+r"""The step size from an accepted bias, and the noise that silos make, measured in a pilot.
+
+Near its stationary law and in whitened coordinates the chain is
+:math:`w \leftarrow w - \tfrac h2 w + \tfrac h2 e + \sqrt h \xi` with noise e of covariance N (of a stay's sum, per step), so its
+variance in a direction is
+
+.. math:: \frac{1 + hN/4}{1 - h/4} \approx 1 + \tfrac h4 (1 + N),
+
+and an inflation of sds by the factor 1 + b is reached at :math:`h = 8 b / (1 + N)`.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax, random
+
+from numpyro_fed.local_map import LocalMap
+from numpyro_fed.mcmc import langevin
+from numpyro_fed.mcmc.langevin import Plan, Tuning
+from numpyro_fed.mcmc.local_moves import move_noise
+from numpyro_fed.silos import Silos
+from numpyro_fed.storage import SiloView, sweep
+
+__all__ = ["MAX_STEP_SIZE", "inflation", "stay_noise", "step_size"]
+
+MAX_STEP_SIZE = 0.1
+_DRAWS = 32
+_WARM = 20  # local moves before counting
+_LONGEST = 64  # local moves counted; longer stays are extrapolated
+
+
+@partial(jax.jit, static_argnames=("plan", "length"))
+def _stay_means(plan: Plan, length: int, key: Array, tuning: Tuning, silos: Silos) -> tuple[Array, Array]:
+    """Means of e over each half of a stay at fixed theta, shape ``(S, draws, d)`` each."""
+    shape = (_DRAWS, plan.factors.dim)
+    normal = random.normal(key, shape, tuning.loc.dtype)
+    thetas = tuning.loc + jax.vmap(partial(langevin.push, tuning))(normal)
+    group = None if plan.units is None else plan.units.group
+
+    def local(view: SiloView, rows: LocalMap | None) -> tuple[tuple[Array, Array], None]:
+        def at(args: tuple[Array, Array]) -> tuple[Array, Array]:
+            theta, key = args
+            return _walk(plan, tuning, theta, key, rows, view, length)
+
+        keys = random.split(random.fold_in(key, view.number), _DRAWS)
+        return lax.map(at, (thetas, keys)), None
+
+    rows = None if tuning.latents is None else tuning.latents.rows
+    return sweep(local, silos, rows, group)[0]
+
+
+def _walk(
+    plan: Plan,
+    tuning: Tuning,
+    theta: Array,
+    key: Array,
+    rows: LocalMap | None,
+    view: SiloView,
+    length: int,
+) -> tuple[Array, Array]:
+    state = None
+    warm = 0
+    if rows is not None:
+        state = (random.normal(random.fold_in(key, 0), rows.mean.shape, theta.dtype), rows)
+        warm = _WARM
+    silo = langevin.open_silo(plan, tuning, state, view)
+
+    def step(eps: Array | None, i: Array) -> tuple[Array | None, Array]:
+        key_step = random.fold_in(key, i + 1)
+        here = silo._replace(kwargs={**silo.kwargs, **langevin.batches(plan, key_step, view, ())})
+        if plan.units is not None and eps is not None:
+            noise = move_noise(plan.units, key_step, eps, view, 1)
+            noise = jax.tree.map(lambda x: x[0], noise)
+            eps, _ = langevin.move(plan, theta, eps, here, view, noise)
+        return eps, langevin.residual(plan, tuning, theta, eps, here, view)[0]
+
+    eps = None if state is None else state[0]
+    _, e = lax.scan(step, eps, jnp.arange(warm + length))
+    return e[warm : warm + length // 2].mean(0), e[warm + length // 2 :].mean(0)
+
+
+def stay_noise(plan: Plan, tuning: Tuning, silos: Silos, *, seed: int = 0) -> np.ndarray:
+    """N: covariance over silos of a stay's sum of e, per step, in whitened coordinates, ``(d, d)``.
+
+    With A and B the means of two halves of a stay of J steps at fixed theta, a stay of T steps has
+    ``N = T sym(A B') + J/4 (A - B)(A - B)'``: what persists counts T times, what is redrawn once.
+    """
+    steps = plan.num_local_steps
+    still = plan.units is None and plan.batch is None  # e is then constant at fixed theta
+    length = 2 if still else 2 * max(1, min(steps, _LONGEST) // 2)
+    first, second = (np.asarray(x, np.float64) for x in _stay_means(plan, length, random.key(seed), tuning, silos))
+    f = np.asarray(tuning.selection, np.float64)[:, None, None]
+    good = np.isfinite(first).all((0, 2)) & np.isfinite(second).all((0, 2))
+    if not good.any():
+        raise ValueError(
+            "the gradient is not finite at any of the pilot's draws of the surrogate posterior, so no step size "
+            "can be chosen; check the model's scales, or give step_size= and surrogate="
+        )
+    first, second = first[:, good], second[:, good]
+    # the mean over silos is drift, not noise
+    first, second = first - (f * first).sum(0), second - (f * second).sum(0)
+    between = np.einsum("sni,snj->ij", f * first, second) / good.sum()
+    gap = first - second
+    within = np.einsum("sni,snj->ij", f * gap, gap) / good.sum()
+    return steps * 0.5 * (between + between.T) + length / 4 * within
+
+
+def step_size(noise: np.ndarray, bias_target: float) -> float:
+    """h at which the worst direction's sd is inflated by the factor ``1 + bias_target``."""
+    return min(MAX_STEP_SIZE, 8 * bias_target / (1 + max(0.0, float(np.linalg.eigvalsh(noise)[-1]))))
+
+
+def inflation(noise: np.ndarray, h: float) -> float:
+    """Predicted ratio of the chain's sd to the posterior's, in the worst direction."""
+    worst = max(0.0, float(np.linalg.eigvalsh(noise)[-1]))
+    return float(np.sqrt((1 + h * worst / 4) / (1 - h / 4)))

@@ -1,0 +1,230 @@
+"""Everything a Langevin kernel settles before its first round: checks, surrogates, local map, step size."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from numpyro_fed.density import Factors
+from numpyro_fed.factorise import factorise
+from numpyro_fed.local_map import Units
+from numpyro_fed.mcmc import pilot
+from numpyro_fed.mcmc.langevin import Conducive, LatentCoordinates, Plan, Tuning
+from numpyro_fed.proof import elements_are_independent, prove
+from numpyro_fed.silos import Silos
+from numpyro_fed.storage import largest
+from numpyro_fed.surrogates import laplace, score
+from numpyro_fed.surrogates.gaussian import Surrogates
+
+__all__ = ["Options", "prepare"]
+
+_CUT = 8.0  # largest norm of the conducive residual, in whitened units
+
+
+@dataclass(frozen=True)
+class Options:
+    """A kernel's arguments as the user gave them; see :class:`numpyro_fed.FSGLD`."""
+
+    step_size: float | str | Callable
+    num_local_steps: int
+    batch_size: int | None
+    surrogate: str | Surrogates | None
+    alpha: float
+    selection: Sequence[float] | Array | None
+    preconditioner: str | None
+    bias_target: float
+    public: tuple[str, ...]
+    validate: bool
+
+    def checked(self) -> "Options":
+        """Refuse what can be refused before any data are seen."""
+        h = self.step_size
+        if isinstance(h, str):
+            if h != "auto":
+                raise ValueError(f'step_size: expected a positive number, a schedule or "auto", got {h!r}')
+            if self.preconditioner is None:
+                raise ValueError(
+                    'step_size="auto" needs whitened coordinates; expected preconditioner="surrogate", got None'
+                )
+        elif not callable(h) and not h > 0:
+            raise ValueError(f"step_size: expected > 0, got {h}")
+        if self.num_local_steps < 1 or int(self.num_local_steps) != self.num_local_steps:
+            raise ValueError(f"num_local_steps: expected an integer >= 1, got {self.num_local_steps}")
+        if self.batch_size is not None and self.batch_size < 1:
+            raise ValueError(f"batch_size: expected >= 1 or None (all rows), got {self.batch_size}")
+        if not 0 < self.bias_target < 1:
+            raise ValueError(f"bias_target: expected a number in (0, 1), got {self.bias_target}")
+        if not np.isfinite(self.alpha) or self.alpha < 0:
+            raise ValueError(f"alpha: expected a finite number >= 0, got {self.alpha}")
+        if isinstance(self.surrogate, str) and self.surrogate not in ("score", "laplace"):
+            raise ValueError(
+                f'surrogate: expected "score", "laplace", a fed.surrogates.Surrogates or None, got {self.surrogate!r}'
+            )
+        if self.preconditioner not in ("surrogate", None):
+            raise ValueError(f'preconditioner: expected "surrogate" or None, got {self.preconditioner!r}')
+        if self.alpha > 0 and self.surrogate is None:
+            raise ValueError(
+                'alpha > 0 weights the conducive gradient of the surrogates; expected surrogate="score" (or '
+                '"laplace", or a Surrogates), got None. DSGLD is the kernel without surrogates'
+            )
+        return self
+
+
+def prepare(
+    model: Callable, silos: Silos, extra: dict[str, Any], options: Options
+) -> tuple[Plan, Tuning, Surrogates | None]:
+    """Check model and data, fit what the options ask for, and choose the step size.
+
+    :return: the plan, the numbers, and the surrogates (``None`` where none are used).
+    """
+    factors = factorise(model, silos, public=options.public, extra=extra)
+    if not factors.dim:
+        raise ValueError("the model has no global latent site: its silos have nothing in common to learn")
+    selection = _selection(options.selection, silos)
+    batch = _batch(options.batch_size, factors, silos)
+    silos = silos.with_shared(**extra)
+    if options.validate:
+        prove(factors, silos)
+    units = _units(factors, silos)
+    schedule = options.step_size if callable(options.step_size) else None
+    cut = _CUT if options.preconditioner is not None and options.alpha > 0 else None
+    plan = Plan(factors, units, int(options.num_local_steps), batch, cut, schedule)
+    surrogates, fitted = _surrogates(factors, silos, units, options)
+    tuning = _tuning(factors, options, selection, surrogates, fitted)
+    if options.step_size == "auto":
+        noise = pilot.stay_noise(plan, tuning, silos)
+        h = pilot.step_size(noise, options.bias_target)
+        dtype = tuning.loc.dtype
+        tuning = tuning._replace(
+            step_size=jnp.asarray(h, dtype), inflation=jnp.asarray(pilot.inflation(noise, h), dtype)
+        )
+    return plan, tuning, surrogates
+
+
+def _selection(selection: Any, silos: Silos) -> np.ndarray:
+    if selection is None:
+        return np.full(len(silos), 1 / len(silos))
+    f = np.asarray(selection, np.float64)
+    if f.shape != (len(silos),):
+        raise ValueError(f"selection: expected one probability for each of the {len(silos)} silos, got shape {f.shape}")
+    if not (f > 0).all():
+        raise ValueError(
+            f"selection: expected probabilities > 0, got {f[np.argmin(f)]} for silo "
+            f"{silos.names[int(np.argmin(f))]!r}; a silo that is never visited has no say in the posterior"
+        )
+    if not abs(f.sum() - 1) <= 1e-6:
+        raise ValueError(f"selection: expected probabilities that sum to one, got a sum of {f.sum():.6g}")
+    return f / f.sum()
+
+
+def _batch(size: int | None, factors: Factors, silos: Silos) -> tuple[str, int] | None:
+    if size is None:
+        return None
+    if factors.local_sites:
+        names = [s.name for s in factors.local_sites]
+        raise ValueError(
+            f"batch_size={size} with local latents {names}: their Metropolis moves need all rows of a silo; "
+            "expected batch_size=None"
+        )
+    targets = set(silos.index.values())
+    groups = [g for g in dict.fromkeys(g for _, g in factors.plates) if g not in targets]
+    if len(groups) != 1:
+        raise ValueError(
+            f"batch_size subsamples one row group, but the model's silo plates have {groups}; expected batch_size=None"
+        )
+    sizes = silos.sizes[groups[0]]
+    if size > min(sizes):
+        small = silos.names[int(np.argmin(sizes))]
+        raise ValueError(
+            f"batch_size={size} is more than silo {small!r} has: {min(sizes)} rows of {groups[0]!r}; expected at "
+            f"most {min(sizes)}, or None for all rows"
+        )
+    return groups[0], int(size)
+
+
+def _units(factors: Factors, silos: Silos) -> Units | None:
+    groups = factors.latent_groups
+    if not groups:
+        return None
+    if len(groups) == 1:
+        units = Units(factors, groups[0], largest(silos))
+        if elements_are_independent(factors, units, silos):
+            return units
+    return Units(factors, None, largest(silos))
+
+
+def _surrogates(
+    factors: Factors, silos: Silos, units: Units | None, options: Options
+) -> tuple[Surrogates | None, score.ScoreFit | None]:
+    given = options.surrogate
+    wanted = options.alpha > 0 or options.preconditioner is not None
+    if isinstance(given, Surrogates):
+        if len(given) != len(silos) or given.dim != factors.dim:
+            raise ValueError(
+                f"surrogate: expected factors of {len(silos)} silos in dimension {factors.dim} "
+                f"({[name for name, _ in factors.global_sites]} unconstrained), got {given!r}"
+            )
+        given.posterior()  # positive definite, or an error in words
+    fitted = None
+    if units is not None or (wanted and not isinstance(given, Surrogates)):
+        fit = laplace.fit if given == "laplace" else score.fit
+        fitted = fit(factors, silos, units)
+    if isinstance(given, Surrogates):
+        return given, fitted
+    return (fitted.surrogates if fitted is not None and wanted else None), fitted
+
+
+def _tuning(
+    factors: Factors,
+    options: Options,
+    selection: np.ndarray,
+    surrogates: Surrogates | None,
+    fitted: score.ScoreFit | None,
+) -> Tuning:
+    dtype = jnp.result_type(float)
+
+    def array(x: Any) -> Array:
+        return jnp.asarray(x, dtype)
+
+    number = not callable(options.step_size) and not isinstance(options.step_size, str)
+    tuning = Tuning(
+        step_size=array(options.step_size if number else 0.0),
+        alpha=array(options.alpha),
+        selection=array(selection),
+        loc=jnp.zeros(factors.dim, dtype),
+        scale=None,
+        conducive=None,
+        latents=None,
+        inflation=array(np.nan),
+    )
+    if surrogates is not None:
+        tuning = _with_surrogates(tuning, surrogates, options, array)
+    if fitted is not None and fitted.local_map is not None:
+        scale = np.asarray(fitted.scale, np.float64)
+        whiten = 1 / scale if scale.ndim == 1 else np.linalg.inv(scale)
+        tuning = tuning._replace(latents=LatentCoordinates(array(fitted.loc), array(whiten), fitted.local_map))
+    return tuning
+
+
+def _with_surrogates(tuning: Tuning, surrogates: Surrogates, options: Options, array: Callable) -> Tuning:
+    posterior = surrogates.posterior()
+    precision = np.asarray(posterior.precision, np.float64)
+    eta = np.asarray(posterior.eta, np.float64)
+    diagonal = precision.ndim == 1
+    loc = eta / precision if diagonal else np.linalg.solve(precision, eta)
+    if options.preconditioner is not None:
+        scale = 1 / np.sqrt(precision) if diagonal else np.linalg.cholesky(np.linalg.inv(precision))
+        tuning = tuning._replace(scale=array(scale))
+    tuning = tuning._replace(loc=array(loc))
+    if options.alpha == 0:
+        return tuning
+    # expanded around loc in float64: eta - Lambda theta would cancel in float32
+    factors = jax.tree.map(lambda x: np.asarray(x, np.float64), surrogates.factors)
+    at_loc = factors.precision * loc if diagonal else factors.precision @ loc
+    shift = factors.eta - at_loc
+    conducive = Conducive(*map(array, (shift, factors.precision, shift.sum(0), factors.precision.sum(0))))
+    return tuning._replace(conducive=conducive)

@@ -1,0 +1,163 @@
+r"""The proof check: before the first round, the factors are shown to sum to the pooled model.
+
+At two random points the sum :math:`\log p(\theta) + \sum_s \log p(y_s, z_s \mid \theta)` and its gradient, evaluated as the
+fit will evaluate them (jitted, vmapped over silos, padded and masked), must equal NumPyro's potential energy of
+the pooled model. It catches a model that reads across silos, a wrong ``rows=`` or ``index=``, a site counted twice,
+and a compiler that is wrong. The same points tell whether elements of a plate are independent given theta.
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, random
+
+from numpyro_fed.density import Factors, pooled_log_density
+from numpyro_fed.local_map import Units
+from numpyro_fed.silos import Silos
+from numpyro_fed.storage import SiloView, sweep
+
+__all__ = ["elements_are_independent", "prove"]
+
+
+def _point(factors: Factors, silos: Silos, key: Array) -> tuple[dict, dict]:
+    """Random global sites, and local sites in flat order (elements first)."""
+    groups = factors.local_groups()
+    keys = random.split(key, len(factors.local_sites) + 1)
+    theta = factors.unravel(0.5 * random.normal(keys[0], (factors.dim,)))
+    z = {
+        s.name: 0.5 * random.normal(k, (sum(silos.sizes[groups[s.name]]), *s.shape))
+        for s, k in zip(factors.local_sites, keys[1:], strict=True)
+    }
+    return theta, z
+
+
+def _own(factors: Factors, z: dict[str, Array], view: SiloView) -> dict[str, Array]:
+    groups = factors.local_groups()
+    return {name: x[view.positions(groups[name])] for name, x in z.items()}
+
+
+@partial(jax.jit, static_argnames=("factors",))
+def _factored(factors: Factors, theta: dict, z: dict, silos: Silos) -> tuple[Array, Any, Array]:
+    """Sum of the factors, its gradient in (theta, z), and each silo's term."""
+
+    def total(theta: dict, z: dict) -> tuple[Array, Array]:
+        def local(view: SiloView, _: None) -> tuple[Array, None]:
+            kwargs, weights = view.whole()
+            return factors.log_local(theta, _own(factors, z, view), kwargs, weights), None
+
+        terms, _ = sweep(local, silos, None, None)
+        return factors.log_prior(theta, silos.shared) + terms.sum(), terms
+
+    (value, terms), gradient = jax.value_and_grad(total, argnums=(0, 1), has_aux=True)(theta, z)
+    return value, gradient, terms
+
+
+@partial(jax.jit, static_argnames=("factors",))
+def _pooled(factors: Factors, theta: dict, z: dict, silos: Silos) -> tuple[Array, Any]:
+    groups = factors.local_groups()
+
+    def total(theta: dict, z: dict) -> Array:
+        placed = {
+            s.name: jnp.moveaxis(z[s.name][silos.pooled_position(groups[s.name])], 0, s.axis)
+            for s in factors.local_sites
+        }
+        return pooled_log_density(factors.model, silos, {**theta, **placed})
+
+    return jax.value_and_grad(total, argnums=(0, 1))(theta, z)
+
+
+def prove(factors: Factors, silos: Silos, *, seed: int = 0) -> None:
+    """Raise a :class:`ValueError` unless the factors sum to the pooled model, value and gradient.
+
+    :raises ValueError: naming the sites whose gradients differ, and the silos they live in.
+    """
+    for point in range(2):
+        theta, z = _point(factors, silos, random.key(seed + point))
+        value, gradient, terms = _factored(factors, theta, z, silos)
+        try:
+            expected, expected_gradient = _pooled(factors, theta, z, silos)
+        except (TypeError, ValueError, IndexError) as error:
+            raise ValueError(
+                f"proof check: the model runs for each silo but not on the pooled data ({error}); expected one "
+                "that takes the sizes of its plates from the data it is called with"
+            ) from error
+        bad = np.flatnonzero(~np.isfinite(np.asarray(terms)))
+        if bad.size and np.isfinite(float(expected)):
+            raise ValueError(
+                f"proof check: the log density of silo {silos.names[bad[0]]!r} is {float(terms[bad[0]])} where "
+                "the pooled model's is finite"
+            )
+        # what cancels in a sum decides its rounding: the terms' size, not the sum's
+        size = max(float(np.abs(np.asarray(terms)).sum()), abs(float(expected)), 1.0)
+        rounding = float(jnp.finfo(terms.dtype).eps)
+        gap = abs(float(value) - float(expected)) / size
+        wrong = _different_sites(gradient, expected_gradient, silos, factors)
+        # not (a <= b), so that NaN fails
+        if not gap <= 2e3 * rounding or wrong:
+            raise ValueError(
+                f"proof check: log p(theta) + sum of the {len(silos)} silos' terms is {float(value):.8g}, the "
+                f"pooled model's log density {float(expected):.8g}"
+                + (f"; gradients differ at {wrong}" if wrong else "")
+                + ". Expected equality: the model must not combine rows of different silos (means, ranks, positions "
+                "in other plates without index=), and rows= and index= must be right"
+            )
+
+
+def _different_sites(gradient: Any, expected: Any, silos: Silos, factors: Factors) -> list[str]:
+    groups = factors.local_groups()
+    out = []
+    rounding = float(jnp.finfo(jnp.result_type(float)).eps)
+    scale = max(float(jnp.abs(x).max()) for x in jax.tree.leaves(expected))
+    for part, (own, reference) in enumerate(zip(gradient, expected, strict=True)):
+        for name, g in own.items():
+            gap = np.abs(np.asarray(g - reference[name], np.float64))
+            bad = ~(gap <= 2e4 * rounding * max(scale, 1.0))
+            if bad.any():
+                where = ""
+                if part == 1:
+                    row = int(np.argmax(bad.reshape(len(bad), -1).any(1)))
+                    where = f" (silo {silos.names[silos.silo_of_row(groups[name])[row]]!r})"
+                out.append(name + where)
+    return out
+
+
+@partial(jax.jit, static_argnames=("factors", "units"))
+def _leakage(factors: Factors, units: Units, theta: dict, z: dict, key: Array, silos: Silos) -> Array:
+    """How much units' terms move with other units' latents, and how much of the density they miss, per silo."""
+
+    def local(view: SiloView, _: None) -> tuple[Array, None]:
+        kwargs, weights = view.whole()
+        own = units.from_sites(_own(factors, z, view))
+
+        def terms(x: Array) -> Array:
+            return units.log_density(theta, x, kwargs, weights, view)
+
+        def whole(x: Array) -> Array:
+            pad = 0.5 * jnp.sum(jnp.where(units.owned(view), 0.0, x**2))
+            return factors.log_local(theta, units.to_sites(x), kwargs, weights) - pad
+
+        half = random.bernoulli(key, 0.5, own.shape[:1])
+        moved = jax.jvp(terms, (own,), (jnp.where(half[:, None], 1.0, 0.0) * jnp.ones_like(own),))[1]
+        crossed = jnp.abs(jnp.where(half, 0.0, moved)).max()
+        missed = jnp.abs(jax.grad(lambda x: terms(x).sum() - whole(x))(own)).max()
+        size = 1.0 + jnp.abs(jax.grad(whole)(own)).max()
+        return jnp.maximum(crossed, missed) / size, None
+
+    return sweep(local, silos, None, None)[0]
+
+
+def elements_are_independent(factors: Factors, units: Units, silos: Silos, *, seed: int = 0) -> bool:
+    """Whether, given theta, the density of each silo splits over the elements of the units' plate.
+
+    Moves half of the elements' latents and looks whether any other element's term moves, twice.
+    """
+    for trial in range(2):
+        key = random.key(seed + trial)
+        theta, z = _point(factors, silos, key)
+        leaks = np.asarray(_leakage(factors, units, theta, z, random.fold_in(key, 1), silos))
+        if not (leaks <= 1e3 * float(jnp.finfo(leaks.dtype).eps)).all():
+            return False
+    return True

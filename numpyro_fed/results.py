@@ -1,0 +1,254 @@
+"""Compare a federated fit with a reference, parameter by parameter, in units that mean something.
+
+A difference of means is given in posterior standard deviations of the reference, beside its
+Monte-Carlo standard error; a verdict is given only where that error is small enough for one.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from numpyro_fed._compare_scalars import (
+    AGREE_SE,
+    COLUMNS,
+    DIFFER_SE,
+    VERDICTS,
+    Scalar,
+    compare_scalar,
+    is_constant,
+    paired_scalars,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure, SubFigure
+    from pandas import DataFrame
+
+__all__ = ["Comparison", "compare", "plot_compare"]
+
+_SHOWN_ROWS = 16
+_SENTENCES = {
+    "agrees": "The fit agrees with the reference",
+    "undecided": "Whether the fit agrees with the reference is undecided",
+    "differs": "The fit differs from the reference",
+}
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Comparison:
+    """What :func:`compare` found.
+
+    :ivar table: one row per scalar parameter; the columns are explained at :func:`compare`.
+    :ivar mean_tolerance: largest accepted difference of means, in posterior sds of the reference.
+    :ivar sd_tolerance: largest accepted relative difference of the sds, in either direction.
+    """
+
+    table: "DataFrame"
+    mean_tolerance: float
+    sd_tolerance: float
+
+    @property
+    def verdict(self) -> str:
+        """The worst verdict of any row: one that differs outweighs any that are undecided."""
+        return max(self.table["verdict"], key=VERDICTS.index)
+
+    @property
+    def worst(self) -> str:
+        """Label of the row with the largest ``error``; one without a finite error comes first."""
+        return self.table.index[int(np.argmax(self.table["error"].fillna(np.inf)))]
+
+    def summary(self) -> str:
+        """The result in one paragraph of words."""
+        agree, undecided, differ = self._counts()
+        text = (
+            f"{_SENTENCES[self.verdict]}: of {len(self.table)} parameters {agree} agree, "
+            f"{undecided} are undecided and {differ} differ. {self._extremes()}. Accepted are "
+            f"{self.mean_tolerance:g} reference sds in the mean and a factor "
+            f"{1 + self.sd_tolerance:g} in the sd; a parameter agrees when it lies inside by "
+            f"{AGREE_SE:g} Monte-Carlo standard errors and differs when it lies outside by "
+            f"{DIFFER_SE:g}."
+        )
+        if undecided:
+            text += " More draws, of the fit and of the reference, settle what is undecided."
+        return text
+
+    def closing_line(self) -> str:
+        """Counts and extremes in one line, the last of the printed table."""
+        agree, undecided, differ = self._counts()
+        counts = f"{agree} agree, {undecided} undecided, {differ} differ"
+        return f"{self.verdict}: {counts}. {self._extremes()}."
+
+    def _counts(self) -> list[int]:
+        return [int((self.table["verdict"] == verdict).sum()) for verdict in VERDICTS]
+
+    def _extremes(self) -> str:
+        errors, ratios = self.table["error"].to_numpy(), self.table["sd_ratio"].dropna()
+        finite = np.isfinite(errors)
+        if not finite.any():
+            return f"No error is finite ({self.worst}: {self.table['note'].iloc[0]})"
+        at = int(np.argmax(np.where(finite, errors, -1.0)))
+        row = self.table.iloc[at]
+        error = f"{row['error']:.3f} ± {row['mcse']:.3f}".replace(" ± nan", "")
+        which = "error" if finite.all() else "finite error"
+        text = f"Largest {which} {error} sd ({self.table.index[at]})"
+        if len(ratios):
+            text += f"; sd ratios {ratios.min():.3f} to {ratios.max():.3f}"
+        return text
+
+    def _display(self) -> tuple["DataFrame", str]:
+        """The table in strings, or its worst rows and a line that says so."""
+        import pandas as pd
+
+        table, hidden = self.table, ""
+        if len(table) > _SHOWN_ROWS:
+            table = table.iloc[_by_severity(table)[:_SHOWN_ROWS]]
+            hidden = f"the {_SHOWN_ROWS} worst of {len(self.table)} rows; all of them in .table\n"
+        shown = pd.DataFrame([_shown(row) for _, row in table.iterrows()], index=table.index)
+        return shown.replace([r"^nan( ± nan)?$", " ± nan$"], ["-", ""], regex=True), hidden
+
+    def __repr__(self) -> str:
+        shown, hidden = self._display()
+        return f"{shown.to_string()}\n{hidden}{self.closing_line()}"
+
+    def _repr_html_(self) -> str:
+        from html import escape
+
+        shown, hidden = self._display()
+        closing = f"<b>{escape(self.closing_line())}</b>"
+        return f"{shown.to_html(border=0)}<p>{escape(hidden)}{closing}</p>"
+
+
+def compare(
+    fed: Any,
+    reference: Any,
+    *,
+    var_names: str | Sequence[str] | None = None,
+    mean_tolerance: float = 0.1,
+    sd_tolerance: float = 0.07,
+) -> Comparison:
+    r"""Compare the posterior of a fit with that of a reference, usually pooled NUTS.
+
+    Draws are in the constrained space, as ArviZ holds them; chains and draws may be any in number.
+    Columns of the table: means and sds of both (``mean_ref``, ``sd_ref``, ``mean_fed``,
+    ``sd_fed``); ``error``, :math:`|\bar x_{fed} - \bar x_{ref}| / s_{ref}`; ``mcse``, its
+    Monte-Carlo standard error from that of both means; ``sd_ratio``, :math:`s_{fed} / s_{ref}`;
+    ``sd_ratio_mcse``, by the delta method from that of both sds; ``w2``, the Wasserstein-2
+    distance of the two empirical marginals, in reference sds (Monte-Carlo noise included, so never
+    quite zero); ``ess_bulk``, ``ess_tail`` and ``r_hat`` of the fit; ``verdict``; and ``note``, a
+    reason that the numbers alone do not show.
+
+    The verdict of a row is *agrees* if error + 2 mcse is within ``mean_tolerance``, the sd ratio
+    within [1/(1 + ``sd_tolerance``), 1 + ``sd_tolerance``] with 2 standard errors to spare on both
+    sides, and no R-hat above 1.05; *differs* if the error or the ratio is outside by more than 3
+    standard errors, or a draw of the fit is not finite; otherwise *undecided*. A parameter that is
+    constant up to rounding in both fits agrees if it is equal.
+
+    :param fed: an :class:`arviz.InferenceData`, or what ``arviz.convert_to_inference_data`` takes.
+    :param reference: the same for the reference.
+    :param var_names: the sites to compare; all, which must then be the same in both, if None.
+    :param mean_tolerance: largest accepted difference of means, in reference sds.
+    :param sd_tolerance: largest accepted relative difference of the sds.
+    :raises ValueError: when sites, dimensions, shapes or coordinates do not match.
+
+    **References**
+
+    1. *Rank-normalization, folding, and localization: an improved R-hat*, Vehtari et al. 2021
+       (R-hat, both ESS, and the standard errors of mean and sd)
+
+    Example::
+
+        >>> import numpy as np
+        >>> from numpyro_fed.results import compare
+        >>> rng = np.random.default_rng(0)
+        >>> fit = {"beta": rng.normal(size=(4, 50, 2))}
+        >>> reference = {"beta": rng.normal(size=(4, 50, 2))}
+        >>> compare(fit, reference).verdict  # the same law, but too few draws to tell
+        'undecided'
+    """
+    for name, value in (("mean_tolerance", mean_tolerance), ("sd_tolerance", sd_tolerance)):
+        if not value > 0:
+            raise ValueError(f"expected {name} > 0, got {value}")
+    return _compare(paired_scalars(fed, reference, var_names), mean_tolerance, sd_tolerance)
+
+
+def plot_compare(
+    fed: Any,
+    reference: Any,
+    *,
+    var_names: str | Sequence[str] | None = None,
+    max_rows: int = 12,
+    labels: tuple[str, str] = ("federated", "pooled NUTS"),
+    figure: "Figure | SubFigure | None" = None,
+) -> "Figure | SubFigure":
+    """Draw both posteriors side by side: a forest, and the marginal densities of each parameter.
+
+    Every parameter is standardised by the reference's mean and sd, so that all rows share one axis;
+    intervals are central ones of 50 % and 94 %. The verdicts are those of :func:`compare` with its
+    default tolerances. Parameters that are constant in the reference are not drawn.
+
+    :param fed: as for :func:`compare`.
+    :param reference: as for :func:`compare`.
+    :param var_names: as for :func:`compare`.
+    :param max_rows: where there are more parameters, the worst are drawn.
+    :param labels: what to call the fit and the reference.
+    :param figure: an empty figure or subfigure to draw in; a new one of fitting size if None.
+    :raises ValueError: as :func:`compare`, or when no parameter varies in the reference.
+    """
+    from numpyro_fed._comparison_figure import draw_comparison
+
+    if max_rows < 1:
+        raise ValueError(f"expected max_rows >= 1, got {max_rows}")
+    scalars = paired_scalars(fed, reference, var_names)
+    comparison = _compare(scalars, mean_tolerance=0.1, sd_tolerance=0.07)
+    varies = np.array([np.isfinite(ref).all() and not is_constant(ref) for _, _, ref in scalars])
+    if not varies.any():
+        raise ValueError("expected a parameter that varies in the reference, got constants only")
+    rows = np.flatnonzero(varies)
+    title = f"Posterior: {labels[0]} against {labels[1]}"
+    if len(rows) > max_rows:
+        worst_first = _by_severity(comparison.table)
+        rows = worst_first[varies[worst_first]][:max_rows]
+        title += f", the {max_rows} worst of {len(scalars)} parameters"
+    draws = [(fit.ravel(), ref.ravel()) for _, fit, ref in (scalars[i] for i in rows)]
+    table = comparison.table.iloc[rows]
+    units = [_rounded(m, s, s) for m, s in zip(table["mean_ref"], table["sd_ref"], strict=True)]
+    return draw_comparison(draws, table.assign(units=units), (title, comparison.closing_line()), labels, figure)
+
+
+def _compare(scalars: list[Scalar], mean_tolerance: float, sd_tolerance: float) -> Comparison:
+    import pandas as pd
+
+    rows = [compare_scalar(fed, ref, mean_tolerance, sd_tolerance) for _, fed, ref in scalars]
+    table = pd.DataFrame(rows, columns=COLUMNS, index=[label for label, _, _ in scalars])
+    return Comparison(table, mean_tolerance, sd_tolerance)
+
+
+def _by_severity(table: "DataFrame") -> np.ndarray:
+    """Positions of the rows, worst verdict first, then largest error."""
+    rank = np.array([VERDICTS.index(verdict) for verdict in table["verdict"]])
+    return np.lexsort((-table["error"].fillna(np.inf).to_numpy(), -rank))
+
+
+def _shown(row: Any) -> dict[str, str]:
+    """One row of the table as printed."""
+    return {
+        "reference": _rounded(row["mean_ref"], row["sd_ref"], row["sd_ref"]),
+        "fit": _rounded(row["mean_fed"], row["sd_fed"], row["sd_ref"]),
+        "error": f"{row['error']:.3f} ± {row['mcse']:.3f}",
+        "sd ratio": f"{row['sd_ratio']:.3f} ± {row['sd_ratio_mcse']:.3f}",
+        "w2": f"{row['w2']:.3f}",
+        "ess_bulk": f"{row['ess_bulk']:.0f}",
+        "ess_tail": f"{row['ess_tail']:.0f}",
+        "r_hat": f"{row['r_hat']:.3f}",
+        "verdict": f"{row['verdict']} ({row['note']})" if row["note"] else row["verdict"],
+    }
+
+
+def _rounded(mean: float, sd: float, unit: float) -> str:
+    """Mean and sd to the third significant digit of ``unit``, where that is a readable number."""
+    if np.isfinite([mean, sd, unit]).all() and 1e-5 < unit < 1e3:
+        digits = 2 - int(np.floor(np.log10(unit)))
+        mean = round(mean, digits) + 0.0  # no minus sign before zero
+        return f"{mean:.{max(digits, 0)}f} ± {sd:.{max(digits, 0)}f}"
+    return f"{mean:.5g} ± {sd:.3g}"

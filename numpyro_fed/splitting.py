@@ -1,0 +1,162 @@
+"""Splitting pooled data into silos by a column of labels."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from numpyro_fed.silos import Silos, as_column
+
+__all__ = ["split"]
+
+
+def split(
+    data: Mapping[str, Any],
+    *,
+    by: Any,
+    rows: Mapping[str, str] | None = None,
+    index: Mapping[str, str] | None = None,
+) -> Silos:
+    """Split pooled data into silos by a column of labels, remembering each row's pooled place.
+
+    :param data: the model's keyword arguments (a dict, a pandas or an Arrow table). Arrays as long as ``by``
+        are rows, the rest is shared, unless ``rows`` says otherwise.
+    :param by: the silo of each row: labels of shape ``(N,)``, or the name of a column of ``data`` (which is
+        then not passed to the model). Rows labelled ``-1`` are left out.
+    :param rows: row group (name of the silo plate) of each row argument; needed where data of several plates
+        are given, e.g. ``{"x": "women", "district": "women", "districts": "districts"}``.
+    :param index: for an argument of positions in another row group, that group: ``{"district": "districts"}``.
+        The silo of each of those elements follows from the rows that point to it.
+    :return: the silos, in sorted order of their labels.
+    :raises ValueError: as :class:`Silos`; and for labels of another length, an element that rows of two silos
+        point to, or that no row points to.
+
+    Example::
+
+        >>> import numpy as np, numpyro_fed as fed
+        >>> y, hospital = np.arange(4.0), np.array(["oslo", "rome", "oslo", "rome"])
+        >>> silos = fed.split({"y": y}, by=hospital)
+        >>> silos["rome"]["y"].tolist(), silos.pooled["y"].tolist()
+        ([1.0, 3.0], [0.0, 1.0, 2.0, 3.0])
+    """
+    columns = _columns(data)
+    rows, index = dict(rows or {}), dict(index or {})
+    if isinstance(by, str):
+        if by not in columns:
+            raise ValueError(f"by={by!r} names no column of the data: {sorted(columns)}")
+        by = columns.pop(by)
+    labels = np.asarray(by)
+    if labels.ndim != 1 or len(labels) == 0:
+        raise ValueError(f"by: expected labels of shape (N,) with N > 0, got {labels.shape}")
+    unknown = (set(rows) | set(index)) - set(columns)
+    if unknown:
+        raise ValueError(f"rows= and index= name arguments that data lack: {sorted(unknown)}")
+    group = _row_groups(columns, rows, len(labels))
+    primary = {g for leaf, g in group.items() if len(columns[leaf]) == len(labels)}
+    if len(primary) > 1 and not index:
+        raise ValueError(
+            f"by= has {len(labels)} labels and the row groups {sorted(primary)} all have that many rows; "
+            "expected index= to tell how one follows from the other"
+        )
+    names, silo_of = _silo_numbers(columns, labels, group, index)
+    order = {g: np.argsort(silo, kind="stable")[np.sum(silo < 0) :] for g, silo in silo_of.items()}
+    sizes = {g: tuple(np.bincount(silo[silo >= 0], minlength=len(names)).tolist()) for g, silo in silo_of.items()}
+    flat = {leaf: columns[leaf][order[g]] for leaf, g in group.items()}
+    for leaf, target in index.items():
+        place = np.zeros(len(silo_of[target]), int)
+        place[order[target]] = np.arange(len(order[target]))
+        starts = np.cumsum(sizes[target]) - np.asarray(sizes[target])
+        flat[leaf] = place[flat[leaf]] - starts[silo_of[group[leaf]][order[group[leaf]]]]
+    # positions count the kept rows only
+    position = {g: np.argsort(np.argsort(o)) for g, o in order.items()}
+    shared = {k: v for k, v in columns.items() if k not in group}
+    return Silos._from_flat(names, flat, shared, group, sizes, position, index)
+
+
+def _columns(data: Any) -> dict[str, Any]:
+    if hasattr(data, "column_names") and hasattr(data, "column"):  # pyarrow.Table
+        return {name: as_column(data.column(name)) for name in data.column_names}
+    return {str(k): as_column(v) for k, v in data.items()}
+
+
+def _row_groups(columns: dict[str, Any], rows: dict[str, str], n: int) -> dict[str, str]:
+    group = dict(rows)
+    for leaf in rows:
+        if not isinstance(columns[leaf], np.ndarray) or columns[leaf].ndim == 0:
+            raise ValueError(f"rows= names {leaf!r}, which is no array with a leading axis")
+    named = {g for leaf, g in rows.items() if len(columns[leaf]) == n}
+    default = next(iter(named)) if len(named) == 1 else "rows"
+    for leaf, value in columns.items():
+        if leaf not in group and isinstance(value, np.ndarray) and value.ndim and len(value) == n:
+            group[leaf] = default
+    if not any(len(columns[leaf]) == n for leaf in group):
+        lengths = {k: np.shape(v)[:1] for k, v in columns.items()}
+        raise ValueError(f"by has {n} labels, but no argument has {n} rows: {lengths}")
+    return group
+
+
+def _silo_numbers(
+    columns: dict[str, Any], labels: np.ndarray, group: dict[str, str], index: dict[str, str]
+) -> tuple[tuple[str, ...], dict[str, np.ndarray]]:
+    """Names of the silos, and for every group the silo number of each pooled row (-1: left out)."""
+    kept = labels != -1 if np.issubdtype(labels.dtype, np.integer) else np.ones(len(labels), bool)
+    unique = np.unique(labels[kept])
+    names = tuple(str(u) for u in unique)
+    numbers = np.where(kept, np.searchsorted(unique, labels), -1)
+    targets = set(index.values())
+    silo_of = {g: numbers for leaf, g in group.items() if len(columns[leaf]) == len(labels) and g not in targets}
+    pending = {leaf for leaf in index}
+    while pending:
+        ready = [leaf for leaf in pending if group[leaf] in silo_of]
+        if not ready:
+            raise ValueError(f"index arguments {sorted(pending)} cannot be reached from the rows that by= labels")
+        for leaf in ready:
+            pending.remove(leaf)
+            target = index[leaf]
+            found = _follow(leaf, target, columns, group, silo_of[group[leaf]], names)
+            if target in silo_of and not np.array_equal(silo_of[target], found):
+                raise ValueError(f"two index arguments put the elements of {target!r} in different silos")
+            silo_of[target] = found
+    lost = set(group.values()) - set(silo_of)
+    if lost:
+        raise ValueError(f"the silos of {sorted(lost)} cannot be told: expected an index= argument that points to them")
+    return names, silo_of
+
+
+def _follow(
+    leaf: str,
+    target: str,
+    columns: dict[str, Any],
+    group: dict[str, str],
+    silo: np.ndarray,
+    names: tuple[str, ...],
+) -> np.ndarray:
+    lengths = {len(columns[other]) for other, g in group.items() if g == target}
+    if not lengths:
+        raise ValueError(
+            f"index={{{leaf!r}: {target!r}}}: no argument has rows of {target!r}; give one, e.g. "
+            f'"{target}": np.arange(...) with rows={{"{target}": "{target}"}}'
+        )
+    found = np.full(max(lengths), -1)
+    values = columns[leaf]
+    if not np.issubdtype(values.dtype, np.integer) or values.min() < 0 or values.max() >= len(found):
+        raise ValueError(
+            f"argument {leaf!r}: expected integer positions 0..{len(found) - 1} in {target!r}, got "
+            f"{values.dtype} from {values.min()} to {values.max()}"
+        )
+    used = silo >= 0
+    found[values[used]] = silo[used]
+    clash = used & (found[values] != silo)
+    if clash.any():
+        row = int(np.argmax(clash))
+        raise ValueError(
+            f"element {values[row]} of {target!r} is in two silos, {names[silo[row]]!r} and "
+            f"{names[found[values[row]]]!r} (argument {leaf!r}, row {row}); a silo plate's element belongs "
+            "to exactly one silo"
+        )
+    if (found < 0).any() and used.all():
+        raise ValueError(
+            f"element {int(np.argmin(found))} of {target!r} has no row in {leaf!r}, so its silo cannot be told; "
+            "leave such elements out"
+        )
+    return found

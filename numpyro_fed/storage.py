@@ -1,0 +1,148 @@
+"""One silo's view of the flat rows, whole or as a minibatch, with a traced silo number.
+
+Unequal silos share one compiled program: a whole silo is padded to a static size by repeating its last row,
+and padded rows carry weight zero. (Zeros as padding would make NaN gradients in many log densities.)
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from numpyro_fed.silos import Silos
+
+__all__ = ["Bucket", "SiloView", "buckets", "gather", "largest", "scatter", "sweep"]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class SiloView:
+    """The rows of one silo, as a step of an algorithm sees them.
+
+    :param silos: the storage the silo is part of (in a real federation: of this silo alone).
+    :param number: the silo's place in ``silos``; may be traced.
+    :param pad: static number of rows to show of each row group, at least the silo's own.
+    """
+
+    silos: Silos
+    number: Array
+    pad: tuple[tuple[str, int], ...] = field(metadata={"static": True})
+
+    def size(self, group: str) -> Array:
+        """Number of the silo's rows in a group, an integer scalar."""
+        return jnp.asarray(self.silos.sizes[group], jnp.int32)[self.number]
+
+    def start(self, group: str) -> Array:
+        """Where the silo's rows of a group begin in the flat storage."""
+        return jnp.asarray(self.silos.offsets(group), jnp.int32)[self.number]
+
+    def mask(self, group: str) -> Array:
+        """Which of the shown rows are the silo's own, shape ``(pad,)``."""
+        return jnp.arange(dict(self.pad)[group]) < self.size(group)
+
+    def positions(self, group: str) -> Array:
+        """Flat positions of the shown rows, the last one repeated as padding, shape ``(pad,)``."""
+        shown = jnp.arange(dict(self.pad)[group])
+        return self.start(group) + jnp.minimum(shown, self.size(group) - 1)
+
+    def units(self, group: str | None) -> tuple[Array, Array]:
+        """Flat positions and mask of the elements of a group; of the silo itself where it is ``None``."""
+        if group is None:
+            return jnp.asarray(self.number)[None], jnp.ones(1, bool)
+        return self.positions(group), self.mask(group)
+
+    def whole(self) -> tuple[dict[str, Any], dict[str, Array]]:
+        """Keyword arguments with all the silo's rows, and each row's weight (1, or 0 for padding)."""
+        return self._select({g: self.positions(g) for g, _ in self.pad}), {
+            g: self.mask(g).astype(jnp.result_type(float)) for g, _ in self.pad
+        }
+
+    def batch(self, group: str, index: Array) -> dict[str, Any]:
+        """Rows ``index`` (counted inside the silo, any leading shape) of one group as keyword arguments.
+
+        A minibatch of m rows stands for the silo's N_s: give its terms the weight N_s / m.
+        """
+        flat = self.start(group) + index
+        return {k: v[flat] for k, v in self.silos.rows.items() if self.silos.group[k] == group}
+
+    def _select(self, positions: dict[str, Array]) -> dict[str, Any]:
+        rows = {k: v[positions[self.silos.group[k]]] for k, v in self.silos.rows.items()}
+        return {**self.silos.shared, **rows}
+
+
+class Bucket(NamedTuple):
+    """Silos of similar size: their numbers, and the padding that fits the largest of them."""
+
+    numbers: np.ndarray
+    pad: tuple[tuple[str, int], ...]
+
+
+def largest(silos: Silos) -> tuple[tuple[str, int], ...]:
+    """The padding that fits every silo."""
+    return tuple((g, max(n)) for g, n in silos.sizes.items())
+
+
+def buckets(silos: Silos) -> list[Bucket]:
+    """Group silos by size, powers of two apart, so that padding stays below twofold in every group."""
+    exponents = {g: np.ceil(np.log2(n)).astype(int) for g, n in silos.sizes.items()}
+    keys = list(zip(*(exponents[g] for g in silos.sizes), strict=True))
+    out = []
+    for key in sorted(set(keys)):
+        numbers = np.array([s for s, k in enumerate(keys) if k == key])
+        pad = tuple((g, int(np.asarray(n)[numbers].max())) for g, n in silos.sizes.items())
+        out.append(Bucket(numbers, pad))
+    return out
+
+
+def sweep(
+    fn: Callable[[SiloView, Any], tuple[Any, Any]], silos: Silos, states: Any, group: str | None
+) -> tuple[Any, Any]:
+    """Evaluate ``fn(view, own_states) -> (reply, own_states)`` for every silo, vmapped over :func:`buckets`.
+
+    :param states: a pytree of rows over the elements of ``group``, silo after silo (over silos where ``group`` is
+        ``None``); each call sees its silo's own. ``None`` where there are none.
+    :return: the replies stacked over silos in the order of ``silos.names``, and all the new states.
+    """
+    replies, order, places, rows = [], [], [], []
+    for numbers, pad in buckets(silos):
+
+        def one(number: Array, pad: tuple = pad) -> Any:
+            view = SiloView(silos, number, pad)
+            positions, mask = view.units(group)
+            reply, own = fn(view, gather(states, positions))
+            return reply, own, jnp.where(mask, positions, -1)
+
+        reply, own, place = jax.vmap(one)(jnp.asarray(numbers))
+        replies.append(reply)
+        order.append(numbers)
+        places.append(place.reshape(-1))
+        rows.append(jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), own))
+    back = np.argsort(np.concatenate(order))
+    stacked = jax.tree.map(lambda *xs: jnp.concatenate(xs)[back], *replies)
+    total = len(silos) if group is None else sum(silos.sizes[group])
+    place = jnp.concatenate(places)
+
+    def collect(*parts: Array) -> Array:
+        new = jnp.concatenate(parts)
+        out = jnp.zeros((total, *new.shape[1:]), new.dtype)
+        return out.at[jnp.where(place < 0, total, place)].set(new, mode="drop")
+
+    return stacked, jax.tree.map(collect, *rows)
+
+
+def gather(tree: Any, positions: Array) -> Any:
+    """Rows ``positions`` of every leaf."""
+    return jax.tree.map(lambda x: x[positions], tree)
+
+
+def scatter(tree: Any, positions: Array, mask: Array, rows: Any) -> Any:
+    """``tree`` with ``rows`` written at ``positions`` where ``mask`` holds; padding is dropped."""
+
+    def write(x: Array, new: Array) -> Array:
+        return x.at[jnp.where(mask, positions, x.shape[0])].set(new, mode="drop")
+
+    return jax.tree.map(write, tree, rows)

@@ -1,0 +1,119 @@
+r"""Gaussian surrogates of the silos' likelihoods, in natural parameters.
+
+A silo's surrogate is :math:`\log q_s(\theta) = \eta_s^\top \theta - \tfrac12 \theta^\top \Lambda_s \theta` up to a
+constant, with :math:`\theta` the flat global position in unconstrained space. It need not be a density:
+:math:`\Lambda_s` may be singular or indefinite (a silo with one row says little), only the sum with the prior
+is one. FSGLD 3.1: exponential families are closed under products, so :math:`q = \prod_s q_s` costs nothing.
+"""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.typing import ArrayLike
+
+__all__ = ["Gaussian", "Surrogates", "matvec"]
+
+
+def matvec(matrix: Array, vector: Array) -> Array:
+    """``matrix @ vector``, the matrix full or stored as its diagonal."""
+    return matrix @ vector if matrix.ndim == 2 else matrix * vector
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Gaussian:
+    """A Gaussian factor in natural parameters; leading axes are a batch.
+
+    :param eta: precision times mean, shape ``(..., d)``.
+    :param precision: full ``(..., d, d)`` or diagonal ``(..., d)``.
+
+    Example::
+
+        >>> import jax.numpy as jnp
+        >>> from numpyro_fed.surrogates import Gaussian
+        >>> q = Gaussian(jnp.array([2.0]), jnp.array([[2.0]])) * Gaussian(jnp.array([0.0]), jnp.array([[2.0]]))
+        >>> q.mean.tolist(), (q / q).precision.tolist()
+        ([0.5], [[0.0]])
+    """
+
+    eta: Array
+    precision: Array
+
+    @property
+    def is_diagonal(self) -> bool:
+        """Whether the precision is stored as its diagonal."""
+        return self.precision.ndim == self.eta.ndim
+
+    def __mul__(self, other: "Gaussian") -> "Gaussian":
+        return Gaussian(self.eta + other.eta, self.precision + other.precision)
+
+    def __truediv__(self, other: "Gaussian") -> "Gaussian":
+        return Gaussian(self.eta - other.eta, self.precision - other.precision)
+
+    def product(self) -> "Gaussian":
+        """The product over the leading batch axis."""
+        return Gaussian(self.eta.sum(0), self.precision.sum(0))
+
+    def score(self, theta: ArrayLike) -> Array:
+        """Gradient of the log factor at ``theta`` of shape ``(d,)``, shape ``(..., d)``."""
+        theta = jnp.asarray(theta)
+        if self.is_diagonal:
+            return self.eta - self.precision * theta
+        return self.eta - self.precision @ theta
+
+    @property
+    def mean(self) -> Array:
+        """The mean, shape ``(..., d)``; the factor must be a density."""
+        if self.is_diagonal:
+            return self.eta / self.precision
+        return jnp.linalg.solve(self.precision, self.eta[..., None])[..., 0]
+
+    @property
+    def covariance(self) -> Array:
+        """The covariance, full or diagonal as the precision."""
+        return 1 / self.precision if self.is_diagonal else jnp.linalg.inv(self.precision)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Surrogates:
+    """One Gaussian factor per silo, and one for the prior.
+
+    :param factors: the silos' factors, batch ``(S,)`` in the order of ``silos.names``.
+    :param prior: the prior's factor. For the whitening only: gradients use the prior itself.
+
+    What leaves a silo to make it: ``d + d (d + 1) / 2`` numbers (diagonal: ``2 d``), once.
+    """
+
+    factors: Gaussian
+    prior: Gaussian
+
+    def __len__(self) -> int:
+        return self.factors.eta.shape[0]
+
+    @property
+    def dim(self) -> int:
+        """Dimension of the flat global position."""
+        return self.factors.eta.shape[-1]
+
+    def posterior(self) -> Gaussian:
+        """The product of all factors: a one-shot Gaussian posterior, and the preconditioner.
+
+        :raises ValueError: where the product is not positive definite.
+        """
+        whole = self.factors.product() * self.prior
+        precision = np.asarray(whole.precision, np.float64)
+        smallest = precision.min() if whole.is_diagonal else np.linalg.eigvalsh(precision).min()
+        if not smallest > 0:
+            raise ValueError(
+                "the product of surrogates and prior is not positive definite: smallest eigenvalue "
+                f"{smallest:.3g}; expected > 0. Give precisions that sum to a density"
+            )
+        return whole
+
+    def __repr__(self) -> str:
+        form = "diagonal" if self.factors.is_diagonal else "full"
+        return f"Surrogates({len(self)} silos, dimension {self.dim}, {form})"

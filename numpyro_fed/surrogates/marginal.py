@@ -1,0 +1,161 @@
+r"""A silo's marginal likelihood of the global parameters, local latents integrated out, and its gradient.
+
+For each unit g, with :math:`\ell_g(z) = \log p(y_g, z \mid \theta)`, damped Newton steps find the mode
+:math:`\hat z_g` and the curvature :math:`H_g = -\ell_g''(\hat z_g)`. Then either
+
+* *quadrature* (elements with few latents): nodes :math:`z_j = \hat z + R \epsilon_j`, :math:`R R^\top = H^{-1}`, with
+  importance weights :math:`W_j`. Fisher's identity gives the score,
+  :math:`\nabla \log p(y_g \mid \theta) = \sum_j W_j \nabla_\theta \ell_g(z_j)`, and the weights give the latents' moments; or
+* *Laplace* (all latents of a silo together):
+  :math:`\ell(\hat z) - \tfrac12 \log\det H + \tfrac k2 \log 2\pi`, whose gradient includes the mode's motion and
+  the determinant's. Without the latter every scale parameter comes out several standard deviations wrong.
+
+With four binary visits a child the Laplace value misplaces the six cities posterior by more than one sd;
+quadrature does not.
+"""
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from scipy.special import ndtri
+from scipy.stats import qmc
+
+__all__ = ["Moments", "laplace_marginal", "quadrature_marginal", "sobol_normal"]
+
+_NEWTON_STEPS = 25
+_HERMITE_NODES = 25  # for one latent
+_SOBOL_NODES = 64  # for several
+_WIDEN = 1.2  # spread of the nodes over the curvature's, against tails wider than Gaussian
+
+
+def sobol_normal(num: int, dim: int, seed: int) -> np.ndarray:
+    """Antithetic scrambled Sobol points of the standard normal, shape ``(num, dim)``; ``num`` even."""
+    half = num // 2
+    uniform = qmc.Sobol(dim, scramble=True, seed=seed).random_base2(math.ceil(math.log2(max(half, 2))))
+    u = ndtri(np.clip(uniform, 1e-6, 1 - 1e-6))[:half]
+    return np.concatenate([u, -u])
+
+
+class Moments(NamedTuple):
+    """Location ``(E, k)`` of the units' latents at one theta, and factors ``(E, k, k)`` of their covariances."""
+
+    location: Array
+    chol: Array
+
+
+def nodes(dim: int) -> tuple[np.ndarray, np.ndarray]:
+    """Nodes ``(J, k)`` and weights ``(J,)`` of integrals against the standard normal."""
+    if dim == 1:
+        x, w = np.polynomial.hermite_e.hermegauss(_HERMITE_NODES)
+        return x[:, None], w / w.sum()
+    x = sobol_normal(_SOBOL_NODES, dim, seed=0)
+    return x, np.full(len(x), 1 / len(x))
+
+
+def quadrature_marginal(
+    log_density: Callable[[Array, Array], Array], u: Array, start: Array, owned: Array
+) -> tuple[Array, Array, Moments]:
+    """Marginal log likelihood at ``u``, its score, and the latents' moments; arguments as :func:`laplace_marginal`."""
+    mode = _newton(lambda z: log_density(u, z), start)
+    chol = _WIDEN * _inverse_factor(_curvature(lambda z: log_density(u, z), mode))
+    eps, base = (jnp.asarray(x, start.dtype) for x in nodes(start.shape[1]))
+    points = mode + jnp.einsum("eij,nj->nei", chol, eps)
+    log_weight = (
+        jax.vmap(lambda z: log_density(u, z))(points) + 0.5 * jnp.sum(eps**2, -1)[:, None] + jnp.log(base)[:, None]
+    )
+    weight = jax.nn.softmax(log_weight, axis=0)
+    log_det = jnp.sum(jnp.log(jnp.diagonal(chol, axis1=-2, axis2=-1)))
+    constant = 0.5 * np.log(2 * np.pi) * jnp.sum(owned)
+    value = jnp.sum(jax.nn.logsumexp(log_weight, axis=0)) + log_det + constant
+    score = jax.grad(lambda u: jnp.sum(weight * jax.vmap(lambda z: log_density(u, z))(points)))(u)
+    mean = jnp.einsum("ne,nei->ei", weight, points)
+    centred = points - mean
+    covariance = jnp.einsum("ne,nei,nej->eij", weight, centred, centred)
+    return value, score, Moments(mean, _cholesky(covariance))
+
+
+def laplace_marginal(
+    log_density: Callable[[Array, Array], Array], u: Array, start: Array, owned: Array
+) -> tuple[Array, Array, Moments]:
+    """Laplace marginal log likelihood at ``u``, its gradient, and the fit.
+
+    :param log_density: ``(u, z) -> (E,)``, each unit's term depending on its own row of z ``(E, k)``
+        only, padding standard normal.
+    :param u: global position (whitened), shape ``(d,)``.
+    :param start: where to look for the mode, shape ``(E, k)``.
+    :param owned: which latents count, shape ``(E, k)``.
+    :return: value (scalar), gradient ``(d,)``, and the modes with their curvatures.
+    """
+    mode = lax.stop_gradient(_newton(lambda z: log_density(u, z), start))
+    hessian = _curvature(lambda z: log_density(u, z), mode)
+
+    def marginal(u: Array) -> Array:
+        # one Newton step from the mode has the mode's derivative in u (implicit function theorem)
+        slope = jax.grad(lambda z: jnp.sum(log_density(u, z)))(mode)
+        z = mode + _solve(hessian, slope)
+        chol = _cholesky(_curvature(lambda z: log_density(u, z), z))
+        log_det = 2 * jnp.sum(jnp.log(jnp.diagonal(chol, axis1=-2, axis2=-1)))
+        return jnp.sum(log_density(u, z)) - 0.5 * log_det + 0.5 * np.log(2 * np.pi) * jnp.sum(owned)
+
+    value, gradient = jax.value_and_grad(marginal)(u)
+    return value, gradient, Moments(mode, _inverse_factor(hessian))
+
+
+def _curvature(log_density: Callable[[Array], Array], z: Array) -> Array:
+    """Negative second derivatives of each unit in its own latents, shape ``(E, k, k)``."""
+    slope = jax.grad(lambda z: jnp.sum(log_density(z)))
+    basis = jnp.eye(z.shape[1], dtype=z.dtype)
+
+    def column(e: Array) -> Array:
+        return -jax.jvp(slope, (z,), (jnp.broadcast_to(e, z.shape),))[1]
+
+    return jnp.moveaxis(jax.vmap(column)(basis), 0, -1)
+
+
+def _solve(matrix: Array, vector: Array) -> Array:
+    if matrix.shape[-1] == 1:
+        return vector / matrix[..., 0]
+    return jnp.linalg.solve(matrix, vector[..., None])[..., 0]
+
+
+def _cholesky(matrix: Array) -> Array:
+    """Cholesky factors; identity for a unit whose curvature is not positive definite (its weight is small)."""
+    eye = jnp.eye(matrix.shape[-1], dtype=matrix.dtype)
+    if matrix.shape[-1] == 1:
+        return jnp.sqrt(jnp.where(matrix > 0, matrix, 1.0))
+    good = jnp.isfinite(jnp.linalg.cholesky(lax.stop_gradient(matrix))).all((-2, -1), keepdims=True)
+    return jnp.linalg.cholesky(jnp.where(good, matrix, eye))
+
+
+def _inverse_factor(matrix: Array) -> Array:
+    """Cholesky factors of the inverses."""
+    if matrix.shape[-1] == 1:
+        return 1 / _cholesky(matrix)
+    eye = jnp.eye(matrix.shape[-1], dtype=matrix.dtype)
+    inverse = jax.vmap(lambda c: jax.scipy.linalg.cho_solve((c, True), eye))(_cholesky(matrix))
+    return _cholesky(inverse)
+
+
+def _newton(log_density: Callable[[Array], Array], start: Array) -> Array:
+    """Maximise each unit's term by Newton steps, damped unit by unit (Levenberg-Marquardt)."""
+    eye = jnp.eye(start.shape[1], dtype=start.dtype)
+
+    def step(carry: tuple, _: None) -> tuple[tuple, None]:
+        z, value, damping = carry
+        slope = jax.grad(lambda z: jnp.sum(log_density(z)))(z)
+        curvature = _curvature(log_density, z)
+        scale = jnp.abs(jnp.diagonal(curvature, axis1=-2, axis2=-1)).max(-1)[:, None, None] + 1e-6
+        proposal = z + _solve(curvature + damping[:, None, None] * scale * eye, slope)
+        new = log_density(proposal)
+        better = new >= value
+        z = jnp.where(better[:, None], proposal, z)
+        damping = jnp.where(better, damping * 0.2, jnp.maximum(damping, 1e-3) * 6.0)
+        return (z, jnp.where(better, new, value), damping), None
+
+    init = (start, log_density(start), jnp.zeros(start.shape[0], start.dtype))
+    return lax.scan(step, init, None, length=_NEWTON_STEPS)[0][0]
