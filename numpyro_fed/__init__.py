@@ -2,6 +2,7 @@
 
 from numpyro_fed import handlers, partitioners, surrogates
 from numpyro_fed.handlers import mark_silos, silo_plate
+from numpyro_fed.inference_data import to_inference_data
 from numpyro_fed.mcmc.dsgld import DSGLD
 from numpyro_fed.mcmc.fsgld import FSGLD
 from numpyro_fed.mcmc.sgld import SGLD
@@ -25,4 +26,5 @@ __all__ = [
     "silo_plate",
     "split",
     "surrogates",
+    "to_inference_data",
 ]

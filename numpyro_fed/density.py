@@ -60,6 +60,7 @@ class Factors:
     :param model: the marked model.
     :param global_sites: name and unconstrained shape of each global latent site, sorted by name.
     :param local_sites: the latent sites inside silo plates.
+    :param observed_sites: name, silo plate and the plate's axis of each observed site in one.
     :param plates: each silo plate's name and the row group its elements are.
     :param rows: name, row group and type of one row of each row argument.
     :param index: row arguments that hold positions in another row group.
@@ -69,6 +70,7 @@ class Factors:
     model: Callable
     global_sites: tuple[tuple[str, tuple[int, ...]], ...]
     local_sites: tuple[LocalSite, ...]
+    observed_sites: tuple[tuple[str, str, int], ...]
     plates: tuple[tuple[str, str], ...]
     rows: tuple[tuple[str, str, jax.ShapeDtypeStruct], ...]
     index: tuple[tuple[str, str], ...]

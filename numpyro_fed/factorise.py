@@ -23,7 +23,7 @@ from numpyro_fed.silos import Silos
 
 __all__ = ["factorise"]
 
-_PROBES = ((1009, 1013, 1019, 1021, 1031, 1033, 1039), (1049, 1051, 1061, 1063, 1069, 1087, 1091))
+_PROBES = (1009, 2003)  # numbers of rows of the first row group in the two traces; the others follow
 
 
 def factorise(
@@ -80,10 +80,10 @@ def _factorise(
 ) -> Factors:
     groups = list(dict.fromkeys(group for _, group, _ in specs))
     found = []
-    for primes in _PROBES:
-        sizes = dict(zip(groups, primes, strict=False))
+    for base in _PROBES:
+        sizes = {group: base + 10 * i for i, group in enumerate(groups)}
         rows = {leaf: jax.ShapeDtypeStruct((sizes[g], *s.shape), s.dtype) for leaf, g, s in specs}
-        *sites, transforms = _probe(model, rows, shared, sizes, public, conditioned)
+        *sites, observed, transforms = _probe(model, rows, shared, sizes, public, conditioned)
         found.append(tuple(sites))
     first, second = found
     if first != second:
@@ -99,6 +99,7 @@ def _factorise(
         model,
         global_sites,
         local_sites,
+        observed,
         plates,
         specs,
         index,
@@ -125,7 +126,12 @@ def _probe(
         sites = trace(substitute(seed(model, key), substitute_fn=init_to_sample)).get_trace(**rows, **kwargs)
         plates = _silo_plates(sites, sizes)
         latent = _latent_sites(sites, plates, public, conditioned)
-        seen.update(plates=plates, latent=latent, transforms=_compat.transforms(sites))
+        seen.update(
+            plates=plates,
+            latent=latent,
+            observed=_observed_sites(sites, plates),
+            transforms=_compat.transforms(sites),
+        )
         return {name: biject_to(sites[name]["fn"].support).inv(sites[name]["value"]) for name, *_ in latent}
 
     shapes = jax.eval_shape(run, jax.random.key(0), rows, abstract)
@@ -138,7 +144,7 @@ def _probe(
         axis = dim(len(shape))
         local_sites.append(LocalSite(name, plate, axis, shape[:axis] + shape[axis + 1 :]))
     plates = tuple(seen["plates"].items())
-    return tuple(sorted(global_sites)), tuple(sorted(local_sites)), plates, seen["transforms"]
+    return tuple(sorted(global_sites)), tuple(sorted(local_sites)), plates, seen["observed"], seen["transforms"]
 
 
 def _silo_plates(sites: Mapping[str, Any], sizes: dict[str, int]) -> dict[str, str]:
@@ -167,6 +173,16 @@ def _silo_plates(sites: Mapping[str, Any], sizes: dict[str, int]) -> dict[str, s
             'fed.mark_silos(model, "patients")'
         )
     return plates
+
+
+def _observed_sites(sites: Mapping[str, Any], plates: dict[str, str]) -> tuple[tuple[str, str, int], ...]:
+    """Name, silo plate and the plate's axis of each observed site in a silo plate."""
+    out = []
+    for name, site in sites.items():
+        frames = [f for f in site["cond_indep_stack"] if f.name in plates] if site["type"] == "sample" else []
+        if frames and site["is_observed"]:
+            out.append((name, frames[0].name, len(site["fn"].batch_shape) + frames[0].dim))
+    return tuple(out)
 
 
 def _latent_sites(

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-__all__ = ["Federated", "Ledger", "message_bytes"]
+__all__ = ["Cost", "Federated", "Ledger", "message_bytes"]
 
 
 class Federated(NamedTuple):
@@ -43,6 +43,22 @@ class Federated(NamedTuple):
 def message_bytes(message: Any) -> int:
     """Size of a message in bytes: the sum over its array leaves (shapes suffice)."""
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(message) if hasattr(x, "dtype"))
+
+
+class Cost(NamedTuple):
+    """What something cost each silo: rounds, gradient evaluations, bytes sent to it and from it."""
+
+    rounds: int = 0
+    gradient_evaluations: int = 0
+    bytes_down: int = 0
+    bytes_up: int = 0
+
+    def __add__(self, other: "Cost") -> "Cost":  # type: ignore[override]
+        return Cost(*(a + b for a, b in zip(self, other, strict=True)))
+
+    def times(self, number: int) -> "Cost":
+        """The cost of so many."""
+        return Cost(*(number * a for a in self))
 
 
 @dataclass(frozen=True)

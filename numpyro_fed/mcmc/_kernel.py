@@ -15,7 +15,7 @@ from numpyro.util import is_prng_key
 
 from numpyro_fed.density import Factors, PooledModel
 from numpyro_fed.engines.inline import round_one
-from numpyro_fed.federation import Ledger
+from numpyro_fed.federation import Cost, Ledger
 from numpyro_fed.mcmc.langevin import Chain, Plan, Tuning, federated
 from numpyro_fed.mcmc.prepare import Options, prepare
 from numpyro_fed.silos import Silos
@@ -147,6 +147,7 @@ class LangevinKernel(MCMCKernel):
         self._plan: Plan | None = None
         self._tuning: Tuning | None = None
         self._surrogates: Surrogates | None = None
+        self._setup_cost = Cost()
         self._prepared_for: Silos | None = None
         self._sample_fn: Callable | None = None
 
@@ -159,6 +160,11 @@ class LangevinKernel(MCMCKernel):
     def surrogates(self) -> Surrogates | None:
         """The fitted surrogates; ``None`` before :meth:`init`, and where none are used."""
         return self._surrogates
+
+    @property
+    def factors(self) -> Factors | None:
+        """The model's factors; ``None`` before :meth:`init`."""
+        return None if self._plan is None else self._plan.factors
 
     def init(
         self,
@@ -219,7 +225,9 @@ class LangevinKernel(MCMCKernel):
                 "'parallel' or 'sequential' (as a block of Gibbs: 'sequential')"
             )
         with jax.ensure_compile_time_eval():
-            self._plan, self._tuning, self._surrogates = prepare(self._model, silos, extra, self._options)
+            self._plan, self._tuning, self._surrogates, self._setup_cost = prepare(
+                self._model, silos, extra, self._options
+            )
         self._prepared_for = key
 
     def postprocess_fn(self, model_args: tuple, model_kwargs: Mapping[str, Any] | None) -> Callable:
@@ -253,21 +261,17 @@ class LangevinKernel(MCMCKernel):
     def ledger(self, state: LangevinState) -> Ledger:
         """Rounds, gradient evaluations and bytes of each silo up to ``state`` (e.g. ``mcmc.last_state``), all chains.
 
-        A visit sends the position and the step count down and the position and three numbers up. Fitting
-        surrogates, once, is counted by :attr:`fit_rounds` rounds at every silo.
+        A visit sends the position and the step count down and the position and three statistics up; what fitting
+        surrogates and the pilot cost, once, is counted too.
         """
-        assert self._plan is not None
-        assert self._prepared_for is not None
+        if self._plan is None or self._prepared_for is None:
+            raise ValueError("expected a kernel that has run; call mcmc.run(rng_key, silos) first")
         visits = np.asarray(state.visits).reshape(-1, state.visits.shape[-1]).sum(0)
-        dim, item = self._plan.factors.dim, self._tuning.loc.dtype.itemsize  # type: ignore[union-attr]
-        down, up = dim * item + 4, dim * item + 3 * item
-        return Ledger(
-            self._prepared_for.names,
-            tuple(int(v) for v in visits),
-            tuple(int(v) * self._plan.num_local_steps for v in visits),
-            tuple(int(v) * down for v in visits),
-            tuple(int(v) * up for v in visits),
-        )
+        item = self._tuning.loc.dtype.itemsize  # type: ignore[union-attr]
+        position = self._plan.factors.dim * item
+        visit = Cost(1, self._plan.num_local_steps, position + 4, position + 3 * item)
+        costs = [self._setup_cost + visit.times(int(v)) for v in visits]
+        return Ledger(self._prepared_for.names, *zip(*costs, strict=True))
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()

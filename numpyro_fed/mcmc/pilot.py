@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax, random
 
+from numpyro_fed.federation import Cost
 from numpyro_fed.local_map import LocalMap
 from numpyro_fed.mcmc import langevin
 from numpyro_fed.mcmc.langevin import Plan, Tuning
@@ -23,7 +24,7 @@ from numpyro_fed.mcmc.local_moves import move_noise
 from numpyro_fed.silos import Silos
 from numpyro_fed.storage import SiloView, sweep
 
-__all__ = ["MAX_STEP_SIZE", "inflation", "stay_noise", "step_size"]
+__all__ = ["MAX_STEP_SIZE", "cost", "inflation", "stay_noise", "step_size"]
 
 MAX_STEP_SIZE = 0.1
 _DRAWS = 32
@@ -81,15 +82,25 @@ def _walk(
     return e[warm : warm + length // 2].mean(0), e[warm + length // 2 :].mean(0)
 
 
+def _length(plan: Plan) -> int:
+    still = plan.units is None and plan.batch is None  # e is then constant at fixed theta
+    return 2 if still else 2 * max(1, min(plan.num_local_steps, _LONGEST) // 2)
+
+
+def cost(plan: Plan, tuning: Tuning) -> Cost:
+    """What the pilot costs each silo: the draws of theta down, two means of e for each up."""
+    item = tuning.loc.dtype.itemsize
+    steps = _length(plan) + (0 if plan.units is None else _WARM)
+    return Cost(1, _DRAWS * steps, _DRAWS * plan.factors.dim * item, 2 * _DRAWS * plan.factors.dim * item)
+
+
 def stay_noise(plan: Plan, tuning: Tuning, silos: Silos, *, seed: int = 0) -> np.ndarray:
     """N: covariance over silos of a stay's sum of e, per step, in whitened coordinates, ``(d, d)``.
 
     With A and B the means of two halves of a stay of J steps at fixed theta, a stay of T steps has
     ``N = T sym(A B') + J/4 (A - B)(A - B)'``: what persists counts T times, what is redrawn once.
     """
-    steps = plan.num_local_steps
-    still = plan.units is None and plan.batch is None  # e is then constant at fixed theta
-    length = 2 if still else 2 * max(1, min(steps, _LONGEST) // 2)
+    steps, length = plan.num_local_steps, _length(plan)
     first, second = (np.asarray(x, np.float64) for x in _stay_means(plan, length, random.key(seed), tuning, silos))
     f = np.asarray(tuning.selection, np.float64)[:, None, None]
     good = np.isfinite(first).all((0, 2)) & np.isfinite(second).all((0, 2))

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,7 @@ from jax import Array
 
 from numpyro_fed.density import Factors
 from numpyro_fed.factorise import factorise
+from numpyro_fed.federation import Cost
 from numpyro_fed.local_map import Units
 from numpyro_fed.mcmc import pilot
 from numpyro_fed.mcmc.langevin import Conducive, LatentCoordinates, Plan, Tuning
@@ -18,9 +19,9 @@ from numpyro_fed.proof import elements_are_independent, prove
 from numpyro_fed.silos import Silos
 from numpyro_fed.storage import largest
 from numpyro_fed.surrogates import laplace, score
-from numpyro_fed.surrogates.gaussian import Surrogates
+from numpyro_fed.surrogates.gaussian import Gaussian, Surrogates
 
-__all__ = ["Options", "prepare"]
+__all__ = ["Options", "Prepared", "prepare"]
 
 _CUT = 8.0  # largest norm of the conducive residual, in whitened units
 
@@ -74,13 +75,23 @@ class Options:
         return self
 
 
-def prepare(
-    model: Callable, silos: Silos, extra: dict[str, Any], options: Options
-) -> tuple[Plan, Tuning, Surrogates | None]:
-    """Check model and data, fit what the options ask for, and choose the step size.
+class Prepared(NamedTuple):
+    """What a kernel needs for its rounds.
 
-    :return: the plan, the numbers, and the surrogates (``None`` where none are used).
+    :param plan: the static facts.
+    :param tuning: the numbers.
+    :param surrogates: ``None`` where none are used.
+    :param cost: what the preparation cost each silo.
     """
+
+    plan: Plan
+    tuning: Tuning
+    surrogates: Surrogates | None
+    cost: Cost
+
+
+def prepare(model: Callable, silos: Silos, extra: dict[str, Any], options: Options) -> Prepared:
+    """Check model and data, fit what the options ask for, and choose the step size."""
     factors = factorise(model, silos, public=options.public, extra=extra)
     if not factors.dim:
         raise ValueError("the model has no global latent site: its silos have nothing in common to learn")
@@ -95,14 +106,16 @@ def prepare(
     plan = Plan(factors, units, int(options.num_local_steps), batch, cut, schedule)
     surrogates, fitted = _surrogates(factors, silos, units, options)
     tuning = _tuning(factors, options, selection, surrogates, fitted)
+    cost = Cost() if fitted is None else fitted.cost
     if options.step_size == "auto":
+        cost += pilot.cost(plan, tuning)
         noise = pilot.stay_noise(plan, tuning, silos)
         h = pilot.step_size(noise, options.bias_target)
         dtype = tuning.loc.dtype
         tuning = tuning._replace(
             step_size=jnp.asarray(h, dtype), inflation=jnp.asarray(pilot.inflation(noise, h), dtype)
         )
-    return plan, tuning, surrogates
+    return Prepared(plan, tuning, surrogates, cost)
 
 
 def _selection(selection: Any, silos: Silos) -> np.ndarray:
@@ -202,29 +215,36 @@ def _tuning(
         inflation=array(np.nan),
     )
     if surrogates is not None:
-        tuning = _with_surrogates(tuning, surrogates, options, array)
+        tuning = _with_surrogates(tuning, surrogates, fitted, options, array)
     if fitted is not None and fitted.local_map is not None:
-        scale = np.asarray(fitted.scale, np.float64)
+        loc, scale = (np.asarray(x, np.float64) for x in fitted.map_whitening)
         whiten = 1 / scale if scale.ndim == 1 else np.linalg.inv(scale)
-        tuning = tuning._replace(latents=LatentCoordinates(array(fitted.loc), array(whiten), fitted.local_map))
+        tuning = tuning._replace(latents=LatentCoordinates(array(loc), array(whiten), fitted.local_map))
     return tuning
 
 
-def _with_surrogates(tuning: Tuning, surrogates: Surrogates, options: Options, array: Callable) -> Tuning:
-    posterior = surrogates.posterior()
-    precision = np.asarray(posterior.precision, np.float64)
-    eta = np.asarray(posterior.eta, np.float64)
-    diagonal = precision.ndim == 1
-    loc = eta / precision if diagonal else np.linalg.solve(precision, eta)
+def _with_surrogates(
+    tuning: Tuning, surrogates: Surrogates, fitted: score.ScoreFit | None, options: Options, array: Callable
+) -> Tuning:
+    if fitted is not None and fitted.surrogates is surrogates:
+        loc, scale = (np.asarray(x, np.float64) for x in fitted.posterior_whitening)
+    else:
+        loc, scale = _whitening(surrogates.posterior())
     if options.preconditioner is not None:
-        scale = 1 / np.sqrt(precision) if diagonal else np.linalg.cholesky(np.linalg.inv(precision))
         tuning = tuning._replace(scale=array(scale))
     tuning = tuning._replace(loc=array(loc))
     if options.alpha == 0:
         return tuning
     # expanded around loc in float64: eta - Lambda theta would cancel in float32
     factors = jax.tree.map(lambda x: np.asarray(x, np.float64), surrogates.factors)
-    at_loc = factors.precision * loc if diagonal else factors.precision @ loc
+    at_loc = factors.precision * loc if surrogates.factors.is_diagonal else factors.precision @ loc
     shift = factors.eta - at_loc
     conducive = Conducive(*map(array, (shift, factors.precision, shift.sum(0), factors.precision.sum(0))))
     return tuning._replace(conducive=conducive)
+
+
+def _whitening(posterior: Gaussian) -> tuple[np.ndarray, np.ndarray]:
+    precision, eta = (np.asarray(x, np.float64) for x in (posterior.precision, posterior.eta))
+    if posterior.is_diagonal:
+        return eta / precision, 1 / np.sqrt(precision)
+    return np.linalg.solve(precision, eta), np.linalg.cholesky(np.linalg.inv(precision))

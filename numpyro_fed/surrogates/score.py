@@ -15,8 +15,10 @@ its log marginal likelihood at the last round's points. Related: FSGLD remark 3 
 """
 
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -26,38 +28,45 @@ from jax import Array, lax, random
 
 from numpyro_fed.density import Factors
 from numpyro_fed.engines.inline import ask_all
-from numpyro_fed.federation import Federated
+from numpyro_fed.federation import Cost, Federated, message_bytes
 from numpyro_fed.local_map import LocalMap, Units
 from numpyro_fed.silos import Silos
 from numpyro_fed.storage import SiloView
 from numpyro_fed.surrogates.gaussian import Gaussian, Surrogates, matvec
 from numpyro_fed.surrogates.marginal import laplace_marginal, quadrature_marginal, sobol_normal
 
-__all__ = ["ScoreFit", "fit"]
+__all__ = ["ScoreFit", "Whitening", "fit"]
 
 _FULL_UP_TO = 500  # dimensions; beyond, one d x d matrix per silo is too much memory
+_SETTLED = 0.1  # sds the centre moves in a round, and the like for the spread
 _ROWS_AT_ONCE = 1 << 20  # rows x points evaluated together
+
+
+class Whitening(NamedTuple):
+    """Coordinates ``u = scale^-1 (theta - loc)``; ``scale`` is lower triangular ``(d, d)`` or diagonal ``(d,)``."""
+
+    loc: Array
+    scale: Array
 
 
 class ScoreFit(NamedTuple):
     """What :func:`fit` returns.
 
     :param surrogates: the silos' and the prior's factors.
-    :param local_map: rows of the local map (private to the silos), or ``None`` without local latents; its u refers
-        to ``loc`` and ``scale``.
-    :param loc: centre of the whitening, shape ``(d,)``.
-    :param scale: its factor L, ``(d, d)`` lower triangular or ``(d,)``.
-    :param residual: root mean square of the score's misfit per silo, in whitened units; far above 1 the
+    :param local_map: rows of the local map (private to the silos), or ``None`` without local latents.
+    :param map_whitening: the coordinates u of the local map.
+    :param posterior_whitening: those of the product of all factors, its curvature guarded where that is no density.
+    :param misfit: root mean square of the score's misfit per silo ``(S,)``, in whitened units; far above 1 the
         surrogate is poor.
-    :param rounds: rounds of communication.
+    :param cost: what the fit cost each silo.
     """
 
     surrogates: Surrogates
     local_map: LocalMap | None
-    loc: Array
-    scale: Array
-    residual: Array
-    rounds: int
+    map_whitening: Whitening
+    posterior_whitening: Whitening
+    misfit: Array
+    cost: Cost
 
 
 class Message(NamedTuple):
@@ -182,10 +191,11 @@ class ServerState(NamedTuple):
     moved: float
 
 
-def algorithm(
-    factors: Factors, units: Units | None, shared: dict[str, Any], full: bool, points_at_once: int
-) -> Federated:
-    """The fit as a federated algorithm; one round refits all surrogates around the last centre."""
+def algorithm(factors: Factors, units: Units | None, silos: Silos, full: bool, points_at_once: int) -> Federated:
+    """The fit as a federated algorithm; one round refits all surrogates around the last centre.
+
+    Of ``silos`` the server uses the shared arguments only.
+    """
 
     def init(_: Array) -> ServerState:
         scale = np.full(factors.dim, 0.5)  # precision 4 I
@@ -195,12 +205,11 @@ def algorithm(
         weights = np.ones(len(points)) if weights is None else weights
         return Message(*(jnp.asarray(x, jnp.result_type(float)) for x in (state.loc, state.scale, points, weights)))
 
-    def merge(state: ServerState, message_replies: tuple[Message, Reply]) -> tuple[ServerState, np.ndarray]:
-        message, replies = message_replies
-        prior = _prior_fit(factors, shared, message)
+    def merge(state: ServerState, message: Message, replies: Reply) -> tuple[ServerState, np.ndarray]:
+        prior = _prior_fit(factors, message, silos)
         shift = np.asarray(replies.shift, np.float64)
         precision = np.asarray(replies.precision, np.float64)
-        own = [np.asarray(x, np.float64) for x in prior[:2]]
+        own = [np.asarray(x, np.float64) for x in prior]
         surrogates = _to_natural(state, shift, precision, own)
         loc, scale, moved = _move(state, shift.sum(0) + own[0], precision.sum(0) + own[1])
         return ServerState(loc, scale, surrogates, moved), np.asarray(replies.misfit)
@@ -208,20 +217,22 @@ def algorithm(
     return Federated(init, broadcast, ScoreLocal(factors, units, points_at_once), merge)
 
 
-def _prior_fit(factors: Factors, shared: dict[str, Any], message: Message) -> tuple:
-    return _prior_scores(factors, tuple(shared), tuple(shared.values()), message)
-
-
-def _prior_scores(factors: Factors, names: tuple, values: tuple, message: Message) -> tuple:
-    shared = dict(zip(names, values, strict=True))
+@partial(jax.jit, static_argnames=("factors",))
+def _prior(factors: Factors, message: Message, silos: Silos) -> tuple[Array, Array]:
+    """Log prior and its whitened score at the points."""
 
     def value(u: Array) -> Array:
-        return factors.log_prior(factors.unravel(message.loc + matvec(message.scale, u)), shared)
+        theta = factors.unravel(message.loc + matvec(message.scale, u))
+        return factors.log_prior(theta, silos.shared)
 
-    scores = jax.jit(jax.vmap(jax.grad(value)))(message.points)
+    return jax.vmap(jax.value_and_grad(value))(message.points)
+
+
+def _prior_fit(factors: Factors, message: Message, silos: Silos) -> tuple[Array, Array]:
+    scores = _prior(factors, message, silos)[1]
     weights = jnp.where(jnp.isfinite(scores).all(-1), message.weights, 0.0)
     scores = jnp.where(weights[:, None] > 0, scores, 0.0)
-    return _fit_score(message.points, scores, weights, message.scale.ndim == 2)
+    return _fit_score(message.points, scores, weights, message.scale.ndim == 2)[:2]
 
 
 def _to_natural(state: ServerState, shift: np.ndarray, precision: np.ndarray, prior: list[np.ndarray]) -> Surrogates:
@@ -299,47 +310,48 @@ def fit(
     """
     full = factors.dim <= _FULL_UP_TO
     num = max(64, 2 ** math.ceil(math.log2(4 * factors.dim))) if full else 64
-    rows = max(sum(n) for n in silos.sizes.values())
-    shared = silos.shared
-    at_once = max(1, _ROWS_AT_ONCE // rows)
-    scheme = algorithm(factors, units, shared, full, at_once)
-    matched = scheme.local
-    if local is not None:
-        scheme = scheme._replace(local=local)
+    at_once = max(1, _ROWS_AT_ONCE // max(sum(n) for n in silos.sizes.values()))
+    scheme = algorithm(factors, units, silos, full, at_once)
+    local = scheme.local if local is None else local
     key = random.key(seed)
     group = None if units is None else units.group
+    cost = Cost()
 
     def ask(local: Callable, message: Message) -> tuple[Any, Any]:
-        return ask_all(local, key, message, None, silos, group)
+        nonlocal cost
+        replies, rows = ask_all(local, key, message, None, silos, group)
+        cost += Cost(1, len(message.points), message_bytes(message), message_bytes(replies) // len(silos))
+        return replies, rows
 
     state = scheme.init(key)
-    rounds = 0
-    while state.moved > 0.1 and rounds < max_rounds:
-        message = scheme.broadcast(sobol_normal(num, factors.dim, seed + rounds), state)
-        state, misfit = scheme.merge(state, (message, ask(scheme.local, message)[0]))
-        rounds += 1
+    while state.moved > _SETTLED and cost.rounds < max_rounds:
+        message = scheme.broadcast(sobol_normal(num, factors.dim, seed + cost.rounds), state)
+        state, misfit = scheme.merge(state, message, ask(local, message)[0])
+    if state.moved > _SETTLED:
+        warnings.warn(
+            f"the surrogates have not settled after {max_rounds} rounds: expected a posterior that a Gaussian in "
+            "unconstrained space describes roughly; reparametrise the model or scale its covariates",
+            stacklevel=2,
+        )
 
-    points = _last_points(max(256, 2 * num), factors.dim, seed + 10_000)
-    message = scheme.broadcast(points, state)
+    message = scheme.broadcast(_last_points(max(256, 2 * num), factors.dim, seed + 10_000), state)
     values, _ = ask(ScoreLocal(factors, units, at_once, values_only=True), message)
-    weights = _last_weights(factors, shared, message, np.asarray(values, np.float64))
+    weights = _last_weights(factors, message, np.asarray(values, np.float64), silos)
     message = message._replace(weights=jnp.asarray(weights, message.weights.dtype))
-    replies, local_map = ask(matched, message)
-    final = state
-    if local is None:
-        final, misfit = scheme.merge(state, (message, replies))
-    else:  # at the settled centre
-        final, _ = scheme.merge(state, (message, ask(scheme.local, message)[0]))
-    loc, scale = (jnp.asarray(x) for x in (state.loc, state.scale))
-    return ScoreFit(final.surrogates, local_map, loc, scale, jnp.asarray(misfit), rounds + 2)
+    replies, local_map = ask(scheme.local, message)
+    if local is not scheme.local:
+        replies = ask(local, message)[0]
+    final, misfit = scheme.merge(state, message, replies)
+    return ScoreFit(final.surrogates, local_map, _whitening(state), _whitening(final), jnp.asarray(misfit), cost)
 
 
-def _last_weights(factors: Factors, shared: dict, message: Message, values: np.ndarray) -> np.ndarray:
+def _whitening(state: ServerState) -> Whitening:
+    return Whitening(jnp.asarray(state.loc), jnp.asarray(state.scale))
+
+
+def _last_weights(factors: Factors, message: Message, values: np.ndarray, silos: Silos) -> np.ndarray:
     """``p(theta | y)^(1/4)`` at the points, the power lowered where dimensions are many."""
-    prior = jax.vmap(lambda u: factors.log_prior(factors.unravel(message.loc + matvec(message.scale, u)), shared))(
-        message.points
-    )
-    total = values.sum(0) + np.asarray(prior, np.float64)
+    total = values.sum(0) + np.asarray(_prior(factors, message, silos)[0], np.float64)
     total = np.where(np.isfinite(total), total, -np.inf)
     power = 0.25 * min(1.0, math.sqrt(6 / factors.dim))
     return np.exp(power * (total - total.max()))
