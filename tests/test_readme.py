@@ -1,0 +1,31 @@
+"""The README's example runs as printed, and does what it says."""
+
+from pathlib import Path
+import re
+import subprocess
+import sys
+
+README = (Path(__file__).parents[1] / "README.md").read_text()
+
+
+def test_the_example_runs_and_agrees_with_nuts(capsys):
+    (code,) = re.findall(r"```python\n(.*?)```", README, flags=re.S)
+    assert len(code.splitlines()) <= 30
+    names: dict = {}
+    exec(compile(code, "README.md", "exec"), names)
+    printed = capsys.readouterr().out
+    assert "beta[0]" in printed
+    assert "0 differ" in printed
+    table = names["fed"].compare(names["fed"].to_inference_data(names["mcmc"], names["silos"]), names["nuts"]).table
+    assert (table["error"] < 0.1 + 3 * table["mcse"]).all()
+
+
+def test_linked_pages_exist():
+    for page in re.findall(r"\]\((docs/[^)]+)\)", README):
+        assert (Path(__file__).parents[1] / page).is_file(), page
+
+
+def test_import_is_light():
+    code = "import numpyro_fed, sys; print([m for m in ('arviz', 'matplotlib', 'ott', 'flwr') if m in sys.modules])"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "[]"
