@@ -165,7 +165,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[tuple[str, int], np.nda
     mcmc.run(jax.random.key(1), points)
     nuts = MCMC(NUTS(model), num_warmup=500, **settings)
     nuts.run(jax.random.key(2), **points.pooled)
-    fed_idata = fed.to_inference_data(mcmc, points)
+    fed_idata = fed.to_inference_data(mcmc, points, log_likelihood=False)
     print(fed.compare(fed_idata, az.from_numpyro(nuts, log_likelihood=False)))
     return draws
 

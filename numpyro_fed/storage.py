@@ -17,6 +17,8 @@ from numpyro_fed.silos import Silos
 
 __all__ = ["Bucket", "SiloView", "buckets", "gather", "largest", "scatter", "sweep"]
 
+_SMALL = 1 << 13  # rows, padded, that make a single bucket
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -87,13 +89,22 @@ def largest(silos: Silos) -> tuple[tuple[str, int], ...]:
 
 
 def buckets(silos: Silos) -> list[Bucket]:
-    """Group silos by size, powers of two apart, so that padding stays below twofold in every group."""
-    exponents = {g: np.ceil(np.log2(n)).astype(int) for g, n in silos.sizes.items()}
-    keys = list(zip(*(exponents[g] for g in silos.sizes), strict=True))
+    """Group silos by size, so that padding stays below twofold in every group.
+
+    Few small silos make one bucket whatever their sizes: each bucket is compiled apart, which costs more than
+    padding up to a few thousand rows.
+    """
+    sizes = np.array([silos.sizes[g] for g in silos.sizes])
+    if (sizes.max(1) * len(silos)).max() <= _SMALL:
+        return [Bucket(np.arange(len(silos)), largest(silos))]
+    left = list(np.lexsort(-sizes[::-1]))  # largest first, by the first group
     out = []
-    for key in sorted(set(keys)):
-        numbers = np.array([s for s, k in enumerate(keys) if k == key])
-        pad = tuple((g, int(np.asarray(n)[numbers].max())) for g, n in silos.sizes.items())
+    while left:
+        most = sizes[:, left].max(1)
+        alike = [s for s in left if (2 * sizes[:, s] > most).all()] or [left[0]]
+        left = [s for s in left if s not in alike]
+        numbers = np.sort(alike)
+        pad = tuple((g, int(n)) for g, n in zip(silos.sizes, sizes[:, numbers].max(1), strict=True))
         out.append(Bucket(numbers, pad))
     return out
 

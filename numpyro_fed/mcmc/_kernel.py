@@ -38,6 +38,8 @@ class LangevinState(NamedTuple):
     :param inflation: predicted ratio of the chain's sd to the posterior's (NaN unless chosen automatically).
     :param visits: rounds at each silo so far, ``(S,)``.
     :param rng_key: key of the next round.
+    :param tuning: the numbers of the kernel, one for all chains. They are part of the state because compiled
+        programs outlive the data they were made for (``jit_model_args=True``).
     """
 
     i: Array
@@ -51,11 +53,17 @@ class LangevinState(NamedTuple):
     inflation: Array
     visits: Array
     rng_key: Array
+    tuning: Tuning
+
+
+# axes of vectorised chains: all have their own state, but one tuning
+_CHAINS = LangevinState._make((*[0] * (len(LangevinState._fields) - 1), None))
 
 
 @partial(jax.jit, static_argnames=("plan",))
-def _round(plan: Plan, state: LangevinState, tuning: Tuning, silos: Silos) -> LangevinState:
+def _round(plan: Plan, state: LangevinState, silos: Silos) -> LangevinState:
     """One communication round: choose a silo, stay there for T local steps."""
+    tuning = state.tuning
     rng_key, key_silo, key_stay = random.split(state.rng_key, 3)
     number = random.categorical(key_silo, jnp.log(tuning.selection))
     chain = Chain(plan.factors.ravel(state.z), state.i * plan.num_local_steps)
@@ -123,6 +131,7 @@ def _start(plan: Plan, key: Array, z: dict[str, Array] | None, tuning: Tuning, s
         inflation=tuning.inflation,
         visits=jnp.zeros(len(silos), jnp.int32),
         rng_key=rng_key,
+        tuning=tuning,
     )
 
 
@@ -189,8 +198,8 @@ class LangevinKernel(MCMCKernel):
         if is_prng_key(rng_key):
             self._sample_fn = self._one
             return start(rng_key, z, self._tuning, silos)
-        self._sample_fn = jax.vmap(self._one, in_axes=(0, None, None))
-        return jax.vmap(start, in_axes=(0, 0, None, None))(rng_key, z, self._tuning, silos)
+        self._sample_fn = jax.vmap(self._one, in_axes=(_CHAINS, None, None), out_axes=_CHAINS)
+        return jax.vmap(start, in_axes=(0, 0, None, None), out_axes=_CHAINS)(rng_key, z, self._tuning, silos)
 
     def sample(self, state: LangevinState, model_args: tuple, model_kwargs: Mapping[str, Any] | None) -> LangevinState:
         """One communication round."""
@@ -199,7 +208,7 @@ class LangevinKernel(MCMCKernel):
 
     def _one(self, state: LangevinState, model_args: tuple, model_kwargs: Any) -> LangevinState:
         silos, extra = self._arguments(model_args, model_kwargs)
-        return _round(self._plan, state, self._tuning, silos.with_shared(**extra))
+        return _round(self._plan, state, silos.with_shared(**extra))
 
     def _arguments(self, model_args: tuple, model_kwargs: Mapping[str, Any] | None) -> tuple[Silos, dict[str, Any]]:
         if len(model_args) != 1 or not isinstance(model_args[0], Silos):

@@ -70,7 +70,7 @@ class ScoreFit(NamedTuple):
 
 
 class Message(NamedTuple):
-    """What the server sends: whitening, points ``(K, d)``, their weights, and whether to fit or to value."""
+    """What the server sends: whitening, points ``(K, d)`` and their weights ``(K,)``."""
 
     loc: Array
     scale: Array
@@ -94,14 +94,9 @@ class ScoreLocal:
     factors: Factors
     units: Units | None
     points_at_once: int
-    values_only: bool = False
 
-    def __call__(
-        self, key: Array, message: Message, state: Any, view: SiloView
-    ) -> tuple[Reply | Array, LocalMap | None]:
+    def __call__(self, key: Array, message: Message, state: Any, view: SiloView) -> tuple[Reply, LocalMap | None]:
         values, scores, modes, chols = self._evaluate(message, view)
-        if self.values_only:
-            return values, None
         weights = jnp.where(jnp.isfinite(values) & jnp.isfinite(scores).all(-1), message.weights, 0.0)
         scores = jnp.where(weights[:, None] > 0, scores, 0.0)
         full = message.scale.ndim == 2
@@ -309,8 +304,11 @@ def fit(
     :return: the fit.
     """
     full = factors.dim <= _FULL_UP_TO
-    num = max(64, 2 ** math.ceil(math.log2(4 * factors.dim))) if full else 64
     at_once = max(1, _ROWS_AT_ONCE // max(sum(n) for n in silos.sizes.values()))
+    # points cost time; a second number of points costs compiling the program again
+    num = 64 if at_once < 256 else 256
+    if full:
+        num = max(num, 2 ** math.ceil(math.log2(4 * factors.dim)))
     scheme = algorithm(factors, units, silos, full, at_once)
     local = scheme.local if local is None else local
     key = random.key(seed)
@@ -334,9 +332,9 @@ def fit(
             stacklevel=2,
         )
 
-    message = scheme.broadcast(_last_points(max(256, 2 * num), factors.dim, seed + 10_000), state)
-    values, _ = ask(ScoreLocal(factors, units, at_once, values_only=True), message)
-    weights = _last_weights(factors, message, np.asarray(values, np.float64), silos)
+    message = scheme.broadcast(_last_points(max(256, num), factors.dim, seed + 10_000), state)
+    values = np.asarray(ask(scheme.local, message)[0].values, np.float64)
+    weights = _last_weights(factors, message, values, silos)
     message = message._replace(weights=jnp.asarray(weights, message.weights.dtype))
     replies, local_map = ask(scheme.local, message)
     if local is not scheme.local:

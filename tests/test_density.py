@@ -1,0 +1,323 @@
+"""The sum of the factors is NumPyro's density of the pooled model, value and gradient.
+
+Partitions are drawn by hypothesis. So that a drawn partition compiles nothing, every silo is shown padded to
+the number of all rows: shapes are then the same in all of them.
+"""
+
+from collections.abc import Callable
+from functools import lru_cache
+from itertools import combinations
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import optax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax import Array, random
+from numpyro import handlers
+from numpyro.infer import MCMC, NUTS, SVI, Predictive, Trace_ELBO
+from numpyro.infer.autoguide import AutoNormal
+from numpyro.infer.reparam import LocScaleReparam
+from numpyro.infer.util import log_density
+from registry import ENTRIES, Entry
+
+import numpyro_fed as fed
+from numpyro_fed.density import Factors, PooledModel, pooled_log_density
+from numpyro_fed.factorise import factorise
+from numpyro_fed.storage import SiloView, largest, sweep
+
+ALL = pytest.mark.parametrize("entry", ENTRIES.values(), ids=ENTRIES)
+TOLERANCE = {False: 1e-5, True: 1e-10}  # relative, by whether in double precision
+
+
+def some(*names: str) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("entry", [ENTRIES[name] for name in names], ids=names)
+
+
+def random_point(factors: Factors, silos: fed.Silos, seed: int = 0) -> tuple[dict, dict]:
+    """Global sites, and local ones in flat order, elements first."""
+    groups = factors.local_groups()
+    keys = random.split(random.key(seed), len(factors.local_sites) + 1)
+    theta = factors.unravel(0.5 * random.normal(keys[0], (factors.dim,)))
+    z = {
+        site.name: 0.5 * random.normal(key, (sum(silos.sizes[groups[site.name]]), *site.shape))
+        for site, key in zip(factors.local_sites, keys[1:], strict=True)
+    }
+    return theta, z
+
+
+def parts(entry: Entry) -> tuple[fed.Silos, Factors, dict, dict]:
+    silos = entry.silos()
+    factors = factorise(entry.model, silos)
+    return silos, factors, *random_point(factors, silos)
+
+
+def own(factors: Factors, z: dict, view: SiloView) -> dict[str, Array]:
+    return {name: z[name][view.positions(group)] for name, group in factors.local_groups().items()}
+
+
+# The sum of the factors
+
+
+@lru_cache
+def programs(name: str, double: bool) -> tuple:
+    """An entry's factors, a point of the pooled model, its density there, and the compiled term of a silo."""
+    entry = ENTRIES[name]
+    silos = entry.silos()
+    factors = factorise(entry.model, silos)
+    theta, pooled = random_point(factors, silos)
+
+    def whole(theta: dict, z: dict) -> Array:
+        placed = {s.name: jnp.moveaxis(z[s.name], 0, s.axis) for s in factors.local_sites}
+        return pooled_log_density(factors.model, silos, {**theta, **placed})
+
+    def local(theta: dict, z: dict, places: dict, rows: dict, weights: dict) -> Array:
+        shown = {name: z[name][places[group]] for name, group in factors.local_groups().items()}
+        return factors.log_local(theta, shown, {**silos.shared, **rows}, weights)
+
+    expected = jax.jit(jax.value_and_grad(whole, argnums=(0, 1)))(theta, pooled)
+    prior = jax.jit(jax.value_and_grad(lambda t: factors.log_prior(t, silos.shared)))(theta)
+    return factors, theta, pooled, expected, prior, jax.jit(jax.value_and_grad(local, argnums=(0, 1)))
+
+
+def check_sum(entry: Entry, by: np.ndarray, double: bool) -> None:
+    factors, theta, pooled, (expected, slope), (value, prior_slope), local = programs(entry.name, double)
+    silos, groups = entry.silos(by), factors.local_groups()
+    z = {name: x[silos.order[groups[name]]] for name, x in pooled.items()}
+    pad = tuple((g, sum(n)) for g, n in silos.sizes.items())
+    slopes = [(prior_slope, jax.tree.map(np.zeros_like, z))]
+    size = abs(float(value))
+    for number in range(len(silos)):
+        view = SiloView(silos, jnp.asarray(number), pad)
+        kwargs, weights = view.whole()
+        rows = {leaf: kwargs[leaf] for leaf in silos.rows}
+        term, gradient = local(theta, z, {g: view.positions(g) for g in silos.sizes}, rows, weights)
+        value, size = value + term, size + abs(float(term))
+        slopes.append(gradient)
+    assert abs(float(value - expected)) <= TOLERANCE[double] * size
+    theta_slope, z_slope = jax.tree.map(lambda *each: np.sum(each, 0), *slopes)
+    z_slope = {name: x[silos.pooled_position(groups[name])] for name, x in z_slope.items()}
+    scale = max(float(np.abs(x).max()) for x in jax.tree.leaves(slopes))
+    for got, wanted in zip(jax.tree.leaves((theta_slope, z_slope)), jax.tree.leaves(slope), strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=0, atol=TOLERANCE[double] * max(scale, 1.0))
+
+
+def partitions(entry: Entry) -> Any:
+    return st.lists(st.integers(0, 3), min_size=len(entry.by), max_size=len(entry.by)).map(np.array)
+
+
+@ALL
+@pytest.mark.parametrize("double", [False, True], ids=["single", "double"])
+def test_factors_sum_to_the_pooled_density(entry: Entry, double: bool) -> None:
+    with jax.enable_x64(double):
+
+        @settings(max_examples=10, deadline=None, derandomize=True)
+        @given(partitions(entry))
+        def check(by: np.ndarray) -> None:
+            check_sum(entry, by, double)
+
+        check_sum(entry, entry.by, double)  # ragged, with a silo of one row
+        check()
+
+
+def test_a_term_counted_twice_is_seen() -> None:
+    """Negative control: the same comparison with one silo's term twice."""
+    entry = ENTRIES["logistic"]
+    silos, factors, theta, z = parts(entry)
+    terms = [factors.log_local(theta, z, silos[name], {"rows": 1.0}) for name in silos]
+    total = factors.log_prior(theta, silos.shared) + sum(terms)
+    expected = pooled_log_density(entry.model, silos, theta)
+    np.testing.assert_allclose(total, expected, rtol=1e-6)
+    assert abs(total + terms[1] - expected) > 1e-2 * abs(expected)
+
+
+# Padding, and a silo whose number is traced
+
+
+@some("logistic", "mask", "silo_plate_innermost", "pupils_in_classes_in_schools")
+def test_traced_silo_padded_in_any_way(entry: Entry) -> None:
+    silos, factors, theta, z = parts(entry)
+
+    def term(view: SiloView) -> Array:
+        kwargs, weights = view.whole()
+        return factors.log_local(theta, own(factors, z, view), kwargs, weights)
+
+    expected = []
+    for number, name in enumerate(silos):
+        rows = {
+            g: slice(silos.offsets(g)[number], silos.offsets(g)[number] + n[number]) for g, n in silos.sizes.items()
+        }
+        exact = {leaf: z[leaf][rows[g]] for leaf, g in factors.local_groups().items()}
+        expected.append(factors.log_local(theta, exact, silos[name], dict.fromkeys(silos.sizes, 1.0)))
+
+    def padded(number: Array) -> Array:
+        return term(SiloView(silos, number, largest(silos)))
+
+    jitted = jax.jit(padded)
+    numbers = jnp.arange(len(silos))
+    np.testing.assert_allclose([jitted(n) for n in numbers], expected, rtol=3e-6)
+    np.testing.assert_allclose(jax.jit(jax.vmap(padded))(numbers), expected, rtol=3e-6)
+    swept, state = jax.jit(lambda: sweep(lambda view, _: (term(view), None), silos, None, None))()
+    assert state is None
+    np.testing.assert_allclose(swept, expected, rtol=3e-6)
+
+
+@some("logistic", "mask", "nested_plates", "pupils_in_classes_in_schools")
+def test_padding_is_worth_exactly_nothing(entry: Entry) -> None:
+    silos, factors, theta, z = parts(entry)
+    view = SiloView(silos, jnp.asarray(0), tuple((g, n[0] + 3) for g, n in silos.sizes.items()))
+    kwargs, weights = view.whole()
+    rows = {k: v for k, v in kwargs.items() if k in silos.rows and jnp.issubdtype(v.dtype, jnp.floating)}
+
+    def padding(theta: dict, z: dict) -> Array:
+        local = factors.terms(theta, z, kwargs, weights)[1]
+        return sum(jnp.sum(jnp.where(view.mask(g), 0.0, v)) for g, v in local.items())
+
+    def term(z: dict, rows: dict) -> Array:
+        return factors.log_local(theta, z, {**kwargs, **rows}, weights)
+
+    shown = own(factors, z, view)
+    value, slope = jax.jit(jax.value_and_grad(padding, argnums=(0, 1)))(theta, shown)
+    assert value == 0
+    assert all((x == 0).all() for x in jax.tree.leaves(slope))
+    by_z, by_rows = jax.jit(jax.grad(term, argnums=(0, 1)))(shown, rows)
+    for name, x in (by_z | by_rows).items():
+        mask = view.mask((factors.local_groups() | silos.group)[name])
+        assert (x[~mask] == 0).all()
+        assert (x[mask] != 0).any()
+
+
+# Minibatches
+
+
+@some("logistic", "scale", "nested_plates", "women_in_districts")
+@pytest.mark.parametrize("size", [1, 2])
+def test_minibatches_average_to_the_full_term(entry: Entry, size: int) -> None:
+    """Over all batches of ``size`` rows, their terms weighted N_s / m."""
+    with jax.enable_x64(True):
+        silos, factors, theta, z = parts(entry)
+        group = silos.group.get("y", "rows")
+        number = int(np.argmax(silos.sizes[group]))
+        view = SiloView(silos, jnp.asarray(number), tuple((g, n[number]) for g, n in silos.sizes.items()))
+        count = silos.sizes[group][number]
+        kwargs, weights = view.whole()
+
+        def term(theta: dict, z: dict, index: Array) -> Array:
+            shown = own(factors, z, view)
+            shown = {k: x[index] if factors.local_groups()[k] == group else x for k, x in shown.items()}
+            batch = view.batch(group, index)
+            return factors.log_local(theta, shown, {**kwargs, **batch}, {**weights, group: count / size})
+
+        def average(theta: dict, z: dict) -> Array:
+            batches = jnp.array(list(combinations(range(count), size)))
+            return jax.vmap(lambda index: term(theta, z, index))(batches).mean()
+
+        def full(theta: dict, z: dict) -> Array:
+            return factors.log_local(theta, own(factors, z, view), kwargs, weights)
+
+        both = [jax.jit(jax.value_and_grad(f, argnums=(0, 1)))(theta, z) for f in (average, full)]
+        for got, wanted in zip(*map(jax.tree.leaves, both), strict=True):
+            np.testing.assert_allclose(got, wanted, rtol=1e-12, atol=1e-12)
+
+
+# A marked model is the plain one
+
+
+@pytest.fixture
+def plain(monkeypatch: pytest.MonkeyPatch) -> Callable:
+    """Runs a function with ordinary plates in place of silo plates."""
+
+    def run(fn: Callable) -> Any:
+        with monkeypatch.context() as patch:
+            patch.setattr(fed, "silo_plate", numpyro.plate)
+            return fn()
+
+    return run
+
+
+def assert_same(first: Any, second: Any) -> None:
+    jax.tree.map(np.testing.assert_array_equal, first, second)
+
+
+HANDLERS: dict[str, Callable[[Callable], Callable]] = {
+    "none": lambda model: model,
+    "reparam": lambda model: handlers.reparam(model, config={"z": LocScaleReparam(0)}),
+    "condition": lambda model: handlers.condition(model, {"tau": jnp.array(0.5)}),
+    "substitute": lambda model: handlers.substitute(model, {"z": jnp.linspace(-1.0, 1.0, 8)}),
+    "do": lambda model: handlers.do(model, {"mu": jnp.array(0.5)}),
+    "mask": lambda model: handlers.mask(model, mask=jnp.arange(8) > 2),
+    "scale": lambda model: handlers.scale(model, scale=0.3),
+    "block": lambda model: handlers.block(model, hide=["mu"]),
+}
+
+
+def intercepts(y: Array) -> None:
+    mu = numpyro.sample("mu", dist.Normal(0, 2))
+    tau = numpyro.sample("tau", dist.HalfNormal(1.0))
+    with fed.silo_plate("patients", y.shape[0]):
+        z = numpyro.sample("z", dist.Normal(mu, tau))
+        numpyro.sample("y", dist.Normal(z, 0.7), obs=y)
+
+
+@pytest.mark.parametrize("name", HANDLERS)
+@pytest.mark.parametrize("outside", [False, True], ids=["handler around mark", "mark around handler"])
+def test_handlers_see_a_plain_model(name: str, outside: bool, plain: Callable) -> None:
+    y = jnp.linspace(-1.0, 2.0, 8)
+
+    def draws(mark: bool) -> tuple[dict, Array]:
+        model = HANDLERS[name](intercepts)
+        if mark and outside:
+            model = fed.mark_silos(model, "patients")
+        with handlers.seed(rng_seed=3):
+            trace = handlers.trace(model).get_trace(y)
+        assert fed.handlers.is_silo_plate(trace["patients"]) == mark
+        values = {k: s["value"] for k, s in trace.items() if s["type"] == "sample"}
+        with handlers.seed(rng_seed=3):
+            return values, log_density(model, (y,), {}, values)[0]
+
+    expected = plain(lambda: draws(False))
+    assert_same(plain(lambda: draws(True)) if outside else draws(True), expected)
+
+
+@some("women_in_districts", "loc_scale_reparam")
+def test_nuts_sees_a_plain_model(entry: Entry, plain: Callable) -> None:
+    def draws() -> dict:
+        mcmc = MCMC(NUTS(entry.model), num_warmup=10, num_samples=5, progress_bar=False)
+        mcmc.run(random.key(0), **entry.silos().pooled)
+        return mcmc.get_samples()
+
+    assert_same(draws(), plain(draws))
+
+
+def test_svi_and_predictive_see_a_plain_model(plain: Callable) -> None:
+    entry = ENTRIES["women_in_districts"]
+    data = entry.silos().pooled
+
+    def fit() -> tuple[dict, Array, dict, dict]:
+        guide = AutoNormal(entry.model)
+        svi = SVI(entry.model, guide, optax.adam(0.05), Trace_ELBO())
+        result = svi.run(random.key(1), 10, progress_bar=False, **data)
+        unseen = {**data, "y": None}
+        prior = Predictive(entry.model, num_samples=4)(random.key(2), **unseen)
+        posterior = Predictive(entry.model, guide=guide, params=result.params, num_samples=4)
+        return result.params, result.losses, prior, posterior(random.key(3), **unseen)
+
+    assert_same(fit(), plain(fit))
+
+
+def test_the_pooled_model_takes_silos() -> None:
+    entry = ENTRIES["women_in_districts"]
+    silos = entry.silos()
+    model = PooledModel(entry.model)
+    traces = [
+        handlers.trace(handlers.seed(model, 0)).get_trace(*args, **kwargs)
+        for args, kwargs in [((silos,), {}), ((), silos.pooled), ((), entry.data)]
+    ]
+    values = [{k: s["value"] for k, s in t.items() if s["type"] == "sample"} for t in traces]
+    assert_same(values[0], values[1])
+    assert_same(values[0], values[2])
