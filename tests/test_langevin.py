@@ -41,9 +41,7 @@ def random_surrogates(rng, num, dim, diagonal=False):
         precision = rng.normal(size=(num, dim))
         prior = np.full(dim, 1 - precision.sum(0).min())
     eta = rng.normal(size=(num, dim))
-    return Surrogates(
-        Gaussian(jnp.asarray(eta), jnp.asarray(precision)), Gaussian(jnp.zeros(dim), jnp.asarray(prior))
-    )
+    return Surrogates(Gaussian(jnp.asarray(eta), jnp.asarray(precision)), Gaussian(jnp.zeros(dim), jnp.asarray(prior)))
 
 
 def exact_surrogates(silos):
@@ -173,9 +171,7 @@ def test_residual_of_a_silo_does_not_depend_on_the_order_or_size_of_the_others()
         plan, tuning, *_ = prepare(linear, part, {}, settings)
         tuning = tuning._replace(loc=jnp.zeros(2), conducive=tuning.conducive._replace(shift=jnp.asarray(factors.eta)))
         tuning = tuning._replace(selection=jnp.asarray(f[order]))
-        return {
-            part.names[i]: np.asarray(full_batch_residual(plan, tuning, theta, part, i)) for i in range(len(order))
-        }
+        return {part.names[i]: np.asarray(full_batch_residual(plan, tuning, theta, part, i)) for i in range(len(order))}
 
     reference = residuals([0, 1, 2, 3])
     for order in ([3, 1, 0, 2], [2, 0]):
@@ -247,8 +243,10 @@ def exact_conditional(theta, x, y):
     return covariance @ (prior @ jnp.array([theta[0], 0.0]) + design.T @ y), covariance
 
 
-def exact_marginal(theta, x, y):
-    """log p(y | theta) of all elements, latents integrated out."""
+@jax.jit
+@jax.grad
+def exact_marginal_gradient(theta, x, y):
+    """Gradient of log p(y | theta) of all elements, latents integrated out."""
 
     def one(x, y):
         covariance = jnp.eye(4) + 1.0 + jnp.exp(2 * theta[1]) * jnp.outer(x, x)
@@ -282,7 +280,7 @@ def test_gradient_at_fixed_eps_has_the_marginal_gradient_as_its_mean(seed):
         values = residuals_at(plan, tuning, theta, silos, s, jnp.tile(nodes, (1, 3, 1)))
         values = np.asarray(values, np.float64) * float(tuning.selection[s])
         own = silos[silos.names[s]]
-        expected = jax.grad(exact_marginal)(theta, own["x"], own["y"])
+        expected = exact_marginal_gradient(theta, own["x"], own["y"])
         np.testing.assert_allclose(weights @ values, expected, rtol=2e-4, atol=2e-4)
         assert values.std(0).min() > 0.1  # negative control: at one eps it is not the marginal's
 
@@ -329,11 +327,11 @@ def test_moves_are_in_detailed_balance(joint):
 
     spread = step if joint else 1.0
     for _ in range(5):
-        here = jnp.asarray(rng.normal(size=(1, k)), jnp.float32)
-        there, forward = acceptance(here, jnp.asarray(rng.normal(size=(1, k)), jnp.float32), joint)
+        here, noise = jnp.asarray(0.5 * rng.normal(size=(2, 1, k)), jnp.float32)
+        there, forward = acceptance(here, noise, joint)
         noise_back = (here - mean(there)) / spread
         back, backward = acceptance(there, noise_back, joint)
-        np.testing.assert_allclose(back, here, atol=1e-5)
+        np.testing.assert_allclose(back, here, atol=1e-4)
         noise_there = (there - mean(here)) / spread
         flow = float(bent_density(here)[0] - 0.5 * jnp.sum(noise_there**2) + jnp.log(forward))
         flow_back = float(bent_density(there)[0] - 0.5 * jnp.sum(noise_back**2) + jnp.log(backward))
@@ -429,9 +427,7 @@ def test_fsgld_with_one_silo_is_sgld():
     silos = linear_silos().as_one()
     given = random_surrogates(np.random.default_rng(15), 1, 2)
     start = {"beta": jnp.array([0.3, 0.1])}
-    fsgld = run_kernel(
-        fed.FSGLD(linear, 0.01, 7, surrogate=given, preconditioner=None), silos, init_params=start
-    )
+    fsgld = run_kernel(fed.FSGLD(linear, 0.01, 7, surrogate=given, preconditioner=None), silos, init_params=start)
     sgld = run_kernel(fed.SGLD(linear, 0.01, 7), silos, init_params=start)
     np.testing.assert_allclose(fsgld.z["beta"], sgld.z["beta"], rtol=1e-4)
 
@@ -439,9 +435,7 @@ def test_fsgld_with_one_silo_is_sgld():
 def test_dsgld_is_fsgld_with_alpha_zero():
     silos = linear_silos()
     dsgld = run_kernel(fed.DSGLD(linear, 0.01, 7, 3), silos)
-    fsgld = run_kernel(
-        fed.FSGLD(linear, 0.01, 7, 3, alpha=0.0, surrogate=None, preconditioner=None), silos
-    )
+    fsgld = run_kernel(fed.FSGLD(linear, 0.01, 7, 3, alpha=0.0, surrogate=None, preconditioner=None), silos)
     np.testing.assert_array_equal(dsgld.z["beta"], fsgld.z["beta"])
     other = run_kernel(
         fed.FSGLD(linear, 0.01, 7, 3, alpha=0.5, surrogate=exact_surrogates(silos), preconditioner=None), silos

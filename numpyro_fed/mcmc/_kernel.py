@@ -32,7 +32,7 @@ class LangevinState(NamedTuple):
     :param eps: coordinates of the local latents under the local map, ``(units, k)``, or ``None``.
     :param silo: the silo visited in this round.
     :param diverging: whether a step of this round was cut, or the round was undone because it left the reals.
-    :param cut_rate: fraction of the round's steps whose conducive residual was cut.
+    :param cut_rate: fraction of the round's steps whose conducive residual was cut (0 for an undone round).
     :param local_accept_prob: mean acceptance of the local latents' moves (1 without any).
     :param step_size: step size of the round's last step.
     :param inflation: predicted ratio of the chain's sd to the posterior's (NaN unless chosen automatically).
@@ -263,7 +263,7 @@ class LangevinKernel(MCMCKernel):
         parts = [f"step size {float(state.step_size):.2e}", f"silo {int(state.silo)}"]
         if self._plan is not None and self._plan.units is not None:
             parts.append(f"local acc. {float(state.local_accept_prob):.2f}")
-        if self._plan is not None and self._plan.cut is not None:
+        if self._plan is not None and self._plan.cut:
             parts.append(f"cut {float(state.cut_rate):.3f}")
         return ", ".join(parts)
 

@@ -47,7 +47,7 @@ class Plan:
     :param units: how local latents are cut, or ``None`` without any.
     :param num_local_steps: T.
     :param batch: row group and number of rows of a minibatch, or ``None`` for all rows.
-    :param cut: largest norm of e in preconditioned units, or ``None``.
+    :param cut: whether e is cut.
     :param schedule: step size by number of local steps made, or ``None`` for a constant one.
     """
 
@@ -55,7 +55,7 @@ class Plan:
     units: Units | None
     num_local_steps: int
     batch: tuple[str, int] | None
-    cut: float | None
+    cut: bool
     schedule: Callable[[Array], Any] | None
 
     @property
@@ -100,6 +100,7 @@ class Tuning(NamedTuple):
     :param conducive: the surrogates around ``loc``, or ``None``.
     :param latents: the coordinates of local latents, or ``None``.
     :param inflation: predicted ratio of the chain's sd to the posterior's.
+    :param cut: largest norm of e, in preconditioned units.
     """
 
     step_size: Array
@@ -110,6 +111,7 @@ class Tuning(NamedTuple):
     conducive: Conducive | None
     latents: LatentCoordinates | None
     inflation: Array
+    cut: Array | float = math.inf
 
 
 class Chain(NamedTuple):
@@ -185,6 +187,7 @@ def stay(
         finite &= jnp.isfinite(jnp.where(plan.units.owned(view), new_eps, 0.0)).all()
         new_eps = jnp.where(finite, new_eps, eps)
     theta = jnp.where(finite, theta, chain.theta)  # a stay that left the reals is undone, and counted
+    cuts = jnp.where(finite, cuts, 0.0)
     stats = StayStats(cuts / steps, accepted / steps if eps is not None else jnp.ones(()), finite)
     return (Chain(theta, count), stats), (None if state is None else (new_eps, state[1]))
 
@@ -272,11 +275,11 @@ def residual(
         own = silo.conducive.shift - matvec(silo.conducive.precision, theta - tuning.loc)
         gradient = gradient - tuning.alpha * own
     e = _pull_back(tuning, gradient) / silo.selection
-    if plan.cut is None:
+    if not plan.cut:
         return e, jnp.zeros(())
     norm = jnp.linalg.norm(e)
-    factor = jnp.where(norm > plan.cut, plan.cut / norm, 1.0)
-    return e * factor, (norm > plan.cut).astype(e.dtype)
+    factor = jnp.where(norm > tuning.cut, tuning.cut / norm, 1.0)
+    return e * factor, (norm > tuning.cut).astype(e.dtype)
 
 
 def _local_term(plan: Plan, tuning: Tuning, theta: Array, eps: Array | None, silo: _Silo, view: SiloView) -> Array:

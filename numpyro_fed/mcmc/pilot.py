@@ -24,24 +24,26 @@ from numpyro_fed.mcmc.local_moves import move_noise
 from numpyro_fed.silos import Silos
 from numpyro_fed.storage import SiloView, sweep
 
-__all__ = ["MAX_STEP_SIZE", "cost", "inflation", "stay_noise", "step_size"]
+__all__ = ["MAX_STEP_SIZE", "cost", "inflation", "settle", "stay_noise", "step_size"]
 
 MAX_STEP_SIZE = 0.1
 _DRAWS = 32
 _WARM = 20  # local moves before counting
+_CUT = 8.0  # norm of e, in whitened units
+_CUT_RATE = 0.005
 _LONGEST = 64  # local moves counted; longer stays are extrapolated
 
 
 @partial(jax.jit, static_argnames=("plan", "length"))
-def _stay_means(plan: Plan, length: int, key: Array, tuning: Tuning, silos: Silos) -> tuple[Array, Array]:
-    """Means of e over each half of a stay at fixed theta, shape ``(S, draws, d)`` each."""
+def _stay_means(plan: Plan, length: int, key: Array, tuning: Tuning, silos: Silos) -> tuple[Array, Array, Array]:
+    """Means of e over each half of a stay at fixed theta ``(S, draws, d)``, and its norms ``(S, draws, steps)``."""
     shape = (_DRAWS, plan.factors.dim)
     normal = random.normal(key, shape, tuning.loc.dtype)
     thetas = tuning.loc + jax.vmap(partial(langevin.push, tuning))(normal)
     group = None if plan.units is None else plan.units.group
 
-    def local(view: SiloView, rows: LocalMap | None) -> tuple[tuple[Array, Array], None]:
-        def at(args: tuple[Array, Array]) -> tuple[Array, Array]:
+    def local(view: SiloView, rows: LocalMap | None) -> tuple[tuple[Array, ...], None]:
+        def at(args: tuple[Array, Array]) -> tuple[Array, ...]:
             theta, key = args
             return _walk(plan, tuning, theta, key, rows, view, length)
 
@@ -60,7 +62,7 @@ def _walk(
     rows: LocalMap | None,
     view: SiloView,
     length: int,
-) -> tuple[Array, Array]:
+) -> tuple[Array, Array, Array]:
     state = None
     warm = 0
     if rows is not None:
@@ -79,7 +81,8 @@ def _walk(
 
     eps = None if state is None else state[0]
     _, e = lax.scan(step, eps, jnp.arange(warm + length))
-    return e[warm : warm + length // 2].mean(0), e[warm + length // 2 :].mean(0)
+    e = e[warm:]
+    return e[: length // 2].mean(0), e[length // 2 :].mean(0), jnp.linalg.norm(e, axis=-1)
 
 
 def _length(plan: Plan) -> int:
@@ -91,7 +94,36 @@ def cost(plan: Plan, tuning: Tuning) -> Cost:
     """What the pilot costs each silo: the draws of theta down, two means of e for each up."""
     item = tuning.loc.dtype.itemsize
     steps = _length(plan) + (0 if plan.units is None else _WARM)
-    return Cost(1, _DRAWS * steps, _DRAWS * plan.factors.dim * item, 2 * _DRAWS * plan.factors.dim * item)
+    passes = 2 if plan.cut else 1
+    up = _DRAWS * (2 * plan.factors.dim + _length(plan)) * item
+    return Cost(1, _DRAWS * steps, _DRAWS * plan.factors.dim * item, up).times(passes)
+
+
+def settle(plan: Plan, tuning: Tuning, silos: Silos, bias_target: float | None, *, seed: int = 0) -> Tuning:
+    """Settle the cut, the step size (where ``bias_target`` is given) and the predicted inflation.
+
+    The cut is 8, or where that would act too often, what leaves one step in 200 to be cut: minibatches and small f_s make
+    e large without its being wrong.
+    """
+    key, dtype = random.key(seed), tuning.loc.dtype
+    if plan.cut:
+        norms = np.asarray(_stay_means(plan, _length(plan), key, tuning, silos)[2], np.float64)
+        weights = np.broadcast_to(np.asarray(tuning.selection, np.float64)[:, None, None], norms.shape)
+        tuning = tuning._replace(cut=jnp.asarray(max(_CUT, _quantile(norms, weights, 1 - _CUT_RATE)), dtype))
+    noise = stay_noise(plan, tuning, silos, seed=seed)
+    h = float(tuning.step_size) if bias_target is None else step_size(noise, bias_target)
+    predicted = np.nan if plan.schedule is not None else inflation(noise, h)
+    return tuning._replace(step_size=jnp.asarray(h, dtype), inflation=jnp.asarray(predicted, dtype))
+
+
+def _quantile(values: np.ndarray, weights: np.ndarray, q: float) -> float:
+    """Weighted quantile of the finite values."""
+    values, weights = (x[np.isfinite(values)] for x in (values, weights))
+    if not values.size:
+        return 0.0
+    order = np.argsort(values)
+    cumulative = np.cumsum(weights[order])
+    return float(values[order][np.searchsorted(cumulative, q * cumulative[-1])])
 
 
 def stay_noise(plan: Plan, tuning: Tuning, silos: Silos, *, seed: int = 0) -> np.ndarray:
@@ -101,7 +133,7 @@ def stay_noise(plan: Plan, tuning: Tuning, silos: Silos, *, seed: int = 0) -> np
     ``N = T sym(A B') + J/4 (A - B)(A - B)'``: what persists counts T times, what is redrawn once.
     """
     steps, length = plan.num_local_steps, _length(plan)
-    first, second = (np.asarray(x, np.float64) for x in _stay_means(plan, length, random.key(seed), tuning, silos))
+    first, second = (np.asarray(x, np.float64) for x in _stay_means(plan, length, random.key(seed), tuning, silos)[:2])
     f = np.asarray(tuning.selection, np.float64)[:, None, None]
     good = np.isfinite(first).all((0, 2)) & np.isfinite(second).all((0, 2))
     if not good.any():

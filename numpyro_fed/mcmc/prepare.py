@@ -23,8 +23,6 @@ from numpyro_fed.surrogates.gaussian import Gaussian, Surrogates
 
 __all__ = ["Options", "Prepared", "prepare"]
 
-_CUT = 8.0  # largest norm of the conducive residual, in whitened units
-
 
 @dataclass(frozen=True)
 class Options:
@@ -102,19 +100,14 @@ def prepare(model: Callable, silos: Silos, extra: dict[str, Any], options: Optio
         prove(factors, silos)
     units = _units(factors, silos)
     schedule = options.step_size if callable(options.step_size) else None
-    cut = _CUT if options.preconditioner is not None and options.alpha > 0 else None
+    cut = options.preconditioner is not None and options.alpha > 0
     plan = Plan(factors, units, int(options.num_local_steps), batch, cut, schedule)
     surrogates, fitted = _surrogates(factors, silos, units, options)
     tuning = _tuning(factors, options, selection, surrogates, fitted)
     cost = Cost() if fitted is None else fitted.cost
-    if options.step_size == "auto":
+    if options.preconditioner is not None:
         cost += pilot.cost(plan, tuning)
-        noise = pilot.stay_noise(plan, tuning, silos)
-        h = pilot.step_size(noise, options.bias_target)
-        dtype = tuning.loc.dtype
-        tuning = tuning._replace(
-            step_size=jnp.asarray(h, dtype), inflation=jnp.asarray(pilot.inflation(noise, h), dtype)
-        )
+        tuning = pilot.settle(plan, tuning, silos, options.bias_target if options.step_size == "auto" else None)
     return Prepared(plan, tuning, surrogates, cost)
 
 

@@ -241,5 +241,3 @@ def block_form(
 def pooled_rows(task: Task) -> dict[str, Array]:
     """The rows of all silos, as the hand-written forms take them."""
     return dict(task.silos.rows)
-
-
