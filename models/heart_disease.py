@@ -70,7 +70,7 @@ def model(x, y=None):  # type: ignore[no-untyped-def]
         numpyro.sample("y", dist.Bernoulli(logits=intercept + x @ beta), obs=y)
 
 
-def fit(silos: fed.Silos, num_warmup: int = 500, num_samples: int = 2000) -> MCMC:
+def fit(silos: fed.Silos, num_warmup: int = 200, num_samples: int = 1800) -> MCMC:
     """FSGLD with its defaults, every local step on all of a hospital's patients."""
     mcmc = MCMC(fed.FSGLD(model), num_warmup=num_warmup, num_samples=num_samples, **CHAINS)
     mcmc.run(jax.random.key(0), silos)
@@ -102,6 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> fed.Comparison:
 
     args.figure.parent.mkdir(parents=True, exist_ok=True)
     fed.plot_compare(fed_idata, nuts_idata, max_rows=14).savefig(args.figure, dpi=150)
+    print(f"figure written to {args.figure}")
     return comparison
 
 

@@ -64,7 +64,7 @@ def model(y, smoke):  # type: ignore[no-untyped-def]
             numpyro.sample("wheeze", dist.Bernoulli(logits=logits), obs=y)
 
 
-def fit(silos: fed.Silos, num_warmup: int = 500, num_samples: int = 2000) -> MCMC:
+def fit(silos: fed.Silos, num_warmup: int = 200, num_samples: int = 1800) -> MCMC:
     """FSGLD with its defaults: score-matched surrogates, step size from the noise of a pilot."""
     mcmc = MCMC(fed.FSGLD(model), num_warmup=num_warmup, num_samples=num_samples, **CHAINS)
     mcmc.run(jax.random.key(0), silos)
@@ -101,6 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> fed.Comparison:
 
     args.figure.parent.mkdir(parents=True, exist_ok=True)
     fed.plot_compare(fed_idata, nuts_idata, var_names=GLOBALS).savefig(args.figure, dpi=150)
+    print(f"figure written to {args.figure}")
     return comparison
 
 

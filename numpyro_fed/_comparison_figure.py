@@ -9,7 +9,7 @@ from numpyro_fed._compat import density_curve
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure, SubFigure
+    from matplotlib.figure import Figure
     from pandas import DataFrame
 
 # Blue and vermilion of Okabe and Ito, told apart in every form of colour blindness, and dark grey.
@@ -27,8 +27,8 @@ def draw_comparison(
     table: "DataFrame",
     titles: tuple[str, str],
     labels: tuple[str, str],
-    figure: "Figure | SubFigure | None",
-) -> "Figure | SubFigure":
+    figure: "Figure | None",
+) -> "Figure":
     """Draw one row for each pair of flat draws (fit, reference) and its row of the table.
 
     :param titles: the title and a quieter line below it.

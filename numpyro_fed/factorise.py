@@ -87,12 +87,10 @@ def _factorise(
         found.append(tuple(sites))
     first, second = found
     if first != second:
-        names = sorted(
-            n for n in {**dict(first[0]), **dict(second[0])} if dict(first[0]).get(n) != dict(second[0]).get(n)
-        )
+        names = sorted({site[0] for kind in (0, 1) for site in {*first[kind]} ^ {*second[kind]}})
         raise ValueError(
-            f"latent sites {names} outside every silo plate change shape with a silo's number of rows; "
-            "expected global sites to be alike in all silos: put them inside a silo plate"
+            f"latent sites {names} change shape with a silo's number of rows; expected global sites, and a plate "
+            "element's local ones, to be alike in all silos: put what each row has inside a silo plate"
         )
     global_sites, local_sites, plates = first
     return Factors(
@@ -185,6 +183,11 @@ def _observed_sites(sites: Mapping[str, Any], plates: dict[str, str]) -> tuple[t
     return tuple(out)
 
 
+def _is_delta(fn: Any) -> bool:
+    """Whether a distribution is a Delta, also as expanded by a plate or seen as one event."""
+    return isinstance(fn, Delta) or (hasattr(fn, "base_dist") and _is_delta(fn.base_dist))
+
+
 def _latent_sites(
     sites: Mapping[str, Any],
     plates: dict[str, str],
@@ -213,7 +216,7 @@ def _latent_sites(
                 f"latent site {name!r} is discrete; expected continuous latents: sum it out, e.g. with "
                 "dist.MixtureSameFamily"
             )
-        if isinstance(site["fn"], Delta):
+        if _is_delta(site["fn"]):
             raise ValueError(f"latent site {name!r} is a Delta; use numpyro.deterministic for it")
         if len(frames) > 1:
             raise ValueError(

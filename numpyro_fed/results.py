@@ -22,7 +22,7 @@ from numpyro_fed._compare_scalars import (
 )
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure, SubFigure
+    from matplotlib.figure import Figure
     from pandas import DataFrame
 
 __all__ = ["Comparison", "compare", "plot_compare"]
@@ -179,8 +179,8 @@ def plot_compare(
     var_names: str | Sequence[str] | None = None,
     max_rows: int = 12,
     labels: tuple[str, str] = ("federated", "pooled NUTS"),
-    figure: "Figure | SubFigure | None" = None,
-) -> "Figure | SubFigure":
+    figure: "Figure | None" = None,
+) -> "Figure":
     """Draw both posteriors side by side: a forest, and the marginal densities of each parameter.
 
     Every parameter is standardised by the reference's mean and sd, so that all rows share one axis;
@@ -192,7 +192,7 @@ def plot_compare(
     :param var_names: as for :func:`compare`.
     :param max_rows: where there are more parameters, the worst are drawn.
     :param labels: what to call the fit and the reference.
-    :param figure: an empty figure or subfigure to draw in; a new one of fitting size if None.
+    :param figure: an empty figure (or subfigure) to draw in; a new one of fitting size if None.
     :raises ValueError: as :func:`compare`, or when no parameter varies in the reference.
     """
     from numpyro_fed._comparison_figure import draw_comparison

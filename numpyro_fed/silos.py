@@ -68,6 +68,9 @@ class Silos:
             raise ValueError(f"expected silo names that differ, got {list(names)}")
         table = _same_arguments(dict(zip(names, data.values(), strict=True)))
         rows, index = dict(rows or {}), dict(index or {})
+        unknown = {*rows, *index} - set(table)
+        if unknown:
+            raise ValueError(f"rows= and index= name arguments that data lack: {sorted(unknown)}")
         groups: dict[str, list[str]] = {}
         by_sizes: dict[tuple[int, ...], str] = {}
         shared: dict[str, Any] = {}
@@ -84,6 +87,7 @@ class Silos:
             name = rows.get(leaf) or by_sizes.get(sizes) or leaf
             if leaf not in rows:
                 by_sizes[sizes] = name
+            _check_sizes(leaf, sizes, groups.get(name, []), name, names, table)
             groups.setdefault(name, []).append(leaf)
         self._set(
             names,
@@ -199,6 +203,7 @@ class Silos:
         arrays = {**{k: self.shared[k] for k in self._arrays}, **values}
         aux = list(self._aux())
         aux[1] = names
+        aux[6] = tuple((k, v) for k, v in aux[6] if k not in values)
         return self.tree_unflatten(tuple(aux), (self.rows, self.order, arrays))
 
     def as_one(self) -> Self:
@@ -298,6 +303,23 @@ def _check_rows(leaf: str, names: tuple[str, ...], values: Sequence[Any]) -> Non
                 f"argument {leaf!r}: rows of silo {name!r} have shape {v.shape[1:]}, those of silo "
                 f"{names[0]!r} {values[0].shape[1:]}; expected equal shapes after the leading axis"
             )
+
+
+def _check_sizes(
+    leaf: str,
+    sizes: tuple[int, ...],
+    others: Sequence[str],
+    group: str,
+    names: tuple[str, ...],
+    table: Mapping[str, Sequence[Any]],
+) -> None:
+    """Rows of one group must be as many in every silo: equal totals alone would tear silos apart."""
+    for other in others[:1]:
+        for name, own, v in zip(names, sizes, table[other], strict=True):
+            if own != len(v):
+                raise ValueError(
+                    f"silo {name!r}, argument {leaf!r}: expected {len(v)} rows as {other!r} has of {group!r}, got {own}"
+                )
 
 
 def _check_flat(

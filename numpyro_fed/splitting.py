@@ -48,6 +48,7 @@ def split(
     labels = np.asarray(by)
     if labels.ndim != 1 or len(labels) == 0:
         raise ValueError(f"by: expected labels of shape (N,) with N > 0, got {labels.shape}")
+    _check_labels(labels)
     unknown = (set(rows) | set(index)) - set(columns)
     if unknown:
         raise ValueError(f"rows= and index= name arguments that data lack: {sorted(unknown)}")
@@ -59,6 +60,12 @@ def split(
             "expected index= to tell how one follows from the other"
         )
     names, silo_of = _silo_numbers(columns, labels, group, index)
+    for leaf, g in group.items():  # before the rows are taken: too many would be dropped without a word
+        if len(columns[leaf]) != len(silo_of[g]):
+            raise ValueError(
+                f"argument {leaf!r}: expected {len(silo_of[g])} rows as the other arguments of {g!r}, "
+                f"got {len(columns[leaf])}"
+            )
     order = {g: np.argsort(silo, kind="stable")[np.sum(silo < 0) :] for g, silo in silo_of.items()}
     sizes = {g: tuple(np.bincount(silo[silo >= 0], minlength=len(names)).tolist()) for g, silo in silo_of.items()}
     flat = {leaf: columns[leaf][order[g]] for leaf, g in group.items()}
@@ -71,6 +78,20 @@ def split(
     position = {g: np.argsort(np.argsort(o)) for g, o in order.items()}
     shared = {k: v for k, v in columns.items() if k not in group}
     return Silos._from_flat(names, flat, shared, group, sizes, position, index)
+
+
+def _check_labels(labels: np.ndarray) -> None:
+    if labels.dtype.kind in "fO":
+        import pandas as pd  # here, as it takes long to import
+
+        missing = np.asarray(pd.isna(labels))
+        if missing.any():
+            raise ValueError(
+                f"by: row {int(np.argmax(missing))} has no label ({labels[np.argmax(missing)]}); expected each row's "
+                "silo, or integer labels with -1 for rows to leave out"
+            )
+    if labels.dtype.kind in "iu" and (labels == -1).all():
+        raise ValueError("by: expected the silo of at least one row, got -1 (left out) for all of them")
 
 
 def _columns(data: Any) -> dict[str, Any]:
@@ -90,8 +111,8 @@ def _row_groups(columns: dict[str, Any], rows: dict[str, str], n: int) -> dict[s
         if leaf not in group and isinstance(value, np.ndarray) and value.ndim and len(value) == n:
             group[leaf] = default
     if not any(len(columns[leaf]) == n for leaf in group):
-        lengths = {k: np.shape(v)[:1] for k, v in columns.items()}
-        raise ValueError(f"by has {n} labels, but no argument has {n} rows: {lengths}")
+        lengths = {k: v.shape[:1] if isinstance(v, np.ndarray) else type(v).__name__ for k, v in columns.items()}
+        raise ValueError(f"by has {n} labels, but no argument is an array of {n} rows: {lengths}")
     return group
 
 
