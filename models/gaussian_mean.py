@@ -167,6 +167,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[tuple[str, int], np.nda
     nuts.run(jax.random.key(2), **points.pooled)
     fed_idata = fed.to_inference_data(mcmc, points, log_likelihood=False)
     print(fed.compare(fed_idata, az.from_numpyro(nuts, log_likelihood=False)))
+    print(f"figure written to {args.figure}")
     return draws
 
 

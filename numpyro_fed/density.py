@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from numpyro.distributions.util import is_identically_one
 from numpyro.handlers import trace
@@ -88,12 +89,10 @@ class Factors:
 
     def unravel(self, theta: Array) -> dict[str, Array]:
         """Global sites of a flat position ``(dim,)``."""
-        out, start = {}, 0
-        for name, shape in self.global_sites:
-            stop = start + math.prod(shape)
-            out[name] = theta[start:stop].reshape(shape)
-            start = stop
-        return out
+        # one split and not slices: its gradient is one concatenation
+        stops = np.cumsum([math.prod(shape) for _, shape in self.global_sites])[:-1]
+        parts = jnp.split(theta, stops)
+        return {name: part.reshape(shape) for (name, shape), part in zip(self.global_sites, parts, strict=True)}
 
     def ravel(self, sites: Mapping[str, Array]) -> Array:
         """The flat position ``(dim,)`` of global sites (other entries are ignored)."""

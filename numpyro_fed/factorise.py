@@ -121,7 +121,13 @@ def _probe(
     def run(key: Array, rows: dict, arrays: list) -> dict[str, Array]:
         fill = iter(arrays)
         kwargs = jax.tree.unflatten(tree, [next(fill) if isinstance(x, jax.ShapeDtypeStruct) else x for x in leaves])
-        sites = trace(substitute(seed(model, key), substitute_fn=init_to_sample)).get_trace(**rows, **kwargs)
+        try:
+            sites = trace(substitute(seed(model, key), substitute_fn=init_to_sample)).get_trace(**rows, **kwargs)
+        except (TypeError, ValueError, IndexError) as error:
+            raise ValueError(
+                f"the model fails when traced with as many rows as {sizes} ({error}); expected one that takes all "
+                "sizes from its arguments and runs under jax.jit, and rows= that put each argument in its group"
+            ) from error
         plates = _silo_plates(sites, sizes)
         latent = _latent_sites(sites, plates, public, conditioned)
         seen.update(

@@ -334,11 +334,6 @@ def _check_flat(
             raise ValueError(f"silo {names[n.index(0)]!r} is empty: it has no row of {g!r}; leave it out")
     for leaf, values in rows.items():
         n = sizes[group[leaf]]
-        if len(values) != sum(n):
-            raise ValueError(
-                f"argument {leaf!r}: expected {sum(n)} rows as the other arguments of {group[leaf]!r}, "
-                f"got {len(values)}"
-            )
         starts = np.cumsum(n) - np.asarray(n)
         silo = np.repeat(np.arange(len(names)), n)
 

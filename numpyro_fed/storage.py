@@ -68,7 +68,8 @@ class SiloView:
 
         A minibatch of m rows stands for the silo's N_s: give its terms the weight N_s / m.
         """
-        flat = self.start(group) + index
+        # unsigned: a gather by indices that may be negative compares and selects for every number it copies
+        flat = (self.start(group) + index).astype(jnp.uint32)
         return {k: v[flat] for k, v in self.silos.rows.items() if self.silos.group[k] == group}
 
     def _select(self, positions: dict[str, Array]) -> dict[str, Any]:

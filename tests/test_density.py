@@ -41,20 +41,20 @@ def some(*names: str) -> pytest.MarkDecorator:
 
 def random_point(factors: Factors, silos: fed.Silos, seed: int = 0) -> tuple[dict, dict]:
     """Global sites, and local ones in flat order, elements first."""
-    groups = factors.local_groups()
-    keys = random.split(random.key(seed), len(factors.local_sites) + 1)
-    theta = factors.unravel(0.5 * random.normal(keys[0], (factors.dim,)))
-    z = {
-        site.name: 0.5 * random.normal(key, (sum(silos.sizes[groups[site.name]]), *site.shape))
-        for site, key in zip(factors.local_sites, keys[1:], strict=True)
-    }
-    return theta, z
+    rng, groups, dtype = np.random.default_rng(seed), factors.local_groups(), jnp.result_type(float)
+
+    def draw(shape: tuple[int, ...]) -> np.ndarray:
+        return 0.5 * rng.normal(size=shape).astype(dtype)
+
+    theta = {name: draw(shape) for name, shape in factors.global_sites}
+    return theta, {s.name: draw((sum(silos.sizes[groups[s.name]]), *s.shape)) for s in factors.local_sites}
 
 
 def parts(entry: Entry) -> tuple[fed.Silos, Factors, dict, dict]:
     silos = entry.silos()
     factors = factorise(entry.model, silos)
-    return silos, factors, *random_point(factors, silos)
+    theta, z = jax.tree.map(jnp.asarray, random_point(factors, silos))
+    return silos, factors, theta, z
 
 
 def own(factors: Factors, z: dict, view: SiloView) -> dict[str, Array]:
@@ -66,7 +66,7 @@ def own(factors: Factors, z: dict, view: SiloView) -> dict[str, Array]:
 
 @lru_cache
 def programs(name: str, double: bool) -> tuple:
-    """An entry's factors, a point of the pooled model, its density there, and the compiled term of a silo."""
+    """An entry's factors, a point, densities of the pooled model and the prior there, and the term of a silo."""
     entry = ENTRIES[name]
     silos = entry.silos()
     factors = factorise(entry.model, silos)
@@ -80,28 +80,35 @@ def programs(name: str, double: bool) -> tuple:
         shown = {name: z[name][places[group]] for name, group in factors.local_groups().items()}
         return factors.log_local(theta, shown, {**silos.shared, **rows}, weights)
 
-    expected = jax.jit(jax.value_and_grad(whole, argnums=(0, 1)))(theta, pooled)
-    prior = jax.jit(jax.value_and_grad(lambda t: factors.log_prior(t, silos.shared)))(theta)
-    return factors, theta, pooled, expected, prior, jax.jit(jax.value_and_grad(local, argnums=(0, 1)))
+    def prior(theta: dict, z: dict) -> Array:
+        return factors.log_prior(theta, silos.shared)
+
+    @jax.jit
+    def once(theta: dict, z: dict) -> tuple:
+        return tuple(jax.value_and_grad(f, argnums=(0, 1))(theta, z) for f in (whole, prior))
+
+    program = jax.jit(jax.value_and_grad(local, argnums=(0, 1)))
+    return factors, theta, pooled, jax.device_get(once(theta, pooled)), program
 
 
 def check_sum(entry: Entry, by: np.ndarray, double: bool) -> None:
-    factors, theta, pooled, (expected, slope), (value, prior_slope), local = programs(entry.name, double)
+    factors, theta, pooled, ((expected, slope), (value, prior_slope)), local = programs(entry.name, double)
     silos, groups = entry.silos(by), factors.local_groups()
-    z = {name: x[silos.order[groups[name]]] for name, x in pooled.items()}
+    order = {name: np.asarray(silos.order[group]) for name, group in groups.items()}
+    z = {name: x[order[name]] for name, x in pooled.items()}
     pad = tuple((g, sum(n)) for g, n in silos.sizes.items())
-    slopes = [(prior_slope, jax.tree.map(np.zeros_like, z))]
-    size = abs(float(value))
+    slopes, size = [prior_slope], abs(float(value))
     for number in range(len(silos)):
         view = SiloView(silos, jnp.asarray(number), pad)
         kwargs, weights = view.whole()
         rows = {leaf: kwargs[leaf] for leaf in silos.rows}
-        term, gradient = local(theta, z, {g: view.positions(g) for g in silos.sizes}, rows, weights)
+        places = {g: view.positions(g) for g in silos.sizes}
+        term, gradient = jax.device_get(local(theta, z, places, rows, weights))
         value, size = value + term, size + abs(float(term))
         slopes.append(gradient)
     assert abs(float(value - expected)) <= TOLERANCE[double] * size
     theta_slope, z_slope = jax.tree.map(lambda *each: np.sum(each, 0), *slopes)
-    z_slope = {name: x[silos.pooled_position(groups[name])] for name, x in z_slope.items()}
+    z_slope = {name: x[np.argsort(order[name])] for name, x in z_slope.items()}
     scale = max(float(np.abs(x).max()) for x in jax.tree.leaves(slopes))
     for got, wanted in zip(jax.tree.leaves((theta_slope, z_slope)), jax.tree.leaves(slope), strict=True):
         np.testing.assert_allclose(got, wanted, rtol=0, atol=TOLERANCE[double] * max(scale, 1.0))
@@ -129,11 +136,16 @@ def test_a_term_counted_twice_is_seen() -> None:
     """Negative control: the same comparison with one silo's term twice."""
     entry = ENTRIES["logistic"]
     silos, factors, theta, z = parts(entry)
-    terms = [factors.log_local(theta, z, silos[name], {"rows": 1.0}) for name in silos]
-    total = factors.log_prior(theta, silos.shared) + sum(terms)
-    expected = pooled_log_density(entry.model, silos, theta)
+
+    @jax.jit
+    def sums(theta: dict) -> tuple[Array, Array, Array]:
+        terms = [factors.log_local(theta, z, silos[name], {"rows": 1.0}) for name in silos]
+        total = factors.log_prior(theta, silos.shared) + sum(terms)
+        return total, total + terms[1], pooled_log_density(entry.model, silos, theta)
+
+    total, twice, expected = sums(theta)
     np.testing.assert_allclose(total, expected, rtol=1e-6)
-    assert abs(total + terms[1] - expected) > 1e-2 * abs(expected)
+    assert abs(twice - expected) > 1e-2 * abs(expected)
 
 
 # Padding, and a silo whose number is traced
@@ -153,7 +165,8 @@ def test_traced_silo_padded_in_any_way(entry: Entry) -> None:
             g: slice(silos.offsets(g)[number], silos.offsets(g)[number] + n[number]) for g, n in silos.sizes.items()
         }
         exact = {leaf: z[leaf][rows[g]] for leaf, g in factors.local_groups().items()}
-        expected.append(factors.log_local(theta, exact, silos[name], dict.fromkeys(silos.sizes, 1.0)))
+        own_term = jax.jit(lambda z, kwargs: factors.log_local(theta, z, kwargs, dict.fromkeys(silos.sizes, 1.0)))
+        expected.append(own_term(exact, silos[name]))
 
     def padded(number: Array) -> Array:
         return term(SiloView(silos, number, largest(silos)))
@@ -307,12 +320,12 @@ def test_svi_and_predictive_see_a_plain_model(plain: Callable) -> None:
 
 
 def test_the_pooled_model_takes_silos() -> None:
-    entry = ENTRIES["women_in_districts"]
+    entry = ENTRIES["pupils_in_classes_in_schools"]
     silos = entry.silos()
     model = PooledModel(entry.model)
     traces = [
         handlers.trace(handlers.seed(model, 0)).get_trace(*args, **kwargs)
-        for args, kwargs in [((silos,), {}), ((), silos.pooled), ((), entry.data)]
+        for args, kwargs in [((silos,), {}), ((), silos.pooled), ((), jax.tree.map(jnp.asarray, entry.data))]
     ]
     values = [{k: s["value"] for k, s in t.items() if s["type"] == "sample"} for t in traces]
     assert_same(values[0], values[1])

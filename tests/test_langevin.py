@@ -128,7 +128,7 @@ def test_lemma_1_the_estimator_averages_to_the_full_gradient(seed, preconditione
         options(batch_size=1, alpha=alpha, selection=rng.dirichlet([2, 2, 2]), preconditioner=preconditioner,
                 surrogate=random_surrogates(rng, 3, 3, diagonal)),
     )  # fmt: skip
-    plan = dataclasses.replace(plan, cut=None)
+    plan = dataclasses.replace(plan, cut=False)
     theta = jnp.asarray(rng.normal(size=3), jnp.float32)
     gradient = logistic_gradient(silos, theta)
     expected = np.asarray(langevin._pull_back(tuning, gradient))
@@ -184,12 +184,13 @@ def test_the_cut_shortens_the_residual_and_is_counted():
     plan, tuning, *_ = prepare(
         linear, silos, {}, options(alpha=1.0, surrogate=exact_surrogates(silos), preconditioner="surrogate")
     )
-    assert plan.cut == 8
+    assert plan.cut
+    assert float(tuning.cut) == 8
     tuning = tuning._replace(alpha=jnp.asarray(0.0))
     for distance, cut in ((0.1, 0), (300.0, 1)):
         theta = tuning.loc + distance
         e, was_cut = residual_and_cut(plan, tuning, theta, silos, 3)
-        whole, _ = residual_and_cut(dataclasses.replace(plan, cut=None), tuning, theta, silos, 3)
+        whole, _ = residual_and_cut(dataclasses.replace(plan, cut=False), tuning, theta, silos, 3)
         assert int(was_cut) == cut
         length = np.linalg.norm(whole)
         np.testing.assert_allclose(e, np.asarray(whole) * (8 / length if cut else 1.0), rtol=1e-5)
@@ -227,7 +228,7 @@ def slopes_kernel(rng):
     factors = factorise(slopes, silos)
     units = Units(factors, "x", largest(silos))
     assert units.dim == 2
-    plan = langevin.Plan(factors, units, 1, None, None, None)
+    plan = langevin.Plan(factors, units, 1, None, False, None)
     whiten = jnp.asarray(np.eye(2) + 0.3 * rng.normal(size=(2, 2)), jnp.float32)
     latents = LatentCoordinates(jnp.asarray(rng.normal(size=2), jnp.float32), whiten, random_map(rng, 5, 2, 2))
     zero = jnp.zeros(())

@@ -1,9 +1,9 @@
 """The README's example runs as printed, and does what it says."""
 
-from pathlib import Path
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
 

@@ -35,8 +35,8 @@ from numpyro_fed.surrogates.gaussian import matvec
 
 __all__ = ["Chain", "Conducive", "LatentCoordinates", "Plan", "StayStats", "Tuning", "federated", "residual", "stay"]
 
-_BLOCK_STEPS = 100  # local steps whose random numbers and rows are drawn together
-_BLOCK_BYTES = 4 << 20
+_BLOCK_STEPS = 200  # local steps whose random numbers and rows are drawn together
+_BLOCK_BYTES = 8 << 20
 
 
 @dataclass(frozen=True)
@@ -61,11 +61,14 @@ class Plan:
     @property
     def block(self) -> int:
         """Local steps in a block: its random numbers are drawn, and its rows gathered, in one go."""
-        if self.batch is None:
-            return min(self.num_local_steps, _BLOCK_STEPS)
-        group, m = self.batch
-        row = sum(math.prod(spec.shape) * spec.dtype.itemsize for _, g, spec in self.factors.rows if g == group)
-        return max(1, min(self.num_local_steps, _BLOCK_STEPS, _BLOCK_BYTES // (m * row)))
+        steps, most = self.num_local_steps, _BLOCK_STEPS
+        if self.batch is not None:
+            group, m = self.batch
+            row = sum(math.prod(spec.shape) * spec.dtype.itemsize for _, g, spec in self.factors.rows if g == group)
+            most = max(1, min(most, _BLOCK_BYTES // (m * row)))
+        fewest = -(-steps // most)
+        # equal blocks where there are any not far below the largest: one program to compile, not two
+        return next((steps // k for k in range(fewest, 2 * fewest) if steps % k == 0), -(-steps // fewest))
 
 
 class Conducive(NamedTuple):
@@ -136,6 +139,7 @@ class _Silo(NamedTuple):
     weights: dict[str, Array]
     latents: LatentCoordinates | None
     conducive: Conducive | None
+    net: tuple[Array, Array] | None
     selection: Array
 
 
@@ -173,14 +177,18 @@ def stay(
     eps = None if state is None else state[0]
     steps = plan.num_local_steps
     blocks, rest = divmod(steps, plan.block)
+    keys = random.split(key, (blocks + 1, 3))
 
-    def run(carry: tuple, number: Array, length: int) -> tuple:
-        return _run_block(plan, tuning, random.fold_in(key, number), silo, view, carry, length)
+    def run(carry: tuple, keys: Array, length: int) -> tuple:
+        return _run_block(plan, tuning, keys, silo, view, carry, length)
 
     carry = (chain.theta, eps, chain.num_steps, jnp.zeros(()), jnp.zeros(()))
-    carry, _ = lax.scan(lambda c, n: (run(c, n, plan.block), None), carry, jnp.arange(blocks))
+    if blocks == 1:
+        carry = run(carry, keys[0], plan.block)
+    else:
+        carry, _ = lax.scan(lambda c, k: (run(c, k, plan.block), None), carry, keys[:blocks])
     if rest:
-        carry = run(carry, jnp.asarray(blocks), rest)
+        carry = run(carry, keys[blocks], rest)
     theta, new_eps, count, cuts, accepted = carry
     finite = jnp.isfinite(theta).all()
     if plan.units is not None and eps is not None and new_eps is not None:
@@ -200,26 +208,35 @@ def open_silo(plan: Plan, tuning: Tuning, state: Any, view: SiloView) -> _Silo:
     kwargs, weights = view.whole()
     if plan.batch is not None:
         weights[group] = view.size(group).astype(weights[group].dtype) / m
-    latents, conducive = tuning.latents, tuning.conducive
+    latents, conducive, net = tuning.latents, tuning.conducive, None
     if latents is not None and state is not None:
         latents = latents._replace(rows=state[1])
     if conducive is not None:
-        conducive = conducive._replace(shift=conducive.shift[number], precision=conducive.precision[number])
-    return _Silo(kwargs, weights, latents, conducive, tuning.selection[number])
+        shift, precision = conducive.shift[number], conducive.precision[number]
+        conducive = conducive._replace(shift=shift, precision=precision)
+        # alpha g_s as one Gaussian score
+        weight = tuning.alpha / tuning.selection[number]
+        net = (
+            tuning.alpha * conducive.total_shift - weight * shift,
+            tuning.alpha * conducive.total_precision - weight * precision,
+        )
+    return _Silo(kwargs, weights, latents, conducive, net, tuning.selection[number])
 
 
-def _run_block(plan: Plan, tuning: Tuning, key: Array, silo: _Silo, view: SiloView, carry: tuple, length: int) -> tuple:
+def _run_block(plan: Plan, tuning: Tuning, keys: Array, silo: _Silo, view: SiloView, carry: tuple, length: int) -> tuple:
     """Draw everything random of ``length`` steps at once, then scan over them."""
-    key_noise, key_batch, key_local = random.split(key, 3)
+    key_noise, key_batch, key_local = keys
     theta, eps, count = carry[:3]
     noise = random.normal(key_noise, (length, theta.shape[0]), theta.dtype)
     rows = batches(plan, key_batch, view, (length,))
     moves = None if plan.units is None else move_noise(plan.units, key_local, eps, view, length)
-    counts = count + jnp.arange(length, dtype=count.dtype)
-    if plan.schedule is None:
-        step_sizes = jnp.broadcast_to(tuning.step_size, (length,))
-    else:
+    step_size = tuning.step_size
+    step_sizes = None
+    if plan.schedule is not None:
+        counts = count + jnp.arange(length, dtype=count.dtype)
         step_sizes = jnp.asarray(jax.vmap(plan.schedule)(counts), theta.dtype)
+        step_size = step_sizes[:, None]
+    noise = jnp.sqrt(step_size) * noise  # here and not in the step: one operation less there
 
     def step(carry: tuple, x: tuple) -> tuple[tuple, None]:
         theta, eps, cuts, accepted = carry
@@ -228,10 +245,10 @@ def _run_block(plan: Plan, tuning: Tuning, key: Array, silo: _Silo, view: SiloVi
         if plan.units is not None:
             eps, probability = move(plan, theta, eps, here, view, move_draws)
             accepted += probability
-        e, cut = residual(plan, tuning, theta, eps, here, view)
-        drift = _pull_back(tuning, _server_gradient(plan, tuning, theta, view)) + e
-        theta = theta + push(tuning, 0.5 * h * drift + jnp.sqrt(h) * xi)
-        return (theta, eps, cuts + cut, accepted), None
+        slope, cut = _drift(plan, tuning, theta, eps, here, view)
+        h = tuning.step_size if h is None else h
+        theta = theta + push(tuning, 0.5 * h * slope + xi)
+        return (theta, eps, cuts if cut is None else cuts + cut, accepted), None
 
     inner = (theta, eps, *carry[3:])
     (theta, eps, cuts, accepted), _ = lax.scan(step, inner, (noise, rows, moves, step_sizes))
@@ -266,11 +283,31 @@ def _server_gradient(plan: Plan, tuning: Tuning, theta: Array, view: SiloView) -
     return gradient
 
 
+def _drift(
+    plan: Plan, tuning: Tuning, theta: Array, eps: Array | None, silo: _Silo, view: SiloView
+) -> tuple[Array, Array | None]:
+    """What h / 2 multiplies in a step, in preconditioned units ``(d,)``, and whether e had to be cut."""
+    if plan.cut:
+        e, cut = residual(plan, tuning, theta, eps, silo, view)
+        return _pull_back(tuning, _server_gradient(plan, tuning, theta, view)) + e, cut
+    # the same sum with every factor once: one call of the model, one product with a precision
+
+    def log_density(theta: Array) -> Array:
+        log_prior, local = _terms(plan, theta, eps, silo, view)
+        return log_prior + local / silo.selection
+
+    gradient = jax.grad(log_density)(theta)
+    if silo.net is not None:
+        shift, precision = silo.net
+        gradient = gradient + shift - matvec(precision, theta - tuning.loc)
+    return _pull_back(tuning, gradient), None
+
+
 def residual(
     plan: Plan, tuning: Tuning, theta: Array, eps: Array | None, silo: _Silo, view: SiloView
 ) -> tuple[Array, Array]:
     """e of the module's docstring in preconditioned units ``(d,)``, and 1 where it had to be cut."""
-    gradient = jax.grad(_local_term, argnums=2)(plan, tuning, theta, eps, silo, view)
+    gradient = jax.grad(lambda t: _terms(plan, t, eps, silo, view)[1])(theta)
     if silo.conducive is not None:
         own = silo.conducive.shift - matvec(silo.conducive.precision, theta - tuning.loc)
         gradient = gradient - tuning.alpha * own
@@ -282,15 +319,18 @@ def residual(
     return e * factor, (norm > tuning.cut).astype(e.dtype)
 
 
-def _local_term(plan: Plan, tuning: Tuning, theta: Array, eps: Array | None, silo: _Silo, view: SiloView) -> Array:
-    """log p(y_s, z | theta) + log |dz/deps| at fixed eps, a scalar."""
-    sites = plan.factors.unravel(theta)
-    if plan.units is None or eps is None or silo.latents is None:
-        return plan.factors.log_local(sites, {}, silo.kwargs, silo.weights)
-    u = silo.latents.u(theta)
-    z = plan.units.to_sites(silo.latents.rows.forward(u, eps))
-    log_det = jnp.sum(jnp.where(plan.units.owned(view), silo.latents.rows.log_scales(u), 0.0))
-    return plan.factors.log_local(sites, z, silo.kwargs, silo.weights) + log_det
+def _terms(plan: Plan, theta: Array, eps: Array | None, silo: _Silo, view: SiloView) -> tuple[Array, Array]:
+    """``log p(theta)``, and ``log p(y_s, z | theta) + log |dz/deps|`` at fixed eps."""
+    factors = plan.factors
+    sites = factors.unravel(theta)
+    z: dict[str, Array] = {}
+    log_det = jnp.zeros(())
+    if plan.units is not None and eps is not None and silo.latents is not None:
+        u = silo.latents.u(theta)
+        z = plan.units.to_sites(silo.latents.rows.forward(u, eps))
+        log_det = jnp.sum(jnp.where(plan.units.owned(view), silo.latents.rows.log_scales(u), 0.0))
+    log_prior, local = factors.terms(sites, z, silo.kwargs, silo.weights)
+    return log_prior, sum((jnp.sum(v) for v in local.values()), jnp.zeros(())) + log_det
 
 
 def move(plan: Plan, theta: Array, eps: Array, silo: _Silo, view: SiloView, noise: MoveNoise) -> tuple[Array, Array]:

@@ -142,10 +142,10 @@ def stay_noise(plan: Plan, tuning: Tuning, silos: Silos, *, seed: int = 0) -> np
             "can be chosen; check the model's scales, or give step_size= and surrogate="
         )
     first, second = first[:, good], second[:, good]
-    # the mean over silos is drift, not noise
+    gap = first - second
+    # the mean over silos is drift, not noise (it cancels in the gap)
     first, second = first - (f * first).sum(0), second - (f * second).sum(0)
     between = np.einsum("sni,snj->ij", f * first, second) / good.sum()
-    gap = first - second
     within = np.einsum("sni,snj->ij", f * gap, gap) / good.sum()
     return steps * 0.5 * (between + between.T) + length / 4 * within
 

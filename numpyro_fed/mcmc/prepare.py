@@ -206,6 +206,7 @@ def _tuning(
         conducive=None,
         latents=None,
         inflation=array(np.nan),
+        cut=array(np.inf),
     )
     if surrogates is not None:
         tuning = _with_surrogates(tuning, surrogates, fitted, options, array)

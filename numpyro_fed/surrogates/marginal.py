@@ -14,7 +14,6 @@ With four binary visits a child the Laplace value misplaces the six cities poste
 quadrature does not.
 """
 
-import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -22,23 +21,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from scipy.special import ndtri
-from scipy.stats import qmc
 
-__all__ = ["Moments", "laplace_marginal", "quadrature_marginal", "sobol_normal"]
+from numpyro_fed.surrogates.points import sobol_normal
+
+__all__ = ["Moments", "laplace_marginal", "quadrature_marginal"]
 
 _NEWTON_STEPS = 25
 _HERMITE_NODES = 25  # for one latent
 _SOBOL_NODES = 64  # for several
 _WIDEN = 1.2  # spread of the nodes over the curvature's, against tails wider than Gaussian
-
-
-def sobol_normal(num: int, dim: int, seed: int) -> np.ndarray:
-    """Antithetic scrambled Sobol points of the standard normal, shape ``(num, dim)``; ``num`` even."""
-    half = num // 2
-    uniform = qmc.Sobol(dim, scramble=True, seed=seed).random_base2(math.ceil(math.log2(max(half, 2))))
-    u = ndtri(np.clip(uniform, 1e-6, 1 - 1e-6))[:half]
-    return np.concatenate([u, -u])
 
 
 class Moments(NamedTuple):

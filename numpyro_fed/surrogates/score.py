@@ -33,7 +33,9 @@ from numpyro_fed.local_map import LocalMap, Units
 from numpyro_fed.silos import Silos
 from numpyro_fed.storage import SiloView
 from numpyro_fed.surrogates.gaussian import Gaussian, Surrogates, matvec
-from numpyro_fed.surrogates.marginal import laplace_marginal, quadrature_marginal, sobol_normal
+from numpyro_fed.surrogates.least_squares import fit_map, fit_score
+from numpyro_fed.surrogates.marginal import laplace_marginal, quadrature_marginal
+from numpyro_fed.surrogates.points import sobol_normal, wide_points
 
 __all__ = ["ScoreFit", "Whitening", "fit"]
 
@@ -100,8 +102,8 @@ class ScoreLocal:
         weights = jnp.where(jnp.isfinite(values) & jnp.isfinite(scores).all(-1), message.weights, 0.0)
         scores = jnp.where(weights[:, None] > 0, scores, 0.0)
         full = message.scale.ndim == 2
-        shift, precision, misfit = _fit_score(message.points, scores, weights, full)
-        rows = None if self.units is None else _fit_map(message.points, modes, chols, weights)
+        shift, precision, misfit = fit_score(message.points, scores, weights, full)
+        rows = None if self.units is None else fit_map(message.points, modes, chols, weights)
         return Reply(shift, precision, misfit, values), rows
 
     def _evaluate(self, message: Message, view: SiloView) -> tuple[Array, Array, Any, Any]:
@@ -136,54 +138,15 @@ def marginal_score(
     return at
 
 
-def _fit_score(points: Array, scores: Array, weights: Array, full: bool) -> tuple[Array, Array, Array]:
-    """Weighted least squares of scores ``(K, d)`` on points: ``a``, symmetric ``B``, root mean square misfit."""
-    weights = weights / jnp.maximum(weights.sum(), 1e-30)
-    if full:
-        design = jnp.concatenate([jnp.ones((points.shape[0], 1), points.dtype), points], axis=1)
-        normal = design.T @ (weights[:, None] * design)
-        ridge = 1e-6 * jnp.eye(normal.shape[0], dtype=normal.dtype)
-        coefficients = jnp.linalg.solve(normal + ridge, design.T @ (weights[:, None] * scores))
-        precision = -0.5 * (coefficients[1:] + coefficients[1:].T)
-        # given the symmetric B, the best shift is the mean of what it leaves
-        shift = weights @ (scores + points @ precision)
-        fitted = shift - points @ precision
-    else:
-        mean_u, mean_s = weights @ points, weights @ scores
-        covariance = weights @ ((points - mean_u) * (scores - mean_s))
-        precision = -covariance / (weights @ (points - mean_u) ** 2)
-        shift = mean_s + precision * mean_u
-        fitted = shift - points * precision
-    misfit = jnp.sqrt(jnp.sum(weights[:, None] * (scores - fitted) ** 2))
-    return shift, precision, misfit
-
-
-def _fit_map(points: Array, modes: Array, chols: Array, weights: Array) -> LocalMap:
-    """Regress locations ``(K, E, k)`` and log scales on the points."""
-    weights = weights / jnp.maximum(weights.sum(), 1e-30)
-    scales = jnp.diagonal(chols, axis1=-2, axis2=-1)
-    tril = jnp.einsum("k,keij->eij", weights, jnp.nan_to_num(chols / scales[..., None, :]))
-    design = jnp.concatenate([jnp.ones((points.shape[0], 1), points.dtype), points], axis=1)
-    normal = design.T @ (weights[:, None] * design) + 1e-6 * jnp.eye(design.shape[1], dtype=design.dtype)
-    solver = jnp.linalg.solve(normal, (weights[:, None] * design).T)
-    mean = jnp.einsum("pk,keh->peh", solver, jnp.nan_to_num(modes))
-    log_scale = jnp.einsum("pk,keh->peh", solver, jnp.nan_to_num(jnp.log(scales)))
-    return LocalMap(
-        mean=mean[0],
-        coupling=jnp.moveaxis(mean[1:], 0, -1),
-        tril=tril,
-        log_scale=log_scale[0],
-        scale_coupling=jnp.moveaxis(log_scale[1:], 0, -1),
-    )
-
-
 class ServerState(NamedTuple):
-    """The server's whitening, on the host in float64."""
+    """The server's whitening, and the points and weights of the next round, on the host in float64."""
 
     loc: np.ndarray
     scale: np.ndarray
-    surrogates: Surrogates | None
-    moved: float
+    points: np.ndarray
+    weights: np.ndarray
+    surrogates: Surrogates | None = None
+    moved: float = math.inf
 
 
 def algorithm(factors: Factors, units: Units | None, silos: Silos, full: bool, points_at_once: int) -> Federated:
@@ -194,20 +157,21 @@ def algorithm(factors: Factors, units: Units | None, silos: Silos, full: bool, p
 
     def init(_: Array) -> ServerState:
         scale = np.full(factors.dim, 0.5)  # precision 4 I
-        return ServerState(np.zeros(factors.dim), np.diag(scale) if full else scale, None, math.inf)
+        nothing = np.zeros((0, factors.dim))
+        return ServerState(np.zeros(factors.dim), np.diag(scale) if full else scale, nothing, np.zeros(0))
 
-    def broadcast(points: np.ndarray, state: ServerState, weights: np.ndarray | None = None) -> Message:
-        weights = np.ones(len(points)) if weights is None else weights
-        return Message(*(jnp.asarray(x, jnp.result_type(float)) for x in (state.loc, state.scale, points, weights)))
+    def broadcast(_: Array, state: ServerState) -> Message:
+        return Message(*(jnp.asarray(x, jnp.result_type(float)) for x in state[:4]))
 
-    def merge(state: ServerState, message: Message, replies: Reply) -> tuple[ServerState, np.ndarray]:
-        prior = _prior_fit(factors, message, silos)
+    def merge(state: ServerState, replies: Reply) -> tuple[ServerState, np.ndarray]:
+        prior = _prior_fit(factors, broadcast(random.key(0), state), silos)
         shift = np.asarray(replies.shift, np.float64)
         precision = np.asarray(replies.precision, np.float64)
         own = [np.asarray(x, np.float64) for x in prior]
-        surrogates = _to_natural(state, shift, precision, own)
         loc, scale, moved = _move(state, shift.sum(0) + own[0], precision.sum(0) + own[1])
-        return ServerState(loc, scale, surrogates, moved), np.asarray(replies.misfit)
+        surrogates = _to_natural(state, shift, precision, own)
+        state = state._replace(loc=loc, scale=scale, surrogates=surrogates, moved=moved)
+        return state, np.asarray(replies.misfit)
 
     return Federated(init, broadcast, ScoreLocal(factors, units, points_at_once), merge)
 
@@ -227,7 +191,7 @@ def _prior_fit(factors: Factors, message: Message, silos: Silos) -> tuple[Array,
     scores = _prior(factors, message, silos)[1]
     weights = jnp.where(jnp.isfinite(scores).all(-1), message.weights, 0.0)
     scores = jnp.where(weights[:, None] > 0, scores, 0.0)
-    return _fit_score(message.points, scores, weights, message.scale.ndim == 2)[:2]
+    return fit_score(message.points, scores, weights, message.scale.ndim == 2)[:2]
 
 
 def _to_natural(state: ServerState, shift: np.ndarray, precision: np.ndarray, prior: list[np.ndarray]) -> Surrogates:
@@ -270,20 +234,6 @@ def _move(state: ServerState, shift: np.ndarray, precision: np.ndarray) -> tuple
     return loc, np.linalg.cholesky(root @ root.T), moved
 
 
-def _last_points(num: int, dim: int, seed: int) -> np.ndarray:
-    """Half N(0, 1.25^2), half with one axis stretched to +-8."""
-    u = sobol_normal(num, dim, seed)
-    half = num // 4  # u is (points, mirror images): stretch the same quarter of each
-    for start in (0, num // 2):
-        rows = np.arange(start, start + half)
-        reach = np.linspace(1, 8, half) if half > 1 else np.array([4.0])
-        axis = np.arange(half) % dim
-        sign = 1.0 if start == 0 else -1.0
-        u[rows, axis] = sign * reach * np.where((np.arange(half) // dim) % 2, -1.0, 1.0)
-        u[start + half : start + num // 2] *= 1.25
-    return u
-
-
 def fit(
     factors: Factors,
     silos: Silos,
@@ -315,16 +265,18 @@ def fit(
     group = None if units is None else units.group
     cost = Cost()
 
-    def ask(local: Callable, message: Message) -> tuple[Any, Any]:
+    def ask(local: Callable, state: ServerState) -> tuple[Any, Any]:
         nonlocal cost
+        message = scheme.broadcast(key, state)
         replies, rows = ask_all(local, key, message, None, silos, group)
         cost += Cost(1, len(message.points), message_bytes(message), message_bytes(replies) // len(silos))
         return replies, rows
 
     state = scheme.init(key)
     while state.moved > _SETTLED and cost.rounds < max_rounds:
-        message = scheme.broadcast(sobol_normal(num, factors.dim, seed + cost.rounds), state)
-        state, misfit = scheme.merge(state, message, ask(local, message)[0])
+        points = sobol_normal(num, factors.dim, seed + cost.rounds)
+        state = state._replace(points=points, weights=np.ones(num))
+        state, _ = scheme.merge(state, ask(local, state)[0])
     if state.moved > _SETTLED:
         warnings.warn(
             f"the surrogates have not settled after {max_rounds} rounds: expected a posterior that a Gaussian in "
@@ -332,14 +284,14 @@ def fit(
             stacklevel=2,
         )
 
-    message = scheme.broadcast(_last_points(max(256, num), factors.dim, seed + 10_000), state)
-    values = np.asarray(ask(scheme.local, message)[0].values, np.float64)
-    weights = _last_weights(factors, message, values, silos)
-    message = message._replace(weights=jnp.asarray(weights, message.weights.dtype))
-    replies, local_map = ask(scheme.local, message)
+    points = wide_points(max(256, num), factors.dim, seed + 10_000)
+    state = state._replace(points=points, weights=np.ones(len(points)))
+    values = np.asarray(ask(scheme.local, state)[0].values, np.float64)
+    state = state._replace(weights=_last_weights(factors, scheme.broadcast(key, state), values, silos))
+    replies, local_map = ask(scheme.local, state)
     if local is not scheme.local:
-        replies = ask(local, message)[0]
-    final, misfit = scheme.merge(state, message, replies)
+        replies = ask(local, state)[0]
+    final, misfit = scheme.merge(state, replies)
     return ScoreFit(final.surrogates, local_map, _whitening(state), _whitening(final), jnp.asarray(misfit), cost)
 
 

@@ -12,20 +12,20 @@ Consensus Monte Carlo (Scott et al. 2016) and the parametric product (Neiswanger
 """
 
 import argparse
-from collections.abc import Callable
-from pathlib import Path
 import sys
 import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
-from jax import random
 import jax.numpy as jnp
 import numpy as np
+import pandas as pd
+from jax import random
 from numpyro.infer import MCMC, NUTS
 from numpyro.infer.hmc_util import consensus, parametric
-from numpyro.infer.util import constrain_fn
-import pandas as pd
+from numpyro.infer.util import transform_fn
 
 import numpyro_fed as fed
 from numpyro_fed.density import Factors
@@ -74,14 +74,10 @@ def silo_draws(factors: Factors, silos: fed.Silos, num_samples: int) -> list[jnp
     return draws
 
 
-def as_chains(factors: Factors, kwargs: dict, flat: jnp.ndarray) -> dict[str, np.ndarray]:
+def as_chains(factors: Factors, flat: jnp.ndarray) -> dict[str, np.ndarray]:
     """Flat unconstrained draws as constrained sites of four chains."""
-    one = {s.name: jnp.zeros(()) for s in factors.local_sites}
-    sites = jax.vmap(factors.unravel)(flat)
-    constrained = jax.vmap(lambda z: constrain_fn(factors.model, (), kwargs, z))(
-        {k: v for k, v in sites.items() if k not in one}
-    )
-    return {k: np.asarray(v).reshape(4, -1, *v.shape[1:]) for k, v in constrained.items()}
+    sites = transform_fn(factors.transforms, jax.vmap(factors.unravel)(flat))
+    return parameters({k: np.asarray(v).reshape(4, -1, *v.shape[1:]) for k, v in sites.items()})
 
 
 def row(method: str, fit: dict, reference: dict, rounds: int = 0, megabytes: float = 0.0, seconds: float = 0.0) -> dict:
@@ -128,25 +124,24 @@ def run(name: str, quick: bool) -> pd.DataFrame:
     rows = [row("FSGLD", draws, reference, 4 * (num_warmup + num_samples), megabytes, seconds)]
 
     factors = kernel.factors
-    kwargs = {**silos.shared, **{k: v[:1] for k, v in silos.rows.items()}}
     one_shot = kernel.surrogates.posterior()
     flat = random.multivariate_normal(random.key(2), one_shot.mean, one_shot.covariance, (8000,))
-    rows.append(row("one-shot surrogate product", as_chains(factors, kwargs, flat), reference))
+    rows.append(row("one-shot surrogate product", as_chains(factors, flat), reference))
     start = time.perf_counter()
     subposteriors = silo_draws(factors, silos, 500 if quick else 4000)
     seconds = time.perf_counter() - start
     combined = consensus(subposteriors, rng_key=random.key(3))
-    rows.append(row("Consensus Monte Carlo", as_chains(factors, kwargs, combined), reference, seconds=seconds))
+    rows.append(row("Consensus Monte Carlo", as_chains(factors, combined), reference, seconds=seconds))
     # parametric_draws refuses a covariance that rounding made asymmetric; its moments are what we want
     mean, covariance = parametric(subposteriors)
     product = random.multivariate_normal(random.key(4), mean, 0.5 * (covariance + covariance.T), (8000,))
-    rows.append(row("parametric product", as_chains(factors, kwargs, product), reference, seconds=seconds))
+    rows.append(row("parametric product", as_chains(factors, product), reference, seconds=seconds))
     return pd.DataFrame(rows).fillna("")
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("problems", nargs="*", default=list(PROBLEMS), choices=[*PROBLEMS, []])
+    parser.add_argument("problems", nargs="*", metavar="PROBLEM", help=", ".join(PROBLEMS))
     parser.add_argument("--quick", action="store_true")
     args = parser.parse_args()
     for problem in args.problems or PROBLEMS:

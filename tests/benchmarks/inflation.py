@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
-from numpyro.infer import MCMC
 import pandas as pd
+from numpyro.infer import MCMC
 
 import numpyro_fed as fed
 

@@ -11,7 +11,6 @@ gathered for a block of steps in one go. Both make SGLD steps on the pooled rows
 """
 
 from collections.abc import Callable
-
 from typing import NamedTuple
 
 import jax
@@ -25,7 +24,7 @@ import numpyro_fed as fed
 
 __all__ = ["TASKS", "Task", "block_form", "plain"]
 
-BLOCK = 100  # steps of the hand-written block form whose random numbers are drawn together
+BLOCK = 200  # most steps of the hand-written block form whose random numbers are drawn together
 UNROLL = {"a": 8, "b": 1, "c": 1}  # the best of 1, 2, 4, 8, 16 for the hand-written block form
 
 LAYERS = (18, 18, 18, 8, 2)
