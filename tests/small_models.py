@@ -7,6 +7,7 @@ from jax import Array
 
 import numpyro_fed as fed
 
+INTERCEPTS_CALLS: list[int] = []  # one entry for each call of the model in Python
 GROUP_SD, ROW_SD, PRIOR_SD = 0.8, 1.5, 2.0
 
 
@@ -37,6 +38,7 @@ def linear_precisions(silos: fed.Silos) -> tuple[np.ndarray, np.ndarray]:
 
 def intercepts(y: Array | None, group: Array, groups: Array) -> None:
     """Random intercepts with known variances: the posterior of mu and of every intercept is Gaussian."""
+    INTERCEPTS_CALLS.append(1)
     mu = numpyro.sample("mu", dist.Normal(0, PRIOR_SD))
     with fed.silo_plate("groups", groups.shape[0]):
         a = numpyro.sample("a", dist.Normal(mu, GROUP_SD))

@@ -27,9 +27,10 @@ from numpyro.infer.util import log_density
 from registry import ENTRIES, Entry
 
 import numpyro_fed as fed
+from numpyro_fed import storage
 from numpyro_fed.density import Factors, PooledModel, pooled_log_density
 from numpyro_fed.factorise import factorise
-from numpyro_fed.storage import SiloView, largest, sweep
+from numpyro_fed.storage import SiloView, buckets, largest, sweep
 
 ALL = pytest.mark.parametrize("entry", ENTRIES.values(), ids=ENTRIES)
 TOLERANCE = {False: 1e-5, True: 1e-10}  # relative, by whether in double precision
@@ -152,7 +153,7 @@ def test_a_term_counted_twice_is_seen() -> None:
 
 
 @some("logistic", "mask", "silo_plate_innermost", "pupils_in_classes_in_schools")
-def test_traced_silo_padded_in_any_way(entry: Entry) -> None:
+def test_traced_silo_padded_in_any_way(entry: Entry, monkeypatch: pytest.MonkeyPatch) -> None:
     silos, factors, theta, z = parts(entry)
 
     def term(view: SiloView) -> Array:
@@ -175,9 +176,62 @@ def test_traced_silo_padded_in_any_way(entry: Entry) -> None:
     numbers = jnp.arange(len(silos))
     np.testing.assert_allclose([jitted(n) for n in numbers], expected, rtol=3e-6)
     np.testing.assert_allclose(jax.jit(jax.vmap(padded))(numbers), expected, rtol=3e-6)
+    monkeypatch.setattr(storage, "_SMALL", 0)
+    assert len(buckets(silos)) > 1
     swept, state = jax.jit(lambda: sweep(lambda view, _: (term(view), None), silos, None, None))()
     assert state is None
     np.testing.assert_allclose(swept, expected, rtol=3e-6)
+
+
+@pytest.mark.parametrize("small", [0, 1 << 13], ids=["buckets", "one bucket"])
+@pytest.mark.parametrize("group", ["rows", None])
+def test_sweep_gives_each_silo_its_own_states(small: int, group: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage, "_SMALL", small)
+    # two buckets: of the last silo, then of the first two, one of them padded
+    silos = fed.split({"y": np.arange(13.0)}, by=np.repeat([0, 1, 2], [2, 3, 8]))
+    assert (len(buckets(silos)) > 1) == (small == 0)
+    count = len(silos) if group is None else sum(silos.sizes[group])
+    silo = np.arange(len(silos)) if group is None else silos.silo_of_row(group)
+    states = {"a": np.arange(count), "b": np.ones((count, 2))}
+
+    def visit(view: SiloView, own: dict) -> tuple[Array, dict]:
+        mask = view.units(group)[1]
+        return jnp.where(mask, own["a"], 0).sum(), {"a": own["a"] + 10 * view.number, "b": own["b"] * 2}
+
+    replies, new = sweep(visit, silos, jax.tree.map(jnp.asarray, states), group)
+    np.testing.assert_array_equal(replies, np.bincount(silo, states["a"]))
+    np.testing.assert_array_equal(new["a"], states["a"] + 10 * silo)
+    np.testing.assert_array_equal(new["b"], 2 * states["b"])
+
+
+@settings(max_examples=50, deadline=None, derandomize=True)
+@given(st.lists(st.tuples(st.integers(1, 40), st.integers(1, 5)), min_size=1, max_size=8))
+def test_buckets_hold_every_silo_once_and_pad_below_twofold(sizes: list[tuple[int, int]]) -> None:
+    rows, elements = zip(*sizes, strict=True)
+    data = {str(s): {"y": np.full(n, s), "d": np.zeros(k)} for s, (n, k) in enumerate(sizes)}
+    silos = fed.Silos(data, rows={"y": "rows", "d": "ds"})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(storage, "_SMALL", 0)
+        found = buckets(silos)
+    assert sorted(s for numbers, _ in found for s in numbers) == list(range(len(silos)))
+    for numbers, pad in found:
+        for group, n in (("rows", rows), ("ds", elements)):
+            own = np.array(n)[numbers]
+            assert dict(pad)[group] == own.max() < 2 * own.min()
+    (single,) = buckets(silos)
+    assert single.pad == largest(silos) == (("rows", max(rows)), ("ds", max(elements)))
+
+
+def test_padding_repeats_the_silos_own_last_row() -> None:
+    silos = ENTRIES["women_in_districts"].silos()
+    for number, name in enumerate(silos):
+        view = SiloView(silos, jnp.asarray(number), tuple((g, 8) for g in silos.sizes))
+        kwargs, weights = view.whole()
+        for leaf, group in silos.group.items():
+            count = silos.sizes[group][number]
+            np.testing.assert_array_equal(kwargs[leaf][:count], silos[name][leaf])
+            np.testing.assert_array_equal(kwargs[leaf][count:], np.repeat(silos[name][leaf][-1:], 8 - count, 0))
+            np.testing.assert_array_equal(weights[group], np.arange(8) < count)
 
 
 @some("logistic", "mask", "nested_plates", "pupils_in_classes_in_schools")

@@ -143,6 +143,29 @@ def test_lemma_1_the_estimator_averages_to_the_full_gradient(seed, preconditione
     assert np.abs(wrong - expected).max() > 0.01 * np.abs(expected).max()
 
 
+@pytest.mark.parametrize("diagonal", [False, True], ids=["full", "diagonal"])
+@pytest.mark.parametrize("preconditioner", [None, "surrogate"])
+def test_a_step_without_a_cut_has_the_same_drift_in_one_call_of_the_model(preconditioner, diagonal):
+    rng = np.random.default_rng(5)
+    silos = logistic_silos()
+    plan, tuning, *_ = prepare(
+        logistic, silos, {},
+        options(alpha=0.7, selection=rng.dirichlet([2, 2, 2]), preconditioner=preconditioner,
+                surrogate=random_surrogates(rng, 3, 3, diagonal)),
+    )  # fmt: skip
+    plan = dataclasses.replace(plan, cut=False)
+    theta = jnp.asarray(rng.normal(size=3), jnp.float32)
+    server = np.asarray(server_drift(plan, tuning, theta, silos))
+    drift = jax.jit(langevin._drift, static_argnums=0)
+    for s in range(3):
+        view = view_of(silos, s)
+        got, cut = drift(plan, tuning, theta, None, langevin.open_silo(plan, tuning, None, view), view)
+        e = np.asarray(full_batch_residual(plan, tuning, theta, silos, s))
+        assert cut is None
+        np.testing.assert_allclose(got, server + e, rtol=1e-4, atol=1e-4 * np.abs(e).max())
+        assert np.abs(e).max() > 0.1  # negative control: the silo's part is not nothing
+
+
 def test_exact_surrogates_leave_no_residual():
     silos = linear_silos()
     plan, tuning, *_ = prepare(
@@ -455,7 +478,7 @@ def rising(count):
     return 1e-10 * (1.0 + count)
 
 
-@pytest.mark.parametrize(("steps", "batch"), [(1, None), (7, None), (100, None), (250, None), (130, 2)])
+@pytest.mark.parametrize(("steps", "batch"), [(1, None), (7, None), (100, None), (250, None), (211, 2)])
 def test_every_local_step_is_made_once_with_its_own_step_size(steps, batch):
     """The chain moves by gradient / 2 x the sum of its steps' sizes, whatever the blocks."""
     silos = fed.Silos({"a": {"y": np.full(4, 1e7, np.float32)}, "b": {"y": np.full(4, 1.1e7, np.float32)}})
@@ -480,9 +503,12 @@ def test_blocks_are_bounded_by_memory():
     rows = np.zeros((50, 1000), np.float32)
     wide = fed.Silos({"a": {"x": rows, "y": rows[:, 0]}, "b": {"x": rows[:40], "y": rows[:40, 0]}})
     plan, *_ = prepare(linear, wide, {}, options(num_local_steps=500, batch_size=40))
-    assert plan.block == (4 << 20) // (40 * 4 * 1001) == 26
+    assert (8 << 20) // (40 * 4 * 1001) == 52  # steps whose rows fit
+    assert plan.block == 50
+    assert dataclasses.replace(plan, num_local_steps=40).block == 40
+    assert dataclasses.replace(plan, num_local_steps=53).block == 27  # 53 is prime: two blocks that differ by one step
     plan, *_ = prepare(linear, wide, {}, options(num_local_steps=500))
-    assert plan.block == 100
+    assert plan.block == 125
 
 
 def quartic(y):

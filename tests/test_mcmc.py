@@ -11,7 +11,7 @@ import pytest
 from jax import random
 from numpyro.infer import MCMC, NUTS, Gibbs, Predictive
 from numpyro.infer.util import log_likelihood
-from small_models import intercepts, intercepts_silos, scale_model, scale_silos
+from small_models import INTERCEPTS_CALLS, intercepts, intercepts_silos, scale_model, scale_silos
 
 import numpyro_fed as fed
 from numpyro_fed._compat import import_arviz
@@ -141,10 +141,9 @@ def test_init_params_are_unconstrained_and_in_pooled_order():
     state = kernel.init(random.split(random.key(0), 3), 0, several, model_args=(SILOS,))
     np.testing.assert_array_equal(state.z["mu"], [1, 2, 3])
     far = {"mu": jnp.array([100.0, -100.0]), "sigma": jnp.zeros(2)}
-    for method in ("vectorized", "sequential"):
-        chains = run(num_warmup=0, num_samples=2, num_chains=2, chain_method=method, init_params=far)
-        mu = np.asarray(chains.get_samples(group_by_chain=True)["mu"])
-        assert (mu[0] > mu[1] + 10).all()
+    chains = run(num_warmup=0, num_samples=2, num_chains=2, chain_method="sequential", init_params=far)
+    mu = np.asarray(chains.get_samples(group_by_chain=True)["mu"])
+    assert (mu[0] > mu[1] + 10).all()
 
 
 def test_local_latents_come_out_constrained_and_in_pooled_order(local_run):
@@ -190,8 +189,7 @@ def counted(y):
     CALLS.append(1)
     mu = numpyro.sample("mu", dist.Normal(0, 3))
     with fed.silo_plate("rows", y.shape[0]):
-        a = numpyro.sample("a", dist.Normal(mu, 1))
-        numpyro.sample("y", dist.Normal(a, 1), obs=y)
+        numpyro.sample("y", dist.Normal(mu, 1), obs=y)
 
 
 def test_the_model_is_called_only_while_tracing():
@@ -199,15 +197,24 @@ def test_the_model_is_called_only_while_tracing():
     kernel = fed.FSGLD(counted, num_local_steps=5)
     CALLS.clear()
     mcmc = run(kernel, silos, num_samples=200)
-    assert 0 < len(CALLS) <= 60  # 1,050 local steps, each with a move and a gradient
+    assert 0 < len(CALLS) <= 30  # for 1,050 local steps
     CALLS.clear()
     mcmc.run(random.key(1), silos)
-    assert not CALLS
     run(kernel, silos)
     run(fed.FSGLD(counted, num_local_steps=5), silos)
     other = fed.Silos({"a": {"y": 2 + jnp.arange(3.0)}, "b": {"y": jnp.ones(4)}})
     run(fed.FSGLD(counted, num_local_steps=5, bias_target=0.05), other)
     assert not CALLS
+
+
+def test_a_model_with_local_latents_is_called_only_while_tracing(local_run):
+    INTERCEPTS_CALLS.clear()
+    local_run.sampler.init(random.key(1), 0, model_args=(LOCAL,))
+    run(local_run.sampler, LOCAL, num_chains=2, chain_method="vectorized", seed=1)
+    other = intercepts_silos(seed=3)
+    run(fed.FSGLD(intercepts, num_local_steps=5), other, num_chains=2, chain_method="vectorized")
+    assert other.sizes == LOCAL.sizes
+    assert not INTERCEPTS_CALLS
 
 
 # The rest of NumPyro and arviz
@@ -329,15 +336,16 @@ def two_blocks(x, y):
         numpyro.sample("y", dist.Normal(mu + slope * x, 1), obs=y)
 
 
+@pytest.mark.slow
 def test_gibbs_block_beside_nuts_has_the_exact_posterior():
-    """Within 4 Monte-Carlo s.e. (8 independent chains) and the discretisation's 1.3 % of sd."""
+    """Within 4 Monte-Carlo s.e. (16 independent chains) and the discretisation's 1.3 % of sd."""
     rng = np.random.default_rng(0)
     x = (rng.normal(size=20) + 0.4).astype(np.float32)
     y = (0.5 + 0.8 * x + rng.normal(size=20)).astype(np.float32)
     silos = fed.split({"x": x, "y": y}, by=np.arange(20) % 3)
     kernel = fed.FSGLD(two_blocks, num_local_steps=20)
     blocks = Gibbs([(kernel, ["mu"]), (NUTS(kernel.model), ["slope"])])
-    mcmc = run(blocks, silos, num_warmup=100, num_samples=1000, num_chains=8, chain_method="sequential")
+    mcmc = run(blocks, silos, num_warmup=100, num_samples=1000, num_chains=16, chain_method="sequential")
     draws = mcmc.get_samples(group_by_chain=True)
     draws = np.stack([np.asarray(draws[k], np.float64) for k in ("mu", "slope")], -1)
     design = np.stack([np.ones(20), x], 1).astype(np.float64)
@@ -347,9 +355,9 @@ def test_gibbs_block_beside_nuts_has_the_exact_posterior():
 
     def worst(z, allowed):
         first, second = z.mean(1), (z**2).mean(1)
-        errors = [np.abs(m.mean(0)) / (m.std(0, ddof=1) / np.sqrt(8)) for m in (first, second - 1)]
+        errors = [np.abs(m.mean(0)) / (m.std(0, ddof=1) / np.sqrt(16)) for m in (first, second - 1)]
         excess = np.abs(second.mean(0) - 1) - allowed
-        return max(errors[0].max(), (excess / (second.std(0, ddof=1) / np.sqrt(8))).max())
+        return max(errors[0].max(), (excess / (second.std(0, ddof=1) / np.sqrt(16))).max())
 
     assert worst(z, 0.03) < 4
     assert worst(z * np.sqrt(1.3), 0.03) > 8  # negative control

@@ -19,6 +19,7 @@ from numpyro_fed.factorise import factorise
 from numpyro_fed.local_map import LocalMap, Units
 from numpyro_fed.storage import SiloView, largest
 from numpyro_fed.surrogates import Gaussian, Surrogates, laplace, score
+from numpyro_fed.surrogates.least_squares import fit_map, fit_score
 from numpyro_fed.surrogates.marginal import laplace_marginal, quadrature_marginal
 from numpyro_fed.surrogates.points import sobol_normal
 
@@ -71,6 +72,38 @@ def test_surrogates_are_refused_only_where_their_product_is_no_density(full: boo
     bad = Gaussian(factors.eta, factors.precision - 50 * prior.precision)
     with pytest.raises(ValueError, match=r"not positive definite: smallest eigenvalue -.*expected > 0"):
         Surrogates(bad, prior).posterior()
+
+
+# Fits
+
+
+@pytest.mark.parametrize("full", [True, False], ids=["full", "diagonal"])
+def test_scores_that_are_linear_are_fitted_exactly(full: bool) -> None:
+    with jax.enable_x64(True):
+        rng = np.random.default_rng(0)
+        points, weights = rng.normal(0.5, 1.0, (40, 2)), rng.random(40)
+        precision = np.array([[2.0, 0.7], [0.7, 1.0]]) if full else np.array([2.0, 1.0])
+        scores = np.array([0.3, -1.0]) - (points @ precision if full else points * precision)
+        scores[7], weights[7] = 1e3, 0.0
+        shift, found, misfit = fit_score(*map(jnp.asarray, (points, scores, weights)), full)
+        np.testing.assert_allclose(found, precision, rtol=1e-4)
+        np.testing.assert_allclose(shift, [0.3, -1.0], rtol=1e-4)
+        assert misfit < 1e-4
+
+
+def test_a_linear_local_map_is_fitted_exactly() -> None:
+    with jax.enable_x64(True):
+        rng = np.random.default_rng(0)
+        points, weights = rng.normal(0.5, 1.0, (40, 2)), rng.random(40)
+        shapes = {"mean": (5, 3), "coupling": (5, 3, 2), "log_scale": (5, 3), "scale_coupling": (5, 3, 2)}
+        parts = {k: jnp.asarray(rng.normal(size=s)) for k, s in shapes.items()}
+        tril = jnp.tril(jnp.asarray(rng.normal(size=(5, 3, 3))), -1) + jnp.eye(3)
+        expected = LocalMap(tril=tril, **parts)
+        modes = jnp.stack([expected.forward(u, jnp.zeros((5, 3))) for u in points])
+        chols = jnp.stack([tril * expected.scale(u)[:, None, :] for u in points])
+        found = fit_map(jnp.asarray(points), modes, chols, jnp.asarray(weights))
+        for name in (*shapes, "tril"):
+            np.testing.assert_allclose(getattr(found, name), getattr(expected, name), rtol=1e-4, atol=1e-4)
 
 
 # Fits of models whose posterior is known

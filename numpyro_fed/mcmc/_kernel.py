@@ -1,6 +1,7 @@
 """What the Langevin kernels share as :class:`numpyro.infer.mcmc.MCMCKernel`: wiring, no mathematics."""
 
 import copy
+import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
@@ -170,6 +171,7 @@ class LangevinKernel(MCMCKernel):
         self._setup_cost = Cost()
         self._prepared_for: Silos | None = None
         self._sample_fn: Callable | None = None
+        self._shown = (-1.0, "")
 
     @property
     def model(self) -> PooledModel:
@@ -276,12 +278,17 @@ class LangevinKernel(MCMCKernel):
         return kernel
 
     def get_diagnostics_str(self, state: LangevinState) -> str:
+        # reading numbers waits for the round: only as often as the bar is drawn, so that rounds run ahead of it
+        now = time.monotonic()
+        if now < self._shown[0] + 0.1:
+            return self._shown[1]
         parts = [f"step size {float(state.step_size):.2e}", f"silo {int(state.silo)}"]
         if self._plan is not None and self._plan.units is not None:
             parts.append(f"local acc. {float(state.local_accept_prob):.2f}")
         if self._plan is not None and self._plan.cut:
             parts.append(f"cut {float(state.cut_rate):.3f}")
-        return ", ".join(parts)
+        self._shown = (now, ", ".join(parts))
+        return self._shown[1]
 
     def ledger(self, state: LangevinState) -> Ledger:
         """Rounds, gradient evaluations and bytes of each silo up to ``state`` (e.g. ``mcmc.last_state``), all chains.

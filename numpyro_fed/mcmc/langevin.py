@@ -17,104 +17,20 @@ Law: for a fixed silo schedule and small h the chain's stationary law is the pos
 bias, and the variance of e between silos, which the surrogates reduce).
 """
 
-import math
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax, random
 
-from numpyro_fed.density import Factors
 from numpyro_fed.federation import Federated
-from numpyro_fed.local_map import LocalMap, Units
+from numpyro_fed.local_map import LocalMap
 from numpyro_fed.mcmc.local_moves import MoveNoise, metropolis, move_noise
+from numpyro_fed.mcmc.plan import Conducive, LatentCoordinates, Plan, Tuning
 from numpyro_fed.storage import SiloView
 from numpyro_fed.surrogates.gaussian import matvec
 
 __all__ = ["Chain", "Conducive", "LatentCoordinates", "Plan", "StayStats", "Tuning", "federated", "residual", "stay"]
-
-_BLOCK_STEPS = 200  # local steps whose random numbers and rows are drawn together
-_BLOCK_BYTES = 8 << 20
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The static facts of a kernel: two kernels of equal plans share their compiled programs.
-
-    :param factors: the model's factors.
-    :param units: how local latents are cut, or ``None`` without any.
-    :param num_local_steps: T.
-    :param batch: row group and number of rows of a minibatch, or ``None`` for all rows.
-    :param cut: whether e is cut.
-    :param schedule: step size by number of local steps made, or ``None`` for a constant one.
-    """
-
-    factors: Factors
-    units: Units | None
-    num_local_steps: int
-    batch: tuple[str, int] | None
-    cut: bool
-    schedule: Callable[[Array], Any] | None
-
-    @property
-    def block(self) -> int:
-        """Local steps in a block: its random numbers are drawn, and its rows gathered, in one go."""
-        steps, most = self.num_local_steps, _BLOCK_STEPS
-        if self.batch is not None:
-            group, m = self.batch
-            row = sum(math.prod(spec.shape) * spec.dtype.itemsize for _, g, spec in self.factors.rows if g == group)
-            most = max(1, min(most, _BLOCK_BYTES // (m * row)))
-        fewest = -(-steps // most)
-        # equal blocks where there are any not far below the largest: one program to compile, not two
-        return next((steps // k for k in range(fewest, 2 * fewest) if steps % k == 0), -(-steps // fewest))
-
-
-class Conducive(NamedTuple):
-    """Surrogates around a point: gradients there ``(S, d)``, precisions ``(S, d, d)`` or ``(S, d)``, and sums."""
-
-    shift: Array
-    precision: Array
-    total_shift: Array
-    total_precision: Array
-
-
-class LatentCoordinates(NamedTuple):
-    """The local map with its whitening: ``u = whiten (theta - loc)``, rows private to the silos."""
-
-    loc: Array
-    whiten: Array
-    rows: LocalMap
-
-    def u(self, theta: Array) -> Array:
-        """Whitened global position."""
-        return matvec(self.whiten, theta - self.loc)
-
-
-class Tuning(NamedTuple):
-    """The numbers of a kernel, made once before the first round.
-
-    :param step_size: h (where there is no schedule).
-    :param alpha: weight of the conducive gradient.
-    :param selection: probabilities f of the silos, shape ``(S,)``.
-    :param loc: where the surrogates' gradients are expanded, shape ``(d,)``.
-    :param scale: L: ``(d, d)``, ``(d,)``, or ``None`` for the identity.
-    :param conducive: the surrogates around ``loc``, or ``None``.
-    :param latents: the coordinates of local latents, or ``None``.
-    :param inflation: predicted ratio of the chain's sd to the posterior's.
-    :param cut: largest norm of e, in preconditioned units.
-    """
-
-    step_size: Array
-    alpha: Array
-    selection: Array
-    loc: Array
-    scale: Array | None
-    conducive: Conducive | None
-    latents: LatentCoordinates | None
-    inflation: Array
-    cut: Array | float = math.inf
 
 
 class Chain(NamedTuple):
@@ -223,7 +139,9 @@ def open_silo(plan: Plan, tuning: Tuning, state: Any, view: SiloView) -> _Silo:
     return _Silo(kwargs, weights, latents, conducive, net, tuning.selection[number])
 
 
-def _run_block(plan: Plan, tuning: Tuning, keys: Array, silo: _Silo, view: SiloView, carry: tuple, length: int) -> tuple:
+def _run_block(
+    plan: Plan, tuning: Tuning, keys: Array, silo: _Silo, view: SiloView, carry: tuple, length: int
+) -> tuple:
     """Draw everything random of ``length`` steps at once, then scan over them."""
     key_noise, key_batch, key_local = keys
     theta, eps, count = carry[:3]

@@ -95,6 +95,7 @@ def prepare(model: Callable, silos: Silos, extra: dict[str, Any], options: Optio
         raise ValueError("the model has no global latent site: its silos have nothing in common to learn")
     selection = _selection(options.selection, silos)
     batch = _batch(options.batch_size, factors, silos)
+    _check_given(options.surrogate, factors, silos)
     silos = silos.with_shared(**extra)
     if options.validate:
         prove(factors, silos)
@@ -163,18 +164,22 @@ def _units(factors: Factors, silos: Silos) -> Units | None:
     return Units(factors, None, largest(silos))
 
 
+def _check_given(given: str | Surrogates | None, factors: Factors, silos: Silos) -> None:
+    if not isinstance(given, Surrogates):
+        return
+    if len(given) != len(silos) or given.dim != factors.dim:
+        raise ValueError(
+            f"surrogate: expected factors of {len(silos)} silos in dimension {factors.dim} "
+            f"({[name for name, _ in factors.global_sites]} unconstrained), got {given!r}"
+        )
+    given.posterior()  # positive definite, or an error in words
+
+
 def _surrogates(
     factors: Factors, silos: Silos, units: Units | None, options: Options
 ) -> tuple[Surrogates | None, score.ScoreFit | None]:
     given = options.surrogate
     wanted = options.alpha > 0 or options.preconditioner is not None
-    if isinstance(given, Surrogates):
-        if len(given) != len(silos) or given.dim != factors.dim:
-            raise ValueError(
-                f"surrogate: expected factors of {len(silos)} silos in dimension {factors.dim} "
-                f"({[name for name, _ in factors.global_sites]} unconstrained), got {given!r}"
-            )
-        given.posterior()  # positive definite, or an error in words
     fitted = None
     if units is not None or (wanted and not isinstance(given, Surrogates)):
         fit = laplace.fit if given == "laplace" else score.fit

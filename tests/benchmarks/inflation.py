@@ -75,7 +75,6 @@ if __name__ == "__main__":
     args = parser.parse_args()
     silos = data()
     cases = [
-        ("exact", None, 40, 0.02),
         ("exact", None, 40, 0.1),
         ("exact", 10, 40, 0.1),
         ("exact", 10, 1000, 0.1),
