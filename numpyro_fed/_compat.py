@@ -6,6 +6,7 @@ from functools import partial
 from types import ModuleType
 from typing import Any
 
+import jax
 import numpy as np
 from jax import Array
 from numpyro.handlers import substitute
@@ -24,10 +25,12 @@ def unconstrained(model: Callable, values: Mapping[str, Array]) -> Callable:
 def transforms(trace: Any) -> dict[str, Any] | None:
     """Transforms that constrain each latent site of a trace, or ``None`` where a draw needs the model.
 
-    (It does for deterministic sites and for supports that depend on values.)
+    (It does for deterministic sites, for supports that depend on values, and for supports that hold arrays made
+    inside the model, which would be tracers here: NumPyro does not look for those inside ``Independent``.)
     """
     info = _transforms_from_trace(trace, raise_warnings=False)
-    return None if info.has_deterministic or info.dynamic_support else info.inv_transforms
+    traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(info.inv_transforms))
+    return None if info.has_deterministic or info.dynamic_support or traced else info.inv_transforms
 
 
 _STATISTICS = {
@@ -45,6 +48,14 @@ def import_arviz() -> ModuleType:
         warnings.filterwarnings("ignore", r"\s*ArviZ is undergoing", FutureWarning)
         import arviz
     return arviz
+
+
+def infer_dims(model: Callable, model_args: tuple) -> dict[str, list[str]]:
+    """Names of the dimensions of a model's sites, from its plates (private in 0.23)."""
+    import_arviz()
+    from arviz.data.io_numpyro import infer_dims as infer
+
+    return infer(model, model_args, {})
 
 
 def posterior_dataset(obj: Any) -> Any:

@@ -41,7 +41,7 @@ class PooledModel:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if args and isinstance(args[0], Silos):
-            return self.model(*args[1:], **args[0].pooled, **kwargs)
+            return self.model(*args[1:], **{**args[0].pooled, **kwargs})
         return self.model(*args, **kwargs)
 
 
@@ -61,7 +61,6 @@ class Factors:
     :param model: the marked model.
     :param global_sites: name and unconstrained shape of each global latent site, sorted by name.
     :param local_sites: the latent sites inside silo plates.
-    :param observed_sites: name, silo plate and the plate's axis of each observed site in one.
     :param plates: each silo plate's name and the row group its elements are.
     :param rows: name, row group and type of one row of each row argument.
     :param index: row arguments that hold positions in another row group.
@@ -71,7 +70,6 @@ class Factors:
     model: Callable
     global_sites: tuple[tuple[str, tuple[int, ...]], ...]
     local_sites: tuple[LocalSite, ...]
-    observed_sites: tuple[tuple[str, str, int], ...]
     plates: tuple[tuple[str, str], ...]
     rows: tuple[tuple[str, str, jax.ShapeDtypeStruct], ...]
     index: tuple[tuple[str, str], ...]

@@ -83,7 +83,7 @@ def _factorise(
     for base in _PROBES:
         sizes = {group: base + 10 * i for i, group in enumerate(groups)}
         rows = {leaf: jax.ShapeDtypeStruct((sizes[g], *s.shape), s.dtype) for leaf, g, s in specs}
-        *sites, observed, transforms = _probe(model, rows, shared, sizes, public, conditioned)
+        *sites, transforms = _probe(model, rows, shared, sizes, public, conditioned)
         found.append(tuple(sites))
     first, second = found
     if first != second:
@@ -97,7 +97,6 @@ def _factorise(
         model,
         global_sites,
         local_sites,
-        observed,
         plates,
         specs,
         index,
@@ -128,12 +127,14 @@ def _probe(
                 f"the model fails when traced with as many rows as {sizes} ({error}); expected one that takes all "
                 "sizes from its arguments and runs under jax.jit, and rows= that put each argument in its group"
             ) from error
+        unknown = [name for name in public if name not in sites]
+        if unknown:
+            raise ValueError(f"public= names sites that the model lacks: {unknown}; it has {list(sites)}")
         plates = _silo_plates(sites, sizes)
         latent = _latent_sites(sites, plates, public, conditioned)
         seen.update(
             plates=plates,
             latent=latent,
-            observed=_observed_sites(sites, plates),
             transforms=_compat.transforms(sites),
         )
         return {name: biject_to(sites[name]["fn"].support).inv(sites[name]["value"]) for name, *_ in latent}
@@ -148,7 +149,7 @@ def _probe(
         axis = dim(len(shape))
         local_sites.append(LocalSite(name, plate, axis, shape[:axis] + shape[axis + 1 :]))
     plates = tuple(seen["plates"].items())
-    return tuple(sorted(global_sites)), tuple(sorted(local_sites)), plates, seen["observed"], seen["transforms"]
+    return tuple(sorted(global_sites)), tuple(sorted(local_sites)), plates, seen["transforms"]
 
 
 def _silo_plates(sites: Mapping[str, Any], sizes: dict[str, int]) -> dict[str, str]:
@@ -177,16 +178,6 @@ def _silo_plates(sites: Mapping[str, Any], sizes: dict[str, int]) -> dict[str, s
             'fed.mark_silos(model, "patients")'
         )
     return plates
-
-
-def _observed_sites(sites: Mapping[str, Any], plates: dict[str, str]) -> tuple[tuple[str, str, int], ...]:
-    """Name, silo plate and the plate's axis of each observed site in a silo plate."""
-    out = []
-    for name, site in sites.items():
-        frames = [f for f in site["cond_indep_stack"] if f.name in plates] if site["type"] == "sample" else []
-        if frames and site["is_observed"]:
-            out.append((name, frames[0].name, len(site["fn"].batch_shape) + frames[0].dim))
-    return tuple(out)
 
 
 def _is_delta(fn: Any) -> bool:

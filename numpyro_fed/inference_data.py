@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpyro.infer import MCMC
 
-from numpyro_fed._compat import import_arviz
-from numpyro_fed.density import Factors
+from numpyro_fed._compat import import_arviz, infer_dims
 from numpyro_fed.silos import Silos
 
 if TYPE_CHECKING:
@@ -55,7 +54,11 @@ def to_inference_data(mcmc: MCMC, silos: Silos, *, log_likelihood: bool = True, 
             f"{type(kernel).__name__}; for other kernels use arviz.from_numpyro(mcmc)"
         )
     _warn_of_cuts(mcmc)
-    options = {**options, "dims": {**_dims(factors), **options.get("dims", {})}}
+    ledger = kernel.ledger(mcmc.last_state)
+    if ledger.silos not in (silos.names, ("all",)):
+        raise ValueError(f"expected the silos of the run, {list(ledger.silos)}, got {list(silos.names)}")
+    if "dims" in options:  # what ArviZ infers from plates holds for the sites that are not named
+        options["dims"] = {**infer_dims(kernel.model, (silos,)), **options["dims"]}
     idata = import_arviz().from_numpyro(mcmc, log_likelihood=log_likelihood, **options)
     names = np.array(silos.names)
     for plate, group in factors.plates:
@@ -64,20 +67,10 @@ def to_inference_data(mcmc: MCMC, silos: Silos, *, log_likelihood: bool = True, 
         for name in idata.groups():
             if plate in idata[name].dims:
                 idata[name] = idata[name].assign_coords({f"{plate}_silo": (plate, silo)})
-    ledger = kernel.ledger(mcmc.last_state)
-    idata.posterior.attrs["silos"] = json.dumps(silos.names)
+    idata.posterior.attrs["silos"] = json.dumps(ledger.silos)
     for entry in ("rounds", "gradient_evaluations", "bytes_down", "bytes_up"):
         idata.posterior.attrs[entry] = json.dumps(getattr(ledger, entry))
     return idata
-
-
-def _dims(factors: Factors) -> dict[str, list[str]]:
-    """Names of the leading dimensions of sites in silo plates, up to the plate's own."""
-    sites = [(s.name, s.plate, s.axis) for s in factors.local_sites]
-    return {
-        name: [f"{name}_dim_{i}" for i in range(axis)] + [plate]
-        for name, plate, axis in [*sites, *factors.observed_sites]
-    }
 
 
 def _warn_of_cuts(mcmc: MCMC) -> None:

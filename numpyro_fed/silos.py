@@ -76,7 +76,9 @@ class Silos:
         shared: dict[str, Any] = {}
         told = {*rows, *index}
         differ = [leaf for leaf, values in table.items() if leaf in told or not _all_equal(values)]
-        row_sizes = {_lengths(table[leaf]) for leaf in differ}
+        row_sizes = {_lengths(table[leaf]) for leaf in differ} - {None}
+        if len(names) == 1 and not row_sizes:  # nothing differs: rows are as long as the first array
+            row_sizes = {next((n for n in map(_lengths, table.values()) if n is not None), None)}
         for leaf, values in table.items():
             # equal values are shared, unless they are as long as rows are: labels may well be equal
             if leaf not in differ and _lengths(values) not in row_sizes:
@@ -125,11 +127,14 @@ class Silos:
         _check_flat(names, rows, group, sizes, index)
         self.names, self.group, self.sizes, self.index = names, group, sizes, index
         self.guessed = guessed  # row groups told by their sizes alone
-        self.rows = {k: jnp.asarray(v) for k, v in rows.items()}
+        # positions in int32: small integer types (pandas categories) overflow when silos are put together
+        self.rows = {k: jnp.asarray(v, jnp.int32 if k in index else None) for k, v in rows.items()}
         self.order = {k: jnp.asarray(v, jnp.int32) for k, v in order.items()}
         self.shared = {k: jnp.asarray(v) if isinstance(v, np.ndarray) else v for k, v in shared.items()}
         self._arrays = tuple(sorted(k for k, v in self.shared.items() if isinstance(v, Array)))
         for leaf, value in self.shared.items():
+            if leaf in self._arrays and not np.isfinite(np.asarray(value, np.float64)).all():
+                raise ValueError(f"shared argument {leaf!r}: expected finite numbers, got NaN or infinity")
             if not isinstance(value, (Array, Hashable)):
                 raise ValueError(
                     f"argument {leaf!r}: expected an array or a hashable value, got "
@@ -280,8 +285,7 @@ def _same_arguments(data: dict[str, Mapping[str, Any]]) -> dict[str, list]:
 def _all_equal(values: Sequence[Any]) -> bool:
     first = values[0]
     if isinstance(first, np.ndarray):
-        # one silo, or arrays that merely agree in shape, are rows; the very same values are shared
-        return len(values) > 1 and all(np.array_equal(first, v) for v in values[1:])
+        return all(np.array_equal(first, v) for v in values[1:])
     return all(type(v) is type(first) and v == first for v in values)
 
 

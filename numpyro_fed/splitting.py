@@ -90,6 +90,8 @@ def _check_labels(labels: np.ndarray) -> None:
                 f"by: row {int(np.argmax(missing))} has no label ({labels[np.argmax(missing)]}); expected each row's "
                 "silo, or integer labels with -1 for rows to leave out"
             )
+    if labels.dtype.kind == "f" and (labels == -1).any():
+        raise ValueError("by: rows to leave out are marked by the integer -1, got floating-point labels; cast them")
     if labels.dtype.kind in "iu" and (labels == -1).all():
         raise ValueError("by: expected the silo of at least one row, got -1 (left out) for all of them")
 
@@ -136,7 +138,11 @@ def _silo_numbers(
             target = index[leaf]
             found = _follow(leaf, target, columns, group, silo_of[group[leaf]], names)
             if target in silo_of and not np.array_equal(silo_of[target], found):
-                raise ValueError(f"two index arguments put the elements of {target!r} in different silos")
+                element = int(np.argmax(silo_of[target] != found))
+                raise ValueError(
+                    f"index argument {leaf!r} puts element {element} of {target!r} in another silo than an earlier one "
+                    "does; expected every element, and all that points to it, in one silo"
+                )
             silo_of[target] = found
     lost = set(group.values()) - set(silo_of)
     if lost:
@@ -160,6 +166,8 @@ def _follow(
         )
     found = np.full(max(lengths), -1)
     values = columns[leaf]
+    if len(values) != len(silo):
+        raise ValueError(f"argument {leaf!r}: expected {len(silo)} rows as the others of its group, got {len(values)}")
     if not np.issubdtype(values.dtype, np.integer) or values.min() < 0 or values.max() >= len(found):
         raise ValueError(
             f"argument {leaf!r}: expected integer positions 0..{len(found) - 1} in {target!r}, got "

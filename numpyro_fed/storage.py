@@ -4,6 +4,7 @@ Unequal silos share one compiled program: a whole silo is padded to a static siz
 and padded rows carry weight zero. (Zeros as padding would make NaN gradients in many log densities.)
 """
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ from jax import Array
 
 from numpyro_fed.silos import Silos
 
-__all__ = ["Bucket", "SiloView", "buckets", "gather", "largest", "scatter", "sweep"]
+__all__ = ["Bucket", "SiloView", "buckets", "gather", "head", "largest", "scatter", "sweep"]
 
 _SMALL = 1 << 13  # rows, padded, that make a single bucket
 
@@ -144,6 +145,21 @@ def sweep(
         return out.at[jnp.where(place < 0, total, place)].set(new, mode="drop")
 
     return stacked, jax.tree.map(collect, *rows)
+
+
+def head(silos: Silos, group: str, most: int) -> Silos:
+    """The silos with the first rows only of a group that no index points to: about ``most`` over all silos."""
+    sizes = np.asarray(silos.sizes[group])
+    if sizes.sum() <= most:
+        return silos
+    kept = np.minimum(sizes, -(-most // len(silos)))
+    positions = np.concatenate([start + np.arange(n) for start, n in zip(silos.offsets(group), kept, strict=True)])
+    part = copy.copy(silos)
+    part.sizes = {**silos.sizes, group: tuple(kept.tolist())}
+    part.rows = {k: v[positions] if silos.group[k] == group else v for k, v in silos.rows.items()}
+    rank = np.argsort(np.argsort(np.asarray(silos.order[group])[positions]))
+    part.order = {**silos.order, group: jnp.asarray(rank, jnp.int32)}
+    return part
 
 
 def gather(tree: Any, positions: Array) -> Any:

@@ -1,11 +1,15 @@
 """Small models and silos that several test files share, so that their programs are compiled once a session."""
 
+from typing import Any
+
+import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
-from jax import Array
+from jax import Array, random
 
 import numpyro_fed as fed
+from numpyro_fed.storage import SiloView, largest
 
 INTERCEPTS_CALLS: list[int] = []  # one entry for each call of the model in Python
 GROUP_SD, ROW_SD, PRIOR_SD = 0.8, 1.5, 2.0
@@ -89,3 +93,16 @@ def scale_silos(seed: int = 2, shift: float = 1.0) -> fed.Silos:
     rng = np.random.default_rng(seed)
     y = (shift + rng.normal(size=24)).astype(np.float32)
     return fed.split({"y": y, "n": np.arange(24)}, by=rng.permutation(np.repeat([0, 1, 2], [5, 9, 10])))
+
+
+def view_of(silos: fed.Silos, number: Any) -> SiloView:
+    """A silo's rows, as a step sees them."""
+    return SiloView(silos, jnp.asarray(number), largest(silos))
+
+
+def run_kernel(kernel: Any, silos: fed.Silos, rounds: int = 3, **init: Any) -> Any:
+    """The state of a kernel after some rounds, without MCMC around it."""
+    state = kernel.init(random.key(0), 0, model_args=(silos,), **init)
+    for _ in range(rounds):
+        state = kernel.sample(state, (silos,), {})
+    return state

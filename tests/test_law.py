@@ -280,7 +280,7 @@ def test_the_law_does_not_depend_on_the_local_map(intercepts_run):
     kernel._tuning = tuning._replace(latents=tuning.latents._replace(rows=wrong))
     inflated = pilot.inflation(pilot.stay_noise(kernel._plan, kernel._tuning, silos), 0.01) ** 2
     assert 1.02 < inflated < 1.1
-    draws = flat(run(kernel, silos, num_samples=600), "mu", "a")
+    draws = flat(run(kernel, silos, num_samples=400), "mu", "a")
     mean, covariance = intercepts_posterior(silos)
     means, sds = local_errors(draws, mean, covariance, 4 * (1 - 1 / inflated))
     assert means < 4

@@ -51,13 +51,15 @@ def round_one(
     :return: the new server state, the merge's info, and the silo states with the visited silo's rows replaced.
     """
     view = SiloView(silos, number, largest(silos))
-    message = algorithm.broadcast(key, server_state)
+    key_broadcast, key_local = random.split(key)
+    message = algorithm.broadcast(key_broadcast, server_state)
+    key_local = random.fold_in(key_local, number)
     if not jax.tree.leaves(silo_states):
-        reply, _ = algorithm.local(key, message, silo_states, view)
+        reply, _ = algorithm.local(key_local, message, silo_states, view)
     else:
         positions, mask = view.units(group)
         own = gather(silo_states, positions)
-        reply, own = algorithm.local(key, message, own, view)
+        reply, own = algorithm.local(key_local, message, own, view)
         silo_states = scatter(silo_states, positions, mask, own)
     server_state, info = algorithm.merge(server_state, reply)
     return server_state, info, silo_states

@@ -1,6 +1,7 @@
 """What the Langevin kernels share as :class:`numpyro.infer.mcmc.MCMCKernel`: wiring, no mathematics."""
 
 import copy
+import math
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -36,7 +37,7 @@ class LangevinState(NamedTuple):
     :param cut_rate: fraction of the round's steps whose conducive residual was cut (0 for an undone round).
     :param local_accept_prob: mean acceptance of the local latents' moves (1 without any).
     :param step_size: step size of the round's last step.
-    :param inflation: predicted ratio of the chain's sd to the posterior's (NaN unless chosen automatically).
+    :param inflation: predicted ratio of the chain's sd to the posterior's (NaN without a preconditioner, and under a schedule).
     :param visits: rounds at each silo so far, ``(S,)``.
     :param rng_key: key of the next round.
     :param tuning: the numbers of the kernel, one for all chains. They are part of the state because compiled
@@ -170,6 +171,7 @@ class LangevinKernel(MCMCKernel):
         self._surrogates: Surrogates | None = None
         self._setup_cost = Cost()
         self._prepared_for: Silos | None = None
+        self._merged: tuple[Silos, Silos] | None = None
         self._sample_fn: Callable | None = None
         self._shown = (-1.0, "")
 
@@ -240,7 +242,16 @@ class LangevinKernel(MCMCKernel):
         if unknown:
             raise ValueError(f"arguments {sorted(unknown)} of mcmc.run: put all arguments of the model into the silos")
         silos = model_args[0]
-        return (silos.as_one() if self._pooled else silos), extra
+        return (self._as_one(silos) if self._pooled else silos), extra
+
+    def _as_one(self, silos: Silos) -> Silos:
+        """The silos as one; kept, so that the same data are the same object in every call."""
+        if self._merged is None or self._merged[0] != silos:
+            if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(silos)):
+                return silos.as_one()
+            with jax.ensure_compile_time_eval():
+                self._merged = (silos, silos.as_one())
+        return self._merged[1]
 
     def _prepare(self, silos: Silos, extra: dict[str, Any]) -> None:
         key = silos.with_shared(**extra)
@@ -293,19 +304,21 @@ class LangevinKernel(MCMCKernel):
     def ledger(self, state: LangevinState) -> Ledger:
         """Rounds, gradient evaluations and bytes of each silo up to ``state`` (e.g. ``mcmc.last_state``), all chains.
 
-        A visit sends the position and the step count down and the position and three statistics up; what fitting
-        surrogates and the pilot cost, once, is counted too.
+        A visit sends the position and the step count down, and these and three statistics up. What surrogates and pilot
+        cost, once, and the preconditioner and the surrogates' sum, which every silo is told once, are counted too.
+        Gradients are those of the silo's term with respect to theta; Newton steps and Metropolis moves are not counted.
         """
         if self._plan is None or self._prepared_for is None:
             raise ValueError("expected a kernel that has run; call mcmc.run(rng_key, silos) first")
         visits = np.asarray(state.visits).reshape(-1, state.visits.shape[-1]).sum(0)
         item = self._tuning.loc.dtype.itemsize  # type: ignore[union-attr]
-        position = self._plan.factors.dim * item
-        visit = Cost(1, self._plan.num_local_steps, position + 4, position + 3 * item)
+        chain = self._plan.factors.dim * item + 4
+        visit = Cost(1, self._plan.num_local_steps, chain, chain + 3 * item)
         costs = [self._setup_cost + visit.times(int(v)) for v in visits]
         return Ledger(self._prepared_for.names, *zip(*costs, strict=True))
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
         state["_sample_fn"] = None
+        state["_shown"] = (-math.inf, "")  # this machine's clock means nothing on another
         return state

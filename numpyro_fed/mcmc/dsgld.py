@@ -48,13 +48,13 @@ class DSGLD(LangevinKernel):
         *,
         surrogate: str | Surrogates | None = "score",
         bias_target: float = 0.02,
-        public: tuple[str, ...] = (),
+        public: Sequence[str] = (),
         validate: bool = True,
     ) -> None:
         super().__init__(
             model,
             Options(
                 step_size, num_local_steps, batch_size, surrogate, 0.0, selection, preconditioner,
-                bias_target, tuple(public), validate,
+                bias_target, public, validate,
             ),
         )  # fmt: skip

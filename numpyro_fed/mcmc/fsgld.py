@@ -27,9 +27,10 @@ class FSGLD(LangevinKernel):
     ``step_size="auto"`` it is held to a factor ``1 + bias_target`` in the sds; the prediction is in the extra field
     ``inflation``. One ``sample()`` is one communication round: a stay of ``num_local_steps`` steps at one silo.
 
-    **What leaves a silo.** A round: the global position (``d`` numbers) and three statistics. Once, for the
-    surrogates: ``d + d (d + 1) / 2`` numbers in each of about ten rounds. Rows, local latents and their coordinates
-    never do.
+    **What leaves a silo.** A round: the global position (``d`` numbers), the step count and three statistics. Before
+    the first: for the surrogates, in about ten rounds, ``d + d^2`` numbers, a misfit, and log marginal likelihoods at 64
+    or 256 values of theta; for the pilot, in two rounds, 64 means of e and its norms. Rows, local latents and their
+    coordinates never do. ``kernel.ledger(mcmc.last_state)`` has the bytes.
 
     **Local latents** move by Metropolis steps while the chain is at their silo, in coordinates that travel with the
     global parameters: element by element where elements are independent given those, together otherwise.
@@ -78,13 +79,13 @@ class FSGLD(LangevinKernel):
         preconditioner: str | None = "surrogate",
         *,
         bias_target: float = 0.02,
-        public: tuple[str, ...] = (),
+        public: Sequence[str] = (),
         validate: bool = True,
     ) -> None:
         super().__init__(
             model,
             Options(
                 step_size, num_local_steps, batch_size, surrogate, alpha, selection, preconditioner,
-                bias_target, tuple(public), validate,
+                bias_target, public, validate,
             ),
         )  # fmt: skip

@@ -70,9 +70,12 @@ def _mala(log_target: Callable[[Array], Array], eps: Array, noise: Array, owned:
     def mean(e: Array, g: Array) -> Array:
         return e + 0.5 * step**2 * g
 
+    # padding neither moves nor counts: the step is chosen for the silo's own latents
+    noise = jnp.where(owned, noise, 0.0)
+
     here = slope(eps)
-    proposal = mean(eps, here) + step * noise
+    proposal = jnp.where(owned, mean(eps, here) + step * noise, eps)
     there = slope(proposal)
     forward = jnp.sum(noise**2, -1)
-    backward = jnp.sum(((eps - mean(proposal, there)) / step) ** 2, -1)
+    backward = jnp.sum(jnp.where(owned, (eps - mean(proposal, there)) / step, 0.0) ** 2, -1)
     return proposal, log_target(proposal) - log_target(eps) + 0.5 * (forward - backward)

@@ -38,7 +38,8 @@ _LONGEST = 64  # local moves counted; longer stays are extrapolated
 def _stay_means(plan: Plan, length: int, key: Array, tuning: Tuning, silos: Silos) -> tuple[Array, Array, Array]:
     """Means of e over each half of a stay at fixed theta ``(S, draws, d)``, and its norms ``(S, draws, steps)``."""
     shape = (_DRAWS, plan.factors.dim)
-    normal = random.normal(key, shape, tuning.loc.dtype)
+    key_theta, key_walks = random.split(key)
+    normal = random.normal(key_theta, shape, tuning.loc.dtype)
     thetas = tuning.loc + jax.vmap(partial(langevin.push, tuning))(normal)
     group = None if plan.units is None else plan.units.group
 
@@ -47,7 +48,7 @@ def _stay_means(plan: Plan, length: int, key: Array, tuning: Tuning, silos: Silo
             theta, key = args
             return _walk(plan, tuning, theta, key, rows, view, length)
 
-        keys = random.split(random.fold_in(key, view.number), _DRAWS)
+        keys = random.split(random.fold_in(key_walks, view.number), _DRAWS)
         return lax.map(at, (thetas, keys)), None
 
     rows = None if tuning.latents is None else tuning.latents.rows
@@ -110,10 +111,11 @@ def settle(plan: Plan, tuning: Tuning, silos: Silos, bias_target: float | None, 
         norms = np.asarray(_stay_means(plan, _length(plan), key, tuning, silos)[2], np.float64)
         weights = np.broadcast_to(np.asarray(tuning.selection, np.float64)[:, None, None], norms.shape)
         tuning = tuning._replace(cut=jnp.asarray(max(_CUT, _quantile(norms, weights, 1 - _CUT_RATE)), dtype))
+    if plan.schedule is not None:  # no one step size to predict for
+        return tuning
     noise = stay_noise(plan, tuning, silos, seed=seed)
     h = float(tuning.step_size) if bias_target is None else step_size(noise, bias_target)
-    predicted = np.nan if plan.schedule is not None else inflation(noise, h)
-    return tuning._replace(step_size=jnp.asarray(h, dtype), inflation=jnp.asarray(predicted, dtype))
+    return tuning._replace(step_size=jnp.asarray(h, dtype), inflation=jnp.asarray(inflation(noise, h), dtype))
 
 
 def _quantile(values: np.ndarray, weights: np.ndarray, q: float) -> float:

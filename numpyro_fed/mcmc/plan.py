@@ -40,6 +40,9 @@ class Plan:
     def block(self) -> int:
         """Local steps in a block: its random numbers are drawn, and its rows gathered, in one go."""
         steps, most = self.num_local_steps, _BLOCK_STEPS
+        if self.units is not None:  # a normal vector and a uniform for each unit
+            count = 1 if self.units.group is None else dict(self.units.pad)[self.units.group]
+            most = max(1, min(most, _BLOCK_BYTES // (4 * count * (self.units.dim + 1))))
         if self.batch is not None:
             group, m = self.batch
             row = sum(math.prod(spec.shape) * spec.dtype.itemsize for _, g, spec in self.factors.rows if g == group)

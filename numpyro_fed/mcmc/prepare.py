@@ -17,11 +17,13 @@ from numpyro_fed.mcmc import pilot
 from numpyro_fed.mcmc.langevin import Conducive, LatentCoordinates, Plan, Tuning
 from numpyro_fed.proof import elements_are_independent, prove
 from numpyro_fed.silos import Silos
-from numpyro_fed.storage import largest
+from numpyro_fed.storage import head, largest
 from numpyro_fed.surrogates import laplace, score
 from numpyro_fed.surrogates.gaussian import Gaussian, Surrogates
 
 __all__ = ["Options", "Prepared", "prepare"]
+
+_PROOF_ROWS = 1 << 13  # rows that the proof check of a fit by minibatches takes, over all silos
 
 
 @dataclass(frozen=True)
@@ -36,11 +38,15 @@ class Options:
     selection: Sequence[float] | Array | None
     preconditioner: str | None
     bias_target: float
-    public: tuple[str, ...]
+    public: Sequence[str]
     validate: bool
 
     def checked(self) -> "Options":
         """Refuse what can be refused before any data are seen."""
+        if isinstance(self.public, str):
+            raise ValueError(
+                f"public: expected a sequence of site names, got {self.public!r}; write ({self.public!r},)"
+            )
         h = self.step_size
         if isinstance(h, str):
             if h != "auto":
@@ -49,12 +55,12 @@ class Options:
                 raise ValueError(
                     'step_size="auto" needs whitened coordinates; expected preconditioner="surrogate", got None'
                 )
-        elif not callable(h) and not h > 0:
-            raise ValueError(f"step_size: expected > 0, got {h}")
+        elif not callable(h) and not 0 < h < np.inf:
+            raise ValueError(f"step_size: expected a finite number > 0, got {h}")
         if self.num_local_steps < 1 or int(self.num_local_steps) != self.num_local_steps:
             raise ValueError(f"num_local_steps: expected an integer >= 1, got {self.num_local_steps}")
-        if self.batch_size is not None and self.batch_size < 1:
-            raise ValueError(f"batch_size: expected >= 1 or None (all rows), got {self.batch_size}")
+        if self.batch_size is not None and (self.batch_size < 1 or int(self.batch_size) != self.batch_size):
+            raise ValueError(f"batch_size: expected an integer >= 1 or None (all rows), got {self.batch_size}")
         if not 0 < self.bias_target < 1:
             raise ValueError(f"bias_target: expected a number in (0, 1), got {self.bias_target}")
         if not np.isfinite(self.alpha) or self.alpha < 0:
@@ -90,7 +96,7 @@ class Prepared(NamedTuple):
 
 def prepare(model: Callable, silos: Silos, extra: dict[str, Any], options: Options) -> Prepared:
     """Check model and data, fit what the options ask for, and choose the step size."""
-    factors = factorise(model, silos, public=options.public, extra=extra)
+    factors = factorise(model, silos, public=tuple(options.public), extra=extra)
     if not factors.dim:
         raise ValueError("the model has no global latent site: its silos have nothing in common to learn")
     selection = _selection(options.selection, silos)
@@ -98,7 +104,8 @@ def prepare(model: Callable, silos: Silos, extra: dict[str, Any], options: Optio
     _check_given(options.surrogate, factors, silos)
     silos = silos.with_shared(**extra)
     if options.validate:
-        prove(factors, silos)
+        # a fit by minibatches never evaluates all rows at once, so neither does its proof: they might not fit in memory
+        prove(factors, silos if batch is None else head(silos, batch[0], _PROOF_ROWS))
     units = _units(factors, silos)
     schedule = options.step_size if callable(options.step_size) else None
     cut = options.preconditioner is not None and options.alpha > 0

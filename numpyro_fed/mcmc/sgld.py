@@ -5,7 +5,7 @@ r"""SGLD: stochastic gradient Langevin dynamics on the pooled rows.
 It is DSGLD with one silo, and the reference that the federated kernels are compared with.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from numpyro_fed.mcmc._kernel import LangevinKernel
 from numpyro_fed.mcmc.prepare import Options
@@ -44,13 +44,13 @@ class SGLD(LangevinKernel):
         *,
         surrogate: str | Surrogates | None = "score",
         bias_target: float = 0.02,
-        public: tuple[str, ...] = (),
+        public: Sequence[str] = (),
         validate: bool = True,
     ) -> None:
         super().__init__(
             model,
             Options(
                 step_size, num_local_steps, batch_size, surrogate, 0.0, None, preconditioner,
-                bias_target, tuple(public), validate,
+                bias_target, public, validate,
             ),
         )  # fmt: skip

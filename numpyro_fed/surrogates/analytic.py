@@ -1,6 +1,5 @@
 """Analytic surrogates: Gaussians whose moments are known in closed form."""
 
-import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
@@ -41,9 +40,9 @@ def analytic(
     dim = mean.shape[1]
     if precision.shape not in ((size, dim), (size, dim, dim)):
         raise ValueError(f"precisions: expected shape {(size, dim)} or {(size, dim, dim)}, got {precision.shape}")
-    factors = _natural(mean, precision, "precisions")
+    factors = _natural(mean, precision, "means and precisions")
     if prior is None:
-        return Surrogates(factors, Gaussian(jnp.zeros(dim), jnp.zeros(precision.shape[1:])))
+        return Surrogates(factors, Gaussian(np.zeros(dim), np.zeros(precision.shape[1:])))
     own = [np.asarray(x, np.float64) for x in prior]
     if own[0].shape != (dim,) or own[1].shape != precision.shape[1:]:
         raise ValueError(
@@ -57,8 +56,8 @@ def _natural(mean: np.ndarray, precision: np.ndarray, name: str) -> Gaussian:
         raise ValueError(f"{name}: expected finite numbers, got NaN or infinity")
     if precision.ndim > mean.ndim:
         if not np.allclose(precision, np.swapaxes(precision, -1, -2)):
-            raise ValueError(f"{name}: expected symmetric matrices")
+            raise ValueError(f"{name}: expected symmetric matrices, got {precision}; symmetrise them: (p + p.T) / 2")
         eta = (precision @ mean[..., None])[..., 0]
     else:
         eta = precision * mean
-    return Gaussian(jnp.asarray(eta), jnp.asarray(precision))
+    return Gaussian(eta, precision)

@@ -27,7 +27,7 @@ def matvec(matrix: Array, vector: Array) -> Array:
 class Gaussian:
     """A Gaussian factor in natural parameters; leading axes are a batch.
 
-    :param eta: precision times mean, shape ``(..., d)``.
+    :param eta: precision times mean, shape ``(..., d)``. Arrays may be NumPy ones in float64, so that nothing cancels.
     :param precision: full ``(..., d, d)`` or diagonal ``(..., d)``.
 
     Example::
@@ -39,8 +39,8 @@ class Gaussian:
         ([0.5], [[0.0]])
     """
 
-    eta: Array
-    precision: Array
+    eta: Array | np.ndarray
+    precision: Array | np.ndarray
 
     @property
     def is_diagonal(self) -> bool:
@@ -60,21 +60,20 @@ class Gaussian:
     def score(self, theta: ArrayLike) -> Array:
         """Gradient of the log factor at ``theta`` of shape ``(d,)``, shape ``(..., d)``."""
         theta = jnp.asarray(theta)
-        if self.is_diagonal:
-            return self.eta - self.precision * theta
-        return self.eta - self.precision @ theta
+        product = self.precision * theta if self.is_diagonal else self.precision @ theta
+        return jnp.asarray(self.eta - product)
 
     @property
     def mean(self) -> Array:
         """The mean, shape ``(..., d)``; the factor must be a density."""
         if self.is_diagonal:
-            return self.eta / self.precision
+            return jnp.asarray(self.eta / self.precision)
         return jnp.linalg.solve(self.precision, self.eta[..., None])[..., 0]
 
     @property
     def covariance(self) -> Array:
         """The covariance, full or diagonal as the precision."""
-        return 1 / self.precision if self.is_diagonal else jnp.linalg.inv(self.precision)
+        return jnp.asarray(1 / self.precision) if self.is_diagonal else jnp.linalg.inv(self.precision)
 
 
 @jax.tree_util.register_dataclass
@@ -85,7 +84,7 @@ class Surrogates:
     :param factors: the silos' factors, batch ``(S,)`` in the order of ``silos.names``.
     :param prior: the prior's factor. For the whitening only: gradients use the prior itself.
 
-    What leaves a silo to make it: ``d + d (d + 1) / 2`` numbers (diagonal: ``2 d``), once.
+    A silo's factor is ``d + d (d + 1) / 2`` different numbers (diagonal: ``2 d``).
     """
 
     factors: Gaussian

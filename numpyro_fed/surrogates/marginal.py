@@ -24,7 +24,7 @@ from jax import Array, lax
 
 from numpyro_fed.surrogates.points import sobol_normal
 
-__all__ = ["Moments", "laplace_marginal", "quadrature_marginal"]
+__all__ = ["Moments", "laplace_marginal", "nodes", "quadrature_marginal"]
 
 _NEWTON_STEPS = 25
 _HERMITE_NODES = 25  # for one latent
@@ -82,7 +82,8 @@ def laplace_marginal(
     :param owned: which latents count, shape ``(E, k)``.
     :return: value (scalar), gradient ``(d,)``, and the modes with their curvatures.
     """
-    mode = lax.stop_gradient(_newton(lambda z: log_density(u, z), start))
+    # the mode's own derivative is left in: a Hessian of this function needs it
+    mode = _newton(lambda z: log_density(u, z), start)
     hessian = _curvature(lambda z: log_density(u, z), mode)
 
     def marginal(u: Array) -> Array:

@@ -23,7 +23,8 @@ def wide_points(num: int, dim: int, seed: int) -> np.ndarray:
     half = num // 4  # u is (points, mirror images): stretch the same quarter of each
     for start in (0, num // 2):
         rows = np.arange(start, start + half)
-        reach = np.linspace(1, 8, half) if half > 1 else np.array([4.0])
+        # shuffled, so that the reach of an axis does not depend on its place; the same for mirror images
+        reach = np.random.default_rng(seed).permutation(np.linspace(1, 8, half))
         axis = np.arange(half) % dim
         sign = 1.0 if start == 0 else -1.0
         u[rows, axis] = sign * reach * np.where((np.arange(half) // dim) % 2, -1.0, 1.0)

@@ -10,8 +10,8 @@ product. A last round at wider points, weighted by a power of the posterior, set
 the locations and log scales of the local latents on u, which stays in the silo.
 
 Moment-matched local posteriors (FSGLD 3.1) are improper or far from Gaussian exactly in hierarchical models;
-scores are not. What leaves a silo: ``d + d (d + 1) / 2`` numbers a round (diagonal: ``2 d``), and once the values of
-its log marginal likelihood at the last round's points. Related: FSGLD remark 3 asks for this criterion (equation 8).
+scores are not. What leaves a silo, a round: ``d + d^2`` numbers (diagonal: ``2 d``), the misfit, and its log marginal
+likelihood at the points. Related: FSGLD remark 3 asks for this criterion (equation 8).
 """
 
 import math
@@ -34,7 +34,7 @@ from numpyro_fed.silos import Silos
 from numpyro_fed.storage import SiloView
 from numpyro_fed.surrogates.gaussian import Gaussian, Surrogates, matvec
 from numpyro_fed.surrogates.least_squares import fit_map, fit_score
-from numpyro_fed.surrogates.marginal import laplace_marginal, quadrature_marginal
+from numpyro_fed.surrogates.marginal import laplace_marginal, nodes, quadrature_marginal
 from numpyro_fed.surrogates.points import sobol_normal, wide_points
 
 __all__ = ["ScoreFit", "Whitening", "fit"]
@@ -205,7 +205,7 @@ def _to_natural(state: ServerState, shift: np.ndarray, precision: np.ndarray, pr
             inverse = np.linalg.inv(state.scale)
             matrix = inverse.T @ b @ inverse
             eta = a @ inverse + matrix @ state.loc
-        return Gaussian(jnp.asarray(eta), jnp.asarray(matrix))
+        return Gaussian(eta, matrix)  # float64: the kernel expands them around loc
 
     return Surrogates(natural(shift, precision), natural(*prior))
 
@@ -254,7 +254,10 @@ def fit(
     :return: the fit.
     """
     full = factors.dim <= _FULL_UP_TO
-    at_once = max(1, _ROWS_AT_ONCE // max(sum(n) for n in silos.sizes.values()))
+    rows = max(sum(n) for n in silos.sizes.values())
+    if units is not None and units.group is not None:
+        rows *= len(nodes(units.dim)[0])
+    at_once = max(1, _ROWS_AT_ONCE // rows)
     # points cost time; a second number of points costs compiling the program again
     num = 64 if at_once < 256 else 256
     if full:
