@@ -123,6 +123,8 @@ def _probe(
         try:
             sites = trace(substitute(seed(model, key), substitute_fn=init_to_sample)).get_trace(**rows, **kwargs)
         except (TypeError, ValueError, IndexError) as error:
+            if str(error).startswith("mark_silos"):
+                raise
             raise ValueError(
                 f"the model fails when traced with as many rows as {sizes} ({error}); expected one that takes all "
                 "sizes from its arguments and runs under jax.jit, and rows= that put each argument in its group"

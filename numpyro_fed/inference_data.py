@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["to_inference_data"]
 
+_TOO_WIDE = 1.1  # predicted inflation of the sds above which they do too
 _TOO_OFTEN = 0.01  # share of local steps cut above which the draws deserve a word
 
 
@@ -53,10 +54,11 @@ def to_inference_data(mcmc: MCMC, silos: Silos, *, log_likelihood: bool = True, 
             "expected an MCMC that has run over a kernel of numpyro_fed, got one over "
             f"{type(kernel).__name__}; for other kernels use arviz.from_numpyro(mcmc)"
         )
-    _warn_of_cuts(mcmc)
     ledger = kernel.ledger(mcmc.last_state)
-    if ledger.silos not in (silos.names, ("all",)):
-        raise ValueError(f"expected the silos of the run, {list(ledger.silos)}, got {list(silos.names)}")
+    if not isinstance(silos, Silos) or ledger.silos not in (silos.names, ("all",)):
+        got = list(silos.names) if isinstance(silos, Silos) else type(silos).__name__
+        raise ValueError(f"expected the silos of the run, {list(ledger.silos)}, got {got}")
+    _warn_of_cuts(mcmc)
     if "dims" in options:  # what ArviZ infers from plates holds for the sites that are not named
         options["dims"] = {**infer_dims(kernel.model, (silos,)), **options["dims"]}
     idata = import_arviz().from_numpyro(mcmc, log_likelihood=log_likelihood, **options)
@@ -66,7 +68,7 @@ def to_inference_data(mcmc: MCMC, silos: Silos, *, log_likelihood: bool = True, 
         silo[np.asarray(silos.order[group])] = names[silos.silo_of_row(group)]
         for name in idata.groups():
             if plate in idata[name].dims:
-                idata[name] = idata[name].assign_coords({f"{plate}_silo": (plate, silo)})
+                setattr(idata, name, idata[name].assign_coords({f"{plate}_silo": (plate, silo)}))
     idata.posterior.attrs["silos"] = json.dumps(ledger.silos)
     for entry in ("rounds", "gradient_evaluations", "bytes_down", "bytes_up"):
         idata.posterior.attrs[entry] = json.dumps(getattr(ledger, entry))
@@ -77,6 +79,13 @@ def _warn_of_cuts(mcmc: MCMC) -> None:
     fields = mcmc.get_extra_fields(group_by_chain=True)
     cut = np.asarray(fields["cut_rate"]).mean(1)
     undone = (np.asarray(fields["diverging"]) & (np.asarray(fields["cut_rate"]) == 0)).sum(1)
+    inflation = float(np.nan_to_num(np.asarray(fields["inflation"]), nan=1.0).max())
+    if inflation > _TOO_WIDE:
+        warnings.warn(
+            f"at this step size the sds are predicted to be {inflation:.2f} times too large: lower step_size, or leave it "
+            '"auto"',
+            stacklevel=3,
+        )
     for chain in range(len(cut)):
         if undone[chain]:
             warnings.warn(
@@ -87,6 +96,6 @@ def _warn_of_cuts(mcmc: MCMC) -> None:
         elif cut[chain] > _TOO_OFTEN:
             warnings.warn(
                 f"{100 * cut[chain]:.1f} % of chain {chain}'s local steps were cut, which pulls its tails towards the "
-                "surrogates. Take fewer num_local_steps, or lower bias_target",
+                'surrogates. Take fewer num_local_steps, or lower step_size (under "auto": bias_target)',
                 stacklevel=3,
             )

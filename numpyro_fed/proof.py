@@ -19,7 +19,7 @@ from numpyro_fed.local_map import Units
 from numpyro_fed.silos import Silos
 from numpyro_fed.storage import SiloView, sweep
 
-__all__ = ["elements_are_independent", "prove"]
+__all__ = ["elements_are_independent", "prove", "prove_batch"]
 
 
 @partial(jax.jit, static_argnames=("factors",))
@@ -105,6 +105,37 @@ def prove(factors: Factors, silos: Silos, *, seed: int = 0) -> None:
                 + ". Expected equality: the model must not combine rows of different silos (means, ranks, positions "
                 "in other plates without index=), and rows= and index= must be right"
             )
+
+
+@partial(jax.jit, static_argnames=("factors", "group", "size"))
+def _batch_gaps(factors: Factors, group: str, size: int, theta: dict, silos: Silos) -> Array:
+    """How far terms of a minibatch are from the same rows' terms in the whole silo, relative, per silo."""
+
+    def local(view: SiloView, _: None) -> tuple[Array, None]:
+        kwargs, weights = view.whole()
+        whole = factors.terms(theta, {}, kwargs, weights)[1][group][:size]
+        rows = view.batch(group, jnp.arange(size))
+        batch = factors.terms(theta, {}, {**kwargs, **rows}, {**weights, group: 1.0})[1][group]
+        return jnp.abs(batch - whole).max() / (1.0 + jnp.abs(whole).max()), None
+
+    return sweep(local, silos, None, None)[0]
+
+
+def prove_batch(factors: Factors, silos: Silos, group: str, size: int, *, seed: int = 0) -> None:
+    """Raise a :class:`ValueError` unless a row's term is the same in a minibatch and in its whole silo.
+
+    Catches a model that reads the number of its rows, their mean or their place.
+    """
+    theta, _ = _point(factors, silos, random.key(seed))
+    size = min(size, max(1, min(silos.sizes[group]) - 1))  # a minibatch of all rows would show nothing
+    gaps = np.asarray(_batch_gaps(factors, group, size, theta, silos))
+    if not (gaps <= 2e3 * float(jnp.finfo(gaps.dtype).eps)).all():
+        silo = silos.names[int(np.argmax(np.nan_to_num(gaps, nan=np.inf)))]
+        raise ValueError(
+            f"proof check: in silo {silo!r} a row's log density in a minibatch of {size} differs from its own among all "
+            "rows. Expected terms that depend on their own row alone: no x.shape[0], mean or position of rows; pass such "
+            "numbers as arguments, or take batch_size=None"
+        )
 
 
 def _different_sites(gradient: Any, expected: Any, silos: Silos, factors: Factors) -> list[str]:

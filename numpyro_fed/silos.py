@@ -61,6 +61,11 @@ class Silos:
         rows: Mapping[str, str] | None = None,
         index: Mapping[str, str] | None = None,
     ) -> None:
+        if not isinstance(data, Mapping) or not all(isinstance(kwargs, Mapping) for kwargs in data.values()):
+            raise ValueError(
+                "expected {silo name: {argument: value}}, e.g. {'oslo': {'x': x, 'y': y}}, got "
+                f"{type(data).__name__}; tables are split by fed.split(table, by=column)"
+            )
         if not data:
             raise ValueError("expected at least one silo, got none")
         names = tuple(str(n) for n in data)
@@ -158,6 +163,7 @@ class Silos:
 
     def __getitem__(self, name: str) -> dict[str, Any]:
         """The keyword arguments of one silo."""
+        name = str(name)
         if name not in self.names:
             raise KeyError(f"no silo {name!r}; there are {list(self.names)}")
         s = self.names.index(name)
@@ -266,6 +272,8 @@ jax.tree_util.register_pytree_node(Silos, Silos.tree_flatten, lambda aux, childr
 
 def as_column(value: Any) -> Any:
     """A column of any library as a NumPy array; scalars and other objects as they are."""
+    if np.ma.is_masked(value):
+        raise ValueError("expected columns without masked values; drop or impute such rows inside their silo")
     if isinstance(value, Array) or hasattr(value, "__array__"):
         return np.asarray(value)
     return value
@@ -365,8 +373,17 @@ def _check_flat(
 def _check_values(leaf: str, values: np.ndarray, place: Callable[[int], str]) -> None:
     if values.dtype == object or values.dtype.kind in "USMm":
         raise ValueError(f"argument {leaf!r}: expected numbers, got {values.dtype}; encode it first")
+    stored = jax.dtypes.canonicalize_dtype(values.dtype)
+    if values.dtype.kind in "iu" and values.size:
+        limits = np.iinfo(stored)
+        if values.min() < limits.min or values.max() > limits.max:
+            raise ValueError(
+                f"argument {leaf!r}: {values.min()} to {values.max()} does not fit into {stored}; divide it, make it "
+                "floating-point, or enable float64 (numpyro.enable_x64())"
+            )
     if values.dtype.kind in "fc":
-        finite = np.isfinite(values.reshape(len(values), -1)).all(axis=1)
+        with np.errstate(over="ignore"):  # what float64 holds and float32 does not becomes infinite
+            finite = np.isfinite(values.astype(stored).reshape(len(values), -1)).all(axis=1)
         if not finite.all():
             raise ValueError(
                 f"{place(int(np.argmin(finite)))}: expected finite numbers, got NaN or infinity; "

@@ -27,7 +27,7 @@ from numpyro.infer.util import log_density
 from registry import ENTRIES, Entry
 
 import numpyro_fed as fed
-from numpyro_fed import storage
+from numpyro_fed import split, storage
 from numpyro_fed.density import Factors, PooledModel, pooled_log_density
 from numpyro_fed.factorise import factorise
 from numpyro_fed.storage import SiloView, buckets, largest, sweep
@@ -384,3 +384,16 @@ def test_the_pooled_model_takes_silos() -> None:
     values = [{k: s["value"] for k, s in t.items() if s["type"] == "sample"} for t in traces]
     assert_same(values[0], values[1])
     assert_same(values[0], values[2])
+
+
+def test_head_keeps_the_first_rows_of_each_silo_and_the_pooled_order():
+    silos = split({"x": np.arange(12.0), "scale": 2.0}, by=np.array([1, 0, 0, 1, 1, 0, 1, 1, 0, 1, 1, 1]))
+    (group,) = silos.sizes
+    part = storage.head(silos, group, 6)
+    assert part.sizes == {group: (3, 3)}
+    for name in silos:
+        np.testing.assert_array_equal(part[name]["x"], silos[name]["x"][:3])
+    np.testing.assert_array_equal(part.pooled["x"], [0, 1, 2, 3, 4, 5])
+    assert part.pooled["scale"] == 2.0
+    assert silos.sizes == {group: (4, 8)}
+    assert storage.head(silos, group, 12) is silos

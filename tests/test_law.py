@@ -261,6 +261,7 @@ def test_local_latents_have_their_exact_posterior(intercepts_run):
     assert local_errors(draws, swapped, covariance, h)[0] > 8
 
 
+@pytest.mark.slow
 def test_the_law_does_not_depend_on_the_local_map(intercepts_run):
     """A map whose every part is wrong costs noise and acceptance, not the law.
 

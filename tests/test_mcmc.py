@@ -321,12 +321,12 @@ def dynamic(y):
 
 def test_supports_that_depend_on_values_and_simplices():
     silos = fed.Silos({"a": {"y": jnp.ones(4)}, "b": {"y": jnp.full(5, 1.5)}})
-    mcmc = run(fed.DSGLD(dynamic, 0.01, 5), silos, num_chains=2, chain_method="vectorized")
+    mcmc = run(fed.DSGLD(dynamic, 0.01, 5), silos)
     draws = {k: np.asarray(v) for k, v in mcmc.get_samples().items()}
     assert ((draws["level"] > 0) & (draws["level"] < draws["top"])).all()
-    assert draws["weights"].shape == (60, 3)
+    assert draws["weights"].shape == (30, 3)
     np.testing.assert_allclose(draws["weights"].sum(1), 1, rtol=1e-5)
-    assert mcmc.last_state.z["weights"].shape == (2, 2)
+    assert mcmc.last_state.z["weights"].shape == (2,)
 
 
 def two_blocks(x, y):

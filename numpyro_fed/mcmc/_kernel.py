@@ -210,6 +210,9 @@ class LangevinKernel(MCMCKernel):
         z = None
         if init_params is not None:
             z = {k: jnp.asarray(v) for k, v in init_params.items()}
+            for name, value in z.items():
+                if not isinstance(value, jax.core.Tracer) and not np.isfinite(value).all():
+                    raise ValueError(f"init_params: expected finite values, got NaN or infinity at site {name!r}")
             if extra:  # Gibbs hands the values of all blocks but HMC's over constrained
                 z = unconstrain_fn(self.model, model_args, extra, z)
             chains = () if is_prng_key(rng_key) else (len(rng_key),)
@@ -228,6 +231,10 @@ class LangevinKernel(MCMCKernel):
 
     def _one(self, state: LangevinState, model_args: tuple, model_kwargs: Any) -> LangevinState:
         silos, extra = self._arguments(model_args, model_kwargs)
+        if len(silos) != state.visits.shape[-1]:
+            raise ValueError(
+                f"the state has visited {state.visits.shape[-1]} silos, the data have {len(silos)}; start a new MCMC"
+            )
         return _round(self._plan, state, silos.with_shared(**extra))
 
     def _arguments(self, model_args: tuple, model_kwargs: Mapping[str, Any] | None) -> tuple[Silos, dict[str, Any]]:

@@ -113,6 +113,11 @@ def settle(plan: Plan, tuning: Tuning, silos: Silos, bias_target: float | None, 
         tuning = tuning._replace(cut=jnp.asarray(max(_CUT, _quantile(norms, weights, 1 - _CUT_RATE)), dtype))
     if plan.schedule is not None:  # no one step size to predict for
         return tuning
+    if bias_target is None and not float(tuning.step_size) < 4:
+        raise ValueError(
+            f"step_size: in preconditioned units a step of 4 or more diverges by itself, got {float(tuning.step_size):g}; "
+            'expected "auto" or about 0.001 to 0.1'
+        )
     noise = stay_noise(plan, tuning, silos, seed=seed)
     h = float(tuning.step_size) if bias_target is None else step_size(noise, bias_target)
     return tuning._replace(step_size=jnp.asarray(h, dtype), inflation=jnp.asarray(inflation(noise, h), dtype))

@@ -15,7 +15,7 @@ from numpyro_fed.federation import Cost
 from numpyro_fed.local_map import Units
 from numpyro_fed.mcmc import pilot
 from numpyro_fed.mcmc.langevin import Conducive, LatentCoordinates, Plan, Tuning
-from numpyro_fed.proof import elements_are_independent, prove
+from numpyro_fed.proof import elements_are_independent, prove, prove_batch
 from numpyro_fed.silos import Silos
 from numpyro_fed.storage import head, largest
 from numpyro_fed.surrogates import laplace, score
@@ -105,7 +105,10 @@ def prepare(model: Callable, silos: Silos, extra: dict[str, Any], options: Optio
     silos = silos.with_shared(**extra)
     if options.validate:
         # a fit by minibatches never evaluates all rows at once, so neither does its proof: they might not fit in memory
-        prove(factors, silos if batch is None else head(silos, batch[0], _PROOF_ROWS))
+        some = silos if batch is None else head(silos, batch[0], _PROOF_ROWS)
+        prove(factors, some)
+        if batch is not None:
+            prove_batch(factors, some, *batch)
     units = _units(factors, silos)
     schedule = options.step_size if callable(options.step_size) else None
     cut = options.preconditioner is not None and options.alpha > 0

@@ -1,0 +1,92 @@
+"""Mistakes that would otherwise give wrong numbers without a word."""
+
+import jax
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+from numpyro.infer import MCMC
+
+import numpyro_fed as fed
+
+Y = np.random.default_rng(0).normal(3, 1, 40)
+
+
+def mean(y):
+    mu = numpyro.sample("mu", dist.Normal(0, 10))
+    with fed.silo_plate("rows", y.shape[0]):
+        numpyro.sample("y", dist.Normal(mu, 1), obs=y)
+
+
+def reads_size(y):
+    mu = numpyro.sample("mu", dist.Normal(0, 10))
+    with fed.silo_plate("rows", y.shape[0]):
+        numpyro.sample("y", dist.Normal(mu * 40 / y.shape[0], 1), obs=y)
+
+
+def run(kernel, silos, **options):
+    mcmc = MCMC(kernel, num_warmup=2, num_samples=4, progress_bar=False)
+    mcmc.run(jax.random.key(0), silos, **options)
+    return mcmc
+
+
+def halves():
+    return fed.split({"y": Y}, by=np.arange(40) % 2)
+
+
+@pytest.mark.parametrize("kernel", [fed.SGLD, fed.DSGLD])
+def test_a_model_that_reads_the_number_of_its_rows_is_refused_with_minibatches(kernel):
+    with pytest.raises(ValueError, match=r"row's log density in a minibatch of 5|proof check: log p"):
+        run(kernel(reads_size, step_size=1e-3, num_local_steps=2, batch_size=5), halves())
+    run(kernel(mean, step_size=1e-3, num_local_steps=2, batch_size=5), halves())  # the control
+
+
+def test_a_state_of_other_silos_is_refused():
+    mcmc = run(fed.DSGLD(mean, step_size=1e-3, num_local_steps=2), halves())
+    mcmc.post_warmup_state = mcmc.last_state
+    with pytest.raises(ValueError, match="visited 2 silos, the data have 4"):
+        mcmc.run(jax.random.key(1), fed.split({"y": Y}, by=np.arange(40) % 4))
+
+
+def test_values_that_the_stored_type_cannot_hold_are_refused():
+    with pytest.raises(ValueError, match="does not fit into int32"):
+        fed.Silos({"a": {"t": np.array([10**10, 1])}, "b": {"t": np.array([2])}})
+    with pytest.raises(ValueError, match="silo 'a', argument 'y', row 1: expected finite"):
+        fed.Silos({"a": {"y": np.array([1.0, 1e39])}, "b": {"y": np.array([2.0])}})
+
+
+def test_masked_columns_and_lists_of_silos_are_refused():
+    with pytest.raises(ValueError, match="without masked values"):
+        fed.split({"y": np.ma.masked_array([1.0, -999.0], mask=[0, 1])}, by=["a", "b"])
+    with pytest.raises(ValueError, match="expected {silo name: {argument: value}}"):
+        fed.Silos([{"y": Y}])
+
+
+def test_a_step_that_is_too_large_is_said():
+    silos = halves()
+    means = np.array([[Y[::2].mean()], [Y[1::2].mean()]])
+    exact = fed.surrogates.analytic(silos, means, np.full((2, 1), 20.0), prior=([0.0], [0.01]))
+    mcmc = run(fed.FSGLD(mean, step_size=2.0, num_local_steps=1, surrogate=exact), silos)
+    with pytest.warns(UserWarning, match="predicted to be 1.41 times too large"):
+        fed.to_inference_data(mcmc, silos)
+    with pytest.raises(ValueError, match="a step of 4 or more diverges"):
+        run(fed.FSGLD(mean, step_size=5.0, num_local_steps=1, surrogate=exact), silos)
+    with pytest.raises(ValueError, match="expected the silos of the run"):
+        fed.to_inference_data(mcmc, {"y": Y})
+
+
+def test_starts_that_are_not_finite_are_refused():
+    with pytest.raises(ValueError, match="init_params: expected finite values"):
+        run(fed.DSGLD(mean, step_size=1e-3, num_local_steps=2), halves(), init_params={"mu": np.nan})
+
+
+def test_the_result_keeps_its_groups_and_saves(tmp_path):
+    import arviz as az
+
+    silos = halves()
+    idata = fed.to_inference_data(run(fed.DSGLD(mean, step_size=1e-3, num_local_steps=2), silos), silos)
+    assert sorted(idata.groups()) == ["log_likelihood", "observed_data", "posterior", "sample_stats"]
+    idata.to_netcdf(str(tmp_path / "fit.nc"))
+    read = az.from_netcdf(str(tmp_path / "fit.nc"))
+    np.testing.assert_array_equal(read.observed_data["rows_silo"].values, np.tile(["0", "1"], 20))
+    np.testing.assert_array_equal(read.posterior["mu"], idata.posterior["mu"])
