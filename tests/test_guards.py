@@ -58,7 +58,7 @@ def test_values_that_the_stored_type_cannot_hold_are_refused():
 def test_masked_columns_and_lists_of_silos_are_refused():
     with pytest.raises(ValueError, match="without masked values"):
         fed.split({"y": np.ma.masked_array([1.0, -999.0], mask=[0, 1])}, by=["a", "b"])
-    with pytest.raises(ValueError, match="expected {silo name: {argument: value}}"):
+    with pytest.raises(ValueError, match=r"expected \{silo name: \{argument: value\}\}"):
         fed.Silos([{"y": Y}])
 
 
