@@ -57,7 +57,6 @@ def test_sites_of_a_model() -> None:
     factors = factorise(ENTRIES["women_in_districts"].model, ENTRIES["women_in_districts"].silos())
     assert factors.global_sites == (("beta", (2,)), ("tau", ()))
     assert factors.local_sites == (LocalSite("rate", "districts", 0, ()),)
-    assert factors.observed_sites == (("y", "women", 0),)
     assert dict(factors.plates) == {"districts": "districts", "women": "women"}
     assert factors.index == (("district", "districts"),)
     assert factors.latent_groups == ("districts",)
