@@ -312,7 +312,7 @@ class LangevinKernel(MCMCKernel):
         """Rounds, gradient evaluations and bytes of each silo up to ``state`` (e.g. ``mcmc.last_state``), all chains.
 
         A visit sends the position and the step count down, and these and three statistics up. What surrogates and pilot
-        cost, once, and the preconditioner and the surrogates' sum, which every silo is told once, are counted too.
+        cost, once, is counted too; the preconditioner and the surrogates' sum, which every silo is told once, are not.
         Gradients are those of the silo's term with respect to theta; Newton steps and Metropolis moves are not counted.
         """
         if self._plan is None or self._prepared_for is None:
