@@ -6,17 +6,25 @@ from numpyro_fed.inference_data import to_inference_data
 from numpyro_fed.mcmc.dsgld import DSGLD
 from numpyro_fed.mcmc.fsgld import FSGLD
 from numpyro_fed.mcmc.sgld import SGLD
+from numpyro_fed.mixed import MixedSilos
 from numpyro_fed.results import Comparison, compare, plot_compare
 from numpyro_fed.silos import Silos
 from numpyro_fed.splitting import split
+from numpyro_fed.vi.guides import AutoSiloNormal
+from numpyro_fed.vi.sfvi import SFVI
+from numpyro_fed.vi.sfvi_avg import SFVIAvg
 
 __version__ = "0.1.0"
 
 __all__ = [
     "DSGLD",
     "FSGLD",
+    "SFVI",
     "SGLD",
+    "AutoSiloNormal",
     "Comparison",
+    "MixedSilos",
+    "SFVIAvg",
     "Silos",
     "compare",
     "handlers",

@@ -20,13 +20,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from numpyro.distributions.util import is_identically_one
-from numpyro.handlers import trace
+from numpyro.handlers import substitute, trace
 from numpyro.infer.util import potential_energy
 
 from numpyro_fed import _compat
 from numpyro_fed.silos import Silos
 
-__all__ = ["Factors", "LocalSite", "PooledModel", "pooled_log_density"]
+__all__ = ["PARAMS", "Factors", "LearnedModel", "LocalSite", "PooledModel", "made_up_rows", "pooled_log_density"]
+
+PARAMS = "_fed_params"  # the argument under which a model that learns parameters takes them
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,19 @@ class LocalSite(NamedTuple):
     plate: str
     axis: int
     shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class LearnedModel:
+    """A model whose ``numpyro.param`` sites are set to the values of the argument :data:`PARAMS`.
+
+    So learned parameters are a shared argument like any other, and densities can be differentiated in them.
+    """
+
+    model: Callable
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return substitute(self.model, data=kwargs.pop(PARAMS))(*args, **kwargs)
 
 
 @dataclass(frozen=True)
@@ -158,11 +173,7 @@ class Factors:
         The model is called with one made-up row of each group; no global term depends on it (the proof
         check compares the sum of all factors with the pooled model).
         """
-        index = dict(self.index)
-        one_row = {
-            leaf: (jnp.zeros if leaf in index else jnp.ones)((1, *spec.shape), spec.dtype)
-            for leaf, _, spec in self.rows
-        }
+        one_row = made_up_rows(self.rows, dict(self.index))
         z = {s.name: jnp.zeros((1, *s.shape)) for s in self.local_sites}
         weights = {group: 1.0 for _, group, _ in self.rows}
         return self.terms(theta, z, {**shared, **one_row}, weights)[0]
@@ -180,6 +191,11 @@ class Factors:
             if target == group and groups[leaf] in local:
                 total = total + jax.ops.segment_sum(local[groups[leaf]], kwargs[leaf], num_segments=total.shape[0])
         return total
+
+
+def made_up_rows(rows: tuple[tuple[str, str, Any], ...], index: Mapping[str, str]) -> dict[str, Array]:
+    """One row of every row argument, for calls of a model where no data are."""
+    return {leaf: (jnp.zeros if leaf in index else jnp.ones)((1, *spec.shape), spec.dtype) for leaf, _, spec in rows}
 
 
 def _site_log_prob(site: Mapping[str, Any]) -> Array:

@@ -21,8 +21,13 @@ from numpyro_fed.density import Factors, LocalSite
 from numpyro_fed.handlers import is_silo_plate
 from numpyro_fed.silos import Silos
 
-__all__ = ["factorise"]
+__all__ = ["factorise", "pooled_factors"]
 
+_NO_PLATE = (
+    "the model has no silo plate, so it does not say which data live in silos; write "
+    'fed.silo_plate("patients", x.shape[0]) in place of numpyro.plate, or mark one from outside: '
+    'fed.mark_silos(model, "patients")'
+)
 _PROBES = (1009, 2003)  # numbers of rows of the first row group in the two traces; the others follow
 
 
@@ -67,6 +72,33 @@ def factorise(
                 f'each belongs to: Silos(..., rows={{"{members[0]}": "{plates[0]}", ...}})'
             )
     return factors
+
+
+def pooled_factors(model: Callable, sites: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> Factors:
+    """The factors of a model as a guide on pooled data sees them: each silo plate is a row group of its own.
+
+    :param sites: a trace of the model.
+    :param shapes: unconstrained shape of each latent site.
+    """
+    plates = {name: name for name, site in sites.items() if is_silo_plate(site)}
+    if not plates:
+        raise ValueError(_NO_PLATE)
+    global_sites, local_sites = _sorted_sites(_latent_sites(sites, plates, tuple(sites), ()), shapes)
+    return Factors(model, global_sites, local_sites, tuple(plates.items()), (), (), None)
+
+
+def _sorted_sites(
+    latent: list[tuple[str, str | None, Any]], shapes: Mapping[str, tuple[int, ...]]
+) -> tuple[tuple, tuple]:
+    global_sites, local_sites = [], []
+    for name, plate, dim in latent:
+        shape = shapes[name]
+        if plate is None:
+            global_sites.append((name, shape))
+            continue
+        axis = dim(len(shape))
+        local_sites.append(LocalSite(name, plate, axis, shape[:axis] + shape[axis + 1 :]))
+    return tuple(sorted(global_sites)), tuple(sorted(local_sites))
 
 
 @lru_cache(maxsize=256)
@@ -142,16 +174,9 @@ def _probe(
         return {name: biject_to(sites[name]["fn"].support).inv(sites[name]["value"]) for name, *_ in latent}
 
     shapes = jax.eval_shape(run, jax.random.key(0), rows, abstract)
-    global_sites, local_sites = [], []
-    for name, plate, dim in seen["latent"]:
-        shape = shapes[name].shape
-        if plate is None:
-            global_sites.append((name, shape))
-            continue
-        axis = dim(len(shape))
-        local_sites.append(LocalSite(name, plate, axis, shape[:axis] + shape[axis + 1 :]))
+    global_sites, local_sites = _sorted_sites(seen["latent"], {name: x.shape for name, x in shapes.items()})
     plates = tuple(seen["plates"].items())
-    return tuple(sorted(global_sites)), tuple(sorted(local_sites)), plates, seen["transforms"]
+    return global_sites, local_sites, plates, seen["transforms"]
 
 
 def _silo_plates(sites: Mapping[str, Any], sizes: dict[str, int]) -> dict[str, str]:
@@ -174,11 +199,7 @@ def _silo_plates(sites: Mapping[str, Any], sizes: dict[str, int]) -> dict[str, s
             )
         plates[name] = matches[0]
     if not plates:
-        raise ValueError(
-            "the model has no silo plate, so it does not say which data live in silos; write "
-            'fed.silo_plate("patients", x.shape[0]) in place of numpyro.plate, or mark one from outside: '
-            'fed.mark_silos(model, "patients")'
-        )
+        raise ValueError(_NO_PLATE)
     return plates
 
 

@@ -29,9 +29,10 @@ class Federated(NamedTuple):
     * ``init(key, ...) -> server_state``
     * ``broadcast(key, server_state) -> message``
     * ``local(key, message, silo_state, view) -> (reply, silo_state)``, with ``view`` a
-      :class:`~numpyro_fed.storage.SiloView`
+      :class:`~numpyro_fed.storage.SiloView` or :class:`~numpyro_fed.storage.SiloRows`
     * ``merge(server_state, replies) -> (server_state, info)``; ``replies`` have a leading axis over silos where
-      all were addressed, and none where one was.
+      all were addressed, and none where one was. An algorithm for all silos takes ``weights`` of the replies as a third
+      argument, zero for a silo that did not answer.
     """
 
     init: Callable[..., Any]

@@ -11,7 +11,7 @@ leave their silo.
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from jax.scipy.linalg import solve_triangular
 
 from numpyro_fed.density import Factors
 from numpyro_fed.silos import Silos
-from numpyro_fed.storage import SiloView
+from numpyro_fed.storage import SiloRows, SiloView
 
 __all__ = ["LocalMap", "Units"]
 
@@ -42,12 +42,18 @@ class Units:
     @property
     def dim(self) -> int:
         """Number of latents of a unit (in a joint unit, of the largest silo)."""
-        return sum(self._width(group) * count for group, count in self._blocks())
+        if self.group is not None:
+            return self._width(self.group)
+        return sum(width * count for _, count, width in self.blocks())
+
+    def blocks(self) -> list[tuple[str, int, int]]:
+        """The row groups with latents: name, number of elements shown, and number of latents of each element."""
+        return [(group, dict(self.pad)[group], self._width(group)) for group in self.factors.latent_groups]
 
     def _blocks(self) -> list[tuple[str, int]]:
         if self.group is not None:
             return [(self.group, 1)]
-        return [(group, dict(self.pad)[group]) for group in self.factors.latent_groups]
+        return [(group, count) for group, count, _ in self.blocks()]
 
     def _width(self, group: str) -> int:
         groups = self.factors.local_groups()
@@ -82,7 +88,7 @@ class Units:
             blocks.append(jnp.concatenate(parts, -1).reshape(-1, count * self._width(group)))
         return jnp.concatenate(blocks, -1)
 
-    def owned(self, view: SiloView) -> Array:
+    def owned(self, view: SiloView | SiloRows) -> Array:
         """Which of the latents in ``(E, dim)`` are the silo's own; the others are padding."""
         if self.group is not None:
             return jnp.broadcast_to(view.mask(self.group)[:, None], (dict(view.pad)[self.group], self.dim))
@@ -128,7 +134,9 @@ class Units:
             blocks[name] = block.at[silos.silo_of_row(group), _row_in_silo(silos, group)].set(x)
         return jax.vmap(self.from_sites)(blocks)[:, 0]
 
-    def log_density(self, theta: dict[str, Array], z: Array, kwargs: dict, weights: dict, view: SiloView) -> Array:
+    def log_density(
+        self, theta: dict[str, Array], z: Array, kwargs: dict, weights: dict, view: SiloView | SiloRows
+    ) -> Array:
         """Log density of each unit ``(E,)`` given theta, latents and rows; padding is standard normal."""
         local = self.factors.terms(theta, self.to_sites(z), kwargs, weights)[1]
         if self.group is None:
@@ -148,33 +156,72 @@ class LocalMap:
     """Rows of the local map (leading axis: units).
 
     :param mean: m, shape ``(G, k)``.
-    :param coupling: C, shape ``(G, k, d)``.
-    :param tril: T, unit lower triangular, shape ``(G, k, k)``.
     :param log_scale: l, shape ``(G, k)``.
-    :param scale_coupling: b, shape ``(G, k, d)``.
+    :param coupling: C, shape ``(G, k, d)``, or ``None`` for zero.
+    :param scale_coupling: b, shape ``(G, k, d)``, or ``None`` for zero.
+    :param tril: T, unit lower triangular, shape ``(G, k, k)``, or ``None`` for the identity.
     """
 
     mean: Array
-    coupling: Array
-    tril: Array
     log_scale: Array
-    scale_coupling: Array
+    coupling: Array | None = None
+    scale_coupling: Array | None = None
+    tril: Array | None = None
 
     def scale(self, u: Array) -> Array:
         """Scales at whitened position ``u`` of shape ``(d,)``; shape ``(G, k)``."""
         return jnp.exp(self.log_scales(u))
 
+    def location(self, u: Array) -> Array:
+        """Latents ``(G, k)`` at ``u`` for coordinates zero."""
+        return self.mean if self.coupling is None else self.mean + self.coupling @ u
+
     def forward(self, u: Array, eps: Array) -> Array:
         """Latents ``(G, k)`` at ``u`` for coordinates ``eps`` of shape ``(G, k)``."""
-        spread = jnp.einsum("gij,gj->gi", self.tril, self.scale(u) * eps)
-        return self.mean + self.coupling @ u + spread
+        spread = self.scale(u) * eps
+        if self.tril is not None:
+            spread = jnp.einsum("gij,gj->gi", self.tril, spread)
+        return self.location(u) + spread
 
     def inverse(self, u: Array, z: Array) -> Array:
         """Coordinates of latents ``z`` at ``u``; the inverse of :meth:`forward`."""
-        centred = (z - self.mean - self.coupling @ u)[..., None]
-        spread = jax.vmap(lambda t, x: solve_triangular(t, x, lower=True, unit_diagonal=True))(self.tril, centred)
-        return spread[..., 0] / self.scale(u)
+        spread = z - self.location(u)
+        if self.tril is not None:
+            spread = _solve_unit_lower(self.tril, spread)
+        return spread / self.scale(u)
 
     def log_scales(self, u: Array) -> Array:
         """Log scales ``(G, k)``; their sum over a unit is the log determinant of dz/deps."""
-        return self.log_scale + self.scale_coupling @ u
+        return self.log_scale if self.scale_coupling is None else self.log_scale + self.scale_coupling @ u
+
+    def log_density(self, u: Array, z: Array, owned: Array) -> Array:
+        """Log density ``(G,)`` of each unit's own latents at ``u``, for standard normal coordinates."""
+        terms = -0.5 * self.inverse(u, z) ** 2 - self.log_scales(u) - 0.5 * math.log(2 * math.pi)
+        return jnp.sum(jnp.where(owned, terms, 0.0), axis=1)
+
+    def rebased(self, shift: Array, factor: Array) -> "LocalMap":
+        """The same map in other coordinates v, where ``u = shift + factor v``; ``factor`` full or its diagonal."""
+
+        def carry(coefficients: Array) -> Array:
+            return coefficients @ factor if factor.ndim == 2 else coefficients * factor
+
+        new = {"mean": self.location(shift), "log_scale": self.log_scales(shift)}
+        if self.coupling is not None:
+            new["coupling"] = carry(self.coupling)
+        if self.scale_coupling is not None:
+            new["scale_coupling"] = carry(self.scale_coupling)
+        return replace(self, **new)
+
+
+_UNROLLED = 8  # most latents whose triangular systems are solved one by one: batches of small ones are slow
+
+
+def _solve_unit_lower(tril: Array, x: Array) -> Array:
+    """``T^-1 x`` for each unit."""
+    if x.shape[1] > _UNROLLED:
+        solve = jax.vmap(lambda t, x: solve_triangular(t, x, lower=True, unit_diagonal=True))
+        return solve(tril, x[..., None])[..., 0]
+    out: list[Array] = []
+    for i in range(x.shape[1]):
+        out.append(x[:, i] - sum((tril[:, i, j] * out[j] for j in range(i)), jnp.zeros(())))
+    return jnp.stack(out, axis=1)

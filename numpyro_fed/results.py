@@ -4,9 +4,11 @@ A difference of means is given in posterior standard deviations of the reference
 Monte-Carlo standard error; a verdict is given only where that error is small enough for one.
 """
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import cache, cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -25,14 +27,29 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from pandas import DataFrame
 
-__all__ = ["Comparison", "compare", "plot_compare"]
+__all__ = ["Comparison", "JointDistance", "compare", "plot_compare"]
 
 _SHOWN_ROWS = 16
+_JOINT_DRAWS = 1000  # at most, of each of two laws
+_EPSILON = 1.0  # entropic regularisation, in squared reference sds for each scalar
 _SENTENCES = {
     "agrees": "The fit agrees with the reference",
     "undecided": "Whether the fit agrees with the reference is undecided",
     "differs": "The fit differs from the reference",
 }
+
+
+class JointDistance(NamedTuple):
+    """How far two joint laws are apart, and two halves of one of them.
+
+    :param distance: of the fit from the reference, in sds of the reference, root mean square over the scalars.
+    :param within_reference: the same between two halves of the reference: what equal laws give.
+    :param num_draws: draws of each of the two laws in either distance.
+    """
+
+    distance: float
+    within_reference: float
+    num_draws: int
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -47,6 +64,7 @@ class Comparison:
     table: "DataFrame"
     mean_tolerance: float
     sd_tolerance: float
+    _scalars: list[Scalar]
 
     @property
     def verdict(self) -> str:
@@ -57,6 +75,35 @@ class Comparison:
     def worst(self) -> str:
         """Label of the row with the largest ``error``; one without a finite error comes first."""
         return self.table.index[int(np.argmax(self.table["error"].fillna(np.inf)))]
+
+    @cached_property
+    def joint(self) -> JointDistance:
+        r"""The distance of the two joint laws, which sees what no row does: a wrong correlation, say.
+
+        It is :math:`\sqrt{S_1}`, with :math:`S_\epsilon` the Sinkhorn divergence (Feydy et al. 2019, eq. 3) for the
+        cost :math:`\|x - y\|^2 / p` of the p scalars, standardised by the reference's means and sds: all means moved
+        by one sd are at distance 1. Draws are thinned evenly to equal numbers, at most 1000. Features much finer than
+        an sd are smoothed away. Scalars that do not vary in the reference, or are not finite there, are
+        left out. NaN where none is left, where a draw of the fit is not finite, and where there are fewer than 2 draws
+        of the fit or 4 of the reference. No verdict depends on it. It takes seconds, when first asked for.
+        """
+        kept = [(fed, ref) for _, fed, ref in self._scalars if np.isfinite(ref).all() and not is_constant(ref)]
+        if not kept:
+            return JointDistance(np.nan, np.nan, 0)
+        num_fed, num_ref = kept[0][0].size, kept[0][1].size
+        number = min(_JOINT_DRAWS, num_fed, num_ref // 2)
+        if number < 2:
+            return JointDistance(np.nan, np.nan, number)
+        of_fed, of_ref = (np.arange(m) * size // m for m, size in ((number, num_fed), (2 * number, num_ref)))
+        units = [(ref.mean(dtype=float), ref.std(ddof=1, dtype=float)) for _, ref in kept]
+        columns = [
+            ((fed.ravel()[of_fed] - m) / s, (ref.ravel()[of_ref] - m) / s)
+            for (fed, ref), (m, s) in zip(kept, units, strict=True)
+        ]
+        fed, ref = (np.stack(side, axis=1) for side in zip(*columns, strict=True))
+        within = _sinkhorn_distance(ref[:number], ref[number:])
+        finite = all(np.isfinite(draws).all() for draws, _ in kept)
+        return JointDistance(_sinkhorn_distance(fed, ref[::2]) if finite else np.nan, within, number)
 
     def summary(self) -> str:
         """The result in one paragraph of words."""
@@ -221,7 +268,33 @@ def _compare(scalars: list[Scalar], mean_tolerance: float, sd_tolerance: float) 
 
     rows = [compare_scalar(fed, ref, mean_tolerance, sd_tolerance) for _, fed, ref in scalars]
     table = pd.DataFrame(rows, columns=COLUMNS, index=[label for label, _, _ in scalars])
-    return Comparison(table, mean_tolerance, sd_tolerance)
+    return Comparison(table, mean_tolerance, sd_tolerance, scalars)
+
+
+def _sinkhorn_distance(x: np.ndarray, y: np.ndarray) -> float:
+    """Root of the Sinkhorn divergence of the draws ``x`` and ``y``, each of shape (draws, scalars)."""
+
+    def cost(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+        return ((x**2).sum(1)[:, None] + (y**2).sum(1) - 2 * x @ y.T).clip(0) / x.shape[1]
+
+    costs = (cost(x, y), cost(x, x), cost(y, y))
+    return float(np.sqrt(max(float(_divergence()(*(c.astype(np.float32) for c in costs))), 0.0)))
+
+
+@cache
+def _divergence() -> Callable[..., Any]:
+    """The Sinkhorn divergence from three matrices of costs, compiled once for each shape."""
+    import jax
+
+    with warnings.catch_warnings():  # ott imports jaxopt, which announces its end
+        warnings.filterwarnings("ignore", "JAXopt is no longer maintained", DeprecationWarning)
+        from ott.geometry.geometry import Geometry
+        from ott.solvers.linear.acceleration import Momentum
+        from ott.tools.sinkhorn_divergence import sinkhorn_divergence
+
+    # both potentials are updated at once: the result is then the same for (x, y) and (y, x)
+    options = {"parallel_dual_updates": True, "momentum": Momentum(start=0, value=0.5)}
+    return jax.jit(lambda *costs: sinkhorn_divergence(Geometry, *costs, epsilon=_EPSILON, solve_kwargs=options)[0])
 
 
 def _by_severity(table: "DataFrame") -> np.ndarray:

@@ -9,13 +9,25 @@ An *index* argument holds positions in another row group (each row's district). 
 from zero, in :attr:`Silos.pooled` it is numbered as in the pooled data.
 """
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+
+from numpyro_fed._silo_checks import (
+    all_equal,
+    check_flat,
+    check_rows,
+    check_same_arguments,
+    check_shared,
+    check_sizes,
+    check_told,
+    lengths,
+    silo_names,
+)
 
 __all__ = ["Silos"]
 
@@ -61,51 +73,32 @@ class Silos:
         rows: Mapping[str, str] | None = None,
         index: Mapping[str, str] | None = None,
     ) -> None:
-        if not isinstance(data, Mapping) or not all(isinstance(kwargs, Mapping) for kwargs in data.values()):
-            raise ValueError(
-                "expected {silo name: {argument: value}}, e.g. {'oslo': {'x': x, 'y': y}}, got "
-                f"{type(data).__name__}; tables are split by fed.split(table, by=column)"
-            )
-        if not data:
-            raise ValueError("expected at least one silo, got none")
-        names = tuple(str(n) for n in data)
-        if len(set(names)) < len(names):
-            raise ValueError(f"expected silo names that differ, got {list(names)}")
-        table = _same_arguments(dict(zip(names, data.values(), strict=True)))
+        names = silo_names(data)
+        check_same_arguments(dict(zip(names, data.values(), strict=True)))
+        table = {leaf: [as_column(kwargs[leaf]) for kwargs in data.values()] for leaf in next(iter(data.values()))}
         rows, index = dict(rows or {}), dict(index or {})
-        unknown = {*rows, *index} - set(table)
-        if unknown:
-            raise ValueError(f"rows= and index= name arguments that data lack: {sorted(unknown)}")
+        check_told(rows, index, table)
         groups: dict[str, list[str]] = {}
         by_sizes: dict[tuple[int, ...], str] = {}
         shared: dict[str, Any] = {}
         told = {*rows, *index}
-        differ = [leaf for leaf, values in table.items() if leaf in told or not _all_equal(values)]
-        row_sizes = {_lengths(table[leaf]) for leaf in differ} - {None}
+        differ = [leaf for leaf, values in table.items() if leaf in told or not all_equal(values)]
+        row_sizes = {lengths(table[leaf]) for leaf in differ} - {None}
         if len(names) == 1 and not row_sizes:  # nothing differs: rows are as long as the first array
-            row_sizes = {next((n for n in map(_lengths, table.values()) if n is not None), None)}
+            row_sizes = {next((n for n in map(lengths, table.values()) if n is not None), None)}
         for leaf, values in table.items():
             # equal values are shared, unless they are as long as rows are: labels may well be equal
-            if leaf not in differ and _lengths(values) not in row_sizes:
+            if leaf not in differ and lengths(values) not in row_sizes:
                 shared[leaf] = values[0]
                 continue
-            _check_rows(leaf, names, values)
+            check_rows(leaf, names, values)
             sizes = tuple(len(v) for v in values)
             name = rows.get(leaf) or by_sizes.get(sizes) or leaf
             if leaf not in rows:
                 by_sizes[sizes] = name
-            _check_sizes(leaf, sizes, groups.get(name, []), name, names, table)
+            check_sizes(leaf, sizes, groups.get(name, []), name, names, table)
             groups.setdefault(name, []).append(leaf)
-        self._set(
-            names,
-            {leaf: np.concatenate(table[leaf]) for g in groups.values() for leaf in g},
-            shared,
-            {leaf: g for g, leaves in groups.items() for leaf in leaves},
-            {g: tuple(len(v) for v in table[leaves[0]]) for g, leaves in groups.items()},
-            {g: np.arange(sum(map(len, table[leaves[0]]))) for g, leaves in groups.items()},
-            index,
-            tuple(sorted(by_sizes.values())),
-        )
+        self._set(*put_together(names, table, groups, shared, index, tuple(sorted(by_sizes.values()))))
 
     @classmethod
     def _from_flat(cls, *parts: Any) -> Self:
@@ -129,7 +122,7 @@ class Silos:
                 "expected at least one argument with rows that differ between silos, got only "
                 f"shared arguments {sorted(shared)}"
             )
-        _check_flat(names, rows, group, sizes, index)
+        check_flat(names, rows, group, sizes, index)
         self.names, self.group, self.sizes, self.index = names, group, sizes, index
         self.guessed = guessed  # row groups told by their sizes alone
         # positions in int32: small integer types (pandas categories) overflow when silos are put together
@@ -138,13 +131,7 @@ class Silos:
         self.shared = {k: jnp.asarray(v) if isinstance(v, np.ndarray) else v for k, v in shared.items()}
         self._arrays = tuple(sorted(k for k, v in self.shared.items() if isinstance(v, Array)))
         for leaf, value in self.shared.items():
-            if leaf in self._arrays and not np.isfinite(np.asarray(value, np.float64)).all():
-                raise ValueError(f"shared argument {leaf!r}: expected finite numbers, got NaN or infinity")
-            if not isinstance(value, (Array, Hashable)):
-                raise ValueError(
-                    f"argument {leaf!r}: expected an array or a hashable value, got "
-                    f"{type(value).__name__}; a tuple in place of a list will do"
-                )
+            check_shared(leaf, value)
 
     def __len__(self) -> int:
         return len(self.names)
@@ -201,12 +188,18 @@ class Silos:
             if len(self) > 12 and s == len(self) - 1:
                 lines.append("  ...")
             lines.append(f"  {self.names[s]:<{width}}  " + "  ".join(f"{g}={n[s]}" for g, n in self.sizes.items()))
+        lines += [f"  {line}" for line in self.row_lines()]
+        lines += [f"  {leaf}: shared" for leaf in self.shared]
+        return "\n".join(lines)
+
+    def row_lines(self) -> list[str]:
+        """Each row argument's type, row group and trailing shape, for a repr."""
+        lines = []
         for leaf, flat in self.rows.items():
             note = f", index into {self.index[leaf]!r}" if leaf in self.index else ""
             shape = (f"{self.group[leaf]!r}", *map(str, flat.shape[1:]))
-            lines.append(f"  {leaf}: {flat.dtype}[{', '.join(shape)}]{note}")
-        lines += [f"  {leaf}: shared" for leaf in self.shared]
-        return "\n".join(lines)
+            lines.append(f"{leaf}: {flat.dtype}[{', '.join(shape)}]{note}")
+        return lines
 
     def with_shared(self, **values: Any) -> Self:
         """The same silos with further shared arguments (pytrees of arrays)."""
@@ -279,113 +272,23 @@ def as_column(value: Any) -> Any:
     return value
 
 
-def _same_arguments(data: dict[str, Mapping[str, Any]]) -> dict[str, list]:
-    first = next(iter(data))
-    for name, kwargs in data.items():
-        if set(kwargs) != set(data[first]):
-            raise ValueError(
-                f"silo {name!r}: expected the arguments {sorted(data[first])} as in silo {first!r}, "
-                f"got {sorted(kwargs)}"
-            )
-    return {leaf: [as_column(kwargs[leaf]) for kwargs in data.values()] for leaf in data[first]}
-
-
-def _all_equal(values: Sequence[Any]) -> bool:
-    first = values[0]
-    if isinstance(first, np.ndarray):
-        return all(np.array_equal(first, v) for v in values[1:])
-    return all(type(v) is type(first) and v == first for v in values)
-
-
-def _lengths(values: Sequence[Any]) -> tuple[int, ...] | None:
-    if all(isinstance(v, np.ndarray) and v.ndim for v in values):
-        return tuple(len(v) for v in values)
-    return None
-
-
-def _check_rows(leaf: str, names: tuple[str, ...], values: Sequence[Any]) -> None:
-    for name, v in zip(names, values, strict=True):
-        if not isinstance(v, np.ndarray) or v.ndim == 0:
-            raise ValueError(
-                f"argument {leaf!r} differs between silos, so it must be an array of rows; silo {name!r} has "
-                f"{v!r}. Give it one row per element of a silo plate, or the same value everywhere"
-            )
-        if v.shape[1:] != values[0].shape[1:]:
-            raise ValueError(
-                f"argument {leaf!r}: rows of silo {name!r} have shape {v.shape[1:]}, those of silo "
-                f"{names[0]!r} {values[0].shape[1:]}; expected equal shapes after the leading axis"
-            )
-
-
-def _check_sizes(
-    leaf: str,
-    sizes: tuple[int, ...],
-    others: Sequence[str],
-    group: str,
+def put_together(
     names: tuple[str, ...],
     table: Mapping[str, Sequence[Any]],
-) -> None:
-    """Rows of one group must be as many in every silo: equal totals alone would tear silos apart."""
-    for other in others[:1]:
-        for name, own, v in zip(names, sizes, table[other], strict=True):
-            if own != len(v):
-                raise ValueError(
-                    f"silo {name!r}, argument {leaf!r}: expected {len(v)} rows as {other!r} has of {group!r}, got {own}"
-                )
-
-
-def _check_flat(
-    names: tuple[str, ...],
-    rows: dict[str, np.ndarray],
-    group: dict[str, str],
-    sizes: dict[str, tuple[int, ...]],
+    groups: Mapping[str, Sequence[str]],
+    shared: dict[str, Any],
     index: dict[str, str],
-) -> None:
-    for g, n in sizes.items():
-        if min(n) == 0:
-            raise ValueError(f"silo {names[n.index(0)]!r} is empty: it has no row of {g!r}; leave it out")
-    for leaf, values in rows.items():
-        n = sizes[group[leaf]]
-        starts = np.cumsum(n) - np.asarray(n)
-        silo = np.repeat(np.arange(len(names)), n)
-
-        def place(row: int, silo: np.ndarray = silo, starts: np.ndarray = starts, leaf: str = leaf) -> str:
-            return f"silo {names[silo[row]]!r}, argument {leaf!r}, row {row - starts[silo[row]]}"
-
-        _check_values(leaf, values, place)
-        if leaf in index:
-            if index[leaf] not in sizes:
-                raise ValueError(
-                    f"index={{{leaf!r}: {index[leaf]!r}}}: no argument has rows of {index[leaf]!r}; give one, "
-                    f'e.g. np.arange(number of {index[leaf]}) with rows={{...: "{index[leaf]}"}}'
-                )
-            if not np.issubdtype(values.dtype, np.integer):
-                raise ValueError(f"argument {leaf!r}: expected integers, got {values.dtype}")
-            bad = (values < 0) | (values >= np.asarray(sizes[index[leaf]])[silo])
-            if bad.any():
-                row = int(np.argmax(bad))
-                raise ValueError(
-                    f"{place(row)}: index {values[row]} is outside the silo's "
-                    f"{sizes[index[leaf]][silo[row]]} elements of {index[leaf]!r}"
-                )
-
-
-def _check_values(leaf: str, values: np.ndarray, place: Callable[[int], str]) -> None:
-    if values.dtype == object or values.dtype.kind in "USMm":
-        raise ValueError(f"argument {leaf!r}: expected numbers, got {values.dtype}; encode it first")
-    stored = jax.dtypes.canonicalize_dtype(values.dtype)
-    if values.dtype.kind in "iu" and values.size:
-        limits = np.iinfo(stored)
-        if values.min() < limits.min or values.max() > limits.max:
-            raise ValueError(
-                f"argument {leaf!r}: {values.min()} to {values.max()} does not fit into {stored}; divide it, make it "
-                "floating-point, or enable float64 (numpyro.enable_x64())"
-            )
-    if values.dtype.kind in "fc":
-        with np.errstate(over="ignore"):  # what float64 holds and float32 does not becomes infinite
-            finite = np.isfinite(values.astype(stored).reshape(len(values), -1)).all(axis=1)
-        if not finite.all():
-            raise ValueError(
-                f"{place(int(np.argmin(finite)))}: expected finite numbers, got NaN or infinity; "
-                "drop or impute such rows inside their silo"
-            )
+    guessed: tuple[str, ...],
+) -> tuple:
+    """Columns of every silo, silo after silo, with what :class:`Silos` stores beside them."""
+    sizes = {g: tuple(len(v) for v in table[leaves[0]]) for g, leaves in groups.items()}
+    return (
+        names,
+        {leaf: np.concatenate(table[leaf]) for leaves in groups.values() for leaf in leaves},
+        shared,
+        {leaf: g for g, leaves in groups.items() for leaf in leaves},
+        sizes,
+        {g: np.arange(sum(n)) for g, n in sizes.items()},
+        index,
+        guessed,
+    )

@@ -5,8 +5,8 @@ and padded rows carry weight zero. (Zeros as padding would make NaN gradients in
 """
 
 import copy
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -16,7 +16,7 @@ from jax import Array
 
 from numpyro_fed.silos import Silos
 
-__all__ = ["Bucket", "SiloView", "buckets", "gather", "head", "largest", "scatter", "sweep"]
+__all__ = ["Bucket", "SiloRows", "SiloView", "buckets", "gather", "head", "largest", "scatter", "stack", "sweep"]
 
 _SMALL = 1 << 13  # rows, padded, that make a single bucket
 
@@ -76,6 +76,66 @@ class SiloView:
     def _select(self, positions: dict[str, Array]) -> dict[str, Any]:
         rows = {k: v[positions[self.silos.group[k]]] for k, v in self.silos.rows.items()}
         return {**self.silos.shared, **rows}
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class SiloRows:
+    """The rows of one silo as arrays of their own: what :class:`SiloView` shows, gathered once and not per step.
+
+    Vmapped over a bucket of silos (leading axis, except of ``shared``) by :func:`stack`.
+
+    :param rows: row arguments, ``(pad, ...)``, padded by repeating the last row.
+    :param shared: shared arguments that are arrays.
+    :param sizes: number of the silo's rows in each group, integer scalars.
+    :param order: pooled place of each shown row of each group, ``(pad,)``.
+    :param number: the silo's place in the storage it comes from.
+    :param static: shared arguments that are no arrays.
+    :param pad: static number of shown rows of each group.
+    :param part: static number of the silo's structure, where silos differ in structure.
+    """
+
+    rows: dict[str, Array]
+    shared: dict[str, Any]
+    sizes: dict[str, Array]
+    order: dict[str, Array]
+    number: Array
+    static: tuple[tuple[str, Any], ...] = field(metadata={"static": True})
+    pad: tuple[tuple[str, int], ...] = field(metadata={"static": True})
+    part: int = field(default=0, metadata={"static": True})
+
+    def mask(self, group: str) -> Array:
+        """Which of the shown rows are the silo's own, shape ``(pad,)``."""
+        return jnp.arange(dict(self.pad)[group]) < self.sizes[group]
+
+    def whole(self) -> tuple[dict[str, Any], dict[str, Array]]:
+        """Keyword arguments with all the silo's rows, and each row's weight (1, or 0 for padding)."""
+        weights = {g: self.mask(g).astype(jnp.result_type(float)) for g, _ in self.pad}
+        return {**dict(self.static), **self.shared, **self.rows}, weights
+
+    @property
+    def axes(self) -> "SiloRows":
+        """What ``jax.vmap`` maps over in a stack of silos: all but the shared arguments."""
+        mapped: SiloRows = jax.tree.map(lambda _: 0, self)
+        return replace(mapped, shared=jax.tree.map(lambda _: None, self.shared))
+
+
+def stack(silos: Silos, part: int = 0) -> list[SiloRows]:
+    """All silos in a few stacks of equal shape (:func:`buckets`), each with a leading axis over its silos."""
+    static = {k: v for k, v in silos.shared.items() if isinstance(v, Hashable) and not isinstance(v, Array)}
+    shared = {k: v for k, v in silos.shared.items() if k not in static}
+    out = []
+    for numbers, pad in buckets(silos):
+        shown, sizes, order = {}, {}, {}
+        for group, count in pad:
+            sizes[group] = jnp.asarray(np.asarray(silos.sizes[group])[numbers], jnp.int32)
+            inside = np.minimum(np.arange(count), np.asarray(silos.sizes[group])[numbers][:, None] - 1)
+            shown[group] = jnp.asarray(silos.offsets(group)[numbers][:, None] + inside)
+            order[group] = silos.order[group][shown[group]]
+        rows = {k: v[shown[silos.group[k]]] for k, v in silos.rows.items()}
+        number = jnp.asarray(numbers, jnp.int32)
+        out.append(SiloRows(rows, shared, sizes, order, number, tuple(sorted(static.items())), pad, part))
+    return out
 
 
 class Bucket(NamedTuple):

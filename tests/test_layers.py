@@ -6,13 +6,13 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[1] / "numpyro_fed"
 # from the bottom up; a module may import from its own line and those above it
 LAYERS = (
-    ("handlers", "_compat", "partitioners"),
+    ("handlers", "_compat", "partitioners", "_silo_checks"),
     ("silos",),
-    ("splitting", "storage", "density"),
+    ("splitting", "mixed", "storage", "density"),
     ("factorise", "federation"),
     ("local_map", "engines"),
     ("proof", "surrogates"),
-    ("mcmc",),
+    ("mcmc", "vi"),
     ("_compare_scalars", "_comparison_figure", "results", "inference_data"),
 )
 LEVEL = {name: i for i, names in enumerate(LAYERS) for name in names}
@@ -56,3 +56,10 @@ def test_mcmc_knows_engines_only_through_inline():
     for name, path in modules().items():
         if name.startswith("engines"):
             assert not imported(path) & {"mcmc", "surrogates"}
+
+
+def test_mcmc_and_vi_do_not_know_each_other():
+    for name, path in modules().items():
+        package = Path(name).parts[0]
+        if package in {"mcmc", "vi"}:
+            assert not imported(path) & {"mcmc", "vi"} - {package}, name

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from numpyro_fed._compat import import_arviz
-from numpyro_fed.results import compare, plot_compare
+from numpyro_fed.results import _sinkhorn_distance, compare, plot_compare
 
 az = import_arviz()
 LARGE = (4, 5000)  # chains and draws: enough to judge at the default tolerances
@@ -168,6 +168,56 @@ def test_single_chain_has_no_split_r_hat_and_may_agree(rng):
     assert row["verdict"] == "agrees"
 
 
+# joint laws
+
+
+def correlated(rng, correlation, shape=LARGE):
+    x, y = rng.normal(size=(2, *shape))
+    return {"x": x, "y": 5 + 3 * (correlation * x + np.sqrt(1 - correlation**2) * y)}
+
+
+def test_joint_distance_of_equal_laws_is_that_of_the_references_halves(rng):
+    joint = compare(correlated(rng, 0.8), correlated(rng, 0.8)).joint
+    assert joint.num_draws == 1000
+    assert 0 < joint.within_reference < 0.15
+    assert 0.4 * joint.within_reference < joint.distance < 2 * joint.within_reference
+
+
+def test_joint_distance_sees_a_correlation_that_the_rows_miss(rng):
+    comparison = compare(correlated(rng, 0.0), correlated(rng, 0.8))
+    assert comparison.verdict == "agrees"
+    assert comparison.joint.distance > 4 * comparison.joint.within_reference
+    assert comparison.joint is comparison.joint  # computed once
+
+
+def test_joint_distance_of_a_shift_is_the_shift_and_of_a_set_to_itself_zero(rng):
+    """Exact: moving one of two equal sets adds the squared shift to the divergence."""
+    x = rng.normal(size=(200, 3))
+    assert _sinkhorn_distance(x, x) == pytest.approx(0, abs=1e-3)
+    shift = np.array([1.0, 0.5, -0.7])
+    assert _sinkhorn_distance(x, x + shift) == pytest.approx(np.sqrt(np.mean(shift**2)), rel=1e-4)
+
+
+def test_joint_distance_is_symmetric(rng):
+    x, y = rng.normal(size=(300, 3)), rng.standard_t(3, size=(300, 3)) + 0.4
+    assert _sinkhorn_distance(x, y) == pytest.approx(_sinkhorn_distance(y, x), rel=1e-4)
+
+
+def test_joint_distance_leaves_units_constants_and_bad_draws_out(rng):
+    fed, ref = correlated(rng, 0.5, (2, 150)), correlated(rng, 0.5, (2, 100))
+    plain = compare(fed, ref).joint
+    assert plain.num_draws == 100
+    scaled = compare({"x": fed["x"] * 1e6, "y": 2 - fed["y"]}, {"x": ref["x"] * 1e6, "y": 2 - ref["y"]}).joint
+    np.testing.assert_allclose(scaled, plain, rtol=1e-3)
+    more = compare(fed | {"one": np.ones((2, 150))}, ref | {"one": np.ones((2, 100))}).joint
+    assert more == plain
+    fed["x"][0, 1] = np.nan
+    bad = compare(fed, ref).joint
+    assert np.isnan(bad.distance)
+    assert bad.within_reference == plain.within_reference
+    assert np.isnan(compare({"x": np.ones((2, 9))}, {"x": np.ones((2, 9))}).joint.distance)
+
+
 # rows without a spread or with draws off the reals
 
 
@@ -293,8 +343,6 @@ def test_figure_leaves_constants_out_and_draws_into_a_subfigure(rng):
 
 
 def test_import_leaves_arviz_and_matplotlib_alone():
-    code = (
-        "import sys, numpyro_fed.results; print(sorted({'arviz', 'matplotlib', 'pandas', 'xarray'} & set(sys.modules)))"
-    )
+    code = "import sys, numpyro_fed.results; print(sorted({'arviz', 'matplotlib', 'ott', 'pandas', 'xarray'} & set(sys.modules)))"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ran.stdout.strip() == "[]"

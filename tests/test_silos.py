@@ -242,11 +242,17 @@ REFUSED_BY_SILOS: dict[str, tuple[Callable[[], Any], str]] = {
     "names": (lambda: Silos({1: {"y": Y}, "1": {"y": Y}}), "silo names that differ, got \\['1', '1'\\]"),
     "missing argument": (
         lambda: Silos({"oslo": {"y": Y, "x": Y}, "rome": {"y": Y}}),
-        "silo 'rome': expected the arguments \\['x', 'y'\\] as in silo 'oslo', got \\['y'\\]",
+        "silo 'rome': expected the arguments \\['x', 'y'\\] as in silo 'oslo', got \\['y'\\]; "
+        r"silos of different structure: fed\.MixedSilos \(SFVI only\)$",
     ),
     "differing scalar": (
         lambda: Silos(two(y=(Y, Y + 1), k=(1, 2))),
-        "argument 'k' differs between silos.*silo 'oslo' has 1",
+        r"argument 'k' differs between silos.*silo 'oslo' has 1\. .*or the same value everywhere; "
+        r"silos of different structure: fed\.MixedSilos \(SFVI only\)$",
+    ),
+    "differing scalar array": (
+        lambda: Silos(two(y=(Y, Y + 1), k=(np.float64(1), np.float64(2)))),
+        r"argument 'k' differs between silos.*or the same value everywhere$",
     ),
     "trailing shape": (
         lambda: Silos(two(y=(np.ones((3, 2)), np.ones((2, 3))))),

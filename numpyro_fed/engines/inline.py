@@ -9,13 +9,14 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import Array, random
 
 from numpyro_fed.federation import Federated
 from numpyro_fed.silos import Silos
-from numpyro_fed.storage import SiloView, gather, largest, scatter, sweep
+from numpyro_fed.storage import SiloRows, SiloView, gather, largest, scatter, sweep
 
-__all__ = ["ask_all", "round_one"]
+__all__ = ["ask_all", "round_all", "round_one"]
 
 
 @partial(jax.jit, static_argnames=("local", "group"))
@@ -63,3 +64,40 @@ def round_one(
         silo_states = scatter(silo_states, positions, mask, own)
     server_state, info = algorithm.merge(server_state, reply)
     return server_state, info, silo_states
+
+
+def round_all(
+    algorithm: Federated,
+    key: Array,
+    server_state: Any,
+    silo_states: list,
+    stacks: list[SiloRows],
+    weights: Array | None = None,
+) -> tuple[Any, Any, list]:
+    """One round that addresses all silos, or those of nonzero weight, vmapped over stacks of equal shape.
+
+    :param silo_states: for each stack a pytree with a leading axis over its silos.
+    :param stacks: the silos' rows, from :func:`~numpyro_fed.storage.stack`.
+    :param weights: of the silos' replies, in the order of the stacks, ``(S,)``; a silo of weight zero is not addressed, and keeps its
+        state (in this engine it is computed all the same). ``None``: all silos, ``merge`` is called without weights.
+    :return: the new server state, the merge's info, and the silo states.
+    """
+    message = algorithm.broadcast(key, server_state)
+    replies, states, start = [], [], 0
+    for rows, own in zip(stacks, silo_states, strict=True):
+
+        def one(rows: SiloRows, own: Any) -> tuple[Any, Any]:
+            return algorithm.local(jax.random.fold_in(key, rows.number), message, own, rows)
+
+        reply, new = jax.vmap(one, in_axes=(rows.axes, 0))(rows, own)
+        count = rows.number.shape[0]
+        if weights is not None:
+            asked = weights[start : start + count] > 0
+            new = jax.tree.map(lambda x, y, a=asked: jnp.where(a.reshape(-1, *[1] * (x.ndim - 1)), x, y), new, own)
+        start += count
+        replies.append(reply)
+        states.append(new)
+    collected = jax.tree.map(lambda *xs: jnp.concatenate(xs) if len(xs) > 1 else xs[0], *replies)
+    merge = (server_state, collected) if weights is None else (server_state, collected, weights)
+    server_state, info = algorithm.merge(*merge)
+    return server_state, info, states

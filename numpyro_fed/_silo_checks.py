@@ -1,0 +1,176 @@
+"""What data in silos must be, and the words in which everything else is refused.
+
+Each check raises a ``ValueError`` that names the silo, the argument and, where there is one, the row, and says how to
+mend it. Values are columns already: NumPy arrays, or any object that is not an array.
+"""
+
+from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax import Array
+
+__all__ = [
+    "all_equal",
+    "check_flat",
+    "check_rows",
+    "check_same_arguments",
+    "check_shared",
+    "check_sizes",
+    "check_told",
+    "lengths",
+    "silo_names",
+]
+
+_MIXED = "silos of different structure: fed.MixedSilos (SFVI only)"
+
+
+def silo_names(data: Any) -> tuple[str, ...]:
+    """Names of the silos in ``{silo name: {argument: value}}``, as strings."""
+    if not isinstance(data, Mapping) or not all(isinstance(kwargs, Mapping) for kwargs in data.values()):
+        raise ValueError(
+            "expected {silo name: {argument: value}}, e.g. {'oslo': {'x': x, 'y': y}}, got "
+            f"{type(data).__name__}; tables are split by fed.split(table, by=column)"
+        )
+    if not data:
+        raise ValueError("expected at least one silo, got none")
+    names = tuple(str(n) for n in data)
+    if len(set(names)) < len(names):
+        raise ValueError(f"expected silo names that differ, got {list(names)}")
+    return names
+
+
+def check_same_arguments(data: Mapping[str, Mapping[str, Any]]) -> None:
+    """Every silo has the arguments of the first."""
+    first = next(iter(data))
+    for name, kwargs in data.items():
+        if set(kwargs) != set(data[first]):
+            raise ValueError(
+                f"silo {name!r}: expected the arguments {sorted(data[first])} as in silo {first!r}, "
+                f"got {sorted(kwargs)}; {_MIXED}"
+            )
+
+
+def check_told(rows: Iterable[str], index: Iterable[str], known: Container[str]) -> None:
+    """What rows= and index= speak of is there."""
+    unknown = {name for name in (*rows, *index) if name not in known}
+    if unknown:
+        raise ValueError(f"rows= and index= name arguments that data lack: {sorted(unknown)}")
+
+
+def check_shared(leaf: str, value: Any) -> None:
+    """A shared argument is a finite array, or a hashable value, on which compiled programs may depend."""
+    if isinstance(value, Array) and not np.isfinite(np.asarray(value, np.float64)).all():
+        raise ValueError(f"shared argument {leaf!r}: expected finite numbers, got NaN or infinity")
+    if not isinstance(value, (Array, Hashable)):
+        raise ValueError(
+            f"argument {leaf!r}: expected an array or a hashable value, got "
+            f"{type(value).__name__}; a tuple in place of a list will do"
+        )
+
+
+def all_equal(values: Sequence[Any]) -> bool:
+    """Whether all silos have the same value, types of objects included."""
+    first = values[0]
+    if isinstance(first, np.ndarray):
+        return all(np.array_equal(first, v) for v in values[1:])
+    return all(type(v) is type(first) and v == first for v in values)
+
+
+def lengths(values: Sequence[Any]) -> tuple[int, ...] | None:
+    """Numbers of rows in the silos, or ``None`` where a value has no leading axis."""
+    if all(isinstance(v, np.ndarray) and v.ndim for v in values):
+        return tuple(len(v) for v in values)
+    return None
+
+
+def check_rows(leaf: str, names: tuple[str, ...], values: Sequence[Any]) -> None:
+    """An argument's values are arrays of rows, alike after the leading axis."""
+    for name, v in zip(names, values, strict=True):
+        if not isinstance(v, np.ndarray) or v.ndim == 0:
+            raise ValueError(
+                f"argument {leaf!r} differs between silos, so it must be an array of rows; silo {name!r} has "
+                f"{v!r}. Give it one row per element of a silo plate, or the same value everywhere"
+                + ("" if isinstance(v, np.ndarray) else f"; {_MIXED}")
+            )
+        if v.shape[1:] != values[0].shape[1:]:
+            raise ValueError(
+                f"argument {leaf!r}: rows of silo {name!r} have shape {v.shape[1:]}, those of silo "
+                f"{names[0]!r} {values[0].shape[1:]}; expected equal shapes after the leading axis"
+            )
+
+
+def check_sizes(
+    leaf: str,
+    sizes: tuple[int, ...],
+    others: Sequence[str],
+    group: str,
+    names: tuple[str, ...],
+    table: Mapping[str, Sequence[Any]],
+) -> None:
+    """Rows of one group must be as many in every silo: equal totals alone would tear silos apart."""
+    for other in others[:1]:
+        for name, own, v in zip(names, sizes, table[other], strict=True):
+            if own != len(v):
+                raise ValueError(
+                    f"silo {name!r}, argument {leaf!r}: expected {len(v)} rows as {other!r} has of {group!r}, got {own}"
+                )
+
+
+def check_flat(
+    names: tuple[str, ...],
+    rows: dict[str, np.ndarray],
+    group: dict[str, str],
+    sizes: dict[str, tuple[int, ...]],
+    index: dict[str, str],
+) -> None:
+    """Rows of all silos, put together: none is empty, no number is bad, no index points outside its silo."""
+    for g, n in sizes.items():
+        if min(n) == 0:
+            raise ValueError(f"silo {names[n.index(0)]!r} is empty: it has no row of {g!r}; leave it out")
+    for leaf, values in rows.items():
+        n = sizes[group[leaf]]
+        starts = np.cumsum(n) - np.asarray(n)
+        silo = np.repeat(np.arange(len(names)), n)
+
+        def place(row: int, silo: np.ndarray = silo, starts: np.ndarray = starts, leaf: str = leaf) -> str:
+            return f"silo {names[silo[row]]!r}, argument {leaf!r}, row {row - starts[silo[row]]}"
+
+        _check_values(leaf, values, place)
+        if leaf in index:
+            if index[leaf] not in sizes:
+                raise ValueError(
+                    f"index={{{leaf!r}: {index[leaf]!r}}}: no argument has rows of {index[leaf]!r}; give one, "
+                    f'e.g. np.arange(number of {index[leaf]}) with rows={{...: "{index[leaf]}"}}'
+                )
+            if not np.issubdtype(values.dtype, np.integer):
+                raise ValueError(f"argument {leaf!r}: expected integers, got {values.dtype}")
+            bad = (values < 0) | (values >= np.asarray(sizes[index[leaf]])[silo])
+            if bad.any():
+                row = int(np.argmax(bad))
+                raise ValueError(
+                    f"{place(row)}: index {values[row]} is outside the silo's "
+                    f"{sizes[index[leaf]][silo[row]]} elements of {index[leaf]!r}"
+                )
+
+
+def _check_values(leaf: str, values: np.ndarray, place: Callable[[int], str]) -> None:
+    if values.dtype == object or values.dtype.kind in "USMm":
+        raise ValueError(f"argument {leaf!r}: expected numbers, got {values.dtype}; encode it first")
+    stored = jax.dtypes.canonicalize_dtype(values.dtype)
+    if values.dtype.kind in "iu" and values.size:
+        limits = np.iinfo(stored)
+        if values.min() < limits.min or values.max() > limits.max:
+            raise ValueError(
+                f"argument {leaf!r}: {values.min()} to {values.max()} does not fit into {stored}; divide it, make it "
+                "floating-point, or enable float64 (numpyro.enable_x64())"
+            )
+    if values.dtype.kind in "fc":
+        with np.errstate(over="ignore"):  # what float64 holds and float32 does not becomes infinite
+            finite = np.isfinite(values.astype(stored).reshape(len(values), -1)).all(axis=1)
+        if not finite.all():
+            raise ValueError(
+                f"{place(int(np.argmin(finite)))}: expected finite numbers, got NaN or infinity; "
+                "drop or impute such rows inside their silo"
+            )

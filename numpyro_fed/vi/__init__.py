@@ -1,0 +1,1 @@
+"""Structured federated variational inference."""

@@ -1,0 +1,242 @@
+"""What SFVI and SFVI-Avg share in the shape of :class:`numpyro.infer.SVI`: wiring, no mathematics."""
+
+import math
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from numpyro_fed.federation import Ledger
+from numpyro_fed.mixed import MixedSilos
+from numpyro_fed.silos import Silos
+from numpyro_fed.vi.plan import Options, Plan, Prepared, first_params, prepare
+from numpyro_fed.vi.rounds import VIState, advance, ledger, participation_of, run_rounds
+
+__all__ = ["FederatedVI", "VIResult"]
+
+_jit_advance = partial(jax.jit, static_argnames=("federated", "plan", "who"))(advance)
+
+
+@dataclass(frozen=True, repr=False)
+class VIResult:
+    """What ``run`` returns.
+
+    :ivar params: parameters in their supports, averaged over the last rounds: q(theta)'s, the model's learned ones, and the local
+        ones (in the pooled order of their plate), under the names that the guide has in :class:`numpyro.infer.SVI`.
+    :ivar state: the state after the last round, from which ``run(..., init_state=result.state)`` goes on.
+    :ivar losses: minus the estimated bound in each round, a NumPy array.
+    :ivar ledger: rounds, gradient evaluations and bytes of each silo.
+    """
+
+    params: dict[str, Array]
+    state: VIState
+    losses: np.ndarray
+    ledger: Ledger
+
+    def __repr__(self) -> str:
+        tail = self.losses[-max(1, len(self.losses) // 10) :]
+        shapes = ", ".join(f"{k}{list(v.shape)}" for k, v in self.params.items())
+        return (
+            f"VIResult: {len(self.losses):,} rounds, mean loss {tail.mean():.2f} over the last {len(tail):,}\n"
+            f"  params: {shapes}\n{self.ledger}"
+        )
+
+
+class FederatedVI:
+    """Base of :class:`SFVI` and :class:`SFVIAvg`; see there for the parameters."""
+
+    _federated: ClassVar[Callable]
+    _init_silo: ClassVar[Callable]
+
+    def __init__(self, model: Callable, guide: Any, options: Options) -> None:
+        if not callable(model):
+            raise TypeError(f"expected a model (a callable), got {type(model).__name__}")
+        if not callable(guide):
+            raise TypeError(f"expected a guide, e.g. fed.AutoSiloNormal(model), got {type(guide).__name__}")
+        self.model, self.guide = model, guide
+        self._options = options.checked()
+        self._prepared: tuple[Any, Prepared] | None = None
+
+    def prepared(self, silos: Silos | MixedSilos) -> Prepared:
+        """Everything settled before the first round; kept, so that the same data are looked at once."""
+        if self._prepared is None or self._prepared[0] is not silos:
+            self._prepared = (silos, prepare(self.model, self.guide, silos, self._options))
+        return self._prepared[1]
+
+    def init(self, rng_key: Array, silos: Silos | MixedSilos, *, init_from: Any = None) -> VIState:
+        """The state before the first round.
+
+        :param rng_key: seed of all draws.
+        :param silos: the data.
+        :param init_from: a :class:`VIResult` of the same model, guide and silos (e.g. of a few SFVI-Avg rounds), whose parameters are
+            the start.
+        :raises ValueError: for every structure of model, guide or data that is not covered, in words.
+        """
+        prepared = self.prepared(silos)
+        params = first_params(prepared, self.guide, rng_key)
+        start = [self._local_start(rows, prepared) for rows in prepared.stacks]
+        if init_from is not None:
+            params, start = self._taken_from(init_from, prepared, params, start)
+        server = type(self)._federated(prepared.plan, prepared.stacks).init(rng_key, params)
+        init_silo = type(self)._init_silo
+        silo_states = tuple(jax.jit(jax.vmap(partial(init_silo, prepared.plan, params)))(local) for local in start)
+        visits = jnp.zeros(len(prepared.names), jnp.int32)
+        return VIState(server, silo_states, visits, jnp.ones((), bool))
+
+    def _local_start(self, rows: Any, prepared: Prepared) -> Any:
+        family = prepared.plan.families[rows.part]
+        one = partial(family.init_local, init_scale=self.guide.init_scale)
+        return jax.jit(jax.vmap(one, in_axes=(rows.axes,)))(rows)
+
+    def _taken_from(self, result: Any, prepared: Prepared, params: dict, start: list) -> tuple[dict, list]:
+        if not isinstance(result, VIResult):
+            raise TypeError(f"init_from: expected the result of a run, got {type(result).__name__}")
+        names = self.guide.local_names()
+        expected = {**prepared.plan.constrain(params), **local_params(prepared, start, names)}
+        wrong = sorted(k for k, v in expected.items() if jnp.shape(result.params.get(k)) != v.shape)
+        if wrong:
+            raise ValueError(
+                "init_from: expected a result of the same model, guide and silos, with parameters of shapes "
+                f"{ {k: expected[k].shape for k in wrong} }, got { {k: jnp.shape(result.params.get(k)) for k in wrong} }"
+            )
+        given = {k: jnp.asarray(result.params[k]) for k in expected}
+        return prepared.plan.unconstrain({k: given[k] for k in params}), stacked_params(prepared, given, start, names)
+
+    def _silo_params(self, prepared: Prepared, state: VIState, averaged: bool) -> list:
+        """The silos' own parameters, in the coordinates of the server's."""
+        del prepared
+        return [s.average if averaged else s.params for s in state.silos]
+
+    def update(self, state: VIState, silos: Silos | MixedSilos) -> tuple[VIState, Array]:
+        """One round of all silos: the new state, and minus the bound before it."""
+        prepared = self.prepared(silos)
+        state, info = _jit_advance(type(self)._federated, prepared.plan, None, state, prepared.stacks)
+        return state, info.loss
+
+    def evaluate(self, state: VIState, silos: Silos | MixedSilos) -> Array:
+        """Minus the bound, estimated anew; the state is as it was."""
+        return self.update(state, silos)[1]
+
+    def get_params(self, state: VIState) -> dict[str, Array]:
+        """Parameters of a state in their supports: the last iterates, under the names that the guide has in SVI."""
+        if self._prepared is None:
+            raise ValueError("expected an object that has been initialised; call init(rng_key, silos) first")
+        prepared = self._prepared[1]
+        return self._named(prepared, state.server.params, self._silo_params(prepared, state, False))
+
+    def _named(self, prepared: Prepared, params: dict[str, Array], local: list) -> dict[str, Array]:
+        return {**prepared.plan.constrain(params), **local_params(prepared, local, self.guide.local_names())}
+
+    def run(
+        self,
+        rng_key: Array,
+        num_rounds: int,
+        silos: Silos | MixedSilos,
+        *,
+        progress_bar: bool = True,
+        participation: Any = None,
+        tol: float | None = None,
+        init_from: Any = None,
+        init_state: VIState | None = None,
+    ) -> VIResult:
+        """Rounds of communication, each with all silos or some.
+
+        :param rng_key: seed of all draws (unused with ``init_state``).
+        :param num_rounds: how many rounds; with ``tol`` at most so many.
+        :param silos: the data.
+        :param participation: the fraction of silos that take part in a round (so many are drawn without replacement), or for each
+            silo's name the probability that it does. Replies are weighted by one over it, so that the gradient stays unbiased; an
+            absent silo keeps its state. Default: all.
+        :param tol: stop when the mean loss of the last quarter of the rounds is within ``tol`` nats of that of the quarter before
+            (of at least 250 rounds each).
+        :param init_from: as for :meth:`init`.
+        :param init_state: go on from there.
+        :raises ValueError: in words, before anything is compiled, for arguments that make no sense.
+        :warns UserWarning: when a loss is not finite (naming round and silo; the last finite state is returned), and for silos that
+            never took part.
+        """
+        if isinstance(num_rounds, bool) or not isinstance(num_rounds, int | np.integer) or num_rounds < 1:
+            raise ValueError(f"num_rounds: expected a whole number >= 1, got {num_rounds!r}")
+        if tol is not None and not (math.isfinite(tol) and tol > 0):
+            raise ValueError(f"tol: expected a number of nats > 0, got {tol!r}")
+        prepared = self.prepared(silos)
+        who = participation_of(participation, prepared.names)
+        state = self.init(rng_key, silos, init_from=init_from) if init_state is None else init_state
+        method, plan = type(self)._federated, prepared.plan
+        state, losses = run_rounds(
+            method, plan, who, state, prepared.stacks, prepared.names, num_rounds, tol, progress_bar
+        )
+        never = [name for name, n in zip(prepared.names, np.asarray(state.visits), strict=True) if n == 0]
+        if never:
+            shown = ", ".join(map(repr, never[:5])) + (", ..." if len(never) > 5 else "")
+            warnings.warn(
+                f"{len(never)} of {len(prepared.names)} silos never took part ({shown}): their data are not in the fit. Run more "
+                "rounds, or raise participation",
+                stacklevel=2,
+            )
+        average = state.server.params if state.server.average is None else state.server.average
+        params = self._named(prepared, average, self._silo_params(prepared, state, True))
+        return VIResult(
+            params, state, losses, ledger(method, plan, state, prepared.stacks, prepared.names, silos.names)
+        )
+
+
+def local_params(prepared: Prepared, local: list, names: dict[str, str]) -> dict[str, Array]:
+    """The silos' parameters as arrays over their plate's elements in pooled order (over silos where these are the units)."""
+    plan: Plan = prepared.plan
+    out: dict[str, Array] = {}
+    for part, family in enumerate(plan.families):
+        if not family.has_local:
+            continue
+        mine = [(r, p) for r, p in zip(prepared.stacks, local, strict=True) if r.part == part]
+        suffix = "" if len(plan.families) == 1 else f"_{part}"
+        silos = prepared.parts[part]
+        for field, name in names.items():
+            if getattr(mine[0][1], field) is not None:
+                rows = [(r, getattr(p, field)) for r, p in mine]
+                out[name + suffix] = _in_order(rows, family.group, silos)
+    return out
+
+
+def stacked_params(prepared: Prepared, params: dict[str, Array], start: list, names: dict[str, str]) -> list:
+    """The inverse of :func:`local_params`; padding keeps its values of ``start``."""
+    plan, out = prepared.plan, []
+    for rows, first in zip(prepared.stacks, start, strict=True):
+        family = plan.families[rows.part]
+        suffix = "" if len(plan.families) == 1 else f"_{rows.part}"
+        new = {}
+        for field, name in names.items():
+            x = getattr(first, field)
+            if x is None or not family.has_local:
+                continue
+            if family.group is None:
+                new[field] = params[name + suffix][(rows.number, *[slice(n) for n in x.shape[2:]])][:, None]
+            else:
+                own = jnp.arange(x.shape[1]) < rows.sizes[family.group][:, None]
+                own = own.reshape(*own.shape, *[1] * (x.ndim - 2))
+                new[field] = jnp.where(own, params[name + suffix][rows.order[family.group]], x)
+        out.append(replace(first, **new))
+    return out
+
+
+def _in_order(rows: list, group: str | None, silos: Silos) -> Array:
+    if group is None:
+        widest = [max(x.shape[i] for _, x in rows) for i in range(2, rows[0][1].ndim)]
+        total = [len(silos), *widest]
+        out = jnp.zeros(total, rows[0][1].dtype)
+        for r, x in rows:
+            out = out.at[(r.number, *[slice(n) for n in x.shape[2:]])].set(x[:, 0])
+        return out
+    count = sum(silos.sizes[group])
+    out = jnp.zeros((count, *rows[0][1].shape[2:]), rows[0][1].dtype)
+    for r, x in rows:
+        own = jnp.arange(x.shape[1]) < r.sizes[group][:, None]
+        place = jnp.where(own, r.order[group], count)
+        out = out.at[place.reshape(-1)].set(x.reshape(-1, *x.shape[2:]), mode="drop")
+    return out

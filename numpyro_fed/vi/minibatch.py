@@ -1,0 +1,69 @@
+r"""Some of a silo's rows for a step: systematic sampling, every row with the same probability and none twice.
+
+Of N_s rows, :math:`m = \min(\text{batch size}, N_s)` are taken, row :math:`\lfloor (j + U) N_s / m \rfloor` for j = 0 ... m - 1 with one
+uniform U. Terms of the batch have weight :math:`N_s / m`. The cost does not depend on N_s. Latents of the batch's own rows come with them, and only they are
+moved; latents of other groups stay whole.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, random
+
+from numpyro_fed.storage import SiloRows, gather
+
+__all__ = ["Batch", "pick"]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows of a step, the weights of their terms, and how to reach the parameters of their units.
+
+    :param rows: the rows as a silo of their own.
+    :param weights: of each row group's terms (beyond the mask of padding).
+    :param scale: of the units' parts of the bound, where units are subsampled.
+    :param take: the units' rows of a pytree, e.g. of variational parameters.
+    :param put: a pytree with the units' rows replaced.
+    """
+
+    rows: SiloRows
+    weights: dict[str, Array]
+    scale: Array | float
+    take: Callable[[Any], Any]
+    put: Callable[[Any, Any], Any]
+
+
+def pick(family: Any, size: tuple[str, int] | None, key: Array, rows: SiloRows) -> Batch:
+    """The batch of a step: all rows, or a minibatch.
+
+    :param size: row group and number of rows, or ``None`` for all rows.
+    """
+    if size is None:
+        return Batch(rows, {}, 1.0, lambda tree: tree, lambda _, new: new)
+    group, most = size
+    pad = dict(rows.pad)[group]
+    shown = min(most, pad)
+    total = rows.sizes[group]
+    count = jnp.minimum(shown, total)
+    steps = jnp.arange(shown) + random.uniform(key)
+    place = jnp.minimum((steps * total / count).astype(jnp.int32), total - 1)
+    place = jnp.where(jnp.arange(shown) < count, place, place[0])
+    groups = {leaf: g for leaf, g, _ in family.factors.rows}
+    batch = replace(
+        rows,
+        rows={k: v[place] if groups[k] == group else v for k, v in rows.rows.items()},
+        sizes={**rows.sizes, group: count},
+        order={**rows.order, group: rows.order[group][place]},
+        pad=tuple((g, shown if g == group else n) for g, n in rows.pad),
+    )
+    if family.group != group:
+        return Batch(batch, {group: total / count}, 1.0, lambda tree: tree, lambda _, new: new)
+    inside = jnp.where(jnp.arange(shown) < count, place, pad)
+
+    def put(tree: Any, new: Any) -> Any:
+        return jax.tree.map(lambda x, y: x.at[inside].set(y, mode="drop"), tree, new)
+
+    return Batch(batch, {}, total / count, lambda tree: gather(tree, place), put)

@@ -1,0 +1,199 @@
+r"""The structured Gaussian family: :math:`q(\theta)`, and a local map for :math:`q(z_s \mid \theta)` in every silo.
+
+.. math:: \theta = \mu + L u, \quad u \sim N(0, I), \qquad z_g = m_g + C_g u + T_g (e^{l_g + b_g u} \odot \epsilon_g)
+
+The paper's family (section 3.1) has :math:`C_g (\theta - \mu)`, constant log scales and one T for each silo; here the
+coupling is in whitened coordinates (so that the local parameters have the scale of the latents whatever L is), the
+log scales are linear in u, and T may be one for each plate element. Every function is pure and sees one silo.
+
+Reference: *Federated Variational Inference Methods for Structured Latent Variable Models*, Hassan, Salomone &
+Mengersen (2023), equations 7-8 and section 3.1.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax, random
+from numpyro.distributions import constraints
+
+from numpyro_fed.density import Factors
+from numpyro_fed.local_map import LocalMap, Units
+from numpyro_fed.storage import SiloRows
+from numpyro_fed.vi.scales import Diagonal, LowRank, Scale, Triangular, relative
+
+__all__ = ["Context", "SiloNormal"]
+
+
+class Context(NamedTuple):
+    """What every silo is told of a draw of the global latents.
+
+    :param theta: flat position in unconstrained space, ``(d,)``.
+    :param u: the same, whitened by q.
+    """
+
+    theta: Array
+    u: Array
+
+
+@dataclass(frozen=True)
+class SiloNormal:
+    """The family as a static description with pure methods; parameters are dicts (global) and maps (local).
+
+    :param factors: the model's factors (of the model alone, or as a plain guide sees it).
+    :param group: the row group whose elements are the units of the local map; ``None``: a silo is one unit.
+    :param global_cov: ``"full"``, ``"diag"`` or the rank of a low-rank form.
+    :param local_cov: ``"diag"``, ``"element"`` or ``"full"``.
+    :param coupling: whether the location of the local latents moves with theta.
+    :param scale_coupling: whether their log scales do.
+    :param prefix: of the parameters' names.
+    """
+
+    factors: Factors
+    group: str | None
+    global_cov: str | int
+    local_cov: str
+    coupling: bool
+    scale_coupling: bool
+    prefix: str = "auto"
+
+    @property
+    def has_local(self) -> bool:
+        """Whether the model has local latents."""
+        return bool(self.factors.local_sites)
+
+    def units(self, rows: SiloRows) -> Units:
+        """How the latents of the silos in a stack are cut."""
+        return Units(self.factors, self.group, rows.pad)
+
+    # q(theta)
+
+    def constraints(self) -> dict[str, Any]:
+        """Support of each global parameter."""
+        out: dict[str, Any] = {f"{self.prefix}_loc": constraints.real}
+        if self.global_cov == "full":
+            return {**out, f"{self.prefix}_scale_tril": constraints.scaled_unit_lower_cholesky}
+        out[f"{self.prefix}_scale"] = constraints.softplus_positive
+        if self.global_cov != "diag":
+            out[f"{self.prefix}_factor"] = constraints.real
+        return out
+
+    def init(self, loc: Array, init_scale: float) -> dict[str, Array]:
+        """Global parameters of independent components around ``loc``."""
+        d = self.factors.dim
+        out = {f"{self.prefix}_loc": loc}
+        if self.global_cov == "full":
+            return {**out, f"{self.prefix}_scale_tril": init_scale * jnp.eye(d, dtype=loc.dtype)}
+        out[f"{self.prefix}_scale"] = jnp.full(d, init_scale, loc.dtype)
+        if not isinstance(self.global_cov, str):  # at zero the gradient of A A' is zero
+            out[f"{self.prefix}_factor"] = 0.1 * random.normal(random.key(0), (d, self.global_cov), loc.dtype)
+        return out
+
+    def scale(self, params: Mapping[str, Array]) -> Scale:
+        """The square root L of the covariance of q(theta)."""
+        if self.global_cov == "full":
+            return Triangular(params[f"{self.prefix}_scale_tril"])
+        if self.global_cov == "diag":
+            return Diagonal(params[f"{self.prefix}_scale"])
+        return LowRank(params[f"{self.prefix}_scale"], params[f"{self.prefix}_factor"])
+
+    def context(self, params: Mapping[str, Array], noise: Array) -> Context:
+        """The draw for standard normal ``noise``; its gradients are those of a path through frozen parameters."""
+        theta = params[f"{self.prefix}_loc"] + self.scale(params).apply(noise)
+        return Context(theta, self.whiten(lax.stop_gradient(params), theta))
+
+    def from_moments(self, mean: Array, covariance: Array) -> dict[str, Array]:
+        """Global parameters of a Gaussian; the covariance full, or its diagonal (not for the low-rank form)."""
+        out = {f"{self.prefix}_loc": mean}
+        if self.global_cov == "full":
+            return {**out, f"{self.prefix}_scale_tril": jnp.linalg.cholesky(covariance)}
+        return {**out, f"{self.prefix}_scale": jnp.sqrt(covariance)}
+
+    def whiten(self, params: Mapping[str, Array], theta: Array) -> Array:
+        """``u`` of a position."""
+        return self.scale(params).solve(theta - params[f"{self.prefix}_loc"])
+
+    def log_global(self, params: Mapping[str, Array], context: Context) -> Array:
+        """``log q(theta)``, a scalar."""
+        return (
+            -0.5 * jnp.sum(context.u**2) - self.scale(params).log_det() - 0.5 * self.factors.dim * math.log(2 * np.pi)
+        )
+
+    # q(z_s | theta)
+
+    def init_local(self, rows: SiloRows, init_scale: float) -> LocalMap:
+        """One silo's map: standard normal times ``init_scale``, whatever theta."""
+        units = self.units(rows)
+        count = 1 if self.group is None else dict(rows.pad)[self.group]
+        k, d = units.dim, self.factors.dim
+        shape = (count, k)
+        zero = jnp.zeros((*shape, d))
+        return LocalMap(
+            mean=jnp.zeros(shape),
+            log_scale=jnp.full(shape, math.log(init_scale)),
+            coupling=zero if self.coupling else None,
+            scale_coupling=zero if self.scale_coupling else None,
+            tril=jnp.broadcast_to(jnp.eye(k), (count, k, k)) if self._correlated(units) else None,
+        )
+
+    def effective(self, local: LocalMap, rows: SiloRows) -> LocalMap:
+        """The map with its triangular factors held to the entries that the family has."""
+        if local.tril is None:
+            return local
+        mask = jnp.asarray(self._tril_mask(self.units(rows)))
+        eye = jnp.eye(mask.shape[0], dtype=local.tril.dtype)
+        return LocalMap(
+            local.mean, local.log_scale, local.coupling, local.scale_coupling, jnp.where(mask, local.tril, eye)
+        )
+
+    def rebased(self, local: LocalMap, base: Mapping[str, Array], params: Mapping[str, Array]) -> LocalMap:
+        """The map of the same q(z | theta), from coordinates whitened by ``base`` to those whitened by ``params``."""
+        shift = self.whiten(base, params[f"{self.prefix}_loc"])
+        return local.rebased(shift, relative(self.scale(base), self.scale(params)))
+
+    def noise(self, key: Array, rows: SiloRows, num: int) -> Array:
+        """Standard normal coordinates ``(num, E, k)`` of a silo's units, folded by the elements' pooled places."""
+        units = self.units(rows)
+        parts = []
+        for i, (group, count, width) in enumerate(units.blocks()):
+            key_group = random.fold_in(key, i)
+            draw = jax.vmap(lambda j, k=key_group, w=width: random.normal(random.fold_in(k, j), (num, w)))
+            eps = jnp.moveaxis(draw(rows.order[group]), 0, 1)
+            parts.append(eps if self.group is not None else eps.reshape(num, 1, count * width))
+        return jnp.where(units.owned(rows), jnp.concatenate(parts, axis=-1), 0.0)
+
+    def latents(self, local: LocalMap, context: Context, eps: Array) -> Array:
+        """Latents ``(..., E, k)`` of coordinates."""
+        forward = lambda e: local.forward(context.u, e)  # noqa: E731
+        return forward(eps) if eps.ndim == 2 else jax.vmap(forward)(eps)
+
+    def log_local(self, local: LocalMap, context: Context, z: Array, owned: Array) -> Array:
+        """``log q(z | theta)`` of each unit, ``(E,)``."""
+        return local.log_density(context.u, z, owned)
+
+    def reply(self, direct: Context, path: Context, path_doubly: Context) -> Context:
+        r"""A silo's gradient in the context, from its parts: of the bound at fixed z, and through z.
+
+        At fixed noise z does not depend on :math:`\mu, L`, so through ``theta`` there is no path, and through ``u`` only what has
+        mean zero is added: the path's gradient less its doubly reparametrised form. At the exact posterior nothing is left
+        of the noise.
+        """
+        return Context(direct.theta, direct.u + path.u - path_doubly.u)
+
+    def _correlated(self, units: Units) -> bool:
+        return self.local_cov != "diag" and bool(np.any(np.tril(self._tril_mask(units), -1)))
+
+    def _tril_mask(self, units: Units) -> np.ndarray:
+        """Which entries of T are free, ``(k, k)``."""
+        free = np.tri(units.dim, k=-1, dtype=bool)
+        if self.local_cov == "full" or self.group is not None:
+            return free
+        element, start = [], 0
+        for _, count, width in units.blocks():
+            element += [start + i // width for i in range(count * width)]
+            start += count
+        return free & (np.array(element)[:, None] == np.array(element))

@@ -1,0 +1,254 @@
+"""What a variational fit has settled before its first round: the checked model, the silos in stacks, the static facts."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import Array, random
+from numpyro.distributions import constraints
+from numpyro.distributions.transforms import biject_to
+from numpyro.handlers import seed, substitute, trace
+
+from numpyro_fed.density import PARAMS, Factors, LearnedModel, made_up_rows
+from numpyro_fed.factorise import factorise
+from numpyro_fed.local_map import Units
+from numpyro_fed.mixed import MixedSilos
+from numpyro_fed.proof import elements_are_independent, prove
+from numpyro_fed.silos import Silos
+from numpyro_fed.storage import SiloRows, head, largest, stack
+from numpyro_fed.vi.guides import AutoSiloNormal
+
+__all__ = ["Options", "Plan", "Prepared", "first_params", "parts_of", "prepare"]
+
+_PROOF_ROWS = 100_000  # of a fit by minibatches, whose rows might not fit into memory at once
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the adapters are given, checked."""
+
+    optim: Any
+    local_optim: Any
+    num_particles: int
+    num_local_particles: int
+    batch_size: int | None
+    validate: bool
+    num_local_steps: int = 1
+
+    def checked(self) -> "Options":
+        """Itself, or an error in words."""
+        for name in ("optim", "local_optim"):
+            value = getattr(self, name)
+            if not isinstance(value, optax.GradientTransformation):
+                raise TypeError(
+                    f"{name}: expected an optax transformation, e.g. optax.adam(1e-2), got {type(value).__name__}"
+                )
+        for name in ("num_particles", "num_local_particles", "batch_size", "num_local_steps"):
+            value = getattr(self, name)
+            whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
+            if value is not None and not (whole and value >= 1):
+                raise ValueError(f"{name}: expected a whole number >= 1, got {value!r}")
+        return self
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The static facts of a fit; fits of equal plans share their compiled programs.
+
+    :param families: the variational family over each structure's factors.
+    :param optim: for q(theta) and the learned parameters.
+    :param local_optim: for the silos' own parameters, one for each unit.
+    :param num_particles: draws of theta a round.
+    :param num_local_particles: K, draws of each unit's latents for each draw of theta.
+    :param batch: row group and number of rows of a minibatch, or ``None`` for all rows.
+    :param learned: names of the model's learned parameters.
+    :param num_local_steps: of SFVI-Avg; 1 in SFVI.
+    :param supports: support of each global variational and learned parameter.
+    """
+
+    families: tuple[Any, ...]
+    optim: Any
+    local_optim: Any
+    num_particles: int
+    num_local_particles: int
+    batch: tuple[str, int] | None
+    learned: tuple[str, ...]
+    num_local_steps: int
+    supports: dict[str, Any] = field(compare=False, repr=False)
+
+    @property
+    def factors(self) -> Factors:
+        """The factors of the first structure (global sites are those of all)."""
+        return self.families[0].factors
+
+    def constrain(self, params: dict[str, Array]) -> dict[str, Array]:
+        """Parameters in their supports, of unconstrained ones."""
+        return {k: biject_to(self.supports[k])(v) for k, v in params.items()}
+
+    def unconstrain(self, params: dict[str, Array]) -> dict[str, Array]:
+        """The inverse of :meth:`constrain`."""
+        return {k: biject_to(self.supports[k]).inv(v) for k, v in params.items()}
+
+    def log_prior(self, theta: Array, params: dict[str, Array], rows: SiloRows) -> Array:
+        """``log p(theta)`` from the shared arguments; ``params`` constrained."""
+        shared = {**dict(rows.static), **rows.shared}
+        learned = {k: params[k] for k in self.learned}
+        if learned:
+            shared = {**shared, PARAMS: learned}
+        return self.factors.log_prior(self.factors.unravel(theta), shared)
+
+
+class Prepared(NamedTuple):
+    """What :func:`prepare` returns.
+
+    :param plan: the static facts.
+    :param parts: the silos of each structure, with the first values of learned parameters among their shared arguments.
+    :param stacks: the silos' rows.
+    :param names: the silos' names, in the order of the stacks.
+    """
+
+    plan: Plan
+    parts: tuple[Silos, ...]
+    stacks: list[SiloRows]
+    names: tuple[str, ...]
+
+
+def parts_of(silos: Silos | MixedSilos) -> tuple[Silos, ...]:
+    """Silos of one structure each."""
+    if isinstance(silos, MixedSilos):
+        return silos.parts
+    if not isinstance(silos, Silos):
+        raise ValueError(
+            f"expected silos = fed.split(...), fed.Silos(...) or fed.MixedSilos(...), got {type(silos).__name__}; one "
+            "silo with all rows will do: fed.Silos({'all': {'x': x, 'y': y}})"
+        )
+    return (silos,)
+
+
+def prepare(model: Callable, guide: Any, silos: Silos | MixedSilos, options: Options) -> Prepared:
+    """Check model, guide and data, and prove the factors."""
+    parts = parts_of(silos)
+    learned = _learned(model, parts[0])
+    if learned:
+        start = {name: value for name, (_, value) in learned.items()}
+        parts = tuple(part.with_shared(**{PARAMS: start}) for part in parts)
+        model = LearnedModel(model)
+    factors = [factorise(model, part) for part in parts]
+    _check_globals(factors, parts)
+    batch = _batch(options, factors, parts)
+    families = tuple(_family(guide, f, part, options, batch) for f, part in zip(factors, parts, strict=True))
+    if options.validate:
+        for f, part in zip(factors, parts, strict=True):
+            prove(f, part if batch is None else head(part, batch[0], _PROOF_ROWS))
+    plan = Plan(
+        families,
+        options.optim,
+        options.local_optim,
+        int(options.num_particles),
+        int(options.num_local_particles),
+        batch,
+        tuple(sorted(learned)),
+        int(options.num_local_steps),
+        {name: support for name, (support, _) in learned.items()} | families[0].constraints(),
+    )
+    stacks, names = [], []
+    for i, part in enumerate(parts):
+        for rows in stack(part, i):
+            stacks.append(replace(rows, shared={k: v for k, v in rows.shared.items() if k != PARAMS}))
+            names += [part.names[n] for n in np.asarray(rows.number)]
+    return Prepared(plan, parts, stacks, tuple(names))
+
+
+def first_params(prepared: Prepared, guide: Any, key: Array) -> dict[str, Array]:
+    """Where the global parameters start, unconstrained: the guide's strategy, and the model's own first values."""
+    plan, silos = prepared.plan, prepared.parts[0]
+    sites = _probe(plan.factors.model, silos, key, substitute_fn=guide.init_loc_fn)
+    start = {n: biject_to(sites[n]["fn"].support).inv(sites[n]["value"]) for n, _ in plan.factors.global_sites}
+    loc = plan.factors.ravel(start)
+    if not bool(jnp.isfinite(loc).all()):
+        raise ValueError("init_loc_fn: expected finite values of the global sites, got NaN or infinity")
+    learned = silos.shared.get(PARAMS, {})
+    return plan.unconstrain({**plan.families[0].init(loc, guide.init_scale), **learned})
+
+
+def _probe(model: Callable, silos: Silos, key: Array, **extra: Any) -> dict[str, Any]:
+    """A trace of the model on one made-up row of everything: no data are looked at."""
+    specs = tuple((k, silos.group[k], jax.ShapeDtypeStruct(v.shape[1:], v.dtype)) for k, v in silos.rows.items())
+    kwargs = {**silos.shared, **made_up_rows(specs, silos.index)}
+    seeded = seed(model, key)
+    return trace(substitute(seeded, **extra) if extra else seeded).get_trace(**kwargs)
+
+
+def _learned(model: Callable, silos: Silos) -> dict[str, tuple[Any, Array]]:
+    """Support and first value of the model's ``numpyro.param`` sites."""
+    factors = factorise(model, silos)
+    plates = dict(factors.plates)
+    out = {}
+    for name, site in _probe(model, silos, random.key(0)).items():
+        if site["type"] == "param":
+            if any(f.name in plates for f in site["cond_indep_stack"]):
+                raise ValueError(
+                    f"learned parameter {name!r} is inside a silo plate; expected parameters that all silos share: make "
+                    "it a latent site, or move it out of the plate"
+                )
+            value = jnp.asarray(site["value"])
+            out[name] = (
+                site["kwargs"].get("constraint", constraints.real),
+                value.astype(jnp.result_type(value, float)),
+            )
+        elif site["type"] == "mutable":
+            raise ValueError(f"mutable site {name!r}: expected a model without mutable state")
+    return out
+
+
+def _check_globals(factors: list[Factors], parts: tuple[Silos, ...]) -> None:
+    if not factors[0].dim:
+        raise ValueError("the model has no global latent site: its silos have nothing in common to learn")
+    for f, part in zip(factors, parts, strict=True):
+        if f.global_sites != factors[0].global_sites:
+            one, other = dict(factors[0].global_sites), dict(f.global_sites)
+            wrong = sorted(k for k in {*one, *other} if one.get(k) != other.get(k))
+            raise ValueError(
+                f"silo {part.names[0]!r} and silo {parts[0].names[0]!r} differ in structure and in the global sites "
+                f"{wrong}; expected the same global sites in all silos: sample them in every branch of the model"
+            )
+
+
+def _batch(options: Options, factors: list[Factors], parts: tuple[Silos, ...]) -> tuple[str, int] | None:
+    if options.batch_size is None:
+        return None
+    if len(parts) > 1:
+        raise ValueError("batch_size: expected silos of one structure, got several; take batch_size=None")
+    targets = set(parts[0].index.values())
+    groups = [g for g in dict.fromkeys(g for _, g in factors[0].plates) if g not in targets]
+    if len(groups) != 1:
+        raise ValueError(
+            f"batch_size subsamples one row group, but the model's silo plates have {groups}; expected batch_size=None"
+        )
+    if factors[0].local_sites and factors[0].latent_groups != (groups[0],) and options.num_local_particles > 1:
+        raise ValueError(
+            f"batch_size={options.batch_size} of {groups[0]!r} with num_local_particles={options.num_local_particles}: "
+            f"importance weights of the latents of {factors[0].latent_groups} need all their rows; expected "
+            "num_local_particles=1, or batch_size=None"
+        )
+    return groups[0], int(options.batch_size)
+
+
+def _family(guide: Any, factors: Factors, silos: Silos, options: Options, batch: tuple[str, int] | None) -> Any:
+    if not isinstance(guide, AutoSiloNormal):
+        raise TypeError(f"expected a guide such as fed.AutoSiloNormal(model), got {type(guide).__name__}")
+    independent = True
+    if options.num_local_particles > 1 and len(factors.latent_groups) == 1:
+        units = Units(factors, factors.latent_groups[0], largest(silos))
+        independent = elements_are_independent(factors, units, silos)
+    family = guide.family(factors, independent)
+    if batch is not None and family.group is None and batch[0] in factors.latent_groups:
+        raise ValueError(
+            f'batch_size={batch[1]} of {batch[0]!r}: their latents are one unit in each silo (local_cov="full", several '
+            "plates with latents, or elements that depend on each other); expected batch_size=None"
+        )
+    return family

@@ -1,0 +1,205 @@
+"""Rounds of a variational algorithm in one process: who takes part, when to stop, what it cost."""
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax, random
+from tqdm.auto import tqdm
+
+from numpyro_fed.engines.inline import round_all
+from numpyro_fed.federation import Cost, Ledger, message_bytes
+from numpyro_fed.storage import SiloRows
+from numpyro_fed.vi.plan import Plan
+
+__all__ = ["Participation", "VIState", "advance", "ledger", "participation_of", "run_rounds"]
+
+_CHUNK = 200  # rounds between two looks at the losses
+_WINDOW = 250  # fewest rounds whose mean losses are compared
+
+
+class VIState(NamedTuple):
+    """State of a federated variational algorithm after a round.
+
+    :param server: the server's state.
+    :param silos: for each stack of silos their states, which in a federation never leave them.
+    :param visits: rounds in which each silo took part, ``(S,)``, in the order of the stacks.
+    :param alive: whether every round so far was finite; once one is not, the state before it is kept.
+    """
+
+    server: Any
+    silos: tuple[Any, ...]
+    visits: Array
+    alive: Array
+
+
+@dataclass(frozen=True)
+class Participation:
+    """Which silos take part in a round.
+
+    :param count: so many, uniformly without replacement; ``None``: each independently with its probability.
+    :param probability: of each silo's taking part, ``(S,)``.
+    """
+
+    count: int | None
+    probability: np.ndarray
+
+    def weights(self, key: Array) -> Array:
+        """Horvitz-Thompson weights of a round's replies: zero, or one over the probability."""
+        probability = jnp.asarray(self.probability, jnp.result_type(float))
+        if self.count is None:
+            asked = random.uniform(key, probability.shape) < probability
+        else:
+            asked = random.permutation(key, len(self.probability)) < self.count
+        return jnp.where(asked, 1 / probability, 0.0)
+
+    def __hash__(self) -> int:
+        return hash((self.count, self.probability.tobytes()))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Participation) and hash(self) == hash(other)
+
+
+def participation_of(value: Any, names: tuple[str, ...]) -> Participation | None:
+    """The rule that ``participation=`` means, or an error in words.
+
+    :param names: of the silos, in the order of the stacks.
+    """
+    if value is None:
+        return None
+    if isinstance(value, Mapping):
+        unknown, lacking = sorted(set(value) - set(names)), sorted(set(names) - set(value))
+        if unknown or lacking:
+            raise ValueError(
+                f"participation: expected a probability for every silo, got unknown silos {unknown}, none for {lacking}"
+            )
+        probability = np.array([float(value[name]) for name in names])
+        wrong = ~((probability > 0) & (probability <= 1))
+        if wrong.any():
+            name = names[int(np.argmax(wrong))]
+            raise ValueError(
+                f"participation: expected probabilities in (0, 1], got {value[name]} for silo {name!r}; a silo that "
+                "never takes part has no say in the posterior: leave it out of the data"
+            )
+        return Participation(None, probability)
+    if isinstance(value, bool) or not isinstance(value, int | float | np.number) or not 0 < value <= 1:
+        raise ValueError(
+            f"participation: expected the fraction of silos in a round, in (0, 1], or a probability for each silo's name, "
+            f"got {value!r}"
+        )
+    count = max(1, round(float(value) * len(names)))
+    return None if count == len(names) else Participation(count, np.full(len(names), count / len(names)))
+
+
+def advance(
+    federated: Callable, plan: Plan, who: Participation | None, state: VIState, stacks: list[SiloRows]
+) -> tuple[VIState, Any]:
+    """One round."""
+    key_who, key_round = random.split(random.fold_in(state.server.rng_key, 1))
+    weights = None if who is None else who.weights(key_who)
+    algorithm = federated(plan, stacks)
+    server, info, silos = round_all(algorithm, key_round, state.server, list(state.silos), stacks, weights)
+    alive = state.alive & info.finite
+    asked = jnp.ones_like(state.visits) if weights is None else (weights > 0).astype(state.visits.dtype)
+    new = VIState(server, tuple(silos), state.visits + asked, alive)
+    return jax.tree.map(partial(jnp.where, alive), new, state._replace(alive=alive)), info
+
+
+@partial(jax.jit, static_argnames=("federated", "plan", "who"))
+def _chunk(
+    federated: Callable, plan: Plan, who: Participation | None, state: VIState, stacks: list[SiloRows], num: Array
+) -> tuple[VIState, Array, Array]:
+    """Up to ``_CHUNK`` rounds: the state, each round's loss, and the silo of the first loss that is not finite."""
+
+    def body(i: Array, carry: tuple) -> tuple:
+        state, losses, bad = carry
+        new, info = advance(federated, plan, who, state, stacks)
+        first = state.alive & ~info.finite
+        return new, losses.at[i].set(info.loss), jnp.where(first, info.silo, bad)
+
+    dtype = jnp.result_type(float)
+    return lax.fori_loop(0, num, body, (state, jnp.zeros(_CHUNK, dtype), jnp.asarray(-1, jnp.int32)))
+
+
+def run_rounds(
+    federated: Callable,
+    plan: Plan,
+    who: Participation | None,
+    state: VIState,
+    stacks: list[SiloRows],
+    names: tuple[str, ...],
+    num_rounds: int,
+    tol: float | None,
+    progress_bar: bool,
+) -> tuple[VIState, np.ndarray]:
+    """Rounds until ``num_rounds``, until the smoothed loss falls by less than ``tol``, or until one is not finite."""
+    losses = np.zeros(0)
+    with tqdm(total=num_rounds, disable=not progress_bar) as bar:
+        while len(losses) < num_rounds:
+            num = min(_CHUNK, num_rounds - len(losses))
+            state, new, bad = _chunk(federated, plan, who, state, stacks, jnp.asarray(num, jnp.int32))
+            new = np.asarray(new)[:num]
+            if not bool(state.alive):
+                at = len(losses) + int(np.argmin(np.isfinite(new))) if not np.isfinite(new).all() else len(losses)
+                where = f"silo {names[int(bad)]!r}" if int(bad) >= 0 else "the server's part"
+                warnings.warn(
+                    f"the loss or its gradient was not finite in round {at + 1}, first in {where}; the fit stopped there, and "
+                    "its last finite state is returned. Lower the learning rate, or start nearer (init_loc_fn, init_scale)",
+                    stacklevel=4,
+                )
+                return state._replace(alive=jnp.ones((), bool)), np.concatenate([losses, new[: at - len(losses)]])
+            losses = np.concatenate([losses, new])
+            bar.update(num)
+            bar.set_postfix_str(f"loss {new.mean():.4g}", refresh=False)
+            if tol is not None and _settled(losses, tol):
+                break
+    return state, losses
+
+
+def _settled(losses: np.ndarray, tol: float) -> bool:
+    """Whether the mean loss of the last quarter of all rounds is within ``tol`` of that of the quarter before."""
+    window = max(_WINDOW, len(losses) // 4)
+    if len(losses) < 2 * window:
+        return False
+    return bool(losses[-2 * window : -window].mean() - losses[-window:].mean() < tol)
+
+
+def ledger(
+    federated: Callable,
+    plan: Plan,
+    state: VIState,
+    stacks: list[SiloRows],
+    names: tuple[str, ...],
+    order: tuple[str, ...],
+) -> Ledger:
+    """What the rounds so far cost each silo.
+
+    :param names: of the silos in the order of the stacks.
+    :param order: in which the ledger lists them.
+    """
+    algorithm = federated(plan, stacks)
+    visits = dict(zip(names, np.asarray(state.visits), strict=True))
+    costs: dict[str, Cost] = {}
+    start = 0
+    for rows, own in zip(stacks, state.silos, strict=True):
+        first = jax.tree.map(lambda x: x[0], own)
+
+        def one(server: Any, own: Any, rows: SiloRows = rows) -> tuple[Any, Any]:
+            alone = jax.tree.map(
+                lambda x, axis: x if axis is None else x[0], rows, rows.axes, is_leaf=lambda x: x is None
+            )
+            message = algorithm.broadcast(random.key(0), server)
+            return message, algorithm.local(random.key(0), message, own, alone)[0]
+
+        message, reply = jax.eval_shape(one, state.server, first)
+        evaluations = plan.num_particles * plan.num_local_particles * plan.num_local_steps
+        each = Cost(1, evaluations, message_bytes(message), message_bytes(reply))
+        count = rows.number.shape[0]
+        costs |= {name: each.times(int(visits[name])) for name in names[start : start + count]}
+        start += count
+    return Ledger(order, *zip(*(costs[name] for name in order), strict=True))

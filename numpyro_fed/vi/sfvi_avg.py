@@ -1,0 +1,259 @@
+r"""SFVI-Avg: many local steps between two rounds, and averages in the space of distributions.
+
+A round: every silo takes the server's :math:`q(\theta)` and learned parameters as its own, makes m steps of its optimisers on
+
+.. math:: E_q \left[ \log p(\theta) - \log q(\theta) + \frac{N}{N_s} F_s(\theta) \right],
+
+its term as large as if all data were like its own (the silo's whole local term, latents included, is scaled), and returns its q and
+learned parameters. The server's new q is the Wasserstein-2 barycentre of the silos' (weights :math:`N_s / N`), its learned parameters their
+average. N counts rows that nothing points to. A silo's local map is rewritten for the new q, so that its q(z | theta) stays the
+same function of theta.
+
+Bias: the silos' optima differ from the pooled one, and their barycentre from it; on hierarchical models by more than a posterior sd. It is a
+cheap start for :class:`SFVI` (``init_from``). What leaves a silo in a round: q's parameters, the learned parameters, its bound, a flag.
+
+Reference: *Federated Variational Inference Methods for Structured Latent Variable Models*, Hassan, Salomone & Mengersen (2023),
+algorithm 2 and section 3.2.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array, lax, random
+
+from numpyro_fed.federation import Federated
+from numpyro_fed.storage import SiloRows
+from numpyro_fed.vi._adapter import FederatedVI
+from numpyro_fed.vi.barycentre import barycentre
+from numpyro_fed.vi.bound import silo_bound
+from numpyro_fed.vi.minibatch import pick
+from numpyro_fed.vi.plan import Options, Plan, Prepared
+from numpyro_fed.vi.rounds import VIState
+from numpyro_fed.vi.sfvi import Info, server_gradient
+
+__all__ = ["SFVIAvg", "federated"]
+
+
+class Server(NamedTuple):
+    """The server's state: parameters of q(theta) and learned ones (unconstrained), rounds made, key; no average is kept."""
+
+    params: dict[str, Array]
+    average: None
+    i: Array
+    rng_key: Array
+
+
+class SiloState(NamedTuple):
+    """What never leaves a silo.
+
+    :param params: its local variational parameters, in coordinates whitened by ``base``.
+    :param base: global parameters (unconstrained).
+    :param optim_state: of the copy of the global parameters.
+    :param local_optim_state: of ``params``, a row for each unit.
+    """
+
+    params: Any
+    base: dict[str, Array]
+    optim_state: Any
+    local_optim_state: Any
+
+
+class Message(NamedTuple):
+    """To every silo: the global parameters, the number of rows in all silos, and a key."""
+
+    params: dict[str, Array]
+    total: Array
+    key: Array
+
+
+class Reply(NamedTuple):
+    """From a silo: its bound, its copy of the global parameters, its number of rows, and whether all is finite."""
+
+    value: Array
+    params: dict[str, Array]
+    count: Array  # type: ignore[assignment]
+    finite: Array
+
+
+def row_count(plan: Plan, rows: SiloRows) -> Array:
+    """Number of a silo's rows that no index points to (of stacked silos: of each)."""
+    targets = {target for _, target in plan.families[rows.part].factors.index}
+    return sum((n for g, n in rows.sizes.items() if g not in targets), jnp.zeros((), jnp.int32))
+
+
+def federated(plan: Plan, stacks: list[SiloRows]) -> Federated:
+    """SFVI-Avg as ``init / broadcast / local / merge``."""
+    total = sum((jnp.sum(row_count(plan, rows)) for rows in stacks), jnp.zeros((), jnp.int32))
+    return Federated(init, partial(broadcast, total), partial(local, plan), partial(merge, plan))
+
+
+def init(key: Array, params: dict[str, Array]) -> Server:
+    """The server's first state."""
+    return Server(params, None, jnp.zeros((), jnp.int32), key)
+
+
+def init_silo(plan: Plan, params: dict[str, Array], local: Any) -> SiloState:
+    """A silo's first state, from its first variational parameters and the server's."""
+    return SiloState(local, params, plan.optim.init(params), jax.vmap(plan.local_optim.init)(local))
+
+
+def broadcast(total: Array, key: Array, server: Server) -> Message:
+    """Send the global parameters."""
+    del key
+    return Message(server.params, total, random.fold_in(server.rng_key, 2))
+
+
+def local(plan: Plan, key: Array, message: Message, state: SiloState, rows: SiloRows) -> tuple[Reply, SiloState]:
+    """m steps on the silo's own objective, from the server's parameters."""
+    family = plan.families[rows.part]
+    scale = message.total / row_count(plan, rows)
+    old, new = plan.constrain(state.base), plan.constrain(message.params)
+    own = family.rebased(state.params, old, new) if family.has_local else state.params
+
+    def step(carry: tuple, key: Array) -> tuple[tuple, Array]:
+        params, own, optim_state, local_state = carry
+        value, gradient, gradient_own, put, take = _gradients(plan, params, own, scale, key, message.key, rows)
+        updates, optim_state = plan.optim.update(jax.tree.map(jnp.negative, gradient), optim_state, params)
+        params = optax.apply_updates(params, updates)
+        if family.has_local:
+            held, held_state = take(own), take(local_state)
+            down = jax.tree.map(jnp.negative, gradient_own)
+            updates, held_state = jax.vmap(plan.local_optim.update)(down, held_state, held)
+            own, local_state = put(own, optax.apply_updates(held, updates)), put(local_state, held_state)
+        return (params, own, optim_state, local_state), value
+
+    start = (message.params, own, state.optim_state, state.local_optim_state)
+    (params, own, optim_state, local_state), values = lax.scan(step, start, random.split(key, plan.num_local_steps))
+    leaves = jax.tree.leaves((params, own))
+    finite = jnp.stack([jnp.isfinite(x).all() for x in leaves]).all() & jnp.isfinite(values).all()
+    reply = Reply(values.mean(), params, row_count(plan, rows), finite)
+    return reply, SiloState(own, params, optim_state, local_state)
+
+
+def _gradients(
+    plan: Plan, params: dict[str, Array], own: Any, scale: Array, key: Array, key_round: Array, rows: SiloRows
+) -> tuple[Array, Any, Any, Callable, Callable]:
+    """The silo's objective and its gradients in its copy of the global parameters and in its own."""
+    family = plan.families[rows.part]
+    key_theta, key_batch, key_local = random.split(key, 3)
+    batch = pick(family, plan.batch, key_batch, rows)
+    noise = random.normal(key_theta, (plan.num_particles, plan.factors.dim))
+    constrained = plan.constrain(params)
+    context = jax.vmap(lambda e: family.context(constrained, e))(noise)
+    effective, pull = jax.vjp(lambda own: family.effective(own, batch.rows), batch.take(own))
+    learned = {k: constrained[k] for k in plan.learned}
+
+    def one(context: Any, key: Array) -> Any:
+        eps = family.noise(key, batch.rows, plan.num_local_particles) if family.has_local else None
+        return silo_bound(family, effective, context, learned, eps, batch)
+
+    terms = jax.vmap(one)(context, random.split(key_local, plan.num_particles))
+    terms = jax.tree.map(lambda x: scale * x / plan.num_particles, terms)
+    value, moved = terms.value.sum(), jax.tree.map(lambda x: x.sum(0), (terms.params, terms.local))
+    prior, gradient = server_gradient(plan, rows, params, noise, terms.context, moved[0])
+    return prior + value, gradient, pull(moved[1])[0] if family.has_local else moved[1], batch.put, batch.take
+
+
+def merge(plan: Plan, server: Server, replies: Reply, weights: Array | None = None) -> tuple[Server, Info]:
+    """The barycentre of the silos' q and the average of their learned parameters, weighted by rows.
+
+    :param weights: zero for a silo that did not answer; who did is weighted by rows alone.
+    """
+    asked = jnp.ones_like(replies.finite) if weights is None else weights > 0
+    share = jnp.where(asked, replies.count, 0).astype(replies.value.dtype)
+    share = share / share.sum()
+    absent = {k: server.params[k] for k in server.params}  # in place of a reply that may be anything
+    params = jax.tree.map(lambda x, y: jnp.where(asked.reshape(-1, *[1] * (x.ndim - 1)), x, y), replies.params, absent)
+    constrained = jax.vmap(plan.constrain)(params)
+    family = plan.families[0]
+    covariances = jax.vmap(lambda p: family.scale(p).covariance())(constrained)
+    mean, covariance, _, _ = barycentre(constrained[f"{family.prefix}_loc"], covariances, share)
+    new = family.from_moments(mean, covariance)
+    new |= {k: jnp.tensordot(share, constrained[k], 1) for k in plan.learned}
+    good = replies.finite | ~asked
+    loss = -jnp.sum(jnp.where(asked, share * replies.value, 0.0))
+    unconstrained = plan.unconstrain(new)
+    done = jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves(unconstrained)]).all()
+    info = Info(loss, good.all() & done, jnp.where(good.all(), -1, jnp.argmin(good)))
+    rng_key, _ = random.split(server.rng_key)
+    return Server(unconstrained, None, server.i + 1, rng_key), info
+
+
+class SFVIAvg(FederatedVI):
+    r"""SFVI-Avg: ``num_local_steps`` steps in every silo between two rounds; in the shape of :class:`SFVI`.
+
+    Law and bias: see :mod:`numpyro_fed.vi.sfvi_avg`. Losses are minus the silos' own objectives (N / N_s times their term), averaged: not
+    comparable with SFVI's on unequal silos.
+
+    :param model: as for :class:`SFVI`.
+    :param guide: an :class:`AutoSiloNormal` with ``global_cov`` full or diagonal.
+    :param optim: an optax transformation for each silo's copy of q(theta) and of the learned parameters; its state stays in the silo.
+    :param num_local_steps: m, steps between two rounds.
+    :param num_particles: as for :class:`SFVI`, of each step.
+    :param num_local_particles: likewise.
+    :param local_optim: likewise.
+    :param batch_size: likewise.
+    :param validate: likewise.
+    :raises TypeError: as :class:`SFVI`.
+    :raises ValueError: as :class:`SFVI`; for a low-rank ``global_cov``, whose barycentres are of full rank.
+
+    **References**
+
+    1. *Federated Variational Inference Methods for Structured Latent Variable Models*, Hassan, Salomone & Mengersen (2023),
+       algorithm 2 and section 3.2
+
+    Example::
+
+        >>> import jax, jax.numpy as jnp, numpyro, numpyro.distributions as dist, optax, numpyro_fed as fed
+        >>> def model(y):
+        ...     mu = numpyro.sample("mu", dist.Normal(0, 10))
+        ...     with fed.silo_plate("patients", y.shape[0]):
+        ...         numpyro.sample("y", dist.Normal(mu, 1), obs=y)
+        >>> silos = fed.Silos({"oslo": {"y": jnp.ones(3)}, "rome": {"y": jnp.zeros(3)}})
+        >>> avg = fed.SFVIAvg(model, fed.AutoSiloNormal(model), optax.adam(0.05), num_local_steps=20)
+        >>> start = avg.run(jax.random.key(0), 10, silos, progress_bar=False)
+        >>> svi = fed.SFVI(model, fed.AutoSiloNormal(model), optax.adam(0.05))
+        >>> len(svi.run(jax.random.key(1), 50, silos, progress_bar=False, init_from=start).losses)
+        50
+    """
+
+    _federated = staticmethod(federated)
+    _init_silo = staticmethod(init_silo)
+
+    def __init__(
+        self,
+        model: Callable,
+        guide: Any,
+        optim: Any,
+        num_local_steps: int,
+        num_particles: int = 1,
+        num_local_particles: int = 32,
+        *,
+        local_optim: Any = None,
+        batch_size: int | None = None,
+        validate: bool = True,
+    ) -> None:
+        local_optim = optim if local_optim is None else local_optim
+        options = Options(optim, local_optim, num_particles, num_local_particles, batch_size, validate, num_local_steps)
+        super().__init__(model, guide, options)
+        if isinstance(guide.global_cov, int):
+            raise ValueError(
+                f"global_cov={guide.global_cov}: a barycentre of low-rank Gaussians is of full rank; expected a guide with "
+                'global_cov="full" or "diag"'
+            )
+
+    def _silo_params(self, prepared: Prepared, state: VIState, averaged: bool) -> list:
+        plan, out = prepared.plan, []
+        new = plan.constrain(state.server.params)
+        for rows, own in zip(prepared.stacks, state.silos, strict=True):
+            family = plan.families[rows.part]
+
+            def one(own: SiloState, family: Any = family) -> Any:
+                return family.rebased(own.params, plan.constrain(own.base), new) if family.has_local else own.params
+
+            out.append(jax.vmap(one)(own))
+        return out
