@@ -7,6 +7,7 @@ from numpyro_fed.mcmc.dsgld import DSGLD
 from numpyro_fed.mcmc.fsgld import FSGLD
 from numpyro_fed.mcmc.sgld import SGLD
 from numpyro_fed.mixed import MixedSilos
+from numpyro_fed.prediction import predict
 from numpyro_fed.results import Comparison, compare, plot_compare
 from numpyro_fed.silos import Silos
 from numpyro_fed.splitting import split
@@ -31,6 +32,7 @@ __all__ = [
     "mark_silos",
     "partitioners",
     "plot_compare",
+    "predict",
     "silo_plate",
     "split",
     "surrogates",

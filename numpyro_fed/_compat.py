@@ -71,6 +71,8 @@ def posterior_dataset(obj: Any) -> Any:
 
 def chain_statistic(name: str, draws: np.ndarray) -> float:
     """One of arviz's diagnostics of one scalar, draws of shape (chains, draws); NaN if too few."""
+    if name == "r_hat" and len(draws) < 2:  # it compares chains
+        return float("nan")
     function, options = _STATISTICS[name]
     # Chains that never move divide by their variance, zero: R-hat inf is then the answer.
     with np.errstate(all="ignore"):

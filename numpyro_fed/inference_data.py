@@ -1,6 +1,5 @@
 """From a federated run to ArviZ: draws with silo names, pooled rows, and what each silo paid."""
 
-import json
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -8,7 +7,10 @@ import numpy as np
 from numpyro.infer import MCMC
 
 from numpyro_fed._compat import import_arviz, infer_dims
+from numpyro_fed._silo_coords import ledger_attrs, silo_coords
 from numpyro_fed.silos import Silos
+from numpyro_fed.vi._adapter import FederatedVI
+from numpyro_fed.vi_inference_data import vi_inference_data
 
 if TYPE_CHECKING:
     from arviz import InferenceData
@@ -19,20 +21,26 @@ _TOO_WIDE = 1.1  # predicted inflation of the sds above which they do too
 _TOO_OFTEN = 0.01  # share of local steps cut above which the draws deserve a word
 
 
-def to_inference_data(mcmc: MCMC, silos: Silos, *, log_likelihood: bool = True, **options: Any) -> "InferenceData":
-    """The draws of a federated kernel as ArviZ ``InferenceData``.
+def to_inference_data(fit: Any, *args: Any, **options: Any) -> "InferenceData":
+    """The draws of a federated fit as ArviZ ``InferenceData``.
+
+    ``to_inference_data(mcmc, silos, log_likelihood=True, **options)`` for a run :class:`numpyro.infer.MCMC` over one of the library's
+    kernels, where options are passed to ``arviz.from_numpyro``; or
+    ``to_inference_data(svi, result, silos, num_draws=1000, rng_key=None, log_likelihood=True, resample=False)`` for the result of
+    :class:`SFVI` or :class:`SFVIAvg`, whose local latents are resampled by the importance weights of the bound; with ``resample=True`` the
+    draws of theta are too, by the Pareto-smoothed weights of four times as many (each silo then returns its estimated log
+    likelihood at these, one number each).
 
     What ``arviz.from_numpyro(mcmc)`` gives, and in addition: elements of silo plates carry their pooled row as
     coordinate and their silo's name as ``<plate>_silo``; the attributes of the posterior hold the names of the
-    silos and the ledger (rounds, gradient evaluations, bytes down and up per silo, as JSON). It saves to netCDF.
+    silos and the ledger (rounds, gradient evaluations, bytes down and up per silo, as JSON). Of a variational fit also the trace of the
+    bound (group ``optimization``), each draw's log importance weight (``sample_stats``), learned parameters and Pareto's k of the weights
+    (attributes); where silos differ in structure, what belongs to the i-th one has names and dimensions that end in ``_i``.
+    It saves to netCDF.
 
-    :param mcmc: a run :class:`numpyro.infer.MCMC` over one of the library's kernels.
-    :param silos: the data it ran on.
-    :param log_likelihood: evaluate the pointwise log likelihood of every draw on the pooled rows.
-    :param options: passed to ``arviz.from_numpyro``.
-    :return: groups posterior, sample_stats, observed_data, log_likelihood.
-    :raises ValueError: when the run is over another kernel or has not run.
-    :warns UserWarning: when more than 1 % of local steps were cut, or a chain left the reals.
+    :return: groups posterior, sample_stats, observed_data, log_likelihood (pointwise, of every draw, on the pooled rows).
+    :raises ValueError: when the run is over another kernel, has not run, or ran on other silos.
+    :warns UserWarning: when more than 1 % of local steps were cut, a chain left the reals, or Pareto's k is above 0.7.
 
     Example::
 
@@ -47,6 +55,12 @@ def to_inference_data(mcmc: MCMC, silos: Silos, *, log_likelihood: bool = True, 
         >>> fed.to_inference_data(mcmc, silos).observed_data["patients_silo"].values.tolist()
         ['oslo', 'oslo', 'oslo', 'rome', 'rome']
     """
+    if isinstance(fit, FederatedVI):
+        return vi_inference_data(fit, *args, **options)
+    return _mcmc_inference_data(fit, *args, **options)
+
+
+def _mcmc_inference_data(mcmc: MCMC, silos: Silos, *, log_likelihood: bool = True, **options: Any) -> "InferenceData":
     kernel = mcmc.sampler
     factors = getattr(kernel, "factors", None)
     if factors is None:
@@ -62,16 +76,8 @@ def to_inference_data(mcmc: MCMC, silos: Silos, *, log_likelihood: bool = True, 
     if "dims" in options:  # what ArviZ infers from plates holds for the sites that are not named
         options["dims"] = {**infer_dims(kernel.model, (silos,)), **options["dims"]}
     idata = import_arviz().from_numpyro(mcmc, log_likelihood=log_likelihood, **options)
-    names = np.array(silos.names)
-    for plate, group in factors.plates:
-        silo = np.empty(sum(silos.sizes[group]), names.dtype)
-        silo[np.asarray(silos.order[group])] = names[silos.silo_of_row(group)]
-        for name in idata.groups():
-            if plate in idata[name].dims:
-                setattr(idata, name, idata[name].assign_coords({f"{plate}_silo": (plate, silo)}))
-    idata.posterior.attrs["silos"] = json.dumps(ledger.silos)
-    for entry in ("rounds", "gradient_evaluations", "bytes_down", "bytes_up"):
-        idata.posterior.attrs[entry] = json.dumps(getattr(ledger, entry))
+    silo_coords(idata, factors, silos)
+    idata.posterior.attrs.update(ledger_attrs(ledger))
     return idata
 
 

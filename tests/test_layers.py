@@ -13,7 +13,8 @@ LAYERS = (
     ("local_map", "engines"),
     ("proof", "surrogates"),
     ("mcmc", "vi"),
-    ("_compare_scalars", "_comparison_figure", "results", "inference_data"),
+    ("_silo_coords", "vi_inference_data"),
+    ("_compare_scalars", "_comparison_figure", "results", "inference_data", "prediction"),
 )
 LEVEL = {name: i for i, names in enumerate(LAYERS) for name in names}
 

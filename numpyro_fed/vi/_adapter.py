@@ -99,11 +99,12 @@ class FederatedVI:
             raise TypeError(f"init_from: expected the result of a run, got {type(result).__name__}")
         names = self.guide.local_names()
         expected = {**prepared.plan.constrain(params), **local_params(prepared, start, names)}
-        wrong = sorted(k for k, v in expected.items() if jnp.shape(result.params.get(k)) != v.shape)
+        got = {k: v.shape for k, v in result.params.items()}
+        wrong = sorted(k for k, v in expected.items() if got.get(k) != v.shape)
         if wrong:
             raise ValueError(
                 "init_from: expected a result of the same model, guide and silos, with parameters of shapes "
-                f"{ {k: expected[k].shape for k in wrong} }, got { {k: jnp.shape(result.params.get(k)) for k in wrong} }"
+                f"{ {k: expected[k].shape for k in wrong} }, got { {k: got.get(k) for k in wrong} }"
             )
         given = {k: jnp.asarray(result.params[k]) for k in expected}
         return prepared.plan.unconstrain({k: given[k] for k in params}), stacked_params(prepared, given, start, names)
@@ -129,6 +130,13 @@ class FederatedVI:
             raise ValueError("expected an object that has been initialised; call init(rng_key, silos) first")
         prepared = self._prepared[1]
         return self._named(prepared, state.server.params, self._silo_params(prepared, state, False))
+
+    def fitted(self, result: VIResult, silos: Silos | MixedSilos) -> tuple[dict[str, Array], list]:
+        """A result's global parameters in their supports, and for each stack the silos' own."""
+        prepared = self.prepared(silos)
+        start = [self._local_start(rows, prepared) for rows in prepared.stacks]
+        params = {k: jnp.asarray(result.params[k]) for k in prepared.plan.supports}
+        return params, stacked_params(prepared, result.params, start, self.guide.local_names())
 
     def _named(self, prepared: Prepared, params: dict[str, Array], local: list) -> dict[str, Array]:
         return {**prepared.plan.constrain(params), **local_params(prepared, local, self.guide.local_names())}

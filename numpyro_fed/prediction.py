@@ -1,0 +1,86 @@
+"""Posterior predictive draws: for a silo of the fit, for new rows in it, for a new silo."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from numpyro.handlers import substitute
+from numpyro.infer import Predictive
+
+from numpyro_fed._compat import posterior_dataset
+
+__all__ = ["predict"]
+
+
+def predict(
+    model: Callable,
+    posterior: Any,
+    rng_key: Array,
+    data: Mapping[str, Any],
+    *,
+    silo: str | None = None,
+    params: Mapping[str, Any] | None = None,
+) -> dict[str, np.ndarray]:
+    """Draws of what a model says about data, given a fit.
+
+    :param model: the model that was fitted; it must run with observed arguments ``None`` (or left out).
+    :param posterior: the fit's ``InferenceData``, from :func:`to_inference_data`.
+    :param rng_key: seed.
+    :param data: the model's keyword arguments for which to predict, observed ones ``None``. For a silo of the fit its own plates that have
+        latents must have the elements they had (``silos[name]``, in this order); rows of other plates may be new.
+    :param silo: a silo of the fit, whose own latents are used; ``None``: a new silo, whose latents are drawn from the model given
+        each draw of the global ones.
+    :param params: learned parameters (``result.params``), where the model has any.
+    :return: for each site that the fit does not hold an array ``(draws, *site)``.
+    :raises ValueError: for an unknown silo, or a fit without silo coordinates.
+
+    Example::
+
+        >>> import jax, jax.numpy as jnp, numpyro, numpyro.distributions as dist, optax, numpyro_fed as fed
+        >>> def model(x, y=None):
+        ...     mu = numpyro.sample("mu", dist.Normal(0, 10))
+        ...     with fed.silo_plate("patients", x.shape[0]):
+        ...         z = numpyro.sample("z", dist.Normal(0, 1))
+        ...         numpyro.sample("y", dist.Normal(mu * x + z, 1), obs=y)
+        >>> silos = fed.Silos({s: {"x": jnp.arange(n) * 1.0, "y": jnp.ones(n)} for s, n in (("oslo", 3), ("rome", 2))})
+        >>> svi = fed.SFVI(model, fed.AutoSiloNormal(model), optax.adam(0.05), num_local_particles=1)
+        >>> result = svi.run(jax.random.key(0), 500, silos, progress_bar=False)
+        >>> idata = fed.to_inference_data(svi, result, silos, num_draws=50)
+        >>> again = fed.predict(model, idata, jax.random.key(1), {"x": silos["oslo"]["x"]}, silo="oslo")
+        >>> new = fed.predict(model, idata, jax.random.key(2), {"x": jnp.zeros(4)})
+        >>> again["y"].shape, sorted(new), new["z"].shape
+        ((50, 3), ['y', 'z'], (50, 4))
+    """
+    draws = posterior_dataset(posterior)
+    plates = {
+        name.removesuffix("_silo"): names.values for name, names in draws.coords.items() if _is_silos(name, draws)
+    }
+    known = sorted({str(n) for names in plates.values() for n in names} | _attribute(draws))
+    if not known:
+        raise ValueError("expected a fit with silo coordinates, from fed.to_inference_data(...)")
+    if silo is not None and str(silo) not in known:
+        raise ValueError(f"silo={silo!r}: expected a silo of the fit, {known}, or None for a new one")
+    values = {}
+    for name, x in draws.data_vars.items():
+        own = [d for d in x.dims if d in plates]
+        if own and silo is None:
+            continue
+        for dim in own:
+            x = x.isel({dim: np.flatnonzero(plates[dim] == str(silo))})
+        values[name] = jnp.asarray(x.values.reshape(-1, *x.shape[2:]))
+    learned = substitute(model, data=dict(params)) if params else model
+    predictive = Predictive(learned, posterior_samples=values)
+    return {name: np.asarray(x) for name, x in predictive(rng_key, **data).items() if name not in values}
+
+
+def _is_silos(name: Any, draws: Any) -> bool:
+    dim = str(name).removesuffix("_silo")
+    return str(name).endswith("_silo") and dim in draws.dims and draws.coords[name].dims == (dim,)
+
+
+def _attribute(draws: Any) -> set[str]:
+    import json
+
+    return set(json.loads(draws.attrs.get("silos", "[]")))

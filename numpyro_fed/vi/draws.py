@@ -1,0 +1,133 @@
+r"""Draws of a fitted approximation, with importance weights that say how good it is.
+
+A draw :math:`\theta \sim q(\theta)` is sent to all silos. Each draws K candidates for every unit's latents, keeps one with probability
+proportional to its weight :math:`w_{gk}`, and returns its estimate :math:`\sum_g \log \frac1K \sum_k w_{gk}` of
+:math:`\log p(y_s \mid \theta)`. The server's log weight of the draw is
+
+.. math:: \log p(\theta) + \sum_s \log \hat p(y_s \mid \theta) - \log q(\theta),
+
+constant if q is exact. The tail of these weights (Pareto's k, Vehtari et al. 2024) judges q without a reference.
+What leaves a silo: its estimates, one number for each draw. The kept latents stay, except where one process holds all silos.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax, random
+from numpyro.infer.util import constrain_fn, transform_fn
+
+from numpyro_fed.density import PARAMS
+from numpyro_fed.silos import Silos
+from numpyro_fed.storage import SiloRows
+from numpyro_fed.vi.bound import unit_terms
+from numpyro_fed.vi.minibatch import pick
+from numpyro_fed.vi.plan import Plan
+
+__all__ = ["Draws", "constrained", "draw"]
+
+_NUMBERS_AT_ONCE = 1 << 22  # latents' candidates evaluated together
+
+
+class Draws(NamedTuple):
+    """Draws of the approximation in unconstrained space.
+
+    :param theta: flat global positions ``(n, d)``.
+    :param latents: for each structure its local sites in pooled order, leading axis n.
+    :param log_weight: unnormalised log weights of the draws of theta, ``(n,)``.
+    """
+
+    theta: Array
+    latents: list[dict[str, Array]]
+    log_weight: Array
+
+
+@partial(jax.jit, static_argnames=("plan", "totals", "num"))
+def draw(
+    plan: Plan,
+    params: dict[str, Array],
+    local: list,
+    stacks: list[SiloRows],
+    totals: tuple[tuple[tuple[str, int], ...], ...],
+    key: Array,
+    num: int,
+) -> Draws:
+    """Independent draws.
+
+    :param params: global parameters, in their supports.
+    :param local: for each stack the silos' own parameters.
+    :param totals: for each structure the number of rows of each group in all silos.
+    """
+
+    def one(key: Array) -> Draws:
+        key_theta, key_local, key_choice = random.split(key, 3)
+        context = plan.families[0].context(params, random.normal(key_theta, (plan.factors.dim,)))
+        log_weight = plan.log_prior(context.theta, params, stacks[0]) - plan.families[0].log_global(params, context)
+        learned = {k: params[k] for k in plan.learned}
+        latents: list[dict[str, Array]] = [{} for _ in plan.families]
+        for rows, own in zip(stacks, local, strict=True):
+            family = plan.families[rows.part]
+            silo = partial(_candidate, plan, context=context, learned=learned, key=key_local, key_choice=key_choice)
+            terms, sites = jax.vmap(lambda r, o, f=silo: f(r, o), in_axes=(rows.axes, 0))(rows, own)
+            log_weight = log_weight + jnp.sum(terms)
+            groups = family.factors.local_groups()
+            for site, x in sites.items():
+                group = groups[site]
+                total = dict(totals[rows.part])[group]
+                inside = jnp.arange(x.shape[1]) < rows.sizes[group][:, None]
+                place = jnp.where(inside, rows.order[group], total).reshape(-1)
+                out = latents[rows.part].get(site, jnp.zeros((total, *x.shape[2:]), x.dtype))
+                latents[rows.part][site] = out.at[place].set(x.reshape(-1, *x.shape[2:]), mode="drop")
+        return Draws(context.theta, latents, log_weight)
+
+    units = sum(o.mean.size for o in local) * plan.num_local_particles
+    at_once = max(1, min(num, _NUMBERS_AT_ONCE // max(units, 1)))
+    return lax.map(one, random.split(key, num), batch_size=at_once)
+
+
+def _candidate(
+    plan: Plan, rows: SiloRows, own: Any, context: Any, learned: dict[str, Array], key: Array, key_choice: Array
+) -> tuple[Array, dict[str, Array]]:
+    """A silo's estimate of its log likelihood at theta, and its latents (elements first), unconstrained."""
+    family = plan.families[rows.part]
+    batch = pick(family, None, key, rows)
+    if not family.has_local:
+        return unit_terms(family, context.theta, jnp.zeros((0, 0)), learned, batch)[1], {}
+    own = family.effective(own, rows)
+    units = family.units(rows)
+    owned = units.owned(rows)
+    eps = family.noise(key, rows, plan.num_local_particles)
+    z = family.latents(own, context, eps)
+
+    def weigh(z: Array) -> tuple[Array, Array]:
+        terms, rest = unit_terms(family, context.theta, z, learned, batch)
+        return jnp.where(jnp.any(owned, axis=1), terms - family.log_local(own, context, z, owned), 0.0), rest
+
+    log_weight, rest = jax.vmap(weigh)(z)
+    counts = jnp.any(owned, axis=1)
+    value = jnp.sum(jnp.where(counts, jax.nn.logsumexp(log_weight, axis=0) - jnp.log(float(len(eps))), 0.0))
+    place = rows.order[family.group] if family.group is not None else rows.number[None]
+    uniform = jax.vmap(lambda i: random.uniform(random.fold_in(key_choice, i)))(place)
+    share = jnp.cumsum(jax.nn.softmax(log_weight, axis=0), axis=0)
+    chosen = jnp.minimum(jnp.sum(share < uniform * share[-1], axis=0), len(eps) - 1)
+    return value + rest.mean(), units.to_sites(z[chosen, jnp.arange(z.shape[1])])
+
+
+def constrained(plan: Plan, part: int, silos: Silos, draws: Draws, params: dict[str, Array]) -> dict[str, Array]:
+    """All latent sites of a structure in their supports, and its deterministic ones, leading axis: draws."""
+    factors = plan.families[part].factors
+    learned = {k: params[k] for k in plan.learned}
+    kwargs = {**silos.pooled, PARAMS: learned} if learned else silos.pooled
+    constrain: Callable
+    if factors.transforms is not None:
+        constrain = partial(transform_fn, factors.transforms)
+    else:
+        constrain = partial(constrain_fn, factors.model, (), kwargs, return_deterministic=True)
+
+    def one(theta: Array, latents: dict[str, Array]) -> dict[str, Array]:
+        placed = {s.name: jnp.moveaxis(latents[s.name], 0, s.axis) for s in factors.local_sites}
+        return constrain({**factors.unravel(theta), **placed})
+
+    return lax.map(lambda x: one(*x), (draws.theta, draws.latents[part]))

@@ -1,0 +1,160 @@
+"""From a variational fit to ArviZ: draws with silo names, the trace of the bound, and Pareto's k of the approximation."""
+
+import json
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import random
+from numpyro.infer import log_likelihood as log_likelihood_of
+
+from numpyro_fed._compat import import_arviz, infer_dims
+from numpyro_fed._silo_coords import ledger_attrs, silo_coords
+from numpyro_fed.density import PARAMS
+from numpyro_fed.mixed import MixedSilos
+from numpyro_fed.silos import Silos
+from numpyro_fed.vi._adapter import FederatedVI, VIResult
+from numpyro_fed.vi.draws import constrained, draw
+
+if TYPE_CHECKING:
+    from arviz import InferenceData
+
+__all__ = ["vi_inference_data"]
+
+_CANDIDATES = 4  # draws of q for each resampled one
+_EQUAL = 1e-6  # log weights that differ by less are equal
+_POOR = 0.7  # Pareto's k above which importance weights have no useful mean (Vehtari et al. 2024)
+
+
+def vi_inference_data(
+    svi: FederatedVI,
+    result: VIResult,
+    silos: Silos | MixedSilos,
+    *,
+    num_draws: int = 1000,
+    rng_key: Any = None,
+    log_likelihood: bool = True,
+    resample: bool = False,
+) -> "InferenceData":
+    """See :func:`numpyro_fed.to_inference_data`."""
+    if not isinstance(result, VIResult):
+        raise TypeError(f"expected the result of svi.run(...), got {type(result).__name__}")
+    if not isinstance(num_draws, int) or num_draws < 1:
+        raise ValueError(f"num_draws: expected a whole number >= 1, got {num_draws!r}")
+    if not isinstance(silos, Silos | MixedSilos) or silos.names != result.ledger.silos:
+        got = list(silos.names) if isinstance(silos, Silos | MixedSilos) else type(silos).__name__
+        raise ValueError(f"expected the silos of the run, {list(result.ledger.silos)}, got {got}")
+    prepared = svi.prepared(silos)
+    plan = prepared.plan
+    params, local = svi.fitted(result, silos)
+    totals = tuple(tuple((g, sum(n)) for g, n in part.sizes.items()) for part in prepared.parts)
+    key = random.key(0) if rng_key is None else rng_key
+    num = _CANDIDATES * num_draws if resample else num_draws
+    draws = draw(plan, params, local, prepared.stacks, totals, key, num)
+    log_weight = np.asarray(draws.log_weight, np.float64)
+    smoothed, k = _smoothed(log_weight)
+    if resample:
+        chosen = _chosen(smoothed, num_draws, random.fold_in(key, 1))
+        draws = jax.tree.map(lambda x: x[chosen], draws)
+    suffixes = [""] if len(prepared.parts) == 1 else [f"_{i}" for i in range(len(prepared.parts))]
+    pieces = [
+        _part(plan, i, part, draws, params, log_likelihood, suffix)
+        for i, (part, suffix) in enumerate(zip(prepared.parts, suffixes, strict=True))
+    ]
+    posterior, likelihood, observed, dims = (
+        {k: v for one in kind for k, v in one.items()} for kind in zip(*pieces, strict=True)
+    )
+    az = import_arviz()
+    idata = az.from_dict(
+        posterior={k: np.asarray(v)[None] for k, v in posterior.items()},
+        sample_stats={"log_weight": np.asarray(draws.log_weight)[None]},
+        log_likelihood={k: np.asarray(v)[None] for k, v in likelihood.items()} or None,
+        observed_data={k: np.asarray(v) for k, v in observed.items()} or None,
+        dims=dims,
+    )
+    bound = az.from_dict({"elbo": -result.losses[None]}).posterior.rename(draw="round").squeeze("chain", drop=True)
+    idata.add_groups({"optimization": bound}, warn_on_custom_groups=False)
+    for i, (part, suffix) in enumerate(zip(prepared.parts, suffixes, strict=True)):
+        silo_coords(idata, plan.families[i].factors, part, suffix)
+    idata.posterior.attrs.update(ledger_attrs(result.ledger))
+    idata.posterior.attrs["learned"] = json.dumps({k: np.asarray(params[k]).tolist() for k in plan.learned})
+    idata.posterior.attrs["pareto_k"] = k
+    if not k <= _POOR:
+        warnings.warn(
+            f"Pareto's k of the approximation is {k:.2f}, above {_POOR}: q(theta) misses part of the posterior. Run more rounds, take "
+            'global_cov="full" and more num_local_particles, or resample=True; and hold the fit against pooled NUTS or FSGLD',
+            stacklevel=3,
+        )
+    return idata
+
+
+def _part(
+    plan: Any, number: int, silos: Silos, draws: Any, params: dict, log_likelihood: bool, suffix: str
+) -> tuple[dict, dict, dict, dict]:
+    """Draws, pointwise log likelihood, observed values and dimensions of one structure."""
+    factors = plan.families[number].factors
+    learned = {k: params[k] for k in plan.learned}
+    kwargs = {**silos.pooled, PARAMS: learned} if learned else silos.pooled
+    bound_model = _Called(factors.model, kwargs)
+    sites = constrained(plan, number, silos, draws, params)
+    dims = infer_dims(bound_model, ())
+    plates = dict(factors.plates)
+
+    def named(name: str) -> str:
+        own = any(d in plates for d in dims.get(name, ()))
+        return name + suffix if own else name
+
+    renamed = {named(k): [d + suffix if d in plates else d for d in v] for k, v in dims.items()}
+    observed = bound_model.observed()
+    likelihood = {}
+    if log_likelihood:
+        latent = {k: v for k, v in sites.items() if k not in observed}
+        likelihood = log_likelihood_of(bound_model, latent, parallel=False)
+    return (
+        {named(k): v for k, v in sites.items()},
+        {named(k): v for k, v in likelihood.items()},
+        {named(k): v for k, v in observed.items()},
+        renamed,
+    )
+
+
+class _Called:
+    """A model with its arguments given."""
+
+    def __init__(self, model: Any, kwargs: dict) -> None:
+        self.model, self.kwargs = model, kwargs
+
+    def __call__(self) -> Any:
+        return self.model(**self.kwargs)
+
+    def observed(self) -> dict[str, jax.Array]:
+        """Values of observed sites."""
+        from numpyro.handlers import seed, trace
+
+        sites = trace(seed(self, random.key(0))).get_trace()
+        return {
+            name: jnp.asarray(s["value"])
+            for name, s in sites.items()
+            if s["type"] == "sample" and s["is_observed"] and type(s["fn"]).__name__ != "Unit"
+        }
+
+
+def _smoothed(log_weight: np.ndarray) -> tuple[np.ndarray, float]:
+    """Pareto-smoothed weights that sum to one, and Pareto's k (0 for equal weights, infinite where one is not finite)."""
+    if not np.isfinite(log_weight).all():
+        return np.where(np.isfinite(log_weight), 1.0, 0.0) / max(np.isfinite(log_weight).sum(), 1), float("inf")
+    if np.ptp(log_weight) < _EQUAL:
+        return np.full(len(log_weight), 1 / len(log_weight)), 0.0
+    smoothed, k = import_arviz().psislw(log_weight - log_weight.max())
+    weight = np.exp(smoothed - smoothed.max())
+    return weight / weight.sum(), float(k)
+
+
+def _chosen(weight: np.ndarray, num: int, key: Any) -> np.ndarray:
+    """Systematic resampling, in random order: each candidate as often as its weight says, up to one."""
+    key_start, key_order = random.split(key)
+    steps = (np.arange(num) + float(random.uniform(key_start))) / num
+    chosen = np.minimum(np.searchsorted(np.cumsum(weight), steps), len(weight) - 1)
+    return chosen[np.asarray(random.permutation(key_order, num))]
