@@ -1,6 +1,7 @@
 """Federated Bayesian inference for NumPyro: pooled NUTS's posterior from data that stay in their silos."""
 
 from numpyro_fed import handlers, partitioners, surrogates
+from numpyro_fed._elbo_figure import plot_elbo
 from numpyro_fed.handlers import mark_silos, silo_plate
 from numpyro_fed.inference_data import to_inference_data
 from numpyro_fed.mcmc.dsgld import DSGLD
@@ -32,6 +33,7 @@ __all__ = [
     "mark_silos",
     "partitioners",
     "plot_compare",
+    "plot_elbo",
     "predict",
     "silo_plate",
     "split",

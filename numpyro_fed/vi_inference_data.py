@@ -58,7 +58,7 @@ def vi_inference_data(
     if resample:
         chosen = _chosen(smoothed, num_draws, random.fold_in(key, 1))
         draws = jax.tree.map(lambda x: x[chosen], draws)
-    suffixes = [""] if len(prepared.parts) == 1 else [f"_{i}" for i in range(len(prepared.parts))]
+    suffixes = [plan.suffix(i) for i in range(len(prepared.parts))]
     pieces = [
         _part(plan, i, part, draws, params, log_likelihood, suffix)
         for i, (part, suffix) in enumerate(zip(prepared.parts, suffixes, strict=True))

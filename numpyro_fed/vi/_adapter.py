@@ -3,7 +3,7 @@
 import math
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
@@ -15,7 +15,7 @@ from jax import Array
 from numpyro_fed.federation import Ledger
 from numpyro_fed.mixed import MixedSilos
 from numpyro_fed.silos import Silos
-from numpyro_fed.vi.plan import Options, Plan, Prepared, first_params, prepare
+from numpyro_fed.vi.plan import Options, Prepared, first_params, prepare
 from numpyro_fed.vi.rounds import VIState, advance, ledger, participation_of, run_rounds
 
 __all__ = ["FederatedVI", "VIResult"]
@@ -80,7 +80,7 @@ class FederatedVI:
         """
         prepared = self.prepared(silos)
         params = first_params(prepared, self.guide, rng_key)
-        start = [self._local_start(rows, prepared) for rows in prepared.stacks]
+        start = _first_local(prepared)
         if init_from is not None:
             params, start = self._taken_from(init_from, prepared, params, start)
         server = type(self)._federated(prepared.plan, prepared.stacks).init(rng_key, params)
@@ -89,16 +89,10 @@ class FederatedVI:
         visits = jnp.zeros(len(prepared.names), jnp.int32)
         return VIState(server, silo_states, visits, jnp.ones((), bool))
 
-    def _local_start(self, rows: Any, prepared: Prepared) -> Any:
-        family = prepared.plan.families[rows.part]
-        one = partial(family.init_local, init_scale=self.guide.init_scale)
-        return jax.jit(jax.vmap(one, in_axes=(rows.axes,)))(rows)
-
     def _taken_from(self, result: Any, prepared: Prepared, params: dict, start: list) -> tuple[dict, list]:
         if not isinstance(result, VIResult):
             raise TypeError(f"init_from: expected the result of a run, got {type(result).__name__}")
-        names = self.guide.local_names()
-        expected = {**prepared.plan.constrain(params), **local_params(prepared, start, names)}
+        expected = {**prepared.plan.constrain(params), **local_params(prepared, start)}
         got = {k: v.shape for k, v in result.params.items()}
         wrong = sorted(k for k, v in expected.items() if got.get(k) != v.shape)
         if wrong:
@@ -107,7 +101,7 @@ class FederatedVI:
                 f"{ {k: expected[k].shape for k in wrong} }, got { {k: got.get(k) for k in wrong} }"
             )
         given = {k: jnp.asarray(result.params[k]) for k in expected}
-        return prepared.plan.unconstrain({k: given[k] for k in params}), stacked_params(prepared, given, start, names)
+        return prepared.plan.unconstrain({k: given[k] for k in params}), stacked_params(prepared, given, start)
 
     def _silo_params(self, prepared: Prepared, state: VIState, averaged: bool) -> list:
         """The silos' own parameters, in the coordinates of the server's."""
@@ -134,12 +128,11 @@ class FederatedVI:
     def fitted(self, result: VIResult, silos: Silos | MixedSilos) -> tuple[dict[str, Array], list]:
         """A result's global parameters in their supports, and for each stack the silos' own."""
         prepared = self.prepared(silos)
-        start = [self._local_start(rows, prepared) for rows in prepared.stacks]
         params = {k: jnp.asarray(result.params[k]) for k in prepared.plan.supports}
-        return params, stacked_params(prepared, result.params, start, self.guide.local_names())
+        return params, stacked_params(prepared, result.params, _first_local(prepared))
 
     def _named(self, prepared: Prepared, params: dict[str, Array], local: list) -> dict[str, Array]:
-        return {**prepared.plan.constrain(params), **local_params(prepared, local, self.guide.local_names())}
+        return {**prepared.plan.constrain(params), **local_params(prepared, local)}
 
     def run(
         self,
@@ -195,41 +188,41 @@ class FederatedVI:
         )
 
 
-def local_params(prepared: Prepared, local: list, names: dict[str, str]) -> dict[str, Array]:
+def _first_local(prepared: Prepared) -> list:
+    """For each stack the silos' first parameters."""
+    families = prepared.plan.families
+    return [jax.jit(jax.vmap(families[r.part].init_local, in_axes=(r.axes,)))(r) for r in prepared.stacks]
+
+
+def local_params(prepared: Prepared, local: list) -> dict[str, Array]:
     """The silos' parameters as arrays over their plate's elements in pooled order (over silos where these are the units)."""
-    plan: Plan = prepared.plan
-    out: dict[str, Array] = {}
+    plan, out = prepared.plan, {}
     for part, family in enumerate(plan.families):
         if not family.has_local:
             continue
-        mine = [(r, p) for r, p in zip(prepared.stacks, local, strict=True) if r.part == part]
-        suffix = "" if len(plan.families) == 1 else f"_{part}"
-        silos = prepared.parts[part]
-        for field, name in names.items():
-            if getattr(mine[0][1], field) is not None:
-                rows = [(r, getattr(p, field)) for r, p in mine]
-                out[name + suffix] = _in_order(rows, family.group, silos)
+        mine = [(r, family.named(p)) for r, p in zip(prepared.stacks, local, strict=True) if r.part == part]
+        for name, (_, group) in mine[0][1].items():
+            out[name + plan.suffix(part)] = _in_order([(r, p[name][0]) for r, p in mine], group, prepared.parts[part])
     return out
 
 
-def stacked_params(prepared: Prepared, params: dict[str, Array], start: list, names: dict[str, str]) -> list:
+def stacked_params(prepared: Prepared, params: dict[str, Array], start: list) -> list:
     """The inverse of :func:`local_params`; padding keeps its values of ``start``."""
     plan, out = prepared.plan, []
     for rows, first in zip(prepared.stacks, start, strict=True):
         family = plan.families[rows.part]
-        suffix = "" if len(plan.families) == 1 else f"_{rows.part}"
+        if not family.has_local:
+            out.append(first)
+            continue
         new = {}
-        for field, name in names.items():
-            x = getattr(first, field)
-            if x is None or not family.has_local:
-                continue
-            if family.group is None:
-                new[field] = params[name + suffix][(rows.number, *[slice(n) for n in x.shape[2:]])][:, None]
+        for name, (x, group) in family.named(first).items():
+            given = params[name + plan.suffix(rows.part)]
+            if group is None:
+                new[name] = given[(rows.number, *[slice(n) for n in x.shape[2:]])][:, None]
             else:
-                own = jnp.arange(x.shape[1]) < rows.sizes[family.group][:, None]
-                own = own.reshape(*own.shape, *[1] * (x.ndim - 2))
-                new[field] = jnp.where(own, params[name + suffix][rows.order[family.group]], x)
-        out.append(replace(first, **new))
+                own = jnp.arange(x.shape[1]) < rows.sizes[group][:, None]
+                new[name] = jnp.where(own.reshape(*own.shape, *[1] * (x.ndim - 2)), given[rows.order[group]], x)
+        out.append(family.from_named(new))
     return out
 
 

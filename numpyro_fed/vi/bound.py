@@ -82,17 +82,17 @@ def silo_bound(family: Any, local: Any, context: Any, params: Any, eps: Array | 
 
     owned = family.units(batch.rows).owned(batch.rows)
     counts = jnp.any(owned, axis=1)  # padding contributes nothing
-    num = eps.shape[0]
 
     def log_weights(context: Any, params: Any, z: Array) -> tuple[Array, Array]:
         def one(z: Array) -> tuple[Array, Array]:
             terms, rest = unit_terms(family, context.theta, z, params, batch)
-            log_q = family.log_local(lax.stop_gradient(local), context, z, owned)
+            log_q = family.log_local(lax.stop_gradient(local), context, z, batch.rows)
             return jnp.where(counts, terms - log_q, 0.0), rest
 
         return jax.vmap(one)(z)
 
-    z, pull_path = jax.vjp(lambda local, context: family.latents(local, context, eps), local, context)
+    z, pull_path = jax.vjp(lambda local, context: family.latents(local, context, eps, batch.rows), local, context)
+    num = z.shape[0]
     (lw, rest), pull = jax.vjp(log_weights, context, params, z)
     bound = jnp.sum(jax.nn.logsumexp(lw, axis=0)) - jnp.sum(counts) * jnp.log(float(num))
     value = batch.scale * bound + jnp.mean(rest)

@@ -63,7 +63,7 @@ def draw(
 
     def one(key: Array) -> Draws:
         key_theta, key_local, key_choice = random.split(key, 3)
-        context = plan.families[0].context(params, random.normal(key_theta, (plan.factors.dim,)))
+        context = plan.families[0].context(params, plan.families[0].global_noise(key_theta))
         log_weight = plan.log_prior(context.theta, params, stacks[0]) - plan.families[0].log_global(params, context)
         learned = {k: params[k] for k in plan.learned}
         latents: list[dict[str, Array]] = [{} for _ in plan.families]
@@ -82,7 +82,7 @@ def draw(
                 latents[rows.part][site] = out.at[place].set(x.reshape(-1, *x.shape[2:]), mode="drop")
         return Draws(context.theta, latents, log_weight)
 
-    units = sum(o.mean.size for o in local) * plan.num_local_particles
+    units = sum(x.size for x in jax.tree.leaves(local)) * plan.num_local_particles
     at_once = max(1, min(num, _NUMBERS_AT_ONCE // max(units, 1)))
     return lax.map(one, random.split(key, num), batch_size=at_once)
 
@@ -99,19 +99,19 @@ def _candidate(
     units = family.units(rows)
     owned = units.owned(rows)
     eps = family.noise(key, rows, plan.num_local_particles)
-    z = family.latents(own, context, eps)
+    z = family.latents(own, context, eps, rows)
 
     def weigh(z: Array) -> tuple[Array, Array]:
         terms, rest = unit_terms(family, context.theta, z, learned, batch)
-        return jnp.where(jnp.any(owned, axis=1), terms - family.log_local(own, context, z, owned), 0.0), rest
+        return jnp.where(jnp.any(owned, axis=1), terms - family.log_local(own, context, z, rows), 0.0), rest
 
     log_weight, rest = jax.vmap(weigh)(z)
     counts = jnp.any(owned, axis=1)
-    value = jnp.sum(jnp.where(counts, jax.nn.logsumexp(log_weight, axis=0) - jnp.log(float(len(eps))), 0.0))
+    value = jnp.sum(jnp.where(counts, jax.nn.logsumexp(log_weight, axis=0) - jnp.log(float(len(z))), 0.0))
     place = rows.order[family.group] if family.group is not None else rows.number[None]
     uniform = jax.vmap(lambda i: random.uniform(random.fold_in(key_choice, i)))(place)
     share = jnp.cumsum(jax.nn.softmax(log_weight, axis=0), axis=0)
-    chosen = jnp.minimum(jnp.sum(share < uniform * share[-1], axis=0), len(eps) - 1)
+    chosen = jnp.minimum(jnp.sum(share < uniform * share[-1], axis=0), len(z) - 1)
     return value + rest.mean(), units.to_sites(z[chosen, jnp.arange(z.shape[1])])
 
 

@@ -29,14 +29,6 @@ from numpyro_fed.vi.quantiles import latent_quantiles
 
 __all__ = ["AutoSiloNormal"]
 
-_LOCAL = {
-    "mean": "local_loc",
-    "log_scale": "local_log_scale",
-    "coupling": "local_coupling",
-    "scale_coupling": "local_scale_coupling",
-    "tril": "local_tril",
-}
-
 
 class AutoSiloNormal(AutoGuide):
     r"""Gaussian guide whose local latents depend on the global ones, unit by unit.
@@ -135,11 +127,8 @@ class AutoSiloNormal(AutoGuide):
             self.coupling,
             self.scale_coupling,
             self.prefix,
+            self.init_scale,
         )
-
-    def local_names(self) -> dict[str, str]:
-        """The name of the parameter that each field of the local map is."""
-        return {field: f"{self.prefix}_{name}" for field, name in _LOCAL.items()}
 
     def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
         super()._setup_prototype(*args, **kwargs)
@@ -163,17 +152,15 @@ class AutoSiloNormal(AutoGuide):
         assert family is not None
         loc = family.factors.ravel(self._init_locs)
         supports = family.constraints()
-        start = family.init(loc, self.init_scale)
+        start = family.init(loc)
         params = {name: numpyro.param(name, x, constraint=supports[name]) for name, x in start.items()}
         if not family.has_local:
             return params, None
-        rows = family.init_local(self._rows, self.init_scale)
-        fields = {
-            field: numpyro.param(name, getattr(rows, field), constraint=constraints.real)
-            for field, name in self.local_names().items()
-            if getattr(rows, field) is not None
+        rows = family.init_local(self._rows)
+        local = {
+            name: numpyro.param(name, x, constraint=constraints.real) for name, (x, _) in family.named(rows).items()
         }
-        return params, LocalMap(**fields)
+        return params, family.from_named(local)
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Array]:
         """Draw all latent sites; arguments as the model's."""
@@ -203,13 +190,12 @@ class AutoSiloNormal(AutoGuide):
         """Global, local and the model's own parameters."""
         if self._family is None:
             raise RuntimeError("expected a guide that has been called; run SVI or call guide(...) under a seed first")
-        names = self.local_names()
-        local = {field: params[name] for field, name in names.items() if name in params}
+        has_local = self._family.has_local
         own = set(self._family.constraints())
         learned = {
             k: v for k, v in params.items() if k in self.prototype_trace and self.prototype_trace[k]["type"] == "param"
         }
-        return {k: params[k] for k in own}, LocalMap(**local) if local else None, learned
+        return {k: params[k] for k in own}, self._family.from_named(params) if has_local else None, learned
 
     def sample_posterior(
         self, rng_key: Array, params: dict, *args: Any, sample_shape: tuple[int, ...] = (), **kwargs: Any
@@ -268,14 +254,12 @@ def _draw(
     """A draw of all latent sites and its log density, parameters frozen in the latter (sticking the landing)."""
     assert family is not None
     key_theta, key_local = random.split(key)
-    noise = random.normal(key_theta, (family.factors.dim,))
+    noise = family.global_noise(key_theta)
     context = family.context(params, noise)
     log_density = family.log_global(lax.stop_gradient(dict(params)), context)
     if local is None:
         return _placed(family, context.theta, None, rows), log_density
     local = family.effective(local, rows)
-    eps = family.noise(key_local, rows, 1)[0]
-    z = family.latents(local, Context(context.theta, noise), eps)
-    owned = family.units(rows).owned(rows)
-    log_density = log_density + jnp.sum(family.log_local(lax.stop_gradient(local), context, z, owned))
+    z = family.latents(local, Context(context.theta, noise), family.noise(key_local, rows, 1), rows)[0]
+    log_density = log_density + jnp.sum(family.log_local(lax.stop_gradient(local), context, z, rows))
     return _placed(family, context.theta, z, rows), log_density

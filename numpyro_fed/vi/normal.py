@@ -29,6 +29,15 @@ from numpyro_fed.vi.scales import Diagonal, LowRank, Scale, Triangular, relative
 __all__ = ["Context", "SiloNormal"]
 
 
+_LOCAL = {
+    "mean": "local_loc",
+    "log_scale": "local_log_scale",
+    "coupling": "local_coupling",
+    "scale_coupling": "local_scale_coupling",
+    "tril": "local_tril",
+}
+
+
 class Context(NamedTuple):
     """What every silo is told of a draw of the global latents.
 
@@ -51,6 +60,7 @@ class SiloNormal:
     :param coupling: whether the location of the local latents moves with theta.
     :param scale_coupling: whether their log scales do.
     :param prefix: of the parameters' names.
+    :param init_scale: sd of all latents at the start.
     """
 
     factors: Factors
@@ -60,6 +70,7 @@ class SiloNormal:
     coupling: bool
     scale_coupling: bool
     prefix: str = "auto"
+    init_scale: float = 0.3
 
     @property
     def has_local(self) -> bool:
@@ -82,13 +93,13 @@ class SiloNormal:
             out[f"{self.prefix}_factor"] = constraints.real
         return out
 
-    def init(self, loc: Array, init_scale: float) -> dict[str, Array]:
+    def init(self, loc: Array) -> dict[str, Array]:
         """Global parameters of independent components around ``loc``."""
         d = self.factors.dim
         out = {f"{self.prefix}_loc": loc}
         if self.global_cov == "full":
-            return {**out, f"{self.prefix}_scale_tril": init_scale * jnp.eye(d, dtype=loc.dtype)}
-        out[f"{self.prefix}_scale"] = jnp.full(d, init_scale, loc.dtype)
+            return {**out, f"{self.prefix}_scale_tril": self.init_scale * jnp.eye(d, dtype=loc.dtype)}
+        out[f"{self.prefix}_scale"] = jnp.full(d, self.init_scale, loc.dtype)
         if not isinstance(self.global_cov, str):  # at zero the gradient of A A' is zero
             out[f"{self.prefix}_factor"] = 0.1 * random.normal(random.key(0), (d, self.global_cov), loc.dtype)
         return out
@@ -100,6 +111,10 @@ class SiloNormal:
         if self.global_cov == "diag":
             return Diagonal(params[f"{self.prefix}_scale"])
         return LowRank(params[f"{self.prefix}_scale"], params[f"{self.prefix}_factor"])
+
+    def global_noise(self, key: Array) -> Array:
+        """The noise of a draw of theta."""
+        return random.normal(key, (self.factors.dim,))
 
     def context(self, params: Mapping[str, Array], noise: Array) -> Context:
         """The draw for standard normal ``noise``; its gradients are those of a path through frozen parameters."""
@@ -125,7 +140,7 @@ class SiloNormal:
 
     # q(z_s | theta)
 
-    def init_local(self, rows: SiloRows, init_scale: float) -> LocalMap:
+    def init_local(self, rows: SiloRows) -> LocalMap:
         """One silo's map: standard normal times ``init_scale``, whatever theta."""
         units = self.units(rows)
         count = 1 if self.group is None else dict(rows.pad)[self.group]
@@ -134,7 +149,7 @@ class SiloNormal:
         zero = jnp.zeros((*shape, d))
         return LocalMap(
             mean=jnp.zeros(shape),
-            log_scale=jnp.full(shape, math.log(init_scale)),
+            log_scale=jnp.full(shape, math.log(self.init_scale)),
             coupling=zero if self.coupling else None,
             scale_coupling=zero if self.scale_coupling else None,
             tril=jnp.broadcast_to(jnp.eye(k), (count, k, k)) if self._correlated(units) else None,
@@ -166,14 +181,27 @@ class SiloNormal:
             parts.append(eps if self.group is not None else eps.reshape(num, 1, count * width))
         return jnp.where(units.owned(rows), jnp.concatenate(parts, axis=-1), 0.0)
 
-    def latents(self, local: LocalMap, context: Context, eps: Array) -> Array:
-        """Latents ``(..., E, k)`` of coordinates."""
-        forward = lambda e: local.forward(context.u, e)  # noqa: E731
-        return forward(eps) if eps.ndim == 2 else jax.vmap(forward)(eps)
+    def latents(self, local: LocalMap, context: Context, eps: Array, rows: SiloRows) -> Array:
+        """Latents ``(num, E, k)`` of coordinates of this shape."""
+        del rows
+        return jax.vmap(lambda e: local.forward(context.u, e))(eps)
 
-    def log_local(self, local: LocalMap, context: Context, z: Array, owned: Array) -> Array:
+    def log_local(self, local: LocalMap, context: Context, z: Array, rows: SiloRows) -> Array:
         """``log q(z | theta)`` of each unit, ``(E,)``."""
-        return local.log_density(context.u, z, owned)
+        return local.log_density(context.u, z, self.units(rows).owned(rows))
+
+    def local_names(self) -> dict[str, str]:
+        """The name of the parameter that each field of the local map is."""
+        return {field: f"{self.prefix}_{name}" for field, name in _LOCAL.items()}
+
+    def named(self, local: LocalMap) -> dict[str, tuple[Array, str | None]]:
+        """Local parameters by name, each with the row group of its elements (``None``: the silo)."""
+        parts = {name: getattr(local, field) for field, name in self.local_names().items()}
+        return {name: (x, self.group) for name, x in parts.items() if x is not None}
+
+    def from_named(self, params: Mapping[str, Array]) -> LocalMap:
+        """The inverse of :meth:`named`."""
+        return LocalMap(**{field: params[name] for field, name in self.local_names().items() if name in params})
 
     def reply(self, direct: Context, path: Context, path_doubly: Context) -> Context:
         r"""A silo's gradient in the context, from its parts: of the bound at fixed z, and through z.

@@ -85,6 +85,10 @@ class Plan:
         """The factors of the first structure (global sites are those of all)."""
         return self.families[0].factors
 
+    def suffix(self, part: int) -> str:
+        """What names of a structure's own things end in, where there are several structures."""
+        return "" if len(self.families) == 1 else f"_{part}"
+
     def constrain(self, params: dict[str, Array]) -> dict[str, Array]:
         """Parameters in their supports, of unconstrained ones."""
         return {k: biject_to(self.supports[k])(v) for k, v in params.items()}
@@ -172,7 +176,7 @@ def first_params(prepared: Prepared, guide: Any, key: Array) -> dict[str, Array]
     if not bool(jnp.isfinite(loc).all()):
         raise ValueError("init_loc_fn: expected finite values of the global sites, got NaN or infinity")
     learned = silos.shared.get(PARAMS, {})
-    return plan.unconstrain({**plan.families[0].init(loc, guide.init_scale), **learned})
+    return plan.unconstrain({**plan.families[0].init(loc), **learned})
 
 
 def _probe(model: Callable, silos: Silos, key: Array, **extra: Any) -> dict[str, Any]:

@@ -111,7 +111,12 @@ def init(plan: Plan, key: Array, params: dict[str, Array]) -> Server:
 def init_silo(plan: Plan, params: dict[str, Array], local: Any) -> SiloState:
     """A silo's first state, from its first variational parameters; the server's are not needed."""
     del params
-    return SiloState(local, jax.vmap(plan.local_optim.init)(local), local, jnp.zeros(local.mean.shape[:1], jnp.int32))
+    return SiloState(local, jax.vmap(plan.local_optim.init)(local), local, jnp.zeros(num_units(local), jnp.int32))
+
+
+def num_units(local: Any) -> int:
+    """Length of the leading axis of a silo's parameters."""
+    return len(jax.tree.leaves(local)[0])
 
 
 def _draws(plan: Plan, rng_key: Array) -> tuple[Array, Array]:
@@ -123,7 +128,7 @@ def _draws(plan: Plan, rng_key: Array) -> tuple[Array, Array]:
         _, guide_seed = random.split(key)
         _, key_draw = random.split(guide_seed)
         key_theta, key_local = random.split(key_draw)
-        return random.normal(key_theta, (plan.factors.dim,)), key_local
+        return plan.families[0].global_noise(key_theta), key_local
 
     return jax.vmap(one)(keys)
 

@@ -141,7 +141,7 @@ def _gradients(
     family = plan.families[rows.part]
     key_theta, key_batch, key_local = random.split(key, 3)
     batch = pick(family, plan.batch, key_batch, rows)
-    noise = random.normal(key_theta, (plan.num_particles, plan.factors.dim))
+    noise = jax.vmap(family.global_noise)(random.split(key_theta, plan.num_particles))
     constrained = plan.constrain(params)
     context = jax.vmap(lambda e: family.context(constrained, e))(noise)
     effective, pull = jax.vjp(lambda own: family.effective(own, batch.rows), batch.take(own))

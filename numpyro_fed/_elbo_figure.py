@@ -1,0 +1,95 @@
+"""The figure of a variational run's evidence lower bound, round by round."""
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["plot_elbo"]
+
+_RAW, _MEAN, _QUIET = "#A9CCE3", "#0072B2", "#6B6B6B"
+_WINDOWS = 50  # windows of the running mean in a run
+_COLD = 0.25  # share of the rounds that the limits of the axis do not look at
+_RANGE = (0.005, 0.995)  # quantiles of the others that they do
+_MARGIN = 0.1
+
+
+def plot_elbo(result: Any, *, smooth: int | None = None, figure: "Figure | None" = None) -> "Figure":
+    """Draw the estimated bound of every round, and its running mean over it.
+
+    The vertical axis has room for the last three quarters of the rounds: a cold start may leave it. The running mean is centred; at the
+    ends, and beside rounds that are not finite, it is over fewer rounds. It levels off where more rounds bring nothing.
+
+    :param result: what ``run`` of :class:`SFVI`, :class:`SFVIAvg` or :class:`numpyro.infer.SVI` returned, or the ``InferenceData`` of
+        :func:`to_inference_data`.
+    :param smooth: rounds in a window of the running mean; a fiftieth of all if None.
+    :param figure: an empty figure (or subfigure) to draw in; a new one if None.
+    :raises TypeError: for anything without a trace of the bound.
+    :raises ValueError: for ``smooth`` below 1, and when the bound was finite in no round.
+
+    Example::
+
+        >>> import jax, jax.numpy as jnp, numpyro, numpyro.distributions as dist, optax, numpyro_fed as fed
+        >>> def model(y):
+        ...     mu = numpyro.sample("mu", dist.Normal(0, 10))
+        ...     with fed.silo_plate("patients", y.shape[0]):
+        ...         numpyro.sample("y", dist.Normal(mu, 1), obs=y)
+        >>> silos = fed.Silos({"oslo": {"y": jnp.ones(3)}, "rome": {"y": jnp.zeros(2)}})
+        >>> svi = fed.SFVI(model, fed.AutoSiloNormal(model), optax.adam(0.05))
+        >>> result = svi.run(jax.random.key(0), 100, silos, progress_bar=False)
+        >>> fed.plot_elbo(result).axes[0].get_xlabel()
+        'round'
+    """
+    from matplotlib import pyplot
+
+    elbo = _trace(result)
+    if smooth is None:
+        smooth = max(1, len(elbo) // _WINDOWS)
+    if not isinstance(smooth, int | np.integer) or isinstance(smooth, bool) or smooth < 1:
+        raise ValueError(f"smooth: expected a whole number of rounds >= 1, got {smooth!r}")
+    if not np.isfinite(elbo).any():
+        raise ValueError(f"expected a bound that is finite in some round, got {len(elbo)} that are not")
+    rounds = np.arange(1, len(elbo) + 1)
+    if figure is None:
+        figure = pyplot.figure(figsize=(7, 3.6), layout="constrained", facecolor="white")
+    axis = figure.add_subplot()
+    axis.plot(rounds, elbo, color=_RAW, lw=0.6, label="each round")
+    axis.plot(rounds, running_mean(elbo, smooth), color=_MEAN, lw=1.8, label=f"running mean of {smooth:,}")
+    axis.set(xlim=(1, max(2, len(elbo))), ylim=_limits(elbo), xlabel="round", ylabel="evidence lower bound (nats)")
+    axis.spines[["right", "top"]].set_visible(False)
+    axis.tick_params(colors=_QUIET, labelsize=8)
+    axis.legend(loc="lower right", frameon=False, fontsize=9)
+    return figure
+
+
+def running_mean(x: np.ndarray, window: int) -> np.ndarray:
+    """Mean over what is finite in a centred window, cut at the ends; NaN where nothing is."""
+    finite = np.isfinite(x)
+
+    def sums(values: np.ndarray) -> np.ndarray:  # each window's own: no digits are lost to a cold start outside of it
+        return np.convolve(values, np.ones(window))[window // 2 :][: len(x)]
+
+    counts = sums(finite.astype(float))
+    return np.where(counts > 0, sums(np.where(finite, x, 0.0)) / np.maximum(counts, 1), np.nan)
+
+
+def _trace(result: Any) -> np.ndarray:
+    if hasattr(result, "losses"):
+        return -np.asarray(result.losses, np.float64)
+    if hasattr(result, "groups") and "optimization" in result.groups() and "elbo" in result.optimization:
+        return np.asarray(result.optimization["elbo"].values, np.float64)
+    raise TypeError(
+        "expected the result of svi.run(...), or InferenceData with a variable elbo in the group optimization, from "
+        f"fed.to_inference_data(svi, ...); got {type(result).__name__}"
+    )
+
+
+def _limits(elbo: np.ndarray) -> tuple[float, float]:
+    """Room for nearly all of the rounds after the cold start (for all rounds, if none of those is finite)."""
+    late = elbo[int(_COLD * len(elbo)) :]
+    shown = late[np.isfinite(late)] if np.isfinite(late).any() else elbo[np.isfinite(elbo)]
+    low, high = np.quantile(shown, _RANGE)
+    margin = _MARGIN * (high - low) or 1.0
+    return low - margin, high + margin
