@@ -31,14 +31,9 @@ def plot_elbo(result: Any, *, smooth: int | None = None, figure: "Figure | None"
 
     Example::
 
-        >>> import jax, jax.numpy as jnp, numpyro, numpyro.distributions as dist, optax, numpyro_fed as fed
-        >>> def model(y):
-        ...     mu = numpyro.sample("mu", dist.Normal(0, 10))
-        ...     with fed.silo_plate("patients", y.shape[0]):
-        ...         numpyro.sample("y", dist.Normal(mu, 1), obs=y)
-        >>> silos = fed.Silos({"oslo": {"y": jnp.ones(3)}, "rome": {"y": jnp.zeros(2)}})
-        >>> svi = fed.SFVI(model, fed.AutoSiloNormal(model), optax.adam(0.05))
-        >>> result = svi.run(jax.random.key(0), 100, silos, progress_bar=False)
+        >>> import numpy as np, numpyro_fed as fed
+        >>> from numpyro.infer.svi import SVIRunResult
+        >>> result = SVIRunResult(params={}, state=None, losses=1 / np.arange(1, 101))
         >>> fed.plot_elbo(result).axes[0].get_xlabel()
         'round'
     """

@@ -32,6 +32,7 @@ __all__ = ["Comparison", "JointDistance", "compare", "plot_compare"]
 _SHOWN_ROWS = 16
 _JOINT_DRAWS = 1000  # at most, of each of two laws
 _EPSILON = 1.0  # entropic regularisation, in squared reference sds for each scalar
+_POOR = 0.7  # Pareto's k above which importance weights have no useful mean (Vehtari et al. 2024)
 _SENTENCES = {
     "agrees": "The fit agrees with the reference",
     "undecided": "Whether the fit agrees with the reference is undecided",
@@ -59,12 +60,14 @@ class Comparison:
     :ivar table: one row per scalar parameter; the columns are explained at :func:`compare`.
     :ivar mean_tolerance: largest accepted difference of means, in posterior sds of the reference.
     :ivar sd_tolerance: largest accepted relative difference of the sds, in either direction.
+    :ivar pareto_k: of a variational fit, Pareto's k of its importance weights; ``None`` where it has none. It is no part of the verdict.
     """
 
     table: "DataFrame"
     mean_tolerance: float
     sd_tolerance: float
     _scalars: list[Scalar]
+    pareto_k: float | None = None
 
     @property
     def verdict(self) -> str:
@@ -118,13 +121,19 @@ class Comparison:
         )
         if undecided:
             text += " More draws, of the fit and of the reference, settle what is undecided."
-        return text
+        return text + self._approximation()
 
     def closing_line(self) -> str:
         """Counts and extremes in one line, the last of the printed table."""
         agree, undecided, differ = self._counts()
         counts = f"{agree} agree, {undecided} undecided, {differ} differ"
-        return f"{self.verdict}: {counts}. {self._extremes()}."
+        return f"{self.verdict}: {counts}. {self._extremes()}.{self._approximation()}"
+
+    def _approximation(self) -> str:
+        if self.pareto_k is None:
+            return ""
+        judged = ": good" if self.pareto_k <= _POOR else f", above {_POOR}: it misses part of the posterior"
+        return f" Pareto's k of the approximation {self.pareto_k:.2f}{judged}."
 
     def _counts(self) -> list[int]:
         return [int((self.table["verdict"] == verdict).sum()) for verdict in VERDICTS]
@@ -189,7 +198,7 @@ def compare(
     within [1/(1 + ``sd_tolerance``), 1 + ``sd_tolerance``] with 2 standard errors to spare on both
     sides, and no R-hat above 1.05; *differs* if the error or the ratio is outside by more than 3
     standard errors, or a draw of the fit is not finite; otherwise *undecided*. A parameter that is
-    constant up to rounding in both fits agrees if it is equal.
+    constant up to rounding in both fits agrees if it is equal. Of a variational fit the closing line also judges Pareto's k.
 
     :param fed: an :class:`arviz.InferenceData`, or what ``arviz.convert_to_inference_data`` takes.
     :param reference: the same for the reference.
@@ -216,7 +225,7 @@ def compare(
     for name, value in (("mean_tolerance", mean_tolerance), ("sd_tolerance", sd_tolerance)):
         if not value > 0:
             raise ValueError(f"expected {name} > 0, got {value}")
-    return _compare(paired_scalars(fed, reference, var_names), mean_tolerance, sd_tolerance)
+    return _compare(paired_scalars(fed, reference, var_names), mean_tolerance, sd_tolerance, _pareto_k(fed))
 
 
 def plot_compare(
@@ -247,7 +256,7 @@ def plot_compare(
     if max_rows < 1:
         raise ValueError(f"expected max_rows >= 1, got {max_rows}")
     scalars = paired_scalars(fed, reference, var_names)
-    comparison = _compare(scalars, mean_tolerance=0.1, sd_tolerance=0.07)
+    comparison = _compare(scalars, mean_tolerance=0.1, sd_tolerance=0.07, pareto_k=_pareto_k(fed))
     varies = np.array([np.isfinite(ref).all() and not is_constant(ref) for _, _, ref in scalars])
     if not varies.any():
         raise ValueError("expected a parameter that varies in the reference, got constants only")
@@ -263,12 +272,20 @@ def plot_compare(
     return draw_comparison(draws, table.assign(units=units), (title, comparison.closing_line()), labels, figure)
 
 
-def _compare(scalars: list[Scalar], mean_tolerance: float, sd_tolerance: float) -> Comparison:
+def _pareto_k(fed: Any) -> float | None:
+    """What a variational fit's ``InferenceData`` says of itself."""
+    k = getattr(getattr(fed, "posterior", None), "attrs", {}).get("pareto_k")
+    return None if k is None else float(k)
+
+
+def _compare(
+    scalars: list[Scalar], mean_tolerance: float, sd_tolerance: float, pareto_k: float | None = None
+) -> Comparison:
     import pandas as pd
 
     rows = [compare_scalar(fed, ref, mean_tolerance, sd_tolerance) for _, fed, ref in scalars]
     table = pd.DataFrame(rows, columns=COLUMNS, index=[label for label, _, _ in scalars])
-    return Comparison(table, mean_tolerance, sd_tolerance, scalars)
+    return Comparison(table, mean_tolerance, sd_tolerance, scalars, pareto_k)
 
 
 def _sinkhorn_distance(x: np.ndarray, y: np.ndarray) -> float:

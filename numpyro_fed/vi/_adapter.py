@@ -211,7 +211,7 @@ def stacked_params(prepared: Prepared, params: dict[str, Array], start: list) ->
     plan, out = prepared.plan, []
     for rows, first in zip(prepared.stacks, start, strict=True):
         family = plan.families[rows.part]
-        if not family.has_local:
+        if not family.has_local or not family.named(first):
             out.append(first)
             continue
         new = {}

@@ -21,6 +21,7 @@ from numpyro_fed.proof import elements_are_independent, prove
 from numpyro_fed.silos import Silos
 from numpyro_fed.storage import SiloRows, head, largest, stack
 from numpyro_fed.vi.guides import AutoSiloNormal
+from numpyro_fed.vi.user_guide import GuideFamily, guide_family
 
 __all__ = ["Options", "Plan", "Prepared", "first_params", "parts_of", "prepare"]
 
@@ -170,13 +171,16 @@ def prepare(model: Callable, guide: Any, silos: Silos | MixedSilos, options: Opt
 def first_params(prepared: Prepared, guide: Any, key: Array) -> dict[str, Array]:
     """Where the global parameters start, unconstrained: the guide's strategy, and the model's own first values."""
     plan, silos = prepared.plan, prepared.parts[0]
+    learned = silos.shared.get(PARAMS, {})
+    family = plan.families[0]
+    if isinstance(family, GuideFamily):
+        return plan.unconstrain({**family.start, **learned})
     sites = _probe(plan.factors.model, silos, key, substitute_fn=guide.init_loc_fn)
     start = {n: biject_to(sites[n]["fn"].support).inv(sites[n]["value"]) for n, _ in plan.factors.global_sites}
     loc = plan.factors.ravel(start)
     if not bool(jnp.isfinite(loc).all()):
         raise ValueError("init_loc_fn: expected finite values of the global sites, got NaN or infinity")
-    learned = silos.shared.get(PARAMS, {})
-    return plan.unconstrain({**plan.families[0].init(loc), **learned})
+    return plan.unconstrain({**family.init(loc), **learned})
 
 
 def _probe(model: Callable, silos: Silos, key: Array, **extra: Any) -> dict[str, Any]:
@@ -243,13 +247,14 @@ def _batch(options: Options, factors: list[Factors], parts: tuple[Silos, ...]) -
 
 
 def _family(guide: Any, factors: Factors, silos: Silos, options: Options, batch: tuple[str, int] | None) -> Any:
-    if not isinstance(guide, AutoSiloNormal):
-        raise TypeError(f"expected a guide such as fed.AutoSiloNormal(model), got {type(guide).__name__}")
     independent = True
     if options.num_local_particles > 1 and len(factors.latent_groups) == 1:
         units = Units(factors, factors.latent_groups[0], largest(silos))
         independent = elements_are_independent(factors, units, silos)
-    family = guide.family(factors, independent)
+    if isinstance(guide, AutoSiloNormal):
+        family: Any = guide.family(factors, independent)
+    else:
+        family = guide_family(guide, factors, silos, independent)
     if batch is not None and family.group is None and batch[0] in factors.latent_groups:
         raise ValueError(
             f'batch_size={batch[1]} of {batch[0]!r}: their latents are one unit in each silo (local_cov="full", several '

@@ -30,6 +30,7 @@ from numpyro_fed.storage import SiloRows
 from numpyro_fed.vi._adapter import FederatedVI
 from numpyro_fed.vi.barycentre import barycentre
 from numpyro_fed.vi.bound import silo_bound
+from numpyro_fed.vi.guides import AutoSiloNormal
 from numpyro_fed.vi.minibatch import pick
 from numpyro_fed.vi.plan import Options, Plan, Prepared
 from numpyro_fed.vi.rounds import VIState
@@ -240,6 +241,10 @@ class SFVIAvg(FederatedVI):
         local_optim = optim if local_optim is None else local_optim
         options = Options(optim, local_optim, num_particles, num_local_particles, batch_size, validate, num_local_steps)
         super().__init__(model, guide, options)
+        if not isinstance(guide, AutoSiloNormal):
+            raise TypeError(
+                f"SFVI-Avg averages Gaussians: expected fed.AutoSiloNormal(model), got {type(guide).__name__}; fed.SFVI takes any guide"
+            )
         if isinstance(guide.global_cov, int):
             raise ValueError(
                 f"global_cov={guide.global_cov}: a barycentre of low-rank Gaussians is of full rank; expected a guide with "
