@@ -69,6 +69,9 @@ def predict(
             continue
         for dim in own:
             x = x.isel({dim: np.flatnonzero(plates[dim] == str(silo))})
+        if own and not x.size:  # of silos of another structure
+            continue
+        name = str(name).rpartition("_")[0] if own and draws.attrs.get("structures", 1) > 1 else name
         values[name] = jnp.asarray(x.values.reshape(-1, *x.shape[2:]))
     learned = substitute(model, data=dict(params)) if params else model
     predictive = Predictive(learned, posterior_samples=values)

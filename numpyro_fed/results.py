@@ -269,7 +269,8 @@ def plot_compare(
     draws = [(fit.ravel(), ref.ravel()) for _, fit, ref in (scalars[i] for i in rows)]
     table = comparison.table.iloc[rows]
     units = [_rounded(m, s, s) for m, s in zip(table["mean_ref"], table["sd_ref"], strict=True)]
-    return draw_comparison(draws, table.assign(units=units), (title, comparison.closing_line()), labels, figure)
+    subtitle = comparison.closing_line().replace(" Pareto's", "\nPareto's")
+    return draw_comparison(draws, table.assign(units=units), (title, subtitle), labels, figure)
 
 
 def _pareto_k(fed: Any) -> float | None:

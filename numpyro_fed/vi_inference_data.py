@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["vi_inference_data"]
 
 _CANDIDATES = 4  # draws of q for each resampled one
-_EQUAL = 1e-6  # log weights that differ by less are equal
+_EQUAL = 1.01  # n sum w^2 below which weights are as good as equal: q is within 0.005 nats, and k, which knows no scale, would judge noise
 _POOR = 0.7  # Pareto's k above which importance weights have no useful mean (Vehtari et al. 2024)
 
 
@@ -81,6 +81,7 @@ def vi_inference_data(
     idata.posterior.attrs.update(ledger_attrs(result.ledger))
     idata.posterior.attrs["learned"] = json.dumps({k: np.asarray(params[k]).tolist() for k in plan.learned})
     idata.posterior.attrs["pareto_k"] = k
+    idata.posterior.attrs["structures"] = len(prepared.parts)
     if not k <= _POOR:
         warnings.warn(
             f"Pareto's k of the approximation is {k:.2f}, above {_POOR}: q(theta) misses part of the posterior. Run more rounds, take "
@@ -142,11 +143,13 @@ class _Called:
 
 
 def _smoothed(log_weight: np.ndarray) -> tuple[np.ndarray, float]:
-    """Pareto-smoothed weights that sum to one, and Pareto's k (0 for equal weights, infinite where one is not finite)."""
+    """Pareto-smoothed weights that sum to one, and Pareto's k (0 for nearly equal weights, infinite where one is not finite)."""
     if not np.isfinite(log_weight).all():
         return np.where(np.isfinite(log_weight), 1.0, 0.0) / max(np.isfinite(log_weight).sum(), 1), float("inf")
-    if np.ptp(log_weight) < _EQUAL:
-        return np.full(len(log_weight), 1 / len(log_weight)), 0.0
+    weight = np.exp(log_weight - log_weight.max())
+    weight /= weight.sum()
+    if len(weight) * np.sum(weight**2) < _EQUAL:
+        return weight, 0.0
     smoothed, k = import_arviz().psislw(log_weight - log_weight.max())
     weight = np.exp(smoothed - smoothed.max())
     return weight / weight.sum(), float(k)

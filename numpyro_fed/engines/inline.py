@@ -76,7 +76,7 @@ def round_all(
 ) -> tuple[Any, Any, list]:
     """One round that addresses all silos, or those of nonzero weight, vmapped over stacks of equal shape.
 
-    :param silo_states: for each stack a pytree with a leading axis over its silos.
+    :param silo_states: for each stack a pytree with a leading axis over its silos; a scalar is the same in all of them.
     :param stacks: the silos' rows, from :func:`~numpyro_fed.storage.stack`.
     :param weights: of the silos' replies, in the order of the stacks, ``(S,)``; a silo of weight zero is not addressed, and keeps its
         state (in this engine it is computed all the same). ``None``: all silos, ``merge`` is called without weights.
@@ -89,7 +89,9 @@ def round_all(
         def one(rows: SiloRows, own: Any) -> tuple[Any, Any]:
             return algorithm.local(jax.random.fold_in(key, rows.number), message, own, rows)
 
-        reply, new = jax.vmap(one, in_axes=(rows.axes, 0))(rows, own)
+        # what is one number for all silos (the clock of silos in step) stays one
+        axes = jax.tree.map(lambda x: 0 if x.ndim else None, own)
+        reply, new = jax.vmap(one, in_axes=(rows.axes, axes), out_axes=(0, axes))(rows, own)
         count = rows.number.shape[0]
         if weights is not None:
             asked = weights[start : start + count] > 0

@@ -16,7 +16,7 @@ from numpyro_fed.federation import Ledger
 from numpyro_fed.mixed import MixedSilos
 from numpyro_fed.silos import Silos
 from numpyro_fed.vi.plan import Options, Prepared, first_params, prepare
-from numpyro_fed.vi.rounds import VIState, advance, ledger, participation_of, run_rounds
+from numpyro_fed.vi.rounds import VIState, advance, in_step, ledger, participation_of, run_rounds
 
 __all__ = ["FederatedVI", "VIResult"]
 
@@ -84,10 +84,11 @@ class FederatedVI:
         if init_from is not None:
             params, start = self._taken_from(init_from, prepared, params, start)
         server = type(self)._federated(prepared.plan, prepared.stacks).init(rng_key, params)
-        init_silo = type(self)._init_silo
-        silo_states = tuple(jax.jit(jax.vmap(partial(init_silo, prepared.plan, params)))(local) for local in start)
-        visits = jnp.zeros(len(prepared.names), jnp.int32)
-        return VIState(server, silo_states, visits, jnp.ones((), bool))
+        silo_states = tuple(
+            in_step(partial(type(self)._init_silo, prepared.plan, rows.part, params), local)
+            for rows, local in zip(prepared.stacks, start, strict=True)
+        )
+        return VIState(server, silo_states, jnp.zeros(len(prepared.names), jnp.int32))
 
     def _taken_from(self, result: Any, prepared: Prepared, params: dict, start: list) -> tuple[dict, list]:
         if not isinstance(result, VIResult):

@@ -62,7 +62,7 @@ class Plan:
 
     :param families: the variational family over each structure's factors.
     :param optim: for q(theta) and the learned parameters.
-    :param local_optim: for the silos' own parameters, one for each unit.
+    :param local_optim: for each silo's own parameters.
     :param num_particles: draws of theta a round.
     :param num_local_particles: K, draws of each unit's latents for each draw of theta.
     :param batch: row group and number of rows of a minibatch, or ``None`` for all rows.
@@ -85,6 +85,10 @@ class Plan:
     def factors(self) -> Factors:
         """The factors of the first structure (global sites are those of all)."""
         return self.families[0].factors
+
+    def unit_clocks(self, part: int) -> bool:
+        """Whether each unit has an optimiser of its own: where a step moves some units and not others."""
+        return self.batch is not None and self.families[part].group == self.batch[0]
 
     def suffix(self, part: int) -> str:
         """What names of a structure's own things end in, where there are several structures."""

@@ -29,13 +29,11 @@ class VIState(NamedTuple):
     :param server: the server's state.
     :param silos: for each stack of silos their states, which in a federation never leave them.
     :param visits: rounds in which each silo took part, ``(S,)``, in the order of the stacks.
-    :param alive: whether every round so far was finite; once one is not, the state before it is kept.
     """
 
     server: Any
     silos: tuple[Any, ...]
     visits: Array
-    alive: Array
 
 
 @dataclass(frozen=True)
@@ -96,6 +94,22 @@ def participation_of(value: Any, names: tuple[str, ...]) -> Participation | None
     return None if count == len(names) else Participation(count, np.full(len(names), count / len(names)))
 
 
+def in_step(first: Callable, local: Any) -> Any:
+    """The first states of a stack of silos; what is one number in each (an optimiser's clock) is one for all, while all take part."""
+    scalar = jax.tree.map(lambda x: x.ndim == 0, jax.eval_shape(first, jax.tree.map(lambda x: x[0], local)))
+    states = jax.jit(jax.vmap(first))(local)
+    return jax.tree.map(lambda x, alone: x[0] if alone else x, states, scalar)
+
+
+def _own_clocks(state: VIState, stacks: list[SiloRows]) -> VIState:
+    """The state with a clock for each silo, for rounds in which not all take part."""
+
+    def each(own: Any, rows: SiloRows) -> Any:
+        return jax.tree.map(lambda x: x if x.ndim else jnp.broadcast_to(x, rows.number.shape), own)
+
+    return state._replace(silos=tuple(each(own, rows) for own, rows in zip(state.silos, stacks, strict=True)))
+
+
 def advance(
     federated: Callable, plan: Plan, who: Participation | None, state: VIState, stacks: list[SiloRows]
 ) -> tuple[VIState, Any]:
@@ -104,26 +118,24 @@ def advance(
     weights = None if who is None else who.weights(key_who)
     algorithm = federated(plan, stacks)
     server, info, silos = round_all(algorithm, key_round, state.server, list(state.silos), stacks, weights)
-    alive = state.alive & info.finite
     asked = jnp.ones_like(state.visits) if weights is None else (weights > 0).astype(state.visits.dtype)
-    new = VIState(server, tuple(silos), state.visits + asked, alive)
-    return jax.tree.map(partial(jnp.where, alive), new, state._replace(alive=alive)), info
+    return VIState(server, tuple(silos), state.visits + asked), info
 
 
 @partial(jax.jit, static_argnames=("federated", "plan", "who"))
 def _chunk(
     federated: Callable, plan: Plan, who: Participation | None, state: VIState, stacks: list[SiloRows], num: Array
 ) -> tuple[VIState, Array, Array]:
-    """Up to ``_CHUNK`` rounds: the state, each round's loss, and the silo of the first loss that is not finite."""
+    """Up to ``_CHUNK`` rounds: the state, each round's loss, and the silo that was not finite (-1: none, -2: the server)."""
 
     def body(i: Array, carry: tuple) -> tuple:
         state, losses, bad = carry
-        new, info = advance(federated, plan, who, state, stacks)
-        first = state.alive & ~info.finite
-        return new, losses.at[i].set(info.loss), jnp.where(first, info.silo, bad)
+        state, info = advance(federated, plan, who, state, stacks)
+        where = jnp.where(info.finite, -1, jnp.where(info.silo < 0, -2, info.silo))
+        return state, losses.at[i].set(info.loss), bad.at[i].set(where)
 
-    dtype = jnp.result_type(float)
-    return lax.fori_loop(0, num, body, (state, jnp.zeros(_CHUNK, dtype), jnp.asarray(-1, jnp.int32)))
+    losses, bad = jnp.zeros(_CHUNK, jnp.result_type(float)), jnp.full(_CHUNK, -1, jnp.int32)
+    return lax.fori_loop(0, num, body, (state, losses, bad))
 
 
 def run_rounds(
@@ -139,20 +151,25 @@ def run_rounds(
 ) -> tuple[VIState, np.ndarray]:
     """Rounds until ``num_rounds``, until the smoothed loss falls by less than ``tol``, or until one is not finite."""
     losses = np.zeros(0)
+    if who is not None:
+        state = _own_clocks(state, stacks)
+    advance_by = partial(_chunk, federated, plan, who)
     with tqdm(total=num_rounds, disable=not progress_bar) as bar:
         while len(losses) < num_rounds:
             num = min(_CHUNK, num_rounds - len(losses))
-            state, new, bad = _chunk(federated, plan, who, state, stacks, jnp.asarray(num, jnp.int32))
-            new = np.asarray(new)[:num]
-            if not bool(state.alive):
-                at = len(losses) + int(np.argmin(np.isfinite(new))) if not np.isfinite(new).all() else len(losses)
-                where = f"silo {names[int(bad)]!r}" if int(bad) >= 0 else "the server's part"
+            before = state
+            state, new, bad = advance_by(before, stacks, jnp.asarray(num, jnp.int32))
+            new, bad = np.asarray(new)[:num], np.asarray(bad)[:num]
+            if (bad != -1).any():
+                good = int(np.argmax(bad != -1))
+                where = f"silo {names[bad[good]]!r}" if bad[good] >= 0 else "the server's part"
                 warnings.warn(
-                    f"the loss or its gradient was not finite in round {at + 1}, first in {where}; the fit stopped there, and "
-                    "its last finite state is returned. Lower the learning rate, or start nearer (init_loc_fn, init_scale)",
-                    stacklevel=4,
+                    f"the loss or its gradient was not finite in round {len(losses) + good + 1}, first in {where}; the fit stopped "
+                    "there, and its last finite state is returned. Lower the learning rate, or start nearer (init_loc_fn, init_scale)",
+                    stacklevel=3,
                 )
-                return state._replace(alive=jnp.ones((), bool)), np.concatenate([losses, new[: at - len(losses)]])
+                state, _, _ = advance_by(before, stacks, jnp.asarray(good, jnp.int32))
+                return state, np.concatenate([losses, new[:good]])
             losses = np.concatenate([losses, new])
             bar.update(num)
             bar.set_postfix_str(f"loss {new.mean():.4g}", refresh=False)
@@ -187,7 +204,7 @@ def ledger(
     costs: dict[str, Cost] = {}
     start = 0
     for rows, own in zip(stacks, state.silos, strict=True):
-        first = jax.tree.map(lambda x: x[0], own)
+        first = jax.tree.map(lambda x: x[0] if x.ndim else x, own)
 
         def one(server: Any, own: Any, rows: SiloRows = rows) -> tuple[Any, Any]:
             alone = jax.tree.map(

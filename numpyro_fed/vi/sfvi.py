@@ -53,7 +53,7 @@ class Server(NamedTuple):
 
 
 class SiloState(NamedTuple):
-    """What never leaves a silo, a row for each unit: variational parameters, optimiser's state, tail average, steps made."""
+    """What never leaves a silo: its variational parameters, their optimiser's state, their tail average, steps made."""
 
     params: Any
     optim_state: Any
@@ -108,15 +108,14 @@ def init(plan: Plan, key: Array, params: dict[str, Array]) -> Server:
     return Server(params, plan.optim.init(params), params, jnp.zeros((), jnp.int32), rng_key)
 
 
-def init_silo(plan: Plan, params: dict[str, Array], local: Any) -> SiloState:
+def init_silo(plan: Plan, part: int, params: dict[str, Array], local: Any) -> SiloState:
     """A silo's first state, from its first variational parameters; the server's are not needed."""
     del params
-    return SiloState(local, jax.vmap(plan.local_optim.init)(local), local, jnp.zeros(num_units(local), jnp.int32))
 
+    def one(local: Any) -> SiloState:
+        return SiloState(local, plan.local_optim.init(local), local, jnp.zeros((), jnp.int32))
 
-def num_units(local: Any) -> int:
-    """Length of the leading axis of a silo's parameters."""
-    return len(jax.tree.leaves(local)[0])
+    return jax.vmap(one)(local) if plan.unit_clocks(part) else one(local)
 
 
 def _draws(plan: Plan, rng_key: Array) -> tuple[Array, Array]:
@@ -157,13 +156,16 @@ def local(plan: Plan, key: Array, message: Message, state: SiloState, rows: Silo
     mean = partial(jax.tree.map, lambda x: x.mean(0))
     value, learned = mean(terms.value), mean(terms.params)
     finite = _finite((value, terms.context, learned))
-    state, moved = _step(plan, state, batch, pull(mean(terms.local))[0]) if family.has_local else (state, finite)
+    if family.has_local:
+        gradient = pull(mean(terms.local))[0]
+        finite &= _finite(gradient)
+        state = _step(plan, rows.part, state, batch, gradient)
     scaled = jax.tree.map(lambda x: x / plan.num_particles, terms.context)
-    return Reply(value, scaled, learned, finite & moved), state
+    return Reply(value, scaled, learned, finite), state
 
 
-def _step(plan: Plan, state: SiloState, batch: Batch, gradient: Any) -> tuple[SiloState, Array]:
-    """One step of the optimiser of each unit in the batch."""
+def _step(plan: Plan, part: int, state: SiloState, batch: Batch, gradient: Any) -> SiloState:
+    """One step of the silo's optimiser, of each unit in the batch where units are subsampled."""
 
     def one(state: SiloState, gradient: Any) -> SiloState:
         down = jax.tree.map(jnp.negative, gradient)
@@ -172,7 +174,9 @@ def _step(plan: Plan, state: SiloState, batch: Batch, gradient: Any) -> tuple[Si
         i = state.i + 1
         return SiloState(params, optim_state, tail_average(state.average, params, i), i)
 
-    return batch.put(state, jax.vmap(one)(batch.take(state), gradient)), _finite(gradient)
+    if plan.unit_clocks(part):
+        return batch.put(state, jax.vmap(one)(batch.take(state), gradient))
+    return one(state, gradient)
 
 
 def merge(
@@ -193,7 +197,7 @@ def merge(
     i = server.i + 1
     rng_key, _ = random.split(server.rng_key)
     good = replies.finite if weights is None else replies.finite | (weights == 0)
-    info = Info(-(own + value), good.all() & _finite((own, gradient)), jnp.where(good.all(), -1, jnp.argmin(good)))
+    info = Info(-(own + value), good.all() & _finite((own, gradient)), first_bad(good))
     return Server(params, optim_state, tail_average(server.average, params, i), i, rng_key), info
 
 
@@ -236,6 +240,11 @@ def _dot(tree: Any, gradient: Any) -> Array:
     return sum(jax.tree.leaves(products), jnp.zeros(()))
 
 
+def first_bad(good: Array) -> Array:
+    """The place of the first silo that is not good, or -1."""
+    return jnp.where(good.all(), -1, jnp.argmin(good)).astype(jnp.int32)
+
+
 def _finite(tree: Any) -> Array:
     return jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves(tree)]).all()
 
@@ -255,7 +264,8 @@ class SFVI(FederatedVI):
     :param num_particles: draws of theta a round.
     :param num_local_particles: K. A round costs K evaluations of the silos' terms for each draw of theta; without local latents K is
         one.
-    :param local_optim: an optax transformation for the silos' own parameters, one for each unit (``optim`` if None).
+    :param local_optim: an optax transformation for each silo's own parameters (``optim`` if None); elementwise ones (Adam, SGD) keep
+        the fit the same for every partition of the rows.
     :param batch_size: rows a silo uses in a round (all if None, or if it has fewer), each with the same probability.
     :param validate: run the proof check (factors sum to the pooled model) before the first round.
     :raises TypeError: for a model that is not callable, an optimiser that is not optax's, a guide of another kind.

@@ -34,7 +34,7 @@ from numpyro_fed.vi.guides import AutoSiloNormal
 from numpyro_fed.vi.minibatch import pick
 from numpyro_fed.vi.plan import Options, Plan, Prepared
 from numpyro_fed.vi.rounds import VIState
-from numpyro_fed.vi.sfvi import Info, server_gradient
+from numpyro_fed.vi.sfvi import Info, first_bad, server_gradient
 
 __all__ = ["SFVIAvg", "federated"]
 
@@ -54,7 +54,7 @@ class SiloState(NamedTuple):
     :param params: its local variational parameters, in coordinates whitened by ``base``.
     :param base: global parameters (unconstrained).
     :param optim_state: of the copy of the global parameters.
-    :param local_optim_state: of ``params``, a row for each unit.
+    :param local_optim_state: of ``params``.
     """
 
     params: Any
@@ -97,9 +97,10 @@ def init(key: Array, params: dict[str, Array]) -> Server:
     return Server(params, None, jnp.zeros((), jnp.int32), key)
 
 
-def init_silo(plan: Plan, params: dict[str, Array], local: Any) -> SiloState:
+def init_silo(plan: Plan, part: int, params: dict[str, Array], local: Any) -> SiloState:
     """A silo's first state, from its first variational parameters and the server's."""
-    return SiloState(local, params, plan.optim.init(params), jax.vmap(plan.local_optim.init)(local))
+    first = jax.vmap(plan.local_optim.init) if plan.unit_clocks(part) else plan.local_optim.init
+    return SiloState(local, params, plan.optim.init(params), first(local))
 
 
 def broadcast(total: Array, key: Array, server: Server) -> Message:
@@ -123,7 +124,8 @@ def local(plan: Plan, key: Array, message: Message, state: SiloState, rows: Silo
         if family.has_local:
             held, held_state = take(own), take(local_state)
             down = jax.tree.map(jnp.negative, gradient_own)
-            updates, held_state = jax.vmap(plan.local_optim.update)(down, held_state, held)
+            move = jax.vmap(plan.local_optim.update) if plan.unit_clocks(rows.part) else plan.local_optim.update
+            updates, held_state = move(down, held_state, held)
             own, local_state = put(own, optax.apply_updates(held, updates)), put(local_state, held_state)
         return (params, own, optim_state, local_state), value
 
@@ -179,7 +181,7 @@ def merge(plan: Plan, server: Server, replies: Reply, weights: Array | None = No
     loss = -jnp.sum(jnp.where(asked, share * replies.value, 0.0))
     unconstrained = plan.unconstrain(new)
     done = jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves(unconstrained)]).all()
-    info = Info(loss, good.all() & done, jnp.where(good.all(), -1, jnp.argmin(good)))
+    info = Info(loss, good.all() & done, first_bad(good))
     rng_key, _ = random.split(server.rng_key)
     return Server(unconstrained, None, server.i + 1, rng_key), info
 

@@ -1,0 +1,342 @@
+"""SFVI: the same for every partition, NumPyro's own steps on one silo, the exact posterior where the family holds it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import random
+from numpyro.infer import SVI, Trace_ELBO
+from vi_models import (
+    GROUP_SD,
+    PRIOR_SD,
+    ROW_SD,
+    hierarchy,
+    hierarchy_guide,
+    hierarchy_posterior,
+    hierarchy_silos,
+    learned_scale,
+    three_kinds,
+    three_kinds_silos,
+    wheeze,
+    wheeze_silos,
+)
+
+import numpyro_fed as fed
+from numpyro_fed.vi.rounds import Participation, _settled
+
+N = 70
+PARTITIONS = {
+    "one": np.zeros(N, int),
+    "two": np.arange(N) % 2,
+    "seven": np.arange(N) % 7,
+    "unequal": np.random.default_rng(0).permutation(np.repeat(np.arange(5), [1, 3, 6, 20, 40])),
+}
+
+
+def after(svi, silos, rounds=200, seed=0):
+    """Parameters after some rounds, without averaging."""
+    state = svi.run(random.key(seed), rounds, silos, progress_bar=False).state
+    return svi.get_params(state)
+
+
+def largest_gap(one, other):
+    assert set(one) == set(other)
+    return max(float(np.abs(one[k] - other[k]).max() / np.abs(other[k]).max()) for k in one)
+
+
+# invariances
+
+
+@pytest.mark.parametrize("double", [False, True])
+def test_partitions_give_the_same_parameters(double):
+    with jax.enable_x64(double):
+        found = {}
+        for name, by in PARTITIONS.items():
+            svi = fed.SFVI(wheeze, fed.AutoSiloNormal(wheeze), optax.adam(0.02), num_local_particles=3, validate=False)
+            found[name] = after(svi, wheeze_silos(by))
+        for name in ("two", "seven", "unequal"):
+            assert largest_gap(found[name], found["one"]) <= (1e-9 if double else 1e-4), name
+        moved = np.abs(found["one"]["auto_loc"]).max()
+        assert moved > 0.3  # it went somewhere
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"global_cov": "diag", "local_cov": "diag"}, {"global_cov": 1, "coupling": False}, {"scale_coupling": False}],
+)
+@pytest.mark.parametrize("particles", [1, 2])
+def test_steps_are_those_of_numpyros_svi(options, particles):
+    with jax.enable_x64(True):
+        silos = wheeze_silos(PARTITIONS["unequal"])
+        svi = fed.SFVI(wheeze, fed.AutoSiloNormal(wheeze, **options), optax.adam(0.02), particles, 1, validate=False)
+        state = svi.init(random.key(3), silos)
+        guide = fed.AutoSiloNormal(wheeze, **options)
+        plain = SVI(wheeze, guide, optax.adam(0.02), Trace_ELBO(particles))
+        other = plain.init(random.key(3), init_params=svi.get_params(state), **silos.pooled)
+        update = jax.jit(lambda s: plain.update(s, **silos.pooled))
+        for _ in range(50):
+            state, loss = svi.update(state, silos)
+            other, expected = update(other)
+            assert float(loss) == pytest.approx(float(expected), rel=1e-10)
+        assert largest_gap(svi.get_params(state), plain.get_params(other)) <= 1e-9
+
+
+def test_masked_rows_contribute_nothing():
+    """Silos of 1 to 40 children share a stack of 40: each one's parameters are those of the silo alone in its own stack."""
+    with jax.enable_x64(True):
+        by = PARTITIONS["unequal"]
+        silos = wheeze_silos(by)
+        svi = fed.SFVI(wheeze, fed.AutoSiloNormal(wheeze), optax.adam(0.02), num_local_particles=2)
+        prepared = svi.prepared(silos)
+        assert len(prepared.stacks) == 1
+        assert dict(prepared.stacks[0].pad) == {"y": 40}
+        state = svi.init(random.key(0), silos)
+        state, _ = svi.update(state, silos)
+        for number, size in enumerate(silos.sizes["y"]):
+            padding = jax.tree.map(lambda x, s=number, n=size: x[s, n:], state.silos[0].params)
+            start = jax.tree.map(lambda x, s=number, n=size: x[s, n:], svi.init(random.key(0), silos).silos[0].params)
+            for one, other in zip(jax.tree.leaves(padding), jax.tree.leaves(start), strict=True):
+                np.testing.assert_array_equal(one, other)
+
+
+def test_going_on_is_as_not_stopping():
+    silos = wheeze_silos(PARTITIONS["two"])
+    svi = fed.SFVI(wheeze, fed.AutoSiloNormal(wheeze), optax.adam(0.02), num_local_particles=2, validate=False)
+    whole = svi.run(random.key(1), 60, silos, progress_bar=False)
+    half = svi.run(random.key(1), 25, silos, progress_bar=False)
+    rest = svi.run(random.key(9), 35, silos, progress_bar=False, init_state=half.state)
+    np.testing.assert_allclose(np.concatenate([half.losses, rest.losses]), whole.losses, rtol=1e-5)
+    assert largest_gap(rest.params, whole.params) <= 1e-5
+    assert rest.ledger.rounds == (60, 60)
+
+
+def test_a_second_run_traces_nothing():
+    calls = []
+
+    def counted(y, x):
+        calls.append(1)
+        wheeze(y, x)
+
+    silos = wheeze_silos(PARTITIONS["two"])
+    svi = fed.SFVI(counted, fed.AutoSiloNormal(counted), optax.adam(0.02), num_local_particles=2)
+    svi.run(random.key(1), 210, silos, progress_bar=False)
+    before = len(calls)
+    svi.run(random.key(2), 450, silos, progress_bar=False)
+    # one call on a made-up row for the start, and the ledger's sizes; nothing is compiled
+    assert len(calls) - before <= 4
+
+
+# the exact posterior
+
+
+def joint_moments(params):
+    """Mean and covariance of (mu, z) of the family without scale coupling."""
+    tril = np.asarray(params["auto_scale_tril"])
+    coupling = np.asarray(params["auto_local_coupling"])[:, 0]
+    mean = np.concatenate([params["auto_loc"], params["auto_local_loc"][:, 0]])
+    across = np.concatenate([tril, coupling])  # of the whitened draw
+    own = np.exp(2 * np.asarray(params["auto_local_log_scale"])[:, 0])
+    return mean, across @ across.T + np.diag(np.concatenate([[0.0], own]))
+
+
+def test_conjugate_hierarchy_is_recovered_exactly():
+    with jax.enable_x64(True):
+        silos = hierarchy_silos(np.array([0, 1, 1, 2, 0, 1, 1, 1, 2]))
+        mean, covariance, evidence = hierarchy_posterior()
+        guide = fed.AutoSiloNormal(hierarchy, scale_coupling=False)
+        svi = fed.SFVI(hierarchy, guide, optax.adam(optax.exponential_decay(0.05, 1000, 0.2)), 4, 1)
+        result = svi.run(random.key(0), 4000, silos, progress_bar=False)
+        found, spread = joint_moments(result.params)
+        sd = np.sqrt(np.diag(covariance))
+        assert np.abs((found - mean) / sd).max() <= 0.01
+        assert np.abs((spread - covariance) / np.outer(sd, sd)).max() <= 0.01
+        assert -result.losses[-200:].mean() == pytest.approx(evidence, abs=0.01)
+        # at the exact posterior the estimator has no noise: it sticks the landing
+        assert result.losses[-200:].std() < 0.01
+
+
+def test_diagonal_family_underestimates_as_its_closed_form_says():
+    """Without coupling the optimum's precisions are the diagonal of the posterior's precision."""
+    with jax.enable_x64(True):
+        silos = hierarchy_silos(np.arange(9) % 2)
+        mean, covariance, _ = hierarchy_posterior()
+        guide = fed.AutoSiloNormal(hierarchy, "diag", "diag", coupling=False, scale_coupling=False)
+        svi = fed.SFVI(hierarchy, guide, optax.adam(optax.exponential_decay(0.05, 1000, 0.2)), 16, 1)
+        params = svi.run(random.key(0), 4000, silos, progress_bar=False).params
+        sds = np.concatenate([params["auto_scale"], np.exp(params["auto_local_log_scale"][:, 0])])
+        expected = np.concatenate([[PRIOR_SD**-2 + 9 * GROUP_SD**-2], np.full(9, GROUP_SD**-2 + ROW_SD**-2)]) ** -0.5
+        np.testing.assert_allclose(sds, expected, rtol=0.02)
+        locs = np.concatenate([params["auto_loc"], params["auto_local_loc"][:, 0]])
+        assert np.abs((locs - mean) / np.sqrt(np.diag(covariance))).max() <= 0.03
+        assert sds[0] < 0.6 * np.sqrt(covariance[0, 0])  # what the full family mends
+
+
+def test_a_users_guide_finds_the_exact_posterior_too():
+    with jax.enable_x64(True):
+        silos = hierarchy_silos(np.array([0, 1, 1, 2, 0, 1, 1, 1, 2]))
+        mean, covariance, evidence = hierarchy_posterior()
+        svi = fed.SFVI(hierarchy, hierarchy_guide, optax.adam(optax.exponential_decay(0.05, 1000, 0.2)), 4, 1)
+        result = svi.run(random.key(0), 4000, silos, progress_bar=False)
+        p = result.params
+        assert float(p["loc"]) == pytest.approx(mean[0], abs=0.01 * covariance[0, 0] ** 0.5)
+        assert float(p["scale"]) == pytest.approx(covariance[0, 0] ** 0.5, rel=0.01)
+        np.testing.assert_allclose(p["shift"] + p["slope"] * mean[0], mean[1:], atol=0.01)
+        assert -result.losses[-200:].mean() == pytest.approx(evidence, abs=0.01)
+
+
+def test_learned_scale_maximises_the_marginal_likelihood():
+    with jax.enable_x64(True):
+        rng = np.random.default_rng(2)
+        x = rng.normal(size=(40, 3))
+        y = x @ [1.5, -2.0, 0.5] + rng.normal(size=40)
+        silos = fed.split({"x": x, "y": y}, by=np.arange(40) % 3)
+        guide = fed.AutoSiloNormal(learned_scale)
+        svi = fed.SFVI(learned_scale, guide, optax.adam(optax.exponential_decay(0.05, 1000, 0.2)), 4)
+        params = svi.run(random.key(0), 3000, silos, progress_bar=False).params
+
+        def evidence(tau):
+            marginal = tau**2 * x @ x.T + np.eye(40)
+            return -0.5 * (y @ np.linalg.solve(marginal, y) + np.linalg.slogdet(marginal)[1])
+
+        taus = np.linspace(0.5, 4, 3501)
+        best = taus[np.argmax([evidence(t) for t in taus[::10]]) * 10]
+        assert float(params["tau"]) == pytest.approx(best, rel=0.01)
+
+
+def test_three_structures_in_one_federation():
+    """All three branches are conjugate given theta: the posterior of beta is known by quadrature."""
+    with jax.enable_x64(True):
+        silos = three_kinds_silos()
+        svi = fed.SFVI(three_kinds, fed.AutoSiloNormal(three_kinds), optax.adam(0.02), 4, 32)
+        result = svi.run(random.key(0), 3000, silos, progress_bar=False)
+        beta = np.linspace(-1, 4, 20001)
+        log_density = -0.5 * (beta / 2) ** 2
+        for name in silos:
+            kwargs = {k: np.asarray(v) for k, v in silos[name].items() if k in ("x", "y", "proxy")}
+            if "proxy" in kwargs:
+                # y given the proxy: truth ~ N(0.8 proxy, 0.2)
+                loc, var = 0.8 * kwargs["proxy"][:, None] * beta, 0.2 * beta**2 + 0.49
+            else:
+                loc = kwargs["x"][:, None] * beta
+                var = (9.0 if silos[name].get("kind") == "rough" else 0.49) * np.ones_like(beta)
+            log_density += np.sum(-0.5 * (kwargs["y"][:, None] - loc) ** 2 / var - 0.5 * np.log(var), 0)
+        weight = np.exp(log_density - log_density.max())
+        weight /= weight.sum()
+        mean = weight @ beta
+        sd = np.sqrt(weight @ (beta - mean) ** 2)
+        assert abs(float(result.params["auto_loc"][0]) - mean) / sd <= 0.03
+        assert float(result.params["auto_scale_tril"][0, 0]) == pytest.approx(sd, rel=0.03)
+        assert result.ledger.silos == silos.names
+
+
+# participation
+
+
+def test_weights_of_a_round_are_one_on_average():
+    """Over all keys of a long run, and exactly in their support: a control with wrong weights would be off by 1 / f."""
+    fixed = Participation(2, np.full(5, 0.4))
+    draws = np.stack([fixed.weights(random.key(i)) for i in range(200)])
+    assert ((draws > 0).sum(1) == 2).all()
+    assert set(np.round(draws[draws > 0], 6).tolist()) == {2.5}
+    error = 4 * draws.std() / np.sqrt(200)
+    assert np.abs(draws.mean(0) - 1).max() < error < 1.4  # unweighted replies would average 0.4 or, rescaled to S, 1.5
+    free = Participation(None, np.array([0.2, 0.9]))
+    draws = np.stack([free.weights(random.key(i)) for i in range(400)])
+    assert (np.abs(draws.mean(0) - 1) < 4 * draws.std(0) / np.sqrt(400)).all()
+
+
+def test_partial_participation_reaches_the_same_optimum():
+    with jax.enable_x64(True):
+        silos = hierarchy_silos(np.array([0, 1, 1, 2, 0, 1, 3, 3, 2]))
+        mean, covariance, _ = hierarchy_posterior()
+        svi = fed.SFVI(
+            hierarchy,
+            fed.AutoSiloNormal(hierarchy, scale_coupling=False),
+            optax.adam(optax.exponential_decay(0.05, 2000, 0.2)),
+            4,
+            1,
+        )
+        result = svi.run(random.key(0), 8000, silos, progress_bar=False, participation=0.5)
+        found, spread = joint_moments(result.params)
+        sd = np.sqrt(np.diag(covariance))
+        assert np.abs((found - mean) / sd).max() <= 0.03
+        assert np.abs(np.sqrt(np.diag(spread)) / sd - 1).max() <= 0.03
+        rounds = np.array(result.ledger.rounds)
+        assert rounds.sum() == 2 * 8000
+        assert np.abs(rounds - 4000).max() < 4 * np.sqrt(8000 * 0.25)
+
+
+def test_an_absent_silo_keeps_its_state_and_is_reported():
+    silos = wheeze_silos(PARTITIONS["seven"])
+    svi = fed.SFVI(wheeze, fed.AutoSiloNormal(wheeze), optax.adam(0.02), num_local_particles=2, validate=False)
+    with pytest.warns(UserWarning, match=r"[34] of 7 silos never took part .*their data are not in the fit"):
+        result = svi.run(random.key(0), 2, silos, progress_bar=False, participation=2 / 7)
+    start = svi.init(random.key(0), silos).silos[0].params
+    for number, rounds in enumerate(result.ledger.rounds):
+        same = np.array_equal(result.state.silos[0].params.mean[number], start.mean[number])
+        assert same == (rounds == 0)
+
+
+# minibatches
+
+
+def test_minibatch_gradients_are_unbiased_and_units_move_alone():
+    """Systematic sampling, averaged over a fine grid of its one uniform, is the full gradient."""
+    from numpyro_fed.vi.minibatch import pick
+
+    with jax.enable_x64(True):
+        silos = wheeze_silos(PARTITIONS["one"])
+        svi = fed.SFVI(wheeze, fed.AutoSiloNormal(wheeze), optax.sgd(1e-3), 1, 2, batch_size=16)
+        prepared = svi.prepared(silos)
+        family = prepared.plan.families[0]
+        rows = jax.tree.map(lambda x: x[0], prepared.stacks[0])
+        counts, draws = np.zeros(N), 3000
+        for key in random.split(random.key(0), draws):
+            batch = pick(family, ("y", 16), key, rows)
+            place = np.asarray(batch.rows.order["y"])
+            assert len(set(place.tolist())) == 16  # none twice
+            counts[place] += 1
+        share = counts / draws
+        error = np.sqrt(16 / N * (1 - 16 / N) / draws)
+        assert np.abs(share - 16 / N).max() < 4.5 * error
+        state = svi.init(random.key(0), silos)
+        new, _ = svi.update(state, silos)
+        moved = np.any(np.asarray(new.silos[0].params.mean != state.silos[0].params.mean)[0], axis=1)
+        assert moved.sum() == 16
+
+
+def test_minibatches_reach_the_optimum():
+    with jax.enable_x64(True):
+        silos = hierarchy_silos(np.array([0, 1, 1, 1, 0, 1, 1, 1, 0]))
+        mean, covariance, _ = hierarchy_posterior()
+        svi = fed.SFVI(
+            hierarchy, fed.AutoSiloNormal(hierarchy, scale_coupling=False),
+            optax.adam(optax.exponential_decay(0.05, 2000, 0.2)), 4, 1, batch_size=2,
+        )  # fmt: skip
+        found, spread = joint_moments(svi.run(random.key(0), 8000, silos, progress_bar=False).params)
+        sd = np.sqrt(np.diag(covariance))
+        assert np.abs((found - mean) / sd).max() <= 0.03
+        assert np.abs(np.sqrt(np.diag(spread)) / sd - 1).max() <= 0.03
+
+
+# stopping
+
+
+def test_tol_stops_when_the_loss_is_flat():
+    silos = hierarchy_silos(np.arange(9) % 2)
+    svi = fed.SFVI(hierarchy, fed.AutoSiloNormal(hierarchy), optax.adam(0.05), 1, 1)
+    result = svi.run(random.key(0), 20_000, silos, progress_bar=False, tol=0.05)
+    assert 500 <= len(result.losses) < 5000
+    assert not _settled(np.linspace(100, 0, 2000), 1.0)
+    assert _settled(np.concatenate([np.linspace(100, 0, 500), np.zeros(1500)]), 1.0)
+
+
+def test_a_loss_that_is_not_finite_stops_the_fit_and_keeps_the_last_state():
+    silos = wheeze_silos(PARTITIONS["two"])
+    svi = fed.SFVI(wheeze, fed.AutoSiloNormal(wheeze), optax.sgd(1e6), num_local_particles=2, validate=False)
+    with pytest.warns(UserWarning, match=r"not finite in round \d+, first in silo '[01]'; the fit stopped there"):
+        result = svi.run(random.key(0), 500, silos, progress_bar=False)
+    assert len(result.losses) < 500
+    assert all(np.isfinite(v).all() for v in result.params.values())
+    assert all(jnp.isfinite(x).all() for x in jax.tree.leaves(result.state.server.params))
