@@ -14,7 +14,7 @@ LAYERS = (
     ("proof", "surrogates"),
     ("mcmc", "vi"),
     ("_silo_coords", "vi_inference_data"),
-    ("_compare_scalars", "_comparison_figure", "results", "inference_data", "prediction"),
+    ("_compare_scalars", "_comparison_figure", "_elbo_figure", "results", "inference_data", "prediction"),
 )
 LEVEL = {name: i for i, names in enumerate(LAYERS) for name in names}
 

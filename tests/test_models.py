@@ -14,12 +14,15 @@ import numpy as np
 import pandas as pd
 import pytest
 from numpyro.infer.util import log_likelihood
+from scipy import stats
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
 
+import eight_schools
 import gaussian_mean
 import heart_disease
 import logistic_regression
+import multinomial_regression
 import six_cities
 
 HAVE_DATA = "NUMPYRO_FED_DATA" in os.environ
@@ -65,14 +68,97 @@ def test_six_cities_likelihood_is_that_of_lme4() -> None:
     assert marginal(1.9) < -798.3
 
 
+def test_six_cities_dealt_out_at_random() -> None:
+    children, cut = six_cities.silos(shuffled=True), six_cities.silos()
+    assert children.sizes[children.group["y"]] == six_cities.TWO
+    for name, value in zip(("y", "smoke"), six_cities.data(), strict=True):
+        np.testing.assert_array_equal(children.pooled[name], value)
+    # about as many smoke in either silo (187 of 537); in the published order nobody does in the first
+    assert all(abs(np.mean(children[name]["smoke"]) - 187 / 537) < 0.06 for name in children)
+    assert not np.any(cut["0"]["smoke"])
+
+
+def test_six_cities_figure_of_silos_alone(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    draws = {name: np.exp(rng.normal(i, 1, (1, 500))) for i, name in enumerate(six_cities.GLOBALS)}
+    posteriors = {name: six_cities.az.from_dict(draws) for name in ("SFVI", "all", "one", "two")}
+    six_cities.draw_alone(posteriors, tmp_path / "new" / "figure.png")
+    axes = plt.gcf().axes
+    plt.close("all")
+    assert (tmp_path / "new" / "figure.png").stat().st_size > 10_000
+    assert [axis.get_xlabel() for axis in axes] == six_cities.LABELS
+    for i, axis in enumerate(axes):
+        assert len(axis.lines) == 4
+        x, density = axis.lines[0].get_data()
+        scale = np.log(draws["sigma"]) if i == 4 else draws[six_cities.GLOBALS[i]]  # of sigma its logarithm is drawn
+        assert abs(np.average(x, weights=density) - scale.mean()) < 0.1 * scale.std()
+
+
 @pytest.mark.slow
 def test_six_cities_quick(tmp_path: Path) -> None:
-    comparison = six_cities.main(["--quick", "--figure", str(tmp_path / "figure.png")])
+    found = six_cities.main(["--quick", "--figure", str(tmp_path / "figure.png")])
     plt.close("all")
-    assert list(comparison.table.index) == six_cities.GLOBALS
+    assert list(found) == ["FSGLD", "SFVI"]
     assert (tmp_path / "figure.png").stat().st_size > 0
-    errors = comparison.table["error"] - 4 * comparison.table["mcse"]
-    assert errors.max() < 0.1, comparison
+    for comparison in found.values():
+        assert list(comparison.table.index) == six_cities.GLOBALS
+        errors = comparison.table["error"] - 4 * comparison.table["mcse"]
+        assert errors.max() < 0.1, comparison
+    # the bias that K = 32 leaves, and quick draws' noise
+    table = found["SFVI"].table
+    assert (abs(np.log(table["sd_ratio"])) < 0.07 + 4 * table["sd_ratio_mcse"]).all(), table
+    assert found["SFVI"].pareto_k < 0.7
+
+
+@pytest.mark.slow
+def test_six_cities_alone_quick(tmp_path: Path) -> None:
+    comparison = six_cities.main(["--alone", "--quick", "--figure", str(tmp_path / "figure.png")])["SFVI"]
+    plt.close("all")
+    assert (tmp_path / "figure.png").stat().st_size > 0
+    assert (comparison.table["error"] - 4 * comparison.table["mcse"]).max() < 0.1, comparison
+
+
+# Eight schools
+
+
+def eight_schools_density(mu: np.ndarray, tau: np.ndarray) -> np.ndarray:
+    """The log posterior of mu and tau, the schools' effects integrated out, up to a constant."""
+    spread = np.hypot(tau[..., None], eight_schools.ERROR.astype(float))
+    likelihood = stats.norm.logpdf(eight_schools.EFFECT.astype(float), mu[..., None], spread).sum(-1)
+    return likelihood + stats.norm.logpdf(mu, 0, 5) + stats.halfcauchy.logpdf(tau, 0, 5)
+
+
+def test_eight_schools_likelihood_is_the_closed_form() -> None:
+    nodes, weights = np.polynomial.hermite_e.hermegauss(101)
+    draws = {"mu": np.full(101, 5.0), "tau": np.full(101, 6.0), "z": np.repeat(nodes[:, None], 8, 1)}
+    draws = {k: v.astype(np.float32) for k, v in draws.items()}
+    each = log_likelihood(eight_schools.model, draws, eight_schools.EFFECT, eight_schools.ERROR)["y"]
+    marginal = np.log(np.exp(np.asarray(each, np.float64)).T @ weights / weights.sum()).sum()
+    closed = stats.norm.logpdf(eight_schools.EFFECT, 5, np.hypot(6, eight_schools.ERROR)).sum()
+    assert abs(marginal - closed) < 1e-4
+    schools = eight_schools.silos()
+    assert schools.names == tuple("ABCDEFGH")
+    assert schools.sizes[schools.group["y"]] == (1,) * 8
+
+
+@pytest.mark.slow
+def test_eight_schools_quick(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match=r"Pareto's k of the approximation is .*, above 0\.7"):
+        found = eight_schools.main(["--quick", "--figure", str(tmp_path / "figure.png")])
+    plt.close("all")
+    assert (tmp_path / "figure.png").stat().st_size > 0
+    assert list(found) == ["SFVI", "SFVI, resampled"]
+    mu, log_tau = np.meshgrid(np.linspace(-30, 40, 500), np.linspace(-15, 7, 800), indexing="ij")
+    density = np.exp(eight_schools_density(mu, np.exp(log_tau)) + log_tau)
+    mean = np.average(np.exp(log_tau), weights=density)
+    sd = np.average((np.exp(log_tau) - mean) ** 2, weights=density) ** 0.5
+    tau = found["SFVI, resampled"].table.loc["tau"]
+    assert abs(tau["mean_ref"] - mean) < 0.15 * sd
+    assert abs(tau["mean_fed"] - mean) < 0.15 * sd
+    assert abs(np.log(tau["sd_fed"] / sd)) < 0.15, tau
+    plain = found["SFVI"].table
+    assert (plain["error"] - 4 * plain["mcse"]).max() < 0.1, plain
+    assert found["SFVI"].pareto_k > 0.7
 
 
 # A Gaussian mean
@@ -187,6 +273,63 @@ def test_logistic_regression_quick(made_up: Path) -> None:
     assert errors.max() < 0.1, comparison
 
 
+@pytest.fixture
+def made_up_digits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Files in the form of MNIST: ten random patterns under noise."""
+    rng = np.random.default_rng(0)
+    monkeypatch.setenv("NUMPYRO_FED_DATA", str(tmp_path))
+    (tmp_path / "mnist").mkdir()
+    patterns = rng.normal(size=(10, 784))
+    for part, count in (("train", 3000), ("t10k", 1000)):
+        digit = rng.integers(0, 10, count)
+        pixels = np.clip(60 + 11 * patterns[digit] + 50 * rng.normal(size=(count, 784)), 0, 255).astype(np.uint8)
+        for kind, header, values in (("images-idx3", 16, pixels), ("labels-idx1", 8, digit.astype(np.uint8))):
+            with gzip.open(tmp_path / "mnist" / f"{part}-{kind}-ubyte.gz", "wb") as out:
+                out.write(bytes(header) + values.tobytes())
+    return tmp_path
+
+
+@pytest.mark.slow
+def test_multinomial_regression_quick(made_up_digits: Path) -> None:
+    table = multinomial_regression.main(["--quick", "--figure", str(made_up_digits / "figure.png")])
+    plt.close("all")
+    assert (made_up_digits / "figure.png").stat().st_size > 0
+    assert list(table.index) == [(20, method) for method in multinomial_regression.METHODS]
+    test = table["test"].loc[20]
+    assert test["SFVI"] > 80, table
+    assert test["SFVI"] > test["independent"] + 15, table
+    assert test["SFVI-Avg"] > test["independent"] + 10, table
+    # a silo alone fits its own rows and not the others'
+    assert table["train"].loc[20, "independent"] > test["independent"] + 15, table
+
+
+def test_multinomial_regression_predicts_by_its_q(made_up_digits: Path) -> None:
+    train, test = multinomial_regression.data(num_rows=500)
+    assert train["x"].shape == (500, 784)
+    assert 0 <= train["x"].min() < train["x"].max() <= 1
+    rows = multinomial_regression.silos(train, 20)
+    assert rows.sizes[rows.group["x"]] == (25,) * 20
+    rng = np.random.default_rng(1)
+    b, w = rng.normal(size=10), np.stack([train["x"][train["y"] == k].mean(0) for k in range(10)], axis=1)
+    loc = np.concatenate([b, w.ravel()]).astype(np.float32)
+    right = 100 * ((test["x"] @ w + b).argmax(-1) == test["y"]).mean()
+    params = {"auto_loc": loc, "auto_scale": np.full(7850, 1e-6, np.float32), "sigma_w": 1.0, "sigma_b": 1.0}
+    assert abs(multinomial_regression.accuracy(params, test) - right) < 0.11
+    # negative control: a q that knows nothing predicts no better than chance
+    params["auto_scale"] = np.full(7850, 10, np.float32)
+    assert multinomial_regression.accuracy(params, test) < 25 < right
+
+
+def test_multinomial_regression_counts_the_rounds_saved() -> None:
+    cold = 1000.0 - np.arange(500)
+    found = multinomial_regression.savings(cold, cold[200:], [100, 400, 500], before=5)
+    assert set(found) == {100, 400, 500}
+    # the smoothed bound of round 400 is reached 200 rounds earlier, plus the 5 of the warm start
+    assert found[400] == (205, 400 / 205)
+    # negative control: a bound that is never reached is not counted
+    assert multinomial_regression.savings(cold, cold[:100], [400], before=5) == {}
+
+
 def test_real_heart_disease_or_the_words_of_its_absence() -> None:
     if not HAVE_DATA:
         words = r"NUMPYRO_FED_DATA is not set.*UCI repository, data set 45.*920 rows.*heart_disease/"
@@ -218,6 +361,19 @@ def test_real_magic_and_credit_or_the_words_of_their_absence(
     x, y = logistic_regression.data(name)
     assert x.shape == shape
     assert y.sum() == positives
+
+
+def test_real_mnist_or_the_words_of_its_absence() -> None:
+    if not HAVE_DATA:
+        words = r"NUMPYRO_FED_DATA is not set.*any mirror of MNIST.*60,000 images.*mnist/"
+        with pytest.raises(FileNotFoundError, match=words):
+            multinomial_regression.main(["--quick"])
+        return
+    train, test = multinomial_regression.data()
+    assert (train["x"].shape, test["x"].shape) == ((60_000, 784), (10_000, 784))
+    np.testing.assert_array_equal(np.bincount(train["y"]), [5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949])
+    np.testing.assert_array_equal(np.bincount(test["y"]), [980, 1135, 1032, 1010, 982, 892, 958, 1028, 974, 1009])
+    assert (test["x"].min(), test["x"].max()) == (0, 1)
 
 
 def test_a_missing_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -305,6 +305,31 @@ def test_words_of_a_small_and_of_a_large_comparison(rng):
     assert "a<b" not in html
 
 
+def test_pareto_k_of_a_variational_fit_is_judged_in_words(rng):
+    ref = gaussian(rng)
+    fit = az.from_dict(gaussian(rng))
+    assert compare(fit, ref).pareto_k is None
+    assert "Pareto" not in repr(compare(fit, ref)) + compare(fit, ref).summary()
+    for k, words in (
+        (0.29, " Pareto's k of the approximation 0.29: good."),
+        (0.7, " Pareto's k of the approximation 0.70: good."),
+        (0.85, " Pareto's k of the approximation 0.85, above 0.7: it misses part of the posterior."),
+        (float("inf"), " Pareto's k of the approximation inf, above 0.7: it misses part of the posterior."),
+    ):
+        fit.posterior.attrs["pareto_k"] = np.float64(k)  # as netCDF returns it
+        comparison = compare(fit, ref)
+        assert comparison.pareto_k == k
+        assert comparison.verdict == "agrees"  # k is no part of it
+        assert comparison.closing_line().endswith(words)
+        assert comparison.summary().endswith(words)
+        assert repr(comparison).endswith(words)
+        figure = plot_compare(fit, ref)
+        assert any(text.get_text().endswith("\n" + words[1:]) for text in figure.texts)
+        close(figure)
+    # the reference's own k says nothing of the fit
+    assert compare(gaussian(rng), fit).pareto_k is None
+
+
 def close(figure):
     from matplotlib import pyplot
 

@@ -90,10 +90,10 @@ def test_masked_rows_contribute_nothing():
         svi = fed.SFVI(wheeze, fed.AutoSiloNormal(wheeze), optax.adam(0.02), num_local_particles=2)
         prepared = svi.prepared(silos)
         assert len(prepared.stacks) == 1
-        assert dict(prepared.stacks[0].pad) == {"y": 40}
+        assert dict(prepared.stacks[0].pad) == {"rows": 40}
         state = svi.init(random.key(0), silos)
         state, _ = svi.update(state, silos)
-        for number, size in enumerate(silos.sizes["y"]):
+        for number, size in enumerate(silos.sizes["rows"]):
             padding = jax.tree.map(lambda x, s=number, n=size: x[s, n:], state.silos[0].params)
             start = jax.tree.map(lambda x, s=number, n=size: x[s, n:], svi.init(random.key(0), silos).silos[0].params)
             for one, other in zip(jax.tree.leaves(padding), jax.tree.leaves(start), strict=True):
@@ -293,8 +293,8 @@ def test_minibatch_gradients_are_unbiased_and_units_move_alone():
         rows = jax.tree.map(lambda x: x[0], prepared.stacks[0])
         counts, draws = np.zeros(N), 3000
         for key in random.split(random.key(0), draws):
-            batch = pick(family, ("y", 16), key, rows)
-            place = np.asarray(batch.rows.order["y"])
+            batch = pick(family, ("rows", 16), key, rows)
+            place = np.asarray(batch.rows.order["rows"])
             assert len(set(place.tolist())) == 16  # none twice
             counts[place] += 1
         share = counts / draws

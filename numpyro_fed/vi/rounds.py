@@ -96,7 +96,8 @@ def participation_of(value: Any, names: tuple[str, ...]) -> Participation | None
 
 def in_step(first: Callable, local: Any) -> Any:
     """The first states of a stack of silos; what is one number in each (an optimiser's clock) is one for all, while all take part."""
-    scalar = jax.tree.map(lambda x: x.ndim == 0, jax.eval_shape(first, jax.tree.map(lambda x: x[0], local)))
+    shapes = jax.eval_shape(first, jax.tree.map(lambda x: x[0], local))
+    scalar = jax.tree.map(lambda x: x.ndim == 0 and jnp.issubdtype(x.dtype, jnp.integer), shapes)
     states = jax.jit(jax.vmap(first))(local)
     return jax.tree.map(lambda x, alone: x[0] if alone else x, states, scalar)
 

@@ -259,8 +259,8 @@ class SFVIAvg(FederatedVI):
         for rows, own in zip(prepared.stacks, state.silos, strict=True):
             family = plan.families[rows.part]
 
-            def one(own: SiloState, family: Any = family) -> Any:
-                return family.rebased(own.params, plan.constrain(own.base), new) if family.has_local else own.params
+            def one(params: Any, base: dict[str, Array], family: Any = family) -> Any:
+                return family.rebased(params, plan.constrain(base), new) if family.has_local else params
 
-            out.append(jax.vmap(one)(own))
+            out.append(jax.vmap(one)(own.params, own.base))
         return out

@@ -266,7 +266,7 @@ def _check_supports(factors: Factors, guide: Mapping[str, Any], one_row: dict[st
     for name in [*dict(factors.global_sites), *(s.name for s in factors.local_sites)]:
         if not guide[name]["fn"].has_rsample:
             raise ValueError(
-                f"guide site {name!r}: {type(guide[name]['fn']).__name__} cannot be reparametrised; expected a distribution with rsample"
+                f"guide site {name!r}: its distribution cannot be reparametrised; expected one with rsample"
             )
         own, other = (biject_to(trace[name]["fn"].support) for trace in (model, guide))
         if type(own) is not type(other):
