@@ -74,8 +74,6 @@ def test_gradients_are_those_of_the_bound_on_average(num):
         assert off(shift, jnp.zeros_like(shift)) < 4.5
         if num > 1:
             assert off(unsquared, plain) > 10
-        spread = [sum(float(np.var(np.asarray(x), 0).sum()) for x in jax.tree.leaves(tree)) for tree in (ours, plain)]
-        assert spread[0] < 0.7 * spread[1]
 
 
 @pytest.mark.parametrize("num", [1, 5])

@@ -62,10 +62,15 @@ def test_partitions_give_the_same_parameters(double):
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"global_cov": "diag", "local_cov": "diag"}, {"global_cov": 1, "coupling": False}, {"scale_coupling": False}],
+    ("particles", "options"),
+    [
+        (1, {}),
+        (2, {}),
+        (1, {"global_cov": "diag", "local_cov": "diag"}),
+        (1, {"global_cov": 1, "coupling": False}),
+        (1, {"scale_coupling": False}),
+    ],
 )
-@pytest.mark.parametrize("particles", [1, 2])
 def test_steps_are_those_of_numpyros_svi(options, particles):
     with jax.enable_x64(True):
         silos = wheeze_silos(PARTITIONS["unequal"])

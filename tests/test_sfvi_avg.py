@@ -87,8 +87,9 @@ def test_local_maps_are_rewritten_for_the_average():
         theta, eps = jnp.array([0.3, -0.2, 0.1]), jnp.ones((10, 1))
         new = avg.fitted(result, silos)[1][0]
         for number in range(2):
-            state = jax.tree.map(lambda x, s=number: x[s], result.state.silos[0])
-            own = state.params.forward(family.whiten(plan.constrain(state.base), theta), eps)
+            silo = result.state.silos[0]
+            local, base = jax.tree.map(lambda x, s=number: x[s], (silo.params, silo.base))
+            own = local.forward(family.whiten(plan.constrain(base), theta), eps)
             there = jax.tree.map(lambda x, s=number: x[s], new)
             again = there.forward(family.whiten(plan.constrain(result.state.server.params), theta), eps)
             np.testing.assert_allclose(again, own, rtol=1e-8)
@@ -133,14 +134,15 @@ def test_absent_silos_and_learned_parameters_in_the_merge():
         count = jnp.concatenate([row_count(prepared.plan, rows) for rows in prepared.stacks])
         assert count.tolist() == [12, 9, 6]
         replies = Reply(jnp.array([1.0, 2.0, jnp.nan]), params, count, jnp.array([True, True, False]))
-        server, info = algorithm.merge(state.server, replies, jnp.array([1.0, 1.0, 0.0]))
+        merge = jax.jit(algorithm.merge)
+        server, info = merge(state.server, replies, jnp.array([1.0, 1.0, 0.0]))
         new = prepared.plan.constrain(server.params)
         share = np.array([12, 9]) / 21
         assert float(new["tau"]) == pytest.approx(share @ [1, 2])
         np.testing.assert_allclose(new["auto_loc"], share @ np.arange(6.0).reshape(3, 2)[:2])
         np.testing.assert_allclose(new["auto_scale"], [share @ [1, 2], share @ [1, 3]])
         assert bool(info.finite)
-        _, info = algorithm.merge(state.server, replies)
+        _, info = merge(state.server, replies)
         assert not bool(info.finite)
         assert int(info.silo) == 2
 
