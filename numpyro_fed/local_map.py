@@ -174,7 +174,7 @@ class LocalMap:
 
     def location(self, u: Array) -> Array:
         """Latents ``(G, k)`` at ``u`` for coordinates zero."""
-        return self.mean if self.coupling is None else self.mean + self.coupling @ u
+        return self.mean if self.coupling is None else self.mean + _rows_times(self.coupling, u)
 
     def forward(self, u: Array, eps: Array) -> Array:
         """Latents ``(G, k)`` at ``u`` for coordinates ``eps`` of shape ``(G, k)``."""
@@ -192,7 +192,7 @@ class LocalMap:
 
     def log_scales(self, u: Array) -> Array:
         """Log scales ``(G, k)``; their sum over a unit is the log determinant of dz/deps."""
-        return self.log_scale if self.scale_coupling is None else self.log_scale + self.scale_coupling @ u
+        return self.log_scale if self.scale_coupling is None else self.log_scale + _rows_times(self.scale_coupling, u)
 
     def log_density(self, u: Array, z: Array, owned: Array) -> Array:
         """Log density ``(G,)`` of each unit's own latents at ``u``, for standard normal coordinates."""
@@ -211,6 +211,16 @@ class LocalMap:
         if self.scale_coupling is not None:
             new["scale_coupling"] = carry(self.scale_coupling)
         return replace(self, **new)
+
+
+_FUSED = (
+    64  # most columns that are multiplied and summed: a product of matrices for each silo is slow where they are small
+)
+
+
+def _rows_times(matrix: Array, u: Array) -> Array:
+    """``matrix @ u``."""
+    return matrix @ u if u.shape[0] > _FUSED else jnp.sum(matrix * u, axis=-1)
 
 
 _UNROLLED = 8  # most latents whose triangular systems are solved one by one: batches of small ones are slow

@@ -14,6 +14,7 @@ References: SFVI, supplement S1 (equation S4 for K = 1: derived anew, the copy a
 (2016); Tucker, Lawson, Gu & Maddison (2019), equation 8; Geffner & Domke (2022) for weights inside each unit.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -94,7 +95,8 @@ def silo_bound(family: Any, local: Any, context: Any, params: Any, eps: Array | 
     z, pull_path = jax.vjp(lambda local, context: family.latents(local, context, eps, batch.rows), local, context)
     num = z.shape[0]
     (lw, rest), pull = jax.vjp(log_weights, context, params, z)
-    bound = jnp.sum(jax.nn.logsumexp(lw, axis=0)) - jnp.sum(counts) * jnp.log(float(num))
+    together = lw[0] if num == 1 else jax.nn.logsumexp(lw, axis=0) - jnp.where(counts, math.log(num), 0.0)
+    bound = jnp.sum(together)
     value = batch.scale * bound + jnp.mean(rest)
     normalised = jax.nn.softmax(lw, axis=0)
     direct, learned, slope = pull((batch.scale * normalised, jnp.full_like(rest, 1 / num)))
