@@ -1,6 +1,6 @@
 r"""SFVI beside pooled NUTS: six cities for several K, eight schools, ten groups as ten silos, and SFVI-Avg.
 
-    python tests/benchmarks/sfvi_accuracy.py [--quick] [six_cities six_cities_ten eight_schools ten_groups]
+    python tests/benchmarks/sfvi_accuracy.py [--quick] [six_cities six_cities_random six_cities_ten eight_schools ten_groups]
 
 A row per fit: the bound (a mean over the last tenth of the rounds), largest error of a mean of a fixed effect and of a log scale in NUTS's sds, sd ratios, Pareto's k,
 kilobytes that left all silos, seconds of the fit (compilation included). ``resampled``: draws of theta by importance weights. ``pooled MVN``: NumPyro's
@@ -52,6 +52,7 @@ def groups_silos() -> fed.Silos:
 
 PROBLEMS: dict[str, tuple[Callable, Callable[[], fed.Silos], tuple[str, ...], float]] = {
     "six_cities": (six_cities.model, six_cities.silos, ("sigma",), 0.8),
+    "six_cities_random": (six_cities.model, lambda: six_cities.silos(shuffled=True), ("sigma",), 0.8),
     "six_cities_ten": (six_cities.model, lambda: six_cities.silos(six_cities.TEN), ("sigma",), 0.8),
     "eight_schools": (eight_schools.model, eight_schools.silos, ("tau",), 0.95),
     "ten_groups": (groups_model, groups_silos, ("tau", "sigma"), 0.9),
