@@ -345,3 +345,24 @@ def test_a_loss_that_is_not_finite_stops_the_fit_and_keeps_the_last_state():
     assert len(result.losses) < 500
     assert all(np.isfinite(v).all() for v in result.params.values())
     assert all(jnp.isfinite(x).all() for x in jax.tree.leaves(result.state.server.params))
+
+
+def test_an_interrupted_run_returns_what_it_has(monkeypatch):
+    from numpyro_fed.vi import rounds
+
+    silos = wheeze_silos(PARTITIONS["two"])
+    svi = fed.SFVI(wheeze, fed.AutoSiloNormal(wheeze), optax.adam(0.02), num_local_particles=2, validate=False)
+    whole = svi.run(random.key(1), 200, silos, progress_bar=False)
+    chunk, calls = rounds._chunk, []
+
+    def interrupted(*args):
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return chunk(*args)
+
+    monkeypatch.setattr(rounds, "_chunk", interrupted)
+    with pytest.warns(UserWarning, match=r"interrupted: the result of the first 200 rounds is returned"):
+        result = svi.run(random.key(1), 1000, silos, progress_bar=False)
+    np.testing.assert_array_equal(result.losses, whole.losses)
+    assert largest_gap(result.params, whole.params) == 0

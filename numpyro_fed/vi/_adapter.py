@@ -40,7 +40,7 @@ class VIResult:
     ledger: Ledger
 
     def __repr__(self) -> str:
-        tail = self.losses[-max(1, len(self.losses) // 10) :]
+        tail = self.losses[-max(1, len(self.losses) // 10) :] if len(self.losses) else np.full(1, np.nan)
         shapes = ", ".join(f"{k}{list(v.shape)}" for k, v in self.params.items())
         return (
             f"VIResult: {len(self.losses):,} rounds, mean loss {tail.mean():.2f} over the last {len(tail):,}\n"
@@ -160,8 +160,8 @@ class FederatedVI:
         :param init_from: as for :meth:`init`.
         :param init_state: go on from there.
         :raises ValueError: in words, before anything is compiled, for arguments that make no sense.
-        :warns UserWarning: when a loss is not finite (naming round and silo; the last finite state is returned), and for silos that
-            never took part.
+        :warns UserWarning: when a loss is not finite (naming round and silo; the last finite state is returned), after Ctrl-C (the
+            rounds so far are returned), and for silos that never took part.
         """
         if isinstance(num_rounds, bool) or not isinstance(num_rounds, int | np.integer) or num_rounds < 1:
             raise ValueError(f"num_rounds: expected a whole number >= 1, got {num_rounds!r}")

@@ -150,7 +150,7 @@ def run_rounds(
     tol: float | None,
     progress_bar: bool,
 ) -> tuple[VIState, np.ndarray]:
-    """Rounds until ``num_rounds``, until the smoothed loss falls by less than ``tol``, or until one is not finite."""
+    """Rounds until ``num_rounds``, until the smoothed loss falls by less than ``tol``, one is not finite, or Ctrl-C."""
     losses = np.zeros(0)
     if who is not None:
         state = _own_clocks(state, stacks)
@@ -159,8 +159,15 @@ def run_rounds(
         while len(losses) < num_rounds:
             num = min(_CHUNK, num_rounds - len(losses))
             before = state
-            state, new, bad = advance_by(before, stacks, jnp.asarray(num, jnp.int32))
-            new, bad = np.asarray(new)[:num], np.asarray(bad)[:num]
+            try:
+                state, new, bad = advance_by(before, stacks, jnp.asarray(num, jnp.int32))
+                new, bad = np.asarray(new)[:num], np.asarray(bad)[:num]
+            except KeyboardInterrupt:
+                warnings.warn(
+                    f"interrupted: the result of the first {len(losses)} rounds is returned; go on with init_state=result.state",
+                    stacklevel=3,
+                )
+                return before, losses
             if (bad != -1).any():
                 good = int(np.argmax(bad != -1))
                 where = f"silo {names[bad[good]]!r}" if bad[good] >= 0 else "the server's part"
