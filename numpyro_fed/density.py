@@ -187,9 +187,11 @@ class Factors:
         """
         total = local[group]
         groups = {leaf: g for leaf, g, _ in self.rows}
-        for leaf, target in self.index:
-            if target == group and groups[leaf] in local:
-                total = total + jax.ops.segment_sum(local[groups[leaf]], kwargs[leaf], num_segments=total.shape[0])
+        # rows that point to two elements belong to the first: each term counts once
+        pointing = {groups[leaf]: leaf for leaf, target in reversed(self.index) if target == group}
+        for rows, leaf in pointing.items():
+            if rows != group and rows in local:
+                total = total + jax.ops.segment_sum(local[rows], kwargs[leaf], num_segments=total.shape[0])
         return total
 
 

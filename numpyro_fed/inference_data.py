@@ -90,18 +90,18 @@ def _warn_of_cuts(mcmc: MCMC) -> None:
         warnings.warn(
             f"at this step size the sds are predicted to be {inflation:.2f} times too large: lower step_size, or leave it "
             '"auto"',
-            stacklevel=3,
+            stacklevel=4,
         )
     for chain in range(len(cut)):
         if undone[chain]:
             warnings.warn(
                 f"chain {chain} left the reals in {undone[chain]} rounds, which were undone: its draws are not to be "
                 "trusted. Lower step_size (or bias_target), or take fewer num_local_steps",
-                stacklevel=3,
+                stacklevel=4,
             )
         elif cut[chain] > _TOO_OFTEN:
             warnings.warn(
                 f"{100 * cut[chain]:.1f} % of chain {chain}'s local steps were cut, which pulls its tails towards the "
                 'surrogates. Take fewer num_local_steps, or lower step_size (under "auto": bias_target)',
-                stacklevel=3,
+                stacklevel=4,
             )

@@ -1,5 +1,6 @@
 """Posterior predictive draws: for a silo of the fit, for new rows in it, for a new silo."""
 
+import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -32,7 +33,7 @@ def predict(
         latents must have the elements they had (``silos[name]``, in this order); rows of other plates may be new.
     :param silo: a silo of the fit, whose own latents are used; ``None``: a new silo, whose latents are drawn from the model given
         each draw of the global ones.
-    :param params: learned parameters (``result.params``), where the model has any.
+    :param params: learned parameters, where the model has any; those that the fit holds, if None.
     :return: for each site that the fit does not hold an array ``(draws, *site)``.
     :raises ValueError: for an unknown silo, or a fit without silo coordinates.
 
@@ -73,6 +74,8 @@ def predict(
             continue
         name = str(name).rpartition("_")[0] if own and draws.attrs.get("structures", 1) > 1 else name
         values[name] = jnp.asarray(x.values.reshape(-1, *x.shape[2:]))
+    if params is None:
+        params = {k: jnp.asarray(v) for k, v in json.loads(draws.attrs.get("learned", "{}")).items()}
     learned = substitute(model, data=dict(params)) if params else model
     predictive = Predictive(learned, posterior_samples=values)
     return {name: np.asarray(x) for name, x in predictive(rng_key, **data).items() if name not in values}
@@ -84,6 +87,4 @@ def _is_silos(name: Any, draws: Any) -> bool:
 
 
 def _attribute(draws: Any) -> set[str]:
-    import json
-
     return set(json.loads(draws.attrs.get("silos", "[]")))

@@ -41,7 +41,7 @@ def vi_inference_data(
     """See :func:`numpyro_fed.to_inference_data`."""
     if not isinstance(result, VIResult):
         raise TypeError(f"expected the result of svi.run(...), got {type(result).__name__}")
-    if not isinstance(num_draws, int) or num_draws < 1:
+    if isinstance(num_draws, bool) or not isinstance(num_draws, int | np.integer) or num_draws < 1:
         raise ValueError(f"num_draws: expected a whole number >= 1, got {num_draws!r}")
     if not isinstance(silos, Silos | MixedSilos) or silos.names != result.ledger.silos:
         got = list(silos.names) if isinstance(silos, Silos | MixedSilos) else type(silos).__name__

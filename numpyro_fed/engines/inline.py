@@ -87,7 +87,7 @@ def round_all(
     for rows, own in zip(stacks, silo_states, strict=True):
 
         def one(rows: SiloRows, own: Any) -> tuple[Any, Any]:
-            return algorithm.local(jax.random.fold_in(key, rows.number), message, own, rows)
+            return algorithm.local(random.fold_in(random.fold_in(key, rows.part), rows.number), message, own, rows)
 
         # what is one number for all silos (the clock of silos in step) stays one
         axes = jax.tree.map(lambda x: 0 if x.ndim else None, own)

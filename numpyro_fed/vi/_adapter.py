@@ -27,7 +27,7 @@ _jit_advance = partial(jax.jit, static_argnames=("federated", "plan", "who"))(ad
 class VIResult:
     """What ``run`` returns.
 
-    :ivar params: parameters in their supports, averaged over the last rounds: q(theta)'s, the model's learned ones, and the local
+    :ivar params: parameters in their supports, averaged over the last rounds (SFVI-Avg: of the last): q(theta)'s, the model's learned ones, and the local
         ones (in the pooled order of their plate), under the names that the guide has in :class:`numpyro.infer.SVI`.
     :ivar state: the state after the last round, from which ``run(..., init_state=result.state)`` goes on.
     :ivar losses: minus the estimated bound in each round, a NumPy array.
@@ -85,7 +85,7 @@ class FederatedVI:
             params, start = self._taken_from(init_from, prepared, params, start)
         server = type(self)._federated(prepared.plan, prepared.stacks).init(rng_key, params)
         silo_states = tuple(
-            in_step(partial(type(self)._init_silo, prepared.plan, rows.part, params), local)
+            in_step(prepared.plan, partial(type(self)._init_silo, prepared.plan, rows.part, params), local)
             for rows, local in zip(prepared.stacks, start, strict=True)
         )
         return VIState(server, silo_states, jnp.zeros(len(prepared.names), jnp.int32))
@@ -95,11 +95,12 @@ class FederatedVI:
             raise TypeError(f"init_from: expected the result of a run, got {type(result).__name__}")
         expected = {**prepared.plan.constrain(params), **local_params(prepared, start)}
         got = {k: v.shape for k, v in result.params.items()}
-        wrong = sorted(k for k, v in expected.items() if got.get(k) != v.shape)
+        shapes = {k: v.shape for k, v in expected.items()}
+        wrong = sorted(k for k in {*shapes, *got} if got.get(k) != shapes.get(k))
         if wrong:
             raise ValueError(
                 "init_from: expected a result of the same model, guide and silos, with parameters of shapes "
-                f"{ {k: expected[k].shape for k in wrong} }, got { {k: got.get(k) for k in wrong} }"
+                f"{ {k: shapes.get(k) for k in wrong} }, got { {k: got.get(k) for k in wrong} }"
             )
         given = {k: jnp.asarray(result.params[k]) for k in expected}
         return prepared.plan.unconstrain({k: given[k] for k in params}), stacked_params(prepared, given, start)
@@ -167,6 +168,8 @@ class FederatedVI:
             raise ValueError(f"num_rounds: expected a whole number >= 1, got {num_rounds!r}")
         if tol is not None and not (math.isfinite(tol) and tol > 0):
             raise ValueError(f"tol: expected a number of nats > 0, got {tol!r}")
+        if init_from is not None and init_state is not None:
+            raise ValueError("init_from and init_state: expected one of them, got both")
         prepared = self.prepared(silos)
         who = participation_of(participation, prepared.names)
         state = self.init(rng_key, silos, init_from=init_from) if init_state is None else init_state

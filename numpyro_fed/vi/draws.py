@@ -92,6 +92,7 @@ def _candidate(
 ) -> tuple[Array, dict[str, Array]]:
     """A silo's estimate of its log likelihood at theta, and its latents (elements first), unconstrained."""
     family = plan.families[rows.part]
+    key_choice = random.fold_in(key_choice, rows.part)
     batch = pick(family, None, key, rows)
     if not family.has_local:
         return unit_terms(family, context.theta, jnp.zeros((0, 0)), learned, batch)[1], {}

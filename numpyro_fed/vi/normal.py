@@ -175,7 +175,7 @@ class SiloNormal:
         units = self.units(rows)
         parts = []
         for i, (group, count, width) in enumerate(units.blocks()):
-            key_group = random.fold_in(key, i)
+            key_group = random.fold_in(random.fold_in(key, rows.part), i)
             draw = jax.vmap(lambda j, k=key_group, w=width: random.normal(random.fold_in(k, j), (num, w)))
             eps = jnp.moveaxis(draw(rows.order[group]), 0, 1)
             parts.append(eps if self.group is not None else eps.reshape(num, 1, count * width))

@@ -17,7 +17,7 @@ from numpyro_fed.density import PARAMS, Factors, LearnedModel, made_up_rows
 from numpyro_fed.factorise import factorise
 from numpyro_fed.local_map import Units
 from numpyro_fed.mixed import MixedSilos
-from numpyro_fed.proof import elements_are_independent, prove
+from numpyro_fed.proof import elements_are_independent, prove, prove_batch
 from numpyro_fed.silos import Silos
 from numpyro_fed.storage import SiloRows, head, largest, stack
 from numpyro_fed.vi.guides import AutoSiloNormal
@@ -51,7 +51,7 @@ class Options:
         for name in ("num_particles", "num_local_particles", "batch_size", "num_local_steps"):
             value = getattr(self, name)
             whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
-            if value is not None and not (whole and value >= 1):
+            if not (value is None and name == "batch_size") and not (whole and value >= 1):
                 raise ValueError(f"{name}: expected a whole number >= 1, got {value!r}")
         return self
 
@@ -108,7 +108,8 @@ class Plan:
         learned = {k: params[k] for k in self.learned}
         if learned:
             shared = {**shared, PARAMS: learned}
-        return self.factors.log_prior(self.factors.unravel(theta), shared)
+        factors = self.families[rows.part].factors
+        return factors.log_prior(factors.unravel(theta), shared)
 
 
 class Prepared(NamedTuple):
@@ -141,7 +142,9 @@ def parts_of(silos: Silos | MixedSilos) -> tuple[Silos, ...]:
 def prepare(model: Callable, guide: Any, silos: Silos | MixedSilos, options: Options) -> Prepared:
     """Check model, guide and data, and prove the factors."""
     parts = parts_of(silos)
-    learned = _learned(model, parts[0])
+    learned: dict[str, Any] = {}
+    for part in reversed(parts):
+        learned |= _learned(model, part)
     if learned:
         start = {name: value for name, (_, value) in learned.items()}
         parts = tuple(part.with_shared(**{PARAMS: start}) for part in parts)
@@ -150,9 +153,18 @@ def prepare(model: Callable, guide: Any, silos: Silos | MixedSilos, options: Opt
     _check_globals(factors, parts)
     batch = _batch(options, factors, parts)
     families = tuple(_family(guide, f, part, options, batch) for f, part in zip(factors, parts, strict=True))
+    for family in families:
+        if set(family.constraints()) != set(families[0].constraints()):
+            one, other = set(family.constraints()), set(families[0].constraints())
+            raise ValueError(
+                f"the guide has the global parameters {sorted(one ^ other)} in some structures of silos and not in others"
+            )
     if options.validate:
         for f, part in zip(factors, parts, strict=True):
-            prove(f, part if batch is None else head(part, batch[0], _PROOF_ROWS))
+            some = part if batch is None else head(part, batch[0], _PROOF_ROWS)
+            prove(f, some)
+            if batch is not None and not f.local_sites:
+                prove_batch(f, some, *batch)
     plan = Plan(
         families,
         options.optim,
@@ -252,9 +264,10 @@ def _batch(options: Options, factors: list[Factors], parts: tuple[Silos, ...]) -
 
 def _family(guide: Any, factors: Factors, silos: Silos, options: Options, batch: tuple[str, int] | None) -> Any:
     independent = True
-    if options.num_local_particles > 1 and len(factors.latent_groups) == 1:
-        units = Units(factors, factors.latent_groups[0], largest(silos))
-        independent = elements_are_independent(factors, units, silos)
+    if (options.num_local_particles > 1 or batch is not None) and len(factors.latent_groups) == 1:
+        some = silos if batch is None else head(silos, batch[0], _PROOF_ROWS)
+        units = Units(factors, factors.latent_groups[0], largest(some))
+        independent = elements_are_independent(factors, units, some)
     if isinstance(guide, AutoSiloNormal):
         family: Any = guide.family(factors, independent)
     else:

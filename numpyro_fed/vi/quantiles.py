@@ -30,15 +30,14 @@ def latent_quantiles(
     theta = loc + ndtri(probs)[:, None] * family.scale(params).sd()
     if local is None:
         return theta, None
-    rows = local
     u = jnp.asarray(sobol_normal(_POINTS, family.factors.dim, seed=0), loc.dtype)
-    square = None if rows.tril is None else rows.tril**2
+    square = None if local.tril is None else local.tril**2
 
     def conditional(u: Array) -> tuple[Array, Array]:
-        variance = jnp.exp(2 * rows.log_scales(u))
+        variance = jnp.exp(2 * local.log_scales(u))
         if square is not None:
             variance = jnp.einsum("gij,gj->gi", square, variance)
-        return rows.location(u), jnp.sqrt(variance)
+        return local.location(u), jnp.sqrt(variance)
 
     mean, sd = jax.vmap(conditional)(u)
     low, high = (mean - 8 * sd).min(0), (mean + 8 * sd).max(0)

@@ -60,7 +60,8 @@ class Participation:
         return hash((self.count, self.probability.tobytes()))
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Participation) and hash(self) == hash(other)
+        same = isinstance(other, Participation) and self.count == other.count
+        return same and np.array_equal(self.probability, other.probability)  # type: ignore[attr-defined]
 
 
 def participation_of(value: Any, names: tuple[str, ...]) -> Participation | None:
@@ -94,12 +95,30 @@ def participation_of(value: Any, names: tuple[str, ...]) -> Participation | None
     return None if count == len(names) else Participation(count, np.full(len(names), count / len(names)))
 
 
-def in_step(first: Callable, local: Any) -> Any:
+def in_step(plan: Plan, first: Callable, local: Any) -> Any:
     """The first states of a stack of silos; what is one number in each (an optimiser's clock) is one for all, while all take part."""
-    shapes = jax.eval_shape(first, jax.tree.map(lambda x: x[0], local))
-    scalar = jax.tree.map(lambda x: x.ndim == 0 and jnp.issubdtype(x.dtype, jnp.integer), shapes)
     states = jax.jit(jax.vmap(first))(local)
-    return jax.tree.map(lambda x, alone: x[0] if alone else x, states, scalar)
+    if not (_keeps_time(plan.optim) and _keeps_time(plan.local_optim)):
+        return states
+    clocks = jax.tree.map(_is_clock, jax.eval_shape(first, jax.tree.map(lambda x: x[0], local)))
+    return jax.tree.map(lambda x, clock: x[0] if clock else x, states, clocks)
+
+
+def _is_clock(x: Any) -> bool:
+    return x.ndim == 0 and jnp.issubdtype(x.dtype, jnp.integer)
+
+
+def _keeps_time(optim: Any) -> bool:
+    """Whether an optimiser's clocks do not depend on gradients (those of ``optax.apply_if_finite`` do)."""
+    params = jnp.zeros((2, 1))
+    clocks = jax.tree.map(_is_clock, optim.init(params[0]))
+    state = jax.tree.map(lambda x, clock: x[0] if clock else x, jax.vmap(optim.init)(params), clocks)
+    axes = jax.tree.map(lambda clock: None if clock else 0, clocks)
+    try:
+        jax.eval_shape(jax.vmap(optim.update, in_axes=(0, axes, 0), out_axes=(0, axes)), params, state, params)
+    except ValueError:
+        return False
+    return True
 
 
 def _own_clocks(state: VIState, stacks: list[SiloRows]) -> VIState:
@@ -191,7 +210,7 @@ def _settled(losses: np.ndarray, tol: float) -> bool:
     window = max(_WINDOW, len(losses) // 4)
     if len(losses) < 2 * window:
         return False
-    return bool(losses[-2 * window : -window].mean() - losses[-window:].mean() < tol)
+    return bool(abs(losses[-2 * window : -window].mean() - losses[-window:].mean()) < tol)
 
 
 def ledger(
@@ -222,7 +241,8 @@ def ledger(
             return message, algorithm.local(random.key(0), message, own, alone)[0]
 
         message, reply = jax.eval_shape(one, state.server, first)
-        evaluations = plan.num_particles * plan.num_local_particles * plan.num_local_steps
+        candidates = plan.num_local_particles if plan.families[rows.part].has_local else 1
+        evaluations = plan.num_particles * candidates * plan.num_local_steps
         each = Cost(1, evaluations, message_bytes(message), message_bytes(reply))
         count = rows.number.shape[0]
         costs |= {name: each.times(int(visits[name])) for name in names[start : start + count]}

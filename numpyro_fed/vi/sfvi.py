@@ -259,7 +259,7 @@ class SFVI(FederatedVI):
     bound and a flag. Local latents, their parameters and optimiser's state stay.
 
     :param model: a model with at least one silo plate; ``numpyro.param`` sites outside of them are learned (empirical Bayes).
-    :param guide: an :class:`AutoSiloNormal` of the model.
+    :param guide: an :class:`AutoSiloNormal` of the model, or a guide of your own with the same silo plates.
     :param optim: an optax transformation for q(theta) and the learned parameters.
     :param num_particles: draws of theta a round.
     :param num_local_particles: K. A round costs K evaluations of the silos' terms for each draw of theta; without local latents K is
@@ -268,7 +268,7 @@ class SFVI(FederatedVI):
         the fit the same for every partition of the rows.
     :param batch_size: rows a silo uses in a round (all if None, or if it has fewer), each with the same probability.
     :param validate: run the proof check (factors sum to the pooled model) before the first round.
-    :raises TypeError: for a model that is not callable, an optimiser that is not optax's, a guide of another kind.
+    :raises TypeError: for a model that is not callable, an optimiser that is not optax's, a guide that is not callable.
     :raises ValueError: for options out of range; at :meth:`init` and :meth:`run` for what does not fit the model or the data.
 
     **References**

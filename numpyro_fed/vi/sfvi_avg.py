@@ -31,7 +31,7 @@ from numpyro_fed.vi._adapter import FederatedVI
 from numpyro_fed.vi.barycentre import barycentre
 from numpyro_fed.vi.bound import silo_bound
 from numpyro_fed.vi.guides import AutoSiloNormal
-from numpyro_fed.vi.minibatch import pick
+from numpyro_fed.vi.minibatch import Batch, pick
 from numpyro_fed.vi.plan import Options, Plan, Prepared
 from numpyro_fed.vi.rounds import VIState
 from numpyro_fed.vi.sfvi import Info, first_bad, server_gradient
@@ -64,11 +64,10 @@ class SiloState(NamedTuple):
 
 
 class Message(NamedTuple):
-    """To every silo: the global parameters, the number of rows in all silos, and a key."""
+    """To every silo: the global parameters, and the number of rows in all silos."""
 
     params: dict[str, Array]
     total: Array
-    key: Array
 
 
 class Reply(NamedTuple):
@@ -106,7 +105,7 @@ def init_silo(plan: Plan, part: int, params: dict[str, Array], local: Any) -> Si
 def broadcast(total: Array, key: Array, server: Server) -> Message:
     """Send the global parameters."""
     del key
-    return Message(server.params, total, random.fold_in(server.rng_key, 2))
+    return Message(server.params, total)
 
 
 def local(plan: Plan, key: Array, message: Message, state: SiloState, rows: SiloRows) -> tuple[Reply, SiloState]:
@@ -118,15 +117,16 @@ def local(plan: Plan, key: Array, message: Message, state: SiloState, rows: Silo
 
     def step(carry: tuple, key: Array) -> tuple[tuple, Array]:
         params, own, optim_state, local_state = carry
-        value, gradient, gradient_own, put, take = _gradients(plan, params, own, scale, key, message.key, rows)
+        value, gradient, gradient_own, batch = _gradients(plan, params, own, scale, key, rows)
         updates, optim_state = plan.optim.update(jax.tree.map(jnp.negative, gradient), optim_state, params)
         params = optax.apply_updates(params, updates)
         if family.has_local:
-            held, held_state = take(own), take(local_state)
+            held, held_state = batch.take(own), batch.take(local_state)
             down = jax.tree.map(jnp.negative, gradient_own)
             move = jax.vmap(plan.local_optim.update) if plan.unit_clocks(rows.part) else plan.local_optim.update
             updates, held_state = move(down, held_state, held)
-            own, local_state = put(own, optax.apply_updates(held, updates)), put(local_state, held_state)
+            own = batch.put(own, optax.apply_updates(held, updates))
+            local_state = batch.put(local_state, held_state)
         return (params, own, optim_state, local_state), value
 
     start = (message.params, own, state.optim_state, state.local_optim_state)
@@ -138,8 +138,8 @@ def local(plan: Plan, key: Array, message: Message, state: SiloState, rows: Silo
 
 
 def _gradients(
-    plan: Plan, params: dict[str, Array], own: Any, scale: Array, key: Array, key_round: Array, rows: SiloRows
-) -> tuple[Array, Any, Any, Callable, Callable]:
+    plan: Plan, params: dict[str, Array], own: Any, scale: Array, key: Array, rows: SiloRows
+) -> tuple[Array, Any, Any, Batch]:
     """The silo's objective and its gradients in its copy of the global parameters and in its own."""
     family = plan.families[rows.part]
     key_theta, key_batch, key_local = random.split(key, 3)
@@ -158,7 +158,7 @@ def _gradients(
     terms = jax.tree.map(lambda x: scale * x / plan.num_particles, terms)
     value, moved = terms.value.sum(), jax.tree.map(lambda x: x.sum(0), (terms.params, terms.local))
     prior, gradient = server_gradient(plan, rows, params, noise, terms.context, moved[0])
-    return prior + value, gradient, pull(moved[1])[0] if family.has_local else moved[1], batch.put, batch.take
+    return prior + value, gradient, pull(moved[1])[0] if family.has_local else moved[1], batch
 
 
 def merge(plan: Plan, server: Server, replies: Reply, weights: Array | None = None) -> tuple[Server, Info]:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax, random
 from numpyro.distributions import constraints
 from numpyro.distributions.transforms import biject_to
@@ -23,8 +24,9 @@ from numpyro_fed.density import PARAMS, Factors, LearnedModel, made_up_rows
 from numpyro_fed.factorise import factorise
 from numpyro_fed.handlers import is_silo_plate, silo_plate
 from numpyro_fed.local_map import Units
+from numpyro_fed.proof import elements_are_independent
 from numpyro_fed.silos import Silos
-from numpyro_fed.storage import SiloRows
+from numpyro_fed.storage import SiloRows, largest
 
 __all__ = ["GuideFamily", "LocalParam", "guide_family"]
 
@@ -42,6 +44,13 @@ class Context(NamedTuple):
 
     theta: Array
     params: dict[str, Array]
+
+
+@dataclass(frozen=True, eq=False)
+class Shared:
+    """Shared arguments; hashed by identity, since their arrays are constants of the compiled program."""
+
+    kwargs: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -65,7 +74,7 @@ class GuideFamily:
     local_params: tuple[LocalParam, ...]
     supports: dict[str, Any] = field(compare=False, repr=False)
     start: dict[str, Array] = field(compare=False, repr=False)
-    shared: dict[str, Any] = field(compare=False, repr=False)
+    shared: Shared = field(repr=False)
 
     @property
     def has_local(self) -> bool:
@@ -89,7 +98,7 @@ class GuideFamily:
         """The draw for a key, by the guide on one made-up row."""
         own = {k: params[k] for k in self.start}
         rows = made_up_rows(self.factors.rows, dict(self.factors.index))
-        sites = self._trace(own, {}, {**self.shared, **rows}, random.wrap_key_data(noise))
+        sites = self._trace(own, {}, {**self.shared.kwargs, **rows}, random.wrap_key_data(noise))
         theta = {name: self._unconstrained(sites[name]) for name, _ in self.factors.global_sites}
         return Context(self.factors.ravel(theta), own)
 
@@ -97,7 +106,7 @@ class GuideFamily:
         """``log q(theta)`` in unconstrained space, a scalar."""
         own = {k: params[k] for k in self.start}
         model = replace(self.guide_factors, model=LearnedModel(self.guide))
-        return model.log_prior(self.factors.unravel(context.theta), {**self.shared, PARAMS: own})
+        return model.log_prior(self.factors.unravel(context.theta), {**self.shared.kwargs, PARAMS: own})
 
     def init_local(self, rows: SiloRows) -> dict[str, Array]:
         """A silo's first parameters, unconstrained, rows first."""
@@ -124,7 +133,7 @@ class GuideFamily:
 
     def noise(self, key: Array, rows: SiloRows, num: int) -> Array:
         """Keys of a silo's draws."""
-        return jax.vmap(random.key_data)(random.split(random.fold_in(key, rows.number), num))
+        return jax.vmap(random.key_data)(random.split(random.fold_in(random.fold_in(key, rows.part), rows.number), num))
 
     def latents(self, local: dict[str, Array], context: Context, eps: Array, rows: SiloRows) -> Array:
         """Latents ``(num, E, k)`` by the guide given theta."""
@@ -208,7 +217,7 @@ def guide_family(guide: Callable, factors: Factors, silos: Silos, independent: b
     """Sort a guide's sites and parameters, or say in words what does not match the model."""
     one_row = {**silos.shared, **made_up_rows(factors.rows, silos.index)}
     learned = one_row.pop(PARAMS, {})
-    shared = {k: v for k, v in silos.shared.items() if k != PARAMS}
+    shared = Shared({k: v for k, v in silos.shared.items() if k != PARAMS})
     sites = trace(seed(guide, random.key(0))).get_trace(**one_row)
     if not factors.local_sites and not any(is_silo_plate(site) for site in sites.values()):
         leaves = tuple((leaf, group) for leaf, group, _ in factors.rows)
@@ -224,6 +233,10 @@ def guide_family(guide: Callable, factors: Factors, silos: Silos, independent: b
             continue
         if name in learned:
             raise ValueError(f"parameter {name!r} is in the model and in the guide; expected different names")
+        if not isinstance(site["value"], Array | np.ndarray | float | int):
+            raise ValueError(
+                f"guide parameter {name!r}: expected an array, got {type(site['value']).__name__}; give each array a numpyro.param"
+            )
         supports[name] = site["kwargs"].get("constraint", constraints.real)
         frames = [f for f in site["cond_indep_stack"] if f.name in plates]
         value = jnp.asarray(site["value"])
@@ -235,6 +248,9 @@ def guide_family(guide: Callable, factors: Factors, silos: Silos, independent: b
             start[name] = value.astype(jnp.result_type(value, float))
     groups = factors.latent_groups
     alone = independent and len(groups) == 1 and all(p.group == groups[0] for p in local)
+    if alone:
+        own = without_params(silos)
+        alone = elements_are_independent(guide_factors, Units(guide_factors, groups[0], largest(own)), own)
     group = groups[0] if alone else None
     return GuideFamily(factors, guide, guide_factors, group, tuple(local), supports, start, shared)
 
@@ -268,9 +284,18 @@ def _check_supports(factors: Factors, guide: Mapping[str, Any], one_row: dict[st
             raise ValueError(
                 f"guide site {name!r}: its distribution cannot be reparametrised; expected one with rsample"
             )
-        own, other = (biject_to(trace[name]["fn"].support) for trace in (model, guide))
-        if type(own) is not type(other):
+        own, other = (biject_to(sites[name]["fn"].support) for sites in (model, guide))
+        if not _same_map(own, other, model[name]["value"]):
             raise ValueError(
                 f"guide site {name!r}: expected the support of the model's, {model[name]['fn'].support}, got "
                 f"{guide[name]['fn'].support}"
             )
+
+
+def _same_map(own: Any, other: Any, value: Array) -> bool:
+    """Whether two transforms send the same unconstrained numbers to the same values."""
+    start = jnp.zeros_like(own.inv(value))
+    x = 0.3 + 0.1 * jnp.arange(start.size, dtype=start.dtype).reshape(start.shape)
+    if jax.eval_shape(other.inv, value).shape != x.shape:
+        return False
+    return bool(jnp.allclose(own(x), other(x), rtol=1e-5))
