@@ -6,8 +6,8 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
-from numpyro.handlers import substitute
+from jax import Array, random
+from numpyro.handlers import seed, substitute, trace
 from numpyro.infer import Predictive
 
 from numpyro_fed._compat import posterior_dataset
@@ -77,8 +77,22 @@ def predict(
     if params is None:
         params = {k: jnp.asarray(v) for k, v in json.loads(draws.attrs.get("learned", "{}")).items()}
     learned = substitute(model, data=dict(params)) if params else model
+    if silo is not None:
+        _check_sizes(learned, data, plates, str(silo))
     predictive = Predictive(learned, posterior_samples=values)
     return {name: np.asarray(x) for name, x in predictive(rng_key, **data).items() if name not in values}
+
+
+def _check_sizes(model: Callable, data: Mapping[str, Any], plates: Mapping[str, np.ndarray], silo: str) -> None:
+    """Plates whose latents the fit holds must have the elements that they had."""
+    for name, site in trace(seed(model, random.key(0))).get_trace(**data).items():
+        if site["type"] == "plate" and name in plates:
+            expected, got = int((plates[name] == silo).sum()), site["args"][0]
+            if got != expected:
+                raise ValueError(
+                    f"silo {silo!r} has {expected} elements of {name!r} in the fit, got data with {got}; expected the same elements, "
+                    "or silo=None for new ones"
+                )
 
 
 def _is_silos(name: Any, draws: Any) -> bool:

@@ -132,7 +132,9 @@ class Comparison:
     def _approximation(self) -> str:
         if self.pareto_k is None:
             return ""
-        judged = ": good" if self.pareto_k <= _POOR else f", above {_POOR}: it misses part of the posterior"
+        judged = (
+            f", not above {_POOR}" if self.pareto_k <= _POOR else f", above {_POOR}: it misses part of the posterior"
+        )
         return f" Pareto's k of the approximation {self.pareto_k:.2f}{judged}."
 
     def _counts(self) -> list[int]:

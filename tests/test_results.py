@@ -311,8 +311,8 @@ def test_pareto_k_of_a_variational_fit_is_judged_in_words(rng):
     assert compare(fit, ref).pareto_k is None
     assert "Pareto" not in repr(compare(fit, ref)) + compare(fit, ref).summary()
     for k, words in (
-        (0.29, " Pareto's k of the approximation 0.29: good."),
-        (0.7, " Pareto's k of the approximation 0.70: good."),
+        (0.29, " Pareto's k of the approximation 0.29, not above 0.7."),
+        (0.7, " Pareto's k of the approximation 0.70, not above 0.7."),
         (0.85, " Pareto's k of the approximation 0.85, above 0.7: it misses part of the posterior."),
         (float("inf"), " Pareto's k of the approximation inf, above 0.7: it misses part of the posterior."),
     ):

@@ -196,3 +196,38 @@ def test_init_values_must_be_finite():
     silos = wheeze_silos(np.arange(6) % 2)
     with pytest.raises(ValueError, match=r"init_loc_fn: expected finite values of the global sites"):
         fit.init(random.key(0), silos)
+
+
+def test_states_and_results_are_not_mixed_up():
+    fit = svi(num_local_particles=1, validate=False)
+    result = fit.run(random.key(0), 2, SILOS, progress_bar=False)
+    with pytest.raises(
+        TypeError, match=r"init_state: expected result.state, got VIResult; a result goes to init_from="
+    ):
+        fit.run(random.key(0), 2, SILOS, progress_bar=False, init_state=result)
+    with pytest.raises(TypeError, match=r"expected a state, e.g. result.state, got VIResult; a result has .params"):
+        fit.get_params(result)
+    with pytest.raises(ValueError, match=r"init_from and init_state: expected one of them, got both"):
+        fit.run(random.key(0), 2, SILOS, progress_bar=False, init_state=result.state, init_from=result)
+    other = fed.SFVIAvg(hierarchy, fed.AutoSiloNormal(hierarchy), ADAM, 2, 1, 1, validate=False)
+    with pytest.raises(ValueError, match=r"init_state: expected a state of the same kind of fit"):
+        other.run(random.key(0), 2, SILOS, progress_bar=False, init_state=result.state)
+    moved = hierarchy_silos(np.array([0, 0, 1, 1, 0, 1, 0, 1, 0]))  # as many rows, others, under the same names
+    assert (moved.names, moved.sizes) == (SILOS.names, SILOS.sizes)
+    with pytest.raises(ValueError, match=r"expected the silos of the run, got others of the same names"):
+        fed.to_inference_data(fit, result, moved)
+
+
+def test_a_guide_of_another_model_is_refused():
+    with pytest.raises(
+        ValueError, match=r"the guide was made for another model: expected .*\['mu', 'z'\], got \['mu'\]"
+    ):
+        svi(guide=fed.AutoSiloNormal(local_param_free)).init(random.key(0), SILOS)
+    with pytest.raises(TypeError, match=r"expected a guide, e.g. fed.AutoSiloNormal\(model\), got type|got ABCMeta"):
+        svi(guide=fed.AutoSiloNormal)
+
+
+def local_param_free(y):
+    mu = numpyro.sample("mu", dist.Normal(0, 1))
+    with fed.silo_plate("patients", y.shape[0]):
+        numpyro.sample("y", dist.Normal(mu, 1), obs=y)

@@ -32,12 +32,14 @@ class VIResult:
     :ivar state: the state after the last round, from which ``run(..., init_state=result.state)`` goes on.
     :ivar losses: minus the estimated bound in each round, a NumPy array.
     :ivar ledger: rounds, gradient evaluations and bytes of each silo.
+    :ivar partition: a fingerprint of the silos: which pooled row is in which.
     """
 
     params: dict[str, Array]
     state: VIState
     losses: np.ndarray
     ledger: Ledger
+    partition: str
 
     def __repr__(self) -> str:
         tail = self.losses[-max(1, len(self.losses) // 10) :] if len(self.losses) else np.full(1, np.nan)
@@ -57,7 +59,7 @@ class FederatedVI:
     def __init__(self, model: Callable, guide: Any, options: Options) -> None:
         if not callable(model):
             raise TypeError(f"expected a model (a callable), got {type(model).__name__}")
-        if not callable(guide):
+        if not callable(guide) or isinstance(guide, type):
             raise TypeError(f"expected a guide, e.g. fed.AutoSiloNormal(model), got {type(guide).__name__}")
         self.model, self.guide = model, guide
         self._options = options.checked()
@@ -122,6 +124,8 @@ class FederatedVI:
 
     def get_params(self, state: VIState) -> dict[str, Array]:
         """Parameters of a state in their supports: the last iterates, under the names that the guide has in SVI."""
+        if state is not None and not isinstance(state, VIState):
+            raise TypeError(f"expected a state, e.g. result.state, got {type(state).__name__}; a result has .params")
         if self._prepared is None:
             raise ValueError("expected an object that has been initialised; call init(rng_key, silos) first")
         prepared = self._prepared[1]
@@ -130,8 +134,28 @@ class FederatedVI:
     def fitted(self, result: VIResult, silos: Silos | MixedSilos) -> tuple[dict[str, Array], list]:
         """A result's global parameters in their supports, and for each stack the silos' own."""
         prepared = self.prepared(silos)
+        if result.partition != prepared.partition():
+            raise ValueError(
+                "expected the silos of the run, got others of the same names: their rows are other rows of the pooled data"
+            )
         params = {k: jnp.asarray(result.params[k]) for k in prepared.plan.supports}
         return params, stacked_params(prepared, result.params, _first_local(prepared))
+
+    @staticmethod
+    def _checked(state: Any, expected: VIState) -> VIState:
+        """A state to go on from, or an error in words; clocks may be one for each silo."""
+        if not isinstance(state, VIState):
+            raise TypeError(
+                f"init_state: expected result.state, got {type(state).__name__}; a result goes to init_from="
+            )
+        same = jax.tree.structure(state) == jax.tree.structure(expected)  # type: ignore[operator]
+        pairs = zip(jax.tree.leaves(state), jax.tree.leaves(expected), strict=True) if same else []
+        if not same or any(jnp.shape(x)[: jnp.ndim(y)] != jnp.shape(y) and jnp.ndim(y) for x, y in pairs):
+            raise ValueError(
+                "init_state: expected a state of the same kind of fit, model, guide, optimiser and silos; to start from another fit "
+                "give its result as init_from="
+            )
+        return state
 
     def _named(self, prepared: Prepared, params: dict[str, Array], local: list) -> dict[str, Array]:
         return {**prepared.plan.constrain(params), **local_params(prepared, local)}
@@ -172,7 +196,10 @@ class FederatedVI:
             raise ValueError("init_from and init_state: expected one of them, got both")
         prepared = self.prepared(silos)
         who = participation_of(participation, prepared.names)
-        state = self.init(rng_key, silos, init_from=init_from) if init_state is None else init_state
+        if init_state is None:
+            state = self.init(rng_key, silos, init_from=init_from)
+        else:
+            state = self._checked(init_state, self.init(jax.random.key(0), silos))
         method, plan = type(self)._federated, prepared.plan
         state, losses = run_rounds(
             method, plan, who, state, prepared.stacks, prepared.names, num_rounds, tol, progress_bar
@@ -187,9 +214,8 @@ class FederatedVI:
             )
         average = state.server.params if state.server.average is None else state.server.average
         params = self._named(prepared, average, self._silo_params(prepared, state, True))
-        return VIResult(
-            params, state, losses, ledger(method, plan, state, prepared.stacks, prepared.names, silos.names)
-        )
+        costs = ledger(method, plan, state, prepared.stacks, prepared.names, silos.names)
+        return VIResult(params, state, losses, costs, prepared.partition())
 
 
 def _first_local(prepared: Prepared) -> list:

@@ -64,11 +64,12 @@ def pick(family: Any, size: tuple[str, int] | None, key: Array, rows: SiloRows) 
         order={**rows.order, group: rows.order[group][place]},
         pad=tuple((g, shown if g == group else n) for g, n in rows.pad),
     )
+    stands_for = total.astype(jnp.result_type(float)) / count
     if family.group != group:
-        return Batch(batch, {group: total / count}, 1.0, lambda tree: tree, lambda _, new: new)
+        return Batch(batch, {group: stands_for}, 1.0, lambda tree: tree, lambda _, new: new)
     inside = jnp.where(jnp.arange(shown) < count, place, pad)
 
     def put(tree: Any, new: Any) -> Any:
         return jax.tree.map(lambda x, y: x.at[inside].set(y, mode="drop"), tree, new)
 
-    return Batch(batch, {}, total / count, lambda tree: gather(tree, place), put)
+    return Batch(batch, {}, stands_for, lambda tree: gather(tree, place), put)

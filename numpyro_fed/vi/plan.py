@@ -1,5 +1,6 @@
 """What a variational fit has settled before its first round: the checked model, the silos in stacks, the static facts."""
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -21,7 +22,7 @@ from numpyro_fed.proof import elements_are_independent, prove, prove_batch
 from numpyro_fed.silos import Silos
 from numpyro_fed.storage import SiloRows, head, largest, stack
 from numpyro_fed.vi.guides import AutoSiloNormal
-from numpyro_fed.vi.user_guide import GuideFamily, guide_family
+from numpyro_fed.vi.user_guide import GuideFamily, guide_family, without_params
 
 __all__ = ["Options", "Plan", "Prepared", "first_params", "parts_of", "prepare"]
 
@@ -125,6 +126,14 @@ class Prepared(NamedTuple):
     parts: tuple[Silos, ...]
     stacks: list[SiloRows]
     names: tuple[str, ...]
+
+    def partition(self) -> str:
+        """A fingerprint of which pooled row is in which silo."""
+        digest = hashlib.sha256()
+        for part in self.parts:
+            for group, sizes in part.sizes.items():
+                digest.update(repr((part.names, group, sizes)).encode() + np.asarray(part.order[group]).tobytes())
+        return digest.hexdigest()
 
 
 def parts_of(silos: Silos | MixedSilos) -> tuple[Silos, ...]:
@@ -269,6 +278,7 @@ def _family(guide: Any, factors: Factors, silos: Silos, options: Options, batch:
         units = Units(factors, factors.latent_groups[0], largest(some))
         independent = elements_are_independent(factors, units, some)
     if isinstance(guide, AutoSiloNormal):
+        _check_guides_model(guide, factors, silos)
         family: Any = guide.family(factors, independent)
     else:
         family = guide_family(guide, factors, silos, independent)
@@ -278,3 +288,16 @@ def _family(guide: Any, factors: Factors, silos: Silos, options: Options, batch:
             "plates with latents, or elements that depend on each other); expected batch_size=None"
         )
     return family
+
+
+def _check_guides_model(guide: AutoSiloNormal, factors: Factors, silos: Silos) -> None:
+    """A guide made for another model has other sites."""
+    model = factors.model.model if isinstance(factors.model, LearnedModel) else factors.model
+    if guide.model is model:
+        return
+    other = factorise(guide.model, without_params(silos))
+    if (other.global_sites, other.local_sites) != (factors.global_sites, factors.local_sites):
+        names = [[n for n, _ in f.global_sites] + [s.name for s in f.local_sites] for f in (factors, other)]
+        raise ValueError(
+            f"the guide was made for another model: expected one of the latent sites {names[0]}, got {names[1]}"
+        )

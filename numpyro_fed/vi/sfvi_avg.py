@@ -111,7 +111,7 @@ def broadcast(total: Array, key: Array, server: Server) -> Message:
 def local(plan: Plan, key: Array, message: Message, state: SiloState, rows: SiloRows) -> tuple[Reply, SiloState]:
     """m steps on the silo's own objective, from the server's parameters."""
     family = plan.families[rows.part]
-    scale = message.total / row_count(plan, rows)
+    scale = message.total.astype(jnp.result_type(float)) / row_count(plan, rows)
     old, new = plan.constrain(state.base), plan.constrain(message.params)
     own = family.rebased(state.params, old, new) if family.has_local else state.params
 
