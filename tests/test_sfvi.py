@@ -405,16 +405,17 @@ def test_units_outside_the_batch_do_not_move():
 
 
 def test_minibatches_reach_the_optimum():
+    """Three seed-to-seed standard deviations of the mean (0.03, from four seeds); without their weights the rows of a batch would give
+    sds at least 1.2 times too large.
+    """
     with jax.enable_x64(True):
         silos = hierarchy_silos(np.array([0, 1, 1, 1, 0, 1, 1, 1, 0]))
         mean, covariance, _ = hierarchy_posterior()
-        svi = fed.SFVI(
-            hierarchy, fed.AutoSiloNormal(hierarchy, scale_coupling=False),
-            optax.adam(optax.exponential_decay(0.05, 2000, 0.2)), 4, 1, batch_size=2,
-        )  # fmt: skip
+        optim = optax.adam(optax.exponential_decay(0.05, 2000, 0.4))
+        svi = fed.SFVI(hierarchy, fed.AutoSiloNormal(hierarchy, scale_coupling=False), optim, 4, 1, batch_size=2)
         found, spread = joint_moments(svi.run(random.key(0), 8000, silos, progress_bar=False).params)
         sd = np.sqrt(np.diag(covariance))
-        assert np.abs((found - mean) / sd).max() <= 0.03
+        assert np.abs((found - mean) / sd).max() <= 0.09
         assert np.abs(np.sqrt(np.diag(spread)) / sd - 1).max() <= 0.03
 
 
