@@ -145,7 +145,9 @@ def test_compare_with_exact_draws(exact: Any) -> None:
     comparison = fed.compare(exact[2], reference)
     assert len(comparison.table) == 19
     assert (comparison.table["verdict"] == "agrees").sum() >= 18
-    assert comparison.closing_line().endswith(f"approximation {exact[2].posterior.attrs['pareto_k']:.2f}, not above 0.7.")
+    assert comparison.closing_line().endswith(
+        f"approximation {exact[2].posterior.attrs['pareto_k']:.2f}, not above 0.7."
+    )
 
 
 def test_what_does_not_belong_together_is_refused(exact: Any) -> None:
