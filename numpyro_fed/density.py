@@ -111,6 +111,16 @@ class Factors:
         """The flat position ``(dim,)`` of global sites (other entries are ignored)."""
         return jnp.concatenate([jnp.ravel(sites[name]) for name, _ in self.global_sites])
 
+    def batch_group(self) -> str:
+        """The row group that a minibatch subsamples: the only one that no index points to."""
+        targets = {target for _, target in self.index}
+        groups = [g for g in dict.fromkeys(g for _, g in self.plates) if g not in targets]
+        if len(groups) != 1:
+            raise ValueError(
+                f"batch_size subsamples one row group, but the model's silo plates have {groups}; expected batch_size=None"
+            )
+        return groups[0]
+
     def local_groups(self) -> dict[str, str]:
         """The row group of each local site."""
         plates = dict(self.plates)

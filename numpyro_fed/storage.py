@@ -16,7 +16,20 @@ from jax import Array
 
 from numpyro_fed.silos import Silos
 
-__all__ = ["Bucket", "SiloRows", "SiloView", "buckets", "gather", "head", "largest", "scatter", "stack", "sweep"]
+__all__ = [
+    "Bucket",
+    "SiloRows",
+    "SiloView",
+    "buckets",
+    "gather",
+    "head",
+    "largest",
+    "scatter",
+    "stack",
+    "stacked_mask",
+    "sweep",
+    "to_pooled_order",
+]
 
 _SMALL = 1 << 13  # rows, padded, that make a single bucket
 
@@ -225,6 +238,18 @@ def head(silos: Silos, group: str, most: int) -> Silos:
 def gather(tree: Any, positions: Array) -> Any:
     """Rows ``positions`` of every leaf."""
     return jax.tree.map(lambda x: x[positions], tree)
+
+
+def to_pooled_order(out: Array, rows: SiloRows, group: str, x: Array) -> Array:
+    """``out`` with the elements ``(S, pad, ...)`` of a stack's silos at their pooled places; padding is dropped."""
+    return scatter(
+        out, rows.order[group].reshape(-1), stacked_mask(rows, group).reshape(-1), x.reshape(-1, *x.shape[2:])
+    )
+
+
+def stacked_mask(rows: SiloRows, group: str) -> Array:
+    """Which of the shown rows of a stack's silos are their own, ``(S, pad)``."""
+    return jnp.arange(dict(rows.pad)[group]) < rows.sizes[group][:, None]
 
 
 def scatter(tree: Any, positions: Array, mask: Array, rows: Any) -> Any:

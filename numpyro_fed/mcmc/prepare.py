@@ -147,20 +147,15 @@ def _batch(size: int | None, factors: Factors, silos: Silos) -> tuple[str, int] 
             f"batch_size={size} with local latents {names}: their Metropolis moves need all rows of a silo; "
             "expected batch_size=None"
         )
-    targets = set(silos.index.values())
-    groups = [g for g in dict.fromkeys(g for _, g in factors.plates) if g not in targets]
-    if len(groups) != 1:
-        raise ValueError(
-            f"batch_size subsamples one row group, but the model's silo plates have {groups}; expected batch_size=None"
-        )
-    sizes = silos.sizes[groups[0]]
+    group = factors.batch_group()
+    sizes = silos.sizes[group]
     if size > min(sizes):
         small = silos.names[int(np.argmin(sizes))]
         raise ValueError(
-            f"batch_size={size} is more than silo {small!r} has: {min(sizes)} rows of {groups[0]!r}; expected at "
+            f"batch_size={size} is more than silo {small!r} has: {min(sizes)} rows of {group!r}; expected at "
             f"most {min(sizes)}, or None for all rows"
         )
-    return groups[0], int(size)
+    return group, int(size)
 
 
 def _units(factors: Factors, silos: Silos) -> Units | None:

@@ -15,6 +15,7 @@ from jax import Array
 from numpyro_fed.federation import Ledger
 from numpyro_fed.mixed import MixedSilos
 from numpyro_fed.silos import Silos
+from numpyro_fed.storage import stacked_mask, to_pooled_order
 from numpyro_fed.vi.plan import Options, Prepared, first_params, prepare
 from numpyro_fed.vi.rounds import VIState, advance, in_step, ledger, participation_of, run_rounds
 
@@ -82,9 +83,9 @@ class FederatedVI:
         """
         prepared = self.prepared(silos)
         params = first_params(prepared, self.guide, rng_key)
-        start = _first_local(prepared)
+        start = prepared.local
         if init_from is not None:
-            params, start = self._taken_from(init_from, prepared, params, start)
+            params, start = self._taken_from(init_from, prepared, params)
         server = type(self)._federated(prepared.plan, prepared.stacks).init(rng_key, params)
         silo_states = tuple(
             in_step(prepared.plan, partial(type(self)._init_silo, prepared.plan, rows.part, params), local)
@@ -92,10 +93,10 @@ class FederatedVI:
         )
         return VIState(server, silo_states, jnp.zeros(len(prepared.names), jnp.int32))
 
-    def _taken_from(self, result: Any, prepared: Prepared, params: dict, start: list) -> tuple[dict, list]:
+    def _taken_from(self, result: Any, prepared: Prepared, params: dict) -> tuple[dict, list]:
         if not isinstance(result, VIResult):
             raise TypeError(f"init_from: expected the result of a run, got {type(result).__name__}")
-        expected = {**prepared.plan.constrain(params), **local_params(prepared, start)}
+        expected = {**prepared.plan.constrain(params), **local_params(prepared, prepared.local)}
         got = {k: v.shape for k, v in result.params.items()}
         shapes = {k: v.shape for k, v in expected.items()}
         wrong = sorted(k for k in {*shapes, *got} if got.get(k) != shapes.get(k))
@@ -105,7 +106,7 @@ class FederatedVI:
                 f"{ {k: shapes.get(k) for k in wrong} }, got { {k: got.get(k) for k in wrong} }"
             )
         given = {k: jnp.asarray(result.params[k]) for k in expected}
-        return prepared.plan.unconstrain({k: given[k] for k in params}), stacked_params(prepared, given, start)
+        return prepared.plan.unconstrain({k: given[k] for k in params}), stacked_params(prepared, given)
 
     def _silo_params(self, prepared: Prepared, state: VIState, averaged: bool) -> list:
         """The silos' own parameters, in the coordinates of the server's."""
@@ -139,7 +140,7 @@ class FederatedVI:
                 "expected the silos of the run, got others of the same names: their rows are other rows of the pooled data"
             )
         params = {k: jnp.asarray(result.params[k]) for k in prepared.plan.supports}
-        return params, stacked_params(prepared, result.params, _first_local(prepared))
+        return params, stacked_params(prepared, result.params)
 
     @staticmethod
     def _checked(state: Any, expected: VIState) -> VIState:
@@ -218,12 +219,6 @@ class FederatedVI:
         return VIResult(params, state, losses, costs, prepared.partition())
 
 
-def _first_local(prepared: Prepared) -> list:
-    """For each stack the silos' first parameters."""
-    families = prepared.plan.families
-    return [jax.jit(jax.vmap(families[r.part].init_local, in_axes=(r.axes,)))(r) for r in prepared.stacks]
-
-
 def local_params(prepared: Prepared, local: list) -> dict[str, Array]:
     """The silos' parameters as arrays over their plate's elements in pooled order (over silos where these are the units)."""
     plan, out = prepared.plan, {}
@@ -236,10 +231,10 @@ def local_params(prepared: Prepared, local: list) -> dict[str, Array]:
     return out
 
 
-def stacked_params(prepared: Prepared, params: dict[str, Array], start: list) -> list:
-    """The inverse of :func:`local_params`; padding keeps its values of ``start``."""
+def stacked_params(prepared: Prepared, params: dict[str, Array]) -> list:
+    """The inverse of :func:`local_params`; padding has its first values."""
     plan, out = prepared.plan, []
-    for rows, first in zip(prepared.stacks, start, strict=True):
+    for rows, first in zip(prepared.stacks, prepared.local, strict=True):
         family = plan.families[rows.part]
         if not family.has_local or not family.named(first):
             out.append(first)
@@ -250,7 +245,7 @@ def stacked_params(prepared: Prepared, params: dict[str, Array], start: list) ->
             if group is None:
                 new[name] = given[(rows.number, *[slice(n) for n in x.shape[2:]])][:, None]
             else:
-                own = jnp.arange(x.shape[1]) < rows.sizes[group][:, None]
+                own = stacked_mask(rows, group)
                 new[name] = jnp.where(own.reshape(*own.shape, *[1] * (x.ndim - 2)), given[rows.order[group]], x)
         out.append(family.from_named(new))
     return out
@@ -264,10 +259,7 @@ def _in_order(rows: list, group: str | None, silos: Silos) -> Array:
         for r, x in rows:
             out = out.at[(r.number, *[slice(n) for n in x.shape[2:]])].set(x[:, 0])
         return out
-    count = sum(silos.sizes[group])
-    out = jnp.zeros((count, *rows[0][1].shape[2:]), rows[0][1].dtype)
+    out = jnp.zeros((sum(silos.sizes[group]), *rows[0][1].shape[2:]), rows[0][1].dtype)
     for r, x in rows:
-        own = jnp.arange(x.shape[1]) < r.sizes[group][:, None]
-        place = jnp.where(own, r.order[group], count)
-        out = out.at[place.reshape(-1)].set(x.reshape(-1, *x.shape[2:]), mode="drop")
+        out = to_pooled_order(out, r, group, x)
     return out

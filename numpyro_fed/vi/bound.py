@@ -24,7 +24,7 @@ from jax import Array, lax
 from numpyro_fed.density import PARAMS
 from numpyro_fed.vi.minibatch import Batch
 
-__all__ = ["SiloTerm", "silo_bound", "unit_terms"]
+__all__ = ["SiloTerm", "candidate_weights", "silo_bound", "unit_bounds", "unit_terms"]
 
 
 class SiloTerm(NamedTuple):
@@ -62,6 +62,32 @@ def unit_terms(family: Any, theta: Array, z: Array, params: Any, batch: Batch) -
     return factors.by_element(family.group, local, kwargs), rest
 
 
+def candidate_weights(
+    family: Any, local: Any, context: Any, params: Any, z: Array, batch: Batch
+) -> tuple[Array, Array]:
+    """Log weights ``(K, E)`` of candidates ``(K, E, k)``, zero for padding, and for each what belongs to no unit, ``(K,)``."""
+    counts = real_units(family, batch)
+
+    def one(z: Array) -> tuple[Array, Array]:
+        terms, rest = unit_terms(family, context.theta, z, params, batch)
+        return jnp.where(counts, terms - family.log_local(local, context, z, batch.rows), 0.0), rest
+
+    return jax.vmap(one)(z)
+
+
+def real_units(family: Any, batch: Batch) -> Array:
+    """Which units are no padding, ``(E,)``."""
+    return jnp.any(family.units(batch.rows).owned(batch.rows), axis=1)
+
+
+def unit_bounds(family: Any, log_weight: Array, batch: Batch) -> Array:
+    """``log 1/K sum_k w_gk`` of each unit ``(E,)``, zero for padding."""
+    num = len(log_weight)
+    if num == 1:
+        return log_weight[0]
+    return jax.nn.logsumexp(log_weight, axis=0) - jnp.where(real_units(family, batch), math.log(num), 0.0)
+
+
 def silo_bound(family: Any, local: Any, context: Any, params: Any, eps: Array | None, batch: Batch) -> SiloTerm:
     """The bound and its gradients at one draw of theta.
 
@@ -81,23 +107,13 @@ def silo_bound(family: Any, local: Any, context: Any, params: Any, eps: Array | 
         zero = jax.tree.map(jnp.zeros_like, direct)
         return SiloTerm(value, family.reply(direct, zero, zero), learned, local)
 
-    owned = family.units(batch.rows).owned(batch.rows)
-    counts = jnp.any(owned, axis=1)  # padding contributes nothing
-
     def log_weights(context: Any, params: Any, z: Array) -> tuple[Array, Array]:
-        def one(z: Array) -> tuple[Array, Array]:
-            terms, rest = unit_terms(family, context.theta, z, params, batch)
-            log_q = family.log_local(lax.stop_gradient(local), context, z, batch.rows)
-            return jnp.where(counts, terms - log_q, 0.0), rest
-
-        return jax.vmap(one)(z)
+        return candidate_weights(family, lax.stop_gradient(local), context, params, z, batch)
 
     z, pull_path = jax.vjp(lambda local, context: family.latents(local, context, eps, batch.rows), local, context)
     num = z.shape[0]
     (lw, rest), pull = jax.vjp(log_weights, context, params, z)
-    together = lw[0] if num == 1 else jax.nn.logsumexp(lw, axis=0) - jnp.where(counts, math.log(num), 0.0)
-    bound = jnp.sum(together)
-    value = batch.scale * bound + jnp.mean(rest)
+    value = batch.scale * jnp.sum(unit_bounds(family, lw, batch)) + jnp.mean(rest)
     normalised = jax.nn.softmax(lw, axis=0)
     direct, learned, slope = pull((batch.scale * normalised, jnp.full_like(rest, 1 / num)))
     own, path_doubly = pull_path(normalised[..., None] * slope)

@@ -21,8 +21,8 @@ from numpyro.infer.util import constrain_fn, transform_fn
 
 from numpyro_fed.density import PARAMS
 from numpyro_fed.silos import Silos
-from numpyro_fed.storage import SiloRows
-from numpyro_fed.vi.bound import unit_terms
+from numpyro_fed.storage import SiloRows, to_pooled_order
+from numpyro_fed.vi.bound import candidate_weights, unit_bounds, unit_terms
 from numpyro_fed.vi.minibatch import pick
 from numpyro_fed.vi.plan import Plan
 
@@ -75,11 +75,8 @@ def draw(
             groups = family.factors.local_groups()
             for site, x in sites.items():
                 group = groups[site]
-                total = dict(totals[rows.part])[group]
-                inside = jnp.arange(x.shape[1]) < rows.sizes[group][:, None]
-                place = jnp.where(inside, rows.order[group], total).reshape(-1)
-                out = latents[rows.part].get(site, jnp.zeros((total, *x.shape[2:]), x.dtype))
-                latents[rows.part][site] = out.at[place].set(x.reshape(-1, *x.shape[2:]), mode="drop")
+                out = latents[rows.part].get(site, jnp.zeros((dict(totals[rows.part])[group], *x.shape[2:]), x.dtype))
+                latents[rows.part][site] = to_pooled_order(out, rows, group, x)
         return Draws(context.theta, latents, log_weight)
 
     units = sum(x.size for x in jax.tree.leaves(local)) * plan.num_local_particles
@@ -98,17 +95,10 @@ def _candidate(
         return unit_terms(family, context.theta, jnp.zeros((0, 0)), learned, batch)[1], {}
     own = family.effective(own, rows)
     units = family.units(rows)
-    owned = units.owned(rows)
     eps = family.noise(key, rows, plan.num_local_particles)
     z = family.latents(own, context, eps, rows)
-
-    def weigh(z: Array) -> tuple[Array, Array]:
-        terms, rest = unit_terms(family, context.theta, z, learned, batch)
-        return jnp.where(jnp.any(owned, axis=1), terms - family.log_local(own, context, z, rows), 0.0), rest
-
-    log_weight, rest = jax.vmap(weigh)(z)
-    counts = jnp.any(owned, axis=1)
-    value = jnp.sum(jnp.where(counts, jax.nn.logsumexp(log_weight, axis=0) - jnp.log(float(len(z))), 0.0))
+    log_weight, rest = candidate_weights(family, own, context, learned, z, batch)
+    value = jnp.sum(unit_bounds(family, log_weight, batch))
     place = rows.order[family.group] if family.group is not None else rows.number[None]
     uniform = jax.vmap(lambda i: random.uniform(random.fold_in(key_choice, i)))(place)
     share = jnp.cumsum(jax.nn.softmax(log_weight, axis=0), axis=0)

@@ -12,7 +12,7 @@ Mengersen (2023), equations 7-8 and section 3.1.
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -161,9 +161,7 @@ class SiloNormal:
             return local
         mask = jnp.asarray(self._tril_mask(self.units(rows)))
         eye = jnp.eye(mask.shape[0], dtype=local.tril.dtype)
-        return LocalMap(
-            local.mean, local.log_scale, local.coupling, local.scale_coupling, jnp.where(mask, local.tril, eye)
-        )
+        return replace(local, tril=jnp.where(mask, local.tril, eye))
 
     def rebased(self, local: LocalMap, base: Mapping[str, Array], params: Mapping[str, Array]) -> LocalMap:
         """The map of the same q(z | theta), from coordinates whitened by ``base`` to those whitened by ``params``."""
@@ -213,7 +211,7 @@ class SiloNormal:
         return Context(direct.theta, direct.u + path.u - path_doubly.u)
 
     def _correlated(self, units: Units) -> bool:
-        return self.local_cov != "diag" and bool(np.any(np.tril(self._tril_mask(units), -1)))
+        return self.local_cov != "diag" and bool(self._tril_mask(units).any())
 
     def _tril_mask(self, units: Units) -> np.ndarray:
         """Which entries of T are free, ``(k, k)``."""

@@ -120,12 +120,14 @@ class Prepared(NamedTuple):
     :param parts: the silos of each structure, with the first values of learned parameters among their shared arguments.
     :param stacks: the silos' rows.
     :param names: the silos' names, in the order of the stacks.
+    :param local: for each stack the silos' first parameters.
     """
 
     plan: Plan
     parts: tuple[Silos, ...]
     stacks: list[SiloRows]
     names: tuple[str, ...]
+    local: list
 
     def partition(self) -> str:
         """A fingerprint of which pooled row is in which silo."""
@@ -190,7 +192,8 @@ def prepare(model: Callable, guide: Any, silos: Silos | MixedSilos, options: Opt
         for rows in stack(part, i):
             stacks.append(replace(rows, shared={k: v for k, v in rows.shared.items() if k != PARAMS}))
             names += [part.names[n] for n in np.asarray(rows.number)]
-    return Prepared(plan, parts, stacks, tuple(names))
+    local = [jax.jit(jax.vmap(families[rows.part].init_local, in_axes=(rows.axes,)))(rows) for rows in stacks]
+    return Prepared(plan, parts, stacks, tuple(names), local)
 
 
 def first_params(prepared: Prepared, guide: Any, key: Array) -> dict[str, Array]:
@@ -256,19 +259,14 @@ def _batch(options: Options, factors: list[Factors], parts: tuple[Silos, ...]) -
         return None
     if len(parts) > 1:
         raise ValueError("batch_size: expected silos of one structure, got several; take batch_size=None")
-    targets = set(parts[0].index.values())
-    groups = [g for g in dict.fromkeys(g for _, g in factors[0].plates) if g not in targets]
-    if len(groups) != 1:
+    group = factors[0].batch_group()
+    if factors[0].local_sites and factors[0].latent_groups != (group,) and options.num_local_particles > 1:
         raise ValueError(
-            f"batch_size subsamples one row group, but the model's silo plates have {groups}; expected batch_size=None"
-        )
-    if factors[0].local_sites and factors[0].latent_groups != (groups[0],) and options.num_local_particles > 1:
-        raise ValueError(
-            f"batch_size={options.batch_size} of {groups[0]!r} with num_local_particles={options.num_local_particles}: "
+            f"batch_size={options.batch_size} of {group!r} with num_local_particles={options.num_local_particles}: "
             f"importance weights of the latents of {factors[0].latent_groups} need all their rows; expected "
             "num_local_particles=1, or batch_size=None"
         )
-    return groups[0], int(options.batch_size)
+    return group, int(options.batch_size)
 
 
 def _family(guide: Any, factors: Factors, silos: Silos, options: Options, batch: tuple[str, int] | None) -> Any:

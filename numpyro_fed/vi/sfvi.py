@@ -155,10 +155,10 @@ def local(plan: Plan, key: Array, message: Message, state: SiloState, rows: Silo
     terms = jax.vmap(one)(message.context, message.key)
     mean = partial(jax.tree.map, lambda x: x.mean(0))
     value, learned = mean(terms.value), mean(terms.params)
-    finite = _finite((value, terms.context, learned))
+    finite = all_finite((value, terms.context, learned))
     if family.has_local:
         gradient = pull(mean(terms.local))[0]
-        finite &= _finite(gradient)
+        finite &= all_finite(gradient)
         state = _step(plan, rows.part, state, batch, gradient)
     scaled = jax.tree.map(lambda x: x / plan.num_particles, terms.context)
     return Reply(value, scaled, learned, finite), state
@@ -197,7 +197,7 @@ def merge(
     i = server.i + 1
     rng_key, _ = random.split(server.rng_key)
     good = replies.finite if weights is None else replies.finite | (weights == 0)
-    info = Info(-(own + value), good.all() & _finite((own, gradient)), first_bad(good))
+    info = Info(-(own + value), good.all() & all_finite((own, gradient)), first_bad(good))
     return Server(params, optim_state, tail_average(server.average, params, i), i, rng_key), info
 
 
@@ -245,7 +245,8 @@ def first_bad(good: Array) -> Array:
     return jnp.where(good.all(), -1, jnp.argmin(good)).astype(jnp.int32)
 
 
-def _finite(tree: Any) -> Array:
+def all_finite(tree: Any) -> Array:
+    """Whether no number of a pytree is NaN or infinite."""
     return jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves(tree)]).all()
 
 

@@ -34,7 +34,7 @@ from numpyro_fed.vi.guides import AutoSiloNormal
 from numpyro_fed.vi.minibatch import Batch, pick
 from numpyro_fed.vi.plan import Options, Plan, Prepared
 from numpyro_fed.vi.rounds import VIState
-from numpyro_fed.vi.sfvi import Info, first_bad, server_gradient
+from numpyro_fed.vi.sfvi import Info, all_finite, first_bad, server_gradient
 
 __all__ = ["SFVIAvg", "federated"]
 
@@ -131,8 +131,7 @@ def local(plan: Plan, key: Array, message: Message, state: SiloState, rows: Silo
 
     start = (message.params, own, state.optim_state, state.local_optim_state)
     (params, own, optim_state, local_state), values = lax.scan(step, start, random.split(key, plan.num_local_steps))
-    leaves = jax.tree.leaves((params, own))
-    finite = jnp.stack([jnp.isfinite(x).all() for x in leaves]).all() & jnp.isfinite(values).all()
+    finite = all_finite((params, own, values))
     reply = Reply(values.mean(), params, row_count(plan, rows), finite)
     return reply, SiloState(own, params, optim_state, local_state)
 
@@ -180,8 +179,7 @@ def merge(plan: Plan, server: Server, replies: Reply, weights: Array | None = No
     good = replies.finite | ~asked
     loss = -jnp.sum(jnp.where(asked, share * replies.value, 0.0))
     unconstrained = plan.unconstrain(new)
-    done = jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves(unconstrained)]).all()
-    info = Info(loss, good.all() & done, first_bad(good))
+    info = Info(loss, good.all() & all_finite(unconstrained), first_bad(good))
     rng_key, _ = random.split(server.rng_key)
     return Server(unconstrained, None, server.i + 1, rng_key), info
 
