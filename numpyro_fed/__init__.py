@@ -4,8 +4,12 @@ from numpyro_fed import handlers, partitioners, surrogates
 from numpyro_fed._elbo_figure import plot_elbo
 from numpyro_fed.handlers import mark_silos, silo_plate
 from numpyro_fed.inference_data import to_inference_data
+from numpyro_fed.mcmc import graphs
 from numpyro_fed.mcmc.dsgld import DSGLD
 from numpyro_fed.mcmc.fsgld import FSGLD
+from numpyro_fed.mcmc.gossip import GossipLangevin
+from numpyro_fed.mcmc.push_sum import PushSumLangevin
+from numpyro_fed.mcmc.schedules import polynomial_decay
 from numpyro_fed.mcmc.sgld import SGLD
 from numpyro_fed.mixed import MixedSilos
 from numpyro_fed.prediction import predict
@@ -25,15 +29,19 @@ __all__ = [
     "SGLD",
     "AutoSiloNormal",
     "Comparison",
+    "GossipLangevin",
     "MixedSilos",
+    "PushSumLangevin",
     "SFVIAvg",
     "Silos",
     "compare",
+    "graphs",
     "handlers",
     "mark_silos",
     "partitioners",
     "plot_compare",
     "plot_elbo",
+    "polynomial_decay",
     "predict",
     "silo_plate",
     "split",

@@ -95,8 +95,10 @@ class Units:
         parts = [jnp.repeat(view.mask(g), self._width(g)) for g, _ in self._blocks()]
         return jnp.concatenate(parts)[None]
 
-    def identity(self, view: SiloView) -> Array:
+    def identity(self, view: SiloView | SiloRows) -> Array:
         """A number for each unit that does not depend on the partition: its pooled row (or the silo)."""
+        if isinstance(view, SiloRows):
+            return view.number[None] if self.group is None else view.order[self.group]
         positions, _ = view.units(self.group)
         return positions if self.group is None else view.silos.order[self.group][positions]
 

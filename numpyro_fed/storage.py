@@ -5,7 +5,7 @@ and padded rows carry weight zero. (Zeros as padding would make NaN gradients in
 """
 
 import copy
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -26,6 +26,7 @@ __all__ = [
     "largest",
     "scatter",
     "stack",
+    "stack_states",
     "stacked_mask",
     "sweep",
     "to_pooled_order",
@@ -121,6 +122,14 @@ class SiloRows:
         """Which of the shown rows are the silo's own, shape ``(pad,)``."""
         return jnp.arange(dict(self.pad)[group]) < self.sizes[group]
 
+    def size(self, group: str) -> Array:
+        """Number of the silo's rows in a group, an integer scalar."""
+        return self.sizes[group]
+
+    def batch(self, leaves: Iterable[str], index: Array) -> dict[str, Array]:
+        """Rows ``index`` of some row arguments (of one group) as keyword arguments."""
+        return {leaf: self.rows[leaf][index.astype(jnp.uint32)] for leaf in leaves}
+
     def whole(self) -> tuple[dict[str, Any], dict[str, Array]]:
         """Keyword arguments with all the silo's rows, and each row's weight (1, or 0 for padding)."""
         weights = {g: self.mask(g).astype(jnp.result_type(float)) for g, _ in self.pad}
@@ -148,6 +157,19 @@ def stack(silos: Silos, part: int = 0) -> list[SiloRows]:
         rows = {k: v[shown[silos.group[k]]] for k, v in silos.rows.items()}
         number = jnp.asarray(numbers, jnp.int32)
         out.append(SiloRows(rows, shared, sizes, order, number, tuple(sorted(static.items())), pad, part))
+    return out
+
+
+def stack_states(states: Any, silos: Silos, group: str | None) -> list:
+    """A pytree of rows over the elements of ``group`` (over silos where it is ``None``) in the stacks of :func:`stack`: ``(S, pad, ...)``."""
+    out = []
+    for numbers, pad in buckets(silos):
+        if group is None:
+            place = numbers[:, None]
+        else:
+            inside = np.minimum(np.arange(dict(pad)[group]), np.asarray(silos.sizes[group])[numbers][:, None] - 1)
+            place = silos.offsets(group)[numbers][:, None] + inside
+        out.append(gather(states, jnp.asarray(place)))
     return out
 
 

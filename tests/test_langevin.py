@@ -90,7 +90,7 @@ def full_batch_residual(*args):
 @partial(jax.jit, static_argnames=("plan",))
 def server_drift(plan, tuning, theta, silos):
     gradient = langevin._server_gradient(plan, tuning, theta, view_of(silos, 0))
-    return langevin._pull_back(tuning, gradient)
+    return langevin.pull_back(tuning, gradient)
 
 
 def expected_drift(plan, tuning, theta, silos, residual):
@@ -122,7 +122,7 @@ def test_lemma_1_the_estimator_averages_to_the_full_gradient(seed, preconditione
     plan = dataclasses.replace(plan, cut=False)
     theta = jnp.asarray(rng.normal(size=3), jnp.float32)
     gradient = logistic_gradient(silos, theta)
-    expected = np.asarray(langevin._pull_back(tuning, gradient))
+    expected = np.asarray(langevin.pull_back(tuning, gradient))
     for residual in (mean_over_single_rows, full_batch_residual):
         one = plan if residual is mean_over_single_rows else dataclasses.replace(plan, batch=None)
         got = expected_drift(one, tuning, theta, silos, residual)

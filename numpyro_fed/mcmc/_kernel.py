@@ -1,8 +1,5 @@
 """What the Langevin kernels share as :class:`numpyro.infer.mcmc.MCMCKernel`: wiring, no mathematics."""
 
-import copy
-import math
-import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
@@ -11,17 +8,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, random
-from numpyro.infer.mcmc import MCMCKernel
-from numpyro.infer.util import constrain_fn, transform_fn, unconstrain_fn
 from numpyro.util import is_prng_key
 
-from numpyro_fed.density import Factors, PooledModel
 from numpyro_fed.engines.inline import round_one
 from numpyro_fed.federation import Cost, Ledger
+from numpyro_fed.mcmc._base import FederatedKernel, check_start
 from numpyro_fed.mcmc.langevin import Chain, Plan, Tuning, federated
 from numpyro_fed.mcmc.prepare import Options, prepare
 from numpyro_fed.silos import Silos
-from numpyro_fed.surrogates.gaussian import Surrogates, matvec
+from numpyro_fed.surrogates.gaussian import matvec
 
 __all__ = ["LangevinKernel", "LangevinState"]
 
@@ -138,20 +133,9 @@ def _start(plan: Plan, key: Array, z: dict[str, Array] | None, tuning: Tuning, s
     )
 
 
-def _check_start(got: dict[str, tuple[int, ...]], expected: dict[str, tuple[int, ...]]) -> None:
-    wrong = sorted(k for k in {**got, **expected} if got.get(k) != expected.get(k))
-    if wrong:
-        raise ValueError(
-            f"init_params: expected unconstrained values of all latent sites (a chain axis first where there are several "
-            f"chains), of shapes { {k: expected.get(k, 'no such site') for k in wrong} }, got "
-            f"{ {k: got.get(k, 'nothing') for k in wrong} }"
-        )
-
-
-class LangevinKernel(MCMCKernel):
+class LangevinKernel(FederatedKernel):
     """Base of :class:`SGLD`, :class:`DSGLD` and :class:`FSGLD`; see there for the parameters."""
 
-    sample_field = "z"
     default_fields = (
         "z", "diverging", "silo", "cut_rate", "local_accept_prob", "step_size", "inflation",
     )  # fmt: skip
@@ -159,36 +143,15 @@ class LangevinKernel(MCMCKernel):
     _pooled: ClassVar[bool] = False
 
     def __init__(self, model: Callable, options: Options) -> None:
-        if not callable(model):
-            raise TypeError(f"expected a model (a callable), got {type(model).__name__}")
-        self._model = model
+        super().__init__(model)
         self._options = options.checked()
-        self._reset()
 
     def _reset(self) -> None:
-        self._plan: Plan | None = None
-        self._tuning: Tuning | None = None
-        self._surrogates: Surrogates | None = None
-        self._setup_cost = Cost()
-        self._prepared_for: Silos | None = None
+        super()._reset()
         self._merged: tuple[Silos, Silos] | None = None
-        self._sample_fn: Callable | None = None
-        self._shown = (-1.0, "")
 
-    @property
-    def model(self) -> PooledModel:
-        """The model, callable with the arguments of ``mcmc.run``: a :class:`Silos` stands for its pooled rows."""
-        return PooledModel(self._model)
-
-    @property
-    def surrogates(self) -> Surrogates | None:
-        """The fitted surrogates; ``None`` before :meth:`init`, and where none are used."""
-        return self._surrogates
-
-    @property
-    def factors(self) -> Factors | None:
-        """The model's factors; ``None`` before :meth:`init`."""
-        return None if self._plan is None else self._plan.factors
+    def _settle(self, silos: Silos, extra: dict[str, Any]) -> None:
+        self._plan, self._tuning, self._surrogates, self._setup_cost = prepare(self._model, silos, extra, self._options)
 
     def init(
         self,
@@ -207,17 +170,11 @@ class LangevinKernel(MCMCKernel):
         self._prepare(silos, extra)
         silos = silos.with_shared(**extra)
         start = partial(_start, self._plan)
-        z = None
-        if init_params is not None:
-            z = {k: jnp.asarray(v) for k, v in init_params.items()}
-            for name, value in z.items():
-                if not isinstance(value, jax.core.Tracer) and not np.isfinite(value).all():
-                    raise ValueError(f"init_params: expected finite values, got NaN or infinity at site {name!r}")
-            if extra:  # Gibbs hands the values of all blocks but HMC's over constrained
-                z = unconstrain_fn(self.model, model_args, extra, z)
+        z = self._given(init_params, model_args, extra)
+        if z is not None:
             chains = () if is_prng_key(rng_key) else (len(rng_key),)
             template = jax.eval_shape(start, random.key(0), None, self._tuning, silos).z
-            _check_start({k: v.shape for k, v in z.items()}, {k: (*chains, *v.shape) for k, v in template.items()})
+            check_start({k: v.shape for k, v in z.items()}, {k: (*chains, *v.shape) for k, v in template.items()})
         if is_prng_key(rng_key):
             self._sample_fn = self._one
             return start(rng_key, z, self._tuning, silos)
@@ -238,17 +195,7 @@ class LangevinKernel(MCMCKernel):
         return _round(self._plan, state, silos.with_shared(**extra))
 
     def _arguments(self, model_args: tuple, model_kwargs: Mapping[str, Any] | None) -> tuple[Silos, dict[str, Any]]:
-        if len(model_args) != 1 or not isinstance(model_args[0], Silos):
-            got = ", ".join(type(a).__name__ for a in model_args) or "no positional argument"
-            raise ValueError(
-                f"expected mcmc.run(rng_key, silos) with silos = fed.split(...) or fed.Silos(...), got {got}; "
-                "one silo with all rows will do: fed.Silos({'all': {'x': x, 'y': y}})"
-            )
-        extra = dict(model_kwargs or {})
-        unknown = set(extra) - {"_gibbs_sites"}
-        if unknown:
-            raise ValueError(f"arguments {sorted(unknown)} of mcmc.run: put all arguments of the model into the silos")
-        silos = model_args[0]
+        silos, extra = super()._arguments(model_args, model_kwargs)
         return (self._as_one(silos) if self._pooled else silos), extra
 
     def _as_one(self, silos: Silos) -> Silos:
@@ -260,53 +207,13 @@ class LangevinKernel(MCMCKernel):
                 self._merged = (silos, silos.as_one())
         return self._merged[1]
 
-    def _prepare(self, silos: Silos, extra: dict[str, Any]) -> None:
-        key = silos.with_shared(**extra)
-        if self._prepared_for is not None and self._prepared_for == key:
-            return
-        if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(key)):
-            raise ValueError(
-                "the kernel must see concrete data when it starts; expected chain_method 'vectorized', "
-                "'parallel' or 'sequential' (as a block of Gibbs: 'sequential')"
-            )
-        with jax.ensure_compile_time_eval():
-            self._plan, self._tuning, self._surrogates, self._setup_cost = prepare(
-                self._model, silos, extra, self._options
-            )
-        self._prepared_for = key
-
-    def postprocess_fn(self, model_args: tuple, model_kwargs: Mapping[str, Any] | None) -> Callable:
-        """Unconstrained to constrained values, and deterministic sites."""
-        if self._plan is None:
-            return lambda z: z
-        factors: Factors = self._plan.factors
-        if factors.transforms is not None:
-            return partial(transform_fn, factors.transforms)
-        kwargs = dict(model_kwargs or {})
-        return partial(constrain_fn, self.model, model_args, kwargs, return_deterministic=True)
-
-    def refresh(self, state: LangevinState, model_args: tuple, model_kwargs: Any) -> LangevinState:
-        """Nothing is cached of the conditioning sites."""
-        return state
-
-    def wrap_model(self, wrapper: Callable) -> "LangevinKernel":
-        kernel = copy.copy(self)
-        kernel._model = wrapper(self._model)
-        kernel._reset()
-        return kernel
-
-    def get_diagnostics_str(self, state: LangevinState) -> str:
-        # reading numbers waits for the round: only as often as the bar is drawn, so that rounds run ahead of it
-        now = time.monotonic()
-        if now < self._shown[0] + 0.1:
-            return self._shown[1]
+    def _diagnostics(self, state: LangevinState) -> str:
         parts = [f"step size {float(state.step_size):.2e}", f"silo {int(state.silo)}"]
         if self._plan is not None and self._plan.units is not None:
             parts.append(f"local acc. {float(state.local_accept_prob):.2f}")
         if self._plan is not None and self._plan.cut:
             parts.append(f"cut {float(state.cut_rate):.3f}")
-        self._shown = (now, ", ".join(parts))
-        return self._shown[1]
+        return ", ".join(parts)
 
     def ledger(self, state: LangevinState) -> Ledger:
         """Rounds, gradient evaluations and bytes of each silo up to ``state`` (e.g. ``mcmc.last_state``), all chains.
@@ -318,14 +225,8 @@ class LangevinKernel(MCMCKernel):
         if self._plan is None or self._prepared_for is None:
             raise ValueError("expected a kernel that has run; call mcmc.run(rng_key, silos) first")
         visits = np.asarray(state.visits).reshape(-1, state.visits.shape[-1]).sum(0)
-        item = self._tuning.loc.dtype.itemsize  # type: ignore[union-attr]
+        item = self._tuning.loc.dtype.itemsize
         chain = self._plan.factors.dim * item + 4
         visit = Cost(1, self._plan.num_local_steps, chain, chain + 3 * item)
         costs = [self._setup_cost + visit.times(int(v)) for v in visits]
         return Ledger(self._prepared_for.names, *zip(*costs, strict=True))
-
-    def __getstate__(self) -> dict[str, Any]:
-        state = self.__dict__.copy()
-        state["_sample_fn"] = None
-        state["_shown"] = (-math.inf, "")  # this machine's clock means nothing on another
-        return state

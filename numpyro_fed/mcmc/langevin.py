@@ -26,11 +26,24 @@ from jax import Array, lax, random
 from numpyro_fed.federation import Federated
 from numpyro_fed.local_map import LocalMap
 from numpyro_fed.mcmc.local_moves import MoveNoise, metropolis, move_noise
-from numpyro_fed.mcmc.plan import Conducive, LatentCoordinates, Plan, Tuning
-from numpyro_fed.storage import SiloView
+from numpyro_fed.mcmc.plan import Conducive, LatentCoordinates, NetworkPlan, Plan, Tuning
+from numpyro_fed.storage import SiloRows, SiloView
 from numpyro_fed.surrogates.gaussian import matvec
 
-__all__ = ["Chain", "Conducive", "LatentCoordinates", "Plan", "StayStats", "Tuning", "federated", "residual", "stay"]
+__all__ = [
+    "Chain",
+    "Conducive",
+    "LatentCoordinates",
+    "OpenSilo",
+    "Plan",
+    "StayStats",
+    "Tuning",
+    "federated",
+    "move",
+    "residual",
+    "stay",
+    "terms",
+]
 
 
 class Chain(NamedTuple):
@@ -48,15 +61,15 @@ class StayStats(NamedTuple):
     finite: Array
 
 
-class _Silo(NamedTuple):
-    """What the steps of one stay share."""
+class OpenSilo(NamedTuple):
+    """What the steps at one silo share: its arguments, weights of its terms, the coordinates of its latents, surrogates."""
 
     kwargs: dict[str, Any]
     weights: dict[str, Array]
     latents: LatentCoordinates | None
-    conducive: Conducive | None
-    net: tuple[Array, Array] | None
-    selection: Array
+    conducive: Conducive | None = None
+    net: tuple[Array, Array] | None = None
+    selection: Array | float = 1.0
 
 
 def federated(plan: Plan, tuning: Tuning) -> Federated:
@@ -116,7 +129,7 @@ def stay(
     return (Chain(theta, count), stats), (None if state is None else (new_eps, state[1]))
 
 
-def open_silo(plan: Plan, tuning: Tuning, state: Any, view: SiloView) -> _Silo:
+def open_silo(plan: Plan, tuning: Tuning, state: Any, view: SiloView) -> OpenSilo:
     number = view.number
     if plan.batch is not None:
         group, m = plan.batch
@@ -136,11 +149,11 @@ def open_silo(plan: Plan, tuning: Tuning, state: Any, view: SiloView) -> _Silo:
             tuning.alpha * conducive.total_shift - weight * shift,
             tuning.alpha * conducive.total_precision - weight * precision,
         )
-    return _Silo(kwargs, weights, latents, conducive, net, tuning.selection[number])
+    return OpenSilo(kwargs, weights, latents, conducive, net, tuning.selection[number])
 
 
 def _run_block(
-    plan: Plan, tuning: Tuning, keys: Array, silo: _Silo, view: SiloView, carry: tuple, length: int
+    plan: Plan, tuning: Tuning, keys: Array, silo: OpenSilo, view: SiloView, carry: tuple, length: int
 ) -> tuple:
     """Draw everything random of ``length`` steps at once, then scan over them."""
     key_noise, key_batch, key_local = keys
@@ -186,7 +199,7 @@ def push(tuning: Tuning, vector: Array) -> Array:
     return vector if tuning.scale is None else matvec(tuning.scale, vector)
 
 
-def _pull_back(tuning: Tuning, gradient: Array) -> Array:
+def pull_back(tuning: Tuning, gradient: Array) -> Array:
     return gradient if tuning.scale is None else matvec(tuning.scale.T, gradient)
 
 
@@ -202,34 +215,34 @@ def _server_gradient(plan: Plan, tuning: Tuning, theta: Array, view: SiloView) -
 
 
 def _drift(
-    plan: Plan, tuning: Tuning, theta: Array, eps: Array | None, silo: _Silo, view: SiloView
+    plan: Plan, tuning: Tuning, theta: Array, eps: Array | None, silo: OpenSilo, view: SiloView
 ) -> tuple[Array, Array | None]:
     """What h / 2 multiplies in a step, in preconditioned units ``(d,)``, and whether e had to be cut."""
     if plan.cut:
         e, cut = residual(plan, tuning, theta, eps, silo, view)
-        return _pull_back(tuning, _server_gradient(plan, tuning, theta, view)) + e, cut
+        return pull_back(tuning, _server_gradient(plan, tuning, theta, view)) + e, cut
     # the same sum with every factor once: one call of the model, one product with a precision
 
     def log_density(theta: Array) -> Array:
-        log_prior, local = _terms(plan, theta, eps, silo, view)
+        log_prior, local = terms(plan, theta, eps, silo, view)
         return log_prior + local / silo.selection
 
     gradient = jax.grad(log_density)(theta)
     if silo.net is not None:
         shift, precision = silo.net
         gradient = gradient + shift - matvec(precision, theta - tuning.loc)
-    return _pull_back(tuning, gradient), None
+    return pull_back(tuning, gradient), None
 
 
 def residual(
-    plan: Plan, tuning: Tuning, theta: Array, eps: Array | None, silo: _Silo, view: SiloView
+    plan: Plan, tuning: Tuning, theta: Array, eps: Array | None, silo: OpenSilo, view: SiloView
 ) -> tuple[Array, Array]:
     """e of the module's docstring in preconditioned units ``(d,)``, and 1 where it had to be cut."""
-    gradient = jax.grad(lambda t: _terms(plan, t, eps, silo, view)[1])(theta)
+    gradient = jax.grad(lambda t: terms(plan, t, eps, silo, view)[1])(theta)
     if silo.conducive is not None:
         own = silo.conducive.shift - matvec(silo.conducive.precision, theta - tuning.loc)
         gradient = gradient - tuning.alpha * own
-    e = _pull_back(tuning, gradient) / silo.selection
+    e = pull_back(tuning, gradient) / silo.selection
     if not plan.cut:
         return e, jnp.zeros(())
     norm = jnp.linalg.norm(e)
@@ -237,7 +250,9 @@ def residual(
     return e * factor, (norm > tuning.cut).astype(e.dtype)
 
 
-def _terms(plan: Plan, theta: Array, eps: Array | None, silo: _Silo, view: SiloView) -> tuple[Array, Array]:
+def terms(
+    plan: Plan | NetworkPlan, theta: Array, eps: Array | None, silo: OpenSilo, view: SiloView | SiloRows
+) -> tuple[Array, Array]:
     """``log p(theta)``, and ``log p(y_s, z | theta) + log |dz/deps|`` at fixed eps."""
     factors = plan.factors
     sites = factors.unravel(theta)
@@ -251,7 +266,9 @@ def _terms(plan: Plan, theta: Array, eps: Array | None, silo: _Silo, view: SiloV
     return log_prior, sum((jnp.sum(v) for v in local.values()), jnp.zeros(())) + log_det
 
 
-def move(plan: Plan, theta: Array, eps: Array, silo: _Silo, view: SiloView, noise: MoveNoise) -> tuple[Array, Array]:
+def move(
+    plan: Plan | NetworkPlan, theta: Array, eps: Array, silo: OpenSilo, view: SiloView | SiloRows, noise: MoveNoise
+) -> tuple[Array, Array]:
     """A Metropolis move of the silo's local latents given theta; its mean acceptance."""
     units, latents = plan.units, silo.latents
     assert units is not None

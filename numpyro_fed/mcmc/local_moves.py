@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import Array, random
 
 from numpyro_fed.local_map import Units
-from numpyro_fed.storage import SiloView
+from numpyro_fed.storage import SiloRows, SiloView
 
 __all__ = ["MoveNoise", "metropolis", "move_noise"]
 
@@ -25,7 +25,7 @@ class MoveNoise(NamedTuple):
     log_uniform: Array
 
 
-def move_noise(units: Units, key: Array, eps: Array, view: SiloView, length: int) -> MoveNoise:
+def move_noise(units: Units, key: Array, eps: Array, view: SiloView | SiloRows, length: int) -> MoveNoise:
     """Noise of ``length`` moves, folded by each unit's pooled place: it does not depend on the partition."""
 
     def draw(identity: Array) -> MoveNoise:

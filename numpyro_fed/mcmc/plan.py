@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 from jax import Array
 
 from numpyro_fed.density import Factors
-from numpyro_fed.local_map import LocalMap, Units
+from numpyro_fed.local_map import Units
 from numpyro_fed.surrogates.gaussian import matvec
 
-__all__ = ["Conducive", "LatentCoordinates", "Plan", "Tuning"]
+__all__ = ["Conducive", "LatentCoordinates", "NetworkPlan", "Plan", "Tuning"]
 
 _BLOCK_STEPS = 200  # local steps whose random numbers and rows are drawn together
 _BLOCK_BYTES = 8 << 20
@@ -52,6 +52,30 @@ class Plan:
         return next((steps // k for k in range(fewest, 2 * fewest) if steps % k == 0), -(-steps // fewest))
 
 
+@dataclass(frozen=True)
+class NetworkPlan:
+    """The static facts of a kernel over a network of nodes.
+
+    :param factors: the model's factors.
+    :param units: how local latents are cut, or ``None`` without any.
+    :param batch: row group and number of rows of a minibatch, or ``None`` for all rows.
+    :param schedule: step size by number of steps made, or ``None`` for a constant one.
+    :param fails: whether links or nodes may fail.
+    :param both_ways: whether links work in both directions or in none (gossip).
+    :param step: the algorithm: one step of all nodes.
+    :param names: the nodes.
+    """
+
+    factors: Factors
+    units: Units | None
+    batch: tuple[str, int] | None
+    schedule: Callable[[Array], Any] | None
+    fails: bool
+    both_ways: bool
+    step: Callable[..., Any]
+    names: tuple[str, ...]
+
+
 class Conducive(NamedTuple):
     """Surrogates around a point: gradients there ``(S, d)``, precisions ``(S, d, d)`` or ``(S, d)``, and sums."""
 
@@ -66,7 +90,7 @@ class LatentCoordinates(NamedTuple):
 
     loc: Array
     whiten: Array
-    rows: LocalMap
+    rows: Any
 
     def u(self, theta: Array) -> Array:
         """Whitened global position."""

@@ -21,7 +21,7 @@ from numpyro_fed.storage import head, largest
 from numpyro_fed.surrogates import laplace, score
 from numpyro_fed.surrogates.gaussian import Gaussian, Surrogates
 
-__all__ = ["Options", "Prepared", "prepare"]
+__all__ = ["Ground", "Options", "Prepared", "groundwork", "prepare"]
 
 _PROOF_ROWS = 1 << 13  # rows that the proof check of a fit by minibatches takes, over all silos
 
@@ -94,8 +94,19 @@ class Prepared(NamedTuple):
     cost: Cost
 
 
-def prepare(model: Callable, silos: Silos, extra: dict[str, Any], options: Options) -> Prepared:
-    """Check model and data, fit what the options ask for, and choose the step size."""
+class Ground(NamedTuple):
+    """What is known of a model and its data once both are checked and the options' fits are made."""
+
+    factors: Factors
+    units: Units | None
+    batch: tuple[str, int] | None
+    tuning: Tuning
+    surrogates: Surrogates | None
+    cost: Cost
+
+
+def groundwork(model: Callable, silos: Silos, extra: dict[str, Any], options: Options) -> Ground:
+    """Check model and data, prove the factors, and fit surrogates and local map."""
     factors = factorise(model, silos, public=tuple(options.public), extra=extra)
     if not factors.dim:
         raise ValueError("the model has no global latent site: its silos have nothing in common to learn")
@@ -110,12 +121,18 @@ def prepare(model: Callable, silos: Silos, extra: dict[str, Any], options: Optio
         if batch is not None:
             prove_batch(factors, some, *batch)
     units = _units(factors, silos)
+    surrogates, fitted = _surrogates(factors, silos, units, options)
+    tuning = _tuning(factors, options, selection, surrogates, fitted)
+    return Ground(factors, units, batch, tuning, surrogates, Cost() if fitted is None else fitted.cost)
+
+
+def prepare(model: Callable, silos: Silos, extra: dict[str, Any], options: Options) -> Prepared:
+    """:func:`groundwork`, and the step size."""
+    factors, units, batch, tuning, surrogates, cost = groundwork(model, silos, extra, options)
+    silos = silos.with_shared(**extra)
     schedule = options.step_size if callable(options.step_size) else None
     cut = options.preconditioner is not None and options.alpha > 0
     plan = Plan(factors, units, int(options.num_local_steps), batch, cut, schedule)
-    surrogates, fitted = _surrogates(factors, silos, units, options)
-    tuning = _tuning(factors, options, selection, surrogates, fitted)
-    cost = Cost() if fitted is None else fitted.cost
     if options.preconditioner is not None:
         cost += pilot.cost(plan, tuning)
         tuning = pilot.settle(plan, tuning, silos, options.bias_target if options.step_size == "auto" else None)

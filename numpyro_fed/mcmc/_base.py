@@ -1,0 +1,149 @@
+"""What every kernel of the library is to :class:`numpyro.infer.MCMC`: arguments, preparation, constrained values."""
+
+import copy
+import math
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from numpyro.infer.mcmc import MCMCKernel
+from numpyro.infer.util import constrain_fn, transform_fn, unconstrain_fn
+
+from numpyro_fed.density import Factors, PooledModel
+from numpyro_fed.federation import Cost
+from numpyro_fed.silos import Silos
+from numpyro_fed.surrogates.gaussian import Surrogates
+
+__all__ = ["FederatedKernel", "check_start"]
+
+
+class FederatedKernel(MCMCKernel):
+    """Base of all kernels: a model, silos as the argument of ``mcmc.run``, and what is settled once for both."""
+
+    sample_field = "z"
+
+    def __init__(self, model: Callable) -> None:
+        if not callable(model):
+            raise TypeError(f"expected a model (a callable), got {type(model).__name__}")
+        self._model = model
+        self._reset()
+
+    def _reset(self) -> None:
+        self._plan: Any = None
+        self._tuning: Any = None
+        self._surrogates: Surrogates | None = None
+        self._setup_cost = Cost()
+        self._prepared_for: Silos | None = None
+        self._sample_fn: Callable | None = None
+        self._shown = (-1.0, "")
+
+    def _settle(self, silos: Silos, extra: dict[str, Any]) -> None:
+        """Set ``_plan``, ``_tuning``, ``_surrogates`` and ``_setup_cost``."""
+        raise NotImplementedError
+
+    @property
+    def model(self) -> PooledModel:
+        """The model, callable with the arguments of ``mcmc.run``: a :class:`Silos` stands for its pooled rows."""
+        return PooledModel(self._model)
+
+    @property
+    def surrogates(self) -> Surrogates | None:
+        """The fitted surrogates; ``None`` before :meth:`init`, and where none are used."""
+        return self._surrogates
+
+    @property
+    def factors(self) -> Factors | None:
+        """The model's factors; ``None`` before :meth:`init`."""
+        return None if self._plan is None else self._plan.factors
+
+    def _arguments(self, model_args: tuple, model_kwargs: Mapping[str, Any] | None) -> tuple[Silos, dict[str, Any]]:
+        if len(model_args) != 1 or not isinstance(model_args[0], Silos):
+            got = ", ".join(type(a).__name__ for a in model_args) or "no positional argument"
+            raise ValueError(
+                f"expected mcmc.run(rng_key, silos) with silos = fed.split(...) or fed.Silos(...), got {got}; "
+                "one silo with all rows will do: fed.Silos({'all': {'x': x, 'y': y}})"
+            )
+        extra = dict(model_kwargs or {})
+        unknown = set(extra) - {"_gibbs_sites"}
+        if unknown:
+            raise ValueError(f"arguments {sorted(unknown)} of mcmc.run: put all arguments of the model into the silos")
+        return model_args[0], extra
+
+    def _prepare(self, silos: Silos, extra: dict[str, Any]) -> None:
+        key = silos.with_shared(**extra)
+        if self._prepared_for is not None and self._prepared_for == key:
+            return
+        if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(key)):
+            raise ValueError(
+                "the kernel must see concrete data when it starts; expected chain_method 'vectorized', "
+                "'parallel' or 'sequential' (as a block of Gibbs: 'sequential')"
+            )
+        with jax.ensure_compile_time_eval():
+            self._settle(silos, extra)
+        self._prepared_for = key
+
+    def _given(
+        self, init_params: Mapping[str, Array] | None, model_args: tuple, extra: dict[str, Any]
+    ) -> dict[str, Array] | None:
+        """``init_params`` as arrays, unconstrained."""
+        if init_params is None:
+            return None
+        z = {k: jnp.asarray(v) for k, v in init_params.items()}
+        for name, value in z.items():
+            if not isinstance(value, jax.core.Tracer) and not np.isfinite(value).all():
+                raise ValueError(f"init_params: expected finite values, got NaN or infinity at site {name!r}")
+        if extra:  # Gibbs hands the values of all blocks but HMC's over constrained
+            z = unconstrain_fn(self.model, model_args, extra, z)
+        return z
+
+    def postprocess_fn(self, model_args: tuple, model_kwargs: Mapping[str, Any] | None) -> Callable:
+        """Unconstrained to constrained values, and deterministic sites."""
+        if self._plan is None:
+            return lambda z: z
+        factors: Factors = self._plan.factors
+        if factors.transforms is not None:
+            return partial(transform_fn, factors.transforms)
+        kwargs = dict(model_kwargs or {})
+        return partial(constrain_fn, self.model, model_args, kwargs, return_deterministic=True)
+
+    def refresh(self, state: Any, model_args: tuple, model_kwargs: Any) -> Any:
+        """Nothing is cached of the conditioning sites."""
+        return state
+
+    def wrap_model(self, wrapper: Callable) -> "FederatedKernel":
+        kernel = copy.copy(self)
+        kernel._model = wrapper(self._model)
+        kernel._reset()
+        return kernel
+
+    def get_diagnostics_str(self, state: Any) -> str:
+        # reading numbers waits for the round: only as often as the bar is drawn, so that rounds run ahead of it
+        now = time.monotonic()
+        if now >= self._shown[0] + 0.1:
+            self._shown = (now, self._diagnostics(state))
+        return self._shown[1]
+
+    def _diagnostics(self, state: Any) -> str:
+        raise NotImplementedError
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = self.__dict__.copy()
+        state["_sample_fn"] = None
+        state["_shown"] = (-math.inf, "")  # this machine's clock means nothing on another
+        return state
+
+
+def check_start(got: dict[str, tuple[int, ...]], expected: dict[str, tuple[int, ...]]) -> None:
+    """Refuse initial values of the wrong sites or shapes."""
+    wrong = sorted(k for k in {**got, **expected} if got.get(k) != expected.get(k))
+    if wrong:
+        raise ValueError(
+            f"init_params: expected unconstrained values of all latent sites (a chain axis first where there are several "
+            f"chains), of shapes { {k: expected.get(k, 'no such site') for k in wrong} }, got "
+            f"{ {k: got.get(k, 'nothing') for k in wrong} }"
+        )

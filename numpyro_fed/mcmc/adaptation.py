@@ -1,0 +1,84 @@
+r"""A step size found during warm-up from the curvature that the chain meets and the noise of its gradients.
+
+Along a direction in which the target has precision :math:`\lambda` and the gradient's estimate has noise of variance :math:`n`, the
+chain :math:`\theta \leftarrow \theta + \tfrac h2 \hat g + \sqrt h\, \xi` has variance
+
+.. math:: \frac{h + h^2 n / 4}{1 - (1 - h\lambda/2)^2} = \frac1\lambda \cdot \frac{1 + h n / 4}{1 - h \lambda / 4}
+          \approx \frac1\lambda \left( 1 + \tfrac h4 (\lambda + n) \right),
+
+so its sd is a factor 1 + b too large at :math:`h = 8 b / (\lambda + n)`. The largest :math:`\lambda` is found by the power method, with one
+product of the Hessian with a vector at every state that the warm-up visits; n along that direction by the difference of two independent
+estimates. Both are averages in which the state of step t has a weight of order :math:`t^3`, so that the way to the typical set is
+forgotten. Unlike methods that adapt to an acceptance probability (Titsias, Dellaportas 2019, which the push-sum paper uses), it aims at
+the bias of a chain that rejects nothing; see docs/push_sum.md for both side by side.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax, random
+
+__all__ = ["Adaptation", "adapt", "begin"]
+
+_FORGET = 4.0
+_TINY = 1e-30
+
+
+class Adaptation(NamedTuple):
+    """What warm-up has learned, and how a step size follows from it.
+
+    :param left: adaptations still to be made.
+    :param seen: states seen.
+    :param product: average of Hessian times direction, ``(d,)``; its direction is the stiffest, its norm the largest precision.
+    :param noise: average variance of the gradient's estimate along it.
+    :param price: relative inflation of the sd for each unit of step size times precision, and times noise ``(2,)``.
+    :param bias_target: the relative inflation to aim at.
+    """
+
+    left: Array
+    seen: Array
+    product: Array
+    noise: Array
+    price: Array
+    bias_target: Array
+
+    @property
+    def step_size(self) -> Array:
+        """The step at which the sd along the stiffest direction is a factor ``1 + bias_target`` too large."""
+        return self.bias_target / (self.price[0] * jnp.linalg.norm(self.product) + self.price[1] * self.noise)
+
+
+def begin(key: Array, dim: int, price: tuple[float, float], bias_target: float, rounds: int, dtype: Any) -> Adaptation:
+    """Nothing learned yet, and so many adaptations to be made."""
+    return Adaptation(
+        left=jnp.asarray(rounds, jnp.int32),
+        seen=jnp.zeros((), dtype),
+        product=random.normal(key, (dim,), dtype),
+        noise=jnp.zeros((), dtype),
+        price=jnp.asarray(price, dtype),
+        bias_target=jnp.asarray(bias_target, dtype),
+    )
+
+
+def adapt(adaptation: Adaptation, estimate: Callable[[Array], tuple[Array, Array]], theta: Array) -> Adaptation:
+    """One state of the warm-up seen; nothing once ``left`` is zero.
+
+    :param estimate: a function of theta that returns two independent estimates of the gradient, ``(d,)`` each.
+    """
+
+    def learn(old: Adaptation) -> Adaptation:
+        direction = old.product / jnp.maximum(jnp.linalg.norm(old.product), _TINY)
+        (first, second), (along, _) = jax.jvp(estimate, (theta,), (direction,))
+        weight = _FORGET / (old.seen + _FORGET)
+        new = old._replace(
+            left=old.left - 1,
+            seen=old.seen + 1,
+            product=old.product + weight * (-along - old.product),
+            noise=old.noise + weight * (0.5 * jnp.dot(first - second, direction) ** 2 - old.noise),
+        )
+        good = jnp.isfinite(new.step_size) & jnp.isfinite(new.product).all()
+        return jax.tree.map(lambda x, y: jnp.where(good, x, y), new, old._replace(left=old.left - 1))
+
+    return lax.cond(adaptation.left > 0, learn, lambda old: old, adaptation)

@@ -1,0 +1,125 @@
+r"""What each node of a network computes for itself: moves of its local latents, and the gradient of its part of the potential.
+
+Node i holds silo i. Its part of the pooled log density is
+
+.. math:: -U_i(\theta) = \log p(y_i, z_i \mid \theta) + \tfrac1m \log p(\theta),
+
+so that the parts of all m nodes sum to the pooled one. Local latents are held as in FSGLD, in the coordinates of the local map, and move by
+the same Metropolis steps; the gradient is taken at fixed coordinates.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, random
+
+from numpyro_fed.mcmc.langevin import OpenSilo, move, pull_back, push, terms
+from numpyro_fed.mcmc.local_moves import move_noise
+from numpyro_fed.mcmc.plan import NetworkPlan, Tuning
+from numpyro_fed.storage import SiloRows
+
+__all__ = ["Nodes", "gradients", "kick", "own_step"]
+
+
+class Nodes(NamedTuple):
+    """What the m nodes of one network hold.
+
+    :param x: what they mix: push-sum numerators, or positions of gossip ``(m, d)``.
+    :param weight: push-sum weights y, which sum to m ``(m,)``.
+    :param tracker: each node's share of the sum of all gradients, in preconditioned units ``(m, d)``, or ``None``.
+    :param slope: the gradient that the tracker holds already ``(m, d)``, or ``None``.
+    :param eps: coordinates of local latents, for each stack of silos ``(S, E, k)``, or ``None``. They never leave their node.
+    """
+
+    x: Array
+    weight: Array
+    tracker: Array | None
+    slope: Array | None
+    eps: list[Array] | None
+
+
+def own_step(
+    plan: NetworkPlan, tuning: Tuning, key: Array, positions: Array, eps: list[Array] | None, stacks: list[SiloRows]
+) -> tuple[Array, list[Array] | None, Array]:
+    """Local latents move, then gradients are taken: gradients ``(m, d)``, coordinates, and mean acceptances ``(m,)``."""
+    key_moves, key_batch = random.split(key)
+    accepted = jnp.ones(positions.shape[0], positions.dtype)
+    if eps is not None:
+        eps, accepted = _moves(plan, tuning, key_moves, positions, eps, stacks)
+    return gradients(plan, tuning, key_batch, positions, eps, stacks), eps, accepted
+
+
+def kick(tuning: Tuning, key: Array, step_size: Array, drift: Array) -> Array:
+    """``L (alpha drift + sqrt(2 alpha) xi)`` of every node ``(m, d)``, noise from a key of its own for each."""
+
+    def one(number: Array, drift: Array) -> Array:
+        xi = random.normal(random.fold_in(key, number), drift.shape, drift.dtype)
+        return push(tuning, step_size * drift + jnp.sqrt(2 * step_size) * xi)
+
+    return jax.vmap(one)(jnp.arange(drift.shape[0]), drift)
+
+
+def gradients(
+    plan: NetworkPlan, tuning: Tuning, key: Array, positions: Array, eps: list[Array] | None, stacks: list[SiloRows]
+) -> Array:
+    """``- L' grad U_i`` of every node at its own position, ``(m, d)``, from a fresh minibatch where there are any."""
+    share = 1.0 / len(plan.names)
+
+    def one(rows: SiloRows, theta: Array, eps: Any, local_map: Any) -> Array:
+        silo = _open(plan, tuning, random.fold_in(key, rows.number), rows, local_map)
+
+        def log_density(theta: Array) -> Array:
+            log_prior, local = terms(plan, theta, eps, silo, rows)
+            return share * log_prior + local
+
+        return pull_back(tuning, jax.grad(log_density)(theta))
+
+    parts = _over_stacks(one, tuning, positions, eps, stacks)
+    return _in_order(parts, stacks)
+
+
+def _moves(
+    plan: NetworkPlan, tuning: Tuning, key: Array, positions: Array, eps: list[Array], stacks: list[SiloRows]
+) -> tuple[list[Array], Array]:
+    """A Metropolis move of every node's local latents given its own position; their coordinates, and acceptances ``(m,)``."""
+    assert plan.units is not None
+    units = plan.units
+
+    def one(rows: SiloRows, theta: Array, eps: Array, local_map: Any) -> tuple[Array, Array]:
+        silo = _open(plan, tuning, key, rows, local_map)
+        noise = jax.tree.map(lambda x: x[0], move_noise(units, key, eps, rows, 1))
+        return move(plan, theta, eps, silo, rows, noise)
+
+    parts = _over_stacks(one, tuning, positions, eps, stacks)
+    return [p[0] for p in parts], _in_order([p[1] for p in parts], stacks)
+
+
+def _open(plan: NetworkPlan, tuning: Tuning, key: Array, rows: SiloRows, local_map: Any) -> OpenSilo:
+    kwargs, weights = rows.whole()
+    if plan.batch is not None:
+        group, size = plan.batch
+        # 32 random bits modulo N_s: the bias against a row is below N_s / 2^32
+        index = random.bits(key, (size,), jnp.uint32) % rows.size(group).astype(jnp.uint32)
+        kwargs |= rows.batch([leaf for leaf, g, _ in plan.factors.rows if g == group], index)
+        weights[group] = rows.size(group).astype(weights[group].dtype) / size
+    latents = None if tuning.latents is None else tuning.latents._replace(rows=local_map)
+    return OpenSilo(kwargs, weights, latents)
+
+
+def _over_stacks(one: Any, tuning: Tuning, positions: Array, eps: list[Array] | None, stacks: list[SiloRows]) -> list:
+    """``one(rows, theta, eps, local_map)`` for every node, stack by stack."""
+    out = []
+    for k, rows in enumerate(stacks):
+        own = None if eps is None else eps[k]
+        local_map = None if tuning.latents is None else tuning.latents.rows[k]
+        out.append(jax.vmap(one, in_axes=(rows.axes, 0, 0, 0))(rows, positions[rows.number], own, local_map))
+    return out
+
+
+def _in_order(parts: list[Array], stacks: list[SiloRows]) -> Array:
+    if len(parts) == 1:
+        return parts[0]
+    number = jnp.concatenate([rows.number for rows in stacks])
+    together = jnp.concatenate(parts)
+    return jnp.zeros_like(together).at[number].set(together)

@@ -1,0 +1,78 @@
+r"""Step sizes that diminish, as optax schedules, and what a schedule should fulfil."""
+
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+__all__ = ["check_schedule", "polynomial_decay"]
+
+_LATE = (10**6, 10**9)  # steps between which a schedule's exponent is read off
+
+
+def polynomial_decay(scale: float, offset: float, power: float) -> Callable[[Array], Array]:
+    r"""The schedule :math:`\alpha(t) = a / (b + t)^\gamma`, in the shape of an optax schedule.
+
+    Diminishing steps make Langevin dynamics exact in the limit: :math:`\sum_t \alpha(t) = \infty` lets the chain go anywhere
+    (:math:`\gamma \le 1`), and a finite :math:`\sum_t \alpha(t)^2` sums up the noise of gradients (:math:`\gamma > 1/2`).
+
+    :param scale: a > 0.
+    :param offset: b > 0; the step has fallen to :math:`2^{-\gamma}` of its first value after b steps.
+    :param power: :math:`\gamma`.
+    :return: a function of the number of steps made.
+    :raises ValueError: for numbers that are not positive.
+
+    Example::
+
+        >>> import numpyro_fed as fed
+        >>> schedule = fed.polynomial_decay(0.008, 12.0, 0.45)
+        >>> round(float(schedule(0)), 5), round(float(schedule(1632)), 5)
+        (0.00261, 0.00028)
+    """
+    for name, value in (("scale", scale), ("offset", offset), ("power", power)):
+        if not (math.isfinite(value) and value > 0):
+            raise ValueError(f"{name}: expected a finite number > 0, got {value!r}")
+
+    def schedule(count: Any) -> Array:
+        return scale / (offset + count) ** jnp.asarray(power, jnp.result_type(float))
+
+    return schedule
+
+
+def check_schedule(schedule: Callable) -> None:
+    """Refuse a schedule that is not positive and finite; warn of one that stops the chain, or keeps its noise.
+
+    :raises ValueError: with the step at which it fails.
+    :warns UserWarning: where it looks as if the sum of all steps were finite, or, for one that diminishes, the sum of their squares infinite.
+    """
+    counts = [0, *np.unique(np.logspace(0, math.log10(_LATE[1]), 40).astype(int))]
+    sizes = []
+    for count in counts:
+        try:
+            size = np.asarray(schedule(jnp.asarray(count)), float)
+        except Exception as error:
+            raise ValueError(
+                f"step_size: the schedule fails at step {count} ({type(error).__name__}: {error})"
+            ) from error
+        if size.shape or not 0 < size < math.inf:
+            got = f"{float(size):g}" if not size.shape else f"an array of shape {size.shape}"
+            raise ValueError(f"step_size: expected a schedule of finite numbers > 0, got {got} at step {count:,}")
+        sizes.append(float(size))
+    early, late = (float(schedule(jnp.asarray(t))) for t in _LATE)
+    exponent = -math.log(late / early) / math.log(_LATE[1] / _LATE[0])
+    if exponent > 1.01:
+        warnings.warn(
+            f"step_size falls like t^-{exponent:.2f}: the sum of all steps looks finite, so the chain stops before it has gone "
+            "everywhere; expected an exponent in (0.5, 1]",
+            stacklevel=4,
+        )
+    elif 0.01 < exponent <= 0.5:
+        warnings.warn(
+            f"step_size falls like t^-{exponent:.2f}: the sum of its squares looks infinite, so the noise of gradients and the "
+            "disagreement of nodes die out, but not summably; expected an exponent in (0.5, 1]",
+            stacklevel=4,
+        )
