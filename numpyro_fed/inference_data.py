@@ -7,7 +7,9 @@ import numpy as np
 from numpyro.infer import MCMC
 
 from numpyro_fed._compat import import_arviz, infer_dims
+from numpyro_fed._network_result import average_of_nodes, label_nodes, take_node, warn_of_nodes
 from numpyro_fed._silo_coords import ledger_attrs, silo_coords
+from numpyro_fed.mcmc._network import NetworkKernel
 from numpyro_fed.silos import Silos
 from numpyro_fed.vi._adapter import FederatedVI
 from numpyro_fed.vi_inference_data import vi_inference_data
@@ -24,8 +26,10 @@ _TOO_OFTEN = 0.01  # share of local steps cut above which the draws deserve a wo
 def to_inference_data(fit: Any, *args: Any, **options: Any) -> "InferenceData":
     """The draws of a federated fit as ArviZ ``InferenceData``.
 
-    ``to_inference_data(mcmc, silos, log_likelihood=True, **options)`` for a run :class:`numpyro.infer.MCMC` over one of the library's
-    kernels, where options are passed to ``arviz.from_numpyro``; or
+    ``to_inference_data(mcmc, silos, log_likelihood=True, node=None, **options)`` for a run :class:`numpyro.infer.MCMC` over one of the
+    library's kernels, where options are passed to ``arviz.from_numpyro``; over :class:`PushSumLangevin` and :class:`GossipLangevin` a
+    chain is a node, named by the coordinates ``node`` and ``network``, and ``node=`` takes the chains of one silo's node, or of the
+    ``"average"`` of all nodes, one of each network: what R-hat and effective sample sizes are right for; or
     ``to_inference_data(svi, result, silos, num_draws=1000, rng_key=None, log_likelihood=True, resample=False)`` for the result of
     :class:`SFVI` or :class:`SFVIAvg`, whose local latents are resampled by the importance weights of the bound; with ``resample=True`` the
     draws of theta are too, by the Pareto-smoothed weights of four times as many (each silo then returns its estimated log
@@ -60,7 +64,9 @@ def to_inference_data(fit: Any, *args: Any, **options: Any) -> "InferenceData":
     return _mcmc_inference_data(fit, *args, **options)
 
 
-def _mcmc_inference_data(mcmc: MCMC, silos: Silos, *, log_likelihood: bool = True, **options: Any) -> "InferenceData":
+def _mcmc_inference_data(
+    mcmc: MCMC, silos: Silos, *, log_likelihood: bool = True, node: str | None = None, **options: Any
+) -> "InferenceData":
     kernel = mcmc.sampler
     factors = getattr(kernel, "factors", None)
     if factors is None:
@@ -72,16 +78,28 @@ def _mcmc_inference_data(mcmc: MCMC, silos: Silos, *, log_likelihood: bool = Tru
     if not isinstance(silos, Silos) or ledger.silos not in (silos.names, ("all",)):
         got = list(silos.names) if isinstance(silos, Silos) else type(silos).__name__
         raise ValueError(f"expected the silos of the run, {list(ledger.silos)}, got {got}")
-    _warn_of_cuts(mcmc)
+    is_network = isinstance(kernel, NetworkKernel)
+    if node is not None and not is_network:
+        raise ValueError(
+            f"node={node!r} is for kernels over a network, whose chains are nodes; got {type(kernel).__name__}"
+        )
+    if node not in (None, "average", *silos.names):
+        raise ValueError(f'node: expected "average", or one of the silos {list(silos.names)}, got {node!r}')
+    (warn_of_nodes if is_network else _warn_of_cuts)(mcmc, silos)
     if "dims" in options:  # what ArviZ infers from plates holds for the sites that are not named
         options["dims"] = {**infer_dims(kernel.model, (silos,)), **options["dims"]}
-    idata = import_arviz().from_numpyro(mcmc, log_likelihood=log_likelihood, **options)
+    idata = import_arviz().from_numpyro(mcmc, log_likelihood=log_likelihood and node != "average", **options)
+    if is_network and node == "average":
+        idata = average_of_nodes(mcmc, silos, idata, log_likelihood)
+    elif is_network:
+        label_nodes(idata, silos)
+        idata = idata if node is None else take_node(idata, node, silos)
     silo_coords(idata, factors, silos)
     idata.posterior.attrs.update(ledger_attrs(ledger))
     return idata
 
 
-def _warn_of_cuts(mcmc: MCMC) -> None:
+def _warn_of_cuts(mcmc: MCMC, _: Silos) -> None:
     fields = mcmc.get_extra_fields(group_by_chain=True)
     cut = np.asarray(fields["cut_rate"]).mean(1)
     undone = (np.asarray(fields["diverging"]) & (np.asarray(fields["cut_rate"]) == 0)).sum(1)

@@ -147,7 +147,7 @@ def test_a_step_without_a_cut_has_the_same_drift_in_one_call_of_the_model(precon
     plan = dataclasses.replace(plan, cut=False)
     theta = jnp.asarray(rng.normal(size=3), jnp.float32)
     server = np.asarray(server_drift(plan, tuning, theta, silos))
-    drift = jax.jit(langevin._drift, static_argnums=0)
+    drift = jax.jit(langevin.drift, static_argnums=0)
     for s in range(3):
         view = view_of(silos, s)
         got, cut = drift(plan, tuning, theta, None, langevin.open_silo(plan, tuning, None, view), view)

@@ -13,7 +13,7 @@ LAYERS = (
     ("local_map", "engines"),
     ("proof", "surrogates"),
     ("mcmc", "vi"),
-    ("_silo_coords", "vi_inference_data"),
+    ("_silo_coords", "_network_result", "vi_inference_data"),
     ("_compare_scalars", "_comparison_figure", "_elbo_figure", "results", "inference_data", "prediction"),
 )
 LEVEL = {name: i for i, names in enumerate(LAYERS) for name in names}

@@ -13,9 +13,11 @@ from numpyro.util import is_prng_key
 from numpyro_fed.engines.inline import round_one
 from numpyro_fed.federation import Cost, Ledger
 from numpyro_fed.mcmc._base import FederatedKernel, check_start
-from numpyro_fed.mcmc.langevin import Chain, Plan, Tuning, federated
+from numpyro_fed.mcmc.adaptation import Adaptation, adapt, begin, check_seen, first_looks
+from numpyro_fed.mcmc.langevin import Chain, Plan, Tuning, batches, drift, federated, open_silo, push
 from numpyro_fed.mcmc.prepare import Options, prepare
 from numpyro_fed.silos import Silos
+from numpyro_fed.storage import SiloView, largest
 from numpyro_fed.surrogates.gaussian import matvec
 
 __all__ = ["LangevinKernel", "LangevinState"]
@@ -35,6 +37,7 @@ class LangevinState(NamedTuple):
     :param inflation: predicted ratio of the chain's sd to the posterior's (NaN without a preconditioner, and under a schedule).
     :param visits: rounds at each silo so far, ``(S,)``.
     :param rng_key: key of the next round.
+    :param adaptation: memory of ``step_size="adaptive"``, or ``None``.
     :param tuning: the numbers of the kernel, one for all chains. They are part of the state because compiled
         programs outlive the data they were made for (``jit_model_args=True``).
     """
@@ -50,18 +53,24 @@ class LangevinState(NamedTuple):
     inflation: Array
     visits: Array
     rng_key: Array
+    adaptation: Adaptation | None
     tuning: Tuning
 
 
-# axes of vectorised chains: all have their own state, but one tuning
-_CHAINS = LangevinState._make((*[0] * (len(LangevinState._fields) - 1), None))
+def _chains(adaptive: bool) -> LangevinState:
+    """Axes of vectorised chains: all have their own state, but one tuning, and one count of the adaptations left."""
+    shared = ("left", "price", "bias_target")
+    own = Adaptation._make(None if f in shared else 0 for f in Adaptation._fields) if adaptive else None
+    return LangevinState._make((*[0] * (len(LangevinState._fields) - 2), own, None))
 
 
 @partial(jax.jit, static_argnames=("plan",))
 def _round(plan: Plan, state: LangevinState, silos: Silos) -> LangevinState:
     """One communication round: choose a silo, stay there for T local steps."""
-    tuning = state.tuning
+    tuning, adaptation = state.tuning, state.adaptation
     rng_key, key_silo, key_stay = random.split(state.rng_key, 3)
+    if adaptation is not None:
+        tuning = tuning._replace(step_size=adaptation.step_size)
     # one silo needs no draw, which is a tenth of the time of a short stay
     number = random.categorical(key_silo, jnp.log(tuning.selection)) if len(silos) > 1 else jnp.zeros((), jnp.int32)
     chain = Chain(plan.factors.ravel(state.z), state.i * plan.num_local_steps)
@@ -69,6 +78,8 @@ def _round(plan: Plan, state: LangevinState, silos: Silos) -> LangevinState:
     group = None if plan.units is None else plan.units.group
     chain, stats, private = round_one(federated(plan, tuning), key_stay, chain, private, silos, number, group)
     eps = None if private is None else private[0]
+    if adaptation is not None:
+        adaptation = _look(plan, tuning, adaptation, random.fold_in(key_stay, 1), chain.theta, private, silos)
     return state._replace(
         i=state.i + 1,
         z=_positions(plan, tuning, chain.theta, eps, silos),
@@ -77,13 +88,30 @@ def _round(plan: Plan, state: LangevinState, silos: Silos) -> LangevinState:
         diverging=~stats.finite | (stats.cut_rate > 0),
         cut_rate=stats.cut_rate,
         local_accept_prob=stats.accept_prob,
-        step_size=_step_size(plan, tuning, chain.num_steps - 1),
+        step_size=_step_size(plan, tuning, chain.num_steps - 1, state.adaptation),
         visits=state.visits.at[number].add(1),
         rng_key=rng_key,
+        adaptation=adaptation,
     )
 
 
-def _step_size(plan: Plan, tuning: Tuning, count: Array) -> Array:
+def _look(
+    plan: Plan, tuning: Tuning, adaptation: Adaptation, key: Array, theta: Array, private: Any, silos: Silos
+) -> Adaptation:
+    """See the curvature, in preconditioned units, and the noise of gradients where the chain is: at the one silo of all rows."""
+    view = SiloView(silos, jnp.zeros((), jnp.int32), largest(silos))
+    silo, keys = open_silo(plan, tuning, private, view), random.split(key)
+
+    def gradient(u: Array, key: Array) -> Array:
+        here = silo._replace(kwargs={**silo.kwargs, **batches(plan, key, view, ())})
+        return drift(plan, tuning, theta + push(tuning, u), None if private is None else private[0], here, view)[0]
+
+    return adapt(adaptation, lambda u: (gradient(u, keys[0]), gradient(u, keys[1])), jnp.zeros_like(theta))
+
+
+def _step_size(plan: Plan, tuning: Tuning, count: Array, adaptation: Adaptation | None) -> Array:
+    if adaptation is not None:
+        return adaptation.step_size
     if plan.schedule is None:
         return tuning.step_size
     return jnp.asarray(plan.schedule(count), tuning.step_size.dtype)
@@ -98,9 +126,11 @@ def _positions(plan: Plan, tuning: Tuning, theta: Array, eps: Array | None, silo
 
 
 @partial(jax.jit, static_argnames=("plan",))
-def _start(plan: Plan, key: Array, z: dict[str, Array] | None, tuning: Tuning, silos: Silos) -> LangevinState:
+def _start(
+    plan: Plan, key: Array, z: dict[str, Array] | None, tuning: Tuning, silos: Silos, adaptation: Adaptation | None
+) -> LangevinState:
     """The initial state: at ``z``, or at a draw of the surrogate posterior."""
-    rng_key, key_theta, key_eps = random.split(key, 3)
+    rng_key, key_theta, key_eps, key_look = random.split(key, 4)
     factors, units = plan.factors, plan.units
     shape, dtype = (factors.dim,), tuning.loc.dtype
     eps = None
@@ -116,6 +146,11 @@ def _start(plan: Plan, key: Array, z: dict[str, Array] | None, tuning: Tuning, s
             eps = random.normal(key_eps, rows.mean.shape, dtype)
         else:
             eps = rows.inverse(tuning.latents.u(theta), units.from_pooled(z, silos).astype(dtype))
+    if adaptation is not None:
+        private = None if tuning.latents is None else (eps, tuning.latents.rows)
+        adaptation = first_looks(
+            adaptation, lambda i, a: _look(plan, tuning, a, random.fold_in(key_look, i), theta, private, silos)
+        )
     zero = jnp.zeros((), dtype)
     return LangevinState(
         i=jnp.zeros((), jnp.int32),
@@ -125,10 +160,11 @@ def _start(plan: Plan, key: Array, z: dict[str, Array] | None, tuning: Tuning, s
         diverging=jnp.zeros((), bool),
         cut_rate=zero,
         local_accept_prob=zero + 1,
-        step_size=_step_size(plan, tuning, jnp.zeros((), jnp.int32)).astype(dtype),
+        step_size=_step_size(plan, tuning, jnp.zeros((), jnp.int32), adaptation).astype(dtype),
         inflation=tuning.inflation,
         visits=jnp.zeros(len(silos), jnp.int32),
         rng_key=rng_key,
+        adaptation=adaptation,
         tuning=tuning,
     )
 
@@ -145,6 +181,11 @@ class LangevinKernel(FederatedKernel):
     def __init__(self, model: Callable, options: Options) -> None:
         super().__init__(model)
         self._options = options.checked()
+        if options.step_size == "adaptive" and not self._pooled:
+            raise ValueError(
+                'step_size="adaptive" sees the noise of single steps, but a stay keeps its silo\'s for num_local_steps; expected "auto", '
+                "whose pilot measures whole stays"
+            )
 
     def _reset(self) -> None:
         super()._reset()
@@ -169,17 +210,30 @@ class LangevinKernel(FederatedKernel):
         silos, extra = self._arguments(model_args, model_kwargs)
         self._prepare(silos, extra)
         silos = silos.with_shared(**extra)
+        adaptation = self._adaptation(num_warmup)
         start = partial(_start, self._plan)
         z = self._given(init_params, model_args, extra)
         if z is not None:
             chains = () if is_prng_key(rng_key) else (len(rng_key),)
-            template = jax.eval_shape(start, random.key(0), None, self._tuning, silos).z
+            template = jax.eval_shape(start, random.key(0), None, self._tuning, silos, adaptation).z
             check_start({k: v.shape for k, v in z.items()}, {k: (*chains, *v.shape) for k, v in template.items()})
         if is_prng_key(rng_key):
             self._sample_fn = self._one
-            return start(rng_key, z, self._tuning, silos)
-        self._sample_fn = jax.vmap(self._one, in_axes=(_CHAINS, None, None), out_axes=_CHAINS)
-        return jax.vmap(start, in_axes=(0, 0, None, None), out_axes=_CHAINS)(rng_key, z, self._tuning, silos)
+            state = start(rng_key, z, self._tuning, silos, adaptation)
+        else:
+            axes = _chains(adaptation is not None)
+            self._sample_fn = jax.vmap(self._one, in_axes=(axes, None, None), out_axes=axes)
+            vectorised = jax.vmap(start, in_axes=(0, 0, None, None, None), out_axes=axes)
+            state = vectorised(rng_key, z, self._tuning, silos, adaptation)
+        if state.adaptation is not None:
+            check_seen(state.adaptation)
+        return state
+
+    def _adaptation(self, num_warmup: int) -> Adaptation | None:
+        if self._options.step_size != "adaptive":
+            return None
+        dim, dtype = self._plan.factors.dim, self._tuning.loc.dtype
+        return begin(random.key(0), dim, (1 / 8, 1 / 8), self._options.bias_target, num_warmup, dtype)
 
     def sample(self, state: LangevinState, model_args: tuple, model_kwargs: Mapping[str, Any] | None) -> LangevinState:
         """One communication round."""

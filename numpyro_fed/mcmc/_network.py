@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -13,156 +13,19 @@ from numpyro.util import is_prng_key
 
 from numpyro_fed.federation import Ledger
 from numpyro_fed.mcmc._base import FederatedKernel, check_start
-from numpyro_fed.mcmc.adaptation import Adaptation, adapt, begin
+from numpyro_fed.mcmc.adaptation import Adaptation, begin, check_seen
 from numpyro_fed.mcmc.graphs import TimeVaryingGraph, from_networkx
 from numpyro_fed.mcmc.mixing import Mixing, mixing
-from numpyro_fed.mcmc.nodes import Nodes, gradients
-from numpyro_fed.mcmc.plan import NetworkPlan, Tuning
+from numpyro_fed.mcmc.networks import LEAST_WEIGHT, NetworkState, advance, current_step_size, flat, look_around, sites
+from numpyro_fed.mcmc.nodes import Nodes
+from numpyro_fed.mcmc.plan import NetworkPlan
 from numpyro_fed.mcmc.prepare import Options, groundwork
 from numpyro_fed.mcmc.schedules import check_schedule
 from numpyro_fed.silos import Silos
-from numpyro_fed.storage import SiloRows, stack, stack_states, to_pooled_order
+from numpyro_fed.storage import SiloRows, stack, stack_states
 from numpyro_fed.surrogates.gaussian import matvec
 
 __all__ = ["NetworkKernel", "NetworkState"]
-
-_LEAST_WEIGHT = 1e-6  # of a push-sum weight, whose mean is one
-_FIRST_LOOKS = 20  # of the curvature at the start, before the first step
-
-
-class NetworkState(NamedTuple):
-    """State of R networks of m nodes after a step; chains are nodes, ``C = R m``, network after network.
-
-    :param i: steps made.
-    :param z: all latent sites in unconstrained space: global ones at each node's own position, local ones in pooled order, each from its
-        own node; ``(C, ...)``.
-    :param nodes: what the nodes hold, ``(R, m, ...)``.
-    :param push_sum_weight: Y, ``(C,)``; ones for gossip.
-    :param consensus_error: squared distance of each node's global position from the network's average, ``(C,)``.
-    :param diverging: whether the step left the reals or a push-sum weight fell below 1e-6; the network's step was undone. ``(C,)``.
-    :param local_accept_prob: mean acceptance of a node's local moves (1 without any), ``(C,)``.
-    :param step_size: alpha of this step, ``(C,)``.
-    :param sent: messages each node has sent, and received, ``(C,)`` each.
-    :param adaptation: the adaptive step size's memory, or ``None``.
-    :param rng_key: one key for all networks.
-    :param tuning: the numbers of the kernel.
-    :param mixing: the graph's arrays.
-    """
-
-    i: Array
-    z: dict[str, Array]
-    nodes: Nodes
-    push_sum_weight: Array
-    consensus_error: Array
-    diverging: Array
-    local_accept_prob: Array
-    step_size: Array
-    sent: Array
-    received: Array
-    adaptation: Adaptation | None
-    rng_key: Array
-    tuning: Tuning
-    mixing: Mixing
-
-
-@partial(jax.jit, static_argnames=("plan", "totals"))
-def _steps(plan: NetworkPlan, totals: tuple, state: NetworkState, stacks: list[SiloRows]) -> NetworkState:
-    """One step of every network."""
-    rng_key, key = random.split(state.rng_key)
-    networks = state.nodes.x.shape[0]
-    if state.adaptation is not None:  # of the first network
-        nodes = state.nodes
-        own = None if nodes.eps is None else [e[0] for e in nodes.eps]
-        look = _learn(plan, state.tuning, state.adaptation, random.fold_in(key, 0), nodes.x[0].mean(0), own, stacks)
-        state = state._replace(adaptation=look)
-    alpha = _current_step_size(plan, state)
-
-    def one(number: Array, nodes: Nodes) -> tuple:
-        key_links, key_step = random.split(random.fold_in(key, number + 1))
-        links = state.mixing.links(key_links, state.i, fails=plan.fails, both_ways=plan.both_ways)
-        new, position, accepted = plan.step(plan, state.tuning, key_step, links, alpha, nodes, stacks)
-        # what an unfinished number touches, all nodes will soon have: a network's step is made or undone as one
-        good = jnp.isfinite(new.x).all() & (new.weight > _LEAST_WEIGHT).all()
-        return new, position, accepted, good, links.sent, links.received
-
-    new, position, accepted, good, sent, received = jax.vmap(one)(jnp.arange(networks), state.nodes)
-
-    def kept(new: Array, old: Array) -> Array:
-        return jnp.where(good.reshape(-1, *[1] * (new.ndim - 1)), new, old)
-
-    nodes = jax.tree.map(kept, new, state.nodes)
-    chains = state.push_sum_weight.shape
-    old = _flat(plan, state.z).reshape(position.shape)
-    position = kept(position, old)
-    # sum of W over m: Y of this step weighs the positions of this step
-    average = jnp.mean(nodes.weight[..., None] * position, axis=1, keepdims=True)
-    return state._replace(
-        i=state.i + 1,
-        z=_sites(plan, totals, state.tuning, position, nodes.eps, stacks),
-        nodes=nodes,
-        push_sum_weight=nodes.weight.reshape(chains),
-        consensus_error=jnp.sum((position - average) ** 2, -1).reshape(chains),
-        diverging=jnp.repeat(~good, position.shape[1]),
-        local_accept_prob=accepted.reshape(chains),
-        step_size=jnp.broadcast_to(alpha, chains),
-        sent=state.sent + sent.reshape(chains),
-        received=state.received + received.reshape(chains),
-        rng_key=rng_key,
-    )
-
-
-def _current_step_size(plan: NetworkPlan, state: NetworkState) -> Array:
-    if state.adaptation is not None:
-        return state.adaptation.step_size
-    size = state.tuning.step_size
-    return size if plan.schedule is None else jnp.asarray(plan.schedule(state.i), size.dtype)
-
-
-def _learn(
-    plan: NetworkPlan, tuning: Tuning, adaptation: Adaptation, key: Array, average: Array, eps: Any, stacks: list
-) -> Adaptation:
-    """See the curvature, in preconditioned units, and the noise of gradients at a position of all nodes."""
-    keys = random.split(key)
-
-    def estimate(u: Array) -> tuple[Array, Array]:
-        theta = average + (u if tuning.scale is None else matvec(tuning.scale, u))
-        positions = jnp.broadcast_to(theta, (len(plan.names), *theta.shape))
-        both = [gradients(plan, tuning, keys[k], positions, eps, stacks).sum(0) for k in (0, 1)]
-        return both[0], both[1]
-
-    return adapt(adaptation, estimate, jnp.zeros_like(average))
-
-
-def _flat(plan: NetworkPlan, z: Mapping[str, Array]) -> Array:
-    """Global positions ``(C, d)``."""
-    return jax.vmap(plan.factors.ravel)({name: z[name] for name, _ in plan.factors.global_sites})
-
-
-def _sites(
-    plan: NetworkPlan, totals: tuple, tuning: Tuning, position: Array, eps: list[Array] | None, stacks: list[SiloRows]
-) -> dict[str, Array]:
-    """All latent sites of positions ``(R, m, d)`` and coordinates, ``(C, ...)``."""
-    flat = position.reshape(-1, position.shape[-1])
-    sites = jax.vmap(plan.factors.unravel)(flat)
-    if plan.units is None or eps is None:
-        return sites
-    units, latents = plan.units, tuning.latents
-    assert latents is not None
-    groups = plan.factors.local_groups()
-    size = dict(totals)
-
-    def one(position: Array, eps: list[Array]) -> dict[str, Array]:
-        out: dict[str, Array] = {}
-        for k, rows in enumerate(stacks):
-            u = jax.vmap(latents.u)(position[rows.number])
-            z = jax.vmap(lambda own, u, e: own.forward(u, e))(latents.rows[k], u, eps[k])
-            for name, x in jax.vmap(units.to_sites)(z).items():
-                empty = jnp.zeros((size[groups[name]], *x.shape[2:]), x.dtype)
-                out[name] = to_pooled_order(out.get(name, empty), rows, groups[name], x)
-        return {s.name: jnp.moveaxis(out[s.name], 0, s.axis) for s in plan.factors.local_sites}
-
-    local = jax.vmap(one)(position, eps)
-    return {**sites, **{k: jnp.repeat(v, position.shape[1], axis=0) for k, v in local.items()}}
 
 
 def _check_step_size(step_size: Any) -> None:
@@ -211,10 +74,10 @@ class NetworkKernel(FederatedKernel):
             )
         if not self._both_ways:
             least, node = graph.least_weight()
-            if not least > _LEAST_WEIGHT:
+            if not least > LEAST_WEIGHT:
                 raise ValueError(
                     f"graph: node {node!r} gives away nearly all it has and hears little: its push-sum weight falls to {least:.1g} of a "
-                    f"mean of 1, and a draw is a quotient by it. Expected weights above {_LEAST_WEIGHT:g}: let more nodes send to it"
+                    f"mean of 1, and a draw is a quotient by it. Expected weights above {LEAST_WEIGHT:g}: let more nodes send to it"
                 )
         self._graph, self._tracking, self._step_size = graph, tracking, step_size
         needs = "score" if preconditioner is not None else None
@@ -253,7 +116,7 @@ class NetworkKernel(FederatedKernel):
         self._stacks = (silos, stack(silos))
         if self._step_size == "adaptive":
             m = len(silos)
-            self._price = (self._graph.disagreement(gossip=self._both_ways) + 1 / (4 * m), 1 / (4 * m))
+            self._price = (self._graph.added_variance(gossip=self._both_ways) + 1 / (4 * m), 1 / (4 * m))
 
     def init(
         self,
@@ -295,7 +158,7 @@ class NetworkKernel(FederatedKernel):
             diverging=zero > 0, local_accept_prob=zero + 1, step_size=zero, sent=none, received=none,
             adaptation=self._adaptation(key_learn, num_warmup, nodes, silos), rng_key=key, tuning=self._tuning, mixing=self._mixing,
         )  # fmt: skip
-        return state._replace(step_size=zero + _current_step_size(self._plan, state))
+        return state._replace(step_size=zero + current_step_size(self._plan, state))
 
     def _start(self, key: Array, networks: int, z: dict[str, Array] | None, silos: Silos) -> tuple[Nodes, dict]:
         plan, tuning, stacks = self._plan, self._tuning, self._rows(silos)
@@ -303,7 +166,7 @@ class NetworkKernel(FederatedKernel):
         shape = (networks, len(silos), plan.factors.dim)
         key_theta, key_eps = random.split(key)
         if z is not None:
-            x = _flat(plan, z).reshape(shape).astype(tuning.loc.dtype)
+            x = flat(plan, z).reshape(shape).astype(tuning.loc.dtype)
         elif tuning.scale is not None:
             normal = random.normal(key_theta, shape, tuning.loc.dtype)
             x = tuning.loc + jax.vmap(jax.vmap(partial(matvec, tuning.scale)))(normal)
@@ -314,7 +177,7 @@ class NetworkKernel(FederatedKernel):
             eps = self._start_eps(key_eps, x, z, silos)
         zero = jnp.zeros(shape, x.dtype) if self._tracking else None
         nodes = Nodes(x, jnp.ones(shape[:2], x.dtype), zero, zero, eps)
-        return nodes, _sites(plan, self._totals(silos), tuning, x, eps, stacks)
+        return nodes, sites(plan, self._totals(silos), tuning, x, eps, stacks)
 
     def _start_eps(self, key: Array, x: Array, z: dict[str, Array] | None, silos: Silos) -> list[Array]:
         units, latents = self._plan.units, self._tuning.latents
@@ -336,15 +199,11 @@ class NetworkKernel(FederatedKernel):
     def _adaptation(self, key: Array, num_warmup: int, nodes: Nodes, silos: Silos) -> Adaptation | None:
         if self._step_size != "adaptive":
             return None
-        first = begin(key, nodes.x.shape[-1], self._price, self._options.bias_target, _FIRST_LOOKS, nodes.x.dtype)
+        first = begin(key, nodes.x.shape[-1], self._price, self._options.bias_target, num_warmup, nodes.x.dtype)
         eps = None if nodes.eps is None else [e[0] for e in nodes.eps]
-        learned = _first_looks(self._plan, self._tuning, first, key, nodes.x[0].mean(0), eps, self._rows(silos))
-        if not bool(jnp.isfinite(learned.step_size)):
-            raise ValueError(
-                "the model's curvature is not finite at the start, so no step size can be learned; expected finite gradients at "
-                "init_params (by default uniform on (-2, 2)), or step_size= a number"
-            )
-        return learned._replace(left=jnp.asarray(num_warmup, jnp.int32))
+        learned = look_around(self._plan, self._tuning, first, key, nodes.x[0].mean(0), eps, self._rows(silos))
+        check_seen(learned)
+        return learned
 
     def _rows(self, silos: Silos) -> list[SiloRows]:
         """The silos' rows in stacks; kept, so that they are gathered once."""
@@ -363,7 +222,7 @@ class NetworkKernel(FederatedKernel):
             raise ValueError(
                 f"the state has {state.nodes.x.shape[1]} nodes, the data {len(silos)} silos; start a new MCMC"
             )
-        return _steps(self._plan, self._totals(silos), state, self._rows(silos))
+        return advance(self._plan, self._totals(silos), state, self._rows(silos))
 
     def _diagnostics(self, state: NetworkState) -> str:
         return f"step size {float(state.step_size[0]):.2e}, consensus error {float(state.consensus_error.mean()):.1e}"
@@ -395,13 +254,3 @@ class NetworkKernel(FederatedKernel):
         """A message along one link: X and Y, and the tracker."""
         numbers = self._plan.factors.dim * (2 if self._tracking else 1) + (0 if self._both_ways else 1)
         return numbers * self._tuning.loc.dtype.itemsize
-
-
-@partial(jax.jit, static_argnames=("plan",))
-def _first_looks(
-    plan: NetworkPlan, tuning: Tuning, first: Adaptation, key: Array, average: Array, eps: Any, stacks: list
-) -> Adaptation:
-    def look(i: Array, adaptation: Adaptation) -> Adaptation:
-        return _learn(plan, tuning, adaptation, random.fold_in(key, i), average, eps, stacks)
-
-    return jax.lax.fori_loop(0, _FIRST_LOOKS, look, first)

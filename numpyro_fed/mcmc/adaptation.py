@@ -8,7 +8,8 @@ chain :math:`\theta \leftarrow \theta + \tfrac h2 \hat g + \sqrt h\, \xi` has va
 
 so its sd is a factor 1 + b too large at :math:`h = 8 b / (\lambda + n)`. The largest :math:`\lambda` is found by the power method, with one
 product of the Hessian with a vector at every state that the warm-up visits; n along that direction by the difference of two independent
-estimates. Both are averages in which the state of step t has a weight of order :math:`t^3`, so that the way to the typical set is
+estimates. Far from the mode, where the squared gradient g along it exceeds the precision that it has at stationarity, the expected squared
+distance after a step is least for a step of order :math:`g / (\lambda (g + n))`, so n counts with a factor :math:`\lambda / g` there. All are averages in which the state of step t has a weight of order :math:`t^3`, so that the way to the typical set is
 forgotten. Unlike methods that adapt to an acceptance probability (Titsias, Dellaportas 2019, which the push-sum paper uses), it aims at
 the bias of a chain that rejects nothing; see docs/push_sum.md for both side by side.
 """
@@ -18,11 +19,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax, random
 
-__all__ = ["Adaptation", "adapt", "begin"]
+__all__ = ["Adaptation", "adapt", "begin", "check_seen", "first_looks"]
 
 _FORGET = 4.0
+_FIRST_LOOKS = 20  # of the power method at the start
 _TINY = 1e-30
 
 
@@ -33,6 +36,7 @@ class Adaptation(NamedTuple):
     :param seen: states seen.
     :param product: average of Hessian times direction, ``(d,)``; its direction is the stiffest, its norm the largest precision.
     :param noise: average variance of the gradient's estimate along it.
+    :param signal: average square of the gradient along it; at stationarity that is the precision.
     :param price: relative inflation of the sd for each unit of step size times precision, and times noise ``(2,)``.
     :param bias_target: the relative inflation to aim at.
     """
@@ -41,13 +45,19 @@ class Adaptation(NamedTuple):
     seen: Array
     product: Array
     noise: Array
+    signal: Array
     price: Array
     bias_target: Array
 
     @property
     def step_size(self) -> Array:
         """The step at which the sd along the stiffest direction is a factor ``1 + bias_target`` too large."""
-        return self.bias_target / (self.price[0] * jnp.linalg.norm(self.product) + self.price[1] * self.noise)
+        precision = jnp.linalg.norm(self.product)
+        # far from the mode gradients and their noise are large, but a long step is then worth its noise; two standard errors of the
+        # average (0.44 of the looks count) keep noise from being taken for distance
+        signal = self.signal - 2 * self.noise / jnp.sqrt(0.44 * self.seen + 1)
+        noise = self.noise * precision / jnp.maximum(precision, signal)
+        return self.bias_target / (self.price[0] * precision + self.price[1] * noise)
 
 
 def begin(key: Array, dim: int, price: tuple[float, float], bias_target: float, rounds: int, dtype: Any) -> Adaptation:
@@ -57,6 +67,7 @@ def begin(key: Array, dim: int, price: tuple[float, float], bias_target: float, 
         seen=jnp.zeros((), dtype),
         product=random.normal(key, (dim,), dtype),
         noise=jnp.zeros((), dtype),
+        signal=jnp.zeros((), dtype),
         price=jnp.asarray(price, dtype),
         bias_target=jnp.asarray(bias_target, dtype),
     )
@@ -72,13 +83,35 @@ def adapt(adaptation: Adaptation, estimate: Callable[[Array], tuple[Array, Array
         direction = old.product / jnp.maximum(jnp.linalg.norm(old.product), _TINY)
         (first, second), (along, _) = jax.jvp(estimate, (theta,), (direction,))
         weight = _FORGET / (old.seen + _FORGET)
-        new = old._replace(
-            left=old.left - 1,
-            seen=old.seen + 1,
-            product=old.product + weight * (-along - old.product),
-            noise=old.noise + weight * (0.5 * jnp.dot(first - second, direction) ** 2 - old.noise),
+        product = old.product + weight * (-along - old.product)
+        noise = old.noise + weight * (0.5 * jnp.dot(first - second, direction) ** 2 - old.noise)
+        square = jnp.dot(first, direction) * jnp.dot(second, direction)
+        signal = old.signal + weight * (square - old.signal)
+        good = jnp.isfinite(product).all() & jnp.isfinite(noise) & (jnp.linalg.norm(product) > 0)
+        return old._replace(
+            left=old.left - 1,  # one clock for all chains, so that none adapts after warm-up
+            seen=jnp.where(good, old.seen + 1, old.seen),
+            product=jnp.where(good, product, old.product),
+            noise=jnp.where(good, noise, old.noise),
+            signal=jnp.where(good, signal, old.signal),
         )
-        good = jnp.isfinite(new.step_size) & jnp.isfinite(new.product).all()
-        return jax.tree.map(lambda x, y: jnp.where(good, x, y), new, old._replace(left=old.left - 1))
 
     return lax.cond(adaptation.left > 0, learn, lambda old: old, adaptation)
+
+
+def first_looks(adaptation: Adaptation, look: Callable[[Array, Adaptation], Adaptation]) -> Adaptation:
+    """Look around at the start, before the first step; the adaptations of warm-up are still to be made.
+
+    :param look: a function of the look's number and what is known.
+    """
+    seen = lax.fori_loop(0, _FIRST_LOOKS, look, adaptation._replace(left=jnp.full_like(adaptation.left, _FIRST_LOOKS)))
+    return seen._replace(left=adaptation.left)
+
+
+def check_seen(adaptation: Adaptation) -> None:
+    """Refuse a start at which no look was finite."""
+    if not isinstance(adaptation.seen, jax.core.Tracer) and not (np.asarray(adaptation.seen) > 0).all():
+        raise ValueError(
+            "the model's curvature is not finite at the start, so no step size can be learned; expected finite gradients at "
+            "init_params (by default uniform on (-2, 2)), or step_size= a number"
+        )

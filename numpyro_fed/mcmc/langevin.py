@@ -38,8 +38,13 @@ __all__ = [
     "Plan",
     "StayStats",
     "Tuning",
+    "batches",
+    "drift",
     "federated",
     "move",
+    "open_silo",
+    "pull_back",
+    "push",
     "residual",
     "stay",
     "terms",
@@ -176,7 +181,7 @@ def _run_block(
         if plan.units is not None:
             eps, probability = move(plan, theta, eps, here, view, move_draws)
             accepted += probability
-        slope, cut = _drift(plan, tuning, theta, eps, here, view)
+        slope, cut = drift(plan, tuning, theta, eps, here, view)
         h = tuning.step_size if h is None else h
         theta = theta + push(tuning, 0.5 * h * slope + xi)
         return (theta, eps, cuts if cut is None else cuts + cut, accepted), None
@@ -214,7 +219,7 @@ def _server_gradient(plan: Plan, tuning: Tuning, theta: Array, view: SiloView) -
     return gradient
 
 
-def _drift(
+def drift(
     plan: Plan, tuning: Tuning, theta: Array, eps: Array | None, silo: OpenSilo, view: SiloView
 ) -> tuple[Array, Array | None]:
     """What h / 2 multiplies in a step, in preconditioned units ``(d,)``, and whether e had to be cut."""

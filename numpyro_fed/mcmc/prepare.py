@@ -49,9 +49,9 @@ class Options:
             )
         h = self.step_size
         if isinstance(h, str):
-            if h != "auto":
-                raise ValueError(f'step_size: expected a positive number, a schedule or "auto", got {h!r}')
-            if self.preconditioner is None:
+            if h not in ("auto", "adaptive"):
+                raise ValueError(f'step_size: expected a positive number, a schedule, "auto" or "adaptive", got {h!r}')
+            if h == "auto" and self.preconditioner is None:
                 raise ValueError(
                     'step_size="auto" needs whitened coordinates; expected preconditioner="surrogate", got None'
                 )
@@ -133,7 +133,9 @@ def prepare(model: Callable, silos: Silos, extra: dict[str, Any], options: Optio
     schedule = options.step_size if callable(options.step_size) else None
     cut = options.preconditioner is not None and options.alpha > 0
     plan = Plan(factors, units, int(options.num_local_steps), batch, cut, schedule)
-    if options.preconditioner is not None:
+    if options.step_size == "adaptive":
+        tuning = tuning._replace(inflation=jnp.asarray(1 + options.bias_target, tuning.loc.dtype))
+    elif options.preconditioner is not None:
         cost += pilot.cost(plan, tuning)
         tuning = pilot.settle(plan, tuning, silos, options.bias_target if options.step_size == "auto" else None)
     return Prepared(plan, tuning, surrogates, cost)

@@ -1,0 +1,162 @@
+"""Networks of nodes: their state and its step, whatever the algorithm of the nodes."""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, random
+
+from numpyro_fed.mcmc.adaptation import Adaptation, adapt, first_looks
+from numpyro_fed.mcmc.mixing import Mixing
+from numpyro_fed.mcmc.nodes import Nodes, gradients
+from numpyro_fed.mcmc.plan import NetworkPlan, Tuning
+from numpyro_fed.storage import SiloRows, to_pooled_order
+from numpyro_fed.surrogates.gaussian import matvec
+
+__all__ = ["LEAST_WEIGHT", "NetworkState", "advance", "current_step_size", "flat", "look_around", "sites"]
+
+LEAST_WEIGHT = 1e-6  # of a push-sum weight, whose mean is one
+
+
+class NetworkState(NamedTuple):
+    """State of R networks of m nodes after a step; chains are nodes, ``C = R m``, network after network.
+
+    :param i: steps made.
+    :param z: all latent sites in unconstrained space: global ones at each node's own position, local ones in pooled order, each from its
+        own node; ``(C, ...)``.
+    :param nodes: what the nodes hold, ``(R, m, ...)``.
+    :param push_sum_weight: Y, ``(C,)``; ones for gossip.
+    :param consensus_error: squared distance of each node's global position from the network's average, ``(C,)``.
+    :param diverging: whether the step left the reals or a push-sum weight fell below 1e-6; the network's step was undone. ``(C,)``.
+    :param local_accept_prob: mean acceptance of a node's local moves (1 without any), ``(C,)``.
+    :param step_size: alpha of this step, ``(C,)``.
+    :param sent: messages each node has sent, and received, ``(C,)`` each.
+    :param adaptation: the adaptive step size's memory, or ``None``.
+    :param rng_key: one key for all networks.
+    :param tuning: the numbers of the kernel.
+    :param mixing: the graph's arrays.
+    """
+
+    i: Array
+    z: dict[str, Array]
+    nodes: Nodes
+    push_sum_weight: Array
+    consensus_error: Array
+    diverging: Array
+    local_accept_prob: Array
+    step_size: Array
+    sent: Array
+    received: Array
+    adaptation: Adaptation | None
+    rng_key: Array
+    tuning: Tuning
+    mixing: Mixing
+
+
+@partial(jax.jit, static_argnames=("plan", "totals"))
+def advance(plan: NetworkPlan, totals: tuple, state: NetworkState, stacks: list[SiloRows]) -> NetworkState:
+    """One step of every network."""
+    rng_key, key = random.split(state.rng_key)
+    networks = state.nodes.x.shape[0]
+    if state.adaptation is not None:  # of the first network
+        nodes = state.nodes
+        own = None if nodes.eps is None else [e[0] for e in nodes.eps]
+        look = _learn(plan, state.tuning, state.adaptation, random.fold_in(key, 0), nodes.x[0].mean(0), own, stacks)
+        state = state._replace(adaptation=look)
+    alpha = current_step_size(plan, state)
+
+    def one(number: Array, nodes: Nodes) -> tuple:
+        key_links, key_step = random.split(random.fold_in(key, number + 1))
+        links = state.mixing.links(key_links, state.i, fails=plan.fails, both_ways=plan.both_ways)
+        new, position, accepted = plan.step(plan, state.tuning, key_step, links, alpha, nodes, stacks)
+        # what an unfinished number touches, all nodes will soon have: a network's step is made or undone as one
+        good = jnp.isfinite(new.x).all() & (new.weight > LEAST_WEIGHT).all()
+        return new, position, accepted, good, links.sent, links.received
+
+    new, position, accepted, good, sent, received = jax.vmap(one)(jnp.arange(networks), state.nodes)
+
+    def kept(new: Array, old: Array) -> Array:
+        return jnp.where(good.reshape(-1, *[1] * (new.ndim - 1)), new, old)
+
+    nodes = jax.tree.map(kept, new, state.nodes)
+    chains = state.push_sum_weight.shape
+    old = flat(plan, state.z).reshape(position.shape)
+    position = kept(position, old)
+    # sum of W over m: Y of this step weighs the positions of this step
+    average = jnp.mean(nodes.weight[..., None] * position, axis=1, keepdims=True)
+    return state._replace(
+        i=state.i + 1,
+        z=sites(plan, totals, state.tuning, position, nodes.eps, stacks),
+        nodes=nodes,
+        push_sum_weight=nodes.weight.reshape(chains),
+        consensus_error=jnp.sum((position - average) ** 2, -1).reshape(chains),
+        diverging=jnp.repeat(~good, position.shape[1]),
+        local_accept_prob=accepted.reshape(chains),
+        step_size=jnp.broadcast_to(alpha, chains),
+        sent=state.sent + sent.reshape(chains),
+        received=state.received + received.reshape(chains),
+        rng_key=rng_key,
+    )
+
+
+def current_step_size(plan: NetworkPlan, state: NetworkState) -> Array:
+    if state.adaptation is not None:
+        return state.adaptation.step_size
+    size = state.tuning.step_size
+    return size if plan.schedule is None else jnp.asarray(plan.schedule(state.i), size.dtype)
+
+
+def _learn(
+    plan: NetworkPlan, tuning: Tuning, adaptation: Adaptation, key: Array, average: Array, eps: Any, stacks: list
+) -> Adaptation:
+    """See the curvature, in preconditioned units, and the noise of gradients at a position of all nodes."""
+    keys = random.split(key)
+
+    def estimate(u: Array) -> tuple[Array, Array]:
+        theta = average + (u if tuning.scale is None else matvec(tuning.scale, u))
+        positions = jnp.broadcast_to(theta, (len(plan.names), *theta.shape))
+        both = [gradients(plan, tuning, keys[k], positions, eps, stacks).sum(0) for k in (0, 1)]
+        return both[0], both[1]
+
+    return adapt(adaptation, estimate, jnp.zeros_like(average))
+
+
+def flat(plan: NetworkPlan, z: Mapping[str, Array]) -> Array:
+    """Global positions ``(C, d)``."""
+    return jax.vmap(plan.factors.ravel)({name: z[name] for name, _ in plan.factors.global_sites})
+
+
+def sites(
+    plan: NetworkPlan, totals: tuple, tuning: Tuning, position: Array, eps: list[Array] | None, stacks: list[SiloRows]
+) -> dict[str, Array]:
+    """All latent sites of positions ``(R, m, d)`` and coordinates, ``(C, ...)``."""
+    theta = position.reshape(-1, position.shape[-1])
+    shared = jax.vmap(plan.factors.unravel)(theta)
+    if plan.units is None or eps is None:
+        return shared
+    units, latents = plan.units, tuning.latents
+    assert latents is not None
+    groups = plan.factors.local_groups()
+    size = dict(totals)
+
+    def one(position: Array, eps: list[Array]) -> dict[str, Array]:
+        out: dict[str, Array] = {}
+        for k, rows in enumerate(stacks):
+            u = jax.vmap(latents.u)(position[rows.number])
+            z = jax.vmap(lambda own, u, e: own.forward(u, e))(latents.rows[k], u, eps[k])
+            for name, x in jax.vmap(units.to_sites)(z).items():
+                empty = jnp.zeros((size[groups[name]], *x.shape[2:]), x.dtype)
+                out[name] = to_pooled_order(out.get(name, empty), rows, groups[name], x)
+        return {s.name: jnp.moveaxis(out[s.name], 0, s.axis) for s in plan.factors.local_sites}
+
+    local = jax.vmap(one)(position, eps)
+    return {**shared, **{k: jnp.repeat(v, position.shape[1], axis=0) for k, v in local.items()}}
+
+
+@partial(jax.jit, static_argnames=("plan",))
+def look_around(
+    plan: NetworkPlan, tuning: Tuning, first: Adaptation, key: Array, average: Array, eps: Any, stacks: list
+) -> Adaptation:
+    return first_looks(first, lambda i, a: _learn(plan, tuning, a, random.fold_in(key, i), average, eps, stacks))

@@ -1,0 +1,52 @@
+"""The exact law of nodes that sample the model ``linear``: the recursions are linear, their noise is normal."""
+
+import numpy as np
+from small_models import linear_precisions
+
+__all__ = ["exact_law", "posterior"]
+
+
+def posterior(silos):
+    eta, precision = linear_precisions(silos)
+    covariance = np.linalg.inv(precision.sum(0) + np.eye(2))
+    return covariance @ eta.sum(0), covariance
+
+
+def exact_law(silos, graph, alpha, *, tracking=False, gossip=False, steps=8000):
+    """Stationary mean ``(m d,)`` and covariance of all nodes' positions, averaged over the graph's period.
+
+    The state is (X, tracker, gradient held); a step is state <- F state + c + G noise, so that with the covariance S of the last
+    period's states S <- F S F' + G G', the discrete Lyapunov recursion.
+    """
+    eta, precision = linear_precisions(silos)
+    m, d = eta.shape
+    n, eye = m * d, np.eye(d)
+    slope = np.zeros((n, n))
+    for i in range(m):
+        slope[i * d : (i + 1) * d, i * d : (i + 1) * d] = -(precision[i] + eye / m)
+    constant = eta.ravel()
+    weight, mean, cov, seen = np.ones(m), np.zeros(3 * n), np.zeros((3 * n, 3 * n)), []
+    noise = np.zeros((3 * n, 3 * n))
+    noise[:n, :n] = 2 * alpha * np.eye(n)
+    for t in range(steps):
+        matrix = graph.matrix(t, gossip=gossip)
+        weight = matrix @ weight
+        mix = np.kron(matrix, eye)
+        place = np.eye(n) if gossip else np.kron(np.diag(1 / weight) @ matrix, eye)
+        if t >= steps - graph.period:
+            seen.append((place @ mean[:n], place @ cov[:n, :n] @ place.T))
+        step, add = np.zeros((3 * n, 3 * n)), np.zeros(3 * n)
+        gradient, drift = slope @ place, np.zeros((n, 3 * n))
+        drift[:, :n] = gradient
+        if tracking:
+            drift[:, n : 2 * n], drift[:, 2 * n :] = mix, -np.eye(n)
+        step[n : 2 * n], add[n : 2 * n] = drift, constant
+        step[2 * n :, :n], add[2 * n :] = gradient, constant
+        step[:n] = alpha * drift
+        step[:n, :n] += mix
+        add[:n] = alpha * constant
+        mean = step @ mean + add
+        cov = step @ cov @ step.T + noise
+    average = np.mean([s[0] for s in seen], axis=0)
+    spread = [s[1] + np.outer(s[0] - average, s[0] - average) for s in seen]
+    return average, np.mean(spread, axis=0)

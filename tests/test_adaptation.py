@@ -1,0 +1,153 @@
+"""The step size learned in warm-up: curvature and noise against their exact values, and the bias it aims at."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import random
+from network_law import exact_law, posterior
+from numpyro.infer import MCMC
+from small_models import intercepts, intercepts_silos, linear, linear_precisions, linear_silos
+
+import numpyro_fed as fed
+
+SILOS = linear_silos()
+M = len(SILOS)
+
+
+def curvature():
+    return linear_precisions(SILOS)[1].sum(0) + np.eye(2)
+
+
+def warm(kernel, chains, num_warmup, num_samples=10, **options):
+    mcmc = MCMC(
+        kernel, num_warmup=num_warmup, num_samples=num_samples, num_chains=chains, chain_method="vectorized", progress_bar=False
+    )  # fmt: skip
+    mcmc.run(random.key(0), SILOS, **options)
+    return mcmc
+
+
+def batch_noise(batch, pooled):
+    """Covariance of the gradient's estimate at the posterior mean from minibatches with replacement, summed over silos."""
+    mean, total = posterior(SILOS)[0], 0.0
+    rows = [{k: np.asarray(v, np.float64) for k, v in SILOS[name].items()} for name in SILOS]
+    if pooled:
+        rows = [{k: np.concatenate([r[k] for r in rows]) for k in rows[0]}]
+    for r in rows:
+        scores = r["x"] * (r["y"] - r["x"] @ mean)[:, None]
+        total = total + len(r["y"]) ** 2 / batch * np.cov(scores.T, ddof=0)
+    return total
+
+
+def start(chains):
+    """All chains at the posterior's mean."""
+    return {"beta": jnp.broadcast_to(jnp.asarray(posterior(SILOS)[0], jnp.float32), (chains, 2))}
+
+
+def test_curvature_of_a_gaussian_is_found_exactly():
+    values, vectors = np.linalg.eigh(curvature())
+    kernel = fed.PushSumLangevin(linear, fed.graphs.ring(M), bias_target=0.03)
+    state = warm(kernel, M, 50).last_state
+    learned = np.asarray(state.adaptation.product)
+    np.testing.assert_allclose(np.linalg.norm(learned), values[-1], rtol=1e-3)
+    np.testing.assert_allclose(np.abs(learned @ vectors[:, -1]), values[-1], rtol=1e-3)
+    assert float(state.adaptation.noise) < 1e-3
+    price = fed.graphs.ring(M).added_variance() + 1 / (4 * M)
+    assert float(state.step_size[0]) == pytest.approx(0.03 / (price * values[-1]), rel=1e-3)
+    sgld = warm(fed.SGLD(linear, "adaptive", 5, bias_target=0.03), 4, 20).last_state
+    np.testing.assert_allclose(np.asarray(sgld.step_size), 8 * 0.03 / values[-1], rtol=1e-3)
+    assert float(sgld.inflation[0] if sgld.inflation.ndim else sgld.inflation) == pytest.approx(1.03)
+
+
+@pytest.mark.parametrize("name", ["SGLD", "push-sum"])
+def test_noise_of_minibatches_is_measured(name):
+    stiff = np.linalg.eigh(curvature())[1][:, -1]
+    if name == "SGLD":
+        state = warm(fed.SGLD(linear, "adaptive", 1, 3), 8, 1000, init_params=start(8)).last_state
+    else:
+        state = warm(
+            fed.PushSumLangevin(linear, fed.graphs.ring(M), batch_size=2), 2 * M, 4000, init_params=start(2 * M)
+        ).last_state
+    expected = stiff @ batch_noise(3 if name == "SGLD" else 2, pooled=name == "SGLD") @ stiff
+    noise = np.atleast_1d(np.asarray(state.adaptation.noise))
+    # residuals are larger where the chain is than at the mean, and the average of squares is over a few thousand draws
+    assert np.mean(noise) == pytest.approx(expected, rel=0.3)
+    # negative control: full gradients would have none
+    assert expected > 10
+
+
+def test_after_warmup_nothing_changes_and_all_chains_keep_their_own():
+    mcmc = warm(fed.SGLD(linear, "adaptive", 2, 3), 4, 100, 50)
+    steps = np.asarray(mcmc.get_extra_fields(group_by_chain=True)["step_size"])
+    assert (steps == steps[:, :1]).all()
+    assert len(set(steps[:, 0].tolist())) == 4
+    assert int(mcmc.last_state.adaptation.left) == 0
+    mcmc = warm(fed.PushSumLangevin(linear, fed.graphs.ring(M), batch_size=2), M, 100, 50)
+    steps = np.asarray(mcmc.get_extra_fields()["step_size"])
+    assert len(set(steps.tolist())) == 1
+
+
+@pytest.mark.parametrize("graph", [fed.graphs.ring(M), fed.graphs.star(M), fed.graphs.periodic([fed.graphs.ring(M), fed.graphs.star(M)])], ids=repr)  # fmt: skip
+def test_the_worst_node_is_as_inflated_as_it_was_aimed_at(graph):
+    """Exactly, on a Gaussian model of silos alike: by the law of the linear recursion at the step that was chosen."""
+    rows = linear_silos((40,))
+    data = {k: np.asarray(v) for k, v in rows[rows.names[0]].items()}
+    silos = fed.Silos({name: data for name in ("a", "b", "c", "d")}, rows={"x": "rows", "y": "rows"})
+    for target in (0.01, 0.03):
+        kernel = fed.PushSumLangevin(linear, graph, bias_target=target)
+        state = kernel.init(random.split(random.key(0), M), 0, model_args=(silos,))
+        alpha = float(kernel.sample(state, (silos,), {}).step_size[0])
+        cov = exact_law(silos, graph, alpha)[1]
+        precision = linear_precisions(silos)[1]
+        values, vectors = np.linalg.eigh(precision.sum(0) + np.eye(2))
+        stiff = vectors[:, -1]
+        nodes = [np.sqrt(stiff @ cov[2 * i : 2 * i + 2, 2 * i : 2 * i + 2] @ stiff * values[-1]) for i in range(M)]
+        assert max(nodes) - 1 == pytest.approx(target, rel=0.06)
+
+
+def test_a_start_far_away_does_not_freeze_the_chain():
+    """A rule by the size of gradients would take steps of no length there."""
+    kernel = fed.SGLD(linear, "adaptive", 10, 3)
+    start = {"beta": jnp.full((4, 2), 300.0)}
+    mcmc = MCMC(kernel, num_warmup=300, num_samples=200, num_chains=4, chain_method="vectorized", progress_bar=False)
+    mcmc.run(random.key(0), SILOS, init_params=start)
+    mean, cov = posterior(SILOS)
+    beta = np.asarray(mcmc.get_samples()["beta"])
+    assert (np.abs(beta.mean(0) - mean) < 2 * np.sqrt(np.diag(cov))).all()
+
+
+def test_local_latents_and_preconditioner():
+    silos = intercepts_silos()
+    for kernel, chains in (
+        (fed.SGLD(intercepts, "adaptive", 5, preconditioner="surrogate"), 2),
+        (fed.PushSumLangevin(intercepts, fed.graphs.ring(3), preconditioner="surrogate"), 3),
+    ):
+        mcmc = MCMC(
+            kernel, num_warmup=50, num_samples=10, num_chains=chains, chain_method="vectorized", progress_bar=False
+        )
+        mcmc.run(random.key(0), silos)
+        # the one global parameter, whitened, has precision one at fixed coordinates of the latents
+        learned = np.linalg.norm(np.asarray(mcmc.last_state.adaptation.product), axis=-1)
+        np.testing.assert_allclose(learned, 1, rtol=0.02)
+
+
+def test_stays_at_one_silo_are_refused():
+    for kernel in (fed.DSGLD, fed.FSGLD):
+        with pytest.raises(ValueError, match=r'expected "auto", whose pilot measures whole stays'):
+            kernel(linear, "adaptive")
+
+
+def test_a_curvature_that_is_not_finite_is_said_before_the_first_step():
+    def model(y):
+        import numpyro
+        import numpyro.distributions as dist
+
+        mu = numpyro.sample("mu", dist.Normal(0, 1))
+        with fed.silo_plate("rows", y.shape[0]):
+            numpyro.factor("term", jnp.sqrt(mu - 100.0) * y)
+
+    silos = fed.Silos({"a": {"y": np.ones(2, np.float32)}, "b": {"y": np.ones(3, np.float32)}})
+    with pytest.raises(ValueError, match="curvature is not finite at the start"):
+        fed.PushSumLangevin(model, fed.graphs.ring(2), validate=False).init(
+            jax.random.split(random.key(0), 2), 10, model_args=(silos,)
+        )

@@ -1,0 +1,370 @@
+"""Push-sum and gossip: the update as printed, conservation, and the law of every node against the exact one."""
+
+import warnings
+
+import arviz as az
+import jax
+import jax.numpy as jnp
+import networkx as nx
+import numpy as np
+import pytest
+from jax import random
+from network_law import exact_law, posterior
+from numpyro.infer import MCMC
+from small_models import intercepts, intercepts_posterior, intercepts_silos, linear, linear_precisions, linear_silos
+
+import numpyro_fed as fed
+from numpyro_fed.mcmc.mixing import mixing
+from numpyro_fed.mcmc.nodes import gradients
+from numpyro_fed.mcmc.time_varying import TimeVaryingGraph
+
+SILOS = linear_silos()
+M, D = len(SILOS), 2
+LOPSIDED = nx.DiGraph([(0, 1), (1, 2), (2, 3), (3, 0), (0, 2), (0, 3)])
+PERIODIC = fed.graphs.periodic([LOPSIDED, LOPSIDED.reverse(), nx.DiGraph(nx.star_graph(3))])
+
+
+def run(kernel, silos, networks, num_samples, num_warmup=300, seed=0):
+    mcmc = MCMC(
+        kernel, num_warmup=num_warmup, num_samples=num_samples, num_chains=networks * len(silos), chain_method="vectorized",
+        progress_bar=False,
+    )  # fmt: skip
+    mcmc.run(random.key(seed), silos)
+    return mcmc
+
+
+# The exchange
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize("both_ways", [False, True])
+@pytest.mark.parametrize("name", ["fixed", "periodic", "failing"])
+def test_mixing_conserves_what_nodes_hold(name, both_ways, sparse):
+    graph = {"fixed": fed.graphs.from_networkx(LOPSIDED), "periodic": PERIODIC, "failing": PERIODIC}[name]
+    if both_ways:
+        graph = fed.graphs.geometric(6, 0.7)
+    if name == "failing":
+        graph = graph.with_link_failures(0.3).with_node_dropout(0.2)
+    arrays = mixing(graph, both_ways=both_ways, sparse=sparse)
+    x = random.normal(random.key(1), (graph.num_nodes, 3))
+    weight = jnp.ones(graph.num_nodes)
+
+    @jax.jit
+    def step(t, x, weight):
+        links = arrays.links(random.fold_in(random.key(2), t), t, fails=graph.fails, both_ways=both_ways)
+        return links, links.mix(x), links.mix(weight)
+
+    varied = set()
+    for t in range(200):
+        links, new, weight = step(t, x, weight)
+        np.testing.assert_allclose(new.sum(0), x.sum(0), rtol=2e-5, atol=2e-5)
+        assert float(weight.sum()) == pytest.approx(graph.num_nodes, rel=2e-5)
+        assert int(links.sent.sum()) == int(links.received.sum()) <= int(graph.links[t % graph.period].sum())
+        if not graph.fails:
+            np.testing.assert_allclose(new, graph.matrix(t, gossip=both_ways) @ np.asarray(x), rtol=1e-5, atol=1e-6)
+        if both_ways:
+            np.testing.assert_allclose(weight, 1, rtol=2e-5)
+        varied.add(int(links.sent.sum()))
+        x = new
+    assert (len(varied) > 2) == graph.fails or name == "periodic"
+
+
+def test_sparse_and_dense_mixing_are_one_when_the_same_links_fail():
+    graph = PERIODIC.with_link_failures(0.4)
+    x = random.normal(random.key(1), (4, 2, 3))
+    for t in range(6):
+        dense, sparse = (
+            mixing(graph, both_ways=False, sparse=s).links(random.key(t), jnp.asarray(t), fails=True, both_ways=False)
+            for s in (False, True)
+        )
+        np.testing.assert_allclose(dense.mix(x), sparse.mix(x), rtol=1e-6, atol=1e-6)
+        np.testing.assert_array_equal(dense.sent, sparse.sent)
+
+
+def test_links_fail_as_often_as_they_should():
+    graph = fed.graphs.complete(5).with_link_failures(0.3).with_node_dropout(0.1)
+    arrays, steps = mixing(graph, both_ways=False), 2000
+    draw = jax.vmap(lambda k: arrays.links(k, jnp.zeros((), jnp.int32), fails=True, both_ways=False).sent.sum())
+    sent = np.asarray(draw(random.split(random.key(0), steps)), float)
+    expected = 20 * 0.7 * 0.9**2
+    assert abs(sent.mean() - expected) < 4 * sent.std() / np.sqrt(steps)
+    assert abs(sent.mean() - 20 * 0.7) > 8 * sent.std() / np.sqrt(steps)  # negative control: dropout counts
+
+
+# The update
+
+
+def keys_of_a_step(state, networks):
+    _, key = random.split(state.rng_key)
+    return [random.split(random.fold_in(key, r + 1)) for r in range(networks)]
+
+
+@pytest.mark.parametrize("kind", ["push-sum", "tracking", "gossip"])
+def test_steps_are_those_of_the_equations(kind):
+    """Equation 4, push-DIGing and DE-SGLD written out in NumPy, with the kernel's own normal numbers."""
+    alpha, networks = 0.004, 2
+    gossip = kind == "gossip"
+    graph = fed.graphs.periodic([nx.star_graph(3), nx.path_graph(4)]) if gossip else PERIODIC
+    if gossip:
+        kernel = fed.GossipLangevin(linear, graph, alpha)
+    else:
+        kernel = fed.PushSumLangevin(linear, graph, alpha, gradient_tracking=kind == "tracking")
+    state = kernel.init(random.split(random.key(0), networks * M), 0, model_args=(SILOS,))
+    eta, precision = linear_precisions(SILOS)
+    x = np.asarray(state.nodes.x, np.float64)
+    weight, tracker, held = np.ones((networks, M)), np.zeros_like(x), np.zeros_like(x)
+    for t in range(5):
+        keys = keys_of_a_step(state, networks)
+        before = np.asarray(state.nodes.x, np.float64).mean(1)
+        state = kernel.sample(state, (SILOS,), {})
+        matrix = graph.matrix(t, gossip=gossip)
+        mixed, weight = np.einsum("ij,rjd->rid", matrix, x), weight @ matrix.T
+        z = x if gossip else mixed / weight[..., None]
+        slope = eta - np.einsum("ijk,rik->rij", precision, z) - z / M
+        drift = slope
+        if kind == "tracking":
+            tracker = np.einsum("ij,rjd->rid", matrix, tracker) + slope - held
+            drift, held = tracker, slope
+        xi = np.array([[random.normal(random.fold_in(random.split(k[1])[1], i), (D,)) for i in range(M)] for k in keys])
+        x = mixed + alpha * drift + np.sqrt(2 * alpha) * xi
+        np.testing.assert_allclose(np.asarray(state.z["beta"]).reshape(z.shape), z, rtol=2e-4, atol=2e-4)
+        np.testing.assert_allclose(state.nodes.x, x, rtol=2e-4, atol=2e-4)
+        np.testing.assert_allclose(np.asarray(state.push_sum_weight).reshape(weight.shape), weight, rtol=1e-5)
+        # the average moves by the average of what nodes add, and by nothing else
+        added = (alpha * slope + np.sqrt(2 * alpha) * xi).mean(1)
+        np.testing.assert_allclose(np.asarray(state.nodes.x).mean(1) - before, added, rtol=1e-3, atol=1e-5)
+        error = ((z - (weight[..., None] * z).mean(1, keepdims=True)) ** 2).sum(-1)
+        np.testing.assert_allclose(np.asarray(state.consensus_error).reshape(error.shape), error, rtol=2e-3, atol=1e-5)
+    assert int(state.i) == 5
+
+
+def test_nodes_of_a_complete_graph_agree():
+    kernel = fed.PushSumLangevin(linear, fed.graphs.complete(M), 0.002)
+    fields = run(kernel, SILOS, 2, 50).get_extra_fields()
+    assert float(fields["consensus_error"].max()) < 1e-8
+
+
+def test_a_minibatch_is_unbiased_and_full_gradients_sum_to_the_pooled_one():
+    graph = fed.graphs.ring(M)
+    full, batch = (fed.PushSumLangevin(linear, graph, 0.01, size) for size in (None, 2))
+    theta = jnp.array([[0.3, -1.0], [1.0, 0.2], [0.0, 0.0], [-1.0, 2.0]])
+    for kernel in (full, batch):
+        kernel.init(random.split(random.key(0), M), 0, model_args=(SILOS,))
+    stacks = full._rows(SILOS)
+    exact = np.asarray(gradients(full._plan, full._tuning, random.key(0), theta, None, stacks))
+    eta, precision = linear_precisions(SILOS)
+    expected = eta - np.einsum("ijk,ik->ij", precision, theta) - np.asarray(theta) / M
+    np.testing.assert_allclose(exact, expected, rtol=1e-4, atol=1e-4)
+    many = jax.jit(jax.vmap(lambda k: gradients(batch._plan, batch._tuning, k, theta, None, stacks)))
+    draws = np.asarray(many(random.split(random.key(1), 20_000)), np.float64)
+    error = draws.std(0) / np.sqrt(len(draws))
+    assert (np.abs(draws.mean(0) - exact) < 4 * error + 1e-4).all()
+    assert (error > 1e-3).any()  # minibatches do vary
+
+
+# The law
+
+
+def errors(mcmc, law, networks):
+    """Errors of means and covariances of all nodes in Monte-Carlo s.e., from independent networks."""
+    mean, cov = law
+    beta = np.asarray(mcmc.get_samples(group_by_chain=True)["beta"], np.float64)
+    draws = np.moveaxis(beta.reshape(networks, M, -1, D), 1, 2).reshape(networks, -1, M * D)
+    centred = draws - mean
+    second = np.einsum("cni,cnj->cij", centred, centred) / draws.shape[1] - cov
+    upper = np.triu_indices(M * D)
+    each = np.concatenate([centred.mean(1), second[:, upper[0], upper[1]]], axis=1)
+    return each.mean(0) / (each.std(0, ddof=1) / np.sqrt(networks)), draws
+
+
+LAWS = {
+    "ring": (fed.graphs.ring(M), {}),
+    "lopsided": (fed.graphs.from_networkx(LOPSIDED), {}),
+    "2-periodic": (fed.graphs.periodic([LOPSIDED, nx.DiGraph(nx.path_graph(M))]), {}),
+    "lopsided, tracked": (fed.graphs.from_networkx(LOPSIDED), {"tracking": True}),
+    "2-periodic, tracked": (fed.graphs.periodic([LOPSIDED, nx.DiGraph(nx.path_graph(M))]), {"tracking": True}),
+    "gossip": (fed.graphs.star(M), {"gossip": True}),
+}
+ALPHA, NETWORKS = 0.004, 64
+
+
+def fit(graph, tracking=False, gossip=False):
+    if gossip:
+        return run(fed.GossipLangevin(linear, graph, ALPHA), SILOS, NETWORKS, 1200)
+    return run(fed.PushSumLangevin(linear, graph, ALPHA, gradient_tracking=tracking), SILOS, NETWORKS, 1200)
+
+
+@pytest.mark.parametrize("name", LAWS)
+def test_every_node_and_the_average_have_the_law_of_the_linear_recursion(name):
+    graph, options = LAWS[name]
+    mean, cov = exact_law(SILOS, graph, ALPHA, **options)
+    mcmc = fit(graph, **options)
+    deviations, draws = errors(mcmc, (mean, cov), NETWORKS)
+    # 44 numbers, strongly correlated
+    assert np.abs(deviations).max() < 4
+    # the average over nodes (gossip: exactly; push-sum: of Z, unweighted) by the same covariance
+    pick = np.kron(np.ones(M) / M, np.eye(D))
+    centred = draws @ pick.T - pick @ mean
+    second = np.einsum("cni,cnj->cij", centred, centred) / draws.shape[1] - pick @ cov @ pick.T
+    assert (np.abs(second.mean(0)) < 4 * second.std(0, ddof=1) / np.sqrt(NETWORKS)).all()
+
+
+def test_the_law_tells_a_row_stochastic_matrix_from_a_column_stochastic_one():
+    """Negative control: the transpose of the shares, which no constructor accepts."""
+    columns = fed.graphs.from_networkx(LOPSIDED)
+    rows = TimeVaryingGraph(columns.links, columns.nodes, columns.matrix().T[None])
+    mcmc = run(fed.PushSumLangevin(linear, rows, ALPHA), SILOS, NETWORKS, 1200)
+    deviations, _ = errors(mcmc, exact_law(SILOS, columns, ALPHA), NETWORKS)
+    assert np.abs(deviations).max() > 8
+
+
+def test_tracking_removes_the_shift_of_the_mean():
+    mean, cov = posterior(SILOS)
+    sd = np.sqrt(np.diag(cov))
+    shifts = {}
+    for tracking in (False, True):
+        exact = exact_law(SILOS, fed.graphs.from_networkx(LOPSIDED), ALPHA, tracking=tracking)[0]
+        shifts[tracking] = np.abs((exact.reshape(M, D) - mean) / sd).max()
+    assert shifts[True] < 1e-6
+    assert shifts[False] > 0.05
+
+
+def test_diminishing_steps_bring_nodes_together():
+    kernel = fed.PushSumLangevin(linear, PERIODIC.with_link_failures(0.3), fed.polynomial_decay(0.2, 20.0, 1.0))
+    fields = run(kernel, SILOS, 16, 8000, num_warmup=0).get_extra_fields(group_by_chain=True)
+    error = np.asarray(fields["consensus_error"]).mean(0)
+    early, late = error[100:200].mean(), error[-1000:].mean()
+    # proportional to the step: (20 + 150) / (20 + 7500) = 1 / 44
+    assert late < early / 20
+    np.testing.assert_allclose(np.asarray(fields["step_size"])[0, [0, 99]], [0.01, 0.2 / 119], rtol=1e-5)
+
+
+def test_local_latents_stay_on_their_node_and_have_their_posterior():
+    silos = intercepts_silos()
+    mean, cov = intercepts_posterior(silos)
+    networks = 16
+    kernel = fed.PushSumLangevin(
+        intercepts, fed.graphs.ring(3).with_link_failures(0.2), 0.1, preconditioner="surrogate", gradient_tracking=True
+    )
+    mcmc = run(kernel, silos, networks, 2000)
+    idata = fed.to_inference_data(mcmc, silos, node="average", log_likelihood=False)
+    draws = np.concatenate([idata.posterior.mu.values[..., None], idata.posterior.a.values], -1)
+    each = draws.mean(1) - mean
+    error = each.std(0, ddof=1) / np.sqrt(networks)
+    assert (np.abs(each.mean(0)) < 4 * error).all()
+    # a shift of 0.2 sd would be seen, in all 19 numbers
+    assert (4 * error < 0.2 * np.sqrt(np.diag(cov))).all()
+    np.testing.assert_allclose(draws.std((0, 1)) / np.sqrt(np.diag(cov)), 1, atol=0.1)
+    beta = mcmc.get_samples(group_by_chain=True)
+    a = np.asarray(beta["a"]).reshape(networks, 3, -1, 18)
+    np.testing.assert_array_equal(a[:, 0], a[:, 1])  # all nodes of a network carry the same ones
+    assert np.abs(a[0] - a[1]).max() > 0.1
+
+
+# What comes back
+
+
+@pytest.fixture(scope="module")
+def fitted():
+    kernel = fed.PushSumLangevin(linear, PERIODIC.with_link_failures(0.1), 0.002)
+    return run(kernel, SILOS, 3, 400)
+
+
+def test_a_node_is_a_chain(fitted, tmp_path):
+    idata = fed.to_inference_data(fitted, SILOS)
+    assert idata.posterior.sizes["chain"] == 3 * M
+    assert idata.posterior.node.values.tolist() == list(SILOS.names) * 3
+    assert idata.posterior.network.values.tolist() == [0] * M + [1] * M + [2] * M
+    assert {"consensus_error", "push_sum_weight", "step_size", "diverging"} <= set(idata.sample_stats)
+    one = fed.to_inference_data(fitted, SILOS, node="silo 2")
+    np.testing.assert_array_equal(one.posterior.beta, idata.posterior.beta[2::M])
+    assert one.posterior.chain.values.tolist() == [0, 1, 2]
+    assert {"log_likelihood", "observed_data"} <= set(one.groups())
+    one.to_netcdf(tmp_path / "node.nc")
+    assert az.from_netcdf(tmp_path / "node.nc").posterior.node.values.tolist() == ["silo 2"] * 3
+    ratio = fed.compare(one, idata).table["sd_ratio"]
+    assert (ratio.between(0.8, 1.25)).all()
+
+
+def test_the_average_weighs_nodes_by_what_they_hold(fitted):
+    idata = fed.to_inference_data(fitted, SILOS)
+    average = fed.to_inference_data(fitted, SILOS, node="average")
+    weight = idata.sample_stats.push_sum_weight.values.reshape(3, M, -1, 1)
+    beta = idata.posterior.beta.values.reshape(3, M, -1, D)
+    np.testing.assert_allclose(average.posterior.beta, (weight * beta).mean(1), rtol=1e-4, atol=1e-5)
+    assert average.log_likelihood.y.shape == (3, 400, 30)
+
+
+def test_the_ledger_counts_links_that_worked():
+    kernel = fed.PushSumLangevin(linear, fed.graphs.star(M), 0.001, gradient_tracking=True)
+    mcmc = run(kernel, SILOS, 2, 30, num_warmup=10)
+    ledger = kernel.ledger(mcmc.last_state)
+    message = 4 * (2 * D + 1)
+    assert ledger.rounds == ledger.gradient_evaluations == (80,) * M
+    assert ledger.bytes_up == (80 * 3 * message, *[80 * message] * 3)
+    assert ledger.bytes_down == ledger.bytes_up
+
+
+def test_networks_do_not_depend_on_how_many_there_are():
+    kernel = fed.PushSumLangevin(linear, PERIODIC.with_link_failures(0.2), 0.002)
+    start = {"beta": jnp.ones((2 * M, D))}
+    two = kernel.init(random.split(random.key(3), 2 * M), 0, start, model_args=(SILOS,))
+    one = kernel.init(random.split(random.key(3), M), 0, {"beta": start["beta"][:M]}, model_args=(SILOS,))
+    one = one._replace(rng_key=two.rng_key)
+    for _ in range(3):
+        two, one = (kernel.sample(s, (SILOS,), {}) for s in (two, one))
+    np.testing.assert_allclose(two.z["beta"][:M], one.z["beta"], rtol=1e-5)
+
+
+def test_run_goes_on_from_the_last_state(fitted):
+    before = int(fitted.last_state.i)
+    fitted.post_warmup_state = fitted.last_state
+    fitted.run(random.key(9), SILOS)
+    assert int(fitted.last_state.i) == before + 400
+    fitted.post_warmup_state = None
+
+
+def test_a_network_that_leaves_the_reals_is_undone_and_named():
+    def far(count):
+        return jnp.where(count < 100, 1e-3, 1e30)
+
+    with pytest.warns(UserWarning, match="step_size falls"):
+        kernel = fed.PushSumLangevin(linear, fed.graphs.ring(M), lambda t: 1e-3 / (1 + t) ** 1.2)
+    kernel._step_size = far
+    mcmc = run(kernel, SILOS, 2, 50, num_warmup=80)
+    diverging = np.asarray(mcmc.get_extra_fields(group_by_chain=True)["diverging"])
+    assert not diverging[:, :20].any()
+    assert diverging[:, 25:].all()
+    assert np.isfinite(mcmc.get_samples()["beta"]).all()
+    with pytest.warns(UserWarning, match=r"left the reals .* farthest from the average was node 'silo"):
+        fed.to_inference_data(mcmc, SILOS)
+
+
+def downhill(num_nodes):
+    """All send to node 0, and each to the next: push-sum weights halve from node to node."""
+    graph = nx.DiGraph([(i, i + 1) for i in range(num_nodes - 1)])
+    graph.add_edges_from((i, 0) for i in range(1, num_nodes))
+    return graph
+
+
+def test_a_small_push_sum_weight_is_reported_with_the_nodes_name():
+    silos = linear_silos((3,) * 19)
+    mcmc = run(fed.PushSumLangevin(linear, downhill(19), 1e-7), silos, 1, 20)
+    with warnings.catch_warnings(record=True) as caught:  # its draws are off the average, too
+        warnings.simplefilter("always")
+        fed.to_inference_data(mcmc, silos, log_likelihood=False)
+    assert any("push-sum weight of node 'silo 18' fell to" in str(w.message) for w in caught), caught
+    with pytest.raises(ValueError, match=r"node 29 gives away nearly all .* weight falls to .*e-0"):
+        fed.PushSumLangevin(linear, downhill(30), 1e-4)
+
+
+def test_nodes_that_disagree_in_the_mean_are_named():
+    graph = fed.graphs.from_networkx(LOPSIDED)
+    exact, cov = exact_law(SILOS, graph, 0.01)
+    offsets = exact.reshape(M, D) - exact.reshape(M, D).mean(0)
+    worst = np.abs(offsets / np.sqrt(np.diag(cov).reshape(M, D).mean(0))).max(1).argmax()
+    mcmc = run(fed.PushSumLangevin(linear, graph, 0.01), SILOS, 4, 2000)
+    with pytest.warns(
+        UserWarning, match=f"node 'silo {worst}' is at least 0.\\d+ posterior sds off the average of all"
+    ):
+        fed.to_inference_data(mcmc, SILOS, log_likelihood=False)
