@@ -27,7 +27,7 @@ def test_starts_are_kept_and_draws_are_in_their_supports(name):
     silos = entry.silos()
     m = len(silos)
     kernel = fed.PushSumLangevin(entry.model, fed.graphs.complete(m), 1e-4)
-    mcmc = MCMC(kernel, num_warmup=2, num_samples=5, num_chains=2 * m, chain_method="vectorized", progress_bar=False)
+    mcmc = MCMC(kernel, num_warmup=2, num_samples=8, num_chains=2 * m, chain_method="vectorized", progress_bar=False)
     mcmc.run(random.key(0), silos)
     draws = mcmc.get_samples(group_by_chain=True)
     sites = {n for n, _ in kernel.factors.global_sites} | {s.name for s in kernel.factors.local_sites}

@@ -130,7 +130,7 @@ class NetworkKernel(FederatedKernel):
 
         :param rng_key: a key for each chain.
         :param init_params: unconstrained values of all latent sites, a chain axis first; by default draws of the surrogate posterior, and
-            without surrogates uniform on (-2, 2), for each node its own.
+            where nothing was fitted (no preconditioner, no local latents) uniform on (-2, 2), for each node its own.
         """
         silos, extra = self._arguments(model_args, model_kwargs)
         if extra:
@@ -170,6 +170,11 @@ class NetworkKernel(FederatedKernel):
         elif tuning.scale is not None:
             normal = random.normal(key_theta, shape, tuning.loc.dtype)
             x = tuning.loc + jax.vmap(jax.vmap(partial(matvec, tuning.scale)))(normal)
+        elif tuning.latents is not None:  # where the local map was fitted, and so where it is good
+            normal = random.normal(key_theta, shape, tuning.loc.dtype)
+            whiten = tuning.latents.whiten
+            out = jnp.linalg.solve(whiten, normal[..., None])[..., 0] if whiten.ndim == 2 else normal / whiten
+            x = tuning.latents.loc + out
         else:
             x = random.uniform(key_theta, shape, tuning.loc.dtype, -2, 2)
         eps = None
