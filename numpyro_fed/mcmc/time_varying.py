@@ -223,7 +223,7 @@ class TimeVaryingGraph:
         figure, axes = plt.subplots(rows, columns, figsize=(3 * columns, 3 * rows), squeeze=False, layout="constrained")
         labels = dict(enumerate(map(str, self.nodes)))
         place = nx.circular_layout(range(self.num_nodes))
-        size = 500 if max(map(len, labels.values())) <= 3 else 1200
+        size = min(4000, max(500, 22 * max(map(len, labels.values())) ** 2))  # a label fits into its node
         for t, axis in enumerate(axes.flat):
             axis.set_axis_off()
             if t >= self.period:
@@ -238,7 +238,9 @@ class TimeVaryingGraph:
             if self.period > 1:
                 axis.set_title(f"step {t} of {self.period}")
         if self.fails:
-            figure.suptitle(f"links fail with p = {self.link_failure:g}, nodes with p = {self.node_dropout:g}")
+            chances = {"links": self.link_failure, "nodes": self.node_dropout}
+            fail = ", ".join(f"{what} fail: p = {p:g}" for what, p in chances.items() if p)
+            figure.suptitle(fail, fontsize="medium")
         return figure
 
 
