@@ -57,7 +57,7 @@ def average_of_nodes(mcmc: MCMC, silos: Silos, idata: Any, log_lik: bool) -> Any
         if name not in latent:  # alike in all nodes
             return grouped[:, 0]
         share = weight.reshape(-1, m, weight.shape[1], *[1] * (x.ndim - 2))
-        return jnp.mean(share * grouped, 1)
+        return jnp.sum(share * grouped, 1) / jnp.sum(share, 1)
 
     constrain = kernel.postprocess_fn((silos,), {})
     posterior = jax.vmap(jax.vmap(constrain))({k: average(k, v) for k, v in z.items()})

@@ -84,8 +84,9 @@ def advance(plan: NetworkPlan, totals: tuple, state: NetworkState, stacks: list[
     chains = state.push_sum_weight.shape
     old = flat(plan, state.z).reshape(position.shape)
     position = kept(position, old)
-    # sum of W over m: Y of this step weighs the positions of this step
-    average = jnp.mean(nodes.weight[..., None] * position, axis=1, keepdims=True)
+    # of W: Y of this step weighs the positions of this step (by its sum, which float32 lets drift from m by up to 1e-8 a step)
+    weight = nodes.weight[..., None]
+    average = jnp.sum(weight * position, 1, keepdims=True) / jnp.sum(weight, 1, keepdims=True)
     return state._replace(
         i=state.i + 1,
         z=sites(plan, totals, state.tuning, position, nodes.eps, stacks),
