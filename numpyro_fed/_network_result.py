@@ -72,6 +72,10 @@ def average_of_nodes(mcmc: MCMC, silos: Silos, idata: Any, log_lik: bool) -> Any
         values = log_likelihood(kernel.model, {k: posterior[k] for k in sites}, silos, batch_ndims=2)
         groups["log_likelihood"] = {k: np.asarray(v) for k, v in values.items()}
     result = az.from_dict(**groups, coords=coords, **options)
+    stats = idata.sample_stats
+    by_network = {k: stats[k].values.reshape(-1, m, stats.sizes["draw"]) for k in stats}
+    statistics = {k: v.any(1) if v.dtype == bool else v.mean(1) for k, v in by_network.items()}
+    result.add_groups(sample_stats=az.from_dict(sample_stats=statistics).sample_stats)
     if "observed_data" in idata.groups():
         result.add_groups(observed_data=idata.observed_data)
     return result
@@ -85,26 +89,28 @@ def _unconstrain(kernel: Any, silos: Silos) -> Callable:
 
 def warn_of_nodes(mcmc: MCMC, silos: Silos) -> None:
     """Say which nodes broke down, and which are off the average."""
-    fields = {k: np.asarray(v) for k, v in mcmc.get_extra_fields(group_by_chain=True).items()}
     m = len(silos)
-    weight = fields["push_sum_weight"].reshape(-1, m, fields["push_sum_weight"].shape[1]).min((0, 2))
-    if weight.min() < _SMALL_WEIGHT:
+    fields = {k: np.asarray(v) for k, v in mcmc.get_extra_fields(group_by_chain=True).items()}
+    weight, undone, error = (
+        fields[k].reshape(-1, m, fields[k].shape[1]) for k in ("push_sum_weight", "diverging", "consensus_error")
+    )
+    share = undone[:, 0].mean(1)
+    network = int(share.argmax())
+    lost = f"{100 * share.max():.1f} % of the steps of network {network} were undone" if share.max() else ""
+    least = weight.min((0, 2))
+    if least.min() < _SMALL_WEIGHT:
         warnings.warn(
-            f"the push-sum weight of node {silos.names[int(weight.argmin())]!r} fell to {weight.min():.1g} (of a mean of 1): it gives away more "
-            "than it hears, and its draws are quotients by it. Let more nodes send to it",
+            f"the push-sum weight of node {silos.names[int(least.argmin())]!r} fell to {least.min():.1g} (of a mean of 1): it gives away more "
+            f"than it hears, and its draws are quotients by it{f'; {lost}' if lost else ''}. Let more nodes send to it",
             stacklevel=4,
         )
-    undone = fields["diverging"].reshape(-1, m, weight.shape[0] and fields["diverging"].shape[1])[:, 0].mean(1)
-    if undone.max() > 0:
-        network = int(undone.argmax())
-        error = fields["consensus_error"].reshape(-1, m, fields["consensus_error"].shape[1])[network]
-        worst = silos.names[int(error.max(1).argmax())]
+    elif lost:
+        worst = silos.names[int(error[network].max(1).argmax())]
         warnings.warn(
-            f"{100 * undone.max():.1f} % of the steps of network {network} left the reals (or a push-sum weight fell below 1e-6) and were "
-            f"undone; farthest from the average was node {worst!r}. Its draws are not to be trusted: lower step_size",
+            f"{lost}, because they left the reals; farthest from the average was node {worst!r}. Its draws are not to be trusted: lower step_size",
             stacklevel=4,
         )
-    else:
+    if not lost:
         _warn_of_offsets(mcmc, silos)
 
 

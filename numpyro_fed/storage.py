@@ -126,7 +126,7 @@ class SiloRows:
         """Number of the silo's rows in a group, an integer scalar."""
         return self.sizes[group]
 
-    def batch(self, leaves: Iterable[str], index: Array) -> dict[str, Array]:
+    def take(self, leaves: Iterable[str], index: Array) -> dict[str, Array]:
         """Rows ``index`` of some row arguments (of one group) as keyword arguments."""
         return {leaf: self.rows[leaf][index.astype(jnp.uint32)] for leaf in leaves}
 

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import networkx as nx
 import numpy as np
 import pytest
 from jax import random
@@ -70,10 +71,11 @@ def test_noise_of_minibatches_is_measured(name):
         ).last_state
     expected = stiff @ batch_noise(3 if name == "SGLD" else 2, pooled=name == "SGLD") @ stiff
     noise = np.atleast_1d(np.asarray(state.adaptation.noise))
-    # residuals are larger where the chain is than at the mean, and the average of squares is over a few thousand draws
-    assert np.mean(noise) == pytest.approx(expected, rel=0.3)
-    # negative control: full gradients would have none
-    assert expected > 10
+    # squares of normal differences, averaged over 0.44 of the looks; the chain's own spread adds a tenth and less to residuals
+    error = expected * np.sqrt(2 / (0.44 * float(np.mean(state.adaptation.seen)) * len(noise)))
+    assert np.mean(noise) - expected + 4 * error > 0
+    assert np.mean(noise) - 1.15 * expected < 4 * error
+    assert error < 0.06 * expected
 
 
 def test_after_warmup_nothing_changes_and_all_chains_keep_their_own():
@@ -87,22 +89,46 @@ def test_after_warmup_nothing_changes_and_all_chains_keep_their_own():
     assert len(set(steps.tolist())) == 1
 
 
-@pytest.mark.parametrize("graph", [fed.graphs.ring(M), fed.graphs.star(M), fed.graphs.periodic([fed.graphs.ring(M), fed.graphs.star(M)])], ids=repr)  # fmt: skip
-def test_the_worst_node_is_as_inflated_as_it_was_aimed_at(graph):
+LOPSIDED = nx.DiGraph([(0, 1), (1, 2), (2, 3), (3, 0), (1, 0), (2, 0)])
+GRAPHS = {
+    "ring": (fed.graphs.ring(M), {}),
+    "star": (fed.graphs.star(M), {}),
+    "periodic": (fed.graphs.periodic([fed.graphs.ring(M), fed.graphs.star(M)]), {}),
+    "lopsided": (fed.graphs.from_networkx(LOPSIDED), {}),
+    "lopsided, tracked": (fed.graphs.from_networkx(LOPSIDED), {"tracking": True}),
+    "star, gossip": (fed.graphs.star(M), {"gossip": True}),
+}
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_the_worst_node_is_as_inflated_as_it_was_aimed_at(name):
     """Exactly, on a Gaussian model of silos alike: by the law of the linear recursion at the step that was chosen."""
+    graph, options = GRAPHS[name]
     rows = linear_silos((40,))
     data = {k: np.asarray(v) for k, v in rows[rows.names[0]].items()}
     silos = fed.Silos({name: data for name in ("a", "b", "c", "d")}, rows={"x": "rows", "y": "rows"})
-    for target in (0.01, 0.03):
-        kernel = fed.PushSumLangevin(linear, graph, bias_target=target)
-        state = kernel.init(random.split(random.key(0), M), 0, model_args=(silos,))
-        alpha = float(kernel.sample(state, (silos,), {}).step_size[0])
-        cov = exact_law(silos, graph, alpha)[1]
-        precision = linear_precisions(silos)[1]
-        values, vectors = np.linalg.eigh(precision.sum(0) + np.eye(2))
-        stiff = vectors[:, -1]
-        nodes = [np.sqrt(stiff @ cov[2 * i : 2 * i + 2, 2 * i : 2 * i + 2] @ stiff * values[-1]) for i in range(M)]
-        assert max(nodes) - 1 == pytest.approx(target, rel=0.06)
+    values, vectors = np.linalg.eigh(linear_precisions(silos)[1].sum(0) + np.eye(2))
+    stiff = vectors[:, -1]
+
+    def worst(alpha, steps):
+        cov = exact_law(silos, graph, alpha, steps=steps, **options)[1]
+        return max(stiff @ cov[2 * i : 2 * i + 2, 2 * i : 2 * i + 2] @ stiff for i in range(M)) * values[-1] - 1
+
+    # k itself, at a small step
+    small = 1e-3 / values[-1]
+    k = graph.added_variance(**options) + 1 / (4 * M)
+    assert worst(small, 40_000) / (2 * small * values[-1]) == pytest.approx(k, rel=0.01)
+    # the step that is chosen
+    target = 0.02
+    if options.get("gossip"):
+        kernel = fed.GossipLangevin(linear, graph, bias_target=target)
+    else:
+        kernel = fed.PushSumLangevin(
+            linear, graph, bias_target=target, gradient_tracking=options.get("tracking", False)
+        )
+    state = kernel.init(random.split(random.key(0), M), 0, model_args=(silos,))
+    alpha = float(kernel.sample(state, (silos,), {}).step_size[0])
+    assert np.sqrt(1 + worst(alpha, 8000)) - 1 == pytest.approx(target, rel=0.05)
 
 
 def test_a_start_far_away_does_not_freeze_the_chain():
@@ -129,6 +155,19 @@ def test_local_latents_and_preconditioner():
         # the one global parameter, whitened, has precision one at fixed coordinates of the latents
         learned = np.linalg.norm(np.asarray(mcmc.last_state.adaptation.product), axis=-1)
         np.testing.assert_allclose(learned, 1, rtol=0.02)
+
+
+def test_a_density_with_tails_is_met_by_the_size_of_its_curvature():
+    from numpyro_fed.mcmc.adaptation import adapt, begin
+
+    def slope(x):  # Cauchy: log-concave within 1 of its mode only
+        return -2 * x / (1 + x**2)
+
+    state = begin(random.key(0), 1, (1 / 8, 1 / 8), 0.02, 400, jnp.float32)
+    for x in np.random.default_rng(0).standard_cauchy(400):
+        state = adapt(state, lambda u, x=x: (slope(x + u), slope(x + u)), jnp.zeros(1))
+    # the mean of |curvature| is 0.75 under the Cauchy; signs would cancel to 0.5 and, in a bad stretch, to nothing
+    assert 8 * 0.02 / 1.5 < float(state.step_size) < 8 * 0.02 / 0.5
 
 
 def test_stays_at_one_silo_are_refused():

@@ -82,30 +82,32 @@ def test_failures_slow_the_contraction():
     assert rates[2] > 1.05 * rates[0]
 
 
-def test_added_variance_is_that_of_pure_noise():
-    """Simulated: nodes that mix and add unit noise, and nothing else."""
-    for graph, gossip in (
-        (graphs.ring(5), False),
-        (graphs.almost_circular(), False),
-        (graphs.star(4), False),
-        (graphs.star(4), True),
-    ):
-        rng, m, networks = np.random.default_rng(2), graph.num_nodes, 20_000
-        x, weight, seen = np.zeros((m, networks)), np.ones(m), []
-        for t in range(60):
-            matrix = graph.matrix(t, gossip=gossip)
-            mixed, weight = matrix @ x, matrix @ weight
-            position = x if gossip else mixed / weight[:, None]
-            distance = position - x.mean(0)
-            along = 0 if gossip else x.mean(0) * (distance - distance.mean(0) / 2)
-            seen.append(distance**2 + along)
-            x = mixed + rng.normal(size=x.shape)
-        excess = np.mean(seen[40:], axis=0)
-        worst = excess.mean(1).argmax()
-        error = excess[worst].std() / np.sqrt(networks)
-        assert abs(graph.added_variance(gossip=gossip) - excess[worst].mean()) < 4 * error
-        assert error < 0.05
-    assert graphs.complete(4).added_variance() == pytest.approx(0, abs=1e-12)
+@pytest.mark.parametrize("m", [4, 32, 200])
+def test_added_variance_of_a_ring_in_closed_form(m):
+    assert graphs.ring(m).added_variance() == pytest.approx((m - 1) * (m - 2) / (3 * m), rel=1e-9)
+    assert graphs.ring(m).added_variance(tracking=True) == pytest.approx((m - 1) * (m - 2) / (3 * m), rel=1e-9)
+    assert graphs.complete(m).added_variance() == pytest.approx(0, abs=1e-9)
+
+
+def test_added_variance_where_links_fail_is_more():
+    values = [graphs.complete(5).with_link_failures(p).added_variance() for p in (0.0, 0.2, 0.5)]
+    assert values == sorted(values)
+    assert values[1] > 0.01
+
+
+def test_failures_add_up():
+    graph = graphs.erdos_renyi(5, 0.4).with_link_failures(0.5).with_node_dropout(0.1).with_node_dropout(0.2)
+    assert graph.link_failure == pytest.approx(1 - 0.4 * 0.5)
+    assert graph.node_dropout == pytest.approx(1 - 0.9 * 0.8)
+
+
+def test_numbered_nodes_in_another_order_are_sorted():
+    graph = graphs.from_networkx(nx.DiGraph([(0, 2), (2, 1), (1, 0)]))
+    assert graph.nodes == (0, 2, 1)
+    ordered = graph.ordered(("a", "b", "c"))
+    assert ordered.links[0, 2, 0]
+    assert ordered.links[0, 1, 2]
+    assert ordered.links[0, 0, 1]
 
 
 def test_gossip_matrices_are_doubly_stochastic():
@@ -149,6 +151,7 @@ REFUSED = {
         r"columns that sum to one .* got 1.1 in column 1 of matrix 0",
     ),
     "rows instead": (lambda: graphs.from_matrices([[0.5, 0.5], [0.2, 0.8]]), "take the transpose"),
+    "nothing kept": (lambda: graphs.from_matrices([[0.0, 1.0], [1.0, 0.0]]), "0 on the diagonal for node 0 of matrix 0"),
     "negative": (lambda: graphs.from_matrices([[1.5, 0.0], [-0.5, 1.0]]), "shares >= 0, got -0.5"),
     "not square": (lambda: graphs.from_matrices([[1.0, 0.0]]), "square matrices"),
     "one node": (lambda: graphs.ring(1), "integer >= 2, got 1"),

@@ -13,7 +13,7 @@ from numpyro.util import is_prng_key
 from numpyro_fed.engines.inline import round_one
 from numpyro_fed.federation import Cost, Ledger
 from numpyro_fed.mcmc._base import FederatedKernel, check_start
-from numpyro_fed.mcmc.adaptation import Adaptation, adapt, begin, check_seen, first_looks
+from numpyro_fed.mcmc.adaptation import Adaptation, adapt, begin, check_seen, first_looks, look_cost
 from numpyro_fed.mcmc.langevin import Chain, Plan, Tuning, batches, drift, federated, open_silo, push
 from numpyro_fed.mcmc.prepare import Options, prepare
 from numpyro_fed.silos import Silos
@@ -68,7 +68,7 @@ def _chains(adaptive: bool) -> LangevinState:
 def _round(plan: Plan, state: LangevinState, silos: Silos) -> LangevinState:
     """One communication round: choose a silo, stay there for T local steps."""
     tuning, adaptation = state.tuning, state.adaptation
-    rng_key, key_silo, key_stay = random.split(state.rng_key, 3)
+    rng_key, key_silo, key_stay, key_look = random.split(state.rng_key, 4)
     if adaptation is not None:
         tuning = tuning._replace(step_size=adaptation.step_size)
     # one silo needs no draw, which is a tenth of the time of a short stay
@@ -79,7 +79,7 @@ def _round(plan: Plan, state: LangevinState, silos: Silos) -> LangevinState:
     chain, stats, private = round_one(federated(plan, tuning), key_stay, chain, private, silos, number, group)
     eps = None if private is None else private[0]
     if adaptation is not None:
-        adaptation = _look(plan, tuning, adaptation, random.fold_in(key_stay, 1), chain.theta, private, silos)
+        adaptation = _look(plan, tuning, adaptation, key_look, chain.theta, private, silos)
     return state._replace(
         i=state.i + 1,
         z=_positions(plan, tuning, chain.theta, eps, silos),
@@ -282,5 +282,8 @@ class LangevinKernel(FederatedKernel):
         item = self._tuning.loc.dtype.itemsize
         chain = self._plan.factors.dim * item + 4
         visit = Cost(1, self._plan.num_local_steps, chain, chain + 3 * item)
-        costs = [self._setup_cost + visit.times(int(v)) for v in visits]
+        once = self._setup_cost
+        if state.adaptation is not None:  # one silo, of all rows
+            once += look_cost(state.adaptation, self._plan.factors.dim)
+        costs = [once + visit.times(int(v)) for v in visits]
         return Ledger(self._prepared_for.names, *zip(*costs, strict=True))

@@ -11,31 +11,21 @@ import numpy as np
 from jax import Array, random
 from numpyro.util import is_prng_key
 
-from numpyro_fed.federation import Ledger
+from numpyro_fed.federation import Cost, Ledger
 from numpyro_fed.mcmc._base import FederatedKernel, check_start
-from numpyro_fed.mcmc.adaptation import Adaptation, begin, check_seen
+from numpyro_fed.mcmc.adaptation import Adaptation, begin, check_seen, look_cost
 from numpyro_fed.mcmc.graphs import TimeVaryingGraph, from_networkx
 from numpyro_fed.mcmc.mixing import Mixing, mixing
 from numpyro_fed.mcmc.networks import LEAST_WEIGHT, NetworkState, advance, current_step_size, flat, look_around, sites
 from numpyro_fed.mcmc.nodes import Nodes
 from numpyro_fed.mcmc.plan import NetworkPlan
 from numpyro_fed.mcmc.prepare import Options, groundwork
-from numpyro_fed.mcmc.schedules import check_schedule
+from numpyro_fed.mcmc.schedules import check_step_size
 from numpyro_fed.silos import Silos
 from numpyro_fed.storage import SiloRows, stack, stack_states
 from numpyro_fed.surrogates.gaussian import matvec
 
 __all__ = ["NetworkKernel", "NetworkState"]
-
-
-def _check_step_size(step_size: Any) -> None:
-    if callable(step_size):
-        check_schedule(step_size)
-    elif isinstance(step_size, str):
-        if step_size != "adaptive":
-            raise ValueError(f'step_size: expected a positive number, a schedule or "adaptive", got {step_size!r}')
-    elif isinstance(step_size, bool) or not 0 < step_size < np.inf:
-        raise ValueError(f"step_size: expected a finite number > 0, got {step_size}")
 
 
 class NetworkKernel(FederatedKernel):
@@ -65,7 +55,7 @@ class NetworkKernel(FederatedKernel):
             graph = from_networkx(graph)
         if not isinstance(graph, TimeVaryingGraph):
             raise TypeError(f"graph: expected one of numpyro_fed.graphs or networkx, got {type(graph).__name__}")
-        _check_step_size(step_size)
+        check_step_size(step_size, ("adaptive",))
         graph.connectivity()
         if self._both_ways and not (graph.is_symmetric and graph.weights is None):
             raise ValueError(
@@ -93,11 +83,11 @@ class NetworkKernel(FederatedKernel):
 
     @property
     def graph(self) -> TimeVaryingGraph:
-        """The graph; after :meth:`init` with its nodes in the order of the silos."""
+        """The graph."""
         return self._graph
 
     def _settle(self, silos: Silos, extra: dict[str, Any]) -> None:
-        self._graph = self._graph.ordered(silos.names)
+        graph = self._graph.ordered(silos.names)
         ground = groundwork(self._model, silos, extra, self._options)
         constant = not callable(self._step_size) and self._step_size != "adaptive"
         tuning = ground.tuning._replace(
@@ -109,14 +99,16 @@ class NetworkKernel(FederatedKernel):
             tuning = tuning._replace(latents=tuning.latents._replace(rows=rows))
         schedule = self._step_size if callable(self._step_size) else None
         self._plan = NetworkPlan(
-            ground.factors, ground.units, ground.batch, schedule, self._graph.fails, self._both_ways, type(self)._step, silos.names,
+            ground.factors, ground.units, ground.batch, schedule, graph.fails, self._both_ways, type(self)._step, len(silos),
+            tuple((g, sum(n)) for g, n in silos.sizes.items()),
         )  # fmt: skip
         self._tuning, self._surrogates, self._setup_cost = tuning, ground.surrogates, ground.cost
-        self._mixing = mixing(self._graph, both_ways=self._both_ways)
+        self._mixing = mixing(graph, both_ways=self._both_ways)
         self._stacks = (silos, stack(silos))
         if self._step_size == "adaptive":
             m = len(silos)
-            self._price = (self._graph.added_variance(gossip=self._both_ways) + 1 / (4 * m), 1 / (4 * m))
+            added = graph.added_variance(gossip=self._both_ways, tracking=self._tracking)
+            self._price = (added + 1 / (4 * m), 1 / (4 * m))
 
     def init(
         self,
@@ -182,31 +174,33 @@ class NetworkKernel(FederatedKernel):
             eps = self._start_eps(key_eps, x, z, silos)
         zero = jnp.zeros(shape, x.dtype) if self._tracking else None
         nodes = Nodes(x, jnp.ones(shape[:2], x.dtype), zero, zero, eps)
-        return nodes, sites(plan, self._totals(silos), tuning, x, eps, stacks)
+        return nodes, sites(plan, tuning, x, eps, stacks)
 
     def _start_eps(self, key: Array, x: Array, z: dict[str, Array] | None, silos: Silos) -> list[Array]:
         units, latents = self._plan.units, self._tuning.latents
         if z is None:
             shapes = [(len(x), *rows.mean.shape) for rows in latents.rows]
             return [random.normal(random.fold_in(key, k), s, x.dtype) for k, s in enumerate(shapes)]
-        first = {
-            s.name: z[s.name][:: len(silos)] for s in self._plan.factors.local_sites
-        }  # of each network's first chain
-        flat = jax.vmap(lambda sites: units.from_pooled(sites, silos))(first)
-        own = stack_states(jnp.moveaxis(flat, 0, -1), silos, units.group)
+        m, networks = len(silos), len(x)
+        local = {s.name: z[s.name] for s in self._plan.factors.local_sites}
+        every = jax.vmap(lambda chain: units.from_pooled(chain, silos))(local)
+        stacked = stack_states(jnp.moveaxis(every, 0, -1), silos, units.group)
         out = []
-        for rows, local_map, values in zip(self._rows(silos), latents.rows, own, strict=True):
+        for rows, local_map, values in zip(self._rows(silos), latents.rows, stacked, strict=True):
+            of_chain = jnp.moveaxis(values, -1, 0).reshape(networks, m, *values.shape[:-1]).astype(x.dtype)
+            own = of_chain[:, rows.number, jnp.arange(len(rows.number))]  # a silo's latents from its own node's chain
             u = jax.vmap(jax.vmap(latents.u))(x[:, rows.number])
             inverse = jax.vmap(jax.vmap(lambda m, u, v: m.inverse(u, v)), in_axes=(None, 0, 0))
-            out.append(inverse(local_map, u, jnp.moveaxis(values, -1, 0).astype(x.dtype)))
+            out.append(inverse(local_map, u, own))
         return out
 
     def _adaptation(self, key: Array, num_warmup: int, nodes: Nodes, silos: Silos) -> Adaptation | None:
         if self._step_size != "adaptive":
             return None
-        first = begin(key, nodes.x.shape[-1], self._price, self._options.bias_target, num_warmup, nodes.x.dtype)
+        key_first, key_look = random.split(key)
+        first = begin(key_first, nodes.x.shape[-1], self._price, self._options.bias_target, num_warmup, nodes.x.dtype)
         eps = None if nodes.eps is None else [e[0] for e in nodes.eps]
-        learned = look_around(self._plan, self._tuning, first, key, nodes.x[0].mean(0), eps, self._rows(silos))
+        learned = look_around(self._plan, self._tuning, first, key_look, nodes.x[0].mean(0), eps, self._rows(silos))
         check_seen(learned)
         return learned
 
@@ -216,9 +210,6 @@ class NetworkKernel(FederatedKernel):
             return self._stacks[1]
         return stack(silos)
 
-    def _totals(self, silos: Silos) -> tuple[tuple[str, int], ...]:
-        return tuple((g, sum(n)) for g, n in silos.sizes.items())
-
     def sample(self, state: NetworkState, model_args: tuple, model_kwargs: Mapping[str, Any] | None) -> NetworkState:
         """One step of all nodes."""
         assert self._sample_fn is not None, "`init` must be called before `sample`"
@@ -227,7 +218,7 @@ class NetworkKernel(FederatedKernel):
             raise ValueError(
                 f"the state has {state.nodes.x.shape[1]} nodes, the data {len(silos)} silos; start a new MCMC"
             )
-        return advance(self._plan, self._totals(silos), state, self._rows(silos))
+        return advance(self._plan, state, self._rows(silos))
 
     def _diagnostics(self, state: NetworkState) -> str:
         return f"step size {float(state.step_size[0]):.2e}, consensus error {float(state.consensus_error.mean()):.1e}"
@@ -235,25 +226,21 @@ class NetworkKernel(FederatedKernel):
     def ledger(self, state: NetworkState) -> Ledger:
         """Steps, gradient evaluations and bytes of each node up to ``state`` (e.g. ``mcmc.last_state``), all networks.
 
-        Down is what a node received of others, up what it sent. What surrogates cost, once, and adaptation, in warm-up, is not counted here
-        beyond one reply of each node.
+        Down is what a node received of others, up what it sent; surrogates (once) and the looks of ``"adaptive"`` are counted as if there were a
+        server. Gradients are those of the node's part of the potential; a Hessian-vector product counts as one, Metropolis moves do not.
         """
         if self._plan is None or self._prepared_for is None:
             raise ValueError("expected a kernel that has run; call mcmc.run(rng_key, silos) first")
         networks, m = state.nodes.x.shape[:2]
         message = self._message_bytes()
-        steps = int(state.i) * networks
+        once = self._setup_cost + Cost(int(state.i), int(state.i)).times(networks)
+        if state.adaptation is not None:
+            once += look_cost(state.adaptation, self._plan.factors.dim)
         sent, received = (
             np.asarray(x, np.int64).reshape(networks, m).sum(0) * message for x in (state.sent, state.received)
         )
-        once = self._setup_cost
-        return Ledger(
-            self._prepared_for.names,
-            (steps + once.rounds,) * m,
-            (steps + once.gradient_evaluations,) * m,
-            tuple(int(b) + once.bytes_down for b in received),
-            tuple(int(b) + once.bytes_up for b in sent),
-        )
+        costs = [once + Cost(0, 0, int(down), int(up)) for down, up in zip(received, sent, strict=True)]
+        return Ledger(self._prepared_for.names, *zip(*costs, strict=True))
 
     def _message_bytes(self) -> int:
         """A message along one link: X and Y, and the tracker."""

@@ -6,12 +6,16 @@ chain :math:`\theta \leftarrow \theta + \tfrac h2 \hat g + \sqrt h\, \xi` has va
 .. math:: \frac{h + h^2 n / 4}{1 - (1 - h\lambda/2)^2} = \frac1\lambda \cdot \frac{1 + h n / 4}{1 - h \lambda / 4}
           \approx \frac1\lambda \left( 1 + \tfrac h4 (\lambda + n) \right),
 
-so its sd is a factor 1 + b too large at :math:`h = 8 b / (\lambda + n)`. The largest :math:`\lambda` is found by the power method, with one
-product of the Hessian with a vector at every state that the warm-up visits; n along that direction by the difference of two independent
-estimates. Far from the mode, where the squared gradient g along it exceeds the precision that it has at stationarity, the expected squared
-distance after a step is least for a step of order :math:`g / (\lambda (g + n))`, so n counts with a factor :math:`\lambda / g` there. All are averages in which the state of step t has a weight of order :math:`t^3`, so that the way to the typical set is
-forgotten. Unlike methods that adapt to an acceptance probability (Titsias, Dellaportas 2019, which the push-sum paper uses), it aims at
-the bias of a chain that rejects nothing; see docs/push_sum.md for both side by side.
+so its sd is a factor 1 + b too large at :math:`h = 8 b / (\lambda + n)`: the rule of *accepted bias*, as in
+:mod:`numpyro_fed.mcmc.pilot`, from what the chain meets. The largest :math:`\lambda` is found by the power method, with one product of the
+Hessian with a vector at every state that the warm-up visits (its size counts where the density is not log-concave); n along that
+direction by the difference of two independent estimates. Far from the mode, where the squared gradient g along it exceeds the precision
+that it has at stationarity, the expected squared distance after a step is least for a step of order :math:`g / (\lambda (g + n))`, so n
+counts with a factor :math:`\lambda / g` there. All are averages in which the state of step t has a weight of order :math:`t^3`, so that the
+way to the typical set is forgotten.
+
+Methods that adapt to an acceptance probability (Titsias, Dellaportas 2019, which the push-sum paper uses) do not see the bias of a chain
+that rejects nothing; tests/benchmarks/step_size.py runs both side by side.
 """
 
 from collections.abc import Callable
@@ -22,7 +26,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax, random
 
-__all__ = ["Adaptation", "adapt", "begin", "check_seen", "first_looks"]
+from numpyro_fed.federation import Cost
+
+__all__ = ["Adaptation", "adapt", "begin", "check_seen", "first_looks", "look_cost"]
 
 _FORGET = 4.0
 _FIRST_LOOKS = 20  # of the power method at the start
@@ -83,7 +89,10 @@ def adapt(adaptation: Adaptation, estimate: Callable[[Array], tuple[Array, Array
         direction = old.product / jnp.maximum(jnp.linalg.norm(old.product), _TINY)
         (first, second), (along, _) = jax.jvp(estimate, (theta,), (direction,))
         weight = _FORGET / (old.seen + _FORGET)
-        product = old.product + weight * (-along - old.product)
+        bent = jnp.where(
+            jnp.dot(direction, along) > 0, along, -along
+        )  # by its size where the density is not log-concave
+        product = old.product + weight * (bent - old.product)
         noise = old.noise + weight * (0.5 * jnp.dot(first - second, direction) ** 2 - old.noise)
         square = jnp.dot(first, direction) * jnp.dot(second, direction)
         signal = old.signal + weight * (square - old.signal)
@@ -115,3 +124,9 @@ def check_seen(adaptation: Adaptation) -> None:
             "the model's curvature is not finite at the start, so no step size can be learned; expected finite gradients at "
             "init_params (by default uniform on (-2, 2)), or step_size= a number"
         )
+
+
+def look_cost(adaptation: Adaptation, dim: int) -> Cost:
+    """What the looks cost each silo, of all chains: two gradients and a product of the Hessian, at a position along a direction."""
+    looks, item = int(np.sum(np.asarray(adaptation.seen))), adaptation.product.dtype.itemsize
+    return Cost(1, 3, 2 * dim * item, 3 * dim * item).times(looks)

@@ -12,6 +12,7 @@ Reference: Gürbüzbalaban, Gao, Hu, Zhu (2021), Decentralized stochastic gradie
 
 from collections.abc import Callable, Sequence
 
+import networkx as nx
 from jax import Array, random
 
 from numpyro_fed.mcmc._network import NetworkKernel
@@ -57,7 +58,7 @@ class GossipLangevin(NetworkKernel):
     def __init__(
         self,
         model: Callable,
-        graph: TimeVaryingGraph,
+        graph: TimeVaryingGraph | nx.Graph,
         step_size: float | str | Callable = "adaptive",
         batch_size: int | None = None,
         *,

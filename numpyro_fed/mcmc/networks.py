@@ -55,8 +55,8 @@ class NetworkState(NamedTuple):
     mixing: Mixing
 
 
-@partial(jax.jit, static_argnames=("plan", "totals"))
-def advance(plan: NetworkPlan, totals: tuple, state: NetworkState, stacks: list[SiloRows]) -> NetworkState:
+@partial(jax.jit, static_argnames=("plan",))
+def advance(plan: NetworkPlan, state: NetworkState, stacks: list[SiloRows]) -> NetworkState:
     """One step of every network."""
     rng_key, key = random.split(state.rng_key)
     networks = state.nodes.x.shape[0]
@@ -71,7 +71,7 @@ def advance(plan: NetworkPlan, totals: tuple, state: NetworkState, stacks: list[
         key_links, key_step = random.split(random.fold_in(key, number + 1))
         links = state.mixing.links(key_links, state.i, fails=plan.fails, both_ways=plan.both_ways)
         new, position, accepted = plan.step(plan, state.tuning, key_step, links, alpha, nodes, stacks)
-        # what an unfinished number touches, all nodes will soon have: a network's step is made or undone as one
+        # a number that is not finite soon reaches all nodes: a network's step is made or undone as one
         good = jnp.isfinite(new.x).all() & (new.weight > LEAST_WEIGHT).all()
         return new, position, accepted, good, links.sent, links.received
 
@@ -89,7 +89,7 @@ def advance(plan: NetworkPlan, totals: tuple, state: NetworkState, stacks: list[
     average = jnp.sum(weight * position, 1, keepdims=True) / jnp.sum(weight, 1, keepdims=True)
     return state._replace(
         i=state.i + 1,
-        z=sites(plan, totals, state.tuning, position, nodes.eps, stacks),
+        z=sites(plan, state.tuning, position, nodes.eps, stacks),
         nodes=nodes,
         push_sum_weight=nodes.weight.reshape(chains),
         consensus_error=jnp.sum((position - average) ** 2, -1).reshape(chains),
@@ -117,7 +117,7 @@ def _learn(
 
     def estimate(u: Array) -> tuple[Array, Array]:
         theta = average + (u if tuning.scale is None else matvec(tuning.scale, u))
-        positions = jnp.broadcast_to(theta, (len(plan.names), *theta.shape))
+        positions = jnp.broadcast_to(theta, (plan.num_nodes, *theta.shape))
         both = [gradients(plan, tuning, keys[k], positions, eps, stacks).sum(0) for k in (0, 1)]
         return both[0], both[1]
 
@@ -130,7 +130,7 @@ def flat(plan: NetworkPlan, z: Mapping[str, Array]) -> Array:
 
 
 def sites(
-    plan: NetworkPlan, totals: tuple, tuning: Tuning, position: Array, eps: list[Array] | None, stacks: list[SiloRows]
+    plan: NetworkPlan, tuning: Tuning, position: Array, eps: list[Array] | None, stacks: list[SiloRows]
 ) -> dict[str, Array]:
     """All latent sites of positions ``(R, m, d)`` and coordinates, ``(C, ...)``."""
     theta = position.reshape(-1, position.shape[-1])
@@ -140,7 +140,7 @@ def sites(
     units, latents = plan.units, tuning.latents
     assert latents is not None
     groups = plan.factors.local_groups()
-    size = dict(totals)
+    size = dict(plan.totals)
 
     def one(position: Array, eps: list[Array]) -> dict[str, Array]:
         out: dict[str, Array] = {}

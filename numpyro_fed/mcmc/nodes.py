@@ -64,7 +64,7 @@ def gradients(
     plan: NetworkPlan, tuning: Tuning, key: Array, positions: Array, eps: list[Array] | None, stacks: list[SiloRows]
 ) -> Array:
     """``- L' grad U_i`` of every node at its own position, ``(m, d)``, from a fresh minibatch where there are any."""
-    share = 1.0 / len(plan.names)
+    share = 1.0 / plan.num_nodes
 
     def one(rows: SiloRows, theta: Array, eps: Any, local_map: Any) -> Array:
         silo = _open(plan, tuning, random.fold_in(key, rows.number), rows, local_map)
@@ -87,7 +87,7 @@ def _moves(
     units = plan.units
 
     def one(rows: SiloRows, theta: Array, eps: Array, local_map: Any) -> tuple[Array, Array]:
-        silo = _open(plan, tuning, key, rows, local_map)
+        silo = _open(plan, tuning, key, rows, local_map)  # all rows: local latents and minibatches exclude each other
         noise = jax.tree.map(lambda x: x[0], move_noise(units, key, eps, rows, 1))
         return move(plan, theta, eps, silo, rows, noise)
 
@@ -101,7 +101,7 @@ def _open(plan: NetworkPlan, tuning: Tuning, key: Array, rows: SiloRows, local_m
         group, size = plan.batch
         # 32 random bits modulo N_s: the bias against a row is below N_s / 2^32
         index = random.bits(key, (size,), jnp.uint32) % rows.size(group).astype(jnp.uint32)
-        kwargs |= rows.batch([leaf for leaf, g, _ in plan.factors.rows if g == group], index)
+        kwargs |= rows.take([leaf for leaf, g, _ in plan.factors.rows if g == group], index)
         weights[group] = rows.size(group).astype(weights[group].dtype) / size
     latents = None if tuning.latents is None else tuning.latents._replace(rows=local_map)
     return OpenSilo(kwargs, weights, latents)

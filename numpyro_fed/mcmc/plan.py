@@ -63,7 +63,8 @@ class NetworkPlan:
     :param fails: whether links or nodes may fail.
     :param both_ways: whether links work in both directions or in none (gossip).
     :param step: the algorithm: one step of all nodes.
-    :param names: the nodes.
+    :param num_nodes: m.
+    :param totals: rows of each row group in all silos.
     """
 
     factors: Factors
@@ -73,7 +74,8 @@ class NetworkPlan:
     fails: bool
     both_ways: bool
     step: Callable[..., Any]
-    names: tuple[str, ...]
+    num_nodes: int
+    totals: tuple[tuple[str, int], ...]
 
 
 class Conducive(NamedTuple):

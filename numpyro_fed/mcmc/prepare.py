@@ -15,6 +15,7 @@ from numpyro_fed.federation import Cost
 from numpyro_fed.local_map import Units
 from numpyro_fed.mcmc import pilot
 from numpyro_fed.mcmc.langevin import Conducive, LatentCoordinates, Plan, Tuning
+from numpyro_fed.mcmc.schedules import check_step_size
 from numpyro_fed.proof import elements_are_independent, prove, prove_batch
 from numpyro_fed.silos import Silos
 from numpyro_fed.storage import head, largest
@@ -48,15 +49,11 @@ class Options:
                 f"public: expected a sequence of site names, got {self.public!r}; write ({self.public!r},)"
             )
         h = self.step_size
-        if isinstance(h, str):
-            if h not in ("auto", "adaptive"):
-                raise ValueError(f'step_size: expected a positive number, a schedule, "auto" or "adaptive", got {h!r}')
-            if h == "auto" and self.preconditioner is None:
-                raise ValueError(
-                    'step_size="auto" needs whitened coordinates; expected preconditioner="surrogate", got None'
-                )
-        elif not callable(h) and not 0 < h < np.inf:
-            raise ValueError(f"step_size: expected a finite number > 0, got {h}")
+        check_step_size(h, ("auto", "adaptive"))
+        if h == "auto" and self.preconditioner is None:
+            raise ValueError(
+                'step_size="auto" needs whitened coordinates; expected preconditioner="surrogate", got None'
+            )
         if self.num_local_steps < 1 or int(self.num_local_steps) != self.num_local_steps:
             raise ValueError(f"num_local_steps: expected an integer >= 1, got {self.num_local_steps}")
         if self.batch_size is not None and (self.batch_size < 1 or int(self.batch_size) != self.batch_size):

@@ -23,6 +23,7 @@ Achieving geometric convergence for distributed optimization over time-varying g
 
 from collections.abc import Callable, Sequence
 
+import networkx as nx
 from jax import Array, random
 
 from numpyro_fed.mcmc._network import NetworkKernel
@@ -62,11 +63,13 @@ class PushSumLangevin(NetworkKernel):
     **Law and bias.** Every node's draws have the posterior's law up to O(step size) with a constant step, where silos differ in
     the mean too (``gradient_tracking=True`` removes that), and in the limit with a schedule that diminishes.
     ``step_size="adaptive"`` learns in warm-up the step at which the sd of the worst node is a factor ``1 + bias_target`` too
-    large, for silos alike. Fields of ``sample_stats``: ``consensus_error``, the squared distance of a node from the average in
+    large along the stiffest direction, for silos alike, from what the first network meets; where links fail it is a guide only
+    (``graph.added_variance()``). Fields of ``sample_stats``: ``consensus_error``, the squared distance of a node from the average in
     unconstrained space; ``push_sum_weight``; ``step_size``; ``local_accept_prob``.
 
     **What leaves a silo.** Each step, to each out-neighbour: its share of X and Y, d + 1 numbers (with tracking 2 d + 1). Under ``"adaptive"``, in
-    warm-up, the average of two gradients and a product of the Hessian (3 d numbers), and with a preconditioner or local latents, once, what
+    warm-up, all nodes learn the average of X and a direction (2 d numbers) and tell two gradients and a product of the Hessian there (3 d);
+    with a preconditioner or local latents, once, what
     the fit of :class:`numpyro_fed.FSGLD`'s surrogates sends: averages over nodes, which this engine takes at once and a network
     without a server would take by push-sum. Rows and local latents never do.
 
@@ -95,7 +98,7 @@ class PushSumLangevin(NetworkKernel):
         ...     mu = numpyro.sample("mu", dist.Normal(0, 10))
         ...     with fed.silo_plate("patients", y.shape[0]):
         ...         numpyro.sample("y", dist.Normal(mu, 1), obs=y)
-        >>> silos = fed.Silos({name: {"y": jnp.arange(20.0)} for name in ("bern", "oslo", "rome")})
+        >>> silos = fed.Silos({"bern": {"y": jnp.arange(20.0)}, "oslo": {"y": jnp.ones(9)}, "rome": {"y": jnp.zeros(5)}})
         >>> kernel = fed.PushSumLangevin(model, fed.graphs.ring(3).with_link_failures(0.1), step_size=0.01)
         >>> mcmc = MCMC(kernel, num_warmup=50, num_samples=100, num_chains=6, chain_method="vectorized", progress_bar=False)
         >>> mcmc.run(jax.random.key(0), silos)
@@ -108,7 +111,7 @@ class PushSumLangevin(NetworkKernel):
     def __init__(
         self,
         model: Callable,
-        graph: TimeVaryingGraph,
+        graph: TimeVaryingGraph | nx.Graph,
         step_size: float | str | Callable = "adaptive",
         batch_size: int | None = None,
         *,

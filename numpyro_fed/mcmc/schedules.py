@@ -3,13 +3,14 @@ r"""Step sizes that diminish, as optax schedules, and what a schedule should ful
 import math
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-__all__ = ["check_schedule", "polynomial_decay"]
+__all__ = ["check_step_size", "polynomial_decay"]
 
 _LATE = (10**6, 10**9)  # steps between which a schedule's exponent is read off
 
@@ -31,19 +32,28 @@ def polynomial_decay(scale: float, offset: float, power: float) -> Callable[[Arr
         >>> import numpyro_fed as fed
         >>> schedule = fed.polynomial_decay(0.008, 12.0, 0.45)
         >>> round(float(schedule(0)), 5), round(float(schedule(1632)), 5)
-        (0.00261, 0.00028)
+        (0.00261, 0.00029)
     """
     for name, value in (("scale", scale), ("offset", offset), ("power", power)):
         if not (math.isfinite(value) and value > 0):
             raise ValueError(f"{name}: expected a finite number > 0, got {value!r}")
 
-    def schedule(count: Any) -> Array:
-        return scale / (offset + count) ** jnp.asarray(power, jnp.result_type(float))
-
-    return schedule
+    return _PolynomialDecay(float(scale), float(offset), float(power))
 
 
-def check_schedule(schedule: Callable) -> None:
+@dataclass(frozen=True)
+class _PolynomialDecay:
+    """Equal by value, so that kernels with equal schedules share their programs."""
+
+    scale: float
+    offset: float
+    power: float
+
+    def __call__(self, count: Any) -> Array:
+        return self.scale / (self.offset + count) ** jnp.asarray(self.power, jnp.result_type(float))
+
+
+def _check_schedule(schedule: Callable) -> None:
     """Refuse a schedule that is not positive and finite; warn of one that stops the chain, or keeps its noise.
 
     :raises ValueError: with the step at which it fails.
@@ -68,11 +78,23 @@ def check_schedule(schedule: Callable) -> None:
         warnings.warn(
             f"step_size falls like t^-{exponent:.2f}: the sum of all steps looks finite, so the chain stops before it has gone "
             "everywhere; expected an exponent in (0.5, 1]",
-            stacklevel=4,
+            stacklevel=6,
         )
     elif 0.01 < exponent <= 0.5:
         warnings.warn(
             f"step_size falls like t^-{exponent:.2f}: the sum of its squares looks infinite, so the noise of gradients and the "
             "disagreement of nodes die out, but not summably; expected an exponent in (0.5, 1]",
-            stacklevel=4,
+            stacklevel=6,
         )
+
+
+def check_step_size(step_size: Any, named: tuple[str, ...]) -> None:
+    """Refuse a step size that is neither a positive number, nor a schedule, nor one of the names."""
+    if isinstance(step_size, str):
+        if step_size not in named:
+            words = " or ".join(f'"{name}"' for name in named)
+            raise ValueError(f"step_size: expected a positive number, a schedule, {words}, got {step_size!r}")
+    elif callable(step_size):
+        _check_schedule(step_size)
+    elif isinstance(step_size, bool) or step_size is None or np.ndim(step_size) or not 0 < float(step_size) < math.inf:
+        raise ValueError(f"step_size: expected a finite number > 0, got {step_size!r}")

@@ -1,8 +1,9 @@
-r"""A sequence of directed graphs, and what can be said of it before anything is sent: :mod:`numpyro_fed.graphs` makes them."""
+r"""A sequence of directed graphs, and what can be said of it before anything is sent; :mod:`numpyro_fed.mcmc.graphs` makes them."""
 
 import math
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import networkx as nx
@@ -13,13 +14,14 @@ if TYPE_CHECKING:
 
 __all__ = ["TimeVaryingGraph", "shown"]
 
-_SETTLED = 1000  # steps after which a periodic sequence has settled
-_SIMULATED = 2000  # steps of a random sequence from which averages are taken
+_SIMULATED = 2000  # steps of a random sequence from which a rate is taken
+_DOUBLINGS = 40  # of the sum over periods
+_SEQUENCES, _STEPS = 9, 100  # random sequences, and their steps before and while averages are taken
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class TimeVaryingGraph:
-    """A periodic sequence of directed graphs, whose links and nodes may fail at random; made by the functions of this module.
+    """A periodic sequence of directed graphs, whose links and nodes may fail at random; made by the functions of :mod:`numpyro_fed.graphs`.
 
     :ivar links: which links there are, shape ``(period, m, m)``; ``[t, i, j]``: at steps t, t + period, ... node j sends to node i.
     :ivar nodes: the nodes' labels; a graph whose labels are silo names is matched to silos by name, one labelled 0 ... m - 1 by place.
@@ -64,18 +66,18 @@ class TimeVaryingGraph:
         return f"TimeVaryingGraph({self.num_nodes} nodes, period {self.period}, {counts} links{fails})"
 
     def with_link_failures(self, probability: float) -> "TimeVaryingGraph":
-        """The same links, each of which fails at each step with this probability, independently.
+        """The same links, each of which fails at each step with this probability, independently, and of failures there were before.
 
         :raises ValueError: for a probability outside [0, 1).
         """
-        return replace(self, link_failure=_probability("link failures", probability))
+        return replace(self, link_failure=_either(self.link_failure, _probability("link failures", probability)))
 
     def with_node_dropout(self, probability: float) -> "TimeVaryingGraph":
         """The same nodes, each of which is offline at each step with this probability: it keeps what it has, and goes on sampling.
 
         :raises ValueError: for a probability outside [0, 1).
         """
-        return replace(self, node_dropout=_probability("node dropout", probability))
+        return replace(self, node_dropout=_either(self.node_dropout, _probability("node dropout", probability)))
 
     def ordered(self, names: Sequence[str]) -> "TimeVaryingGraph":
         """The graph with its nodes in the order of silos of these names.
@@ -87,15 +89,15 @@ class TimeVaryingGraph:
                 f"graph: expected one node for each of the {len(names)} silos, got {self.num_nodes} nodes, "
                 f"{shown(self.nodes)}"
             )
-        if self.nodes == tuple(range(len(names))):
-            return replace(self, nodes=tuple(names))
-        if set(self.nodes) != set(names):
-            unknown, missing = sorted(set(map(str, self.nodes)) - set(names)), sorted(set(names) - set(self.nodes))
+        by_place = set(self.nodes) == set(range(len(names)))
+        if not by_place and set(self.nodes) != set(names):
+            unknown = [node for node in self.nodes if node not in names]
+            missing = [name for name in names if name not in self.nodes]
             raise ValueError(
                 f"graph: expected nodes labelled with the silos' names, or with 0 ... {len(names) - 1} in their order; "
                 f"no silo is called {shown(unknown)}, and silos {shown(missing)} are no nodes"
             )
-        place = [self.nodes.index(name) for name in names]
+        place = [self.nodes.index(i if by_place else name) for i, name in enumerate(names)]
         weights = None if self.weights is None else self.weights[:, place][:, :, place]
         return replace(self, nodes=tuple(names), links=self.links[:, place][:, :, place], weights=weights)
 
@@ -113,11 +115,11 @@ class TimeVaryingGraph:
         :raises ValueError: when there is no such B, naming the nodes that cannot be reached, and from where.
         """
         self._check_union()
-        for window in range(1, 2 * self.period + 1):
+        for window in range(1, self.period):
             starts = range(0, math.lcm(window, self.period), window)
             if all(self._strongly_connected(range(start, start + window)) for start in starts):
                 return window
-        return 2 * self.period  # such a window holds a whole period
+        return self.period
 
     def _strongly_connected(self, steps: range) -> bool:
         union = self.links[[t % self.period for t in steps]].any(0)
@@ -137,27 +139,31 @@ class TimeVaryingGraph:
                     f"{shown([self.nodes[i] for i in sorted(lost)])}. Expected a path from every node to every other"
                 )
 
-    def contraction_rate(self) -> float:
+    def contraction_rate(self, *, gossip: bool = False) -> float:
         r"""The factor per step by which disagreement between nodes shrinks, in [0, 1).
 
         For a periodic sequence the modulus of the second eigenvalue of :math:`A(B) \cdots A(1)`, to the power 1/B; with
         random failures the growth rate of the second singular direction of the product, from 2,000 simulated steps.
         """
-        m = self.num_nodes
         if self.fails:
-            rng, vector, growth = np.random.default_rng(0), np.random.default_rng(1).normal(size=m), 0.0
+            rng, vector, growth = np.random.default_rng(0), np.random.default_rng(1).normal(size=self.num_nodes), 0.0
             for t in range(_SIMULATED):
-                vector -= vector.mean() * 1.0  # A is column-stochastic: sums of zero stay so
-                vector = self.draw(rng, t) @ vector
+                vector -= vector.mean()  # A is column-stochastic: sums of zero stay so
+                vector = self.draw(rng, t, gossip=gossip) @ vector
                 norm = np.linalg.norm(vector)
                 if norm == 0:
                     return 0.0
                 growth, vector = growth + math.log(norm), vector / norm
             return math.exp(growth / _SIMULATED)
-        product = np.eye(m)
+        values = np.linalg.eigvals(self._product(gossip))
+        return float(np.sort(np.abs(values))[-2] ** (1 / self.period))
+
+    def _product(self, gossip: bool = False) -> np.ndarray:
+        """The matrix of a whole period."""
+        product = np.eye(self.num_nodes)
         for t in range(self.period):
-            product = self.matrix(t) @ product
-        return float(np.sort(np.abs(np.linalg.eigvals(product)))[-2] ** (1 / self.period)) if m > 1 else 0.0
+            product = self.matrix(t, gossip=gossip) @ product
+        return product
 
     def draw(self, rng: np.random.Generator, t: int, *, gossip: bool = False) -> np.ndarray:
         """A random mixing matrix of step t."""
@@ -173,7 +179,7 @@ class TimeVaryingGraph:
         kept = np.where(alive | np.eye(self.num_nodes, dtype=bool), self.matrix(t), 0.0)
         return kept / kept.sum(0)
 
-    def added_variance(self, *, gossip: bool = False) -> float:
+    def added_variance(self, *, gossip: bool = False, tracking: bool = False) -> float:
         r"""What the worst node's variance exceeds the target's by, for small steps, in units of the noise that every node adds at a step.
 
         Push-sum's nodes are at :math:`Z_i = \bar X + E_i`, with :math:`E = A(X - y \bar X) / y` what is left of earlier noise. With unit noise
@@ -181,33 +187,58 @@ class TimeVaryingGraph:
 
         .. math:: C \leftarrow A C A^\top + F F^\top, \qquad c \leftarrow A c + F 1 / m, \qquad F = I - y 1^\top / m .
 
-        Silos alike pull all :math:`X_i` by the same force, however unequal y, which halves the covariance of E with :math:`\bar X`; and since they
-        pull at Z, the variance of :math:`\bar X` is less by the mean of that covariance. In sum, with :math:`c'_i = (A c)_i / y_i`, the variance of node i
-        exceeds the target's by :math:`(A C A^\top)_{ii} / y_i^2 + c'_i - \tfrac1{2m} \sum_j c'_j`, averaged over steps. Gossip's nodes have y = 1, and
-        their last noise too: the largest of C.
+        Silos alike pull all :math:`X_i` by the same force, however unequal y, which halves the covariance of E with :math:`\bar X` (tracked gradients pull
+        in proportion to y, and do not); and since they pull at Z, the variance of :math:`\bar X` is less by the mean of that covariance. In sum,
+        with :math:`c'_i = (A c)_i / y_i`, and half of it without tracking, the variance of node i exceeds the target's by
+        :math:`(A C A^\top)_{ii} / y_i^2 + 2 c'_i - \tfrac1m \sum_j c'_j`, averaged over the period. Gossip's nodes have y = 1, and their last noise
+        too: the largest of C.
+
+        Where links fail the excess is itself random with a heavy tail (a node cut off for a while has a tiny y): this is then the median over
+        nine drawn sequences of the mean over 100 steps, and no more than a guide.
         """
-        rng, m = np.random.default_rng(0), self.num_nodes
-        weight, spread, cross, seen = np.ones(m), np.zeros((m, m)), np.zeros(m), []
-        for t in range(_SIMULATED if self.fails else max(_SETTLED, self.period)):
-            matrix = self.draw(rng, t, gossip=gossip)
-            weight, spread, cross = matrix @ weight, matrix @ spread @ matrix.T, matrix @ cross
-            if not gossip:
-                seen.append(np.diag(spread) / weight**2 + cross / weight - np.mean(cross / weight) / 2)
-            fresh = np.eye(m) - np.outer(weight, np.ones(m)) / m
-            spread, cross = spread + fresh @ fresh.T, cross + fresh.sum(1) / m
-            if gossip:
-                seen.append(np.diag(spread))
-        return float(np.mean(seen[len(seen) // 2 :], axis=0).max())
+        m, along = self.num_nodes, 1.0 if tracking else 0.5
+        product = self._product(gossip)
+        weight = np.linalg.matrix_power(product, 1 << 16).mean(1) * m
+
+        def through(weight: np.ndarray, spread: np.ndarray, cross: np.ndarray, matrices: Iterable) -> tuple:
+            seen = []
+            for matrix in matrices:
+                weight, spread, cross = matrix @ weight, matrix @ spread @ matrix.T, matrix @ cross
+                covariance = along * cross / weight
+                if not gossip:
+                    seen.append(np.diag(spread) / weight**2 + 2 * covariance - covariance.mean())
+                fresh = np.eye(m) - np.outer(weight, np.ones(m)) / m
+                spread, cross = spread + fresh @ fresh.T, cross + fresh.sum(1) / m
+                if gossip:
+                    seen.append(np.diag(spread))
+            return weight, spread, cross, np.mean(seen, axis=0)
+
+        def period() -> list[np.ndarray]:
+            return [self.matrix(t, gossip=gossip) for t in range(self.period)]
+
+        # the fixed point of a period, by doubling: after k doublings the sums over 2^k periods
+        _, spread, cross, _ = through(weight, np.zeros((m, m)), np.zeros(m), period())
+        for _ in range(_DOUBLINGS):
+            more = product @ spread @ product.T
+            spread, cross, product = spread + more, cross + product @ cross, product @ product
+            if np.abs(more).max() < 1e-12 * np.abs(spread).max():
+                break  # going on would double what rounding adds to the sums
+        if not self.fails:
+            return float(through(weight, spread, cross, period())[3].max())
+        means = []
+        for seed in range(_SEQUENCES):
+            rng = np.random.default_rng(seed)
+            drawn = (self.draw(rng, t, gossip=gossip) for t in range(2 * _STEPS))
+            y, c, x, _ = through(weight, spread, cross, islice(drawn, _STEPS))
+            means.append(through(y, c, x, drawn)[3])
+        return float(np.median(means, axis=0).max())
 
     def least_weight(self) -> tuple[float, Hashable]:
-        """The least push-sum weight that a node is left with in the long run, and that node.
+        """The least push-sum weight that a node has in the long run where nothing fails, and that node.
 
         Weights sum to m. A node that gives away much and hears little has a small one, and its draws are X / Y.
         """
-        product = np.eye(self.num_nodes)
-        for t in range(self.period):
-            product = self.matrix(t) @ product
-        weight = np.linalg.matrix_power(product, 1 << 16).mean(1) * self.num_nodes
+        weight = np.linalg.matrix_power(self._product(), 1 << 16).mean(1) * self.num_nodes
         least = np.full(self.num_nodes, np.inf)
         for t in range(self.period):
             weight = self.matrix(t) @ weight
@@ -261,6 +292,11 @@ def _probability(what: str, value: float) -> float:
     if not 0 <= value < 1:
         raise ValueError(f"{what}: expected a probability in [0, 1), got {value!r}")
     return float(value)
+
+
+def _either(first: float, second: float) -> float:
+    """Probability of one of two independent failures, or both."""
+    return 1 - (1 - first) * (1 - second)
 
 
 def shown(items: Iterable) -> str:
