@@ -17,7 +17,8 @@ from numpyro_fed.silos import Silos
 __all__ = ["average_of_nodes", "label_nodes", "take_node", "warn_of_nodes"]
 
 _OFF = 0.1  # sds from the nodes' average
-_SMALL_WEIGHT = 1e-4
+_SMALL_WEIGHT = {True: 1e-4, False: 0.02}  # with gradients tracked, and without
+_FEWEST = 20  # draws from which a mean is judged
 
 
 def label_nodes(idata: Any, silos: Silos) -> None:
@@ -57,7 +58,7 @@ def average_of_nodes(mcmc: MCMC, silos: Silos, idata: Any, log_lik: bool) -> Any
         if name not in latent:  # alike in all nodes
             return grouped[:, 0]
         share = weight.reshape(-1, m, weight.shape[1], *[1] * (x.ndim - 2))
-        return jnp.sum(share * grouped, 1) / jnp.sum(share, 1)
+        return jnp.mean(share * grouped, 1)
 
     constrain = kernel.postprocess_fn((silos,), {})
     posterior = jax.vmap(jax.vmap(constrain))({k: average(k, v) for k, v in z.items()})
@@ -98,10 +99,11 @@ def warn_of_nodes(mcmc: MCMC, silos: Silos) -> None:
     network = int(share.argmax())
     lost = f"{100 * share.max():.1f} % of the steps of network {network} were undone" if share.max() else ""
     least = weight.min((0, 2))
-    if least.min() < _SMALL_WEIGHT:
+    if least.min() < _SMALL_WEIGHT[mcmc.sampler.tracking]:
         warnings.warn(
-            f"the push-sum weight of node {silos.names[int(least.argmin())]!r} fell to {least.min():.1g} (of a mean of 1): it gives away more "
-            f"than it hears, and its draws are quotients by it{f'; {lost}' if lost else ''}. Let more nodes send to it",
+            f"the push-sum weight of node {silos.names[int(least.argmin())]!r} fell to {least.min():.1g} (of a mean of 1): it gave away more "
+            f"than it heard, and its draws, quotients by it, have heavy tails{f'; {lost}' if lost else ''}. Let more nodes send to it, let fewer "
+            "links fail, or track gradients (gradient_tracking=True)",
             stacklevel=4,
         )
     elif lost:
@@ -110,7 +112,7 @@ def warn_of_nodes(mcmc: MCMC, silos: Silos) -> None:
             f"{lost}, because they left the reals; farthest from the average was node {worst!r}. Its draws are not to be trusted: lower step_size",
             stacklevel=4,
         )
-    if not lost:
+    if not lost and weight.shape[2] >= _FEWEST:
         _warn_of_offsets(mcmc, silos)
 
 

@@ -79,6 +79,9 @@ def _mcmc_inference_data(
         got = list(silos.names) if isinstance(silos, Silos) else type(silos).__name__
         raise ValueError(f"expected the silos of the run, {list(ledger.silos)}, got {got}")
     is_network = isinstance(kernel, NetworkKernel)
+    average = node == "average" and node not in silos.names
+    if is_network and silos.sizes != kernel.silos.sizes:
+        raise ValueError(f"expected the silos of the run, with {kernel.silos.sizes} rows, got {silos.sizes}")
     if node is not None and not is_network:
         raise ValueError(
             f"node={node!r} is for kernels over a network, whose chains are nodes; got {type(kernel).__name__}"
@@ -88,8 +91,8 @@ def _mcmc_inference_data(
     (warn_of_nodes if is_network else _warn_of_cuts)(mcmc, silos)
     if "dims" in options:  # what ArviZ infers from plates holds for the sites that are not named
         options["dims"] = {**infer_dims(kernel.model, (silos,)), **options["dims"]}
-    idata = import_arviz().from_numpyro(mcmc, log_likelihood=log_likelihood and node != "average", **options)
-    if is_network and node == "average":
+    idata = import_arviz().from_numpyro(mcmc, log_likelihood=log_likelihood and not average, **options)
+    if average:
         idata = average_of_nodes(mcmc, silos, idata, log_likelihood)
     elif is_network:
         label_nodes(idata, silos)

@@ -27,7 +27,6 @@ def exact_law(silos, graph, alpha, *, tracking=False, gossip=False, steps=8000):
     constant = eta.ravel()
     weight, mean, cov, seen = np.ones(m), np.zeros(3 * n), np.zeros((3 * n, 3 * n)), []
     noise = np.zeros((3 * n, 3 * n))
-    noise[:n, :n] = 2 * alpha * np.eye(n)
     for t in range(steps):
         matrix = graph.matrix(t, gossip=gossip)
         weight = matrix @ weight
@@ -45,6 +44,7 @@ def exact_law(silos, graph, alpha, *, tracking=False, gossip=False, steps=8000):
         step[:n] = alpha * drift
         step[:n, :n] += mix
         add[:n] = alpha * constant
+        noise[:n, :n] = 2 * alpha * np.kron(np.diag(weight if tracking else np.ones(m)), eye)
         mean = step @ mean + add
         cov = step @ cov @ step.T + noise
     average = np.mean([s[0] for s in seen], axis=0)

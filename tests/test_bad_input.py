@@ -48,7 +48,10 @@ def run(kernel, *args, **kwargs):
         ({"step_size": 0.0}, "step_size: expected a finite number > 0, got 0.0"),
         ({"step_size": -1e-3}, "step_size: expected a finite number > 0, got -0.001"),
         ({"step_size": float("nan")}, "step_size: expected a finite number > 0, got nan"),
-        ({"step_size": "Auto"}, "step_size: expected a positive number, a schedule or \"auto\", got 'Auto'"),
+        (
+            {"step_size": "Auto"},
+            'step_size: expected a positive number, a schedule, "auto" or "adaptive", got \'Auto\'',
+        ),
         ({"preconditioner": None}, 'step_size="auto" needs whitened coordinates; expected preconditioner="surrogate"'),
         ({"num_local_steps": 0}, "num_local_steps: expected an integer >= 1, got 0"),
         ({"num_local_steps": 2.5}, "num_local_steps: expected an integer >= 1, got 2.5"),

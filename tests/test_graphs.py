@@ -104,6 +104,8 @@ def test_failures_add_up():
 def test_numbered_nodes_in_another_order_are_sorted():
     graph = graphs.from_networkx(nx.DiGraph([(0, 2), (2, 1), (1, 0)]))
     assert graph.nodes == (0, 2, 1)
+    by_name = graph.ordered(("2", "0", "1"))  # node 0 is the silo called "0", in the second place
+    assert by_name.links[0, 0, 1]
     ordered = graph.ordered(("a", "b", "c"))
     assert ordered.links[0, 2, 0]
     assert ordered.links[0, 1, 2]

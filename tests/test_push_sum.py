@@ -127,6 +127,8 @@ def test_steps_are_those_of_the_equations(kind):
             tracker = np.einsum("ij,rjd->rid", matrix, tracker) + slope - held
             drift, held = tracker, slope
         xi = np.array([[random.normal(random.fold_in(random.split(k[1])[1], i), (D,)) for i in range(M)] for k in keys])
+        if kind == "tracking":  # noise in proportion to what a node holds
+            xi = np.sqrt(weight)[..., None] * xi
         x = mixed + alpha * drift + np.sqrt(2 * alpha) * xi
         np.testing.assert_allclose(np.asarray(state.z["beta"]).reshape(z.shape), z, rtol=2e-4, atol=2e-4)
         np.testing.assert_allclose(state.nodes.x, x, rtol=2e-4, atol=2e-4)
@@ -161,6 +163,16 @@ def test_a_minibatch_is_unbiased_and_full_gradients_sum_to_the_pooled_one():
     error = draws.std(0) / np.sqrt(len(draws))
     assert (np.abs(draws.mean(0) - exact) < 4 * error + 1e-4).all()
     assert (error > 1e-3).any()  # minibatches do vary
+
+
+def test_weighted_noise_keeps_the_average_and_spares_nodes_of_small_weight():
+    graph = fed.graphs.from_networkx(LOPSIDED)
+    plain, tracked = (
+        np.linalg.eigvalsh(exact_law(SILOS, graph, 1e-4, tracking=t, steps=40_000)[1])[-1] for t in (False, True)
+    )
+    assert tracked < plain
+    rare = fed.graphs.ring(M).with_link_failures(0.3)
+    assert rare.added_variance(tracking=True) < 0.8 * rare.added_variance()
 
 
 # The law
@@ -405,6 +417,13 @@ def test_a_small_push_sum_weight_is_reported_with_the_nodes_name():
     assert any("push-sum weight of node 'silo 18' fell to" in str(w.message) for w in caught), caught
     with pytest.raises(ValueError, match=r"node 29 gives away nearly all .* weight falls to .*e-0"):
         fed.PushSumLangevin(linear, downhill(30), 1e-4)
+
+
+def test_the_sum_of_weights_does_not_drift():
+    kernel = fed.PushSumLangevin(linear, fed.graphs.complete(M).with_link_failures(0.3), 1e-4)
+    state = kernel.init(random.split(random.key(0), M), 0, model_args=(SILOS,))
+    state = jax.lax.fori_loop(0, 100_000, lambda _, s: kernel.sample(s, (SILOS,), {}), state)
+    assert float(state.nodes.weight.sum()) == pytest.approx(M, rel=3e-7)
 
 
 def test_nodes_that_disagree_in_the_mean_are_named():

@@ -61,6 +61,11 @@ class FederatedKernel(MCMCKernel):
         """The model's factors; ``None`` before :meth:`init`."""
         return None if self._plan is None else self._plan.factors
 
+    @property
+    def silos(self) -> Silos | None:
+        """The data of the last :meth:`init`."""
+        return self._prepared_for
+
     def _arguments(self, model_args: tuple, model_kwargs: Mapping[str, Any] | None) -> tuple[Silos, dict[str, Any]]:
         if len(model_args) != 1 or not isinstance(model_args[0], Silos):
             got = ", ".join(type(a).__name__ for a in model_args) or "no positional argument"

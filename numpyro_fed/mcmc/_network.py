@@ -75,6 +75,10 @@ class NetworkKernel(FederatedKernel):
             1.0, 1, batch_size, needs, 0.0, None, preconditioner, bias_target, public, validate
         ).checked()  # fmt: skip
 
+    def __repr__(self) -> str:
+        name = getattr(self._model, "__name__", type(self._model).__name__)
+        return f"{type(self).__name__}({name}, {self._graph!r}, step_size={self._step_size!r})"
+
     def _reset(self) -> None:
         super()._reset()
         self._stacks: tuple[Silos, list[SiloRows]] | None = None
@@ -85,6 +89,11 @@ class NetworkKernel(FederatedKernel):
     def graph(self) -> TimeVaryingGraph:
         """The graph."""
         return self._graph
+
+    @property
+    def tracking(self) -> bool:
+        """Whether gradients are tracked."""
+        return self._tracking
 
     def _settle(self, silos: Silos, extra: dict[str, Any]) -> None:
         graph = self._graph.ordered(silos.names)

@@ -31,7 +31,7 @@ def gossip_step(
     """One step of all nodes, as :func:`numpyro_fed.mcmc.push_sum.push_sum_step`."""
     key_own, key_noise = random.split(key)
     slope, eps, accepted = own_step(plan, tuning, key_own, nodes.x, nodes.eps, stacks)
-    moved = links.mix(nodes.x) + kick(tuning, key_noise, step_size, slope)
+    moved = links.mix(nodes.x) + kick(tuning, key_noise, step_size, slope, nodes.weight)
     return nodes._replace(x=moved, eps=eps), nodes.x, accepted
 
 

@@ -81,12 +81,14 @@ def advance(plan: NetworkPlan, state: NetworkState, stacks: list[SiloRows]) -> N
         return jnp.where(good.reshape(-1, *[1] * (new.ndim - 1)), new, old)
 
     nodes = jax.tree.map(kept, new, state.nodes)
+    # columns of A sum to one but for rounding, which adds up to a tenth in 1e6 steps of failing links; Z does not depend on the common factor
+    scale = position.shape[1] / jnp.sum(nodes.weight, 1)
+    nodes = nodes._replace(x=nodes.x * scale[:, None, None], weight=nodes.weight * scale[:, None])
     chains = state.push_sum_weight.shape
     old = flat(plan, state.z).reshape(position.shape)
     position = kept(position, old)
-    # of W: Y of this step weighs the positions of this step (by its sum, which float32 lets drift from m by up to 1e-8 a step)
-    weight = nodes.weight[..., None]
-    average = jnp.sum(weight * position, 1, keepdims=True) / jnp.sum(weight, 1, keepdims=True)
+    # of W: Y of this step weighs the positions of this step
+    average = jnp.mean(nodes.weight[..., None] * position, axis=1, keepdims=True)
     return state._replace(
         i=state.i + 1,
         z=sites(plan, state.tuning, position, nodes.eps, stacks),

@@ -50,14 +50,17 @@ def own_step(
     return gradients(plan, tuning, key_batch, positions, eps, stacks), eps, accepted
 
 
-def kick(tuning: Tuning, key: Array, step_size: Array, drift: Array) -> Array:
-    """``L (alpha drift + sqrt(2 alpha) xi)`` of every node ``(m, d)``, noise from a key of its own for each."""
+def kick(tuning: Tuning, key: Array, step_size: Array, drift: Array, share: Array) -> Array:
+    """``L (alpha drift + sqrt(2 alpha share) xi)`` of every node ``(m, d)``, noise from a key of its own for each.
 
-    def one(number: Array, drift: Array) -> Array:
+    :param share: of the noise, ``(m,)`` with a sum of m.
+    """
+
+    def one(number: Array, drift: Array, share: Array) -> Array:
         xi = random.normal(random.fold_in(key, number), drift.shape, drift.dtype)
-        return push(tuning, step_size * drift + jnp.sqrt(2 * step_size) * xi)
+        return push(tuning, step_size * drift + jnp.sqrt(2 * step_size * share) * xi)
 
-    return jax.vmap(one)(jnp.arange(drift.shape[0]), drift)
+    return jax.vmap(one)(jnp.arange(drift.shape[0]), drift, share)
 
 
 def gradients(

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, NamedTuple
 
 import jax
@@ -56,10 +57,11 @@ class Options:
             )
         if self.num_local_steps < 1 or int(self.num_local_steps) != self.num_local_steps:
             raise ValueError(f"num_local_steps: expected an integer >= 1, got {self.num_local_steps}")
-        if self.batch_size is not None and (self.batch_size < 1 or int(self.batch_size) != self.batch_size):
-            raise ValueError(f"batch_size: expected an integer >= 1 or None (all rows), got {self.batch_size}")
-        if not 0 < self.bias_target < 1:
-            raise ValueError(f"bias_target: expected a number in (0, 1), got {self.bias_target}")
+        size = self.batch_size
+        if size is not None and (isinstance(size, bool) or not isinstance(size, int | np.integer) or size < 1):
+            raise ValueError(f"batch_size: expected an integer >= 1 or None (all rows), got {size!r}")
+        if not isinstance(self.bias_target, Real) or not 0 < self.bias_target < 1:
+            raise ValueError(f"bias_target: expected a number in (0, 1), got {self.bias_target!r}")
         if not np.isfinite(self.alpha) or self.alpha < 0:
             raise ValueError(f"alpha: expected a finite number >= 0, got {self.alpha}")
         if isinstance(self.surrogate, str) and self.surrogate not in ("score", "laplace"):

@@ -12,7 +12,8 @@ A draw of node i is :math:`Z_i`. Columns of A summing to one, the average moves 
 .. math:: \bar X \leftarrow \bar X - \tfrac{\alpha}{m} \sum_i \nabla U_i(Z_i) + \sqrt{2 \alpha / m}\, \bar\xi, \qquad \bar\xi \sim N(0, I),
 
 Langevin dynamics on U with step :math:`\alpha / m` but for :math:`Z_i \ne \bar X`. With *tracked* gradients each node moves along its share
-:math:`S_i` of the sum of all gradients, :math:`S \leftarrow A S + g(Z) - g(Z_{\text{before}})`, as in push-DIGing; the average moves as before.
+:math:`S_i` of the sum of all gradients, :math:`S \leftarrow A S + g(Z) - g(Z_{\text{before}})`, as in push-DIGing, and adds noise of variance
+:math:`2 \alpha Y_i` in place of :math:`2 \alpha`: since Y sums to m the average moves as before, and a node of small weight is not thrown about.
 
 Law, for a constant step: Gaussian posteriors give the law of a linear recursion (tests/test_push_sum.py), O(alpha) from the posterior: the
 disagreement of nodes adds variance, and shifts the mean where silos differ, which tracking removes. For diminishing steps: the posterior.
@@ -23,6 +24,7 @@ Achieving geometric convergence for distributed optimization over time-varying g
 
 from collections.abc import Callable, Sequence
 
+import jax.numpy as jnp
 import networkx as nx
 from jax import Array, random
 
@@ -45,9 +47,11 @@ def push_sum_step(
     position = mixed / weight[:, None]
     slope, eps, accepted = own_step(plan, tuning, key_own, position, nodes.eps, stacks)
     if nodes.tracker is None or nodes.slope is None:
-        return Nodes(mixed + kick(tuning, key_noise, step_size, slope), weight, None, None, eps), position, accepted
+        added = kick(tuning, key_noise, step_size, slope, jnp.ones_like(weight))
+        return Nodes(mixed + added, weight, None, None, eps), position, accepted
     tracker = links.mix(nodes.tracker) + slope - nodes.slope
-    return Nodes(mixed + kick(tuning, key_noise, step_size, tracker), weight, tracker, slope, eps), position, accepted
+    added = kick(tuning, key_noise, step_size, tracker, weight)
+    return Nodes(mixed + added, weight, tracker, slope, eps), position, accepted
 
 
 class PushSumLangevin(NetworkKernel):
@@ -81,7 +85,7 @@ class PushSumLangevin(NetworkKernel):
     :param step_size: alpha: a number, a schedule of the number of steps (:func:`numpyro_fed.polynomial_decay`, or of optax), or
         ``"adaptive"``.
     :param batch_size: rows of a node's minibatch (with replacement), or ``None`` for all of them.
-    :param gradient_tracking: let nodes track the sum of all gradients.
+    :param gradient_tracking: let nodes track the sum of all gradients, and weigh their noise by Y.
     :param preconditioner: ``"surrogate"``: steps in the coordinates of the surrogate posterior; ``None``, as in the paper.
     :param bias_target: accepted relative inflation of the sds under ``step_size="adaptive"``.
     :param public: observed sites outside every silo plate whose data all silos know.

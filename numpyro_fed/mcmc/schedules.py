@@ -49,6 +49,9 @@ class _PolynomialDecay:
     offset: float
     power: float
 
+    def __repr__(self) -> str:
+        return f"polynomial_decay({self.scale:g}, {self.offset:g}, {self.power:g})"
+
     def __call__(self, count: Any) -> Array:
         return self.scale / (self.offset + count) ** jnp.asarray(self.power, jnp.result_type(float))
 
@@ -96,5 +99,12 @@ def check_step_size(step_size: Any, named: tuple[str, ...]) -> None:
             raise ValueError(f"step_size: expected a positive number, a schedule, {words}, got {step_size!r}")
     elif callable(step_size):
         _check_schedule(step_size)
-    elif isinstance(step_size, bool) or step_size is None or np.ndim(step_size) or not 0 < float(step_size) < math.inf:
+    elif isinstance(step_size, bool) or step_size is None or np.ndim(step_size) or not _is_positive(step_size):
         raise ValueError(f"step_size: expected a finite number > 0, got {step_size!r}")
+
+
+def _is_positive(number: Any) -> bool:
+    try:
+        return bool(0 < float(np.asarray(number, jnp.result_type(float))) < math.inf)
+    except TypeError:
+        return False

@@ -24,7 +24,7 @@ class TimeVaryingGraph:
     """A periodic sequence of directed graphs, whose links and nodes may fail at random; made by the functions of :mod:`numpyro_fed.graphs`.
 
     :ivar links: which links there are, shape ``(period, m, m)``; ``[t, i, j]``: at steps t, t + period, ... node j sends to node i.
-    :ivar nodes: the nodes' labels; a graph whose labels are silo names is matched to silos by name, one labelled 0 ... m - 1 by place.
+    :ivar nodes: the nodes' labels; a graph whose labels (as text) are silo names is matched to silos by name, else one labelled 0 ... m - 1 by place.
     :ivar weights: column-stochastic matrices ``(period, m, m)`` in place of equal shares, or ``None``.
     :ivar link_failure: probability that a link does not work at a step, each by itself.
     :ivar node_dropout: probability that a node neither sends nor receives at a step.
@@ -89,15 +89,17 @@ class TimeVaryingGraph:
                 f"graph: expected one node for each of the {len(names)} silos, got {self.num_nodes} nodes, "
                 f"{shown(self.nodes)}"
             )
-        by_place = set(self.nodes) == set(range(len(names)))
-        if not by_place and set(self.nodes) != set(names):
-            unknown = [node for node in self.nodes if node not in names]
-            missing = [name for name in names if name not in self.nodes]
+        labels: tuple[Hashable, ...] = tuple(map(str, self.nodes))
+        if set(labels) != set(names) and set(self.nodes) == set(range(len(names))):
+            labels = tuple(names[i] for i in self.nodes)  # type: ignore[call-overload]
+        if set(labels) != set(names):
+            unknown = [node for node in labels if node not in names]
+            missing = [name for name in names if name not in labels]
             raise ValueError(
                 f"graph: expected nodes labelled with the silos' names, or with 0 ... {len(names) - 1} in their order; "
                 f"no silo is called {shown(unknown)}, and silos {shown(missing)} are no nodes"
             )
-        place = [self.nodes.index(i if by_place else name) for i, name in enumerate(names)]
+        place = [labels.index(name) for name in names]
         weights = None if self.weights is None else self.weights[:, place][:, :, place]
         return replace(self, nodes=tuple(names), links=self.links[:, place][:, :, place], weights=weights)
 
@@ -187,16 +189,16 @@ class TimeVaryingGraph:
 
         .. math:: C \leftarrow A C A^\top + F F^\top, \qquad c \leftarrow A c + F 1 / m, \qquad F = I - y 1^\top / m .
 
-        Silos alike pull all :math:`X_i` by the same force, however unequal y, which halves the covariance of E with :math:`\bar X` (tracked gradients pull
-        in proportion to y, and do not); and since they pull at Z, the variance of :math:`\bar X` is less by the mean of that covariance. In sum,
-        with :math:`c'_i = (A c)_i / y_i`, and half of it without tracking, the variance of node i exceeds the target's by
-        :math:`(A C A^\top)_{ii} / y_i^2 + 2 c'_i - \tfrac1m \sum_j c'_j`, averaged over the period. Gossip's nodes have y = 1, and their last noise
-        too: the largest of C.
+        Silos alike pull all :math:`X_i` by the same force, however unequal y, which halves the covariance of E with :math:`\bar X`; and since
+        they pull at Z, the variance of :math:`\bar X` is less by the mean of that covariance. In sum, with :math:`c'_i = (A c)_i / y_i`, the variance of
+        node i exceeds the target's by :math:`(A C A^\top)_{ii} / y_i^2 + c'_i - \tfrac1{2m} \sum_j c'_j`, averaged over the period. With tracking the
+        noise has variances y, so that :math:`F F^\top` is :math:`\operatorname{diag}(y) - y y^\top / m` and c vanishes. Gossip's nodes have y = 1, and
+        their last noise too: the largest of C.
 
         Where links fail the excess is itself random with a heavy tail (a node cut off for a while has a tiny y): this is then the median over
         nine drawn sequences of the mean over 100 steps, and no more than a guide.
         """
-        m, along = self.num_nodes, 1.0 if tracking else 0.5
+        m = self.num_nodes
         product = self._product(gossip)
         weight = np.linalg.matrix_power(product, 1 << 16).mean(1) * m
 
@@ -204,11 +206,13 @@ class TimeVaryingGraph:
             seen = []
             for matrix in matrices:
                 weight, spread, cross = matrix @ weight, matrix @ spread @ matrix.T, matrix @ cross
-                covariance = along * cross / weight
+                along = cross / weight
                 if not gossip:
-                    seen.append(np.diag(spread) / weight**2 + 2 * covariance - covariance.mean())
+                    seen.append(np.diag(spread) / weight**2 + along - along.mean() / 2)
+                variance = weight if tracking else np.ones(m)
                 fresh = np.eye(m) - np.outer(weight, np.ones(m)) / m
-                spread, cross = spread + fresh @ fresh.T, cross + fresh.sum(1) / m
+                spread = spread + (fresh * variance) @ fresh.T
+                cross = cross + fresh @ variance / m
                 if gossip:
                     seen.append(np.diag(spread))
             return weight, spread, cross, np.mean(seen, axis=0)
@@ -267,7 +271,7 @@ class TimeVaryingGraph:
             )  # fmt: skip
             axis.margins(0.2)
             if self.period > 1:
-                axis.set_title(f"step {t} of {self.period}")
+                axis.set_title(f"t = {t}" + (", ..." if t == self.period - 1 else ""))
         if self.fails:
             chances = {"links": self.link_failure, "nodes": self.node_dropout}
             fail = ", ".join(f"{what} fail: p = {p:g}" for what, p in chances.items() if p)
