@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import networkx as nx
 import numpy as np
+import numpyro
+import numpyro.distributions as dist
 import pytest
 from jax import random
 from network_law import exact_law, posterior
@@ -173,6 +175,34 @@ def test_weighted_noise_keeps_the_average_and_spares_nodes_of_small_weight():
     assert tracked < plain
     rare = fed.graphs.ring(M).with_link_failures(0.3)
     assert rare.added_variance(tracking=True) < 0.8 * rare.added_variance()
+
+
+def location(y):
+    mu = numpyro.sample("mu", dist.Normal(0, 10))
+    with fed.silo_plate("rows", y.shape[0]):
+        numpyro.sample("y", dist.Normal(mu, 1), obs=y)
+
+
+@pytest.mark.parametrize("tracking", [False, True])
+def test_tracking_has_light_tails_where_links_fail(tracking):
+    """A ring of four at 30 %: as printed in the paper its draws nearly lack a variance, and a warning says so."""
+    rng = np.random.default_rng(0)
+    silos = fed.Silos({f"s{i}": {"y": rng.normal(size=40 + i).astype(np.float32)} for i in range(4)})
+    y = np.asarray(silos.pooled["y"], np.float64)
+    graph = fed.graphs.ring(4).with_link_failures(0.3)
+    mcmc = run(
+        fed.PushSumLangevin(location, graph, gradient_tracking=tracking, bias_target=0.1), silos, 4, 30_000, 2000
+    )
+    draws = (np.asarray(mcmc.get_samples()["mu"], np.float64) - y.sum() / (len(y) + 0.01)) * np.sqrt(len(y) + 0.01)
+    farthest = np.abs(draws).max()
+    if tracking:
+        assert farthest < 15
+        assert abs(draws.std() - 1.1) < 0.06  # the target; four networks of about 500 effective draws each
+        fed.to_inference_data(mcmc, silos, log_likelihood=False)
+    else:
+        assert farthest > 25
+        with pytest.warns(UserWarning, match=r"fell to 0.00.* have heavy tails.* or track gradients"):
+            fed.to_inference_data(mcmc, silos, log_likelihood=False)
 
 
 # The law
