@@ -1,9 +1,28 @@
 """The exact law of nodes that sample the model ``linear``: the recursions are linear, their noise is normal."""
 
+import networkx as nx
 import numpy as np
-from small_models import linear_precisions
+from jax import random
+from numpyro.infer import MCMC
+from small_models import linear_precisions, linear_silos
 
-__all__ = ["exact_law", "posterior"]
+import numpyro_fed as fed
+
+__all__ = ["LOPSIDED", "PERIODIC", "SILOS", "D", "M", "exact_law", "posterior", "run"]
+
+SILOS = linear_silos()
+M, D = len(SILOS), 2
+LOPSIDED = nx.DiGraph([(0, 1), (1, 2), (2, 3), (3, 0), (0, 2), (0, 3)])
+PERIODIC = fed.graphs.periodic([LOPSIDED, LOPSIDED.reverse(), nx.DiGraph(nx.star_graph(3))])
+
+
+def run(kernel, silos, networks, num_samples, num_warmup=300, seed=0):
+    mcmc = MCMC(
+        kernel, num_warmup=num_warmup, num_samples=num_samples, num_chains=networks * len(silos), chain_method="vectorized",
+        progress_bar=False,
+    )  # fmt: skip
+    mcmc.run(random.key(seed), silos)
+    return mcmc
 
 
 def posterior(silos):
