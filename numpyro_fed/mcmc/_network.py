@@ -215,7 +215,7 @@ class NetworkKernel(FederatedKernel):
 
     def _rows(self, silos: Silos) -> list[SiloRows]:
         """The silos' rows in stacks; kept, so that they are gathered once."""
-        if self._stacks is not None and self._stacks[0] is silos:
+        if self._stacks is not None and self._stacks[0] == silos:
             return self._stacks[1]
         return stack(silos)
 

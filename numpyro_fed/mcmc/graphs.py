@@ -14,6 +14,7 @@ Distributed optimization over time-varying directed graphs, IEEE TAC 60(3).
 
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
+from numbers import Integral, Real
 from typing import Any
 
 import networkx as nx
@@ -36,7 +37,7 @@ __all__ = [
 
 
 def _num_nodes(num_nodes: int) -> int:
-    if isinstance(num_nodes, bool) or int(num_nodes) != num_nodes or num_nodes < 2:
+    if isinstance(num_nodes, bool) or not isinstance(num_nodes, Integral) or num_nodes < 2:
         raise ValueError(f"num_nodes: expected an integer >= 2, got {num_nodes!r}")
     return int(num_nodes)
 
@@ -69,6 +70,10 @@ def periodic(graphs: Sequence[nx.Graph | TimeVaryingGraph]) -> TimeVaryingGraph:
         >>> round(graph.contraction_rate(), 3)
         0.595
     """
+    if isinstance(graphs, nx.Graph | TimeVaryingGraph):
+        raise TypeError(
+            "graphs: expected a sequence of graphs, got one; from_networkx(graph) is the same at every step"
+        )
     parts = [g if isinstance(g, TimeVaryingGraph) else from_networkx(g) for g in graphs]
     if not parts:
         raise ValueError("graphs: expected at least one graph, got none")
@@ -148,11 +153,13 @@ def almost_circular() -> TimeVaryingGraph:
 
 def erdos_renyi(num_nodes: int, probability: float) -> TimeVaryingGraph:
     """At every step each of the m (m - 1) links is there with this probability, anew and independently."""
-    if not 0 < probability <= 1:
+    if not isinstance(probability, Real) or not 0 < probability <= 1:
         raise ValueError(f"probability: expected a number in (0, 1], got {probability!r}")
     return complete(num_nodes).with_link_failures(1 - probability)
 
 
 def geometric(num_nodes: int, radius: float, seed: int = 0) -> TimeVaryingGraph:
     """Nodes at random places of the unit square send to those within the radius."""
+    if not isinstance(radius, Real) or not radius > 0:
+        raise ValueError(f"radius: expected a number > 0, got {radius!r}")
     return from_networkx(nx.random_geometric_graph(_num_nodes(num_nodes), radius, seed=seed))

@@ -4,6 +4,7 @@ import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import jax.numpy as jnp
@@ -35,7 +36,7 @@ def polynomial_decay(scale: float, offset: float, power: float) -> Callable[[Arr
         (0.00261, 0.00029)
     """
     for name, value in (("scale", scale), ("offset", offset), ("power", power)):
-        if not (math.isfinite(value) and value > 0):
+        if not isinstance(value, Real) or not (math.isfinite(value) and value > 0):
             raise ValueError(f"{name}: expected a finite number > 0, got {value!r}")
 
     return _PolynomialDecay(float(scale), float(offset), float(power))

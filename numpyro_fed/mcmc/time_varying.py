@@ -4,6 +4,7 @@ import math
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
+from numbers import Real
 from typing import TYPE_CHECKING
 
 import networkx as nx
@@ -293,7 +294,7 @@ def metropolis(links: np.ndarray) -> np.ndarray:
 
 
 def _probability(what: str, value: float) -> float:
-    if not 0 <= value < 1:
+    if not isinstance(value, Real) or not 0 <= value < 1:
         raise ValueError(f"{what}: expected a probability in [0, 1), got {value!r}")
     return float(value)
 
