@@ -7,3 +7,21 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 _flag = "--xla_force_host_platform_device_count=4"
 if _flag not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_flag}".strip()
+
+import gc  # noqa: E402
+from collections.abc import Iterator  # noqa: E402
+from pathlib import Path  # noqa: E402
+
+import jax  # noqa: E402
+import pytest  # noqa: E402
+
+_MAPS = Path("/proc/self/maps")
+_MANY = 30_000  # of the 65,530 memory maps that Linux allows a process; every compiled program takes some, and XLA crashes without
+
+
+@pytest.fixture(autouse=True)
+def _compiled_programs_fit_into_memory_maps() -> Iterator[None]:
+    yield
+    if _MAPS.exists() and _MAPS.read_text().count("\n") > _MANY:
+        jax.clear_caches()
+        gc.collect()
