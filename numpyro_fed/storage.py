@@ -151,8 +151,7 @@ def stack(silos: Silos, part: int = 0) -> list[SiloRows]:
         shown, sizes, order = {}, {}, {}
         for group, count in pad:
             sizes[group] = jnp.asarray(np.asarray(silos.sizes[group])[numbers], jnp.int32)
-            inside = np.minimum(np.arange(count), np.asarray(silos.sizes[group])[numbers][:, None] - 1)
-            shown[group] = jnp.asarray(silos.offsets(group)[numbers][:, None] + inside)
+            shown[group] = _stacked_positions(silos, group, numbers, count)
             order[group] = silos.order[group][shown[group]]
         rows = {k: v[shown[silos.group[k]]] for k, v in silos.rows.items()}
         number = jnp.asarray(numbers, jnp.int32)
@@ -165,12 +164,17 @@ def stack_states(states: Any, silos: Silos, group: str | None) -> list:
     out = []
     for numbers, pad in buckets(silos):
         if group is None:
-            place = numbers[:, None]
+            place = jnp.asarray(numbers[:, None])
         else:
-            inside = np.minimum(np.arange(dict(pad)[group]), np.asarray(silos.sizes[group])[numbers][:, None] - 1)
-            place = silos.offsets(group)[numbers][:, None] + inside
-        out.append(gather(states, jnp.asarray(place)))
+            place = _stacked_positions(silos, group, numbers, dict(pad)[group])
+        out.append(gather(states, place))
     return out
+
+
+def _stacked_positions(silos: Silos, group: str, numbers: np.ndarray, count: int) -> Array:
+    """Flat positions of the rows shown of some silos, the last one repeated as padding, ``(S, count)``."""
+    inside = np.minimum(np.arange(count), np.asarray(silos.sizes[group])[numbers][:, None] - 1)
+    return jnp.asarray(silos.offsets(group)[numbers][:, None] + inside)
 
 
 class Bucket(NamedTuple):

@@ -208,8 +208,7 @@ class NetworkKernel(FederatedKernel):
             return None
         key_first, key_look = random.split(key)
         first = begin(key_first, nodes.x.shape[-1], self._price, self._options.bias_target, num_warmup, nodes.x.dtype)
-        eps = None if nodes.eps is None else [e[0] for e in nodes.eps]
-        learned = look_around(self._plan, self._tuning, first, key_look, nodes.x[0].mean(0), eps, self._rows(silos))
+        learned = look_around(self._plan, self._tuning, first, key_look, nodes, self._rows(silos))
         check_seen(learned)
         return learned
 

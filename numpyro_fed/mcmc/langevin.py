@@ -43,6 +43,7 @@ __all__ = [
     "federated",
     "move",
     "open_silo",
+    "pick_rows",
     "pull_back",
     "push",
     "residual",
@@ -195,9 +196,12 @@ def batches(plan: Plan, key: Array, view: SiloView, shape: tuple[int, ...]) -> d
     if plan.batch is None:
         return {}
     group, m = plan.batch
-    # 32 random bits modulo N_s: the bias against a row is below N_s / 2^32
-    bits = random.bits(key, (*shape, m), jnp.uint32)
-    return view.batch(group, (bits % view.size(group).astype(jnp.uint32)).astype(jnp.int32))
+    return view.batch(group, pick_rows(key, (*shape, m), view.size(group)).astype(jnp.int32))
+
+
+def pick_rows(key: Array, shape: tuple[int, ...], size: Array) -> Array:
+    """Rows 0 ... size - 1 with replacement, unsigned: 32 random bits modulo N_s, with a bias against a row below N_s / 2^32."""
+    return random.bits(key, shape, jnp.uint32) % size.astype(jnp.uint32)
 
 
 def push(tuning: Tuning, vector: Array) -> Array:

@@ -2,18 +2,18 @@
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, random
 
 from numpyro_fed.mcmc.adaptation import Adaptation, adapt, first_looks
+from numpyro_fed.mcmc.langevin import push
 from numpyro_fed.mcmc.mixing import Mixing
 from numpyro_fed.mcmc.nodes import Nodes, gradients
 from numpyro_fed.mcmc.plan import NetworkPlan, Tuning
 from numpyro_fed.storage import SiloRows, to_pooled_order
-from numpyro_fed.surrogates.gaussian import matvec
 
 __all__ = ["LEAST_WEIGHT", "NetworkState", "advance", "current_step_size", "flat", "look_around", "sites"]
 
@@ -60,10 +60,8 @@ def advance(plan: NetworkPlan, state: NetworkState, stacks: list[SiloRows]) -> N
     """One step of every network."""
     rng_key, key = random.split(state.rng_key)
     networks = state.nodes.x.shape[0]
-    if state.adaptation is not None:  # of the first network
-        nodes = state.nodes
-        own = None if nodes.eps is None else [e[0] for e in nodes.eps]
-        look = _learn(plan, state.tuning, state.adaptation, random.fold_in(key, 0), nodes.x[0].mean(0), own, stacks)
+    if state.adaptation is not None:
+        look = _learn(plan, state.tuning, state.adaptation, random.fold_in(key, 0), state.nodes, stacks)
         state = state._replace(adaptation=look)
     alpha = current_step_size(plan, state)
 
@@ -112,15 +110,17 @@ def current_step_size(plan: NetworkPlan, state: NetworkState) -> Array:
 
 
 def _learn(
-    plan: NetworkPlan, tuning: Tuning, adaptation: Adaptation, key: Array, average: Array, eps: Any, stacks: list
+    plan: NetworkPlan, tuning: Tuning, adaptation: Adaptation, key: Array, nodes: Nodes, stacks: list[SiloRows]
 ) -> Adaptation:
-    """See the curvature, in preconditioned units, and the noise of gradients at a position of all nodes."""
+    """See the curvature, in preconditioned units, and the noise of gradients at the first network's average."""
     keys = random.split(key)
+    first = jax.tree.map(lambda x: x[0], nodes)
+    average = first.x.mean(0)
 
     def estimate(u: Array) -> tuple[Array, Array]:
-        theta = average + (u if tuning.scale is None else matvec(tuning.scale, u))
+        theta = average + push(tuning, u)
         positions = jnp.broadcast_to(theta, (plan.num_nodes, *theta.shape))
-        both = [gradients(plan, tuning, keys[k], positions, eps, stacks).sum(0) for k in (0, 1)]
+        both = [gradients(plan, tuning, keys[k], positions, first.eps, stacks).sum(0) for k in (0, 1)]
         return both[0], both[1]
 
     return adapt(adaptation, estimate, jnp.zeros_like(average))
@@ -160,6 +160,6 @@ def sites(
 
 @partial(jax.jit, static_argnames=("plan",))
 def look_around(
-    plan: NetworkPlan, tuning: Tuning, first: Adaptation, key: Array, average: Array, eps: Any, stacks: list
+    plan: NetworkPlan, tuning: Tuning, first: Adaptation, key: Array, nodes: Nodes, stacks: list[SiloRows]
 ) -> Adaptation:
-    return first_looks(first, lambda i, a: _learn(plan, tuning, a, random.fold_in(key, i), average, eps, stacks))
+    return first_looks(first, lambda i, a: _learn(plan, tuning, a, random.fold_in(key, i), nodes, stacks))

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, random
 
-from numpyro_fed.mcmc.langevin import OpenSilo, move, pull_back, push, terms
+from numpyro_fed.mcmc.langevin import OpenSilo, move, pick_rows, pull_back, push, terms
 from numpyro_fed.mcmc.local_moves import move_noise
 from numpyro_fed.mcmc.plan import NetworkPlan, Tuning
 from numpyro_fed.storage import SiloRows
@@ -102,8 +102,7 @@ def _open(plan: NetworkPlan, tuning: Tuning, key: Array, rows: SiloRows, local_m
     kwargs, weights = rows.whole()
     if plan.batch is not None:
         group, size = plan.batch
-        # 32 random bits modulo N_s: the bias against a row is below N_s / 2^32
-        index = random.bits(key, (size,), jnp.uint32) % rows.size(group).astype(jnp.uint32)
+        index = pick_rows(key, (size,), rows.size(group))
         kwargs |= rows.take([leaf for leaf, g, _ in plan.factors.rows if g == group], index)
         weights[group] = rows.size(group).astype(weights[group].dtype) / size
     latents = None if tuning.latents is None else tuning.latents._replace(rows=local_map)

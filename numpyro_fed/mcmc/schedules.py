@@ -64,7 +64,6 @@ def _check_schedule(schedule: Callable) -> None:
     :warns UserWarning: where it looks as if the sum of all steps were finite, or, for one that diminishes, the sum of their squares infinite.
     """
     counts = [0, *np.unique(np.logspace(0, math.log10(_LATE[1]), 40).astype(int))]
-    sizes = []
     for count in counts:
         try:
             size = np.asarray(schedule(jnp.asarray(count)), float)
@@ -75,7 +74,6 @@ def _check_schedule(schedule: Callable) -> None:
         if size.shape or not 0 < size < math.inf:
             got = f"{float(size):g}" if not size.shape else f"an array of shape {size.shape}"
             raise ValueError(f"step_size: expected a schedule of finite numbers > 0, got {got} at step {count:,}")
-        sizes.append(float(size))
     early, late = (float(schedule(jnp.asarray(t))) for t in _LATE)
     exponent = -math.log(late / early) / math.log(_LATE[1] / _LATE[0])
     if exponent > 1.01:

@@ -168,6 +168,10 @@ class TimeVaryingGraph:
             product = self.matrix(t, gossip=gossip) @ product
         return product
 
+    def _settled(self, product: np.ndarray) -> np.ndarray:
+        """The push-sum weights at which periods of this matrix begin in the long run."""
+        return np.linalg.matrix_power(product, 1 << 16).mean(1) * self.num_nodes
+
     def draw(self, rng: np.random.Generator, t: int, *, gossip: bool = False) -> np.ndarray:
         """A random mixing matrix of step t."""
         if not self.fails:
@@ -201,7 +205,7 @@ class TimeVaryingGraph:
         """
         m = self.num_nodes
         product = self._product(gossip)
-        weight = np.linalg.matrix_power(product, 1 << 16).mean(1) * m
+        weight = self._settled(product)
 
         def through(weight: np.ndarray, spread: np.ndarray, cross: np.ndarray, matrices: Iterable) -> tuple:
             seen = []
@@ -243,7 +247,7 @@ class TimeVaryingGraph:
 
         Weights sum to m. A node that gives away much and hears little has a small one, and its draws are X / Y.
         """
-        weight = np.linalg.matrix_power(self._product(), 1 << 16).mean(1) * self.num_nodes
+        weight = self._settled(self._product())
         least = np.full(self.num_nodes, np.inf)
         for t in range(self.period):
             weight = self.matrix(t) @ weight
