@@ -44,6 +44,18 @@ def model(y, error):  # type: ignore[no-untyped-def]
         numpyro.sample("y", dist.Normal(mu + tau * z, error), obs=y)
 
 
+def model_centred(y, error):  # type: ignore[no-untyped-def]
+    """The same law in the schools' effects themselves, whose spread goes to zero with tau: a funnel.
+
+    NUTS diverges in its neck; hold a fit of this model against NUTS on :func:`model`, whose mu and tau are the same.
+    """
+    mu = numpyro.sample("mu", dist.Normal(0, 5))
+    tau = numpyro.sample("tau", dist.HalfCauchy(5))
+    with fed.silo_plate("schools", y.shape[0]):
+        effect = numpyro.sample("effect", dist.Normal(mu, tau))
+        numpyro.sample("y", dist.Normal(effect, error), obs=y)
+
+
 def fit(silos: fed.Silos, num_rounds: int = 4000, num_draws: int = 8000) -> tuple[az.InferenceData, az.InferenceData]:
     """SFVI with its defaults: its draws as they are, and resampled. It warns of Pareto's k of both."""
     svi = fed.SFVI(model, fed.AutoSiloNormal(model), optax.adam(0.01))

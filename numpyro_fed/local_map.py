@@ -1,10 +1,11 @@
 r"""The local map: coordinates of a silo's local latents that travel with the global parameters.
 
-.. math:: z_g = m_g + C_g u + T_g \left( e^{l_g + b_g u} \odot \epsilon_g \right), \qquad \epsilon_g \sim N(0, I),
+.. math:: z_g = m_g + C_g u + T_g \left( e^{l_g + b_g u} \odot (\epsilon_g + r_g + R_g u) \right), \qquad \epsilon_g \sim N(0, I),
           \qquad u = L^{-1} (\theta - \mu)
 
 one row for each *unit* g: an element of a silo plate where elements are independent given :math:`\theta`, or all
-latents of a silo together where they are not. :math:`T` is unit lower triangular. FSGLD keeps
+latents of a silo together where they are not. :math:`T` is unit lower triangular. With :math:`r, R` locations may go with the scale, as
+those of non-centred latents do: :math:`a / \tau` with a well known. FSGLD keeps
 :math:`\epsilon` as its state, so that moving :math:`\theta` moves :math:`z` along with it. Rows of the map never
 leave their silo.
 """
@@ -17,10 +18,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.scipy.linalg import solve_triangular
 
 from numpyro_fed.density import Factors
 from numpyro_fed.silos import Silos
+from numpyro_fed.small_matrices import solve_lower
 from numpyro_fed.storage import SiloRows, SiloView
 
 __all__ = ["LocalMap", "Units"]
@@ -162,6 +163,8 @@ class LocalMap:
     :param coupling: C, shape ``(G, k, d)``, or ``None`` for zero.
     :param scale_coupling: b, shape ``(G, k, d)``, or ``None`` for zero.
     :param tril: T, unit lower triangular, shape ``(G, k, k)``, or ``None`` for the identity.
+    :param shift: r, shape ``(G, k)``, or ``None`` for zero, and R with it.
+    :param shift_coupling: R, shape ``(G, k, d)``.
     """
 
     mean: Array
@@ -169,6 +172,8 @@ class LocalMap:
     coupling: Array | None = None
     scale_coupling: Array | None = None
     tril: Array | None = None
+    shift: Array | None = None
+    shift_coupling: Array | None = None
 
     def scale(self, u: Array) -> Array:
         """Scales at whitened position ``u`` of shape ``(d,)``; shape ``(G, k)``."""
@@ -176,21 +181,30 @@ class LocalMap:
 
     def location(self, u: Array) -> Array:
         """Latents ``(G, k)`` at ``u`` for coordinates zero."""
-        return self.mean if self.coupling is None else self.mean + _rows_times(self.coupling, u)
+        centre = self._centre(u)
+        return centre if self.shift is None else centre + self._turn(self.scale(u) * self._shift(u))
 
     def forward(self, u: Array, eps: Array) -> Array:
         """Latents ``(G, k)`` at ``u`` for coordinates ``eps`` of shape ``(G, k)``."""
-        spread = self.scale(u) * eps
-        if self.tril is not None:
-            spread = jnp.einsum("gij,gj->gi", self.tril, spread)
-        return self.location(u) + spread
+        shifted = eps if self.shift is None else eps + self._shift(u)
+        return self._centre(u) + self._turn(self.scale(u) * shifted)
 
     def inverse(self, u: Array, z: Array) -> Array:
         """Coordinates of latents ``z`` at ``u``; the inverse of :meth:`forward`."""
-        spread = z - self.location(u)
+        spread = z - self._centre(u)
         if self.tril is not None:
-            spread = _solve_unit_lower(self.tril, spread)
-        return spread / self.scale(u)
+            spread = solve_lower(self.tril, spread)
+        eps = spread / self.scale(u)
+        return eps if self.shift is None else eps - self._shift(u)
+
+    def _centre(self, u: Array) -> Array:
+        return self.mean if self.coupling is None else self.mean + _rows_times(self.coupling, u)
+
+    def _shift(self, u: Array) -> Array:
+        return self.shift + _rows_times(self.shift_coupling, u)
+
+    def _turn(self, spread: Array) -> Array:
+        return spread if self.tril is None else jnp.einsum("gij,gj->gi", self.tril, spread)
 
     def log_scales(self, u: Array) -> Array:
         """Log scales ``(G, k)``; their sum over a unit is the log determinant of dz/deps."""
@@ -202,7 +216,7 @@ class LocalMap:
         return jnp.sum(jnp.where(owned, terms, 0.0), axis=1)
 
     def rebased(self, shift: Array, factor: Array) -> "LocalMap":
-        """The same map in other coordinates v, where ``u = shift + factor v``; ``factor`` full or its diagonal."""
+        """The same map, without r and R, in other coordinates v, where ``u = shift + factor v``; ``factor`` full or its diagonal."""
 
         def carry(coefficients: Array) -> Array:
             return coefficients @ factor if factor.ndim == 2 else coefficients * factor
@@ -223,17 +237,3 @@ _FUSED = (
 def _rows_times(matrix: Array, u: Array) -> Array:
     """``matrix @ u``."""
     return matrix @ u if u.shape[0] > _FUSED else jnp.sum(matrix * u, axis=-1)
-
-
-_UNROLLED = 8  # most latents whose triangular systems are solved one by one: batches of small ones are slow
-
-
-def _solve_unit_lower(tril: Array, x: Array) -> Array:
-    """``T^-1 x`` for each unit."""
-    if x.shape[1] > _UNROLLED:
-        solve = jax.vmap(lambda t, x: solve_triangular(t, x, lower=True, unit_diagonal=True))
-        return solve(tril, x[..., None])[..., 0]
-    out: list[Array] = []
-    for i in range(x.shape[1]):
-        out.append(x[:, i] - sum((tril[:, i, j] * out[j] for j in range(i)), jnp.zeros(())))
-    return jnp.stack(out, axis=1)

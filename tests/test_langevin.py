@@ -150,8 +150,9 @@ def test_a_step_without_a_cut_has_the_same_drift_in_one_call_of_the_model(precon
     drift = jax.jit(langevin.drift, static_argnums=0)
     for s in range(3):
         view = view_of(silos, s)
-        got, cut = drift(plan, tuning, theta, None, langevin.open_silo(plan, tuning, None, view), view)
+        got, separate, cut = drift(plan, tuning, theta, None, langevin.open_silo(plan, tuning, None, view), view)
         e = np.asarray(full_batch_residual(plan, tuning, theta, silos, s))
+        assert separate is None
         assert cut is None
         np.testing.assert_allclose(got, server + e, rtol=1e-4, atol=1e-4 * np.abs(e).max())
         assert np.abs(e).max() > 0.1  # negative control: the silo's part is not nothing
@@ -319,7 +320,7 @@ def test_ledger_counts_rounds_gradients_and_bytes():
     visits = np.asarray(state.visits)
     assert ledger.silos == silos.names
     assert visits.sum() == 4
-    for field, each in {"rounds": 1, "gradient_evaluations": 5, "bytes_down": 8 + 4, "bytes_up": 8 + 4 + 12}.items():
+    for field, each in {"rounds": 1, "gradient_evaluations": 5, "bytes_down": 8 + 4, "bytes_up": 8 + 4 + 16 + 8}.items():
         gained = np.subtract(getattr(ledger, field), getattr(before, field))
         np.testing.assert_array_equal(gained, visits * each)
         assert min(getattr(before, field)) > 0  # what the pilot cost

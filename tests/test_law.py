@@ -24,7 +24,7 @@ from small_models import (
 )
 
 import numpyro_fed as fed
-from numpyro_fed.mcmc import pilot
+from numpyro_fed.mcmc import pilot, step_rule
 from numpyro_fed.surrogates import Gaussian, Surrogates
 
 CHAINS = 64
@@ -204,7 +204,7 @@ def test_step_size_auto_reaches_the_accepted_inflation(name):
         kernel = fed.SGLD(linear, "auto", 10, batch, "surrogate", surrogate=given, bias_target=0.2)
     state = kernel.init(random.key(0), 0, model_args=(silos,))
     h = float(state.step_size)
-    assert h < pilot.MAX_STEP_SIZE
+    assert h < step_rule.MAX_STEP_SIZE
     assert float(state.inflation) == pytest.approx(1.2, abs=0.03)
     scale = np.linalg.cholesky(np.asarray(given.posterior().covariance))
     alpha = float(len(silos) > 1)
@@ -247,7 +247,7 @@ def test_local_latents_have_their_exact_posterior(intercepts_run):
     mean, covariance = intercepts_posterior(silos)
     draws = flat(draws, "mu", "a")
     h = float(kernel._tuning.step_size)
-    assert h == pytest.approx(pilot.MAX_STEP_SIZE)
+    assert h == pytest.approx(step_rule.MAX_STEP_SIZE)
     means, sds = local_errors(draws, mean, covariance, h)
     assert means < 4
     assert sds < 4
@@ -279,7 +279,8 @@ def test_the_law_does_not_depend_on_the_local_map(intercepts_run):
         scale_coupling=rows.scale_coupling + 0.1 * rng.normal(size=rows.coupling.shape).astype(np.float32),
     )
     kernel._tuning = tuning._replace(latents=tuning.latents._replace(rows=wrong))
-    inflated = pilot.inflation(pilot.stay_noise(kernel._plan, kernel._tuning, silos), 0.01) ** 2
+    noise = pilot.stay_noise(kernel._plan, kernel._tuning, silos)
+    inflated = step_rule.inflation(noise, np.full(3, 1 / 3), 5, 0.01) ** 2
     assert 1.02 < inflated < 1.1
     draws = flat(run(kernel, silos, num_samples=400), "mu", "a")
     mean, covariance = intercepts_posterior(silos)

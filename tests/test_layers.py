@@ -6,14 +6,14 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[1] / "numpyro_fed"
 # from the bottom up; a module may import from its own line and those above it
 LAYERS = (
-    ("handlers", "_compat", "partitioners", "_silo_checks"),
+    ("handlers", "_compat", "partitioners", "_silo_checks", "small_matrices"),
     ("silos",),
     ("splitting", "mixed", "storage", "density"),
     ("factorise", "federation"),
     ("local_map", "engines"),
     ("proof", "surrogates"),
     ("mcmc", "vi"),
-    ("_silo_coords", "_network_result", "vi_inference_data"),
+    ("_silo_coords", "_network_result", "vi_inference_data", "diagnostics"),
     ("_compare_scalars", "_comparison_figure", "_elbo_figure", "results", "inference_data", "prediction"),
 )
 LEVEL = {name: i for i, names in enumerate(LAYERS) for name in names}

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, random
+from jax import Array, lax, random
 from numpyro.util import is_prng_key
 
 from numpyro_fed.engines.inline import round_one
@@ -15,7 +15,7 @@ from numpyro_fed.federation import Cost, Ledger
 from numpyro_fed.mcmc._base import FederatedKernel, check_start
 from numpyro_fed.mcmc.adaptation import Adaptation, adapt, begin, check_seen, first_looks, look_cost
 from numpyro_fed.mcmc.langevin import Chain, Plan, Tuning, batches, drift, federated, open_silo, push
-from numpyro_fed.mcmc.prepare import Options, prepare
+from numpyro_fed.mcmc.prepare import Options, prepare, prepare_again
 from numpyro_fed.silos import Silos
 from numpyro_fed.storage import SiloView, largest
 from numpyro_fed.surrogates.gaussian import matvec
@@ -23,20 +23,29 @@ from numpyro_fed.surrogates.gaussian import matvec
 __all__ = ["LangevinKernel", "LangevinState"]
 
 
+_EXPLORERS = 64  # chains around which surrogates are fitted again
+
+
 class LangevinState(NamedTuple):
     """State of a Langevin kernel after a round.
 
-    :param i: rounds made.
+    :param i: draws made: rounds, or with ``num_kept=k`` k a round.
     :param z: all latent sites in unconstrained space, local ones in pooled order.
     :param eps: coordinates of the local latents under the local map, ``(units, k)``, or ``None``.
     :param silo: the silo visited in this round.
     :param diverging: whether a step of this round was cut, or the round was undone because it left the reals.
     :param cut_rate: fraction of the round's steps whose conducive residual was cut (0 for an undone round).
-    :param local_accept_prob: mean acceptance of the local latents' moves (1 without any).
+    :param local_accept_prob: mean acceptance of the local latents' moves (1 without any; about 0.95 where the local map is exact).
+    :param local_stuck: fraction of the silo's units with latents that did not move in this round.
+    :param residual: mean of e over this round's steps, in whitened coordinates, ``(d,)``: what the surrogate of the silo visited
+        lacks; ``None`` where there are no surrogates or no preconditioner.
     :param step_size: step size of the round's last step.
     :param inflation: predicted ratio of the chain's sd to the posterior's (NaN without a preconditioner, and under a schedule).
     :param visits: rounds at each silo so far, ``(S,)``.
-    :param rng_key: key of the next round.
+    :param rng_key: key of the next draw.
+    :param key_silos: key of the silos' numbers; with ``distinct_silos`` one for all chains.
+    :param stratum: this chain's place in [0, 1) among those: chains take silos from different strata of f, and so are at
+        different silos wherever no f exceeds one over their number. Each chain's own silos are independent draws from f.
     :param adaptation: memory of ``step_size="adaptive"``, or ``None``.
     :param tuning: the numbers of the kernel, one for all chains. They are part of the state because compiled
         programs outlive the data they were made for (``jit_model_args=True``).
@@ -49,10 +58,14 @@ class LangevinState(NamedTuple):
     diverging: Array
     cut_rate: Array
     local_accept_prob: Array
+    local_stuck: Array
+    residual: Array | None
     step_size: Array
     inflation: Array
     visits: Array
     rng_key: Array
+    key_silos: Array
+    stratum: Array
     adaptation: Adaptation | None
     tuning: Tuning
 
@@ -66,14 +79,13 @@ def _chains(adaptive: bool) -> LangevinState:
 
 @partial(jax.jit, static_argnames=("plan",))
 def _round(plan: Plan, state: LangevinState, silos: Silos) -> LangevinState:
-    """One communication round: choose a silo, stay there for T local steps."""
+    """One communication round: choose a silo, stay there for T local steps; or one of its ``num_kept`` equal parts."""
     tuning, adaptation = state.tuning, state.adaptation
-    rng_key, key_silo, key_stay, key_look = random.split(state.rng_key, 4)
+    rng_key, key_stay, key_look = random.split(state.rng_key, 3)
     if adaptation is not None:
         tuning = tuning._replace(step_size=adaptation.step_size)
-    # one silo needs no draw, which is a tenth of the time of a short stay
-    number = random.categorical(key_silo, jnp.log(tuning.selection)) if len(silos) > 1 else jnp.zeros((), jnp.int32)
-    chain = Chain(plan.factors.ravel(state.z), state.i * plan.num_local_steps)
+    number, arrives = _next_silo(plan, state, len(silos))
+    chain = Chain(plan.factors.ravel(state.z), state.i * plan.steps_a_draw)
     private = None if tuning.latents is None else (state.eps, tuning.latents.rows)
     group = None if plan.units is None else plan.units.group
     chain, stats, private = round_one(federated(plan, tuning), key_stay, chain, private, silos, number, group)
@@ -88,11 +100,24 @@ def _round(plan: Plan, state: LangevinState, silos: Silos) -> LangevinState:
         diverging=~stats.finite | (stats.cut_rate > 0),
         cut_rate=stats.cut_rate,
         local_accept_prob=stats.accept_prob,
+        local_stuck=stats.stuck,
+        residual=stats.residual,
         step_size=_step_size(plan, tuning, chain.num_steps - 1, state.adaptation),
-        visits=state.visits.at[number].add(1),
+        visits=state.visits.at[number].add(arrives),
         rng_key=rng_key,
         adaptation=adaptation,
     )
+
+
+def _next_silo(plan: Plan, state: LangevinState, num_silos: int) -> tuple[Array, Array]:
+    """The number of the silo where the next draw is made, and whether the chain arrives there (1) or stays (0)."""
+    arrives = state.i % plan.num_kept == 0
+    if num_silos == 1:  # no draw, which is a tenth of the time of a short stay
+        return jnp.zeros((), jnp.int32), arrives.astype(jnp.int32)
+    f = state.tuning.selection
+    place = (random.uniform(random.fold_in(state.key_silos, state.i), dtype=f.dtype) + state.stratum) % 1
+    number = jnp.searchsorted(jnp.cumsum(f)[:-1], place, side="right").astype(jnp.int32)
+    return jnp.where(arrives, number, state.silo), arrives.astype(jnp.int32)
 
 
 def _look(
@@ -127,7 +152,14 @@ def _positions(plan: Plan, tuning: Tuning, theta: Array, eps: Array | None, silo
 
 @partial(jax.jit, static_argnames=("plan",))
 def _start(
-    plan: Plan, key: Array, z: dict[str, Array] | None, tuning: Tuning, silos: Silos, adaptation: Adaptation | None
+    plan: Plan,
+    key: Array,
+    key_silos: Array,
+    z: dict[str, Array] | None,
+    stratum: Array,
+    tuning: Tuning,
+    silos: Silos,
+    adaptation: Adaptation | None,
 ) -> LangevinState:
     """The initial state: at ``z``, or at a draw of the surrogate posterior."""
     rng_key, key_theta, key_eps, key_look = random.split(key, 4)
@@ -160,21 +192,42 @@ def _start(
         diverging=jnp.zeros((), bool),
         cut_rate=zero,
         local_accept_prob=zero + 1,
+        local_stuck=zero,
+        residual=jnp.zeros(shape, dtype) if plan.cut else None,
         step_size=_step_size(plan, tuning, jnp.zeros((), jnp.int32), adaptation).astype(dtype),
         inflation=tuning.inflation,
         visits=jnp.zeros(len(silos), jnp.int32),
         rng_key=rng_key,
+        key_silos=key_silos,
+        stratum=stratum,
         adaptation=adaptation,
         tuning=tuning,
     )
 
 
+@partial(jax.jit, static_argnames=("plan", "rounds"))
+def _explore(
+    plan: Plan, rounds: int, key: Array, z: dict[str, Array] | None, tuning: Tuning, silos: Silos
+) -> tuple[dict[str, Array], Array]:
+    """Rounds of many chains: where they end, and about 512 of the global positions ``(K, d)`` of their second half."""
+    keys = random.split(key, (2, _EXPLORERS))
+    axes = _chains(False)
+    start = jax.vmap(partial(_start, plan), in_axes=(0, 0, 0, None, None, None, None), out_axes=axes)
+    state = start(*keys, z, jnp.zeros(()), tuning, silos, None)
+    one = jax.vmap(lambda s: _round(plan, s, silos), in_axes=(axes,), out_axes=axes)
+
+    def step(state: LangevinState, _: None) -> tuple[LangevinState, Array]:
+        state = one(state)
+        return state, jax.vmap(plan.factors.ravel)(state.z)
+
+    state, thetas = lax.scan(step, state, None, length=rounds * plan.num_kept)
+    late = thetas[len(thetas) // 2 :]
+    return state.z, late[:: max(1, len(late) * _EXPLORERS // 512)].reshape(-1, plan.factors.dim)
+
+
 class LangevinKernel(FederatedKernel):
     """Base of :class:`SGLD`, :class:`DSGLD` and :class:`FSGLD`; see there for the parameters."""
 
-    default_fields = (
-        "z", "diverging", "silo", "cut_rate", "local_accept_prob", "step_size", "inflation",
-    )  # fmt: skip
     is_ensemble_kernel = False
     _pooled: ClassVar[bool] = False
 
@@ -187,12 +240,24 @@ class LangevinKernel(FederatedKernel):
                 "whose pilot measures whole stays"
             )
 
+    @property
+    def default_fields(self) -> tuple[str, ...]:
+        """What :class:`numpyro.infer.MCMC` collects of each draw's :class:`LangevinState`."""
+        fields = ("z", "diverging", "silo", "cut_rate", "local_accept_prob", "local_stuck", "step_size", "inflation")
+        return (*fields, "residual") if self._options.separates else fields
+
     def _reset(self) -> None:
         super()._reset()
         self._merged: tuple[Silos, Silos] | None = None
+        self._num_warmup = 0
 
     def _settle(self, silos: Silos, extra: dict[str, Any]) -> None:
-        self._plan, self._tuning, self._surrogates, self._setup_cost = prepare(self._model, silos, extra, self._options)
+        prepared, every = prepare(self._model, silos, extra, self._options), self._options.refresh_every
+        silos, z = silos.with_shared(**extra), None
+        for part in range(0 if every is None else self._num_warmup // every):
+            z, thetas = _explore(prepared.plan, every, random.key(part), z, prepared.tuning, silos)
+            prepared = prepare_again(prepared, silos, self._options, np.asarray(thetas, np.float64))
+        self._plan, self._tuning, self._surrogates, self._setup_cost = prepared
 
     def init(
         self,
@@ -208,6 +273,7 @@ class LangevinKernel(FederatedKernel):
             draws of the surrogate posterior (without surrogates: uniform on (-2, 2)).
         """
         silos, extra = self._arguments(model_args, model_kwargs)
+        self._num_warmup = num_warmup
         self._prepare(silos, extra)
         silos = silos.with_shared(**extra)
         adaptation = self._adaptation(num_warmup)
@@ -215,16 +281,22 @@ class LangevinKernel(FederatedKernel):
         z = self._given(init_params, model_args, extra)
         if z is not None:
             chains = () if is_prng_key(rng_key) else (len(rng_key),)
-            template = jax.eval_shape(start, random.key(0), None, self._tuning, silos, adaptation).z
+            template = jax.eval_shape(
+                start, random.key(0), random.key(0), None, jnp.zeros(()), self._tuning, silos, adaptation
+            ).z
             check_start({k: v.shape for k, v in z.items()}, {k: (*chains, *v.shape) for k, v in template.items()})
         if is_prng_key(rng_key):
             self._sample_fn = self._one
-            state = start(rng_key, z, self._tuning, silos, adaptation)
+            state = start(*random.split(rng_key), z, jnp.zeros(()), self._tuning, silos, adaptation)
         else:
             axes = _chains(adaptation is not None)
             self._sample_fn = jax.vmap(self._one, in_axes=(axes, None, None), out_axes=axes)
-            vectorised = jax.vmap(start, in_axes=(0, 0, None, None, None), out_axes=axes)
-            state = vectorised(rng_key, z, self._tuning, silos, adaptation)
+            vectorised = jax.vmap(start, in_axes=(0, 0, 0, 0, None, None, None), out_axes=axes)
+            keys = jax.vmap(random.split)(rng_key)
+            own, of_silos, strata = keys[:, 0], keys[:, 1], jnp.zeros(len(keys))
+            if self._options.distinct_silos:
+                of_silos, strata = jnp.broadcast_to(of_silos[0], of_silos.shape), jnp.arange(len(keys)) / len(keys)
+            state = vectorised(own, of_silos, z, strata, self._tuning, silos, adaptation)
         if state.adaptation is not None:
             check_seen(state.adaptation)
         return state
@@ -272,16 +344,17 @@ class LangevinKernel(FederatedKernel):
     def ledger(self, state: LangevinState) -> Ledger:
         """Rounds, gradient evaluations and bytes of each silo up to ``state`` (e.g. ``mcmc.last_state``), all chains.
 
-        A visit sends the position and the step count down, and these and three statistics up. What surrogates and pilot
+        A visit sends the position and the step count down; each draw of it sends these, four statistics and (FSGLD) the mean of e up. What surrogates and pilot
         cost, once, is counted too; the preconditioner and the surrogates' sum, which every silo is told once, are not.
         Gradients are those of the silo's term with respect to theta; Newton steps and Metropolis moves are not counted.
         """
         if self._plan is None or self._prepared_for is None:
             raise ValueError("expected a kernel that has run; call mcmc.run(rng_key, silos) first")
         visits = np.asarray(state.visits).reshape(-1, state.visits.shape[-1]).sum(0)
-        item = self._tuning.loc.dtype.itemsize
-        chain = self._plan.factors.dim * item + 4
-        visit = Cost(1, self._plan.num_local_steps, chain, chain + 3 * item)
+        plan, item = self._plan, self._tuning.loc.dtype.itemsize
+        chain = plan.factors.dim * item + 4
+        draw = chain + (4 + (plan.factors.dim if plan.cut else 0)) * item
+        visit = Cost(1, plan.num_local_steps, chain, plan.num_kept * draw)
         once = self._setup_cost
         if state.adaptation is not None:  # one silo, of all rows
             once += look_cost(state.adaptation, self._plan.factors.dim)

@@ -27,7 +27,7 @@ class FSGLD(LangevinKernel):
     ``step_size="auto"`` it is held to a factor ``1 + bias_target`` in the sds; the prediction is in the extra field
     ``inflation``. One ``sample()`` is one communication round: a stay of ``num_local_steps`` steps at one silo.
 
-    **What leaves a silo.** A round: the global position (``d`` numbers), the step count and three statistics. Before
+    **What leaves a silo.** A round: the global position and the mean of e (``d`` numbers each), the step count and four statistics. Before
     the first: for the surrogates, in about ten rounds, ``d + d^2`` numbers, a misfit, and log marginal likelihoods at 64
     or 256 values of theta; for the pilot, in two rounds, 64 means of e and its norms. Rows, local latents and their
     coordinates never do. ``kernel.ledger(mcmc.last_state)`` has the bytes.
@@ -38,13 +38,22 @@ class FSGLD(LangevinKernel):
     :param model: a NumPyro model with at least one silo plate.
     :param step_size: h, in preconditioned units: a number, an optax schedule of the number of local steps, or
         ``"auto"``.
-    :param num_local_steps: T, local steps a round.
+    :param num_local_steps: T, local steps a round, or ``"auto"``: those at which effective draws are most for what rounds and steps cost.
     :param batch_size: m, rows of a minibatch (with replacement), or ``None`` for all rows of the silo.
     :param surrogate: ``"score"``, ``"laplace"``, or a :class:`~numpyro_fed.surrogates.Surrogates` (analytic).
     :param alpha: weight of the conducive gradient (FSGLD remark 1).
-    :param selection: f, probabilities of the silos; equal by default.
+    :param selection: f, probabilities of the silos; equal by default; ``"size"``: in proportion to their rows; ``"auto"``: those at which
+        the silos' noise N is least.
     :param preconditioner: ``"surrogate"``: the covariance of the surrogate posterior; ``None``: none, as in the papers.
+    :param num_kept: draws kept of a round, at equal distances. ``num_warmup`` and ``num_samples`` then count draws, ``num_kept`` a round.
+    :param refresh_every: rounds after which, before the warm-up and as often as they go into it, surrogates, local map and step
+        size are settled again around 64 chains made for it; ``None``: never.
+    :param distinct_silos: vectorised chains are at different silos in every round (where no f exceeds one over their number), so that
+        none waits for another; each chain's own silos are independent draws from f all the same.
     :param bias_target: accepted relative inflation of the sds under ``step_size="auto"``.
+    :param noise_correction: inject less noise where the silos' own makes up for it: four times the step at the same inflation. No
+        longer the paper's update.
+    :param round_price: what a round costs besides its local steps, in these (``num_local_steps="auto"``).
     :param public: observed sites outside every silo plate whose data all silos know.
     :param validate: make the proof check before the first round.
     :raises ValueError: for arguments, data and model structures it cannot use, before compilation.
@@ -71,14 +80,19 @@ class FSGLD(LangevinKernel):
         self,
         model: Callable,
         step_size: float | str | Callable = "auto",
-        num_local_steps: int = 40,
+        num_local_steps: int | str = 40,
         batch_size: int | None = None,
         surrogate: str | Surrogates = "score",
         alpha: float = 1.0,
-        selection: Sequence[float] | Array | None = None,
+        selection: str | Sequence[float] | Array | None = None,
         preconditioner: str | None = "surrogate",
         *,
+        num_kept: int = 1,
+        refresh_every: int | None = None,
+        distinct_silos: bool = False,
         bias_target: float = 0.02,
+        noise_correction: bool = False,
+        round_price: float = 40.0,
         public: Sequence[str] = (),
         validate: bool = True,
     ) -> None:
@@ -86,6 +100,7 @@ class FSGLD(LangevinKernel):
             model,
             Options(
                 step_size, num_local_steps, batch_size, surrogate, alpha, selection, preconditioner,
-                bias_target, public, validate,
+                bias_target, public, validate, round_price, noise_correction, num_kept,
+                refresh_every, distinct_silos,
             ),
         )  # fmt: skip

@@ -60,11 +60,20 @@ class Chain(NamedTuple):
 
 
 class StayStats(NamedTuple):
-    """What a silo says of a stay: fraction of steps cut, mean acceptance, whether all stayed finite."""
+    """What a silo says of a stay.
+
+    :param cut_rate: fraction of steps whose e was cut.
+    :param accept_prob: mean acceptance of the local moves (1 without any).
+    :param stuck: fraction of the units with latents that never moved (0 without any).
+    :param finite: whether all stayed finite.
+    :param residual: mean of e, as cut, ``(d,)``; ``None`` where e is not separated.
+    """
 
     cut_rate: Array
     accept_prob: Array
+    stuck: Array
     finite: Array
+    residual: Array | None
 
 
 class OpenSilo(NamedTuple):
@@ -110,28 +119,33 @@ def stay(
     """
     silo = open_silo(plan, tuning, state, view)
     eps = None if state is None else state[0]
-    steps = plan.num_local_steps
+    steps = plan.steps_a_draw
     blocks, rest = divmod(steps, plan.block)
     keys = random.split(key, (blocks + 1, 3))
 
     def run(carry: tuple, keys: Array, length: int) -> tuple:
         return _run_block(plan, tuning, keys, silo, view, carry, length)
 
-    carry = (chain.theta, eps, chain.num_steps, jnp.zeros(()), jnp.zeros(()))
+    sum_e = jnp.zeros_like(chain.theta) if plan.cut else None
+    carry = (chain.theta, eps, chain.num_steps, jnp.zeros(()), jnp.zeros(()), sum_e)
     if blocks == 1:
         carry = run(carry, keys[0], plan.block)
     else:
         carry, _ = lax.scan(lambda c, k: (run(c, k, plan.block), None), carry, keys[:blocks])
     if rest:
         carry = run(carry, keys[blocks], rest)
-    theta, new_eps, count, cuts, accepted = carry
-    finite = jnp.isfinite(theta).all()
+    theta, new_eps, count, cuts, accepted, sum_e = carry
+    finite, stuck, accept = jnp.isfinite(theta).all(), jnp.zeros(()), jnp.ones(())
     if plan.units is not None and eps is not None and new_eps is not None:
-        finite &= jnp.isfinite(jnp.where(plan.units.owned(view), new_eps, 0.0)).all()
+        owned = plan.units.owned(view)
+        finite &= jnp.isfinite(jnp.where(owned, new_eps, 0.0)).all()
+        still = (new_eps == eps).all(1) & owned.any(1)
+        stuck, accept = jnp.sum(still) / jnp.sum(owned.any(1)), accepted / steps
         new_eps = jnp.where(finite, new_eps, eps)
     theta = jnp.where(finite, theta, chain.theta)  # a stay that left the reals is undone, and counted
     cuts = jnp.where(finite, cuts, 0.0)
-    stats = StayStats(cuts / steps, accepted / steps if eps is not None else jnp.ones(()), finite)
+    mean_e = None if sum_e is None else jnp.where(finite, sum_e, 0.0) / steps
+    stats = StayStats(cuts / steps, accept, stuck, finite, mean_e)
     return (Chain(theta, count), stats), (None if state is None else (new_eps, state[1]))
 
 
@@ -173,23 +187,27 @@ def _run_block(
         counts = count + jnp.arange(length, dtype=count.dtype)
         step_sizes = jnp.asarray(jax.vmap(plan.schedule)(counts), theta.dtype)
         step_size = step_sizes[:, None]
+    if tuning.inject is not None:
+        noise = noise @ tuning.inject
     noise = jnp.sqrt(step_size) * noise  # here and not in the step: one operation less there
 
     def step(carry: tuple, x: tuple) -> tuple[tuple, None]:
-        theta, eps, cuts, accepted = carry
+        theta, eps, cuts, accepted, sum_e = carry
         xi, batch, move_draws, h = x
         here = silo._replace(kwargs={**silo.kwargs, **batch})
         if plan.units is not None:
             eps, probability = move(plan, theta, eps, here, view, move_draws)
             accepted += probability
-        slope, cut = drift(plan, tuning, theta, eps, here, view)
+        slope, e, cut = drift(plan, tuning, theta, eps, here, view)
+        if e is not None:
+            cuts, sum_e = cuts + cut, sum_e + e
         h = tuning.step_size if h is None else h
         theta = theta + push(tuning, 0.5 * h * slope + xi)
-        return (theta, eps, cuts if cut is None else cuts + cut, accepted), None
+        return (theta, eps, cuts, accepted, sum_e), None
 
     inner = (theta, eps, *carry[3:])
-    (theta, eps, cuts, accepted), _ = lax.scan(step, inner, (noise, rows, moves, step_sizes))
-    return theta, eps, count + length, cuts, accepted
+    (theta, eps, *sums), _ = lax.scan(step, inner, (noise, rows, moves, step_sizes))
+    return theta, eps, count + length, *sums
 
 
 def batches(plan: Plan, key: Array, view: SiloView, shape: tuple[int, ...]) -> dict[str, Array]:
@@ -225,11 +243,11 @@ def _server_gradient(plan: Plan, tuning: Tuning, theta: Array, view: SiloView) -
 
 def drift(
     plan: Plan, tuning: Tuning, theta: Array, eps: Array | None, silo: OpenSilo, view: SiloView
-) -> tuple[Array, Array | None]:
-    """What h / 2 multiplies in a step, in preconditioned units ``(d,)``, and whether e had to be cut."""
+) -> tuple[Array, Array | None, Array | None]:
+    """What h / 2 multiplies in a step, in preconditioned units ``(d,)``; where e is separated also e, and whether it had to be cut."""
     if plan.cut:
         e, cut = residual(plan, tuning, theta, eps, silo, view)
-        return pull_back(tuning, _server_gradient(plan, tuning, theta, view)) + e, cut
+        return pull_back(tuning, _server_gradient(plan, tuning, theta, view)) + e, e, cut
     # the same sum with every factor once: one call of the model, one product with a precision
 
     def log_density(theta: Array) -> Array:
@@ -240,7 +258,7 @@ def drift(
     if silo.net is not None:
         shift, precision = silo.net
         gradient = gradient + shift - matvec(precision, theta - tuning.loc)
-    return pull_back(tuning, gradient), None
+    return pull_back(tuning, gradient), None, None
 
 
 def residual(

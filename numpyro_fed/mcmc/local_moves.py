@@ -1,8 +1,9 @@
 r"""Metropolis moves of a silo's local latents given the global parameters, in the local map's coordinates.
 
 Law: they leave :math:`p(z_s \\mid y_s, \\theta)` invariant exactly, whatever the map. Where elements are independent
-given theta each proposes from the map's own law N(0, I) and accepts for itself; where they are not, all
-latents of the silo move together by MALA.
+given theta each proposes from the map's own law N(0, I), in a quarter of the steps from N(0, 1.5^2 I) (an independence sampler
+whose proposal has lighter tails than its target is stuck in them), and accepts for itself; where they are not, all latents of the silo
+move together by MALA.
 """
 
 from collections.abc import Callable
@@ -18,24 +19,30 @@ from numpyro_fed.storage import SiloRows, SiloView
 __all__ = ["MoveNoise", "metropolis", "move_noise"]
 
 
+_WIDE = 1.5  # sds of the wide proposals
+_EVERY = 4  # steps between them, on average
+
+
 class MoveNoise(NamedTuple):
-    """Random numbers of moves: ``(..., E, k)`` and ``(..., E)``."""
+    """Random numbers of moves: ``(..., E, k)`` and ``(..., E)``, and the proposals' sd, ``(...,)``."""
 
     normal: Array
     log_uniform: Array
+    width: Array | float = 1.0
 
 
 def move_noise(units: Units, key: Array, eps: Array, view: SiloView | SiloRows, length: int) -> MoveNoise:
     """Noise of ``length`` moves, folded by each unit's pooled place: it does not depend on the partition."""
 
-    def draw(identity: Array) -> MoveNoise:
-        key_normal, key_uniform = random.split(random.fold_in(key, identity))
-        return MoveNoise(
-            random.normal(key_normal, (length, eps.shape[1]), eps.dtype),
-            jnp.log(random.uniform(key_uniform, (length,), eps.dtype)),
-        )
+    key_units, key_width = random.split(key)
 
-    return jax.vmap(draw, out_axes=1)(units.identity(view))
+    def draw(identity: Array) -> tuple[Array, Array]:
+        key_normal, key_uniform = random.split(random.fold_in(key_units, identity))
+        normal = random.normal(key_normal, (length, eps.shape[1]), eps.dtype)
+        return normal, jnp.log(random.uniform(key_uniform, (length,), eps.dtype))
+
+    wide = random.bernoulli(key_width, 1 / _EVERY, (length,))
+    return MoveNoise(*jax.vmap(draw, out_axes=1)(units.identity(view)), jnp.where(wide, _WIDE, 1.0).astype(eps.dtype))
 
 
 def metropolis(
@@ -51,8 +58,8 @@ def metropolis(
     if joint:
         proposal, log_ratio = _mala(log_target, eps, noise.normal, owned)
     else:
-        proposal = noise.normal
-        log_ratio = log_target(proposal) - log_target(eps) + 0.5 * jnp.sum(proposal**2 - eps**2, -1)
+        proposal = noise.width * noise.normal
+        log_ratio = log_target(proposal) - log_target(eps) + 0.5 * jnp.sum(proposal**2 - eps**2, -1) / noise.width**2
     accept = noise.log_uniform < log_ratio  # NaN refuses
     mask = owned.any(1)
     probability = jnp.nan_to_num(jnp.exp(jnp.minimum(log_ratio, 0.0)))

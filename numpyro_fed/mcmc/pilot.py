@@ -1,15 +1,12 @@
-r"""The step size from an accepted bias, and the noise that silos make, measured in a pilot.
+"""The noise that silos make, measured in a pilot at draws of the surrogate posterior, and what follows from it.
 
-Near its stationary law and in whitened coordinates the chain is
-:math:`w \leftarrow w - \tfrac h2 w + \tfrac h2 e + \sqrt h \xi` with noise e of covariance N (of a stay's sum, per step), so its
-variance in a direction is
-
-.. math:: \frac{1 + hN/4}{1 - h/4} \approx 1 + \tfrac h4 (1 + N),
-
-and an inflation of sds by the factor 1 + b is reached at :math:`h = 8 b / (1 + N)`.
+Each silo walks at fixed theta, its latents and minibatches moving as in a stay; the rule from that noise to the step size is
+:mod:`numpyro_fed.mcmc.step_rule`'s.
 """
 
+from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,19 +15,20 @@ from jax import Array, lax, random
 
 from numpyro_fed.federation import Cost
 from numpyro_fed.local_map import LocalMap
-from numpyro_fed.mcmc import langevin
+from numpyro_fed.mcmc import langevin, step_rule
 from numpyro_fed.mcmc.langevin import Plan, Tuning
 from numpyro_fed.mcmc.local_moves import move_noise
+from numpyro_fed.mcmc.step_rule import StayNoise
 from numpyro_fed.silos import Silos
 from numpyro_fed.storage import SiloView, sweep
 
-__all__ = ["MAX_STEP_SIZE", "cost", "inflation", "settle", "stay_noise", "step_size"]
+__all__ = ["Rule", "cost", "settle", "stay_noise"]
 
-MAX_STEP_SIZE = 0.1
 _DRAWS = 32
 _WARM = 20  # local moves before counting
 _CUT = 8.0  # norm of e, in whitened units
 _CUT_RATE = 0.005
+_BIAS_TARGET = 0.02  # where a step size is given
 _LONGEST = 64  # local moves counted; longer stays are extrapolated
 
 
@@ -100,27 +98,66 @@ def cost(plan: Plan, tuning: Tuning) -> Cost:
     return Cost(1, _DRAWS * steps, _DRAWS * plan.factors.dim * item, up).times(passes)
 
 
-def settle(plan: Plan, tuning: Tuning, silos: Silos, bias_target: float | None, *, seed: int = 0) -> Tuning:
-    """Settle the cut, the step size (where ``bias_target`` is given) and the predicted inflation.
+class Rule(NamedTuple):
+    """What the pilot is to choose.
 
-    The cut is 8, or where that would act too often, what leaves one step in 200 to be cut: minibatches and small f_s make
-    e large without its being wrong.
+    :param bias_target: accepted inflation of the sds, or ``None``: the step size is given.
+    :param round_price: what a round costs besides its local steps, in these, or ``None``: the stays' length is given.
+    :param selection: whether to choose the silos' probabilities.
+    :param noise_correction: whether what a step injects makes up for the silos' noise.
+    :param num_kept: draws kept of a stay, which divide its length.
     """
-    key, dtype = random.key(seed), tuning.loc.dtype
-    if plan.cut:
-        norms = np.asarray(_stay_means(plan, _length(plan), key, tuning, silos)[2], np.float64)
-        weights = np.broadcast_to(np.asarray(tuning.selection, np.float64)[:, None, None], norms.shape)
-        tuning = tuning._replace(cut=jnp.asarray(max(_CUT, _quantile(norms, weights, 1 - _CUT_RATE)), dtype))
+
+    bias_target: float | None
+    round_price: float | None
+    selection: bool
+    noise_correction: bool
+    num_kept: int = 1
+
+
+def settle(plan: Plan, tuning: Tuning, silos: Silos, rule: Rule, *, seed: int = 0) -> tuple[Plan, Tuning]:
+    """Settle what the rule asks for, the cut, and the predicted inflation.
+
+    A first walk, uncut, chooses the silos' probabilities, the length of stays, and the cut: 8, or where that would act too
+    often, what leaves one step in 200 to be cut (minibatches and small f_s make e large without its being wrong). A second one, as the
+    chain will be, chooses the step size.
+    """
+    dtype = tuning.loc.dtype
+    if plan.cut or rule.selection or rule.round_price is not None:
+        noise, norms = _walk_all(plan, tuning, silos, seed)
+        old = np.asarray(tuning.selection, np.float64)
+        plan, f = _stay_and_selection(plan, old, noise, rule)
+        tuning = tuning._replace(selection=jnp.asarray(f, dtype))
+        if plan.cut:
+            norms = norms * (old / f)[:, None, None]
+            weights = np.broadcast_to(f[:, None, None], norms.shape)
+            tuning = tuning._replace(cut=jnp.asarray(max(_CUT, _quantile(norms, weights, 1 - _CUT_RATE)), dtype))
     if plan.schedule is not None:  # no one step size to predict for
-        return tuning
-    if bias_target is None and not float(tuning.step_size) < 4:
+        return plan, tuning
+    h = float(tuning.step_size)
+    if rule.bias_target is None and not h < 4:
         raise ValueError(
-            f"step_size: in preconditioned units a step of 4 or more diverges by itself, got {float(tuning.step_size):g}; "
+            f"step_size: in preconditioned units a step of 4 or more diverges by itself, got {h:g}; "
             'expected "auto" or about 0.001 to 0.1'
         )
-    noise = stay_noise(plan, tuning, silos, seed=seed)
-    h = float(tuning.step_size) if bias_target is None else step_size(noise, bias_target)
-    return tuning._replace(step_size=jnp.asarray(h, dtype), inflation=jnp.asarray(inflation(noise, h), dtype))
+    at = (stay_noise(plan, tuning, silos, seed=seed), np.asarray(tuning.selection, np.float64), plan.num_local_steps)
+    if rule.bias_target is not None:
+        h = step_rule.step_size(*at, rule.bias_target, corrected=rule.noise_correction)
+    if rule.noise_correction:
+        inflation = 1.0
+        tuning = tuning._replace(inject=jnp.asarray(step_rule.injection(*at, h), dtype))
+    else:
+        inflation = step_rule.inflation(*at, h)
+    return plan, tuning._replace(step_size=jnp.asarray(h, dtype), inflation=jnp.asarray(inflation, dtype))
+
+
+def _stay_and_selection(plan: Plan, f: np.ndarray, noise: StayNoise, rule: Rule) -> tuple[Plan, np.ndarray]:
+    if rule.round_price is not None:
+        b = _BIAS_TARGET if rule.bias_target is None else rule.bias_target
+        fixed = None if rule.selection else f
+        steps = step_rule.best_stay(noise, fixed, b, rule.round_price, corrected=rule.noise_correction)
+        plan = replace(plan, num_local_steps=-(-steps // rule.num_kept) * rule.num_kept)
+    return plan, step_rule.best_selection(noise, plan.num_local_steps) if rule.selection else f
 
 
 def _quantile(values: np.ndarray, weights: np.ndarray, q: float) -> float:
@@ -133,14 +170,16 @@ def _quantile(values: np.ndarray, weights: np.ndarray, q: float) -> float:
     return float(values[order][np.searchsorted(cumulative, q * cumulative[-1])])
 
 
-def stay_noise(plan: Plan, tuning: Tuning, silos: Silos, *, seed: int = 0) -> np.ndarray:
-    """N: covariance over silos of a stay's sum of e, per step, in whitened coordinates, ``(d, d)``.
+def stay_noise(plan: Plan, tuning: Tuning, silos: Silos, *, seed: int = 0) -> StayNoise:
+    """What the silos' e, cut as in the chain, vary by."""
+    return _walk_all(plan, tuning, silos, seed)[0]
 
-    With A and B the means of two halves of a stay of J steps at fixed theta, a stay of T steps has
-    ``N = T sym(A B') + J/4 (A - B)(A - B)'``: what persists counts T times, what is redrawn once.
-    """
-    steps, length = plan.num_local_steps, _length(plan)
-    first, second = (np.asarray(x, np.float64) for x in _stay_means(plan, length, random.key(seed), tuning, silos)[:2])
+
+def _walk_all(plan: Plan, tuning: Tuning, silos: Silos, seed: int) -> tuple[StayNoise, np.ndarray]:
+    """The noise at the pilot's draws of theta where all silos are finite, and the norms of e ``(S, draws, steps)``."""
+    length = _length(plan)
+    means = _stay_means(plan, length, random.key(seed), tuning, silos)
+    first, second, norms = (np.asarray(x, np.float64) for x in means)
     f = np.asarray(tuning.selection, np.float64)[:, None, None]
     good = np.isfinite(first).all((0, 2)) & np.isfinite(second).all((0, 2))
     if not good.any():
@@ -148,21 +187,4 @@ def stay_noise(plan: Plan, tuning: Tuning, silos: Silos, *, seed: int = 0) -> np
             "the gradient is not finite at any of the pilot's draws of the surrogate posterior, so no step size "
             "can be chosen; check the model's scales, or give step_size= and surrogate="
         )
-    first, second = first[:, good], second[:, good]
-    gap = first - second
-    # the mean over silos is drift, not noise (it cancels in the gap)
-    first, second = first - (f * first).sum(0), second - (f * second).sum(0)
-    between = np.einsum("sni,snj->ij", f * first, second) / good.sum()
-    within = np.einsum("sni,snj->ij", f * gap, gap) / good.sum()
-    return steps * 0.5 * (between + between.T) + length / 4 * within
-
-
-def step_size(noise: np.ndarray, bias_target: float) -> float:
-    """h at which the worst direction's sd is inflated by the factor ``1 + bias_target``."""
-    return min(MAX_STEP_SIZE, 8 * bias_target / (1 + max(0.0, float(np.linalg.eigvalsh(noise)[-1]))))
-
-
-def inflation(noise: np.ndarray, h: float) -> float:
-    """Predicted ratio of the chain's sd to the posterior's, in the worst direction."""
-    worst = max(0.0, float(np.linalg.eigvalsh(noise)[-1]))
-    return float(np.sqrt((1 + h * worst / 4) / (1 - h / 4)))
+    return StayNoise(f * first[:, good], f * second[:, good], length), norms

@@ -27,6 +27,7 @@ class Plan:
     :param batch: row group and number of rows of a minibatch, or ``None`` for all rows.
     :param cut: whether e is cut.
     :param schedule: step size by number of local steps made, or ``None`` for a constant one.
+    :param num_kept: draws kept of a stay, which divide T.
     """
 
     factors: Factors
@@ -35,11 +36,17 @@ class Plan:
     batch: tuple[str, int] | None
     cut: bool
     schedule: Callable[[Array], Any] | None
+    num_kept: int = 1
+
+    @property
+    def steps_a_draw(self) -> int:
+        """Local steps from one draw to the next of the same stay."""
+        return self.num_local_steps // self.num_kept
 
     @property
     def block(self) -> int:
         """Local steps in a block: its random numbers are drawn, and its rows gathered, in one go."""
-        steps, most = self.num_local_steps, _BLOCK_STEPS
+        steps, most = self.steps_a_draw, _BLOCK_STEPS
         if self.units is not None:  # a normal vector and a uniform for each unit
             count = 1 if self.units.group is None else dict(self.units.pad)[self.units.group]
             most = max(1, min(most, _BLOCK_BYTES // (4 * count * (self.units.dim + 1))))
@@ -111,6 +118,7 @@ class Tuning(NamedTuple):
     :param latents: the coordinates of local latents, or ``None``.
     :param inflation: predicted ratio of the chain's sd to the posterior's.
     :param cut: largest norm of e, in preconditioned units.
+    :param inject: what a step's noise is multiplied by, ``(d, d)``, or ``None``: nothing.
     """
 
     step_size: Array
@@ -122,3 +130,4 @@ class Tuning(NamedTuple):
     latents: LatentCoordinates | None
     inflation: Array
     cut: Array | float = math.inf
+    inject: Array | None = None

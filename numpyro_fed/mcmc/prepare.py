@@ -1,7 +1,7 @@
 """Everything a Langevin kernel settles before its first round: checks, surrogates, local map, step size."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -21,10 +21,13 @@ from numpyro_fed.proof import elements_are_independent, prove, prove_batch
 from numpyro_fed.silos import Silos
 from numpyro_fed.storage import head, largest
 from numpyro_fed.surrogates import laplace, score
+from numpyro_fed.surrogates.alpha import best as best_alpha
 from numpyro_fed.surrogates.gaussian import Gaussian, Surrogates
+from numpyro_fed.surrogates.moments import with_moments
 
-__all__ = ["Ground", "Options", "Prepared", "groundwork", "prepare"]
+__all__ = ["Ground", "Options", "Prepared", "groundwork", "prepare", "prepare_again"]
 
+_PILOT_STAY = 40  # local steps of the pilot's stays where their length is still to be chosen
 _PROOF_ROWS = 1 << 13  # rows that the proof check of a fit by minibatches takes, over all silos
 
 
@@ -33,15 +36,20 @@ class Options:
     """A kernel's arguments as the user gave them; see :class:`numpyro_fed.FSGLD`."""
 
     step_size: float | str | Callable
-    num_local_steps: int
+    num_local_steps: int | str
     batch_size: int | None
     surrogate: str | Surrogates | None
-    alpha: float
-    selection: Sequence[float] | Array | None
+    alpha: float | str
+    selection: str | Sequence[float] | Array | None
     preconditioner: str | None
     bias_target: float
     public: Sequence[str]
     validate: bool
+    round_price: float = 40.0
+    noise_correction: bool = False
+    num_kept: int = 1
+    refresh_every: int | None = None
+    distinct_silos: bool = False
 
     def checked(self) -> "Options":
         """Refuse what can be refused before any data are seen."""
@@ -55,27 +63,72 @@ class Options:
             raise ValueError(
                 'step_size="auto" needs whitened coordinates; expected preconditioner="surrogate", got None'
             )
-        if self.num_local_steps < 1 or int(self.num_local_steps) != self.num_local_steps:
-            raise ValueError(f"num_local_steps: expected an integer >= 1, got {self.num_local_steps}")
+        self._check_stay()
         size = self.batch_size
         if size is not None and (isinstance(size, bool) or not isinstance(size, int | np.integer) or size < 1):
             raise ValueError(f"batch_size: expected an integer >= 1 or None (all rows), got {size!r}")
         if not isinstance(self.bias_target, Real) or not 0 < self.bias_target < 1:
             raise ValueError(f"bias_target: expected a number in (0, 1), got {self.bias_target!r}")
-        if not np.isfinite(self.alpha) or self.alpha < 0:
-            raise ValueError(f"alpha: expected a finite number >= 0, got {self.alpha}")
-        if isinstance(self.surrogate, str) and self.surrogate not in ("score", "laplace"):
+        if self.alpha != "auto" and (not isinstance(self.alpha, Real) or not 0 <= self.alpha < np.inf):
+            raise ValueError(f'alpha: expected a finite number >= 0, got {self.alpha!r}; or "auto"')
+        if isinstance(self.surrogate, str) and self.surrogate not in ("score", "laplace", "moments"):
             raise ValueError(
-                f'surrogate: expected "score", "laplace", a fed.surrogates.Surrogates or None, got {self.surrogate!r}'
+                'surrogate: expected "score", "laplace", "moments", a fed.surrogates.Surrogates or None, '
+                f"got {self.surrogate!r}"
             )
         if self.preconditioner not in ("surrogate", None):
             raise ValueError(f'preconditioner: expected "surrogate" or None, got {self.preconditioner!r}')
-        if self.alpha > 0 and self.surrogate is None:
+        if self.conducive and self.surrogate is None:
             raise ValueError(
                 'alpha > 0 weights the conducive gradient of the surrogates; expected surrogate="score" (or '
                 '"laplace", or a Surrogates), got None. DSGLD is the kernel without surrogates'
             )
         return self
+
+    @property
+    def conducive(self) -> bool:
+        """Whether conducive gradients are wanted."""
+        return isinstance(self.alpha, str) or self.alpha > 0
+
+    @property
+    def separates(self) -> bool:
+        """Whether a step's e is known by itself: where there are conducive gradients and whitened coordinates to cut it in."""
+        return self.preconditioner is not None and self.conducive
+
+    def _check_stay(self) -> None:
+        steps, auto = self.num_local_steps, self.num_local_steps == "auto"
+        if not auto and not _is_count(steps):
+            raise ValueError(f'num_local_steps: expected an integer >= 1 or "auto", got {steps!r}')
+        if isinstance(self.selection, str) and self.selection not in ("auto", "size"):
+            raise ValueError(f'selection: expected "auto", "size", probabilities or None, got {self.selection!r}')
+        for name, value in (("num_local_steps", steps), ("selection", self.selection)):
+            if isinstance(value, str) and value == "auto" and self.preconditioner is None:
+                raise ValueError(f'{name}="auto" needs whitened coordinates; expected preconditioner="surrogate", got None')
+        if self.noise_correction and (self.preconditioner is None or callable(self.step_size)):
+            raise ValueError(
+                'noise_correction=True needs whitened coordinates and one step size; expected preconditioner="surrogate" and a number or '
+                f'"auto", got preconditioner={self.preconditioner!r}, step_size={self.step_size!r}'
+            )
+        if not isinstance(self.round_price, Real) or not 0 <= self.round_price < np.inf:
+            raise ValueError(f"round_price: expected a number of local steps >= 0, got {self.round_price!r}")
+        if not _is_count(self.num_kept):
+            raise ValueError(f"num_kept: expected an integer >= 1, got {self.num_kept!r}")
+        if self.refresh_every is not None:
+            if not _is_count(self.refresh_every):
+                raise ValueError(f"refresh_every: expected a number of rounds >= 1, or None, got {self.refresh_every!r}")
+            if self.surrogate != "score" or self.alpha == "auto" or not self.separates:
+                raise ValueError(
+                    'refresh_every fits score surrogates again; expected surrogate="score", preconditioner="surrogate" and a number alpha '
+                    f"> 0, got {self.surrogate!r}, {self.preconditioner!r} and {self.alpha!r}"
+                )
+        if not isinstance(steps, str) and steps % self.num_kept:
+            raise ValueError(
+                f"num_kept={self.num_kept} draws of a stay need stays of a multiple of as many steps; got num_local_steps={steps}"
+            )
+
+
+def _is_count(n: Any) -> bool:
+    return isinstance(n, int | np.integer) and not isinstance(n, bool) and n >= 1
 
 
 class Prepared(NamedTuple):
@@ -121,28 +174,58 @@ def groundwork(model: Callable, silos: Silos, extra: dict[str, Any], options: Op
             prove_batch(factors, some, *batch)
     units = _units(factors, silos)
     surrogates, fitted = _surrogates(factors, silos, units, options)
+    if options.alpha == "auto" and surrogates is not None:
+        options = replace(options, alpha=max(0.0, best_alpha(factors, silos, units, surrogates, selection)))
     tuning = _tuning(factors, options, selection, surrogates, fitted)
     return Ground(factors, units, batch, tuning, surrogates, Cost() if fitted is None else fitted.cost)
 
 
 def prepare(model: Callable, silos: Silos, extra: dict[str, Any], options: Options) -> Prepared:
     """:func:`groundwork`, and the step size."""
-    factors, units, batch, tuning, surrogates, cost = groundwork(model, silos, extra, options)
-    silos = silos.with_shared(**extra)
+    return _settled(groundwork(model, silos, extra, options), silos.with_shared(**extra), options)
+
+
+def prepare_again(before: Prepared, silos: Silos, options: Options, thetas: np.ndarray) -> Prepared:
+    """Fit surrogates and local map again, at positions ``(K, d)`` of chains, and settle the step size.
+
+    :param before: what the chains ran with.
+    :param silos: the data, with Gibbs's conditioning arguments among the shared ones.
+    """
+    factors, units = before.plan.factors, before.plan.units
+    fitted = score.fit_at(factors, silos, units, thetas, np.asarray(before.tuning.scale, np.float64))
+    tuning = _tuning(factors, options, _selection(options.selection, silos), fitted.surrogates, fitted)
+    ground = Ground(factors, units, before.plan.batch, tuning, fitted.surrogates, before.cost + fitted.cost)
+    return _settled(ground, silos, options)
+
+
+def _settled(ground: Ground, silos: Silos, options: Options) -> Prepared:
+    factors, units, batch, tuning, surrogates, cost = ground
     schedule = options.step_size if callable(options.step_size) else None
-    cut = options.preconditioner is not None and options.alpha > 0
-    plan = Plan(factors, units, int(options.num_local_steps), batch, cut, schedule)
+    auto = options.num_local_steps == "auto"
+    steps = options.num_kept * -(-_PILOT_STAY // options.num_kept) if auto else int(options.num_local_steps)
+    plan = Plan(factors, units, steps, batch, options.separates, schedule, options.num_kept)
     if options.step_size == "adaptive":
         tuning = tuning._replace(inflation=jnp.asarray(1 + options.bias_target, tuning.loc.dtype))
     elif options.preconditioner is not None:
         cost += pilot.cost(plan, tuning)
-        tuning = pilot.settle(plan, tuning, silos, options.bias_target if options.step_size == "auto" else None)
+        rule = pilot.Rule(
+            options.bias_target if options.step_size == "auto" else None,
+            options.round_price if auto else None,
+            isinstance(options.selection, str) and options.selection == "auto",
+            options.noise_correction,
+            options.num_kept,
+        )
+        plan, tuning = pilot.settle(plan, tuning, silos, rule)
     return Prepared(plan, tuning, surrogates, cost)
 
 
 def _selection(selection: Any, silos: Silos) -> np.ndarray:
-    if selection is None:
+    if selection is None or (isinstance(selection, str) and selection == "auto"):
         return np.full(len(silos), 1 / len(silos))
+    if isinstance(selection, str):  # "size": rows that no others point to
+        targets = set(silos.index.values())
+        sizes = sum(np.asarray(n, np.float64) for group, n in silos.sizes.items() if group not in targets)
+        return sizes / sizes.sum()
     f = np.asarray(selection, np.float64)
     if f.shape != (len(silos),):
         raise ValueError(f"selection: expected one probability for each of the {len(silos)} silos, got shape {f.shape}")
@@ -202,11 +285,14 @@ def _surrogates(
     factors: Factors, silos: Silos, units: Units | None, options: Options
 ) -> tuple[Surrogates | None, score.ScoreFit | None]:
     given = options.surrogate
-    wanted = options.alpha > 0 or options.preconditioner is not None
+    wanted = options.conducive or options.preconditioner is not None
+    moments = wanted and given == "moments"
     fitted = None
-    if units is not None or (wanted and not isinstance(given, Surrogates)):
+    if units is not None or (wanted and not moments and not isinstance(given, Surrogates)):
         fit = laplace.fit if given == "laplace" else score.fit
         fitted = fit(factors, silos, units)
+    if moments:
+        fitted = with_moments(factors, silos, fitted)
     if isinstance(given, Surrogates):
         return given, fitted
     return (fitted.surrogates if fitted is not None and wanted else None), fitted
@@ -261,7 +347,8 @@ def _with_surrogates(
     factors = jax.tree.map(lambda x: np.asarray(x, np.float64), surrogates.factors)
     at_loc = factors.precision * loc if surrogates.factors.is_diagonal else factors.precision @ loc
     shift = factors.eta - at_loc
-    conducive = Conducive(*map(array, (shift, factors.precision, shift.sum(0), factors.precision.sum(0))))
+    parts = (shift, factors.precision, shift.sum(0), factors.precision.sum(0))
+    conducive = Conducive(*jax.tree.map(array, parts))  # a precision of low rank is a tree
     return tuning._replace(conducive=conducive)
 
 

@@ -7,6 +7,7 @@ is one. FSGLD 3.1: exponential families are closed under products, so :math:`q =
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-__all__ = ["Gaussian", "Surrogates", "matvec"]
+__all__ = ["Gaussian", "LowRank", "Surrogates", "matvec"]
 
 
 def matvec(matrix: Array, vector: Array) -> Array:
@@ -24,11 +25,76 @@ def matvec(matrix: Array, vector: Array) -> Array:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
+class LowRank:
+    """Symmetric matrices ``diag(diagonal) + factor @ diag(weight) @ factor.T``; leading axes are a batch.
+
+    It stands where a full precision would: ``matrix @ vector``, ``matrix[s]``, ``matrix.sum(0)`` and sums with full matrices (both full).
+    """
+
+    __array_ufunc__ = None  # NumPy leaves sums and products to this class
+
+    diagonal: Any
+    factor: Any
+    weight: Any
+
+    @property
+    def ndim(self) -> int:
+        """That of the matrices it stands for."""
+        return self.factor.ndim
+
+    @property
+    def rank(self) -> int:
+        """Number of directions."""
+        return self.factor.shape[-1]
+
+    def __matmul__(self, vector: Any) -> Any:
+        """Products with one vector ``(d,)``, or with the columns of ``(..., d, K)``."""
+        if vector.ndim == 1:
+            inner = (self.factor.swapaxes(-1, -2) @ vector) * self.weight
+            return self.diagonal * vector + (self.factor @ inner[..., None])[..., 0]
+        return self.diagonal[..., None] * vector + self.factor @ (
+            self.weight[..., None] * (self.factor.swapaxes(-1, -2) @ vector)
+        )
+
+    def __getitem__(self, index: Any) -> "LowRank":
+        return LowRank(self.diagonal[index], self.factor[index], self.weight[index])
+
+    def __mul__(self, number: Any) -> "LowRank":
+        return LowRank(self.diagonal * number, self.factor, self.weight * number)
+
+    __rmul__ = __mul__
+
+    def __add__(self, matrix: Any) -> Any:
+        return self.dense() + (matrix.dense() if isinstance(matrix, LowRank) else matrix)
+
+    __radd__ = __add__
+
+    def __sub__(self, matrix: Any) -> Any:
+        return self + (-1.0) * matrix
+
+    def __rsub__(self, matrix: Any) -> Any:
+        return matrix + (-1.0) * self
+
+    def sum(self, axis: int) -> Any:
+        """The sum over the leading axis, full; no full matrix of a single one is made."""
+        assert axis == 0
+        dim = self.diagonal.shape[-1]
+        wide = np.moveaxis(np.asarray(self.factor), 0, 1).reshape(dim, -1)
+        return np.diag(np.asarray(self.diagonal).sum(0)) + (wide * np.asarray(self.weight).reshape(-1)) @ wide.T
+
+    def dense(self) -> Any:
+        """The full matrices, ``(..., d, d)``."""
+        eye = np.eye(self.diagonal.shape[-1], dtype=self.diagonal.dtype)
+        return self.diagonal[..., None] * eye + (self.factor * self.weight[..., None, :]) @ self.factor.swapaxes(-1, -2)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class Gaussian:
     """A Gaussian factor in natural parameters; leading axes are a batch.
 
     :param eta: precision times mean, shape ``(..., d)``. Arrays may be NumPy ones in float64, so that nothing cancels.
-    :param precision: full ``(..., d, d)`` or diagonal ``(..., d)``.
+    :param precision: full ``(..., d, d)``, diagonal ``(..., d)``, or :class:`LowRank`.
 
     Example::
 
@@ -40,7 +106,7 @@ class Gaussian:
     """
 
     eta: Array | np.ndarray
-    precision: Array | np.ndarray
+    precision: Any
 
     @property
     def is_diagonal(self) -> bool:
@@ -68,12 +134,16 @@ class Gaussian:
         """The mean, shape ``(..., d)``; the factor must be a density."""
         if self.is_diagonal:
             return jnp.asarray(self.eta / self.precision)
-        return jnp.linalg.solve(self.precision, self.eta[..., None])[..., 0]
+        return jnp.linalg.solve(self._full, self.eta[..., None])[..., 0]
 
     @property
     def covariance(self) -> Array:
         """The covariance, full or diagonal as the precision."""
-        return jnp.asarray(1 / self.precision) if self.is_diagonal else jnp.linalg.inv(self.precision)
+        return jnp.asarray(1 / self.precision) if self.is_diagonal else jnp.linalg.inv(self._full)
+
+    @property
+    def _full(self) -> Array:
+        return self.precision.dense() if isinstance(self.precision, LowRank) else self.precision
 
 
 @jax.tree_util.register_dataclass
@@ -84,7 +154,7 @@ class Surrogates:
     :param factors: the silos' factors, batch ``(S,)`` in the order of ``silos.names``.
     :param prior: the prior's factor. For the whitening only: gradients use the prior itself.
 
-    A silo's factor is ``d + d (d + 1) / 2`` different numbers (diagonal: ``2 d``).
+    A silo's factor is ``d + d (d + 1) / 2`` different numbers (diagonal: ``2 d``; of rank r: ``d (r + 2) + r``).
     """
 
     factors: Gaussian
@@ -114,5 +184,7 @@ class Surrogates:
         return whole
 
     def __repr__(self) -> str:
+        precision = self.factors.precision
         form = "diagonal" if self.factors.is_diagonal else "full"
+        form = f"rank {precision.rank}" if isinstance(precision, LowRank) else form
         return f"Surrogates({len(self)} silos, dimension {self.dim}, {form})"

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from numpyro_fed import small_matrices
 from numpyro_fed.surrogates.points import sobol_normal
 
 __all__ = ["Moments", "laplace_marginal", "nodes", "quadrature_marginal"]
@@ -89,7 +90,7 @@ def laplace_marginal(
     def marginal(u: Array) -> Array:
         # one Newton step from the mode has the mode's derivative in u (implicit function theorem)
         slope = jax.grad(lambda z: jnp.sum(log_density(u, z)))(mode)
-        z = mode + _solve(hessian, slope)
+        z = mode + small_matrices.solve(_cholesky(hessian), slope)
         chol = _cholesky(_curvature(lambda z: log_density(u, z), z))
         log_det = 2 * jnp.sum(jnp.log(jnp.diagonal(chol, axis1=-2, axis2=-1)))
         return jnp.sum(log_density(u, z)) - 0.5 * log_det + 0.5 * np.log(2 * np.pi) * jnp.sum(owned)
@@ -109,28 +110,19 @@ def _curvature(log_density: Callable[[Array], Array], z: Array) -> Array:
     return jnp.moveaxis(jax.vmap(column)(basis), 0, -1)
 
 
-def _solve(matrix: Array, vector: Array) -> Array:
-    if matrix.shape[-1] == 1:
-        return vector / matrix[..., 0]
-    return jnp.linalg.solve(matrix, vector[..., None])[..., 0]
-
-
 def _cholesky(matrix: Array) -> Array:
     """Cholesky factors; identity for a unit whose curvature is not positive definite (its weight is small)."""
-    eye = jnp.eye(matrix.shape[-1], dtype=matrix.dtype)
-    if matrix.shape[-1] == 1:
-        return jnp.sqrt(jnp.where(matrix > 0, matrix, 1.0))
-    good = jnp.isfinite(jnp.linalg.cholesky(lax.stop_gradient(matrix))).all((-2, -1), keepdims=True)
-    return jnp.linalg.cholesky(jnp.where(good, matrix, eye))
+    return small_matrices.cholesky(_positive(matrix))
 
 
 def _inverse_factor(matrix: Array) -> Array:
     """Cholesky factors of the inverses."""
-    if matrix.shape[-1] == 1:
-        return 1 / _cholesky(matrix)
-    eye = jnp.eye(matrix.shape[-1], dtype=matrix.dtype)
-    inverse = jax.vmap(lambda c: jax.scipy.linalg.cho_solve((c, True), eye))(_cholesky(matrix))
-    return _cholesky(inverse)
+    return small_matrices.inverse_cholesky(_positive(matrix))
+
+
+def _positive(matrix: Array) -> Array:
+    good = jnp.isfinite(small_matrices.cholesky(lax.stop_gradient(matrix))).all((-2, -1), keepdims=True)
+    return jnp.where(good, matrix, jnp.eye(matrix.shape[-1], dtype=matrix.dtype))
 
 
 def _newton(log_density: Callable[[Array], Array], start: Array) -> Array:
@@ -142,9 +134,10 @@ def _newton(log_density: Callable[[Array], Array], start: Array) -> Array:
         slope = jax.grad(lambda z: jnp.sum(log_density(z)))(z)
         curvature = _curvature(log_density, z)
         scale = jnp.abs(jnp.diagonal(curvature, axis1=-2, axis2=-1)).max(-1)[:, None, None] + 1e-6
-        proposal = z + _solve(curvature + damping[:, None, None] * scale * eye, slope)
+        factor = small_matrices.cholesky(curvature + damping[:, None, None] * scale * eye)
+        proposal = z + small_matrices.solve(factor, slope)
         new = log_density(proposal)
-        better = new >= value
+        better = new >= value  # NaN, where the damped curvature is not positive, is not
         z = jnp.where(better[:, None], proposal, z)
         damping = jnp.where(better, damping * 0.2, jnp.maximum(damping, 1e-3) * 6.0)
         return (z, jnp.where(better, new, value), damping), None

@@ -37,7 +37,7 @@ from numpyro_fed.surrogates.least_squares import fit_map, fit_score
 from numpyro_fed.surrogates.marginal import laplace_marginal, nodes, quadrature_marginal
 from numpyro_fed.surrogates.points import sobol_normal, wide_points
 
-__all__ = ["ScoreFit", "Whitening", "fit"]
+__all__ = ["ScoreFit", "Whitening", "fit", "fit_at"]
 
 _FULL_UP_TO = 500  # dimensions; beyond, one d x d matrix per silo is too much memory
 _SETTLED = 0.1  # sds the centre moves in a round, and the like for the spread
@@ -254,10 +254,7 @@ def fit(
     :return: the fit.
     """
     full = factors.dim <= _FULL_UP_TO
-    rows = max(sum(n) for n in silos.sizes.values())
-    if units is not None and units.group is not None:
-        rows *= len(nodes(units.dim)[0])
-    at_once = max(1, _ROWS_AT_ONCE // rows)
+    at_once = _at_once(silos, units)
     # points cost time; a second number of points costs compiling the program again
     num = 64 if at_once < 256 else 256
     if full:
@@ -296,6 +293,36 @@ def fit(
         replies = ask(local, state)[0]
     final, misfit = scheme.merge(state, replies)
     return ScoreFit(final.surrogates, local_map, _whitening(state), _whitening(final), jnp.asarray(misfit), cost)
+
+
+def fit_at(factors: Factors, silos: Silos, units: Units | None, thetas: np.ndarray, scale: np.ndarray) -> ScoreFit:
+    """Fit surrogates and local map at given positions, all of equal weight: one round.
+
+    At draws of the posterior the least squares fit of the total score has the posterior's mean and covariance (Stein's identity), whatever
+    its shape, and what is left of each silo's is least in the posterior's mean square.
+
+    :param thetas: positions ``(K, d)``, several times as many as d.
+    :param scale: of the coordinates in which is fitted, ``(d, d)`` or ``(d,)``; the positions' spread, roughly.
+    """
+    scheme = algorithm(factors, units, silos, scale.ndim == 2, _at_once(silos, units))
+    loc = thetas.mean(0)
+    shifted = thetas - loc
+    points = shifted / scale if scale.ndim == 1 else np.linalg.solve(scale, shifted.T).T
+    state = ServerState(loc, scale, points, np.ones(len(points)))
+    key = random.key(0)
+    message = scheme.broadcast(key, state)
+    replies, local_map = ask_all(scheme.local, key, message, None, silos, None if units is None else units.group)
+    final, misfit = scheme.merge(state, replies)
+    cost = Cost(1, len(points), message_bytes(message), message_bytes(replies) // len(silos))
+    return ScoreFit(final.surrogates, local_map, _whitening(state), _whitening(final), jnp.asarray(misfit), cost)
+
+
+def _at_once(silos: Silos, units: Units | None) -> int:
+    """Points evaluated together."""
+    rows = max(sum(n) for n in silos.sizes.values())
+    if units is not None and units.group is not None:
+        rows *= len(nodes(units.dim)[0])
+    return max(1, _ROWS_AT_ONCE // rows)
 
 
 def _whitening(state: ServerState) -> Whitening:

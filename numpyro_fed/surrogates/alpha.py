@@ -1,0 +1,135 @@
+r"""The weight of the conducive gradient that makes the noise of the gradient smallest.
+
+FSGLD remark 1 (equation 7) multiplies the conducive gradient by :math:`\alpha`; as a control variate (Ripley 1987) its best weight is
+
+.. math:: \alpha^* = -\frac{\operatorname{tr} \operatorname{Cov}(v, g)}{\operatorname{tr} \operatorname{Var}(g)}, \qquad
+          v = \frac{N_s}{f_s m} \nabla \log p(y_s^{(m)} \mid \theta), \qquad
+          g = \nabla \log q(\theta) - \frac1{f_s} \nabla \log q_s(\theta)
+
+over silos :math:`s \sim f` and their minibatches, averaged over :math:`\theta` (numerator and denominator apart). Given s, g does not
+depend on the minibatch, so neither does :math:`\operatorname{Cov}(v, g)`: v may be replaced by :math:`\nabla \log p(y_s \mid \theta) / f_s`. Traces are
+taken in coordinates whitened by the surrogate posterior, the kernel's.
+"""
+
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.typing import ArrayLike
+
+from numpyro_fed.density import Factors
+from numpyro_fed.factorise import factorise
+from numpyro_fed.local_map import Units
+from numpyro_fed.silos import Silos
+from numpyro_fed.storage import SiloView, sweep
+from numpyro_fed.surrogates.gaussian import Surrogates
+from numpyro_fed.surrogates.noise import check_fits
+from numpyro_fed.surrogates.points import sobol_normal
+from numpyro_fed.surrogates.score import Message, marginal_score
+
+__all__ = ["best", "optimal_alpha"]
+
+_POINTS = 64
+
+
+def optimal_alpha(
+    model: Callable,
+    silos: Silos,
+    surrogates: Surrogates,
+    theta: ArrayLike | None = None,
+    *,
+    selection: Sequence[float] | None = None,
+    public: Sequence[str] = (),
+) -> float:
+    """The weight ``alpha`` of the conducive gradient under which the gradient's variance is smallest.
+
+    1 for exact surrogates; near 0 for surrogates that say nothing of how silos differ. It may be negative.
+
+    :param model: the marked model, without local latents.
+    :param silos: the data.
+    :param surrogates: the silos' surrogates; with their prior they must make a density.
+    :param theta: flat unconstrained global positions ``(K, d)`` or ``(d,)``; by default 64 points of the surrogate posterior.
+    :param selection: f, the silos' probabilities; equal by default.
+    :param public: observed sites outside every silo plate whose data all silos know.
+    :return: alpha; 1 where the conducive gradient is zero anyway (one silo).
+
+    Example::
+
+        >>> import jax.numpy as jnp, numpyro, numpyro.distributions as dist, numpyro_fed as fed
+        >>> def model(y):
+        ...     mu = numpyro.sample("mu", dist.Normal(0, 1))
+        ...     with fed.silo_plate("patients", y.shape[0]):
+        ...         numpyro.sample("y", dist.Normal(mu, 1), obs=y)
+        >>> silos = fed.Silos({"oslo": {"y": jnp.array([4.0, 6.0])}, "rome": {"y": jnp.array([-1.0, 1.0])}})
+        >>> q = fed.surrogates.analytic(silos, [[5.0], [0.0]], [[4.0], [4.0]])  # twice as sure as they should be
+        >>> round(fed.surrogates.optimal_alpha(model, silos, q), 4)
+        0.5
+    """
+    factors = factorise(model, silos, public=tuple(public))
+    if factors.local_sites:
+        raise ValueError(
+            f"the model has local latents {[s.name for s in factors.local_sites]}; expected a model without, or "
+            'FSGLD(alpha="auto"), which integrates them out'
+        )
+    check_fits(surrogates, factors, silos)
+    f = np.full(len(silos), 1 / len(silos)) if selection is None else np.asarray(selection, np.float64)
+    if f.shape != (len(silos),) or not (f > 0).all() or not abs(f.sum() - 1) <= 1e-6:
+        raise ValueError(f"selection: expected {len(silos)} probabilities > 0 that sum to one, got {selection!r}")
+    thetas = None
+    if theta is not None:
+        thetas = np.atleast_2d(np.asarray(theta, np.float64))
+        if thetas.ndim != 2 or thetas.shape[1] != factors.dim or not np.isfinite(thetas).all():
+            raise ValueError(
+                f"theta: expected finite numbers of shape (K, {factors.dim}) or ({factors.dim},), got shape {np.shape(theta)}"
+            )
+    return best(factors, silos, None, surrogates, f, thetas)
+
+
+def best(
+    factors: Factors,
+    silos: Silos,
+    units: Units | None,
+    surrogates: Surrogates,
+    selection: np.ndarray,
+    thetas: np.ndarray | None = None,
+) -> float:
+    """:func:`optimal_alpha` of a factorised model; local latents, cut into ``units``, are integrated out."""
+    whole = jax.tree.map(lambda x: np.asarray(x, np.float64), surrogates.posterior())
+    diagonal = whole.is_diagonal
+    loc = whole.eta / whole.precision if diagonal else np.linalg.solve(whole.precision, whole.eta)
+    scale = whole.precision**-0.5 if diagonal else np.linalg.cholesky(np.linalg.inv(whole.precision))
+    if thetas is None:
+        points = sobol_normal(_POINTS, factors.dim, seed=0)
+    else:
+        points = (thetas - loc) / scale if diagonal else np.linalg.solve(scale, (thetas - loc).T).T
+    dtype = jnp.result_type(float)
+    message = Message(*(jnp.asarray(x, dtype) for x in (loc, scale, points, np.ones(len(points)))))
+    scores = np.asarray(_scores(factors, units, message, silos), np.float64)
+    own = jax.tree.map(lambda x: np.asarray(x, np.float64), surrogates.factors)
+    if diagonal:
+        given = scale * (own.eta - own.precision * loc)[:, None] - points * (own.precision * scale**2)[:, None]
+    else:
+        curved = np.swapaxes(own.precision @ (scale @ points.T), 1, 2)
+        given = ((own.eta - own.precision @ loc)[:, None] - curved) @ scale
+    good = np.isfinite(scores).all((0, 2))
+    scores, given, weight = scores[:, good], given[:, good], 1 / selection[:, None, None]
+
+    def covariance(a: np.ndarray, b: np.ndarray) -> float:
+        """Trace over points of Cov(a_s / f_s, b_s / f_s)."""
+        return float((weight * a * b).sum() - (a.sum(0) * b.sum(0)).sum())
+
+    variance = covariance(given, given)
+    size = float((weight * given**2).sum())
+    return covariance(scores, given) / variance if variance > 1e-12 * size else 1.0
+
+
+def _scores(factors: Factors, units: Units | None, message: Message, silos: Silos) -> Array:
+    """Whitened scores of the silos' (marginal) likelihoods at the points, ``(S, K, d)``."""
+
+    def local(view: SiloView, _: None) -> tuple[Array, None]:
+        score = marginal_score(factors, units, message, view)
+        return lax.map(lambda u: score(u)[1], message.points), None
+
+    return jax.jit(lambda silos: sweep(local, silos, None, None)[0])(silos)

@@ -1,0 +1,226 @@
+r"""Moment-matched surrogates: each silo simulates from its own posterior, and sends mean and covariance once.
+
+FSGLD 3.1 draws from :math:`p_s \propto p(y_s \mid \theta)` by SGLD and takes the Gaussian with the draws' moments for
+:math:`q_s`. That law is improper wherever a silo alone does not pin :math:`\theta` down, so here a silo draws from
+
+.. math:: p_s(\theta) \propto p(\theta)^c \, p(y_s \mid \theta),
+
+and the prior is divided out again: with the draws' mean :math:`m_s` and covariance :math:`V_s`,
+
+.. math:: \Lambda_s = V_s^{-1} - c \Lambda_0, \qquad \eta_s = V_s^{-1} m_s - c \eta_0,
+
+where :math:`(\eta_0, \Lambda_0)` is the Gaussian whose score is nearest to the prior's under :math:`N(m_s, V_s)` in least
+squares (a Gaussian prior itself). So :math:`p(\theta) \prod_s q_s(\theta)` is the posterior for Gaussian models, whatever c;
+c = 0 is the paper's own law. :math:`V_s^{-1}` is the inverse sample covariance times (n - d - 2) / (n - 1), which makes it
+unbiased for independent draws.
+
+The step size rule of the local SGLD is that of :mod:`numpyro_fed.surrogates.local_draws`; what its step adds to a Gaussian's variance is
+taken back, a factor 1 - h/4. Reference: el Mekkaoui et al. (2021), Federated stochastic gradient Langevin dynamics, 3.1.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from numbers import Real
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, random
+
+from numpyro_fed.density import Factors
+from numpyro_fed.factorise import factorise
+from numpyro_fed.federation import Cost
+from numpyro_fed.silos import Silos
+from numpyro_fed.surrogates.gaussian import Gaussian, Surrogates
+from numpyro_fed.surrogates.least_squares import fit_score
+from numpyro_fed.surrogates.local_draws import CHAINS, STEP_SIZE, LocalDraws, gradients, nuts, sgld
+from numpyro_fed.surrogates.points import sobol_normal
+from numpyro_fed.surrogates.score import ScoreFit, Whitening
+
+__all__ = ["fit", "moments", "with_moments"]
+
+_FULL_UP_TO = 500  # dimensions; a kernel takes variances only beyond
+_SETTLED = 1.2  # split R-hat of long chains
+_FEWEST = 20  # draws of each chain
+
+
+def moments(
+    model: Callable,
+    silos: Silos,
+    *,
+    method: str = "sgld",
+    num_samples: int = 3000,
+    prior: float = 1.0,
+    diagonal: bool = False,
+    public: Sequence[str] = (),
+    seed: int = 0,
+) -> Surrogates:
+    """Surrogates with the moments of the silos' own posteriors, the prior divided out.
+
+    **What leaves a silo:** ``d + d (d + 1) / 2`` numbers (diagonal: ``2 d``), once.
+
+    :param model: the marked model. Local latents are drawn along, by ``method="nuts"``.
+    :param silos: the data.
+    :param method: ``"sgld"`` (all rows a step; all silos at once) or ``"nuts"`` (NumPyro's, silo after silo).
+    :param num_samples: draws of each silo, over 16 (``"nuts"``: 4) chains.
+    :param prior: c, the power of the prior in a silo's law. 0 is the paper's, whose law may be improper.
+    :param diagonal: take the draws' variances only, as the paper does for neural networks.
+    :param public: observed sites outside every silo plate whose data all silos know.
+    :param seed: of the draws.
+    :return: the surrogates.
+    :raises ValueError: for arguments it cannot use, and for a silo whose draws do not settle (an improper law).
+
+    Example::
+
+        >>> import jax.numpy as jnp, numpyro, numpyro.distributions as dist, numpyro_fed as fed
+        >>> def model(y):
+        ...     mu = numpyro.sample("mu", dist.Normal(0, 1))
+        ...     with fed.silo_plate("patients", y.shape[0]):
+        ...         numpyro.sample("y", dist.Normal(mu, 1), obs=y)
+        >>> silos = fed.Silos({"oslo": {"y": jnp.ones(4)}, "rome": {"y": jnp.zeros(2)}})
+        >>> q = fed.surrogates.moments(model, silos)
+        >>> bool(abs(q.factors.precision[0, 0, 0] - 4) < 0.5)
+        True
+    """
+    factors = factorise(model, silos, public=tuple(public))
+    return fit(factors, silos, method, num_samples, prior=prior, diagonal=diagonal, seed=seed)[0]
+
+
+def fit(
+    factors: Factors,
+    silos: Silos,
+    method: str,
+    num_samples: int = 3000,
+    *,
+    prior: float = 1.0,
+    diagonal: bool = False,
+    seed: int = 0,
+) -> tuple[Surrogates, Cost]:
+    """:func:`moments` of a factorised model, and what it cost each silo."""
+    _check(factors, method, num_samples, prior)
+    chains, dim = CHAINS[method], factors.dim
+    count = -(-num_samples // chains) + (-num_samples // chains) % 2  # even: chains are halved
+    simulate = sgld if method == "sgld" else nuts
+    draws = simulate(factors, float(prior), count, random.key(seed), silos)
+    local = []
+    for s, name in enumerate(silos.names):
+        mean, covariance = _local_moments(
+            jax.tree.map(lambda x, s=s: np.asarray(x[s], np.float64), draws), name, count // 2
+        )
+        if method == "sgld":
+            covariance = covariance * (1 - STEP_SIZE / 4)
+        local.append(_gaussian(mean, covariance, chains * count, diagonal))
+    laws = Gaussian(np.stack([q.eta for q in local]), np.stack([q.precision for q in local]))
+    parts = laws
+    if prior:
+        own = [_prior_under(factors, silos, q) for q in local]
+        parts = laws / Gaussian(*(prior * np.stack(x) for x in zip(*((q.eta, q.precision) for q in own), strict=True)))
+    passes = gradients(dim, count) if method == "sgld" else 0  # those of NUTS are not counted
+    numbers = 2 * dim if diagonal else dim + dim * (dim + 1) // 2
+    cost = Cost(1, passes, 0, numbers * jnp.result_type(float).itemsize)
+    return Surrogates(parts, _global_prior(factors, silos, laws, parts)), cost
+
+
+def with_moments(factors: Factors, silos: Silos, fitted: ScoreFit | None) -> ScoreFit:
+    """A kernel's fit with the moments' surrogates (by NUTS where there are local latents) in place of ``fitted``'s own."""
+    method = "nuts" if factors.local_sites else "sgld"
+    surrogates, cost = fit(factors, silos, method, max(3000, 4 * factors.dim), diagonal=factors.dim > _FULL_UP_TO)
+    whole = surrogates.posterior()
+    precision, eta = np.asarray(whole.precision), np.asarray(whole.eta)
+    if whole.is_diagonal:
+        whitening = Whitening(jnp.asarray(eta / precision), jnp.asarray(precision**-0.5))
+    else:
+        root = np.linalg.cholesky(np.linalg.inv(precision))
+        whitening = Whitening(jnp.asarray(np.linalg.solve(precision, eta)), jnp.asarray(root))
+    if fitted is None:
+        return ScoreFit(surrogates, None, whitening, whitening, jnp.full(len(silos), jnp.nan), cost)
+    return fitted._replace(surrogates=surrogates, posterior_whitening=whitening, cost=fitted.cost + cost)
+
+
+def _check(factors: Factors, method: str, num_samples: int, prior: float) -> None:
+    if method not in CHAINS:
+        raise ValueError(f'method: expected "sgld" or "nuts", got {method!r}')
+    least = max(2 * factors.dim, _FEWEST * CHAINS[method])
+    if isinstance(num_samples, bool) or not isinstance(num_samples, int | np.integer) or num_samples < least:
+        raise ValueError(
+            f"num_samples: expected an integer of at least {least} for a covariance in dimension d = {factors.dim} "
+            f"(2 d, and {_FEWEST} for each of {CHAINS[method]} chains), got {num_samples!r}"
+        )
+    if isinstance(prior, bool) or not isinstance(prior, Real) or not 0 <= prior <= 1:
+        raise ValueError(f"prior: expected a power between 0 (the likelihood alone) and 1, got {prior!r}")
+    if method == "sgld" and factors.local_sites:
+        raise ValueError(
+            f'method="sgld" draws global sites only, but the model has local latents {[s.name for s in factors.local_sites]}; '
+            'expected method="nuts", which draws them along (or surrogate="score", which integrates them out)'
+        )
+
+
+def _local_moments(draws: LocalDraws, name: str, length: int) -> tuple[np.ndarray, np.ndarray]:
+    """Mean and covariance of a silo's draws (``length`` in half a chain), or an error that names the silo."""
+    mend = (
+        'its law p(theta)^c p(y_s | theta) may be improper: expected prior=1.0 and a proper prior, or surrogate="score", '
+        "which needs no silo to stand alone"
+    )
+    if not all(np.isfinite(x).all() for x in draws):
+        raise ValueError(f"silo {name!r}: the draws of its own posterior are not finite; {mend}")
+    between = np.cov(draws.means.T, ddof=1).reshape(draws.within.shape)
+    width = np.diag(draws.within)
+    r_hat = np.sqrt(1 + np.diag(between) / np.maximum(width, 1e-30)).max()
+    most = math.sqrt(_SETTLED**2 + 3 / length)  # means of few correlated draws differ without any harm
+    if r_hat > most:
+        raise ValueError(
+            f"silo {name!r}: the draws of its own posterior have not settled (R-hat {r_hat:.3g}, expected < {most:.3g}); {mend}"
+        )
+    count = len(draws.means)
+    covariance = draws.scale @ (draws.within + between * (count - 1) / count) @ draws.scale.T
+    sd = np.sqrt(np.maximum(np.diag(covariance), 0))
+    scaled = covariance / np.maximum(sd * sd[:, None], 1e-300)
+    if not np.linalg.eigvalsh(scaled).min() > 1e-10:
+        raise ValueError(
+            f"silo {name!r}: the covariance of the draws of its own posterior is not positive definite; {mend}"
+        )
+    return np.asarray(draws.loc + draws.scale @ draws.means.mean(0)), np.asarray(covariance)
+
+
+def _gaussian(mean: np.ndarray, covariance: np.ndarray, count: int, diagonal: bool) -> Gaussian:
+    """The Gaussian of some moments, its precision freed of the bias of an inverse."""
+    if diagonal:
+        precision = (count - 3) / (count - 1) / np.diag(covariance)
+        return Gaussian(precision * mean, precision)
+    precision = (count - len(mean) - 2) / (count - 1) * np.linalg.inv(covariance)
+    precision = 0.5 * (precision + precision.T)
+    return Gaussian(precision @ mean, precision)
+
+
+@partial(jax.jit, static_argnames=("factors",))
+def _prior_scores(factors: Factors, thetas: Array, shared: Any) -> Array:
+    return jax.vmap(jax.grad(lambda t: factors.log_prior(factors.unravel(t), shared)))(thetas)
+
+
+def _prior_under(factors: Factors, silos: Silos, law: Gaussian) -> Gaussian:
+    """The Gaussian whose score is nearest to the prior's under a law, in least squares."""
+    dim, full = factors.dim, not law.is_diagonal
+    precision, eta = np.asarray(law.precision), np.asarray(law.eta)
+    loc = np.linalg.solve(precision, eta) if full else eta / precision
+    scale = np.linalg.cholesky(np.linalg.inv(precision)) if full else np.diag(precision**-0.5)
+    points = sobol_normal(max(256, 2 ** math.ceil(math.log2(4 * dim))), dim, seed=0)
+    scores = np.asarray(_prior_scores(factors, jnp.asarray(loc + points @ scale.T), silos.shared), np.float64) @ scale
+    weights = np.isfinite(scores).all(-1).astype(float)
+    scores = np.where(weights[:, None] > 0, scores, 0.0)
+    found = fit_score(jnp.asarray(points), jnp.asarray(scores), jnp.asarray(weights), full)
+    shift, curvature = (np.asarray(x, np.float64) for x in found[:2])
+    inverse = np.linalg.inv(scale)
+    matrix = inverse.T @ curvature @ inverse if full else curvature * precision
+    return Gaussian(shift @ inverse + (matrix @ loc if full else matrix * loc), matrix)
+
+
+def _global_prior(factors: Factors, silos: Silos, laws: Gaussian, parts: Gaussian) -> Gaussian:
+    """The prior's factor, fitted where the posterior is: under the product of all, found in two rounds."""
+    law = Gaussian(laws.eta.mean(0), laws.precision.mean(0))
+    for _ in range(2):
+        whole = parts.product() * _prior_under(factors, silos, law)
+        smallest = whole.precision.min() if whole.is_diagonal else np.linalg.eigvalsh(whole.precision).min()
+        law = whole if smallest > 0 else law
+    return _prior_under(factors, silos, law)
