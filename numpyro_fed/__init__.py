@@ -2,6 +2,7 @@
 
 from numpyro_fed import handlers, partitioners, surrogates
 from numpyro_fed._elbo_figure import plot_elbo
+from numpyro_fed.diagnostics import Diagnosis, diagnose
 from numpyro_fed.handlers import mark_silos, silo_plate
 from numpyro_fed.inference_data import to_inference_data
 from numpyro_fed.mcmc import graphs
@@ -29,12 +30,14 @@ __all__ = [
     "SGLD",
     "AutoSiloNormal",
     "Comparison",
+    "Diagnosis",
     "GossipLangevin",
     "MixedSilos",
     "PushSumLangevin",
     "SFVIAvg",
     "Silos",
     "compare",
+    "diagnose",
     "graphs",
     "handlers",
     "mark_silos",

@@ -10,7 +10,7 @@ The silos' means of e, which every round brings along, say most of it. In the no
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpyro.infer import MCMC
@@ -40,7 +40,7 @@ _MENDS = {
     "steps cut": 'lower step_size (under "auto": bias_target), or take fewer num_local_steps',
     "inflation predicted": 'lower step_size, or leave it "auto"',
     "inflation met": 'lower step_size (under "auto": bias_target), take fewer num_local_steps, or surrogate="score"',
-    "silos' pull": "this silo's surrogate is not where the chain is: fit it again, surrogate=\"score\"",
+    "silos' pull": 'this silo\'s surrogate is not where the chain is: fit it again, surrogate="score"',
     "visits": "the silos' rounds do not follow selection=, by which their gradients are weighted: draw them so",
     "surrogate mass left out": "the chains may have missed a part of the posterior, or the surrogates have mass where there is none: run longer",
     "local moves": "the local map is too narrow for some units, or the model too far from it: reparametrise, or run longer",
@@ -166,7 +166,9 @@ def _guards(kernel: LangevinKernel, fields: dict[str, np.ndarray]) -> list[tuple
         out.append(by_chain("steps cut", fields["cut_rate"].mean(1)))
     if kernel._plan.units is not None:
         silo, stuck = fields["silo"].ravel(), fields["local_stuck"].ravel()
-        share = np.array([stuck[silo == s].mean() if (silo == s).any() else 0.0 for s in range(len(kernel.silos or ()))])
+        share = np.array(
+            [stuck[silo == s].mean() if (silo == s).any() else 0.0 for s in range(len(kernel.silos or ()))]
+        )
         name = _names(kernel)[int(share.argmax())]
         out.append(_row("local moves", share.max(), f"<= {_RATE} stuck", f"silo {name!r}", share.max() <= _RATE))
     predicted = float(np.nanmax(fields["inflation"])) if np.isfinite(fields["inflation"]).any() else np.nan
@@ -265,5 +267,11 @@ def _surrogate_mass(mcmc: MCMC, kernel: LangevinKernel) -> list[tuple]:
     worst = int(mass.argmax())
     owners = [n for n, shape in factors.global_sites for _ in range(int(np.prod(shape)))]
     return [
-        _row("surrogate mass left out", mass[worst], f"<= {_MASS}", f"{side[worst]} of {owners[worst]}", mass[worst] <= _MASS)
+        _row(
+            "surrogate mass left out",
+            mass[worst],
+            f"<= {_MASS}",
+            f"{side[worst]} of {owners[worst]}",
+            mass[worst] <= _MASS,
+        )
     ]

@@ -1,11 +1,12 @@
 r"""The local map: coordinates of a silo's local latents that travel with the global parameters.
 
-.. math:: z_g = m_g + C_g u + T_g \left( e^{l_g + b_g u} \odot (\epsilon_g + r_g + R_g u) \right), \qquad \epsilon_g \sim N(0, I),
-          \qquad u = L^{-1} (\theta - \mu)
+.. math:: z_g = m_g + C_g u + T_g \left( e^{l_g + b_g u + c_g \psi} \odot (\epsilon_g + r_g + R_g u + Q_g \psi) \right), \qquad
+          \epsilon_g \sim N(0, I), \qquad u = L^{-1} (\theta - \mu)
 
 one row for each *unit* g: an element of a silo plate where elements are independent given :math:`\theta`, or all
 latents of a silo together where they are not. :math:`T` is unit lower triangular. With :math:`r, R` locations may go with the scale, as
-those of non-centred latents do: :math:`a / \tau` with a well known. FSGLD keeps
+those of non-centred latents do (:math:`a / \tau` with a well known); :math:`\psi(u)` are the curved ones of
+:mod:`numpyro_fed.bounded_features`. FSGLD keeps
 :math:`\epsilon` as its state, so that moving :math:`\theta` moves :math:`z` along with it. Rows of the map never
 leave their silo.
 """
@@ -19,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from numpyro_fed.bounded_features import curved
 from numpyro_fed.density import Factors
 from numpyro_fed.silos import Silos
 from numpyro_fed.small_matrices import solve_lower
@@ -165,6 +167,8 @@ class LocalMap:
     :param tril: T, unit lower triangular, shape ``(G, k, k)``, or ``None`` for the identity.
     :param shift: r, shape ``(G, k)``, or ``None`` for zero, and R with it.
     :param shift_coupling: R, shape ``(G, k, d)``.
+    :param shift_bend: Q, shape ``(G, k, p)``, or ``None`` for zero, and c with it.
+    :param scale_bend: c, shape ``(G, k, p)``.
     """
 
     mean: Array
@@ -174,6 +178,8 @@ class LocalMap:
     tril: Array | None = None
     shift: Array | None = None
     shift_coupling: Array | None = None
+    shift_bend: Array | None = None
+    scale_bend: Array | None = None
 
     def scale(self, u: Array) -> Array:
         """Scales at whitened position ``u`` of shape ``(d,)``; shape ``(G, k)``."""
@@ -201,14 +207,18 @@ class LocalMap:
         return self.mean if self.coupling is None else self.mean + _rows_times(self.coupling, u)
 
     def _shift(self, u: Array) -> Array:
-        return self.shift + _rows_times(self.shift_coupling, u)
+        shift = jnp.zeros(()) if self.shift is None else self.shift
+        if self.shift_coupling is not None:
+            shift = shift + _rows_times(self.shift_coupling, u)
+        return shift if self.shift_bend is None else shift + self.shift_bend @ curved(u)
 
     def _turn(self, spread: Array) -> Array:
         return spread if self.tril is None else jnp.einsum("gij,gj->gi", self.tril, spread)
 
     def log_scales(self, u: Array) -> Array:
         """Log scales ``(G, k)``; their sum over a unit is the log determinant of dz/deps."""
-        return self.log_scale if self.scale_coupling is None else self.log_scale + _rows_times(self.scale_coupling, u)
+        linear = self.log_scale if self.scale_coupling is None else self.log_scale + _rows_times(self.scale_coupling, u)
+        return linear if self.scale_bend is None else linear + self.scale_bend @ curved(u)
 
     def log_density(self, u: Array, z: Array, owned: Array) -> Array:
         """Log density ``(G,)`` of each unit's own latents at ``u``, for standard normal coordinates."""
@@ -216,7 +226,7 @@ class LocalMap:
         return jnp.sum(jnp.where(owned, terms, 0.0), axis=1)
 
     def rebased(self, shift: Array, factor: Array) -> "LocalMap":
-        """The same map, without r and R, in other coordinates v, where ``u = shift + factor v``; ``factor`` full or its diagonal."""
+        """The same map (of one without r, R, Q and c) in other coordinates v, where ``u = shift + factor v``; ``factor`` full or its diagonal."""
 
         def carry(coefficients: Array) -> Array:
             return coefficients @ factor if factor.ndim == 2 else coefficients * factor

@@ -320,7 +320,12 @@ def test_ledger_counts_rounds_gradients_and_bytes():
     visits = np.asarray(state.visits)
     assert ledger.silos == silos.names
     assert visits.sum() == 4
-    for field, each in {"rounds": 1, "gradient_evaluations": 5, "bytes_down": 8 + 4, "bytes_up": 8 + 4 + 16 + 8}.items():
+    for field, each in {
+        "rounds": 1,
+        "gradient_evaluations": 5,
+        "bytes_down": 8 + 4,
+        "bytes_up": 8 + 4 + 16 + 8,
+    }.items():
         gained = np.subtract(getattr(ledger, field), getattr(before, field))
         np.testing.assert_array_equal(gained, visits * each)
         assert min(getattr(before, field)) > 0  # what the pilot cost

@@ -61,7 +61,7 @@ def errors(draws, mean, covariance):
     return each.mean(0) / (each.std(0, ddof=1) / np.sqrt(len(draws)))
 
 
-def exact_law(silos, h, steps, *, alpha=0.0, f=None, batch=None, surrogates=None, scale=None):
+def exact_law(silos, h, steps, *, alpha=0.0, f=None, batch=None, surrogates=None, scale=None, inject=None):
     """Stationary mean and covariance of the chain for the model ``linear``, in float64.
 
     With v = (theta, 1), a step at silo s is v <- B v + noise, B = B_0 + (the rows' part, averaged over a
@@ -78,7 +78,8 @@ def exact_law(silos, h, steps, *, alpha=0.0, f=None, batch=None, surrogates=None
         own_precision = alpha * np.asarray(surrogates.factors.precision, np.float64)
     size = (d + 1) ** 2
     noise = np.zeros((d + 1, d + 1))
-    noise[:d, :d] = h * metric
+    root = scale if inject is None else scale @ inject
+    noise[:d, :d] = h * root @ root.T
 
     def affine(linear_part, constant):
         out = np.zeros((d + 1, d + 1))

@@ -6,7 +6,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[1] / "numpyro_fed"
 # from the bottom up; a module may import from its own line and those above it
 LAYERS = (
-    ("handlers", "_compat", "partitioners", "_silo_checks", "small_matrices"),
+    ("handlers", "_compat", "partitioners", "_silo_checks", "small_matrices", "bounded_features"),
     ("silos",),
     ("splitting", "mixed", "storage", "density"),
     ("factorise", "federation"),

@@ -112,7 +112,16 @@ def test_run_goes_on_from_the_last_state_of_vectorized_chains():
 
 def test_default_and_extra_fields(local_run):
     fields = local_run.get_extra_fields(group_by_chain=True)
-    collected = {"diverging", "silo", "cut_rate", "local_accept_prob", "local_stuck", "step_size", "inflation", "residual"}
+    collected = {
+        "diverging",
+        "silo",
+        "cut_rate",
+        "local_accept_prob",
+        "local_stuck",
+        "step_size",
+        "inflation",
+        "residual",
+    }
     assert set(fields) == collected | {"i", "eps", "visits"}
     assert fields["residual"].shape == (2, 30, local_run.sampler.factors.dim)
     assert fields["eps"].shape == (2, 30, 18, 1)

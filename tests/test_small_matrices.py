@@ -18,10 +18,14 @@ def test_factors_and_solves(k):
     a, x = matrices(k), np.random.default_rng(0).normal(size=(5, 3, k))
     factor = small_matrices.cholesky(jnp.asarray(a))
     np.testing.assert_allclose(factor, np.linalg.cholesky(a), rtol=2e-4, atol=2e-5)
-    np.testing.assert_allclose(small_matrices.solve(factor, jnp.asarray(x)), np.linalg.solve(a, x[..., None])[..., 0], rtol=1e-3, atol=1e-4)
+    np.testing.assert_allclose(
+        small_matrices.solve(factor, jnp.asarray(x)), np.linalg.solve(a, x[..., None])[..., 0], rtol=1e-3, atol=1e-4
+    )
     lower = small_matrices.solve_lower(factor, jnp.asarray(x))
     np.testing.assert_allclose(np.einsum("...ij,...j->...i", factor, lower), x, rtol=1e-4, atol=1e-4)
-    np.testing.assert_allclose(small_matrices.inverse_cholesky(jnp.asarray(a)), np.linalg.cholesky(np.linalg.inv(a)), rtol=1e-3, atol=1e-4)
+    np.testing.assert_allclose(
+        small_matrices.inverse_cholesky(jnp.asarray(a)), np.linalg.cholesky(np.linalg.inv(a)), rtol=1e-3, atol=1e-4
+    )
 
 
 def test_no_factor_of_an_indefinite_matrix():

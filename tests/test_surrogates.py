@@ -91,19 +91,42 @@ def test_scores_that_are_linear_are_fitted_exactly(full: bool) -> None:
         assert misfit < 1e-4
 
 
-def test_a_linear_local_map_is_fitted_exactly() -> None:
+def random_map(rng: np.random.Generator, **sizes: tuple[int, ...]) -> LocalMap:
+    parts = {k: jnp.asarray(0.5 * rng.normal(size=s)) for k, s in sizes.items()}
+    return LocalMap(tril=jnp.tril(jnp.asarray(rng.normal(size=(5, 3, 3))), -1) + jnp.eye(3), **parts)
+
+
+LINEAR_MAP = {"mean": (5, 3), "coupling": (5, 3, 2), "log_scale": (5, 3), "scale_coupling": (5, 3, 2)}
+SHIFTED = {"shift": (5, 3), "shift_coupling": (5, 3, 2)}
+BENT = {"shift_bend": (5, 3, 5), "scale_bend": (5, 3, 5)}
+
+
+@pytest.mark.parametrize("extra", [{}, SHIFTED, {**SHIFTED, **BENT}], ids=["linear", "shifted", "bent"])
+def test_a_local_map_is_fitted_as_a_function(extra: dict) -> None:
+    """Locations to 5 % of the scale (the ridge), log scales to 0.01; the parameters themselves are not unique."""
     with jax.enable_x64(True):
         rng = np.random.default_rng(0)
-        points, weights = rng.normal(0.5, 1.0, (40, 2)), rng.random(40)
-        shapes = {"mean": (5, 3), "coupling": (5, 3, 2), "log_scale": (5, 3), "scale_coupling": (5, 3, 2)}
-        parts = {k: jnp.asarray(rng.normal(size=s)) for k, s in shapes.items()}
-        tril = jnp.tril(jnp.asarray(rng.normal(size=(5, 3, 3))), -1) + jnp.eye(3)
-        expected = LocalMap(tril=tril, **parts)
-        modes = jnp.stack([expected.forward(u, jnp.zeros((5, 3))) for u in points])
-        chols = jnp.stack([tril * expected.scale(u)[:, None, :] for u in points])
-        found = fit_map(jnp.asarray(points), modes, chols, jnp.asarray(weights))
-        for name in (*shapes, "tril"):
-            np.testing.assert_allclose(getattr(found, name), getattr(expected, name), rtol=1e-4, atol=1e-4)
+        points, weights = jnp.asarray(rng.normal(size=(200, 2))), jnp.asarray(rng.random(200))
+        expected = random_map(rng, **LINEAR_MAP, **extra)
+        modes = jnp.stack([expected.location(u) for u in points])
+        chols = jnp.stack([expected.tril * expected.scale(u)[:, None, :] for u in points])
+        found = fit_map(points, modes, chols, weights)
+        np.testing.assert_allclose(found.tril, expected.tril, atol=1e-6)
+        for u, mode in zip(points[:50], modes, strict=False):
+            np.testing.assert_allclose(found.log_scales(u), expected.log_scales(u), atol=0.01)
+            assert np.abs(found.inverse(u, mode)).max() < 0.05
+        swapped = modes[:, ::-1]  # negative control
+        assert np.abs(found.inverse(points[0], swapped[0])).max() > 0.5
+
+
+def test_a_local_map_and_its_inverse() -> None:
+    rng = np.random.default_rng(1)
+    maps = random_map(rng, **LINEAR_MAP, **SHIFTED, **BENT)
+    u, eps = jnp.asarray(rng.normal(size=2)), jnp.asarray(rng.normal(size=(5, 3)))
+    np.testing.assert_allclose(maps.inverse(u, maps.forward(u, eps)), eps, atol=1e-4)
+    np.testing.assert_allclose(maps.forward(u, jnp.zeros((5, 3))), maps.location(u), atol=1e-5)
+    jacobian = jax.jacobian(lambda e: maps.forward(u, e)[0])(eps)[:, 0]
+    np.testing.assert_allclose(np.linalg.slogdet(jacobian)[1], maps.log_scales(u)[0].sum(), atol=1e-4)
 
 
 # Fits of models whose posterior is known

@@ -161,14 +161,13 @@ def open_silo(plan: Plan, tuning: Tuning, state: Any, view: SiloView) -> OpenSil
     if latents is not None and state is not None:
         latents = latents._replace(rows=state[1])
     if conducive is not None:
-        shift, precision = conducive.shift[number], conducive.precision[number]
-        conducive = conducive._replace(shift=shift, precision=precision)
-        # alpha g_s as one Gaussian score
+        conducive = conducive.of(number)
         weight = tuning.alpha / tuning.selection[number]
-        net = (
-            tuning.alpha * conducive.total_shift - weight * shift,
-            tuning.alpha * conducive.total_precision - weight * precision,
-        )
+        if conducive.bends is None:  # alpha g_s as one Gaussian score
+            net = (
+                tuning.alpha * conducive.total_shift - weight * conducive.shift,
+                tuning.alpha * conducive.total_precision - weight * conducive.precision,
+            )
     return OpenSilo(kwargs, weights, latents, conducive, net, tuning.selection[number])
 
 
@@ -235,9 +234,7 @@ def _server_gradient(plan: Plan, tuning: Tuning, theta: Array, view: SiloView) -
     factors = plan.factors
     gradient = jax.grad(lambda t: factors.log_prior(factors.unravel(t), view.silos.shared))(theta)
     if tuning.conducive is not None:
-        total = tuning.conducive
-        whole = total.total_shift - matvec(total.total_precision, theta - tuning.loc)
-        gradient = gradient + tuning.alpha * whole
+        gradient = gradient + tuning.alpha * tuning.conducive.total_score(theta, tuning.loc)
     return gradient
 
 
@@ -258,6 +255,9 @@ def drift(
     if silo.net is not None:
         shift, precision = silo.net
         gradient = gradient + shift - matvec(precision, theta - tuning.loc)
+    elif silo.conducive is not None:
+        own = silo.conducive.score(theta, tuning.loc) / silo.selection
+        gradient = gradient + tuning.alpha * (silo.conducive.total_score(theta, tuning.loc) - own)
     return pull_back(tuning, gradient), None, None
 
 
@@ -267,8 +267,7 @@ def residual(
     """e of the module's docstring in preconditioned units ``(d,)``, and 1 where it had to be cut."""
     gradient = jax.grad(lambda t: terms(plan, t, eps, silo, view)[1])(theta)
     if silo.conducive is not None:
-        own = silo.conducive.shift - matvec(silo.conducive.precision, theta - tuning.loc)
-        gradient = gradient - tuning.alpha * own
+        gradient = gradient - tuning.alpha * silo.conducive.score(theta, tuning.loc)
     e = pull_back(tuning, gradient) / silo.selection
     if not plan.cut:
         return e, jnp.zeros(())

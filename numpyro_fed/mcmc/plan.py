@@ -5,10 +5,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import jax
 from jax import Array
 
 from numpyro_fed.density import Factors
 from numpyro_fed.local_map import Units
+from numpyro_fed.surrogates.bends import Bends
 from numpyro_fed.surrogates.gaussian import matvec
 
 __all__ = ["Conducive", "LatentCoordinates", "NetworkPlan", "Plan", "Tuning"]
@@ -86,12 +88,30 @@ class NetworkPlan:
 
 
 class Conducive(NamedTuple):
-    """Surrogates around a point: gradients there ``(S, d)``, precisions ``(S, d, d)`` or ``(S, d)``, and sums."""
+    """Surrogates around a point: gradients there ``(S, d)``, precisions ``(S, d, d)`` or ``(S, d)``, and sums; bounded corrections."""
 
     shift: Array
     precision: Array
     total_shift: Array
     total_precision: Array
+    bends: Bends | None = None
+    total_bends: Bends | None = None
+
+    def of(self, number: Array) -> "Conducive":
+        """One silo's, with the sums."""
+        shift, precision = jax.tree.map(lambda x: x[number], (self.shift, self.precision))
+        bends = None if self.bends is None else self.bends.of(self.bends.coefficients[number])
+        return self._replace(shift=shift, precision=precision, bends=bends)
+
+    def score(self, theta: Array, loc: Array) -> Array:
+        """Gradient of one silo's surrogate, after :meth:`of`."""
+        gradient = self.shift - matvec(self.precision, theta - loc)
+        return gradient if self.bends is None else gradient + self.bends.score(theta)
+
+    def total_score(self, theta: Array, loc: Array) -> Array:
+        """Gradient of the product of all surrogates."""
+        gradient = self.total_shift - matvec(self.total_precision, theta - loc)
+        return gradient if self.total_bends is None else gradient + self.total_bends.score(theta)
 
 
 class LatentCoordinates(NamedTuple):

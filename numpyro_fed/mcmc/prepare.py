@@ -103,7 +103,9 @@ class Options:
             raise ValueError(f'selection: expected "auto", "size", probabilities or None, got {self.selection!r}')
         for name, value in (("num_local_steps", steps), ("selection", self.selection)):
             if isinstance(value, str) and value == "auto" and self.preconditioner is None:
-                raise ValueError(f'{name}="auto" needs whitened coordinates; expected preconditioner="surrogate", got None')
+                raise ValueError(
+                    f'{name}="auto" needs whitened coordinates; expected preconditioner="surrogate", got None'
+                )
         if self.noise_correction and (self.preconditioner is None or callable(self.step_size)):
             raise ValueError(
                 'noise_correction=True needs whitened coordinates and one step size; expected preconditioner="surrogate" and a number or '
@@ -115,7 +117,9 @@ class Options:
             raise ValueError(f"num_kept: expected an integer >= 1, got {self.num_kept!r}")
         if self.refresh_every is not None:
             if not _is_count(self.refresh_every):
-                raise ValueError(f"refresh_every: expected a number of rounds >= 1, or None, got {self.refresh_every!r}")
+                raise ValueError(
+                    f"refresh_every: expected a number of rounds >= 1, or None, got {self.refresh_every!r}"
+                )
             if self.surrogate != "score" or self.alpha == "auto" or not self.separates:
                 raise ValueError(
                     'refresh_every fits score surrogates again; expected surrogate="score", preconditioner="surrogate" and a number alpha '
@@ -128,7 +132,7 @@ class Options:
 
 
 def _is_count(n: Any) -> bool:
-    return isinstance(n, int | np.integer) and not isinstance(n, bool) and n >= 1
+    return isinstance(n, int | np.integer) and not isinstance(n, bool) and bool(n >= 1)
 
 
 class Prepared(NamedTuple):
@@ -224,7 +228,7 @@ def _selection(selection: Any, silos: Silos) -> np.ndarray:
         return np.full(len(silos), 1 / len(silos))
     if isinstance(selection, str):  # "size": rows that no others point to
         targets = set(silos.index.values())
-        sizes = sum(np.asarray(n, np.float64) for group, n in silos.sizes.items() if group not in targets)
+        sizes = np.sum([n for group, n in silos.sizes.items() if group not in targets], axis=0, dtype=np.float64)
         return sizes / sizes.sum()
     f = np.asarray(selection, np.float64)
     if f.shape != (len(silos),):
@@ -349,6 +353,9 @@ def _with_surrogates(
     shift = factors.eta - at_loc
     parts = (shift, factors.precision, shift.sum(0), factors.precision.sum(0))
     conducive = Conducive(*jax.tree.map(array, parts))  # a precision of low rank is a tree
+    if surrogates.bends is not None:
+        bends = jax.tree.map(array, surrogates.bends)
+        conducive = conducive._replace(bends=bends, total_bends=bends.of(bends.coefficients.sum(0)))
     return tuning._replace(conducive=conducive)
 
 

@@ -8,7 +8,7 @@ At fixed theta e has a part that stays the same while the chain stays at silo s,
 part that is redrawn, of covariance W a step. A stay of T steps makes the former :math:`1 - a^T` times as large, so the stationary
 variance is
 
-.. math:: V (1 - \tfrac h4) = G G^\top + \tfrac h4 N, \qquad N = \frac 4h\, \frac{1 - a^T}{1 + a^T} P + W
+.. math:: V (1 - \tfrac h4) = G G^\top + \tfrac h4 N, \qquad N = \frac{4 - h}h\, \frac{1 - a^T}{1 + a^T} P + W
           \;\to\; T P + W \quad (hT \to 0),
 
 after a stay's last step. With :math:`G = I` the sds are inflated, in the worst direction, by the root of
@@ -20,7 +20,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-__all__ = ["MAX_STEP_SIZE", "StayNoise", "best_selection", "best_stay", "inflation", "injection", "persistence", "step_size"]
+__all__ = [
+    "MAX_STEP_SIZE",
+    "StayNoise",
+    "best_selection",
+    "best_stay",
+    "inflation",
+    "injection",
+    "persistence",
+    "step_size",
+]
 
 MAX_STEP_SIZE = 0.1
 _CORRECTED = 4.0  # times the step size, where what is injected makes up for the noise
@@ -63,11 +72,11 @@ class StayNoise:
 
 
 def persistence(num_local_steps: int, step_size: float) -> float:
-    """What a stay of T steps makes of noise that persists: ``T`` for small steps, at most ``4 / h``."""
+    """What a stay of T steps makes of noise that persists: ``T`` for small steps, below ``4 / h``."""
     if step_size * num_local_steps < 1e-6:
         return float(num_local_steps)
     decay = (1 - step_size / 2) ** num_local_steps
-    return float(4 / step_size * (1 - decay) / (1 + decay))
+    return float((4 - step_size) / step_size * (1 - decay) / (1 + decay))
 
 
 def _worst(noise: np.ndarray) -> float:

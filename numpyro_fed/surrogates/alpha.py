@@ -25,9 +25,9 @@ from numpyro_fed.local_map import Units
 from numpyro_fed.silos import Silos
 from numpyro_fed.storage import SiloView, sweep
 from numpyro_fed.surrogates.gaussian import Surrogates
+from numpyro_fed.surrogates.local_score import Message, marginal_score
 from numpyro_fed.surrogates.noise import check_fits
 from numpyro_fed.surrogates.points import sobol_normal
-from numpyro_fed.surrogates.score import Message, marginal_score
 
 __all__ = ["best", "optimal_alpha"]
 

@@ -15,6 +15,8 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
+from numpyro_fed.surrogates.bends import Bends
+
 __all__ = ["Gaussian", "LowRank", "Surrogates", "matvec"]
 
 
@@ -153,12 +155,14 @@ class Surrogates:
 
     :param factors: the silos' factors, batch ``(S,)`` in the order of ``silos.names``.
     :param prior: the prior's factor. For the whitening only: gradients use the prior itself.
+    :param bends: bounded corrections of the silos' scores, or ``None``. Gradients have them, :meth:`posterior` has not.
 
     A silo's factor is ``d + d (d + 1) / 2`` different numbers (diagonal: ``2 d``; of rank r: ``d (r + 2) + r``).
     """
 
     factors: Gaussian
     prior: Gaussian
+    bends: Bends | None = None
 
     def __len__(self) -> int:
         return self.factors.eta.shape[0]
@@ -167,6 +171,11 @@ class Surrogates:
     def dim(self) -> int:
         """Dimension of the flat global position."""
         return self.factors.eta.shape[-1]
+
+    def score(self, theta: ArrayLike) -> Array:
+        """Gradients of the silos' surrogates at ``theta`` of shape ``(d,)``, shape ``(S, d)``."""
+        score = self.factors.score(theta)
+        return score if self.bends is None else score + self.bends.score(jnp.asarray(theta))
 
     def posterior(self) -> Gaussian:
         """The product of all factors: a one-shot Gaussian posterior, and the preconditioner.
@@ -187,4 +196,4 @@ class Surrogates:
         precision = self.factors.precision
         form = "diagonal" if self.factors.is_diagonal else "full"
         form = f"rank {precision.rank}" if isinstance(precision, LowRank) else form
-        return f"Surrogates({len(self)} silos, dimension {self.dim}, {form})"
+        return f"Surrogates({len(self)} silos, dimension {self.dim}, {form}{'' if self.bends is None else ', bent'})"

@@ -18,6 +18,7 @@ from numpyro_fed.local_map import LocalMap, Units
 from numpyro_fed.silos import Silos
 from numpyro_fed.storage import SiloView
 from numpyro_fed.surrogates import score
+from numpyro_fed.surrogates.local_score import Message, Reply, marginal_score
 
 __all__ = ["fit"]
 
@@ -29,17 +30,15 @@ class LaplaceLocal:
     factors: Factors
     units: Units | None
 
-    def __call__(
-        self, key: Array, message: score.Message, state: Any, view: SiloView
-    ) -> tuple[score.Reply, LocalMap | None]:
-        gradient = score.marginal_score(self.factors, self.units, message, view)
+    def __call__(self, key: Array, message: Message, state: Any, view: SiloView) -> tuple[Reply, LocalMap | None]:
+        gradient = marginal_score(self.factors, self.units, message, view)
         centre = jnp.zeros_like(message.loc)
         hessian = jax.jacfwd(lambda u: gradient(u)[1])(centre)
         precision = -0.5 * (hessian + hessian.T)
         if message.scale.ndim == 1:
             precision = jnp.diagonal(precision)
         value, shift = gradient(centre)[:2]
-        return score.Reply(shift, precision, jnp.zeros(()), value[None]), None
+        return Reply(shift, precision, jnp.zeros(()), value[None], None), None
 
 
 def fit(factors: Factors, silos: Silos, units: Units | None = None, *, max_rounds: int = 40) -> score.ScoreFit:

@@ -1,17 +1,16 @@
 """The silo's regressions on whitened points: its score, and the location and scale of its local latents."""
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
+from numpyro_fed.bounded_features import MOST_DIMENSIONS, curved
 from numpyro_fed.local_map import LocalMap
 from numpyro_fed.small_matrices import solve_lower
 
 __all__ = ["fit_map", "fit_score"]
 
-_MOST_SHIFTED = 30  # dimensions; beyond, locations are linear in u: a least squares problem of 2 (1 + d) columns a latent costs too much
+_NUMBERS_AT_ONCE = 1 << 18  # of the designs of latents that are solved together
 _MOST_STRETCHED = 6.0  # log scales that a point may be away
 
 
@@ -40,36 +39,60 @@ def fit_score(points: Array, scores: Array, weights: Array, full: bool) -> tuple
 def fit_map(points: Array, modes: Array, chols: Array, weights: Array) -> LocalMap:
     """Regress locations ``(K, E, k)`` and log scales on the points.
 
-    Log scales are linear in u. Locations, in units of the scale at u, are a combination of 1, u and ``e^(-b u)`` times these.
+    Log scales on 1, u and, where dimensions are few, the bounded products and cubes. Locations, in units of the scale at u, on these and on 1
+    and u times ``e^(-b u)``.
     """
     weights = weights / jnp.maximum(weights.sum(), 1e-30)
     scales = jnp.diagonal(chols, axis1=-2, axis2=-1)
     tril = jnp.einsum("k,keij->eij", weights, jnp.nan_to_num(chols / scales[..., None, :]))
-    design = jnp.concatenate([jnp.ones((points.shape[0], 1), points.dtype), points], axis=1)
-    normal = design.T @ (weights[:, None] * design) + 1e-6 * jnp.eye(design.shape[1], dtype=design.dtype)
-    solver = jnp.linalg.solve(normal, (weights[:, None] * design).T)
-    log_scale = jnp.einsum("pk,keh->peh", solver, jnp.nan_to_num(jnp.log(scales)))
-    found = {"tril": tril, "log_scale": log_scale[0], "scale_coupling": jnp.moveaxis(log_scale[1:], 0, -1)}
-    modes = jnp.nan_to_num(modes)
-    if points.shape[1] > _MOST_SHIFTED:
-        mean = jnp.einsum("pk,keh->peh", solver, modes)
-        return LocalMap(mean=mean[0], coupling=jnp.moveaxis(mean[1:], 0, -1), **found)
-    unturned = solve_lower(tril, modes)
-    fit = jax.vmap(jax.vmap(partial(_locations, design, weights), in_axes=(1, 1)), in_axes=(1, 1))
-    turned, shift = fit(unturned, log_scale)
-    centre = jnp.einsum("eij,ejp->eip", tril, turned)
-    return LocalMap(
-        mean=centre[..., 0], coupling=centre[..., 1:], shift=shift[..., 0], shift_coupling=shift[..., 1:], **found
+    linear = jnp.concatenate([jnp.ones((points.shape[0], 1), points.dtype), points], axis=1)
+    bent = points.shape[1] <= MOST_DIMENSIONS
+    bends = curved(points) if bent else points[:, :0]
+    modes, log_scales = jnp.nan_to_num(modes), jnp.nan_to_num(jnp.log(scales))
+    of_scale = _solve(jnp.concatenate([linear, bends], axis=1), weights, log_scales)
+    log_scale, scale_coupling, scale_bend = jnp.split(of_scale, [1, linear.shape[1]], axis=-1)
+    found = {"tril": tril, "log_scale": log_scale[..., 0], "scale_coupling": scale_coupling}
+    if not bent:
+        mean = _solve(linear, weights, modes)
+        return LocalMap(mean=mean[..., 0], coupling=mean[..., 1:], **found)
+
+    def locations(args: tuple[Array, Array]) -> tuple[Array, Array]:
+        return _locations(linear, bends, weights, *args)
+
+    units = (jnp.moveaxis(solve_lower(tril, modes), 0, -1), of_scale)
+    flat = jax.tree.map(lambda x: x.reshape(-1, x.shape[-1]), units)
+    at_once = max(1, _NUMBERS_AT_ONCE // (len(points) * (2 * linear.shape[1] + bends.shape[1])))
+    turned, shift = (
+        x.reshape(*modes.shape[1:], -1) for x in lax.map(locations, flat, batch_size=min(at_once, len(flat[0])))
     )
+    centre = jnp.einsum("eij,ejp->eip", tril, turned)
+    shift, shift_coupling, shift_bend = jnp.split(shift, [1, linear.shape[1]], axis=-1)
+    return LocalMap(
+        mean=centre[..., 0], coupling=centre[..., 1:], shift=shift[..., 0], shift_coupling=shift_coupling,
+        shift_bend=shift_bend, scale_bend=scale_bend, **found,
+    )  # fmt: skip
 
 
-def _locations(design: Array, weights: Array, x: Array, log_scale: Array) -> tuple[Array, Array]:
-    """Coefficients A and S, each ``(1 + d,)``, of locations ``x = A (1, u) + e^(l + b u) S (1, u)``, errors counted in units of the scale."""
-    stretch = jnp.clip(design[:, 1:] @ log_scale[1:], -_MOST_STRETCHED, _MOST_STRETCHED)
-    shrink = jnp.exp(-stretch)
-    columns = jnp.concatenate([design, (shrink - 1)[:, None] * design], axis=1)
-    normal = columns.T @ (weights[:, None] * columns)
+def _solve(design: Array, weights: Array, x: Array) -> Array:
+    """Weighted least squares of ``(K, E, k)`` on ``(K, p)``, a little ridge; shape ``(E, k, p)``."""
+    normal = design.T @ (weights[:, None] * design) + 1e-5 * jnp.eye(design.shape[1], dtype=design.dtype)
+    solver = jnp.linalg.solve(normal, (weights[:, None] * design).T)
+    return jnp.einsum("pk,keh->ehp", solver, x)
+
+
+def _locations(linear: Array, bends: Array, weights: Array, x: Array, of_scale: Array) -> tuple[Array, Array]:
+    """One latent's locations ``(K,)``: coefficients of ``A (1, u) + e^(log scale) S (1, u, psi)``, errors counted in units of the scale.
+
+    :param of_scale: coefficients of the log scale.
+    :return: A ``(1 + d,)`` and S ``(1 + d + p,)``.
+    """
+    columns = linear.shape[1]
+    grown = jnp.concatenate([linear, bends], axis=1)[:, 1:] @ of_scale[1:]
+    shrink = jnp.exp(-jnp.clip(grown, -_MOST_STRETCHED, _MOST_STRETCHED))
+    design = jnp.concatenate([linear, bends, (shrink - 1)[:, None] * linear], axis=1)
+    normal = design.T @ (weights[:, None] * design)
     ridge = 1e-5 * jnp.mean(jnp.diagonal(normal)) * jnp.eye(len(normal), dtype=normal.dtype)
-    target = weights * x * jnp.exp(-log_scale[0]) * shrink
-    plain, shrunk = jnp.split(jnp.linalg.solve(normal + ridge, columns.T @ target), 2)
-    return jnp.exp(log_scale[0]) * shrunk, plain - shrunk
+    target = weights * x * jnp.exp(-of_scale[0]) * shrink
+    found = jnp.linalg.solve(normal + ridge, design.T @ target)
+    plain, shrunk = found[:-columns], found[-columns:]
+    return jnp.exp(of_scale[0]) * shrunk, plain.at[:columns].add(-shrunk)

@@ -6,8 +6,9 @@ the natural parameters of the Gaussian whose score is nearest, in least squares,
 .. math:: \nabla_u \log \hat p(y_s \mid \mu + L u_k),
 
 the gradient of its marginal likelihood (local latents integrated out). The server adds the prior's, and moves :math:`\mu, L` to the
-product. A last round at wider points, weighted by a power of the posterior, settles the surrogates and regresses
-the locations and log scales of the local latents on u, which stays in the silo.
+product. A last round at wider points, weighted by a power of the posterior, settles the Gaussians. In few dimensions another
+one, at points near the posterior, fits bounded corrections (:mod:`numpyro_fed.surrogates.bends`). The last of them regresses the locations and
+log scales of the local latents on u, which stays in the silo.
 
 Moment-matched local posteriors (FSGLD 3.1) are improper or far from Gaussian exactly in hierarchical models;
 scores are not. What leaves a silo, a round: ``d + d^2`` numbers (diagonal: ``2 d``), the misfit, and its log marginal
@@ -17,24 +18,26 @@ likelihood at the points. Related: FSGLD remark 3 asks for this criterion (equat
 import math
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax, random
+from jax import Array, random
 
+from numpyro_fed.bounded_features import MOST_DIMENSIONS, num_features
 from numpyro_fed.density import Factors
 from numpyro_fed.engines.inline import ask_all
 from numpyro_fed.federation import Cost, Federated, message_bytes
 from numpyro_fed.local_map import LocalMap, Units
 from numpyro_fed.silos import Silos
-from numpyro_fed.storage import SiloView
+from numpyro_fed.surrogates.bends import Bends, regress
 from numpyro_fed.surrogates.gaussian import Gaussian, Surrogates, matvec
-from numpyro_fed.surrogates.least_squares import fit_map, fit_score
-from numpyro_fed.surrogates.marginal import laplace_marginal, nodes, quadrature_marginal
+from numpyro_fed.surrogates.least_squares import fit_score
+from numpyro_fed.surrogates.local_score import Message, Reply, ScoreLocal
+from numpyro_fed.surrogates.marginal import nodes
 from numpyro_fed.surrogates.points import sobol_normal, wide_points
 
 __all__ = ["ScoreFit", "Whitening", "fit", "fit_at"]
@@ -42,6 +45,7 @@ __all__ = ["ScoreFit", "Whitening", "fit", "fit_at"]
 _FULL_UP_TO = 500  # dimensions; beyond, one d x d matrix per silo is too much memory
 _SETTLED = 0.1  # sds the centre moves in a round, and the like for the spread
 _ROWS_AT_ONCE = 1 << 20  # rows x points evaluated together
+_NEAR = 1.3  # sds of the points at which what is not Gaussian is fitted, over the surrogate posterior's
 
 
 class Whitening(NamedTuple):
@@ -69,73 +73,6 @@ class ScoreFit(NamedTuple):
     posterior_whitening: Whitening
     misfit: Array
     cost: Cost
-
-
-class Message(NamedTuple):
-    """What the server sends: whitening, points ``(K, d)`` and their weights ``(K,)``."""
-
-    loc: Array
-    scale: Array
-    points: Array
-    weights: Array
-
-
-class Reply(NamedTuple):
-    """What a silo returns, in whitened coordinates: score ``a - B u``, misfit, log marginals ``(K,)``."""
-
-    shift: Array
-    precision: Array
-    misfit: Array
-    values: Array
-
-
-@dataclass(frozen=True)
-class ScoreLocal:
-    """The silo's part of a round (hashable, so that equal fits share compiled programs)."""
-
-    factors: Factors
-    units: Units | None
-    points_at_once: int
-
-    def __call__(self, key: Array, message: Message, state: Any, view: SiloView) -> tuple[Reply, LocalMap | None]:
-        values, scores, modes, chols = self._evaluate(message, view)
-        weights = jnp.where(jnp.isfinite(values) & jnp.isfinite(scores).all(-1), message.weights, 0.0)
-        scores = jnp.where(weights[:, None] > 0, scores, 0.0)
-        full = message.scale.ndim == 2
-        shift, precision, misfit = fit_score(message.points, scores, weights, full)
-        rows = None if self.units is None else fit_map(message.points, modes, chols, weights)
-        return Reply(shift, precision, misfit, values), rows
-
-    def _evaluate(self, message: Message, view: SiloView) -> tuple[Array, Array, Any, Any]:
-        score = marginal_score(self.factors, self.units, message, view)
-        size = min(self.points_at_once, message.points.shape[0])
-        return lax.map(score, message.points, batch_size=size)
-
-
-def marginal_score(
-    factors: Factors, units: Units | None, message: Message, view: SiloView
-) -> Callable[[Array], tuple[Array, Array, Any, Any]]:
-    """A function of whitened u: the silo's log marginal likelihood, its gradient, modes and covariance factors."""
-    kwargs, weights = view.whole()
-
-    def theta(u: Array) -> dict[str, Array]:
-        return factors.unravel(message.loc + matvec(message.scale, u))
-
-    def at(u: Array) -> tuple[Array, Array, Any, Any]:
-        if units is None:
-            value, score = jax.value_and_grad(lambda u: factors.log_local(theta(u), {}, kwargs, weights))(u)
-            return value, score, (), ()
-        owned = units.owned(view)
-        marginal = laplace_marginal if units.group is None else quadrature_marginal
-        value, score, found = marginal(
-            lambda u, z: units.log_density(theta(u), z, kwargs, weights, view),
-            u,
-            jnp.zeros(owned.shape, u.dtype),
-            owned,
-        )
-        return value, score, found.location, found.chol
-
-    return at
 
 
 class ServerState(NamedTuple):
@@ -284,15 +221,25 @@ def fit(
             stacklevel=2,
         )
 
-    points = wide_points(max(256, num), factors.dim, seed + 10_000)
-    state = state._replace(points=points, weights=np.ones(len(points)))
-    values = np.asarray(ask(scheme.local, state)[0].values, np.float64)
-    state = state._replace(weights=_last_weights(factors, scheme.broadcast(key, state), values, silos))
-    replies, local_map = ask(scheme.local, state)
+    final_local = ScoreLocal(factors, units, at_once, last=True)
+    count = _last_points(factors.dim, num)
+    state = state._replace(points=wide_points(count, factors.dim, seed + 10_000), weights=np.ones(count))
+    values = np.asarray(ask(final_local, state)[0].values, np.float64)
+    state = state._replace(weights=_wide_weights(factors, scheme.broadcast(key, state), values, silos))
+    replies, local_map = ask(final_local, state)
     if local is not scheme.local:
         replies = ask(local, state)[0]
     final, misfit = scheme.merge(state, replies)
-    return ScoreFit(final.surrogates, local_map, _whitening(state), _whitening(final), jnp.asarray(misfit), cost)
+    surrogates, of_map = final.surrogates, _whitening(state)
+    if surrogates is not None and factors.dim <= MOST_DIMENSIONS:
+        near = final._replace(points=_NEAR * sobol_normal(count, factors.dim, seed + 20_000), weights=np.ones(count))
+        values = np.asarray(ask(final_local, near)[0].values, np.float64)
+        near = near._replace(weights=_near_weights(factors, scheme.broadcast(key, near), values, silos))
+        replies, local_map = ask(final_local, near)
+        of_map = _whitening(near)
+        if local is scheme.local:
+            surrogates = replace(surrogates, bends=_bends(near, surrogates.factors, replies.bend))
+    return ScoreFit(surrogates, local_map, of_map, _whitening(final), jnp.asarray(misfit), cost)
 
 
 def fit_at(factors: Factors, silos: Silos, units: Units | None, thetas: np.ndarray, scale: np.ndarray) -> ScoreFit:
@@ -311,10 +258,21 @@ def fit_at(factors: Factors, silos: Silos, units: Units | None, thetas: np.ndarr
     state = ServerState(loc, scale, points, np.ones(len(points)))
     key = random.key(0)
     message = scheme.broadcast(key, state)
-    replies, local_map = ask_all(scheme.local, key, message, None, silos, None if units is None else units.group)
+    local = ScoreLocal(factors, units, _at_once(silos, units), last=True)
+    replies, local_map = ask_all(local, key, message, None, silos, None if units is None else units.group)
     final, misfit = scheme.merge(state, replies)
+    surrogates = final.surrogates
+    if surrogates is not None and replies.bend is not None:
+        surrogates = replace(surrogates, bends=_bends(state, surrogates.factors, replies.bend))
     cost = Cost(1, len(points), message_bytes(message), message_bytes(replies) // len(silos))
-    return ScoreFit(final.surrogates, local_map, _whitening(state), _whitening(final), jnp.asarray(misfit), cost)
+    return ScoreFit(surrogates, local_map, _whitening(state), _whitening(final), jnp.asarray(misfit), cost)
+
+
+def _last_points(dim: int, num: int) -> int:
+    """Points of the last rounds: for bounded features four times as many as these."""
+    if dim > MOST_DIMENSIONS:
+        return max(256, num)
+    return max(256, num, 2 ** math.ceil(math.log2(4 * num_features(dim))))
 
 
 def _at_once(silos: Silos, units: Units | None) -> int:
@@ -322,6 +280,8 @@ def _at_once(silos: Silos, units: Units | None) -> int:
     rows = max(sum(n) for n in silos.sizes.values())
     if units is not None and units.group is not None:
         rows *= len(nodes(units.dim)[0])
+    elif units is not None:  # a column of the curvature for each latent
+        rows *= units.dim
     return max(1, _ROWS_AT_ONCE // rows)
 
 
@@ -329,7 +289,27 @@ def _whitening(state: ServerState) -> Whitening:
     return Whitening(jnp.asarray(state.loc), jnp.asarray(state.scale))
 
 
-def _last_weights(factors: Factors, message: Message, values: np.ndarray, silos: Silos) -> np.ndarray:
+def _bends(state: ServerState, gaussians: Gaussian, regressions: Array) -> Bends:
+    """What the silos' regressions have beside their Gaussians': regression is linear, and the server knows points, weights and Gaussians."""
+    thetas = state.loc + state.points @ state.scale.T
+    eta, precision = np.asarray(gaussians.eta), np.asarray(gaussians.precision)
+    scores = (eta[:, None] - np.einsum("sij,kj->ski", precision, thetas)) @ state.scale
+    points, weights = jnp.asarray(state.points), jnp.asarray(state.weights)
+    known = jax.vmap(lambda s: regress(points, s, weights))(jnp.asarray(scores))
+    return Bends(
+        state.loc, np.linalg.inv(state.scale), np.asarray(regressions, np.float64) - np.asarray(known, np.float64)
+    )
+
+
+def _near_weights(factors: Factors, message: Message, values: np.ndarray, silos: Silos) -> np.ndarray:
+    """Square roots of the importance weights of the posterior at draws of a wider Gaussian."""
+    total = values.sum(0) + np.asarray(_prior(factors, message, silos)[0], np.float64)
+    total = total + 0.5 * (np.asarray(message.points, np.float64) ** 2).sum(1) / _NEAR**2
+    total = np.where(np.isfinite(total), total, -np.inf)
+    return np.exp(0.5 * (total - total.max()))
+
+
+def _wide_weights(factors: Factors, message: Message, values: np.ndarray, silos: Silos) -> np.ndarray:
     """``p(theta | y)^(1/4)`` at the points, the power lowered where dimensions are many."""
     total = values.sum(0) + np.asarray(_prior(factors, message, silos)[0], np.float64)
     total = np.where(np.isfinite(total), total, -np.inf)

@@ -1,0 +1,177 @@
+"""What a round is: how long, at which silo, how many draws are kept of it, and what is fitted again before it."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import random
+from numpyro.infer import MCMC
+from small_models import linear, linear_silos
+from test_law import errors, exact_law, exact_surrogates, posterior_of, run, uncut, whitened_sd
+
+import numpyro_fed as fed
+
+SILOS = linear_silos()
+
+
+def chains(kernel, num_samples=40, num_chains=4, silos=SILOS):
+    mcmc = MCMC(
+        kernel,
+        num_warmup=4,
+        num_samples=num_samples,
+        num_chains=num_chains,
+        chain_method="vectorized",
+        progress_bar=False,
+    )
+    mcmc.run(random.key(0), silos)
+    return mcmc
+
+
+# Draws inside a stay
+
+
+def test_kept_draws_are_of_one_stay():
+    mcmc = chains(fed.FSGLD(linear, num_local_steps=12, num_kept=4, surrogate=exact_surrogates(SILOS)))
+    silo = np.asarray(mcmc.get_extra_fields(group_by_chain=True)["silo"]).reshape(4, 10, 4)
+    assert (silo == silo[..., :1]).all()
+    assert len(np.unique(silo)) == 4
+    visits = np.asarray(mcmc.last_state.visits)
+    assert (visits.sum(1) == 11).all()
+    ledger = mcmc.sampler.ledger(mcmc.last_state)
+    before = mcmc.sampler.ledger(mcmc.sampler.init(random.key(0), 0, model_args=(SILOS,)))
+    np.testing.assert_array_equal(np.subtract(ledger.rounds, before.rounds), visits.sum(0))
+    np.testing.assert_array_equal(
+        np.subtract(ledger.gradient_evaluations, before.gradient_evaluations), 12 * visits.sum(0)
+    )
+    per_draw = np.subtract(ledger.bytes_up, before.bytes_up) / (4 * visits.sum(0))
+    np.testing.assert_array_equal(per_draw, 8 + 4 + 16 + 8)
+
+
+def test_kept_draws_have_the_law_of_the_chain():
+    """The last draw of each stay has the exact law of a chain that keeps no others; those before have no more noise."""
+    given = exact_surrogates(SILOS, 0.2)
+    kernel = uncut(fed.FSGLD(linear, 0.05, 8, None, given, num_kept=4), SILOS)
+    draws = run(kernel, SILOS, num_samples=1200)["beta"]
+    scale = np.linalg.cholesky(given.posterior().covariance)
+    law = exact_law(SILOS, 0.05, 8, alpha=1.0, surrogates=given, scale=scale)
+    assert np.abs(errors(draws[:, 3::4], *law)).max() < 4
+    assert np.abs(errors(draws, *law)[:2]).max() < 4
+    assert errors(draws, *law)[[2, 4]].max() < 4
+    assert np.abs(errors(draws[:, 3::4], law[0], 1.3 * law[1])).max() > 8  # negative control
+
+
+# Silos
+
+
+def test_distinct_silos():
+    f = np.array([0.15, 0.25, 0.2, 0.4])
+    kernel = fed.FSGLD(linear, num_local_steps=2, surrogate=exact_surrogates(SILOS), selection=f, distinct_silos=True)
+    mcmc = chains(kernel, num_samples=4000, num_chains=2)
+    silo = np.asarray(mcmc.get_extra_fields(group_by_chain=True)["silo"])
+    assert (silo[0] != silo[1]).all()  # no f exceeds one half
+    for own in silo:
+        share = np.bincount(own, minlength=4) / 4000
+        assert np.abs((share - f) / np.sqrt(f * (1 - f) / 4000)).max() < 4
+        again = (own[1:] == own[:-1]).mean()  # independent from round to round
+        assert abs(again - (f**2).sum()) < 4 * np.sqrt((f**2).sum() / 4000)
+    independent = chains(fed.FSGLD(linear, num_local_steps=2, surrogate=exact_surrogates(SILOS), selection=f), 200, 2)
+    silo = np.asarray(independent.get_extra_fields(group_by_chain=True)["silo"])
+    assert (silo[0] == silo[1]).any()  # negative control
+
+
+def test_selection_by_size_and_by_noise():
+    by_size = fed.FSGLD(linear, surrogate=exact_surrogates(SILOS), selection="size", num_local_steps=2)
+    by_size.init(random.key(0), 0, model_args=(SILOS,))
+    np.testing.assert_allclose(by_size._tuning.selection, np.array([3, 8, 5, 14]) / 30, rtol=1e-6)
+    # one silo's surrogate is off: more visits there
+    exact = exact_surrogates(SILOS)
+    eta = np.asarray(exact.factors.eta).copy()
+    eta[2] += 3
+    wrong = fed.surrogates.Surrogates(fed.surrogates.Gaussian(jnp.asarray(eta), exact.factors.precision), exact.prior)
+    equal, auto = (fed.FSGLD(linear, surrogate=wrong, num_local_steps=10, selection=s) for s in (None, "auto"))
+    for kernel in (equal, auto):
+        kernel.init(random.key(0), 0, model_args=(SILOS,))
+    assert int(np.argmax(auto._tuning.selection)) == 2
+    assert float(auto._tuning.step_size) > 1.5 * float(equal._tuning.step_size)
+
+
+def test_length_of_stays_from_the_price_of_a_round():
+    found = {}
+    for price in (1.0, 1000.0):
+        kernel = fed.FSGLD(linear, surrogate=exact_surrogates(SILOS, 0.3), num_local_steps="auto", round_price=price)
+        kernel.init(random.key(0), 0, model_args=(SILOS,))
+        found[price] = kernel._plan.num_local_steps
+    assert found[1.0] < found[1000.0]
+    kernel = fed.FSGLD(linear, surrogate=exact_surrogates(SILOS, 0.3), num_local_steps="auto", num_kept=7)
+    kernel.init(random.key(0), 0, model_args=(SILOS,))
+    assert kernel._plan.num_local_steps % 7 == 0
+
+
+# What is injected
+
+
+def test_noise_correction_gives_the_right_sds():
+    """The exact discretised law at a step that inflates the sds by an eighth without it."""
+    given = exact_surrogates(SILOS, 0.3)
+    scale = np.linalg.cholesky(given.posterior().covariance)
+    kernel = uncut(fed.FSGLD(linear, "auto", 5, None, given, bias_target=0.05, noise_correction=True), SILOS)
+    h = float(kernel._tuning.step_size)
+    inject = np.asarray(kernel._tuning.inject, float)
+    settings = {"alpha": 1.0, "surrogates": given, "scale": scale}
+    law, without = (exact_law(SILOS, h, 5, **settings, inject=g) for g in (inject, None))
+    exact = posterior_of(SILOS)[1]
+    assert whitened_sd(without[1], exact) > 1.1
+    assert whitened_sd(law[1], exact) < 1 + 0.3 * (whitened_sd(without[1], exact) - 1)
+    draws = run(kernel, SILOS)["beta"]
+    assert np.abs(errors(draws, *law)).max() < 4
+    assert np.abs(errors(draws, *without)).max() > 8  # negative control
+
+
+# Surrogates fitted again
+
+
+def test_refresh_fits_around_the_chains():
+    kernel = fed.FSGLD(linear, num_local_steps=5, refresh_every=2)
+    once = fed.FSGLD(linear, num_local_steps=5)
+    for k in (kernel, once):
+        k.init(random.key(0), 4, model_args=(SILOS,))
+    for fitted in (kernel, once):
+        got = fitted.surrogates.posterior()
+        mean, covariance = posterior_of(SILOS)
+        np.testing.assert_allclose(got.mean, mean, atol=1e-3)
+        np.testing.assert_allclose(got.covariance, covariance, rtol=1e-2)
+    gained = np.subtract(kernel._setup_cost.bytes_up, once._setup_cost.bytes_up)
+    assert gained > 0
+    with pytest.raises(ValueError, match='refresh_every fits score surrogates again; expected surrogate="score"'):
+        fed.FSGLD(linear, surrogate="laplace", refresh_every=3)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_local_steps": "long"}, "num_local_steps: expected an integer >= 1 or .auto., got 'long'"),
+        ({"selection": "best"}, "selection: expected .auto., .size., probabilities or None, got 'best'"),
+        (
+            {"selection": "auto", "preconditioner": None, "step_size": 0.1},
+            'selection="auto" needs whitened coordinates',
+        ),
+        (
+            {"num_local_steps": "auto", "preconditioner": None, "step_size": 0.1},
+            'num_local_steps="auto" needs whitened',
+        ),
+        ({"noise_correction": True, "preconditioner": None, "step_size": 0.1}, "noise_correction=True needs whitened"),
+        (
+            {"noise_correction": True, "step_size": lambda t: 0.1},
+            "noise_correction=True needs whitened .* one step size",
+        ),
+        ({"round_price": -1.0}, "round_price: expected a number of local steps >= 0, got -1.0"),
+        ({"num_kept": 0}, "num_kept: expected an integer >= 1, got 0"),
+        (
+            {"num_kept": 7},
+            "num_kept=7 draws of a stay need stays of a multiple of as many steps; got num_local_steps=40",
+        ),
+        ({"refresh_every": 0}, "refresh_every: expected a number of rounds >= 1, or None, got 0"),
+    ],
+)
+def test_bad_options(options, message):
+    with pytest.raises(ValueError, match=message):
+        fed.FSGLD(linear, **options)
