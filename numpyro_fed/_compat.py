@@ -1,5 +1,6 @@
 """The only door to NumPyro's private names, and to what will differ with ArviZ 1.x."""
 
+import os
 import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -15,6 +16,12 @@ from numpyro.handlers import substitute
 # site's own plates, scales and masks; potential_energy is built on it, so our factors agree with it term by
 # term. _transforms_from_trace: whether transforms alone constrain a draw or the model must be replayed.
 from numpyro.infer.util import _transforms_from_trace, _unconstrain_reparam
+
+# XLA's CPU client has as many threads as the machine has cores. LAPACK's batched solves, which a model's MultivariateNormal is enough for,
+# split their work over these threads and wait for it in one of them: on two cores two such calls can wait for each other for ever
+# (jaxlib 0.10.1). The client reads these variables when it starts, which importing JAX does not yet do.
+for _variable in ("NPROC", "PJRT_NPROC"):
+    os.environ.setdefault(_variable, str(max(8, os.cpu_count() or 1)))
 
 
 def unconstrained(model: Callable, values: Mapping[str, Array]) -> Callable:

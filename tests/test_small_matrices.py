@@ -28,6 +28,14 @@ def test_factors_and_solves(k):
     )
 
 
+@pytest.mark.parametrize("k", [1, 3, 40])
+def test_positive_systems(k):
+    a, x = matrices(k) * (1 + 100 * np.arange(k)), np.random.default_rng(0).normal(size=(5, 3, k, 2))
+    a = 0.5 * (a + np.swapaxes(a, -1, -2)) + 200 * k * np.eye(k) * (k > 1)
+    found = small_matrices.solve_positive(jnp.asarray(a), jnp.asarray(x))
+    np.testing.assert_allclose(found, np.linalg.solve(a, x), rtol=1e-3, atol=1e-5 * np.abs(np.linalg.solve(a, x)).max())
+
+
 def test_no_factor_of_an_indefinite_matrix():
     a = jnp.asarray([[[1.0, 2.0], [2.0, 1.0]], [[2.0, 1.0], [1.0, 2.0]]])
     finite = np.isfinite(small_matrices.cholesky(a)).all((1, 2))

@@ -175,3 +175,29 @@ def test_refresh_fits_around_the_chains():
 def test_bad_options(options, message):
     with pytest.raises(ValueError, match=message):
         fed.FSGLD(linear, **options)
+
+
+# Silos that do not answer
+
+
+def test_rounds_without_an_answer_are_lost_and_change_no_law():
+    given = exact_surrogates(SILOS, 0.2)
+    scale = np.linalg.cholesky(given.posterior().covariance)
+    kernel = uncut(fed.FSGLD(linear, 0.05, 8, None, given, no_answer=0.3), SILOS)
+    mcmc = chains(kernel, num_samples=600, num_chains=64)
+    draws = np.asarray(mcmc.get_samples(group_by_chain=True)["beta"], float)
+    law = exact_law(SILOS, 0.05, 8, alpha=1.0, surrogates=given, scale=scale)
+    assert np.abs(errors(draws[:, 100:], *law)).max() < 4
+    assert np.abs(errors(draws[:, 100:], law[0], 1.3 * law[1])).max() > 8  # negative control
+    again = (draws[:, 1:] == draws[:, :-1]).all(-1).mean()
+    assert again == pytest.approx(0.3, abs=0.01)
+    state = mcmc.last_state
+    visits, silent = (np.asarray(x).sum(0) for x in (state.visits, state.unanswered))
+    np.testing.assert_allclose(silent / visits, 0.3, atol=0.02)  # whichever the silo
+    ledger, before = kernel.ledger(state), kernel.ledger(kernel.init(random.key(0), 0, model_args=(SILOS,)))
+    np.testing.assert_array_equal(np.subtract(ledger.rounds, before.rounds), visits)
+    np.testing.assert_array_equal(
+        np.subtract(ledger.gradient_evaluations, before.gradient_evaluations), 8 * (visits - silent)
+    )
+    with pytest.raises(ValueError, match=r"no_answer: expected a probability in \[0, 1\), got 1.0"):
+        fed.FSGLD(linear, no_answer=1.0)

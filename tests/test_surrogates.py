@@ -103,7 +103,7 @@ BENT = {"shift_bend": (5, 3, 5), "scale_bend": (5, 3, 5)}
 
 @pytest.mark.parametrize("extra", [{}, SHIFTED, {**SHIFTED, **BENT}], ids=["linear", "shifted", "bent"])
 def test_a_local_map_is_fitted_as_a_function(extra: dict) -> None:
-    """Locations to 5 % of the scale (the ridge), log scales to 0.01; the parameters themselves are not unique."""
+    """Locations to 2 % of the scale in weighted mean square (the ridge), log scales to 0.01; the parameters themselves are not unique."""
     with jax.enable_x64(True):
         rng = np.random.default_rng(0)
         points, weights = jnp.asarray(rng.normal(size=(200, 2))), jnp.asarray(rng.random(200))
@@ -112,9 +112,10 @@ def test_a_local_map_is_fitted_as_a_function(extra: dict) -> None:
         chols = jnp.stack([expected.tril * expected.scale(u)[:, None, :] for u in points])
         found = fit_map(points, modes, chols, weights)
         np.testing.assert_allclose(found.tril, expected.tril, atol=1e-6)
-        for u, mode in zip(points[:50], modes, strict=False):
-            np.testing.assert_allclose(found.log_scales(u), expected.log_scales(u), atol=0.01)
-            assert np.abs(found.inverse(u, mode)).max() < 0.05
+        log_scales = jax.vmap(found.log_scales)(points) - jax.vmap(expected.log_scales)(points)
+        np.testing.assert_allclose(log_scales, 0, atol=0.01)
+        errors = jax.vmap(found.inverse)(points, modes)
+        assert np.sqrt(np.average(errors**2, axis=0, weights=weights)).max() < 0.02
         swapped = modes[:, ::-1]  # negative control
         assert np.abs(found.inverse(points[0], swapped[0])).max() > 0.5
 

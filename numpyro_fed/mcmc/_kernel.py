@@ -23,6 +23,7 @@ from numpyro_fed.surrogates.gaussian import matvec
 __all__ = ["LangevinKernel", "LangevinState"]
 
 
+_ANSWERS = 1 << 30  # sets the draws of answers apart from those of silos
 _EXPLORERS = 64  # chains around which surrogates are fitted again
 
 
@@ -42,6 +43,7 @@ class LangevinState(NamedTuple):
     :param step_size: step size of the round's last step.
     :param inflation: predicted ratio of the chain's sd to the posterior's (NaN without a preconditioner, and under a schedule).
     :param visits: rounds at each silo so far, ``(S,)``.
+    :param unanswered: those of them in which it did not answer, ``(S,)``.
     :param rng_key: key of the next draw.
     :param key_silos: key of the silos' numbers; with ``distinct_silos`` one for all chains.
     :param stratum: this chain's place in [0, 1) among those: chains take silos from different strata of f, and so are at
@@ -63,6 +65,7 @@ class LangevinState(NamedTuple):
     step_size: Array
     inflation: Array
     visits: Array
+    unanswered: Array
     rng_key: Array
     key_silos: Array
     stratum: Array
@@ -92,7 +95,7 @@ def _round(plan: Plan, state: LangevinState, silos: Silos) -> LangevinState:
     eps = None if private is None else private[0]
     if adaptation is not None:
         adaptation = _look(plan, tuning, adaptation, key_look, chain.theta, private, silos)
-    return state._replace(
+    new = state._replace(
         i=state.i + 1,
         z=_positions(plan, tuning, chain.theta, eps, silos),
         eps=eps,
@@ -107,6 +110,19 @@ def _round(plan: Plan, state: LangevinState, silos: Silos) -> LangevinState:
         rng_key=rng_key,
         adaptation=adaptation,
     )
+    return _or_wait(plan, state, new, arrives) if plan.no_answer else new
+
+
+def _or_wait(plan: Plan, old: LangevinState, new: LangevinState, arrives: Array) -> LangevinState:
+    """The new state, or, where the silo does not answer in this round, the old one with the round counted."""
+    # a stay is answered as a whole: its parts share the draw of their round
+    key = random.fold_in(random.fold_in(old.key_silos, _ANSWERS), new.i - 1 - (new.i - 1) % plan.num_kept)
+    silent = random.bernoulli(key, plan.no_answer)
+    waits = {"z": old.z, "eps": old.eps, "diverging": jnp.zeros((), bool), "cut_rate": jnp.zeros_like(new.cut_rate)}
+    if old.residual is not None:
+        waits["residual"] = old.residual
+    kept = {k: jax.tree.map(lambda a, b: jnp.where(silent, a, b), v, getattr(new, k)) for k, v in waits.items()}
+    return new._replace(**kept, unanswered=old.unanswered.at[new.silo].add(jnp.where(silent, arrives, 0)))
 
 
 def _next_silo(plan: Plan, state: LangevinState, num_silos: int) -> tuple[Array, Array]:
@@ -197,6 +213,7 @@ def _start(
         step_size=_step_size(plan, tuning, jnp.zeros((), jnp.int32), adaptation).astype(dtype),
         inflation=tuning.inflation,
         visits=jnp.zeros(len(silos), jnp.int32),
+        unanswered=jnp.zeros(len(silos), jnp.int32),
         rng_key=rng_key,
         key_silos=key_silos,
         stratum=stratum,
@@ -350,7 +367,7 @@ class LangevinKernel(FederatedKernel):
         """
         if self._plan is None or self._prepared_for is None:
             raise ValueError("expected a kernel that has run; call mcmc.run(rng_key, silos) first")
-        visits = np.asarray(state.visits).reshape(-1, state.visits.shape[-1]).sum(0)
+        visits, silent = (np.asarray(x).reshape(-1, x.shape[-1]).sum(0) for x in (state.visits, state.unanswered))
         plan, item = self._plan, self._tuning.loc.dtype.itemsize
         chain = plan.factors.dim * item + 4
         draw = chain + (4 + (plan.factors.dim if plan.cut else 0)) * item
@@ -358,5 +375,6 @@ class LangevinKernel(FederatedKernel):
         once = self._setup_cost
         if state.adaptation is not None:  # one silo, of all rows
             once += look_cost(state.adaptation, self._plan.factors.dim)
-        costs = [once + visit.times(int(v)) for v in visits]
+        asked = Cost(1, 0, chain, 0)
+        costs = [once + visit.times(int(v - n)) + asked.times(int(n)) for v, n in zip(visits, silent, strict=True)]
         return Ledger(self._prepared_for.names, *zip(*costs, strict=True))

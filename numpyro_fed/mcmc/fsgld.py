@@ -50,6 +50,8 @@ class FSGLD(LangevinKernel):
         size are settled again around 64 chains made for it; ``None``: never.
     :param distinct_silos: vectorised chains are at different silos in every round (where no f exceeds one over their number), so that
         none waits for another; each chain's own silos are independent draws from f all the same.
+    :param no_answer: probability that the silo chosen does not answer, in simulations: the chain waits, its draw counts again, and the next silo
+        is chosen as if nothing had been, which keeps the selection unbiased. (Asking another silo instead would not.)
     :param bias_target: accepted relative inflation of the sds under ``step_size="auto"``.
     :param noise_correction: inject less noise where the silos' own makes up for it: four times the step at the same inflation. No
         longer the paper's update.
@@ -90,6 +92,7 @@ class FSGLD(LangevinKernel):
         num_kept: int = 1,
         refresh_every: int | None = None,
         distinct_silos: bool = False,
+        no_answer: float = 0.0,
         bias_target: float = 0.02,
         noise_correction: bool = False,
         round_price: float = 40.0,
@@ -101,6 +104,6 @@ class FSGLD(LangevinKernel):
             Options(
                 step_size, num_local_steps, batch_size, surrogate, alpha, selection, preconditioner,
                 bias_target, public, validate, round_price, noise_correction, num_kept,
-                refresh_every, distinct_silos,
+                refresh_every, distinct_silos, no_answer,
             ),
         )  # fmt: skip

@@ -30,6 +30,7 @@ class Plan:
     :param cut: whether e is cut.
     :param schedule: step size by number of local steps made, or ``None`` for a constant one.
     :param num_kept: draws kept of a stay, which divide T.
+    :param no_answer: probability that the silo chosen does not answer.
     """
 
     factors: Factors
@@ -39,6 +40,7 @@ class Plan:
     cut: bool
     schedule: Callable[[Array], Any] | None
     num_kept: int = 1
+    no_answer: float = 0.0
 
     @property
     def steps_a_draw(self) -> int:

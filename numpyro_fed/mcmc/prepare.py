@@ -1,5 +1,6 @@
 """Everything a Langevin kernel settles before its first round: checks, surrogates, local map, step size."""
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from numbers import Real
@@ -50,6 +51,7 @@ class Options:
     num_kept: int = 1
     refresh_every: int | None = None
     distinct_silos: bool = False
+    no_answer: float = 0.0
 
     def checked(self) -> "Options":
         """Refuse what can be refused before any data are seen."""
@@ -113,6 +115,8 @@ class Options:
             )
         if not isinstance(self.round_price, Real) or not 0 <= self.round_price < np.inf:
             raise ValueError(f"round_price: expected a number of local steps >= 0, got {self.round_price!r}")
+        if not isinstance(self.no_answer, Real) or not 0 <= self.no_answer < 1:
+            raise ValueError(f"no_answer: expected a probability in [0, 1), got {self.no_answer!r}")
         if not _is_count(self.num_kept):
             raise ValueError(f"num_kept: expected an integer >= 1, got {self.num_kept!r}")
         if self.refresh_every is not None:
@@ -207,7 +211,7 @@ def _settled(ground: Ground, silos: Silos, options: Options) -> Prepared:
     schedule = options.step_size if callable(options.step_size) else None
     auto = options.num_local_steps == "auto"
     steps = options.num_kept * -(-_PILOT_STAY // options.num_kept) if auto else int(options.num_local_steps)
-    plan = Plan(factors, units, steps, batch, options.separates, schedule, options.num_kept)
+    plan = Plan(factors, units, steps, batch, options.separates, schedule, options.num_kept, float(options.no_answer))
     if options.step_size == "adaptive":
         tuning = tuning._replace(inflation=jnp.asarray(1 + options.bias_target, tuning.loc.dtype))
     elif options.preconditioner is not None:
@@ -271,6 +275,12 @@ def _units(factors: Factors, silos: Silos) -> Units | None:
         units = Units(factors, groups[0], largest(silos))
         if elements_are_independent(factors, units, silos):
             return units
+        names = [s.name for s in factors.local_sites]
+        warnings.warn(
+            f"elements of {groups[0]!r} are not independent given the global sites, so the latents {names} of a silo are one unit: they move "
+            "together (MALA), and are integrated out by a dense Laplace approximation, whose cost grows with the cube of their number",
+            stacklevel=2,
+        )
     return Units(factors, None, largest(silos))
 
 

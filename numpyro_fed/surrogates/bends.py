@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from numpyro_fed.bounded_features import features
+from numpyro_fed.small_matrices import solve_positive
 
 __all__ = ["Bends", "regress"]
 
@@ -26,7 +27,7 @@ def regress(points: Array, scores: Array, weights: Array) -> Array:
     psi = features(points)
     weights = (weights / jnp.maximum(weights.sum(), 1e-30))[:, None]
     normal = psi.T @ (weights * psi) + 1e-4 * jnp.eye(psi.shape[1], dtype=psi.dtype)
-    return jnp.linalg.solve(normal, psi.T @ (weights * scores))
+    return solve_positive(normal, psi.T @ (weights * scores))
 
 
 @jax.tree_util.register_dataclass

@@ -6,7 +6,7 @@ from jax import Array, lax
 
 from numpyro_fed.bounded_features import MOST_DIMENSIONS, curved
 from numpyro_fed.local_map import LocalMap
-from numpyro_fed.small_matrices import solve_lower
+from numpyro_fed.small_matrices import solve_lower, solve_positive
 
 __all__ = ["fit_map", "fit_score"]
 
@@ -21,7 +21,7 @@ def fit_score(points: Array, scores: Array, weights: Array, full: bool) -> tuple
         design = jnp.concatenate([jnp.ones((points.shape[0], 1), points.dtype), points], axis=1)
         normal = design.T @ (weights[:, None] * design)
         ridge = 1e-6 * jnp.eye(normal.shape[0], dtype=normal.dtype)
-        coefficients = jnp.linalg.solve(normal + ridge, design.T @ (weights[:, None] * scores))
+        coefficients = solve_positive(normal + ridge, design.T @ (weights[:, None] * scores))
         precision = -0.5 * (coefficients[1:] + coefficients[1:].T)
         # given the symmetric B, the best shift is the mean of what it leaves
         shift = weights @ (scores + points @ precision)
@@ -76,8 +76,9 @@ def fit_map(points: Array, modes: Array, chols: Array, weights: Array) -> LocalM
 def _solve(design: Array, weights: Array, x: Array) -> Array:
     """Weighted least squares of ``(K, E, k)`` on ``(K, p)``, a little ridge; shape ``(E, k, p)``."""
     normal = design.T @ (weights[:, None] * design) + 1e-5 * jnp.eye(design.shape[1], dtype=design.dtype)
-    solver = jnp.linalg.solve(normal, (weights[:, None] * design).T)
-    return jnp.einsum("pk,keh->ehp", solver, x)
+    right = jnp.einsum("kp,k,keh->peh", design, weights, x)
+    found = solve_positive(normal, right.reshape(len(normal), -1)).reshape(right.shape)
+    return jnp.moveaxis(found, 0, -1)
 
 
 def _locations(linear: Array, bends: Array, weights: Array, x: Array, of_scale: Array) -> tuple[Array, Array]:
@@ -93,6 +94,6 @@ def _locations(linear: Array, bends: Array, weights: Array, x: Array, of_scale: 
     normal = design.T @ (weights[:, None] * design)
     ridge = 1e-5 * jnp.mean(jnp.diagonal(normal)) * jnp.eye(len(normal), dtype=normal.dtype)
     target = weights * x * jnp.exp(-of_scale[0]) * shrink
-    found = jnp.linalg.solve(normal + ridge, design.T @ target)
+    found = solve_positive(normal + ridge, (design.T @ target)[:, None])[:, 0]
     plain, shrunk = found[:-columns], found[-columns:]
     return jnp.exp(of_scale[0]) * shrunk, plain.at[:columns].add(-shrunk)
