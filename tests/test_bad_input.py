@@ -8,7 +8,7 @@ import numpyro.distributions as dist
 import pytest
 from jax import random
 from numpyro.infer import MCMC, NUTS, Gibbs
-from small_models import intercepts, intercepts_silos, linear, linear_silos
+from small_models import linear, linear_silos
 
 import numpyro_fed as fed
 from numpyro_fed.mcmc import _kernel, prepare
@@ -124,9 +124,33 @@ def test_batch_size_above_a_silos_rows_names_the_silo():
         run(fed.FSGLD(linear, batch_size=4), SILOS)
 
 
-def test_batch_size_with_local_latents():
-    with pytest.raises(ValueError, match=r"batch_size=2 with local latents \['a'\]: .* expected batch_size=None"):
-        run(fed.FSGLD(intercepts, batch_size=2), intercepts_silos())
+def test_batch_size_of_elements_and_rows_that_do_not_point_to_them():
+    def model(y, z):
+        mu = numpyro.sample("mu", dist.Normal(0, 1))
+        with fed.silo_plate("groups", y.shape[0]):
+            a = numpyro.sample("a", dist.Normal(mu, 1))
+            numpyro.sample("y", dist.Normal(a, 1), obs=y)
+        with fed.silo_plate("others", z.shape[0]):
+            numpyro.sample("z", dist.Normal(mu, 1), obs=z)
+
+    silos = fed.Silos({s: {"y": n + np.ones(n - 1), "z": n + np.ones(n)} for s, n in (("a", 4), ("b", 5))})
+    with pytest.raises(ValueError, match=r"batch_size takes elements of 'y', .* rows of 'z' do not point there"):
+        run(fed.FSGLD(model, batch_size=2), silos)
+
+
+def test_batch_size_with_latents_that_depend_on_each_other():
+    def walk(y):
+        scale = numpyro.sample("scale", dist.HalfNormal(1))
+        with fed.silo_plate("times", y.shape[0]):
+            z = numpyro.sample("z", dist.Normal(0, 1))
+            numpyro.sample("y", dist.Normal(scale * jnp.cumsum(z), 0.5), obs=y)
+
+    silos = fed.Silos({"a": {"y": np.array([0.3, 0.1, -0.4])}, "b": {"y": np.array([0.5, 0.2])}})
+    with (
+        pytest.warns(UserWarning, match="not independent"),
+        pytest.raises(ValueError, match=r"latents \['z'\] that depend on each other"),
+    ):
+        run(fed.FSGLD(walk, batch_size=2), silos)
 
 
 def test_batch_size_with_two_row_groups():

@@ -7,6 +7,7 @@ import numpyro.distributions as dist
 import pytest
 from jax import random
 from numpyro.infer import MCMC
+from small_models import GROUP_SD, PRIOR_SD, ROW_SD, intercepts, intercepts_posterior, intercepts_silos
 
 import numpyro_fed as fed
 
@@ -114,6 +115,44 @@ def test_simplices_and_silos_of_one_observation():
     np.testing.assert_allclose(p.mean(0), exact, atol=0.015)
     assert np.abs(p.mean(0) - counts / 20).max() > 0.03  # negative control: no shrinkage
     assert fed.diagnose(mcmc).verdict != "unsound"
+
+
+@pytest.mark.parametrize("model", ["rows point to elements", "rows are elements"])
+def test_minibatches_of_elements_have_the_law_of_all(model):
+    """Random intercepts with known variances: means within 4 s.e., sds no further off than the step's inflation."""
+    silos = intercepts_silos()
+    mean, covariance = intercepts_posterior(silos)
+    if model == "rows are elements":  # the same data, four to a row
+        y = np.asarray(silos.pooled["y"]).astype(float)
+        group = np.asarray(silos.pooled["group"])
+        table = np.stack([y[group == g] for g in range(18)]).astype(np.float32)
+        silos = fed.split(
+            {"y": table}, by=np.asarray(silos.silo_of_row("groups"))[np.argsort(np.asarray(silos.order["groups"]))]
+        )
+    kernel = fed.FSGLD(intercepts if model.startswith("rows point") else tables, num_local_steps=10, batch_size=2)
+    mcmc = MCMC(kernel, num_warmup=200, num_samples=800, num_chains=16, chain_method="vectorized", progress_bar=False)
+    mcmc.run(random.key(0), silos)
+    samples = mcmc.get_samples(group_by_chain=True)
+    draws = np.concatenate([np.asarray(samples["mu"])[..., None], np.asarray(samples["a"])], -1)
+    sd = np.sqrt(np.diag(covariance))
+    z = (draws - mean) / sd
+    error = z.mean((0, 1)) / (z.mean(1).std(0, ddof=1) / 4)
+    assert np.abs(error).max() < 4.5  # Student's t with 15 degrees of freedom, 19 of them
+    ratio = z.std((0, 1))
+    inflation = float(mcmc.get_extra_fields()["inflation"][0])
+    assert ratio[0] < 1.5 * inflation - 0.5 + 0.05
+    assert 0.95 < ratio.min() < ratio.max() < 1.08
+    swapped = mean.copy()
+    two = 1 + np.argsort(mean[1:])[[0, -1]]
+    swapped[two] = mean[two[::-1]]
+    assert (np.abs(draws.mean((0, 1)) - swapped) / sd).max() > 0.5  # negative control
+
+
+def tables(y):
+    mu = numpyro.sample("mu", dist.Normal(0, PRIOR_SD))
+    with fed.silo_plate("groups", y.shape[0]):
+        a = numpyro.sample("a", dist.Normal(mu, GROUP_SD))
+        numpyro.sample("y", dist.Normal(a[:, None], ROW_SD).to_event(1), obs=y)
 
 
 def test_elements_that_depend_on_each_other_are_said_to_move_together():

@@ -72,7 +72,7 @@ class NetworkKernel(FederatedKernel):
         self._graph, self._tracking, self._step_size = graph, tracking, step_size
         needs = "score" if preconditioner is not None else None
         self._options = Options(
-            1.0, 1, batch_size, needs, 0.0, None, preconditioner, bias_target, public, validate
+            1.0, 1, batch_size, needs, 0.0, None, preconditioner, bias_target, public, validate, element_batches=False
         ).checked()  # fmt: skip
 
     def __repr__(self) -> str:

@@ -39,9 +39,10 @@ class FSGLD(LangevinKernel):
     :param step_size: h, in preconditioned units: a number, an optax schedule of the number of local steps, or
         ``"auto"``.
     :param num_local_steps: T, local steps a round, or ``"auto"``: those at which effective draws are most for what rounds and steps cost.
-    :param batch_size: m, rows of a minibatch (with replacement), or ``None`` for all rows of the silo.
-    :param surrogate: ``"score"``, ``"laplace"``, or a :class:`~numpyro_fed.surrogates.Surrogates` (analytic).
-    :param alpha: weight of the conducive gradient (FSGLD remark 1).
+    :param batch_size: m, rows of a minibatch (with replacement), or, where plate elements have latents, m of these elements with their rows
+        (without); ``None``: all rows of the silo.
+    :param surrogate: ``"score"``, ``"laplace"``, ``"moments"``, or a :class:`~numpyro_fed.surrogates.Surrogates` (analytic, of low rank).
+    :param alpha: weight of the conducive gradient (FSGLD remark 1), or ``"auto"``: its coefficient as a control variate.
     :param selection: f, probabilities of the silos; equal by default; ``"size"``: in proportion to their rows; ``"auto"``: those at which
         the silos' noise N is least.
     :param preconditioner: ``"surrogate"``: the covariance of the surrogate posterior; ``None``: none, as in the papers.
@@ -85,7 +86,7 @@ class FSGLD(LangevinKernel):
         num_local_steps: int | str = 40,
         batch_size: int | None = None,
         surrogate: str | Surrogates = "score",
-        alpha: float = 1.0,
+        alpha: float | str = 1.0,
         selection: str | Sequence[float] | Array | None = None,
         preconditioner: str | None = "surrogate",
         *,

@@ -25,9 +25,10 @@ from jax import Array, lax, random
 
 from numpyro_fed.federation import Federated
 from numpyro_fed.local_map import LocalMap
-from numpyro_fed.mcmc.local_moves import MoveNoise, metropolis, move_noise
+from numpyro_fed.mcmc.element_batches import pick_elements, rows_of
+from numpyro_fed.mcmc.local_moves import MoveNoise, free_move_noise, metropolis, move_noise
 from numpyro_fed.mcmc.plan import Conducive, LatentCoordinates, NetworkPlan, Plan, Tuning
-from numpyro_fed.storage import SiloRows, SiloView
+from numpyro_fed.storage import SiloRows, SiloView, gather
 from numpyro_fed.surrogates.gaussian import matvec
 
 __all__ = [
@@ -41,6 +42,8 @@ __all__ = [
     "batches",
     "drift",
     "federated",
+    "local_noise",
+    "local_step",
     "move",
     "open_silo",
     "pick_rows",
@@ -139,7 +142,7 @@ def stay(
     if plan.units is not None and eps is not None and new_eps is not None:
         owned = plan.units.owned(view)
         finite &= jnp.isfinite(jnp.where(owned, new_eps, 0.0)).all()
-        still = (new_eps == eps).all(1) & owned.any(1)
+        still = (new_eps == eps).all(1) & owned.any(1) & (plan.batch is None)  # a minibatch's others do not move
         stuck, accept = jnp.sum(still) / jnp.sum(owned.any(1)), accepted / steps
         new_eps = jnp.where(finite, new_eps, eps)
     theta = jnp.where(finite, theta, chain.theta)  # a stay that left the reals is undone, and counted
@@ -151,12 +154,15 @@ def stay(
 
 def open_silo(plan: Plan, tuning: Tuning, state: Any, view: SiloView) -> OpenSilo:
     number = view.number
-    if plan.batch is not None:
+    if tuning.members is not None:  # rows come with their elements, in each step
+        kwargs = dict(view.silos.shared)
+        weights: dict[str, Array] = {}
+    elif plan.batch is not None:
         group, m = plan.batch
-        view = SiloView(view.silos, number, tuple((g, 1 if g == group else n) for g, n in view.pad))
-    kwargs, weights = view.whole()
-    if plan.batch is not None:
+        kwargs, weights = SiloView(view.silos, number, tuple((g, 1 if g == group else n) for g, n in view.pad)).whole()
         weights[group] = view.size(group).astype(weights[group].dtype) / m
+    else:
+        kwargs, weights = view.whole()
     latents, conducive, net = tuning.latents, tuning.conducive, None
     if latents is not None and state is not None:
         latents = latents._replace(rows=state[1])
@@ -179,7 +185,7 @@ def _run_block(
     theta, eps, count = carry[:3]
     noise = random.normal(key_noise, (length, theta.shape[0]), theta.dtype)
     rows = batches(plan, key_batch, view, (length,))
-    moves = None if plan.units is None else move_noise(plan.units, key_local, eps, view, length)
+    moves = None if plan.units is None else local_noise(plan, key_local, eps, view, length)
     step_size = tuning.step_size
     step_sizes = None
     if plan.schedule is not None:
@@ -193,11 +199,9 @@ def _run_block(
     def step(carry: tuple, x: tuple) -> tuple[tuple, None]:
         theta, eps, cuts, accepted, sum_e = carry
         xi, batch, move_draws, h = x
-        here = silo._replace(kwargs={**silo.kwargs, **batch})
-        if plan.units is not None:
-            eps, probability = move(plan, theta, eps, here, view, move_draws)
-            accepted += probability
-        slope, e, cut = drift(plan, tuning, theta, eps, here, view)
+        eps, probability, (own, here, seen) = local_step(plan, tuning, theta, eps, silo, view, batch, move_draws)
+        accepted += probability
+        slope, e, cut = drift(plan, tuning, theta, own, here, seen)
         if e is not None:
             cuts, sum_e = cuts + cut, sum_e + e
         h = tuning.step_size if h is None else h
@@ -209,8 +213,45 @@ def _run_block(
     return theta, eps, count + length, *sums
 
 
-def batches(plan: Plan, key: Array, view: SiloView, shape: tuple[int, ...]) -> dict[str, Array]:
+def local_noise(plan: Plan, key: Array, eps: Any, view: SiloView, length: int) -> tuple[MoveNoise, Array | None]:
+    """Random numbers of ``length`` moves of the silo's latents, and of minibatches of elements which are moved."""
+    assert plan.units is not None
     if plan.batch is None:
+        return move_noise(plan.units, key, eps, view, length), None
+    group, m = plan.batch
+    key_pick, key_move = random.split(key)
+    shape = (length, m)
+    moves = free_move_noise(key_move, shape, eps.shape[1], eps.dtype)
+    return moves, pick_elements(key_pick, length, m, view.size(group))
+
+
+def local_step(
+    plan: Plan, tuning: Tuning, theta: Array, eps: Any, silo: OpenSilo, view: SiloView, batch: dict, noise: Any
+) -> tuple[Any, Array, tuple[Any, OpenSilo, SiloView]]:
+    """Move the silo's local latents, or those of a minibatch of elements.
+
+    :return: all coordinates, the mean acceptance, and what the gradient takes: coordinates, silo and view of the elements seen.
+    """
+    if plan.units is None:
+        return eps, jnp.zeros(()), (eps, silo._replace(kwargs={**silo.kwargs, **batch}), view)
+    moves, index = noise
+    if index is None:
+        eps, probability = move(plan, theta, eps, silo, view, moves)
+        return eps, probability, (eps, silo, view)
+    assert plan.batch is not None
+    assert silo.latents is not None
+    group, m = plan.batch
+    seen, rows, weights = rows_of(plan.factors, tuning.members or {}, group, view, index)
+    latents = silo.latents._replace(rows=gather(silo.latents.rows, index))
+    here = silo._replace(kwargs={**silo.kwargs, **rows}, weights=weights, latents=latents)
+    own, probability = move(plan, theta, eps[index], here, seen, moves)
+    stands_for = view.size(group).astype(own.dtype) / m
+    here = here._replace(weights={g: stands_for * w for g, w in weights.items()})
+    return eps.at[index].set(own), probability, (own, here, seen)
+
+
+def batches(plan: Plan, key: Array, view: SiloView, shape: tuple[int, ...]) -> dict[str, Array]:
+    if plan.batch is None or plan.units is not None:
         return {}
     group, m = plan.batch
     return view.batch(group, pick_rows(key, (*shape, m), view.size(group)).astype(jnp.int32))
@@ -287,7 +328,9 @@ def terms(
     if plan.units is not None and eps is not None and silo.latents is not None:
         u = silo.latents.u(theta)
         z = plan.units.to_sites(silo.latents.rows.forward(u, eps))
-        log_det = jnp.sum(jnp.where(plan.units.owned(view), silo.latents.rows.log_scales(u), 0.0))
+        # a minibatch's elements count for those they stand for
+        counted = plan.units.owned(view) if plan.units.group is None else silo.weights[plan.units.group][:, None]
+        log_det = jnp.sum(counted * silo.latents.rows.log_scales(u))
     log_prior, local = factors.terms(sites, z, silo.kwargs, silo.weights)
     return log_prior, sum((jnp.sum(v) for v in local.values()), jnp.zeros(())) + log_det
 

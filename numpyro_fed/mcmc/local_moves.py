@@ -7,7 +7,7 @@ move together by MALA.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from jax import Array, random
 from numpyro_fed.local_map import Units
 from numpyro_fed.storage import SiloRows, SiloView
 
-__all__ = ["MoveNoise", "metropolis", "move_noise"]
+__all__ = ["MoveNoise", "free_move_noise", "metropolis", "move_noise"]
 
 
 _WIDE = 1.5  # sds of the wide proposals
@@ -43,6 +43,17 @@ def move_noise(units: Units, key: Array, eps: Array, view: SiloView | SiloRows, 
 
     wide = random.bernoulli(key_width, 1 / _EVERY, (length,))
     return MoveNoise(*jax.vmap(draw, out_axes=1)(units.identity(view)), jnp.where(wide, _WIDE, 1.0).astype(eps.dtype))
+
+
+def free_move_noise(key: Array, shape: tuple[int, int], dim: int, dtype: Any) -> MoveNoise:
+    """Noise of ``(length, E)`` moves, for units that change from move to move."""
+    key_normal, key_uniform, key_width = random.split(key, 3)
+    wide = random.bernoulli(key_width, 1 / _EVERY, shape[:1])
+    return MoveNoise(
+        random.normal(key_normal, (*shape, dim), dtype),
+        jnp.log(random.uniform(key_uniform, shape, dtype)),
+        jnp.where(wide, _WIDE, 1.0).astype(dtype),
+    )
 
 
 def metropolis(

@@ -17,7 +17,6 @@ from numpyro_fed.federation import Cost
 from numpyro_fed.local_map import LocalMap
 from numpyro_fed.mcmc import langevin, step_rule
 from numpyro_fed.mcmc.langevin import Plan, Tuning
-from numpyro_fed.mcmc.local_moves import move_noise
 from numpyro_fed.mcmc.step_rule import StayNoise
 from numpyro_fed.silos import Silos
 from numpyro_fed.storage import SiloView, sweep
@@ -71,12 +70,11 @@ def _walk(
 
     def step(eps: Array | None, i: Array) -> tuple[Array | None, Array]:
         key_step = random.fold_in(key, i + 1)
-        here = silo._replace(kwargs={**silo.kwargs, **langevin.batches(plan, key_step, view, ())})
+        batch, noise = langevin.batches(plan, key_step, view, ()), None
         if plan.units is not None and eps is not None:
-            noise = move_noise(plan.units, key_step, eps, view, 1)
-            noise = jax.tree.map(lambda x: x[0], noise)
-            eps, _ = langevin.move(plan, theta, eps, here, view, noise)
-        return eps, langevin.residual(plan, tuning, theta, eps, here, view)[0]
+            noise = jax.tree.map(lambda x: x[0], langevin.local_noise(plan, key_step, eps, view, 1))
+        eps, _, (own, here, seen) = langevin.local_step(plan, tuning, theta, eps, silo, view, batch, noise)
+        return eps, langevin.residual(plan, tuning, theta, own, here, seen)[0]
 
     eps = None if state is None else state[0]
     _, e = lax.scan(step, eps, jnp.arange(warm + length))

@@ -10,6 +10,7 @@ from jax import Array
 
 from numpyro_fed.density import Factors
 from numpyro_fed.local_map import Units
+from numpyro_fed.mcmc.element_batches import Members
 from numpyro_fed.surrogates.bends import Bends
 from numpyro_fed.surrogates.gaussian import matvec
 
@@ -26,7 +27,7 @@ class Plan:
     :param factors: the model's factors.
     :param units: how local latents are cut, or ``None`` without any.
     :param num_local_steps: T.
-    :param batch: row group and number of rows of a minibatch, or ``None`` for all rows.
+    :param batch: row group and number of rows of a minibatch (where elements have latents: of their elements), or ``None`` for all rows.
     :param cut: whether e is cut.
     :param schedule: step size by number of local steps made, or ``None`` for a constant one.
     :param num_kept: draws kept of a stay, which divide T.
@@ -140,6 +141,7 @@ class Tuning(NamedTuple):
     :param latents: the coordinates of local latents, or ``None``.
     :param inflation: predicted ratio of the chain's sd to the posterior's.
     :param cut: largest norm of e, in preconditioned units.
+    :param members: for minibatches of elements with latents, the rows that point to each.
     :param inject: what a step's noise is multiplied by, ``(d, d)``, or ``None``: nothing.
     """
 
@@ -153,3 +155,4 @@ class Tuning(NamedTuple):
     inflation: Array
     cut: Array | float = math.inf
     inject: Array | None = None
+    members: dict[str, Members] | None = None

@@ -16,6 +16,7 @@ from numpyro_fed.factorise import factorise
 from numpyro_fed.federation import Cost
 from numpyro_fed.local_map import Units
 from numpyro_fed.mcmc import pilot
+from numpyro_fed.mcmc.element_batches import find_members
 from numpyro_fed.mcmc.langevin import Conducive, LatentCoordinates, Plan, Tuning
 from numpyro_fed.mcmc.schedules import check_step_size
 from numpyro_fed.proof import elements_are_independent, prove, prove_batch
@@ -52,6 +53,7 @@ class Options:
     refresh_every: int | None = None
     distinct_silos: bool = False
     no_answer: float = 0.0
+    element_batches: bool = True
 
     def checked(self) -> "Options":
         """Refuse what can be refused before any data are seen."""
@@ -171,20 +173,28 @@ def groundwork(model: Callable, silos: Silos, extra: dict[str, Any], options: Op
     if not factors.dim:
         raise ValueError("the model has no global latent site: its silos have nothing in common to learn")
     selection = _selection(options.selection, silos)
-    batch = _batch(options.batch_size, factors, silos)
+    units = _units(factors, silos.with_shared(**extra))
+    batch = _batch(options.batch_size, factors, silos, units)
+    if batch is not None and units is not None and not (options.element_batches and options.step_size != "adaptive"):
+        names = [s.name for s in factors.local_sites]
+        raise ValueError(
+            f"batch_size={options.batch_size} with local latents {names} is for DSGLD, FSGLD, and SGLD with a step size that is not adaptive; "
+            "expected batch_size=None"
+        )
     _check_given(options.surrogate, factors, silos)
     silos = silos.with_shared(**extra)
     if options.validate:
         # a fit by minibatches never evaluates all rows at once, so neither does its proof: they might not fit in memory
-        some = silos if batch is None else head(silos, batch[0], _PROOF_ROWS)
+        some = silos if batch is None or units is not None else head(silos, batch[0], _PROOF_ROWS)
         prove(factors, some)
-        if batch is not None:
+        if batch is not None and units is None:
             prove_batch(factors, some, *batch)
-    units = _units(factors, silos)
     surrogates, fitted = _surrogates(factors, silos, units, options)
     if options.alpha == "auto" and surrogates is not None:
         options = replace(options, alpha=max(0.0, best_alpha(factors, silos, units, surrogates, selection)))
     tuning = _tuning(factors, options, selection, surrogates, fitted)
+    if batch is not None and units is not None:
+        tuning = tuning._replace(members=find_members(factors, silos, batch[0]))
     return Ground(factors, units, batch, tuning, surrogates, Cost() if fitted is None else fitted.cost)
 
 
@@ -202,6 +212,7 @@ def prepare_again(before: Prepared, silos: Silos, options: Options, thetas: np.n
     factors, units = before.plan.factors, before.plan.units
     fitted = score.fit_at(factors, silos, units, thetas, np.asarray(before.tuning.scale, np.float64))
     tuning = _tuning(factors, options, _selection(options.selection, silos), fitted.surrogates, fitted)
+    tuning = tuning._replace(members=before.tuning.members)
     ground = Ground(factors, units, before.plan.batch, tuning, fitted.surrogates, before.cost + fitted.cost)
     return _settled(ground, silos, options)
 
@@ -247,16 +258,16 @@ def _selection(selection: Any, silos: Silos) -> np.ndarray:
     return f / f.sum()
 
 
-def _batch(size: int | None, factors: Factors, silos: Silos) -> tuple[str, int] | None:
+def _batch(size: int | None, factors: Factors, silos: Silos, units: Units | None) -> tuple[str, int] | None:
     if size is None:
         return None
-    if factors.local_sites:
+    if units is not None and units.group is None:
         names = [s.name for s in factors.local_sites]
         raise ValueError(
-            f"batch_size={size} with local latents {names}: their Metropolis moves need all rows of a silo; "
-            "expected batch_size=None"
+            f"batch_size={size} with local latents {names} that depend on each other given the global sites: they move together, which needs all "
+            "rows of a silo; expected batch_size=None"
         )
-    group = factors.batch_group()
+    group = factors.batch_group() if units is None else str(units.group)
     sizes = silos.sizes[group]
     if size > min(sizes):
         small = silos.names[int(np.argmin(sizes))]
