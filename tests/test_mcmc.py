@@ -223,12 +223,14 @@ def test_the_model_is_called_only_while_tracing():
 
 
 def test_a_model_with_local_latents_is_called_only_while_tracing(local_run):
+    keys = random.split(random.key(0), 2)
+    once = fed.FSGLD(intercepts, num_local_steps=5)  # programs compiled before may have been cleared for their memory
+    once.sample(once.init(keys, 0, model_args=(LOCAL,)), (LOCAL,), {})
     INTERCEPTS_CALLS.clear()
     local_run.sampler.init(random.key(1), 0, model_args=(LOCAL,))
     other = intercepts_silos(seed=3)
     kernel = fed.FSGLD(intercepts, num_local_steps=5)
-    state = kernel.init(random.split(random.key(0), 2), 0, model_args=(other,))
-    kernel.sample(state, (other,), {})
+    kernel.sample(kernel.init(keys, 0, model_args=(other,)), (other,), {})
     assert other.sizes == LOCAL.sizes
     assert not INTERCEPTS_CALLS
 

@@ -5,10 +5,11 @@ import numpy as np
 import pytest
 from jax import random
 from numpyro.infer import MCMC
-from small_models import linear, linear_silos
+from small_models import intercepts, intercepts_silos, linear, linear_silos, view_of
 from test_law import errors, exact_law, exact_surrogates, posterior_of, run, uncut, whitened_sd
 
 import numpyro_fed as fed
+from numpyro_fed.mcmc import langevin
 
 SILOS = linear_silos()
 
@@ -121,7 +122,7 @@ def test_noise_correction_gives_the_right_sds():
     exact = posterior_of(SILOS)[1]
     assert whitened_sd(without[1], exact) > 1.1
     assert whitened_sd(law[1], exact) < 1 + 0.3 * (whitened_sd(without[1], exact) - 1)
-    draws = run(kernel, SILOS)["beta"]
+    draws = run(kernel, SILOS, num_samples=5000, num_warmup=500)["beta"]  # chains start at the wrong surrogates
     assert np.abs(errors(draws, *law)).max() < 4
     assert np.abs(errors(draws, *without)).max() > 8  # negative control
 
@@ -201,3 +202,62 @@ def test_rounds_without_an_answer_are_lost_and_change_no_law():
     )
     with pytest.raises(ValueError, match=r"no_answer: expected a probability in \[0, 1\), got 1.0"):
         fed.FSGLD(linear, no_answer=1.0)
+
+
+# Minibatches with control variates
+
+
+def test_control_variates_are_unbiased_and_quieter():
+    """By enumeration of minibatches of one row: the same mean as without, and no noise at the centre."""
+    found = {}
+    for wanted in (True, False):
+        kernel = fed.FSGLD(linear, 0.05, 2, 1, exact_surrogates(SILOS), control_variates=wanted)
+        kernel.init(random.key(0), 0, model_args=(SILOS,))
+        plan, tuning = kernel._plan, kernel._tuning._replace(cut=jnp.asarray(jnp.inf))
+        for place, theta in (
+            ("centre", tuning.loc),
+            ("one sd off", tuning.loc + langevin.push(tuning, jnp.ones(2) / 2**0.5)),
+        ):
+            for s in range(4):
+                view = view_of(SILOS, s)
+                silo = langevin.open_silo(plan, tuning, None, view)
+                each = []
+                for i in range(len(SILOS[SILOS.names[s]]["x"])):
+                    rows = view.batch(plan.batch[0], jnp.array([i]))
+                    here = silo._replace(kwargs={**silo.kwargs, **rows})
+                    each.append(np.asarray(langevin.residual(plan, tuning, theta, None, here, view)[0], float))
+                found[wanted, place, s] = np.stack(each)
+    for place in ("centre", "one sd off"):
+        for s in range(4):
+            with_, without = found[True, place, s], found[False, place, s]
+            np.testing.assert_allclose(with_.mean(0), without.mean(0), atol=2e-3 * np.abs(without).max())
+            assert with_.var(0).sum() < (1e-6 if place == "centre" else 1.0) * without.var(0).sum()
+
+
+def test_control_variates_have_the_posterior_and_allow_larger_steps():
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(3000, 2)).astype(np.float32)
+    y = (x @ [0.5, -1.0] + rng.normal(size=3000)).astype(np.float32)
+    silos = fed.split({"x": x, "y": y}, by=np.arange(3000) % 3)
+    kernels = [fed.FSGLD(linear, batch_size=20, control_variates=c) for c in (True, False)]
+    for kernel in kernels:
+        kernel.init(random.key(0), 0, model_args=(silos,))
+    steps = [float(k._tuning.step_size) for k in kernels]
+    assert steps[0] > 10 * steps[1]
+    draws = run(kernels[0], silos)["beta"]
+    mean, covariance = posterior_of(silos)
+    sd = np.sqrt(np.diag(covariance))
+    error = ((draws - mean) / sd).mean(1)
+    assert np.abs(error.mean(0) / (error.std(0, ddof=1) / 8)).max() < 4
+    ratio = draws.std((0, 1)) / sd
+    assert 0.98 < ratio.min() < ratio.max() < 1.05
+
+
+def test_control_variates_want_minibatches():
+    with pytest.raises(
+        ValueError, match=r"control_variates=True is for minibatches; expected batch_size=\.\.\., got None"
+    ):
+        fed.FSGLD(linear, control_variates=True)
+    kernel = fed.FSGLD(intercepts, batch_size=2, control_variates=True)
+    with pytest.raises(ValueError, match=r"control_variates=True is for models without local latents, got \['a'\]"):
+        kernel.init(random.key(0), 0, model_args=(intercepts_silos(),))

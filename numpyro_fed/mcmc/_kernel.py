@@ -371,7 +371,8 @@ class LangevinKernel(FederatedKernel):
         plan, item = self._plan, self._tuning.loc.dtype.itemsize
         chain = plan.factors.dim * item + 4
         draw = chain + (4 + (plan.factors.dim if plan.cut else 0)) * item
-        visit = Cost(1, plan.num_local_steps, chain, plan.num_kept * draw)
+        gradients = plan.num_local_steps * (1 if self._tuning.anchor is None else 2)
+        visit = Cost(1, gradients, chain, plan.num_kept * draw)
         once = self._setup_cost
         if state.adaptation is not None:  # one silo, of all rows
             once += look_cost(state.adaptation, self._plan.factors.dim)

@@ -51,6 +51,8 @@ class FSGLD(LangevinKernel):
         size are settled again around 64 chains made for it; ``None``: never.
     :param distinct_silos: vectorised chains are at different silos in every round (where no f exceeds one over their number), so that
         none waits for another; each chain's own silos are independent draws from f all the same.
+    :param control_variates: take from a minibatch's gradient what the same rows give at the surrogates' centre, and add the whole silo's there, which
+        is computed once (Baker et al. 2019). Two gradients a step; where rows are many its noise is far smaller.
     :param no_answer: probability that the silo chosen does not answer, in simulations: the chain waits, its draw counts again, and the next silo
         is chosen as if nothing had been, which keeps the selection unbiased. (Asking another silo instead would not.)
     :param bias_target: accepted relative inflation of the sds under ``step_size="auto"``.
@@ -94,6 +96,7 @@ class FSGLD(LangevinKernel):
         refresh_every: int | None = None,
         distinct_silos: bool = False,
         no_answer: float = 0.0,
+        control_variates: bool = False,
         bias_target: float = 0.02,
         noise_correction: bool = False,
         round_price: float = 40.0,
@@ -105,6 +108,6 @@ class FSGLD(LangevinKernel):
             Options(
                 step_size, num_local_steps, batch_size, surrogate, alpha, selection, preconditioner,
                 bias_target, public, validate, round_price, noise_correction, num_kept,
-                refresh_every, distinct_silos, no_answer,
+                refresh_every, distinct_silos, no_answer, control_variates=control_variates,
             ),
         )  # fmt: skip

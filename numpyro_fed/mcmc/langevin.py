@@ -88,6 +88,7 @@ class OpenSilo(NamedTuple):
     conducive: Conducive | None = None
     net: tuple[Array, Array] | None = None
     selection: Array | float = 1.0
+    anchor: Array | None = None
 
 
 def federated(plan: Plan, tuning: Tuning) -> Federated:
@@ -174,7 +175,8 @@ def open_silo(plan: Plan, tuning: Tuning, state: Any, view: SiloView) -> OpenSil
                 tuning.alpha * conducive.total_shift - weight * conducive.shift,
                 tuning.alpha * conducive.total_precision - weight * conducive.precision,
             )
-    return OpenSilo(kwargs, weights, latents, conducive, net, tuning.selection[number])
+    anchor = None if tuning.anchor is None else tuning.anchor[number]
+    return OpenSilo(kwargs, weights, latents, conducive, net, tuning.selection[number], anchor)
 
 
 def _run_block(
@@ -292,7 +294,7 @@ def drift(
         log_prior, local = terms(plan, theta, eps, silo, view)
         return log_prior + local / silo.selection
 
-    gradient = jax.grad(log_density)(theta)
+    gradient = jax.grad(log_density)(theta) + _correction(plan, tuning, silo, view) / silo.selection
     if silo.net is not None:
         shift, precision = silo.net
         gradient = gradient + shift - matvec(precision, theta - tuning.loc)
@@ -306,7 +308,7 @@ def residual(
     plan: Plan, tuning: Tuning, theta: Array, eps: Array | None, silo: OpenSilo, view: SiloView
 ) -> tuple[Array, Array]:
     """e of the module's docstring in preconditioned units ``(d,)``, and 1 where it had to be cut."""
-    gradient = jax.grad(lambda t: terms(plan, t, eps, silo, view)[1])(theta)
+    gradient = jax.grad(lambda t: terms(plan, t, eps, silo, view)[1])(theta) + _correction(plan, tuning, silo, view)
     if silo.conducive is not None:
         gradient = gradient - tuning.alpha * silo.conducive.score(theta, tuning.loc)
     e = pull_back(tuning, gradient) / silo.selection
@@ -315,6 +317,13 @@ def residual(
     norm = jnp.linalg.norm(e)
     factor = jnp.where(norm > tuning.cut, tuning.cut / norm, 1.0)
     return e * factor, (norm > tuning.cut).astype(e.dtype)
+
+
+def _correction(plan: Plan, tuning: Tuning, silo: OpenSilo, view: SiloView | SiloRows) -> Array | float:
+    """What a minibatch's gradient lacks of the silo's at ``loc``: its control variate (nothing without one)."""
+    if silo.anchor is None:
+        return 0.0
+    return silo.anchor - jax.grad(lambda t: terms(plan, t, None, silo, view)[1])(tuning.loc)
 
 
 def terms(

@@ -142,6 +142,7 @@ class Tuning(NamedTuple):
     :param inflation: predicted ratio of the chain's sd to the posterior's.
     :param cut: largest norm of e, in preconditioned units.
     :param members: for minibatches of elements with latents, the rows that point to each.
+    :param anchor: for minibatches with control variates, the silos' whole gradients at ``loc``, ``(S, d)``.
     :param inject: what a step's noise is multiplied by, ``(d, d)``, or ``None``: nothing.
     """
 
@@ -156,3 +157,4 @@ class Tuning(NamedTuple):
     cut: Array | float = math.inf
     inject: Array | None = None
     members: dict[str, Members] | None = None
+    anchor: Array | None = None

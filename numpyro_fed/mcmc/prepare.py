@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ from numpyro_fed.mcmc.langevin import Conducive, LatentCoordinates, Plan, Tuning
 from numpyro_fed.mcmc.schedules import check_step_size
 from numpyro_fed.proof import elements_are_independent, prove, prove_batch
 from numpyro_fed.silos import Silos
-from numpyro_fed.storage import head, largest
+from numpyro_fed.storage import SiloView, head, largest, sweep
 from numpyro_fed.surrogates import laplace, score
 from numpyro_fed.surrogates.alpha import best as best_alpha
 from numpyro_fed.surrogates.gaussian import Gaussian, Surrogates
@@ -54,6 +55,7 @@ class Options:
     distinct_silos: bool = False
     no_answer: float = 0.0
     element_batches: bool = True
+    control_variates: bool = False
 
     def checked(self) -> "Options":
         """Refuse what can be refused before any data are seen."""
@@ -117,6 +119,12 @@ class Options:
             )
         if not isinstance(self.round_price, Real) or not 0 <= self.round_price < np.inf:
             raise ValueError(f"round_price: expected a number of local steps >= 0, got {self.round_price!r}")
+        if self.control_variates and (size := self.batch_size) is None:
+            raise ValueError(f"control_variates=True is for minibatches; expected batch_size=..., got {size}")
+        if self.control_variates and self.surrogate is None:
+            raise ValueError(
+                'control_variates=True needs a place to centre gradients at; expected surrogate="score", got None'
+            )
         if not isinstance(self.no_answer, Real) or not 0 <= self.no_answer < 1:
             raise ValueError(f"no_answer: expected a probability in [0, 1), got {self.no_answer!r}")
         if not _is_count(self.num_kept):
@@ -193,9 +201,25 @@ def groundwork(model: Callable, silos: Silos, extra: dict[str, Any], options: Op
     if options.alpha == "auto" and surrogates is not None:
         options = replace(options, alpha=max(0.0, best_alpha(factors, silos, units, surrogates, selection)))
     tuning = _tuning(factors, options, selection, surrogates, fitted)
+    if options.control_variates:
+        if units is not None:
+            names = [s.name for s in factors.local_sites]
+            raise ValueError(f"control_variates=True is for models without local latents, got {names}; expected False")
+        tuning = tuning._replace(anchor=_anchor(factors, tuning.loc, silos))
     if batch is not None and units is not None:
         tuning = tuning._replace(members=find_members(factors, silos, batch[0]))
     return Ground(factors, units, batch, tuning, surrogates, Cost() if fitted is None else fitted.cost)
+
+
+@partial(jax.jit, static_argnames=("factors",))
+def _anchor(factors: Factors, loc: Array, silos: Silos) -> Array:
+    """Whole gradients of the silos' terms at ``loc``, ``(S, d)``: one pass over all rows."""
+
+    def local(view: SiloView, _: None) -> tuple[Array, None]:
+        kwargs, weights = view.whole()
+        return jax.grad(lambda t: factors.log_local(factors.unravel(t), {}, kwargs, weights))(loc), None
+
+    return sweep(local, silos, None, None)[0]
 
 
 def prepare(model: Callable, silos: Silos, extra: dict[str, Any], options: Options) -> Prepared:
@@ -213,6 +237,8 @@ def prepare_again(before: Prepared, silos: Silos, options: Options, thetas: np.n
     fitted = score.fit_at(factors, silos, units, thetas, np.asarray(before.tuning.scale, np.float64))
     tuning = _tuning(factors, options, _selection(options.selection, silos), fitted.surrogates, fitted)
     tuning = tuning._replace(members=before.tuning.members)
+    if options.control_variates:
+        tuning = tuning._replace(anchor=_anchor(factors, tuning.loc, silos))
     ground = Ground(factors, units, before.plan.batch, tuning, fitted.surrogates, before.cost + fitted.cost)
     return _settled(ground, silos, options)
 
