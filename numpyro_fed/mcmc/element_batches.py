@@ -15,7 +15,7 @@ from numpyro_fed.density import Factors
 from numpyro_fed.silos import Silos
 from numpyro_fed.storage import SiloView
 
-__all__ = ["Members", "find_members", "pick_elements", "rows_of"]
+__all__ = ["Members", "find_members", "pick_elements", "pointing_groups", "rows_of"]
 
 
 class Members(NamedTuple):
@@ -25,8 +25,8 @@ class Members(NamedTuple):
     number: Array
 
 
-def find_members(factors: Factors, silos: Silos, group: str) -> dict[str, Members]:
-    """The rows of every group that points to ``group``.
+def pointing_groups(factors: Factors, group: str) -> dict[str, str]:
+    """The row groups that point to ``group``, and by which argument.
 
     :raises ValueError: where a row group of the model does not.
     """
@@ -38,8 +38,13 @@ def find_members(factors: Factors, silos: Silos, group: str) -> dict[str, Member
                 f"batch_size takes elements of {group!r}, whose latents are theirs, with the rows that point to them; rows of {other!r} do not "
                 "point there. Expected index= for them, or batch_size=None"
             )
+    return pointing
+
+
+def find_members(factors: Factors, silos: Silos, group: str) -> dict[str, Members]:
+    """The rows of every group that points to ``group``."""
     total, out = sum(silos.sizes[group]), {}
-    for other, leaf in pointing.items():
+    for other, leaf in pointing_groups(factors, group).items():
         sizes = np.asarray(silos.sizes[other])
         silo = np.repeat(np.arange(len(silos)), sizes)
         element = silos.offsets(group)[silo] + np.asarray(silos.rows[leaf])

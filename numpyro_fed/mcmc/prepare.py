@@ -17,7 +17,7 @@ from numpyro_fed.factorise import factorise
 from numpyro_fed.federation import Cost
 from numpyro_fed.local_map import Units
 from numpyro_fed.mcmc import pilot
-from numpyro_fed.mcmc.element_batches import find_members
+from numpyro_fed.mcmc.element_batches import find_members, pointing_groups
 from numpyro_fed.mcmc.langevin import Conducive, LatentCoordinates, Plan, Tuning
 from numpyro_fed.mcmc.schedules import check_step_size
 from numpyro_fed.proof import elements_are_independent, prove, prove_batch
@@ -181,6 +181,8 @@ def groundwork(model: Callable, silos: Silos, extra: dict[str, Any], options: Op
     if not factors.dim:
         raise ValueError("the model has no global latent site: its silos have nothing in common to learn")
     selection = _selection(options.selection, silos)
+    if options.batch_size is not None and len(factors.latent_groups) == 1:
+        pointing_groups(factors, factors.latent_groups[0])
     units = _units(factors, silos.with_shared(**extra))
     batch = _batch(options.batch_size, factors, silos, units)
     if batch is not None and units is not None and not (options.element_batches and options.step_size != "adaptive"):
