@@ -124,7 +124,7 @@ def diagnose(mcmc: MCMC) -> Diagnosis:
     fields = {k: np.asarray(v) for k, v in mcmc.get_extra_fields(group_by_chain=True).items()}
     rows = [*_draws(mcmc, kernel), *_guards(kernel, fields), *_visits(mcmc, kernel)]
     if "residual" in fields:
-        rows += [*_noise(kernel, fields), *_surrogate_mass(mcmc, kernel)]
+        rows += [*_noise(mcmc, kernel, fields), *_surrogate_mass(mcmc, kernel)]
     table = pd.DataFrame(rows, columns=["check", "value", "limit", "where", "verdict"]).set_index("check")
     return Diagnosis(table)
 
@@ -196,19 +196,20 @@ def _names(kernel: LangevinKernel) -> tuple[str, ...]:
     return ("all",) if kernel._pooled else kernel.silos.names
 
 
-def _by_round(kernel: LangevinKernel, fields: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+def _by_round(mcmc: MCMC, kernel: LangevinKernel, fields: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     """Means of e ``(chains, rounds, d)`` and silos ``(chains, rounds)`` of whole rounds."""
     kept = kernel._plan.num_kept
     residual, silo = fields["residual"].astype(float), fields["silo"]
-    start = int(-(fields["silo"].shape[1]) % kept) if kept > 1 else 0
+    made = int(np.ravel(mcmc.last_state.i)[0])  # warm-up included, which may end inside a round
+    start = -(made - silo.shape[1]) % kept
     residual, silo = residual[:, start:], silo[:, start:]
     rounds = residual.shape[1] // kept
     residual = residual[:, : rounds * kept].reshape(len(residual), rounds, kept, -1).mean(2)
     return residual, silo[:, : rounds * kept : kept]
 
 
-def _noise(kernel: LangevinKernel, fields: dict[str, np.ndarray]) -> list[tuple]:
-    residual, silo = _by_round(kernel, fields)
+def _noise(mcmc: MCMC, kernel: LangevinKernel, fields: dict[str, np.ndarray]) -> list[tuple]:
+    residual, silo = _by_round(mcmc, kernel, fields)
     tuning, steps = kernel._tuning, kernel._plan.num_local_steps
     f = np.asarray(tuning.selection, float)
     out = []

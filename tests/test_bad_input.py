@@ -8,7 +8,7 @@ import numpyro.distributions as dist
 import pytest
 from jax import random
 from numpyro.infer import MCMC, NUTS, Gibbs
-from small_models import linear, linear_silos
+from small_models import intercepts, intercepts_silos, linear, linear_silos
 
 import numpyro_fed as fed
 from numpyro_fed.mcmc import _kernel, prepare
@@ -53,12 +53,15 @@ def run(kernel, *args, **kwargs):
             'step_size: expected a positive number, a schedule, "auto" or "adaptive", got \'Auto\'',
         ),
         ({"preconditioner": None}, 'step_size="auto" needs whitened coordinates; expected preconditioner="surrogate"'),
-        ({"num_local_steps": 0}, "num_local_steps: expected an integer >= 1 or .auto., got 0"),
-        ({"num_local_steps": 2.5}, "num_local_steps: expected an integer >= 1 or .auto., got 2.5"),
+        ({"num_local_steps": 0}, 'num_local_steps: expected an integer >= 1 or "auto", got 0'),
+        ({"num_local_steps": 2.5}, 'num_local_steps: expected an integer >= 1 or "auto", got 2.5'),
         ({"batch_size": 0}, "batch_size: expected an integer >= 1 or None"),
         ({"batch_size": 2.5}, r"batch_size: expected an integer >= 1 or None .* got 2.5"),
         ({"step_size": float("inf")}, "step_size: expected a finite number > 0, got inf"),
-        ({"surrogate": "median"}, "surrogate: expected .score., .laplace."),
+        (
+            {"surrogate": "median"},
+            'surrogate: expected "score", "laplace", "moments", a fed.surrogates.Surrogates or None, got \'median\'',
+        ),
         ({"surrogate": None}, 'expected surrogate="score".* got None. DSGLD is the kernel without surrogates'),
         ({"preconditioner": "diagonal"}, "preconditioner: expected \"surrogate\" or None, got 'diagonal'"),
         ({"alpha": -1.0}, "alpha: expected a finite number >= 0, got -1.0"),
@@ -122,6 +125,11 @@ def test_batch_size_above_a_silos_rows_names_the_silo():
         ValueError, match=r"batch_size=4 is more than silo 'silo 0' has: 3 rows of .*; expected at most 3, or None"
     ):
         run(fed.FSGLD(linear, batch_size=4), SILOS)
+
+
+def test_batch_size_with_local_latents_under_an_adaptive_step():
+    with pytest.raises(ValueError, match=r"batch_size=2 with local latents \['a'\] .* expected batch_size=None"):
+        run(fed.SGLD(intercepts, "adaptive", batch_size=2), intercepts_silos())
 
 
 def test_batch_size_of_elements_and_rows_that_do_not_point_to_them():

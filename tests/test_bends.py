@@ -99,4 +99,7 @@ def test_surrogates_scores_have_them(prepared):
     surrogates, theta = kernel.surrogates, kernel._tuning.loc
     expected = np.asarray(surrogates.factors.score(theta)) + np.asarray(surrogates.bends.score(theta))
     np.testing.assert_allclose(surrogates.score(theta), expected, rtol=1e-5)
+    two = np.stack([np.asarray(theta, float), np.zeros(3)])
+    np.testing.assert_allclose(surrogates.scores(two)[:, 0], expected, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(surrogates.scores(two)[:, 1], surrogates.score(np.zeros(3)), rtol=1e-4, atol=1e-4)
     assert jax.tree.leaves(surrogates.bends)[2].shape == (3, num_features(3), 3)

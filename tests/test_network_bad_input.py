@@ -9,7 +9,7 @@ import optax
 import pytest
 from jax import random
 from numpyro.infer import MCMC
-from small_models import linear, linear_silos
+from small_models import intercepts, intercepts_silos, linear, linear_silos
 
 import numpyro_fed as fed
 
@@ -35,6 +35,10 @@ REFUSED = {
     "schedule that fails": (lambda: fed.PushSumLangevin(linear, RING, lambda: 0.1), "the schedule fails at step 0 .TypeError"),
     "bias target": (lambda: fed.PushSumLangevin(linear, RING, bias_target=1.0), r"\(0, 1\), got 1.0"),
     "batch": (lambda: start(fed.PushSumLangevin(linear, RING, 0.01, 4)), "more than silo 'silo 0' has: 3 rows"),
+    "batch of elements": (
+        lambda: start(fed.PushSumLangevin(intercepts, fed.graphs.ring(3), 0.01, 2), intercepts_silos(), 3),
+        r"batch_size=2 with local latents \['a'\] .* expected batch_size=None",
+    ),
     "one chain": (lambda: start(fed.PushSumLangevin(linear, RING, 0.01), chains=1), "multiple of the 4 nodes, got 1; write MCMC"),
     "chains": (lambda: start(fed.PushSumLangevin(linear, RING, 0.01), chains=6), "multiple of the 4 nodes, got 6"),
     "start": (lambda: start(fed.PushSumLangevin(linear, RING, 0.01), init_params={"beta": jnp.zeros((4, 3))}), "of shapes .* got"),

@@ -190,7 +190,11 @@ def test_rounds_without_an_answer_are_lost_and_change_no_law():
     law = exact_law(SILOS, 0.05, 8, alpha=1.0, surrogates=given, scale=scale)
     assert np.abs(errors(draws[:, 100:], *law)).max() < 4
     assert np.abs(errors(draws[:, 100:], law[0], 1.3 * law[1])).max() > 8  # negative control
-    again = (draws[:, 1:] == draws[:, :-1]).all(-1).mean()
+    fields = mcmc.get_extra_fields(group_by_chain=True)
+    waited = (draws[:, 1:] == draws[:, :-1]).all(-1)
+    silo = np.asarray(fields["silo"])
+    assert (silo[:, 1:] == silo[:, :-1])[waited].all()  # a draw that counts again is of the silo it was made at
+    again = waited.mean()
     assert again == pytest.approx(0.3, abs=0.01)
     state = mcmc.last_state
     visits, silent = (np.asarray(x).sum(0) for x in (state.visits, state.unanswered))

@@ -15,7 +15,8 @@ from numpyro_fed.federation import Cost, Ledger
 from numpyro_fed.mcmc._base import FederatedKernel, check_start
 from numpyro_fed.mcmc.adaptation import Adaptation, adapt, begin, check_seen, first_looks, look_cost
 from numpyro_fed.mcmc.langevin import Chain, Plan, Tuning, batches, drift, federated, open_silo, push
-from numpyro_fed.mcmc.prepare import Options, prepare, prepare_again
+from numpyro_fed.mcmc.options import Options
+from numpyro_fed.mcmc.prepare import prepare, prepare_again
 from numpyro_fed.silos import Silos
 from numpyro_fed.storage import SiloView, largest
 from numpyro_fed.surrogates.gaussian import matvec
@@ -119,6 +120,7 @@ def _or_wait(plan: Plan, old: LangevinState, new: LangevinState, arrives: Array)
     key = random.fold_in(random.fold_in(old.key_silos, _ANSWERS), new.i - 1 - (new.i - 1) % plan.num_kept)
     silent = random.bernoulli(key, plan.no_answer)
     waits = {"z": old.z, "eps": old.eps, "diverging": jnp.zeros((), bool), "cut_rate": jnp.zeros_like(new.cut_rate)}
+    waits["silo"] = old.silo  # of the draw that counts again, as its residual
     if old.residual is not None:
         waits["residual"] = old.residual
     kept = {k: jax.tree.map(lambda a, b: jnp.where(silent, a, b), v, getattr(new, k)) for k, v in waits.items()}

@@ -18,8 +18,9 @@ from numpyro_fed.mcmc.graphs import TimeVaryingGraph, from_networkx
 from numpyro_fed.mcmc.mixing import Mixing, mixing
 from numpyro_fed.mcmc.networks import LEAST_WEIGHT, NetworkState, advance, current_step_size, flat, look_around, sites
 from numpyro_fed.mcmc.nodes import Nodes
+from numpyro_fed.mcmc.options import Options
 from numpyro_fed.mcmc.plan import NetworkPlan
-from numpyro_fed.mcmc.prepare import Options, groundwork
+from numpyro_fed.mcmc.prepare import groundwork
 from numpyro_fed.mcmc.schedules import check_step_size
 from numpyro_fed.silos import Silos
 from numpyro_fed.storage import SiloRows, stack, stack_states

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from jax import Array
 
 from numpyro_fed.mcmc._kernel import LangevinKernel
-from numpyro_fed.mcmc.prepare import Options
+from numpyro_fed.mcmc.options import Options
 from numpyro_fed.surrogates.gaussian import Surrogates
 
 __all__ = ["DSGLD"]

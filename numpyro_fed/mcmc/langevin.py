@@ -294,7 +294,9 @@ def drift(
         log_prior, local = terms(plan, theta, eps, silo, view)
         return log_prior + local / silo.selection
 
-    gradient = jax.grad(log_density)(theta) + _correction(plan, tuning, silo, view) / silo.selection
+    gradient = jax.grad(log_density)(theta)
+    if silo.anchor is not None:
+        gradient = gradient + _correction(plan, tuning, silo, view) / silo.selection
     if silo.net is not None:
         shift, precision = silo.net
         gradient = gradient + shift - matvec(precision, theta - tuning.loc)
@@ -308,7 +310,9 @@ def residual(
     plan: Plan, tuning: Tuning, theta: Array, eps: Array | None, silo: OpenSilo, view: SiloView
 ) -> tuple[Array, Array]:
     """e of the module's docstring in preconditioned units ``(d,)``, and 1 where it had to be cut."""
-    gradient = jax.grad(lambda t: terms(plan, t, eps, silo, view)[1])(theta) + _correction(plan, tuning, silo, view)
+    gradient = jax.grad(lambda t: terms(plan, t, eps, silo, view)[1])(theta)
+    if silo.anchor is not None:
+        gradient = gradient + _correction(plan, tuning, silo, view)
     if silo.conducive is not None:
         gradient = gradient - tuning.alpha * silo.conducive.score(theta, tuning.loc)
     e = pull_back(tuning, gradient) / silo.selection
@@ -319,10 +323,8 @@ def residual(
     return e * factor, (norm > tuning.cut).astype(e.dtype)
 
 
-def _correction(plan: Plan, tuning: Tuning, silo: OpenSilo, view: SiloView | SiloRows) -> Array | float:
-    """What a minibatch's gradient lacks of the silo's at ``loc``: its control variate (nothing without one)."""
-    if silo.anchor is None:
-        return 0.0
+def _correction(plan: Plan, tuning: Tuning, silo: OpenSilo, view: SiloView | SiloRows) -> Array:
+    """What a minibatch's gradient lacks of the silo's at ``loc``: its control variate."""
     return silo.anchor - jax.grad(lambda t: terms(plan, t, None, silo, view)[1])(tuning.loc)
 
 

@@ -1,10 +1,9 @@
 """Everything a Langevin kernel settles before its first round: checks, surrogates, local map, step size."""
 
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
-from numbers import Real
 from typing import Any, NamedTuple
 
 import jax
@@ -19,134 +18,19 @@ from numpyro_fed.local_map import Units
 from numpyro_fed.mcmc import pilot
 from numpyro_fed.mcmc.element_batches import find_members, pointing_groups
 from numpyro_fed.mcmc.langevin import Conducive, LatentCoordinates, Plan, Tuning
-from numpyro_fed.mcmc.schedules import check_step_size
+from numpyro_fed.mcmc.options import Options
 from numpyro_fed.proof import elements_are_independent, prove, prove_batch
 from numpyro_fed.silos import Silos
 from numpyro_fed.storage import SiloView, head, largest, sweep
 from numpyro_fed.surrogates import laplace, score
 from numpyro_fed.surrogates.alpha import best as best_alpha
-from numpyro_fed.surrogates.gaussian import Gaussian, Surrogates
+from numpyro_fed.surrogates.gaussian import Surrogates
 from numpyro_fed.surrogates.moments import with_moments
 
-__all__ = ["Ground", "Options", "Prepared", "groundwork", "prepare", "prepare_again"]
+__all__ = ["Ground", "Prepared", "groundwork", "prepare", "prepare_again"]
 
 _PILOT_STAY = 40  # local steps of the pilot's stays where their length is still to be chosen
 _PROOF_ROWS = 1 << 13  # rows that the proof check of a fit by minibatches takes, over all silos
-
-
-@dataclass(frozen=True)
-class Options:
-    """A kernel's arguments as the user gave them; see :class:`numpyro_fed.FSGLD`."""
-
-    step_size: float | str | Callable
-    num_local_steps: int | str
-    batch_size: int | None
-    surrogate: str | Surrogates | None
-    alpha: float | str
-    selection: str | Sequence[float] | Array | None
-    preconditioner: str | None
-    bias_target: float
-    public: Sequence[str]
-    validate: bool
-    round_price: float = 40.0
-    noise_correction: bool = False
-    num_kept: int = 1
-    refresh_every: int | None = None
-    distinct_silos: bool = False
-    no_answer: float = 0.0
-    element_batches: bool = True
-    control_variates: bool = False
-
-    def checked(self) -> "Options":
-        """Refuse what can be refused before any data are seen."""
-        if isinstance(self.public, str):
-            raise ValueError(
-                f"public: expected a sequence of site names, got {self.public!r}; write ({self.public!r},)"
-            )
-        h = self.step_size
-        check_step_size(h, ("auto", "adaptive"))
-        if h == "auto" and self.preconditioner is None:
-            raise ValueError(
-                'step_size="auto" needs whitened coordinates; expected preconditioner="surrogate", got None'
-            )
-        self._check_stay()
-        size = self.batch_size
-        if size is not None and (isinstance(size, bool) or not isinstance(size, int | np.integer) or size < 1):
-            raise ValueError(f"batch_size: expected an integer >= 1 or None (all rows), got {size!r}")
-        if not isinstance(self.bias_target, Real) or not 0 < self.bias_target < 1:
-            raise ValueError(f"bias_target: expected a number in (0, 1), got {self.bias_target!r}")
-        if self.alpha != "auto" and (not isinstance(self.alpha, Real) or not 0 <= self.alpha < np.inf):
-            raise ValueError(f'alpha: expected a finite number >= 0, got {self.alpha!r}; or "auto"')
-        if isinstance(self.surrogate, str) and self.surrogate not in ("score", "laplace", "moments"):
-            raise ValueError(
-                'surrogate: expected "score", "laplace", "moments", a fed.surrogates.Surrogates or None, '
-                f"got {self.surrogate!r}"
-            )
-        if self.preconditioner not in ("surrogate", None):
-            raise ValueError(f'preconditioner: expected "surrogate" or None, got {self.preconditioner!r}')
-        if self.conducive and self.surrogate is None:
-            raise ValueError(
-                'alpha > 0 weights the conducive gradient of the surrogates; expected surrogate="score" (or '
-                '"laplace", or a Surrogates), got None. DSGLD is the kernel without surrogates'
-            )
-        return self
-
-    @property
-    def conducive(self) -> bool:
-        """Whether conducive gradients are wanted."""
-        return isinstance(self.alpha, str) or self.alpha > 0
-
-    @property
-    def separates(self) -> bool:
-        """Whether a step's e is known by itself: where there are conducive gradients and whitened coordinates to cut it in."""
-        return self.preconditioner is not None and self.conducive
-
-    def _check_stay(self) -> None:
-        steps, auto = self.num_local_steps, self.num_local_steps == "auto"
-        if not auto and not _is_count(steps):
-            raise ValueError(f'num_local_steps: expected an integer >= 1 or "auto", got {steps!r}')
-        if isinstance(self.selection, str) and self.selection not in ("auto", "size"):
-            raise ValueError(f'selection: expected "auto", "size", probabilities or None, got {self.selection!r}')
-        for name, value in (("num_local_steps", steps), ("selection", self.selection)):
-            if isinstance(value, str) and value == "auto" and self.preconditioner is None:
-                raise ValueError(
-                    f'{name}="auto" needs whitened coordinates; expected preconditioner="surrogate", got None'
-                )
-        if self.noise_correction and (self.preconditioner is None or callable(self.step_size)):
-            raise ValueError(
-                'noise_correction=True needs whitened coordinates and one step size; expected preconditioner="surrogate" and a number or '
-                f'"auto", got preconditioner={self.preconditioner!r}, step_size={self.step_size!r}'
-            )
-        if not isinstance(self.round_price, Real) or not 0 <= self.round_price < np.inf:
-            raise ValueError(f"round_price: expected a number of local steps >= 0, got {self.round_price!r}")
-        if self.control_variates and (size := self.batch_size) is None:
-            raise ValueError(f"control_variates=True is for minibatches; expected batch_size=..., got {size}")
-        if self.control_variates and self.surrogate is None:
-            raise ValueError(
-                'control_variates=True needs a place to centre gradients at; expected surrogate="score", got None'
-            )
-        if not isinstance(self.no_answer, Real) or not 0 <= self.no_answer < 1:
-            raise ValueError(f"no_answer: expected a probability in [0, 1), got {self.no_answer!r}")
-        if not _is_count(self.num_kept):
-            raise ValueError(f"num_kept: expected an integer >= 1, got {self.num_kept!r}")
-        if self.refresh_every is not None:
-            if not _is_count(self.refresh_every):
-                raise ValueError(
-                    f"refresh_every: expected a number of rounds >= 1, or None, got {self.refresh_every!r}"
-                )
-            if self.surrogate != "score" or self.alpha == "auto" or not self.separates:
-                raise ValueError(
-                    'refresh_every fits score surrogates again; expected surrogate="score", preconditioner="surrogate" and a number alpha '
-                    f"> 0, got {self.surrogate!r}, {self.preconditioner!r} and {self.alpha!r}"
-                )
-        if not isinstance(steps, str) and steps % self.num_kept:
-            raise ValueError(
-                f"num_kept={self.num_kept} draws of a stay need stays of a multiple of as many steps; got num_local_steps={steps}"
-            )
-
-
-def _is_count(n: Any) -> bool:
-    return isinstance(n, int | np.integer) and not isinstance(n, bool) and bool(n >= 1)
 
 
 class Prepared(NamedTuple):
@@ -181,18 +65,11 @@ def groundwork(model: Callable, silos: Silos, extra: dict[str, Any], options: Op
     if not factors.dim:
         raise ValueError("the model has no global latent site: its silos have nothing in common to learn")
     selection = _selection(options.selection, silos)
-    if options.batch_size is not None and len(factors.latent_groups) == 1:
-        pointing_groups(factors, factors.latent_groups[0])
-    units = _units(factors, silos.with_shared(**extra))
-    batch = _batch(options.batch_size, factors, silos, units)
-    if batch is not None and units is not None and not (options.element_batches and options.step_size != "adaptive"):
-        names = [s.name for s in factors.local_sites]
-        raise ValueError(
-            f"batch_size={options.batch_size} with local latents {names} is for DSGLD, FSGLD, and SGLD with a step size that is not adaptive; "
-            "expected batch_size=None"
-        )
+    _check_latents(options, factors)
     _check_given(options.surrogate, factors, silos)
     silos = silos.with_shared(**extra)
+    units = _units(factors, silos)
+    batch = _batch(options.batch_size, factors, silos, units)
     if options.validate:
         # a fit by minibatches never evaluates all rows at once, so neither does its proof: they might not fit in memory
         some = silos if batch is None or units is not None else head(silos, batch[0], _PROOF_ROWS)
@@ -203,11 +80,6 @@ def groundwork(model: Callable, silos: Silos, extra: dict[str, Any], options: Op
     if options.alpha == "auto" and surrogates is not None:
         options = replace(options, alpha=max(0.0, best_alpha(factors, silos, units, surrogates, selection)))
     tuning = _tuning(factors, options, selection, surrogates, fitted)
-    if options.control_variates:
-        if units is not None:
-            names = [s.name for s in factors.local_sites]
-            raise ValueError(f"control_variates=True is for models without local latents, got {names}; expected False")
-        tuning = tuning._replace(anchor=_anchor(factors, tuning.loc, silos))
     if batch is not None and units is not None:
         tuning = tuning._replace(members=find_members(factors, silos, batch[0]))
     return Ground(factors, units, batch, tuning, surrogates, Cost() if fitted is None else fitted.cost)
@@ -239,14 +111,14 @@ def prepare_again(before: Prepared, silos: Silos, options: Options, thetas: np.n
     fitted = score.fit_at(factors, silos, units, thetas, np.asarray(before.tuning.scale, np.float64))
     tuning = _tuning(factors, options, _selection(options.selection, silos), fitted.surrogates, fitted)
     tuning = tuning._replace(members=before.tuning.members)
-    if options.control_variates:
-        tuning = tuning._replace(anchor=_anchor(factors, tuning.loc, silos))
     ground = Ground(factors, units, before.plan.batch, tuning, fitted.surrogates, before.cost + fitted.cost)
     return _settled(ground, silos, options)
 
 
 def _settled(ground: Ground, silos: Silos, options: Options) -> Prepared:
     factors, units, batch, tuning, surrogates, cost = ground
+    if options.control_variates:
+        tuning = tuning._replace(anchor=_anchor(factors, tuning.loc, silos))
     schedule = options.step_size if callable(options.step_size) else None
     auto = options.num_local_steps == "auto"
     steps = options.num_kept * -(-_PILOT_STAY // options.num_kept) if auto else int(options.num_local_steps)
@@ -323,6 +195,22 @@ def _units(factors: Factors, silos: Silos) -> Units | None:
     return Units(factors, None, largest(silos))
 
 
+def _check_latents(options: Options, factors: Factors) -> None:
+    """Refuse what goes without local latents only, and rows that do not belong to the elements that a minibatch takes."""
+    names = [s.name for s in factors.local_sites]
+    if not names or options.batch_size is None:
+        return
+    if not options.element_batches or options.step_size == "adaptive":
+        raise ValueError(
+            f"batch_size={options.batch_size} with local latents {names} is for DSGLD, FSGLD, and SGLD with a step size that is not adaptive; "
+            "expected batch_size=None"
+        )
+    if options.control_variates:
+        raise ValueError(f"control_variates=True is for models without local latents, got {names}; expected False")
+    if len(factors.latent_groups) == 1:
+        pointing_groups(factors, factors.latent_groups[0])
+
+
 def _check_given(given: str | Surrogates | None, factors: Factors, silos: Silos) -> None:
     if not isinstance(given, Surrogates):
         return
@@ -390,7 +278,7 @@ def _with_surrogates(
     if fitted is not None and fitted.surrogates is surrogates:
         loc, scale = (np.asarray(x, np.float64) for x in fitted.posterior_whitening)
     else:
-        loc, scale = _whitening(surrogates.posterior())
+        loc, scale = surrogates.posterior().whitening()
     if options.preconditioner is not None:
         tuning = tuning._replace(scale=array(scale))
     tuning = tuning._replace(loc=array(loc))
@@ -406,10 +294,3 @@ def _with_surrogates(
         bends = jax.tree.map(array, surrogates.bends)
         conducive = conducive._replace(bends=bends, total_bends=bends.of(bends.coefficients.sum(0)))
     return tuning._replace(conducive=conducive)
-
-
-def _whitening(posterior: Gaussian) -> tuple[np.ndarray, np.ndarray]:
-    precision, eta = (np.asarray(x, np.float64) for x in (posterior.precision, posterior.eta))
-    if posterior.is_diagonal:
-        return eta / precision, 1 / np.sqrt(precision)
-    return np.linalg.solve(precision, eta), np.linalg.cholesky(np.linalg.inv(precision))

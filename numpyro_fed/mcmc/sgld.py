@@ -8,7 +8,7 @@ It is DSGLD with one silo, and the reference that the federated kernels are comp
 from collections.abc import Callable, Sequence
 
 from numpyro_fed.mcmc._kernel import LangevinKernel
-from numpyro_fed.mcmc.prepare import Options
+from numpyro_fed.mcmc.options import Options
 from numpyro_fed.surrogates.gaussian import Surrogates
 
 __all__ = ["SGLD"]

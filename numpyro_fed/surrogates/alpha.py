@@ -96,23 +96,18 @@ def best(
     thetas: np.ndarray | None = None,
 ) -> float:
     """:func:`optimal_alpha` of a factorised model; local latents, cut into ``units``, are integrated out."""
-    whole = jax.tree.map(lambda x: np.asarray(x, np.float64), surrogates.posterior())
-    diagonal = whole.is_diagonal
-    loc = whole.eta / whole.precision if diagonal else np.linalg.solve(whole.precision, whole.eta)
-    scale = whole.precision**-0.5 if diagonal else np.linalg.cholesky(np.linalg.inv(whole.precision))
+    loc, scale = surrogates.posterior().whitening()
+    diagonal = scale.ndim == 1
     if thetas is None:
         points = sobol_normal(_POINTS, factors.dim, seed=0)
+        thetas = loc + (points * scale if diagonal else points @ scale.T)
     else:
         points = (thetas - loc) / scale if diagonal else np.linalg.solve(scale, (thetas - loc).T).T
     dtype = jnp.result_type(float)
     message = Message(*(jnp.asarray(x, dtype) for x in (loc, scale, points, np.ones(len(points)))))
     scores = np.asarray(_scores(factors, units, message, silos), np.float64)
-    own = jax.tree.map(lambda x: np.asarray(x, np.float64), surrogates.factors)
-    if diagonal:
-        given = scale * (own.eta - own.precision * loc)[:, None] - points * (own.precision * scale**2)[:, None]
-    else:
-        curved = np.swapaxes(own.precision @ (scale @ points.T), 1, 2)
-        given = ((own.eta - own.precision @ loc)[:, None] - curved) @ scale
+    own = surrogates.scores(thetas)
+    given = own * scale if diagonal else own @ scale
     good = np.isfinite(scores).all((0, 2))
     scores, given, weight = scores[:, good], given[:, good], 1 / selection[:, None, None]
 

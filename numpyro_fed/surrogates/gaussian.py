@@ -131,6 +131,20 @@ class Gaussian:
         product = self.precision * theta if self.is_diagonal else self.precision @ theta
         return jnp.asarray(self.eta - product)
 
+    def scores(self, thetas: np.ndarray) -> np.ndarray:
+        """Gradients at positions ``(K, d)`` in float64, since eta and its opposite may both be large; ``(S, K, d)`` of a batch ``(S,)``."""
+        eta, precision = jax.tree.map(lambda x: np.asarray(x, np.float64), (self.eta, self.precision))
+        if self.is_diagonal:
+            return np.asarray(eta[:, None] - thetas * precision[:, None])
+        return np.asarray(eta[:, None] - np.swapaxes(precision @ thetas.T, 1, 2))
+
+    def whitening(self) -> tuple[np.ndarray, np.ndarray]:
+        """Mean and a factor of the covariance of one density in float64: lower triangular ``(d, d)``, or its diagonal ``(d,)``."""
+        precision, eta = (np.asarray(x, np.float64) for x in (self.precision, self.eta))
+        if self.is_diagonal:
+            return eta / precision, precision**-0.5
+        return np.linalg.solve(precision, eta), np.linalg.cholesky(np.linalg.inv(precision))
+
     @property
     def mean(self) -> Array:
         """The mean, shape ``(..., d)``; the factor must be a density."""
@@ -176,6 +190,14 @@ class Surrogates:
         """Gradients of the silos' surrogates at ``theta`` of shape ``(d,)``, shape ``(S, d)``."""
         score = self.factors.score(theta)
         return score if self.bends is None else score + self.bends.score(jnp.asarray(theta))
+
+    def scores(self, thetas: np.ndarray) -> np.ndarray:
+        """:meth:`score` at positions ``(K, d)``, in float64; shape ``(S, K, d)``."""
+        scores = self.factors.scores(thetas)
+        if self.bends is None:
+            return scores
+        bent = jax.vmap(self.bends.score, out_axes=1)(jnp.asarray(thetas, jnp.result_type(float)))
+        return scores + np.asarray(bent, np.float64)
 
     def posterior(self) -> Gaussian:
         """The product of all factors: a one-shot Gaussian posterior, and the preconditioner.

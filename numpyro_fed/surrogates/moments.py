@@ -127,13 +127,7 @@ def with_moments(factors: Factors, silos: Silos, fitted: ScoreFit | None) -> Sco
     """A kernel's fit with the moments' surrogates (by NUTS where there are local latents) in place of ``fitted``'s own."""
     method = "nuts" if factors.local_sites else "sgld"
     surrogates, cost = fit(factors, silos, method, max(3000, 4 * factors.dim), diagonal=factors.dim > _FULL_UP_TO)
-    whole = surrogates.posterior()
-    precision, eta = np.asarray(whole.precision), np.asarray(whole.eta)
-    if whole.is_diagonal:
-        whitening = Whitening(jnp.asarray(eta / precision), jnp.asarray(precision**-0.5))
-    else:
-        root = np.linalg.cholesky(np.linalg.inv(precision))
-        whitening = Whitening(jnp.asarray(np.linalg.solve(precision, eta)), jnp.asarray(root))
+    whitening = Whitening(*map(jnp.asarray, surrogates.posterior().whitening()))
     if fitted is None:
         return ScoreFit(surrogates, None, whitening, whitening, jnp.full(len(silos), jnp.nan), cost)
     return fitted._replace(surrogates=surrogates, posterior_whitening=whitening, cost=fitted.cost + cost)
@@ -202,9 +196,8 @@ def _prior_scores(factors: Factors, thetas: Array, shared: Any) -> Array:
 def _prior_under(factors: Factors, silos: Silos, law: Gaussian) -> Gaussian:
     """The Gaussian whose score is nearest to the prior's under a law, in least squares."""
     dim, full = factors.dim, not law.is_diagonal
-    precision, eta = np.asarray(law.precision), np.asarray(law.eta)
-    loc = np.linalg.solve(precision, eta) if full else eta / precision
-    scale = np.linalg.cholesky(np.linalg.inv(precision)) if full else np.diag(precision**-0.5)
+    loc, scale = law.whitening()
+    scale = scale if full else np.diag(scale)
     points = sobol_normal(max(256, 2 ** math.ceil(math.log2(4 * dim))), dim, seed=0)
     scores = np.asarray(_prior_scores(factors, jnp.asarray(loc + points @ scale.T), silos.shared), np.float64) @ scale
     weights = np.isfinite(scores).all(-1).astype(float)
@@ -212,7 +205,7 @@ def _prior_under(factors: Factors, silos: Silos, law: Gaussian) -> Gaussian:
     found = fit_score(jnp.asarray(points), jnp.asarray(scores), jnp.asarray(weights), full)
     shift, curvature = (np.asarray(x, np.float64) for x in found[:2])
     inverse = np.linalg.inv(scale)
-    matrix = inverse.T @ curvature @ inverse if full else curvature * precision
+    matrix = inverse.T @ curvature @ inverse if full else curvature * np.asarray(law.precision)
     return Gaussian(shift @ inverse + (matrix @ loc if full else matrix * loc), matrix)
 
 

@@ -107,12 +107,7 @@ def noise(
         raise ValueError("theta: expected finite numbers, got NaN or infinity")
     check_fits(surrogates, factors, silos)
     sizes = np.asarray(silos.sizes[groups[0]], np.float64)
-    factor = jax.tree.map(lambda x: np.asarray(x, np.float64), surrogates.factors)
-    if factor.is_diagonal:
-        curved = thetas * factor.precision[:, None]
-    else:
-        curved = np.swapaxes(factor.precision @ thetas.T, 1, 2)
-    shares = jnp.asarray((factor.eta[:, None] - curved) / sizes[:, None, None])  # float64 up to here: both are large
+    shares = jnp.asarray(surrogates.scores(thetas) / sizes[:, None, None])
     found = _norms(factors, groups[0], jnp.asarray(thetas), shares, silos)
     largest, mean, left = (np.asarray(x, np.float64).max(1) for x in found)
     return Noise(largest, mean, left, sizes)

@@ -292,8 +292,7 @@ def _whitening(state: ServerState) -> Whitening:
 def _bends(state: ServerState, gaussians: Gaussian, regressions: Array) -> Bends:
     """What the silos' regressions have beside their Gaussians': regression is linear, and the server knows points, weights and Gaussians."""
     thetas = state.loc + state.points @ state.scale.T
-    eta, precision = np.asarray(gaussians.eta), np.asarray(gaussians.precision)
-    scores = (eta[:, None] - np.einsum("sij,kj->ski", precision, thetas)) @ state.scale
+    scores = gaussians.scores(thetas) @ state.scale
     points, weights = jnp.asarray(state.points), jnp.asarray(state.weights)
     known = jax.vmap(lambda s: regress(points, s, weights))(jnp.asarray(scores))
     return Bends(
@@ -303,15 +302,21 @@ def _bends(state: ServerState, gaussians: Gaussian, regressions: Array) -> Bends
 
 def _near_weights(factors: Factors, message: Message, values: np.ndarray, silos: Silos) -> np.ndarray:
     """Square roots of the importance weights of the posterior at draws of a wider Gaussian."""
-    total = values.sum(0) + np.asarray(_prior(factors, message, silos)[0], np.float64)
-    total = total + 0.5 * (np.asarray(message.points, np.float64) ** 2).sum(1) / _NEAR**2
-    total = np.where(np.isfinite(total), total, -np.inf)
-    return np.exp(0.5 * (total - total.max()))
+    drawn = -0.5 * (np.asarray(message.points, np.float64) ** 2).sum(1) / _NEAR**2
+    return _tempered(_log_posterior(factors, message, values, silos) - drawn, 0.5)
 
 
 def _wide_weights(factors: Factors, message: Message, values: np.ndarray, silos: Silos) -> np.ndarray:
     """``p(theta | y)^(1/4)`` at the points, the power lowered where dimensions are many."""
-    total = values.sum(0) + np.asarray(_prior(factors, message, silos)[0], np.float64)
-    total = np.where(np.isfinite(total), total, -np.inf)
-    power = 0.25 * min(1.0, math.sqrt(6 / factors.dim))
-    return np.exp(power * (total - total.max()))
+    return _tempered(_log_posterior(factors, message, values, silos), 0.25 * min(1.0, math.sqrt(6 / factors.dim)))
+
+
+def _log_posterior(factors: Factors, message: Message, values: np.ndarray, silos: Silos) -> np.ndarray:
+    """At the points, from the silos' log marginals ``(S, K)`` and the prior."""
+    return np.asarray(values.sum(0) + np.asarray(_prior(factors, message, silos)[0], np.float64))
+
+
+def _tempered(logs: np.ndarray, power: float) -> np.ndarray:
+    """A power of densities given by their logs, the largest 1, those that are not finite 0."""
+    logs = np.where(np.isfinite(logs), logs, -np.inf)
+    return np.exp(power * (logs - logs.max()))

@@ -33,7 +33,6 @@ from numpyro.infer import MCMC, NUTS
 from scipy.stats import kurtosis, skew
 
 import numpyro_fed as fed
-from numpyro_fed.diagnostics import diagnose
 
 CHAINS: dict[str, Any] = {"num_chains": 4, "chain_method": "vectorized", "progress_bar": False}
 SHORT, LONG, FEW = (200, 1800), (500, 8000), (100, 400)  # rounds of warm-up and kept ones
@@ -215,7 +214,7 @@ def langevin(method: str, kernel: Any, problem: Problem, silos: fed.Silos, wante
         "ESS/round": f"{row.least_ess / (4 * sum(rounds)):.3f}",
         "cut %": f"{100 * float(np.mean(fields['cut_rate'])):.2f}",
     }
-    diagnosis = diagnose(mcmc)
+    diagnosis = fed.diagnose(mcmc)
     row.cells["diagnose"] = diagnosis.verdict
     print(
         f"{method}: step size {float(fields['step_size'][0]):.2g}, local acceptance {float(np.mean(fields['local_accept_prob'])):.3f}\n"
