@@ -197,14 +197,42 @@ class Factors:
         :param local: vectors of :meth:`terms`.
         :return: a vector over the elements of ``group``.
         """
-        total = local[group]
-        groups = {leaf: g for leaf, g, _ in self.rows}
-        # rows that point to two elements belong to the first: each term counts once
-        pointing = {groups[leaf]: leaf for leaf, target in reversed(self.index) if target == group}
-        for rows, leaf in pointing.items():
-            if rows != group and rows in local:
-                total = total + jax.ops.segment_sum(local[rows], kwargs[leaf], num_segments=total.shape[0])
-        return total
+        return self.by_elements((group,), local, kwargs)[0][0]
+
+    def by_elements(
+        self, groups: tuple[str, ...], local: Mapping[str, Array], kwargs: Mapping[str, Any]
+    ) -> tuple[list[Array], Array]:
+        """:meth:`by_element` for several row groups at once, and the sum of the terms that belong to none of them.
+
+        :param groups: row groups, inner ones after those that they point to: a row belongs to the last of them that it points to, itself or by
+            way of other rows, and to one element only, so that each term counts once.
+        """
+        out, rest = [local[group] for group in groups], jnp.zeros(())
+        for rows, terms in local.items():
+            if rows in groups:
+                continue
+            found = self._element_of(rows, groups, kwargs)
+            if found is None:
+                rest = rest + jnp.sum(terms)
+                continue
+            level, element = found
+            out[level] = out[level] + jax.ops.segment_sum(terms, element, num_segments=out[level].shape[0])
+        return out, rest
+
+    def _element_of(
+        self, rows: str, groups: tuple[str, ...], kwargs: Mapping[str, Any], seen: tuple[str, ...] = ()
+    ) -> tuple[int, Array] | None:
+        """Which of ``groups`` a row group's rows belong to, by its place there, and each row's element."""
+        leaves = [leaf for leaf, group, _ in self.rows if group == rows]
+        found = []
+        for leaf, target in self.index:
+            if leaf not in leaves or target in seen:
+                continue
+            if target in groups:
+                found.append((groups.index(target), kwargs[leaf]))
+            elif (by_way := self._element_of(target, groups, kwargs, (*seen, rows))) is not None:
+                found.append((by_way[0], by_way[1][kwargs[leaf]]))
+        return max(found, key=lambda x: x[0], default=None)
 
 
 def made_up_rows(rows: tuple[tuple[str, str, Any], ...], index: Mapping[str, str]) -> dict[str, Array]:

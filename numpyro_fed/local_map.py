@@ -62,6 +62,10 @@ class Units:
         groups = self.factors.local_groups()
         return sum(math.prod(s.shape) for s in self.factors.local_sites if groups[s.name] == group)
 
+    def laid_out(self, view: SiloView) -> SiloView:
+        """The view of a silo that fits its latents: where these are one row, padded to the largest silo's, so are its rows."""
+        return view if self.group is not None else replace(view, pad=self.pad)
+
     def to_sites(self, z: Array) -> dict[str, Array]:
         """Local sites, elements first, of units ``(E, dim)``."""
         groups = self.factors.local_groups()
@@ -181,8 +185,13 @@ class LocalMap:
     shift_bend: Array | None = None
     scale_bend: Array | None = None
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the coordinates, ``(G, k)``."""
+        return self.mean.shape
+
     def scale(self, u: Array) -> Array:
-        """Scales at whitened position ``u`` of shape ``(d,)``; shape ``(G, k)``."""
+        """Scales at whitened position ``u`` of shape ``(d,)``, or a position for each unit ``(G, d)``; shape ``(G, k)``."""
         return jnp.exp(self.log_scales(u))
 
     def location(self, u: Array) -> Array:
@@ -210,15 +219,15 @@ class LocalMap:
         shift = jnp.zeros(()) if self.shift is None else self.shift
         if self.shift_coupling is not None:
             shift = shift + _rows_times(self.shift_coupling, u)
-        return shift if self.shift_bend is None else shift + self.shift_bend @ curved(u)
+        return shift if self.shift_bend is None else shift + _rows_times(self.shift_bend, curved(u), most=0)
 
     def _turn(self, spread: Array) -> Array:
         return spread if self.tril is None else jnp.einsum("gij,gj->gi", self.tril, spread)
 
-    def log_scales(self, u: Array) -> Array:
-        """Log scales ``(G, k)``; their sum over a unit is the log determinant of dz/deps."""
+    def log_scales(self, u: Array, eps: Array | None = None) -> Array:
+        """Log scales ``(G, k)``, whatever ``eps``; their sum over a unit is the log determinant of dz/deps."""
         linear = self.log_scale if self.scale_coupling is None else self.log_scale + _rows_times(self.scale_coupling, u)
-        return linear if self.scale_bend is None else linear + self.scale_bend @ curved(u)
+        return linear if self.scale_bend is None else linear + _rows_times(self.scale_bend, curved(u), most=0)
 
     def log_density(self, u: Array, z: Array, owned: Array) -> Array:
         """Log density ``(G,)`` of each unit's own latents at ``u``, for standard normal coordinates."""
@@ -244,6 +253,8 @@ _FUSED = (
 )
 
 
-def _rows_times(matrix: Array, u: Array) -> Array:
-    """``matrix @ u``."""
-    return matrix @ u if u.shape[0] > _FUSED else jnp.sum(matrix * u, axis=-1)
+def _rows_times(matrix: Array, u: Array, most: int = _FUSED) -> Array:
+    """``matrix @ u`` of ``(G, k, d)`` and ``(d,)``, or a u for each of G."""
+    if u.ndim == 2:
+        return jnp.sum(matrix * u[:, None], axis=-1)
+    return matrix @ u if u.shape[0] > most else jnp.sum(matrix * u, axis=-1)

@@ -16,6 +16,7 @@ from jax import Array, random
 
 from numpyro_fed.density import Factors, pooled_log_density
 from numpyro_fed.local_map import Units
+from numpyro_fed.nested import NestedUnits
 from numpyro_fed.silos import Silos
 from numpyro_fed.storage import SiloView, sweep
 
@@ -158,10 +159,43 @@ def _different_sites(gradient: Any, expected: Any, silos: Silos, factors: Factor
 
 
 @partial(jax.jit, static_argnames=("factors", "units"))
+def _nested_leakage(factors: Factors, units: NestedUnits, theta: dict, z: dict, key: Array, silos: Silos) -> Array:
+    """:func:`_leakage` where inner elements' terms may move with their outer element's latents, too."""
+
+    def local(view: SiloView, _: None) -> tuple[Array, None]:
+        view = units.laid_out(view)
+        kwargs, weights = view.whole()
+        own, parent = units.from_sites(_own(factors, z, view)), units.parent(kwargs)
+        n0, n1 = units.num_elements
+        outer, inner = random.normal(key, (n0,)), random.normal(random.fold_in(key, 1), (n1,))
+
+        def weighted(x: Array, r0: Array, r1: Array) -> Array:
+            terms = units.level_terms(theta, x, kwargs, weights, view)
+            return jnp.sum(r0 * terms[0]) + jnp.sum(r1 * terms[1]) + terms[2]
+
+        slope = jax.grad(weighted)
+        plain = units.levels(slope(own, jnp.ones(n0), jnp.ones(n1)))
+        by_outer = units.levels(slope(own, outer, outer[parent]))
+        by_inner = units.levels(slope(own, jnp.zeros(n0), inner))
+        crossed = [
+            jnp.abs(by_outer[0] - outer[:, None] * plain[0]).max(),
+            jnp.abs(by_outer[1] - outer[parent, None] * plain[1]).max(),
+            jnp.abs(by_inner[1] - inner[:, None] * plain[1]).max(),
+        ]
+        # what belongs to no element must not depend on the latents
+        rest = jax.grad(lambda x: units.level_terms(theta, x, kwargs, weights, view)[2])(own)
+        size = 1.0 + jnp.maximum(jnp.abs(plain[0]).max(), jnp.abs(plain[1]).max())
+        return jnp.maximum(jnp.abs(rest).max(), jnp.stack(crossed).max()) / size, None
+
+    return sweep(local, silos, None, None)[0]
+
+
+@partial(jax.jit, static_argnames=("factors", "units"))
 def _leakage(factors: Factors, units: Units, theta: dict, z: dict, key: Array, silos: Silos) -> Array:
     """How much units' terms move with other units' latents, and how much of the density they miss, per silo."""
 
     def local(view: SiloView, _: None) -> tuple[Array, None]:
+        view = units.laid_out(view)
         kwargs, weights = view.whole()
         own = units.from_sites(_own(factors, z, view))
 
@@ -185,14 +219,15 @@ def _leakage(factors: Factors, units: Units, theta: dict, z: dict, key: Array, s
 
 
 def elements_are_independent(factors: Factors, units: Units, silos: Silos, *, seed: int = 0) -> bool:
-    """Whether, given theta, the density of each silo splits over the elements of the units' plate.
+    """Whether, given theta, the density of each silo splits over the elements of the units' plate, or of nested plates as these say.
 
     A random combination of the elements' terms must have, in each element's latents, that element's gradient times its weight.
     """
+    leakage: Any = _nested_leakage if isinstance(units, NestedUnits) else _leakage
     for trial in range(2):
         key = random.key(seed + trial)
         theta, z = _point(factors, silos, key)
-        leaks = np.asarray(_leakage(factors, units, theta, z, random.fold_in(key, 1), silos))
+        leaks = np.asarray(leakage(factors, units, theta, z, random.fold_in(key, 1), silos))
         if not (leaks <= 1e3 * float(jnp.finfo(leaks.dtype).eps)).all():
             return False
     return True

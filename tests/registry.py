@@ -35,7 +35,6 @@ class Entry:
 
     :param by: a default partition of the units, ragged, with a silo of a single row.
     :param unit: the unit of each labelled row.
-    :param joint: whether a silo's latents depend on each other given the globals.
     """
 
     name: str
@@ -45,7 +44,6 @@ class Entry:
     unit: np.ndarray = field(default_factory=lambda: np.arange(_N))
     rows: dict[str, str] = field(default_factory=dict)
     index: dict[str, str] = field(default_factory=dict)
-    joint: bool = False
 
     def silos(self, by: np.ndarray | None = None) -> fed.Silos:
         """The data with unit ``u`` in silo ``by[u]``."""
@@ -256,6 +254,5 @@ ENTRIES = {name: Entry(name, model, data) for name, (model, data) in _ONE_PLATE.
         unit=_SCHOOL[_ROOM],
         rows={"y": "pupils", "room": "pupils", "school": "classes", "schools": "schools"},
         index={"room": "classes", "school": "schools"},
-        joint=True,
     ),
 }

@@ -11,6 +11,7 @@ LAYERS = (
     ("splitting", "mixed", "storage", "density"),
     ("factorise", "federation"),
     ("local_map", "engines"),
+    ("nested",),
     ("proof", "surrogates"),
     ("mcmc", "vi"),
     ("_silo_coords", "_network_result", "vi_inference_data", "diagnostics"),

@@ -189,7 +189,7 @@ class NetworkKernel(FederatedKernel):
     def _start_eps(self, key: Array, x: Array, z: dict[str, Array] | None, silos: Silos) -> list[Array]:
         units, latents = self._plan.units, self._tuning.latents
         if z is None:
-            shapes = [(len(x), *rows.mean.shape) for rows in latents.rows]
+            shapes = [(len(x), *rows.shape) for rows in latents.rows]
             return [random.normal(random.fold_in(key, k), s, x.dtype) for k, s in enumerate(shapes)]
         m, networks = len(silos), len(x)
         local = {s.name: z[s.name] for s in self._plan.factors.local_sites}

@@ -27,7 +27,9 @@ from numpyro_fed.federation import Federated
 from numpyro_fed.local_map import LocalMap
 from numpyro_fed.mcmc.element_batches import pick_elements, rows_of
 from numpyro_fed.mcmc.local_moves import MoveNoise, free_move_noise, metropolis, move_noise
+from numpyro_fed.mcmc.nested_moves import nested_metropolis
 from numpyro_fed.mcmc.plan import Conducive, LatentCoordinates, NetworkPlan, Plan, Tuning
+from numpyro_fed.nested import NestedUnits
 from numpyro_fed.storage import SiloRows, SiloView, gather
 from numpyro_fed.surrogates.gaussian import matvec
 
@@ -67,7 +69,7 @@ class StayStats(NamedTuple):
 
     :param cut_rate: fraction of steps whose e was cut.
     :param accept_prob: mean acceptance of the local moves (1 without any).
-    :param stuck: fraction of the units with latents that never moved (0 without any).
+    :param stuck: fraction of the local latents that never moved (0 without any).
     :param finite: whether all stayed finite.
     :param residual: mean of e, as cut, ``(d,)``; ``None`` where e is not separated.
     """
@@ -143,8 +145,8 @@ def stay(
     if plan.units is not None and eps is not None and new_eps is not None:
         owned = plan.units.owned(view)
         finite &= jnp.isfinite(jnp.where(owned, new_eps, 0.0)).all()
-        still = (new_eps == eps).all(1) & owned.any(1) & (plan.batch is None)  # a minibatch's others do not move
-        stuck, accept = jnp.sum(still) / jnp.sum(owned.any(1)), accepted / steps
+        still = (new_eps == eps) & owned & (plan.batch is None)  # a minibatch's others do not move
+        stuck, accept = jnp.sum(still) / jnp.sum(owned), accepted / steps
         new_eps = jnp.where(finite, new_eps, eps)
     theta = jnp.where(finite, theta, chain.theta)  # a stay that left the reals is undone, and counted
     cuts = jnp.where(finite, cuts, 0.0)
@@ -341,7 +343,7 @@ def terms(
         z = plan.units.to_sites(silo.latents.rows.forward(u, eps))
         # a minibatch's elements count for those they stand for
         counted = plan.units.owned(view) if plan.units.group is None else silo.weights[plan.units.group][:, None]
-        log_det = jnp.sum(counted * silo.latents.rows.log_scales(u))
+        log_det = jnp.sum(counted * silo.latents.rows.log_scales(u, eps))
     log_prior, local = factors.terms(sites, z, silo.kwargs, silo.weights)
     return log_prior, sum((jnp.sum(v) for v in local.values()), jnp.zeros(())) + log_det
 
@@ -354,6 +356,17 @@ def move(
     assert units is not None
     assert latents is not None
     sites, u = plan.factors.unravel(theta), latents.u(theta)
+
+    if isinstance(units, NestedUnits):
+        nested = units  # for the type checker, inside the function
+
+        def log_terms(eps: Array) -> tuple[Array, Array]:
+            terms = nested.level_terms(sites, latents.rows.forward(u, eps), silo.kwargs, silo.weights, view)
+            scales = nested.levels(latents.rows.log_scales(u, eps))
+            own, below = (t + jnp.sum(s, 1) for t, s in zip(terms, scales, strict=False))
+            return own, below
+
+        return nested_metropolis(units, log_terms, eps, noise, units.parent(silo.kwargs), units.masks(view))
 
     def log_target(eps: Array) -> Array:
         return units.log_density(sites, latents.rows.forward(u, eps), silo.kwargs, silo.weights, view)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import Array, random
 
 from numpyro_fed.local_map import Units
+from numpyro_fed.nested import NestedUnits
 from numpyro_fed.storage import SiloRows, SiloView
 
 __all__ = ["MoveNoise", "free_move_noise", "metropolis", "move_noise"]
@@ -24,7 +25,7 @@ _EVERY = 4  # steps between them, on average
 
 
 class MoveNoise(NamedTuple):
-    """Random numbers of moves: ``(..., E, k)`` and ``(..., E)``, and the proposals' sd, ``(...,)``."""
+    """Random numbers of moves: ``(..., E, k)`` and ``(..., E)`` (nested: ``(..., 1, n0 + n1)``), and the proposals' sd, ``(...,)``."""
 
     normal: Array
     log_uniform: Array
@@ -35,11 +36,12 @@ def move_noise(units: Units, key: Array, eps: Array, view: SiloView | SiloRows, 
     """Noise of ``length`` moves, folded by each unit's pooled place: it does not depend on the partition."""
 
     key_units, key_width = random.split(key)
+    uniforms = (sum(units.num_elements),) if isinstance(units, NestedUnits) else ()
 
     def draw(identity: Array) -> tuple[Array, Array]:
         key_normal, key_uniform = random.split(random.fold_in(key_units, identity))
         normal = random.normal(key_normal, (length, eps.shape[1]), eps.dtype)
-        return normal, jnp.log(random.uniform(key_uniform, (length,), eps.dtype))
+        return normal, jnp.log(random.uniform(key_uniform, (length, *uniforms), eps.dtype))
 
     wide = random.bernoulli(key_width, 1 / _EVERY, (length,))
     return MoveNoise(*jax.vmap(draw, out_axes=1)(units.identity(view)), jnp.where(wide, _WIDE, 1.0).astype(eps.dtype))

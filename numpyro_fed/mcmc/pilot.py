@@ -1,4 +1,4 @@
-"""The noise that silos make, measured in a pilot at draws of the surrogate posterior, and what follows from it.
+"""The noise that silos make, measured in a pilot at about draws of the posterior, and what follows from it.
 
 Each silo walks at fixed theta, its latents and minibatches moving as in a stay; the rule from that noise to the step size is
 :mod:`numpyro_fed.mcmc.step_rule`'s.
@@ -36,16 +36,20 @@ def _stay_means(plan: Plan, length: int, key: Array, tuning: Tuning, silos: Silo
     """Means of e over each half of a stay at fixed theta ``(S, draws, d)``, and its norms ``(S, draws, steps)``."""
     shape = (_DRAWS, plan.factors.dim)
     key_theta, key_walks = random.split(key)
-    normal = random.normal(key_theta, shape, tuning.loc.dtype)
-    thetas = tuning.loc + jax.vmap(partial(langevin.push, tuning))(normal)
+    thetas = tuning.draws
+    if thetas is None:
+        normal = random.normal(key_theta, shape, tuning.loc.dtype)
+        thetas = tuning.loc + jax.vmap(partial(langevin.push, tuning))(normal)
     group = None if plan.units is None else plan.units.group
 
     def local(view: SiloView, rows: LocalMap | None) -> tuple[tuple[Array, ...], None]:
+        view = view if plan.units is None else plan.units.laid_out(view)
+
         def at(args: tuple[Array, Array]) -> tuple[Array, ...]:
             theta, key = args
             return _walk(plan, tuning, theta, key, rows, view, length)
 
-        keys = random.split(random.fold_in(key_walks, view.number), _DRAWS)
+        keys = random.split(random.fold_in(key_walks, view.number), len(thetas))
         return lax.map(at, (thetas, keys)), None
 
     rows = None if tuning.latents is None else tuning.latents.rows
@@ -64,7 +68,7 @@ def _walk(
     state = None
     warm = 0
     if rows is not None:
-        state = (random.normal(random.fold_in(key, 0), rows.mean.shape, theta.dtype), rows)
+        state = (random.normal(random.fold_in(key, 0), rows.shape, theta.dtype), rows)
         warm = _WARM
     silo = langevin.open_silo(plan, tuning, state, view)
 
@@ -182,7 +186,7 @@ def _walk_all(plan: Plan, tuning: Tuning, silos: Silos, seed: int) -> tuple[Stay
     good = np.isfinite(first).all((0, 2)) & np.isfinite(second).all((0, 2))
     if not good.any():
         raise ValueError(
-            "the gradient is not finite at any of the pilot's draws of the surrogate posterior, so no step size "
+            "the gradient is not finite at any of the positions where the pilot looks, so no step size "
             "can be chosen; check the model's scales, or give step_size= and surrogate="
         )
     return StayNoise(f * first[:, good], f * second[:, good], length), norms

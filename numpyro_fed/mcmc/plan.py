@@ -144,6 +144,7 @@ class Tuning(NamedTuple):
     :param members: for minibatches of elements with latents, the rows that point to each.
     :param anchor: for minibatches with control variates, the silos' whole gradients at ``loc``, ``(S, d)``.
     :param inject: what a step's noise is multiplied by, ``(d, d)``, or ``None``: nothing.
+    :param draws: positions that represent the posterior, at which the pilot looks, ``(K, d)``, or ``None``: draws of the Gaussian.
     """
 
     step_size: Array
@@ -158,3 +159,4 @@ class Tuning(NamedTuple):
     inject: Array | None = None
     members: dict[str, Members] | None = None
     anchor: Array | None = None
+    draws: Array | None = None

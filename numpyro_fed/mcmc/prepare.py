@@ -19,6 +19,7 @@ from numpyro_fed.mcmc import pilot
 from numpyro_fed.mcmc.element_batches import find_members, pointing_groups
 from numpyro_fed.mcmc.langevin import Conducive, LatentCoordinates, Plan, Tuning
 from numpyro_fed.mcmc.options import Options
+from numpyro_fed.nested import NestedUnits, nesting
 from numpyro_fed.proof import elements_are_independent, prove, prove_batch
 from numpyro_fed.silos import Silos
 from numpyro_fed.storage import SiloView, head, largest, sweep
@@ -179,20 +180,24 @@ def _batch(size: int | None, factors: Factors, silos: Silos, units: Units | None
 
 
 def _units(factors: Factors, silos: Silos) -> Units | None:
-    groups = factors.latent_groups
+    groups, pad = factors.latent_groups, largest(silos)
     if not groups:
         return None
+    pair, units = nesting(factors), None
     if len(groups) == 1:
-        units = Units(factors, groups[0], largest(silos))
-        if elements_are_independent(factors, units, silos):
-            return units
-        names = [s.name for s in factors.local_sites]
-        warnings.warn(
-            f"elements of {groups[0]!r} are not independent given the global sites, so the latents {names} of a silo are one unit: they move "
-            "together (MALA), and are integrated out by a dense Laplace approximation, whose cost grows with the cube of their number",
-            stacklevel=2,
-        )
-    return Units(factors, None, largest(silos))
+        units = Units(factors, groups[0], pad)
+    elif pair is not None:
+        units = NestedUnits(factors, None, pad, *pair)
+    if units is not None and elements_are_independent(factors, units, silos):
+        return units
+    names = [s.name for s in factors.local_sites]
+    how = "of one another" if len(groups) > 1 else f"of {groups[0]!r}"
+    warnings.warn(
+        f"elements {how} are not independent given the global sites, so the latents {names} of a silo are one unit: they move "
+        "together (MALA), and are integrated out by a dense Laplace approximation, whose cost grows with the cube of their number",
+        stacklevel=2,
+    )
+    return Units(factors, None, pad)
 
 
 def _check_latents(options: Options, factors: Factors) -> None:
@@ -282,6 +287,8 @@ def _with_surrogates(
     if options.preconditioner is not None:
         tuning = tuning._replace(scale=array(scale))
     tuning = tuning._replace(loc=array(loc))
+    if fitted is not None and fitted.draws is not None:
+        tuning = tuning._replace(draws=array(fitted.draws))
     if options.alpha == 0:
         return tuning
     # expanded around loc in float64: eta - Lambda theta would cancel in float32

@@ -6,18 +6,23 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array, lax, random
 
 from numpyro_fed.bounded_features import MOST_DIMENSIONS
 from numpyro_fed.density import Factors
 from numpyro_fed.local_map import LocalMap, Units
+from numpyro_fed.nested import NestedMap, NestedUnits
 from numpyro_fed.storage import SiloView
 from numpyro_fed.surrogates.bends import regress
 from numpyro_fed.surrogates.gaussian import matvec
 from numpyro_fed.surrogates.least_squares import fit_map, fit_score
-from numpyro_fed.surrogates.marginal import laplace_marginal, quadrature_marginal
+from numpyro_fed.surrogates.marginal import Moments, laplace_marginal, log_normaliser, quadrature_marginal
+from numpyro_fed.surrogates.nested_marginal import nested_marginal
 
 __all__ = ["Message", "Reply", "ScoreLocal", "marginal_score"]
+
+
+_SPREAD = 1.2  # sds of the outer latents at which inner ones are looked at
 
 
 class Message(NamedTuple):
@@ -53,41 +58,72 @@ class ScoreLocal:
     points_at_once: int
     last: bool = False
 
-    def __call__(self, key: Array, message: Message, state: Any, view: SiloView) -> tuple[Reply, LocalMap | None]:
+    def __call__(self, key: Array, message: Message, state: Any, view: SiloView) -> tuple[Reply, Any]:
+        points, beside = message.points, None
+        if self.last and isinstance(self.units, NestedUnits):  # where inner latents are looked at, beside the point
+            shape = (len(points), self.units.blocks()[0][2])
+            beside = _SPREAD * random.normal(random.key(0), shape, points.dtype)
         score = marginal_score(self.factors, self.units, message, view)
-        size = min(self.points_at_once, message.points.shape[0])
-        values, scores, modes, chols = lax.map(score, message.points, batch_size=size)
+        size = min(self.points_at_once, len(points))
+        values, scores, latents = lax.map(lambda x: score(*x), (points, beside), batch_size=size)
         weights = jnp.where(jnp.isfinite(values) & jnp.isfinite(scores).all(-1), message.weights, 0.0)
         scores = jnp.where(weights[:, None] > 0, scores, 0.0)
-        shift, precision, misfit = fit_score(message.points, scores, weights, message.scale.ndim == 2)
+        shift, precision, misfit = fit_score(points, scores, weights, message.scale.ndim == 2)
         bend = None
         if self.last and self.factors.dim <= MOST_DIMENSIONS:
-            bend = regress(message.points, scores, weights)
-        rows = fit_map(message.points, modes, chols, weights) if self.last and self.units is not None else None
+            bend = regress(points, scores, weights)
+        rows = self._local_map(points, beside, latents, weights, view) if self.last and self.units is not None else None
         return Reply(shift, precision, misfit, values, bend), rows
+
+    def _local_map(
+        self, points: Array, beside: Array | None, latents: list[Moments], weights: Array, view: SiloView
+    ) -> LocalMap | NestedMap:
+        outer = fit_map(points, *latents[0], weights)
+        if beside is None or not isinstance(self.units, NestedUnits):
+            return outer
+        inner = fit_map(jnp.concatenate([points, beside], axis=1), *latents[1], weights)
+        rows = NestedMap(outer, inner, self.units.parent(self.units.laid_out(view).whole()[0]))
+        return jax.tree.map(lambda x: x[None], rows)
 
 
 def marginal_score(
     factors: Factors, units: Units | None, message: Message, view: SiloView
-) -> Callable[[Array], tuple[Array, Array, Any, Any]]:
-    """A function of whitened u: the silo's log marginal likelihood, its gradient, modes and covariance factors."""
+) -> Callable[..., tuple[Array, Array, list[Moments]]]:
+    """A function of whitened u: the silo's log marginal likelihood, its gradient, and moments of the latents.
+
+    Where plates are nested it takes the outer latents' position at which moments of the inner ones are wanted, too.
+    """
+    view = view if units is None else units.laid_out(view)
     kwargs, weights = view.whole()
 
     def theta(u: Array) -> dict[str, Array]:
         return factors.unravel(message.loc + matvec(message.scale, u))
 
-    def at(u: Array) -> tuple[Array, Array, Any, Any]:
+    def at(u: Array, beside: Array | None = None) -> tuple[Array, Array, list[Moments]]:
         if units is None:
-            value, score = jax.value_and_grad(lambda u: factors.log_local(theta(u), {}, kwargs, weights))(u)
-            return value, score, (), ()
+            return *jax.value_and_grad(lambda u: factors.log_local(theta(u), {}, kwargs, weights))(u), []
         owned = units.owned(view)
+        start = jnp.zeros(owned.shape, u.dtype)
+        if isinstance(units, NestedUnits):
+
+            def log_terms(u: Array, a: Array, b: Array) -> tuple[Array, Array, Array]:
+                z = jnp.concatenate([a.reshape(-1), b.reshape(-1)])[None]
+                return units.level_terms(theta(u), z, kwargs, weights, view)
+
+            found = nested_marginal(log_terms, u, units.parent(kwargs), units.levels(start), beside)
+            return found.value + log_normaliser(owned), found.score, [m for m in found[2:] if m is not None]
         marginal = laplace_marginal if units.group is None else quadrature_marginal
-        value, score, found = marginal(
-            lambda u, z: units.log_density(theta(u), z, kwargs, weights, view),
-            u,
-            jnp.zeros(owned.shape, u.dtype),
-            owned,
+        value, score, moments = marginal(
+            lambda u, z: units.log_density(theta(u), z, kwargs, weights, view), u, start, owned
         )
-        return value, score, found.location, found.chol
+        if units.group is None:
+            return value, score, [moments]
+
+        def without_latents(u: Array) -> Array:
+            local = factors.terms(theta(u), units.to_sites(start), kwargs, weights)[1]
+            return factors.by_elements((units.group or "",), local, kwargs)[1]
+
+        more, slope = jax.value_and_grad(without_latents)(u)
+        return value + more, score + slope, [moments]
 
     return at

@@ -25,10 +25,21 @@ from jax import Array, lax
 from numpyro_fed import small_matrices
 from numpyro_fed.surrogates.points import sobol_normal
 
-__all__ = ["Moments", "laplace_marginal", "nodes", "quadrature_marginal"]
+__all__ = [
+    "Moments",
+    "Nodes",
+    "cholesky",
+    "inverse_factor",
+    "laplace_marginal",
+    "log_normaliser",
+    "nodes",
+    "place",
+    "place_at_mode",
+    "quadrature_marginal",
+]
 
 _NEWTON_STEPS = 25
-_HERMITE_NODES = 25  # for one latent
+_SCALAR_NODES = 25  # for one latent
 _SOBOL_NODES = 64  # for several
 _WIDEN = 1.2  # spread of the nodes over the curvature's, against tails wider than Gaussian
 
@@ -40,35 +51,70 @@ class Moments(NamedTuple):
     chol: Array
 
 
-def nodes(dim: int) -> tuple[np.ndarray, np.ndarray]:
-    """Nodes ``(J, k)`` and weights ``(J,)`` of integrals against the standard normal."""
+def nodes(dim: int, scalar: int = _SCALAR_NODES, sobol: int = _SOBOL_NODES) -> tuple[np.ndarray, np.ndarray]:
+    """Nodes ``(J, k)`` and weights ``(J,)`` of integrals against the standard normal.
+
+    For one latent the trapezoidal rule, on as wide a range as balances what is cut off with what is between nodes: logistic terms have
+    poles near the real line where latents are large, and a Gauss-Hermite rule of as many nodes is then ten times less exact.
+    """
     if dim == 1:
-        x, w = np.polynomial.hermite_e.hermegauss(_HERMITE_NODES)
-        return x[:, None], w / w.sum()
-    x = sobol_normal(_SOBOL_NODES, dim, seed=0)
+        x = np.linspace(-1.0, 1.0, scalar) * 1.2 * np.sqrt(scalar)
+        return x[:, None], (x[1] - x[0]) / np.sqrt(2 * np.pi) * np.exp(-(x**2) / 2)
+    x = sobol_normal(sobol, dim, seed=0)
     return x, np.full(len(x), 1 / len(x))
+
+
+class Nodes(NamedTuple):
+    """Nodes ``(J, E, k)``, and log weights ``(J, E)``: integrals of exp(f) are sums of exp(f + log weight) over J, but for ``(2 pi)^(k / 2)``."""
+
+    points: Array
+    log_weight: Array
+
+    def moments(self, log_values: Array) -> Moments:
+        """Of the law of log densities ``(J, E)`` at the nodes."""
+        weight = jax.nn.softmax(log_values + self.log_weight, axis=0)
+        mean = jnp.einsum("ne,nei->ei", weight, self.points)
+        centred = self.points - mean
+        return Moments(mean, cholesky(jnp.einsum("ne,nei,nej->eij", weight, centred, centred)))
+
+
+def place(centre: Array, chol: Array, table: tuple[np.ndarray, np.ndarray]) -> Nodes:
+    """Nodes around centres ``(E, k)``, spread by factors of covariances ``(E, k, k)``; no gradient passes through them.
+
+    So derivatives of an integral of any order are integrals themselves (Fisher's identity).
+    """
+    centre, chol = lax.stop_gradient((centre, _WIDEN * chol))
+    eps, base = (jnp.asarray(x, centre.dtype) for x in table)
+    log_det = jnp.sum(jnp.log(jnp.diagonal(chol, axis1=-2, axis2=-1)), -1)
+    points = centre + jnp.einsum("eij,nj->nei", chol, eps)
+    return Nodes(points, (0.5 * jnp.sum(eps**2, -1) + jnp.log(base))[:, None] + log_det)
+
+
+def place_at_mode(
+    log_density: Callable[[Array], Array], start: Array, table: tuple[np.ndarray, np.ndarray], steps: int
+) -> Nodes:
+    """Nodes around each unit's mode, found in Newton steps from ``start``, spread by the curvature there."""
+    mode = _newton(log_density, start, steps)
+    return place(mode, inverse_factor(_curvature(log_density, mode)), table)
 
 
 def quadrature_marginal(
     log_density: Callable[[Array, Array], Array], u: Array, start: Array, owned: Array
 ) -> tuple[Array, Array, Moments]:
     """Marginal log likelihood at ``u``, its score, and the latents' moments; arguments as :func:`laplace_marginal`."""
-    mode = _newton(lambda z: log_density(u, z), start)
-    chol = _WIDEN * _inverse_factor(_curvature(lambda z: log_density(u, z), mode))
-    eps, base = (jnp.asarray(x, start.dtype) for x in nodes(start.shape[1]))
-    points = mode + jnp.einsum("eij,nj->nei", chol, eps)
-    log_weight = (
-        jax.vmap(lambda z: log_density(u, z))(points) + 0.5 * jnp.sum(eps**2, -1)[:, None] + jnp.log(base)[:, None]
-    )
-    weight = jax.nn.softmax(log_weight, axis=0)
-    log_det = jnp.sum(jnp.log(jnp.diagonal(chol, axis1=-2, axis2=-1)))
-    constant = 0.5 * np.log(2 * np.pi) * jnp.sum(owned)
-    value = jnp.sum(jax.nn.logsumexp(log_weight, axis=0)) + log_det + constant
-    score = jax.grad(lambda u: jnp.sum(weight * jax.vmap(lambda z: log_density(u, z))(points)))(u)
-    mean = jnp.einsum("ne,nei->ei", weight, points)
-    centred = points - mean
-    covariance = jnp.einsum("ne,nei,nej->eij", weight, centred, centred)
-    return value, score, Moments(mean, _cholesky(covariance))
+    found = place_at_mode(lambda z: log_density(u, z), start, nodes(start.shape[1]), _NEWTON_STEPS)
+
+    def marginal(u: Array) -> tuple[Array, Array]:
+        values = jax.vmap(lambda z: log_density(u, z))(found.points)
+        return jnp.sum(jax.nn.logsumexp(values + found.log_weight, axis=0)), values
+
+    (value, values), score = jax.value_and_grad(marginal, has_aux=True)(u)
+    return value + log_normaliser(owned), score, found.moments(values)
+
+
+def log_normaliser(owned: Array) -> Array:
+    """What the constants of :class:`Nodes` lack, for the latents that count."""
+    return 0.5 * np.log(2 * np.pi) * jnp.sum(owned)
 
 
 def laplace_marginal(
@@ -84,19 +130,19 @@ def laplace_marginal(
     :return: value (scalar), gradient ``(d,)``, and the modes with their curvatures.
     """
     # the mode's own derivative is left in: a Hessian of this function needs it
-    mode = _newton(lambda z: log_density(u, z), start)
+    mode = _newton(lambda z: log_density(u, z), start, _NEWTON_STEPS)
     hessian = _curvature(lambda z: log_density(u, z), mode)
 
     def marginal(u: Array) -> Array:
         # one Newton step from the mode has the mode's derivative in u (implicit function theorem)
         slope = jax.grad(lambda z: jnp.sum(log_density(u, z)))(mode)
-        z = mode + small_matrices.solve(_cholesky(hessian), slope)
-        chol = _cholesky(_curvature(lambda z: log_density(u, z), z))
+        z = mode + small_matrices.solve(cholesky(hessian), slope)
+        chol = cholesky(_curvature(lambda z: log_density(u, z), z))
         log_det = 2 * jnp.sum(jnp.log(jnp.diagonal(chol, axis1=-2, axis2=-1)))
-        return jnp.sum(log_density(u, z)) - 0.5 * log_det + 0.5 * np.log(2 * np.pi) * jnp.sum(owned)
+        return jnp.sum(log_density(u, z)) - 0.5 * log_det + log_normaliser(owned)
 
     value, gradient = jax.value_and_grad(marginal)(u)
-    return value, gradient, Moments(mode, _inverse_factor(hessian))
+    return value, gradient, Moments(mode, inverse_factor(hessian))
 
 
 def _curvature(log_density: Callable[[Array], Array], z: Array) -> Array:
@@ -110,12 +156,12 @@ def _curvature(log_density: Callable[[Array], Array], z: Array) -> Array:
     return jnp.moveaxis(jax.vmap(column)(basis), 0, -1)
 
 
-def _cholesky(matrix: Array) -> Array:
+def cholesky(matrix: Array) -> Array:
     """Cholesky factors; identity for a unit whose curvature is not positive definite (its weight is small)."""
     return small_matrices.cholesky(_positive(matrix))
 
 
-def _inverse_factor(matrix: Array) -> Array:
+def inverse_factor(matrix: Array) -> Array:
     """Cholesky factors of the inverses."""
     return small_matrices.inverse_cholesky(_positive(matrix))
 
@@ -125,7 +171,7 @@ def _positive(matrix: Array) -> Array:
     return jnp.where(good, matrix, jnp.eye(matrix.shape[-1], dtype=matrix.dtype))
 
 
-def _newton(log_density: Callable[[Array], Array], start: Array) -> Array:
+def _newton(log_density: Callable[[Array], Array], start: Array, steps: int) -> Array:
     """Maximise each unit's term by Newton steps, damped unit by unit (Levenberg-Marquardt)."""
     eye = jnp.eye(start.shape[1], dtype=start.dtype)
 
@@ -143,4 +189,4 @@ def _newton(log_density: Callable[[Array], Array], start: Array) -> Array:
         return (z, jnp.where(better, new, value), damping), None
 
     init = (start, log_density(start), jnp.zeros(start.shape[0], start.dtype))
-    return lax.scan(step, init, None, length=_NEWTON_STEPS)[0][0]
+    return lax.scan(step, init, None, length=steps)[0][0]

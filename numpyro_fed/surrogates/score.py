@@ -32,12 +32,14 @@ from numpyro_fed.density import Factors
 from numpyro_fed.engines.inline import ask_all
 from numpyro_fed.federation import Cost, Federated, message_bytes
 from numpyro_fed.local_map import LocalMap, Units
+from numpyro_fed.nested import NestedUnits
 from numpyro_fed.silos import Silos
 from numpyro_fed.surrogates.bends import Bends, regress
 from numpyro_fed.surrogates.gaussian import Gaussian, Surrogates, matvec
 from numpyro_fed.surrogates.least_squares import fit_score
 from numpyro_fed.surrogates.local_score import Message, Reply, ScoreLocal
 from numpyro_fed.surrogates.marginal import nodes
+from numpyro_fed.surrogates.nested_marginal import NUM_NODES
 from numpyro_fed.surrogates.points import sobol_normal, wide_points
 
 __all__ = ["ScoreFit", "Whitening", "fit", "fit_at"]
@@ -45,6 +47,7 @@ __all__ = ["ScoreFit", "Whitening", "fit", "fit_at"]
 _FULL_UP_TO = 500  # dimensions; beyond, one d x d matrix per silo is too much memory
 _SETTLED = 0.1  # sds the centre moves in a round, and the like for the spread
 _ROWS_AT_ONCE = 1 << 20  # rows x points evaluated together
+_NUM_DRAWS = 32  # positions that represent the posterior
 _NEAR = 1.3  # sds of the points at which what is not Gaussian is fitted, over the surrogate posterior's
 
 
@@ -65,6 +68,7 @@ class ScoreFit(NamedTuple):
     :param misfit: root mean square of the score's misfit per silo ``(S,)``, in whitened units; far above 1 the
         surrogate is poor.
     :param cost: what the fit cost each silo.
+    :param draws: positions that represent the posterior, ``(32, d)``, or ``None`` where nothing better is known than the Gaussian's.
     """
 
     surrogates: Surrogates
@@ -73,6 +77,7 @@ class ScoreFit(NamedTuple):
     posterior_whitening: Whitening
     misfit: Array
     cost: Cost
+    draws: np.ndarray | None = None
 
 
 class ServerState(NamedTuple):
@@ -230,16 +235,17 @@ def fit(
     if local is not scheme.local:
         replies = ask(local, state)[0]
     final, misfit = scheme.merge(state, replies)
-    surrogates, of_map = final.surrogates, _whitening(state)
+    surrogates, of_map, draws = final.surrogates, _whitening(state), None
     if surrogates is not None and factors.dim <= MOST_DIMENSIONS:
         near = final._replace(points=_NEAR * sobol_normal(count, factors.dim, seed + 20_000), weights=np.ones(count))
         values = np.asarray(ask(final_local, near)[0].values, np.float64)
-        near = near._replace(weights=_near_weights(factors, scheme.broadcast(key, near), values, silos))
+        logs = _near_logs(factors, scheme.broadcast(key, near), values, silos)
+        draws, near = _resampled(near, _tempered(logs, 1.0)), near._replace(weights=_tempered(logs, 0.5))
         replies, local_map = ask(final_local, near)
         of_map = _whitening(near)
         if local is scheme.local:
             surrogates = replace(surrogates, bends=_bends(near, surrogates.factors, replies.bend))
-    return ScoreFit(surrogates, local_map, of_map, _whitening(final), jnp.asarray(misfit), cost)
+    return ScoreFit(surrogates, local_map, of_map, _whitening(final), jnp.asarray(misfit), cost, draws)
 
 
 def fit_at(factors: Factors, silos: Silos, units: Units | None, thetas: np.ndarray, scale: np.ndarray) -> ScoreFit:
@@ -265,7 +271,8 @@ def fit_at(factors: Factors, silos: Silos, units: Units | None, thetas: np.ndarr
     if surrogates is not None and replies.bend is not None:
         surrogates = replace(surrogates, bends=_bends(state, surrogates.factors, replies.bend))
     cost = Cost(1, len(points), message_bytes(message), message_bytes(replies) // len(silos))
-    return ScoreFit(surrogates, local_map, _whitening(state), _whitening(final), jnp.asarray(misfit), cost)
+    some = thetas[np.linspace(0, len(thetas) - 1, _NUM_DRAWS).astype(int)]
+    return ScoreFit(surrogates, local_map, _whitening(state), _whitening(final), jnp.asarray(misfit), cost, some)
 
 
 def _last_points(dim: int, num: int) -> int:
@@ -280,6 +287,8 @@ def _at_once(silos: Silos, units: Units | None) -> int:
     rows = max(sum(n) for n in silos.sizes.values())
     if units is not None and units.group is not None:
         rows *= len(nodes(units.dim)[0])
+    elif isinstance(units, NestedUnits):
+        rows *= NUM_NODES
     elif units is not None:  # a column of the curvature for each latent
         rows *= units.dim
     return max(1, _ROWS_AT_ONCE // rows)
@@ -300,10 +309,19 @@ def _bends(state: ServerState, gaussians: Gaussian, regressions: Array) -> Bends
     )
 
 
-def _near_weights(factors: Factors, message: Message, values: np.ndarray, silos: Silos) -> np.ndarray:
-    """Square roots of the importance weights of the posterior at draws of a wider Gaussian."""
+def _near_logs(factors: Factors, message: Message, values: np.ndarray, silos: Silos) -> np.ndarray:
+    """Logs of importance weights of the posterior at draws of a wider Gaussian."""
     drawn = -0.5 * (np.asarray(message.points, np.float64) ** 2).sum(1) / _NEAR**2
-    return _tempered(_log_posterior(factors, message, values, silos) - drawn, 0.5)
+    return _log_posterior(factors, message, values, silos) - drawn
+
+
+def _resampled(state: ServerState, weights: np.ndarray) -> np.ndarray | None:
+    """Positions resampled systematically by their weights; ``None`` where too few points have most of the weight."""
+    weights = weights / weights.sum()
+    if 1 / (weights**2).sum() < _NUM_DRAWS:
+        return None
+    places = np.searchsorted(np.cumsum(weights), (np.arange(_NUM_DRAWS) + 0.5) / _NUM_DRAWS)
+    return np.asarray(state.loc + state.points[np.minimum(places, len(weights) - 1)] @ state.scale.T)
 
 
 def _wide_weights(factors: Factors, message: Message, values: np.ndarray, silos: Silos) -> np.ndarray:

@@ -42,7 +42,6 @@ class Problem:
     :param reference: name of the reference, which problems may share.
     :param reference_model: what NUTS runs, where it is another one.
     :param reference_draws: published draws in place of NUTS's.
-    :param few: make do with few draws: a slow preparation, or slow rounds.
     """
 
     model: Callable
@@ -56,7 +55,6 @@ class Problem:
     reference_model: Callable | None = None
     reference_draws: Callable[[], Draws] | None = None
     target_accept_prob: float = 0.8
-    few: bool = False
 
     def read(self, draws: Draws) -> dict[str, Draws]:
         """Draws of all sites as what is compared, in three groups; without local latents where ``draws`` have none."""
@@ -192,7 +190,6 @@ PROBLEMS: dict[str, Problem] = {
         ("sigma_child", "sigma_city"),
         local=scaled(u="sigma_city", z="sigma_child"),
         target_accept_prob=0.95,
-        few=True,
     ),
     "gu_immun": Problem(
         gu_immun.model,
@@ -200,7 +197,6 @@ PROBLEMS: dict[str, Problem] = {
         ("intercept", "beta"),
         ("sigma_family", "sigma_community"),
         local=scaled(u="sigma_community", v="sigma_family"),
-        few=True,
     ),
     "exam_by_school": Problem(exam.model, exam.silos_by_school, **_EXAM),
 }

@@ -1,0 +1,63 @@
+r"""Metropolis moves of the local latents of two nested plates given the global parameters, in the local map's coordinates.
+
+Law: they leave :math:`p(z_s \mid y_s, \theta)` invariant exactly. Each inner element proposes, and accepts, for itself given its outer element's latents.
+Then each outer element proposes coordinates for itself, and its inner elements move along at fixed coordinates: all their terms, and the
+change of their scales, decide.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from numpyro_fed.mcmc.local_moves import MoveNoise
+from numpyro_fed.nested import NestedUnits
+
+__all__ = ["nested_metropolis"]
+
+
+def nested_metropolis(
+    units: NestedUnits,
+    log_terms: Callable[[Array], tuple[Array, Array]],
+    eps: Array,
+    noise: MoveNoise,
+    parent: Array,
+    masks: tuple[Array, Array],
+) -> tuple[Array, Array]:
+    """A move of all inner elements, then one of all outer ones.
+
+    :param log_terms: log densities in eps ``(1, dim)`` of outer ``(n0,)`` and inner elements ``(n1,)``, scales included.
+    :param parent: the outer element of each inner one.
+    :param masks: which elements are the silo's own, ``(n0, 1)`` and ``(n1, 1)``.
+    :return: the new eps, and the mean acceptance probability of the silo's elements.
+    """
+    (outer, inner), proposals = units.levels(eps), units.levels(noise.width * noise.normal)
+    owned = [mask[:, 0] for mask in masks]
+    uniform = noise.log_uniform[0, : len(outer)], noise.log_uniform[0, len(outer) :]
+
+    def weight(x: Array) -> Array:
+        """Minus the log density of a proposal."""
+        return 0.5 * jnp.sum(x**2, -1) / noise.width**2
+
+    def joined(a: Array, b: Array) -> Array:
+        return jnp.concatenate([a.reshape(-1), b.reshape(-1)])[None]
+
+    own, below = log_terms(eps)
+    proposed = log_terms(joined(outer, proposals[1]))[1]
+    log_ratio = proposed - below + weight(proposals[1]) - weight(inner)
+    accept = uniform[1] < log_ratio  # NaN refuses
+    inner, below = jnp.where(accept[:, None], proposals[1], inner), jnp.where(accept, proposed, below)
+    probability = jnp.sum(jnp.where(owned[1], _probability(log_ratio), 0.0))
+
+    new_own, new_below = log_terms(joined(proposals[0], inner))
+    change = jnp.where(owned[1], new_below - below, 0.0)  # padding moves along with the last element's
+    log_ratio = new_own - own + jax.ops.segment_sum(change, parent, num_segments=len(outer))
+    log_ratio += weight(proposals[0]) - weight(outer)
+    outer = jnp.where((uniform[0] < log_ratio)[:, None], proposals[0], outer)
+    probability += jnp.sum(jnp.where(owned[0], _probability(log_ratio), 0.0))
+    return joined(outer, inner), probability / (jnp.sum(owned[0]) + jnp.sum(owned[1]))
+
+
+def _probability(log_ratio: Array) -> Array:
+    return jnp.nan_to_num(jnp.exp(jnp.minimum(log_ratio, 0.0)))
