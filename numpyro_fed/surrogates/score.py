@@ -283,7 +283,7 @@ def _last_points(dim: int, num: int) -> int:
 
 
 def _at_once(silos: Silos, units: Units | None) -> int:
-    """Points evaluated together."""
+    """Points evaluated together: a power of two, as the points' numbers are, for what is left over would be a program of its own."""
     rows = max(sum(n) for n in silos.sizes.values())
     if units is not None and units.group is not None:
         rows *= len(nodes(units.dim)[0])
@@ -291,7 +291,7 @@ def _at_once(silos: Silos, units: Units | None) -> int:
         rows *= NUM_NODES
     elif units is not None:  # a column of the curvature for each latent
         rows *= units.dim
-    return max(1, _ROWS_AT_ONCE // rows)
+    return 1 << (max(1, _ROWS_AT_ONCE // rows).bit_length() - 1)
 
 
 def _whitening(state: ServerState) -> Whitening:
