@@ -22,13 +22,13 @@ __all__ = [
     "SiloView",
     "buckets",
     "gather",
-    "head",
     "largest",
     "scatter",
     "stack",
     "stack_states",
     "stacked_mask",
     "sweep",
+    "thin",
     "to_pooled_order",
 ]
 
@@ -246,13 +246,15 @@ def sweep(
     return stacked, jax.tree.map(collect, *rows)
 
 
-def head(silos: Silos, group: str, most: int) -> Silos:
-    """The silos with the first rows only of a group that no index points to: about ``most`` over all silos."""
+def thin(silos: Silos, group: str, most: int) -> Silos:
+    """The silos with some rows only, evenly spaced, of a group that no index points to: about ``most`` over all silos."""
     sizes = np.asarray(silos.sizes[group])
     if sizes.sum() <= most:
         return silos
     kept = np.minimum(sizes, -(-most // len(silos)))
-    positions = np.concatenate([start + np.arange(n) for start, n in zip(silos.offsets(group), kept, strict=True)])
+    positions = np.concatenate(
+        [start + np.arange(k) * n // k for start, n, k in zip(silos.offsets(group), sizes, kept, strict=True)]
+    )
     part = copy.copy(silos)
     part.sizes = {**silos.sizes, group: tuple(kept.tolist())}
     part.rows = {k: v[positions] if silos.group[k] == group else v for k, v in silos.rows.items()}

@@ -386,14 +386,14 @@ def test_the_pooled_model_takes_silos() -> None:
     assert_same(values[0], values[2])
 
 
-def test_head_keeps_the_first_rows_of_each_silo_and_the_pooled_order():
+def test_thin_keeps_rows_evenly_spaced_in_each_silo_and_the_pooled_order():
     silos = split({"x": np.arange(12.0), "scale": 2.0}, by=np.array([1, 0, 0, 1, 1, 0, 1, 1, 0, 1, 1, 1]))
     (group,) = silos.sizes
-    part = storage.head(silos, group, 6)
+    part = storage.thin(silos, group, 6)
     assert part.sizes == {group: (3, 3)}
-    for name in silos:
-        np.testing.assert_array_equal(part[name]["x"], silos[name]["x"][:3])
-    np.testing.assert_array_equal(part.pooled["x"], [0, 1, 2, 3, 4, 5])
+    np.testing.assert_array_equal(part["0"]["x"], [1, 2, 5])
+    np.testing.assert_array_equal(part["1"]["x"], [0, 4, 9])
+    np.testing.assert_array_equal(part.pooled["x"], [0, 1, 2, 4, 5, 9])
     assert part.pooled["scale"] == 2.0
     assert silos.sizes == {group: (4, 8)}
-    assert storage.head(silos, group, 12) is silos
+    assert storage.thin(silos, group, 12) is silos

@@ -3,7 +3,6 @@
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -22,11 +21,12 @@ from numpyro_fed.mcmc.options import Options
 from numpyro_fed.nested import NestedUnits, nesting
 from numpyro_fed.proof import elements_are_independent, prove, prove_batch
 from numpyro_fed.silos import Silos
-from numpyro_fed.storage import SiloView, head, largest, sweep
+from numpyro_fed.storage import largest, thin
 from numpyro_fed.surrogates import laplace, score
 from numpyro_fed.surrogates.alpha import best as best_alpha
 from numpyro_fed.surrogates.gaussian import Surrogates
 from numpyro_fed.surrogates.moments import with_moments
+from numpyro_fed.surrogates.some_rows import fit_some, whole_gradients
 
 __all__ = ["Ground", "Prepared", "groundwork", "prepare", "prepare_again"]
 
@@ -73,28 +73,17 @@ def groundwork(model: Callable, silos: Silos, extra: dict[str, Any], options: Op
     batch = _batch(options.batch_size, factors, silos, units)
     if options.validate:
         # a fit by minibatches never evaluates all rows at once, so neither does its proof: they might not fit in memory
-        some = silos if batch is None or units is not None else head(silos, batch[0], _PROOF_ROWS)
+        some = silos if batch is None or units is not None else thin(silos, batch[0], _PROOF_ROWS)
         prove(factors, some)
         if batch is not None and units is None:
             prove_batch(factors, some, *batch)
-    surrogates, fitted = _surrogates(factors, silos, units, options)
+    surrogates, fitted = _surrogates(factors, silos, units, batch, options)
     if options.alpha == "auto" and surrogates is not None:
         options = replace(options, alpha=max(0.0, best_alpha(factors, silos, units, surrogates, selection)))
     tuning = _tuning(factors, options, selection, surrogates, fitted)
     if batch is not None and units is not None:
         tuning = tuning._replace(members=find_members(factors, silos, batch[0]))
     return Ground(factors, units, batch, tuning, surrogates, Cost() if fitted is None else fitted.cost)
-
-
-@partial(jax.jit, static_argnames=("factors",))
-def _anchor(factors: Factors, loc: Array, silos: Silos) -> Array:
-    """Whole gradients of the silos' terms at ``loc``, ``(S, d)``: one pass over all rows."""
-
-    def local(view: SiloView, _: None) -> tuple[Array, None]:
-        kwargs, weights = view.whole()
-        return jax.grad(lambda t: factors.log_local(factors.unravel(t), {}, kwargs, weights))(loc), None
-
-    return sweep(local, silos, None, None)[0]
 
 
 def prepare(model: Callable, silos: Silos, extra: dict[str, Any], options: Options) -> Prepared:
@@ -119,7 +108,7 @@ def prepare_again(before: Prepared, silos: Silos, options: Options, thetas: np.n
 def _settled(ground: Ground, silos: Silos, options: Options) -> Prepared:
     factors, units, batch, tuning, surrogates, cost = ground
     if options.control_variates:
-        tuning = tuning._replace(anchor=_anchor(factors, tuning.loc, silos))
+        tuning = tuning._replace(anchor=whole_gradients(factors, tuning.loc, silos))
     schedule = options.step_size if callable(options.step_size) else None
     auto = options.num_local_steps == "auto"
     steps = options.num_kept * -(-_PILOT_STAY // options.num_kept) if auto else int(options.num_local_steps)
@@ -228,7 +217,7 @@ def _check_given(given: str | Surrogates | None, factors: Factors, silos: Silos)
 
 
 def _surrogates(
-    factors: Factors, silos: Silos, units: Units | None, options: Options
+    factors: Factors, silos: Silos, units: Units | None, batch: tuple[str, int] | None, options: Options
 ) -> tuple[Surrogates | None, score.ScoreFit | None]:
     given = options.surrogate
     wanted = options.conducive or options.preconditioner is not None
@@ -236,7 +225,10 @@ def _surrogates(
     fitted = None
     if units is not None or (wanted and not moments and not isinstance(given, Surrogates)):
         fit = laplace.fit if given == "laplace" else score.fit
-        fitted = fit(factors, silos, units)
+        if batch is not None and units is None:
+            fitted = fit_some(fit, factors, silos, batch[0])
+        else:
+            fitted = fit(factors, silos, units)
     if moments:
         fitted = with_moments(factors, silos, fitted)
     if isinstance(given, Surrogates):

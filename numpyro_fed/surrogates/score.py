@@ -129,6 +129,7 @@ def _prior(factors: Factors, message: Message, silos: Silos) -> tuple[Array, Arr
     return jax.vmap(jax.value_and_grad(value))(message.points)
 
 
+@partial(jax.jit, static_argnames=("factors",))
 def _prior_fit(factors: Factors, message: Message, silos: Silos) -> tuple[Array, Array]:
     scores = _prior(factors, message, silos)[1]
     weights = jnp.where(jnp.isfinite(scores).all(-1), message.weights, 0.0)

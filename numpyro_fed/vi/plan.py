@@ -20,7 +20,7 @@ from numpyro_fed.local_map import Units
 from numpyro_fed.mixed import MixedSilos
 from numpyro_fed.proof import elements_are_independent, prove, prove_batch
 from numpyro_fed.silos import Silos
-from numpyro_fed.storage import SiloRows, head, largest, stack
+from numpyro_fed.storage import SiloRows, largest, stack, thin
 from numpyro_fed.vi.guides import AutoSiloNormal
 from numpyro_fed.vi.user_guide import GuideFamily, guide_family, without_params
 
@@ -172,7 +172,7 @@ def prepare(model: Callable, guide: Any, silos: Silos | MixedSilos, options: Opt
             )
     if options.validate:
         for f, part in zip(factors, parts, strict=True):
-            some = part if batch is None else head(part, batch[0], _PROOF_ROWS)
+            some = part if batch is None else thin(part, batch[0], _PROOF_ROWS)
             prove(f, some)
             if batch is not None and not f.local_sites:
                 prove_batch(f, some, *batch)
@@ -272,7 +272,7 @@ def _batch(options: Options, factors: list[Factors], parts: tuple[Silos, ...]) -
 def _family(guide: Any, factors: Factors, silos: Silos, options: Options, batch: tuple[str, int] | None) -> Any:
     independent = True
     if (options.num_local_particles > 1 or batch is not None) and len(factors.latent_groups) == 1:
-        some = silos if batch is None else head(silos, batch[0], _PROOF_ROWS)
+        some = silos if batch is None else thin(silos, batch[0], _PROOF_ROWS)
         units = Units(factors, factors.latent_groups[0], largest(some))
         independent = elements_are_independent(factors, units, some)
     if isinstance(guide, AutoSiloNormal):

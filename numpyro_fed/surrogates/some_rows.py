@@ -1,0 +1,68 @@
+r"""Surrogates of tall data: fitted to some of the rows, then moved to where the gradients of all rows say.
+
+A score fit looks at all rows at hundreds of points. Where rows are many their curvature is known from a few of them: the surrogates of n_s of a
+silo's N_s rows, times N_s / n_s, have the precisions :math:`\Lambda_s`. Newton's steps with these,
+
+.. math:: \mu \leftarrow \mu + \Big( \Lambda_0 + \sum_s \Lambda_s \Big)^{-1} \nabla \Big[ \log p(\mu) + \sum_s \log p(y_s \mid \mu) \Big],
+
+take a gradient of all rows each; at the last one :math:`\eta_s = \nabla \log p(y_s \mid \mu) + \Lambda_s \mu`. What leaves a silo: the fit's messages, and ``d`` numbers a step.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from numpyro_fed.density import Factors
+from numpyro_fed.federation import Cost
+from numpyro_fed.silos import Silos
+from numpyro_fed.storage import SiloView, sweep, thin
+from numpyro_fed.surrogates.gaussian import Gaussian, Surrogates
+from numpyro_fed.surrogates.score import ScoreFit, Whitening
+
+__all__ = ["ENOUGH", "fit_some", "whole_gradients"]
+
+ENOUGH = 1 << 15  # rows that are fitted to, over all silos; twice as many are fitted to as they are
+_STEPS = 4  # each divides the distance by about sqrt(ENOUGH)
+
+
+@partial(jax.jit, static_argnames=("factors",))
+def whole_gradients(factors: Factors, theta: Array, silos: Silos) -> Array:
+    """Gradients of the silos' terms at ``theta``, ``(S, d)``: one pass over all rows of a model without local latents."""
+
+    def local(view: SiloView, _: None) -> tuple[Array, None]:
+        kwargs, weights = view.whole()
+        return jax.grad(lambda t: factors.log_local(factors.unravel(t), {}, kwargs, weights))(theta), None
+
+    return sweep(local, silos, None, None)[0]
+
+
+def fit_some(fit: Callable[..., ScoreFit], factors: Factors, silos: Silos, group: str) -> ScoreFit:
+    """Fit surrogates of a model without local latents.
+
+    :param fit: :func:`numpyro_fed.surrogates.score.fit` or :func:`numpyro_fed.surrogates.laplace.fit`.
+    :param group: the row group that is tall.
+    :return: the fit, without bounded corrections; that of ``fit`` to all rows where they are not many.
+    """
+    if sum(silos.sizes[group]) <= 2 * ENOUGH:
+        return fit(factors, silos, None)
+    some = thin(silos, group, ENOUGH)
+    found = fit(factors, some, None)
+    stands_for = np.asarray(silos.sizes[group]) / np.asarray(some.sizes[group])
+    eta, precision = (
+        np.asarray(x, np.float64) for x in (found.surrogates.factors.eta, found.surrogates.factors.precision)
+    )
+    eta = eta * stands_for[:, None]
+    precision = precision * stands_for.reshape(-1, *[1] * (precision.ndim - 1))
+    for _ in range(_STEPS):
+        loc = np.asarray(Surrogates(Gaussian(eta, precision), found.surrogates.prior).posterior().mean)
+        gradients = whole_gradients(factors, jnp.asarray(loc, jnp.result_type(float)), silos)
+        eta = np.asarray(gradients, np.float64) + (precision * loc if precision.ndim == 2 else precision @ loc)
+    surrogates = Surrogates(Gaussian(eta, precision), found.surrogates.prior)
+    whitening = Whitening(*(jnp.asarray(x) for x in surrogates.posterior().whitening()))
+    item = jnp.dtype(jnp.result_type(float)).itemsize * factors.dim
+    cost = found.cost + Cost(1, 1, item, item).times(_STEPS)
+    return found._replace(surrogates=surrogates, posterior_whitening=whitening, cost=cost, draws=None)
