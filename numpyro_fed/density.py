@@ -226,13 +226,16 @@ class Factors:
         leaves = [leaf for leaf, group, _ in self.rows if group == rows]
         found = []
         for leaf, target in self.index:
-            if leaf not in leaves or target in seen:
+            if leaf not in leaves or target in (*seen, rows):
                 continue
             if target in groups:
-                found.append((groups.index(target), kwargs[leaf]))
+                found.append((groups.index(target), True, kwargs[leaf]))
             elif (by_way := self._element_of(target, groups, kwargs, (*seen, rows))) is not None:
-                found.append((by_way[0], by_way[1][kwargs[leaf]]))
-        return max(found, key=lambda x: x[0], default=None)
+                found.append((by_way[0], False, by_way[1][kwargs[leaf]]))
+        if not found:
+            return None
+        level, _, element = max(found, key=lambda x: x[:2])  # what a row itself points to goes before what it reaches
+        return level, element
 
 
 def made_up_rows(rows: tuple[tuple[str, str, Any], ...], index: Mapping[str, str]) -> dict[str, Array]:

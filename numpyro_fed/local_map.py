@@ -66,6 +66,10 @@ class Units:
         """The view of a silo that fits its latents: where these are one row, padded to the largest silo's, so are its rows."""
         return view if self.group is not None else replace(view, pad=self.pad)
 
+    def levels(self, x: Array) -> tuple[Array, ...]:
+        """Latents ``(E, dim)`` level by level: one, but for nested plates."""
+        return (x,)
+
     def to_sites(self, z: Array) -> dict[str, Array]:
         """Local sites, elements first, of units ``(E, dim)``."""
         groups = self.factors.local_groups()
@@ -225,7 +229,7 @@ class LocalMap:
         return spread if self.tril is None else jnp.einsum("gij,gj->gi", self.tril, spread)
 
     def log_scales(self, u: Array, eps: Array | None = None) -> Array:
-        """Log scales ``(G, k)``, whatever ``eps``; their sum over a unit is the log determinant of dz/deps."""
+        """Log scales ``(G, k)``, whatever ``eps`` (nested plates' depend on it, and are called alike); their sum over a unit is the log determinant of dz/deps."""
         linear = self.log_scale if self.scale_coupling is None else self.log_scale + _rows_times(self.scale_coupling, u)
         return linear if self.scale_bend is None else linear + _rows_times(self.scale_bend, curved(u), most=0)
 

@@ -55,9 +55,6 @@ class NestedUnits(Units):
         """Outer and inner row group: name, number of elements shown, and number of latents of each element."""
         return [(group, dict(self.pad)[group], self._width(group)) for group in (self.outer, self.inner)]
 
-    def _blocks(self) -> list[tuple[str, int]]:
-        return [(group, count) for group, count, _ in self.blocks()]
-
     @property
     def num_elements(self) -> tuple[int, int]:
         """Outer and inner elements shown."""

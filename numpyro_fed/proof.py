@@ -195,7 +195,6 @@ def _leakage(factors: Factors, units: Units, theta: dict, z: dict, key: Array, s
     """How much units' terms move with other units' latents, and how much of the density they miss, per silo."""
 
     def local(view: SiloView, _: None) -> tuple[Array, None]:
-        view = units.laid_out(view)
         kwargs, weights = view.whole()
         own = units.from_sites(_own(factors, z, view))
 

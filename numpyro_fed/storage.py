@@ -142,20 +142,23 @@ class SiloRows:
         return replace(mapped, shared=jax.tree.map(lambda _: None, self.shared))
 
 
-def stack(silos: Silos, part: int = 0) -> list[SiloRows]:
-    """All silos in a few stacks of equal shape (:func:`buckets`), each with a leading axis over its silos."""
+def stack(silos: Silos, part: int = 0, pad: tuple[tuple[str, int], ...] | None = None) -> list[SiloRows]:
+    """All silos in a few stacks of equal shape (:func:`buckets`), each with a leading axis over its silos.
+
+    :param pad: of all stacks, where latents of a silo are one row, or ``None``: of each its own.
+    """
     static = {k: v for k, v in silos.shared.items() if isinstance(v, Hashable) and not isinstance(v, Array)}
     shared = {k: v for k, v in silos.shared.items() if k not in static}
     out = []
-    for numbers, pad in buckets(silos):
+    for numbers, own in buckets(silos):
         shown, sizes, order = {}, {}, {}
-        for group, count in pad:
+        for group, count in pad or own:
             sizes[group] = jnp.asarray(np.asarray(silos.sizes[group])[numbers], jnp.int32)
             shown[group] = _stacked_positions(silos, group, numbers, count)
             order[group] = silos.order[group][shown[group]]
         rows = {k: v[shown[silos.group[k]]] for k, v in silos.rows.items()}
         number = jnp.asarray(numbers, jnp.int32)
-        out.append(SiloRows(rows, shared, sizes, order, number, tuple(sorted(static.items())), pad, part))
+        out.append(SiloRows(rows, shared, sizes, order, number, tuple(sorted(static.items())), pad or own, part))
     return out
 
 

@@ -3,6 +3,8 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpyro
+import numpyro.distributions as dist
 import pytest
 from jax import random
 from vi_models import GROUP_SD, ROW_SD, hierarchy, hierarchy_silos, wheeze, wheeze_silos
@@ -165,3 +167,28 @@ def test_a_rebased_map_is_the_same_function():
         np.testing.assert_allclose(
             there.forward(family.whiten(new, theta), eps), local.forward(family.whiten(old, theta), eps), rtol=1e-10
         )
+
+
+def test_rows_that_reach_an_element_by_way_of_others_count_once():
+    """Pupils point to classes, classes to schools, and schools alone have latents."""
+
+    def model(y, klass, school, schools):
+        mean = numpyro.sample("mean", dist.Normal(0, 1))
+        with fed.silo_plate("schools", schools.shape[0]):
+            a = numpyro.sample("a", dist.Normal(mean, 0.7))
+        with fed.silo_plate("pupils", y.shape[0]):
+            numpyro.sample("y", dist.Normal(a[school[klass]], 0.5), obs=y)
+
+    part = {
+        "y": np.array([0.2, 1.0, 0.4, 2.0], np.float32), "klass": np.array([0, 1, 1, 2]), "school": np.array([0, 1, 1]), "schools": np.arange(2),
+    }  # fmt: skip
+    rows = {"y": "pupils", "klass": "pupils", "school": "classes", "schools": "schools"}
+    silos = fed.Silos({"one": part}, rows=rows, index={"klass": "classes", "school": "schools"})
+    family, rows, batch = setup(model, silos)
+    theta, z = jnp.array([0.3]), jnp.array([[0.5], [1.1]])
+    terms, rest = unit_terms(family, theta, z, {}, batch)
+    factors = family.factors
+    kwargs, weights = rows.whole()
+    expected = factors.log_local(factors.unravel(theta), {"a": z[:, 0]}, kwargs, weights)
+    assert rest == 0
+    np.testing.assert_allclose(terms.sum(), expected, rtol=1e-6)

@@ -105,6 +105,39 @@ def test_rows_belong_to_the_innermost_element_also_by_way_of_others():
     assert rest == 384
 
 
+@pytest.mark.parametrize("names", [("klass", "own_school"), ("own_klass", "a_school")])
+def test_what_a_row_points_to_itself_goes_before_what_it_reaches(names):
+    """Whatever the names: by way of its class the last pupil would be in school 0. Rows that point to their like are no way."""
+    klass, own = names
+
+    def model(y, school, schools, friend, **index):
+        mean = numpyro.sample("mean", dist.Normal(0, 1))
+        with fed.silo_plate("schools", schools.shape[0]):
+            a = numpyro.sample("a", dist.Normal(mean, 1))
+        with fed.silo_plate("pupils", y.shape[0]):
+            numpyro.sample("y", dist.Normal(a[index[own]] + 0.1 * y[friend], 1), obs=y)
+
+    part = {
+        "y": np.ones(3, np.float32), klass: np.array([0, 0, 0]), own: np.array([0, 0, 1]), "school": np.array([0]), "schools": np.arange(2),
+        "friend": np.array([1, 2, 0]),
+    }  # fmt: skip
+    rows = {
+        "y": "pupils",
+        klass: "pupils",
+        own: "pupils",
+        "friend": "pupils",
+        "school": "classes",
+        "schools": "schools",
+    }
+    index = {klass: "classes", own: "schools", "school": "schools", "friend": "pupils"}
+    factors = factorise(model, fed.Silos({"one": part}, rows=rows, index=index))
+    (terms,), rest = factors.by_elements(
+        ("schools",), {"pupils": jnp.array([1.0, 2, 4]), "schools": jnp.array([8.0, 16])}, part
+    )
+    assert terms.tolist() == [11, 20]
+    assert rest == 0
+
+
 def test_plates_that_are_crossed_move_together():
     def crossed(y, left, right, lefts, rights):
         mean = numpyro.sample("mean", dist.Normal(0, 1))
@@ -122,7 +155,7 @@ def test_plates_that_are_crossed_move_together():
     silos = fed.Silos({"one": part, "two": part}, rows=rows, index={"left": "lefts", "right": "rights"})
     kernel = fed.FSGLD(crossed)
     with pytest.warns(
-        UserWarning, match=r"elements of one another are not independent .* \['a', 'b'\] of a silo are one unit"
+        UserWarning, match=r"'rights'\] are not two plates of which .* \['a', 'b'\] of a silo are one unit"
     ):
         kernel.init(random.key(0), 0, model_args=(silos,))
     assert type(kernel._plan.units).__name__ == "Units"
@@ -178,6 +211,27 @@ def test_marginal_value_and_score_are_exact_for_gaussians(width):
     np.testing.assert_allclose(found.score, jax.grad(exact)(u), atol=5 * tolerance)
     inner_variance = noise**2 / (noise**2 + jnp.exp(0.2))
     np.testing.assert_allclose(found.inner.chol[:, 0, 0], np.sqrt(inner_variance), rtol=1e-4)
+
+
+def test_marginal_of_two_inner_latents():
+    """A product of trapezoidal rules; errors of 40 elements add up."""
+    count, parent = 40, jnp.repeat(jnp.arange(10), 4)
+    y = jnp.asarray(np.random.default_rng(7).normal(size=count), jnp.float32)
+
+    def log_terms(u, a, b):
+        eta = u[0] + a[parent, 0] + jnp.exp(u[1]) * (b[:, 0] + 0.5 * b[:, 1])
+        return -0.5 * a[:, 0] ** 2, -0.5 * jnp.sum(b**2, 1) - 0.5 * (y - eta) ** 2, jnp.zeros(())
+
+    def exact(u):
+        same = parent[:, None] == parent
+        covariance = same + (1.25 * jnp.exp(2 * u[1]) + 1) * jnp.eye(count)
+        r = y - u[0]
+        return -0.5 * r @ jnp.linalg.solve(covariance, r) - 0.5 * jnp.linalg.slogdet(covariance)[1]
+
+    u, starts = jnp.array([0.1, -0.1]), (jnp.zeros((10, 1)), jnp.zeros((count, 2)))
+    found = jax.jit(lambda u: nested_marginal(log_terms, u, parent, starts))(u)
+    np.testing.assert_allclose(found.value, exact(u), atol=0.05)
+    np.testing.assert_allclose(found.score, jax.grad(exact)(u), atol=0.1)
 
 
 def test_marginal_of_binary_data_is_that_of_fine_grids():
@@ -396,6 +450,12 @@ def test_silos_of_very_different_size_share_one_layout(monkeypatch):
     plan = Plan(ground.factors, ground.units, 4, None, True, None)
     noise = pilot.stay_noise(plan, ground.tuning, silos)
     assert np.abs(noise.first).max() < 5e-3
+    network = MCMC(
+        fed.PushSumLangevin(pupils, fed.graphs.complete(2), 0.02), num_warmup=0, num_samples=3, num_chains=2, chain_method="vectorized",
+        progress_bar=False,
+    )  # fmt: skip
+    network.run(random.key(0), silos)
+    assert network.get_samples()["b"].shape == (6, 4)
 
 
 def test_push_sum_has_nested_latents_too():

@@ -38,7 +38,7 @@ class LangevinState(NamedTuple):
     :param diverging: whether a step of this round was cut, or the round was undone because it left the reals.
     :param cut_rate: fraction of the round's steps whose conducive residual was cut (0 for an undone round).
     :param local_accept_prob: mean acceptance of the local latents' moves (1 without any; about 0.95 where the local map is exact).
-    :param local_stuck: fraction of the silo's local latents that did not move in this round.
+    :param local_stuck: fraction of the silo's local latents that did not move in this round, of the level where most are.
     :param residual: mean of e over this round's steps, in whitened coordinates, ``(d,)``: what the surrogate of the silo visited
         lacks; ``None`` where there are no surrogates or no preconditioner.
     :param step_size: step size of the round's last step.

@@ -114,7 +114,7 @@ class NetworkKernel(FederatedKernel):
         )  # fmt: skip
         self._tuning, self._surrogates, self._setup_cost = tuning, ground.surrogates, ground.cost
         self._mixing = mixing(graph, both_ways=self._both_ways)
-        self._stacks = (silos, stack(silos))
+        self._stacks = (silos, self._stacked(silos))
         if self._step_size == "adaptive":
             m = len(silos)
             added = graph.added_variance(gossip=self._both_ways, tracking=self._tracking)
@@ -217,7 +217,11 @@ class NetworkKernel(FederatedKernel):
         """The silos' rows in stacks; kept, so that they are gathered once."""
         if self._stacks is not None and self._stacks[0] == silos:
             return self._stacks[1]
-        return stack(silos)
+        return self._stacked(silos)
+
+    def _stacked(self, silos: Silos) -> list[SiloRows]:
+        units = self._plan.units
+        return stack(silos, pad=None if units is None or units.group is not None else units.pad)
 
     def sample(self, state: NetworkState, model_args: tuple, model_kwargs: Mapping[str, Any] | None) -> NetworkState:
         """One step of all nodes."""

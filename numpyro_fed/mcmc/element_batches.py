@@ -32,6 +32,12 @@ def pointing_groups(factors: Factors, group: str) -> dict[str, str]:
     """
     groups = {leaf: g for leaf, g, _ in factors.rows}
     pointing = {groups[leaf]: leaf for leaf, target in factors.index if target == group}
+    for leaf, target in factors.index:
+        if target != group:
+            raise ValueError(
+                f"batch_size takes elements of {group!r} with the rows that point to them, but {leaf!r} points to {target!r}, of which a minibatch "
+                "has some rows only; expected batch_size=None"
+            )
     for other in dict.fromkeys(groups.values()):
         if other not in (group, *pointing):
             raise ValueError(

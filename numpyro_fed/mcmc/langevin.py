@@ -69,7 +69,7 @@ class StayStats(NamedTuple):
 
     :param cut_rate: fraction of steps whose e was cut.
     :param accept_prob: mean acceptance of the local moves (1 without any).
-    :param stuck: fraction of the local latents that never moved (0 without any).
+    :param stuck: fraction of the local latents that never moved, of the level where most are (0 without any).
     :param finite: whether all stayed finite.
     :param residual: mean of e, as cut, ``(d,)``; ``None`` where e is not separated.
     """
@@ -146,7 +146,10 @@ def stay(
         owned = plan.units.owned(view)
         finite &= jnp.isfinite(jnp.where(owned, new_eps, 0.0)).all()
         still = (new_eps == eps) & owned & (plan.batch is None)  # a minibatch's others do not move
-        stuck, accept = jnp.sum(still) / jnp.sum(owned), accepted / steps
+        # of the level where most are: the outer elements are few beside the inner ones
+        levels = zip(plan.units.levels(still), plan.units.levels(owned), strict=True)
+        stuck = jnp.stack([jnp.sum(s) / jnp.sum(o) for s, o in levels]).max()
+        accept = accepted / steps
         new_eps = jnp.where(finite, new_eps, eps)
     theta = jnp.where(finite, theta, chain.theta)  # a stay that left the reals is undone, and counted
     cuts = jnp.where(finite, cuts, 0.0)
@@ -358,17 +361,23 @@ def move(
     sites, u = plan.factors.unravel(theta), latents.u(theta)
 
     if isinstance(units, NestedUnits):
-        nested = units  # for the type checker, inside the function
-
-        def log_terms(eps: Array) -> tuple[Array, Array]:
-            terms = nested.level_terms(sites, latents.rows.forward(u, eps), silo.kwargs, silo.weights, view)
-            scales = nested.levels(latents.rows.log_scales(u, eps))
-            own, below = (t + jnp.sum(s, 1) for t, s in zip(terms, scales, strict=False))
-            return own, below
-
-        return nested_metropolis(units, log_terms, eps, noise, units.parent(silo.kwargs), units.masks(view))
+        return _nested_move(units, sites, u, eps, silo, view, noise)
 
     def log_target(eps: Array) -> Array:
         return units.log_density(sites, latents.rows.forward(u, eps), silo.kwargs, silo.weights, view)
 
     return metropolis(log_target, eps, noise, units.owned(view), joint=units.group is None)
+
+
+def _nested_move(
+    units: NestedUnits, sites: dict, u: Array, eps: Array, silo: OpenSilo, view: SiloView | SiloRows, noise: MoveNoise
+) -> tuple[Array, Array]:
+    assert silo.latents is not None
+    rows = silo.latents.rows
+
+    def log_terms(eps: Array) -> tuple[Array, Array]:
+        own, below, _ = units.level_terms(sites, rows.forward(u, eps), silo.kwargs, silo.weights, view)
+        of_outer, of_inner = units.levels(rows.log_scales(u, eps))
+        return own + jnp.sum(of_outer, 1), below + jnp.sum(of_inner, 1)
+
+    return nested_metropolis(units, log_terms, eps, noise, units.parent(silo.kwargs), units.masks(view))

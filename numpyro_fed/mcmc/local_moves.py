@@ -3,7 +3,7 @@ r"""Metropolis moves of a silo's local latents given the global parameters, in t
 Law: they leave :math:`p(z_s \\mid y_s, \\theta)` invariant exactly, whatever the map. Where elements are independent
 given theta each proposes from the map's own law N(0, I), in a quarter of the steps from N(0, 1.5^2 I) (an independence sampler
 whose proposal has lighter tails than its target is stuck in them), and accepts for itself; where they are not, all latents of the silo
-move together by MALA.
+move together by MALA. Nested plates: :mod:`numpyro_fed.mcmc.nested_moves`.
 """
 
 from collections.abc import Callable

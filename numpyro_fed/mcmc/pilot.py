@@ -20,10 +20,10 @@ from numpyro_fed.mcmc.langevin import Plan, Tuning
 from numpyro_fed.mcmc.step_rule import StayNoise
 from numpyro_fed.silos import Silos
 from numpyro_fed.storage import SiloView, sweep
+from numpyro_fed.surrogates.score import NUM_DRAWS
 
 __all__ = ["Rule", "cost", "settle", "stay_noise"]
 
-_DRAWS = 32
 _WARM = 20  # local moves before counting
 _CUT = 8.0  # norm of e, in whitened units
 _CUT_RATE = 0.005
@@ -34,7 +34,7 @@ _LONGEST = 64  # local moves counted; longer stays are extrapolated
 @partial(jax.jit, static_argnames=("plan", "length"))
 def _stay_means(plan: Plan, length: int, key: Array, tuning: Tuning, silos: Silos) -> tuple[Array, Array, Array]:
     """Means of e over each half of a stay at fixed theta ``(S, draws, d)``, and its norms ``(S, draws, steps)``."""
-    shape = (_DRAWS, plan.factors.dim)
+    shape = (NUM_DRAWS, plan.factors.dim)
     key_theta, key_walks = random.split(key)
     thetas = tuning.draws
     if thetas is None:
@@ -96,8 +96,8 @@ def cost(plan: Plan, tuning: Tuning) -> Cost:
     item = tuning.loc.dtype.itemsize
     steps = _length(plan) + (0 if plan.units is None else _WARM)
     passes = 2 if plan.cut else 1
-    up = _DRAWS * (2 * plan.factors.dim + _length(plan)) * item
-    return Cost(1, _DRAWS * steps, _DRAWS * plan.factors.dim * item, up).times(passes)
+    up = NUM_DRAWS * (2 * plan.factors.dim + _length(plan)) * item
+    return Cost(1, NUM_DRAWS * steps, NUM_DRAWS * plan.factors.dim * item, up).times(passes)
 
 
 class Rule(NamedTuple):

@@ -154,8 +154,8 @@ def _batch(size: int | None, factors: Factors, silos: Silos, units: Units | None
     if units is not None and units.group is None:
         names = [s.name for s in factors.local_sites]
         raise ValueError(
-            f"batch_size={size} with local latents {names} that depend on each other given the global sites: they move together, which needs all "
-            "rows of a silo; expected batch_size=None"
+            f"batch_size={size} with local latents {names} that are one unit in a silo, or nested: they need all rows of a silo; "
+            " expected batch_size=None"
         )
     group = factors.batch_group() if units is None else str(units.group)
     sizes = silos.sizes[group]
@@ -180,9 +180,11 @@ def _units(factors: Factors, silos: Silos) -> Units | None:
     if units is not None and elements_are_independent(factors, units, silos):
         return units
     names = [s.name for s in factors.local_sites]
-    how = "of one another" if len(groups) > 1 else f"of {groups[0]!r}"
+    why = f"elements of {groups[0]!r} are not independent given the global sites"
+    if len(groups) > 1:
+        why = f"{list(groups)} are not two plates of which the elements of one point to those of the other by index= and are independent given these"
     warnings.warn(
-        f"elements {how} are not independent given the global sites, so the latents {names} of a silo are one unit: they move "
+        f"{why}, so the latents {names} of a silo are one unit: they move "
         "together (MALA), and are integrated out by a dense Laplace approximation, whose cost grows with the cube of their number",
         stacklevel=2,
     )

@@ -54,12 +54,16 @@ class Moments(NamedTuple):
 def nodes(dim: int, scalar: int = _SCALAR_NODES, sobol: int = _SOBOL_NODES) -> tuple[np.ndarray, np.ndarray]:
     """Nodes ``(J, k)`` and weights ``(J,)`` of integrals against the standard normal.
 
-    For one latent the trapezoidal rule, on as wide a range as balances what is cut off with what is between nodes: logistic terms have
+    For one latent, and for two by products, the trapezoidal rule, on as wide a range as balances what is cut off with what is between nodes: logistic terms have
     poles near the real line where latents are large, and a Gauss-Hermite rule of as many nodes is then ten times less exact.
     """
     if dim == 1:
         x = np.linspace(-1.0, 1.0, scalar) * 1.2 * np.sqrt(scalar)
         return x[:, None], (x[1] - x[0]) / np.sqrt(2 * np.pi) * np.exp(-(x**2) / 2)
+    if dim == 2:  # products: far more exact than as many Sobol nodes
+        side = round(np.sqrt(sobol))
+        (x, w), two = nodes(1, scalar=side), np.indices((side, side)).reshape(2, -1)
+        return x[two, 0].T, w[two].prod(0)
     x = sobol_normal(sobol, dim, seed=0)
     return x, np.full(len(x), 1 / len(x))
 

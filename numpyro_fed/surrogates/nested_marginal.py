@@ -19,17 +19,21 @@ import numpy as np
 from jax import Array, lax
 
 from numpyro_fed import small_matrices
-from numpyro_fed.surrogates.marginal import Moments, Nodes, inverse_factor, nodes, place, place_at_mode
+from numpyro_fed.surrogates.marginal import Moments, Nodes, cholesky, inverse_factor, nodes, place, place_at_mode
 
-__all__ = ["NUM_NODES", "NestedMarginal", "nested_marginal"]
+__all__ = ["NestedMarginal", "nested_marginal", "num_nodes"]
 
 _MODE_STEPS = 25
 _INNER_STEPS = 4  # from where the joint mode's tangent leads
 _OUTER = {"scalar": 11, "sobol": 32}  # many rows below an outer element make its law nearly normal
 _INNER = {"scalar": 21, "sobol": 32}
-NUM_NODES = 11 * 21  # model evaluations of a value, where latents are scalars
 
 Terms = Callable[[Array, Array], tuple[Array, Array]]
+
+
+def num_nodes(outer: int, inner: int) -> int:
+    """Evaluations of the model in a value, for so many latents an outer and an inner element."""
+    return len(nodes(outer, **_OUTER)[0]) * len(nodes(inner, **_INNER)[0])
 
 
 class NestedMarginal(NamedTuple):
@@ -72,7 +76,7 @@ def nested_marginal(
 
     a, b = _mode(here, starts, parent, up)
     arrow = _arrow(here, a, b)
-    tangent = -small_matrices.solve_positive(arrow.inner, arrow.cross)  # db / da along the ridge
+    tangent = -_solve(cholesky(arrow.inner), arrow.cross)  # db / da along the ridge
     chol = inverse_factor(arrow.outer + up(jnp.swapaxes(arrow.cross, -1, -2) @ tangent))
     outer = place(a, chol, nodes(a.shape[1], **_OUTER))
 
@@ -122,6 +126,9 @@ def _arrow(log_terms: Terms, a: Array, b: Array) -> _Arrow:
     return _Arrow(outer, cross, columns(b, a, first=False)[1])
 
 
+_solve = jax.vmap(small_matrices.solve, in_axes=(None, -1), out_axes=-1)  # of factors, for columns
+
+
 def _mode(
     log_terms: Terms, starts: tuple[Array, Array], parent: Array, up: Callable[[Array], Array]
 ) -> tuple[Array, Array]:
@@ -143,7 +150,7 @@ def _mode(
         slope_a, slope_b = slope(a, b)
         arrow = _arrow(log_terms, a, b)
         inner = small_matrices.cholesky(damped(arrow.inner, damping[parent]))
-        solved = jax.vmap(small_matrices.solve, in_axes=(None, -1), out_axes=-1)(inner, arrow.cross)
+        solved = _solve(inner, arrow.cross)
         schur = damped(arrow.outer, damping) - up(jnp.swapaxes(arrow.cross, -1, -2) @ solved)
         right = slope_a - up(jnp.einsum("eij,ei->ej", solved, slope_b))
         move_a = small_matrices.solve(small_matrices.cholesky(schur), right)

@@ -39,15 +39,15 @@ from numpyro_fed.surrogates.gaussian import Gaussian, Surrogates, matvec
 from numpyro_fed.surrogates.least_squares import fit_score
 from numpyro_fed.surrogates.local_score import Message, Reply, ScoreLocal
 from numpyro_fed.surrogates.marginal import nodes
-from numpyro_fed.surrogates.nested_marginal import NUM_NODES
+from numpyro_fed.surrogates.nested_marginal import num_nodes
 from numpyro_fed.surrogates.points import sobol_normal, wide_points
 
-__all__ = ["ScoreFit", "Whitening", "fit", "fit_at"]
+__all__ = ["NUM_DRAWS", "ScoreFit", "Whitening", "fit", "fit_at"]
 
 _FULL_UP_TO = 500  # dimensions; beyond, one d x d matrix per silo is too much memory
 _SETTLED = 0.1  # sds the centre moves in a round, and the like for the spread
 _ROWS_AT_ONCE = 1 << 20  # rows x points evaluated together
-_NUM_DRAWS = 32  # positions that represent the posterior
+NUM_DRAWS = 32  # positions that represent the posterior
 _NEAR = 1.3  # sds of the points at which what is not Gaussian is fitted, over the surrogate posterior's
 
 
@@ -228,7 +228,8 @@ def fit(
         )
 
     final_local = ScoreLocal(factors, units, at_once, last=True)
-    count = _last_points(factors.dim, num)
+    beside = units.blocks()[0][2] if isinstance(units, NestedUnits) else 0  # coordinates of the inner map beside u
+    count = _last_points(factors.dim + beside, num)
     state = state._replace(points=wide_points(count, factors.dim, seed + 10_000), weights=np.ones(count))
     values = np.asarray(ask(final_local, state)[0].values, np.float64)
     state = state._replace(weights=_wide_weights(factors, scheme.broadcast(key, state), values, silos))
@@ -272,7 +273,7 @@ def fit_at(factors: Factors, silos: Silos, units: Units | None, thetas: np.ndarr
     if surrogates is not None and replies.bend is not None:
         surrogates = replace(surrogates, bends=_bends(state, surrogates.factors, replies.bend))
     cost = Cost(1, len(points), message_bytes(message), message_bytes(replies) // len(silos))
-    some = thetas[np.linspace(0, len(thetas) - 1, _NUM_DRAWS).astype(int)]
+    some = thetas[np.linspace(0, len(thetas) - 1, NUM_DRAWS).astype(int)]
     return ScoreFit(surrogates, local_map, _whitening(state), _whitening(final), jnp.asarray(misfit), cost, some)
 
 
@@ -286,10 +287,12 @@ def _last_points(dim: int, num: int) -> int:
 def _at_once(silos: Silos, units: Units | None) -> int:
     """Points evaluated together: a power of two, as the points' numbers are, for what is left over would be a program of its own."""
     rows = max(sum(n) for n in silos.sizes.values())
+    if units is not None and units.group is None:  # all padded to the largest
+        rows = max(len(n) * max(n) for n in silos.sizes.values())
     if units is not None and units.group is not None:
         rows *= len(nodes(units.dim)[0])
     elif isinstance(units, NestedUnits):
-        rows *= NUM_NODES
+        rows *= num_nodes(*(width for *_, width in units.blocks()))
     elif units is not None:  # a column of the curvature for each latent
         rows *= units.dim
     return 1 << (max(1, _ROWS_AT_ONCE // rows).bit_length() - 1)
@@ -319,9 +322,9 @@ def _near_logs(factors: Factors, message: Message, values: np.ndarray, silos: Si
 def _resampled(state: ServerState, weights: np.ndarray) -> np.ndarray | None:
     """Positions resampled systematically by their weights; ``None`` where too few points have most of the weight."""
     weights = weights / weights.sum()
-    if 1 / (weights**2).sum() < _NUM_DRAWS:
+    if 1 / (weights**2).sum() < NUM_DRAWS:
         return None
-    places = np.searchsorted(np.cumsum(weights), (np.arange(_NUM_DRAWS) + 0.5) / _NUM_DRAWS)
+    places = np.searchsorted(np.cumsum(weights), (np.arange(NUM_DRAWS) + 0.5) / NUM_DRAWS)
     return np.asarray(state.loc + state.points[np.minimum(places, len(weights) - 1)] @ state.scale.T)
 
 

@@ -56,10 +56,8 @@ def unit_terms(family: Any, theta: Array, z: Array, params: Any, batch: Batch) -
         return jnp.zeros((0,), theta.dtype), sum((jnp.sum(v) for v in local.values()), zero)
     if family.group is None:
         return sum((jnp.sum(v) for v in local.values()), zero)[None], zero
-    groups = {leaf: g for leaf, g, _ in factors.rows}
-    pointing = {groups[leaf] for leaf, target in factors.index if target == family.group} | {family.group}
-    rest = sum((jnp.sum(v) for g, v in local.items() if g not in pointing), zero)
-    return factors.by_element(family.group, local, kwargs), rest
+    (terms,), rest = factors.by_elements((family.group,), local, kwargs)
+    return terms, rest
 
 
 def candidate_weights(
