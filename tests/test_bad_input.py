@@ -156,7 +156,10 @@ def test_batch_size_with_latents_that_depend_on_each_other():
     silos = fed.Silos({"a": {"y": np.array([0.3, 0.1, -0.4])}, "b": {"y": np.array([0.5, 0.2])}})
     with (
         pytest.warns(UserWarning, match="not independent"),
-        pytest.raises(ValueError, match=r"latents \['z'\] that depend on each other"),
+        pytest.raises(
+            ValueError,
+            match=r"latents \['z'\] that are one unit in a silo, or nested: they need all rows of a silo; expected batch_size=None",
+        ),
     ):
         run(fed.FSGLD(walk, batch_size=2), silos)
 

@@ -155,7 +155,7 @@ def _batch(size: int | None, factors: Factors, silos: Silos, units: Units | None
         names = [s.name for s in factors.local_sites]
         raise ValueError(
             f"batch_size={size} with local latents {names} that are one unit in a silo, or nested: they need all rows of a silo; "
-            " expected batch_size=None"
+            "expected batch_size=None"
         )
     group = factors.batch_group() if units is None else str(units.group)
     sizes = silos.sizes[group]
