@@ -112,6 +112,10 @@ class Factors:
         """The flat position ``(dim,)`` of global sites (other entries are ignored)."""
         return jnp.concatenate([jnp.ravel(sites[name]) for name, _ in self.global_sites])
 
+    def leaves(self, group: str) -> list[str]:
+        """The row arguments of a row group."""
+        return [leaf for leaf, g, _ in self.rows if g == group]
+
     def batch_group(self) -> str:
         """The row group that a minibatch subsamples: the only one that no index points to."""
         targets = {target for _, target in self.index}
@@ -223,8 +227,7 @@ class Factors:
         self, rows: str, groups: tuple[str, ...], kwargs: Mapping[str, Any], seen: tuple[str, ...] = ()
     ) -> tuple[int, Array] | None:
         """Which of ``groups`` a row group's rows belong to, by its place there, and each row's element."""
-        leaves = [leaf for leaf, group, _ in self.rows if group == rows]
-        found = []
+        leaves, found = self.leaves(rows), []
         for leaf, target in self.index:
             if leaf not in leaves or target in (*seen, rows):
                 continue

@@ -22,7 +22,7 @@ from numpyro_fed.density import Factors
 from numpyro_fed.local_map import LocalMap, Units
 from numpyro_fed.storage import SiloRows, SiloView
 
-__all__ = ["NestedMap", "NestedUnits", "nesting"]
+__all__ = ["NestedMap", "NestedUnits", "join_levels", "nesting"]
 
 
 def nesting(factors: Factors) -> tuple[str, str] | None:
@@ -31,13 +31,14 @@ def nesting(factors: Factors) -> tuple[str, str] | None:
     if len(groups) != 2:
         return None
     for outer, inner in (groups, groups[::-1]):
-        if any(target == outer and leaf in _leaves(factors, inner) for leaf, target in factors.index):
+        if any(target == outer and leaf in factors.leaves(inner) for leaf, target in factors.index):
             return outer, inner
     return None
 
 
-def _leaves(factors: Factors, group: str) -> list[str]:
-    return [leaf for leaf, g, _ in factors.rows if g == group]
+def join_levels(outer: Array, inner: Array) -> Array:
+    """One row ``(dim,)`` of outer ``(n0, k0)`` and inner ``(n1, k1)`` latents; the inverse of :meth:`NestedUnits.levels`."""
+    return jnp.concatenate([outer.reshape(-1), inner.reshape(-1)])
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class NestedUnits(Units):
 
     def parent(self, kwargs: Mapping[str, Any]) -> Array:
         """The outer element of each inner one, counted inside the silo."""
-        leaves = _leaves(self.factors, self.inner)
+        leaves = self.factors.leaves(self.inner)
         leaf = next(leaf for leaf, target in self.factors.index if leaf in leaves and target == self.outer)
         return jnp.asarray(kwargs[leaf])
 
@@ -115,8 +116,7 @@ class NestedMap:
 
         def one(rows: NestedMap, eps: Array) -> Array:
             outer, inner = rows._levels(eps)
-            z = rows.outer.forward(u, outer), rows.inner.forward(rows._position(u, outer), inner)
-            return jnp.concatenate([x.reshape(-1) for x in z])
+            return join_levels(rows.outer.forward(u, outer), rows.inner.forward(rows._position(u, outer), inner))
 
         return jax.vmap(one)(self, eps)
 
@@ -126,8 +126,7 @@ class NestedMap:
         def one(rows: NestedMap, z: Array) -> Array:
             outer, inner = rows._levels(z)
             outer = rows.outer.inverse(u, outer)
-            eps = outer, rows.inner.inverse(rows._position(u, outer), inner)
-            return jnp.concatenate([x.reshape(-1) for x in eps])
+            return join_levels(outer, rows.inner.inverse(rows._position(u, outer), inner))
 
         return jax.vmap(one)(self, z)
 
@@ -136,8 +135,7 @@ class NestedMap:
 
         def one(rows: NestedMap, eps: Array) -> Array:
             outer, _ = rows._levels(eps)
-            scales = rows.outer.log_scales(u), rows.inner.log_scales(rows._position(u, outer))
-            return jnp.concatenate([x.reshape(-1) for x in scales])
+            return join_levels(rows.outer.log_scales(u), rows.inner.log_scales(rows._position(u, outer)))
 
         return jax.vmap(one)(self, eps)
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from numpyro_fed.mcmc.local_moves import MoveNoise
-from numpyro_fed.nested import NestedUnits
+from numpyro_fed.nested import NestedUnits, join_levels
 
 __all__ = ["nested_metropolis"]
 
@@ -40,23 +40,20 @@ def nested_metropolis(
         """Minus the log density of a proposal."""
         return 0.5 * jnp.sum(x**2, -1) / noise.width**2
 
-    def joined(a: Array, b: Array) -> Array:
-        return jnp.concatenate([a.reshape(-1), b.reshape(-1)])[None]
-
     own, below = log_terms(eps)
-    proposed = log_terms(joined(outer, proposals[1]))[1]
+    proposed = log_terms(join_levels(outer, proposals[1])[None])[1]
     log_ratio = proposed - below + weight(proposals[1]) - weight(inner)
     accept = uniform[1] < log_ratio  # NaN refuses
     inner, below = jnp.where(accept[:, None], proposals[1], inner), jnp.where(accept, proposed, below)
     probability = jnp.sum(jnp.where(owned[1], _probability(log_ratio), 0.0))
 
-    new_own, new_below = log_terms(joined(proposals[0], inner))
+    new_own, new_below = log_terms(join_levels(proposals[0], inner)[None])
     change = jnp.where(owned[1], new_below - below, 0.0)  # padding moves along with the last element's
     log_ratio = new_own - own + jax.ops.segment_sum(change, parent, num_segments=len(outer))
     log_ratio += weight(proposals[0]) - weight(outer)
     outer = jnp.where((uniform[0] < log_ratio)[:, None], proposals[0], outer)
     probability += jnp.sum(jnp.where(owned[0], _probability(log_ratio), 0.0))
-    return joined(outer, inner), probability / (jnp.sum(owned[0]) + jnp.sum(owned[1]))
+    return join_levels(outer, inner)[None], probability / (jnp.sum(owned[0]) + jnp.sum(owned[1]))
 
 
 def _probability(log_ratio: Array) -> Array:

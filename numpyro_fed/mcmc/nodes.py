@@ -103,7 +103,7 @@ def _open(plan: NetworkPlan, tuning: Tuning, key: Array, rows: SiloRows, local_m
     if plan.batch is not None:
         group, size = plan.batch
         index = pick_rows(key, (size,), rows.size(group))
-        kwargs |= rows.take([leaf for leaf, g, _ in plan.factors.rows if g == group], index)
+        kwargs |= rows.take(plan.factors.leaves(group), index)
         weights[group] = rows.size(group).astype(weights[group].dtype) / size
     latents = None if tuning.latents is None else tuning.latents._replace(rows=local_map)
     return OpenSilo(kwargs, weights, latents)

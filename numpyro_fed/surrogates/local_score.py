@@ -11,7 +11,7 @@ from jax import Array, lax, random
 from numpyro_fed.bounded_features import MOST_DIMENSIONS
 from numpyro_fed.density import Factors
 from numpyro_fed.local_map import LocalMap, Units
-from numpyro_fed.nested import NestedMap, NestedUnits
+from numpyro_fed.nested import NestedMap, NestedUnits, join_levels
 from numpyro_fed.storage import SiloView
 from numpyro_fed.surrogates.bends import regress
 from numpyro_fed.surrogates.gaussian import matvec
@@ -107,8 +107,7 @@ def marginal_score(
         if isinstance(units, NestedUnits):
 
             def log_terms(u: Array, a: Array, b: Array) -> tuple[Array, Array, Array]:
-                z = jnp.concatenate([a.reshape(-1), b.reshape(-1)])[None]
-                return units.level_terms(theta(u), z, kwargs, weights, view)
+                return units.level_terms(theta(u), join_levels(a, b)[None], kwargs, weights, view)
 
             found = nested_marginal(log_terms, u, units.parent(kwargs), units.levels(start), beside)
             return found.value + log_normaliser(owned), found.score, [m for m in found[2:] if m is not None]

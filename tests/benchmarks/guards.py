@@ -10,7 +10,6 @@ import argparse
 import copy
 import importlib
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 from numpyro.infer import MCMC
+from speed import in_turn, quartiles
 
 import numpyro_fed as fed
 
@@ -38,12 +38,6 @@ def compiled(kernel: Any, silos: fed.Silos) -> Callable[[jax.Array], Any]:
     return run
 
 
-def seconds(run: Callable[[jax.Array], Any], key: jax.Array) -> float:
-    start = time.perf_counter()
-    jax.block_until_ready(run(key))
-    return time.perf_counter() - start
-
-
 def ratios(name: str) -> str:
     module = importlib.import_module(name)
     silos = module.silos()
@@ -52,12 +46,14 @@ def ratios(name: str) -> str:
     bare = copy.copy(guarded)
     assert guarded._plan is not None
     bare._plan = replace(guarded._plan, cut=False)
-    runs = [compiled(kernel, silos) for kernel in (guarded, bare)]
-    times = np.array([[seconds(run, jax.random.key(i)) for run in runs] for i in range(TURNS + 1)])[1:]
+    forms = {"guarded": compiled(guarded, silos), "bare": compiled(bare, silos)}
+    times = in_turn(forms, TURNS)
     assert not bare._plan.cut  # nothing was prepared again
-    low, middle, high = np.quantile(times[:, 0] / times[:, 1], (0.25, 0.5, 0.75))
-    each = 1e6 * np.median(times, 0) / (ROUNDS * 40 * 4)
-    return f"{name}: guarded / bare {middle:.2f} ({low:.2f}-{high:.2f}); {each[0]:.2f} and {each[1]:.2f} microseconds a chain and step"
+    each = {form: 1e6 * np.median(seconds) / (ROUNDS * 40 * 4) for form, seconds in times.items()}
+    return (
+        f"{name}: guarded / bare {quartiles(times['guarded'] / times['bare'])}; {each['guarded']:.2f} and {each['bare']:.2f} microseconds a chain "
+        "and step"
+    )
 
 
 if __name__ == "__main__":
