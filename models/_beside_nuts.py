@@ -45,7 +45,7 @@ def local_line(fit: az.InferenceData, nuts: az.InferenceData, names: Sequence[st
 
     def flat(idata: az.InferenceData, name: str) -> np.ndarray:
         draws = idata.posterior[name].values
-        return draws.reshape(*draws.shape[:2], -1)
+        return draws.reshape(*draws.shape[:2], -1).astype(float)
 
     pairs = [[flat(idata, name) for idata in (fit, nuts)] for name in names]
     (mean, sd), (mean_ref, sd_ref) = (

@@ -1,8 +1,8 @@
 """Counts of birds at 235 sites in nine years, ten silos of sites: Poisson, or negative binomial.
 
-The log of the expected count is a mean, plus an effect of the year, which all silos share, plus an effect of the site,
-which is local. Sites are the silo plate's coarser elements, counts point to them. 43 of 2,115 counts are missing and left
-out. The negative binomial adds variance that sites do not explain.
+The log of the expected count is a mean, plus an effect of the year (nine that sum to zero), which all silos share, plus
+an effect of the site, which is local. Sites are the silo plate's coarser elements, counts point to them. 43 of 2,115
+counts are missing and left out. The negative binomial adds variance that sites do not explain.
 
 References: Kery & Schaub (2012), Bayesian Population Analysis using WinBUGS, section 4.2 (coal tits in Switzerland: data
 and model); Magnusson et al. (2024), posteriordb (data set GLMM_data).
@@ -52,13 +52,13 @@ def log_rate(site: Array, year: Array, sites: Array) -> Array:
     """The log of the expected count at each visit."""
     mean = numpyro.sample("mean", dist.Normal(0, 5))
     sigma_year = numpyro.sample("sigma_year", dist.HalfNormal(0.5))
-    with numpyro.plate("years", NUM_YEARS):
-        effect = numpyro.sample("year_effect", dist.Normal(0, 1))  # in units of sigma_year
+    # they sum to zero, so that they do not move with the mean
+    effect = numpyro.sample("year_effect", dist.ZeroSumNormal(sigma_year, event_shape=(NUM_YEARS,)))
     sigma_site = numpyro.sample("sigma_site", dist.HalfNormal(2))
     with fed.silo_plate("sites", sites.shape[0]):
         # centred at the mean, since nine years say much about a site
         level = numpyro.sample("level", dist.Normal(mean, sigma_site))
-    return level[site] + sigma_year * effect[year]
+    return level[site] + effect[year]
 
 
 def model(count, site, year, sites):  # type: ignore[no-untyped-def]

@@ -29,8 +29,8 @@ def nothing_is_compiled(monkeypatch):
         (prepare.score, "fit"),
         (prepare.laplace, "fit"),
         (prepare.pilot, "settle"),
-        (_kernel, "_round"),
-        (_kernel, "_start"),
+        (_kernel, "one_round"),
+        (_kernel, "first_state"),
     ]:
         monkeypatch.setattr(owner, name, begun)
 

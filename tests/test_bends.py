@@ -11,7 +11,7 @@ from small_models import view_of
 
 import numpyro_fed as fed
 from numpyro_fed.bounded_features import features, num_features
-from numpyro_fed.mcmc import langevin, pilot
+from numpyro_fed.mcmc import gradients, pilot
 from numpyro_fed.surrogates.bends import Bends, regress
 
 
@@ -69,14 +69,14 @@ def test_they_cancel_in_the_mean_over_silos(prepared):
     assert "bent" in repr(kernel.surrogates)
     straight = tuning._replace(conducive=tuning.conducive._replace(bends=None, total_bends=None))
     f = np.asarray(tuning.selection)
-    for theta in (tuning.loc, tuning.loc + 3 * langevin.push(tuning, jnp.ones(3))):
+    for theta in (tuning.loc, tuning.loc + 3 * gradients.push(tuning, jnp.ones(3))):
         means, parts = [], []
         for numbers in (tuning, straight):
             each = []
             for s in range(3):
                 view = view_of(silos, s)
-                silo = langevin.open_silo(plan, numbers, None, view)
-                each.append(np.asarray(langevin.drift(plan, numbers, theta, None, silo, view)[0], np.float64))
+                silo = gradients.open_silo(plan, numbers, None, view)
+                each.append(np.asarray(gradients.drift(plan, numbers, theta, None, silo, view)[0], np.float64))
             means.append(f @ np.stack(each))
             parts.append(np.stack(each))
         np.testing.assert_allclose(means[0], means[1], rtol=1e-3, atol=1e-3)

@@ -11,7 +11,7 @@ from jax import random
 from numpyro.infer import MCMC, NUTS
 
 import numpyro_fed as fed
-from numpyro_fed.mcmc import _kernel
+from numpyro_fed.mcmc import rounds
 
 
 def logistic(x, y):
@@ -95,9 +95,14 @@ def test_stays_of_a_thousand_steps_are_flagged():
     off = conducive.shift + jnp.asarray(np.array([[0.3, 0], [0, 0.3], [-0.3, -0.3]]) @ scale.T)
     kernel._tuning = kernel._tuning._replace(conducive=conducive._replace(shift=off, total_shift=off.sum(0)))
     short = dataclasses.replace(kernel._plan, num_local_steps=4)
-    assert "inflation met" in failed(run(kernel, 600))[1]
+    found, bad = failed(run(kernel, 600))
+    assert "inflation met" in bad
+    reach = 1000 * float(kernel._tuning.step_size)
+    assert found.table.loc["steps cut", "limit"] == f"<= {0.04 / reach:.3g}"
     kernel._plan = short
-    assert "inflation met" not in failed(run(kernel, 6000))[1]  # the same noise in short stays
+    found, bad = failed(run(kernel, 6000))
+    assert "inflation met" not in bad  # the same noise in short stays
+    assert found.table.loc["steps cut", "limit"] == "<= 0.01"
 
 
 def test_silos_that_are_not_visited_as_weighted_are_flagged(monkeypatch):
@@ -105,7 +110,7 @@ def test_silos_that_are_not_visited_as_weighted_are_flagged(monkeypatch):
         number = random.randint(random.fold_in(state.key_silos, state.i), (), 0, num_silos)
         return number, jnp.ones((), jnp.int32)
 
-    monkeypatch.setattr(_kernel, "_next_silo", equal)
+    monkeypatch.setattr(rounds, "_next_silo", equal)
     # a number of steps of its own, so that the round is traced anew
     found, bad = failed(run(fed.FSGLD(logistic, num_local_steps=7, selection=[0.6, 0.2, 0.2]), 1500))
     assert "visits" in bad

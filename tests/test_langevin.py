@@ -14,7 +14,7 @@ from small_models import linear, linear_precisions, linear_silos, run_kernel, vi
 
 import numpyro_fed as fed
 from numpyro_fed.density import pooled_log_density
-from numpyro_fed.mcmc import langevin
+from numpyro_fed.mcmc import gradients, langevin
 from numpyro_fed.mcmc.options import Options
 from numpyro_fed.mcmc.prepare import prepare
 from numpyro_fed.surrogates import Gaussian, Surrogates
@@ -67,12 +67,12 @@ def logistic_silos():
 def mean_over_single_rows(plan, tuning, theta, silos, number):
     """Mean of the residual e over a silo's minibatches of one row, in preconditioned units."""
     view = view_of(silos, number)
-    silo = langevin.open_silo(plan, tuning, None, view)
+    silo = gradients.open_silo(plan, tuning, None, view)
     group, _ = plan.batch
 
     def one(row):
         here = silo._replace(kwargs={**silo.kwargs, **view.batch(group, row[None])})
-        return langevin.residual(plan, tuning, theta, None, here, view)[0]
+        return gradients.residual(plan, tuning, theta, None, here, view)[0]
 
     weights = view.mask(group) / view.size(group)
     return weights @ jax.vmap(one)(jnp.arange(dict(view.pad)[group]) % view.size(group))
@@ -81,7 +81,7 @@ def mean_over_single_rows(plan, tuning, theta, silos, number):
 @partial(jax.jit, static_argnames=("plan",))
 def residual_and_cut(plan, tuning, theta, silos, number):
     view = view_of(silos, number)
-    return langevin.residual(plan, tuning, theta, None, langevin.open_silo(plan, tuning, None, view), view)
+    return gradients.residual(plan, tuning, theta, None, gradients.open_silo(plan, tuning, None, view), view)
 
 
 def full_batch_residual(*args):
@@ -90,8 +90,8 @@ def full_batch_residual(*args):
 
 @partial(jax.jit, static_argnames=("plan",))
 def server_drift(plan, tuning, theta, silos):
-    gradient = langevin._server_gradient(plan, tuning, theta, view_of(silos, 0))
-    return langevin.pull_back(tuning, gradient)
+    gradient = gradients._server_gradient(plan, tuning, theta, view_of(silos, 0))
+    return gradients.pull_back(tuning, gradient)
 
 
 def expected_drift(plan, tuning, theta, silos, residual):
@@ -123,7 +123,7 @@ def test_lemma_1_the_estimator_averages_to_the_full_gradient(seed, preconditione
     plan = dataclasses.replace(plan, cut=False)
     theta = jnp.asarray(rng.normal(size=3), jnp.float32)
     gradient = logistic_gradient(silos, theta)
-    expected = np.asarray(langevin.pull_back(tuning, gradient))
+    expected = np.asarray(gradients.pull_back(tuning, gradient))
     for residual in (mean_over_single_rows, full_batch_residual):
         one = plan if residual is mean_over_single_rows else dataclasses.replace(plan, batch=None)
         got = expected_drift(one, tuning, theta, silos, residual)
@@ -148,10 +148,10 @@ def test_a_step_without_a_cut_has_the_same_drift_in_one_call_of_the_model(precon
     plan = dataclasses.replace(plan, cut=False)
     theta = jnp.asarray(rng.normal(size=3), jnp.float32)
     server = np.asarray(server_drift(plan, tuning, theta, silos))
-    drift = jax.jit(langevin.drift, static_argnums=0)
+    drift = jax.jit(gradients.drift, static_argnums=0)
     for s in range(3):
         view = view_of(silos, s)
-        got, separate, cut = drift(plan, tuning, theta, None, langevin.open_silo(plan, tuning, None, view), view)
+        got, separate, cut = drift(plan, tuning, theta, None, gradients.open_silo(plan, tuning, None, view), view)
         e = np.asarray(full_batch_residual(plan, tuning, theta, silos, s))
         assert separate is None
         assert cut is None

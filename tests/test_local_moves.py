@@ -15,9 +15,10 @@ from small_models import intercepts, intercepts_silos, run_kernel, view_of
 import numpyro_fed as fed
 from numpyro_fed.factorise import factorise
 from numpyro_fed.local_map import LocalMap, Units
-from numpyro_fed.mcmc import langevin
-from numpyro_fed.mcmc.langevin import Chain, LatentCoordinates, Tuning
+from numpyro_fed.mcmc import gradients, langevin
+from numpyro_fed.mcmc.langevin import Chain
 from numpyro_fed.mcmc.local_moves import MoveNoise, metropolis, move_noise
+from numpyro_fed.mcmc.plan import LatentCoordinates, Tuning
 from numpyro_fed.storage import largest
 
 # Gradients at fixed eps
@@ -86,11 +87,11 @@ def residuals_at(plan, tuning, theta, silos, number, latents):
     view = view_of(silos, number)
     positions, _ = view.units("x")
     rows = jax.tree.map(lambda v: v[positions], tuning.latents.rows)
-    silo = langevin.open_silo(plan, tuning, (None, rows), view)
+    silo = gradients.open_silo(plan, tuning, (None, rows), view)
     mean, covariance = jax.vmap(partial(exact_conditional, theta))(silo.kwargs["x"], silo.kwargs["y"])
     z = mean + jnp.einsum("eij,nej->nei", jnp.linalg.cholesky(covariance), latents)
     eps = jax.vmap(partial(rows.inverse, tuning.latents.u(theta)))(z)
-    return jax.vmap(lambda e: langevin.residual(plan, tuning, theta, e, silo, view)[0])(eps)
+    return jax.vmap(lambda e: gradients.residual(plan, tuning, theta, e, silo, view)[0])(eps)
 
 
 @pytest.mark.parametrize("seed", [0, 1])

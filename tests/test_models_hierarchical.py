@@ -187,10 +187,13 @@ def test_bird_counts(negative_binomial: bool) -> None:
     silos, rows = bird_counts.silos(), bird_counts.data()
     assert (len(silos), sum(sizes(silos, "count")), sum(sizes(silos, "sites"))) == (10, 2072, 235)
     assert len(np.unique(np.stack([rows["site"], rows["year"]]), axis=1).T) == 2072  # each visit once
-    level, effect = 2 + rng().normal(size=235), rng().normal(size=9)
-    rate = np.exp(level[rows["site"]] + 0.2 * effect[rows["year"]])
+    level, effect = 2 + rng().normal(size=235), 0.2 * rng().normal(size=9)
+    effect -= effect.mean()
+    rate = np.exp(level[rows["site"]] + effect[rows["year"]])
     values = {"mean": 1.8, "sigma_year": 0.2, "year_effect": effect, "sigma_site": 1.1, "level": level}
-    expected = norm(1.8, 0, 5) + half_normal(0.2, 0.5) + norm(effect) + half_normal(1.1, 2) + norm(level, 1.8, 1.1)
+    expected = (
+        norm(1.8, 0, 5) + half_normal(0.2, 0.5) + norm(effect, 0, 0.2) - norm(0, 0, 0.2) + half_normal(1.1, 2) + norm(level, 1.8, 1.1)
+    )
     if negative_binomial:
         expected += stats.lognorm.logpdf(6.0, 1, scale=np.exp(2))
         expected += stats.nbinom.logpmf(rows["count"], 6.0, 6.0 / (6.0 + rate)).sum()

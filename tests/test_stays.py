@@ -9,7 +9,7 @@ from small_models import intercepts, intercepts_silos, linear, linear_silos, vie
 from test_law import errors, exact_law, exact_surrogates, posterior_of, run, uncut, whitened_sd
 
 import numpyro_fed as fed
-from numpyro_fed.mcmc import langevin
+from numpyro_fed.mcmc import gradients
 
 SILOS = linear_silos()
 
@@ -220,16 +220,16 @@ def test_control_variates_are_unbiased_and_quieter():
         plan, tuning = kernel._plan, kernel._tuning._replace(cut=jnp.asarray(jnp.inf))
         for place, theta in (
             ("centre", tuning.loc),
-            ("one sd off", tuning.loc + langevin.push(tuning, jnp.ones(2) / 2**0.5)),
+            ("one sd off", tuning.loc + gradients.push(tuning, jnp.ones(2) / 2**0.5)),
         ):
             for s in range(4):
                 view = view_of(SILOS, s)
-                silo = langevin.open_silo(plan, tuning, None, view)
+                silo = gradients.open_silo(plan, tuning, None, view)
                 each = []
                 for i in range(len(SILOS[SILOS.names[s]]["x"])):
                     rows = view.batch(plan.batch[0], jnp.array([i]))
                     here = silo._replace(kwargs={**silo.kwargs, **rows})
-                    each.append(np.asarray(langevin.residual(plan, tuning, theta, None, here, view)[0], float))
+                    each.append(np.asarray(gradients.residual(plan, tuning, theta, None, here, view)[0], float))
                 found[wanted, place, s] = np.stack(each)
     for place in ("centre", "one sd off"):
         for s in range(4):

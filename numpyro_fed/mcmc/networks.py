@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array, random
 
 from numpyro_fed.mcmc.adaptation import Adaptation, adapt, first_looks
-from numpyro_fed.mcmc.langevin import push
+from numpyro_fed.mcmc.gradients import push
 from numpyro_fed.mcmc.mixing import Mixing
 from numpyro_fed.mcmc.nodes import Nodes, gradients
 from numpyro_fed.mcmc.plan import NetworkPlan, Tuning

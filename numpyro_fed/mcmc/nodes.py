@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, random
 
-from numpyro_fed.mcmc.langevin import OpenSilo, move, pick_rows, pull_back, push, terms
+from numpyro_fed.mcmc.gradients import OpenSilo, pull_back, push, terms
+from numpyro_fed.mcmc.langevin import move, pick_rows
 from numpyro_fed.mcmc.local_moves import move_noise
 from numpyro_fed.mcmc.plan import NetworkPlan, Tuning
 from numpyro_fed.storage import SiloRows

@@ -15,8 +15,8 @@ from jax import Array, lax, random
 
 from numpyro_fed.federation import Cost
 from numpyro_fed.local_map import LocalMap
-from numpyro_fed.mcmc import langevin, step_rule
-from numpyro_fed.mcmc.langevin import Plan, Tuning
+from numpyro_fed.mcmc import gradients, langevin, step_rule
+from numpyro_fed.mcmc.plan import Plan, Tuning
 from numpyro_fed.mcmc.step_rule import StayNoise
 from numpyro_fed.silos import Silos
 from numpyro_fed.storage import SiloView, sweep
@@ -39,7 +39,7 @@ def _stay_means(plan: Plan, length: int, key: Array, tuning: Tuning, silos: Silo
     thetas = tuning.draws
     if thetas is None:
         normal = random.normal(key_theta, shape, tuning.loc.dtype)
-        thetas = tuning.loc + jax.vmap(partial(langevin.push, tuning))(normal)
+        thetas = tuning.loc + jax.vmap(partial(gradients.push, tuning))(normal)
     group = None if plan.units is None else plan.units.group
 
     def local(view: SiloView, rows: LocalMap | None) -> tuple[tuple[Array, ...], None]:
@@ -70,7 +70,7 @@ def _walk(
     if rows is not None:
         state = (random.normal(random.fold_in(key, 0), rows.shape, theta.dtype), rows)
         warm = _WARM
-    silo = langevin.open_silo(plan, tuning, state, view)
+    silo = gradients.open_silo(plan, tuning, state, view)
 
     def step(eps: Array | None, i: Array) -> tuple[Array | None, Array]:
         key_step = random.fold_in(key, i + 1)
@@ -78,7 +78,7 @@ def _walk(
         if plan.units is not None and eps is not None:
             noise = jax.tree.map(lambda x: x[0], langevin.local_noise(plan, key_step, eps, view, 1))
         eps, _, (own, here, seen) = langevin.local_step(plan, tuning, theta, eps, silo, view, batch, noise)
-        return eps, langevin.residual(plan, tuning, theta, own, here, seen)[0]
+        return eps, gradients.residual(plan, tuning, theta, own, here, seen)[0]
 
     eps = None if state is None else state[0]
     _, e = lax.scan(step, eps, jnp.arange(warm + length))

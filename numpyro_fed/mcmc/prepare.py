@@ -16,8 +16,8 @@ from numpyro_fed.federation import Cost
 from numpyro_fed.local_map import Units
 from numpyro_fed.mcmc import pilot
 from numpyro_fed.mcmc.element_batches import find_members, pointing_groups
-from numpyro_fed.mcmc.langevin import Conducive, LatentCoordinates, Plan, Tuning
 from numpyro_fed.mcmc.options import Options
+from numpyro_fed.mcmc.plan import Conducive, LatentCoordinates, Plan, Tuning
 from numpyro_fed.nested import NestedUnits, nesting
 from numpyro_fed.proof import elements_are_independent, prove, prove_batch
 from numpyro_fed.silos import Silos

@@ -57,7 +57,7 @@ def as_chains(kernel: Any, silos: fed.Silos, flat: jnp.ndarray) -> Draws:
     return {k: np.asarray(v).reshape(_CHAINS, -1, *v.shape[1:]) for k, v in values.items()}
 
 
-def combined(kernel: Any, silos: fed.Silos, num_samples: int = 4000) -> dict[str, Callable[[], tuple[Draws, float]]]:
+def combined(kernel: Any, silos: fed.Silos, num_samples: int) -> dict[str, Callable[[], tuple[Draws, float]]]:
     """Each method by its name: a function that gives draws and the seconds they took.
 
     :param kernel: an :class:`numpyro_fed.FSGLD` that has run on the silos.

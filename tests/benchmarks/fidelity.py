@@ -5,7 +5,8 @@
 Without a problem all of them, each in a process of its own. A row a method, a column for each of: largest error of a mean (reference sds)
 ± its Monte-Carlo standard error, and range of the sd ratios, of fixed effects and of log scales with correlations; local latents on the
 scale that is read: share within 0.25 sd, largest error, ratios; megabytes that the busiest silo sent; seconds of preparation and of
-rounds (compilation included); least effective draws per chain-round; share of steps cut; what `diagnose` says. Below: what misses the goals
+rounds (compilation included); least effective draws per chain-round, per second of both, and per megabyte of all silos; share of steps
+cut; what `diagnose` says. In the row of NUTS the megabytes are the pooled rows. Below: what misses the goals
 
     fixed effects            error <= 0.10 sd, ratio 0.93-1.07
     scales, correlations     error <= 0.15 sd, ratio 0.88-1.12
@@ -38,9 +39,10 @@ CHAINS: dict[str, Any] = {"num_chains": 4, "chain_method": "vectorized", "progre
 SHORT, LONG = (200, 1800), (500, 8000)  # rounds of warm-up and kept ones
 GOALS = {"fixed": (0.10, 0.93, 1.07), "scales": (0.15, 0.88, 1.12)}
 LOCAL_ERROR, LOCAL_SHARE = 0.25, 0.99
-AGREEMENT, BLOCK, REFERENCE_SECONDS = 0.03, 1000, 200  # of the reference's halves; draws before they are looked at
+AGREEMENT, BLOCK, REFERENCE_SECONDS = 0.03, 3000, 300  # of the reference's halves; draws before they are looked at
 ROUNDS_SECONDS, PROCESS_SECONDS = 180, 1200
 NOTED = 6  # parameters in words, worst first
+MOST_SILOS, OWN_DRAWS = 20, 1000  # of baselines that run NUTS, and compile it, in each silo
 
 
 def halves_apart(draws: dict[str, Draws]) -> dict[str, float]:
@@ -48,7 +50,7 @@ def halves_apart(draws: dict[str, Draws]) -> dict[str, float]:
     out = {}
     for label, groups in (("global", ("fixed", "scales")), ("local", ("local",))):
         gaps = []
-        for x in (v for group in groups for v in draws[group].values()):
+        for x in (v.astype(float) for group in groups for v in draws[group].values()):  # sums of float32 lose digits
             half = len(x) // 2
             sd = x.std((0, 1))
             gap = np.abs(x[:half].mean((0, 1)) - x[half:].mean((0, 1)))
@@ -58,16 +60,31 @@ def halves_apart(draws: dict[str, Draws]) -> dict[str, float]:
     return out
 
 
-def reference(problem: Problem, name: str, folder: Path | None) -> Draws:
-    """Draws of NUTS on the pooled rows: until two halves of eight chains agree, or time is up. Kept in ``folder``."""
+def reference(problem: Problem, name: str, folder: Path | None) -> tuple[Draws, float]:
+    """Draws of NUTS on the pooled rows and their seconds. Kept in ``folder``."""
     if problem.reference_draws is not None:
-        return problem.reference_draws()
+        return problem.reference_draws(), np.nan
     place = None if folder is None else folder / f"{problem.reference or name}.nc"
     if place is not None and place.is_file():
         kept = az.from_netcdf(place)
         print(kept.posterior.attrs["made"])
-        return {str(k): v.values for k, v in kept.posterior.data_vars.items()}
+        return {str(k): v.values for k, v in kept.posterior.data_vars.items()}, float(kept.posterior.attrs["seconds"])
     start = time.perf_counter()
+    with jax.enable_x64(True):  # in float32 chains of 75,000 draws differed by ten standard errors
+        draws, divergences = nuts_draws(problem, start)
+    seconds = time.perf_counter() - start
+    made = f"NUTS: 8 x {next(iter(draws.values())).shape[1]} draws, {divergences} divergences, {seconds:.0f} s"
+    print(made, flush=True)
+    if place is not None:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        kept = az.from_dict(draws)
+        kept.posterior.attrs |= {"made": made, "seconds": seconds}
+        kept.to_netcdf(place)
+    return draws, seconds
+
+
+def nuts_draws(problem: Problem, start: float) -> tuple[Draws, int]:
+    """Until two halves of eight chains agree, or time is up; and how many diverged."""
     kernel = NUTS(problem.reference_model or problem.model, target_accept_prob=problem.target_accept_prob)
     mcmc = MCMC(kernel, num_warmup=1000, num_samples=BLOCK, **{**CHAINS, "num_chains": 8})
     blocks: list[Draws] = []
@@ -80,14 +97,7 @@ def reference(problem: Problem, name: str, folder: Path | None) -> Draws:
         divergences += int(np.sum(mcmc.get_extra_fields()["diverging"]))
         draws = {k: np.concatenate([b[k] for b in blocks], axis=1) for k in blocks[0]}
         apart = halves_apart(problem.read(draws))
-    made = f"NUTS: 8 x {BLOCK * len(blocks)} draws, {divergences} divergences, {time.perf_counter() - start:.0f} s"
-    print(made, flush=True)
-    if place is not None:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        kept = az.from_dict(draws)
-        kept.posterior.attrs["made"] = made
-        kept.to_netcdf(place)
-    return draws
+    return draws, divergences
 
 
 def batch_error(x: np.ndarray, batches: int = 10) -> np.ndarray:
@@ -195,6 +205,20 @@ def _scalar(draws: Draws, label: str) -> np.ndarray:
     return draws[name][(..., *place)].ravel()
 
 
+def per_cost(ess: float, seconds: float, sent: float) -> dict[str, str]:
+    """Effective draws per second, and per megabyte sent."""
+    return {"ESS/s": f"{ess / seconds:.1f}", "ESS/MB": f"{1e6 * ess / sent:.0f}"}
+
+
+def nuts(problem: Problem, silos: fed.Silos, draws: Draws, seconds: float) -> dict[str, Any]:
+    """The reference's own line; the megabytes are those of the rows, sent once."""
+    groups = problem.read(draws)
+    ess = az.ess(az.convert_to_dataset({**groups["fixed"], **groups["scales"]}))
+    least = min(float(v.min()) for v in ess.data_vars.values())
+    sent = sum(np.asarray(v).nbytes for v in silos.pooled.values())
+    return {"method": "NUTS, pooled", "s rounds": f"{seconds:.0f}", **per_cost(least, seconds, sent)}
+
+
 def langevin(method: str, kernel: Any, problem: Problem, silos: fed.Silos, wanted: Draws, rounds: tuple) -> Row:
     """Run a kernel, and look at it."""
     start = time.perf_counter()
@@ -206,12 +230,13 @@ def langevin(method: str, kernel: Any, problem: Problem, silos: fed.Silos, wante
     draws = {k: np.asarray(v) for k, v in mcmc.get_samples(group_by_chain=True).items()}
     seconds = middle - start, time.perf_counter() - middle
     row = Row(f"{method}, 4 x ({rounds[0]} + {rounds[1]})", draws, wanted, problem)
-    fields = mcmc.get_extra_fields()
+    fields, sent = mcmc.get_extra_fields(), kernel.ledger(mcmc.last_state).bytes_up
     row.cells |= {
-        "MB/silo": f"{max(kernel.ledger(mcmc.last_state).bytes_up) / 1e6:.2f}",
+        "MB/silo": f"{max(sent) / 1e6:.2f}",
         "s prep": f"{seconds[0]:.0f}",
         "s rounds": f"{seconds[1]:.0f}",
         "ESS/round": f"{row.least_ess / (4 * sum(rounds)):.3f}",
+        **per_cost(row.least_ess, sum(seconds), sum(sent)),
         "cut %": f"{100 * float(np.mean(fields['cut_rate'])):.2f}",
     }
     diagnosis = fed.diagnose(mcmc)
@@ -246,9 +271,11 @@ def run(name: str, baselines: bool, folder: Path | None) -> None:
     """The table of one problem."""
     problem, rows, notes = PROBLEMS[name], [], []
     print(f"\n=== {name}", flush=True)
-    silos, wanted = problem.silos(), reference(problem, name, folder)
+    silos = problem.silos()
+    wanted, nuts_seconds = reference(problem, name, folder)
     apart = halves_apart(problem.read(wanted))
     print(", ".join(f"the reference's halves differ by {v:.3f} sd ({k})" for k, v in apart.items()), flush=True)
+    rows.append(nuts(problem, silos, wanted, nuts_seconds))
     plain = fed.FSGLD(problem.model)
     kernels = {"FSGLD": plain, "FSGLD, auto": fed.FSGLD(problem.model, selection="auto", noise_correction=True)}
     if baselines:
@@ -262,8 +289,8 @@ def run(name: str, baselines: bool, folder: Path | None) -> None:
         longer = sum(LONG) / sum(SHORT) * float(row.cells["s rounds"]) if row else np.inf
         if row is not None and row.undecided and method != "DSGLD" and longer < ROUNDS_SECONDS:
             attempt(method, rows, notes, lambda: fit(rounds=LONG))
-    if baselines and plain.factors is not None:
-        for method, make in combined(plain, silos).items():
+    if baselines and plain.factors is not None and len(silos) <= MOST_SILOS:
+        for method, make in combined(plain, silos, OWN_DRAWS).items():
 
             def combine(method: str = method, make: Any = make) -> Row:
                 draws, seconds = make()

@@ -37,7 +37,6 @@ class Problem:
     :param fixed: sites compared as they are.
     :param scales: positive sites, compared as logs.
     :param correlation: a site of Cholesky factors, compared as correlations.
-    :param effects: more fixed effects, computed from global sites.
     :param local: local latents on the scale that is read; ``None`` without any.
     :param reference: name of the reference, which problems may share.
     :param reference_model: what NUTS runs, where it is another one.
@@ -49,7 +48,6 @@ class Problem:
     fixed: tuple[str, ...]
     scales: tuple[str, ...] = ()
     correlation: str = ""
-    effects: Callable[[Draws], Draws] | None = None
     local: Callable[[Draws], Draws] | None = None
     reference: str = ""
     reference_model: Callable | None = None
@@ -58,10 +56,10 @@ class Problem:
 
     def read(self, draws: Draws) -> dict[str, Draws]:
         """Draws of all sites as what is compared, in three groups; without local latents where ``draws`` have none."""
-        groups = {"fixed": {k: draws[k] for k in self.fixed}}
-        if self.effects is not None:
-            groups["fixed"] |= self.effects(draws)
-        groups["scales"] = {f"log {k}": np.log(draws[k]) for k in self.scales}
+        groups = {
+            "fixed": {k: draws[k] for k in self.fixed},
+            "scales": {f"log {k}": np.log(draws[k]) for k in self.scales},
+        }
         if self.correlation:
             root = draws[self.correlation]
             below = np.tril_indices(root.shape[-1], -1)
@@ -103,10 +101,6 @@ def _school(draws: Draws) -> Draws:
     return {"effect": draws["mu"][..., None] + draws["tau"][..., None] * draws["z"]}
 
 
-def _years(draws: Draws) -> Draws:
-    return {"year": draws["sigma_year"][..., None] * draws["year_effect"]}
-
-
 _SIX = {
     "fixed": ("intercept", "age", "smoke", "age_smoke"),
     "scales": ("sigma",),
@@ -128,7 +122,7 @@ _EXAM: dict[str, Any] = {
     "local": site("own"),
     "reference": "exam",
 }
-_BIRDS: dict[str, Any] = {"fixed": ("mean",), "effects": _years, "local": site("level"), "target_accept_prob": 0.9}
+_BIRDS: dict[str, Any] = {"fixed": ("mean", "year_effect"), "local": site("level"), "target_accept_prob": 0.9}
 
 PROBLEMS: dict[str, Problem] = {
     "six_cities": Problem(six_cities.model, six_cities.silos, **_SIX),

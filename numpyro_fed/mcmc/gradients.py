@@ -1,0 +1,136 @@
+"""At one silo: the terms of its density that a step needs, and their gradients.
+
+Symbols are those of :mod:`numpyro_fed.mcmc.langevin`, whose steps take these gradients.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from numpyro_fed.mcmc.plan import Conducive, LatentCoordinates, NetworkPlan, Plan, Tuning
+from numpyro_fed.storage import SiloRows, SiloView
+from numpyro_fed.surrogates.gaussian import matvec
+
+__all__ = ["OpenSilo", "drift", "open_silo", "pull_back", "push", "residual", "terms"]
+
+
+class OpenSilo(NamedTuple):
+    """What the steps at one silo share: its arguments, weights of its terms, the coordinates of its latents, surrogates."""
+
+    kwargs: dict[str, Any]
+    weights: dict[str, Array]
+    latents: LatentCoordinates | None
+    conducive: Conducive | None = None
+    net: tuple[Array, Array] | None = None
+    selection: Array | float = 1.0
+    anchor: Array | None = None
+
+
+def open_silo(plan: Plan, tuning: Tuning, state: Any, view: SiloView) -> OpenSilo:
+    number = view.number
+    if tuning.members is not None:  # rows come with their elements, in each step
+        kwargs = dict(view.silos.shared)
+        weights: dict[str, Array] = {}
+    elif plan.batch is not None:
+        group, m = plan.batch
+        kwargs, weights = SiloView(view.silos, number, tuple((g, 1 if g == group else n) for g, n in view.pad)).whole()
+        weights[group] = view.size(group).astype(weights[group].dtype) / m
+    else:
+        kwargs, weights = view.whole()
+    latents, conducive, net = tuning.latents, tuning.conducive, None
+    if latents is not None and state is not None:
+        latents = latents._replace(rows=state[1])
+    if conducive is not None:
+        conducive = conducive.of(number)
+        weight = tuning.alpha / tuning.selection[number]
+        if conducive.bends is None:  # alpha g_s as one Gaussian score
+            net = (
+                tuning.alpha * conducive.total_shift - weight * conducive.shift,
+                tuning.alpha * conducive.total_precision - weight * conducive.precision,
+            )
+    anchor = None if tuning.anchor is None else tuning.anchor[number]
+    return OpenSilo(kwargs, weights, latents, conducive, net, tuning.selection[number], anchor)
+
+
+def push(tuning: Tuning, vector: Array) -> Array:
+    return vector if tuning.scale is None else matvec(tuning.scale, vector)
+
+
+def pull_back(tuning: Tuning, gradient: Array) -> Array:
+    return gradient if tuning.scale is None else matvec(tuning.scale.T, gradient)
+
+
+def _server_gradient(plan: Plan, tuning: Tuning, theta: Array, view: SiloView) -> Array:
+    """grad log p(theta) + alpha grad log q(theta): what needs no silo."""
+    factors = plan.factors
+    gradient = jax.grad(lambda t: factors.log_prior(factors.unravel(t), view.silos.shared))(theta)
+    if tuning.conducive is not None:
+        gradient = gradient + tuning.alpha * tuning.conducive.total_score(theta, tuning.loc)
+    return gradient
+
+
+def drift(
+    plan: Plan, tuning: Tuning, theta: Array, eps: Array | None, silo: OpenSilo, view: SiloView
+) -> tuple[Array, Array | None, Array | None]:
+    """What h / 2 multiplies in a step, in preconditioned units ``(d,)``; where e is separated also e, and whether it had to be cut."""
+    if plan.cut:
+        e, cut = residual(plan, tuning, theta, eps, silo, view)
+        return pull_back(tuning, _server_gradient(plan, tuning, theta, view)) + e, e, cut
+    # the same sum with every factor once: one call of the model, one product with a precision
+
+    def log_density(theta: Array) -> Array:
+        log_prior, local = terms(plan, theta, eps, silo, view)
+        return log_prior + local / silo.selection
+
+    gradient = jax.grad(log_density)(theta)
+    if silo.anchor is not None:
+        gradient = gradient + _correction(plan, tuning, silo, view) / silo.selection
+    if silo.net is not None:
+        shift, precision = silo.net
+        gradient = gradient + shift - matvec(precision, theta - tuning.loc)
+    elif silo.conducive is not None:
+        own = silo.conducive.score(theta, tuning.loc) / silo.selection
+        gradient = gradient + tuning.alpha * (silo.conducive.total_score(theta, tuning.loc) - own)
+    return pull_back(tuning, gradient), None, None
+
+
+def residual(
+    plan: Plan, tuning: Tuning, theta: Array, eps: Array | None, silo: OpenSilo, view: SiloView
+) -> tuple[Array, Array]:
+    """e of the module's docstring in preconditioned units ``(d,)``, and 1 where it had to be cut."""
+    gradient = jax.grad(lambda t: terms(plan, t, eps, silo, view)[1])(theta)
+    if silo.anchor is not None:
+        gradient = gradient + _correction(plan, tuning, silo, view)
+    if silo.conducive is not None:
+        gradient = gradient - tuning.alpha * silo.conducive.score(theta, tuning.loc)
+    e = pull_back(tuning, gradient) / silo.selection
+    if not plan.cut:
+        return e, jnp.zeros(())
+    norm = jnp.linalg.norm(e)
+    factor = jnp.where(norm > tuning.cut, tuning.cut / norm, 1.0)
+    return e * factor, (norm > tuning.cut).astype(e.dtype)
+
+
+def _correction(plan: Plan, tuning: Tuning, silo: OpenSilo, view: SiloView | SiloRows) -> Array:
+    """What a minibatch's gradient lacks of the silo's at ``loc``: its control variate."""
+    return silo.anchor - jax.grad(lambda t: terms(plan, t, None, silo, view)[1])(tuning.loc)
+
+
+def terms(
+    plan: Plan | NetworkPlan, theta: Array, eps: Array | None, silo: OpenSilo, view: SiloView | SiloRows
+) -> tuple[Array, Array]:
+    """``log p(theta)``, and ``log p(y_s, z | theta) + log |dz/deps|`` at fixed eps."""
+    factors = plan.factors
+    sites = factors.unravel(theta)
+    z: dict[str, Array] = {}
+    log_det = jnp.zeros(())
+    if plan.units is not None and eps is not None and silo.latents is not None:
+        u = silo.latents.u(theta)
+        z = plan.units.to_sites(silo.latents.rows.forward(u, eps))
+        # a minibatch's elements count for those they stand for
+        counted = plan.units.owned(view) if plan.units.group is None else silo.weights[plan.units.group][:, None]
+        log_det = jnp.sum(counted * silo.latents.rows.log_scales(u, eps))
+    log_prior, local = factors.terms(sites, z, silo.kwargs, silo.weights)
+    return log_prior, sum((jnp.sum(v) for v in local.values()), jnp.zeros(())) + log_det
