@@ -14,7 +14,7 @@ from small_models import linear, linear_precisions, linear_silos, run_kernel, vi
 
 import numpyro_fed as fed
 from numpyro_fed.density import pooled_log_density
-from numpyro_fed.mcmc import gradients, langevin
+from numpyro_fed.mcmc import gradients
 from numpyro_fed.mcmc.options import Options
 from numpyro_fed.mcmc.prepare import prepare
 from numpyro_fed.surrogates import Gaussian, Surrogates
