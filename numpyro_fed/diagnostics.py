@@ -116,9 +116,13 @@ def diagnose(mcmc: MCMC) -> Diagnosis:
         'sound'
     """
     kernel = getattr(mcmc, "sampler", None)
-    if not isinstance(kernel, LangevinKernel) or kernel.factors is None:
+    if not isinstance(kernel, LangevinKernel):
         raise ValueError(
             f"expected an MCMC that has run over SGLD, DSGLD or FSGLD, got {type(mcmc if kernel is None else kernel).__name__}"
+        )
+    if kernel.factors is None or mcmc.last_state is None:
+        raise ValueError(
+            f"expected an MCMC that has run over SGLD, DSGLD or FSGLD, got {type(kernel).__name__} without a run; call mcmc.run(rng_key, silos) first"
         )
     import pandas as pd
 

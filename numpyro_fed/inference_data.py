@@ -65,7 +65,7 @@ def to_inference_data(fit: Any, *args: Any, **options: Any) -> "InferenceData":
 
 
 def _mcmc_inference_data(
-    mcmc: MCMC, silos: Silos, *, log_likelihood: bool = True, node: str | None = None, **options: Any
+    mcmc: MCMC, silos: Silos | None = None, *, log_likelihood: bool = True, node: str | None = None, **options: Any
 ) -> "InferenceData":
     kernel = mcmc.sampler
     factors = getattr(kernel, "factors", None)
@@ -80,7 +80,7 @@ def _mcmc_inference_data(
         raise ValueError(f"expected the silos of the run, {list(ledger.silos)}, got {got}")
     is_network = isinstance(kernel, NetworkKernel)
     average = node == "average" and node not in silos.names
-    if is_network and silos.sizes != kernel.silos.sizes:
+    if ledger.silos == silos.names and silos.sizes != kernel.silos.sizes:
         raise ValueError(f"expected the silos of the run, with {kernel.silos.sizes} rows, got {silos.sizes}")
     if node is not None and not is_network:
         raise ValueError(

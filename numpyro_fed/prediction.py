@@ -7,6 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, random
+from numpyro.distributions import Unit
 from numpyro.handlers import seed, substitute, trace
 from numpyro.infer import Predictive
 
@@ -79,8 +80,28 @@ def predict(
     learned = substitute(model, data=dict(params)) if params else model
     if silo is not None:
         _check_sizes(learned, data, plates, str(silo))
+    _check_observed(learned, data)
     predictive = Predictive(learned, posterior_samples=values)
     return {name: np.asarray(x) for name, x in predictive(rng_key, **data).items() if name not in values}
+
+
+def _check_observed(model: Callable, data: Mapping[str, Any]) -> None:
+    """What is observed would be returned as its own prediction."""
+    sites = trace(seed(model, random.key(0))).get_trace(**data)
+    given = [
+        name
+        for name, site in sites.items()
+        if site["type"] == "sample" and site["is_observed"] and not _is_factor(site)
+    ]
+    if given:
+        raise ValueError(
+            f"expected data to predict for, got observed values of {given}: these would come back as they are; leave their arguments "
+            "out, or give None"
+        )
+
+
+def _is_factor(site: Mapping[str, Any]) -> bool:
+    return isinstance(site["fn"], Unit)
 
 
 def _check_sizes(model: Callable, data: Mapping[str, Any], plates: Mapping[str, np.ndarray], silo: str) -> None:

@@ -92,6 +92,12 @@ def prove(factors: Factors, silos: Silos, *, seed: int = 0) -> None:
                 f"proof check: the log density of silo {silos.names[bad[0]]!r} is {float(terms[bad[0]])} where "
                 "the pooled model's is finite"
             )
+        if not np.isfinite(float(expected)):
+            where = f", silo {silos.names[bad[0]]!r}" if bad.size else ""
+            raise ValueError(
+                f"proof check: the log density is {float(expected)} at a typical position{where}; expected a finite one: are all data inside "
+                "the supports of the sites that observe them (counts >= 0, labels 0 or 1), and all scales positive?"
+            )
         # what cancels in a sum decides its rounding: the terms' size, not the sum's
         size = max(float(np.abs(np.asarray(terms)).sum()), abs(float(expected)), 1.0)
         rounding = float(jnp.finfo(terms.dtype).eps)

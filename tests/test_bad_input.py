@@ -62,6 +62,11 @@ def run(kernel, *args, **kwargs):
             {"surrogate": "median"},
             'surrogate: expected "score", "laplace", "moments", a fed.surrogates.Surrogates or None, got \'median\'',
         ),
+        (
+            {"surrogate": 3},
+            'surrogate: expected "score", "laplace", "moments", a fed.surrogates.Surrogates or None, got 3',
+        ),
+        ({"preconditioner": np.eye(2)}, 'preconditioner: expected "surrogate" or None, got array'),
         ({"surrogate": None}, 'expected surrogate="score".* got None. DSGLD is the kernel without surrogates'),
         ({"preconditioner": "diagonal"}, "preconditioner: expected \"surrogate\" or None, got 'diagonal'"),
         ({"alpha": -1.0}, "alpha: expected a finite number >= 0, got -1.0"),
@@ -113,6 +118,8 @@ def test_run_with_other_arguments():
         ([0.4, 0.3, -0.1, 0.4], "got -0.1 for silo 'silo 2'"),
         ([0.4, 0.3, 0.2, 0.3], "expected probabilities that sum to one, got a sum of 1.2"),
         ([0.4, 0.3, 0.3, float("nan")], "expected probabilities > 0, got nan for silo 'silo 3'"),
+        ({"silo 0": 1.0}, r"expected numbers, one for each of the silos \['silo 0', .* got \{'silo 0': 1.0\}"),
+        (["a", "b", "c", "d"], r"expected numbers, one for each of the silos .* got \['a', 'b', 'c', 'd'\]"),
     ],
 )
 def test_selection(selection, message):

@@ -145,5 +145,5 @@ def test_too_few_draws_are_undecided():
 def test_other_runs_are_refused():
     with pytest.raises(ValueError, match="expected an MCMC that has run over SGLD, DSGLD or FSGLD, got NUTS"):
         fed.diagnose(MCMC(NUTS(logistic), num_warmup=1, num_samples=1))
-    with pytest.raises(ValueError, match="that has run over SGLD, DSGLD or FSGLD, got FSGLD"):
+    with pytest.raises(ValueError, match=r"got FSGLD without a run; call mcmc.run\(rng_key, silos\) first"):
         fed.diagnose(MCMC(fed.FSGLD(logistic), num_warmup=1, num_samples=1))

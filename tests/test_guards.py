@@ -8,6 +8,7 @@ import pytest
 from numpyro.infer import MCMC
 
 import numpyro_fed as fed
+from numpyro_fed.mcmc.plan import LatentCoordinates
 
 Y = np.random.default_rng(0).normal(3, 1, 40)
 
@@ -90,3 +91,38 @@ def test_the_result_keeps_its_groups_and_saves(tmp_path):
     read = az.from_netcdf(str(tmp_path / "fit.nc"))
     np.testing.assert_array_equal(read.observed_data["rows_silo"].values, np.tile(["0", "1"], 20))
     np.testing.assert_array_equal(read.posterior["mu"], idata.posterior["mu"])
+
+
+def test_a_schedule_that_starts_beyond_what_is_stable_is_refused():
+    with pytest.raises(ValueError, match="a step of 4 or more diverges by itself, got 10"):
+        run(fed.FSGLD(mean, step_size=lambda i: 10.0), halves())
+
+
+def test_data_outside_a_support_are_named_as_such():
+    def counts(y):
+        rate = numpyro.sample("rate", dist.Gamma(2, 1))
+        with fed.silo_plate("rows", y.shape[0]):
+            numpyro.sample("y", dist.Poisson(rate), obs=y)
+
+    with pytest.raises(
+        ValueError, match=r"log density is -inf at a typical position, silo 'b'; .* inside the supports"
+    ):
+        run(fed.FSGLD(counts), fed.Silos({"a": {"y": np.array([1, 2])}, "b": {"y": np.array([3, -3])}}))
+
+
+def test_results_of_other_silos_and_predictions_of_what_is_given_are_refused():
+    silos = halves()
+    mcmc = run(fed.DSGLD(mean, step_size=1e-3, num_local_steps=2), silos)
+    other = fed.split({"y": Y}, by=np.repeat([0, 1], [30, 10]))
+    with pytest.raises(ValueError, match=r"expected the silos of the run, with .*\(20, 20\).* rows, got .*\(30, 10\)"):
+        fed.to_inference_data(mcmc, other)
+    with pytest.raises(ValueError, match=r"expected the silos of the run, \['0', '1'\], got NoneType"):
+        fed.to_inference_data(mcmc)
+    idata = fed.to_inference_data(mcmc, silos)
+    with pytest.raises(ValueError, match=r"expected data to predict for, got observed values of \['y'\]"):
+        fed.predict(mean, idata, jax.random.key(0), {"y": Y[:3]}, silo="0")
+
+
+def test_latents_of_other_silos_are_carried_no_further_than_the_map_was_fitted():
+    latents = LatentCoordinates(np.zeros(2), np.eye(2), None)
+    np.testing.assert_array_equal(latents.u(np.array([-9.0, 1.0])), [-4.0, 1.0])

@@ -192,7 +192,12 @@ def test_bird_counts(negative_binomial: bool) -> None:
     rate = np.exp(level[rows["site"]] + effect[rows["year"]])
     values = {"mean": 1.8, "sigma_year": 0.2, "year_effect": effect, "sigma_site": 1.1, "level": level}
     expected = (
-        norm(1.8, 0, 5) + half_normal(0.2, 0.5) + norm(effect, 0, 0.2) - norm(0, 0, 0.2) + half_normal(1.1, 2) + norm(level, 1.8, 1.1)
+        norm(1.8, 0, 5)
+        + half_normal(0.2, 0.5)
+        + norm(effect, 0, 0.2)
+        - norm(0, 0, 0.2)
+        + half_normal(1.1, 2)
+        + norm(level, 1.8, 1.1)
     )
     if negative_binomial:
         expected += stats.lognorm.logpdf(6.0, 1, scale=np.exp(2))

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
@@ -49,6 +50,12 @@ class Options:
             raise ValueError(
                 'step_size="auto" needs whitened coordinates; expected preconditioner="surrogate", got None'
             )
+        first = float(h(jnp.zeros((), jnp.int32))) if callable(h) else h
+        if not isinstance(first, str) and self.preconditioner is not None and not first < 4:
+            raise ValueError(
+                f"step_size: in preconditioned units a step of 4 or more diverges by itself, got {first:g}; "
+                'expected "auto" or about 0.001 to 0.1'
+            )
         self._check_stay()
         size = self.batch_size
         if size is not None and (isinstance(size, bool) or not isinstance(size, int | np.integer) or size < 1):
@@ -57,12 +64,15 @@ class Options:
             raise ValueError(f"bias_target: expected a number in (0, 1), got {self.bias_target!r}")
         if self.alpha != "auto" and (not isinstance(self.alpha, Real) or not 0 <= self.alpha < np.inf):
             raise ValueError(f'alpha: expected a finite number >= 0, got {self.alpha!r}; or "auto"')
-        if isinstance(self.surrogate, str) and self.surrogate not in ("score", "laplace", "moments"):
+        named = isinstance(self.surrogate, str) and self.surrogate in ("score", "laplace", "moments")
+        if not (named or self.surrogate is None or isinstance(self.surrogate, Surrogates)):
             raise ValueError(
                 'surrogate: expected "score", "laplace", "moments", a fed.surrogates.Surrogates or None, '
                 f"got {self.surrogate!r}"
             )
-        if self.preconditioner not in ("surrogate", None):
+        if not (
+            self.preconditioner is None or (isinstance(self.preconditioner, str) and self.preconditioner == "surrogate")
+        ):
             raise ValueError(f'preconditioner: expected "surrogate" or None, got {self.preconditioner!r}')
         if self.conducive and self.surrogate is None:
             raise ValueError(

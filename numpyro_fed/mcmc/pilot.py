@@ -4,6 +4,7 @@ Each silo walks at fixed theta, its latents and minibatches moving as in a stay;
 :mod:`numpyro_fed.mcmc.step_rule`'s.
 """
 
+import warnings
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -28,6 +29,7 @@ _WARM = 20  # local moves before counting
 _CUT = 8.0  # norm of e, in whitened units
 _CUT_RATE = 0.005
 _BIAS_TARGET = 0.02  # where a step size is given
+_NO_STEP = 1e-6  # chains of thousands of rounds move by less than an sd
 _LONGEST = 64  # local moves counted; longer stays are extrapolated
 
 
@@ -137,14 +139,15 @@ def settle(plan: Plan, tuning: Tuning, silos: Silos, rule: Rule, *, seed: int = 
     if plan.schedule is not None:  # no one step size to predict for
         return plan, tuning
     h = float(tuning.step_size)
-    if rule.bias_target is None and not h < 4:
-        raise ValueError(
-            f"step_size: in preconditioned units a step of 4 or more diverges by itself, got {h:g}; "
-            'expected "auto" or about 0.001 to 0.1'
-        )
     at = (stay_noise(plan, tuning, silos, seed=seed), np.asarray(tuning.selection, np.float64), plan.num_local_steps)
     if rule.bias_target is not None:
         h = step_rule.step_size(*at, rule.bias_target, corrected=rule.noise_correction)
+        if h < _NO_STEP:
+            warnings.warn(
+                f"the silos' noise leaves a step of {h:.1g} (0.001 to 0.1 are usual): chains will hardly move. The surrogates do not fit this "
+                "model; fewer latents that depend on each other in a silo, or another parametrisation, would help",
+                stacklevel=2,
+            )
     if rule.noise_correction:
         inflation = 1.0
         tuning = tuning._replace(inject=jnp.asarray(step_rule.injection(*at, h), dtype))

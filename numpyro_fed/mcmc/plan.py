@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax import Array
 
 from numpyro_fed.density import Factors
@@ -117,6 +118,11 @@ class Conducive(NamedTuple):
         return gradient if self.total_bends is None else gradient + self.total_bends.score(theta)
 
 
+_FARTHEST = (
+    4.0  # sds; beyond, a map that is linear there would carry latents whose silo is elsewhere to where no posterior is
+)
+
+
 class LatentCoordinates(NamedTuple):
     """The local map with its whitening: ``u = whiten (theta - loc)``, rows private to the silos."""
 
@@ -125,8 +131,8 @@ class LatentCoordinates(NamedTuple):
     rows: Any
 
     def u(self, theta: Array) -> Array:
-        """Whitened global position."""
-        return matvec(self.whiten, theta - self.loc)
+        """Whitened global position, each coordinate held to +-4."""
+        return jnp.clip(matvec(self.whiten, theta - self.loc), -_FARTHEST, _FARTHEST)
 
 
 class Tuning(NamedTuple):

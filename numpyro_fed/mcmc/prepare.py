@@ -135,7 +135,12 @@ def _selection(selection: Any, silos: Silos) -> np.ndarray:
         targets = set(silos.index.values())
         sizes = np.sum([n for group, n in silos.sizes.items() if group not in targets], axis=0, dtype=np.float64)
         return sizes / sizes.sum()
-    f = np.asarray(selection, np.float64)
+    try:
+        f = np.asarray(selection, np.float64)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"selection: expected numbers, one for each of the silos {list(silos.names)} in this order, got {selection!r}"
+        ) from error
     if f.shape != (len(silos),):
         raise ValueError(f"selection: expected one probability for each of the {len(silos)} silos, got shape {f.shape}")
     if not (f > 0).all():
