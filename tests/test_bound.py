@@ -192,3 +192,18 @@ def test_rows_that_reach_an_element_by_way_of_others_count_once():
     expected = factors.log_local(factors.unravel(theta), {"a": z[:, 0]}, kwargs, weights)
     assert rest == 0
     np.testing.assert_allclose(terms.sum(), expected, rtol=1e-6)
+
+
+def test_padding_has_no_part_in_the_bound():
+    silos = hierarchy_silos(np.array([0] * 3 + [1] * 7))
+    rows = stack(silos)[0]
+    family = fed.AutoSiloNormal(hierarchy).family(factorise(hierarchy, silos))
+    context = Context(jnp.array([0.3]), jnp.array([0.2]))
+
+    def bound(rows, num):
+        eps = jnp.zeros((num, *family.init_local(rows).shape))  # all candidates alike: K says nothing
+        return silo_bound(family, family.init_local(rows), context, {}, eps, pick(family, None, random.key(0), rows)).value
+
+    one, many = (jax.vmap(lambda r, k=k: bound(r, k), in_axes=(rows.axes,))(rows) for k in (1, 8))
+    assert len(one) == 2
+    np.testing.assert_allclose(one, many, rtol=1e-5)

@@ -83,7 +83,7 @@ def unit_bounds(family: Any, log_weight: Array, batch: Batch) -> Array:
     num = len(log_weight)
     if num == 1:
         return log_weight[0]
-    return jax.nn.logsumexp(log_weight, axis=0) - jnp.where(real_units(family, batch), math.log(num), 0.0)
+    return jnp.where(real_units(family, batch), jax.nn.logsumexp(log_weight, axis=0) - math.log(num), 0.0)
 
 
 def silo_bound(family: Any, local: Any, context: Any, params: Any, eps: Array | None, batch: Batch) -> SiloTerm:

@@ -38,7 +38,9 @@ def standard_errors(draws: np.ndarray) -> np.ndarray:
 
 
 def row(label: str, mcmc: MCMC, names: list[str], reference: np.ndarray) -> dict[str, Any]:
-    draws, mean, sd = flat(mcmc.get_samples(group_by_chain=True), names), reference.mean((0, 1)), reference.std((0, 1))
+    moves = reference.std((0, 1)) > 1e-6  # a Cholesky factor has constants
+    draws, reference = flat(mcmc.get_samples(group_by_chain=True), names)[..., moves], reference[..., moves]
+    mean, sd = reference.mean((0, 1)), reference.std((0, 1))
     count = draws.shape[1]
     errors = np.abs(draws.mean(0).cumsum(0) / np.arange(1, count + 1)[:, None] - mean) / sd
     worst = int(errors[-1].argmax())
