@@ -202,7 +202,9 @@ def test_padding_has_no_part_in_the_bound():
 
     def bound(rows, num):
         eps = jnp.zeros((num, *family.init_local(rows).shape))  # all candidates alike: K says nothing
-        return silo_bound(family, family.init_local(rows), context, {}, eps, pick(family, None, random.key(0), rows)).value
+        return silo_bound(
+            family, family.init_local(rows), context, {}, eps, pick(family, None, random.key(0), rows)
+        ).value
 
     one, many = (jax.vmap(lambda r, k=k: bound(r, k), in_axes=(rows.axes,))(rows) for k in (1, 8))
     assert len(one) == 2
