@@ -7,7 +7,6 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, random
-from numpyro.distributions import Unit
 from numpyro.handlers import seed, substitute, trace
 from numpyro.infer import Predictive
 
@@ -35,8 +34,8 @@ def predict(
     :param silo: a silo of the fit, whose own latents are used; ``None``: a new silo, whose latents are drawn from the model given
         each draw of the global ones.
     :param params: learned parameters, where the model has any; those that the fit holds, if None.
-    :return: for each site that the fit does not hold an array ``(draws, *site)``.
-    :raises ValueError: for an unknown silo, or a fit without silo coordinates.
+    :return: for each site that neither the fit nor the data hold an array ``(draws, *site)``.
+    :raises ValueError: for an unknown silo, a fit without silo coordinates, or data that leave nothing to predict.
 
     Example::
 
@@ -80,28 +79,21 @@ def predict(
     learned = substitute(model, data=dict(params)) if params else model
     if silo is not None:
         _check_sizes(learned, data, plates, str(silo))
-    _check_observed(learned, data)
+    given = _observed(learned, data)
     predictive = Predictive(learned, posterior_samples=values)
-    return {name: np.asarray(x) for name, x in predictive(rng_key, **data).items() if name not in values}
-
-
-def _check_observed(model: Callable, data: Mapping[str, Any]) -> None:
-    """What is observed would be returned as its own prediction."""
-    sites = trace(seed(model, random.key(0))).get_trace(**data)
-    given = [
-        name
-        for name, site in sites.items()
-        if site["type"] == "sample" and site["is_observed"] and not _is_factor(site)
-    ]
-    if given:
+    found = {name: x for name, x in predictive(rng_key, **data).items() if name not in values and name not in given}
+    if not found:
         raise ValueError(
-            f"expected data to predict for, got observed values of {given}: these would come back as they are; leave their arguments "
-            "out, or give None"
+            f"expected data to predict for, got values of all that is observed, {sorted(given)}: leave the arguments out that are to be "
+            "predicted, or give None"
         )
+    return {name: np.asarray(x) for name, x in found.items()}
 
 
-def _is_factor(site: Mapping[str, Any]) -> bool:
-    return isinstance(site["fn"], Unit)
+def _observed(model: Callable, data: Mapping[str, Any]) -> set[str]:
+    """Sites whose values are among the data: conditioned on, not predicted."""
+    sites = trace(seed(model, random.key(0))).get_trace(**data)
+    return {name for name, site in sites.items() if site["type"] == "sample" and site["is_observed"]}
 
 
 def _check_sizes(model: Callable, data: Mapping[str, Any], plates: Mapping[str, np.ndarray], silo: str) -> None:

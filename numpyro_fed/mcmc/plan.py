@@ -118,9 +118,8 @@ class Conducive(NamedTuple):
         return gradient if self.total_bends is None else gradient + self.total_bends.score(theta)
 
 
-_FARTHEST = (
-    4.0  # sds; beyond, a map that is linear there would carry latents whose silo is elsewhere to where no posterior is
-)
+# sds; a map that went on in a straight line beyond would carry latents, whose silo is elsewhere, to where no posterior is
+_FARTHEST = 6.0
 
 
 class LatentCoordinates(NamedTuple):
@@ -131,7 +130,7 @@ class LatentCoordinates(NamedTuple):
     rows: Any
 
     def u(self, theta: Array) -> Array:
-        """Whitened global position, each coordinate held to +-4."""
+        """Whitened global position, each coordinate held to +-6."""
         return jnp.clip(matvec(self.whiten, theta - self.loc), -_FARTHEST, _FARTHEST)
 
 
