@@ -265,7 +265,8 @@ def test_exact_local_maps_leave_no_residual_and_accept_every_move(intercepts_ker
 
 def test_local_latents_keep_their_pooled_places_and_stay_in_their_silos(intercepts_kernel):
     kernel, silos = intercepts_kernel
-    start = {"mu": jnp.asarray(0.3), "a": jnp.arange(18.0)}
+    # within a few sds of the map, whose scales are constant up to the fit's rounding
+    start = {"mu": jnp.asarray(0.3), "a": jnp.linspace(0.0, 3.0, 18)}
     state = kernel.init(random.key(0), 0, start, model_args=(silos,))
     np.testing.assert_allclose(state.z["a"], start["a"], atol=1e-4)
     owner = np.asarray(silos.silo_of_row("groups"))[np.asarray(silos.pooled_position("groups"))]
@@ -278,6 +279,5 @@ def test_local_latents_keep_their_pooled_places_and_stay_in_their_silos(intercep
         np.testing.assert_array_equal(changed, flat_owner == int(new.silo))
         slope = (np.asarray(new.z["a"]) - np.asarray(state.z["a"])) / float(new.z["mu"] - state.z["mu"])
         elsewhere = owner != int(new.silo)
-        rounding = 4 * 18 * np.finfo(np.float32).eps / abs(float(new.z["mu"] - state.z["mu"]))  # of latents up to 18
-        np.testing.assert_allclose(slope[elsewhere], slope[elsewhere][0], rtol=1e-4, atol=rounding)
+        np.testing.assert_allclose(slope[elsewhere], slope[elsewhere][0], rtol=1e-3)
         state = new
