@@ -14,6 +14,7 @@ leave their silo.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +28,8 @@ from numpyro_fed.small_matrices import solve_lower
 from numpyro_fed.storage import SiloRows, SiloView
 
 __all__ = ["LocalMap", "Units"]
+
+_View = TypeVar("_View", bound=SiloView | SiloRows)
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,7 @@ class Units:
         groups = self.factors.local_groups()
         return sum(math.prod(s.shape) for s in self.factors.local_sites if groups[s.name] == group)
 
-    def laid_out(self, view: SiloView) -> SiloView:
+    def laid_out(self, view: _View) -> _View:
         """The view of a silo that fits its latents: where these are one row, padded to the largest silo's, so are its rows."""
         return view if self.group is not None else replace(view, pad=self.pad)
 

@@ -36,17 +36,19 @@ def fit_score(points: Array, scores: Array, weights: Array, full: bool) -> tuple
     return shift, precision, misfit
 
 
-def fit_map(points: Array, modes: Array, chols: Array, weights: Array) -> LocalMap:
+def fit_map(points: Array, modes: Array, chols: Array, weights: Array, bent: bool = True) -> LocalMap:
     """Regress locations ``(K, E, k)`` and log scales on the points.
 
     Log scales on 1, u and, where dimensions are few, the bounded products and cubes. Locations, in units of the scale at u, on these and on 1
     and u times ``e^(-b u)``.
+
+    :param bent: whether with what is not linear: bounded products and cubes, and locations that go with the scale.
     """
     weights = weights / jnp.maximum(weights.sum(), 1e-30)
     scales = jnp.diagonal(chols, axis1=-2, axis2=-1)
     tril = jnp.einsum("k,keij->eij", weights, jnp.nan_to_num(chols / scales[..., None, :]))
     linear = jnp.concatenate([jnp.ones((points.shape[0], 1), points.dtype), points], axis=1)
-    bent = points.shape[1] <= MOST_DIMENSIONS
+    bent = bent and points.shape[1] <= MOST_DIMENSIONS
     bends = curved(points) if bent else points[:, :0]
     modes, log_scales = jnp.nan_to_num(modes), jnp.nan_to_num(jnp.log(scales))
     of_scale = _solve(jnp.concatenate([linear, bends], axis=1), weights, log_scales)

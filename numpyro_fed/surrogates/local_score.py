@@ -12,16 +12,17 @@ from numpyro_fed.bounded_features import MOST_DIMENSIONS
 from numpyro_fed.density import Factors
 from numpyro_fed.local_map import LocalMap, Units
 from numpyro_fed.nested import NestedMap, NestedUnits, join_levels
-from numpyro_fed.storage import SiloView
+from numpyro_fed.storage import SiloRows, SiloView
 from numpyro_fed.surrogates.bends import regress
 from numpyro_fed.surrogates.gaussian import matvec
 from numpyro_fed.surrogates.least_squares import fit_map, fit_score
-from numpyro_fed.surrogates.marginal import Moments, laplace_marginal, log_normaliser, quadrature_marginal
-from numpyro_fed.surrogates.nested_marginal import nested_marginal
+from numpyro_fed.surrogates.marginal import Moments, laplace_marginal, log_normaliser, nodes, quadrature_marginal
+from numpyro_fed.surrogates.nested_marginal import nested_marginal, num_nodes
 
-__all__ = ["Message", "Reply", "ScoreLocal", "marginal_score"]
+__all__ = ["Looked", "Message", "Reply", "ScoreLocal", "look", "marginal_score", "points_at_once"]
 
 
+_ROWS_AT_ONCE = 1 << 20  # rows x points evaluated together
 _SPREAD = 1.2  # sds of the outer latents at which inner ones are looked at
 
 
@@ -63,11 +64,7 @@ class ScoreLocal:
         if self.last and isinstance(self.units, NestedUnits):  # where inner latents are looked at, beside the point
             shape = (len(points), self.units.blocks()[0][2])
             beside = _SPREAD * random.normal(random.key(0), shape, points.dtype)
-        score = marginal_score(self.factors, self.units, message, view)
-        size = min(self.points_at_once, len(points))
-        values, scores, latents = lax.map(lambda x: score(*x), (points, beside), batch_size=size)
-        weights = jnp.where(jnp.isfinite(values) & jnp.isfinite(scores).all(-1), message.weights, 0.0)
-        scores = jnp.where(weights[:, None] > 0, scores, 0.0)
+        values, scores, latents, weights = look(self.factors, self.units, message, view, self.points_at_once, beside)
         shift, precision, misfit = fit_score(points, scores, weights, message.scale.ndim == 2)
         bend = None
         if self.last and self.factors.dim <= MOST_DIMENSIONS:
@@ -86,8 +83,46 @@ class ScoreLocal:
         return jax.tree.map(lambda x: x[None], rows)
 
 
+class Looked(NamedTuple):
+    """What a silo found at the points: log marginals ``(K,)``, their whitened scores ``(K, d)``, moments of the latents level by level, and the
+    weights of the points, zero where a number is not finite."""
+
+    values: Array
+    scores: Array
+    latents: list[Moments]
+    weights: Array
+
+
+def look(
+    factors: Factors,
+    units: Units | None,
+    message: Message,
+    view: SiloView | SiloRows,
+    at_once: int,
+    beside: Array | None = None,
+) -> Looked:
+    """Marginal likelihood, score and latents' moments at the server's points, ``at_once`` together."""
+    score = marginal_score(factors, units, message, view)
+    size = min(at_once, len(message.points))
+    values, scores, latents = lax.map(lambda x: score(*x), (message.points, beside), batch_size=size)
+    weights = jnp.where(jnp.isfinite(values) & jnp.isfinite(scores).all(-1), message.weights, 0.0)
+    return Looked(values, jnp.where(weights[:, None] > 0, scores, 0.0), latents, weights)
+
+
+def points_at_once(rows: int, units: Units | None) -> int:
+    """Points evaluated together: a power of two, as the points' numbers are, for what is left over would be a program of its own.
+
+    :param rows: that one point takes.
+    """
+    if isinstance(units, NestedUnits):
+        rows *= num_nodes(*(width for *_, width in units.blocks()))
+    elif units is not None:  # in a joint unit, a column of the curvature for each latent
+        rows *= len(nodes(units.dim)[0]) if units.group is not None else units.dim
+    return 1 << (max(1, _ROWS_AT_ONCE // rows).bit_length() - 1)
+
+
 def marginal_score(
-    factors: Factors, units: Units | None, message: Message, view: SiloView
+    factors: Factors, units: Units | None, message: Message, view: SiloView | SiloRows
 ) -> Callable[..., tuple[Array, Array, list[Moments]]]:
     """A function of whitened u: the silo's log marginal likelihood, its gradient, and moments of the latents.
 

@@ -37,16 +37,13 @@ from numpyro_fed.silos import Silos
 from numpyro_fed.surrogates.bends import Bends, regress
 from numpyro_fed.surrogates.gaussian import Gaussian, Surrogates, matvec
 from numpyro_fed.surrogates.least_squares import fit_score
-from numpyro_fed.surrogates.local_score import Message, Reply, ScoreLocal
-from numpyro_fed.surrogates.marginal import nodes
-from numpyro_fed.surrogates.nested_marginal import num_nodes
+from numpyro_fed.surrogates.local_score import Message, Reply, ScoreLocal, points_at_once
 from numpyro_fed.surrogates.points import sobol_normal, wide_points
 
 __all__ = ["NUM_DRAWS", "ScoreFit", "Whitening", "fit", "fit_at"]
 
 _FULL_UP_TO = 500  # dimensions; beyond, one d x d matrix per silo is too much memory
 _SETTLED = 0.1  # sds the centre moves in a round, and the like for the spread
-_ROWS_AT_ONCE = 1 << 20  # rows x points evaluated together
 NUM_DRAWS = 32  # positions that represent the posterior
 _NEAR = 1.3  # sds of the points at which what is not Gaussian is fitted, over the surrogate posterior's
 
@@ -91,7 +88,7 @@ class ServerState(NamedTuple):
     moved: float = math.inf
 
 
-def algorithm(factors: Factors, units: Units | None, silos: Silos, full: bool, points_at_once: int) -> Federated:
+def algorithm(factors: Factors, units: Units | None, silos: Silos, full: bool, at_once: int) -> Federated:
     """The fit as a federated algorithm; one round refits all surrogates around the last centre.
 
     Of ``silos`` the server uses the shared arguments only.
@@ -115,7 +112,7 @@ def algorithm(factors: Factors, units: Units | None, silos: Silos, full: bool, p
         state = state._replace(loc=loc, scale=scale, surrogates=surrogates, moved=moved)
         return state, np.asarray(replies.misfit)
 
-    return Federated(init, broadcast, ScoreLocal(factors, units, points_at_once), merge)
+    return Federated(init, broadcast, ScoreLocal(factors, units, at_once), merge)
 
 
 @partial(jax.jit, static_argnames=("factors",))
@@ -285,17 +282,9 @@ def _last_points(dim: int, num: int) -> int:
 
 
 def _at_once(silos: Silos, units: Units | None) -> int:
-    """Points evaluated together: a power of two, as the points' numbers are, for what is left over would be a program of its own."""
-    rows = max(sum(n) for n in silos.sizes.values())
     if units is not None and units.group is None:  # all padded to the largest
-        rows = max(len(n) * max(n) for n in silos.sizes.values())
-    if units is not None and units.group is not None:
-        rows *= len(nodes(units.dim)[0])
-    elif isinstance(units, NestedUnits):
-        rows *= num_nodes(*(width for *_, width in units.blocks()))
-    elif units is not None:  # a column of the curvature for each latent
-        rows *= units.dim
-    return 1 << (max(1, _ROWS_AT_ONCE // rows).bit_length() - 1)
+        return points_at_once(max(len(n) * max(n) for n in silos.sizes.values()), units)
+    return points_at_once(max(sum(n) for n in silos.sizes.values()), units)
 
 
 def _whitening(state: ServerState) -> Whitening:

@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -54,8 +54,8 @@ class VIResult:
 class FederatedVI:
     """Base of :class:`SFVI` and :class:`SFVIAvg`; see there for the parameters."""
 
-    _federated: ClassVar[Callable]
-    _init_silo: ClassVar[Callable]
+    _federated: Callable
+    _init_silo: Callable
 
     def __init__(self, model: Callable, guide: Any, options: Options) -> None:
         if not callable(model):
@@ -86,9 +86,9 @@ class FederatedVI:
         start = prepared.local
         if init_from is not None:
             params, start = self._taken_from(init_from, prepared, params)
-        server = type(self)._federated(prepared.plan, prepared.stacks).init(rng_key, params)
+        server = self._federated(prepared.plan, prepared.stacks).init(rng_key, params)
         silo_states = tuple(
-            in_step(prepared.plan, partial(type(self)._init_silo, prepared.plan, rows.part, params), local)
+            in_step(prepared.plan, partial(self._init_silo, prepared.plan, rows.part, params), local)
             for rows, local in zip(prepared.stacks, start, strict=True)
         )
         return VIState(server, silo_states, jnp.zeros(len(prepared.names), jnp.int32))
@@ -113,10 +113,13 @@ class FederatedVI:
         del prepared
         return [s.average if averaged else s.params for s in state.silos]
 
+    def _say_how_it_ended(self, prepared: Prepared, state: VIState) -> None:
+        """Warn of what only the algorithm knows."""
+
     def update(self, state: VIState, silos: Silos | MixedSilos) -> tuple[VIState, Array]:
         """One round of all silos: the new state, and minus the bound before it."""
         prepared = self.prepared(silos)
-        state, info = _jit_advance(type(self)._federated, prepared.plan, None, state, prepared.stacks)
+        state, info = _jit_advance(self._federated, prepared.plan, None, state, prepared.stacks)
         return state, info.loss
 
     def evaluate(self, state: VIState, silos: Silos | MixedSilos) -> Array:
@@ -182,7 +185,7 @@ class FederatedVI:
             silo's name the probability that it does. Replies are weighted by one over it, so that the gradient stays unbiased; an
             absent silo keeps its state. Default: all.
         :param tol: stop when the mean loss of the last quarter of the rounds is within ``tol`` nats of that of the quarter before
-            (of at least 250 rounds each).
+            (of at least 250 rounds each); conducive rounds, which have no noise: when the loss moved less than that in a round.
         :param init_from: as for :meth:`init`.
         :param init_state: go on from there.
         :raises ValueError: in words, before anything is compiled, for arguments that make no sense.
@@ -201,10 +204,11 @@ class FederatedVI:
             state = self.init(rng_key, silos, init_from=init_from)
         else:
             state = self._checked(init_state, self.init(jax.random.key(0), silos))
-        method, plan = type(self)._federated, prepared.plan
+        method, plan = self._federated, prepared.plan
         state, losses = run_rounds(
             method, plan, who, state, prepared.stacks, prepared.names, num_rounds, tol, progress_bar
         )
+        self._say_how_it_ended(prepared, state)
         never = [name for name, n in zip(prepared.names, np.asarray(state.visits), strict=True) if n == 0]
         if never:
             shown = ", ".join(map(repr, never[:5])) + (", ..." if len(never) > 5 else "")

@@ -149,7 +149,7 @@ class SiloNormal:
         zero = jnp.zeros((*shape, d))
         return LocalMap(
             mean=jnp.zeros(shape),
-            log_scale=jnp.full(shape, math.log(self.init_scale)),
+            log_scale=jnp.full(shape, math.log(self.init_scale), zero.dtype),
             coupling=zero if self.coupling else None,
             scale_coupling=zero if self.scale_coupling else None,
             tril=jnp.broadcast_to(jnp.eye(k), (count, k, k)) if self._correlated(units) else None,

@@ -40,10 +40,13 @@ class Options:
     batch_size: int | None
     validate: bool
     num_local_steps: int = 1
+    conducive: bool = False
 
     def checked(self) -> "Options":
         """Itself, or an error in words."""
-        for name in ("optim", "local_optim"):
+        if self.conducive:
+            self._check_conducive()
+        for name in () if self.conducive else ("optim", "local_optim"):
             value = getattr(self, name)
             if not isinstance(value, optax.GradientTransformation):
                 raise TypeError(
@@ -56,13 +59,23 @@ class Options:
                 raise ValueError(f"{name}: expected a whole number >= 1, got {value!r}")
         return self
 
+    def _check_conducive(self) -> None:
+        for name in ("optim", "local_optim", "batch_size"):
+            if getattr(self, name) is not None:
+                why = (
+                    "a silo's marginal likelihood needs all its rows"
+                    if name == "batch_size"
+                    else "its steps are natural gradients"
+                )
+                raise ValueError(f"{name}: expected None with conducive=True ({why}), got {getattr(self, name)!r}")
+
 
 @dataclass(frozen=True)
 class Plan:
     """The static facts of a fit; fits of equal plans share their compiled programs.
 
     :param families: the variational family over each structure's factors.
-    :param optim: for q(theta) and the learned parameters.
+    :param optim: for q(theta) and the learned parameters; ``None`` in conducive rounds.
     :param local_optim: for each silo's own parameters.
     :param num_particles: draws of theta a round.
     :param num_local_particles: K, draws of each unit's latents for each draw of theta.
@@ -81,6 +94,13 @@ class Plan:
     learned: tuple[str, ...]
     num_local_steps: int
     supports: dict[str, Any] = field(compare=False, repr=False)
+
+    def evaluations(self, part: int) -> int:
+        """Gradients of a silo's term in a round."""
+        if self.optim is None:  # of its marginal likelihood
+            return self.num_local_steps
+        candidates = self.num_local_particles if self.families[part].has_local else 1
+        return self.num_particles * candidates * self.num_local_steps
 
     @property
     def factors(self) -> Factors:

@@ -98,7 +98,7 @@ def participation_of(value: Any, names: tuple[str, ...]) -> Participation | None
 def in_step(plan: Plan, first: Callable, local: Any) -> Any:
     """The first states of a stack of silos; what is one number in each (an optimiser's clock) is one for all, while all take part."""
     states = jax.jit(jax.vmap(first))(local)
-    if not (_keeps_time(plan.optim) and _keeps_time(plan.local_optim)):
+    if not all(optim is None or _keeps_time(optim) for optim in (plan.optim, plan.local_optim)):
         return states
     clocks = jax.tree.map(_is_clock, jax.eval_shape(first, jax.tree.map(lambda x: x[0], local)))
     return jax.tree.map(lambda x, clock: x[0] if clock else x, states, clocks)
@@ -176,7 +176,7 @@ def run_rounds(
     advance_by = partial(_chunk, federated, plan, who)
     with tqdm(total=num_rounds, disable=not progress_bar) as bar:
         while len(losses) < num_rounds:
-            num = min(_CHUNK, num_rounds - len(losses))
+            num = min(1 if plan.optim is None else _CHUNK, num_rounds - len(losses))
             before = state
             try:
                 state, new, bad = advance_by(before, stacks, jnp.asarray(num, jnp.int32))
@@ -200,14 +200,14 @@ def run_rounds(
             losses = np.concatenate([losses, new])
             bar.update(num)
             bar.set_postfix_str(f"loss {new.mean():.4g}", refresh=False)
-            if tol is not None and _settled(losses, tol):
+            if tol is not None and _settled(losses, tol, 1 if plan.optim is None else _WINDOW):
                 break
     return state, losses
 
 
-def _settled(losses: np.ndarray, tol: float) -> bool:
-    """Whether the mean loss of the last quarter of all rounds is within ``tol`` of that of the quarter before."""
-    window = max(_WINDOW, len(losses) // 4)
+def _settled(losses: np.ndarray, tol: float, least: int) -> bool:
+    """Whether the mean loss of the last quarter of all rounds, at least so many, is within ``tol`` of that of the quarter before."""
+    window = max(least, len(losses) // 4) if least > 1 else 1
     if len(losses) < 2 * window:
         return False
     return bool(abs(losses[-2 * window : -window].mean() - losses[-window:].mean()) < tol)
@@ -241,9 +241,7 @@ def ledger(
             return message, algorithm.local(random.key(0), message, own, alone)[0]
 
         message, reply = jax.eval_shape(one, state.server, first)
-        candidates = plan.num_local_particles if plan.families[rows.part].has_local else 1
-        evaluations = plan.num_particles * candidates * plan.num_local_steps
-        each = Cost(1, evaluations, message_bytes(message), message_bytes(reply))
+        each = Cost(1, plan.evaluations(rows.part), message_bytes(message), message_bytes(reply))
         count = rows.number.shape[0]
         costs |= {name: each.times(int(visits[name])) for name in names[start : start + count]}
         start += count

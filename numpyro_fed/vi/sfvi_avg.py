@@ -26,8 +26,11 @@ import optax
 from jax import Array, lax, random
 
 from numpyro_fed.federation import Federated
+from numpyro_fed.mixed import MixedSilos
+from numpyro_fed.silos import Silos
 from numpyro_fed.storage import SiloRows
-from numpyro_fed.vi._adapter import FederatedVI
+from numpyro_fed.vi import conducive as conducive_rounds
+from numpyro_fed.vi._adapter import FederatedVI, VIResult
 from numpyro_fed.vi.barycentre import barycentre
 from numpyro_fed.vi.bound import silo_bound
 from numpyro_fed.vi.guides import AutoSiloNormal
@@ -193,9 +196,12 @@ class SFVIAvg(FederatedVI):
     :param model: as for :class:`SFVI`.
     :param guide: an :class:`AutoSiloNormal` with ``global_cov`` full or diagonal.
     :param optim: an optax transformation for each silo's copy of q(theta) and of the learned parameters; its state stays in the silo.
-    :param num_local_steps: m, steps between two rounds.
+    :param num_local_steps: m, steps between two rounds; conducive: positions of theta at which a silo looks in a round (a power of two, at
+        least so many).
     :param num_particles: as for :class:`SFVI`, of each step.
-    :param num_local_particles: likewise.
+    :param num_local_particles: likewise; conducive: of the draws of the result alone.
+    :param conducive: the silos keep Gaussian sites, whose product is q, in place of averages: the pooled optimum in about ten rounds, without
+        optimisers (:mod:`numpyro_fed.vi.conducive`). Losses are then minus the pooled bound, latents integrated out.
     :param local_optim: likewise.
     :param batch_size: likewise.
     :param validate: likewise.
@@ -222,25 +228,35 @@ class SFVIAvg(FederatedVI):
         50
     """
 
-    _federated = staticmethod(federated)
-    _init_silo = staticmethod(init_silo)
-
     def __init__(
         self,
         model: Callable,
         guide: Any,
-        optim: Any,
-        num_local_steps: int,
+        optim: Any = None,
+        num_local_steps: int = 200,
         num_particles: int = 1,
         num_local_particles: int = 32,
         *,
+        conducive: bool = False,
         local_optim: Any = None,
         batch_size: int | None = None,
         validate: bool = True,
     ) -> None:
         local_optim = optim if local_optim is None else local_optim
-        options = Options(optim, local_optim, num_particles, num_local_particles, batch_size, validate, num_local_steps)
+        options = Options(
+            optim,
+            local_optim,
+            num_particles,
+            num_local_particles,
+            batch_size,
+            validate,
+            num_local_steps,
+            bool(conducive),
+        )
         super().__init__(model, guide, options)
+        self._federated, self._init_silo = federated, init_silo
+        if conducive:
+            self._federated, self._init_silo = conducive_rounds.federated, conducive_rounds.init_silo
         if not isinstance(guide, AutoSiloNormal):
             raise TypeError(
                 f"SFVI-Avg averages Gaussians: expected fed.AutoSiloNormal(model), got {type(guide).__name__}; fed.SFVI takes any guide"
@@ -250,6 +266,29 @@ class SFVIAvg(FederatedVI):
                 f"global_cov={guide.global_cov}: a barycentre of low-rank Gaussians is of full rank; expected a guide with "
                 'global_cov="full" or "diag"'
             )
+
+    def prepared(self, silos: Silos | MixedSilos) -> Prepared:
+        """As of every variational method; conducive rounds have no gradients for learned parameters, and say so."""
+        prepared = super().prepared(silos)
+        if self._options.conducive:
+            conducive_rounds.check(prepared.plan, self.guide)
+        return prepared
+
+    def _taken_from(self, result: Any, prepared: Prepared, params: dict) -> tuple[dict, list]:
+        """Conducive rounds need q(theta) alone, from these silos or others: sites and local maps are regressed anew."""
+        if not self._options.conducive or not isinstance(result, VIResult):
+            return super()._taken_from(result, prepared, params)
+        shapes = {k: jnp.shape(v) for k, v in prepared.plan.constrain(params).items()}
+        got = {k: jnp.shape(result.params[k]) for k in shapes if k in result.params}
+        if got != shapes:
+            raise ValueError(
+                f"init_from: expected a result of the same model and guide, with global parameters of shapes {shapes}, got {got}"
+            )
+        return prepared.plan.unconstrain({k: jnp.asarray(result.params[k]) for k in params}), prepared.local
+
+    def _say_how_it_ended(self, prepared: Prepared, state: VIState) -> None:
+        if self._options.conducive:
+            conducive_rounds.say_how_it_ended(prepared.names, state)
 
     def _silo_params(self, prepared: Prepared, state: VIState, averaged: bool) -> list:
         plan, out = prepared.plan, []

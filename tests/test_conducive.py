@@ -1,0 +1,250 @@
+"""Conducive rounds: exact on Gaussian models, the same for every partition, the pooled bound's optimum on others, whoever does not answer."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import optax
+import pytest
+from jax import random
+from scipy.optimize import minimize
+from vi_models import hierarchy, hierarchy_posterior, hierarchy_silos, learned_scale, wheeze, wheeze_silos
+
+import numpyro_fed as fed
+from numpyro_fed.vi.conducive import Reply, SiloState
+
+QUIET = {"progress_bar": False}
+
+
+def conducive(model, guide=None, **settings):
+    return fed.SFVIAvg(model, fed.AutoSiloNormal(model) if guide is None else guide, conducive=True, **settings)
+
+
+def logistic(x, y):
+    beta = numpyro.sample("beta", dist.Normal(0, 2).expand([2]).to_event(1))
+    with fed.silo_plate("rows", x.shape[0]):
+        numpyro.sample("y", dist.Bernoulli(logits=x @ beta), obs=y)
+
+
+def logistic_silos(sizes=(9, 4, 20)):
+    rng = np.random.default_rng(3)
+    data = {}
+    for s, n in enumerate(sizes):
+        x = rng.normal(size=(n, 2)) + s / 2
+        data[f"s{s}"] = {"x": x, "y": (rng.uniform(size=n) < 1 / (1 + np.exp(-x @ [1.0, -1.5]))).astype(float)}
+    return fed.Silos(data)
+
+
+@pytest.mark.parametrize("silo_of", [np.zeros(9, int), np.arange(9) % 4, np.arange(9)])
+def test_a_gaussian_hierarchy_is_exact(silo_of):
+    """q(theta), q(z | theta) and the bound, which is the log evidence; all are reached in a few rounds and stay."""
+    with jax.enable_x64(True):
+        mean, covariance, evidence = hierarchy_posterior()
+        fit = conducive(hierarchy)
+        result = fit.run(random.key(0), 6, hierarchy_silos(silo_of), **QUIET)
+        sd = covariance[0, 0] ** 0.5
+        assert float(result.params["auto_loc"][0]) == pytest.approx(mean[0], abs=1e-5 * sd)
+        assert float(result.params["auto_scale_tril"][0, 0]) == pytest.approx(sd, rel=1e-5)
+        np.testing.assert_allclose(result.params["auto_local_loc"][:, 0], mean[1:], atol=1e-4)
+        slope = covariance[1:, 0] / sd  # of E[z | u] in u
+        np.testing.assert_allclose(result.params["auto_local_coupling"][:, 0, 0], slope, atol=1e-4)
+        conditional = np.diag(covariance)[1:] - slope**2
+        np.testing.assert_allclose(np.exp(2 * result.params["auto_local_log_scale"][:, 0]), conditional, rtol=1e-3)
+        assert -result.losses[-1] == pytest.approx(evidence, abs=1e-4)
+        assert float(result.state.server.moved) < 1e-6
+
+
+def test_rounds_do_not_depend_on_the_partition():
+    """The same numbers in every round; a barycentre of the silos' own optima depends on it."""
+    with jax.enable_x64(True):
+        partitions = [np.zeros(20, int), (np.arange(20) ** 2) % 7, np.arange(20)]
+        results = [
+            conducive(wheeze, validate=False).run(random.key(0), 10, wheeze_silos(p), **QUIET) for p in partitions
+        ]
+        for other in results[1:]:
+            np.testing.assert_allclose(other.losses, results[0].losses, rtol=1e-9)
+            for name, value in results[0].params.items():
+                np.testing.assert_allclose(other.params[name], value, rtol=1e-7, atol=1e-9)
+        plain = [
+            fed.SFVIAvg(wheeze, fed.AutoSiloNormal(wheeze), optax.adam(0.02), 30, 1, 4, validate=False)
+            .run(random.key(0), 1, wheeze_silos(p), **QUIET)
+            .params["auto_loc"]
+            for p in partitions[:2]
+        ]
+        assert np.abs(plain[0] - plain[1]).max() > 1e-2
+
+
+def best_gaussian(kwargs):
+    """The Gaussian of largest pooled bound, by quadrature and a general optimiser."""
+    nodes, weights = np.polynomial.hermite_e.hermegauss(12)
+    u = jnp.asarray(np.stack(np.meshgrid(nodes, nodes), -1).reshape(-1, 2))
+    w = jnp.asarray(np.outer(weights, weights).ravel() / weights.sum() ** 2)
+    x, y = jnp.asarray(kwargs["x"]), jnp.asarray(kwargs["y"])
+
+    def unpack(v):
+        return v[:2], jnp.array([[jnp.exp(v[2]), 0.0], [v[4], jnp.exp(v[3])]])
+
+    @jax.jit
+    @jax.value_and_grad
+    def loss(v):
+        loc, root = unpack(v)
+        theta = loc + u @ root.T
+        logits = theta @ x.T
+        joint = jnp.sum(y * logits - jnp.logaddexp(0.0, logits), 1) - jnp.sum(theta**2, 1) / 8
+        return -(w @ joint) - v[2] - v[3]
+
+    found = minimize(
+        lambda v: tuple(np.asarray(a) for a in loss(v)), np.array([0.0, 0, -1, -1, 0]), jac=True, tol=1e-10
+    )
+    return unpack(jnp.asarray(found.x))
+
+
+def test_the_fixed_point_is_the_optimum_of_the_pooled_bound():
+    with jax.enable_x64(True):
+        silos = logistic_silos()
+        loc, root = best_gaussian(silos.pooled)
+        result = conducive(logistic, num_local_steps=1024).run(random.key(0), 15, silos, **QUIET)
+        sd = np.linalg.norm(root, axis=1)
+        assert np.abs((result.params["auto_loc"] - loc) / sd).max() < 0.01
+        found = result.params["auto_scale_tril"] @ result.params["auto_scale_tril"].T
+        np.testing.assert_allclose(found / np.outer(sd, sd), root @ root.T / np.outer(sd, sd), atol=0.01)
+        # a control: the posterior's mode is elsewhere
+        mode = minimize(
+            lambda b: float(
+                np.sum(np.logaddexp(0, silos.pooled["x"] @ b) - silos.pooled["y"] * (silos.pooled["x"] @ b)) + b @ b / 8
+            ),
+            np.zeros(2),
+        ).x
+        assert np.abs((mode - loc) / sd).max() > 0.05
+
+
+def test_a_diagonal_family_has_the_precisions_diagonal():
+    with jax.enable_x64(True):
+        silos = logistic_silos()
+        guide = fed.AutoSiloNormal(logistic, global_cov="diag")
+        result = conducive(logistic, guide, num_local_steps=4096).run(random.key(0), 15, silos, **QUIET)
+        loc, sd = (np.asarray(result.params[k]) for k in ("auto_loc", "auto_scale"))
+        theta = loc + sd * np.random.default_rng(0).normal(size=(200_000, 2))
+        p = 1 / (1 + np.exp(-theta @ np.asarray(silos.pooled["x"]).T))
+        precision = ((p * (1 - p)).mean(0)[:, None] * np.asarray(silos.pooled["x"]) ** 2).sum(0) + 1 / 4
+        np.testing.assert_allclose(sd**-2, precision, rtol=0.03)
+
+
+def test_missing_replies_do_not_move_the_fixed_point():
+    """30 % of them; a control: the fit of the silos that answered first is elsewhere."""
+    with jax.enable_x64(True):
+        silos = wheeze_silos(np.arange(20) % 5)
+        fit = conducive(wheeze, validate=False)
+        whole = fit.run(random.key(0), 20, silos, **QUIET)
+        sd = np.linalg.norm(whole.params["auto_scale_tril"], axis=1)
+        some = fit.run(random.key(1), 60, silos, participation={name: 0.7 for name in silos.names}, **QUIET)
+        assert 170 < sum(some.ledger.rounds) < 250
+        assert np.abs((some.params["auto_loc"] - whole.params["auto_loc"]) / sd).max() < 5e-3
+        np.testing.assert_allclose(some.params["auto_scale_tril"], whole.params["auto_scale_tril"], atol=1e-3)
+        four = conducive(wheeze, validate=False).run(
+            random.key(0), 20, fed.Silos({name: silos[name] for name in silos.names[:4]}), **QUIET
+        )
+        assert np.abs((four.params["auto_loc"] - whole.params["auto_loc"]) / sd).max() > 0.05
+
+
+def test_silos_join_and_leave():
+    """From another federation's result: the fit of the silos that there are now."""
+    with jax.enable_x64(True):
+        silos = logistic_silos()
+        without = (
+            silos.subset(("s0", "s2")) if hasattr(silos, "subset") else fed.Silos({k: silos[k] for k in ("s0", "s2")})
+        )
+        fit = conducive(logistic)
+        everyone, two = (fit.run(random.key(0), 14, s, **QUIET) for s in (silos, without))
+        left = fit.run(random.key(0), 5, without, init_from=everyone, **QUIET)
+        joined = fit.run(random.key(0), 5, silos, init_from=two, **QUIET)
+        for a, b in ((left, two), (joined, everyone)):
+            np.testing.assert_allclose(a.params["auto_loc"], b.params["auto_loc"], atol=1e-3)
+            np.testing.assert_allclose(a.params["auto_scale_tril"], b.params["auto_scale_tril"], atol=1e-3)
+        assert np.abs(two.params["auto_loc"] - everyone.params["auto_loc"]).max() > 0.1
+
+
+def root_of(x, y):
+    beta = numpyro.sample("beta", dist.Normal(0, 2))
+    with fed.silo_plate("rows", x.shape[0]):
+        numpyro.sample("y", dist.Normal(beta * jnp.sqrt(x), 1), obs=y)
+
+
+def test_a_silo_whose_replies_are_not_finite_is_missing_and_named():
+    with jax.enable_x64(True):
+        good = {"a": {"x": np.ones(4), "y": np.arange(4.0)}, "b": {"x": np.full(5, 2.0), "y": np.ones(5)}}
+        bad = {**good, "c": {"x": -np.ones(3), "y": np.ones(3)}}
+        with pytest.warns(UserWarning, match=r"not finite, taken as missing \(silo, rounds\): 'c' 6 of 6"):
+            found = conducive(root_of, validate=False).run(random.key(0), 6, fed.Silos(bad), **QUIET)
+        expected = conducive(root_of, validate=False).run(random.key(0), 6, fed.Silos(good), **QUIET)
+        np.testing.assert_allclose(found.params["auto_loc"], expected.params["auto_loc"], rtol=1e-9)
+        np.testing.assert_allclose(found.losses, expected.losses, rtol=1e-9)
+
+
+def test_what_leaves_a_silo():
+    silos = wheeze_silos(np.arange(20) % 2)
+    fit = conducive(wheeze, validate=False)
+    state = fit.init(random.key(0), silos)
+    assert isinstance(state.silos[0], SiloState)
+    assert Reply._fields == ("value", "gained", "finite")
+    with pytest.warns(UserWarning, match=r"q has not settled: it moved by"):
+        result = fit.run(random.key(0), 2, silos, **QUIET)
+    d = fit.prepared(silos).plan.factors.dim
+    assert result.ledger.bytes_up == (2 * (4 + 4 * (d + d * d) + 1),) * 2
+    assert result.ledger.gradient_evaluations == (2 * 200,) * 2
+
+
+def test_it_stops_where_the_loss_does_and_goes_on():
+    silos = logistic_silos()
+    fit = conducive(logistic)
+    short = fit.run(random.key(0), 50, silos, tol=1e-3, **QUIET)
+    assert len(short.losses) < 15
+    assert abs(short.losses[-1] - short.losses[-2]) < 1e-3
+    again = fit.run(random.key(0), 1, silos, init_state=short.state, **QUIET)
+    np.testing.assert_allclose(again.params["auto_loc"], short.params["auto_loc"], atol=1e-3)
+
+
+def two_latents(y):
+    mu = numpyro.sample("mu", dist.Normal(0, 1).expand([2]).to_event(1))
+    with fed.silo_plate("units", y.shape[0]):
+        z = numpyro.sample("z", dist.Normal(mu, 1).to_event(1))
+        numpyro.sample("y", dist.Normal(z, 1).to_event(1), obs=y)
+
+
+def test_two_latents_an_element_are_exact():
+    """z - mu and y - mu are normal with variances 1 and 2: the posterior of mu is that of the mean of y."""
+    with jax.enable_x64(True):
+        y = np.random.default_rng(0).normal([1.0, -1.0], 1.0, (7, 2))
+        result = conducive(two_latents).run(random.key(0), 6, fed.split({"y": y}, by=np.arange(7) % 3), **QUIET)
+        precision = 1 + 7 / 2
+        np.testing.assert_allclose(result.params["auto_loc"], y.sum(0) / 2 / precision, atol=1e-4)
+        covariance = result.params["auto_scale_tril"] @ result.params["auto_scale_tril"].T
+        np.testing.assert_allclose(covariance, np.eye(2) / precision, atol=1e-4)
+
+
+def test_what_it_does_not_cover_is_refused():
+    guide = fed.AutoSiloNormal(wheeze)
+    with pytest.raises(
+        ValueError, match=r"optim: expected None with conducive=True \(its steps are natural gradients\)"
+    ):
+        fed.SFVIAvg(wheeze, guide, optax.adam(0.1), conducive=True)
+    with pytest.raises(
+        ValueError, match=r"batch_size: expected None with conducive=True .* needs all its rows\), got 3"
+    ):
+        conducive(wheeze, batch_size=3)
+    with pytest.raises(
+        TypeError, match=r"optim: expected an optax transformation, e.g. optax.adam\(1e-2\), got NoneType"
+    ):
+        fed.SFVIAvg(wheeze, guide)
+    silos = wheeze_silos(np.arange(20) % 2)
+    with pytest.raises(ValueError, match=r"expected a guide with coupling=True and scale_coupling=True"):
+        conducive(wheeze, fed.AutoSiloNormal(wheeze, coupling=False)).init(random.key(0), silos)
+    with pytest.raises(
+        ValueError, match=r'2 latents an element: expected a guide with local_cov="element", got \'diag\''
+    ):
+        conducive(two_latents, fed.AutoSiloNormal(two_latents, local_cov="diag")).init(
+            random.key(0), fed.split({"y": np.zeros((6, 2))}, by=np.arange(6) % 2)
+        )
+    with pytest.raises(ValueError, match=r"learned parameters \['tau'\]: expected latent sites alone"):
+        conducive(learned_scale).init(random.key(0), logistic_silos())
