@@ -13,6 +13,7 @@ from numpyro_fed.mcmc.push_sum import PushSumLangevin
 from numpyro_fed.mcmc.schedules import polynomial_decay
 from numpyro_fed.mcmc.sgld import SGLD
 from numpyro_fed.mixed import MixedSilos
+from numpyro_fed.one_call import fit
 from numpyro_fed.prediction import predict
 from numpyro_fed.results import Comparison, compare, plot_compare
 from numpyro_fed.silos import Silos
@@ -38,6 +39,7 @@ __all__ = [
     "Silos",
     "compare",
     "diagnose",
+    "fit",
     "graphs",
     "handlers",
     "mark_silos",

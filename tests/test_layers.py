@@ -15,7 +15,8 @@ LAYERS = (
     ("proof", "surrogates"),
     ("mcmc", "vi"),
     ("_silo_coords", "_network_result", "vi_inference_data", "diagnostics"),
-    ("_compare_scalars", "_comparison_figure", "_elbo_figure", "results", "inference_data", "prediction"),
+    ("inference_data", "_compare_scalars", "_comparison_figure", "_elbo_figure", "results", "prediction"),
+    ("one_call",),
 )
 LEVEL = {name: i for i, names in enumerate(LAYERS) for name in names}
 

@@ -10,6 +10,7 @@ for any surrogates and any alpha (FSGLD lemma 1).
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from jax import Array
 
@@ -55,6 +56,8 @@ class FSGLD(LangevinKernel):
         is computed once (Baker et al. 2019). Two gradients a step; where rows are many its noise is far smaller.
     :param no_answer: probability that the silo chosen does not answer, in simulations: the chain waits, its draw counts again, and the next silo
         is chosen as if nothing had been, which keeps the selection unbiased. (Asking another silo instead would not.)
+    :param init_from: the result of :class:`~numpyro_fed.SFVI` or :class:`~numpyro_fed.SFVIAvg` on the same model: the surrogates' fit starts at its q(theta)
+        and saves the rounds that would lead there.
     :param bias_target: accepted relative inflation of the sds under ``step_size="auto"``.
     :param noise_correction: inject less noise where the silos' own makes up for it: four times the step at the same inflation. No
         longer the paper's update.
@@ -97,6 +100,7 @@ class FSGLD(LangevinKernel):
         distinct_silos: bool = False,
         no_answer: float = 0.0,
         control_variates: bool = False,
+        init_from: Any = None,
         bias_target: float = 0.02,
         noise_correction: bool = False,
         round_price: float = 40.0,
@@ -108,6 +112,6 @@ class FSGLD(LangevinKernel):
             Options(
                 step_size, num_local_steps, batch_size, surrogate, alpha, selection, preconditioner,
                 bias_target, public, validate, round_price, noise_correction, num_kept,
-                refresh_every, distinct_silos, no_answer, control_variates=control_variates,
+                refresh_every, distinct_silos, no_answer, control_variates=control_variates, init_from=init_from,
             ),
         )  # fmt: skip

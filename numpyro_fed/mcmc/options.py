@@ -37,6 +37,7 @@ class Options:
     no_answer: float = 0.0
     element_batches: bool = True
     control_variates: bool = False
+    init_from: Any = None
 
     def checked(self) -> "Options":
         """Refuse what can be refused before any data are seen."""
@@ -74,12 +75,23 @@ class Options:
             self.preconditioner is None or (isinstance(self.preconditioner, str) and self.preconditioner == "surrogate")
         ):
             raise ValueError(f'preconditioner: expected "surrogate" or None, got {self.preconditioner!r}')
+        if self.init_from is not None:
+            self._check_start()
         if self.conducive and self.surrogate is None:
             raise ValueError(
                 'alpha > 0 weights the conducive gradient of the surrogates; expected surrogate="score" (or '
                 '"laplace", or a Surrogates), got None. DSGLD is the kernel without surrogates'
             )
         return self
+
+    def _check_start(self) -> None:
+        if getattr(self.init_from, "whitening", None) is None:
+            got = "one of another guide" if hasattr(self.init_from, "whitening") else type(self.init_from).__name__
+            raise ValueError(f"init_from: expected the result of a variational fit with fed.AutoSiloNormal, got {got}")
+        if not (isinstance(self.surrogate, str) and self.surrogate == "score"):
+            raise ValueError(
+                f'init_from: the start of a fit of score surrogates; expected surrogate="score", got {self.surrogate!r}'
+            )
 
     @property
     def conducive(self) -> bool:

@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -223,6 +224,18 @@ def _check_given(given: str | Surrogates | None, factors: Factors, silos: Silos)
     given.posterior()  # positive definite, or an error in words
 
 
+def _start(options: Options, factors: Factors) -> tuple[np.ndarray, np.ndarray] | None:
+    if options.init_from is None:
+        return None
+    loc, scale = options.init_from.whitening
+    if len(loc) != factors.dim:
+        raise ValueError(
+            f"init_from: expected a fit of the same model, with {factors.dim} global latents {[n for n, _ in factors.global_sites]} unconstrained, "
+            f"got {len(loc)}"
+        )
+    return loc, scale
+
+
 def _surrogates(
     factors: Factors, silos: Silos, units: Units | None, batch: tuple[str, int] | None, options: Options
 ) -> tuple[Surrogates | None, score.ScoreFit | None]:
@@ -231,7 +244,7 @@ def _surrogates(
     moments = wanted and given == "moments"
     fitted = None
     if units is not None or (wanted and not moments and not isinstance(given, Surrogates)):
-        fit = laplace.fit if given == "laplace" else score.fit
+        fit = laplace.fit if given == "laplace" else partial(score.fit, start=_start(options, factors))
         if batch is not None and units is None:
             fitted = fit_some(fit, factors, silos, batch[0])
         else:

@@ -182,6 +182,7 @@ def fit(
     max_rounds: int = 40,
     seed: int = 0,
     local: Callable | None = None,
+    start: tuple[np.ndarray, np.ndarray] | None = None,
 ) -> ScoreFit:
     """Fit score-matched surrogates, and the local map where the model has local latents.
 
@@ -190,6 +191,7 @@ def fit(
     :param units: how local latents are cut into units.
     :param max_rounds: rounds before giving up on settling; 5 to 10 are usual.
     :param seed: of the scrambled points. The fit uses no other randomness.
+    :param start: mean and square root ``(d, d)`` or ``(d,)`` of a Gaussian near the posterior, in place of N(0, 1/4).
     :param local: another way to make a silo's reply (the Laplace surrogates'); the local map is regressed all the same.
     :return: the fit.
     """
@@ -213,6 +215,10 @@ def fit(
         return replies, rows
 
     state = scheme.init(key)
+    if start is not None:
+        state = state._replace(
+            loc=np.asarray(start[0], np.float64), scale=_root(np.asarray(start[1], np.float64), full)
+        )
     while state.moved > _SETTLED and cost.rounds < max_rounds:
         points = sobol_normal(num, factors.dim, seed + cost.rounds)
         state = state._replace(points=points, weights=np.ones(num))
@@ -245,6 +251,13 @@ def fit(
         if local is scheme.local:
             surrogates = replace(surrogates, bends=_bends(near, surrogates.factors, replies.bend))
     return ScoreFit(surrogates, local_map, of_map, _whitening(final), jnp.asarray(misfit), cost, draws)
+
+
+def _root(scale: np.ndarray, full: bool) -> np.ndarray:
+    """A square root of a covariance in the form that the fit has."""
+    if full:
+        return scale if scale.ndim == 2 else np.diag(scale)
+    return scale if scale.ndim == 1 else np.linalg.norm(scale, axis=1)
 
 
 def fit_at(factors: Factors, silos: Silos, units: Units | None, thetas: np.ndarray, scale: np.ndarray) -> ScoreFit:

@@ -16,6 +16,7 @@ from numpyro_fed.federation import Ledger
 from numpyro_fed.mixed import MixedSilos
 from numpyro_fed.silos import Silos
 from numpyro_fed.storage import stacked_mask, to_pooled_order
+from numpyro_fed.vi.normal import SiloNormal
 from numpyro_fed.vi.plan import Options, Prepared, first_params, prepare
 from numpyro_fed.vi.rounds import VIState, advance, in_step, ledger, participation_of, run_rounds
 
@@ -34,6 +35,7 @@ class VIResult:
     :ivar losses: minus the estimated bound in each round, a NumPy array.
     :ivar ledger: rounds, gradient evaluations and bytes of each silo.
     :ivar partition: a fingerprint of the silos: which pooled row is in which.
+    :ivar whitening: mean ``(d,)`` and a square root of the covariance of a Gaussian q(theta), ``(d, d)`` or its diagonal, in unconstrained space; else ``None``.
     """
 
     params: dict[str, Array]
@@ -41,6 +43,7 @@ class VIResult:
     losses: np.ndarray
     ledger: Ledger
     partition: str
+    whitening: tuple[np.ndarray, np.ndarray] | None = None
 
     def __repr__(self) -> str:
         tail = self.losses[-max(1, len(self.losses) // 10) :] if len(self.losses) else np.full(1, np.nan)
@@ -220,7 +223,9 @@ class FederatedVI:
         average = state.server.params if state.server.average is None else state.server.average
         params = self._named(prepared, average, self._silo_params(prepared, state, True))
         costs = ledger(method, plan, state, prepared.stacks, prepared.names, silos.names)
-        return VIResult(params, state, losses, costs, prepared.partition())
+        family = plan.families[0]
+        whitening = family.whitening(plan.constrain(average)) if isinstance(family, SiloNormal) else None
+        return VIResult(params, state, losses, costs, prepared.partition(), whitening)
 
 
 def local_params(prepared: Prepared, local: list) -> dict[str, Array]:

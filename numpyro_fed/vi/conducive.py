@@ -17,7 +17,7 @@ conducive gradients do for Langevin steps. A silo that does not answer keeps its
 and do not move their fixed point. Its local map is regressed on the same points.
 
 Law and bias: the Gaussian nearest to the posterior of theta in KL(q || p), latents integrated by quadrature (for several together: Laplace). No randomness.
-What leaves a silo in a round: how its site changed, ``d + d^2`` numbers (diagonal: ``2 d``), its mean log likelihood, and whether all is finite.
+What leaves a silo in a round: how its site changed, ``d + d (d + 1) / 2`` numbers (diagonal: ``2 d``), its mean log likelihood, and whether all is finite.
 
 References: the sites are those of partitioned variational inference (Ashman et al. 2022), where each silo goes to its own optimum; the step is the
 natural gradient of Khan & Lin (2017), with Stein's lemma as in Lin, Khan & Schmidt (2019). Derived in docs/conducive.md.
@@ -45,7 +45,7 @@ from numpyro_fed.vi.rounds import VIState
 from numpyro_fed.vi.scales import relative
 from numpyro_fed.vi.sfvi import Info, all_finite
 
-__all__ = ["check", "federated", "init_silo", "num_points", "say_how_it_ended"]
+__all__ = ["JointUnits", "check", "federated", "init_silo", "num_points", "say_how_it_ended"]
 
 _FARTHEST = 3.0  # sds of q that it moves in a round, along an axis of its curvature
 _FLATTEST = 0.25  # precision of the new q in units of the old one's: it widens at most twofold in a round
@@ -149,11 +149,15 @@ class Message(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """From a silo: ``E_q[log p(y_s | theta)]``, how its site changed, and whether all is finite."""
+    """From a silo: ``E_q[log p(y_s | theta)]``, how its site changed (of the precision the lower triangle), and whether all is finite."""
 
     value: Array
     gained: Site
     finite: Array
+
+
+class JointUnits(ValueError):
+    """Elements of the silo plates depend on each other, so that a silo's latents are one unit, and the guide holds them apart."""
 
 
 def check(plan: Plan, guide: Any) -> None:
@@ -169,14 +173,14 @@ def check(plan: Plan, guide: Any) -> None:
             "conducive=True: expected a guide with coupling=True and scale_coupling=True, as its local maps are regressed on theta, got "
             f"coupling={guide.coupling}, scale_coupling={guide.scale_coupling}"
         )
-    joint = any(f.group is None for f in local)
-    width = max((sum(math.prod(s.shape) for s in f.factors.local_sites) for f in local), default=1)
-    if guide.local_cov != "full" and (joint or (width > 1 and guide.local_cov == "diag")):
-        what, expected = (
-            ("latents that are one unit in a silo", "full") if joint else (f"{width} latents an element", "element")
+    if guide.local_cov != "full" and any(f.group is None for f in local):
+        raise JointUnits(
+            f'conducive=True with latents that are one unit in a silo: expected a guide with local_cov="full", got {guide.local_cov!r}'
         )
+    width = max((sum(math.prod(s.shape) for s in f.factors.local_sites) for f in local), default=1)
+    if width > 1 and guide.local_cov == "diag":
         raise ValueError(
-            f'conducive=True with {what}: expected a guide with local_cov="{expected}", got {guide.local_cov!r}'
+            f'conducive=True with {width} latents an element: expected a guide with local_cov="element", got "diag"'
         )
 
 
@@ -269,6 +273,19 @@ def _table(num: int, dim: int) -> np.ndarray:
     return points / np.sqrt(np.mean(points**2, axis=0))
 
 
+def _packed(site: Site) -> Site:
+    """With the lower triangle of a full precision in its place."""
+    d = len(site.linear)
+    return site if site.precision.ndim == 1 else site._replace(precision=site.precision[jnp.tril_indices(d)])
+
+
+def _unpacked(site: Site, like: Site) -> Site:
+    if like.precision.ndim == 1:
+        return site
+    lower = jnp.zeros_like(like.precision).at[jnp.tril_indices(len(site.linear))].set(site.precision)
+    return site._replace(precision=lower + jnp.tril(lower, -1).T)
+
+
 def _carried(site: Site, shift: Array, factor: Array) -> Site:
     """A site in coordinates v, where ``u = shift + factor v``."""
     linear, precision = site
@@ -301,7 +318,7 @@ def local(
     # a silo whose numbers are not finite says nothing in this round, and keeps what it had
     kept = jax.tree.map(lambda x, y: jnp.where(finite, x, y), kept, state)._replace(missed=state.missed + ~finite)
     gained = jax.tree.map(lambda x, y: jnp.where(finite, x - y, 0.0), new, site)
-    return Reply(jnp.where(finite, value, 0.0), gained, finite), kept
+    return Reply(jnp.where(finite, value, 0.0), _packed(gained), finite), kept
 
 
 def merge(
@@ -314,7 +331,7 @@ def merge(
     family = plan.families[0]
     heard = replies.finite if weights is None else replies.finite & (weights > 0)
     gained = jax.tree.map(lambda x: jnp.where(heard.reshape(-1, *[1] * (x.ndim - 1)), x, 0.0).sum(0), replies.gained)
-    sites = jax.tree.map(jnp.add, server.sites, gained)
+    sites = jax.tree.map(jnp.add, server.sites, _unpacked(gained, server.sites))
     asked = _whitening(plan, server.params)
     prior, own = _prior_site(plan, server.params, asked, rows)
     total = jax.tree.map(jnp.add, sites, prior)

@@ -132,6 +132,15 @@ class SiloNormal:
         """``u`` of a position."""
         return self.scale(params).solve(theta - params[f"{self.prefix}_loc"])
 
+    def whitening(self, params: Mapping[str, Array]) -> tuple[np.ndarray, np.ndarray]:
+        """Mean of q(theta), and a square root of its covariance, triangular or the diagonal of one."""
+        loc, scale = np.asarray(params[f"{self.prefix}_loc"]), self.scale(params)
+        if isinstance(scale, Triangular):
+            return loc, np.asarray(scale.tril)
+        if isinstance(scale, Diagonal):
+            return loc, np.asarray(scale.scale)
+        return loc, np.linalg.cholesky(np.asarray(scale.covariance()))
+
     def log_global(self, params: Mapping[str, Array], context: Context) -> Array:
         """``log q(theta)``, a scalar."""
         return (

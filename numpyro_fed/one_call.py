@@ -1,0 +1,139 @@
+"""``fit``: a posterior in one call, with a word on how it was found and whether its own checks hold."""
+
+import json
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+from numpyro.infer import MCMC
+
+from numpyro_fed.diagnostics import diagnose
+from numpyro_fed.inference_data import to_inference_data
+from numpyro_fed.mcmc.fsgld import FSGLD
+from numpyro_fed.mixed import MixedSilos
+from numpyro_fed.silos import Silos
+from numpyro_fed.vi._adapter import VIResult
+from numpyro_fed.vi.conducive import JointUnits
+from numpyro_fed.vi.guides import AutoSiloNormal
+from numpyro_fed.vi.sfvi_avg import SFVIAvg
+
+if TYPE_CHECKING:
+    from arviz import InferenceData
+
+__all__ = ["fit"]
+
+_MOST_ROUNDS = 40
+_TOL = 1e-3  # nats that the bound moves in a round
+_SETTLED = 0.1  # sds that q moves in a round
+_GOOD, _CHAINS, _WARMUP = 0.7, 4, 200
+
+
+def fit(
+    model: Callable,
+    silos: Silos | MixedSilos,
+    *,
+    method: str = "vi",
+    num_draws: int = 4000,
+    rng_key: Any = None,
+    progress_bar: bool = True,
+) -> "InferenceData":
+    """The posterior of a model over silos, in one call.
+
+    ``method="vi"``: conducive rounds of :class:`SFVIAvg` until they settle, ten or so, and one in which the silos' likelihoods at public draws of theta weigh
+    these (Pareto-smoothed importance sampling). ``method="fsgld"``: then :class:`FSGLD`, started there, whose draws are the result.
+
+    What leaves the silos: see :mod:`numpyro_fed.vi.conducive` and :class:`FSGLD`. Bias: of ``"vi"`` that of the importance sampling, judged by Pareto's k; of
+    ``"fsgld"`` 2 % of the sds, judged by :func:`diagnose`.
+
+    :param model: a NumPyro model with at least one silo plate.
+    :param silos: the data.
+    :param num_draws: of the result; of ``"fsgld"`` rounded up to four chains' rounds.
+    :param rng_key: seed; ``jax.random.key(0)`` by default.
+    :param progress_bar: show rounds, and print the report.
+    :return: as :func:`to_inference_data`; the attributes of ``posterior`` have the ledger of all rounds, ``report`` (what was done and whether its checks hold,
+        in words), and ``verdict``: ``"sound"``, ``"undecided"`` or ``"unsound"``.
+    :raises ValueError: for models and data that the methods do not cover, in words.
+
+    Example::
+
+        >>> import jax.numpy as jnp, numpyro, numpyro.distributions as dist, numpyro_fed as fed
+        >>> def model(y):
+        ...     mu = numpyro.sample("mu", dist.Normal(0, 10))
+        ...     with fed.silo_plate("patients", y.shape[0]):
+        ...         numpyro.sample("y", dist.Normal(mu, 1), obs=y)
+        >>> silos = fed.Silos({"oslo": {"y": jnp.ones(3)}, "rome": {"y": jnp.zeros(3)}})
+        >>> idata = fed.fit(model, silos, progress_bar=False)
+        >>> idata.posterior.attrs["verdict"]
+        'sound'
+    """
+    if method not in ("vi", "fsgld"):
+        raise ValueError(f'method: expected "vi" or "fsgld", got {method!r}')
+    if method == "fsgld" and isinstance(silos, MixedSilos):
+        raise ValueError(
+            'method="fsgld" is for silos of one structure; expected fed.Silos(...), got MixedSilos; take method="vi"'
+        )
+    key_rounds, key_draws, key_chains = jax.random.split(jax.random.key(0) if rng_key is None else rng_key, 3)
+    avg = _settable(model, silos)
+    result = avg.run(key_rounds, _MOST_ROUNDS, silos, tol=_TOL, progress_bar=progress_bar)
+    words, settled = _of_rounds(result)
+    if method == "vi":
+        idata = to_inference_data(avg, result, silos, num_draws=num_draws, rng_key=key_draws, resample=True)
+        k = float(idata.posterior.attrs["pareto_k"])
+        words += f"; the last round weighed {4 * num_draws:,} public draws by the silos' likelihoods: Pareto's k {k:.2f} ({'good' if k <= _GOOD else 'too large'})"
+        verdict = "sound" if settled and k <= _GOOD else "unsound"
+        mend = (
+            ""
+            if verdict == "sound"
+            else '. Expected k <= 0.7 and rounds that settle: take method="fsgld", or reparametrise the model'
+        )
+    else:
+        kernel = FSGLD(model, init_from=result)
+        mcmc = MCMC(
+            kernel,
+            num_warmup=_WARMUP,
+            num_samples=-(-num_draws // _CHAINS),
+            num_chains=_CHAINS,
+            chain_method="vectorized",
+            progress_bar=progress_bar,
+        )
+        mcmc.run(key_chains, silos)
+        idata = to_inference_data(mcmc, silos)
+        diagnosis = diagnose(mcmc)
+        verdict, mend = diagnosis.verdict, f". {diagnosis.summary()}"
+        words += f"; from there FSGLD, {_CHAINS} chains of {_WARMUP} + {mcmc.num_samples} rounds"
+        _add_ledger(idata, result)
+    report = f"{words}. Checks: {verdict}{mend}"
+    idata.posterior.attrs |= {"report": report, "verdict": verdict}
+    if progress_bar:
+        print(report)
+    return idata
+
+
+def _settable(model: Callable, silos: Silos | MixedSilos) -> SFVIAvg:
+    """The method with a guide that fits the model: one unit an element of the silo plate, or, where that is not enough, one a silo."""
+    try:
+        avg = SFVIAvg(model, AutoSiloNormal(model), conducive=True)
+        avg.prepared(silos)
+    except JointUnits:
+        avg = SFVIAvg(model, AutoSiloNormal(model, local_cov="full"), conducive=True)
+        avg.prepared(silos)
+    return avg
+
+
+def _of_rounds(result: VIResult) -> tuple[str, bool]:
+    moved = float(result.state.server.moved)
+    up = sum(result.ledger.bytes_up) / 1e3
+    how = "settled" if moved <= _SETTLED else "has not settled"
+    return (
+        f"q(theta) {how} in {len(result.losses)} conducive rounds of {len(result.ledger.silos)} silos, {up:.1f} kB up in all "
+        f"(it moved by {moved:.2g} sds in the last; bound {-result.losses[-1]:.2f})",
+        moved <= _SETTLED,
+    )
+
+
+def _add_ledger(idata: "InferenceData", result: VIResult) -> None:
+    """Count the variational rounds among what the silos did."""
+    attrs = idata.posterior.attrs
+    for name in ("rounds", "gradient_evaluations", "bytes_down", "bytes_up"):
+        attrs[name] = json.dumps([int(x) for x in np.add(json.loads(attrs[name]), getattr(result.ledger, name))])

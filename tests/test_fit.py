@@ -1,0 +1,128 @@
+"""``fed.fit``, and FSGLD started at a variational fit."""
+
+import json
+
+import arviz as az
+import jax
+import numpy as np
+import pytest
+from jax import random
+from numpyro.infer import MCMC, NUTS
+from vi_models import (
+    PRIOR_SD,
+    hierarchy,
+    hierarchy_posterior,
+    hierarchy_silos,
+    three_kinds,
+    three_kinds_silos,
+    wheeze,
+    wheeze_silos,
+)
+
+import numpyro_fed as fed
+
+
+def vi(model, silos, rounds=12):
+    return fed.SFVIAvg(model, fed.AutoSiloNormal(model), conducive=True).run(
+        random.key(0), rounds, silos, progress_bar=False
+    )
+
+
+@pytest.fixture(scope="module")
+def seventy():
+    return wheeze_silos(np.arange(70) % 4)
+
+
+@pytest.fixture(scope="module")
+def started(seventy):
+    return vi(wheeze, seventy)
+
+
+def test_draws_are_the_exact_posteriors():
+    """Within four Monte-Carlo standard errors; the prior is four times as wide."""
+    mean, covariance, _ = hierarchy_posterior()
+    idata = fed.fit(hierarchy, hierarchy_silos(np.arange(9) % 3), progress_bar=False)
+    draws = np.concatenate([idata.posterior["mu"].values[0][:, None], idata.posterior["z"].values[0]], axis=1)
+    sd = np.sqrt(np.diag(covariance))
+    assert (np.abs(draws.mean(0) - mean) < 4 * sd / np.sqrt(len(draws))).all()
+    np.testing.assert_allclose(draws.std(0), sd, rtol=4 / np.sqrt(2 * len(draws)))
+    np.testing.assert_allclose(np.corrcoef(draws.T)[0], covariance[0] / sd / sd[0], atol=4 / np.sqrt(len(draws)))
+    assert sd[0] < 0.5 * PRIOR_SD
+    attrs = idata.posterior.attrs
+    assert attrs["verdict"] == "sound"
+    assert "settled in" in attrs["report"]
+    assert "Pareto's k" in attrs["report"]
+
+
+def test_it_saves_and_has_the_silos(tmp_path, seventy, capsys):
+    idata = fed.fit(wheeze, seventy, num_draws=500)
+    assert "conducive rounds of 4 silos" in capsys.readouterr().out
+    assert set(idata.observed_data["children_silo"].values) == set(seventy.names)
+    assert idata.posterior["z"].shape[:2] == (1, 500)
+    idata.to_netcdf(tmp_path / "fit.nc")
+    assert az.from_netcdf(tmp_path / "fit.nc").posterior.attrs["report"] == idata.posterior.attrs["report"]
+
+
+def test_fsgld_in_one_call(seventy):
+    """Against pooled NUTS, within four standard errors of both and the accepted bias; the ledger has the rounds of both."""
+    idata = fed.fit(wheeze, seventy, method="fsgld", num_draws=4000, progress_bar=False)
+    nuts = MCMC(
+        NUTS(wheeze), num_warmup=500, num_samples=2000, num_chains=2, chain_method="vectorized", progress_bar=False
+    )
+    nuts.run(random.key(1), **seventy.pooled)
+    comparison = fed.compare(idata, nuts)
+    table = comparison.table.loc[[name for name in comparison.table.index if name.startswith(("beta", "sigma"))]]
+    assert (table["error"] < 4 * table["mcse"]).all()
+    assert table["sd_ratio"].between(0.9, 1.1).all()
+    assert idata.posterior.attrs["verdict"] in ("sound", "undecided")
+    assert "FSGLD, 4 chains" in idata.posterior.attrs["report"]
+    assert sum(json.loads(idata.posterior.attrs["rounds"])) > 4 * 1200
+
+
+def test_surrogates_from_a_start_are_those_from_none(seventy, started):
+    """In fewer rounds: the fit goes on where q is, and ends at the same Gaussians up to what is left of its last round."""
+    kernels = fed.FSGLD(wheeze), fed.FSGLD(wheeze, init_from=started)
+    for kernel in kernels:
+        kernel.init(random.key(0), 0, None, (seventy,), {})
+    cold, warm = (k.surrogates.posterior() for k in kernels)
+    sd = np.sqrt(np.diag(cold.covariance))
+    assert (np.abs(warm.mean - cold.mean) < 0.1 * sd).all()
+    np.testing.assert_allclose(np.diag(warm.covariance), np.diag(cold.covariance), rtol=0.1)
+    rounds = [k._setup_cost.rounds for k in kernels]
+    assert rounds[1] <= rounds[0] - 4
+
+
+def test_a_start_saves_rounds_of_the_diagonal_fit_too(seventy):
+    guide = fed.AutoSiloNormal(wheeze, global_cov="diag")
+    result = fed.SFVIAvg(wheeze, guide, conducive=True).run(random.key(0), 15, seventy, progress_bar=False)
+    loc, scale = result.whitening
+    assert loc.shape == scale.shape == (3,)
+    kernel = fed.FSGLD(wheeze, init_from=result)
+    kernel.init(random.key(0), 0, None, (seventy,), {})
+    assert np.isfinite(kernel.surrogates.posterior().mean).all()
+
+
+def test_silos_that_measured_different_things():
+    idata = fed.fit(three_kinds, three_kinds_silos(), num_draws=500, progress_bar=False)
+    assert idata.posterior.attrs["structures"] == 3
+    assert np.isfinite(idata.posterior["beta"].values).all()
+
+
+def test_bad_input(seventy, started):
+    with pytest.raises(ValueError, match=r'method: expected "vi" or "fsgld", got \'nuts\''):
+        fed.fit(wheeze, seventy, method="nuts")
+    with pytest.raises(ValueError, match=r'method="fsgld" is for silos of one structure'):
+        fed.fit(three_kinds, three_kinds_silos(), method="fsgld")
+    with pytest.raises(
+        ValueError, match=r"init_from: expected the result of a variational fit with fed.AutoSiloNormal, got dict"
+    ):
+        fed.FSGLD(wheeze, init_from={})
+    with pytest.raises(ValueError, match=r'init_from: .* expected surrogate="score", got \'laplace\''):
+        fed.FSGLD(wheeze, surrogate="laplace", init_from=started)
+    with pytest.raises(
+        ValueError,
+        match=r"init_from: expected a fit of the same model, with 1 global latents \['mu'\] unconstrained, got 3",
+    ):
+        fed.FSGLD(hierarchy, init_from=started).init(
+            jax.random.key(0), 0, None, (hierarchy_silos(np.arange(9) % 3),), {}
+        )
