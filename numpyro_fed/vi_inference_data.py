@@ -17,6 +17,7 @@ from numpyro_fed.mixed import MixedSilos
 from numpyro_fed.silos import Silos
 from numpyro_fed.vi._adapter import FederatedVI, VIResult
 from numpyro_fed.vi.draws import constrained, draw
+from numpyro_fed.vi.normal import SiloNormal
 
 if TYPE_CHECKING:
     from arviz import InferenceData
@@ -52,9 +53,15 @@ def vi_inference_data(
     totals = tuple(tuple((g, sum(n)) for g, n in part.sizes.items()) for part in prepared.parts)
     key = random.key(0) if rng_key is None else rng_key
     num = _CANDIDATES * num_draws if resample else num_draws
-    draws = draw(plan, params, local, prepared.stacks, totals, key, num)
+    stretched = resample and isinstance(plan.families[0], SiloNormal)
+    draws = draw(plan, params, local, prepared.stacks, totals, key, num, stretched)
     log_weight = np.asarray(draws.log_weight, np.float64)
-    smoothed, k = _smoothed(log_weight)
+    inside = (
+        np.isfinite(log_weight) if stretched else np.ones(num, bool)
+    )  # far out a density may overflow: no draw of it counts
+    smoothed, k = np.zeros(num), float("inf")
+    if inside.any():
+        smoothed[inside], k = _smoothed(log_weight[inside])
     if resample:
         chosen = _chosen(smoothed, num_draws, random.fold_in(key, 1))
         draws = jax.tree.map(lambda x: x[chosen], draws)
@@ -150,7 +157,8 @@ def _smoothed(log_weight: np.ndarray) -> tuple[np.ndarray, float]:
     weight /= weight.sum()
     if len(weight) * np.sum(weight**2) < _EQUAL:
         return weight, 0.0
-    smoothed, k = import_arviz().psislw(log_weight - log_weight.max())
+    with np.errstate(over="ignore"):  # in the fit of the Pareto law, where it is a weight of zero
+        smoothed, k = import_arviz().psislw(log_weight - log_weight.max())
     weight = np.exp(smoothed - smoothed.max())
     return weight / weight.sum(), float(k)
 

@@ -223,6 +223,37 @@ def test_two_latents_an_element_are_exact():
         np.testing.assert_allclose(covariance, np.eye(2) / precision, atol=1e-4)
 
 
+def skewed(x, y):
+    """A gamma law of exp(t) with few counts: t has a long left tail."""
+    t = numpyro.sample("t", dist.Normal(0, 3))
+    with fed.silo_plate("rows", x.shape[0]):
+        numpyro.sample("y", dist.Poisson(x * jnp.exp(t)), obs=y)
+
+
+def test_the_last_round_sees_a_tail_that_q_cuts_off():
+    """The posterior of t on a grid; within four standard errors, which q alone misses."""
+    silos = fed.Silos(
+        {"a": {"x": np.full(2, 0.5), "y": np.array([1, 0])}, "b": {"x": np.full(3, 0.5), "y": np.zeros(3, int)}}
+    )
+    grid = np.linspace(-14, 6, 4001)
+    log_density = -(grid**2) / 18 + grid - 2.5 * np.exp(grid)
+    weight = np.exp(log_density - log_density.max())
+    weight /= weight.sum()
+    mean = weight @ grid
+    sd = np.sqrt(weight @ (grid - mean) ** 2)
+    fit = conducive(skewed)
+    result = fit.run(random.key(0), 25, silos, **QUIET)
+    num = 8000
+    last = fed.to_inference_data(fit, result, silos, num_draws=num, resample=True, log_likelihood=False)
+    t = last.posterior["t"].values.ravel()
+    error = 2 * sd / np.sqrt(num)  # of importance sampling with weights as unequal as these, generously
+    assert abs(t.mean() - mean) < 4 * error
+    assert t.std() / sd == pytest.approx(1, abs=0.08)
+    assert last.posterior.attrs["pareto_k"] < 0.5
+    own = float(result.params["auto_scale_tril"][0, 0])
+    assert own < 0.9 * sd
+
+
 def test_what_it_does_not_cover_is_refused():
     guide = fed.AutoSiloNormal(wheeze)
     with pytest.raises(

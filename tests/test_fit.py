@@ -54,6 +54,7 @@ def test_draws_are_the_exact_posteriors():
     assert "Pareto's k" in attrs["report"]
 
 
+@pytest.mark.filterwarnings("ignore:Pareto's k:UserWarning")  # of so few draws
 def test_it_saves_and_has_the_silos(tmp_path, seventy, capsys):
     idata = fed.fit(wheeze, seventy, num_draws=500)
     assert "conducive rounds of 4 silos" in capsys.readouterr().out

@@ -6,10 +6,16 @@ proportional to its weight :math:`w_{gk}`, and returns its estimate :math:`\sum_
 
 .. math:: \log p(\theta) + \sum_s \log \hat p(y_s \mid \theta) - \log q(\theta),
 
-constant if q is exact. The tail of these weights (Pareto's k, Vehtari et al. 2024) judges q without a reference.
+constant if q is exact. Draws that are to be resampled come from a proposal with wider tails: half of them have one whitened coordinate, whichever,
+from Student's law of three degrees, three times as wide, and the density of the mixture takes the place of q's,
+
+.. math:: q(\theta) \Big( \tfrac12 + \tfrac12 \, \tfrac1d \sum_i \frac{t_3(u_i / 3) / 3}{N(u_i; 0, 1)} \Big),
+
+so that a tail that q cuts off (a log scale's) is seen and weighed. The tail of these weights (Pareto's k, Vehtari et al. 2024) judges q without a reference.
 What leaves a silo: its estimates, one number for each draw. The kept latents stay, except where one process holds all silos.
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -17,6 +23,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array, lax, random
+from jax.scipy import stats
 from numpyro.infer.util import constrain_fn, transform_fn
 
 from numpyro_fed.density import PARAMS
@@ -28,6 +35,8 @@ from numpyro_fed.vi.plan import Plan
 
 __all__ = ["Draws", "constrained", "draw"]
 
+_STRETCH, _DEGREES = 3.0, 3.0  # of the wide coordinate: scale, degrees of freedom
+_REACH = 3.0  # sds of q that a stretched draw's local map goes
 _NUMBERS_AT_ONCE = 1 << 22  # latents' candidates evaluated together
 
 
@@ -44,7 +53,7 @@ class Draws(NamedTuple):
     log_weight: Array
 
 
-@partial(jax.jit, static_argnames=("plan", "totals", "num"))
+@partial(jax.jit, static_argnames=("plan", "totals", "num", "stretched"))
 def draw(
     plan: Plan,
     params: dict[str, Array],
@@ -53,18 +62,26 @@ def draw(
     totals: tuple[tuple[tuple[str, int], ...], ...],
     key: Array,
     num: int,
+    stretched: bool = False,
 ) -> Draws:
     """Independent draws.
 
     :param params: global parameters, in their supports.
     :param local: for each stack the silos' own parameters.
+    :param stretched: from the proposal with wider tails, where q is Gaussian.
     :param totals: for each structure the number of rows of each group in all silos.
     """
 
     def one(key: Array) -> Draws:
         key_theta, key_local, key_choice = random.split(key, 3)
-        context = plan.families[0].context(params, plan.families[0].global_noise(key_theta))
-        log_weight = plan.log_prior(context.theta, params, stacks[0]) - plan.families[0].log_global(params, context)
+        noise, log_ratio = plan.families[0].global_noise(key_theta), jnp.zeros(())
+        if stretched:
+            noise, log_ratio = _stretched(random.fold_in(key_theta, 1), noise)
+        context = plan.families[0].context(params, noise)
+        log_q = plan.families[0].log_global(params, context) + log_ratio
+        log_weight = plan.log_prior(context.theta, params, stacks[0]) - log_q
+        if stretched:  # any law of the candidates will do, and the map's goes astray far out
+            context = context._replace(u=jnp.clip(context.u, -_REACH, _REACH))
         learned = {k: params[k] for k in plan.learned}
         latents: list[dict[str, Array]] = [{} for _ in plan.families]
         for rows, own in zip(stacks, local, strict=True):
@@ -82,6 +99,16 @@ def draw(
     units = sum(x.size for x in jax.tree.leaves(local)) * plan.num_local_particles
     at_once = max(1, min(num, _NUMBERS_AT_ONCE // max(units, 1)))
     return lax.map(one, random.split(key, num), batch_size=at_once)
+
+
+def _stretched(key: Array, noise: Array) -> tuple[Array, Array]:
+    """Half of all draws with one coordinate from a wider law, and the log density of the mixture over the standard normal's."""
+    key_which, key_axis, key_wide = random.split(key, 3)
+    axis = random.randint(key_axis, (), 0, noise.shape[0])
+    wide = random.bernoulli(key_which) & (jnp.arange(noise.shape[0]) == axis)
+    u = jnp.where(wide, _STRETCH * random.t(key_wide, _DEGREES), noise)
+    tails = stats.t.logpdf(u, _DEGREES, 0, _STRETCH) - stats.norm.logpdf(u)
+    return u, jnp.logaddexp(0.0, jax.nn.logsumexp(tails) - math.log(noise.shape[0])) - math.log(2)
 
 
 def _candidate(
