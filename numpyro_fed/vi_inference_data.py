@@ -139,9 +139,11 @@ class _Called:
 
     def observed(self) -> dict[str, jax.Array]:
         """Values of observed sites."""
-        from numpyro.handlers import seed, trace
+        from numpyro.handlers import seed, substitute, trace
+        from numpyro.infer.initialization import init_to_median
 
-        sites = trace(seed(self, random.key(0))).get_trace()
+        # a strategy of initialisation, as priors may be improper
+        sites = trace(substitute(seed(self, random.key(0)), substitute_fn=init_to_median)).get_trace()
         return {
             name: jnp.asarray(s["value"])
             for name, s in sites.items()

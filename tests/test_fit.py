@@ -5,6 +5,8 @@ import json
 import arviz as az
 import jax
 import numpy as np
+import numpyro
+import numpyro.distributions as dist
 import pytest
 from jax import random
 from numpyro.infer import MCMC, NUTS
@@ -107,6 +109,20 @@ def test_silos_that_measured_different_things():
     idata = fed.fit(three_kinds, three_kinds_silos(), num_draws=500, progress_bar=False)
     assert idata.posterior.attrs["structures"] == 3
     assert np.isfinite(idata.posterior["beta"].values).all()
+
+
+def flat(y):
+    mu = numpyro.sample("mu", dist.ImproperUniform(dist.constraints.real, (), ()))
+    with fed.silo_plate("rows", y.shape[0]):
+        numpyro.sample("y", dist.Normal(mu, 1), obs=y)
+
+
+def test_an_improper_prior():
+    y = np.arange(6.0)
+    idata = fed.fit(flat, fed.split({"y": y}, by=np.arange(6) % 2), num_draws=2000, progress_bar=False)
+    mu = idata.posterior["mu"].values.ravel()
+    assert abs(mu.mean() - y.mean()) < 4 / np.sqrt(6 * 2000)
+    assert mu.std() == pytest.approx(6**-0.5, rel=4 / np.sqrt(2 * 2000))
 
 
 def test_bad_input(seventy, started):

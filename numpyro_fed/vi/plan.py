@@ -13,6 +13,7 @@ from jax import Array, random
 from numpyro.distributions import constraints
 from numpyro.distributions.transforms import biject_to
 from numpyro.handlers import seed, substitute, trace
+from numpyro.infer.initialization import init_to_median
 
 from numpyro_fed.density import PARAMS, Factors, LearnedModel, made_up_rows
 from numpyro_fed.factorise import factorise
@@ -223,7 +224,7 @@ def first_params(prepared: Prepared, guide: Any, key: Array) -> dict[str, Array]
     family = plan.families[0]
     if isinstance(family, GuideFamily):
         return plan.unconstrain({**family.start, **learned})
-    sites = _probe(plan.factors.model, silos, key, substitute_fn=guide.init_loc_fn)
+    sites = _probe(plan.factors.model, silos, key, guide.init_loc_fn)
     start = {n: biject_to(sites[n]["fn"].support).inv(sites[n]["value"]) for n, _ in plan.factors.global_sites}
     loc = plan.factors.ravel(start)
     if not bool(jnp.isfinite(loc).all()):
@@ -231,12 +232,11 @@ def first_params(prepared: Prepared, guide: Any, key: Array) -> dict[str, Array]
     return plan.unconstrain({**family.init(loc), **learned})
 
 
-def _probe(model: Callable, silos: Silos, key: Array, **extra: Any) -> dict[str, Any]:
-    """A trace of the model on one made-up row of everything: no data are looked at."""
+def _probe(model: Callable, silos: Silos, key: Array, init: Callable) -> dict[str, Any]:
+    """A trace of the model on one made-up row of everything, latent sites (which may have improper priors) as an initialisation strategy says."""
     specs = tuple((k, silos.group[k], jax.ShapeDtypeStruct(v.shape[1:], v.dtype)) for k, v in silos.rows.items())
     kwargs = {**silos.shared, **made_up_rows(specs, silos.index)}
-    seeded = seed(model, key)
-    return trace(substitute(seeded, **extra) if extra else seeded).get_trace(**kwargs)
+    return trace(substitute(seed(model, key), substitute_fn=init)).get_trace(**kwargs)
 
 
 def _learned(model: Callable, silos: Silos) -> dict[str, tuple[Any, Array]]:
@@ -244,7 +244,7 @@ def _learned(model: Callable, silos: Silos) -> dict[str, tuple[Any, Array]]:
     factors = factorise(model, silos)
     plates = dict(factors.plates)
     out = {}
-    for name, site in _probe(model, silos, random.key(0)).items():
+    for name, site in _probe(model, silos, random.key(0), init_to_median).items():
         if site["type"] == "param":
             if any(f.name in plates for f in site["cond_indep_stack"]):
                 raise ValueError(
