@@ -69,6 +69,8 @@ def fit(
     """
     if method not in ("vi", "fsgld"):
         raise ValueError(f'method: expected "vi" or "fsgld", got {method!r}')
+    if isinstance(num_draws, bool) or not isinstance(num_draws, int | np.integer) or num_draws < 1:
+        raise ValueError(f"num_draws: expected a whole number >= 1, got {num_draws!r}")
     if method == "fsgld" and isinstance(silos, MixedSilos):
         raise ValueError(
             'method="fsgld" is for silos of one structure; expected fed.Silos(...), got MixedSilos; take method="vi"'
@@ -123,10 +125,10 @@ def _settable(model: Callable, silos: Silos | MixedSilos) -> SFVIAvg:
 
 def _of_rounds(result: VIResult) -> tuple[str, bool]:
     moved = float(result.state.server.moved)
-    up = sum(result.ledger.bytes_up) / 1e3
+    names, up = result.ledger.silos, sum(result.ledger.bytes_up) / 1e3
     how = "settled" if moved <= _SETTLED else "has not settled"
     return (
-        f"q(theta) {how} in {len(result.losses)} conducive rounds of {len(result.ledger.silos)} silos, {up:.1f} kB up in all "
+        f"q(theta) {how} in {len(result.losses)} conducive rounds of {len(names)} silo{'' if len(names) == 1 else 's'}, {up:.1f} kB up in all "
         f"(it moved by {moved:.2g} sds in the last; bound {-result.losses[-1]:.2f})",
         moved <= _SETTLED,
     )

@@ -128,6 +128,8 @@ def test_an_improper_prior():
 def test_bad_input(seventy, started):
     with pytest.raises(ValueError, match=r'method: expected "vi" or "fsgld", got \'nuts\''):
         fed.fit(wheeze, seventy, method="nuts")
+    with pytest.raises(ValueError, match=r"num_draws: expected a whole number >= 1, got 2.5"):
+        fed.fit(wheeze, seventy, num_draws=2.5)
     with pytest.raises(ValueError, match=r'method="fsgld" is for silos of one structure'):
         fed.fit(three_kinds, three_kinds_silos(), method="fsgld")
     with pytest.raises(

@@ -188,7 +188,7 @@ class FederatedVI:
             silo's name the probability that it does. Replies are weighted by one over it, so that the gradient stays unbiased; an
             absent silo keeps its state. Default: all.
         :param tol: stop when the mean loss of the last quarter of the rounds is within ``tol`` nats of that of the quarter before
-            (of at least 250 rounds each); conducive rounds, which have no noise: when the loss moved less than that in a round.
+            (of at least 250 rounds each); conducive rounds, which have no noise: when the loss moved less than that in a round and q less than .05 sds.
         :param init_from: as for :meth:`init`.
         :param init_state: go on from there.
         :raises ValueError: in words, before anything is compiled, for arguments that make no sense.

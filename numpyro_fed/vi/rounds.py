@@ -20,6 +20,7 @@ from numpyro_fed.vi.plan import Plan
 __all__ = ["Participation", "VIState", "advance", "ledger", "participation_of", "run_rounds"]
 
 _CHUNK = 200  # rounds between two looks at the losses
+_STILL = 0.05  # sds
 _WINDOW = 250  # fewest rounds whose mean losses are compared
 
 
@@ -200,7 +201,8 @@ def run_rounds(
             losses = np.concatenate([losses, new])
             bar.update(num)
             bar.set_postfix_str(f"loss {new.mean():.4g}", refresh=False)
-            if tol is not None and _settled(losses, tol, 1 if plan.optim is None else _WINDOW):
+            moved = float(getattr(state.server, "moved", 0.0))  # a bound may stand still while q moves
+            if tol is not None and moved < _STILL and _settled(losses, tol, 1 if plan.optim is None else _WINDOW):
                 break
     return state, losses
 
