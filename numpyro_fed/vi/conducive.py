@@ -44,72 +44,13 @@ from numpyro_fed.vi.plan import Plan
 from numpyro_fed.vi.rounds import VIState
 from numpyro_fed.vi.scales import relative
 from numpyro_fed.vi.sfvi import Info, all_finite
+from numpyro_fed.vi.sites import History, Site, carried, packed, product, unpacked
 
 __all__ = ["JointUnits", "check", "federated", "init_silo", "num_points", "say_how_it_ended"]
 
-_FARTHEST = 3.0  # sds of q that it moves in a round, along an axis of its curvature
-_FLATTEST = 0.25  # precision of the new q in units of the old one's: it widens at most twofold in a round
-_DEPTH = 3  # rounds that are remembered
 _CAREFUL = 0.7  # share of a step that is taken where silos did not answer
 _SETTLED = 0.1  # sds that q moves in a round
 _MOST_MISSING = 0.5  # share of a silo's points that may be no numbers
-
-
-class Site(NamedTuple):
-    """A Gaussian factor in coordinates whitened by q: score ``linear - precision u``; precision ``(d, d)`` or its diagonal."""
-
-    linear: Array
-    precision: Array
-
-
-class History(NamedTuple):
-    """Anderson's acceleration: of the last rounds the steps taken and how the residual changed with them, in q's natural parameters.
-
-    :param steps: the last first, leading axis m.
-    :param changes: likewise.
-    :param residual: the last round's.
-    :param taken: the last round's step.
-    :param known: whether there was one.
-    """
-
-    steps: Site
-    changes: Site
-    residual: Site
-    taken: Site
-    known: Array
-
-    @staticmethod
-    def none(like: Site) -> "History":
-        """Nothing is known."""
-        several = jax.tree.map(lambda x: jnp.zeros((_DEPTH, *x.shape), x.dtype), like)
-        zero = jax.tree.map(jnp.zeros_like, like)
-        return History(several, several, zero, zero, jnp.array(False))
-
-    def step(self, residual: Site) -> tuple[Site, "History"]:
-        """The step for a residual, and the history with it."""
-
-        def push(several: Array, new: Array) -> Array:
-            return jnp.concatenate([jnp.where(self.known, new, 0.0)[None], several[:-1]])
-
-        steps = jax.tree.map(push, self.steps, self.taken)
-        changes = jax.tree.map(lambda x, new, old: push(x, new - old), self.changes, residual, self.residual)
-        # lengths in q's Fisher information
-        lengths = jnp.concatenate([changes.linear, changes.precision.reshape(_DEPTH, -1) * 0.5**0.5], axis=1)
-        of_now = jnp.concatenate([residual.linear, residual.precision.ravel() * 0.5**0.5])
-        gram = lengths @ lengths.T
-        gram = gram + jnp.diag(jnp.where(jnp.diagonal(gram) > 0, 1e-4 * jnp.diagonal(gram), 1.0))
-        share = jnp.linalg.solve(gram, lengths @ of_now)
-        step = jax.tree.map(lambda r, x, y: r - jnp.tensordot(share, x + y, 1), residual, steps, changes)
-        return step, History(steps, changes, residual, step, jnp.array(True))
-
-    def carried(self, shift: Array, factor: Array) -> "History":
-        """In coordinates v, where ``u = shift + factor v``."""
-
-        def one(site: Site) -> Site:
-            return _carried(site, shift, factor)
-
-        several = jax.vmap(one)
-        return History(several(self.steps), several(self.changes), one(self.residual), one(self.taken), self.known)
 
 
 class Server(NamedTuple):
@@ -126,7 +67,7 @@ class Server(NamedTuple):
     params: dict[str, Array]
     average: None
     sites: Site
-    history: "History"
+    history: History
     moved: Array
     held: Array
     i: Array
@@ -273,27 +214,6 @@ def _table(num: int, dim: int) -> np.ndarray:
     return points / np.sqrt(np.mean(points**2, axis=0))
 
 
-def _packed(site: Site) -> Site:
-    """With the lower triangle of a full precision in its place."""
-    d = len(site.linear)
-    return site if site.precision.ndim == 1 else site._replace(precision=site.precision[jnp.tril_indices(d)])
-
-
-def _unpacked(site: Site, like: Site) -> Site:
-    if like.precision.ndim == 1:
-        return site
-    lower = jnp.zeros_like(like.precision).at[jnp.tril_indices(len(site.linear))].set(site.precision)
-    return site._replace(precision=lower + jnp.tril(lower, -1).T)
-
-
-def _carried(site: Site, shift: Array, factor: Array) -> Site:
-    """A site in coordinates v, where ``u = shift + factor v``."""
-    linear, precision = site
-    if precision.ndim == 1:
-        return Site(factor * (linear - precision * shift), factor**2 * precision)
-    return Site(factor.T @ (linear - precision @ shift), factor.T @ precision @ factor)
-
-
 def local(
     plan: Plan, at_once: int, key: Array, message: Message, state: SiloState, rows: SiloRows
 ) -> tuple[Reply, SiloState]:
@@ -307,7 +227,7 @@ def local(
     new = Site(*fit_score(asked.points, found.scores, weights, asked.scale.ndim == 2)[:2])
     old, now = plan.constrain(state.base), plan.constrain(message.params)
     moved = family.whiten(old, now[f"{family.prefix}_loc"]), relative(family.scale(old), family.scale(now))
-    site = _carried(state.site, *moved)
+    site = carried(state.site, *moved)
     value = jnp.mean(jnp.where(found.weights > 0, found.values, 0.0) * weights)
     own = state.params
     if units is not None:
@@ -318,7 +238,7 @@ def local(
     # a silo whose numbers are not finite says nothing in this round, and keeps what it had
     kept = jax.tree.map(lambda x, y: jnp.where(finite, x, y), kept, state)._replace(missed=state.missed + ~finite)
     gained = jax.tree.map(lambda x, y: jnp.where(finite, x - y, 0.0), new, site)
-    return Reply(jnp.where(finite, value, 0.0), _packed(gained), finite), kept
+    return Reply(jnp.where(finite, value, 0.0), packed(gained), finite), kept
 
 
 def merge(
@@ -331,7 +251,7 @@ def merge(
     family = plan.families[0]
     heard = replies.finite if weights is None else replies.finite & (weights > 0)
     gained = jax.tree.map(lambda x: jnp.where(heard.reshape(-1, *[1] * (x.ndim - 1)), x, 0.0).sum(0), replies.gained)
-    sites = jax.tree.map(jnp.add, server.sites, _unpacked(gained, server.sites))
+    sites = jax.tree.map(jnp.add, server.sites, unpacked(gained, server.sites))
     asked = _whitening(plan, server.params)
     prior, own = _prior_site(plan, server.params, asked, rows)
     total = jax.tree.map(jnp.add, sites, prior)
@@ -340,8 +260,8 @@ def merge(
     everyone = jnp.array(True) if weights is None else (weights > 0).all()
     step, history = server.history.step(residual)
     step = jax.tree.map(lambda x, y: jnp.where(everyone, x, _CAREFUL * y), step, residual)
-    loc, root, _, held = _product(Site(step.linear, one + step.precision))
-    moved, held_one = _product(total)[2:]
+    loc, root, _, held = product(Site(step.linear, one + step.precision))
+    moved, held_one = product(total)[2:]
     held = held | held_one
     # nothing is learned from steps that were held back, or in which old sites stood for silos that did not answer
     history = jax.tree.map(lambda x, y: jnp.where(everyone & ~held, x, y), history, History.none(_no_site(plan)))
@@ -351,7 +271,7 @@ def merge(
         new = {f"{family.prefix}_loc": mean, f"{family.prefix}_scale": asked.scale * root}
     else:
         new = {f"{family.prefix}_loc": mean, f"{family.prefix}_scale_tril": asked.scale @ root}
-    params, sites = plan.unconstrain(new), _carried(sites, loc, root)
+    params, sites = plan.unconstrain(new), carried(sites, loc, root)
     history = history.carried(loc, root)
     loss = -(own + jnp.sum(jnp.where(heard, replies.value, 0.0)))
     state = Server(
@@ -376,23 +296,3 @@ def _prior_site(plan: Plan, params: dict[str, Array], asked: Points, rows: SiloR
     )
     entropy = family.scale(constrained).log_det() + 0.5 * d * (1 + math.log(2 * math.pi))
     return Site(linear, precision), jnp.mean(jnp.where(fine, values, 0.0) * weights) + entropy
-
-
-def _product(site: Site) -> tuple[Array, Array, Array, Array]:
-    """Mean and square root of the new q in the old one's coordinates, how far that is, and whether q was held back."""
-    linear, precision = site
-    if precision.ndim == 1:
-        values, vectors = precision, None
-    else:
-        values, vectors = jnp.linalg.eigh(0.5 * (precision + precision.T))
-        linear = vectors.T @ linear
-    curvature = jnp.maximum(jnp.abs(values), _FLATTEST)  # where q is no density, a step uphill all the same
-    step = linear / curvature
-    far = jnp.abs(step) > _FARTHEST
-    curvature = jnp.where(far, _FLATTEST, curvature)
-    step = jnp.clip(step, -_FARTHEST, _FARTHEST)
-    held = far.any() | (values < _FLATTEST).any()
-    moved = jnp.maximum(jnp.abs(step).max(), 0.5 * jnp.abs(jnp.log(curvature)).max())
-    if vectors is None:
-        return step, curvature**-0.5, moved, held
-    return vectors @ step, jnp.linalg.cholesky((vectors / curvature) @ vectors.T), moved, held

@@ -207,7 +207,7 @@ def run_rounds(
     return state, losses
 
 
-def _settled(losses: np.ndarray, tol: float, least: int) -> bool:
+def _settled(losses: np.ndarray, tol: float, least: int = _WINDOW) -> bool:
     """Whether the mean loss of the last quarter of all rounds, at least so many, is within ``tol`` of that of the quarter before."""
     window = max(least, len(losses) // 4) if least > 1 else 1
     if len(losses) < 2 * window:

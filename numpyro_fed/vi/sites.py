@@ -1,0 +1,116 @@
+r"""Gaussian sites: what a server adds, how far it goes at once, and what it remembers of the rounds before.
+
+Sites are natural parameters in coordinates :math:`u = L^{-1}(\theta - \mu)` whitened by the current q, in which q is N(0, I) and nothing cancels in float32.
+:class:`History` is Anderson's acceleration of the fixed-point iteration (Walker & Ni 2011), lengths being those of q's Fisher information.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+__all__ = ["History", "Site", "carried", "packed", "product", "unpacked"]
+
+_FARTHEST = 3.0  # sds of q that it moves in a round, along an axis of its curvature
+_FLATTEST = 0.25  # precision of the new q in units of the old one's: it widens at most twofold in a round
+_DEPTH = 3  # rounds that are remembered
+
+
+class Site(NamedTuple):
+    """A Gaussian factor in coordinates whitened by q: score ``linear - precision u``; precision ``(d, d)`` or its diagonal."""
+
+    linear: Array
+    precision: Array
+
+
+class History(NamedTuple):
+    """Anderson's acceleration: of the last rounds the steps taken and how the residual changed with them, in q's natural parameters.
+
+    :param steps: the last first, leading axis m.
+    :param changes: likewise.
+    :param residual: the last round's.
+    :param taken: the last round's step.
+    :param known: whether there was one.
+    """
+
+    steps: Site
+    changes: Site
+    residual: Site
+    taken: Site
+    known: Array
+
+    @staticmethod
+    def none(like: Site) -> "History":
+        """Nothing is known."""
+        several = jax.tree.map(lambda x: jnp.zeros((_DEPTH, *x.shape), x.dtype), like)
+        zero = jax.tree.map(jnp.zeros_like, like)
+        return History(several, several, zero, zero, jnp.array(False))
+
+    def step(self, residual: Site) -> tuple[Site, "History"]:
+        """The step for a residual, and the history with it."""
+
+        def push(several: Array, new: Array) -> Array:
+            return jnp.concatenate([jnp.where(self.known, new, 0.0)[None], several[:-1]])
+
+        steps = jax.tree.map(push, self.steps, self.taken)
+        changes = jax.tree.map(lambda x, new, old: push(x, new - old), self.changes, residual, self.residual)
+        # lengths in q's Fisher information
+        lengths = jnp.concatenate([changes.linear, changes.precision.reshape(_DEPTH, -1) * 0.5**0.5], axis=1)
+        of_now = jnp.concatenate([residual.linear, residual.precision.ravel() * 0.5**0.5])
+        gram = lengths @ lengths.T
+        gram = gram + jnp.diag(jnp.where(jnp.diagonal(gram) > 0, 1e-4 * jnp.diagonal(gram), 1.0))
+        share = jnp.linalg.solve(gram, lengths @ of_now)
+        step = jax.tree.map(lambda r, x, y: r - jnp.tensordot(share, x + y, 1), residual, steps, changes)
+        return step, History(steps, changes, residual, step, jnp.array(True))
+
+    def carried(self, shift: Array, factor: Array) -> "History":
+        """In coordinates v, where ``u = shift + factor v``."""
+
+        def one(site: Site) -> Site:
+            return carried(site, shift, factor)
+
+        several = jax.vmap(one)
+        return History(several(self.steps), several(self.changes), one(self.residual), one(self.taken), self.known)
+
+
+def packed(site: Site) -> Site:
+    """With the lower triangle of a full precision in its place."""
+    d = len(site.linear)
+    return site if site.precision.ndim == 1 else site._replace(precision=site.precision[jnp.tril_indices(d)])
+
+
+def unpacked(site: Site, like: Site) -> Site:
+    """The inverse, for a precision of the form of ``like``'s."""
+    if like.precision.ndim == 1:
+        return site
+    lower = jnp.zeros_like(like.precision).at[jnp.tril_indices(len(site.linear))].set(site.precision)
+    return site._replace(precision=lower + jnp.tril(lower, -1).T)
+
+
+def carried(site: Site, shift: Array, factor: Array) -> Site:
+    """A site in coordinates v, where ``u = shift + factor v``."""
+    linear, precision = site
+    if precision.ndim == 1:
+        return Site(factor * (linear - precision * shift), factor**2 * precision)
+    return Site(factor.T @ (linear - precision @ shift), factor.T @ precision @ factor)
+
+
+def product(site: Site) -> tuple[Array, Array, Array, Array]:
+    """Mean and square root of the new q in the old one's coordinates, how far that is, and whether q was held back."""
+    linear, precision = site
+    if precision.ndim == 1:
+        values, vectors = precision, None
+    else:
+        values, vectors = jnp.linalg.eigh(0.5 * (precision + precision.T))
+        linear = vectors.T @ linear
+    curvature = jnp.maximum(jnp.abs(values), _FLATTEST)  # where q is no density, a step uphill all the same
+    step = linear / curvature
+    far = jnp.abs(step) > _FARTHEST
+    curvature = jnp.where(far, _FLATTEST, curvature)
+    step = jnp.clip(step, -_FARTHEST, _FARTHEST)
+    held = far.any() | (values < _FLATTEST).any()
+    moved = jnp.maximum(jnp.abs(step).max(), 0.5 * jnp.abs(jnp.log(curvature)).max())
+    if vectors is None:
+        return step, curvature**-0.5, moved, held
+    return vectors @ step, jnp.linalg.cholesky((vectors / curvature) @ vectors.T), moved, held
