@@ -14,9 +14,10 @@ from numpyro_fed.mcmc.fsgld import FSGLD
 from numpyro_fed.mixed import MixedSilos
 from numpyro_fed.silos import Silos
 from numpyro_fed.vi._adapter import VIResult
-from numpyro_fed.vi.conducive import JointUnits
+from numpyro_fed.vi.conducive import SETTLED, JointUnits
 from numpyro_fed.vi.guides import AutoSiloNormal
 from numpyro_fed.vi.sfvi_avg import SFVIAvg
+from numpyro_fed.vi_inference_data import CANDIDATES, POOR, check_num_draws
 
 if TYPE_CHECKING:
     from arviz import InferenceData
@@ -25,8 +26,7 @@ __all__ = ["fit"]
 
 _MOST_ROUNDS = 40
 _TOL = 1e-3  # nats that the bound moves in a round
-_SETTLED = 0.1  # sds that q moves in a round
-_GOOD, _CHAINS, _WARMUP = 0.7, 4, 200
+_CHAINS, _WARMUP = 4, 200
 
 
 def fit(
@@ -69,8 +69,7 @@ def fit(
     """
     if method not in ("vi", "fsgld"):
         raise ValueError(f'method: expected "vi" or "fsgld", got {method!r}')
-    if isinstance(num_draws, bool) or not isinstance(num_draws, int | np.integer) or num_draws < 1:
-        raise ValueError(f"num_draws: expected a whole number >= 1, got {num_draws!r}")
+    check_num_draws(num_draws)
     if method == "fsgld" and isinstance(silos, MixedSilos):
         raise ValueError(
             'method="fsgld" is for silos of one structure; expected fed.Silos(...), got MixedSilos; take method="vi"'
@@ -82,8 +81,8 @@ def fit(
     if method == "vi":
         idata = to_inference_data(avg, result, silos, num_draws=num_draws, rng_key=key_draws, resample=True)
         k = float(idata.posterior.attrs["pareto_k"])
-        words += f"; the last round weighed {4 * num_draws:,} public draws by the silos' likelihoods: Pareto's k {k:.2f} ({'good' if k <= _GOOD else 'too large'})"
-        verdict = "sound" if settled and k <= _GOOD else "unsound"
+        words += f"; the last round weighed {CANDIDATES * num_draws:,} public draws by the silos' likelihoods: Pareto's k {k:.2f} ({'good' if k <= POOR else 'too large'})"
+        verdict = "sound" if settled and k <= POOR else "unsound"
         mend = (
             ""
             if verdict == "sound"
@@ -126,11 +125,11 @@ def _settable(model: Callable, silos: Silos | MixedSilos) -> SFVIAvg:
 def _of_rounds(result: VIResult) -> tuple[str, bool]:
     moved = float(result.state.server.moved)
     names, up = result.ledger.silos, sum(result.ledger.bytes_up) / 1e3
-    how = "settled" if moved <= _SETTLED else "has not settled"
+    how = "settled" if moved <= SETTLED else "has not settled"
     return (
         f"q(theta) {how} in {len(result.losses)} conducive rounds of {len(names)} silo{'' if len(names) == 1 else 's'}, {up:.1f} kB up in all "
         f"(it moved by {moved:.2g} sds in the last; bound {-result.losses[-1]:.2f})",
-        moved <= _SETTLED,
+        moved <= SETTLED,
     )
 
 

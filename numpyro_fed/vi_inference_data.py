@@ -22,11 +22,11 @@ from numpyro_fed.vi.normal import SiloNormal
 if TYPE_CHECKING:
     from arviz import InferenceData
 
-__all__ = ["vi_inference_data"]
+__all__ = ["CANDIDATES", "POOR", "check_num_draws", "vi_inference_data"]
 
-_CANDIDATES = 4  # draws of q for each resampled one
+CANDIDATES = 4  # draws of q for each resampled one
 _EQUAL = 1.01  # n sum w^2 below which weights are as good as equal: q is within 0.005 nats, and k, which knows no scale, would judge noise
-_POOR = 0.7  # Pareto's k above which importance weights have no useful mean (Vehtari et al. 2024)
+POOR = 0.7  # Pareto's k above which importance weights have no useful mean (Vehtari et al. 2024)
 
 
 def vi_inference_data(
@@ -42,8 +42,7 @@ def vi_inference_data(
     """See :func:`numpyro_fed.to_inference_data`."""
     if not isinstance(result, VIResult):
         raise TypeError(f"expected the result of svi.run(...), got {type(result).__name__}")
-    if isinstance(num_draws, bool) or not isinstance(num_draws, int | np.integer) or num_draws < 1:
-        raise ValueError(f"num_draws: expected a whole number >= 1, got {num_draws!r}")
+    check_num_draws(num_draws)
     if not isinstance(silos, Silos | MixedSilos) or silos.names != result.ledger.silos:
         got = list(silos.names) if isinstance(silos, Silos | MixedSilos) else type(silos).__name__
         raise ValueError(f"expected the silos of the run, {list(result.ledger.silos)}, got {got}")
@@ -52,7 +51,7 @@ def vi_inference_data(
     params, local = svi.fitted(result, silos)
     totals = tuple(tuple((g, sum(n)) for g, n in part.sizes.items()) for part in prepared.parts)
     key = random.key(0) if rng_key is None else rng_key
-    num = _CANDIDATES * num_draws if resample else num_draws
+    num = CANDIDATES * num_draws if resample else num_draws
     stretched = resample and isinstance(plan.families[0], SiloNormal)
     draws = draw(plan, params, local, prepared.stacks, totals, key, num, stretched)
     log_weight = np.asarray(draws.log_weight, np.float64)
@@ -89,13 +88,19 @@ def vi_inference_data(
     idata.posterior.attrs["learned"] = json.dumps({k: np.asarray(params[k]).tolist() for k in plan.learned})
     idata.posterior.attrs["pareto_k"] = k
     idata.posterior.attrs["structures"] = len(prepared.parts)
-    if not k <= _POOR:
+    if not k <= POOR:
         warnings.warn(
-            f"Pareto's k of the approximation is {k:.2f}, above {_POOR}: q(theta) misses part of the posterior. Run more rounds, take "
+            f"Pareto's k of the approximation is {k:.2f}, above {POOR}: q(theta) misses part of the posterior. Run more rounds, take "
             'global_cov="full" and more num_local_particles, or resample=True; and hold the fit against pooled NUTS or FSGLD',
             stacklevel=3,
         )
     return idata
+
+
+def check_num_draws(num_draws: Any) -> None:
+    """Refuse what is no number of draws."""
+    if isinstance(num_draws, bool) or not isinstance(num_draws, int | np.integer) or num_draws < 1:
+        raise ValueError(f"num_draws: expected a whole number >= 1, got {num_draws!r}")
 
 
 def _part(

@@ -46,10 +46,10 @@ from numpyro_fed.vi.scales import relative
 from numpyro_fed.vi.sfvi import Info, all_finite
 from numpyro_fed.vi.sites import History, Site, carried, packed, product, unpacked
 
-__all__ = ["JointUnits", "check", "federated", "init_silo", "num_points", "say_how_it_ended"]
+__all__ = ["SETTLED", "JointUnits", "check", "federated", "init_silo", "num_points", "say_how_it_ended"]
 
 _CAREFUL = 0.7  # share of a step that is taken where silos did not answer
-_SETTLED = 0.1  # sds that q moves in a round
+SETTLED = 0.1  # sds that q moves in a round
 _MOST_MISSING = 0.5  # share of a silo's points that may be no numbers
 
 
@@ -127,7 +127,7 @@ def check(plan: Plan, guide: Any) -> None:
 
 def say_how_it_ended(names: tuple[str, ...], state: VIState) -> None:
     """Warn of silos whose replies were no numbers, and of a fit that has not settled."""
-    missed = np.concatenate([np.atleast_2d(np.asarray(s.missed)).reshape(-1) for s in state.silos])
+    missed = np.concatenate([np.ravel(s.missed) for s in state.silos])
     visits, rounds = np.asarray(state.visits), int(state.server.i)
     if missed.any():
         each = ", ".join(f"{name!r} {m} of {n}" for name, m, n in zip(names, missed, visits, strict=True) if m)
@@ -137,7 +137,7 @@ def say_how_it_ended(names: tuple[str, ...], state: VIState) -> None:
             stacklevel=3,
         )
     moved = float(state.server.moved)
-    if moved > _SETTLED:
+    if moved > SETTLED:
         held = int(state.server.held)
         why = (
             f"; in {held} of them the product of the sites was no Gaussian near the last one, and q was held back"
@@ -145,7 +145,7 @@ def say_how_it_ended(names: tuple[str, ...], state: VIState) -> None:
             else ""
         )
         warnings.warn(
-            f"q has not settled: it moved by {moved:.2g} sds in the last of {rounds} rounds, expected at most {_SETTLED}{why}. Go on with "
+            f"q has not settled: it moved by {moved:.2g} sds in the last of {rounds} rounds, expected at most {SETTLED}{why}. Go on with "
             "init_state=result.state, or start nearer (init_loc_fn, init_scale)",
             stacklevel=3,
         )

@@ -96,9 +96,14 @@ class Plan:
     num_local_steps: int
     supports: dict[str, Any] = field(compare=False, repr=False)
 
+    @property
+    def conducive(self) -> bool:
+        """Whether rounds have no optimisers, and no noise."""
+        return self.optim is None
+
     def evaluations(self, part: int) -> int:
         """Gradients of a silo's term in a round."""
-        if self.optim is None:  # of its marginal likelihood
+        if self.conducive:  # of its marginal likelihood
             return self.num_local_steps
         candidates = self.num_local_particles if self.families[part].has_local else 1
         return self.num_particles * candidates * self.num_local_steps

@@ -99,7 +99,7 @@ def participation_of(value: Any, names: tuple[str, ...]) -> Participation | None
 def in_step(plan: Plan, first: Callable, local: Any) -> Any:
     """The first states of a stack of silos; what is one number in each (an optimiser's clock) is one for all, while all take part."""
     states = jax.jit(jax.vmap(first))(local)
-    if not all(optim is None or _keeps_time(optim) for optim in (plan.optim, plan.local_optim)):
+    if not (plan.conducive or (_keeps_time(plan.optim) and _keeps_time(plan.local_optim))):
         return states
     clocks = jax.tree.map(_is_clock, jax.eval_shape(first, jax.tree.map(lambda x: x[0], local)))
     return jax.tree.map(lambda x, clock: x[0] if clock else x, states, clocks)
@@ -177,7 +177,7 @@ def run_rounds(
     advance_by = partial(_chunk, federated, plan, who)
     with tqdm(total=num_rounds, disable=not progress_bar) as bar:
         while len(losses) < num_rounds:
-            num = min(1 if plan.optim is None else _CHUNK, num_rounds - len(losses))
+            num = min(1 if plan.conducive else _CHUNK, num_rounds - len(losses))
             before = state
             try:
                 state, new, bad = advance_by(before, stacks, jnp.asarray(num, jnp.int32))
@@ -201,8 +201,8 @@ def run_rounds(
             losses = np.concatenate([losses, new])
             bar.update(num)
             bar.set_postfix_str(f"loss {new.mean():.4g}", refresh=False)
-            moved = float(getattr(state.server, "moved", 0.0))  # a bound may stand still while q moves
-            if tol is not None and moved < _STILL and _settled(losses, tol, 1 if plan.optim is None else _WINDOW):
+            moved = float(state.server.moved) if plan.conducive else 0.0  # a bound may stand still while q moves
+            if tol is not None and moved < _STILL and _settled(losses, tol, 1 if plan.conducive else _WINDOW):
                 break
     return state, losses
 

@@ -27,19 +27,20 @@ MOST_ROUNDS, DRAWS = 30, 4000
 NESTED = ("hospital_effects", "gu_immun")
 
 
-def trace(fit: fed.SFVIAvg, silos: fed.Silos, **who: Any) -> tuple[Any, list[np.ndarray], list[np.ndarray]]:
-    """Rounds one by one: the last result, and q's means and sds after each."""
-    state, means, sds = None, [], []
+def trace(fit: fed.SFVIAvg, silos: fed.Silos, **who: Any) -> tuple[Any, list, list, list[float]]:
+    """Rounds one by one: the last result, q's means and sds after each, and the losses before."""
+    state, means, sds, losses = None, [], [], []
     for _ in range(MOST_ROUNDS):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # each is the first of what follows
             result = fit.run(jax.random.key(0), 1, silos, progress_bar=False, init_state=state, **who)
         state = result.state
+        losses.append(float(result.losses[0]))
         means.append(np.asarray(result.params["auto_loc"]))
         sds.append(np.linalg.norm(result.params["auto_scale_tril"], axis=1))
         if not who and float(state.server.moved) < 1e-3:
             break
-    return result, means, sds
+    return result, means, sds, losses
 
 
 def first_close(means: list, sds: list, mean: np.ndarray, sd: np.ndarray) -> int | str:
@@ -58,14 +59,9 @@ def run(name: str, args: argparse.Namespace) -> None:
     wanted = reference(problem, name, args.references)[0]
     fit = fed.SFVIAvg(problem.model, fed.AutoSiloNormal(problem.model), conducive=True)
     start = time.perf_counter()
-    result, means, sds = trace(fit, silos)
+    result, means, sds, losses = trace(fit, silos)
     seconds = time.perf_counter() - start
-    state = fit.init(jax.random.key(0), silos)
-    losses = []
-    for _ in means:
-        state, loss = fit.update(state, silos)
-        losses.append(float(loss))
-    a_round = sum(result.ledger.bytes_up) / sum(result.ledger.rounds) * len(silos) * 1  # of all silos
+    a_round = sum(result.ledger.bytes_up) / sum(result.ledger.rounds) * len(silos)  # of all silos
     close = first_close(means, sds, means[-1], sds[-1])
     nat = int(np.argmax(np.abs(np.array(losses) - losses[-1]) < 1)) + 1
     print(
@@ -75,7 +71,7 @@ def run(name: str, args: argparse.Namespace) -> None:
     )
     if args.missing:
         who = {silo: 1 - args.missing for silo in silos.names}
-        _, some_means, some_sds = trace(fit, silos, participation=who)
+        _, some_means, some_sds, _ = trace(fit, silos, participation=who)
         print(
             f"{100 * args.missing:.0f} % missing: within 0.1 sd and 5 % after {first_close(some_means, some_sds, means[-1], sds[-1])} rounds",
             flush=True,
