@@ -33,7 +33,8 @@ def predict(
         latents must have the elements they had (``silos[name]``, in this order); rows of other plates may be new.
     :param silo: a silo of the fit, whose own latents are used; ``None``: a new silo, whose latents are drawn from the model given
         each draw of the global ones.
-    :param params: learned parameters, where the model has any; those that the fit holds, if None.
+    :param params: learned parameters, where the model has any; those that the fit holds, if None. Weights of networks it does not hold: give
+        ``result.params``.
     :return: for each site that neither the fit nor the data hold an array ``(draws, *site)``.
     :raises ValueError: for an unknown silo, a fit without silo coordinates, or data that leave nothing to predict.
 
@@ -75,6 +76,11 @@ def predict(
         name = str(name).rpartition("_")[0] if own and draws.attrs.get("structures", 1) > 1 else name
         values[name] = jnp.asarray(x.values.reshape(-1, *x.shape[2:]))
     if params is None:
+        networks = json.loads(draws.attrs.get("networks", "[]"))
+        if networks:
+            raise ValueError(
+                f"params: expected the learned networks {networks}, which an InferenceData does not hold; give result.params"
+            )
         params = {k: jnp.asarray(v) for k, v in json.loads(draws.attrs.get("learned", "{}")).items()}
     learned = substitute(model, data=dict(params)) if params else model
     if silo is not None:

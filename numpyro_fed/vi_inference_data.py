@@ -85,7 +85,11 @@ def vi_inference_data(
     for i, (part, suffix) in enumerate(zip(prepared.parts, suffixes, strict=True)):
         silo_coords(idata, plan.families[i].factors, part, suffix)
     idata.posterior.attrs.update(ledger_attrs(result.ledger))
-    idata.posterior.attrs["learned"] = json.dumps({k: np.asarray(params[k]).tolist() for k in plan.learned})
+    arrays = {k: params[k] for k in plan.learned if isinstance(params[k], jax.Array)}
+    idata.posterior.attrs["learned"] = json.dumps({k: np.asarray(v).tolist() for k, v in arrays.items()})
+    idata.posterior.attrs["networks"] = json.dumps(
+        [k for k in plan.learned if k not in arrays]
+    )  # too large to say here
     idata.posterior.attrs["pareto_k"] = k
     idata.posterior.attrs["structures"] = len(prepared.parts)
     if not k <= POOR:

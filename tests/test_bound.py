@@ -21,7 +21,7 @@ from numpyro_fed.vi.scales import Diagonal, LowRank, Triangular, relative
 
 def setup(model, silos, **options):
     """A family, the rows of the only silo, and its batch."""
-    family = fed.AutoSiloNormal(model, **options).family(factorise(model, silos))
+    family = fed.AutoSiloNormal(model, **options).family(factorise(model, silos), {})
     rows = jax.tree.map(lambda x: x[0], stack(silos)[0])
     return family, rows, pick(family, None, random.key(0), rows)
 
@@ -50,7 +50,7 @@ def test_gradients_are_those_of_the_bound_on_average(num):
     with jax.enable_x64(True):
         family, rows, batch = setup(wheeze, wheeze_silos(np.zeros(5, int)))
         local = some_map(family, rows)
-        context = Context(jnp.array([-0.4, 0.5, 0.3]), jnp.array([0.5, -1.0, 0.7]))
+        context = Context(jnp.array([-0.4, 0.5, 0.3]), jnp.array([0.5, -1.0, 0.7]), {})
 
         def both(key):
             eps = family.noise(key, rows, num)
@@ -94,7 +94,7 @@ def test_no_noise_is_left_at_the_exact_posterior(num):
             scale_coupling=jnp.zeros((6, 1, 1)),
         )
         u = jnp.array([0.8])
-        context = Context(loc + scale * u, u)
+        context = Context(loc + scale * u, u, {})
         terms = [
             silo_bound(family, local, context, {}, family.noise(random.key(i), rows, num), batch) for i in range(3)
         ]
@@ -112,7 +112,7 @@ def test_bound_grows_with_the_number_of_particles():
     with jax.enable_x64(True):
         family, rows, batch = setup(wheeze, wheeze_silos(np.zeros(20, int)))
         local = family.init_local(rows)
-        context = Context(jnp.array([-0.4, 0.5, 0.3]), jnp.array([0.5, -1.0, 0.7]))
+        context = Context(jnp.array([-0.4, 0.5, 0.3]), jnp.array([0.5, -1.0, 0.7]), {})
         values = {}
         for num in (1, 2, 8, 32):
 
@@ -197,8 +197,8 @@ def test_rows_that_reach_an_element_by_way_of_others_count_once():
 def test_padding_has_no_part_in_the_bound():
     silos = hierarchy_silos(np.array([0] * 3 + [1] * 7))
     rows = stack(silos)[0]
-    family = fed.AutoSiloNormal(hierarchy).family(factorise(hierarchy, silos))
-    context = Context(jnp.array([0.3]), jnp.array([0.2]))
+    family = fed.AutoSiloNormal(hierarchy).family(factorise(hierarchy, silos), {})
+    context = Context(jnp.array([0.3]), jnp.array([0.2]), {})
 
     def bound(rows, num):
         eps = jnp.zeros((num, *family.init_local(rows).shape))  # all candidates alike: K says nothing

@@ -38,7 +38,7 @@ class VIResult:
     :ivar whitening: mean ``(d,)`` and a square root of the covariance of a Gaussian q(theta), ``(d, d)`` or its diagonal, in unconstrained space; else ``None``.
     """
 
-    params: dict[str, Array]
+    params: dict[str, Any]
     state: VIState
     losses: np.ndarray
     ledger: Ledger
@@ -47,7 +47,7 @@ class VIResult:
 
     def __repr__(self) -> str:
         tail = self.losses[-max(1, len(self.losses) // 10) :] if len(self.losses) else np.full(1, np.nan)
-        shapes = ", ".join(f"{k}{list(v.shape)}" for k, v in self.params.items())
+        shapes = ", ".join(f"{k}{_shape(v)}" for k, v in self.params.items())
         return (
             f"VIResult: {len(self.losses):,} rounds, mean loss {tail.mean():.2f} over the last {len(tail):,}\n"
             f"  params: {shapes}\n{self.ledger}"
@@ -100,15 +100,15 @@ class FederatedVI:
         if not isinstance(result, VIResult):
             raise TypeError(f"init_from: expected the result of a run, got {type(result).__name__}")
         expected = {**prepared.plan.constrain(params), **local_params(prepared, prepared.local)}
-        got = {k: v.shape for k, v in result.params.items()}
-        shapes = {k: v.shape for k, v in expected.items()}
+        got = {k: _shape(v) for k, v in result.params.items()}
+        shapes = {k: _shape(v) for k, v in expected.items()}
         wrong = sorted(k for k in {*shapes, *got} if got.get(k) != shapes.get(k))
         if wrong:
             raise ValueError(
                 "init_from: expected a result of the same model, guide and silos, with parameters of shapes "
                 f"{ {k: shapes.get(k) for k in wrong} }, got { {k: got.get(k) for k in wrong} }"
             )
-        given = {k: jnp.asarray(result.params[k]) for k in expected}
+        given = jax.tree.map(jnp.asarray, {k: result.params[k] for k in expected})
         return prepared.plan.unconstrain({k: given[k] for k in params}), stacked_params(prepared, given)
 
     def _silo_params(self, prepared: Prepared, state: VIState, averaged: bool) -> list:
@@ -145,7 +145,7 @@ class FederatedVI:
             raise ValueError(
                 "expected the silos of the run, got others of the same names: their rows are other rows of the pooled data"
             )
-        params = {k: jnp.asarray(result.params[k]) for k in prepared.plan.supports}
+        params = jax.tree.map(jnp.asarray, {k: result.params[k] for k in prepared.plan.supports})
         return params, stacked_params(prepared, result.params)
 
     @staticmethod
@@ -226,6 +226,11 @@ class FederatedVI:
         family = plan.families[0]
         whitening = family.whitening(plan.constrain(average)) if isinstance(family, SiloNormal) else None
         return VIResult(params, state, losses, costs, prepared.partition(), whitening)
+
+
+def _shape(value: Any) -> list:
+    """Of an array; of the arrays of a network."""
+    return list(value.shape) if hasattr(value, "shape") else [list(x.shape) for x in jax.tree.leaves(value)]
 
 
 def local_params(prepared: Prepared, local: list) -> dict[str, Array]:

@@ -108,6 +108,11 @@ def check(plan: Plan, guide: Any) -> None:
             f"conducive=True with learned parameters {list(plan.learned)}: expected latent sites alone (numpyro.sample in place of numpyro.param), or "
             "conducive=False"
         )
+    if guide.amortize:
+        raise ValueError(
+            f"conducive=True: expected a guide without amortize=, got encoders of {sorted(guide.amortize)}: latents are integrated out, and local maps "
+            "regressed"
+        )
     local = [f for f in plan.families if f.has_local]
     if local and not (guide.coupling and guide.scale_coupling):
         raise ValueError(

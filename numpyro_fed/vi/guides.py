@@ -4,12 +4,15 @@ The law is that of :mod:`numpyro_fed.vi.normal`. On pooled data, with :class:`nu
 and follows the same (sticking-the-landing) gradients as :class:`~numpyro_fed.SFVI` does over silos.
 """
 
+import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import numpyro
 import numpyro.distributions as dist
 from jax import Array, lax, random
@@ -24,7 +27,8 @@ from numpyro_fed.factorise import pooled_factors
 from numpyro_fed.handlers import is_silo_plate
 from numpyro_fed.local_map import LocalMap
 from numpyro_fed.storage import SiloRows
-from numpyro_fed.vi.normal import Context, SiloNormal
+from numpyro_fed.vi.amortise import Encoder, registered
+from numpyro_fed.vi.normal import SiloNormal
 from numpyro_fed.vi.quantiles import latent_quantiles
 
 __all__ = ["AutoSiloNormal"]
@@ -49,6 +53,11 @@ class AutoSiloNormal(AutoGuide):
         child's random effects), ``"full"`` (for all latents of a silo together).
     :param coupling: C; without it (mean field between theta and z) sds come out up to two times too small.
     :param scale_coupling: b; costs ``d`` numbers for each latent.
+    :param amortize: for a local site's name its encoder: an equinox or flax.nnx module, or a function whose weights are declared with
+        ``numpyro.contrib.module`` or ``numpyro.param`` inside. It is called for one element, with the model's arguments that it names and
+        that have a row for each element of the site's plate (or with the only such argument), and returns ``(loc, log_scale)`` in
+        unconstrained space, each of the shape of one element, or one array with both. Such a site has no C, b and T. The weights are
+        global parameters: silos return gradients in them.
     :param prefix: of the parameters' names.
     :param init_loc_fn: start of the global sites; the local ones start at 0 in unconstrained space.
     :param init_scale: sd at the start, of all latents in unconstrained space.
@@ -82,6 +91,7 @@ class AutoSiloNormal(AutoGuide):
         coupling: bool = True,
         scale_coupling: bool = True,
         *,
+        amortize: Mapping[str, Any] | None = None,
         prefix: str = "auto",
         init_loc_fn: Callable = init_to_median,
         init_scale: float = 0.3,
@@ -99,17 +109,23 @@ class AutoSiloNormal(AutoGuide):
         self.global_cov, self.local_cov = global_cov, local_cov
         self.coupling, self.scale_coupling = bool(coupling), bool(scale_coupling)
         self.init_scale = init_scale
+        if amortize is not None and not isinstance(amortize, Mapping):
+            raise TypeError(f"amortize: expected a dict of encoders by site, got {type(amortize).__name__}")
+        self.amortize = {site: registered(site, network, prefix) for site, network in (amortize or {}).items()}
         self._family: SiloNormal | None = None
+        self._built: tuple[Encoder, ...] = ()
 
     def __repr__(self) -> str:
+        amortize = f", amortize={list(self.amortize)}" if self.amortize else ""
         return (
             f"AutoSiloNormal(global_cov={self.global_cov!r}, local_cov={self.local_cov!r}, coupling={self.coupling}, "
-            f"scale_coupling={self.scale_coupling})"
+            f"scale_coupling={self.scale_coupling}{amortize})"
         )
 
-    def family(self, factors: Factors, independent: bool = True) -> SiloNormal:
+    def family(self, factors: Factors, rows: Mapping[str, Mapping[str, Any]], independent: bool = True) -> SiloNormal:
         """The guide as a family over factors.
 
+        :param rows: for each row group the arguments that have a row for each of its elements.
         :param independent: whether elements are independent given theta; where not, a silo's latents are one unit.
         """
         if isinstance(self.global_cov, int) and self.global_cov >= factors.dim:
@@ -128,14 +144,45 @@ class AutoSiloNormal(AutoGuide):
             self.scale_coupling,
             self.prefix,
             self.init_scale,
+            self._encoders(factors, rows),
         )
+
+    def _encoders(self, factors: Factors, rows: Mapping[str, Mapping[str, Any]]) -> tuple[Encoder, ...]:
+        sites, groups = {s.name: s for s in factors.local_sites}, factors.local_groups()
+        unknown = sorted(set(self.amortize) - set(sites))
+        if unknown:
+            raise ValueError(
+                f"amortize: {unknown} are no latent sites inside a silo plate; expected some of {sorted(sites)}"
+            )
+        self._built = tuple(
+            Encoder.of(name, sites[name].shape, network, rows.get(groups[name], {}), sites[name].plate)
+            for name, network in self.amortize.items()
+        )
+        return self._built
+
+    def encode(self, params: Mapping[str, Any], **rows: Any) -> dict[str, tuple[Array, Array]]:
+        """Location and log scale ``(n, *site)`` in unconstrained space of each amortised site, for rows of the fit or new ones.
+
+        :param params: a fit's parameters.
+        :param rows: the model's arguments that the encoders take, ``(n, ...)``.
+        """
+        if self.amortize and not self._built:
+            raise RuntimeError(
+                "encode: expected a guide that has been called or fitted; its sites' shapes are the model's"
+            )
+        lacking = sorted({name for encoder in self._built for name in encoder.inputs} - set(rows))
+        if lacking:
+            raise ValueError(f"encode: expected the encoders' arguments, got none of {lacking}")
+        return {encoder.site: encoder(params, rows) for encoder in self._built}
 
     def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
         super()._setup_prototype(*args, **kwargs)
         shapes = {name: jnp.shape(x) for name, x in self._init_locs.items()}
         factors = pooled_factors(self.model, self.prototype_trace, shapes)
-        self._family = self.family(factors)
         sizes = {n: s["args"][0] for n, s in self.prototype_trace.items() if is_silo_plate(s)}
+        arrays = self._arrays(args, kwargs)
+        rows = {g: {k: v for k, v in arrays.items() if v.shape[:1] == (n,)} for g, n in sizes.items()}
+        self._family = self.family(factors, rows)
         self._rows = SiloRows(
             rows={},
             shared={},
@@ -146,6 +193,29 @@ class AutoSiloNormal(AutoGuide):
             pad=tuple(sizes.items()),
         )
 
+    def _arrays(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Array]:
+        """The model's arguments that are arrays, by name; none where no site is amortised."""
+        if not self.amortize:
+            return {}
+        given = inspect.signature(self.model).bind_partial(*args, **kwargs)
+        flat: dict[str, Any] = {}
+        for name, value in given.arguments.items():
+            named = given.signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD
+            flat |= value if named else {name: value}
+        return {k: jnp.asarray(v) for k, v in flat.items() if isinstance(v, Array | np.ndarray)}
+
+    def _with_data(self, args: tuple, kwargs: dict[str, Any]) -> SiloRows:
+        """The rows that encoders see: those of this call."""
+        if not self.amortize:
+            return self._rows
+        arrays = self._arrays(args, kwargs)
+        needed = {name for encoder in self._built for name in encoder.inputs}
+        if not needed <= set(arrays):
+            raise ValueError(
+                f"expected the model's arguments, of which the encoders need {sorted(needed)}, got {sorted(arrays)}; give them as the model takes them"
+            )
+        return replace(self._rows, rows={k: arrays[k] for k in needed})
+
     def _parameters(self) -> tuple[dict[str, Array], LocalMap | None]:
         """Register the parameters, or look them up."""
         family = self._family
@@ -153,7 +223,8 @@ class AutoSiloNormal(AutoGuide):
         loc = family.factors.ravel(self._init_locs)
         supports = family.constraints()
         start = family.init(loc)
-        params = {name: numpyro.param(name, x, constraint=supports[name]) for name, x in start.items()}
+        # by a function, as a network's weights may be callable themselves
+        params = {name: numpyro.param(name, lambda _, x=x: x, constraint=supports[name]) for name, x in start.items()}
         if not family.has_local:
             return params, None
         rows = family.init_local(self._rows)
@@ -166,7 +237,7 @@ class AutoSiloNormal(AutoGuide):
         """Draw all latent sites; arguments as the model's."""
         if self.prototype_trace is None:
             self._setup_prototype(*args, **kwargs)
-        family, rows = self._family, self._rows
+        family, rows = self._family, self._with_data(args, kwargs)
         assert family is not None
         params, local = self._parameters()
         sites, log_density = _draw(family, params, local, rows, numpyro.prng_key())
@@ -202,9 +273,10 @@ class AutoSiloNormal(AutoGuide):
     ) -> dict[str, Array]:
         """Draws of all latent sites (constrained) and of deterministic ones, shape ``(*sample_shape, *site)``."""
         own, local, learned = self._split(params)
+        rows = self._with_data(args, kwargs)
 
         def one(key: Array) -> dict[str, Array]:
-            sites, _ = _draw(self._family, own, local, self._rows, key)
+            sites, _ = _draw(self._family, own, local, rows, key)
             return self._constrained(sites, learned)
 
         if not sample_shape:
@@ -212,21 +284,23 @@ class AutoSiloNormal(AutoGuide):
         draws = lax.map(one, random.split(rng_key, sample_shape).reshape(-1))
         return jax.tree.map(lambda x: x.reshape(*sample_shape, *x.shape[1:]), draws)
 
-    def median(self, params: dict) -> dict[str, Array]:
-        """Marginal medians of all latent sites."""
-        return {name: value[0] for name, value in self.quantiles(params, [0.5]).items()}
+    def median(self, params: dict, *args: Any, **kwargs: Any) -> dict[str, Array]:
+        """Marginal medians of all latent sites; arguments as the model's, where a site is amortised."""
+        return {name: value[0] for name, value in self.quantiles(params, [0.5], *args, **kwargs).items()}
 
-    def quantiles(self, params: dict, quantiles: Any) -> dict[str, Array]:
+    def quantiles(self, params: dict, quantiles: Any, *args: Any, **kwargs: Any) -> dict[str, Array]:
         """Marginal quantiles of all latent sites, shape ``(len(quantiles), *site)``.
 
         Componentwise in unconstrained space, then constrained. Of global sites they are exact, of local ones (mixtures over
-        theta) to the accuracy of 512 quasi-random draws of theta.
+        theta) to the accuracy of 512 quasi-random draws of theta. Arguments as the model's, where a site is amortised.
         """
         own, local, learned = self._split(params)
-        family, rows = self._family, self._rows
+        family, rows = self._family, self._with_data(args, kwargs)
         assert family is not None
         probs = jnp.atleast_1d(jnp.asarray(quantiles, jnp.result_type(float)))
-        theta, z = latent_quantiles(family, own, None if local is None else family.effective(local, rows), probs)
+        if local is not None:
+            local = family.completed(family.effective(local, rows), own, rows)
+        theta, z = latent_quantiles(family, own, local, probs)
         constrain = partial(self._constrained, learned=learned, deterministic=False)
         sites = [constrain(_placed(family, t, None if z is None else z[i], rows)) for i, t in enumerate(theta)]
         return jax.tree.map(lambda *x: jnp.stack(x), *sites)
@@ -260,6 +334,6 @@ def _draw(
     if local is None:
         return _placed(family, context.theta, None, rows), log_density
     local = family.effective(local, rows)
-    z = family.latents(local, Context(context.theta, noise), family.noise(key_local, rows, 1), rows)[0]
+    z = family.latents(local, context._replace(u=noise), family.noise(key_local, rows, 1), rows)[0]
     log_density = log_density + jnp.sum(family.log_local(lax.stop_gradient(local), context, z, rows))
     return _placed(family, context.theta, z, rows), log_density

@@ -24,6 +24,7 @@ from numpyro.distributions import constraints
 from numpyro_fed.density import Factors
 from numpyro_fed.local_map import LocalMap, Units
 from numpyro_fed.storage import SiloRows
+from numpyro_fed.vi.amortise import Encoder
 from numpyro_fed.vi.scales import Diagonal, LowRank, Scale, Triangular, relative
 
 __all__ = ["Context", "SiloNormal"]
@@ -43,10 +44,12 @@ class Context(NamedTuple):
 
     :param theta: flat position in unconstrained space, ``(d,)``.
     :param u: the same, whitened by q.
+    :param params: weights of the networks that amortise local latents.
     """
 
     theta: Array
     u: Array
+    params: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,7 @@ class SiloNormal:
     :param scale_coupling: whether their log scales do.
     :param prefix: of the parameters' names.
     :param init_scale: sd of all latents at the start.
+    :param encoders: networks in place of the local map's rows, of some sites or all.
     """
 
     factors: Factors
@@ -71,6 +75,7 @@ class SiloNormal:
     scale_coupling: bool
     prefix: str = "auto"
     init_scale: float = 0.3
+    encoders: tuple[Encoder, ...] = ()
 
     @property
     def has_local(self) -> bool:
@@ -81,11 +86,18 @@ class SiloNormal:
         """How the latents of the silos in a stack are cut."""
         return Units(self.factors, self.group, rows.pad)
 
+    @property
+    def shared_params(self) -> tuple[str, ...]:
+        """Names of the global parameters that are not q(theta)'s: the networks' weights."""
+        return tuple(name for encoder in self.encoders for name in encoder.start)
+
     # q(theta)
 
     def constraints(self) -> dict[str, Any]:
         """Support of each global parameter."""
         out: dict[str, Any] = {f"{self.prefix}_loc": constraints.real}
+        for encoder in self.encoders:
+            out |= encoder.supports
         if self.global_cov == "full":
             return {**out, f"{self.prefix}_scale_tril": constraints.scaled_unit_lower_cholesky}
         out[f"{self.prefix}_scale"] = constraints.softplus_positive
@@ -93,10 +105,10 @@ class SiloNormal:
             out[f"{self.prefix}_factor"] = constraints.real
         return out
 
-    def init(self, loc: Array) -> dict[str, Array]:
+    def init(self, loc: Array) -> dict[str, Any]:
         """Global parameters of independent components around ``loc``."""
         d = self.factors.dim
-        out = {f"{self.prefix}_loc": loc}
+        out = {f"{self.prefix}_loc": loc} | {k: v for encoder in self.encoders for k, v in encoder.start.items()}
         if self.global_cov == "full":
             return {**out, f"{self.prefix}_scale_tril": self.init_scale * jnp.eye(d, dtype=loc.dtype)}
         out[f"{self.prefix}_scale"] = jnp.full(d, self.init_scale, loc.dtype)
@@ -119,7 +131,8 @@ class SiloNormal:
     def context(self, params: Mapping[str, Array], noise: Array) -> Context:
         """The draw for standard normal ``noise``; its gradients are those of a path through frozen parameters."""
         theta = params[f"{self.prefix}_loc"] + self.scale(params).apply(noise)
-        return Context(theta, self.whiten(lax.stop_gradient(params), theta))
+        weights = {name: params[name] for name in self.shared_params}
+        return Context(theta, self.whiten(lax.stop_gradient(params), theta), weights)
 
     def from_moments(self, mean: Array, covariance: Array) -> dict[str, Array]:
         """Global parameters of a Gaussian; the covariance full, or its diagonal (not for the low-rank form)."""
@@ -153,7 +166,7 @@ class SiloNormal:
         """One silo's map: standard normal times ``init_scale``, whatever theta."""
         units = self.units(rows)
         count = 1 if self.group is None else dict(rows.pad)[self.group]
-        k, d = units.dim, self.factors.dim
+        k, d = int(self._free(units).sum()), self.factors.dim
         shape = (count, k)
         zero = jnp.zeros((*shape, d))
         return LocalMap(
@@ -190,12 +203,45 @@ class SiloNormal:
 
     def latents(self, local: LocalMap, context: Context, eps: Array, rows: SiloRows) -> Array:
         """Latents ``(num, E, k)`` of coordinates of this shape."""
-        del rows
+        local = self.completed(local, context.params, rows)
         return jax.vmap(lambda e: local.forward(context.u, e))(eps)
 
     def log_local(self, local: LocalMap, context: Context, z: Array, rows: SiloRows) -> Array:
         """``log q(z | theta)`` of each unit, ``(E,)``."""
+        local = self.completed(local, lax.stop_gradient(context.params), rows)
         return local.log_density(context.u, z, self.units(rows).owned(rows))
+
+    def completed(self, local: LocalMap, weights: Mapping[str, Any], rows: SiloRows) -> LocalMap:
+        """The map of all latents: a silo's own rows, and the networks' outputs for the others, which do not move with theta."""
+        if not self.encoders:
+            return local
+        units, kwargs = self.units(rows), rows.whole()[0]
+        encoded = {e.site: e(weights, kwargs) for e in self.encoders}
+        zeros = {
+            s.name: jnp.zeros((dict(rows.pad)[g], *s.shape))
+            for s, g in zip(self.factors.local_sites, self.factors.local_groups().values(), strict=True)
+        }
+        mean, log_scale = (
+            units.from_sites(zeros | {site: both[i] for site, both in encoded.items()}) for i in range(2)
+        )
+        free = np.flatnonzero(self._free(units))
+        if not len(free):
+            return LocalMap(mean, log_scale)
+
+        def wide(x: Array | None) -> Array | None:
+            return None if x is None else jnp.zeros((*mean.shape, x.shape[-1]), x.dtype).at[:, free].set(x)
+
+        tril = None
+        if local.tril is not None:
+            eye = jnp.broadcast_to(jnp.eye(units.dim, dtype=mean.dtype), (*mean.shape, units.dim))
+            tril = eye.at[:, free[:, None], free].set(local.tril)
+        return LocalMap(
+            mean.at[:, free].set(local.mean),
+            log_scale.at[:, free].set(local.log_scale),
+            wide(local.coupling),
+            wide(local.scale_coupling),
+            tril,
+        )
 
     def local_names(self) -> dict[str, str]:
         """The name of the parameter that each field of the local map is."""
@@ -204,10 +250,12 @@ class SiloNormal:
     def named(self, local: LocalMap) -> dict[str, tuple[Array, str | None]]:
         """Local parameters by name, each with the row group of its elements (``None``: the silo)."""
         parts = {name: getattr(local, field) for field, name in self.local_names().items()}
-        return {name: (x, self.group) for name, x in parts.items() if x is not None}
+        return {name: (x, self.group) for name, x in parts.items() if x is not None and x.size}
 
     def from_named(self, params: Mapping[str, Array]) -> LocalMap:
         """The inverse of :meth:`named`."""
+        if self.local_names()["mean"] not in params:  # every latent is amortised
+            return LocalMap(jnp.zeros((1, 0)), jnp.zeros((1, 0)))
         return LocalMap(**{field: params[name] for field, name in self.local_names().items() if name in params})
 
     def reply(self, direct: Context, path: Context, path_doubly: Context) -> Context:
@@ -215,20 +263,34 @@ class SiloNormal:
 
         At fixed noise z does not depend on :math:`\mu, L`, so through ``theta`` there is no path, and through ``u`` only what has
         mean zero is added: the path's gradient less its doubly reparametrised form. At the exact posterior nothing is left
-        of the noise.
+        of the noise. The networks' weights are reached through z alone.
         """
-        return Context(direct.theta, direct.u + path.u - path_doubly.u)
+        return Context(direct.theta, direct.u + path.u - path_doubly.u, path_doubly.params)
 
     def _correlated(self, units: Units) -> bool:
         return self.local_cov != "diag" and bool(self._tril_mask(units).any())
 
+    def _free(self, units: Units) -> np.ndarray:
+        """Which latents of a unit have parameters of their own, ``(k,)``."""
+        amortised = {encoder.site for encoder in self.encoders}
+        if not amortised:
+            return np.ones(units.dim, bool)
+        groups = self.factors.local_groups()
+        with jax.ensure_compile_time_eval():
+            own = {
+                s.name: jnp.full((dict(units.pad)[groups[s.name]], *s.shape), s.name not in amortised)
+                for s in self.factors.local_sites
+            }
+            return np.asarray(units.from_sites(own)[0])
+
     def _tril_mask(self, units: Units) -> np.ndarray:
-        """Which entries of T are free, ``(k, k)``."""
+        """Which entries of T are free, ``(k, k)``, of the latents that have parameters of their own."""
         free = np.tri(units.dim, k=-1, dtype=bool)
-        if self.local_cov == "full" or self.group is not None:
-            return free
-        element, start = [], 0
-        for _, count, width in units.blocks():
-            element += [start + i // width for i in range(count * width)]
-            start += count
-        return free & (np.array(element)[:, None] == np.array(element))
+        own = np.flatnonzero(self._free(units))
+        if self.local_cov != "full" and self.group is None:
+            element, start = [], 0
+            for _, count, width in units.blocks():
+                element += [start + i // width for i in range(count * width)]
+                start += count
+            free = free & (np.array(element)[:, None] == np.array(element))
+        return free[np.ix_(own, own)]

@@ -22,6 +22,7 @@ from numpyro_fed.mixed import MixedSilos
 from numpyro_fed.proof import elements_are_independent, prove, prove_batch
 from numpyro_fed.silos import Silos
 from numpyro_fed.storage import SiloRows, largest, stack, thin
+from numpyro_fed.vi.amortise import as_float
 from numpyro_fed.vi.guides import AutoSiloNormal
 from numpyro_fed.vi.user_guide import GuideFamily, guide_family, without_params
 
@@ -244,7 +245,7 @@ def _probe(model: Callable, silos: Silos, key: Array, init: Callable) -> dict[st
     return trace(substitute(seed(model, key), substitute_fn=init)).get_trace(**kwargs)
 
 
-def _learned(model: Callable, silos: Silos) -> dict[str, tuple[Any, Array]]:
+def _learned(model: Callable, silos: Silos) -> dict[str, tuple[Any, Any]]:
     """Support and first value of the model's ``numpyro.param`` sites."""
     factors = factorise(model, silos)
     plates = dict(factors.plates)
@@ -256,11 +257,8 @@ def _learned(model: Callable, silos: Silos) -> dict[str, tuple[Any, Array]]:
                     f"learned parameter {name!r} is inside a silo plate; expected parameters that all silos share: make "
                     "it a latent site, or move it out of the plate"
                 )
-            value = jnp.asarray(site["value"])
-            out[name] = (
-                site["kwargs"].get("constraint", constraints.real),
-                value.astype(jnp.result_type(value, float)),
-            )
+            value = jax.tree.map(as_float, site["value"])  # a network's weights are a pytree
+            out[name] = (site["kwargs"].get("constraint", constraints.real), value)
         elif site["type"] == "mutable":
             raise ValueError(f"mutable site {name!r}: expected a model without mutable state")
     return out
@@ -302,7 +300,7 @@ def _family(guide: Any, factors: Factors, silos: Silos, options: Options, batch:
         independent = elements_are_independent(factors, units, some)
     if isinstance(guide, AutoSiloNormal):
         _check_guides_model(guide, factors, silos)
-        family: Any = guide.family(factors, independent)
+        family: Any = guide.family(factors, _one_row(silos), independent)
     else:
         family = guide_family(guide, factors, silos, independent)
     if batch is not None and family.group is None and batch[0] in factors.latent_groups:
@@ -311,6 +309,14 @@ def _family(guide: Any, factors: Factors, silos: Silos, options: Options, batch:
             "plates with latents, or elements that depend on each other); expected batch_size=None"
         )
     return family
+
+
+def _one_row(silos: Silos) -> dict[str, dict[str, Array]]:
+    """The first row of each row argument, by row group."""
+    groups = dict.fromkeys(silos.group.values())
+    return {
+        g: {k: v[:1] for k, v in silos.rows.items() if silos.group[k] == g and k not in silos.index} for g in groups
+    }
 
 
 def _check_guides_model(guide: AutoSiloNormal, factors: Factors, silos: Silos) -> None:

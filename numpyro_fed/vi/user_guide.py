@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax, random
 from numpyro.distributions import constraints
 from numpyro.distributions.transforms import biject_to
@@ -27,6 +26,7 @@ from numpyro_fed.local_map import Units
 from numpyro_fed.proof import elements_are_independent
 from numpyro_fed.silos import Silos
 from numpyro_fed.storage import SiloRows, largest
+from numpyro_fed.vi.amortise import as_float
 
 __all__ = ["GuideFamily", "LocalParam", "guide_family"]
 
@@ -233,19 +233,20 @@ def guide_family(guide: Callable, factors: Factors, silos: Silos, independent: b
             continue
         if name in learned:
             raise ValueError(f"parameter {name!r} is in the model and in the guide; expected different names")
-        if not isinstance(site["value"], Array | np.ndarray | float | int):
-            raise ValueError(
-                f"guide parameter {name!r}: expected an array, got {type(site['value']).__name__}; give each array a numpyro.param"
-            )
         supports[name] = site["kwargs"].get("constraint", constraints.real)
         frames = [f for f in site["cond_indep_stack"] if f.name in plates]
-        value = jnp.asarray(site["value"])
+        value = jax.tree.map(as_float, site["value"])  # a network's weights are a pytree
         if frames:
+            if not isinstance(value, Array):
+                raise ValueError(
+                    f"guide parameter {name!r} in silo plate {frames[0].name!r}: expected an array with a row for each element, got "
+                    f"{type(site['value']).__name__}; declare a network outside the plate"
+                )
             event_dim = site["kwargs"].get("event_dim")
             axis = 0 if event_dim is None else value.ndim - event_dim + frames[0].dim
             local.append(LocalParam(name, plates[frames[0].name], axis))
         else:
-            start[name] = value.astype(jnp.result_type(value, float))
+            start[name] = value
     groups = factors.latent_groups
     alone = independent and len(groups) == 1 and all(p.group == groups[0] for p in local)
     if alone:
@@ -261,6 +262,7 @@ def without_params(silos: Silos) -> Silos:
         return silos
     part = copy.copy(silos)
     part.shared = {k: v for k, v in silos.shared.items() if k != PARAMS}
+    part._arrays = tuple(k for k in silos._arrays if k != PARAMS)
     return part
 
 

@@ -1,0 +1,153 @@
+r"""Inference networks: location and log scale of a local latent as functions of its element's own data.
+
+.. math:: z_g = m_\psi(y_g) + e^{l_\psi(y_g)} \odot \epsilon_g, \qquad \epsilon_g \sim N(0, I)
+
+in unconstrained space, for each element g of the site's silo plate. The weights :math:`\psi` are global parameters of the guide:
+every silo is told them and returns its gradient in them; data and latents stay. A new element has its approximation at once.
+
+Reference: *Federated Variational Inference Methods for Structured Latent Variable Models*, Hassan, Salomone & Mengersen (2023),
+remark "Amortized inference".
+"""
+
+import inspect
+import math
+import sys
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, random
+from numpyro.contrib.module import eqx_module, nnx_module
+from numpyro.distributions import constraints
+from numpyro.handlers import block, seed, substitute, trace
+
+__all__ = ["Encoder", "registered"]
+
+
+@dataclass(frozen=True, eq=False)
+class _Module:
+    """A network object as a function with its weights declared by ``numpyro.contrib.module``."""
+
+    name: str
+    network: Any
+    declare: Callable
+
+    def __call__(self, *args: Array) -> Any:
+        return self.declare(self.name, self.network)(*args)
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """One site's network; equal encoders share compiled programs.
+
+    :param site: the local site.
+    :param shape: of one element in unconstrained space.
+    :param network: a function of one element's rows, with its weights in ``numpyro.param`` statements.
+    :param inputs: the model's arguments whose rows it is called with.
+    :param start: first values of the weights, by parameter name; pytrees.
+    :param supports: their supports.
+    """
+
+    site: str
+    shape: tuple[int, ...]
+    network: Callable
+    inputs: tuple[str, ...]
+    start: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    supports: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
+
+    @classmethod
+    def of(cls, site: str, shape: tuple[int, ...], network: Callable, rows: Mapping[str, Any], plate: str) -> "Encoder":
+        """A network with its inputs found among the arguments that have a row for each element, and its weights at their first values.
+
+        :param rows: such arguments, by name (at least one row of each).
+        :param plate: their plate, for the messages.
+        """
+        encoder = cls(site, shape, network, _inputs(site, network, rows, plate))
+        one = [jnp.asarray(rows[name])[0] for name in encoder.inputs]
+        key = random.key(0)
+        sites = trace(seed(network, key)).get_trace(*one).values()
+        for found in sites:
+            if found["type"] in ("mutable", "sample"):
+                raise ValueError(
+                    f"amortize: the encoder of {site!r} has the {found['type']} site {found['name']!r}; expected a network whose output is a "
+                    "function of its weights and one element's data (no batch statistics, no noise)"
+                )
+        weights = {s["name"]: s for s in sites if s["type"] == "param"}
+        if not weights:
+            raise ValueError(
+                f"amortize: the encoder of {site!r} declares no parameters, so nothing could be learned; give the equinox or flax.nnx module itself, "
+                "or declare it inside the function: numpyro.contrib.module.eqx_module(name, module)(x)"
+            )
+        _check_output(site, shape, jax.eval_shape(lambda *x: seed(network, key)(*x), *one))
+        start = {k: jax.tree.map(as_float, s["value"]) for k, s in weights.items()}
+        supports = {k: s["kwargs"].get("constraint", constraints.real) for k, s in weights.items()}
+        return replace(encoder, start=start, supports=supports)
+
+    def __call__(self, weights: Mapping[str, Any], rows: Mapping[str, Any]) -> tuple[Array, Array]:
+        """Location and log scale of each element, ``(E, *shape)``, unconstrained."""
+
+        def one(*args: Array) -> tuple[Array, Array]:
+            with block():
+                out = substitute(self.network, data=dict(weights))(*args)
+            loc, log_scale = _halves(out)
+            return loc.reshape(self.shape), log_scale.reshape(self.shape)
+
+        return jax.vmap(one)(*(jnp.asarray(rows[name]) for name in self.inputs))
+
+
+def registered(site: str, network: Any, prefix: str) -> Callable:
+    """An equinox or flax.nnx module as a function that declares its weights; a function as it is."""
+    for library, declare in (("equinox", eqx_module), ("flax.nnx", nnx_module)):
+        module = sys.modules.get(library)
+        if module is not None and isinstance(network, module.Module):
+            return _Module(f"{prefix}_{site}_encoder", network, declare)
+    if not callable(network) or isinstance(network, type):
+        raise TypeError(
+            f"amortize: expected an equinox or flax.nnx module, or a function, for {site!r}, got {type(network).__name__}"
+        )
+    return network
+
+
+def as_float(x: Any) -> Array:
+    """An array that can be learned."""
+    x = jnp.asarray(x)
+    return x.astype(jnp.result_type(x, float))
+
+
+def _inputs(site: str, network: Callable, rows: Collection[str], plate: str) -> tuple[str, ...]:
+    """The arguments that a network names; where it names them otherwise and there is one only, that one."""
+    called = network.network if isinstance(network, _Module) else network
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    named = [p for p in inspect.signature(called).parameters.values() if p.kind in kinds]
+    needed = [p.name for p in named if p.default is inspect.Parameter.empty]
+    if needed and all(name in rows for name in needed):
+        return tuple(needed)
+    if len(rows) == 1 and len(needed) == 1:
+        return tuple(rows)
+    raise ValueError(
+        f"amortize: the encoder of {site!r} takes {needed}; expected the model's arguments that have a row for each element of {plate!r}, by "
+        f"name: some of {sorted(rows)}"
+    )
+
+
+def _halves(out: Any) -> tuple[Array, Array]:
+    if isinstance(out, tuple | list):
+        return jnp.asarray(out[0]), jnp.asarray(out[1])
+    return tuple(jnp.split(jnp.ravel(out), 2))  # type: ignore[return-value]
+
+
+def _check_output(site: str, shape: tuple[int, ...], out: Any) -> None:
+    size = math.prod(shape)
+    if isinstance(out, tuple | list):
+        good = len(out) == 2 and all(getattr(x, "size", None) == size for x in out)
+        got: Any = [getattr(x, "shape", type(x).__name__) for x in out]
+    else:
+        good = getattr(out, "size", None) == 2 * size
+        got = getattr(out, "shape", type(out).__name__)
+    if not good:
+        raise ValueError(
+            f"amortize: the encoder of {site!r} returns {got} for one element; expected a pair (loc, log_scale), each of shape {shape}, or one array "
+            f"of {2 * size} numbers, the location first (unconstrained)"
+        )
