@@ -279,3 +279,26 @@ def test_what_it_does_not_cover_is_refused():
         )
     with pytest.raises(ValueError, match=r"learned parameters \['tau'\]: expected latent sites alone"):
         conducive(learned_scale).init(random.key(0), logistic_silos())
+
+
+def test_diagonal_sites_where_coordinates_pull_together():
+    """Equal correlations of .8 between eight covariates: Jacobi's steps of length one diverge (largest eigenvalue 6.6)."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(400, 8)) * 0.2**0.5 + rng.normal(size=(400, 1)) * 0.8**0.5
+    y = x @ np.arange(8.0) + rng.normal(size=400)
+
+    def model(x, y):
+        beta = numpyro.sample("beta", dist.Normal(0, 1).expand([8]).to_event(1))
+        with fed.silo_plate("rows", x.shape[0]):
+            numpyro.sample("y", dist.Normal(x @ beta, 1), obs=y)
+
+    precision = x.T @ x + np.eye(8)
+    step = np.eye(8) - precision / np.diag(precision)[:, None]
+    assert np.abs(np.linalg.eigvals(step)).max() > 5  # the control
+    silos = fed.split({"x": x.astype(np.float32), "y": y.astype(np.float32)}, by=np.arange(400) % 3)
+    avg = fed.SFVIAvg(model, fed.AutoSiloNormal(model, global_cov="diag"), conducive=True)
+    result = avg.run(random.key(0), 100, silos, progress_bar=False, tol=1e-5)
+    assert len(result.losses) < 100
+    sd = np.diag(precision) ** -0.5
+    np.testing.assert_allclose(result.params["auto_scale"], sd, rtol=0.001)
+    np.testing.assert_allclose(result.params["auto_loc"], np.linalg.solve(precision, x.T @ y), atol=0.05 * sd.min())

@@ -12,7 +12,8 @@ sites is a natural-gradient step of length one on the pooled bound
 .. math:: E_q \Big[ \log p(\theta) + \sum_s \log p(y_s \mid \theta) - \log q(\theta) \Big],
 
 a Newton step near its optimum, whatever the partition. Where the posterior is skewed such steps overshoot by turns; the server corrects them
-by Anderson's acceleration of the fixed-point iteration (Walker & Ni 2011), which costs no message. Each silo contributes what it has, and all others' sites stand in for what it lacks, as
+by Anderson's acceleration of the fixed-point iteration (Walker & Ni 2011), which costs no message. With diagonal sites it is
+a step of Jacobi's method, far too long where coordinates are correlated: its length is then that of Barzilai & Borwein (1988), and it takes tens of rounds. Each silo contributes what it has, and all others' sites stand in for what it lacks, as
 conducive gradients do for Langevin steps. A silo that does not answer keeps its site, so that missing replies slow the rounds
 and do not move their fixed point. Its local map is regressed on the same points.
 
@@ -49,6 +50,7 @@ from numpyro_fed.vi.sites import History, Site, carried, packed, product, unpack
 __all__ = ["SETTLED", "JointUnits", "check", "federated", "init_silo", "num_points", "say_how_it_ended"]
 
 _CAREFUL = 0.7  # share of a step that is taken where silos did not answer
+_MOST_DIAGONAL = 1024  # points that a diagonal precision is worth
 SETTLED = 0.1  # sds that q moves in a round
 _MOST_MISSING = 0.5  # share of a silo's points that may be no numbers
 
@@ -157,8 +159,8 @@ def say_how_it_ended(names: tuple[str, ...], state: VIState) -> None:
 
 
 def num_points(steps: int, dim: int, full: bool) -> int:
-    """Positions of theta at which silos look: a power of two, at least ``steps``, 64, and for a full precision four times as many as dimensions."""
-    return 2 ** math.ceil(math.log2(max(64, steps, 4 * dim if full else 0)))
+    """Positions of theta at which silos look: a power of two, at least ``steps``, 64, and four times as many as dimensions (diagonal: up to 1,024)."""
+    return 2 ** math.ceil(math.log2(max(64, steps, 4 * dim if full else min(4 * dim, _MOST_DIAGONAL))))
 
 
 def federated(plan: Plan, stacks: list[SiloRows]) -> Federated:
@@ -214,8 +216,10 @@ def _whitening(plan: Plan, params: dict[str, Array]) -> Points:
 
 
 def _table(num: int, dim: int) -> np.ndarray:
-    """Antithetic points whose variances are exactly one, so that the diagonal of a constant precision is."""
+    """Antithetic points with variances of exactly one and, where they are enough, no correlation, so that the diagonal of a constant precision is exact."""
     points = sobol_normal(num, dim, 0)
+    if num >= 4 * dim:
+        return np.linalg.solve(np.linalg.cholesky(points.T @ points / num), points.T).T
     return points / np.sqrt(np.mean(points**2, axis=0))
 
 
@@ -268,8 +272,11 @@ def merge(
     loc, root, _, held = product(Site(step.linear, one + step.precision))
     moved, held_one = product(total)[2:]
     held = held | held_one
-    # nothing is learned from steps that were held back, or in which old sites stood for silos that did not answer
-    history = jax.tree.map(lambda x, y: jnp.where(everyone & ~held, x, y), history, History.none(_no_site(plan)))
+    if root.ndim == 1:
+        history = history._replace(taken=Site(loc / root**2, root**-2 - one))  # which tells the length of the next step
+    # nothing is learned from steps in which old sites stood for silos that did not answer, and no acceleration from what was held back
+    told = everyone if root.ndim == 1 else everyone & ~held
+    history = jax.tree.map(lambda x, y: jnp.where(told, x, y), history, History.none(_no_site(plan)))
     constrained = plan.constrain(server.params)
     mean = constrained[f"{family.prefix}_loc"] + matvec(asked.scale, loc)
     if root.ndim == 1:

@@ -1,7 +1,8 @@
 r"""Gaussian sites: what a server adds, how far it goes at once, and what it remembers of the rounds before.
 
 Sites are natural parameters in coordinates :math:`u = L^{-1}(\theta - \mu)` whitened by the current q, in which q is N(0, I) and nothing cancels in float32.
-:class:`History` is Anderson's acceleration of the fixed-point iteration (Walker & Ni 2011), lengths being those of q's Fisher information.
+:class:`History` is Anderson's acceleration of the fixed-point iteration (Walker & Ni 2011), lengths being those of q's Fisher information; of diagonal
+sites, which know nothing of how coordinates pull together, it is the length of a step (Barzilai & Borwein 1988).
 """
 
 from typing import NamedTuple
@@ -60,8 +61,11 @@ class History(NamedTuple):
         of_now = jnp.concatenate([residual.linear, residual.precision.ravel() * 0.5**0.5])
         gram = lengths @ lengths.T
         gram = gram + jnp.diag(jnp.where(jnp.diagonal(gram) > 0, 1e-4 * jnp.diagonal(gram), 1.0))
-        share = jnp.linalg.solve(gram, lengths @ of_now)
-        step = jax.tree.map(lambda r, x, y: r - jnp.tensordot(share, x + y, 1), residual, steps, changes)
+        share, length = jnp.linalg.solve(gram, lengths @ of_now), 1.0
+        if residual.precision.ndim == 1:
+            taken = jnp.concatenate([steps.linear[0], steps.precision[0] * 0.5**0.5])
+            share, length = jnp.zeros_like(share), _length(taken, lengths[0])
+        step = jax.tree.map(lambda r, x, y: length * r - jnp.tensordot(share, x + y, 1), residual, steps, changes)
         return step, History(steps, changes, residual, step, jnp.array(True))
 
     def carried(self, shift: Array, factor: Array) -> "History":
@@ -72,6 +76,13 @@ class History(NamedTuple):
 
         several = jax.vmap(one)
         return History(several(self.steps), several(self.changes), one(self.residual), one(self.taken), self.known)
+
+
+def _length(taken: Array, change: Array) -> Array:
+    """Barzilai and Borwein's step for a residual that changed so; of a first step, or where the residual grew along it, what can do no harm."""
+    falls = -taken @ change
+    known = falls / jnp.maximum(change @ change, 1e-30)
+    return jnp.minimum(1.0, jnp.where(falls > 0, known, len(taken) ** -0.5))
 
 
 def packed(site: Site) -> Site:
