@@ -13,7 +13,7 @@ __all__ = ["ledger_attrs", "silo_coords"]
 
 
 def silo_coords(idata: Any, factors: Factors, silos: Silos, suffix: str = "") -> None:
-    """Give the elements of each silo plate the name of their silo as coordinate ``<plate>_silo``."""
+    """Give the elements of each silo plate the name of their silo as coordinate ``<plate>_silo``; and say which arguments hold positions among the rows of which others."""
     names = np.array(silos.names)
     for plate, group in factors.plates:
         dim = plate + suffix
@@ -22,6 +22,9 @@ def silo_coords(idata: Any, factors: Factors, silos: Silos, suffix: str = "") ->
         for name in idata.groups():
             if dim in idata[name].dims:
                 setattr(idata, name, idata[name].assign_coords({f"{dim}_silo": (dim, silo)}))
+    points_to = {leaf: factors.leaves(target) for leaf, target in silos.index.items()}
+    known = json.loads(idata.posterior.attrs.get("index", "{}"))
+    idata.posterior.attrs["index"] = json.dumps({**known, **points_to})
 
 
 def ledger_attrs(ledger: Ledger) -> dict[str, str]:

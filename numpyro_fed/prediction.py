@@ -83,6 +83,7 @@ def predict(
             )
         params = {k: jnp.asarray(v) for k, v in json.loads(draws.attrs.get("learned", "{}")).items()}
     learned = substitute(model, data=dict(params)) if params else model
+    _check_positions(data, json.loads(draws.attrs.get("index", "{}")))
     if silo is not None:
         _check_sizes(learned, data, plates, str(silo))
     given = _observed(learned, data)
@@ -100,6 +101,21 @@ def _observed(model: Callable, data: Mapping[str, Any]) -> set[str]:
     """Sites whose values are among the data: conditioned on, not predicted."""
     sites = trace(seed(model, random.key(0))).get_trace(**data)
     return {name for name, site in sites.items() if site["type"] == "sample" and site["is_observed"]}
+
+
+def _check_positions(data: Mapping[str, Any], index: Mapping[str, list[str]]) -> None:
+    """Positions outside their target would be moved inside it without a word."""
+    for leaf, targets in index.items():
+        given = [t for t in targets if data.get(t) is not None]
+        if data.get(leaf) is None or not given:
+            continue
+        positions, size = np.asarray(data[leaf]), np.shape(data[given[0]])[0]
+        wrong = (positions < 0) | (positions >= size)
+        if wrong.any():
+            row = int(np.argmax(wrong))
+            raise ValueError(
+                f"argument {leaf!r} points to the rows of {given[0]!r}: expected positions from 0 to {size - 1}, got {positions[row]} in row {row}"
+            )
 
 
 def _check_sizes(model: Callable, data: Mapping[str, Any], plates: Mapping[str, np.ndarray], silo: str) -> None:

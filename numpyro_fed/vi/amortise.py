@@ -18,12 +18,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, random
 from numpyro.contrib.module import eqx_module, nnx_module
 from numpyro.distributions import constraints
 from numpyro.handlers import block, seed, substitute, trace
 
-__all__ = ["Encoder", "registered"]
+__all__ = ["Encoder", "arrays_of", "as_float", "registered"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,6 +109,16 @@ def registered(site: str, network: Any, prefix: str) -> Callable:
             f"amortize: expected an equinox or flax.nnx module, or a function, for {site!r}, got {type(network).__name__}"
         )
     return network
+
+
+def arrays_of(model: Callable, args: tuple, kwargs: dict[str, Any]) -> dict[str, Array]:
+    """A model's arguments that are arrays, by name."""
+    given = inspect.signature(model).bind_partial(*args, **kwargs)
+    flat: dict[str, Any] = {}
+    for name, value in given.arguments.items():
+        named = given.signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD
+        flat |= value if named else {name: value}
+    return {k: jnp.asarray(v) for k, v in flat.items() if isinstance(v, Array | np.ndarray)}
 
 
 def as_float(x: Any) -> Array:

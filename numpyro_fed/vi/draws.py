@@ -6,12 +6,12 @@ proportional to its weight :math:`w_{gk}`, and returns its estimate :math:`\sum_
 
 .. math:: \log p(\theta) + \sum_s \log \hat p(y_s \mid \theta) - \log q(\theta),
 
-constant if q is exact. Draws that are to be resampled come from a proposal with wider tails: half of them have one whitened coordinate, whichever,
+constant if q is exact. Draws that are to be resampled come from a proposal with wider tails: a quarter of them have one whitened coordinate, whichever, and a quarter two,
 from Student's law of three degrees, three times as wide, and the density of the mixture takes the place of q's,
 
-.. math:: q(\theta) \Big( \tfrac12 + \tfrac12 \, \tfrac1d \sum_i \frac{t_3(u_i / 3) / 3}{N(u_i; 0, 1)} \Big),
+.. math:: q(\theta) \Big( \tfrac12 + \tfrac14 \, \tfrac1d \sum_i r_i + \tfrac14 \, \tfrac{2}{d (d - 1)} \sum_{i < j} r_i r_j \Big), \qquad r_i = \frac{t_3(u_i / 3) / 3}{N(u_i; 0, 1)},
 
-so that a tail that q cuts off (a log scale's) is seen and weighed. The tail of these weights (Pareto's k, Vehtari et al. 2024) judges q without a reference.
+so that a tail that q cuts off (a log scale's, or that of an effect which widens with its scale) is seen and weighed. The tail of these weights (Pareto's k, Vehtari et al. 2024) judges q without a reference.
 What leaves a silo: its estimates, one number for each draw. The kept latents stay, except where one process holds all silos.
 """
 
@@ -35,7 +35,7 @@ from numpyro_fed.vi.plan import Plan
 
 __all__ = ["Draws", "constrained", "draw"]
 
-_STRETCH, _DEGREES = 3.0, 3.0  # of the wide coordinate: scale, degrees of freedom
+_STRETCH, _DEGREES = 3.0, 3.0  # of a wide coordinate: scale, degrees of freedom
 _REACH = 3.0  # sds of q that a stretched draw's local map goes
 _NUMBERS_AT_ONCE = 1 << 22  # latents' candidates evaluated together
 
@@ -102,13 +102,22 @@ def draw(
 
 
 def _stretched(key: Array, noise: Array) -> tuple[Array, Array]:
-    """Half of all draws with one coordinate from a wider law, and the log density of the mixture over the standard normal's."""
-    key_which, key_axis, key_wide = random.split(key, 3)
-    axis = random.randint(key_axis, (), 0, noise.shape[0])
-    wide = random.bernoulli(key_which) & (jnp.arange(noise.shape[0]) == axis)
-    u = jnp.where(wide, _STRETCH * random.t(key_wide, _DEGREES), noise)
+    """Half of all draws with one coordinate or two from a wider law, and the log density of the mixture over the standard normal's."""
+    key_kind, key_axes, key_wide = random.split(key, 3)
+    d = noise.shape[0]
+    kind = random.uniform(key_kind)
+    rank = random.permutation(key_axes, d)
+    wide = (rank < 1) & (kind < 0.5) | (rank < 2) & (kind < 0.25)
+    u = jnp.where(wide, _STRETCH * random.t(key_wide, _DEGREES, (d,)), noise)
     tails = stats.t.logpdf(u, _DEGREES, 0, _STRETCH) - stats.norm.logpdf(u)
-    return u, jnp.logaddexp(0.0, jax.nn.logsumexp(tails) - math.log(noise.shape[0])) - math.log(2)
+    one = jax.nn.logsumexp(tails) - math.log(d)
+    if d == 1:
+        return u, jnp.logaddexp(0.0, one) - math.log(2)
+    # the mean over pairs, without their sum's cancellation: each coordinate with those before it
+    before = jnp.log(jnp.cumsum(jnp.exp(tails - tails.max()))[:-1]) + tails.max()
+    two = jax.nn.logsumexp(before + tails[1:]) - math.log(d * (d - 1) / 2)
+    parts = jnp.stack([jnp.zeros(()), one, two])
+    return u, jax.nn.logsumexp(parts, b=jnp.array([0.5, 0.25, 0.25]))
 
 
 def _candidate(

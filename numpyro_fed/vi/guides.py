@@ -4,7 +4,6 @@ The law is that of :mod:`numpyro_fed.vi.normal`. On pooled data, with :class:`nu
 and follows the same (sticking-the-landing) gradients as :class:`~numpyro_fed.SFVI` does over silos.
 """
 
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -12,7 +11,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import numpyro
 import numpyro.distributions as dist
 from jax import Array, lax, random
@@ -27,7 +25,7 @@ from numpyro_fed.factorise import pooled_factors
 from numpyro_fed.handlers import is_silo_plate
 from numpyro_fed.local_map import LocalMap
 from numpyro_fed.storage import SiloRows
-from numpyro_fed.vi.amortise import Encoder, registered
+from numpyro_fed.vi.amortise import Encoder, arrays_of, registered
 from numpyro_fed.vi.normal import SiloNormal
 from numpyro_fed.vi.quantiles import latent_quantiles
 
@@ -180,7 +178,7 @@ class AutoSiloNormal(AutoGuide):
         shapes = {name: jnp.shape(x) for name, x in self._init_locs.items()}
         factors = pooled_factors(self.model, self.prototype_trace, shapes)
         sizes = {n: s["args"][0] for n, s in self.prototype_trace.items() if is_silo_plate(s)}
-        arrays = self._arrays(args, kwargs)
+        arrays = arrays_of(self.model, args, kwargs) if self.amortize else {}
         rows = {g: {k: v for k, v in arrays.items() if v.shape[:1] == (n,)} for g, n in sizes.items()}
         self._family = self.family(factors, rows)
         self._rows = SiloRows(
@@ -193,22 +191,11 @@ class AutoSiloNormal(AutoGuide):
             pad=tuple(sizes.items()),
         )
 
-    def _arrays(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Array]:
-        """The model's arguments that are arrays, by name; none where no site is amortised."""
-        if not self.amortize:
-            return {}
-        given = inspect.signature(self.model).bind_partial(*args, **kwargs)
-        flat: dict[str, Any] = {}
-        for name, value in given.arguments.items():
-            named = given.signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD
-            flat |= value if named else {name: value}
-        return {k: jnp.asarray(v) for k, v in flat.items() if isinstance(v, Array | np.ndarray)}
-
     def _with_data(self, args: tuple, kwargs: dict[str, Any]) -> SiloRows:
         """The rows that encoders see: those of this call."""
         if not self.amortize:
             return self._rows
-        arrays = self._arrays(args, kwargs)
+        arrays = arrays_of(self.model, args, kwargs)
         needed = {name for encoder in self._built for name in encoder.inputs}
         if not needed <= set(arrays):
             raise ValueError(

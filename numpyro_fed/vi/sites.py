@@ -61,7 +61,7 @@ class History(NamedTuple):
         of_now = jnp.concatenate([residual.linear, residual.precision.ravel() * 0.5**0.5])
         gram = lengths @ lengths.T
         gram = gram + jnp.diag(jnp.where(jnp.diagonal(gram) > 0, 1e-4 * jnp.diagonal(gram), 1.0))
-        share, length = jnp.linalg.solve(gram, lengths @ of_now), 1.0
+        share, length = jnp.linalg.solve(gram, lengths @ of_now), jnp.ones(())
         if residual.precision.ndim == 1:
             taken = jnp.concatenate([steps.linear[0], steps.precision[0] * 0.5**0.5])
             share, length = jnp.zeros_like(share), _length(taken, lengths[0])
