@@ -291,3 +291,21 @@ def test_conducive_rounds_refuse_encoders():
     avg = fed.SFVIAvg(model, fed.AutoSiloNormal(model, amortize={"z": linear}), conducive=True)
     with pytest.raises(ValueError, match="without amortize="):
         avg.init(jax.random.key(0), SILOS)
+
+
+def test_a_step_size_of_their_own_for_weights():
+    """An optimiser that knows parameters by name."""
+
+    def labels(params):
+        return {k: "net" if k.endswith("$params") else "q" for k in params}
+
+    optim = optax.multi_transform({"net": optax.sgd(0.0), "q": optax.adam(0.05)}, labels)
+    guide = fed.AutoSiloNormal(model, **WIDE, amortize={"z": OnScalars(mlp(2))})
+    svi = fed.SFVI(model, guide, optim, num_local_particles=1, local_optim=optax.adam(0.05))
+    params = svi.run(jax.random.key(0), 20, SILOS, progress_bar=False).params
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        params["auto_z_encoder$params"],
+        eqx.filter(OnScalars(mlp(2)), eqx.is_inexact_array),
+    )
+    assert float(params["auto_loc"][0]) != 0

@@ -55,10 +55,11 @@ class AutoSiloNormal(AutoGuide):
         ``numpyro.contrib.module`` or ``numpyro.param`` inside. It is called for one element, with the model's arguments that it names and
         that have a row for each element of the site's plate (or with the only such argument), and returns ``(loc, log_scale)`` in
         unconstrained space, each of the shape of one element, or one array with both. Such a site has no C, b and T. The weights are
-        global parameters: silos return gradients in them.
+        global parameters, of a module under the name ``<prefix>_<site>_encoder$params``: silos return gradients in them.
     :param prefix: of the parameters' names.
     :param init_loc_fn: start of the global sites; the local ones start at 0 in unconstrained space.
-    :param init_scale: sd at the start, of all latents in unconstrained space.
+    :param init_scale: sd at the start, of all latents in unconstrained space, local ones too: far below their posterior sds it costs many steps of
+        minibatches, where each element's turn comes seldom.
     :raises ValueError: for unknown options, and at the first call for a model without silo plate or with discrete latents.
 
     **References**

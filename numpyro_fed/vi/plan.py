@@ -266,7 +266,10 @@ def _learned(model: Callable, silos: Silos) -> dict[str, tuple[Any, Any]]:
 
 def _check_globals(factors: list[Factors], parts: tuple[Silos, ...]) -> None:
     if not factors[0].dim:
-        raise ValueError("the model has no global latent site: its silos have nothing in common to learn")
+        raise ValueError(
+            "the model has no global latent site; expected one at least (learned parameters alone will not do: give one of them a prior, with "
+            "numpyro.sample outside the silo plates)"
+        )
     for f, part in zip(factors, parts, strict=True):
         if f.global_sites != factors[0].global_sites:
             one, other = dict(factors[0].global_sites), dict(f.global_sites)

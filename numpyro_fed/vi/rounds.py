@@ -111,13 +111,18 @@ def _is_clock(x: Any) -> bool:
 
 def _keeps_time(optim: Any) -> bool:
     """Whether an optimiser's clocks do not depend on gradients (those of ``optax.apply_if_finite`` do)."""
-    params = jnp.zeros((2, 1))
-    clocks = jax.tree.map(_is_clock, optim.init(params[0]))
-    state = jax.tree.map(lambda x, clock: x[0] if clock else x, jax.vmap(optim.init)(params), clocks)
-    axes = jax.tree.map(lambda clock: None if clock else 0, clocks)
+    params = {"": jnp.zeros((2, 1))}
     try:
+        clocks = jax.tree.map(_is_clock, optim.init({"": params[""][0]}))
+        state = jax.tree.map(lambda x, clock: x[0] if clock else x, jax.vmap(optim.init)(params), clocks)
+        axes = jax.tree.map(lambda clock: None if clock else 0, clocks)
         jax.eval_shape(jax.vmap(optim.update, in_axes=(0, axes, 0), out_axes=(0, axes)), params, state, params)
-    except ValueError:
+    except (
+        ValueError,
+        TypeError,
+        KeyError,
+        AttributeError,
+    ):  # also of one that knows parameters by name: then each silo has its own
         return False
     return True
 
