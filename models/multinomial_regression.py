@@ -56,9 +56,18 @@ def images(part: str, count: int) -> Rows:
             "any mirror of MNIST (LeCun, Cortes & Burges), compressed by gzip",
             f"{count:,} images of 28 x 28 pixels, and their digits",
         )
-        with gzip.open(place) as file:
-            out.append(np.frombuffer(file.read(), np.uint8, offset=header))
+        try:
+            with gzip.open(place) as file:
+                out.append(np.frombuffer(file.read(), np.uint8, offset=header))
+        except (EOFError, OSError, ValueError) as error:
+            raise ValueError(
+                f"{place}: expected a whole file compressed by gzip, got {error!r}; get it anew"
+            ) from error
     x, y = out
+    if len(x) != 784 * len(y):
+        raise ValueError(
+            f"{place.parent}: expected 784 pixels of each of {len(y):,} digits of {part!r}, got {len(x):,}; get both files anew"
+        )
     return {"x": x.reshape(-1, 784).astype(np.float32) / 255, "y": y.astype(np.int32)}
 
 

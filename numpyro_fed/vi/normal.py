@@ -168,12 +168,12 @@ class SiloNormal:
         count = 1 if self.group is None else dict(rows.pad)[self.group]
         k, d = int(self._free(units).sum()), self.factors.dim
         shape = (count, k)
-        zero = jnp.zeros((*shape, d))
+        # each only where it is there: of many latents and globals it may be larger than memory
         return LocalMap(
             mean=jnp.zeros(shape),
-            log_scale=jnp.full(shape, math.log(self.init_scale), zero.dtype),
-            coupling=zero if self.coupling else None,
-            scale_coupling=zero if self.scale_coupling else None,
+            log_scale=jnp.full(shape, math.log(self.init_scale), jnp.result_type(float)),
+            coupling=jnp.zeros((*shape, d)) if self.coupling else None,
+            scale_coupling=jnp.zeros((*shape, d)) if self.scale_coupling else None,
             tril=jnp.broadcast_to(jnp.eye(k), (count, k, k)) if self._correlated(units) else None,
         )
 

@@ -13,7 +13,7 @@ from jax import Array, random
 from numpyro.distributions import constraints
 from numpyro.distributions.transforms import biject_to
 from numpyro.handlers import seed, substitute, trace
-from numpyro.infer.initialization import init_to_median
+from numpyro.infer.initialization import init_to_uniform
 
 from numpyro_fed.density import PARAMS, Factors, LearnedModel, made_up_rows
 from numpyro_fed.factorise import factorise
@@ -250,7 +250,7 @@ def _learned(model: Callable, silos: Silos) -> dict[str, tuple[Any, Any]]:
     factors = factorise(model, silos)
     plates = dict(factors.plates)
     out = {}
-    for name, site in _probe(model, silos, random.key(0), init_to_median).items():
+    for name, site in _probe(model, silos, random.key(0), init_to_uniform).items():
         if site["type"] == "param":
             if any(f.name in plates for f in site["cond_indep_stack"]):
                 raise ValueError(
