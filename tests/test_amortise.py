@@ -287,6 +287,19 @@ def test_bad_encoders_are_refused(amortize, error, message):
         )
 
 
+def test_one_name_for_a_network_of_the_model_and_one_of_the_guide():
+    def decoded(y):
+        net = eqx_module("net", mlp(1))
+        mu = numpyro.sample("mu", dist.Normal(0, 1))
+        with fed.silo_plate("patients", y.shape[0]):
+            z = numpyro.sample("z", dist.Normal(mu, 1))
+            numpyro.sample("y", dist.Normal(jax.vmap(net)(z[:, None])[:, 0], 1), obs=y)
+
+    guide = fed.AutoSiloNormal(decoded, **WIDE, amortize={"z": lambda y: eqx_module("net", mlp(2))(y[None])})
+    with pytest.raises(ValueError, match=r"\['net\$params'\] are in the model and in the guide"):
+        fed.SFVI(decoded, guide, optax.adam(0.1)).init(jax.random.key(0), SILOS)
+
+
 def test_conducive_rounds_refuse_encoders():
     avg = fed.SFVIAvg(model, fed.AutoSiloNormal(model, amortize={"z": linear}), conducive=True)
     with pytest.raises(ValueError, match="without amortize="):

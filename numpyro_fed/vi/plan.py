@@ -197,6 +197,9 @@ def prepare(model: Callable, guide: Any, silos: Silos | MixedSilos, options: Opt
             raise ValueError(
                 f"the guide has the global parameters {sorted(one ^ other)} in some structures of silos and not in others"
             )
+    both = sorted(set(learned) & set(families[0].constraints()))
+    if both:
+        raise ValueError(f"parameters {both} are in the model and in the guide; expected different names")
     if options.validate:
         for f, part in zip(factors, parts, strict=True):
             some = part if batch is None else thin(part, batch[0], _PROOF_ROWS)

@@ -1,6 +1,6 @@
 """May FSGLD be trusted in place of pooling the data? Each model in `models/` beside pooled NUTS.
 
-    python tests/benchmarks/fidelity.py [--baselines] [--references DIR] [PROBLEM ...]
+    python tests/benchmarks/fidelity.py [--baselines] [--start] [--references DIR] [PROBLEM ...]
 
 Without a problem all of them, each in a process of its own. A row a method, a column for each of: largest error of a mean (reference sds)
 ± its Monte-Carlo standard error, and range of the sd ratios, of fixed effects and of log scales with correlations; local latents on the
@@ -13,7 +13,8 @@ cut; what `diagnose` says. In the row of NUTS the megabytes are the pooled rows.
     local latents            error <= 0.25 sd for 99 % of them
 
 "undecided" where it is outside by less than two standard errors. Then the run is repeated with more rounds, where these take less than
-three minutes. ``--baselines``: DSGLD for as many rounds, and what `baselines.py` combines.
+three minutes. ``--baselines``: DSGLD for as many rounds, and what `baselines.py` combines. ``--start``: in place of "auto", FSGLD started at a
+conducive fit, whose rounds and megabytes are said; "prep" are all rounds of all silos before the first of the chains.
 """
 
 import argparse
@@ -233,6 +234,7 @@ def langevin(method: str, kernel: Any, problem: Problem, silos: fed.Silos, wante
     fields, sent = mcmc.get_extra_fields(), kernel.ledger(mcmc.last_state).bytes_up
     row.cells |= {
         "MB/silo": f"{max(sent) / 1e6:.2f}",
+        "prep": kernel._setup_cost.rounds,
         "s prep": f"{seconds[0]:.0f}",
         "s rounds": f"{seconds[1]:.0f}",
         "ESS/round": f"{row.least_ess / (4 * sum(rounds)):.3f}",
@@ -267,7 +269,20 @@ def attempt(method: str, rows: list[dict], notes: list[str], make: Any) -> Row |
     return row
 
 
-def run(name: str, baselines: bool, folder: Path | None) -> None:
+def started(problem: Problem, silos: fed.Silos) -> fed.FSGLD:
+    """FSGLD at the end of conducive rounds."""
+    guide = fed.AutoSiloNormal(problem.model)
+    start = time.perf_counter()
+    result = fed.SFVIAvg(problem.model, guide, conducive=True).run(
+        jax.random.key(0), 30, silos, tol=0.01, progress_bar=False
+    )
+    print(
+        f"conducive: {len(result.losses)} rounds, {max(result.ledger.bytes_up) / 1e6:.3f} MB/silo, {time.perf_counter() - start:.0f} s"
+    )
+    return fed.FSGLD(problem.model, init_from=result)
+
+
+def run(name: str, baselines: bool, start: bool, folder: Path | None) -> None:
     """The table of one problem."""
     problem, rows, notes = PROBLEMS[name], [], []
     print(f"\n=== {name}", flush=True)
@@ -277,7 +292,11 @@ def run(name: str, baselines: bool, folder: Path | None) -> None:
     print(", ".join(f"the reference's halves differ by {v:.3f} sd ({k})" for k, v in apart.items()), flush=True)
     rows.append(nuts(problem, silos, wanted, nuts_seconds))
     plain = fed.FSGLD(problem.model)
-    kernels = {"FSGLD": plain, "FSGLD, auto": fed.FSGLD(problem.model, selection="auto", noise_correction=True)}
+    kernels = {"FSGLD": plain}
+    if start:
+        kernels["FSGLD, started"] = started(problem, silos)
+    else:
+        kernels["FSGLD, auto"] = fed.FSGLD(problem.model, selection="auto", noise_correction=True)
     if baselines:
         kernels["DSGLD"] = fed.DSGLD(problem.model, step_size="auto", preconditioner="surrogate")
     for method, kernel in kernels.items():
@@ -307,6 +326,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("problems", nargs="*", metavar="PROBLEM", help=", ".join(PROBLEMS))
     parser.add_argument("--baselines", action="store_true", help="other methods, too")
+    parser.add_argument("--start", action="store_true", help="FSGLD started at a conducive fit, in place of auto")
     parser.add_argument(
         "--references", type=Path, metavar="DIR", help="keep NUTS's draws here, and take them from here"
     )
@@ -315,7 +335,7 @@ if __name__ == "__main__":
     if unknown:
         parser.error(f"expected problems out of {', '.join(PROBLEMS)}, got {', '.join(unknown)}")
     if len(args.problems) == 1:
-        run(args.problems[0], args.baselines, args.references)
+        run(args.problems[0], args.baselines, args.start, args.references)
     else:
         for problem in args.problems or PROBLEMS:  # a process each: one that fails or hangs does not stop the rest
             command = [sys.executable, __file__, problem, *(a for a in sys.argv[1:] if a not in PROBLEMS)]
