@@ -43,7 +43,7 @@ def fit(
     ``method="vi"``: conducive rounds of :class:`SFVIAvg` until they settle, ten or so, and one in which the silos' likelihoods at public draws of theta weigh
     these (Pareto-smoothed importance sampling). ``method="fsgld"``: then :class:`FSGLD`, started there, whose draws are the result.
 
-    What leaves the silos: see :mod:`numpyro_fed.vi.conducive` and :class:`FSGLD`. Bias: of ``"vi"`` that of the importance sampling, judged by Pareto's k; of
+    What leaves the silos: see :mod:`numpyro_fed.vi.conducive` and :class:`FSGLD`. Bias: of ``"vi"`` that of the importance sampling, judged by Pareto's k, of theta's weights and of those of each element's latents; of
     ``"fsgld"`` 2 % of the sds, judged by :func:`diagnose`.
 
     :param model: a NumPyro model with at least one silo plate.
@@ -82,7 +82,10 @@ def fit(
         idata = to_inference_data(avg, result, silos, num_draws=num_draws, rng_key=key_draws, resample=True)
         k = float(idata.posterior.attrs["pareto_k"])
         words += f"; the last round weighed {CANDIDATES * num_draws:,} public draws by the silos' likelihoods: Pareto's k {k:.2f} ({'good' if k <= POOR else 'too large'})"
-        verdict = "sound" if settled and k <= POOR else "unsound"
+        unit = float(idata.posterior.attrs.get("pareto_k_unit", -np.inf))
+        if np.isfinite(unit):
+            words += f", of the latents' candidates at worst {unit:.2f} ({idata.posterior.attrs['pareto_k_unit_at']})"
+        verdict = "sound" if settled and max(k, unit) <= POOR else "unsound"
         mend = (
             ""
             if verdict == "sound"

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["CANDIDATES", "POOR", "check_num_draws", "vi_inference_data"]
 
 CANDIDATES = 4  # draws of q for each resampled one
+_UNITS, _FEWEST = 50, 100  # units that are looked at; draws that a tail takes
 _EQUAL = 1.01  # n sum w^2 below which weights are as good as equal: q is within 0.005 nats, and k, which knows no scale, would judge noise
 POOR = 0.7  # Pareto's k above which importance weights have no useful mean (Vehtari et al. 2024)
 
@@ -91,6 +92,8 @@ def vi_inference_data(
         [k for k in plan.learned if k not in arrays]
     )  # too large to say here
     idata.posterior.attrs["pareto_k"] = k
+    if plan.num_local_particles > 1:
+        idata.posterior.attrs |= _worst_unit(plan, draws.ratios, prepared.parts)
     idata.posterior.attrs["structures"] = len(prepared.parts)
     if not k <= POOR:
         warnings.warn(
@@ -158,6 +161,24 @@ class _Called:
             for name, s in sites.items()
             if s["type"] == "sample" and s["is_observed"] and type(s["fn"]).__name__ != "Unit"
         }
+
+
+def _worst_unit(plan: Any, ratios: list, parts: tuple[Silos, ...]) -> dict[str, Any]:
+    """Pareto's k of the weights of a unit's candidates, where it is largest among the units whose weights vary most, and which that is."""
+    worst: dict[str, Any] = {}
+    for family, found, part in zip(plan.families, ratios, parts, strict=True):
+        if not family.has_local or len(found) < _FEWEST:
+            continue
+        log_ratio = np.asarray(found, np.float64).T
+        spread = np.exp(log_ratio - log_ratio.max(1, keepdims=True))
+        shares = spread / spread.sum(1, keepdims=True)
+        uneven = (shares**2).sum(1) * shares.shape[1]
+        for unit in np.argsort(-uneven)[:_UNITS]:
+            k = _smoothed(log_ratio[unit])[1]
+            if k > worst.get("pareto_k_unit", -np.inf):
+                where = f"silo {part.names[unit]!r}" if family.group is None else f"row {unit} of {family.group!r}"
+                worst = {"pareto_k_unit": float(k), "pareto_k_unit_at": where}
+    return worst
 
 
 def _smoothed(log_weight: np.ndarray) -> tuple[np.ndarray, float]:

@@ -6,13 +6,9 @@ proportional to its weight :math:`w_{gk}`, and returns its estimate :math:`\sum_
 
 .. math:: \log p(\theta) + \sum_s \log \hat p(y_s \mid \theta) - \log q(\theta),
 
-constant if q is exact. Draws that are to be resampled come from a proposal with wider tails: a quarter of them have one whitened coordinate, whichever, and a quarter two,
-from Student's law of three degrees, three times as wide, and the density of the mixture takes the place of q's,
-
-.. math:: q(\theta) \Big( \tfrac12 + \tfrac14 \, \tfrac1d \sum_i r_i + \tfrac14 \, \tfrac{2}{d (d - 1)} \sum_{i < j} r_i r_j \Big), \qquad r_i = \frac{t_3(u_i / 3) / 3}{N(u_i; 0, 1)},
-
-so that a tail that q cuts off (a log scale's, or that of an effect which widens with its scale) is seen and weighed. The tail of these weights (Pareto's k, Vehtari et al. 2024) judges q without a reference.
-What leaves a silo: its estimates, one number for each draw. The kept latents stay, except where one process holds all silos.
+constant if q is exact. Draws that are to be resampled come from laws with wider tails than q's and its local maps' (:mod:`numpyro_fed.vi.proposals`), so that what these cut off is seen and weighed.
+The tail of the weights (Pareto's k, Vehtari et al. 2024) judges q without a reference.
+What leaves a silo: its estimates, one number for each draw, and the worst k of its units' candidates. The kept latents stay, except where one process holds all silos.
 """
 
 import math
@@ -23,7 +19,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array, lax, random
-from jax.scipy import stats
 from numpyro.infer.util import constrain_fn, transform_fn
 
 from numpyro_fed.density import PARAMS
@@ -32,10 +27,10 @@ from numpyro_fed.storage import SiloRows, to_pooled_order
 from numpyro_fed.vi.bound import candidate_weights, unit_bounds, unit_terms
 from numpyro_fed.vi.minibatch import pick
 from numpyro_fed.vi.plan import Plan
+from numpyro_fed.vi.proposals import stretched_normal, wider_candidates
 
 __all__ = ["Draws", "constrained", "draw"]
 
-_STRETCH, _DEGREES = 3.0, 3.0  # of a wide coordinate: scale, degrees of freedom
 _REACH = 3.0  # sds of q that a stretched draw's local map goes
 _NUMBERS_AT_ONCE = 1 << 22  # latents' candidates evaluated together
 
@@ -46,11 +41,14 @@ class Draws(NamedTuple):
     :param theta: flat global positions ``(n, d)``.
     :param latents: for each structure its local sites in pooled order, leading axis n.
     :param log_weight: unnormalised log weights of the draws of theta, ``(n,)``.
+    :param ratios: for each structure log weights of each unit's first candidate over the mean weight of its others, ``(n, G)`` in pooled order; zero where
+        there are no others (without latents one zero).
     """
 
     theta: Array
     latents: list[dict[str, Array]]
     log_weight: Array
+    ratios: list[Array]
 
 
 @partial(jax.jit, static_argnames=("plan", "totals", "num", "stretched"))
@@ -76,7 +74,7 @@ def draw(
         key_theta, key_local, key_choice = random.split(key, 3)
         noise, log_ratio = plan.families[0].global_noise(key_theta), jnp.zeros(())
         if stretched:
-            noise, log_ratio = _stretched(random.fold_in(key_theta, 1), noise)
+            noise, log_ratio = stretched_normal(random.fold_in(key_theta, 1), noise)
         context = plan.families[0].context(params, noise)
         log_q = plan.families[0].log_global(params, context) + log_ratio
         log_weight = plan.log_prior(context.theta, params, stacks[0]) - log_q
@@ -84,62 +82,83 @@ def draw(
             context = context._replace(u=jnp.clip(context.u, -_REACH, _REACH))
         learned = {k: params[k] for k in plan.learned}
         latents: list[dict[str, Array]] = [{} for _ in plan.families]
+        ratios = [jnp.zeros(_num_units(plan, part, stacks, totals)) for part in range(len(plan.families))]
         for rows, own in zip(stacks, local, strict=True):
             family = plan.families[rows.part]
-            silo = partial(_candidate, plan, context=context, learned=learned, key=key_local, key_choice=key_choice)
-            terms, sites = jax.vmap(lambda r, o, f=silo: f(r, o), in_axes=(rows.axes, 0))(rows, own)
+            silo = partial(_candidate, plan, stretched, context, learned, key_local, key_choice)
+            terms, sites, ratio = jax.vmap(silo, in_axes=(rows.axes, 0))(rows, own)
             log_weight = log_weight + jnp.sum(terms)
+            if family.has_local and family.group is not None:
+                ratios[rows.part] = to_pooled_order(ratios[rows.part], rows, family.group, ratio)
+            elif family.has_local:
+                ratios[rows.part] = ratios[rows.part].at[rows.number].set(ratio[:, 0])
             groups = family.factors.local_groups()
             for site, x in sites.items():
                 group = groups[site]
                 out = latents[rows.part].get(site, jnp.zeros((dict(totals[rows.part])[group], *x.shape[2:]), x.dtype))
                 latents[rows.part][site] = to_pooled_order(out, rows, group, x)
-        return Draws(context.theta, latents, log_weight)
+        return Draws(context.theta, latents, log_weight, ratios)
 
     units = sum(x.size for x in jax.tree.leaves(local)) * plan.num_local_particles
     at_once = max(1, min(num, _NUMBERS_AT_ONCE // max(units, 1)))
     return lax.map(one, random.split(key, num), batch_size=at_once)
 
 
-def _stretched(key: Array, noise: Array) -> tuple[Array, Array]:
-    """Half of all draws with one coordinate or two from a wider law, and the log density of the mixture over the standard normal's."""
-    key_kind, key_axes, key_wide = random.split(key, 3)
-    d = noise.shape[0]
-    kind = random.uniform(key_kind)
-    rank = random.permutation(key_axes, d)
-    wide = (rank < 1) & (kind < 0.5) | (rank < 2) & (kind < 0.25)
-    u = jnp.where(wide, _STRETCH * random.t(key_wide, _DEGREES, (d,)), noise)
-    tails = stats.t.logpdf(u, _DEGREES, 0, _STRETCH) - stats.norm.logpdf(u)
-    one = jax.nn.logsumexp(tails) - math.log(d)
-    if d == 1:
-        return u, jnp.logaddexp(0.0, one) - math.log(2)
-    # the mean over pairs, without their sum's cancellation: each coordinate with those before it
-    before = jnp.log(jnp.cumsum(jnp.exp(tails - tails.max()))[:-1]) + tails.max()
-    two = jax.nn.logsumexp(before + tails[1:]) - math.log(d * (d - 1) / 2)
-    parts = jnp.stack([jnp.zeros(()), one, two])
-    return u, jax.nn.logsumexp(parts, b=jnp.array([0.5, 0.25, 0.25]))
+def _num_units(plan: Plan, part: int, stacks: list[SiloRows], totals: tuple) -> int:
+    family = plan.families[part]
+    if not family.has_local:
+        return 1  # lax.map has no use for an empty array
+    if family.group is not None:
+        return int(dict(totals[part])[family.group])
+    return sum(len(rows.number) for rows in stacks if rows.part == part)
 
 
 def _candidate(
-    plan: Plan, rows: SiloRows, own: Any, context: Any, learned: dict[str, Array], key: Array, key_choice: Array
-) -> tuple[Array, dict[str, Array]]:
-    """A silo's estimate of its log likelihood at theta, and its latents (elements first), unconstrained."""
+    plan: Plan,
+    widened: bool,
+    context: Any,
+    learned: dict[str, Array],
+    key: Array,
+    key_choice: Array,
+    rows: SiloRows,
+    own: Any,
+) -> tuple[Array, dict[str, Array], Array]:
+    """A silo's estimate of its log likelihood at theta, its latents (elements first), unconstrained, and each unit's ratio.
+
+    :param widened: whether every other candidate comes from a law with wider tails.
+    """
     family = plan.families[rows.part]
     key_choice = random.fold_in(key_choice, rows.part)
     batch = pick(family, None, key, rows)
     if not family.has_local:
-        return unit_terms(family, context.theta, jnp.zeros((0, 0)), learned, batch)[1], {}
+        return unit_terms(family, context.theta, jnp.zeros((0, 0)), learned, batch)[1], {}, jnp.zeros(0)
     own = family.effective(own, rows)
     units = family.units(rows)
     eps = family.noise(key, rows, plan.num_local_particles)
+    place = rows.order[family.group] if family.group is not None else rows.number[None]
+    log_ratio: Array | float = 0.0
+    if widened:
+        eps, log_ratio = wider_candidates(random.fold_in(key, 1), eps, units.owned(rows).sum(1), place)
     z = family.latents(own, context, eps, rows)
     log_weight, rest = candidate_weights(family, own, context, learned, z, batch)
+    log_weight = log_weight - log_ratio
+    if widened:  # far out a density may overflow: such a candidate has no weight
+        log_weight = jnp.where(jnp.isfinite(log_weight), log_weight, -jnp.inf)
     value = jnp.sum(unit_bounds(family, log_weight, batch))
-    place = rows.order[family.group] if family.group is not None else rows.number[None]
     uniform = jax.vmap(lambda i: random.uniform(random.fold_in(key_choice, i)))(place)
     share = jnp.cumsum(jax.nn.softmax(log_weight, axis=0), axis=0)
     chosen = jnp.minimum(jnp.sum(share < uniform * share[-1], axis=0), len(z) - 1)
-    return value + rest.mean(), units.to_sites(z[chosen, jnp.arange(z.shape[1])])
+    ratio = _over_the_others(log_weight, random.randint(random.fold_in(key, 2), (), 0, len(z)))
+    return value + rest.mean(), units.to_sites(z[chosen, jnp.arange(z.shape[1])]), ratio
+
+
+def _over_the_others(log_weight: Array, which: Array) -> Array:
+    """Of one candidate ``which``: its log weight over the mean of the others', ``(E,)``; zero where there are none."""
+    num = len(log_weight)
+    if num == 1:
+        return jnp.zeros_like(log_weight[0])
+    others = jnp.where((jnp.arange(num) == which)[:, None], -jnp.inf, log_weight)
+    return log_weight[which] - jax.nn.logsumexp(others, axis=0) + math.log(num - 1)
 
 
 def constrained(plan: Plan, part: int, silos: Silos, draws: Draws, params: dict[str, Array]) -> dict[str, Array]:
