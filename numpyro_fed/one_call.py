@@ -79,39 +79,50 @@ def fit(
     result = avg.run(key_rounds, _MOST_ROUNDS, silos, tol=_TOL, progress_bar=progress_bar)
     words, settled = _of_rounds(result)
     if method == "vi":
-        idata = to_inference_data(avg, result, silos, num_draws=num_draws, rng_key=key_draws, resample=True)
-        k = float(idata.posterior.attrs["pareto_k"])
-        words += f"; the last round weighed {CANDIDATES * num_draws:,} public draws by the silos' likelihoods: Pareto's k {k:.2f} ({'good' if k <= POOR else 'too large'})"
-        unit = float(idata.posterior.attrs.get("pareto_k_unit", -np.inf))
-        if np.isfinite(unit):
-            words += f", of the latents' candidates at worst {unit:.2f} ({idata.posterior.attrs['pareto_k_unit_at']})"
-        verdict = "sound" if settled and max(k, unit) <= POOR else "unsound"
-        mend = (
-            ""
-            if verdict == "sound"
-            else '. Expected k <= 0.7 and rounds that settle: take method="fsgld", or reparametrise the model'
-        )
+        idata, more, verdict, mend = _last_round(avg, result, silos, num_draws, key_draws, settled)
     else:
-        kernel = FSGLD(model, init_from=result)
-        mcmc = MCMC(
-            kernel,
-            num_warmup=_WARMUP,
-            num_samples=-(-num_draws // _CHAINS),
-            num_chains=_CHAINS,
-            chain_method="vectorized",
-            progress_bar=progress_bar,
-        )
-        mcmc.run(key_chains, silos)
-        idata = to_inference_data(mcmc, silos)
-        diagnosis = diagnose(mcmc)
-        verdict, mend = diagnosis.verdict, f". {diagnosis.summary()}"
-        words += f"; from there FSGLD, {_CHAINS} chains of {_WARMUP} + {mcmc.num_samples} rounds"
-        _add_ledger(idata, result)
-    report = f"{words}. Checks: {verdict}{mend}"
+        idata, more, verdict, mend = _chains(model, result, silos, num_draws, key_chains, progress_bar)
+    report = f"{words}; {more}. Checks: {verdict}{mend}"
     idata.posterior.attrs |= {"report": report, "verdict": verdict}
     if progress_bar:
         print(report)
     return idata
+
+
+def _last_round(
+    avg: SFVIAvg, result: VIResult, silos: Silos | MixedSilos, num_draws: int, key: Any, settled: bool
+) -> tuple["InferenceData", str, str, str]:
+    """Weighed draws, what was done in words, the verdict, and what to do about it."""
+    idata = to_inference_data(avg, result, silos, num_draws=num_draws, rng_key=key, resample=True)
+    attrs = idata.posterior.attrs
+    k, unit = float(attrs["pareto_k"]), float(attrs.get("pareto_k_unit", -np.inf))
+    words = f"the last round weighed {CANDIDATES * num_draws:,} public draws by the silos' likelihoods: Pareto's k {k:.2f} ({'good' if k <= POOR else 'too large'})"
+    if "pareto_k_unit" in attrs:
+        words += f", of the latents' candidates at worst {unit:.2f} ({attrs['pareto_k_unit_at']})"
+    if settled and max(k, unit) <= POOR:
+        return idata, words, "sound", ""
+    mend = '. Expected k <= 0.7 and rounds that settle: take method="fsgld", or reparametrise the model'
+    return idata, words, "unsound", mend
+
+
+def _chains(
+    model: Callable, result: VIResult, silos: Silos | MixedSilos, num_draws: int, key: Any, progress_bar: bool
+) -> tuple["InferenceData", str, str, str]:
+    """The same by FSGLD."""
+    mcmc = MCMC(
+        FSGLD(model, init_from=result),
+        num_warmup=_WARMUP,
+        num_samples=-(-num_draws // _CHAINS),
+        num_chains=_CHAINS,
+        chain_method="vectorized",
+        progress_bar=progress_bar,
+    )
+    mcmc.run(key, silos)
+    idata = to_inference_data(mcmc, silos)
+    diagnosis = diagnose(mcmc)
+    _add_ledger(idata, result)
+    words = f"from there FSGLD, {_CHAINS} chains of {_WARMUP} + {mcmc.num_samples} rounds"
+    return idata, words, diagnosis.verdict, f". {diagnosis.summary()}"
 
 
 def _settable(model: Callable, silos: Silos | MixedSilos) -> SFVIAvg:

@@ -306,7 +306,9 @@ def _family(guide: Any, factors: Factors, silos: Silos, options: Options, batch:
         independent = elements_are_independent(factors, units, some)
     if isinstance(guide, AutoSiloNormal):
         _check_guides_model(guide, factors, silos)
-        family: Any = guide.family(factors, _one_row(silos), independent)
+        one = made_up_rows(factors.rows, silos.index)
+        own = {g: {k: one[k] for k in factors.leaves(g) if k not in silos.index} for g in factors.latent_groups}
+        family: Any = guide.family(factors, own, independent)
     else:
         family = guide_family(guide, factors, silos, independent)
     if batch is not None and family.group is None and batch[0] in factors.latent_groups:
@@ -315,14 +317,6 @@ def _family(guide: Any, factors: Factors, silos: Silos, options: Options, batch:
             "plates with latents, or elements that depend on each other); expected batch_size=None"
         )
     return family
-
-
-def _one_row(silos: Silos) -> dict[str, dict[str, Array]]:
-    """The first row of each row argument, by row group."""
-    groups = dict.fromkeys(silos.group.values())
-    return {
-        g: {k: v[:1] for k, v in silos.rows.items() if silos.group[k] == g and k not in silos.index} for g in groups
-    }
 
 
 def _check_guides_model(guide: AutoSiloNormal, factors: Factors, silos: Silos) -> None:

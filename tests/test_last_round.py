@@ -1,0 +1,95 @@
+"""The last round: laws with wider tails have the density they say, and what they cannot mend is flagged."""
+
+import warnings
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+from jax import random
+from vi_models import hierarchy, hierarchy_silos
+
+import numpyro_fed as fed
+from numpyro_fed.vi.proposals import stretched_normal, wider_candidates
+
+QUIET = {"progress_bar": False}
+
+
+def conducive(model):
+    return fed.SFVIAvg(model, fed.AutoSiloNormal(model), conducive=True)
+
+
+@pytest.mark.parametrize("dim", [1, 2, 5])
+def test_draws_with_wider_tails_have_the_density_they_say(dim):
+    """Weighed by the standard normal's density over theirs they are standard normal: mass, squares, products of squares."""
+    keys = random.split(random.key(0), 40_000)
+    noise = random.normal(random.key(1), (len(keys), dim))
+    u, log_ratio = jax.vmap(stretched_normal)(keys, noise)
+    weight = np.exp(-np.asarray(log_ratio, float))
+    squares = np.asarray(u, float) ** 2
+    for x in (np.ones(len(keys)), squares[:, 0], squares[:, 0] * squares[:, -1] / (3 if dim == 1 else 1)):
+        assert abs(np.mean(weight * x) - 1) < 4 * np.std(weight * x) / len(keys) ** 0.5
+    assert np.mean(squares) > 2  # the control: without the weights they are not
+
+
+@pytest.mark.parametrize("dim", [1, 3])
+def test_candidates_with_wider_tails_have_the_density_they_say(dim):
+    eps = (
+        random.normal(random.key(0), (40_000, 2, dim)).at[:, 1, 1:].set(0)
+    )  # the second unit has one coordinate of its own
+    wide, log_ratio = wider_candidates(random.key(1), eps, jnp.array([dim, 1]), jnp.arange(2))
+    weight = np.exp(-np.asarray(log_ratio, float))
+    assert weight.max() <= 2.001
+    for x in (np.ones(len(eps)), np.asarray(wide[:, :, 0], float).T ** 2):
+        for unit in range(2):
+            products = weight[:, unit] * (x if x.ndim == 1 else x[unit])
+            assert abs(products.mean() - 1) < 4 * products.std() / len(eps) ** 0.5
+    assert np.mean(np.asarray(wide) ** 2) > 1.1 / dim  # the control
+
+
+def test_a_units_candidates_are_judged():
+    """Exact maps have equal weights; maps a third as wide leave tails unseen, and the worst child is named."""
+    silos = hierarchy_silos(np.arange(9) % 4)
+    fit = conducive(hierarchy)
+    result = fit.run(random.key(0), 6, silos, **QUIET)
+    attrs = fed.to_inference_data(fit, result, silos, num_draws=500).posterior.attrs
+    assert attrs["pareto_k_unit"] == 0
+    narrow = {**result.params, "auto_local_log_scale": result.params["auto_local_log_scale"].at[4].add(-1.1)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # theta's k is bad, too
+        attrs = fed.to_inference_data(fit, replace(result, params=narrow), silos, num_draws=500).posterior.attrs
+    assert attrs["pareto_k_unit"] > 0.5
+    assert attrs["pareto_k_unit_at"].startswith("row 4 of ")
+    wide = fed.to_inference_data(
+        fit, replace(result, params=narrow), silos, num_draws=500, resample=True
+    ).posterior.attrs
+    assert wide["pareto_k_unit"] < attrs["pareto_k_unit"]
+
+
+def funnel(width, dim):
+    def model(y):
+        v = numpyro.sample("v", dist.Normal(0, width))
+        b = numpyro.sample("b", dist.Normal(0, jnp.exp(v)).expand([dim]).to_event(1))
+        with fed.silo_plate("rows", y.shape[0]):
+            numpyro.sample("y", dist.Normal(b.sum(), 1000.0), obs=y)
+
+    silos = fed.split({"y": np.arange(6, dtype=np.float32)}, by=[0, 0, 0, 1, 1, 1])
+    fit = conducive(model)
+    result = fit.run(random.key(0), 60, silos, progress_bar=False, tol=1e-3)
+    return fit, result, silos
+
+
+def test_a_funnel_is_mended_by_the_last_round_or_flagged():
+    """Rows that say nothing: the posterior is the prior, sd of b exp(width^2)."""
+    fit, result, silos = funnel(0.5, 1)
+    assert np.linalg.norm(result.params["auto_scale_tril"][0]) < 0.75 * np.exp(0.25)  # q alone
+    posterior = fed.to_inference_data(fit, result, silos, num_draws=4000, resample=True).posterior
+    assert posterior["b"].values.std() == pytest.approx(np.exp(0.25), rel=0.06)
+    assert posterior.attrs["pareto_k"] < 0.5
+    fit, result, silos = funnel(0.8, 5)
+    with pytest.warns(UserWarning, match="Pareto's k"):
+        posterior = fed.to_inference_data(fit, result, silos, num_draws=4000, resample=True).posterior
+    assert posterior["b"].values.std() < 0.9 * np.exp(0.64)
