@@ -4,6 +4,7 @@ The model is traced without data, by :func:`jax.eval_shape`, with made-up number
 model is likely to have, so that a plate's size tells its row group whatever the silos' real sizes are.
 """
 
+import warnings
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any
@@ -50,6 +51,7 @@ def factorise(
     :param extra: further keyword arguments (Gibbs conditioning).
     :return: the factors.
     :raises ValueError: in words, for every structure that the factorisation does not cover.
+    :warns UserWarning: where a latent site has the name of an argument with rows, as one has whose ``obs=`` was forgotten.
     """
     specs = tuple(
         (leaf, silos.group[leaf], jax.ShapeDtypeStruct(v.shape[1:], v.dtype)) for leaf, v in silos.rows.items()
@@ -63,6 +65,13 @@ def factorise(
     )
     conditioned = tuple(sorted((extra or {}).get("_gibbs_sites", {})))
     factors = _factorise(model, specs, (tuple(leaves), tree), tuple(sorted(silos.index.items())), public, conditioned)
+    for site in factors.local_sites:
+        if site.name in silos.rows:
+            warnings.warn(
+                f"site {site.name!r} is latent, and the silos have an argument {site.name!r}: was obs={site.name} forgotten? As it stands "
+                "nothing is learned from these data; leave the argument out of the silos, or rename the site, if that is meant",
+                stacklevel=3,
+            )
     for group in silos.guessed:
         plates = [plate for plate, g in factors.plates if g == group]
         members = [leaf for leaf, g, _ in specs if g == group]

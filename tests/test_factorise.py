@@ -291,3 +291,28 @@ def test_local_sites_belong_to_the_federated_block() -> None:
     assert [s.name for s in factors.local_sites] == ["z"]
     with pytest.raises(ValueError, match="site 'z' lives in a silo plate and is owned by another Gibbs block"):
         factorise(model, ONE, extra={"_gibbs_sites": {"z": jnp.ones(5)}})
+
+
+# A forgotten obs=
+
+
+def forgetful(y: Array) -> None:
+    mu = numpyro.sample("mu", dist.Normal(0, 1))
+    with fed.silo_plate("patients", y.shape[0]):
+        numpyro.sample("y", dist.Normal(mu, 1))
+
+
+def test_a_latent_site_named_as_an_argument_is_warned_of() -> None:
+    with pytest.warns(UserWarning, match=r"site 'y' is latent, .* was obs=y forgotten\? .* rename the site"):
+        assert factorise(forgetful, ONE).local_sites[0].name == "y"
+
+
+def test_other_latent_sites_are_not(recwarn: pytest.WarningsRecorder) -> None:
+    def renamed(y: Array) -> None:
+        mu = numpyro.sample("mu", dist.Normal(0, 1))
+        with fed.silo_plate("patients", y.shape[0]):
+            level = numpyro.sample("level", dist.Normal(mu, 1))
+            numpyro.sample("y", dist.Normal(level, 1), obs=y)
+
+    assert factorise(renamed, ONE).local_sites[0].name == "level"
+    assert not recwarn
