@@ -9,20 +9,18 @@ step (in a federation each silo would have to send its part). The last row has F
 """
 
 import argparse
-import importlib
 import sys
-from pathlib import Path
 from typing import Any
 
 import arviz as az
 import jax
 import numpy as np
 import pandas as pd
+from fidelity_problems import PROBLEMS
 from numpyro.infer import MCMC, NUTS
 
 import numpyro_fed as fed
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "models"))
 CHAINS: dict[str, Any] = {"num_chains": 4, "chain_method": "vectorized", "progress_bar": False}
 STAYS = (1, 10, 40, 100, 400)
 CLOSE = 0.1
@@ -65,9 +63,14 @@ def row(label: str, mcmc: MCMC, names: list[str], reference: np.ndarray) -> dict
 
 
 def run(name: str, steps: int, nuts_draws: int) -> pd.DataFrame:
-    module = importlib.import_module(name)
-    silos = module.silos()
-    nuts = MCMC(NUTS(module.model, target_accept_prob=0.95), num_warmup=1000, num_samples=nuts_draws, **CHAINS)
+    problem = PROBLEMS[name]
+    model, silos = problem.model, problem.silos()
+    nuts = MCMC(
+        NUTS(problem.reference_model or model, target_accept_prob=0.95),
+        num_warmup=1000,
+        num_samples=nuts_draws,
+        **CHAINS,
+    )
     nuts.run(jax.random.key(1), **silos.pooled)
     exact = nuts.get_samples(group_by_chain=True)
     rows: list[dict[str, Any]] = []
@@ -80,7 +83,7 @@ def run(name: str, steps: int, nuts_draws: int) -> pd.DataFrame:
         print(f"{name} {rows[-1]}", file=sys.stderr, flush=True)
         return float(mcmc.last_state.step_size.ravel()[0])
 
-    model, whitened = module.model, {"preconditioner": "surrogate"}
+    whitened = {"preconditioner": "surrogate"}
     steps_found = [add(f"FSGLD, T = {stay}", fed.FSGLD(model, num_local_steps=stay), stay) for stay in STAYS]
     for stay in STAYS:
         add(f"DSGLD, T = {stay}", fed.DSGLD(model, steps_found[0], stay, **whitened), stay)
@@ -93,7 +96,7 @@ def run(name: str, steps: int, nuts_draws: int) -> pd.DataFrame:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("models", nargs="*", default=["heart_disease", "six_cities"])
+    parser.add_argument("models", nargs="*", default=["heart_disease", "six_cities"], choices=PROBLEMS, metavar="MODEL")
     parser.add_argument("--steps", type=int, default=40_000)
     parser.add_argument("--quick", action="store_true")
     args = parser.parse_args()
