@@ -3,6 +3,7 @@
 from numpyro_fed import handlers, partitioners, surrogates
 from numpyro_fed._elbo_figure import plot_elbo
 from numpyro_fed.diagnostics import Diagnosis, diagnose
+from numpyro_fed.engines.remote import Loopback, RemoteSilos
 from numpyro_fed.handlers import mark_silos, silo_plate
 from numpyro_fed.inference_data import to_inference_data
 from numpyro_fed.mcmc import graphs
@@ -10,6 +11,7 @@ from numpyro_fed.mcmc.dsgld import DSGLD
 from numpyro_fed.mcmc.fsgld import FSGLD
 from numpyro_fed.mcmc.gossip import GossipLangevin
 from numpyro_fed.mcmc.push_sum import PushSumLangevin
+from numpyro_fed.mcmc.remote import RemoteMCMC
 from numpyro_fed.mcmc.schedules import polynomial_decay
 from numpyro_fed.mcmc.sgld import SGLD
 from numpyro_fed.mixed import MixedSilos
@@ -33,8 +35,11 @@ __all__ = [
     "Comparison",
     "Diagnosis",
     "GossipLangevin",
+    "Loopback",
     "MixedSilos",
     "PushSumLangevin",
+    "RemoteMCMC",
+    "RemoteSilos",
     "SFVIAvg",
     "Silos",
     "compare",

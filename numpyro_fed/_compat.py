@@ -40,6 +40,12 @@ def transforms(trace: Any) -> dict[str, Any] | None:
     return None if info.has_deterministic or info.dynamic_support or traced else info.inv_transforms
 
 
+def fill_mcmc(mcmc: Any, states: dict[str, Any], last_state: Any, args: tuple) -> None:
+    """Hand an ``MCMC`` the draws ``(chains, draws, ...)`` of rounds that it has not run itself."""
+    mcmc._states, mcmc._states_flat, mcmc._last_state = states, None, last_state
+    mcmc._args, mcmc._kwargs = args, {}
+
+
 _STATISTICS = {
     "mcse_mean": ("mcse", {"method": "mean"}),
     "mcse_sd": ("mcse", {"method": "sd"}),

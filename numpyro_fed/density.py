@@ -22,7 +22,7 @@ from jax import Array
 from numpyro import validation_enabled
 from numpyro.distributions.util import is_identically_one
 from numpyro.handlers import substitute, trace
-from numpyro.infer.util import potential_energy
+from numpyro.infer.util import constrain_fn, potential_energy
 
 from numpyro_fed import _compat
 from numpyro_fed.silos import Silos
@@ -193,6 +193,19 @@ class Factors:
         weights = {group: 1.0 for _, group, _ in self.rows}
         with validation_enabled(False):  # the made-up row may well lie outside a likelihood's support
             return self.terms(theta, z, {**shared, **one_row}, weights)[0]
+
+    def constrain_globals(self, sites: Mapping[str, Array], shared: Mapping[str, Any]) -> dict[str, Array]:
+        """Global sites in their supports, of unconstrained ones, from the shared arguments alone; deterministic sites are left out."""
+        if self.transforms is not None:
+            return {
+                name: self.transforms[name](sites[name]) if name in self.transforms else sites[name]
+                for name, _ in self.global_sites
+            }
+        z = {s.name: jnp.moveaxis(jnp.zeros((1, *s.shape)), 0, s.axis) for s in self.local_sites}
+        kwargs = {**shared, **made_up_rows(self.rows, dict(self.index))}
+        with validation_enabled(False):
+            out = constrain_fn(self.model, (), kwargs, {**z, **sites})
+        return {name: out[name] for name, _ in self.global_sites}
 
     def by_element(self, group: str, local: Mapping[str, Array], kwargs: Mapping[str, Any]) -> Array:
         """Local terms collected at the elements of one row group: their own, and of rows that point to them.

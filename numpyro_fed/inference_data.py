@@ -9,6 +9,8 @@ from numpyro.infer import MCMC
 from numpyro_fed._compat import import_arviz, infer_dims
 from numpyro_fed._network_result import average_of_nodes, label_nodes, take_node, warn_of_nodes
 from numpyro_fed._silo_coords import ledger_attrs, silo_coords
+from numpyro_fed.engines.remote import RemoteSilos
+from numpyro_fed.federation import Ledger
 from numpyro_fed.mcmc._network import NetworkKernel
 from numpyro_fed.silos import Silos
 from numpyro_fed.vi._adapter import FederatedVI
@@ -89,6 +91,8 @@ def _mcmc_inference_data(
     if node not in (None, "average", *silos.names):
         raise ValueError(f'node: expected "average", or one of the silos {list(silos.names)}, got {node!r}')
     (warn_of_nodes if is_network else _warn_of_cuts)(mcmc, silos)
+    if isinstance(silos, RemoteSilos):
+        return _remote_inference_data(mcmc, ledger)
     if "dims" in options:  # what ArviZ infers from plates holds for the sites that are not named
         options["dims"] = {**infer_dims(kernel.model, (silos,)), **options["dims"]}
     idata = import_arviz().from_numpyro(mcmc, log_likelihood=log_likelihood and not average, **options)
@@ -98,6 +102,15 @@ def _mcmc_inference_data(
         label_nodes(idata, silos)
         idata = idata if node is None else take_node(idata, node, silos)
     silo_coords(idata, factors, silos)
+    idata.posterior.attrs.update(ledger_attrs(ledger))
+    return idata
+
+
+def _remote_inference_data(mcmc: MCMC, ledger: Ledger) -> "InferenceData":
+    """Of silos whose rows are elsewhere: the global sites' draws, and no data."""
+    fields = {k: np.asarray(v) for k, v in mcmc.get_extra_fields(group_by_chain=True).items()}
+    posterior = {k: np.asarray(v) for k, v in mcmc.get_samples(group_by_chain=True).items()}
+    idata = import_arviz().from_dict(posterior=posterior, sample_stats=fields)
     idata.posterior.attrs.update(ledger_attrs(ledger))
     return idata
 

@@ -6,6 +6,7 @@ the pooled model. It catches a model that reads across silos, a wrong ``rows=`` 
 and a compiler that is wrong. The same points tell whether elements of a plate are independent given theta.
 """
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -15,12 +16,14 @@ import numpy as np
 from jax import Array, random
 
 from numpyro_fed.density import Factors, pooled_log_density
+from numpyro_fed.engines.inline import ask_all
+from numpyro_fed.engines.remote import RemoteSilos
 from numpyro_fed.local_map import Units
 from numpyro_fed.nested import NestedUnits
 from numpyro_fed.silos import Silos
 from numpyro_fed.storage import SiloView, sweep
 
-__all__ = ["elements_are_independent", "prove", "prove_batch"]
+__all__ = ["LeakageLocal", "elements_are_independent", "prove", "prove_batch"]
 
 
 @partial(jax.jit, static_argnames=("factors",))
@@ -76,6 +79,8 @@ def prove(factors: Factors, silos: Silos, *, seed: int = 0) -> None:
 
     :raises ValueError: naming the sites whose gradients differ, and the silos they live in.
     """
+    if isinstance(silos, RemoteSilos):
+        return _prove_alone(factors, silos, seed)
     for point in range(2):
         theta, z = _point(factors, silos, random.key(seed + point))
         value, gradient, terms = _factored(factors, theta, z, silos)
@@ -164,45 +169,70 @@ def _different_sites(gradient: Any, expected: Any, silos: Silos, factors: Factor
     return out
 
 
-@partial(jax.jit, static_argnames=("factors", "units"))
-def _nested_leakage(factors: Factors, units: NestedUnits, theta: dict, z: dict, key: Array, silos: Silos) -> Array:
-    """:func:`_leakage` where inner elements' terms may move with their outer element's latents, too."""
+@dataclass(frozen=True)
+class OwnTerm:
+    """A silo's term and the norm of its gradient at a random point; twice, in two programs, where ``again``."""
 
-    def local(view: SiloView, _: None) -> tuple[Array, None]:
+    factors: Factors
+    again: bool
+
+    def __call__(self, key: Array, theta: dict, state: Any, view: SiloView) -> tuple[Array, None]:
+        factors = self.factors
+        kwargs, weights = view.whole()
+        z = _local_point(factors, key, view)
+
+        def term(theta: dict) -> Array:
+            return factors.log_local(theta, z, kwargs, weights)
+
+        if self.again:  # forward mode: other programs for the same numbers
+            value, gradient = term(theta), jax.jacfwd(term)(theta)
+        else:
+            value, gradient = jax.value_and_grad(term)(theta)
+        return jnp.stack([value, jnp.sqrt(sum(jnp.sum(g**2) for g in jax.tree.leaves(gradient)))]), None
+
+
+def _local_point(factors: Factors, key: Array, view: SiloView) -> dict[str, Array]:
+    groups = factors.local_groups()
+    keys = random.split(key, len(factors.local_sites) + 1)
+    return {
+        s.name: 0.5 * random.normal(k, (dict(view.pad)[groups[s.name]], *s.shape))
+        for s, k in zip(factors.local_sites, keys, strict=False)
+    }
+
+
+def _prove_alone(factors: Factors, silos: RemoteSilos, seed: int) -> None:
+    """What can be shown where no pooled model is: each silo's term is finite, and the same computed in two ways."""
+    key_theta, key = random.split(random.key(seed))
+    theta = factors.unravel(0.5 * random.normal(key_theta, (factors.dim,)))
+    one, other = (
+        np.asarray(ask_all(OwnTerm(factors, again), key, theta, None, silos, None)[0]) for again in (False, True)
+    )
+    for name, x, y in zip(silos.names, one, other, strict=True):
+        if not np.isfinite(x).all():
+            raise ValueError(
+                f"proof check: the log density of silo {name!r} is {x[0]} at a typical position; expected a finite one: are all its data inside the "
+                "supports of the sites that observe them (counts >= 0, labels 0 or 1), and all scales positive?"
+            )
+        if not np.allclose(x, y, rtol=1e-3, atol=1e-3):
+            raise ValueError(
+                f"proof check: silo {name!r} computes its term as {x} and, another way, as {y}; expected equal numbers"
+            )
+
+
+@dataclass(frozen=True)
+class LeakageLocal:
+    """How much units' terms move with other units' latents, and how much of the density they miss, in one silo."""
+
+    factors: Factors
+    units: Units
+
+    def __call__(self, key: Array, theta: dict, state: Any, view: SiloView) -> tuple[Array, None]:
+        factors, units = self.factors, self.units
         view = units.laid_out(view)
         kwargs, weights = view.whole()
-        own, parent = units.from_sites(_own(factors, z, view)), units.parent(kwargs)
-        n0, n1 = units.num_elements
-        outer, inner = random.normal(key, (n0,)), random.normal(random.fold_in(key, 1), (n1,))
-
-        def weighted(x: Array, r0: Array, r1: Array) -> Array:
-            terms = units.level_terms(theta, x, kwargs, weights, view)
-            return jnp.sum(r0 * terms[0]) + jnp.sum(r1 * terms[1]) + terms[2]
-
-        slope = jax.grad(weighted)
-        plain = units.levels(slope(own, jnp.ones(n0), jnp.ones(n1)))
-        by_outer = units.levels(slope(own, outer, outer[parent]))
-        by_inner = units.levels(slope(own, jnp.zeros(n0), inner))
-        crossed = [
-            jnp.abs(by_outer[0] - outer[:, None] * plain[0]).max(),
-            jnp.abs(by_outer[1] - outer[parent, None] * plain[1]).max(),
-            jnp.abs(by_inner[1] - inner[:, None] * plain[1]).max(),
-        ]
-        # what belongs to no element must not depend on the latents
-        rest = jax.grad(lambda x: units.level_terms(theta, x, kwargs, weights, view)[2])(own)
-        size = 1.0 + jnp.maximum(jnp.abs(plain[0]).max(), jnp.abs(plain[1]).max())
-        return jnp.maximum(jnp.abs(rest).max(), jnp.stack(crossed).max()) / size, None
-
-    return sweep(local, silos, None, None)[0]
-
-
-@partial(jax.jit, static_argnames=("factors", "units"))
-def _leakage(factors: Factors, units: Units, theta: dict, z: dict, key: Array, silos: Silos) -> Array:
-    """How much units' terms move with other units' latents, and how much of the density they miss, per silo."""
-
-    def local(view: SiloView, _: None) -> tuple[Array, None]:
-        kwargs, weights = view.whole()
-        own = units.from_sites(_own(factors, z, view))
+        own, key = units.from_sites(_local_point(factors, key, view)), random.fold_in(key, 1)
+        if isinstance(units, NestedUnits):
+            return _nested_leakage(units, theta, own, kwargs, weights, key, view), None
 
         def terms(x: Array) -> Array:
             return units.log_density(theta, x, kwargs, weights, view)
@@ -220,7 +250,32 @@ def _leakage(factors: Factors, units: Units, theta: dict, z: dict, key: Array, s
         size = 1.0 + jnp.abs(jax.grad(whole)(own)).max()
         return jnp.maximum(crossed, missed) / size, None
 
-    return sweep(local, silos, None, None)[0]
+
+def _nested_leakage(
+    units: NestedUnits, theta: dict, own: Array, kwargs: dict, weights: dict, key: Array, view: SiloView
+) -> Array:
+    """The same where inner elements' terms may move with their outer element's latents, too."""
+    parent = units.parent(kwargs)
+    n0, n1 = units.num_elements
+    outer, inner = random.normal(key, (n0,)), random.normal(random.fold_in(key, 1), (n1,))
+
+    def weighted(x: Array, r0: Array, r1: Array) -> Array:
+        terms = units.level_terms(theta, x, kwargs, weights, view)
+        return jnp.sum(r0 * terms[0]) + jnp.sum(r1 * terms[1]) + terms[2]
+
+    slope = jax.grad(weighted)
+    plain = units.levels(slope(own, jnp.ones(n0), jnp.ones(n1)))
+    by_outer = units.levels(slope(own, outer, outer[parent]))
+    by_inner = units.levels(slope(own, jnp.zeros(n0), inner))
+    crossed = [
+        jnp.abs(by_outer[0] - outer[:, None] * plain[0]).max(),
+        jnp.abs(by_outer[1] - outer[parent, None] * plain[1]).max(),
+        jnp.abs(by_inner[1] - inner[:, None] * plain[1]).max(),
+    ]
+    # what belongs to no element must not depend on the latents
+    rest = jax.grad(lambda x: units.level_terms(theta, x, kwargs, weights, view)[2])(own)
+    size = 1.0 + jnp.maximum(jnp.abs(plain[0]).max(), jnp.abs(plain[1]).max())
+    return jnp.maximum(jnp.abs(rest).max(), jnp.stack(crossed).max()) / size
 
 
 def elements_are_independent(factors: Factors, units: Units, silos: Silos, *, seed: int = 0) -> bool:
@@ -228,11 +283,10 @@ def elements_are_independent(factors: Factors, units: Units, silos: Silos, *, se
 
     A random combination of the elements' terms must have, in each element's latents, that element's gradient times its weight.
     """
-    leakage: Any = _nested_leakage if isinstance(units, NestedUnits) else _leakage
     for trial in range(2):
-        key = random.key(seed + trial)
-        theta, z = _point(factors, silos, key)
-        leaks = np.asarray(leakage(factors, units, theta, z, random.fold_in(key, 1), silos))
+        key_theta, key = random.split(random.key(seed + trial))
+        theta = factors.unravel(0.5 * random.normal(key_theta, (factors.dim,)))
+        leaks = np.asarray(ask_all(LeakageLocal(factors, units), key, theta, None, silos, None)[0])
         if not (leaks <= 1e3 * float(jnp.finfo(leaks.dtype).eps)).all():
             return False
     return True

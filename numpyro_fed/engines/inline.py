@@ -12,14 +12,14 @@ import jax
 import jax.numpy as jnp
 from jax import Array, random
 
+from numpyro_fed.engines.remote import RemoteSilos
 from numpyro_fed.federation import Federated
 from numpyro_fed.silos import Silos
 from numpyro_fed.storage import SiloRows, SiloView, gather, largest, scatter, sweep
 
-__all__ = ["ask_all", "round_all", "round_one"]
+__all__ = ["ask_all", "key_of", "round_all", "round_one"]
 
 
-@partial(jax.jit, static_argnames=("local", "group"))
 def ask_all(
     local: Callable, key: Array, message: Any, silo_states: Any, silos: Silos, group: str | None
 ) -> tuple[Any, Any]:
@@ -29,7 +29,15 @@ def ask_all(
     :param silo_states: as for :func:`~numpyro_fed.storage.sweep`.
     :return: replies stacked over silos, and the new silo states.
     """
+    if isinstance(silos, RemoteSilos):
+        return silos.ask_all(local, key, message, silo_states)
+    return _ask_here(local, key, message, silo_states, silos, group)
 
+
+@partial(jax.jit, static_argnames=("local", "group"))
+def _ask_here(
+    local: Callable, key: Array, message: Any, silo_states: Any, silos: Silos, group: str | None
+) -> tuple[Any, Any]:
     def one(view: SiloView, own: Any) -> tuple[Any, Any]:
         return local(random.fold_in(key, view.number), message, own, view)
 
@@ -52,9 +60,8 @@ def round_one(
     :return: the new server state, the merge's info, and the silo states with the visited silo's rows replaced.
     """
     view = SiloView(silos, number, largest(silos))
-    key_broadcast, key_local = random.split(key)
-    message = algorithm.broadcast(key_broadcast, server_state)
-    key_local = random.fold_in(key_local, number)
+    message = algorithm.broadcast(random.split(key)[0], server_state)
+    key_local = key_of(key, number)
     if not jax.tree.leaves(silo_states):
         reply, _ = algorithm.local(key_local, message, silo_states, view)
     else:
@@ -64,6 +71,11 @@ def round_one(
         silo_states = scatter(silo_states, positions, mask, own)
     server_state, info = algorithm.merge(server_state, reply)
     return server_state, info, silo_states
+
+
+def key_of(key: Array, number: Array) -> Array:
+    """The key that a silo uses in a round that addresses it alone."""
+    return random.fold_in(random.split(key)[1], number)
 
 
 def round_all(

@@ -15,7 +15,7 @@ from numpyro_fed.mcmc._base import FederatedKernel, check_start
 from numpyro_fed.mcmc.adaptation import Adaptation, begin, check_seen, look_cost
 from numpyro_fed.mcmc.options import Options
 from numpyro_fed.mcmc.prepare import prepare, prepare_again
-from numpyro_fed.mcmc.rounds import LangevinState, chain_axes, explore, first_state, one_round
+from numpyro_fed.mcmc.rounds import LangevinState, chain_axes, explore, first_state, one_round, start_keys
 from numpyro_fed.silos import Silos
 
 __all__ = ["LangevinKernel", "LangevinState"]
@@ -88,10 +88,7 @@ class LangevinKernel(FederatedKernel):
             axes = chain_axes(adaptation is not None)
             self._sample_fn = jax.vmap(self._one, in_axes=(axes, None, None), out_axes=axes)
             vectorised = jax.vmap(start, in_axes=(0, 0, 0, 0, None, None, None), out_axes=axes)
-            keys = jax.vmap(random.split)(rng_key)
-            own, of_silos, strata = keys[:, 0], keys[:, 1], jnp.zeros(len(keys))
-            if self._options.distinct_silos:
-                of_silos, strata = jnp.broadcast_to(of_silos[0], of_silos.shape), jnp.arange(len(keys)) / len(keys)
+            own, of_silos, strata = start_keys(rng_key, self._options.distinct_silos)
             state = vectorised(own, of_silos, z, strata, self._tuning, silos, adaptation)
         if state.adaptation is not None:
             check_seen(state.adaptation)

@@ -30,6 +30,7 @@ class OpenSilo(NamedTuple):
 
 def open_silo(plan: Plan, tuning: Tuning, state: Any, view: SiloView) -> OpenSilo:
     number = view.number
+    of_all: Any = number if len(tuning.selection) > 1 else 0  # a silo that is told of itself alone is the first
     if tuning.members is not None:  # rows come with their elements, in each step
         kwargs = dict(view.silos.shared)
         weights: dict[str, Array] = {}
@@ -43,15 +44,15 @@ def open_silo(plan: Plan, tuning: Tuning, state: Any, view: SiloView) -> OpenSil
     if latents is not None and state is not None:
         latents = latents._replace(rows=state[1])
     if conducive is not None:
-        conducive = conducive.of(number)
-        weight = tuning.alpha / tuning.selection[number]
+        conducive = conducive.of(of_all)
+        weight = tuning.alpha / tuning.selection[of_all]
         if conducive.bends is None:  # alpha g_s as one Gaussian score
             net = (
                 tuning.alpha * conducive.total_shift - weight * conducive.shift,
                 tuning.alpha * conducive.total_precision - weight * conducive.precision,
             )
-    anchor = None if tuning.anchor is None else tuning.anchor[number]
-    return OpenSilo(kwargs, weights, latents, conducive, net, tuning.selection[number], anchor)
+    anchor = None if tuning.anchor is None else tuning.anchor[of_all]
+    return OpenSilo(kwargs, weights, latents, conducive, net, tuning.selection[of_all], anchor)
 
 
 def push(tuning: Tuning, vector: Array) -> Array:

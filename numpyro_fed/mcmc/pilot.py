@@ -5,7 +5,7 @@ Each silo walks at fixed theta, its latents and minibatches moving as in a stay;
 """
 
 import warnings
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -14,16 +14,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax, random
 
+from numpyro_fed.engines.inline import ask_all
 from numpyro_fed.federation import Cost
 from numpyro_fed.local_map import LocalMap
 from numpyro_fed.mcmc import gradients, langevin, step_rule
 from numpyro_fed.mcmc.plan import Plan, Tuning
 from numpyro_fed.mcmc.step_rule import StayNoise
 from numpyro_fed.silos import Silos
-from numpyro_fed.storage import SiloView, sweep
+from numpyro_fed.storage import SiloView
 from numpyro_fed.surrogates.score import NUM_DRAWS
 
-__all__ = ["Rule", "cost", "settle", "stay_noise"]
+__all__ = ["PilotLocal", "Rule", "cost", "settle", "stay_noise"]
 
 _WARM = 20  # local moves before counting
 _CUT = 8.0  # norm of e, in whitened units
@@ -33,9 +34,32 @@ _NO_STEP = 1e-6  # chains of thousands of rounds move by less than an sd
 _LONGEST = 64  # local moves counted; longer stays are extrapolated
 
 
-@partial(jax.jit, static_argnames=("plan", "length"))
+@dataclass(frozen=True)
+class PilotLocal:
+    """A silo's walks at fixed theta: means of e over each half ``(draws, d)``, and its norms ``(draws, steps)``."""
+
+    plan: Plan
+    length: int
+
+    def tell(self, message: tuple[Tuning, Array], number: int) -> tuple[Tuning, Array]:
+        """What one silo is told of it."""
+        return message[0].seen_by(number), message[1]
+
+    def __call__(
+        self, key: Array, message: tuple[Tuning, Array], rows: LocalMap | None, view: SiloView
+    ) -> tuple[tuple[Array, ...], LocalMap | None]:
+        plan, (tuning, thetas) = self.plan, message
+        view = view if plan.units is None else plan.units.laid_out(view)
+
+        def at(args: tuple[Array, Array]) -> tuple[Array, ...]:
+            theta, key = args
+            return _walk(plan, tuning, theta, key, rows, view, self.length)
+
+        return lax.map(at, (thetas, random.split(key, len(thetas)))), rows
+
+
 def _stay_means(plan: Plan, length: int, key: Array, tuning: Tuning, silos: Silos) -> tuple[Array, Array, Array]:
-    """Means of e over each half of a stay at fixed theta ``(S, draws, d)``, and its norms ``(S, draws, steps)``."""
+    """What :class:`PilotLocal` returns, of all silos: ``(S, draws, ...)``."""
     shape = (NUM_DRAWS, plan.factors.dim)
     key_theta, key_walks = random.split(key)
     thetas = tuning.draws
@@ -43,19 +67,8 @@ def _stay_means(plan: Plan, length: int, key: Array, tuning: Tuning, silos: Silo
         normal = random.normal(key_theta, shape, tuning.loc.dtype)
         thetas = tuning.loc + jax.vmap(partial(gradients.push, tuning))(normal)
     group = None if plan.units is None else plan.units.group
-
-    def local(view: SiloView, rows: LocalMap | None) -> tuple[tuple[Array, ...], None]:
-        view = view if plan.units is None else plan.units.laid_out(view)
-
-        def at(args: tuple[Array, Array]) -> tuple[Array, ...]:
-            theta, key = args
-            return _walk(plan, tuning, theta, key, rows, view, length)
-
-        keys = random.split(random.fold_in(key_walks, view.number), len(thetas))
-        return lax.map(at, (thetas, keys)), None
-
     rows = None if tuning.latents is None else tuning.latents.rows
-    return sweep(local, silos, rows, group)[0]
+    return ask_all(PilotLocal(plan, length), key_walks, (tuning.without_rows(), thetas), rows, silos, group)[0]
 
 
 def _walk(

@@ -165,3 +165,18 @@ class Tuning(NamedTuple):
     members: dict[str, Members] | None = None
     anchor: Array | None = None
     draws: Array | None = None
+
+    def without_rows(self) -> "Tuning":
+        """What a silo may be told: all but the local map, whose rows are the silos' own."""
+        return self if self.latents is None else self._replace(latents=self.latents._replace(rows=None))
+
+    def seen_by(self, number: int) -> "Tuning":
+        """What one silo is told: of all silos' surrogates and probabilities its own, and their sum."""
+        own, told = slice(number, number + 1), self.without_rows()._replace(draws=None)
+        conducive = told.conducive
+        if conducive is not None:
+            shift, precision = jax.tree.map(lambda x: x[own], (conducive.shift, conducive.precision))
+            bends = conducive.bends
+            bends = None if bends is None else bends.of(bends.coefficients[own])
+            conducive = conducive._replace(shift=shift, precision=precision, bends=bends)
+        return told._replace(selection=self.selection[own], conducive=conducive)

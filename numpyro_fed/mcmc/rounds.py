@@ -10,13 +10,24 @@ from jax import Array, lax, random
 from numpyro_fed.engines.inline import round_one
 from numpyro_fed.mcmc.adaptation import Adaptation, adapt, first_looks
 from numpyro_fed.mcmc.gradients import drift, open_silo, push
-from numpyro_fed.mcmc.langevin import Chain, batches, federated
+from numpyro_fed.mcmc.langevin import Chain, StayStats, batches, federated
 from numpyro_fed.mcmc.plan import Plan, Tuning
 from numpyro_fed.silos import Silos
 from numpyro_fed.storage import SiloView, largest
 from numpyro_fed.surrogates.gaussian import matvec
 
-__all__ = ["LangevinState", "chain_axes", "explore", "first_state", "one_round"]
+__all__ = [
+    "Departure",
+    "LangevinState",
+    "arrive",
+    "chain_axes",
+    "depart",
+    "explore",
+    "first_state",
+    "one_round",
+    "start_keys",
+    "wait",
+]
 
 _ANSWERS = 1 << 30  # sets the draws of answers apart from those of silos
 _EXPLORERS = 64  # chains around which surrogates are fitted again
@@ -75,44 +86,67 @@ def chain_axes(adaptive: bool) -> LangevinState:
     return LangevinState._make((*[0] * (len(LangevinState._fields) - 2), own, None))
 
 
-@partial(jax.jit, static_argnames=("plan",))
-def one_round(plan: Plan, state: LangevinState, silos: Silos) -> LangevinState:
-    """One communication round: choose a silo, stay there for T local steps; or one of its ``num_kept`` equal parts."""
-    tuning, adaptation = state.tuning, state.adaptation
-    rng_key, key_stay, key_look = random.split(state.rng_key, 3)
-    if adaptation is not None:
-        tuning = tuning._replace(step_size=adaptation.step_size)
-    number, arrives = _next_silo(plan, state, len(silos))
+class Departure(NamedTuple):
+    """A chain that is sent to a silo: where, whether it arrives there or stays, with what; keys of the stay, of a look around, and the next."""
+
+    number: Array
+    arrives: Array
+    chain: Chain
+    key: Array
+    key_look: Array
+    rng_key: Array
+
+
+def depart(plan: Plan, state: LangevinState, num_silos: int) -> Departure:
+    """Choose the silo of a round."""
+    rng_key, key, key_look = random.split(state.rng_key, 3)
     chain = Chain(plan.factors.ravel(state.z), state.i * plan.steps_a_draw)
-    private = None if tuning.latents is None else (state.eps, tuning.latents.rows)
-    group = None if plan.units is None else plan.units.group
-    chain, stats, private = round_one(federated(plan, tuning), key_stay, chain, private, silos, number, group)
-    eps = None if private is None else private[0]
-    if adaptation is not None:
-        adaptation = _look(plan, tuning, adaptation, key_look, chain.theta, private, silos)
-    new = state._replace(
+    return Departure(*_next_silo(plan, state, num_silos), chain, key, key_look, rng_key)
+
+
+def arrive(plan: Plan, state: LangevinState, leave: Departure, chain: Chain, stats: StayStats) -> LangevinState:
+    """The state after a stay, but for the local latents."""
+    return state._replace(
         i=state.i + 1,
-        z=_positions(plan, tuning, chain.theta, eps, silos),
-        eps=eps,
-        silo=number.astype(jnp.int32),
+        z={**state.z, **plan.factors.unravel(chain.theta)},
+        silo=leave.number.astype(jnp.int32),
         diverging=~stats.finite | (stats.cut_rate > 0),
         cut_rate=stats.cut_rate,
         local_accept_prob=stats.accept_prob,
         local_stuck=stats.stuck,
         residual=stats.residual,
-        step_size=_step_size(plan, tuning, chain.num_steps - 1, state.adaptation),
-        visits=state.visits.at[number].add(arrives),
-        rng_key=rng_key,
-        adaptation=adaptation,
+        step_size=_step_size(plan, state.tuning, chain.num_steps - 1, state.adaptation),
+        visits=state.visits.at[leave.number].add(leave.arrives),
+        rng_key=leave.rng_key,
     )
-    return _or_wait(plan, state, new, arrives) if plan.no_answer else new
 
 
-def _or_wait(plan: Plan, old: LangevinState, new: LangevinState, arrives: Array) -> LangevinState:
-    """The new state, or, where the silo does not answer in this round, the old one with the round counted."""
+@partial(jax.jit, static_argnames=("plan",))
+def one_round(plan: Plan, state: LangevinState, silos: Silos) -> LangevinState:
+    """One communication round: choose a silo, stay there for T local steps; or one of its ``num_kept`` equal parts."""
+    tuning, adaptation = state.tuning, state.adaptation
+    leave = depart(plan, state, len(silos))
+    if adaptation is not None:
+        tuning = tuning._replace(step_size=adaptation.step_size)
+    private = None if tuning.latents is None else (state.eps, tuning.latents.rows)
+    group = None if plan.units is None else plan.units.group
+    algorithm = federated(plan, tuning)
+    chain, stats, private = round_one(algorithm, leave.key, leave.chain, private, silos, leave.number, group)
+    eps = None if private is None else private[0]
+    new = arrive(plan, state, leave, chain, stats)._replace(
+        z=_positions(plan, tuning, chain.theta, eps, silos), eps=eps
+    )
+    if adaptation is not None:
+        new = new._replace(adaptation=_look(plan, tuning, adaptation, leave.key_look, chain.theta, private, silos))
+    if not plan.no_answer:
+        return new
     # a stay is answered as a whole: its parts share the draw of their round
-    key = random.fold_in(random.fold_in(old.key_silos, _ANSWERS), new.i - 1 - (new.i - 1) % plan.num_kept)
-    silent = random.bernoulli(key, plan.no_answer)
+    key = random.fold_in(random.fold_in(state.key_silos, _ANSWERS), state.i - state.i % plan.num_kept)
+    return wait(state, new, leave.arrives, random.bernoulli(key, plan.no_answer))
+
+
+def wait(old: LangevinState, new: LangevinState, arrives: Array, silent: Array) -> LangevinState:
+    """The new state, or, where the silo does not answer in this round, the old one with the round counted."""
     waits = {"z": old.z, "eps": old.eps, "diverging": jnp.zeros((), bool), "cut_rate": jnp.zeros_like(new.cut_rate)}
     waits["silo"] = old.silo  # of the draw that counts again, as its residual
     if old.residual is not None:
@@ -160,6 +194,15 @@ def _positions(plan: Plan, tuning: Tuning, theta: Array, eps: Array | None, silo
         return sites
     z = tuning.latents.rows.forward(tuning.latents.u(theta), eps)
     return {**sites, **plan.units.to_pooled(z, silos)}
+
+
+def start_keys(keys: Array, distinct_silos: bool) -> tuple[Array, Array, Array]:
+    """Of several chains' keys ``(C,)``: their own, those of their silos, and their strata."""
+    split = jax.vmap(random.split)(keys)
+    own, of_silos, strata = split[:, 0], split[:, 1], jnp.zeros(len(keys))
+    if distinct_silos:
+        of_silos, strata = jnp.broadcast_to(of_silos[0], of_silos.shape), jnp.arange(len(keys)) / len(keys)
+    return own, of_silos, strata
 
 
 @partial(jax.jit, static_argnames=("plan",))

@@ -1,0 +1,198 @@
+"""Silos whose rows are elsewhere: what the server knows of them, how it asks them, and what answers there.
+
+The server knows names, numbers of rows, and the types of a row: :class:`RemoteSilos`. All that it wants of the rows it asks for by *calls*: an
+algorithm's ``local``, a key, a message. A :class:`Site` answers them from its own rows; what is private to it (local latents, the local
+map) it keeps in numbered slots, of which the server only ever sees the numbers. A carrier brings calls and replies across:
+:class:`Loopback` in one process, :mod:`numpyro_fed.engines.spmd` over JAX processes.
+"""
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple, Protocol, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, random
+
+from numpyro_fed.silos import Silos
+from numpyro_fed.storage import SiloView, largest
+
+__all__ = ["Call", "Carrier", "Kept", "Loopback", "RemoteSilos", "Site", "site_of"]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Kept:
+    """What silos keep for themselves, to the server a number."""
+
+    slot: int = field(metadata={"static": True})
+
+
+class Call(NamedTuple):
+    """What one silo is asked.
+
+    :param number: the silo's.
+    :param local: hashable ``local(key, message, state, view) -> (reply, state)``.
+    :param key: as the silo is to use it.
+    :param message: what it is told.
+    :param read: slot of the private state that it starts from, or ``None``.
+    :param write: slot where it keeps the new one.
+    """
+
+    number: int
+    local: Callable
+    key: Array
+    message: Any
+    read: int | None = None
+    write: int | None = None
+
+
+class Carrier(Protocol):
+    """Brings calls to silos and replies back."""
+
+    sites: dict[int, "Site"]  # those of this process
+
+    def ask(self, calls: list[Call]) -> list[Any]:
+        """The replies in the order of the calls; ``None`` for a silo that did not answer."""
+
+
+class SiloAlone(Silos):
+    """The rows of one silo, padded to the largest, under its own number; of the others their sizes are known."""
+
+    def offsets(self, group: str) -> np.ndarray:
+        return np.zeros(len(self), int)
+
+
+jax.tree_util.register_pytree_node(
+    SiloAlone, SiloAlone.tree_flatten, lambda aux, children: SiloAlone.tree_unflatten(aux, children)
+)
+
+
+@partial(jax.jit, static_argnames=("local", "pad"))
+def _answer(local: Callable, pad: tuple, key: Array, message: Any, state: Any, rows: SiloAlone, number: Array) -> Any:
+    return local(key, message, state, SiloView(rows, number, pad))
+
+
+class Site:
+    """A silo's side: its rows, and what it keeps for itself.
+
+    :param number: its place among all silos.
+    :param rows: its rows.
+    """
+
+    def __init__(self, number: int, rows: SiloAlone) -> None:
+        self.number, self.rows = number, rows
+        self.kept: dict[int, Any] = {}
+
+    def reply(self, call: Call, state: Any) -> tuple[Any, Any]:
+        """The reply to a call, and the new private state."""
+        number = jnp.asarray(self.number, jnp.int32)
+        return _answer(call.local, largest(self.rows), call.key, call.message, state, self.rows, number)
+
+    def answer(self, call: Call) -> Any:
+        """The reply to a call; the new private state stays here."""
+        reply, new = self.reply(call, None if call.read is None else self.kept[call.read])
+        if call.write is not None:
+            self.kept[call.write] = new
+        return reply
+
+
+def site_of(silos: Silos, name: str, known: Silos | None = None) -> Site:
+    """The site of one of the silos at hand.
+
+    :param known: what is known of all silos, in whose order it is numbered; by default ``silos`` are all there are.
+    """
+    here, known = silos.names.index(name), silos if known is None else known
+    number = known.names.index(name)
+    rows: dict[str, Array] = {}
+    order: dict[str, Array] = {}
+    for group, sizes in known.sizes.items():
+        inside = np.minimum(np.arange(max(sizes)), sizes[number] - 1)
+        own = silos.offsets(group)[here] + inside
+        order[group] = (
+            silos.order[group][own] if known is silos else jnp.asarray(known.offsets(group)[number] + inside, jnp.int32)
+        )
+        rows |= {leaf: x[own] for leaf, x in silos.rows.items() if silos.group[leaf] == group}
+    aux, shared = list(known._aux()[:7]), {k: silos.shared[k] for k in silos._arrays}
+    return Site(number, SiloAlone.tree_unflatten(tuple(aux), (rows, order, shared)))
+
+
+class Loopback:
+    """All silos in this process, each with its own rows and state: the carrier of tests."""
+
+    def __init__(self, silos: Silos) -> None:
+        self.sites = {n: site_of(silos, name) for n, name in enumerate(silos.names)}
+
+    def ask(self, calls: list[Call]) -> list[Any]:
+        return [self.sites[call.number].answer(call) for call in calls]
+
+
+class RemoteSilos(Silos):
+    """What the server knows of silos whose rows are elsewhere. Takes the place of :class:`Silos`.
+
+    :param known: names, sizes, row types and shared arguments; of its rows nothing is kept.
+    :param carrier: what asks the silos.
+    """
+
+    carrier: Carrier
+
+    def __init__(self, known: Silos, carrier: Carrier) -> None:
+        self.__dict__.update(known.__dict__)
+        self.rows = {leaf: jax.ShapeDtypeStruct(x.shape, x.dtype) for leaf, x in known.rows.items()}  # type: ignore[misc]
+        self.order, self.carrier = {}, carrier
+        self._slots = itertools.count()
+
+    def new_slot(self) -> int:
+        """A number under which silos keep something."""
+        return next(self._slots)
+
+    def ask(self, calls: list[Call]) -> list[Any]:
+        """Replies to calls, ``None`` where a silo did not answer."""
+        return self.carrier.ask(calls)
+
+    def ask_all(self, local: Callable, key: Array, message: Any, states: Kept | None) -> tuple[Any, Kept]:
+        """As :func:`numpyro_fed.engines.inline.ask_all`; the new states stay in the silos."""
+        tell = getattr(local, "tell", lambda message, number: message)
+        slot, read = self.new_slot(), None if states is None else states.slot
+        calls = [Call(n, local, random.fold_in(key, n), tell(message, n), read, slot) for n in range(len(self))]
+        replies = self.ask(calls)
+        lost = [self.names[n] for n, reply in enumerate(replies) if reply is None]
+        if lost:
+            raise RuntimeError(
+                f"silos {lost} did not answer while the fit was prepared, which needs all of them; expected silos that are up: start again"
+            )
+        return jax.tree.map(lambda *x: jnp.stack(x), *replies), Kept(slot)
+
+    @property
+    def pooled(self) -> dict[str, Any]:
+        """Refused: rows stay where they are."""
+        raise ValueError(
+            f"the rows of {list(self.names)} are elsewhere, and are not pooled; expected fed.Silos at hand"
+        )
+
+    def __getitem__(self, name: str) -> dict[str, Any]:
+        raise ValueError(f"the rows of silo {name!r} are elsewhere; expected fed.Silos at hand")
+
+    # As a pytree only its shared arguments are arrays.
+
+    def _aux(self) -> tuple:
+        specs = tuple(sorted(self.rows.items()))
+        return (*super()._aux(), (specs, self.carrier, self._slots))
+
+    def tree_flatten(self) -> tuple[tuple, tuple]:
+        return ({}, {}, {k: self.shared[k] for k in self._arrays}), self._aux()
+
+    @classmethod
+    def tree_unflatten(cls, aux: tuple, children: tuple) -> Self:
+        self = super().tree_unflatten(aux[:-1], children)
+        specs, self.carrier, self._slots = aux[-1]
+        self.rows, self.order = dict(specs), {}
+        return self
+
+
+jax.tree_util.register_pytree_node(
+    RemoteSilos, RemoteSilos.tree_flatten, lambda aux, children: RemoteSilos.tree_unflatten(aux, children)
+)

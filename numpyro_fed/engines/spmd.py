@@ -1,0 +1,205 @@
+"""Silos spread over JAX processes: of one organisation, on one machine or several.
+
+Every process runs the same program and holds the rows of its own silos. What the server does, each does for itself; a call is
+answered by the process that has the silo, and its reply is gathered by all. Private states stay where the rows are.
+The processes trust each other: replies are not hidden from any of them. A process that dies ends the others after JAX's heartbeat.
+
+    python -m numpyro_fed.engines.spmd --processes 2 models/heart_disease.py
+
+starts so many processes on this machine, deals the silos of the file's ``silos()`` to them in turn, and runs FSGLD on its ``model``.
+"""
+
+import argparse
+import importlib
+import json
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+
+from numpyro_fed.engines.remote import Call, RemoteSilos, Site, site_of
+from numpyro_fed.silos import Silos
+
+__all__ = ["Spmd", "connect", "initialize"]
+
+
+def initialize(coordinator_address: str, num_processes: int, process_id: int) -> None:
+    """``jax.distributed.initialize`` with collectives that CPUs have; before anything else of JAX is used."""
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(coordinator_address, num_processes, process_id)
+
+
+class Spmd:
+    """The carrier: replies gathered over all processes.
+
+    :param sites: this process's, by their number among all.
+    :param owner: the process of each silo.
+    """
+
+    def __init__(self, sites: dict[int, Site], owner: list[int]) -> None:
+        self.sites, self.owner = sites, owner
+        self._types: dict[Any, Any] = {}
+
+    def ask(self, calls: list[Call]) -> list[Any]:
+        """Replies in the order of the calls, which are to be of one type."""
+        answers = {i: self.sites[call.number].answer(call) for i, call in enumerate(calls) if call.number in self.sites}
+        kind = self._type_of(calls[0])
+        leaves, tree = jax.tree.flatten(kind)
+        size = sum(x.size * x.dtype.itemsize for x in leaves)
+        sent = np.zeros((len(calls), size), np.uint8)
+        for i, reply in answers.items():
+            sent[i] = np.concatenate(
+                [np.ascontiguousarray(x).reshape(-1).view(np.uint8) for x in jax.tree.leaves(reply)]
+            )
+        got = multihost_utils.process_allgather(sent)
+        return [_unpacked(got[self.owner[call.number], i], leaves, tree) for i, call in enumerate(calls)]
+
+    def _type_of(self, call: Call) -> Any:
+        """Shapes and types of a reply, which a process knows without having the silo asked."""
+        if call.local not in self._types:
+            site = next(iter(self.sites.values()))
+            state = None if call.read is None else site.kept[call.read]
+            self._types[call.local] = jax.eval_shape(lambda: site.reply(call, state)[0])
+        return self._types[call.local]
+
+
+def _unpacked(data: np.ndarray, leaves: list, tree: Any) -> Any:
+    out, start = [], 0
+    for x in leaves:
+        stop = start + x.size * x.dtype.itemsize
+        out.append(jnp.asarray(np.frombuffer(data[start:stop].tobytes(), x.dtype).reshape(x.shape)))
+        start = stop
+    return jax.tree.unflatten(tree, out)
+
+
+def connect(silos: Silos) -> RemoteSilos:
+    """What every process gets in place of all silos.
+
+    :param silos: this process's own.
+    :raises ValueError: naming the process, where silos do not fit together.
+    """
+    told = [json.loads(text) for text in _gather_text(json.dumps(_description(silos)))]
+    for process, other in enumerate(told[1:], 1):
+        wrong = [k for k in told[0] if k not in ("names", "sizes") and told[0][k] != other[k]]
+        if wrong:
+            raise ValueError(
+                f"process {process} has silos of another kind than process 0: {wrong[0]} {other[wrong[0]]}, expected {told[0][wrong[0]]}; "
+                "give all processes the same arguments, row types and rows="
+            )
+    names = [name for other in told for name in other["names"]]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ValueError(f"silos {twice} are in more than one process; expected each name once")
+    sizes = {g: tuple(n for other in told for n in other["sizes"][g]) for g in silos.sizes}
+    aux = list(silos._aux())
+    aux[0], aux[4] = tuple(names), tuple(sorted(sizes.items()))
+    rows = {k: jax.ShapeDtypeStruct((sum(sizes[silos.group[k]]), *x.shape[1:]), x.dtype) for k, x in silos.rows.items()}
+    known = Silos.tree_unflatten(tuple(aux), (rows, {}, {k: silos.shared[k] for k in silos._arrays}))
+    owner = [process for process, other in enumerate(told) for _ in other["names"]]
+    sites = {known.names.index(name): site_of(silos, name, known) for name in silos.names}
+    return RemoteSilos(known, Spmd(sites, owner))
+
+
+def _description(silos: Silos) -> dict[str, Any]:
+    """What is told of silos: names, sizes, types; shared arguments by value."""
+    shared = {k: np.asarray(v).tolist() if k in silos._arrays else repr(v) for k, v in silos.shared.items()}
+    return {
+        "names": list(silos.names),
+        "sizes": {g: list(n) for g, n in silos.sizes.items()},
+        "rows": {k: [silos.group[k], str(x.dtype), list(x.shape[1:])] for k, x in sorted(silos.rows.items())},
+        "index": dict(sorted(silos.index.items())),
+        "shared": dict(sorted(shared.items())),
+    }
+
+
+def _gather_text(text: str) -> list[str]:
+    """A text of each process."""
+    data = np.frombuffer(text.encode(), np.uint8)
+    sizes = np.asarray(multihost_utils.process_allgather(np.array([len(data)]))).reshape(-1)
+    padded = np.zeros(int(sizes.max()), np.uint8)
+    padded[: len(data)] = data
+    every = np.asarray(multihost_utils.process_allgather(padded)).reshape(len(sizes), -1)
+    return [row[:n].tobytes().decode() for row, n in zip(every, sizes, strict=True)]
+
+
+def dealt(silos: Silos, process: int, num_processes: int) -> Silos:
+    """A process's own of silos that are dealt in turn."""
+    names = silos.names[process::num_processes]
+    if not names:
+        raise ValueError(f"{num_processes} processes for {len(silos)} silos; expected at most one process a silo")
+    rows = {leaf: silos.group[leaf] for leaf in silos.rows}
+    return Silos(
+        {name: {k: np.asarray(v) if k in rows else v for k, v in silos[name].items()} for name in names},
+        rows=rows,
+        index=silos.index,
+    )
+
+
+def _one_process(args: argparse.Namespace) -> None:
+    import numpyro_fed as fed
+
+    initialize(args.coordinator, args.processes, args.process)
+    sys.path.insert(0, str(Path(args.file).resolve().parent))
+    module = importlib.import_module(Path(args.file).stem)
+    silos = connect(dealt(module.silos(), args.process, args.processes))
+    first = args.process == 0
+    mcmc = fed.RemoteMCMC(
+        fed.FSGLD(module.model),
+        num_warmup=args.warmup,
+        num_samples=args.samples,
+        num_chains=args.chains,
+        progress_bar=first,
+    )
+    mcmc.run(jax.random.key(args.seed), silos)
+    if first:
+        mcmc.print_summary()
+        print(mcmc.sampler.ledger(mcmc.last_state))
+        if args.out is not None:
+            fed.to_inference_data(mcmc, silos).to_netcdf(args.out)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Start the processes on this machine, and wait for them; the first exit code that is not zero."""
+    parser = argparse.ArgumentParser(description="FSGLD of a model file over several JAX processes on this machine.")
+    parser.add_argument("file", help="with `model` and `silos()`")
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--chains", type=int, default=4)
+    parser.add_argument("--warmup", type=int, default=200)
+    parser.add_argument("--samples", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", help="netCDF file for the result")
+    parser.add_argument("--process", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--coordinator", help=argparse.SUPPRESS)
+    args = parser.parse_args(arguments)
+    if args.process is not None:
+        _one_process(args)
+        return 0
+    if not Path(args.file).is_file():
+        parser.error(f"{args.file}: no such file")
+    if args.processes < 1:
+        parser.error(f"--processes: expected at least 1, got {args.processes}")
+    command = [sys.executable, "-m", "numpyro_fed.engines.spmd", *(sys.argv[1:] if arguments is None else arguments)]
+    command += ["--coordinator", f"127.0.0.1:{_free_port()}"]
+    started = [subprocess.Popen([*command, "--process", str(i)]) for i in range(args.processes)]
+    try:
+        return next((code for code in [p.wait() for p in started] if code), 0)
+    finally:
+        for process in started:
+            process.kill()
+
+
+def _free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

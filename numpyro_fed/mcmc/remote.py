@@ -1,0 +1,232 @@
+"""Langevin chains over silos whose rows are elsewhere: the same rounds, driven from the host."""
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, random
+from numpyro.infer import MCMC
+from tqdm.auto import tqdm
+
+from numpyro_fed._compat import fill_mcmc
+from numpyro_fed.engines.inline import key_of
+from numpyro_fed.engines.remote import Call, RemoteSilos
+from numpyro_fed.mcmc._kernel import LangevinKernel
+from numpyro_fed.mcmc.langevin import Chain, StayStats, federated
+from numpyro_fed.mcmc.plan import Plan, Tuning
+from numpyro_fed.mcmc.rounds import Departure, LangevinState, arrive, chain_axes, depart, first_state, start_keys, wait
+from numpyro_fed.storage import SiloView
+
+__all__ = ["RemoteMCMC", "StartLocal", "StayLocal"]
+
+
+@dataclass(frozen=True)
+class StartLocal:
+    """A chain's first coordinates of the silo's latents: its part of what one draw for all silos would be."""
+
+    plan: Plan
+
+    def __call__(self, key: Array, message: None, rows: Any, view: SiloView) -> tuple[Array, Any]:
+        units, silos = self.plan.units, view.silos
+        assert units is not None
+        if units.group is None:
+            count, own = len(silos), view.number[None]
+        else:
+            sizes = np.asarray(silos.sizes[units.group])
+            count = int(sizes.sum())
+            own = jnp.asarray(np.cumsum(sizes) - sizes)[view.number] + view.positions(units.group)
+        eps = random.normal(key, (count, *rows.shape[1:]), jnp.result_type(float))[own]
+        return jnp.zeros(()), (eps, rows)
+
+
+@dataclass(frozen=True)
+class StayLocal:
+    """A chain's stay at the silo."""
+
+    plan: Plan
+
+    def __call__(self, key: Array, message: tuple[Tuning, Chain], state: Any, view: SiloView) -> tuple[Any, Any]:
+        tuning, chain = message
+        return federated(self.plan, tuning).local(key, chain, state, view)
+
+
+@partial(jax.jit, static_argnames=("plan", "num_silos"))
+def _depart(plan: Plan, state: LangevinState, num_silos: int) -> tuple[Departure, Array]:
+    """Of all chains: where they go, and the key of the stay there."""
+    axes = chain_axes(False)
+    leave = jax.vmap(lambda s: depart(plan, s, num_silos), in_axes=(axes,))(state)
+    return leave, jax.vmap(key_of)(leave.key, leave.number)
+
+
+@partial(jax.jit, static_argnames=("plan",))
+def _arrive(
+    plan: Plan, state: LangevinState, leave: Departure, reply: tuple[Chain, StayStats], silent: Array
+) -> LangevinState:
+    axes = chain_axes(False)
+
+    def one(state: LangevinState, leave: Departure, reply: tuple[Chain, StayStats], silent: Array) -> LangevinState:
+        return wait(state, arrive(plan, state, leave, *reply), leave.arrives, silent)
+
+    return jax.vmap(one, in_axes=(axes, 0, 0, 0), out_axes=axes)(state, leave, reply, silent)
+
+
+class RemoteMCMC(MCMC):
+    """:class:`numpyro.infer.MCMC` over silos whose rows are elsewhere.
+
+    Rounds are driven from here, and each chain's stay is made where the rows are; draws are those of ``MCMC`` with ``chain_method="vectorized"``. What is
+    local to silos (latents in silo plates) stays there: the draws are of the global sites. A silo that does not answer has its round counted, and the
+    chain waits, which leaves the choice of silos unbiased.
+
+    :param sampler: a :class:`DSGLD` or :class:`FSGLD`.
+    :param num_warmup: rounds before draws are kept.
+    :param num_samples: rounds whose draws are kept.
+    :param num_chains: chains; those at different silos are advanced at the same time.
+    :param progress_bar: whether to show one.
+
+    Example::
+
+        >>> import jax, jax.numpy as jnp, numpyro, numpyro.distributions as dist, numpyro_fed as fed
+        >>> def model(y):
+        ...     mu = numpyro.sample("mu", dist.Normal(0, 10))
+        ...     with fed.silo_plate("patients", y.shape[0]):
+        ...         numpyro.sample("y", dist.Normal(mu, 1), obs=y)
+        >>> silos = fed.Silos({"oslo": {"y": jnp.arange(5.0)}, "rome": {"y": jnp.arange(3.0)}})
+        >>> remote = fed.RemoteSilos(silos, fed.Loopback(silos))
+        >>> mcmc = fed.RemoteMCMC(fed.FSGLD(model), num_warmup=5, num_samples=10, progress_bar=False)
+        >>> mcmc.run(jax.random.key(0), remote)
+        >>> mcmc.get_samples()["mu"].shape
+        (10,)
+    """
+
+    def __init__(
+        self,
+        sampler: LangevinKernel,
+        *,
+        num_warmup: int,
+        num_samples: int,
+        num_chains: int = 1,
+        progress_bar: bool = True,
+    ) -> None:
+        if not isinstance(sampler, LangevinKernel) or sampler._pooled:
+            raise TypeError(f"expected a fed.DSGLD or fed.FSGLD, got {type(sampler).__name__}")
+        super().__init__(
+            sampler,
+            num_warmup=num_warmup,
+            num_samples=num_samples,
+            num_chains=num_chains,
+            chain_method="vectorized",
+            progress_bar=progress_bar,
+        )
+
+    def run(self, rng_key: Array, silos: RemoteSilos, *, extra_fields: tuple = (), init_params: None = None) -> None:
+        """Prepare, warm up and draw.
+
+        :param rng_key: seed of all draws.
+        :param silos: the silos' addresses, so to say.
+        :param extra_fields: further fields of the state to collect.
+        :raises ValueError: in words, for what does not go over silos elsewhere.
+        """
+        if init_params is not None:
+            raise ValueError("init_params: local latents start in their silos; expected None")
+        kernel = self.sampler
+        _check(kernel, silos)
+        kernel._num_warmup = self.num_warmup
+        kernel._prepare(silos, {})
+        state, slots = self._start(rng_key, silos)
+        fields = tuple(dict.fromkeys((*kernel.default_fields, *extra_fields)))
+        collected: dict[str, list] = {f: [] for f in fields}
+        with tqdm(total=self.num_warmup + self.num_samples, disable=not self.progress_bar) as bar:
+            for i in range(self.num_warmup + self.num_samples):
+                state = self._round(state, slots, silos)
+                bar.update()
+                if i >= self.num_warmup:
+                    for f, values in collected.items():
+                        value = getattr(state, f)
+                        values.append({k: np.asarray(v) for k, v in value.items()} if f == "z" else np.asarray(value))
+        states = {f: jax.tree.map(lambda *x: jnp.stack(x, 1), *values) for f, values in collected.items()}
+        states["z"] = jax.vmap(jax.vmap(partial(_constrained, kernel.factors, silos)))(states["z"])
+        fill_mcmc(self, states, state, (silos,))
+
+    def _start(self, rng_key: Array, silos: RemoteSilos) -> tuple[LangevinState, list[int]]:
+        """All chains' first states, and the slots of their local latents."""
+        kernel, plan, tuning = self.sampler, self.sampler._plan, self.sampler._tuning
+        keys = random.split(rng_key, self.num_chains) if self.num_chains > 1 else rng_key[None]
+        starts = start_keys(keys, kernel._options.distinct_silos)
+        axes = chain_axes(False)
+        here = replace(plan, units=None)  # of the local latents nothing is here
+        first = jax.vmap(partial(first_state, here), in_axes=(0, 0, None, 0, None, None, None), out_axes=axes)
+        state = first(starts[0], starts[1], None, starts[2], tuning, silos, None)
+        slots = [silos.new_slot() for _ in keys]
+        if plan.units is not None:
+            keys_eps = jax.vmap(lambda key: random.split(key, 4)[2])(starts[0])
+            local, rows = StartLocal(plan), tuning.latents.rows.slot
+            every = range(len(silos))
+            silos.ask(
+                [
+                    Call(n, local, key, None, rows, slot)
+                    for key, slot in zip(keys_eps, slots, strict=True)
+                    for n in every
+                ]
+            )
+        return state, slots
+
+    def _round(self, state: LangevinState, slots: list[int], silos: RemoteSilos) -> LangevinState:
+        plan, tuning = self.sampler._plan, self.sampler._tuning
+        leave, keys = _depart(plan, state, len(silos))
+        numbers, local = np.asarray(leave.number), StayLocal(plan)
+        told = {n: tuning.seen_by(n) for n in set(numbers.tolist())}
+        with_latents = plan.units is not None
+        calls = [
+            Call(
+                int(n),
+                local,
+                keys[c],
+                (told[int(n)], jax.tree.map(lambda x, c=c: x[c], leave.chain)),
+                slots[c] if with_latents else None,
+                slots[c] if with_latents else None,
+            )
+            for c, n in enumerate(numbers)
+        ]
+        replies = silos.ask(calls)
+        silent = np.array([reply is None for reply in replies])
+        if silent.all():
+            return _arrive(plan, state, leave, _nothing(plan, leave), silent)
+        some = replies[int(np.argmin(silent))]
+        stacked = jax.tree.map(lambda *x: jnp.stack(x), *[some if reply is None else reply for reply in replies])
+        return _arrive(plan, state, leave, stacked, silent)
+
+
+def _nothing(plan: Plan, leave: Departure) -> tuple[Chain, StayStats]:
+    """Replies that are not looked at."""
+    zero = jnp.zeros(len(leave.number))
+    residual = jnp.zeros_like(leave.chain.theta) if plan.cut else None
+    return leave.chain, StayStats(zero, zero, zero, zero < 1, residual)
+
+
+def _check(kernel: LangevinKernel, silos: Any) -> None:
+    if not isinstance(silos, RemoteSilos):
+        raise ValueError(
+            f"expected fed.RemoteSilos, got {type(silos).__name__}; for silos at hand use numpyro.infer.MCMC"
+        )
+    options = kernel._options
+    refused = {
+        "batch_size": (options.batch_size, None),
+        "alpha": (options.alpha if isinstance(options.alpha, str) else None, None),
+        "refresh_every": (options.refresh_every, None),
+        "no_answer": (options.no_answer, 0.0),
+        "num_kept": (options.num_kept, 1),
+        "surrogate": (
+            "moments" if isinstance(options.surrogate, str) and options.surrogate == "moments" else None,
+            None,
+        ),
+    }
+    for name, (got, expected) in refused.items():
+        if got != expected:
+            raise ValueError(f"{name}={got!r} is not built for silos that are elsewhere; expected {expected!r}")
+
+
+def _constrained(factors: Any, silos: RemoteSilos, z: dict[str, Array]) -> dict[str, Array]:
+    return factors.constrain_globals(z, silos.shared)

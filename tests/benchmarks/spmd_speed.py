@@ -1,0 +1,82 @@
+"""What JAX processes buy: FSGLD's rounds a second with two silos in one process, and in two processes with one silo each.
+
+    python tests/benchmarks/spmd_speed.py [--rounds 60] [--pinned]
+
+Task b (logistic regression, d = 123, 26,000 rows) in two silos, all rows in each of 40 local steps, four chains at distinct silos. "MCMC" is
+:class:`numpyro.infer.MCMC` in one process. Times are of rounds alone, the second of two runs; the two numbers of processes follow each other in
+one call. `--pinned` holds each process to a core of its own, so that one process has one core.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+
+import numpy as np
+
+
+def one(process: int, processes: int, port: str, rounds: int, in_mcmc: bool) -> None:
+    from numpyro_fed.engines import spmd
+
+    if not in_mcmc:
+        spmd.initialize(f"127.0.0.1:{port}", processes, process)
+    import jax
+    from numpyro.infer import MCMC
+    from tasks import logistic_model, task_b
+
+    import numpyro_fed as fed
+
+    pooled = task_b().silos.pooled
+    rows = np.arange(len(pooled["y"]))
+    silos = fed.split({k: np.asarray(v) for k, v in pooled.items()}, by=np.where(rows % 2, "one", "two"))
+    kernel = fed.FSGLD(logistic_model, distinct_silos=True)
+    settings = {"num_warmup": 0, "num_samples": rounds, "num_chains": 4, "progress_bar": False}
+    if in_mcmc:
+        mcmc, where = MCMC(kernel, chain_method="vectorized", **settings), silos
+    else:
+        where = spmd.connect(spmd.dealt(silos, process, processes))
+        mcmc = fed.RemoteMCMC(kernel, **settings)
+    mcmc.run(jax.random.key(0), where)
+    start = time.perf_counter()
+    mcmc.run(jax.random.key(1), where)
+    mean = float(np.asarray(mcmc.get_samples()["beta"]).mean())
+    if process == 0:
+        print(f"{rounds / (time.perf_counter() - start):.3f} {mean:.6f}", flush=True)
+
+
+def measured(processes: int, rounds: int, pinned: bool, in_mcmc: bool = False) -> float:
+    """Rounds a second, of all chains together."""
+    from numpyro_fed.engines.spmd import _free_port
+
+    own = ["--port", str(_free_port()), "--rounds", str(rounds), "--processes", str(processes), *["--mcmc"] * in_mcmc]
+    cores = sorted(os.sched_getaffinity(0))
+    started = []
+    for i in range(processes):
+        pin = ["taskset", "-c", str(cores[i % len(cores)])] if pinned else []
+        command = [*pin, sys.executable, __file__, "--process", str(i), *own]
+        started.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True))
+    outputs = [p.communicate()[0] for p in started]
+    if any(p.returncode for p in started):
+        raise RuntimeError(f"a process failed: exit codes {[p.returncode for p in started]}")
+    rate, mean = outputs[0].split()[-2:]
+    name = "MCMC, one process" if in_mcmc else f"{processes} process" + "es" * (processes > 1)
+    print(f"{name:<20} {float(rate):8.2f} rounds/s of 4 chains, mean {mean}", flush=True)
+    return float(rate)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--pinned", action="store_true")
+    parser.add_argument("--process", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--processes", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--port", help=argparse.SUPPRESS)
+    parser.add_argument("--mcmc", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.process is not None:
+        one(args.process, args.processes, args.port, args.rounds, args.mcmc)
+    else:
+        measured(1, args.rounds, args.pinned, in_mcmc=True)
+        rates = [measured(n, args.rounds, args.pinned) for n in (1, 2)]
+        print(f"two processes against one: {rates[1] / rates[0]:.2f}")

@@ -1,0 +1,331 @@
+"""Silos whose rows are elsewhere: the same draws as at hand, nothing of the rows across, and what happens when one is silent."""
+
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+from jax import random
+from numpyro.infer import MCMC
+from registry import ENTRIES
+from small_models import intercepts, intercepts_silos, linear, linear_silos
+
+import numpyro_fed as fed
+from numpyro_fed.engines import spmd
+from numpyro_fed.engines.remote import Kept
+from numpyro_fed.federation import message_bytes
+
+CHAINS, WARMUP, SAMPLES = 2, 2, 12
+
+
+class Listening(fed.Loopback):
+    """A carrier that notes what crosses, and in which some replies get lost."""
+
+    def __init__(self, silos: fed.Silos, lost: set[int] = frozenset()) -> None:
+        super().__init__(silos)
+        self.crossed: list[np.ndarray] = []
+        self.lost, self.asked = lost, 0
+
+    def ask(self, calls):
+        replies = super().ask(calls)
+        leaves = jax.tree.leaves([[call.message for call in calls], replies])
+        self.crossed += [np.asarray(x) for x in leaves]
+        self.asked += 1
+        return [None if call.number in self.lost else reply for call, reply in zip(calls, replies, strict=True)]
+
+
+def at_hand(kernel, silos):
+    mcmc = MCMC(kernel, num_warmup=WARMUP, num_samples=SAMPLES, num_chains=CHAINS, chain_method="vectorized")
+    mcmc.run(random.key(3), silos)
+    return mcmc
+
+
+def elsewhere(kernel, silos, carrier=None):
+    mcmc = fed.RemoteMCMC(kernel, num_warmup=WARMUP, num_samples=SAMPLES, num_chains=CHAINS)
+    mcmc.run(random.key(3), fed.RemoteSilos(silos, carrier or fed.Loopback(silos)))
+    return mcmc
+
+
+def same_draws(one, other, rtol):
+    mine, theirs = one.get_samples(group_by_chain=True), other.get_samples(group_by_chain=True)
+    assert mine
+    for name, draws in mine.items():
+        scale = np.abs(theirs[name]).max()
+        np.testing.assert_allclose(draws, theirs[name], atol=rtol * scale, rtol=0, err_msg=name)
+
+
+# The same draws
+
+
+@pytest.mark.parametrize(
+    ("kernel", "silos"),
+    [
+        (lambda: fed.FSGLD(linear), linear_silos()),
+        (lambda: fed.FSGLD(linear, distinct_silos=True, selection="size", num_local_steps=7), linear_silos()),
+        (lambda: fed.DSGLD(linear, step_size=1e-2, num_local_steps=5), linear_silos()),
+        (lambda: fed.FSGLD(intercepts), intercepts_silos()),
+    ],
+    ids=["fsgld", "distinct", "dsgld", "element latents"],
+)
+def test_draws_are_those_of_mcmc(kernel, silos):
+    ours, theirs = elsewhere(kernel(), silos), at_hand(kernel(), silos)
+    same_draws(ours, theirs, 1e-5)
+    fields, expected = (m.get_extra_fields(group_by_chain=True) for m in (ours, theirs))
+    np.testing.assert_array_equal(fields["silo"], expected["silo"])
+    np.testing.assert_allclose(fields["local_accept_prob"], expected["local_accept_prob"], atol=1e-4)
+    assert repr(ours.sampler.ledger(ours.last_state)) == repr(theirs.sampler.ledger(theirs.last_state))
+
+
+def test_another_seed_gives_other_draws():
+    # the control of the comparisons above
+    silos = linear_silos()
+    ours = fed.RemoteMCMC(fed.FSGLD(linear), num_warmup=WARMUP, num_samples=SAMPLES, num_chains=CHAINS)
+    ours.run(random.key(4), fed.RemoteSilos(silos, fed.Loopback(silos)))
+    with pytest.raises(AssertionError):
+        same_draws(ours, at_hand(fed.FSGLD(linear), silos), 1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", ["dirichlet", "deterministic", "local_simplex", "women_in_districts", "pupils_in_classes_in_schools"]
+)
+def test_draws_of_other_model_shapes(name):
+    entry = ENTRIES[name]
+    with np.testing.suppress_warnings() as quiet:
+        quiet.filter(UserWarning)
+        ours, theirs = elsewhere(fed.FSGLD(entry.model), entry.silos()), at_hand(fed.FSGLD(entry.model), entry.silos())
+    same_draws(ours, theirs, 1e-3)
+
+
+# What crosses
+
+
+def test_nothing_as_long_as_rows_and_no_local_latent_crosses():
+    silos = intercepts_silos()
+    carrier = Listening(silos)
+    mcmc = elsewhere(fed.FSGLD(intercepts), silos, carrier)
+    assert set(mcmc.get_samples()) == {"mu"}
+    rows, groups = set(silos.sizes["rows"]) | {72}, set(silos.sizes["groups"]) | {18}
+    seen = {n for x in carrier.crossed for n in x.shape}
+    assert len(carrier.crossed) > 100
+    assert not seen & (rows | groups)
+    private = [leaf for site in carrier.sites.values() for leaf in jax.tree.leaves(site.kept)]
+    assert any(len(x) in groups for x in private)  # the control: sites do hold such
+
+
+def test_planted_values_are_not_among_what_crosses():
+    silos = linear_silos()
+    data = {name: {k: np.array(v) for k, v in silos[name].items()} for name in silos}
+    data["silo 0"]["y"][1] = planted = np.float32(1.2345679)
+    carrier = Listening(fed.Silos(data))
+    elsewhere(fed.FSGLD(linear), fed.Silos(data), carrier)
+    raw = b"".join(x.tobytes() for x in carrier.crossed if x.dtype != object)
+    assert planted.tobytes() not in raw
+    assert np.float32(np.asarray(carrier.crossed[0]).ravel()[0]).tobytes() in raw  # the control: what crosses is found
+
+
+def test_the_server_holds_no_rows():
+    remote = fed.RemoteSilos(linear_silos(), fed.Loopback(linear_silos()))
+    assert all(isinstance(x, jax.ShapeDtypeStruct) for x in remote.rows.values())
+    assert jax.tree.leaves(remote) == []
+    with pytest.raises(ValueError, match=r"rows of \['silo 0', .*\] are elsewhere, and are not pooled"):
+        _ = remote.pooled
+    with pytest.raises(ValueError, match="rows of silo 'silo 1' are elsewhere"):
+        _ = remote["silo 1"]
+
+
+# Silos that do not answer
+
+
+def test_chains_wait_where_a_silo_is_silent():
+    silos = linear_silos()
+    carrier = Listening(silos)
+    mcmc = fed.RemoteMCMC(fed.FSGLD(linear), num_warmup=0, num_samples=30, num_chains=3)
+    kernel, remote = mcmc.sampler, fed.RemoteSilos(silos, carrier)
+    kernel._prepare(remote, {})
+    carrier.lost = {2}
+    mcmc.run(random.key(0), remote)
+    last, fields = mcmc.last_state, mcmc.get_extra_fields(group_by_chain=True)
+    asked = np.asarray(last.visits).sum(0)
+    np.testing.assert_array_equal(np.asarray(last.unanswered).sum(0), [0, 0, asked[2], 0])
+    assert asked.sum() == 90
+    assert asked[2] > 5
+    draws = np.asarray(mcmc.get_samples(group_by_chain=True)["beta"])
+    moved = (np.diff(draws, axis=1) != 0).any(-1)
+    silent = np.asarray(fields["silo"])[:, 1:] == np.asarray(fields["silo"])[:, :-1]
+    assert silent[~moved].all()  # a draw that counts again keeps its silo
+    assert asked[2] - 3 <= (~moved).sum() <= asked[2]
+
+
+def test_all_silent_is_a_round_too():
+    silos = linear_silos()
+    carrier = Listening(silos)
+    mcmc = fed.RemoteMCMC(fed.FSGLD(linear), num_warmup=0, num_samples=3, num_chains=2)
+    remote = fed.RemoteSilos(silos, carrier)
+    mcmc.sampler._prepare(remote, {})
+    carrier.lost = {0, 1, 2, 3}
+    mcmc.run(random.key(0), remote)
+    draws = np.asarray(mcmc.get_samples(group_by_chain=True)["beta"])
+    np.testing.assert_array_equal(draws, np.broadcast_to(draws[:, :1], draws.shape))
+    assert np.asarray(mcmc.last_state.unanswered).sum() == 6
+
+
+def test_preparation_needs_all_silos():
+    silos = linear_silos()
+    with pytest.raises(RuntimeError, match=r"silos \['silo 1'\] did not answer while the fit was prepared"):
+        elsewhere(fed.FSGLD(linear), silos, Listening(silos, {1}))
+
+
+# Results and bad input
+
+
+def test_inference_data_and_diagnosis(tmp_path):
+    silos = linear_silos()
+    mcmc = elsewhere(fed.FSGLD(linear), silos)
+    remote = mcmc.sampler.silos
+    idata = fed.to_inference_data(mcmc, remote)
+    assert idata.posterior["beta"].shape == (CHAINS, SAMPLES, 2)
+    assert "cut_rate" in idata.sample_stats
+    idata.to_netcdf(tmp_path / "fit.nc")
+    expected = fed.diagnose(at_hand(fed.FSGLD(linear), silos)).table
+    ours = fed.diagnose(mcmc).table
+    assert list(ours.index) == list(expected.index)
+    # ranks of draws that differ in their last digits
+    np.testing.assert_allclose(ours["value"], expected["value"], rtol=2e-2, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"batch_size": 2}, "batch_size=2 is not built for silos that are elsewhere; expected None"),
+        ({"surrogate": "moments"}, "surrogate='moments' is not built"),
+        ({"alpha": "auto"}, "alpha='auto' is not built"),
+        ({"num_kept": 2}, "num_kept=2 is not built for silos that are elsewhere; expected 1"),
+        ({"no_answer": 0.5}, "no_answer=0.5 is not built"),
+        ({"refresh_every": 3}, "refresh_every=3 is not built"),
+    ],
+)
+def test_what_is_not_built_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        elsewhere(fed.FSGLD(linear, **options), linear_silos())
+
+
+def test_wrong_kernels_and_silos():
+    with pytest.raises(TypeError, match=r"expected a fed.DSGLD or fed.FSGLD, got SGLD"):
+        fed.RemoteMCMC(fed.SGLD(linear, 0.01), num_warmup=1, num_samples=1)
+    mcmc = fed.RemoteMCMC(fed.FSGLD(linear), num_warmup=1, num_samples=1)
+    with pytest.raises(
+        ValueError, match=r"expected fed\.RemoteSilos, got Silos; for silos at hand use numpyro\.infer\.MCMC"
+    ):
+        mcmc.run(random.key(0), linear_silos())
+
+
+def test_data_outside_a_support_name_their_silo():
+    def model(y):
+        a = numpyro.sample("a", dist.Gamma(1.0, 1.0))
+        with fed.silo_plate("rows", y.shape[0]):
+            numpyro.sample("y", dist.Beta(a, 2.0), obs=y)
+
+    silos = fed.Silos({"oslo": {"y": jnp.array([0.1, 0.2])}, "rome": {"y": jnp.array([0.5, 1.5, 0.3])}})
+    with pytest.raises(ValueError, match="the log density of silo 'rome' is -inf at a typical position"):
+        elsewhere(fed.FSGLD(model), silos)
+
+
+def test_kept_is_a_number_to_the_server():
+    assert jax.tree.leaves(Kept(3)) == []
+    assert message_bytes(Kept(3)) == 0
+
+
+# Over processes
+
+_PROCESS = """
+import sys
+sys.path.insert(0, {tests!r})
+from numpyro_fed.engines import spmd
+process = int(sys.argv[1])
+spmd.initialize("127.0.0.1:" + sys.argv[2], 2, process)
+import numpy as np, numpyro_fed as fed
+from jax import random
+from small_models import linear, linear_silos
+silos = spmd.connect(spmd.dealt(linear_silos(), process, 2))
+mcmc = fed.RemoteMCMC(fed.FSGLD(linear), num_warmup={warmup}, num_samples={samples}, num_chains={chains}, progress_bar=False)
+mcmc.run(random.key(3), silos)
+np.savez(sys.argv[3] + str(process), beta=np.asarray(mcmc.get_samples(group_by_chain=True)["beta"]), names=np.array(silos.names))
+"""
+
+
+def test_two_processes_draw_what_one_draws(tmp_path):
+    code = _PROCESS.format(tests=str(Path(__file__).parent), warmup=WARMUP, samples=SAMPLES, chains=CHAINS)
+    port, place = str(spmd._free_port()), str(tmp_path / "process")
+    command = [sys.executable, "-c", code]
+    started = [
+        subprocess.Popen(
+            [*command, str(i), port, place], stderr=subprocess.PIPE, env={**os.environ, "JAX_PLATFORMS": "cpu"}
+        )
+        for i in range(2)
+    ]
+    try:
+        errors = [p.communicate(timeout=280)[1] for p in started]
+    finally:
+        for p in started:
+            p.kill()
+    assert [p.returncode for p in started] == [0, 0], errors
+    one, other = (np.load(f"{place}{i}.npz") for i in range(2))
+    np.testing.assert_array_equal(one["beta"], other["beta"])
+    names = one["names"].tolist()
+    silos = linear_silos()
+    in_their_order = fed.Silos({name: {k: np.asarray(v) for k, v in silos[name].items()} for name in names})
+    expected = np.asarray(at_hand(fed.FSGLD(linear), in_their_order).get_samples(group_by_chain=True)["beta"])
+    np.testing.assert_allclose(one["beta"], expected, atol=1e-5 * np.abs(expected).max(), rtol=0)
+
+
+def told(monkeypatch, *others):
+    """As if other processes had these silos."""
+    monkeypatch.setattr(
+        spmd, "_gather_text", lambda text: [text, *[spmd.json.dumps(spmd._description(s)) for s in others]]
+    )
+
+
+def test_processes_with_one_silo_twice(monkeypatch):
+    told(monkeypatch, linear_silos())
+    with pytest.raises(ValueError, match=r"silos \['silo 0', .*\] are in more than one process"):
+        spmd.connect(linear_silos())
+
+
+def test_processes_with_silos_of_another_kind(monkeypatch):
+    told(monkeypatch, fed.Silos({"x": {"x": np.ones((3, 5)), "y": np.ones(3)}}))
+    with pytest.raises(ValueError, match="process 1 has silos of another kind than process 0: rows"):
+        spmd.connect(linear_silos())
+
+
+def test_more_processes_than_silos():
+    with pytest.raises(ValueError, match="5 processes for 4 silos; expected at most one process a silo"):
+        spmd.dealt(linear_silos(), 4, 5)
+
+
+def test_dealt_silos_keep_groups_and_index():
+    silos = intercepts_silos()
+    own = spmd.dealt(silos, 1, 2)
+    assert own.names == silos.names[1::2]
+    assert own.index == silos.index
+    assert own.group == silos.group
+
+
+def test_the_launcher_names_a_missing_file(capsys):
+    with pytest.raises(SystemExit):
+        spmd.main(["nowhere.py"])
+    assert "nowhere.py: no such file" in capsys.readouterr().err
+
+
+def test_the_module_is_not_imported_with_the_package():
+    # a carrier's own dependencies stay out of the way; of a fresh interpreter, since this one has it
+    code = "import sys, numpyro_fed; sys.exit('numpyro_fed.engines.spmd' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    assert importlib.import_module("numpyro_fed.engines.spmd") is spmd
