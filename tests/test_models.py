@@ -270,7 +270,7 @@ def test_logistic_regression_quick(made_up: Path) -> None:
     found, comparison = logistic_regression.main(["--quick", "--figure", str(made_up / "figure.png")])
     plt.close("all")
     assert (made_up / "figure.png").stat().st_size > 0
-    assert len(found) == 8
+    assert len(found) == 12
     errors = comparison.table["error"] - 4 * comparison.table["mcse"]
     assert errors.max() < 0.1, comparison
 
