@@ -94,9 +94,7 @@ def test_another_seed_gives_other_draws():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", ["dirichlet", "deterministic", "local_simplex", "women_in_districts", "pupils_in_classes_in_schools"]
-)
+@pytest.mark.parametrize("name", ["dirichlet", "deterministic", "women_in_districts", "pupils_in_classes_in_schools"])
 def test_draws_of_other_model_shapes(name):
     entry = ENTRIES[name]
     with warnings.catch_warnings():
