@@ -22,6 +22,7 @@ import numpyro_fed as fed
 from numpyro_fed.engines import spmd
 from numpyro_fed.engines.remote import Kept
 from numpyro_fed.federation import message_bytes
+from numpyro_fed.mcmc.remote import StayLocal
 
 CHAINS, WARMUP, SAMPLES = 2, 2, 12
 
@@ -174,6 +175,51 @@ def test_all_silent_is_a_round_too():
     draws = np.asarray(mcmc.get_samples(group_by_chain=True)["beta"])
     np.testing.assert_array_equal(draws, np.broadcast_to(draws[:, :1], draws.shape))
     assert np.asarray(mcmc.last_state.unanswered).sum() == 6
+
+
+class Deaf(fed.Loopback):
+    """From its 10th to its 30th round silo 1 does not answer: it has computed its reply, or it was never asked."""
+
+    def __init__(self, silos, computes):
+        super().__init__(silos)
+        self.computes, self.rounds = computes, 0
+
+    def ask(self, calls):
+        stays = isinstance(calls[0].local, StayLocal)
+        self.rounds += stays
+        silent = stays and 10 <= self.rounds < 30
+        asked = [c for c in calls if not (silent and c.number == 1 and not self.computes)]
+        replies = dict(zip(map(id, asked), super().ask(asked), strict=True))
+        return [None if silent and c.number == 1 else replies[id(c)] for c in calls]
+
+
+def test_a_reply_that_is_lost_on_the_way_leaves_no_trace_in_the_silo():
+    silos, found = intercepts_silos(), []
+    for computes in (True, False):
+        mcmc = fed.RemoteMCMC(fed.FSGLD(intercepts), num_warmup=0, num_samples=40, num_chains=2)
+        mcmc.run(random.key(0), fed.RemoteSilos(silos, Deaf(silos, computes)))
+        found.append(np.asarray(mcmc.get_samples()["mu"]))
+        assert np.asarray(mcmc.last_state.unanswered).sum() > 5
+    np.testing.assert_array_equal(*found)
+
+
+def test_draws_so_far_are_kept_after_an_interruption():
+    class Interrupted(fed.Loopback):
+        stays = 0
+
+        def ask(self, calls):
+            self.stays += isinstance(calls[0].local, StayLocal)
+            if self.stays == 8:
+                raise KeyboardInterrupt
+            return super().ask(calls)
+
+    silos = linear_silos()
+    mcmc = fed.RemoteMCMC(fed.FSGLD(linear), num_warmup=3, num_samples=50)
+    with pytest.warns(UserWarning, match="interrupted: the first 4 draws are kept"):
+        mcmc.run(random.key(0), fed.RemoteSilos(silos, Interrupted(silos)))
+    assert mcmc.get_samples()["beta"].shape == (4, 2)
+    with pytest.raises(NotImplementedError, match=r"warmup\(\) is not built"):
+        mcmc.warmup(random.key(0), silos)
 
 
 def test_preparation_needs_all_silos():

@@ -92,6 +92,10 @@ class Site:
         number = jnp.asarray(self.number, jnp.int32)
         return _answer(call.local, largest(self.rows), call.key, call.message, state, self.rows, number)
 
+    def any_of(self, slot: int) -> Any:
+        """What a slot or the one beside it holds, whose types are alike."""
+        return self.kept[slot] if slot in self.kept else self.kept[slot ^ 1]
+
     def answer(self, call: Call) -> Any:
         """The reply to a call; the new private state stays here."""
         reply, new = self.reply(call, None if call.read is None else self.kept[call.read])
@@ -143,10 +147,10 @@ class RemoteSilos(Silos):
         self.__dict__.update(known.__dict__)
         self.rows = {leaf: jax.ShapeDtypeStruct(x.shape, x.dtype) for leaf, x in known.rows.items()}  # type: ignore[misc]
         self.order, self.carrier = {}, carrier
-        self._slots = itertools.count()
+        self._slots = itertools.count(0, 2)
 
     def new_slot(self) -> int:
-        """A number under which silos keep something."""
+        """A number under which silos keep something, even; the odd one after it is free for what is to take its place."""
         return next(self._slots)
 
     def ask(self, calls: list[Call]) -> list[Any]:

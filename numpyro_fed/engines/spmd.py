@@ -63,11 +63,12 @@ class Spmd:
 
     def _type_of(self, call: Call) -> Any:
         """Shapes and types of a reply, which a process knows without having the silo asked."""
-        if call.local not in self._types:
+        key = (call.local, tuple((x.shape, x.dtype) for x in jax.tree.leaves(call.message)))
+        if key not in self._types:
             site = next(iter(self.sites.values()))
-            state = None if call.read is None else site.kept[call.read]
-            self._types[call.local] = jax.eval_shape(lambda: site.reply(call, state)[0])
-        return self._types[call.local]
+            state = None if call.read is None else site.any_of(call.read)
+            self._types[key] = jax.eval_shape(lambda: site.reply(call, state)[0])
+        return self._types[key]
 
 
 def _unpacked(data: np.ndarray, leaves: list, tree: Any) -> Any:

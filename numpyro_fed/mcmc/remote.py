@@ -1,5 +1,6 @@
 """Langevin chains over silos whose rows are elsewhere: the same rounds, driven from the host."""
 
+import warnings
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -125,9 +126,11 @@ class RemoteMCMC(MCMC):
         """Prepare, warm up and draw.
 
         :param rng_key: seed of all draws.
-        :param silos: the silos' addresses, so to say.
+        :param silos: what is known of the silos, and the carrier that asks them.
         :param extra_fields: further fields of the state to collect.
         :raises ValueError: in words, for what does not go over silos elsewhere.
+        :raises RuntimeError: naming the silos that did not answer while the fit was prepared.
+        :warns UserWarning: after Ctrl-C; the draws so far are kept.
         """
         if init_params is not None:
             raise ValueError("init_params: local latents start in their silos; expected None")
@@ -140,18 +143,30 @@ class RemoteMCMC(MCMC):
         collected: dict[str, list] = {f: [] for f in fields}
         with tqdm(total=self.num_warmup + self.num_samples, disable=not self.progress_bar) as bar:
             for i in range(self.num_warmup + self.num_samples):
-                state = self._round(state, slots, silos)
+                try:
+                    new = self._round(state, slots, silos)
+                except KeyboardInterrupt:
+                    if i <= self.num_warmup:
+                        raise
+                    warnings.warn(f"interrupted: the first {i - self.num_warmup} draws are kept", stacklevel=2)
+                    break
+                state = new
                 bar.update()
                 if i >= self.num_warmup:
                     for f, values in collected.items():
-                        value = getattr(state, f)
-                        values.append({k: np.asarray(v) for k, v in value.items()} if f == "z" else np.asarray(value))
+                        values.append(jax.tree.map(np.asarray, getattr(state, f)))
         states = {f: jax.tree.map(lambda *x: jnp.stack(x, 1), *values) for f, values in collected.items()}
         states["z"] = jax.vmap(jax.vmap(partial(_constrained, kernel.factors, silos)))(states["z"])
         fill_mcmc(self, states, state, (silos,))
 
-    def _start(self, rng_key: Array, silos: RemoteSilos) -> tuple[LangevinState, list[int]]:
-        """All chains' first states, and the slots of their local latents."""
+    def warmup(self, *args: Any, **kwargs: Any) -> None:
+        """Refused: the rounds before draws are kept are part of :meth:`run`."""
+        raise NotImplementedError(
+            "warmup() is not built for silos that are elsewhere; expected run(), whose first num_warmup rounds are warm-up"
+        )
+
+    def _start(self, rng_key: Array, silos: RemoteSilos) -> tuple[LangevinState, np.ndarray]:
+        """All chains' first states, and the slots of their local latents in each silo, ``(C, S)``."""
         kernel, plan, tuning = self.sampler, self.sampler._plan, self.sampler._tuning
         keys = random.split(rng_key, self.num_chains) if self.num_chains > 1 else rng_key[None]
         starts = start_keys(keys, kernel._options.distinct_silos)
@@ -171,27 +186,22 @@ class RemoteMCMC(MCMC):
                     for n in every
                 ]
             )
-        return state, slots
+        return state, np.repeat(np.array(slots)[:, None], len(silos), 1)
 
-    def _round(self, state: LangevinState, slots: list[int], silos: RemoteSilos) -> LangevinState:
+    def _round(self, state: LangevinState, slots: np.ndarray, silos: RemoteSilos) -> LangevinState:
+        """One round of all chains. New latents are kept beside the old ones, and count once the reply has come."""
         plan, tuning = self.sampler._plan, self.sampler._tuning
         leave, keys = _depart(plan, state, len(silos))
         numbers, local = np.asarray(leave.number), StayLocal(plan)
         told = {n: tuning.seen_by(n) for n in set(numbers.tolist())}
-        with_latents = plan.units is not None
-        calls = [
-            Call(
-                int(n),
-                local,
-                keys[c],
-                (told[int(n)], jax.tree.map(lambda x, c=c: x[c], leave.chain)),
-                slots[c] if with_latents else None,
-                slots[c] if with_latents else None,
-            )
-            for c, n in enumerate(numbers)
-        ]
+        calls = []
+        for c, n in enumerate(numbers.tolist()):
+            message = told[n], jax.tree.map(lambda x, c=c: x[c], leave.chain)
+            slot = None if plan.units is None else int(slots[c, n])
+            calls.append(Call(n, local, keys[c], message, slot, None if slot is None else slot ^ 1))
         replies = silos.ask(calls)
         silent = np.array([reply is None for reply in replies])
+        slots[np.arange(len(numbers)), numbers] ^= ~silent
         if silent.all():
             return _arrive(plan, state, leave, _nothing(plan, leave), silent)
         some = replies[int(np.argmin(silent))]
