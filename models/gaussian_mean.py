@@ -1,23 +1,23 @@
 """The mean of Gaussian data whose silos differ: what long stays do to DSGLD, and not to FSGLD.
 
-Ten silos of 200 points, each around a centre of its own; the posterior of the overall mean is
-known exactly. The more local steps T a chain takes before it moves on, the more DSGLD draws from a
-mixture of the silos' own posteriors. FSGLD with exact surrogates does not depend on T: all it has
-too much of is the noise of minibatches, which is known in closed form (:func:`discretised_sd`).
+Ten silos of 200 points, each around a centre of its own; the posterior of the overall mean is known exactly. Draws are taken every 100
+local steps, also within longer stays, as in the paper. The more local steps T a chain takes before it moves on, the more DSGLD draws from a
+mixture of the silos' own posteriors. FSGLD with exact surrogates does not depend on T: all it has too much of is the noise of minibatches.
 
-The silos being of equal size, that mixture has the posterior's mean, so DSGLD's error of the mean
-falls with the number of draws, from a level that grows with T; its spread stays wrong.
+At this step nine tenths of a position are left after a step and nothing after a hundred, so that the law of the draws, and the squared error that
+the mean of n of them has, are known in closed form (:func:`variances`, :func:`expected_mse`). The silos being of equal size, DSGLD's mixture has the
+posterior's mean: its error of the mean does not come to rest, but falls as that of few draws from a wide law (one a stay); its spread stays wrong.
 
-Draws are taken at the ends of stays that are 100 or more local steps apart (the paper takes every
-100th step, within longer stays too).
+The paper prints q_s = N(mean of the silo, I / N) and says that it is the silo's likelihood: its N is the silo's 200 rows. Its grid for the constants
+of the bounds is not given. The gradients of a Gaussian are not bounded (assumption 1), so gamma_s^2 is what the grid makes it; it is largest at corners.
 
-Reference: El Mekkaoui et al. (2021), Federated Stochastic Gradient Langevin Dynamics, section 5.1,
-figures 2, 3b and 4.
+Reference: El Mekkaoui et al. (2021), Federated Stochastic Gradient Langevin Dynamics, section 5.1, figures 2, 3 and 4.
 """
 
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import arviz as az
 import jax
@@ -25,13 +25,17 @@ import matplotlib.pyplot as plt
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
+import pandas as pd
 from numpyro.infer import MCMC, NUTS
 
 import numpyro_fed as fed
 
 NUM_SILOS, NUM_ROWS = 10, 200
 STEP_SIZE, BATCH_SIZE = 1e-4, 10
-STAYS = (1, 10, 100, 1000)
+STAYS, EVERY, BURN_IN = (1, 10, 100, 1000), 100, 20_000
+NUM_CHAINS = 8
+METHODS = ("DSGLD", "FSGLD", "FSGLD, defaults")
+Draws = dict[tuple[str, int], np.ndarray]
 
 
 def data(seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -59,42 +63,45 @@ def exact(silos: fed.Silos) -> tuple[np.ndarray, float]:
     return x.sum(0) / (len(x) + 1), (len(x) + 1) ** -0.5
 
 
-def discretised_sd(silos: fed.Silos) -> float:
-    """The sd of FSGLD's draws at this step size, an average over silos and coordinates.
+def variances(silos: fed.Silos, method: str, stay: int) -> tuple[float, float]:
+    """Of a draw at the paper's step size, averaged over coordinates: what differing silos make of it, and what single steps make.
 
-    With exact surrogates a step is theta += -h/2 lam (theta - mean) + N(0, h + h^2 V / 4), where
-    lam = N + 1 and V = (N_s S)^2 / m times the variance within a silo is the minibatch's noise.
+    With a = 1 - h lam / 2 and lam = N + 1 a step of DSGLD is theta <- a theta + (1 - a) c_s + N(0, h + h^2 V / 4): c_s is the silo's own
+    posterior mean, V = (N_s S)^2 / m times the variance within a silo the minibatch's noise. FSGLD has c, the posterior mean, in place of all c_s.
     """
-    n, h = NUM_SILOS * NUM_ROWS, STEP_SIZE
-    within = np.mean([np.var(np.asarray(silos[name]["x"]), axis=0) for name in silos])
-    noise = h + h**2 / 4 * n**2 / BATCH_SIZE * within
-    return float(np.sqrt(noise / (1 - (1 - h * (n + 1) / 2) ** 2)))
+    rows, h = NUM_SILOS * NUM_ROWS, STEP_SIZE
+    points = [np.asarray(silos[name]["x"], np.float64) for name in silos]
+    within, centres = np.mean([x.var(0) for x in points]), np.stack([x.mean(0) for x in points]) * rows / (rows + 1)
+    left = 1 - h * (rows + 1) / 2
+    noise = (h + h**2 / 4 * rows**2 / BATCH_SIZE * within) / (1 - left**2)
+    share = (1 - left**stay) / (1 + left**stay) if method == "DSGLD" else 0.0
+    return float(share * centres.var(0).mean()), float(noise)
 
 
-def fit(silos: fed.Silos, method: str, stay: int, num_samples: int, num_burn_in: int) -> np.ndarray:
-    """Draws of the paper's DSGLD or FSGLD with ``stay`` local steps a round, (chains, draws, 2)."""
+def expected_mse(silos: fed.Silos, method: str, stay: int, num_draws: np.ndarray) -> np.ndarray:
+    """The expectation of :func:`mse`: draws share nothing but the silo of their stay."""
+    between, noise = variances(silos, method, stay)
+    kept = max(1, stay // EVERY)
+    stays, rest = np.divmod(num_draws, kept)
+    return 2 * (between * (stays * kept**2 + rest**2) / num_draws**2 + noise / num_draws)
+
+
+def fit(silos: fed.Silos, method: str, stay: int, num_draws: int, burn_in: int = BURN_IN) -> np.ndarray:
+    """Draws every 100 local steps, (chains, draws, 2), with ``stay`` steps a round: of the paper's kernels, or by the library's defaults."""
+    kept, thinning = max(1, stay // EVERY), max(1, EVERY // stay)
+    settings: dict[str, Any] = {"num_local_steps": stay, "num_kept": kept}
+    paper: dict[str, Any] = {"step_size": STEP_SIZE, "batch_size": BATCH_SIZE, "preconditioner": None}
     if method == "DSGLD":
-        kernel = fed.DSGLD(model, step_size=STEP_SIZE, num_local_steps=stay, batch_size=BATCH_SIZE)
+        kernel: fed.DSGLD | fed.FSGLD = fed.DSGLD(model, **settings, **paper)
+    elif method == "FSGLD":
+        kernel = fed.FSGLD(model, surrogate=exact_surrogates(silos), **settings, **paper)
     else:
-        kernel = fed.FSGLD(
-            model,
-            step_size=STEP_SIZE,
-            num_local_steps=stay,
-            batch_size=BATCH_SIZE,
-            surrogate=exact_surrogates(silos),
-            preconditioner=None,
-        )
-    thinning = max(1, 100 // stay)
-    mcmc = MCMC(
-        kernel,
-        num_warmup=num_burn_in // stay,
-        num_samples=num_samples * thinning,
-        thinning=thinning,
-        num_chains=8,
-        chain_method="vectorized",
-    )
+        kernel = fed.FSGLD(model, **settings)
+    chains: dict[str, Any] = {"num_chains": NUM_CHAINS, "chain_method": "vectorized"}
+    counts = {"num_warmup": kept * burn_in // stay, "num_samples": num_draws * thinning, "thinning": thinning}
+    mcmc = MCMC(kernel, **counts, **chains)
     mcmc.run(jax.random.key(0), silos)
-    return np.asarray(mcmc.get_samples(group_by_chain=True)["mu"])
+    return np.asarray(mcmc.get_samples(group_by_chain=True)["mu"], np.float64)
 
 
 def mse(draws: np.ndarray, mean: np.ndarray) -> np.ndarray:
@@ -109,54 +116,93 @@ def exact_surrogates(silos: fed.Silos) -> fed.surrogates.Surrogates:
     return fed.surrogates.analytic(silos, means, np.full_like(means, NUM_ROWS))
 
 
-def bounds(silos: fed.Silos) -> dict[str, np.ndarray]:
-    """gamma_s^2 of theorem 1 (its mean over rows) and epsilon_s^2 of theorem 2, maxima over a grid of theta."""
-    theta = np.stack(np.meshgrid(*[np.linspace(-6, 6, 61)] * 2), -1).reshape(-1, 2)
-    found = fed.surrogates.noise(model, silos, exact_surrogates(silos), theta)
-    return {"γ² (DSGLD)": found.gamma_squared_mean, "ε² (FSGLD)": found.epsilon_squared}
+def bounds(silos: fed.Silos) -> tuple[pd.DataFrame, tuple[float, float]]:
+    """gamma_s^2 of theorem 1 and epsilon_s^2 of theorem 2, and the bounds of both after 100,000 steps.
+
+    Maxima over a grid on the square of the centres, of all rows (assumption 1) and of the mean over rows, which is all that the theorem's proof needs;
+    and of that mean over a grid of six posterior sds.
+    """
+    square = np.stack(np.meshgrid(*[np.linspace(-6, 6, 25)] * 2), -1).reshape(-1, 2)
+    mean, sd = exact(silos)
+    surrogates = exact_surrogates(silos)
+    wide, near = (fed.surrogates.noise(model, silos, surrogates, theta) for theta in (square, mean + sd * square / 2))
+    columns = {
+        "γ², rows": wide.gamma_squared,
+        "γ², mean": wide.gamma_squared_mean,
+        "γ², near": near.gamma_squared_mean,
+        "ε²": wide.epsilon_squared,
+    }
+    found = fed.surrogates.mse_bounds(wide, step_size=STEP_SIZE, num_steps=100_000, batch_size=BATCH_SIZE)
+    return pd.DataFrame(columns, index=list(silos.names)), found
 
 
-def plot(silos: fed.Silos, draws: dict[tuple[str, int], np.ndarray], place: Path) -> None:
-    figure = plt.figure(figsize=(12, 9.5), layout="constrained")
-    grid = figure.add_gridspec(3, 4)
-    curves = figure.add_subplot(grid[2, :2], xlabel="draws", title="Squared error of the mean")
-    for k, ((method, stay), chains) in enumerate(draws.items()):
-        axes = figure.add_subplot(grid[divmod(k, len(draws) // 2)], aspect="equal", title=f"{method} ({stay})")
+def table(silos: fed.Silos, draws: Draws) -> pd.DataFrame:
+    """Squared error of the mean of 10, 100, ... draws and the sd of draws, beside their closed forms."""
+    rows = {}
+    for (method, stay), chains in draws.items():
+        error, count = mse(chains, exact(silos)[0]), chains.shape[1]
+        ends = [n for n in (10, 100, 1000) if n <= count]
+        rows[method, stay] = {f"{n:,} draws": error[n - 1] for n in ends} | {"sd": np.sqrt(chains.var((0, 1)).mean())}
+        if method != "FSGLD, defaults":
+            expected = expected_mse(silos, method, stay, np.array([ends[-1]]))[0]
+            rows[method, stay] |= {"expected": expected, "expected sd": sum(variances(silos, method, stay)) ** 0.5}
+    return pd.DataFrame(rows).T
+
+
+def plot(silos: fed.Silos, draws: Draws, place: Path) -> None:
+    figure = plt.figure(figsize=(13, 10), layout="constrained")
+    grid = figure.add_gridspec(3, 8)
+    shown = [run for run in draws if run[0] != "FSGLD, defaults"]
+    columns = len(shown) // 2
+    mean, sd = exact(silos)
+    analytic = mean + sd * np.random.default_rng(0).normal(size=(500, 2))
+    panels = {f"{method} ({stay})": draws[method, stay][0] for method, stay in shown} | {"Posterior": analytic}
+    for k, (title, points) in enumerate(panels.items()):
+        row, column = divmod(k, columns)
+        axes = figure.add_subplot(grid[row, 2 * column : 2 * column + 2], aspect="equal", title=title)
         for name in silos:
             x = np.asarray(silos[name]["x"])
             axes.scatter(x[:, 0], x[:, 1], s=2, alpha=0.3)
-        axes.scatter(chains[0, :, 0], chains[0, :, 1], s=3, color="black")
-        line = "-" if method == "FSGLD" else "--"
-        error = mse(chains, exact(silos)[0])
-        curves.loglog(np.arange(1, len(error) + 1), error, line, label=f"{method} ({stay})")
-    curves.legend(loc="center left", bbox_to_anchor=(1, 0.5))
-    bars = figure.add_subplot(grid[2, 2:], xlabel="silo", title="Constants of the bounds")
-    for shift, (label, values) in zip((-0.2, 0.2), bounds(silos).items(), strict=True):
-        bars.bar(np.arange(NUM_SILOS) + shift, values, 0.4, label=label)
-    bars.legend()
+        axes.scatter(points[:, 0], points[:, 1], s=3, color="black")
+    curves = figure.add_subplot(grid[2, 2:5], xlabel="draws", title="Squared error of the mean (dotted: expected)")
+    for (method, stay), chains in draws.items():
+        error, place_in = mse(chains, mean), sorted({run[1] for run in draws}).index(stay)
+        numbers, color = np.arange(1, len(error) + 1), f"C{place_in}"
+        if method == "DSGLD":
+            curves.loglog(numbers, error, color=color, label=f"{method} ({stay})")
+            curves.loglog(numbers, expected_mse(silos, method, stay, numbers), ":", color=color)
+        elif stay == 100:
+            curves.loglog(numbers, error, color="black" if method == "FSGLD" else "C7", label=f"{method} ({stay})")
+    curves.legend(fontsize="x-small", loc="lower left")
+    found = bounds(silos)[0].drop(columns="γ², rows")
+    bars = figure.add_subplot(grid[2, 5:], xlabel="silo", title="Constants of the bounds", yscale="log")
+    for shift, (label, values) in zip((-0.27, 0, 0.27), found.items(), strict=True):
+        bars.bar(np.arange(NUM_SILOS) + shift, values, 0.27, label=label)
+    bars.set(ylim=(1, 2e3))
+    bars.legend(fontsize="small", ncols=3)
     place.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(place, dpi=150)
     plt.close(figure)
 
 
-def main(arguments: Sequence[str] | None = None) -> dict[tuple[str, int], np.ndarray]:
-    """Print a table and a comparison, draw the figure; return the draws by method and T."""
+def main(arguments: Sequence[str] | None = None) -> Draws:
+    """Print tables and a comparison, draw the figure; return the draws by method and T."""
     parser = argparse.ArgumentParser(description="A Gaussian mean: DSGLD and FSGLD by stay.")
     parser.add_argument("--quick", action="store_true", help="few draws")
     parser.add_argument("--figure", type=Path, default=Path("figures/gaussian_mean.png"))
     args = parser.parse_args(arguments)
 
     points = silos()
-    mean, sd = exact(points)
-    num_samples, num_burn_in = (100, 2_000) if args.quick else (500, 20_000)
-    stays = (1, 100) if args.quick else STAYS
-    runs = [(method, stay) for method in ("DSGLD", "FSGLD") for stay in stays]
-    draws = {run: fit(points, *run, num_samples, num_burn_in) for run in runs}
-    print(f"posterior sd {sd:.4f}; at this step size FSGLD's is {discretised_sd(points):.4f}")
-    print("method     T   squared error of the mean   sd of the draws")
-    for (method, stay), chains in draws.items():
-        error, spread = mse(chains, mean)[-1], chains.std((0, 1)).mean()
-        print(f"{method} {stay:>5}   {error:<25.2e}   {spread:.4f}")
+    num_draws, burn_in = (100, 2_000) if args.quick else (1_000, BURN_IN)
+    methods, stays = (METHODS[:2], (1, 100)) if args.quick else (METHODS, STAYS)
+    runs = [(method, stay) for method in methods for stay in stays]
+    draws = {run: fit(points, *run, num_draws, burn_in) for run in runs}
+    print(f"posterior sd {exact(points)[1]:.4f}; {NUM_CHAINS} chains; squared error of the mean, and sd of draws:")
+    print(table(points, draws).map("{:.3g}".format).to_string())
+    constants, (of_dsgld, of_fsgld) = bounds(points)
+    print("constants of the bounds by silo:")
+    print(constants.round(2).to_string())
+    print(f"bounds after 100,000 steps, up to a constant: DSGLD {of_dsgld:.3g}, FSGLD {of_fsgld:.3g}")
     plot(points, draws, args.figure)
 
     # The library's own step size in place of the paper's, against NUTS.

@@ -173,11 +173,53 @@ def test_gaussian_mean_posterior_and_bounds() -> None:
     mean, sd = gaussian_mean.exact(points)
     np.testing.assert_allclose(mean, x.sum(0) / 2001, rtol=1e-5)
     assert sd == 2001**-0.5
-    gamma, epsilon = gaussian_mean.bounds(points).values()
-    # epsilon_s^2 does not depend on theta: it is the trace of the silo's covariance
-    variances = [x[silo == s].astype(float).var(0).sum() for s in range(10)]
-    np.testing.assert_allclose(epsilon, variances, rtol=1e-5)
-    assert (gamma > 10 * epsilon).all()
+    constants, (dsgld, fsgld) = gaussian_mean.bounds(points)
+    # epsilon_s^2 does not depend on theta: it is the trace of the silo's covariance; gamma_s^2 is largest in a corner
+    rows = [x[silo == s].astype(float) for s in range(10)]
+    variances = [own.var(0).sum() for own in rows]
+    np.testing.assert_allclose(constants["ε²"], variances, rtol=1e-5)
+    corners = np.array([[a, b] for a in (-6, 6) for b in (-6, 6)])
+    squares = [((own[:, None] - corners) ** 2).sum(-1) for own in rows]
+    np.testing.assert_allclose(constants["γ², rows"], [own.max() for own in squares], rtol=1e-5)
+    np.testing.assert_allclose(constants["γ², mean"], [own.mean(0).max() for own in squares], rtol=1e-5)
+    assert (constants["γ², mean"] > 10 * constants["ε²"]).all()
+    # N_s^2 / (f_s m T) = 0.4 for each of them, and 1 / (h T) = 0.1
+    assert dsgld == pytest.approx(0.4 * constants["γ², rows"].sum() + 0.1, rel=1e-5)
+    assert fsgld == pytest.approx(0.4 * sum(variances) + 0.1, rel=1e-5)
+
+
+def gaussian_chains(stay: int, num_chains: int, num_draws: int) -> np.ndarray:
+    """DSGLD on the points in NumPy, every minibatch's mean from all rows' normal approximation: (chains, draws, 2)."""
+    x, silo = gaussian_mean.data()
+    rng, h, lam = np.random.default_rng(1), gaussian_mean.STEP_SIZE, 2001
+    rows = np.stack([x[silo == s].astype(float) for s in range(10)])
+    centres, sds = rows.mean(1), rows.std(1)
+    theta, out = np.zeros((num_chains, 2)), []
+    for step in range(2000 + 100 * num_draws):
+        if step % stay == 0:
+            at = rng.integers(10, size=num_chains)
+        seen = centres[at] + sds[at] * rng.normal(size=theta.shape) / gaussian_mean.BATCH_SIZE**0.5
+        theta = theta + h / 2 * (2000 * seen - lam * theta) + h**0.5 * rng.normal(size=theta.shape)
+        if step >= 2000 and step % 100 == 99:
+            out.append(theta)
+    return np.stack(out, 1)
+
+
+@pytest.mark.parametrize("stay", [10, 200])
+def test_gaussian_mean_closed_forms_are_those_of_simulated_chains(stay: int) -> None:
+    points, count = gaussian_mean.silos(), 400
+    draws = gaussian_chains(stay, count, 7)
+    mean, _ = gaussian_mean.exact(points)
+    numbers = np.arange(1, 8)
+    expected = gaussian_mean.expected_mse(points, "DSGLD", stay, numbers)
+    running = draws.cumsum(1) / numbers[:, None]
+    each = ((running - mean) ** 2).sum(-1)
+    assert (abs(each.mean(0) - expected) < 4 * each.std(0) / count**0.5).all()
+    between, noise = gaussian_mean.variances(points, "DSGLD", stay)
+    assert abs(draws.var((0, 1)).mean() / (between + noise) - 1) < 0.1
+    other = gaussian_mean.expected_mse(points, "DSGLD", 1000, numbers)  # negative control: draws of one stay
+    assert abs(each.mean(0) - other)[-1] > 8 * each.std(0)[-1] / count**0.5
+    assert gaussian_mean.variances(points, "FSGLD", stay) == (0, noise)
 
 
 def test_gaussian_mean_quick(tmp_path: Path) -> None:
@@ -186,18 +228,16 @@ def test_gaussian_mean_quick(tmp_path: Path) -> None:
     assert (tmp_path / "figure.png").stat().st_size > 0
     points = gaussian_mean.silos()
     mean, sd = gaussian_mean.exact(points)
-    predicted = gaussian_mean.discretised_sd(points)
-    for stay in (1, 100):
-        chains = draws["FSGLD", stay]
+    for (method, stay), chains in draws.items():
         # at 100 steps of contraction 0.9 between draws these are as good as independent
-        count = np.prod(chains.shape[:2])
+        predicted, count = sum(gaussian_mean.variances(points, method, stay)) ** 0.5, np.prod(chains.shape[:2])
         assert (abs(chains.mean((0, 1)) - mean) < 4 * predicted / count**0.5).all()
-        ratio = chains.std((0, 1)) / predicted
-        assert (abs(ratio - 1) < 4 / (2 * count) ** 0.5 + 0.05).all(), (stay, ratio)
+        ratio = chains.var((0, 1)).mean() ** 0.5 / predicted
+        assert abs(ratio - 1) < 4 / (4 * count) ** 0.5 + 0.03, (method, stay, ratio)
     # negative controls: in long stays DSGLD's draws spread with the silos' centres; what is predicted
     # is not the posterior's sd
-    assert draws["DSGLD", 100].std((0, 1)).min() > 20 * predicted
-    assert predicted > 2 * sd
+    assert draws["DSGLD", 100].std((0, 1)).min() > 20 * draws["FSGLD", 100].std((0, 1)).max()
+    assert sum(gaussian_mean.variances(points, "FSGLD", 100)) ** 0.5 > 2 * sd
 
 
 # Data that are not shipped

@@ -60,6 +60,20 @@ def test_kept_draws_have_the_law_of_the_chain():
     assert np.abs(errors(draws[:, 3::4], law[0], 1.3 * law[1])).max() > 8  # negative control
 
 
+def test_dsgld_keeps_the_draws_that_fsgld_without_weight_keeps():
+    settings = {"step_size": 0.01, "num_local_steps": 8, "num_kept": 4}
+    mcmc = chains(fed.DSGLD(linear, **settings))
+    silo = np.asarray(mcmc.get_extra_fields(group_by_chain=True)["silo"]).reshape(4, 10, 4)
+    assert (silo == silo[..., :1]).all()
+    same = chains(fed.FSGLD(linear, alpha=0.0, surrogate=None, preconditioner=None, **settings))
+    draws = mcmc.get_samples()["beta"]
+    np.testing.assert_array_equal(draws, same.get_samples()["beta"])
+    once = chains(fed.DSGLD(linear, step_size=0.01, num_local_steps=8)).get_samples()["beta"]
+    assert (draws != once).any()  # negative control
+    with pytest.raises(ValueError, match="num_kept=3 draws of a stay need stays of a multiple of as many steps"):
+        fed.DSGLD(linear, **{**settings, "num_kept": 3})
+
+
 # Silos
 
 

@@ -47,6 +47,7 @@ class DSGLD(LangevinKernel):
         preconditioner: str | None = None,
         *,
         surrogate: str | Surrogates | None = "score",
+        num_kept: int = 1,
         bias_target: float = 0.02,
         public: Sequence[str] = (),
         validate: bool = True,
@@ -55,6 +56,6 @@ class DSGLD(LangevinKernel):
             model,
             Options(
                 step_size, num_local_steps, batch_size, surrogate, 0.0, selection, preconditioner,
-                bias_target, public, validate,
+                bias_target, public, validate, num_kept=num_kept,
             ),
         )  # fmt: skip
