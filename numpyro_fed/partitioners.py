@@ -10,7 +10,7 @@ from bisect import bisect_left
 import numpy as np
 from numpy.typing import ArrayLike
 
-__all__ = ["beta", "dirichlet", "iid", "quantity"]
+__all__ = ["beta", "dirichlet", "disjoint", "iid", "quantity"]
 
 Seed = int | np.random.Generator
 
@@ -122,6 +122,45 @@ def dirichlet(
         by[rng.choice(np.flatnonzero(by == rich))] = poor
         sizes = np.bincount(by, minlength=num_silos)
     return by
+
+
+def disjoint(seed: Seed, labels: ArrayLike, num_silos: int, min_labels: int = 1) -> np.ndarray:
+    """Silos without a common label: each label goes to one silo, with all its rows.
+
+    Labels are dealt at random; silos' numbers of labels differ by at most one, their numbers of rows as the labels' do.
+
+    :param seed: a seed or a :class:`numpy.random.Generator`.
+    :param labels: the label of each row, integers, booleans or strings, shape ``(N,)``.
+    :param num_silos: number of silos, S.
+    :param min_labels: labels that every silo needs (two, where rows of different labels are to be compared).
+    :return: the silo of each row, shape ``(N,)``.
+    :raises ValueError: for labels that are no column, or fewer than ``num_silos * min_labels`` different ones.
+
+    **References:**
+
+    1. *Federated Stochastic Gradient Langevin Dynamics*, Khaoula El Mekkaoui, Diego Mesquita,
+       Paul Blomstedt, Samuel Kaski (2021), section 5.2
+
+    Example::
+
+        >>> from numpyro_fed import partitioners
+        >>> by = partitioners.disjoint(0, labels=["a", "b", "c", "a"], num_silos=2)
+        >>> bool(by[0] == by[3]), sorted(set(by.tolist()))
+        (True, [0, 1])
+    """
+    rng = _generator(seed)
+    values, label = np.unique(_column(labels), return_inverse=True)
+    if num_silos < 1 or min_labels < 1:
+        raise ValueError(
+            "expected at least one silo with at least one label each, got "
+            f"num_silos={num_silos}, min_labels={min_labels}"
+        )
+    if len(values) < num_silos * min_labels:
+        raise ValueError(
+            f"labels: expected at least {num_silos * min_labels} different ones, so that {num_silos} silos have {min_labels} "
+            f"or more each and none in common, got {len(values)}; use at most {len(values) // min_labels} silos"
+        )
+    return rng.permutation(np.arange(len(values)) % num_silos)[label]
 
 
 def beta(seed: Seed, labels: ArrayLike, num_silos: int, a: float = 0.5, b: float | None = None) -> np.ndarray:

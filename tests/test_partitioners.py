@@ -15,6 +15,7 @@ ALL: dict[str, Callable[[int], np.ndarray]] = {
     "quantity": lambda seed: partitioners.quantity(seed, 1000, 7, 0.3, min_rows=5),
     "dirichlet": lambda seed: partitioners.dirichlet(seed, LABELS, 7, 0.3, min_rows=5),
     "beta": lambda seed: partitioners.beta(seed, BINARY, 7, 2.0),
+    "disjoint": lambda seed: partitioners.disjoint(seed, np.arange(1000) % 50, 7),
 }
 
 
@@ -43,6 +44,24 @@ def test_iid_sizes_differ_by_at_most_one(num_rows: int) -> None:
     sizes = np.bincount(partitioners.iid(0, num_rows, 5))
     assert sizes.sum() == num_rows
     assert np.ptp(sizes) <= 1
+
+
+@pytest.mark.parametrize(("num_silos", "counts"), [(10, [2] * 4 + [3] * 6), (13, [2] * 13), (1, [26])])
+def test_disjoint_silos_have_whole_labels_of_their_own(num_silos: int, counts: list[int]) -> None:
+    labels = np.random.default_rng(1).integers(0, 26, 2000)
+    by = partitioners.disjoint(3, [chr(65 + k) for k in labels], num_silos)
+    silo_of = {label: set(by[labels == label]) for label in range(26)}
+    assert all(len(found) == 1 for found in silo_of.values())
+    assert sorted(np.bincount([found.pop() for found in silo_of.values()])) == counts
+
+
+def test_disjoint_deals_every_label_to_every_silo_alike() -> None:
+    first = np.array([partitioners.disjoint(seed, np.arange(7), 3)[0] for seed in range(3000)])
+    shares = np.bincount(first) / len(first)
+    # seven labels are dealt 3, 2, 2; the largest silo is the first one
+    expected = np.array([3, 2, 2]) / 7
+    assert (abs(shares - expected) < 4 * np.sqrt(expected * (1 - expected) / len(first))).all()
+    assert abs(shares[0] - 1 / 3) > 4 * np.sqrt(2 / 9 / len(first))  # negative control
 
 
 @pytest.mark.parametrize("concentration", [1e-3, 0.1, 1.0, 100.0])
@@ -135,6 +154,13 @@ def test_split_leaves_unused_rows_out() -> None:
         (lambda: partitioners.dirichlet(0, [[0, 1]], 1), r"shape \(N,\), got shape \(1, 2\)"),
         (lambda: partitioners.dirichlet(0, [0, 1], 3), "use fewer silos"),
         (lambda: partitioners.dirichlet(0, [0, 1], 2, -1.0), "got -1.0"),
+        (lambda: partitioners.disjoint(0, [0, 1, 1], 3), "at least 3 different ones.*got 2; use at most 2 silos"),
+        (
+            lambda: partitioners.disjoint(0, list("abcde"), 3, min_labels=2),
+            "at least 6 different.*got 5; use at most 2 ",
+        ),
+        (lambda: partitioners.disjoint(0, [0, 1], 1, min_labels=0), "at least one label each"),
+        (lambda: partitioners.disjoint(0, [[0, 1]], 1), r"shape \(N,\), got shape \(1, 2\)"),
         (lambda: partitioners.beta(0, [0, 1, 2], 2), "expected two values, got 3"),
         (lambda: partitioners.beta(0, [0, 0, 1], 2, a=0.0), "a > 0 and b > 0"),
         (lambda: partitioners.beta(0, [0] * 9 + [1], 8, a=500.0, b=1.0), "do not suffice"),

@@ -184,7 +184,7 @@ def plain(task: Task, num_local_steps: int, num_samples: int) -> Callable[[Array
 
     @jax.jit
     def run(key: Array, data: dict[str, Array]) -> Array:
-        num_rows = len(data["y"])
+        num_rows = len(next(iter(data.values())))
 
         def step(theta: Array, key: Array) -> tuple[Array, None]:
             key_batch, key_noise = random.split(key)
@@ -215,7 +215,7 @@ def block_form(
 
     @jax.jit
     def run(key: Array, data: dict[str, Array]) -> Array:
-        num_rows = len(data["y"])
+        num_rows = len(next(iter(data.values())))
 
         def step(theta: Array, drawn: tuple) -> tuple[Array, None]:
             xi, rows = drawn
