@@ -49,10 +49,7 @@ DIRECTIONS, PRIOR_SD, STAY, ROUNDS = 10, 10.0, 40, 1_000
 NUM_STEPS = 10_000  # at least, where stays are short; a fifth of the rounds is burn-in
 METHODS = ("DSGLD", "FSGLD, moments", "FSGLD, Laplace", "FSGLD, score", "FSGLD, default", "NUTS")
 SETS = ("learning", "held-out")
-NEAR, LOST = (
-    0.01,
-    -10.0,
-)  # log likelihoods of a pair: a curve is as good as NUTS's; a chain has left and does not come back
+NEAR, LOST = 0.01, -10.0  # log likelihoods of a pair: as good as NUTS's; a chain has left and does not come back
 Pairs = dict[str, np.ndarray]
 
 

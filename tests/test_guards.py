@@ -126,3 +126,15 @@ def test_results_of_other_silos_and_predictions_of_what_is_given_are_refused():
 def test_latents_of_other_silos_are_carried_no_further_than_the_map_was_fitted():
     latents = LatentCoordinates(np.zeros(2), np.eye(2), None)
     np.testing.assert_array_equal(latents.u(np.array([-9.0, 1.0])), [-6.0, 1.0])
+
+
+def test_a_chain_that_grows_without_end_has_left_before_its_numbers_overflow():
+    # each step multiplies the distance by 1 - h / 2 * 40 = -3: beyond 1e18 after 4 rounds of 10, and still finite then
+    grown = MCMC(fed.DSGLD(mean, step_size=0.2, num_local_steps=10), num_warmup=0, num_samples=8, progress_bar=False)
+    grown.run(jax.random.key(0), halves())
+    assert np.asarray(grown.get_extra_fields()["diverging"]).tolist()[-3:] == [True] * 3
+    assert 1e9 < abs(float(grown.get_samples()["mu"][-1])) < 1e18
+    with pytest.warns(UserWarning, match="chain 0 left the reals in [345] rounds"):
+        fed.to_inference_data(grown, halves())
+    calm = run(fed.DSGLD(mean, step_size=1e-3, num_local_steps=10), halves())
+    assert not np.asarray(calm.get_extra_fields()["diverging"]).any()

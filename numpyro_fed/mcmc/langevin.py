@@ -36,6 +36,9 @@ from numpyro_fed.storage import SiloRows, SiloView, gather
 __all__ = ["Chain", "StayStats", "batches", "federated", "local_noise", "local_step", "move", "pick_rows", "stay"]
 
 
+_FARTHEST = 1e18  # whose square float32 still has: a chain beyond has left, though its numbers are finite
+
+
 class Chain(NamedTuple):
     """What travels: the global position ``(d,)`` and the number of local steps made."""
 
@@ -108,7 +111,7 @@ def stay(
     if rest:
         carry = run(carry, keys[blocks], rest)
     theta, new_eps, count, cuts, accepted, sum_e = carry
-    finite, stuck, accept = jnp.isfinite(theta).all(), jnp.zeros(()), jnp.ones(())
+    finite, stuck, accept = (jnp.abs(theta) < _FARTHEST).all(), jnp.zeros(()), jnp.ones(())
     if plan.units is not None and eps is not None and new_eps is not None:
         owned = plan.units.owned(view)
         finite &= jnp.isfinite(jnp.where(owned, new_eps, 0.0)).all()
