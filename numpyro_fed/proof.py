@@ -83,7 +83,15 @@ def prove(factors: Factors, silos: Silos, *, seed: int = 0) -> None:
         return _prove_alone(factors, silos, seed)
     for point in range(2):
         theta, z = _point(factors, silos, random.key(seed + point))
-        value, gradient, terms = _factored(factors, theta, z, silos)
+        try:
+            value, gradient, terms = _factored(factors, theta, z, silos)
+        except (TypeError, ValueError, IndexError) as error:
+            sizes = {group: (min(own), max(own)) for group, own in silos.sizes.items()}
+            raise ValueError(
+                f"proof check: the model fails on the rows of a silo ({error}), with from and to {sizes} rows; expected latent sites "
+                "(weights of a network) of the same shapes in all silos, whatever the number of their rows: take sizes of layers from constants "
+                "or from the rows' own shape, x.shape[-1]"
+            ) from error
         try:
             expected, expected_gradient = _pooled(factors, theta, z, silos)
         except (TypeError, ValueError, IndexError) as error:
