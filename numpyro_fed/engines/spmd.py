@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
@@ -75,7 +74,7 @@ def _unpacked(data: np.ndarray, leaves: list, tree: Any) -> Any:
     out, start = [], 0
     for x in leaves:
         stop = start + x.size * x.dtype.itemsize
-        out.append(jnp.asarray(np.frombuffer(data[start:stop].tobytes(), x.dtype).reshape(x.shape)))
+        out.append(data[start:stop].copy().view(x.dtype).reshape(x.shape))
         start = stop
     return jax.tree.unflatten(tree, out)
 

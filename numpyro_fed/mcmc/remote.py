@@ -55,11 +55,12 @@ class StayLocal:
 
 
 @partial(jax.jit, static_argnames=("plan", "num_silos"))
-def _depart(plan: Plan, state: LangevinState, num_silos: int) -> tuple[Departure, Array]:
-    """Of all chains: where they go, and the key of the stay there."""
+def _depart(plan: Plan, state: LangevinState, num_silos: int) -> tuple[Departure, list[tuple[Array, Chain]]]:
+    """Of all chains where they go; of each the key of the stay there, and what travels."""
     axes = chain_axes(False)
     leave = jax.vmap(lambda s: depart(plan, s, num_silos), in_axes=(axes,))(state)
-    return leave, jax.vmap(key_of)(leave.key, leave.number)
+    keys = jax.vmap(key_of)(leave.key, leave.number)
+    return leave, [(keys[c], jax.tree.map(lambda x, c=c: x[c], leave.chain)) for c in range(len(keys))]
 
 
 @partial(jax.jit, static_argnames=("plan",))
@@ -139,12 +140,13 @@ class RemoteMCMC(MCMC):
         kernel._num_warmup = self.num_warmup
         kernel._prepare(silos, {})
         state, slots = self._start(rng_key, silos)
+        told = [kernel._tuning.seen_by(n) for n in range(len(silos))]
         fields = tuple(dict.fromkeys((*kernel.default_fields, *extra_fields)))
         collected: dict[str, list] = {f: [] for f in fields}
         with tqdm(total=self.num_warmup + self.num_samples, disable=not self.progress_bar) as bar:
             for i in range(self.num_warmup + self.num_samples):
                 try:
-                    new = self._round(state, slots, silos)
+                    new = self._round(state, slots, told, silos)
                 except KeyboardInterrupt:
                     if i <= self.num_warmup:
                         raise
@@ -188,24 +190,26 @@ class RemoteMCMC(MCMC):
             )
         return state, np.repeat(np.array(slots)[:, None], len(silos), 1)
 
-    def _round(self, state: LangevinState, slots: np.ndarray, silos: RemoteSilos) -> LangevinState:
-        """One round of all chains. New latents are kept beside the old ones, and count once the reply has come."""
-        plan, tuning = self.sampler._plan, self.sampler._tuning
-        leave, keys = _depart(plan, state, len(silos))
+    def _round(self, state: LangevinState, slots: np.ndarray, told: list[Tuning], silos: RemoteSilos) -> LangevinState:
+        """One round of all chains. New latents are kept beside the old ones, and count once the reply has come.
+
+        :param told: what each silo is told of surrogates and step size.
+        """
+        plan = self.sampler._plan
+        leave, each = _depart(plan, state, len(silos))
         numbers, local = np.asarray(leave.number), StayLocal(plan)
-        told = {n: tuning.seen_by(n) for n in set(numbers.tolist())}
         calls = []
-        for c, n in enumerate(numbers.tolist()):
-            message = told[n], jax.tree.map(lambda x, c=c: x[c], leave.chain)
+        for c, (n, (key, chain)) in enumerate(zip(numbers.tolist(), each, strict=True)):
             slot = None if plan.units is None else int(slots[c, n])
-            calls.append(Call(n, local, keys[c], message, slot, None if slot is None else slot ^ 1))
+            calls.append(Call(n, local, key, (told[n], chain), slot, None if slot is None else slot ^ 1))
         replies = silos.ask(calls)
         silent = np.array([reply is None for reply in replies])
         slots[np.arange(len(numbers)), numbers] ^= ~silent
         if silent.all():
             return _arrive(plan, state, leave, _nothing(plan, leave), silent)
         some = replies[int(np.argmin(silent))]
-        stacked = jax.tree.map(lambda *x: jnp.stack(x), *[some if reply is None else reply for reply in replies])
+        # in NumPy, which has no programs to dispatch
+        stacked = jax.tree.map(lambda *x: np.stack(x), *[some if reply is None else reply for reply in replies])
         return _arrive(plan, state, leave, stacked, silent)
 
 

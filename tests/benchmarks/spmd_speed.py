@@ -1,8 +1,8 @@
 """What JAX processes buy: FSGLD's rounds a second with two silos in one process, and in two processes with one silo each.
 
-    python tests/benchmarks/spmd_speed.py [--rounds 60] [--pinned]
+    python tests/benchmarks/spmd_speed.py [--rounds 60] [--stay 40] [--pinned]
 
-Task b (logistic regression, d = 123, 26,000 rows) in two silos, all rows in each of 40 local steps, four chains at distinct silos. "MCMC" is
+Task b (logistic regression, d = 123, 26,000 rows) in two silos, all rows in each of 40 (`--stay`) local steps, four chains at distinct silos. "MCMC" is
 :class:`numpyro.infer.MCMC` in one process. Times are of rounds alone, the second of two runs; the two numbers of processes follow each other in
 one call. `--pinned` holds each process to a core of its own, so that one process has one core.
 """
@@ -16,7 +16,7 @@ import time
 import numpy as np
 
 
-def one(process: int, processes: int, port: str, rounds: int, in_mcmc: bool) -> None:
+def one(process: int, processes: int, port: str, rounds: int, stay: int, in_mcmc: bool) -> None:
     from numpyro_fed.engines import spmd
 
     if not in_mcmc:
@@ -30,7 +30,7 @@ def one(process: int, processes: int, port: str, rounds: int, in_mcmc: bool) -> 
     pooled = task_b().silos.pooled
     rows = np.arange(len(pooled["y"]))
     silos = fed.split({k: np.asarray(v) for k, v in pooled.items()}, by=np.where(rows % 2, "one", "two"))
-    kernel = fed.FSGLD(logistic_model, distinct_silos=True)
+    kernel = fed.FSGLD(logistic_model, num_local_steps=stay, distinct_silos=True)
     settings = {"num_warmup": 0, "num_samples": rounds, "num_chains": 4, "progress_bar": False}
     if in_mcmc:
         mcmc, where = MCMC(kernel, chain_method="vectorized", **settings), silos
@@ -45,11 +45,21 @@ def one(process: int, processes: int, port: str, rounds: int, in_mcmc: bool) -> 
         print(f"{rounds / (time.perf_counter() - start):.3f} {mean:.6f}", flush=True)
 
 
-def measured(processes: int, rounds: int, pinned: bool, in_mcmc: bool = False) -> float:
+def measured(processes: int, rounds: int, stay: int, pinned: bool, in_mcmc: bool = False) -> float:
     """Rounds a second, of all chains together."""
     from numpyro_fed.engines.spmd import _free_port
 
-    own = ["--port", str(_free_port()), "--rounds", str(rounds), "--processes", str(processes), *["--mcmc"] * in_mcmc]
+    own = [
+        "--port",
+        str(_free_port()),
+        "--rounds",
+        str(rounds),
+        "--stay",
+        str(stay),
+        "--processes",
+        str(processes),
+        *["--mcmc"] * in_mcmc,
+    ]
     cores = sorted(os.sched_getaffinity(0))
     started = []
     for i in range(processes):
@@ -68,6 +78,7 @@ def measured(processes: int, rounds: int, pinned: bool, in_mcmc: bool = False) -
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--stay", type=int, default=40, help="local steps of a round")
     parser.add_argument("--pinned", action="store_true")
     parser.add_argument("--process", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--processes", type=int, help=argparse.SUPPRESS)
@@ -75,8 +86,8 @@ if __name__ == "__main__":
     parser.add_argument("--mcmc", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.process is not None:
-        one(args.process, args.processes, args.port, args.rounds, args.mcmc)
+        one(args.process, args.processes, args.port, args.rounds, args.stay, args.mcmc)
     else:
-        measured(1, args.rounds, args.pinned, in_mcmc=True)
-        rates = [measured(n, args.rounds, args.pinned) for n in (1, 2)]
+        measured(1, args.rounds, args.stay, args.pinned, in_mcmc=True)
+        rates = [measured(n, args.rounds, args.stay, args.pinned) for n in (1, 2)]
         print(f"two processes against one: {rates[1] / rates[0]:.2f}")
