@@ -104,7 +104,16 @@ def kernel(method: str, silos: fed.Silos) -> MCMCKernel:
     }
     if method == "DSGLD":
         return fed.DSGLD(model, **settings)
-    return fed.FSGLD(model, surrogate=fed.surrogates.moments(model, silos), preconditioner=None, **settings)
+    return fed.FSGLD(model, surrogate=moments(silos), preconditioner=None, **settings)
+
+
+def moments(silos: fed.Silos) -> fed.surrogates.Surrogates:
+    """The paper's surrogates; from NUTS's draws where local SGLD does not settle (Credit, skewed labels)."""
+    try:
+        return fed.surrogates.moments(model, silos)
+    except ValueError as error:
+        print(f"  {error}; NUTS's draws instead")
+        return fed.surrogates.moments(model, silos, method="nuts")
 
 
 def accuracy(mcmc: MCMC, test: dict[str, np.ndarray]) -> np.ndarray:
