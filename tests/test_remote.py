@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
+import optax
 import pytest
 from jax import random
 from numpyro.infer import MCMC
@@ -22,7 +23,7 @@ import numpyro_fed as fed
 from numpyro_fed.engines import spmd
 from numpyro_fed.engines.remote import Kept
 from numpyro_fed.federation import message_bytes
-from numpyro_fed.mcmc.remote import StayLocal
+from numpyro_fed.mcmc.remote import StartLocal, StayLocal
 
 CHAINS, WARMUP, SAMPLES = 2, 2, 12
 
@@ -57,7 +58,7 @@ def elsewhere(kernel, silos, carrier=None):
 
 def same_draws(one, other, rtol):
     mine, theirs = one.get_samples(group_by_chain=True), other.get_samples(group_by_chain=True)
-    assert mine
+    assert set(mine) == {name for name, _ in one.sampler.factors.global_sites}
     for name, draws in mine.items():
         scale = np.abs(theirs[name]).max()
         np.testing.assert_allclose(draws, theirs[name], atol=rtol * scale, rtol=0, err_msg=name)
@@ -250,11 +251,14 @@ def test_inference_data_and_diagnosis(tmp_path):
     ("options", "message"),
     [
         ({"batch_size": 2}, "batch_size=2 is not built for silos that are elsewhere; expected None"),
-        ({"surrogate": "moments"}, "surrogate='moments' is not built"),
-        ({"alpha": "auto"}, "alpha='auto' is not built"),
+        (
+            {"surrogate": "moments"},
+            'surrogate=\'moments\' is not built for silos that are elsewhere; expected "score", "laplace" or',
+        ),
+        ({"alpha": "auto"}, "alpha='auto' is not built for silos that are elsewhere; expected a number"),
         ({"num_kept": 2}, "num_kept=2 is not built for silos that are elsewhere; expected 1"),
-        ({"no_answer": 0.5}, "no_answer=0.5 is not built"),
-        ({"refresh_every": 3}, "refresh_every=3 is not built"),
+        ({"no_answer": 0.5}, "no_answer=0.5 is not built for silos that are elsewhere; expected 0.0"),
+        ({"refresh_every": 3}, "refresh_every=3 is not built for silos that are elsewhere; expected None"),
     ],
 )
 def test_what_is_not_built_is_refused(options, message):
@@ -281,6 +285,59 @@ def test_data_outside_a_support_name_their_silo():
     silos = fed.Silos({"oslo": {"y": jnp.array([0.1, 0.2])}, "rome": {"y": jnp.array([0.5, 1.5, 0.3])}})
     with pytest.raises(ValueError, match="the log density of silo 'rome' is -inf at a typical position"):
         elsewhere(fed.FSGLD(model), silos)
+
+
+def test_a_prior_that_reads_rows_is_refused():
+    def model(y):
+        mu = numpyro.sample("mu", dist.Normal(0, 0.3 * jnp.abs(y).max()))
+        with fed.silo_plate("rows", y.shape[0]):
+            numpyro.sample("y", dist.Normal(mu, 1), obs=y)
+
+    silos = fed.Silos({"oslo": {"y": jnp.array([5.0, 6.0])}, "rome": {"y": jnp.array([7.0, 9.0, 8.0])}})
+    with pytest.raises(ValueError, match=r"with the rows of silo 'oslo' log p\(theta\) is .*, without them"):
+        elsewhere(fed.FSGLD(model), silos)
+
+
+def test_two_fits_over_one_carrier_do_not_meet():
+    silos = intercepts_silos()
+    carrier = fed.Loopback(silos)
+    kernel = fed.FSGLD(intercepts)
+    first = elsewhere(kernel, silos, carrier)
+    slots = {n: set(site.kept) for n, site in carrier.sites.items()}
+    elsewhere(fed.FSGLD(intercepts, num_local_steps=3), silos, carrier)
+    again = fed.RemoteMCMC(kernel, num_warmup=WARMUP, num_samples=SAMPLES, num_chains=CHAINS)
+    again.run(random.key(3), first.sampler.silos)
+    np.testing.assert_array_equal(again.get_samples()["mu"], first.get_samples()["mu"])
+    # a fit leaves its local map, and nothing of its chains
+    assert {len(site.kept) - len(slots[n]) for n, site in carrier.sites.items()} == {len(slots[0])}
+
+
+def test_a_batch_of_keys():
+    silos, keys = linear_silos(), random.split(random.key(3), CHAINS)
+    ours = fed.RemoteMCMC(fed.FSGLD(linear), num_warmup=WARMUP, num_samples=SAMPLES, num_chains=CHAINS)
+    ours.run(keys, fed.RemoteSilos(silos, fed.Loopback(silos)))
+    same_draws(ours, at_hand(fed.FSGLD(linear), silos), 1e-5)
+
+
+def test_a_silo_that_is_silent_at_the_start_is_named():
+    class Late(fed.Loopback):
+        def ask(self, calls):
+            replies = super().ask(calls)
+            start = isinstance(calls[0].local, StartLocal)
+            return [None if start and call.number == 2 else x for call, x in zip(calls, replies, strict=True)]
+
+    silos = intercepts_silos()
+    with pytest.raises(RuntimeError, match=rf"silos \['{silos.names[2]}'\] did not answer"):
+        elsewhere(fed.FSGLD(intercepts), silos, Late(silos))
+
+
+def test_what_runs_at_hand_alone_says_so():
+    silos = linear_silos()
+    remote = fed.RemoteSilos(silos, fed.Loopback(silos))
+    with pytest.raises(ValueError, match=r"elsewhere; expected fed\.RemoteMCMC\(kernel, \.\.\.\) in place of MCMC"):
+        MCMC(fed.FSGLD(linear), num_warmup=1, num_samples=1).run(random.key(0), remote)
+    with pytest.raises(ValueError, match="variational fits are not built for silos whose rows are elsewhere"):
+        fed.SFVI(linear, fed.AutoSiloNormal(linear), optax.adam(1e-2)).run(random.key(0), 1, remote)
 
 
 def test_kept_is_a_number_to_the_server():
@@ -361,6 +418,32 @@ def test_dealt_silos_keep_groups_and_index():
     assert own.names == silos.names[1::2]
     assert own.index == silos.index
     assert own.group == silos.group
+
+
+def test_dealt_silos_are_not_guessed_anew():
+    # a shared argument as long as one silo is not taken for its rows
+    silos = fed.Silos({"a": {"y": np.arange(5.0), "w": np.ones(5)}, "b": {"y": np.arange(7.0), "w": np.ones(5)}})
+    own = spmd.dealt(silos, 0, 2)
+    assert own.group == silos.group
+    assert set(own.shared) == {"w"}
+    np.testing.assert_array_equal(own["a"]["y"], np.arange(5.0))
+
+
+def test_processes_that_make_other_calls_are_told(monkeypatch):
+    silos = linear_silos()
+    carrier = spmd.Spmd(fed.Loopback(silos).sites, [0, 0, 0, 0])
+    remote = fed.RemoteSilos(silos, carrier)
+
+    def differing(sent):
+        other = sent.copy()
+        other[0, 0] += 1  # the silo's number
+        return np.stack([sent, other])
+
+    monkeypatch.setattr(spmd.multihost_utils, "process_allgather", lambda sent: np.stack([sent, sent]))
+    fed.RemoteMCMC(fed.FSGLD(linear), num_warmup=0, num_samples=1).run(random.key(0), remote)
+    monkeypatch.setattr(spmd.multihost_utils, "process_allgather", differing)
+    with pytest.raises(RuntimeError, match="the processes do not make the same calls"):
+        fed.RemoteMCMC(fed.FSGLD(linear), num_warmup=0, num_samples=1).run(random.key(0), remote)
 
 
 def test_the_launcher_names_a_missing_file(capsys):

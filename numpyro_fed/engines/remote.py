@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -50,13 +50,30 @@ class Call(NamedTuple):
     write: int | None = None
 
 
-class Carrier(Protocol):
-    """Brings calls to silos and replies back."""
+class Carrier:
+    """Brings calls to silos and replies back.
 
-    sites: dict[int, "Site"]  # those of this process
+    :param sites: those of this process, by number.
+    """
+
+    def __init__(self, sites: dict[int, "Site"]) -> None:
+        self.sites = sites
+        self._slots = itertools.count(0, 2)
 
     def ask(self, calls: list[Call]) -> list[Any]:
         """The replies in the order of the calls; ``None`` for a silo that did not answer."""
+        raise NotImplementedError
+
+    def new_slot(self) -> int:
+        """A number under which silos keep something, even; the odd one after it is free for what is to take its place."""
+        return next(self._slots)
+
+    def forget(self, slots: list[int]) -> None:
+        """Have the silos of this process forget what they keep under some numbers, and beside them."""
+        for site in self.sites.values():
+            for slot in slots:
+                site.kept.pop(slot, None)
+                site.kept.pop(slot ^ 1, None)
 
 
 class SiloAlone(Silos):
@@ -124,11 +141,11 @@ def site_of(silos: Silos, name: str, known: Silos | None = None) -> Site:
     return Site(number, SiloAlone.tree_unflatten(tuple(aux), (rows, order, shared)))
 
 
-class Loopback:
+class Loopback(Carrier):
     """All silos in this process, each with its own rows and state: the carrier of tests."""
 
     def __init__(self, silos: Silos) -> None:
-        self.sites = {n: site_of(silos, name) for n, name in enumerate(silos.names)}
+        super().__init__({n: site_of(silos, name) for n, name in enumerate(silos.names)})
 
     def ask(self, calls: list[Call]) -> list[Any]:
         return [self.sites[call.number].answer(call) for call in calls]
@@ -147,28 +164,32 @@ class RemoteSilos(Silos):
         self.__dict__.update(known.__dict__)
         self.rows = {leaf: jax.ShapeDtypeStruct(x.shape, x.dtype) for leaf, x in known.rows.items()}  # type: ignore[misc]
         self.order, self.carrier = {}, carrier
-        self._slots = itertools.count(0, 2)
-
-    def new_slot(self) -> int:
-        """A number under which silos keep something, even; the odd one after it is free for what is to take its place."""
-        return next(self._slots)
 
     def ask(self, calls: list[Call]) -> list[Any]:
         """Replies to calls, ``None`` where a silo did not answer."""
         return self.carrier.ask(calls)
 
-    def ask_all(self, local: Callable, key: Array, message: Any, states: Kept | None) -> tuple[Any, Kept]:
-        """As :func:`numpyro_fed.engines.inline.ask_all`; the new states stay in the silos."""
-        tell = getattr(local, "tell", lambda message, number: message)
-        slot, read = self.new_slot(), None if states is None else states.slot
-        calls = [Call(n, local, random.fold_in(key, n), tell(message, n), read, slot) for n in range(len(self))]
+    def ask_for_sure(self, calls: list[Call]) -> list[Any]:
+        """Replies to calls that have to be answered.
+
+        :raises RuntimeError: naming the silos that did not.
+        """
         replies = self.ask(calls)
-        lost = [self.names[n] for n, reply in enumerate(replies) if reply is None]
+        lost = sorted({self.names[call.number] for call, reply in zip(calls, replies, strict=True) if reply is None})
         if lost:
             raise RuntimeError(
                 f"silos {lost} did not answer while the fit was prepared, which needs all of them; expected silos that are up: start again"
             )
-        return jax.tree.map(lambda *x: jnp.stack(x), *replies), Kept(slot)
+        return replies
+
+    def ask_all(self, local: Callable, key: Array, message: Any, states: Kept | None) -> tuple[Any, Kept | None]:
+        """As :func:`numpyro_fed.engines.inline.ask_all`; new states stay in the silos, of a ``local`` that ``keeps`` them."""
+        tell = getattr(local, "tell", lambda message, number: message)
+        slot = self.carrier.new_slot() if getattr(local, "keeps", False) else None
+        read = None if states is None else states.slot
+        calls = [Call(n, local, random.fold_in(key, n), tell(message, n), read, slot) for n in range(len(self))]
+        replies = self.ask_for_sure(calls)
+        return jax.tree.map(lambda *x: np.stack(x), *replies), None if slot is None else Kept(slot)
 
     @property
     def pooled(self) -> dict[str, Any]:
@@ -184,7 +205,7 @@ class RemoteSilos(Silos):
 
     def _aux(self) -> tuple:
         specs = tuple(sorted(self.rows.items()))
-        return (*super()._aux(), (specs, self.carrier, self._slots))
+        return (*super()._aux(), (specs, self.carrier))
 
     def tree_flatten(self) -> tuple[tuple, tuple]:
         return ({}, {}, {k: self.shared[k] for k in self._arrays}), self._aux()
@@ -192,7 +213,7 @@ class RemoteSilos(Silos):
     @classmethod
     def tree_unflatten(cls, aux: tuple, children: tuple) -> Self:
         self = super().tree_unflatten(aux[:-1], children)
-        specs, self.carrier, self._slots = aux[-1]
+        specs, self.carrier = aux[-1]
         self.rows, self.order = dict(specs), {}
         return self
 

@@ -15,15 +15,17 @@ import json
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from numpyro_fed.engines.remote import Call, RemoteSilos, Site, site_of
+from numpyro_fed.engines.remote import Call, Carrier, RemoteSilos, Site, site_of
 from numpyro_fed.silos import Silos
 
 __all__ = ["Spmd", "connect", "initialize"]
@@ -35,7 +37,7 @@ def initialize(coordinator_address: str, num_processes: int, process_id: int) ->
     jax.distributed.initialize(coordinator_address, num_processes, process_id)
 
 
-class Spmd:
+class Spmd(Carrier):
     """The carrier: replies gathered over all processes.
 
     :param sites: this process's, by their number among all.
@@ -43,22 +45,36 @@ class Spmd:
     """
 
     def __init__(self, sites: dict[int, Site], owner: list[int]) -> None:
-        self.sites, self.owner = sites, owner
+        super().__init__(sites)
+        self.owner = owner
         self._types: dict[Any, Any] = {}
 
     def ask(self, calls: list[Call]) -> list[Any]:
-        """Replies in the order of the calls, which are to be of one type."""
-        answers = {i: self.sites[call.number].answer(call) for i, call in enumerate(calls) if call.number in self.sites}
+        """Replies in the order of the calls, which are to be of one type.
+
+        :raises RuntimeError: where the processes do not make the same calls.
+        """
         kind = self._type_of(calls[0])
         leaves, tree = jax.tree.flatten(kind)
         size = sum(x.size * x.dtype.itemsize for x in leaves)
-        sent = np.zeros((len(calls), size), np.uint8)
-        for i, reply in answers.items():
-            sent[i] = np.concatenate(
-                [np.ascontiguousarray(x).reshape(-1).view(np.uint8) for x in jax.tree.leaves(reply)]
+        sent = np.zeros((len(calls), _HEAD.itemsize + size), np.uint8)
+        for i, call in enumerate(calls):
+            sent[i, : _HEAD.itemsize] = _head(call)
+            if call.number in self.sites:
+                reply = jax.tree.leaves(self.sites[call.number].answer(call))
+                sent[i, _HEAD.itemsize :] = np.concatenate(
+                    [np.ascontiguousarray(x).reshape(-1).view(np.uint8) for x in reply]
+                )
+        got = np.asarray(multihost_utils.process_allgather(sent)).reshape(-1, *sent.shape)
+        heads = got[:, :, : _HEAD.itemsize]
+        if (heads != heads[0]).any():
+            raise RuntimeError(
+                "the processes do not make the same calls: a number that decides which (a step size, a probability, a round's count) differs "
+                "between them; expected processors of one make, and the same kernel, seed and versions in every process"
             )
-        got = multihost_utils.process_allgather(sent)
-        return [_unpacked(got[self.owner[call.number], i], leaves, tree) for i, call in enumerate(calls)]
+        return [
+            _unpacked(got[self.owner[call.number], i, _HEAD.itemsize :], leaves, tree) for i, call in enumerate(calls)
+        ]
 
     def _type_of(self, call: Call) -> Any:
         """Shapes and types of a reply, which a process knows without having the silo asked."""
@@ -68,6 +84,14 @@ class Spmd:
             state = None if call.read is None else site.any_of(call.read)
             self._types[key] = jax.eval_shape(lambda: site.reply(call, state)[0])
         return self._types[key]
+
+
+_HEAD = np.dtype((np.int64, 3))  # the silo's number, and the slots read and written
+
+
+def _head(call: Call) -> np.ndarray:
+    slots = [-1 if slot is None else slot for slot in (call.read, call.write)]
+    return np.array([call.number, *slots], np.int64).view(np.uint8)
 
 
 def _unpacked(data: np.ndarray, leaves: list, tree: Any) -> Any:
@@ -91,7 +115,7 @@ def connect(silos: Silos) -> RemoteSilos:
         if wrong:
             raise ValueError(
                 f"process {process} has silos of another kind than process 0: {wrong[0]} {other[wrong[0]]}, expected {told[0][wrong[0]]}; "
-                "give all processes the same arguments, row types and rows="
+                "give all processes the same arguments and types, and say with rows= which group each argument with rows is of: told by sizes alone, it may differ"
             )
     names = [name for other in told for name in other["names"]]
     twice = sorted({name for name in names if names.count(name) > 1})
@@ -134,12 +158,14 @@ def dealt(silos: Silos, process: int, num_processes: int) -> Silos:
     names = silos.names[process::num_processes]
     if not names:
         raise ValueError(f"{num_processes} processes for {len(silos)} silos; expected at most one process a silo")
-    rows = {leaf: silos.group[leaf] for leaf in silos.rows}
-    return Silos(
-        {name: {k: np.asarray(v) if k in rows else v for k, v in silos[name].items()} for name in names},
-        rows=rows,
-        index=silos.index,
-    )
+    where = np.isin(np.arange(len(silos)), np.arange(process, len(silos), num_processes))
+    sizes = {g: tuple(np.asarray(n)[where].tolist()) for g, n in silos.sizes.items()}
+    own = {g: np.flatnonzero(where[silos.silo_of_row(g)]) for g in silos.sizes}
+    aux = list(silos._aux())
+    aux[0], aux[4] = names, tuple(sorted(sizes.items()))
+    rows = {leaf: x[own[silos.group[leaf]]] for leaf, x in silos.rows.items()}
+    order = {g: jnp.arange(len(kept), dtype=jnp.int32) for g, kept in own.items()}
+    return Silos.tree_unflatten(tuple(aux), (rows, order, {k: silos.shared[k] for k in silos._arrays}))
 
 
 def _one_process(args: argparse.Namespace) -> None:
@@ -189,7 +215,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command += ["--coordinator", f"127.0.0.1:{_free_port()}"]
     started = [subprocess.Popen([*command, "--process", str(i)]) for i in range(args.processes)]
     try:
-        return next((code for code in [p.wait() for p in started] if code), 0)
+        while any(p.poll() is None for p in started) and not any(p.poll() for p in started):
+            time.sleep(0.2)  # one that failed would leave the others waiting for it
+        return next((code for code in [p.poll() for p in started] if code), 0)
     finally:
         for process in started:
             process.kill()

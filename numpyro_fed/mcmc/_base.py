@@ -15,6 +15,7 @@ from numpyro.infer.mcmc import MCMCKernel
 from numpyro.infer.util import constrain_fn, transform_fn, unconstrain_fn
 
 from numpyro_fed.density import Factors, PooledModel
+from numpyro_fed.engines.remote import RemoteSilos
 from numpyro_fed.federation import Cost
 from numpyro_fed.silos import Silos
 from numpyro_fed.surrogates.gaussian import Surrogates
@@ -72,6 +73,10 @@ class FederatedKernel(MCMCKernel):
             raise ValueError(
                 f"expected mcmc.run(rng_key, silos) with silos = fed.split(...) or fed.Silos(...), got {got}; "
                 "one silo with all rows will do: fed.Silos({'all': {'x': x, 'y': y}})"
+            )
+        if isinstance(model_args[0], RemoteSilos):
+            raise ValueError(
+                "the rows of these silos are elsewhere; expected fed.RemoteMCMC(kernel, ...) in place of MCMC"
             )
         extra = dict(model_kwargs or {})
         unknown = set(extra) - {"_gibbs_sites"}

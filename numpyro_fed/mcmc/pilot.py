@@ -47,7 +47,7 @@ class PilotLocal:
 
     def __call__(
         self, key: Array, message: tuple[Tuning, Array], rows: LocalMap | None, view: SiloView
-    ) -> tuple[tuple[Array, ...], LocalMap | None]:
+    ) -> tuple[tuple[Array, ...], None]:
         plan, (tuning, thetas) = self.plan, message
         view = view if plan.units is None else plan.units.laid_out(view)
 
@@ -55,7 +55,7 @@ class PilotLocal:
             theta, key = args
             return _walk(plan, tuning, theta, key, rows, view, self.length)
 
-        return lax.map(at, (thetas, random.split(key, len(thetas)))), rows
+        return lax.map(at, (thetas, random.split(key, len(thetas)))), None
 
 
 def _stay_means(plan: Plan, length: int, key: Array, tuning: Tuning, silos: Silos) -> tuple[Array, Array, Array]:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, random
 from numpyro.infer import MCMC
+from numpyro.util import is_prng_key
 from tqdm.auto import tqdm
 
 from numpyro_fed._compat import fill_mcmc
@@ -137,7 +138,6 @@ class RemoteMCMC(MCMC):
             raise ValueError("init_params: local latents start in their silos; expected None")
         kernel = self.sampler
         _check(kernel, silos)
-        kernel._num_warmup = self.num_warmup
         kernel._prepare(silos, {})
         state, slots = self._start(rng_key, silos)
         told = [kernel._tuning.seen_by(n) for n in range(len(silos))]
@@ -157,7 +157,8 @@ class RemoteMCMC(MCMC):
                 if i >= self.num_warmup:
                     for f, values in collected.items():
                         values.append(jax.tree.map(np.asarray, getattr(state, f)))
-        states = {f: jax.tree.map(lambda *x: jnp.stack(x, 1), *values) for f, values in collected.items()}
+        silos.carrier.forget(slots[:, 0].tolist())
+        states = {f: jax.tree.map(lambda *x: jnp.asarray(np.stack(x, 1)), *values) for f, values in collected.items()}
         states["z"] = jax.vmap(jax.vmap(partial(_constrained, kernel.factors, silos)))(states["z"])
         fill_mcmc(self, states, state, (silos,))
 
@@ -170,18 +171,20 @@ class RemoteMCMC(MCMC):
     def _start(self, rng_key: Array, silos: RemoteSilos) -> tuple[LangevinState, np.ndarray]:
         """All chains' first states, and the slots of their local latents in each silo, ``(C, S)``."""
         kernel, plan, tuning = self.sampler, self.sampler._plan, self.sampler._tuning
-        keys = random.split(rng_key, self.num_chains) if self.num_chains > 1 else rng_key[None]
+        keys = rng_key
+        if is_prng_key(rng_key):
+            keys = random.split(rng_key, self.num_chains) if self.num_chains > 1 else rng_key[None]
         starts = start_keys(keys, kernel._options.distinct_silos)
         axes = chain_axes(False)
         here = replace(plan, units=None)  # of the local latents nothing is here
         first = jax.vmap(partial(first_state, here), in_axes=(0, 0, None, 0, None, None, None), out_axes=axes)
         state = first(starts[0], starts[1], None, starts[2], tuning, silos, None)
-        slots = [silos.new_slot() for _ in keys]
+        slots = [silos.carrier.new_slot() for _ in keys]
         if plan.units is not None:
             keys_eps = jax.vmap(lambda key: random.split(key, 4)[2])(starts[0])
             local, rows = StartLocal(plan), tuning.latents.rows.slot
             every = range(len(silos))
-            silos.ask(
+            silos.ask_for_sure(
                 [
                     Call(n, local, key, None, rows, slot)
                     for key, slot in zip(keys_eps, slots, strict=True)
@@ -205,19 +208,17 @@ class RemoteMCMC(MCMC):
         replies = silos.ask(calls)
         silent = np.array([reply is None for reply in replies])
         slots[np.arange(len(numbers)), numbers] ^= ~silent
-        if silent.all():
-            return _arrive(plan, state, leave, _nothing(plan, leave), silent)
-        some = replies[int(np.argmin(silent))]
+        filled = [_nothing(plan, chain) if x is None else x for x, (_, chain) in zip(replies, each, strict=True)]
         # in NumPy, which has no programs to dispatch
-        stacked = jax.tree.map(lambda *x: np.stack(x), *[some if reply is None else reply for reply in replies])
-        return _arrive(plan, state, leave, stacked, silent)
+        return _arrive(plan, state, leave, jax.tree.map(lambda *x: np.stack(x), *filled), silent)
 
 
-def _nothing(plan: Plan, leave: Departure) -> tuple[Chain, StayStats]:
-    """Replies that are not looked at."""
-    zero = jnp.zeros(len(leave.number))
-    residual = jnp.zeros_like(leave.chain.theta) if plan.cut else None
-    return leave.chain, StayStats(zero, zero, zero, zero < 1, residual)
+def _nothing(plan: Plan, chain: Chain) -> tuple[Chain, StayStats]:
+    """In place of a reply that did not come, and not looked at."""
+    zero: Any = np.zeros((), chain.theta.dtype)
+    still: Any = np.zeros(chain.theta.shape, chain.theta.dtype) if plan.cut else None
+    finite: Any = np.array(False)
+    return chain, StayStats(zero, zero, zero, finite, still)
 
 
 def _check(kernel: LangevinKernel, silos: Any) -> None:
@@ -226,20 +227,18 @@ def _check(kernel: LangevinKernel, silos: Any) -> None:
             f"expected fed.RemoteSilos, got {type(silos).__name__}; for silos at hand use numpyro.infer.MCMC"
         )
     options = kernel._options
+    moments = isinstance(options.surrogate, str) and options.surrogate == "moments"
     refused = {
-        "batch_size": (options.batch_size, None),
-        "alpha": (options.alpha if isinstance(options.alpha, str) else None, None),
-        "refresh_every": (options.refresh_every, None),
-        "no_answer": (options.no_answer, 0.0),
-        "num_kept": (options.num_kept, 1),
-        "surrogate": (
-            "moments" if isinstance(options.surrogate, str) and options.surrogate == "moments" else None,
-            None,
-        ),
+        "batch_size": (options.batch_size, options.batch_size is not None, "None"),
+        "alpha": (options.alpha, isinstance(options.alpha, str), "a number"),
+        "refresh_every": (options.refresh_every, options.refresh_every is not None, "None"),
+        "no_answer": (options.no_answer, options.no_answer != 0, "0.0"),
+        "num_kept": (options.num_kept, options.num_kept != 1, "1"),
+        "surrogate": (options.surrogate, moments, '"score", "laplace" or a fed.surrogates.Surrogates'),
     }
-    for name, (got, expected) in refused.items():
-        if got != expected:
-            raise ValueError(f"{name}={got!r} is not built for silos that are elsewhere; expected {expected!r}")
+    for name, (got, wrong, expected) in refused.items():
+        if wrong:
+            raise ValueError(f"{name}={got!r} is not built for silos that are elsewhere; expected {expected}")
 
 
 def _constrained(factors: Any, silos: RemoteSilos, z: dict[str, Array]) -> dict[str, Array]:

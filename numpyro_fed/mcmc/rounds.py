@@ -148,7 +148,8 @@ def one_round(plan: Plan, state: LangevinState, silos: Silos) -> LangevinState:
 def wait(old: LangevinState, new: LangevinState, arrives: Array, silent: Array) -> LangevinState:
     """The new state, or, where the silo does not answer in this round, the old one with the round counted."""
     waits = {"z": old.z, "eps": old.eps, "diverging": jnp.zeros((), bool), "cut_rate": jnp.zeros_like(new.cut_rate)}
-    waits["silo"] = old.silo  # of the draw that counts again, as its residual
+    # of the draw that counts again
+    waits |= {"silo": old.silo, "local_accept_prob": old.local_accept_prob, "local_stuck": old.local_stuck}
     if old.residual is not None:
         waits["residual"] = old.residual
     kept = {k: jax.tree.map(lambda a, b: jnp.where(silent, a, b), v, getattr(new, k)) for k, v in waits.items()}

@@ -59,6 +59,11 @@ class ScoreLocal:
     points_at_once: int
     last: bool = False
 
+    @property
+    def keeps(self) -> bool:
+        """Whether a silo is to keep what is private to it: the local map."""
+        return self.last and self.units is not None
+
     def __call__(self, key: Array, message: Message, state: Any, view: SiloView) -> tuple[Reply, Any]:
         points, beside = message.points, None
         if self.last and isinstance(self.units, NestedUnits):  # where inner latents are looked at, beside the point

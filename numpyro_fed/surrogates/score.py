@@ -212,7 +212,7 @@ def fit(
         message = scheme.broadcast(key, state)
         replies, rows = ask_all(local, key, message, None, silos, group)
         cost += Cost(1, len(message.points), message_bytes(message), message_bytes(replies) // len(silos))
-        return replies, None if units is None else rows
+        return replies, rows
 
     state = scheme.init(key)
     if start is not None:
@@ -282,7 +282,6 @@ def fit_at(factors: Factors, silos: Silos, units: Units | None, thetas: np.ndarr
     surrogates = final.surrogates
     if surrogates is not None and replies.bend is not None:
         surrogates = replace(surrogates, bends=_bends(state, surrogates.factors, replies.bend))
-    local_map = None if units is None else local_map
     cost = Cost(1, len(points), message_bytes(message), message_bytes(replies) // len(silos))
     some = thetas[np.linspace(0, len(thetas) - 1, NUM_DRAWS).astype(int)]
     return ScoreFit(surrogates, local_map, _whitening(state), _whitening(final), jnp.asarray(misfit), cost, some)

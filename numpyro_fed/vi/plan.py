@@ -16,6 +16,7 @@ from numpyro.handlers import seed, substitute, trace
 from numpyro.infer.initialization import init_to_uniform
 
 from numpyro_fed.density import PARAMS, Factors, LearnedModel, made_up_rows
+from numpyro_fed.engines.remote import RemoteSilos
 from numpyro_fed.factorise import factorise
 from numpyro_fed.local_map import Units
 from numpyro_fed.mixed import MixedSilos
@@ -169,6 +170,10 @@ def parts_of(silos: Silos | MixedSilos) -> tuple[Silos, ...]:
     """Silos of one structure each."""
     if isinstance(silos, MixedSilos):
         return silos.parts
+    if isinstance(silos, RemoteSilos):
+        raise ValueError(
+            "variational fits are not built for silos whose rows are elsewhere; expected fed.Silos at hand, or fed.RemoteMCMC"
+        )
     if not isinstance(silos, Silos):
         raise ValueError(
             f"expected silos = fed.split(...), fed.Silos(...) or fed.MixedSilos(...), got {type(silos).__name__}; one "
