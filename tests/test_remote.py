@@ -392,13 +392,13 @@ def test_two_processes_draw_what_one_draws(tmp_path):
 def told(monkeypatch, *others):
     """As if other processes had these silos."""
     monkeypatch.setattr(
-        spmd, "_gather_text", lambda text: [text, *[spmd.json.dumps(spmd._description(s)) for s in others]]
+        spmd, "_gather_text", lambda text: [text, *[spmd.json.dumps(spmd.description(s)) for s in others]]
     )
 
 
 def test_processes_with_one_silo_twice(monkeypatch):
     told(monkeypatch, linear_silos())
-    with pytest.raises(ValueError, match=r"silos \['silo 0', .*\] are in more than one process"):
+    with pytest.raises(ValueError, match=r"silos \['silo 0', .*\] are with more than one party"):
         spmd.connect(linear_silos())
 
 

@@ -19,7 +19,7 @@ from jax import Array, random
 from numpyro_fed.silos import Silos
 from numpyro_fed.storage import SiloView, largest
 
-__all__ = ["Call", "Carrier", "Kept", "Loopback", "RemoteSilos", "Site", "site_of"]
+__all__ = ["Call", "Carrier", "Kept", "Loopback", "RemoteSilos", "Site", "site_of", "types_of"]
 
 
 @jax.tree_util.register_dataclass
@@ -70,21 +70,25 @@ class Carrier:
         self.next_slot += 1
         return self.next_slot - 1
 
-    def forget(self, slots: list[int]) -> None:
-        """Have silos forget what they keep under some numbers."""
+    def forget(self, slots: list[int], *, now: bool = False) -> None:
+        """Have silos forget what they keep under some numbers.
+
+        :param now: not only when they are asked next.
+        """
         for slot in slots:
             self._kinds.pop(slot, None)
             for site in self.sites.values():
                 site.kept.pop(slot, None)
 
-    def position(self) -> Any:
-        """Where the count of slots is, for a checkpoint."""
-        return self.next_slot
+    def position(self) -> dict[str, Any]:
+        """The count of slots and what they hold, for a checkpoint."""
+        return {"next": self.next_slot, "kinds": list(self._kinds.items())}
 
-    def go_on(self, position: Any) -> None:
+    def go_on(self, position: dict[str, Any] | None) -> None:
         """Count on from a checkpoint; from ``None``, a run of its own begins."""
         if position is not None:
-            self.next_slot = max(self.next_slot, int(position))
+            self.next_slot = max(self.next_slot, position["next"])
+            self._kinds |= dict(position["kinds"])
 
     def type_of(self, call: Call, site: "Site") -> Any:
         """Shapes and types of the reply to a call, which any silo's site tells, without asking it; what the call writes is noted.
@@ -92,7 +96,7 @@ class Carrier:
         :param site: one whose rows may be types alone.
         """
         state = jax.tree.map(self._kinds.__getitem__, call.read)
-        spec = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.asarray(x).dtype), call.message)
+        spec = types_of(call.message)
         key = (
             call.local,
             jax.tree.structure((spec, state)),
@@ -104,6 +108,11 @@ class Carrier:
         if call.write is not None:
             self._kinds[call.write] = new
         return reply
+
+
+def types_of(tree: Any) -> Any:
+    """Shapes and types of arrays."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.asarray(x).dtype), tree)
 
 
 class SiloAlone(Silos):

@@ -26,6 +26,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from numpyro_fed.engines.remote import Call, Carrier, RemoteSilos, Site, site_of
+from numpyro_fed.engines.roster import description, known_of
 from numpyro_fed.silos import Silos
 
 __all__ = ["Spmd", "connect", "initialize"]
@@ -100,38 +101,11 @@ def connect(silos: Silos) -> RemoteSilos:
     :param silos: this process's own.
     :raises ValueError: naming the process, where silos do not fit together.
     """
-    told = [json.loads(text) for text in _gather_text(json.dumps(_description(silos)))]
-    for process, other in enumerate(told[1:], 1):
-        wrong = [k for k in told[0] if k not in ("names", "sizes") and told[0][k] != other[k]]
-        if wrong:
-            raise ValueError(
-                f"process {process} has silos of another kind than process 0: {wrong[0]} {other[wrong[0]]}, expected {told[0][wrong[0]]}; "
-                "give all processes the same arguments and types, and say with rows= which group each argument with rows is of: told by sizes alone, it may differ"
-            )
-    names = [name for other in told for name in other["names"]]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise ValueError(f"silos {twice} are in more than one process; expected each name once")
-    sizes = {g: tuple(n for other in told for n in other["sizes"][g]) for g in silos.sizes}
-    aux = list(silos._aux())
-    aux[0], aux[4] = tuple(names), tuple(sorted(sizes.items()))
-    rows = {k: jax.ShapeDtypeStruct((sum(sizes[silos.group[k]]), *x.shape[1:]), x.dtype) for k, x in silos.rows.items()}
-    known = Silos.tree_unflatten(tuple(aux), (rows, {}, {k: silos.shared[k] for k in silos._arrays}))
+    told = [json.loads(text) for text in _gather_text(json.dumps(description(silos)))]
+    known = known_of(silos, told, [f"process {i}" for i in range(len(told))])
     owner = [process for process, other in enumerate(told) for _ in other["names"]]
     sites = {known.names.index(name): site_of(silos, name, known) for name in silos.names}
     return RemoteSilos(known, Spmd(sites, owner))
-
-
-def _description(silos: Silos) -> dict[str, Any]:
-    """What is told of silos: names, sizes, types; shared arguments by value."""
-    shared = {k: np.asarray(v).tolist() if k in silos._arrays else repr(v) for k, v in silos.shared.items()}
-    return {
-        "names": list(silos.names),
-        "sizes": {g: list(n) for g, n in silos.sizes.items()},
-        "rows": {k: [silos.group[k], str(x.dtype), list(x.shape[1:])] for k, x in sorted(silos.rows.items())},
-        "index": dict(sorted(silos.index.items())),
-        "shared": dict(sorted(shared.items())),
-    }
 
 
 def _gather_text(text: str) -> list[str]:

@@ -182,7 +182,7 @@ class RemoteMCMC(MCMC):
                     going.spent.clear()
         self._say_who_failed(going, silos)
         if not self._checkpoint.place:
-            silos.carrier.forget([*going.slots.reshape(-1).tolist(), *going.told, *going.spent])
+            silos.carrier.forget([*going.slots.reshape(-1).tolist(), *going.told, *going.spent], now=True)
         states = {f: jax.tree.map(lambda *x: jnp.asarray(np.stack(x, 1)), *going.draws[f]) for f in fields}
         states["z"] = jax.vmap(jax.vmap(partial(_constrained, kernel.factors, silos)))(states["z"])
         fill_mcmc(self, states, going.state, (silos,))

@@ -1,0 +1,481 @@
+"""Bytes between a server and its silos: the same draws, nothing but what was declared, and what happens when either side is killed."""
+
+import hashlib
+import json
+import pickle
+import warnings
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+from jax import random
+from small_models import intercepts, intercepts_silos, linear, linear_silos
+
+import numpyro_fed as fed
+from numpyro_fed.engines import silo_side, wire
+from numpyro_fed.engines.packing import pack, unpack
+from numpyro_fed.engines.silo_side import SiloSide
+from numpyro_fed.engines.wire import connect
+
+
+def in_order(silos):
+    """The same silos with their rows one silo after the other, as parties that do not know each other's rows have them."""
+    data = {name: {k: np.asarray(v) for k, v in silos[name].items()} for name in silos.names}
+    return fed.Silos(data, rows=dict(silos.group), index=dict(silos.index))
+
+
+LINEAR, INTERCEPTS = in_order(linear_silos()), in_order(intercepts_silos())
+
+
+def alone(silos, name):
+    data = {k: np.asarray(v) for k, v in silos[name].items()}
+    return fed.Silos({name: data}, rows=dict(silos.group), index=dict(silos.index))
+
+
+class Messages:
+    """A messenger within one process, which keeps all bytes.
+
+    :param fresh: whether every message finds a new process, which has nothing but the silo's folder.
+    """
+
+    def __init__(self, silos, model, folder: Path, *, fresh=False) -> None:
+        self.names, self.fresh, self.sent = silos.names, fresh, []
+        self.make = {
+            name: (lambda name=name: SiloSide(alone(silos, name), model, folder / name)) for name in silos.names
+        }
+        self.sides = {name: make() for name, make in self.make.items()}
+
+    def exchange(self, messages):
+        out = {}
+        for name, data in messages.items():
+            side = self.make[name]() if self.fresh else self.sides[name]
+            out[name] = self.answer(side, data)
+            self.sent += [(name, data, out[name])]
+        return out
+
+    def answer(self, side, data):
+        return side.answer(data)
+
+
+def run(silos, model, messenger, rounds=12, **options):
+    mcmc = fed.RemoteMCMC(
+        fed.FSGLD(model), num_warmup=2, num_samples=rounds, num_chains=2, progress_bar=False, **options
+    )
+    mcmc.run(random.key(3), messenger if isinstance(messenger, fed.RemoteSilos) else connect(messenger, model))
+    return mcmc
+
+
+def draws(mcmc):
+    return np.concatenate([np.ravel(x) for _, x in sorted(mcmc.get_samples().items())])
+
+
+@pytest.fixture(scope="module")
+def undisturbed():
+    """Draws over a carrier without bytes."""
+    pairs = {"linear": (LINEAR, linear), "intercepts": (INTERCEPTS, intercepts)}
+    return {k: draws(run(s, m, fed.RemoteSilos(s, fed.Loopback(s)))) for k, (s, m) in pairs.items()}
+
+
+# Values as bytes
+
+
+def test_values_come_back():
+    from numpyro_fed.mcmc.langevin import Chain
+
+    value = {
+        "none": None,
+        "numbers": [1, -2.5, True, float("inf"), "text", (1, (2,))],
+        "arrays": [
+            np.arange(6, dtype=np.float32).reshape(2, 3),
+            np.zeros((0, 4)),
+            np.array(3, np.int8),
+            np.array([True]),
+        ],
+        "chain": Chain(jnp.ones(2), jnp.array(4)),
+        "type": jax.ShapeDtypeStruct((3, 1), jnp.float32),
+        "own": linear,
+    }
+    got = unpack(pack(value, {"model": linear}), {"model": "the reader's"})
+    assert got["none"] is None
+    assert got["numbers"] == value["numbers"]
+    assert [type(x) for x in got["numbers"]] == [type(x) for x in value["numbers"]]
+    for x, y in zip(got["arrays"], value["arrays"], strict=True):
+        np.testing.assert_array_equal(x, y)
+        assert x.dtype == y.dtype
+    assert isinstance(got["chain"], Chain)
+    assert got["type"] == value["type"]
+    assert got["own"] == "the reader's"
+    key = random.fold_in(random.key(1), 7)
+    np.testing.assert_array_equal(random.key_data(unpack(pack(key))), random.key_data(key))
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (lambda x: x, "expected numbers, texts, arrays and what is made of them, got function"),
+        (np.array(["a"]), "expected arrays of numbers, got one of <U1"),
+        ({1: 2}, "expected dictionaries whose keys are texts"),
+        (Path("x"), "got PosixPath"),
+    ],
+)
+def test_what_cannot_be_packed_is_named(value, message):
+    with pytest.raises(TypeError, match=message):
+        pack(value)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"short",
+        pickle.dumps({"replies": []}),
+        pack([np.ones(3)])[:-1],
+        pack([np.ones(3)]) + b"x",
+        pack(1).replace(b"1", b"{"),
+        pack({"a": 1}).replace(b'"dict"', b'"dirt"'),
+        pack("x" * 33).replace(b'"' + b"x" * 33 + b'"', b'{"of":"os:path","fields":{  }}    '),
+        pack("x" * 52).replace(
+            b'"' + b"x" * 52 + b'"', b'{"of":"numpyro_fed.engines.wire:connect","fields":{}}' + b" "
+        ),
+        pack(np.ones(3)).replace(b"[3]", b"[9]"),
+        pack(np.ones(3)).replace(b"<f8", b"|O8"),
+    ],
+)
+def test_bytes_that_are_no_value_are_refused(data):
+    with pytest.raises(ValueError, match="packed"):
+        unpack(data)
+
+
+# The same draws
+
+
+@pytest.mark.parametrize("fresh", [False, True], ids=["one process", "a new process for every message"])
+@pytest.mark.parametrize("name", ["linear", "intercepts"])
+def test_draws_are_those_without_bytes(undisturbed, tmp_path, name, fresh):
+    silos, model = (LINEAR, linear) if name == "linear" else (INTERCEPTS, intercepts)
+    remote = connect(Messages(silos, model, tmp_path, fresh=fresh), model)
+    mcmc = fed.RemoteMCMC(fed.FSGLD(model), num_warmup=2, num_samples=12, num_chains=2, progress_bar=False)
+    mcmc.sampler._prepare(remote, {})
+
+    def kept():
+        return [len(list((tmp_path / n).glob("slot-*.bin"))) for n in silos.names]
+
+    before = kept()
+    mcmc.run(random.key(3), remote)
+    np.testing.assert_array_equal(draws(mcmc), undisturbed[name])
+    assert kept() == before  # nothing of a finished run but the local map
+    assert bool(before[0]) == (name == "intercepts")
+
+
+def test_a_message_that_comes_twice_is_answered_twice_alike(undisturbed, tmp_path):
+    class Twice(Messages):
+        def answer(self, side, data):
+            first, again = side.answer(data), side.answer(data)
+            assert first == again
+            return again
+
+    np.testing.assert_array_equal(
+        draws(run(INTERCEPTS, intercepts, Twice(INTERCEPTS, intercepts, tmp_path))), undisturbed["intercepts"]
+    )
+
+
+class Killed(Exception):
+    pass
+
+
+class Dies(Messages):
+    """The server dies when it has sent so many messages, before or after the silos have answered."""
+
+    left, after = -1, False
+
+    def exchange(self, messages):
+        self.left -= 1
+        if self.left == 0 and not self.after:
+            raise Killed
+        out = super().exchange(messages)
+        if self.left == 0:
+            raise Killed
+        return out
+
+
+@pytest.mark.parametrize(("at", "after"), [(3, False), (6, True), (9, False), (13, True)])
+def test_a_server_that_is_killed_goes_on_where_it_was(undisturbed, tmp_path, at, after):
+    place = tmp_path / "run.ckpt"
+    messenger = Dies(INTERCEPTS, intercepts, tmp_path)
+    remote = connect(messenger, intercepts)
+    kernel = fed.FSGLD(intercepts)
+    kernel._prepare(remote, {})
+    messenger.left, messenger.after = at, after
+
+    def one(remote):
+        mcmc = fed.RemoteMCMC(
+            kernel, num_warmup=2, num_samples=12, num_chains=2, progress_bar=False, checkpoint=place, checkpoint_every=4
+        )
+        mcmc.run(random.key(3), remote)
+        return mcmc
+
+    with pytest.raises(Killed):
+        one(remote)
+    assert place.exists() == (at > 6)  # two messages to start, then four rounds
+    again = connect(Messages(INTERCEPTS, intercepts, tmp_path), intercepts)
+    np.testing.assert_array_equal(draws(one(again)), undisturbed["intercepts"])
+    # and once more: all rounds are made
+    before = sum(t.messages for t in again.carrier.traffic.values())
+    np.testing.assert_array_equal(draws(one(again)), undisturbed["intercepts"])
+    assert sum(t.messages for t in again.carrier.traffic.values()) - before == 3 * 2
+
+
+def test_checkpoints_of_other_runs_are_refused(tmp_path):
+    place = tmp_path / "run.ckpt"
+    remote = fed.RemoteSilos(LINEAR, fed.Loopback(LINEAR))
+    run(LINEAR, linear, remote, 3, checkpoint=place)
+    with pytest.raises(
+        ValueError,
+        match=r"checkpoint of another run: num_chains, num_warmup, num_samples \[2, 2, 3\], expected \[2, 2, 4\]",
+    ):
+        run(LINEAR, linear, remote, 4, checkpoint=place)
+    with pytest.raises(ValueError, match="checkpoint of another run: sites"):
+        run(INTERCEPTS, intercepts, fed.RemoteSilos(INTERCEPTS, fed.Loopback(INTERCEPTS)), 3, checkpoint=place)
+    place.write_bytes(place.read_bytes()[:100])
+    with pytest.raises(ValueError, match=r"run.ckpt is no checkpoint, or a broken one .*; delete it"):
+        run(LINEAR, linear, remote, 3, checkpoint=place)
+    with pytest.raises(FileNotFoundError, match="there is no folder"):
+        fed.RemoteMCMC(fed.FSGLD(linear), num_warmup=1, num_samples=1, checkpoint=tmp_path / "no" / "run.ckpt")
+    with pytest.raises(ValueError, match="checkpoint_every: expected a whole number >= 1, got 0"):
+        fed.RemoteMCMC(fed.FSGLD(linear), num_warmup=1, num_samples=1, checkpoint=place, checkpoint_every=0)
+
+
+# What crosses
+
+
+def test_the_audit_lists_every_byte_and_planted_values_are_in_none(tmp_path):
+    data = {name: {k: np.array(v) for k, v in LINEAR[name].items()} for name in LINEAR.names}
+    first = LINEAR.names[0]
+    data[first]["y"][1] = planted = np.float32(1.2345679)
+    silos = fed.Silos(data)
+    messenger = Messages(silos, linear, tmp_path)
+    remote = connect(messenger, linear)
+    run(silos, linear, remote, 4)
+    raw = b"".join(data + answer for _, data, answer in messenger.sent)
+    assert planted.tobytes() not in raw
+    assert messenger.sides[first].site.rows.rows["y"][1].tobytes() == planted.tobytes()  # the control: the silo has it
+    crossed = [answer for _, data, answer in messenger.sent if b"StayLocal" in data][-1]
+    kept = unpack(crossed)["replies"][0][0]
+    assert kept.tobytes() in raw  # the control: what crosses is found
+    for name in silos.names:
+        own = [(data, answer) for n, data, answer in messenger.sent if n == name]
+        lines = [json.loads(line) for line in (tmp_path / name / "audit.jsonl").read_text().splitlines()]
+        assert [line["sent"]["sha256"] for line in lines] == [hashlib.sha256(answer).hexdigest() for _, answer in own]
+        assert [line["received"]["bytes"] for line in lines] == [len(data) for data, _ in own]
+        # what was said while it met the silos is not in the carrier's count
+        calls = [len(answer) for (_, answer), line in zip(own, lines, strict=True) if line["what"] == "calls"]
+        assert remote.carrier.traffic[name].bytes_up == sum(calls)
+        sizes = {n for line in lines for _, _, shape in line["sent"]["arrays"] for n in shape}
+        assert not sizes & {n for own in silos.sizes.values() for n in own}
+
+
+class Leak:
+    """A call whose reply is as long as the silo has rows."""
+
+    def __call__(self, key, message, state, view):
+        return view.whole()[0]["y"], None
+
+    def __eq__(self, other):
+        return isinstance(other, Leak)
+
+    def __hash__(self):
+        return 1
+
+
+def test_silos_refuse_other_calls_and_replies_as_long_as_rows(tmp_path, monkeypatch):
+    from numpyro_fed.surrogates import laplace
+
+    messenger = Messages(LINEAR, linear, tmp_path)
+    remote = connect(messenger, linear)
+    monkeypatch.setattr(laplace, "Leak", Leak, raising=False)
+    monkeypatch.setattr(Leak, "__module__", laplace.__name__)
+    monkeypatch.setattr(Leak, "_fields", (), raising=False)
+    call = fed.engines.remote.Call(0, Leak(), random.key(0), None)
+    with pytest.raises(RuntimeError, match="silo 'silo 0': it does not answer Leak"):
+        remote.ask([call])
+    monkeypatch.setitem(wire.ANSWERED, f"{laplace.__name__}:Leak", "rows")
+    with pytest.raises(
+        RuntimeError,
+        match=r"silo 'silo 0': the reply to Leak would be longer with one row more \(\(\d+,\) for \(\d+,\)\)",
+    ):
+        remote.ask([call])
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (lambda answer: pickle.dumps([1, 2]), "a packed value"),
+        (lambda answer: pack({"replies": [[np.ones(3, np.float32)]]}), "expected"),
+        (lambda answer: answer + bytes(10**7), "bytes, expected at most"),
+        (lambda answer: pack([1]), "neither replies nor an error"),
+        (lambda answer: pack({"replies": []}), "zip"),
+    ],
+    ids=["pickled", "wrong shape", "huge", "a list", "too few"],
+)
+def test_a_hostile_reply_is_refused_with_the_silos_name_and_the_run_goes_on(tmp_path, bad, message):
+    class Hostile(Messages):
+        def exchange(self, messages):
+            out = super().exchange(messages)
+            if "silo 1" in out and b"StayLocal" in messages["silo 1"]:
+                out["silo 1"] = bad(out["silo 1"])
+            return out
+
+    messenger = Hostile(LINEAR, linear, tmp_path)
+    remote = connect(messenger, linear)
+    with pytest.warns(
+        UserWarning, match=f"silo 'silo 1' sent what is no reply .*{message}.*; it counts as not answered"
+    ):
+        mcmc = run(LINEAR, linear, remote)
+    silent = np.asarray(mcmc.last_state.unanswered).sum(0)
+    assert silent[1] == np.asarray(mcmc.last_state.visits).sum(0)[1] > 0
+    assert silent.sum() == silent[1]
+    assert len(remote.carrier.refused["silo 1"]) > 0
+    assert np.isfinite(draws(mcmc)).all()
+
+
+def test_a_silo_that_returns_nan_counts_as_not_answered(tmp_path):
+    class Nan(Messages):
+        def exchange(self, messages):
+            out = super().exchange(messages)
+            if "silo 1" in out and b"StayLocal" in messages["silo 1"]:
+                answer = unpack(out["silo 1"])
+                answer["replies"] = [[np.full_like(r[0], np.nan), *r[1:]] for r in answer["replies"]]
+                out["silo 1"] = pack(answer)
+            return out
+
+    with pytest.warns(UserWarning, match=r"silo 'silo 1' returned NaN \d+ times; these visits count as not answered"):
+        mcmc = run(LINEAR, linear, Nan(LINEAR, linear, tmp_path))
+    assert np.asarray(mcmc.last_state.unanswered).sum(0)[1] > 0
+    assert np.isfinite(draws(mcmc)).all()
+
+
+# Silos that do not fit
+
+
+def other_model(y, x):
+    sigma = numpyro.sample("sigma", dist.HalfNormal(1.0))
+    with fed.silo_plate("rows", y.shape[0]):
+        numpyro.sample("y", dist.Normal(x.sum(-1), sigma), obs=y)
+
+
+def narrower(x, y):
+    beta = numpyro.sample("beta", dist.Normal(0, 1).expand([2]).to_event(1))
+    with fed.silo_plate("rows", y.shape[0]):
+        numpyro.sample("y", dist.Normal(x @ beta, 0.25), obs=y)
+
+
+def swapped(tmp_path, silos, model=linear, name="silo 1"):
+    """Silos of which one is another."""
+    messenger = Messages(LINEAR, linear, tmp_path)
+    messenger.sides[name] = SiloSide(silos, model, tmp_path / "other")
+    return messenger
+
+
+def changed(name, **columns):
+    data = {k: np.asarray(v) for k, v in LINEAR["silo 1"].items()}
+    return fed.Silos({name: {k: columns.get(k, lambda v: v)(v) for k, v in data.items()}}, rows=dict(LINEAR.group))
+
+
+@pytest.mark.parametrize(
+    ("silos", "model", "message"),
+    [
+        (lambda: alone(LINEAR, "silo 1"), other_model, r"silo 'silo 1' has another model: global sites"),
+        (lambda: alone(LINEAR, "silo 1"), narrower, r"silo 'silo 1' has another model: program \w+, expected \w+"),
+        (lambda: changed("silo 9"), linear, r"silo 'silo 1' says that it is \['silo 9'\]"),
+        (
+            lambda: changed("silo 1", y=lambda v: v.astype(np.int32)),
+            linear,
+            "silo 'silo 1' has silos of another kind than silo 'silo 0': rows",
+        ),
+        (lambda: changed("silo 1", x=lambda v: v[:, :1]), linear, "silo 'silo 1' has silos of another kind"),
+    ],
+    ids=["model", "number in the model", "name", "type", "column"],
+)
+def test_silos_that_do_not_fit_are_named(tmp_path, silos, model, message):
+    try:
+        messenger = swapped(tmp_path, silos(), model)
+    except ValueError:  # the model itself does not run on such rows
+        pytest.fail("the silo's own side should start")
+    with pytest.raises(ValueError, match=message):
+        connect(messenger, linear)
+
+
+def test_another_version_is_named(tmp_path, monkeypatch):
+    messenger = Messages(LINEAR, linear, tmp_path)
+    monkeypatch.setattr(silo_side, "versions", lambda: {**wire.versions(), "jax": "0.1"})
+    with pytest.raises(ValueError, match=r"silo 'silo 0' has another version: jax 0.1, expected"):
+        connect(messenger, linear)
+    monkeypatch.setattr(wire, "PROTOCOL", 7)
+    with pytest.raises(
+        ValueError, match="silo 'silo 0': the server speaks protocol 7, expected 1; install one version"
+    ):
+        connect(messenger, linear)
+
+
+def test_silos_that_are_silent_at_first_are_named(tmp_path):
+    messenger = Messages(LINEAR, linear, tmp_path)
+    messenger.exchange = lambda messages: {
+        k: messenger.sides[k].answer(v) for k, v in messages.items() if k != "silo 2"
+    }
+    with pytest.raises(
+        RuntimeError, match=r"silos \['silo 2'\] did not answer; expected silos that are up, under these names"
+    ):
+        connect(messenger, linear)
+
+
+def test_a_silo_says_in_words_what_is_wrong_and_quotes_no_rows(tmp_path):
+    side = SiloSide(alone(LINEAR, "silo 0"), linear, tmp_path / "a")
+    assert "asked before it was told of the others" in unpack(side.answer(pack({"what": "calls"})))["error"]
+    assert unpack(side.answer(b"nothing"))["error"] == "ValueError while it answered; its own errors.log has more"
+    assert "expected a packed value" in (tmp_path / "a" / "errors.log").read_text()
+    with pytest.raises(ValueError, match=r"expected fed\.Silos of one silo"):
+        SiloSide(LINEAR, linear, tmp_path / "b")
+    from numpyro_fed.engines.roster import as_values
+
+    assert (
+        "expected to be among the silos"
+        in unpack(side.answer(pack({"what": "open", "silos": as_values(alone(LINEAR, "silo 1"))})))["error"]
+    )
+
+
+def test_a_folder_that_was_emptied_is_said(tmp_path):
+    messenger = Messages(LINEAR, linear, tmp_path)
+    remote = connect(messenger, linear)
+    kernel = fed.FSGLD(linear)
+    kernel._prepare(remote, {})
+    original = messenger.exchange
+
+    def exchange(messages):
+        if any(b"StayLocal" in data for data in messages.values()):
+            for name in messages:
+                messenger.sides[name].site.kept.clear()
+        return original(messages)
+
+    messenger.exchange = exchange
+    mcmc = fed.RemoteMCMC(kernel, num_warmup=0, num_samples=2, progress_bar=False)
+    with pytest.raises(
+        RuntimeError, match=r"silo 'silo .': what it kept for this run is gone; expected the folder of before"
+    ):
+        mcmc.run(random.key(0), remote)
+
+
+def test_another_model_or_a_function_does_not_go_over_the_wire(tmp_path):
+    remote = connect(Messages(LINEAR, linear, tmp_path), linear)
+    with pytest.raises(ValueError, match="the kernel's model is not the one that silos were connected with"):
+        fed.RemoteMCMC(fed.FSGLD(narrower), num_warmup=0, num_samples=2, progress_bar=False).run(random.key(0), remote)
+    kernel = fed.FSGLD(linear, step_size=lambda i: 1e-3 / (i + 1.0))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(
+            ValueError, match="step sizes that are functions cannot, numbers and the schedules of fed can"
+        ):
+            fed.RemoteMCMC(kernel, num_warmup=0, num_samples=2, progress_bar=False).run(random.key(0), remote)
