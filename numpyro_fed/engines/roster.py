@@ -3,6 +3,7 @@
 import hashlib
 import re
 from collections.abc import Sequence
+from importlib.metadata import version
 from typing import Any
 
 import jax
@@ -18,10 +19,8 @@ __all__ = ["as_values", "description", "fingerprint", "from_values", "known_of",
 
 def versions() -> dict[str, Any]:
     """What has to be the same on both sides for the same draws."""
-    from numpyro_fed import __version__
-
     return {
-        "numpyro_fed": __version__,
+        "numpyro_fed": version("numpyro-fed"),
         "numpyro": numpyro.__version__,
         "jax": jax.__version__,
         "float": str(jnp.result_type(float)),
