@@ -32,6 +32,9 @@ SCALE = {
     "thalach": (139.0, 26.0),
     "oldpeak": (0.9, 1.1),
 }
+KINDS = {"cp": (1, 2, 3, 4), "restecg": (0, 1, 2)}
+MEASURED = ("age", "sex", "cp", "trestbps", "chol", "fbs", "restecg", "thalach", "exang", "oldpeak")
+UNUSED = ["slope", "ca", "thal"]
 CHAINS = {"num_chains": 4, "chain_method": "vectorized"}
 
 
@@ -47,14 +50,26 @@ def data() -> tuple[pd.DataFrame, np.ndarray, np.ndarray]:
             "920 rows: cleveland 303, hungarian 294, switzerland 123, va 200",
         )
     )
-    table = table.drop(columns=["slope", "ca", "thal"]).dropna().reset_index(drop=True)
+    table = table.drop(columns=UNUSED).dropna().reset_index(drop=True)
     hospital = table.pop("hospital").to_numpy(str)
-    disease = (table.pop("num") > 0).to_numpy(np.float32)
+    return *columns(table), hospital
+
+
+def columns(table: pd.DataFrame) -> tuple[pd.DataFrame, np.ndarray]:
+    """Covariates and disease 0/1, of whole rows of the study's table."""
+    disease = (table["num"] > 0).to_numpy(np.float32)
+    x = table.drop(columns="num")
     for column, (centre, scale) in SCALE.items():
-        table[column] = (table[column] - centre) / scale
-    table = table.astype({"cp": int, "restecg": int})
-    x = pd.get_dummies(table, columns=["cp", "restecg"], drop_first=True)
-    return x.astype(np.float32), disease, hospital
+        x[column] = (x[column] - centre) / scale
+    for column, kinds in KINDS.items():  # of all hospitals: one alone may not have them all
+        x[column] = pd.Categorical(x[column].astype(int), categories=kinds)
+    return pd.get_dummies(x, columns=list(KINDS), drop_first=True).astype(np.float32), disease
+
+
+def silo(table: pd.DataFrame) -> dict[str, np.ndarray]:
+    """The model's arguments of one hospital's table, of the study's columns."""
+    x, disease = columns(table[[*MEASURED, "num"]].dropna().reset_index(drop=True))
+    return {"x": x.to_numpy(), "y": disease}
 
 
 def silos() -> fed.Silos:

@@ -16,7 +16,9 @@ LAYERS = (
     ("mcmc", "vi"),
     ("_silo_coords", "_network_result", "vi_inference_data", "diagnostics"),
     ("inference_data", "_compare_scalars", "_comparison_figure", "_elbo_figure", "results", "prediction"),
-    ("one_call",),
+    ("one_call", "_model_file"),
+    ("_coordinator",),
+    ("command_line",),
 )
 LEVEL = {name: i for i, names in enumerate(LAYERS) for name in names}
 

@@ -26,16 +26,28 @@ __all__ = ["ANSWERED", "Messenger", "Traffic", "Wire", "connect", "owned"]
 
 PROTOCOL = 1
 
-# what a silo answers, and what its reply holds
+# what a silo answers: what its reply holds, and how many numbers that is, for d global parameters
 ANSWERED = {
-    "numpyro_fed.proof:OwnTerm": "its log density and the norm of its gradient at one point, and log p(theta)",
-    "numpyro_fed.proof:LeakageLocal": "how far elements of its plates depend on each other: one number",
-    "numpyro_fed.surrogates.local_score:ScoreLocal": "its surrogate: gradient and precision of its log marginal likelihood, fitted at the server's points; its value there",
-    "numpyro_fed.surrogates.laplace:LaplaceLocal": "gradient and precision of its log marginal likelihood at one point, and its value",
-    "numpyro_fed.mcmc.pilot:PilotLocal": "means and norms of what its surrogate lacks, on walks at the server's points",
-    "numpyro_fed.mcmc.remote:TellLocal": "nothing: it keeps surrogates and step size",
-    "numpyro_fed.mcmc.remote:StartLocal": "nothing: it draws its first local latents, and keeps them",
-    "numpyro_fed.mcmc.remote:StayLocal": "a chain's position after its stay, four statistics of it, and the mean of what its surrogate lacks",
+    "numpyro_fed.proof:OwnTerm": ("log density of its rows at one point, its gradient's norm, and log p(theta)", "3"),
+    "numpyro_fed.proof:LeakageLocal": ("how far elements of its plates depend on each other", "1"),
+    "numpyro_fed.surrogates.local_score:ScoreLocal": (
+        "its surrogate: gradient and precision of its log marginal likelihood, fitted at the server's points, and its values there",
+        "d + d^2 (beyond 500 dimensions 2 d), one for each point; where d <= 16 in the last rounds d (1 + 2 d + d (d + 1) / 2) more",
+    ),
+    "numpyro_fed.surrogates.laplace:LaplaceLocal": (
+        "gradient and precision of its log marginal likelihood at one point, and its value",
+        "d + d^2",
+    ),
+    "numpyro_fed.mcmc.pilot:PilotLocal": (
+        "means and norms of what its surrogate lacks, on 32 walks",
+        "64 d, and up to 64 for each walk",
+    ),
+    "numpyro_fed.mcmc.remote:TellLocal": ("nothing: it keeps surrogates and step size", ""),
+    "numpyro_fed.mcmc.remote:StartLocal": ("nothing: it draws its first local latents, and keeps them", ""),
+    "numpyro_fed.mcmc.remote:StayLocal": (
+        "a chain's position after its stay, four statistics, and the mean of what its surrogate lacks",
+        "2 d + 5 in each visit",
+    ),
 }
 
 

@@ -1,0 +1,178 @@
+"""The coordinator's side of a deployment with Flower: a SuperLink on this machine, and the run that it hosts."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from numpyro_fed._model_file import load_model_file
+from numpyro_fed.engines import flower
+from numpyro_fed.engines.flower_commands import QUIET, link_command, write_app
+from numpyro_fed.engines.wire import connect
+from numpyro_fed.inference_data import to_inference_data
+from numpyro_fed.mcmc.fsgld import FSGLD
+from numpyro_fed.mcmc.remote import RemoteMCMC
+
+__all__ = ["client", "coordinate", "server"]
+
+_START = 60.0  # seconds for SuperLink to start
+
+
+def _draw(grid: Any, context: Any) -> None:
+    """What SuperLink runs: meet the silos, draw, write the posterior; what happened is told by files in the run's folder."""
+    told = dict(context.run_config)
+    folder = Path(told["folder"])
+    try:
+        module = load_model_file(told["model"])
+        names = json.loads(told["silos"])
+        messenger = flower.Flower(
+            grid,
+            names,
+            timeout=told["patience"],
+            patience=told["patience"],
+            wait=told["wait"],
+            grace=min(30.0, told["wait"]),
+        )
+        silos = connect(messenger, module.model)
+        mcmc = RemoteMCMC(
+            FSGLD(module.model),
+            num_warmup=told["warmup"],
+            num_samples=told["samples"],
+            num_chains=told["chains"],
+            checkpoint=folder / "checkpoint",
+        )
+        mcmc.run(jax.random.key(told["seed"]), silos)
+        to_inference_data(mcmc, silos).to_netcdf(told["out"])
+        lines = [str(mcmc.sampler.ledger(mcmc.last_state)), "On the wire (messages, bytes to the silo, bytes from it):"]
+        lines += [
+            f"  {name}: {t.messages:,}, {t.bytes_down:,}, {t.bytes_up:,}" for name, t in silos.carrier.traffic.items()
+        ]
+        _told(folder / "done", "\n".join(lines))
+    except BaseException as error:
+        (folder / "error.log").write_text(traceback.format_exc())
+        _told(
+            folder / "failed", f"{type(error).__name__}: {error}" if not isinstance(error, ValueError) else str(error)
+        )
+        raise
+
+
+def _told(place: Path, text: str) -> None:
+    beside = place.with_suffix(".new")
+    beside.write_text(text)
+    os.replace(beside, place)
+
+
+server = flower.server_app(_draw)
+client = flower.client_app(lambda _: None)  # type: ignore[arg-type, return-value]  # silos answer by their own
+
+
+def coordinate(
+    model: Path,
+    names: list[str],
+    tls: Path,
+    keys: Path | None,
+    out: Path,
+    folder: Path,
+    *,
+    address: str,
+    **settings: Any,
+) -> str:
+    """Start a SuperLink and the run, wait for its end, and end both.
+
+    :param settings: ``chains``, ``warmup``, ``samples``, ``seed``, ``wait`` and ``patience``.
+    :return: what the run cost, in words.
+    :raises RuntimeError: with the reason, where the run or SuperLink failed.
+    """
+    folder, tls = folder.resolve(), tls.resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in ("done", "failed"):
+        (folder / name).unlink(missing_ok=True)
+    host, _, port = address.rpartition(":")
+    environment = {**os.environ, **QUIET, "FLWR_HOME": str(folder / "flower")}
+    environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environment.get("PATH", "")])
+    command = link_command(
+        int(port),
+        certificate=tls / "server.crt",
+        key=tls / "server.key",
+        ca=tls / "ca.crt",
+        host=host,
+        authentication=keys is not None,
+    )
+    with (folder / "link.log").open("ab") as log:
+        link = subprocess.Popen(command, env=environment, stdout=log, stderr=log, cwd=folder)
+    try:
+        _wait_for(link, int(port), folder)
+        for name in names if keys is not None else ():
+            _flwr(
+                folder,
+                tls,
+                port,
+                environment,
+                "supernode",
+                "register",
+                str((keys / f"{name}.pub").resolve()),
+                "link",
+                "--name",
+                name,
+            )  # type: ignore[operator]
+        config = {
+            **settings,
+            "model": str(model.resolve()),
+            "silos": json.dumps(names),
+            "out": str(out.resolve()),
+            "folder": str(folder),
+        }
+        app = write_app(folder / "app", "numpyro_fed._coordinator:server", "numpyro_fed._coordinator:client", config)
+        _flwr(folder, tls, port, environment, "run", str(app), "link")
+        while not (folder / "done").exists():
+            if (folder / "failed").exists():
+                raise RuntimeError((folder / "failed").read_text() + f" (the whole error is in {folder / 'error.log'})")
+            if link.poll() is not None:
+                raise RuntimeError(f"SuperLink ended with exit code {link.returncode}; see {folder / 'link.log'}")
+            time.sleep(0.2)
+        return f"{(folder / 'done').read_text()}\nposterior written to {out}"
+    finally:
+        link.terminate()
+        try:
+            link.wait(15)
+        except subprocess.TimeoutExpired:
+            link.kill()
+
+
+def _wait_for(link: subprocess.Popen, port: int, folder: Path) -> None:
+    end = time.monotonic() + _START
+    while time.monotonic() < end and link.poll() is None:
+        with socket.socket() as s:
+            s.settimeout(1)
+            if s.connect_ex(("127.0.0.1", port)) == 0:
+                return
+        time.sleep(0.1)
+    raise RuntimeError(f"SuperLink did not start within {_START:.0f} s; see {folder / 'link.log'}")
+
+
+def _flwr(folder: Path, tls: Path, port: str, environment: dict[str, str], *arguments: str) -> None:
+    """Flower's own command, as the coordinator of this machine."""
+    home = folder / "flower"
+    home.mkdir(exist_ok=True)
+    lines = ["[superlink]", 'default = "link"', "[superlink.link]", f'address = "127.0.0.1:{port}"']
+    (home / "config.toml").write_text("\n".join([*lines, f"root-certificates = {json.dumps(str(tls / 'ca.crt'))}", ""]))
+    command = [str(Path(sys.executable).with_name("flwr")), *arguments]
+    done = subprocess.run(
+        command,
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        cwd=folder,
+        timeout=120,
+        check=False,
+    )
+    if done.returncode:
+        raise RuntimeError(f"flwr {arguments[0]} failed: {done.stdout.strip()}")

@@ -1,0 +1,71 @@
+"""A model file, and a silo's data as its model takes them."""
+
+import importlib.util
+import inspect
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pandas as pd
+
+from numpyro_fed.silos import Silos
+
+__all__ = ["load_model_file", "silo_of_file"]
+
+
+def load_model_file(place: str | Path) -> ModuleType:
+    """The module of a file that has a marked ``model``.
+
+    It may also have ``silo(table)``, which makes the model's arguments of a silo's table, and ``ROWS`` and ``INDEX`` as of :class:`~numpyro_fed.Silos`.
+
+    :raises ValueError: in words, for a file that is none.
+    """
+    place = Path(place)
+    if not place.is_file():
+        raise ValueError(f"{place}: no such file; expected a Python file with a function model")
+    spec = importlib.util.spec_from_file_location(place.stem, place)
+    if spec is None or spec.loader is None:
+        raise ValueError(f"{place}: expected a Python file with a function model")
+    module = importlib.util.module_from_spec(spec)
+    if str(place.resolve().parent) not in sys.path:  # for what it imports from beside it
+        sys.path.insert(0, str(place.resolve().parent))
+    sys.modules.setdefault(place.stem, module)
+    spec.loader.exec_module(module)
+    if not callable(getattr(module, "model", None)):
+        raise ValueError(f"{place}: it has no function model; expected one whose silo plates are marked")
+    return module
+
+
+def silo_of_file(module: ModuleType, name: str, place: str | Path) -> Silos:
+    """One silo, of its table in a CSV or Parquet file.
+
+    Without a ``silo(table)`` in the model file, each argument of the model is the column of its name.
+
+    :raises ValueError: in words, for a file that is no table, or lacks columns.
+    """
+    place = Path(place)
+    if not place.is_file():
+        raise ValueError(f"{place}: no such file; expected the silo's table")
+    try:
+        table = pd.read_parquet(place) if place.suffix == ".parquet" else pd.read_csv(place)
+    except Exception as error:
+        raise ValueError(f"{place}: expected a table in CSV or Parquet ({type(error).__name__}: {error})") from error
+    try:
+        arguments = module.silo(table) if hasattr(module, "silo") else _columns(module, table)
+    except KeyError as error:
+        raise ValueError(f"{place}: it has no column {error}; it has {list(table.columns)}") from error
+    return Silos({name: arguments}, rows=getattr(module, "ROWS", None), index=getattr(module, "INDEX", None))
+
+
+def _columns(module: ModuleType, table: pd.DataFrame) -> dict[str, np.ndarray]:
+    """The model's arguments, each the column of its name."""
+    out = {}
+    for name in inspect.signature(module.model).parameters:
+        column = table[name].to_numpy()
+        if column.dtype.kind not in "biuf":
+            raise ValueError(
+                f"column {name!r} holds {column.dtype}; expected numbers, or a function silo(table) in the model file"
+            )
+        out[name] = column.astype(np.float32) if column.dtype.kind == "f" else column
+    return out

@@ -1,0 +1,197 @@
+"""The commands ``numpyro-fed silo``, for the person at a silo, and ``numpyro-fed run``, for the coordinator."""
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+
+from numpyro_fed._model_file import load_model_file, silo_of_file
+from numpyro_fed.engines.silo_side import SiloSide
+from numpyro_fed.engines.wire import ANSWERED
+
+__all__ = ["main"]
+
+_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+_FOLDER = click.Path(file_okay=False, path_type=Path)
+
+
+@click.group()
+@click.version_option(package_name="numpyro-fed")
+def main() -> None:
+    """Bayesian inference over data that may not be pooled."""
+
+
+@main.command()
+@click.option(
+    "--model",
+    "model_file",
+    type=_FILE,
+    required=True,
+    help="Python file with the study's model, as the coordinator has it.",
+)
+@click.option("--data", type=_FILE, required=True, help="This silo's table, CSV or Parquet; it stays on this machine.")
+@click.option("--name", required=True, help="This silo's name, as the coordinator lists it.")
+@click.option("--server", help="The coordinator's machine, host:port.")
+@click.option("--ca", type=_FILE, help="Certificate of the authority that signed the server's, PEM.")
+@click.option("--key", type=_FILE, help="This silo's private key, whose public one the coordinator has.")
+@click.option(
+    "--folder",
+    type=_FOLDER,
+    help="Where this silo keeps its state and the record of what left it.  [default: numpyro-fed-NAME]",
+)
+@click.option(
+    "--give-up", type=float, default=60.0, show_default=True, help="Seconds in which the server has to answer."
+)
+@click.option("--check", is_flag=True, help="Show what would leave, and connect to nobody.")
+@click.option("--yes", is_flag=True, help="Do not ask.")
+def silo(
+    model_file: Path,
+    data: Path,
+    name: str,
+    server: str | None,
+    ca: Path | None,
+    key: Path | None,
+    folder: Path | None,
+    give_up: float,
+    check: bool,
+    yes: bool,
+) -> None:
+    """Check this silo's data against the model, show what will leave, ask, and answer until interrupted."""
+    try:
+        module = load_model_file(model_file)
+        side = SiloSide(silo_of_file(module, name, data), module.model, folder or Path(f"numpyro-fed-{name}"))
+    except (ValueError, TypeError) as error:
+        raise click.ClickException(str(error)) from error
+    click.echo(what_leaves(side))
+    if check:
+        return
+    if server is None or ca is None:
+        raise click.UsageError("expected --server and --ca, or --check")
+    if not yes:
+        click.confirm(f"Take part as {name!r}, at {server}?", abort=True)
+    _serve(side, server, ca, key, give_up)
+
+
+def what_leaves(side: SiloSide) -> str:
+    """What of a silo's data will leave it, in words and numbers."""
+    d = side.factors.dim
+    sizes = ", ".join(f"{n[0]:,} rows of {group!r}" for group, n in side.silos.sizes.items())
+    private = ", ".join(s.name for s in side.factors.local_sites) or "none"
+    lines = [
+        f"Silo {side.name!r}: {sizes}",
+        *(f"  {line}" for line in side.silos.row_lines()),
+        f"Stays here: all rows; local latents ({private}).",
+        f"Leaves, once: the silo's name, numbers of rows, the arguments' names and types{_shared(side)}.",
+        f"Leaves, in answer to the server ({d} global parameters, numbers of 4 bytes):",
+    ]
+    for call, (what, numbers) in ANSWERED.items():
+        lines.append(f"  {call.split(':')[1]:<14} {what}" + (f"; {numbers}" if numbers else ""))
+    lines += [
+        "Nothing whose length depends on the number of rows is sent: each kind of answer is tried with a row more, and refused if it grows.",
+        f"Every message is listed in {side.folder / 'audit.jsonl'}.",
+    ]
+    return "\n".join(lines)
+
+
+def _shared(side: SiloSide) -> str:
+    return f", and the shared arguments {sorted(side.silos.shared)} with their values" if side.silos.shared else ""
+
+
+class _Counted:
+    """A side that shows how many messages it has answered."""
+
+    def __init__(self, side: SiloSide) -> None:
+        self.side, self.name = side, side.name
+        self.messages, self.sent = 0, 0
+
+    def answer(self, data: bytes) -> bytes:
+        answer = self.side.answer(data)
+        self.messages += 1
+        self.sent += len(answer)
+        if sys.stderr.isatty() or self.messages % 100 == 1:
+            end = "\r" if sys.stderr.isatty() else "\n"
+            click.echo(
+                f"{time.strftime('%H:%M:%S')}  {self.messages:,} messages answered, {self.sent / 1024:,.1f} kB sent{end}",
+                nl=False,
+                err=True,
+            )
+        return answer
+
+
+def _serve(side: SiloSide, server: str, ca: Path, key: Path | None, give_up: float) -> None:
+    flower = _flower()
+    from numpyro_fed.engines.flower_node import serve
+
+    counted = _Counted(side)
+    try:
+        serve(flower.client_app(lambda _: counted), server, side.name, ca=ca, key=key, give_up=give_up)
+    except ConnectionError as error:
+        raise click.ClickException(str(error)) from error
+    except KeyboardInterrupt:
+        click.echo(f"\nended; {counted.messages:,} messages were answered", err=True)
+
+
+def _flower() -> Any:
+    try:
+        from numpyro_fed.engines import flower
+    except ImportError as error:
+        raise click.ClickException(str(error)) from error
+    return flower
+
+
+@main.command()
+@click.option("--model", "model_file", type=_FILE, required=True, help="Python file with the study's model.")
+@click.option("--silos", "names", required=True, help="Names of all silos, with commas between.")
+@click.option("--address", default="0.0.0.0:9092", show_default=True, help="Where silos find this machine, host:port.")
+@click.option("--tls", type=_FOLDER, required=True, help="Folder with server.crt, server.key and ca.crt.")
+@click.option(
+    "--keys",
+    type=_FOLDER,
+    help="Folder with the silos' public keys, NAME.pub; without it whoever has the model may join.",
+)
+@click.option(
+    "--out", type=click.Path(dir_okay=False, path_type=Path), required=True, help="netCDF file for the posterior."
+)
+@click.option(
+    "--folder",
+    type=_FOLDER,
+    default=Path("numpyro-fed-run"),
+    show_default=True,
+    help="Logs and the checkpoint, from which a run goes on.",
+)
+@click.option("--chains", type=int, default=4, show_default=True)
+@click.option("--warmup", type=int, default=200, show_default=True)
+@click.option("--samples", type=int, default=1000, show_default=True)
+@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--wait", type=float, default=600.0, show_default=True, help="Seconds in which all silos have to appear.")
+@click.option(
+    "--patience",
+    type=float,
+    default=600.0,
+    show_default=True,
+    help="Seconds that a round waits for a silo that is away.",
+)
+def run(model_file: Path, names: str, tls: Path, keys: Path | None, out: Path, folder: Path, **options: Any) -> None:
+    """Wait for the silos, draw from the posterior by FSGLD, and write it."""
+    try:
+        load_model_file(model_file)
+        silos = [name.strip() for name in names.split(",")]
+        if len(set(silos)) < len(silos) or not all(silos):
+            raise ValueError(f"--silos {names}: expected each name once")
+        missing = [str(tls / f) for f in ("server.crt", "server.key", "ca.crt") if not (tls / f).is_file()]
+        missing += [str(keys / f"{n}.pub") for n in silos if keys is not None and not (keys / f"{n}.pub").is_file()]
+        if missing:
+            raise ValueError(f"there are no files {missing}; docs/flower.md says how to make them")
+        if not out.resolve().parent.is_dir():
+            raise ValueError(f"--out {out}: there is no folder {out.resolve().parent}")
+    except ValueError as error:
+        raise click.ClickException(str(error)) from error
+    _flower()
+    from numpyro_fed._coordinator import coordinate
+
+    try:
+        click.echo(coordinate(model_file, silos, tls, keys, out, folder, **options))
+    except (RuntimeError, TimeoutError) as error:
+        raise click.ClickException(str(error)) from error
