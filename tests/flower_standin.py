@@ -1,0 +1,86 @@
+"""A side that stands in for a silo's, and a run that sends messages to it: apps for Flower's processes to import.
+
+Its private state is a running hash of all messages, on disk. A message that it has answered before gets the same reply again.
+"""
+
+import hashlib
+import json
+import os
+import time
+from pathlib import Path
+
+from numpyro_fed.engines.flower import Flower, client_app, server_app
+
+
+class Hashing:
+    """``answer`` folds a message into the running hash; with "sleep", "raise" and "die" in a message it does so, once."""
+
+    def __init__(self, name, directory):
+        self.name, self.file = name, Path(directory) / f"{name}.json"
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+
+    def answer(self, data):
+        head, body = data.split(b"\n", 1)
+        asked = json.loads(head)
+        state = json.loads(self.file.read_text()) if self.file.exists() else {"number": -1, "hash": "", "starts": 0}
+        if asked["number"] > state["number"]:
+            self._play(asked)
+            state["hash"] = hashlib.sha256(state["hash"].encode() + self.name.encode() + body).hexdigest()
+            state["number"] = asked["number"]
+            part = self.file.with_suffix(".part")
+            part.write_text(json.dumps(state))
+            part.replace(self.file)
+        return state["hash"].encode() + body[:0]
+
+    def _play(self, asked):
+        mark = self.file.with_suffix(f".{asked['number']}")
+        if asked.get("for", self.name) != self.name or mark.exists():
+            return
+        if asked.get("do"):
+            mark.touch()
+        if asked.get("do") == "sleep":
+            time.sleep(asked["seconds"])
+        elif asked.get("do") == "raise":
+            raise ValueError("row 17 holds 37.25")
+        elif asked.get("do") == "die":
+            os._exit(9)
+
+
+class Echo:
+    def __init__(self, name):
+        self.name = name
+
+    def answer(self, data):
+        return data
+
+
+def message(number, body=b"", **what):
+    return json.dumps({"number": number, **what}).encode() + b"\n" + body
+
+
+def side(context):
+    config = context.node_config
+    return Echo(config["name"]) if context.run_config["echo"] else Hashing(config["name"], config["directory"])
+
+
+def run(grid, context):
+    """Rounds as the run's configuration says; replies and seconds go to a file."""
+    config = context.run_config
+    flower = Flower(
+        grid, config["names"].split(), timeout=config["timeout"], patience=config["patience"], grace=10, wait=config["wait"]
+    )
+    plan, replies, seconds = json.loads(config["plan"]), [], []
+    for number in range(config["rounds"]):
+        start = time.perf_counter()
+        data = message(number, os.urandom(config["size"]) if config["echo"] else b"round", **plan.get(str(number), {}))
+        got = flower.exchange(dict.fromkeys(flower.names, data))
+        seconds.append(time.perf_counter() - start)
+        replies.append({name: len(x) if config["echo"] else x.decode() for name, x in got.items()})
+        done = {"replies": replies, "seconds": seconds, "reasons": flower.reasons}
+        part = Path(config["out"] + ".part")
+        part.write_text(json.dumps(done))
+        part.replace(config["out"])
+
+
+client = client_app(side)
+server = server_app(run)
