@@ -38,7 +38,9 @@ def make_certificates(directory):
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
         builder = x509.CertificateBuilder().subject_name(subject).issuer_name(issuer or subject)
         builder = builder.public_key(key.public_key()).serial_number(x509.random_serial_number())
-        builder = builder.not_valid_before(now - datetime.timedelta(hours=1)).not_valid_after(now + datetime.timedelta(days=2))
+        builder = builder.not_valid_before(now - datetime.timedelta(hours=1)).not_valid_after(
+            now + datetime.timedelta(days=2)
+        )
         builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=False)
         builder = builder.add_extension(x509.BasicConstraints(ca=authority, path_length=None), critical=True)
         return builder.sign(issuer_key, hashes.SHA256())
@@ -69,8 +71,8 @@ def environment(home):
 class Deployment:
     """Started on entry; on exit its processes are ended, each by its own id."""
 
-    def __init__(self, root, names, authentication=True):
-        self.root, self.names, self.authentication = Path(root), names, authentication
+    def __init__(self, root, names, authentication=True, lasting=False):
+        self.root, self.names, self.authentication, self.lasting = Path(root), names, authentication, lasting
         self.port, self.address = (port := free_port()), f"127.0.0.1:{port}"
         self.tls = make_certificates(self.root / "tls")
         self.started, self.nodes = [], {}
@@ -107,7 +109,17 @@ class Deployment:
 
     def _register(self):
         own = [
-            (name, self.flwr("supernode", "register", str(make_key(self.root / f"{name}.key").with_suffix(".pub")), "link", "--name", name))
+            (
+                name,
+                self.flwr(
+                    "supernode",
+                    "register",
+                    str(make_key(self.root / f"{name}.key").with_suffix(".pub")),
+                    "link",
+                    "--name",
+                    name,
+                ),
+            )
             for name in self.names
         ]
         for name, process in own:
@@ -120,21 +132,39 @@ class Deployment:
         home = self.root / "coordinator"
         env = environment(home)
         lines = ["[superlink]", 'default = "link"', "[superlink.link]", f'address = "{self.address}"']
-        (home / "config.toml").write_text("\n".join([*lines, f"root-certificates = {json.dumps(str(self.tls / 'ca.crt'))}", ""]))
+        (home / "config.toml").write_text(
+            "\n".join([*lines, f"root-certificates = {json.dumps(str(self.tls / 'ca.crt'))}", ""])
+        )
         command = [str(Path(sys.executable).with_name("flwr")), *arguments]
-        return subprocess.Popen(command, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=self.root)
+        return subprocess.Popen(
+            command, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=self.root
+        )
 
     def start_node(self, name):
         key = self.root / f"{name}.key" if self.authentication else None
         directory = str(self.root / name / "private")
-        command = node_command(self.address, name, ca=self.tls / "ca.crt", key=key, port=free_port(), directory=directory)
+        if self.lasting:
+            own = [self.address, name, directory, self.tls / "ca.crt", key or ""]
+            self.nodes[name] = self.start([sys.executable, str(HERE / "flower_standin.py"), *map(str, own)], name)
+            return
+        command = node_command(
+            self.address, name, ca=self.tls / "ca.crt", key=key, port=free_port(), directory=directory
+        )
         self.nodes[name] = self.start(command, name)
 
     def run(self, **config):
         """Have the stand-in's run started; where its result will be."""
         out = self.root / "result.json"
         out.unlink(missing_ok=True)
-        settings = {"echo": False, "rounds": 3, "size": 0, "timeout": 60.0, "patience": 0.0, "wait": 120.0, "plan": "{}"}
+        settings = {
+            "echo": False,
+            "rounds": 3,
+            "size": 0,
+            "timeout": 60.0,
+            "patience": 0.0,
+            "wait": 120.0,
+            "plan": "{}",
+        }
         settings |= {"names": " ".join(self.names), "out": str(out), **config}
         app = write_app(self.root / "app", "flower_standin:server", "flower_standin:client", settings)
         process = self.flwr("run", str(app), "link")

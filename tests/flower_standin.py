@@ -6,6 +6,7 @@ Its private state is a running hash of all messages, on disk. A message that it 
 import hashlib
 import json
 import os
+import sys
 import time
 from pathlib import Path
 
@@ -22,6 +23,8 @@ class Hashing:
     def answer(self, data):
         head, body = data.split(b"\n", 1)
         asked = json.loads(head)
+        if "echo" in asked:
+            return body
         state = json.loads(self.file.read_text()) if self.file.exists() else {"number": -1, "hash": "", "starts": 0}
         if asked["number"] > state["number"]:
             self._play(asked)
@@ -30,7 +33,7 @@ class Hashing:
             part = self.file.with_suffix(".part")
             part.write_text(json.dumps(state))
             part.replace(self.file)
-        return state["hash"].encode() + body[:0]
+        return state["hash"].encode()
 
     def _play(self, asked):
         mark = self.file.with_suffix(f".{asked['number']}")
@@ -46,33 +49,30 @@ class Hashing:
             os._exit(9)
 
 
-class Echo:
-    def __init__(self, name):
-        self.name = name
-
-    def answer(self, data):
-        return data
-
-
 def message(number, body=b"", **what):
     return json.dumps({"number": number, **what}).encode() + b"\n" + body
 
 
 def side(context):
-    config = context.node_config
-    return Echo(config["name"]) if context.run_config["echo"] else Hashing(config["name"], config["directory"])
+    return Hashing(context.node_config["name"], context.node_config["directory"])
 
 
 def run(grid, context):
     """Rounds as the run's configuration says; replies and seconds go to a file."""
     config = context.run_config
     flower = Flower(
-        grid, config["names"].split(), timeout=config["timeout"], patience=config["patience"], grace=10, wait=config["wait"]
+        grid,
+        config["names"].split(),
+        timeout=config["timeout"],
+        patience=config["patience"],
+        grace=10,
+        wait=config["wait"],
     )
     plan, replies, seconds = json.loads(config["plan"]), [], []
     for number in range(config["rounds"]):
         start = time.perf_counter()
-        data = message(number, os.urandom(config["size"]) if config["echo"] else b"round", **plan.get(str(number), {}))
+        what = plan.get(str(number), {}) | ({"echo": True} if config["echo"] else {})
+        data = message(number, os.urandom(config["size"]) if config["echo"] else b"round", **what)
         got = flower.exchange(dict.fromkeys(flower.names, data))
         seconds.append(time.perf_counter() - start)
         replies.append({name: len(x) if config["echo"] else x.decode() for name, x in got.items()})
@@ -84,3 +84,11 @@ def run(grid, context):
 
 client = client_app(side)
 server = server_app(run)
+
+if __name__ == "__main__":  # a lasting node: server, name, folder, certificate, key
+    from numpyro_fed.engines.flower_node import serve
+
+    address, own, folder, authority, private = sys.argv[1:6]
+    serve(
+        client, address, own, ca=Path(authority), key=Path(private) if private else None, give_up=20, directory=folder
+    )

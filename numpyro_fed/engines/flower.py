@@ -61,13 +61,17 @@ class Side(Protocol):
 
 def _records(data: bytes, silo: str) -> RecordDict:
     pieces = range(0, max(len(data), 1), _PIECE)
-    records = {f"{i:06}": ConfigRecord({"bytes": data[start : start + _PIECE]}) for i, start in enumerate(pieces)}
-    return RecordDict({"silo": ConfigRecord({"name": silo}), **records})
+    return RecordDict(
+        {f"{i:06}": ConfigRecord({"silo": silo, "bytes": data[k : k + _PIECE]}) for i, k in enumerate(pieces)}
+    )
 
 
 def _bytes(content: RecordDict) -> bytes:
-    pieces = sorted(key for key in content.config_records if key != "silo")
-    return b"".join(content.config_records[key]["bytes"] for key in pieces)
+    return b"".join(content.config_records[key]["bytes"] for key in sorted(content.config_records))
+
+
+def _silo(content: RecordDict) -> str:
+    return content.config_records["000000"]["silo"]
 
 
 # The silo
@@ -101,7 +105,7 @@ def client_app(make_side: Callable[[Context], Side]) -> ClientApp:
         return _records(b"", side.name)
 
     def answer(message: Message, side: Side) -> RecordDict | Error:
-        meant = message.content.config_records["silo"]["name"]
+        meant = _silo(message.content)
         if meant != side.name:
             return Error(_RAISED, f"message for silo {meant!r} came to silo {side.name!r}")
         return _records(side.answer(_bytes(message.content)), side.name)
@@ -300,7 +304,7 @@ class Flower:
         if message is not None and not message.has_error():
             self._failed.pop(node, None)
             self._silent.pop(node, None)
-            self._claim(node, message.content.config_records["silo"]["name"])
+            self._claim(node, _silo(message.content))
             return
         self._silent[node] = time.monotonic() + self.grace / 3
         if message is not None and message.error.code not in _UNAVAILABLE:

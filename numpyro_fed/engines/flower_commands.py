@@ -47,7 +47,7 @@ def node_command(
     :param ca: the authority that signed the server's certificate, in PEM.
     :param key: private key of this node, in OpenSSH's form.
     :param port: of this machine, for the node and the apps it starts.
-    :param give_up: seconds after which the node ends with exit code 49 if the server does not answer; by default never.
+    :param give_up: seconds after which the node ends with exit code 1 if the server does not answer; by default never.
     :param config: further ``context.node_config``: numbers, truth values, words.
     """
     pairs = " ".join(f"{k}={json.dumps(v)}" for k, v in {"name": name, **config}.items())
