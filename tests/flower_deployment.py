@@ -78,8 +78,8 @@ class Deployment:
         self.started, self.nodes = [], {}
 
     def start(self, command, who):
-        log = (self.root / f"{who}.log").open("ab")
-        process = subprocess.Popen(command, env=environment(self.root / who), stdout=log, stderr=log, cwd=self.root)
+        with (self.root / f"{who}.log").open("ab") as log:
+            process = subprocess.Popen(command, env=environment(self.root / who), stdout=log, stderr=log, cwd=self.root)
         self.started.append(process)
         return process
 
@@ -152,7 +152,7 @@ class Deployment:
         )
         self.nodes[name] = self.start(command, name)
 
-    def run(self, **config):
+    def run(self, server="server", **config):
         """Have the stand-in's run started; where its result will be."""
         out = self.root / "result.json"
         out.unlink(missing_ok=True)
@@ -166,7 +166,7 @@ class Deployment:
             "plan": "{}",
         }
         settings |= {"names": " ".join(self.names), "out": str(out), **config}
-        app = write_app(self.root / "app", "flower_standin:server", "flower_standin:client", settings)
+        app = write_app(self.root / "app", f"flower_standin:{server}", "flower_standin:client", settings)
         process = self.flwr("run", str(app), "link")
         printed = process.communicate(timeout=120)[0]
         if process.returncode:
@@ -177,6 +177,11 @@ class Deployment:
         """What the run wrote after so many rounds."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
+            for name in [name for name, node in self.nodes.items() if node.poll() is not None]:
+                time.sleep(
+                    2
+                )  # as a service manager would; the SuperLink takes a node back when its old heartbeats have run out
+                self.start_node(name)
             if out.exists() and len((done := json.loads(out.read_text()))["replies"]) >= rounds:
                 return done
             time.sleep(0.1)

@@ -6,11 +6,12 @@ Its private state is a running hash of all messages, on disk. A message that it 
 import hashlib
 import json
 import os
+import statistics
 import sys
 import time
 from pathlib import Path
 
-from numpyro_fed.engines.flower import Flower, client_app, server_app
+from numpyro_fed.engines.flower import Flower, Message, RecordDict, client_app, server_app
 
 
 class Hashing:
@@ -82,8 +83,49 @@ def run(grid, context):
         part.replace(config["out"])
 
 
+def median_of(rounds, one):
+    one()
+    seconds = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        one()
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds)
+
+
+def empty_round(grid, nodes):
+    """Flower's own: a message without content to each node, and replies without content."""
+    sent = set(grid.push_messages([Message(RecordDict(), node, "query.empty", ttl=300) for node in nodes]))
+    while sent:
+        came = [m.metadata.reply_to_message_id for m in grid.pull_messages(list(sent))]
+        sent -= set(came)
+        time.sleep(0.0 if came or not sent else 0.01)
+
+
+def measured(grid, names, floats, rounds, wait=120.0):
+    """Median seconds of a round: Flower's empty one, and messages of so many floats."""
+    flower = Flower(grid, names, wait=wait, poll=0.02)
+    nodes = list(flower._nodes.values())
+    found = {"empty": median_of(rounds, lambda: empty_round(grid, nodes))}
+    for n in floats:
+        data = message(0, os.urandom(4 * n), echo=True)
+        found[str(n)] = median_of(rounds, lambda data=data: flower.exchange(dict.fromkeys(names, data)))
+    return found
+
+
+def measure(grid, context):
+    config = context.run_config
+    floats = [int(n) for n in config["floats"].split()]
+    found = measured(grid, config["names"].split(), floats, config["rounds"], config["wait"])
+    part = Path(config["out"] + ".part")
+    part.write_text(json.dumps({"replies": [0] * config["rounds"], "medians": found}))
+    part.replace(config["out"])
+
+
 client = client_app(side)
+client.query("empty")(lambda message, context: Message(RecordDict(), reply_to=message))
 server = server_app(run)
+measuring = server_app(measure)
 
 if __name__ == "__main__":  # a lasting node: server, name, folder, certificate, key
     from numpyro_fed.engines.flower_node import serve

@@ -65,10 +65,17 @@ def write_app(directory: Path, server: str, client: str, config: Mapping[str, An
     :param config: becomes ``context.run_config`` everywhere.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    lines = ["[project]", 'name = "numpyro-fed-run"', 'version = "1.0.0"', "dependencies = []", "", "[tool.flwr.app]"]
+    lines = [
+        "[project]",
+        'name = "numpyro-fed-run"',
+        'version = "1.0.0"',
+        'license = "Apache-2.0"',
+        "",
+        "[tool.flwr.app]",
+    ]
     lines += ['publisher = "numpyro-fed"', "", "[tool.flwr.app.components]"]
     lines += [f"serverapp = {json.dumps(server)}", f"clientapp = {json.dumps(client)}", "", "[tool.flwr.app.config]"]
-    lines += [f"{json.dumps(k)} = {json.dumps(v)}" for k, v in (config or {}).items()]
+    lines += [f"{json.dumps(k)} = {json.dumps(v, ensure_ascii=False)}" for k, v in (config or {}).items()]
     (directory / "pyproject.toml").write_text("\n".join(lines) + "\n")
     return directory
 

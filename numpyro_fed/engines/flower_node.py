@@ -6,19 +6,25 @@ coordinator sends is not even fetched. It stands on parts of Flower that are not
 """
 
 import logging
+import signal
+import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from numpyro_fed.engines.flower import ClientApp, Context, Message, RecordDict
+
+# isort: split
 from flwr.supercore.inflatable import inflatable_object, inflatable_utils
 from flwr.supercore.run import RunNotRunningException
-from flwr.supernode.fleet_http_connection import http_request_response
-
-from numpyro_fed.engines.flower import ClientApp, Context, Message, RecordDict
+from flwr.supernode import fleet_http_connection
 
 __all__ = ["serve"]
 
+_TAKEN = "[code: 2004]"  # the server takes the node to be there already, until it misses its heartbeats
+_EXPIRES, _AGAIN = 150.0, 5.0  # seconds that this may last, and between questions
 _log = logging.getLogger(__name__)
 
 
@@ -43,27 +49,48 @@ def serve(
     :param poll: most seconds between questions for messages.
     :param give_up: seconds after which the process ends if the server does not answer; by default never.
     :param config: further ``context.node_config``.
-    :raises SystemExit: with code 1, where the server does not answer, does not let this node in, or shows a certificate that ``ca`` did not sign.
+    :raises ConnectionError: in words, where the server does not answer, does not let this node in, or shows a certificate that ``ca`` did not sign.
     """
-    keys = None if key is None else _keys(key)
-    with http_request_response(server, False, Path(ca).read_bytes(), keys, None, give_up) as connection:
-        node, receive, send, _, _, pull, push, confirm = connection
-        _log.info("silo %s is node %s of %s", name, node, server)
-        contexts: dict[int, Context] = {}
-        pause = poll / 64
-        while True:
-            try:
-                came = _received(receive, pull, confirm)
-                if came is None:
-                    pause = min(2 * pause, poll)
-                    time.sleep(pause)
-                    continue
-                run, pause = came.metadata.run_id, poll / 64
-                context = contexts.setdefault(run, Context(run, node, {"name": name, **config}, RecordDict(), {}))
-                start = time.monotonic()
-                _send(app(came, context), time.monotonic() - start, send, push)
-            except RunNotRunningException:
-                _log.warning("the run has ended; its message is not answered")
+    fleet_http_connection.flwr_exit = _refused  # which else ends the process
+    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # so that the server is told on the way out
+    keys, wait, end = None if key is None else _keys(key), give_up, time.monotonic() + _EXPIRES
+    while True:
+        try:
+            with fleet_http_connection.http_request_response(
+                server, False, Path(ca).read_bytes(), keys, None, wait
+            ) as connection:
+                _answer(app, connection, {"name": name, **config}, poll)
+        except ConnectionError as error:
+            if _TAKEN not in str(error) or time.monotonic() > end:
+                raise
+            _log.warning("the server has not noticed yet that this node's former process has ended; asking again")
+            time.sleep(_AGAIN)
+
+
+def _refused(code: int, message: str | None = None, *_: Any, **__: Any) -> None:
+    raise ConnectionError(f"{message} (Flower's exit code {code})")
+
+
+def _answer(app: ClientApp, connection: tuple, config: dict[str, Any], poll: float) -> None:
+    node, receive, send, _, _, pull, push, confirm = connection
+    _log.info("silo %s is node %s", config["name"], node)
+    contexts: dict[int, Context] = {}
+    pause = poll / 64
+    while True:
+        try:
+            came = _received(receive, pull, confirm)
+            if came is None:
+                pause = min(2 * pause, poll)
+                time.sleep(pause)
+                continue
+            run, pause = came.metadata.run_id, poll / 64
+            context = contexts.setdefault(run, Context(run, node, config, RecordDict(), {}))
+            start = time.monotonic()
+            reply = app(came, context)
+            _send(reply, time.monotonic() - start, send, push)
+        except RunNotRunningException:
+            _log.warning("the run has ended; its message is not answered")
 
 
 def _keys(path: Path) -> tuple[Any, Any]:
