@@ -85,15 +85,15 @@ def test_order_is_the_coordinators_and_only_the_named_are_asked():
     assert messenger.exchange({}) == {}
 
 
-def test_nothing_but_bytes_and_names_crosses():
+def test_nothing_but_bytes_crosses():
     grid, messenger = up()
-    messenger.exchange(dict.fromkeys(NAMES, b"\x80\x04."))
+    messenger.exchange(dict.fromkeys(NAMES, b"round"))
     assert len(grid.crossed) == 12  # questions for names, messages, and the replies to both
     for content in grid.crossed:
         assert isinstance(content, RecordDict)
         for record in content.values():
             assert isinstance(record, ConfigRecord)
-            assert {key: type(value) for key, value in record.items()} == {"silo": str, "bytes": bytes}
+            assert {key: type(value) for key, value in record.items()} == {"bytes": bytes}
 
 
 # Who is who
@@ -291,9 +291,7 @@ def test_server_app_runs_with_grid_and_context():
 def test_grid_is_flowers():
     grid = InProcessGrid([echo("oslo")])
     assert [node.node_id for node in grid.get_nodes()] == [1]
-    sent = grid.create_message(
-        RecordDict({"000000": ConfigRecord({"silo": "oslo", "bytes": b"a"})}), "query.answer", 1, ""
-    )
+    sent = grid.create_message(RecordDict({"0": ConfigRecord({"bytes": b"a"})}), "query.answer", 1, "oslo")
     (reply,) = grid.send_and_receive([sent])
     assert flower._bytes(reply.content) == b"oslo:a"
     unknown = grid.create_message(RecordDict(), "train", 1, "")

@@ -38,10 +38,7 @@ __all__ = [
     "write_app",
 ]
 
-_RAISED, _UNAVAILABLE = (
-    2,
-    (3, 4, 5),
-)  # Flower's codes of errors: the app raised an exception; the message, the reply or the node is not there
+_RAISED, _UNAVAILABLE = 2, (3, 4, 5)  # Flower's codes: the app raised an exception; message, reply or node is not there
 _PIECE = 4 << 20  # bytes of a message that are sent as one object
 _FIRST = 1e-3  # seconds between the first looks for replies
 _LOOK = 1.0  # seconds between looks for nodes that are new or gone
@@ -59,19 +56,13 @@ class Side(Protocol):
         ...
 
 
-def _records(data: bytes, silo: str) -> RecordDict:
+def _records(data: bytes) -> RecordDict:
     pieces = range(0, max(len(data), 1), _PIECE)
-    return RecordDict(
-        {f"{i:06}": ConfigRecord({"silo": silo, "bytes": data[k : k + _PIECE]}) for i, k in enumerate(pieces)}
-    )
+    return RecordDict({f"{i:06}": ConfigRecord({"bytes": data[k : k + _PIECE]}) for i, k in enumerate(pieces)})
 
 
 def _bytes(content: RecordDict) -> bytes:
     return b"".join(content.config_records[key]["bytes"] for key in sorted(content.config_records))
-
-
-def _silo(content: RecordDict) -> str:
-    return content.config_records["000000"]["silo"]
 
 
 # The silo
@@ -102,13 +93,13 @@ def client_app(make_side: Callable[[Context], Side]) -> ClientApp:
         return handler
 
     def who(message: Message, side: Side) -> RecordDict:
-        return _records(b"", side.name)
+        return _records(side.name.encode())
 
     def answer(message: Message, side: Side) -> RecordDict | Error:
-        meant = _silo(message.content)
+        meant = message.metadata.group_id
         if meant != side.name:
             return Error(_RAISED, f"message for silo {meant!r} came to silo {side.name!r}")
-        return _records(side.answer(_bytes(message.content)), side.name)
+        return _records(side.answer(_bytes(message.content)))
 
     app.query("who")(guarded(who))
     app.query("answer")(guarded(answer))
@@ -211,16 +202,21 @@ class Flower:
         )
 
     def _push(self, messages: Mapping[str, bytes], sent: dict[str, tuple[str, int, float]], end: float) -> None:
+        """Send messages, all at once: what is the same for several silos, Flower sends to the server once."""
+        if not messages:
+            return
         now = time.monotonic()
         ttl = max(min(self.timeout, end - now), 0.5)
-        for name, data in messages.items():  # one by one: each may be large
-            node = self._nodes[name]
-            for number in self.grid.push_messages([Message(_records(data, name), node, "query.answer", ttl=ttl)]):
-                if number is None:  # the SuperLink does not know the node any more
-                    self._nodes.pop(name)
-                    self.reasons[name] = "its node is not there"
-                else:
-                    sent[number] = name, node, now + ttl
+        whole = [
+            Message(_records(data), self._nodes[name], "query.answer", ttl=ttl, group_id=name)
+            for name, data in messages.items()
+        ]
+        for name, number in zip(messages, self.grid.push_messages(whole), strict=True):
+            if number is None:  # the SuperLink does not know the node any more
+                self._nodes.pop(name)
+                self.reasons[name] = "its node is not there"
+            else:
+                sent[number] = name, self._nodes[name], now + ttl
 
     def _pull(self, sent: dict[str, tuple[str, int, float]], replies: dict[str, bytes]) -> bool:
         """Take in what has come; whether anything has."""
@@ -294,7 +290,7 @@ class Flower:
                 self._ask(node)
 
     def _ask(self, node: int) -> None:
-        question = Message(_records(b"", ""), node, "query.who", ttl=self.grace)
+        question = Message(_records(b""), node, "query.who", ttl=self.grace)
         for number in self.grid.push_messages([question]):
             if number is not None:
                 self._asked[number] = node, time.monotonic() + self.grace
@@ -304,7 +300,7 @@ class Flower:
         if message is not None and not message.has_error():
             self._failed.pop(node, None)
             self._silent.pop(node, None)
-            self._claim(node, _silo(message.content))
+            self._claim(node, _bytes(message.content).decode())
             return
         self._silent[node] = time.monotonic() + self.grace / 3
         if message is not None and message.error.code not in _UNAVAILABLE:

@@ -69,6 +69,7 @@ def write_app(directory: Path, server: str, client: str, config: Mapping[str, An
         "[project]",
         'name = "numpyro-fed-run"',
         'version = "1.0.0"',
+        'description = "a run of numpyro_fed"',
         'license = "Apache-2.0"',
         "",
         "[tool.flwr.app]",
