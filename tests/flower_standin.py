@@ -105,7 +105,7 @@ def empty_round(grid, nodes):
 def measured(grid, names, floats, rounds, wait=120.0):
     """Median seconds of a round: Flower's empty one, and messages of so many floats."""
     flower = Flower(grid, names, wait=wait, poll=0.02)
-    nodes = list(flower._nodes.values())
+    nodes = list(flower.registry.nodes.values())
     found = {"empty": median_of(rounds, lambda: empty_round(grid, nodes))}
     for n in floats:
         data = message(0, os.urandom(4 * n), echo=True)

@@ -19,7 +19,7 @@ from flower_deployment import Deployment, environment, free_port, make_certifica
 from flower_standin import Hashing, message
 from flwr.app import ConfigRecord, Context, RecordDict
 
-from numpyro_fed.engines import flower
+from numpyro_fed.engines import flower_registry
 from numpyro_fed.engines.flower import Flower, InProcessGrid, client_app, node_command, server_app, write_app
 
 NAMES = ("oslo", "rome", "bern")
@@ -70,7 +70,7 @@ def up(names=NAMES, **settings):
 # What crosses
 
 
-@pytest.mark.parametrize("size", [0, 1, 400, flower._PIECE, 2 * flower._PIECE + 17])
+@pytest.mark.parametrize("size", [0, 1, 400, flower_registry._PIECE, 2 * flower_registry._PIECE + 17])
 def test_bytes_come_back_as_they_were(size):
     data = os.urandom(size)
     _, messenger = up()
@@ -155,7 +155,7 @@ def test_a_silo_may_appear_late():
 def test_a_stranger_that_comes_later_is_told_and_not_asked():
     grid, messenger = up()
     grid.apps[9] = echo("paris")
-    messenger._looked -= 9
+    messenger.registry._looked -= 9
     with pytest.warns(UserWarning, match="silo 'paris' is unknown here, and not asked"):
         messenger.exchange(dict.fromkeys(NAMES, b""))
     assert len(messenger.exchange(dict.fromkeys(NAMES, b""))) == 3
@@ -164,7 +164,7 @@ def test_a_stranger_that_comes_later_is_told_and_not_asked():
 def test_a_second_node_of_a_name_that_comes_later_is_refused():
     grid, messenger = up()
     grid.apps[9] = echo("rome")
-    messenger._looked -= 9
+    messenger.registry._looked -= 9
     messenger.exchange(dict.fromkeys(NAMES, b""))  # the new node is asked for its name, then the old one for its own
     with pytest.raises(ValueError, match="two nodes are silo 'rome': 2 and 9"):
         messenger.exchange(dict.fromkeys(NAMES, b""))
@@ -183,7 +183,10 @@ def test_a_name_that_the_node_was_registered_with_is_not_asked_for():
 
 def test_a_message_for_another_silo_is_not_answered():
     _, messenger = up()
-    messenger._nodes["oslo"], messenger._nodes["rome"] = messenger._nodes["rome"], messenger._nodes["oslo"]
+    messenger.registry.nodes["oslo"], messenger.registry.nodes["rome"] = (
+        messenger.registry.nodes["rome"],
+        messenger.registry.nodes["oslo"],
+    )
     with pytest.warns(UserWarning, match="message for silo 'oslo' came to silo 'rome'"):
         assert messenger.exchange({"oslo": b""}) == {}
 
@@ -256,7 +259,7 @@ def test_a_new_node_takes_the_place_of_one_that_is_silent():
 
     old, grid.apps[2], grid.apps[3] = grid.apps[2], silent, echo("rome")
     assert messenger.exchange({"oslo": b"", "rome": b""}) == {"oslo": b"oslo:", "rome": b"rome:"}
-    assert messenger._nodes["rome"] == 3
+    assert messenger.registry.nodes["rome"] == 3
 
 
 def test_a_dead_node_is_a_missing_reply_at_once():
@@ -293,7 +296,7 @@ def test_grid_is_flowers():
     assert [node.node_id for node in grid.get_nodes()] == [1]
     sent = grid.create_message(RecordDict({"0": ConfigRecord({"bytes": b"a"})}), "query.answer", 1, "oslo")
     (reply,) = grid.send_and_receive([sent])
-    assert flower._bytes(reply.content) == b"oslo:a"
+    assert flower_registry.bytes_of(reply.content) == b"oslo:a"
     unknown = grid.create_message(RecordDict(), "train", 1, "")
     assert "No train function" in next(iter(grid.send_and_receive([unknown]))).error.reason
     run = grid.run
