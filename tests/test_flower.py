@@ -384,6 +384,7 @@ def test_a_node_that_is_not_to_be_let_in_ends_in_words(tmp_path, lasting):
         assert "certificate verify failed" in said.lower()
         ended = start_node(lasting, tmp_path, deployed.address, trusted, make_key(tmp_path / "b.key"))
         assert ended.returncode == 1  # its key is not registered
+        assert "activate" in ended.stdout + ended.stderr
         ended = start_node(lasting, tmp_path, deployed.address, trusted)
         assert ended.returncode == 1  # it has none
 

@@ -23,7 +23,9 @@ from flwr.supernode import fleet_http_connection
 
 __all__ = ["serve"]
 
-_TAKEN = "[code: 2004]"  # the server takes the node to be there already, until it misses its heartbeats
+_NOT_IN = (
+    "[code: 2004]"  # the key is not registered, or the server takes its node to be there until it misses heartbeats
+)
 _EXPIRES, _AGAIN = 150.0, 5.0  # seconds that this may last, and between questions
 _log = logging.getLogger(__name__)
 
@@ -47,24 +49,33 @@ def serve(
     :param ca: the authority that signed the server's certificate, in PEM.
     :param key: private key of this node, in OpenSSH's form; without one the server has to let in nodes that it does not know.
     :param poll: most seconds between questions for messages.
-    :param give_up: seconds after which the process ends if the server does not answer; by default never.
+    :param give_up: seconds in which the server has to answer and to let this node in; by default it is waited for,
+        and has 150 s to miss a former process of this node that was killed.
     :param config: further ``context.node_config``.
     :raises ConnectionError: in words, where the server does not answer, does not let this node in, or shows a certificate that ``ca`` did not sign.
     """
     fleet_http_connection.flwr_exit = _refused  # which else ends the process
     if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # so that the server is told on the way out
-    keys, wait, end = None if key is None else _keys(key), give_up, time.monotonic() + _EXPIRES
+    keys, patience = None if key is None else _keys(key), _EXPIRES if give_up is None else give_up
+    end = time.monotonic() + patience
     while True:
         try:
             with fleet_http_connection.http_request_response(
-                server, False, Path(ca).read_bytes(), keys, None, wait
+                server, False, Path(ca).read_bytes(), keys, None, give_up
             ) as connection:
                 _answer(app, connection, {"name": name, **config}, poll)
         except ConnectionError as error:
-            if _TAKEN not in str(error) or time.monotonic() > end:
+            if _NOT_IN not in str(error):
                 raise
-            _log.warning("the server has not noticed yet that this node's former process has ended; asking again")
+            if time.monotonic() > end:
+                raise ConnectionError(
+                    f"the server has not let silo {name!r} in for {patience:.0f} s; expected its public key to be registered there "
+                    f"(flwr supernode register), and no other node with this key: {error}"
+                ) from error
+            _log.warning(
+                "not let in: this key is not registered, or its former process is not missed yet; asking again"
+            )
             time.sleep(_AGAIN)
 
 
