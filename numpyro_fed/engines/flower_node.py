@@ -58,17 +58,19 @@ def serve(
     if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # so that the server is told on the way out
     keys, patience = None if key is None else _keys(key), _EXPIRES if give_up is None else give_up
-    end = time.monotonic() + patience
+    since = None  # when this node was first not let in
     while True:
         try:
             with fleet_http_connection.http_request_response(
                 server, False, Path(ca).read_bytes(), keys, None, give_up
             ) as connection:
+                since = None
                 _answer(app, connection, {"name": name, **config}, poll)
         except ConnectionError as error:
             if _NOT_IN not in str(error):
                 raise
-            if time.monotonic() > end:
+            since = since or time.monotonic()
+            if time.monotonic() - since > patience:
                 raise ConnectionError(
                     f"the server has not let silo {name!r} in for {patience:.0f} s; expected its public key to be registered there "
                     f"(flwr supernode register), and no other node with this key: {error}"
