@@ -1,0 +1,76 @@
+"""Flower without processes: real ClientApps, called in this one. For trying things out and for tests."""
+
+import itertools
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from flwr.app import Context, Error, Message, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp import Grid
+from flwr.supercore.run import Run
+from flwr.supercore.task_identity import TaskIdentity
+
+__all__ = ["InProcessGrid"]
+
+_RAISED, _NODE_UNAVAILABLE = 2, 5  # Flower's codes of errors
+
+
+class InProcessGrid(Grid):
+    """ClientApps in this process in place of SuperNodes, asked one after another; a reply that took longer than its message's ttl is lost.
+
+    :param apps: by node, or numbered from 1; :attr:`apps` may be changed: a node taken out of it is dead.
+    :param config: what every node was started with.
+    """
+
+    def __init__(
+        self, apps: Mapping[int, ClientApp] | Sequence[ClientApp], config: Mapping[str, Any] | None = None
+    ) -> None:
+        self.apps = dict(apps) if isinstance(apps, Mapping) else dict(enumerate(apps, 1))
+        self.config = dict(config or {})
+        self._contexts: dict[int, Context] = {}
+        self._replies: dict[str, Message] = {}
+        self._count = itertools.count(1)
+        self._run = Run.create_empty(1)
+        # of this process, without which Flower makes no messages
+        TaskIdentity.task_id = TaskIdentity.run_id = TaskIdentity.node_id = 1
+
+    def set_run(self, run: Run) -> None:
+        self._run = run
+
+    @property
+    def run(self) -> Run:
+        return self._run
+
+    def create_message(
+        self, content: RecordDict, message_type: str, dst_node_id: int, group_id: str, ttl: float | None = None
+    ) -> Message:
+        return Message(content, dst_node_id, message_type, ttl=ttl, group_id=group_id)
+
+    def get_node_ids(self) -> Iterable[int]:
+        return list(self.apps)
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        return [self._push(message) for message in messages]
+
+    def _push(self, message: Message) -> str:
+        number, node = str(next(self._count)), message.metadata.dst_node_id
+        message.metadata.__dict__["_message_id"] = number
+        if node not in self.apps:
+            self._replies[number] = Message(Error(_NODE_UNAVAILABLE, "the node is not there"), reply_to=message)
+            return number
+        context = self._contexts.setdefault(node, Context(self._run.run_id, node, self.config, RecordDict(), {}))
+        start = time.monotonic()
+        try:
+            reply = self.apps[node](message, context)
+        except Exception as exception:
+            reply = Message(Error(_RAISED, f"{type(exception)}:<{str(exception)!r}>"), reply_to=message)
+        if time.monotonic() - start <= message.metadata.ttl:
+            self._replies[number] = reply
+        return number
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        return [self._replies.pop(number) for number in message_ids if number in self._replies]
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+        return self.pull_messages(self.push_messages(messages))

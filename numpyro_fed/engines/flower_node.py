@@ -1,0 +1,140 @@
+"""A silo's node in one lasting process, in place of Flower's SuperNode.
+
+Flower's SuperNode starts a process for every message, and runs in it what the coordinator's app names. This one asks the SuperLink in the same
+words and with the same keys, but has its own app answer, in this process: data, compiled programs and latents stay in memory, and the app that the
+coordinator sends is not even fetched. It stands on parts of Flower that are not its public interface, hence the pinned versions.
+"""
+
+import logging
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from numpyro_fed.engines.flower import ClientApp, Context, Message, RecordDict
+
+# isort: split
+from flwr.supercore.inflatable import inflatable_object, inflatable_utils
+from flwr.supercore.run import RunNotRunningException
+from flwr.supernode import fleet_http_connection
+
+__all__ = ["serve"]
+
+_NOT_IN = (
+    "[code: 2004]"  # the key is not registered, or the server takes its node to be there until it misses heartbeats
+)
+_EXPIRES, _AGAIN = 150.0, 5.0  # seconds that this may last, and between questions
+_log = logging.getLogger(__name__)
+
+
+def serve(
+    app: ClientApp,
+    server: str,
+    name: str,
+    *,
+    ca: Path,
+    key: Path | None = None,
+    poll: float = 0.25,
+    give_up: float | None = None,
+    **config: Any,
+) -> None:
+    """Answer messages until the process is ended.
+
+    :param app: :func:`~numpyro_fed.engines.flower.client_app`.
+    :param server: the SuperLink, ``host:port``.
+    :param name: the silo's, as ``context.node_config["name"]``.
+    :param ca: the authority that signed the server's certificate, in PEM.
+    :param key: private key of this node, in OpenSSH's form; without one the server has to let in nodes that it does not know.
+    :param poll: most seconds between questions for messages.
+    :param give_up: seconds in which the server has to answer and to let this node in; by default it is waited for,
+        and has 150 s to miss a former process of this node that was killed.
+    :param config: further ``context.node_config``.
+    :raises ConnectionError: in words, where the server does not answer, does not let this node in, or shows a certificate that ``ca`` did not sign.
+    """
+    fleet_http_connection.flwr_exit = _refused  # which else ends the process
+    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # so that the server is told on the way out
+    keys, patience = None if key is None else _keys(key), _EXPIRES if give_up is None else give_up
+    since = None  # when this node was first not let in
+    while True:
+        try:
+            with fleet_http_connection.http_request_response(
+                server, False, Path(ca).read_bytes(), keys, None, give_up
+            ) as connection:
+                since = None
+                _answer(app, connection, {"name": name, **config}, poll)
+        except ConnectionError as error:
+            if _NOT_IN not in str(error):
+                raise
+            since = since or time.monotonic()
+            if time.monotonic() - since > patience:
+                raise ConnectionError(
+                    f"the server has not let silo {name!r} in for {patience:.0f} s; expected its public key to be registered there "
+                    f"(flwr supernode register), and no other node with this key: {error}"
+                ) from error
+            _log.warning(
+                "not let in: this key is not registered, or its former process is not missed yet; asking again"
+            )
+            time.sleep(_AGAIN)
+
+
+def _refused(code: int, message: str | None = None, *_: Any, **__: Any) -> None:
+    raise ConnectionError(f"{message} (Flower's exit code {code})")
+
+
+def _answer(app: ClientApp, connection: tuple, config: dict[str, Any], poll: float) -> None:
+    node, receive, send, _, _, pull, push, confirm = connection
+    _log.info("silo %s is node %s", config["name"], node)
+    contexts: dict[int, Context] = {}
+    pause = poll / 64
+    while True:
+        try:
+            came = _received(receive, pull, confirm)
+            if came is None:
+                pause = min(2 * pause, poll)
+                time.sleep(pause)
+                continue
+            run, pause = came.metadata.run_id, poll / 64
+            context = contexts.setdefault(run, Context(run, node, config, RecordDict(), {}))
+            start = time.monotonic()
+            reply = app(came, context)
+            _send(reply, time.monotonic() - start, send, push)
+        except RunNotRunningException:
+            _log.warning("the run has ended; its message is not answered")
+
+
+def _keys(path: Path) -> tuple[Any, Any]:
+    from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
+    from cryptography.hazmat.primitives.serialization import load_ssh_private_key
+
+    key = load_ssh_private_key(Path(path).read_bytes(), None)
+    if not isinstance(key, EllipticCurvePrivateKey):
+        raise ValueError(f"{path}: expected a private key on an elliptic curve, as ssh-keygen -t ecdsa makes it")
+    return key, key.public_key()
+
+
+def _received(receive: Callable, pull: Callable, confirm: Callable) -> Message | None:
+    got = receive()
+    if got is None:
+        return None
+    head, tree = got
+    run = head.metadata.run_id
+    whole = inflatable_utils.pull_and_inflate_object_from_tree(
+        tree, lambda number: pull(run, number), lambda number: confirm(run, number), return_type=Message
+    )
+    whole.metadata.__dict__["_message_id"] = tree.object_id
+    return whole
+
+
+def _send(reply: Message, seconds: float, send: Callable, push: Callable) -> None:
+    run = reply.metadata.run_id
+    reply.metadata.__dict__["_message_id"] = reply.object_id
+    with inflatable_object.no_object_id_recompute():
+        tree, objects = inflatable_object.get_object_tree(reply), inflatable_object.get_all_nested_objects(reply)
+        wanted, session = send(reply, tree, seconds)
+        inflatable_utils.push_objects(
+            objects, lambda number, content: push(run, session, number, content), object_ids_to_push=wanted
+        )

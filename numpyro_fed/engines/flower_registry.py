@@ -1,0 +1,134 @@
+"""Which of Flower's nodes is which silo: by the name that its key was registered with, or else by asking it."""
+
+import time
+import warnings
+from collections.abc import Sequence
+
+from flwr.app import ConfigRecord, Message, RecordDict
+from flwr.serverapp import Grid
+
+__all__ = ["UNAVAILABLE", "Registry", "bytes_of", "records_of"]
+
+UNAVAILABLE = (3, 4, 5)  # Flower's codes of errors: a message, a reply or a node is not there
+_PIECE = 4 << 20  # bytes of a message that are sent as one object
+_LOOK = 1.0  # seconds between looks for nodes that are new or gone
+
+
+def records_of(data: bytes) -> RecordDict:
+    """Bytes as content of a message of Flower's."""
+    pieces = range(0, max(len(data), 1), _PIECE)
+    return RecordDict({f"{i:06}": ConfigRecord({"bytes": data[k : k + _PIECE]}) for i, k in enumerate(pieces)})
+
+
+def bytes_of(content: RecordDict) -> bytes:
+    """What :func:`records_of` was given."""
+    return b"".join(content.config_records[key]["bytes"] for key in sorted(content.config_records))
+
+
+class Registry:
+    """Nodes by silo, kept up to date by :meth:`look`.
+
+    :param names: all silos.
+    :param grace: seconds that a node has to tell its name in. Where another node claims a silo's name, its node is asked again, and keeps the name if it answers.
+    """
+
+    def __init__(self, grid: Grid, names: Sequence[str], grace: float) -> None:
+        self.grid, self.names, self.grace = grid, names, grace
+        #: The node of each silo that is there.
+        self.nodes: dict[str, int] = {}
+        #: What nodes that failed to tell their name said.
+        self.failed: dict[int, str] = {}
+        #: Names that are not silos', by node.
+        self.strangers: dict[int, str] = {}
+        self._claims: dict[str, int] = {}  # nodes with a name that another node has
+        self._asked: dict[str, tuple[int, float]] = {}  # questions: node, and until when it may answer
+        self._silent: dict[int, float] = {}  # nodes that did not tell, and when they are asked again
+        self._looked = -_LOOK
+
+    def find(self, wait: float, poll: float) -> None:
+        """Wait for all silos.
+
+        :raises TimeoutError: naming those that did not appear.
+        :raises ValueError: for a silo that is not among ``names``, and two nodes with one name.
+        """
+        end = time.monotonic() + wait
+        while len(self.nodes) < len(self.names) or not {n for n, _ in self._asked.values()} <= set(self._silent):
+            moved = self.look()
+            missing = [name for name in self.names if name not in self.nodes]
+            if self.strangers:
+                strange = sorted(set(self.strangers.values()))
+                which = f", of which {missing} are missing" * bool(missing)
+                raise ValueError(f"silos {strange} are unknown here; expected {list(self.names)}{which}")
+            if time.monotonic() > end and missing:
+                failed = "".join(f"; node {node} failed: {reason}" for node, reason in self.failed.items())
+                raise TimeoutError(
+                    f"silos {missing} did not appear in {wait:.0f} s; there are {sorted(self.nodes)}{failed}; "
+                    "expected a node of each to be up"
+                )
+            time.sleep(0.0 if moved else poll)
+
+    def look(self, soon: bool = False) -> bool:
+        """Take in answers, and once a second what nodes there are; whether there were answers.
+
+        :param soon: twice a second.
+        """
+        now = time.monotonic()
+        if now - self._looked >= _LOOK / (1 + soon):
+            self._looked = now
+            self._list(now)
+        came = list(self.grid.pull_messages(list(self._asked))) if self._asked else []
+        for message in came:
+            asked = self._asked.pop(message.metadata.reply_to_message_id, None)
+            if asked is not None:
+                self._told(asked[0], message)
+        for number in [n for n, (_, until) in self._asked.items() if until < now]:
+            self._told(self._asked.pop(number)[0], None)
+        return bool(came)
+
+    def _list(self, now: float) -> None:
+        """Ask nodes that are new for their names, and forget those that are gone."""
+        there = {node.node_id: node.name for node in self.grid.get_nodes()}
+        self.nodes = {name: node for name, node in self.nodes.items() if node in there}
+        for name in [n for n, node in self._claims.items() if n not in self.nodes or node not in there]:
+            node = self._claims.pop(name)
+            if node in there:
+                self.nodes[name] = node
+        asked = {node for node, _ in self._asked.values()}
+        known = {*self.nodes.values(), *self._claims.values(), *self.strangers, *asked}
+        for node, name in there.items():
+            if node not in known and name in self.names:
+                self._claim(node, name)
+            elif node not in known and now >= self._silent.get(node, now):
+                self._ask(node)
+
+    def _ask(self, node: int) -> None:
+        for number in self.grid.push_messages([Message(records_of(b""), node, "query.who", ttl=self.grace)]):
+            if number is not None:
+                self._asked[number] = node, time.monotonic() + self.grace
+
+    def _told(self, node: int, message: Message | None) -> None:
+        """A node has told its name, or has not."""
+        if message is not None and not message.has_error():
+            self.failed.pop(node, None)
+            self._silent.pop(node, None)
+            self._claim(node, bytes_of(message.content).decode())
+            return
+        self._silent[node] = time.monotonic() + self.grace / 3
+        if message is not None and message.error.code not in UNAVAILABLE:
+            self.failed[node] = str(message.error.reason)
+        for name in [n for n in self._claims if self.nodes.get(n) == node]:
+            self.nodes[name] = self._claims.pop(name)  # the old one is silent: the new one takes its place
+
+    def _claim(self, node: int, name: str) -> None:
+        if name not in self.names:
+            self.strangers[node] = name
+            if len(self.nodes) == len(self.names):
+                known = list(self.names)
+                warnings.warn(f"silo {name!r} is unknown here, and not asked; expected {known}", stacklevel=2)
+        elif self.nodes.setdefault(name, node) == node:
+            if name in self._claims:
+                both = f"{node} and {self._claims[name]}"
+                raise ValueError(f"two nodes are silo {name!r}: {both}; expected one node for each silo")
+        elif name not in self._claims:
+            self._claims[name] = node
+            self._ask(self.nodes[name])
