@@ -144,7 +144,12 @@ def _flower() -> Any:
 @main.command()
 @click.option("--model", "model_file", type=_FILE, required=True, help="Python file with the study's model.")
 @click.option("--silos", "names", required=True, help="Names of all silos, with commas between.")
-@click.option("--address", default="127.0.0.1:9092", show_default=True, help="Where this machine listens, host:port; silos come through a proxy (docs/flower.md).")
+@click.option(
+    "--address",
+    default="127.0.0.1:9092",
+    show_default=True,
+    help="Where this machine listens, host:port; silos come through a proxy (docs/flower.md).",
+)
 @click.option("--tls", type=_FOLDER, required=True, help="Folder with server.crt, server.key and ca.crt.")
 @click.option(
     "--keys",

@@ -1,0 +1,224 @@
+"""The commands: what a silo is shown, what is refused in words, and a federation of processes in which one is killed."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from click.testing import CliRunner
+
+from numpyro_fed.command_line import main
+
+MODEL = """
+import numpyro, numpyro.distributions as dist, numpyro_fed as fed, numpy as np
+
+def model(x, y):
+    beta = numpyro.sample("beta", dist.Normal(0, 2.5).expand([x.shape[-1]]).to_event(1))
+    with fed.silo_plate("patients", x.shape[0]):
+        numpyro.sample("y", dist.Bernoulli(logits=x @ beta), obs=y)
+
+def silo(table):
+    return {"x": table[["age", "chol"]].to_numpy(np.float32), "y": table["disease"].to_numpy(np.float32)}
+"""
+PLAIN = """
+import numpyro, numpyro.distributions as dist, numpyro_fed as fed
+
+def model(y):
+    mu = numpyro.sample("mu", dist.Normal(0, 2.5))
+    with fed.silo_plate("patients", y.shape[0]):
+        numpyro.sample("y", dist.Normal(mu, 1), obs=y)
+"""
+SIZES = {"oslo": 37, "rome": 61, "bern": 23}
+
+
+@pytest.fixture
+def study(tmp_path):
+    """A model file, and three silos' tables."""
+    (tmp_path / "study.py").write_text(MODEL)
+    (tmp_path / "plain.py").write_text(PLAIN)
+    rng = np.random.default_rng(0)
+    for name, n in SIZES.items():
+        x = rng.normal(size=(n, 2))
+        disease = rng.random(n) < 1 / (1 + np.exp(-x @ [1.0, -0.5]))
+        table = pd.DataFrame({"age": x[:, 0], "chol": x[:, 1], "disease": disease.astype(int)})
+        table.to_csv(tmp_path / f"{name}.csv", index=False)
+    return tmp_path
+
+
+def silo(study, *options, model="study.py", data="oslo.csv", **given):
+    command = ["silo", "--model", str(study / model), "--data", str(study / data), "--name", "oslo"]
+    return CliRunner().invoke(main, [*command, "--folder", str(study / "private"), *options], **given)
+
+
+def test_a_silo_is_shown_what_will_leave(study):
+    found = silo(study, "--check")
+    assert found.exit_code == 0, found.output
+    assert "Silo 'oslo': 37 rows of" in found.output
+    assert "StayLocal      a chain's position after its stay" in found.output
+    assert "2 global parameters" in found.output
+
+
+def test_columns_are_arguments_where_the_model_file_says_nothing(study):
+    pd.DataFrame({"y": [1.5, 2.0, 0.1], "other": ["a", "b", "c"]}).to_csv(study / "y.csv", index=False)
+    found = silo(study, "--check", model="plain.py", data="y.csv")
+    assert found.exit_code == 0, found.output
+    assert "3 rows" in found.output
+
+
+def test_nothing_is_sent_before_yes(study):
+    found = silo(study, "--server", "127.0.0.1:1", "--ca", str(study / "study.py"), input="n\n")
+    assert found.exit_code == 1
+    assert "Take part as 'oslo', at 127.0.0.1:1? [y/N]" in found.output
+    assert "Aborted" in found.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"data": "plain.csv", "model": "plain.py"}, "does not exist"),
+        ({"data": "oslo.csv", "model": "plain.py"}, "it has no column 'y'; it has ['age', 'chol', 'disease']"),
+        ({"data": "text.csv", "model": "plain.py"}, "column 'y' holds"),
+        ({"data": "study.py"}, "expected a table in CSV or Parquet"),
+        ({"model": "nothing.py"}, "it has no function model"),
+    ],
+    ids=["no file", "no column", "words", "no table", "no model"],
+)
+def test_bad_files_are_named(study, arguments, message):
+    (study / "nothing.py").write_text("x = 1\n")
+    pd.DataFrame({"y": ["a", "b"]}).to_csv(study / "text.csv", index=False)
+    found = silo(study, "--check", **arguments)
+    assert found.exit_code != 0
+    assert message in " ".join(found.output.split())
+
+
+def test_a_silo_needs_a_server_or_check(study):
+    found = silo(study)
+    assert found.exit_code == 2
+    assert "expected --server and --ca, or --check" in found.output
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--silos", "oslo,oslo"], "expected each name once"),
+        (["--silos", "oslo,rome"], "server.key"),
+        (["--silos", "oslo", "--keys", "."], "oslo.pub"),
+    ],
+)
+def test_the_coordinator_is_told_what_is_missing(study, options, message):
+    base = ["run", "--model", str(study / "study.py"), "--tls", str(study), "--out", str(study / "fit.nc")]
+    found = CliRunner().invoke(main, [*base, *options])
+    assert found.exit_code == 1
+    assert message in found.output
+
+
+# A federation of processes
+
+ROUNDS = {"--warmup": 10, "--samples": 90, "--chains": 2}
+
+
+class Federation:
+    """The coordinator and three silos, each a process of its own, over TLS with registered keys."""
+
+    def __init__(self, study: Path) -> None:
+        from flower_deployment import free_port, make_certificates, make_key
+
+        self.study, self.port = study, free_port()
+        self.tls = make_certificates(study / "tls")
+        (study / "keys").mkdir()
+        for name in SIZES:
+            make_key(study / f"{name}.key").with_suffix(".pub").rename(study / "keys" / f"{name}.pub")
+        self.started: list[subprocess.Popen] = []
+        self.silos: dict[str, subprocess.Popen] = {}
+
+    def start(self, who, *arguments):
+        log = (self.study / f"{who}.log").open("ab")
+        command = [sys.executable, "-c", "from numpyro_fed.command_line import main; main()", *map(str, arguments)]
+        env = {**os.environ, "JAX_PLATFORMS": "cpu", "FLWR_HOME": str(self.study / "home" / who)}
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=env, cwd=self.study)
+        log.close()
+        self.started.append(process)
+        return process
+
+    def silo(self, name):
+        options = [
+            "--data",
+            f"{name}.csv",
+            "--name",
+            name,
+            "--server",
+            f"127.0.0.1:{self.port}",
+            "--ca",
+            self.tls / "ca.crt",
+        ]
+        options += ["--key", f"{name}.key", "--folder", f"private-{name}", "--give-up", 100, "--yes"]
+        self.silos[name] = self.start(name, "silo", "--model", "study.py", *options)
+
+    def run(self, out):
+        options = [x for pair in ROUNDS.items() for x in pair]
+        options += ["--address", f"127.0.0.1:{self.port}", "--tls", self.tls, "--keys", "keys", "--out", out]
+        return self.start("run", "run", "--model", "study.py", "--silos", ",".join(SIZES), *options)
+
+    def logs(self):
+        return "\n".join(f"--- {p.name}\n{p.read_text()[-3000:]}" for p in sorted(self.study.glob("*.log")))
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        for process in reversed(self.started):
+            process.terminate()
+        for process in self.started:
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+def stays(study, name):
+    place = study / f"private-{name}" / "audit.jsonl"
+    return place.read_text().count("StayLocal") if place.exists() else 0
+
+
+@pytest.mark.slow
+def test_a_silo_that_is_killed_and_started_again_changes_no_draw(study):
+    pytest.importorskip("flwr")
+    import arviz as az
+    import jax
+    from jax import random
+
+    import numpyro_fed as fed
+    from numpyro_fed._model_file import load_model_file, silo_of_file
+
+    with Federation(study) as fit:
+        coordinator = fit.run("fit.nc")
+        for name in SIZES:
+            fit.silo(name)
+        at, end = int(np.random.default_rng().integers(5, 30)), time.monotonic() + 400
+        while stays(study, "rome") < at and time.monotonic() < end and coordinator.poll() is None:
+            time.sleep(0.02)
+        assert stays(study, "rome") >= at, fit.logs()
+        fit.silos["rome"].send_signal(signal.SIGKILL)
+        fit.silos["rome"].wait()
+        fit.silo("rome")
+        coordinator.wait(500)
+        assert coordinator.returncode == 0, fit.logs()
+    log = (study / "run.log").read_text()
+    assert "posterior written to fit.nc" in log
+    # the undisturbed run, within this process
+    module = load_model_file(study / "study.py")
+    tables = {name: silo_of_file(module, name, study / f"{name}.csv")[name] for name in SIZES}
+    silos = fed.Silos({name: {k: np.asarray(v) for k, v in t.items()} for name, t in tables.items()})
+    mcmc = fed.RemoteMCMC(fed.FSGLD(module.model), num_warmup=10, num_samples=90, num_chains=2, progress_bar=False)
+    mcmc.run(random.key(0), fed.RemoteSilos(silos, fed.Loopback(silos)))
+    drawn = az.from_netcdf(study / "fit.nc").posterior["beta"].to_numpy()
+    np.testing.assert_array_equal(drawn, np.asarray(mcmc.get_samples(group_by_chain=True)["beta"]))
+    audit = [json.loads(line) for line in (study / "private-rome" / "audit.jsonl").read_text().splitlines()]
+    assert sum(line["what"] == "calls" for line in audit) > at
+    assert jax.default_backend() in ("cpu", "gpu", "tpu")
