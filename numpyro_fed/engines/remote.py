@@ -7,6 +7,7 @@ map) it keeps in numbered slots, of which the server only ever sees the numbers.
 """
 
 import itertools
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,9 +19,9 @@ import numpy as np
 from jax import Array, random
 
 from numpyro_fed.silos import Silos
-from numpyro_fed.storage import SiloView, largest
+from numpyro_fed.storage import SiloRows, SiloView, largest, split_shared
 
-__all__ = ["Call", "Carrier", "Kept", "Loopback", "RemoteSilos", "Site", "site_of"]
+__all__ = ["Call", "Carrier", "Kept", "Loopback", "RemoteSilos", "Site", "rows_of", "site_of"]
 
 
 @jax.tree_util.register_dataclass
@@ -54,10 +55,12 @@ class Carrier:
     """Brings calls to silos and replies back.
 
     :param sites: those of this process, by number.
+    :ivar token: a name of its own, by which states that are kept under its slots are known.
     """
 
     def __init__(self, sites: dict[int, "Site"]) -> None:
         self.sites = sites
+        self.token = uuid.uuid4().hex
         self._slots = itertools.count(0, 2)
 
     def ask(self, calls: list[Call]) -> list[Any]:
@@ -91,6 +94,14 @@ jax.tree_util.register_pytree_node(
 @partial(jax.jit, static_argnames=("local", "pad"))
 def _answer(local: Callable, pad: tuple, key: Array, message: Any, state: Any, rows: SiloAlone, number: Array) -> Any:
     return local(key, message, state, SiloView(rows, number, pad))
+
+
+def rows_of(view: SiloView) -> SiloRows:
+    """What a site's view shows, as arrays of their own; at a site the rows lie padded already."""
+    silos = view.silos
+    shared, static = split_shared(silos.shared)
+    sizes = {group: view.size(group) for group, _ in view.pad}
+    return SiloRows(silos.rows, shared, sizes, silos.order, view.number, static, view.pad)
 
 
 class Site:
@@ -161,6 +172,10 @@ class RemoteSilos(Silos):
     carrier: Carrier
 
     def __init__(self, known: Silos, carrier: Carrier) -> None:
+        if not isinstance(known, Silos):
+            raise ValueError(
+                f"expected fed.Silos, got {type(known).__name__}: silos elsewhere are of one structure, as what differs between structures is not built there"
+            )
         self.__dict__.update(known.__dict__)
         self.rows = {leaf: jax.ShapeDtypeStruct(x.shape, x.dtype) for leaf, x in known.rows.items()}  # type: ignore[misc]
         self.order, self.carrier = {}, carrier
