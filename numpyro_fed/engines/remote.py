@@ -92,7 +92,7 @@ jax.tree_util.register_pytree_node(
 
 
 @partial(jax.jit, static_argnames=("local", "pad"))
-def _answer(local: Callable, pad: tuple, key: Array, message: Any, state: Any, rows: SiloAlone, number: Array) -> Any:
+def _answer(local: Callable, pad: tuple, key: Array, message: Any, state: Any, rows: SiloAlone, number: Any) -> Any:
     return local(key, message, state, SiloView(rows, number, pad))
 
 
@@ -117,7 +117,7 @@ class Site:
 
     def reply(self, call: Call, state: Any) -> tuple[Any, Any]:
         """The reply to a call, and the new private state."""
-        number = jnp.asarray(self.number, jnp.int32)
+        number = np.int32(self.number)  # an array of JAX's would be one more program to dispatch
         return _answer(call.local, largest(self.rows), call.key, call.message, state, self.rows, number)
 
     def any_of(self, slot: int) -> Any:
@@ -184,16 +184,17 @@ class RemoteSilos(Silos):
         """Replies to calls, ``None`` where a silo did not answer."""
         return self.carrier.ask(calls)
 
-    def ask_for_sure(self, calls: list[Call]) -> list[Any]:
+    def ask_for_sure(self, calls: list[Call], when: str = "while the fit was prepared") -> list[Any]:
         """Replies to calls that have to be answered.
 
+        :param when: for the message.
         :raises RuntimeError: naming the silos that did not.
         """
         replies = self.ask(calls)
         lost = sorted({self.names[call.number] for call, reply in zip(calls, replies, strict=True) if reply is None})
         if lost:
             raise RuntimeError(
-                f"silos {lost} did not answer while the fit was prepared, which needs all of them; expected silos that are up: start again"
+                f"silos {lost} did not answer {when}, which needs all of them; expected silos that are up: start again"
             )
         return replies
 

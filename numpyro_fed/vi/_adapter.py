@@ -116,7 +116,9 @@ class FederatedVI:
             raise TypeError(f"init_from: expected the result of a run, got {type(result).__name__}")
         if prepared.elsewhere:
             own = prepared.plan.families[0].has_local
-            return global_params(result, prepared, params), kept_by(result.state, prepared, "init_from") if own else None
+            return global_params(result, prepared, params), kept_by(
+                result.state, prepared, "init_from"
+            ) if own else None
         expected = {**prepared.plan.constrain(params), **local_params(prepared, prepared.local)}
         got = {k: _shape(v) for k, v in result.params.items()}
         shapes = {k: _shape(v) for k, v in expected.items()}

@@ -174,9 +174,7 @@ class RemoteRounds:
         # a state that another fit left stays as it is
         write = np.where(kept.slots >> 1 == self.slot >> 1, kept.slots ^ 1, self.slot)
         asked = np.flatnonzero(weights > 0).tolist()
-        calls = [
-            Call(self.numbers[i], self.local, keys[i], message, int(kept.slots[i]), int(write[i])) for i in asked
-        ]
+        calls = [Call(self.numbers[i], self.local, keys[i], message, int(kept.slots[i]), int(write[i])) for i in asked]
         replies, times = self._answers(calls)
         came = np.zeros(len(keys), bool)
         came[asked] = [reply is not None for reply in replies]
