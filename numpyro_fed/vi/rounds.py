@@ -40,7 +40,8 @@ class VIState(NamedTuple):
     """State of a federated variational algorithm after a round.
 
     :param server: the server's state.
-    :param silos: for each stack of silos their states, which in a federation never leave them.
+    :param silos: for each stack of silos their states, which in a federation never leave them; of silos elsewhere a
+        :class:`~numpyro_fed.vi.remote.Elsewhere`.
     :param visits: rounds in which each silo took part, ``(S,)``, in the order of the stacks.
     """
 
