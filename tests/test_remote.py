@@ -33,14 +33,15 @@ class Listening(fed.Loopback):
     def __init__(self, silos: fed.Silos, lost: set[int] = frozenset()) -> None:
         super().__init__(silos)
         self.crossed: list[np.ndarray] = []
-        self.lost, self.asked = lost, 0
+        self.lost, self.asked, self.lost_stays = lost, 0, frozenset()
 
     def ask(self, calls):
         replies = super().ask(calls)
         leaves = jax.tree.leaves([[call.message for call in calls], replies])
         self.crossed += [np.asarray(x) for x in leaves]
         self.asked += 1
-        return [None if call.number in self.lost else reply for call, reply in zip(calls, replies, strict=True)]
+        lost = self.lost | (self.lost_stays if isinstance(calls[0].local, StayLocal) else set())
+        return [None if call.number in lost else reply for call, reply in zip(calls, replies, strict=True)]
 
 
 def at_hand(kernel, silos):
@@ -150,7 +151,7 @@ def test_chains_wait_where_a_silo_is_silent():
     mcmc = fed.RemoteMCMC(fed.FSGLD(linear), num_warmup=0, num_samples=30, num_chains=3)
     kernel, remote = mcmc.sampler, fed.RemoteSilos(silos, carrier)
     kernel._prepare(remote, {})
-    carrier.lost = {2}
+    carrier.lost_stays = {2}
     mcmc.run(random.key(0), remote)
     last, fields = mcmc.last_state, mcmc.get_extra_fields(group_by_chain=True)
     asked = np.asarray(last.visits).sum(0)
@@ -170,7 +171,7 @@ def test_all_silent_is_a_round_too():
     mcmc = fed.RemoteMCMC(fed.FSGLD(linear), num_warmup=0, num_samples=3, num_chains=2)
     remote = fed.RemoteSilos(silos, carrier)
     mcmc.sampler._prepare(remote, {})
-    carrier.lost = {0, 1, 2, 3}
+    carrier.lost_stays = {0, 1, 2, 3}
     mcmc.run(random.key(0), remote)
     draws = np.asarray(mcmc.get_samples(group_by_chain=True)["beta"])
     np.testing.assert_array_equal(draws, np.broadcast_to(draws[:, :1], draws.shape))

@@ -6,7 +6,6 @@ map) it keeps in numbered slots, of which the server only ever sees the numbers.
 :class:`Loopback` in one process, :mod:`numpyro_fed.engines.spmd` over JAX processes.
 """
 
-import itertools
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -39,15 +38,15 @@ class Call(NamedTuple):
     :param local: hashable ``local(key, message, state, view) -> (reply, state)``.
     :param key: as the silo is to use it.
     :param message: what it is told.
-    :param read: slot of the private state that it starts from, or ``None``.
-    :param write: slot where it keeps the new one.
+    :param read: slots of what it starts from, as a pytree: a number, some numbers, or ``None``.
+    :param write: slot where it keeps its new private state. A slot is written once, so that a call may be made again.
     """
 
     number: int
     local: Callable
     key: Array
     message: Any
-    read: int | None = None
+    read: Any = None
     write: int | None = None
 
 
@@ -61,22 +60,53 @@ class Carrier:
     def __init__(self, sites: dict[int, "Site"]) -> None:
         self.sites = sites
         self.token = uuid.uuid4().hex
-        self._slots = itertools.count(0, 2)
+        self.next_slot = 0
+        self._kinds: dict[int, Any] = {}  # of what each slot holds
+        self._types: dict[Any, Any] = {}
 
     def ask(self, calls: list[Call]) -> list[Any]:
         """The replies in the order of the calls; ``None`` for a silo that did not answer."""
         raise NotImplementedError
 
     def new_slot(self) -> int:
-        """A number under which silos keep something, even; the odd one after it is free for what is to take its place."""
-        return next(self._slots)
+        """A number under which a silo keeps something; no two calls that write have the same."""
+        self.next_slot += 1
+        return self.next_slot - 1
 
     def forget(self, slots: list[int]) -> None:
-        """Have the silos of this process forget what they keep under some numbers, and beside them."""
-        for site in self.sites.values():
-            for slot in slots:
+        """Have silos forget what they keep under some numbers."""
+        for slot in slots:
+            self._kinds.pop(slot, None)
+            for site in self.sites.values():
                 site.kept.pop(slot, None)
-                site.kept.pop(slot ^ 1, None)
+
+    def position(self) -> Any:
+        """Where the count of slots is, for a checkpoint."""
+        return self.next_slot
+
+    def go_on(self, position: Any) -> None:
+        """Count on from a checkpoint; from ``None``, a run of its own begins."""
+        if position is not None:
+            self.next_slot = max(self.next_slot, int(position))
+
+    def type_of(self, call: Call, site: "Site") -> Any:
+        """Shapes and types of the reply to a call, which any silo's site tells, without asking it; what the call writes is noted.
+
+        :param site: one whose rows may be types alone.
+        """
+        state = jax.tree.map(self._kinds.__getitem__, call.read)
+        spec = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.asarray(x).dtype), call.message)
+        key = (
+            call.local,
+            jax.tree.structure((spec, state)),
+            tuple((x.shape, x.dtype) for x in jax.tree.leaves((spec, state))),
+        )
+        if key not in self._types:
+            self._types[key] = site.type_of(call.local, spec, state)
+        reply, new = self._types[key]
+        if call.write is not None:
+            self._kinds[call.write] = new
+        return reply
 
 
 class SiloAlone(Silos):
@@ -120,13 +150,16 @@ class Site:
         number = np.int32(self.number)  # an array of JAX's would be one more program to dispatch
         return _answer(call.local, largest(self.rows), call.key, call.message, state, self.rows, number)
 
-    def any_of(self, slot: int) -> Any:
-        """What a slot or the one beside it holds, whose types are alike."""
-        return self.kept[slot] if slot in self.kept else self.kept[slot ^ 1]
+    def type_of(self, local: Callable, message: Any, state: Any) -> tuple[Any, Any]:
+        """Shapes and types of a reply and of the new private state, of a message's and of the old one's."""
+        number = jax.ShapeDtypeStruct((), jnp.int32)
+        ask = partial(_answer, local, largest(self.rows))
+        found: tuple[Any, Any] = jax.eval_shape(ask, random.key(0), message, state, self.rows, number)
+        return found
 
     def answer(self, call: Call) -> Any:
         """The reply to a call; the new private state stays here."""
-        reply, new = self.reply(call, None if call.read is None else self.kept[call.read])
+        reply, new = self.reply(call, jax.tree.map(self.kept.__getitem__, call.read))
         if call.write is not None:
             self.kept[call.write] = new
         return reply

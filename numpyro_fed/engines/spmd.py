@@ -47,15 +47,15 @@ class Spmd(Carrier):
     def __init__(self, sites: dict[int, Site], owner: list[int]) -> None:
         super().__init__(sites)
         self.owner = owner
-        self._types: dict[Any, Any] = {}
 
     def ask(self, calls: list[Call]) -> list[Any]:
         """Replies in the order of the calls, which are to be of one type.
 
         :raises RuntimeError: where the processes do not make the same calls.
         """
-        kind = self._type_of(calls[0])
-        leaves, tree = jax.tree.flatten(kind)
+        site = next(iter(self.sites.values()))
+        kinds = [self.type_of(call, site) for call in calls]  # of all: what each writes is noted
+        leaves, tree = jax.tree.flatten(kinds[0])
         size = sum(x.size * x.dtype.itemsize for x in leaves)
         sent = np.zeros((len(calls), _HEAD.itemsize + size), np.uint8)
         for i, call in enumerate(calls):
@@ -76,22 +76,13 @@ class Spmd(Carrier):
             _unpacked(got[self.owner[call.number], i, _HEAD.itemsize :], leaves, tree) for i, call in enumerate(calls)
         ]
 
-    def _type_of(self, call: Call) -> Any:
-        """Shapes and types of a reply, which a process knows without having the silo asked."""
-        key = (call.local, tuple((x.shape, x.dtype) for x in jax.tree.leaves(call.message)))
-        if key not in self._types:
-            site = next(iter(self.sites.values()))
-            state = None if call.read is None else site.any_of(call.read)
-            self._types[key] = jax.eval_shape(lambda: site.reply(call, state)[0])
-        return self._types[key]
 
-
-_HEAD = np.dtype((np.int64, 3))  # the silo's number, and the slots read and written
+_HEAD = np.dtype((np.int64, 4))  # the silo's number, the slot written, and those read: two at most
 
 
 def _head(call: Call) -> np.ndarray:
-    slots = [-1 if slot is None else slot for slot in (call.read, call.write)]
-    return np.array([call.number, *slots], np.int64).view(np.uint8)
+    slots = [-1 if call.write is None else call.write, *jax.tree.leaves(call.read), -1, -1]
+    return np.array([call.number, *slots[:3]], np.int64).view(np.uint8)
 
 
 def _unpacked(data: np.ndarray, leaves: list, tree: Any) -> Any:

@@ -1,9 +1,11 @@
 """Langevin chains over silos whose rows are elsewhere: the same rounds, driven from the host."""
 
+import hashlib
 import warnings
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,12 +19,13 @@ from numpyro_fed._compat import fill_mcmc
 from numpyro_fed.engines.inline import key_of
 from numpyro_fed.engines.remote import Call, RemoteSilos
 from numpyro_fed.mcmc._kernel import LangevinKernel
+from numpyro_fed.mcmc.checkpoint import Checkpoint
 from numpyro_fed.mcmc.langevin import Chain, StayStats, federated
 from numpyro_fed.mcmc.plan import Plan, Tuning
 from numpyro_fed.mcmc.rounds import Departure, LangevinState, arrive, chain_axes, depart, first_state, start_keys, wait
 from numpyro_fed.storage import SiloView
 
-__all__ = ["RemoteMCMC", "StartLocal", "StayLocal"]
+__all__ = ["RemoteMCMC", "StartLocal", "StayLocal", "TellLocal"]
 
 
 @dataclass(frozen=True)
@@ -45,14 +48,22 @@ class StartLocal:
 
 
 @dataclass(frozen=True)
+class TellLocal:
+    """What the silo is told once, and keeps: surrogates and step size."""
+
+    def __call__(self, key: Array, message: Tuning, state: None, view: SiloView) -> tuple[Array, Tuning]:
+        return jnp.zeros(()), message
+
+
+@dataclass(frozen=True)
 class StayLocal:
     """A chain's stay at the silo."""
 
     plan: Plan
 
-    def __call__(self, key: Array, message: tuple[Tuning, Chain], state: Any, view: SiloView) -> tuple[Any, Any]:
-        tuning, chain = message
-        return federated(self.plan, tuning).local(key, chain, state, view)
+    def __call__(self, key: Array, message: Chain, state: tuple[Tuning, Any], view: SiloView) -> tuple[Any, Any]:
+        tuning, own = state
+        return federated(self.plan, tuning).local(key, message, own, view)
 
 
 @partial(jax.jit, static_argnames=("plan", "num_silos"))
@@ -88,6 +99,9 @@ class RemoteMCMC(MCMC):
     :param num_samples: rounds whose draws are kept.
     :param num_chains: chains; those at different silos are advanced at the same time.
     :param progress_bar: whether to show one.
+    :param checkpoint: a file for the state after every ``checkpoint_every`` rounds. Where it exists, :meth:`run` prepares as before and goes on from
+        there, with the draws that an undisturbed run would have had; delete it to start anew.
+    :param checkpoint_every: so many rounds are lost at most, and what silos keep of them is kept until the next.
 
     Example::
 
@@ -112,6 +126,8 @@ class RemoteMCMC(MCMC):
         num_samples: int,
         num_chains: int = 1,
         progress_bar: bool = True,
+        checkpoint: str | Path | None = None,
+        checkpoint_every: int = 10,
     ) -> None:
         if not isinstance(sampler, LangevinKernel) or sampler._pooled:
             raise TypeError(f"expected a fed.DSGLD or fed.FSGLD, got {type(sampler).__name__}")
@@ -123,6 +139,7 @@ class RemoteMCMC(MCMC):
             chain_method="vectorized",
             progress_bar=progress_bar,
         )
+        self._checkpoint = Checkpoint(checkpoint, checkpoint_every)
 
     def run(self, rng_key: Array, silos: RemoteSilos, *, extra_fields: tuple = (), init_params: None = None) -> None:
         """Prepare, warm up and draw.
@@ -136,31 +153,39 @@ class RemoteMCMC(MCMC):
         """
         if init_params is not None:
             raise ValueError("init_params: local latents start in their silos; expected None")
-        kernel = self.sampler
+        kernel, num_rounds = self.sampler, self.num_warmup + self.num_samples
         _check(kernel, silos)
+        saved = self._checkpoint.load(silos.carrier)
         kernel._prepare(silos, {})
-        state, slots = self._start(rng_key, silos)
-        told = [kernel._tuning.seen_by(n) for n in range(len(silos))]
+        going = self._start(rng_key, silos)
         fields = tuple(dict.fromkeys((*kernel.default_fields, *extra_fields)))
-        collected: dict[str, list] = {f: [] for f in fields}
-        with tqdm(total=self.num_warmup + self.num_samples, disable=not self.progress_bar) as bar:
-            for i in range(self.num_warmup + self.num_samples):
+        facts = self._facts(rng_key, silos, fields) if self._checkpoint.place else {}
+        if saved is not None:
+            going = self._going_on(going, saved, facts)
+        with tqdm(total=num_rounds, initial=going.made, disable=not self.progress_bar) as bar:
+            while going.made < num_rounds:
                 try:
-                    new = self._round(state, slots, told, silos)
+                    going = self._round(going, silos)
                 except KeyboardInterrupt:
-                    if i <= self.num_warmup:
+                    if going.made <= self.num_warmup:
                         raise
-                    warnings.warn(f"interrupted: the first {i - self.num_warmup} draws are kept", stacklevel=2)
+                    warnings.warn(f"interrupted: the first {going.made - self.num_warmup} draws are kept", stacklevel=2)
                     break
-                state = new
                 bar.update()
-                if i >= self.num_warmup:
-                    for f, values in collected.items():
-                        values.append(jax.tree.map(np.asarray, getattr(state, f)))
-        silos.carrier.forget(slots[:, 0].tolist())
-        states = {f: jax.tree.map(lambda *x: jnp.asarray(np.stack(x, 1)), *values) for f, values in collected.items()}
+                if going.made > self.num_warmup:
+                    for f in fields:
+                        going.draws.setdefault(f, []).append(jax.tree.map(np.asarray, getattr(going.state, f)))
+                if self._checkpoint.due(going.made, num_rounds):
+                    self._checkpoint.save(
+                        {**going._asdict(), "state": _without_tuning(going.state), **facts}, silos.carrier
+                    )
+                    going.spent.clear()
+        self._say_who_failed(going, silos)
+        if not self._checkpoint.place:
+            silos.carrier.forget([*going.slots.reshape(-1).tolist(), *going.told, *going.spent])
+        states = {f: jax.tree.map(lambda *x: jnp.asarray(np.stack(x, 1)), *going.draws[f]) for f in fields}
         states["z"] = jax.vmap(jax.vmap(partial(_constrained, kernel.factors, silos)))(states["z"])
-        fill_mcmc(self, states, state, (silos,))
+        fill_mcmc(self, states, going.state, (silos,))
 
     def warmup(self, *args: Any, **kwargs: Any) -> None:
         """Refused: the rounds before draws are kept are part of :meth:`run`."""
@@ -168,8 +193,8 @@ class RemoteMCMC(MCMC):
             "warmup() is not built for silos that are elsewhere; expected run(), whose first num_warmup rounds are warm-up"
         )
 
-    def _start(self, rng_key: Array, silos: RemoteSilos) -> tuple[LangevinState, np.ndarray]:
-        """All chains' first states, and the slots of their local latents in each silo, ``(C, S)``."""
+    def _start(self, rng_key: Array, silos: RemoteSilos) -> "_Going":
+        """All chains' first states; silos are told surrogates and step size, and make the first local latents."""
         kernel, plan, tuning = self.sampler, self.sampler._plan, self.sampler._tuning
         keys = rng_key
         if is_prng_key(rng_key):
@@ -179,38 +204,110 @@ class RemoteMCMC(MCMC):
         here = replace(plan, units=None)  # of the local latents nothing is here
         first = jax.vmap(partial(first_state, here), in_axes=(0, 0, None, 0, None, None, None), out_axes=axes)
         state = first(starts[0], starts[1], None, starts[2], tuning, silos, None)
-        slots = [silos.carrier.new_slot() for _ in keys]
+        carrier, every = silos.carrier, range(len(silos))
+        told = [carrier.new_slot() for _ in every]
+        calls = [Call(n, TellLocal(), random.key(0), tuning.seen_by(n), None, told[n]) for n in every]
+        silos.ask_for_sure(calls)
+        slots = np.zeros((len(keys), 0), np.int64)
         if plan.units is not None:
             keys_eps = jax.vmap(lambda key: random.split(key, 4)[2])(starts[0])
+            slots = np.array([[carrier.new_slot() for _ in every] for _ in keys])
             local, rows = StartLocal(plan), tuning.latents.rows.slot
-            every = range(len(silos))
-            silos.ask_for_sure(
-                [
-                    Call(n, local, key, None, rows, slot)
-                    for key, slot in zip(keys_eps, slots, strict=True)
-                    for n in every
-                ]
-            )
-        return state, np.repeat(np.array(slots)[:, None], len(silos), 1)
+            pairs = zip(keys_eps, slots.tolist(), strict=True)
+            silos.ask_for_sure([Call(n, local, key, None, rows, own[n]) for key, own in pairs for n in every])
+        return _Going(state, slots, told, 0, {}, [], [])
 
-    def _round(self, state: LangevinState, slots: np.ndarray, told: list[Tuning], silos: RemoteSilos) -> LangevinState:
-        """One round of all chains. New latents are kept beside the old ones, and count once the reply has come.
-
-        :param told: what each silo is told of surrogates and step size.
-        """
-        plan = self.sampler._plan
+    def _round(self, going: "_Going", silos: RemoteSilos) -> "_Going":
+        """One round of all chains. New latents are kept beside the old ones, and count once the reply has come."""
+        plan, state, slots = self.sampler._plan, going.state, going.slots.copy()
         leave, each = _depart(plan, state, len(silos))
-        numbers, local = np.asarray(leave.number), StayLocal(plan)
-        calls = []
-        for c, (n, (key, chain)) in enumerate(zip(numbers.tolist(), each, strict=True)):
-            slot = None if plan.units is None else int(slots[c, n])
-            calls.append(Call(n, local, key, (told[n], chain), slot, None if slot is None else slot ^ 1))
+        numbers, local, calls = np.asarray(leave.number).tolist(), StayLocal(plan), []
+        for c, (n, (key, chain)) in enumerate(zip(numbers, each, strict=True)):
+            own, new = (None, None) if plan.units is None else (int(slots[c, n]), silos.carrier.new_slot())
+            calls.append(Call(n, local, key, chain, (going.told[n], own), new))
         replies = silos.ask(calls)
-        silent = np.array([reply is None for reply in replies])
-        slots[np.arange(len(numbers)), numbers] ^= ~silent
-        filled = [_nothing(plan, chain) if x is None else x for x, (_, chain) in zip(replies, each, strict=True)]
+        bad = [n for n, reply in zip(numbers, replies, strict=True) if reply is not None and _is_nan(reply)]
+        silent = np.array([reply is None or _is_nan(reply) for reply in replies])
+        spent = list(going.spent)
+        if plan.units is not None:
+            for c, (call, missing) in enumerate(zip(calls, silent.tolist(), strict=True)):
+                spent.append(call.write if missing else call.read[1])  # type: ignore[arg-type]
+                slots[c, call.number] = call.read[1] if missing else call.write
+        if not self._checkpoint.place:
+            silos.carrier.forget(spent)
+            spent = []
+        filled = [
+            _nothing(plan, chain) if missing else x
+            for x, (_, chain), missing in zip(replies, each, silent, strict=True)
+        ]
         # in NumPy, which has no programs to dispatch
-        return _arrive(plan, state, leave, jax.tree.map(lambda *x: np.stack(x), *filled), silent)
+        new_state = _arrive(plan, state, leave, jax.tree.map(lambda *x: np.stack(x), *filled), silent)
+        return going._replace(state=new_state, slots=slots, made=going.made + 1, spent=spent, bad=[*going.bad, *bad])
+
+    def _facts(self, rng_key: Array, silos: RemoteSilos, fields: tuple[str, ...]) -> dict[str, Any]:
+        """What a checkpoint of the same run has."""
+        kernel = self.sampler
+        settled = [np.asarray(x) for x in jax.tree.leaves(kernel._tuning.without_rows())]
+        key = random.key_data(rng_key) if jnp.issubdtype(rng_key.dtype, jax.dtypes.prng_key) else rng_key
+        return {
+            "kernel": type(kernel).__name__,
+            "sites": [[name, list(shape)] for name, shape in kernel.factors.global_sites],
+            "silos": {name: {g: n[i] for g, n in silos.sizes.items()} for i, name in enumerate(silos.names)},
+            "num_chains, num_warmup, num_samples": [self.num_chains, self.num_warmup, self.num_samples],
+            "extra_fields": list(fields),
+            "seed": np.asarray(key).tolist(),
+            "surrogates and step size": hashlib.sha256(b"".join(x.tobytes() for x in settled)).hexdigest(),
+        }
+
+    def _going_on(self, first: "_Going", saved: dict[str, Any], facts: dict[str, Any]) -> "_Going":
+        """Where a checkpoint left off; silos have been told anew, and their first local latents are not needed."""
+        for name, expected in facts.items():
+            if saved.get(name) != expected:
+                raise ValueError(
+                    f"{self._checkpoint.place} is the checkpoint of another run: {name} {saved.get(name)}, expected {expected}; give another file, "
+                    "or delete it to start anew"
+                )
+        going = _Going(**{name: saved[name] for name in _Going._fields})
+        spent = [*going.spent, *going.told, *first.slots.reshape(-1).tolist()]
+        return going._replace(state=going.state._replace(tuning=first.state.tuning), told=first.told, spent=spent)
+
+    def _say_who_failed(self, going: "_Going", silos: RemoteSilos) -> None:
+        for n in sorted(set(going.bad)):
+            warnings.warn(
+                f"silo {silos.names[n]!r} returned NaN {going.bad.count(n)} times; these visits count as not answered",
+                stacklevel=3,
+            )
+
+
+class _Going(NamedTuple):
+    """A run after some rounds.
+
+    :param state: of all chains.
+    :param slots: of each chain's local latents in each silo, ``(C, S)``; ``(C, 0)`` without any.
+    :param told: the silos' slots of what they were told.
+    :param made: rounds made.
+    :param draws: of each field what was collected.
+    :param spent: slots that are needed no more once there is a checkpoint.
+    :param bad: numbers of silos whose reply was NaN.
+    """
+
+    state: LangevinState
+    slots: np.ndarray
+    told: list[int]
+    made: int
+    draws: dict[str, list]
+    spent: list[int]
+    bad: list[int]
+
+
+def _without_tuning(state: LangevinState) -> LangevinState:
+    """What a checkpoint has of a state: the numbers of the kernel are settled anew."""
+    return state._replace(tuning=None)  # type: ignore[arg-type]
+
+
+def _is_nan(reply: tuple[Chain, StayStats]) -> bool:
+    """Whether a chain came back as none can: a stay that leaves the reals is undone in the silo."""
+    return not np.isfinite(np.asarray(reply[0].theta)).all()
 
 
 def _nothing(plan: Plan, chain: Chain) -> tuple[Chain, StayStats]:

@@ -248,13 +248,15 @@ class FederatedVI:
         else:
             state = self._checked(init_state, silos)
         plan = prepared.plan
-        if prepared.elsewhere:  # what another result holds is not written to
-            slot = int(state.silos.slots[0]) if init_state is None else None  # type: ignore[attr-defined]
-            rounds: Any = RemoteRounds(self._algorithm, self._federated, prepared, who, known, slot)
+        arguments = plan, state, prepared.names, num_rounds, tol, progress_bar
+        if prepared.elsewhere:
+            rounds = RemoteRounds(self._algorithm, self._federated, prepared, who, known)
+            if init_state is None:  # else it is another result's
+                rounds.owns(state)
+            state, losses = run_rounds(rounds, *arguments, at_once=1)
+            rounds.tidy(state)
         else:
-            rounds = at_hand(self._federated, plan, who, prepared.stacks)
-        at_once = {"at_once": 1} if prepared.elsewhere else {}
-        state, losses = run_rounds(rounds, plan, state, prepared.names, num_rounds, tol, progress_bar, **at_once)
+            state, losses = run_rounds(at_hand(self._federated, plan, who, prepared.stacks), *arguments)
         self._say_how_it_ended(prepared, state)
         never = [name for name, n in zip(prepared.names, np.asarray(state.visits), strict=True) if n == 0]
         if never:

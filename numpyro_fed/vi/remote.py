@@ -1,7 +1,7 @@
 """Variational rounds over silos whose rows are elsewhere: the same rounds, driven from the host.
 
-A round is one call of each silo that takes part. A silo keeps its state under two numbers by turns: it starts from one and writes to the other, which the server takes
-for the new one when the reply has come. So a reply that is lost leaves no trace, a call that is made again has the same answer, and what a result
+A round is one call of each silo that takes part. A silo starts from the state that it keeps under one number and writes the new one under another, which the server takes
+for its state when the reply has come. So a reply that is lost leaves no trace, a call that is made again has the same answer, and what a result
 holds is not touched by fits that go on from it.
 
 SFVI adds gradients up, and a silo that is left out without a known probability would bias their sum: silos that do not answer are asked again, and the fit stops
@@ -119,7 +119,6 @@ class RemoteRounds:
     :param prepared: what is settled before the first round.
     :param who: which silos take part.
     :param answering: the probability of each silo's answer, where it is known.
-    :param slot: an even number under which silos keep their states; a new one by default.
     """
 
     def __init__(
@@ -129,13 +128,12 @@ class RemoteRounds:
         prepared: Prepared,
         who: Participation | None = None,
         answering: Participation | None = None,
-        slot: int | None = None,
     ) -> None:
         self.algorithm, self.federated, self.prepared, self.who = algorithm, federated, prepared, who
         silos = prepared.parts[0]
         assert isinstance(silos, RemoteSilos)
         self.silos, self.carrier = silos, silos.carrier
-        self.slot = self.carrier.new_slot() if slot is None else slot & ~1
+        self.written: set[int] = set()  # slots that are to be forgotten when the state is elsewhere
         self.numbers = np.concatenate([np.asarray(rows.number) for rows in prepared.stacks]).tolist()
         self.local = RoundLocal(prepared.plan, algorithm)
         self.answering = None if answering is None else answering.probability
@@ -150,30 +148,43 @@ class RemoteRounds:
         num, local = len(self.numbers), InitLocal(self.prepared.plan, self.algorithm, taken is not None)
         read = [None] * num if taken is None else taken.slots.tolist()
         key = jax.random.key(0)  # of which nothing is drawn
-        calls = [Call(n, local, key, params, r, self.slot) for n, r in zip(self.numbers, read, strict=True)]
+        slots = [self.carrier.new_slot() for _ in self.numbers]
+        calls = [Call(n, local, key, params, *own) for n, *own in zip(self.numbers, read, slots, strict=True)]
         try:
             self.silos.ask_for_sure(calls)
         except BaseException:
-            self.carrier.forget([self.slot])
+            self.carrier.forget(slots)
             raise
         zeros = np.zeros(num, np.int64)
-        kept = Elsewhere(zeros + self.slot, np.zeros((num, 4), np.int64), zeros, self.carrier.token)
+        kept = Elsewhere(np.array(slots), np.zeros((num, 4), np.int64), zeros, self.carrier.token)
         return VIState(server, kept, np.zeros(num, np.int32))  # type: ignore[arg-type]
 
     def __call__(self, state: VIState, num: int) -> tuple[VIState, np.ndarray, np.ndarray]:
         losses, bad = np.zeros(num), np.full(num, -1)
         for i in range(num):
+            self.tidy(state)
             state, losses[i], bad[i] = self._round(state)
         return state, losses, bad
+
+    def owns(self, state: VIState) -> None:
+        """Take a state that is in nobody else's hands for one that these rounds wrote."""
+        self.written.update(state.silos.slots.tolist())  # type: ignore[attr-defined]
+
+    def tidy(self, state: VIState) -> None:
+        """Have silos forget what these rounds wrote and the state does not hold: states of rounds before, and of replies that were lost."""
+        spent = self.written.difference(state.silos.slots.tolist())  # type: ignore[attr-defined]
+        self.carrier.forget(sorted(spent))
+        self.written -= spent
 
     def _round(self, state: VIState) -> tuple[VIState, float, int]:
         """One round, its loss, and which silo was not finite."""
         kept: Elsewhere = state.silos  # type: ignore[assignment]
         message, keys, weights = _leave(self.federated, self.prepared.plan, self.who, state.server, self._stacks)
         weights = np.ones(len(keys)) if weights is None else np.asarray(weights)
-        # a state that another fit left stays as it is
-        write = np.where(kept.slots >> 1 == self.slot >> 1, kept.slots ^ 1, self.slot)
         asked = np.flatnonzero(weights > 0).tolist()
+        write = kept.slots.copy()
+        write[asked] = [self.carrier.new_slot() for _ in asked]
+        self.written.update(write[asked].tolist())
         calls = [Call(self.numbers[i], self.local, keys[i], message, int(kept.slots[i]), int(write[i])) for i in asked]
         replies, times = self._answers(calls)
         came = np.zeros(len(keys), bool)

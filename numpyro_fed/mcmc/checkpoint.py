@@ -1,0 +1,55 @@
+"""The server's checkpoint of a run: one file, replaced as a whole."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+from numpyro_fed.engines.packing import pack, unpack
+from numpyro_fed.engines.remote import Carrier
+
+__all__ = ["Checkpoint"]
+
+
+class Checkpoint:
+    """A file that holds a run after some rounds.
+
+    :param place: its name, or ``None``: there is none.
+    :param every: rounds from one to the next.
+    """
+
+    def __init__(self, place: str | Path | None, every: int) -> None:
+        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+            raise ValueError(f"checkpoint_every: expected a whole number >= 1, got {every!r}")
+        self.place = None if place is None else Path(place)
+        if self.place is not None and not self.place.parent.is_dir():
+            raise FileNotFoundError(f"checkpoint: there is no folder {self.place.parent}; make it first")
+        self.every = every
+
+    def due(self, made: int, total: int) -> bool:
+        """Whether one is to be written after so many rounds."""
+        return self.place is not None and (made % self.every == 0 or made == total)
+
+    def save(self, values: dict[str, Any], carrier: Carrier) -> None:
+        """Write what a run has, under a name of its own first; then let silos forget what is not needed any more."""
+        assert self.place is not None
+        beside = self.place.with_name(self.place.name + ".new")
+        beside.write_bytes(pack({**values, "carrier": carrier.position()}))
+        os.replace(beside, self.place)
+        carrier.forget(values["spent"])
+
+    def load(self, carrier: Carrier) -> dict[str, Any] | None:
+        """What was saved, or ``None``; the carrier goes on counting where it was.
+
+        :raises ValueError: where the file is no checkpoint.
+        """
+        if self.place is None or not self.place.exists():
+            carrier.go_on(None)
+            return None
+        try:
+            values = unpack(self.place.read_bytes())
+            carrier.go_on(values["carrier"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"{self.place} is no checkpoint, or a broken one ({error}); delete it to start anew"
+            ) from error
+        return dict(values)
