@@ -16,7 +16,6 @@ import optax
 import pytest
 from jax import random
 from small_models import INTERCEPTS_CALLS, intercepts, intercepts_silos, linear, linear_silos
-from test_remote import Listening
 from vi_models import (
     hierarchy,
     hierarchy_guide,
@@ -35,6 +34,21 @@ ADAM, ROUNDS = optax.adam(0.02), 12
 WHEEZE = wheeze_silos(np.repeat(np.arange(3), [2, 5, 9]))
 HIERARCHY = hierarchy_silos(np.array([0, 1, 1, 2, 0, 1, 1, 1, 2]))
 PROBABILITIES = {"silo 0": 0.2, "silo 1": 0.5, "silo 2": 0.1, "silo 3": 0.3}
+
+
+class Listening(fed.Loopback):
+    """A carrier that notes what crosses."""
+
+    def __init__(self, silos):
+        super().__init__(silos)
+        self.crossed = []
+
+    def ask(self, calls):
+        replies = super().ask(calls)
+        for x in jax.tree.leaves([[call.message for call in calls], replies]):
+            is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+            self.crossed.append(np.asarray(random.key_data(x) if is_key else x))
+        return replies
 
 
 def over(silos, carrier=None):
@@ -217,7 +231,7 @@ def test_planted_values_are_not_among_what_crosses():
     svi = fed.SFVI(linear, fed.AutoSiloNormal(linear), ADAM)
     remote = over(fed.Silos(data), carrier)
     fed.to_inference_data(svi, run(svi, remote), remote, num_draws=10)
-    raw = b"".join(x.tobytes() for x in carrier.crossed if x.dtype != object)
+    raw = b"".join(x.tobytes() for x in carrier.crossed)
     assert planted.tobytes() not in raw
     assert np.float32(np.asarray(carrier.crossed[-1]).ravel()[0]).tobytes() in raw  # the control: what crosses is found
     assert not any(jax.tree.leaves(remote))
@@ -341,13 +355,14 @@ def test_an_interrupted_run_returns_what_it_has():
     class Interrupted(Deaf):
         def ask(self, calls):
             replies = super().ask(calls)  # silos have done their part
-            if self.round == 5:
+            if self.round == 5 and not self.computes:
+                self.computes = True
                 raise KeyboardInterrupt
             return replies
 
     svi, remote = (
         fed.SFVI(wheeze, fed.AutoSiloNormal(wheeze), ADAM, 1, 3, validate=False),
-        over(WHEEZE, Interrupted(WHEEZE, ())),
+        over(WHEEZE, Interrupted(WHEEZE, (), computes=False)),
     )
     with pytest.warns(UserWarning, match="interrupted: the result of the first 4 rounds is returned"):
         half = run(svi, remote)
@@ -383,24 +398,21 @@ def test_a_loss_that_is_not_finite_stops_the_fit():
 # Results and bad input
 
 
-def test_inference_data_has_the_draws_of_a_fit_at_hand(tmp_path):
+@pytest.mark.filterwarnings("ignore:Pareto's k of the approximation")
+@pytest.mark.parametrize("resample", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_inference_data_has_the_draws_of_a_fit_at_hand(resample, tmp_path):
     found = []
     for silos in (WHEEZE, over(WHEEZE)):
         svi = fed.SFVI(wheeze, fed.AutoSiloNormal(wheeze), ADAM, 1, 3, validate=False)
         result = run(svi, silos)
-        found.append(
-            [
-                fed.to_inference_data(svi, result, silos, num_draws=40, log_likelihood=False, resample=r)
-                for r in (False, True)
-            ]
-        )
-    for theirs, ours in zip(*found, strict=True):
-        assert set(ours.posterior.data_vars) == {"beta", "sigma"}
-        for name in ("beta", "sigma"):
-            np.testing.assert_allclose(ours.posterior[name], theirs.posterior[name], rtol=1e-4, atol=1e-5)
-        np.testing.assert_allclose(ours.sample_stats["log_weight"], theirs.sample_stats["log_weight"], atol=1e-3)
-        assert ours.posterior.attrs["pareto_k"] == pytest.approx(theirs.posterior.attrs["pareto_k"], abs=0.02)
-        assert ours.posterior.attrs["rounds"] == theirs.posterior.attrs["rounds"]
+        found.append(fed.to_inference_data(svi, result, silos, num_draws=40, log_likelihood=False, resample=resample))
+    theirs, ours = found
+    assert set(ours.posterior.data_vars) == {"beta", "sigma"}
+    for name in ("beta", "sigma"):
+        np.testing.assert_allclose(ours.posterior[name], theirs.posterior[name], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(ours.sample_stats["log_weight"], theirs.sample_stats["log_weight"], atol=1e-3)
+    assert ours.posterior.attrs["pareto_k"] == pytest.approx(theirs.posterior.attrs["pareto_k"], abs=0.02)
+    assert ours.posterior.attrs["rounds"] == theirs.posterior.attrs["rounds"]
     ours.to_netcdf(tmp_path / "fit.nc")
 
 
@@ -471,6 +483,30 @@ def test_data_outside_a_support_and_terms_that_mix_rows_are_refused():
         run(fed.SFVI(outside, fed.AutoSiloNormal(outside), ADAM), over(silos))
     with pytest.raises(ValueError, match="a row's log density in a minibatch of 1 differs from its own among all"):
         run(fed.SFVI(mixing, fed.AutoSiloNormal(mixing), ADAM, batch_size=1), over(silos))
+
+
+class Nobody(fed.Loopback):
+    def ask(self, calls):
+        raise AssertionError("somebody was asked")
+
+
+@pytest.mark.parametrize(
+    ("svi", "silos"),
+    [
+        (fed.SFVI(wheeze, fed.AutoSiloNormal(wheeze), ADAM, 1, 3, batch_size=3, validate=False), WHEEZE),
+        (fed.SFVI(wheeze, fed.AutoSiloNormal(wheeze, local_cov="full"), ADAM, 1, 1, validate=False), WHEEZE),
+        (fed.SFVI(learned_scale, fed.AutoSiloNormal(learned_scale), ADAM, validate=False), scaled_learned()),
+    ],
+    ids=["elements", "joint", "learned"],
+)
+def test_a_silo_makes_the_servers_plan_without_asking(svi, silos):
+    plan = svi.prepared(over(silos)).plan
+    alone = svi.planned(over(silos, Nobody(silos)), plan.families[0].group is not None)
+    assert alone == plan
+    assert hash(alone) == hash(plan)
+    assert alone.supports == plan.supports
+    with pytest.raises(AssertionError, match="somebody was asked"):  # the control
+        fed.SFVI(linear, fed.AutoSiloNormal(linear), ADAM).prepared(over(linear_silos(), Nobody(linear_silos())))
 
 
 # Over processes

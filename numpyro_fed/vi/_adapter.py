@@ -18,7 +18,7 @@ from numpyro_fed.mixed import MixedSilos
 from numpyro_fed.silos import Silos
 from numpyro_fed.storage import stacked_mask, to_pooled_order
 from numpyro_fed.vi.normal import SiloNormal
-from numpyro_fed.vi.plan import Options, Prepared, first_params, own_params, prepare
+from numpyro_fed.vi.plan import Options, Plan, Prepared, first_params, own_params, planned_alone, prepare
 from numpyro_fed.vi.remote import RemoteRounds, kept_by, ledger_of_calls
 from numpyro_fed.vi.rounds import (
     VIState,
@@ -86,6 +86,10 @@ class FederatedVI:
         if self._prepared is None or self._prepared[0] is not silos:
             self._prepared = (silos, prepare(self.model, self.guide, silos, self._options))
         return self._prepared[1]
+
+    def planned(self, known: Silos, independent: bool) -> Plan:
+        """The plan of silos elsewhere as a silo makes it, see :func:`~numpyro_fed.vi.plan.planned_alone`."""
+        return planned_alone(self.model, self.guide, known, self._options, independent)
 
     def init(self, rng_key: Array, silos: Silos | MixedSilos, *, init_from: Any = None) -> VIState:
         """The state before the first round.
