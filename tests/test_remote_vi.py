@@ -223,6 +223,7 @@ def test_nothing_as_long_as_rows_crosses(method):
     assert any(np.shape(x)[:1] and len(x) in groups for x in private)  # the control: sites do hold such
 
 
+@pytest.mark.filterwarnings("ignore:Pareto's k of the approximation")
 def test_planted_values_are_not_among_what_crosses():
     silos = linear_silos()
     data = {name: {k: np.array(v) for k, v in silos[name].items()} for name in silos}

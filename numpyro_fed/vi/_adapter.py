@@ -223,7 +223,7 @@ class FederatedVI:
 
         :param rng_key: seed of all draws (unused with ``init_state``).
         :param num_rounds: how many rounds; with ``tol`` at most so many.
-        :param silos: the data.
+        :param silos: the data, or :class:`RemoteSilos`: the same rounds where the rows are, of which global parameters are the result.
         :param participation: the fraction of silos that take part in a round (so many are drawn without replacement), or for each
             silo's name the probability that it does. Replies are weighted by one over it, so that the gradient stays unbiased; an
             absent silo keeps its state. Default: all.
