@@ -41,6 +41,7 @@ def _draw(grid: Any, context: Any) -> None:
             grace=min(30.0, told["wait"]),
         )
         silos = connect(messenger, module.model)
+        carrier: Any = silos.carrier
         mcmc = RemoteMCMC(
             FSGLD(module.model),
             num_warmup=told["warmup"],
@@ -51,9 +52,7 @@ def _draw(grid: Any, context: Any) -> None:
         mcmc.run(jax.random.key(told["seed"]), silos)
         to_inference_data(mcmc, silos).to_netcdf(told["out"])
         lines = [str(mcmc.sampler.ledger(mcmc.last_state)), "On the wire (messages, bytes to the silo, bytes from it):"]
-        lines += [
-            f"  {name}: {t.messages:,}, {t.bytes_down:,}, {t.bytes_up:,}" for name, t in silos.carrier.traffic.items()
-        ]
+        lines += [f"  {name}: {t.messages:,}, {t.bytes_down:,}, {t.bytes_up:,}" for name, t in carrier.traffic.items()]
         _told(folder / "done", "\n".join(lines))
     except BaseException as error:
         (folder / "error.log").write_text(traceback.format_exc())
@@ -109,19 +108,10 @@ def coordinate(
         link = subprocess.Popen(command, env=environment, stdout=log, stderr=log, cwd=folder)
     try:
         _wait_for(link, int(port), folder)
-        for name in names if keys is not None else ():
-            _flwr(
-                folder,
-                tls,
-                port,
-                environment,
-                "supernode",
-                "register",
-                str((keys / f"{name}.pub").resolve()),
-                "link",
-                "--name",
-                name,
-            )  # type: ignore[operator]
+        if keys is not None:
+            for name in names:
+                key = str((keys / f"{name}.pub").resolve())
+                _flwr(folder, tls, port, environment, "supernode", "register", key, "link", "--name", name)
         config = {
             **settings,
             "model": str(model.resolve()),

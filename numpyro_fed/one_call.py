@@ -9,6 +9,7 @@ import numpy as np
 from numpyro.infer import MCMC
 
 from numpyro_fed.diagnostics import diagnose
+from numpyro_fed.engines.remote import RemoteSilos
 from numpyro_fed.inference_data import to_inference_data
 from numpyro_fed.mcmc.fsgld import FSGLD
 from numpyro_fed.mixed import MixedSilos
@@ -73,6 +74,10 @@ def fit(
     if method == "fsgld" and isinstance(silos, MixedSilos):
         raise ValueError(
             'method="fsgld" is for silos of one structure; expected fed.Silos(...), got MixedSilos; take method="vi"'
+        )
+    if method == "fsgld" and isinstance(silos, RemoteSilos):
+        raise ValueError(
+            'method="fsgld" is for silos at hand; expected method="vi", or fed.RemoteMCMC(fed.FSGLD(model), ...)'
         )
     key_rounds, key_draws, key_chains = jax.random.split(jax.random.key(0) if rng_key is None else rng_key, 3)
     avg = _settable(model, silos)

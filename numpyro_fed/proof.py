@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, random
 
-from numpyro_fed.density import Factors, pooled_log_density
+from numpyro_fed.density import PARAMS, Factors, pooled_log_density
 from numpyro_fed.engines.inline import ask_all
 from numpyro_fed.engines.remote import RemoteSilos
 from numpyro_fed.local_map import Units
@@ -127,18 +127,27 @@ def prove(factors: Factors, silos: Silos, *, seed: int = 0) -> None:
             )
 
 
-@partial(jax.jit, static_argnames=("factors", "group", "size"))
-def _batch_gaps(factors: Factors, group: str, size: int, theta: dict, silos: Silos) -> Array:
-    """How far terms of a minibatch are from the same rows' terms in the whole silo, relative, per silo."""
+@dataclass(frozen=True)
+class BatchGap:
+    """How far terms of a minibatch are from the same rows' terms in the whole silo, relative."""
 
-    def local(view: SiloView, _: None) -> tuple[Array, None]:
+    factors: Factors
+    group: str
+    size: int
+
+    def __call__(self, key: Array, message: tuple[dict, dict], state: Any, view: SiloView) -> tuple[Array, None]:
+        theta, learned = message
         kwargs, weights = view.whole()
-        whole = factors.terms(theta, {}, kwargs, weights)[1][group][:size]
-        rows = view.batch(group, jnp.arange(size))
-        batch = factors.terms(theta, {}, {**kwargs, **rows}, {**weights, group: 1.0})[1][group]
+        whole = self.factors.terms(theta, {}, {**kwargs, **learned}, weights)[1][self.group][: self.size]
+        rows = view.batch(self.group, jnp.arange(self.size))
+        told = {**kwargs, **learned, **rows}
+        batch = self.factors.terms(theta, {}, told, {**weights, self.group: 1.0})[1][self.group]
         return jnp.abs(batch - whole).max() / (1.0 + jnp.abs(whole).max()), None
 
-    return sweep(local, silos, None, None)[0]
+
+def _told(theta: dict, silos: Silos) -> tuple[dict, dict]:
+    """What silos are told in a check: a position, and first values of learned parameters, which those elsewhere do not have."""
+    return theta, {k: v for k, v in silos.shared.items() if k == PARAMS}
 
 
 def prove_batch(factors: Factors, silos: Silos, group: str, size: int, *, seed: int = 0) -> None:
@@ -146,9 +155,10 @@ def prove_batch(factors: Factors, silos: Silos, group: str, size: int, *, seed: 
 
     Catches a model that reads the number of its rows, their mean or their place.
     """
-    theta, _ = _point(factors, silos, random.key(seed))
+    key_theta, key = random.split(random.key(seed))
+    theta = factors.unravel(0.5 * random.normal(key_theta, (factors.dim,)))
     size = min(size, max(1, min(silos.sizes[group]) - 1))  # a minibatch of all rows would show nothing
-    gaps = np.asarray(_batch_gaps(factors, group, size, theta, silos))
+    gaps = np.asarray(ask_all(BatchGap(factors, group, size), key, _told(theta, silos), None, silos, None)[0])
     if not (gaps <= 2e3 * float(jnp.finfo(gaps.dtype).eps)).all():
         silo = silos.names[int(np.argmax(np.nan_to_num(gaps, nan=np.inf)))]
         raise ValueError(
@@ -183,9 +193,10 @@ class OwnTerm:
 
     factors: Factors
 
-    def __call__(self, key: Array, theta: dict, state: Any, view: SiloView) -> tuple[Array, None]:
+    def __call__(self, key: Array, message: tuple[dict, dict], state: Any, view: SiloView) -> tuple[Array, None]:
+        theta, learned = message
         kwargs, weights = view.whole()
-        z = _local_point(self.factors, key, view)
+        kwargs, z = {**kwargs, **learned}, _local_point(self.factors, key, view)
 
         def term(theta: dict) -> tuple[Array, Array]:
             log_prior, local = self.factors.terms(theta, z, kwargs, weights)
@@ -210,7 +221,7 @@ def _prove_alone(factors: Factors, silos: RemoteSilos, seed: int) -> None:
     key_theta, key = random.split(random.key(seed))
     theta = factors.unravel(0.5 * random.normal(key_theta, (factors.dim,)))
     expected = float(factors.log_prior(theta, silos.shared))
-    found = np.asarray(ask_all(OwnTerm(factors), key, theta, None, silos, None)[0])
+    found = np.asarray(ask_all(OwnTerm(factors), key, _told(theta, silos), None, silos, None)[0])
     for name, (value, slope, log_prior) in zip(silos.names, found, strict=True):
         if not np.isfinite(value + slope):
             raise ValueError(
@@ -231,10 +242,11 @@ class LeakageLocal:
     factors: Factors
     units: Units
 
-    def __call__(self, key: Array, theta: dict, state: Any, view: SiloView) -> tuple[Array, None]:
-        factors, units = self.factors, self.units
+    def __call__(self, key: Array, message: tuple[dict, dict], state: Any, view: SiloView) -> tuple[Array, None]:
+        factors, units, (theta, learned) = self.factors, self.units, message
         view = units.laid_out(view)
         kwargs, weights = view.whole()
+        kwargs = {**kwargs, **learned}
         own, key = units.from_sites(_local_point(factors, key, view)), random.fold_in(key, 1)
         if isinstance(units, NestedUnits):
             return _nested_leakage(units, theta, own, kwargs, weights, key, view), None
@@ -291,7 +303,7 @@ def elements_are_independent(factors: Factors, units: Units, silos: Silos, *, se
     for trial in range(2):
         key_theta, key = random.split(random.key(seed + trial))
         theta = factors.unravel(0.5 * random.normal(key_theta, (factors.dim,)))
-        leaks = np.asarray(ask_all(LeakageLocal(factors, units), key, theta, None, silos, None)[0])
+        leaks = np.asarray(ask_all(LeakageLocal(factors, units), key, _told(theta, silos), None, silos, None)[0])
         if not (leaks <= 1e3 * float(jnp.finfo(leaks.dtype).eps)).all():
             return False
     return True

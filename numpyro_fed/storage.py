@@ -5,7 +5,7 @@ and padded rows carry weight zero. (Zeros as padding would make NaN gradients in
 """
 
 import copy
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -23,7 +23,9 @@ __all__ = [
     "buckets",
     "gather",
     "largest",
+    "outlines",
     "scatter",
+    "split_shared",
     "stack",
     "stack_states",
     "stacked_mask",
@@ -147,19 +149,30 @@ def stack(silos: Silos, part: int = 0, pad: tuple[tuple[str, int], ...] | None =
 
     :param pad: of all stacks, where latents of a silo are one row, or ``None``: of each its own.
     """
-    static = {k: v for k, v in silos.shared.items() if isinstance(v, Hashable) and not isinstance(v, Array)}
-    shared = {k: v for k, v in silos.shared.items() if k not in static}
+    out = []
+    for known in outlines(silos, part, pad):
+        numbers = np.asarray(known.number)
+        shown = {group: _stacked_positions(silos, group, numbers, count) for group, count in known.pad}
+        order = {group: silos.order[group][place] for group, place in shown.items()}
+        rows = {k: v[shown[silos.group[k]]] for k, v in silos.rows.items()}
+        out.append(replace(known, rows=rows, order=order))
+    return out
+
+
+def outlines(silos: Silos, part: int = 0, pad: tuple[tuple[str, int], ...] | None = None) -> list[SiloRows]:
+    """The stacks of :func:`stack` without the rows and their places: what is known of silos that are elsewhere."""
+    shared, static = split_shared(silos.shared)
     out = []
     for numbers, own in buckets(silos):
-        shown, sizes, order = {}, {}, {}
-        for group, count in pad or own:
-            sizes[group] = jnp.asarray(np.asarray(silos.sizes[group])[numbers], jnp.int32)
-            shown[group] = _stacked_positions(silos, group, numbers, count)
-            order[group] = silos.order[group][shown[group]]
-        rows = {k: v[shown[silos.group[k]]] for k, v in silos.rows.items()}
-        number = jnp.asarray(numbers, jnp.int32)
-        out.append(SiloRows(rows, shared, sizes, order, number, tuple(sorted(static.items())), pad or own, part))
+        sizes = {g: jnp.asarray(np.asarray(silos.sizes[g])[numbers], jnp.int32) for g, _ in pad or own}
+        out.append(SiloRows({}, shared, sizes, {}, jnp.asarray(numbers, jnp.int32), static, pad or own, part))
     return out
+
+
+def split_shared(shared: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[tuple[str, Any], ...]]:
+    """Shared arguments that are arrays, and those that are not, as :class:`SiloRows` has them."""
+    static = {k: v for k, v in shared.items() if isinstance(v, Hashable) and not isinstance(v, Array)}
+    return {k: v for k, v in shared.items() if k not in static}, tuple(sorted(static.items()))
 
 
 def stack_states(states: Any, silos: Silos, group: str | None) -> list:

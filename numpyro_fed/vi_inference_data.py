@@ -13,11 +13,13 @@ from numpyro.infer import log_likelihood as log_likelihood_of
 from numpyro_fed._compat import import_arviz, infer_dims
 from numpyro_fed._silo_coords import ledger_attrs, silo_coords
 from numpyro_fed.density import PARAMS
+from numpyro_fed.engines.remote import RemoteSilos
 from numpyro_fed.mixed import MixedSilos
 from numpyro_fed.silos import Silos
 from numpyro_fed.vi._adapter import FederatedVI, VIResult
-from numpyro_fed.vi.draws import constrained, draw
+from numpyro_fed.vi.draws import constrained, draw, draw_elsewhere, globals_of
 from numpyro_fed.vi.normal import SiloNormal
+from numpyro_fed.vi.remote import kept_by
 
 if TYPE_CHECKING:
     from arviz import InferenceData
@@ -54,7 +56,11 @@ def vi_inference_data(
     key = random.key(0) if rng_key is None else rng_key
     num = CANDIDATES * num_draws if resample else num_draws
     stretched = resample and isinstance(plan.families[0], SiloNormal)
-    draws = draw(plan, params, local, prepared.stacks, totals, key, num, stretched)
+    if isinstance(silos, RemoteSilos):
+        slots = kept_by(result.state, prepared, "result").slots.tolist()
+        draws = draw_elsewhere(plan, params, slots, silos, prepared.stacks, key, num, stretched)
+    else:
+        draws = draw(plan, params, local, prepared.stacks, totals, key, num, stretched)
     log_weight = np.asarray(draws.log_weight, np.float64)
     inside = (
         np.isfinite(log_weight) if stretched else np.ones(num, bool)
@@ -67,7 +73,9 @@ def vi_inference_data(
         draws = jax.tree.map(lambda x: x[chosen], draws)
     suffixes = [plan.suffix(i) for i in range(len(prepared.parts))]
     pieces = [
-        _part(plan, i, part, draws, params, log_likelihood, suffix)
+        (globals_of(plan, part, draws, params), {}, {}, {})
+        if prepared.elsewhere
+        else _part(plan, i, part, draws, params, log_likelihood, suffix)
         for i, (part, suffix) in enumerate(zip(prepared.parts, suffixes, strict=True))
     ]
     posterior, likelihood, observed, dims = (
@@ -83,7 +91,7 @@ def vi_inference_data(
     )
     bound = az.from_dict({"elbo": -result.losses[None]}).posterior.rename(draw="round").squeeze("chain", drop=True)
     idata.add_groups({"optimization": bound}, warn_on_custom_groups=False)
-    for i, (part, suffix) in enumerate(zip(prepared.parts, suffixes, strict=True)):
+    for i, (part, suffix) in enumerate(zip(() if prepared.elsewhere else prepared.parts, suffixes, strict=False)):
         silo_coords(idata, plan.families[i].factors, part, suffix)
     idata.posterior.attrs.update(ledger_attrs(result.ledger))
     arrays = {k: params[k] for k in plan.learned if isinstance(params[k], jax.Array)}
@@ -92,7 +100,7 @@ def vi_inference_data(
         [k for k in plan.learned if k not in arrays]
     )  # too large to say here
     idata.posterior.attrs["pareto_k"] = k
-    if plan.num_local_particles > 1:
+    if plan.num_local_particles > 1 and not prepared.elsewhere:
         idata.posterior.attrs |= _worst_unit(plan, draws.ratios, prepared.parts)
     idata.posterior.attrs["structures"] = len(prepared.parts)
     if not k <= POOR:

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
-import optax
 import pytest
 from jax import random
 from numpyro.infer import MCMC
@@ -337,8 +336,6 @@ def test_what_runs_at_hand_alone_says_so():
     remote = fed.RemoteSilos(silos, fed.Loopback(silos))
     with pytest.raises(ValueError, match=r"elsewhere; expected fed\.RemoteMCMC\(kernel, \.\.\.\) in place of MCMC"):
         MCMC(fed.FSGLD(linear), num_warmup=1, num_samples=1).run(random.key(0), remote)
-    with pytest.raises(ValueError, match="variational fits are not built for silos whose rows are elsewhere"):
-        fed.SFVI(linear, fed.AutoSiloNormal(linear), optax.adam(1e-2)).run(random.key(0), 1, remote)
 
 
 def test_kept_is_a_number_to_the_server():

@@ -17,7 +17,7 @@ from numpyro_fed.federation import Federated
 from numpyro_fed.silos import Silos
 from numpyro_fed.storage import SiloRows, SiloView, gather, largest, scatter, sweep
 
-__all__ = ["ask_all", "key_of", "round_all", "round_one"]
+__all__ = ["ask_all", "key_among", "key_of", "round_all", "round_one"]
 
 
 def ask_all(
@@ -78,6 +78,15 @@ def key_of(key: Array, number: Array) -> Array:
     return random.fold_in(random.split(key)[1], number)
 
 
+def key_among(key: Array, part: int, number: Array) -> Array:
+    """The key that a silo uses in a round that addresses all.
+
+    :param part: of its structure.
+    :param number: its own, there.
+    """
+    return random.fold_in(random.fold_in(key, part), number)
+
+
 def round_all(
     algorithm: Federated,
     key: Array,
@@ -99,7 +108,7 @@ def round_all(
     for rows, own in zip(stacks, silo_states, strict=True):
 
         def one(rows: SiloRows, own: Any) -> tuple[Any, Any]:
-            return algorithm.local(random.fold_in(random.fold_in(key, rows.part), rows.number), message, own, rows)
+            return algorithm.local(key_among(key, rows.part, rows.number), message, own, rows)
 
         # what is one number for all silos (the clock of silos in step) stays one
         axes = jax.tree.map(lambda x: 0 if x.ndim else None, own)

@@ -6,6 +6,7 @@ map) it keeps in numbered slots, of which the server only ever sees the numbers.
 :class:`Loopback` in one process, :mod:`numpyro_fed.engines.spmd` over JAX processes.
 """
 
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,9 +18,9 @@ import numpy as np
 from jax import Array, random
 
 from numpyro_fed.silos import Silos
-from numpyro_fed.storage import SiloView, largest
+from numpyro_fed.storage import SiloRows, SiloView, largest, split_shared
 
-__all__ = ["Call", "Carrier", "Kept", "Loopback", "RemoteSilos", "Site", "site_of", "types_of"]
+__all__ = ["Call", "Carrier", "Kept", "Loopback", "RemoteSilos", "Site", "rows_of", "site_of", "types_of"]
 
 
 @jax.tree_util.register_dataclass
@@ -53,10 +54,12 @@ class Carrier:
     """Brings calls to silos and replies back.
 
     :param sites: those of this process, by number.
+    :ivar token: a name of its own, by which states that are kept under its slots are known.
     """
 
     def __init__(self, sites: dict[int, "Site"]) -> None:
         self.sites = sites
+        self.token = uuid.uuid4().hex
         self.next_slot = 0
         self._kinds: dict[int, Any] = {}  # of what each slot holds
         self._types: dict[Any, Any] = {}
@@ -128,8 +131,16 @@ jax.tree_util.register_pytree_node(
 
 
 @partial(jax.jit, static_argnames=("local", "pad"))
-def _answer(local: Callable, pad: tuple, key: Array, message: Any, state: Any, rows: SiloAlone, number: Array) -> Any:
+def _answer(local: Callable, pad: tuple, key: Array, message: Any, state: Any, rows: SiloAlone, number: Any) -> Any:
     return local(key, message, state, SiloView(rows, number, pad))
+
+
+def rows_of(view: SiloView) -> SiloRows:
+    """What a site's view shows, as arrays of their own; at a site the rows lie padded already."""
+    silos = view.silos
+    shared, static = split_shared(silos.shared)
+    sizes = {group: view.size(group) for group, _ in view.pad}
+    return SiloRows(silos.rows, shared, sizes, silos.order, view.number, static, view.pad)
 
 
 class Site:
@@ -145,7 +156,7 @@ class Site:
 
     def reply(self, call: Call, state: Any) -> tuple[Any, Any]:
         """The reply to a call, and the new private state."""
-        number = jnp.asarray(self.number, jnp.int32)
+        number = np.int32(self.number)  # an array of JAX's would be one more program to dispatch
         return _answer(call.local, largest(self.rows), call.key, call.message, state, self.rows, number)
 
     def type_of(self, local: Callable, message: Any, state: Any) -> tuple[Any, Any]:
@@ -203,6 +214,10 @@ class RemoteSilos(Silos):
     carrier: Carrier
 
     def __init__(self, known: Silos, carrier: Carrier) -> None:
+        if not isinstance(known, Silos):
+            raise ValueError(
+                f"expected fed.Silos, got {type(known).__name__}: silos elsewhere are of one structure, as what differs between structures is not built there"
+            )
         self.__dict__.update(known.__dict__)
         self.rows = {leaf: jax.ShapeDtypeStruct(x.shape, x.dtype) for leaf, x in known.rows.items()}  # type: ignore[misc]
         self.order, self.carrier = {}, carrier
@@ -211,16 +226,17 @@ class RemoteSilos(Silos):
         """Replies to calls, ``None`` where a silo did not answer."""
         return self.carrier.ask(calls)
 
-    def ask_for_sure(self, calls: list[Call]) -> list[Any]:
+    def ask_for_sure(self, calls: list[Call], when: str = "while the fit was prepared") -> list[Any]:
         """Replies to calls that have to be answered.
 
+        :param when: for the message.
         :raises RuntimeError: naming the silos that did not.
         """
         replies = self.ask(calls)
         lost = sorted({self.names[call.number] for call, reply in zip(calls, replies, strict=True) if reply is None})
         if lost:
             raise RuntimeError(
-                f"silos {lost} did not answer while the fit was prepared, which needs all of them; expected silos that are up: start again"
+                f"silos {lost} did not answer {when}, which needs all of them; expected silos that are up: start again"
             )
         return replies
 

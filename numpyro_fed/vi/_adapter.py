@@ -12,13 +12,24 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from numpyro_fed.engines.remote import RemoteSilos
 from numpyro_fed.federation import Ledger
 from numpyro_fed.mixed import MixedSilos
 from numpyro_fed.silos import Silos
 from numpyro_fed.storage import stacked_mask, to_pooled_order
 from numpyro_fed.vi.normal import SiloNormal
-from numpyro_fed.vi.plan import Options, Prepared, first_params, prepare
-from numpyro_fed.vi.rounds import VIState, advance, in_step, ledger, participation_of, run_rounds
+from numpyro_fed.vi.plan import Options, Plan, Prepared, first_params, own_params, planned_alone, prepare
+from numpyro_fed.vi.remote import RemoteRounds, kept_by, ledger_of_calls
+from numpyro_fed.vi.rounds import (
+    VIState,
+    advance,
+    answering_of,
+    at_hand,
+    in_step,
+    ledger,
+    participation_of,
+    run_rounds,
+)
 
 __all__ = ["FederatedVI", "VIResult"]
 
@@ -30,7 +41,7 @@ class VIResult:
     """What ``run`` returns.
 
     :ivar params: parameters in their supports, averaged over the last rounds (SFVI-Avg: of the last): q(theta)'s, the model's learned ones, and the local
-        ones (in the pooled order of their plate), under the names that the guide has in :class:`numpyro.infer.SVI`.
+        ones (in the pooled order of their plate; not of silos elsewhere, where they stay), under the names that the guide has in :class:`numpyro.infer.SVI`.
     :ivar state: the state after the last round, from which ``run(..., init_state=result.state)`` goes on.
     :ivar losses: minus the estimated bound in each round, a NumPy array.
     :ivar ledger: rounds, gradient evaluations and bytes of each silo.
@@ -57,6 +68,7 @@ class VIResult:
 class FederatedVI:
     """Base of :class:`SFVI` and :class:`SFVIAvg`; see there for the parameters."""
 
+    _algorithm: str
     _federated: Callable
     _init_silo: Callable
 
@@ -75,6 +87,10 @@ class FederatedVI:
             self._prepared = (silos, prepare(self.model, self.guide, silos, self._options))
         return self._prepared[1]
 
+    def planned(self, known: Silos, independent: bool) -> Plan:
+        """The plan of silos elsewhere as a silo makes it, see :func:`~numpyro_fed.vi.plan.planned_alone`."""
+        return planned_alone(self.model, self.guide, known, self._options, independent)
+
     def init(self, rng_key: Array, silos: Silos | MixedSilos, *, init_from: Any = None) -> VIState:
         """The state before the first round.
 
@@ -86,19 +102,27 @@ class FederatedVI:
         """
         prepared = self.prepared(silos)
         params = first_params(prepared, self.guide, rng_key)
-        start = prepared.local
+        start: Any = None if prepared.elsewhere else prepared.local
         if init_from is not None:
             params, start = self._taken_from(init_from, prepared, params)
         server = self._federated(prepared.plan, prepared.stacks).init(rng_key, params)
+        if prepared.elsewhere:
+            return RemoteRounds(self._algorithm, self._federated, prepared).start(server, params, start)
         silo_states = tuple(
             in_step(prepared.plan, partial(self._init_silo, prepared.plan, rows.part, params), local)
             for rows, local in zip(prepared.stacks, start, strict=True)
         )
         return VIState(server, silo_states, jnp.zeros(len(prepared.names), jnp.int32))
 
-    def _taken_from(self, result: Any, prepared: Prepared, params: dict) -> tuple[dict, list]:
+    def _taken_from(self, result: Any, prepared: Prepared, params: dict) -> tuple[dict, Any]:
+        """Global parameters of a result, unconstrained, and the silos' own: stacked, or where silos elsewhere keep them."""
         if not isinstance(result, VIResult):
             raise TypeError(f"init_from: expected the result of a run, got {type(result).__name__}")
+        if prepared.elsewhere:
+            own = prepared.plan.families[0].has_local
+            return global_params(result, prepared, params), kept_by(
+                result.state, prepared, "init_from"
+            ) if own else None
         expected = {**prepared.plan.constrain(params), **local_params(prepared, prepared.local)}
         got = {k: _shape(v) for k, v in result.params.items()}
         shapes = {k: _shape(v) for k, v in expected.items()}
@@ -113,14 +137,20 @@ class FederatedVI:
 
     def _silo_params(self, prepared: Prepared, state: VIState, averaged: bool) -> list:
         """The silos' own parameters, in the coordinates of the server's."""
-        del prepared
-        return [s.average if averaged else s.params for s in state.silos]
+        out = []
+        for rows, own in zip(prepared.stacks, state.silos, strict=True):
+            one = partial(own_params, prepared.plan, rows.part, params=state.server.params, averaged=averaged)
+            axes = jax.tree.map(lambda x: 0 if x.ndim else None, own)  # a clock may be one for all
+            out.append(jax.vmap(one, in_axes=(axes,))(own))
+        return out
 
     def _say_how_it_ended(self, prepared: Prepared, state: VIState) -> None:
         """Warn of what only the algorithm knows."""
 
     def update(self, state: VIState, silos: Silos | MixedSilos) -> tuple[VIState, Array]:
         """One round of all silos: the new state, and minus the bound before it."""
+        if isinstance(silos, RemoteSilos):
+            raise ValueError("update() and evaluate() are not built for silos that are elsewhere; expected run()")
         prepared = self.prepared(silos)
         state, info = _jit_advance(self._federated, prepared.plan, None, state, prepared.stacks)
         return state, info.loss
@@ -136,7 +166,7 @@ class FederatedVI:
         if self._prepared is None:
             raise ValueError("expected an object that has been initialised; call init(rng_key, silos) first")
         prepared = self._prepared[1]
-        return self._named(prepared, state.server.params, self._silo_params(prepared, state, False))
+        return self._named(prepared, state.server.params, state, False)
 
     def fitted(self, result: VIResult, silos: Silos | MixedSilos) -> tuple[dict[str, Array], list]:
         """A result's global parameters in their supports, and for each stack the silos' own."""
@@ -146,15 +176,20 @@ class FederatedVI:
                 "expected the silos of the run, got others of the same names: their rows are other rows of the pooled data"
             )
         params = jax.tree.map(jnp.asarray, {k: result.params[k] for k in prepared.plan.supports})
-        return params, stacked_params(prepared, result.params)
+        return params, [] if prepared.elsewhere else stacked_params(prepared, result.params)
 
-    @staticmethod
-    def _checked(state: Any, expected: VIState) -> VIState:
+    def _checked(self, state: Any, silos: Silos | MixedSilos) -> VIState:
         """A state to go on from, or an error in words; clocks may be one for each silo."""
         if not isinstance(state, VIState):
             raise TypeError(
                 f"init_state: expected result.state, got {type(state).__name__}; a result goes to init_from="
             )
+        prepared, key = self.prepared(silos), jax.random.key(0)
+        if prepared.elsewhere:
+            server = self._federated(prepared.plan, prepared.stacks).init(key, first_params(prepared, self.guide, key))
+            expected = VIState(server, kept_by(state, prepared, "init_state"), state.visits)  # type: ignore[arg-type]
+        else:
+            expected = self.init(key, silos)
         same = jax.tree.structure(state) == jax.tree.structure(expected)  # type: ignore[operator]
         pairs = zip(jax.tree.leaves(state), jax.tree.leaves(expected), strict=True) if same else []
         if not same or any(jnp.shape(x)[: jnp.ndim(y)] != jnp.shape(y) and jnp.ndim(y) for x, y in pairs):
@@ -164,8 +199,12 @@ class FederatedVI:
             )
         return state
 
-    def _named(self, prepared: Prepared, params: dict[str, Array], local: list) -> dict[str, Array]:
-        return {**prepared.plan.constrain(params), **local_params(prepared, local)}
+    def _named(self, prepared: Prepared, params: dict[str, Array], state: VIState, averaged: bool) -> dict[str, Array]:
+        """Global parameters in their supports, and those of the silos that are at hand."""
+        named = prepared.plan.constrain(params)
+        if prepared.elsewhere:
+            return named
+        return {**named, **local_params(prepared, self._silo_params(prepared, state, averaged))}
 
     def run(
         self,
@@ -178,12 +217,13 @@ class FederatedVI:
         tol: float | None = None,
         init_from: Any = None,
         init_state: VIState | None = None,
+        answering: Any = None,
     ) -> VIResult:
         """Rounds of communication, each with all silos or some.
 
         :param rng_key: seed of all draws (unused with ``init_state``).
         :param num_rounds: how many rounds; with ``tol`` at most so many.
-        :param silos: the data.
+        :param silos: the data, or :class:`RemoteSilos`: the same rounds where the rows are, of which global parameters are the result.
         :param participation: the fraction of silos that take part in a round (so many are drawn without replacement), or for each
             silo's name the probability that it does. Replies are weighted by one over it, so that the gradient stays unbiased; an
             absent silo keeps its state. Default: all.
@@ -191,9 +231,12 @@ class FederatedVI:
             (of at least 250 rounds each); conducive rounds, which have no noise: when the loss moved less than that in a round and q less than .05 sds.
         :param init_from: as for :meth:`init`.
         :param init_state: go on from there.
+        :param answering: of SFVI over silos elsewhere the probability that a silo answers, one for all or by name, where it is known and does not depend on the
+            rounds: missing replies then count zero, the others one over it. Default: silent silos are asked again, and the fit stops if they stay silent.
         :raises ValueError: in words, before anything is compiled, for arguments that make no sense.
+        :raises RuntimeError: naming the silos elsewhere that did not answer before the first round was made.
         :warns UserWarning: when a loss is not finite (naming round and silo; the last finite state is returned), after Ctrl-C (the
-            rounds so far are returned), and for silos that never took part.
+            rounds so far are returned), where silos elsewhere stay silent (likewise), and for silos that never took part.
         """
         if isinstance(num_rounds, bool) or not isinstance(num_rounds, int | np.integer) or num_rounds < 1:
             raise ValueError(f"num_rounds: expected a whole number >= 1, got {num_rounds!r}")
@@ -203,14 +246,21 @@ class FederatedVI:
             raise ValueError("init_from and init_state: expected one of them, got both")
         prepared = self.prepared(silos)
         who = participation_of(participation, prepared.names)
+        known = answering_of(answering, prepared.names, prepared.elsewhere, self._algorithm == "sfvi")
         if init_state is None:
             state = self.init(rng_key, silos, init_from=init_from)
         else:
-            state = self._checked(init_state, self.init(jax.random.key(0), silos))
-        method, plan = self._federated, prepared.plan
-        state, losses = run_rounds(
-            method, plan, who, state, prepared.stacks, prepared.names, num_rounds, tol, progress_bar
-        )
+            state = self._checked(init_state, silos)
+        plan = prepared.plan
+        arguments = plan, state, prepared.names, num_rounds, tol, progress_bar
+        if prepared.elsewhere:
+            rounds = RemoteRounds(self._algorithm, self._federated, prepared, who, known)
+            if init_state is None:  # else it is another result's
+                rounds.owns(state)
+            state, losses = run_rounds(rounds, *arguments, at_once=1)
+            rounds.tidy(state)
+        else:
+            state, losses = run_rounds(at_hand(self._federated, plan, who, prepared.stacks), *arguments)
         self._say_how_it_ended(prepared, state)
         never = [name for name, n in zip(prepared.names, np.asarray(state.visits), strict=True) if n == 0]
         if never:
@@ -221,11 +271,25 @@ class FederatedVI:
                 stacklevel=2,
             )
         average = state.server.params if state.server.average is None else state.server.average
-        params = self._named(prepared, average, self._silo_params(prepared, state, True))
-        costs = ledger(method, plan, state, prepared.stacks, prepared.names, silos.names)
+        params = self._named(prepared, average, state, True)
+        if prepared.elsewhere:
+            costs = ledger_of_calls(state, prepared.names, silos.names)
+        else:
+            costs = ledger(self._federated, plan, state, prepared.stacks, prepared.names, silos.names)
         family = plan.families[0]
         whitening = family.whitening(plan.constrain(average)) if isinstance(family, SiloNormal) else None
         return VIResult(params, state, losses, costs, prepared.partition(), whitening)
+
+
+def global_params(result: VIResult, prepared: Prepared, params: dict) -> dict:
+    """A result's global parameters, unconstrained, or an error in words where they are others than the fit's."""
+    shapes = {k: _shape(v) for k, v in prepared.plan.constrain(params).items()}
+    got = {k: _shape(result.params[k]) for k in shapes if k in result.params}
+    if got != shapes:
+        raise ValueError(
+            f"init_from: expected a result of the same model and guide, with global parameters of shapes {shapes}, got {got}"
+        )
+    return prepared.plan.unconstrain(jax.tree.map(jnp.asarray, {k: result.params[k] for k in params}))
 
 
 def _shape(value: Any) -> list:

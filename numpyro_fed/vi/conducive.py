@@ -134,7 +134,8 @@ def check(plan: Plan, guide: Any) -> None:
 
 def say_how_it_ended(names: tuple[str, ...], state: VIState) -> None:
     """Warn of silos whose replies were no numbers, and of a fit that has not settled."""
-    missed = np.concatenate([np.ravel(s.missed) for s in state.silos])
+    kept = state.silos if isinstance(state.silos, tuple) else (state.silos,)  # of silos elsewhere the server counts
+    missed = np.concatenate([np.ravel(s.missed) for s in kept])
     visits, rounds = np.asarray(state.visits), int(state.server.i)
     if missed.any():
         each = ", ".join(f"{name!r} {m} of {n}" for name, m, n in zip(names, missed, visits, strict=True) if m)
@@ -165,13 +166,16 @@ def num_points(steps: int, dim: int, full: bool) -> int:
 
 def federated(plan: Plan, stacks: list[SiloRows]) -> Federated:
     """The algorithm as ``init / broadcast / local / merge``."""
-    at_once = []
-    for rows in stacks:
-        units = plan.families[rows.part].units(rows) if plan.families[rows.part].has_local else None
-        at_once.append(points_at_once(len(rows.number) * max(n for _, n in rows.pad), units))
+    at_once = min(_at_once(plan, rows, len(rows.number)) for rows in stacks)
     return Federated(
-        partial(init, plan), broadcast, partial(local, plan, min(at_once)), partial(merge, plan, stacks[0])
+        partial(init, plan), broadcast, partial(local, plan, at_once=at_once), partial(merge, plan, stacks[0])
     )
+
+
+def _at_once(plan: Plan, rows: SiloRows, num_silos: int) -> int:
+    """Points at which so many silos look together."""
+    family = plan.families[rows.part]
+    return points_at_once(num_silos * max(n for _, n in rows.pad), family.units(rows) if family.has_local else None)
 
 
 def _no_site(plan: Plan) -> Site:
@@ -224,10 +228,14 @@ def _table(num: int, dim: int) -> np.ndarray:
 
 
 def local(
-    plan: Plan, at_once: int, key: Array, message: Message, state: SiloState, rows: SiloRows
+    plan: Plan, key: Array, message: Message, state: SiloState, rows: SiloRows, at_once: int | None = None
 ) -> tuple[Reply, SiloState]:
-    """The silo's site and local map around the server's q."""
+    """The silo's site and local map around the server's q.
+
+    :param at_once: points that are looked at together; ``None``: as many as a silo alone may.
+    """
     del key
+    at_once = _at_once(plan, rows, 1) if at_once is None else at_once
     family = plan.families[rows.part]
     units = family.units(rows) if family.has_local else None
     asked = _whitening(plan, message.params)

@@ -13,23 +13,26 @@ What leaves a silo: its estimates, one number for each draw, and the worst k of 
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax, random
 from numpyro.infer.util import constrain_fn, transform_fn
 
 from numpyro_fed.density import PARAMS
+from numpyro_fed.engines.remote import Call, RemoteSilos, rows_of
 from numpyro_fed.silos import Silos
-from numpyro_fed.storage import SiloRows, to_pooled_order
+from numpyro_fed.storage import SiloRows, SiloView, to_pooled_order
 from numpyro_fed.vi.bound import candidate_weights, unit_bounds, unit_terms
 from numpyro_fed.vi.minibatch import pick
-from numpyro_fed.vi.plan import Plan
+from numpyro_fed.vi.plan import Plan, own_params
 from numpyro_fed.vi.proposals import stretched_normal, wider_candidates
 
-__all__ = ["Draws", "constrained", "draw"]
+__all__ = ["Draws", "EstimateLocal", "constrained", "draw", "draw_elsewhere", "globals_of"]
 
 _REACH = 3.0  # sds of q that a stretched draw's local map goes
 _NUMBERS_AT_ONCE = 1 << 22  # latents' candidates evaluated together
@@ -49,6 +52,93 @@ class Draws(NamedTuple):
     latents: list[dict[str, Array]]
     log_weight: Array
     ratios: list[Array]
+
+
+class Position(NamedTuple):
+    """A draw of theta as silos are told of it, the server's part of its log weight, and keys of the silos' candidates."""
+
+    context: Any
+    log_weight: Array
+    key_local: Array
+    key_choice: Array
+
+
+def _position(
+    plan: Plan, params: dict[str, Array], rows: SiloRows, stretched: bool, key: Array
+) -> tuple[Array, Position]:
+    """One draw; its theta apart, which in wider tails is farther out than silos are told."""
+    key_theta, key_local, key_choice = random.split(key, 3)
+    noise, log_ratio = plan.families[0].global_noise(key_theta), jnp.zeros(())
+    if stretched:
+        noise, log_ratio = stretched_normal(random.fold_in(key_theta, 1), noise)
+    context = plan.families[0].context(params, noise)
+    log_q = plan.families[0].log_global(params, context) + log_ratio
+    log_weight = plan.log_prior(context.theta, params, rows) - log_q
+    theta = context.theta
+    if stretched:  # any law of the candidates will do, and the map's goes astray far out
+        context = context._replace(u=jnp.clip(context.u, -_REACH, _REACH))
+    return theta, Position(context, log_weight, key_local, key_choice)
+
+
+@dataclass(frozen=True)
+class EstimateLocal:
+    """A silo's estimates of its log likelihood at draws of theta, one number each.
+
+    :param plan: the static facts.
+    :param stretched: whether the draws, and candidates, come from laws with wider tails.
+    """
+
+    plan: Plan
+    stretched: bool
+
+    def __call__(self, key: Array, message: tuple, state: Any, view: SiloView) -> tuple[Array, None]:
+        told, weights, learned, params = message
+        rows, plan = rows_of(view), self.plan
+        own = own_params(plan, 0, state, params)
+
+        def one(at: Position) -> Array:
+            context = at.context._replace(params=weights)
+            return _candidate(plan, self.stretched, context, learned, at.key_local, at.key_choice, rows, own)[0]
+
+        units = sum(x.size for x in jax.tree.leaves(own)) * plan.num_local_particles
+        at_once = max(1, min(len(told.log_weight), _NUMBERS_AT_ONCE // max(units, 1)))
+        return lax.map(one, told, batch_size=at_once), None
+
+
+@partial(jax.jit, static_argnames=("plan", "num", "stretched"))
+def _positions(
+    plan: Plan, params: dict[str, Array], rows: SiloRows, key: Array, num: int, stretched: bool
+) -> tuple[Array, Position]:
+    def one(key: Array) -> tuple[Array, Position]:
+        theta, at = _position(plan, params, rows, stretched, key)
+        return theta, at._replace(context=at.context._replace(params={}))  # networks' weights are the same in all
+
+    return lax.map(one, random.split(key, num))
+
+
+def draw_elsewhere(
+    plan: Plan,
+    params: dict[str, Array],
+    slots: list[int],
+    silos: RemoteSilos,
+    stacks: list[SiloRows],
+    key: Array,
+    num: int,
+    stretched: bool = False,
+) -> Draws:
+    """The same draws of theta, where the silos' rows are elsewhere and latents stay.
+
+    :param slots: under which number each silo keeps its state, in the order of the stacks.
+    """
+    theta, told = _positions(plan, params, stacks[0], key, num, stretched)
+    own = {k: params[k] for k in getattr(plan.families[0], "shared_params", params)}
+    learned = {k: params[k] for k in plan.learned}
+    message = (told, {k: v for k, v in own.items() if k not in plan.learned}, learned, plan.unconstrain(params))
+    local = EstimateLocal(plan, stretched)
+    numbers = np.concatenate([np.asarray(rows.number) for rows in stacks]).tolist()
+    calls = [Call(n, local, key, message, slot) for n, slot in zip(numbers, slots, strict=True)]
+    replies = silos.ask_for_sure(calls, "when draws were to be weighed")
+    return Draws(theta, [{}], told.log_weight + np.sum(np.stack(replies), axis=0), [jnp.zeros((num, 0))])
 
 
 @partial(jax.jit, static_argnames=("plan", "totals", "num", "stretched"))
@@ -71,15 +161,7 @@ def draw(
     """
 
     def one(key: Array) -> Draws:
-        key_theta, key_local, key_choice = random.split(key, 3)
-        noise, log_ratio = plan.families[0].global_noise(key_theta), jnp.zeros(())
-        if stretched:
-            noise, log_ratio = stretched_normal(random.fold_in(key_theta, 1), noise)
-        context = plan.families[0].context(params, noise)
-        log_q = plan.families[0].log_global(params, context) + log_ratio
-        log_weight = plan.log_prior(context.theta, params, stacks[0]) - log_q
-        if stretched:  # any law of the candidates will do, and the map's goes astray far out
-            context = context._replace(u=jnp.clip(context.u, -_REACH, _REACH))
+        theta, (context, log_weight, key_local, key_choice) = _position(plan, params, stacks[0], stretched, key)
         learned = {k: params[k] for k in plan.learned}
         latents: list[dict[str, Array]] = [{} for _ in plan.families]
         ratios = [jnp.zeros(_num_units(plan, part, stacks, totals)) for part in range(len(plan.families))]
@@ -97,11 +179,19 @@ def draw(
                 group = groups[site]
                 out = latents[rows.part].get(site, jnp.zeros((dict(totals[rows.part])[group], *x.shape[2:]), x.dtype))
                 latents[rows.part][site] = to_pooled_order(out, rows, group, x)
-        return Draws(context.theta, latents, log_weight, ratios)
+        return Draws(theta, latents, log_weight, ratios)
 
     units = sum(x.size for x in jax.tree.leaves(local)) * plan.num_local_particles
     at_once = max(1, min(num, _NUMBERS_AT_ONCE // max(units, 1)))
     return lax.map(one, random.split(key, num), batch_size=at_once)
+
+
+def globals_of(plan: Plan, silos: Silos, draws: Draws, params: dict[str, Array]) -> dict[str, Array]:
+    """Global sites in their supports, leading axis: draws; from what is shared alone."""
+    factors = plan.families[0].factors
+    learned = {PARAMS: {k: params[k] for k in plan.learned}} if plan.learned else {}
+    shared = {**silos.shared, **learned}
+    return lax.map(lambda theta: factors.constrain_globals(factors.unravel(theta), shared), draws.theta)
 
 
 def _num_units(plan: Plan, part: int, stacks: list[SiloRows], totals: tuple) -> int:

@@ -22,12 +22,12 @@ from numpyro_fed.local_map import Units
 from numpyro_fed.mixed import MixedSilos
 from numpyro_fed.proof import elements_are_independent, prove, prove_batch
 from numpyro_fed.silos import Silos
-from numpyro_fed.storage import SiloRows, largest, stack, thin
+from numpyro_fed.storage import SiloRows, largest, outlines, stack, thin
 from numpyro_fed.vi.amortise import as_float
 from numpyro_fed.vi.guides import AutoSiloNormal
 from numpyro_fed.vi.user_guide import GuideFamily, guide_family, without_params
 
-__all__ = ["Options", "Plan", "Prepared", "first_params", "parts_of", "prepare"]
+__all__ = ["Options", "Plan", "Prepared", "first_params", "own_params", "parts_of", "planned_alone", "prepare"]
 
 _PROOF_ROWS = 100_000  # of a fit by minibatches, whose rows might not fit into memory at once
 
@@ -148,7 +148,7 @@ class Prepared(NamedTuple):
     :param parts: the silos of each structure, with the first values of learned parameters among their shared arguments.
     :param stacks: the silos' rows.
     :param names: the silos' names, in the order of the stacks.
-    :param local: for each stack the silos' first parameters.
+    :param local: for each stack the silos' first parameters; none where the rows are elsewhere, and stacks have none either.
     """
 
     plan: Plan
@@ -157,12 +157,18 @@ class Prepared(NamedTuple):
     names: tuple[str, ...]
     local: list
 
+    @property
+    def elsewhere(self) -> bool:
+        """Whether the rows are not in this process."""
+        return isinstance(self.parts[0], RemoteSilos)
+
     def partition(self) -> str:
-        """A fingerprint of which pooled row is in which silo."""
+        """A fingerprint of which pooled row is in which silo; of silos elsewhere, of how many."""
         digest = hashlib.sha256()
         for part in self.parts:
             for group, sizes in part.sizes.items():
-                digest.update(repr((part.names, group, sizes)).encode() + np.asarray(part.order[group]).tobytes())
+                order = b"" if self.elsewhere else np.asarray(part.order[group]).tobytes()
+                digest.update(repr((part.names, group, sizes)).encode() + order)
         return digest.hexdigest()
 
 
@@ -170,10 +176,6 @@ def parts_of(silos: Silos | MixedSilos) -> tuple[Silos, ...]:
     """Silos of one structure each."""
     if isinstance(silos, MixedSilos):
         return silos.parts
-    if isinstance(silos, RemoteSilos):
-        raise ValueError(
-            "variational fits are not built for silos whose rows are elsewhere; expected fed.Silos at hand, or fed.RemoteMCMC"
-        )
     if not isinstance(silos, Silos):
         raise ValueError(
             f"expected silos = fed.split(...), fed.Silos(...) or fed.MixedSilos(...), got {type(silos).__name__}; one "
@@ -184,7 +186,35 @@ def parts_of(silos: Silos | MixedSilos) -> tuple[Silos, ...]:
 
 def prepare(model: Callable, guide: Any, silos: Silos | MixedSilos, options: Options) -> Prepared:
     """Check model, guide and data, and prove the factors."""
-    parts = parts_of(silos)
+    plan, parts = _planned(model, guide, parts_of(silos), options)
+    if options.validate:
+        for family, part in zip(plan.families, parts, strict=True):
+            some = _some(part, plan.batch)
+            prove(family.factors, some)
+            if plan.batch is not None and not family.has_local:
+                prove_batch(family.factors, some, *plan.batch)
+    stacks, names = [], []
+    for i, part in enumerate(parts):
+        for rows in outlines(part, i) if isinstance(part, RemoteSilos) else stack(part, i):
+            stacks.append(replace(rows, shared={k: v for k, v in rows.shared.items() if k != PARAMS}))
+            names += [part.names[n] for n in np.asarray(rows.number)]
+    here = [] if isinstance(parts[0], RemoteSilos) else stacks
+    local = [jax.jit(jax.vmap(plan.families[rows.part].init_local, in_axes=(rows.axes,)))(rows) for rows in here]
+    return Prepared(plan, parts, stacks, tuple(names), local)
+
+
+def planned_alone(model: Callable, guide: Any, known: Silos, options: Options, independent: bool) -> Plan:
+    """The plan of silos elsewhere as each of them makes it for itself: from what is known of all, without asking any.
+
+    :param independent: whether elements are independent given theta, which is found by asking: of the server's plan whether ``families[0].group`` is one.
+    """
+    return _planned(model, guide, parts_of(known), options, independent)[0]
+
+
+def _planned(
+    model: Callable, guide: Any, parts: tuple[Silos, ...], options: Options, independent: bool | None = None
+) -> tuple[Plan, tuple[Silos, ...]]:
+    """The static facts, and the silos with first values of learned parameters among their shared arguments."""
     learned: dict[str, Any] = {}
     for part in reversed(parts):
         learned |= _learned(model, part)
@@ -195,22 +225,17 @@ def prepare(model: Callable, guide: Any, silos: Silos | MixedSilos, options: Opt
     factors = [factorise(model, part) for part in parts]
     _check_globals(factors, parts)
     batch = _batch(options, factors, parts)
-    families = tuple(_family(guide, f, part, options, batch) for f, part in zip(factors, parts, strict=True))
+    both = zip(factors, parts, strict=True)
+    families = tuple(_family(guide, f, part, options, batch, independent) for f, part in both)
     for family in families:
         if set(family.constraints()) != set(families[0].constraints()):
             one, other = set(family.constraints()), set(families[0].constraints())
             raise ValueError(
                 f"the guide has the global parameters {sorted(one ^ other)} in some structures of silos and not in others"
             )
-    both = sorted(set(learned) & set(families[0].constraints()))
-    if both:
-        raise ValueError(f"parameters {both} are in the model and in the guide; expected different names")
-    if options.validate:
-        for f, part in zip(factors, parts, strict=True):
-            some = part if batch is None else thin(part, batch[0], _PROOF_ROWS)
-            prove(f, some)
-            if batch is not None and not f.local_sites:
-                prove_batch(f, some, *batch)
+    twice = sorted(set(learned) & set(families[0].constraints()))
+    if twice:
+        raise ValueError(f"parameters {twice} are in the model and in the guide; expected different names")
     plan = Plan(
         families,
         options.optim,
@@ -222,13 +247,22 @@ def prepare(model: Callable, guide: Any, silos: Silos | MixedSilos, options: Opt
         int(options.num_local_steps),
         {name: support for name, (support, _) in learned.items()} | families[0].constraints(),
     )
-    stacks, names = [], []
-    for i, part in enumerate(parts):
-        for rows in stack(part, i):
-            stacks.append(replace(rows, shared={k: v for k, v in rows.shared.items() if k != PARAMS}))
-            names += [part.names[n] for n in np.asarray(rows.number)]
-    local = [jax.jit(jax.vmap(families[rows.part].init_local, in_axes=(rows.axes,)))(rows) for rows in stacks]
-    return Prepared(plan, parts, stacks, tuple(names), local)
+    return plan, parts
+
+
+def own_params(plan: Plan, part: int, state: Any, params: dict[str, Array], averaged: bool = True) -> Any:
+    """A silo's own parameters: averaged where an average is kept, else those of its last round, in coordinates whitened by the global ones given."""
+    if hasattr(state, "average"):
+        return state.average if averaged else state.params
+    family = plan.families[part]
+    if not family.has_local:
+        return state.params
+    return family.rebased(state.params, plan.constrain(state.base), plan.constrain(params))
+
+
+def _some(silos: Silos, batch: tuple[str, int] | None) -> Silos:
+    """The rows that checks look at: some where fits do. A silo elsewhere has only its own to look at."""
+    return silos if batch is None or isinstance(silos, RemoteSilos) else thin(silos, batch[0], _PROOF_ROWS)
 
 
 def first_params(prepared: Prepared, guide: Any, key: Array) -> dict[str, Array]:
@@ -303,10 +337,21 @@ def _batch(options: Options, factors: list[Factors], parts: tuple[Silos, ...]) -
     return group, int(options.batch_size)
 
 
-def _family(guide: Any, factors: Factors, silos: Silos, options: Options, batch: tuple[str, int] | None) -> Any:
-    independent = True
-    if (options.num_local_particles > 1 or batch is not None) and len(factors.latent_groups) == 1:
-        some = silos if batch is None else thin(silos, batch[0], _PROOF_ROWS)
+def _family(
+    guide: Any,
+    factors: Factors,
+    silos: Silos,
+    options: Options,
+    batch: tuple[str, int] | None,
+    known: bool | None = None,
+) -> Any:
+    """The family over one structure's factors.
+
+    :param known: whether elements are independent; ``None``: that is found out where it matters.
+    """
+    independent = known is not False
+    if known is None and (options.num_local_particles > 1 or batch is not None) and len(factors.latent_groups) == 1:
+        some = _some(silos, batch)
         units = Units(factors, factors.latent_groups[0], largest(some))
         independent = elements_are_independent(factors, units, some)
     if isinstance(guide, AutoSiloNormal):
@@ -315,7 +360,7 @@ def _family(guide: Any, factors: Factors, silos: Silos, options: Options, batch:
         own = {g: {k: one[k] for k in factors.leaves(g) if k not in silos.index} for g in factors.latent_groups}
         family: Any = guide.family(factors, own, independent)
     else:
-        family = guide_family(guide, factors, silos, independent)
+        family = guide_family(guide, factors, silos, independent, known is None)
     if batch is not None and family.group is None and batch[0] in factors.latent_groups:
         raise ValueError(
             f'batch_size={batch[1]} of {batch[0]!r}: their latents are one unit in each silo (local_cov="full", several '

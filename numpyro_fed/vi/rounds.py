@@ -1,4 +1,4 @@
-"""Rounds of a variational algorithm in one process: who takes part, when to stop, what it cost."""
+"""Rounds of a variational algorithm: who takes part, when to stop; in one process how they are made, and what they cost."""
 
 import warnings
 from collections.abc import Callable, Mapping
@@ -17,7 +17,19 @@ from numpyro_fed.federation import Cost, Ledger, message_bytes
 from numpyro_fed.storage import SiloRows
 from numpyro_fed.vi.plan import Plan
 
-__all__ = ["Participation", "VIState", "advance", "ledger", "participation_of", "run_rounds"]
+__all__ = [
+    "Participation",
+    "Unanswered",
+    "VIState",
+    "advance",
+    "answering_of",
+    "at_hand",
+    "drawn",
+    "in_step",
+    "ledger",
+    "participation_of",
+    "run_rounds",
+]
 
 _CHUNK = 200  # rounds between two looks at the losses
 _STILL = 0.05  # sds
@@ -28,7 +40,8 @@ class VIState(NamedTuple):
     """State of a federated variational algorithm after a round.
 
     :param server: the server's state.
-    :param silos: for each stack of silos their states, which in a federation never leave them.
+    :param silos: for each stack of silos their states, which in a federation never leave them; of silos elsewhere a
+        :class:`~numpyro_fed.vi.remote.Elsewhere`.
     :param visits: rounds in which each silo took part, ``(S,)``, in the order of the stacks.
     """
 
@@ -65,10 +78,30 @@ class Participation:
         return same and np.array_equal(self.probability, other.probability)  # type: ignore[attr-defined]
 
 
-def participation_of(value: Any, names: tuple[str, ...]) -> Participation | None:
+def answering_of(value: Any, names: tuple[str, ...], elsewhere: bool, adds_up: bool) -> Participation | None:
+    """The probabilities that ``answering=`` means, or an error in words.
+
+    :param names: of the silos, in the order of the stacks.
+    :param elsewhere: whether the silos' rows are.
+    :param adds_up: whether replies are added up, and not averaged.
+    """
+    if value is None:
+        return None
+    if not elsewhere:
+        raise ValueError(f"answering={value!r}: silos at hand always answer; expected None, or participation=")
+    if not adds_up:
+        raise ValueError(f"answering={value!r} is for fed.SFVI; expected None: averages are of the silos that answered")
+    number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
+    if not number and not isinstance(value, Mapping):
+        raise ValueError(f"answering: expected a probability, or one for each silo's name, got {value!r}")
+    return participation_of(dict.fromkeys(names, value) if number else value, names, "answering")
+
+
+def participation_of(value: Any, names: tuple[str, ...], argument: str = "participation") -> Participation | None:
     """The rule that ``participation=`` means, or an error in words.
 
     :param names: of the silos, in the order of the stacks.
+    :param argument: the name that it was given under.
     """
     if value is None:
         return None
@@ -76,14 +109,14 @@ def participation_of(value: Any, names: tuple[str, ...]) -> Participation | None
         unknown, lacking = sorted(set(value) - set(names)), sorted(set(names) - set(value))
         if unknown or lacking:
             raise ValueError(
-                f"participation: expected a probability for every silo, got unknown silos {unknown}, none for {lacking}"
+                f"{argument}: expected a probability for every silo, got unknown silos {unknown}, none for {lacking}"
             )
         probability = np.array([float(value[name]) for name in names])
         wrong = ~((probability > 0) & (probability <= 1))
         if wrong.any():
             name = names[int(np.argmax(wrong))]
             raise ValueError(
-                f"participation: expected probabilities in (0, 1], got {value[name]} for silo {name!r}; a silo that "
+                f"{argument}: expected probabilities in (0, 1], got {value[name]} for silo {name!r}; a silo that "
                 "never takes part has no say in the posterior: leave it out of the data"
             )
         return Participation(None, probability)
@@ -136,12 +169,17 @@ def _own_clocks(state: VIState, stacks: list[SiloRows]) -> VIState:
     return state._replace(silos=tuple(each(own, rows) for own, rows in zip(state.silos, stacks, strict=True)))
 
 
+def drawn(who: Participation | None, server: Any) -> tuple[Array, Array | None]:
+    """The key of a round, and the weights of the silos' replies in it."""
+    key_who, key_round = random.split(random.fold_in(server.rng_key, 1))
+    return key_round, None if who is None else who.weights(key_who)
+
+
 def advance(
     federated: Callable, plan: Plan, who: Participation | None, state: VIState, stacks: list[SiloRows]
 ) -> tuple[VIState, Any]:
     """One round."""
-    key_who, key_round = random.split(random.fold_in(state.server.rng_key, 1))
-    weights = None if who is None else who.weights(key_who)
+    key_round, weights = drawn(who, state.server)
     algorithm = federated(plan, stacks)
     server, info, silos = round_all(algorithm, key_round, state.server, list(state.silos), stacks, weights)
     asked = jnp.ones_like(state.visits) if weights is None else (weights > 0).astype(state.visits.dtype)
@@ -164,32 +202,48 @@ def _chunk(
     return lax.fori_loop(0, num, body, (state, losses, bad))
 
 
+class Unanswered(Exception):
+    """A round that silos' silence left undone; in words, without its number."""
+
+
+def at_hand(federated: Callable, plan: Plan, who: Participation | None, stacks: list[SiloRows]) -> Callable:
+    """What makes up to ``_CHUNK`` rounds in this process: ``advance_by(state, num) -> (state, losses, bad)``."""
+
+    def advance_by(state: VIState, num: int) -> tuple[VIState, np.ndarray, np.ndarray]:
+        state = state if who is None else _own_clocks(state, stacks)
+        state, new, bad = _chunk(federated, plan, who, state, stacks, jnp.asarray(num, jnp.int32))
+        return state, np.asarray(new)[:num], np.asarray(bad)[:num]
+
+    return advance_by
+
+
 def run_rounds(
-    federated: Callable,
+    advance_by: Callable,
     plan: Plan,
-    who: Participation | None,
     state: VIState,
-    stacks: list[SiloRows],
     names: tuple[str, ...],
     num_rounds: int,
     tol: float | None,
     progress_bar: bool,
+    at_once: int = _CHUNK,
 ) -> tuple[VIState, np.ndarray]:
-    """Rounds until ``num_rounds``, until the smoothed loss falls by less than ``tol``, one is not finite, or Ctrl-C."""
-    losses = np.zeros(0)
-    if who is not None:
-        state = _own_clocks(state, stacks)
-    advance_by = partial(_chunk, federated, plan, who)
+    """Rounds until ``num_rounds``, until the smoothed loss falls by less than ``tol``, one is not finite, or Ctrl-C.
+
+    :param advance_by: makes so many rounds; returns the state, their losses, and for each the silo that was not finite (-1: none, -2: the server).
+    :param at_once: most rounds that it makes in a call.
+    """
+    losses, look = np.zeros(0), 1 if plan.conducive else _CHUNK
     with tqdm(total=num_rounds, disable=not progress_bar) as bar:
         while len(losses) < num_rounds:
-            num = min(1 if plan.conducive else _CHUNK, num_rounds - len(losses))
             before = state
             try:
-                state, new, bad = advance_by(before, stacks, jnp.asarray(num, jnp.int32))
-                new, bad = np.asarray(new)[:num], np.asarray(bad)[:num]
-            except KeyboardInterrupt:
+                state, new, bad = advance_by(before, min(look, at_once, num_rounds - len(losses)))
+            except (KeyboardInterrupt, Unanswered) as stopped:
+                if isinstance(stopped, Unanswered) and not len(losses):
+                    raise RuntimeError(f"{stopped} in round 1") from None
+                why = f"{stopped} in round {len(losses) + 1}" if isinstance(stopped, Unanswered) else "interrupted"
                 warnings.warn(
-                    f"interrupted: the result of the first {len(losses)} rounds is returned; go on with init_state=result.state",
+                    f"{why}: the result of the first {len(losses)} rounds is returned; go on with init_state=result.state",
                     stacklevel=3,
                 )
                 return before, losses
@@ -201,13 +255,14 @@ def run_rounds(
                     "there, and its last finite state is returned. Lower the learning rate, or start nearer (init_loc_fn, init_scale)",
                     stacklevel=3,
                 )
-                state, _, _ = advance_by(before, stacks, jnp.asarray(good, jnp.int32))
+                state, _, _ = advance_by(before, good)
                 return state, np.concatenate([losses, new[:good]])
             losses = np.concatenate([losses, new])
-            bar.update(num)
+            bar.update(len(new))
             bar.set_postfix_str(f"loss {new.mean():.4g}", refresh=False)
             moved = float(state.server.moved) if plan.conducive else 0.0  # a bound may stand still while q moves
-            if tol is not None and moved < _STILL and _settled(losses, tol, 1 if plan.conducive else _WINDOW):
+            least = 1 if plan.conducive else _WINDOW
+            if tol is not None and moved < _STILL and len(losses) % look == 0 and _settled(losses, tol, least):
                 break
     return state, losses
 

@@ -291,6 +291,7 @@ class SFVI(FederatedVI):
         (0.6, (500, 500))
     """
 
+    _algorithm = "sfvi"
     _federated = staticmethod(federated)
     _init_silo = staticmethod(init_silo)
 

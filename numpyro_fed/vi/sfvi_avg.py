@@ -30,7 +30,7 @@ from numpyro_fed.mixed import MixedSilos
 from numpyro_fed.silos import Silos
 from numpyro_fed.storage import SiloRows
 from numpyro_fed.vi import conducive as conducive_rounds
-from numpyro_fed.vi._adapter import FederatedVI, VIResult
+from numpyro_fed.vi._adapter import FederatedVI, VIResult, global_params
 from numpyro_fed.vi.barycentre import barycentre
 from numpyro_fed.vi.bound import silo_bound
 from numpyro_fed.vi.guides import AutoSiloNormal
@@ -255,8 +255,9 @@ class SFVIAvg(FederatedVI):
             bool(conducive),
         )
         super().__init__(model, guide, options)
-        self._federated, self._init_silo = federated, init_silo
+        self._algorithm, self._federated, self._init_silo = "sfvi_avg", federated, init_silo
         if conducive:
+            self._algorithm = "conducive"
             self._federated, self._init_silo = conducive_rounds.federated, conducive_rounds.init_silo
         if not isinstance(guide, AutoSiloNormal):
             raise TypeError(
@@ -275,30 +276,12 @@ class SFVIAvg(FederatedVI):
             conducive_rounds.check(prepared.plan, self.guide)
         return prepared
 
-    def _taken_from(self, result: Any, prepared: Prepared, params: dict) -> tuple[dict, list]:
+    def _taken_from(self, result: Any, prepared: Prepared, params: dict) -> tuple[dict, Any]:
         """Conducive rounds need q(theta) alone, from these silos or others: sites and local maps are regressed anew."""
         if not self._options.conducive or not isinstance(result, VIResult):
             return super()._taken_from(result, prepared, params)
-        shapes = {k: jnp.shape(v) for k, v in prepared.plan.constrain(params).items()}
-        got = {k: jnp.shape(result.params[k]) for k in shapes if k in result.params}
-        if got != shapes:
-            raise ValueError(
-                f"init_from: expected a result of the same model and guide, with global parameters of shapes {shapes}, got {got}"
-            )
-        return prepared.plan.unconstrain({k: jnp.asarray(result.params[k]) for k in params}), prepared.local
+        return global_params(result, prepared, params), None if prepared.elsewhere else prepared.local
 
     def _say_how_it_ended(self, prepared: Prepared, state: VIState) -> None:
         if self._options.conducive:
             conducive_rounds.say_how_it_ended(prepared.names, state)
-
-    def _silo_params(self, prepared: Prepared, state: VIState, averaged: bool) -> list:
-        plan, out = prepared.plan, []
-        new = plan.constrain(state.server.params)
-        for rows, own in zip(prepared.stacks, state.silos, strict=True):
-            family = plan.families[rows.part]
-
-            def one(params: Any, base: dict[str, Array], family: Any = family) -> Any:
-                return family.rebased(params, plan.constrain(base), new) if family.has_local else params
-
-            out.append(jax.vmap(one)(own.params, own.base))
-        return out

@@ -213,8 +213,14 @@ class _WithPlates:
         return self.guide(**kwargs)
 
 
-def guide_family(guide: Callable, factors: Factors, silos: Silos, independent: bool) -> GuideFamily:
-    """Sort a guide's sites and parameters, or say in words what does not match the model."""
+def guide_family(
+    guide: Callable, factors: Factors, silos: Silos, independent: bool, measured: bool = True
+) -> GuideFamily:
+    """Sort a guide's sites and parameters, or say in words what does not match the model.
+
+    :param independent: whether the model's elements are.
+    :param measured: whether it is looked at whether the guide's are, too.
+    """
     one_row = {**silos.shared, **made_up_rows(factors.rows, silos.index)}
     learned = one_row.pop(PARAMS, {})
     shared = Shared({k: v for k, v in silos.shared.items() if k != PARAMS})
@@ -249,7 +255,7 @@ def guide_family(guide: Callable, factors: Factors, silos: Silos, independent: b
             start[name] = value
     groups = factors.latent_groups
     alone = independent and len(groups) == 1 and all(p.group == groups[0] for p in local)
-    if alone:
+    if alone and measured:
         own = without_params(silos)
         alone = elements_are_independent(guide_factors, Units(guide_factors, groups[0], largest(own)), own)
     group = groups[0] if alone else None

@@ -1,0 +1,275 @@
+"""Variational rounds over silos whose rows are elsewhere: the same rounds, driven from the host.
+
+A round is one call of each silo that takes part. A silo starts from the state that it keeps under one number and writes the new one under another, which the server takes
+for its state when the reply has come. So a reply that is lost leaves no trace, a call that is made again has the same answer, and what a result
+holds is not touched by fits that go on from it.
+
+SFVI adds gradients up, and a silo that is left out without a known probability would bias their sum: silos that do not answer are asked again, and the fit stops
+with what it has if they stay silent. Where the probability of an answer is known (``answering``), missing replies count zero and the others one over it. SFVI-Avg averages over
+the silos that answered, as over those that take part; conducive rounds let the last sites of the others stand.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from numpyro_fed.engines.inline import key_among
+from numpyro_fed.engines.remote import Call, RemoteSilos, rows_of
+from numpyro_fed.federation import Cost, Ledger, message_bytes
+from numpyro_fed.storage import SiloRows, SiloView
+from numpyro_fed.vi.plan import Plan, Prepared, own_params
+from numpyro_fed.vi.rounds import Participation, Unanswered, VIState, drawn
+
+__all__ = ["Elsewhere", "InitLocal", "RemoteRounds", "RoundLocal", "kept_by", "ledger_of_calls"]
+
+_TRIES = 5  # times that a round asks a silo
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Elsewhere:
+    """In place of the silos' states, in the order of the stacks.
+
+    :param slots: under which number each silo keeps its state, ``(S,)``.
+    :param costs: rounds, gradient evaluations, bytes to it and from it, ``(S, 4)``.
+    :param missed: replies that were not finite, ``(S,)``.
+    :param token: the carrier's.
+    """
+
+    slots: np.ndarray
+    costs: np.ndarray
+    missed: np.ndarray
+    token: str = field(metadata={"static": True})
+
+
+def _module(algorithm: str) -> Any:
+    """An algorithm's functions, which know the adapter, which knows this module."""
+    from numpyro_fed.vi import conducive, sfvi, sfvi_avg
+
+    return {"sfvi": sfvi, "sfvi_avg": sfvi_avg, "conducive": conducive}[algorithm]
+
+
+@dataclass(frozen=True)
+class InitLocal:
+    """A silo's first state, from the global parameters that it is told.
+
+    :param plan: the static facts.
+    :param algorithm: the module of its functions.
+    :param taken: whether its own parameters are those of the state that it reads, of another fit.
+    """
+
+    plan: Plan
+    algorithm: str
+    taken: bool = False
+
+    def __call__(self, key: Array, message: dict[str, Array], state: Any, view: SiloView) -> tuple[Array, Any]:
+        local = self.plan.families[0].init_local(rows_of(view))
+        if self.taken:
+            own = own_params(self.plan, 0, state, message)
+            got, expected = (jax.tree.map(jnp.shape, x) for x in (own, local))
+            if got != expected:
+                raise ValueError(
+                    f"init_from: expected a result of the same model and guide, with local parameters of shapes {expected}, got {got}"
+                )
+            local = own
+        return jnp.zeros(()), _module(self.algorithm).init_silo(self.plan, 0, message, local)
+
+
+@dataclass(frozen=True)
+class RoundLocal:
+    """A silo's part of a round; fields as of :class:`InitLocal`."""
+
+    plan: Plan
+    algorithm: str
+
+    def __call__(self, key: Array, message: Any, state: Any, view: SiloView) -> tuple[Any, Any]:
+        return _module(self.algorithm).local(self.plan, key, message, state, rows_of(view))
+
+
+@partial(jax.jit, static_argnames=("federated", "plan", "who"))
+def _leave(
+    federated: Callable, plan: Plan, who: Participation | None, server: Any, stacks: list[SiloRows]
+) -> tuple[Any, list[Array], Array | None]:
+    """What all are told, each silo's key, and the weights of their replies."""
+    key, weights = drawn(who, server)
+    message = federated(plan, stacks).broadcast(key, server)
+    keys = [jax.vmap(partial(key_among, key, rows.part))(rows.number) for rows in stacks]
+    return message, [one[i] for one in keys for i in range(len(one))], weights
+
+
+@partial(jax.jit, static_argnames=("federated", "plan"))
+def _merge(
+    federated: Callable, plan: Plan, server: Any, replies: Any, weights: Any, stacks: list[SiloRows]
+) -> tuple[Any, Any]:
+    merge = federated(plan, stacks).merge
+    return merge(server, replies) if weights is None else merge(server, replies, weights)
+
+
+class RemoteRounds:
+    """What makes rounds over silos elsewhere: ``rounds(state, num) -> (state, losses, bad)``, as those at hand.
+
+    :param algorithm: the module of its functions: ``"sfvi"``, ``"sfvi_avg"`` or ``"conducive"``.
+    :param federated: the algorithm.
+    :param prepared: what is settled before the first round.
+    :param who: which silos take part.
+    :param answering: the probability of each silo's answer, where it is known.
+    """
+
+    def __init__(
+        self,
+        algorithm: str,
+        federated: Callable,
+        prepared: Prepared,
+        who: Participation | None = None,
+        answering: Participation | None = None,
+    ) -> None:
+        self.algorithm, self.federated, self.prepared, self.who = algorithm, federated, prepared, who
+        silos = prepared.parts[0]
+        assert isinstance(silos, RemoteSilos)
+        self.silos, self.carrier = silos, silos.carrier
+        self.written: set[int] = set()  # slots that are to be forgotten when the state is elsewhere
+        self.numbers = np.concatenate([np.asarray(rows.number) for rows in prepared.stacks]).tolist()
+        self.local = RoundLocal(prepared.plan, algorithm)
+        self.answering = None if answering is None else answering.probability
+        self.zeros: Any = None
+
+    def start(self, server: Any, params: dict[str, Array], taken: Elsewhere | None) -> VIState:
+        """The state before the first round.
+
+        :param params: global parameters, unconstrained.
+        :param taken: where the silos find own parameters to start from.
+        """
+        num, local = len(self.numbers), InitLocal(self.prepared.plan, self.algorithm, taken is not None)
+        read = [None] * num if taken is None else taken.slots.tolist()
+        key = jax.random.key(0)  # of which nothing is drawn
+        slots = [self.carrier.new_slot() for _ in self.numbers]
+        calls = [Call(n, local, key, params, *own) for n, *own in zip(self.numbers, read, slots, strict=True)]
+        try:
+            self.silos.ask_for_sure(calls)
+        except BaseException:
+            self.carrier.forget(slots)
+            raise
+        zeros = np.zeros(num, np.int64)
+        kept = Elsewhere(np.array(slots), np.zeros((num, 4), np.int64), zeros, self.carrier.token)
+        return VIState(server, kept, np.zeros(num, np.int32))  # type: ignore[arg-type]
+
+    def __call__(self, state: VIState, num: int) -> tuple[VIState, np.ndarray, np.ndarray]:
+        losses, bad = np.zeros(num), np.full(num, -1)
+        for i in range(num):
+            self.tidy(state)
+            state, losses[i], bad[i] = self._round(state)
+        return state, losses, bad
+
+    def owns(self, state: VIState) -> None:
+        """Take a state that is in nobody else's hands for one that these rounds wrote."""
+        self.written.update(state.silos.slots.tolist())  # type: ignore[attr-defined]
+
+    def tidy(self, state: VIState) -> None:
+        """Have silos forget what these rounds wrote and the state does not hold: states of rounds before, and of replies that were lost."""
+        spent = self.written.difference(state.silos.slots.tolist())  # type: ignore[attr-defined]
+        self.carrier.forget(sorted(spent))
+        self.written -= spent
+
+    def _round(self, state: VIState) -> tuple[VIState, float, int]:
+        """One round, its loss, and which silo was not finite."""
+        kept: Elsewhere = state.silos  # type: ignore[assignment]
+        message, keys, weights = _leave(self.federated, self.prepared.plan, self.who, state.server, self._stacks)
+        weights = np.ones(len(keys)) if weights is None else np.asarray(weights)
+        asked = np.flatnonzero(weights > 0).tolist()
+        write = kept.slots.copy()
+        write[asked] = [self.carrier.new_slot() for _ in asked]
+        self.written.update(write[asked].tolist())
+        calls = [Call(self.numbers[i], self.local, keys[i], message, int(kept.slots[i]), int(write[i])) for i in asked]
+        replies, times = self._answers(calls)
+        came = np.zeros(len(keys), bool)
+        came[asked] = [reply is not None for reply in replies]
+        # of a silo that keeps nothing of it, where nobody is asked
+        blank = self._blank(replies, calls or [Call(self.numbers[0], self.local, keys[0], message, int(kept.slots[0]))])
+        each = [blank] * len(keys)
+        for i, reply in zip(asked, replies, strict=True):
+            each[i] = blank if reply is None else reply
+        collected = jax.tree.map(lambda *x: np.stack(x), *each)  # in NumPy, which has no programs to dispatch
+        server, info = _merge(
+            self.federated, self.prepared.plan, state.server, collected, self._weights(weights, came), self._stacks
+        )
+        loss, finite, silo = (np.asarray(x) for x in info)
+        costs = kept.costs.copy()
+        costs[asked] += self._costs(message, blank, times, came[asked])
+        missed = kept.missed + (came & ~collected.finite)
+        new = replace(kept, slots=np.where(came, write, kept.slots), costs=costs, missed=missed)
+        bad = -1 if finite else (-2 if silo < 0 else int(silo))
+        return VIState(server, new, state.visits + came.astype(np.int32)), float(loss), bad  # type: ignore[arg-type]
+
+    @property
+    def _stacks(self) -> list[SiloRows]:
+        return self.prepared.stacks
+
+    def _answers(self, calls: list[Call]) -> tuple[list[Any], np.ndarray]:
+        """Replies, and how often each silo was asked; the silent ones again, where the round cannot do without."""
+        replies = list(self.silos.ask(calls)) if calls else []
+        times = np.ones(len(calls), np.int64)
+        needed = self.algorithm == "sfvi"  # else one is enough
+        for _ in range(0 if self.answering is not None else _TRIES - 1):
+            silent = [i for i, reply in enumerate(replies) if reply is None]
+            if not silent or not (needed or len(silent) == len(calls)):
+                break
+            for i, reply in zip(silent, self.silos.ask([calls[i] for i in silent]), strict=True):
+                replies[i] = reply
+                times[i] += 1
+        lost = [self.silos.names[c.number] for c, reply in zip(calls, replies, strict=True) if reply is None]
+        if lost and self.answering is None and (needed or len(lost) == len(calls)):
+            raise Unanswered(f"silos {sorted(lost)} did not answer, asked {_TRIES} times,")
+        return replies, times
+
+    def _blank(self, replies: list[Any], calls: list[Call]) -> Any:
+        """A reply of zeros; if none has come yet, silos are asked for one whose numbers are not looked at."""
+        for _ in range(_TRIES):
+            if self.zeros is None and (found := [reply for reply in replies if reply is not None]):
+                self.zeros = jax.tree.map(np.zeros_like, found[0])
+            if self.zeros is not None:
+                return self.zeros
+            replies = self.silos.ask(calls)
+        raise Unanswered(f"no silo answered, asked {_TRIES} times,")
+
+    def _weights(self, weights: np.ndarray, came: np.ndarray) -> np.ndarray | None:
+        """Of the replies; ``None`` where all count once."""
+        if self.answering is not None:
+            weights = weights / self.answering
+        elif self.who is None and came.all():
+            return None
+        return np.where(came, weights, 0.0).astype(jnp.result_type(float))
+
+    def _costs(self, message: Any, reply: Any, times: np.ndarray, came: np.ndarray) -> np.ndarray:
+        down, up = message_bytes(message), message_bytes(reply)
+        evaluations = self.prepared.plan.evaluations(0)
+        return np.stack([times, came * evaluations, times * down, came * up], axis=1)
+
+
+def kept_by(state: Any, prepared: Prepared, name: str) -> Elsewhere:
+    """Where silos keep what a result has of theirs, or an error in words.
+
+    :param name: the argument that it was given as.
+    """
+    kept, carrier = getattr(state, "silos", None), prepared.parts[0].carrier  # type: ignore[attr-defined]
+    if isinstance(kept, Elsewhere) and kept.token == carrier.token and len(kept.slots) == len(prepared.names):
+        return kept
+    raise ValueError(
+        f"{name}: expected a result of a run over the same carrier, whose local parameters the silos keep, got one of other silos or of silos at hand"
+    )
+
+
+def ledger_of_calls(state: VIState, names: tuple[str, ...], order: tuple[str, ...]) -> Ledger:
+    """What the rounds so far cost each silo: calls made, and replies that came.
+
+    :param names: of the silos in the order of the stacks.
+    :param order: in which the ledger lists them.
+    """
+    kept: Elsewhere = state.silos  # type: ignore[assignment]
+    costs = {name: Cost(*map(int, row)) for name, row in zip(names, kept.costs, strict=True)}
+    return Ledger(order, *zip(*(costs[name] for name in order), strict=True))
