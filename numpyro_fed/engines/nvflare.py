@@ -29,11 +29,13 @@ try:
     from nvflare.apis.controller_spec import Task, TaskCompletionStatus
     from nvflare.apis.event_type import EventType
     from nvflare.apis.executor import Executor
-    from nvflare.apis.fl_component import FLComponent
     from nvflare.apis.fl_constant import FLContextKey, ReturnCode
     from nvflare.apis.impl.controller import Controller
+    from nvflare.apis.job_launcher_spec import JobProcessArgs
     from nvflare.apis.shareable import Shareable, make_reply
     from nvflare.apis.workspace import Workspace
+    from nvflare.app_common.job_launcher.client_process_launcher import ClientProcessJobLauncher
+    from nvflare.app_common.job_launcher.process_launcher import ProcessHandle
 except ImportError as error:
     raise ImportError(
         'numpyro_fed.engines.nvflare needs NVFLARE, which is not installed: pip install "numpyro-fed[nvflare]"'
@@ -41,7 +43,7 @@ except ImportError as error:
 
 __all__ = ["FedController", "Messenger", "Rejoin", "SideExecutor", "simulate", "write_job"]
 
-TASK, DATA, SETTINGS, RESULT, ERROR = "answer", "data", "fed.json", "result.bin", "error.txt"
+TASK, DATA, SETTINGS, RESULT, ERROR, REJOIN = ("answer", "data", "fed.json", "result.bin", "error.txt", "rejoin.json")
 PACKAGE = "numpyro_fed.engines.nvflare."  # what sites have to allow
 PERIOD = 0.05
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -238,41 +240,70 @@ def silo_directory(root: str | Path, run_directory: str | Path, name: str, direc
     return Path(os.environ.get("NUMPYRO_FED_SILOS") or Path(root) / "silos") / directory / name
 
 
-class Rejoin(FLComponent):
-    """Of a site, not of a job: a client that was restarted goes back to the job it was in.
+class Rejoin(ClientProcessJobLauncher):
+    """Of a site, not of a job: starts a silo's process, and starts it again where it was killed or the client was restarted.
 
-    NVFLARE itself does not start a job's process again. To be listed under ``components`` in the site's ``local/resources.json``.
-    The token that the job knows the site by is kept beside the job, readable to the owner only, and removed when the job ends.
+    NVFLARE itself ends the job where the process dies, and does not start one for a client that comes back. To be put in place of
+    ``ClientProcessJobLauncher`` in the site's ``local/resources.json``. The token that the job knows the site by is kept beside the job, readable to
+    the owner only, and removed when the job ends.
     """
 
-    KEPT = "rejoin.json"
-
     def handle_event(self, event_type: str, fl_ctx: Any) -> None:
-        if event_type == EventType.AFTER_JOB_LAUNCH:
-            client, job = fl_ctx.get_engine().client, fl_ctx.get_prop(FLContextKey.JOB_META)["job_id"]
-            kept = self._root(fl_ctx) / job / self.KEPT
-            if not kept.exists():
-                text = json.dumps([client.token, client.token_signature, client.ssid])
-                with os.fdopen(os.open(kept, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-                    file.write(text)
-        elif event_type == EventType.JOB_COMPLETED:
-            job = fl_ctx.get_prop(FLContextKey.CURRENT_JOB_ID)
-            (self._root(fl_ctx) / job / self.KEPT).unlink(missing_ok=True)
+        super().handle_event(event_type, fl_ctx)
+        engine = fl_ctx.get_engine()
+        if event_type == EventType.JOB_COMPLETED:
+            (Path(engine.args.workspace) / fl_ctx.get_prop(FLContextKey.CURRENT_JOB_ID) / REJOIN).unlink(
+                missing_ok=True
+            )
         elif event_type == EventType.SYSTEM_START:
-            for kept in sorted(self._root(fl_ctx).glob(f"*/{self.KEPT}")):
-                self._start_again(fl_ctx.get_engine(), kept)
+            for kept in sorted(Path(engine.args.workspace).glob(f"*/{REJOIN}")):
+                meta = json.loads((kept.parent / "meta.json").read_text())
+                known = copy.copy(engine.client)  # by the token that the job's server process knows
+                known.token, known.token_signature, known.ssid = json.loads(kept.read_text())
+                _logger.warning("silo %r goes back to job %s", known.client_name, kept.parent.name)
+                executor, context = engine.client_executor, engine.new_context()
+                executor.start_app(known, kept.parent.name, meta, engine.args, None, None, None, context)
 
-    @staticmethod
-    def _root(fl_ctx: Any) -> Path:
-        return Path(fl_ctx.get_engine().args.workspace)
+    def launch_job(self, job_meta: dict, fl_ctx: Any) -> "Lasting":
+        arguments = fl_ctx.get_prop(FLContextKey.JOB_PROCESS_ARGS)
+        told = [
+            arguments[x][1] for x in (JobProcessArgs.AUTH_TOKEN, JobProcessArgs.TOKEN_SIGNATURE, JobProcessArgs.SSID)
+        ]
+        kept = Path(arguments[JobProcessArgs.WORKSPACE][1]) / job_meta["job_id"] / REJOIN
+        kept.unlink(missing_ok=True)
+        with os.fdopen(os.open(kept, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            json.dump(told, file)
+        launch = super().launch_job
+        return Lasting(lambda: launch(job_meta, fl_ctx).adapter)
 
-    @staticmethod
-    def _start_again(engine: Any, kept: Path) -> None:
-        job, meta = kept.parent.name, json.loads((kept.parent / "meta.json").read_text())
-        known = copy.copy(engine.client)  # by the token that the job's server process knows
-        known.token, known.token_signature, known.ssid = json.loads(kept.read_text())
-        _logger.info("silo %r goes back to job %s", known.client_name, job)
-        engine.client_executor.start_app(known, job, meta, engine.args, None, None, None, engine.new_context())
+
+class Lasting(ProcessHandle):
+    """A process that is started again where a signal ended it, unless it did so three times within half a minute of its start.
+
+    :param launch: starts it.
+    """
+
+    adapter: Any
+
+    def __init__(self, launch: Callable[[], Any]) -> None:
+        super().__init__(process_adapter=launch())
+        self._launch, self._stopped = launch, False
+
+    def terminate(self) -> None:
+        self._stopped = True
+        super().terminate()
+
+    def wait(self) -> None:
+        short = 0
+        while True:
+            start = time.monotonic()
+            self.adapter.wait()
+            code = self.adapter.poll()
+            short = short + 1 if time.monotonic() - start < 30.0 else 0
+            if self._stopped or code is None or code >= 0 or short == 3:
+                return
+            _logger.warning("a silo's process was ended by signal %d, and is started again", -code)
+            self.adapter = self._launch()
 
 
 def write_job(
@@ -335,7 +366,9 @@ def _check_names(names: Sequence[str]) -> None:
         raise ValueError(f"silos {twice} are listed more than once; expected each name once")
     wrong = [name for name in names if not _NAME.fullmatch(name) or name == "server"]
     if wrong or not names:
-        raise ValueError(f"silos {wrong or list(names)}: expected names of letters, digits, '.', '_' and '-', not 'server'")
+        raise ValueError(
+            f"silos {wrong or list(names)}: expected names of letters, digits, '.', '_' and '-', not 'server'"
+        )
 
 
 def simulate(

@@ -1,0 +1,407 @@
+"""The NVFLARE carrier: its two sides by themselves, the simulator, and a deployment with TLS whose processes are killed."""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("nvflare")
+
+import nvflare_sides
+import psutil
+from nvflare.apis.event_type import EventType
+from nvflare.apis.fl_constant import ReturnCode
+from nvflare.apis.shareable import Shareable, make_reply
+from nvflare.utils.process_utils import spawn_process
+
+from numpyro_fed.engines import nvflare as carrier
+
+SIDES = Path(nvflare_sides.__file__)
+RUN, MAKE_SIDE = f"{SIDES}:run", f"{SIDES}:make_side"
+NAMES = ["s0", "s1", "s2"]
+
+
+def undisturbed(directory, names, rounds):
+    """What ``run`` returns with silos that are in this process."""
+    sides = {}
+    for name in names:
+        (directory / name).mkdir(parents=True)
+        sides[name] = nvflare_sides.make_side(name, directory / name)
+
+    def exchange(messages):
+        return {name: sides[name].answer(data) for name, data in messages.items()}
+
+    return nvflare_sides.run(SimpleNamespace(names=tuple(names), exchange=exchange), rounds)
+
+
+# The two sides by themselves
+
+
+def test_without_nvflare_the_extra_is_named():
+    code = "import sys; sys.modules['nvflare'] = None; import numpyro_fed.engines.nvflare"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert run.returncode
+    assert 'pip install "numpyro-fed[nvflare]"' in run.stderr.splitlines()[-1]
+
+
+def test_import_of_the_package_leaves_nvflare_out():
+    code = "import sys, numpyro_fed; print('nvflare' in sys.modules)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("nothing", "no import path"),
+        ("/nowhere/x.py:f", "no file"),
+        ("no_such_module_here:f", "installed at every site"),
+        (f"{SIDES}:missing", "no function missing"),
+    ],
+)
+def test_import_paths_in_words(path, words):
+    with pytest.raises(ValueError, match=words):
+        carrier.load(path)
+
+
+@pytest.mark.parametrize(
+    ("names", "more", "words"),
+    [
+        (["a", "b", "a"], {}, r"\['a'\] are listed more than once"),
+        (["a b"], {}, r"\['a b'\]"),
+        (["server"], {}, "not 'server'"),
+        ([], {}, "expected names"),
+        (["a"], {"patience": 0}, "above zero"),
+        (["a"], {"directory": "../other"}, "a plain name"),
+        (["a"], {"directory": "/etc"}, "a plain name"),
+    ],
+)
+def test_jobs_in_words(tmp_path, names, more, words):
+    with pytest.raises(ValueError, match=words):
+        carrier.write_job(tmp_path / "job", RUN, MAKE_SIDE, names, **more)
+
+
+class Sending:
+    """A controller whose clients answer at once, as told: bytes, an error, or not at all."""
+
+    def __init__(self, answers):
+        self.answers, self.sent, self.cancelled = answers, [], []
+
+    def broadcast(self, task, fl_ctx, targets, min_responses):
+        (name,) = targets
+        self.sent.append(name)
+        answer = self.answers[name].pop(0) if self.answers[name] else None
+        if answer is None:
+            return
+        result = make_reply(ReturnCode.OK if isinstance(answer, bytes) else ReturnCode.EXECUTION_EXCEPTION)
+        result["data"] = answer
+        client_task = SimpleNamespace(task=task, result=result)
+        task.result_received_cb(client_task, fl_ctx)
+        task.task_done_cb(task, fl_ctx)
+
+    def cancel_task(self, task, completion_status, fl_ctx):
+        self.cancelled.append(task.targets)
+
+
+def messenger(answers, patience=5.0, stopped=False):
+    controller = Sending(answers)
+    return controller, carrier.Messenger(controller, None, SimpleNamespace(triggered=stopped), answers, patience)
+
+
+def test_replies_by_name():
+    controller, silos = messenger({"a": [b"1"], "b": [b"2"]})
+    assert silos.names == ("a", "b")
+    assert silos.exchange({"b": b"x"}) == {"b": b"2"}
+    assert controller.sent == ["b"]
+
+
+def test_a_message_is_sent_again_after_an_error():
+    controller, silos = messenger({"a": [RuntimeError, b"1"], "b": [b"2"]})
+    assert silos.exchange({"a": b"x", "b": b"y"}) == {"a": b"1", "b": b"2"}
+    assert sorted(controller.sent) == ["a", "a", "b"]
+
+
+def test_a_silent_silo_is_absent():
+    controller, silos = messenger({"a": [], "b": [b"2"]}, patience=0.3)
+    assert silos.exchange({"a": b"x", "b": b"y"}) == {"b": b"2"}
+    assert len(controller.cancelled) == 1
+
+
+def test_a_stranger_is_refused():
+    with pytest.raises(ValueError, match=r"\['c'\] are not of this job; expected some of \['a'\]"):
+        messenger({"a": []})[1].exchange({"c": b""})
+
+
+def test_a_stopped_job_ends_the_wait():
+    with pytest.raises(RuntimeError, match="stopped"):
+        messenger({"a": []}, stopped=True)[1].exchange({"a": b""})
+
+
+class Context:
+    """What an executor is told of its site."""
+
+    def __init__(self, root, name, secure):
+        self.name, self.secure, self.workspace = name, secure, root
+        self.root = root
+
+    def get_identity_name(self):
+        return self.name
+
+    def get_job_id(self):
+        return "job"
+
+    def get_prop(self, key, default=None):
+        if key == carrier.FLContextKey.SECURE_MODE:
+            return self.secure
+        return SimpleNamespace(
+            get_root_dir=lambda: self.root,
+            get_run_dir=lambda job: self.root / job,
+            get_app_config_dir=lambda job: self.root / "config",
+        )
+
+
+def executed(tmp_path, told, messages, name="s0", secure=False):
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config" / "fed.json").write_text(json.dumps({"arguments": {}, "directory": None, **told}))
+    executor, context = carrier.SideExecutor(), Context(tmp_path, name, secure)
+    return [executor.execute("answer", Shareable({"data": m}), context, None) for m in messages]
+
+
+def test_a_side_is_made_once(tmp_path):
+    replies = executed(tmp_path, {"make_side": MAKE_SIDE}, [b"1 x", b"2 y", b"2 y"])
+    assert [r.get_return_code() for r in replies] == [ReturnCode.OK] * 3
+    assert replies[1]["data"] == replies[2]["data"] != replies[0]["data"]
+    assert len((tmp_path / "job" / "silo" / "made.txt").read_text().split()) == 1
+
+
+def test_the_text_of_an_error_stays_at_the_silo(tmp_path, caplog):
+    told = {"make_side": MAKE_SIDE, "arguments": {"broken": "s0"}}
+    (reply,) = executed(tmp_path, told, [b"1 x"])
+    assert reply.get_return_code() == ReturnCode.EXECUTION_EXCEPTION
+    assert "42.5" not in repr(reply) + caplog.text
+    assert "42.5" in (tmp_path / "job" / "silo" / "error.txt").read_text()
+
+
+def test_a_secure_site_makes_only_what_it_allows(tmp_path, monkeypatch):
+    monkeypatch.delenv("NUMPYRO_FED_SIDES", raising=False)
+    (reply,) = executed(tmp_path, {"make_side": "os:listdir"}, [b"1 x"], secure=True)
+    assert reply.get_return_code() == ReturnCode.EXECUTION_EXCEPTION
+    assert "does not allow" in (tmp_path / "job" / "silo" / "error.txt").read_text()
+    monkeypatch.setenv("NUMPYRO_FED_SIDES", f"other:side,{MAKE_SIDE}")
+    shutil.rmtree(tmp_path / "config")
+    (reply,) = executed(tmp_path, {"make_side": MAKE_SIDE}, [b"1 x"], secure=True)
+    assert reply.get_return_code() == ReturnCode.OK
+
+
+def test_a_process_that_a_signal_ends_is_started_again():
+    seen = []
+
+    def launch():
+        code = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)" if len(seen) < 2 else "pass"
+        seen.append(spawn_process([sys.executable, "-c", code], dict(os.environ)))
+        return seen[-1]
+
+    process = carrier.Lasting(launch)
+    process.wait()
+    assert len(seen) == 3
+    assert process.poll() == 0
+    seen.clear()
+    always = carrier.Lasting(lambda: seen.append(1) or spawn_process(["/bin/sh", "-c", "kill -9 $$"], {}))
+    always.wait()
+    assert len(seen) == 3
+
+
+def test_a_job_that_is_over_is_not_gone_back_to(tmp_path):
+    (tmp_path / "job").mkdir()
+    (tmp_path / "job" / "rejoin.json").write_text("[]")
+    engine = SimpleNamespace(args=SimpleNamespace(workspace=tmp_path))
+    context = SimpleNamespace(get_engine=lambda: engine, get_prop=lambda key: "job")
+    carrier.Rejoin().handle_event(EventType.JOB_COMPLETED, context)
+    assert not (tmp_path / "job" / "rejoin.json").exists()
+
+
+# The simulator
+
+
+def test_simulated_silos_answer_as_silos_at_hand(tmp_path):
+    result = carrier.simulate(RUN, MAKE_SIDE, NAMES, tmp_path / "w", run_arguments={"rounds": 4}, timeout=200)
+    assert result == undisturbed(tmp_path / "here", NAMES, 4)
+    for name in NAMES:  # one process for all rounds
+        assert len((tmp_path / "w" / "silos" / "simulated" / name / "made.txt").read_text().split()) == 1
+
+
+@pytest.mark.slow
+def test_more_silos_than_threads(tmp_path):
+    more = {"run_arguments": {"rounds": 2}, "threads": 2, "timeout": 400}
+    assert carrier.simulate(RUN, MAKE_SIDE, NAMES, tmp_path / "w", **more) == undisturbed(tmp_path / "here", NAMES, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [("fail", "the fit has no rounds"), ("ask_a_stranger", r"silos \['paris'\] are not of this job")],
+)
+def test_a_run_that_fails_says_why(tmp_path, function, words):
+    with pytest.raises(RuntimeError, match=words):
+        carrier.simulate(f"{SIDES}:{function}", MAKE_SIDE, ["s0"], tmp_path / "w", timeout=200)
+
+
+# A deployment: a server and three clients on loopback, mutual TLS
+
+
+PROJECT = """
+api_version: 3
+name: loopback
+description: a server and three clients
+participants:
+  - {{name: localhost, type: server, org: lab, fed_learn_port: {port}}}
+  - {{name: s0, type: client, org: lab}}
+  - {{name: s1, type: client, org: lab}}
+  - {{name: s2, type: client, org: lab}}
+  - {{name: admin@lab.org, type: admin, org: lab, role: project_admin}}
+builders:
+  - {{path: nvflare.lighter.impl.workspace.WorkspaceBuilder, args: {{template_file: [master_template.yml]}}}}
+  - {{path: nvflare.lighter.impl.static_file.StaticFileBuilder, args: {{config_folder: config}}}}
+  - {{path: nvflare.lighter.impl.cert.CertBuilder}}
+  - {{path: nvflare.lighter.impl.signature.SignatureBuilder}}
+"""
+
+
+def provisioned(directory, port):
+    """Startup kits, and in each what a site has to say once: docs/nvflare.md."""
+    directory.mkdir()
+    (directory / "project.yml").write_text(PROJECT.format(port=port))
+    command = [sys.executable, "-m", "nvflare.cli", "provision", "-p", "project.yml", "-w", "kits"]
+    subprocess.run(command, cwd=directory, check=True, capture_output=True)
+    kits = directory / "kits" / "loopback" / "prod_00"
+    for site in ("localhost", *NAMES):
+        local = kits / site / "local"
+        resources = json.loads((local / "resources.json.default").read_text())
+        resources["class_allow_list"].append(carrier.PACKAGE)
+        resources["allow_log_streaming"] = False
+        for component in resources["components"]:
+            if component["id"] == "process_launcher" and site != "localhost":
+                component["path"] = carrier.PACKAGE + "Rejoin"
+        (local / "resources.json").write_text(json.dumps(resources))
+        (kits / site / "transfer").mkdir()
+    return kits
+
+
+class Deployment:
+    """Processes by site, each ended by its own number."""
+
+    def __init__(self, kits):
+        self.kits, self.processes = kits, {}
+
+    def start(self, site, kit=None):
+        kit = kit or self.kits / site
+        kind, uid = ("server", []) if site == "localhost" else ("client", [f"uid={site}"])
+        command = [sys.executable, "-m", f"nvflare.private.fed.app.{kind}.{kind}_train", "-m", str(kit)]
+        command += ["-s", f"fed_{kind}.json", "--set", "secure_train=true", *uid, "org=lab", "config_folder=config"]
+        environment = {**os.environ, "NUMPYRO_FED_SIDES": MAKE_SIDE}
+        with (kit / "out.txt").open("a") as out:
+            self.processes[site] = subprocess.Popen(command, cwd=kit, env=environment, stdout=out, stderr=out)
+
+    def workers(self, site):
+        return psutil.Process(self.processes[site].pid).children(recursive=True)
+
+    def kill(self, site):
+        """The client and the job's process of it, with SIGKILL."""
+        for process in [self.processes[site], *self.workers(site)]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGKILL)
+        self.processes.pop(site).wait()
+
+    def connect(self, expected):
+        from nvflare.fuel.flare_api.flare_api import new_secure_session
+
+        end = time.monotonic() + 120
+        while time.monotonic() < end:
+            with contextlib.suppress(Exception):
+                session = new_secure_session("admin@lab.org", str(self.kits / "admin@lab.org"), timeout=5)
+                break
+            time.sleep(1)
+        while time.monotonic() < end:
+            if {x.name for x in session.get_connected_client_list()} == set(expected):
+                return session
+            time.sleep(0.5)
+        raise AssertionError(f"clients {expected} did not connect")
+
+    def fit(self, session, job, disturb=None, after=12):
+        """A job's status and result; ``disturb`` is called once s1 has answered some messages."""
+        number = session.submit_job(str(job))
+        state = self.kits / "s1" / number / "silo" / "state.json"
+        end = time.monotonic() + 200
+        while time.monotonic() < end:
+            status = session.get_job_meta(number)["status"]
+            if status.startswith("FINISHED"):
+                break
+            if disturb is not None and state.exists() and json.loads(state.read_text())[0] >= after:
+                disturb()
+                disturb = None
+            time.sleep(0.3)
+        assert disturb is None
+        result = Path(session.download_job_result(number)) / "workspace" / "result.bin"
+        return status, result.read_bytes() if result.exists() else None
+
+
+@pytest.fixture(scope="module")
+def deployment(tmp_path_factory):
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    directory = tmp_path_factory.mktemp("nvflare")
+    deployed = Deployment(provisioned(directory / "ours", port))
+    deployed.foreign = provisioned(directory / "theirs", port)  # of another authority
+    try:
+        for site in ("localhost", "s0", "s2"):
+            deployed.start(site)
+        yield deployed
+    finally:
+        for site in list(deployed.processes):
+            deployed.kill(site)
+
+
+@pytest.mark.slow
+def test_a_deployment_whose_processes_are_killed(deployment, tmp_path):
+    # a client whose certificate another authority has signed is not let in
+    session = deployment.connect(["s0", "s2"])
+    forged = tmp_path / "forged"
+    shutil.copytree(deployment.kits / "s1", forged)
+    for file in ("client.crt", "client.key"):
+        shutil.copy(deployment.foreign / "s1" / "startup" / file, forged / "startup" / file)
+    deployment.start("s1", forged)
+    time.sleep(15)
+    assert {x.name for x in session.get_connected_client_list()} == {"s0", "s2"}
+    assert "Successfully registered" not in (forged / "out.txt").read_text()
+    deployment.kill("s1")
+    session.close()
+
+    deployment.start("s1")
+    session = deployment.connect(NAMES)
+    rounds = 40
+    job = carrier.write_job(tmp_path / "job", RUN, MAKE_SIDE, NAMES, run_arguments={"rounds": rounds}, patience=100)
+    expected = ("FINISHED:COMPLETED", undisturbed(tmp_path / "here", NAMES, rounds))
+    assert deployment.fit(session, job) == expected
+
+    def kill_the_worker():
+        (worker,) = deployment.workers("s1")
+        os.kill(worker.pid, signal.SIGKILL)
+
+    def kill_the_client():
+        deployment.kill("s1")
+        deployment.start("s1")
+
+    assert deployment.fit(session, job, kill_the_worker) == expected
+    assert deployment.fit(session, job, kill_the_client) == expected
+    assert not list((deployment.kits / "s1").glob("*/rejoin.json"))
+    session.close()
