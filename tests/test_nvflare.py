@@ -1,15 +1,12 @@
 """The NVFLARE carrier: its two sides by themselves, the simulator, and a deployment with TLS whose processes are killed."""
 
-import contextlib
 import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -17,17 +14,15 @@ import pytest
 pytest.importorskip("nvflare")
 
 import nvflare_sides
-import psutil
 from nvflare.apis.event_type import EventType
 from nvflare.apis.fl_constant import ReturnCode
 from nvflare.apis.shareable import Shareable, make_reply
 from nvflare.utils.process_utils import spawn_process
+from nvflare_deployment import NAMES, SIDES, Deployment, free_port, provisioned
 
 from numpyro_fed.engines import nvflare as carrier
 
-SIDES = Path(nvflare_sides.__file__)
 RUN, MAKE_SIDE = f"{SIDES}:run", f"{SIDES}:make_side"
-NAMES = ["s0", "s1", "s2"]
 
 
 def undisturbed(directory, names, rounds):
@@ -258,107 +253,9 @@ def test_a_run_that_fails_says_why(tmp_path, function, words):
 # A deployment: a server and three clients on loopback, mutual TLS
 
 
-PROJECT = """
-api_version: 3
-name: loopback
-description: a server and three clients
-participants:
-  - {{name: localhost, type: server, org: lab, fed_learn_port: {port}}}
-  - {{name: s0, type: client, org: lab}}
-  - {{name: s1, type: client, org: lab}}
-  - {{name: s2, type: client, org: lab}}
-  - {{name: admin@lab.org, type: admin, org: lab, role: project_admin}}
-builders:
-  - {{path: nvflare.lighter.impl.workspace.WorkspaceBuilder, args: {{template_file: [master_template.yml]}}}}
-  - {{path: nvflare.lighter.impl.static_file.StaticFileBuilder, args: {{config_folder: config}}}}
-  - {{path: nvflare.lighter.impl.cert.CertBuilder}}
-  - {{path: nvflare.lighter.impl.signature.SignatureBuilder}}
-"""
-
-
-def provisioned(directory, port):
-    """Startup kits, and in each what a site has to say once: docs/nvflare.md."""
-    directory.mkdir()
-    (directory / "project.yml").write_text(PROJECT.format(port=port))
-    command = [sys.executable, "-m", "nvflare.cli", "provision", "-p", "project.yml", "-w", "kits"]
-    subprocess.run(command, cwd=directory, check=True, capture_output=True)
-    kits = directory / "kits" / "loopback" / "prod_00"
-    for site in ("localhost", *NAMES):
-        local = kits / site / "local"
-        resources = json.loads((local / "resources.json.default").read_text())
-        resources["class_allow_list"].append(carrier.PACKAGE)
-        resources["allow_log_streaming"] = False
-        for component in resources["components"]:
-            if component["id"] == "process_launcher" and site != "localhost":
-                component["path"] = carrier.PACKAGE + "Rejoin"
-        (local / "resources.json").write_text(json.dumps(resources))
-        (kits / site / "transfer").mkdir()
-    return kits
-
-
-class Deployment:
-    """Processes by site, each ended by its own number."""
-
-    def __init__(self, kits):
-        self.kits, self.processes = kits, {}
-
-    def start(self, site, kit=None):
-        kit = kit or self.kits / site
-        kind, uid = ("server", []) if site == "localhost" else ("client", [f"uid={site}"])
-        command = [sys.executable, "-m", f"nvflare.private.fed.app.{kind}.{kind}_train", "-m", str(kit)]
-        command += ["-s", f"fed_{kind}.json", "--set", "secure_train=true", *uid, "org=lab", "config_folder=config"]
-        environment = {**os.environ, "NUMPYRO_FED_SIDES": MAKE_SIDE}
-        with (kit / "out.txt").open("a") as out:
-            self.processes[site] = subprocess.Popen(command, cwd=kit, env=environment, stdout=out, stderr=out)
-
-    def workers(self, site):
-        return psutil.Process(self.processes[site].pid).children(recursive=True)
-
-    def kill(self, site):
-        """The client and the job's process of it, with SIGKILL."""
-        for process in [self.processes[site], *self.workers(site)]:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process.pid, signal.SIGKILL)
-        self.processes.pop(site).wait()
-
-    def connect(self, expected):
-        from nvflare.fuel.flare_api.flare_api import new_secure_session
-
-        end = time.monotonic() + 120
-        while time.monotonic() < end:
-            with contextlib.suppress(Exception):
-                session = new_secure_session("admin@lab.org", str(self.kits / "admin@lab.org"), timeout=5)
-                break
-            time.sleep(1)
-        while time.monotonic() < end:
-            if {x.name for x in session.get_connected_client_list()} == set(expected):
-                return session
-            time.sleep(0.5)
-        raise AssertionError(f"clients {expected} did not connect")
-
-    def fit(self, session, job, disturb=None, after=12):
-        """A job's status and result; ``disturb`` is called once s1 has answered some messages."""
-        number = session.submit_job(str(job))
-        state = self.kits / "s1" / number / "silo" / "state.json"
-        end = time.monotonic() + 200
-        while time.monotonic() < end:
-            status = session.get_job_meta(number)["status"]
-            if status.startswith("FINISHED"):
-                break
-            if disturb is not None and state.exists() and json.loads(state.read_text())[0] >= after:
-                disturb()
-                disturb = None
-            time.sleep(0.3)
-        assert disturb is None
-        result = Path(session.download_job_result(number)) / "workspace" / "result.bin"
-        return status, result.read_bytes() if result.exists() else None
-
-
 @pytest.fixture(scope="module")
 def deployment(tmp_path_factory):
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
+    port = free_port()
     directory = tmp_path_factory.mktemp("nvflare")
     deployed = Deployment(provisioned(directory / "ours", port))
     deployed.foreign = provisioned(directory / "theirs", port)  # of another authority
@@ -374,24 +271,23 @@ def deployment(tmp_path_factory):
 @pytest.mark.slow
 def test_a_deployment_whose_processes_are_killed(deployment, tmp_path):
     # a client whose certificate another authority has signed is not let in
-    session = deployment.connect(["s0", "s2"])
+    deployment.wait_for(["s0", "s2"])
     forged = tmp_path / "forged"
     shutil.copytree(deployment.kits / "s1", forged)
     for file in ("client.crt", "client.key"):
         shutil.copy(deployment.foreign / "s1" / "startup" / file, forged / "startup" / file)
     deployment.start("s1", forged)
     time.sleep(15)
-    assert {x.name for x in session.get_connected_client_list()} == {"s0", "s2"}
+    assert deployment.connected() == {"s0", "s2"}
     assert "Successfully registered" not in (forged / "out.txt").read_text()
     deployment.kill("s1")
-    session.close()
 
     deployment.start("s1")
-    session = deployment.connect(NAMES)
+    deployment.wait_for(NAMES)
     rounds = 40
     job = carrier.write_job(tmp_path / "job", RUN, MAKE_SIDE, NAMES, run_arguments={"rounds": rounds}, patience=100)
     expected = ("FINISHED:COMPLETED", undisturbed(tmp_path / "here", NAMES, rounds))
-    assert deployment.fit(session, job) == expected
+    assert deployment.fit(job) == expected
 
     def kill_the_worker():
         (worker,) = deployment.workers("s1")
@@ -401,7 +297,6 @@ def test_a_deployment_whose_processes_are_killed(deployment, tmp_path):
         deployment.kill("s1")
         deployment.start("s1")
 
-    assert deployment.fit(session, job, kill_the_worker) == expected
-    assert deployment.fit(session, job, kill_the_client) == expected
+    assert deployment.fit(job, kill_the_worker) == expected
+    assert deployment.fit(job, kill_the_client) == expected
     assert not list((deployment.kits / "s1").glob("*/rejoin.json"))
-    session.close()
