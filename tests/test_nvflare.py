@@ -76,6 +76,7 @@ def test_import_paths_in_words(path, words):
         (["server"], {}, "not 'server'"),
         ([], {}, "expected names"),
         (["a"], {"patience": 0}, "above zero"),
+        (["a"], {"period": 0}, "above zero"),
         (["a"], {"directory": "../other"}, "a plain name"),
         (["a"], {"directory": "/etc"}, "a plain name"),
     ],
@@ -269,34 +270,41 @@ def deployment(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_a_deployment_whose_processes_are_killed(deployment, tmp_path):
-    # a client whose certificate another authority has signed is not let in
+def test_a_certificate_of_another_authority_is_refused(deployment, tmp_path):
     deployment.wait_for(["s0", "s2"])
     forged = tmp_path / "forged"
     shutil.copytree(deployment.kits / "s1", forged)
     for file in ("client.crt", "client.key"):
         shutil.copy(deployment.foreign / "s1" / "startup" / file, forged / "startup" / file)
     deployment.start("s1", forged)
-    time.sleep(15)
-    assert deployment.connected() == {"s0", "s2"}
+    try:
+        time.sleep(15)
+        assert deployment.connected() == {"s0", "s2"}
+    finally:
+        deployment.kill("s1")
     assert "Successfully registered" not in (forged / "out.txt").read_text()
-    deployment.kill("s1")
+    deployment.start("s1")  # the control: its own certificate
+    deployment.wait_for(NAMES)
 
-    deployment.start("s1")
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", ["nothing", "the silo's process", "the client and the silo's process"])
+def test_a_deployment_whose_processes_are_killed(deployment, tmp_path, killed):
+    if "s1" not in deployment.processes:
+        deployment.start("s1")
     deployment.wait_for(NAMES)
     rounds = 40
     job = carrier.write_job(tmp_path / "job", RUN, MAKE_SIDE, NAMES, run_arguments={"rounds": rounds}, patience=100)
-    expected = ("FINISHED:COMPLETED", undisturbed(tmp_path / "here", NAMES, rounds))
-    assert deployment.fit(job) == expected
 
-    def kill_the_worker():
+    def kill_the_process():
         (worker,) = deployment.workers("s1")
         os.kill(worker.pid, signal.SIGKILL)
 
-    def kill_the_client():
+    def kill_both():
         deployment.kill("s1")
         deployment.start("s1")
 
-    assert deployment.fit(job, kill_the_worker) == expected
-    assert deployment.fit(job, kill_the_client) == expected
+    disturb = {"nothing": None, "the silo's process": kill_the_process}.get(killed, kill_both)
+    expected = ("FINISHED:COMPLETED", undisturbed(tmp_path / "here", NAMES, rounds))
+    assert deployment.fit(job, disturb) == expected
     assert not list((deployment.kits / "s1").glob("*/rejoin.json"))
