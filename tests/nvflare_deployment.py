@@ -16,6 +16,7 @@ import psutil
 from numpyro_fed.engines import nvflare as carrier
 
 SIDES = Path(nvflare_sides.__file__)
+ALLOWED = ("run", "time_rounds", "make_side", "make_echo")
 NAMES = ["s0", "s1", "s2"]
 
 PROJECT = """
@@ -67,7 +68,7 @@ class Deployment:
         kind, uid = ("server", []) if site == "localhost" else ("client", [f"uid={site}"])
         command = [sys.executable, "-m", f"nvflare.private.fed.app.{kind}.{kind}_train", "-m", str(kit)]
         command += ["-s", f"fed_{kind}.json", "--set", "secure_train=true", *uid, "org=lab", "config_folder=config"]
-        environment = {**os.environ, "NUMPYRO_FED_SIDES": f"{SIDES}:make_side,{SIDES}:make_echo"}
+        environment = {**os.environ, carrier.ALLOWED: ",".join(f"{SIDES}:{x}" for x in ALLOWED)}
         with (kit / "out.txt").open("a") as out:
             self.processes[site] = subprocess.Popen(command, cwd=kit, env=environment, stdout=out, stderr=out)
 

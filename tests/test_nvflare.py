@@ -145,19 +145,16 @@ def test_a_stopped_job_ends_the_wait():
 class Context:
     """What an executor is told of its site."""
 
-    def __init__(self, root, name, secure):
-        self.name, self.secure, self.workspace = name, secure, root
+    def __init__(self, root):
         self.root = root
 
     def get_identity_name(self):
-        return self.name
+        return "s0"
 
     def get_job_id(self):
         return "job"
 
     def get_prop(self, key, default=None):
-        if key == carrier.FLContextKey.SECURE_MODE:
-            return self.secure
         return SimpleNamespace(
             get_root_dir=lambda: self.root,
             get_run_dir=lambda job: self.root / job,
@@ -165,13 +162,19 @@ class Context:
         )
 
 
-def executed(tmp_path, told, messages, name="s0", secure=False):
+def executed(tmp_path, told, messages):
     (tmp_path / "config").mkdir()
     (tmp_path / "config" / "fed.json").write_text(json.dumps({"arguments": {}, "directory": None, **told}))
-    executor, context = carrier.SideExecutor(), Context(tmp_path, name, secure)
+    executor, context = carrier.SideExecutor(), Context(tmp_path)
     return [executor.execute("answer", Shareable({"data": m}), context, None) for m in messages]
 
 
+@pytest.fixture
+def allowed(monkeypatch):
+    monkeypatch.setenv(carrier.ALLOWED, f"other:side,{MAKE_SIDE}")
+
+
+@pytest.mark.usefixtures("allowed")
 def test_a_side_is_made_once(tmp_path):
     replies = executed(tmp_path, {"make_side": MAKE_SIDE}, [b"1 x", b"2 y", b"2 y"])
     assert [r.get_return_code() for r in replies] == [ReturnCode.OK] * 3
@@ -179,6 +182,7 @@ def test_a_side_is_made_once(tmp_path):
     assert len((tmp_path / "job" / "silo" / "made.txt").read_text().split()) == 1
 
 
+@pytest.mark.usefixtures("allowed")
 def test_the_text_of_an_error_stays_at_the_silo(tmp_path, caplog):
     told = {"make_side": MAKE_SIDE, "arguments": {"broken": "s0"}}
     (reply,) = executed(tmp_path, told, [b"1 x"])
@@ -187,15 +191,14 @@ def test_the_text_of_an_error_stays_at_the_silo(tmp_path, caplog):
     assert "42.5" in (tmp_path / "job" / "silo" / "error.txt").read_text()
 
 
-def test_a_secure_site_makes_only_what_it_allows(tmp_path, monkeypatch):
-    monkeypatch.delenv("NUMPYRO_FED_SIDES", raising=False)
-    (reply,) = executed(tmp_path, {"make_side": "os:listdir"}, [b"1 x"], secure=True)
+@pytest.mark.parametrize("listed", [None, f"other:side,{MAKE_SIDE}"])
+def test_a_site_makes_only_what_it_allows(tmp_path, monkeypatch, listed):
+    monkeypatch.delenv(carrier.ALLOWED, raising=False)
+    if listed is not None:
+        monkeypatch.setenv(carrier.ALLOWED, listed)
+    (reply,) = executed(tmp_path, {"make_side": "os:listdir"}, [b"1 x"])
     assert reply.get_return_code() == ReturnCode.EXECUTION_EXCEPTION
-    assert "does not allow" in (tmp_path / "job" / "silo" / "error.txt").read_text()
-    monkeypatch.setenv("NUMPYRO_FED_SIDES", f"other:side,{MAKE_SIDE}")
-    shutil.rmtree(tmp_path / "config")
-    (reply,) = executed(tmp_path, {"make_side": MAKE_SIDE}, [b"1 x"], secure=True)
-    assert reply.get_return_code() == ReturnCode.OK
+    assert "PermissionError: the job asks for 'os:listdir'" in (tmp_path / "job" / "silo" / "error.txt").read_text()
 
 
 def test_a_process_that_a_signal_ends_is_started_again():

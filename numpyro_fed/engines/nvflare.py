@@ -45,6 +45,7 @@ __all__ = ["FedController", "Messenger", "Rejoin", "SideExecutor", "simulate", "
 
 TASK, DATA, SETTINGS, RESULT, ERROR, REJOIN = ("answer", "data", "fed.json", "result.bin", "error.txt", "rejoin.json")
 PACKAGE = "numpyro_fed.engines.nvflare."  # what sites have to allow
+ALLOWED, SILOS = "NUMPYRO_FED_ALLOWED", "NUMPYRO_FED_SILOS"  # a site's environment variables
 PERIOD = 0.05
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _logger = logging.getLogger("nvflare.numpyro_fed")
@@ -76,6 +77,19 @@ def load(path: str) -> Callable:
     if not callable(getattr(module, name, None)):
         raise ValueError(f"{path!r}: {where} has no function {name}")
     return getattr(module, name)
+
+
+def load_allowed(path: str) -> Callable:
+    """The function of an import path that a job asks for, if the site lists it in its environment variable ``NUMPYRO_FED_ALLOWED``.
+
+    :raises PermissionError: if it does not: who may submit a job may not therefore call what is installed here.
+    """
+    allowed = [x for x in os.environ.get(ALLOWED, "").split(",") if x]
+    if path not in allowed:
+        raise PermissionError(
+            f"the job asks for {path!r}; expected one of {allowed}, which this site lists in its environment variable {ALLOWED}"
+        )
+    return load(path)
 
 
 def _settings(fl_ctx: Any) -> tuple[dict[str, Any], Workspace, str]:
@@ -170,7 +184,7 @@ class FedController(Controller):
             if absent:
                 raise ValueError(f"expected silos {absent} did not appear; this job has {sorted(here)}")
             messenger = Messenger(self, fl_ctx, abort_signal, told["names"], told["patience"])
-            result = load(told["run"])(messenger, **told["arguments"])
+            result = load_allowed(told["run"])(messenger, **told["arguments"])
             if result is not None and not isinstance(result, bytes):
                 raise TypeError(f"{told['run']} returned {type(result).__name__}; expected bytes or None")
         except Exception as error:
@@ -201,7 +215,7 @@ class SideExecutor(Executor):
         try:
             if self._side is None:
                 directory.mkdir(parents=True, exist_ok=True)
-                self._side = self._made(told, name, directory, bool(fl_ctx.get_prop(FLContextKey.SECURE_MODE, False)))
+                self._side = self._made(told, name, directory)
             data = self._side.answer(shareable[DATA])
             if not isinstance(data, bytes):
                 raise TypeError(f"the side of silo {name!r} answered with {type(data).__name__}; expected bytes")
@@ -215,14 +229,8 @@ class SideExecutor(Executor):
         return reply
 
     @staticmethod
-    def _made(told: dict[str, Any], name: str, directory: Path, secure: bool) -> Any:
-        allowed = [x for x in os.environ.get("NUMPYRO_FED_SIDES", "").split(",") if x]
-        if told["make_side"] not in allowed and (allowed or secure):
-            raise PermissionError(
-                f"the job asks for {told['make_side']!r}, which this site does not allow; expected one of {allowed}, "
-                "which the site lists in its environment variable NUMPYRO_FED_SIDES"
-            )
-        side = load(told["make_side"])(name, directory, **told["arguments"])
+    def _made(told: dict[str, Any], name: str, directory: Path) -> Any:
+        side = load_allowed(told["make_side"])(name, directory, **told["arguments"])
         if side.name != name:
             raise ValueError(f"the side calls itself {side.name!r}; expected {name!r}, the name of the client")
         return side
@@ -237,7 +245,7 @@ def silo_directory(root: str | Path, run_directory: str | Path, name: str, direc
     """
     if directory is None:
         return Path(run_directory) / "silo"
-    return Path(os.environ.get("NUMPYRO_FED_SILOS") or Path(root) / "silos") / directory / name
+    return Path(os.environ.get(SILOS) or Path(root) / "silos") / directory / name
 
 
 class Rejoin(ClientProcessJobLauncher):
@@ -410,7 +418,8 @@ def simulate(
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(str(Path(x).resolve()) for x in paths if x),
-        "NUMPYRO_FED_SILOS": str(workspace / "silos"),
+        ALLOWED: f"{run},{make_side}",
+        SILOS: str(workspace / "silos"),
     }
     log = workspace / "log.txt"
     with log.open("w") as file:
