@@ -16,7 +16,7 @@ import psutil
 from numpyro_fed.engines import nvflare as carrier
 
 SIDES = Path(nvflare_sides.__file__)
-ALLOWED = ("run", "time_rounds", "make_side", "make_echo")
+ALLOWED = ("run", "who_answers", "time_rounds", "make_side", "make_echo")
 NAMES = ["s0", "s1", "s2"]
 
 PROJECT = """
@@ -38,21 +38,17 @@ builders:
 
 
 def provisioned(directory, port, allowed=()):
-    """Startup kits, and in each what a site has to say once: docs/nvflare.md."""
+    """Startup kits, and in each what a site says once."""
     directory.mkdir()
     (directory / "project.yml").write_text(PROJECT.format(port=port))
     command = [sys.executable, "-m", "nvflare.cli", "provision", "-p", "project.yml", "-w", "kits"]
     subprocess.run(command, cwd=directory, check=True, capture_output=True)
     kits = directory / "kits" / "loopback" / "prod_00"
     for site in ("localhost", *NAMES):
-        local = kits / site / "local"
-        resources = json.loads((local / "resources.json.default").read_text())
-        resources["class_allow_list"] += [carrier.PACKAGE, *allowed]
-        resources["allow_log_streaming"] = False
-        for component in resources["components"]:
-            if component["id"] == "process_launcher" and site != "localhost":
-                component["path"] = carrier.PACKAGE + "Rejoin"
-        (local / "resources.json").write_text(json.dumps(resources))
+        written = carrier.prepare_kit(kits / site)
+        resources = json.loads(written.read_text())
+        resources["class_allow_list"] += allowed
+        written.write_text(json.dumps(resources))
         (kits / site / "transfer").mkdir(exist_ok=True)
     return kits
 

@@ -86,6 +86,20 @@ def test_jobs_in_words(tmp_path, names, more, words):
         carrier.write_job(tmp_path / "job", RUN, MAKE_SIDE, names, **more)
 
 
+def test_a_kit_is_prepared_once(tmp_path):
+    (tmp_path / "local").mkdir()
+    launcher = "nvflare.app_common.job_launcher.client_process_launcher.ClientProcessJobLauncher"
+    told = {"class_allow_list": ["a.B"], "allow_log_streaming": True, "components": [{"id": "p", "path": launcher}]}
+    (tmp_path / "local" / "resources.json.default").write_text(json.dumps(told))
+    for _ in range(2):
+        resources = json.loads(carrier.prepare_kit(tmp_path).read_text())
+        assert resources["class_allow_list"] == ["a.B", carrier.PACKAGE]
+        assert resources["components"][0]["path"] == "numpyro_fed.engines.nvflare.Rejoin"
+        assert not resources["allow_log_streaming"]
+    with pytest.raises(ValueError, match="nvflare provision"):
+        carrier.prepare_kit(tmp_path / "elsewhere")
+
+
 class Sending:
     """A controller whose clients answer at once, as told: bytes, an error, or not at all."""
 
@@ -201,6 +215,40 @@ def test_a_site_makes_only_what_it_allows(tmp_path, monkeypatch, listed):
     assert "PermissionError: the job asks for 'os:listdir'" in (tmp_path / "job" / "silo" / "error.txt").read_text()
 
 
+def controlled(tmp_path, told, here):
+    """What a job's server process panics with."""
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config" / "fed.json").write_text(json.dumps({"arguments": {}, "patience": 1, **told}))
+    (tmp_path / "job").mkdir()
+    controller, said = carrier.FedController(), []
+    controller._engine = SimpleNamespace(get_clients=lambda: [SimpleNamespace(name=name) for name in here])
+    controller.system_panic = lambda reason, fl_ctx: said.append(reason)
+    controller.control_flow(SimpleNamespace(triggered=False), Context(tmp_path))
+    assert not (tmp_path / "job" / "result.bin").exists()
+    return said[0]
+
+
+def test_silos_that_do_not_appear_are_named(tmp_path):
+    said = controlled(tmp_path, {"names": NAMES, "run": RUN}, ["s1"])
+    assert said == "ValueError: expected silos ['s0', 's2'] did not appear; this job has ['s1']"
+
+
+def test_a_server_calls_only_what_it_allows(tmp_path, monkeypatch):
+    monkeypatch.delenv(carrier.ALLOWED, raising=False)
+    said = controlled(tmp_path, {"names": ["s1"], "run": "os:listdir"}, ["s1"])
+    assert said.startswith("PermissionError: the job asks for 'os:listdir'; expected one of []")
+
+
+@pytest.mark.slow
+def test_a_simulation_goes_on_from_the_silos_states(tmp_path):
+    more = {"directory": "fit", "timeout": 200}
+    for rounds in (2, 3):  # the second call's first two messages are old ones, of which the silos remember the last
+        carrier.simulate(RUN, MAKE_SIDE, ["s0"], tmp_path / "w", run_arguments={"rounds": rounds}, **more)
+    state = json.loads((tmp_path / "w" / "silos" / "fit" / "s0" / "state.json").read_text())
+    assert state[0] == 3
+    assert len((tmp_path / "w" / "silos" / "fit" / "s0" / "made.txt").read_text().split()) == 2
+
+
 def test_a_process_that_a_signal_ends_is_started_again():
     seen = []
 
@@ -235,7 +283,8 @@ def test_simulated_silos_answer_as_silos_at_hand(tmp_path):
     result = carrier.simulate(RUN, MAKE_SIDE, NAMES, tmp_path / "w", run_arguments={"rounds": 4}, timeout=200)
     assert result == undisturbed(tmp_path / "here", NAMES, 4)
     for name in NAMES:  # one process for all rounds
-        assert len((tmp_path / "w" / "silos" / "simulated" / name / "made.txt").read_text().split()) == 1
+        made = tmp_path / "w" / "nvflare" / name / "simulate_job" / "silo" / "made.txt"
+        assert len(made.read_text().split()) == 1
 
 
 @pytest.mark.slow
@@ -311,3 +360,26 @@ def test_a_deployment_whose_processes_are_killed(deployment, tmp_path, killed):
     expected = ("FINISHED:COMPLETED", undisturbed(tmp_path / "here", NAMES, rounds))
     assert deployment.fit(job, disturb) == expected
     assert not list((deployment.kits / "s1").glob("*/rejoin.json"))
+
+
+@pytest.mark.slow
+def test_a_silo_that_stays_away_is_absent_and_comes_back(deployment, tmp_path):
+    if "s1" not in deployment.processes:
+        deployment.start("s1")
+    deployment.wait_for(NAMES)
+    more = {"run_arguments": {"rounds": 40}, "patience": 4.0}
+    job = carrier.write_job(tmp_path / "job", f"{SIDES}:who_answers", MAKE_SIDE, NAMES, **more)
+
+    def stop_for_a_while():
+        (worker,) = deployment.workers("s1")
+        worker.suspend()
+        time.sleep(10)
+        worker.resume()
+
+    status, result = deployment.fit(job, stop_for_a_while, after=5)
+    answered = json.loads(result)
+    assert status == "FINISHED:COMPLETED"
+    assert all({"s0", "s2"} <= set(names) for names in answered)
+    away = [n for n, names in enumerate(answered) if "s1" not in names]
+    assert 1 <= len(away) <= 4
+    assert "s1" in answered[-1]

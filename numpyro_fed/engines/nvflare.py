@@ -41,7 +41,7 @@ except ImportError as error:
         'numpyro_fed.engines.nvflare needs NVFLARE, which is not installed: pip install "numpyro-fed[nvflare]"'
     ) from error
 
-__all__ = ["FedController", "Messenger", "Rejoin", "SideExecutor", "simulate", "write_job"]
+__all__ = ["FedController", "Messenger", "Rejoin", "SideExecutor", "prepare_kit", "simulate", "write_job"]
 
 TASK, DATA, SETTINGS, RESULT, ERROR, REJOIN = ("answer", "data", "fed.json", "result.bin", "error.txt", "rejoin.json")
 PACKAGE = "numpyro_fed.engines.nvflare."  # what sites have to allow
@@ -251,8 +251,8 @@ def silo_directory(root: str | Path, run_directory: str | Path, name: str, direc
 class Rejoin(ClientProcessJobLauncher):
     """Of a site, not of a job: starts a silo's process, and starts it again where it was killed or the client was restarted.
 
-    NVFLARE itself ends the job where the process dies, and does not start one for a client that comes back. To be put in place of
-    ``ClientProcessJobLauncher`` in the site's ``local/resources.json``. The token that the job knows the site by is kept beside the job, readable to
+    NVFLARE itself ends the job where the process dies, and does not start one for a client that comes back. :func:`prepare_kit` puts it in place of
+    ``ClientProcessJobLauncher``. The token that the job knows the site by is kept beside the job, readable to
     the owner only, and removed when the job ends.
     """
 
@@ -312,6 +312,28 @@ class Lasting(ProcessHandle):
                 return
             _logger.warning("a silo's process was ended by signal %d, and is started again", -code)
             self.adapter = self._launch()
+
+
+def prepare_kit(kit: str | Path) -> Path:
+    """What a provisioned site says once in its ``local/resources.json``: our components are allowed, a silo's process is started by :class:`Rejoin`, and a
+    silo's log stays where it is.
+
+    :param kit: the server's or a site's folder.
+    """
+    local = Path(kit) / "local"
+    written = local / "resources.json"
+    source = written if written.is_file() else local / "resources.json.default"
+    if not source.is_file():
+        raise ValueError(f"{kit}: there is no {source}; expected a folder that `nvflare provision` made")
+    resources = json.loads(source.read_text())
+    if PACKAGE not in resources.setdefault("class_allow_list", []):
+        resources["class_allow_list"].append(PACKAGE)
+    resources["allow_log_streaming"] = False
+    for component in resources["components"]:
+        if component["path"].endswith(".ClientProcessJobLauncher"):
+            component["path"] = PACKAGE + Rejoin.__name__
+    written.write_text(json.dumps(resources, indent=2))
+    return written
 
 
 def write_job(
@@ -392,19 +414,18 @@ def simulate(
     *,
     threads: int | None = None,
     timeout: float | None = None,
-    directory: str | None = "simulated",
     **settings: Any,
 ) -> bytes:
     """Run a job in NVFLARE's simulator: all on this machine, offline, each silo a process. Returns what ``run`` returned.
 
-    :param workspace: for the job, logs, and in ``silos`` the silos' private state, from which a further call goes on. ``nvflare`` in it is emptied first.
+    :param workspace: for the job and logs; ``nvflare`` in it is emptied first. With ``directory=`` the silos' private state is kept in ``silos``, and a further call goes on from it.
     :param threads: silos in memory at one time; by default all. With fewer, a silo's process is started for each message, and its state read from disk.
     :param timeout: seconds after which the simulation is ended.
     :param settings: further ones of :func:`write_job`.
     :raises RuntimeError: with the reason, where ``run`` failed.
     """
     workspace = Path(workspace).resolve()
-    job = write_job(workspace / "job", run, make_side, names, directory=directory, **settings)
+    job = write_job(workspace / "job", run, make_side, names, **settings)
     threads = len(names) if threads is None else threads
     if not 1 <= threads <= len(names):
         raise ValueError(f"threads={threads}; expected between 1 and the number of silos, {len(names)}")
