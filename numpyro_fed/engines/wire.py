@@ -42,6 +42,12 @@ ANSWERED = {
         "means and norms of what its surrogate lacks, on 32 walks",
         "64 d, and up to 64 for each walk",
     ),
+    "numpyro_fed.vi.remote:InitLocal": ("nothing: it makes its own first parameters, and keeps them", ""),
+    "numpyro_fed.vi.remote:RoundLocal": (
+        "SFVI: its part of the bound and of its gradient; SFVI-Avg: global parameters after its steps; conducive rounds: its site's natural parameters, and its part of the bound",
+        "2 d for each draw, and as many as learned parameters; as many as global parameters; d + d^2 (diagonal: 2 d)",
+    ),
+    "numpyro_fed.vi.draws:EstimateLocal": ("estimates of its log likelihood at the server's draws", "1 for each draw, and its worst k"),
     "numpyro_fed.mcmc.remote:TellLocal": ("nothing: it keeps surrogates and step size", ""),
     "numpyro_fed.mcmc.remote:StartLocal": ("nothing: it draws its first local latents, and keeps them", ""),
     "numpyro_fed.mcmc.remote:StayLocal": (

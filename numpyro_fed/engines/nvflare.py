@@ -1,0 +1,462 @@
+"""NVFLARE as the carrier of messages between organisations: one controller, one executor, a job folder and the simulator.
+
+The server's part is a function ``run(messenger)``; a silo's is an object with ``name`` and ``answer(data: bytes) -> bytes`` that ``make_side(name, directory)``
+makes. Both are named by import path (``"package.module:function"`` or ``"/path/file.py:function"``), and what crosses is bytes: nothing is pickled.
+Answers have to be idempotent: a message may reach a silo more than once.
+
+    from numpyro_fed.engines.nvflare import simulate
+    result = simulate("my_study:run", "my_study:make_side", ["oslo", "rome"], "workspace")
+"""
+
+import copy
+import importlib
+import importlib.util
+import json
+import logging
+import os
+import queue
+import re
+import shutil
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+try:
+    from nvflare.apis.controller_spec import Task, TaskCompletionStatus
+    from nvflare.apis.event_type import EventType
+    from nvflare.apis.executor import Executor
+    from nvflare.apis.fl_constant import FLContextKey, ReturnCode
+    from nvflare.apis.impl.controller import Controller
+    from nvflare.apis.job_launcher_spec import JobProcessArgs
+    from nvflare.apis.shareable import Shareable, make_reply
+    from nvflare.apis.workspace import Workspace
+    from nvflare.app_common.job_launcher.client_process_launcher import ClientProcessJobLauncher
+    from nvflare.app_common.job_launcher.process_launcher import ProcessHandle
+except ImportError as error:
+    raise ImportError(
+        'numpyro_fed.engines.nvflare needs NVFLARE, which is not installed: pip install "numpyro-fed[nvflare]"'
+    ) from error
+
+__all__ = ["FedController", "Messenger", "Rejoin", "SideExecutor", "prepare_kit", "simulate", "write_job"]
+
+TASK, DATA, SETTINGS, RESULT, ERROR, REJOIN = ("answer", "data", "fed.json", "result.bin", "error.txt", "rejoin.json")
+PACKAGE = "numpyro_fed.engines.nvflare."  # what sites have to allow
+ALLOWED, SILOS = "NUMPYRO_FED_ALLOWED", "NUMPYRO_FED_SILOS"  # a site's environment variables
+PERIOD = 0.05
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_logger = logging.getLogger("nvflare.numpyro_fed")
+
+
+def load(path: str) -> Callable:
+    """The function of an import path.
+
+    :param path: ``"package.module:function"`` or ``"/path/file.py:function"``.
+    :raises ValueError: in words, where there is none.
+    """
+    where, _, name = path.rpartition(":")
+    if not where or not name:
+        raise ValueError(f'{path!r} is no import path; expected "package.module:function" or "/path/file.py:function"')
+    if where.endswith(".py"):
+        if not Path(where).is_file():
+            raise ValueError(f"{path!r}: there is no file {where}")
+        spec = importlib.util.spec_from_file_location(Path(where).stem, where)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules.setdefault(spec.name, module)
+        spec.loader.exec_module(module)
+    else:
+        try:
+            module = importlib.import_module(where)
+        except ModuleNotFoundError as error:
+            raise ValueError(f"{path!r}: {error}; expected a module that is installed at every site") from error
+    if not callable(getattr(module, name, None)):
+        raise ValueError(f"{path!r}: {where} has no function {name}")
+    return getattr(module, name)
+
+
+def load_allowed(path: str) -> Callable:
+    """The function of an import path that a job asks for, if the site lists it in its environment variable ``NUMPYRO_FED_ALLOWED``.
+
+    :raises PermissionError: if it does not: who may submit a job may not therefore call what is installed here.
+    """
+    allowed = [x for x in os.environ.get(ALLOWED, "").split(",") if x]
+    if path not in allowed:
+        raise PermissionError(
+            f"the job asks for {path!r}; expected one of {allowed}, which this site lists in its environment variable {ALLOWED}"
+        )
+    return load(path)
+
+
+def _settings(fl_ctx: Any) -> tuple[dict[str, Any], Workspace, str]:
+    """What the job says, the site's workspace, and the job's id."""
+    workspace, job = fl_ctx.get_prop(FLContextKey.WORKSPACE_OBJECT), fl_ctx.get_job_id()
+    return json.loads((Path(workspace.get_app_config_dir(job)) / SETTINGS).read_text()), workspace, job
+
+
+class Messenger:
+    """What the server's part of a fit asks silos through.
+
+    :param controller: sends the tasks.
+    :param names: the silos, as the coordinator listed them.
+    :param patience: seconds after which a silo that has not answered is left out.
+    """
+
+    def __init__(self, controller: Any, fl_ctx: Any, abort: Any, names: Sequence[str], patience: float) -> None:
+        self.names = tuple(names)
+        self._controller, self._fl_ctx, self._abort, self._patience = controller, fl_ctx, abort, patience
+
+    def exchange(self, messages: dict[str, bytes]) -> dict[str, bytes]:
+        """One message to each named silo; replies by name.
+
+        A silo that was restarted is sent its message again. One that has not answered within ``patience`` is absent.
+
+        :raises ValueError: naming silos that are not of this job.
+        :raises RuntimeError: if the job was stopped.
+        """
+        unknown = sorted(set(messages) - set(self.names))
+        if unknown:
+            raise ValueError(f"silos {unknown} are not of this job; expected some of {list(self.names)}")
+        done: queue.Queue = queue.Queue()
+        tasks = {name: self._send(name, data, done) for name, data in messages.items()}
+        replies: dict[str, bytes] = {}
+        again: dict[str, float] = {}
+        end = time.monotonic() + self._patience
+        while len(replies) < len(messages) and (now := time.monotonic()) < end:
+            for name in [name for name, when in again.items() if when <= now]:
+                del again[name]
+                tasks[name] = self._send(name, messages[name], done)
+            try:
+                task, name, reply = done.get(timeout=min(0.2, end - now))
+            except queue.Empty:
+                if self._abort.triggered:
+                    raise RuntimeError("the job was stopped while silos were asked") from None
+                continue
+            if reply is not None:
+                replies[name] = reply
+            elif task is tasks[name] and name not in again and name not in replies:
+                again[name] = now + 1.0
+        for name in messages.keys() - replies.keys():
+            self._controller.cancel_task(tasks[name], TaskCompletionStatus.TIMEOUT, self._fl_ctx)
+            _logger.warning("silo %r has not answered within %g s", name, self._patience)
+        return {name: replies[name] for name in messages if name in replies}
+
+    def _send(self, name: str, data: bytes, done: queue.Queue) -> Task:
+        def received(client_task: Any, fl_ctx: Any) -> None:
+            result = client_task.result
+            reply = result.get(DATA) if result.get_return_code() == ReturnCode.OK else None
+            done.put((client_task.task, name, reply if isinstance(reply, bytes) else None))
+            client_task.result = None
+
+        def ended(task: Any, fl_ctx: Any) -> None:  # also where NVFLARE has given the silo up
+            done.put((task, name, None))
+
+        task = Task(TASK, Shareable({DATA: bytes(data)}), result_received_cb=received, task_done_cb=ended)
+        self._controller.broadcast(task, self._fl_ctx, targets=[name], min_responses=1)
+        return task
+
+
+class FedController(Controller):
+    """The server's side of the job: calls ``run(messenger)``, and keeps what it returned as ``result.bin`` in its run directory."""
+
+    def __init__(self) -> None:
+        super().__init__(task_check_period=PERIOD)
+
+    def start_controller(self, fl_ctx: Any) -> None:
+        pass
+
+    def stop_controller(self, fl_ctx: Any) -> None:
+        pass
+
+    def process_result_of_unknown_task(self, *args: Any, **kwargs: Any) -> None:
+        """A reply that came too late."""
+
+    def control_flow(self, abort_signal: Any, fl_ctx: Any) -> None:
+        told, workspace, job = _settings(fl_ctx)
+        kept = Path(workspace.get_run_dir(job))
+        try:
+            here = {client.name for client in self._engine.get_clients()}
+            absent = [name for name in told["names"] if name not in here]
+            if absent:
+                raise ValueError(f"expected silos {absent} did not appear; this job has {sorted(here)}")
+            messenger = Messenger(self, fl_ctx, abort_signal, told["names"], told["patience"])
+            result = load_allowed(told["run"])(messenger, **told["arguments"])
+            if result is not None and not isinstance(result, bytes):
+                raise TypeError(f"{told['run']} returned {type(result).__name__}; expected bytes or None")
+        except Exception as error:
+            (kept / ERROR).write_text(traceback.format_exc())
+            self.system_panic(f"{type(error).__name__}: {error}", fl_ctx)
+            return
+        partial = kept / (RESULT + ".part")
+        partial.write_bytes(result or b"")
+        partial.replace(kept / RESULT)
+
+
+class SideExecutor(Executor):
+    """A silo's side of the job: made at the first message, kept in memory while the job lasts.
+
+    Errors are written to ``error.txt`` in the silo's own directory. The server is told that there was one, and no more: its text may hold data.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._side: Any = None
+
+    def execute(self, task_name: str, shareable: Any, fl_ctx: Any, abort_signal: Any) -> Any:
+        if task_name != TASK:
+            return make_reply(ReturnCode.TASK_UNKNOWN)
+        name = fl_ctx.get_identity_name()
+        told, workspace, job = _settings(fl_ctx)
+        directory = silo_directory(workspace.get_root_dir(), workspace.get_run_dir(job), name, told["directory"])
+        try:
+            if self._side is None:
+                directory.mkdir(parents=True, exist_ok=True)
+                self._side = self._made(told, name, directory)
+            data = self._side.answer(shareable[DATA])
+            if not isinstance(data, bytes):
+                raise TypeError(f"the side of silo {name!r} answered with {type(data).__name__}; expected bytes")
+        except Exception:
+            with (directory / ERROR).open("a") as file:
+                file.write(traceback.format_exc())
+            _logger.error("silo %r could not answer; the reason is in %s", name, directory / ERROR)
+            return make_reply(ReturnCode.EXECUTION_EXCEPTION)
+        reply = make_reply(ReturnCode.OK)
+        reply[DATA] = data
+        return reply
+
+    @staticmethod
+    def _made(told: dict[str, Any], name: str, directory: Path) -> Any:
+        side = load_allowed(told["make_side"])(name, directory, **told["arguments"])
+        if side.name != name:
+            raise ValueError(f"the side calls itself {side.name!r}; expected {name!r}, the name of the client")
+        return side
+
+
+def silo_directory(root: str | Path, run_directory: str | Path, name: str, directory: str | None) -> Path:
+    """Where a silo's private state is.
+
+    :param root: of the site's workspace; the site may set another in ``NUMPYRO_FED_SILOS``.
+    :param run_directory: the job's own, where ``directory`` is ``None``.
+    :param directory: a name under which jobs that follow each other go on.
+    """
+    if directory is None:
+        return Path(run_directory) / "silo"
+    return Path(os.environ.get(SILOS) or Path(root) / "silos") / directory / name
+
+
+class Rejoin(ClientProcessJobLauncher):
+    """Of a site, not of a job: starts a silo's process, and starts it again where it was killed or the client was restarted.
+
+    NVFLARE itself ends the job where the process dies, and does not start one for a client that comes back. :func:`prepare_kit` puts it in place of
+    ``ClientProcessJobLauncher``. The token that the job knows the site by is kept beside the job, readable to
+    the owner only, and removed when the job ends.
+    """
+
+    def handle_event(self, event_type: str, fl_ctx: Any) -> None:
+        super().handle_event(event_type, fl_ctx)
+        engine = fl_ctx.get_engine()
+        if event_type == EventType.JOB_COMPLETED:
+            (Path(engine.args.workspace) / fl_ctx.get_prop(FLContextKey.CURRENT_JOB_ID) / REJOIN).unlink(
+                missing_ok=True
+            )
+        elif event_type == EventType.SYSTEM_START:
+            for kept in sorted(Path(engine.args.workspace).glob(f"*/{REJOIN}")):
+                meta = json.loads((kept.parent / "meta.json").read_text())
+                known = copy.copy(engine.client)  # by the token that the job's server process knows
+                known.token, known.token_signature, known.ssid = json.loads(kept.read_text())
+                _logger.warning("silo %r goes back to job %s", known.client_name, kept.parent.name)
+                executor, context = engine.client_executor, engine.new_context()
+                executor.start_app(known, kept.parent.name, meta, engine.args, None, None, None, context)
+
+    def launch_job(self, job_meta: dict, fl_ctx: Any) -> "Lasting":
+        arguments = fl_ctx.get_prop(FLContextKey.JOB_PROCESS_ARGS)
+        told = [
+            arguments[x][1] for x in (JobProcessArgs.AUTH_TOKEN, JobProcessArgs.TOKEN_SIGNATURE, JobProcessArgs.SSID)
+        ]
+        kept = Path(arguments[JobProcessArgs.WORKSPACE][1]) / job_meta["job_id"] / REJOIN
+        kept.unlink(missing_ok=True)
+        with os.fdopen(os.open(kept, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            json.dump(told, file)
+        launch = super().launch_job
+        return Lasting(lambda: launch(job_meta, fl_ctx).adapter)
+
+
+class Lasting(ProcessHandle):
+    """A process that is started again where a signal ended it, unless it did so three times within half a minute of its start.
+
+    :param launch: starts it.
+    """
+
+    adapter: Any
+
+    def __init__(self, launch: Callable[[], Any]) -> None:
+        super().__init__(process_adapter=launch())
+        self._launch, self._stopped = launch, False
+
+    def terminate(self) -> None:
+        self._stopped = True
+        super().terminate()
+
+    def wait(self) -> None:
+        short = 0
+        while True:
+            start = time.monotonic()
+            self.adapter.wait()
+            code = self.adapter.poll()
+            short = short + 1 if time.monotonic() - start < 30.0 else 0
+            if self._stopped or code is None or code >= 0 or short == 3:
+                return
+            _logger.warning("a silo's process was ended by signal %d, and is started again", -code)
+            self.adapter = self._launch()
+
+
+def prepare_kit(kit: str | Path) -> Path:
+    """What a provisioned site says once in its ``local/resources.json``: our components are allowed, a silo's process is started by :class:`Rejoin`, and a
+    silo's log stays where it is.
+
+    :param kit: the server's or a site's folder.
+    """
+    local = Path(kit) / "local"
+    written = local / "resources.json"
+    source = written if written.is_file() else local / "resources.json.default"
+    if not source.is_file():
+        raise ValueError(f"{kit}: there is no {source}; expected a folder that `nvflare provision` made")
+    resources = json.loads(source.read_text())
+    if PACKAGE not in resources.setdefault("class_allow_list", []):
+        resources["class_allow_list"].append(PACKAGE)
+    resources["allow_log_streaming"] = False
+    for component in resources["components"]:
+        if component["path"].endswith(".ClientProcessJobLauncher"):
+            component["path"] = PACKAGE + Rejoin.__name__
+    written.write_text(json.dumps(resources, indent=2))
+    return written
+
+
+def write_job(
+    folder: str | Path,
+    run: str,
+    make_side: str,
+    names: Sequence[str],
+    *,
+    run_arguments: dict[str, Any] | None = None,
+    side_arguments: dict[str, Any] | None = None,
+    patience: float = 600.0,
+    directory: str | None = None,
+    period: float | None = None,
+) -> Path:
+    """A job folder, to be submitted to a server (``nvflare job submit -j folder``) or simulated.
+
+    :param folder: is made; its last part is the job's name.
+    :param run: import path of ``run(messenger, **run_arguments)``, which returns bytes or ``None``.
+    :param make_side: import path of ``make_side(name, directory, **side_arguments)``, called at each site.
+    :param names: the silos, which are the names of the clients.
+    :param run_arguments: what JSON holds.
+    :param side_arguments: likewise; every site is told the same.
+    :param patience: seconds after which a silo that has not answered is left out of a round.
+    :param directory: a name under which silos keep their state over jobs; by default each job begins anew.
+    :param period: seconds between a silo's questions for a message; by default 0.05, and more with above five silos, for a hundred questions a second in all.
+    """
+    _check_names(names)
+    period = max(PERIOD, 0.01 * len(names)) if period is None else period
+    if not period > 0:
+        raise ValueError(f"period={period!r}; expected a number of seconds above zero")
+    if not patience > 0:
+        raise ValueError(f"patience={patience!r}; expected a number of seconds above zero")
+    if directory is not None and not _NAME.fullmatch(directory):
+        raise ValueError(f"directory={directory!r}; expected a plain name, since each site has its own place for it")
+    server = {
+        "format_version": 2,
+        "server": {"task_request_interval": period},
+        "dead_client_grace_period": 1e9,  # that a silo is away is for ``run`` to judge, not for NVFLARE
+        "workflows": [{"id": "fed", "path": PACKAGE + "FedController", "args": {}}],
+        "components": [],
+    }
+    silo = {
+        "format_version": 2,
+        "default_task_fetch_interval": period,
+        "executors": [{"tasks": [TASK], "executor": {"path": PACKAGE + "SideExecutor", "args": {}}}],
+        "components": [],
+    }
+    folder = Path(folder)
+    told = {"names": list(names), "patience": patience, "run": run, "arguments": run_arguments or {}}
+    asked = {"make_side": make_side, "directory": directory, "arguments": side_arguments or {}}
+    for app, kind, config, settings in (("server", "server", server, told), ("silo", "client", silo, asked)):
+        config_dir = folder / app / "config"
+        config_dir.mkdir(parents=True, exist_ok=True)
+        (config_dir / f"config_fed_{kind}.json").write_text(json.dumps(config, indent=2))
+        (config_dir / SETTINGS).write_text(json.dumps(settings, indent=2))
+    deploy = {"server": ["server"], "silo": list(names)}
+    meta = {"name": folder.name, "resource_spec": {}, "deploy_map": deploy, "min_clients": len(names)}
+    (folder / "meta.json").write_text(json.dumps(meta, indent=2))
+    return folder
+
+
+def _check_names(names: Sequence[str]) -> None:
+    twice = sorted({name for name in names if list(names).count(name) > 1})
+    if twice:
+        raise ValueError(f"silos {twice} are listed more than once; expected each name once")
+    wrong = [name for name in names if not _NAME.fullmatch(name) or name == "server"]
+    if wrong or not names:
+        raise ValueError(
+            f"silos {wrong or list(names)}: expected names of letters, digits, '.', '_' and '-', not 'server'"
+        )
+
+
+def simulate(
+    run: str,
+    make_side: str,
+    names: Sequence[str],
+    workspace: str | Path,
+    *,
+    threads: int | None = None,
+    timeout: float | None = None,
+    **settings: Any,
+) -> bytes:
+    """Run a job in NVFLARE's simulator: all on this machine, offline, each silo a process. Returns what ``run`` returned.
+
+    :param workspace: for the job and logs; ``nvflare`` in it is emptied first. With ``directory=`` the silos' private state is kept in ``silos``, and a further call goes on from it.
+    :param threads: silos in memory at one time; by default all. With fewer, a silo's process is started for each message, and its state read from disk.
+    :param timeout: seconds after which the simulation is ended.
+    :param settings: further ones of :func:`write_job`.
+    :raises RuntimeError: with the reason, where ``run`` failed.
+    """
+    workspace = Path(workspace).resolve()
+    job = write_job(workspace / "job", run, make_side, names, **settings)
+    threads = len(names) if threads is None else threads
+    if not 1 <= threads <= len(names):
+        raise ValueError(f"threads={threads}; expected between 1 and the number of silos, {len(names)}")
+    where = workspace / "nvflare"
+    shutil.rmtree(where, ignore_errors=True)
+    (where / "local").mkdir(parents=True)
+    (where / "local" / "resources.json").write_text(json.dumps({"format_version": 2, "class_allow_list": [PACKAGE]}))
+    command = [sys.executable, "-m", "nvflare.private.fed.app.simulator.simulator", str(job), "-w", str(where)]
+    command += ["-c", ",".join(names), "-t", str(threads), "-m", str(len(names))]
+    paths = [*sys.path, os.environ.get("PYTHONPATH", "")]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(str(Path(x).resolve()) for x in paths if x),
+        ALLOWED: f"{run},{make_side}",
+        SILOS: str(workspace / "silos"),
+    }
+    log = workspace / "log.txt"
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            command, cwd=workspace, env=environment, stdout=file, stderr=file, start_new_session=True
+        )
+        try:
+            process.wait(timeout)
+        except BaseException:
+            os.killpg(process.pid, 9)
+            process.wait()
+            raise
+    kept = where / "server" / "simulate_job"
+    if (kept / ERROR).is_file():
+        reason = (kept / ERROR).read_text().strip()
+        raise RuntimeError(f"{run} failed: {reason.splitlines()[-1]}\n{reason}")
+    if not (kept / RESULT).is_file():
+        raise RuntimeError(f"the simulation ended without a result (exit code {process.returncode}); see {log}")
+    return (kept / RESULT).read_bytes()
