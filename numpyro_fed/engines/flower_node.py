@@ -35,8 +35,8 @@ def serve(
     server: str,
     name: str,
     *,
-    ca: Path,
-    key: Path | None = None,
+    ca: str | Path,
+    key: str | Path | None = None,
     poll: float = 0.25,
     give_up: float | None = None,
     **config: Any,
@@ -106,7 +106,7 @@ def _answer(app: ClientApp, connection: tuple, config: dict[str, Any], poll: flo
             _log.warning("the run has ended; its message is not answered")
 
 
-def _keys(path: Path) -> tuple[Any, Any]:
+def _keys(path: str | Path) -> tuple[Any, Any]:
     from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
     from cryptography.hazmat.primitives.serialization import load_ssh_private_key
 
