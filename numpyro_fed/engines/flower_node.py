@@ -122,8 +122,16 @@ def _received(receive: Callable, pull: Callable, confirm: Callable) -> Message |
         return None
     head, tree = got
     run = head.metadata.run_id
+    # a message is seen before all of it is at the server: the first wait for the rest is a second, if nothing is said
     whole = inflatable_utils.pull_and_inflate_object_from_tree(
-        tree, lambda number: pull(run, number), lambda number: confirm(run, number), return_type=Message
+        tree,
+        lambda number: pull(run, number),
+        lambda number: confirm(run, number),
+        return_type=Message,
+        max_tries_per_object=None,
+        max_time=_EXPIRES,
+        initial_backoff=0.02,
+        backoff_cap=1.0,
     )
     whole.metadata.__dict__["_message_id"] = tree.object_id
     return whole
