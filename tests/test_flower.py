@@ -272,6 +272,13 @@ def test_a_dead_node_is_a_missing_reply_at_once():
     assert set(messenger.exchange(dict.fromkeys(NAMES, b""))) == {"oslo", "bern"}
 
 
+def test_messages_that_the_server_refuses_are_an_error():
+    grid, messenger = up()
+    grid.push_messages = lambda messages: []  # as Flower's does where a body is too large
+    with pytest.raises(RuntimeError, match="refused the messages as too large"):
+        messenger.exchange({"oslo": b""})
+
+
 # Apps and commands
 
 

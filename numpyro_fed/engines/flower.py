@@ -151,6 +151,7 @@ class Flower:
         """One message to each of the silos named; the replies of those that answered in time.
 
         :raises ValueError: for a name that is not a silo's, and when two nodes turn out to have one name.
+        :raises RuntimeError: where the server refuses messages as too large.
         :warns UserWarning: where a silo's app failed; other silences are told by :attr:`reasons` alone.
         """
         strange = sorted(set(messages) - set(self.names))
@@ -192,7 +193,12 @@ class Flower:
             Message(records_of(data), self.registry.nodes[name], "query.answer", ttl=ttl, group_id=name)
             for name, data in messages.items()
         ]
-        for name, number in zip(messages, self.grid.push_messages(whole), strict=True):
+        numbers = list(self.grid.push_messages(whole))
+        if len(numbers) < len(whole):
+            raise RuntimeError(
+                "the SuperLink, or a proxy before it, refused the messages as too large; expected bodies of 5 MB to be let through"
+            )
+        for name, number in zip(messages, numbers, strict=True):
             if number is None:  # the SuperLink does not know the node any more
                 self.registry.nodes.pop(name)
                 self.reasons[name] = "its node is not there"

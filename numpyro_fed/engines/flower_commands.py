@@ -18,7 +18,13 @@ QUIET = {
 
 
 def link_command(
-    port: int, *, certificate: Path, key: Path, ca: Path, host: str = "127.0.0.1", authentication: bool = True
+    port: int,
+    *,
+    certificate: str | Path,
+    key: str | Path,
+    ca: str | Path,
+    host: str = "127.0.0.1",
+    authentication: bool = True,
 ) -> list[str]:
     """The command that starts a SuperLink, of which the environment is to hold :data:`QUIET`.
 
@@ -34,8 +40,8 @@ def node_command(
     server: str,
     name: str,
     *,
-    ca: Path,
-    key: Path | None = None,
+    ca: str | Path,
+    key: str | Path | None = None,
     port: int = 9094,
     give_up: float | None = None,
     **config: Any,
@@ -57,13 +63,14 @@ def node_command(
     return command + (["--max-wait-time", str(give_up)] if give_up is not None else [])
 
 
-def write_app(directory: Path, server: str, client: str, config: Mapping[str, Any] | None = None) -> Path:
+def write_app(directory: str | Path, server: str, client: str, config: Mapping[str, Any] | None = None) -> Path:
     """The folder that ``flwr run`` sends to the SuperLink: two names of importable objects, and no code.
 
     :param server: ``module:object`` of a :func:`server_app`, for the SuperLink's machine.
     :param client: ``module:object`` of a :func:`client_app`, for the silos'.
     :param config: becomes ``context.run_config`` everywhere.
     """
+    directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     lines = [
         "[project]",

@@ -32,8 +32,10 @@ class InProcessGrid(Grid):
         self._replies: dict[str, Message] = {}
         self._count = itertools.count(1)
         self._run = Run.create_empty(1)
-        # of this process, without which Flower makes no messages
-        TaskIdentity.task_id = TaskIdentity.run_id = TaskIdentity.node_id = 1
+        try:
+            _ = TaskIdentity.run_id
+        except RuntimeError:  # this process is none of Flower's, which makes no messages without an identity
+            TaskIdentity.task_id = TaskIdentity.run_id = TaskIdentity.node_id = 1
 
     def set_run(self, run: Run) -> None:
         self._run = run

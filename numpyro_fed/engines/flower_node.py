@@ -35,8 +35,8 @@ def serve(
     server: str,
     name: str,
     *,
-    ca: Path,
-    key: Path | None = None,
+    ca: str | Path,
+    key: str | Path | None = None,
     poll: float = 0.25,
     give_up: float | None = None,
     **config: Any,
@@ -106,7 +106,7 @@ def _answer(app: ClientApp, connection: tuple, config: dict[str, Any], poll: flo
             _log.warning("the run has ended; its message is not answered")
 
 
-def _keys(path: Path) -> tuple[Any, Any]:
+def _keys(path: str | Path) -> tuple[Any, Any]:
     from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
     from cryptography.hazmat.primitives.serialization import load_ssh_private_key
 
@@ -122,8 +122,16 @@ def _received(receive: Callable, pull: Callable, confirm: Callable) -> Message |
         return None
     head, tree = got
     run = head.metadata.run_id
+    # a message is seen before all of it is at the server: the first wait for the rest is a second, if nothing is said
     whole = inflatable_utils.pull_and_inflate_object_from_tree(
-        tree, lambda number: pull(run, number), lambda number: confirm(run, number), return_type=Message
+        tree,
+        lambda number: pull(run, number),
+        lambda number: confirm(run, number),
+        return_type=Message,
+        max_tries_per_object=None,
+        max_time=_EXPIRES,
+        initial_backoff=0.02,
+        backoff_cap=1.0,
     )
     whole.metadata.__dict__["_message_id"] = tree.object_id
     return whole
