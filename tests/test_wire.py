@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
+import optax
 import pytest
 from jax import random
 from small_models import intercepts, intercepts_silos, linear, linear_silos
@@ -249,6 +250,69 @@ def test_checkpoints_of_other_runs_are_refused(tmp_path):
         fed.RemoteMCMC(fed.FSGLD(linear), num_warmup=1, num_samples=1, checkpoint=place, checkpoint_every=0)
 
 
+# Variational fits
+
+
+ADAM = optax.adam(0.05)
+FITS = {
+    "sfvi": lambda: fed.SFVI(intercepts, fed.AutoSiloNormal(intercepts), ADAM, num_local_particles=3),
+    "sfvi_avg": lambda: fed.SFVIAvg(intercepts, fed.AutoSiloNormal(intercepts), ADAM, num_local_steps=5),
+    "conducive": lambda: fed.SFVIAvg(intercepts, fed.AutoSiloNormal(intercepts), conducive=True),
+}
+
+
+class Fits(Messages):
+    def __init__(self, silos, fit, folder, make=None, **options) -> None:
+        super().__init__(silos, fit.model, folder, **options)
+        make = make or (lambda: fit)
+        self.make = {n: (lambda n=n: SiloSide(alone(silos, n), fit.model, folder / n, fit=make())) for n in silos.names}
+        self.sides = {n: one() for n, one in self.make.items()}
+
+
+@pytest.mark.parametrize("name", FITS)
+def test_fits_are_those_without_bytes(tmp_path, name):
+    fit, rounds = FITS[name](), 3 if name == "conducive" else 8
+    there = fed.RemoteSilos(INTERCEPTS, fed.Loopback(INTERCEPTS))
+    expected = FITS[name]().run(random.key(1), rounds, there, progress_bar=False)
+    # silos have a fit of their own, which is made of the same numbers
+    messenger = Fits(INTERCEPTS, fit, tmp_path, FITS[name], fresh=name == "sfvi")
+    remote = connect(messenger, intercepts, fit=fit)
+    got = fit.run(random.key(1), rounds, remote, progress_bar=False)
+    np.testing.assert_array_equal(got.losses, expected.losses)
+    assert set(got.params) == set(expected.params)
+    for k, v in expected.params.items():
+        np.testing.assert_array_equal(got.params[k], v, err_msg=k)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "message"),
+    [
+        (lambda: None, "has another model: fit of chains, expected SFVI"),
+        (
+            lambda: fed.SFVI(intercepts, fed.AutoSiloNormal(intercepts), optax.adam(0.01), num_local_particles=3),
+            "has another model: optimisers",
+        ),
+        (
+            lambda: fed.SFVI(intercepts, fed.AutoSiloNormal(intercepts), ADAM, num_local_particles=4),
+            "has another model: options",
+        ),
+    ],
+    ids=["none", "step size", "particles"],
+)
+def test_silos_with_another_fit_are_named(tmp_path, theirs, message):
+    fit = FITS["sfvi"]()
+    with pytest.raises(ValueError, match=f"silo '0' {message}"):
+        connect(Fits(INTERCEPTS, fit, tmp_path, theirs), intercepts, fit=fit)
+
+
+def test_a_fit_that_silos_were_not_told_of_is_named(tmp_path):
+    remote = connect(Messages(INTERCEPTS, intercepts, tmp_path), intercepts)
+    with pytest.raises(
+        RuntimeError, match=r"silo '0': it has no such fit; expected connect\(messenger, model, fit=\.\.\.\)"
+    ):
+        FITS["sfvi"]().run(random.key(1), 2, remote, progress_bar=False)
+
+
 # What crosses
 
 
@@ -468,12 +532,15 @@ def test_a_folder_that_was_emptied_is_said(tmp_path):
 
 def test_another_model_or_a_function_does_not_go_over_the_wire(tmp_path):
     remote = connect(Messages(LINEAR, linear, tmp_path), linear)
-    with pytest.raises(ValueError, match="the kernel's model is not the one that silos were connected with"):
+    with pytest.raises(
+        ValueError,
+        match=r"needs cannot go over a wire .*; expected the model, and the fit, that silos were connected with",
+    ):
         fed.RemoteMCMC(fed.FSGLD(narrower), num_warmup=0, num_samples=2, progress_bar=False).run(random.key(0), remote)
     kernel = fed.FSGLD(linear, step_size=lambda i: 1e-3 / (i + 1.0))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with pytest.raises(
-            ValueError, match="step sizes that are functions cannot, numbers and the schedules of fed can"
+            ValueError, match=r"got function.*step sizes that are numbers or schedules of fed, not functions"
         ):
             fed.RemoteMCMC(kernel, num_warmup=0, num_samples=2, progress_bar=False).run(random.key(0), remote)

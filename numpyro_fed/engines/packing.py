@@ -1,7 +1,7 @@
 """Values as bytes and back, for wires and files: a text that says how they are put together, and arrays. Nothing in them is run.
 
 What may be packed: numbers, texts, ``None``, lists, tuples, dictionaries, arrays, random keys, types of arrays, and named tuples and data classes of this
-package. What both sides have of their own (the model's factors) goes by name.
+package and of optax. What both sides have of their own (the model's factors) goes by name.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from jax import random
 
 __all__ = ["pack", "unpack"]
 
-_PACKAGE = __name__.split(".")[0]
+_PACKAGES = (__name__.split(".")[0], "optax")  # whose named tuples and data classes hold numbers alone
 
 
 def pack(value: Any, own: Mapping[str, Any] | None = None) -> bytes:
@@ -71,8 +71,8 @@ def _described(value: Any, own: Mapping[Any, str], arrays: list[np.ndarray]) -> 
     if dataclasses.is_dataclass(value) or hasattr(value, "_fields"):
         names = value._fields if hasattr(value, "_fields") else [f.name for f in dataclasses.fields(value)]
         kind = type(value)
-        if not kind.__module__.startswith(f"{_PACKAGE}."):
-            raise TypeError(f"expected classes of {_PACKAGE}, got {kind.__module__}.{kind.__qualname__}")
+        if kind.__module__.split(".")[0] not in _PACKAGES:
+            raise TypeError(f"expected classes of {_PACKAGES}, got {kind.__module__}.{kind.__qualname__}")
         fields = {name: _described(getattr(value, name), own, arrays) for name in names}
         return {"of": f"{kind.__module__}:{kind.__qualname__}", "fields": fields}
     if isinstance(value, list | tuple):
@@ -134,8 +134,8 @@ class _Reader:
 
     def _instance(self, name: str, fields: dict[str, Any]) -> Any:
         module, _, qualname = name.partition(":")
-        if not module.startswith(f"{_PACKAGE}.") or not qualname.isidentifier():
-            raise ValueError(f"a packed value is of {name!r}; expected a class of {_PACKAGE}")
+        if module.split(".")[0] not in _PACKAGES or not qualname.isidentifier():
+            raise ValueError(f"a packed value is of {name!r}; expected a class of {_PACKAGES}")
         kind = getattr(importlib.import_module(module), qualname)
         if not isinstance(kind, type) or not (dataclasses.is_dataclass(kind) or hasattr(kind, "_fields")):
             raise ValueError(f"a packed value is of {name!r}; expected a named tuple or data class")

@@ -77,8 +77,8 @@ def known_of(silos: Silos, told: Sequence[dict[str, Any]], who: Sequence[str]) -
     return Silos.tree_unflatten(tuple(aux), (rows, {}, {k: silos.shared[k] for k in silos._arrays}))
 
 
-def fingerprint(factors: Factors, known: Silos) -> dict[str, Any]:
-    """What tells a model from another: its sites, and a hash of the program of its log density with all numbers in it."""
+def fingerprint(factors: Factors, known: Silos, fit: Any = None) -> dict[str, Any]:
+    """What tells a model from another: its sites, and a hash of the program of its log density with all numbers in it; and what tells a fit."""
     rows = {leaf: jax.ShapeDtypeStruct((1, *spec.shape), spec.dtype) for leaf, _, spec in factors.rows}
     arrays = {k: known.shared[k] for k in known._arrays}
     static = {k: v for k, v in known.shared.items() if k not in arrays}
@@ -98,4 +98,5 @@ def fingerprint(factors: Factors, known: Silos) -> dict[str, Any]:
         "global sites": [[name, list(shape)] for name, shape in factors.global_sites],
         "local sites": [[s.name, s.plate, list(s.shape)] for s in factors.local_sites],
         "program": digest.hexdigest()[:16],
+        **(fit.described() if fit is not None else {"fit": "of chains"}),
     }

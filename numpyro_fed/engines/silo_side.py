@@ -39,6 +39,7 @@ class SiloSide:
     :param model: the marked model, as the server has it.
     :param folder: where it keeps its state; made if need be.
     :param public: as of the kernel.
+    :param fit: the :class:`SFVI` or :class:`SFVIAvg` that it takes part in, as the server has it; chains need none.
     :raises ValueError: for more than one silo.
 
     Example::
@@ -54,10 +55,12 @@ class SiloSide:
         ('oslo', True)
     """
 
-    def __init__(self, silos: Silos, model: Callable, folder: str | Path, *, public: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, silos: Silos, model: Callable, folder: str | Path, *, public: tuple[str, ...] = (), fit: Any = None
+    ) -> None:
         if not isinstance(silos, Silos) or len(silos) != 1:
             raise ValueError(f"expected fed.Silos of one silo, got {silos!r}")
-        self.silos, self.model, self.public = silos, model, tuple(public)
+        self.silos, self.model, self.public, self.fit = silos, model, tuple(public), fit
         self.name = silos.names[0]
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -133,15 +136,22 @@ class SiloSide:
         if mine != theirs:
             raise Refusal(f"it has {mine} rows, the server says {theirs}")
         self.site = site_of(self.silos, self.name, known)
-        self._own, self._wide = owned(self.factors, known), _one_more(self.site)
+        self._own, self._wide = owned(self.factors, known, self.fit), _one_more(self.site)
         for place in self.folder.glob("slot-*.bin"):
             slot = int(place.stem.removeprefix("slot-"))
             self.site.kept[slot], self._kinds[slot] = unpack(place.read_bytes())
-        return fingerprint(self.factors, known)
+        self._known = known
+        return fingerprint(self.factors, known, self.fit)
 
     def _calls(self, request: dict[str, Any]) -> dict[str, Any]:
         if self.site is None:
             raise Refusal("it was asked before it was told of the others; connect first")
+        if "independent" in request and self.fit is None:
+            raise Refusal(
+                "it has no such fit; expected connect(messenger, model, fit=...), and SiloSide(..., fit=...) of the same"
+            )
+        if "independent" in request and "plan" not in self._own:
+            self._own["plan"] = self.fit.planned(self._known, request["independent"])
         inside, wide = request["calls"].tobytes(), {**self._own, "pad": largest(self._wide.rows)}
         self._asked = []
         replies = []

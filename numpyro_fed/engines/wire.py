@@ -30,6 +30,7 @@ PROTOCOL = 1
 ANSWERED = {
     "numpyro_fed.proof:OwnTerm": ("log density of its rows at one point, its gradient's norm, and log p(theta)", "3"),
     "numpyro_fed.proof:LeakageLocal": ("how far elements of its plates depend on each other", "1"),
+    "numpyro_fed.proof:BatchGap": ("how far terms of a minibatch are from the same rows' terms", "1"),
     "numpyro_fed.surrogates.local_score:ScoreLocal": (
         "its surrogate: gradient and precision of its log marginal likelihood, fitted at the server's points, and its values there",
         "d + d^2 (beyond 500 dimensions 2 d), one for each point; where d <= 16 in the last rounds d (1 + 2 d + d (d + 1) / 2) more",
@@ -47,7 +48,10 @@ ANSWERED = {
         "SFVI: its part of the bound and of its gradient; SFVI-Avg: global parameters after its steps; conducive rounds: its site's natural parameters, and its part of the bound",
         "2 d for each draw, and as many as learned parameters; as many as global parameters; d + d^2 (diagonal: 2 d)",
     ),
-    "numpyro_fed.vi.draws:EstimateLocal": ("estimates of its log likelihood at the server's draws", "1 for each draw, and its worst k"),
+    "numpyro_fed.vi.draws:EstimateLocal": (
+        "estimates of its log likelihood at the server's draws",
+        "1 for each draw, and its worst k",
+    ),
     "numpyro_fed.mcmc.remote:TellLocal": ("nothing: it keeps surrogates and step size", ""),
     "numpyro_fed.mcmc.remote:StartLocal": ("nothing: it draws its first local latents, and keeps them", ""),
     "numpyro_fed.mcmc.remote:StayLocal": (
@@ -78,9 +82,10 @@ class Traffic(NamedTuple):
     bytes_up: int = 0
 
 
-def owned(factors: Factors, known: Silos) -> dict[str, Any]:
+def owned(factors: Factors, known: Silos, fit: Any) -> dict[str, Any]:
     """What both sides have of their own, by the name that it has on the wire."""
-    return {"factors": factors, "pad": largest(known)}
+    learned = {} if fit is None else {"factors of the fit": fit.factored(known)}
+    return {**learned, "factors": factors, "pad": largest(known)}
 
 
 class Wire(Carrier):
@@ -92,17 +97,20 @@ class Wire(Carrier):
     :param known: what is known of all silos.
     :param model: the marked model, as every silo has it.
     :param public: as of the kernel.
+    :param fit: the :class:`SFVI` or :class:`SFVIAvg` that goes over this wire, if one does.
     :ivar traffic: by silo, messages and bytes that went over the wire.
     :ivar refused: by silo, why replies were refused.
     """
 
-    def __init__(self, messenger: Messenger, known: Silos, model: Callable, public: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, messenger: Messenger, known: Silos, model: Callable, public: tuple[str, ...] = (), fit: Any = None
+    ) -> None:
         super().__init__({})
         self.messenger, self.names = messenger, known.names
         self.traffic = {name: Traffic() for name in known.names}
         self.refused: dict[str, list[str]] = {name: [] for name in known.names}
         self.factors = factorise(model, known, public=public)
-        self._own = owned(self.factors, known)
+        self._own = owned(self.factors, known, fit)
         self._any = _nowhere(known)
         self._base = secrets.randbits(31) << 32  # so that slots of two servers do not meet
         self.next_slot = self._base
@@ -154,21 +162,19 @@ class Wire(Carrier):
             self._owner |= dict(position["owner"])
 
     def _message(self, number: int, calls: list[Call]) -> bytes:
+        head: dict[str, Any] = {"what": "calls", "live": self._live, "forget": list(self._forget[number])}
+        own = self._own
         for call in calls:
-            factors = getattr(call.local, "factors", None) or getattr(
-                getattr(call.local, "plan", None), "factors", None
-            )
-            if factors is not None and factors != self.factors:
-                raise ValueError(
-                    "the kernel's model is not the one that silos were connected with; expected connect(messenger, model) of the same"
-                )
-        head = {"what": "calls", "live": self._live, "forget": list(self._forget[number])}
+            plan: Any = getattr(call.local, "plan", None)
+            if hasattr(plan, "families"):  # of a variational fit, which silos make for themselves
+                own = {**own, "plan": plan}
+                head["independent"] = plan.families[0].group is not None
         try:
-            inside = pack([(c.local, c.key, c.message, c.read, c.write) for c in calls], self._own)
+            inside = pack([(c.local, c.key, c.message, c.read, c.write) for c in calls], own)
         except TypeError as error:
             raise ValueError(
-                f"what {type(calls[0].local).__name__} needs cannot go over a wire: {error}; step sizes that are functions cannot, numbers and "
-                "the schedules of fed can"
+                f"what {type(calls[0].local).__name__} needs cannot go over a wire ({error}); expected the model, and the fit, that silos were connected "
+                "with: connect(messenger, model, fit=...), and step sizes that are numbers or schedules of fed, not functions"
             ) from error
         return pack({**head, "calls": np.frombuffer(inside, np.uint8)})
 
@@ -216,12 +222,13 @@ def _nowhere(known: Silos) -> Site:
     return Site(0, SiloAlone.tree_unflatten(tuple(known._aux()[:7]), (rows, order, shared)))
 
 
-def connect(messenger: Messenger, model: Callable, *, public: tuple[str, ...] = ()) -> RemoteSilos:
+def connect(messenger: Messenger, model: Callable, *, public: tuple[str, ...] = (), fit: Any = None) -> RemoteSilos:
     """Meet the silos: what they are, and whether they have the same model and versions.
 
     :param messenger: brings bytes to silos of known names.
     :param model: the marked model.
     :param public: as of the kernel.
+    :param fit: the :class:`SFVI` or :class:`SFVIAvg` that is to go over this wire, which silos have, too; with the model as ``fit.model``.
     :raises ValueError: naming the silo and what is different.
     :raises RuntimeError: naming silos that did not answer.
     """
@@ -234,8 +241,8 @@ def connect(messenger: Messenger, model: Callable, *, public: tuple[str, ...] = 
         if silos.names != (name,):
             raise ValueError(f"silo {name!r} says that it is {list(silos.names)}; expected one silo, of this name")
     known = known_of(told[0], [description(silos) for silos in told], [f"silo {name!r}" for name in hello])
-    carrier = Wire(messenger, known, model, public)
-    model_here = fingerprint(carrier.factors, known)
+    carrier = Wire(messenger, known, model, public, fit)
+    model_here = fingerprint(carrier.factors, known, fit)
     opened = _all(messenger, {name: pack({"what": "open", "silos": as_values(known)}) for name in known.names})
     for name, answer in opened.items():
         _same("model", name, answer["model"], model_here)

@@ -1,6 +1,8 @@
 """What SFVI and SFVI-Avg share in the shape of :class:`numpyro.infer.SVI`: wiring, no mathematics."""
 
+import hashlib
 import math
+import re
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,13 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from numpyro_fed.density import Factors
 from numpyro_fed.engines.remote import RemoteSilos
 from numpyro_fed.federation import Ledger
 from numpyro_fed.mixed import MixedSilos
 from numpyro_fed.silos import Silos
 from numpyro_fed.storage import stacked_mask, to_pooled_order
 from numpyro_fed.vi.normal import SiloNormal
-from numpyro_fed.vi.plan import Options, Plan, Prepared, first_params, own_params, planned_alone, prepare
+from numpyro_fed.vi.plan import Options, Plan, Prepared, factored, first_params, own_params, planned_alone, prepare
 from numpyro_fed.vi.remote import RemoteRounds, kept_by, ledger_of_calls
 from numpyro_fed.vi.rounds import (
     VIState,
@@ -90,6 +93,25 @@ class FederatedVI:
     def planned(self, known: Silos, independent: bool) -> Plan:
         """The plan of silos elsewhere as a silo makes it, see :func:`~numpyro_fed.vi.plan.planned_alone`."""
         return planned_alone(self.model, self.guide, known, self._options, independent)
+
+    def factored(self, known: Silos) -> Factors:
+        """The model's factors, with learned parameters as a shared argument."""
+        return factored(self.model, (known,))[2][0]
+
+    def described(self) -> dict[str, Any]:
+        """What tells this fit from another: its options, and the programs of its optimisers with all numbers in them."""
+        options = {k: v for k, v in vars(self._options).items() if k not in ("optim", "local_optim", "validate")}
+        x = jax.ShapeDtypeStruct((2,), jnp.result_type(float))
+
+        def program(optim: Any) -> str:
+            def step(x: Array) -> Any:
+                return optim.update(x, optim.init(x), x)
+
+            return "" if optim is None else re.sub(r"0x[0-9a-f]+", "", str(jax.make_jaxpr(step)(x)))
+
+        programs = [program(self._options.optim), program(self._options.local_optim)]
+        digest = hashlib.sha256("".join(programs).encode()).hexdigest()[:16]
+        return {"fit": type(self).__name__, "options": options, "optimisers": digest}
 
     def init(self, rng_key: Array, silos: Silos | MixedSilos, *, init_from: Any = None) -> VIState:
         """The state before the first round.

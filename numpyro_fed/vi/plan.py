@@ -27,7 +27,17 @@ from numpyro_fed.vi.amortise import as_float
 from numpyro_fed.vi.guides import AutoSiloNormal
 from numpyro_fed.vi.user_guide import GuideFamily, guide_family, without_params
 
-__all__ = ["Options", "Plan", "Prepared", "first_params", "own_params", "parts_of", "planned_alone", "prepare"]
+__all__ = [
+    "Options",
+    "Plan",
+    "Prepared",
+    "factored",
+    "first_params",
+    "own_params",
+    "parts_of",
+    "planned_alone",
+    "prepare",
+]
 
 _PROOF_ROWS = 100_000  # of a fit by minibatches, whose rows might not fit into memory at once
 
@@ -211,10 +221,8 @@ def planned_alone(model: Callable, guide: Any, known: Silos, options: Options, i
     return _planned(model, guide, parts_of(known), options, independent)[0]
 
 
-def _planned(
-    model: Callable, guide: Any, parts: tuple[Silos, ...], options: Options, independent: bool | None = None
-) -> tuple[Plan, tuple[Silos, ...]]:
-    """The static facts, and the silos with first values of learned parameters among their shared arguments."""
+def factored(model: Callable, parts: tuple[Silos, ...]) -> tuple[dict[str, Any], tuple[Silos, ...], list[Factors]]:
+    """Support and first value of each learned parameter, the silos with these among their shared arguments, and the factors of each structure."""
     learned: dict[str, Any] = {}
     for part in reversed(parts):
         learned |= _learned(model, part)
@@ -222,7 +230,14 @@ def _planned(
         start = {name: value for name, (_, value) in learned.items()}
         parts = tuple(part.with_shared(**{PARAMS: start}) for part in parts)
         model = LearnedModel(model)
-    factors = [factorise(model, part) for part in parts]
+    return learned, parts, [factorise(model, part) for part in parts]
+
+
+def _planned(
+    model: Callable, guide: Any, parts: tuple[Silos, ...], options: Options, independent: bool | None = None
+) -> tuple[Plan, tuple[Silos, ...]]:
+    """The static facts, and the silos with first values of learned parameters among their shared arguments."""
+    learned, parts, factors = factored(model, parts)
     _check_globals(factors, parts)
     batch = _batch(options, factors, parts)
     both = zip(factors, parts, strict=True)
