@@ -1,0 +1,80 @@
+"""What the wire contract costs a message, beside the same call without bytes, in one process and without a network.
+
+A silo is told n floats, which it keeps (on disk, over the wire); and FSGLD's rounds of two chains on a small model.
+
+    python tests/benchmarks/wire_rounds.py
+"""
+
+import argparse
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+from jax import random
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import carried_fit
+from small_models import linear
+
+import numpyro_fed as fed
+from numpyro_fed.engines.remote import Call
+from numpyro_fed.engines.wire import connect
+from numpyro_fed.mcmc.remote import TellLocal
+
+
+class InProcess:
+    """A messenger within this process."""
+
+    def __init__(self, names: tuple[str, ...], folder: Path) -> None:
+        self.names = names
+        self.sides = {name: carried_fit.make_side(name, folder / name) for name in names}
+
+    def exchange(self, messages: dict[str, bytes]) -> dict[str, bytes]:
+        return {name: self.sides[name].answer(data) for name, data in messages.items()}
+
+
+def told(silos: fed.RemoteSilos, n: int, repeats: int) -> float:
+    """Median milliseconds of a message of n floats to one silo."""
+    message, times = random.normal(random.key(0), (n,)), []
+    jax.block_until_ready(message)
+    for _ in range(repeats):
+        start = time.perf_counter()
+        slot = silos.carrier.new_slot()
+        silos.ask([Call(0, TellLocal(), random.key(0), message, None, slot)])
+        times.append(time.perf_counter() - start)
+        silos.carrier.forget([slot])
+    return 1e3 * float(np.median(times))
+
+
+def rounds(silos: fed.RemoteSilos, kernel: fed.FSGLD, num: int) -> float:
+    """Milliseconds of a round of two chains."""
+    mcmc = fed.RemoteMCMC(kernel, num_warmup=0, num_samples=num, num_chains=2, progress_bar=False)
+    mcmc.run(random.key(0), silos)
+    start = time.perf_counter()
+    mcmc.run(random.key(1), silos)
+    return 1e3 * (time.perf_counter() - start) / num
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=30)
+    parser.add_argument("--rounds", type=int, default=200)
+    args = parser.parse_args()
+    every = carried_fit.silos()
+    with tempfile.TemporaryDirectory() as folder:
+        there = fed.RemoteSilos(every, fed.Loopback(every))
+        wired = connect(InProcess(every.names, Path(folder)), linear)
+        print("ms, median             without bytes   over the wire")
+        for n in (100, 10_000, 1_000_000):
+            print(f"{n:>9,} floats told {told(there, n, args.repeats):>14.2f} {told(wired, n, args.repeats):>15.2f}")
+        kernels = [fed.FSGLD(linear), fed.FSGLD(linear)]
+        plain, bytewise = (rounds(s, k, args.rounds) for s, k in zip((there, wired), kernels, strict=True))
+        print(f"a round of two chains {plain:>12.2f} {bytewise:>15.2f}")
+
+
+if __name__ == "__main__":
+    main()
