@@ -104,6 +104,16 @@ def test_a_silo_needs_a_server_or_check(study):
     assert "expected --server and --ca, or --check" in found.output
 
 
+def test_a_missing_extra_says_which_to_install(study, monkeypatch):
+    for name in [n for n in sys.modules if n.startswith("numpyro_fed.engines.flower")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delattr("numpyro_fed.engines.flower", raising=False)
+    monkeypatch.setitem(sys.modules, "flwr.app", None)
+    found = silo(study, "--server", "127.0.0.1:1", "--ca", str(study / "study.py"), "--yes")
+    assert found.exit_code == 1
+    assert 'pip install "numpyro-fed[flower]"' in found.output
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
