@@ -44,8 +44,8 @@ class Listening(fed.Loopback):
         return [None if call.number in lost else reply for call, reply in zip(calls, replies, strict=True)]
 
 
-def at_hand(kernel, silos):
-    mcmc = MCMC(kernel, num_warmup=WARMUP, num_samples=SAMPLES, num_chains=CHAINS, chain_method="vectorized")
+def at_hand(kernel, silos, samples=SAMPLES):
+    mcmc = MCMC(kernel, num_warmup=WARMUP, num_samples=samples, num_chains=CHAINS, chain_method="vectorized")
     mcmc.run(random.key(3), silos)
     return mcmc
 
@@ -350,39 +350,43 @@ import sys
 sys.path.insert(0, {tests!r})
 from numpyro_fed.engines import spmd
 process = int(sys.argv[1])
-spmd.initialize("127.0.0.1:" + sys.argv[2], 2, process)
+spmd.initialize("127.0.0.1:" + sys.argv[2], {processes}, process)
 import numpy as np, numpyro_fed as fed
 from jax import random
 from small_models import linear, linear_silos
-silos = spmd.connect(spmd.dealt(linear_silos(), process, 2))
+silos = spmd.connect(spmd.dealt(linear_silos(), process, {processes}))
 mcmc = fed.RemoteMCMC(fed.FSGLD(linear), num_warmup={warmup}, num_samples={samples}, num_chains={chains}, progress_bar=False)
 mcmc.run(random.key(3), silos)
 np.savez(sys.argv[3] + str(process), beta=np.asarray(mcmc.get_samples(group_by_chain=True)["beta"]), names=np.array(silos.names))
 """
 
 
-def test_two_processes_draw_what_one_draws(tmp_path):
-    code = _PROCESS.format(tests=str(Path(__file__).parent), warmup=WARMUP, samples=SAMPLES, chains=CHAINS)
+@pytest.mark.parametrize(
+    ("processes", "rounds"), [(2, WARMUP + SAMPLES), pytest.param(4, 50, marks=pytest.mark.slow)], ids=["two", "four"]
+)
+def test_processes_draw_what_one_draws(tmp_path, processes, rounds):
+    runs = {"warmup": WARMUP, "samples": rounds - WARMUP, "chains": CHAINS}
+    code = _PROCESS.format(tests=str(Path(__file__).parent), processes=processes, **runs)
     port, place = str(spmd._free_port()), str(tmp_path / "process")
     command = [sys.executable, "-c", code]
     started = [
         subprocess.Popen(
             [*command, str(i), port, place], stderr=subprocess.PIPE, env={**os.environ, "JAX_PLATFORMS": "cpu"}
         )
-        for i in range(2)
+        for i in range(processes)
     ]
     try:
-        errors = [p.communicate(timeout=280)[1] for p in started]
+        errors = [p.communicate(timeout=480)[1] for p in started]
     finally:
         for p in started:
             p.kill()
-    assert [p.returncode for p in started] == [0, 0], errors
-    one, other = (np.load(f"{place}{i}.npz") for i in range(2))
-    np.testing.assert_array_equal(one["beta"], other["beta"])
-    names = one["names"].tolist()
+    assert [p.returncode for p in started] == [0] * processes, errors
+    one, *others = (np.load(f"{place}{i}.npz") for i in range(processes))
+    for other in others:
+        np.testing.assert_array_equal(one["beta"], other["beta"])
     silos = linear_silos()
-    in_their_order = fed.Silos({name: {k: np.asarray(v) for k, v in silos[name].items()} for name in names})
-    expected = np.asarray(at_hand(fed.FSGLD(linear), in_their_order).get_samples(group_by_chain=True)["beta"])
+    data = {name: {k: np.asarray(v) for k, v in silos[name].items()} for name in one["names"].tolist()}
+    expected = np.asarray(at_hand(fed.FSGLD(linear), fed.Silos(data), rounds - WARMUP).get_samples(True)["beta"])
     np.testing.assert_allclose(one["beta"], expected, atol=1e-5 * np.abs(expected).max(), rtol=0)
 
 

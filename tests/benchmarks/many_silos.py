@@ -1,0 +1,74 @@
+"""Many silos: at hand, and as clients of Flower in this process. The same draws, seconds and memory of each.
+
+python tests/benchmarks/many_silos.py --silos 100      # needs numpyro-fed[flower]
+"""
+
+import argparse
+import resource
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+from jax import random
+from numpyro.infer import MCMC
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from small_models import linear
+
+import numpyro_fed as fed
+from numpyro_fed.engines.flower import Flower, InProcessGrid, client_app
+from numpyro_fed.engines.silo_side import SiloSide
+from numpyro_fed.engines.wire import connect
+
+
+def made_up(num: int) -> fed.Silos:
+    """Silos of 5 to 40 rows."""
+    rng = np.random.default_rng(0)
+    data = {}
+    for i in range(num):
+        x = rng.normal(size=(int(rng.integers(5, 41)), 2)).astype(np.float32)
+        data[f"s{i:03}"] = {"x": x, "y": (x @ [1.0, -0.5] + 0.5 * rng.normal(size=len(x))).astype(np.float32)}
+    return fed.Silos(data)
+
+
+def memory() -> float:
+    """The most that this process has had so far, MiB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--silos", type=int, default=100)
+    parser.add_argument("--rounds", type=int, default=50)
+    args = parser.parse_args()
+    silos, runs = (
+        made_up(args.silos),
+        {"num_warmup": 0, "num_samples": args.rounds, "num_chains": 2, "progress_bar": False},
+    )
+    before, start = memory(), time.perf_counter()
+    mcmc = MCMC(fed.FSGLD(linear), chain_method="vectorized", **runs)
+    mcmc.run(random.key(0), silos)
+    expected = np.asarray(mcmc.get_samples(group_by_chain=True)["beta"])
+    print(f"at hand: {time.perf_counter() - start:.1f} s, {memory() - before:.0f} MiB more than before")
+    before, start = memory(), time.perf_counter()
+    with tempfile.TemporaryDirectory() as place:
+        sides = {}
+        for name in silos.names:
+            rows = {k: np.asarray(v) for k, v in silos[name].items()}
+            sides[name] = SiloSide(fed.Silos({name: rows}), linear, Path(place) / name)
+        grid = InProcessGrid([client_app(lambda _, side=side: side) for side in sides.values()])
+        remote = fed.RemoteMCMC(fed.FSGLD(linear), **runs)
+        remote.run(random.key(0), connect(Flower(grid, silos.names), linear))
+        seconds = time.perf_counter() - start
+    print(
+        f"Flower's clients: {seconds:.1f} s, {seconds / args.silos:.3f} s and {(memory() - before) / args.silos:.2f} MiB a silo"
+    )
+    got = np.asarray(remote.get_samples(group_by_chain=True)["beta"])
+    print(f"largest difference of a draw, relative: {np.abs(got - expected).max() / np.abs(expected).max():.1e}")
+
+
+if __name__ == "__main__":
+    main()
