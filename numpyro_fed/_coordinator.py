@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 import traceback
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ def _draw(grid: Any, context: Any) -> None:
     """What SuperLink runs: meet the silos, draw, write the posterior; what happened is told by files in the run's folder."""
     told = dict(context.run_config)
     folder = Path(told["folder"])
+    (folder / "process").write_text(str(os.getpid()))
     try:
         module = load_model_file(told["model"])
         names = json.loads(told["silos"])
@@ -40,7 +42,7 @@ def _draw(grid: Any, context: Any) -> None:
             wait=told["wait"],
             grace=min(30.0, told["wait"]),
         )
-        silos = connect(messenger, module.model)
+        silos = connect(messenger, module.model, fresh=not (folder / "checkpoint").exists())
         carrier: Any = silos.carrier
         mcmc = RemoteMCMC(
             FSGLD(module.model),
@@ -49,10 +51,13 @@ def _draw(grid: Any, context: Any) -> None:
             num_chains=told["chains"],
             checkpoint=folder / "checkpoint",
         )
-        mcmc.run(jax.random.key(told["seed"]), silos)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always", UserWarning)
+            mcmc.run(jax.random.key(told["seed"]), silos)
         to_inference_data(mcmc, silos).to_netcdf(told["out"])
         lines = [str(mcmc.sampler.ledger(mcmc.last_state)), "On the wire (messages, bytes to the silo, bytes from it):"]
         lines += [f"  {name}: {t.messages:,}, {t.bytes_down:,}, {t.bytes_up:,}" for name, t in carrier.traffic.items()]
+        lines += [f"Warning: {w.message}" for w in said if issubclass(w.category, UserWarning)]
         _told(folder / "done", "\n".join(lines))
     except BaseException as error:
         (folder / "error.log").write_text(traceback.format_exc())
@@ -91,7 +96,7 @@ def coordinate(
     """
     folder, tls = folder.resolve(), tls.resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    for name in ("done", "failed"):
+    for name in ("done", "failed", "process"):
         (folder / name).unlink(missing_ok=True)
     host, _, port = address.rpartition(":")
     environment = {**os.environ, **QUIET, "FLWR_HOME": str(folder / "flower")}
@@ -107,11 +112,12 @@ def coordinate(
     with (folder / "link.log").open("ab") as log:
         link = subprocess.Popen(command, env=environment, stdout=log, stderr=log, cwd=folder)
     try:
-        _wait_for(link, int(port), folder)
+        near = "127.0.0.1" if host in ("", "0.0.0.0") else host
+        _wait_for(link, near, int(port), folder)
         if keys is not None:
             for name in names:
                 key = str((keys / f"{name}.pub").resolve())
-                _flwr(folder, tls, port, environment, "supernode", "register", key, "link", "--name", name)
+                _flwr(folder, tls, f"{near}:{port}", environment, "supernode", "register", key, "link", "--name", name)
         config = {
             **settings,
             "model": str(model.resolve()),
@@ -120,12 +126,12 @@ def coordinate(
             "folder": str(folder),
         }
         app = write_app(folder / "app", "numpyro_fed._coordinator:server", "numpyro_fed._coordinator:client", config)
-        _flwr(folder, tls, port, environment, "run", str(app), "link")
+        _flwr(folder, tls, f"{near}:{port}", environment, "run", str(app), "link")
         while not (folder / "done").exists():
             if (folder / "failed").exists():
                 raise RuntimeError((folder / "failed").read_text() + f" (the whole error is in {folder / 'error.log'})")
-            if link.poll() is not None:
-                raise RuntimeError(f"SuperLink ended with exit code {link.returncode}; see {folder / 'link.log'}")
+            if link.poll() is not None or _is_gone(folder / "process"):
+                raise RuntimeError(f"SuperLink, or the run in it, ended without a result; see {folder / 'link.log'}")
             time.sleep(0.2)
         return f"{(folder / 'done').read_text()}\nposterior written to {out}"
     finally:
@@ -136,22 +142,34 @@ def coordinate(
             link.kill()
 
 
-def _wait_for(link: subprocess.Popen, port: int, folder: Path) -> None:
+def _is_gone(place: Path) -> bool:
+    """Whether a process that wrote down its number is there no more, and had time to say why."""
+    try:
+        os.kill(int(place.read_text()), 0)
+    except (FileNotFoundError, ValueError):
+        return False
+    except ProcessLookupError:
+        time.sleep(1.0)
+        return not (place.with_name("done").exists() or place.with_name("failed").exists())
+    return False
+
+
+def _wait_for(link: subprocess.Popen, host: str, port: int, folder: Path) -> None:
     end = time.monotonic() + _START
     while time.monotonic() < end and link.poll() is None:
         with socket.socket() as s:
             s.settimeout(1)
-            if s.connect_ex(("127.0.0.1", port)) == 0:
+            if s.connect_ex((host, port)) == 0:
                 return
         time.sleep(0.1)
     raise RuntimeError(f"SuperLink did not start within {_START:.0f} s; see {folder / 'link.log'}")
 
 
-def _flwr(folder: Path, tls: Path, port: str, environment: dict[str, str], *arguments: str) -> None:
+def _flwr(folder: Path, tls: Path, address: str, environment: dict[str, str], *arguments: str) -> None:
     """Flower's own command, as the coordinator of this machine."""
     home = folder / "flower"
     home.mkdir(exist_ok=True)
-    lines = ["[superlink]", 'default = "link"', "[superlink.link]", f'address = "127.0.0.1:{port}"']
+    lines = ["[superlink]", 'default = "link"', "[superlink.link]", f'address = "{address}"']
     (home / "config.toml").write_text("\n".join([*lines, f"root-certificates = {json.dumps(str(tls / 'ca.crt'))}", ""]))
     command = [str(Path(sys.executable).with_name("flwr")), *arguments]
     done = subprocess.run(

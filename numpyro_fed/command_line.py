@@ -1,6 +1,7 @@
 """The commands ``numpyro-fed silo``, for the person at a silo, and ``numpyro-fed run``, for the coordinator."""
 
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -61,10 +62,12 @@ def silo(
     """Check this silo's data against the model, show what will leave, ask, and answer until interrupted."""
     try:
         module = load_model_file(model_file)
-        side = SiloSide(silo_of_file(module, name, data), module.model, folder or Path(f"numpyro-fed-{name}"))
+        place = folder or Path(f"numpyro-fed-{name}")
+        with tempfile.TemporaryDirectory() as nothing:  # a check does not look at what former runs left
+            side = SiloSide(silo_of_file(module, name, data), module.model, nothing if check else place)
     except (ValueError, TypeError) as error:
         raise click.ClickException(str(error)) from error
-    click.echo(what_leaves(side))
+    click.echo(what_leaves(side, place))
     if check:
         return
     if server is None or ca is None:
@@ -74,8 +77,11 @@ def silo(
     _serve(side, server, ca, key, give_up)
 
 
-def what_leaves(side: SiloSide) -> str:
-    """What of a silo's data will leave it, in words and numbers."""
+def what_leaves(side: SiloSide, folder: Path) -> str:
+    """What of a silo's data will leave it, in words and numbers.
+
+    :param folder: where its record will be.
+    """
     d = side.factors.dim
     sizes = ", ".join(f"{n[0]:,} rows of {group!r}" for group, n in side.silos.sizes.items())
     private = ", ".join(s.name for s in side.factors.local_sites) or "none"
@@ -90,7 +96,7 @@ def what_leaves(side: SiloSide) -> str:
         lines.append(f"  {call.split(':')[1]:<14} {what}" + (f"; {numbers}" if numbers else ""))
     lines += [
         "Nothing whose length depends on the number of rows is sent: each kind of answer is tried with a row more, and refused if it grows.",
-        f"Every message is listed in {side.folder / 'audit.jsonl'}.",
+        f"Every message is listed in {folder / 'audit.jsonl'}.",
     ]
     return "\n".join(lines)
 

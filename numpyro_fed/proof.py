@@ -138,9 +138,9 @@ class BatchGap:
     def __call__(self, key: Array, message: tuple[dict, dict], state: Any, view: SiloView) -> tuple[Array, None]:
         theta, learned = message
         kwargs, weights = view.whole()
-        whole = self.factors.terms(theta, {}, {**kwargs, **learned}, weights)[1][self.group][: self.size]
+        whole = self.factors.terms(theta, {}, _taught(kwargs, learned), weights)[1][self.group][: self.size]
         rows = view.batch(self.group, jnp.arange(self.size))
-        told = {**kwargs, **learned, **rows}
+        told = {**_taught(kwargs, learned), **rows}
         batch = self.factors.terms(theta, {}, told, {**weights, self.group: 1.0})[1][self.group]
         return jnp.abs(batch - whole).max() / (1.0 + jnp.abs(whole).max()), None
 
@@ -148,6 +148,11 @@ class BatchGap:
 def _told(theta: dict, silos: Silos) -> tuple[dict, dict]:
     """What silos are told in a check: a position, and first values of learned parameters, which those elsewhere do not have."""
     return theta, {k: v for k, v in silos.shared.items() if k == PARAMS}
+
+
+def _taught(kwargs: dict[str, Any], learned: dict[str, Any]) -> dict[str, Any]:
+    """A silo's arguments with the learned parameters that it is told, and nothing else that it may be told in their place."""
+    return {**kwargs, PARAMS: learned[PARAMS]} if PARAMS in learned else kwargs
 
 
 def prove_batch(factors: Factors, silos: Silos, group: str, size: int, *, seed: int = 0) -> None:
@@ -196,7 +201,7 @@ class OwnTerm:
     def __call__(self, key: Array, message: tuple[dict, dict], state: Any, view: SiloView) -> tuple[Array, None]:
         theta, learned = message
         kwargs, weights = view.whole()
-        kwargs, z = {**kwargs, **learned}, _local_point(self.factors, key, view)
+        kwargs, z = _taught(kwargs, learned), _local_point(self.factors, key, view)
 
         def term(theta: dict) -> tuple[Array, Array]:
             log_prior, local = self.factors.terms(theta, z, kwargs, weights)
@@ -246,7 +251,7 @@ class LeakageLocal:
         factors, units, (theta, learned) = self.factors, self.units, message
         view = units.laid_out(view)
         kwargs, weights = view.whole()
-        kwargs = {**kwargs, **learned}
+        kwargs = _taught(kwargs, learned)
         own, key = units.from_sites(_local_point(factors, key, view)), random.fold_in(key, 1)
         if isinstance(units, NestedUnits):
             return _nested_leakage(units, theta, own, kwargs, weights, key, view), None

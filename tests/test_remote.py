@@ -152,7 +152,8 @@ def test_chains_wait_where_a_silo_is_silent():
     kernel, remote = mcmc.sampler, fed.RemoteSilos(silos, carrier)
     kernel._prepare(remote, {})
     carrier.lost_stays = {2}
-    mcmc.run(random.key(0), remote)
+    with pytest.warns(UserWarning, match="answered unequally often"):
+        mcmc.run(random.key(0), remote)
     last, fields = mcmc.last_state, mcmc.get_extra_fields(group_by_chain=True)
     asked = np.asarray(last.visits).sum(0)
     np.testing.assert_array_equal(np.asarray(last.unanswered).sum(0), [0, 0, asked[2], 0])
@@ -198,7 +199,8 @@ def test_a_reply_that_is_lost_on_the_way_leaves_no_trace_in_the_silo():
     silos, found = intercepts_silos(), []
     for computes in (True, False):
         mcmc = fed.RemoteMCMC(fed.FSGLD(intercepts), num_warmup=0, num_samples=40, num_chains=2)
-        mcmc.run(random.key(0), fed.RemoteSilos(silos, Deaf(silos, computes)))
+        with pytest.warns(UserWarning, match="answered unequally often"):
+            mcmc.run(random.key(0), fed.RemoteSilos(silos, Deaf(silos, computes)))
         found.append(np.asarray(mcmc.get_samples()["mu"]))
         assert np.asarray(mcmc.last_state.unanswered).sum() > 5
     np.testing.assert_array_equal(*found)

@@ -4,6 +4,7 @@ import hashlib
 import json
 import pickle
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -19,8 +20,15 @@ from small_models import intercepts, intercepts_silos, linear, linear_silos
 import numpyro_fed as fed
 from numpyro_fed.engines import silo_side, wire
 from numpyro_fed.engines.packing import pack, unpack
+from numpyro_fed.engines.roster import as_values, fingerprint
 from numpyro_fed.engines.silo_side import SiloSide
 from numpyro_fed.engines.wire import connect
+from numpyro_fed.factorise import factorise
+from numpyro_fed.local_map import Units
+from numpyro_fed.mcmc.remote import StayLocal
+from numpyro_fed.proof import OwnTerm
+from numpyro_fed.storage import largest
+from numpyro_fed.surrogates.local_score import Message, ScoreLocal
 
 
 def in_order(silos):
@@ -29,6 +37,7 @@ def in_order(silos):
     return fed.Silos(data, rows=dict(silos.group), index=dict(silos.index))
 
 
+_UNEVEN = r"silos answered unequally often \('silo 1' 0 of \d+ visits; the others all\)"
 LINEAR, INTERCEPTS = in_order(linear_silos()), in_order(intercepts_silos())
 
 
@@ -184,6 +193,12 @@ def test_a_message_that_comes_twice_is_answered_twice_alike(undisturbed, tmp_pat
     )
 
 
+def narrower_prior(x, y):
+    beta = numpyro.sample("beta", dist.Normal(0, 0.5).expand([2]).to_event(1))
+    with fed.silo_plate("rows", y.shape[0]):
+        numpyro.sample("y", dist.Normal(x @ beta, 1), obs=y)
+
+
 class Killed(Exception):
     pass
 
@@ -239,6 +254,17 @@ def test_checkpoints_of_other_runs_are_refused(tmp_path):
         match=r"checkpoint of another run: num_chains, num_warmup, num_samples \[2, 2, 3\], expected \[2, 2, 4\]",
     ):
         run(LINEAR, linear, remote, 4, checkpoint=place)
+    other = fed.RemoteMCMC(
+        fed.DSGLD(linear, step_size=0.01), num_warmup=2, num_samples=3, num_chains=2, checkpoint=tmp_path / "dsgld"
+    )
+    other.run(random.key(3), remote)
+    for kernel, what in (
+        (fed.DSGLD(narrower_prior, step_size=0.01), "model"),
+        (fed.DSGLD(linear, step_size=0.01, num_local_steps=3), "stays"),
+    ):
+        wrong = fed.RemoteMCMC(kernel, num_warmup=2, num_samples=3, num_chains=2, checkpoint=tmp_path / "dsgld")
+        with pytest.raises(ValueError, match=f"checkpoint of another run: {what}"):
+            wrong.run(random.key(3), remote)
     with pytest.raises(ValueError, match="checkpoint of another run: sites"):
         run(INTERCEPTS, intercepts, fed.RemoteSilos(INTERCEPTS, fed.Loopback(INTERCEPTS)), 3, checkpoint=place)
     place.write_bytes(place.read_bytes()[:100])
@@ -372,6 +398,48 @@ def test_silos_refuse_other_calls_and_replies_as_long_as_rows(tmp_path, monkeypa
         remote.ask([call])
 
 
+def test_silos_refuse_settings_that_single_out_rows(tmp_path):
+    messenger = Messages(INTERCEPTS, intercepts, tmp_path)
+    remote = connect(messenger, intercepts)
+    factors = remote.carrier.factors
+    own = Units(factors, "groups", largest(remote))
+    few = replace(own, pad=tuple((group, 1) for group, _ in own.pad))
+    point = Message(
+        np.zeros(1, np.float32), np.eye(1, dtype=np.float32), np.zeros((2, 1), np.float32), np.ones(2, np.float32)
+    )
+
+    def ask(local, message):
+        with pytest.raises(RuntimeError) as error:
+            remote.ask([fed.engines.remote.Call(0, local, random.key(0), message)])
+        return str(error.value)
+
+    kernel = fed.FSGLD(intercepts)
+    kernel._prepare(remote, {})
+    batch, kept = (StayLocal(replace(kernel._plan, **x)) for x in ({"batch": ("groups", 1)}, {"num_kept": 2}))
+    for local in (batch, kept):
+        # what it would start from does not matter: the server's own look at types would fail first
+        call = (local, random.key(0), None, None, None)
+        head = {"what": "calls", "server": remote.carrier.server, "forget": []}
+        data = pack({**head, "calls": np.frombuffer(pack([call], remote.carrier._own), np.uint8)})
+        assert (
+            "a minibatch that is not its own; expected calls of all its rows"
+            in unpack(messenger.sides["0"].answer(data))["error"]
+        )
+    assert "a number of elements that is not its own" in ask(ScoreLocal(factors, few, 1), point)
+    assert (
+        remote.ask([fed.engines.remote.Call(0, ScoreLocal(factors, own, 1), random.key(0), point)])[0] is not None
+    )  # the control
+
+
+def test_learned_parameters_do_not_take_the_place_of_rows():
+    silos = fed.RemoteSilos(LINEAR, fed.Loopback(LINEAR))
+    factors = factorise(linear, LINEAR)
+    theta = {"beta": jnp.ones(2)}
+    asked = [(theta, {}), (theta, {"y": jnp.zeros(14)})]
+    calls = [fed.engines.remote.Call(3, OwnTerm(factors), random.key(0), told) for told in asked]
+    np.testing.assert_array_equal(*silos.ask(calls))
+
+
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
@@ -393,9 +461,8 @@ def test_a_hostile_reply_is_refused_with_the_silos_name_and_the_run_goes_on(tmp_
 
     messenger = Hostile(LINEAR, linear, tmp_path)
     remote = connect(messenger, linear)
-    with pytest.warns(
-        UserWarning, match=f"silo 'silo 1' sent what is no reply .*{message}.*; it counts as not answered"
-    ):
+    refused = f"silo 'silo 1' sent what is no reply .*{message}.*; it counts as not answered"
+    with pytest.warns(UserWarning, match=_UNEVEN), pytest.warns(UserWarning, match=refused):
         mcmc = run(LINEAR, linear, remote)
     silent = np.asarray(mcmc.last_state.unanswered).sum(0)
     assert silent[1] == np.asarray(mcmc.last_state.visits).sum(0)[1] > 0
@@ -414,7 +481,8 @@ def test_a_silo_that_returns_nan_counts_as_not_answered(tmp_path):
                 out["silo 1"] = pack(answer)
             return out
 
-    with pytest.warns(UserWarning, match=r"silo 'silo 1' returned NaN \d+ times; these visits count as not answered"):
+    said = r"silo 'silo 1' returned NaN \d+ times; these visits count as not answered"
+    with pytest.warns(UserWarning, match=_UNEVEN), pytest.warns(UserWarning, match=said):
         mcmc = run(LINEAR, linear, Nan(LINEAR, linear, tmp_path))
     assert np.asarray(mcmc.last_state.unanswered).sum(0)[1] > 0
     assert np.isfinite(draws(mcmc)).all()
@@ -483,6 +551,108 @@ def test_another_version_is_named(tmp_path, monkeypatch):
         connect(messenger, linear)
 
 
+def scaled(matrix):
+    """A model with an array inside a function that is compiled by itself."""
+
+    @jax.jit
+    def mean(x, beta):
+        return x @ matrix @ beta
+
+    def model(x, y):
+        beta = numpyro.sample("beta", dist.Normal(0, 1).expand([2]).to_event(1))
+        with fed.silo_plate("rows", y.shape[0]):
+            numpyro.sample("y", dist.Normal(mean(x, beta), 1), obs=y)
+
+    return model
+
+
+def test_arrays_inside_compiled_functions_are_part_of_the_fingerprint():
+    one, other = (fingerprint(factorise(m, LINEAR), LINEAR) for m in (scaled(np.eye(2)), scaled(2 * np.eye(2))))
+    assert one["program"] != other["program"]
+    assert one == fingerprint(factorise(scaled(np.eye(2)), LINEAR), LINEAR)
+
+
+def test_the_fingerprint_does_not_depend_on_what_was_traced_before():
+    factors = factorise(intercepts, INTERCEPTS)
+    first = fingerprint(factors, INTERCEPTS)
+    kernel = fed.FSGLD(intercepts)
+    kernel._prepare(INTERCEPTS, {})  # which traces the same functions for other shapes
+    assert fingerprint(factors, INTERCEPTS) == first
+    with jax.ensure_compile_time_eval():
+        assert fingerprint(factors, INTERCEPTS) == first
+
+
+def test_what_differs_between_silos_does_not_leave_before_it_is_seen(tmp_path):
+    def model(y, level):
+        mu = numpyro.sample("mu", dist.Normal(0, 1))
+        with fed.silo_plate("rows", y.shape[0]):
+            numpyro.sample("y", dist.Normal(mu + level, 1), obs=y)
+
+    planted = [np.float32(1.2345679), np.float32(7.6543210)]
+    messenger = Messages(LINEAR, linear, tmp_path)
+    messenger.names = ("a", "b")
+    messenger.sides = {
+        name: SiloSide(
+            fed.Silos({name: {"y": np.ones(4, np.float32), "level": jnp.asarray(v)}}), model, tmp_path / name
+        )
+        for name, v in zip("ab", planted, strict=True)
+    }
+    with pytest.raises(ValueError, match=r"silo 'b' has other values than silo 'a' of \['level'\]") as error:
+        connect(messenger, model)
+    raw = b"".join(data + answer for _, data, answer in messenger.sent) + str(error.value).encode()
+    assert not any(v.tobytes() in raw or str(v).encode() in raw for v in planted)
+
+
+def test_a_silo_that_is_another_after_a_restart_is_refused(tmp_path):
+    connect(Messages(LINEAR, linear, tmp_path), linear)
+    folder = tmp_path / "silo 1"
+    SiloSide(alone(LINEAR, "silo 1"), linear, folder)  # the control
+    with pytest.raises(
+        ValueError, match="silo 'silo 1': other rows than before; expected those of the run that its folder"
+    ):
+        SiloSide(changed("silo 1", y=lambda v: v + 1), linear, folder)
+    with pytest.raises(ValueError, match="silo 'silo 1': other model than before"):
+        SiloSide(alone(LINEAR, "silo 1"), narrower, folder)
+    longer = {k: np.concatenate([np.asarray(v)] * 2) for k, v in LINEAR["silo 1"].items()}
+    with pytest.raises(ValueError, match=r"rows, the server says .* give another folder, or delete this one"):
+        SiloSide(fed.Silos({"silo 1": longer}), linear, folder)
+
+
+def test_one_server_at_a_time(tmp_path):
+    messenger = Messages(LINEAR, linear, tmp_path)
+    first, second = connect(messenger, linear), connect(messenger, linear)
+    with pytest.raises(RuntimeError, match="another server has connected since; expected one at a time"):
+        run(LINEAR, linear, first)
+    run(LINEAR, linear, second, 2)
+
+
+def test_a_fresh_start_leaves_nothing_of_servers_before(tmp_path):
+    messenger = Messages(INTERCEPTS, intercepts, tmp_path)
+    run(INTERCEPTS, intercepts, connect(messenger, intercepts), 2)
+    assert list(tmp_path.glob("*/slot-*.bin"))
+    connect(messenger, intercepts)
+    assert list(tmp_path.glob("*/slot-*.bin"))  # a checkpoint may need them
+    connect(messenger, intercepts, fresh=True)
+    assert not list(tmp_path.glob("*/slot-*.bin"))
+
+
+def test_draws_so_far_are_kept_where_a_silo_cannot_go_on(tmp_path):
+    class Full(Messages):
+        rounds = 0
+
+        def answer(self, side, data):
+            self.rounds += b"StayLocal" in data
+            if self.rounds > 12:
+                return pack({"error": "OSError while it answered; its own errors.log has more"})
+            return side.answer(data)
+
+    with pytest.warns(
+        UserWarning, match=r"interrupted \(silo 'silo .': OSError while it answered.*\): the first \d+ draws are kept"
+    ):
+        mcmc = run(LINEAR, linear, Full(LINEAR, linear, tmp_path), 30)
+    assert 0 < len(mcmc.get_samples(group_by_chain=True)["beta"][0]) < 30
+
+
 def test_silos_that_are_silent_at_first_are_named(tmp_path):
     messenger = Messages(LINEAR, linear, tmp_path)
     messenger.exchange = lambda messages: {
@@ -501,11 +671,13 @@ def test_a_silo_says_in_words_what_is_wrong_and_quotes_no_rows(tmp_path):
     assert "expected a packed value" in (tmp_path / "a" / "errors.log").read_text()
     with pytest.raises(ValueError, match=r"expected fed\.Silos of one silo"):
         SiloSide(LINEAR, linear, tmp_path / "b")
-    from numpyro_fed.engines.roster import as_values
-
     assert (
         "expected to be among the silos"
-        in unpack(side.answer(pack({"what": "open", "silos": as_values(alone(LINEAR, "silo 1"))})))["error"]
+        in unpack(
+            side.answer(
+                pack({"what": "open", "silos": as_values(alone(LINEAR, "silo 1")), "server": 1, "fresh": False})
+            )
+        )["error"]
     )
 
 

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax import random
 
-__all__ = ["pack", "unpack"]
+__all__ = ["outline", "pack", "unpack"]
 
 _PACKAGES = (__name__.split(".")[0], "optax")  # whose named tuples and data classes hold numbers alone
 
@@ -28,6 +28,11 @@ def pack(value: Any, own: Mapping[str, Any] | None = None) -> bytes:
     arrays: list[np.ndarray] = []
     head = json.dumps(_described(value, {v: k for k, v in (own or {}).items()}, arrays), separators=(",", ":")).encode()
     return b"".join([len(head).to_bytes(8, "little"), head, *(x.tobytes() for x in arrays)])
+
+
+def outline(value: Any, own: Mapping[str, Any] | None = None) -> Any:
+    """What :func:`pack` says of a value beside its arrays, for a record."""
+    return _described(value, {v: k for k, v in (own or {}).items()}, [])
 
 
 def unpack(data: bytes, own: Mapping[str, Any] | None = None) -> Any:
@@ -45,7 +50,7 @@ def unpack(data: bytes, own: Mapping[str, Any] | None = None) -> Any:
     reader = _Reader(data, stop, own or {})
     try:
         value = reader.value(tree)
-    except (KeyError, TypeError, IndexError, AttributeError, ModuleNotFoundError, RecursionError) as error:
+    except (KeyError, TypeError, IndexError, AttributeError, ImportError, RecursionError) as error:
         raise ValueError(f"a packed value is not put together as one ({type(error).__name__}: {error})") from error
     if reader.place != len(data):
         raise ValueError(f"a packed value has {len(data) - reader.place} bytes too many")

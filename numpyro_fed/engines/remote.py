@@ -20,7 +20,7 @@ from jax import Array, random
 from numpyro_fed.silos import Silos
 from numpyro_fed.storage import SiloRows, SiloView, largest, split_shared
 
-__all__ = ["Call", "Carrier", "Kept", "Loopback", "RemoteSilos", "Site", "rows_of", "site_of", "types_of"]
+__all__ = ["Call", "Carrier", "Kept", "Loopback", "RemoteSilos", "SiloError", "Site", "rows_of", "site_of", "types_of"]
 
 
 @jax.tree_util.register_dataclass
@@ -48,6 +48,10 @@ class Call(NamedTuple):
     message: Any
     read: Any = None
     write: int | None = None
+
+
+class SiloError(RuntimeError):
+    """A silo says in words why it does not answer."""
 
 
 class Carrier:
@@ -87,11 +91,10 @@ class Carrier:
         """The count of slots and what they hold, for a checkpoint."""
         return {"next": self.next_slot, "kinds": list(self._kinds.items())}
 
-    def go_on(self, position: dict[str, Any] | None) -> None:
-        """Count on from a checkpoint; from ``None``, a run of its own begins."""
-        if position is not None:
-            self.next_slot = max(self.next_slot, position["next"])
-            self._kinds |= dict(position["kinds"])
+    def go_on(self, position: dict[str, Any]) -> None:
+        """Count on from a checkpoint."""
+        self.next_slot = max(self.next_slot, position["next"])
+        self._kinds |= dict(position["kinds"])
 
     def type_of(self, call: Call, site: "Site") -> Any:
         """Shapes and types of the reply to a call, which any silo's site tells, without asking it; what the call writes is noted.

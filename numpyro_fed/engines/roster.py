@@ -2,7 +2,8 @@
 
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from typing import Any
 
@@ -10,11 +11,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import numpyro
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from numpyro_fed.density import Factors
 from numpyro_fed.silos import Silos
 
-__all__ = ["as_values", "description", "fingerprint", "from_values", "known_of", "versions"]
+__all__ = [
+    "as_values",
+    "description",
+    "fingerprint",
+    "fit_together",
+    "from_values",
+    "known_of",
+    "program_hash",
+    "rows_hash",
+    "versions",
+]
 
 
 def versions() -> dict[str, Any]:
@@ -40,8 +52,8 @@ def from_values(values: dict[str, Any]) -> Silos:
 
 
 def description(silos: Silos) -> dict[str, Any]:
-    """What is told of silos: names, sizes, types; shared arguments by value."""
-    shared = {k: np.asarray(v).tolist() if k in silos._arrays else repr(v) for k, v in silos.shared.items()}
+    """What is told of silos at first: names, sizes, types; of shared arguments a hash, since one that is not the same everywhere is private."""
+    shared = {k: _hash(np.asarray(v).tobytes() if k in silos._arrays else repr(v)) for k, v in silos.shared.items()}
     return {
         "names": list(silos.names),
         "sizes": {g: list(n) for g, n in silos.sizes.items()},
@@ -49,6 +61,29 @@ def description(silos: Silos) -> dict[str, Any]:
         "index": dict(sorted(silos.index.items())),
         "shared": dict(sorted(shared.items())),
     }
+
+
+def fit_together(told: Sequence[dict[str, Any]], who: Sequence[str]) -> None:
+    """Whether silos are of one kind.
+
+    :param told: descriptions.
+    :param who: whose, for messages.
+    :raises ValueError: naming the party, where they do not fit together.
+    """
+    for party, other in zip(who[1:], told[1:], strict=True):
+        wrong = [k for k in told[0] if k not in ("names", "sizes") and told[0][k] != other[k]]
+        if wrong == ["shared"]:
+            mine, theirs = told[0]["shared"], other["shared"]
+            different = sorted(k for k in {*mine, *theirs} if mine.get(k) != theirs.get(k))
+            raise ValueError(
+                f"{party} has other values than {who[0]} of {different}, which without rows= count as shared arguments, the same everywhere; expected that, or "
+                "an entry in rows= for what is a silo's own"
+            )
+        if wrong:
+            raise ValueError(
+                f"{party} has silos of another kind than {who[0]}: {wrong[0]} {other[wrong[0]]}, expected {told[0][wrong[0]]}; "
+                "give all the same arguments and types, and say with rows= which group each argument with rows is of: told by sizes alone, it may differ"
+            )
 
 
 def known_of(silos: Silos, told: Sequence[dict[str, Any]], who: Sequence[str]) -> Silos:
@@ -59,13 +94,7 @@ def known_of(silos: Silos, told: Sequence[dict[str, Any]], who: Sequence[str]) -
     :param who: whose, for messages.
     :raises ValueError: naming the party, where they do not fit together.
     """
-    for party, other in zip(who[1:], told[1:], strict=True):
-        wrong = [k for k in told[0] if k not in ("names", "sizes") and told[0][k] != other[k]]
-        if wrong:
-            raise ValueError(
-                f"{party} has silos of another kind than {who[0]}: {wrong[0]} {other[wrong[0]]}, expected {told[0][wrong[0]]}; "
-                "give all the same arguments and types, and say with rows= which group each argument with rows is of: told by sizes alone, it may differ"
-            )
+    fit_together(told, who)
     names = [name for other in told for name in other["names"]]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
@@ -89,14 +118,66 @@ def fingerprint(factors: Factors, known: Silos, fit: Any = None) -> dict[str, An
         with numpyro.validation_enabled(False):
             return factors.terms(theta, z, {**static, **arrays, **rows}, {g: 1.0 for _, g, _ in factors.rows})
 
-    program = jax.make_jaxpr(density)(theta, z, rows, arrays)
-    text = re.sub(r"0x[0-9a-f]+", "", str(program.jaxpr))  # where in memory a function is
-    digest = hashlib.sha256(text.encode())
-    for value in program.consts:
-        digest.update(np.asarray(value).tobytes())
     return {
         "global sites": [[name, list(shape)] for name, shape in factors.global_sites],
         "local sites": [[s.name, s.plate, list(s.shape)] for s in factors.local_sites],
-        "program": digest.hexdigest()[:16],
-        **(fit.described() if fit is not None else {"fit": "of chains"}),
+        "program": program_hash(density, theta, z, rows, arrays),
+        **(fit.described(factors, known.shared) if fit is not None else {"fit": "of chains"}),
     }
+
+
+def program_hash(fn: Callable, *args: Any) -> str:
+    """A hash of the program that a function is for arguments of some types, with all numbers in it.
+
+    Not of its text: how JAX prints a program depends on what it has traced before.
+    """
+    digest = hashlib.sha256()
+
+    def walk(jaxpr: Jaxpr, consts: Sequence[Any] = ()) -> None:
+        places = {var: i for i, var in enumerate([*jaxpr.constvars, *jaxpr.invars])}
+        for value in consts:
+            digest.update(np.asarray(value).tobytes())
+        for eqn in jaxpr.eqns:
+            digest.update(eqn.primitive.name.encode())
+            for var in eqn.invars:
+                what = f"{var.val!r} {var.aval}" if isinstance(var, Literal) else f"{places[var]}"
+                digest.update(what.encode())
+            for name, value in sorted(eqn.params.items()):
+                setting(name, value)
+            for var in eqn.outvars:
+                places[var] = len(places)
+                digest.update(str(var.aval).encode())
+        out = [repr(var.val) if isinstance(var, Literal) else str(places[var]) for var in jaxpr.outvars]
+        digest.update(" ".join(out).encode())
+
+    def setting(name: str, value: Any) -> None:
+        if isinstance(value, ClosedJaxpr):
+            walk(value.jaxpr, value.consts)
+        elif isinstance(value, Jaxpr):
+            walk(value)
+        elif isinstance(value, list | tuple):
+            for one in value:
+                setting(name, one)
+        elif isinstance(value, np.ndarray | jax.Array):
+            digest.update(np.asarray(value).tobytes())
+        elif not callable(value):
+            digest.update(f"{name}={re.sub('0x[0-9a-f]+', '', repr(value))}".encode())
+
+    with ThreadPoolExecutor(
+        1
+    ) as apart:  # a context that the caller is in, like jax.ensure_compile_time_eval, would change the program
+        program = apart.submit(jax.make_jaxpr(fn), *args).result()
+    walk(program.jaxpr, program.consts)
+    return digest.hexdigest()[:16]
+
+
+def rows_hash(silos: Silos) -> str:
+    """A hash of silos' rows."""
+    digest = hashlib.sha256()
+    for name in sorted(silos.rows):
+        digest.update(name.encode() + np.asarray(silos.rows[name]).tobytes())
+    return digest.hexdigest()
+
+
+def _hash(value: bytes | str) -> str:
+    return hashlib.sha256(value if isinstance(value, bytes) else value.encode()).hexdigest()[:16]

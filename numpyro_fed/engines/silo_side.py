@@ -1,5 +1,6 @@
 """A silo's side of the wire: it has the rows, answers calls, and keeps a record of all that left it."""
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -13,11 +14,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from numpyro_fed.engines.packing import pack, unpack
+from numpyro_fed.density import Factors
+from numpyro_fed.engines.packing import outline, pack, unpack
 from numpyro_fed.engines.remote import Call, SiloAlone, Site, site_of, types_of
-from numpyro_fed.engines.roster import as_values, fingerprint, from_values, versions
+from numpyro_fed.engines.roster import as_values, description, fingerprint, from_values, rows_hash, versions
 from numpyro_fed.engines.wire import ANSWERED, PROTOCOL, owned
 from numpyro_fed.factorise import factorise
+from numpyro_fed.local_map import Units
 from numpyro_fed.silos import Silos
 from numpyro_fed.storage import largest
 
@@ -40,7 +43,8 @@ class SiloSide:
     :param folder: where it keeps its state; made if need be.
     :param public: as of the kernel.
     :param fit: the :class:`SFVI` or :class:`SFVIAvg` that it takes part in, as the server has it; chains need none.
-    :raises ValueError: for more than one silo.
+    :raises ValueError: for more than one silo, and where the folder is of other rows, another model or other versions: a run that had begun would go on with
+        others.
 
     Example::
 
@@ -69,8 +73,9 @@ class SiloSide:
         self._kinds: dict[int, Any] = {}  # of each slot the types, were there a row more
         self._grows: dict[Any, Any] = {}
         self._messages = 0
+        self._asked: list[Any] = []
         if (self.folder / "open.bin").exists():
-            self._open(unpack((self.folder / "open.bin").read_bytes()))
+            self._reopen(unpack((self.folder / "open.bin").read_bytes()))
 
     def answer(self, data: bytes) -> bytes:
         """The answer to a message; an error in words where there is none.
@@ -79,9 +84,11 @@ class SiloSide:
         """
         started, what = time.time(), "?"
         try:
+            self._asked = []
             request = unpack(data)
             what = str(request["what"])
-            answer = {"hello": self._hello, "open": self._opened, "calls": self._calls}[what](request)
+            answers = {"hello": self._hello, "values": self._values, "open": self._opened, "calls": self._calls}
+            answer = answers[what](request)
         except Refusal as error:
             answer = {"error": str(error)}
         except Exception as error:
@@ -109,7 +116,7 @@ class SiloSide:
         }
         if "error" in answer:
             line["error"] = answer["error"]
-        elif what == "calls":
+        if what == "calls":
             line["calls"] = self._asked
         with (self.folder / "audit.jsonl").open("a") as log:
             log.write(json.dumps(line) + "\n")
@@ -119,12 +126,36 @@ class SiloSide:
             raise Refusal(
                 f"the server speaks protocol {request['protocol']}, expected {PROTOCOL}; install one version of numpyro_fed everywhere"
             )
-        return {"silos": as_values(self.silos), "versions": versions()}
+        return {"about": description(self.silos), "versions": versions()}
+
+    def _values(self, request: dict[str, Any]) -> dict[str, Any]:
+        return {"silos": as_values(self.silos)}
 
     def _opened(self, request: dict[str, Any]) -> dict[str, Any]:
         model = self._open(request)
-        self._write("open.bin", pack(request))
+        assert self.site is not None
+        self._write("open.bin", pack({"request": request, **self._same(model)}))
+        if request["fresh"]:
+            for slot in list(self.site.kept):
+                self._drop(slot)
         return {"model": model}
+
+    def _same(self, model: dict[str, Any]) -> dict[str, Any]:
+        """What has to be the same where a run goes on."""
+        return {"rows": rows_hash(self.silos), "model": model, "versions": versions()}
+
+    def _reopen(self, before: dict[str, Any]) -> None:
+        """Go on where a former process was, from what it wrote when a server connected."""
+        hint = (
+            f"; expected those of the run that its folder {self.folder} is of: give another folder, or delete this one"
+        )
+        try:
+            same = self._same(self._open(before["request"]))
+        except Refusal as error:
+            raise ValueError(f"silo {self.name!r}: {error}{hint}") from error
+        for what, now in same.items():
+            if before[what] != now:
+                raise ValueError(f"silo {self.name!r}: other {what} than before{hint}")
 
     def _open(self, request: dict[str, Any]) -> dict[str, Any]:
         """Take the place that it has among all silos."""
@@ -140,12 +171,14 @@ class SiloSide:
         for place in self.folder.glob("slot-*.bin"):
             slot = int(place.stem.removeprefix("slot-"))
             self.site.kept[slot], self._kinds[slot] = unpack(place.read_bytes())
-        self._known = known
+        self._known, self._server = known, request["server"]
         return fingerprint(self.factors, known, self.fit)
 
     def _calls(self, request: dict[str, Any]) -> dict[str, Any]:
         if self.site is None:
             raise Refusal("it was asked before it was told of the others; connect first")
+        if request["server"] != self._server:
+            raise Refusal("another server has connected since; expected one at a time")
         if "independent" in request and self.fit is None:
             raise Refusal(
                 "it has no such fit; expected connect(messenger, model, fit=...), and SiloSide(..., fit=...) of the same"
@@ -153,20 +186,20 @@ class SiloSide:
         if "independent" in request and "plan" not in self._own:
             self._own["plan"] = self.fit.planned(self._known, request["independent"])
         inside, wide = request["calls"].tobytes(), {**self._own, "pad": largest(self._wide.rows)}
-        self._asked = []
         replies = []
         for values, (wider, *_) in zip(unpack(inside, self._own), unpack(inside, wide), strict=True):
             call = Call(self.site.number, *values)
-            self._asked.append(type(call.local).__name__)
+            settings = {} if call.local is None else outline(call.local, self._own)
+            self._asked.append({"call": settings, "read": call.read, "write": call.write})
             state = self._kept(call)
-            self._allow(call, wider, state)
+            kind = self._allow(call, wider, state)
             reply, new = self.site.reply(call, state)
             replies.append([np.asarray(x) for x in jax.tree.leaves(reply)])
             if call.write is not None:
-                self.site.kept[call.write] = new
-                self._write(f"slot-{call.write}.bin", pack((new, self._kinds[call.write])))
-        for slot in [*request["forget"], *(s for s in self.site.kept if s >> 32 not in request["live"])]:
-            self._drop(slot)
+                self._write(f"slot-{int(call.write)}.bin", pack((new, kind)))
+                self.site.kept[call.write], self._kinds[call.write] = new, kind
+        for slot in request["forget"]:
+            self._drop(int(slot))
         return {"replies": replies}
 
     def _kept(self, call: Call) -> Any:
@@ -176,16 +209,18 @@ class SiloSide:
             raise Refusal("what it kept for this run is gone; expected the folder of before")
         return jax.tree.map(self.site.kept.__getitem__, call.read)
 
-    def _allow(self, call: Call, wider: Callable, state: Any) -> None:
-        """Refuse what is not to be answered: a call that is none of those that are, a reply as long as there are rows.
+    def _allow(self, call: Call, wider: Callable, state: Any) -> Any:
+        """Refuse what is not to be answered: a call that is none of those that are, one of some rows, a reply as long as there are rows.
 
         :param wider: its ``local``, were there a row more.
         :param state: what it starts from.
+        :return: types of what it writes, were there a row more.
         """
         assert self.site is not None
         kind = type(call.local)
         if f"{kind.__module__}:{kind.__qualname__}" not in ANSWERED:
             raise Refusal(f"it does not answer {kind.__name__}; expected one of the calls that it knows")
+        self._all_rows(call.local)
         spec, wide = types_of(call.message), jax.tree.map(self._kinds.__getitem__, call.read)
         key = (call.local, str((spec, wide)))
         if key not in self._grows:
@@ -201,8 +236,31 @@ class SiloSide:
                     f"the reply to {kind.__name__} would be longer with one row more ({grown[0]}); expected replies that are as long for any number of rows"
                 )
             self._grows[key] = new
-        if call.write is not None:
-            self._kinds[call.write] = self._grows[key]
+        return self._grows[key]
+
+    def _all_rows(self, part: Any) -> None:
+        """Refuse settings that would single out rows: another model's factors, fewer elements, minibatches of the server's choosing."""
+        assert self.site is not None
+        why = None
+        if isinstance(part, Factors) and not any(part is own for own in self._own.values()):
+            why = "a model"
+        elif isinstance(part, Units) and part.pad != largest(self.site.rows):
+            why = "a number of elements"
+        elif hasattr(part, "families"):
+            if part is not self._own.get("plan"):
+                why = "a plan of a fit"
+            return self._refused(why)
+        elif hasattr(part, "batch") and (part.batch is not None or getattr(part, "num_kept", 1) != 1):
+            why = "a minibatch"
+        self._refused(why)
+        if dataclasses.is_dataclass(part) and not isinstance(part, Factors):
+            for one in dataclasses.fields(part):
+                self._all_rows(getattr(part, one.name))
+
+    @staticmethod
+    def _refused(why: str | None) -> None:
+        if why is not None:
+            raise Refusal(f"it is asked with {why} that is not its own; expected calls of all its rows")
 
     def _drop(self, slot: int) -> None:
         assert self.site is not None

@@ -16,8 +16,16 @@ import numpy as np
 
 from numpyro_fed.density import Factors
 from numpyro_fed.engines.packing import pack, unpack
-from numpyro_fed.engines.remote import Call, Carrier, RemoteSilos, SiloAlone, Site
-from numpyro_fed.engines.roster import as_values, description, fingerprint, from_values, known_of, versions
+from numpyro_fed.engines.remote import Call, Carrier, RemoteSilos, SiloAlone, SiloError, Site
+from numpyro_fed.engines.roster import (
+    as_values,
+    description,
+    fingerprint,
+    fit_together,
+    from_values,
+    known_of,
+    versions,
+)
 from numpyro_fed.factorise import factorise
 from numpyro_fed.silos import Silos
 from numpyro_fed.storage import largest
@@ -112,10 +120,9 @@ class Wire(Carrier):
         self.factors = factorise(model, known, public=public)
         self._own = owned(self.factors, known, fit)
         self._any = _nowhere(known)
-        self._base = secrets.randbits(31) << 32  # so that slots of two servers do not meet
-        self.next_slot = self._base
-        self._live = [self._base >> 32]
-        self._owner: dict[int, int] = {}
+        self.server = secrets.randbits(31)
+        self.next_slot = self.server << 32  # so that slots of two servers do not meet
+        self._owners: dict[int, list[int]] = {}  # silos that keep something under a slot
         self._forget: dict[int, list[int]] = {n: [] for n in range(len(self.names))}
 
     def ask(self, calls: list[Call]) -> list[Any]:
@@ -125,7 +132,7 @@ class Wire(Carrier):
         for i, call in enumerate(calls):
             of.setdefault(call.number, []).append(i)
             if call.write is not None:
-                self._owner[call.write] = call.number
+                self._owners.setdefault(call.write, []).append(call.number)
         messages = {self.names[n]: self._message(n, [calls[i] for i in mine]) for n, mine in of.items()}
         answers = self.messages(messages)
         replies: list[Any] = [None] * len(calls)
@@ -147,22 +154,20 @@ class Wire(Carrier):
     def forget(self, slots: list[int], *, now: bool = False) -> None:
         super().forget(slots)
         for slot in slots:
-            if slot in self._owner:
-                self._forget[self._owner.pop(slot)].append(slot)
+            for number in set(self._owners.pop(slot, [])):
+                self._forget[number].append(slot)
         if now:
             self.messages({self.names[n]: self._message(n, []) for n, own in self._forget.items() if own})
 
     def position(self) -> dict[str, Any]:
-        return {**super().position(), "live": self._live, "owner": list(self._owner.items())}
+        return {**super().position(), "owners": list(self._owners.items())}
 
-    def go_on(self, position: dict[str, Any] | None) -> None:
-        if position is not None:
-            super().go_on({**position, "next": self.next_slot})
-            self._live = sorted({*self._live, *position["live"]})
-            self._owner |= dict(position["owner"])
+    def go_on(self, position: dict[str, Any]) -> None:
+        super().go_on({**position, "next": self.next_slot})
+        self._owners |= dict(position["owners"])
 
     def _message(self, number: int, calls: list[Call]) -> bytes:
-        head: dict[str, Any] = {"what": "calls", "live": self._live, "forget": list(self._forget[number])}
+        head: dict[str, Any] = {"what": "calls", "server": self.server, "forget": list(self._forget[number])}
         own = self._own
         for call in calls:
             plan: Any = getattr(call.local, "plan", None)
@@ -188,7 +193,7 @@ class Wire(Carrier):
             if not isinstance(answer, dict) or not {"error", "replies"} & set(answer):
                 raise ValueError("neither replies nor an error")
             if "error" in answer:
-                raise _SiloError(f"silo {name!r}: {str(answer['error'])[:2000]}")
+                raise SiloError(f"silo {name!r}: {str(answer['error'])[:2000]}")
             for i, leaves in zip(mine, answer["replies"], strict=True):
                 replies[i] = _checked(leaves, kinds[i])
         except (ValueError, TypeError) as error:
@@ -197,10 +202,6 @@ class Wire(Carrier):
             if not self.refused[name]:
                 warnings.warn(f"silo {name!r} sent what is no reply ({error}); it counts as not answered", stacklevel=2)
             self.refused[name].append(str(error))
-
-
-class _SiloError(RuntimeError):
-    """A silo says in words why it does not answer."""
 
 
 def _checked(leaves: Any, kind: Any) -> Any:
@@ -222,13 +223,16 @@ def _nowhere(known: Silos) -> Site:
     return Site(0, SiloAlone.tree_unflatten(tuple(known._aux()[:7]), (rows, order, shared)))
 
 
-def connect(messenger: Messenger, model: Callable, *, public: tuple[str, ...] = (), fit: Any = None) -> RemoteSilos:
+def connect(
+    messenger: Messenger, model: Callable, *, public: tuple[str, ...] = (), fit: Any = None, fresh: bool = False
+) -> RemoteSilos:
     """Meet the silos: what they are, and whether they have the same model and versions.
 
     :param messenger: brings bytes to silos of known names.
     :param model: the marked model.
     :param public: as of the kernel.
     :param fit: the :class:`SFVI` or :class:`SFVIAvg` that is to go over this wire, which silos have, too; with the model as ``fit.model``.
+    :param fresh: whether silos are to forget what they keep for servers before this one, whose checkpoints are of no use then.
     :raises ValueError: naming the silo and what is different.
     :raises RuntimeError: naming silos that did not answer.
     """
@@ -236,14 +240,21 @@ def connect(messenger: Messenger, model: Callable, *, public: tuple[str, ...] = 
     hello = _all(messenger, {name: pack({"what": "hello", "protocol": PROTOCOL}) for name in messenger.names})
     for name, answer in hello.items():
         _same("version", name, answer["versions"], mine)
-    told = [from_values(answer["silos"]) for answer in hello.values()]
-    for name, silos in zip(hello, told, strict=True):
-        if silos.names != (name,):
-            raise ValueError(f"silo {name!r} says that it is {list(silos.names)}; expected one silo, of this name")
-    known = known_of(told[0], [description(silos) for silos in told], [f"silo {name!r}" for name in hello])
+    for name, answer in hello.items():
+        if answer["about"]["names"] != [name]:
+            raise ValueError(
+                f"silo {name!r} says that it is {answer['about']['names']}; expected one silo, of this name"
+            )
+    who = [f"silo {name!r}" for name in hello]
+    fit_together([answer["about"] for answer in hello.values()], who)
+    # shared arguments by value, of which all have the same
+    values = _all(messenger, {name: pack({"what": "values"}) for name in messenger.names})
+    told = [from_values(answer["silos"]) for answer in values.values()]
+    known = known_of(told[0], [description(silos) for silos in told], who)
     carrier = Wire(messenger, known, model, public, fit)
     model_here = fingerprint(carrier.factors, known, fit)
-    opened = _all(messenger, {name: pack({"what": "open", "silos": as_values(known)}) for name in known.names})
+    told_all = pack({"what": "open", "silos": as_values(known), "server": carrier.server, "fresh": fresh})
+    opened = _all(messenger, dict.fromkeys(known.names, told_all))
     for name, answer in opened.items():
         _same("model", name, answer["model"], model_here)
     return RemoteSilos(known, carrier)

@@ -30,12 +30,11 @@ class Checkpoint:
         return self.place is not None and (made % self.every == 0 or made == total)
 
     def save(self, values: dict[str, Any], carrier: Carrier) -> None:
-        """Write what a run has, under a name of its own first; then let silos forget what is not needed any more."""
+        """Write what a run has, under a name of its own first."""
         assert self.place is not None
         beside = self.place.with_name(self.place.name + ".new")
         beside.write_bytes(pack({**values, "carrier": carrier.position()}))
         os.replace(beside, self.place)
-        carrier.forget(values["spent"])
 
     def load(self, carrier: Carrier) -> dict[str, Any] | None:
         """What was saved, or ``None``; the carrier goes on counting where it was.
@@ -43,7 +42,6 @@ class Checkpoint:
         :raises ValueError: where the file is no checkpoint.
         """
         if self.place is None or not self.place.exists():
-            carrier.go_on(None)
             return None
         try:
             values = unpack(self.place.read_bytes())

@@ -1,6 +1,7 @@
 """Langevin chains over silos whose rows are elsewhere: the same rounds, driven from the host."""
 
 import hashlib
+import re
 import warnings
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,7 +18,8 @@ from tqdm.auto import tqdm
 
 from numpyro_fed._compat import fill_mcmc
 from numpyro_fed.engines.inline import key_of
-from numpyro_fed.engines.remote import Call, RemoteSilos
+from numpyro_fed.engines.remote import Call, RemoteSilos, SiloError
+from numpyro_fed.engines.roster import fingerprint
 from numpyro_fed.mcmc._kernel import LangevinKernel
 from numpyro_fed.mcmc.checkpoint import Checkpoint
 from numpyro_fed.mcmc.langevin import Chain, StayStats, federated
@@ -26,6 +28,8 @@ from numpyro_fed.mcmc.rounds import Departure, LangevinState, arrive, chain_axes
 from numpyro_fed.storage import SiloView
 
 __all__ = ["RemoteMCMC", "StartLocal", "StayLocal", "TellLocal"]
+
+_UNEVEN = 0.05  # largest difference of the silos' rates of answers that is not spoken of
 
 
 @dataclass(frozen=True)
@@ -148,8 +152,9 @@ class RemoteMCMC(MCMC):
         :param silos: what is known of the silos, and the carrier that asks them.
         :param extra_fields: further fields of the state to collect.
         :raises ValueError: in words, for what does not go over silos elsewhere.
-        :raises RuntimeError: naming the silos that did not answer while the fit was prepared.
-        :warns UserWarning: after Ctrl-C; the draws so far are kept.
+        :raises RuntimeError: naming the silos that did not answer while the fit was prepared, or the one that says that it cannot.
+        :warns UserWarning: after Ctrl-C, and where a silo says that it cannot go on: the draws so far are kept; where silos answered unequally often, which leans
+            the draws towards the others' data.
         """
         if init_params is not None:
             raise ValueError("init_params: local latents start in their silos; expected None")
@@ -162,14 +167,27 @@ class RemoteMCMC(MCMC):
         facts = self._facts(rng_key, silos, fields) if self._checkpoint.place else {}
         if saved is not None:
             going = self._going_on(going, saved, facts)
+        going = self._rounds(going, silos, fields, num_rounds, facts)
+        states = {f: jax.tree.map(lambda *x: jnp.asarray(np.stack(x, 1)), *going.draws[f]) for f in fields}
+        states["z"] = jax.vmap(jax.vmap(partial(_constrained, kernel.factors, silos)))(states["z"])
+        fill_mcmc(self, states, going.state, (silos,))
+        self._say_who_failed(going, silos)
+        if not self._checkpoint.place:
+            silos.carrier.forget([*going.slots.reshape(-1).tolist(), *going.told, *going.spent], now=True)
+
+    def _rounds(
+        self, going: "_Going", silos: RemoteSilos, fields: tuple[str, ...], num_rounds: int, facts: dict[str, Any]
+    ) -> "_Going":
+        """All rounds that are left, or those until they are interrupted."""
         with tqdm(total=num_rounds, initial=going.made, disable=not self.progress_bar) as bar:
             while going.made < num_rounds:
                 try:
                     going = self._round(going, silos)
-                except KeyboardInterrupt:
+                except (KeyboardInterrupt, SiloError) as error:
                     if going.made <= self.num_warmup:
                         raise
-                    warnings.warn(f"interrupted: the first {going.made - self.num_warmup} draws are kept", stacklevel=2)
+                    why = f"interrupted{f' ({error})' if str(error) else ''}"
+                    warnings.warn(f"{why}: the first {going.made - self.num_warmup} draws are kept", stacklevel=3)
                     break
                 bar.update()
                 if going.made > self.num_warmup:
@@ -179,13 +197,9 @@ class RemoteMCMC(MCMC):
                     self._checkpoint.save(
                         {**going._asdict(), "state": _without_tuning(going.state), **facts}, silos.carrier
                     )
+                    silos.carrier.forget(going.spent)
                     going.spent.clear()
-        self._say_who_failed(going, silos)
-        if not self._checkpoint.place:
-            silos.carrier.forget([*going.slots.reshape(-1).tolist(), *going.told, *going.spent], now=True)
-        states = {f: jax.tree.map(lambda *x: jnp.asarray(np.stack(x, 1)), *going.draws[f]) for f in fields}
-        states["z"] = jax.vmap(jax.vmap(partial(_constrained, kernel.factors, silos)))(states["z"])
-        fill_mcmc(self, states, going.state, (silos,))
+        return going
 
     def warmup(self, *args: Any, **kwargs: Any) -> None:
         """Refused: the rounds before draws are kept are part of :meth:`run`."""
@@ -249,13 +263,16 @@ class RemoteMCMC(MCMC):
         kernel = self.sampler
         settled = [np.asarray(x) for x in jax.tree.leaves(kernel._tuning.without_rows())]
         key = random.key_data(rng_key) if jnp.issubdtype(rng_key.dtype, jax.dtypes.prng_key) else rng_key
+        plan = kernel._plan
         return {
             "kernel": type(kernel).__name__,
+            "stays": re.sub(r"0x[0-9a-f]+", "", repr((plan.num_local_steps, plan.cut, plan.schedule))),
             "sites": [[name, list(shape)] for name, shape in kernel.factors.global_sites],
             "silos": {name: {g: n[i] for g, n in silos.sizes.items()} for i, name in enumerate(silos.names)},
             "num_chains, num_warmup, num_samples": [self.num_chains, self.num_warmup, self.num_samples],
             "extra_fields": list(fields),
             "seed": np.asarray(key).tolist(),
+            "model": fingerprint(kernel.factors, silos)["program"],
             "surrogates and step size": hashlib.sha256(b"".join(x.tobytes() for x in settled)).hexdigest(),
         }
 
@@ -275,6 +292,17 @@ class RemoteMCMC(MCMC):
         for n in sorted(set(going.bad)):
             warnings.warn(
                 f"silo {silos.names[n]!r} returned NaN {going.bad.count(n)} times; these visits count as not answered",
+                stacklevel=3,
+            )
+        visits, silent = (np.asarray(x).sum(0) for x in (going.state.visits, going.state.unanswered))
+        rates = np.where(visits > 0, 1 - silent / np.maximum(visits, 1), np.nan)
+        if np.nanmax(rates) - np.nanmin(rates) > _UNEVEN:
+            often = ", ".join(
+                f"{silos.names[n]!r} {visits[n] - silent[n]} of {visits[n]}" for n in np.flatnonzero(silent)
+            )
+            warnings.warn(
+                f"silos answered unequally often ({often} visits; the others all): the draws lean to the data of those that answered; run again when all are up, "
+                "or have the carrier ask again for longer",
                 stacklevel=3,
             )
 

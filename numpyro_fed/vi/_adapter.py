@@ -1,8 +1,6 @@
 """What SFVI and SFVI-Avg share in the shape of :class:`numpyro.infer.SVI`: wiring, no mathematics."""
 
-import hashlib
 import math
-import re
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,13 +11,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from numpyro.handlers import seed, trace
 
 from numpyro_fed.density import Factors
 from numpyro_fed.engines.remote import RemoteSilos
+from numpyro_fed.engines.roster import program_hash
 from numpyro_fed.federation import Ledger
 from numpyro_fed.mixed import MixedSilos
 from numpyro_fed.silos import Silos
 from numpyro_fed.storage import stacked_mask, to_pooled_order
+from numpyro_fed.vi.guides import AutoSiloNormal
 from numpyro_fed.vi.normal import SiloNormal
 from numpyro_fed.vi.plan import Options, Plan, Prepared, factored, first_params, own_params, planned_alone, prepare
 from numpyro_fed.vi.remote import RemoteRounds, kept_by, ledger_of_calls
@@ -98,20 +99,26 @@ class FederatedVI:
         """The model's factors, with learned parameters as a shared argument."""
         return factored(self.model, (known,))[2][0]
 
-    def described(self) -> dict[str, Any]:
-        """What tells this fit from another: its options, and the programs of its optimisers with all numbers in them."""
+    def described(self, factors: Factors, shared: dict[str, Any]) -> dict[str, Any]:
+        """What tells this fit from another: its options, its guide, and the programs of its optimisers. Of amortised guides networks are not compared."""
         options = {k: v for k, v in vars(self._options).items() if k not in ("optim", "local_optim", "validate")}
         x = jax.ShapeDtypeStruct((2,), jnp.result_type(float))
 
         def program(optim: Any) -> str:
-            def step(x: Array) -> Any:
-                return optim.update(x, optim.init(x), x)
+            return "" if optim is None else program_hash(lambda x: optim.update(x, optim.init(x), x), x)
 
-            return "" if optim is None else re.sub(r"0x[0-9a-f]+", "", str(jax.make_jaxpr(step)(x)))
+        if isinstance(self.guide, AutoSiloNormal):
+            guide = f"{self.guide!r}, init_scale={self.guide.init_scale}, prefix={self.guide.prefix!r}"
+        else:
+            rows = {leaf: jax.ShapeDtypeStruct((1, *spec.shape), spec.dtype) for leaf, _, spec in factors.rows}
 
+            def values(key: Array, rows: dict) -> dict:
+                sites = trace(seed(self.guide, key)).get_trace(**shared, **rows)
+                return {k: v["value"] for k, v in sites.items() if v["type"] in ("sample", "param")}
+
+            guide = program_hash(values, jax.random.key(0), rows)
         programs = [program(self._options.optim), program(self._options.local_optim)]
-        digest = hashlib.sha256("".join(programs).encode()).hexdigest()[:16]
-        return {"fit": type(self).__name__, "options": options, "optimisers": digest}
+        return {"fit": type(self).__name__, "options": options, "guide": guide, "optimisers": programs}
 
     def init(self, rng_key: Array, silos: Silos | MixedSilos, *, init_from: Any = None) -> VIState:
         """The state before the first round.
