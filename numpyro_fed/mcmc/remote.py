@@ -96,7 +96,7 @@ class RemoteMCMC(MCMC):
 
     Rounds are driven from here, and each chain's stay is made where the rows are; draws are those of ``MCMC`` with ``chain_method="vectorized"``. What is
     local to silos (latents in silo plates) stays there: the draws are of the global sites. A silo that does not answer has its round counted, and the
-    chain waits, which leaves the choice of silos unbiased.
+    chain waits: unbiased if all are silent equally often, and warned of if not.
 
     :param sampler: a :class:`DSGLD` or :class:`FSGLD`.
     :param num_warmup: rounds before draws are kept.
