@@ -150,8 +150,8 @@ def stack(silos: Silos, part: int = 0, pad: tuple[tuple[str, int], ...] | None =
     :param pad: of all stacks, where latents of a silo are one row, or ``None``: of each its own.
     """
     out = []
-    for known in outlines(silos, part, pad):
-        numbers = np.asarray(known.number)
+    # the numbers of buckets, which are NumPy's: under a trace those of outlines are not
+    for (numbers, _), known in zip(buckets(silos), outlines(silos, part, pad), strict=True):
         shown = {group: _stacked_positions(silos, group, numbers, count) for group, count in known.pad}
         order = {group: silos.order[group][place] for group, place in shown.items()}
         rows = {k: v[shown[silos.group[k]]] for k, v in silos.rows.items()}
