@@ -16,6 +16,7 @@ import jax
 from numpyro_fed._model_file import load_model_file
 from numpyro_fed.engines import flower
 from numpyro_fed.engines.flower_commands import QUIET, link_command, write_app
+from numpyro_fed.engines.packing import write_whole
 from numpyro_fed.engines.wire import connect
 from numpyro_fed.inference_data import to_inference_data
 from numpyro_fed.mcmc.fsgld import FSGLD
@@ -58,19 +59,12 @@ def _draw(grid: Any, context: Any) -> None:
         lines = [str(mcmc.sampler.ledger(mcmc.last_state)), "On the wire (messages, bytes to the silo, bytes from it):"]
         lines += [f"  {name}: {t.messages:,}, {t.bytes_down:,}, {t.bytes_up:,}" for name, t in carrier.traffic.items()]
         lines += [f"Warning: {w.message}" for w in said if issubclass(w.category, UserWarning)]
-        _told(folder / "done", "\n".join(lines))
+        write_whole(folder / "done", "\n".join(lines).encode())
     except BaseException as error:
         (folder / "error.log").write_text(traceback.format_exc())
-        _told(
-            folder / "failed", f"{type(error).__name__}: {error}" if not isinstance(error, ValueError) else str(error)
-        )
+        said_why = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        write_whole(folder / "failed", said_why.encode())
         raise
-
-
-def _told(place: Path, text: str) -> None:
-    beside = place.with_suffix(".new")
-    beside.write_text(text)
-    os.replace(beside, place)
 
 
 server = flower.server_app(_draw)

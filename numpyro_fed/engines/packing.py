@@ -7,14 +7,16 @@ package and of optax. What both sides have of their own (the model's factors) go
 import dataclasses
 import importlib
 import json
+import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 from jax import random
 
-__all__ = ["outline", "pack", "unpack"]
+__all__ = ["outline", "pack", "unpack", "write_whole"]
 
 _PACKAGES = (__name__.split(".")[0], "optax")  # whose named tuples and data classes hold numbers alone
 
@@ -33,6 +35,13 @@ def pack(value: Any, own: Mapping[str, Any] | None = None) -> bytes:
 def outline(value: Any, own: Mapping[str, Any] | None = None) -> Any:
     """What :func:`pack` says of a value beside its arrays, for a record."""
     return _described(value, {v: k for k, v in (own or {}).items()}, [])
+
+
+def write_whole(place: Path, data: bytes) -> None:
+    """Write a file as a whole, or not at all: under a name of its own first."""
+    beside = place.with_name(place.name + ".new")
+    beside.write_bytes(data)
+    os.replace(beside, place)
 
 
 def unpack(data: bytes, own: Mapping[str, Any] | None = None) -> Any:

@@ -20,7 +20,19 @@ from jax import Array, random
 from numpyro_fed.silos import Silos
 from numpyro_fed.storage import SiloRows, SiloView, largest, split_shared
 
-__all__ = ["Call", "Carrier", "Kept", "Loopback", "RemoteSilos", "SiloError", "Site", "rows_of", "site_of", "types_of"]
+__all__ = [
+    "Call",
+    "Carrier",
+    "Kept",
+    "Loopback",
+    "RemoteSilos",
+    "SiloError",
+    "Site",
+    "nowhere",
+    "rows_of",
+    "site_of",
+    "types_of",
+]
 
 
 @jax.tree_util.register_dataclass
@@ -195,6 +207,15 @@ def site_of(silos: Silos, name: str, known: Silos | None = None) -> Site:
         rows |= {leaf: x[own] for leaf, x in silos.rows.items() if silos.group[leaf] == group}
     aux, shared = list(known._aux()[:7]), {k: silos.shared[k] for k in silos._arrays}
     return Site(number, SiloAlone.tree_unflatten(tuple(aux), (rows, order, shared)))
+
+
+def nowhere(known: Silos) -> Site:
+    """A site of which types alone are known: what it would answer to a call has shapes and types."""
+    pad = dict(largest(known))
+    rows = {k: jax.ShapeDtypeStruct((pad[known.group[k]], *x.shape[1:]), x.dtype) for k, x in known.rows.items()}
+    order = {g: jax.ShapeDtypeStruct((n,), jnp.int32) for g, n in pad.items()}
+    shared = {k: known.shared[k] for k in known._arrays}
+    return Site(0, SiloAlone.tree_unflatten(tuple(known._aux()[:7]), (rows, order, shared)))
 
 
 class Loopback(Carrier):

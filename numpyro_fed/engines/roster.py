@@ -163,9 +163,8 @@ def program_hash(fn: Callable, *args: Any) -> str:
         elif not callable(value):
             digest.update(f"{name}={re.sub('0x[0-9a-f]+', '', repr(value))}".encode())
 
-    with ThreadPoolExecutor(
-        1
-    ) as apart:  # a context that the caller is in, like jax.ensure_compile_time_eval, would change the program
+    # apart: a context that the caller is in, like jax.ensure_compile_time_eval, would change the program
+    with ThreadPoolExecutor(1) as apart:
         program = apart.submit(jax.make_jaxpr(fn), *args).result()
     walk(program.jaxpr, program.consts)
     return digest.hexdigest()[:16]

@@ -3,7 +3,6 @@
 import dataclasses
 import hashlib
 import json
-import os
 import time
 import traceback
 from collections.abc import Callable
@@ -11,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from numpyro_fed.density import Factors
-from numpyro_fed.engines.packing import outline, pack, unpack
-from numpyro_fed.engines.remote import Call, SiloAlone, Site, site_of, types_of
+from numpyro_fed.engines.packing import outline, pack, unpack, write_whole
+from numpyro_fed.engines.remote import Call, Site, nowhere, site_of, types_of
 from numpyro_fed.engines.roster import as_values, description, fingerprint, from_values, rows_hash, versions
 from numpyro_fed.engines.wire import ANSWERED, PROTOCOL, owned
 from numpyro_fed.factorise import factorise
@@ -134,7 +132,7 @@ class SiloSide:
     def _opened(self, request: dict[str, Any]) -> dict[str, Any]:
         model = self._open(request)
         assert self.site is not None
-        self._write("open.bin", pack({"request": request, **self._same(model)}))
+        write_whole(self.folder / "open.bin", pack({"request": request, **self._same(model)}))
         if request["fresh"]:
             for slot in list(self.site.kept):
                 self._drop(slot)
@@ -167,7 +165,7 @@ class SiloSide:
         if mine != theirs:
             raise Refusal(f"it has {mine} rows, the server says {theirs}")
         self.site = site_of(self.silos, self.name, known)
-        self._own, self._wide = owned(self.factors, known, self.fit), _one_more(self.site)
+        self._own, self._wide = owned(self.factors, known, self.fit), _one_more(known)
         for place in self.folder.glob("slot-*.bin"):
             slot = int(place.stem.removeprefix("slot-"))
             self.site.kept[slot], self._kinds[slot] = unpack(place.read_bytes())
@@ -187,16 +185,16 @@ class SiloSide:
             self._own["plan"] = self.fit.planned(self._known, request["independent"])
         inside, wide = request["calls"].tobytes(), {**self._own, "pad": largest(self._wide.rows)}
         replies = []
-        for values, (wider, *_) in zip(unpack(inside, self._own), unpack(inside, wide), strict=True):
+        for i, values in enumerate(unpack(inside, self._own)):
             call = Call(self.site.number, *values)
             settings = {} if call.local is None else outline(call.local, self._own)
             self._asked.append({"call": settings, "read": call.read, "write": call.write})
             state = self._kept(call)
-            kind = self._allow(call, wider, state)
+            kind = self._allow(call, lambda i=i: unpack(inside, wide)[i][0], state)
             reply, new = self.site.reply(call, state)
             replies.append([np.asarray(x) for x in jax.tree.leaves(reply)])
             if call.write is not None:
-                self._write(f"slot-{int(call.write)}.bin", pack((new, kind)))
+                write_whole(self.folder / f"slot-{int(call.write)}.bin", pack((new, kind)))
                 self.site.kept[call.write], self._kinds[call.write] = new, kind
         for slot in request["forget"]:
             self._drop(int(slot))
@@ -212,7 +210,7 @@ class SiloSide:
     def _allow(self, call: Call, wider: Callable, state: Any) -> Any:
         """Refuse what is not to be answered: a call that is none of those that are, one of some rows, a reply as long as there are rows.
 
-        :param wider: its ``local``, were there a row more.
+        :param wider: makes its ``local``, were there a row more.
         :param state: what it starts from.
         :return: types of what it writes, were there a row more.
         """
@@ -225,7 +223,7 @@ class SiloSide:
         key = (call.local, str((spec, wide)))
         if key not in self._grows:
             now = self.site.type_of(call.local, spec, types_of(state))[0]
-            then, new = self._wide.type_of(wider, spec, wide)
+            then, new = self._wide.type_of(wider(), spec, wide)
             grown = [
                 f"{a.shape} for {b.shape}"
                 for a, b in zip(jax.tree.leaves(then), jax.tree.leaves(now), strict=True)
@@ -268,21 +266,9 @@ class SiloSide:
         self._kinds.pop(slot, None)
         (self.folder / f"slot-{slot}.bin").unlink(missing_ok=True)
 
-    def _write(self, name: str, data: bytes) -> None:
-        """A file as a whole, or not at all."""
-        beside = self.folder / f"{name}.new"
-        beside.write_bytes(data)
-        os.replace(beside, self.folder / name)
 
-
-def _one_more(site: Site) -> Site:
-    """The site of the same silo, were the largest silo a row longer in each row group; of its rows types alone."""
-    rows = site.rows
-    sizes = {g: tuple(n + 1 for n in own) for g, own in rows.sizes.items()}
-    aux = list(rows._aux()[:7])
-    aux[4] = tuple(sorted(sizes.items()))
-    specs = {k: jax.ShapeDtypeStruct((max(sizes[rows.group[k]]), *x.shape[1:]), x.dtype) for k, x in rows.rows.items()}
-    order = {g: jax.ShapeDtypeStruct((max(own),), jnp.int32) for g, own in sizes.items()}
-    return Site(
-        site.number, SiloAlone.tree_unflatten(tuple(aux), (specs, order, {k: rows.shared[k] for k in rows._arrays}))
-    )
+def _one_more(known: Silos) -> Site:
+    """The site of a silo, were each a row longer in each row group; of its rows types alone."""
+    aux = list(known._aux())
+    aux[4] = tuple(sorted((g, tuple(n + 1 for n in own)) for g, own in known.sizes.items()))
+    return nowhere(Silos.tree_unflatten(tuple(aux), known.tree_flatten()[0]))

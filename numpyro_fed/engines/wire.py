@@ -11,12 +11,11 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from numpyro_fed.density import Factors
 from numpyro_fed.engines.packing import pack, unpack
-from numpyro_fed.engines.remote import Call, Carrier, RemoteSilos, SiloAlone, SiloError, Site
+from numpyro_fed.engines.remote import Call, Carrier, RemoteSilos, SiloError, nowhere
 from numpyro_fed.engines.roster import (
     as_values,
     description,
@@ -119,7 +118,7 @@ class Wire(Carrier):
         self.refused: dict[str, list[str]] = {name: [] for name in known.names}
         self.factors = factorise(model, known, public=public)
         self._own = owned(self.factors, known, fit)
-        self._any = _nowhere(known)
+        self._any = nowhere(known)
         self.server = secrets.randbits(31)
         self.next_slot = self.server << 32  # so that slots of two servers do not meet
         self._owners: dict[int, list[int]] = {}  # silos that keep something under a slot
@@ -212,15 +211,6 @@ def _checked(leaves: Any, kind: Any) -> Any:
     if got != wanted:
         raise ValueError(f"arrays {got}, expected {wanted}")
     return jax.tree.unflatten(tree, leaves)
-
-
-def _nowhere(known: Silos) -> Site:
-    """A site of which types alone are known."""
-    pad = dict(largest(known))
-    rows = {k: jax.ShapeDtypeStruct((pad[known.group[k]], *x.shape[1:]), x.dtype) for k, x in known.rows.items()}
-    order = {g: jax.ShapeDtypeStruct((n,), jnp.int32) for g, n in pad.items()}
-    shared = {k: known.shared[k] for k in known._arrays}
-    return Site(0, SiloAlone.tree_unflatten(tuple(known._aux()[:7]), (rows, order, shared)))
 
 
 def connect(

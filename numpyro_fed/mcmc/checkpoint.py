@@ -1,10 +1,9 @@
 """The server's checkpoint of a run: one file, replaced as a whole."""
 
-import os
 from pathlib import Path
 from typing import Any
 
-from numpyro_fed.engines.packing import pack, unpack
+from numpyro_fed.engines.packing import pack, unpack, write_whole
 from numpyro_fed.engines.remote import Carrier
 
 __all__ = ["Checkpoint"]
@@ -30,11 +29,9 @@ class Checkpoint:
         return self.place is not None and (made % self.every == 0 or made == total)
 
     def save(self, values: dict[str, Any], carrier: Carrier) -> None:
-        """Write what a run has, under a name of its own first."""
+        """Write what a run has."""
         assert self.place is not None
-        beside = self.place.with_name(self.place.name + ".new")
-        beside.write_bytes(pack({**values, "carrier": carrier.position()}))
-        os.replace(beside, self.place)
+        write_whole(self.place, pack({**values, "carrier": carrier.position()}))
 
     def load(self, carrier: Carrier) -> dict[str, Any] | None:
         """What was saved, or ``None``; the carrier goes on counting where it was.
