@@ -21,6 +21,7 @@ from numpyro_fed.results import Comparison, compare, plot_compare
 from numpyro_fed.silos import Silos
 from numpyro_fed.splitting import split
 from numpyro_fed.vi.guides import AutoSiloNormal
+from numpyro_fed.vi.privacy import Privacy
 from numpyro_fed.vi.sfvi import SFVI
 from numpyro_fed.vi.sfvi_avg import SFVIAvg
 
@@ -37,6 +38,7 @@ __all__ = [
     "GossipLangevin",
     "Loopback",
     "MixedSilos",
+    "Privacy",
     "PushSumLangevin",
     "RemoteMCMC",
     "RemoteSilos",

@@ -79,7 +79,9 @@ def posterior_dataset(obj: Any) -> Any:
             f"expected a posterior group, got the groups {list(data.groups())}; "
             "convert the fit with arviz.from_numpyro(mcmc) or pass a dict of draws"
         )
-    return data.posterior
+    # arviz sorts a dict's names where the package dm-tree is installed
+    ordered = isinstance(obj, Mapping) and set(obj) == set(data.posterior.data_vars)
+    return data.posterior[list(obj)] if ordered else data.posterior
 
 
 def chain_statistic(name: str, draws: np.ndarray) -> float:

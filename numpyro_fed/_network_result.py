@@ -12,6 +12,7 @@ from numpyro.infer import MCMC, log_likelihood
 from numpyro.infer.util import transform_fn, unconstrain_fn
 
 from numpyro_fed._compat import import_arviz
+from numpyro_fed.engines.remote import RemoteSilos
 from numpyro_fed.silos import Silos
 
 __all__ = ["average_of_nodes", "label_nodes", "take_node", "warn_of_nodes"]
@@ -49,7 +50,8 @@ def average_of_nodes(mcmc: MCMC, silos: Silos, idata: Any, log_lik: bool) -> Any
     az, kernel = import_arviz(), mcmc.sampler
     m, latent = len(silos), [name for name, _ in kernel.factors.global_sites]
     draws = mcmc.get_samples(group_by_chain=True)
-    sites = latent + [s.name for s in kernel.factors.local_sites]
+    elsewhere = isinstance(silos, RemoteSilos)  # with their local latents
+    sites = latent + [s.name for s in kernel.factors.local_sites if not elsewhere]
     weight = jnp.asarray(mcmc.get_extra_fields(group_by_chain=True)["push_sum_weight"])
     z = jax.vmap(jax.vmap(_unconstrain(kernel, silos)))({k: draws[k] for k in sites})
 
@@ -60,7 +62,7 @@ def average_of_nodes(mcmc: MCMC, silos: Silos, idata: Any, log_lik: bool) -> Any
         share = weight.reshape(-1, m, weight.shape[1], *[1] * (x.ndim - 2))
         return jnp.mean(share * grouped, 1)
 
-    constrain = kernel.postprocess_fn((silos,), {})
+    constrain = partial(_constrain_globals, kernel, silos) if elsewhere else kernel.postprocess_fn((silos,), {})
     posterior = jax.vmap(jax.vmap(constrain))({k: average(k, v) for k, v in z.items()})
     options = {"dims": {k: list(v.dims[2:]) for k, v in idata.posterior.items()}}
     coords = {
@@ -82,7 +84,13 @@ def average_of_nodes(mcmc: MCMC, silos: Silos, idata: Any, log_lik: bool) -> Any
     return result
 
 
+def _constrain_globals(kernel: Any, silos: Silos, z: dict[str, Any]) -> dict[str, Any]:
+    return kernel.factors.constrain_globals(z, silos.shared)
+
+
 def _unconstrain(kernel: Any, silos: Silos) -> Callable:
+    if isinstance(silos, RemoteSilos):
+        return lambda sites: kernel.factors.unconstrain_globals(sites, silos.shared)
     if kernel.factors.transforms is not None:
         return partial(transform_fn, kernel.factors.transforms, invert=True)
     return partial(unconstrain_fn, kernel.model, (silos,), {})

@@ -23,6 +23,7 @@ __all__ = [
     "silo_names",
 ]
 
+_PIECE = 1 << 16  # rows that are looked at in one go: a mask of all numbers would be in memory beside them
 _MIXED = "silos of different structure: fed.MixedSilos (SFVI only)"
 
 
@@ -132,7 +133,7 @@ def check_flat(
     for leaf, values in rows.items():
         n = sizes[group[leaf]]
         starts = np.cumsum(n) - np.asarray(n)
-        silo = np.repeat(np.arange(len(names)), n)
+        silo = np.repeat(np.arange(len(names), dtype=np.int32), n)
 
         def place(row: int, silo: np.ndarray = silo, starts: np.ndarray = starts, leaf: str = leaf) -> str:
             return f"silo {names[silo[row]]!r}, argument {leaf!r}, row {row - starts[silo[row]]}"
@@ -168,7 +169,8 @@ def _check_values(leaf: str, values: np.ndarray, place: Callable[[int], str]) ->
             )
     if values.dtype.kind in "fc":
         with np.errstate(over="ignore"):  # what float64 holds and float32 does not becomes infinite
-            finite = np.isfinite(values.astype(stored).reshape(len(values), -1)).all(axis=1)
+            pieces = (values[i : i + _PIECE].astype(stored, copy=False) for i in range(0, len(values), _PIECE))
+            finite = np.concatenate([np.isfinite(x.reshape(len(x), -1)).all(axis=1) for x in pieces])
         if not finite.all():
             raise ValueError(
                 f"{place(int(np.argmin(finite)))}: expected finite numbers, got NaN or infinity; "

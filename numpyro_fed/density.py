@@ -21,8 +21,8 @@ import numpy as np
 from jax import Array
 from numpyro import validation_enabled
 from numpyro.distributions.util import is_identically_one
-from numpyro.handlers import substitute, trace
-from numpyro.infer.util import constrain_fn, potential_energy
+from numpyro.handlers import seed, substitute, trace
+from numpyro.infer.util import constrain_fn, potential_energy, transform_fn, unconstrain_fn
 
 from numpyro_fed import _compat
 from numpyro_fed.silos import Silos
@@ -206,6 +206,15 @@ class Factors:
         with validation_enabled(False):
             out = constrain_fn(self.model, (), kwargs, {**z, **sites})
         return {name: out[name] for name, _ in self.global_sites}
+
+    def unconstrain_globals(self, sites: Mapping[str, Array], shared: Mapping[str, Any]) -> dict[str, Array]:
+        """The inverse of :meth:`constrain_globals`."""
+        own = {name: sites[name] for name, _ in self.global_sites}
+        if self.transforms is not None:
+            return transform_fn(self.transforms, own, invert=True)
+        kwargs = {**shared, **made_up_rows(self.rows, dict(self.index))}
+        with validation_enabled(False):
+            return unconstrain_fn(seed(self.model, 0), (), kwargs, own)
 
     def by_element(self, group: str, local: Mapping[str, Array], kwargs: Mapping[str, Any]) -> Array:
         """Local terms collected at the elements of one row group: their own, and of rows that point to them.

@@ -92,7 +92,7 @@ def _mcmc_inference_data(
         raise ValueError(f'node: expected "average", or one of the silos {list(silos.names)}, got {node!r}')
     (warn_of_nodes if is_network else _warn_of_cuts)(mcmc, silos)
     if isinstance(silos, RemoteSilos):
-        return _remote_inference_data(mcmc, ledger, options)
+        return _remote_inference_data(mcmc, silos, node if is_network else None, ledger, options)
     if "dims" in options:  # what ArviZ infers from plates holds for the sites that are not named
         options["dims"] = {**infer_dims(kernel.model, (silos,)), **options["dims"]}
     idata = import_arviz().from_numpyro(mcmc, log_likelihood=log_likelihood and not average, **options)
@@ -106,11 +106,18 @@ def _mcmc_inference_data(
     return idata
 
 
-def _remote_inference_data(mcmc: MCMC, ledger: Ledger, options: dict[str, Any]) -> "InferenceData":
+def _remote_inference_data(
+    mcmc: MCMC, silos: RemoteSilos, node: str | None, ledger: Ledger, options: dict[str, Any]
+) -> "InferenceData":
     """Of silos whose rows are elsewhere: the global sites' draws, and no data."""
     fields = {k: np.asarray(v) for k, v in mcmc.get_extra_fields(group_by_chain=True).items()}
     posterior = {k: np.asarray(v) for k, v in mcmc.get_samples(group_by_chain=True).items()}
     idata = import_arviz().from_dict(posterior=posterior, sample_stats=fields, **options)
+    if node == "average" and node not in silos.names:
+        idata = average_of_nodes(mcmc, silos, idata, log_lik=False)
+    elif isinstance(mcmc.sampler, NetworkKernel):
+        label_nodes(idata, silos)
+        idata = idata if node is None else take_node(idata, node, silos)
     idata.posterior.attrs.update(ledger_attrs(ledger))
     return idata
 

@@ -14,9 +14,9 @@ from numpyro_fed.inference_data import to_inference_data
 from numpyro_fed.mcmc.fsgld import FSGLD
 from numpyro_fed.mixed import MixedSilos
 from numpyro_fed.silos import Silos
-from numpyro_fed.vi._adapter import VIResult
 from numpyro_fed.vi.conducive import SETTLED, JointUnits
 from numpyro_fed.vi.guides import AutoSiloNormal
+from numpyro_fed.vi.result import VIResult
 from numpyro_fed.vi.sfvi_avg import SFVIAvg
 from numpyro_fed.vi_inference_data import CANDIDATES, POOR, check_num_draws
 

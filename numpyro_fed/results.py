@@ -61,6 +61,7 @@ class Comparison:
     :ivar mean_tolerance: largest accepted difference of means, in posterior sds of the reference.
     :ivar sd_tolerance: largest accepted relative difference of the sds, in either direction.
     :ivar pareto_k: of a variational fit, Pareto's k of its importance weights; ``None`` where it has none. It is no part of the verdict.
+    :ivar privacy: of a fit with differential privacy, what was spent, and what its noise does to means and sds; else ``None``.
     """
 
     table: "DataFrame"
@@ -68,6 +69,7 @@ class Comparison:
     sd_tolerance: float
     _scalars: list[Scalar]
     pareto_k: float | None = None
+    privacy: str | None = None
 
     @property
     def verdict(self) -> str:
@@ -130,12 +132,13 @@ class Comparison:
         return f"{self.verdict}: {counts}. {self._extremes()}.{self._approximation()}"
 
     def _approximation(self) -> str:
+        private = "" if self.privacy is None else f" P{self.privacy[1:]}."
         if self.pareto_k is None:
-            return ""
+            return private
         judged = (
             f", not above {_POOR}" if self.pareto_k <= _POOR else f", above {_POOR}: it misses part of the posterior"
         )
-        return f" Pareto's k of the approximation {self.pareto_k:.2f}{judged}."
+        return f" Pareto's k of the approximation {self.pareto_k:.2f}{judged}.{private}"
 
     def _counts(self) -> list[int]:
         return [int((self.table["verdict"] == verdict).sum()) for verdict in VERDICTS]
@@ -227,7 +230,7 @@ def compare(
     for name, value in (("mean_tolerance", mean_tolerance), ("sd_tolerance", sd_tolerance)):
         if not value > 0:
             raise ValueError(f"expected {name} > 0, got {value}")
-    return _compare(paired_scalars(fed, reference, var_names), mean_tolerance, sd_tolerance, _pareto_k(fed))
+    return _compare(paired_scalars(fed, reference, var_names), mean_tolerance, sd_tolerance, fed)
 
 
 def plot_compare(
@@ -258,7 +261,7 @@ def plot_compare(
     if max_rows < 1:
         raise ValueError(f"expected max_rows >= 1, got {max_rows}")
     scalars = paired_scalars(fed, reference, var_names)
-    comparison = _compare(scalars, mean_tolerance=0.1, sd_tolerance=0.07, pareto_k=_pareto_k(fed))
+    comparison = _compare(scalars, mean_tolerance=0.1, sd_tolerance=0.07, fit=fed)
     varies = np.array([np.isfinite(ref).all() and not is_constant(ref) for _, _, ref in scalars])
     if not varies.any():
         raise ValueError("expected a parameter that varies in the reference, got constants only")
@@ -275,20 +278,23 @@ def plot_compare(
     return draw_comparison(draws, table.assign(units=units), (title, subtitle), labels, figure)
 
 
-def _pareto_k(fed: Any) -> float | None:
-    """What a variational fit's ``InferenceData`` says of itself."""
-    k = getattr(getattr(fed, "posterior", None), "attrs", {}).get("pareto_k")
-    return None if k is None else float(k)
+def _said_of_itself(fit: Any) -> tuple[float | None, str | None]:
+    """Pareto's k and the cost of privacy, where a fit's ``InferenceData`` has them."""
+    attrs = getattr(getattr(fit, "posterior", None), "attrs", {})
+    k = attrs.get("pareto_k")
+    privacy = attrs.get("privacy")
+    if privacy is not None:
+        wider = float(np.hypot(1.0, float(attrs["privacy_error"])))
+        privacy = f"{privacy}, so that an sd which holds it is {wider:.2f} times the fit's"
+    return None if k is None else float(k), privacy
 
 
-def _compare(
-    scalars: list[Scalar], mean_tolerance: float, sd_tolerance: float, pareto_k: float | None = None
-) -> Comparison:
+def _compare(scalars: list[Scalar], mean_tolerance: float, sd_tolerance: float, fit: Any) -> Comparison:
     import pandas as pd
 
     rows = [compare_scalar(fed, ref, mean_tolerance, sd_tolerance) for _, fed, ref in scalars]
     table = pd.DataFrame(rows, columns=COLUMNS, index=[label for label, _, _ in scalars])
-    return Comparison(table, mean_tolerance, sd_tolerance, scalars, pareto_k)
+    return Comparison(table, mean_tolerance, sd_tolerance, scalars, *_said_of_itself(fit))
 
 
 def _sinkhorn_distance(x: np.ndarray, y: np.ndarray) -> float:

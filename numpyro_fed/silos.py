@@ -9,6 +9,7 @@ An *index* argument holds positions in another row group (each row's district). 
 from zero, in :attr:`Silos.pooled` it is numbered as in the pooled data.
 """
 
+import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
@@ -30,6 +31,8 @@ from numpyro_fed._silo_checks import (
 )
 
 __all__ = ["Silos"]
+
+_ALIGNED = 64  # bytes
 
 
 class Silos:
@@ -125,8 +128,9 @@ class Silos:
         check_flat(names, rows, group, sizes, index)
         self.names, self.group, self.sizes, self.index = names, group, sizes, index
         self.guessed = guessed  # row groups told by their sizes alone
-        # positions in int32: small integer types (pandas categories) overflow when silos are put together
-        self.rows = {k: jnp.asarray(v, jnp.int32 if k in index else None) for k, v in rows.items()}
+        # positions in int32: small integer types (pandas categories) overflow when silos are put together; other rows, which nobody else has,
+        # are taken as they lie in memory where they can be
+        self.rows = {k: jnp.asarray(v, jnp.int32) if k in index else jax.device_put(v) for k, v in rows.items()}
         self.order = {k: jnp.asarray(v, jnp.int32) for k, v in order.items()}
         self.shared = {k: jnp.asarray(v) if isinstance(v, np.ndarray) else v for k, v in shared.items()}
         self._arrays = tuple(sorted(k for k, v in self.shared.items() if isinstance(v, Array)))
@@ -284,11 +288,23 @@ def put_together(
     sizes = {g: tuple(len(v) for v in table[leaves[0]]) for g, leaves in groups.items()}
     return (
         names,
-        {leaf: np.concatenate(table[leaf]) for leaves in groups.values() for leaf in leaves},
+        {leaf: _concatenated(table[leaf]) for leaves in groups.values() for leaf in leaves},
         shared,
         {leaf: g for g, leaves in groups.items() for leaf in leaves},
         sizes,
-        {g: np.arange(sum(n)) for g, n in sizes.items()},
+        {g: np.arange(sum(n), dtype=np.int32) for g, n in sizes.items()},
         index,
         guessed,
     )
+
+
+def _concatenated(parts: Sequence[np.ndarray]) -> np.ndarray:
+    """``np.concatenate`` to where JAX's arrays may begin, so that rows are copied once."""
+    dtype = np.result_type(*parts)
+    if dtype.kind not in "biufc":
+        return np.concatenate(parts)
+    shape = (sum(map(len, parts)), *parts[0].shape[1:])
+    space = np.empty(math.prod(shape) * dtype.itemsize + _ALIGNED, np.uint8)
+    start = -space.ctypes.data % _ALIGNED
+    out = space[start : start + math.prod(shape) * dtype.itemsize].view(dtype).reshape(shape)
+    return np.concatenate(parts, out=out)

@@ -273,7 +273,10 @@ def thin(silos: Silos, group: str, most: int) -> Silos:
     )
     part = copy.copy(silos)
     part.sizes = {**silos.sizes, group: tuple(kept.tolist())}
-    part.rows = {k: v[positions] if silos.group[k] == group else v for k, v in silos.rows.items()}
+    # in NumPy: JAX would compile a gather for each type of row
+    part.rows = {
+        k: jnp.asarray(np.asarray(v)[positions]) if silos.group[k] == group else v for k, v in silos.rows.items()
+    }
     rank = np.argsort(np.argsort(np.asarray(silos.order[group])[positions]))
     part.order = {**silos.order, group: jnp.asarray(rank, jnp.int32)}
     return part

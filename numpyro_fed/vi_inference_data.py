@@ -16,10 +16,11 @@ from numpyro_fed.density import PARAMS
 from numpyro_fed.engines.remote import RemoteSilos
 from numpyro_fed.mixed import MixedSilos
 from numpyro_fed.silos import Silos
-from numpyro_fed.vi._adapter import FederatedVI, VIResult
+from numpyro_fed.vi._adapter import FederatedVI
 from numpyro_fed.vi.draws import constrained, draw, draw_elsewhere, globals_of
 from numpyro_fed.vi.normal import SiloNormal
 from numpyro_fed.vi.remote import kept_by
+from numpyro_fed.vi.result import VIResult
 
 if TYPE_CHECKING:
     from arviz import InferenceData
@@ -56,6 +57,9 @@ def vi_inference_data(
     key = random.key(0) if rng_key is None else rng_key
     num = CANDIDATES * num_draws if resample else num_draws
     stretched = resample and isinstance(plan.families[0], SiloNormal)
+    unweighed = prepared.elsewhere and plan.noise is not None
+    if unweighed and resample:
+        raise ValueError("resample=True: silos of a fit with privacy do not weigh draws; expected resample=False")
     if isinstance(silos, RemoteSilos):
         slots = kept_by(result.state, prepared, "result").slots.tolist()
         draws = draw_elsewhere(plan, params, slots, silos, prepared.stacks, key, num, stretched)
@@ -103,7 +107,11 @@ def vi_inference_data(
     if plan.num_local_particles > 1 and not prepared.elsewhere:
         idata.posterior.attrs |= _worst_unit(plan, draws.ratios, prepared.parts)
     idata.posterior.attrs["structures"] = len(prepared.parts)
-    if not k <= POOR:
+    if result.privacy is not None:
+        idata.posterior.attrs |= {"privacy": str(result.privacy), "privacy_error": result.privacy.error}
+    if unweighed:
+        del idata.posterior.attrs["pareto_k"]
+    elif not k <= POOR:
         warnings.warn(
             f"Pareto's k of the approximation is {k:.2f}, above {POOR}: q(theta) misses part of the posterior. Run more rounds, take "
             'global_cov="full" and more num_local_particles, or resample=True; and hold the fit against pooled NUTS or FSGLD',

@@ -22,7 +22,7 @@ import numpyro_fed as fed
 from numpyro_fed.engines import spmd
 from numpyro_fed.engines.remote import Kept
 from numpyro_fed.federation import message_bytes
-from numpyro_fed.mcmc.remote import StartLocal, StayLocal
+from numpyro_fed.mcmc.remote_chains import StartLocal, StayLocal
 
 CHAINS, WARMUP, SAMPLES = 2, 2, 12
 

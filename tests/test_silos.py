@@ -58,6 +58,22 @@ def test_equal_values_as_long_as_rows_are_rows() -> None:
     assert silos.group == {"x": "x", "label": "x"}
 
 
+def test_rows_are_the_silos_own() -> None:
+    """Arrays that are changed later, of one silo and of two, and of every alignment, leave the silos as they were."""
+    space = np.zeros(40, np.float32)
+    for start in range(16):
+        y = space[start : start + 4]
+        for data in ({"oslo": {"y": y}}, {"oslo": {"y": y}, "rome": {"y": np.ones(2, np.float32)}}):
+            silos = Silos(data)
+            y[:] = 5
+            np.testing.assert_array_equal(silos["oslo"]["y"], np.zeros(4))
+            y[:] = 0
+        parts = split({"y": y}, by=np.zeros(4, int))
+        y[:] = 5
+        np.testing.assert_array_equal(parts["0"]["y"], np.zeros(4))
+        y[:] = 0
+
+
 def test_rows_names_the_group() -> None:
     silos = Silos(two(deaths=(Y[:3], Y[2:]), births=(Y[:3], Y[1:4])), rows={"births": "babies"})
     assert silos.group == {"deaths": "deaths", "births": "babies"}
@@ -276,6 +292,10 @@ REFUSED_BY_SILOS: dict[str, tuple[Callable[[], Any], str]] = {
     "NaN": (
         lambda: Silos(two(y=(Y[:3], nan_at(1)))),
         "silo 'rome', argument 'y', row 1: expected finite numbers, got NaN or infinity",
+    ),
+    "NaN far down": (
+        lambda: Silos(two(y=(np.ones(3), np.append(np.ones(70_000), np.nan)))),
+        "silo 'rome', argument 'y', row 70000: expected finite numbers, got NaN or infinity",
     ),
     "infinity": (
         lambda: Silos(two(y=(Y[:3], np.array([1.0, -np.inf])))),

@@ -1,5 +1,7 @@
 """Surrogates fitted to some of the rows have the posterior of all."""
 
+from dataclasses import replace
+
 import jax.numpy as jnp
 import numpy as np
 import numpyro
@@ -11,6 +13,7 @@ from numpyro.infer import MCMC
 import numpyro_fed as fed
 from numpyro_fed.factorise import factorise
 from numpyro_fed.surrogates import laplace, score, some_rows
+from numpyro_fed.surrogates.gaussian import Gaussian
 
 SIZES = (5000, 2500, 120)  # the last silo has fewer rows than its share
 
@@ -46,6 +49,18 @@ def test_the_posterior_is_that_of_all_rows(silos, fit, monkeypatch):
 
     assert gap(4) < 0.1
     assert gap(1) > 0.1  # negative control
+
+
+def test_surrogates_that_are_no_density_are_refused_in_words(silos, monkeypatch):
+    def bent(factors, silos, units):
+        found = laplace.fit(factors, silos, units)
+        own = found.surrogates.factors
+        return found._replace(surrogates=replace(found.surrogates, factors=Gaussian(own.eta, -own.precision)))
+
+    monkeypatch.setattr(some_rows, "ENOUGH", 900)
+    factors = factorise(logistic, silos)
+    with pytest.raises(ValueError, match=r"fitted to 900 of the rows are together no density .*or take DSGLD"):
+        some_rows.fit_some(bent, factors, silos, factors.batch_group())
 
 
 def test_each_silo_s_gradient_is_matched_at_the_centre(silos, monkeypatch):

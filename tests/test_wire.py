@@ -25,7 +25,7 @@ from numpyro_fed.engines.silo_side import SiloSide
 from numpyro_fed.engines.wire import connect
 from numpyro_fed.factorise import factorise
 from numpyro_fed.local_map import Units
-from numpyro_fed.mcmc.remote import StayLocal
+from numpyro_fed.mcmc.remote_chains import StayLocal
 from numpyro_fed.proof import OwnTerm
 from numpyro_fed.storage import largest
 from numpyro_fed.surrogates.local_score import Message, ScoreLocal
@@ -308,6 +308,45 @@ def test_fits_are_those_without_bytes(tmp_path, name):
     assert set(got.params) == set(expected.params)
     for k, v in expected.params.items():
         np.testing.assert_array_equal(got.params[k], v, err_msg=k)
+
+
+class DyingFits(Fits, Dies):
+    pass
+
+
+@pytest.mark.parametrize("name", ["sfvi", "conducive"])
+def test_a_fit_whose_server_is_killed_goes_on_where_it_was(tmp_path, name):
+    place, fit, rounds = tmp_path / "fit.ckpt", FITS[name](), 5
+
+    def one(remote, **more):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # conducive rounds have not settled
+            return fit.run(random.key(1), rounds, remote, progress_bar=False, **more)
+
+    expected = one(fed.RemoteSilos(INTERCEPTS, fed.Loopback(INTERCEPTS)))
+    messenger = DyingFits(INTERCEPTS, fit, tmp_path, FITS[name])
+    remote = connect(messenger, intercepts, fit=fit)
+    fit.prepared(remote)
+    messenger.left, messenger.after = 5, True  # the first states, then three rounds and the replies of a fourth
+    with pytest.raises(Killed):
+        one(remote, checkpoint=place, checkpoint_every=2)
+    messenger.left = -1
+    before = len(messenger.sent)
+    got = one(connect(messenger, intercepts, fit=fit), checkpoint=place, checkpoint_every=2)
+    asked = [data for n, data, _ in messenger.sent[before:] if n == "0" and b"RoundLocal" in data]
+    assert len(asked) == 3  # two were in the checkpoint
+    np.testing.assert_array_equal(got.losses, expected.losses)
+    for k, v in expected.params.items():
+        np.testing.assert_array_equal(got.params[k], v, err_msg=k)
+    with pytest.raises(ValueError, match=r"fit\.ckpt is the checkpoint of another run: seed"):
+        fit.run(random.key(2), rounds, connect(messenger, intercepts, fit=fit), progress_bar=False, checkpoint=place)
+
+
+def test_silos_at_hand_have_no_checkpoint(tmp_path):
+    with pytest.raises(
+        ValueError, match=r"checkpoint: silos at hand keep nothing; expected None, and init_state=result.state"
+    ):
+        FITS["sfvi"]().run(random.key(1), 2, INTERCEPTS, progress_bar=False, checkpoint=tmp_path / "fit.ckpt")
 
 
 @pytest.mark.parametrize(

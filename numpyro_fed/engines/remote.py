@@ -7,7 +7,7 @@ map) it keeps in numbered slots, of which the server only ever sees the numbers.
 """
 
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, Self
@@ -29,6 +29,7 @@ __all__ = [
     "SiloError",
     "Site",
     "nowhere",
+    "resized",
     "rows_of",
     "site_of",
     "types_of",
@@ -207,6 +208,17 @@ def site_of(silos: Silos, name: str, known: Silos | None = None) -> Site:
         rows |= {leaf: x[own] for leaf, x in silos.rows.items() if silos.group[leaf] == group}
     aux, shared = list(known._aux()[:7]), {k: silos.shared[k] for k in silos._arrays}
     return Site(number, SiloAlone.tree_unflatten(tuple(aux), (rows, order, shared)))
+
+
+def resized(known: Silos, sizes: Mapping[str, Sequence[int]]) -> Silos:
+    """What is known of silos, were they of other sizes; of rows types alone.
+
+    :param sizes: of each row group, by silo.
+    """
+    aux = list(known._aux()[:7])
+    aux[4] = tuple(sorted((g, tuple(own)) for g, own in sizes.items()))
+    rows = {k: jax.ShapeDtypeStruct((sum(sizes[known.group[k]]), *x.shape[1:]), x.dtype) for k, x in known.rows.items()}
+    return Silos.tree_unflatten(tuple(aux), (rows, {}, {k: known.shared[k] for k in known._arrays}))
 
 
 def nowhere(known: Silos) -> Site:

@@ -13,8 +13,9 @@ import jax
 import numpy as np
 
 from numpyro_fed.density import Factors
+from numpyro_fed.engines.closed import Closed
 from numpyro_fed.engines.packing import outline, pack, unpack, write_whole
-from numpyro_fed.engines.remote import Call, Site, nowhere, site_of, types_of
+from numpyro_fed.engines.remote import Call, Site, nowhere, resized, site_of, types_of
 from numpyro_fed.engines.roster import as_values, description, fingerprint, from_values, rows_hash, versions
 from numpyro_fed.engines.wire import ANSWERED, PROTOCOL, owned
 from numpyro_fed.factorise import factorise
@@ -67,6 +68,7 @@ class SiloSide:
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         self.factors = factorise(model, silos, public=self.public)
+        self.closed = Closed(self.folder, self.name, fit) if fit is not None and fit.closed else None
         self.site: Site | None = None
         self._kinds: dict[int, Any] = {}  # of each slot the types, were there a row more
         self._grows: dict[Any, Any] = {}
@@ -90,8 +92,7 @@ class SiloSide:
         except Refusal as error:
             answer = {"error": str(error)}
         except Exception as error:
-            with (self.folder / "errors.log").open("a") as log:
-                log.write(traceback.format_exc())
+            self._log()
             answer = {"error": f"{type(error).__name__} while it answered; its own errors.log has more"}
         sent = pack(answer)
         self._note(started, what, data, sent, answer)
@@ -132,6 +133,8 @@ class SiloSide:
     def _opened(self, request: dict[str, Any]) -> dict[str, Any]:
         model = self._open(request)
         assert self.site is not None
+        if self.closed is not None:
+            self._prove()
         write_whole(self.folder / "open.bin", pack({"request": request, **self._same(model)}))
         if request["fresh"]:
             for slot in list(self.site.kept):
@@ -160,17 +163,39 @@ class SiloSide:
         known = from_values(request["silos"])
         if self.name not in known.names:
             raise Refusal(f"expected to be among the silos, got {list(known.names)}")
+        other = description(known)
+        for what, own in description(self.silos).items():
+            if what not in ("names", "sizes") and other[what] != own:
+                raise Refusal(f"the server says {what} {other[what]}, it has {own}")
         mine = {g: n[0] for g, n in self.silos.sizes.items()}
         theirs = {g: n[known.names.index(self.name)] for g, n in known.sizes.items()}
         if mine != theirs:
             raise Refusal(f"it has {mine} rows, the server says {theirs}")
         self.site = site_of(self.silos, self.name, known)
-        self._own, self._wide = owned(self.factors, known, self.fit), _one_more(known)
+        self._own, self._wide = (
+            owned(self.factors, known, self.fit),
+            nowhere(resized(known, {g: [n + 1 for n in own] for g, own in known.sizes.items()})),
+        )
         for place in self.folder.glob("slot-*.bin"):
             slot = int(place.stem.removeprefix("slot-"))
             self.site.kept[slot], self._kinds[slot] = unpack(place.read_bytes())
         self._known, self._server = known, request["server"]
+        self._plan_for: bool | None = None
+        if self.closed is not None:
+            self._worded(self.closed.join, known.names, pack(as_values(known)))
         return fingerprint(self.factors, known, self.fit)
+
+    def _prove(self) -> None:
+        """The proof check of its own rows, for itself: nobody else may look at them. What is wrong may quote numbers, and stays."""
+        try:
+            self.fit.proved(self.silos)
+        except ValueError as error:
+            self._log()
+            raise Refusal("its rows do not pass the proof check; its own errors.log has more") from error
+
+    def _log(self) -> None:
+        with (self.folder / "errors.log").open("a") as log:
+            log.write(traceback.format_exc())
 
     def _calls(self, request: dict[str, Any]) -> dict[str, Any]:
         if self.site is None:
@@ -181,8 +206,9 @@ class SiloSide:
             raise Refusal(
                 "it has no such fit; expected connect(messenger, model, fit=...), and SiloSide(..., fit=...) of the same"
             )
-        if "independent" in request and "plan" not in self._own:
-            self._own["plan"] = self.fit.planned(self._known, request["independent"])
+        if "independent" in request and self._plan_for is not request["independent"]:
+            self._plan_for = bool(request["independent"])
+            self._own["plan"] = self.fit.planned(self._known, self._plan_for)
         inside, wide = request["calls"].tobytes(), {**self._own, "pad": largest(self._wide.rows)}
         replies = []
         for i, values in enumerate(unpack(inside, self._own)):
@@ -191,14 +217,26 @@ class SiloSide:
             self._asked.append({"call": settings, "read": call.read, "write": call.write})
             state = self._kept(call)
             kind = self._allow(call, lambda i=i: unpack(inside, wide)[i][0], state)
+            label = ""
+            if self.closed is not None:
+                call, label = self._worded(self.closed.admit, call, self._own, state, request.get("independent", True))
             reply, new = self.site.reply(call, state)
-            replies.append([np.asarray(x) for x in jax.tree.leaves(reply)])
+            leaves = [np.asarray(x) for x in jax.tree.leaves(reply)]
+            replies.append(leaves if self.closed is None else self.closed.let_out(leaves, label))
             if call.write is not None:
                 write_whole(self.folder / f"slot-{int(call.write)}.bin", pack((new, kind)))
                 self.site.kept[call.write], self._kinds[call.write] = new, kind
         for slot in request["forget"]:
             self._drop(int(slot))
         return {"replies": replies}
+
+    @staticmethod
+    def _worded(check: Callable, *args: Any) -> Any:
+        """What it returns; its error in words is the silo's answer."""
+        try:
+            return check(*args)
+        except ValueError as error:
+            raise Refusal(str(error)) from error
 
     def _kept(self, call: Call) -> Any:
         assert self.site is not None
@@ -244,6 +282,8 @@ class SiloSide:
             why = "a model"
         elif isinstance(part, Units) and part.pad != largest(self.site.rows):
             why = "a number of elements"
+        elif getattr(part, "algorithm", None) not in (None, getattr(self.fit, "algorithm", None)):
+            why = "an algorithm"
         elif hasattr(part, "families"):
             if part is not self._own.get("plan"):
                 why = "a plan of a fit"
@@ -265,10 +305,3 @@ class SiloSide:
         self.site.kept.pop(slot, None)
         self._kinds.pop(slot, None)
         (self.folder / f"slot-{slot}.bin").unlink(missing_ok=True)
-
-
-def _one_more(known: Silos) -> Site:
-    """The site of a silo, were each a row longer in each row group; of its rows types alone."""
-    aux = list(known._aux())
-    aux[4] = tuple(sorted((g, tuple(n + 1 for n in own)) for g, own in known.sizes.items()))
-    return nowhere(Silos.tree_unflatten(tuple(aux), known.tree_flatten()[0]))

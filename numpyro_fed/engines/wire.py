@@ -25,6 +25,7 @@ from numpyro_fed.engines.roster import (
     known_of,
     versions,
 )
+from numpyro_fed.engines.secure_sum import types_masked
 from numpyro_fed.factorise import factorise
 from numpyro_fed.silos import Silos
 from numpyro_fed.storage import largest
@@ -60,10 +61,15 @@ ANSWERED = {
         "1 for each draw, and its worst k",
     ),
     "numpyro_fed.mcmc.remote:TellLocal": ("nothing: it keeps surrogates and step size", ""),
-    "numpyro_fed.mcmc.remote:StartLocal": ("nothing: it draws its first local latents, and keeps them", ""),
-    "numpyro_fed.mcmc.remote:StayLocal": (
+    "numpyro_fed.mcmc.remote_chains:StartLocal": ("nothing: it draws its first local latents, and keeps them", ""),
+    "numpyro_fed.mcmc.remote_chains:StayLocal": (
         "a chain's position after its stay, four statistics, and the mean of what its surrogate lacks",
         "2 d + 5 in each visit",
+    ),
+    "numpyro_fed.mcmc.remote_network:NodeStartLocal": ("nothing: it draws its first local latents, and keeps them", ""),
+    "numpyro_fed.mcmc.remote_network:NodeLocal": (
+        "gradient of its part of the potential at its node's position, and the acceptance of its local moves",
+        "d + 1 in each step of each network",
     ),
 }
 
@@ -127,6 +133,7 @@ class Wire(Carrier):
     def ask(self, calls: list[Call]) -> list[Any]:
         """The calls of one silo go in one message."""
         kinds = [self.type_of(call, self._any) for call in calls]
+        kinds = [types_masked(k) if getattr(c.local, "summed", False) else k for c, k in zip(calls, kinds, strict=True)]
         of: dict[int, list[int]] = {}
         for i, call in enumerate(calls):
             of.setdefault(call.number, []).append(i)

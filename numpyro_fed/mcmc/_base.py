@@ -4,6 +4,7 @@ import copy
 import math
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -93,7 +94,10 @@ class FederatedKernel(MCMCKernel):
                 "the kernel must see concrete data when it starts; expected chain_method 'vectorized', "
                 "'parallel' or 'sequential' (as a block of Gibbs: 'sequential')"
             )
-        with jax.ensure_compile_time_eval():
+        # under a trace (chains in parallel) all is evaluated now; elsewhere it is, and this would compile each operation of a program for itself,
+        # which takes more time and memory than the program
+        traced = isinstance(jnp.zeros(()), jax.core.Tracer)
+        with jax.ensure_compile_time_eval() if traced else nullcontext():
             self._settle(silos, extra)
         self._prepared_for = key
 

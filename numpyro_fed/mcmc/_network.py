@@ -11,6 +11,7 @@ import numpy as np
 from jax import Array, random
 from numpyro.util import is_prng_key
 
+from numpyro_fed.engines.remote import RemoteSilos
 from numpyro_fed.federation import Cost, Ledger
 from numpyro_fed.mcmc._base import FederatedKernel, check_start
 from numpyro_fed.mcmc.adaptation import Adaptation, begin, check_seen, look_cost
@@ -36,7 +37,7 @@ class NetworkKernel(FederatedKernel):
     default_fields = (
         "z", "diverging", "consensus_error", "push_sum_weight", "local_accept_prob", "step_size",
     )  # fmt: skip
-    _step: ClassVar[Callable]
+    _exchange: ClassVar[Callable]
     _both_ways: ClassVar[bool] = False
 
     def __init__(
@@ -87,6 +88,21 @@ class NetworkKernel(FederatedKernel):
         self._price = (0.0, 0.0)
 
     @property
+    def mixing(self) -> Mixing | None:
+        """The graph's arrays; ``None`` before :meth:`init`."""
+        return self._mixing
+
+    @property
+    def batch_size(self) -> int | None:
+        """Rows of a node's minibatch, or ``None``: all."""
+        return self._options.batch_size
+
+    @property
+    def learns_step_size(self) -> bool:
+        """Whether the step size is learned in warm-up."""
+        return isinstance(self._step_size, str)
+
+    @property
     def graph(self) -> TimeVaryingGraph:
         """The graph."""
         return self._graph
@@ -103,14 +119,14 @@ class NetworkKernel(FederatedKernel):
         tuning = ground.tuning._replace(
             step_size=jnp.asarray(self._step_size if constant else jnp.nan, ground.tuning.loc.dtype)
         )
-        if tuning.latents is not None:
+        if tuning.latents is not None and not isinstance(silos, RemoteSilos):
             group = None if ground.units is None else ground.units.group
             rows = stack_states(tuning.latents.rows, silos, group)
             tuning = tuning._replace(latents=tuning.latents._replace(rows=rows))
         schedule = self._step_size if callable(self._step_size) else None
         self._plan = NetworkPlan(
-            ground.factors, ground.units, ground.batch, schedule, graph.fails, self._both_ways, type(self)._step, len(silos),
-            tuple((g, sum(n)) for g, n in silos.sizes.items()),
+            ground.factors, ground.units, ground.batch, len(silos), schedule, graph.fails, self._both_ways,
+            type(self)._exchange, tuple((g, sum(n)) for g, n in silos.sizes.items()),
         )  # fmt: skip
         self._tuning, self._surrogates, self._setup_cost = tuning, ground.surrogates, ground.cost
         self._mixing = mixing(graph, both_ways=self._both_ways)
@@ -137,19 +153,33 @@ class NetworkKernel(FederatedKernel):
         silos, extra = self._arguments(model_args, model_kwargs)
         if extra:
             raise ValueError("a network of nodes cannot be a block of Gibbs; expected mcmc.run(rng_key, silos)")
-        m = len(silos)
         chains = 1 if is_prng_key(rng_key) else len(rng_key)
+        self.check_chains(chains, len(silos))
+        self._prepare(silos, extra)
+        self._sample_fn = self.sample
+        z = self._given(init_params, model_args, extra)
+        return self.first_state(rng_key, chains, num_warmup, z, silos)[0]
+
+    def check_chains(self, chains: int, m: int) -> None:
+        """Refuse a number of chains that is not one of all nodes."""
         if chains == 1 or chains % m:
             raise ValueError(
                 f"num_chains: a node is a chain, so expected a multiple of the {m} nodes, got {chains}; write "
                 f'MCMC(..., num_chains={m}, chain_method="vectorized"), or {4 * m} for four independent networks'
             )
-        self._prepare(silos, extra)
+
+    def first_state(
+        self, rng_key: Array, chains: int, num_warmup: int, z: dict[str, Array] | None, silos: Silos
+    ) -> tuple[NetworkState, Array]:
+        """The first state of a kernel that is prepared, and the key of the first local latents.
+
+        :param rng_key: a key for each chain.
+        :param z: unconstrained values of all latent sites, or ``None``.
+        """
         assert self._tuning is not None
         assert self._mixing is not None
-        self._sample_fn = self.sample
+        m = len(silos)
         key, key_start, key_learn = random.split(rng_key[0], 3)
-        z = self._given(init_params, model_args, extra)
         template = jax.eval_shape(lambda k: self._start(k, chains // m, None, silos)[1], key_start)
         if z is not None:
             check_start({k: v.shape for k, v in z.items()}, {k: v.shape for k, v in template.items()})
@@ -160,7 +190,7 @@ class NetworkKernel(FederatedKernel):
             diverging=zero > 0, local_accept_prob=zero + 1, step_size=zero, sent=none, received=none,
             adaptation=self._adaptation(key_learn, num_warmup, nodes, silos), rng_key=key, tuning=self._tuning, mixing=self._mixing,
         )  # fmt: skip
-        return state._replace(step_size=zero + current_step_size(self._plan, state))
+        return state._replace(step_size=zero + current_step_size(self._plan, state)), random.split(key_start)[1]
 
     def _start(self, key: Array, networks: int, z: dict[str, Array] | None, silos: Silos) -> tuple[Nodes, dict]:
         plan, tuning, stacks = self._plan, self._tuning, self._rows(silos)
@@ -180,7 +210,7 @@ class NetworkKernel(FederatedKernel):
         else:
             x = random.uniform(key_theta, shape, tuning.loc.dtype, -2, 2)
         eps = None
-        if plan.units is not None:
+        if plan.units is not None and not isinstance(silos, RemoteSilos):  # which start their own
             eps = self._start_eps(key_eps, x, z, silos)
         zero = jnp.zeros(shape, x.dtype) if self._tracking else None
         nodes = Nodes(x, jnp.ones(shape[:2], x.dtype), zero, zero, eps)
@@ -220,6 +250,8 @@ class NetworkKernel(FederatedKernel):
         return self._stacked(silos)
 
     def _stacked(self, silos: Silos) -> list[SiloRows]:
+        if isinstance(silos, RemoteSilos):
+            return []
         units = self._plan.units
         return stack(silos, pad=None if units is None or units.group is not None else units.pad)
 
@@ -241,6 +273,7 @@ class NetworkKernel(FederatedKernel):
 
         Down is what a node received of others, up what it sent; surrogates (once) and the looks of ``"adaptive"`` are counted as if there were a
         server. Gradients are those of the node's part of the potential; a Hessian-vector product counts as one, Metropolis moves do not.
+        Over silos elsewhere it is what crosses: down a node's position, up its gradient and the acceptance of its moves, in each step.
         """
         if self._plan is None or self._prepared_for is None:
             raise ValueError("expected a kernel that has run; call mcmc.run(rng_key, silos) first")
@@ -249,6 +282,11 @@ class NetworkKernel(FederatedKernel):
         once = self._setup_cost + Cost(int(state.i), int(state.i)).times(networks)
         if state.adaptation is not None:
             once += look_cost(state.adaptation, self._plan.factors.dim)
+        if isinstance(self._prepared_for, RemoteSilos):
+            steps, numbers = int(state.i) * networks, self._plan.factors.dim
+            size = self._tuning.loc.dtype.itemsize
+            costs = [once + Cost(0, 0, steps * size * numbers, steps * size * (numbers + 1))] * m
+            return Ledger(self._prepared_for.names, *zip(*costs, strict=True))
         sent, received = (
             np.asarray(x, np.int64).reshape(networks, m).sum(0) * message for x in (state.sent, state.received)
         )

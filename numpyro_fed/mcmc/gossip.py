@@ -13,26 +13,19 @@ Reference: Gürbüzbalaban, Gao, Hu, Zhu (2021), Decentralized stochastic gradie
 from collections.abc import Callable, Sequence
 
 import networkx as nx
-from jax import Array, random
+from jax import Array
 
 from numpyro_fed.mcmc._network import NetworkKernel
 from numpyro_fed.mcmc.graphs import TimeVaryingGraph
 from numpyro_fed.mcmc.mixing import Links
-from numpyro_fed.mcmc.nodes import Nodes, kick, own_step
-from numpyro_fed.mcmc.plan import NetworkPlan, Tuning
-from numpyro_fed.storage import SiloRows
+from numpyro_fed.mcmc.nodes import Nodes
 
-__all__ = ["GossipLangevin", "gossip_step"]
+__all__ = ["GossipLangevin", "gossip"]
 
 
-def gossip_step(
-    plan: NetworkPlan, tuning: Tuning, key: Array, links: Links, step_size: Array, nodes: Nodes, stacks: list[SiloRows]
-) -> tuple[Nodes, Array, Array]:
-    """One step of all nodes, as :func:`numpyro_fed.mcmc.push_sum.push_sum_step`."""
-    key_own, key_noise = random.split(key)
-    slope, eps, accepted = own_step(plan, tuning, key_own, nodes.x, nodes.eps, stacks)
-    moved = links.mix(nodes.x) + kick(tuning, key_noise, step_size, slope, nodes.weight)
-    return nodes._replace(x=moved, eps=eps), nodes.x, accepted
+def gossip(links: Links, nodes: Nodes) -> tuple[Nodes, Array]:
+    """One exchange, as :func:`numpyro_fed.mcmc.push_sum.push_sum`; positions are those of before."""
+    return nodes._replace(x=links.mix(nodes.x)), nodes.x
 
 
 class GossipLangevin(NetworkKernel):
@@ -52,7 +45,7 @@ class GossipLangevin(NetworkKernel):
         >>> kernel = fed.GossipLangevin(lambda y: None, fed.graphs.star(4), step_size=1e-3)
     """
 
-    _step = staticmethod(gossip_step)
+    _exchange = staticmethod(gossip)
     _both_ways = True
 
     def __init__(

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from numpyro_fed.mcmc.plan import Conducive, LatentCoordinates, NetworkPlan, Plan, Tuning
+from numpyro_fed.mcmc.plan import Conducive, LatentCoordinates, NodePlan, Plan, Tuning
 from numpyro_fed.storage import SiloRows, SiloView
 from numpyro_fed.surrogates.gaussian import matvec
 
@@ -65,11 +65,15 @@ def pull_back(tuning: Tuning, gradient: Array) -> Array:
 
 def _server_gradient(plan: Plan, tuning: Tuning, theta: Array, view: SiloView) -> Array:
     """grad log p(theta) + alpha grad log q(theta): what needs no silo."""
-    factors = plan.factors
-    gradient = jax.grad(lambda t: factors.log_prior(factors.unravel(t), view.silos.shared))(theta)
+    gradient = _prior_slope(plan, theta, view)
     if tuning.conducive is not None:
         gradient = gradient + tuning.alpha * tuning.conducive.total_score(theta, tuning.loc)
     return gradient
+
+
+def _prior_slope(plan: Plan, theta: Array, view: SiloView) -> Array:
+    factors = plan.factors
+    return jax.grad(lambda t: factors.log_prior(factors.unravel(t), view.silos.shared))(theta)
 
 
 def drift(
@@ -79,15 +83,12 @@ def drift(
     if plan.cut:
         e, cut = residual(plan, tuning, theta, eps, silo, view)
         return pull_back(tuning, _server_gradient(plan, tuning, theta, view)) + e, e, cut
-    # the same sum with every factor once: one call of the model, one product with a precision
-
-    def log_density(theta: Array) -> Array:
-        log_prior, local = terms(plan, theta, eps, silo, view)
-        return log_prior + local / silo.selection
-
-    gradient = jax.grad(log_density)(theta)
+    # the same sum with every factor once: one product with a precision. The prior's slope is added last and not differentiated with the silo's
+    # terms: XLA would add it inside the product with the rows, which it then copies first, in each step
+    gradient = jax.grad(lambda t: terms(plan, t, eps, silo, view)[1])(theta)
     if silo.anchor is not None:
-        gradient = gradient + _correction(plan, tuning, silo, view) / silo.selection
+        gradient = gradient + _correction(plan, tuning, silo, view)
+    gradient = gradient / silo.selection + _prior_slope(plan, theta, view)
     if silo.net is not None:
         shift, precision = silo.net
         gradient = gradient + shift - matvec(precision, theta - tuning.loc)
@@ -120,7 +121,7 @@ def _correction(plan: Plan, tuning: Tuning, silo: OpenSilo, view: SiloView | Sil
 
 
 def terms(
-    plan: Plan | NetworkPlan, theta: Array, eps: Array | None, silo: OpenSilo, view: SiloView | SiloRows
+    plan: Plan | NodePlan, theta: Array, eps: Array | None, silo: OpenSilo, view: SiloView | SiloRows
 ) -> tuple[Array, Array]:
     """``log p(theta)``, and ``log p(y_s, z | theta) + log |dz/deps|`` at fixed eps."""
     factors = plan.factors

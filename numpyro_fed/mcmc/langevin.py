@@ -29,7 +29,7 @@ from numpyro_fed.mcmc.element_batches import pick_elements, rows_of
 from numpyro_fed.mcmc.gradients import OpenSilo, drift, open_silo, push
 from numpyro_fed.mcmc.local_moves import MoveNoise, free_move_noise, metropolis, move_noise
 from numpyro_fed.mcmc.nested_moves import nested_metropolis
-from numpyro_fed.mcmc.plan import NetworkPlan, Plan, Tuning
+from numpyro_fed.mcmc.plan import NodePlan, Plan, Tuning
 from numpyro_fed.nested import NestedUnits
 from numpyro_fed.storage import SiloRows, SiloView, gather
 
@@ -214,7 +214,7 @@ def pick_rows(key: Array, shape: tuple[int, ...], size: Array) -> Array:
 
 
 def move(
-    plan: Plan | NetworkPlan, theta: Array, eps: Array, silo: OpenSilo, view: SiloView | SiloRows, noise: MoveNoise
+    plan: Plan | NodePlan, theta: Array, eps: Array, silo: OpenSilo, view: SiloView | SiloRows, noise: MoveNoise
 ) -> tuple[Array, Array]:
     """A Metropolis move of the silo's local latents given theta; its mean acceptance."""
     units, latents = plan.units, silo.latents

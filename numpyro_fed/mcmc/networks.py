@@ -11,11 +11,22 @@ from jax import Array, random
 from numpyro_fed.mcmc.adaptation import Adaptation, adapt, first_looks
 from numpyro_fed.mcmc.gradients import push
 from numpyro_fed.mcmc.mixing import Mixing
-from numpyro_fed.mcmc.nodes import Nodes, gradients
+from numpyro_fed.mcmc.nodes import Nodes, add, gradients, own_step
 from numpyro_fed.mcmc.plan import NetworkPlan, Tuning
 from numpyro_fed.storage import SiloRows, to_pooled_order
 
-__all__ = ["LEAST_WEIGHT", "NetworkState", "advance", "current_step_size", "flat", "look_around", "sites"]
+__all__ = [
+    "LEAST_WEIGHT",
+    "Exchanged",
+    "NetworkState",
+    "advance",
+    "current_step_size",
+    "exchange",
+    "flat",
+    "look_around",
+    "settle",
+    "sites",
+]
 
 LEAST_WEIGHT = 1e-6  # of a push-sum weight, whose mean is one
 
@@ -55,25 +66,83 @@ class NetworkState(NamedTuple):
     mixing: Mixing
 
 
+class Exchanged(NamedTuple):
+    """R networks after an exchange, before their nodes add what is their own.
+
+    :param rng_key: for the steps after this one.
+    :param key_own: of what nodes draw for themselves, one for each network ``(R,)``.
+    :param key_noise: of the noise ``(R,)``.
+    :param step_size: alpha of this step.
+    :param nodes: what nodes hold, ``(R, m, ...)``.
+    :param position: where their gradients are taken, ``(R, m, d)``.
+    :param sent: messages each node has sent in this exchange ``(R, m)``, and received.
+    """
+
+    rng_key: Array
+    key_own: Array
+    key_noise: Array
+    step_size: Array
+    nodes: Nodes
+    position: Array
+    sent: Array
+    received: Array
+
+
 @partial(jax.jit, static_argnames=("plan",))
 def advance(plan: NetworkPlan, state: NetworkState, stacks: list[SiloRows]) -> NetworkState:
     """One step of every network."""
-    rng_key, key = random.split(state.rng_key)
-    networks = state.nodes.x.shape[0]
     if state.adaptation is not None:
+        _, key = random.split(state.rng_key)
         look = _learn(plan, state.tuning, state.adaptation, random.fold_in(key, 0), state.nodes, stacks)
         state = state._replace(adaptation=look)
-    alpha = current_step_size(plan, state)
+    sent = exchange(plan, state)
+
+    def own(key: Array, position: Array, eps: list[Array] | None) -> tuple:
+        return own_step(plan, state.tuning, key, position, eps, stacks)
+
+    slope, eps, accepted = jax.vmap(own)(sent.key_own, sent.position, state.nodes.eps)
+    return settle(plan, state, sent, slope, accepted, eps, stacks)
+
+
+def exchange(plan: NetworkPlan, state: NetworkState) -> Exchanged:
+    """Nodes send and receive."""
+    rng_key, key = random.split(state.rng_key)
 
     def one(number: Array, nodes: Nodes) -> tuple:
         key_links, key_step = random.split(random.fold_in(key, number + 1))
+        key_own, key_noise = random.split(key_step)
         links = state.mixing.links(key_links, state.i, fails=plan.fails, both_ways=plan.both_ways)
-        new, position, accepted = plan.step(plan, state.tuning, key_step, links, alpha, nodes, stacks)
-        # a number that is not finite soon reaches all nodes: a network's step is made or undone as one
-        good = jnp.isfinite(new.x).all() & (new.weight > LEAST_WEIGHT).all()
-        return new, position, accepted, good, links.sent, links.received
+        return key_own, key_noise, *plan.exchange(links, nodes), links.sent, links.received
 
-    new, position, accepted, good, sent, received = jax.vmap(one)(jnp.arange(networks), state.nodes)
+    networks = jnp.arange(state.nodes.x.shape[0])
+    key_own, key_noise, nodes, position, sent, received = jax.vmap(one)(networks, state.nodes)
+    alpha = current_step_size(plan, state)
+    return Exchanged(rng_key, key_own, key_noise, alpha, nodes, position, sent, received)
+
+
+def settle(
+    plan: NetworkPlan,
+    state: NetworkState,
+    sent: Exchanged,
+    slope: Array,
+    accepted: Array,
+    eps: list[Array] | None,
+    stacks: list[SiloRows],
+) -> NetworkState:
+    """The state after a step, of what nodes have computed for themselves.
+
+    :param slope: their gradients ``(R, m, d)``.
+    :param accepted: mean acceptances of their local moves ``(R, m)``.
+    :param eps: new coordinates of their local latents, or ``None`` where there are none here.
+    """
+    alpha, position = sent.step_size, sent.position
+
+    def one(key: Array, nodes: Nodes, slope: Array) -> tuple[Nodes, Array]:
+        new = add(state.tuning, key, alpha, nodes, slope)
+        # a number that is not finite soon reaches all nodes: a network's step is made or undone as one
+        return new, jnp.isfinite(new.x).all() & (new.weight > LEAST_WEIGHT).all()
+
+    new, good = jax.vmap(one)(sent.key_noise, sent.nodes._replace(eps=eps), slope)
 
     def kept(new: Array, old: Array) -> Array:
         return jnp.where(good.reshape(-1, *[1] * (new.ndim - 1)), new, old)
@@ -96,9 +165,9 @@ def advance(plan: NetworkPlan, state: NetworkState, stacks: list[SiloRows]) -> N
         diverging=jnp.repeat(~good, position.shape[1]),
         local_accept_prob=accepted.reshape(chains),
         step_size=jnp.broadcast_to(alpha, chains),
-        sent=state.sent + sent.reshape(chains),
-        received=state.received + received.reshape(chains),
-        rng_key=rng_key,
+        sent=state.sent + sent.sent.reshape(chains),
+        received=state.received + sent.received.reshape(chains),
+        rng_key=sent.rng_key,
     )
 
 

@@ -8,6 +8,7 @@ so that the parts of all m nodes sum to the pooled one. Local latents are held a
 the same Metropolis steps; the gradient is taken at fixed coordinates.
 """
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -17,10 +18,10 @@ from jax import Array, random
 from numpyro_fed.mcmc.gradients import OpenSilo, pull_back, push, terms
 from numpyro_fed.mcmc.langevin import move, pick_rows
 from numpyro_fed.mcmc.local_moves import move_noise
-from numpyro_fed.mcmc.plan import NetworkPlan, Tuning
+from numpyro_fed.mcmc.plan import NodePlan, Tuning
 from numpyro_fed.storage import SiloRows
 
-__all__ = ["Nodes", "gradients", "kick", "own_step"]
+__all__ = ["Nodes", "add", "gradients", "kick", "node_step", "own_step"]
 
 
 class Nodes(NamedTuple):
@@ -41,14 +42,47 @@ class Nodes(NamedTuple):
 
 
 def own_step(
-    plan: NetworkPlan, tuning: Tuning, key: Array, positions: Array, eps: list[Array] | None, stacks: list[SiloRows]
+    plan: NodePlan, tuning: Tuning, key: Array, positions: Array, eps: list[Array] | None, stacks: list[SiloRows]
 ) -> tuple[Array, list[Array] | None, Array]:
-    """Local latents move, then gradients are taken: gradients ``(m, d)``, coordinates, and mean acceptances ``(m,)``."""
+    """:func:`node_step` of all nodes: gradients ``(m, d)``, coordinates, and mean acceptances ``(m,)``."""
+    parts = _over_stacks(partial(node_step, plan, tuning, key), tuning, positions, eps, stacks)
+    new_eps = None if eps is None else [part[1] for part in parts]
+    return _in_order([part[0] for part in parts], stacks), new_eps, _in_order([part[2] for part in parts], stacks)
+
+
+def node_step(
+    plan: NodePlan, tuning: Tuning, key: Array, rows: SiloRows, theta: Array, eps: Array | None, local_map: Any
+) -> tuple[Array, Array | None, Array]:
+    """A node's local latents move given its own position, then its gradient is taken.
+
+    :param key: the same for all nodes of a network.
+    :param theta: the node's position ``(d,)``.
+    :param eps: coordinates of its local latents ``(E, k)``, or ``None``; they and ``local_map`` are the silo's own.
+    :return: the gradient, in preconditioned units ``(d,)``, the coordinates, and the mean acceptance (1 without any).
+    """
     key_moves, key_batch = random.split(key)
-    accepted = jnp.ones(positions.shape[0], positions.dtype)
+    accepted = jnp.ones((), theta.dtype)
     if eps is not None:
-        eps, accepted = _moves(plan, tuning, key_moves, positions, eps, stacks)
-    return gradients(plan, tuning, key_batch, positions, eps, stacks), eps, accepted
+        assert plan.units is not None
+        silo = _open(
+            plan, tuning, key_moves, rows, local_map
+        )  # all rows: local latents and minibatches exclude each other
+        noise = jax.tree.map(lambda x: x[0], move_noise(plan.units, key_moves, eps, rows, 1))
+        eps, accepted = move(plan, theta, eps, silo, rows, noise)
+    return _gradient(plan, tuning, key_batch, rows, theta, eps, local_map), eps, accepted
+
+
+def add(tuning: Tuning, key: Array, step_size: Array, nodes: Nodes, slope: Array) -> Nodes:
+    """What nodes hold once each has added its drift and noise to what it heard.
+
+    :param nodes: after the exchange.
+    :param slope: their gradients ``(m, d)``.
+    """
+    if nodes.tracker is None or nodes.slope is None:
+        return nodes._replace(x=nodes.x + kick(tuning, key, step_size, slope, jnp.ones_like(nodes.weight)))
+    tracker = nodes.tracker + slope - nodes.slope
+    moved = nodes.x + kick(tuning, key, step_size, tracker, nodes.weight)
+    return nodes._replace(x=moved, tracker=tracker, slope=slope)
 
 
 def kick(tuning: Tuning, key: Array, step_size: Array, drift: Array, share: Array) -> Array:
@@ -65,41 +99,27 @@ def kick(tuning: Tuning, key: Array, step_size: Array, drift: Array, share: Arra
 
 
 def gradients(
-    plan: NetworkPlan, tuning: Tuning, key: Array, positions: Array, eps: list[Array] | None, stacks: list[SiloRows]
+    plan: NodePlan, tuning: Tuning, key: Array, positions: Array, eps: list[Array] | None, stacks: list[SiloRows]
 ) -> Array:
     """``- L' grad U_i`` of every node at its own position, ``(m, d)``, from a fresh minibatch where there are any."""
+    return _in_order(_over_stacks(partial(_gradient, plan, tuning, key), tuning, positions, eps, stacks), stacks)
+
+
+def _gradient(
+    plan: NodePlan, tuning: Tuning, key: Array, rows: SiloRows, theta: Array, eps: Any, local_map: Any
+) -> Array:
+    """``- L' grad U_i`` of one node ``(d,)``."""
     share = 1.0 / plan.num_nodes
+    silo = _open(plan, tuning, random.fold_in(key, rows.number), rows, local_map)
 
-    def one(rows: SiloRows, theta: Array, eps: Any, local_map: Any) -> Array:
-        silo = _open(plan, tuning, random.fold_in(key, rows.number), rows, local_map)
+    def log_density(theta: Array) -> Array:
+        log_prior, local = terms(plan, theta, eps, silo, rows)
+        return share * log_prior + local
 
-        def log_density(theta: Array) -> Array:
-            log_prior, local = terms(plan, theta, eps, silo, rows)
-            return share * log_prior + local
-
-        return pull_back(tuning, jax.grad(log_density)(theta))
-
-    parts = _over_stacks(one, tuning, positions, eps, stacks)
-    return _in_order(parts, stacks)
+    return pull_back(tuning, jax.grad(log_density)(theta))
 
 
-def _moves(
-    plan: NetworkPlan, tuning: Tuning, key: Array, positions: Array, eps: list[Array], stacks: list[SiloRows]
-) -> tuple[list[Array], Array]:
-    """A Metropolis move of every node's local latents given its own position; their coordinates, and acceptances ``(m,)``."""
-    assert plan.units is not None
-    units = plan.units
-
-    def one(rows: SiloRows, theta: Array, eps: Array, local_map: Any) -> tuple[Array, Array]:
-        silo = _open(plan, tuning, key, rows, local_map)  # all rows: local latents and minibatches exclude each other
-        noise = jax.tree.map(lambda x: x[0], move_noise(units, key, eps, rows, 1))
-        return move(plan, theta, eps, silo, rows, noise)
-
-    parts = _over_stacks(one, tuning, positions, eps, stacks)
-    return [p[0] for p in parts], _in_order([p[1] for p in parts], stacks)
-
-
-def _open(plan: NetworkPlan, tuning: Tuning, key: Array, rows: SiloRows, local_map: Any) -> OpenSilo:
+def _open(plan: NodePlan, tuning: Tuning, key: Array, rows: SiloRows, local_map: Any) -> OpenSilo:
     kwargs, weights = rows.whole()
     if plan.batch is not None:
         group, size = plan.batch

@@ -15,7 +15,7 @@ from numpyro_fed.mcmc.element_batches import Members
 from numpyro_fed.surrogates.bends import Bends
 from numpyro_fed.surrogates.gaussian import matvec
 
-__all__ = ["Conducive", "LatentCoordinates", "NetworkPlan", "Plan", "Tuning"]
+__all__ = ["Conducive", "LatentCoordinates", "NetworkPlan", "NodePlan", "Plan", "Tuning"]
 
 _BLOCK_STEPS = 200  # local steps whose random numbers and rows are drawn together
 _BLOCK_BYTES = 8 << 20
@@ -66,29 +66,42 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class NetworkPlan:
-    """The static facts of a kernel over a network of nodes.
+class NodePlan:
+    """What a node of a network has to know for its part of a step; of the graph nothing.
 
     :param factors: the model's factors.
     :param units: how local latents are cut, or ``None`` without any.
     :param batch: row group and number of rows of a minibatch, or ``None`` for all rows.
-    :param schedule: step size by number of steps made, or ``None`` for a constant one.
-    :param fails: whether links or nodes may fail.
-    :param both_ways: whether links work in both directions or in none (gossip).
-    :param step: the algorithm: one step of all nodes.
     :param num_nodes: m.
-    :param totals: rows of each row group in all silos.
     """
 
     factors: Factors
     units: Units | None
     batch: tuple[str, int] | None
+    num_nodes: int
+
+
+@dataclass(frozen=True)
+class NetworkPlan(NodePlan):
+    """The static facts of a kernel over a network of nodes.
+
+    :param schedule: step size by number of steps made, or ``None`` for a constant one.
+    :param fails: whether links or nodes may fail.
+    :param both_ways: whether links work in both directions or in none (gossip).
+    :param exchange: the algorithm: what nodes hold after an exchange, and where their gradients are taken.
+    :param totals: rows of each row group in all silos.
+    """
+
     schedule: Callable[[Array], Any] | None
     fails: bool
     both_ways: bool
-    step: Callable[..., Any]
-    num_nodes: int
+    exchange: Callable[..., Any]
     totals: tuple[tuple[str, int], ...]
+
+    @property
+    def node(self) -> NodePlan:
+        """Each node's part of it."""
+        return NodePlan(self.factors, self.units, self.batch, self.num_nodes)
 
 
 class Conducive(NamedTuple):

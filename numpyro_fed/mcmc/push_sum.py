@@ -24,34 +24,22 @@ Achieving geometric convergence for distributed optimization over time-varying g
 
 from collections.abc import Callable, Sequence
 
-import jax.numpy as jnp
 import networkx as nx
-from jax import Array, random
+from jax import Array
 
 from numpyro_fed.mcmc._network import NetworkKernel
 from numpyro_fed.mcmc.graphs import TimeVaryingGraph
 from numpyro_fed.mcmc.mixing import Links
-from numpyro_fed.mcmc.nodes import Nodes, kick, own_step
-from numpyro_fed.mcmc.plan import NetworkPlan, Tuning
-from numpyro_fed.storage import SiloRows
+from numpyro_fed.mcmc.nodes import Nodes
 
-__all__ = ["PushSumLangevin", "push_sum_step"]
+__all__ = ["PushSumLangevin", "push_sum"]
 
 
-def push_sum_step(
-    plan: NetworkPlan, tuning: Tuning, key: Array, links: Links, step_size: Array, nodes: Nodes, stacks: list[SiloRows]
-) -> tuple[Nodes, Array, Array]:
-    """One step of all nodes: what they hold afterwards, their positions Z ``(m, d)``, and acceptances of local moves ``(m,)``."""
-    key_own, key_noise = random.split(key)
+def push_sum(links: Links, nodes: Nodes) -> tuple[Nodes, Array]:
+    """One exchange: W, Y and mixed trackers, which nodes hold before they add their own, and their positions Z ``(m, d)``."""
     mixed, weight = links.mix(nodes.x), links.mix(nodes.weight)
-    position = mixed / weight[:, None]
-    slope, eps, accepted = own_step(plan, tuning, key_own, position, nodes.eps, stacks)
-    if nodes.tracker is None or nodes.slope is None:
-        added = kick(tuning, key_noise, step_size, slope, jnp.ones_like(weight))
-        return Nodes(mixed + added, weight, None, None, eps), position, accepted
-    tracker = links.mix(nodes.tracker) + slope - nodes.slope
-    added = kick(tuning, key_noise, step_size, tracker, weight)
-    return Nodes(mixed + added, weight, tracker, slope, eps), position, accepted
+    tracker = None if nodes.tracker is None else links.mix(nodes.tracker)
+    return nodes._replace(x=mixed, weight=weight, tracker=tracker), mixed / weight[:, None]
 
 
 class PushSumLangevin(NetworkKernel):
@@ -110,7 +98,7 @@ class PushSumLangevin(NetworkKernel):
         (6, 100)
     """
 
-    _step = staticmethod(push_sum_step)
+    _exchange = staticmethod(push_sum)
 
     def __init__(
         self,

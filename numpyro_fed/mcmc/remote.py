@@ -1,9 +1,12 @@
-"""Langevin chains over silos whose rows are elsewhere: the same rounds, driven from the host."""
+"""Langevin dynamics over silos whose rows are elsewhere: the same rounds, driven from the host.
+
+How a round is made is in :mod:`numpyro_fed.mcmc.remote_chains` for chains that travel, and in :mod:`numpyro_fed.mcmc.remote_network` for networks, whose nodes are chains.
+"""
 
 import hashlib
 import re
 import warnings
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,38 +20,19 @@ from numpyro.util import is_prng_key
 from tqdm.auto import tqdm
 
 from numpyro_fed._compat import fill_mcmc
-from numpyro_fed.engines.inline import key_of
+from numpyro_fed.engines.checkpoint import Checkpoint
 from numpyro_fed.engines.remote import Call, RemoteSilos, SiloError
 from numpyro_fed.engines.roster import fingerprint
 from numpyro_fed.mcmc._kernel import LangevinKernel
-from numpyro_fed.mcmc.checkpoint import Checkpoint
-from numpyro_fed.mcmc.langevin import Chain, StayStats, federated
-from numpyro_fed.mcmc.plan import Plan, Tuning
-from numpyro_fed.mcmc.rounds import Departure, LangevinState, arrive, chain_axes, depart, first_state, start_keys, wait
+from numpyro_fed.mcmc._network import NetworkKernel
+from numpyro_fed.mcmc.plan import Tuning
+from numpyro_fed.mcmc.remote_chains import check_chains, start_chains, step_chains
+from numpyro_fed.mcmc.remote_network import check_network, network_facts, start_nodes, step_nodes
 from numpyro_fed.storage import SiloView
 
-__all__ = ["RemoteMCMC", "StartLocal", "StayLocal", "TellLocal"]
+__all__ = ["RemoteMCMC", "TellLocal"]
 
 _UNEVEN = 0.05  # largest difference of the silos' rates of answers that is not spoken of
-
-
-@dataclass(frozen=True)
-class StartLocal:
-    """A chain's first coordinates of the silo's latents: its part of what one draw for all silos would be."""
-
-    plan: Plan
-
-    def __call__(self, key: Array, message: None, rows: Any, view: SiloView) -> tuple[Array, Any]:
-        units, silos = self.plan.units, view.silos
-        assert units is not None
-        if units.group is None:
-            count, own = len(silos), view.number[None]
-        else:
-            sizes = np.asarray(silos.sizes[units.group])
-            count = int(sizes.sum())
-            own = jnp.asarray(np.cumsum(sizes) - sizes)[view.number] + view.positions(units.group)
-        eps = random.normal(key, (count, *rows.shape[1:]), jnp.result_type(float))[own]
-        return jnp.zeros(()), (eps, rows)
 
 
 @dataclass(frozen=True)
@@ -59,38 +43,6 @@ class TellLocal:
         return jnp.zeros(()), message
 
 
-@dataclass(frozen=True)
-class StayLocal:
-    """A chain's stay at the silo."""
-
-    plan: Plan
-
-    def __call__(self, key: Array, message: Chain, state: tuple[Tuning, Any], view: SiloView) -> tuple[Any, Any]:
-        tuning, own = state
-        return federated(self.plan, tuning).local(key, message, own, view)
-
-
-@partial(jax.jit, static_argnames=("plan", "num_silos"))
-def _depart(plan: Plan, state: LangevinState, num_silos: int) -> tuple[Departure, list[tuple[Array, Chain]]]:
-    """Of all chains where they go; of each the key of the stay there, and what travels."""
-    axes = chain_axes(False)
-    leave = jax.vmap(lambda s: depart(plan, s, num_silos), in_axes=(axes,))(state)
-    keys = jax.vmap(key_of)(leave.key, leave.number)
-    return leave, [(keys[c], jax.tree.map(lambda x, c=c: x[c], leave.chain)) for c in range(len(keys))]
-
-
-@partial(jax.jit, static_argnames=("plan",))
-def _arrive(
-    plan: Plan, state: LangevinState, leave: Departure, reply: tuple[Chain, StayStats], silent: Array
-) -> LangevinState:
-    axes = chain_axes(False)
-
-    def one(state: LangevinState, leave: Departure, reply: tuple[Chain, StayStats], silent: Array) -> LangevinState:
-        return wait(state, arrive(plan, state, leave, *reply), leave.arrives, silent)
-
-    return jax.vmap(one, in_axes=(axes, 0, 0, 0), out_axes=axes)(state, leave, reply, silent)
-
-
 class RemoteMCMC(MCMC):
     """:class:`numpyro.infer.MCMC` over silos whose rows are elsewhere.
 
@@ -98,10 +50,13 @@ class RemoteMCMC(MCMC):
     local to silos (latents in silo plates) stays there: the draws are of the global sites. A silo that does not answer has its round counted, and the
     chain waits: unbiased if all are silent equally often, and warned of if not.
 
-    :param sampler: a :class:`DSGLD` or :class:`FSGLD`.
+    Kernels over a network make one call of each node in a step, and what nodes send to each other is exchanged here: a relay, which sees every node's position
+    and gradient. A network's step needs all its nodes: one that does not answer is asked five times, then the run ends with the draws so far.
+
+    :param sampler: a :class:`DSGLD`, :class:`FSGLD`, :class:`PushSumLangevin` or :class:`GossipLangevin`.
     :param num_warmup: rounds before draws are kept.
     :param num_samples: rounds whose draws are kept.
-    :param num_chains: chains; those at different silos are advanced at the same time.
+    :param num_chains: chains; those at different silos are advanced at the same time. Of a network a multiple of its nodes.
     :param progress_bar: whether to show one.
     :param checkpoint: a file for the state after every ``checkpoint_every`` rounds. Where it exists, :meth:`run` prepares as before and goes on from
         there, with the draws that an undisturbed run would have had; delete it to start anew.
@@ -124,7 +79,7 @@ class RemoteMCMC(MCMC):
 
     def __init__(
         self,
-        sampler: LangevinKernel,
+        sampler: LangevinKernel | NetworkKernel,
         *,
         num_warmup: int,
         num_samples: int,
@@ -133,8 +88,10 @@ class RemoteMCMC(MCMC):
         checkpoint: str | Path | None = None,
         checkpoint_every: int = 10,
     ) -> None:
-        if not isinstance(sampler, LangevinKernel) or sampler._pooled:
-            raise TypeError(f"expected a fed.DSGLD or fed.FSGLD, got {type(sampler).__name__}")
+        if not isinstance(sampler, LangevinKernel | NetworkKernel) or getattr(sampler, "_pooled", False):
+            raise TypeError(
+                f"expected a fed.DSGLD or fed.FSGLD, got {type(sampler).__name__}; or a fed.PushSumLangevin or fed.GossipLangevin"
+            )
         super().__init__(
             sampler,
             num_warmup=num_warmup,
@@ -159,7 +116,14 @@ class RemoteMCMC(MCMC):
         if init_params is not None:
             raise ValueError("init_params: local latents start in their silos; expected None")
         kernel, num_rounds = self.sampler, self.num_warmup + self.num_samples
-        _check(kernel, silos)
+        if not isinstance(silos, RemoteSilos):
+            raise ValueError(
+                f"expected fed.RemoteSilos, got {type(silos).__name__}; for silos at hand use numpyro.infer.MCMC"
+            )
+        if isinstance(kernel, NetworkKernel):
+            check_network(kernel, silos, self.num_chains)
+        else:
+            check_chains(kernel)
         saved = self._checkpoint.load(silos.carrier)
         kernel._prepare(silos, {})
         going = self._start(rng_key, silos)
@@ -195,7 +159,7 @@ class RemoteMCMC(MCMC):
                         going.draws.setdefault(f, []).append(jax.tree.map(np.asarray, getattr(going.state, f)))
                 if self._checkpoint.due(going.made, num_rounds):
                     self._checkpoint.save(
-                        {**going._asdict(), "state": _without_tuning(going.state), **facts}, silos.carrier
+                        {**going._asdict(), "state": _without_settled(going.state), **facts}, silos.carrier
                     )
                     silos.carrier.forget(going.spent)
                     going.spent.clear()
@@ -209,54 +173,30 @@ class RemoteMCMC(MCMC):
 
     def _start(self, rng_key: Array, silos: RemoteSilos) -> "_Going":
         """All chains' first states; silos are told surrogates and step size, and make the first local latents."""
-        kernel, plan, tuning = self.sampler, self.sampler._plan, self.sampler._tuning
         keys = rng_key
         if is_prng_key(rng_key):
             keys = random.split(rng_key, self.num_chains) if self.num_chains > 1 else rng_key[None]
-        starts = start_keys(keys, kernel._options.distinct_silos)
-        axes = chain_axes(False)
-        here = replace(plan, units=None)  # of the local latents nothing is here
-        first = jax.vmap(partial(first_state, here), in_axes=(0, 0, None, 0, None, None, None), out_axes=axes)
-        state = first(starts[0], starts[1], None, starts[2], tuning, silos, None)
-        carrier, every = silos.carrier, range(len(silos))
+        start = start_nodes if isinstance(self.sampler, NetworkKernel) else start_chains
+        state, slots = start(self.sampler, keys, self.num_chains, silos)
+        carrier, every, tuning = silos.carrier, range(len(silos)), self.sampler._tuning
         told = [carrier.new_slot() for _ in every]
         calls = [Call(n, TellLocal(), random.key(0), tuning.seen_by(n), None, told[n]) for n in every]
         silos.ask_for_sure(calls)
-        slots = np.zeros((len(keys), 0), np.int64)
-        if plan.units is not None:
-            keys_eps = jax.vmap(lambda key: random.split(key, 4)[2])(starts[0])
-            slots = np.array([[carrier.new_slot() for _ in every] for _ in keys])
-            local, rows = StartLocal(plan), tuning.latents.rows.slot
-            pairs = zip(keys_eps, slots.tolist(), strict=True)
-            silos.ask_for_sure([Call(n, local, key, None, rows, own[n]) for key, own in pairs for n in every])
         return _Going(state, slots, told, 0, {}, [], [])
 
     def _round(self, going: "_Going", silos: RemoteSilos) -> "_Going":
-        """One round of all chains. New latents are kept beside the old ones, and count once the reply has come."""
-        plan, state, slots = self.sampler._plan, going.state, going.slots.copy()
-        leave, each = _depart(plan, state, len(silos))
-        numbers, local, calls = np.asarray(leave.number).tolist(), StayLocal(plan), []
-        for c, (n, (key, chain)) in enumerate(zip(numbers, each, strict=True)):
-            own, new = (None, None) if plan.units is None else (int(slots[c, n]), silos.carrier.new_slot())
-            calls.append(Call(n, local, key, chain, (going.told[n], own), new))
-        replies = silos.ask(calls)
-        bad = [n for n, reply in zip(numbers, replies, strict=True) if reply is not None and _is_nan(reply)]
-        silent = np.array([reply is None or _is_nan(reply) for reply in replies])
-        spent = list(going.spent)
-        if plan.units is not None:
-            for c, (call, missing) in enumerate(zip(calls, silent.tolist(), strict=True)):
-                spent.append(call.write if missing else call.read[1])  # type: ignore[arg-type]
-                slots[c, call.number] = call.read[1] if missing else call.write
-        if not self._checkpoint.place:
-            silos.carrier.forget(spent)
-            spent = []
-        filled = [
-            _nothing(plan, chain) if missing else x
-            for x, (_, chain), missing in zip(replies, each, silent, strict=True)
-        ]
-        # in NumPy, which has no programs to dispatch
-        new_state = _arrive(plan, state, leave, jax.tree.map(lambda *x: np.stack(x), *filled), silent)
-        return going._replace(state=new_state, slots=slots, made=going.made + 1, spent=spent, bad=[*going.bad, *bad])
+        """One round of all chains, or one step of all networks."""
+        step = step_nodes if isinstance(self.sampler, NetworkKernel) else step_chains
+        state, slots, old, bad = step(self.sampler, going.state, going.slots, going.told, silos)
+        spent = self._forgotten([*going.spent, *old], silos)
+        return going._replace(state=state, slots=slots, made=going.made + 1, spent=spent, bad=[*going.bad, *bad])
+
+    def _forgotten(self, spent: list[int], silos: RemoteSilos) -> list[int]:
+        """Have silos forget what is needed no more; where there are checkpoints, after the next."""
+        if self._checkpoint.place:
+            return spent
+        silos.carrier.forget(spent)
+        return []
 
     def _facts(self, rng_key: Array, silos: RemoteSilos, fields: tuple[str, ...]) -> dict[str, Any]:
         """What a checkpoint of the same run has."""
@@ -264,9 +204,12 @@ class RemoteMCMC(MCMC):
         settled = [np.asarray(x) for x in jax.tree.leaves(kernel._tuning.without_rows())]
         key = random.key_data(rng_key) if jnp.issubdtype(rng_key.dtype, jax.dtypes.prng_key) else rng_key
         plan = kernel._plan
+        network = isinstance(kernel, NetworkKernel)
+        settled_steps = (plan.schedule,) if network else (plan.num_local_steps, plan.cut, plan.schedule)
         return {
             "kernel": type(kernel).__name__,
-            "stays": re.sub(r"0x[0-9a-f]+", "", repr((plan.num_local_steps, plan.cut, plan.schedule))),
+            **(network_facts(kernel) if network else {}),
+            "stays": re.sub(r"0x[0-9a-f]+", "", repr(settled_steps)),
             "sites": [[name, list(shape)] for name, shape in kernel.factors.global_sites],
             "silos": {name: {g: n[i] for g, n in silos.sizes.items()} for i, name in enumerate(silos.names)},
             "num_chains, num_warmup, num_samples": [self.num_chains, self.num_warmup, self.num_samples],
@@ -278,15 +221,11 @@ class RemoteMCMC(MCMC):
 
     def _going_on(self, first: "_Going", saved: dict[str, Any], facts: dict[str, Any]) -> "_Going":
         """Where a checkpoint left off; silos have been told anew, and their first local latents are not needed."""
-        for name, expected in facts.items():
-            if saved.get(name) != expected:
-                raise ValueError(
-                    f"{self._checkpoint.place} is the checkpoint of another run: {name} {saved.get(name)}, expected {expected}; give another file, "
-                    "or delete it to start anew"
-                )
+        self._checkpoint.same_run(saved, facts)
         going = _Going(**{name: saved[name] for name in _Going._fields})
         spent = [*going.spent, *going.told, *first.slots.reshape(-1).tolist()]
-        return going._replace(state=going.state._replace(tuning=first.state.tuning), told=first.told, spent=spent)
+        settled = {name: getattr(first.state, name) for name in _SETTLED if name in going.state._fields}
+        return going._replace(state=going.state._replace(**settled), told=first.told, spent=spent)
 
     def _say_who_failed(self, going: "_Going", silos: RemoteSilos) -> None:
         for n in sorted(set(going.bad)):
@@ -294,6 +233,8 @@ class RemoteMCMC(MCMC):
                 f"silo {silos.names[n]!r} returned NaN {going.bad.count(n)} times; these visits count as not answered",
                 stacklevel=3,
             )
+        if isinstance(self.sampler, NetworkKernel):  # whose steps all nodes answer
+            return
         visits, silent = (np.asarray(x).sum(0) for x in (going.state.visits, going.state.unanswered))
         rates = np.where(visits > 0, 1 - silent / np.maximum(visits, 1), np.nan)
         if np.nanmax(rates) - np.nanmin(rates) > _UNEVEN:
@@ -310,8 +251,8 @@ class RemoteMCMC(MCMC):
 class _Going(NamedTuple):
     """A run after some rounds.
 
-    :param state: of all chains.
-    :param slots: of each chain's local latents in each silo, ``(C, S)``; ``(C, 0)`` without any.
+    :param state: of all chains: a :class:`LangevinState`, or a :class:`NetworkState`.
+    :param slots: of each chain's local latents in each silo, ``(C, S)``, of a node's in its own, ``(C, 1)``; ``(C, 0)`` without any.
     :param told: the silos' slots of what they were told.
     :param made: rounds made.
     :param draws: of each field what was collected.
@@ -319,7 +260,7 @@ class _Going(NamedTuple):
     :param bad: numbers of silos whose reply was NaN.
     """
 
-    state: LangevinState
+    state: Any
     slots: np.ndarray
     told: list[int]
     made: int
@@ -328,42 +269,12 @@ class _Going(NamedTuple):
     bad: list[int]
 
 
-def _without_tuning(state: LangevinState) -> LangevinState:
+_SETTLED = ("tuning", "mixing")  # the numbers of a kernel
+
+
+def _without_settled(state: Any) -> Any:
     """What a checkpoint has of a state: the numbers of the kernel are settled anew."""
-    return state._replace(tuning=None)  # type: ignore[arg-type]
-
-
-def _is_nan(reply: tuple[Chain, StayStats]) -> bool:
-    """Whether a chain came back as none can: a stay that leaves the reals is undone in the silo."""
-    return not np.isfinite(np.asarray(reply[0].theta)).all()
-
-
-def _nothing(plan: Plan, chain: Chain) -> tuple[Chain, StayStats]:
-    """In place of a reply that did not come, and not looked at."""
-    zero: Any = np.zeros((), chain.theta.dtype)
-    still: Any = np.zeros(chain.theta.shape, chain.theta.dtype) if plan.cut else None
-    finite: Any = np.array(False)
-    return chain, StayStats(zero, zero, zero, finite, still)
-
-
-def _check(kernel: LangevinKernel, silos: Any) -> None:
-    if not isinstance(silos, RemoteSilos):
-        raise ValueError(
-            f"expected fed.RemoteSilos, got {type(silos).__name__}; for silos at hand use numpyro.infer.MCMC"
-        )
-    options = kernel._options
-    moments = isinstance(options.surrogate, str) and options.surrogate == "moments"
-    refused = {
-        "batch_size": (options.batch_size, options.batch_size is not None, "None"),
-        "alpha": (options.alpha, isinstance(options.alpha, str), "a number"),
-        "refresh_every": (options.refresh_every, options.refresh_every is not None, "None"),
-        "no_answer": (options.no_answer, options.no_answer != 0, "0.0"),
-        "num_kept": (options.num_kept, options.num_kept != 1, "1"),
-        "surrogate": (options.surrogate, moments, '"score", "laplace" or a fed.surrogates.Surrogates'),
-    }
-    for name, (got, wrong, expected) in refused.items():
-        if wrong:
-            raise ValueError(f"{name}={got!r} is not built for silos that are elsewhere; expected {expected}")
+    return state._replace(**dict.fromkeys(set(_SETTLED) & set(state._fields)))
 
 
 def _constrained(factors: Any, silos: RemoteSilos, z: dict[str, Array]) -> dict[str, Array]:

@@ -46,6 +46,7 @@ def fit_some(fit: Callable[..., ScoreFit], factors: Factors, silos: Silos, group
     :param fit: :func:`numpyro_fed.surrogates.score.fit` or :func:`numpyro_fed.surrogates.laplace.fit`.
     :param group: the row group that is tall.
     :return: the fit, without bounded corrections; that of ``fit`` to all rows where they are not many.
+    :raises ValueError: where the surrogates are together no density.
     """
     if sum(silos.sizes[group]) <= 2 * ENOUGH:
         return fit(factors, silos, None)
@@ -57,6 +58,13 @@ def fit_some(fit: Callable[..., ScoreFit], factors: Factors, silos: Silos, group
     )
     eta = eta * stands_for[:, None]
     precision = precision * stands_for.reshape(-1, *[1] * (precision.ndim - 1))
+    try:
+        Surrogates(Gaussian(eta, precision), found.surrogates.prior).posterior()
+    except ValueError as error:
+        raise ValueError(
+            f"the surrogates that were fitted to {ENOUGH} of the rows are together no density ({error}); expected a posterior that a Gaussian in "
+            "unconstrained space describes roughly. Reparametrise the model, hand surrogates of your own over (surrogate=...), or take DSGLD"
+        ) from error
     for _ in range(_STEPS):
         loc = np.asarray(Surrogates(Gaussian(eta, precision), found.surrogates.prior).posterior().mean)
         gradients = whole_gradients(factors, jnp.asarray(loc, jnp.result_type(float)), silos)

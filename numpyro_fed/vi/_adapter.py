@@ -3,8 +3,8 @@
 import math
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,17 +14,21 @@ from jax import Array
 from numpyro.handlers import seed, trace
 
 from numpyro_fed.density import Factors
+from numpyro_fed.engines.checkpoint import Checkpoint
 from numpyro_fed.engines.remote import RemoteSilos
-from numpyro_fed.engines.roster import program_hash
-from numpyro_fed.federation import Ledger
+from numpyro_fed.engines.roster import fingerprint, program_hash
 from numpyro_fed.mixed import MixedSilos
+from numpyro_fed.proof import prove
 from numpyro_fed.silos import Silos
-from numpyro_fed.storage import stacked_mask, to_pooled_order
 from numpyro_fed.vi.guides import AutoSiloNormal
 from numpyro_fed.vi.normal import SiloNormal
-from numpyro_fed.vi.plan import Options, Plan, Prepared, factored, first_params, own_params, planned_alone, prepare
+from numpyro_fed.vi.options import Options
+from numpyro_fed.vi.plan import Plan, Prepared, factored, first_params, own_params, planned_alone, prepare
+from numpyro_fed.vi.privacy import Privacy, Spent, expected_error
 from numpyro_fed.vi.remote import RemoteRounds, kept_by, ledger_of_calls
+from numpyro_fed.vi.result import VIResult, global_params, local_params, shape_of, stacked_params
 from numpyro_fed.vi.rounds import (
+    Participation,
     VIState,
     advance,
     answering_of,
@@ -35,44 +39,15 @@ from numpyro_fed.vi.rounds import (
     run_rounds,
 )
 
-__all__ = ["FederatedVI", "VIResult"]
+__all__ = ["FederatedVI"]
 
 _jit_advance = partial(jax.jit, static_argnames=("federated", "plan", "who"))(advance)
-
-
-@dataclass(frozen=True, repr=False)
-class VIResult:
-    """What ``run`` returns.
-
-    :ivar params: parameters in their supports, averaged over the last rounds (SFVI-Avg: of the last): q(theta)'s, the model's learned ones, and the local
-        ones (in the pooled order of their plate; not of silos elsewhere, where they stay), under the names that the guide has in :class:`numpyro.infer.SVI`.
-    :ivar state: the state after the last round, from which ``run(..., init_state=result.state)`` goes on.
-    :ivar losses: minus the estimated bound in each round, a NumPy array.
-    :ivar ledger: rounds, gradient evaluations and bytes of each silo.
-    :ivar partition: a fingerprint of the silos: which pooled row is in which.
-    :ivar whitening: mean ``(d,)`` and a square root of the covariance of a Gaussian q(theta), ``(d, d)`` or its diagonal, in unconstrained space; else ``None``.
-    """
-
-    params: dict[str, Any]
-    state: VIState
-    losses: np.ndarray
-    ledger: Ledger
-    partition: str
-    whitening: tuple[np.ndarray, np.ndarray] | None = None
-
-    def __repr__(self) -> str:
-        tail = self.losses[-max(1, len(self.losses) // 10) :] if len(self.losses) else np.full(1, np.nan)
-        shapes = ", ".join(f"{k}{_shape(v)}" for k, v in self.params.items())
-        return (
-            f"VIResult: {len(self.losses):,} rounds, mean loss {tail.mean():.2f} over the last {len(tail):,}\n"
-            f"  params: {shapes}\n{self.ledger}"
-        )
 
 
 class FederatedVI:
     """Base of :class:`SFVI` and :class:`SFVIAvg`; see there for the parameters."""
 
-    _algorithm: str
+    algorithm: str
     _federated: Callable
     _init_silo: Callable
 
@@ -84,6 +59,21 @@ class FederatedVI:
         self.model, self.guide = model, guide
         self._options = options.checked()
         self._prepared: tuple[Any, Prepared] | None = None
+
+    @property
+    def privacy(self) -> Privacy | None:
+        """The budget that a silo's rows have."""
+        return self._options.privacy
+
+    @property
+    def secure_sum(self) -> bool:
+        """Whether over a wire the server hears sums of the silos' replies alone."""
+        return self._options.secure_sum
+
+    @property
+    def closed(self) -> bool:
+        """Whether silos elsewhere answer rounds alone, and no questions."""
+        return self._options.closed
 
     def prepared(self, silos: Silos | MixedSilos) -> Prepared:
         """Everything settled before the first round; kept, so that the same data are looked at once."""
@@ -98,6 +88,11 @@ class FederatedVI:
     def factored(self, known: Silos) -> Factors:
         """The model's factors, with learned parameters as a shared argument."""
         return factored(self.model, (known,))[2][0]
+
+    def proved(self, silos: Silos) -> None:
+        """The proof check of rows at hand, raising :class:`ValueError`."""
+        _, (part,), (factors,) = factored(self.model, (silos,))
+        prove(factors, part)
 
     def described(self, factors: Factors, shared: dict[str, Any]) -> dict[str, Any]:
         """What tells this fit from another: its options, its guide, and the programs of its optimisers. Of amortised guides networks are not compared."""
@@ -136,7 +131,7 @@ class FederatedVI:
             params, start = self._taken_from(init_from, prepared, params)
         server = self._federated(prepared.plan, prepared.stacks).init(rng_key, params)
         if prepared.elsewhere:
-            return RemoteRounds(self._algorithm, self._federated, prepared).start(server, params, start)
+            return RemoteRounds(self.algorithm, self._federated, prepared).start(server, params, start)
         silo_states = tuple(
             in_step(prepared.plan, partial(self._init_silo, prepared.plan, rows.part, params), local)
             for rows, local in zip(prepared.stacks, start, strict=True)
@@ -153,8 +148,8 @@ class FederatedVI:
                 result.state, prepared, "init_from"
             ) if own else None
         expected = {**prepared.plan.constrain(params), **local_params(prepared, prepared.local)}
-        got = {k: _shape(v) for k, v in result.params.items()}
-        shapes = {k: _shape(v) for k, v in expected.items()}
+        got = {k: shape_of(v) for k, v in result.params.items()}
+        shapes = {k: shape_of(v) for k, v in expected.items()}
         wrong = sorted(k for k in {*shapes, *got} if got.get(k) != shapes.get(k))
         if wrong:
             raise ValueError(
@@ -247,6 +242,8 @@ class FederatedVI:
         init_from: Any = None,
         init_state: VIState | None = None,
         answering: Any = None,
+        checkpoint: str | Path | None = None,
+        checkpoint_every: int = 10,
     ) -> VIResult:
         """Rounds of communication, each with all silos or some.
 
@@ -262,6 +259,9 @@ class FederatedVI:
         :param init_state: go on from there.
         :param answering: of SFVI over silos elsewhere the probability that a silo answers, one for all or by name, where it is known and does not depend on the
             rounds: missing replies then count zero, the others one over it. Default: silent silos are asked again, and the fit stops if they stay silent.
+        :param checkpoint: of silos elsewhere, a file for the state after every ``checkpoint_every`` rounds. Where it exists, the fit goes on from it, as if it had not stopped: the
+            silos keep what it names. Silos that gave up on the server have to be connected again (:func:`numpyro_fed.engines.wire.connect`).
+        :param checkpoint_every: so many rounds are lost at most.
         :raises ValueError: in words, before anything is compiled, for arguments that make no sense.
         :raises RuntimeError: naming the silos elsewhere that did not answer before the first round was made.
         :warns UserWarning: when a loss is not finite (naming round and silo; the last finite state is returned), after Ctrl-C (the
@@ -273,20 +273,31 @@ class FederatedVI:
             raise ValueError(f"tol: expected a number of nats > 0, got {tol!r}")
         if init_from is not None and init_state is not None:
             raise ValueError("init_from and init_state: expected one of them, got both")
+        self._options.check_rounds(num_rounds, tol, participation, answering, init_state)
         prepared = self.prepared(silos)
         who = participation_of(participation, prepared.names)
-        known = answering_of(answering, prepared.names, prepared.elsewhere, self._algorithm == "sfvi")
-        if init_state is None:
-            state = self.init(rng_key, silos, init_from=init_from)
-        else:
-            state = self._checked(init_state, silos)
-        plan = prepared.plan
-        arguments = plan, state, prepared.names, num_rounds, tol, progress_bar
+        known = answering_of(answering, prepared.names, prepared.elsewhere, self.algorithm == "sfvi")
+        plan, keeper = prepared.plan, Checkpoint(checkpoint, checkpoint_every)
+        rounds = saved = None
         if prepared.elsewhere:
-            rounds = RemoteRounds(self._algorithm, self._federated, prepared, who, known)
-            if init_state is None:  # else it is another result's
+            facts = self._facts(rng_key, prepared, silos) if checkpoint is not None else {}
+            rounds = RemoteRounds(self.algorithm, self._federated, prepared, who, known, keeper, facts)
+            saved = rounds.saved()
+        elif checkpoint is not None:
+            raise ValueError(
+                "checkpoint: silos at hand keep nothing; expected None, and init_state=result.state to go on"
+            )
+        if saved is not None:
+            state, made = saved
+        elif init_state is None:
+            state, made = self.init(rng_key, silos, init_from=init_from), np.zeros(0)
+        else:
+            state, made = self._checked(init_state, silos), np.zeros(0)
+        arguments = plan, state, prepared.names, num_rounds, tol, progress_bar
+        if rounds is not None:
+            if saved is not None or init_state is None:  # else it is another result's
                 rounds.owns(state)
-            state, losses = run_rounds(rounds, *arguments, at_once=1)
+            state, losses = run_rounds(rounds, *arguments, at_once=1, before=made)
             rounds.tidy(state)
         else:
             state, losses = run_rounds(at_hand(self._federated, plan, who, prepared.stacks), *arguments)
@@ -307,66 +318,27 @@ class FederatedVI:
             costs = ledger(self._federated, plan, state, prepared.stacks, prepared.names, silos.names)
         family = plan.families[0]
         whitening = family.whitening(plan.constrain(average)) if isinstance(family, SiloNormal) else None
-        return VIResult(params, state, losses, costs, prepared.partition(), whitening)
+        spent = self._spent(prepared, state, who, known)
+        return VIResult(params, state, losses, costs, prepared.partition(), whitening, spent)
 
+    def _facts(self, rng_key: Array, prepared: Prepared, silos: Any) -> dict[str, Any]:
+        """What a checkpoint of the same fit has."""
+        factors = prepared.plan.factors
+        key = jax.random.key_data(rng_key) if jnp.issubdtype(rng_key.dtype, jax.dtypes.prng_key) else rng_key
+        return {
+            "model and fit": fingerprint(factors, prepared.parts[0], self),
+            "silos": {name: {g: n[i] for g, n in silos.sizes.items()} for i, name in enumerate(silos.names)},
+            "seed": np.asarray(key).tolist(),
+        }
 
-def global_params(result: VIResult, prepared: Prepared, params: dict) -> dict:
-    """A result's global parameters, unconstrained, or an error in words where they are others than the fit's."""
-    shapes = {k: _shape(v) for k, v in prepared.plan.constrain(params).items()}
-    got = {k: _shape(result.params[k]) for k in shapes if k in result.params}
-    if got != shapes:
-        raise ValueError(
-            f"init_from: expected a result of the same model and guide, with global parameters of shapes {shapes}, got {got}"
-        )
-    return prepared.plan.unconstrain(jax.tree.map(jnp.asarray, {k: result.params[k] for k in params}))
-
-
-def _shape(value: Any) -> list:
-    """Of an array; of the arrays of a network."""
-    return list(value.shape) if hasattr(value, "shape") else [list(x.shape) for x in jax.tree.leaves(value)]
-
-
-def local_params(prepared: Prepared, local: list) -> dict[str, Array]:
-    """The silos' parameters as arrays over their plate's elements in pooled order (over silos where these are the units)."""
-    plan, out = prepared.plan, {}
-    for part, family in enumerate(plan.families):
-        if not family.has_local:
-            continue
-        mine = [(r, family.named(p)) for r, p in zip(prepared.stacks, local, strict=True) if r.part == part]
-        for name, (_, group) in mine[0][1].items():
-            out[name + plan.suffix(part)] = _in_order([(r, p[name][0]) for r, p in mine], group, prepared.parts[part])
-    return out
-
-
-def stacked_params(prepared: Prepared, params: dict[str, Array]) -> list:
-    """The inverse of :func:`local_params`; padding has its first values."""
-    plan, out = prepared.plan, []
-    for rows, first in zip(prepared.stacks, prepared.local, strict=True):
-        family = plan.families[rows.part]
-        if not family.has_local or not family.named(first):
-            out.append(first)
-            continue
-        new = {}
-        for name, (x, group) in family.named(first).items():
-            given = params[name + plan.suffix(rows.part)]
-            if group is None:
-                new[name] = given[(rows.number, *[slice(n) for n in x.shape[2:]])][:, None]
-            else:
-                own = stacked_mask(rows, group)
-                new[name] = jnp.where(own.reshape(*own.shape, *[1] * (x.ndim - 2)), given[rows.order[group]], x)
-        out.append(family.from_named(new))
-    return out
-
-
-def _in_order(rows: list, group: str | None, silos: Silos) -> Array:
-    if group is None:
-        widest = [max(x.shape[i] for _, x in rows) for i in range(2, rows[0][1].ndim)]
-        total = [len(silos), *widest]
-        out = jnp.zeros(total, rows[0][1].dtype)
-        for r, x in rows:
-            out = out.at[(r.number, *[slice(n) for n in x.shape[2:]])].set(x[:, 0])
-        return out
-    out = jnp.zeros((sum(silos.sizes[group]), *rows[0][1].shape[2:]), rows[0][1].dtype)
-    for r, x in rows:
-        out = to_pooled_order(out, r, group, x)
-    return out
+    def _spent(self, prepared: Prepared, state: VIState, *drawn: Participation | None) -> Spent | None:
+        """What a fit has spent, where silos took part as drawn."""
+        if self.privacy is None:
+            return None
+        rounds, noise = int(state.server.i), prepared.plan.noise
+        assert noise is not None
+        counts = np.ones(len(prepared.names))
+        for who in drawn:
+            counts = counts if who is None else counts / who.probability
+        error = expected_error(noise, float(counts.sum()), max(rounds, 1))
+        return Spent(self.privacy.spent(rounds), self.privacy.delta, noise.clip, rounds, self.privacy.epsilon, error)

@@ -25,6 +25,7 @@ from numpyro.infer.util import constrain_fn, transform_fn
 
 from numpyro_fed.density import PARAMS
 from numpyro_fed.engines.remote import Call, RemoteSilos, rows_of
+from numpyro_fed.engines.secure_sum import opened
 from numpyro_fed.silos import Silos
 from numpyro_fed.storage import SiloRows, SiloView, to_pooled_order
 from numpyro_fed.vi.bound import candidate_weights, unit_bounds, unit_terms
@@ -91,6 +92,11 @@ class EstimateLocal:
     plan: Plan
     stretched: bool
 
+    @property
+    def summed(self) -> bool:
+        """Whether over a wire its replies are masked, and their sum alone is seen."""
+        return self.plan.secure_sum
+
     def __call__(self, key: Array, message: tuple, state: Any, view: SiloView) -> tuple[Array, None]:
         told, weights, learned, params = message
         rows, plan = rows_of(view), self.plan
@@ -132,13 +138,17 @@ def draw_elsewhere(
     """
     theta, told = _positions(plan, params, stacks[0], key, num, stretched)
     own = {k: params[k] for k in getattr(plan.families[0], "shared_params", params)}
+    if plan.noise is not None:  # under privacy nobody weighs them
+        return Draws(theta, [{}], jnp.full(num, jnp.nan), [jnp.zeros((num, 0))])
     learned = {k: params[k] for k in plan.learned}
     message = (told, {k: v for k, v in own.items() if k not in plan.learned}, learned, plan.unconstrain(params))
     local = EstimateLocal(plan, stretched)
     numbers = np.concatenate([np.asarray(rows.number) for rows in stacks]).tolist()
     calls = [Call(n, local, key, message, slot) for n, slot in zip(numbers, slots, strict=True)]
     replies = silos.ask_for_sure(calls, "when draws were to be weighed")
-    return Draws(theta, [{}], told.log_weight + np.sum(np.stack(replies), axis=0), [jnp.zeros((num, 0))])
+    stacked = jax.tree.map(lambda *x: np.stack(x), *replies)
+    total = opened(stacked, np.dtype(told.log_weight.dtype)).sum(0)
+    return Draws(theta, [{}], told.log_weight + total, [jnp.zeros((num, 0))])
 
 
 @partial(jax.jit, static_argnames=("plan", "totals", "num", "stretched"))

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax import Array, random
 from numpyro.distributions import constraints
 from numpyro.distributions.transforms import biject_to
@@ -16,7 +15,7 @@ from numpyro.handlers import seed, substitute, trace
 from numpyro.infer.initialization import init_to_uniform
 
 from numpyro_fed.density import PARAMS, Factors, LearnedModel, made_up_rows
-from numpyro_fed.engines.remote import RemoteSilos
+from numpyro_fed.engines.remote import RemoteSilos, resized
 from numpyro_fed.factorise import factorise
 from numpyro_fed.local_map import Units
 from numpyro_fed.mixed import MixedSilos
@@ -25,10 +24,12 @@ from numpyro_fed.silos import Silos
 from numpyro_fed.storage import SiloRows, largest, outlines, stack, thin
 from numpyro_fed.vi.amortise import as_float
 from numpyro_fed.vi.guides import AutoSiloNormal
+from numpyro_fed.vi.normal import SiloNormal
+from numpyro_fed.vi.options import Options
+from numpyro_fed.vi.privacy import Noise
 from numpyro_fed.vi.user_guide import GuideFamily, guide_family, without_params
 
 __all__ = [
-    "Options",
     "Plan",
     "Prepared",
     "factored",
@@ -39,48 +40,8 @@ __all__ = [
     "prepare",
 ]
 
+_MADE_UP = 3  # rows of a group that are made up
 _PROOF_ROWS = 100_000  # of a fit by minibatches, whose rows might not fit into memory at once
-
-
-@dataclass(frozen=True)
-class Options:
-    """What the adapters are given, checked."""
-
-    optim: Any
-    local_optim: Any
-    num_particles: int
-    num_local_particles: int
-    batch_size: int | None
-    validate: bool
-    num_local_steps: int = 1
-    conducive: bool = False
-
-    def checked(self) -> "Options":
-        """Itself, or an error in words."""
-        if self.conducive:
-            self._check_conducive()
-        for name in () if self.conducive else ("optim", "local_optim"):
-            value = getattr(self, name)
-            if not isinstance(value, optax.GradientTransformation):
-                raise TypeError(
-                    f"{name}: expected an optax transformation, e.g. optax.adam(1e-2), got {type(value).__name__}"
-                )
-        for name in ("num_particles", "num_local_particles", "batch_size", "num_local_steps"):
-            value = getattr(self, name)
-            whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
-            if not (value is None and name == "batch_size") and not (whole and value >= 1):
-                raise ValueError(f"{name}: expected a whole number >= 1, got {value!r}")
-        return self
-
-    def _check_conducive(self) -> None:
-        for name in ("optim", "local_optim", "batch_size"):
-            if getattr(self, name) is not None:
-                why = (
-                    "a silo's marginal likelihood needs all its rows"
-                    if name == "batch_size"
-                    else "its steps are natural gradients"
-                )
-                raise ValueError(f"{name}: expected None with conducive=True ({why}), got {getattr(self, name)!r}")
 
 
 @dataclass(frozen=True)
@@ -95,6 +56,8 @@ class Plan:
     :param batch: row group and number of rows of a minibatch, or ``None`` for all rows.
     :param learned: names of the model's learned parameters.
     :param num_local_steps: of SFVI-Avg; 1 in SFVI.
+    :param noise: what is added to a silo's gradients, ``None`` for nothing.
+    :param secure_sum: whether of silos elsewhere the server hears sums alone.
     :param supports: support of each global variational and learned parameter.
     """
 
@@ -106,6 +69,8 @@ class Plan:
     batch: tuple[str, int] | None
     learned: tuple[str, ...]
     num_local_steps: int
+    noise: Noise | None
+    secure_sum: bool
     supports: dict[str, Any] = field(compare=False, repr=False)
 
     @property
@@ -197,7 +162,9 @@ def parts_of(silos: Silos | MixedSilos) -> tuple[Silos, ...]:
 def prepare(model: Callable, guide: Any, silos: Silos | MixedSilos, options: Options) -> Prepared:
     """Check model, guide and data, and prove the factors."""
     plan, parts = _planned(model, guide, parts_of(silos), options)
-    if options.validate:
+    if options.validate and not (
+        options.closed and isinstance(parts[0], RemoteSilos)
+    ):  # these silos check for themselves
         for family, part in zip(plan.families, parts, strict=True):
             some = _some(part, plan.batch)
             prove(family.factors, some)
@@ -260,9 +227,21 @@ def _planned(
         batch,
         tuple(sorted(learned)),
         int(options.num_local_steps),
+        _noise(options, families, sum(map(len, parts))),
+        options.secure_sum,
         {name: support for name, (support, _) in learned.items()} | families[0].constraints(),
     )
     return plan, parts
+
+
+def _noise(options: Options, families: tuple[Any, ...], num_silos: int) -> Noise | None:
+    if options.privacy is None:
+        return None
+    if not isinstance(families[0], SiloNormal):
+        raise ValueError(
+            "privacy: expected fed.AutoSiloNormal(model), whose q(theta) is Gaussian, got a guide of your own"
+        )
+    return options.privacy.noise(num_silos if options.secure_sum else 1)
 
 
 def own_params(plan: Plan, part: int, state: Any, params: dict[str, Array], averaged: bool = True) -> Any:
@@ -275,8 +254,17 @@ def own_params(plan: Plan, part: int, state: Any, params: dict[str, Array], aver
     return family.rebased(state.params, plan.constrain(state.base), plan.constrain(params))
 
 
-def _some(silos: Silos, batch: tuple[str, int] | None) -> Silos:
-    """The rows that checks look at: some where fits do. A silo elsewhere has only its own to look at."""
+def _some(silos: Silos, batch: tuple[str, int] | None, closed: bool = False) -> Silos:
+    """The rows that checks look at: some where fits do. A silo elsewhere has only its own to look at, and where these are closed to questions, rows are made up."""
+    if closed and isinstance(silos, RemoteSilos):
+        sizes = dict.fromkeys(silos.sizes, [_MADE_UP] * len(silos))
+        made_up = resized(silos, sizes)
+        rows = {
+            k: jnp.arange(x.shape[0]) % _MADE_UP if k in silos.index else jnp.ones(x.shape, x.dtype)
+            for k, x in made_up.rows.items()
+        }
+        order = {g: jnp.arange(sum(n), dtype=jnp.int32) for g, n in sizes.items()}
+        return Silos.tree_unflatten(made_up.tree_flatten()[1], (rows, order, made_up.tree_flatten()[0][2]))
     return silos if batch is None or isinstance(silos, RemoteSilos) else thin(silos, batch[0], _PROOF_ROWS)
 
 
@@ -366,7 +354,7 @@ def _family(
     """
     independent = known is not False
     if known is None and (options.num_local_particles > 1 or batch is not None) and len(factors.latent_groups) == 1:
-        some = _some(silos, batch)
+        some = _some(silos, batch, options.closed)
         units = Units(factors, factors.latent_groups[0], largest(some))
         independent = elements_are_independent(factors, units, some)
     if isinstance(guide, AutoSiloNormal):

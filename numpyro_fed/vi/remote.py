@@ -19,8 +19,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from numpyro_fed.engines.checkpoint import Checkpoint
 from numpyro_fed.engines.inline import key_among
 from numpyro_fed.engines.remote import Call, RemoteSilos, rows_of
+from numpyro_fed.engines.secure_sum import opened
 from numpyro_fed.federation import Cost, Ledger, message_bytes
 from numpyro_fed.storage import SiloRows, SiloView
 from numpyro_fed.vi.plan import Plan, Prepared, own_params
@@ -88,6 +90,11 @@ class RoundLocal:
     plan: Plan
     algorithm: str
 
+    @property
+    def summed(self) -> bool:
+        """Whether over a wire its replies are masked, and their sum alone is seen."""
+        return self.plan.secure_sum
+
     def __call__(self, key: Array, message: Any, state: Any, view: SiloView) -> tuple[Any, Any]:
         return _module(self.algorithm).local(self.plan, key, message, state, rows_of(view))
 
@@ -119,6 +126,8 @@ class RemoteRounds:
     :param prepared: what is settled before the first round.
     :param who: which silos take part.
     :param answering: the probability of each silo's answer, where it is known.
+    :param checkpoint: where states are saved.
+    :param facts: what tells this fit from others, for checkpoints.
     """
 
     def __init__(
@@ -128,7 +137,12 @@ class RemoteRounds:
         prepared: Prepared,
         who: Participation | None = None,
         answering: Participation | None = None,
+        checkpoint: Checkpoint | None = None,
+        facts: dict[str, Any] | None = None,
     ) -> None:
+        self.checkpoint, self.facts = checkpoint or Checkpoint(None, 1), facts or {}
+        self.losses: list[float] = []
+        self.saved_slots: set[int] = set()
         self.algorithm, self.federated, self.prepared, self.who = algorithm, federated, prepared, who
         silos = prepared.parts[0]
         assert isinstance(silos, RemoteSilos)
@@ -164,7 +178,31 @@ class RemoteRounds:
         for i in range(num):
             self.tidy(state)
             state, losses[i], bad[i] = self._round(state)
+            if bad[i] == -1:
+                self._save(state, losses[i])
         return state, losses, bad
+
+    def _save(self, state: VIState, loss: float) -> None:
+        """Write a checkpoint, if one is due; what it names is kept until the next."""
+        self.losses.append(float(loss))
+        if self.checkpoint.due(len(self.losses), 0):
+            values = {"state": state, "losses": np.array(self.losses), **self.facts}
+            self.checkpoint.save(values, self.carrier)
+            self.saved_slots = set(state.silos.slots.tolist())  # type: ignore[attr-defined]
+
+    def saved(self) -> tuple[VIState, np.ndarray] | None:
+        """State and losses of a checkpoint of this fit, or ``None``.
+
+        :raises ValueError: where it is of another.
+        """
+        found = self.checkpoint.load(self.carrier)
+        if found is None:
+            return None
+        self.checkpoint.same_run(found, self.facts)
+        state, losses = found["state"], np.array(found["losses"])
+        state = state._replace(silos=replace(state.silos, token=self.carrier.token))
+        self.losses, self.saved_slots = losses.tolist(), set(state.silos.slots.tolist())
+        return state, losses
 
     def owns(self, state: VIState) -> None:
         """Take a state that is in nobody else's hands for one that these rounds wrote."""
@@ -172,7 +210,7 @@ class RemoteRounds:
 
     def tidy(self, state: VIState) -> None:
         """Have silos forget what these rounds wrote and the state does not hold: states of rounds before, and of replies that were lost."""
-        spent = self.written.difference(state.silos.slots.tolist())  # type: ignore[attr-defined]
+        spent = self.written.difference(state.silos.slots.tolist(), self.saved_slots)  # type: ignore[attr-defined]
         self.carrier.forget(sorted(spent))
         self.written -= spent
 
@@ -195,6 +233,7 @@ class RemoteRounds:
         for i, reply in zip(asked, replies, strict=True):
             each[i] = blank if reply is None else reply
         collected = jax.tree.map(lambda *x: np.stack(x), *each)  # in NumPy, which has no programs to dispatch
+        collected = opened(collected, np.dtype(jnp.result_type(float)))
         server, info = _merge(
             self.federated, self.prepared.plan, state.server, collected, self._weights(weights, came), self._stacks
         )
@@ -203,18 +242,24 @@ class RemoteRounds:
         costs[asked] += self._costs(message, blank, times, came[asked])
         missed = kept.missed + (came & ~collected.finite)
         new = replace(kept, slots=np.where(came, write, kept.slots), costs=costs, missed=missed)
-        bad = -1 if finite else (-2 if silo < 0 else int(silo))
+        alone = self.prepared.plan.secure_sum and len(self.numbers) > len(collected.finite)  # of a sum no silo is known
+        bad = -1 if finite else (-2 if silo < 0 or alone else int(silo))
         return VIState(server, new, state.visits + came.astype(np.int32)), float(loss), bad  # type: ignore[arg-type]
 
     @property
     def _stacks(self) -> list[SiloRows]:
         return self.prepared.stacks
 
+    @property
+    def _needs_all(self) -> bool:
+        """Whether a round has to have all replies; else one is enough."""
+        return self.algorithm == "sfvi" or self.prepared.plan.secure_sum
+
     def _answers(self, calls: list[Call]) -> tuple[list[Any], np.ndarray]:
         """Replies, and how often each silo was asked; the silent ones again, where the round cannot do without."""
         replies = list(self.silos.ask(calls)) if calls else []
         times = np.ones(len(calls), np.int64)
-        needed = self.algorithm == "sfvi"  # else one is enough
+        needed = self._needs_all
         for _ in range(0 if self.answering is not None else _TRIES - 1):
             silent = [i for i, reply in enumerate(replies) if reply is None]
             if not silent or not (needed or len(silent) == len(calls)):

@@ -13,6 +13,7 @@ from jax import Array, lax, random
 from tqdm.auto import tqdm
 
 from numpyro_fed.engines.inline import round_all
+from numpyro_fed.engines.remote import SiloError
 from numpyro_fed.federation import Cost, Ledger, message_bytes
 from numpyro_fed.storage import SiloRows
 from numpyro_fed.vi.plan import Plan
@@ -226,40 +227,46 @@ def run_rounds(
     tol: float | None,
     progress_bar: bool,
     at_once: int = _CHUNK,
+    before: np.ndarray | None = None,
 ) -> tuple[VIState, np.ndarray]:
     """Rounds until ``num_rounds``, until the smoothed loss falls by less than ``tol``, one is not finite, or Ctrl-C.
 
     :param advance_by: makes so many rounds; returns the state, their losses, and for each the silo that was not finite (-1: none, -2: the server).
     :param at_once: most rounds that it makes in a call.
+    :param before: losses of rounds that were made before, of ``num_rounds``.
     """
-    losses, look = np.zeros(0), 1 if plan.conducive else _CHUNK
-    with tqdm(total=num_rounds, disable=not progress_bar) as bar:
+    losses, look = np.zeros(0) if before is None else before, 1 if plan.conducive else _CHUNK
+    with tqdm(total=num_rounds, initial=len(losses), disable=not progress_bar) as bar:
         while len(losses) < num_rounds:
-            before = state
+            last = state
             try:
-                state, new, bad = advance_by(before, min(look, at_once, num_rounds - len(losses)))
-            except (KeyboardInterrupt, Unanswered) as stopped:
-                if isinstance(stopped, Unanswered) and not len(losses):
-                    raise RuntimeError(f"{stopped} in round 1") from None
-                why = f"{stopped} in round {len(losses) + 1}" if isinstance(stopped, Unanswered) else "interrupted"
+                state, new, bad = advance_by(last, min(look, at_once, num_rounds - len(losses)))
+            except (KeyboardInterrupt, Unanswered, SiloError) as stopped:
+                said = (
+                    "interrupted" if isinstance(stopped, KeyboardInterrupt) else f"{stopped} in round {len(losses) + 1}"
+                )
+                if not isinstance(stopped, KeyboardInterrupt) and not len(losses):
+                    raise RuntimeError(said) from None
                 warnings.warn(
-                    f"{why}: the result of the first {len(losses)} rounds is returned; go on with init_state=result.state",
+                    f"{said}: the result of the first {len(losses)} rounds is returned; go on with init_state=result.state",
                     stacklevel=3,
                 )
-                return before, losses
+                return last, losses
             if (bad != -1).any():
                 good = int(np.argmax(bad != -1))
-                where = f"silo {names[bad[good]]!r}" if bad[good] >= 0 else "the server's part"
+                part = "the sum" if plan.secure_sum else "the server's part"
+                where = f"silo {names[bad[good]]!r}" if bad[good] >= 0 else part
                 warnings.warn(
                     f"the loss or its gradient was not finite in round {len(losses) + good + 1}, first in {where}; the fit stopped "
                     "there, and its last finite state is returned. Lower the learning rate, or start nearer (init_loc_fn, init_scale)",
                     stacklevel=3,
                 )
-                state, _, _ = advance_by(before, good)
+                state, _, _ = advance_by(last, good)
                 return state, np.concatenate([losses, new[:good]])
             losses = np.concatenate([losses, new])
             bar.update(len(new))
-            bar.set_postfix_str(f"loss {new.mean():.4g}", refresh=False)
+            if np.isfinite(new).all():  # under privacy no bound is told
+                bar.set_postfix_str(f"loss {new.mean():.4g}", refresh=False)
             moved = float(state.server.moved) if plan.conducive else 0.0  # a bound may stand still while q moves
             least = 1 if plan.conducive else _WINDOW
             if tol is not None and moved < _STILL and len(losses) % look == 0 and _settled(losses, tol, least):

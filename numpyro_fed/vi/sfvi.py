@@ -28,7 +28,9 @@ from numpyro_fed.storage import SiloRows
 from numpyro_fed.vi._adapter import FederatedVI
 from numpyro_fed.vi.bound import silo_bound
 from numpyro_fed.vi.minibatch import Batch, pick
-from numpyro_fed.vi.plan import Options, Plan
+from numpyro_fed.vi.options import Options
+from numpyro_fed.vi.plan import Plan
+from numpyro_fed.vi.privacy import Noise, Privacy, noised
 
 __all__ = ["SFVI", "Info", "Message", "Reply", "Server", "SiloState", "federated", "tail_average"]
 
@@ -62,11 +64,12 @@ class SiloState(NamedTuple):
 
 
 class Message(NamedTuple):
-    """To every silo: draws of theta (leading axis: particles), learned parameters, keys of the silos' noise."""
+    """To every silo: draws of theta (leading axis: particles), learned parameters, keys of the silos' noise, and under privacy q's scale, in which gradients are cut."""
 
     context: Any
     params: dict[str, Array]
     key: Array
+    scale: Any = None
 
 
 class Reply(NamedTuple):
@@ -138,7 +141,8 @@ def broadcast(plan: Plan, key: Array, server: Server) -> Message:
     noise, key_local = _draws(plan, server.rng_key)
     params = plan.constrain(server.params)
     context = jax.vmap(lambda e: plan.families[0].context(params, e))(noise)
-    return Message(context, {k: params[k] for k in plan.learned}, key_local)
+    scale = None if plan.noise is None else plan.families[0].scale(params)
+    return Message(context, {k: params[k] for k in plan.learned}, key_local, scale)
 
 
 def local(plan: Plan, key: Array, message: Message, state: SiloState, rows: SiloRows) -> tuple[Reply, SiloState]:
@@ -158,10 +162,26 @@ def local(plan: Plan, key: Array, message: Message, state: SiloState, rows: Silo
     finite = all_finite((value, terms.context, learned))
     if family.has_local:
         gradient = pull(mean(terms.local))[0]
-        finite &= all_finite(gradient)
+        usable = all_finite(gradient)
+        finite &= usable
+        if plan.noise is not None:  # of which the server does not hear, and the silo goes on
+            gradient = jax.tree.map(lambda x: jnp.where(usable, x, 0.0), gradient)
         state = _step(plan, rows.part, state, batch, gradient)
     scaled = jax.tree.map(lambda x: x / plan.num_particles, terms.context)
-    return Reply(value, scaled, learned, finite), state
+    reply = Reply(value, scaled, learned, finite)
+    return (reply if plan.noise is None else _private(plan.noise, random.fold_in(key, 1), message, reply)), state
+
+
+def _private(noise: Noise, key: Array, message: Message, reply: Reply) -> Reply:
+    """The reply under privacy: gradients in whitened theta and in learned parameters, cut and noised; the bound's value is NaN."""
+
+    def whitened(gradient: Any) -> Any:
+        pull = jax.vjp(message.scale.apply, gradient.theta)[1]
+        return gradient._replace(theta=None, u=gradient.u + pull(gradient.theta)[0])
+
+    context, learned = noised(noise, key, (jax.vmap(whitened)(reply.context), reply.params))
+    context = context._replace(theta=jnp.zeros_like(reply.context.theta))
+    return Reply(jnp.full_like(reply.value, jnp.nan), context, learned, jnp.ones_like(reply.finite))
 
 
 def _step(plan: Plan, part: int, state: SiloState, batch: Batch, gradient: Any) -> SiloState:
@@ -269,6 +289,10 @@ class SFVI(FederatedVI):
         the fit the same for every partition of the rows.
     :param batch_size: rows a silo uses in a round (all if None, or if it has fewer), each with the same probability.
     :param validate: run the proof check (factors sum to the pooled model) before the first round.
+    :param privacy: a budget of differential privacy for each silo's rows (:class:`Privacy`), for an :class:`AutoSiloNormal`: gradients are cut and noised in
+        the silo, nothing else leaves it, and losses are NaN.
+    :param secure_sum: over a wire, silos mask their replies so that the server sees their sum alone; with ``privacy`` each then adds a share of the noise. Of silos at
+        hand, and engines whose processes trust each other, it changes nothing but that share.
     :raises TypeError: for a model that is not callable, an optimiser that is not optax's, a guide that is not callable.
     :raises ValueError: for options out of range; at :meth:`init` and :meth:`run` for what does not fit the model or the data.
 
@@ -291,7 +315,7 @@ class SFVI(FederatedVI):
         (0.6, (500, 500))
     """
 
-    _algorithm = "sfvi"
+    algorithm = "sfvi"
     _federated = staticmethod(federated)
     _init_silo = staticmethod(init_silo)
 
@@ -306,8 +330,18 @@ class SFVI(FederatedVI):
         local_optim: Any = None,
         batch_size: int | None = None,
         validate: bool = True,
+        privacy: Privacy | None = None,
+        secure_sum: bool = False,
     ) -> None:
         local_optim = optim if local_optim is None else local_optim
-        super().__init__(
-            model, guide, Options(optim, local_optim, num_particles, num_local_particles, batch_size, validate)
+        options = Options(
+            optim,
+            local_optim,
+            num_particles,
+            num_local_particles,
+            batch_size,
+            validate,
+            privacy=privacy,
+            secure_sum=secure_sum,
         )
+        super().__init__(model, guide, options)

@@ -30,12 +30,14 @@ from numpyro_fed.mixed import MixedSilos
 from numpyro_fed.silos import Silos
 from numpyro_fed.storage import SiloRows
 from numpyro_fed.vi import conducive as conducive_rounds
-from numpyro_fed.vi._adapter import FederatedVI, VIResult, global_params
+from numpyro_fed.vi._adapter import FederatedVI
 from numpyro_fed.vi.barycentre import barycentre
 from numpyro_fed.vi.bound import silo_bound
 from numpyro_fed.vi.guides import AutoSiloNormal
 from numpyro_fed.vi.minibatch import Batch, pick
-from numpyro_fed.vi.plan import Options, Plan, Prepared
+from numpyro_fed.vi.options import Options
+from numpyro_fed.vi.plan import Plan, Prepared
+from numpyro_fed.vi.result import VIResult, global_params
 from numpyro_fed.vi.rounds import VIState
 from numpyro_fed.vi.sfvi import Info, all_finite, first_bad, server_gradient
 
@@ -74,7 +76,10 @@ class Message(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """From a silo: its bound, its copy of the global parameters, its number of rows, and whether all is finite."""
+    """From a silo: its bound, its copy of the global parameters, its number of rows, and whether all is finite.
+
+    Where only sums are seen, bound and parameters (in their supports) are multiplied by the silo's share of the rows.
+    """
 
     value: Array
     params: dict[str, Array]
@@ -134,8 +139,10 @@ def local(plan: Plan, key: Array, message: Message, state: SiloState, rows: Silo
 
     start = (message.params, own, state.optim_state, state.local_optim_state)
     (params, own, optim_state, local_state), values = lax.scan(step, start, random.split(key, plan.num_local_steps))
-    finite = all_finite((params, own, values))
-    reply = Reply(values.mean(), params, row_count(plan, rows), finite)
+    finite, value, told = all_finite((params, own, values)), values.mean(), params
+    if plan.secure_sum:
+        told, value = jax.tree.map(lambda x: x / scale, (plan.constrain(params), value))
+    reply = Reply(value, told, row_count(plan, rows), finite)
     return reply, SiloState(own, params, optim_state, local_state)
 
 
@@ -168,6 +175,9 @@ def merge(plan: Plan, server: Server, replies: Reply, weights: Array | None = No
 
     :param weights: zero for a silo that did not answer; who did is weighted by rows alone.
     """
+    if plan.secure_sum:  # shares were multiplied in the silos, and sds of diagonal Gaussians add up in their barycentre
+        value, new = jax.tree.map(lambda x: x.sum(0), (replies.value, replies.params))
+        return _settled(plan, server, new, -value, replies.finite)
     asked = jnp.ones_like(replies.finite) if weights is None else weights > 0
     share = jnp.where(asked, replies.count, 0).astype(replies.value.dtype)
     share = share / share.sum()
@@ -182,6 +192,11 @@ def merge(plan: Plan, server: Server, replies: Reply, weights: Array | None = No
     new |= jax.tree.map(lambda x: jnp.tensordot(share, x, 1), averaged)
     good = replies.finite | ~asked
     loss = -jnp.sum(jnp.where(asked, share * replies.value, 0.0))
+    return _settled(plan, server, new, loss, good)
+
+
+def _settled(plan: Plan, server: Server, new: dict[str, Array], loss: Array, good: Array) -> tuple[Server, Info]:
+    """The server's next state, of parameters in their supports."""
     unconstrained = plan.unconstrain(new)
     info = Info(loss, good.all() & all_finite(unconstrained), first_bad(good))
     rng_key, _ = random.split(server.rng_key)
@@ -206,6 +221,7 @@ class SFVIAvg(FederatedVI):
     :param local_optim: likewise.
     :param batch_size: likewise.
     :param validate: likewise.
+    :param secure_sum: likewise, of conducive rounds, and of guides with a diagonal ``global_cov``.
     :raises TypeError: as :class:`SFVI`.
     :raises ValueError: as :class:`SFVI`; for a low-rank ``global_cov``, whose barycentres are of full rank.
 
@@ -242,6 +258,7 @@ class SFVIAvg(FederatedVI):
         local_optim: Any = None,
         batch_size: int | None = None,
         validate: bool = True,
+        secure_sum: bool = False,
     ) -> None:
         local_optim = optim if local_optim is None else local_optim
         options = Options(
@@ -253,11 +270,17 @@ class SFVIAvg(FederatedVI):
             validate,
             num_local_steps,
             bool(conducive),
+            secure_sum=secure_sum,
         )
         super().__init__(model, guide, options)
-        self._algorithm, self._federated, self._init_silo = "sfvi_avg", federated, init_silo
+        if secure_sum and not conducive and getattr(guide, "global_cov", "diag") != "diag":
+            raise ValueError(
+                "secure_sum=True: the barycentre of the silos' covariances is no sum of them; expected conducive=True, whose sites add up, a guide with "
+                'global_cov="diag", or fed.SFVI'
+            )
+        self.algorithm, self._federated, self._init_silo = "sfvi_avg", federated, init_silo
         if conducive:
-            self._algorithm = "conducive"
+            self.algorithm = "conducive"
             self._federated, self._init_silo = conducive_rounds.federated, conducive_rounds.init_silo
         if not isinstance(guide, AutoSiloNormal):
             raise TypeError(

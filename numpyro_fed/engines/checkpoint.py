@@ -48,3 +48,12 @@ class Checkpoint:
                 f"{self.place} is no checkpoint, or a broken one ({error}); delete it to start anew"
             ) from error
         return dict(values)
+
+    def same_run(self, saved: dict[str, Any], facts: dict[str, Any]) -> None:
+        """Refuse a checkpoint whose facts are others, in words."""
+        for name, expected in facts.items():
+            if saved.get(name) != expected:
+                raise ValueError(
+                    f"{self.place} is the checkpoint of another run: {name} {saved.get(name)}, expected {expected}; give another file, "
+                    "or delete it to start anew"
+                )

@@ -1,0 +1,160 @@
+"""What a silo lets out of a fit with privacy, or of which only sums are to be seen: which calls, how often, and what becomes of their replies.
+
+A reply is a function of the silo's rows, its secret and the call's *digest*: a hash of what was asked, what was told, the state that it started from and the silos of the fit, which are those of the first time for ever. A call
+that comes again, from whichever server, has the same reply, with the same noise and masks; one of another digest is another round of the budget, with others. Masks are of the *label*: a hash of what was asked and told now, and in
+all calls that led to the state. Silos that were told different things have masks that do not cancel.
+"""
+
+import hashlib
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from numpyro_fed.engines.packing import pack
+from numpyro_fed.engines.remote import Call
+from numpyro_fed.engines.secure_sum import MOST_SILOS, Keys, masked, secret_file
+
+__all__ = ["Closed"]
+
+_FEWEST = 3  # silos of a sum: of two, each knows the other's
+_INIT, _ROUND, _ESTIMATE = "InitLocal", "RoundLocal", "EstimateLocal"
+
+
+def _hash(*parts: bytes) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(hashlib.sha256(part).digest())
+    return digest.hexdigest()
+
+
+class Closed:
+    """A silo's guard of one fit.
+
+    Of its folder: ``secret.key``, what noise and keys come from; ``joined.txt``, a hash of the silos of the fit; ``answered.txt``, a line with label and digest of each round answered;
+    ``history.txt``, for each slot a hash of all that led to it.
+
+    :param folder: the silo's.
+    :param name: likewise.
+    :param fit: with ``privacy`` or ``secure_sum``.
+    """
+
+    def __init__(self, folder: Path, name: str, fit: Any) -> None:
+        self.folder, self.name = folder, name
+        self.privacy, self.sums = fit.privacy, fit.secure_sum
+        self.keys = Keys(folder, name) if self.sums else None
+        self.shared: dict[str, bytes] = {}
+        self.secret = secret_file(folder / "secret.key", lambda: os.urandom(32))
+        self.roster = ""
+        self.histories = dict(self._lines("history.txt"))
+
+    def join(self, names: tuple[str, ...], roster: bytes) -> None:
+        """Settle which silos are in the fit, and the masks' keys with them.
+
+        :param roster: what is known of all silos, as bytes.
+        :raises ValueError: in words, where they are too few, others than before, or public keys are missing.
+        """
+        if len(set(names)) != len(names):
+            raise ValueError(f"expected each silo's name once, got {list(names)}")
+        if self.keys is not None:
+            if not _FEWEST <= len(names) <= MOST_SILOS:
+                raise ValueError(
+                    f"secure_sum with {len(names)} silos; expected {_FEWEST} to {MOST_SILOS}: of two, each would know the other's"
+                )
+            self.shared = self.keys.shared(names)
+        place, self.roster = self.folder / "joined.txt", _hash(roster)
+        if not place.exists():
+            place.write_text(self.roster + "\n")
+        if place.read_text().strip() != self.roster:
+            raise ValueError(
+                f"it has joined a fit of other silos, or of other sizes, than {list(names)}; expected the same as the first time, as two sums of different silos, and two "
+                "budgets, would tell more than either; a new folder is a new consent"
+            )
+
+    def admit(self, call: Call, own: dict[str, Any], state: Any, independent: bool) -> tuple[Call, str]:
+        """The call as it is to be answered, under privacy with a key of the silo's own, and the label of its masks.
+
+        :param own: what goes by name in :func:`~numpyro_fed.engines.packing.pack`.
+        :param state: what the call starts from.
+        :param independent: what the plan was made with.
+        :raises ValueError: in words, for other calls, a budget that is spent, and a label that was used otherwise.
+        """
+        kind = type(call.local).__name__
+        allowed = (_INIT, _ROUND) if self.privacy is not None else (_INIT, _ROUND, _ESTIMATE)
+        if kind not in allowed:
+            what = "with privacy" if self.privacy is not None else "of which sums alone are seen"
+            raise ValueError(f"it takes part in a fit {what}, and does not answer {kind}; expected calls of its rounds")
+        real = jnp.result_type(float)
+        types = [x.dtype for x in jax.tree.leaves(call.message) if hasattr(x, "dtype")]
+        odd = {str(x) for x in types if jnp.issubdtype(x, jnp.floating)} - {str(real)}
+        if odd:
+            raise ValueError(f"it is told numbers of type {sorted(odd)}; expected {real}, in which noise is drawn")
+        told = pack((call.local, call.message, independent), own)
+        led = [self.histories.get(str(slot), "").encode() for slot in jax.tree.leaves(call.read)]
+        # under privacy the server's key is of no use to it; else it is part of what was asked
+        key = b"" if self.privacy is not None else pack(call.key)
+        label = _hash(self.roster.encode(), told, *led)
+        digest = _hash(self.roster.encode(), told, key, pack(state))
+        if kind != _INIT:
+            self._count(label, digest)
+        if (
+            call.write is not None
+        ):  # of a call that is refused nothing is written, and its slot's history stays that of its state
+            self.histories[str(call.write)] = label
+            self._append("history.txt", str(call.write), label)
+        if kind == _INIT:
+            return call, ""
+        if self.privacy is not None:
+            seed = hashlib.sha256(self.secret + digest.encode()).digest()
+            words = jnp.asarray(np.frombuffer(seed, np.uint32)[:2])
+            call = call._replace(key=jax.random.wrap_key_data(words, impl="threefry2x32"))
+        return call, label
+
+    def _count(self, label: str, digest: str) -> None:
+        """Note a round before it is answered, or refuse it."""
+        with self._alone():
+            answered = list(self._lines("answered.txt"))
+            if (label, digest) in answered:
+                return
+            if self.sums and label in dict(answered):
+                raise ValueError(
+                    "it was asked for this sum before, with another key or from another state; expected each sum to be asked for once"
+                )
+            spent = len({digest for _, digest in answered} - {digest})
+            if self.privacy is not None and spent >= self.privacy.num_rounds:
+                raise ValueError(
+                    f"its budget of privacy is spent: it has answered {spent} rounds, expected at most {self.privacy.num_rounds}"
+                )
+            self._append("answered.txt", label, digest)
+
+    def let_out(self, leaves: list[np.ndarray], label: str) -> list[np.ndarray]:
+        """A reply's arrays as they leave."""
+        return masked(leaves, self.name, self.shared, label.encode()) if self.sums and label else leaves
+
+    def _lines(self, name: str) -> Iterator[tuple[str, str]]:
+        """Pairs of words of a file; a line that was broken off is none: nothing was answered after it."""
+        place = self.folder / name
+        for line in place.read_text().splitlines() if place.exists() else ():
+            words = line.split()
+            if len(words) == 2 and len(words[1]) == 64:
+                yield words[0], words[1]
+
+    def _append(self, name: str, *words: str) -> None:
+        with (self.folder / name).open("a") as file:
+            file.write("\n" + " ".join(words) + "\n")  # the line before may be broken off
+            file.flush()
+            os.fsync(file.fileno())
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """No other process counts meanwhile."""
+        import fcntl
+
+        with (self.folder / "lock").open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield

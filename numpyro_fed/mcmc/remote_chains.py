@@ -1,0 +1,152 @@
+"""Chains that travel between silos elsewhere: a round is one call of the silo that each chain goes to."""
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, random
+
+from numpyro_fed.engines.inline import key_of
+from numpyro_fed.engines.remote import Call, RemoteSilos
+from numpyro_fed.mcmc._kernel import LangevinKernel
+from numpyro_fed.mcmc.langevin import Chain, StayStats, federated
+from numpyro_fed.mcmc.plan import Plan, Tuning
+from numpyro_fed.mcmc.rounds import Departure, LangevinState, arrive, chain_axes, depart, first_state, start_keys, wait
+from numpyro_fed.storage import SiloView
+
+__all__ = ["StartLocal", "StayLocal", "check_chains", "start_chains", "step_chains"]
+
+
+@dataclass(frozen=True)
+class StartLocal:
+    """A chain's first coordinates of the silo's latents: its part of what one draw for all silos would be."""
+
+    plan: Plan
+
+    def __call__(self, key: Array, message: None, rows: Any, view: SiloView) -> tuple[Array, Any]:
+        units, silos = self.plan.units, view.silos
+        assert units is not None
+        if units.group is None:
+            count, own = len(silos), view.number[None]
+        else:
+            sizes = np.asarray(silos.sizes[units.group])
+            count = int(sizes.sum())
+            own = jnp.asarray(np.cumsum(sizes) - sizes)[view.number] + view.positions(units.group)
+        eps = random.normal(key, (count, *rows.shape[1:]), jnp.result_type(float))[own]
+        return jnp.zeros(()), (eps, rows)
+
+
+@dataclass(frozen=True)
+class StayLocal:
+    """A chain's stay at the silo."""
+
+    plan: Plan
+
+    def __call__(self, key: Array, message: Chain, state: tuple[Tuning, Any], view: SiloView) -> tuple[Any, Any]:
+        tuning, own = state
+        return federated(self.plan, tuning).local(key, message, own, view)
+
+
+@partial(jax.jit, static_argnames=("plan", "num_silos"))
+def _depart(plan: Plan, state: LangevinState, num_silos: int) -> tuple[Departure, list[tuple[Array, Chain]]]:
+    """Of all chains where they go; of each the key of the stay there, and what travels."""
+    axes = chain_axes(False)
+    leave = jax.vmap(lambda s: depart(plan, s, num_silos), in_axes=(axes,))(state)
+    keys = jax.vmap(key_of)(leave.key, leave.number)
+    return leave, [(keys[c], jax.tree.map(lambda x, c=c: x[c], leave.chain)) for c in range(len(keys))]
+
+
+@partial(jax.jit, static_argnames=("plan",))
+def _arrive(
+    plan: Plan, state: LangevinState, leave: Departure, reply: tuple[Chain, StayStats], silent: Array
+) -> LangevinState:
+    axes = chain_axes(False)
+
+    def one(state: LangevinState, leave: Departure, reply: tuple[Chain, StayStats], silent: Array) -> LangevinState:
+        return wait(state, arrive(plan, state, leave, *reply), leave.arrives, silent)
+
+    return jax.vmap(one, in_axes=(axes, 0, 0, 0), out_axes=axes)(state, leave, reply, silent)
+
+
+def check_chains(kernel: LangevinKernel) -> None:
+    """Refuse in words what is not built for silos elsewhere."""
+    options = kernel._options
+    moments = isinstance(options.surrogate, str) and options.surrogate == "moments"
+    refused = {
+        "batch_size": (options.batch_size, options.batch_size is not None, "None"),
+        "alpha": (options.alpha, isinstance(options.alpha, str), "a number"),
+        "refresh_every": (options.refresh_every, options.refresh_every is not None, "None"),
+        "no_answer": (options.no_answer, options.no_answer != 0, "0.0"),
+        "num_kept": (options.num_kept, options.num_kept != 1, "1"),
+        "surrogate": (options.surrogate, moments, '"score", "laplace" or a fed.surrogates.Surrogates'),
+    }
+    for name, (got, wrong, expected) in refused.items():
+        if wrong:
+            raise ValueError(f"{name}={got!r} is not built for silos that are elsewhere; expected {expected}")
+
+
+def start_chains(
+    kernel: LangevinKernel, keys: Array, num_chains: int, silos: RemoteSilos
+) -> tuple[LangevinState, np.ndarray]:
+    """All chains' first states, and the slots of their first local latents, which silos make."""
+    plan, tuning = kernel._plan, kernel._tuning
+    starts = start_keys(keys, kernel._options.distinct_silos)
+    axes = chain_axes(False)
+    here = replace(plan, units=None)  # of the local latents nothing is here
+    first = jax.vmap(partial(first_state, here), in_axes=(0, 0, None, 0, None, None, None), out_axes=axes)
+    state = first(starts[0], starts[1], None, starts[2], tuning, silos, None)
+    slots = np.zeros((len(keys), 0), np.int64)
+    if plan.units is not None:
+        keys_eps = jax.vmap(lambda key: random.split(key, 4)[2])(starts[0])
+        slots = np.array([[silos.carrier.new_slot() for _ in silos.names] for _ in keys])
+        local, rows = StartLocal(plan), tuning.latents.rows.slot
+        pairs = zip(keys_eps, slots.tolist(), strict=True)
+        silos.ask_for_sure([Call(n, local, key, None, rows, slot) for key, own in pairs for n, slot in enumerate(own)])
+    return state, slots
+
+
+def step_chains(
+    kernel: LangevinKernel, state: LangevinState, slots: np.ndarray, told: list[int], silos: RemoteSilos
+) -> tuple[LangevinState, np.ndarray, list[int], list[int]]:
+    """One round of all chains. New latents are kept beside the old ones, and count once the reply has come.
+
+    :param slots: of each chain's local latents in each silo, ``(C, S)``.
+    :param told: the silos' slots of what they were told.
+    :return: the state, the slots, those that are needed no more, and numbers of silos whose reply was NaN.
+    """
+    plan, slots = kernel._plan, slots.copy()
+    leave, each = _depart(plan, state, len(silos))
+    numbers, local, calls = np.asarray(leave.number).tolist(), StayLocal(plan), []
+    for c, (n, (key, chain)) in enumerate(zip(numbers, each, strict=True)):
+        own, new = (None, None) if plan.units is None else (int(slots[c, n]), silos.carrier.new_slot())
+        calls.append(Call(n, local, key, chain, (told[n], own), new))
+    replies = silos.ask(calls)
+    bad = [n for n, reply in zip(numbers, replies, strict=True) if reply is not None and _is_nan(reply)]
+    silent = np.array([reply is None or _is_nan(reply) for reply in replies])
+    spent: list[int] = []
+    if plan.units is not None:
+        for c, (call, missing) in enumerate(zip(calls, silent.tolist(), strict=True)):
+            spent.append(call.write if missing else call.read[1])  # type: ignore[arg-type]
+            slots[c, call.number] = call.read[1] if missing else call.write
+    filled = [
+        _nothing(plan, chain) if missing else x for x, (_, chain), missing in zip(replies, each, silent, strict=True)
+    ]
+    # in NumPy, which has no programs to dispatch
+    new_state = _arrive(plan, state, leave, jax.tree.map(lambda *x: np.stack(x), *filled), silent)
+    return new_state, slots, spent, bad
+
+
+def _is_nan(reply: tuple[Chain, StayStats]) -> bool:
+    """Whether a chain came back as none can: a stay that leaves the reals is undone in the silo."""
+    return not np.isfinite(np.asarray(reply[0].theta)).all()
+
+
+def _nothing(plan: Plan, chain: Chain) -> tuple[Chain, StayStats]:
+    """In place of a reply that did not come, and not looked at."""
+    zero: Any = np.zeros((), chain.theta.dtype)
+    still: Any = np.zeros(chain.theta.shape, chain.theta.dtype) if plan.cut else None
+    finite: Any = np.array(False)
+    return chain, StayStats(zero, zero, zero, finite, still)

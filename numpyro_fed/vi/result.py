@@ -1,0 +1,109 @@
+"""What a variational fit returns, and its parameters as silos hold them: stacked, or over a plate's elements in pooled order."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from numpyro_fed.federation import Ledger
+from numpyro_fed.silos import Silos
+from numpyro_fed.storage import stacked_mask, to_pooled_order
+from numpyro_fed.vi.plan import Prepared
+from numpyro_fed.vi.privacy import Spent
+from numpyro_fed.vi.rounds import VIState
+
+__all__ = ["VIResult", "global_params", "local_params", "shape_of", "stacked_params"]
+
+
+@dataclass(frozen=True, repr=False)
+class VIResult:
+    """What ``run`` returns.
+
+    :ivar params: parameters in their supports, averaged over the last rounds (SFVI-Avg: of the last): q(theta)'s, the model's learned ones, and the local
+        ones (in the pooled order of their plate; not of silos elsewhere, where they stay), under the names that the guide has in :class:`numpyro.infer.SVI`.
+    :ivar state: the state after the last round, from which ``run(..., init_state=result.state)`` goes on.
+    :ivar losses: minus the estimated bound in each round, a NumPy array.
+    :ivar ledger: rounds, gradient evaluations and bytes of each silo.
+    :ivar partition: a fingerprint of the silos: which pooled row is in which.
+    :ivar privacy: of a fit with a budget of it, what was spent, and about how far its noise moves q's mean; else ``None``.
+    :ivar whitening: mean ``(d,)`` and a square root of the covariance of a Gaussian q(theta), ``(d, d)`` or its diagonal, in unconstrained space; else ``None``.
+    """
+
+    params: dict[str, Any]
+    state: VIState
+    losses: np.ndarray
+    ledger: Ledger
+    partition: str
+    whitening: tuple[np.ndarray, np.ndarray] | None = None
+    privacy: Spent | None = None
+
+    def __repr__(self) -> str:
+        tail = self.losses[-max(1, len(self.losses) // 10) :] if len(self.losses) else np.full(1, np.nan)
+        loss = f"mean loss {tail.mean():.2f} over the last {len(tail):,}" if self.privacy is None else str(self.privacy)
+        shapes = ", ".join(f"{k}{shape_of(v)}" for k, v in self.params.items())
+        return f"VIResult: {len(self.losses):,} rounds, {loss}\n  params: {shapes}\n{self.ledger}"
+
+
+def global_params(result: VIResult, prepared: Prepared, params: dict) -> dict:
+    """A result's global parameters, unconstrained, or an error in words where they are others than the fit's."""
+    shapes = {k: shape_of(v) for k, v in prepared.plan.constrain(params).items()}
+    got = {k: shape_of(result.params[k]) for k in shapes if k in result.params}
+    if got != shapes:
+        raise ValueError(
+            f"init_from: expected a result of the same model and guide, with global parameters of shapes {shapes}, got {got}"
+        )
+    return prepared.plan.unconstrain(jax.tree.map(jnp.asarray, {k: result.params[k] for k in params}))
+
+
+def shape_of(value: Any) -> list:
+    """Of an array; of the arrays of a network."""
+    return list(value.shape) if hasattr(value, "shape") else [list(x.shape) for x in jax.tree.leaves(value)]
+
+
+def local_params(prepared: Prepared, local: list) -> dict[str, Array]:
+    """The silos' parameters as arrays over their plate's elements in pooled order (over silos where these are the units)."""
+    plan, out = prepared.plan, {}
+    for part, family in enumerate(plan.families):
+        if not family.has_local:
+            continue
+        mine = [(r, family.named(p)) for r, p in zip(prepared.stacks, local, strict=True) if r.part == part]
+        for name, (_, group) in mine[0][1].items():
+            out[name + plan.suffix(part)] = _in_order([(r, p[name][0]) for r, p in mine], group, prepared.parts[part])
+    return out
+
+
+def stacked_params(prepared: Prepared, params: dict[str, Array]) -> list:
+    """The inverse of :func:`local_params`; padding has its first values."""
+    plan, out = prepared.plan, []
+    for rows, first in zip(prepared.stacks, prepared.local, strict=True):
+        family = plan.families[rows.part]
+        if not family.has_local or not family.named(first):
+            out.append(first)
+            continue
+        new = {}
+        for name, (x, group) in family.named(first).items():
+            given = params[name + plan.suffix(rows.part)]
+            if group is None:
+                new[name] = given[(rows.number, *[slice(n) for n in x.shape[2:]])][:, None]
+            else:
+                own = stacked_mask(rows, group)
+                new[name] = jnp.where(own.reshape(*own.shape, *[1] * (x.ndim - 2)), given[rows.order[group]], x)
+        out.append(family.from_named(new))
+    return out
+
+
+def _in_order(rows: list, group: str | None, silos: Silos) -> Array:
+    if group is None:
+        widest = [max(x.shape[i] for _, x in rows) for i in range(2, rows[0][1].ndim)]
+        total = [len(silos), *widest]
+        out = jnp.zeros(total, rows[0][1].dtype)
+        for r, x in rows:
+            out = out.at[(r.number, *[slice(n) for n in x.shape[2:]])].set(x[:, 0])
+        return out
+    out = jnp.zeros((sum(silos.sizes[group]), *rows[0][1].shape[2:]), rows[0][1].dtype)
+    for r, x in rows:
+        out = to_pooled_order(out, r, group, x)
+    return out

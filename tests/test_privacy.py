@@ -1,0 +1,636 @@
+"""Differential privacy and sums of which nobody sees the terms: laws, accounts, and what a silo refuses."""
+
+import json
+import math
+import re
+import shutil
+import warnings
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import random
+from scipy.stats import norm
+from small_models import intercepts, linear
+from test_wire import INTERCEPTS, LINEAR, DyingFits, Fits, Killed, Messages, alone
+
+import numpyro_fed as fed
+from numpyro_fed.engines.packing import pack, unpack
+from numpyro_fed.engines.remote import Call
+from numpyro_fed.engines.roster import as_values
+from numpyro_fed.engines.secure_sum import LARGEST, Keys, masked, opened
+from numpyro_fed.engines.silo_side import SiloSide
+from numpyro_fed.engines.wire import connect
+from numpyro_fed.vi.privacy import Noise, expected_error, noised
+from numpyro_fed.vi.remote import InitLocal
+
+ADAM = optax.adam(0.05)
+
+
+# The mechanism
+
+
+def test_a_gradient_is_cut_to_its_norm_and_no_more():
+    small, large = {"a": jnp.array([0.3, 0.4])}, {"a": jnp.array([3.0, 0.0]), "b": jnp.array([[4.0]])}
+    quiet = Noise(1.0, 0.0)
+    np.testing.assert_allclose(noised(quiet, random.key(0), small)["a"], small["a"])
+    cut = noised(quiet, random.key(0), large)
+    np.testing.assert_allclose(cut["a"], [0.6, 0.0], rtol=1e-6)
+    np.testing.assert_allclose(cut["b"], [[0.8]], rtol=1e-6)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_gradient_that_is_not_finite_counts_as_zero(bad):
+    out = noised(Noise(1.0, 0.0), random.key(0), {"a": jnp.array([bad, 1.0]), "b": jnp.ones(2)})
+    assert all((x == 0).all() for x in jax.tree.leaves(out))
+
+
+def test_the_noise_is_normal_of_the_sd_that_was_accounted_for():
+    num, sd = 20_000, 3.0
+    draws = jax.vmap(lambda k: noised(Noise(1.0, sd), k, {"a": jnp.array([9.0, 0.0]), "b": jnp.zeros(1)}))(
+        random.split(random.key(0), num)
+    )
+    every = np.concatenate([draws["a"], draws["b"]], axis=1)
+    # 4 standard errors
+    np.testing.assert_allclose(every.mean(0), [1.0, 0.0, 0.0], atol=4 * sd / math.sqrt(num))
+    np.testing.assert_allclose(every.std(0), sd, rtol=4 / math.sqrt(2 * num))
+    assert np.abs(np.corrcoef(every.T) - np.eye(3)).max() < 4 / math.sqrt(num)
+
+
+def test_the_account_is_that_of_balle_and_wang():
+    """Rows that are all others move a cut gradient by 2 C at most: T rounds are one Gaussian mechanism with mu = 2 sqrt(T) / sigma."""
+    privacy = fed.Privacy(epsilon=2.5, delta=1e-6, clip=0.3, num_rounds=700)
+    for rounds in (1, 100, 700):
+        mu, epsilon = 2 * math.sqrt(rounds) / privacy.noise_multiplier, privacy.spent(rounds)
+        delta = norm.cdf(mu / 2 - epsilon / mu) - math.exp(epsilon) * norm.cdf(-mu / 2 - epsilon / mu)
+        assert delta == pytest.approx(1e-6, rel=1e-3)
+    assert privacy.spent(700) == pytest.approx(2.5, rel=1e-6)
+    assert privacy.spent(0) == 0.0
+    assert privacy.noise(1).sd == pytest.approx(0.3 * privacy.noise_multiplier)
+    assert privacy.noise(25).sd == pytest.approx(privacy.noise(1).sd / 5)
+
+
+def test_an_accountant_that_composes_round_by_round_says_no_less():
+    import dp_accounting
+
+    privacy = fed.Privacy(epsilon=2.5, delta=1e-6, clip=0.3, num_rounds=700)
+    accountant = dp_accounting.rdp.RdpAccountant()
+    event = dp_accounting.GaussianDpEvent(privacy.noise_multiplier / 2)
+    bound = accountant.compose(event, 700).get_epsilon(1e-6)
+    assert 2.5 <= bound < 2.9
+
+
+# Fits
+
+
+@dataclass(frozen=True)
+class Free(fed.Privacy):
+    """Of no effect: what is left is the way that gradients take."""
+
+    def noise(self, num_sharing):
+        return Noise(1e12, 0.0)
+
+
+def test_without_cuts_and_noise_the_fit_is_the_plain_one():
+    guide = fed.AutoSiloNormal(intercepts)
+    options = {"num_local_particles": 3}
+    plain = fed.SFVI(intercepts, guide, ADAM, **options).run(random.key(1), 30, INTERCEPTS, progress_bar=False)
+    free = fed.SFVI(intercepts, guide, ADAM, privacy=Free(1.0, 1e-5, 1.0, 30), **options)
+    got = free.run(random.key(1), 30, INTERCEPTS, progress_bar=False)
+    for k, v in plain.params.items():
+        np.testing.assert_allclose(got.params[k], v, rtol=2e-3, atol=2e-4, err_msg=k)
+    assert np.isnan(got.losses).all()
+    assert plain.privacy is None
+
+
+def gaussian(y):
+    import numpyro
+    import numpyro.distributions as dist
+
+    mu = numpyro.sample("mu", dist.Normal(0, 10).expand([2]).to_event(1))
+    with fed.silo_plate("patients", y.shape[0]):
+        numpyro.sample("y", dist.Normal(mu, 1).to_event(1), obs=y)
+
+
+def gaussian_silos(num, rows=25):
+    rng = np.random.default_rng(0)
+    return fed.Silos({f"s{i:02}": {"y": rng.normal(0.0, 1.0, (rows, 2)).astype(np.float32)} for i in range(num)})
+
+
+def test_the_mean_is_off_by_what_was_said_beforehand():
+    """Errors of q's mean over seeds, in posterior sds, against the formula; the control is the budget's own noise left out."""
+    num, rounds = 50, 1500
+    silos = gaussian_silos(num)
+    pooled = np.concatenate([silos[n]["y"] for n in silos.names])
+    precision = len(pooled) + 0.01
+    privacy = fed.Privacy(4.0, 1e-5, math.sqrt(4 / num), rounds)
+    # a step of 3e-4 in theta is one of .4 in q's own coordinates: many of them fit into the average
+    guide = fed.AutoSiloNormal(gaussian, init_scale=precision**-0.5)
+    svi = fed.SFVI(gaussian, guide, optax.sgd(1e-4), privacy=privacy, secure_sum=True)
+    errors = []
+    for seed in range(12):
+        result = svi.run(random.key(seed), rounds, silos, progress_bar=False)
+        errors.append((result.params["auto_loc"] - pooled.sum(0) / precision) * math.sqrt(precision))
+    rms, expected = float(np.sqrt(np.mean(np.square(errors)))), result.privacy.error
+    # of 24 numbers the standard error of a root mean square is 14 percent
+    assert 0.5 < rms / expected < 1.6
+    plain = fed.SFVI(gaussian, guide, optax.sgd(1e-4)).run(random.key(0), rounds, silos, progress_bar=False)
+    off = (plain.params["auto_loc"] - pooled.sum(0) / precision) * math.sqrt(precision)
+    assert np.abs(off).max() < 0.3 * expected
+    assert result.privacy.epsilon == pytest.approx(4.0, rel=1e-6)
+    assert result.privacy.rounds == rounds
+
+
+def test_of_a_sum_each_silo_adds_its_share():
+    def sd(secure_sum):
+        svi = fed.SFVI(
+            linear, fed.AutoSiloNormal(linear), ADAM, privacy=fed.Privacy(1.0, 1e-5, 1.0, 10), secure_sum=secure_sum
+        )
+        return svi.prepared(LINEAR).plan.noise.sd
+
+    assert sd(False) / sd(True) == pytest.approx(math.sqrt(len(LINEAR)))
+    noise = Noise(1.0, sd(True))
+    assert expected_error(noise, len(LINEAR), 10) == pytest.approx(noise.sd * math.sqrt(len(LINEAR) * 81 / 17 / 10))
+
+
+def test_the_result_says_what_was_spent_and_compare_prints_it(tmp_path):
+    silos = gaussian_silos(4)
+    privacy = fed.Privacy(4.0, 1e-5, 1.0, 40)
+    svi = fed.SFVI(gaussian, fed.AutoSiloNormal(gaussian), ADAM, privacy=privacy)
+    result = svi.run(random.key(0), 10, silos, progress_bar=False)
+    words = r"privacy of each silo's rows: epsilon \S+ of 4 at delta 1e-05, gradients cut to norm 1; its noise moves means by about \S+ posterior sds"
+    assert re.search(words, repr(result))
+    assert result.privacy.epsilon == pytest.approx(privacy.spent(10))
+    on = svi.run(random.key(0), 30, silos, progress_bar=False, init_state=result.state)
+    assert on.privacy.epsilon == pytest.approx(4.0, rel=1e-6)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of Pareto's k: such noise is seen by it
+        idata = fed.to_inference_data(svi, on, silos, num_draws=200)
+    idata.to_netcdf(tmp_path / "fit.nc")
+    comparison = fed.compare(idata, idata)
+    wider = math.hypot(1, on.privacy.error)
+    assert f"so that an sd which holds it is {wider:.2f} times the fit's" in str(comparison)
+    plain = fed.SFVI(gaussian, fed.AutoSiloNormal(gaussian), ADAM).run(random.key(0), 400, silos, progress_bar=False)
+    other = fed.to_inference_data(fed.SFVI(gaussian, fed.AutoSiloNormal(gaussian), ADAM), plain, silos, num_draws=200)
+    assert "rivacy" not in str(fed.compare(other, idata))
+
+
+# Sums
+
+
+def keys_of(folder, names):
+    """Keys of silos that have met."""
+    made = {}
+    for name in names:
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        made[name] = Keys(folder / name, name)
+    introduce(folder, names)
+    return made
+
+
+def introduce(folder, names):
+    """Bring each silo's public key to the others, as their persons would."""
+    for name in names:
+        (folder / name / "peers").mkdir(exist_ok=True)
+        for other in names:
+            if other != name:
+                shutil.copy(folder / other / f"{other}.pub", folder / name / "peers")
+
+
+def together(sent):
+    """Replies of one array and one flag as the server has them."""
+    return [(np.stack([x[0] for x in sent]), np.stack([x[1] for x in sent])), np.stack([x[2] for x in sent])]
+
+
+def test_masks_cancel_in_the_sum_of_all_and_in_no_other(tmp_path):
+    names, rng = ("bern", "oslo", "rome", "york"), np.random.default_rng(0)
+    keys = keys_of(tmp_path, names)
+    plain = {n: [rng.normal(size=(2, 3)).astype(np.float32) * 10**k, np.array(True)] for k, n in enumerate(names)}
+    sent = {n: masked(plain[n], n, keys[n].shared(names), b"round 1") for n in names}
+    total, flag = opened(together(list(sent.values())), np.dtype(np.float64))
+    expected = sum(plain[n][0].astype(np.float64) for n in names)
+    # each is rounded by at most half of 2^-20
+    np.testing.assert_allclose(total[0], expected, rtol=0, atol=4 * 2.0**-21)
+    assert flag.shape == (1,)
+    assert flag.all()
+    for left_out in names:
+        some, flag = opened(together([sent[n] for n in names if n != left_out]), np.dtype(np.float64))
+        assert np.isnan(some).all()
+        assert not flag.any()
+        numbers = np.add.reduce([sent[n][0] for n in names if n != left_out], dtype=np.uint64)
+        assert (np.abs(numbers.astype(np.int64)) * 2.0**-20 > 1e6).all()
+    # another sum has other masks, and the same the same
+    again = masked(plain["oslo"], "oslo", keys["oslo"].shared(names), b"round 1")
+    other = masked(plain["oslo"], "oslo", keys["oslo"].shared(names), b"round 2")
+    for x, y, z in zip(sent["oslo"], again, other, strict=True):
+        np.testing.assert_array_equal(x, y)
+        assert (x != z).all()
+
+
+def test_a_masked_number_is_uniform(tmp_path):
+    keys = keys_of(tmp_path, ("a", "b", "c"))
+    numbers, flags = masked([np.zeros(100_000, np.float32)], "a", keys["a"].shared(("a", "b", "c")), b"1")
+    for sent, shift in ((numbers, 60), (flags, 12)):
+        share = np.bincount((sent >> sent.dtype.type(shift)).astype(int), minlength=16) / len(sent)
+        np.testing.assert_allclose(share, 1 / 16, atol=4 * math.sqrt(1 / 16 / len(sent)))
+    assert len(set(numbers.tolist())) == len(numbers)
+
+
+@pytest.mark.parametrize("bad", [np.nan, -np.inf, 2 * LARGEST])
+def test_what_has_no_place_in_a_sum_makes_it_nan(tmp_path, bad):
+    names = ("a", "b", "c")
+    keys = keys_of(tmp_path, names)
+    each = {n: [np.array([LARGEST, bad if n == "b" else -LARGEST]), np.array(n != "b")] for n in names}
+    sent = [masked(each[n], n, keys[n].shared(names), b"1") for n in names]
+    (total,), flag = opened(together(sent), np.dtype(np.float64))
+    assert total[0] == 3 * LARGEST
+    assert np.isnan(total[1])
+    assert not flag.any()
+
+
+FITS = {
+    "sfvi": lambda **o: fed.SFVI(intercepts, fed.AutoSiloNormal(intercepts), ADAM, num_local_particles=3, **o),
+    "sfvi_avg": lambda **o: fed.SFVIAvg(
+        intercepts,
+        fed.AutoSiloNormal(intercepts, global_cov="diag"),
+        ADAM,
+        num_local_steps=5,
+        num_local_particles=3,
+        **o,
+    ),
+    "conducive": lambda **o: fed.SFVIAvg(intercepts, fed.AutoSiloNormal(intercepts), conducive=True, **o),
+}
+
+
+@pytest.mark.parametrize("name", FITS)
+def test_a_fit_of_sums_is_the_fit(tmp_path, name):
+    fit, rounds = FITS[name](secure_sum=True), 20 if name == "sfvi" else 5
+    plain = FITS[name]()
+    expected = plain.run(random.key(1), rounds, INTERCEPTS, progress_bar=False)
+    messenger = Fits(INTERCEPTS, fit, tmp_path, lambda: FITS[name](secure_sum=True))
+    introduce(tmp_path, INTERCEPTS.names)
+    remote = connect(messenger, intercepts, fit=fit)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # conducive rounds have not settled after five
+        got = fit.run(random.key(1), rounds, remote, progress_bar=False)
+    for k, v in got.params.items():
+        scale = np.abs(expected.params[k]).max()
+        np.testing.assert_allclose(v, expected.params[k], atol=2e-5 * max(scale, 1), err_msg=k)
+    np.testing.assert_allclose(got.losses, expected.losses, rtol=1e-4)
+    # what left a silo alone is no number of its own
+    rounds_sent = [unpack(answer)["replies"] for _, data, answer in messenger.sent if b"RoundLocal" in data]
+    leaves = [x for replies in rounds_sent for leaves in replies for x in leaves]
+    numbers = np.concatenate([x.ravel() for x in leaves if x.dtype == np.uint64]).astype(np.int64) * 2.0**-20
+    assert {x.dtype for x in leaves} == {np.dtype(np.uint64), np.dtype(np.uint16)}
+    assert np.mean(np.abs(numbers) > 1e6) > 0.99
+    if name != "conducive":
+        return
+    one, other = (
+        fed.to_inference_data(f, r, s, num_draws=100, resample=True)
+        for f, r, s in ((fit, got, remote), (plain, expected, INTERCEPTS))
+    )
+    weights = [np.sort(i.sample_stats["log_weight"].values.ravel()) for i in (one, other)]
+    np.testing.assert_allclose(*weights, atol=2e-2)
+
+
+def private_fit():
+    return fed.SFVI(linear, fed.AutoSiloNormal(linear), ADAM, privacy=fed.Privacy(4.0, 1e-5, 1.0, 5))
+
+
+def test_a_fit_with_privacy_over_a_wire(tmp_path):
+    fit = private_fit()
+    messenger = Fits(LINEAR, fit, tmp_path, private_fit)
+    remote = connect(messenger, linear, fit=fit)
+    result = fit.run(random.key(1), 5, remote, progress_bar=False)
+    assert result.privacy.rounds == 5
+    idata = fed.to_inference_data(fit, result, remote, num_draws=50)
+    assert "pareto_k" not in idata.posterior.attrs
+    assert np.isfinite(idata.posterior["beta"]).all()
+    with pytest.raises(ValueError, match="silos of a fit with privacy do not weigh draws"):
+        fed.to_inference_data(fit, result, remote, num_draws=50, resample=True)
+    # the bound is in no reply, and nothing was asked but rounds
+    told = [json.loads(x) for n in LINEAR.names for x in (tmp_path / n / "audit.jsonl").read_text().splitlines()]
+    asked = {call["call"]["of"].split(":")[1] for line in told for call in line.get("calls", [])}
+    assert asked == {"InitLocal", "RoundLocal"}
+    replies = [unpack(a)["replies"][0] for _, d, a in messenger.sent if b"RoundLocal" in d]
+    assert all(np.isnan(leaves[0]).all() for leaves in replies)
+    # noise is the silo's own: the same bytes to the same folder with another secret have another reply
+    name, data, answer = next(x for x in reversed(messenger.sent) if b"RoundLocal" in x[1])
+    shutil.copytree(tmp_path / name, tmp_path / "copy" / name)
+    make = lambda: SiloSide(alone(LINEAR, name), linear, tmp_path / "copy" / name, fit=private_fit())  # noqa: E731
+    assert make().answer(data) == answer
+    (tmp_path / "copy" / name / "secret.key").write_bytes(bytes(32))
+    other = unpack(make().answer(data))["replies"][0]
+    plain = unpack(answer)["replies"][0]
+    assert all((x != y).all() for x, y in zip(other[2:4], plain[2:4], strict=True) if x.dtype != bool)
+    # the budget is spent, whatever the server says
+    with pytest.raises(
+        RuntimeError, match=r"its budget of privacy is spent: it has answered 5 rounds, expected at most 5"
+    ):
+        fit.run(random.key(2), 1, remote, progress_bar=False)
+
+
+def test_a_round_that_is_asked_for_again_spends_nothing(tmp_path):
+    fit = private_fit()
+    messenger = Fits(LINEAR, fit, tmp_path, private_fit)
+    remote = connect(messenger, linear, fit=fit)
+    fit.run(random.key(1), 2, remote, progress_bar=False)
+    name, data, answer = next(x for x in reversed(messenger.sent) if b"RoundLocal" in x[1])
+    lines = (tmp_path / name / "answered.txt").read_text()
+    assert len(lines.split()) == 2 * 2
+    assert messenger.sides[name].answer(data) == answer
+    assert messenger.make[name]().answer(data) == answer  # nor of a new process
+    assert (tmp_path / name / "answered.txt").read_text() == lines
+
+
+def sums_fit():
+    return fed.SFVI(linear, fed.AutoSiloNormal(linear), ADAM, secure_sum=True)
+
+
+def private_sums():
+    return fed.SFVI(linear, fed.AutoSiloNormal(linear), ADAM, privacy=fed.Privacy(4.0, 1e-5, 1.0, 5), secure_sum=True)
+
+
+CLOSED = {"privacy": private_fit, "sums": sums_fit, "both": private_sums}
+
+
+def asked_again(side, data, **changed):
+    """The answer to a call of a captured message, changed."""
+    request = unpack(data)
+    (values,) = unpack(request["calls"].tobytes(), side._own)
+    call = Call(0, *values)
+    for name, change in changed.items():
+        call = call._replace(**{name: change(getattr(call, name))})
+    inside = pack([(call.local, call.key, call.message, call.read, call.write)], side._own)
+    return unpack(side.answer(pack({**request, "calls": np.frombuffer(inside, np.uint8)})))
+
+
+@pytest.mark.parametrize("name", CLOSED)
+def test_a_fit_whose_server_is_killed_spends_no_round_twice(tmp_path, name):
+    place, make = tmp_path / "fit.ckpt", CLOSED[name]
+    fit = make()
+    messenger = DyingFits(LINEAR, fit, tmp_path, make)
+    if fit.secure_sum:
+        introduce(tmp_path, LINEAR.names)
+    remote = connect(messenger, linear, fit=fit)
+    fit.prepared(remote)
+    messenger.left, messenger.after = 5, True  # the first states, then three rounds and the replies of a fourth
+    with pytest.raises(Killed):
+        fit.run(random.key(1), 5, remote, progress_bar=False, checkpoint=place, checkpoint_every=2)
+    messenger.left = -1
+    got = fit.run(
+        random.key(1), 5, connect(messenger, linear, fit=fit), progress_bar=False, checkpoint=place, checkpoint_every=2
+    )
+    for silo in LINEAR.names:
+        assert len((tmp_path / silo / "answered.txt").read_text().split()) == 2 * 5
+    # and the same fit once more, whose rounds have been answered
+    again = fit.run(random.key(1), 5, connect(messenger, linear, fit=fit), progress_bar=False)
+    for k, v in again.params.items():
+        np.testing.assert_array_equal(got.params[k], v)
+
+
+@pytest.mark.parametrize("name", CLOSED)
+def test_a_server_that_cheats_learns_nothing(tmp_path, name):
+    """Each of these gave a silo's numbers away once."""
+    make = CLOSED[name]
+    fit = make()
+    messenger = Fits(LINEAR, fit, tmp_path, make)
+    if fit.secure_sum:
+        introduce(tmp_path, LINEAR.names)
+    remote = connect(messenger, linear, fit=fit)
+    fit.run(random.key(1), 2, remote, progress_bar=False)
+    silo, data, answer = next(x for x in reversed(messenger.sent) if b"RoundLocal" in x[1])
+    side = messenger.sides[silo]
+    count = len((tmp_path / silo / "answered.txt").read_text().split())
+    # another algorithm, whose replies have no noise
+    wrong = asked_again(side, data, local=lambda local: type(local)(local.plan, "conducive"))
+    assert "with an algorithm that is not its own" in wrong["error"]
+    # numbers so coarse that noise on their grid shows them
+    coarse = asked_again(
+        side, data, message=lambda m: jax.tree.map(lambda x: x.astype(np.float16) if x.dtype == np.float32 else x, m)
+    )
+    assert "it is told numbers of type ['float16']; expected float32" in coarse["error"]
+    # another slot to write to changes nothing, nor another key where noise is the silo's own; else it is another sum of the same label
+    for changed in ({"write": lambda slot: slot + 1000}, {"key": lambda key: random.key(99)}):
+        history = (tmp_path / silo / "history.txt").read_text()
+        same = asked_again(side, data, **changed)
+        if "key" in changed and fit.privacy is None:
+            assert "it was asked for this sum before, with another key" in same["error"]
+            assert (tmp_path / silo / "history.txt").read_text() == history
+            continue
+        for x, y in zip(same["replies"][0], unpack(answer)["replies"][0], strict=True):
+            np.testing.assert_array_equal(x, y)
+    assert len((tmp_path / silo / "answered.txt").read_text().split()) == count
+    # another state under the same number: the same told, from what other calls led to
+    fresh = asked_again(
+        side,
+        data,
+        read=lambda slot: None,
+        local=lambda local: InitLocal(local.plan, "sfvi"),
+        message=lambda m: remote_params(fit, remote),
+        write=lambda slot: 10**6,
+    )
+    assert "replies" in fresh, fresh
+    moved = asked_again(side, data, read=lambda slot: 10**6)
+    assert "replies" in moved, moved
+    if fit.secure_sum:
+        pairs = zip(moved["replies"][0], unpack(answer)["replies"][0], strict=True)
+        assert all((x != y).all() for x, y in pairs)  # masks of another history
+    # other silos, other sizes, one silo many times
+    opened_as = {"what": "open", "server": 1, "fresh": False}
+    some = (silo, *[n for n in LINEAR.names if n != silo][:2])
+    values = as_values(fed.Silos({n: {k: np.asarray(v) for k, v in LINEAR[n].items()} for n in some}))
+    for names in (some, (silo,) * 3):
+        told = {**opened_as, "silos": {**values, "what": (names, *values["what"][1:])}}
+        error = unpack(side.answer(pack(told)))["error"]
+        assert re.search("other silos|each silo's name once|public keys of", error), error
+
+
+def remote_params(fit, remote):
+    from numpyro_fed.vi.plan import first_params
+
+    return jax.tree.map(np.asarray, first_params(fit.prepared(remote), fit.guide, random.key(5)))
+
+
+def test_shared_arguments_are_the_silos_own(tmp_path):
+    from numpyro_fed.engines.roster import from_values
+
+    def model(y, df):
+        import numpyro
+        import numpyro.distributions as dist
+
+        mu = numpyro.sample("mu", dist.Normal(0, 10))
+        with fed.silo_plate("patients", y.shape[0]):
+            numpyro.sample("y", dist.StudentT(df, mu, 1.0), obs=y)
+
+    rows = {"oslo": np.arange(4.0, dtype=np.float32), "rome": np.ones(4, np.float32)}
+    silos = fed.Silos({n: {"y": y, "df": 3.0} for n, y in rows.items()})
+    side = SiloSide(alone_with(silos, "oslo"), model, tmp_path)
+    told = as_values(silos)
+    assert "model" in unpack(side.answer(pack({"what": "open", "server": 1, "fresh": False, "silos": told})))
+    other = as_values(fed.Silos({n: {"y": y, "df": 5.0} for n, y in rows.items()}))
+    assert from_values(other).shared["df"] == 5.0
+    answer = unpack(side.answer(pack({"what": "open", "server": 1, "fresh": False, "silos": other})))
+    assert "the server says shared" in answer["error"]
+
+
+def alone_with(silos, name):
+    return fed.Silos({name: {"y": np.asarray(silos[name]["y"]), "df": silos.shared["df"]}})
+
+
+def test_budgets_are_counted_by_all_processes_of_a_folder(tmp_path):
+    """Also where a line was broken off, and where another process has answered meanwhile."""
+    fit = private_fit()
+    messenger = Fits(LINEAR, fit, tmp_path, private_fit)
+    remote = connect(messenger, linear, fit=fit)
+    result = fit.run(random.key(1), 3, remote, progress_bar=False)
+    name, data, answer = next(x for x in reversed(messenger.sent) if b"RoundLocal" in x[1])
+    other = messenger.make[name]()
+    assert other.answer(data) == answer
+    fit.run(random.key(1), 2, remote, progress_bar=False, init_state=result.state)
+    another = {"message": lambda m: m._replace(context=jax.tree.map(lambda x: x + 1, m.context))}
+    assert "budget of privacy is spent" in asked_again(other, data, **another)["error"]
+    with (tmp_path / name / "answered.txt").open("a") as file:
+        file.write("broken o")
+    name, data, answer = next(x for x in reversed(messenger.sent) if b"RoundLocal" in x[1])
+    other = messenger.make[name]()
+    assert other.answer(data) == answer
+    assert "budget of privacy is spent" in asked_again(other, data, **another)["error"]
+
+
+def test_a_secret_that_is_none_is_refused(tmp_path):
+    (tmp_path / LINEAR.names[0]).mkdir()
+    (tmp_path / LINEAR.names[0] / "secret.key").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"secret\.key holds 0 bytes, expected 32 of a key; give another folder"):
+        Fits(LINEAR, private_fit(), tmp_path, private_fit)
+
+
+def test_closed_fits_answer_no_questions(tmp_path):
+    """Neither checks nor chains: of a fit with privacy not even the weights of draws."""
+    from numpyro_fed.proof import OwnTerm
+
+    fit = private_fit()
+    remote = connect(Fits(LINEAR, fit, tmp_path, private_fit), linear, fit=fit)
+    call = Call(0, OwnTerm(remote.carrier.factors), random.key(0), ({"beta": jnp.ones(2)}, {}))
+    with pytest.raises(RuntimeError, match="takes part in a fit with privacy, and does not answer OwnTerm"):
+        remote.ask([call])
+    chains = connect(Messages(LINEAR, linear, tmp_path / "open"), linear)
+    call = call._replace(local=OwnTerm(chains.carrier.factors))
+    assert chains.ask([call])[0] is not None  # the control
+
+
+def test_a_silo_checks_its_own_rows(tmp_path):
+    import numpyro
+    import numpyro.distributions as dist
+
+    def counts(y):
+        rate = numpyro.sample("rate", dist.Gamma(2.0, 1.0))
+        with fed.silo_plate("patients", y.shape[0]):
+            numpyro.sample("y", dist.Poisson(rate), obs=y)
+
+    silos = fed.Silos({"oslo": {"y": np.array([1, 2])}, "rome": {"y": np.array([1, -2, 3])}})
+    fit = fed.SFVI(counts, fed.AutoSiloNormal(counts), ADAM, privacy=fed.Privacy(4.0, 1e-5, 1.0, 5))
+    with pytest.raises(
+        ValueError, match=r"silo 'rome': its rows do not pass the proof check; its own errors.log has more"
+    ):
+        connect(Fits(silos, fit, tmp_path), counts, fit=fit)
+    assert "the log density is -inf" in (tmp_path / "rome" / "errors.log").read_text()
+
+
+def test_keys_that_are_missing_or_broken_are_named(tmp_path):
+    fit = FITS["sfvi"](secure_sum=True)
+    messenger = Fits(INTERCEPTS, fit, tmp_path)
+    with pytest.raises(
+        ValueError,
+        match=r"silo '0': it has public keys of \[\], and the server names \['1'.*expected the same: each one's NAME\.pub",
+    ):
+        connect(messenger, intercepts, fit=fit)
+    introduce(tmp_path, INTERCEPTS.names)
+    (tmp_path / "0" / "peers" / "1.pub").write_text("no key")
+    with pytest.raises(ValueError, match=r"silo '0': peers/1\.pub is no public key; expected 64 hexadecimal digits"):
+        connect(messenger, intercepts, fit=fit)
+
+
+def test_two_silos_hide_nothing_from_each_other(tmp_path):
+    two = fed.Silos({n: {k: np.asarray(v) for k, v in LINEAR[n].items()} for n in LINEAR.names[:2]})
+    fit = fed.SFVI(linear, fed.AutoSiloNormal(linear), ADAM, secure_sum=True)
+    messenger = Fits(two, fit, tmp_path)
+    introduce(tmp_path, two.names)
+    with pytest.raises(ValueError, match="secure_sum with 2 silos; expected 3 to 8192"):
+        connect(messenger, linear, fit=fit)
+
+
+def test_numbers_that_are_not_finite_end_a_fit_of_sums(tmp_path):
+    """Whose they are nobody hears: it would be a question to one silo."""
+    fit = fed.SFVI(linear, fed.AutoSiloNormal(linear), optax.sgd(1e12), secure_sum=True)
+    messenger = Fits(LINEAR, fit, tmp_path)
+    introduce(tmp_path, LINEAR.names)
+    remote = connect(messenger, linear, fit=fit)
+    with pytest.warns(UserWarning, match=r"the loss or its gradient was not finite in round \d, first in the sum"):
+        fit.run(random.key(0), 5, remote, progress_bar=False)
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"epsilon": 0.0}, r"epsilon: expected a number > 0, got 0.0"),
+        ({"clip": np.inf}, r"clip: expected a number > 0, got inf"),
+        ({"delta": 1.0}, r"delta: expected a probability in \(0, 1\), got 1.0"),
+        ({"num_rounds": 1.5}, r"num_rounds: expected a whole number >= 1, got 1.5"),
+    ],
+)
+def test_budgets_in_words(options, message):
+    with pytest.raises(ValueError, match=message):
+        fed.Privacy(**{"epsilon": 1.0, "delta": 1e-5, "clip": 1.0, "num_rounds": 10, **options})
+
+
+def test_fits_in_words():
+    guide, privacy = fed.AutoSiloNormal(linear), fed.Privacy(1.0, 1e-5, 1.0, 10)
+    with pytest.raises(TypeError, match=r"privacy: expected fed.Privacy\(...\) or None, got float"):
+        fed.SFVI(linear, guide, ADAM, privacy=1.0)
+    with pytest.raises(
+        ValueError, match="num_particles=2: under privacy each draw of theta would have noise of its own"
+    ):
+        fed.SFVI(linear, guide, ADAM, num_particles=2, privacy=privacy)
+    with pytest.raises(TypeError, match="secure_sum: expected True or False, got 3"):
+        fed.SFVI(linear, guide, ADAM, secure_sum=3)
+    with pytest.raises(ValueError, match="barycentre of the silos' covariances is no sum"):
+        fed.SFVIAvg(linear, guide, ADAM, secure_sum=True)
+    svi = fed.SFVI(linear, guide, ADAM, privacy=privacy)
+    with pytest.raises(ValueError, match="num_rounds=11: the budget of privacy is for 10 rounds"):
+        svi.run(random.key(0), 11, LINEAR, progress_bar=False)
+    with pytest.raises(ValueError, match=r"tol=0.1: under privacy no bound leaves the silos"):
+        svi.run(random.key(0), 10, LINEAR, progress_bar=False, tol=0.1)
+    sums = fed.SFVI(linear, guide, ADAM, secure_sum=True)
+    with pytest.raises(ValueError, match="secure_sum=True: a sum needs the replies of all silos"):
+        sums.run(random.key(0), 10, LINEAR, progress_bar=False, participation=0.5)
+
+
+def test_a_guide_of_ones_own_is_refused():
+    import numpyro
+    import numpyro.distributions as dist
+
+    def guide(x, y):
+        loc = numpyro.param("loc", jnp.zeros(2))
+        numpyro.sample("beta", dist.Normal(loc, 0.1).to_event(1))
+
+    svi = fed.SFVI(linear, guide, ADAM, privacy=fed.Privacy(1.0, 1e-5, 1.0, 10))
+    with pytest.raises(ValueError, match=r"privacy: expected fed.AutoSiloNormal\(model\)"):
+        svi.run(random.key(0), 5, LINEAR, progress_bar=False)
+
+
+def test_missing_packages_are_named(monkeypatch, tmp_path):
+    import sys
+
+    monkeypatch.setitem(sys.modules, "dp_accounting", None)
+    with pytest.raises(ImportError, match=r'pip install "numpyro-fed\[privacy\]"'):
+        fed.Privacy(1.0, 1e-5, 1.0, 10)
+    monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives.asymmetric", None)
+    with pytest.raises(ImportError, match=r'pip install "numpyro-fed\[privacy\]"'):
+        Keys(tmp_path, "oslo")
