@@ -9,6 +9,7 @@ import time
 import traceback
 import warnings
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -17,14 +18,17 @@ from numpyro_fed._model_file import load_model_file
 from numpyro_fed.engines import flower
 from numpyro_fed.engines.flower_commands import QUIET, link_command, write_app
 from numpyro_fed.engines.packing import write_whole
+from numpyro_fed.engines.remote import RemoteSilos
 from numpyro_fed.engines.wire import connect
 from numpyro_fed.inference_data import to_inference_data
 from numpyro_fed.mcmc.fsgld import FSGLD
 from numpyro_fed.mcmc.remote import RemoteMCMC
+from numpyro_fed.vi_inference_data import POOR
 
-__all__ = ["client", "coordinate", "server"]
+__all__ = ["client", "coordinate", "posterior", "server"]
 
 _START = 60.0  # seconds for SuperLink to start
+_TOL = 1e-3  # nats that the bound moves in a conducive round
 
 
 def _draw(grid: Any, context: Any) -> None:
@@ -43,20 +47,14 @@ def _draw(grid: Any, context: Any) -> None:
             wait=told["wait"],
             grace=min(30.0, told["wait"]),
         )
-        silos = connect(messenger, module.model, fresh=not (folder / "checkpoint").exists())
+        fresh = not (folder / "checkpoint").exists()
+        silos = connect(messenger, module.model, fit=getattr(module, "svi", None), fresh=fresh)
         carrier: Any = silos.carrier
-        mcmc = RemoteMCMC(
-            FSGLD(module.model),
-            num_warmup=told["warmup"],
-            num_samples=told["samples"],
-            num_chains=told["chains"],
-            checkpoint=folder / "checkpoint",
-        )
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always", UserWarning)
-            mcmc.run(jax.random.key(told["seed"]), silos)
-        to_inference_data(mcmc, silos).to_netcdf(told["out"])
-        lines = [str(mcmc.sampler.ledger(mcmc.last_state)), "On the wire (messages, bytes to the silo, bytes from it):"]
+            idata, words = posterior(module, silos, told, folder / "checkpoint")
+        idata.to_netcdf(told["out"])
+        lines = [words, "On the wire (messages, bytes to the silo, bytes from it):"]
         lines += [f"  {name}: {t.messages:,}, {t.bytes_down:,}, {t.bytes_up:,}" for name, t in carrier.traffic.items()]
         lines += [f"Warning: {w.message}" for w in said if issubclass(w.category, UserWarning)]
         write_whole(folder / "done", "\n".join(lines).encode())
@@ -65,6 +63,39 @@ def _draw(grid: Any, context: Any) -> None:
         said_why = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
         write_whole(folder / "failed", said_why.encode())
         raise
+
+
+def posterior(module: ModuleType, silos: RemoteSilos, told: dict[str, Any], checkpoint: Path) -> tuple[Any, str]:
+    """The result by the study's method, ``svi`` or ``kernel`` of its module, FSGLD where it has neither, and what it cost in words.
+
+    :param told: ``chains``, ``warmup``, ``samples``, ``rounds`` and ``seed``.
+    """
+    key, svi = jax.random.key(told["seed"]), getattr(module, "svi", None)
+    if svi is None:
+        kernel, chains = getattr(module, "kernel", None) or FSGLD(module.model), told["chains"]
+        mcmc = RemoteMCMC(
+            kernel, num_warmup=told["warmup"], num_samples=told["samples"], num_chains=chains, checkpoint=checkpoint
+        )
+        mcmc.run(key, silos)
+        return to_inference_data(mcmc, silos), str(mcmc.sampler.ledger(mcmc.last_state))
+    conducive, (key_rounds, key_draws) = svi.algorithm == "conducive", jax.random.split(key)
+    result = svi.run(
+        key_rounds,
+        told["rounds"],
+        silos,
+        tol=_TOL if conducive else None,
+        progress_bar=False,
+        checkpoint=checkpoint,
+        checkpoint_every=1 if conducive else 10,  # of which there are ten or so, and of others thousands
+    )
+    num_draws = told["chains"] * told["samples"]
+    idata = to_inference_data(svi, result, silos, num_draws=num_draws, rng_key=key_draws, resample=conducive)
+    attrs, words = idata.posterior.attrs, f"{len(result.losses)} rounds"
+    if "pareto_k" in attrs:
+        words += f"; Pareto's k of the draws {attrs['pareto_k']:.2f}" + (
+            " (above 0.7: do not trust them)" if attrs["pareto_k"] > POOR else ""
+        )
+    return idata, f"{words}\n{result.ledger}"
 
 
 server = flower.server_app(_draw)
@@ -84,7 +115,7 @@ def coordinate(
 ) -> str:
     """Start a SuperLink and the run, wait for its end, and end both.
 
-    :param settings: ``chains``, ``warmup``, ``samples``, ``seed``, ``wait`` and ``patience``.
+    :param settings: ``chains``, ``warmup``, ``samples``, ``rounds``, ``seed``, ``wait`` and ``patience``.
     :return: what the run cost, in words.
     :raises RuntimeError: with the reason, where the run or SuperLink failed.
     """

@@ -9,7 +9,9 @@ from types import ModuleType
 import numpy as np
 import pandas as pd
 
+from numpyro_fed.mcmc._base import FederatedKernel
 from numpyro_fed.silos import Silos
+from numpyro_fed.vi._adapter import FederatedVI
 
 __all__ = ["load_model_file", "silo_of_file"]
 
@@ -17,7 +19,8 @@ __all__ = ["load_model_file", "silo_of_file"]
 def load_model_file(place: str | Path) -> ModuleType:
     """The module of a file that has a marked ``model``.
 
-    It may also have ``silo(table)``, which makes the model's arguments of a silo's table, and ``ROWS`` and ``INDEX`` as of :class:`~numpyro_fed.Silos`.
+    It may also have ``silo(table)``, which makes the model's arguments of a silo's table, ``ROWS`` and ``INDEX`` as of :class:`~numpyro_fed.Silos`, and one of
+    ``svi``, an :class:`~numpyro_fed.SFVI` or :class:`~numpyro_fed.SFVIAvg` of the model, and ``kernel``, one of the Langevin kernels.
 
     :raises ValueError: in words, for a file that is none.
     """
@@ -34,6 +37,15 @@ def load_model_file(place: str | Path) -> ModuleType:
     spec.loader.exec_module(module)
     if not callable(getattr(module, "model", None)):
         raise ValueError(f"{place}: it has no function model; expected one whose silo plates are marked")
+    svi, kernel = getattr(module, "svi", None), getattr(module, "kernel", None)
+    if svi is not None and kernel is not None:
+        raise ValueError(f"{place}: it has svi and kernel; expected one of them, for one study has one method")
+    if svi is not None and not (isinstance(svi, FederatedVI) and svi.model is module.model):
+        raise ValueError(f"{place}: svi: expected fed.SFVI or fed.SFVIAvg of this file's model, got {svi!r}")
+    if kernel is not None and not (isinstance(kernel, FederatedKernel) and kernel._model is module.model):
+        raise ValueError(
+            f"{place}: kernel: expected fed.FSGLD or another kernel of fed, of this file's model, got {kernel!r}"
+        )
     return module
 
 

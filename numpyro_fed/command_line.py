@@ -64,7 +64,8 @@ def silo(
         module = load_model_file(model_file)
         place = folder or Path(f"numpyro-fed-{name}")
         with tempfile.TemporaryDirectory() as nothing:  # a check does not look at what former runs left
-            side = SiloSide(silo_of_file(module, name, data), module.model, nothing if check else place)
+            svi = getattr(module, "svi", None)
+            side = SiloSide(silo_of_file(module, name, data), module.model, nothing if check else place, fit=svi)
     except (ValueError, TypeError) as error:
         raise click.ClickException(str(error)) from error
     click.echo(what_leaves(side, place))
@@ -172,9 +173,20 @@ def _flower() -> Any:
     show_default=True,
     help="Logs and the checkpoint, from which a run goes on.",
 )
-@click.option("--chains", type=int, default=4, show_default=True)
-@click.option("--warmup", type=int, default=200, show_default=True)
-@click.option("--samples", type=int, default=1000, show_default=True)
+@click.option("--chains", type=click.IntRange(1), default=4, show_default=True)
+@click.option(
+    "--warmup", type=click.IntRange(0), default=200, show_default=True, help="Rounds that are not kept, of chains."
+)
+@click.option(
+    "--samples",
+    type=click.IntRange(1),
+    default=1000,
+    show_default=True,
+    help="Draws of each chain; of variational fits so many times the number of chains.",
+)
+@click.option(
+    "--rounds", type=click.IntRange(1), default=1000, show_default=True, help="At most so many, of variational fits."
+)
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--wait", type=float, default=600.0, show_default=True, help="Seconds in which all silos have to appear.")
 @click.option(
@@ -185,7 +197,10 @@ def _flower() -> Any:
     help="Seconds that a round waits for a silo that is away.",
 )
 def run(model_file: Path, names: str, tls: Path, keys: Path | None, out: Path, folder: Path, **options: Any) -> None:
-    """Wait for the silos, draw from the posterior by FSGLD, and write it."""
+    """Wait for the silos, draw from the posterior of all of them together, and write it.
+
+    By the model file's `kernel` or `svi`, which is an SFVI or SFVIAvg; without them by FSGLD.
+    """
     try:
         load_model_file(model_file)
         silos = [name.strip() for name in names.split(",")]

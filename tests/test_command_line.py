@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +14,8 @@ import pandas as pd
 import pytest
 from click.testing import CliRunner
 
+import numpyro_fed as fed
+from numpyro_fed._model_file import load_model_file, silo_of_file
 from numpyro_fed.command_line import main
 
 MODEL = """
@@ -49,6 +52,17 @@ def study(tmp_path):
         table = pd.DataFrame({"age": x[:, 0], "chol": x[:, 1], "disease": disease.astype(int)})
         table.to_csv(tmp_path / f"{name}.csv", index=False)
     return tmp_path
+
+
+SVI = "svi = fed.SFVIAvg(model, fed.AutoSiloNormal(model), conducive=True)\n"
+
+
+def at_hand(study, method=""):
+    """The study's module, of which the method is written into its file, and its silos in this process."""
+    (study / "study.py").write_text(MODEL + method)
+    module = load_model_file(study / "study.py")
+    tables = {name: silo_of_file(module, name, study / f"{name}.csv")[name] for name in SIZES}
+    return module, fed.Silos({name: {k: np.asarray(v) for k, v in t.items()} for name, t in tables.items()})
 
 
 def silo(study, *options, model="study.py", data="oslo.csv", **given):
@@ -129,6 +143,50 @@ def test_the_coordinator_is_told_what_is_missing(study, options, message):
     assert message in found.output
 
 
+def test_the_method_is_the_model_files(study):
+    pytest.importorskip("flwr")
+    from jax import random
+
+    from numpyro_fed._coordinator import posterior
+
+    told, checkpoint = {"chains": 2, "warmup": 5, "samples": 50, "rounds": 100, "seed": 3}, study / "checkpoint"
+    module, silos = at_hand(study)
+    found, words = posterior(module, fed.RemoteSilos(silos, fed.Loopback(silos)), told, study / "chains")
+    assert found.posterior["beta"].shape == (2, 50, 2)
+    assert "MB up" in words
+    module, silos = at_hand(study, SVI)
+    remote = fed.RemoteSilos(silos, fed.Loopback(silos))
+    found, words = posterior(module, remote, told, checkpoint)
+    assert "Pareto's k" in words
+    assert "trust" not in words
+    key_rounds, key_draws = random.split(random.key(3))
+    result = module.svi.run(key_rounds, 100, remote, tol=1e-3, progress_bar=False)
+    assert words.startswith(f"{len(result.losses)} rounds")
+    expected = fed.to_inference_data(module.svi, result, remote, num_draws=100, rng_key=key_draws, resample=True)
+    np.testing.assert_array_equal(found.posterior["beta"], expected.posterior["beta"])
+    again, _ = posterior(module, remote, told, checkpoint)  # it has settled, and makes no further round
+    np.testing.assert_array_equal(again.posterior["beta"], found.posterior["beta"])
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("svi = fed.AutoSiloNormal(model)", "svi: expected fed.SFVI or fed.SFVIAvg of this file's model, got"),
+        (
+            "other = lambda x, y: None\nsvi = fed.SFVIAvg(other, fed.AutoSiloNormal(other), conducive=True)",
+            "this file's model",
+        ),
+        ("kernel = fed.FSGLD", "kernel: expected fed.FSGLD or another kernel of fed"),
+        ("kernel = fed.FSGLD(model)\nsvi = 1", "svi and kernel; expected one of them"),
+    ],
+)
+def test_a_method_that_is_none_is_refused(study, line, message):
+    (study / "study.py").write_text(f"{MODEL}\n{line}\n")
+    found = silo(study, "--check")
+    assert found.exit_code == 1
+    assert message in " ".join(found.output.split())
+
+
 # A federation of processes
 
 WARMUP, SAMPLES, CHAINS = 5, 35, 2
@@ -141,6 +199,7 @@ class Federation:
         from flower_deployment import free_port, make_certificates, make_key
 
         self.study, self.port = study, free_port()
+        self.entrance = self.port  # where silos knock
         self.tls = make_certificates(study / "tls")
         (study / "keys").mkdir()
         for name in SIZES:
@@ -157,6 +216,23 @@ class Federation:
         self.started.append(process)
         return process
 
+    def proxy(self):
+        """The proxy of docs/flower.md, on a port of its own."""
+        from flower_deployment import free_port
+
+        page = (Path(__file__).parent.parent / "docs" / "flower.md").read_text()
+        block = page.split("```nginx")[1].split("```")[0]
+        self.entrance = free_port()
+        block = block.replace("listen 9443", f"listen 127.0.0.1:{self.entrance}").replace("9092", str(self.port))
+        block = block.replace("/srv/study/tls", str(self.tls))
+        own = [f"{kind}_temp_path temp-{kind};" for kind in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")]
+        http = "\n".join(["access_log proxy-access.log;", *own, block])
+        settings = "daemon off; pid proxy.pid; error_log stderr; events {}\nhttp {\n" + http + "\n}\n"
+        (self.study / "proxy.conf").write_text(settings)
+        command = [shutil.which("nginx"), "-p", str(self.study), "-c", "proxy.conf"]
+        with (self.study / "proxy.log").open("ab") as log:
+            self.started.append(subprocess.Popen(command, stdout=log, stderr=log, cwd=self.study))
+
     def silo(self, name):
         options = [
             "--data",
@@ -164,15 +240,15 @@ class Federation:
             "--name",
             name,
             "--server",
-            f"127.0.0.1:{self.port}",
+            f"127.0.0.1:{self.entrance}",
             "--ca",
             self.tls / "ca.crt",
         ]
         options += ["--key", f"{name}.key", "--folder", f"private-{name}", "--give-up", 100, "--yes"]
         self.silos[name] = self.start(name, "silo", "--model", "study.py", *options)
 
-    def run(self, out):
-        options = ["--warmup", WARMUP, "--samples", SAMPLES, "--chains", CHAINS]
+    def run(self, out, *more):
+        options = ["--warmup", WARMUP, "--samples", SAMPLES, "--chains", CHAINS, *more]
         options += ["--address", f"127.0.0.1:{self.port}", "--tls", self.tls, "--keys", "keys", "--out", out]
         return self.start("run", "run", "--model", "study.py", "--silos", ",".join(SIZES), *options)
 
@@ -203,9 +279,6 @@ def test_a_silo_that_is_killed_and_started_again_changes_no_draw(study):
     import arviz as az
     from jax import random
 
-    import numpyro_fed as fed
-    from numpyro_fed._model_file import load_model_file, silo_of_file
-
     with Federation(study) as fit:
         coordinator = fit.run("fit.nc")
         for name in SIZES:
@@ -222,9 +295,7 @@ def test_a_silo_that_is_killed_and_started_again_changes_no_draw(study):
     log = (study / "run.log").read_text()
     assert "posterior written to fit.nc" in log
     # the undisturbed run, within this process
-    module = load_model_file(study / "study.py")
-    tables = {name: silo_of_file(module, name, study / f"{name}.csv")[name] for name in SIZES}
-    silos = fed.Silos({name: {k: np.asarray(v) for k, v in t.items()} for name, t in tables.items()})
+    module, silos = at_hand(study)
     mcmc = fed.RemoteMCMC(
         fed.FSGLD(module.model), num_warmup=WARMUP, num_samples=SAMPLES, num_chains=CHAINS, progress_bar=False
     )
@@ -233,3 +304,44 @@ def test_a_silo_that_is_killed_and_started_again_changes_no_draw(study):
     np.testing.assert_array_equal(drawn, np.asarray(mcmc.get_samples(group_by_chain=True)["beta"]))
     audit = [json.loads(line) for line in (study / "private-rome" / "audit.jsonl").read_text().splitlines()]
     assert sum(line["what"] == "calls" for line in audit) > at
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    shutil.which("nginx") is None, reason="the proxy of docs/flower.md is nginx, which is not installed"
+)
+def test_a_variational_fit_through_the_proxy(study):
+    pytest.importorskip("flwr")
+    import arviz as az
+    import requests
+    from jax import random
+
+    module, silos = at_hand(study, SVI)
+    with Federation(study) as fit:
+        fit.proxy()
+        coordinator = fit.run("fit.nc")
+        for name in SIZES:
+            fit.silo(name)
+        end = time.monotonic() + 200
+        while not (study / "private-oslo" / "audit.jsonl").exists() and time.monotonic() < end:
+            time.sleep(0.1)  # until a silo has been let in
+        # what a stranger may not reach: where runs are started
+        where = f"https://127.0.0.1:{fit.entrance}"
+        for path in ("/v1/control/list-runs", "/v1/runtime/pull-messages", "/"):
+            answer = requests.post(where + path, data=b"", verify=str(fit.tls / "ca.crt"), timeout=20)
+            assert answer.status_code == 403, (path, fit.logs())
+        inside = f"https://127.0.0.1:{fit.port}/v1/control/list-runs"
+        answer = requests.post(inside, data=b"", verify=str(fit.tls / "ca.crt"), timeout=20)
+        assert answer.status_code != 403, fit.logs()  # without the proxy it is there
+        coordinator.wait(500)
+        assert coordinator.returncode == 0, fit.logs()
+    log = (study / "run.log").read_text()
+    assert "posterior written to fit.nc" in log
+    assert "Pareto's k" in log
+    key_rounds, key_draws = random.split(random.key(0))
+    remote, num_draws = fed.RemoteSilos(silos, fed.Loopback(silos)), CHAINS * SAMPLES
+    result = module.svi.run(key_rounds, 1000, remote, tol=1e-3, progress_bar=False)
+    here = fed.to_inference_data(module.svi, result, remote, num_draws=num_draws, rng_key=key_draws, resample=True)
+    there = az.from_netcdf(study / "fit.nc")
+    np.testing.assert_array_equal(there.posterior["beta"], here.posterior["beta"])
+    assert (study / "proxy-access.log").read_text().count("/v1/fleet/") > 20

@@ -236,8 +236,16 @@ def run_rounds(
     :param before: losses of rounds that were made before, of ``num_rounds``.
     """
     losses, look = np.zeros(0) if before is None else before, 1 if plan.conducive else _CHUNK
+
+    def settled() -> (
+        bool
+    ):  # looked at before a round, so that a fit that goes on from a checkpoint ends where it would have
+        moved = float(state.server.moved) if plan.conducive else 0.0  # a bound may stand still while q moves
+        least = 1 if plan.conducive else _WINDOW
+        return tol is not None and moved < _STILL and len(losses) % look == 0 and _settled(losses, tol, least)
+
     with tqdm(total=num_rounds, initial=len(losses), disable=not progress_bar) as bar:
-        while len(losses) < num_rounds:
+        while len(losses) < num_rounds and not settled():
             last = state
             try:
                 state, new, bad = advance_by(last, min(look, at_once, num_rounds - len(losses)))
@@ -267,10 +275,6 @@ def run_rounds(
             bar.update(len(new))
             if np.isfinite(new).all():  # under privacy no bound is told
                 bar.set_postfix_str(f"loss {new.mean():.4g}", refresh=False)
-            moved = float(state.server.moved) if plan.conducive else 0.0  # a bound may stand still while q moves
-            least = 1 if plan.conducive else _WINDOW
-            if tol is not None and moved < _STILL and len(losses) % look == 0 and _settled(losses, tol, least):
-                break
     return state, losses
 
 
