@@ -63,8 +63,11 @@ class Call(NamedTuple):
     write: int | None = None
 
 
+TRIES = 5  # times that a silo is asked that a round cannot do without
+
+
 class SiloError(RuntimeError):
-    """A silo says in words why it does not answer."""
+    """What a round needs does not come: a silo says in words why it does not answer, or stays silent."""
 
 
 class Carrier:
@@ -261,6 +264,26 @@ class RemoteSilos(Silos):
     def ask(self, calls: list[Call]) -> list[Any]:
         """Replies to calls, ``None`` where a silo did not answer."""
         return self.carrier.ask(calls)
+
+    def ask_again(self, calls: list[Call], all_needed: bool = True) -> tuple[list[Any], np.ndarray]:
+        """Replies to calls that have the same answers when they are made again, and how often each was made: silent silos are asked five times.
+
+        :param all_needed: whether each has to be answered, or one is enough.
+        :raises SiloError: naming the silos that did not.
+        """
+        replies, times = self.ask(calls) if calls else [], np.ones(len(calls), np.int64)
+        replies = list(replies)
+        for left in range(TRIES - 1, -1, -1):
+            silent = [i for i, reply in enumerate(replies) if reply is None]
+            if not silent or not (all_needed or len(silent) == len(calls)):
+                break
+            if not left:
+                lost = sorted({self.names[calls[i].number] for i in silent})
+                raise SiloError(f"silos {lost} did not answer, asked {TRIES} times")
+            for i, reply in zip(silent, self.ask([calls[i] for i in silent]), strict=True):
+                replies[i] = reply
+                times[i] += 1
+        return replies, times
 
     def ask_for_sure(self, calls: list[Call], when: str = "while the fit was prepared") -> list[Any]:
         """Replies to calls that have to be answered.

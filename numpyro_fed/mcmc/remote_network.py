@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, random
 
-from numpyro_fed.engines.remote import Call, RemoteSilos, SiloError, rows_of
+from numpyro_fed.engines.remote import Call, RemoteSilos, rows_of
 from numpyro_fed.mcmc._network import NetworkKernel
 from numpyro_fed.mcmc.networks import Exchanged, NetworkState, exchange, settle
 from numpyro_fed.mcmc.nodes import node_step
@@ -24,8 +24,6 @@ from numpyro_fed.mcmc.plan import NetworkPlan, NodePlan, Tuning
 from numpyro_fed.storage import SiloView, buckets
 
 __all__ = ["NodeLocal", "NodeStartLocal", "check_network", "network_facts", "start_nodes", "step_nodes"]
-
-_TRIES = 5  # times that a step asks a silo
 
 
 @dataclass(frozen=True)
@@ -124,7 +122,7 @@ def step_nodes(
     for c, position in enumerate(positions):
         own, new = (None, None) if plan.units is None else (int(slots[c, 0]), silos.carrier.new_slot())
         calls.append(Call(c % m, local, keys[c // m], position, (told[c % m], own), new))
-    replies = _answers(silos, calls)
+    replies, _ = silos.ask_again(calls)
     slope, accepted = (np.stack(x) for x in zip(*replies, strict=True))
     shape = sent.position.shape
     # in NumPy, which has no programs to dispatch
@@ -135,21 +133,6 @@ def step_nodes(
     undone = np.asarray(state.diverging)[:, None]
     spent = np.where(undone, written, slots)
     return state, np.where(undone, slots, written), spent[:, 0].tolist(), []
-
-
-def _answers(silos: RemoteSilos, calls: list[Call]) -> list[Any]:
-    """Replies to all calls; silos that are silent are asked again, by calls that have the same answers."""
-    replies = list(silos.ask(calls))
-    for _ in range(_TRIES - 1):
-        silent = [i for i, reply in enumerate(replies) if reply is None]
-        if not silent:
-            return replies
-        for i, reply in zip(silent, silos.ask([calls[i] for i in silent]), strict=True):
-            replies[i] = reply
-    lost = sorted({silos.names[call.number] for call, reply in zip(calls, replies, strict=True) if reply is None})
-    if lost:
-        raise SiloError(f"silos {lost} did not answer, asked {_TRIES} times")
-    return replies
 
 
 def network_facts(kernel: NetworkKernel) -> dict[str, Any]:

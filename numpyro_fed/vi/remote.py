@@ -21,16 +21,14 @@ from jax import Array
 
 from numpyro_fed.engines.checkpoint import Checkpoint
 from numpyro_fed.engines.inline import key_among
-from numpyro_fed.engines.remote import Call, RemoteSilos, rows_of
+from numpyro_fed.engines.remote import TRIES, Call, RemoteSilos, SiloError, rows_of
 from numpyro_fed.engines.secure_sum import opened
 from numpyro_fed.federation import Cost, Ledger, message_bytes
 from numpyro_fed.storage import SiloRows, SiloView
 from numpyro_fed.vi.plan import Plan, Prepared, own_params
-from numpyro_fed.vi.rounds import Participation, Unanswered, VIState, drawn
+from numpyro_fed.vi.rounds import Participation, VIState, drawn
 
 __all__ = ["Elsewhere", "InitLocal", "RemoteRounds", "RoundLocal", "kept_by", "ledger_of_calls"]
-
-_TRIES = 5  # times that a round asks a silo
 
 
 @jax.tree_util.register_dataclass
@@ -256,31 +254,20 @@ class RemoteRounds:
         return self.algorithm == "sfvi" or self.prepared.plan.secure_sum
 
     def _answers(self, calls: list[Call]) -> tuple[list[Any], np.ndarray]:
-        """Replies, and how often each silo was asked; the silent ones again, where the round cannot do without."""
-        replies = list(self.silos.ask(calls)) if calls else []
-        times = np.ones(len(calls), np.int64)
-        needed = self._needs_all
-        for _ in range(0 if self.answering is not None else _TRIES - 1):
-            silent = [i for i, reply in enumerate(replies) if reply is None]
-            if not silent or not (needed or len(silent) == len(calls)):
-                break
-            for i, reply in zip(silent, self.silos.ask([calls[i] for i in silent]), strict=True):
-                replies[i] = reply
-                times[i] += 1
-        lost = [self.silos.names[c.number] for c, reply in zip(calls, replies, strict=True) if reply is None]
-        if lost and self.answering is None and (needed or len(lost) == len(calls)):
-            raise Unanswered(f"silos {sorted(lost)} did not answer, asked {_TRIES} times,")
-        return replies, times
+        """Replies, and how often each silo was asked."""
+        if self.answering is not None:
+            return list(self.silos.ask(calls)) if calls else [], np.ones(len(calls), np.int64)
+        return self.silos.ask_again(calls, all_needed=self._needs_all)
 
     def _blank(self, replies: list[Any], calls: list[Call]) -> Any:
         """A reply of zeros; if none has come yet, silos are asked for one whose numbers are not looked at."""
-        for _ in range(_TRIES):
+        for _ in range(TRIES):
             if self.zeros is None and (found := [reply for reply in replies if reply is not None]):
                 self.zeros = jax.tree.map(np.zeros_like, found[0])
             if self.zeros is not None:
                 return self.zeros
             replies = self.silos.ask(calls)
-        raise Unanswered(f"no silo answered, asked {_TRIES} times,")
+        raise SiloError(f"no silo answered, asked {TRIES} times")
 
     def _weights(self, weights: np.ndarray, came: np.ndarray) -> np.ndarray | None:
         """Of the replies; ``None`` where all count once."""

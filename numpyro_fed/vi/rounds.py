@@ -20,7 +20,6 @@ from numpyro_fed.vi.plan import Plan
 
 __all__ = [
     "Participation",
-    "Unanswered",
     "VIState",
     "advance",
     "answering_of",
@@ -203,10 +202,6 @@ def _chunk(
     return lax.fori_loop(0, num, body, (state, losses, bad))
 
 
-class Unanswered(Exception):
-    """A round that silos' silence left undone; in words, without its number."""
-
-
 def at_hand(federated: Callable, plan: Plan, who: Participation | None, stacks: list[SiloRows]) -> Callable:
     """What makes up to ``_CHUNK`` rounds in this process: ``advance_by(state, num) -> (state, losses, bad)``."""
 
@@ -249,9 +244,11 @@ def run_rounds(
             last = state
             try:
                 state, new, bad = advance_by(last, min(look, at_once, num_rounds - len(losses)))
-            except (KeyboardInterrupt, Unanswered, SiloError) as stopped:
+            except (KeyboardInterrupt, SiloError) as stopped:
                 said = (
-                    "interrupted" if isinstance(stopped, KeyboardInterrupt) else f"{stopped} in round {len(losses) + 1}"
+                    "interrupted"
+                    if isinstance(stopped, KeyboardInterrupt)
+                    else f"{stopped}, in round {len(losses) + 1}"
                 )
                 if not isinstance(stopped, KeyboardInterrupt) and not len(losses):
                     raise RuntimeError(said) from None
