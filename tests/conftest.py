@@ -4,6 +4,7 @@ import os
 
 os.environ.setdefault("MPLBACKEND", "Agg")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # XLA has a page of words for each program that it takes from the cache
 _flag = "--xla_force_host_platform_device_count=4"
 if _flag not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_flag}".strip()
@@ -14,6 +15,16 @@ from pathlib import Path  # noqa: E402
 
 import jax  # noqa: E402
 import pytest  # noqa: E402
+
+_CACHE = Path(__file__).resolve().parent.parent / ".pytest_cache" / "d" / "jax"  # what `pytest --cache-clear` empties
+# compiled programs are kept between runs, and shared by the workers and by the processes that tests start
+for _name, _value in {
+    "jax_compilation_cache_dir": str(_CACHE),
+    "jax_persistent_cache_min_compile_time_secs": 0,
+    "jax_persistent_cache_min_entry_size_bytes": -1,
+}.items():
+    os.environ[_name.upper()] = str(_value)
+    jax.config.update(_name, _value)
 
 _MAPS = Path("/proc/self/maps")
 _MANY = 30_000  # of the 65,530 memory maps that Linux allows a process; every compiled program takes some, and XLA crashes without

@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -100,11 +101,11 @@ class Plan:
 
     def constrain(self, params: dict[str, Array]) -> dict[str, Array]:
         """Parameters in their supports, of unconstrained ones."""
-        return {k: biject_to(self.supports[k])(v) for k, v in params.items()}
+        return _constrained({k: self.supports[k] for k in params}, params)
 
     def unconstrain(self, params: dict[str, Array]) -> dict[str, Array]:
         """The inverse of :meth:`constrain`."""
-        return {k: biject_to(self.supports[k]).inv(v) for k, v in params.items()}
+        return _unconstrained({k: self.supports[k] for k in params}, params)
 
     def log_prior(self, theta: Array, params: dict[str, Array], rows: SiloRows) -> Array:
         """``log p(theta)`` from the shared arguments; ``params`` constrained."""
@@ -114,6 +115,17 @@ class Plan:
             shared = {**shared, PARAMS: learned}
         factors = self.families[rows.part].factors
         return factors.log_prior(factors.unravel(theta), shared)
+
+
+# one program each where they are called outside of a trace, and nothing inside of one
+@partial(jax.jit, inline=True)
+def _constrained(supports: dict[str, Any], params: dict[str, Any]) -> dict[str, Any]:
+    return {k: biject_to(supports[k])(v) for k, v in params.items()}
+
+
+@partial(jax.jit, inline=True)
+def _unconstrained(supports: dict[str, Any], params: dict[str, Any]) -> dict[str, Any]:
+    return {k: biject_to(supports[k]).inv(v) for k, v in params.items()}
 
 
 class Prepared(NamedTuple):
@@ -275,9 +287,15 @@ def first_params(prepared: Prepared, guide: Any, key: Array) -> dict[str, Array]
     family = plan.families[0]
     if isinstance(family, GuideFamily):
         return plan.unconstrain({**family.start, **learned})
-    sites = _probe(plan.factors.model, silos, key, guide.init_loc_fn)
-    start = {n: biject_to(sites[n]["fn"].support).inv(sites[n]["value"]) for n, _ in plan.factors.global_sites}
-    loc = plan.factors.ravel(start)
+
+    @jax.jit
+    def start(key: Array) -> Array:
+        sites = _probe(plan.factors.model, silos, key, guide.init_loc_fn)
+        return plan.factors.ravel(
+            {n: biject_to(sites[n]["fn"].support).inv(sites[n]["value"]) for n, _ in plan.factors.global_sites}
+        )
+
+    loc = start(key)
     if not bool(jnp.isfinite(loc).all()):
         raise ValueError("init_loc_fn: expected finite values of the global sites, got NaN or infinity")
     return plan.unconstrain({**family.init(loc), **learned})
@@ -294,6 +312,12 @@ def _learned(model: Callable, silos: Silos) -> dict[str, tuple[Any, Any]]:
     """Support and first value of the model's ``numpyro.param`` sites."""
     factors = factorise(model, silos)
     plates = dict(factors.plates)
+    kinds: set[str] = set()
+    jax.eval_shape(
+        lambda key: kinds.update(s["type"] for s in _probe(model, silos, key, init_to_uniform).values()), random.key(0)
+    )
+    if not kinds & {"param", "mutable"}:
+        return {}
     out = {}
     for name, site in _probe(model, silos, random.key(0), init_to_uniform).items():
         if site["type"] == "param":
