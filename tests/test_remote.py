@@ -443,9 +443,9 @@ def test_processes_that_make_other_calls_are_told(monkeypatch):
         other[0, 0] += 1  # the silo's number
         return np.stack([sent, other])
 
-    monkeypatch.setattr(spmd.multihost_utils, "process_allgather", lambda sent: np.stack([sent, sent]))
+    monkeypatch.setattr(spmd, "_gathered", lambda sent: np.stack([sent, sent]))
     fed.RemoteMCMC(fed.FSGLD(linear), num_warmup=0, num_samples=1).run(random.key(0), remote)
-    monkeypatch.setattr(spmd.multihost_utils, "process_allgather", differing)
+    monkeypatch.setattr(spmd, "_gathered", differing)
     with pytest.raises(RuntimeError, match="the processes do not make the same calls"):
         fed.RemoteMCMC(fed.FSGLD(linear), num_warmup=0, num_samples=1).run(random.key(0), remote)
 
