@@ -28,6 +28,7 @@ from numpyro_fed.vi_inference_data import POOR
 __all__ = ["client", "coordinate", "posterior", "server"]
 
 _START = 60.0  # seconds for SuperLink to start
+_MOST_ROUNDS = 1000
 _TOL = 1e-3  # nats that the bound moves in a conducive round
 
 
@@ -68,7 +69,7 @@ def _draw(grid: Any, context: Any) -> None:
 def posterior(module: ModuleType, silos: RemoteSilos, told: dict[str, Any], checkpoint: Path) -> tuple[Any, str]:
     """The result by the study's method, ``svi`` or ``kernel`` of its module, FSGLD where it has neither, and what it cost in words.
 
-    :param told: ``chains``, ``warmup``, ``samples``, ``rounds`` and ``seed``.
+    :param told: ``chains``, ``warmup``, ``samples``, ``rounds`` (0: a default) and ``seed``.
     """
     key, svi = jax.random.key(told["seed"]), getattr(module, "svi", None)
     if svi is None:
@@ -81,7 +82,7 @@ def posterior(module: ModuleType, silos: RemoteSilos, told: dict[str, Any], chec
     conducive, (key_rounds, key_draws) = svi.algorithm == "conducive", jax.random.split(key)
     result = svi.run(
         key_rounds,
-        told["rounds"],
+        told["rounds"] or (svi.privacy.num_rounds if svi.privacy is not None else _MOST_ROUNDS),
         silos,
         tol=_TOL if conducive else None,
         progress_bar=False,

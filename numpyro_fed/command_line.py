@@ -10,7 +10,6 @@ import click
 
 from numpyro_fed._model_file import load_model_file, silo_of_file
 from numpyro_fed.engines.silo_side import SiloSide
-from numpyro_fed.engines.wire import ANSWERED
 
 __all__ = ["main"]
 
@@ -93,8 +92,14 @@ def what_leaves(side: SiloSide, folder: Path) -> str:
         f"Leaves, once: the silo's name, numbers of rows, the arguments' names and types{_shared(side)}.",
         f"Leaves, in answer to the server ({d} global parameters, numbers of 4 bytes):",
     ]
-    for call, (what, numbers) in ANSWERED.items():
+    for call, (what, numbers) in side.answered.items():
         lines.append(f"  {call.split(':')[1]:<14} {what}" + (f"; {numbers}" if numbers else ""))
+    if side.closed is not None and (privacy := side.closed.privacy) is not None:
+        lines.append(
+            f"With noise: epsilon {privacy.epsilon:g}, delta {privacy.delta:g}, spent after {privacy.num_rounds:,} rounds; then no more is answered."
+        )
+    if side.closed is not None and side.closed.sums:
+        lines.append("Masked: of the answers to rounds the server sees the sum over all silos alone.")
     lines += [
         "Nothing whose length depends on the number of rows is sent: each kind of answer is tried with a row more, and refused if it grows.",
         f"Every message is listed in {folder / 'audit.jsonl'}.",
@@ -185,7 +190,10 @@ def _flower() -> Any:
     help="Draws of each chain; of variational fits so many times the number of chains.",
 )
 @click.option(
-    "--rounds", type=click.IntRange(1), default=1000, show_default=True, help="At most so many, of variational fits."
+    "--rounds",
+    type=click.IntRange(0),
+    default=0,
+    help="Of variational fits, at most so many.  [default: those of its privacy's budget, or 1000]",
 )
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--wait", type=float, default=600.0, show_default=True, help="Seconds in which all silos have to appear.")

@@ -37,6 +37,7 @@ def model(y):
     with fed.silo_plate("patients", y.shape[0]):
         numpyro.sample("y", dist.Normal(mu, 1), obs=y)
 """
+SVI = "svi = fed.SFVIAvg(model, fed.AutoSiloNormal(model), conducive=True)\n"
 SIZES = {"oslo": 37, "rome": 61, "bern": 23}
 
 
@@ -52,9 +53,6 @@ def study(tmp_path):
         table = pd.DataFrame({"age": x[:, 0], "chol": x[:, 1], "disease": disease.astype(int)})
         table.to_csv(tmp_path / f"{name}.csv", index=False)
     return tmp_path
-
-
-SVI = "svi = fed.SFVIAvg(model, fed.AutoSiloNormal(model), conducive=True)\n"
 
 
 def at_hand(study, method=""):
@@ -76,6 +74,30 @@ def test_a_silo_is_shown_what_will_leave(study):
     assert "Silo 'oslo': 37 rows of" in found.output
     assert "StayLocal      a chain's position after its stay" in found.output
     assert "2 global parameters" in found.output
+
+
+@pytest.mark.parametrize(
+    ("line", "shown", "hidden"),
+    [
+        ("", ["StayLocal", "ScoreLocal"], ["RoundLocal", "Masked", "noise:"]),
+        (f"{SVI}", ["StayLocal", "RoundLocal", "EstimateLocal"], ["Masked", "noise:"]),
+        (
+            "import optax\nnoise = fed.Privacy(epsilon=8, delta=1e-5, clip=1.0, num_rounds=50)\n"
+            "svi = fed.SFVI(model, fed.AutoSiloNormal(model), optax.adam(0.1), privacy=noise, secure_sum=True)",
+            ["RoundLocal", "With noise: epsilon 8, delta 1e-05, spent after 50 rounds", "Masked: of the answers"],
+            ["StayLocal", "ScoreLocal", "EstimateLocal"],
+        ),
+    ],
+    ids=["chains", "fit", "closed fit"],
+)
+def test_a_silo_is_shown_what_its_study_asks(study, line, shown, hidden):
+    (study / "study.py").write_text(f"{MODEL}\n{line}\n")
+    found = silo(study, "--check")
+    assert found.exit_code == 0, found.output
+    for words in shown:
+        assert words in found.output
+    for words in hidden:
+        assert words not in found.output
 
 
 def test_columns_are_arguments_where_the_model_file_says_nothing(study):
@@ -149,7 +171,7 @@ def test_the_method_is_the_model_files(study):
 
     from numpyro_fed._coordinator import posterior
 
-    told, checkpoint = {"chains": 2, "warmup": 5, "samples": 50, "rounds": 100, "seed": 3}, study / "checkpoint"
+    told, checkpoint = {"chains": 2, "warmup": 5, "samples": 50, "rounds": 0, "seed": 3}, study / "checkpoint"
     module, silos = at_hand(study)
     found, words = posterior(module, fed.RemoteSilos(silos, fed.Loopback(silos)), told, study / "chains")
     assert found.posterior["beta"].shape == (2, 50, 2)
@@ -160,7 +182,7 @@ def test_the_method_is_the_model_files(study):
     assert "Pareto's k" in words
     assert "trust" not in words
     key_rounds, key_draws = random.split(random.key(3))
-    result = module.svi.run(key_rounds, 100, remote, tol=1e-3, progress_bar=False)
+    result = module.svi.run(key_rounds, 1000, remote, tol=1e-3, progress_bar=False)
     assert words.startswith(f"{len(result.losses)} rounds")
     expected = fed.to_inference_data(module.svi, result, remote, num_draws=100, rng_key=key_draws, resample=True)
     np.testing.assert_array_equal(found.posterior["beta"], expected.posterior["beta"])

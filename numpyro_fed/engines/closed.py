@@ -53,6 +53,11 @@ class Closed:
         self.roster = ""
         self.histories = dict(self._lines("history.txt"))
 
+    @property
+    def allowed(self) -> tuple[str, ...]:
+        """The calls that it answers."""
+        return (_INIT, _ROUND) if self.privacy is not None else (_INIT, _ROUND, _ESTIMATE)
+
     def join(self, names: tuple[str, ...], roster: bytes) -> None:
         """Settle which silos are in the fit, and the masks' keys with them.
 
@@ -85,8 +90,7 @@ class Closed:
         :raises ValueError: in words, for other calls, a budget that is spent, and a label that was used otherwise.
         """
         kind = type(call.local).__name__
-        allowed = (_INIT, _ROUND) if self.privacy is not None else (_INIT, _ROUND, _ESTIMATE)
-        if kind not in allowed:
+        if kind not in self.allowed:
             what = "with privacy" if self.privacy is not None else "of which sums alone are seen"
             raise ValueError(f"it takes part in a fit {what}, and does not answer {kind}; expected calls of its rounds")
         real = jnp.result_type(float)

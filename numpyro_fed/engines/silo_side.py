@@ -98,6 +98,17 @@ class SiloSide:
         self._note(started, what, data, sent, answer)
         return sent
 
+    @property
+    def answered(self) -> dict[str, tuple[str, str]]:
+        """Of :data:`~numpyro_fed.engines.wire.ANSWERED` what this silo answers, with its fit or without one."""
+        if self.closed is not None:
+            return {call: what for call, what in ANSWERED.items() if call.split(":")[1] in self.closed.allowed}
+        return {
+            call: what
+            for call, what in ANSWERED.items()
+            if self.fit is not None or not call.startswith("numpyro_fed.vi.")
+        }
+
     def will_leave(self, answer: dict[str, Any]) -> list[list[Any]]:
         """Name, type and shape of every array of an answer."""
         leaves = jax.tree_util.tree_leaves_with_path(answer)
