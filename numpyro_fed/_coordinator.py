@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from numpyro_fed._model_file import load_model_file
+from numpyro_fed._model_file import load_model_file, public_of
 from numpyro_fed.engines import flower
 from numpyro_fed.engines.flower_commands import QUIET, link_command, write_app
 from numpyro_fed.engines.packing import write_whole
@@ -23,7 +23,6 @@ from numpyro_fed.engines.wire import connect
 from numpyro_fed.inference_data import to_inference_data
 from numpyro_fed.mcmc.fsgld import FSGLD
 from numpyro_fed.mcmc.remote import RemoteMCMC
-from numpyro_fed.vi_inference_data import POOR
 
 __all__ = ["client", "coordinate", "posterior", "server"]
 
@@ -49,7 +48,9 @@ def _draw(grid: Any, context: Any) -> None:
             grace=min(30.0, told["wait"]),
         )
         fresh = not (folder / "checkpoint").exists()
-        silos = connect(messenger, module.model, fit=getattr(module, "svi", None), fresh=fresh)
+        silos = connect(
+            messenger, module.model, public=public_of(module), fit=getattr(module, "svi", None), fresh=fresh
+        )
         carrier: Any = silos.carrier
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always", UserWarning)
@@ -89,14 +90,13 @@ def posterior(module: ModuleType, silos: RemoteSilos, told: dict[str, Any], chec
         checkpoint=checkpoint,
         checkpoint_every=1 if conducive else 10,  # of which there are ten or so, and of others thousands
     )
+    if result.stopped is not None:
+        raise RuntimeError(f"{result.stopped}; started again with the same folder the run goes on from its checkpoint")
     num_draws = told["chains"] * told["samples"]
     idata = to_inference_data(svi, result, silos, num_draws=num_draws, rng_key=key_draws, resample=conducive)
-    attrs, words = idata.posterior.attrs, f"{len(result.losses)} rounds"
-    if "pareto_k" in attrs:
-        words += f"; Pareto's k of the draws {attrs['pareto_k']:.2f}" + (
-            " (above 0.7: do not trust them)" if attrs["pareto_k"] > POOR else ""
-        )
-    return idata, f"{words}\n{result.ledger}"
+    lines = [f"{len(result.losses)} rounds; Pareto's k of the draws {idata.posterior.attrs['pareto_k']:.2f}"]
+    lines += [str(result.privacy)] if result.privacy is not None else []
+    return idata, "\n".join([*lines, str(result.ledger)])
 
 
 server = flower.server_app(_draw)

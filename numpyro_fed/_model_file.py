@@ -9,11 +9,12 @@ from types import ModuleType
 import numpy as np
 import pandas as pd
 
-from numpyro_fed.mcmc._base import FederatedKernel
+from numpyro_fed.mcmc._kernel import LangevinKernel
+from numpyro_fed.mcmc._network import NetworkKernel
 from numpyro_fed.silos import Silos
 from numpyro_fed.vi._adapter import FederatedVI
 
-__all__ = ["load_model_file", "silo_of_file"]
+__all__ = ["load_model_file", "public_of", "silo_of_file"]
 
 
 def load_model_file(place: str | Path) -> ModuleType:
@@ -34,7 +35,10 @@ def load_model_file(place: str | Path) -> ModuleType:
     if str(place.resolve().parent) not in sys.path:  # for what it imports from beside it
         sys.path.insert(0, str(place.resolve().parent))
     sys.modules.setdefault(place.stem, module)
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise ValueError(f"{place}: {type(error).__name__}: {error}") from error
     if not callable(getattr(module, "model", None)):
         raise ValueError(f"{place}: it has no function model; expected one whose silo plates are marked")
     svi, kernel = getattr(module, "svi", None), getattr(module, "kernel", None)
@@ -42,11 +46,18 @@ def load_model_file(place: str | Path) -> ModuleType:
         raise ValueError(f"{place}: it has svi and kernel; expected one of them, for one study has one method")
     if svi is not None and not (isinstance(svi, FederatedVI) and svi.model is module.model):
         raise ValueError(f"{place}: svi: expected fed.SFVI or fed.SFVIAvg of this file's model, got {svi!r}")
-    if kernel is not None and not (isinstance(kernel, FederatedKernel) and kernel._model is module.model):
+    known = isinstance(kernel, LangevinKernel | NetworkKernel) and not getattr(kernel, "_pooled", False)
+    if kernel is not None and not (known and kernel._model is module.model):
         raise ValueError(
             f"{place}: kernel: expected fed.FSGLD or another kernel of fed, of this file's model, got {kernel!r}"
         )
     return module
+
+
+def public_of(module: ModuleType) -> tuple[str, ...]:
+    """Observed sites that all silos know, as the file's kernel says."""
+    kernel = getattr(module, "kernel", None)
+    return () if kernel is None else tuple(kernel._options.public)
 
 
 def silo_of_file(module: ModuleType, name: str, place: str | Path) -> Silos:

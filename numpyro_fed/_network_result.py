@@ -62,7 +62,9 @@ def average_of_nodes(mcmc: MCMC, silos: Silos, idata: Any, log_lik: bool) -> Any
         share = weight.reshape(-1, m, weight.shape[1], *[1] * (x.ndim - 2))
         return jnp.mean(share * grouped, 1)
 
-    constrain = partial(_constrain_globals, kernel, silos) if elsewhere else kernel.postprocess_fn((silos,), {})
+    constrain = kernel.postprocess_fn((silos,), {})
+    if elsewhere:
+        constrain = lambda z: kernel.factors.constrain_globals(z, silos.shared)  # noqa: E731
     posterior = jax.vmap(jax.vmap(constrain))({k: average(k, v) for k, v in z.items()})
     options = {"dims": {k: list(v.dims[2:]) for k, v in idata.posterior.items()}}
     coords = {
@@ -82,10 +84,6 @@ def average_of_nodes(mcmc: MCMC, silos: Silos, idata: Any, log_lik: bool) -> Any
     if "observed_data" in idata.groups():
         result.add_groups(observed_data=idata.observed_data)
     return result
-
-
-def _constrain_globals(kernel: Any, silos: Silos, z: dict[str, Any]) -> dict[str, Any]:
-    return kernel.factors.constrain_globals(z, silos.shared)
 
 
 def _unconstrain(kernel: Any, silos: Silos) -> Callable:

@@ -8,8 +8,9 @@ from typing import Any
 
 import click
 
-from numpyro_fed._model_file import load_model_file, silo_of_file
+from numpyro_fed._model_file import load_model_file, public_of, silo_of_file
 from numpyro_fed.engines.silo_side import SiloSide
+from numpyro_fed.mcmc._network import NetworkKernel
 
 __all__ = ["main"]
 
@@ -64,7 +65,13 @@ def silo(
         place = folder or Path(f"numpyro-fed-{name}")
         with tempfile.TemporaryDirectory() as nothing:  # a check does not look at what former runs left
             svi = getattr(module, "svi", None)
-            side = SiloSide(silo_of_file(module, name, data), module.model, nothing if check else place, fit=svi)
+            side = SiloSide(
+                silo_of_file(module, name, data),
+                module.model,
+                nothing if check else place,
+                public=public_of(module),
+                fit=svi,
+            )
     except (ValueError, TypeError) as error:
         raise click.ClickException(str(error)) from error
     click.echo(what_leaves(side, place))
@@ -202,7 +209,7 @@ def _flower() -> Any:
     type=float,
     default=600.0,
     show_default=True,
-    help="Seconds that a round waits for a silo that is away.",
+    help="Seconds that a round waits for a silo that is away; of variational fits and networks five times over.",
 )
 def run(model_file: Path, names: str, tls: Path, keys: Path | None, out: Path, folder: Path, **options: Any) -> None:
     """Wait for the silos, draw from the posterior of all of them together, and write it.
@@ -210,12 +217,15 @@ def run(model_file: Path, names: str, tls: Path, keys: Path | None, out: Path, f
     By the model file's `kernel` or `svi`, which is an SFVI or SFVIAvg; without them by FSGLD.
     """
     try:
-        load_model_file(model_file)
+        module = load_model_file(model_file)
         silos = [name.strip() for name in names.split(",")]
         if len(set(silos)) < len(silos) or not all(silos):
             raise ValueError(f"--silos {names}: expected each name once")
         missing = [str(tls / f) for f in ("server.crt", "server.key", "ca.crt") if not (tls / f).is_file()]
         missing += [str(keys / f"{n}.pub") for n in silos if keys is not None and not (keys / f"{n}.pub").is_file()]
+        nodes, chains = isinstance(getattr(module, "kernel", None), NetworkKernel), options["chains"]
+        if nodes and chains % len(silos):
+            raise ValueError(f"--chains {chains}: of a network every silo has one; expected a multiple of {len(silos)}")
         if missing:
             raise ValueError(f"there are no files {missing}; docs/flower.md says how to make them")
         if not out.resolve().parent.is_dir():

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -12,6 +13,7 @@ from numpyro_fed.diagnostics import diagnose
 from numpyro_fed.engines.remote import RemoteSilos
 from numpyro_fed.inference_data import to_inference_data
 from numpyro_fed.mcmc.fsgld import FSGLD
+from numpyro_fed.mcmc.remote import RemoteMCMC
 from numpyro_fed.mixed import MixedSilos
 from numpyro_fed.silos import Silos
 from numpyro_fed.vi.conducive import SETTLED, JointUnits
@@ -48,7 +50,7 @@ def fit(
     ``"fsgld"`` 2 % of the sds, judged by :func:`diagnose`.
 
     :param model: a NumPyro model with at least one silo plate.
-    :param silos: the data.
+    :param silos: the data, or :class:`RemoteSilos`: then local latents stay where they are.
     :param num_draws: of the result; of ``"fsgld"`` rounded up to four chains' rounds.
     :param rng_key: seed; ``jax.random.key(0)`` by default.
     :param progress_bar: show rounds, and print the report.
@@ -74,10 +76,6 @@ def fit(
     if method == "fsgld" and isinstance(silos, MixedSilos):
         raise ValueError(
             'method="fsgld" is for silos of one structure; expected fed.Silos(...), got MixedSilos; take method="vi"'
-        )
-    if method == "fsgld" and isinstance(silos, RemoteSilos):
-        raise ValueError(
-            'method="fsgld" is for silos at hand; expected method="vi", or fed.RemoteMCMC(fed.FSGLD(model), ...)'
         )
     key_rounds, key_draws, key_chains = jax.random.split(jax.random.key(0) if rng_key is None else rng_key, 3)
     avg = _settable(model, silos)
@@ -114,15 +112,15 @@ def _chains(
     model: Callable, result: VIResult, silos: Silos | MixedSilos, num_draws: int, key: Any, progress_bar: bool
 ) -> tuple["InferenceData", str, str, str]:
     """The same by FSGLD."""
-    mcmc = MCMC(
+    kind = RemoteMCMC if isinstance(silos, RemoteSilos) else partial(MCMC, chain_method="vectorized")
+    mcmc = kind(
         FSGLD(model, init_from=result),
         num_warmup=_WARMUP,
         num_samples=-(-num_draws // _CHAINS),
         num_chains=_CHAINS,
-        chain_method="vectorized",
         progress_bar=progress_bar,
     )
-    mcmc.run(key, silos)
+    mcmc.run(key, silos)  # type: ignore[arg-type]  # each kind its own silos
     idata = to_inference_data(mcmc, silos)
     diagnosis = diagnose(mcmc)
     _add_ledger(idata, result)

@@ -55,9 +55,9 @@ def study(tmp_path):
     return tmp_path
 
 
-def at_hand(study, method=""):
+def at_hand(study, method="", model=MODEL):
     """The study's module, of which the method is written into its file, and its silos in this process."""
-    (study / "study.py").write_text(MODEL + method)
+    (study / "study.py").write_text(model + method)
     module = load_model_file(study / "study.py")
     tables = {name: silo_of_file(module, name, study / f"{name}.csv")[name] for name in SIZES}
     return module, fed.Silos({name: {k: np.asarray(v) for k, v in t.items()} for name, t in tables.items()})
@@ -180,19 +180,67 @@ def test_the_method_is_the_model_files(study):
     remote = fed.RemoteSilos(silos, fed.Loopback(silos))
     found, words = posterior(module, remote, told, checkpoint)
     assert "Pareto's k" in words
-    assert "trust" not in words
     key_rounds, key_draws = random.split(random.key(3))
     result = module.svi.run(key_rounds, 1000, remote, tol=1e-3, progress_bar=False)
     assert words.startswith(f"{len(result.losses)} rounds")
     expected = fed.to_inference_data(module.svi, result, remote, num_draws=100, rng_key=key_draws, resample=True)
     np.testing.assert_array_equal(found.posterior["beta"], expected.posterior["beta"])
-    again, _ = posterior(module, remote, told, checkpoint)  # it has settled, and makes no further round
+    again, same = posterior(module, remote, told, checkpoint)  # it has settled, and makes no further round
     np.testing.assert_array_equal(again.posterior["beta"], found.posterior["beta"])
+    assert same == words
+
+
+class Leaving(fed.Loopback):
+    """A silo that is not there any more after some rounds."""
+
+    rounds = 0
+
+    def ask(self, calls):
+        replies = super().ask(calls)
+        self.rounds += type(calls[0].local).__name__ == "RoundLocal"
+        return [None if self.rounds > 2 and c.number == 1 else r for c, r in zip(calls, replies, strict=True)]
+
+
+def test_a_fit_that_breaks_off_is_no_result(study):
+    pytest.importorskip("flwr")
+    from numpyro_fed._coordinator import posterior
+
+    line = "import optax\nsvi = fed.SFVI(model, fed.AutoSiloNormal(model), optax.adam(0.1))\n"
+    module, silos = at_hand(study, line)
+    told = {"chains": 1, "warmup": 0, "samples": 50, "rounds": 12, "seed": 3}
+    with (
+        pytest.warns(UserWarning, match="did not answer"),
+        pytest.raises(RuntimeError, match=r"silos \['rome'\] did not answer, asked 5 times, in round 3; started again"),
+    ):
+        posterior(module, fed.RemoteSilos(silos, Leaving(silos)), told, study / "fit")
+    found, words = posterior(module, fed.RemoteSilos(silos, fed.Loopback(silos)), told, study / "fit-2")
+    assert words.startswith("12 rounds")
+    assert found.posterior["beta"].shape == (1, 50, 2)
+
+
+def test_a_network_and_public_sites(study):
+    pytest.importorskip("flwr")
+    from numpyro_fed._coordinator import posterior
+
+    public = MODEL.replace("    with fed", "    numpyro.sample('c', dist.Normal(beta[0], 1), obs=0.5)\n    with fed")
+    line = "\nkernel = fed.PushSumLangevin(model, fed.graphs.complete(3), 0.001, public=('c',))\n"
+    module, silos = at_hand(study, line, public)
+    found = silo(study, "--check")
+    assert found.exit_code == 0, found.output
+    told = {"chains": 3, "warmup": 5, "samples": 20, "rounds": 0, "seed": 3}
+    drawn, _ = posterior(module, fed.RemoteSilos(silos, fed.Loopback(silos)), told, study / "network")
+    assert drawn.posterior.node.values.tolist() == list(SIZES)
+    options = ["--model", str(study / "study.py"), "--silos", ",".join(SIZES), "--tls", str(study)]
+    found = CliRunner().invoke(main, ["run", *options, "--out", str(study / "fit.nc")])
+    assert "--chains 4: of a network every silo has one; expected a multiple of 3" in found.output
 
 
 @pytest.mark.parametrize(
     ("line", "message"),
     [
+        ("kernel = fed.SGLD(model, 0.1)", "kernel: expected fed.FSGLD or another kernel of fed"),
+        ("import nowhere_to_be_found", "study.py: ModuleNotFoundError: No module named 'nowhere_to_be_found'"),
+        ("svi = fed.SFVI(model, fed.AutoSiloNormal(model), 3)", "study.py: TypeError"),
         ("svi = fed.AutoSiloNormal(model)", "svi: expected fed.SFVI or fed.SFVIAvg of this file's model, got"),
         (
             "other = lambda x, y: None\nsvi = fed.SFVIAvg(other, fed.AutoSiloNormal(other), conducive=True)",

@@ -169,7 +169,9 @@ def test_a_step_sends_a_position_and_brings_a_gradient():
 def test_a_silo_that_is_silent_for_a_while_is_asked_again():
     silos = intercepts_silos()
     kernel = CASES["element latents"][0]
-    same_draws(elsewhere(kernel(), silos, Listening(silos, (1, 4))), elsewhere(kernel(), silos), 0.0)
+    carrier = Listening(silos, (1, 4))
+    same_draws(elsewhere(kernel(), silos, carrier), elsewhere(kernel(), silos), 0.0)
+    assert carrier.steps > WARMUP + SAMPLES  # the control: steps were made again
 
 
 def test_a_silo_that_stays_silent_ends_the_run_with_the_draws_so_far():

@@ -428,8 +428,17 @@ def test_a_fit_in_one_call():
     ours, theirs = (fed.fit(hierarchy, s, num_draws=400, progress_bar=False) for s in (remote, HIERARCHY))
     np.testing.assert_allclose(ours.posterior["mu"], theirs.posterior["mu"], atol=1e-3)
     assert ours.posterior.attrs["verdict"] == theirs.posterior.attrs["verdict"]
-    with pytest.raises(ValueError, match='method="fsgld" is for silos at hand'):
-        fed.fit(hierarchy, remote, method="fsgld")
+
+
+@pytest.mark.slow
+def test_a_fit_by_chains_in_one_call():
+    ours, theirs = (
+        fed.fit(hierarchy, s, method="fsgld", num_draws=200, progress_bar=False) for s in (over(HIERARCHY), HIERARCHY)
+    )
+    # chains that differ by rounding part in time: as laws
+    np.testing.assert_allclose(ours.posterior["mu"].mean(), theirs.posterior["mu"].mean(), atol=0.1)
+    assert set(ours.posterior.data_vars) < set(theirs.posterior.data_vars)  # latents stay
+    assert "from there FSGLD, 4 chains" in ours.posterior.attrs["report"]
 
 
 def test_bad_input_in_words():

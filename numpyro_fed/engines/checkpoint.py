@@ -3,10 +3,15 @@
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, dtypes, random
+
 from numpyro_fed.engines.packing import pack, unpack, write_whole
 from numpyro_fed.engines.remote import Carrier
+from numpyro_fed.silos import Silos
 
-__all__ = ["Checkpoint"]
+__all__ = ["Checkpoint", "facts_of_run"]
 
 
 class Checkpoint:
@@ -52,8 +57,20 @@ class Checkpoint:
     def same_run(self, saved: dict[str, Any], facts: dict[str, Any]) -> None:
         """Refuse a checkpoint whose facts are others, in words."""
         for name, expected in facts.items():
-            if saved.get(name) != expected:
+            got = saved.get(name)
+            if got != expected:
+                if isinstance(got, dict) and isinstance(expected, dict):  # which are long
+                    differ = [k for k in {**got, **expected} if got.get(k) != expected.get(k)]
+                    got, expected = ({k: x.get(k) for k in differ} for x in (got, expected))
                 raise ValueError(
-                    f"{self.place} is the checkpoint of another run: {name} {saved.get(name)}, expected {expected}; give another file, "
-                    "or delete it to start anew"
+                    f"{self.place} is the checkpoint of another run: {name} {got}, expected {expected}; give another file, or delete it to start anew"
                 )
+
+
+def facts_of_run(rng_key: Array, silos: Silos) -> dict[str, Any]:
+    """What checkpoints of the same run have, whatever runs: the seed, and the silos' sizes."""
+    key = random.key_data(rng_key) if jnp.issubdtype(rng_key.dtype, dtypes.prng_key) else rng_key
+    return {
+        "silos": {name: {g: n[i] for g, n in silos.sizes.items()} for i, name in enumerate(silos.names)},
+        "seed": np.asarray(key).tolist(),
+    }

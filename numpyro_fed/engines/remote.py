@@ -285,17 +285,16 @@ class RemoteSilos(Silos):
                 times[i] += 1
         return replies, times
 
-    def ask_for_sure(self, calls: list[Call], when: str = "while the fit was prepared") -> list[Any]:
-        """Replies to calls that have to be answered.
+    def ask_for_sure(self, calls: list[Call]) -> list[Any]:
+        """Replies to calls that have to be answered while a fit is prepared.
 
-        :param when: for the message.
         :raises RuntimeError: naming the silos that did not.
         """
         replies = self.ask(calls)
         lost = sorted({self.names[call.number] for call, reply in zip(calls, replies, strict=True) if reply is None})
         if lost:
             raise RuntimeError(
-                f"silos {lost} did not answer {when}, which needs all of them; expected silos that are up: start again"
+                f"silos {lost} did not answer while the fit was prepared, which needs all of them; expected silos that are up: start again"
             )
         return replies
 

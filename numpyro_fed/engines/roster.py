@@ -53,7 +53,14 @@ def from_values(values: dict[str, Any]) -> Silos:
 
 def description(silos: Silos) -> dict[str, Any]:
     """What is told of silos at first: names, sizes, types; of shared arguments a hash, since one that is not the same everywhere is private."""
-    shared = {k: _hash(np.asarray(v).tobytes() if k in silos._arrays else repr(v)) for k, v in silos.shared.items()}
+
+    def hashed(name: str, value: Any) -> str:
+        if name not in silos._arrays:
+            return _hash(repr(value))
+        x = np.asarray(value)
+        return _hash(repr((str(x.dtype), x.shape)).encode() + x.tobytes())
+
+    shared = {k: hashed(k, v) for k, v in silos.shared.items()}
     return {
         "names": list(silos.names),
         "sizes": {g: list(n) for g, n in silos.sizes.items()},

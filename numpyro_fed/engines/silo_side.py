@@ -183,6 +183,7 @@ class SiloSide:
         if mine != theirs:
             raise Refusal(f"it has {mine} rows, the server says {theirs}")
         self.site = site_of(self.silos, self.name, known)
+        self._grows = {}  # types of another roster's padding
         self._own, self._wide = (
             owned(self.factors, known, self.fit),
             nowhere(resized(known, {g: [n + 1 for n in own] for g, own in known.sizes.items()})),

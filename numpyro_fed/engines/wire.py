@@ -145,8 +145,9 @@ class Wire(Carrier):
         for n, mine in of.items():
             name = self.names[n]
             if name in answers:
-                self._forget[n].clear()
                 self._take(name, answers[name], mine, kinds, replies)
+                if all(replies[i] is not None for i in mine):  # else what it was to forget it may not have come to
+                    self._forget[n].clear()
         return replies
 
     def messages(self, messages: dict[str, bytes]) -> dict[str, bytes]:

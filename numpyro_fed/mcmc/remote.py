@@ -7,7 +7,6 @@ import hashlib
 import re
 import warnings
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +19,7 @@ from numpyro.util import is_prng_key
 from tqdm.auto import tqdm
 
 from numpyro_fed._compat import fill_mcmc
-from numpyro_fed.engines.checkpoint import Checkpoint
+from numpyro_fed.engines.checkpoint import Checkpoint, facts_of_run
 from numpyro_fed.engines.remote import Call, RemoteSilos, SiloError
 from numpyro_fed.engines.roster import fingerprint
 from numpyro_fed.mcmc._kernel import LangevinKernel
@@ -133,7 +132,7 @@ class RemoteMCMC(MCMC):
             going = self._going_on(going, saved, facts)
         going = self._rounds(going, silos, fields, num_rounds, facts)
         states = {f: jax.tree.map(lambda *x: jnp.asarray(np.stack(x, 1)), *going.draws[f]) for f in fields}
-        states["z"] = jax.vmap(jax.vmap(partial(_constrained, kernel.factors, silos)))(states["z"])
+        states["z"] = jax.vmap(jax.vmap(lambda z: kernel.factors.constrain_globals(z, silos.shared)))(states["z"])
         fill_mcmc(self, states, going.state, (silos,))
         self._say_who_failed(going, silos)
         if not self._checkpoint.place:
@@ -202,7 +201,6 @@ class RemoteMCMC(MCMC):
         """What a checkpoint of the same run has."""
         kernel = self.sampler
         settled = [np.asarray(x) for x in jax.tree.leaves(kernel._tuning.without_rows())]
-        key = random.key_data(rng_key) if jnp.issubdtype(rng_key.dtype, jax.dtypes.prng_key) else rng_key
         plan = kernel._plan
         network = isinstance(kernel, NetworkKernel)
         settled_steps = (plan.schedule,) if network else (plan.num_local_steps, plan.cut, plan.schedule)
@@ -211,10 +209,9 @@ class RemoteMCMC(MCMC):
             **(network_facts(kernel) if network else {}),
             "stays": re.sub(r"0x[0-9a-f]+", "", repr(settled_steps)),
             "sites": [[name, list(shape)] for name, shape in kernel.factors.global_sites],
-            "silos": {name: {g: n[i] for g, n in silos.sizes.items()} for i, name in enumerate(silos.names)},
             "num_chains, num_warmup, num_samples": [self.num_chains, self.num_warmup, self.num_samples],
             "extra_fields": list(fields),
-            "seed": np.asarray(key).tolist(),
+            **facts_of_run(rng_key, silos),
             "model": fingerprint(kernel.factors, silos)["program"],
             "surrogates and step size": hashlib.sha256(b"".join(x.tobytes() for x in settled)).hexdigest(),
         }
@@ -275,7 +272,3 @@ _SETTLED = ("tuning", "mixing")  # the numbers of a kernel
 def _without_settled(state: Any) -> Any:
     """What a checkpoint has of a state: the numbers of the kernel are settled anew."""
     return state._replace(**dict.fromkeys(set(_SETTLED) & set(state._fields)))
-
-
-def _constrained(factors: Any, silos: RemoteSilos, z: dict[str, Array]) -> dict[str, Array]:
-    return factors.constrain_globals(z, silos.shared)

@@ -1,5 +1,6 @@
 """Chains that travel between silos elsewhere: a round is one call of the silo that each chain goes to."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -123,7 +124,7 @@ def step_chains(
     for c, (n, (key, chain)) in enumerate(zip(numbers, each, strict=True)):
         own, new = (None, None) if plan.units is None else (int(slots[c, n]), silos.carrier.new_slot())
         calls.append(Call(n, local, key, chain, (told[n], own), new))
-    replies = silos.ask(calls)
+    replies = ask_or_forget(silos.ask, calls, silos)
     bad = [n for n, reply in zip(numbers, replies, strict=True) if reply is not None and _is_nan(reply)]
     silent = np.array([reply is None or _is_nan(reply) for reply in replies])
     spent: list[int] = []
@@ -137,6 +138,15 @@ def step_chains(
     # in NumPy, which has no programs to dispatch
     new_state = _arrive(plan, state, leave, jax.tree.map(lambda *x: np.stack(x), *filled), silent)
     return new_state, slots, spent, bad
+
+
+def ask_or_forget(ask: Callable[[list[Call]], Any], calls: list[Call], silos: RemoteSilos) -> Any:
+    """What ``ask`` returns; where it raises, silos forget what they wrote: no state will name it."""
+    try:
+        return ask(calls)
+    except BaseException:
+        silos.carrier.forget([call.write for call in calls if call.write is not None])
+        raise
 
 
 def _is_nan(reply: tuple[Chain, StayStats]) -> bool:

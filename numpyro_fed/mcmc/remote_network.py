@@ -21,6 +21,7 @@ from numpyro_fed.mcmc._network import NetworkKernel
 from numpyro_fed.mcmc.networks import Exchanged, NetworkState, exchange, settle
 from numpyro_fed.mcmc.nodes import node_step
 from numpyro_fed.mcmc.plan import NetworkPlan, NodePlan, Tuning
+from numpyro_fed.mcmc.remote_chains import ask_or_forget
 from numpyro_fed.storage import SiloView, buckets
 
 __all__ = ["NodeLocal", "NodeStartLocal", "check_network", "network_facts", "start_nodes", "step_nodes"]
@@ -122,7 +123,7 @@ def step_nodes(
     for c, position in enumerate(positions):
         own, new = (None, None) if plan.units is None else (int(slots[c, 0]), silos.carrier.new_slot())
         calls.append(Call(c % m, local, keys[c // m], position, (told[c % m], own), new))
-    replies, _ = silos.ask_again(calls)
+    replies, _ = ask_or_forget(silos.ask_again, calls, silos)
     slope, accepted = (np.stack(x) for x in zip(*replies, strict=True))
     shape = sent.position.shape
     # in NumPy, which has no programs to dispatch

@@ -14,7 +14,7 @@ from jax import Array
 from numpyro.handlers import seed, trace
 
 from numpyro_fed.density import Factors
-from numpyro_fed.engines.checkpoint import Checkpoint
+from numpyro_fed.engines.checkpoint import Checkpoint, facts_of_run
 from numpyro_fed.engines.remote import RemoteSilos
 from numpyro_fed.engines.roster import fingerprint, program_hash
 from numpyro_fed.mixed import MixedSilos
@@ -280,7 +280,7 @@ class FederatedVI:
         plan, keeper = prepared.plan, Checkpoint(checkpoint, checkpoint_every)
         rounds = saved = None
         if prepared.elsewhere:
-            facts = self._facts(rng_key, prepared, silos) if checkpoint is not None else {}
+            facts = self._facts(rng_key, prepared, silos, who, known) if checkpoint is not None else {}
             rounds = RemoteRounds(self.algorithm, self._federated, prepared, who, known, keeper, facts)
             saved = rounds.saved()
         elif checkpoint is not None:
@@ -288,6 +288,10 @@ class FederatedVI:
                 "checkpoint: silos at hand keep nothing; expected None, and init_state=result.state to go on"
             )
         if saved is not None:
+            if init_from is not None or init_state is not None:
+                raise ValueError(
+                    f"checkpoint: {keeper.place} is there, and the fit goes on from it; expected no init_from or init_state beside it"
+                )
             state, made = saved
         elif init_state is None:
             state, made = self.init(rng_key, silos, init_from=init_from), np.zeros(0)
@@ -297,10 +301,10 @@ class FederatedVI:
         if rounds is not None:
             if saved is not None or init_state is None:  # else it is another result's
                 rounds.owns(state)
-            state, losses = run_rounds(rounds, *arguments, at_once=1, before=made)
+            state, losses, stopped = run_rounds(rounds, *arguments, at_once=1, before=made)
             rounds.tidy(state)
         else:
-            state, losses = run_rounds(at_hand(self._federated, plan, who, prepared.stacks), *arguments)
+            state, losses, stopped = run_rounds(at_hand(self._federated, plan, who, prepared.stacks), *arguments)
         self._say_how_it_ended(prepared, state)
         never = [name for name, n in zip(prepared.names, np.asarray(state.visits), strict=True) if n == 0]
         if never:
@@ -319,16 +323,17 @@ class FederatedVI:
         family = plan.families[0]
         whitening = family.whitening(plan.constrain(average)) if isinstance(family, SiloNormal) else None
         spent = self._spent(prepared, state, who, known)
-        return VIResult(params, state, losses, costs, prepared.partition(), whitening, spent)
+        return VIResult(params, state, losses, costs, prepared.partition(), whitening, spent, stopped)
 
-    def _facts(self, rng_key: Array, prepared: Prepared, silos: Any) -> dict[str, Any]:
+    def _facts(
+        self, rng_key: Array, prepared: Prepared, silos: Any, who: Participation | None, known: Participation | None
+    ) -> dict[str, Any]:
         """What a checkpoint of the same fit has."""
-        factors = prepared.plan.factors
-        key = jax.random.key_data(rng_key) if jnp.issubdtype(rng_key.dtype, jax.dtypes.prng_key) else rng_key
+        drawn = {"participation": who, "answering": known}
         return {
-            "model and fit": fingerprint(factors, prepared.parts[0], self),
-            "silos": {name: {g: n[i] for g, n in silos.sizes.items()} for i, name in enumerate(silos.names)},
-            "seed": np.asarray(key).tolist(),
+            "model and fit": fingerprint(prepared.plan.factors, prepared.parts[0], self),
+            **facts_of_run(rng_key, silos),
+            **{name: None if p is None else np.asarray(p.probability).tolist() for name, p in drawn.items()},
         }
 
     def _spent(self, prepared: Prepared, state: VIState, *drawn: Participation | None) -> Spent | None:

@@ -132,12 +132,21 @@ def check(plan: Plan, guide: Any) -> None:
         )
 
 
-def say_how_it_ended(names: tuple[str, ...], state: VIState) -> None:
-    """Warn of silos whose replies were no numbers, and of a fit that has not settled."""
+def say_how_it_ended(names: tuple[str, ...], state: VIState, summed: bool = False) -> None:
+    """Warn of silos whose replies were no numbers, and of a fit that has not settled.
+
+    :param summed: whether only sums were heard.
+    """
     kept = state.silos if isinstance(state.silos, tuple) else (state.silos,)  # of silos elsewhere the server counts
     missed = np.concatenate([np.ravel(s.missed) for s in kept])
     visits, rounds = np.asarray(state.visits), int(state.server.i)
-    if missed.any():
+    if missed.any() and summed:
+        warnings.warn(
+            f"in {missed.max()} of {rounds} rounds the reply of one silo or more was not finite, and its site stood still; whose it was a sum does not tell. Have "
+            "the silos look for NaN in their data, or for positions at which their likelihood has none",
+            stacklevel=3,
+        )
+    elif missed.any():
         each = ", ".join(f"{name!r} {m} of {n}" for name, m, n in zip(names, missed, visits, strict=True) if m)
         warnings.warn(
             f"replies that were not finite, taken as missing (silo, rounds): {each}. Look for NaN in these silos' data, or for positions at which "
@@ -266,7 +275,9 @@ def merge(
     :param weights: zero for a silo that did not answer; its site stays. Others count once, whatever their probability.
     """
     family = plan.families[0]
-    heard = replies.finite if weights is None else replies.finite & (weights > 0)
+    # of a silo whose numbers are not finite gain and value are zero; in a sum its flag is everybody's, and says nothing of the others' gains
+    heard = jnp.ones_like(replies.finite) if plan.secure_sum else replies.finite
+    heard = heard if weights is None else heard & (weights > 0)
     gained = jax.tree.map(lambda x: jnp.where(heard.reshape(-1, *[1] * (x.ndim - 1)), x, 0.0).sum(0), replies.gained)
     sites = jax.tree.map(jnp.add, server.sites, unpacked(gained, server.sites))
     asked = _whitening(plan, server.params)

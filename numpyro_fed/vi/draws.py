@@ -145,7 +145,7 @@ def draw_elsewhere(
     local = EstimateLocal(plan, stretched)
     numbers = np.concatenate([np.asarray(rows.number) for rows in stacks]).tolist()
     calls = [Call(n, local, key, message, slot) for n, slot in zip(numbers, slots, strict=True)]
-    replies = silos.ask_for_sure(calls, "when draws were to be weighed")
+    replies, _ = silos.ask_again(calls)
     stacked = jax.tree.map(lambda *x: np.stack(x), *replies)
     total = opened(stacked, np.dtype(told.log_weight.dtype)).sum(0)
     return Draws(theta, [{}], told.log_weight + total, [jnp.zeros((num, 0))])

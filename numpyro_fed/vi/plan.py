@@ -101,11 +101,11 @@ class Plan:
 
     def constrain(self, params: dict[str, Array]) -> dict[str, Array]:
         """Parameters in their supports, of unconstrained ones."""
-        return _constrained({k: self.supports[k] for k in params}, params)
+        return _constrained(self, params)
 
     def unconstrain(self, params: dict[str, Array]) -> dict[str, Array]:
         """The inverse of :meth:`constrain`."""
-        return _unconstrained({k: self.supports[k] for k in params}, params)
+        return _unconstrained(self, params)
 
     def log_prior(self, theta: Array, params: dict[str, Array], rows: SiloRows) -> Array:
         """``log p(theta)`` from the shared arguments; ``params`` constrained."""
@@ -118,14 +118,14 @@ class Plan:
 
 
 # one program each where they are called outside of a trace, and nothing inside of one
-@partial(jax.jit, inline=True)
-def _constrained(supports: dict[str, Any], params: dict[str, Any]) -> dict[str, Any]:
-    return {k: biject_to(supports[k])(v) for k, v in params.items()}
+@partial(jax.jit, static_argnums=0, inline=True)
+def _constrained(plan: Plan, params: dict[str, Any]) -> dict[str, Any]:
+    return {k: biject_to(plan.supports[k])(v) for k, v in params.items()}
 
 
-@partial(jax.jit, inline=True)
-def _unconstrained(supports: dict[str, Any], params: dict[str, Any]) -> dict[str, Any]:
-    return {k: biject_to(supports[k]).inv(v) for k, v in params.items()}
+@partial(jax.jit, static_argnums=0, inline=True)
+def _unconstrained(plan: Plan, params: dict[str, Any]) -> dict[str, Any]:
+    return {k: biject_to(plan.supports[k]).inv(v) for k, v in params.items()}
 
 
 class Prepared(NamedTuple):
@@ -288,14 +288,16 @@ def first_params(prepared: Prepared, guide: Any, key: Array) -> dict[str, Array]
     if isinstance(family, GuideFamily):
         return plan.unconstrain({**family.start, **learned})
 
-    @jax.jit
     def start(key: Array) -> Array:
         sites = _probe(plan.factors.model, silos, key, guide.init_loc_fn)
         return plan.factors.ravel(
             {n: biject_to(sites[n]["fn"].support).inv(sites[n]["value"]) for n, _ in plan.factors.global_sites}
         )
 
-    loc = start(key)
+    try:
+        loc = jax.jit(start)(key)
+    except jax.errors.JAXTypeError:  # of a strategy that looks at numbers
+        loc = start(key)
     if not bool(jnp.isfinite(loc).all()):
         raise ValueError("init_loc_fn: expected finite values of the global sites, got NaN or infinity")
     return plan.unconstrain({**family.init(loc), **learned})

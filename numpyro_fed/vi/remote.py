@@ -21,7 +21,7 @@ from jax import Array
 
 from numpyro_fed.engines.checkpoint import Checkpoint
 from numpyro_fed.engines.inline import key_among
-from numpyro_fed.engines.remote import TRIES, Call, RemoteSilos, SiloError, rows_of
+from numpyro_fed.engines.remote import Call, RemoteSilos, rows_of
 from numpyro_fed.engines.secure_sum import opened
 from numpyro_fed.federation import Cost, Ledger, message_bytes
 from numpyro_fed.storage import SiloRows, SiloView
@@ -261,13 +261,11 @@ class RemoteRounds:
 
     def _blank(self, replies: list[Any], calls: list[Call]) -> Any:
         """A reply of zeros; if none has come yet, silos are asked for one whose numbers are not looked at."""
-        for _ in range(TRIES):
-            if self.zeros is None and (found := [reply for reply in replies if reply is not None]):
-                self.zeros = jax.tree.map(np.zeros_like, found[0])
-            if self.zeros is not None:
-                return self.zeros
-            replies = self.silos.ask(calls)
-        raise SiloError(f"no silo answered, asked {TRIES} times")
+        if self.zeros is None:
+            if all(reply is None for reply in replies):
+                replies, _ = self.silos.ask_again(calls, all_needed=False)
+            self.zeros = jax.tree.map(np.zeros_like, next(reply for reply in replies if reply is not None))
+        return self.zeros
 
     def _weights(self, weights: np.ndarray, came: np.ndarray) -> np.ndarray | None:
         """Of the replies; ``None`` where all count once."""

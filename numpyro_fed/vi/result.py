@@ -29,6 +29,7 @@ class VIResult:
     :ivar ledger: rounds, gradient evaluations and bytes of each silo.
     :ivar partition: a fingerprint of the silos: which pooled row is in which.
     :ivar privacy: of a fit with a budget of it, what was spent, and about how far its noise moves q's mean; else ``None``.
+    :ivar stopped: why the rounds broke off, in words; ``None`` where they did not.
     :ivar whitening: mean ``(d,)`` and a square root of the covariance of a Gaussian q(theta), ``(d, d)`` or its diagonal, in unconstrained space; else ``None``.
     """
 
@@ -39,6 +40,7 @@ class VIResult:
     partition: str
     whitening: tuple[np.ndarray, np.ndarray] | None = None
     privacy: Spent | None = None
+    stopped: str | None = None
 
     def __repr__(self) -> str:
         tail = self.losses[-max(1, len(self.losses) // 10) :] if len(self.losses) else np.full(1, np.nan)

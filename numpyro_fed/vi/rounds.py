@@ -223,18 +223,18 @@ def run_rounds(
     progress_bar: bool,
     at_once: int = _CHUNK,
     before: np.ndarray | None = None,
-) -> tuple[VIState, np.ndarray]:
+) -> tuple[VIState, np.ndarray, str | None]:
     """Rounds until ``num_rounds``, until the smoothed loss falls by less than ``tol``, one is not finite, or Ctrl-C.
 
     :param advance_by: makes so many rounds; returns the state, their losses, and for each the silo that was not finite (-1: none, -2: the server).
     :param at_once: most rounds that it makes in a call.
     :param before: losses of rounds that were made before, of ``num_rounds``.
+    :return: the state, all losses, and where the rounds broke off why, in words.
     """
     losses, look = np.zeros(0) if before is None else before, 1 if plan.conducive else _CHUNK
 
-    def settled() -> (
-        bool
-    ):  # looked at before a round, so that a fit that goes on from a checkpoint ends where it would have
+    # looked at before a round, so that a fit that goes on from a checkpoint ends where it would have
+    def settled() -> bool:
         moved = float(state.server.moved) if plan.conducive else 0.0  # a bound may stand still while q moves
         least = 1 if plan.conducive else _WINDOW
         return tol is not None and moved < _STILL and len(losses) % look == 0 and _settled(losses, tol, least)
@@ -256,23 +256,23 @@ def run_rounds(
                     f"{said}: the result of the first {len(losses)} rounds is returned; go on with init_state=result.state",
                     stacklevel=3,
                 )
-                return last, losses
+                return last, losses, said
             if (bad != -1).any():
                 good = int(np.argmax(bad != -1))
                 part = "the sum" if plan.secure_sum else "the server's part"
                 where = f"silo {names[bad[good]]!r}" if bad[good] >= 0 else part
+                said = f"the loss or its gradient was not finite in round {len(losses) + good + 1}, first in {where}"
                 warnings.warn(
-                    f"the loss or its gradient was not finite in round {len(losses) + good + 1}, first in {where}; the fit stopped "
-                    "there, and its last finite state is returned. Lower the learning rate, or start nearer (init_loc_fn, init_scale)",
+                    f"{said}; the fit stopped there, and its last finite state is returned. Lower the learning rate, or start nearer (init_loc_fn, init_scale)",
                     stacklevel=3,
                 )
                 state, _, _ = advance_by(last, good)
-                return state, np.concatenate([losses, new[:good]])
+                return state, np.concatenate([losses, new[:good]]), said
             losses = np.concatenate([losses, new])
             bar.update(len(new))
             if np.isfinite(new).all():  # under privacy no bound is told
                 bar.set_postfix_str(f"loss {new.mean():.4g}", refresh=False)
-    return state, losses
+    return state, losses, None
 
 
 def _settled(losses: np.ndarray, tol: float, least: int = _WINDOW) -> bool:

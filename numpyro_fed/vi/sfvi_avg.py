@@ -307,4 +307,5 @@ class SFVIAvg(FederatedVI):
 
     def _say_how_it_ended(self, prepared: Prepared, state: VIState) -> None:
         if self._options.conducive:
-            conducive_rounds.say_how_it_ended(prepared.names, state)
+            summed = prepared.elsewhere and prepared.plan.secure_sum
+            conducive_rounds.say_how_it_ended(prepared.names, state, summed)
