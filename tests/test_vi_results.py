@@ -26,6 +26,7 @@ from small_models import GROUP_SD, PRIOR_SD, ROW_SD, intercepts, intercepts_post
 import numpyro_fed as fed
 from numpyro_fed._compat import import_arviz
 from numpyro_fed._elbo_figure import running_mean
+from numpyro_fed.vi import draws as vi_draws
 from numpyro_fed.vi_inference_data import _smoothed
 
 az = import_arviz()
@@ -397,3 +398,10 @@ def test_figure_refuses_what_has_no_bound() -> None:
         fed.plot_elbo(losses([1.0]), smooth=0)
     with pytest.raises(ValueError, match=r"finite in some round, got 2 that are not"):
         fed.plot_elbo(losses([np.nan, np.inf]))
+
+
+@pytest.mark.parametrize(
+    ("num", "numbers", "together"), [(16_000, 60_000, 64), (100, 1, 100), (16_000, 1 << 30, 1), (13, 1 << 20, 4)]
+)
+def test_draws_are_made_together_without_a_rest_where_that_is_near(num, numbers, together):
+    assert vi_draws.at_once(num, numbers) == together

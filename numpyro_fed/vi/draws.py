@@ -107,8 +107,7 @@ class EstimateLocal:
             return _candidate(plan, self.stretched, context, learned, at.key_local, at.key_choice, rows, own)[0]
 
         units = sum(x.size for x in jax.tree.leaves(own)) * plan.num_local_particles
-        at_once = max(1, min(len(told.log_weight), _NUMBERS_AT_ONCE // max(units, 1)))
-        return lax.map(one, told, batch_size=at_once), None
+        return lax.map(one, told, batch_size=at_once(len(told.log_weight), units)), None
 
 
 @partial(jax.jit, static_argnames=("plan", "num", "stretched"))
@@ -192,8 +191,16 @@ def draw(
         return Draws(theta, latents, log_weight, ratios)
 
     units = sum(x.size for x in jax.tree.leaves(local)) * plan.num_local_particles
-    at_once = max(1, min(num, _NUMBERS_AT_ONCE // max(units, 1)))
-    return lax.map(one, random.split(key, num), batch_size=at_once)
+    return lax.map(one, random.split(key, num), batch_size=at_once(num, units))
+
+
+def at_once(num: int, numbers: int) -> int:
+    """How many of ``num`` draws are made together, without a rest where that is near: it would be a program of its own.
+
+    :param numbers: that one draw takes.
+    """
+    most = max(1, min(num, _NUMBERS_AT_ONCE // max(numbers, 1)))
+    return next((n for n in range(most, most // 2, -1) if num % n == 0), most)
 
 
 def globals_of(plan: Plan, silos: Silos, draws: Draws, params: dict[str, Array]) -> dict[str, Array]:
