@@ -21,6 +21,7 @@ from nvflare.utils.process_utils import spawn_process
 from nvflare_deployment import NAMES, SIDES, Deployment, free_port, provisioned
 
 from numpyro_fed.engines import nvflare as carrier
+from numpyro_fed.engines import nvflare_jobs
 
 RUN, MAKE_SIDE = f"{SIDES}:run", f"{SIDES}:make_side"
 
@@ -93,7 +94,7 @@ def test_a_kit_is_prepared_once(tmp_path):
     (tmp_path / "local" / "resources.json.default").write_text(json.dumps(told))
     for _ in range(2):
         resources = json.loads(carrier.prepare_kit(tmp_path).read_text())
-        assert resources["class_allow_list"] == ["a.B", carrier.PACKAGE]
+        assert resources["class_allow_list"] == ["a.B", nvflare_jobs.PACKAGE]
         assert resources["components"][0]["path"] == "numpyro_fed.engines.nvflare.Rejoin"
         assert not resources["allow_log_streaming"]
     with pytest.raises(ValueError, match="nvflare provision"):

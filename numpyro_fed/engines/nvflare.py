@@ -15,9 +15,6 @@ import json
 import logging
 import os
 import queue
-import re
-import shutil
-import subprocess
 import sys
 import time
 import traceback
@@ -41,13 +38,22 @@ except ImportError as error:
         'numpyro_fed.engines.nvflare needs NVFLARE, which is not installed: pip install "numpyro-fed[nvflare]"'
     ) from error
 
+from numpyro_fed.engines.nvflare_jobs import (
+    ALLOWED,
+    ERROR,
+    PERIOD,
+    RESULT,
+    SETTINGS,
+    SILOS,
+    TASK,
+    prepare_kit,
+    simulate,
+    write_job,
+)
+
 __all__ = ["FedController", "Messenger", "Rejoin", "SideExecutor", "prepare_kit", "simulate", "write_job"]
 
-TASK, DATA, SETTINGS, RESULT, ERROR, REJOIN = ("answer", "data", "fed.json", "result.bin", "error.txt", "rejoin.json")
-PACKAGE = "numpyro_fed.engines.nvflare."  # what sites have to allow
-ALLOWED, SILOS = "NUMPYRO_FED_ALLOWED", "NUMPYRO_FED_SILOS"  # a site's environment variables
-PERIOD = 0.05
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+DATA, REJOIN = "data", "rejoin.json"
 _logger = logging.getLogger("nvflare.numpyro_fed")
 
 
@@ -312,151 +318,3 @@ class Lasting(ProcessHandle):
                 return
             _logger.warning("a silo's process was ended by signal %d, and is started again", -code)
             self.adapter = self._launch()
-
-
-def prepare_kit(kit: str | Path) -> Path:
-    """What a provisioned site says once in its ``local/resources.json``: our components are allowed, a silo's process is started by :class:`Rejoin`, and a
-    silo's log stays where it is.
-
-    :param kit: the server's or a site's folder.
-    """
-    local = Path(kit) / "local"
-    written = local / "resources.json"
-    source = written if written.is_file() else local / "resources.json.default"
-    if not source.is_file():
-        raise ValueError(f"{kit}: there is no {source}; expected a folder that `nvflare provision` made")
-    resources = json.loads(source.read_text())
-    if PACKAGE not in resources.setdefault("class_allow_list", []):
-        resources["class_allow_list"].append(PACKAGE)
-    resources["allow_log_streaming"] = False
-    for component in resources["components"]:
-        if component["path"].endswith(".ClientProcessJobLauncher"):
-            component["path"] = PACKAGE + Rejoin.__name__
-    written.write_text(json.dumps(resources, indent=2))
-    return written
-
-
-def write_job(
-    folder: str | Path,
-    run: str,
-    make_side: str,
-    names: Sequence[str],
-    *,
-    run_arguments: dict[str, Any] | None = None,
-    side_arguments: dict[str, Any] | None = None,
-    patience: float = 600.0,
-    directory: str | None = None,
-    period: float | None = None,
-) -> Path:
-    """A job folder, to be submitted to a server (``nvflare job submit -j folder``) or simulated.
-
-    :param folder: is made; its last part is the job's name.
-    :param run: import path of ``run(messenger, **run_arguments)``, which returns bytes or ``None``.
-    :param make_side: import path of ``make_side(name, directory, **side_arguments)``, called at each site.
-    :param names: the silos, which are the names of the clients.
-    :param run_arguments: what JSON holds.
-    :param side_arguments: likewise; every site is told the same.
-    :param patience: seconds after which a silo that has not answered is left out of a round.
-    :param directory: a name under which silos keep their state over jobs; by default each job begins anew.
-    :param period: seconds between a silo's questions for a message; by default 0.05, and more with above five silos, for a hundred questions a second in all.
-    """
-    _check_names(names)
-    period = max(PERIOD, 0.01 * len(names)) if period is None else period
-    if not period > 0:
-        raise ValueError(f"period={period!r}; expected a number of seconds above zero")
-    if not patience > 0:
-        raise ValueError(f"patience={patience!r}; expected a number of seconds above zero")
-    if directory is not None and not _NAME.fullmatch(directory):
-        raise ValueError(f"directory={directory!r}; expected a plain name, since each site has its own place for it")
-    server = {
-        "format_version": 2,
-        "server": {"task_request_interval": period},
-        "dead_client_grace_period": 1e9,  # that a silo is away is for ``run`` to judge, not for NVFLARE
-        "workflows": [{"id": "fed", "path": PACKAGE + "FedController", "args": {}}],
-        "components": [],
-    }
-    silo = {
-        "format_version": 2,
-        "default_task_fetch_interval": period,
-        "executors": [{"tasks": [TASK], "executor": {"path": PACKAGE + "SideExecutor", "args": {}}}],
-        "components": [],
-    }
-    folder = Path(folder)
-    told = {"names": list(names), "patience": patience, "run": run, "arguments": run_arguments or {}}
-    asked = {"make_side": make_side, "directory": directory, "arguments": side_arguments or {}}
-    for app, kind, config, settings in (("server", "server", server, told), ("silo", "client", silo, asked)):
-        config_dir = folder / app / "config"
-        config_dir.mkdir(parents=True, exist_ok=True)
-        (config_dir / f"config_fed_{kind}.json").write_text(json.dumps(config, indent=2))
-        (config_dir / SETTINGS).write_text(json.dumps(settings, indent=2))
-    deploy = {"server": ["server"], "silo": list(names)}
-    meta = {"name": folder.name, "resource_spec": {}, "deploy_map": deploy, "min_clients": len(names)}
-    (folder / "meta.json").write_text(json.dumps(meta, indent=2))
-    return folder
-
-
-def _check_names(names: Sequence[str]) -> None:
-    twice = sorted({name for name in names if list(names).count(name) > 1})
-    if twice:
-        raise ValueError(f"silos {twice} are listed more than once; expected each name once")
-    wrong = [name for name in names if not _NAME.fullmatch(name) or name == "server"]
-    if wrong or not names:
-        raise ValueError(
-            f"silos {wrong or list(names)}: expected names of letters, digits, '.', '_' and '-', not 'server'"
-        )
-
-
-def simulate(
-    run: str,
-    make_side: str,
-    names: Sequence[str],
-    workspace: str | Path,
-    *,
-    threads: int | None = None,
-    timeout: float | None = None,
-    **settings: Any,
-) -> bytes:
-    """Run a job in NVFLARE's simulator: all on this machine, offline, each silo a process. Returns what ``run`` returned.
-
-    :param workspace: for the job and logs; ``nvflare`` in it is emptied first. With ``directory=`` the silos' private state is kept in ``silos``, and a further call goes on from it.
-    :param threads: silos in memory at one time; by default all. With fewer, a silo's process is started for each message, and its state read from disk.
-    :param timeout: seconds after which the simulation is ended.
-    :param settings: further ones of :func:`write_job`.
-    :raises RuntimeError: with the reason, where ``run`` failed.
-    """
-    workspace = Path(workspace).resolve()
-    job = write_job(workspace / "job", run, make_side, names, **settings)
-    threads = len(names) if threads is None else threads
-    if not 1 <= threads <= len(names):
-        raise ValueError(f"threads={threads}; expected between 1 and the number of silos, {len(names)}")
-    where = workspace / "nvflare"
-    shutil.rmtree(where, ignore_errors=True)
-    (where / "local").mkdir(parents=True)
-    (where / "local" / "resources.json").write_text(json.dumps({"format_version": 2, "class_allow_list": [PACKAGE]}))
-    command = [sys.executable, "-m", "nvflare.private.fed.app.simulator.simulator", str(job), "-w", str(where)]
-    command += ["-c", ",".join(names), "-t", str(threads), "-m", str(len(names))]
-    paths = [*sys.path, os.environ.get("PYTHONPATH", "")]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(str(Path(x).resolve()) for x in paths if x),
-        ALLOWED: f"{run},{make_side}",
-        SILOS: str(workspace / "silos"),
-    }
-    log = workspace / "log.txt"
-    with log.open("w") as file:
-        process = subprocess.Popen(
-            command, cwd=workspace, env=environment, stdout=file, stderr=file, start_new_session=True
-        )
-        try:
-            process.wait(timeout)
-        except BaseException:
-            os.killpg(process.pid, 9)
-            process.wait()
-            raise
-    kept = where / "server" / "simulate_job"
-    if (kept / ERROR).is_file():
-        reason = (kept / ERROR).read_text().strip()
-        raise RuntimeError(f"{run} failed: {reason.splitlines()[-1]}\n{reason}")
-    if not (kept / RESULT).is_file():
-        raise RuntimeError(f"the simulation ended without a result (exit code {process.returncode}); see {log}")
-    return (kept / RESULT).read_bytes()
