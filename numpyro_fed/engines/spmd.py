@@ -12,6 +12,7 @@ starts so many processes on this machine, deals the silos of the file's ``silos(
 import argparse
 import importlib
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -156,6 +157,7 @@ def dealt(silos: Silos, process: int, num_processes: int) -> Silos:
 def _one_process(args: argparse.Namespace) -> None:
     import numpyro_fed as fed
 
+    _share_cores(args.process, args.processes)
     initialize(args.coordinator, args.processes, args.process)
     sys.path.insert(0, str(Path(args.file).resolve().parent))
     module = importlib.import_module(Path(args.file).stem)
@@ -206,6 +208,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     finally:
         for process in started:
             process.kill()
+
+
+def _share_cores(process: int, processes: int) -> None:
+    """Hold this process to its share of the machine's cores, where there are as many as processes: else the threads of all are in each other's way."""
+    if hasattr(os, "sched_setaffinity"):
+        own = sorted(os.sched_getaffinity(0))[process::processes]
+        if own:
+            os.sched_setaffinity(0, own)
 
 
 def _free_port() -> int:
