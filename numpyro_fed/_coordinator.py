@@ -94,7 +94,8 @@ def posterior(module: ModuleType, silos: RemoteSilos, told: dict[str, Any], chec
         raise RuntimeError(f"{result.stopped}; started again with the same folder the run goes on from its checkpoint")
     num_draws = told["chains"] * told["samples"]
     idata = to_inference_data(svi, result, silos, num_draws=num_draws, rng_key=key_draws, resample=conducive)
-    lines = [f"{len(result.losses)} rounds; Pareto's k of the draws {idata.posterior.attrs['pareto_k']:.2f}"]
+    lines, k = [f"{len(result.losses)} rounds"], idata.posterior.attrs.get("pareto_k")
+    lines[0] += "" if k is None else f"; Pareto's k of the draws {k:.2f}"
     lines += [str(result.privacy)] if result.privacy is not None else []
     return idata, "\n".join([*lines, str(result.ledger)])
 

@@ -37,7 +37,7 @@ def load_model_file(place: str | Path) -> ModuleType:
     sys.modules.setdefault(place.stem, module)
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ValueError(f"{place}: {type(error).__name__}: {error}") from error
     if not callable(getattr(module, "model", None)):
         raise ValueError(f"{place}: it has no function model; expected one whose silo plates are marked")
@@ -78,7 +78,18 @@ def silo_of_file(module: ModuleType, name: str, place: str | Path) -> Silos:
         arguments = module.silo(table) if hasattr(module, "silo") else _columns(module, table)
     except KeyError as error:
         raise ValueError(f"{place}: it has no column {error}; it has {list(table.columns)}") from error
-    return Silos({name: arguments}, rows=getattr(module, "ROWS", None), index=getattr(module, "INDEX", None))
+    except (Exception, SystemExit) as error:
+        raise ValueError(
+            f"{place}: silo(table) of {module.__file__} failed: {type(error).__name__}: {error}"
+        ) from error
+    if not isinstance(arguments, dict):
+        raise ValueError(
+            f"{place}: silo(table) of {module.__file__} gave {type(arguments).__name__}; expected a dict of the model's arguments, {{argument: array}}"
+        )
+    try:
+        return Silos({name: arguments}, rows=getattr(module, "ROWS", None), index=getattr(module, "INDEX", None))
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"{place}, as silo(table) of {module.__file__} has it: {error}") from error
 
 
 def _columns(module: ModuleType, table: pd.DataFrame) -> dict[str, np.ndarray]:

@@ -1,5 +1,6 @@
 """The commands ``numpyro-fed silo``, for the person at a silo, and ``numpyro-fed run``, for the coordinator."""
 
+import re
 import sys
 import tempfile
 import time
@@ -7,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import click
+import numpy as np
 
 from numpyro_fed._model_file import load_model_file, public_of, silo_of_file
 from numpyro_fed.engines.silo_side import SiloSide
 from numpyro_fed.mcmc._network import NetworkKernel
+from numpyro_fed.proof import prove
 
 __all__ = ["main"]
 
@@ -60,7 +63,10 @@ def silo(
     yes: bool,
 ) -> None:
     """Check this silo's data against the model, show what will leave, ask, and answer until interrupted."""
+    if not check and (server is None or ca is None):
+        raise click.UsageError("expected --server and --ca, or --check")
     try:
+        _check_name(name)
         module = load_model_file(model_file)
         place = folder or Path(f"numpyro-fed-{name}")
         with tempfile.TemporaryDirectory() as nothing:  # a check does not look at what former runs left
@@ -72,13 +78,18 @@ def silo(
                 public=public_of(module),
                 fit=svi,
             )
-    except (ValueError, TypeError) as error:
-        raise click.ClickException(str(error)) from error
+        # the density at the silo's own rows, and what the fit asks of a model
+        if svi is None:
+            prove(side.factors, side.silos)
+        else:
+            svi.prepared(side.silos)
+    except Exception as error:  # of a program that the person did not write
+        raise click.ClickException(
+            str(error) if isinstance(error, ValueError) else f"{model_file}: {type(error).__name__}: {error}"
+        ) from error
     click.echo(what_leaves(side, place))
-    if check:
+    if check or server is None or ca is None:
         return
-    if server is None or ca is None:
-        raise click.UsageError("expected --server and --ca, or --check")
     if not yes:
         click.confirm(f"Take part as {name!r}, at {server}?", abort=True)
     _serve(side, server, ca, key, give_up)
@@ -96,7 +107,8 @@ def what_leaves(side: SiloSide, folder: Path) -> str:
         f"Silo {side.name!r}: {sizes}",
         *(f"  {line}" for line in side.silos.row_lines()),
         f"Stays here: all rows; local latents ({private}).",
-        f"Leaves, once: the silo's name, numbers of rows, the arguments' names and types{_shared(side)}.",
+        "Leaves, once: the silo's name, numbers of rows, the arguments' names and types.",
+        *_shared(side),
         f"Leaves, in answer to the server ({d} global parameters, numbers of 4 bytes):",
     ]
     for call, (what, numbers) in side.answered.items():
@@ -114,8 +126,22 @@ def what_leaves(side: SiloSide, folder: Path) -> str:
     return "\n".join(lines)
 
 
-def _shared(side: SiloSide) -> str:
-    return f", and the shared arguments {sorted(side.silos.shared)} with their values" if side.silos.shared else ""
+def _shared(side: SiloSide) -> list[str]:
+    """Arguments that are as many rows as no plate has elements: they are told by value."""
+    shared = ", ".join(f"{k} {list(np.shape(v))}" for k, v in sorted(side.silos.shared.items()))
+    return (
+        [f"LEAVES WITH ITS VALUES, if it is the same in all silos: {shared} (not as long as the rows above)."]
+        if shared
+        else []
+    )
+
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
+def _check_name(name: str) -> None:
+    if not _NAME.fullmatch(name):
+        raise ValueError(f"the silo's name {name!r}: expected letters, digits, '.', '_' and '-'")
 
 
 class _Counted:
@@ -160,6 +186,18 @@ def _flower() -> Any:
     return flower
 
 
+def _check_fit(svi: Any, num_silos: int, rounds: int) -> None:
+    """What the coordinator can say of a study's fit before any silo is there."""
+    if svi is None:
+        return
+    if svi.secure_sum and num_silos < 3:
+        raise ValueError(
+            f"the study's secure_sum=True wants three silos at least, got {num_silos}: of two, each would know the other's"
+        )
+    if svi.privacy is not None and rounds > svi.privacy.num_rounds:
+        raise ValueError(f"--rounds {rounds}: the study's budget of privacy is for {svi.privacy.num_rounds}")
+
+
 @main.command()
 @click.option("--model", "model_file", type=_FILE, required=True, help="Python file with the study's model.")
 @click.option("--silos", "names", required=True, help="Names of all silos, with commas between.")
@@ -202,11 +240,17 @@ def _flower() -> Any:
     default=0,
     help="Of variational fits, at most so many.  [default: those of its privacy's budget, or 1000]",
 )
-@click.option("--seed", type=int, default=0, show_default=True)
-@click.option("--wait", type=float, default=600.0, show_default=True, help="Seconds in which all silos have to appear.")
+@click.option("--seed", type=click.IntRange(0, 2**32 - 1), default=0, show_default=True)
+@click.option(
+    "--wait",
+    type=click.FloatRange(0, min_open=True),
+    default=600.0,
+    show_default=True,
+    help="Seconds in which all silos have to appear.",
+)
 @click.option(
     "--patience",
-    type=float,
+    type=click.FloatRange(0, min_open=True),
     default=600.0,
     show_default=True,
     help="Seconds that a round waits for a silo that is away; of variational fits and networks five times over.",
@@ -219,8 +263,14 @@ def run(model_file: Path, names: str, tls: Path, keys: Path | None, out: Path, f
     try:
         module = load_model_file(model_file)
         silos = [name.strip() for name in names.split(",")]
-        if len(set(silos)) < len(silos) or not all(silos):
+        for name in silos:
+            _check_name(name)
+        if len(set(silos)) < len(silos):
             raise ValueError(f"--silos {names}: expected each name once")
+        _check_fit(getattr(module, "svi", None), len(silos), options["rounds"])
+        _, _, port = options["address"].rpartition(":")
+        if not (port.isdigit() and 0 < int(port) < 2**16):
+            raise ValueError(f"--address {options['address']}: expected host:port, a port from 1 to 65535")
         missing = [str(tls / f) for f in ("server.crt", "server.key", "ca.crt") if not (tls / f).is_file()]
         missing += [str(keys / f"{n}.pub") for n in silos if keys is not None and not (keys / f"{n}.pub").is_file()]
         nodes, chains = isinstance(getattr(module, "kernel", None), NetworkKernel), options["chains"]
@@ -230,6 +280,8 @@ def run(model_file: Path, names: str, tls: Path, keys: Path | None, out: Path, f
             raise ValueError(f"there are no files {missing}; docs/flower.md says how to make them")
         if not out.resolve().parent.is_dir():
             raise ValueError(f"--out {out}: there is no folder {out.resolve().parent}")
+        if out.suffix != ".nc":
+            raise ValueError(f"--out {out}: expected a netCDF file, NAME.nc")
     except ValueError as error:
         raise click.ClickException(str(error)) from error
     _flower()

@@ -15,10 +15,10 @@ from jax import Array
 from numpyro.distributions import Delta
 from numpyro.distributions.transforms import biject_to
 from numpyro.handlers import seed, substitute, trace
-from numpyro.infer.initialization import init_to_sample
+from numpyro.infer.initialization import init_to_sample, init_to_uniform
 
 from numpyro_fed import _compat
-from numpyro_fed.density import Factors, LocalSite
+from numpyro_fed.density import Factors, LocalSite, made_up_rows
 from numpyro_fed.handlers import is_silo_plate
 from numpyro_fed.silos import Silos
 
@@ -81,6 +81,20 @@ def factorise(
                 f'each belongs to: Silos(..., rows={{"{members[0]}": "{plates[0]}", ...}})'
             )
     return factors
+
+
+def site_types(model: Callable, silos: Silos) -> dict[str, str]:
+    """Each site's NumPyro type, of an abstract trace on made-up rows."""
+    specs = tuple((k, silos.group[k], jax.ShapeDtypeStruct(v.shape[1:], v.dtype)) for k, v in silos.rows.items())
+    found: dict[str, str] = {}
+
+    def look(key: Array) -> None:
+        kwargs = {**silos.shared, **made_up_rows(specs, silos.index)}
+        start = substitute(seed(model, key), substitute_fn=init_to_uniform)  # of priors that are improper
+        found.update({name: site["type"] for name, site in trace(start).get_trace(**kwargs).items()})
+
+    jax.eval_shape(look, jax.random.key(0))
+    return found
 
 
 def pooled_factors(model: Callable, sites: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> Factors:

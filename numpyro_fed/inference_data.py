@@ -1,5 +1,6 @@
 """From a federated run to ArviZ: draws with silo names, pooled rows, and what each silo paid."""
 
+import json
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -119,6 +120,7 @@ def _remote_inference_data(
         label_nodes(idata, silos)
         idata = idata if node is None else take_node(idata, node, silos)
     idata.posterior.attrs.update(ledger_attrs(ledger))
+    idata.posterior.attrs["elsewhere"] = json.dumps([s.name for s in mcmc.sampler.factors.local_sites])
     return idata
 
 

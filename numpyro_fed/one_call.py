@@ -102,6 +102,9 @@ def _last_round(
     words = f"the last round weighed {CANDIDATES * num_draws:,} public draws by the silos' likelihoods: Pareto's k {k:.2f} ({'good' if k <= POOR else 'too large'})"
     if "pareto_k_unit" in attrs:
         words += f", of the latents' candidates at worst {unit:.2f} ({attrs['pareto_k_unit_at']})"
+    stayed = json.loads(attrs.get("elsewhere", "[]"))
+    if stayed:
+        words += f"; of the candidates of {', '.join(stayed)}, which stay in the silos, there is none"
     if settled and max(k, unit) <= POOR:
         return idata, words, "sound", ""
     mend = '. Expected k <= 0.7 and rounds that settle: take method="fsgld", or reparametrise the model'

@@ -36,7 +36,7 @@ def predict(
     :param params: learned parameters, where the model has any; those that the fit holds, if None. Weights of networks it does not hold: give
         ``result.params``.
     :return: for each site that neither the fit nor the data hold an array ``(draws, *site)``.
-    :raises ValueError: for an unknown silo, a fit without silo coordinates, or data that leave nothing to predict.
+    :raises ValueError: for an unknown silo, a silo whose latents are elsewhere, a fit without silo coordinates, or data that leave nothing to predict.
 
     Example::
 
@@ -64,6 +64,11 @@ def predict(
         raise ValueError("expected a fit with silo coordinates, from fed.to_inference_data(...)")
     if silo is not None and str(silo) not in known:
         raise ValueError(f"silo={silo!r}: expected a silo of the fit, {known}, or None for a new one")
+    stayed = json.loads(draws.attrs.get("elsewhere", "[]"))
+    if silo is not None and stayed:
+        raise ValueError(
+            f"silo={silo!r}: its own latents {stayed} stayed there, and the fit has none; expected None, for a new silo"
+        )
     values = {}
     for name, x in draws.data_vars.items():
         own = [d for d in x.dims if d in plates]

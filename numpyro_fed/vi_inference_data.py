@@ -106,6 +106,8 @@ def vi_inference_data(
     idata.posterior.attrs["pareto_k"] = k
     if plan.num_local_particles > 1 and not prepared.elsewhere:
         idata.posterior.attrs |= _worst_unit(plan, draws.ratios, prepared.parts)
+    if prepared.elsewhere:
+        idata.posterior.attrs["elsewhere"] = json.dumps([s.name for s in plan.factors.local_sites])
     idata.posterior.attrs["structures"] = len(prepared.parts)
     if result.privacy is not None:
         idata.posterior.attrs |= {"privacy": str(result.privacy), "privacy_error": result.privacy.error}

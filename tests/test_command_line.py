@@ -235,6 +235,69 @@ def test_a_network_and_public_sites(study):
     assert "--chains 4: of a network every silo has one; expected a multiple of 3" in found.output
 
 
+def test_a_fit_with_privacy_has_no_k(study):
+    pytest.importorskip("flwr")
+    from numpyro_fed._coordinator import posterior
+
+    line = (
+        "import optax\nnoise = fed.Privacy(epsilon=8, delta=1e-5, clip=1.0, num_rounds=5)\n"
+        "svi = fed.SFVI(model, fed.AutoSiloNormal(model), optax.adam(0.1), privacy=noise)\n"
+    )
+    module, silos = at_hand(study, line)
+    told = {"chains": 1, "warmup": 0, "samples": 20, "rounds": 0, "seed": 3}
+    found, words = posterior(module, fed.RemoteSilos(silos, fed.Loopback(silos)), told, study / "fit")
+    assert words.startswith("5 rounds\n")
+    assert "epsilon 8" in words
+    assert found.posterior["beta"].shape == (1, 20, 2)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("x @ beta), obs=y", "x @ beta), obs=y - 5"), "-inf"),
+        (("table.size", "table.nothing"), "silo(table) of"),
+        (("return {", "return 3; return {"), "gave int; expected a dict of the model's arguments"),
+        (
+            ('y": table["disease"].to_numpy(np.float32)', 'y": np.ones(9, np.float32)'),
+            "the model fails on the rows of a silo",
+        ),
+    ],
+    ids=["outside the support", "error", "no dict", "other length"],
+)
+def test_a_table_that_the_fit_would_refuse_is_refused_at_once(study, change, message):
+    text = MODEL.replace("    return {", "    table.size\n    return {")
+    (study / "study.py").write_text(text.replace(*change))
+    found = silo(study, "--check")
+    assert found.exit_code == 1, found.output
+    assert message in " ".join(found.output.split())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"--address": "nonsense"}, "expected host:port"),
+        ({"--silos": "oslo,,rome"}, "the silo's name ''"),
+        ({"--out": "study.py"}, "expected a netCDF file"),
+        ({"--rounds": "600"}, "--rounds 600: the study's budget of privacy is for 5"),
+        ({"--silos": "oslo,rome"}, "wants three silos at least, got 2"),
+        ({"--patience": "-3"}, "Invalid value for '--patience'"),
+    ],
+)
+def test_the_coordinator_is_told_at_once(study, options, message):
+    line = (
+        "import optax\nnoise = fed.Privacy(epsilon=8, delta=1e-5, clip=1.0, num_rounds=5)\n"
+        "svi = fed.SFVI(model, fed.AutoSiloNormal(model), optax.adam(0.1), privacy=noise, secure_sum=True)\n"
+    )
+    at_hand(study, line)
+    for name in ("server.crt", "server.key", "ca.crt"):
+        (study / name).write_text("")
+    given = {"--model": study / "study.py", "--silos": ",".join(SIZES), "--tls": study, "--out": study / "fit.nc"}
+    given |= options
+    found = CliRunner().invoke(main, ["run", *(str(x) for pair in given.items() for x in pair)])
+    assert found.exit_code != 0
+    assert message in found.output
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [

@@ -138,3 +138,16 @@ def test_a_chain_that_grows_without_end_has_left_before_its_numbers_overflow():
         fed.to_inference_data(grown, halves())
     calm = run(fed.DSGLD(mean, step_size=1e-3, num_local_steps=10), halves())
     assert not np.asarray(calm.get_extra_fields()["diverging"]).any()
+
+
+def test_learned_parameters_that_chains_keep_are_named():
+    def scaled(y):
+        sigma = numpyro.param("sigma", 2.0, constraint=dist.constraints.positive)
+        mu = numpyro.sample("mu", dist.Normal(0, 1))
+        with fed.silo_plate("rows", y.shape[0]):
+            numpyro.sample("y", dist.Normal(mu, sigma), obs=y)
+
+    silos = fed.Silos({"a": {"y": np.ones(4)}, "b": {"y": np.zeros(3)}})
+    for kernel in (fed.FSGLD(scaled), fed.DSGLD(scaled, step_size=0.01)):
+        with pytest.warns(UserWarning, match=r"learned parameters \['sigma'\] are kept at their first values"):
+            MCMC(kernel, num_warmup=0, num_samples=1, progress_bar=False).run(jax.random.key(0), silos)

@@ -4,6 +4,7 @@ import itertools
 import os
 import subprocess
 import sys
+import warnings
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -528,6 +529,7 @@ def test_a_silo_makes_the_servers_plan_without_asking(svi, silos):
 
 _PROCESS = """
 import sys
+import warnings
 from contextlib import nullcontext
 sys.path.insert(0, {tests!r})
 from numpyro_fed.engines import spmd
@@ -566,3 +568,45 @@ def test_two_processes_fit_what_one_fits(tmp_path):
     expected = run(fed.SFVI(wheeze, fed.AutoSiloNormal(wheeze), ADAM, 1, 3, validate=False), in_their_order)
     np.testing.assert_allclose(one["losses"], expected.losses, rtol=1e-5)
     np.testing.assert_allclose(one["loc"], expected.params["auto_loc"], rtol=1e-5, atol=1e-6)
+
+
+def test_checkpoints_in_words(tmp_path):
+    silos, place = linear_silos(), tmp_path / "fit.ckpt"
+    svi, remote = plain(), over(silos)
+
+    def go_on(rounds=6, silos=remote, fit=svi, place=place, **options):
+        options = {"progress_bar": False, "checkpoint": place, "checkpoint_every": 2, **options}
+        return fit.run(random.key(0), rounds, silos, **options)
+
+    first = go_on()
+    for options, message in (
+        ({"rounds": 4}, r"num_rounds=4: .*fit\.ckpt is of 6 rounds; expected as many or more"),
+        ({"participation": 0.5}, r"another run: participation None, expected \[0.5"),
+        ({"answering": 0.5}, r"another run: answering None, expected \[0.5"),
+        ({"init_from": first}, r"fit\.ckpt is there, and the fit goes on from it; expected no init_from"),
+        (
+            {"fit": fed.SFVI(linear, fed.AutoSiloNormal(linear), optax.adam(0.3))},
+            r"another run: model and fit \{'optimisers': ",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            go_on(**options)
+    # silos that have lost what they kept: another carrier
+    with pytest.warns(UserWarning, match=r"has nothing of what this run kept there; expected the carrier"):
+        assert len(go_on(8, over(silos)).losses) == 6
+    data = place.read_bytes()
+    for broken in (data[:-40] + bytes(40), data[:100], b""):
+        place.write_bytes(broken)
+        with pytest.raises(ValueError, match="is no checkpoint, or a broken one"):
+            go_on()
+
+
+def test_a_silos_own_latents_are_not_predicted_from_elsewhere():
+    remote = over(HIERARCHY)
+    svi = fed.SFVI(hierarchy, fed.AutoSiloNormal(hierarchy), optax.adam(0.05))
+    result = svi.run(random.key(0), 3, remote, progress_bar=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of three rounds
+        idata = fed.to_inference_data(svi, result, remote, num_draws=5)
+    with pytest.raises(ValueError, match=r"its own latents \[.*\] stayed there, and the fit has none; expected None"):
+        fed.predict(hierarchy, idata, random.key(0), {}, silo=HIERARCHY.names[0])

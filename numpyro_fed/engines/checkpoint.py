@@ -1,5 +1,6 @@
 """The server's checkpoint of a run: one file, replaced as a whole."""
 
+import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,8 @@ class Checkpoint:
     def save(self, values: dict[str, Any], carrier: Carrier) -> None:
         """Write what a run has."""
         assert self.place is not None
-        write_whole(self.place, pack({**values, "carrier": carrier.position()}))
+        data = pack({**values, "carrier": carrier.position()})
+        write_whole(self.place, hashlib.sha256(data).digest() + data)
 
     def load(self, carrier: Carrier) -> dict[str, Any] | None:
         """What was saved, or ``None``; the carrier goes on counting where it was.
@@ -46,7 +48,10 @@ class Checkpoint:
         if self.place is None or not self.place.exists():
             return None
         try:
-            values = unpack(self.place.read_bytes())
+            found = self.place.read_bytes()
+            if hashlib.sha256(found[32:]).digest() != found[:32]:
+                raise ValueError("it is not what was written")
+            values = unpack(found[32:])
             carrier.go_on(values["carrier"])
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(

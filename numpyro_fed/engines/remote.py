@@ -187,6 +187,11 @@ class Site:
 
     def answer(self, call: Call) -> Any:
         """The reply to a call; the new private state stays here."""
+        if any(slot not in self.kept for slot in jax.tree.leaves(call.read)):
+            raise SiloError(
+                f"silo {self.rows.names[self.number]!r} has nothing of what this run kept there; expected the carrier, or the silo's folder, of before: delete the "
+                "checkpoint to start anew"
+            )
         reply, new = self.reply(call, jax.tree.map(self.kept.__getitem__, call.read))
         if call.write is not None:
             self.kept[call.write] = new

@@ -12,7 +12,7 @@ import numpy as np
 from jax import Array
 
 from numpyro_fed.density import Factors
-from numpyro_fed.factorise import factorise
+from numpyro_fed.factorise import factorise, site_types
 from numpyro_fed.federation import Cost
 from numpyro_fed.local_map import Units
 from numpyro_fed.mcmc import pilot
@@ -68,6 +68,7 @@ def groundwork(model: Callable, silos: Silos, extra: dict[str, Any], options: Op
         raise ValueError("the model has no global latent site: its silos have nothing in common to learn")
     selection = _selection(options.selection, silos)
     _check_latents(options, factors)
+    _warn_of_params(site_types(model, silos.with_shared(**extra)))
     _check_given(options.surrogate, factors, silos)
     silos = silos.with_shared(**extra)
     units = _units(factors, silos)
@@ -211,6 +212,18 @@ def _check_latents(options: Options, factors: Factors) -> None:
         raise ValueError(f"control_variates=True is for models without local latents, got {names}; expected False")
     if len(factors.latent_groups) == 1:
         pointing_groups(factors, factors.latent_groups[0])
+
+
+def _warn_of_params(types: dict[str, str]) -> None:
+    """Chains learn no parameters: these stay as they are, as in NumPyro's own kernels. Of networks whose weights are drawn none are left."""
+    drawn = {name.split("/")[0] for name, kind in types.items() if kind == "sample"}
+    kept = [n for n, kind in types.items() if kind == "param" and n.removesuffix("$params") not in drawn]
+    if kept:
+        warnings.warn(
+            f"learned parameters {kept} are kept at their first values, since chains learn none; expected numpyro.sample with a prior in place of "
+            "numpyro.param, or fed.SFVI, which learns them",
+            stacklevel=5,
+        )
 
 
 def _check_given(given: str | Surrogates | None, factors: Factors, silos: Silos) -> None:

@@ -293,6 +293,10 @@ class FederatedVI:
                     f"checkpoint: {keeper.place} is there, and the fit goes on from it; expected no init_from or init_state beside it"
                 )
             state, made = saved
+            if len(made) > num_rounds:
+                raise ValueError(
+                    f"num_rounds={num_rounds}: {keeper.place} is of {len(made)} rounds; expected as many or more, or another file"
+                )
         elif init_state is None:
             state, made = self.init(rng_key, silos, init_from=init_from), np.zeros(0)
         else:
