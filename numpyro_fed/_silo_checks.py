@@ -10,10 +10,12 @@ from typing import Any
 import jax
 import numpy as np
 from jax import Array
+from numpyro.util import is_prng_key
 
 __all__ = [
     "all_equal",
     "check_flat",
+    "check_key",
     "check_rows",
     "check_same_arguments",
     "check_shared",
@@ -25,6 +27,12 @@ __all__ = [
 
 _PIECE = 1 << 16  # rows that are looked at in one go: a mask of all numbers would be in memory beside them
 _MIXED = "silos of different structure: fed.MixedSilos (SFVI only)"
+
+
+def check_key(rng_key: Any) -> None:
+    """Refuse a seed that is no key."""
+    if not is_prng_key(rng_key):
+        raise ValueError(f"rng_key: expected one key, e.g. jax.random.key(0), got {rng_key!r}")
 
 
 def silo_names(data: Any) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 from numpyro.infer import MCMC
 
+from numpyro_fed._silo_checks import check_key
 from numpyro_fed.diagnostics import diagnose
 from numpyro_fed.engines.remote import RemoteSilos
 from numpyro_fed.inference_data import to_inference_data
@@ -73,11 +74,13 @@ def fit(
     if method not in ("vi", "fsgld"):
         raise ValueError(f'method: expected "vi" or "fsgld", got {method!r}')
     check_num_draws(num_draws)
+    rng_key = jax.random.key(0) if rng_key is None else rng_key
+    check_key(rng_key)
     if method == "fsgld" and isinstance(silos, MixedSilos):
         raise ValueError(
             'method="fsgld" is for silos of one structure; expected fed.Silos(...), got MixedSilos; take method="vi"'
         )
-    key_rounds, key_draws, key_chains = jax.random.split(jax.random.key(0) if rng_key is None else rng_key, 3)
+    key_rounds, key_draws, key_chains = jax.random.split(rng_key, 3)
     avg = _settable(model, silos)
     result = avg.run(key_rounds, _MOST_ROUNDS, silos, tol=_TOL, progress_bar=progress_bar)
     words, settled = _of_rounds(result)

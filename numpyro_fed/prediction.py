@@ -11,6 +11,7 @@ from numpyro.handlers import seed, substitute, trace
 from numpyro.infer import Predictive
 
 from numpyro_fed._compat import posterior_dataset
+from numpyro_fed._silo_checks import check_key
 
 __all__ = ["predict"]
 
@@ -55,6 +56,7 @@ def predict(
         >>> again["y"].shape, sorted(new), new["z"].shape
         ((50, 3), ['y', 'z'], (50, 4))
     """
+    check_key(rng_key)
     draws = posterior_dataset(posterior)
     plates = {
         name.removesuffix("_silo"): names.values for name, names in draws.coords.items() if _is_silos(name, draws)

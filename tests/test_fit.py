@@ -126,6 +126,8 @@ def test_an_improper_prior():
 
 
 def test_bad_input(seventy, started):
+    with pytest.raises(ValueError, match=r"rng_key: expected one key, e.g. jax.random.key\(0\), got 0"):
+        fed.fit(wheeze, {}, rng_key=0)
     with pytest.raises(ValueError, match=r'method: expected "vi" or "fsgld", got \'nuts\''):
         fed.fit(wheeze, seventy, method="nuts")
     with pytest.raises(ValueError, match=r"num_draws: expected a whole number >= 1, got 2.5"):

@@ -108,7 +108,7 @@ def check(plan: Plan, guide: Any) -> None:
     if plan.learned:
         raise ValueError(
             f"conducive=True with learned parameters {list(plan.learned)}: expected latent sites alone (numpyro.sample in place of numpyro.param), or "
-            "conducive=False"
+            "fed.SFVI, or conducive=False, which learn them"
         )
     if guide.amortize:
         raise ValueError(
