@@ -81,6 +81,7 @@ class Factors:
     :param rows: name, row group and type of one row of each row argument.
     :param index: row arguments that hold positions in another row group.
     :param transforms: what constrains each latent site, or ``None`` where a draw needs the model.
+    :param undrawn: name and type of each site that is a learned parameter or mutable state.
     """
 
     model: Callable
@@ -90,6 +91,7 @@ class Factors:
     rows: tuple[tuple[str, str, jax.ShapeDtypeStruct], ...]
     index: tuple[tuple[str, str], ...]
     transforms: dict[str, Any] | None = field(compare=False, repr=False)
+    undrawn: tuple[tuple[str, str], ...] = ()
 
     @property
     def dim(self) -> int:

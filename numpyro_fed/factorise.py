@@ -15,10 +15,10 @@ from jax import Array
 from numpyro.distributions import Delta
 from numpyro.distributions.transforms import biject_to
 from numpyro.handlers import seed, substitute, trace
-from numpyro.infer.initialization import init_to_sample, init_to_uniform
+from numpyro.infer.initialization import init_to_sample
 
 from numpyro_fed import _compat
-from numpyro_fed.density import Factors, LocalSite, made_up_rows
+from numpyro_fed.density import Factors, LocalSite
 from numpyro_fed.handlers import is_silo_plate
 from numpyro_fed.silos import Silos
 
@@ -83,20 +83,6 @@ def factorise(
     return factors
 
 
-def site_types(model: Callable, silos: Silos) -> dict[str, str]:
-    """Each site's NumPyro type, of an abstract trace on made-up rows."""
-    specs = tuple((k, silos.group[k], jax.ShapeDtypeStruct(v.shape[1:], v.dtype)) for k, v in silos.rows.items())
-    found: dict[str, str] = {}
-
-    def look(key: Array) -> None:
-        kwargs = {**silos.shared, **made_up_rows(specs, silos.index)}
-        start = substitute(seed(model, key), substitute_fn=init_to_uniform)  # of priors that are improper
-        found.update({name: site["type"] for name, site in trace(start).get_trace(**kwargs).items()})
-
-    jax.eval_shape(look, jax.random.key(0))
-    return found
-
-
 def pooled_factors(model: Callable, sites: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> Factors:
     """The factors of a model as a guide on pooled data sees them: each silo plate is a row group of its own.
 
@@ -138,7 +124,7 @@ def _factorise(
     for base in _PROBES:
         sizes = {group: base + 10 * i for i, group in enumerate(groups)}
         rows = {leaf: jax.ShapeDtypeStruct((sizes[g], *s.shape), s.dtype) for leaf, g, s in specs}
-        *sites, transforms = _probe(model, rows, shared, sizes, public, conditioned)
+        *sites, undrawn, transforms = _probe(model, rows, shared, sizes, public, conditioned)
         found.append(tuple(sites))
     first, second = found
     if first != second:
@@ -156,6 +142,7 @@ def _factorise(
         specs,
         index,
         transforms,
+        undrawn,
     )
 
 
@@ -192,6 +179,7 @@ def _probe(
         seen.update(
             plates=plates,
             latent=latent,
+            undrawn=tuple((n, site["type"]) for n, site in sites.items() if site["type"] in ("param", "mutable")),
             transforms=_compat.transforms(sites),
         )
         return {name: biject_to(sites[name]["fn"].support).inv(sites[name]["value"]) for name, *_ in latent}
@@ -199,7 +187,7 @@ def _probe(
     shapes = jax.eval_shape(run, jax.random.key(0), rows, abstract)
     global_sites, local_sites = _sorted_sites(seen["latent"], {name: x.shape for name, x in shapes.items()})
     plates = tuple(seen["plates"].items())
-    return global_sites, local_sites, plates, seen["transforms"]
+    return global_sites, local_sites, plates, seen["undrawn"], seen["transforms"]
 
 
 def _silo_plates(sites: Mapping[str, Any], sizes: dict[str, int]) -> dict[str, str]:

@@ -12,7 +12,7 @@ import numpy as np
 from jax import Array
 
 from numpyro_fed.density import Factors
-from numpyro_fed.factorise import factorise, site_types
+from numpyro_fed.factorise import factorise
 from numpyro_fed.federation import Cost
 from numpyro_fed.local_map import Units
 from numpyro_fed.mcmc import pilot
@@ -68,7 +68,7 @@ def groundwork(model: Callable, silos: Silos, extra: dict[str, Any], options: Op
         raise ValueError("the model has no global latent site: its silos have nothing in common to learn")
     selection = _selection(options.selection, silos)
     _check_latents(options, factors)
-    _warn_of_params(site_types(model, silos.with_shared(**extra)))
+    _warn_of_params(factors)
     _check_given(options.surrogate, factors, silos)
     silos = silos.with_shared(**extra)
     units = _units(factors, silos)
@@ -214,10 +214,10 @@ def _check_latents(options: Options, factors: Factors) -> None:
         pointing_groups(factors, factors.latent_groups[0])
 
 
-def _warn_of_params(types: dict[str, str]) -> None:
+def _warn_of_params(factors: Factors) -> None:
     """Chains learn no parameters: these stay as they are, as in NumPyro's own kernels. Of networks whose weights are drawn none are left."""
-    drawn = {name.split("/")[0] for name, kind in types.items() if kind == "sample"}
-    kept = [n for n, kind in types.items() if kind == "param" and n.removesuffix("$params") not in drawn]
+    drawn = {name.split("/")[0] for name, _ in factors.global_sites}
+    kept = [n for n, kind in factors.undrawn if kind == "param" and n.removesuffix("$params") not in drawn]
     if kept:
         warnings.warn(
             f"learned parameters {kept} are kept at their first values, since chains learn none; expected numpyro.sample with a prior in place of "

@@ -17,7 +17,7 @@ from numpyro.infer.initialization import init_to_uniform
 
 from numpyro_fed.density import PARAMS, Factors, LearnedModel, made_up_rows
 from numpyro_fed.engines.remote import RemoteSilos, resized
-from numpyro_fed.factorise import factorise, site_types
+from numpyro_fed.factorise import factorise
 from numpyro_fed.local_map import Units
 from numpyro_fed.mixed import MixedSilos
 from numpyro_fed.proof import elements_are_independent, prove, prove_batch
@@ -314,7 +314,7 @@ def _learned(model: Callable, silos: Silos) -> dict[str, tuple[Any, Any]]:
     """Support and first value of the model's ``numpyro.param`` sites."""
     factors = factorise(model, silos)
     plates = dict(factors.plates)
-    if not {"param", "mutable"} & set(site_types(model, silos).values()):
+    if not factors.undrawn:
         return {}
     out = {}
     for name, site in _probe(model, silos, random.key(0), init_to_uniform).items():
