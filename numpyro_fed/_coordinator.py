@@ -23,12 +23,12 @@ from numpyro_fed.engines.wire import connect
 from numpyro_fed.inference_data import to_inference_data
 from numpyro_fed.mcmc.fsgld import FSGLD
 from numpyro_fed.mcmc.remote import RemoteMCMC
+from numpyro_fed.one_call import TOL
 
 __all__ = ["client", "coordinate", "posterior", "server"]
 
 _START = 60.0  # seconds for SuperLink to start
 _MOST_ROUNDS = 1000
-_TOL = 1e-3  # nats that the bound moves in a conducive round
 
 
 def _draw(grid: Any, context: Any) -> None:
@@ -48,9 +48,7 @@ def _draw(grid: Any, context: Any) -> None:
             grace=min(30.0, told["wait"]),
         )
         fresh = not (folder / "checkpoint").exists()
-        silos = connect(
-            messenger, module.model, public=public_of(module), fit=getattr(module, "svi", None), fresh=fresh
-        )
+        silos = connect(messenger, module.model, public=public_of(module), fit=module.svi, fresh=fresh)
         carrier: Any = silos.carrier
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always", UserWarning)
@@ -72,9 +70,9 @@ def posterior(module: ModuleType, silos: RemoteSilos, told: dict[str, Any], chec
 
     :param told: ``chains``, ``warmup``, ``samples``, ``rounds`` (0: a default) and ``seed``.
     """
-    key, svi = jax.random.key(told["seed"]), getattr(module, "svi", None)
+    key, svi = jax.random.key(told["seed"]), module.svi
     if svi is None:
-        kernel, chains = getattr(module, "kernel", None) or FSGLD(module.model), told["chains"]
+        kernel, chains = module.kernel or FSGLD(module.model), told["chains"]
         mcmc = RemoteMCMC(
             kernel, num_warmup=told["warmup"], num_samples=told["samples"], num_chains=chains, checkpoint=checkpoint
         )
@@ -85,7 +83,7 @@ def posterior(module: ModuleType, silos: RemoteSilos, told: dict[str, Any], chec
         key_rounds,
         told["rounds"] or (svi.privacy.num_rounds if svi.privacy is not None else _MOST_ROUNDS),
         silos,
-        tol=_TOL if conducive else None,
+        tol=TOL if conducive else None,
         progress_bar=False,
         checkpoint=checkpoint,
         checkpoint_every=1 if conducive else 10,  # of which there are ten or so, and of others thousands

@@ -51,13 +51,13 @@ def load_model_file(place: str | Path) -> ModuleType:
         raise ValueError(
             f"{place}: kernel: expected fed.FSGLD or another kernel of fed, of this file's model, got {kernel!r}"
         )
+    vars(module).update(svi=svi, kernel=kernel)  # None where it has none
     return module
 
 
 def public_of(module: ModuleType) -> tuple[str, ...]:
     """Observed sites that all silos know, as the file's kernel says."""
-    kernel = getattr(module, "kernel", None)
-    return () if kernel is None else tuple(kernel._options.public)
+    return () if module.kernel is None else tuple(module.kernel._options.public)
 
 
 def silo_of_file(module: ModuleType, name: str, place: str | Path) -> Silos:

@@ -62,9 +62,8 @@ def average_of_nodes(mcmc: MCMC, silos: Silos, idata: Any, log_lik: bool) -> Any
         share = weight.reshape(-1, m, weight.shape[1], *[1] * (x.ndim - 2))
         return jnp.mean(share * grouped, 1)
 
-    constrain = kernel.postprocess_fn((silos,), {})
-    if elsewhere:
-        constrain = lambda z: kernel.factors.constrain_globals(z, silos.shared)  # noqa: E731
+    here = None if elsewhere else kernel.postprocess_fn((silos,), {})
+    constrain = here or (lambda z: kernel.factors.constrain_globals(z, silos.shared))
     posterior = jax.vmap(jax.vmap(constrain))({k: average(k, v) for k, v in z.items()})
     options = {"dims": {k: list(v.dims[2:]) for k, v in idata.posterior.items()}}
     coords = {

@@ -1,6 +1,5 @@
 """The commands ``numpyro-fed silo``, for the person at a silo, and ``numpyro-fed run``, for the coordinator."""
 
-import re
 import sys
 import tempfile
 import time
@@ -11,6 +10,8 @@ import click
 import numpy as np
 
 from numpyro_fed._model_file import load_model_file, public_of, silo_of_file
+from numpyro_fed.engines.nvflare_jobs import NAME
+from numpyro_fed.engines.secure_sum import FEWEST_SILOS
 from numpyro_fed.engines.silo_side import SiloSide
 from numpyro_fed.mcmc._network import NetworkKernel
 from numpyro_fed.proof import prove
@@ -70,19 +71,18 @@ def silo(
         module = load_model_file(model_file)
         place = folder or Path(f"numpyro-fed-{name}")
         with tempfile.TemporaryDirectory() as nothing:  # a check does not look at what former runs left
-            svi = getattr(module, "svi", None)
             side = SiloSide(
                 silo_of_file(module, name, data),
                 module.model,
                 nothing if check else place,
                 public=public_of(module),
-                fit=svi,
+                fit=module.svi,
             )
         # the density at the silo's own rows, and what the fit asks of a model
-        if svi is None:
+        if module.svi is None:
             prove(side.factors, side.silos)
         else:
-            svi.prepared(side.silos)
+            module.svi.prepared(side.silos)
     except Exception as error:  # of a program that the person did not write
         raise click.ClickException(
             str(error) if isinstance(error, ValueError) else f"{model_file}: {type(error).__name__}: {error}"
@@ -136,11 +136,8 @@ def _shared(side: SiloSide) -> list[str]:
     )
 
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-
-
 def _check_name(name: str) -> None:
-    if not _NAME.fullmatch(name):
+    if not NAME.fullmatch(name):
         raise ValueError(f"the silo's name {name!r}: expected letters, digits, '.', '_' and '-'")
 
 
@@ -190,7 +187,7 @@ def _check_fit(svi: Any, num_silos: int, rounds: int) -> None:
     """What the coordinator can say of a study's fit before any silo is there."""
     if svi is None:
         return
-    if svi.secure_sum and num_silos < 3:
+    if svi.secure_sum and num_silos < FEWEST_SILOS:
         raise ValueError(
             f"the study's secure_sum=True wants three silos at least, got {num_silos}: of two, each would know the other's"
         )
@@ -267,13 +264,13 @@ def run(model_file: Path, names: str, tls: Path, keys: Path | None, out: Path, f
             _check_name(name)
         if len(set(silos)) < len(silos):
             raise ValueError(f"--silos {names}: expected each name once")
-        _check_fit(getattr(module, "svi", None), len(silos), options["rounds"])
+        _check_fit(module.svi, len(silos), options["rounds"])
         _, _, port = options["address"].rpartition(":")
         if not (port.isdigit() and 0 < int(port) < 2**16):
             raise ValueError(f"--address {options['address']}: expected host:port, a port from 1 to 65535")
         missing = [str(tls / f) for f in ("server.crt", "server.key", "ca.crt") if not (tls / f).is_file()]
         missing += [str(keys / f"{n}.pub") for n in silos if keys is not None and not (keys / f"{n}.pub").is_file()]
-        nodes, chains = isinstance(getattr(module, "kernel", None), NetworkKernel), options["chains"]
+        nodes, chains = isinstance(module.kernel, NetworkKernel), options["chains"]
         if nodes and chains % len(silos):
             raise ValueError(f"--chains {chains}: of a network every silo has one; expected a multiple of {len(silos)}")
         if missing:

@@ -26,10 +26,10 @@ from numpyro_fed.vi_inference_data import CANDIDATES, POOR, check_num_draws
 if TYPE_CHECKING:
     from arviz import InferenceData
 
-__all__ = ["fit"]
+__all__ = ["TOL", "fit"]
 
 _MOST_ROUNDS = 40
-_TOL = 1e-3  # nats that the bound moves in a round
+TOL = 1e-3  # nats that the bound moves in a round
 _CHAINS, _WARMUP = 4, 200
 
 
@@ -82,7 +82,7 @@ def fit(
         )
     key_rounds, key_draws, key_chains = jax.random.split(rng_key, 3)
     avg = _settable(model, silos)
-    result = avg.run(key_rounds, _MOST_ROUNDS, silos, tol=_TOL, progress_bar=progress_bar)
+    result = avg.run(key_rounds, _MOST_ROUNDS, silos, tol=TOL, progress_bar=progress_bar)
     words, settled = _of_rounds(result)
     if method == "vi":
         idata, more, verdict, mend = _last_round(avg, result, silos, num_draws, key_draws, settled)

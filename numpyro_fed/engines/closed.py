@@ -18,11 +18,10 @@ import numpy as np
 
 from numpyro_fed.engines.packing import pack
 from numpyro_fed.engines.remote import Call
-from numpyro_fed.engines.secure_sum import MOST_SILOS, Keys, masked, secret_file
+from numpyro_fed.engines.secure_sum import FEWEST_SILOS, MOST_SILOS, Keys, masked, secret_file
 
 __all__ = ["Closed"]
 
-_FEWEST = 3  # silos of a sum: of two, each knows the other's
 _INIT, _ROUND, _ESTIMATE = "InitLocal", "RoundLocal", "EstimateLocal"
 
 
@@ -67,9 +66,9 @@ class Closed:
         if len(set(names)) != len(names):
             raise ValueError(f"expected each silo's name once, got {list(names)}")
         if self.keys is not None:
-            if not _FEWEST <= len(names) <= MOST_SILOS:
+            if not FEWEST_SILOS <= len(names) <= MOST_SILOS:
                 raise ValueError(
-                    f"secure_sum with {len(names)} silos; expected {_FEWEST} to {MOST_SILOS}: of two, each would know the other's"
+                    f"secure_sum with {len(names)} silos; expected {FEWEST_SILOS} to {MOST_SILOS}: of two, each would know the other's"
                 )
             self.shared = self.keys.shared(names)
         place, self.roster = self.folder / "joined.txt", _hash(roster)

@@ -17,7 +17,7 @@ TASK, SETTINGS, RESULT, ERROR = "answer", "fed.json", "result.bin", "error.txt"
 PACKAGE = "numpyro_fed.engines.nvflare."  # what sites have to allow
 ALLOWED, SILOS = "NUMPYRO_FED_ALLOWED", "NUMPYRO_FED_SILOS"  # a site's environment variables
 PERIOD = 0.05
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 def prepare_kit(kit: str | Path) -> Path:
@@ -72,7 +72,7 @@ def write_job(
         raise ValueError(f"period={period!r}; expected a number of seconds above zero")
     if not patience > 0:
         raise ValueError(f"patience={patience!r}; expected a number of seconds above zero")
-    if directory is not None and not _NAME.fullmatch(directory):
+    if directory is not None and not NAME.fullmatch(directory):
         raise ValueError(f"directory={directory!r}; expected a plain name, since each site has its own place for it")
     server = {
         "format_version": 2,
@@ -105,7 +105,7 @@ def _check_names(names: Sequence[str]) -> None:
     twice = sorted({name for name in names if list(names).count(name) > 1})
     if twice:
         raise ValueError(f"silos {twice} are listed more than once; expected each name once")
-    wrong = [name for name in names if not _NAME.fullmatch(name) or name == "server"]
+    wrong = [name for name in names if not NAME.fullmatch(name) or name == "server"]
     if wrong or not names:
         raise ValueError(
             f"silos {wrong or list(names)}: expected names of letters, digits, '.', '_' and '-', not 'server'"

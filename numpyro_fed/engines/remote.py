@@ -276,8 +276,7 @@ class RemoteSilos(Silos):
         :param all_needed: whether each has to be answered, or one is enough.
         :raises SiloError: naming the silos that did not.
         """
-        replies, times = self.ask(calls) if calls else [], np.ones(len(calls), np.int64)
-        replies = list(replies)
+        replies, times = list(self.ask(calls)) if calls else [], np.ones(len(calls), np.int64)
         for left in range(TRIES - 1, -1, -1):
             silent = [i for i, reply in enumerate(replies) if reply is None]
             if not silent or not (all_needed or len(silent) == len(calls)):

@@ -19,10 +19,11 @@ from typing import Any
 import jax
 import numpy as np
 
-__all__ = ["LARGEST", "MOST_SILOS", "Keys", "masked", "opened", "secret_file", "types_masked"]
+__all__ = ["FEWEST_SILOS", "LARGEST", "MOST_SILOS", "Keys", "masked", "opened", "secret_file", "types_masked"]
 
 _RESOLUTION = 2.0**-20
 LARGEST = 2.0**30  # of a silo's number
+FEWEST_SILOS = 3  # of a sum: of two, each knows the other's
 MOST_SILOS = 2**13  # the sum of so many has room in 64 bits
 
 
