@@ -1,7 +1,6 @@
 """Silos whose rows are elsewhere: the same draws as at hand, nothing of the rows across, and what happens when one is silent."""
 
 import importlib
-import os
 import subprocess
 import sys
 import warnings
@@ -17,6 +16,7 @@ from jax import random
 from numpyro.infer import MCMC
 from registry import ENTRIES
 from small_models import intercepts, intercepts_silos, linear, linear_silos
+from spmd_processes import saved_by
 
 import numpyro_fed as fed
 from numpyro_fed.engines import spmd
@@ -369,21 +369,7 @@ np.savez(sys.argv[3] + str(process), beta=np.asarray(mcmc.get_samples(group_by_c
 def test_processes_draw_what_one_draws(tmp_path, processes, rounds):
     runs = {"warmup": WARMUP, "samples": rounds - WARMUP, "chains": CHAINS}
     code = _PROCESS.format(tests=str(Path(__file__).parent), processes=processes, **runs)
-    port, place = str(spmd._free_port()), str(tmp_path / "process")
-    command = [sys.executable, "-c", code]
-    started = [
-        subprocess.Popen(
-            [*command, str(i), port, place], stderr=subprocess.PIPE, env={**os.environ, "JAX_PLATFORMS": "cpu"}
-        )
-        for i in range(processes)
-    ]
-    try:
-        errors = [p.communicate(timeout=480)[1] for p in started]
-    finally:
-        for p in started:
-            p.kill()
-    assert [p.returncode for p in started] == [0] * processes, errors
-    one, *others = (np.load(f"{place}{i}.npz") for i in range(processes))
+    one, *others = saved_by(code, processes, tmp_path)
     for other in others:
         np.testing.assert_array_equal(one["beta"], other["beta"])
     silos = linear_silos()

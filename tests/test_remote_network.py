@@ -1,8 +1,5 @@
 """Networks of nodes whose silos are elsewhere: the draws of the same network at hand, what crosses, and what is refused."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
@@ -13,11 +10,11 @@ from jax import random
 from network_law import PERIODIC
 from numpyro.infer import MCMC
 from small_models import intercepts, intercepts_silos, linear, linear_silos, scale_model, scale_silos
+from spmd_processes import saved_by
 from test_wire import INTERCEPTS, Messages
 
 import numpyro_fed as fed
 from numpyro_fed import storage
-from numpyro_fed.engines import spmd
 from numpyro_fed.engines.wire import connect
 from numpyro_fed.factorise import factorise
 from numpyro_fed.mcmc.remote_network import NodeLocal
@@ -297,19 +294,7 @@ np.savez(sys.argv[3] + str(process), mu=np.asarray(mcmc.get_samples(group_by_cha
 
 @pytest.mark.slow
 def test_two_processes_draw_what_one_draws(tmp_path):
-    port, place = str(spmd._free_port()), str(tmp_path / "process")
-    command = [sys.executable, "-c", _PROCESS.format(tests=str(Path(__file__).parent))]
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    started = [
-        subprocess.Popen([*command, str(i), port, place], stderr=subprocess.PIPE, env=environment) for i in range(2)
-    ]
-    try:
-        errors = [p.communicate(timeout=480)[1] for p in started]
-    finally:
-        for p in started:
-            p.kill()
-    assert [p.returncode for p in started] == [0, 0], errors
-    one, other = (np.load(f"{place}{i}.npz") for i in range(2))
+    one, other = saved_by(_PROCESS.format(tests=str(Path(__file__).parent)), 2, tmp_path)
     np.testing.assert_array_equal(one["mu"], other["mu"])
     kernel, _ = CASES["element latents"]
     names = one["names"].tolist()

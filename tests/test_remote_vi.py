@@ -1,9 +1,6 @@
 """Variational fits over silos whose rows are elsewhere: the same rounds as at hand, nothing of the rows across, and silos that are silent."""
 
 import itertools
-import os
-import subprocess
-import sys
 import warnings
 from contextlib import nullcontext
 from pathlib import Path
@@ -17,6 +14,7 @@ import optax
 import pytest
 from jax import random
 from small_models import INTERCEPTS_CALLS, intercepts, intercepts_silos, linear, linear_silos
+from spmd_processes import saved_by
 from vi_models import (
     hierarchy,
     hierarchy_guide,
@@ -28,7 +26,6 @@ from vi_models import (
 )
 
 import numpyro_fed as fed
-from numpyro_fed.engines import spmd
 from numpyro_fed.vi.remote import InitLocal, RoundLocal
 
 ADAM, ROUNDS = optax.adam(0.02), 12
@@ -547,21 +544,7 @@ np.savez(sys.argv[3] + str(process), losses=result.losses, loc=np.asarray(result
 
 def test_two_processes_fit_what_one_fits(tmp_path):
     code = _PROCESS.format(tests=str(Path(__file__).parent), rounds=ROUNDS)
-    port, place = str(spmd._free_port()), str(tmp_path / "process")
-    command = [sys.executable, "-c", code]
-    started = [
-        subprocess.Popen(
-            [*command, str(i), port, place], stderr=subprocess.PIPE, env={**os.environ, "JAX_PLATFORMS": "cpu"}
-        )
-        for i in range(2)
-    ]
-    try:
-        errors = [p.communicate(timeout=280)[1] for p in started]
-    finally:
-        for p in started:
-            p.kill()
-    assert [p.returncode for p in started] == [0, 0], errors
-    one, other = (np.load(f"{place}{i}.npz") for i in range(2))
+    one, other = saved_by(code, 2, tmp_path, timeout=280)
     np.testing.assert_array_equal(one["losses"], other["losses"])
     np.testing.assert_array_equal(one["loc"], other["loc"])
     in_their_order = fed.Silos({n: {k: np.asarray(v) for k, v in WHEEZE[n].items()} for n in one["names"].tolist()})
