@@ -12,12 +12,17 @@ sites is a natural-gradient step of length one on the pooled bound
 .. math:: E_q \Big[ \log p(\theta) + \sum_s \log p(y_s \mid \theta) - \log q(\theta) \Big],
 
 a Newton step near its optimum, whatever the partition. Where the posterior is skewed such steps overshoot by turns; the server corrects them
-by Anderson's acceleration of the fixed-point iteration (Walker & Ni 2011), which costs no message. With diagonal sites it is
-a step of Jacobi's method, far too long where coordinates are correlated: its length is then that of Barzilai & Borwein (1988), and it takes tens of rounds. Each silo contributes what it has, and all others' sites stand in for what it lacks, as
+by Anderson's acceleration of the fixed-point iteration (Walker & Ni 2011), which costs no message. With diagonal sites it would be
+a step of Jacobi's method, far too long where coordinates are correlated: the server then learns how they pull together from its own last rounds
+(:mod:`numpyro_fed.vi.quasi_newton`), in tens of them. Each silo contributes what it has, and all others' sites stand in for what it lacks, as
 conducive gradients do for Langevin steps. A silo that does not answer keeps its site, so that missing replies slow the rounds
 and do not move their fixed point. Its local map is regressed on the same points.
 
-Law and bias: the Gaussian nearest to the posterior of theta in KL(q || p), latents integrated by quadrature (for several together: Laplace). No randomness.
+Diagonal sites of more than 256 dimensions are averages over 512 pairs of points, others in each round, and with ``batch_size`` each pair of points looks at so many of a silo's rows
+(:mod:`numpyro_fed.vi.pairs`).
+
+Law and bias: the Gaussian nearest to the posterior of theta in KL(q || p), latents integrated by quadrature (for several together: Laplace). No randomness but that of points beyond 256
+dimensions, which leaves q's mean and sds with noise.
 What leaves a silo in a round: how its site changed, ``d + d (d + 1) / 2`` numbers (diagonal: ``2 d``), its mean log likelihood, and whether all is finite.
 
 References: the sites are those of partitioned variational inference (Ashman et al. 2022), where each silo goes to its own optimum; the step is the
@@ -37,20 +42,18 @@ from jax import Array, random
 from numpyro_fed.federation import Federated
 from numpyro_fed.storage import SiloRows
 from numpyro_fed.surrogates.gaussian import matvec
-from numpyro_fed.surrogates.least_squares import fit_map, fit_score
-from numpyro_fed.surrogates.local_score import Message as Points
-from numpyro_fed.surrogates.local_score import look, points_at_once
-from numpyro_fed.surrogates.points import sobol_normal
+from numpyro_fed.vi.pairs import fewest_rows
 from numpyro_fed.vi.plan import Plan
+from numpyro_fed.vi.quasi_newton import Memory
 from numpyro_fed.vi.rounds import VIState
 from numpyro_fed.vi.scales import relative
 from numpyro_fed.vi.sfvi import Info, all_finite
+from numpyro_fed.vi.silo_site import at_once_of, changing, num_points, prior_site, silo_site, whitening
 from numpyro_fed.vi.sites import History, Site, carried, packed, product, unpacked
 
-__all__ = ["SETTLED", "JointUnits", "check", "federated", "init_silo", "num_points", "say_how_it_ended"]
+__all__ = ["SETTLED", "JointUnits", "check", "federated", "init_silo", "say_how_it_ended"]
 
 _CAREFUL = 0.7  # share of a step that is taken where silos did not answer
-_MOST_DIAGONAL = 1024  # points that a diagonal precision is worth
 SETTLED = 0.1  # sds that q moves in a round
 _MOST_MISSING = 0.5  # share of a silo's points that may be no numbers
 
@@ -69,7 +72,7 @@ class Server(NamedTuple):
     params: dict[str, Array]
     average: None
     sites: Site
-    history: History
+    history: History | Memory
     moved: Array
     held: Array
     i: Array
@@ -86,9 +89,10 @@ class SiloState(NamedTuple):
 
 
 class Message(NamedTuple):
-    """To every silo: q's parameters."""
+    """To every silo: q's parameters, and which points."""
 
     params: dict[str, Array]
+    turn: Array
 
 
 class Reply(NamedTuple):
@@ -103,7 +107,7 @@ class JointUnits(ValueError):
     """Elements of the silo plates depend on each other, so that a silo's latents are one unit, and the guide holds them apart."""
 
 
-def check(plan: Plan, guide: Any) -> None:
+def check(plan: Plan, guide: Any, stacks: list[SiloRows]) -> None:
     """Refuse what conducive rounds do not cover, in words."""
     if plan.learned:
         raise ValueError(
@@ -116,6 +120,18 @@ def check(plan: Plan, guide: Any) -> None:
             "regressed"
         )
     local = [f for f in plan.families if f.has_local]
+    if plan.batch is not None:
+        group, size = plan.batch
+        if local:
+            raise ValueError(
+                f"batch_size={size} with conducive=True and latents in the silos: expected batch_size=None, as these are integrated out at all points"
+            )
+        largest = max(dict(rows.pad)[group] for rows in stacks)
+        if size < fewest_rows(largest, num_points(plan)):
+            raise ValueError(
+                f"batch_size={size} with conducive=True: expected at least {fewest_rows(largest, num_points(plan))}, so that {num_points(plan) // 2} pairs of "
+                f"points together look at each of the {largest:,} rows of the largest silo; a larger num_local_steps makes more pairs"
+            )
     if local and not (guide.coupling and guide.scale_coupling):
         raise ValueError(
             "conducive=True: expected a guide with coupling=True and scale_coupling=True, as its local maps are regressed on theta, got "
@@ -168,28 +184,25 @@ def say_how_it_ended(names: tuple[str, ...], state: VIState, summed: bool = Fals
         )
 
 
-def num_points(steps: int, dim: int, full: bool) -> int:
-    """Positions of theta at which silos look: a power of two, at least ``steps``, 64, and four times as many as dimensions (diagonal: up to 1,024)."""
-    return 2 ** math.ceil(math.log2(max(64, steps, 4 * dim if full else min(4 * dim, _MOST_DIAGONAL))))
-
-
 def federated(plan: Plan, stacks: list[SiloRows]) -> Federated:
     """The algorithm as ``init / broadcast / local / merge``."""
-    at_once = min(_at_once(plan, rows, len(rows.number)) for rows in stacks)
+    at_once = min(at_once_of(plan, rows, len(rows.number)) for rows in stacks)
     return Federated(
-        partial(init, plan), broadcast, partial(local, plan, at_once=at_once), partial(merge, plan, stacks[0])
+        partial(init, plan),
+        partial(broadcast, plan),
+        partial(local, plan, at_once=at_once),
+        partial(merge, plan, stacks[0]),
     )
-
-
-def _at_once(plan: Plan, rows: SiloRows, num_silos: int) -> int:
-    """Points at which so many silos look together."""
-    family = plan.families[rows.part]
-    return points_at_once(num_silos * max(n for _, n in rows.pad), family.units(rows) if family.has_local else None)
 
 
 def _no_site(plan: Plan) -> Site:
     d = plan.factors.dim
     return Site(jnp.zeros(d), jnp.zeros((d, d) if plan.families[0].global_cov == "full" else d))
+
+
+def _nothing_known(plan: Plan) -> History | Memory:
+    full = plan.families[0].global_cov == "full"
+    return History.none(_no_site(plan)) if full else Memory.none(plan.factors.dim)
 
 
 def init(plan: Plan, key: Array, params: dict[str, Array]) -> Server:
@@ -199,7 +212,7 @@ def init(plan: Plan, key: Array, params: dict[str, Array]) -> Server:
         params,
         None,
         _no_site(plan),
-        History.none(_no_site(plan)),
+        _nothing_known(plan),
         jnp.full((), jnp.inf, jnp.result_type(float)),
         zero,
         zero,
@@ -213,27 +226,10 @@ def init_silo(plan: Plan, part: int, params: dict[str, Array], local: Any) -> Si
     return SiloState(local, params, _no_site(plan), jnp.zeros(1, jnp.int32))
 
 
-def broadcast(key: Array, server: Server) -> Message:
+def broadcast(plan: Plan, key: Array, server: Server) -> Message:
     """Send q."""
     del key
-    return Message(server.params)
-
-
-def _whitening(plan: Plan, params: dict[str, Array]) -> Points:
-    """q's mean and root, and the points: the same in every round and silo, so that rounds are a fixed-point iteration."""
-    family, constrained = plan.families[0], plan.constrain(params)
-    d, full = plan.factors.dim, family.global_cov == "full"
-    scale = constrained[f"{family.prefix}_scale_tril" if full else f"{family.prefix}_scale"]
-    points = jnp.asarray(_table(num_points(plan.num_local_steps, d, full), d), scale.dtype)
-    return Points(constrained[f"{family.prefix}_loc"], scale, points, jnp.ones(len(points)))
-
-
-def _table(num: int, dim: int) -> np.ndarray:
-    """Antithetic points with variances of exactly one and, where they are enough, no correlation, so that the diagonal of a constant precision is exact."""
-    points = sobol_normal(num, dim, 0)
-    if num >= 4 * dim:
-        return np.linalg.solve(np.linalg.cholesky(points.T @ points / num), points.T).T
-    return points / np.sqrt(np.mean(points**2, axis=0))
+    return Message(server.params, server.i if changing(plan) else jnp.zeros_like(server.i))
 
 
 def local(
@@ -244,22 +240,14 @@ def local(
     :param at_once: points that are looked at together; ``None``: as many as a silo alone may.
     """
     del key
-    at_once = _at_once(plan, rows, 1) if at_once is None else at_once
+    at_once = at_once_of(plan, rows, 1) if at_once is None else at_once
     family = plan.families[rows.part]
-    units = family.units(rows) if family.has_local else None
-    asked = _whitening(plan, message.params)
-    found = look(family.factors, units, asked, rows, at_once)
-    weights = found.weights / jnp.maximum(found.weights.mean(), 1e-30)
-    new = Site(*fit_score(asked.points, found.scores, weights, asked.scale.ndim == 2)[:2])
+    asked, own = whitening(plan, message.params), state.params
+    value, new, fine, own = silo_site(plan, asked, message.turn, own, rows, at_once)
     old, now = plan.constrain(state.base), plan.constrain(message.params)
     moved = family.whiten(old, now[f"{family.prefix}_loc"]), relative(family.scale(old), family.scale(now))
     site = carried(state.site, *moved)
-    value = jnp.mean(jnp.where(found.weights > 0, found.values, 0.0) * weights)
-    own = state.params
-    if units is not None:
-        rows_of_map = fit_map(asked.points, *found.latents[0], weights, bent=False)
-        own = type(own)(**{k: None if v is None else getattr(rows_of_map, k) for k, v in vars(own).items()})
-    finite = all_finite((new, value, own)) & (jnp.mean(found.weights > 0) >= 1 - _MOST_MISSING)
+    finite = all_finite((new, value, own)) & (fine >= 1 - _MOST_MISSING)
     kept = SiloState(own, message.params, new, state.missed)
     # a silo whose numbers are not finite says nothing in this round, and keeps what it had
     kept = jax.tree.map(lambda x, y: jnp.where(finite, x, y), kept, state)._replace(missed=state.missed + ~finite)
@@ -280,50 +268,41 @@ def merge(
     heard = heard if weights is None else heard & (weights > 0)
     gained = jax.tree.map(lambda x: jnp.where(heard.reshape(-1, *[1] * (x.ndim - 1)), x, 0.0).sum(0), replies.gained)
     sites = jax.tree.map(jnp.add, server.sites, unpacked(gained, server.sites))
-    asked = _whitening(plan, server.params)
-    prior, own = _prior_site(plan, server.params, asked, rows)
+    asked = whitening(plan, server.params)
+    prior, own = prior_site(plan, server.params, asked, server.i, rows)
     total = jax.tree.map(jnp.add, sites, prior)
-    one = jnp.ones(()) if total.precision.ndim == 1 else jnp.eye(plan.factors.dim)
-    residual = Site(total.linear, total.precision - one)
-    everyone = jnp.array(True) if weights is None else (weights > 0).all()
-    step, history = server.history.step(residual)
-    step = jax.tree.map(lambda x, y: jnp.where(everyone, x, _CAREFUL * y), step, residual)
-    loc, root, _, held = product(Site(step.linear, one + step.precision))
-    moved, held_one = product(total)[2:]
-    held = held | held_one
-    if root.ndim == 1:
-        history = history._replace(taken=Site(loc / root**2, root**-2 - one))  # which tells the length of the next step
-    # nothing is learned from steps in which old sites stood for silos that did not answer, and no acceleration from what was held back
-    told = everyone if root.ndim == 1 else everyone & ~held
-    history = jax.tree.map(lambda x, y: jnp.where(told, x, y), history, History.none(_no_site(plan)))
-    constrained = plan.constrain(server.params)
-    mean = constrained[f"{family.prefix}_loc"] + matvec(asked.scale, loc)
-    if root.ndim == 1:
-        new = {f"{family.prefix}_loc": mean, f"{family.prefix}_scale": asked.scale * root}
-    else:
-        new = {f"{family.prefix}_loc": mean, f"{family.prefix}_scale_tril": asked.scale @ root}
-    params, sites = plan.unconstrain(new), carried(sites, loc, root)
-    history = history.carried(loc, root)
     loss = -(own + jnp.sum(jnp.where(heard, replies.value, 0.0)))
+    everyone = jnp.array(True) if weights is None else (weights > 0).all()
+    mean = plan.constrain(server.params)[f"{family.prefix}_loc"]
+    history: History | Memory
+    if isinstance(server.history, Memory):
+        move, history = server.history.move(
+            mean, asked.scale, total, -loss, everyone & heard.all(), changing=changing(plan)
+        )
+        new = {f"{family.prefix}_loc": move.loc, f"{family.prefix}_scale": move.scale}
+        shift, factor, moved, held = (move.loc - mean) / asked.scale, move.scale / asked.scale, move.moved, move.held
+    else:
+        shift, factor, moved, held, history = _newton(server.history, total, everyone)
+        new = {
+            f"{family.prefix}_loc": mean + matvec(asked.scale, shift),
+            f"{family.prefix}_scale_tril": asked.scale @ factor,
+        }
+    params, sites = plan.unconstrain(new), carried(sites, shift, factor)
     state = Server(
         params, None, sites, history, moved, server.held + held, server.i + 1, random.split(server.rng_key)[0]
     )
     return state, Info(loss, all_finite((params, sites, loss)), jnp.array(-1))
 
 
-def _prior_site(plan: Plan, params: dict[str, Array], asked: Points, rows: SiloRows) -> tuple[Site, Array]:
-    """The prior's site, and ``E_q[log p(theta) - log q(theta)]``."""
-    family, d = plan.families[0], plan.factors.dim
-    constrained = plan.constrain(params)
-
-    def log_prior(u: Array) -> Array:
-        return plan.log_prior(asked.loc + matvec(asked.scale, u), constrained, rows)
-
-    values, scores = jax.vmap(jax.value_and_grad(log_prior))(asked.points)
-    fine = jnp.isfinite(values) & jnp.isfinite(scores).all(-1)
-    weights = fine / jnp.maximum(fine.mean(), 1e-30)
-    linear, precision, _ = fit_score(
-        asked.points, jnp.where(fine[:, None], scores, 0.0), weights, asked.scale.ndim == 2
-    )
-    entropy = family.scale(constrained).log_det() + 0.5 * d * (1 + math.log(2 * math.pi))
-    return Site(linear, precision), jnp.mean(jnp.where(fine, values, 0.0) * weights) + entropy
+def _newton(history: History, total: Site, everyone: Array) -> tuple[Array, Array, Array, Array, History]:
+    """The natural-gradient step of a full q: where it goes, whitened by what it was, its root, sds, whether it was held back, and the history."""
+    one = jnp.eye(len(total.linear))
+    residual = Site(total.linear, total.precision - one)
+    step, history = history.step(residual)
+    step = jax.tree.map(lambda x, y: jnp.where(everyone, x, _CAREFUL * y), step, residual)
+    loc, root, _, held = product(Site(step.linear, one + step.precision))
+    moved, held_one = product(total)[2:]
+    held = held | held_one
+    # nothing is learned from steps in which old sites stood for silos that did not answer, and no acceleration from what was held back
+    history = jax.tree.map(lambda x, y: jnp.where(everyone & ~held, x, y), history, History.none(total))
+    return loc, root, moved, held, history.carried(loc, root)

@@ -15,7 +15,7 @@ from jax import Array, random
 
 from numpyro_fed.storage import SiloRows, gather
 
-__all__ = ["Batch", "pick", "systematic"]
+__all__ = ["Batch", "pick", "rows_at", "systematic"]
 
 
 @dataclass(frozen=True)
@@ -56,14 +56,7 @@ def pick(family: Any, size: tuple[str, int] | None, key: Array, rows: SiloRows) 
     count = jnp.minimum(shown, total)
     place = jnp.minimum(systematic(random.randint(key, (), 0, total), total, count, shown), total - 1)
     place = jnp.where(jnp.arange(shown) < count, place, place[0])
-    groups = {leaf: g for leaf, g, _ in family.factors.rows}
-    batch = replace(
-        rows,
-        rows={k: v[place] if groups[k] == group else v for k, v in rows.rows.items()},
-        sizes={**rows.sizes, group: count},
-        order={**rows.order, group: rows.order[group][place]},
-        pad=tuple((g, shown if g == group else n) for g, n in rows.pad),
-    )
+    batch = rows_at(family, group, place, count, rows)
     stands_for = total.astype(jnp.result_type(float)) / count
     if family.group != group:
         return Batch(batch, {group: stands_for}, 1.0, lambda tree: tree, lambda _, new: new)
@@ -73,3 +66,15 @@ def pick(family: Any, size: tuple[str, int] | None, key: Array, rows: SiloRows) 
         return jax.tree.map(lambda x, y: x.at[inside].set(y, mode="drop"), tree, new)
 
     return Batch(batch, {}, stands_for, lambda tree: gather(tree, place), put)
+
+
+def rows_at(family: Any, group: str, place: Array, count: Array, rows: SiloRows) -> SiloRows:
+    """Some rows of a group as a silo of their own, of which the first ``count`` are real."""
+    groups = {leaf: g for leaf, g, _ in family.factors.rows}
+    return replace(
+        rows,
+        rows={k: v[place] if groups[k] == group else v for k, v in rows.rows.items()},
+        sizes={**rows.sizes, group: count},
+        order={**rows.order, group: rows.order[group][place]},
+        pad=tuple((g, len(place) if g == group else n) for g, n in rows.pad),
+    )

@@ -57,14 +57,11 @@ class Options:
         return self
 
     def _check_conducive(self) -> None:
-        for name in ("optim", "local_optim", "batch_size"):
+        for name in ("optim", "local_optim"):
             if getattr(self, name) is not None:
-                why = (
-                    "a silo's marginal likelihood needs all its rows"
-                    if name == "batch_size"
-                    else "its steps are natural gradients"
+                raise ValueError(
+                    f"{name}: expected None with conducive=True (its steps are natural gradients), got {getattr(self, name)!r}"
                 )
-                raise ValueError(f"{name}: expected None with conducive=True ({why}), got {getattr(self, name)!r}")
 
     def check_rounds(self, num_rounds: int, tol: Any, participation: Any, answering: Any, state: Any) -> None:
         """Refuse what makes no sense with a budget of privacy, or with sums."""

@@ -325,6 +325,8 @@ def _learned(model: Callable, silos: Silos) -> dict[str, tuple[Any, Any]]:
                     "it a latent site, or move it out of the plate"
                 )
             value = jax.tree.map(as_float, site["value"])  # a network's weights are a pytree
+            if not jax.tree.leaves(value):
+                continue  # a network whose weights are all drawn
             out[name] = (site["kwargs"].get("constraint", constraints.real), value)
         elif site["type"] == "mutable":
             raise ValueError(f"mutable site {name!r}: expected a model without mutable state")

@@ -219,7 +219,7 @@ class SFVIAvg(FederatedVI):
     :param conducive: the silos keep Gaussian sites, whose product is q, in place of averages: the pooled optimum in about ten rounds, without
         optimisers (:mod:`numpyro_fed.vi.conducive`). Losses are then minus the pooled bound, latents integrated out.
     :param local_optim: likewise.
-    :param batch_size: likewise.
+    :param batch_size: likewise; conducive: rows at which each pair of points looks, at least so many that all pairs together look at every row.
     :param validate: likewise.
     :param secure_sum: likewise, of conducive rounds, and of guides with a diagonal ``global_cov``.
     :raises TypeError: as :class:`SFVI`.
@@ -296,7 +296,7 @@ class SFVIAvg(FederatedVI):
         """As of every variational method; conducive rounds have no gradients for learned parameters, and say so."""
         prepared = super().prepared(silos)
         if self._options.conducive:
-            conducive_rounds.check(prepared.plan, self.guide)
+            conducive_rounds.check(prepared.plan, self.guide, prepared.stacks)
         return prepared
 
     def _taken_from(self, result: Any, prepared: Prepared, params: dict) -> tuple[dict, Any]:

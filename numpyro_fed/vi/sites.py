@@ -1,8 +1,7 @@
 r"""Gaussian sites: what a server adds, how far it goes at once, and what it remembers of the rounds before.
 
 Sites are natural parameters in coordinates :math:`u = L^{-1}(\theta - \mu)` whitened by the current q, in which q is N(0, I) and nothing cancels in float32.
-:class:`History` is Anderson's acceleration of the fixed-point iteration (Walker & Ni 2011), lengths being those of q's Fisher information; of diagonal
-sites, which know nothing of how coordinates pull together, it is the length of a step (Barzilai & Borwein 1988).
+:class:`History` is Anderson's acceleration of the fixed-point iteration (Walker & Ni 2011), lengths being those of q's Fisher information; for full precisions.
 """
 
 from typing import NamedTuple
@@ -61,11 +60,8 @@ class History(NamedTuple):
         of_now = jnp.concatenate([residual.linear, residual.precision.ravel() * 0.5**0.5])
         gram = lengths @ lengths.T
         gram = gram + jnp.diag(jnp.where(jnp.diagonal(gram) > 0, 1e-4 * jnp.diagonal(gram), 1.0))
-        share, length = jnp.linalg.solve(gram, lengths @ of_now), jnp.ones(())
-        if residual.precision.ndim == 1:
-            taken = jnp.concatenate([steps.linear[0], steps.precision[0] * 0.5**0.5])
-            share, length = jnp.zeros_like(share), _length(taken, lengths[0])
-        step = jax.tree.map(lambda r, x, y: length * r - jnp.tensordot(share, x + y, 1), residual, steps, changes)
+        share = jnp.linalg.solve(gram, lengths @ of_now)
+        step = jax.tree.map(lambda r, x, y: r - jnp.tensordot(share, x + y, 1), residual, steps, changes)
         return step, History(steps, changes, residual, step, jnp.array(True))
 
     def carried(self, shift: Array, factor: Array) -> "History":
@@ -76,13 +72,6 @@ class History(NamedTuple):
 
         several = jax.vmap(one)
         return History(several(self.steps), several(self.changes), one(self.residual), one(self.taken), self.known)
-
-
-def _length(taken: Array, change: Array) -> Array:
-    """Barzilai and Borwein's step for a residual that changed so; of a first step, or where the residual grew along it, what can do no harm."""
-    falls = -taken @ change
-    known = falls / jnp.maximum(change @ change, 1e-30)
-    return jnp.minimum(1.0, jnp.where(falls > 0, known, len(taken) ** -0.5))
 
 
 def packed(site: Site) -> Site:
@@ -110,18 +99,12 @@ def carried(site: Site, shift: Array, factor: Array) -> Site:
 def product(site: Site) -> tuple[Array, Array, Array, Array]:
     """Mean and square root of the new q in the old one's coordinates, how far that is, and whether q was held back."""
     linear, precision = site
-    if precision.ndim == 1:
-        values, vectors = precision, None
-    else:
-        values, vectors = jnp.linalg.eigh(0.5 * (precision + precision.T))
-        linear = vectors.T @ linear
+    values, vectors = jnp.linalg.eigh(0.5 * (precision + precision.T))
     curvature = jnp.maximum(jnp.abs(values), _FLATTEST)  # where q is no density, a step uphill all the same
-    step = linear / curvature
+    step = (vectors.T @ linear) / curvature
     far = jnp.abs(step) > _FARTHEST
     curvature = jnp.where(far, _FLATTEST, curvature)
     step = jnp.clip(step, -_FARTHEST, _FARTHEST)
     held = far.any() | (values < _FLATTEST).any()
     moved = jnp.maximum(jnp.abs(step).max(), 0.5 * jnp.abs(jnp.log(curvature)).max())
-    if vectors is None:
-        return step, curvature**-0.5, moved, held
     return vectors @ step, jnp.linalg.cholesky((vectors / curvature) @ vectors.T), moved, held

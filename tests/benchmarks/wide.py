@@ -1,6 +1,6 @@
 """Conducive rounds in many dimensions: logistic regression on 20 d rows in ten shifted silos, q full or diagonal.
 
-    python tests/benchmarks/wide.py [--rounds 100]
+    python tests/benchmarks/wide.py [--rounds 60]
 
 A row for each d and form of q: rounds until bound and q stand still, kilobytes up of a silo, seconds (compilation included), Pareto's k of the last round, and against the Gaussian at the posterior's mode the
 range of the sd ratios (full: of marginal sds; diagonal: of conditional ones, which are what such a q has).
@@ -74,7 +74,8 @@ def row(dim: int, cov: str, rounds: int) -> dict[str, Any]:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--rounds", type=int, default=100)
+    parser.add_argument("--rounds", type=int, default=60)
     args = parser.parse_args()
-    found = [row(dim, cov, args.rounds) for cov in ("full", "diag") for dim in (20, 100, 200)]
+    sizes = {"full": (20, 100, 200), "diag": (20, 100, 200, 1000)}
+    found = [row(dim, cov, args.rounds) for cov, dims in sizes.items() for dim in dims]
     print(pd.DataFrame(found).to_string(index=False))
