@@ -42,6 +42,7 @@ from jax import Array, random
 from numpyro_fed.federation import Federated
 from numpyro_fed.storage import SiloRows
 from numpyro_fed.surrogates.gaussian import matvec
+from numpyro_fed.vi.local_steps import all_rows, first_optim_states, row_count, steps
 from numpyro_fed.vi.pairs import fewest_rows
 from numpyro_fed.vi.plan import Plan
 from numpyro_fed.vi.quasi_newton import Memory
@@ -80,27 +81,33 @@ class Server(NamedTuple):
 
 
 class SiloState(NamedTuple):
-    """What never leaves a silo: its local map and its site, whitened by q as it was in its last round, and rounds without a finite reply."""
+    """What never leaves a silo: its local map and its site, whitened by q as it was in its last round, rounds without a finite reply, and its optimisers' states."""
 
     params: Any
     base: dict[str, Array]
     site: Site
     missed: Array
+    optim_state: Any = None
+    local_optim_state: Any = None
 
 
 class Message(NamedTuple):
-    """To every silo: q's parameters, and which points."""
+    """To every silo: the global parameters, which points, and the number of rows in all silos."""
 
     params: dict[str, Array]
     turn: Array
+    total: Array
 
 
 class Reply(NamedTuple):
-    """From a silo: ``E_q[log p(y_s | theta)]``, how its site changed (of the precision the lower triangle), and whether all is finite."""
+    """From a silo: ``E_q[log p(y_s | theta)]``, how its site changed (of the precision the lower triangle), whether all is finite, and, of what its
+    optimisers move of the global parameters, its copy times its share of the rows, and that share."""
 
     value: Array
     gained: Site
     finite: Array
+    params: dict[str, Array] | None = None
+    share: Array | None = None
 
 
 class JointUnits(ValueError):
@@ -109,22 +116,18 @@ class JointUnits(ValueError):
 
 def check(plan: Plan, guide: Any, stacks: list[SiloRows]) -> None:
     """Refuse what conducive rounds do not cover, in words."""
-    if plan.learned:
+    if plan.optim is None and plan.moving:
         raise ValueError(
-            f"conducive=True with learned parameters {list(plan.learned)}: expected latent sites alone (numpyro.sample in place of numpyro.param), or "
-            "fed.SFVI, or conducive=False, which learn them"
-        )
-    if guide.amortize:
-        raise ValueError(
-            f"conducive=True: expected a guide without amortize=, got encoders of {sorted(guide.amortize)}: latents are integrated out, and local maps "
-            "regressed"
+            f"conducive=True with learned parameters {list(plan.moving)}: expected an optimiser that moves them in the silos, e.g. optim=optax.adam(1e-2), or "
+            "latent sites alone (numpyro.sample in place of numpyro.param, a guide without amortize=)"
         )
     local = [f for f in plan.families if f.has_local]
     if plan.batch is not None:
         group, size = plan.batch
-        if local:
+        if local and plan.optim is None:
             raise ValueError(
-                f"batch_size={size} with conducive=True and latents in the silos: expected batch_size=None, as these are integrated out at all points"
+                f"batch_size={size} with conducive=True and latents in the silos: expected batch_size=None, as these are integrated out at all points, or an "
+                "optimiser (optim=optax.adam(1e-2)), which moves their local maps instead"
             )
         largest = max(dict(rows.pad)[group] for rows in stacks)
         if size < fewest_rows(largest, num_points(plan)):
@@ -132,6 +135,8 @@ def check(plan: Plan, guide: Any, stacks: list[SiloRows]) -> None:
                 f"batch_size={size} with conducive=True: expected at least {fewest_rows(largest, num_points(plan))}, so that {num_points(plan) // 2} pairs of "
                 f"points together look at each of the {largest:,} rows of the largest silo; a larger num_local_steps makes more pairs"
             )
+    if plan.optim is not None:
+        return
     if local and not (guide.coupling and guide.scale_coupling):
         raise ValueError(
             "conducive=True: expected a guide with coupling=True and scale_coupling=True, as its local maps are regressed on theta, got "
@@ -186,10 +191,11 @@ def say_how_it_ended(names: tuple[str, ...], state: VIState, summed: bool = Fals
 
 def federated(plan: Plan, stacks: list[SiloRows]) -> Federated:
     """The algorithm as ``init / broadcast / local / merge``."""
+    total = all_rows(plan, stacks)
     at_once = min(at_once_of(plan, rows, len(rows.number)) for rows in stacks)
     return Federated(
         partial(init, plan),
-        partial(broadcast, plan),
+        partial(broadcast, plan, total),
         partial(local, plan, at_once=at_once),
         partial(merge, plan, stacks[0]),
     )
@@ -222,14 +228,17 @@ def init(plan: Plan, key: Array, params: dict[str, Array]) -> Server:
 
 def init_silo(plan: Plan, part: int, params: dict[str, Array], local: Any) -> SiloState:
     """A silo's first state."""
-    del part
-    return SiloState(local, params, _no_site(plan), jnp.zeros(1, jnp.int32))
+    first = SiloState(local, params, _no_site(plan), jnp.zeros(1, jnp.int32))
+    if plan.optim is None:
+        return first
+    moving, own = first_optim_states(plan, part, params, local)
+    return first._replace(optim_state=moving, local_optim_state=own)
 
 
-def broadcast(plan: Plan, key: Array, server: Server) -> Message:
+def broadcast(plan: Plan, total: Array, key: Array, server: Server) -> Message:
     """Send q."""
     del key
-    return Message(server.params, server.i if changing(plan) else jnp.zeros_like(server.i))
+    return Message(server.params, server.i if changing(plan) else jnp.zeros_like(server.i), total)
 
 
 def local(
@@ -239,20 +248,31 @@ def local(
 
     :param at_once: points that are looked at together; ``None``: as many as a silo alone may.
     """
-    del key
     at_once = at_once_of(plan, rows, 1) if at_once is None else at_once
-    family = plan.families[rows.part]
-    asked, own = whitening(plan, message.params), state.params
-    value, new, fine, own = silo_site(plan, asked, message.turn, own, rows, at_once)
-    old, now = plan.constrain(state.base), plan.constrain(message.params)
+    family, params, own = plan.families[rows.part], message.params, state.params
+    old, now = plan.constrain(state.base), plan.constrain(params)
     moved = family.whiten(old, now[f"{family.prefix}_loc"]), relative(family.scale(old), family.scale(now))
+    key_steps, key_site = random.split(key)
+    told: dict[str, Any] = {}
+    new_state = state
+    if plan.optim is not None:
+        share = row_count(plan, rows) / message.total
+        own = family.rebased(own, old, now) if family.has_local else own
+        done = steps(plan, params, own, state.optim_state, state.local_optim_state, 1 / share, key_steps, rows)
+        params, own = done.params, done.own
+        new_state = state._replace(optim_state=done.optim_state, local_optim_state=done.local_optim_state)
+        if plan.moving:
+            copies = plan.constrain(params)
+            told = {"params": {k: jax.tree.map(lambda x: share * x, copies[k]) for k in plan.moving}, "share": share}
+    value, new, fine, own = silo_site(plan, params, message.turn, own, key_site, rows, at_once)
     site = carried(state.site, *moved)
-    finite = all_finite((new, value, own)) & (fine >= 1 - _MOST_MISSING)
-    kept = SiloState(own, message.params, new, state.missed)
+    finite = all_finite((new, value, own, told)) & (fine >= 1 - _MOST_MISSING)
+    kept = new_state._replace(params=own, base=message.params, site=new)
     # a silo whose numbers are not finite says nothing in this round, and keeps what it had
     kept = jax.tree.map(lambda x, y: jnp.where(finite, x, y), kept, state)._replace(missed=state.missed + ~finite)
     gained = jax.tree.map(lambda x, y: jnp.where(finite, x - y, 0.0), new, site)
-    return Reply(jnp.where(finite, value, 0.0), packed(gained), finite), kept
+    told = jax.tree.map(lambda x: jnp.where(finite, x, 0.0), told)
+    return Reply(jnp.where(finite, value, 0.0), packed(gained), finite, **told), kept
 
 
 def merge(
@@ -276,17 +296,17 @@ def merge(
     mean = plan.constrain(server.params)[f"{family.prefix}_loc"]
     history: History | Memory
     if isinstance(server.history, Memory):
-        move, history = server.history.move(
-            mean, asked.scale, total, -loss, everyone & heard.all(), changing=changing(plan)
-        )
+        move, history = server.history.move(mean, asked.scale, total, -loss, everyone & heard.all(), noisy=_noisy(plan))
         new = {f"{family.prefix}_loc": move.loc, f"{family.prefix}_scale": move.scale}
         shift, factor, moved, held = (move.loc - mean) / asked.scale, move.scale / asked.scale, move.moved, move.held
     else:
-        shift, factor, moved, held, history = _newton(server.history, total, everyone)
+        shift, factor, moved, held, history = _newton(server.history, total, everyone, _noisy(plan))
         new = {
             f"{family.prefix}_loc": mean + matvec(asked.scale, shift),
             f"{family.prefix}_scale_tril": asked.scale @ factor,
         }
+    if replies.params is not None:
+        new |= _averaged(plan, server.params, replies, heard)
     params, sites = plan.unconstrain(new), carried(sites, shift, factor)
     state = Server(
         params, None, sites, history, moved, server.held + held, server.i + 1, random.split(server.rng_key)[0]
@@ -294,12 +314,28 @@ def merge(
     return state, Info(loss, all_finite((params, sites, loss)), jnp.array(-1))
 
 
-def _newton(history: History, total: Site, everyone: Array) -> tuple[Array, Array, Array, Array, History]:
+def _averaged(plan: Plan, params: dict[str, Array], replies: Reply, heard: Array) -> dict[str, Array]:
+    """What the silos' optimisers moved, by rows, of those that were heard."""
+    share = jnp.sum(jnp.where(heard, jnp.asarray(replies.share), 0.0))
+
+    def one(several: Array, last: Array) -> Array:
+        total = jnp.where(heard.reshape(-1, *[1] * last.ndim), several, 0.0).sum(0)
+        return jnp.where(share > 0, total / jnp.where(share > 0, share, 1.0), last)
+
+    return jax.tree.map(one, replies.params, {k: plan.constrain(params)[k] for k in plan.moving})
+
+
+def _noisy(plan: Plan) -> bool:
+    """Whether sites have noise: of points that change, or of draws of latents."""
+    return changing(plan) or plan.optim is not None
+
+
+def _newton(history: History, total: Site, everyone: Array, noisy: bool) -> tuple[Array, Array, Array, Array, History]:
     """The natural-gradient step of a full q: where it goes, whitened by what it was, its root, sds, whether it was held back, and the history."""
     one = jnp.eye(len(total.linear))
     residual = Site(total.linear, total.precision - one)
     step, history = history.step(residual)
-    step = jax.tree.map(lambda x, y: jnp.where(everyone, x, _CAREFUL * y), step, residual)
+    step = jax.tree.map(lambda x, y: jnp.where(everyone & (not noisy), x, _CAREFUL * y), step, residual)
     loc, root, _, held = product(Site(step.linear, one + step.precision))
     moved, held_one = product(total)[2:]
     held = held | held_one

@@ -33,9 +33,8 @@ class Options:
 
     def checked(self) -> "Options":
         """Itself, or an error in words."""
-        if self.conducive:
-            self._check_conducive()
-        for name in () if self.conducive else ("optim", "local_optim"):
+        without = self.conducive and self.optim is None and self.local_optim is None
+        for name in () if without else ("optim", "local_optim"):
             value = getattr(self, name)
             if not isinstance(value, optax.GradientTransformation):
                 raise TypeError(
@@ -55,13 +54,6 @@ class Options:
         if not isinstance(self.secure_sum, bool):
             raise TypeError(f"secure_sum: expected True or False, got {self.secure_sum!r}")
         return self
-
-    def _check_conducive(self) -> None:
-        for name in ("optim", "local_optim"):
-            if getattr(self, name) is not None:
-                raise ValueError(
-                    f"{name}: expected None with conducive=True (its steps are natural gradients), got {getattr(self, name)!r}"
-                )
 
     def check_rounds(self, num_rounds: int, tol: Any, participation: Any, answering: Any, state: Any) -> None:
         """Refuse what makes no sense with a budget of privacy, or with sums."""

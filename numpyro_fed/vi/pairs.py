@@ -10,7 +10,6 @@ Law and bias: a quadrature; of quadratic terms that all rows share exact in a, a
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -18,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax, random
 
-from numpyro_fed.storage import SiloRows
+from numpyro_fed.storage import SiloRows, gather
 from numpyro_fed.vi.minibatch import Batch, rows_at
 from numpyro_fed.vi.plan import Plan
 from numpyro_fed.vi.sites import Site
@@ -46,19 +45,17 @@ def rows_of_pair(plan: Plan, rows: SiloRows, num_pairs: int, turn: Array, pair: 
     if plan.batch is None:
         return Batch(rows, {}, 1.0, lambda tree: tree, lambda _, new: new)
     group, most = plan.batch
+    family = plan.families[rows.part]
     total, shown = rows.sizes[group], min(most, dict(rows.pad)[group])
     often = jnp.clip(shown * num_pairs // total, 1, num_pairs)
     count = (often * total - pair + num_pairs - 1) // num_pairs
     turned = random.randint(random.fold_in(random.key(1), turn), (), 0, total)
     number = jnp.minimum(jnp.arange(shown), count - 1) * num_pairs + pair
     place = (number % total + number // total + turned) % total  # when it comes again, at another pair
-    return Batch(
-        rows_at(plan.families[rows.part], group, place, count, rows),
-        {group: num_pairs / often},
-        1.0,
-        lambda tree: tree,
-        lambda _, new: new,
-    )
+    some = rows_at(family, group, place, count, rows)
+    if family.group != group:
+        return Batch(some, {group: num_pairs / often}, 1.0, lambda tree: tree, lambda _, new: new)
+    return Batch(some, {}, num_pairs / often, lambda tree: gather(tree, place), lambda tree, _: tree)
 
 
 def fewest_rows(largest: int, num_points: int) -> int:
@@ -67,7 +64,7 @@ def fewest_rows(largest: int, num_points: int) -> int:
 
 
 def averages(
-    log_density: Callable[[Array, Array], Array],
+    score: Callable[[Array, Array, Array], tuple[Array, Array]],
     point: Callable[[Array], Array],
     num_pairs: int,
     full: bool,
@@ -75,7 +72,7 @@ def averages(
 ) -> Averages:
     """Averages over all pairs.
 
-    :param log_density: of a whitened point ``(d,)`` and the number of its pair.
+    :param score: of a whitened point ``(d,)``, the number of its pair and its sign in it: a log density's value and gradient in the point.
     :param point: of a pair's number.
     :param numbers: that one pair takes.
     """
@@ -83,12 +80,11 @@ def averages(
 
     def one(pair: Array) -> tuple[Array, ...]:
         u = point(pair)
-        both = jax.vmap(jax.value_and_grad(partial(lambda pair, x: log_density(x, pair), pair)))
-        value, score = both(jnp.stack([u, -u]))
-        fine = jnp.isfinite(value).all() & jnp.isfinite(score).all()
-        value, score = jnp.where(fine, value, 0.0), jnp.where(fine, score, 0.0)
-        odd, u = 0.5 * (score[0] - score[1]), jnp.where(fine, u, 0.0)
-        return fine.astype(u.dtype), value.mean(), score.mean(0), jnp.outer(odd, u) if full else odd * u, u**2
+        value, slope = jax.vmap(lambda sign: score(sign * u, pair, sign))(jnp.array([1.0, -1.0], u.dtype))
+        fine = jnp.isfinite(value).all() & jnp.isfinite(slope).all()
+        value, slope = jnp.where(fine, value, 0.0), jnp.where(fine, slope, 0.0)
+        odd, u = 0.5 * (slope[0] - slope[1]), jnp.where(fine, u, 0.0)
+        return fine.astype(u.dtype), value.mean(), slope.mean(0), jnp.outer(odd, u) if full else odd * u, u**2
 
     def some(total: tuple[Array, ...], pairs: Array) -> tuple[tuple[Array, ...], None]:
         return jax.tree.map(lambda t, x: t + x.sum(0), total, jax.vmap(one)(pairs)), None

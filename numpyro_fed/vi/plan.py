@@ -50,7 +50,7 @@ class Plan:
     """The static facts of a fit; fits of equal plans share their compiled programs.
 
     :param families: the variational family over each structure's factors.
-    :param optim: for q(theta) and the learned parameters; ``None`` in conducive rounds.
+    :param optim: for q(theta) and the learned parameters; ``None`` in conducive rounds without steps.
     :param local_optim: for each silo's own parameters.
     :param num_particles: draws of theta a round.
     :param num_local_particles: K, draws of each unit's latents for each draw of theta.
@@ -59,6 +59,7 @@ class Plan:
     :param num_local_steps: of SFVI-Avg; 1 in SFVI.
     :param noise: what is added to a silo's gradients, ``None`` for nothing.
     :param secure_sum: whether of silos elsewhere the server hears sums alone.
+    :param conducive: whether silos keep sites, whose product is q.
     :param supports: support of each global variational and learned parameter.
     """
 
@@ -72,16 +73,18 @@ class Plan:
     num_local_steps: int
     noise: Noise | None
     secure_sum: bool
+    conducive: bool
     supports: dict[str, Any] = field(compare=False, repr=False)
 
     @property
-    def conducive(self) -> bool:
-        """Whether rounds have no optimisers, and no noise."""
-        return self.optim is None
+    def moving(self) -> tuple[str, ...]:
+        """Names of the global parameters that optimisers in the silos move: conducive sites are q(theta)'s."""
+        names = (*self.learned, *getattr(self.families[0], "shared_params", ()))
+        return names if self.conducive else tuple(self.supports)
 
     def evaluations(self, part: int) -> int:
         """Gradients of a silo's term in a round."""
-        if self.conducive:  # of its marginal likelihood
+        if self.optim is None:  # of its marginal likelihood
             return self.num_local_steps
         candidates = self.num_local_particles if self.families[part].has_local else 1
         return self.num_particles * candidates * self.num_local_steps
@@ -241,6 +244,7 @@ def _planned(
         int(options.num_local_steps),
         _noise(options, families, sum(map(len, parts))),
         options.secure_sum,
+        options.conducive,
         {name: support for name, (support, _) in learned.items()} | families[0].constraints(),
     )
     return plan, parts

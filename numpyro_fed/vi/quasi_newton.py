@@ -70,21 +70,21 @@ class Memory(NamedTuple):
         )  # fmt: skip
 
     def move(
-        self, loc: Array, scale: Array, total: Site, bound: Array, everyone: Array, changing: bool
+        self, loc: Array, scale: Array, total: Site, bound: Array, everyone: Array, noisy: bool
     ) -> tuple[Move, "Memory"]:
         """The next q.
 
         :param total: sum of all sites, whitened by the present one.
         :param bound: there.
         :param everyone: whether all silos answered; else old sites stand for some, and bounds cannot be compared.
-        :param changing: whether the points change from round to round.
+        :param noisy: whether sites have noise, as points change from round to round.
         """
         score, found = total.linear / scale, total.precision / scale**2
         compared = self.known & everyone
         steps, changes = self._with(compared, loc - self.loc, self.score - score)
         # noise of a bound from changing points is that of d squares at most
         worse = compared & (bound < self.bound - 2.0 - 0.5 * len(loc) ** 0.5)
-        weight = jnp.maximum(_OLDEST, 2 / (2.0 + self.rounds)) if changing else 1.0
+        weight = jnp.maximum(_OLDEST, 2 / (2.0 + self.rounds)) if noisy else 1.0
         weight = jnp.where(self.rounds == 0, 1.0, weight)
         precision = self.precision + weight * (found - self.precision)
         step = _step(steps, changes, score, scale)
@@ -95,8 +95,8 @@ class Memory(NamedTuple):
         new = jnp.clip(wanted, scale / _WIDEST, scale * _WIDEST)
         share = _BACK * self.share
         taken = jnp.where(worse, share * self.step, step)
-        growth = jnp.log((new if changing else wanted) / scale)
-        size = jnp.maximum(*(_size(x, changing) for x in (taken / scale, jnp.where(worse, 0.0, growth))))
+        growth = jnp.log((new if noisy else wanted) / scale)
+        size = jnp.maximum(*(_size(x, noisy) for x in (taken / scale, jnp.where(worse, 0.0, growth))))
         ahead = Memory(
             steps, changes, precision, loc, scale, score, bound, step, everyone, jnp.ones(()), self.rounds + 1
         )
@@ -116,8 +116,8 @@ class Memory(NamedTuple):
         return push(self.steps, step), push(self.changes, change)
 
 
-def _size(x: Array, changing: bool) -> Array:
-    return jnp.sqrt(jnp.mean(x**2)) if changing else jnp.abs(x).max()
+def _size(x: Array, noisy: bool) -> Array:
+    return jnp.sqrt(jnp.mean(x**2)) if noisy else jnp.abs(x).max()
 
 
 def _step(steps: Array, changes: Array, score: Array, scale: Array) -> Array:

@@ -132,7 +132,8 @@ def participation_of(value: Any, names: tuple[str, ...], argument: str = "partic
 def in_step(plan: Plan, first: Callable, local: Any) -> Any:
     """The first states of a stack of silos; what is one number in each (an optimiser's clock) is one for all, while all take part."""
     states = jax.jit(jax.vmap(first))(local)
-    if not (plan.conducive or (_keeps_time(plan.optim) and _keeps_time(plan.local_optim))):
+    own = plan.conducive or not (_keeps_time(plan.optim) and _keeps_time(plan.local_optim))
+    if plan.optim is not None and own:  # a conducive silo whose numbers are not finite keeps its clock
         return states
     clocks = jax.tree.map(_is_clock, jax.eval_shape(first, jax.tree.map(lambda x: x[0], local)))
     return jax.tree.map(lambda x, clock: x[0] if clock else x, states, clocks)

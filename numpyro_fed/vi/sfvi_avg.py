@@ -22,8 +22,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
-from jax import Array, lax, random
+from jax import Array, random
 
 from numpyro_fed.federation import Federated
 from numpyro_fed.mixed import MixedSilos
@@ -32,14 +31,13 @@ from numpyro_fed.storage import SiloRows
 from numpyro_fed.vi import conducive as conducive_rounds
 from numpyro_fed.vi._adapter import FederatedVI
 from numpyro_fed.vi.barycentre import barycentre
-from numpyro_fed.vi.bound import silo_bound
 from numpyro_fed.vi.guides import AutoSiloNormal
-from numpyro_fed.vi.minibatch import Batch, pick
+from numpyro_fed.vi.local_steps import all_rows, first_optim_states, row_count, steps
 from numpyro_fed.vi.options import Options
 from numpyro_fed.vi.plan import Plan, Prepared
 from numpyro_fed.vi.result import VIResult, global_params
 from numpyro_fed.vi.rounds import VIState
-from numpyro_fed.vi.sfvi import Info, all_finite, first_bad, server_gradient
+from numpyro_fed.vi.sfvi import Info, all_finite, first_bad
 
 __all__ = ["SFVIAvg", "federated"]
 
@@ -87,16 +85,9 @@ class Reply(NamedTuple):
     finite: Array
 
 
-def row_count(plan: Plan, rows: SiloRows) -> Array:
-    """Number of a silo's rows that no index points to (of stacked silos: of each)."""
-    targets = {target for _, target in plan.families[rows.part].factors.index}
-    return sum((n for g, n in rows.sizes.items() if g not in targets), jnp.zeros((), jnp.int32))
-
-
 def federated(plan: Plan, stacks: list[SiloRows]) -> Federated:
     """SFVI-Avg as ``init / broadcast / local / merge``."""
-    total = sum((jnp.sum(row_count(plan, rows)) for rows in stacks), jnp.zeros((), jnp.int32))
-    return Federated(init, partial(broadcast, total), partial(local, plan), partial(merge, plan))
+    return Federated(init, partial(broadcast, all_rows(plan, stacks)), partial(local, plan), partial(merge, plan))
 
 
 def init(key: Array, params: dict[str, Array]) -> Server:
@@ -106,8 +97,7 @@ def init(key: Array, params: dict[str, Array]) -> Server:
 
 def init_silo(plan: Plan, part: int, params: dict[str, Array], local: Any) -> SiloState:
     """A silo's first state, from its first variational parameters and the server's."""
-    first = jax.vmap(plan.local_optim.init) if plan.unit_clocks(part) else plan.local_optim.init
-    return SiloState(local, params, plan.optim.init(params), first(local))
+    return SiloState(local, params, *first_optim_states(plan, part, params, local))
 
 
 def broadcast(total: Array, key: Array, server: Server) -> Message:
@@ -123,51 +113,12 @@ def local(plan: Plan, key: Array, message: Message, state: SiloState, rows: Silo
     old, new = plan.constrain(state.base), plan.constrain(message.params)
     own = family.rebased(state.params, old, new) if family.has_local else state.params
 
-    def step(carry: tuple, key: Array) -> tuple[tuple, Array]:
-        params, own, optim_state, local_state = carry
-        value, gradient, gradient_own, batch = _gradients(plan, params, own, scale, key, rows)
-        updates, optim_state = plan.optim.update(jax.tree.map(jnp.negative, gradient), optim_state, params)
-        params = optax.apply_updates(params, updates)
-        if family.has_local:
-            held, held_state = batch.take(own), batch.take(local_state)
-            down = jax.tree.map(jnp.negative, gradient_own)
-            move = jax.vmap(plan.local_optim.update) if plan.unit_clocks(rows.part) else plan.local_optim.update
-            updates, held_state = move(down, held_state, held)
-            own = batch.put(own, optax.apply_updates(held, updates))
-            local_state = batch.put(local_state, held_state)
-        return (params, own, optim_state, local_state), value
-
-    start = (message.params, own, state.optim_state, state.local_optim_state)
-    (params, own, optim_state, local_state), values = lax.scan(step, start, random.split(key, plan.num_local_steps))
-    finite, value, told = all_finite((params, own, values)), values.mean(), params
+    done = steps(plan, message.params, own, state.optim_state, state.local_optim_state, scale, key, rows)
+    finite, value, told = all_finite((done.params, done.own, done.values)), done.values.mean(), done.params
     if plan.secure_sum:
-        told, value = jax.tree.map(lambda x: x / scale, (plan.constrain(params), value))
+        told, value = jax.tree.map(lambda x: x / scale, (plan.constrain(told), value))
     reply = Reply(value, told, row_count(plan, rows), finite)
-    return reply, SiloState(own, params, optim_state, local_state)
-
-
-def _gradients(
-    plan: Plan, params: dict[str, Array], own: Any, scale: Array, key: Array, rows: SiloRows
-) -> tuple[Array, Any, Any, Batch]:
-    """The silo's objective and its gradients in its copy of the global parameters and in its own."""
-    family = plan.families[rows.part]
-    key_theta, key_batch, key_local = random.split(key, 3)
-    batch = pick(family, plan.batch, key_batch, rows)
-    noise = jax.vmap(family.global_noise)(random.split(key_theta, plan.num_particles))
-    constrained = plan.constrain(params)
-    context = jax.vmap(lambda e: family.context(constrained, e))(noise)
-    effective, pull = jax.vjp(lambda own: family.effective(own, batch.rows), batch.take(own))
-    learned = {k: constrained[k] for k in plan.learned}
-
-    def one(context: Any, key: Array) -> Any:
-        eps = family.noise(key, batch.rows, plan.num_local_particles) if family.has_local else None
-        return silo_bound(family, effective, context, learned, eps, batch)
-
-    terms = jax.vmap(one)(context, random.split(key_local, plan.num_particles))
-    terms = jax.tree.map(lambda x: scale * x / plan.num_particles, terms)
-    value, moved = terms.value.sum(), jax.tree.map(lambda x: x.sum(0), (terms.params, terms.local))
-    prior, gradient = server_gradient(plan, rows, params, noise, terms.context, moved[0])
-    return prior + value, gradient, pull(moved[1])[0] if family.has_local else moved[1], batch
+    return reply, SiloState(done.own, done.params, done.optim_state, done.local_optim_state)
 
 
 def merge(plan: Plan, server: Server, replies: Reply, weights: Array | None = None) -> tuple[Server, Info]:

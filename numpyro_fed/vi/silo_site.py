@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, random
 
 from numpyro_fed.storage import SiloRows
 from numpyro_fed.surrogates.gaussian import matvec
@@ -16,7 +16,7 @@ from numpyro_fed.surrogates.least_squares import fit_map, fit_score
 from numpyro_fed.surrogates.local_score import Message as Points
 from numpyro_fed.surrogates.local_score import look, points_at_once
 from numpyro_fed.surrogates.points import sobol_normal
-from numpyro_fed.vi.bound import unit_terms
+from numpyro_fed.vi.bound import silo_bound
 from numpyro_fed.vi.pairs import Averages, averages, drawn_points, rows_of_pair
 from numpyro_fed.vi.plan import Plan
 from numpyro_fed.vi.sites import Site
@@ -34,6 +34,8 @@ def num_points(plan: Plan) -> int:
 
 def at_once_of(plan: Plan, rows: SiloRows, num_silos: int) -> int:
     """Points at which so many silos look together."""
+    if _by_pairs(plan):
+        return 1
     family = plan.families[rows.part]
     return points_at_once(num_silos * max(n for _, n in rows.pad), family.units(rows) if family.has_local else None)
 
@@ -61,44 +63,53 @@ def _table(num: int, dim: int) -> np.ndarray:
 def changing(plan: Plan) -> bool:
     """Whether each round has points of its own, as there are too few of them for so many dimensions."""
     family = plan.families[0]
-    return family.global_cov != "full" and plan.factors.dim > _MOST_DIAGONAL // 4 and not family.has_local
+    few = family.global_cov != "full" and plan.factors.dim > _MOST_DIAGONAL // 4
+    return few and (plan.optim is not None or not family.has_local)
 
 
-def _averages(plan: Plan, asked: Points, turn: Array, log_density: Callable, rows: int) -> Averages:
-    """Over all pairs of points; of ``log_density`` of a whitened point and the number of its pair."""
+def _by_pairs(plan: Plan) -> bool:
+    """Whether sites are averages over pairs of points, and not regressed on all points, latents integrated out."""
+    return plan.optim is not None or plan.batch is not None or changing(plan)
+
+
+def _averages(plan: Plan, asked: Points, turn: Array, score: Callable, rows: int) -> Averages:
+    """Over all pairs of points."""
     d, num = plan.factors.dim, num_points(plan)
     point: Callable[[Array], Array] = partial(drawn_points, d, turn, asked.scale.dtype)
     if not changing(plan):
         table = jnp.asarray(_table(num, d)[: num // 2], asked.scale.dtype)
         point = table.__getitem__
     full = asked.scale.ndim == 2
-    return averages(log_density, point, num // 2, full, 2 * (rows + d * (d if full else 1)))
+    return averages(score, point, num // 2, full, 2 * (rows + d * (d if full else 1)))
 
 
 def silo_site(
-    plan: Plan, asked: Points, turn: Array, own: Any, rows: SiloRows, at_once: int
+    plan: Plan, params: dict[str, Array], turn: Array, own: Any, key: Array, rows: SiloRows, at_once: int
 ) -> tuple[Array, Site, Array, Any]:
     """A silo's mean log likelihood, its site, the share of points whose numbers are finite, and its local map.
 
+    :param params: unconstrained.
     :param own: the local map that it has.
     :param at_once: points that are looked at together, where all rows are.
     """
-    if plan.batch is None and not changing(plan):
+    asked, family = whitening(plan, params), plan.families[rows.part]
+    if not _by_pairs(plan):
         return _regressed(plan, asked, own, rows, at_once)
+    constrained, num_pairs = plan.constrain(params), num_points(plan) // 2
+    learned = {k: constrained[k] for k in plan.learned}
+
+    def score(u: Array, pair: Array, sign: Array) -> tuple[Array, Array]:
+        batch, eps = rows_of_pair(plan, rows, num_pairs, turn, pair), None
+        held = family.effective(batch.take(own), batch.rows) if family.has_local else own
+        if family.has_local:
+            eps = sign * family.noise(random.fold_in(key, pair), batch.rows, plan.num_local_particles)
+        term = silo_bound(family, held, family.context(constrained, u), learned, eps, batch)
+        slope = term.context.theta * asked.scale if asked.scale.ndim == 1 else asked.scale.T @ term.context.theta
+        return term.value, slope + term.context.u
+
     most = max(n if plan.batch is None or g != plan.batch[0] else min(n, plan.batch[1]) for g, n in rows.pad)
-    found = _averages(plan, asked, turn, _of_some_rows(plan, asked, turn, rows), most)
+    found = _averages(plan, asked, turn, score, most * (plan.num_local_particles if family.has_local else 1))
     return found.value, found.site, found.fine, own
-
-
-def _of_some_rows(plan: Plan, asked: Points, turn: Array, rows: SiloRows) -> Callable:
-    """The log likelihood at a whitened point, from its pair's rows."""
-    family, num_pairs = plan.families[rows.part], num_points(plan) // 2
-
-    def log_density(u: Array, pair: Array) -> Array:
-        batch = rows_of_pair(plan, rows, num_pairs, turn, pair)
-        return unit_terms(family, asked.loc + matvec(asked.scale, u), jnp.zeros((0, 0)), {}, batch)[1]
-
-    return log_density
 
 
 def _regressed(plan: Plan, asked: Points, own: Any, rows: SiloRows, at_once: int) -> tuple[Array, Site, Array, Any]:
@@ -120,12 +131,12 @@ def prior_site(plan: Plan, params: dict[str, Array], asked: Points, turn: Array,
     family, d = plan.families[0], plan.factors.dim
     constrained = plan.constrain(params)
 
-    def log_prior(u: Array, pair: Array | None = None) -> Array:
+    def log_prior(u: Array) -> Array:
         return plan.log_prior(asked.loc + matvec(asked.scale, u), constrained, rows)
 
     entropy = family.scale(constrained).log_det() + 0.5 * d * (1 + math.log(2 * math.pi))
     if changing(plan):
-        found = _averages(plan, asked, turn, log_prior, d)
+        found = _averages(plan, asked, turn, lambda u, *_: jax.value_and_grad(log_prior)(u), d)
         return found.site, found.value + entropy
     values, scores = jax.vmap(jax.value_and_grad(log_prior))(asked.points)
     fine = jnp.isfinite(values) & jnp.isfinite(scores).all(-1)
