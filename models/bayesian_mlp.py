@@ -22,7 +22,6 @@ distributed stochastic gradient MCMC, section 5.3, figures 4 and 5.
 
 import argparse
 import time
-import zipfile
 from collections.abc import Sequence
 from functools import cache
 from itertools import pairwise
@@ -36,22 +35,21 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pandas as pd
-from _data import path
+from _binary_silos import NUM_ROWS, Rows, best, sample, simulated, susy
 from flax import nnx
 from numpyro import handlers
 from numpyro.contrib.module import random_nnx_module
-from numpyro.infer import MCMC
-from scipy.special import expit, logit
+from numpyro.infer import MCMC, init_to_value
 
 import numpyro_fed as fed
 
-HIDDEN, FEATURES = (18, 18, 8), 18
-NUM_SILOS, NUM_ROWS = 30, 90_000
+HIDDEN = (18, 18, 8)
 STAY, BATCH_SIZE, ROUNDS = 40, 50, 5_000
 PARTITIONS = {"alike": 100.0, "skewed": 0.5}  # both parameters of the Beta law of the silos' labels
 STEPS = {"susy": (1e-4, 1e-5), "simulated": (1e-4, 1e-7)}  # the papers' first
 LOCAL_STEP = {"susy": 1e-4, "simulated": 1e-7}  # of a silo's own chain
 KEPT, THINNING, JUDGED = 4, 9, 100  # draws of a round; one in so many is stored; and so many of these are judged
+VI_ROUNDS = 40
 METHODS = {"DSGLD": 0.0, "FSGLD": 1.0}  # weight of the conducive gradient
 PAPER = {  # log-likelihood, train and test
     ("alike", "DSGLD"): (-0.69, -0.70),
@@ -59,72 +57,6 @@ PAPER = {  # log-likelihood, train and test
     ("skewed", "DSGLD"): (-0.44, -1.11),
     ("skewed", "FSGLD"): (-0.67, -0.67),
 }
-Rows = dict[str, np.ndarray]
-
-
-def log_odds(x: np.ndarray) -> np.ndarray:
-    """eta(x): changes its sign with the first two features', so that labels are balanced."""
-    return 1.5 * x[:, 0] + 1.5 * x[:, 1] * x[:, 2]
-
-
-def given(rng: np.random.Generator, y: np.ndarray) -> Rows:
-    """A row of p(x | y) for each label: x of the population has the label 1 with its probability, and -x (in the first two) has the other one."""
-    x = rng.standard_normal((len(y), FEATURES), np.float32)
-    other = (rng.random(len(y)) < expit(log_odds(x))) != y
-    x[other, :2] *= -1
-    return {"x": x, "y": y}
-
-
-def simulated(beta: float, seed: int = 0, size: int = NUM_ROWS) -> tuple[fed.Silos, Rows]:
-    """Silos of ``size`` rows each, and as many balanced ones to test on."""
-    rng = np.random.default_rng(seed)
-    rows = {}
-    for s, share in enumerate(rng.beta(beta, beta, NUM_SILOS)):
-        rows[f"silo{s}"] = given(rng, (np.arange(size) < round(share * size)).astype(np.int32))
-    return fed.Silos(rows), given(rng, (np.arange(size) % 2).astype(np.int32))
-
-
-def table() -> Rows:
-    """SUSY's rows at hand: X_train (10000, 8), X_test (1000, 8), and their labels."""
-    shapes = {"X_train": (10_000, 8), "y_train": (10_000,), "X_test": (1_000, 8), "y_test": (1_000,)}
-    source = "github.com/pghysels/STRUMPACK, examples/dense/data/susy_10Kn_*.csv, put together as arrays of these names"
-    place = path("susy", "susy_11k_lowlevel.npz", source, f"arrays {shapes}")
-    try:
-        with place.open("rb") as opened, np.load(opened) as file:
-            found = {name: file[name] for name in shapes}
-    except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile) as error:
-        raise ValueError(
-            f"{place}: expected a whole npz file of arrays {shapes}, got {error!r}; get it anew from {source}"
-        ) from error
-    got = {name: x.shape for name, x in found.items()}
-    if got != shapes:
-        raise ValueError(f"{place}: expected arrays of shapes {shapes}, got {got}; get it anew from {source}")
-    return found
-
-
-def deal(rng: np.random.Generator, y: np.ndarray, shares: np.ndarray) -> np.ndarray:
-    """The silo of each row, -1 for rows of no silo: equal silos, with those shares of ones, as large as the labels allow."""
-    have = np.bincount(y, minlength=2)
-    size = int(min(have[0] / (1 - shares).sum(), have[1] / shares.sum()))
-    while size and ((ones := np.round(shares * size).astype(int)).sum() > have[1] or (size - ones).sum() > have[0]):
-        size -= 1
-    if not size:
-        raise ValueError(f"expected enough labels of both kinds for {len(shares)} silos, got {have.tolist()}")
-    by = np.full(len(y), -1)
-    for label, counts in ((0, size - ones), (1, ones)):
-        rows = rng.permutation(np.flatnonzero(y == label))[: counts.sum()]
-        by[rows] = np.repeat(np.arange(len(shares)), counts)
-    return by
-
-
-def susy(beta: float, seed: int = 0) -> tuple[fed.Silos, Rows]:
-    """The training rows, dealt, and the balanced part of the test rows."""
-    found, rng = table(), np.random.default_rng(seed)
-    x, y, tests = found["X_train"], found["y_train"].astype(np.int32), found["y_test"].astype(np.int32)
-    by = deal(rng, y, rng.beta(beta, beta, NUM_SILOS))
-    keep = by >= 0
-    test = deal(rng, tests, np.array([0.5])) == 0
-    return fed.split({"x": x[keep], "y": y[keep]}, by=by[keep]), {"x": found["X_test"][test], "y": tests[test]}
 
 
 class Network(nnx.Module):
@@ -245,13 +177,6 @@ def log_likelihood(draws: dict[str, np.ndarray], rows: Rows) -> np.ndarray:
     return np.asarray(jnp.where(rows["y"] == 1, log_p[..., 1], log_p[..., 0]), np.float64)
 
 
-def sample(silos: fed.Silos, size: int) -> Rows:
-    """``size`` rows of each silo (or all), evenly spaced, (S, size, ...)."""
-    have = [{k: np.asarray(v) for k, v in silos[name].items()} for name in silos.names]
-    which = np.linspace(0, len(have[0]["y"]) - 1, min(size, len(have[0]["y"]))).astype(int)
-    return {k: np.stack([rows[k][which] for rows in have]) for k in ("x", "y")}
-
-
 def judge(found: Fit, silos: fed.Silos, test: Rows) -> dict[str, float]:
     """Both log-likelihoods on train and test rows, and the papers' at the silo of each draw."""
     some, every = sample(silos, 1_000), judged(found)
@@ -265,25 +190,6 @@ def judge(found: Fit, silos: fed.Silos, test: Rows) -> dict[str, float]:
         values = log_likelihood(every.draws, rows)
         out |= {name: values.mean(), f"{name}, mean p": np.log(np.exp(values).mean(0)).mean()}
     return out | {"own silo": float(np.mean(own))}
-
-
-def best(silos: fed.Silos, test: Rows) -> dict[str, float]:
-    """What the truth of simulated rows has: on train rows of all and of each silo, on test rows; there also what the train rows' labels teach."""
-    some = sample(silos, 1_000)
-    shares = some["y"].mean(1)
-    shift, own = logit(shares.mean()), logit(np.clip(shares, 1e-3, 1 - 1e-3))
-    eta = np.stack([log_odds(x) for x in some["x"]])
-
-    def value(odds: np.ndarray, y: np.ndarray) -> float:
-        return float(-np.logaddexp(0, np.where(y == 1, -odds, odds)).mean())
-
-    balanced = log_odds(test["x"])
-    return {
-        "train": value(eta + shift, some["y"]),
-        "own silo": value(eta + own[:, None], some["y"]),
-        "test": value(balanced, test["y"]),
-        "test, labels as in training": value(balanced + shift, test["y"]),
-    }
 
 
 def plot(found: dict[tuple[str, float, str], tuple[Fit, fed.Silos, Rows]], place: Path) -> None:
@@ -369,6 +275,18 @@ def defaults(silos: fed.Silos, test: Rows, rounds: int) -> tuple[dict[str, float
     return judge(found, silos, test), fed.diagnose(mcmc)
 
 
+def variational(silos: fed.Silos, test: Rows, rounds: int) -> dict[str, float]:
+    """Draws of a diagonal Gaussian, fitted in conducive rounds: each pair of points looks at some rows."""
+    first = start(silos.pooled["x"].shape[-1], 0)
+    guide = fed.AutoSiloNormal(model, global_cov="diag", init_scale=0.05, init_loc_fn=init_to_value(values=first))
+    size = max(16, silos.sizes[silos.group["y"]][0] // 256)
+    avg = fed.SFVIAvg(model, guide, conducive=True, batch_size=size)
+    result = avg.run(jax.random.key(0), rounds, silos, progress_bar=False)
+    idata = fed.to_inference_data(avg, result, silos, num_draws=JUDGED, log_likelihood=False)
+    draws = {k: v.to_numpy()[0] for k, v in idata.posterior.data_vars.items()}
+    return judge(Fit({k: draws[k] for k in first}, np.arange(JUDGED) % len(silos)), silos, test)
+
+
 def main(arguments: Sequence[str] | None = None) -> pd.DataFrame:
     parser = argparse.ArgumentParser(
         description="A Bayesian neural network: DSGLD and FSGLD on silos whose labels differ."
@@ -393,6 +311,8 @@ def main(arguments: Sequence[str] | None = None) -> pd.DataFrame:
         print("always one half: -0.693; best possible:", best(silos, test) if args.data == "simulated" else "not known")
         step = STEPS[args.data][-1]
         rows = {f"DSGLD, {step:g}": judge(fit(silos, "DSGLD", step, number, None), silos, test)}
+        print(rows, flush=True)
+        rows[f"SFVI-Avg, conducive, {VI_ROUNDS} rounds"] = variational(silos, test, 5 if args.quick else VI_ROUNDS)
         print(rows, flush=True)
         rows["FSGLD, defaults"], verdict = defaults(silos, test, number)
         print(frame := pd.DataFrame(rows).T.round(3), verdict, sep="\n")

@@ -17,7 +17,7 @@ from numpyro_fed.mcmc.fsgld import FSGLD
 from numpyro_fed.mcmc.remote import RemoteMCMC
 from numpyro_fed.mixed import MixedSilos
 from numpyro_fed.silos import Silos
-from numpyro_fed.vi.conducive import SETTLED, JointUnits
+from numpyro_fed.vi.conducive_checks import SETTLED, JointUnits
 from numpyro_fed.vi.guides import AutoSiloNormal
 from numpyro_fed.vi.result import VIResult
 from numpyro_fed.vi.sfvi_avg import SFVIAvg

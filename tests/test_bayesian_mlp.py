@@ -24,6 +24,7 @@ from numpyro_fed.proof import prove
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
 
+import _binary_silos as labels
 import bayesian_mlp as mlp
 
 DIM = 18 * 18 + 18 + 18 * 18 + 18 + 18 * 8 + 8 + 8 * 2 + 2
@@ -44,46 +45,46 @@ def logits(sites: dict[str, np.ndarray], x: np.ndarray) -> np.ndarray:
 
 def few(seed: int = 0, sizes: tuple[int, ...] = (30, 40)) -> fed.Silos:
     rng = np.random.default_rng(seed)
-    return fed.Silos({f"s{s}": mlp.given(rng, rng.integers(0, 2, n)) for s, n in enumerate(sizes)})
+    return fed.Silos({f"s{s}": labels.given(rng, rng.integers(0, 2, n)) for s, n in enumerate(sizes)})
 
 
 def test_rows_given_their_labels_have_the_odds_they_are_said_to_have() -> None:
     rng = np.random.default_rng(0)
     x = rng.normal(size=(100, 18))
-    np.testing.assert_allclose(mlp.log_odds(x * np.r_[-1, -1, np.ones(16)]), -mlp.log_odds(x), rtol=1e-12)
-    rows = mlp.given(rng, np.arange(20_000) % 2)
+    np.testing.assert_allclose(labels.log_odds(x * np.r_[-1, -1, np.ones(16)]), -labels.log_odds(x), rtol=1e-12)
+    rows = labels.given(rng, np.arange(20_000) % 2)
     assert rows["x"].dtype == np.float32
     for feature in (np.ones(20_000), rows["x"][:, 0], rows["x"][:, 1] * rows["x"][:, 2]):
-        score = feature * (rows["y"] - special.expit(mlp.log_odds(rows["x"])))
+        score = feature * (rows["y"] - special.expit(labels.log_odds(rows["x"])))
         assert abs(score.mean()) < 4 * score.std() / 20_000**0.5
-    wrong = rows["x"][:, 0] * (1 - rows["y"] - special.expit(mlp.log_odds(rows["x"])))
+    wrong = rows["x"][:, 0] * (1 - rows["y"] - special.expit(labels.log_odds(rows["x"])))
     assert abs(wrong.mean()) > 20 * wrong.std() / 20_000**0.5  # negative control: the other labels
 
 
 def test_silos_have_the_labels_of_their_beta_draws() -> None:
-    silos, test = mlp.simulated(0.5, seed=3, size=200)
-    shares = np.random.default_rng(3).beta(0.5, 0.5, mlp.NUM_SILOS)
+    silos, test = labels.simulated(0.5, seed=3, size=200)
+    shares = np.random.default_rng(3).beta(0.5, 0.5, labels.NUM_SILOS)
     found = np.array([np.asarray(silos[name]["y"]).sum() for name in silos.names])
     np.testing.assert_array_equal(found, [round(200 * share) for share in shares])
     assert test["y"].sum() == 100
-    alike = [np.asarray(v["y"]).mean() for v in (mlp.simulated(100, size=200)[0][f"silo{s}"] for s in range(30))]
+    alike = [np.asarray(v["y"]).mean() for v in (labels.simulated(100, size=200)[0][f"silo{s}"] for s in range(30))]
     assert np.std(alike) < 0.06 < 0.25 < np.std(found / 200)
 
 
 def test_rows_are_dealt_into_equal_silos_as_large_as_labels_allow() -> None:
     rng = np.random.default_rng(0)
     y, shares = rng.permutation(np.repeat([0, 1], [530, 470])), np.array([0.1, 0.5, 0.95])
-    by = mlp.deal(rng, y, shares)
+    by = labels.deal(rng, y, shares)
     size = int((by == 0).sum())
     assert [(by == s).sum() for s in range(3)] == [size] * 3
     np.testing.assert_array_equal([y[by == s].sum() for s in range(3)], np.round(shares * size))
     assert np.round(shares * (size + 2)).sum() > 470  # no larger ones: there are no more ones
     with pytest.raises(ValueError, match=r"enough labels of both kinds for 3 silos, got \[5, 0\]"):
-        mlp.deal(rng, np.zeros(5, int), shares)
+        labels.deal(rng, np.zeros(5, int), shares)
 
 
 def test_the_density_is_that_of_the_network_written_in_numpy() -> None:
-    sites, rows = weights(), mlp.given(np.random.default_rng(1), np.arange(30) % 2)
+    sites, rows = weights(), labels.given(np.random.default_rng(1), np.arange(30) % 2)
     assert sum(v.size for v in sites.values()) == DIM
 
     def density(y: np.ndarray) -> float:
@@ -158,13 +159,13 @@ def test_draws_are_judged_by_both_log_likelihoods_and_at_their_own_silo() -> Non
 
 
 def test_the_best_log_likelihood_depends_on_whose_rows_they_are() -> None:
-    silos, test = mlp.simulated(0.5, seed=0, size=1_000)
-    best = mlp.best(silos, test)
-    eta = mlp.log_odds(test["x"])
+    silos, test = labels.simulated(0.5, seed=0, size=1_000)
+    best = labels.best(silos, test)
+    eta = labels.log_odds(test["x"])
     assert abs(best["test"] - stats.bernoulli.logpmf(test["y"], special.expit(eta)).mean()) < 1e-6
     assert best["own silo"] > best["train"] + 0.1
     pooled = {k: np.asarray(v) for k, v in silos.pooled.items()}
-    odds, shift = mlp.log_odds(pooled["x"]), special.logit(pooled["y"].mean())
+    odds, shift = labels.log_odds(pooled["x"]), special.logit(pooled["y"].mean())
     # of all shifts of the log odds the labels' own is best: the derivative vanishes there
     score = pooled["y"] - special.expit(odds + shift)
     assert abs(score.mean()) < 4 * score.std() / len(score) ** 0.5
@@ -174,7 +175,7 @@ def test_the_best_log_likelihood_depends_on_whose_rows_they_are() -> None:
 def test_surrogates_are_the_silos_own() -> None:
     """A silo of ones alone, and one of zeros: each chain's last bias leaves for its silo's label."""
     rng = np.random.default_rng(0)
-    silos = fed.Silos({name: mlp.given(rng, np.full(60, k)) for k, name in ((1, "ones"), (0, "zeros"), (1, "more"))})
+    silos = fed.Silos({name: labels.given(rng, np.full(60, k)) for k, name in ((1, "ones"), (0, "zeros"), (1, "more"))})
     q = mlp.surrogates(silos, 1e-3, num_draws=120).factors
     assert (q.precision > 0).all()
     means = q.eta / q.precision
@@ -227,26 +228,26 @@ def test_files_that_are_missing_or_cut_short_are_named(tmp_path: Path, monkeypat
     with pytest.raises(
         FileNotFoundError, match=r"susy_11k_lowlevel.npz, but there is no such.*STRUMPACK.*\(10000, 8\)"
     ):
-        mlp.susy(0.5)
+        labels.susy(0.5)
     place = tmp_path / "susy" / "susy_11k_lowlevel.npz"
     place.parent.mkdir()
     rng = np.random.default_rng(0)
     arrays = {"X_train": rng.normal(size=(10_000, 8)).astype(np.float32), "y_train": rng.integers(0, 2, 10_000)}
     arrays |= {"X_test": rng.normal(size=(1_000, 8)).astype(np.float32), "y_test": rng.integers(0, 2, 1_000)}
     np.savez_compressed(place, **arrays)
-    silos, test = mlp.susy(100)
+    silos, test = labels.susy(100)
     assert len(silos) == 30
     assert len({len(silos[name]["y"]) for name in silos.names}) == 1
     assert test["y"].mean() == 0.5
     np.savez_compressed(place, **{**arrays, "X_train": arrays["X_train"][:9_000]})
     with pytest.raises(ValueError, match=r"susy_11k_lowlevel.npz: expected arrays of shapes .* got .*\(9000, 8\)"):
-        mlp.susy(0.5)
+        labels.susy(0.5)
     np.savez_compressed(place, **{k: v for k, v in arrays.items() if k != "y_test"})
     with pytest.raises(ValueError, match=r"expected a whole npz file.*y_test"):
-        mlp.susy(0.5)
+        labels.susy(0.5)
     place.write_bytes(place.read_bytes()[:10_000])
     with pytest.raises(ValueError, match=r"expected a whole npz file of arrays .*get it anew from"):
-        mlp.susy(0.5)
+        labels.susy(0.5)
 
 
 @pytest.mark.slow

@@ -131,6 +131,23 @@ SLOW_CASES = {
         WHEEZE,
         {"participation": 0.7},
     ),
+    "conducive, some rows": (
+        lambda: fed.SFVIAvg(linear, fed.AutoSiloNormal(linear), conducive=True, batch_size=2),
+        linear_silos(),
+        {},
+    ),
+    "conducive, by steps": (
+        lambda: fed.SFVIAvg(
+            wheeze,
+            fed.AutoSiloNormal(wheeze, amortize={"z": encoder}),
+            ADAM,
+            5,
+            num_local_particles=2,
+            conducive=True,
+        ),
+        WHEEZE,
+        {},
+    ),
 }
 
 

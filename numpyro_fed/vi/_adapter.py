@@ -21,9 +21,10 @@ from numpyro_fed.mixed import MixedSilos
 from numpyro_fed.proof import prove
 from numpyro_fed.silos import Silos
 from numpyro_fed.vi.guides import AutoSiloNormal
+from numpyro_fed.vi.learned import factored
 from numpyro_fed.vi.normal import SiloNormal
 from numpyro_fed.vi.options import Options
-from numpyro_fed.vi.plan import Plan, Prepared, factored, first_params, own_params, planned_alone, prepare
+from numpyro_fed.vi.plan import Plan, Prepared, first_params, own_params, planned_alone, prepare
 from numpyro_fed.vi.privacy import Privacy, Spent, expected_error
 from numpyro_fed.vi.remote import RemoteRounds, kept_by, ledger_of_calls
 from numpyro_fed.vi.result import VIResult, global_params, local_params, shape_of, stacked_params

@@ -21,41 +21,37 @@ and do not move their fixed point. Its local map is regressed on the same points
 Diagonal sites of more than 256 dimensions are averages over 512 pairs of points, others in each round, and with ``batch_size`` each pair of points looks at so many of a silo's rows
 (:mod:`numpyro_fed.vi.pairs`).
 
+With optimisers (:mod:`numpyro_fed.vi.local_steps`) a silo's latents follow its local map, which moves by steps in each round before the site is found, as do copies of networks' weights and learned parameters, which the server
+averages; the site is then of the silo's bound.
+
 Law and bias: the Gaussian nearest to the posterior of theta in KL(q || p), latents integrated by quadrature (for several together: Laplace). No randomness but that of points beyond 256
 dimensions, which leaves q's mean and sds with noise.
-What leaves a silo in a round: how its site changed, ``d + d (d + 1) / 2`` numbers (diagonal: ``2 d``), its mean log likelihood, and whether all is finite.
+What leaves a silo in a round: how its site changed, ``d + d (d + 1) / 2`` numbers (diagonal: ``2 d``), its mean log likelihood, whether all is finite, and with optimisers its copies times its share of the rows.
 
 References: the sites are those of partitioned variational inference (Ashman et al. 2022), where each silo goes to its own optimum; the step is the
 natural gradient of Khan & Lin (2017), with Stein's lemma as in Lin, Khan & Schmidt (2019). Derived in docs/conducive.md.
 """
 
-import math
-import warnings
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, random
 
 from numpyro_fed.federation import Federated
 from numpyro_fed.storage import SiloRows
 from numpyro_fed.surrogates.gaussian import matvec
 from numpyro_fed.vi.local_steps import all_rows, first_optim_states, row_count, steps
-from numpyro_fed.vi.pairs import fewest_rows
 from numpyro_fed.vi.plan import Plan
 from numpyro_fed.vi.quasi_newton import Memory
-from numpyro_fed.vi.rounds import VIState
 from numpyro_fed.vi.scales import relative
 from numpyro_fed.vi.sfvi import Info, all_finite
-from numpyro_fed.vi.silo_site import at_once_of, changing, num_points, prior_site, silo_site, whitening
-from numpyro_fed.vi.sites import History, Site, carried, packed, product, unpacked
+from numpyro_fed.vi.silo_site import at_once_of, changing, prior_site, silo_site, whitening
+from numpyro_fed.vi.sites import History, Site, carried, natural_step, packed, unpacked
 
-__all__ = ["SETTLED", "JointUnits", "check", "federated", "init_silo", "say_how_it_ended"]
+__all__ = ["federated", "init_silo"]
 
-_CAREFUL = 0.7  # share of a step that is taken where silos did not answer
-SETTLED = 0.1  # sds that q moves in a round
 _MOST_MISSING = 0.5  # share of a silo's points that may be no numbers
 
 
@@ -108,85 +104,6 @@ class Reply(NamedTuple):
     finite: Array
     params: dict[str, Array] | None = None
     share: Array | None = None
-
-
-class JointUnits(ValueError):
-    """Elements of the silo plates depend on each other, so that a silo's latents are one unit, and the guide holds them apart."""
-
-
-def check(plan: Plan, guide: Any, stacks: list[SiloRows]) -> None:
-    """Refuse what conducive rounds do not cover, in words."""
-    if plan.optim is None and plan.moving:
-        raise ValueError(
-            f"conducive=True with learned parameters {list(plan.moving)}: expected an optimiser that moves them in the silos, e.g. optim=optax.adam(1e-2), or "
-            "latent sites alone (numpyro.sample in place of numpyro.param, a guide without amortize=)"
-        )
-    local = [f for f in plan.families if f.has_local]
-    if plan.batch is not None:
-        group, size = plan.batch
-        if local and plan.optim is None:
-            raise ValueError(
-                f"batch_size={size} with conducive=True and latents in the silos: expected batch_size=None, as these are integrated out at all points, or an "
-                "optimiser (optim=optax.adam(1e-2)), which moves their local maps instead"
-            )
-        largest = max(dict(rows.pad)[group] for rows in stacks)
-        if size < fewest_rows(largest, num_points(plan)):
-            raise ValueError(
-                f"batch_size={size} with conducive=True: expected at least {fewest_rows(largest, num_points(plan))}, so that {num_points(plan) // 2} pairs of "
-                f"points together look at each of the {largest:,} rows of the largest silo; a larger num_local_steps makes more pairs"
-            )
-    if plan.optim is not None:
-        return
-    if local and not (guide.coupling and guide.scale_coupling):
-        raise ValueError(
-            "conducive=True: expected a guide with coupling=True and scale_coupling=True, as its local maps are regressed on theta, got "
-            f"coupling={guide.coupling}, scale_coupling={guide.scale_coupling}"
-        )
-    if guide.local_cov != "full" and any(f.group is None for f in local):
-        raise JointUnits(
-            f'conducive=True with latents that are one unit in a silo: expected a guide with local_cov="full", got {guide.local_cov!r}'
-        )
-    width = max((sum(math.prod(s.shape) for s in f.factors.local_sites) for f in local), default=1)
-    if width > 1 and guide.local_cov == "diag":
-        raise ValueError(
-            f'conducive=True with {width} latents an element: expected a guide with local_cov="element", got "diag"'
-        )
-
-
-def say_how_it_ended(names: tuple[str, ...], state: VIState, summed: bool = False) -> None:
-    """Warn of silos whose replies were no numbers, and of a fit that has not settled.
-
-    :param summed: whether only sums were heard.
-    """
-    kept = state.silos if isinstance(state.silos, tuple) else (state.silos,)  # of silos elsewhere the server counts
-    missed = np.concatenate([np.ravel(s.missed) for s in kept])
-    visits, rounds = np.asarray(state.visits), int(state.server.i)
-    if missed.any() and summed:
-        warnings.warn(
-            f"in {missed.max()} of {rounds} rounds the reply of one silo or more was not finite, and its site stood still; whose it was a sum does not tell. Have "
-            "the silos look for NaN in their data, or for positions at which their likelihood has none",
-            stacklevel=3,
-        )
-    elif missed.any():
-        each = ", ".join(f"{name!r} {m} of {n}" for name, m, n in zip(names, missed, visits, strict=True) if m)
-        warnings.warn(
-            f"replies that were not finite, taken as missing (silo, rounds): {each}. Look for NaN in these silos' data, or for positions at which "
-            "their likelihood has none",
-            stacklevel=3,
-        )
-    moved = float(state.server.moved)
-    if moved > SETTLED:
-        held = int(state.server.held)
-        why = (
-            f"; in {held} of them the product of the sites was no Gaussian near the last one, and q was held back"
-            if held
-            else ""
-        )
-        warnings.warn(
-            f"q has not settled: it moved by {moved:.2g} sds in the last of {rounds} rounds, expected at most {SETTLED}{why}. Go on with "
-            "init_state=result.state, or start nearer (init_loc_fn, init_scale)",
-            stacklevel=3,
-        )
 
 
 def federated(plan: Plan, stacks: list[SiloRows]) -> Federated:
@@ -300,7 +217,7 @@ def merge(
         new = {f"{family.prefix}_loc": move.loc, f"{family.prefix}_scale": move.scale}
         shift, factor, moved, held = (move.loc - mean) / asked.scale, move.scale / asked.scale, move.moved, move.held
     else:
-        shift, factor, moved, held, history = _newton(server.history, total, everyone, _noisy(plan))
+        shift, factor, moved, held, history = natural_step(server.history, total, everyone & (not _noisy(plan)))
         new = {
             f"{family.prefix}_loc": mean + matvec(asked.scale, shift),
             f"{family.prefix}_scale_tril": asked.scale @ factor,
@@ -328,17 +245,3 @@ def _averaged(plan: Plan, params: dict[str, Array], replies: Reply, heard: Array
 def _noisy(plan: Plan) -> bool:
     """Whether sites have noise: of points that change, or of draws of latents."""
     return changing(plan) or plan.optim is not None
-
-
-def _newton(history: History, total: Site, everyone: Array, noisy: bool) -> tuple[Array, Array, Array, Array, History]:
-    """The natural-gradient step of a full q: where it goes, whitened by what it was, its root, sds, whether it was held back, and the history."""
-    one = jnp.eye(len(total.linear))
-    residual = Site(total.linear, total.precision - one)
-    step, history = history.step(residual)
-    step = jax.tree.map(lambda x, y: jnp.where(everyone & (not noisy), x, _CAREFUL * y), step, residual)
-    loc, root, _, held = product(Site(step.linear, one + step.precision))
-    moved, held_one = product(total)[2:]
-    held = held | held_one
-    # nothing is learned from steps in which old sites stood for silos that did not answer, and no acceleration from what was held back
-    history = jax.tree.map(lambda x, y: jnp.where(everyone & ~held, x, y), history, History.none(total))
-    return loc, root, moved, held, history.carried(loc, root)

@@ -9,11 +9,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, random
-from numpyro.distributions import constraints
+from jax import Array
 from numpyro.distributions.transforms import biject_to
-from numpyro.handlers import seed, substitute, trace
-from numpyro.infer.initialization import init_to_uniform
 
 from numpyro_fed.density import PARAMS, Factors, LearnedModel, made_up_rows
 from numpyro_fed.engines.remote import RemoteSilos, resized
@@ -23,8 +20,8 @@ from numpyro_fed.mixed import MixedSilos
 from numpyro_fed.proof import elements_are_independent, prove, prove_batch
 from numpyro_fed.silos import Silos
 from numpyro_fed.storage import SiloRows, largest, outlines, stack, thin
-from numpyro_fed.vi.amortise import as_float
 from numpyro_fed.vi.guides import AutoSiloNormal
+from numpyro_fed.vi.learned import factored, probe
 from numpyro_fed.vi.normal import SiloNormal
 from numpyro_fed.vi.options import Options
 from numpyro_fed.vi.privacy import Noise
@@ -33,7 +30,6 @@ from numpyro_fed.vi.user_guide import GuideFamily, guide_family, without_params
 __all__ = [
     "Plan",
     "Prepared",
-    "factored",
     "first_params",
     "own_params",
     "parts_of",
@@ -203,18 +199,6 @@ def planned_alone(model: Callable, guide: Any, known: Silos, options: Options, i
     return _planned(model, guide, parts_of(known), options, independent)[0]
 
 
-def factored(model: Callable, parts: tuple[Silos, ...]) -> tuple[dict[str, Any], tuple[Silos, ...], list[Factors]]:
-    """Support and first value of each learned parameter, the silos with these among their shared arguments, and the factors of each structure."""
-    learned: dict[str, Any] = {}
-    for part in reversed(parts):
-        learned |= _learned(model, part)
-    if learned:
-        start = {name: value for name, (_, value) in learned.items()}
-        parts = tuple(part.with_shared(**{PARAMS: start}) for part in parts)
-        model = LearnedModel(model)
-    return learned, parts, [factorise(model, part) for part in parts]
-
-
 def _planned(
     model: Callable, guide: Any, parts: tuple[Silos, ...], options: Options, independent: bool | None = None
 ) -> tuple[Plan, tuple[Silos, ...]]:
@@ -293,7 +277,7 @@ def first_params(prepared: Prepared, guide: Any, key: Array) -> dict[str, Array]
         return plan.unconstrain({**family.start, **learned})
 
     def start(key: Array) -> Array:
-        sites = _probe(plan.factors.model, silos, key, guide.init_loc_fn)
+        sites = probe(plan.factors.model, silos, key, guide.init_loc_fn)
         return plan.factors.ravel(
             {n: biject_to(sites[n]["fn"].support).inv(sites[n]["value"]) for n, _ in plan.factors.global_sites}
         )
@@ -305,36 +289,6 @@ def first_params(prepared: Prepared, guide: Any, key: Array) -> dict[str, Array]
     if not bool(jnp.isfinite(loc).all()):
         raise ValueError("init_loc_fn: expected finite values of the global sites, got NaN or infinity")
     return plan.unconstrain({**family.init(loc), **learned})
-
-
-def _probe(model: Callable, silos: Silos, key: Array, init: Callable) -> dict[str, Any]:
-    """A trace of the model on one made-up row of everything, latent sites (which may have improper priors) as an initialisation strategy says."""
-    specs = tuple((k, silos.group[k], jax.ShapeDtypeStruct(v.shape[1:], v.dtype)) for k, v in silos.rows.items())
-    kwargs = {**silos.shared, **made_up_rows(specs, silos.index)}
-    return trace(substitute(seed(model, key), substitute_fn=init)).get_trace(**kwargs)
-
-
-def _learned(model: Callable, silos: Silos) -> dict[str, tuple[Any, Any]]:
-    """Support and first value of the model's ``numpyro.param`` sites."""
-    factors = factorise(model, silos)
-    plates = dict(factors.plates)
-    if not factors.undrawn:
-        return {}
-    out = {}
-    for name, site in _probe(model, silos, random.key(0), init_to_uniform).items():
-        if site["type"] == "param":
-            if any(f.name in plates for f in site["cond_indep_stack"]):
-                raise ValueError(
-                    f"learned parameter {name!r} is inside a silo plate; expected parameters that all silos share: make "
-                    "it a latent site, or move it out of the plate"
-                )
-            value = jax.tree.map(as_float, site["value"])  # a network's weights are a pytree
-            if not jax.tree.leaves(value):
-                continue  # a network whose weights are all drawn
-            out[name] = (site["kwargs"].get("constraint", constraints.real), value)
-        elif site["type"] == "mutable":
-            raise ValueError(f"mutable site {name!r}: expected a model without mutable state")
-    return out
 
 
 def _check_globals(factors: list[Factors], parts: tuple[Silos, ...]) -> None:

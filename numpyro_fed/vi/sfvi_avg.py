@@ -29,6 +29,7 @@ from numpyro_fed.mixed import MixedSilos
 from numpyro_fed.silos import Silos
 from numpyro_fed.storage import SiloRows
 from numpyro_fed.vi import conducive as conducive_rounds
+from numpyro_fed.vi import conducive_checks
 from numpyro_fed.vi._adapter import FederatedVI
 from numpyro_fed.vi.barycentre import barycentre
 from numpyro_fed.vi.guides import AutoSiloNormal
@@ -166,9 +167,10 @@ class SFVIAvg(FederatedVI):
     :param num_local_steps: m, steps between two rounds; conducive: positions of theta at which a silo looks in a round (a power of two, at
         least so many).
     :param num_particles: as for :class:`SFVI`, of each step.
-    :param num_local_particles: likewise; conducive: of the draws of the result alone.
-    :param conducive: the silos keep Gaussian sites, whose product is q, in place of averages: the pooled optimum in about ten rounds, without
-        optimisers (:mod:`numpyro_fed.vi.conducive`). Losses are then minus the pooled bound, latents integrated out.
+    :param num_local_particles: likewise; conducive without ``optim``: of the draws of the result alone.
+    :param conducive: the silos keep Gaussian sites, whose product is q, in place of averages: the pooled optimum in about ten rounds
+        (:mod:`numpyro_fed.vi.conducive`). Without ``optim`` latents are integrated out, and losses are minus the pooled bound; with it, ``num_local_steps``
+        steps a round move local maps, networks of amortised guides and learned parameters.
     :param local_optim: likewise.
     :param batch_size: likewise; conducive: rows at which each pair of points looks, at least so many that all pairs together look at every row.
     :param validate: likewise.
@@ -247,7 +249,7 @@ class SFVIAvg(FederatedVI):
         """As of every variational method; conducive rounds have no gradients for learned parameters, and say so."""
         prepared = super().prepared(silos)
         if self._options.conducive:
-            conducive_rounds.check(prepared.plan, self.guide, prepared.stacks)
+            conducive_checks.check(prepared.plan, self.guide, prepared.stacks)
         return prepared
 
     def _taken_from(self, result: Any, prepared: Prepared, params: dict) -> tuple[dict, Any]:
@@ -259,4 +261,4 @@ class SFVIAvg(FederatedVI):
     def _say_how_it_ended(self, prepared: Prepared, state: VIState) -> None:
         if self._options.conducive:
             summed = prepared.elsewhere and prepared.plan.secure_sum
-            conducive_rounds.say_how_it_ended(prepared.names, state, summed)
+            conducive_checks.say_how_it_ended(prepared.names, state, summed)

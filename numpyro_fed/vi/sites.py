@@ -10,10 +10,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-__all__ = ["History", "Site", "carried", "packed", "product", "unpacked"]
+__all__ = ["History", "Site", "carried", "natural_step", "packed", "product", "unpacked"]
 
 _FARTHEST = 3.0  # sds of q that it moves in a round, along an axis of its curvature
 _FLATTEST = 0.25  # precision of the new q in units of the old one's: it widens at most twofold in a round
+_CAREFUL = 0.7
 _DEPTH = 3  # rounds that are remembered
 
 
@@ -108,3 +109,21 @@ def product(site: Site) -> tuple[Array, Array, Array, Array]:
     held = far.any() | (values < _FLATTEST).any()
     moved = jnp.maximum(jnp.abs(step).max(), 0.5 * jnp.abs(jnp.log(curvature)).max())
     return vectors @ step, jnp.linalg.cholesky((vectors / curvature) @ vectors.T), moved, held
+
+
+def natural_step(history: History, total: Site, accelerated: Array) -> tuple[Array, Array, Array, Array, History]:
+    """The natural-gradient step of a full q: where it goes, whitened by what it was, its root, sds, whether it was held back, and the history.
+
+    :param total: the sum of all sites.
+    :param accelerated: whether it is; else a part of the plain step is taken, as some sites are old, or have noise.
+    """
+    one = jnp.eye(len(total.linear))
+    residual = Site(total.linear, total.precision - one)
+    step, history = history.step(residual)
+    step = jax.tree.map(lambda x, y: jnp.where(accelerated, x, _CAREFUL * y), step, residual)
+    loc, root, _, held = product(Site(step.linear, one + step.precision))
+    moved, held_one = product(total)[2:]
+    held = held | held_one
+    # nothing is learned from steps in which old sites stood for silos that did not answer, or from what was held back
+    history = jax.tree.map(lambda x, y: jnp.where(accelerated & ~held, x, y), history, History.none(total))
+    return loc, root, moved, held, history.carried(loc, root)

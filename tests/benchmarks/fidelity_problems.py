@@ -127,6 +127,7 @@ _BIRDS: dict[str, Any] = {"fixed": ("mean", "year_effect"), "local": site("level
 PROBLEMS: dict[str, Problem] = {
     "six_cities": Problem(six_cities.model, six_cities.silos, **_SIX),
     "six_cities_ten": Problem(six_cities.model, lambda: six_cities.silos(six_cities.TEN), **_SIX),
+    "six_cities_sixty": Problem(six_cities.model, lambda: six_cities.silos([9] * 57 + [8] * 3), **_SIX),
     "heart_disease": Problem(heart_disease.model, heart_disease.silos, ("intercept", "beta")),
     "heart_disease_hospitals": Problem(
         heart_disease_hospitals.model,

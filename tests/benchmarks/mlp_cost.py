@@ -30,6 +30,7 @@ import numpyro_fed as fed
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "models"))
 
+import _binary_silos as labels
 import bayesian_mlp as network
 
 STAY, BATCH, STEP = network.STAY, network.BATCH_SIZE, 1e-8
@@ -38,7 +39,7 @@ STAY, BATCH, STEP = network.STAY, network.BATCH_SIZE, 1e-8
 def kernel_of(name: str, silos: fed.Silos) -> fed.DSGLD | fed.FSGLD:
     if name == "DSGLD":
         return fed.DSGLD(network.model, STEP, STAY, BATCH)
-    shape = (len(silos), sum(v.size for v in network.start(network.FEATURES, 0).values()))
+    shape = (len(silos), sum(v.size for v in network.start(labels.FEATURES, 0).values()))
     flat = fed.surrogates.analytic(silos, np.zeros(shape), np.ones(shape))
     return fed.FSGLD(network.model, STEP, STAY, BATCH, surrogate=flat, preconditioner=None)
 
@@ -46,10 +47,10 @@ def kernel_of(name: str, silos: fed.Silos) -> fed.DSGLD | fed.FSGLD:
 def child(name: str, size: int) -> None:
     """MiB of the data, of the samples and of the peaks; processor seconds from the kernel to the first 500 rounds, and of 500 more."""
     imported = peak()
-    silos, _ = network.simulated(0.5, size=size)
+    silos, _ = labels.simulated(0.5, size=size)
     made = peak()
     mcmc = MCMC(kernel_of(name, silos), num_warmup=0, num_samples=500, progress_bar=False)
-    start, begin = network.start(network.FEATURES, 0), time.process_time()
+    start, begin = network.start(labels.FEATURES, 0), time.process_time()
     seconds = []
     for seed in range(2):
         mcmc.run(random.key(seed), silos, init_params=start)
@@ -65,7 +66,7 @@ def by_hand(silos: fed.Silos, rounds: int, conducive: bool) -> Callable[[Array],
     data = {k: jnp.stack([jnp.asarray(silos[name][k]) for name in silos.names]) for k in ("x", "y")}
     count, size = data["y"].shape
     pairs = [("kernel", "bias")] * 4
-    first = {k: jnp.asarray(v) for k, v in network.start(network.FEATURES, 0).items()}
+    first = {k: jnp.asarray(v) for k, v in network.start(labels.FEATURES, 0).items()}
     theta, unravel = jax.flatten_util.ravel_pytree(first)
     own_precision, own_shift = jnp.ones((count, theta.size)), jnp.zeros((count, theta.size))
 
@@ -102,7 +103,7 @@ def by_hand(silos: fed.Silos, rounds: int, conducive: bool) -> Callable[[Array],
 
 
 def steps(size: int, rounds: int, turns: int) -> None:
-    silos, _ = network.simulated(0.5, size=size)
+    silos, _ = labels.simulated(0.5, size=size)
     forms = {f"{name}, by hand": by_hand(silos, rounds, name == "FSGLD") for name in ("DSGLD", "FSGLD")}
     forms |= {name: compiled_run(kernel_of(name, silos), silos, rounds) for name in ("DSGLD", "FSGLD")}
     times = in_turn(forms, turns)
@@ -125,7 +126,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     if args.child:
         return child(args.child[0], int(args.child[1]))
-    size = 900 if args.quick else network.NUM_ROWS
+    size = 900 if args.quick else labels.NUM_ROWS
     for name in ("DSGLD", "FSGLD"):
         command = [sys.executable, __file__, "--child", name, str(size)]
         done = subprocess.run(command, env={**os.environ, FLAG: "1"}, check=True, text=True, capture_output=True)
