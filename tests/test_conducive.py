@@ -380,6 +380,12 @@ def test_a_step_after_which_the_bound_is_lower_is_taken_back():
     np.testing.assert_allclose(back.loc, 0.3 * move.loc, rtol=1e-6)
     again, _ = memory.move(back.loc, back.scale, Site(-9 * one, one), jnp.array(-40.0), jnp.array(True), noisy=False)
     np.testing.assert_allclose(again.loc, 0.09 * move.loc, rtol=1e-6)
+    # a bound that stays lower is that of noise, and is believed in the end
+    _, memory = memory.move(back.loc, back.scale, Site(one, one), jnp.array(-50.0), jnp.array(True), noisy=True)
+    _, memory = memory.move(0.1 * one, back.scale, Site(one, one), jnp.array(-50.0), jnp.array(True), noisy=True)
+    last, memory = memory.move(0.1 * one, one, Site(one, one), jnp.array(-50.0), jnp.array(True), noisy=True)
+    assert not last.held
+    assert float(memory.bound) == -50.0
     # where a silo did not answer bounds are not compared
     assert not memory.move(move.loc, one, Site(one, one), jnp.array(-50.0), jnp.array(False), noisy=False)[0].held
 

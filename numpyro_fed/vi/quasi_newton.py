@@ -2,7 +2,7 @@ r"""Steps of a diagonal q towards the pooled optimum, from scores alone: L-BFGS 
 
 The mean follows the pooled score :math:`E_q \nabla \log p(\theta, y)`, the precisions its curvature. Diagonal sites do not know how coordinates pull together; from the last ten rounds'
 steps and changes of the score the inverse curvature is built up (Liu & Nocedal 1989), its diagonal being q's. A step after which the bound is lower by more than its noise is
-taken back to three tenths. Where the points change from round to round, curvatures are averaged over ten or so rounds.
+taken back to three tenths, three times at most. Where the points change from round to round, curvatures are averaged over ten or so rounds.
 """
 
 from typing import NamedTuple
@@ -19,6 +19,7 @@ _DEPTH = 10
 _FARTHEST = 3.0  # sds that q moves in a round, root mean square of the dimensions
 _WIDEST = 1.5  # times that an sd grows or shrinks in a round
 _BACK = 0.3
+_SHORTEST = 0.05  # share of a step from which none is taken back
 _OLDEST = 0.1  # weight of the newest curvature in the end
 _CAREFUL = 0.7  # share of a step that is taken where silos did not answer
 
@@ -82,8 +83,8 @@ class Memory(NamedTuple):
         score, found = total.linear / scale, total.precision / scale**2
         compared = self.known & everyone
         steps, changes = self._with(compared, loc - self.loc, self.score - score)
-        # noise of a bound from changing points is that of d squares at most
-        worse = compared & (bound < self.bound - 2.0 - 0.5 * len(loc) ** 0.5)
+        # noise of a bound from changing points is that of d squares or so; where it is larger a bound stays lower however short the step, and is believed
+        worse = compared & (bound < self.bound - 2.0 - 0.5 * len(loc) ** 0.5) & (self.share > _SHORTEST)
         weight = jnp.maximum(_OLDEST, 2 / (2.0 + self.rounds)) if noisy else 1.0
         weight = jnp.where(self.rounds == 0, 1.0, weight)
         precision = self.precision + weight * (found - self.precision)
