@@ -12,7 +12,8 @@ from scipy.optimize import minimize
 from vi_models import hierarchy, hierarchy_posterior, hierarchy_silos, learned_scale, wheeze, wheeze_silos
 
 import numpyro_fed as fed
-from numpyro_fed.vi.conducive import Reply, SiloState
+from numpyro_fed.vi.conducive import Reply, SiloState, merge
+from numpyro_fed.vi.pairs import rows_of_pair, shuffled
 from numpyro_fed.vi.quasi_newton import Memory
 from numpyro_fed.vi.sites import Site
 
@@ -200,7 +201,7 @@ def test_what_leaves_a_silo():
         result = fit.run(random.key(0), 2, silos, **QUIET)
     d = fit.prepared(silos).plan.factors.dim
     assert result.ledger.bytes_up == (2 * (4 + 4 * (d + d * (d + 1) // 2) + 1),) * 2
-    assert result.ledger.gradient_evaluations == (2 * 200,) * 2
+    assert result.ledger.gradient_evaluations == (2 * 256,) * 2
 
 
 def test_it_stops_where_the_loss_does_and_goes_on():
@@ -211,6 +212,18 @@ def test_it_stops_where_the_loss_does_and_goes_on():
     assert abs(short.losses[-1] - short.losses[-2]) < 1e-3
     again = fit.run(random.key(0), 1, silos, init_state=short.state, **QUIET)
     np.testing.assert_allclose(again.params["auto_loc"], short.params["auto_loc"], atol=1e-3)
+
+
+@pytest.mark.parametrize("x64", [False, True])
+def test_it_stays_where_it_has_settled(x64):
+    """Rounding errors are no residuals to accelerate: such steps had left the fixed point by .2 sds after twenty rounds there."""
+    with jax.enable_x64(x64):
+        silos, state, far = logistic_silos(), None, []
+        for _ in range(12):
+            result = conducive(logistic).run(random.key(0), 6 if state else 10, silos, init_state=state, **QUIET)
+            state = result.state
+            far.append(float(state.server.moved))
+        assert max(far) < 1e-3, far
 
 
 def two_latents(y):
@@ -288,7 +301,7 @@ def test_what_it_does_not_cover_is_refused():
     many = fed.split({"x": np.ones((1000, 2)), "y": np.ones(1000)}, by=np.arange(1000) % 2)
     with pytest.raises(
         ValueError,
-        match=r"batch_size=3 .* at least 4, so that 128 pairs of points together look at each of the 500 rows",
+        match=r"batch_size=3 .* at least 4, so that 128 pairs of points together look at each of the 500 rows .* enough for 2 dim",
     ):
         conducive(logistic, batch_size=3).init(random.key(0), many)
     with pytest.raises(ValueError, match=r"learned parameters \['tau'\]: expected an optimiser that moves them"):
@@ -329,17 +342,16 @@ def test_pairs_of_points_that_look_at_some_rows_each():
     with jax.enable_x64(True):
         y = np.random.default_rng(0).normal(2, 1, 384)
         silos = fed.split({"y": y}, by=np.repeat([0, 1, 2], [64, 128, 192]))
-        result = conducive(mean, batch_size=3, num_local_steps=128).run(random.key(0), 8, silos, **QUIET)
-        np.testing.assert_allclose(result.params["auto_scale_tril"][0, 0], (384 + 0.01) ** -0.5, rtol=1e-6)
-        np.testing.assert_allclose(result.params["auto_loc"][0], y.sum() / 384.01, rtol=1e-6)
+        result = conducive(mean, batch_size=3, num_local_steps=128).run(random.key(0), 60, silos, **QUIET)
+        np.testing.assert_allclose(result.params["auto_scale_tril"][0, 0], (384 + 0.01) ** -0.5, rtol=1e-5)
+        np.testing.assert_allclose(result.params["auto_loc"][0], y.sum() / 384.01, rtol=1e-5)
         silos = logistic_silos()
-        whole, some, more = (
-            conducive(logistic, batch_size=size, num_local_steps=256).run(random.key(0), 15, silos, **QUIET)
-            for size in (None, 1, 8)
+        whole, some = (
+            conducive(logistic, batch_size=size, num_local_steps=256).run(random.key(0), 30, silos, **QUIET)
+            for size in (None, 1)
         )
         sd = np.linalg.norm(whole.params["auto_scale_tril"], axis=1)
-        off, less = (np.abs((r.params["auto_loc"] - whole.params["auto_loc"]) / sd).max() for r in (some, more))
-        assert 1e-6 < less < off < 0.2, (less, off)
+        assert 1e-6 < np.abs((some.params["auto_loc"] - whole.params["auto_loc"]) / sd).max() < 0.05
 
 
 def test_hundreds_of_dimensions_from_points_that_change():
@@ -454,3 +466,84 @@ def test_a_learned_scale_by_steps():
 
     taus = np.linspace(0.5, 4, 351)
     assert float(params["tau"]) == pytest.approx(taus[np.argmax([evidence(t) for t in taus])], rel=0.02)
+
+
+def test_rows_of_pairs():
+    """Over all pairs each row comes equally often, in a pair once at most; with as many rows as a silo has a pair looks at all."""
+    silos = fed.split({"x": np.arange(2.0 * 150).reshape(150, 2), "y": np.ones(150)}, by=np.repeat([0, 1], [140, 10]))
+    for size, often in ((3, (1, 19)), (11, (5, 64)), (200, (64, 64))):
+        plan, _, stacks, *_ = conducive(logistic, batch_size=size, num_local_steps=128).prepared(silos)
+        for rows in stacks:
+            for i, n in enumerate(np.asarray(next(iter(rows.sizes.values())))):
+                one = jax.tree.map(
+                    lambda x, axis, i=i: x if axis is None else x[i], rows, rows.axes, is_leaf=lambda x: x is None
+                )
+                order, seen = shuffled(plan, one, jnp.array(3)), np.zeros(150)
+                for pair in range(64):
+                    batch = rows_of_pair(plan, one, order, 64, jnp.array(pair))
+                    x = np.asarray(batch.rows.rows["x"])[: int(next(iter(batch.rows.sizes.values()))), 0] // 2
+                    assert len(set(x)) == len(x)
+                    seen[x.astype(int)] += float(next(iter(batch.weights.values()))) / 64
+                np.testing.assert_allclose(seen[seen > 0], 1.0, rtol=1e-6)
+                assert (seen > 0).sum() == n
+                assert float(next(iter(batch.weights.values()))) == pytest.approx(64 / often[int(n == 10)])
+
+
+def test_a_full_covariance_from_some_rows():
+    """Whose noise averages out over rounds: within 15 % of the exact one in all directions, from as few rows as are accepted."""
+    rng = np.random.default_rng(0)
+    x, d = rng.normal(size=(2000, 10)), 10
+
+    def model(x, y):
+        beta = numpyro.sample("beta", dist.Normal(0, 1).expand([d]).to_event(1))
+        with fed.silo_plate("rows", x.shape[0]):
+            numpyro.sample("y", dist.Normal(x @ beta, 1), obs=y)
+
+    silos = fed.split({"x": x, "y": x @ rng.normal(size=d) + rng.normal(size=2000)}, by=np.arange(2000) % 2)
+    with pytest.raises(ValueError, match=r"expected at least 20"):
+        conducive(model, batch_size=19).init(random.key(0), silos)
+    result = conducive(model, batch_size=20).run(random.key(0), 40, silos, **QUIET)
+    root = np.asarray(result.params["auto_scale_tril"])
+    values = np.linalg.eigvalsh(root.T @ (x.T @ x + np.eye(d)) @ root)
+    assert 0.85 < values.min() < values.max() < 1.15
+    # the control: a round alone
+    with pytest.warns(UserWarning, match="q has not settled"):
+        few = conducive(model, batch_size=20).run(random.key(0), 4, silos, **QUIET)
+    root = np.asarray(few.params["auto_scale_tril"])
+    assert np.abs(np.linalg.eigvalsh(root.T @ (x.T @ x + np.eye(d)) @ root) - 1).max() > np.abs(values - 1).max()
+
+
+def test_what_silos_learn_apart_does_not_bend_q():
+    """A learned noise that silos disagree on: q(theta) is the optimum at the average."""
+    rng = np.random.default_rng(1)
+    y = np.concatenate([rng.normal(1, 0.5, 50), rng.normal(1.5, 5, 50)])
+
+    def model(y):
+        mu = numpyro.sample("mu", dist.Normal(0, 10))
+        sd = numpyro.param("sd", 1.0, constraint=dist.constraints.positive)
+        with fed.silo_plate("rows", y.shape[0]):
+            numpyro.sample("y", dist.Normal(mu, sd), obs=y)
+
+    fit = fed.SFVIAvg(model, fed.AutoSiloNormal(model), optax.sgd(1e-3), 20, conducive=True)
+    params = fit.run(random.key(0), 30, fed.split({"y": y}, by=np.repeat([0, 1], 50)), **QUIET).params
+    precision = 100 / float(params["sd"]) ** 2 + 0.01
+    assert float(params["auto_loc"][0]) == pytest.approx(y.sum() / float(params["sd"]) ** 2 / precision, abs=0.03)
+    assert float(params["auto_scale_tril"][0, 0]) == pytest.approx(precision**-0.5, rel=0.03)
+    with pytest.raises(ValueError, match="nothing for it to move"):
+        fed.SFVIAvg(logistic, fed.AutoSiloNormal(logistic), optax.sgd(1e-3), conducive=True).init(
+            random.key(0), logistic_silos()
+        )
+
+
+def test_a_reply_that_is_not_finite_does_not_count_in_the_bound():
+    """With a diagonal q, in a sum: its flag is heard."""
+    silos = logistic_silos()
+    fit = conducive(logistic, fed.AutoSiloNormal(logistic, global_cov="diag"), secure_sum=True)
+    plan, _, stacks, *_ = fit.prepared(silos)
+    state = fit.init(random.key(0), silos).server
+    d = plan.factors.dim
+    zero = Site(jnp.zeros((3, d)), jnp.zeros((3, d)))
+    for finite in (True, False):
+        replies = Reply(jnp.array([-5.0, -5.0, 0.0]), zero, jnp.array([True, True, finite]))
+        merged, _ = merge(plan, stacks[0], state, replies)
+        assert bool(merged.history.known) is finite

@@ -47,7 +47,7 @@ from numpyro_fed.vi.plan import Plan
 from numpyro_fed.vi.quasi_newton import Memory
 from numpyro_fed.vi.scales import relative
 from numpyro_fed.vi.sfvi import Info, all_finite
-from numpyro_fed.vi.silo_site import at_once_of, changing, prior_site, silo_site, whitening
+from numpyro_fed.vi.silo_site import at_once_of, noisy, prior_site, silo_site, whitening
 from numpyro_fed.vi.sites import History, Site, carried, natural_step, packed, unpacked
 
 __all__ = ["federated", "init_silo"]
@@ -88,11 +88,11 @@ class SiloState(NamedTuple):
 
 
 class Message(NamedTuple):
-    """To every silo: the global parameters, which points, and the number of rows in all silos."""
+    """To every silo: the global parameters, which points and rows, where they change, and, of rounds with optimisers, the number of rows in all silos."""
 
     params: dict[str, Array]
-    turn: Array
-    total: Array
+    turn: Array | None
+    total: Array | None
 
 
 class Reply(NamedTuple):
@@ -155,7 +155,7 @@ def init_silo(plan: Plan, part: int, params: dict[str, Array], local: Any) -> Si
 def broadcast(plan: Plan, total: Array, key: Array, server: Server) -> Message:
     """Send q."""
     del key
-    return Message(server.params, server.i if changing(plan) else jnp.zeros_like(server.i), total)
+    return Message(server.params, server.i if noisy(plan) else None, None if plan.optim is None else total)
 
 
 def local(
@@ -166,22 +166,22 @@ def local(
     :param at_once: points that are looked at together; ``None``: as many as a silo alone may.
     """
     at_once = at_once_of(plan, rows, 1) if at_once is None else at_once
-    family, params, own = plan.families[rows.part], message.params, state.params
-    old, now = plan.constrain(state.base), plan.constrain(params)
+    family, own = plan.families[rows.part], state.params
+    old, now = plan.constrain(state.base), plan.constrain(message.params)
     moved = family.whiten(old, now[f"{family.prefix}_loc"]), relative(family.scale(old), family.scale(now))
     key_steps, key_site = random.split(key)
     told: dict[str, Any] = {}
     new_state = state
     if plan.optim is not None:
-        share = row_count(plan, rows) / message.total
+        share = row_count(plan, rows) / jnp.asarray(message.total)
         own = family.rebased(own, old, now) if family.has_local else own
-        done = steps(plan, params, own, state.optim_state, state.local_optim_state, 1 / share, key_steps, rows)
-        params, own = done.params, done.own
+        done = steps(plan, message.params, own, state.optim_state, state.local_optim_state, 1 / share, key_steps, rows)
+        own = done.own
         new_state = state._replace(optim_state=done.optim_state, local_optim_state=done.local_optim_state)
         if plan.moving:
-            copies = plan.constrain(params)
+            copies = plan.constrain(done.params)
             told = {"params": {k: jax.tree.map(lambda x: share * x, copies[k]) for k in plan.moving}, "share": share}
-    value, new, fine, own = silo_site(plan, params, message.turn, own, key_site, rows, at_once)
+    value, new, fine, own = silo_site(plan, message.params, message.turn, own, key_site, rows, at_once)
     site = carried(state.site, *moved)
     finite = all_finite((new, value, own, told)) & (fine >= 1 - _MOST_MISSING)
     kept = new_state._replace(params=own, base=message.params, site=new)
@@ -213,11 +213,15 @@ def merge(
     mean = plan.constrain(server.params)[f"{family.prefix}_loc"]
     history: History | Memory
     if isinstance(server.history, Memory):
-        move, history = server.history.move(mean, asked.scale, total, -loss, everyone & heard.all(), noisy=_noisy(plan))
+        move, history = server.history.move(
+            mean, asked.scale, total, -loss, everyone & replies.finite.all(), noisy(plan), plan.optim is not None
+        )
         new = {f"{family.prefix}_loc": move.loc, f"{family.prefix}_scale": move.scale}
         shift, factor, moved, held = (move.loc - mean) / asked.scale, move.scale / asked.scale, move.moved, move.held
     else:
-        shift, factor, moved, held, history = natural_step(server.history, total, everyone & (not _noisy(plan)))
+        accelerated = everyone & (not noisy(plan))
+        averaged = noisy(plan) and plan.optim is None  # silos' own parameters go with q, and would wait for it
+        shift, factor, moved, held, history = natural_step(server.history, total, accelerated, averaged)
         new = {
             f"{family.prefix}_loc": mean + matvec(asked.scale, shift),
             f"{family.prefix}_scale_tril": asked.scale @ factor,
@@ -240,8 +244,3 @@ def _averaged(plan: Plan, params: dict[str, Array], replies: Reply, heard: Array
         return jnp.where(share > 0, total / jnp.where(share > 0, share, 1.0), last)
 
     return jax.tree.map(one, replies.params, {k: plan.constrain(params)[k] for k in plan.moving})
-
-
-def _noisy(plan: Plan) -> bool:
-    """Whether sites have noise: of points that change, or of draws of latents."""
-    return changing(plan) or plan.optim is not None

@@ -10,7 +10,6 @@ from numpyro_fed.storage import SiloRows
 from numpyro_fed.vi.pairs import fewest_rows
 from numpyro_fed.vi.plan import Plan
 from numpyro_fed.vi.rounds import VIState
-from numpyro_fed.vi.silo_site import num_points
 
 __all__ = ["SETTLED", "JointUnits", "check", "say_how_it_ended"]
 
@@ -37,11 +36,15 @@ def check(plan: Plan, guide: Any, stacks: list[SiloRows]) -> None:
                 "optimiser (optim=optax.adam(1e-2)), which moves their local maps instead"
             )
         largest = max(dict(rows.pad)[group] for rows in stacks)
-        if size < fewest_rows(largest, num_points(plan)):
+        if size < fewest_rows(plan, largest):
             raise ValueError(
-                f"batch_size={size} with conducive=True: expected at least {fewest_rows(largest, num_points(plan))}, so that {num_points(plan) // 2} pairs of "
-                f"points together look at each of the {largest:,} rows of the largest silo; a larger num_local_steps makes more pairs"
+                f"batch_size={size} with conducive=True: expected at least {fewest_rows(plan, largest):,}, so that {plan.num_points // 2} pairs of points together "
+                f"look at each of the {largest:,} rows of the largest silo, and at enough for {plan.factors.dim} dimensions; a larger num_local_steps makes more pairs"
             )
+    if plan.optim is not None and not (plan.moving or local):
+        raise ValueError(
+            "optim: expected None with conducive=True and a model without latents in the silos and learned parameters, as there is nothing for it to move"
+        )
     if plan.optim is not None:
         return
     if local and not (guide.coupling and guide.scale_coupling):

@@ -28,6 +28,7 @@ from numpyro_fed.vi.privacy import Noise
 from numpyro_fed.vi.user_guide import GuideFamily, guide_family, without_params
 
 __all__ = [
+    "MOST_DIAGONAL",
     "Plan",
     "Prepared",
     "first_params",
@@ -37,6 +38,7 @@ __all__ = [
     "prepare",
 ]
 
+MOST_DIAGONAL = 1024  # points that a diagonal precision is worth
 _MADE_UP = 3  # rows of a group that are made up
 _PROOF_ROWS = 100_000  # of a fit by minibatches, whose rows might not fit into memory at once
 
@@ -78,12 +80,20 @@ class Plan:
         names = (*self.learned, *getattr(self.families[0], "shared_params", ()))
         return names if self.conducive else tuple(self.supports)
 
+    @property
+    def num_points(self) -> int:
+        """Positions of theta at which conducive silos look: a power of two, at least ``num_local_steps``, 64, and four times as many as dimensions (diagonal: up to 1,024)."""
+        dim, full = self.factors.dim, self.families[0].global_cov == "full"
+        wanted = 4 * dim if full else min(4 * dim, MOST_DIAGONAL)
+        return 1 << (max(64, self.num_local_steps, wanted) - 1).bit_length()
+
     def evaluations(self, part: int) -> int:
         """Gradients of a silo's term in a round."""
         if self.optim is None:  # of its marginal likelihood
-            return self.num_local_steps
+            return self.num_points
         candidates = self.num_local_particles if self.families[part].has_local else 1
-        return self.num_particles * candidates * self.num_local_steps
+        points = self.num_points if self.conducive else 0
+        return candidates * (self.num_particles * self.num_local_steps + points)
 
     @property
     def factors(self) -> Factors:

@@ -2,7 +2,7 @@ r"""Steps of a diagonal q towards the pooled optimum, from scores alone: L-BFGS 
 
 The mean follows the pooled score :math:`E_q \nabla \log p(\theta, y)`, the precisions its curvature. Diagonal sites do not know how coordinates pull together; from the last ten rounds'
 steps and changes of the score the inverse curvature is built up (Liu & Nocedal 1989), its diagonal being q's. A step after which the bound is lower by more than its noise is
-taken back to three tenths, three times at most. Where the points change from round to round, curvatures are averaged over ten or so rounds.
+taken back to three tenths, three times at most. Where sites have noise (points or rows that change from round to round, draws of latents), curvatures are averaged over ten or so rounds.
 """
 
 from typing import NamedTuple
@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from numpyro_fed.vi.sites import Site
+from numpyro_fed.vi.sites import Site, newest
 
 __all__ = ["Memory", "Move"]
 
@@ -19,8 +19,8 @@ _DEPTH = 10
 _FARTHEST = 3.0  # sds that q moves in a round, root mean square of the dimensions
 _WIDEST = 1.5  # times that an sd grows or shrinks in a round
 _BACK = 0.3
+_OWN_NOISE = 0.05  # of the bound
 _SHORTEST = 0.05  # share of a step from which none is taken back
-_OLDEST = 0.1  # weight of the newest curvature in the end
 _CAREFUL = 0.7  # share of a step that is taken where silos did not answer
 
 
@@ -71,22 +71,24 @@ class Memory(NamedTuple):
         )  # fmt: skip
 
     def move(
-        self, loc: Array, scale: Array, total: Site, bound: Array, everyone: Array, noisy: bool
+        self, loc: Array, scale: Array, total: Site, bound: Array, everyone: Array, noisy: bool, moving: bool = False
     ) -> tuple[Move, "Memory"]:
         """The next q.
 
         :param total: sum of all sites, whitened by the present one.
         :param bound: there.
         :param everyone: whether all silos answered; else old sites stand for some, and bounds cannot be compared.
-        :param noisy: whether sites have noise, as points change from round to round.
+        :param noisy: whether sites have noise.
+        :param moving: whether silos' own parameters move, too.
         """
         score, found = total.linear / scale, total.precision / scale**2
         compared = self.known & everyone
         steps, changes = self._with(compared, loc - self.loc, self.score - score)
+        # silos' own parameters move the bound, too, and add noise that does not depend on d
+        slack = 2.0 + 0.5 * len(loc) ** 0.5 + (_OWN_NOISE * jnp.abs(self.bound) if moving else 0.0)
         # noise of a bound from changing points is that of d squares or so; where it is larger a bound stays lower however short the step, and is believed
-        worse = compared & (bound < self.bound - 2.0 - 0.5 * len(loc) ** 0.5) & (self.share > _SHORTEST)
-        weight = jnp.maximum(_OLDEST, 2 / (2.0 + self.rounds)) if noisy else 1.0
-        weight = jnp.where(self.rounds == 0, 1.0, weight)
+        worse = compared & (bound < self.bound - slack) & (self.share > _SHORTEST)
+        weight = newest(self.rounds) if noisy else 1.0
         precision = self.precision + weight * (found - self.precision)
         step = _step(steps, changes, score, scale)
         length = jnp.linalg.norm(step / scale)
@@ -97,7 +99,9 @@ class Memory(NamedTuple):
         share = _BACK * self.share
         taken = jnp.where(worse, share * self.step, step)
         growth = jnp.log((new if noisy else wanted) / scale)
-        size = jnp.maximum(*(_size(x, noisy) for x in (taken / scale, jnp.where(worse, 0.0, growth))))
+        size = jnp.maximum(
+            *(_size(x, noisy) for x in (jnp.where(worse, self.step, step) / scale, jnp.where(worse, 0.0, growth)))
+        )
         ahead = Memory(
             steps, changes, precision, loc, scale, score, bound, step, everyone, jnp.ones(()), self.rounds + 1
         )

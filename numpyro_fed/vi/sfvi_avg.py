@@ -163,9 +163,9 @@ class SFVIAvg(FederatedVI):
 
     :param model: as for :class:`SFVI`.
     :param guide: an :class:`AutoSiloNormal` with ``global_cov`` full or diagonal.
-    :param optim: an optax transformation for each silo's copy of q(theta) and of the learned parameters; its state stays in the silo.
+    :param optim: an optax transformation for each silo's copy of q(theta) and of the learned parameters (conducive: of the latter alone); its state stays in the silo.
     :param num_local_steps: m, steps between two rounds; conducive: positions of theta at which a silo looks in a round (a power of two, at
-        least so many).
+        least so many), and with ``optim`` steps before that.
     :param num_particles: as for :class:`SFVI`, of each step.
     :param num_local_particles: likewise; conducive without ``optim``: of the draws of the result alone.
     :param conducive: the silos keep Gaussian sites, whose product is q, in place of averages: the pooled optimum in about ten rounds
@@ -246,15 +246,15 @@ class SFVIAvg(FederatedVI):
             )
 
     def prepared(self, silos: Silos | MixedSilos) -> Prepared:
-        """As of every variational method; conducive rounds have no gradients for learned parameters, and say so."""
+        """As of every variational method; conducive rounds refuse what they do not cover."""
         prepared = super().prepared(silos)
         if self._options.conducive:
             conducive_checks.check(prepared.plan, self.guide, prepared.stacks)
         return prepared
 
     def _taken_from(self, result: Any, prepared: Prepared, params: dict) -> tuple[dict, Any]:
-        """Conducive rounds need q(theta) alone, from these silos or others: sites and local maps are regressed anew."""
-        if not self._options.conducive or not isinstance(result, VIResult):
+        """Conducive rounds without optimisers need q(theta) alone, from these silos or others: sites and local maps are regressed anew."""
+        if self._options.optim is not None or not isinstance(result, VIResult):
             return super()._taken_from(result, prepared, params)
         return global_params(result, prepared, params), None if prepared.elsewhere else prepared.local
 

@@ -17,27 +17,30 @@ from numpyro_fed.surrogates.local_score import Message as Points
 from numpyro_fed.surrogates.local_score import look, points_at_once
 from numpyro_fed.surrogates.points import sobol_normal
 from numpyro_fed.vi.bound import silo_bound
-from numpyro_fed.vi.pairs import Averages, averages, drawn_points, rows_of_pair
-from numpyro_fed.vi.plan import Plan
+from numpyro_fed.vi.pairs import Averages, averages, drawn_points, rows_of_pair, shuffled
+from numpyro_fed.vi.plan import MOST_DIAGONAL, Plan
 from numpyro_fed.vi.sites import Site
 
-__all__ = ["Points", "at_once_of", "changing", "num_points", "prior_site", "silo_site", "whitening"]
+__all__ = ["Points", "at_once_of", "changing", "noisy", "prior_site", "silo_site", "whitening"]
 
-_MOST_DIAGONAL = 1024  # points that a diagonal precision is worth
-
-
-def num_points(plan: Plan) -> int:
-    """Positions of theta at which silos look: a power of two, at least ``num_local_steps``, 64, and four times as many as dimensions (diagonal: up to 1,024)."""
-    steps, dim, full = plan.num_local_steps, plan.factors.dim, plan.families[0].global_cov == "full"
-    return 2 ** math.ceil(math.log2(max(64, steps, 4 * dim if full else min(4 * dim, _MOST_DIAGONAL))))
+_NUMBERS_AT_ONCE = 1 << 21
 
 
 def at_once_of(plan: Plan, rows: SiloRows, num_silos: int) -> int:
-    """Points at which so many silos look together."""
-    if _by_pairs(plan):
-        return 1
-    family = plan.families[rows.part]
-    return points_at_once(num_silos * max(n for _, n in rows.pad), family.units(rows) if family.has_local else None)
+    """Points, or pairs of them, at which so many silos look together."""
+    family, most = plan.families[rows.part], max(n for _, n in rows.pad)
+    if not _by_pairs(plan):
+        return points_at_once(num_silos * most, family.units(rows) if family.has_local else None)
+    if plan.batch is not None:
+        most = max(min(n, plan.batch[1]) if g == plan.batch[0] else n for g, n in rows.pad)
+    return _pairs_at_once(plan, num_silos, most * (plan.num_local_particles if family.has_local else 1))
+
+
+def _pairs_at_once(plan: Plan, num_silos: int, rows: int) -> int:
+    """A power of two of pairs; ``rows`` that one point takes."""
+    d = plan.factors.dim
+    numbers = 2 * num_silos * (rows + d * (d if plan.families[0].global_cov == "full" else 1))
+    return 1 << (min(plan.num_points // 2, max(1, _NUMBERS_AT_ONCE // numbers)).bit_length() - 1)
 
 
 def whitening(plan: Plan, params: dict[str, Array]) -> Points:
@@ -48,7 +51,7 @@ def whitening(plan: Plan, params: dict[str, Array]) -> Points:
     loc = constrained[f"{family.prefix}_loc"]
     if changing(plan):  # which nobody keeps
         return Points(loc, scale, jnp.zeros((0, d)), jnp.zeros(0))
-    points = jnp.asarray(_table(num_points(plan), d), scale.dtype)
+    points = jnp.asarray(_table(plan.num_points, d), scale.dtype)
     return Points(loc, scale, points, jnp.ones(len(points)))
 
 
@@ -63,7 +66,7 @@ def _table(num: int, dim: int) -> np.ndarray:
 def changing(plan: Plan) -> bool:
     """Whether each round has points of its own, as there are too few of them for so many dimensions."""
     family = plan.families[0]
-    few = family.global_cov != "full" and plan.factors.dim > _MOST_DIAGONAL // 4
+    few = family.global_cov != "full" and plan.factors.dim > MOST_DIAGONAL // 4
     return few and (plan.optim is not None or not family.has_local)
 
 
@@ -72,34 +75,39 @@ def _by_pairs(plan: Plan) -> bool:
     return plan.optim is not None or plan.batch is not None or changing(plan)
 
 
-def _averages(plan: Plan, asked: Points, turn: Array, score: Callable, rows: int) -> Averages:
+def noisy(plan: Plan) -> bool:
+    """Whether sites have noise: of points or rows that change from round to round, or of draws of latents."""
+    return _by_pairs(plan)
+
+
+def _averages(plan: Plan, asked: Points, turn: Array | None, score: Callable, at_once: int) -> Averages:
     """Over all pairs of points."""
-    d, num = plan.factors.dim, num_points(plan)
-    point: Callable[[Array], Array] = partial(drawn_points, d, turn, asked.scale.dtype)
-    if not changing(plan):
-        table = jnp.asarray(_table(num, d)[: num // 2], asked.scale.dtype)
-        point = table.__getitem__
-    full = asked.scale.ndim == 2
-    return averages(score, point, num // 2, full, 2 * (rows + d * (d if full else 1)))
+    d, num = plan.factors.dim, plan.num_points
+    if changing(plan) and turn is not None:
+        point: Callable[[Array], Array] = partial(drawn_points, d, turn, asked.scale.dtype)
+    else:
+        point = jnp.asarray(_table(num, d)[: num // 2], asked.scale.dtype).__getitem__
+    return averages(score, point, num // 2, asked.scale.ndim == 2, at_once)
 
 
 def silo_site(
-    plan: Plan, params: dict[str, Array], turn: Array, own: Any, key: Array, rows: SiloRows, at_once: int
+    plan: Plan, params: dict[str, Array], turn: Array | None, own: Any, key: Array, rows: SiloRows, at_once: int
 ) -> tuple[Array, Site, Array, Any]:
     """A silo's mean log likelihood, its site, the share of points whose numbers are finite, and its local map.
 
     :param params: unconstrained.
     :param own: the local map that it has.
-    :param at_once: points that are looked at together, where all rows are.
+    :param at_once: points, or pairs of them, that are looked at together.
     """
     asked, family = whitening(plan, params), plan.families[rows.part]
     if not _by_pairs(plan):
         return _regressed(plan, asked, own, rows, at_once)
-    constrained, num_pairs = plan.constrain(params), num_points(plan) // 2
+    constrained, num_pairs = plan.constrain(params), plan.num_points // 2
+    order = None if turn is None else shuffled(plan, rows, turn)
     learned = {k: constrained[k] for k in plan.learned}
 
     def score(u: Array, pair: Array, sign: Array) -> tuple[Array, Array]:
-        batch, eps = rows_of_pair(plan, rows, num_pairs, turn, pair), None
+        batch, eps = rows_of_pair(plan, rows, order, num_pairs, pair), None
         held = family.effective(batch.take(own), batch.rows) if family.has_local else own
         if family.has_local:
             eps = sign * family.noise(random.fold_in(key, pair), batch.rows, plan.num_local_particles)
@@ -107,8 +115,7 @@ def silo_site(
         slope = term.context.theta * asked.scale if asked.scale.ndim == 1 else asked.scale.T @ term.context.theta
         return term.value, slope + term.context.u
 
-    most = max(n if plan.batch is None or g != plan.batch[0] else min(n, plan.batch[1]) for g, n in rows.pad)
-    found = _averages(plan, asked, turn, score, most * (plan.num_local_particles if family.has_local else 1))
+    found = _averages(plan, asked, turn, score, at_once)
     return found.value, found.site, found.fine, own
 
 
@@ -136,7 +143,7 @@ def prior_site(plan: Plan, params: dict[str, Array], asked: Points, turn: Array,
 
     entropy = family.scale(constrained).log_det() + 0.5 * d * (1 + math.log(2 * math.pi))
     if changing(plan):
-        found = _averages(plan, asked, turn, lambda u, *_: jax.value_and_grad(log_prior)(u), d)
+        found = _averages(plan, asked, turn, lambda u, *_: jax.value_and_grad(log_prior)(u), _pairs_at_once(plan, 1, d))
         return found.site, found.value + entropy
     values, scores = jax.vmap(jax.value_and_grad(log_prior))(asked.points)
     fine = jnp.isfinite(values) & jnp.isfinite(scores).all(-1)

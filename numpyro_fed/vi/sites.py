@@ -10,11 +10,13 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-__all__ = ["History", "Site", "carried", "natural_step", "packed", "product", "unpacked"]
+__all__ = ["History", "Site", "carried", "natural_step", "newest", "packed", "product", "unpacked"]
 
 _FARTHEST = 3.0  # sds of q that it moves in a round, along an axis of its curvature
 _FLATTEST = 0.25  # precision of the new q in units of the old one's: it widens at most twofold in a round
 _CAREFUL = 0.7
+_OLDEST = 0.1  # weight of the newest sites in the end
+_SLOWLY = 6.0  # rounds after which the part is half, where it falls
 _DEPTH = 3  # rounds that are remembered
 
 
@@ -33,6 +35,7 @@ class History(NamedTuple):
     :param residual: the last round's.
     :param taken: the last round's step.
     :param known: whether there was one.
+    :param calm: rounds since q was held back last.
     """
 
     steps: Site
@@ -40,13 +43,14 @@ class History(NamedTuple):
     residual: Site
     taken: Site
     known: Array
+    calm: Array
 
     @staticmethod
     def none(like: Site) -> "History":
         """Nothing is known."""
         several = jax.tree.map(lambda x: jnp.zeros((_DEPTH, *x.shape), x.dtype), like)
         zero = jax.tree.map(jnp.zeros_like, like)
-        return History(several, several, zero, zero, jnp.array(False))
+        return History(several, several, zero, zero, jnp.array(False), jnp.zeros((), jnp.int32))
 
     def step(self, residual: Site) -> tuple[Site, "History"]:
         """The step for a residual, and the history with it."""
@@ -62,8 +66,10 @@ class History(NamedTuple):
         gram = lengths @ lengths.T
         gram = gram + jnp.diag(jnp.where(jnp.diagonal(gram) > 0, 1e-4 * jnp.diagonal(gram), 1.0))
         share = jnp.linalg.solve(gram, lengths @ of_now)
+        # at the fixed point residuals are rounding errors, and so are their changes: nothing can be told from them
+        share = jnp.where(jnp.linalg.norm(of_now) > jnp.finfo(of_now.dtype).eps ** 0.75, share, 0.0)
         step = jax.tree.map(lambda r, x, y: r - jnp.tensordot(share, x + y, 1), residual, steps, changes)
-        return step, History(steps, changes, residual, step, jnp.array(True))
+        return step, History(steps, changes, residual, step, jnp.array(True), self.calm)
 
     def carried(self, shift: Array, factor: Array) -> "History":
         """In coordinates v, where ``u = shift + factor v``."""
@@ -72,7 +78,9 @@ class History(NamedTuple):
             return carried(site, shift, factor)
 
         several = jax.vmap(one)
-        return History(several(self.steps), several(self.changes), one(self.residual), one(self.taken), self.known)
+        return History(
+            several(self.steps), several(self.changes), one(self.residual), one(self.taken), self.known, self.calm
+        )
 
 
 def packed(site: Site) -> Site:
@@ -111,19 +119,29 @@ def product(site: Site) -> tuple[Array, Array, Array, Array]:
     return vectors @ step, jnp.linalg.cholesky((vectors / curvature) @ vectors.T), moved, held
 
 
-def natural_step(history: History, total: Site, accelerated: Array) -> tuple[Array, Array, Array, Array, History]:
+def natural_step(
+    history: History, total: Site, accelerated: Array, averaged: bool = False
+) -> tuple[Array, Array, Array, Array, History]:
     """The natural-gradient step of a full q: where it goes, whitened by what it was, its root, sds, whether it was held back, and the history.
 
     :param total: the sum of all sites.
     :param accelerated: whether it is; else a part of the plain step is taken, as some sites are old, or have noise.
+    :param averaged: whether that part falls to a tenth, so that noise averages out over rounds.
     """
     one = jnp.eye(len(total.linear))
     residual = Site(total.linear, total.precision - one)
-    step, history = history.step(residual)
-    step = jax.tree.map(lambda x, y: jnp.where(accelerated, x, _CAREFUL * y), step, residual)
-    loc, root, _, held = product(Site(step.linear, one + step.precision))
+    step, later = history.step(residual)
+    part = jnp.clip(_SLOWLY / (_SLOWLY + history.calm), _OLDEST, _CAREFUL) if averaged else _CAREFUL
+    step = jax.tree.map(lambda x, y: jnp.where(accelerated, x, part * y), step, residual)
+    loc, root, taken, held = product(Site(step.linear, one + step.precision))
     moved, held_one = product(total)[2:]
-    held = held | held_one
+    held, moved = (held, taken) if averaged else (held | held_one, moved)
     # nothing is learned from steps in which old sites stood for silos that did not answer, or from what was held back
-    history = jax.tree.map(lambda x, y: jnp.where(accelerated & ~held, x, y), history, History.none(total))
-    return loc, root, moved, held, history.carried(loc, root)
+    later = jax.tree.map(lambda x, y: jnp.where(accelerated & ~held, x, y), later, History.none(total))
+    later = later.carried(loc, root)._replace(calm=jnp.where(held, 0, history.calm + 1))
+    return loc, root, moved, held, later
+
+
+def newest(rounds: Array) -> Array:
+    """Weight of a round's sites in the average over rounds, where they have noise: one, two thirds, a half ... a tenth."""
+    return jnp.maximum(_OLDEST, 2 / (2.0 + rounds))
