@@ -18,14 +18,14 @@ a step of Jacobi's method, far too long where coordinates are correlated: the se
 conducive gradients do for Langevin steps. A silo that does not answer keeps its site, so that missing replies slow the rounds
 and do not move their fixed point. Its local map is regressed on the same points.
 
-Diagonal sites of more than 256 dimensions are averages over 512 pairs of points, others in each round, and with ``batch_size`` each pair of points looks at so many of a silo's rows
+Diagonal sites of more than 256 dimensions are averages over 512 pairs of points, others in each round, and with ``batch_size`` each pair of points looks at so many of a silo's rows, at others in each round
 (:mod:`numpyro_fed.vi.pairs`).
 
 With optimisers (:mod:`numpyro_fed.vi.local_steps`) a silo's latents follow its local map, which moves by steps in each round before the site is found, as do copies of networks' weights and learned parameters, which the server
-averages; the site is then of the silo's bound.
+averages; the site is then of the silo's bound, at the server's learned parameters.
 
-Law and bias: the Gaussian nearest to the posterior of theta in KL(q || p), latents integrated by quadrature (for several together: Laplace). No randomness but that of points beyond 256
-dimensions, which leaves q's mean and sds with noise.
+Law and bias: the Gaussian nearest to the posterior of theta in KL(q || p), latents integrated by quadrature (for several together: Laplace), with optimisers those of the guide. No randomness but that of points and rows that change
+and of the guide's draws of latents, which leave q's mean and sds with noise.
 What leaves a silo in a round: how its site changed, ``d + d (d + 1) / 2`` numbers (diagonal: ``2 d``), its mean log likelihood, whether all is finite, and with optimisers its copies times its share of the rows.
 
 References: the sites are those of partitioned variational inference (Ashman et al. 2022), where each silo goes to its own optimum; the step is the
