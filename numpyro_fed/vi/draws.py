@@ -107,7 +107,8 @@ class EstimateLocal:
             return _candidate(plan, self.stretched, context, learned, at.key_local, at.key_choice, rows, own)[0]
 
         units = sum(x.size for x in jax.tree.leaves(own)) * plan.num_local_particles
-        return lax.map(one, told, batch_size=at_once(len(told.log_weight), units)), None
+        numbers = units + max(n for _, n in rows.pad)
+        return lax.map(one, told, batch_size=at_once(len(told.log_weight), numbers)), None
 
 
 @partial(jax.jit, static_argnames=("plan", "num", "stretched"))
@@ -191,7 +192,8 @@ def draw(
         return Draws(theta, latents, log_weight, ratios)
 
     units = sum(x.size for x in jax.tree.leaves(local)) * plan.num_local_particles
-    return lax.map(one, random.split(key, num), batch_size=at_once(num, units))
+    numbers = units + sum(len(rows.number) * max(n for _, n in rows.pad) for rows in stacks)
+    return lax.map(one, random.split(key, num), batch_size=at_once(num, numbers))
 
 
 def at_once(num: int, numbers: int) -> int:
