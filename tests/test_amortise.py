@@ -11,6 +11,9 @@ import pytest
 from flax import nnx
 from numpyro.contrib.module import eqx_module
 from numpyro.infer import SVI, Trace_ELBO
+from vi_models import linear_encoder as linear
+from vi_models import mean_field
+from vi_models import unit_hierarchy as model
 
 import numpyro_fed as fed
 from numpyro_fed.vi.bound import candidate_weights, silo_bound
@@ -21,18 +24,6 @@ rng = np.random.default_rng(0)
 Y = (rng.normal(size=60) + rng.normal(size=60) + 1.5).astype(np.float32)
 SILOS = fed.split({"y": Y}, by=np.repeat(["a", "b", "c"], [30, 20, 10]))
 WIDE = {"coupling": False, "scale_coupling": False}
-
-
-def model(y):
-    mu = numpyro.sample("mu", dist.Normal(0, 10))
-    with fed.silo_plate("patients", y.shape[0]):
-        z = numpyro.sample("z", dist.Normal(mu, 1))
-        numpyro.sample("y", dist.Normal(z, 1), obs=y)
-
-
-def linear(y):
-    slope, intercept, log_scale = (numpyro.param(n, 0.1) for n in ("slope", "intercept", "log_scale"))
-    return intercept + slope * y, log_scale
 
 
 def two_sites(x, y):
@@ -64,9 +55,7 @@ def test_a_linear_encoder_reaches_the_mean_field_optimum():
         num_particles=8,
     )
     params = svi.run(jax.random.key(0), 2000, SILOS, progress_bar=False).params
-    # mean field: z_g ~ N((y_g + E mu) / 2, 1 / 2), mu's precision n + 1 / 100, its mean that of all z
-    n = len(Y)
-    mean = n * Y.mean() / 2 / (n + 0.01 - n / 2)
+    mean = mean_field(Y)
     np.testing.assert_allclose(params["slope"], 0.5, atol=0.01)
     np.testing.assert_allclose(params["intercept"], mean / 2, atol=0.01)
     np.testing.assert_allclose(np.exp(params["log_scale"]), np.sqrt(0.5), atol=0.01)

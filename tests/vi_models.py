@@ -117,3 +117,34 @@ def hierarchy_guide(y: Array) -> None:
         slope = numpyro.param("slope", jnp.zeros(y.shape[0]), event_dim=0)
         sd = numpyro.param("sd", jnp.ones(y.shape[0]), constraint=constraints.positive, event_dim=0)
         numpyro.sample("z", dist.Normal(shift + slope * mu, sd))
+
+
+def unit_hierarchy(y: Array) -> None:
+    """A row for each element, variances of one."""
+    mu = numpyro.sample("mu", dist.Normal(0, 10))
+    with fed.silo_plate("patients", y.shape[0]):
+        z = numpyro.sample("z", dist.Normal(mu, 1))
+        numpyro.sample("y", dist.Normal(z, 1), obs=y)
+
+
+def linear_encoder(y: Array) -> tuple[Array, Array]:
+    """An encoder of :func:`unit_hierarchy`'s latents whose family holds the mean-field optimum."""
+    slope, intercept, log_scale = (numpyro.param(n, 0.1) for n in ("slope", "intercept", "log_scale"))
+    return intercept + slope * y, log_scale
+
+
+def mean_field(y: Array) -> float:
+    """Mean of mu at that optimum: z_g ~ N((y_g + E mu) / 2, 1 / 2), mu's precision is n + 1 / 100, its mean that of all z."""
+    n = len(y)
+    return float(n * y.mean() / 2 / (n + 0.01 - n / 2))
+
+
+def best_scale(x: np.ndarray, y: np.ndarray) -> float:
+    """The ``tau`` of :func:`learned_scale` that maximises the marginal likelihood."""
+
+    def evidence(tau: float) -> float:
+        marginal = tau**2 * x @ x.T + np.eye(len(y))
+        return float(-0.5 * (y @ np.linalg.solve(marginal, y) + np.linalg.slogdet(marginal)[1]))
+
+    taus = np.linspace(0.5, 4, 351)
+    return float(taus[np.argmax([evidence(t) for t in taus])])

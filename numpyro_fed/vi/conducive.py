@@ -47,7 +47,7 @@ from numpyro_fed.vi.plan import Plan
 from numpyro_fed.vi.quasi_newton import Memory
 from numpyro_fed.vi.scales import relative
 from numpyro_fed.vi.sfvi import Info, all_finite
-from numpyro_fed.vi.silo_site import at_once_of, noisy, prior_site, silo_site, whitening
+from numpyro_fed.vi.silo_site import at_once_of, by_pairs, prior_site, silo_site, whitening
 from numpyro_fed.vi.sites import History, Site, carried, natural_step, packed, unpacked
 
 __all__ = ["federated", "init_silo"]
@@ -155,7 +155,7 @@ def init_silo(plan: Plan, part: int, params: dict[str, Array], local: Any) -> Si
 def broadcast(plan: Plan, total: Array, key: Array, server: Server) -> Message:
     """Send q."""
     del key
-    return Message(server.params, server.i if noisy(plan) else None, None if plan.optim is None else total)
+    return Message(server.params, server.i if by_pairs(plan) else None, None if plan.optim is None else total)
 
 
 def local(
@@ -209,18 +209,18 @@ def merge(
     prior, own = prior_site(plan, server.params, asked, server.i, rows)
     total = jax.tree.map(jnp.add, sites, prior)
     loss = -(own + jnp.sum(jnp.where(heard, replies.value, 0.0)))
-    everyone = jnp.array(True) if weights is None else (weights > 0).all()
+    everyone, noisy = jnp.array(True) if weights is None else (weights > 0).all(), by_pairs(plan)
     mean = plan.constrain(server.params)[f"{family.prefix}_loc"]
     history: History | Memory
     if isinstance(server.history, Memory):
         move, history = server.history.move(
-            mean, asked.scale, total, -loss, everyone & replies.finite.all(), noisy(plan), plan.optim is not None
+            mean, asked.scale, total, -loss, everyone & replies.finite.all(), noisy, plan.optim is not None
         )
         new = {f"{family.prefix}_loc": move.loc, f"{family.prefix}_scale": move.scale}
         shift, factor, moved, held = (move.loc - mean) / asked.scale, move.scale / asked.scale, move.moved, move.held
     else:
-        accelerated = everyone & (not noisy(plan))
-        averaged = noisy(plan) and plan.optim is None  # silos' own parameters go with q, and would wait for it
+        accelerated = everyone & (not noisy)
+        averaged = noisy and plan.optim is None  # silos' own parameters go with q, and would wait for it
         shift, factor, moved, held, history = natural_step(server.history, total, accelerated, averaged)
         new = {
             f"{family.prefix}_loc": mean + matvec(asked.scale, shift),

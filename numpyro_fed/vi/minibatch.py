@@ -15,7 +15,7 @@ from jax import Array, random
 
 from numpyro_fed.storage import SiloRows, gather
 
-__all__ = ["Batch", "pick", "rows_at", "systematic"]
+__all__ = ["Batch", "pick", "rows_at", "systematic", "whole"]
 
 
 @dataclass(frozen=True)
@@ -42,39 +42,44 @@ def systematic(start: Array, total: Array, count: Array, shown: int) -> Array:
     return j * (total // count) + (j * (total % count) + start) // count
 
 
+def whole(rows: SiloRows) -> Batch:
+    """All of a silo's rows."""
+    return Batch(rows, {}, 1.0, lambda tree: tree, lambda _, new: new)
+
+
 def pick(family: Any, size: tuple[str, int] | None, key: Array, rows: SiloRows) -> Batch:
     """The batch of a step: all rows, or a minibatch.
 
     :param size: row group and number of rows, or ``None`` for all rows.
     """
     if size is None:
-        return Batch(rows, {}, 1.0, lambda tree: tree, lambda _, new: new)
+        return whole(rows)
     group, most = size
-    pad = dict(rows.pad)[group]
-    shown = min(most, pad)
-    total = rows.sizes[group]
+    shown, total = min(most, dict(rows.pad)[group]), rows.sizes[group]
     count = jnp.minimum(shown, total)
     place = jnp.minimum(systematic(random.randint(key, (), 0, total), total, count, shown), total - 1)
     place = jnp.where(jnp.arange(shown) < count, place, place[0])
-    batch = rows_at(family, group, place, count, rows)
-    stands_for = total.astype(jnp.result_type(float)) / count
+    return rows_at(family, group, place, count, total.astype(jnp.result_type(float)) / count, rows)
+
+
+def rows_at(family: Any, group: str, place: Array, count: Array, stands_for: Array, rows: SiloRows) -> Batch:
+    """The batch of the rows of a group at these places, of which the first ``count`` are real.
+
+    :param stands_for: weight of a row's terms.
+    """
+    groups, pad, shown = {leaf: g for leaf, g, _ in family.factors.rows}, dict(rows.pad)[group], len(place)
+    batch = replace(
+        rows,
+        rows={k: v[place] if groups[k] == group else v for k, v in rows.rows.items()},
+        sizes={**rows.sizes, group: count},
+        order={**rows.order, group: rows.order[group][place]},
+        pad=tuple((g, shown if g == group else n) for g, n in rows.pad),
+    )
     if family.group != group:
-        return Batch(batch, {group: stands_for}, 1.0, lambda tree: tree, lambda _, new: new)
+        return replace(whole(batch), weights={group: stands_for})
     inside = jnp.where(jnp.arange(shown) < count, place, pad)
 
     def put(tree: Any, new: Any) -> Any:
         return jax.tree.map(lambda x, y: x.at[inside].set(y, mode="drop"), tree, new)
 
     return Batch(batch, {}, stands_for, lambda tree: gather(tree, place), put)
-
-
-def rows_at(family: Any, group: str, place: Array, count: Array, rows: SiloRows) -> SiloRows:
-    """Some rows of a group as a silo of their own, of which the first ``count`` are real."""
-    groups = {leaf: g for leaf, g, _ in family.factors.rows}
-    return replace(
-        rows,
-        rows={k: v[place] if groups[k] == group else v for k, v in rows.rows.items()},
-        sizes={**rows.sizes, group: count},
-        order={**rows.order, group: rows.order[group][place]},
-        pad=tuple((g, len(place) if g == group else n) for g, n in rows.pad),
-    )

@@ -18,8 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax, random
 
-from numpyro_fed.storage import SiloRows, gather
-from numpyro_fed.vi.minibatch import Batch, rows_at
+from numpyro_fed.storage import SiloRows
+from numpyro_fed.vi.minibatch import Batch, rows_at, whole
 from numpyro_fed.vi.plan import Plan
 from numpyro_fed.vi.sites import Site
 
@@ -53,19 +53,14 @@ def shuffled(plan: Plan, rows: SiloRows, turn: Array) -> Array | None:
 def rows_of_pair(plan: Plan, rows: SiloRows, order: Array | None, num_pairs: int, pair: Array) -> Batch:
     """The silo's rows at which a pair looks: the next ones in this order; over all pairs each row comes equally often."""
     if plan.batch is None or order is None:
-        return Batch(rows, {}, 1.0, lambda tree: tree, lambda _, new: new)
+        return whole(rows)
     group, most = plan.batch
-    family = plan.families[rows.part]
     total, shown = rows.sizes[group], min(most, len(order))
     often = jnp.clip(shown * num_pairs // total, 1, num_pairs)
     each, more = often * total // num_pairs, often * total % num_pairs
     count = each + (pair < more)
     number = pair * (each % total) + jnp.minimum(pair, more) + jnp.minimum(jnp.arange(shown), count - 1)
-    place = order[number % total]
-    some = rows_at(family, group, place, count, rows)
-    if family.group != group:
-        return Batch(some, {group: num_pairs / often}, 1.0, lambda tree: tree, lambda _, new: new)
-    return Batch(some, {}, num_pairs / often, lambda tree: gather(tree, place), lambda tree, _: tree)
+    return rows_at(plan.families[rows.part], group, order[number % total], count, num_pairs / often, rows)
 
 
 def fewest_rows(plan: Plan, largest: int) -> int:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from numpyro_fed.vi.sites import Site, newest
+from numpyro_fed.vi.sites import CAREFUL, Site, newest
 
 __all__ = ["Memory", "Move"]
 
@@ -21,7 +21,6 @@ _WIDEST = 1.5  # times that an sd grows or shrinks in a round
 _BACK = 0.3
 _OWN_NOISE = 0.05  # of the bound
 _SHORTEST = 0.05  # share of a step from which none is taken back
-_CAREFUL = 0.7  # share of a step that is taken where silos did not answer
 
 
 class Move(NamedTuple):
@@ -93,7 +92,7 @@ class Memory(NamedTuple):
         step = _step(steps, changes, score, scale)
         length = jnp.linalg.norm(step / scale)
         most = _FARTHEST * len(loc) ** 0.5
-        step = step * jnp.minimum(1.0, most / jnp.maximum(length, 1e-30)) * jnp.where(everyone, 1.0, _CAREFUL)
+        step = step * jnp.minimum(1.0, most / jnp.maximum(length, 1e-30)) * jnp.where(everyone, 1.0, CAREFUL)
         wanted = jnp.where(precision > 0, precision, 0.0) ** -0.5
         new = jnp.clip(wanted, scale / _WIDEST, scale * _WIDEST)
         share = _BACK * self.share

@@ -21,7 +21,7 @@ from numpyro_fed.vi.pairs import Averages, averages, drawn_points, rows_of_pair,
 from numpyro_fed.vi.plan import MOST_DIAGONAL, Plan
 from numpyro_fed.vi.sites import Site
 
-__all__ = ["Points", "at_once_of", "changing", "noisy", "prior_site", "silo_site", "whitening"]
+__all__ = ["Points", "at_once_of", "by_pairs", "changing", "prior_site", "silo_site", "whitening"]
 
 _NUMBERS_AT_ONCE = 1 << 21
 
@@ -29,7 +29,7 @@ _NUMBERS_AT_ONCE = 1 << 21
 def at_once_of(plan: Plan, rows: SiloRows, num_silos: int) -> int:
     """Points, or pairs of them, at which so many silos look together."""
     family, most = plan.families[rows.part], max(n for _, n in rows.pad)
-    if not _by_pairs(plan):
+    if not by_pairs(plan):
         return points_at_once(num_silos * most, family.units(rows) if family.has_local else None)
     if plan.batch is not None:
         most = max(min(n, plan.batch[1]) if g == plan.batch[0] else n for g, n in rows.pad)
@@ -70,24 +70,18 @@ def changing(plan: Plan) -> bool:
     return few and (plan.optim is not None or not family.has_local)
 
 
-def _by_pairs(plan: Plan) -> bool:
-    """Whether sites are averages over pairs of points, and not regressed on all points, latents integrated out."""
+def by_pairs(plan: Plan) -> bool:
+    """Whether sites are averages over pairs of points, and not regressed on all points, latents integrated out. They have noise: of points or rows that change
+    from round to round, or of draws of latents."""
     return plan.optim is not None or plan.batch is not None or changing(plan)
-
-
-def noisy(plan: Plan) -> bool:
-    """Whether sites have noise: of points or rows that change from round to round, or of draws of latents."""
-    return _by_pairs(plan)
 
 
 def _averages(plan: Plan, asked: Points, turn: Array | None, score: Callable, at_once: int) -> Averages:
     """Over all pairs of points."""
-    d, num = plan.factors.dim, plan.num_points
+    point: Callable[[Array], Array] = asked.points.__getitem__  # the second half is the first one's mirror image
     if changing(plan) and turn is not None:
-        point: Callable[[Array], Array] = partial(drawn_points, d, turn, asked.scale.dtype)
-    else:
-        point = jnp.asarray(_table(num, d)[: num // 2], asked.scale.dtype).__getitem__
-    return averages(score, point, num // 2, asked.scale.ndim == 2, at_once)
+        point = partial(drawn_points, plan.factors.dim, turn, asked.scale.dtype)
+    return averages(score, point, plan.num_points // 2, asked.scale.ndim == 2, at_once)
 
 
 def silo_site(
@@ -100,7 +94,7 @@ def silo_site(
     :param at_once: points, or pairs of them, that are looked at together.
     """
     asked, family = whitening(plan, params), plan.families[rows.part]
-    if not _by_pairs(plan):
+    if not by_pairs(plan):
         return _regressed(plan, asked, own, rows, at_once)
     constrained, num_pairs = plan.constrain(params), plan.num_points // 2
     order = None if turn is None else shuffled(plan, rows, turn)

@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-__all__ = ["History", "Site", "carried", "natural_step", "newest", "packed", "product", "unpacked"]
+__all__ = ["CAREFUL", "History", "Site", "carried", "natural_step", "newest", "packed", "product", "unpacked"]
 
 _FARTHEST = 3.0  # sds of q that it moves in a round, along an axis of its curvature
 _FLATTEST = 0.25  # precision of the new q in units of the old one's: it widens at most twofold in a round
-_CAREFUL = 0.7
+CAREFUL = 0.7  # share of a step that is taken where silos did not answer
 _OLDEST = 0.1  # weight of the newest sites in the end
 _SLOWLY = 6.0  # rounds after which the part is half, where it falls
 _DEPTH = 3  # rounds that are remembered
@@ -131,7 +131,7 @@ def natural_step(
     one = jnp.eye(len(total.linear))
     residual = Site(total.linear, total.precision - one)
     step, later = history.step(residual)
-    part = jnp.clip(_SLOWLY / (_SLOWLY + history.calm), _OLDEST, _CAREFUL) if averaged else _CAREFUL
+    part = jnp.clip(_SLOWLY / (_SLOWLY + history.calm), _OLDEST, CAREFUL) if averaged else CAREFUL
     step = jax.tree.map(lambda x, y: jnp.where(accelerated, x, part * y), step, residual)
     loc, root, taken, held = product(Site(step.linear, one + step.precision))
     moved, held_one = product(total)[2:]
