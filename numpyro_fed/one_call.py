@@ -21,7 +21,8 @@ from numpyro_fed.vi.conducive_checks import SETTLED, JointUnits
 from numpyro_fed.vi.guides import AutoSiloNormal
 from numpyro_fed.vi.result import VIResult
 from numpyro_fed.vi.sfvi_avg import SFVIAvg
-from numpyro_fed.vi_inference_data import CANDIDATES, POOR, check_num_draws
+from numpyro_fed.vi.weights import POOR
+from numpyro_fed.vi_inference_data import CANDIDATES, check_num_draws
 
 if TYPE_CHECKING:
     from arviz import InferenceData
@@ -102,7 +103,7 @@ def _last_round(
     idata = to_inference_data(avg, result, silos, num_draws=num_draws, rng_key=key, resample=True)
     attrs = idata.posterior.attrs
     k, unit = float(attrs["pareto_k"]), float(attrs.get("pareto_k_unit", -np.inf))
-    words = f"the last round weighed {CANDIDATES * num_draws:,} public draws by the silos' likelihoods: Pareto's k {k:.2f} ({'good' if k <= POOR else 'too large'})"
+    words = f"the last round weighed {CANDIDATES * num_draws:,} public draws by the silos' likelihoods: Pareto's k {k:.2f} ({attrs['pareto_k_of']}: {'good' if k <= POOR else 'too large'})"
     if "pareto_k_unit" in attrs:
         words += f", of the latents' candidates at worst {unit:.2f} ({attrs['pareto_k_unit_at']})"
     stayed = json.loads(attrs.get("elsewhere", "[]"))

@@ -22,6 +22,7 @@ from numpyro_fed._compare_scalars import (
     is_constant,
     paired_scalars,
 )
+from numpyro_fed.vi.weights import POOR
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -32,7 +33,6 @@ __all__ = ["Comparison", "JointDistance", "compare", "plot_compare"]
 _SHOWN_ROWS = 16
 _JOINT_DRAWS = 1000  # at most, of each of two laws
 _EPSILON = 1.0  # entropic regularisation, in squared reference sds for each scalar
-_POOR = 0.7  # Pareto's k above which importance weights have no useful mean (Vehtari et al. 2024)
 _SENTENCES = {
     "agrees": "The fit agrees with the reference",
     "undecided": "Whether the fit agrees with the reference is undecided",
@@ -135,9 +135,7 @@ class Comparison:
         private = "" if self.privacy is None else f" P{self.privacy[1:]}."
         if self.pareto_k is None:
             return private
-        judged = (
-            f", not above {_POOR}" if self.pareto_k <= _POOR else f", above {_POOR}: it misses part of the posterior"
-        )
+        judged = f", not above {POOR}" if self.pareto_k <= POOR else f", above {POOR}: it misses part of the posterior"
         return f" Pareto's k of the approximation {self.pareto_k:.2f}{judged}.{private}"
 
     def _counts(self) -> list[int]:

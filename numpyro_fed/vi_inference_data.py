@@ -1,6 +1,7 @@
 """From a variational fit to ArviZ: draws with silo names, the trace of the bound, and Pareto's k of the approximation."""
 
 import json
+import math
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -17,20 +18,19 @@ from numpyro_fed.engines.remote import RemoteSilos
 from numpyro_fed.mixed import MixedSilos
 from numpyro_fed.silos import Silos
 from numpyro_fed.vi._adapter import FederatedVI
-from numpyro_fed.vi.draws import constrained, draw, draw_elsewhere, globals_of
+from numpyro_fed.vi.draws import Draws, constrained, draw, draw_elsewhere, globals_of
 from numpyro_fed.vi.normal import SiloNormal
 from numpyro_fed.vi.remote import kept_by
 from numpyro_fed.vi.result import VIResult
+from numpyro_fed.vi.weights import POOR, smoothed, tail_of_spreads, worst_tail
 
 if TYPE_CHECKING:
     from arviz import InferenceData
 
-__all__ = ["CANDIDATES", "POOR", "check_num_draws", "vi_inference_data"]
+__all__ = ["CANDIDATES", "check_num_draws", "vi_inference_data"]
 
 CANDIDATES = 4  # draws of q for each resampled one
-_UNITS, _FEWEST = 50, 100  # units that are looked at; draws that a tail takes
-_EQUAL = 1.01  # n sum w^2 below which weights are as good as equal: q is within 0.005 nats, and k, which knows no scale, would judge noise
-POOR = 0.7  # Pareto's k above which importance weights have no useful mean (Vehtari et al. 2024)
+_FEWEST = 100  # draws that a tail takes
 
 
 def vi_inference_data(
@@ -65,15 +65,9 @@ def vi_inference_data(
         draws = draw_elsewhere(plan, params, slots, silos, prepared.stacks, key, num, stretched)
     else:
         draws = draw(plan, params, local, prepared.stacks, totals, key, num, stretched)
-    log_weight = np.asarray(draws.log_weight, np.float64)
-    inside = (
-        np.isfinite(log_weight) if stretched else np.ones(num, bool)
-    )  # far out a density may overflow: no draw of it counts
-    smoothed, k = np.zeros(num), float("inf")
-    if inside.any():
-        smoothed[inside], k = _smoothed(log_weight[inside])
+    weight, k, judged = _judged(plan, draws, stretched)
     if resample:
-        chosen = _chosen(smoothed, num_draws, random.fold_in(key, 1))
+        chosen = _chosen(weight, num_draws, random.fold_in(key, 1))
         draws = jax.tree.map(lambda x: x[chosen], draws)
     suffixes = [plan.suffix(i) for i in range(len(prepared.parts))]
     pieces = [
@@ -103,7 +97,7 @@ def vi_inference_data(
     idata.posterior.attrs["networks"] = json.dumps(
         [k for k in plan.learned if k not in arrays]
     )  # too large to say here
-    idata.posterior.attrs["pareto_k"] = k
+    idata.posterior.attrs |= {"pareto_k": k, "pareto_k_of": judged}
     if plan.num_local_particles > 1 and not prepared.elsewhere:
         idata.posterior.attrs |= _worst_unit(plan, draws.ratios, prepared.parts)
     if prepared.elsewhere:
@@ -112,10 +106,10 @@ def vi_inference_data(
     if result.privacy is not None:
         idata.posterior.attrs |= {"privacy": str(result.privacy), "privacy_error": result.privacy.error}
     if unweighed:
-        del idata.posterior.attrs["pareto_k"]
+        del idata.posterior.attrs["pareto_k"], idata.posterior.attrs["pareto_k_of"]
     elif not k <= POOR:
         warnings.warn(
-            f"Pareto's k of the approximation is {k:.2f}, above {POOR}: q(theta) misses part of the posterior. Run more rounds, take "
+            f"Pareto's k of the approximation is {k:.2f} ({judged}), above {POOR}: q(theta) misses part of the posterior. Run more rounds, take "
             'global_cov="full" and more num_local_particles, or resample=True; and hold the fit against pooled NUTS or FSGLD',
             stacklevel=3,
         )
@@ -126,6 +120,27 @@ def check_num_draws(num_draws: Any) -> None:
     """Refuse what is no number of draws."""
     if isinstance(num_draws, bool) or not isinstance(num_draws, int | np.integer) or num_draws < 1:
         raise ValueError(f"num_draws: expected a whole number >= 1, got {num_draws!r}")
+
+
+def _judged(plan: Any, draws: Draws, stretched: bool) -> tuple[np.ndarray, float, str]:
+    """Smoothed weights, the worst k of them and of the coordinates' variances under them, and of which."""
+    log_weight = np.asarray(draws.log_weight, np.float64)
+    # far out a density may overflow: no draw of it counts
+    inside = np.isfinite(log_weight) if stretched else np.ones(len(log_weight), bool)
+    weight, k = np.zeros(len(log_weight)), float("inf")
+    if inside.any():
+        weight[inside], k = smoothed(log_weight[inside])
+    if k in (0.0, float("inf")):  # equal weights, or none
+        return weight, k, "its weights"
+    of_spread, place = tail_of_spreads(weight[inside], np.asarray(draws.theta)[inside])
+    if of_spread <= k:
+        return weight, k, "its weights"
+    stops = np.cumsum([math.prod(shape) for _, shape in plan.factors.global_sites])
+    return (
+        weight,
+        of_spread,
+        f"the spread of {plan.factors.global_sites[int(np.searchsorted(stops, place, 'right'))][0]}",
+    )
 
 
 def _part(
@@ -187,30 +202,11 @@ def _worst_unit(plan: Any, ratios: list, parts: tuple[Silos, ...]) -> dict[str, 
     for family, found, part in zip(plan.families, ratios, parts, strict=True):
         if not family.has_local or len(found) < _FEWEST:
             continue
-        log_ratio = np.asarray(found, np.float64).T
-        spread = np.exp(log_ratio - log_ratio.max(1, keepdims=True))
-        shares = spread / spread.sum(1, keepdims=True)
-        uneven = (shares**2).sum(1) * shares.shape[1]
-        for unit in np.argsort(-uneven)[:_UNITS]:
-            k = _smoothed(log_ratio[unit])[1]
-            if k > worst.get("pareto_k_unit", -np.inf):
-                where = f"silo {part.names[unit]!r}" if family.group is None else f"row {unit} of {family.group!r}"
-                worst = {"pareto_k_unit": float(k), "pareto_k_unit_at": where}
+        k, unit = worst_tail(np.asarray(found, np.float64).T)
+        if k > worst.get("pareto_k_unit", -np.inf):
+            where = f"silo {part.names[unit]!r}" if family.group is None else f"row {unit} of {family.group!r}"
+            worst = {"pareto_k_unit": k, "pareto_k_unit_at": where}
     return worst
-
-
-def _smoothed(log_weight: np.ndarray) -> tuple[np.ndarray, float]:
-    """Pareto-smoothed weights that sum to one, and Pareto's k (0 for nearly equal weights, infinite where one is not finite)."""
-    if not np.isfinite(log_weight).all():
-        return np.where(np.isfinite(log_weight), 1.0, 0.0) / max(np.isfinite(log_weight).sum(), 1), float("inf")
-    weight = np.exp(log_weight - log_weight.max())
-    weight /= weight.sum()
-    if len(weight) * np.sum(weight**2) < _EQUAL:
-        return weight, 0.0
-    with np.errstate(over="ignore"):  # in the fit of the Pareto law, where it is a weight of zero
-        smoothed, k = import_arviz().psislw(log_weight - log_weight.max())
-    weight = np.exp(smoothed - smoothed.max())
-    return weight / weight.sum(), float(k)
 
 
 def _chosen(weight: np.ndarray, num: int, key: Any) -> np.ndarray:

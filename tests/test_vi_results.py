@@ -4,6 +4,7 @@ The approximations are written down, not fitted: Gaussian models, whose posterio
 """
 
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -27,7 +28,7 @@ import numpyro_fed as fed
 from numpyro_fed._compat import import_arviz
 from numpyro_fed._elbo_figure import running_mean
 from numpyro_fed.vi import draws as vi_draws
-from numpyro_fed.vi_inference_data import _smoothed
+from numpyro_fed.vi.weights import smoothed, tail_of_spreads
 
 az = import_arviz()
 SILOS = intercepts_silos()
@@ -184,15 +185,28 @@ def test_pareto_k_judges_no_noise() -> None:
     u, ties = rng.normal(size=4000), 1e-5 * (rng.normal(size=4000) > 1)
     assert az.psislw(ties - ties.max())[1] == np.inf  # the control
     for log_weight in (ties - 187, 0.01 * u**3 - 187, np.zeros(1)):
-        weight, k = _smoothed(log_weight)
+        weight, k = smoothed(log_weight)
         assert k == 0
         np.testing.assert_allclose(weight, np.exp(log_weight) / np.exp(log_weight).sum())
-    weight, k = _smoothed(np.log1p(abs(rng.standard_cauchy(4000))))
+    weight, k = smoothed(np.log1p(abs(rng.standard_cauchy(4000))))
     assert 0.7 < k < 1.3  # in the limit 1
     assert weight.sum() == pytest.approx(1)
-    weight, k = _smoothed(np.array([0.0, np.nan, 1.0]))
+    weight, k = smoothed(np.array([0.0, np.nan, 1.0]))
     assert k == np.inf
     np.testing.assert_array_equal(weight, [0.5, 0, 0.5])
+
+
+def test_pareto_k_of_a_variance():
+    """Weights of the tail index a, times the square of a normal tail, have k = 1 / a; of a position that grows with them, three times that: its variance is judged."""
+    rng = np.random.default_rng(0)
+    log_weight = rng.exponential(size=40_000) * 0.3  # Pareto's law, k = .3
+    calm, wide = rng.normal(size=40_000), rng.choice([-1, 1], 40_000) * np.exp(log_weight)
+    weight, k = smoothed(log_weight)
+    assert 0.2 < k < 0.4
+    found, at = tail_of_spreads(weight, np.stack([calm] * 300 + [wide], 1))
+    assert at == 300
+    assert 0.75 < found < 1.05  # .3 + 2 x .3
+    assert tail_of_spreads(weight, calm[:, None])[0] < 0.5  # the control
 
 
 def test_resampling_mends_a_shifted_approximation() -> None:
@@ -219,7 +233,8 @@ def test_latents_are_resampled_inside_the_silos(exact: Any) -> None:
     error = K * SD[1:] / GIVEN_MU / 2000**0.5
     for particles, left in ((1, 0.5), (200, 0.0)):
         svi, result = fitted(local_shift=0.5, local_widen=1.4, particles=particles)
-        draws = flat(fed.to_inference_data(svi, result, SILOS, num_draws=2000, log_likelihood=False))
+        with nullcontext() if particles > 1 else pytest.warns(UserWarning, match=r"Pareto's k .* \(the spread of mu\)"):
+            draws = flat(fed.to_inference_data(svi, result, SILOS, num_draws=2000, log_likelihood=False))
         np.testing.assert_array_less(abs((draws[:, 1:].mean(0) - MEAN[1:]) / GIVEN_MU - left), 1.4 * error)
     np.testing.assert_allclose(draws.std(0), SD, rtol=K / 4000**0.5)
     # where q(a | mu) is exact, the mean of 200 equal weights is one of them
@@ -238,7 +253,9 @@ def test_pareto_k_finds_what_the_family_cannot_hold() -> None:
     silos = fed.Silos({"oslo": {"y": np.ones(2)}, "rome": {"y": np.zeros(3)}})
     svi = fed.SFVI(heavy, fed.AutoSiloNormal(heavy), optax.adam(0.01), validate=False)
     result = svi.run(jax.random.key(0), 3, silos, progress_bar=False)
-    with pytest.warns(UserWarning, match=r"Pareto's k of the approximation is \d\.\d\d, above 0\.7: q\(theta\) misses"):
+    with pytest.warns(
+        UserWarning, match=r"Pareto's k of the approximation is \d\.\d\d \(.*\), above 0\.7: q\(theta\) misses"
+    ):
         idata = fed.to_inference_data(svi, result, silos, num_draws=2000)
     assert 0.7 < idata.posterior.attrs["pareto_k"] < 3
     assert ", above 0.7:" in fed.compare(idata, idata).closing_line()
