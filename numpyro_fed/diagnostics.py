@@ -30,13 +30,16 @@ _RATE = 0.01  # largest accepted share of cut steps, undone rounds, stuck units
 _REST = 4.0  # T h of a stay in which a chain forgets where it began, up to exp(-2)
 _PULL = 0.5  # posterior sds that a silo may pull otherwise than its surrogate
 _ERRORS = 4.0  # standard errors by which a mean has to be off to count
-_R_HAT, _ESS = 1.05, 100.0  # the latter for each chain
+_R_HAT, _ESS = 1.05, 100.0  # the latter for each chain; of latents for all chains together
+_MOST_LATENTS = 200  # whose draws are looked at
 _MASS = 0.2  # of the surrogates' posterior beyond the chains' central 95 %, on one side (expected: 0.025)
 _CHANCE = 1e-4  # of so many visits, were the silos drawn as they should be
 
 _MENDS = {
     "R-hat": "run longer, from other starts",
     "effective draws": "run longer",
+    "R-hat of latents": "run longer: a latent moves in its silo's rounds alone",
+    "effective draws of latents": "run longer: a latent moves in its silo's rounds alone",
     "rounds undone": "lower step_size or bias_target",
     "steps cut": 'lower step_size (under "auto": bias_target), or take fewer num_local_steps',
     "inflation predicted": 'lower step_size, or leave it "auto"',
@@ -90,7 +93,7 @@ class Diagnosis:
 def diagnose(mcmc: MCMC) -> Diagnosis:
     """Judge a run over :class:`SGLD`, :class:`DSGLD` or :class:`FSGLD` without any reference.
 
-    Checks: R-hat and effective draws of the global sites; rounds undone and steps cut; the sds' inflation as the pilot predicted it
+    Checks: R-hat and effective draws of the global sites, and of the silos' latents (at most 200 of them) where they are here; rounds undone and steps cut; the sds' inflation as the pilot predicted it
     and as the run met it; how far each silo pulls otherwise than its surrogate; whether the silos were visited as
     ``selection`` says; how much of the surrogates' posterior lies left and right of the chains; local moves that are stuck. Each has a
     limit, and says the silo or site it is worst at.
@@ -139,26 +142,35 @@ def _row(check: str, value: float, limit: str, where: str, sound: bool, verdict:
 
 
 def _draws(mcmc: MCMC, kernel: LangevinKernel) -> list[tuple]:
-    az = import_arviz()
     assert kernel.factors is not None
-    names = [name for name, _ in kernel.factors.global_sites]
     draws = mcmc.get_samples(group_by_chain=True)
-    data = az.convert_to_dataset({n: np.asarray(draws[n]) for n in names})
+    out = _mixing(draws, [name for name, _ in kernel.factors.global_sites], "", _ESS * mcmc.num_chains)
+    # over a wire local draws stay in the silos
+    return out + _mixing(draws, [s.name for s in kernel.factors.local_sites if s.name in draws], " of latents", _ESS)
+
+
+def _mixing(draws: dict, names: list[str], whose: str, least: float) -> list[tuple]:
+    """R-hat and effective draws of some sites, where they are worst."""
+    az = import_arviz()
+    flat = {n: np.asarray(draws[n]).reshape(*np.shape(draws[n])[:2], -1) for n in names}
+    owners = np.concatenate([[n] * x.shape[-1] for n, x in flat.items()]) if flat else np.zeros(0)
+    some = np.unique(np.linspace(0, len(owners) - 1, _MOST_LATENTS if whose else len(owners)).astype(int))
+    if not len(some) or not len(owners):
+        return []
+    values = np.concatenate(list(flat.values()), axis=-1)[..., some]
+    data, owners = az.convert_to_dataset({"x": values}), owners[some]
     out = []
-    for check, found, worst in (
-        ("R-hat", az.rhat(data), np.nanargmax),
-        ("effective draws", az.ess(data), np.nanargmin),
-    ):
-        values = np.concatenate([np.ravel(found[n].values) for n in names])
-        owners = np.concatenate([[n] * found[n].size for n in names])
-        if not np.isfinite(values).any():
-            continue  # a single chain of few draws
-        at = int(worst(values))
-        if check == "R-hat":
-            out.append(_row(check, values[at], f"<= {_R_HAT}", owners[at], values[at] <= _R_HAT))
-        else:
-            least = _ESS * mcmc.num_chains
-            out.append(_row(check, values[at], f">= {least:.0f}", owners[at], values[at] >= least, "undecided"))
+    rhat, ess = az.rhat(data)["x"].values, az.ess(data)["x"].values
+    if np.isfinite(rhat).any():  # not of a single chain of few draws
+        at = int(np.nanargmax(rhat))
+        # latents of a silo that was visited a few times have few draws, whatever the chain
+        bad = "undecided" if whose else "unsound"
+        out.append(_row(f"R-hat{whose}", rhat[at], f"<= {_R_HAT}", owners[at], rhat[at] <= _R_HAT, bad))
+    if np.isfinite(ess).any():
+        at = int(np.nanargmin(ess))
+        out.append(
+            _row(f"effective draws{whose}", ess[at], f">= {least:.0f}", owners[at], ess[at] >= least, "undecided")
+        )
     return out
 
 

@@ -117,17 +117,31 @@ def test_silos_that_are_not_visited_as_weighted_are_flagged(monkeypatch):
     assert found.table.loc["visits", "where"] == "silo 'a'"
 
 
-def test_a_local_map_that_is_too_narrow_is_flagged():
-    def effects(y):
-        mu = numpyro.sample("mu", dist.Normal(0, 2))
-        with fed.silo_plate("groups", y.shape[0]):
-            a = numpyro.sample("a", dist.Normal(mu, 1))
-            numpyro.sample("y", dist.Normal(a[:, None], 1).to_event(1), obs=y)
+def effects(y):
+    mu = numpyro.sample("mu", dist.Normal(0, 2))
+    with fed.silo_plate("groups", y.shape[0]):
+        a = numpyro.sample("a", dist.Normal(mu, 1))
+        numpyro.sample("y", dist.Normal(a[:, None], 1).to_event(1), obs=y)
 
+
+def effects_silos():
     y = np.random.default_rng(1).normal(size=(60, 4)).astype(np.float32)
-    silos = fed.split({"y": y}, by=np.repeat([0, 1, 2], 20))
+    return fed.split({"y": y}, by=np.repeat([0, 1, 2], 20))
+
+
+def test_latents_of_a_silo_that_is_hardly_visited_are_undecided():
+    found = fed.diagnose(run(fed.FSGLD(effects, selection=[0.495, 0.495, 0.01]), 800, effects_silos()))
+    row = found.table.loc["effective draws of latents"]
+    assert row["verdict"] == "undecided"
+    assert row["value"] < 100
+    assert "run longer: a latent moves in its silo's rounds alone" in found.summary().lower()
+
+
+def test_a_local_map_that_is_too_narrow_is_flagged():
+    silos = effects_silos()
     kernel = fed.FSGLD(effects)
-    assert "local moves" not in failed(run(kernel, 800, silos))[1]
+    sound = fed.diagnose(run(kernel, 800, silos)).table
+    assert (sound.loc[["local moves", "R-hat of latents", "effective draws of latents"], "verdict"] == "sound").all()
     rows = kernel._tuning.latents.rows
     narrow = dataclasses.replace(rows, log_scale=rows.log_scale - 2)
     kernel._tuning = kernel._tuning._replace(latents=kernel._tuning.latents._replace(rows=narrow))
