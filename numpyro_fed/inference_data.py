@@ -42,7 +42,7 @@ def to_inference_data(fit: Any, *args: Any, **options: Any) -> "InferenceData":
     coordinate and their silo's name as ``<plate>_silo``; the attributes of the posterior hold the names of the
     silos and the ledger (rounds, gradient evaluations, bytes down and up per silo, as JSON). Of a variational fit also the trace of the
     bound (group ``optimization``), each draw's log importance weight (``sample_stats``), learned parameters and Pareto's k of the weights, of theta's draws and of the worst unit's candidates
-    (attributes ``pareto_k``, ``pareto_k_unit``; its draws are independent, one chain, of which R-hat has nothing to compare); where silos differ in structure, what belongs to the i-th one has names and dimensions that end in ``_i``.
+    (attributes ``pareto_k``, the largest of the weights' own and of the coordinates' variances under them, which ``pareto_k_of`` says, and ``pareto_k_unit``; its draws are independent, one chain, of which R-hat has nothing to compare); where silos differ in structure, what belongs to the i-th one has names and dimensions that end in ``_i``.
     It saves to netCDF.
 
     :return: groups posterior, sample_stats, observed_data, log_likelihood (pointwise, of every draw, on the pooled rows).

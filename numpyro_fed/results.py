@@ -60,7 +60,7 @@ class Comparison:
     :ivar table: one row per scalar parameter; the columns are explained at :func:`compare`.
     :ivar mean_tolerance: largest accepted difference of means, in posterior sds of the reference.
     :ivar sd_tolerance: largest accepted relative difference of the sds, in either direction.
-    :ivar pareto_k: of a variational fit, Pareto's k of its importance weights; ``None`` where it has none. It is no part of the verdict.
+    :ivar pareto_k: of a variational fit, Pareto's k of its importance weights, or of a variance under them, whichever is larger; ``None`` where it has none. It is no part of the verdict.
     :ivar privacy: of a fit with differential privacy, what was spent, and what its noise does to means and sds; else ``None``.
     """
 
