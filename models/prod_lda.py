@@ -44,7 +44,8 @@ SILOS, BATCH = 3, 200
 EPOCHS, ROUNDS = 80, 20
 HELD_OUT = 2_000
 HIDDEN, LEAST_SD = 100, 0.05
-START_SD, INIT_SCALE = 1.0, 0.5
+INPUT_LENGTH, GAIN = 10.0, 3.0  # of a network's input, and of its locations: so that it tells documents apart early
+START_SD, INIT_SCALE = {False: 1.0, True: 2.0}, 0.5  # amortised: topics farther apart
 
 
 def is_network(params: Any) -> Any:
@@ -113,16 +114,18 @@ class Encoder(eqx.Module):
     layers: eqx.nn.MLP
 
     def __init__(self, num_words: int, num_topics: int, key: jax.Array) -> None:
-        self.layers = eqx.nn.MLP(num_words, 2 * num_topics, HIDDEN, 2, jax.nn.softplus, key=key)
+        self.layers = eqx.nn.MLP(num_words, 2 * num_topics, HIDDEN, 1, jax.nn.softplus, key=key)
 
     def __call__(self, counts: jax.Array) -> tuple[jax.Array, jax.Array]:
-        loc, scale = jnp.split(self.layers(jnp.log1p(counts)), 2)
-        return loc, jnp.log(LEAST_SD + (1 - LEAST_SD) * jax.nn.sigmoid(scale))
+        seen = jnp.log1p(counts)
+        seen = INPUT_LENGTH * seen / jnp.sqrt(1e-6 + jnp.sum(seen**2))  # of a batch's padding, which has no words, too
+        loc, scale = jnp.split(self.layers(seen), 2)
+        return GAIN * loc, jnp.log(LEAST_SD + (1 - LEAST_SD) * jax.nn.sigmoid(scale))
 
 
 def guide(model: Any, num_topics: int, num_words: int, amortised: bool = False) -> fed.AutoSiloNormal:
     """q: independent in all latents, or that of the documents' by a network; topics start at draws of ``START_SD``."""
-    start = START_SD * jax.random.normal(jax.random.key(0), (num_topics, num_words))
+    start = START_SD[amortised] * jax.random.normal(jax.random.key(0), (num_topics, num_words))
     settings: dict[str, Any] = {"init_scale": INIT_SCALE, "init_loc_fn": init_to_value(values={"topics": start})}
     if amortised:
         settings["amortize"] = {"z": Encoder(num_words, num_topics, jax.random.key(1))}

@@ -51,7 +51,7 @@ def pooled(counts: Array, batch: int) -> tuple[Any, Epoch]:
             numpyro.sample("counts", prod_lda.Words(jax.nn.softmax(z) @ topics), obs=batch)
 
     def guide(batch: Array) -> None:
-        first = prod_lda.START_SD * random.normal(random.key(0), (TOPICS, num_words))
+        first = prod_lda.START_SD[True] * random.normal(random.key(0), (TOPICS, num_words))
         loc = numpyro.param("loc", first)
         sd = numpyro.param(
             "scale", jnp.full(first.shape, prod_lda.INIT_SCALE), constraint=constraints.softplus_positive
