@@ -144,27 +144,32 @@ def _row(check: str, value: float, limit: str, where: str, sound: bool, verdict:
 def _draws(mcmc: MCMC, kernel: LangevinKernel) -> list[tuple]:
     assert kernel.factors is not None
     draws = mcmc.get_samples(group_by_chain=True)
-    out = _mixing(draws, [name for name, _ in kernel.factors.global_sites], "", _ESS * mcmc.num_chains)
+    out = _mixing({n: draws[n] for n, _ in kernel.factors.global_sites}, "", _ESS * mcmc.num_chains, "unsound")
     # over a wire local draws stay in the silos
-    return out + _mixing(draws, [s.name for s in kernel.factors.local_sites if s.name in draws], " of latents", _ESS)
+    latents = {s.name: draws[s.name] for s in kernel.factors.local_sites if s.name in draws}
+    # those of a silo that was visited a few times have few draws, whatever the chain
+    return out + (_mixing(latents, " of latents", _ESS, "undecided", _MOST_LATENTS) if latents else [])
 
 
-def _mixing(draws: dict, names: list[str], whose: str, least: float) -> list[tuple]:
-    """R-hat and effective draws of some sites, where they are worst."""
+def _mixing(draws: dict, whose: str, least: float, bad: str, most: int | None = None) -> list[tuple]:
+    """R-hat and effective draws of some sites, where they are worst.
+
+    :param least: effective draws that are enough.
+    :param bad: the verdict of an R-hat that is too high.
+    :param most: scalars that are looked at; ``None``: all.
+    """
     az = import_arviz()
-    flat = {n: np.asarray(draws[n]).reshape(*np.shape(draws[n])[:2], -1) for n in names}
-    owners = np.concatenate([[n] * x.shape[-1] for n, x in flat.items()]) if flat else np.zeros(0)
-    some = np.unique(np.linspace(0, len(owners) - 1, _MOST_LATENTS if whose else len(owners)).astype(int))
-    if not len(some) or not len(owners):
-        return []
-    values = np.concatenate(list(flat.values()), axis=-1)[..., some]
-    data, owners = az.convert_to_dataset({"x": values}), owners[some]
-    out = []
+    flat = {n: np.asarray(x).reshape(*np.shape(x)[:2], -1) for n, x in draws.items()}
+    owners = np.repeat(list(flat), [x.shape[-1] for x in flat.values()])
+    values = np.concatenate(list(flat.values()), axis=-1)
+    if most is not None and most < len(owners):
+        some = np.linspace(0, len(owners) - 1, most).astype(int)
+        owners, values = owners[some], values[..., some]
+    data = az.convert_to_dataset({"x": values})
     rhat, ess = az.rhat(data)["x"].values, az.ess(data)["x"].values
+    out = []
     if np.isfinite(rhat).any():  # not of a single chain of few draws
         at = int(np.nanargmax(rhat))
-        # latents of a silo that was visited a few times have few draws, whatever the chain
-        bad = "undecided" if whose else "unsound"
         out.append(_row(f"R-hat{whose}", rhat[at], f"<= {_R_HAT}", owners[at], rhat[at] <= _R_HAT, bad))
     if np.isfinite(ess).any():
         at = int(np.nanargmin(ess))

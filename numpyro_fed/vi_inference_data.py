@@ -97,7 +97,6 @@ def vi_inference_data(
     idata.posterior.attrs["networks"] = json.dumps(
         [k for k in plan.learned if k not in arrays]
     )  # too large to say here
-    idata.posterior.attrs |= {"pareto_k": k, "pareto_k_of": judged}
     if plan.num_local_particles > 1 and not prepared.elsewhere:
         idata.posterior.attrs |= _worst_unit(plan, draws.ratios, prepared.parts)
     if prepared.elsewhere:
@@ -105,9 +104,9 @@ def vi_inference_data(
     idata.posterior.attrs["structures"] = len(prepared.parts)
     if result.privacy is not None:
         idata.posterior.attrs |= {"privacy": str(result.privacy), "privacy_error": result.privacy.error}
-    if unweighed:
-        del idata.posterior.attrs["pareto_k"], idata.posterior.attrs["pareto_k_of"]
-    elif not k <= POOR:
+    if not unweighed:
+        idata.posterior.attrs |= {"pareto_k": k, "pareto_k_of": judged}
+    if not unweighed and not k <= POOR:
         warnings.warn(
             f"Pareto's k of the approximation is {k:.2f} ({judged}), above {POOR}: q(theta) misses part of the posterior. Run more rounds, take "
             'global_cov="full" and more num_local_particles, or resample=True; and hold the fit against pooled NUTS or FSGLD',

@@ -209,7 +209,8 @@ def merge(
     prior, own = prior_site(plan, server.params, asked, server.i, rows)
     total = jax.tree.map(jnp.add, sites, prior)
     loss = -(own + jnp.sum(jnp.where(heard, replies.value, 0.0)))
-    everyone, noisy = jnp.array(True) if weights is None else (weights > 0).all(), by_pairs(plan)
+    everyone = jnp.array(True) if weights is None else (weights > 0).all()
+    noisy = by_pairs(plan)
     mean = plan.constrain(server.params)[f"{family.prefix}_loc"]
     history: History | Memory
     if isinstance(server.history, Memory):

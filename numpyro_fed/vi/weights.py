@@ -1,7 +1,7 @@
 r"""Importance weights of draws, Pareto-smoothed, and the k of their tails, which judges an approximation without a reference.
 
 The k of the weights w alone says whether means of bounded quantities can be trusted. A coordinate's variance is a mean of :math:`w (x - m)^2`, whose tail may be worse where the
-posterior is wide in a corner that few draws reach; so it is judged by that product's own k (Vehtari et al. 2024, 2.4: k of a function).
+posterior is wide in a corner that few draws reach; so it is judged by that product's own k (Vehtari et al. 2024, on k of a function).
 """
 
 import numpy as np
@@ -32,23 +32,26 @@ def smoothed(log_weight: np.ndarray) -> tuple[np.ndarray, float]:
 
 def worst_tail(log_terms: np.ndarray) -> tuple[float, int]:
     """The largest k of several weighings of the same draws ``(number, n)``, and which it is, among those whose terms vary most."""
-    chosen = np.argsort(-_unevenness(np.exp(log_terms - log_terms.max(1, keepdims=True))))[:_LOOKED_AT]
-    found = [smoothed(log_terms[i])[1] for i in chosen]
-    at = int(np.argmax(found))
-    return found[at], int(chosen[at])
+    which = np.argsort(-_unevenness(np.exp(log_terms - log_terms.max(1, keepdims=True))))[:_LOOKED_AT]
+    return _largest(log_terms[which], which)
 
 
 def tail_of_spreads(weight: np.ndarray, theta: np.ndarray) -> tuple[float, int]:
-    """The largest k of the coordinates' variances under weights ``(n,)`` of positions ``(n, d)``, and the coordinate."""
+    """The largest k of the coordinates' variances under weights ``(n,)`` of positions ``(n, d)``, and the coordinate, likewise."""
 
     def terms(which: slice | np.ndarray) -> np.ndarray:
         some = theta[:, which].astype(np.float64)
         return (weight[:, None] * (some - weight @ some) ** 2).T + np.finfo(float).tiny
 
     blocks = [slice(i, i + _BLOCK) for i in range(0, theta.shape[1], _BLOCK)]
-    chosen = np.argsort(-np.concatenate([_unevenness(terms(block)) for block in blocks]))[:_LOOKED_AT]
-    k, at = worst_tail(np.log(terms(chosen)))
-    return k, int(chosen[at])
+    which = np.argsort(-np.concatenate([_unevenness(terms(block)) for block in blocks]))[:_LOOKED_AT]
+    return _largest(np.log(terms(which)), which)
+
+
+def _largest(log_terms: np.ndarray, which: np.ndarray) -> tuple[float, int]:
+    found = [smoothed(row)[1] for row in log_terms]
+    at = int(np.argmax(found))
+    return found[at], int(which[at])
 
 
 def _unevenness(terms: np.ndarray) -> np.ndarray:
