@@ -31,6 +31,7 @@ __all__ = ["TOL", "fit"]
 
 _MOST_ROUNDS = 40
 TOL = 1e-3  # nats that the bound moves in a round
+_START_TOL = 0.1  # the same, where chains start there
 _CHAINS, _WARMUP = 4, 200
 
 
@@ -83,7 +84,9 @@ def fit(
         )
     key_rounds, key_draws, key_chains = jax.random.split(rng_key, 3)
     avg = _settable(model, silos)
-    result = avg.run(key_rounds, _MOST_ROUNDS, silos, tol=TOL, progress_bar=progress_bar)
+    result = avg.run(
+        key_rounds, _MOST_ROUNDS, silos, tol=TOL if method == "vi" else _START_TOL, progress_bar=progress_bar
+    )
     words, settled = _of_rounds(result)
     if method == "vi":
         idata, more, verdict, mend = _last_round(avg, result, silos, num_draws, key_draws, settled)

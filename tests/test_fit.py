@@ -66,24 +66,27 @@ def test_it_saves_and_has_the_silos(tmp_path, seventy, capsys):
     assert az.from_netcdf(tmp_path / "fit.nc").posterior.attrs["report"] == idata.posterior.attrs["report"]
 
 
-def test_fsgld_in_one_call(seventy):
-    """Against pooled NUTS, within four standard errors of both and the accepted bias; the ledger has the rounds of both."""
-    idata = fed.fit(wheeze, seventy, method="fsgld", num_draws=4000, progress_bar=False)
+def test_fsgld_in_one_call():
+    """Against pooled NUTS, within four standard errors of both and the accepted bias; the ledger has the rounds of both.
+
+    140 children: with 70 sigma has a tail to 0 in which steps are cut, and whether ``diagnose`` lets that pass is chance."""
+    silos = wheeze_silos(np.arange(140) % 4)
+    idata = fed.fit(wheeze, silos, method="fsgld", num_draws=4000, progress_bar=False)
     nuts = MCMC(
         NUTS(wheeze), num_warmup=500, num_samples=2000, num_chains=2, chain_method="vectorized", progress_bar=False
     )
-    nuts.run(random.key(1), **seventy.pooled)
+    nuts.run(random.key(1), **silos.pooled)
     comparison = fed.compare(idata, nuts)
     table = comparison.table.loc[[name for name in comparison.table.index if name.startswith(("beta", "sigma"))]]
     assert (table["error"] < 4 * table["mcse"]).all()
     assert table["sd_ratio"].between(0.9, 1.1).all()
-    assert idata.posterior.attrs["verdict"] in ("sound", "undecided")
+    assert idata.posterior.attrs["verdict"] == "sound"
     assert "FSGLD, 4 chains" in idata.posterior.attrs["report"]
     assert sum(json.loads(idata.posterior.attrs["rounds"])) > 4 * 1200
 
 
 def test_surrogates_from_a_start_are_those_from_none(seventy, started):
-    """In fewer rounds: the fit goes on where q is, and ends at the same Gaussians up to what is left of its last round."""
+    """In four rounds and the pilot's two: the fit begins where q is, and ends at the same Gaussians up to what is left of its last round."""
     kernels = fed.FSGLD(wheeze), fed.FSGLD(wheeze, init_from=started)
     for kernel in kernels:
         kernel.init(random.key(0), 0, None, (seventy,), {})
@@ -92,7 +95,20 @@ def test_surrogates_from_a_start_are_those_from_none(seventy, started):
     assert (np.abs(warm.mean - cold.mean) < 0.1 * sd).all()
     np.testing.assert_allclose(np.diag(warm.covariance), np.diag(cold.covariance), rtol=0.1)
     rounds = [k._setup_cost.rounds for k in kernels]
-    assert rounds[1] <= rounds[0] - 4
+    assert rounds[1] == 6 < rounds[0]
+
+
+def test_a_start_at_other_data_is_left(seventy, started):
+    """The other outcomes: q's last round moved it by little, and yet the fit does not end around it."""
+    other = fed.split({**seventy.pooled, "y": 1 - seventy.pooled["y"]}, by=np.arange(70) % 4)
+    kernels = fed.FSGLD(wheeze), fed.FSGLD(wheeze, init_from=started)
+    for kernel in kernels:
+        kernel.init(random.key(0), 0, None, (other,), {})
+    cold, warm = (k.surrogates.posterior() for k in kernels)
+    far = np.abs(np.asarray(started.whitening[0]) - cold.mean) / np.sqrt(np.diag(cold.covariance))
+    assert far.max() > 2
+    assert (np.abs(warm.mean - cold.mean) < 0.1 * np.sqrt(np.diag(cold.covariance))).all()
+    assert kernels[1]._setup_cost.rounds > 6
 
 
 def test_a_start_saves_rounds_of_the_diagonal_fit_too(seventy):

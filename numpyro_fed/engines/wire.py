@@ -54,7 +54,7 @@ ANSWERED = {
     "numpyro_fed.vi.remote:InitLocal": ("nothing: it makes its own first parameters, and keeps them", ""),
     "numpyro_fed.vi.remote:RoundLocal": (
         "SFVI: its part of the bound and of its gradient; SFVI-Avg: global parameters after its steps; conducive rounds: its site's natural parameters, its part of the bound, and with optimisers its copies of learned parameters",
-        "2 d for each draw, and as many as learned parameters; as many as global parameters; d + d^2 (diagonal: 2 d)",
+        "2 d for each draw, and as many as learned parameters; as many as global parameters; d + d (d + 1) / 2 (diagonal: 2 d)",
     ),
     "numpyro_fed.vi.draws:EstimateLocal": (
         "estimates of its log likelihood at the server's draws",

@@ -237,7 +237,8 @@ def _check_given(given: str | Surrogates | None, factors: Factors, silos: Silos)
     given.posterior()  # positive definite, or an error in words
 
 
-def _start(options: Options, factors: Factors) -> tuple[np.ndarray, np.ndarray] | None:
+def _start(options: Options, factors: Factors) -> tuple[np.ndarray, np.ndarray, float] | None:
+    """The Gaussian of a variational fit and how far, in sds, the last round moved it, which is known of conducive ones; a diagonal one is to be widened in any case."""
     if options.init_from is None:
         return None
     loc, scale = options.init_from.whitening
@@ -246,7 +247,8 @@ def _start(options: Options, factors: Factors) -> tuple[np.ndarray, np.ndarray] 
             f"init_from: expected a fit of the same model, with {factors.dim} global latents {[n for n, _ in factors.global_sites]} unconstrained, "
             f"got {len(loc)}"
         )
-    return loc, scale
+    moved = getattr(options.init_from.state.server, "moved", np.inf) if np.ndim(scale) == 2 else np.inf
+    return loc, scale, float(moved)
 
 
 def _surrogates(

@@ -6,9 +6,9 @@ the natural parameters of the Gaussian whose score is nearest, in least squares,
 .. math:: \nabla_u \log \hat p(y_s \mid \mu + L u_k),
 
 the gradient of its marginal likelihood (local latents integrated out). The server adds the prior's, and moves :math:`\mu, L` to the
-product. A last round at wider points, weighted by a power of the posterior, settles the Gaussians. In few dimensions another
-one, at points near the posterior, fits bounded corrections (:mod:`numpyro_fed.surrogates.bends`). The last of them regresses the locations and
-log scales of the local latents on u, which stays in the silo.
+product by the accelerated steps of conducive rounds (:mod:`numpyro_fed.surrogates.sites`). A last fit at wider points, weighted by a power of the posterior,
+settles the Gaussians. In few dimensions another one, at points near the posterior, fits bounded corrections (:mod:`numpyro_fed.surrogates.bends`). The last
+of them regresses the locations and log scales of the local latents on u, which stays in the silo.
 
 Moment-matched local posteriors (FSGLD 3.1) are improper or far from Gaussian exactly in hierarchical models;
 scores are not. What leaves a silo, a round: ``d + d^2`` numbers (diagonal: ``2 d``), the misfit, and its log marginal
@@ -39,11 +39,13 @@ from numpyro_fed.surrogates.gaussian import Gaussian, Surrogates, matvec
 from numpyro_fed.surrogates.least_squares import fit_score
 from numpyro_fed.surrogates.local_score import Message, Reply, ScoreLocal, points_at_once
 from numpyro_fed.surrogates.points import sobol_normal, wide_points
+from numpyro_fed.surrogates.sites import History, Site, natural_step, product
 
 __all__ = ["NUM_DRAWS", "ScoreFit", "Whitening", "fit", "fit_at"]
 
 _FULL_UP_TO = 500  # dimensions; beyond, one d x d matrix per silo is too much memory
 _SETTLED = 0.1  # sds the centre moves in a round, and the like for the spread
+_ELSEWHERE = 1.0  # sds that the Gaussians of a settled start may be away from it
 NUM_DRAWS = 32  # positions that represent the posterior
 _NEAR = 1.3  # sds of the points at which what is not Gaussian is fitted, over the surrogate posterior's
 
@@ -86,6 +88,7 @@ class ServerState(NamedTuple):
     weights: np.ndarray
     surrogates: Surrogates | None = None
     moved: float = math.inf
+    history: History | None = None
 
 
 def algorithm(factors: Factors, units: Units | None, silos: Silos, full: bool, at_once: int) -> Federated:
@@ -95,9 +98,11 @@ def algorithm(factors: Factors, units: Units | None, silos: Silos, full: bool, a
     """
 
     def init(_: Array) -> ServerState:
-        scale = np.full(factors.dim, 0.5)  # precision 4 I
-        nothing = np.zeros((0, factors.dim))
-        return ServerState(np.zeros(factors.dim), np.diag(scale) if full else scale, nothing, np.zeros(0))
+        d = factors.dim
+        scale, history = np.full(d, 0.5), None  # precision 4 I
+        if full:
+            scale, history = np.diag(scale), History.none(Site(jnp.zeros(d), jnp.zeros((d, d))))
+        return ServerState(np.zeros(d), scale, np.zeros((0, d)), np.zeros(0), history=history)
 
     def broadcast(_: Array, state: ServerState) -> Message:
         return Message(*(jnp.asarray(x, jnp.result_type(float)) for x in state[:4]))
@@ -107,9 +112,9 @@ def algorithm(factors: Factors, units: Units | None, silos: Silos, full: bool, a
         shift = np.asarray(replies.shift, np.float64)
         precision = np.asarray(replies.precision, np.float64)
         own = [np.asarray(x, np.float64) for x in prior]
-        loc, scale, moved = _move(state, shift.sum(0) + own[0], precision.sum(0) + own[1])
+        loc, scale, moved, history = _move(state, shift.sum(0) + own[0], precision.sum(0) + own[1])
         surrogates = _to_natural(state, shift, precision, own)
-        state = state._replace(loc=loc, scale=scale, surrogates=surrogates, moved=moved)
+        state = state._replace(loc=loc, scale=scale, surrogates=surrogates, moved=moved, history=history)
         return state, np.asarray(replies.misfit)
 
     return Federated(init, broadcast, ScoreLocal(factors, units, at_once), merge)
@@ -151,27 +156,21 @@ def _to_natural(state: ServerState, shift: np.ndarray, precision: np.ndarray, pr
 
 
 def _move(state: ServerState, shift: np.ndarray, precision: np.ndarray) -> tuple:
-    """The next whitening: the product's, with curvature floored and the step cut to 3 old sds a direction.
-
-    Where the step is cut the old spread is doubled, so that a start far away is left in a few rounds.
-    """
-    if state.scale.ndim == 1:
-        values, vectors = precision, None
-        step = shift
+    """The next centre and spread, how far they moved, and the history: of full precisions the accelerated step of conducive rounds."""
+    total = Site(jnp.asarray(shift, jnp.result_type(float)), jnp.asarray(precision, jnp.result_type(float)))
+    if state.history is None:
+        (*new, moved, _), history = product(total), None
     else:
-        values, vectors = np.linalg.eigh(precision)
-        step = vectors.T @ shift
-    curvature = np.maximum(np.abs(values), 0.25)
-    step = step / curvature
-    cut = np.abs(step) > 3
-    step = np.clip(step, -3, 3)
-    curvature = np.where(cut, 0.25, curvature)
-    moved = float(max(np.abs(step).max(), np.abs(np.log(curvature)).max() / 2.2))
-    if vectors is None:
-        return state.loc + state.scale * step, state.scale / np.sqrt(curvature), moved
-    loc = state.loc + state.scale @ (vectors @ step)
-    root = state.scale @ (vectors / np.sqrt(curvature))
-    return loc, np.linalg.cholesky(root @ root.T), moved
+        *new, moved, _, history = _accelerated(state.history, total)
+    step, root = (np.asarray(x, np.float64) for x in new)
+    if state.scale.ndim == 1:
+        return state.loc + state.scale * step, state.scale * root, float(moved), history
+    return state.loc + state.scale @ step, state.scale @ root, float(moved), history
+
+
+@jax.jit
+def _accelerated(history: History, total: Site) -> tuple:
+    return natural_step(history, total, jnp.array(True))
 
 
 def fit(
@@ -182,7 +181,7 @@ def fit(
     max_rounds: int = 40,
     seed: int = 0,
     local: Callable | None = None,
-    start: tuple[np.ndarray, np.ndarray] | None = None,
+    start: tuple[np.ndarray, np.ndarray, float] | None = None,
 ) -> ScoreFit:
     """Fit score-matched surrogates, and the local map where the model has local latents.
 
@@ -191,7 +190,8 @@ def fit(
     :param units: how local latents are cut into units.
     :param max_rounds: rounds before giving up on settling; 5 to 10 are usual.
     :param seed: of the scrambled points. The fit uses no other randomness.
-    :param start: mean and square root ``(d, d)`` or ``(d,)`` of a Gaussian near the posterior, in place of N(0, 1/4).
+    :param start: mean and square root ``(d, d)`` or ``(d,)`` of a Gaussian near the posterior, in place of N(0, 1/4), and sds that it still moved when it was
+        found: where these are few, centre and spread stay as they are.
     :param local: another way to make a silo's reply (the Laplace surrogates'); the local map is regressed all the same.
     :return: the fit.
     """
@@ -217,11 +217,10 @@ def fit(
     state = scheme.init(key)
     if start is not None:
         state = state._replace(
-            loc=np.asarray(start[0], np.float64), scale=_root(np.asarray(start[1], np.float64), full)
+            loc=np.asarray(start[0], np.float64), scale=_root(np.asarray(start[1], np.float64), full), moved=start[2]
         )
+    state = state._replace(points=sobol_normal(num, factors.dim, seed), weights=np.ones(num))
     while state.moved > _SETTLED and cost.rounds < max_rounds:
-        points = sobol_normal(num, factors.dim, seed + cost.rounds)
-        state = state._replace(points=points, weights=np.ones(num))
         state, _ = scheme.merge(state, ask(local, state)[0])
     if state.moved > _SETTLED:
         warnings.warn(
@@ -231,20 +230,24 @@ def fit(
         )
 
     final_local = ScoreLocal(factors, units, at_once, last=True)
-    beside = units.blocks()[0][2] if isinstance(units, NestedUnits) else 0  # coordinates of the inner map beside u
-    count = _last_points(factors.dim + beside, num)
-    state = state._replace(points=wide_points(count, factors.dim, seed + 10_000), weights=np.ones(count))
-    values = np.asarray(ask(final_local, state)[0].values, np.float64)
-    state = state._replace(weights=_wide_weights(factors, scheme.broadcast(key, state), values, silos))
+    inner = units.blocks()[0][2] if isinstance(units, NestedUnits) else 0  # coordinates of the inner map beside u
+    count = _last_points(factors.dim + inner, num)
+    # no acceleration of the last fit: its points and weights are others
+    state = state._replace(points=wide_points(count, factors.dim, seed + 10_000), weights=np.ones(count), history=None)
+    logs = _log_posterior(factors, scheme.broadcast(key, state), ask(final_local, state)[0], silos)
+    state = state._replace(weights=_tempered(logs, 0.25 * min(1.0, math.sqrt(6 / factors.dim))))
     replies, local_map = ask(final_local, state)
     if local is not scheme.local:
         replies = ask(local, state)[0]
     final, misfit = scheme.merge(state, replies)
+    if start is not None and start[2] <= _SETTLED and final.moved > _ELSEWHERE:  # a start at other data's posterior
+        again = fit(factors, silos, units, max_rounds=max_rounds, seed=seed, start=(*start[:2], math.inf))
+        return again._replace(cost=cost + again.cost)
     surrogates, of_map, draws = final.surrogates, _whitening(state), None
     if surrogates is not None and factors.dim <= MOST_DIMENSIONS:
         near = final._replace(points=_NEAR * sobol_normal(count, factors.dim, seed + 20_000), weights=np.ones(count))
-        values = np.asarray(ask(final_local, near)[0].values, np.float64)
-        logs = _near_logs(factors, scheme.broadcast(key, near), values, silos)
+        logs = _log_posterior(factors, scheme.broadcast(key, near), ask(final_local, near)[0], silos)
+        logs += 0.5 * (near.points**2).sum(1) / _NEAR**2  # over the density that they are draws of
         draws, near = _resampled(near, _tempered(logs, 1.0)), near._replace(weights=_tempered(logs, 0.5))
         replies, local_map = ask(final_local, near)
         of_map = _whitening(near)
@@ -315,12 +318,6 @@ def _bends(state: ServerState, gaussians: Gaussian, regressions: Array) -> Bends
     )
 
 
-def _near_logs(factors: Factors, message: Message, values: np.ndarray, silos: Silos) -> np.ndarray:
-    """Logs of importance weights of the posterior at draws of a wider Gaussian."""
-    drawn = -0.5 * (np.asarray(message.points, np.float64) ** 2).sum(1) / _NEAR**2
-    return _log_posterior(factors, message, values, silos) - drawn
-
-
 def _resampled(state: ServerState, weights: np.ndarray) -> np.ndarray | None:
     """Positions resampled systematically by their weights; ``None`` where too few points have most of the weight."""
     weights = weights / weights.sum()
@@ -330,14 +327,10 @@ def _resampled(state: ServerState, weights: np.ndarray) -> np.ndarray | None:
     return np.asarray(state.loc + state.points[np.minimum(places, len(weights) - 1)] @ state.scale.T)
 
 
-def _wide_weights(factors: Factors, message: Message, values: np.ndarray, silos: Silos) -> np.ndarray:
-    """``p(theta | y)^(1/4)`` at the points, the power lowered where dimensions are many."""
-    return _tempered(_log_posterior(factors, message, values, silos), 0.25 * min(1.0, math.sqrt(6 / factors.dim)))
-
-
-def _log_posterior(factors: Factors, message: Message, values: np.ndarray, silos: Silos) -> np.ndarray:
+def _log_posterior(factors: Factors, message: Message, replies: Reply, silos: Silos) -> np.ndarray:
     """At the points, from the silos' log marginals ``(S, K)`` and the prior."""
-    return np.asarray(values.sum(0) + np.asarray(_prior(factors, message, silos)[0], np.float64))
+    prior = np.asarray(_prior(factors, message, silos)[0], np.float64)
+    return np.asarray(replies.values, np.float64).sum(0) + prior
 
 
 def _tempered(logs: np.ndarray, power: float) -> np.ndarray:

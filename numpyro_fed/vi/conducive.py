@@ -42,13 +42,13 @@ from jax import Array, random
 from numpyro_fed.federation import Federated
 from numpyro_fed.storage import SiloRows
 from numpyro_fed.surrogates.gaussian import matvec
+from numpyro_fed.surrogates.sites import History, Site, carried, natural_step, packed, unpacked
 from numpyro_fed.vi.local_steps import all_rows, first_optim_states, row_count, steps
 from numpyro_fed.vi.plan import Plan
 from numpyro_fed.vi.quasi_newton import Memory
 from numpyro_fed.vi.scales import relative
 from numpyro_fed.vi.sfvi import Info, all_finite
 from numpyro_fed.vi.silo_site import at_once_of, by_pairs, prior_site, silo_site, whitening
-from numpyro_fed.vi.sites import History, Site, carried, natural_step, packed, unpacked
 
 __all__ = ["federated", "init_silo"]
 

@@ -19,9 +19,9 @@ import numpy as np
 from jax import Array, lax, random
 
 from numpyro_fed.storage import SiloRows
+from numpyro_fed.surrogates.sites import Site
 from numpyro_fed.vi.minibatch import Batch, rows_at, whole
 from numpyro_fed.vi.plan import Plan
-from numpyro_fed.vi.sites import Site
 
 __all__ = ["Averages", "averages", "drawn_points", "fewest_rows", "rows_of_pair", "shuffled"]
 

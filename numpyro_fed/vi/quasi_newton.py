@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from numpyro_fed.vi.sites import CAREFUL, Site, newest
+from numpyro_fed.surrogates.sites import CAREFUL, Site, newest
 
 __all__ = ["Memory", "Move"]
 

@@ -16,10 +16,10 @@ from numpyro_fed.surrogates.least_squares import fit_map, fit_score
 from numpyro_fed.surrogates.local_score import Message as Points
 from numpyro_fed.surrogates.local_score import look, points_at_once
 from numpyro_fed.surrogates.points import sobol_normal
+from numpyro_fed.surrogates.sites import Site
 from numpyro_fed.vi.bound import silo_bound
 from numpyro_fed.vi.pairs import Averages, averages, drawn_points, rows_of_pair, shuffled
 from numpyro_fed.vi.plan import MOST_DIAGONAL, Plan
-from numpyro_fed.vi.sites import Site
 
 __all__ = ["Points", "at_once_of", "by_pairs", "changing", "prior_site", "silo_site", "whitening"]
 

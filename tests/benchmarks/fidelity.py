@@ -274,7 +274,7 @@ def started(problem: Problem, silos: fed.Silos) -> fed.FSGLD:
     guide = fed.AutoSiloNormal(problem.model)
     start = time.perf_counter()
     result = fed.SFVIAvg(problem.model, guide, conducive=True).run(
-        jax.random.key(0), 30, silos, tol=0.01, progress_bar=False
+        jax.random.key(0), 40, silos, tol=0.1, progress_bar=False
     )
     print(
         f"conducive: {len(result.losses)} rounds, {max(result.ledger.bytes_up) / 1e6:.3f} MB/silo, {time.perf_counter() - start:.0f} s"

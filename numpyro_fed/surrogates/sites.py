@@ -108,14 +108,21 @@ def carried(site: Site, shift: Array, factor: Array) -> Site:
 def product(site: Site) -> tuple[Array, Array, Array, Array]:
     """Mean and square root of the new q in the old one's coordinates, how far that is, and whether q was held back."""
     linear, precision = site
-    values, vectors = jnp.linalg.eigh(0.5 * (precision + precision.T))
+    if precision.ndim == 1:
+        values, vectors = precision, None
+    else:
+        values, vectors = jnp.linalg.eigh(0.5 * (precision + precision.T))
+        linear = vectors.T @ linear
     curvature = jnp.maximum(jnp.abs(values), _FLATTEST)  # where q is no density, a step uphill all the same
-    step = (vectors.T @ linear) / curvature
-    far = jnp.abs(step) > _FARTHEST
-    curvature = jnp.where(far, _FLATTEST, curvature)
+    step = linear / curvature
+    beyond = jnp.abs(step) / _FARTHEST
+    # the farther it would go the wider q is to look, from as wide as it was to twofold
+    curvature = jnp.where(beyond > 1, jnp.maximum(jnp.minimum(curvature, beyond**-2), _FLATTEST), curvature)
     step = jnp.clip(step, -_FARTHEST, _FARTHEST)
-    held = far.any() | (values < _FLATTEST).any()
+    held = (beyond > 1).any() | (values < _FLATTEST).any()
     moved = jnp.maximum(jnp.abs(step).max(), 0.5 * jnp.abs(jnp.log(curvature)).max())
+    if vectors is None:
+        return step, curvature**-0.5, moved, held
     return vectors @ step, jnp.linalg.cholesky((vectors / curvature) @ vectors.T), moved, held
 
 
