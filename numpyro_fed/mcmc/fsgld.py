@@ -57,7 +57,7 @@ class FSGLD(LangevinKernel):
     :param no_answer: probability that the silo chosen does not answer, in simulations: the chain waits, its draw counts again, and the next silo
         is chosen as if nothing had been, which keeps the selection unbiased. (Asking another silo instead would not.)
     :param init_from: the result of :class:`~numpyro_fed.SFVI` or :class:`~numpyro_fed.SFVIAvg` on the same model: the surrogates' fit starts at its q(theta)
-        and saves the rounds that would lead there; all but the four in which they are made, where q is full and conducive rounds have settled.
+        and saves the rounds that would lead there; all but the four in which they are made (two beyond 16 dimensions), where q is full and conducive rounds have settled.
     :param bias_target: accepted relative inflation of the sds under ``step_size="auto"``.
     :param noise_correction: inject less noise where the silos' own makes up for it: four times the step at the same inflation. No
         longer the paper's update.

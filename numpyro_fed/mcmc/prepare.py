@@ -238,7 +238,7 @@ def _check_given(given: str | Surrogates | None, factors: Factors, silos: Silos)
 
 
 def _start(options: Options, factors: Factors) -> tuple[np.ndarray, np.ndarray, float] | None:
-    """The Gaussian of a variational fit and how far, in sds, the last round moved it, which is known of conducive ones; a diagonal one is to be widened in any case."""
+    """The Gaussian of a variational fit and how far, in sds, the last round moved it, which is known of conducive ones."""
     if options.init_from is None:
         return None
     loc, scale = options.init_from.whitening
@@ -247,8 +247,7 @@ def _start(options: Options, factors: Factors) -> tuple[np.ndarray, np.ndarray, 
             f"init_from: expected a fit of the same model, with {factors.dim} global latents {[n for n, _ in factors.global_sites]} unconstrained, "
             f"got {len(loc)}"
         )
-    moved = getattr(options.init_from.state.server, "moved", np.inf) if np.ndim(scale) == 2 else np.inf
-    return loc, scale, float(moved)
+    return loc, scale, float(getattr(options.init_from.state.server, "moved", np.inf))
 
 
 def _surrogates(
@@ -259,7 +258,10 @@ def _surrogates(
     moments = wanted and given == "moments"
     fitted = None
     if units is not None or (wanted and not moments and not isinstance(given, Surrogates)):
-        fit = laplace.fit if given == "laplace" else partial(score.fit, start=_start(options, factors))
+        start, tall = _start(options, factors), batch is not None and units is None
+        if start is not None and tall:
+            start = (*start[:2], np.inf)  # what is fitted to some of the rows has a wider posterior
+        fit = laplace.fit if given == "laplace" else partial(score.fit, start=start)
         if batch is not None and units is None:
             fitted = fit_some(fit, factors, silos, batch[0])
         else:

@@ -45,7 +45,7 @@ __all__ = ["NUM_DRAWS", "ScoreFit", "Whitening", "fit", "fit_at"]
 
 _FULL_UP_TO = 500  # dimensions; beyond, one d x d matrix per silo is too much memory
 _SETTLED = 0.1  # sds the centre moves in a round, and the like for the spread
-_ELSEWHERE = 1.0  # sds that the Gaussians of a settled start may be away from it
+_ELSEWHERE = 0.6  # sds that the Gaussians of a settled start may be away from it, and the like for the spread, of which twofold is .69
 NUM_DRAWS = 32  # positions that represent the posterior
 _NEAR = 1.3  # sds of the points at which what is not Gaussian is fitted, over the surrogate posterior's
 
@@ -191,7 +191,7 @@ def fit(
     :param max_rounds: rounds before giving up on settling; 5 to 10 are usual.
     :param seed: of the scrambled points. The fit uses no other randomness.
     :param start: mean and square root ``(d, d)`` or ``(d,)`` of a Gaussian near the posterior, in place of N(0, 1/4), and sds that it still moved when it was
-        found: where these are few, centre and spread stay as they are.
+        found: where these are few and it is full, centre and spread stay as they are, unless the last fit is elsewhere.
     :param local: another way to make a silo's reply (the Laplace surrogates'); the local map is regressed all the same.
     :return: the fit.
     """
@@ -202,7 +202,7 @@ def fit(
     if full:
         num = max(num, 2 ** math.ceil(math.log2(4 * factors.dim)))
     scheme = algorithm(factors, units, silos, full, at_once)
-    local = scheme.local if local is None else local
+    reply = scheme.local if local is None else local
     key = random.key(seed)
     group = None if units is None else units.group
     cost = Cost()
@@ -214,15 +214,15 @@ def fit(
         cost += Cost(1, len(message.points), message_bytes(message), message_bytes(replies) // len(silos))
         return replies, rows
 
-    state = scheme.init(key)
+    state, settled = scheme.init(key), False
     if start is not None:
-        state = state._replace(
-            loc=np.asarray(start[0], np.float64), scale=_root(np.asarray(start[1], np.float64), full), moved=start[2]
-        )
+        loc, scale = (np.asarray(x, np.float64) for x in start[:2])
+        settled = full and scale.ndim == 2 and start[2] <= _SETTLED
+        state = state._replace(loc=loc, scale=_root(scale, full), moved=start[2] if settled else math.inf)
     state = state._replace(points=sobol_normal(num, factors.dim, seed), weights=np.ones(num))
-    while state.moved > _SETTLED and cost.rounds < max_rounds:
-        state, _ = scheme.merge(state, ask(local, state)[0])
-    if state.moved > _SETTLED:
+    while not state.moved <= _SETTLED and cost.rounds < max_rounds:
+        state, _ = scheme.merge(state, ask(reply, state)[0])
+    if not state.moved <= _SETTLED:
         warnings.warn(
             f"the surrogates have not settled after {max_rounds} rounds: expected a posterior that a Gaussian in "
             "unconstrained space describes roughly; reparametrise the model or scale its covariates",
@@ -237,11 +237,12 @@ def fit(
     logs = _log_posterior(factors, scheme.broadcast(key, state), ask(final_local, state)[0], silos)
     state = state._replace(weights=_tempered(logs, 0.25 * min(1.0, math.sqrt(6 / factors.dim))))
     replies, local_map = ask(final_local, state)
-    if local is not scheme.local:
-        replies = ask(local, state)[0]
+    if local is not None:
+        replies = ask(reply, state)[0]
     final, misfit = scheme.merge(state, replies)
-    if start is not None and start[2] <= _SETTLED and final.moved > _ELSEWHERE:  # a start at other data's posterior
-        again = fit(factors, silos, units, max_rounds=max_rounds, seed=seed, start=(*start[:2], math.inf))
+    if start is not None and settled and not final.moved <= _ELSEWHERE:  # a start at other data's posterior
+        start = (*start[:2], math.inf)
+        again = fit(factors, silos, units, max_rounds=max_rounds, seed=seed, local=local, start=start)
         return again._replace(cost=cost + again.cost)
     surrogates, of_map, draws = final.surrogates, _whitening(state), None
     if surrogates is not None and factors.dim <= MOST_DIMENSIONS:
@@ -251,7 +252,7 @@ def fit(
         draws, near = _resampled(near, _tempered(logs, 1.0)), near._replace(weights=_tempered(logs, 0.5))
         replies, local_map = ask(final_local, near)
         of_map = _whitening(near)
-        if local is scheme.local:
+        if local is None:
             surrogates = replace(surrogates, bends=_bends(near, surrogates.factors, replies.bend))
     return ScoreFit(surrogates, local_map, of_map, _whitening(final), jnp.asarray(misfit), cost, draws)
 

@@ -123,7 +123,9 @@ def product(site: Site) -> tuple[Array, Array, Array, Array]:
     moved = jnp.maximum(jnp.abs(step).max(), 0.5 * jnp.abs(jnp.log(curvature)).max())
     if vectors is None:
         return step, curvature**-0.5, moved, held
-    return vectors @ step, jnp.linalg.cholesky((vectors / curvature) @ vectors.T), moved, held
+    # a root without squares, which float32 has not the digits for where curvatures differ by 1e8
+    upper = jnp.linalg.qr((vectors * curvature**-0.5).T, mode="r")
+    return vectors @ step, (jnp.sign(jnp.diagonal(upper))[:, None] * upper).T, moved, held
 
 
 def natural_step(
