@@ -24,7 +24,8 @@ from numpyro_fed.vi.guides import AutoSiloNormal
 from numpyro_fed.vi.learned import factored
 from numpyro_fed.vi.normal import SiloNormal
 from numpyro_fed.vi.options import Options
-from numpyro_fed.vi.plan import Plan, Prepared, first_params, own_params, planned_alone, prepare
+from numpyro_fed.vi.plan import Plan, own_params
+from numpyro_fed.vi.prepare import Prepared, first_params, planned_alone, prepare
 from numpyro_fed.vi.privacy import Privacy, Spent, expected_error
 from numpyro_fed.vi.remote import RemoteRounds, kept_by, ledger_of_calls
 from numpyro_fed.vi.result import VIResult, global_params, local_params, shape_of, stacked_params
@@ -83,7 +84,7 @@ class FederatedVI:
         return self._prepared[1]
 
     def planned(self, known: Silos, independent: bool) -> Plan:
-        """The plan of silos elsewhere as a silo makes it, see :func:`~numpyro_fed.vi.plan.planned_alone`."""
+        """The plan of silos elsewhere as a silo makes it, see :func:`~numpyro_fed.vi.prepare.planned_alone`."""
         return planned_alone(self.model, self.guide, known, self._options, independent)
 
     def factored(self, known: Silos) -> Factors:

@@ -25,7 +25,8 @@ from numpyro_fed.engines.remote import Call, RemoteSilos, rows_of
 from numpyro_fed.engines.secure_sum import opened
 from numpyro_fed.federation import Cost, Ledger, message_bytes
 from numpyro_fed.storage import SiloRows, SiloView
-from numpyro_fed.vi.plan import Plan, Prepared, own_params
+from numpyro_fed.vi.plan import Plan, own_params
+from numpyro_fed.vi.prepare import Prepared
 from numpyro_fed.vi.rounds import Participation, VIState, drawn
 
 __all__ = ["Elsewhere", "InitLocal", "RemoteRounds", "RoundLocal", "kept_by", "ledger_of_calls"]

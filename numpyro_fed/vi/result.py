@@ -11,7 +11,7 @@ from jax import Array
 from numpyro_fed.federation import Ledger
 from numpyro_fed.silos import Silos
 from numpyro_fed.storage import stacked_mask, to_pooled_order
-from numpyro_fed.vi.plan import Prepared
+from numpyro_fed.vi.prepare import Prepared
 from numpyro_fed.vi.privacy import Spent
 from numpyro_fed.vi.rounds import VIState
 

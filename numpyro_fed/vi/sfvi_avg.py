@@ -35,7 +35,8 @@ from numpyro_fed.vi.barycentre import barycentre
 from numpyro_fed.vi.guides import AutoSiloNormal
 from numpyro_fed.vi.local_steps import all_rows, first_optim_states, row_count, steps
 from numpyro_fed.vi.options import Options
-from numpyro_fed.vi.plan import Plan, Prepared
+from numpyro_fed.vi.plan import Plan
+from numpyro_fed.vi.prepare import Prepared
 from numpyro_fed.vi.result import VIResult, global_params
 from numpyro_fed.vi.rounds import VIState
 from numpyro_fed.vi.sfvi import Info, all_finite, first_bad
