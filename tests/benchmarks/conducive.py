@@ -19,12 +19,11 @@ import numpy as np
 import optax
 import pandas as pd
 from fidelity import Row, reference
-from fidelity_problems import PROBLEMS
+from fidelity_problems import NESTED, PROBLEMS
 
 import numpyro_fed as fed
 
 MOST_ROUNDS, DRAWS = 30, 4000
-NESTED = ("hospital_effects", "gu_immun")
 
 
 def trace(fit: fed.SFVIAvg, silos: fed.Silos, **who: Any) -> tuple[Any, list, list, list[float]]:

@@ -30,7 +30,7 @@ import jax
 import numpy as np
 import pandas as pd
 from baselines import combined
-from fidelity_problems import PROBLEMS, Draws, Problem
+from fidelity_problems import NESTED, PROBLEMS, Draws, Problem
 from numpyro.infer import MCMC, NUTS
 from scipy.stats import kurtosis, skew
 
@@ -269,9 +269,9 @@ def attempt(method: str, rows: list[dict], notes: list[str], make: Any) -> Row |
     return row
 
 
-def started(problem: Problem, silos: fed.Silos) -> fed.FSGLD:
-    """FSGLD at the end of conducive rounds."""
-    guide = fed.AutoSiloNormal(problem.model)
+def started(problem: Problem, silos: fed.Silos, nested: bool) -> fed.FSGLD:
+    """FSGLD at the end of conducive rounds, those of `fed.fit`."""
+    guide = fed.AutoSiloNormal(problem.model, local_cov="full" if nested else "element")
     start = time.perf_counter()
     result = fed.SFVIAvg(problem.model, guide, conducive=True).run(
         jax.random.key(0), 40, silos, tol=0.1, progress_bar=False
@@ -297,7 +297,7 @@ def run(name: str, baselines: bool, start: bool, folder: Path | None) -> None:
         "FSGLD, auto": fed.FSGLD(problem.model, selection="auto", noise_correction=True),
     }
     if start:
-        kernels["FSGLD, started"] = started(problem, silos)
+        kernels["FSGLD, started"] = started(problem, silos, name in NESTED)
     if baselines:
         kernels["DSGLD"] = fed.DSGLD(problem.model, step_size="auto", preconditioner="surrogate")
     for method, kernel in kernels.items():

@@ -27,7 +27,9 @@ import six_cities
 import sleepstudy
 
 Draws = dict[str, np.ndarray]  # (chains, draws, ...)
-__all__ = ["PROBLEMS", "Draws", "Problem"]
+__all__ = ["NESTED", "PROBLEMS", "Draws", "Problem"]
+
+NESTED = ("hospital_effects", "gu_immun")  # a silo plate within another
 
 
 @dataclass(frozen=True)
