@@ -71,24 +71,8 @@ def predict(
         raise ValueError(
             f"silo={silo!r}: its own latents {stayed} stayed there, and the fit has none; expected None, for a new silo"
         )
-    values = {}
-    for name, x in draws.data_vars.items():
-        own = [d for d in x.dims if d in plates]
-        if own and silo is None:
-            continue
-        for dim in own:
-            x = x.isel({dim: np.flatnonzero(plates[dim] == str(silo))})
-        if own and not x.size:  # of silos of another structure
-            continue
-        name = str(name).rpartition("_")[0] if own and draws.attrs.get("structures", 1) > 1 else name
-        values[name] = jnp.asarray(x.values.reshape(-1, *x.shape[2:]))
-    if params is None:
-        networks = json.loads(draws.attrs.get("networks", "[]"))
-        if networks:
-            raise ValueError(
-                f"params: expected the learned networks {networks}, which an InferenceData does not hold; give result.params"
-            )
-        params = {k: jnp.asarray(v) for k, v in json.loads(draws.attrs.get("learned", "{}")).items()}
+    values = _draws_of(silo, draws, plates)
+    params = _learned(draws) if params is None else params
     learned = substitute(model, data=dict(params)) if params else model
     _check_positions(data, json.loads(draws.attrs.get("index", "{}")))
     if silo is not None:
@@ -102,6 +86,32 @@ def predict(
             "predicted, or give None"
         )
     return {name: np.asarray(x) for name, x in found.items()}
+
+
+def _draws_of(silo: str | None, draws: Any, plates: Mapping[str, np.ndarray]) -> dict[str, Array]:
+    """Draws ``(draws, *site)`` of the global latents and of one silo's own."""
+    values = {}
+    for name, x in draws.data_vars.items():
+        own = [d for d in x.dims if d in plates]
+        if own and silo is None:
+            continue
+        for dim in own:
+            x = x.isel({dim: np.flatnonzero(plates[str(dim)] == str(silo))})
+        if own and not x.size:  # of silos of another structure
+            continue
+        site = str(name).rpartition("_")[0] if own and draws.attrs.get("structures", 1) > 1 else str(name)
+        values[site] = jnp.asarray(x.values.reshape(-1, *x.shape[2:]))
+    return values
+
+
+def _learned(draws: Any) -> dict[str, Array]:
+    """Learned parameters that a fit's draws hold."""
+    networks = json.loads(draws.attrs.get("networks", "[]"))
+    if networks:
+        raise ValueError(
+            f"params: expected the learned networks {networks}, which an InferenceData does not hold; give result.params"
+        )
+    return {k: jnp.asarray(v) for k, v in json.loads(draws.attrs.get("learned", "{}")).items()}
 
 
 def _observed(model: Callable, data: Mapping[str, Any]) -> set[str]:

@@ -312,23 +312,29 @@ class FederatedVI:
         else:
             state, losses, stopped = run_rounds(at_hand(self._federated, plan, who, prepared.stacks), *arguments)
         self._say_how_it_ended(prepared, state)
-        never = [name for name, n in zip(prepared.names, np.asarray(state.visits), strict=True) if n == 0]
-        if never:
-            shown = ", ".join(map(repr, never[:5])) + (", ..." if len(never) > 5 else "")
-            warnings.warn(
-                f"{len(never)} of {len(prepared.names)} silos never took part ({shown}): their data are not in the fit. Run more "
-                "rounds, or raise participation",
-                stacklevel=2,
-            )
+        _warn_of_absent(prepared, state)
+        spent = self._spent(prepared, state, who, known)
+        return self._result(prepared, state, losses, silos.names, spent, stopped)
+
+    def _result(
+        self,
+        prepared: Prepared,
+        state: VIState,
+        losses: np.ndarray,
+        order: tuple[str, ...],
+        spent: Spent | None,
+        stopped: str | None,
+    ) -> VIResult:
+        """What a run that has ended returns; costs in the ``order`` of the user's silos."""
+        plan = prepared.plan
         average = state.server.params if state.server.average is None else state.server.average
         params = self._named(prepared, average, state, True)
         if prepared.elsewhere:
-            costs = ledger_of_calls(state, prepared.names, silos.names)
+            costs = ledger_of_calls(state, prepared.names, order)
         else:
-            costs = ledger(self._federated, plan, state, prepared.stacks, prepared.names, silos.names)
+            costs = ledger(self._federated, plan, state, prepared.stacks, prepared.names, order)
         family = plan.families[0]
         whitening = family.whitening(plan.constrain(average)) if isinstance(family, SiloNormal) else None
-        spent = self._spent(prepared, state, who, known)
         return VIResult(params, state, losses, costs, prepared.partition(), whitening, spent, stopped)
 
     def _facts(
@@ -353,3 +359,14 @@ class FederatedVI:
             counts = counts if who is None else counts / who.probability
         error = expected_error(noise, float(counts.sum()), max(rounds, 1))
         return Spent(self.privacy.spent(rounds), self.privacy.delta, noise.clip, rounds, self.privacy.epsilon, error)
+
+
+def _warn_of_absent(prepared: Prepared, state: VIState) -> None:
+    never = [name for name, n in zip(prepared.names, np.asarray(state.visits), strict=True) if n == 0]
+    if never:
+        shown = ", ".join(map(repr, never[:5])) + (", ..." if len(never) > 5 else "")
+        warnings.warn(
+            f"{len(never)} of {len(prepared.names)} silos never took part ({shown}): their data are not in the fit. Run more "
+            "rounds, or raise participation",
+            stacklevel=3,
+        )
