@@ -20,6 +20,7 @@ from numpyro_fed.silos import Silos
 from numpyro_fed.vi._adapter import FederatedVI
 from numpyro_fed.vi.draws import Draws, constrained, draw, draw_elsewhere, globals_of
 from numpyro_fed.vi.normal import SiloNormal
+from numpyro_fed.vi.prepare import Prepared
 from numpyro_fed.vi.remote import kept_by
 from numpyro_fed.vi.result import VIResult
 from numpyro_fed.vi.weights import POOR, smoothed, tail_of_spreads, worst_tail
@@ -91,19 +92,7 @@ def vi_inference_data(
     idata.add_groups({"optimization": bound}, warn_on_custom_groups=False)
     for i, (part, suffix) in enumerate(zip(() if prepared.elsewhere else prepared.parts, suffixes, strict=False)):
         silo_coords(idata, plan.families[i].factors, part, suffix)
-    idata.posterior.attrs.update(ledger_attrs(result.ledger))
-    arrays = {k: params[k] for k in plan.learned if isinstance(params[k], jax.Array)}
-    idata.posterior.attrs["learned"] = json.dumps({k: np.asarray(v).tolist() for k, v in arrays.items()})
-    idata.posterior.attrs["networks"] = json.dumps(
-        [k for k in plan.learned if k not in arrays]
-    )  # too large to say here
-    if plan.num_local_particles > 1 and not prepared.elsewhere:
-        idata.posterior.attrs |= _worst_unit(plan, draws.ratios, prepared.parts)
-    if prepared.elsewhere:
-        idata.posterior.attrs["elsewhere"] = json.dumps([s.name for s in plan.factors.local_sites])
-    idata.posterior.attrs["structures"] = len(prepared.parts)
-    if result.privacy is not None:
-        idata.posterior.attrs |= {"privacy": str(result.privacy), "privacy_error": result.privacy.error}
+    idata.posterior.attrs |= _told(prepared, params, draws, result)
     if not unweighed:
         idata.posterior.attrs |= {"pareto_k": k, "pareto_k_of": judged}
     if not unweighed and not k <= POOR:
@@ -193,6 +182,22 @@ class _Called:
             for name, s in sites.items()
             if s["type"] == "sample" and s["is_observed"] and type(s["fn"]).__name__ != "Unit"
         }
+
+
+def _told(prepared: Prepared, params: dict, draws: Draws, result: VIResult) -> dict[str, Any]:
+    """What the posterior's attributes say of the fit: its ledger, its parameters, the unit that fits worst, where latents are, privacy."""
+    plan = prepared.plan
+    arrays = {k: np.asarray(params[k]).tolist() for k in plan.learned if isinstance(params[k], jax.Array)}
+    networks = [k for k in plan.learned if k not in arrays]  # too large to say here
+    told: dict[str, Any] = {**ledger_attrs(result.ledger), "structures": len(prepared.parts)}
+    told |= {"learned": json.dumps(arrays), "networks": json.dumps(networks)}
+    if prepared.elsewhere:
+        told["elsewhere"] = json.dumps([s.name for s in plan.factors.local_sites])
+    elif plan.num_local_particles > 1:
+        told |= _worst_unit(plan, draws.ratios, prepared.parts)
+    if result.privacy is not None:
+        told |= {"privacy": str(result.privacy), "privacy_error": result.privacy.error}
+    return told
 
 
 def _worst_unit(plan: Any, ratios: list, parts: tuple[Silos, ...]) -> dict[str, Any]:
