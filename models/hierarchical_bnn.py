@@ -174,9 +174,6 @@ def average(model: Callable, rows: fed.Silos, batch: int, rounds: int) -> Any:
 @cache
 def predictor(model: Callable, num_silos: int, pixels: int) -> Callable[[dict[str, Array], Array], Array]:
     """Parameters of q and images ``(S, N, pixels)`` to digits ``(S, N)``: each silo's own network, the softmax averaged over draws."""
-    q = guide(model)
-    with handlers.seed(rng_seed=0):  # a guide draws once it has seen the model
-        q(jnp.zeros((1, pixels)), jnp.zeros(1, int), jnp.arange(num_silos), jnp.zeros(1, int))
 
     def softmax(sites: dict[str, Array], x: Array) -> Array:
         seen = handlers.trace(handlers.substitute(handlers.seed(model, 0), sites))
@@ -184,6 +181,12 @@ def predictor(model: Callable, num_silos: int, pixels: int) -> Callable[[dict[st
 
     @jax.jit
     def predict(params: dict[str, Array], x: Array) -> Array:
+        q = guide(model)
+        with handlers.seed(
+            rng_seed=0
+        ):  # a guide draws once it has seen the model: here, where that is traced and dropped
+            q(jnp.zeros((1, pixels)), jnp.zeros(1, int), jnp.arange(num_silos), jnp.zeros(1, int))
+
         def draw(total: Array, key: Array) -> tuple[Array, None]:
             sites = q.sample_posterior(key, params)
             shared = {k: v for k, v in sites.items() if k != "z"}
@@ -241,7 +244,7 @@ def main(arguments: Sequence[str] | None = None) -> pd.DataFrame:
     batch, rounds, average_rounds = (*SIZES[count], AVG_ROUNDS)
     if args.quick:
         train, test = ({k: v[:most] for k, v in rows.items()} for rows, most in ((train, 6_000), (test, 2_000)))
-        count, batch, rounds, average_rounds = 4, 100, 300, 6
+        count, batch, rounds, average_rounds = 4, 50, 200, 4
     learned, tested = silos(train, count), silos(test, count, seed=1)
     sizes = [rows.sizes["images"][0] for rows in (learned, tested)]
     print(

@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -172,19 +173,21 @@ def first_params(prepared: Prepared, guide: Any, key: Array) -> dict[str, Array]
     if isinstance(family, GuideFamily):
         return plan.unconstrain({**family.start, **learned})
 
-    def start(key: Array) -> Array:
-        sites = probe(plan.factors.model, silos, key, guide.init_loc_fn)
-        return plan.factors.ravel(
-            {n: biject_to(sites[n]["fn"].support).inv(sites[n]["value"]) for n, _ in plan.factors.global_sites}
-        )
-
+    at = (plan.factors, guide.init_loc_fn, silos, key)
     try:
-        loc = jax.jit(start)(key)
-    except jax.errors.JAXTypeError:  # of a strategy that looks at numbers
-        loc = start(key)
+        loc = _first_position(*at)
+    except (jax.errors.JAXTypeError, ValueError):  # of a strategy that looks at numbers, or has no hash
+        loc = _first_position.__wrapped__(*at)  # type: ignore[attr-defined]
     if not bool(jnp.isfinite(loc).all()):
         raise ValueError("init_loc_fn: expected finite values of the global sites, got NaN or infinity")
     return plan.unconstrain({**family.init(loc), **learned})
+
+
+@partial(jax.jit, static_argnames=("factors", "strategy"))
+def _first_position(factors: Factors, strategy: Callable, silos: Silos, key: Array) -> Array:
+    """The global sites where a strategy starts them, unconstrained ``(d,)``."""
+    sites = probe(factors.model, silos, key, strategy)
+    return factors.ravel({n: biject_to(sites[n]["fn"].support).inv(sites[n]["value"]) for n, _ in factors.global_sites})
 
 
 def _check_globals(factors: list[Factors], parts: tuple[Silos, ...]) -> None:
