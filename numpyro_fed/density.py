@@ -99,6 +99,11 @@ class Factors:
         return sum(math.prod(shape) for _, shape in self.global_sites)
 
     @property
+    def owners(self) -> tuple[str, ...]:
+        """The site of each coordinate of the flat global position."""
+        return tuple(name for name, shape in self.global_sites for _ in range(math.prod(shape)))
+
+    @property
     def latent_groups(self) -> tuple[str, ...]:
         """Row groups whose elements have latents."""
         return tuple(dict.fromkeys(dict(self.plates)[s.plate] for s in self.local_sites))

@@ -290,13 +290,12 @@ def _surrogate_mass(mcmc: MCMC, kernel: LangevinKernel) -> list[tuple]:
     left, right = norm.cdf(low), norm.sf(high)
     mass, side = np.maximum(left, right), np.where(left >= right, "left", "right")
     worst = int(mass.argmax())
-    owners = [n for n, shape in factors.global_sites for _ in range(int(np.prod(shape)))]
     return [
         _row(
             "surrogate mass left out",
             mass[worst],
             f"<= {_MASS}",
-            f"{side[worst]} of {owners[worst]}",
+            f"{side[worst]} of {factors.owners[worst]}",
             mass[worst] <= _MASS,
         )
     ]

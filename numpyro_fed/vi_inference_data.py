@@ -1,7 +1,6 @@
 """From a variational fit to ArviZ: draws with silo names, the trace of the bound, and Pareto's k of the approximation."""
 
 import json
-import math
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -123,12 +122,7 @@ def _judged(plan: Any, draws: Draws, stretched: bool) -> tuple[np.ndarray, float
     of_spread, place = tail_of_spreads(weight[inside], np.asarray(draws.theta)[inside])
     if of_spread <= k:
         return weight, k, "its weights"
-    stops = np.cumsum([math.prod(shape) for _, shape in plan.factors.global_sites])
-    return (
-        weight,
-        of_spread,
-        f"the spread of {plan.factors.global_sites[int(np.searchsorted(stops, place, 'right'))][0]}",
-    )
+    return weight, of_spread, f"the spread of {plan.factors.owners[place]}"
 
 
 def _part(
