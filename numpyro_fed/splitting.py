@@ -20,13 +20,14 @@ def split(
     """Split pooled data into silos by a column of labels, remembering each row's pooled place.
 
     :param data: the model's keyword arguments (a dict, a pandas or an Arrow table). Arrays as long as ``by``
-        are rows, the rest is shared, unless ``rows`` says otherwise.
+        (where that labels what ``index`` points to: as an argument of ``index``) are rows, the rest is shared, unless ``rows`` says otherwise.
     :param by: the silo of each row: labels of shape ``(N,)``, or the name of a column of ``data`` (which is
-        then not passed to the model). Rows labelled ``-1`` are left out.
+        then not passed to the model). Rows labelled ``-1`` are left out. Where ``index`` leads to another group, either may
+        be labelled: the patients of hospitals, or the hospitals.
     :param rows: row group (name of the silo plate) of each row argument; needed where data of several plates
         are given, e.g. ``{"x": "women", "district": "women", "districts": "districts"}``.
     :param index: for an argument of positions in another row group, that group: ``{"district": "districts"}``.
-        The silo of each of those elements follows from the rows that point to it.
+        The silo of each of those elements follows from the rows that point to it, or theirs from its own, whichever ``by`` labels.
     :return: the silos, in sorted order of their labels.
     :raises ValueError: as :class:`Silos`; and for labels of another length, an element that rows of two silos
         point to, or that no row points to.
@@ -52,7 +53,7 @@ def split(
     unknown = (set(rows) | set(index)) - set(columns)
     if unknown:
         raise ValueError(f"rows= and index= name arguments that data lack: {sorted(unknown)}")
-    group = _row_groups(columns, rows, len(labels))
+    group = _row_groups(columns, rows, index, len(labels))
     primary = {g for leaf, g in group.items() if len(columns[leaf]) == len(labels)}
     if len(primary) > 1 and not index:
         raise ValueError(
@@ -102,16 +103,24 @@ def _columns(data: Any) -> dict[str, Any]:
     return {str(k): as_column(v) for k, v in data.items()}
 
 
-def _row_groups(columns: dict[str, Any], rows: dict[str, str], n: int) -> dict[str, str]:
+def _row_groups(columns: dict[str, Any], rows: dict[str, str], index: dict[str, str], n: int) -> dict[str, str]:
     group = dict(rows)
     for leaf in rows:
         if not isinstance(columns[leaf], np.ndarray) or columns[leaf].ndim == 0:
             raise ValueError(f"rows= names {leaf!r}, which is no array with a leading axis")
     named = {g for leaf, g in rows.items() if len(columns[leaf]) == n}
-    default = next(iter(named)) if len(named) == 1 else "rows"
+    lengths_of = {n: next(iter(named)) if len(named) == 1 else "rows"}
+    for leaf, target in [*index.items()] * len(index):  # down from labelled elements, however deep
+        if leaf in rows and any(g == target and len(columns[other]) in lengths_of for other, g in rows.items()):
+            lengths_of.setdefault(len(columns[leaf]), rows[leaf])
     for leaf, value in columns.items():
-        if leaf not in group and isinstance(value, np.ndarray) and value.ndim and len(value) == n:
-            group[leaf] = default
+        if leaf not in group and isinstance(value, np.ndarray) and value.ndim and len(value) in lengths_of:
+            group[leaf] = lengths_of[len(value)]
+    for leaf in index:
+        if leaf not in group:
+            raise ValueError(
+                f'index argument {leaf!r} is of no row group; expected rows={{"{leaf}": ...}}, the plate of its rows'
+            )
     if not any(len(columns[leaf]) == n for leaf in group):
         lengths = {k: v.shape[:1] if isinstance(v, np.ndarray) else type(v).__name__ for k, v in columns.items()}
         raise ValueError(f"by has {n} labels, but no argument is an array of {n} rows: {lengths}")
@@ -126,13 +135,21 @@ def _silo_numbers(
     unique = np.unique(labels[kept])
     names = tuple(str(u) for u in unique)
     numbers = np.where(kept, np.searchsorted(unique, labels), -1)
-    targets = set(index.values())
-    silo_of = {g: numbers for leaf, g in group.items() if len(columns[leaf]) == len(labels) and g not in targets}
+    labelled = {g for leaf, g in group.items() if len(columns[leaf]) == len(labels)}
+    silo_of = dict.fromkeys(labelled - set(index.values()) or labelled, numbers)
     pending = {leaf for leaf in index}
     while pending:
-        ready = [leaf for leaf in pending if group[leaf] in silo_of]
+        ready = sorted(leaf for leaf in pending if group[leaf] in silo_of)
         if not ready:
-            raise ValueError(f"index arguments {sorted(pending)} cannot be reached from the rows that by= labels")
+            below = sorted(leaf for leaf in pending if index[leaf] in silo_of)
+            if not below:
+                raise ValueError(
+                    f"index arguments {sorted(pending)} cannot be reached from the rows that by= labels: expected {len(labels)} rows "
+                    "of a group that they point from or to"
+                )
+            pending.remove(below[0])
+            elements = silo_of[index[below[0]]]
+            silo_of[group[below[0]]] = elements[_positions(below[0], index[below[0]], columns, len(elements))]
         for leaf in ready:
             pending.remove(leaf)
             target = index[leaf]
@@ -165,14 +182,11 @@ def _follow(
             f'"{target}": np.arange(...) with rows={{"{target}": "{target}"}}'
         )
     found = np.full(max(lengths), -1)
-    values = columns[leaf]
-    if len(values) != len(silo):
-        raise ValueError(f"argument {leaf!r}: expected {len(silo)} rows as the others of its group, got {len(values)}")
-    if not np.issubdtype(values.dtype, np.integer) or values.min() < 0 or values.max() >= len(found):
+    if len(columns[leaf]) != len(silo):
         raise ValueError(
-            f"argument {leaf!r}: expected integer positions 0..{len(found) - 1} in {target!r}, got "
-            f"{values.dtype} from {values.min()} to {values.max()}"
+            f"argument {leaf!r}: expected {len(silo)} rows as the others of its group, got {len(columns[leaf])}"
         )
+    values = _positions(leaf, target, columns, len(found))
     used = silo >= 0
     found[values[used]] = silo[used]
     clash = used & (found[values] != silo)
@@ -189,3 +203,14 @@ def _follow(
             "leave such elements out"
         )
     return found
+
+
+def _positions(leaf: str, target: str, columns: dict[str, Any], num: int) -> np.ndarray:
+    """An index argument, whose values are positions in a group of ``num`` elements."""
+    values = columns[leaf]
+    if not np.issubdtype(values.dtype, np.integer) or values.min() < 0 or values.max() >= num:
+        raise ValueError(
+            f"argument {leaf!r}: expected integer positions 0..{num - 1} in {target!r}, got "
+            f"{values.dtype} from {values.min()} to {values.max()}"
+        )
+    return values

@@ -143,6 +143,34 @@ def test_a_chain_of_indices() -> None:
         np.testing.assert_array_equal(school[order], expected)
 
 
+@FAST
+@given(st.lists(st.integers(-1, 3), min_size=5, max_size=5))
+def test_elements_are_labelled_as_well_as_the_rows_that_point_to_them(by: list[int]) -> None:
+    by[2] = 1
+    labels = np.array(by)
+    by_rows, by_elements = (
+        split(WOMEN.data, by=each, rows=WOMEN.rows, index=WOMEN.index) for each in (labels[WOMEN.unit], labels)
+    )
+    assert jax.tree.structure(by_rows) == jax.tree.structure(by_elements)
+    jax.tree.map(np.testing.assert_array_equal, by_rows, by_elements)
+
+
+def test_labels_go_down_a_chain_of_indices() -> None:
+    schools = np.array([7, 4, 7])
+    needed = {leaf: g for leaf, g in PUPILS.rows.items() if leaf != "y"}
+    for by in (schools, schools[PUPILS.data["school"]]):  # of schools, of classes
+        silos = split(PUPILS.data, by=by, rows=needed, index=PUPILS.index)
+        assert silos.sizes == PUPILS.silos().sizes
+        jax.tree.map(np.testing.assert_array_equal, jax.tree.leaves(silos), jax.tree.leaves(PUPILS.silos()))
+
+
+def test_a_labelled_element_may_have_no_row() -> None:
+    silos = pointing(to=np.array([0, 1, 0, 1, 1]), by=np.array([0, 1, 0]))
+    assert silos.sizes == {"rows": (2, 3), "ds": (2, 1)}
+    assert pointing(by=np.array([0, 1, 0]), rows={"to": "rows", "d": "ds"}).group["y"] == "rows"  # as long as "to"
+    assert [silos[name]["to"].tolist() for name in silos] == [[0, 0], [0, 0, 0]]
+
+
 def test_split_equals_silos_made_by_hand() -> None:
     by = np.array([0, 0, 0, 1, 1])
     made = Silos(two(y=(Y[:3], Y[3:]), scale=(2.0, 2.0)), rows={"y": "rows"})
@@ -373,6 +401,10 @@ REFUSED_BY_SPLIT: dict[str, tuple[Callable[[], Any], str]] = {
         "argument 'x': expected 5 rows as the other arguments of 'a', got 7",
     ),
     "NaN": (lambda: split({"y": nan_at(4)}, by=BY), "silo '1', argument 'y', row 2: expected finite numbers"),
+    "index of no group": (
+        lambda: pointing(by=np.array([0, 1, 0]), rows={"d": "ds"}),
+        "index argument 'to' is of no row group; expected rows=",
+    ),
     "group out of reach": (lambda: pointing(index={}), "the silos of \\['ds'\\] cannot be told: expected an index="),
     "index out of reach": (
         lambda: pointing(index={"d": "es"}),
