@@ -208,6 +208,8 @@ def _follow(
 def _positions(leaf: str, target: str, columns: dict[str, Any], num: int) -> np.ndarray:
     """An index argument, whose values are positions in a group of ``num`` elements."""
     values = columns[leaf]
+    if values.ndim != 1 or len(values) == 0:
+        raise ValueError(f"argument {leaf!r}: expected positions of shape (N,) with N > 0, got shape {values.shape}")
     if not np.issubdtype(values.dtype, np.integer) or values.min() < 0 or values.max() >= num:
         raise ValueError(
             f"argument {leaf!r}: expected integer positions 0..{num - 1} in {target!r}, got "

@@ -401,6 +401,16 @@ REFUSED_BY_SPLIT: dict[str, tuple[Callable[[], Any], str]] = {
         "argument 'x': expected 5 rows as the other arguments of 'a', got 7",
     ),
     "NaN": (lambda: split({"y": nan_at(4)}, by=BY), "silo '1', argument 'y', row 2: expected finite numbers"),
+    "index of two axes": (
+        lambda: pointing(to=TO[:, None]),
+        r"argument 'to': expected positions of shape \(N,\) with N > 0, got shape \(5, 1\)",
+    ),
+    "index of no rows": (
+        lambda: split(
+            {"to": TO[:0], "d": np.arange(3)}, by=[0, 1, 0], rows={"to": "rows", "d": "ds"}, index={"to": "ds"}
+        ),
+        r"argument 'to': expected positions of shape \(N,\) with N > 0, got shape \(0,\)",
+    ),
     "index of no group": (
         lambda: pointing(by=np.array([0, 1, 0]), rows={"d": "ds"}),
         "index argument 'to' is of no row group; expected rows=",
