@@ -4,9 +4,14 @@ At two random points the sum :math:`\log p(\theta) + \sum_s \log p(y_s, z_s \mid
 fit will evaluate them (jitted, vmapped over silos, padded and masked), must equal NumPyro's potential energy of
 the pooled model. It catches a model that reads across silos, a wrong ``rows=`` or ``index=``, a site counted twice,
 and a compiler that is wrong. The same points tell whether elements of a plate are independent given theta.
+
+Where rows are elsewhere nobody is asked about them. The server checks the model on rows that are
+made up, of two silos of unequal size. A silo checks it on its own rows, cut in two, before it
+answers anything, and says no more than what kind of thing is wrong.
 """
 
-from dataclasses import dataclass
+import warnings
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -14,6 +19,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, random
+from numpyro import validation_enabled
+from scipy.sparse import coo_matrix
+from scipy.sparse.csgraph import connected_components
 
 from numpyro_fed.density import PARAMS, Factors, pooled_log_density
 from numpyro_fed.engines.inline import ask_all
@@ -21,9 +29,42 @@ from numpyro_fed.engines.remote import RemoteSilos
 from numpyro_fed.local_map import Units
 from numpyro_fed.nested import NestedUnits
 from numpyro_fed.silos import Silos
-from numpyro_fed.storage import SiloView, sweep
+from numpyro_fed.storage import SiloView, largest, sweep
 
-__all__ = ["LeakageLocal", "elements_are_independent", "prove", "prove_batch"]
+__all__ = [
+    "LeakageLocal",
+    "ProofError",
+    "elements_are_independent",
+    "prove",
+    "prove_batch",
+    "prove_made_up",
+    "prove_own",
+]
+
+_MADE_UP = (3, 5)  # rows of two silos that are made up; each further row group has two more
+# whole numbers that are made up, in turn: labels, counts, and one where a count has a total
+_WHOLE = ((0, 2), (1, 3), (1, 2))
+_CUT_ROWS = 1 << 17  # rows of one silo up to which it is cut in two: they are copied
+_EQUALITY = (
+    "Expected equality: the model must not combine rows of different silos (means, ranks, positions "
+    "in other plates without index=), and rows= and index= must be right"
+)
+_FINITE = (
+    "expected a finite one: are all data inside the supports of the sites that observe them "
+    "(counts >= 0, labels 0 or 1), and all scales positive?"
+)
+
+
+class ProofError(ValueError):
+    """A model or data that the proof check refuses.
+
+    :param said: what is wrong, with the numbers.
+    :param plain: what kind of thing is wrong, without any number of a silo's rows.
+    """
+
+    def __init__(self, said: str, plain: str) -> None:
+        super().__init__(said)
+        self.plain = plain
 
 
 @partial(jax.jit, static_argnames=("factors",))
@@ -75,41 +116,173 @@ def _pooled(factors: Factors, theta: dict, z: dict, silos: Silos) -> tuple[Array
 
 
 def prove(factors: Factors, silos: Silos, *, seed: int = 0) -> None:
-    """Raise a :class:`ValueError` unless the factors sum to the pooled model, value and gradient.
+    """Raise a :class:`ProofError` unless the factors sum to the pooled model, value and gradient.
 
-    :raises ValueError: naming the sites whose gradients differ, and the silos they live in.
+    Of silos elsewhere the server looks at made-up rows (:func:`prove_made_up`). Their own rows the
+    silos look at themselves (:func:`prove_own`); a carrier within one trust has that done here.
+
+    :raises ProofError: naming the sites whose gradients differ, and the silos they live in.
+    :warns UserWarning: for a single silo whose rows depend on each other.
     """
     if isinstance(silos, RemoteSilos):
-        return _prove_alone(factors, silos, seed)
+        prove_made_up(factors, silos, seed=seed)
+        learned = _learned(silos)
+        silos.carrier.check(lambda own: _prove_sum(factors, own.with_shared(**learned), seed))
+        return
+    _prove_sum(factors, silos, seed)
+    if len(silos) == 1:
+        try:
+            _prove_cut(factors, silos, seed)
+        except ProofError:
+            warnings.warn(
+                f"the rows of the one silo {silos.names[0]!r} depend on each other given the "
+                "latents (a response of shape (n, 1), a mean, ranks?): this fit is that of the "
+                "model as written, and silos with some of these rows each will be refused",
+                stacklevel=3,
+            )
+
+
+def prove_own(factors: Factors, silos: Silos, *, seed: int = 0) -> None:
+    """Raise a :class:`ProofError` unless one silo's own rows, cut in two, are two silos' rows."""
+    if not _prove_cut(factors, silos, seed):
+        _prove_sum(factors, silos, seed)
+
+
+def prove_made_up(factors: Factors, silos: Silos, *, seed: int = 0) -> None:
+    """Raise a :class:`ProofError` unless two silos of made-up rows are what their rows together are.
+
+    No row is needed for it. Where the model has no finite density at any rows that are made up,
+    nothing is shown, and the silos' own checks have to do.
+    """
+    with validation_enabled(False):
+        found = _made_up(factors, silos, seed)
+        if found is not None:
+            _prove_sum(factors, found, seed)
+
+
+def _prove_cut(factors: Factors, silos: Silos, seed: int) -> bool:
+    """Check one silo's rows, cut in two; False where they cannot be, or are very many."""
+    cut = _cut_in_two(silos, seed)
+    if cut is not None:
+        _prove_sum(factors, cut, seed)
+    return cut is not None
+
+
+def _cut_in_two(silos: Silos, seed: int) -> Silos | None:
+    """One silo's rows as two silos' of unequal size, elements with all that points to them.
+
+    :return: ``None`` where a row group has no two parts that no index connects.
+    """
+    sizes = {group: n[0] for group, n in silos.sizes.items()}
+    first = dict(zip(sizes, np.cumsum([0, *sizes.values()]).tolist(), strict=False))
+    total = sum(sizes.values())
+    if total > _CUT_ROWS:
+        return None
+    ends = [
+        (first[silos.group[leaf]] + np.arange(len(x)), first[target] + np.asarray(x))
+        for leaf, target in silos.index.items()
+        for x in [silos.rows[leaf]]
+    ]
+    one, other = (np.concatenate([np.zeros(0, int), *side]) for side in zip(*ends, strict=True)) if ends else ([], [])
+    links = coo_matrix((np.ones(len(one)), (one, other)), (total, total))
+    num, part = connected_components(links, directed=False)
+    rng = np.random.default_rng(seed)
+    for _ in range(20):
+        second = rng.random(num) < 1 / 3
+        place = {g: np.flatnonzero(second[part[first[g] : first[g] + n]]) for g, n in sizes.items()}
+        rest = {g: np.flatnonzero(~second[part[first[g] : first[g] + n]]) for g, n in sizes.items()}
+        if all(len(place[g]) and len(rest[g]) for g in sizes):
+            return _arranged(silos, {g: (rest[g], place[g]) for g in sizes})
+    return None
+
+
+def _arranged(silos: Silos, parts: dict[str, tuple[np.ndarray, np.ndarray]]) -> Silos:
+    """One silo's rows as two silos', each with those at some places of each row group."""
+    order = {g: np.concatenate(places) for g, places in parts.items()}
+    inside = {g: np.empty(len(places), np.int32) for g, places in order.items()}
+    for g, places in parts.items():
+        for own in places:
+            inside[g][own] = np.arange(len(own))
+    rows = {}
+    for leaf, x in silos.rows.items():
+        moved = np.asarray(x)[order[silos.group[leaf]]]
+        rows[leaf] = jnp.asarray(inside[silos.index[leaf]][moved] if leaf in silos.index else moved)
+    sizes = {g: tuple(map(len, places)) for g, places in parts.items()}
+    return silos.like(silos.names * 2, sizes, rows, {g: jnp.asarray(x, jnp.int32) for g, x in order.items()})
+
+
+def _made_up(factors: Factors, silos: Silos, seed: int) -> Silos | None:
+    """Two silos of made-up rows at which the pooled density is finite, ``None`` if there are none."""
+    for low, high in _WHOLE:
+        found = _made_up_rows(silos, np.random.default_rng(seed), low, high)
+        theta, z = _point(factors, found, random.key(seed))
+        try:
+            value = float(_pooled(factors, theta, z, found)[0])
+        except (TypeError, ValueError, IndexError) as error:
+            raise _not_pooled(error) from error
+        if np.isfinite(value):
+            return found
+    return None
+
+
+def _made_up_rows(silos: Silos, rng: np.random.Generator, low: int, high: int) -> Silos:
+    """Two silos of the same kind: numbers in (.2, .8), whole numbers from ``low`` to below ``high``."""
+    sizes = {g: tuple(n + 2 * i for n in _MADE_UP) for i, g in enumerate(silos.sizes)}
+
+    def made(leaf: str) -> np.ndarray:
+        spec, own = silos.rows[leaf], sizes[silos.group[leaf]]
+        shape, dtype = (sum(own), *spec.shape[1:]), np.dtype(spec.dtype)
+        if leaf in silos.index:
+            most = np.repeat(sizes[silos.index[leaf]], own)
+            return rng.integers(0, most.reshape(-1, *[1] * (len(shape) - 1)), shape)
+        if dtype == bool:
+            return rng.integers(0, 2, shape)
+        if np.issubdtype(dtype, np.integer):
+            return rng.integers(low, high, shape)
+        return rng.uniform(0.2, 0.8, shape)
+
+    rows = {leaf: jnp.asarray(made(leaf), spec.dtype) for leaf, spec in silos.rows.items()}
+    order = {g: jnp.arange(sum(n), dtype=jnp.int32) for g, n in sizes.items()}
+    return silos.like(("made up", "made up, too"), sizes, rows, order)
+
+
+def _not_pooled(error: Exception) -> ProofError:
+    said = "proof check: the model runs for each silo but not on the pooled data"
+    mend = "; expected one that takes the sizes of its plates from the data it is called with"
+    return ProofError(f"{said} ({error}){mend}", said + mend)
+
+
+def _prove_sum(factors: Factors, silos: Silos, seed: int) -> None:
+    """Compare the sum of the factors with the pooled model at two random points."""
     for point in range(2):
         theta, z = _point(factors, silos, random.key(seed + point))
         try:
             value, gradient, terms = _factored(factors, theta, z, silos)
         except (TypeError, ValueError, IndexError) as error:
             sizes = {group: (min(own), max(own)) for group, own in silos.sizes.items()}
-            raise ValueError(
-                f"proof check: the model fails on the rows of a silo ({error}), with from and to {sizes} rows; expected latent sites "
-                "(weights of a network) of the same shapes in all silos, whatever the number of their rows: take sizes of layers from constants "
-                "or from the rows' own shape, x.shape[-1]"
-            ) from error
+            fails = "proof check: the model fails on the rows of a silo"
+            mend = (
+                "; expected latent sites (weights of a network) of the same shapes in all silos, "
+                "whatever the number of their rows: take sizes of layers from constants or from "
+                "the rows' own shape, x.shape[-1]"
+            )
+            raise ProofError(f"{fails} ({error}), with from and to {sizes} rows{mend}", fails + mend) from error
         try:
             expected, expected_gradient = _pooled(factors, theta, z, silos)
         except (TypeError, ValueError, IndexError) as error:
-            raise ValueError(
-                f"proof check: the model runs for each silo but not on the pooled data ({error}); expected one "
-                "that takes the sizes of its plates from the data it is called with"
-            ) from error
+            raise _not_pooled(error) from error
         bad = np.flatnonzero(~np.isfinite(np.asarray(terms)))
         if bad.size and np.isfinite(float(expected)):
-            raise ValueError(
+            raise ProofError(
                 f"proof check: the log density of silo {silos.names[bad[0]]!r} is {float(terms[bad[0]])} where "
-                "the pooled model's is finite"
+                "the pooled model's is finite",
+                "proof check: the log density of some of its rows is not finite where that of all is",
             )
         if not np.isfinite(float(expected)):
             where = f", silo {silos.names[bad[0]]!r}" if bad.size else ""
-            raise ValueError(
-                f"proof check: the log density is {float(expected)} at a typical position{where}; expected a finite one: are all data inside "
-                "the supports of the sites that observe them (counts >= 0, labels 0 or 1), and all scales positive?"
+            raise ProofError(
+                f"proof check: the log density is {float(expected)} at a typical position{where}; {_FINITE}",
+                f"proof check: its log density is not finite at a typical position; {_FINITE}",
             )
         # what cancels in a sum decides its rounding: the terms' size, not the sum's
         size = max(float(np.abs(np.asarray(terms)).sum()), abs(float(expected)), 1.0)
@@ -118,18 +291,19 @@ def prove(factors: Factors, silos: Silos, *, seed: int = 0) -> None:
         wrong = _different_sites(gradient, expected_gradient, silos, factors)
         # not (a <= b), so that NaN fails
         if not gap <= 2e3 * rounding or wrong:
-            raise ValueError(
+            raise ProofError(
                 f"proof check: log p(theta) + sum of the {len(silos)} silos' terms is {float(value):.8g}, the "
                 f"pooled model's log density {float(expected):.8g}"
                 + (f"; gradients differ at {wrong}" if wrong else "")
-                + ". Expected equality: the model must not combine rows of different silos (means, ranks, positions "
-                "in other plates without index=), and rows= and index= must be right"
+                + f". {_EQUALITY}",
+                "proof check: log p(theta) + sum of the terms of its rows, cut in two, is not the "
+                f"log density of all its rows. {_EQUALITY}",
             )
 
 
 @dataclass(frozen=True)
 class BatchGap:
-    """How far terms of a minibatch are from the same rows' terms in the whole silo, relative."""
+    """Gap between terms of a minibatch and the same rows' terms in the whole silo, relative."""
 
     factors: Factors
     group: str
@@ -145,9 +319,9 @@ class BatchGap:
         return jnp.abs(batch - whole).max() / (1.0 + jnp.abs(whole).max()), None
 
 
-def _told(theta: dict, silos: Silos) -> tuple[dict, dict]:
-    """What silos are told in a check: a position, and first values of learned parameters, which those elsewhere do not have."""
-    return theta, {k: v for k, v in silos.shared.items() if k == PARAMS}
+def _learned(silos: Silos) -> dict[str, Any]:
+    """First values of learned parameters, which are among the shared arguments."""
+    return {k: v for k, v in silos.shared.items() if k == PARAMS}
 
 
 def _taught(kwargs: dict[str, Any], learned: dict[str, Any]) -> dict[str, Any]:
@@ -158,12 +332,18 @@ def _taught(kwargs: dict[str, Any], learned: dict[str, Any]) -> dict[str, Any]:
 def prove_batch(factors: Factors, silos: Silos, group: str, size: int, *, seed: int = 0) -> None:
     """Raise a :class:`ValueError` unless a row's term is the same in a minibatch and in its whole silo.
 
-    Catches a model that reads the number of its rows, their mean or their place.
+    Catches a model that reads the number of its rows, their mean or their place. Of silos elsewhere
+    made-up rows are looked at.
     """
+    if isinstance(silos, RemoteSilos):
+        found = _made_up(factors, silos, seed)
+        if found is None:
+            return
+        silos = found
     key_theta, key = random.split(random.key(seed))
     theta = factors.unravel(0.5 * random.normal(key_theta, (factors.dim,)))
     size = min(size, max(1, min(silos.sizes[group]) - 1))  # a minibatch of all rows would show nothing
-    gaps = np.asarray(ask_all(BatchGap(factors, group, size), key, _told(theta, silos), None, silos, None)[0])
+    gaps = np.asarray(ask_all(BatchGap(factors, group, size), key, (theta, _learned(silos)), None, silos, None)[0])
     if not (gaps <= 2e3 * float(jnp.finfo(gaps.dtype).eps)).all():
         silo = silos.names[int(np.argmax(np.nan_to_num(gaps, nan=np.inf)))]
         raise ValueError(
@@ -192,26 +372,6 @@ def _different_sites(gradient: Any, expected: Any, silos: Silos, factors: Factor
     return out
 
 
-@dataclass(frozen=True)
-class OwnTerm:
-    """A silo's term, the norm of its gradient, and log p(theta) as its rows have it, at a random point."""
-
-    factors: Factors
-
-    def __call__(self, key: Array, message: tuple[dict, dict], state: Any, view: SiloView) -> tuple[Array, None]:
-        theta, learned = message
-        kwargs, weights = view.whole()
-        kwargs, z = _taught(kwargs, learned), _local_point(self.factors, key, view)
-
-        def term(theta: dict) -> tuple[Array, Array]:
-            log_prior, local = self.factors.terms(theta, z, kwargs, weights)
-            return sum((jnp.sum(v) for v in local.values()), jnp.zeros(())), log_prior
-
-        (value, log_prior), gradient = jax.value_and_grad(term, has_aux=True)(theta)
-        slope = jnp.sqrt(sum(jnp.sum(g**2) for g in jax.tree.leaves(gradient)))
-        return jnp.stack([value, slope, log_prior]), None
-
-
 def _local_point(factors: Factors, key: Array, view: SiloView) -> dict[str, Array]:
     groups = factors.local_groups()
     keys = random.split(key, len(factors.local_sites))
@@ -219,25 +379,6 @@ def _local_point(factors: Factors, key: Array, view: SiloView) -> dict[str, Arra
         s.name: 0.5 * random.normal(k, (dict(view.pad)[groups[s.name]], *s.shape))
         for s, k in zip(factors.local_sites, keys, strict=True)
     }
-
-
-def _prove_alone(factors: Factors, silos: RemoteSilos, seed: int) -> None:
-    """What can be shown where no pooled model is: each silo's term is finite, and log p(theta) does not depend on its rows."""
-    key_theta, key = random.split(random.key(seed))
-    theta = factors.unravel(0.5 * random.normal(key_theta, (factors.dim,)))
-    expected = float(factors.log_prior(theta, silos.shared))
-    found = np.asarray(ask_all(OwnTerm(factors), key, _told(theta, silos), None, silos, None)[0])
-    for name, (value, slope, log_prior) in zip(silos.names, found, strict=True):
-        if not np.isfinite(value + slope):
-            raise ValueError(
-                f"proof check: the log density of silo {name!r} is {value} at a typical position, its gradient's norm {slope}; expected finite ones: "
-                "are all its data inside the supports of the sites that observe them (counts >= 0, labels 0 or 1), and all scales positive?"
-            )
-        if not abs(log_prior - expected) <= 1e-3 * (1 + abs(expected)):
-            raise ValueError(
-                f"proof check: with the rows of silo {name!r} log p(theta) is {log_prior:.6g}, without them {expected:.6g}; expected global sites "
-                "that do not read rows (their number, mean, largest): pass such numbers as shared arguments"
-            )
 
 
 @dataclass(frozen=True)
@@ -304,11 +445,17 @@ def elements_are_independent(factors: Factors, units: Units, silos: Silos, *, se
     """Whether, given theta, the density of each silo splits over the elements of the units' plate, or of nested plates as these say.
 
     A random combination of the elements' terms must have, in each element's latents, that element's gradient times its weight.
+    Of silos elsewhere made-up rows are looked at.
     """
+    if isinstance(silos, RemoteSilos):
+        found = _made_up(factors, silos, seed)
+        if found is None:
+            return False
+        silos, units = found, replace(units, pad=largest(found))
     for trial in range(2):
         key_theta, key = random.split(random.key(seed + trial))
         theta = factors.unravel(0.5 * random.normal(key_theta, (factors.dim,)))
-        leaks = np.asarray(ask_all(LeakageLocal(factors, units), key, _told(theta, silos), None, silos, None)[0])
+        leaks = np.asarray(ask_all(LeakageLocal(factors, units), key, (theta, _learned(silos)), None, silos, None)[0])
         if not (leaks <= 1e3 * float(jnp.finfo(leaks.dtype).eps)).all():
             return False
     return True

@@ -214,6 +214,18 @@ class Silos:
         aux[6] = tuple((k, v) for k, v in aux[6] if k not in values)
         return self.tree_unflatten(tuple(aux), (self.rows, self.order, arrays))
 
+    def like(
+        self,
+        names: tuple[str, ...],
+        sizes: Mapping[str, Sequence[int]],
+        rows: dict[str, Any],
+        order: dict[str, Array],
+    ) -> "Silos":
+        """Return silos of the same kind, with these names, sizes and rows, and the same shared arguments."""
+        aux = list(Silos._aux(self))
+        aux[0], aux[4] = names, tuple(sorted((g, tuple(n)) for g, n in sizes.items()))
+        return Silos.tree_unflatten(tuple(aux), (rows, order, {k: self.shared[k] for k in self._arrays}))
+
     def as_one(self) -> Self:
         """All rows as those of a single silo, where they are."""
         aux = list(self._aux())

@@ -45,11 +45,23 @@ class Spmd(Carrier):
 
     :param sites: this process's, by their number among all.
     :param owner: the process of each silo.
+    :param silos: this process's own.
     """
 
-    def __init__(self, sites: dict[int, Site], owner: list[int]) -> None:
+    def __init__(self, sites: dict[int, Site], owner: list[int], silos: Silos) -> None:
         super().__init__(sites)
-        self.owner = owner
+        self.owner, self.silos = owner, silos
+
+    def check(self, check: Callable[[Silos], None]) -> None:
+        """:raises ValueError: in every process, where one's rows are wrong."""
+        said = " "
+        try:
+            check(self.silos)
+        except ValueError as error:
+            said = str(error)
+        wrong = [text for text in _gather_text(said) if text.strip()]
+        if wrong:
+            raise ValueError(wrong[0])
 
     def ask(self, calls: list[Call]) -> list[Any]:
         """Replies in the order of the calls, which are to be of one type.
@@ -126,7 +138,7 @@ def connect(silos: Silos) -> RemoteSilos:
     known = known_of(silos, told, [f"process {i}" for i in range(len(told))])
     owner = [process for process, other in enumerate(told) for _ in other["names"]]
     sites = {known.names.index(name): site_of(silos, name, known) for name in silos.names}
-    return RemoteSilos(known, Spmd(sites, owner))
+    return RemoteSilos(known, Spmd(sites, owner, silos))
 
 
 def _gather_text(text: str) -> list[str]:

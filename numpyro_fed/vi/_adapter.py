@@ -18,7 +18,7 @@ from numpyro_fed.engines.checkpoint import Checkpoint, facts_of_run
 from numpyro_fed.engines.remote import RemoteSilos
 from numpyro_fed.engines.roster import fingerprint, program_hash
 from numpyro_fed.mixed import MixedSilos
-from numpyro_fed.proof import prove
+from numpyro_fed.proof import prove_own
 from numpyro_fed.silos import Silos
 from numpyro_fed.vi.guides import AutoSiloNormal
 from numpyro_fed.vi.learned import factored
@@ -92,9 +92,9 @@ class FederatedVI:
         return factored(self.model, (known,))[2][0]
 
     def proved(self, silos: Silos) -> None:
-        """The proof check of rows at hand, raising :class:`ValueError`."""
+        """Check one silo's own rows (:func:`~numpyro_fed.proof.prove_own`)."""
         _, (part,), (factors,) = factored(self.model, (silos,))
-        prove(factors, part)
+        prove_own(factors, part)
 
     def described(self, factors: Factors, shared: dict[str, Any]) -> dict[str, Any]:
         """What tells this fit from another: its options, its guide, and the programs of its optimisers. Of amortised guides networks are not compared."""

@@ -13,7 +13,7 @@ from jax import Array
 from numpyro.distributions.transforms import biject_to
 
 from numpyro_fed.density import PARAMS, Factors, LearnedModel, made_up_rows
-from numpyro_fed.engines.remote import RemoteSilos, resized
+from numpyro_fed.engines.remote import RemoteSilos
 from numpyro_fed.factorise import factorise
 from numpyro_fed.local_map import Units
 from numpyro_fed.mixed import MixedSilos
@@ -30,7 +30,6 @@ from numpyro_fed.vi.user_guide import GuideFamily, guide_family, without_params
 
 __all__ = ["Prepared", "first_params", "planned_alone", "prepare"]
 
-_MADE_UP = 3  # rows of a group that are made up
 _PROOF_ROWS = 100_000  # of a fit by minibatches, whose rows might not fit into memory at once
 
 
@@ -80,9 +79,7 @@ def _parts_of(silos: Silos | MixedSilos) -> tuple[Silos, ...]:
 def prepare(model: Callable, guide: Any, silos: Silos | MixedSilos, options: Options) -> Prepared:
     """Check model, guide and data, and prove the factors."""
     plan, parts = _planned(model, guide, _parts_of(silos), options)
-    if options.validate and not (
-        options.closed and isinstance(parts[0], RemoteSilos)
-    ):  # these silos check for themselves
+    if options.validate:
         for family, part in zip(plan.families, parts, strict=True):
             some = _some(part, plan.batch)
             prove(family.factors, some)
@@ -151,17 +148,8 @@ def _noise(options: Options, families: tuple[Any, ...], num_silos: int) -> Noise
     return options.privacy.noise(num_silos if options.secure_sum else 1)
 
 
-def _some(silos: Silos, batch: tuple[str, int] | None, closed: bool = False) -> Silos:
-    """The rows that checks look at: some where fits do. A silo elsewhere has only its own to look at, and where these are closed to questions, rows are made up."""
-    if closed and isinstance(silos, RemoteSilos):
-        sizes = dict.fromkeys(silos.sizes, [_MADE_UP] * len(silos))
-        made_up = resized(silos, sizes)
-        rows = {
-            k: jnp.arange(x.shape[0]) % _MADE_UP if k in silos.index else jnp.ones(x.shape, x.dtype)
-            for k, x in made_up.rows.items()
-        }
-        order = {g: jnp.arange(sum(n), dtype=jnp.int32) for g, n in sizes.items()}
-        return Silos.tree_unflatten(made_up.tree_flatten()[1], (rows, order, made_up.tree_flatten()[0][2]))
+def _some(silos: Silos, batch: tuple[str, int] | None) -> Silos:
+    """The rows that checks look at: some where fits do."""
     return silos if batch is None or isinstance(silos, RemoteSilos) else thin(silos, batch[0], _PROOF_ROWS)
 
 
@@ -235,7 +223,7 @@ def _family(
     """
     independent = known is not False
     if known is None and (options.num_local_particles > 1 or batch is not None) and len(factors.latent_groups) == 1:
-        some = _some(silos, batch, options.closed)
+        some = _some(silos, batch)
         units = Units(factors, factors.latent_groups[0], largest(some))
         independent = elements_are_independent(factors, units, some)
     if isinstance(guide, AutoSiloNormal):
