@@ -23,6 +23,7 @@ from jax import Array
 
 from numpyro_fed.bounded_features import curved
 from numpyro_fed.density import Factors
+from numpyro_fed.engines.packing import wire_name
 from numpyro_fed.silos import Silos
 from numpyro_fed.small_matrices import solve_lower
 from numpyro_fed.storage import SiloRows, SiloView
@@ -32,6 +33,7 @@ __all__ = ["LocalMap", "Units"]
 _View = TypeVar("_View", bound=SiloView | SiloRows)
 
 
+@wire_name("Units")
 @dataclass(frozen=True)
 class Units:
     """How a silo's local sites are cut into units (static).
@@ -166,6 +168,7 @@ def _row_in_silo(silos: Silos, group: str) -> np.ndarray:
     return np.arange(sum(silos.sizes[group])) - np.repeat(silos.offsets(group), silos.sizes[group])
 
 
+@wire_name("LocalMap")
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LocalMap:

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from numpyro_fed.density import Factors
+from numpyro_fed.engines.packing import wire_name
 from numpyro_fed.local_map import LocalMap, Units
 from numpyro_fed.storage import SiloRows, SiloView
 
@@ -41,6 +42,7 @@ def join_levels(outer: Array, inner: Array) -> Array:
     return jnp.concatenate([outer.reshape(-1), inner.reshape(-1)])
 
 
+@wire_name("NestedUnits")
 @dataclass(frozen=True)
 class NestedUnits(Units):
     """How the latents of two nested plates are cut (static); ``group`` is ``None``.
@@ -90,6 +92,7 @@ class NestedUnits(Units):
         return view.mask(self.outer)[:, None], view.mask(self.inner)[:, None]
 
 
+@wire_name("NestedMap")
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class NestedMap:

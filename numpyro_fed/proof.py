@@ -13,6 +13,7 @@ answers anything, and says no more than what kind of thing is wrong.
 import warnings
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import jax
@@ -42,7 +43,8 @@ __all__ = [
 ]
 
 _MADE_UP = (3, 5)  # rows of two silos that are made up; each further row group has two more
-# whole numbers that are made up, in turn: labels, counts, and one where a count has a total
+# whole numbers that are made up, in turn: labels, counts, and one where a count has a total; other
+# numbers lie in (.2, .8) as long as the density is finite there, else they are whole, too
 _WHOLE = ((0, 2), (1, 3), (1, 2))
 _CUT_ROWS = 1 << 17  # rows of one silo up to which it is cut in two: they are copied
 _EQUALITY = (
@@ -213,8 +215,8 @@ def _arranged(silos: Silos, parts: dict[str, tuple[np.ndarray, np.ndarray]]) -> 
 
 def _made_up(factors: Factors, silos: Silos, seed: int) -> Silos | None:
     """Two silos of made-up rows at which the pooled density is finite, ``None`` if there are none."""
-    for low, high in _WHOLE:
-        found = _made_up_rows(silos, np.random.default_rng(seed), low, high)
+    for all_whole, (low, high) in product((False, True), _WHOLE):
+        found = _made_up_rows(silos, np.random.default_rng(seed), low, high, all_whole)
         theta, z = _point(factors, found, random.key(seed))
         try:
             value = float(_pooled(factors, theta, z, found)[0])
@@ -225,8 +227,10 @@ def _made_up(factors: Factors, silos: Silos, seed: int) -> Silos | None:
     return None
 
 
-def _made_up_rows(silos: Silos, rng: np.random.Generator, low: int, high: int) -> Silos:
-    """Two silos of the same kind: numbers in (.2, .8), whole numbers from ``low`` to below ``high``."""
+def _made_up_rows(
+    silos: Silos, rng: np.random.Generator, low: int, high: int, all_whole: bool
+) -> Silos:
+    """Two silos of the same kind, whose whole numbers are from ``low`` to below ``high``."""
     sizes = {g: tuple(n + 2 * i for n in _MADE_UP) for i, g in enumerate(silos.sizes)}
 
     def made(leaf: str) -> np.ndarray:
@@ -235,9 +239,9 @@ def _made_up_rows(silos: Silos, rng: np.random.Generator, low: int, high: int) -
         if leaf in silos.index:
             most = np.repeat(sizes[silos.index[leaf]], own)
             return rng.integers(0, most.reshape(-1, *[1] * (len(shape) - 1)), shape)
-        if dtype == bool:
+        if dtype.kind == "b":
             return rng.integers(0, 2, shape)
-        if np.issubdtype(dtype, np.integer):
+        if all_whole or np.issubdtype(dtype, np.integer):
             return rng.integers(low, high, shape)
         return rng.uniform(0.2, 0.8, shape)
 

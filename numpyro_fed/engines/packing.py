@@ -1,40 +1,109 @@
-"""Values as bytes and back, for wires and files: a text that says how they are put together, and arrays. Nothing in them is run.
+"""Values as bytes and back, for wires and files.
 
-What may be packed: numbers, texts, ``None``, lists, tuples, dictionaries, arrays, random keys, types of arrays, and named tuples and data classes of this
-package and of optax. What both sides have of their own (the model's factors) goes by name.
+Bytes are a mark, a checksum, a text that says how the value is put together, and the arrays'
+bytes. Packed may be: numbers, texts, ``None``, lists, tuples, dictionaries with texts as keys,
+arrays, random keys, types of arrays, and instances of the classes that are registered under a name
+(:func:`wire_name`). Nothing that is read is run, and no module is imported because it is named.
+What both sides have of their own (the model's factors) goes by name.
 """
 
 import dataclasses
-import importlib
+import hashlib
 import json
+import math
 import os
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 from jax import random
 
-__all__ = ["outline", "pack", "unpack", "write_whole"]
+__all__ = ["outline", "pack", "unpack", "wire_name", "write_whole"]
 
-_PACKAGES = (__name__.split(".")[0], "optax")  # whose named tuples and data classes hold numbers alone
+_MARK = b"fed2"
+_CHECKSUM = 16  # bytes
+_START = len(_MARK) + _CHECKSUM + 8  # where the text begins
+_MAX_TEXT = 8 << 20  # bytes; a text of so many numbers takes some ten times as much memory
+_DTYPES = ("bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64")
+_DTYPES += ("float16", "float32", "float64", "complex64", "complex128")
+_KEYS = ("threefry2x32", "rbg", "unsafe_rbg")
+
+_CLASSES: dict[str, type] = {}
+_Class = TypeVar("_Class", bound=type)
+
+
+def wire_name(name: str) -> Callable[[_Class], _Class]:
+    """Register a named tuple or data class under a name of its own, which never changes."""
+
+    def register(kind: _Class) -> _Class:
+        if name in _CLASSES:
+            raise ValueError(f"two classes have the wire name {name!r}; expected another")
+        _CLASSES[name] = kind
+        return kind
+
+    return register
+
+
+@lru_cache(maxsize=1)
+def _names(count: int) -> dict[type, str]:
+    """Return the name of each class of which ``count`` are registered."""
+    return {kind: name for name, kind in _CLASSES.items()}
+
+
+@lru_cache(maxsize=1)
+def _optax_states(modules: int) -> dict[str, type]:
+    """Return named tuples of the modules of optax that this process has, for states in files."""
+    out = {}
+    for name, module in list(sys.modules.items()):
+        if name.split(".")[0] == "optax":
+            for kind in vars(module).values():
+                if isinstance(kind, type) and issubclass(kind, tuple) and hasattr(kind, "_fields"):
+                    out[f"{kind.__module__}:{kind.__qualname__}"] = kind
+    return out
+
+
+def _class_of(name: str) -> type | None:
+    return _CLASSES.get(name) or _optax_states(len(sys.modules)).get(name)
+
+
+def _name_of(kind: type) -> str:
+    name = _names(len(_CLASSES)).get(kind)
+    if name is None:
+        name = f"{kind.__module__}:{kind.__qualname__}"
+        if _optax_states(len(sys.modules)).get(name) is not kind:
+            raise TypeError(f"{name} has no wire name; expected a class of fed that has one, or a state of optax")
+    return name
 
 
 def pack(value: Any, own: Mapping[str, Any] | None = None) -> bytes:
-    """A value as bytes.
+    """Return a value as bytes.
 
     :param own: what the reader has, by name; hashable.
     :raises TypeError: naming the type of what cannot be packed.
     """
     arrays: list[np.ndarray] = []
-    head = json.dumps(_described(value, {v: k for k, v in (own or {}).items()}, arrays), separators=(",", ":")).encode()
-    return b"".join([len(head).to_bytes(8, "little"), head, *(x.tobytes() for x in arrays)])
+    head = json.dumps(_described(value, _by_value(own), arrays), separators=(",", ":")).encode()
+    if len(head) > _MAX_TEXT:
+        raise TypeError(f"a text of {len(head):,} bytes; expected at most {_MAX_TEXT:,}")
+    body = b"".join([len(head).to_bytes(8, "little"), head, *(x.tobytes() for x in arrays)])
+    return _MARK + _checksum(body) + body
+
+
+def _checksum(data: bytes | memoryview) -> bytes:
+    return hashlib.blake2b(data, digest_size=_CHECKSUM).digest()
+
+
+def _by_value(own: Mapping[str, Any] | None) -> dict[Any, str]:
+    return {v: k for k, v in (own or {}).items()}
 
 
 def outline(value: Any, own: Mapping[str, Any] | None = None) -> Any:
-    """What :func:`pack` says of a value beside its arrays, for a record."""
-    return _described(value, {v: k for k, v in (own or {}).items()}, [])
+    """Return what :func:`pack` says of a value beside its arrays, for a record."""
+    return _described(value, _by_value(own), [])
 
 
 def write_whole(place: Path, data: bytes) -> None:
@@ -45,21 +114,26 @@ def write_whole(place: Path, data: bytes) -> None:
 
 
 def unpack(data: bytes, own: Mapping[str, Any] | None = None) -> Any:
-    """The value of :func:`pack`; arrays are NumPy's.
+    """Return the value of :func:`pack`; arrays are NumPy's.
 
     :raises ValueError: for bytes that are none of it.
     """
-    stop = 8 + int.from_bytes(data[:8], "little")
-    if len(data) < 8 or stop > len(data):
+    if len(data) < _START or data[: len(_MARK)] != _MARK:
         raise ValueError(f"expected a packed value, got {len(data)} bytes of something else, or a part of one")
+    body = len(_MARK) + _CHECKSUM
+    if _checksum(memoryview(data)[body:]) != data[len(_MARK) : body]:
+        raise ValueError("a packed value is not what was sent: its checksum is another; send it again")
+    stop = _START + int.from_bytes(data[body:_START], "little")
+    if stop > len(data) or stop - _START > _MAX_TEXT:
+        raise ValueError("a packed value has a text of another length than it says, or a longer one")
     try:
-        tree = json.loads(data[8:stop])
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(f"expected a packed value, got {len(data)} bytes of something else") from error
+        tree = json.loads(data[_START:stop])
+    except (ValueError, RecursionError) as error:  # ValueError: also of UnicodeDecodeError
+        raise ValueError("a packed value's text is no JSON") from error
     reader = _Reader(data, stop, own or {})
     try:
         value = reader.value(tree)
-    except (KeyError, TypeError, IndexError, AttributeError, ImportError, RecursionError) as error:
+    except (KeyError, TypeError, IndexError, AttributeError, OverflowError, RecursionError) as error:
         raise ValueError(f"a packed value is not put together as one ({type(error).__name__}: {error})") from error
     if reader.place != len(data):
         raise ValueError(f"a packed value has {len(data) - reader.place} bytes too many")
@@ -67,28 +141,25 @@ def unpack(data: bytes, own: Mapping[str, Any] | None = None) -> Any:
 
 
 def _described(value: Any, own: Mapping[Any, str], arrays: list[np.ndarray]) -> Any:
-    """What the text says of a value, whose arrays are appended."""
+    """Return what the text says of a value, whose arrays are appended."""
     if own and _hashable(value) and value in own:
         return {"own": own[value]}
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, jax.ShapeDtypeStruct):
-        return {"type": [str(value.dtype), list(value.shape)]}
+        return {"type": [_dtype_name(value.dtype), list(value.shape)]}
     if isinstance(value, jax.Array) and jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
-        return {"key": [str(random.key_impl(value)), _described(random.key_data(value), own, arrays)]}
+        data = _described(random.key_data(value), own, arrays)
+        return {"key": [str(random.key_impl(value)), data]}
     if isinstance(value, jax.Array | np.ndarray | np.generic):
         x = np.asarray(value)
-        if x.dtype.kind not in "biufc":
-            raise TypeError(f"expected arrays of numbers, got one of {x.dtype}")
-        arrays.append(np.ascontiguousarray(x))
-        return {"array": [x.dtype.str, list(x.shape)]}
+        name = _dtype_name(x.dtype)
+        arrays.append(np.ascontiguousarray(x, x.dtype.newbyteorder("<")))
+        return {"array": [name, list(x.shape)]}
     if dataclasses.is_dataclass(value) or hasattr(value, "_fields"):
-        names = value._fields if hasattr(value, "_fields") else [f.name for f in dataclasses.fields(value)]
-        kind = type(value)
-        if kind.__module__.split(".")[0] not in _PACKAGES:
-            raise TypeError(f"expected classes of {_PACKAGES}, got {kind.__module__}.{kind.__qualname__}")
-        fields = {name: _described(getattr(value, name), own, arrays) for name in names}
-        return {"of": f"{kind.__module__}:{kind.__qualname__}", "fields": fields}
+        name = _name_of(type(value))
+        fields = [f.name for f in dataclasses.fields(value)] if dataclasses.is_dataclass(value) else value._fields
+        return {"of": name, "fields": {k: _described(getattr(value, k), own, arrays) for k in fields}}
     if isinstance(value, list | tuple):
         return {type(value).__name__: [_described(x, own, arrays) for x in value]}
     if isinstance(value, dict):
@@ -96,6 +167,12 @@ def _described(value: Any, own: Mapping[Any, str], arrays: list[np.ndarray]) -> 
             raise TypeError("expected dictionaries whose keys are texts")
         return {"dict": {k: _described(v, own, arrays) for k, v in value.items()}}
     raise TypeError(f"expected numbers, texts, arrays and what is made of them, got {type(value).__name__}")
+
+
+def _dtype_name(dtype: Any) -> str:
+    if str(dtype) not in _DTYPES:
+        raise TypeError(f"expected arrays of numbers, got one of {dtype}")
+    return str(dtype)
 
 
 def _hashable(value: Any) -> bool:
@@ -114,6 +191,8 @@ class _Reader:
 
     def value(self, tree: Any) -> Any:
         if not isinstance(tree, dict):
+            if isinstance(tree, list):
+                raise ValueError("a packed value has a list of no kind")
             return tree
         if "of" in tree:
             return self._instance(tree["of"], tree["fields"])
@@ -122,9 +201,9 @@ class _Reader:
             case "own":
                 return self.own[inside]
             case "type":
-                return jax.ShapeDtypeStruct(tuple(inside[1]), np.dtype(inside[0]))
+                return jax.ShapeDtypeStruct(self._shape(inside[1]), self._dtype(inside[0]))
             case "key":
-                return random.wrap_key_data(jax.numpy.asarray(self.value(inside[1])), impl=inside[0])
+                return self._key(*inside)
             case "array":
                 return self._array(*inside)
             case "list":
@@ -133,24 +212,38 @@ class _Reader:
                 return tuple(self.value(x) for x in inside)
             case "dict":
                 return {k: self.value(v) for k, v in inside.items()}
-        raise ValueError(f"a packed value has a part {kind!r} of no known kind")
+        raise ValueError(f"a packed value has a part {str(kind)[:50]!r} of no known kind")
 
-    def _array(self, dtype: str, shape: list[int]) -> np.ndarray:
-        kind = np.dtype(dtype)
-        if kind.kind not in "biufc" or not all(isinstance(n, int) and n >= 0 for n in shape):
-            raise ValueError(f"a packed array is of {dtype}, shape {shape}")
-        size = kind.itemsize * int(np.prod(shape, dtype=object))
-        if self.place + size > len(self.data):
+    @staticmethod
+    def _dtype(name: Any) -> np.dtype:
+        if name not in _DTYPES:
+            raise ValueError(f"a packed array is of type {str(name)[:50]!r}; expected one of {_DTYPES}")
+        return np.dtype(name).newbyteorder("<")
+
+    @staticmethod
+    def _shape(shape: Any) -> tuple[int, ...]:
+        whole = isinstance(shape, list) and all(type(n) is int and 0 <= n < 2**48 for n in shape)
+        if not whole or len(shape) > 32:
+            raise ValueError("a packed array has a shape that is none")
+        return tuple(shape)
+
+    def _array(self, dtype: Any, shape: Any) -> np.ndarray:
+        kind, shape = self._dtype(dtype), self._shape(shape)
+        size = math.prod(shape)
+        if self.place + size * kind.itemsize > len(self.data):
             raise ValueError(f"a packed array of shape {shape} has fewer bytes than it says")
-        x = np.frombuffer(self.data, kind, size // kind.itemsize, self.place).reshape(shape)
-        self.place += size
+        x = np.frombuffer(self.data, kind, size, self.place).reshape(shape)
+        self.place += size * kind.itemsize
         return x
 
-    def _instance(self, name: str, fields: dict[str, Any]) -> Any:
-        module, _, qualname = name.partition(":")
-        if module.split(".")[0] not in _PACKAGES or not qualname.isidentifier():
-            raise ValueError(f"a packed value is of {name!r}; expected a class of {_PACKAGES}")
-        kind = getattr(importlib.import_module(module), qualname)
-        if not isinstance(kind, type) or not (dataclasses.is_dataclass(kind) or hasattr(kind, "_fields")):
-            raise ValueError(f"a packed value is of {name!r}; expected a named tuple or data class")
+    def _key(self, impl: Any, data: Any) -> jax.Array:
+        words = self.value(data)
+        if impl not in _KEYS or not isinstance(words, np.ndarray) or words.dtype != np.uint32:
+            raise ValueError("a packed random key is none")
+        return random.wrap_key_data(jax.numpy.asarray(words), impl=impl)
+
+    def _instance(self, name: Any, fields: Any) -> Any:
+        kind = _class_of(name) if isinstance(name, str) else None
+        if kind is None or not isinstance(fields, dict):
+            raise ValueError(f"a packed value is of {str(name)[:80]!r}, which is no registered class")
         return kind(**{k: self.value(v) for k, v in fields.items()})

@@ -12,12 +12,14 @@ import numpy as np
 from jax import Array, random
 
 from numpyro_fed.density import Factors
+from numpyro_fed.engines.packing import wire_name
 from numpyro_fed.silos import Silos
 from numpyro_fed.storage import SiloView
 
 __all__ = ["Members", "find_members", "pick_elements", "pointing_groups", "rows_of"]
 
 
+@wire_name("Members")
 class Members(NamedTuple):
     """Rows of another group that point to each element, as flat positions ``(G, R)``, the first one repeated, and their number ``(G,)``."""
 

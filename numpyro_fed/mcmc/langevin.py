@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax, random
 
+from numpyro_fed.engines.packing import wire_name
 from numpyro_fed.federation import Federated
 from numpyro_fed.local_map import LocalMap
 from numpyro_fed.mcmc.element_batches import pick_elements, rows_of
@@ -39,6 +40,7 @@ __all__ = ["Chain", "StayStats", "batches", "federated", "local_noise", "local_s
 _FARTHEST = 1e18  # whose square float32 still has: a chain beyond has left, though its numbers are finite
 
 
+@wire_name("Chain")
 class Chain(NamedTuple):
     """What travels: the global position ``(d,)`` and the number of local steps made."""
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, random
 
+from numpyro_fed.engines.packing import wire_name
 from numpyro_fed.mcmc.adaptation import Adaptation, adapt, first_looks
 from numpyro_fed.mcmc.gradients import push
 from numpyro_fed.mcmc.mixing import Mixing
@@ -31,6 +32,7 @@ __all__ = [
 LEAST_WEIGHT = 1e-6  # of a push-sum weight, whose mean is one
 
 
+@wire_name("NetworkState")
 class NetworkState(NamedTuple):
     """State of R networks of m nodes after a step; chains are nodes, ``C = R m``, network after network.
 

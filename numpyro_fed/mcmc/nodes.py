@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, random
 
+from numpyro_fed.engines.packing import wire_name
 from numpyro_fed.mcmc.gradients import OpenSilo, pull_back, push, terms
 from numpyro_fed.mcmc.langevin import move, pick_rows
 from numpyro_fed.mcmc.local_moves import move_noise
@@ -24,6 +25,7 @@ from numpyro_fed.storage import SiloRows
 __all__ = ["Nodes", "add", "gradients", "kick", "node_step", "own_step"]
 
 
+@wire_name("NodeStates")
 class Nodes(NamedTuple):
     """What the m nodes of one network hold.
 

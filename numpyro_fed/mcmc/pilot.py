@@ -15,6 +15,7 @@ import numpy as np
 from jax import Array, lax, random
 
 from numpyro_fed.engines.inline import ask_all
+from numpyro_fed.engines.packing import wire_name
 from numpyro_fed.federation import Cost
 from numpyro_fed.local_map import LocalMap
 from numpyro_fed.mcmc import gradients, langevin, step_rule
@@ -34,6 +35,7 @@ _NO_STEP = 1e-6  # chains of thousands of rounds move by less than an sd
 _LONGEST = 64  # local moves counted; longer stays are extrapolated
 
 
+@wire_name("PilotLocal")
 @dataclass(frozen=True)
 class PilotLocal:
     """A silo's walks at fixed theta: means of e over each half ``(draws, d)``, and its norms ``(draws, steps)``."""

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from numpyro_fed.density import Factors
+from numpyro_fed.engines.packing import wire_name
 from numpyro_fed.local_map import Units
 from numpyro_fed.mcmc.element_batches import Members
 from numpyro_fed.surrogates.bends import Bends
@@ -21,6 +22,7 @@ _BLOCK_STEPS = 200  # local steps whose random numbers and rows are drawn togeth
 _BLOCK_BYTES = 8 << 20
 
 
+@wire_name("ChainPlan")
 @dataclass(frozen=True)
 class Plan:
     """The static facts of a kernel: two kernels of equal plans share their compiled programs.
@@ -65,6 +67,7 @@ class Plan:
         return next((steps // k for k in range(fewest, 2 * fewest) if steps % k == 0), -(-steps // fewest))
 
 
+@wire_name("NodePlan")
 @dataclass(frozen=True)
 class NodePlan:
     """What a node of a network has to know for its part of a step; of the graph nothing.
@@ -104,6 +107,7 @@ class NetworkPlan(NodePlan):
         return NodePlan(self.factors, self.units, self.batch, self.num_nodes)
 
 
+@wire_name("Conducive")
 class Conducive(NamedTuple):
     """Surrogates around a point: gradients there ``(S, d)``, precisions ``(S, d, d)`` or ``(S, d)``, and sums; bounded corrections."""
 
@@ -135,6 +139,7 @@ class Conducive(NamedTuple):
 _FARTHEST = 6.0
 
 
+@wire_name("LatentCoordinates")
 class LatentCoordinates(NamedTuple):
     """The local map with its whitening: ``u = whiten (theta - loc)``, rows private to the silos."""
 
@@ -147,6 +152,7 @@ class LatentCoordinates(NamedTuple):
         return jnp.clip(matvec(self.whiten, theta - self.loc), -_FARTHEST, _FARTHEST)
 
 
+@wire_name("Tuning")
 class Tuning(NamedTuple):
     """The numbers of a kernel, made once before the first round.
 

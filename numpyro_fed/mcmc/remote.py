@@ -20,6 +20,7 @@ from tqdm.auto import tqdm
 
 from numpyro_fed._compat import fill_mcmc
 from numpyro_fed.engines.checkpoint import Checkpoint, facts_of_run
+from numpyro_fed.engines.packing import wire_name
 from numpyro_fed.engines.remote import Call, RemoteSilos, SiloError
 from numpyro_fed.engines.roster import fingerprint
 from numpyro_fed.mcmc._kernel import LangevinKernel
@@ -34,6 +35,7 @@ __all__ = ["RemoteMCMC", "TellLocal"]
 _UNEVEN = 0.05  # largest difference of the silos' rates of answers that is not spoken of
 
 
+@wire_name("TellLocal")
 @dataclass(frozen=True)
 class TellLocal:
     """What the silo is told once, and keeps: surrogates and step size."""

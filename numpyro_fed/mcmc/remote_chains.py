@@ -11,6 +11,7 @@ import numpy as np
 from jax import Array, random
 
 from numpyro_fed.engines.inline import key_of
+from numpyro_fed.engines.packing import wire_name
 from numpyro_fed.engines.remote import Call, RemoteSilos
 from numpyro_fed.mcmc._kernel import LangevinKernel
 from numpyro_fed.mcmc.langevin import Chain, StayStats, federated
@@ -21,6 +22,7 @@ from numpyro_fed.storage import SiloView
 __all__ = ["StartLocal", "StayLocal", "check_chains", "start_chains", "step_chains"]
 
 
+@wire_name("StartLocal")
 @dataclass(frozen=True)
 class StartLocal:
     """A chain's first coordinates of the silo's latents: its part of what one draw for all silos would be."""
@@ -40,6 +42,7 @@ class StartLocal:
         return jnp.zeros(()), (eps, rows)
 
 
+@wire_name("StayLocal")
 @dataclass(frozen=True)
 class StayLocal:
     """A chain's stay at the silo."""

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, random
 
+from numpyro_fed.engines.packing import wire_name
 from numpyro_fed.engines.remote import Call, RemoteSilos, rows_of
 from numpyro_fed.mcmc._network import NetworkKernel
 from numpyro_fed.mcmc.networks import Exchanged, NetworkState, exchange, settle
@@ -27,6 +28,7 @@ from numpyro_fed.storage import SiloView, buckets
 __all__ = ["NodeLocal", "NodeStartLocal", "check_network", "network_facts", "start_nodes", "step_nodes"]
 
 
+@wire_name("NodeStartLocal")
 @dataclass(frozen=True)
 class NodeStartLocal:
     """A node's first coordinates of its latents: its part of what one draw for all nodes would be. Nothing leaves the silo.
@@ -53,6 +55,7 @@ class NodeStartLocal:
         return jnp.zeros(()), (jnp.stack(drawn)[jnp.asarray(stacks)[view.number]], rows)
 
 
+@wire_name("NodeLocal")
 @dataclass(frozen=True)
 class NodeLocal:
     """A node's part of a step: :func:`numpyro_fed.mcmc.nodes.node_step` at the position ``(d,)`` that it is told.

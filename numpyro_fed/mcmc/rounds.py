@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import Array, lax, random
 
 from numpyro_fed.engines.inline import round_one
+from numpyro_fed.engines.packing import wire_name
 from numpyro_fed.mcmc.adaptation import Adaptation, adapt, first_looks
 from numpyro_fed.mcmc.gradients import drift, open_silo, push
 from numpyro_fed.mcmc.langevin import Chain, StayStats, batches, federated
@@ -33,6 +34,7 @@ _ANSWERS = 1 << 30  # sets the draws of answers apart from those of silos
 _EXPLORERS = 64  # chains around which surrogates are fitted again
 
 
+@wire_name("LangevinState")
 class LangevinState(NamedTuple):
     """State of a Langevin kernel after a round.
 

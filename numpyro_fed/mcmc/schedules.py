@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from numpyro_fed.engines.packing import wire_name
+
 __all__ = ["check_step_size", "polynomial_decay"]
 
 _LATE = (10**6, 10**9)  # steps between which a schedule's exponent is read off
@@ -42,6 +44,7 @@ def polynomial_decay(scale: float, offset: float, power: float) -> Callable[[Arr
     return _PolynomialDecay(float(scale), float(offset), float(power))
 
 
+@wire_name("PolynomialDecay")
 @dataclass(frozen=True)
 class _PolynomialDecay:
     """Equal by value, so that kernels with equal schedules share their programs."""

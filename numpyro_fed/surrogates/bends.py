@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from numpyro_fed.bounded_features import features
+from numpyro_fed.engines.packing import wire_name
 from numpyro_fed.small_matrices import solve_positive
 
 __all__ = ["Bends", "regress"]
@@ -30,6 +31,7 @@ def regress(points: Array, scores: Array, weights: Array) -> Array:
     return solve_positive(normal, psi.T @ (weights * scores))
 
 
+@wire_name("Bends")
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Bends:

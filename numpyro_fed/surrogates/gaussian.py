@@ -15,6 +15,7 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
+from numpyro_fed.engines.packing import wire_name
 from numpyro_fed.surrogates.bends import Bends
 
 __all__ = ["Gaussian", "LowRank", "Surrogates", "matvec"]
@@ -25,6 +26,7 @@ def matvec(matrix: Array, vector: Array) -> Array:
     return matrix @ vector if matrix.ndim == 2 else matrix * vector
 
 
+@wire_name("LowRankMatrix")
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LowRank:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from numpyro_fed.density import Factors
+from numpyro_fed.engines.packing import wire_name
 from numpyro_fed.local_map import LocalMap, Units
 from numpyro_fed.silos import Silos
 from numpyro_fed.storage import SiloView
@@ -23,6 +24,7 @@ from numpyro_fed.surrogates.local_score import Message, Reply, marginal_score
 __all__ = ["fit"]
 
 
+@wire_name("LaplaceLocal")
 @dataclass(frozen=True)
 class LaplaceLocal:
     """Gradient and negative Hessian at the centre, in whitened coordinates."""

@@ -10,6 +10,7 @@ from jax import Array, lax, random
 
 from numpyro_fed.bounded_features import MOST_DIMENSIONS
 from numpyro_fed.density import Factors
+from numpyro_fed.engines.packing import wire_name
 from numpyro_fed.local_map import LocalMap, Units
 from numpyro_fed.nested import NestedMap, NestedUnits, join_levels
 from numpyro_fed.storage import SiloRows, SiloView
@@ -26,6 +27,7 @@ _ROWS_AT_ONCE = 1 << 20  # rows x points evaluated together
 _SPREAD = 1.2  # sds of the outer latents at which inner ones are looked at
 
 
+@wire_name("ScoreMessage")
 class Message(NamedTuple):
     """What the server sends: whitening, points ``(K, d)`` and their weights ``(K,)``."""
 
@@ -46,6 +48,7 @@ class Reply(NamedTuple):
     bend: Array | None
 
 
+@wire_name("ScoreLocal")
 @dataclass(frozen=True)
 class ScoreLocal:
     """The silo's part of a round (hashable, so that equal fits share compiled programs).

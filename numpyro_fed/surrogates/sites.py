@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from numpyro_fed.engines.packing import wire_name
+
 __all__ = ["CAREFUL", "History", "Site", "carried", "natural_step", "newest", "packed", "product", "unpacked"]
 
 _FARTHEST = 3.0  # sds of q that it moves in a round, along an axis of its curvature
@@ -20,6 +22,7 @@ _SLOWLY = 6.0  # rounds after which the part is half, where it falls
 _DEPTH = 3  # rounds that are remembered
 
 
+@wire_name("Site")
 class Site(NamedTuple):
     """A Gaussian factor in coordinates whitened by q: score ``linear - precision u``; precision ``(d, d)`` or its diagonal."""
 
@@ -27,6 +30,7 @@ class Site(NamedTuple):
     precision: Array
 
 
+@wire_name("History")
 class History(NamedTuple):
     """Anderson's acceleration: of the last rounds the steps taken and how the residual changed with them, in q's natural parameters.
 

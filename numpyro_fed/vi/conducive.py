@@ -39,6 +39,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, random
 
+from numpyro_fed.engines.packing import wire_name
 from numpyro_fed.federation import Federated
 from numpyro_fed.storage import SiloRows
 from numpyro_fed.surrogates.gaussian import matvec
@@ -55,6 +56,7 @@ __all__ = ["federated", "init_silo"]
 _MOST_MISSING = 0.5  # share of a silo's points that may be no numbers
 
 
+@wire_name("ConduciveServer")
 class Server(NamedTuple):
     """The server's state.
 
@@ -76,6 +78,7 @@ class Server(NamedTuple):
     rng_key: Array
 
 
+@wire_name("ConduciveSiloState")
 class SiloState(NamedTuple):
     """What never leaves a silo: its local map and its site, whitened by q as it was in its last round, rounds without a finite reply, and its optimisers' states."""
 
@@ -87,6 +90,7 @@ class SiloState(NamedTuple):
     local_optim_state: Any = None
 
 
+@wire_name("ConduciveMessage")
 class Message(NamedTuple):
     """To every silo: the global parameters, which points and rows, where they change, and, of rounds with optimisers, the number of rows in all silos."""
 

@@ -24,6 +24,7 @@ from jax import Array, lax, random
 from numpyro.infer.util import constrain_fn, transform_fn
 
 from numpyro_fed.density import PARAMS
+from numpyro_fed.engines.packing import wire_name
 from numpyro_fed.engines.remote import Call, RemoteSilos, rows_of
 from numpyro_fed.engines.secure_sum import opened
 from numpyro_fed.silos import Silos
@@ -55,6 +56,7 @@ class Draws(NamedTuple):
     ratios: list[Array]
 
 
+@wire_name("Position")
 class Position(NamedTuple):
     """A draw of theta as silos are told of it, the server's part of its log weight, and keys of the silos' candidates."""
 
@@ -81,6 +83,7 @@ def _position(
     return theta, Position(context, log_weight, key_local, key_choice)
 
 
+@wire_name("EstimateLocal")
 @dataclass(frozen=True)
 class EstimateLocal:
     """A silo's estimates of its log likelihood at draws of theta, one number each.

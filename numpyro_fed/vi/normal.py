@@ -22,6 +22,7 @@ from jax import Array, lax, random
 from numpyro.distributions import constraints
 
 from numpyro_fed.density import Factors
+from numpyro_fed.engines.packing import wire_name
 from numpyro_fed.local_map import LocalMap, Units
 from numpyro_fed.storage import SiloRows
 from numpyro_fed.vi.amortise import Encoder
@@ -39,6 +40,7 @@ _LOCAL = {
 }
 
 
+@wire_name("NormalContext")
 class Context(NamedTuple):
     """What every silo is told of a draw of the global latents.
 

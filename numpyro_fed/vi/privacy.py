@@ -25,6 +25,8 @@ import jax.numpy as jnp
 import optax
 from jax import Array, random
 
+from numpyro_fed.engines.packing import wire_name
+
 __all__ = ["Noise", "Privacy", "Spent", "expected_error", "noised"]
 
 _TAIL_VARIANCE = 81 / 17  # of the average with weights t^8, times the number of rounds
@@ -45,6 +47,7 @@ class Noise(NamedTuple):
     sd: float
 
 
+@wire_name("Privacy")
 @dataclass(frozen=True)
 class Privacy:
     """A budget of (epsilon, delta)-differential privacy for the rows of each silo, all of them together.

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from numpyro_fed.engines.packing import wire_name
 from numpyro_fed.surrogates.sites import CAREFUL, Site, newest
 
 __all__ = ["Memory", "Move"]
@@ -32,6 +33,7 @@ class Move(NamedTuple):
     held: Array
 
 
+@wire_name("Memory")
 class Memory(NamedTuple):
     """What is known of the rounds before, in theta's units.
 

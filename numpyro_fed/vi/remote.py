@@ -21,6 +21,7 @@ from jax import Array
 
 from numpyro_fed.engines.checkpoint import Checkpoint
 from numpyro_fed.engines.inline import key_among
+from numpyro_fed.engines.packing import wire_name
 from numpyro_fed.engines.remote import Call, RemoteSilos, rows_of
 from numpyro_fed.engines.secure_sum import opened
 from numpyro_fed.federation import Cost, Ledger, message_bytes
@@ -32,6 +33,7 @@ from numpyro_fed.vi.rounds import Participation, VIState, drawn
 __all__ = ["Elsewhere", "InitLocal", "RemoteRounds", "RoundLocal", "kept_by", "ledger_of_calls"]
 
 
+@wire_name("Elsewhere")
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Elsewhere:
@@ -56,6 +58,7 @@ def _module(algorithm: str) -> Any:
     return {"sfvi": sfvi, "sfvi_avg": sfvi_avg, "conducive": conducive}[algorithm]
 
 
+@wire_name("InitLocal")
 @dataclass(frozen=True)
 class InitLocal:
     """A silo's first state, from the global parameters that it is told.
@@ -82,6 +85,7 @@ class InitLocal:
         return jnp.zeros(()), _module(self.algorithm).init_silo(self.plan, 0, message, local)
 
 
+@wire_name("RoundLocal")
 @dataclass(frozen=True)
 class RoundLocal:
     """A silo's part of a round; fields as of :class:`InitLocal`."""

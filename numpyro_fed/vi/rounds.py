@@ -13,6 +13,7 @@ from jax import Array, lax, random
 from tqdm.auto import tqdm
 
 from numpyro_fed.engines.inline import round_all
+from numpyro_fed.engines.packing import wire_name
 from numpyro_fed.engines.remote import SiloError
 from numpyro_fed.federation import Cost, Ledger, message_bytes
 from numpyro_fed.storage import SiloRows
@@ -36,6 +37,7 @@ _STILL = 0.05  # sds
 _WINDOW = 250  # fewest rounds whose mean losses are compared
 
 
+@wire_name("VIState")
 class VIState(NamedTuple):
     """State of a federated variational algorithm after a round.
 

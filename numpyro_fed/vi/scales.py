@@ -15,9 +15,12 @@ import jax.numpy as jnp
 from jax import Array
 from jax.scipy.linalg import solve_triangular
 
+from numpyro_fed.engines.packing import wire_name
+
 __all__ = ["Diagonal", "LowRank", "Scale", "Triangular", "relative"]
 
 
+@wire_name("Triangular")
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Triangular:
@@ -46,6 +49,7 @@ class Triangular:
         return jnp.linalg.norm(self.tril, axis=1)
 
 
+@wire_name("Diagonal")
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Diagonal:
@@ -74,6 +78,7 @@ class Diagonal:
         return self.scale
 
 
+@wire_name("LowRankScale")
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LowRank:

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import optax
 from jax import Array, lax, random
 
+from numpyro_fed.engines.packing import wire_name
 from numpyro_fed.federation import Federated
 from numpyro_fed.storage import SiloRows
 from numpyro_fed.vi._adapter import FederatedVI
@@ -37,6 +38,7 @@ __all__ = ["SFVI", "Info", "Message", "Reply", "Server", "SiloState", "federated
 _TAIL = 8  # round t of T has weight proportional to t^8: about the last ninth counts
 
 
+@wire_name("SFVIServer")
 class Server(NamedTuple):
     """The server's state.
 
@@ -54,6 +56,7 @@ class Server(NamedTuple):
     rng_key: Array
 
 
+@wire_name("SFVISiloState")
 class SiloState(NamedTuple):
     """What never leaves a silo: its variational parameters, their optimiser's state, their tail average, steps made."""
 
@@ -63,6 +66,7 @@ class SiloState(NamedTuple):
     i: Array
 
 
+@wire_name("SFVIMessage")
 class Message(NamedTuple):
     """To every silo: draws of theta (leading axis: particles), learned parameters, keys of the silos' noise, and under privacy q's scale, in which gradients are cut."""
 

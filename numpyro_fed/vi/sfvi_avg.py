@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, random
 
+from numpyro_fed.engines.packing import wire_name
 from numpyro_fed.federation import Federated
 from numpyro_fed.mixed import MixedSilos
 from numpyro_fed.silos import Silos
@@ -44,6 +45,7 @@ from numpyro_fed.vi.sfvi import Info, all_finite, first_bad
 __all__ = ["SFVIAvg", "federated"]
 
 
+@wire_name("SFVIAvgServer")
 class Server(NamedTuple):
     """The server's state: parameters of q(theta) and learned ones (unconstrained), rounds made, key; no average is kept."""
 
@@ -53,6 +55,7 @@ class Server(NamedTuple):
     rng_key: Array
 
 
+@wire_name("SFVIAvgSiloState")
 class SiloState(NamedTuple):
     """What never leaves a silo.
 
@@ -68,6 +71,7 @@ class SiloState(NamedTuple):
     local_optim_state: Any
 
 
+@wire_name("SFVIAvgMessage")
 class Message(NamedTuple):
     """To every silo: the global parameters, and the number of rows in all silos."""
 

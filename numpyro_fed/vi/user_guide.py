@@ -20,6 +20,7 @@ from numpyro.handlers import seed, substitute, trace
 
 from numpyro_fed import _compat
 from numpyro_fed.density import PARAMS, Factors, LearnedModel, made_up_rows
+from numpyro_fed.engines.packing import wire_name
 from numpyro_fed.factorise import factorise
 from numpyro_fed.handlers import is_silo_plate, silo_plate
 from numpyro_fed.local_map import Units
@@ -39,6 +40,7 @@ class LocalParam(NamedTuple):
     axis: int
 
 
+@wire_name("GuideContext")
 class Context(NamedTuple):
     """What every silo is told of a draw: the flat unconstrained position, and the guide's global parameters."""
 
