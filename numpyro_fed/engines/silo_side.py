@@ -233,8 +233,10 @@ class SiloSide:
             if self.closed is not None:
                 call, label = self._worded(self.closed.admit, call, self._own, state, request.get("independent", True))
             reply, new = self.site.reply(call, state)
-            leaves = [np.asarray(x) for x in jax.tree.leaves(reply)]
-            replies.append(leaves if self.closed is None else self.closed.let_out(leaves, label))
+            if self.closed is None:
+                replies.append([np.asarray(x) for x in jax.tree.leaves(reply)])
+            else:
+                replies.append(self._worded(self.closed.let_out, call.local, reply, label))
             if call.write is not None:
                 write_whole(self.folder / f"slot-{int(call.write)}.bin", pack((new, kind)))
                 self.site.kept[call.write], self._kinds[call.write] = new, kind
