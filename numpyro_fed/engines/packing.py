@@ -11,16 +11,16 @@ import dataclasses
 import hashlib
 import json
 import math
-import os
 import sys
 from collections.abc import Callable, Mapping
 from functools import lru_cache
-from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
 import numpy as np
 from jax import random
+
+from numpyro_fed.engines.files import write_whole
 
 __all__ = ["outline", "pack", "unpack", "wire_name", "write_whole"]
 
@@ -104,13 +104,6 @@ def _by_value(own: Mapping[str, Any] | None) -> dict[Any, str]:
 def outline(value: Any, own: Mapping[str, Any] | None = None) -> Any:
     """Return what :func:`pack` says of a value beside its arrays, for a record."""
     return _described(value, _by_value(own), [])
-
-
-def write_whole(place: Path, data: bytes) -> None:
-    """Write a file as a whole, or not at all: under a name of its own first."""
-    beside = place.with_name(place.name + ".new")
-    beside.write_bytes(data)
-    os.replace(beside, place)
 
 
 def unpack(data: bytes, own: Mapping[str, Any] | None = None) -> Any:
