@@ -3,6 +3,7 @@
 from numpyro_fed import handlers, partitioners, surrogates
 from numpyro_fed._elbo_figure import plot_elbo
 from numpyro_fed.diagnostics import Diagnosis, diagnose
+from numpyro_fed.engines.guards import Guards
 from numpyro_fed.engines.remote import Loopback, RemoteSilos
 from numpyro_fed.handlers import mark_silos, silo_plate
 from numpyro_fed.inference_data import to_inference_data
@@ -36,6 +37,7 @@ __all__ = [
     "Comparison",
     "Diagnosis",
     "GossipLangevin",
+    "Guards",
     "Loopback",
     "MixedSilos",
     "Privacy",

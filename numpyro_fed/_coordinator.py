@@ -48,7 +48,9 @@ def _draw(grid: Any, context: Any) -> None:
             grace=min(30.0, told["wait"]),
         )
         fresh = not (folder / "checkpoint").exists()
-        silos = connect(messenger, module.model, public=public_of(module), fit=module.svi, fresh=fresh)
+        silos = connect(
+            messenger, module.model, shared=module.SHARED, public=public_of(module), fit=module.svi, fresh=fresh
+        )
         carrier: Any = silos.carrier
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always", UserWarning)

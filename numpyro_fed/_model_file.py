@@ -20,7 +20,8 @@ __all__ = ["load_model_file", "public_of", "silo_of_file"]
 def load_model_file(place: str | Path) -> ModuleType:
     """The module of a file that has a marked ``model``.
 
-    It may also have ``silo(table)``, which makes the model's arguments of a silo's table, ``ROWS`` and ``INDEX`` as of :class:`~numpyro_fed.Silos`, and one of
+    It may also have ``silo(table)``, which makes the model's arguments of a silo's table, ``SHARED``, the values of arguments that are the same everywhere,
+    ``ROWS`` and ``INDEX`` as of :class:`~numpyro_fed.Silos`, and one of
     ``svi``, an :class:`~numpyro_fed.SFVI` or :class:`~numpyro_fed.SFVIAvg` of the model, and ``kernel``, one of the Langevin kernels.
 
     :raises ValueError: in words, for a file that is none.
@@ -51,7 +52,10 @@ def load_model_file(place: str | Path) -> ModuleType:
         raise ValueError(
             f"{place}: kernel: expected fed.FSGLD or another kernel of fed, of this file's model, got {kernel!r}"
         )
-    vars(module).update(svi=svi, kernel=kernel)  # None where it has none
+    shared = getattr(module, "SHARED", {})
+    if not isinstance(shared, dict):
+        raise ValueError(f"{place}: SHARED: expected a dict, {{argument: value}}, got {type(shared).__name__}")
+    vars(module).update(svi=svi, kernel=kernel, SHARED=shared)  # None where it has none
     return module
 
 
@@ -60,10 +64,12 @@ def public_of(module: ModuleType) -> tuple[str, ...]:
     return () if module.kernel is None else tuple(module.kernel._options.public)
 
 
-def silo_of_file(module: ModuleType, name: str, place: str | Path) -> Silos:
+def silo_of_file(module: ModuleType, name: str, place: str | Path, columns: tuple[str, ...] | None = None) -> Silos:
     """One silo, of its table in a CSV or Parquet file.
 
     Without a ``silo(table)`` in the model file, each argument of the model is the column of its name.
+
+    :param columns: the only ones that the study may use; of others the model file sees nothing.
 
     :raises ValueError: in words, for a file that is no table, or lacks columns.
     """
@@ -74,9 +80,18 @@ def silo_of_file(module: ModuleType, name: str, place: str | Path) -> Silos:
         table = pd.read_parquet(place) if place.suffix == ".parquet" else pd.read_csv(place)
     except Exception as error:
         raise ValueError(f"{place}: expected a table in CSV or Parquet ({type(error).__name__}: {error})") from error
+    if columns is not None:
+        lacking = sorted(set(columns) - set(table.columns))
+        if lacking:
+            raise ValueError(f"guard columns: {place} has no columns {lacking}; it has {list(table.columns)}")
+        table = table[list(columns)]
     try:
         arguments = module.silo(table) if hasattr(module, "silo") else _columns(module, table)
     except KeyError as error:
+        if columns is not None:
+            raise ValueError(
+                f"guard columns: the study wants {error} of {place}; allowed are {list(columns)}"
+            ) from error
         raise ValueError(f"{place}: it has no column {error}; it has {list(table.columns)}") from error
     except (Exception, SystemExit) as error:
         raise ValueError(
@@ -87,7 +102,11 @@ def silo_of_file(module: ModuleType, name: str, place: str | Path) -> Silos:
             f"{place}: silo(table) of {module.__file__} gave {type(arguments).__name__}; expected a dict of the model's arguments, {{argument: array}}"
         )
     try:
-        return Silos({name: arguments}, rows=getattr(module, "ROWS", None), index=getattr(module, "INDEX", None))
+        return Silos(
+            {name: {**module.SHARED, **arguments}},
+            rows=getattr(module, "ROWS", None),
+            index=getattr(module, "INDEX", None),
+        )
     except (ValueError, TypeError, AttributeError) as error:
         raise ValueError(f"{place}, as silo(table) of {module.__file__} has it: {error}") from error
 
@@ -96,6 +115,8 @@ def _columns(module: ModuleType, table: pd.DataFrame) -> dict[str, np.ndarray]:
     """The model's arguments, each the column of its name."""
     out = {}
     for name in inspect.signature(module.model).parameters:
+        if name in module.SHARED:
+            continue
         column = table[name].to_numpy()
         if column.dtype.kind not in "biuf":
             raise ValueError(

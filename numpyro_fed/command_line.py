@@ -10,11 +10,13 @@ import click
 import numpy as np
 
 from numpyro_fed._model_file import load_model_file, public_of, silo_of_file
+from numpyro_fed.engines.answers import ANSWERED
+from numpyro_fed.engines.guards import Guards
 from numpyro_fed.engines.nvflare_jobs import NAME
 from numpyro_fed.engines.secure_sum import FEWEST_SILOS
 from numpyro_fed.engines.silo_side import SiloSide
 from numpyro_fed.mcmc._network import NetworkKernel
-from numpyro_fed.proof import prove
+from numpyro_fed.proof import prove_own
 
 __all__ = ["main"]
 
@@ -49,6 +51,27 @@ def main() -> None:
 @click.option(
     "--give-up", type=float, default=60.0, show_default=True, help="Seconds in which the server has to answer."
 )
+@click.option(
+    "--min-rows", type=click.IntRange(0), default=10, show_default=True, help="Guard: least rows; 0 turns it off."
+)
+@click.option(
+    "--min-level-rows",
+    type=click.IntRange(0),
+    default=3,
+    show_default=True,
+    help="Guard: least rows of a level of a column with two values; 0 turns it off.",
+)
+@click.option(
+    "--max-parameters",
+    type=click.FloatRange(0),
+    default=0.1,
+    show_default=True,
+    help="Guard: most global parameters for each row; 0 turns it off.",
+)
+@click.option("--columns", help="Guard: the only columns of the table that the study may use, with commas between.")
+@click.option(
+    "--ceiling", "ceilings", multiple=True, help="KIND=N: how many calls of a kind are answered at most; repeatable."
+)
 @click.option("--check", is_flag=True, help="Show what would leave, and connect to nobody.")
 @click.option("--yes", is_flag=True, help="Do not ask.")
 def silo(
@@ -60,6 +83,11 @@ def silo(
     key: Path | None,
     folder: Path | None,
     give_up: float,
+    min_rows: int,
+    min_level_rows: int,
+    max_parameters: float,
+    columns: str | None,
+    ceilings: tuple[str, ...],
     check: bool,
     yes: bool,
 ) -> None:
@@ -70,24 +98,28 @@ def silo(
         _check_name(name)
         module = load_model_file(model_file)
         place = folder or Path(f"numpyro-fed-{name}")
+        allowed = None if columns is None else tuple(column.strip() for column in columns.split(","))
+        guards = Guards(min_rows or None, min_level_rows or None, max_parameters or None)
         with tempfile.TemporaryDirectory() as nothing:  # a check does not look at what former runs left
             side = SiloSide(
-                silo_of_file(module, name, data),
+                silo_of_file(module, name, data, allowed),
                 module.model,
                 nothing if check else place,
                 public=public_of(module),
                 fit=module.svi,
+                guards=guards,
+                ceilings=_ceilings(ceilings),
             )
         # the density at the silo's own rows, and what the fit asks of a model
         if module.svi is None:
-            prove(side.factors, side.silos)
+            prove_own(side.factors, side.silos)
         else:
-            module.svi.prepared(side.silos)
+            module.svi.proved(side.silos)
     except Exception as error:  # of a program that the person did not write
         raise click.ClickException(
             str(error) if isinstance(error, ValueError) else f"{model_file}: {type(error).__name__}: {error}"
         ) from error
-    click.echo(what_leaves(side, place))
+    click.echo(what_leaves(side, place, guards, allowed))
     if check or server is None or ca is None:
         return
     if not yes:
@@ -95,10 +127,24 @@ def silo(
     _serve(side, server, ca, key, give_up)
 
 
-def what_leaves(side: SiloSide, folder: Path) -> str:
-    """What of a silo's data will leave it, in words and numbers.
+def _ceilings(given: tuple[str, ...]) -> dict[str, int]:
+    out = {}
+    for text in given:
+        kind, _, number = text.partition("=")
+        if kind not in ANSWERED or not number.isdigit():
+            raise ValueError(f"--ceiling {text}: expected KIND=N, with a kind of {list(ANSWERED)}")
+        out[kind] = int(number)
+    return out
+
+
+def what_leaves(
+    side: SiloSide, folder: Path, guards: Guards | None = None, columns: tuple[str, ...] | None = None
+) -> str:
+    """Return what of a silo's data will leave it, in words and numbers.
 
     :param folder: where its record will be.
+    :param guards: those that the silo has passed.
+    :param columns: the only ones of its table that the study may use.
     """
     d = side.factors.dim
     sizes = ", ".join(f"{n[0]:,} rows of {group!r}" for group, n in side.silos.sizes.items())
@@ -111,8 +157,9 @@ def what_leaves(side: SiloSide, folder: Path) -> str:
         *_shared(side),
         f"Leaves, in answer to the server ({d} global parameters, numbers of 4 bytes):",
     ]
-    for call, (what, numbers) in side.answered.items():
-        lines.append(f"  {call.split(':')[1]:<14} {what}" + (f"; {numbers}" if numbers else ""))
+    for kind in side.answered:
+        answer, ceiling = ANSWERED[kind], f" (at most {side.ceilings[kind]:,} times; {side.counts[kind]:,} so far)"
+        lines.append(f"  {kind:<14} {answer.leaves}" + (f"; {answer.numbers}" if answer.numbers else "") + ceiling)
     if side.closed is not None and (privacy := side.closed.privacy) is not None:
         lines.append(
             f"With noise: epsilon {privacy.epsilon:g}, delta {privacy.delta:g}, spent after {privacy.num_rounds:,} rounds; then no more is answered."
@@ -120,17 +167,18 @@ def what_leaves(side: SiloSide, folder: Path) -> str:
     if side.closed is not None and side.closed.sums:
         lines.append("Masked: of the answers to rounds the server sees the sum over all silos alone.")
     lines += [
+        *(() if guards is None else (f"Guards: {guards!r}; columns: {', '.join(columns or ['all'])}.",)),
         "Nothing whose length depends on the number of rows is sent: each kind of answer is tried with a row more, and refused if it grows.",
-        f"Every message is listed in {folder / 'audit.jsonl'}.",
+        f"Every message is listed in {folder / 'audit.jsonl'}, with the positions that were asked about.",
     ]
     return "\n".join(lines)
 
 
 def _shared(side: SiloSide) -> list[str]:
-    """Arguments that are as many rows as no plate has elements: they are told by value."""
+    """The arguments that are as many rows as no plate has elements: they are compared here."""
     shared = ", ".join(f"{k} {list(np.shape(v))}" for k, v in sorted(side.silos.shared.items()))
     return (
-        [f"LEAVES WITH ITS VALUES, if it is the same in all silos: {shared} (not as long as the rows above)."]
+        [f"Compared here with the coordinator's values, and not sent: {shared} (not as long as the rows above)."]
         if shared
         else []
     )

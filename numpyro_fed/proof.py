@@ -185,7 +185,8 @@ def _cut_in_two(silos: Silos, seed: int) -> Silos | None:
         for leaf, target in silos.index.items()
         for x in [silos.rows[leaf]]
     ]
-    one, other = (np.concatenate([np.zeros(0, int), *side]) for side in zip(*ends, strict=True)) if ends else ([], [])
+    none = np.zeros(0, int)
+    one, other = (np.concatenate([none, *(pair[side] for pair in ends)]) for side in range(2))
     links = coo_matrix((np.ones(len(one)), (one, other)), (total, total))
     num, part = connected_components(links, directed=False)
     rng = np.random.default_rng(seed)
@@ -227,9 +228,7 @@ def _made_up(factors: Factors, silos: Silos, seed: int) -> Silos | None:
     return None
 
 
-def _made_up_rows(
-    silos: Silos, rng: np.random.Generator, low: int, high: int, all_whole: bool
-) -> Silos:
+def _made_up_rows(silos: Silos, rng: np.random.Generator, low: int, high: int, all_whole: bool) -> Silos:
     """Two silos of the same kind, whose whole numbers are from ``low`` to below ``high``."""
     sizes = {g: tuple(n + 2 * i for n in _MADE_UP) for i, g in enumerate(silos.sizes)}
 

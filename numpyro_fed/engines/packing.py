@@ -22,14 +22,16 @@ from jax import random
 
 from numpyro_fed.engines.files import write_whole
 
-__all__ = ["outline", "pack", "unpack", "wire_name", "write_whole"]
+__all__ = ["WIRE_DTYPES", "name_of", "outline", "pack", "unpack", "wire_name", "write_whole"]
 
 _MARK = b"fed2"
 _CHECKSUM = 16  # bytes
 _START = len(_MARK) + _CHECKSUM + 8  # where the text begins
 _MAX_TEXT = 8 << 20  # bytes; a text of so many numbers takes some ten times as much memory
-_DTYPES = ("bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64")
-_DTYPES += ("float16", "float32", "float64", "complex64", "complex128")
+WIRE_DTYPES = (
+    *("bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"),
+    *("float16", "float32", "float64", "complex64", "complex128"),
+)
 _KEYS = ("threefry2x32", "rbg", "unsafe_rbg")
 
 _CLASSES: dict[str, type] = {}
@@ -70,7 +72,11 @@ def _class_of(name: str) -> type | None:
     return _CLASSES.get(name) or _optax_states(len(sys.modules)).get(name)
 
 
-def _name_of(kind: type) -> str:
+def name_of(kind: type) -> str:
+    """Return the wire name of a class.
+
+    :raises TypeError: for a class that has none.
+    """
     name = _names(len(_CLASSES)).get(kind)
     if name is None:
         name = f"{kind.__module__}:{kind.__qualname__}"
@@ -150,7 +156,7 @@ def _described(value: Any, own: Mapping[Any, str], arrays: list[np.ndarray]) -> 
         arrays.append(np.ascontiguousarray(x, x.dtype.newbyteorder("<")))
         return {"array": [name, list(x.shape)]}
     if dataclasses.is_dataclass(value) or hasattr(value, "_fields"):
-        name = _name_of(type(value))
+        name = name_of(type(value))
         fields = [f.name for f in dataclasses.fields(value)] if dataclasses.is_dataclass(value) else value._fields
         return {"of": name, "fields": {k: _described(getattr(value, k), own, arrays) for k in fields}}
     if isinstance(value, list | tuple):
@@ -163,7 +169,7 @@ def _described(value: Any, own: Mapping[Any, str], arrays: list[np.ndarray]) -> 
 
 
 def _dtype_name(dtype: Any) -> str:
-    if str(dtype) not in _DTYPES:
+    if str(dtype) not in WIRE_DTYPES:
         raise TypeError(f"expected arrays of numbers, got one of {dtype}")
     return str(dtype)
 
@@ -209,8 +215,8 @@ class _Reader:
 
     @staticmethod
     def _dtype(name: Any) -> np.dtype:
-        if name not in _DTYPES:
-            raise ValueError(f"a packed array is of type {str(name)[:50]!r}; expected one of {_DTYPES}")
+        if name not in WIRE_DTYPES:
+            raise ValueError(f"a packed array is of type {str(name)[:50]!r}; expected one of {WIRE_DTYPES}")
         return np.dtype(name).newbyteorder("<")
 
     @staticmethod

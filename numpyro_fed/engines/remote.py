@@ -63,6 +63,7 @@ class Call(NamedTuple):
     write: int | None = None
 
 
+_SMALL = 1 << 13  # rows up to which a silo is padded to the largest, so that silos share a program
 TRIES = 5  # times that a silo is asked that a round cannot do without
 
 
@@ -174,21 +175,22 @@ class Site:
 
     :param number: its place among all silos.
     :param rows: its rows.
+    :param pad: to how many rows of each row group they are padded.
     """
 
-    def __init__(self, number: int, rows: SiloAlone) -> None:
-        self.number, self.rows = number, rows
+    def __init__(self, number: int, rows: SiloAlone, pad: tuple[tuple[str, int], ...]) -> None:
+        self.number, self.rows, self.pad = number, rows, pad
         self.kept: dict[int, Any] = {}
 
     def reply(self, call: Call, state: Any) -> tuple[Any, Any]:
         """The reply to a call, and the new private state."""
         number = np.int32(self.number)  # an array of JAX's would be one more program to dispatch
-        return _answer(call.local, largest(self.rows), call.key, call.message, state, self.rows, number)
+        return _answer(call.local, self.pad, call.key, call.message, state, self.rows, number)
 
     def type_of(self, local: Callable, message: Any, state: Any) -> tuple[Any, Any]:
         """Shapes and types of a reply and of the new private state, of a message's and of the old one's."""
         number = jax.ShapeDtypeStruct((), jnp.int32)
-        ask = partial(_answer, local, largest(self.rows))
+        ask = partial(_answer, local, self.pad)
         found: tuple[Any, Any] = jax.eval_shape(ask, random.key(0), message, state, self.rows, number)
         return found
 
@@ -214,15 +216,17 @@ def site_of(silos: Silos, name: str, known: Silos | None = None) -> Site:
     number = known.names.index(name)
     rows: dict[str, Array] = {}
     order: dict[str, Array] = {}
-    for group, sizes in known.sizes.items():
-        inside = np.minimum(np.arange(max(sizes)), sizes[number] - 1)
+    # what another silo says of its size costs this one no more than a small silo's time
+    pad = tuple((g, max(n[number], min(max(n), _SMALL))) for g, n in known.sizes.items())
+    for group, count in pad:
+        inside = np.minimum(np.arange(count), known.sizes[group][number] - 1)
         own = silos.offsets(group)[here] + inside
         order[group] = (
             silos.order[group][own] if known is silos else jnp.asarray(known.offsets(group)[number] + inside, jnp.int32)
         )
         rows |= {leaf: x[own] for leaf, x in silos.rows.items() if silos.group[leaf] == group}
     aux, shared = list(known._aux()[:7]), {k: silos.shared[k] for k in silos._arrays}
-    return Site(number, SiloAlone.tree_unflatten(tuple(aux), (rows, order, shared)))
+    return Site(number, SiloAlone.tree_unflatten(tuple(aux), (rows, order, shared)), pad)
 
 
 def resized(known: Silos, sizes: Mapping[str, Sequence[int]]) -> Silos:
@@ -236,11 +240,12 @@ def resized(known: Silos, sizes: Mapping[str, Sequence[int]]) -> Silos:
 
 def nowhere(known: Silos) -> Site:
     """A site of which types alone are known: what it would answer to a call has shapes and types."""
-    pad = dict(largest(known))
+    most = largest(known)
+    pad = dict(most)
     rows = {k: jax.ShapeDtypeStruct((pad[known.group[k]], *x.shape[1:]), x.dtype) for k, x in known.rows.items()}
     order = {g: jax.ShapeDtypeStruct((n,), jnp.int32) for g, n in pad.items()}
     shared = {k: known.shared[k] for k in known._arrays}
-    return Site(0, SiloAlone.tree_unflatten(tuple(known._aux()[:7]), (rows, order, shared)))
+    return Site(0, SiloAlone.tree_unflatten(tuple(known._aux()[:7]), (rows, order, shared)), most)
 
 
 class Loopback(Carrier):

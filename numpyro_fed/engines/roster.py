@@ -2,7 +2,7 @@
 
 import hashlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from typing import Any
@@ -14,10 +14,12 @@ import numpyro
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from numpyro_fed.density import Factors
+from numpyro_fed.engines.packing import WIRE_DTYPES
 from numpyro_fed.silos import Silos
 
 __all__ = [
     "as_values",
+    "checked",
     "description",
     "fingerprint",
     "fit_together",
@@ -51,23 +53,59 @@ def from_values(values: dict[str, Any]) -> Silos:
     return Silos.tree_unflatten(values["what"], (values["rows"], {}, shared))
 
 
-def description(silos: Silos) -> dict[str, Any]:
-    """What is told of silos at first: names, sizes, types; of shared arguments a hash, since one that is not the same everywhere is private."""
+def description(silos: Silos, values: bool = False) -> dict[str, Any]:
+    """Return what is told of silos at first: names, sizes and types.
 
-    def hashed(name: str, value: Any) -> str:
+    :param values: whether of shared arguments a hash is told, too, among those who may know them;
+        of a value that can be guessed, a hash is the value.
+    """
+
+    def outlined(name: str, value: Any) -> list[Any]:
         if name not in silos._arrays:
-            return _hash(repr(value))
+            return [type(value).__name__, _hash(repr(value)) if values else ""]
         x = np.asarray(value)
-        return _hash(repr((str(x.dtype), x.shape)).encode() + x.tobytes())
+        return [f"{x.dtype}{list(x.shape)}", _hash(x.tobytes()) if values else ""]
 
-    shared = {k: hashed(k, v) for k, v in silos.shared.items()}
     return {
         "names": list(silos.names),
         "sizes": {g: list(n) for g, n in silos.sizes.items()},
         "rows": {k: [silos.group[k], str(x.dtype), list(x.shape[1:])] for k, x in sorted(silos.rows.items())},
         "index": dict(sorted(silos.index.items())),
-        "shared": dict(sorted(shared.items())),
+        "shared": {k: outlined(k, v) for k, v in sorted(silos.shared.items())},
     }
+
+
+def checked(about: Any, who: str, max_rows: int) -> dict[str, Any]:
+    """Return a description that is put together as one.
+
+    :param who: whose, for messages.
+    :param max_rows: most rows of a silo in a row group.
+    :raises ValueError: naming the party.
+    """
+    parts = {"names": list, "sizes": dict, "rows": dict, "index": dict, "shared": dict}
+    if not isinstance(about, dict) or any(not isinstance(about.get(k), kind) for k, kind in parts.items()):
+        raise ValueError(f"{who} does not describe its data; expected {list(parts)}")
+    texts = [*about["names"], *about["index"].values()]
+    rows = [x for x in about["rows"].values() if isinstance(x, list) and len(x) == 3]
+    whole = len(rows) == len(about["rows"]) > 0 and all(
+        isinstance(g, str) and d in WIRE_DTYPES and isinstance(s, list) and all(type(n) is int and n >= 0 for n in s)
+        for g, d, s in rows
+    )
+    groups = {g for g, _, _ in rows}
+    if not all(isinstance(x, str) for x in texts) or not whole or set(about["sizes"]) != groups:
+        raise ValueError(f"{who} describes rows of no known kind; expected names, and types of arrays of numbers")
+    if not set(about["index"]) <= set(about["rows"]) or not set(about["index"].values()) <= groups:
+        raise ValueError(f"{who} describes indices of arguments, or into rows, that it does not have")
+    for group, sizes in about["sizes"].items():
+        if not isinstance(sizes, list) or len(sizes) != len(about["names"]):
+            raise ValueError(f"{who} does not say how many rows of {group!r} each of its silos has")
+        wrong = [n for n in sizes if type(n) is not int or not 1 <= n <= max_rows]
+        if wrong:
+            raise ValueError(
+                f"{who} says that it has {str(wrong[0])[:30]} rows of {group!r}; expected 1 to {max_rows:,}: if it is right, "
+                "connect(..., max_rows=...)"
+            )
+    return about
 
 
 def fit_together(told: Sequence[dict[str, Any]], who: Sequence[str]) -> None:
@@ -93,12 +131,12 @@ def fit_together(told: Sequence[dict[str, Any]], who: Sequence[str]) -> None:
             )
 
 
-def known_of(silos: Silos, told: Sequence[dict[str, Any]], who: Sequence[str]) -> Silos:
-    """What is known of all silos, from what each party says of its own.
+def known_of(told: Sequence[dict[str, Any]], who: Sequence[str], shared: Mapping[str, Any]) -> Silos:
+    """Return what is known of all silos, from what each party says of its own.
 
-    :param silos: any that are like them, whose shared arguments are taken.
     :param told: descriptions.
     :param who: whose, for messages.
+    :param shared: values of the shared arguments.
     :raises ValueError: naming the party, where they do not fit together.
     """
     fit_together(told, who)
@@ -106,11 +144,25 @@ def known_of(silos: Silos, told: Sequence[dict[str, Any]], who: Sequence[str]) -
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise ValueError(f"silos {twice} are with more than one party; expected each name once")
-    sizes = {g: tuple(n for other in told for n in other["sizes"][g]) for g in silos.sizes}
-    aux = list(silos._aux())
-    aux[0], aux[4] = tuple(names), tuple(sorted(sizes.items()))
-    rows = {k: jax.ShapeDtypeStruct((sum(sizes[silos.group[k]]), *x.shape[1:]), x.dtype) for k, x in silos.rows.items()}
-    return Silos.tree_unflatten(tuple(aux), (rows, {}, {k: silos.shared[k] for k in silos._arrays}))
+    first = told[0]
+    sizes = {g: tuple(n for other in told for n in other["sizes"][g]) for g in first["sizes"]}
+    rows = {
+        k: jax.ShapeDtypeStruct((sum(sizes[group]), *shape), jnp.dtype(dtype))
+        for k, (group, dtype, shape) in first["rows"].items()
+    }
+    arrays = {k: jnp.asarray(v) for k, v in shared.items() if isinstance(v, np.ndarray | jax.Array)}
+    static = tuple(sorted((k, v) for k, v in shared.items() if k not in arrays))
+    group = tuple(sorted((k, g) for k, (g, _, _) in first["rows"].items()))
+    aux = (
+        tuple(names),
+        tuple(sorted(arrays)),
+        (),
+        group,
+        tuple(sorted(sizes.items())),
+        tuple(sorted(first["index"].items())),
+        static,
+    )
+    return Silos.tree_unflatten(aux, (rows, {}, arrays))
 
 
 def fingerprint(factors: Factors, known: Silos, fit: Any = None) -> dict[str, Any]:

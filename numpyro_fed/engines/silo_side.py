@@ -5,7 +5,8 @@ import hashlib
 import json
 import time
 import traceback
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +14,22 @@ import jax
 import numpy as np
 
 from numpyro_fed.density import Factors
+from numpyro_fed.engines.answers import ANSWERED, FIT_CALLS, MAX_MESSAGE, MAX_REFUSED, MAX_SETTINGS, MAX_SLOTS
 from numpyro_fed.engines.closed import Closed
-from numpyro_fed.engines.packing import outline, pack, unpack, write_whole
+from numpyro_fed.engines.files import read_sealed, write_sealed
+from numpyro_fed.engines.guards import Guards
+from numpyro_fed.engines.packing import name_of, outline, pack, unpack
 from numpyro_fed.engines.remote import Call, Site, nowhere, resized, site_of, types_of
-from numpyro_fed.engines.roster import as_values, description, fingerprint, from_values, rows_hash, versions
-from numpyro_fed.engines.wire import ANSWERED, PROTOCOL, owned
+from numpyro_fed.engines.roster import checked, description, fingerprint, from_values, rows_hash, versions
+from numpyro_fed.engines.wire import PROTOCOL, owned
 from numpyro_fed.factorise import factorise
 from numpyro_fed.local_map import Units
+from numpyro_fed.proof import ProofError, prove_own
 from numpyro_fed.silos import Silos
-from numpyro_fed.storage import largest
 
 __all__ = ["Refusal", "SiloSide"]
+
+_MAX_RECORDED = 10_000  # numbers of an array that the record has in full
 
 
 class Refusal(ValueError):
@@ -34,15 +40,19 @@ class SiloSide:
     """Answers the server's messages from one silo's rows.
 
     What it keeps for itself (local latents, the local map, what it was told) lies in its folder, so that a new process with the same arguments goes on where
-    another was killed; a message that comes twice is answered twice alike. A call is answered only if it is one of :data:`~numpyro_fed.engines.wire.ANSWERED`, and
-    only if no array of its reply would grow with the number of rows. ``audit.jsonl`` in the folder has a line for every message.
+    another was killed; a message that comes twice is answered twice alike. A call is answered only if it is one of
+    :data:`~numpyro_fed.engines.answers.ANSWERED`, fewer were answered in this folder than its ceiling, and no array of its
+    reply would grow with the number of rows. Before the first answer the silo checks the model on its own rows, cut in two.
+    ``audit.jsonl`` in the folder has a line for every message, with the positions that were asked about.
 
     :param silos: one silo, with its rows.
     :param model: the marked model, as the server has it.
     :param folder: where it keeps its state; made if need be.
     :param public: as of the kernel.
     :param fit: the :class:`SFVI` or :class:`SFVIAvg` that it takes part in, as the server has it; chains need none.
-    :raises ValueError: for more than one silo, and where the folder is of other rows, another model or other versions: a run that had begun would go on with
+    :param guards: what the rows must be (:class:`Guards`); by default nothing.
+    :param ceilings: for a kind of call, how many are answered in all; by default those of the list.
+    :raises ValueError: for more than one silo, rows that a guard refuses, and where the folder is of other rows, another model or other versions: a run that had begun would go on with
         others.
 
     Example::
@@ -59,7 +69,15 @@ class SiloSide:
     """
 
     def __init__(
-        self, silos: Silos, model: Callable, folder: str | Path, *, public: tuple[str, ...] = (), fit: Any = None
+        self,
+        silos: Silos,
+        model: Callable,
+        folder: str | Path,
+        *,
+        public: tuple[str, ...] = (),
+        fit: Any = None,
+        guards: Guards | None = None,
+        ceilings: Mapping[str, int] | None = None,
     ) -> None:
         if not isinstance(silos, Silos) or len(silos) != 1:
             raise ValueError(f"expected fed.Silos of one silo, got {silos!r}")
@@ -68,6 +86,11 @@ class SiloSide:
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         self.factors = factorise(model, silos, public=self.public)
+        if guards is not None:
+            guards.check(silos, self.factors.dim)
+        self.ceilings = {kind: answer.most for kind, answer in ANSWERED.items()} | _checked_ceilings(ceilings)
+        self.counts = _counted(self.folder / "audit.jsonl")
+        self._proved = False
         self.closed = Closed(self.folder, self.name, fit) if fit is not None and fit.closed else None
         self.site: Site | None = None
         self._kinds: dict[int, Any] = {}  # of each slot the types, were there a row more
@@ -75,7 +98,7 @@ class SiloSide:
         self._messages = 0
         self._asked: list[Any] = []
         if (self.folder / "open.bin").exists():
-            self._reopen(unpack((self.folder / "open.bin").read_bytes()))
+            self._reopen(unpack(read_sealed(self.folder / "open.bin", "open")))
 
     def answer(self, data: bytes) -> bytes:
         """The answer to a message; an error in words where there is none.
@@ -85,9 +108,16 @@ class SiloSide:
         started, what = time.time(), "?"
         try:
             self._asked = []
-            request = unpack(data)
-            what = str(request["what"])
-            answers = {"hello": self._hello, "values": self._values, "open": self._opened, "calls": self._calls}
+            if len(data) > MAX_MESSAGE:
+                raise Refusal(f"a message of {len(data):,} bytes; expected at most {MAX_MESSAGE:,}")
+            try:
+                request = unpack(data)
+            except ValueError as error:
+                raise Refusal(str(error)) from error
+            answers = {"hello": self._hello, "open": self._opened, "calls": self._calls}
+            if not isinstance(request, dict) or request.get("what") not in answers:
+                raise Refusal(f"expected a message of one of the kinds {list(answers)}")
+            what = request["what"]
             answer = answers[what](request)
         except Refusal as error:
             answer = {"error": str(error)}
@@ -99,15 +129,11 @@ class SiloSide:
         return sent
 
     @property
-    def answered(self) -> dict[str, tuple[str, str]]:
-        """Of :data:`~numpyro_fed.engines.wire.ANSWERED` what this silo answers, with its fit or without one."""
+    def answered(self) -> tuple[str, ...]:
+        """The kinds of call that this silo answers, with its fit or without one."""
         if self.closed is not None:
-            return {call: what for call, what in ANSWERED.items() if call.split(":")[1] in self.closed.allowed}
-        return {
-            call: what
-            for call, what in ANSWERED.items()
-            if self.fit is not None or not call.startswith("numpyro_fed.vi.")
-        }
+            return tuple(kind for kind in ANSWERED if kind in self.closed.allowed)
+        return tuple(kind for kind in ANSWERED if self.fit is not None or kind not in FIT_CALLS)
 
     def will_leave(self, answer: dict[str, Any]) -> list[list[Any]]:
         """Name, type and shape of every array of an answer."""
@@ -128,25 +154,29 @@ class SiloSide:
             line["error"] = answer["error"]
         if what == "calls":
             line["calls"] = self._asked
+        if what == "open" and "error" in answer:
+            self.counts["refused"] += 1
         with (self.folder / "audit.jsonl").open("a") as log:
             log.write(json.dumps(line) + "\n")
 
     def _hello(self, request: dict[str, Any]) -> dict[str, Any]:
-        if request["protocol"] != PROTOCOL:
+        if request.get("protocol") != PROTOCOL:
             raise Refusal(
-                f"the server speaks protocol {request['protocol']}, expected {PROTOCOL}; install one version of numpyro_fed everywhere"
+                f"the server speaks protocol {str(request.get('protocol'))[:20]}, expected {PROTOCOL}; install one "
+                "version of numpyro_fed everywhere"
             )
         return {"about": description(self.silos), "versions": versions()}
 
-    def _values(self, request: dict[str, Any]) -> dict[str, Any]:
-        return {"silos": as_values(self.silos)}
-
     def _opened(self, request: dict[str, Any]) -> dict[str, Any]:
+        if self.counts["refused"] >= MAX_REFUSED:
+            raise Refusal(
+                f"it has refused {MAX_REFUSED} connections, each of which could be a guess at what it has; expected a "
+                "person at the silo to look at its audit.jsonl, and to start it with a new folder"
+            )
+        self._prove()
         model = self._open(request)
         assert self.site is not None
-        if self.closed is not None:
-            self._prove()
-        write_whole(self.folder / "open.bin", pack({"request": request, **self._same(model)}))
+        write_sealed(self.folder / "open.bin", pack({"request": request, **self._same(model)}), "open")
         if request["fresh"]:
             for slot in list(self.site.kept):
                 self._drop(slot)
@@ -171,11 +201,22 @@ class SiloSide:
 
     def _open(self, request: dict[str, Any]) -> dict[str, Any]:
         """Take the place that it has among all silos."""
-        known = from_values(request["silos"])
+        try:
+            known = from_values(request["silos"])
+            other = checked(description(known, values=True), "the server's list", 10**9)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise Refusal("the server says of the silos what is not put together as that") from error
+        if type(request["server"]) is not int or type(request["fresh"]) is not bool:
+            raise Refusal("the server says of itself what is not put together as that")
         if self.name not in known.names:
             raise Refusal(f"expected to be among the silos, got {list(known.names)}")
-        other = description(known)
-        for what, own in description(self.silos).items():
+        for what, own in description(self.silos, values=True).items():
+            if what == "shared" and other[what] != own:
+                odd = sorted(k for k in {*own, *other[what]} if own.get(k) != other[what].get(k))
+                raise Refusal(
+                    f"the server has other values than it of {odd}, which without rows= count as shared arguments, the "
+                    "same everywhere; expected the same value, or an entry in rows= for what is a silo's own"
+                )
             if what not in ("names", "sizes") and other[what] != own:
                 raise Refusal(f"the server says {what} {other[what]}, it has {own}")
         mine = {g: n[0] for g, n in self.silos.sizes.items()}
@@ -185,25 +226,31 @@ class SiloSide:
         self.site = site_of(self.silos, self.name, known)
         self._grows = {}  # types of another roster's padding
         self._own, self._wide = (
-            owned(self.factors, known, self.fit),
+            owned(self.factors, known, self.fit, self.site.pad),
             nowhere(resized(known, {g: [n + 1 for n in own] for g, own in known.sizes.items()})),
         )
         for place in self.folder.glob("slot-*.bin"):
             slot = int(place.stem.removeprefix("slot-"))
-            self.site.kept[slot], self._kinds[slot] = unpack(place.read_bytes())
+            self.site.kept[slot], self._kinds[slot] = unpack(read_sealed(place, "slot"))
         self._known, self._server = known, request["server"]
         self._plan_for: bool | None = None
         if self.closed is not None:
-            self._worded(self.closed.join, known.names, pack(as_values(known)))
+            self._worded(self.closed.join, known.names, pack(request["silos"]))
         return fingerprint(self.factors, known, self.fit)
 
     def _prove(self) -> None:
-        """The proof check of its own rows, for itself: nobody else may look at them. What is wrong may quote numbers, and stays."""
+        """Check the model on its own rows, once; what kind of thing is wrong leaves, and no number."""
+        if self._proved:
+            return
         try:
-            self.fit.proved(self.silos)
-        except ValueError as error:
+            if self.fit is None:
+                prove_own(self.factors, self.silos)
+            else:
+                self.fit.proved(self.silos)
+        except ProofError as error:
             self._log()
-            raise Refusal("its rows do not pass the proof check; its own errors.log has more") from error
+            raise Refusal(f"{error.plain}; its own errors.log has more") from error
+        self._proved = True
 
     def _log(self) -> None:
         with (self.folder / "errors.log").open("a") as log:
@@ -212,7 +259,7 @@ class SiloSide:
     def _calls(self, request: dict[str, Any]) -> dict[str, Any]:
         if self.site is None:
             raise Refusal("it was asked before it was told of the others; connect first")
-        if request["server"] != self._server:
+        if request.get("server") != self._server:
             raise Refusal("another server has connected since; expected one at a time")
         if "independent" in request and self.fit is None:
             raise Refusal(
@@ -221,12 +268,16 @@ class SiloSide:
         if "independent" in request and self._plan_for is not request["independent"]:
             self._plan_for = bool(request["independent"])
             self._own["plan"] = self.fit.planned(self._known, self._plan_for)
-        inside, wide = request["calls"].tobytes(), {**self._own, "pad": largest(self._wide.rows)}
+        try:
+            inside, forget = request["calls"].tobytes(), [_slot(n) for n in request["forget"]]
+            wide = {**self._own, "pad": self._wide.pad}
+            calls = [_call(self.site.number, values) for values in unpack(inside, self._own)]
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise Refusal(f"its calls are not put together as calls ({error})") from error
         replies = []
-        for i, values in enumerate(unpack(inside, self._own)):
-            call = Call(self.site.number, *values)
-            settings = {} if call.local is None else outline(call.local, self._own)
-            self._asked.append({"call": settings, "read": call.read, "write": call.write})
+        for i, call in enumerate(calls):
+            self._asked.append(_record(call, self._own))
+            self._within_ceilings(call)
             state = self._kept(call)
             kind = self._allow(call, lambda i=i: unpack(inside, wide)[i][0], state)
             label = ""
@@ -238,11 +289,26 @@ class SiloSide:
             else:
                 replies.append(self._worded(self.closed.let_out, call.local, reply, label))
             if call.write is not None:
-                write_whole(self.folder / f"slot-{int(call.write)}.bin", pack((new, kind)))
+                write_sealed(self.folder / f"slot-{call.write}.bin", pack((new, kind)), "slot")
                 self.site.kept[call.write], self._kinds[call.write] = new, kind
-        for slot in request["forget"]:
-            self._drop(int(slot))
+        for slot in forget:
+            self._drop(slot)
         return {"replies": replies}
+
+    def _within_ceilings(self, call: Call) -> None:
+        """Count a call, or refuse it."""
+        assert self.site is not None
+        kind = name_of(type(call.local))
+        if kind not in ANSWERED or (self.fit is None and kind in FIT_CALLS):
+            raise Refusal(f"it does not answer {kind}; expected one of the calls that it knows")
+        if self.counts[kind] >= self.ceilings[kind]:
+            raise Refusal(
+                f"it has answered {self.counts[kind]:,} calls of kind {kind}, its ceiling for a study; expected fewer, or a "
+                f"person at the silo who allows more (numpyro-fed silo --ceiling {kind}=N)"
+            )
+        if call.write is not None and len(self.site.kept) >= MAX_SLOTS:
+            raise Refusal(f"it keeps {MAX_SLOTS:,} states; expected a server that has it forget some")
+        self.counts[kind] += 1
 
     @staticmethod
     def _worded(check: Callable, *args: Any) -> Any:
@@ -267,9 +333,6 @@ class SiloSide:
         :return: types of what it writes, were there a row more.
         """
         assert self.site is not None
-        kind = type(call.local)
-        if f"{kind.__module__}:{kind.__qualname__}" not in ANSWERED:
-            raise Refusal(f"it does not answer {kind.__name__}; expected one of the calls that it knows")
         self._all_rows(call.local)
         spec, wide = types_of(call.message), jax.tree.map(self._kinds.__getitem__, call.read)
         key = (call.local, str((spec, wide)))
@@ -283,7 +346,7 @@ class SiloSide:
             ]
             if grown:
                 raise Refusal(
-                    f"the reply to {kind.__name__} would be longer with one row more ({grown[0]}); expected replies that are as long for any number of rows"
+                    f"the reply to {type(call.local).__name__} would be longer with one row more ({grown[0]}); expected replies that are as long for any number of rows"
                 )
             self._grows[key] = new
         return self._grows[key]
@@ -294,7 +357,7 @@ class SiloSide:
         why = None
         if isinstance(part, Factors) and not any(part is own for own in self._own.values()):
             why = "a model"
-        elif isinstance(part, Units) and part.pad != largest(self.site.rows):
+        elif isinstance(part, Units) and part.pad != self.site.pad:
             why = "a number of elements"
         elif getattr(part, "algorithm", None) not in (None, getattr(self.fit, "algorithm", None)):
             why = "an algorithm"
@@ -305,6 +368,10 @@ class SiloSide:
         elif hasattr(part, "batch") and (part.batch is not None or getattr(part, "num_kept", 1) != 1):
             why = "a minibatch"
         self._refused(why)
+        for setting, most in MAX_SETTINGS.items():
+            value = getattr(part, setting, 0)
+            if isinstance(value, int) and not 0 <= value <= most:
+                raise Refusal(f"it is asked with {setting}={value:,}; expected at most {most:,}")
         if dataclasses.is_dataclass(part) and not isinstance(part, Factors):
             for one in dataclasses.fields(part):
                 self._all_rows(getattr(part, one.name))
@@ -319,3 +386,62 @@ class SiloSide:
         self.site.kept.pop(slot, None)
         self._kinds.pop(slot, None)
         (self.folder / f"slot-{slot}.bin").unlink(missing_ok=True)
+
+
+def _slot(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 1 << 63:
+        raise ValueError(f"a slot is {str(value)[:30]}, expected a whole number")
+    return value
+
+
+def _call(number: int, values: Any) -> Call:
+    """A call whose slots are numbers, of as many points as may be asked about at one time."""
+    call = Call(number, *values)
+    name_of(type(call.local))
+    jax.tree.map(_slot, (call.read, call.write))
+    sizes = [np.shape(x)[0] for x in jax.tree.leaves(call.message) if np.ndim(x)]
+    if max(sizes, default=0) > MAX_SETTINGS["points"]:
+        raise ValueError(f"it is asked about {max(sizes):,} points, expected at most {MAX_SETTINGS['points']:,}")
+    return call
+
+
+def _record(call: Call, own: Mapping[str, Any]) -> dict[str, Any]:
+    """What the silo's record has of a call: its settings, and what it was told, in full where that is short."""
+
+    def told(x: Any) -> Any:
+        if jax.dtypes.issubdtype(getattr(x, "dtype", None), jax.dtypes.prng_key):
+            x = jax.random.key_data(x)
+        x = np.asarray(x)
+        if x.size <= _MAX_RECORDED and x.dtype.kind in "biuf":
+            return x.tolist()
+        return {"shape": list(x.shape), "sha256": hashlib.sha256(x.tobytes()).hexdigest()}
+
+    leaves = jax.tree_util.tree_leaves_with_path(call.message)
+    return {
+        "kind": name_of(type(call.local)),
+        "settings": outline(call.local, own),
+        "read": call.read,
+        "write": call.write,
+        "key": told(call.key),
+        "told": {jax.tree_util.keystr(path): told(x) for path, x in leaves},
+    }
+
+
+def _counted(record: Path) -> Counter[str]:
+    """How many calls of each kind, and refused connections, a record has."""
+    counts: Counter[str] = Counter()
+    for text in record.read_text().splitlines() if record.exists() else ():
+        try:
+            line = json.loads(text)
+        except ValueError:  # broken off: nothing was answered after it
+            continue
+        counts.update(call["kind"] for call in line.get("calls", ()))
+        counts["refused"] += line["what"] == "open" and "error" in line
+    return counts
+
+
+def _checked_ceilings(ceilings: Mapping[str, int] | None) -> dict[str, int]:
+    for kind, most in (ceilings or {}).items():
+        if kind not in ANSWERED or type(most) is not int or most < 0:
+            raise ValueError(f"ceilings: expected whole numbers for some of {list(ANSWERED)}, got {kind!r}: {most!r}")
+    return dict(ceilings or {})

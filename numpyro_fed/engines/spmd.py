@@ -134,8 +134,8 @@ def connect(silos: Silos) -> RemoteSilos:
     :param silos: this process's own.
     :raises ValueError: naming the process, where silos do not fit together.
     """
-    told = [json.loads(text) for text in _gather_text(json.dumps(description(silos)))]
-    known = known_of(silos, told, [f"process {i}" for i in range(len(told))])
+    told = [json.loads(text) for text in _gather_text(json.dumps(description(silos, values=True)))]
+    known = known_of(told, [f"process {i}" for i in range(len(told))], silos.shared)
     owner = [process for process, other in enumerate(told) for _ in other["names"]]
     sites = {known.names.index(name): site_of(silos, name, known) for name in silos.names}
     return RemoteSilos(known, Spmd(sites, owner, silos))

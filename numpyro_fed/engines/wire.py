@@ -2,12 +2,12 @@
 
 A carrier between organisations brings bytes to a silo by name, and bytes back (:class:`Messenger`). First silos say what they are (names and numbers of
 rows, types, shared arguments), then each is told of the others and says which model it has: its program, and versions. After that all messages are calls, of
-:data:`ANSWERED` alone, and replies, whose shapes and types the server knows beforehand. Nothing is pickled. The silo's side is :mod:`numpyro_fed.engines.silo_side`.
+:data:`~numpyro_fed.engines.answers.ANSWERED` alone, and replies, whose shapes and types the server knows beforehand. Nothing is pickled. The silo's side is :mod:`numpyro_fed.engines.silo_side`.
 """
 
 import secrets
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -16,62 +16,15 @@ import numpy as np
 from numpyro_fed.density import Factors
 from numpyro_fed.engines.packing import pack, unpack
 from numpyro_fed.engines.remote import Call, Carrier, RemoteSilos, SiloError, nowhere
-from numpyro_fed.engines.roster import (
-    as_values,
-    description,
-    fingerprint,
-    fit_together,
-    from_values,
-    known_of,
-    versions,
-)
+from numpyro_fed.engines.roster import as_values, checked, fingerprint, known_of, versions
 from numpyro_fed.engines.secure_sum import types_masked
 from numpyro_fed.factorise import factorise
 from numpyro_fed.silos import Silos
 from numpyro_fed.storage import largest
 
-__all__ = ["ANSWERED", "Messenger", "Traffic", "Wire", "connect", "owned"]
+__all__ = ["Messenger", "Traffic", "Wire", "connect", "owned"]
 
-PROTOCOL = 1
-
-# what a silo answers: what its reply holds, and how many numbers that is, for d global parameters
-ANSWERED = {
-    "numpyro_fed.proof:OwnTerm": ("log density of its rows at one point, its gradient's norm, and log p(theta)", "3"),
-    "numpyro_fed.proof:LeakageLocal": ("how far elements of its plates depend on each other", "1"),
-    "numpyro_fed.proof:BatchGap": ("how far terms of a minibatch are from the same rows' terms", "1"),
-    "numpyro_fed.surrogates.local_score:ScoreLocal": (
-        "its surrogate: gradient and precision of its log marginal likelihood, fitted at the server's points, and its values there",
-        "d + d^2 (beyond 500 dimensions 2 d), one for each point; where d <= 16 in the last rounds d (1 + 2 d + d (d + 1) / 2) more",
-    ),
-    "numpyro_fed.surrogates.laplace:LaplaceLocal": (
-        "gradient and precision of its log marginal likelihood at one point, and its value",
-        "d + d^2",
-    ),
-    "numpyro_fed.mcmc.pilot:PilotLocal": (
-        "means and norms of what its surrogate lacks, on 32 walks",
-        "64 d, and up to 64 for each walk",
-    ),
-    "numpyro_fed.vi.remote:InitLocal": ("nothing: it makes its own first parameters, and keeps them", ""),
-    "numpyro_fed.vi.remote:RoundLocal": (
-        "SFVI: its part of the bound and of its gradient; SFVI-Avg: global parameters after its steps; conducive rounds: its site's natural parameters, its part of the bound, and with optimisers its copies of learned parameters",
-        "2 d for each draw, and as many as learned parameters; as many as global parameters; d + d (d + 1) / 2 (diagonal: 2 d)",
-    ),
-    "numpyro_fed.vi.draws:EstimateLocal": (
-        "estimates of its log likelihood at the server's draws",
-        "1 for each draw, and its worst k",
-    ),
-    "numpyro_fed.mcmc.remote:TellLocal": ("nothing: it keeps surrogates and step size", ""),
-    "numpyro_fed.mcmc.remote_chains:StartLocal": ("nothing: it draws its first local latents, and keeps them", ""),
-    "numpyro_fed.mcmc.remote_chains:StayLocal": (
-        "a chain's position after its stay, four statistics, and the mean of what its surrogate lacks",
-        "2 d + 5 in each visit",
-    ),
-    "numpyro_fed.mcmc.remote_network:NodeStartLocal": ("nothing: it draws its first local latents, and keeps them", ""),
-    "numpyro_fed.mcmc.remote_network:NodeLocal": (
-        "gradient of its part of the potential at its node's position, and the acceptance of its local moves",
-        "d + 1 in each step of each network",
-    ),
-}
+PROTOCOL = 2
 
 
 class Messenger(Protocol):
@@ -95,10 +48,13 @@ class Traffic(NamedTuple):
     bytes_up: int = 0
 
 
-def owned(factors: Factors, known: Silos, fit: Any) -> dict[str, Any]:
-    """What both sides have of their own, by the name that it has on the wire."""
+def owned(factors: Factors, known: Silos, fit: Any, pad: tuple) -> dict[str, Any]:
+    """What both sides have of their own, by the name that it has on the wire.
+
+    :param pad: to how many rows of each row group a silo's are padded, or would be at the server.
+    """
     learned = {} if fit is None else {"factors of the fit": fit.factored(known)}
-    return {**learned, "factors": factors, "pad": largest(known)}
+    return {**learned, "factors": factors, "pad": pad}
 
 
 class Wire(Carrier):
@@ -123,12 +79,15 @@ class Wire(Carrier):
         self.traffic = {name: Traffic() for name in known.names}
         self.refused: dict[str, list[str]] = {name: [] for name in known.names}
         self.factors = factorise(model, known, public=public)
-        self._own = owned(self.factors, known, fit)
+        self._own = owned(self.factors, known, fit, largest(known))
         self._any = nowhere(known)
         self.server = secrets.randbits(31)
         self.next_slot = self.server << 32  # so that slots of two servers do not meet
         self._owners: dict[int, list[int]] = {}  # silos that keep something under a slot
         self._forget: dict[int, list[int]] = {n: [] for n in range(len(self.names))}
+
+    def check(self, check: Callable[[Silos], None]) -> None:
+        """Nothing is left to do: silos checked their own rows before they were met."""
 
     def ask(self, calls: list[Call]) -> list[Any]:
         """The calls of one silo go in one message."""
@@ -222,43 +181,55 @@ def _checked(leaves: Any, kind: Any) -> Any:
 
 
 def connect(
-    messenger: Messenger, model: Callable, *, public: tuple[str, ...] = (), fit: Any = None, fresh: bool = False
+    messenger: Messenger,
+    model: Callable,
+    *,
+    shared: Mapping[str, Any] | None = None,
+    public: tuple[str, ...] = (),
+    fit: Any = None,
+    fresh: bool = False,
+    max_rows: int = 10_000_000,
 ) -> RemoteSilos:
     """Meet the silos: what they are, and whether they have the same model and versions.
 
     :param messenger: brings bytes to silos of known names.
     :param model: the marked model.
+    :param shared: values of the shared arguments (without rows, the same everywhere), which silos
+        compare with their own; none leaves a silo.
     :param public: as of the kernel.
     :param fit: the :class:`SFVI` or :class:`SFVIAvg` that is to go over this wire, which silos have, too; with the model as ``fit.model``.
     :param fresh: whether silos are to forget what they keep for servers before this one, whose checkpoints are of no use then.
+    :param max_rows: most rows that a silo may say it has in a row group.
     :raises ValueError: naming the silo and what is different.
     :raises RuntimeError: naming silos that did not answer.
     """
-    mine = versions()
+    mine, shared = versions(), dict(shared or {})
     hello = _all(messenger, {name: pack({"what": "hello", "protocol": PROTOCOL}) for name in messenger.names})
     for name, answer in hello.items():
-        _same("version", name, answer["versions"], mine)
-    for name, answer in hello.items():
-        if answer["about"]["names"] != [name]:
-            raise ValueError(
-                f"silo {name!r} says that it is {answer['about']['names']}; expected one silo, of this name"
-            )
+        _same("version", name, answer.get("versions"), mine)
     who = [f"silo {name!r}" for name in hello]
-    fit_together([answer["about"] for answer in hello.values()], who)
-    # shared arguments by value, of which all have the same
-    values = _all(messenger, {name: pack({"what": "values"}) for name in messenger.names})
-    told = [from_values(answer["silos"]) for answer in values.values()]
-    known = known_of(told[0], [description(silos) for silos in told], who)
+    told = [checked(answer.get("about"), party, max_rows) for answer, party in zip(hello.values(), who, strict=True)]
+    for name, about in zip(hello, told, strict=True):
+        if about["names"] != [name]:
+            raise ValueError(f"silo {name!r} says that it is {about['names']}; expected one silo, of this name")
+        if set(about["shared"]) != set(shared):
+            raise ValueError(
+                f"silo {name!r} has the shared arguments {sorted(about['shared'])}, the server {sorted(shared)}; expected the "
+                "same: connect(..., shared={argument: value}), or an entry in rows= for what is a silo's own"
+            )
+    known = known_of(told, who, shared)
     carrier = Wire(messenger, known, model, public, fit)
     model_here = fingerprint(carrier.factors, known, fit)
     told_all = pack({"what": "open", "silos": as_values(known), "server": carrier.server, "fresh": fresh})
     opened = _all(messenger, dict.fromkeys(known.names, told_all))
     for name, answer in opened.items():
-        _same("model", name, answer["model"], model_here)
+        _same("model", name, answer.get("model"), model_here)
     return RemoteSilos(known, carrier)
 
 
-def _same(what: str, name: str, theirs: dict[str, Any], mine: dict[str, Any]) -> None:
+def _same(what: str, name: str, theirs: Any, mine: dict[str, Any]) -> None:
+    if not isinstance(theirs, dict):
+        raise ValueError(f"silo {name!r} does not say which {what} it has")
     for key, expected in mine.items():
         if theirs.get(key) != expected:
             raise ValueError(f"silo {name!r} has another {what}: {key} {theirs.get(key)}, expected {expected}")

@@ -1,0 +1,67 @@
+"""What a silo answers over a wire: for each kind of call what leaves, and how often at most."""
+
+from typing import NamedTuple
+
+__all__ = ["ANSWERED", "FIT_CALLS", "MAX_MESSAGE", "MAX_REFUSED", "MAX_SETTINGS", "MAX_SLOTS", "Answer"]
+
+FIT_CALLS = ("InitLocal", "RoundLocal", "EstimateLocal")  # of variational fits
+MAX_MESSAGE = 1 << 28  # bytes
+MAX_REFUSED = 20  # refused connections of a study: each tells whether a guess was right
+MAX_SLOTS = 100_000  # states that a silo keeps at one time
+# settings of a call that decide how long it takes, and how many positions one call may ask about
+MAX_SETTINGS = {"num_local_steps": 10_000, "length": 128, "networks": 10_000, "points": 1 << 17}
+
+
+class Answer(NamedTuple):
+    """A kind of call.
+
+    :param leaves: what its reply holds.
+    :param numbers: how many numbers that is, for d global parameters.
+    :param most: calls of this kind that a silo answers in one study, by default.
+    """
+
+    leaves: str
+    numbers: str
+    most: int
+
+
+ANSWERED = {
+    "ScoreLocal": Answer(
+        "its surrogate: gradient and precision of its log marginal likelihood, fitted at the server's points, and "
+        "its values there",
+        "d + d^2 (beyond 500 dimensions 2 d), one for each point; where d <= 16 in the last rounds d (1 + 2 d + d (d "
+        "+ 1) / 2) more",
+        1_000,
+    ),
+    "LaplaceLocal": Answer(
+        "gradient and precision of its log marginal likelihood at one point, and its value", "d + d^2", 1_000
+    ),
+    "PilotLocal": Answer(
+        "means and norms of what its surrogate lacks, on walks from the server's positions",
+        "2 d for each position, and up to 64",
+        100,
+    ),
+    "InitLocal": Answer("nothing: it makes its own first parameters, and keeps them", "", 1_000),
+    "RoundLocal": Answer(
+        "SFVI: its part of the bound and of its gradient; SFVI-Avg: global parameters after its steps; conducive "
+        "rounds: its site's natural parameters, its part of the bound, and with optimizers its copies of learned "
+        "parameters",
+        "2 d for each draw, and as many as learned parameters; as many as global parameters; d + d (d + 1) / 2 "
+        "(diagonal: 2 d)",
+        100_000,
+    ),
+    "EstimateLocal": Answer("estimates of its log likelihood at the server's draws", "1 for each draw", 1_000),
+    "TellLocal": Answer("nothing: it keeps surrogates and step size", "", 1_000),
+    "StartLocal": Answer("nothing: it draws its first local latents, and keeps them", "", 100_000),
+    "StayLocal": Answer(
+        "a chain's position after its stay, four statistics, and the mean of what its surrogate lacks",
+        "2 d + 5 in each visit",
+        1_000_000,
+    ),
+    "NodeStartLocal": Answer("nothing: it draws its first local latents, and keeps them", "", 100_000),
+    "NodeLocal": Answer(
+        "gradient of its part of the potential at its node's position, and the acceptance of its local moves",
+        "d + 1 in each step of each network",
+        1_000_000,
+    ),
+}
