@@ -285,7 +285,7 @@ def test_data_outside_a_support_name_their_silo():
             numpyro.sample("y", dist.Beta(a, 2.0), obs=y)
 
     silos = fed.Silos({"oslo": {"y": jnp.array([0.1, 0.2])}, "rome": {"y": jnp.array([0.5, 1.5, 0.3])}})
-    with pytest.raises(ValueError, match="the log density of silo 'rome' is -inf at a typical position"):
+    with pytest.raises(ValueError, match="log density is -inf at a typical position, silo 'rome'; expected a finite one"):
         elsewhere(fed.FSGLD(model), silos)
 
 
@@ -296,7 +296,7 @@ def test_a_prior_that_reads_rows_is_refused():
             numpyro.sample("y", dist.Normal(mu, 1), obs=y)
 
     silos = fed.Silos({"oslo": {"y": jnp.array([5.0, 6.0])}, "rome": {"y": jnp.array([7.0, 9.0, 8.0])}})
-    with pytest.raises(ValueError, match=r"with the rows of silo 'oslo' log p\(theta\) is .*, without them"):
+    with pytest.raises(ValueError, match=r"log p\(theta\) \+ sum of the 2 silos' terms is .*gradients differ at \['mu'\]"):
         elsewhere(fed.FSGLD(model), silos)
 
 
@@ -421,7 +421,7 @@ def test_dealt_silos_are_not_guessed_anew():
 
 def test_processes_that_make_other_calls_are_told(monkeypatch):
     silos = linear_silos()
-    carrier = spmd.Spmd(fed.Loopback(silos).sites, [0, 0, 0, 0])
+    carrier = spmd.Spmd(fed.Loopback(silos).sites, [0, 0, 0, 0], silos)
     remote = fed.RemoteSilos(silos, carrier)
 
     def differing(sent):
@@ -430,10 +430,11 @@ def test_processes_that_make_other_calls_are_told(monkeypatch):
         return np.stack([sent, other])
 
     monkeypatch.setattr(spmd, "_gathered", lambda sent: np.stack([sent, sent]))
-    fed.RemoteMCMC(fed.FSGLD(linear), num_warmup=0, num_samples=1).run(random.key(0), remote)
+    kernel = fed.FSGLD(linear, validate=False)
+    fed.RemoteMCMC(kernel, num_warmup=0, num_samples=1).run(random.key(0), remote)
     monkeypatch.setattr(spmd, "_gathered", differing)
     with pytest.raises(RuntimeError, match="the processes do not make the same calls"):
-        fed.RemoteMCMC(fed.FSGLD(linear), num_warmup=0, num_samples=1).run(random.key(0), remote)
+        fed.RemoteMCMC(fed.FSGLD(linear, validate=False), num_warmup=0, num_samples=1).run(random.key(0), remote)
 
 
 def test_the_launcher_names_a_missing_file(capsys):

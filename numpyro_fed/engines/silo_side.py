@@ -276,8 +276,8 @@ class SiloSide:
             raise Refusal(f"its calls are not put together as calls ({error})") from error
         replies = []
         for i, call in enumerate(calls):
-            self._asked.append(_record(call, self._own))
             self._within_ceilings(call)
+            self._asked.append(_record(call, self._own))
             state = self._kept(call)
             kind = self._allow(call, lambda i=i: unpack(inside, wide)[i][0], state)
             label = ""
@@ -398,7 +398,9 @@ def _call(number: int, values: Any) -> Call:
     """A call whose slots are numbers, of as many points as may be asked about at one time."""
     call = Call(number, *values)
     name_of(type(call.local))
-    jax.tree.map(_slot, (call.read, call.write))
+    jax.tree.map(_slot, call.read)
+    if call.write is not None:
+        _slot(call.write)
     sizes = [np.shape(x)[0] for x in jax.tree.leaves(call.message) if np.ndim(x)]
     if max(sizes, default=0) > MAX_SETTINGS["points"]:
         raise ValueError(f"it is asked about {max(sizes):,} points, expected at most {MAX_SETTINGS['points']:,}")

@@ -1,0 +1,405 @@
+"""Attacks on what the docs promise to a hospital: each succeeded once, and a control shows that the test would notice."""
+
+import hashlib
+import json
+import warnings
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+from jax import random
+from small_models import linear
+from test_wire import LINEAR, Messages, alone, run
+
+import numpyro_fed as fed
+from numpyro_fed.engines import answers, packing
+from numpyro_fed.engines.packing import pack, unpack, wire_name
+from numpyro_fed.engines.remote import Call, site_of
+from numpyro_fed.engines.roster import description
+from numpyro_fed.engines.silo_side import SiloSide
+from numpyro_fed.engines.wire import connect
+from numpyro_fed.factorise import factorise
+from numpyro_fed.mcmc.remote_chains import StayLocal
+from numpyro_fed.proof import BatchGap, prove
+
+# Questions about rows
+
+
+def visits(age, y):
+    a = numpyro.sample("a", dist.Normal(0, 1))
+    b = numpyro.sample("b", dist.Normal(0, 1))
+    with fed.silo_plate("patients", y.shape[0]):
+        z = numpyro.sample("z", dist.Normal(0, 1))
+        numpyro.sample("y", dist.Normal(a + b * age + z, 1), obs=y)
+
+
+AGES = np.random.default_rng(0).integers(18, 95, 60).astype(np.float32) / 50
+PATIENTS = fed.Silos(
+    {
+        name: {"age": ages, "y": np.random.default_rng(len(ages)).normal(0.5 * ages, 1.4).astype(np.float32)}
+        for name, ages in {"oslo": AGES, "rome": AGES[:20][::-1].copy()}.items()
+    }
+)
+
+
+@wire_name("test OwnTerm")
+@dataclass(frozen=True)
+class OldOwnTerm:
+    """A silo's log density at latents of the server's key: what a silo once answered."""
+
+    factors: Any
+
+    def __call__(self, key, theta, state, view):
+        kwargs, weights = view.whole()
+        z = {"z": 0.5 * random.normal(random.split(key, 1)[0], (dict(view.pad)["age"],))}
+        return self.factors.log_local(theta, z, kwargs, weights), None
+
+
+def ages_from_terms(ask, pad, n):
+    """Least squares over a hundred keys at two values of b: residuals, and their difference the ages."""
+    residuals = []
+    for b in (0.0, 1.0):
+        theta, rows = {"a": jnp.zeros(()), "b": jnp.asarray(b)}, []
+        for seed in range(100):
+            z = np.asarray(0.5 * random.normal(random.split(random.key(seed), 1)[0], (pad,)))[:n]
+            # log density: - (z^2 + (r - z)^2) / 2, linear in r and in the sum of its squares
+            rows.append((np.append(z, 1.0), float(ask(random.key(seed), theta)) + (z**2).sum()))
+        design, values = (np.stack(x) for x in zip(*rows, strict=True))
+        residuals.append(np.linalg.lstsq(design, values, rcond=None)[0][:n])
+    return residuals[0] - residuals[1]
+
+
+def test_no_silo_says_its_term_at_latents_of_the_servers_choice(tmp_path, monkeypatch):
+    messenger = Messages(PATIENTS, visits, tmp_path)
+    remote = connect(messenger, visits)
+    local = OldOwnTerm(remote.carrier.factors)
+
+    def ask(key, theta):
+        return remote.ask([Call(0, local, key, theta)])[0]
+
+    with pytest.raises(RuntimeError, match="silo 'oslo': it does not answer test OwnTerm"):
+        ages_from_terms(ask, 60, 60)
+    # the control: a silo that answers gives every age away
+    monkeypatch.setitem(answers.ANSWERED, "test OwnTerm", answers.Answer("", "1", 1000))
+    messenger.sides["oslo"].ceilings["test OwnTerm"] = 1000
+    found = ages_from_terms(ask, 60, 60)
+    assert (np.rint(50 * found) == np.rint(50 * AGES)).all()
+
+
+def gaussian(y):
+    mu = numpyro.sample("mu", dist.Normal(0, 10))
+    sigma = numpyro.sample("sigma", dist.LogNormal(0, 1))
+    with fed.silo_plate("rows", y.shape[0]):
+        numpyro.sample("y", dist.Normal(mu, sigma), obs=y)
+
+
+def row_from_gaps(ask):
+    """Bisection: a row's term overflows, and the gap is no number, where the row is farther than 1.8e19 sigma."""
+    low, high = -64.0, 64.0
+    for _ in range(30):
+        middle, width = (low + high) / 2, (high - low) / 4
+        theta = {"mu": jnp.asarray(middle - width), "sigma": jnp.log(jnp.asarray(width / 1.8446e19))}
+        low, high = (low, middle) if np.isfinite(ask(theta)) else (middle, high)
+    return (low + high) / 2
+
+
+def test_no_silo_says_how_far_a_minibatch_is_from_its_rows(tmp_path, monkeypatch):
+    y = np.random.default_rng(1).normal(3, 2, 500).astype(np.float32)
+    silos = fed.Silos({"oslo": {"y": y}, "rome": {"y": y[:300]}})
+    messenger = Messages(silos, gaussian, tmp_path)
+    remote = connect(messenger, gaussian)
+    local = BatchGap(remote.carrier.factors, "y", 1)
+    monkeypatch.setitem(packing._CLASSES, "test BatchGap", BatchGap)
+    packing._names.cache_clear()
+
+    def ask(theta):
+        return float(remote.ask([Call(0, local, random.key(0), (theta, {}))])[0])
+
+    with pytest.raises(RuntimeError, match="silo 'oslo': it does not answer test BatchGap"):
+        row_from_gaps(ask)
+    monkeypatch.setitem(answers.ANSWERED, "test BatchGap", answers.Answer("", "1", 1000))
+    messenger.sides["oslo"].ceilings["test BatchGap"] = 1000
+    assert row_from_gaps(ask) == pytest.approx(float(y[0]), abs=1e-3)  # the control
+    monkeypatch.undo()
+    packing._names.cache_clear()
+
+
+# Shared arguments
+
+
+def test_no_shared_argument_leaves_a_silo(tmp_path):
+    """Neither its value nor a hash, of which a number that can be guessed is found at once."""
+
+    def model(y, ages):
+        mu = numpyro.sample("mu", dist.Normal(0, 1))
+        with fed.silo_plate("rows", y.shape[0]):
+            numpyro.sample("y", dist.Normal(mu + ages.sum(), 1), obs=y)
+
+    ages = np.array([41.0, 67.0], np.float32)
+    silos = fed.Silos({"oslo": {"y": np.arange(5.0, dtype=np.float32), "ages": ages}}, rows={"y": "rows"})
+    side = SiloSide(silos, model, tmp_path)
+    asked = [{"what": "values"}, {"what": "hello", "protocol": 2}, {"what": "open"}, {"what": "calls"}]
+    left = b"".join(side.answer(pack(message)) for message in asked)
+
+    def guessed(text):
+        """Pairs of ages whose value or hash is in the bytes."""
+        pairs = (np.array([i, j], np.float32) for i in range(120) for j in range(120))
+        return [
+            pair.tolist()
+            for pair in pairs
+            if pair.tobytes() in text or hashlib.sha256(pair.tobytes()).hexdigest()[:16].encode() in text
+        ]
+
+    assert guessed(left) == []
+    assert guessed(json.dumps(description(silos, values=True)).encode()) == [[41.0, 67.0]]  # the control
+
+
+def test_guesses_at_shared_arguments_come_to_an_end(tmp_path):
+    def model(y, age):
+        mu = numpyro.sample("mu", dist.Normal(0, 1))
+        with fed.silo_plate("rows", y.shape[0]):
+            numpyro.sample("y", dist.Normal(mu + age, 1), obs=y)
+
+    silos = fed.Silos({"oslo": {"y": np.arange(5.0, dtype=np.float32), "age": np.float32(61)}})
+
+    def guess(messenger, ages):
+        for age in ages:
+            try:
+                connect(messenger, model, shared={"age": np.asarray(age, np.float32)})
+            except ValueError as error:
+                if "has refused 20 connections" in str(error):
+                    return None
+            else:
+                return age
+        return None
+
+    class One:
+        names = ("oslo",)
+
+        def __init__(self, folder):
+            self.side = SiloSide(silos, model, folder)
+
+        def exchange(self, messages):
+            return {name: self.side.answer(data) for name, data in messages.items()}
+
+    assert guess(One(tmp_path / "a"), range(18, 100)) is None
+    assert guess(One(tmp_path / "a"), [61]) is None  # a new process with the folder counts on
+    assert guess(One(tmp_path / "b"), range(55, 70)) == 61  # the control: fewer than twenty were wrong
+
+
+# Models that read across rows, over every way to silos elsewhere
+
+
+def standardized(y):
+    mu = numpyro.sample("mu", dist.Normal(0, 1))
+    with fed.silo_plate("rows", y.shape[0]):
+        numpyro.sample("y", dist.Normal(mu, 1), obs=(y - y.mean()) / y.std())
+
+
+def counted(y):
+    mu = numpyro.sample("mu", dist.Normal(0, 1))
+    with fed.silo_plate("rows", y.shape[0]):
+        numpyro.sample("y", dist.Normal(mu, y.shape[0] ** 0.5), obs=y)
+
+
+def summed(y):
+    mu = numpyro.sample("mu", dist.Normal(0, 1))
+    with fed.silo_plate("rows", y.shape[0]):
+        numpyro.factor("y", dist.Normal(mu, 1).log_prob(y).sum())
+
+
+def broadcast(y):
+    mu = numpyro.sample("mu", dist.Normal(0, 1))
+    with fed.silo_plate("rows", y.shape[0]):
+        numpyro.sample("y", dist.Normal(mu + 0.1 * y, 1), obs=y[:, None])
+
+
+def lagged(y):
+    mu = numpyro.sample("mu", dist.Normal(0, 1))
+    with fed.silo_plate("rows", y.shape[0]):
+        numpyro.sample("y", dist.Normal(mu + 0.5 * jnp.roll(y, 1), 1), obs=y)
+
+
+def right(y):
+    mu = numpyro.sample("mu", dist.Normal(0, 1))
+    with fed.silo_plate("rows", y.shape[0]):
+        numpyro.sample("y", dist.Normal(mu, 1), obs=y)
+
+
+WRONG = [standardized, counted, summed, broadcast, lagged]
+SERIES = fed.Silos({n: {"y": np.random.default_rng(i).normal(size=7 + 4 * i)} for i, n in enumerate(("a", "b", "c"))})
+_WORDS = r"proof check: log p\(theta\) \+ sum of.*must not combine rows of different silos"
+
+
+def prepare_over_bytes(model, folder):
+    fed.FSGLD(model)._prepare(connect(Messages(SERIES, model, folder), model), {})
+
+
+WAYS = {
+    "at hand": lambda model, folder: fed.FSGLD(model)._prepare(SERIES, {}),
+    "elsewhere": lambda model, folder: fed.FSGLD(model)._prepare(fed.RemoteSilos(SERIES, fed.Loopback(SERIES)), {}),
+    "bytes": prepare_over_bytes,
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("model", WRONG, ids=lambda model: model.__name__)
+def test_models_that_read_across_rows_are_refused_in_the_same_words(tmp_path, model, way):
+    with pytest.raises(ValueError, match=_WORDS):
+        WAYS[way](model, tmp_path)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_model_that_does_not_is_taken(tmp_path, way):
+    WAYS[way](right, tmp_path)
+
+
+@pytest.mark.parametrize("model", WRONG, ids=lambda model: model.__name__)
+def test_the_server_needs_no_row_for_that(model):
+    class Nobody(fed.Loopback):
+        def ask(self, calls):
+            raise AssertionError("somebody was asked")
+
+        def check(self, check):
+            raise AssertionError("somebody was asked")
+
+    remote = fed.RemoteSilos(SERIES, Nobody(SERIES))
+    with pytest.raises(ValueError, match=_WORDS):
+        fed.FSGLD(model)._prepare(remote, {})
+    with pytest.raises(AssertionError, match="somebody was asked"):  # the control
+        fed.FSGLD(right)._prepare(remote, {})
+
+
+def test_one_silo_whose_rows_depend_on_each_other_is_spoken_of():
+    one = fed.Silos({"all": {"y": np.random.default_rng(0).normal(size=9)}})
+    with pytest.warns(UserWarning, match="rows of the one silo 'all' depend on each other"):
+        prove(factorise(broadcast, one), one)
+
+
+# Sizes
+
+
+@pytest.mark.parametrize("claim", [0, -5, 2**31, 2.5, True, None])
+def test_a_size_that_is_none_is_refused_by_name(tmp_path, claim):
+    class Claims(Messages):
+        def answer(self, side, data):
+            answer = unpack(side.answer(data))
+            if side.name == "silo 1" and "about" in answer:
+                answer["about"]["sizes"] = dict.fromkeys(answer["about"]["sizes"], [claim])
+            return pack(answer)
+
+    with pytest.raises(ValueError, match=r"silo 'silo 1' says that it has .* rows of .*; expected 1 to 10,000,000"):
+        connect(Claims(LINEAR, linear, tmp_path), linear)
+
+
+def test_a_claimed_size_costs_the_others_nothing():
+    silos = fed.Silos({"oslo": {"y": np.ones(10)}, "rome": {"y": np.arange(9_000.0)}})
+    assert dict(site_of(silos, "oslo").pad) == {"y": 8192}
+    assert dict(site_of(silos, "rome").pad) == {"y": 9000}
+    small = fed.Silos({"oslo": {"y": np.ones(10)}, "rome": {"y": np.arange(30.0)}})
+    assert dict(site_of(small, "oslo").pad) == {"y": 30}  # one program for both
+
+
+# Ceilings, settings, and the record
+
+
+def test_a_silo_answers_no_more_calls_than_its_ceiling(tmp_path):
+    messenger = Messages(LINEAR, linear, tmp_path)
+
+    def make(name):
+        return SiloSide(alone(LINEAR, name), linear, tmp_path / name, ceilings={"StayLocal": 6})
+
+    messenger.sides = {name: make(name) for name in LINEAR.names}
+    with pytest.warns(UserWarning, match=r"has answered 6 calls of kind StayLocal.*the first \d+ draws are kept"):
+        mcmc = run(LINEAR, linear, messenger, 60)
+    assert len(mcmc.get_samples()["beta"]) > 0
+    again = {name: make(name) for name in LINEAR.names}  # new processes count on
+    assert {name: side.counts["StayLocal"] for name, side in again.items()} == {
+        name: side.counts["StayLocal"] for name, side in messenger.sides.items()
+    }
+    assert max(side.counts["StayLocal"] for side in again.values()) == 6
+
+
+def test_ceilings_in_words(tmp_path):
+    for wrong in ({"Nothing": 3}, {"StayLocal": -1}, {"StayLocal": 2.0}):
+        with pytest.raises(ValueError, match="ceilings: expected whole numbers for some of"):
+            SiloSide(alone(LINEAR, "silo 0"), linear, tmp_path, ceilings=wrong)
+
+
+def asked(side, remote, *calls):
+    head = {"what": "calls", "server": remote.carrier.server, "forget": []}
+    return unpack(side.answer(pack({**head, "calls": np.frombuffer(pack(list(calls), remote.carrier._own), np.uint8)})))
+
+
+def test_settings_that_would_take_for_ever_are_refused(tmp_path):
+    messenger = Messages(LINEAR, linear, tmp_path)
+    remote = connect(messenger, linear)
+    kernel = fed.FSGLD(linear)
+    kernel._prepare(remote, {})
+    side = messenger.sides["silo 0"]
+    for_ever = StayLocal(replace(kernel._plan, num_local_steps=10**9))
+    answer = asked(side, remote, (for_ever, random.key(0), None, None, None))
+    assert "num_local_steps=1,000,000,000; expected at most 10,000" in answer["error"]
+    many = (StayLocal(kernel._plan), random.key(0), np.zeros((200_000, 2), np.float32), None, None)
+    assert "asked about 200,000 points, expected at most" in asked(side, remote, many)["error"]
+    for slot in (7.0, True, -1, "7", [3]):
+        answer = asked(side, remote, (StayLocal(kernel._plan), random.key(0), None, None, slot))
+        assert "not put together as calls" in answer["error"]
+
+
+def test_the_record_has_the_positions_that_were_asked_about(tmp_path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run(LINEAR, linear, Messages(LINEAR, linear, tmp_path), 4)
+    calls = []
+    for line in (tmp_path / "silo 1" / "audit.jsonl").read_text().splitlines():
+        calls += json.loads(line).get("calls", [])
+    stays = [call for call in calls if call["kind"] == "StayLocal"]
+    assert stays
+    assert all(len(call["told"][".theta"]) == 2 and len(call["key"]) == 2 for call in stays)
+
+
+# Guards
+
+
+def rows(n, ones=5):
+    rng = np.random.default_rng(0)
+    return {"x": np.stack([rng.normal(size=n), np.arange(n) < ones], 1), "y": rng.normal(size=n)}
+
+
+@pytest.mark.parametrize(
+    ("data", "guards", "words"),
+    [
+        (rows(9), fed.Guards(), "guard min_rows: silo 'oslo' has 9 rows of 'x'; expected at least 10"),
+        (
+            rows(30, 2),
+            fed.Guards(),
+            "guard min_level_rows: of silo 'oslo' one of the two levels of column 1 of 'x' has 2",
+        ),
+        (rows(30, 28), fed.Guards(), "guard min_level_rows"),
+        (rows(19), fed.Guards(), "guard max_parameters_per_row: the model has 2 global parameters for 19 rows"),
+        (
+            rows(30),
+            fed.Guards(columns=("y",)),
+            r"guard columns: the model uses \['x'\] of silo 'oslo'; expected some of",
+        ),
+    ],
+)
+def test_guards_refuse_by_name(tmp_path, data, guards, words):
+    silos = fed.Silos({"oslo": data})
+    with pytest.raises(ValueError, match=words):
+        SiloSide(silos, linear, tmp_path, guards=guards)
+    SiloSide(silos, linear, tmp_path)  # without guards
+
+
+def test_guards_let_pass(tmp_path):
+    SiloSide(fed.Silos({"oslo": rows(30)}), linear, tmp_path / "a", guards=fed.Guards(columns=("x", "y")))
+    none = fed.Guards(None, None, None)
+    SiloSide(fed.Silos({"oslo": rows(5, 1)}), linear, tmp_path / "b", guards=none)
+    with pytest.raises(ValueError, match="min_rows: expected a number > 0, or None, got 0"):
+        fed.Guards(min_rows=0)
