@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -102,9 +103,33 @@ def test_a_silo_is_shown_what_its_study_asks(study, line, shown, hidden):
 
 def test_columns_are_arguments_where_the_model_file_says_nothing(study):
     pd.DataFrame({"y": [1.5, 2.0, 0.1], "other": ["a", "b", "c"]}).to_csv(study / "y.csv", index=False)
-    found = silo(study, "--check", model="plain.py", data="y.csv")
+    found = silo(study, "--check", "--min-rows", "0", "--max-parameters", "0", model="plain.py", data="y.csv")
     assert found.exit_code == 0, found.output
     assert "3 rows" in found.output
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ((), "guard min_rows: silo 'oslo' has 3 rows of 'y'; expected at least 10"),
+        (("--min-rows", "0"), "guard max_parameters_per_row: the model has 1 global parameters for 3 rows"),
+        (("--columns", "other"), "guard columns: the study wants 'y' of"),
+        (("--columns", "y,z"), "guard columns: .* has no columns"),
+        (("--ceiling", "StayLocal"), "--ceiling StayLocal: expected KIND=N"),
+    ],
+)
+def test_guards_and_ceilings_of_the_command(study, options, words):
+    pd.DataFrame({"y": [1.5, 2.0, 0.1], "other": ["a", "b", "c"]}).to_csv(study / "y.csv", index=False)
+    found = silo(study, "--check", *options, model="plain.py", data="y.csv")
+    assert found.exit_code == 1
+    assert re.search(words, found.output), found.output
+
+
+def test_ceilings_are_shown(study):
+    found = silo(study, "--check", "--ceiling", "StayLocal=77")
+    assert found.exit_code == 0, found.output
+    assert "(at most 77 times; 0 so far)" in found.output
+    assert "Guards: Guards(min_rows=10, min_level_rows=3, max_parameters_per_row=0.1" in found.output
 
 
 def test_nothing_is_sent_before_yes(study):

@@ -6,7 +6,6 @@ import warnings
 from dataclasses import dataclass, replace
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import numpyro
@@ -290,7 +289,7 @@ def test_a_size_that_is_none_is_refused_by_name(tmp_path, claim):
         def answer(self, side, data):
             answer = unpack(side.answer(data))
             if side.name == "silo 1" and "about" in answer:
-                answer["about"]["sizes"] = dict.fromkeys(answer["about"]["sizes"], [claim])
+                answer["about"]["sizes"] = {key: [claim] for key in answer["about"]["sizes"]}
             return pack(answer)
 
     with pytest.raises(ValueError, match=r"silo 'silo 1' says that it has .* rows of .*; expected 1 to 10,000,000"):
