@@ -4,6 +4,8 @@ Each check raises a ``ValueError`` that names the silo, the argument and, where 
 mend it. Values are columns already: NumPy arrays, or any object that is not an array.
 """
 
+import datetime
+import warnings
 from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -20,12 +22,14 @@ __all__ = [
     "check_same_arguments",
     "check_shared",
     "check_sizes",
+    "check_times",
     "check_told",
     "lengths",
     "silo_names",
 ]
 
 _PIECE = 1 << 16  # rows that are looked at in one go: a mask of all numbers would be in memory beside them
+_MOST_MOVED = 1e-3  # of a column's standard deviation, by rounding to float32
 _MIXED = "silos of different structure: fed.MixedSilos (SFVI only)"
 
 
@@ -66,6 +70,21 @@ def check_told(rows: Iterable[str], index: Iterable[str], known: Container[str])
     unknown = {name for name in (*rows, *index) if name not in known}
     if unknown:
         raise ValueError(f"rows= and index= name arguments that data lack: {sorted(unknown)}")
+
+
+def check_times(leaf: str, values: Iterable[Any]) -> None:
+    """Refuse points of time and durations, of NumPy, pandas or the standard library."""
+    for value in values:
+        if not isinstance(value, np.ndarray) or value.dtype.kind not in "OMm" or not value.size:
+            continue
+        first = value.flat[0]
+        if not isinstance(first, np.datetime64 | np.timedelta64 | datetime.date | datetime.timedelta):
+            continue
+        mend = "subtract an origin and make it a number of days, e.g. (x - x.min()) / np.timedelta64(1, 'D')"
+        if isinstance(first, np.timedelta64 | datetime.timedelta):
+            mend = "make it a number of days, e.g. x / np.timedelta64(1, 'D')"
+        kind = f"objects of type {type(first).__name__}" if value.dtype == object else value.dtype
+        raise ValueError(f"argument {leaf!r}: expected numbers, got {kind}; {mend}")
 
 
 def check_shared(leaf: str, value: Any) -> None:
@@ -146,7 +165,7 @@ def check_flat(
         def place(row: int, silo: np.ndarray = silo, starts: np.ndarray = starts, leaf: str = leaf) -> str:
             return f"silo {names[silo[row]]!r}, argument {leaf!r}, row {row - starts[silo[row]]}"
 
-        _check_values(leaf, values, place)
+        _check_values(leaf, values, place, names)
         if leaf in index:
             if index[leaf] not in sizes:
                 raise ValueError(
@@ -164,8 +183,8 @@ def check_flat(
                 )
 
 
-def _check_values(leaf: str, values: np.ndarray, place: Callable[[int], str]) -> None:
-    if values.dtype == object or values.dtype.kind in "USMm":
+def _check_values(leaf: str, values: np.ndarray, place: Callable[[int], str], names: tuple[str, ...]) -> None:
+    if values.dtype == object or values.dtype.kind in "US":
         raise ValueError(f"argument {leaf!r}: expected numbers, got {values.dtype}; encode it first")
     stored = jax.dtypes.canonicalize_dtype(values.dtype)
     if values.dtype.kind in "iu" and values.size:
@@ -177,10 +196,34 @@ def _check_values(leaf: str, values: np.ndarray, place: Callable[[int], str]) ->
             )
     if values.dtype.kind in "fc":
         with np.errstate(over="ignore"):  # what float64 holds and float32 does not becomes infinite
-            pieces = (values[i : i + _PIECE].astype(stored, copy=False) for i in range(0, len(values), _PIECE))
-            finite = np.concatenate([np.isfinite(x.reshape(len(x), -1)).all(axis=1) for x in pieces])
+            pieces = (x.astype(stored, copy=False) for x in _pieces(values))
+            finite = np.concatenate([np.isfinite(x).all(axis=tuple(range(1, x.ndim))) for x in pieces])
         if not finite.all():
             raise ValueError(
                 f"{place(int(np.argmin(finite)))}: expected finite numbers, got NaN or infinity; "
                 "drop or impute such rows inside their silo"
             )
+    if values.dtype.kind == "f" and values.dtype != stored:
+        _warn_of_rounding(leaf, values, stored, names)
+
+
+def _pieces(values: np.ndarray) -> Iterable[np.ndarray]:
+    return (values[i : i + _PIECE] for i in range(0, len(values), _PIECE))
+
+
+def _warn_of_rounding(leaf: str, values: np.ndarray, stored: np.dtype, names: tuple[str, ...]) -> None:
+    """Warn where rounding moves numbers by much of what they vary by, e.g. seconds since 1970."""
+    moved, total, squares = (np.zeros(values.shape[1:]) for _ in range(3))
+    for x in _pieces(values):
+        apart = x - values[0]
+        total, squares = total + apart.sum(0), squares + (apart**2).sum(0)
+        moved = np.maximum(moved, np.abs(x - x.astype(stored)).max(0))
+    sd = np.sqrt(np.maximum(squares / len(values) - (total / len(values)) ** 2, 0))
+    share = np.max(moved / np.where(sd > 0, sd, np.inf), initial=0)
+    if share > _MOST_MOVED:
+        silo = f"silo {names[0]!r}, " if len(names) == 1 else ""
+        warnings.warn(
+            f"{silo}argument {leaf!r}: stored as {stored}, its numbers move by up to {share:.1g} of their standard "
+            "deviation; subtract an origin, or enable float64 (numpyro.enable_x64())",
+            stacklevel=6,
+        )

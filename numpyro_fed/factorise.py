@@ -19,7 +19,7 @@ from numpyro.infer.initialization import init_to_sample
 
 from numpyro_fed import _compat
 from numpyro_fed.density import Factors, LocalSite
-from numpyro_fed.handlers import is_silo_plate
+from numpyro_fed.handlers import NO_STEPS, is_silo_plate
 from numpyro_fed.silos import Silos
 
 __all__ = ["factorise", "pooled_factors"]
@@ -164,6 +164,10 @@ def _probe(
         kwargs = jax.tree.unflatten(tree, [next(fill) if isinstance(x, jax.ShapeDtypeStruct) else x for x in leaves])
         try:
             sites = trace(substitute(seed(model, key), substitute_fn=init_to_sample)).get_trace(**rows, **kwargs)
+        except NotImplementedError as error:
+            if "control flow" not in str(error):
+                raise
+            raise ValueError(f"plate {_raised_by(error)!r} has a scan or a cond inside it: {NO_STEPS}") from error
         except (TypeError, ValueError, IndexError) as error:
             if str(error).startswith("mark_silos"):
                 raise
@@ -174,6 +178,9 @@ def _probe(
         unknown = [name for name in public if name not in sites]
         if unknown:
             raise ValueError(f"public= names sites that the model lacks: {unknown}; it has {list(sites)}")
+        stepped = {f.name for x in sites.values() for f in x.get("cond_indep_stack", ()) if f.size in sizes.values()}
+        if stepped - set(sites):
+            raise ValueError(f"plates {sorted(stepped - set(sites))} are inside a scan or a cond: {NO_STEPS}")
         plates = _silo_plates(sites, sizes)
         latent = _latent_sites(sites, plates, public, conditioned)
         seen.update(
@@ -188,6 +195,14 @@ def _probe(
     global_sites, local_sites = _sorted_sites(seen["latent"], {name: x.shape for name, x in shapes.items()})
     plates = tuple(seen["plates"].items())
     return global_sites, local_sites, plates, seen["undrawn"], seen["transforms"]
+
+
+def _raised_by(error: Exception) -> str:
+    """Return the name of the plate whose code raised an error."""
+    step = error.__traceback__
+    while step is not None and step.tb_next is not None:
+        step = step.tb_next
+    return getattr(step and step.tb_frame.f_locals.get("self"), "name", "?")
 
 
 def _silo_plates(sites: Mapping[str, Any], sizes: dict[str, int]) -> dict[str, str]:

@@ -11,9 +11,14 @@ from typing import Any
 import numpyro
 from numpyro.primitives import Messenger
 
-__all__ = ["is_silo_plate", "mark_silos", "silo_plate"]
+__all__ = ["NO_STEPS", "is_silo_plate", "mark_silos", "silo_plate"]
 
 _MARK = "silo_plate"
+NO_STEPS = (
+    "scan and cond of numpyro.contrib.control_flow go neither inside a silo plate nor around one; expected, inside "
+    "it, a Python loop over the steps, or one distribution of the whole path, its steps the last axis: "
+    "dist.GaussianRandomWalk, or dist.Normal(...).to_event(1)"
+)
 
 
 class mark_silos(Messenger):
@@ -46,12 +51,14 @@ class mark_silos(Messenger):
         if self.fn is None:  # used as a decorator
             return super().__call__(*args, **kwargs)
         self._seen: set[str] = set()
+        self._stepped = False
         result = super().__call__(*args, **kwargs)
         missing = self.plate_names - self._seen
         if missing:
             raise ValueError(
                 f"mark_silos: expected plates {sorted(self.plate_names)} in the model, did not find "
                 f"{sorted(missing)}; use the names that the model gives to numpyro.plate"
+                + (f"; {NO_STEPS}" if self._stepped else "")
             )
         return result
 
@@ -60,6 +67,8 @@ class mark_silos(Messenger):
             msg["infer"] = {**msg.get("infer", {}), _MARK: True}
             if self.fn is not None:
                 self._seen.add(msg["name"])
+        elif msg["type"] == "control_flow" and self.fn is not None:
+            self._stepped = True
 
 
 def silo_plate(name: str, size: int, subsample_size: int | None = None, dim: int | None = None) -> numpyro.plate:

@@ -25,6 +25,7 @@ from numpyro_fed._silo_checks import (
     check_same_arguments,
     check_shared,
     check_sizes,
+    check_times,
     check_told,
     lengths,
     silo_names,
@@ -46,8 +47,9 @@ class Silos:
     :param index: for an argument that holds positions in another silo plate, that plate's row group:
         ``{"district": "districts"}``. Its values count from zero inside each silo.
     :raises ValueError: for an empty silo, an argument that only some silos have, rows whose
-        trailing shapes disagree, NaN or infinite values (naming silo, argument and row), an
-        index that points outside its silo.
+        trailing shapes disagree, NaN or infinite values (naming silo, argument and row), points
+        of time, an index that points outside its silo.
+    :warns UserWarning: where rounding to float32 moves numbers by much of what they vary by.
 
     The object is a JAX pytree (its arrays are leaves), so it may be passed through :func:`jax.jit`.
 
@@ -79,6 +81,8 @@ class Silos:
         names = silo_names(data)
         check_same_arguments(dict(zip(names, data.values(), strict=True)))
         table = {leaf: [as_column(kwargs[leaf]) for kwargs in data.values()] for leaf in next(iter(data.values()))}
+        for leaf, values in table.items():
+            check_times(leaf, values)
         rows, index = dict(rows or {}), dict(index or {})
         check_told(rows, index, table)
         groups: dict[str, list[str]] = {}

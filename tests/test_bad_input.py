@@ -7,10 +7,12 @@ import numpyro
 import numpyro.distributions as dist
 import pytest
 from jax import random
+from numpyro.contrib.control_flow import cond, scan
 from numpyro.infer import MCMC, NUTS, Gibbs
 from small_models import intercepts, intercepts_silos, linear, linear_silos
 
 import numpyro_fed as fed
+from numpyro_fed.factorise import factorise
 from numpyro_fed.mcmc import _kernel, prepare
 from numpyro_fed.surrogates import Gaussian, Surrogates
 
@@ -228,6 +230,91 @@ def test_no_global_site():
     silos = fed.Silos({"a": {"y": np.ones(3)}, "b": {"y": np.zeros(4)}})
     with pytest.raises(ValueError, match="no global latent site: its silos have nothing in common"):
         run(fed.FSGLD(model), silos)
+
+
+# Steps in time
+
+PATHS = fed.Silos({"oslo": {"y": np.ones((3, 2))}, "rome": {"y": np.zeros((4, 2))}})
+
+
+def steps_inside(y, plate=fed.silo_plate):
+    mu = numpyro.sample("mu", dist.Normal(0, 1))
+
+    def step(at, now):
+        at = numpyro.sample("at", dist.Normal(at, 1))
+        numpyro.sample("y", dist.Normal(at, 1), obs=now)
+        return at, None
+
+    with plate("patients", y.shape[0]):
+        scan(step, mu * jnp.ones(y.shape[0]), y.T)
+
+
+def branch_inside(y):
+    mu = numpyro.sample("mu", dist.Normal(0, 1))
+    with fed.silo_plate("patients", y.shape[0]):
+        cond(True, lambda _: numpyro.sample("a", dist.Normal(mu, 1)), lambda _: 0.0, None)
+
+
+def steps_outside(y, plate=fed.silo_plate):
+    mu = numpyro.sample("mu", dist.Normal(0, 1))
+
+    def step(at, now):
+        with plate("patients", y.shape[0]):
+            numpyro.sample("y", dist.Normal(mu, 1), obs=now)
+        return at, None
+
+    scan(step, None, y.T)
+
+
+def marked(model):
+    return fed.mark_silos(lambda y: model(y, numpyro.plate), "patients")
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (steps_inside, "plate 'patients' has a scan or a cond inside it"),
+        (marked(steps_inside), "plate 'patients' has a scan or a cond inside it"),
+        (branch_inside, "plate 'patients' has a scan or a cond inside it"),
+        (steps_outside, r"plates \['patients'\] are inside a scan or a cond"),
+        (marked(steps_outside), r"did not find \['patients'\]; use the names"),
+    ],
+)
+def test_scan_with_silo_plates(model, words):
+    with pytest.raises(ValueError, match=rf"{words}.*; expected, inside it, a Python loop over the steps"):
+        run(fed.FSGLD(model), PATHS)
+
+
+def test_scan_of_global_sites_and_a_loop_in_a_silo_plate():
+    def model(y):
+        _, level = scan(lambda at, _: (numpyro.sample("level", dist.Normal(at, 1)),) * 2, 0.0, None, length=2)
+        with fed.silo_plate("patients", y.shape[0]):
+            at = 0.0
+            for t in range(y.shape[1]):
+                at = numpyro.sample(f"at {t}", dist.Normal(at + level[t], 1))
+                numpyro.sample(f"y {t}", dist.Normal(at, 1), obs=y[:, t])
+
+    factors = factorise(model, PATHS)
+    assert factors.global_sites == (("level", (2,)),)
+    assert [site.name for site in factors.local_sites] == ["at 0", "at 1"]
+
+
+# Shapes
+
+
+def test_a_response_of_one_column_in_one_silo(monkeypatch):
+    """Nothing tells rows from columns in NumPyro, which pairs each with each."""
+    monkeypatch.undo()
+
+    def model(x, y):
+        beta = numpyro.sample("beta", dist.Normal(0, 1))
+        with fed.silo_plate("patients", x.shape[0]):
+            numpyro.sample("y", dist.Normal(beta * x, 1), obs=y)
+
+    x = np.linspace(-1, 1, 6)
+    with pytest.warns(UserWarning, match=r"the one silo 'oslo' depend on each other .*a response of shape \(n, 1\)"):
+        run(fed.FSGLD(model), fed.Silos({"oslo": {"x": x, "y": x[:, None]}}))
+    run(fed.FSGLD(model), fed.Silos({"oslo": {"x": x, "y": x}}))  # the control
 
 
 # Wiring

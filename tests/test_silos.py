@@ -281,6 +281,7 @@ def nan_at(row: int) -> np.ndarray:
 
 
 GROUPS = {"y": "rows", "to": "rows", "d": "ds"}
+DAYS = np.datetime64("2024-02-27") + np.arange(5)
 REFUSED_BY_SILOS: dict[str, tuple[Callable[[], Any], str]] = {
     "no silo": (lambda: Silos({}), "at least one silo, got none"),
     "names": (lambda: Silos({1: {"y": Y}, "1": {"y": Y}}), "silo names that differ, got \\['1', '1'\\]"),
@@ -316,6 +317,32 @@ REFUSED_BY_SILOS: dict[str, tuple[Callable[[], Any], str]] = {
     "objects": (
         lambda: Silos(two(y=(np.array([1, None]), np.array([2, None])))),
         "argument 'y': expected numbers, got object; encode it first",
+    ),
+    "points of time": (
+        lambda: Silos(two(y=(Y, Y[:3]), t=(DAYS, DAYS[:3]))),
+        r"argument 't': expected numbers, got datetime64\[D\]; subtract an origin and make it a number of days, "
+        r"e.g. \(x - x.min\(\)\) / np.timedelta64\(1, 'D'\)",
+    ),
+    "a shared point of time": (
+        lambda: Silos(two(y=(Y, Y[:3]), t=(DAYS[0], DAYS[0]))),
+        r"argument 't': expected numbers, got datetime64\[D\]",
+    ),
+    "time and numbers": (lambda: Silos(two(y=(Y, DAYS))), r"argument 'y': expected numbers, got datetime64\[D\]"),
+    "durations": (
+        lambda: Silos(two(y=(DAYS - DAYS[0], DAYS[:3] - DAYS[0]))),
+        r"argument 'y': expected numbers, got timedelta64\[D\]; make it a number of days, e.g. x / np.timedelta64",
+    ),
+    "pandas": (
+        lambda: Silos(two(y=(pd.Series(DAYS), pd.Series(DAYS[:3])))),
+        r"argument 'y': expected numbers, got datetime64\[.*subtract an origin",
+    ),
+    "a time zone": (
+        lambda: Silos(two(y=(pd.Series(DAYS).dt.tz_localize("UTC"), pd.Series(DAYS[:3]).dt.tz_localize("UTC")))),
+        "argument 'y': expected numbers, got objects of type Timestamp; subtract an origin",
+    ),
+    "dates": (
+        lambda: Silos(two(y=(DAYS.astype(object), DAYS[:3].astype(object)))),
+        "argument 'y': expected numbers, got objects of type date; subtract an origin",
     ),
     "NaN": (
         lambda: Silos(two(y=(Y[:3], nan_at(1)))),
@@ -401,6 +428,18 @@ REFUSED_BY_SPLIT: dict[str, tuple[Callable[[], Any], str]] = {
         "argument 'x': expected 5 rows as the other arguments of 'a', got 7",
     ),
     "NaN": (lambda: split({"y": nan_at(4)}, by=BY), "silo '1', argument 'y', row 2: expected finite numbers"),
+    "points of time": (
+        lambda: split({"y": Y, "t": DAYS}, by=BY),
+        r"argument 't': expected numbers, got datetime64\[D\]; subtract an origin",
+    ),
+    "an index of durations": (
+        lambda: pointing(to=DAYS - DAYS[0]),
+        r"argument 'to': expected numbers, got timedelta64\[D\]; make it a number of days",
+    ),
+    "columns of pandas": (
+        lambda: split(pd.DataFrame({"y": Y, "t": pd.to_timedelta(Y, "h"), "silo": BY}), by="silo"),
+        r"argument 't': expected numbers, got timedelta64\[.s\]; make it a number of days",
+    ),
     "index of two axes": (
         lambda: pointing(to=TO[:, None]),
         r"argument 'to': expected positions of shape \(N,\) with N > 0, got shape \(5, 1\)",
@@ -437,3 +476,42 @@ def test_split_refuses(case: str) -> None:
     make, words = REFUSED_BY_SPLIT[case]
     with pytest.raises(ValueError, match=words):
         make()
+
+
+def test_labels_may_be_points_of_time() -> None:
+    assert split({"y": Y}, by=DAYS[BY]).names == ("2024-02-27", "2024-02-28")
+
+
+# What is rounded
+
+
+SECONDS = 1.7e9 + 3600.0 * np.arange(50.0)  # of two days: float32 has every 128th second
+
+
+def test_rounding_is_told_where_it_moves_numbers_by_much_of_their_spread() -> None:
+    with pytest.warns(
+        UserWarning, match=r"^argument 't': stored as float32, its numbers move by up to 0.001 of their .*; subtract"
+    ) as told:
+        Silos(two(t=(SECONDS, SECONDS[:20]), y=(SECONDS - 1.7e9, SECONDS[:20] - 1.7e9)))
+    assert len(told) == 1
+    assert told[0].filename == __file__
+    with pytest.warns(UserWarning, match="^silo 'oslo', argument 't': stored as float32"):
+        Silos({"oslo": {"t": SECONDS}})
+    two_columns = np.stack([SECONDS - 1.7e9, SECONDS / 1.7e9], axis=1)  # the second is as coarse, by its own spread
+    with pytest.warns(UserWarning, match="^argument 't': stored as float32"):
+        split({"t": two_columns}, by=np.arange(50) % 2)
+
+
+def test_rounding_that_matters_little_is_not_told() -> None:
+    for y in (
+        SECONDS - 1.7e9,
+        SECONDS.astype(np.int64),  # stays whole
+        SECONDS.astype(np.float32),  # was rounded before
+        np.full(50, 0.1),
+        1 + np.arange(50.0) / 1000,
+        np.append(np.arange(49.0), 1e9),
+        np.zeros((50, 0)),
+    ):
+        Silos({"oslo": {"y": y}})
+    with jax.enable_x64(True):
+        Silos({"oslo": {"y": SECONDS}})
