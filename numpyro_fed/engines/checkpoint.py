@@ -1,6 +1,7 @@
 """The server's checkpoint of a run: one file, replaced as a whole."""
 
-import hashlib
+import warnings
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, dtypes, random
 
-from numpyro_fed.engines.packing import pack, unpack, write_whole
+from numpyro_fed.engines.files import locked, read_sealed, write_sealed
+from numpyro_fed.engines.packing import pack, unpack
 from numpyro_fed.engines.remote import Carrier
 from numpyro_fed.silos import Silos
 
@@ -29,33 +31,54 @@ class Checkpoint:
         if self.place is not None and not self.place.parent.is_dir():
             raise FileNotFoundError(f"checkpoint: there is no folder {self.place.parent}; make it first")
         self.every = every
+        self._warned = False
+
+    def held(self) -> AbstractContextManager[None]:
+        """Hold the file while a run uses it.
+
+        :raises ValueError: naming the file, where another run uses it.
+        """
+        return nullcontext() if self.place is None else locked(self.place)
 
     def due(self, made: int, total: int) -> bool:
         """Whether one is to be written after so many rounds."""
         return self.place is not None and (made % self.every == 0 or made == total)
 
-    def save(self, values: dict[str, Any], carrier: Carrier) -> None:
-        """Write what a run has."""
+    def save(self, values: dict[str, Any], carrier: Carrier) -> bool:
+        """Write what a run has.
+
+        :return: whether it was written; if not, silos have to keep what the last one names.
+        :warns UserWarning: once, where it cannot be written.
+        """
         assert self.place is not None
         data = pack({**values, "carrier": carrier.position()})
-        write_whole(self.place, hashlib.sha256(data).digest() + data)
+        try:
+            write_sealed(self.place, data, "checkpoint")
+        except OSError as error:
+            if not self._warned:
+                warnings.warn(
+                    f"{self.place}: the checkpoint could not be written ({error}); the run goes on, its results are kept in memory, "
+                    "and the next that is due is tried again: make room on the disk",
+                    stacklevel=4,
+                )
+            self._warned = True
+            return False
+        return True
 
     def load(self, carrier: Carrier) -> dict[str, Any] | None:
         """What was saved, or ``None``; the carrier goes on counting where it was.
 
-        :raises ValueError: where the file is no checkpoint.
+        :raises ValueError: in words, where the file is no checkpoint, or a broken one.
         """
         if self.place is None or not self.place.exists():
             return None
+        data = read_sealed(self.place, "checkpoint")
         try:
-            found = self.place.read_bytes()
-            if hashlib.sha256(found[32:]).digest() != found[:32]:
-                raise ValueError("it is not what was written")
-            values = unpack(found[32:])
+            values = unpack(data)
             carrier.go_on(values["carrier"])
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(
-                f"{self.place} is no checkpoint, or a broken one ({error}); delete it to start anew"
+                f"{self.place}: expected the checkpoint of a run of this version, got another ({error}); delete it to start anew"
             ) from error
         return dict(values)
 

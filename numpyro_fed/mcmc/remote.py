@@ -6,6 +6,8 @@ How a round is made is in :mod:`numpyro_fed.mcmc.remote_chains` for chains that 
 import hashlib
 import re
 import warnings
+from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +23,7 @@ from tqdm.auto import tqdm
 from numpyro_fed._compat import fill_mcmc
 from numpyro_fed.engines.checkpoint import Checkpoint, facts_of_run
 from numpyro_fed.engines.packing import wire_name
-from numpyro_fed.engines.remote import Call, RemoteSilos, SiloError
+from numpyro_fed.engines.remote import Call, RemoteSilos
 from numpyro_fed.engines.roster import fingerprint
 from numpyro_fed.mcmc._kernel import LangevinKernel
 from numpyro_fed.mcmc._network import NetworkKernel
@@ -111,8 +113,8 @@ class RemoteMCMC(MCMC):
         :param extra_fields: further fields of the state to collect.
         :raises ValueError: in words, for what does not go over silos elsewhere.
         :raises RuntimeError: naming the silos that did not answer while the fit was prepared, or the one that says that it cannot.
-        :warns UserWarning: after Ctrl-C, and where a silo says that it cannot go on: the draws so far are kept; where silos answered unequally often, which leans
-            the draws towards the others' data.
+        :warns UserWarning: after Ctrl-C or an error of any kind once draws are kept: those so far stay; where a reply is NaN or absurdly far, with its silo;
+            where silos answered unequally often, which leans the draws towards the others' data; where a checkpoint could not be written.
         """
         if init_params is not None:
             raise ValueError("init_params: local latents start in their silos; expected None")
@@ -125,20 +127,22 @@ class RemoteMCMC(MCMC):
             check_network(kernel, silos, self.num_chains)
         else:
             check_chains(kernel)
-        saved = self._checkpoint.load(silos.carrier)
-        kernel._prepare(silos, {})
-        going = self._start(rng_key, silos)
-        fields = tuple(dict.fromkeys((*kernel.default_fields, *extra_fields)))
-        facts = self._facts(rng_key, silos, fields) if self._checkpoint.place else {}
-        if saved is not None:
-            going = self._going_on(going, saved, facts)
-        going = self._rounds(going, silos, fields, num_rounds, facts)
-        states = {f: jax.tree.map(lambda *x: jnp.asarray(np.stack(x, 1)), *going.draws[f]) for f in fields}
-        states["z"] = jax.vmap(jax.vmap(lambda z: kernel.factors.constrain_globals(z, silos.shared)))(states["z"])
-        fill_mcmc(self, states, going.state, (silos,))
-        self._say_who_failed(going, silos)
-        if not self._checkpoint.place:
-            silos.carrier.forget([*going.slots.reshape(-1).tolist(), *going.told, *going.spent], now=True)
+        with self._checkpoint.held():
+            saved = self._checkpoint.load(silos.carrier)
+            kernel._prepare(silos, {})
+            going = self._start(rng_key, silos)
+            fields = tuple(dict.fromkeys((*kernel.default_fields, *extra_fields)))
+            facts = self._facts(rng_key, silos, fields) if self._checkpoint.place else {}
+            if saved is not None:
+                going = self._going_on(going, saved, facts)
+            going = self._rounds(going, silos, fields, num_rounds, facts)
+            states = {f: jax.tree.map(lambda *x: jnp.asarray(np.stack(x, 1)), *going.draws[f]) for f in fields}
+            states["z"] = jax.vmap(jax.vmap(lambda z: kernel.factors.constrain_globals(z, silos.shared)))(states["z"])
+            fill_mcmc(self, states, going.state, (silos,))
+            self._say_who_failed(going, silos)
+            if not self._checkpoint.place:
+                with suppress(Exception):  # draws are not lost to a carrier that is gone
+                    silos.carrier.forget([*going.slots.reshape(-1).tolist(), *going.told, *going.spent], now=True)
 
     def _rounds(
         self, going: "_Going", silos: RemoteSilos, fields: tuple[str, ...], num_rounds: int, facts: dict[str, Any]
@@ -148,10 +152,11 @@ class RemoteMCMC(MCMC):
             while going.made < num_rounds:
                 try:
                     going = self._round(going, silos)
-                except (KeyboardInterrupt, SiloError) as error:
+                except (KeyboardInterrupt, Exception) as error:  # whatever a reply does, draws are kept
                     if going.made <= self.num_warmup:
                         raise
-                    why = f"interrupted{f' ({error})' if str(error) else ''}"
+                    what = "" if isinstance(error, KeyboardInterrupt) else f" ({type(error).__name__}: {error})"
+                    why = f"interrupted{what}"
                     warnings.warn(f"{why}: the first {going.made - self.num_warmup} draws are kept", stacklevel=3)
                     break
                 bar.update()
@@ -159,11 +164,10 @@ class RemoteMCMC(MCMC):
                     for f in fields:
                         going.draws.setdefault(f, []).append(jax.tree.map(np.asarray, getattr(going.state, f)))
                 if self._checkpoint.due(going.made, num_rounds):
-                    self._checkpoint.save(
-                        {**going._asdict(), "state": _without_settled(going.state), **facts}, silos.carrier
-                    )
-                    silos.carrier.forget(going.spent)
-                    going.spent.clear()
+                    values = {**going._asdict(), "state": _without_settled(going.state), **facts}
+                    if self._checkpoint.save(values, silos.carrier):
+                        silos.carrier.forget(going.spent)
+                        going.spent.clear()
         return going
 
     def warmup(self, *args: Any, **kwargs: Any) -> None:
@@ -227,9 +231,9 @@ class RemoteMCMC(MCMC):
         return going._replace(state=going.state._replace(**settled), told=first.told, spent=spent)
 
     def _say_who_failed(self, going: "_Going", silos: RemoteSilos) -> None:
-        for n in sorted(set(going.bad)):
+        for (n, what), times in sorted(Counter(going.bad).items()):
             warnings.warn(
-                f"silo {silos.names[n]!r} returned NaN {going.bad.count(n)} times; these visits count as not answered",
+                f"silo {silos.names[n]!r} returned {what} {times} times; these visits count as not answered",
                 stacklevel=3,
             )
         if isinstance(self.sampler, NetworkKernel):  # whose steps all nodes answer
@@ -256,7 +260,7 @@ class _Going(NamedTuple):
     :param made: rounds made.
     :param draws: of each field what was collected.
     :param spent: slots that are needed no more once there is a checkpoint.
-    :param bad: numbers of silos whose reply was NaN.
+    :param bad: of each reply that does not count the silo's number, and what it was.
     """
 
     state: Any
@@ -265,7 +269,7 @@ class _Going(NamedTuple):
     made: int
     draws: dict[str, list]
     spent: list[int]
-    bad: list[int]
+    bad: list[tuple[int, str]]
 
 
 _SETTLED = ("tuning", "mixing")  # the numbers of a kernel

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, random
+from scipy.linalg import solve_triangular
 
 from numpyro_fed.engines.inline import key_of
 from numpyro_fed.engines.packing import wire_name
@@ -20,6 +21,9 @@ from numpyro_fed.mcmc.rounds import Departure, LangevinState, arrive, chain_axes
 from numpyro_fed.storage import SiloView
 
 __all__ = ["StartLocal", "StayLocal", "check_chains", "start_chains", "step_chains"]
+
+_FARTHEST = 1e3  # sds of the surrogates' posterior that a chain may be away from its center
+_FARTHEST_STAY = 1e6  # times the position, where there are no surrogates
 
 
 @wire_name("StartLocal")
@@ -114,12 +118,12 @@ def start_chains(
 
 def step_chains(
     kernel: LangevinKernel, state: LangevinState, slots: np.ndarray, told: list[int], silos: RemoteSilos
-) -> tuple[LangevinState, np.ndarray, list[int], list[int]]:
+) -> tuple[LangevinState, np.ndarray, list[int], list[tuple[int, str]]]:
     """One round of all chains. New latents are kept beside the old ones, and count once the reply has come.
 
     :param slots: of each chain's local latents in each silo, ``(C, S)``.
     :param told: the silos' slots of what they were told.
-    :return: the state, the slots, those that are needed no more, and numbers of silos whose reply was NaN.
+    :return: the state, the slots, those that are needed no more, and of each reply that does not count the silo's number and what it was.
     """
     plan, slots = kernel._plan, slots.copy()
     leave, each = _depart(plan, state, len(silos))
@@ -128,8 +132,12 @@ def step_chains(
         own, new = (None, None) if plan.units is None else (int(slots[c, n]), silos.carrier.new_slot())
         calls.append(Call(n, local, key, chain, (told[n], own), new))
     replies = ask_or_forget(silos.ask, calls, silos)
-    bad = [n for n, reply in zip(numbers, replies, strict=True) if reply is not None and _is_nan(reply)]
-    silent = np.array([reply is None or _is_nan(reply) for reply in replies])
+    wrong = [
+        None if reply is None else _wrong(kernel, np.asarray(chain.theta), np.asarray(reply[0].theta))
+        for reply, (_, chain) in zip(replies, each, strict=True)
+    ]
+    bad = [(n, what) for n, what in zip(numbers, wrong, strict=True) if what]
+    silent = np.array([reply is None or what is not None for reply, what in zip(replies, wrong, strict=True)])
     spent: list[int] = []
     if plan.units is not None:
         for c, (call, missing) in enumerate(zip(calls, silent.tolist(), strict=True)):
@@ -152,9 +160,22 @@ def ask_or_forget(ask: Callable[[list[Call]], Any], calls: list[Call], silos: Re
         raise
 
 
-def _is_nan(reply: tuple[Chain, StayStats]) -> bool:
-    """Whether a chain came back as none can: a stay that leaves the reals is undone in the silo."""
-    return not np.isfinite(np.asarray(reply[0].theta)).all()
+def _wrong(kernel: LangevinKernel, left: np.ndarray, came: np.ndarray) -> str | None:
+    """Say what is wrong with where a chain came back, or ``None``; a stay that leaves the reals is undone in the silo, so that NaN is none.
+
+    Sds are those of the surrogates' posterior, along the kernel's coordinates. Without a preconditioner none are known: a stay may multiply
+    a position by a million, beyond which float32 has lost where the chain had been.
+    """
+    if not np.isfinite(came).all():
+        return "NaN"
+    loc, scale = kernel._tuning.loc, kernel._tuning.scale
+    if scale is None:
+        far = np.abs(came - left).max() > _FARTHEST_STAY * max(1.0, float(np.abs(left).max()))
+        return f"positions more than {_FARTHEST_STAY:,.0f} times as far as they had been" if far else None
+    away = came.astype(np.float64) - np.asarray(loc)
+    root = np.asarray(scale, np.float64)
+    sds = away / root if root.ndim == 1 else solve_triangular(root, away, lower=True)
+    return f"positions farther than {_FARTHEST:,.0f} sds" if np.abs(sds).max() > _FARTHEST else None
 
 
 def _nothing(plan: Plan, chain: Chain) -> tuple[Chain, StayStats]:

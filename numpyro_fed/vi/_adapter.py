@@ -281,36 +281,37 @@ class FederatedVI:
         known = answering_of(answering, prepared.names, prepared.elsewhere, self.algorithm == "sfvi")
         plan, keeper = prepared.plan, Checkpoint(checkpoint, checkpoint_every)
         rounds = saved = None
-        if prepared.elsewhere:
-            facts = self._facts(rng_key, prepared, silos, who, known) if checkpoint is not None else {}
-            rounds = RemoteRounds(self.algorithm, self._federated, prepared, who, known, keeper, facts)
-            saved = rounds.saved()
-        elif checkpoint is not None:
-            raise ValueError(
-                "checkpoint: silos at hand keep nothing; expected None, and init_state=result.state to go on"
-            )
-        if saved is not None:
-            if init_from is not None or init_state is not None:
+        with keeper.held():
+            if prepared.elsewhere:
+                facts = self._facts(rng_key, prepared, silos, who, known) if checkpoint is not None else {}
+                rounds = RemoteRounds(self.algorithm, self._federated, prepared, who, known, keeper, facts)
+                saved = rounds.saved()
+            elif checkpoint is not None:
                 raise ValueError(
-                    f"checkpoint: {keeper.place} is there, and the fit goes on from it; expected no init_from or init_state beside it"
+                    "checkpoint: silos at hand keep nothing; expected None, and init_state=result.state to go on"
                 )
-            state, made = saved
-            if len(made) > num_rounds:
-                raise ValueError(
-                    f"num_rounds={num_rounds}: {keeper.place} is of {len(made)} rounds; expected as many or more, or another file"
-                )
-        elif init_state is None:
-            state, made = self.init(rng_key, silos, init_from=init_from), np.zeros(0)
-        else:
-            state, made = self._checked(init_state, silos), np.zeros(0)
-        arguments = plan, state, prepared.names, num_rounds, tol, progress_bar
-        if rounds is not None:
-            if saved is not None or init_state is None:  # else it is another result's
-                rounds.owns(state)
-            state, losses, stopped = run_rounds(rounds, *arguments, at_once=1, before=made)
-            rounds.tidy(state)
-        else:
-            state, losses, stopped = run_rounds(at_hand(self._federated, plan, who, prepared.stacks), *arguments)
+            if saved is not None:
+                if init_from is not None or init_state is not None:
+                    raise ValueError(
+                        f"checkpoint: {keeper.place} is there, and the fit goes on from it; expected no init_from or init_state beside it"
+                    )
+                state, made = saved
+                if len(made) > num_rounds:
+                    raise ValueError(
+                        f"num_rounds={num_rounds}: {keeper.place} is of {len(made)} rounds; expected as many or more, or another file"
+                    )
+            elif init_state is None:
+                state, made = self.init(rng_key, silos, init_from=init_from), np.zeros(0)
+            else:
+                state, made = self._checked(init_state, silos), np.zeros(0)
+            arguments = plan, state, prepared.names, num_rounds, tol, progress_bar
+            if rounds is not None:
+                if saved is not None or init_state is None:  # else it is another result's
+                    rounds.owns(state)
+                state, losses, stopped = run_rounds(rounds, *arguments, at_once=1, before=made)
+                rounds.tidy(state)
+            else:
+                state, losses, stopped = run_rounds(at_hand(self._federated, plan, who, prepared.stacks), *arguments)
         self._say_how_it_ended(prepared, state)
         _warn_of_absent(prepared, state)
         spent = self._spent(prepared, state, who, known)

@@ -190,8 +190,8 @@ class RemoteRounds:
         self.losses.append(float(loss))
         if self.checkpoint.due(len(self.losses), 0):
             values = {"state": state, "losses": np.array(self.losses), **self.facts}
-            self.checkpoint.save(values, self.carrier)
-            self.saved_slots = set(state.silos.slots.tolist())  # type: ignore[attr-defined]
+            if self.checkpoint.save(values, self.carrier):
+                self.saved_slots = set(state.silos.slots.tolist())  # type: ignore[attr-defined]
 
     def saved(self) -> tuple[VIState, np.ndarray] | None:
         """State and losses of a checkpoint of this fit, or ``None``.

@@ -231,7 +231,7 @@ def run_rounds(
 
     :param advance_by: makes so many rounds; returns the state, their losses, and for each the silo that was not finite (-1: none, -2: the server).
     :param at_once: most rounds that it makes in a call.
-    :param before: losses of rounds that were made before, of ``num_rounds``.
+    :param before: of silos elsewhere, losses of rounds that were made before, of ``num_rounds``; there any error after a round keeps what there is.
     :return: the state, all losses, and where the rounds broke off why, in words.
     """
     losses, look = np.zeros(0) if before is None else before, 1 if plan.conducive else _CHUNK
@@ -247,14 +247,15 @@ def run_rounds(
             last = state
             try:
                 state, new, bad = advance_by(last, min(look, at_once, num_rounds - len(losses)))
-            except (KeyboardInterrupt, SiloError) as stopped:
-                said = (
-                    "interrupted"
-                    if isinstance(stopped, KeyboardInterrupt)
-                    else f"{stopped}, in round {len(losses) + 1}"
-                )
-                if not isinstance(stopped, KeyboardInterrupt) and not len(losses):
-                    raise RuntimeError(said) from None
+            except (KeyboardInterrupt, Exception) as stopped:
+                said = "interrupted"
+                if not isinstance(stopped, KeyboardInterrupt):
+                    foreign = not isinstance(stopped, SiloError)
+                    if foreign and (before is None or not len(losses)):
+                        raise
+                    said = f"{type(stopped).__name__}: " * foreign + f"{stopped}, in round {len(losses) + 1}"
+                    if not len(losses):
+                        raise RuntimeError(said) from None
                 warnings.warn(
                     f"{said}: the result of the first {len(losses)} rounds is returned; go on with init_state=result.state",
                     stacklevel=3,
