@@ -108,7 +108,7 @@ def coordinate(
     model: Path,
     names: list[str],
     tls: Path,
-    keys: Path | None,
+    keys: Path,
     out: Path,
     folder: Path,
     *,
@@ -134,17 +134,15 @@ def coordinate(
         key=tls / "server.key",
         ca=tls / "ca.crt",
         host=host,
-        authentication=keys is not None,
     )
     with (folder / "link.log").open("ab") as log:
         link = subprocess.Popen(command, env=environment, stdout=log, stderr=log, cwd=folder)
     try:
         near = "127.0.0.1" if host in ("", "0.0.0.0") else host
         _wait_for(link, near, int(port), folder)
-        if keys is not None:
-            for name in names:
-                key = str((keys / f"{name}.pub").resolve())
-                _flwr(folder, tls, f"{near}:{port}", environment, "supernode", "register", key, "link", "--name", name)
+        for name in names:
+            key = str((keys / f"{name}.pub").resolve())
+            _flwr(folder, tls, f"{near}:{port}", environment, "supernode", "register", key, "link", "--name", name)
         config = {
             **settings,
             "model": str(model.resolve()),

@@ -256,7 +256,8 @@ def _check_fit(svi: Any, num_silos: int, rounds: int) -> None:
 @click.option(
     "--keys",
     type=_FOLDER,
-    help="Folder with the silos' public keys, NAME.pub; without it whoever has the model may join.",
+    required=True,
+    help="Folder with the silos' public keys, NAME.pub: who has no key of these is not let in.",
 )
 @click.option(
     "--out", type=click.Path(dir_okay=False, path_type=Path), required=True, help="netCDF file for the posterior."
@@ -300,7 +301,7 @@ def _check_fit(svi: Any, num_silos: int, rounds: int) -> None:
     show_default=True,
     help="Seconds that a round waits for a silo that is away; of variational fits and networks five times over.",
 )
-def run(model_file: Path, names: str, tls: Path, keys: Path | None, out: Path, folder: Path, **options: Any) -> None:
+def run(model_file: Path, names: str, tls: Path, keys: Path, out: Path, folder: Path, **options: Any) -> None:
     """Wait for the silos, draw from the posterior of all of them together, and write it.
 
     By the model file's `kernel` or `svi`, which is an SFVI or SFVIAvg; without them by FSGLD.
@@ -317,7 +318,7 @@ def run(model_file: Path, names: str, tls: Path, keys: Path | None, out: Path, f
         if not (port.isdigit() and 0 < int(port) < 2**16):
             raise ValueError(f"--address {options['address']}: expected host:port, a port from 1 to 65535")
         missing = [str(tls / f) for f in ("server.crt", "server.key", "ca.crt") if not (tls / f).is_file()]
-        missing += [str(keys / f"{n}.pub") for n in silos if keys is not None and not (keys / f"{n}.pub").is_file()]
+        missing += [str(keys / f"{n}.pub") for n in silos if not (keys / f"{n}.pub").is_file()]
         nodes, chains = isinstance(module.kernel, NetworkKernel), options["chains"]
         if nodes and chains % len(silos):
             raise ValueError(f"--chains {chains}: of a network every silo has one; expected a multiple of {len(silos)}")

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -96,11 +97,14 @@ class Deployment:
 
     def fit(self, job, disturb=None, after=12, limit=200):
         """A job's status and result; ``disturb`` is called once s1 has answered some messages."""
+        for name in NAMES:  # as the person at a site does for a new study
+            shutil.rmtree(self.kits / name / "silos", ignore_errors=True)
         end = time.monotonic() + limit
         process = self.admin("fit", job)
         try:
-            number = next(line.split()[1] for line in process.stdout if line.startswith("submitted"))
-            state = self.kits / "s1" / number / "silo" / "state.json"
+            next(line for line in process.stdout if line.startswith("submitted"))
+            folder = carrier.silo_directory(self.kits / "s1", f"{SIDES}:make_side", "s1")
+            state = folder / "state.json"
             while process.poll() is None and time.monotonic() < end:
                 if disturb is not None and state.exists() and json.loads(state.read_text())[0] >= after:
                     disturb()

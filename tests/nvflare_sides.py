@@ -26,10 +26,12 @@ class Hashing:
         return state.encode()
 
 
-def make_side(name, directory, broken=None):
-    if name == broken:
-        raise ValueError("row 17 is 42.5")
+def make_side(name, directory):
     return Hashing(name, directory)
+
+
+def make_broken(name, directory):
+    raise ValueError("row 17 is 42.5")
 
 
 def run(messenger, rounds=3):
@@ -54,6 +56,27 @@ def fail(messenger):
 
 def ask_a_stranger(messenger):
     messenger.exchange({"paris": b""})
+
+
+def private_fit():
+    """A fit whose budget of privacy is two rounds."""
+    import optax
+    from small_models import linear
+
+    import numpyro_fed as fed
+
+    guide, privacy = fed.AutoSiloNormal(linear), fed.Privacy(1.0, 1e-5, 1.0, num_rounds=2)
+    return fed.SFVI(linear, guide, optax.adam(0.05), privacy=privacy)
+
+
+def make_private(name, directory):
+    import carried_fit
+
+    import numpyro_fed as fed
+    from numpyro_fed.engines.silo_side import SiloSide
+
+    silos, fit = carried_fit.silos(), private_fit()
+    return SiloSide(fed.Silos({name: silos[silos.names[0]]}), fit.model, directory, fit=fit)
 
 
 class Echo:

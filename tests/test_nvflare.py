@@ -14,6 +14,7 @@ import pytest
 pytest.importorskip("nvflare")
 
 import nvflare_sides
+from jax import random
 from nvflare.apis.event_type import EventType
 from nvflare.apis.fl_constant import ReturnCode
 from nvflare.apis.shareable import Shareable, make_reply
@@ -22,8 +23,10 @@ from nvflare_deployment import NAMES, SIDES, Deployment, free_port, provisioned
 
 from numpyro_fed.engines import nvflare as carrier
 from numpyro_fed.engines import nvflare_jobs
+from numpyro_fed.engines.wire import connect
 
 RUN, MAKE_SIDE = f"{SIDES}:run", f"{SIDES}:make_side"
+BROKEN, PRIVATE = f"{SIDES}:make_broken", f"{SIDES}:make_private"
 
 
 def undisturbed(directory, names, rounds):
@@ -78,8 +81,6 @@ def test_import_paths_in_words(path, words):
         ([], {}, "expected names"),
         (["a"], {"patience": 0}, "above zero"),
         (["a"], {"period": 0}, "above zero"),
-        (["a"], {"directory": "../other"}, "a plain name"),
-        (["a"], {"directory": "/etc"}, "a plain name"),
     ],
 )
 def test_jobs_in_words(tmp_path, names, more, words):
@@ -160,11 +161,11 @@ def test_a_stopped_job_ends_the_wait():
 class Context:
     """What an executor is told of its site."""
 
-    def __init__(self, root):
-        self.root = root
+    def __init__(self, root, name="s0"):
+        self.root, self.name = root, name
 
     def get_identity_name(self):
-        return "s0"
+        return self.name
 
     def get_job_id(self):
         return "job"
@@ -177,16 +178,22 @@ class Context:
         )
 
 
-def executed(tmp_path, told, messages):
-    (tmp_path / "config").mkdir()
-    (tmp_path / "config" / "fed.json").write_text(json.dumps({"arguments": {}, "directory": None, **told}))
-    executor, context = carrier.SideExecutor(), Context(tmp_path)
+def executed(tmp_path, told, messages, name="s0"):
+    for folder in ("config", "job"):
+        (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+    (tmp_path / "config" / "fed.json").write_text(json.dumps(told))
+    executor, context = carrier.SideExecutor(), Context(tmp_path, name)
     return [executor.execute("answer", Shareable({"data": m}), context, None) for m in messages]
 
 
 @pytest.fixture
 def allowed(monkeypatch):
-    monkeypatch.setenv(carrier.ALLOWED, f"other:side,{MAKE_SIDE}")
+    monkeypatch.setenv(carrier.ALLOWED, f"other:side,{MAKE_SIDE},{BROKEN},{PRIVATE}")
+    monkeypatch.delenv(nvflare_jobs.SILOS, raising=False)
+
+
+def folder_of(root, make_side=MAKE_SIDE, name="s0"):
+    return root / "silos" / "".join(x if x.isalnum() or x in "._-" else "_" for x in make_side) / name
 
 
 @pytest.mark.usefixtures("allowed")
@@ -194,16 +201,15 @@ def test_a_side_is_made_once(tmp_path):
     replies = executed(tmp_path, {"make_side": MAKE_SIDE}, [b"1 x", b"2 y", b"2 y"])
     assert [r.get_return_code() for r in replies] == [ReturnCode.OK] * 3
     assert replies[1]["data"] == replies[2]["data"] != replies[0]["data"]
-    assert len((tmp_path / "job" / "silo" / "made.txt").read_text().split()) == 1
+    assert len((folder_of(tmp_path) / "made.txt").read_text().split()) == 1
 
 
 @pytest.mark.usefixtures("allowed")
 def test_the_text_of_an_error_stays_at_the_silo(tmp_path, caplog):
-    told = {"make_side": MAKE_SIDE, "arguments": {"broken": "s0"}}
-    (reply,) = executed(tmp_path, told, [b"1 x"])
+    (reply,) = executed(tmp_path, {"make_side": BROKEN}, [b"1 x"])
     assert reply.get_return_code() == ReturnCode.EXECUTION_EXCEPTION
     assert "42.5" not in repr(reply) + caplog.text
-    assert "42.5" in (tmp_path / "job" / "silo" / "error.txt").read_text()
+    assert "42.5" in (folder_of(tmp_path, BROKEN) / "error.txt").read_text()
 
 
 @pytest.mark.parametrize("listed", [None, f"other:side,{MAKE_SIDE}"])
@@ -213,7 +219,65 @@ def test_a_site_makes_only_what_it_allows(tmp_path, monkeypatch, listed):
         monkeypatch.setenv(carrier.ALLOWED, listed)
     (reply,) = executed(tmp_path, {"make_side": "os:listdir"}, [b"1 x"])
     assert reply.get_return_code() == ReturnCode.EXECUTION_EXCEPTION
-    assert "PermissionError: the job asks for 'os:listdir'" in (tmp_path / "job" / "silo" / "error.txt").read_text()
+    assert "PermissionError: the job asks for 'os:listdir'" in (tmp_path / "job" / "error.txt").read_text()
+    assert not (tmp_path / "silos").exists()
+
+
+@pytest.mark.usefixtures("allowed")
+@pytest.mark.parametrize("name", ["..", "../s1", "/etc", "", "s0\n"])
+def test_a_name_that_leads_elsewhere_makes_no_folder(tmp_path, name):
+    (reply,) = executed(tmp_path, {"make_side": MAKE_SIDE}, [b"1 x"], name)
+    assert reply.get_return_code() == ReturnCode.EXECUTION_EXCEPTION
+    assert "the client's name is" in (tmp_path / "job" / "error.txt").read_text()
+    assert {x.name for x in tmp_path.iterdir()} == {"config", "job"}
+
+
+@pytest.mark.usefixtures("allowed")
+def test_of_a_job_a_silo_takes_no_folder_and_no_argument(tmp_path):
+    asked = {"make_side": MAKE_SIDE, "directory": "../../outside", "arguments": {"epsilon": 1e6}}
+    (reply,) = executed(tmp_path / "srv" / "site", asked, [b"1 x"])
+    assert reply.get_return_code() == ReturnCode.OK
+    assert (folder_of(tmp_path / "srv" / "site") / "state.json").exists()
+    assert [x.name for x in tmp_path.iterdir()] == ["srv"]
+    assert [x.name for x in (tmp_path / "srv").iterdir()] == ["site"]
+
+
+def private_rounds(site, directory, seed):
+    """Two rounds of a budget of two, by a job that asks for a directory."""
+    for folder in ("config", "job"):
+        (site / folder).mkdir(parents=True, exist_ok=True)
+    told = {"make_side": PRIVATE, "directory": directory, "arguments": {}}
+    (site / "config" / "fed.json").write_text(json.dumps(told))
+    executor, fit = carrier.SideExecutor(), nvflare_sides.private_fit()
+
+    def exchange(messages):
+        asked = Shareable({"data": messages["s0"]})
+        return {"s0": executor.execute("answer", asked, Context(site), None)["data"]}
+
+    remote = connect(SimpleNamespace(names=("s0",), exchange=exchange), fit.model, fit=fit)
+    return len(fit.run(random.key(seed), 2, remote, progress_bar=False).losses)
+
+
+ASKED = ["fit-1", "fit-2", None, "../../outside"]
+
+
+@pytest.mark.usefixtures("allowed")
+def test_a_budget_of_privacy_is_one_over_all_jobs(tmp_path):
+    site = tmp_path / "srv" / "site"
+    assert private_rounds(site, ASKED[0], 0) == 2
+    for seed, directory in enumerate(ASKED[1:], 1):
+        with pytest.raises(RuntimeError, match="its budget of privacy is spent"):
+            private_rounds(site, directory, seed)
+    assert [x.name for x in (site / "silos").iterdir()] == [folder_of(site, PRIVATE).parent.name]
+    assert [x.name for x in tmp_path.iterdir()] == ["srv"]
+
+
+@pytest.mark.usefixtures("allowed")
+def test_a_folder_that_the_job_names_is_another_budget(tmp_path, monkeypatch):
+    """The control: were it so, the test above would see it."""
+    for seed, directory in enumerate(ASKED[:2]):
+        monkeypatch.setattr(carrier, "silo_directory", lambda root, _, name, d=directory: root / d / name)
+        assert private_rounds(tmp_path / "site", directory, seed) == 2
 
 
 def controlled(tmp_path, told, here):
@@ -242,12 +306,12 @@ def test_a_server_calls_only_what_it_allows(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_a_simulation_goes_on_from_the_silos_states(tmp_path):
-    more = {"directory": "fit", "timeout": 200}
-    for rounds in (2, 3):  # the second call's first two messages are old ones, of which the silos remember the last
-        carrier.simulate(RUN, MAKE_SIDE, ["s0"], tmp_path / "w", run_arguments={"rounds": rounds}, **more)
-    state = json.loads((tmp_path / "w" / "silos" / "fit" / "s0" / "state.json").read_text())
-    assert state[0] == 3
-    assert len((tmp_path / "w" / "silos" / "fit" / "s0" / "made.txt").read_text().split()) == 2
+    place = folder_of(tmp_path / "w")
+    for rounds, keep in ((2, True), (3, True), (1, False)):  # the second's first two messages are old ones
+        more = {"run_arguments": {"rounds": rounds}, "keep": keep, "timeout": 200}
+        carrier.simulate(RUN, MAKE_SIDE, ["s0"], tmp_path / "w", **more)
+        assert json.loads((place / "state.json").read_text())[0] == rounds
+        assert len((place / "made.txt").read_text().split()) == (rounds - 1 if keep else 1)
 
 
 def test_a_process_that_a_signal_ends_is_started_again():
@@ -284,8 +348,7 @@ def test_simulated_silos_answer_as_silos_at_hand(tmp_path):
     result = carrier.simulate(RUN, MAKE_SIDE, NAMES, tmp_path / "w", run_arguments={"rounds": 4}, timeout=200)
     assert result == undisturbed(tmp_path / "here", NAMES, 4)
     for name in NAMES:  # one process for all rounds
-        made = tmp_path / "w" / "nvflare" / name / "simulate_job" / "silo" / "made.txt"
-        assert len(made.read_text().split()) == 1
+        assert len((folder_of(tmp_path / "w", name=name) / "made.txt").read_text().split()) == 1
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ import json
 import logging
 import os
 import queue
+import re
 import sys
 import time
 import traceback
@@ -41,6 +42,7 @@ except ImportError as error:
 from numpyro_fed.engines.nvflare_jobs import (
     ALLOWED,
     ERROR,
+    NAME,
     PERIOD,
     RESULT,
     SETTINGS,
@@ -205,7 +207,9 @@ class FedController(Controller):
 class SideExecutor(Executor):
     """A silo's side of the job: made at the first message, kept in memory while the job lasts.
 
-    Errors are written to ``error.txt`` in the silo's own directory. The server is told that there was one, and no more: its text may hold data.
+    The job names an allowed function, and nothing else of it is used at the site.
+    Errors are written to ``error.txt`` in the silo's folder, and before it is made in the job's own.
+    The server is told that there was one, and no more: its text may hold data.
     """
 
     def __init__(self) -> None:
@@ -217,41 +221,48 @@ class SideExecutor(Executor):
             return make_reply(ReturnCode.TASK_UNKNOWN)
         name = fl_ctx.get_identity_name()
         told, workspace, job = _settings(fl_ctx)
-        directory = silo_directory(workspace.get_root_dir(), workspace.get_run_dir(job), name, told["directory"])
+        where = Path(workspace.get_run_dir(job))
         try:
+            make_side = load_allowed(told["make_side"])
+            where = silo_directory(workspace.get_root_dir(), told["make_side"], name)
             if self._side is None:
-                directory.mkdir(parents=True, exist_ok=True)
-                self._side = self._made(told, name, directory)
+                where.mkdir(parents=True, exist_ok=True)
+                self._side = self._made(make_side, name, where)
             data = self._side.answer(shareable[DATA])
             if not isinstance(data, bytes):
                 raise TypeError(f"the side of silo {name!r} answered with {type(data).__name__}; expected bytes")
         except Exception:
-            with (directory / ERROR).open("a") as file:
+            with (where / ERROR).open("a") as file:
                 file.write(traceback.format_exc())
-            _logger.error("silo %r could not answer; the reason is in %s", name, directory / ERROR)
+            _logger.error("silo %r could not answer; the reason is in %s", name, where / ERROR)
             return make_reply(ReturnCode.EXECUTION_EXCEPTION)
         reply = make_reply(ReturnCode.OK)
         reply[DATA] = data
         return reply
 
     @staticmethod
-    def _made(told: dict[str, Any], name: str, directory: Path) -> Any:
-        side = load_allowed(told["make_side"])(name, directory, **told["arguments"])
+    def _made(make_side: Callable, name: str, directory: Path) -> Any:
+        side = make_side(name, directory)
         if side.name != name:
             raise ValueError(f"the side calls itself {side.name!r}; expected {name!r}, the name of the client")
         return side
 
 
-def silo_directory(root: str | Path, run_directory: str | Path, name: str, directory: str | None) -> Path:
-    """Where a silo's private state is.
+def silo_directory(root: str | Path, make_side: str, name: str) -> Path:
+    """Return where a silo's private state is: one folder for each function that the site allows.
 
-    :param root: of the site's workspace; the site may set another in ``NUMPYRO_FED_SILOS``.
-    :param run_directory: the job's own, where ``directory`` is ``None``.
-    :param directory: a name under which jobs that follow each other go on.
+    :param root: of the site's workspace, whose ``silos`` is used without ``NUMPYRO_FED_SILOS``.
+    :param make_side: import path of the function.
+    :param name: of the client.
+    :raises ValueError: for a name that could lead elsewhere.
     """
-    if directory is None:
-        return Path(run_directory) / "silo"
-    return Path(os.environ.get(SILOS) or Path(root) / "silos") / directory / name
+    if not NAME.fullmatch(name):
+        raise ValueError(
+            f"the client's name is {name!r}; expected letters, digits, '.', '_' and '-', a letter or "
+            "digit first, as its certificate is to have it"
+        )
+    slug = re.sub(r"[^A-Za-z0-9._-]", "_", make_side)
+    return Path(os.environ.get(SILOS) or Path(root) / "silos") / slug / name
 
 
 class Rejoin(ClientProcessJobLauncher):

@@ -49,21 +49,18 @@ def write_job(
     names: Sequence[str],
     *,
     run_arguments: dict[str, Any] | None = None,
-    side_arguments: dict[str, Any] | None = None,
     patience: float = 600.0,
-    directory: str | None = None,
     period: float | None = None,
 ) -> Path:
     """A job folder, to be submitted to a server (``nvflare job submit -j folder``) or simulated.
 
     :param folder: is made; its last part is the job's name.
     :param run: import path of ``run(messenger, **run_arguments)``, which returns bytes or ``None``.
-    :param make_side: import path of ``make_side(name, directory, **side_arguments)``, called at each site.
+    :param make_side: import path of ``make_side(name, directory)``, called at each site that allows
+        it; of its arguments the job says nothing.
     :param names: the silos, which are the names of the clients.
     :param run_arguments: what JSON holds.
-    :param side_arguments: likewise; every site is told the same.
     :param patience: seconds after which a silo that has not answered is left out of a round.
-    :param directory: a name under which silos keep their state over jobs; by default each job begins anew.
     :param period: seconds between a silo's questions for a message; by default 0.05, and more with above five silos, for a hundred questions a second in all.
     """
     _check_names(names)
@@ -72,8 +69,6 @@ def write_job(
         raise ValueError(f"period={period!r}; expected a number of seconds above zero")
     if not patience > 0:
         raise ValueError(f"patience={patience!r}; expected a number of seconds above zero")
-    if directory is not None and not NAME.fullmatch(directory):
-        raise ValueError(f"directory={directory!r}; expected a plain name, since each site has its own place for it")
     server = {
         "format_version": 2,
         "server": {"task_request_interval": period},
@@ -89,7 +84,7 @@ def write_job(
     }
     folder = Path(folder)
     told = {"names": list(names), "patience": patience, "run": run, "arguments": run_arguments or {}}
-    asked = {"make_side": make_side, "directory": directory, "arguments": side_arguments or {}}
+    asked = {"make_side": make_side}
     for app, kind, config, settings in (("server", "server", server, told), ("silo", "client", silo, asked)):
         config_dir = folder / app / "config"
         config_dir.mkdir(parents=True, exist_ok=True)
@@ -118,13 +113,16 @@ def simulate(
     names: Sequence[str],
     workspace: str | Path,
     *,
+    keep: bool = False,
     threads: int | None = None,
     timeout: float | None = None,
     **settings: Any,
 ) -> bytes:
     """Run a job in NVFLARE's simulator: all on this machine, offline, each silo a process. Returns what ``run`` returned.
 
-    :param workspace: for the job and logs; ``nvflare`` in it is emptied first. With ``directory=`` the silos' private state is kept in ``silos``, and a further call goes on from it.
+    :param workspace: for the job and logs; ``nvflare`` in it is emptied first. The silos' private
+        state is in ``silos``.
+    :param keep: go on from that state; by default ``silos`` is emptied first.
     :param threads: silos in memory at one time; by default all. With fewer, a silo's process is started for each message, and its state read from disk.
     :param timeout: seconds after which the simulation is ended.
     :param settings: further ones of :func:`write_job`.
@@ -135,8 +133,10 @@ def simulate(
     threads = len(names) if threads is None else threads
     if not 1 <= threads <= len(names):
         raise ValueError(f"threads={threads}; expected between 1 and the number of silos, {len(names)}")
-    where = workspace / "nvflare"
+    where, silos = workspace / "nvflare", workspace / "silos"
     shutil.rmtree(where, ignore_errors=True)
+    if not keep and silos.exists():
+        shutil.rmtree(silos)
     (where / "local").mkdir(parents=True)
     (where / "local" / "resources.json").write_text(json.dumps({"format_version": 2, "class_allow_list": [PACKAGE]}))
     command = [sys.executable, "-m", "nvflare.private.fed.app.simulator.simulator", str(job), "-w", str(where)]
@@ -146,7 +146,7 @@ def simulate(
         **os.environ,
         "PYTHONPATH": os.pathsep.join(str(Path(x).resolve()) for x in paths if x),
         ALLOWED: f"{run},{make_side}",
-        SILOS: str(workspace / "silos"),
+        SILOS: str(silos),
     }
     log = workspace / "log.txt"
     with log.open("w") as file:
