@@ -1,16 +1,23 @@
-"""What a silo lets out of a fit with privacy, or of which only sums are to be seen: which calls, how often, and what becomes of their replies.
+"""What a silo lets out of a fit with privacy, or of which only sums are to be seen.
 
-A reply is a function of the silo's rows, its secret and the call's *digest*: a hash of what was asked, what was told, the state that it started from and the silos of the fit, which are those of the first time for ever. A call
-that comes again, from whichever server, has the same reply, with the same noise and masks; one of another digest is another round of the budget, with others. Masks are of the *label*: a hash of what was asked and told now, and in
-all calls that led to the state. Silos that were told different things have masks that do not cancel.
+A silo decides which calls it answers, how often, and what becomes of their replies. A reply is a
+function of the silo's rows, its secret and the call's *digest*: a hash of what was asked, what was
+told, the state that it started from and the silos of the fit, which are those of the first time for
+ever. A call that comes again, from whichever server, has the same reply, with the same noise and
+masks; one of another digest is another round of the budget, with others. Masks are of the *label*: a
+hash of what was asked and told now, and in all calls that led to the state. Silos that were told
+different things have masks that do not cancel. The server's key is of no use to it: the silo draws
+its minibatches and latents by a key that it makes of its secret and the label (with privacy: the
+digest), so that no two sums can be made to differ in one silo's draws.
 """
 
 import hashlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +27,7 @@ from numpyro_fed.engines.packing import pack
 from numpyro_fed.engines.remote import Call
 from numpyro_fed.engines.secure_sum import FEWEST_SILOS, MOST_SILOS, Keys, masked, secret_file
 
-__all__ = ["Closed"]
+__all__ = ["Closed", "Ticket"]
 
 _INIT, _ROUND, _ESTIMATE = "InitLocal", "RoundLocal", "EstimateLocal"
 
@@ -30,6 +37,17 @@ def _hash(*parts: bytes) -> str:
     for part in parts:
         digest.update(hashlib.sha256(part).digest())
     return digest.hexdigest()
+
+
+class Ticket(NamedTuple):
+    """What belongs to a call that is answered.
+
+    :param label: of its masks; empty for a call whose reply is nothing.
+    :param noise: 32 secret bytes, of its noise.
+    """
+
+    label: str
+    noise: bytes
 
 
 class Closed:
@@ -80,8 +98,8 @@ class Closed:
                 "budgets, would tell more than either; a new folder is a new consent"
             )
 
-    def admit(self, call: Call, own: dict[str, Any], state: Any, independent: bool) -> tuple[Call, str]:
-        """The call as it is to be answered, under privacy with a key of the silo's own, and the label of its masks.
+    def admit(self, call: Call, own: dict[str, Any], state: Any, independent: bool) -> tuple[Call, Ticket]:
+        """Return the call as it is to be answered, with a key of the silo's own, and its ticket.
 
         :param own: what goes by name in :func:`~numpyro_fed.engines.packing.pack`.
         :param state: what the call starts from.
@@ -98,11 +116,16 @@ class Closed:
         if odd:
             raise ValueError(f"it is told numbers of type {sorted(odd)}; expected {real}, in which noise is drawn")
         told = pack((call.local, call.message, independent), own)
-        led = [self.histories.get(str(slot), "").encode() for slot in jax.tree.leaves(call.read)]
-        # under privacy the server's key is of no use to it; else it is part of what was asked
-        key = b"" if self.privacy is not None else pack(call.key)
+        slots = [*jax.tree.leaves(call.read), *([] if call.write is None else [call.write])]
+        odd_slots = [slot for slot in slots if type(slot) is not int or slot < 0]
+        if odd_slots:
+            raise ValueError(f"it is asked with slots {odd_slots}; expected whole numbers")
+        unknown = [slot for slot in jax.tree.leaves(call.read) if str(slot) not in self.histories]
+        if unknown:
+            raise ValueError(f"it has no record of what led to its states {unknown}; expected states of this fit")
+        led = [self.histories[str(slot)].encode() for slot in jax.tree.leaves(call.read)]
         label = _hash(self.roster.encode(), told, *led)
-        digest = _hash(self.roster.encode(), told, key, pack(state))
+        digest = _hash(self.roster.encode(), told, pack(state))
         if kind != _INIT:
             self._count(label, digest)
         if (
@@ -111,12 +134,13 @@ class Closed:
             self.histories[str(call.write)] = label
             self._append("history.txt", str(call.write), label)
         if kind == _INIT:
-            return call, ""
+            return call, Ticket("", b"")
+        seed = hashlib.sha256(self.secret + (label if self.privacy is None else digest).encode()).digest()
+        words = jnp.asarray(np.frombuffer(seed, np.uint32)[:2])
+        call = call._replace(key=jax.random.wrap_key_data(words, impl="threefry2x32"))
         if self.privacy is not None:
-            seed = hashlib.sha256(self.secret + digest.encode()).digest()
-            words = jnp.asarray(np.frombuffer(seed, np.uint32)[:2])
-            call = call._replace(key=jax.random.wrap_key_data(words, impl="threefry2x32"))
-        return call, label
+            call = call._replace(local=replace(call.local, bare=True))  # type: ignore[type-var]
+        return call, Ticket(label, hashlib.sha256(self.secret + b"noise" + digest.encode()).digest())
 
     def _count(self, label: str, digest: str) -> None:
         """Note a round before it is answered, or refuse it."""
@@ -126,7 +150,7 @@ class Closed:
                 return
             if self.sums and label in dict(answered):
                 raise ValueError(
-                    "it was asked for this sum before, with another key or from another state; expected each sum to be asked for once"
+                    "it was asked for this sum before, from another state; expected each sum to be asked for once"
                 )
             spent = len({digest for _, digest in answered} - {digest})
             if self.privacy is not None and spent >= self.privacy.num_rounds:
@@ -135,10 +159,20 @@ class Closed:
                 )
             self._append("answered.txt", label, digest)
 
-    def let_out(self, local: Any, reply: Any, label: str) -> list[np.ndarray]:
-        """A reply's arrays as they leave."""
+    def let_out(self, local: Any, reply: Any, ticket: Ticket) -> list[np.ndarray]:
+        """Return a reply's arrays as they leave: the only way out.
+
+        :param local: what made it.
+        """
         leaves = [np.asarray(x) for x in jax.tree.leaves(reply)]
-        return masked(leaves, self.name, self.shared, label.encode()) if self.sums and label else leaves
+        if not ticket.label:
+            return leaves
+        types = [x.dtype for x in leaves]
+        if self.privacy is not None:
+            leaves = [np.asarray(x) for x in jax.tree.leaves(local.private(reply, ticket.noise))]
+        if self.sums:  # of float64, in which whole units of the grid are exact
+            return masked(leaves, self.name, self.shared, ticket.label.encode())
+        return [x.astype(dtype) for x, dtype in zip(leaves, types, strict=True)]
 
     def _lines(self, name: str) -> Iterator[tuple[str, str]]:
         """Pairs of words of a file; a line that was broken off is none: nothing was answered after it."""

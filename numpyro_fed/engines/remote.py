@@ -78,6 +78,8 @@ class Carrier:
     :ivar token: a name of its own, by which states that are kept under its slots are known.
     """
 
+    guarded = False  # whether silos have guards, which add exact noise
+
     def __init__(self, sites: dict[int, "Site"]) -> None:
         self.sites = sites
         self.token = uuid.uuid4().hex

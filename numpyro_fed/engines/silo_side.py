@@ -280,14 +280,14 @@ class SiloSide:
             self._asked.append(_record(call, self._own))
             state = self._kept(call)
             kind = self._allow(call, lambda i=i: unpack(inside, wide)[i][0], state)
-            label = ""
+            ticket: Any = None
             if self.closed is not None:
-                call, label = self._worded(self.closed.admit, call, self._own, state, request.get("independent", True))
+                call, ticket = self._worded(self.closed.admit, call, self._own, state, request.get("independent", True))
             reply, new = self.site.reply(call, state)
             if self.closed is None:
                 replies.append([np.asarray(x) for x in jax.tree.leaves(reply)])
             else:
-                replies.append(self._worded(self.closed.let_out, call.local, reply, label))
+                replies.append(self._worded(self.closed.let_out, call.local, reply, ticket))
             if call.write is not None:
                 write_sealed(self.folder / f"slot-{call.write}.bin", pack((new, kind)), "slot")
                 self.site.kept[call.write], self._kinds[call.write] = new, kind

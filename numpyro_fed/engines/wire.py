@@ -71,6 +71,8 @@ class Wire(Carrier):
     :ivar refused: by silo, why replies were refused.
     """
 
+    guarded = True
+
     def __init__(
         self, messenger: Messenger, known: Silos, model: Callable, public: tuple[str, ...] = (), fit: Any = None
     ) -> None:

@@ -359,7 +359,9 @@ class FederatedVI:
         for who in drawn:
             counts = counts if who is None else counts / who.probability
         error = expected_error(noise, float(counts.sum()), max(rounds, 1))
-        return Spent(self.privacy.spent(rounds), self.privacy.delta, noise.clip, rounds, self.privacy.epsilon, error)
+        silos, epsilon = prepared.parts[0], self.privacy.spent(rounds)
+        simulated = not (isinstance(silos, RemoteSilos) and silos.carrier.guarded)
+        return Spent(epsilon, self.privacy.delta, noise.clip, rounds, self.privacy.epsilon, error, simulated)
 
 
 def _warn_of_absent(prepared: Prepared, state: VIState) -> None:

@@ -1,33 +1,60 @@
-r"""Differential privacy of a silo's rows in SFVI: its gradient is cut to a norm, and noise is added, before it leaves.
+r"""Differential privacy of a silo's rows in SFVI: its gradient is cut and noised before it leaves.
 
-What a silo says in a round is the gradient g of its part of the bound in theta, in the coordinates whitened by q, and in the learned parameters. With privacy it says
+What a silo says in a round is the gradient g of its part of the bound in theta, in the coordinates
+whitened by q, and in the learned parameters. With privacy it says
 
-.. math:: g \min(1, C / |g|) + \sigma C \, N(0, I),
+.. math:: h \, (k + Z), \qquad k = \lfloor g \min(1, C / |g|) / h \rfloor \text{ towards zero},
 
-and nothing else: not its part of the bound, nor whether its numbers are finite. If all rows of a silo were others (so many, though: their number is told), the first
-term would move by at most 2 C. T rounds, each of which may depend on the replies before, are exactly as private as one Gaussian mechanism with noise
-:math:`\sigma \sqrt T / 2` times the sensitivity (Dong, Roth & Su 2022, corollary 2), whose epsilon at a delta is that of Balle & Wang (2018), as dp-accounting computes it.
+with a grid h that is a power of two and draws Z of the discrete Gaussian
+(:mod:`~numpyro_fed.vi.discrete_gaussian`), and nothing else: not its part of the bound, nor whether
+its numbers are finite. That |k| is at most C / h is checked in whole numbers, so if all rows of a
+silo were others (so many, though: their number is told), k would move by at most 2 C / h. Whole
+numbers plus whole numbers have no low bits that give reals away, as floating point has (Mironov 2012).
 
-What it costs: a gradient of norm above C is cut, which moves the optimum towards that of silos that weigh alike; and the noise of the averaged rounds moves q's mean, in its sds by about
-:func:`expected_error`. That number does not depend on T, as noise for more rounds is larger, and grows with the root of the number of silos, unless only
-their sum is seen (``secure_sum``): then each adds its share, and it falls.
+With noise of sd sigma C a round is rho-zCDP with :math:`\rho = 2 / \sigma^2`, in any dimension
+and also where a round depends on the replies before; rounds add up (Canonne, Kamath & Steinke 2020,
+theorem 4). dp-accounting turns that into an epsilon at a delta. Where only sums are seen each of S
+silos adds a share of variance 1 / S. A sum of discrete Gaussians is one of the summed variance, but
+for terms of :math:`10 S \exp(-\pi^2 t^2)` with t a share's sd in units of h (Kairouz, Liu & Steinke
+2021, theorem 1): t is at least 100.
 
-References: Dong, Roth & Su (2022), Gaussian differential privacy, JRSS B 84; Balle & Wang (2018), Improving the Gaussian mechanism for differential privacy, ICML;
-clipped and noised updates of a whole client: McMahan, Ramage, Talwar & Zhang (2018), ICLR.
+Silos at hand, in one process, have JAX's noise of the same sd (:func:`noised`): it shows what a
+federation would get, and promises nothing.
+
+What it costs: a gradient of norm above C is cut, which moves the optimum towards that of silos that
+weigh alike; and the noise of the averaged rounds moves q's mean, in its sds by about
+:func:`expected_error`. That number does not depend on T, as noise for more rounds is larger, and
+grows with the root of the number of silos, unless only their sum is seen (``secure_sum``): then each
+adds its share, and it falls.
+
+References: Canonne, Kamath & Steinke (2020), The discrete Gaussian for differential privacy, NeurIPS;
+Kairouz, Liu & Steinke (2021), The distributed discrete Gaussian mechanism for federated learning with
+secure aggregation, ICML; Mironov (2012), On significance of the least significant bits for
+differential privacy, CCS; clipped and noised updates of a whole client: McMahan, Ramage, Talwar &
+Zhang (2018), ICLR.
 """
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import Array, random
 
 from numpyro_fed.engines.packing import wire_name
+from numpyro_fed.vi.discrete_gaussian import MOST_SD, Words, discrete_gaussian
 
-__all__ = ["Noise", "Privacy", "Spent", "expected_error", "noised"]
+__all__ = ["Noise", "Privacy", "Spent", "expected_error", "noised", "noised_exactly"]
+
+_FINE = 13  # bits of C in units of the grid: what cutting towards zero moves is 1e-4 of C
+_SUMMED = 2.0**-20  # the grid of sums: secure_sum's fixed point
+_FEWEST = 256  # units of the grid that C has at least
+_LEAST_SHARE = 100  # units that the sd of a share of the noise has at least
+_ORDERS = (*(1 + i / 20 for i in range(1, 200)), *range(11, 512))  # of Renyi divergences
 
 _TAIL_VARIANCE = 81 / 17  # of the average with weights t^8, times the number of rounds
 
@@ -40,11 +67,33 @@ def _accounting() -> Any:
     return dp_accounting
 
 
+def _epsilon(rho: float, delta: float) -> float:
+    """Return the epsilon of a rho-zCDP mechanism at a delta."""
+    event = _accounting().ZCDpEvent(rho)
+    return float(_accounting().rdp.RdpAccountant(_ORDERS).compose(event).get_epsilon(delta))
+
+
+@lru_cache(maxsize=64)
+def _rho(epsilon: float, delta: float) -> float:
+    """Return the largest rho whose epsilon at a delta is at most ``epsilon``, to 1e-9 of it."""
+    low, high = 1e-12, 1e6
+    while high > low * (1 + 1e-9):
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if _epsilon(middle, delta) <= epsilon else (low, middle)
+    return low
+
+
 class Noise(NamedTuple):
-    """What a silo does to its gradient: the largest norm, and the sd of what it adds to each number."""
+    """What a silo does to its gradient.
+
+    :param clip: the largest norm.
+    :param sd: of what it adds to each number; a whole number of units of ``grid``.
+    :param grid: on which its numbers are, a power of two.
+    """
 
     clip: float
     sd: float
+    grid: float = _SUMMED
 
 
 @wire_name("Privacy")
@@ -68,7 +117,7 @@ class Privacy:
         >>> import numpyro_fed as fed
         >>> privacy = fed.Privacy(epsilon=4.0, delta=1e-5, clip=0.5, num_rounds=400)
         >>> round(privacy.noise_multiplier, 1), round(privacy.spent(100), 2)
-        (43.2, 1.83)
+        (46.3, 1.83)
     """
 
     epsilon: float
@@ -90,18 +139,30 @@ class Privacy:
     @property
     def noise_multiplier(self) -> float:
         """Sigma: sd of the noise in each number of a round's reply, over ``clip``."""
-        return 2 * math.sqrt(self.num_rounds) * float(_accounting().get_sigma_gaussian(self.epsilon, self.delta))
+        return math.sqrt(2 * self.num_rounds / _rho(self.epsilon, self.delta))
 
     def spent(self, num_rounds: int) -> float:
-        """Epsilon after so many rounds, at ``delta``."""
-        if num_rounds == 0:
-            return 0.0
-        of_all = self.noise_multiplier / (2 * math.sqrt(num_rounds))
-        return float(_accounting().get_epsilon_gaussian(of_all, self.delta))
+        """Return epsilon after so many rounds, at ``delta``."""
+        return _epsilon(2 * num_rounds / self.noise_multiplier**2, self.delta) if num_rounds else 0.0
 
     def noise(self, num_sharing: int) -> Noise:
-        """What a silo does, where so many add a share each to a sum of which nobody sees the terms (else one)."""
-        return Noise(float(self.clip), self.noise_multiplier * self.clip / math.sqrt(num_sharing))
+        """Return what a silo does.
+
+        :param num_sharing: silos that add a share each to a sum of which nobody sees the terms, else one.
+        :raises ValueError: where ``clip`` or a share is too small for the grid of sums.
+        """
+        grid = 2.0 ** (math.floor(math.log2(self.clip)) - _FINE)
+        grid = max(grid, _SUMMED) if num_sharing > 1 else grid
+        real = self.noise_multiplier * self.clip / math.sqrt(num_sharing)
+        while real / grid > MOST_SD:  # of a tiny epsilon, beside whose noise a coarser grid is nothing
+            grid *= 2
+        sd = math.ceil(real / grid)
+        if self.clip / grid < _FEWEST or (num_sharing > 1 and sd < _LEAST_SHARE):
+            raise ValueError(
+                f"clip={self.clip:g}: numbers are on a grid of {grid:.3g}, on which that is too little to be cut to, or noise shared by "
+                f"{num_sharing} silos too little to be drawn; expected a clip of {_FEWEST * grid:.3g} at least, and epsilon smaller"
+            )
+        return Noise(float(self.clip), sd * grid, grid)
 
 
 class Spent(NamedTuple):
@@ -113,6 +174,7 @@ class Spent(NamedTuple):
     :param rounds: of the fit.
     :param budget: epsilon of the budget.
     :param error: about how many of its sds the noise moves q's mean, in each direction.
+    :param simulated: whether the noise is that of silos at hand, which promises nothing.
     """
 
     epsilon: float
@@ -121,10 +183,12 @@ class Spent(NamedTuple):
     rounds: int
     budget: float
     error: float
+    simulated: bool = False
 
     def __str__(self) -> str:
+        simulated = ", simulated (silos at hand: it shows what it costs and promises nothing)" if self.simulated else ""
         return (
-            f"privacy of each silo's rows: epsilon {self.epsilon:.3g} of {self.budget:.3g} at delta {self.delta:.1g}, gradients cut to norm {self.clip:g}; "
+            f"privacy of each silo's rows{simulated}: epsilon {self.epsilon:.3g} of {self.budget:.3g} at delta {self.delta:.1g}, gradients cut to norm {self.clip:g}; "
             f"its noise moves means by about {self.error:.2g} posterior sds"
         )
 
@@ -141,7 +205,10 @@ def expected_error(noise: Noise, num_silos: float, rounds: int) -> float:
 
 
 def noised(noise: Noise, key: Array, gradient: Any) -> Any:
-    """A pytree cut to a norm, with noise, both in float32 at least; one that is not finite counts as zero."""
+    """Cut a pytree to a norm and add JAX's normal noise: for silos at hand.
+
+    A gradient that is not finite counts as zero. Its low bits give more away than the noise hides.
+    """
     gradient = jax.tree.map(lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32)), gradient)
     norm = optax.tree.norm(gradient)
     shrink = jnp.minimum(1.0, noise.clip / jnp.maximum(norm, 1e-30))
@@ -152,3 +219,31 @@ def noised(noise: Noise, key: Array, gradient: Any) -> Any:
         for k, x in zip(keys, leaves, strict=True)
     ]
     return jax.tree.unflatten(tree, out)
+
+
+def noised_exactly(noise: Noise, words: Words, gradient: Any) -> Any:
+    """Cut a pytree of arrays to a norm, on the grid, and add the discrete Gaussian: in the silo.
+
+    :param words: of one call alone.
+    :return: float64 numbers, each a whole multiple of the grid.
+    """
+    leaves, tree = jax.tree.flatten(gradient)
+    flat = np.concatenate([np.asarray(x, np.float64).ravel() for x in leaves])
+    told = cut_to_grid(noise, flat) + discrete_gaussian(words, round(noise.sd / noise.grid), len(flat))
+    parts = np.split(told * noise.grid, np.cumsum([np.size(x) for x in leaves])[:-1])
+    return jax.tree.unflatten(tree, [part.reshape(np.shape(x)) for part, x in zip(parts, leaves, strict=True)])
+
+
+def cut_to_grid(noise: Noise, x: np.ndarray) -> np.ndarray:
+    """Return whole numbers of the grid, towards zero, whose norm is at most ``clip``; zeros for NaN."""
+    most = math.floor(noise.clip / noise.grid)
+    with np.errstate(over="ignore", invalid="ignore"):
+        norm = float(np.linalg.norm(x))
+    if not math.isfinite(norm):
+        return np.zeros(len(x), np.int64)
+    scale = min(1.0, noise.clip / norm) if norm > 0 else 1.0
+    while True:
+        whole = np.trunc(x * scale / noise.grid).astype(np.int64)
+        if sum(k * k for k in whole.tolist()) <= most * most:  # of whole numbers, whatever was rounded before
+            return whole
+        scale *= 1 - 1e-9

@@ -26,8 +26,10 @@ from numpyro_fed.engines.remote import Call, RemoteSilos, rows_of
 from numpyro_fed.engines.secure_sum import opened
 from numpyro_fed.federation import Cost, Ledger, message_bytes
 from numpyro_fed.storage import SiloRows, SiloView
+from numpyro_fed.vi.discrete_gaussian import Words
 from numpyro_fed.vi.plan import Plan, own_params
 from numpyro_fed.vi.prepare import Prepared
+from numpyro_fed.vi.privacy import noised_exactly
 from numpyro_fed.vi.rounds import Participation, VIState, drawn
 
 __all__ = ["Elsewhere", "InitLocal", "RemoteRounds", "RoundLocal", "kept_by", "ledger_of_calls"]
@@ -88,10 +90,14 @@ class InitLocal:
 @wire_name("RoundLocal")
 @dataclass(frozen=True)
 class RoundLocal:
-    """A silo's part of a round; fields as of :class:`InitLocal`."""
+    """A silo's part of a round; fields as of :class:`InitLocal`.
+
+    :param bare: of a fit with privacy, whether noise is added by :meth:`private`, in the silo.
+    """
 
     plan: Plan
     algorithm: str
+    bare: bool = False
 
     @property
     def summed(self) -> bool:
@@ -99,7 +105,16 @@ class RoundLocal:
         return self.plan.secure_sum
 
     def __call__(self, key: Array, message: Any, state: Any, view: SiloView) -> tuple[Any, Any]:
-        return _module(self.algorithm).local(self.plan, key, message, state, rows_of(view))
+        options = {"bare": True} if self.bare else {}
+        return _module(self.algorithm).local(self.plan, key, message, state, rows_of(view), **options)
+
+    def private(self, reply: Any, key: bytes) -> Any:
+        """Return a bare reply as it leaves, exactly noised.
+
+        :param key: 32 secret bytes, of this call alone.
+        """
+        assert self.plan.noise is not None
+        return _module(self.algorithm).private(reply, partial(noised_exactly, self.plan.noise, Words(key)))
 
 
 @partial(jax.jit, static_argnames=("federated", "plan", "who"))

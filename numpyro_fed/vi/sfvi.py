@@ -31,7 +31,7 @@ from numpyro_fed.vi.bound import silo_bound
 from numpyro_fed.vi.minibatch import Batch, pick
 from numpyro_fed.vi.options import Options
 from numpyro_fed.vi.plan import Plan
-from numpyro_fed.vi.privacy import Noise, Privacy, noised
+from numpyro_fed.vi.privacy import Privacy, noised
 
 __all__ = ["SFVI", "Info", "Message", "Reply", "Server", "SiloState", "federated", "tail_average"]
 
@@ -149,8 +149,13 @@ def broadcast(plan: Plan, key: Array, server: Server) -> Message:
     return Message(context, {k: params[k] for k in plan.learned}, key_local, scale)
 
 
-def local(plan: Plan, key: Array, message: Message, state: SiloState, rows: SiloRows) -> tuple[Reply, SiloState]:
-    """A silo's gradients, and a step of its own parameters."""
+def local(
+    plan: Plan, key: Array, message: Message, state: SiloState, rows: SiloRows, bare: bool = False
+) -> tuple[Reply, SiloState]:
+    """A silo's gradients, and a step of its own parameters.
+
+    :param bare: of a fit with privacy, whether the gradients are neither cut nor noised here, but as they leave.
+    """
     family = plan.families[rows.part]
     batch = pick(family, plan.batch, key, rows)
     held = batch.take(state.params)
@@ -173,17 +178,28 @@ def local(plan: Plan, key: Array, message: Message, state: SiloState, rows: Silo
         state = _step(plan, rows.part, state, batch, gradient)
     scaled = jax.tree.map(lambda x: x / plan.num_particles, terms.context)
     reply = Reply(value, scaled, learned, finite)
-    return (reply if plan.noise is None else _private(plan.noise, random.fold_in(key, 1), message, reply)), state
+    if plan.noise is None:
+        return reply, state
+    reply = _whitened(message, reply)
+    return (reply if bare else private(reply, partial(noised, plan.noise, random.fold_in(key, 1)))), state
 
 
-def _private(noise: Noise, key: Array, message: Message, reply: Reply) -> Reply:
-    """The reply under privacy: gradients in whitened theta and in learned parameters, cut and noised; the bound's value is NaN."""
+def _whitened(message: Message, reply: Reply) -> Reply:
+    """The reply with gradients in whitened theta, those in theta being zero."""
 
-    def whitened(gradient: Any) -> Any:
+    def one(gradient: Any) -> Any:
         pull = jax.vjp(message.scale.apply, gradient.theta)[1]
-        return gradient._replace(theta=None, u=gradient.u + pull(gradient.theta)[0])
+        return gradient._replace(theta=jnp.zeros_like(gradient.theta), u=gradient.u + pull(gradient.theta)[0])
 
-    context, learned = noised(noise, key, (jax.vmap(whitened)(reply.context), reply.params))
+    return reply._replace(context=jax.vmap(one)(reply.context))
+
+
+def private(reply: Reply, noised: Callable[[Any], Any]) -> Reply:
+    """A whitened reply under privacy: noised gradients, and nothing else.
+
+    :param noised: cuts a pytree of gradients, and adds noise.
+    """
+    context, learned = noised((reply.context._replace(theta=None), reply.params))
     context = context._replace(theta=jnp.zeros_like(reply.context.theta))
     return Reply(jnp.full_like(reply.value, jnp.nan), context, learned, jnp.ones_like(reply.finite))
 
