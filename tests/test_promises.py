@@ -402,3 +402,19 @@ def test_guards_let_pass(tmp_path):
     SiloSide(fed.Silos({"oslo": rows(5, 1)}), linear, tmp_path / "b", guards=none)
     with pytest.raises(ValueError, match="min_rows: expected a number > 0, or None, got 0"):
         fed.Guards(min_rows=0)
+
+
+def test_two_processes_of_a_folder_count_together(tmp_path):
+    messenger = Messages(LINEAR, linear, tmp_path)
+    remote = connect(messenger, linear)
+    fed.FSGLD(linear)._prepare(remote, {})
+    side = messenger.sides["silo 0"]
+    other = messenger.make["silo 0"]()
+    before = other.counts["ScoreLocal"]
+    assert before == side.counts["ScoreLocal"] > 0
+    data = next(data for name, data, _ in messenger.sent if name == "silo 0" and b"ScoreLocal" in data)
+    for one in (side, other, side, other):
+        assert "replies" in unpack(one.answer(data))
+    assert other.counts["ScoreLocal"] == before + 4
+    side.answer(pack({"what": "hello", "protocol": 2}))
+    assert side.counts["ScoreLocal"] == before + 4

@@ -89,7 +89,9 @@ class SiloSide:
         if guards is not None:
             guards.check(silos, self.factors.dim)
         self.ceilings = {kind: answer.most for kind, answer in ANSWERED.items()} | _checked_ceilings(ceilings)
-        self.counts = _counted(self.folder / "audit.jsonl")
+        self._record = self.folder / "audit.jsonl"
+        self._recorded = -1  # bytes of the record that the counts are of
+        self.counts = self._counts()
         self._proved = False
         self.closed = Closed(self.folder, self.name, fit) if fit is not None and fit.closed else None
         self.site: Site | None = None
@@ -108,6 +110,7 @@ class SiloSide:
         started, what = time.time(), "?"
         try:
             self._asked = []
+            self.counts = self._counts()
             if len(data) > MAX_MESSAGE:
                 raise Refusal(f"a message of {len(data):,} bytes; expected at most {MAX_MESSAGE:,}")
             try:
@@ -156,8 +159,17 @@ class SiloSide:
             line["calls"] = self._asked
         if what == "open" and "error" in answer:
             self.counts["refused"] += 1
-        with (self.folder / "audit.jsonl").open("a") as log:
+        with self._record.open("a") as log:
             log.write(json.dumps(line) + "\n")
+            self._recorded = log.tell()
+
+    def _counts(self) -> Counter[str]:
+        """How many calls of each kind, and refused connections, the record has, also of other processes."""
+        size = self._record.stat().st_size if self._record.exists() else 0
+        if size == self._recorded:
+            return self.counts
+        self._recorded = size
+        return _counted(self._record)
 
     def _hello(self, request: dict[str, Any]) -> dict[str, Any]:
         if request.get("protocol") != PROTOCOL:
