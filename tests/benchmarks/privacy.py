@@ -3,7 +3,9 @@
 Logistic regression with three coefficients, silos of 40 simulated rows. "Alone": the server sees each silo's noised reply; "sum": silos share the noise of a sum. Errors are of
 q's mean from the fit without privacy, root mean square over coefficients and seeds.
 
-    python tests/benchmarks/privacy.py [--silos 100,1000] [--epsilon 1,4,8] [--rounds 3000] [--seeds 4]
+"Guesses": an adversary who knows all rows but one and has two guesses for it reads one reply, by its low bits.
+
+    python tests/benchmarks/privacy.py [--quick] [--silos 100,1000] [--epsilon 1,4,8] [--rounds 3000] [--seeds 4]
 """
 
 import argparse
@@ -21,9 +23,13 @@ from jax import Array, random
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from test_privacy import float32_normals, reachable
+
 import numpyro_fed as fed
 from numpyro_fed.engines.silo_side import SiloSide
 from numpyro_fed.engines.wire import connect
+from numpyro_fed.vi.discrete_gaussian import Words
+from numpyro_fed.vi.privacy import noised, noised_exactly
 
 ROWS, WIDTH, DELTA = 40, 3, 1e-5
 
@@ -118,15 +124,51 @@ def sums(num: int, rounds: int) -> None:
     )
 
 
+def guesses(num: int) -> None:
+    """How often the low bits of a reply of 20 numbers tell which of two guesses is right."""
+    rng, clip = np.random.default_rng(0), 0.5
+    noise = fed.Privacy(epsilon=0.08, delta=1e-6, clip=clip, num_rounds=1).noise(1)
+    two = [rng.normal(size=20).astype(np.float32) for _ in range(2)]
+    two = [np.float32(0.9 * clip / np.linalg.norm(g)) * g for g in two]
+    normals, truths = np.float32(noise.sd) * float32_normals(), rng.integers(0, 2, num)
+
+    def right(reply: np.ndarray, truth: int) -> bool:
+        count = [reachable(reply, g, normals) for g in two]
+        return bool(rng.random() < 0.5) if count[0] == count[1] else int(np.argmax(count)) == truth
+
+    exact = [
+        right(noised_exactly(noise, Words(int(i).to_bytes(32, "little")), two[t]).astype(np.float32), t)
+        for i, t in enumerate(truths)
+    ]
+    floating = [right(np.asarray(noised(noise, random.key(i), two[t])), t) for i, t in enumerate(truths)]
+    error = 0.5 / np.sqrt(num)
+    print(f"guesses right by the low bits of {num} replies, epsilon .08 a round (chance: .500 +- {error:.3f}):")
+    print(f"  discrete Gaussian {np.mean(exact):.3f}, float32 noise (silos at hand) {np.mean(floating):.3f}")
+
+
+def cost(size: int = 1000) -> None:
+    noise, seconds = fed.Privacy(4.0, 1e-5, 0.5, 1000).noise(1), []
+    gradient = np.random.default_rng(0).normal(size=size)
+    for i in range(200):
+        start = time.process_time()
+        noised_exactly(noise, Words(i.to_bytes(32, "little")), gradient)
+        seconds.append(time.process_time() - start)
+    print(f"exact noise of {size:,} numbers: median {1e3 * np.median(seconds):.2f} ms of processor time")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="leave the table of errors out")
     parser.add_argument("--silos", type=lambda x: [int(i) for i in x.split(",")], default=[100, 1000])
     parser.add_argument("--epsilon", type=lambda x: [float(i) for i in x.split(",")], default=[1.0, 4.0, 8.0])
     parser.add_argument("--rounds", type=int, default=3000)
     parser.add_argument("--seeds", type=int, default=4)
     args = parser.parse_args()
+    cost()
+    guesses(400)
     sums(10, 100)
-    noise(args)
+    if not args.quick:
+        noise(args)
 
 
 if __name__ == "__main__":
