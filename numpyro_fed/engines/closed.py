@@ -115,6 +115,8 @@ class Closed:
         odd = {str(x) for x in types if jnp.issubdtype(x, jnp.floating)} - {str(real)}
         if odd:
             raise ValueError(f"it is told numbers of type {sorted(odd)}; expected {real}, in which noise is drawn")
+        if kind == _ROUND:  # whatever the server said
+            call = call._replace(local=replace(call.local, bare=self.privacy is not None))  # type: ignore[type-var]
         told = pack((call.local, call.message, independent), own)
         slots = [*jax.tree.leaves(call.read), *([] if call.write is None else [call.write])]
         odd_slots = [slot for slot in slots if type(slot) is not int or slot < 0]
@@ -138,8 +140,6 @@ class Closed:
         seed = hashlib.sha256(self.secret + (label if self.privacy is None else digest).encode()).digest()
         words = jnp.asarray(np.frombuffer(seed, np.uint32)[:2])
         call = call._replace(key=jax.random.wrap_key_data(words, impl="threefry2x32"))
-        if self.privacy is not None:
-            call = call._replace(local=replace(call.local, bare=True))  # type: ignore[type-var]
         return call, Ticket(label, hashlib.sha256(self.secret + b"noise" + digest.encode()).digest())
 
     def _count(self, label: str, digest: str) -> None:

@@ -12,11 +12,11 @@ silo were others (so many, though: their number is told), k would move by at mos
 numbers plus whole numbers have no low bits that give reals away, as floating point has (Mironov 2012).
 
 With noise of sd sigma C a round is rho-zCDP with :math:`\rho = 2 / \sigma^2`, in any dimension
-and also where a round depends on the replies before; rounds add up (Canonne, Kamath & Steinke 2020,
-theorem 4). dp-accounting turns that into an epsilon at a delta. Where only sums are seen each of S
+and also where a round depends on the replies before; rounds add up (Canonne, Kamath & Steinke
+2020). dp-accounting turns that into an epsilon at a delta. Where only sums are seen each of S
 silos adds a share of variance 1 / S. A sum of discrete Gaussians is one of the summed variance, but
 for terms of :math:`10 S \exp(-\pi^2 t^2)` with t a share's sd in units of h (Kairouz, Liu & Steinke
-2021, theorem 1): t is at least 100.
+2021): t is at least 100.
 
 Silos at hand, in one process, have JAX's noise of the same sd (:func:`noised`): it shows what a
 federation would get, and promises nothing.

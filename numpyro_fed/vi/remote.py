@@ -105,7 +105,7 @@ class RoundLocal:
         return self.plan.secure_sum
 
     def __call__(self, key: Array, message: Any, state: Any, view: SiloView) -> tuple[Any, Any]:
-        options = {"bare": True} if self.bare else {}
+        options = {"bare": True} if self.bare and self.plan.noise is not None else {}
         return _module(self.algorithm).local(self.plan, key, message, state, rows_of(view), **options)
 
     def private(self, reply: Any, key: bytes) -> Any:
