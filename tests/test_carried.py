@@ -1,6 +1,7 @@
 """The same draws over Flower and over NVFLARE as over no carrier at all."""
 
 import io
+import json
 from pathlib import Path
 
 import carried_fit
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 import numpyro_fed as fed
+from numpyro_fed.engines.silo_side import SiloSide
 
 
 @pytest.fixture(scope="module")
@@ -36,3 +38,46 @@ def test_draws_over_nvflares_simulator(expected, tmp_path, monkeypatch):
         "carried_fit:run", "carried_fit:make_side", carried_fit.silos().names, tmp_path, patience=120.0, timeout=500.0
     )
     np.testing.assert_array_equal(np.load(io.BytesIO(data)), expected)
+
+
+def refused_in_words(messenger):
+    """What is said of each model that reads across rows, once silos of another model are met."""
+    from test_promises import WRONG, right
+
+    from numpyro_fed.engines.wire import connect
+
+    silos, said = connect(messenger, right), []
+    for model in WRONG:
+        try:
+            fed.FSGLD(model)._prepare(silos, {})
+        except ValueError as error:
+            said.append(str(error))
+    return json.dumps(said).encode()
+
+
+def right_side(name, folder):
+    from test_promises import SERIES, right
+
+    return SiloSide(fed.Silos({name: {"y": np.asarray(SERIES[name]["y"])}}), right, folder)
+
+
+def test_models_that_read_across_rows_are_refused_over_flower(tmp_path):
+    pytest.importorskip("flwr")
+    from numpyro_fed.engines.flower import Flower, InProcessGrid, client_app
+
+    apps = [client_app(lambda _, n=n: right_side(n, tmp_path / n)) for n in "abc"]
+    said = json.loads(refused_in_words(Flower(InProcessGrid(apps), tuple("abc"))))
+    assert len(said) == 5
+    assert all("must not combine rows of different silos" in words for words in said)
+
+
+@pytest.mark.slow
+def test_models_that_read_across_rows_are_refused_over_nvflares_simulator_draws(tmp_path, monkeypatch):
+    pytest.importorskip("nvflare")
+    from numpyro_fed.engines.nvflare import simulate
+
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    where = "test_carried:refused_in_words", "test_carried:right_side"
+    said = json.loads(simulate(*where, list("abc"), tmp_path, patience=120.0, timeout=300.0))
+    assert len(said) == 5
+    assert all("must not combine rows of different silos" in words for words in said)

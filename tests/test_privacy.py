@@ -89,6 +89,8 @@ def test_the_noise_is_a_whole_number_of_units():
         assert sharing == 1 or noise.grid >= 2.0**-20  # which sums hold exactly
     with pytest.raises(ValueError, match=r"clip=1e-06: numbers are on a grid of .* expected a clip of .* at least"):
         fed.Privacy(2.5, 1e-6, 1e-6, 700).noise(10)
+    with pytest.raises(ValueError, match="noise goes beyond 1.07374e.09, the largest number of a sum"):
+        fed.Privacy(2.5, 1e-6, 1e7, 700).noise(10)
 
 
 @pytest.mark.parametrize("size", [1, 20, 1000])

@@ -46,6 +46,7 @@ import optax
 from jax import Array, random
 
 from numpyro_fed.engines.packing import wire_name
+from numpyro_fed.engines.secure_sum import LARGEST
 from numpyro_fed.vi.discrete_gaussian import MOST_SD, Words, discrete_gaussian
 
 __all__ = ["Noise", "Privacy", "Spent", "expected_error", "noised", "noised_exactly"]
@@ -157,6 +158,10 @@ class Privacy:
         while real / grid > MOST_SD:  # of a tiny epsilon, beside whose noise a coarser grid is nothing
             grid *= 2
         sd = math.ceil(real / grid)
+        if num_sharing > 1 and self.clip + 40 * sd * grid > LARGEST:
+            raise ValueError(
+                f"clip={self.clip:g}: noise goes beyond {LARGEST:g}, the largest number of a sum; expected a smaller clip"
+            )
         if self.clip / grid < _FEWEST or (num_sharing > 1 and sd < _LEAST_SHARE):
             raise ValueError(
                 f"clip={self.clip:g}: numbers are on a grid of {grid:.3g}, on which that is too little to be cut to, or noise shared by "
