@@ -158,8 +158,10 @@ def settle(plan: Plan, tuning: Tuning, silos: Silos, rule: Rule, *, seed: int = 
     if rule.bias_target is not None:
         h = step_rule.step_size(*at, rule.bias_target, corrected=rule.noise_correction)
         if h < _NO_STEP:
+            worst = at[0].by_silo(np.eye(len(tuning.loc)), plan.num_local_steps).argmax()
             warnings.warn(
-                f"the silos' noise leaves a step of {h:.1g} (0.001 to 0.1 are usual): chains will hardly move. The surrogates do not fit this "
+                f"the silos' noise leaves a step of {h:.1g} (0.001 to 0.1 are usual), most of it that of silo "
+                f"{silos.names[int(worst)]!r}: chains will hardly move. The surrogates do not fit this "
                 "model; fewer latents that depend on each other in a silo, or another parametrisation, would help",
                 stacklevel=2,
             )
@@ -201,10 +203,13 @@ def _walk_all(plan: Plan, tuning: Tuning, silos: Silos, seed: int) -> tuple[Stay
     means = _stay_means(plan, length, random.key(seed), tuning, silos)
     first, second, norms = (np.asarray(x, np.float64) for x in means)
     f = np.asarray(tuning.selection, np.float64)[:, None, None]
-    good = np.isfinite(first).all((0, 2)) & np.isfinite(second).all((0, 2))
+    finite = np.all(np.isfinite(first) & np.isfinite(second), axis=2)
+    good = np.all(finite, axis=0)
     if not good.any():
+        worst = int(finite.sum(1).argmin())
         raise ValueError(
-            "the gradient is not finite at any of the positions where the pilot looks, so no step size "
-            "can be chosen; check the model's scales, or give step_size= and surrogate="
+            f"silo {silos.names[worst]!r}: its gradient is finite at {finite[worst].sum()} of the {len(good)} positions where "
+            "the pilot looks, and that of all silos at none, so no step size can be chosen; expected finite ones: check its "
+            "rows and the model's scales, or give step_size= and surrogate="
         )
     return StayNoise(f * first[:, good], f * second[:, good], length), norms

@@ -30,6 +30,7 @@ from jax import Array, random
 from numpyro_fed.bounded_features import MOST_DIMENSIONS, num_features
 from numpyro_fed.density import Factors
 from numpyro_fed.engines.inline import ask_all
+from numpyro_fed.engines.remote import RemoteSilos
 from numpyro_fed.federation import Cost, Federated, message_bytes
 from numpyro_fed.local_map import LocalMap, Units
 from numpyro_fed.nested import NestedUnits
@@ -47,6 +48,8 @@ _FULL_UP_TO = 500  # dimensions; beyond, one d x d matrix per silo is too much m
 _SETTLED = 0.1  # sds the centre moves in a round, and the like for the spread
 _ELSEWHERE = 0.6  # sds that the Gaussians of a settled start may be away from it, and the like for the spread, of which twofold is .69
 NUM_DRAWS = 32  # positions that represent the posterior
+_CONTRADICTION = 100.0  # what surrogates leave of log marginals, over what these vary by; honest ones leave less than 2
+_FLAT = 1e-3  # nats
 _NEAR = 1.3  # sds of the points at which what is not Gaussian is fitted, over the surrogate posterior's
 
 
@@ -211,6 +214,7 @@ def fit(
         nonlocal cost
         message = scheme.broadcast(key, state)
         replies, rows = ask_all(local, key, message, None, silos, group)
+        _check_finite(replies, silos)
         cost += Cost(1, len(message.points), message_bytes(message), message_bytes(replies) // len(silos))
         return replies, rows
 
@@ -237,8 +241,11 @@ def fit(
     logs = _log_posterior(factors, scheme.broadcast(key, state), ask(final_local, state)[0], silos)
     state = state._replace(weights=_tempered(logs, 0.25 * min(1.0, math.sqrt(6 / factors.dim))))
     replies, local_map = ask(final_local, state)
+    values = replies.values
     if local is not None:
         replies = ask(reply, state)[0]
+    if isinstance(silos, RemoteSilos):
+        _check_values(state, replies, values, silos)
     final, misfit = scheme.merge(state, replies)
     if start is not None and settled and not final.moved <= _ELSEWHERE:  # a start at other data's posterior
         start = (*start[:2], math.inf)
@@ -331,7 +338,62 @@ def _resampled(state: ServerState, weights: np.ndarray) -> np.ndarray | None:
 def _log_posterior(factors: Factors, message: Message, replies: Reply, silos: Silos) -> np.ndarray:
     """At the points, from the silos' log marginals ``(S, K)`` and the prior."""
     prior = np.asarray(_prior(factors, message, silos)[0], np.float64)
-    return np.asarray(replies.values, np.float64).sum(0) + prior
+    values = np.asarray(replies.values, np.float64)
+    logs = values.sum(0) + prior
+    if not np.isfinite(logs).any():
+        finite = np.isfinite(values).sum(1)
+        raise ValueError(
+            f"silo {silos.names[int(finite.argmin())]!r}: its log likelihood is finite at {finite.min()} of "
+            f"{len(logs)} positions, and that of all silos at none; expected finite ones near the posterior: check its "
+            "rows and the model's scales, or leave it out"
+        )
+    return logs
+
+
+def _check_finite(replies: Reply, silos: Silos) -> None:
+    """Refuse Gaussians whose numbers are not finite, naming their silo."""
+    for part in ("shift", "precision", "bend"):
+        x = getattr(replies, part)
+        if x is None:
+            continue
+        wrong = ~np.isfinite(np.asarray(x)).reshape(len(silos), -1).all(1)
+        if wrong.any():
+            raise ValueError(
+                f"silo {silos.names[int(wrong.argmax())]!r} returned a surrogate with NaN or infinite numbers ({part}); "
+                "expected finite ones: check its rows and its installation, or leave it out"
+            )
+
+
+def _contradiction(state: ServerState, replies: Reply, values: np.ndarray) -> np.ndarray:
+    """Return what each silo's Gaussian leaves of its log marginals, over what these vary by: sds at the points ``(S,)``.
+
+    A constant that the values lack is no matter. In the coordinates of a surrogate that was believed, values are all but flat.
+    """
+    u, values = state.points, np.asarray(values, np.float64)
+    shift, precision = (np.asarray(x, np.float64) for x in (replies.shift, replies.precision))
+    curved = np.einsum("ki,sij,kj->sk", u, precision, u, optimize=True) if precision.ndim == 3 else precision @ (u**2).T
+    gaussian = shift @ u.T - 0.5 * curved
+    weights = np.where(np.isfinite(values), state.weights, 0.0)
+    weights /= np.maximum(weights.sum(1, keepdims=True), 1e-300)
+
+    def sd(x: np.ndarray) -> np.ndarray:
+        away = np.where(weights > 0, x, 0.0)
+        away = away - (weights * away).sum(1, keepdims=True)
+        return np.sqrt((weights * away**2).sum(1))
+
+    return sd(values - gaussian) / np.maximum(sd(values), _FLAT)
+
+
+def _check_values(state: ServerState, replies: Reply, values: np.ndarray, silos: Silos) -> None:
+    """Refuse a surrogate that its silo's own log marginals contradict."""
+    found = _contradiction(state, replies, values)
+    worst = int(found.argmax())
+    if found[worst] > _CONTRADICTION:
+        raise ValueError(
+            f"silo {silos.names[worst]!r} returned a surrogate that its own log likelihood contradicts: what it leaves of "
+            f"that varies {found[worst]:,.0f} times as much as that itself; expected at most {_CONTRADICTION:,.0f}: check "
+            "its installation, or leave it out"
+        )
 
 
 def _tempered(logs: np.ndarray, power: float) -> np.ndarray:
