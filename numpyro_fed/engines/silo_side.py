@@ -218,7 +218,7 @@ class SiloSide:
             other = checked(description(known, values=True), "the server's list", 10**9)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise Refusal("the server says of the silos what is not put together as that") from error
-        if type(request["server"]) is not int or type(request["fresh"]) is not bool:
+        if type(request.get("server")) is not int or type(request.get("fresh")) is not bool:
             raise Refusal("the server says of itself what is not put together as that")
         if self.name not in known.names:
             raise Refusal(f"expected to be among the silos, got {list(known.names)}")
@@ -413,6 +413,8 @@ def _call(number: int, values: Any) -> Call:
     jax.tree.map(_slot, call.read)
     if call.write is not None:
         _slot(call.write)
+    if not all(isinstance(x, np.ndarray | jax.Array | int | float) for x in jax.tree.leaves(call.message)):
+        raise ValueError("it is told what are no arrays of numbers")
     sizes = [np.shape(x)[0] for x in jax.tree.leaves(call.message) if np.ndim(x)]
     if max(sizes, default=0) > MAX_SETTINGS["points"]:
         raise ValueError(f"it is asked about {max(sizes):,} points, expected at most {MAX_SETTINGS['points']:,}")

@@ -118,7 +118,7 @@ class Privacy:
         >>> import numpyro_fed as fed
         >>> privacy = fed.Privacy(epsilon=4.0, delta=1e-5, clip=0.5, num_rounds=400)
         >>> round(privacy.noise_multiplier, 1), round(privacy.spent(100), 2)
-        (46.3, 1.83)
+        (46.3, 1.84)
     """
 
     epsilon: float
