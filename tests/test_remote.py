@@ -285,7 +285,9 @@ def test_data_outside_a_support_name_their_silo():
             numpyro.sample("y", dist.Beta(a, 2.0), obs=y)
 
     silos = fed.Silos({"oslo": {"y": jnp.array([0.1, 0.2])}, "rome": {"y": jnp.array([0.5, 1.5, 0.3])}})
-    with pytest.raises(ValueError, match="log density is -inf at a typical position, silo 'rome'; expected a finite one"):
+    with pytest.raises(
+        ValueError, match=r"log density is -inf at a typical position, silo 'rome'; expected a finite one"
+    ):
         elsewhere(fed.FSGLD(model), silos)
 
 
@@ -296,7 +298,9 @@ def test_a_prior_that_reads_rows_is_refused():
             numpyro.sample("y", dist.Normal(mu, 1), obs=y)
 
     silos = fed.Silos({"oslo": {"y": jnp.array([5.0, 6.0])}, "rome": {"y": jnp.array([7.0, 9.0, 8.0])}})
-    with pytest.raises(ValueError, match=r"log p\(theta\) \+ sum of the 2 silos' terms is .*gradients differ at \['mu'\]"):
+    with pytest.raises(
+        ValueError, match=r"log p\(theta\) \+ sum of the 2 silos' terms is .*gradients differ at \['mu'\]"
+    ):
         elsewhere(fed.FSGLD(model), silos)
 
 
