@@ -18,17 +18,17 @@ __all__ = [
     "all_equal",
     "check_flat",
     "check_key",
+    "check_numbers",
     "check_rows",
     "check_same_arguments",
     "check_shared",
     "check_sizes",
-    "check_times",
     "check_told",
     "lengths",
     "silo_names",
 ]
 
-_PIECE = 1 << 16  # rows that are looked at in one go: a mask of all numbers would be in memory beside them
+_PIECE = 1 << 16  # numbers that are looked at in one go: a copy of all of them would be in memory beside them
 _MOST_MOVED = 1e-3  # of a column's standard deviation, by rounding to float32
 _MIXED = "silos of different structure: fed.MixedSilos (SFVI only)"
 
@@ -72,18 +72,19 @@ def check_told(rows: Iterable[str], index: Iterable[str], known: Container[str])
         raise ValueError(f"rows= and index= name arguments that data lack: {sorted(unknown)}")
 
 
-def check_times(leaf: str, values: Iterable[Any]) -> None:
-    """Refuse points of time and durations, of NumPy, pandas or the standard library."""
+def check_numbers(leaf: str, values: Iterable[Any]) -> None:
+    """Refuse arrays that hold no numbers: points of time, durations, text, other objects."""
     for value in values:
-        if not isinstance(value, np.ndarray) or value.dtype.kind not in "OMm" or not value.size:
+        if not isinstance(value, np.ndarray) or value.dtype.kind not in "OUSMm":
             continue
-        first = value.flat[0]
-        if not isinstance(first, np.datetime64 | np.timedelta64 | datetime.date | datetime.timedelta):
-            continue
-        mend = "subtract an origin and make it a number of days, e.g. (x - x.min()) / np.timedelta64(1, 'D')"
-        if isinstance(first, np.timedelta64 | datetime.timedelta):
+        first = value.flat[0] if value.size else None
+        mend = "encode it first"
+        if isinstance(first, np.datetime64 | datetime.date):
+            mend = "subtract an origin and make it a number of days, e.g. (x - x.min()) / np.timedelta64(1, 'D')"
+        elif isinstance(first, np.timedelta64 | datetime.timedelta):
             mend = "make it a number of days, e.g. x / np.timedelta64(1, 'D')"
-        kind = f"objects of type {type(first).__name__}" if value.dtype == object else value.dtype
+        timed = value.dtype == object and mend != "encode it first"
+        kind = f"objects of type {type(first).__name__}" if timed else value.dtype
         raise ValueError(f"argument {leaf!r}: expected numbers, got {kind}; {mend}")
 
 
@@ -184,8 +185,6 @@ def check_flat(
 
 
 def _check_values(leaf: str, values: np.ndarray, place: Callable[[int], str], names: tuple[str, ...]) -> None:
-    if values.dtype == object or values.dtype.kind in "US":
-        raise ValueError(f"argument {leaf!r}: expected numbers, got {values.dtype}; encode it first")
     stored = jax.dtypes.canonicalize_dtype(values.dtype)
     if values.dtype.kind in "iu" and values.size:
         limits = np.iinfo(stored)
@@ -208,7 +207,8 @@ def _check_values(leaf: str, values: np.ndarray, place: Callable[[int], str], na
 
 
 def _pieces(values: np.ndarray) -> Iterable[np.ndarray]:
-    return (values[i : i + _PIECE] for i in range(0, len(values), _PIECE))
+    step = max(1, _PIECE // max(1, values[:1].size))
+    return (values[i : i + step] for i in range(0, len(values), step))
 
 
 def _warn_of_rounding(leaf: str, values: np.ndarray, stored: np.dtype, names: tuple[str, ...]) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from numpyro_fed._silo_checks import all_equal, check_sizes, check_times, check_told, silo_names
+from numpyro_fed._silo_checks import all_equal, check_numbers, check_sizes, check_told, silo_names
 from numpyro_fed.silos import Silos, as_column, put_together
 
 __all__ = ["MixedSilos"]
@@ -76,7 +76,7 @@ class MixedSilos:
         check_told(rows, index, leaves)
         table = {k: {n: kw[k] for n, kw in silos.items() if kw.get(k) is not None} for k in leaves}
         for leaf, values in table.items():
-            check_times(leaf, values.values())
+            check_numbers(leaf, values.values())
         group, guessed = _row_groups(table, rows, {*rows, *index}, len(silos))
         members: dict[tuple, list[str]] = {}
         for name in self.names:

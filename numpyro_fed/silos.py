@@ -21,11 +21,11 @@ from jax import Array
 from numpyro_fed._silo_checks import (
     all_equal,
     check_flat,
+    check_numbers,
     check_rows,
     check_same_arguments,
     check_shared,
     check_sizes,
-    check_times,
     check_told,
     lengths,
     silo_names,
@@ -82,7 +82,7 @@ class Silos:
         check_same_arguments(dict(zip(names, data.values(), strict=True)))
         table = {leaf: [as_column(kwargs[leaf]) for kwargs in data.values()] for leaf in next(iter(data.values()))}
         for leaf, values in table.items():
-            check_times(leaf, values)
+            check_numbers(leaf, values)
         rows, index = dict(rows or {}), dict(index or {})
         check_told(rows, index, table)
         groups: dict[str, list[str]] = {}

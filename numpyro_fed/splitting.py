@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from numpyro_fed._silo_checks import check_times
+from numpyro_fed._silo_checks import check_numbers
 from numpyro_fed.silos import Silos, as_column
 
 __all__ = ["split"]
@@ -48,7 +48,7 @@ def split(
             raise ValueError(f"by={by!r} names no column of the data: {sorted(columns)}")
         by = columns.pop(by)
     for leaf, value in columns.items():
-        check_times(leaf, [value])
+        check_numbers(leaf, [value])
     labels = np.asarray(by)
     if labels.ndim != 1 or len(labels) == 0:
         raise ValueError(f"by: expected labels of shape (N,) with N > 0, got {labels.shape}")

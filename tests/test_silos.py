@@ -318,6 +318,14 @@ REFUSED_BY_SILOS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: Silos(two(y=(np.array([1, None]), np.array([2, None])))),
         "argument 'y': expected numbers, got object; encode it first",
     ),
+    "shared text": (
+        lambda: Silos(two(y=(Y, Y[:3]), z=(np.array(["a"]), np.array(["a"])))),
+        "argument 'z': expected numbers, got <U1; encode it first",
+    ),
+    "shared periods": (
+        lambda: Silos(two(y=(Y, Y[:3]), z=(pd.Series(pd.period_range("2024", periods=2, freq="Y")),) * 2)),
+        "argument 'z': expected numbers, got object; encode it first",
+    ),
     "points of time": (
         lambda: Silos(two(y=(Y, Y[:3]), t=(DAYS, DAYS[:3]))),
         r"argument 't': expected numbers, got datetime64\[D\]; subtract an origin and make it a number of days, "
