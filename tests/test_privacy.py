@@ -89,7 +89,7 @@ def test_the_noise_is_a_whole_number_of_units():
         assert sharing == 1 or noise.grid >= 2.0**-20  # which sums hold exactly
     with pytest.raises(ValueError, match=r"clip=1e-06: numbers are on a grid of .* expected a clip of .* at least"):
         fed.Privacy(2.5, 1e-6, 1e-6, 700).noise(10)
-    with pytest.raises(ValueError, match="noise goes beyond 1.07374e.09, the largest number of a sum"):
+    with pytest.raises(ValueError, match=r"noise goes beyond 1.07374e.09, the largest number of a sum"):
         fed.Privacy(2.5, 1e-6, 1e7, 700).noise(10)
 
 
@@ -436,6 +436,7 @@ def test_a_fit_with_privacy_over_a_wire(tmp_path):
     make = lambda: SiloSide(alone(LINEAR, name), linear, tmp_path / "copy" / name, fit=private_fit())  # noqa: E731
     assert make().answer(data) == answer
     (tmp_path / "copy" / name / "secret.key").write_bytes(bytes(32))
+    (tmp_path / "copy" / name / "sent.txt").unlink()  # which would refuse other numbers
     other = unpack(make().answer(data))["replies"][0]
     plain = unpack(answer)["replies"][0]
     assert all((x != y).all() for x, y in zip(other[2:4], plain[2:4], strict=True) if x.dtype != bool)
@@ -542,7 +543,7 @@ def test_a_server_that_cheats_learns_nothing(tmp_path, name):
         write=lambda slot: 10**6,
     )
     assert "replies" in fresh, fresh
-    moved = asked_again(side, data, read=lambda slot: 10**6)
+    moved = asked_again(side, data, read=lambda slot: 10**6, write=lambda slot: None)
     assert "replies" in moved, moved
     if fit.secure_sum:
         pairs = zip(moved["replies"][0], unpack(answer)["replies"][0], strict=True)
@@ -599,7 +600,10 @@ def test_budgets_are_counted_by_all_processes_of_a_folder(tmp_path):
     other = messenger.make[name]()
     assert other.answer(data) == answer
     fit.run(random.key(1), 2, remote, progress_bar=False, init_state=result.state)
-    another = {"message": lambda m: m._replace(context=jax.tree.map(lambda x: x + 1, m.context))}
+    another = {
+        "message": lambda m: m._replace(context=jax.tree.map(lambda x: x + 1, m.context)),
+        "write": lambda slot: None,
+    }
     assert "budget of privacy is spent" in asked_again(other, data, **another)["error"]
     with (tmp_path / name / "answered.txt").open("a") as file:
         file.write("broken o")
@@ -649,7 +653,7 @@ def sum_of(messenger, tweak, **changed):
 
         side.site.reply = wrapped
         nearby = partial(jax.tree.map, partial(np.add, np.float32(tweak)))
-        told = {"message": lambda m, nearby=nearby: m._replace(context=nearby(m.context))}
+        told = {"message": lambda m, nearby=nearby: m._replace(context=nearby(m.context)), "write": lambda slot: None}
         answer = asked_again(side, data, **told, **(changed if i == 0 else {}))
         side.site.reply = reply
         assert "replies" in answer, answer
@@ -657,16 +661,6 @@ def sum_of(messenger, tweak, **changed):
         total = total + np.concatenate(numbers)
         own.append(said[0])
     return total.astype(np.int64) * 2.0**-20, own
-
-
-class Forgetful(dict):
-    """Histories that say nothing of what led to a state."""
-
-    def __contains__(self, slot):
-        return True
-
-    def __getitem__(self, slot):
-        return ""
 
 
 @pytest.mark.parametrize("forgetful", [False, True], ids=["today", "control"])
@@ -688,7 +682,8 @@ def test_sums_of_silos_in_other_states_open_none(tmp_path, forgetful):
     assert "replies" in asked_again(first, data, **start)
     if forgetful:
         for side in messenger.sides.values():
-            side.closed.histories = Forgetful(side.closed.histories)
+            lines, slots = side.closed._lines, [(str(slot), "") for slot in side.site.kept]
+            side.closed._lines = lambda name, lines=lines, slots=slots: slots if name == "history.txt" else lines(name)
     one, own = sum_of(messenger, 1e-6)
     other, its = sum_of(messenger, 2e-6, read=lambda slot: 10**6)
     taken, truth = other - one, its[0] - own[0]
@@ -723,6 +718,69 @@ def test_sums_whose_minibatches_the_server_chooses_give_no_rows(tmp_path, old, m
         right.append(np.abs(taken - truth).max() < 1e-2)
     # today others' rows change, too: all four silos have the same rows in both sums about never
     assert np.mean(right) > 0.95 if old else np.mean(right) < 0.2
+
+
+@pytest.mark.parametrize("old", [False, True], ids=["today", "control"])
+def test_a_call_that_fails_leaves_no_state_with_another_history(tmp_path, old):
+    """A slot that was written twice had the second call's history with the first one's state, where the second failed."""
+    fit = FITS["sfvi"](secure_sum=True)
+    messenger = Fits(INTERCEPTS, fit, tmp_path, lambda: FITS["sfvi"](secure_sum=True))
+    introduce(tmp_path, INTERCEPTS.names)
+    remote = connect(messenger, intercepts, fit=fit)
+    fit.run(random.key(1), 3, remote, progress_bar=False)
+    params, slot, total = remote_params(fit, remote), 10**6, 0
+    for i, (name, side) in enumerate(messenger.sides.items()):
+        data = next(data for n, data, _ in reversed(messenger.sent) if n == name and b"RoundLocal" in data)
+        if i == 0:
+            start = {"local": lambda local: InitLocal(local.plan, "sfvi"), "message": lambda m: params}
+            assert "replies" in asked_again(side, data, read=lambda _: None, write=lambda _: slot, **start)
+            reply, side.site.reply = side.site.reply, None  # which fails
+            if old:
+                lines = side.closed._lines
+                side.closed._lines = lambda n, lines=lines: (
+                    x for x in lines(n) if (n, x[0]) != ("history.txt", str(slot))
+                )
+        nearby = {"message": lambda m: m._replace(context=jax.tree.map(partial(np.add, np.float32(1e-3)), m.context))}
+        assert ("error" in asked_again(side, data, write=lambda _: slot, **nearby)) == (i == 0)
+        if i == 0:
+            side.site.reply = reply
+            if old:
+                side.closed._lines = lines
+        answer = asked_again(side, data, read=lambda _: slot, write=lambda _: None)
+        total = total + np.concatenate([x.ravel() for x in answer["replies"][0] if x.dtype == np.uint64])
+    opened_sum = np.abs(total.astype(np.int64) * 2.0**-20)
+    assert np.mean(opened_sum > 1e6) < 0.01 if old else np.mean(opened_sum > 1e6) > 0.99
+
+
+@pytest.mark.parametrize("name", ["privacy", "sums"])
+def test_the_same_call_has_the_same_numbers_or_none(tmp_path, name):
+    """On another machine the program may round otherwise: the difference of two replies has no noise, and no masks."""
+    make = CLOSED[name]
+    fit = make()
+    messenger = Fits(LINEAR, fit, tmp_path, make)
+    introduce(tmp_path, LINEAR.names) if fit.secure_sum else None
+    fit.run(random.key(1), 2, connect(messenger, linear, fit=fit), progress_bar=False)
+    silo, data, answer = next(x for x in reversed(messenger.sent) if b"RoundLocal" in x[1])
+    side = messenger.sides[silo]
+    reply = side.site.reply
+
+    def elsewhere(call, state):
+        got, new = reply(call, state)
+        context = jax.tree.map(lambda x: x * np.linspace(0.9, 1.1, x.size, dtype=x.dtype), got.context)
+        return got._replace(context=context), new
+
+    side.site.reply = elsewhere
+    assert "the same call has other numbers than the first time" in unpack(side.answer(data))["error"]
+    (tmp_path / silo / "sent.txt").unlink()  # the control: without the record the difference is told
+    one, other = (unpack(x)["replies"][0] for x in (side.answer(data), answer))
+    unit = 2.0**-20 if fit.secure_sum else 1.0
+    differ = [
+        np.subtract(x, y).view(np.int64 if fit.secure_sum else x.dtype) * unit
+        for x, y in zip(one, other, strict=True)
+        if x.dtype in (np.uint64, np.float32)
+    ]
+    assert 0 < np.nanmax(np.abs(np.concatenate([np.ravel(x) for x in differ]))) < 100
+    side.site.reply = reply
 
 
 @pytest.mark.parametrize("slot", [7.0, True, "7", -1])
