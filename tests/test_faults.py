@@ -169,6 +169,10 @@ def test_the_second_server_on_a_checkpoint_asks_nothing(tmp_path):
 # Replies
 
 
+def nan(reply):
+    return jax.tree.map(lambda x: np.full_like(x, np.nan) if x.dtype.kind == "f" else x, reply)
+
+
 def raised(reply):
     raise SyntaxError("no such type")
 
@@ -196,6 +200,22 @@ def test_no_error_costs_the_rounds_of_a_fit():
         fit(Lying(RoundLocal, raised, after=0))
 
 
+@pytest.mark.filterwarnings("ignore:q has not settled")
+@pytest.mark.parametrize("algorithm", ["sfvi", "sfvi_avg", "conducive"])
+def test_nan_in_a_fit_that_is_said_to_be_finite_names_its_silo(algorithm):
+    guide = fed.AutoSiloNormal(linear)
+    svi = {
+        "sfvi": lambda: fed.SFVI(linear, guide, optax.adam(0.05), validate=False),
+        "sfvi_avg": lambda: fed.SFVIAvg(linear, guide, optax.adam(0.05), num_local_steps=2, validate=False),
+        "conducive": lambda: fed.SFVIAvg(linear, guide, conducive=True, validate=False),
+    }[algorithm]()
+    remote = fed.RemoteSilos(
+        LINEAR, Lying(RoundLocal, lambda reply: nan(reply)._replace(finite=np.array(True)), silo=2, after=1)
+    )
+    with pytest.warns(UserWarning, match="not finite in round 2, first in silo 'silo 2'"):
+        svi.run(random.key(1), 4, remote, progress_bar=False)
+
+
 def far(reply):
     chain, stats = reply
     return chain._replace(theta=np.full_like(chain.theta, 1e30)), stats
@@ -217,10 +237,6 @@ def test_a_position_that_is_absurdly_far_is_not_taken(monkeypatch):
 
 
 # Before the first round
-
-
-def nan(reply):
-    return jax.tree.map(lambda x: np.full_like(x, np.nan), reply)
 
 
 @pytest.mark.parametrize("kind", [ScoreLocal, LaplaceLocal, PilotLocal])

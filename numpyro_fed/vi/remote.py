@@ -261,6 +261,10 @@ class RemoteRounds:
         missed = kept.missed + (came & ~collected.finite)
         new = replace(kept, slots=np.where(came, write, kept.slots), costs=costs, missed=missed)
         alone = self.prepared.plan.secure_sum and len(self.numbers) > len(collected.finite)  # of a sum no silo is known
+        if not finite and silo < 0 and not alone:  # a silo that says its numbers are finite may be wrong
+            numbers = jax.tree.leaves(collected._replace(value=()))  # which is NaN under privacy
+            odd = np.any([~np.isfinite(x).reshape(len(x), -1).all(1) for x in numbers], axis=0)
+            silo = odd.argmax() if odd.any() else silo
         bad = -1 if finite else (-2 if silo < 0 or alone else int(silo))
         return VIState(server, new, state.visits + came.astype(np.int32)), float(loss), bad  # type: ignore[arg-type]
 
