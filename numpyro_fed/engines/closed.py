@@ -4,7 +4,9 @@ A silo decides which calls it answers, how often, and what becomes of their repl
 function of the silo's rows, its secret and the call's *digest*: a hash of what was asked, what was
 told, the state that it started from and the silos of the fit, which are those of the first time for
 ever. A call that comes again, from whichever server, has the same reply, with the same noise and
-masks; one of another digest is another round of the budget, with others. Masks are of the *label*: a
+masks; one of another digest is another round of the budget, with others. Where its numbers came out
+otherwise than the first time (another machine, or a device that adds up in any order) it has none:
+the difference of the two would have no noise. Masks are of the *label*: a
 hash of what was asked and told now, and in all calls that led to the state. Silos that were told
 different things have masks that do not cancel. The server's key is of no use to it: the silo draws
 its minibatches and latents by a key that it makes of its secret and the label (with privacy: the
@@ -43,10 +45,12 @@ class Ticket(NamedTuple):
     """What belongs to a call that is answered.
 
     :param label: of its masks; empty for a call whose reply is nothing.
+    :param drawn: the hash of the call that its key and noise come from.
     :param noise: 32 secret bytes, of its noise.
     """
 
     label: str
+    drawn: str
     noise: bytes
 
 
@@ -54,7 +58,7 @@ class Closed:
     """A silo's guard of one fit.
 
     Of its folder: ``secret.key``, what noise and keys come from; ``joined.txt``, a hash of the silos of the fit; ``answered.txt``, a line with label and digest of each round answered;
-    ``history.txt``, for each slot a hash of all that led to it.
+    ``sent.txt``, a line with label (with privacy: digest) and a hash of the reply's numbers; ``history.txt``, for each slot a hash of all that led to it.
 
     :param folder: the silo's.
     :param name: likewise.
@@ -128,41 +132,45 @@ class Closed:
         led = [self.histories[str(slot)].encode() for slot in jax.tree.leaves(call.read)]
         label = _hash(self.roster.encode(), told, *led)
         digest = _hash(self.roster.encode(), told, pack(state))
-        if kind != _INIT:
-            self._count(label, digest)
-        if (
-            call.write is not None
-        ):  # of a call that is refused nothing is written, and its slot's history stays that of its state
-            self.histories[str(call.write)] = label
-            self._append("history.txt", str(call.write), label)
+        with self._alone():
+            self.histories = dict(self._lines("history.txt"))
+            before = self.histories.get(str(call.write))
+            if before not in (None, label):  # if the call failed, its state would have the other's history
+                raise ValueError(f"slot {call.write} is another call's; expected each slot to be written once")
+            if kind != _INIT:
+                self._count(label, digest)
+            if call.write is not None and before is None:  # of a call that is refused nothing is written
+                self.histories[str(call.write)] = label
+                self._append("history.txt", str(call.write), label)
         if kind == _INIT:
-            return call, Ticket("", b"")
-        seed = hashlib.sha256(self.secret + (label if self.privacy is None else digest).encode()).digest()
+            return call, Ticket("", "", b"")
+        drawn = label if self.privacy is None else digest
+        seed = hashlib.sha256(self.secret + drawn.encode()).digest()
         words = jnp.asarray(np.frombuffer(seed, np.uint32)[:2])
         call = call._replace(key=jax.random.wrap_key_data(words, impl="threefry2x32"))
-        return call, Ticket(label, hashlib.sha256(self.secret + b"noise" + digest.encode()).digest())
+        return call, Ticket(label, drawn, hashlib.sha256(self.secret + b"noise" + digest.encode()).digest())
 
     def _count(self, label: str, digest: str) -> None:
         """Note a round before it is answered, or refuse it."""
-        with self._alone():
-            answered = list(self._lines("answered.txt"))
-            if (label, digest) in answered:
-                return
-            if self.sums and label in dict(answered):
-                raise ValueError(
-                    "it was asked for this sum before, from another state; expected each sum to be asked for once"
-                )
-            spent = len({digest for _, digest in answered} - {digest})
-            if self.privacy is not None and spent >= self.privacy.num_rounds:
-                raise ValueError(
-                    f"its budget of privacy is spent: it has answered {spent} rounds, expected at most {self.privacy.num_rounds}"
-                )
-            self._append("answered.txt", label, digest)
+        answered = list(self._lines("answered.txt"))
+        if (label, digest) in answered:
+            return
+        if self.sums and label in dict(answered):
+            raise ValueError(
+                "it was asked for this sum before, from another state; expected each sum to be asked for once"
+            )
+        spent = len({digest for _, digest in answered} - {digest})
+        if self.privacy is not None and spent >= self.privacy.num_rounds:
+            raise ValueError(
+                f"its budget of privacy is spent: it has answered {spent} rounds, expected at most {self.privacy.num_rounds}"
+            )
+        self._append("answered.txt", label, digest)
 
     def let_out(self, local: Any, reply: Any, ticket: Ticket) -> list[np.ndarray]:
         """Return a reply's arrays as they leave: the only way out.
 
         :param local: what made it.
+        :raises ValueError: where it is not what the same call had before.
         """
         leaves = [np.asarray(x) for x in jax.tree.leaves(reply)]
         if not ticket.label:
@@ -170,6 +178,16 @@ class Closed:
         types = [x.dtype for x in leaves]
         if self.privacy is not None:
             leaves = [np.asarray(x) for x in jax.tree.leaves(local.private(reply, ticket.noise))]
+        told = _hash(self.secret, *(x.tobytes() for x in leaves))
+        with self._alone():
+            before = dict(self._lines("sent.txt")).get(ticket.drawn)
+            if before not in (None, told):
+                raise ValueError(
+                    "the same call has other numbers than the first time, with the same noise or masks; expected the "
+                    "machine and versions of before: connect anew, and start the fit again"
+                )
+            if before is None:
+                self._append("sent.txt", ticket.drawn, told)
         if self.sums:  # of float64, in which whole units of the grid are exact
             return masked(leaves, self.name, self.shared, ticket.label.encode())
         return [x.astype(dtype) for x, dtype in zip(leaves, types, strict=True)]

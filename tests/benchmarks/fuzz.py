@@ -214,7 +214,8 @@ class Snapshot:
         for place in self.folder.iterdir():
             if place.is_file() and place not in self.files:
                 place.unlink()
-        for place in (self.folder / "audit.jsonl", self.folder / "answered.txt", self.folder / "history.txt"):
+        for name in ("audit.jsonl", "answered.txt", "history.txt", "sent.txt"):
+            place = self.folder / name
             if place in self.files:
                 place.write_bytes(self.files[place])
         return side.answer(data)
