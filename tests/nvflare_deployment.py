@@ -98,7 +98,7 @@ class Deployment:
     def fit(self, job, disturb=None, after=12, limit=200):
         """A job's status and result; ``disturb`` is called once s1 has answered some messages."""
         for name in NAMES:  # as the person at a site does for a new study
-            shutil.rmtree(self.kits / name / "silos", ignore_errors=True)
+            shutil.rmtree(self.kits / name / "_silos", ignore_errors=True)
         end = time.monotonic() + limit
         process = self.admin("fit", job)
         try:

@@ -16,8 +16,17 @@ pytest.importorskip("nvflare")
 import nvflare_sides
 from jax import random
 from nvflare.apis.event_type import EventType
-from nvflare.apis.fl_constant import ReturnCode
+from nvflare.apis.fl_constant import ReturnCode, SiteType
+from nvflare.apis.fl_exception import UnsafeComponentError
 from nvflare.apis.shareable import Shareable, make_reply
+from nvflare.apis.workspace import Workspace
+from nvflare.app_common.default_component_policy import DEFAULT_CLASS_ALLOW_LIST
+from nvflare.app_common.widgets.component_path_authorizer import ComponentPathAuthorizer
+from nvflare.fuel.utils.class_utils import instantiate_class
+from nvflare.private.admin_defs import Message
+from nvflare.private.defs import SysCommandTopic
+from nvflare.private.fed.app.default_app_validator import DefaultAppValidator
+from nvflare.private.fed.client.client_req_processors import ClientRequestProcessors
 from nvflare.utils.process_utils import spawn_process
 from nvflare_deployment import NAMES, SIDES, Deployment, free_port, provisioned
 
@@ -91,11 +100,12 @@ def test_jobs_in_words(tmp_path, names, more, words):
 def test_a_kit_is_prepared_once(tmp_path):
     (tmp_path / "local").mkdir()
     launcher = "nvflare.app_common.job_launcher.client_process_launcher.ClientProcessJobLauncher"
-    told = {"class_allow_list": ["a.B"], "allow_log_streaming": True, "components": [{"id": "p", "path": launcher}]}
+    listed = ["a.B", "nvflare.app_common.np.np_trainer.NPTrainer", nvflare_jobs.PACKAGE]
+    told = {"class_allow_list": listed, "allow_log_streaming": True, "components": [{"id": "p", "path": launcher}]}
     (tmp_path / "local" / "resources.json.default").write_text(json.dumps(told))
     for _ in range(2):
         resources = json.loads(carrier.prepare_kit(tmp_path).read_text())
-        assert resources["class_allow_list"] == ["a.B", nvflare_jobs.PACKAGE]
+        assert resources["class_allow_list"] == ["a.B", *nvflare_jobs.CLASSES]
         assert resources["components"][0]["path"] == "numpyro_fed.engines.nvflare.Rejoin"
         assert not resources["allow_log_streaming"]
     with pytest.raises(ValueError, match="nvflare provision"):
@@ -192,8 +202,8 @@ def allowed(monkeypatch):
     monkeypatch.delenv(nvflare_jobs.SILOS, raising=False)
 
 
-def folder_of(root, make_side=MAKE_SIDE, name="s0"):
-    return root / "silos" / "".join(x if x.isalnum() or x in "._-" else "_" for x in make_side) / name
+def folder_of(root, make_side=MAKE_SIDE, name="s0", silos="_silos"):
+    return root / silos / "".join(x if x.isalnum() or x in "._-" else "_" for x in make_side) / name
 
 
 @pytest.mark.usefixtures("allowed")
@@ -220,7 +230,7 @@ def test_a_site_makes_only_what_it_allows(tmp_path, monkeypatch, listed):
     (reply,) = executed(tmp_path, {"make_side": "os:listdir"}, [b"1 x"])
     assert reply.get_return_code() == ReturnCode.EXECUTION_EXCEPTION
     assert "PermissionError: the job asks for 'os:listdir'" in (tmp_path / "job" / "error.txt").read_text()
-    assert not (tmp_path / "silos").exists()
+    assert not (tmp_path / "_silos").exists()
 
 
 @pytest.mark.usefixtures("allowed")
@@ -268,7 +278,7 @@ def test_a_budget_of_privacy_is_one_over_all_jobs(tmp_path):
     for seed, directory in enumerate(ASKED[1:], 1):
         with pytest.raises(RuntimeError, match="its budget of privacy is spent"):
             private_rounds(site, directory, seed)
-    assert [x.name for x in (site / "silos").iterdir()] == [folder_of(site, PRIVATE).parent.name]
+    assert [x.name for x in (site / "_silos").iterdir()] == [folder_of(site, PRIVATE).parent.name]
     assert [x.name for x in tmp_path.iterdir()] == ["srv"]
 
 
@@ -278,6 +288,77 @@ def test_a_folder_that_the_job_names_is_another_budget(tmp_path, monkeypatch):
     for seed, directory in enumerate(ASKED[:2]):
         monkeypatch.setattr(carrier, "silo_directory", lambda root, _, name, d=directory: root / d / name)
         assert private_rounds(tmp_path / "site", directory, seed) == 2
+
+
+def builds(kit, path):
+    """Whether NVFLARE lets a job build a component at a site."""
+    site = SimpleNamespace(get_resources_file_path=lambda: str(kit / "local" / "resources.json"))
+    try:
+        ComponentPathAuthorizer().authorize_component_config({"path": path, "args": {}}, workspace=site)
+    except UnsafeComponentError:
+        return False
+    return True
+
+
+def test_a_job_builds_nothing_else_at_a_site(tmp_path):
+    """NVFLARE calls whatever a job names with arguments of the job's: `simulate` runs any function as allowed."""
+    (tmp_path / "local").mkdir()
+    place = tmp_path / "local" / "resources.json"
+    place.write_text(json.dumps({"class_allow_list": [*DEFAULT_CLASS_ALLOW_LIST], "components": []}))
+    carrier.prepare_kit(tmp_path)
+    ours = [nvflare_jobs.PACKAGE + x for x in ("simulate", "write_job", "prepare_kit", "load", "Rejoin")]
+    reader = "nvflare.app_opt.xgboost.histogram_based_v2.csv_data_loader.CSVDataLoader"
+    assert reader in DEFAULT_CLASS_ALLOW_LIST
+    assert [x for x in (*ours, *DEFAULT_CLASS_ALLOW_LIST) if builds(tmp_path, x)] == []
+    assert all(builds(tmp_path, x) for x in nvflare_jobs.CLASSES)
+    # the control: the package in the list, as it was, and what a job could have made of it
+    place.write_text(json.dumps({"class_allow_list": [nvflare_jobs.PACKAGE]}))
+    assert all(builds(tmp_path, x) for x in ours)
+    outside = {"folder": str(tmp_path / "outside"), "run": "a:b", "make_side": "a:b", "names": ["a"]}
+    instantiate_class(nvflare_jobs.PACKAGE + "write_job", outside)
+    assert (tmp_path / "outside" / "meta.json").exists()
+
+
+def test_a_job_that_brings_code_is_not_started(tmp_path):
+    for folder in ("config", "custom"):
+        (tmp_path / "app" / folder).mkdir(parents=True)
+    (tmp_path / "app" / "config" / "config_fed_client.json").write_text('{"format_version": 2}')
+    error, found = DefaultAppValidator(SiteType.CLIENT).validate(str(tmp_path / "app"))
+    assert not error
+    with pytest.raises(PermissionError, match="the job brings code; expected one that names"):
+        carrier.Rejoin().launch_job({"job_id": "job", **found}, None)
+    shutil.rmtree(tmp_path / "app" / "custom")  # the control: without, it comes as far as its arguments
+    error, found = DefaultAppValidator(SiteType.CLIENT).validate(str(tmp_path / "app"))
+    with pytest.raises(AttributeError, match="get_prop"):
+        carrier.Rejoin().launch_job({"job_id": "job", **found}, None)
+
+
+def test_a_server_reads_no_file_of_a_site(tmp_path, monkeypatch):
+    (tmp_path / "rows.csv").write_text("age\n42\n")
+    stock = list(ClientRequestProcessors.request_processors)
+    monkeypatch.setattr(ClientRequestProcessors, "request_processors", stock)
+
+    def answers():
+        """What a client answers, as it registers them, to a server that asks for a file."""
+        asked = Message(SysCommandTopic.SHELL, f"cat {tmp_path / 'rows.csv'}")
+        return [x.process(asked, None).body for x in stock if asked.topic in x.get_topics()]
+
+    assert answers() == ["age\n42\n"]  # the control
+    others = len(stock) - 1
+    carrier.Rejoin().handle_event(EventType.SYSTEM_BOOTSTRAP, SimpleNamespace(get_engine=lambda: None))
+    assert answers() == []
+    assert len(stock) == others
+
+
+def test_no_job_has_the_name_of_the_silos_folder(tmp_path):
+    """A server has a site's folder of a job deleted, by the job's name, when it deploys one of that name."""
+    for folder in ("startup", "local"):
+        (tmp_path / folder).mkdir()
+    place = carrier.silo_directory(tmp_path, MAKE_SIDE, "s0").relative_to(tmp_path).parts[0]
+    site = Workspace(str(tmp_path), site_name="s0")
+    assert site.get_run_dir("silos") == str(tmp_path / "silos")  # the control: the name that it had
+    with pytest.raises(ValueError, match="invalid job_id"):
+        site.get_run_dir(place)
 
 
 def controlled(tmp_path, told, here):
@@ -306,7 +387,7 @@ def test_a_server_calls_only_what_it_allows(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_a_simulation_goes_on_from_the_silos_states(tmp_path):
-    place = folder_of(tmp_path / "w")
+    place = folder_of(tmp_path / "w", silos="silos")
     for rounds, keep in ((2, True), (3, True), (1, False)):  # the second's first two messages are old ones
         more = {"run_arguments": {"rounds": rounds}, "keep": keep, "timeout": 200}
         carrier.simulate(RUN, MAKE_SIDE, ["s0"], tmp_path / "w", **more)
@@ -348,7 +429,7 @@ def test_simulated_silos_answer_as_silos_at_hand(tmp_path):
     result = carrier.simulate(RUN, MAKE_SIDE, NAMES, tmp_path / "w", run_arguments={"rounds": 4}, timeout=200)
     assert result == undisturbed(tmp_path / "here", NAMES, 4)
     for name in NAMES:  # one process for all rounds
-        assert len((folder_of(tmp_path / "w", name=name) / "made.txt").read_text().split()) == 1
+        assert len((folder_of(tmp_path / "w", name=name, silos="silos") / "made.txt").read_text().split()) == 1
 
 
 @pytest.mark.slow

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 try:
+    from nvflare.apis.app_validation import AppValidationKey
     from nvflare.apis.controller_spec import Task, TaskCompletionStatus
     from nvflare.apis.event_type import EventType
     from nvflare.apis.executor import Executor
@@ -34,6 +35,8 @@ try:
     from nvflare.apis.workspace import Workspace
     from nvflare.app_common.job_launcher.client_process_launcher import ClientProcessJobLauncher
     from nvflare.app_common.job_launcher.process_launcher import ProcessHandle
+    from nvflare.private.fed.client.client_req_processors import ClientRequestProcessors
+    from nvflare.private.fed.client.shell_cmd import ShellCommandProcessor
 except ImportError as error:
     raise ImportError(
         'numpyro_fed.engines.nvflare needs NVFLARE, which is not installed: pip install "numpyro-fed[nvflare]"'
@@ -251,7 +254,8 @@ class SideExecutor(Executor):
 def silo_directory(root: str | Path, make_side: str, name: str) -> Path:
     """Return where a silo's private state is: one folder for each function that the site allows.
 
-    :param root: of the site's workspace, whose ``silos`` is used without ``NUMPYRO_FED_SILOS``.
+    :param root: of the site's workspace, whose ``_silos`` is used without ``NUMPYRO_FED_SILOS``.
+        NVFLARE takes no such name for a job's, whose folders a server may have deleted.
     :param make_side: import path of the function.
     :param name: of the client.
     :raises ValueError: for a name that could lead elsewhere.
@@ -262,11 +266,14 @@ def silo_directory(root: str | Path, make_side: str, name: str) -> Path:
             "digit first, as its certificate is to have it"
         )
     slug = re.sub(r"[^A-Za-z0-9._-]", "_", make_side)
-    return Path(os.environ.get(SILOS) or Path(root) / "silos") / slug / name
+    return Path(os.environ.get(SILOS) or Path(root) / "_silos") / slug / name
 
 
 class Rejoin(ClientProcessJobLauncher):
     """Of a site, not of a job: starts a silo's process, and starts it again where it was killed or the client was restarted.
+
+    It starts no job that brings code, and takes from NVFLARE's client the commands by which a server
+    reads the site's files (``cat``, ``grep``, ``ls``).
 
     NVFLARE itself ends the job where the process dies, and does not start one for a client that comes back. :func:`prepare_kit` puts it in place of
     ``ClientProcessJobLauncher``. The token that the job knows the site by is kept beside the job, readable to
@@ -276,7 +283,10 @@ class Rejoin(ClientProcessJobLauncher):
     def handle_event(self, event_type: str, fl_ctx: Any) -> None:
         super().handle_event(event_type, fl_ctx)
         engine = fl_ctx.get_engine()
-        if event_type == EventType.JOB_COMPLETED:
+        if event_type == EventType.SYSTEM_BOOTSTRAP:  # before the client answers anything
+            processors = ClientRequestProcessors.request_processors
+            processors[:] = [x for x in processors if not isinstance(x, ShellCommandProcessor)]
+        elif event_type == EventType.JOB_COMPLETED:
             (Path(engine.args.workspace) / fl_ctx.get_prop(FLContextKey.CURRENT_JOB_ID) / REJOIN).unlink(
                 missing_ok=True
             )
@@ -290,6 +300,10 @@ class Rejoin(ClientProcessJobLauncher):
                 executor.start_app(known, kept.parent.name, meta, engine.args, None, None, None, context)
 
     def launch_job(self, job_meta: dict, fl_ctx: Any) -> "Lasting":
+        if job_meta.get(AppValidationKey.BYOC):  # as this site's client found it to be
+            raise PermissionError(
+                "the job brings code; expected one that names what the site has installed and allows, as write_job makes it"
+            )
         arguments = fl_ctx.get_prop(FLContextKey.JOB_PROCESS_ARGS)
         told = [
             arguments[x][1] for x in (JobProcessArgs.AUTH_TOKEN, JobProcessArgs.TOKEN_SIGNATURE, JobProcessArgs.SSID)

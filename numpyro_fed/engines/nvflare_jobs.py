@@ -14,15 +14,18 @@ __all__ = ["prepare_kit", "simulate", "write_job"]
 
 # names that the two parts of a job, and its folder, have in common
 TASK, SETTINGS, RESULT, ERROR = "answer", "fed.json", "result.bin", "error.txt"
-PACKAGE = "numpyro_fed.engines.nvflare."  # what sites have to allow
+PACKAGE = "numpyro_fed.engines.nvflare."
+CLASSES = [PACKAGE + "FedController", PACKAGE + "SideExecutor"]  # all that a job may build
 ALLOWED, SILOS = "NUMPYRO_FED_ALLOWED", "NUMPYRO_FED_SILOS"  # a site's environment variables
 PERIOD = 0.05
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 def prepare_kit(kit: str | Path) -> Path:
-    """What a provisioned site says once in its ``local/resources.json``: our components are allowed, a silo's process is started by ``Rejoin``, and a
-    silo's log stays where it is.
+    """Write once what a provisioned site says in its ``local/resources.json``.
+
+    Of a job our two components are built, and no more of ours or of NVFLARE's; what else the list
+    has stays. A silo's process is started by ``Rejoin``, and a silo's log stays where it is.
 
     :param kit: the server's or a site's folder.
     """
@@ -32,8 +35,8 @@ def prepare_kit(kit: str | Path) -> Path:
     if not source.is_file():
         raise ValueError(f"{kit}: there is no {source}; expected a folder that `nvflare provision` made")
     resources = json.loads(source.read_text())
-    if PACKAGE not in resources.setdefault("class_allow_list", []):
-        resources["class_allow_list"].append(PACKAGE)
+    others = [x for x in resources.get("class_allow_list", []) if not x.startswith(("nvflare.", PACKAGE))]
+    resources["class_allow_list"] = others + CLASSES
     resources["allow_log_streaming"] = False
     for component in resources["components"]:
         if component["path"].endswith(".ClientProcessJobLauncher"):
@@ -138,7 +141,7 @@ def simulate(
     if not keep and silos.exists():
         shutil.rmtree(silos)
     (where / "local").mkdir(parents=True)
-    (where / "local" / "resources.json").write_text(json.dumps({"format_version": 2, "class_allow_list": [PACKAGE]}))
+    (where / "local" / "resources.json").write_text(json.dumps({"format_version": 2, "class_allow_list": CLASSES}))
     command = [sys.executable, "-m", "nvflare.private.fed.app.simulator.simulator", str(job), "-w", str(where)]
     command += ["-c", ",".join(names), "-t", str(threads), "-m", str(len(names))]
     paths = [*sys.path, os.environ.get("PYTHONPATH", "")]
