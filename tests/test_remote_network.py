@@ -174,7 +174,7 @@ def test_a_silo_that_is_silent_for_a_while_is_asked_again():
 def test_a_silo_that_stays_silent_ends_the_run_with_the_draws_so_far():
     silos = linear_silos()
     with pytest.warns(
-        UserWarning, match=r"interrupted \(silos \['silo 1'\] did not answer, asked 5 times\): the first 4"
+        UserWarning, match=r"interrupted \(SiloError: silos \['silo 1'\] did not answer, asked 5 times\): the first 4"
     ):
         mcmc = elsewhere(CASES["push-sum"][0](), silos, Listening(silos, (1, 99)))
     assert mcmc.get_samples(group_by_chain=True)["beta"].shape == (8, 4, 2)
@@ -195,6 +195,9 @@ def test_a_step_that_leaves_the_reals_is_undone_as_at_hand():
 
 
 def test_a_server_that_dies_goes_on_from_its_checkpoint(tmp_path):
+    class Killed(BaseException):
+        pass
+
     class Dying(fed.Loopback):
         left = 12
 
@@ -202,12 +205,12 @@ def test_a_server_that_dies_goes_on_from_its_checkpoint(tmp_path):
             steps = isinstance(calls[0].local, NodeLocal)
             self.left -= steps
             if steps and not self.left:
-                raise OSError("the server is gone")
+                raise Killed("the server is gone")
             return super().ask(calls)
 
     silos, place = intercepts_silos(), tmp_path / "run.ckpt"
     kernel, carrier = CASES["element latents"][0], Dying(silos)
-    with pytest.raises(OSError, match="gone"):
+    with pytest.raises(Killed, match="gone"):
         elsewhere(kernel(), silos, carrier, checkpoint=place, checkpoint_every=5)
     again = elsewhere(kernel(), silos, carrier, checkpoint=place, checkpoint_every=5)
     same_draws(again, elsewhere(kernel(), silos), 0.0)
