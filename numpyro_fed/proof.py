@@ -328,15 +328,15 @@ def _learned(silos: Silos) -> dict[str, Any]:
 
 
 def _taught(kwargs: dict[str, Any], learned: dict[str, Any]) -> dict[str, Any]:
-    """A silo's arguments with the learned parameters that it is told, and nothing else that it may be told in their place."""
+    """A silo's arguments with the learned parameters that it is told, and nothing else that it is told."""
     return {**kwargs, PARAMS: learned[PARAMS]} if PARAMS in learned else kwargs
 
 
 def prove_batch(factors: Factors, silos: Silos, group: str, size: int, *, seed: int = 0) -> None:
     """Raise a :class:`ValueError` unless a row's term is the same in a minibatch and in its whole silo.
 
-    Catches a model that reads the number of its rows, their mean or their place. Of silos elsewhere
-    made-up rows are looked at.
+    It catches a model that reads the number of its rows, their mean or their place. Silos elsewhere
+    are not asked: made-up rows are looked at.
     """
     if isinstance(silos, RemoteSilos):
         found = _made_up(factors, silos, seed)
@@ -386,7 +386,7 @@ def _local_point(factors: Factors, key: Array, view: SiloView) -> dict[str, Arra
 
 @dataclass(frozen=True)
 class LeakageLocal:
-    """How much units' terms move with other units' latents, and how much of the density they miss, in one silo."""
+    """Share by which units' terms move with other units' latents or miss the density, in one silo."""
 
     factors: Factors
     units: Units

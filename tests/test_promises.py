@@ -3,9 +3,11 @@
 import hashlib
 import json
 import warnings
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import numpyro
@@ -13,13 +15,14 @@ import numpyro.distributions as dist
 import pytest
 from jax import random
 from small_models import linear
-from test_wire import LINEAR, Messages, alone, run
+from test_privacy import introduce, private_sums
+from test_wire import LINEAR, Fits, Messages, alone, run
 
 import numpyro_fed as fed
-from numpyro_fed.engines import answers, packing
+from numpyro_fed.engines import answers
 from numpyro_fed.engines.packing import pack, unpack, wire_name
 from numpyro_fed.engines.remote import Call, site_of
-from numpyro_fed.engines.roster import description
+from numpyro_fed.engines.roster import as_values, description
 from numpyro_fed.engines.silo_side import SiloSide
 from numpyro_fed.engines.wire import connect
 from numpyro_fed.factorise import factorise
@@ -90,6 +93,11 @@ def test_no_silo_says_its_term_at_latents_of_the_servers_choice(tmp_path, monkey
     assert (np.rint(50 * found) == np.rint(50 * AGES)).all()
 
 
+@wire_name("test BatchGap")
+class OldBatchGap(BatchGap):
+    """What a silo once answered, too."""
+
+
 def gaussian(y):
     mu = numpyro.sample("mu", dist.Normal(0, 10))
     sigma = numpyro.sample("sigma", dist.LogNormal(0, 1))
@@ -112,9 +120,7 @@ def test_no_silo_says_how_far_a_minibatch_is_from_its_rows(tmp_path, monkeypatch
     silos = fed.Silos({"oslo": {"y": y}, "rome": {"y": y[:300]}})
     messenger = Messages(silos, gaussian, tmp_path)
     remote = connect(messenger, gaussian)
-    local = BatchGap(remote.carrier.factors, "y", 1)
-    monkeypatch.setitem(packing._CLASSES, "test BatchGap", BatchGap)
-    packing._names.cache_clear()
+    local = OldBatchGap(remote.carrier.factors, "y", 1)
 
     def ask(theta):
         return float(remote.ask([Call(0, local, random.key(0), (theta, {}))])[0])
@@ -124,8 +130,6 @@ def test_no_silo_says_how_far_a_minibatch_is_from_its_rows(tmp_path, monkeypatch
     monkeypatch.setitem(answers.ANSWERED, "test BatchGap", answers.Answer("", "1", 1000))
     messenger.sides["oslo"].ceilings["test BatchGap"] = 1000
     assert row_from_gaps(ask) == pytest.approx(float(y[0]), abs=1e-3)  # the control
-    monkeypatch.undo()
-    packing._names.cache_clear()
 
 
 # Shared arguments
@@ -143,7 +147,10 @@ def test_no_shared_argument_leaves_a_silo(tmp_path):
     silos = fed.Silos({"oslo": {"y": np.arange(5.0, dtype=np.float32), "ages": ages}}, rows={"y": "rows"})
     side = SiloSide(silos, model, tmp_path)
     asked = [{"what": "values"}, {"what": "hello", "protocol": 2}, {"what": "open"}, {"what": "calls"}]
+    others = fed.Silos({"oslo": {"y": np.arange(5.0, dtype=np.float32), "ages": ages + 1}}, rows={"y": "rows"})
+    asked.append({"what": "open", "silos": as_values(others), "server": 1, "fresh": False})
     left = b"".join(side.answer(pack(message)) for message in asked)
+    assert b"the server has other values than it of ['ages']" in left
 
     def guessed(text):
         """Pairs of ages whose value or hash is in the bytes."""
@@ -189,6 +196,71 @@ def test_guesses_at_shared_arguments_come_to_an_end(tmp_path):
     assert guess(One(tmp_path / "a"), range(18, 100)) is None
     assert guess(One(tmp_path / "a"), [61]) is None  # a new process with the folder counts on
     assert guess(One(tmp_path / "b"), range(55, 70)) == 61  # the control: fewer than twenty were wrong
+
+
+# Servers that were refused, and silos that describe themselves in no known words
+
+
+def test_a_server_that_was_refused_is_not_answered(tmp_path):
+    """A list of 400 silos was refused, but from then on each silo's share of the noise was that of 400."""
+    fit = private_sums()
+    messenger = Fits(LINEAR, fit, tmp_path, private_sums)
+    introduce(tmp_path, LINEAR.names)
+    remote = connect(messenger, linear, fit=fit)
+    fit.run(random.key(1), 2, remote, progress_bar=False)
+    silo, data, answer = next(x for x in reversed(messenger.sent) if b"RoundLocal" in x[1])
+    side, rows = (
+        messenger.sides[silo],
+        {name: {k: np.asarray(v) for k, v in LINEAR[name].items()} for name in LINEAR.names},
+    )
+    many = fed.Silos({**rows, **{f"silo {i}": rows["silo 0"] for i in range(len(rows), 400)}})
+    assert fit.planned(many, True).noise.sd < 0.2 * fit.planned(LINEAR, True).noise.sd  # what it was for
+    (values,) = unpack(unpack(data)["calls"].tobytes(), side._own)
+    nearby = values[2]._replace(context=jax.tree.map(lambda x: x + 1, values[2].context))
+    inside = pack([(*values[:2], nearby, values[3], None)], side._own)
+    other = pack({**unpack(data), "server": 7, "calls": np.frombuffer(inside, np.uint8)})
+    opened = {"what": "open", "server": 7, "fresh": False, "silos": as_values(many)}
+    assert "it has public keys of" in unpack(side.answer(pack(opened)))["error"]
+    assert "another server has connected since" in unpack(side.answer(other)).get("error", "it was answered")
+    assert side.answer(data) == answer  # the server of before goes on
+
+
+def _index_of_a_list(answer):
+    answer["about"]["rows"]["y"][0] = ["x"]
+
+
+def _more_than_was_asked(answer):
+    answer["about"]["more"] = 1
+
+
+def _array_of_a_version(answer):
+    answer["versions"]["jax"] = np.zeros(3)
+
+
+def _array_of_a_site(answer):
+    answer["model"]["global sites"] = [["beta", np.zeros(3)]]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (_index_of_a_list, "silo 'silo 0' describes rows of no known kind"),
+        (_more_than_was_asked, None),
+        (_array_of_a_version, "silo 'silo 0' sent what is no answer: an array"),
+        (_array_of_a_site, "silo 'silo 0' sent what is no answer: an array"),
+    ],
+)
+def test_a_description_that_is_none_is_refused_by_name(tmp_path, change, words):
+    class Odd(Messages):
+        def answer(self, side, data):
+            answer = unpack(side.answer(data))
+            if side.name == "silo 0":
+                with suppress(KeyError):  # of the other answer
+                    change(answer)
+            return pack(answer)
+
+    with pytest.raises(ValueError, match=words) if words else nullcontext():
+        connect(Odd(LINEAR, linear, tmp_path), linear)
 
 
 # Models that read across rows, over every way to silos elsewhere
@@ -322,6 +394,18 @@ def test_a_silo_answers_no_more_calls_than_its_ceiling(tmp_path):
         name: side.counts["StayLocal"] for name, side in messenger.sides.items()
     }
     assert max(side.counts["StayLocal"] for side in again.values()) == 6
+
+
+def test_a_line_that_was_broken_off_hides_no_other(tmp_path):
+    messenger = Messages(LINEAR, linear, tmp_path)
+    fed.FSGLD(linear)._prepare(connect(messenger, linear), {})
+    side = messenger.sides["silo 0"]
+    before = side.counts["ScoreLocal"]
+    data = next(data for name, data, _ in messenger.sent if name == "silo 0" and b"ScoreLocal" in data)
+    with (tmp_path / "silo 0" / "audit.jsonl").open("a") as file:
+        file.write('{"what": "calls", "calls": [')
+    assert "replies" in unpack(side.answer(data))
+    assert messenger.make["silo 0"]().counts["ScoreLocal"] > before
 
 
 def test_ceilings_in_words(tmp_path):

@@ -1,16 +1,17 @@
-"""What a silo lets out of a fit with privacy, or of which only sums are to be seen.
+"""Guard of what a silo lets out of a fit with privacy, or of which only sums are to be seen.
 
 A silo decides which calls it answers, how often, and what becomes of their replies. A reply is a
 function of the silo's rows, its secret and the call's *digest*: a hash of what was asked, what was
-told, the state that it started from and the silos of the fit, which are those of the first time for
-ever. A call that comes again, from whichever server, has the same reply, with the same noise and
-masks; one of another digest is another round of the budget, with others. Where its numbers came out
-otherwise than the first time (another machine, or a device that adds up in any order) it has none:
-the difference of the two would have no noise. Masks are of the *label*: a
-hash of what was asked and told now, and in all calls that led to the state. Silos that were told
-different things have masks that do not cancel. The server's key is of no use to it: the silo draws
-its minibatches and latents by a key that it makes of its secret and the label (with privacy: the
-digest), so that no two sums can be made to differ in one silo's draws.
+told, the state that the call started from and the silos of the fit, which stay those of the first
+time. A call that comes again, from whichever server, has the same reply, with the same noise and
+masks. A call of another digest is another round of the budget, with other noise and masks. If a call
+that comes again has other numbers than the first time (another machine, or a device that adds up in
+any order), it is refused: the difference of the two would have no noise.
+
+Masks are of the *label*: a hash of what was asked and told now, and in all calls that led to the
+state. Silos that were told different things have masks that do not cancel. The server's key is of
+no use to it: the silo draws its minibatches and latents by a key that it makes of its secret and the
+label (with privacy: the digest), so that no two sums can be made to differ in one silo's draws.
 """
 
 import hashlib
@@ -25,6 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from numpyro_fed.engines.files import write_whole
 from numpyro_fed.engines.packing import pack
 from numpyro_fed.engines.remote import Call
 from numpyro_fed.engines.secure_sum import FEWEST_SILOS, MOST_SILOS, Keys, masked, secret_file
@@ -42,7 +44,7 @@ def _hash(*parts: bytes) -> str:
 
 
 class Ticket(NamedTuple):
-    """What belongs to a call that is answered.
+    """Names and secrets of a call that is answered.
 
     :param label: of its masks; empty for a call whose reply is nothing.
     :param drawn: the hash of the call that its key and noise come from.
@@ -57,11 +59,16 @@ class Ticket(NamedTuple):
 class Closed:
     """A silo's guard of one fit.
 
-    Of its folder: ``secret.key``, what noise and keys come from; ``joined.txt``, a hash of the silos of the fit; ``answered.txt``, a line with label and digest of each round answered;
-    ``sent.txt``, a line with label (with privacy: digest) and a hash of the reply's numbers; ``history.txt``, for each slot a hash of all that led to it.
+    It has these files in the silo's folder:
+
+    * ``secret.key``, what noise and keys come from;
+    * ``joined.txt``, a hash of the silos of the fit;
+    * ``answered.txt``, a line with label and digest of each round answered;
+    * ``sent.txt``, a line with label (with privacy: digest) and a hash of the reply's numbers;
+    * ``history.txt``, for each slot the label of the call that wrote it.
 
     :param folder: the silo's.
-    :param name: likewise.
+    :param name: the silo's.
     :param fit: with ``privacy`` or ``secure_sum``.
     """
 
@@ -80,27 +87,30 @@ class Closed:
         return (_INIT, _ROUND) if self.privacy is not None else (_INIT, _ROUND, _ESTIMATE)
 
     def join(self, names: tuple[str, ...], roster: bytes) -> None:
-        """Settle which silos are in the fit, and the masks' keys with them.
+        """Settle which silos are in the fit, and the masks' keys with them; refused, nothing changes.
 
         :param roster: what is known of all silos, as bytes.
         :raises ValueError: in words, where they are too few, others than before, or public keys are missing.
         """
         if len(set(names)) != len(names):
             raise ValueError(f"expected each silo's name once, got {list(names)}")
+        shared, told = self.shared, _hash(roster)
         if self.keys is not None:
             if not FEWEST_SILOS <= len(names) <= MOST_SILOS:
                 raise ValueError(
                     f"secure_sum with {len(names)} silos; expected {FEWEST_SILOS} to {MOST_SILOS}: of two, each would know the other's"
                 )
-            self.shared = self.keys.shared(names)
-        place, self.roster = self.folder / "joined.txt", _hash(roster)
-        if not place.exists():
-            place.write_text(self.roster + "\n")
-        if place.read_text().strip() != self.roster:
+            shared = self.keys.shared(names)
+        place = self.folder / "joined.txt"
+        with self._alone():
+            if not place.exists():
+                write_whole(place, f"{told}\n".encode())
+        if place.read_text().strip() != told:
             raise ValueError(
                 f"it has joined a fit of other silos, or of other sizes, than {list(names)}; expected the same as the first time, as two sums of different silos, and two "
                 "budgets, would tell more than either; a new folder is a new consent"
             )
+        self.shared, self.roster = shared, told
 
     def admit(self, call: Call, own: dict[str, Any], state: Any, independent: bool) -> tuple[Call, Ticket]:
         """Return the call as it is to be answered, with a key of the silo's own, and its ticket.
@@ -208,7 +218,7 @@ class Closed:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """No other process counts meanwhile."""
+        """Keep other processes from counting meanwhile."""
         import fcntl
 
         with (self.folder / "lock").open("w") as file:

@@ -39,13 +39,13 @@ __all__ = [
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Kept:
-    """What silos keep for themselves, to the server a number."""
+    """Number that stands, at the server, for what silos keep for themselves."""
 
     slot: int = field(metadata={"static": True})
 
 
 class Call(NamedTuple):
-    """What one silo is asked.
+    """Question to one silo.
 
     :param number: the silo's.
     :param local: hashable ``local(key, message, state, view) -> (reply, state)``.
@@ -68,7 +68,7 @@ TRIES = 5  # times that a silo is asked that a round cannot do without
 
 
 class SiloError(RuntimeError):
-    """What a round needs does not come: a silo says in words why it does not answer, or stays silent."""
+    """Error of a silo that says in words why it does not answer, or stays silent."""
 
 
 class Carrier:
@@ -165,7 +165,7 @@ def _answer(local: Callable, pad: tuple, key: Array, message: Any, state: Any, r
 
 
 def rows_of(view: SiloView) -> SiloRows:
-    """What a site's view shows, as arrays of their own; at a site the rows lie padded already."""
+    """Return a site's rows, which lie padded already, as arrays of their own."""
     silos = view.silos
     shared, static = split_shared(silos.shared)
     sizes = {group: view.size(group) for group, _ in view.pad}
@@ -227,12 +227,12 @@ def site_of(silos: Silos, name: str, known: Silos | None = None) -> Site:
             silos.order[group][own] if known is silos else jnp.asarray(known.offsets(group)[number] + inside, jnp.int32)
         )
         rows |= {leaf: x[own] for leaf, x in silos.rows.items() if silos.group[leaf] == group}
-    aux, shared = list(known._aux()[:7]), {k: silos.shared[k] for k in silos._arrays}
-    return Site(number, SiloAlone.tree_unflatten(tuple(aux), (rows, order, shared)), pad)
+    shared = {k: silos.shared[k] for k in silos._arrays}
+    return Site(number, SiloAlone.tree_unflatten(tuple(known._aux()[:7]), (rows, order, shared)), pad)
 
 
 def resized(known: Silos, sizes: Mapping[str, Sequence[int]]) -> Silos:
-    """What is known of silos, were they of other sizes; of rows types alone.
+    """Return what is known of silos, were they of other sizes; of rows types alone.
 
     :param sizes: of each row group, by silo.
     """
@@ -251,7 +251,7 @@ def nowhere(known: Silos) -> Site:
 
 
 class Loopback(Carrier):
-    """All silos in this process, each with its own rows and state: the carrier of tests."""
+    """Carrier to silos that are all in this process, each with its own rows and state; for tests."""
 
     def __init__(self, silos: Silos) -> None:
         super().__init__({n: site_of(silos, name) for n, name in enumerate(silos.names)})
@@ -265,7 +265,7 @@ class Loopback(Carrier):
 
 
 class RemoteSilos(Silos):
-    """What the server knows of silos whose rows are elsewhere. Takes the place of :class:`Silos`.
+    """Silos whose rows are elsewhere, as the server knows them. Takes the place of :class:`Silos`.
 
     :param known: names, sizes, row types and shared arguments; of its rows nothing is kept.
     :param carrier: what asks the silos.
@@ -287,7 +287,9 @@ class RemoteSilos(Silos):
         return self.carrier.ask(calls)
 
     def ask_again(self, calls: list[Call], all_needed: bool = True) -> tuple[list[Any], np.ndarray]:
-        """Replies to calls that have the same answers when they are made again, and how often each was made: silent silos are asked five times.
+        """Return replies, and how often each call was made: silent silos are asked five times.
+
+        The calls have to have the same answers when they are made again.
 
         :param all_needed: whether each has to be answered, or one is enough.
         :raises SiloError: naming the silos that did not.
@@ -319,7 +321,10 @@ class RemoteSilos(Silos):
         return replies
 
     def ask_all(self, local: Callable, key: Array, message: Any, states: Kept | None) -> tuple[Any, Kept | None]:
-        """As :func:`numpyro_fed.engines.inline.ask_all`; new states stay in the silos, of a ``local`` that ``keeps`` them."""
+        """Ask all silos, as :func:`numpyro_fed.engines.inline.ask_all` does.
+
+        New states stay in the silos, of a ``local`` that ``keeps`` them.
+        """
         tell = getattr(local, "tell", lambda message, number: message)
         slot = self.carrier.new_slot() if getattr(local, "keeps", False) else None
         read = None if states is None else states.slot

@@ -1,4 +1,4 @@
-"""What parties tell of their silos, and whether these fit together: names, sizes, types, shared arguments, the model's program, versions."""
+"""Descriptions of silos, models and versions that parties tell each other, and checks of them."""
 
 import hashlib
 import re
@@ -32,7 +32,7 @@ __all__ = [
 
 
 def versions() -> dict[str, Any]:
-    """What has to be the same on both sides for the same draws."""
+    """Return the versions that have to be the same on both sides for the same draws."""
     return {
         "numpyro_fed": version("numpyro-fed"),
         "numpyro": numpyro.__version__,
@@ -42,7 +42,7 @@ def versions() -> dict[str, Any]:
 
 
 def as_values(silos: Silos) -> dict[str, Any]:
-    """Of silos all but the rows: what they are, types of the rows, shared arguments."""
+    """Return all of silos but the rows: what they are, types of the rows, shared arguments."""
     rows = {k: jax.ShapeDtypeStruct(x.shape, x.dtype) for k, x in silos.rows.items()}
     return {"what": silos._aux()[:7], "rows": rows, "shared": {k: silos.shared[k] for k in silos._arrays}}
 
@@ -91,7 +91,7 @@ def checked(about: Any, who: str, max_rows: int) -> dict[str, Any]:
         isinstance(g, str) and d in WIRE_DTYPES and isinstance(s, list) and all(type(n) is int and n >= 0 for n in s)
         for g, d, s in rows
     )
-    groups = {g for g, _, _ in rows}
+    groups = {g for g, _, _ in rows if isinstance(g, str)}
     if not all(isinstance(x, str) for x in texts) or not whole or set(about["sizes"]) != groups:
         raise ValueError(f"{who} describes rows of no known kind; expected names, and types of arrays of numbers")
     if not set(about["index"]) <= set(about["rows"]) or not set(about["index"].values()) <= groups:
@@ -105,11 +105,11 @@ def checked(about: Any, who: str, max_rows: int) -> dict[str, Any]:
                 f"{who} says that it has {str(wrong[0])[:30]} rows of {group!r}; expected 1 to {max_rows:,}: if it is right, "
                 "connect(..., max_rows=...)"
             )
-    return about
+    return {part: about[part] for part in parts}
 
 
 def fit_together(told: Sequence[dict[str, Any]], who: Sequence[str]) -> None:
-    """Whether silos are of one kind.
+    """Refuse silos that are not of one kind.
 
     :param told: descriptions.
     :param who: whose, for messages.
@@ -166,7 +166,10 @@ def known_of(told: Sequence[dict[str, Any]], who: Sequence[str], shared: Mapping
 
 
 def fingerprint(factors: Factors, known: Silos, fit: Any = None) -> dict[str, Any]:
-    """What tells a model from another: its sites, and a hash of the program of its log density with all numbers in it; and what tells a fit."""
+    """Return what tells a model from another, and a fit.
+
+    Of a model these are its sites, and a hash of the program of its log density with all numbers in it.
+    """
     rows = {leaf: jax.ShapeDtypeStruct((1, *spec.shape), spec.dtype) for leaf, _, spec in factors.rows}
     arrays = {k: known.shared[k] for k in known._arrays}
     static = {k: v for k, v in known.shared.items() if k not in arrays}
@@ -186,7 +189,7 @@ def fingerprint(factors: Factors, known: Silos, fit: Any = None) -> dict[str, An
 
 
 def program_hash(fn: Callable, *args: Any) -> str:
-    """A hash of the program that a function is for arguments of some types, with all numbers in it.
+    """Return a hash of a function's program for arguments of some types, with all numbers in it.
 
     Not of its text: how JAX prints a program depends on what it has traced before.
     """

@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import json
+import os
 import time
 import traceback
 from collections import Counter
@@ -33,17 +34,19 @@ _MAX_RECORDED = 10_000  # numbers of an array that the record has in full
 
 
 class Refusal(ValueError):
-    """What a silo says in words in place of an answer."""
+    """Words that a silo says in place of an answer."""
 
 
 class SiloSide:
     """Answers the server's messages from one silo's rows.
 
-    What it keeps for itself (local latents, the local map, what it was told) lies in its folder, so that a new process with the same arguments goes on where
-    another was killed; a message that comes twice is answered twice alike. A call is answered only if it is one of
-    :data:`~numpyro_fed.engines.answers.ANSWERED`, fewer were answered in this folder than its ceiling, and no array of its
-    reply would grow with the number of rows. Before the first answer the silo checks the model on its own rows, cut in two.
-    ``audit.jsonl`` in the folder has a line for every message, with the positions that were asked about.
+    What it keeps for itself (local latents, the local map, what it was told) lies in its folder, so
+    that a new process with the same arguments goes on where another was killed. A message that
+    comes twice is answered twice alike. A call is answered if its kind is in
+    :data:`~numpyro_fed.engines.answers.ANSWERED`, its ceiling is not reached in this folder, and no
+    array of its reply would grow with the number of rows. Before the first call the silo checks the
+    model on its own rows, cut in two. ``audit.jsonl`` in the folder has a line for every message,
+    with the positions that were asked about.
 
     :param silos: one silo, with its rows.
     :param model: the marked model, as the server has it.
@@ -52,8 +55,8 @@ class SiloSide:
     :param fit: the :class:`SFVI` or :class:`SFVIAvg` that it takes part in, as the server has it; chains need none.
     :param guards: what the rows must be (:class:`Guards`); by default nothing.
     :param ceilings: for a kind of call, how many are answered in all; by default those of the list.
-    :raises ValueError: for more than one silo, rows that a guard refuses, and where the folder is of other rows, another model or other versions: a run that had begun would go on with
-        others.
+    :raises ValueError: for more than one silo, rows that a guard refuses, and a folder of other rows,
+        another model or other versions, with which a run that had begun must not go on.
 
     Example::
 
@@ -138,11 +141,6 @@ class SiloSide:
             return tuple(kind for kind in ANSWERED if kind in self.closed.allowed)
         return tuple(kind for kind in ANSWERED if self.fit is not None or kind not in FIT_CALLS)
 
-    def will_leave(self, answer: dict[str, Any]) -> list[list[Any]]:
-        """Name, type and shape of every array of an answer."""
-        leaves = jax.tree_util.tree_leaves_with_path(answer)
-        return [[jax.tree_util.keystr(path), str(x.dtype), list(x.shape)] for path, x in leaves if hasattr(x, "dtype")]
-
     def _note(self, started: float, what: str, data: bytes, sent: bytes, answer: dict[str, Any]) -> None:
         self._messages += 1
         line = {
@@ -151,7 +149,7 @@ class SiloSide:
             "message": self._messages,
             "what": what,
             "received": {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()},
-            "sent": {"bytes": len(sent), "sha256": hashlib.sha256(sent).hexdigest(), "arrays": self.will_leave(answer)},
+            "sent": {"bytes": len(sent), "sha256": hashlib.sha256(sent).hexdigest(), "arrays": _arrays(answer)},
         }
         if "error" in answer:
             line["error"] = answer["error"]
@@ -159,12 +157,16 @@ class SiloSide:
             line["calls"] = self._asked
         if what == "open" and "error" in answer:
             self.counts["refused"] += 1
-        with self._record.open("a") as log:
-            log.write(json.dumps(line) + "\n")
+        with self._record.open("a+b") as log:
+            if log.tell():
+                log.seek(-1, os.SEEK_END)
+                if log.read() != b"\n":  # a line was broken off, which this one must not be a part of
+                    log.write(b"\n")
+            log.write(json.dumps(line).encode() + b"\n")
             self._recorded = log.tell()
 
     def _counts(self) -> Counter[str]:
-        """How many calls of each kind, and refused connections, the record has, also of other processes."""
+        """Count the record's calls of each kind, and refused connections, also of other processes."""
         size = self._record.stat().st_size if self._record.exists() else 0
         if size == self._recorded:
             return self.counts
@@ -195,7 +197,7 @@ class SiloSide:
         return {"model": model}
 
     def _same(self, model: dict[str, Any]) -> dict[str, Any]:
-        """What has to be the same where a run goes on."""
+        """Return what has to be the same where a run goes on."""
         return {"rows": rows_hash(self.silos), "model": model, "versions": versions()}
 
     def _reopen(self, before: dict[str, Any]) -> None:
@@ -235,20 +237,22 @@ class SiloSide:
         theirs = {g: n[known.names.index(self.name)] for g, n in known.sizes.items()}
         if mine != theirs:
             raise Refusal(f"it has {mine} rows, the server says {theirs}")
-        self.site = site_of(self.silos, self.name, known)
-        self._grows = {}  # types of another roster's padding
-        self._own, self._wide = (
-            owned(self.factors, known, self.fit, self.site.pad),
-            nowhere(resized(known, {g: [n + 1 for n in own] for g, own in known.sizes.items()})),
-        )
+        model = fingerprint(self.factors, known, self.fit)
+        site = site_of(self.silos, self.name, known)
+        kinds: dict[int, Any] = {}
         for place in self.folder.glob("slot-*.bin"):
             slot = int(place.stem.removeprefix("slot-"))
-            self.site.kept[slot], self._kinds[slot] = unpack(read_sealed(place, "slot"))
-        self._known, self._server = known, request["server"]
-        self._plan_for: bool | None = None
+            site.kept[slot], kinds[slot] = unpack(read_sealed(place, "slot"))
+        both = owned(self.factors, known, self.fit, site.pad)
+        wide = nowhere(resized(known, {g: [n + 1 for n in sizes] for g, sizes in known.sizes.items()}))
         if self.closed is not None:
             self._worded(self.closed.join, known.names, pack(request["silos"]))
-        return fingerprint(self.factors, known, self.fit)
+        # all or nothing: a server that was refused must not have its calls answered
+        self.site, self._kinds, self._own, self._wide = site, kinds, both, wide
+        self._grows = {}  # types of another roster's padding
+        self._known, self._server = known, request["server"]
+        self._plan_for: bool | None = None
+        return model
 
     def _prove(self) -> None:
         """Check the model on its own rows, once; what kind of thing is wrong leaves, and no number."""
@@ -324,7 +328,7 @@ class SiloSide:
 
     @staticmethod
     def _worded(check: Callable, *args: Any) -> Any:
-        """What it returns; its error in words is the silo's answer."""
+        """Return what a check does; its error in words is the silo's answer."""
         try:
             return check(*args)
         except ValueError as error:
@@ -338,7 +342,7 @@ class SiloSide:
         return jax.tree.map(self.site.kept.__getitem__, call.read)
 
     def _allow(self, call: Call, wider: Callable, state: Any) -> Any:
-        """Refuse what is not to be answered: a call that is none of those that are, one of some rows, a reply as long as there are rows.
+        """Refuse a call of some rows alone, and one whose reply would be longer with one row more.
 
         :param wider: makes its ``local``, were there a row more.
         :param state: what it starts from.
@@ -382,7 +386,7 @@ class SiloSide:
         self._refused(why)
         for setting, most in MAX_SETTINGS.items():
             value = getattr(part, setting, 0)
-            if isinstance(value, int) and not 0 <= value <= most:
+            if isinstance(value, int | float) and not 0 <= value <= most:
                 raise Refusal(f"it is asked with {setting}={value:,}; expected at most {most:,}")
         if dataclasses.is_dataclass(part) and not isinstance(part, Factors):
             for one in dataclasses.fields(part):
@@ -398,6 +402,12 @@ class SiloSide:
         self.site.kept.pop(slot, None)
         self._kinds.pop(slot, None)
         (self.folder / f"slot-{slot}.bin").unlink(missing_ok=True)
+
+
+def _arrays(answer: dict[str, Any]) -> list[list[Any]]:
+    """Name, type and shape of every array of an answer."""
+    leaves = jax.tree_util.tree_leaves_with_path(answer)
+    return [[jax.tree_util.keystr(path), str(x.dtype), list(x.shape)] for path, x in leaves if hasattr(x, "dtype")]
 
 
 def _slot(value: Any) -> int:
@@ -422,7 +432,7 @@ def _call(number: int, values: Any) -> Call:
 
 
 def _record(call: Call, own: Mapping[str, Any]) -> dict[str, Any]:
-    """What the silo's record has of a call: its settings, and what it was told, in full where that is short."""
+    """Return a call as the silo's record has it: settings, and what it was told, in full if short."""
 
     def told(x: Any) -> Any:
         if jax.dtypes.issubdtype(getattr(x, "dtype", None), jax.dtypes.prng_key):
@@ -444,7 +454,7 @@ def _record(call: Call, own: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _counted(record: Path) -> Counter[str]:
-    """How many calls of each kind, and refused connections, a record has."""
+    """Count a record's calls of each kind, and refused connections."""
     counts: Counter[str] = Counter()
     for text in record.read_text().splitlines() if record.exists() else ():
         try:

@@ -1,8 +1,11 @@
 """The wire contract: what the server of a federation says to silos and hears from them, as bytes.
 
-A carrier between organisations brings bytes to a silo by name, and bytes back (:class:`Messenger`). First silos say what they are (names and numbers of
-rows, types, shared arguments), then each is told of the others and says which model it has: its program, and versions. After that all messages are calls, of
-:data:`~numpyro_fed.engines.answers.ANSWERED` alone, and replies, whose shapes and types the server knows beforehand. Nothing is pickled. The silo's side is :mod:`numpyro_fed.engines.silo_side`.
+A carrier between organizations brings bytes to a silo by name, and bytes back (:class:`Messenger`).
+First silos say what they are: names, numbers of rows, names and types of arguments, versions. Then
+each is told of the others and of the shared arguments' values, and says which model it has. After
+that all messages are calls, of :data:`~numpyro_fed.engines.answers.ANSWERED` alone, and replies,
+whose shapes and types the server knows beforehand. Nothing is pickled. The silo's side is
+:mod:`numpyro_fed.engines.silo_side`.
 """
 
 import secrets
@@ -25,12 +28,13 @@ from numpyro_fed.storage import largest
 __all__ = ["Messenger", "Traffic", "Wire", "connect", "owned"]
 
 PROTOCOL = 2
+_LONGEST = 2000  # letters of a silo's text that an error quotes
 
 
 class Messenger(Protocol):
-    """What carries bytes: one message to each named silo, and replies by name; of a silo that did not answer in time there is none.
+    """Carrier of bytes: one message to each named silo, and replies by name.
 
-    A message may arrive twice: silos then answer the same.
+    Of a silo that did not answer in time there is none. A message may arrive twice: silos then answer the same.
     """
 
     names: tuple[str, ...]
@@ -41,7 +45,7 @@ class Messenger(Protocol):
 
 
 class Traffic(NamedTuple):
-    """What went over the wire to one silo and back: messages, and bytes of both directions."""
+    """Counts of what went over the wire to one silo and back: messages, and bytes both ways."""
 
     messages: int = 0
     bytes_down: int = 0
@@ -49,7 +53,7 @@ class Traffic(NamedTuple):
 
 
 def owned(factors: Factors, known: Silos, fit: Any, pad: tuple) -> dict[str, Any]:
-    """What both sides have of their own, by the name that it has on the wire.
+    """Return what both sides have of their own, by the name that it has on the wire.
 
     :param pad: to how many rows of each row group a silo's are padded, or would be at the server.
     """
@@ -60,7 +64,8 @@ def owned(factors: Factors, known: Silos, fit: Any, pad: tuple) -> dict[str, Any
 class Wire(Carrier):
     """The server's side of the wire.
 
-    A reply of another type than the call's, or one that cannot be read, counts as none, with a warning that names the silo.
+    A reply of another type than the call's, or one that cannot be read, counts as none, with a
+    warning that names the silo.
 
     :param messenger: what carries bytes.
     :param known: what is known of all silos.
@@ -89,10 +94,10 @@ class Wire(Carrier):
         self._forget: dict[int, list[int]] = {n: [] for n in range(len(self.names))}
 
     def check(self, check: Callable[[Silos], None]) -> None:
-        """Nothing is left to do: silos checked their own rows before they were met."""
+        """Do nothing: silos check their own rows when they are met."""
 
     def ask(self, calls: list[Call]) -> list[Any]:
-        """The calls of one silo go in one message."""
+        """Send the calls of each silo in one message."""
         kinds = [self.type_of(call, self._any) for call in calls]
         kinds = [types_masked(k) if getattr(c.local, "summed", False) else k for c, k in zip(calls, kinds, strict=True)]
         of: dict[int, list[int]] = {}
@@ -107,7 +112,7 @@ class Wire(Carrier):
             name = self.names[n]
             if name in answers:
                 self._take(name, answers[name], mine, kinds, replies)
-                if all(replies[i] is not None for i in mine):  # else what it was to forget it may not have come to
+                if all(replies[i] is not None for i in mine):  # else it may not have forgotten
                     self._forget[n].clear()
         return replies
 
@@ -161,7 +166,7 @@ class Wire(Carrier):
             if not isinstance(answer, dict) or not {"error", "replies"} & set(answer):
                 raise ValueError("neither replies nor an error")
             if "error" in answer:
-                raise SiloError(f"silo {name!r}: {str(answer['error'])[:2000]}")
+                raise SiloError(f"silo {name!r}: {str(answer['error'])[:_LONGEST]}")
             for i, leaves in zip(mine, answer["replies"], strict=True):
                 replies[i] = _checked(leaves, kinds[i])
         except (ValueError, TypeError) as error:
@@ -231,10 +236,13 @@ def connect(
 
 def _same(what: str, name: str, theirs: Any, mine: dict[str, Any]) -> None:
     if not isinstance(theirs, dict):
-        raise ValueError(f"silo {name!r} does not say which {what} it has")
+        raise ValueError(f"silo {name!r} does not say which {what} it has; expected {sorted(mine)}")
     for key, expected in mine.items():
         if theirs.get(key) != expected:
-            raise ValueError(f"silo {name!r} has another {what}: {key} {theirs.get(key)}, expected {expected}")
+            raise ValueError(
+                f"silo {name!r} has another {what}: {key} {str(theirs.get(key))[:_LONGEST]}, expected {expected}; "
+                "give all parties the same"
+            )
 
 
 def _all(messenger: Messenger, messages: dict[str, bytes]) -> dict[str, Any]:
@@ -249,9 +257,11 @@ def _all(messenger: Messenger, messages: dict[str, bytes]) -> dict[str, Any]:
             answer = unpack(answers[name])
         except ValueError as error:
             raise ValueError(f"silo {name!r} sent what is no answer: {error}") from error
-        if not isinstance(answer, dict) or "error" in answer:
-            raise ValueError(
-                f"silo {name!r}: {answer['error'] if isinstance(answer, dict) else 'no answer to the question'}"
-            )
+        if not isinstance(answer, dict):
+            raise ValueError(f"silo {name!r} sent what is no answer: {type(answer).__name__}, expected a dictionary")
+        if "error" in answer:
+            raise ValueError(f"silo {name!r}: {str(answer['error'])[:_LONGEST]}")
+        if any(np.ndim(x) for x in jax.tree.leaves(answer)):
+            raise ValueError(f"silo {name!r} sent what is no answer: an array, expected texts and numbers")
         out[name] = answer
     return out
