@@ -259,6 +259,7 @@ def test_a_network_and_public_sites(study):
     drawn, _ = posterior(module, fed.RemoteSilos(silos, fed.Loopback(silos)), told, study / "network")
     assert drawn.posterior.node.values.tolist() == list(SIZES)
     options = ["--model", str(study / "study.py"), "--silos", ",".join(SIZES), "--tls", str(study)]
+    options += ["--keys", str(study)]
     found = CliRunner().invoke(main, ["run", *options, "--out", str(study / "fit.nc")])
     assert "--chains 4: of a network every silo has one; expected a multiple of 3" in found.output
 

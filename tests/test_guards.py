@@ -35,6 +35,7 @@ def halves():
     return fed.split({"y": Y}, by=np.arange(40) % 2)
 
 
+@pytest.mark.filterwarnings("ignore:the rows of the one silo")  # SGLD sees one
 @pytest.mark.parametrize("kernel", [fed.SGLD, fed.DSGLD])
 def test_a_model_that_reads_the_number_of_its_rows_is_refused_with_minibatches(kernel):
     with pytest.raises(ValueError, match=r"row's log density in a minibatch of 5|proof check: log p"):

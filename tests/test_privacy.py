@@ -102,7 +102,7 @@ def test_a_cut_gradient_is_on_the_grid_and_no_longer_than_it_was_cut_to(size):
         whole = cut_to_grid(noise, x)
         assert sum(k * k for k in whole.tolist()) <= most**2
         expected = x * min(1, 0.3 / np.linalg.norm(x))
-        assert np.abs(whole * noise.grid - expected).max() <= noise.grid * (1 + 1e-6)
+        assert np.abs(whole * noise.grid - expected).max() <= 2 * noise.grid  # cut to whole units, and towards zero
     for bad in (np.nan, np.inf):
         assert (cut_to_grid(noise, np.append(x, bad)) == 0).all()
 
@@ -354,7 +354,7 @@ def test_a_fit_of_sums_is_the_fit(tmp_path, name):
     messenger = Fits(INTERCEPTS, fit, tmp_path, lambda: FITS[name](secure_sum=True))
     introduce(tmp_path, INTERCEPTS.names)
     remote = connect(messenger, intercepts, fit=fit)
-    if name == "sfvi_avg":  # silos draw by keys of their own, and take steps that are as long: a plain fit of these
+    if name != "conducive":  # silos draw by keys of their own
         return _sums_are_those_of_the_replies(messenger, fit, remote, rounds)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # conducive rounds have not settled after five
@@ -369,14 +369,14 @@ def test_a_fit_of_sums_is_the_fit(tmp_path, name):
     numbers = np.concatenate([x.ravel() for x in leaves if x.dtype == np.uint64]).astype(np.int64) * 2.0**-20
     assert {x.dtype for x in leaves} == {np.dtype(np.uint64), np.dtype(np.uint16)}
     assert np.mean(np.abs(numbers) > 1e6) > 0.99
-    if name != "conducive":
-        return
     one, other = (
         fed.to_inference_data(f, r, s, num_draws=100, resample=True)
         for f, r, s in ((fit, got, remote), (plain, expected, INTERCEPTS))
     )
-    weights = [np.sort(i.sample_stats["log_weight"].values.ravel()) for i in (one, other)]
-    np.testing.assert_allclose(*weights, atol=2e-2)
+    weights = [i.sample_stats["log_weight"].values.ravel() for i in (one, other)]
+    # other candidates of the latents: means agree within 4 standard errors
+    error = 4 * np.sqrt(sum(np.var(w) / w.size for w in weights))
+    assert abs(weights[0].mean() - weights[1].mean()) < error
 
 
 def _sums_are_those_of_the_replies(messenger, fit, remote, rounds):
@@ -941,3 +941,57 @@ def test_missing_packages_are_named(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives.asymmetric", None)
     with pytest.raises(ImportError, match=r'pip install "numpyro-fed\[privacy\]"'):
         Keys(tmp_path, "oslo")
+
+
+KEYED = {
+    "latents": (
+        lambda **o: fed.SFVI(intercepts, fed.AutoSiloNormal(intercepts), ADAM, num_local_particles=3, **o),
+        lambda m: m._replace(key=random.split(random.key(99), len(m.key))),
+    ),
+    "rows of pairs": (
+        lambda **o: fed.SFVIAvg(linear, fed.AutoSiloNormal(linear), conducive=True, batch_size=2, **o),
+        lambda m: m._replace(turn=m.turn + 7),
+    ),
+}
+
+
+@pytest.mark.parametrize("secure_sum", [True, False], ids=["sums", "control"])
+@pytest.mark.parametrize("name", KEYED)
+def test_the_server_does_not_choose_what_a_silo_of_sums_draws(tmp_path, name, secure_sum):
+    """Hundreds of sums at latents, or pairs of rows and points, of its choosing gave it every row."""
+    make, change = KEYED[name]
+    fit = make(secure_sum=secure_sum)
+    silos = INTERCEPTS if name == "latents" else LINEAR
+    messenger = Fits(silos, fit, tmp_path, lambda: make(secure_sum=secure_sum))
+    if secure_sum:
+        introduce(tmp_path, silos.names)
+    site, asked = messenger.sides[silos.names[0]], []
+    remote = connect(messenger, fit.model, fit=fit)
+    reply = site.site.reply
+
+    def kept(call, state):
+        asked.append((call, state))
+        return reply(call, state)
+
+    site.site.reply = kept
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        fit.run(random.key(1), 2, remote, progress_bar=False)
+    call, state = next(x for x in reversed(asked) if type(x[0].local).__name__ == "RoundLocal")
+    one, other = (reply(call._replace(message=m), state)[0] for m in (call.message, change(call.message)))
+    same = all(np.array_equal(x, y) for x, y in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True))
+    assert same == secure_sum
+
+
+def test_a_round_has_as_many_draws_as_the_study(tmp_path):
+    fit = sums_fit()
+    messenger = Fits(LINEAR, fit, tmp_path, sums_fit)
+    introduce(tmp_path, LINEAR.names)
+    fit.run(random.key(1), 2, connect(messenger, linear, fit=fit), progress_bar=False)
+    silo, data, _ = next(x for x in reversed(messenger.sent) if b"RoundLocal" in x[1])
+    more = {"message": lambda m: m._replace(key=random.split(random.key(0), 64))}
+    assert "ValueError while it answered" in asked_again(messenger.sides[silo], data, **more)["error"]
+    request = unpack(data)
+    del request["independent"]
+    answer = unpack(messenger.sides[silo].answer(pack(request)))
+    assert "not told whether elements are independent" in answer["error"]

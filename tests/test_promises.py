@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
+import optax
 import pytest
 from jax import random
 from small_models import linear
@@ -502,3 +503,30 @@ def test_two_processes_of_a_folder_count_together(tmp_path):
     assert other.counts["ScoreLocal"] == before + 4
     side.answer(pack({"what": "hello", "protocol": 2}))
     assert side.counts["ScoreLocal"] == before + 4
+
+
+def test_an_array_of_no_numbers_costs_the_record_nothing(tmp_path):
+    messenger = Messages(LINEAR, linear, tmp_path)
+    remote = connect(messenger, linear)
+    kernel = fed.FSGLD(linear)
+    kernel._prepare(remote, {})
+    empty = np.zeros((1, 3_000_000, 0), np.float32)
+    asked(messenger.sides["silo 0"], remote, (StayLocal(kernel._plan), random.key(0), empty, None, None))
+    assert (tmp_path / "silo 0" / "audit.jsonl").stat().st_size < 1e6
+    long = messenger.sides["silo 0"].answer(pack({"what": "open", "silos": 1, "server": 1, "fresh": "x" * 10**6}))
+    assert len(long) < 10_000
+
+
+def test_learned_parameters_count_as_parameters(tmp_path):
+    def model(y):
+        scale = numpyro.param("scale", jnp.ones(30))
+        mu = numpyro.sample("mu", dist.Normal(0, 1))
+        with fed.silo_plate("rows", y.shape[0]):
+            numpyro.sample("y", dist.Normal(mu, scale.mean()), obs=y)
+
+    silos = fed.Silos({"oslo": {"y": np.random.default_rng(0).normal(size=30)}})
+    fit = fed.SFVI(model, fed.AutoSiloNormal(model), optax.adam(0.01))
+    with pytest.raises(
+        ValueError, match="guard max_parameters_per_row: the model has 31 global parameters for 30 rows"
+    ):
+        SiloSide(silos, model, tmp_path, fit=fit, guards=fed.Guards())

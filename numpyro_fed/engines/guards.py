@@ -19,7 +19,7 @@ class Guards:
 
     :param min_rows: least rows of a silo, in each row group that no index points to.
     :param min_level_rows: least rows of each level of a column with two values.
-    :param max_parameters_per_row: most global parameters (unconstrained) for each such row.
+    :param max_parameters_per_row: most global and learned parameters (unconstrained) for each such row.
     :param columns: the only arguments with rows that a model may use.
     :raises ValueError: for numbers out of range.
 

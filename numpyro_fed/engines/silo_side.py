@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import json
+import math
 import os
 import time
 import traceback
@@ -15,7 +16,7 @@ import jax
 import numpy as np
 
 from numpyro_fed.density import Factors
-from numpyro_fed.engines.answers import ANSWERED, FIT_CALLS, MAX_MESSAGE, MAX_REFUSED, MAX_SETTINGS, MAX_SLOTS
+from numpyro_fed.engines.answers import ANSWERED, FIT_CALLS, MAX_MESSAGE, MAX_REFUSED, MAX_ROWS, MAX_SETTINGS, MAX_SLOTS
 from numpyro_fed.engines.closed import Closed
 from numpyro_fed.engines.files import read_sealed, write_sealed
 from numpyro_fed.engines.guards import Guards
@@ -90,7 +91,7 @@ class SiloSide:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.factors = factorise(model, silos, public=self.public)
         if guards is not None:
-            guards.check(silos, self.factors.dim)
+            guards.check(silos, self.factors.dim + (0 if fit is None else fit.num_learned(silos)))
         self.ceilings = {kind: answer.most for kind, answer in ANSWERED.items()} | _checked_ceilings(ceilings)
         self._record = self.folder / "audit.jsonl"
         self._recorded = -1  # bytes of the record that the counts are of
@@ -130,6 +131,8 @@ class SiloSide:
         except Exception as error:
             self._log()
             answer = {"error": f"{type(error).__name__} while it answered; its own errors.log has more"}
+        if "error" in answer:  # which may quote what it was sent
+            answer["error"] = answer["error"][:2000]
         sent = pack(answer)
         self._note(started, what, data, sent, answer)
         return sent
@@ -217,7 +220,9 @@ class SiloSide:
         """Take the place that it has among all silos."""
         try:
             known = from_values(request["silos"])
-            other = checked(description(known, values=True), "the server's list", 10**9)
+            other = checked(description(known, values=True), "the server's list", MAX_ROWS)
+            if sum(sum(n) for n in known.sizes.values()) > MAX_ROWS:
+                raise ValueError("too many rows")
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise Refusal("the server says of the silos what is not put together as that") from error
         if type(request.get("server")) is not int or type(request.get("fresh")) is not bool:
@@ -281,8 +286,11 @@ class SiloSide:
             raise Refusal(
                 "it has no such fit; expected connect(messenger, model, fit=...), and SiloSide(..., fit=...) of the same"
             )
-        if "independent" in request and self._plan_for is not request["independent"]:
-            self._plan_for = bool(request["independent"])
+        independent = request.get("independent")
+        if independent is not None and type(independent) is not bool:
+            raise Refusal("it is told what is no answer to whether elements are independent; expected True or False")
+        if independent is not None and self._plan_for is not independent:
+            self._plan_for = independent
             self._own["plan"] = self.fit.planned(self._known, self._plan_for)
         try:
             inside, forget = request["calls"].tobytes(), [_slot(n) for n in request["forget"]]
@@ -298,7 +306,9 @@ class SiloSide:
             kind = self._allow(call, lambda i=i: unpack(inside, wide)[i][0], state)
             ticket: Any = None
             if self.closed is not None:
-                call, ticket = self._worded(self.closed.admit, call, self._own, state, request.get("independent", True))
+                if independent is None and name_of(type(call.local)) in self.closed.allowed:
+                    raise Refusal("it is not told whether elements are independent; expected True or False")
+                call, ticket = self._worded(self.closed.admit, call, self._own, state, independent)
             reply, new = self.site.reply(call, state)
             if self.closed is None:
                 replies.append([np.asarray(x) for x in jax.tree.leaves(reply)])
@@ -438,7 +448,8 @@ def _record(call: Call, own: Mapping[str, Any]) -> dict[str, Any]:
         if jax.dtypes.issubdtype(getattr(x, "dtype", None), jax.dtypes.prng_key):
             x = jax.random.key_data(x)
         x = np.asarray(x)
-        if x.size <= _MAX_RECORDED and x.dtype.kind in "biuf":
+        # of an array of no numbers the lists alone could be many
+        if math.prod(max(n, 1) for n in x.shape) <= _MAX_RECORDED and x.dtype.kind in "biuf":
             return x.tolist()
         return {"shape": list(x.shape), "sha256": hashlib.sha256(x.tobytes()).hexdigest()}
 

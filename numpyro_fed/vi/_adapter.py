@@ -91,6 +91,11 @@ class FederatedVI:
         """The model's factors, with learned parameters as a shared argument."""
         return factored(self.model, (known,))[2][0]
 
+    def num_learned(self, silos: Silos) -> int:
+        """Return how many numbers the model's learned parameters are."""
+        learned, _, _ = factored(self.model, (silos,))
+        return sum(np.size(x) for x in jax.tree.leaves([value for _, value in learned.values()]))
+
     def proved(self, silos: Silos) -> None:
         """Check one silo's own rows (:func:`~numpyro_fed.proof.prove_own`)."""
         _, (part,), (factors,) = factored(self.model, (silos,))

@@ -165,7 +165,11 @@ def local(
         eps = family.noise(key, batch.rows, plan.num_local_particles) if family.has_local else None
         return silo_bound(family, own, context, message.params, eps, batch)
 
-    terms = jax.vmap(one)(message.context, message.key)
+    if len(message.key) != plan.num_particles:
+        raise ValueError(f"it is told {len(message.key)} draws of theta; expected {plan.num_particles}")
+    # of sums the server must not know what the silo's latents are drawn by: it could solve for rows
+    keys = random.split(random.fold_in(key, 2), plan.num_particles) if plan.secure_sum else message.key
+    terms = jax.vmap(one)(message.context, keys)
     mean = partial(jax.tree.map, lambda x: x.mean(0))
     value, learned = mean(terms.value), mean(terms.params)
     finite = all_finite((value, terms.context, learned))
