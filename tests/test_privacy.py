@@ -663,8 +663,19 @@ def sum_of(messenger, tweak, **changed):
     return total.astype(np.int64) * 2.0**-20, own
 
 
+def keep_the_servers_key(monkeypatch):
+    """As it was: silos draw by the key that they are sent."""
+    admit = Closed.admit
+
+    def with_the_servers_key(self, call, *told):
+        admitted, ticket = admit(self, call, *told)
+        return admitted._replace(key=call.key), ticket
+
+    monkeypatch.setattr(Closed, "admit", with_the_servers_key)
+
+
 @pytest.mark.parametrize("forgetful", [False, True], ids=["today", "control"])
-def test_sums_of_silos_in_other_states_open_none(tmp_path, forgetful):
+def test_sums_of_silos_in_other_states_open_none(tmp_path, forgetful, monkeypatch):
     """Two sums that differ in the state of one silo gave its numbers away, where a slot's history was empty."""
     fit = FITS["sfvi"](secure_sum=True)
     messenger = Fits(INTERCEPTS, fit, tmp_path, lambda: FITS["sfvi"](secure_sum=True))
@@ -681,6 +692,7 @@ def test_sums_of_silos_in_other_states_open_none(tmp_path, forgetful):
     }
     assert "replies" in asked_again(first, data, **start)
     if forgetful:
+        keep_the_servers_key(monkeypatch)
         for side in messenger.sides.values():
             lines, slots = side.closed._lines, [(str(slot), "") for slot in side.site.kept]
             side.closed._lines = lambda name, lines=lines, slots=slots: slots if name == "history.txt" else lines(name)
@@ -703,13 +715,7 @@ def test_sums_whose_minibatches_the_server_chooses_give_no_rows(tmp_path, old, m
     remote = connect(messenger, linear, fit=fit)
     fit.run(random.key(1), 2, remote, progress_bar=False)
     if old:
-        admit = Closed.admit
-
-        def with_the_servers_key(self, call, *told):
-            admitted, ticket = admit(self, call, *told)
-            return admitted._replace(key=call.key), ticket
-
-        monkeypatch.setattr(Closed, "admit", with_the_servers_key)
+        keep_the_servers_key(monkeypatch)
     right = []
     for i in range(20):
         one, own = sum_of(messenger, 1e-6 * (2 * i + 1), key=lambda key, i=i: random.key(i))

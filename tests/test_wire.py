@@ -707,7 +707,8 @@ def test_draws_so_far_are_kept_where_a_silo_cannot_go_on(tmp_path):
             return side.answer(data)
 
     with pytest.warns(
-        UserWarning, match=r"interrupted \(silo 'silo .': OSError while it answered.*\): the first \d+ draws are kept"
+        UserWarning,
+        match=r"interrupted \(SiloError: silo 'silo .': OSError while it answered.*\): the first \d+ draws are kept",
     ):
         mcmc = run(LINEAR, linear, Full(LINEAR, linear, tmp_path), 30)
     assert 0 < len(mcmc.get_samples(group_by_chain=True)["beta"][0]) < 30
