@@ -536,7 +536,7 @@ def test_a_silo_makes_the_servers_plan_without_asking(svi, silos):
     assert hash(alone) == hash(plan)
     assert alone.supports == plan.supports
     with pytest.raises(AssertionError, match="somebody was asked"):  # the control
-        fed.SFVI(linear, fed.AutoSiloNormal(linear), ADAM).prepared(over(linear_silos(), Nobody(linear_silos())))
+        over(silos, Nobody(silos)).ask([])
 
 
 # Over processes
