@@ -509,9 +509,9 @@ def test_data_outside_a_support_and_terms_that_mix_rows_are_refused():
             numpyro.sample("y", dist.Normal(a + y.mean(), 2.0), obs=y)
 
     silos = fed.Silos({"oslo": {"y": jnp.array([0.1, 0.2])}, "rome": {"y": jnp.array([0.5, 1.5, 0.3])}})
-    with pytest.raises(ValueError, match="the log density of silo 'rome' is -inf at a typical position"):
+    with pytest.raises(ValueError, match="log density is -inf at a typical position, silo 'rome'"):
         run(fed.SFVI(outside, fed.AutoSiloNormal(outside), ADAM), over(silos))
-    with pytest.raises(ValueError, match="a row's log density in a minibatch of 1 differs from its own among all"):
+    with pytest.raises(ValueError, match="must not combine rows of different silos"):
         run(fed.SFVI(mixing, fed.AutoSiloNormal(mixing), ADAM, batch_size=1), over(silos))
 
 
