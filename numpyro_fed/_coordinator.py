@@ -16,8 +16,8 @@ import jax
 
 from numpyro_fed._model_file import load_model_file, public_of
 from numpyro_fed.engines import flower
+from numpyro_fed.engines.files import write_whole
 from numpyro_fed.engines.flower_commands import QUIET, link_command, write_app
-from numpyro_fed.engines.packing import write_whole
 from numpyro_fed.engines.remote import RemoteSilos
 from numpyro_fed.engines.wire import connect
 from numpyro_fed.inference_data import to_inference_data

@@ -128,7 +128,7 @@ def prove(factors: Factors, silos: Silos, *, seed: int = 0) -> None:
     """
     if isinstance(silos, RemoteSilos):
         prove_made_up(factors, silos, seed=seed)
-        learned = _learned(silos)
+        learned = {k: v for k, v in silos.shared.items() if k == PARAMS}  # which a carrier's silos lack
         silos.carrier.check(lambda own: _prove_sum(factors, own.with_shared(**learned), seed))
         return
     _prove_sum(factors, silos, seed)
@@ -312,24 +312,12 @@ class BatchGap:
     group: str
     size: int
 
-    def __call__(self, key: Array, message: tuple[dict, dict], state: Any, view: SiloView) -> tuple[Array, None]:
-        theta, learned = message
+    def __call__(self, key: Array, theta: dict, state: Any, view: SiloView) -> tuple[Array, None]:
         kwargs, weights = view.whole()
-        whole = self.factors.terms(theta, {}, _taught(kwargs, learned), weights)[1][self.group][: self.size]
+        whole = self.factors.terms(theta, {}, kwargs, weights)[1][self.group][: self.size]
         rows = view.batch(self.group, jnp.arange(self.size))
-        told = {**_taught(kwargs, learned), **rows}
-        batch = self.factors.terms(theta, {}, told, {**weights, self.group: 1.0})[1][self.group]
+        batch = self.factors.terms(theta, {}, {**kwargs, **rows}, {**weights, self.group: 1.0})[1][self.group]
         return jnp.abs(batch - whole).max() / (1.0 + jnp.abs(whole).max()), None
-
-
-def _learned(silos: Silos) -> dict[str, Any]:
-    """First values of learned parameters, which are among the shared arguments."""
-    return {k: v for k, v in silos.shared.items() if k == PARAMS}
-
-
-def _taught(kwargs: dict[str, Any], learned: dict[str, Any]) -> dict[str, Any]:
-    """A silo's arguments with the learned parameters that it is told, and nothing else that it is told."""
-    return {**kwargs, PARAMS: learned[PARAMS]} if PARAMS in learned else kwargs
 
 
 def prove_batch(factors: Factors, silos: Silos, group: str, size: int, *, seed: int = 0) -> None:
@@ -346,7 +334,7 @@ def prove_batch(factors: Factors, silos: Silos, group: str, size: int, *, seed: 
     key_theta, key = random.split(random.key(seed))
     theta = factors.unravel(0.5 * random.normal(key_theta, (factors.dim,)))
     size = min(size, max(1, min(silos.sizes[group]) - 1))  # a minibatch of all rows would show nothing
-    gaps = np.asarray(ask_all(BatchGap(factors, group, size), key, (theta, _learned(silos)), None, silos, None)[0])
+    gaps = np.asarray(ask_all(BatchGap(factors, group, size), key, theta, None, silos, None)[0])
     if not (gaps <= 2e3 * float(jnp.finfo(gaps.dtype).eps)).all():
         silo = silos.names[int(np.argmax(np.nan_to_num(gaps, nan=np.inf)))]
         raise ValueError(
@@ -391,11 +379,10 @@ class LeakageLocal:
     factors: Factors
     units: Units
 
-    def __call__(self, key: Array, message: tuple[dict, dict], state: Any, view: SiloView) -> tuple[Array, None]:
-        factors, units, (theta, learned) = self.factors, self.units, message
+    def __call__(self, key: Array, theta: dict, state: Any, view: SiloView) -> tuple[Array, None]:
+        factors, units = self.factors, self.units
         view = units.laid_out(view)
         kwargs, weights = view.whole()
-        kwargs = _taught(kwargs, learned)
         own, key = units.from_sites(_local_point(factors, key, view)), random.fold_in(key, 1)
         if isinstance(units, NestedUnits):
             return _nested_leakage(units, theta, own, kwargs, weights, key, view), None
@@ -458,7 +445,7 @@ def elements_are_independent(factors: Factors, units: Units, silos: Silos, *, se
     for trial in range(2):
         key_theta, key = random.split(random.key(seed + trial))
         theta = factors.unravel(0.5 * random.normal(key_theta, (factors.dim,)))
-        leaks = np.asarray(ask_all(LeakageLocal(factors, units), key, (theta, _learned(silos)), None, silos, None)[0])
+        leaks = np.asarray(ask_all(LeakageLocal(factors, units), key, theta, None, silos, None)[0])
         if not (leaks <= 1e3 * float(jnp.finfo(leaks.dtype).eps)).all():
             return False
     return True

@@ -124,7 +124,7 @@ def test_no_silo_says_how_far_a_minibatch_is_from_its_rows(tmp_path, monkeypatch
     local = OldBatchGap(remote.carrier.factors, "y", 1)
 
     def ask(theta):
-        return float(remote.ask([Call(0, local, random.key(0), (theta, {}))])[0])
+        return float(remote.ask([Call(0, local, random.key(0), theta)])[0])
 
     with pytest.raises(RuntimeError, match="silo 'oslo': it does not answer test BatchGap"):
         row_from_gaps(ask)

@@ -2,15 +2,26 @@
 
 from typing import NamedTuple
 
-__all__ = ["ANSWERED", "FIT_CALLS", "MAX_MESSAGE", "MAX_REFUSED", "MAX_ROWS", "MAX_SETTINGS", "MAX_SLOTS", "Answer"]
+__all__ = [
+    "ANSWERED",
+    "FIT_CALLS",
+    "MAX_MESSAGE",
+    "MAX_POINTS",
+    "MAX_REFUSED",
+    "MAX_ROWS",
+    "MAX_SETTINGS",
+    "MAX_SLOTS",
+    "Answer",
+]
 
 FIT_CALLS = ("InitLocal", "RoundLocal", "EstimateLocal")  # of variational fits
 MAX_MESSAGE = 1 << 28  # bytes
 MAX_REFUSED = 20  # refused connections of a study: each tells whether a guess was right
 MAX_ROWS = 100_000_000  # of all silos together: first latents are drawn for all, and each silo's are picked
 MAX_SLOTS = 100_000  # states that a silo keeps at one time
-# settings of a call that decide how long it takes, and how many positions one call may ask about
-MAX_SETTINGS = {"num_local_steps": 10_000, "length": 128, "networks": 10_000, "points": 1 << 17}
+MAX_POINTS = 1 << 17  # positions that one call may ask about
+# settings of a call that decide how long it takes
+MAX_SETTINGS = {"num_local_steps": 10_000, "length": 128, "networks": 10_000}
 
 
 class Answer(NamedTuple):

@@ -20,9 +20,7 @@ import jax
 import numpy as np
 from jax import random
 
-from numpyro_fed.engines.files import write_whole
-
-__all__ = ["WIRE_DTYPES", "name_of", "outline", "pack", "unpack", "wire_name", "write_whole"]
+__all__ = ["WIRE_DTYPES", "name_of", "outline", "pack", "unpack", "wire_name"]
 
 _MARK = b"fed2"
 _CHECKSUM = 16  # bytes

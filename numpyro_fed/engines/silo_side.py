@@ -16,7 +16,16 @@ import jax
 import numpy as np
 
 from numpyro_fed.density import Factors
-from numpyro_fed.engines.answers import ANSWERED, FIT_CALLS, MAX_MESSAGE, MAX_REFUSED, MAX_ROWS, MAX_SETTINGS, MAX_SLOTS
+from numpyro_fed.engines.answers import (
+    ANSWERED,
+    FIT_CALLS,
+    MAX_MESSAGE,
+    MAX_POINTS,
+    MAX_REFUSED,
+    MAX_ROWS,
+    MAX_SETTINGS,
+    MAX_SLOTS,
+)
 from numpyro_fed.engines.closed import Closed
 from numpyro_fed.engines.files import read_sealed, write_sealed
 from numpyro_fed.engines.guards import Guards
@@ -436,8 +445,8 @@ def _call(number: int, values: Any) -> Call:
     if not all(isinstance(x, np.ndarray | jax.Array | int | float) for x in jax.tree.leaves(call.message)):
         raise ValueError("it is told what are no arrays of numbers")
     sizes = [np.shape(x)[0] for x in jax.tree.leaves(call.message) if np.ndim(x)]
-    if max(sizes, default=0) > MAX_SETTINGS["points"]:
-        raise ValueError(f"it is asked about {max(sizes):,} points, expected at most {MAX_SETTINGS['points']:,}")
+    if max(sizes, default=0) > MAX_POINTS:
+        raise ValueError(f"it is asked about {max(sizes):,} points, expected at most {MAX_POINTS:,}")
     return call
 
 

@@ -53,7 +53,10 @@ class Spmd(Carrier):
         self.owner, self.silos = owner, silos
 
     def check(self, check: Callable[[Silos], None]) -> None:
-        """:raises ValueError: in every process, where one's rows are wrong."""
+        """Have each process check its own silos.
+
+        :raises ValueError: in every process, where one's rows are wrong.
+        """
         said = " "
         try:
             check(self.silos)
