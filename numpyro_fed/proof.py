@@ -21,8 +21,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, random
 from numpyro import validation_enabled
-from scipy.sparse import coo_matrix
-from scipy.sparse.csgraph import connected_components
 
 from numpyro_fed.density import PARAMS, Factors, pooled_log_density
 from numpyro_fed.engines.inline import ask_all
@@ -30,6 +28,7 @@ from numpyro_fed.engines.remote import RemoteSilos
 from numpyro_fed.local_map import Units
 from numpyro_fed.nested import NestedUnits
 from numpyro_fed.silos import Silos
+from numpyro_fed.stand_ins import cut_in_two, made_up_rows
 from numpyro_fed.storage import SiloView, largest, sweep
 
 __all__ = [
@@ -42,11 +41,9 @@ __all__ = [
     "prove_own",
 ]
 
-_MADE_UP = (3, 5)  # rows of two silos that are made up; each further row group has two more
 # whole numbers that are made up, in turn: labels, counts, and one where a count has a total; other
 # numbers lie in (.2, .8) as long as the density is finite there, else they are whole, too
 _WHOLE = ((0, 2), (1, 3), (1, 2))
-_CUT_ROWS = 1 << 17  # rows of one silo up to which it is cut in two: they are copied
 _EQUALITY = (
     "Expected equality: the model must not combine rows of different silos (means, ranks, positions "
     "in other plates without index=), and rows= and index= must be right"
@@ -164,60 +161,16 @@ def prove_made_up(factors: Factors, silos: Silos, *, seed: int = 0) -> None:
 
 def _prove_cut(factors: Factors, silos: Silos, seed: int) -> bool:
     """Check one silo's rows, cut in two; False where they cannot be, or are very many."""
-    cut = _cut_in_two(silos, seed)
+    cut = cut_in_two(silos, seed)
     if cut is not None:
         _prove_sum(factors, cut, seed)
     return cut is not None
 
 
-def _cut_in_two(silos: Silos, seed: int) -> Silos | None:
-    """One silo's rows as two silos' of unequal size, elements with all that points to them.
-
-    :return: ``None`` where a row group has no two parts that no index connects.
-    """
-    sizes = {group: n[0] for group, n in silos.sizes.items()}
-    first = dict(zip(sizes, np.cumsum([0, *sizes.values()]).tolist(), strict=False))
-    total = sum(sizes.values())
-    if total > _CUT_ROWS:
-        return None
-    ends = [
-        (first[silos.group[leaf]] + np.arange(len(x)), first[target] + np.asarray(x))
-        for leaf, target in silos.index.items()
-        for x in [silos.rows[leaf]]
-    ]
-    none = np.zeros(0, int)
-    one, other = (np.concatenate([none, *(pair[side] for pair in ends)]) for side in range(2))
-    links = coo_matrix((np.ones(len(one)), (one, other)), (total, total))
-    num, part = connected_components(links, directed=False)
-    rng = np.random.default_rng(seed)
-    for _ in range(20):
-        second = rng.random(num) < 1 / 3
-        place = {g: np.flatnonzero(second[part[first[g] : first[g] + n]]) for g, n in sizes.items()}
-        rest = {g: np.flatnonzero(~second[part[first[g] : first[g] + n]]) for g, n in sizes.items()}
-        if all(len(place[g]) and len(rest[g]) for g in sizes):
-            return _arranged(silos, {g: (rest[g], place[g]) for g in sizes})
-    return None
-
-
-def _arranged(silos: Silos, parts: dict[str, tuple[np.ndarray, np.ndarray]]) -> Silos:
-    """One silo's rows as two silos', each with those at some places of each row group."""
-    order = {g: np.concatenate(places) for g, places in parts.items()}
-    inside = {g: np.empty(len(places), np.int32) for g, places in order.items()}
-    for g, places in parts.items():
-        for own in places:
-            inside[g][own] = np.arange(len(own))
-    rows = {}
-    for leaf, x in silos.rows.items():
-        moved = np.asarray(x)[order[silos.group[leaf]]]
-        rows[leaf] = jnp.asarray(inside[silos.index[leaf]][moved] if leaf in silos.index else moved)
-    sizes = {g: tuple(map(len, places)) for g, places in parts.items()}
-    return silos.like(silos.names * 2, sizes, rows, {g: jnp.asarray(x, jnp.int32) for g, x in order.items()})
-
-
 def _made_up(factors: Factors, silos: Silos, seed: int) -> Silos | None:
     """Two silos of made-up rows at which the pooled density is finite, ``None`` if there are none."""
     for all_whole, (low, high) in product((False, True), _WHOLE):
-        found = _made_up_rows(silos, np.random.default_rng(seed), low, high, all_whole)
+        found = made_up_rows(silos, np.random.default_rng(seed), low, high, all_whole)
         theta, z = _point(factors, found, random.key(seed))
         try:
             value = float(_pooled(factors, theta, z, found)[0])
@@ -226,27 +179,6 @@ def _made_up(factors: Factors, silos: Silos, seed: int) -> Silos | None:
         if np.isfinite(value):
             return found
     return None
-
-
-def _made_up_rows(silos: Silos, rng: np.random.Generator, low: int, high: int, all_whole: bool) -> Silos:
-    """Two silos of the same kind, whose whole numbers are from ``low`` to below ``high``."""
-    sizes = {g: tuple(n + 2 * i for n in _MADE_UP) for i, g in enumerate(silos.sizes)}
-
-    def made(leaf: str) -> np.ndarray:
-        spec, own = silos.rows[leaf], sizes[silos.group[leaf]]
-        shape, dtype = (sum(own), *spec.shape[1:]), np.dtype(spec.dtype)
-        if leaf in silos.index:
-            most = np.repeat(sizes[silos.index[leaf]], own)
-            return rng.integers(0, most.reshape(-1, *[1] * (len(shape) - 1)), shape)
-        if dtype.kind == "b":
-            return rng.integers(0, 2, shape)
-        if all_whole or np.issubdtype(dtype, np.integer):
-            return rng.integers(low, high, shape)
-        return rng.uniform(0.2, 0.8, shape)
-
-    rows = {leaf: jnp.asarray(made(leaf), spec.dtype) for leaf, spec in silos.rows.items()}
-    order = {g: jnp.arange(sum(n), dtype=jnp.int32) for g, n in sizes.items()}
-    return silos.like(("made up", "made up, too"), sizes, rows, order)
 
 
 def _not_pooled(error: Exception) -> ProofError:

@@ -10,7 +10,7 @@ LAYERS = (
     ("silos",),
     ("splitting", "mixed", "storage", "density"),
     ("factorise", "federation"),
-    ("local_map", "nested", "proof", "engines"),
+    ("local_map", "nested", "stand_ins", "proof", "engines"),
     ("surrogates",),
     ("mcmc", "vi"),
     ("_silo_coords", "_network_result", "vi_inference_data", "diagnostics"),

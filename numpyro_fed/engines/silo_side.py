@@ -1,10 +1,6 @@
 """A silo's side of the wire: it has the rows, answers calls, and keeps a record of all that left it."""
 
 import dataclasses
-import hashlib
-import json
-import math
-import os
 import time
 import traceback
 from collections import Counter
@@ -29,7 +25,8 @@ from numpyro_fed.engines.answers import (
 from numpyro_fed.engines.closed import Closed
 from numpyro_fed.engines.files import read_sealed, write_sealed
 from numpyro_fed.engines.guards import Guards
-from numpyro_fed.engines.packing import name_of, outline, pack, unpack
+from numpyro_fed.engines.packing import name_of, pack, unpack
+from numpyro_fed.engines.record import Record, outlined
 from numpyro_fed.engines.remote import Call, Site, nowhere, resized, site_of, types_of
 from numpyro_fed.engines.roster import checked, description, fingerprint, from_values, rows_hash, versions
 from numpyro_fed.engines.wire import PROTOCOL, owned
@@ -39,8 +36,6 @@ from numpyro_fed.proof import ProofError, prove_own
 from numpyro_fed.silos import Silos
 
 __all__ = ["Refusal", "SiloSide"]
-
-_MAX_RECORDED = 10_000  # numbers of an array that the record has in full
 
 
 class Refusal(ValueError):
@@ -102,15 +97,12 @@ class SiloSide:
         if guards is not None:
             guards.check(silos, self.factors.dim + (0 if fit is None else fit.num_learned(silos)))
         self.ceilings = {kind: answer.most for kind, answer in ANSWERED.items()} | _checked_ceilings(ceilings)
-        self._record = self.folder / "audit.jsonl"
-        self._recorded = -1  # bytes of the record that the counts are of
-        self.counts = self._counts()
+        self.record = Record(self.folder / "audit.jsonl")
         self._proved = False
         self.closed = Closed(self.folder, self.name, fit) if fit is not None and fit.closed else None
         self.site: Site | None = None
         self._kinds: dict[int, Any] = {}  # of each slot the types, were there a row more
         self._grows: dict[Any, Any] = {}
-        self._messages = 0
         self._asked: list[Any] = []
         if (self.folder / "open.bin").exists():
             self._reopen(unpack(read_sealed(self.folder / "open.bin", "open")))
@@ -123,7 +115,7 @@ class SiloSide:
         started, what = time.time(), "?"
         try:
             self._asked = []
-            self.counts = self._counts()
+            self.record.look()
             if len(data) > MAX_MESSAGE:
                 raise Refusal(f"a message of {len(data):,} bytes; expected at most {MAX_MESSAGE:,}")
             try:
@@ -143,8 +135,13 @@ class SiloSide:
         if "error" in answer:  # which may quote what it was sent
             answer["error"] = answer["error"][:2000]
         sent = pack(answer)
-        self._note(started, what, data, sent, answer)
+        self.record.add(started, what, data, sent, answer, self._asked)
         return sent
+
+    @property
+    def counts(self) -> Counter[str]:
+        """Calls of each kind that the record has, and refused connections."""
+        return self.record.counts
 
     @property
     def answered(self) -> tuple[str, ...]:
@@ -152,38 +149,6 @@ class SiloSide:
         if self.closed is not None:
             return tuple(kind for kind in ANSWERED if kind in self.closed.allowed)
         return tuple(kind for kind in ANSWERED if self.fit is not None or kind not in FIT_CALLS)
-
-    def _note(self, started: float, what: str, data: bytes, sent: bytes, answer: dict[str, Any]) -> None:
-        self._messages += 1
-        line = {
-            "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(started)),
-            "seconds": round(time.time() - started, 4),
-            "message": self._messages,
-            "what": what,
-            "received": {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()},
-            "sent": {"bytes": len(sent), "sha256": hashlib.sha256(sent).hexdigest(), "arrays": _arrays(answer)},
-        }
-        if "error" in answer:
-            line["error"] = answer["error"]
-        if what == "calls":
-            line["calls"] = self._asked
-        if what == "open" and "error" in answer:
-            self.counts["refused"] += 1
-        with self._record.open("a+b") as log:
-            if log.tell():
-                log.seek(-1, os.SEEK_END)
-                if log.read() != b"\n":  # a line was broken off, which this one must not be a part of
-                    log.write(b"\n")
-            log.write(json.dumps(line).encode() + b"\n")
-            self._recorded = log.tell()
-
-    def _counts(self) -> Counter[str]:
-        """Count the record's calls of each kind, and refused connections, also of other processes."""
-        size = self._record.stat().st_size if self._record.exists() else 0
-        if size == self._recorded:
-            return self.counts
-        self._recorded = size
-        return _counted(self._record)
 
     def _hello(self, request: dict[str, Any]) -> dict[str, Any]:
         if request.get("protocol") != PROTOCOL:
@@ -310,7 +275,7 @@ class SiloSide:
         replies = []
         for i, call in enumerate(calls):
             self._within_ceilings(call)
-            self._asked.append(_record(call, self._own))
+            self._asked.append(outlined(call, self._own))
             state = self._kept(call)
             kind = self._allow(call, lambda i=i: unpack(inside, wide)[i][0], state)
             ticket: Any = None
@@ -423,12 +388,6 @@ class SiloSide:
         (self.folder / f"slot-{slot}.bin").unlink(missing_ok=True)
 
 
-def _arrays(answer: dict[str, Any]) -> list[list[Any]]:
-    """Name, type and shape of every array of an answer."""
-    leaves = jax.tree_util.tree_leaves_with_path(answer)
-    return [[jax.tree_util.keystr(path), str(x.dtype), list(x.shape)] for path, x in leaves if hasattr(x, "dtype")]
-
-
 def _slot(value: Any) -> int:
     if type(value) is not int or not 0 <= value < 1 << 63:
         raise ValueError(f"a slot is {str(value)[:30]}, expected a whole number")
@@ -448,42 +407,6 @@ def _call(number: int, values: Any) -> Call:
     if max(sizes, default=0) > MAX_POINTS:
         raise ValueError(f"it is asked about {max(sizes):,} points, expected at most {MAX_POINTS:,}")
     return call
-
-
-def _record(call: Call, own: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a call as the silo's record has it: settings, and what it was told, in full if short."""
-
-    def told(x: Any) -> Any:
-        if jax.dtypes.issubdtype(getattr(x, "dtype", None), jax.dtypes.prng_key):
-            x = jax.random.key_data(x)
-        x = np.asarray(x)
-        # of an array of no numbers the lists alone could be many
-        if math.prod(max(n, 1) for n in x.shape) <= _MAX_RECORDED and x.dtype.kind in "biuf":
-            return x.tolist()
-        return {"shape": list(x.shape), "sha256": hashlib.sha256(x.tobytes()).hexdigest()}
-
-    leaves = jax.tree_util.tree_leaves_with_path(call.message)
-    return {
-        "kind": name_of(type(call.local)),
-        "settings": outline(call.local, own),
-        "read": call.read,
-        "write": call.write,
-        "key": told(call.key),
-        "told": {jax.tree_util.keystr(path): told(x) for path, x in leaves},
-    }
-
-
-def _counted(record: Path) -> Counter[str]:
-    """Count a record's calls of each kind, and refused connections."""
-    counts: Counter[str] = Counter()
-    for text in record.read_text().splitlines() if record.exists() else ():
-        try:
-            line = json.loads(text)
-        except ValueError:  # broken off: nothing was answered after it
-            continue
-        counts.update(call["kind"] for call in line.get("calls", ()))
-        counts["refused"] += line["what"] == "open" and "error" in line
-    return counts
 
 
 def _checked_ceilings(ceilings: Mapping[str, int] | None) -> dict[str, int]:

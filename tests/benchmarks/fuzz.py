@@ -184,6 +184,13 @@ def kind_of(data: bytes) -> str:
     return found.group(1).decode() if found else "forget"
 
 
+def counted_apart(side: Any) -> Any:
+    """Return a silo's record with counts of its own."""
+    record = copy.copy(side.record)
+    record.counts = Counter(side.counts)
+    return record
+
+
 class Snapshot:
     """A silo as it was before it answered: each taking of a message is by a copy of it."""
 
@@ -192,7 +199,7 @@ class Snapshot:
         shutil.copytree(side.folder, folder)
         self.side.folder = folder
         # what an answer may change
-        self.side.counts, self.side._grows = Counter(side.counts), side._grows
+        self.side.record, self.side._grows = counted_apart(side), side._grows
         self._hold(side.site)
         self.files = {p: p.read_bytes() for p in folder.iterdir() if p.is_file()}
 
@@ -204,7 +211,7 @@ class Snapshot:
     def answer(self, data: bytes) -> bytes:
         """Return the answer, of a silo that has seen no other message since."""
         side = copy.copy(self.side)
-        side.counts, side._kinds, side._own = Counter(self.side.counts), dict(self.kinds), dict(self.own)
+        side.record, side._kinds, side._own = counted_apart(self.side), dict(self.kinds), dict(self.own)
         if self.site is not None:
             side.site = copy.copy(self.site)
             side.site.kept = dict(self.kept)
