@@ -103,7 +103,8 @@ def three_kinds_silos() -> fed.MixedSilos:
     oslo, rome, bern, nice = silo(8, 0.7), silo(5, 0.7), silo(12, 3.0), silo(6, 0.7)
     rome["proxy"] = rome["x"] + 0.5 * rng.normal(size=5)
     return fed.MixedSilos(
-        {"oslo": oslo, "rome": rome, "bern": {**bern, "kind": "rough"}, "nice": nice}, rows={"x": "rows", "y": "rows"}
+        {"oslo": oslo, "rome": rome, "bern": {**bern, "kind": "rough"}, "nice": nice},
+        rows={"x": "rows", "y": "rows", "proxy": "rows"},
     )
 
 
