@@ -72,6 +72,12 @@ def main() -> None:
 @click.option(
     "--ceiling", "ceilings", multiple=True, help="KIND=N: how many calls of a kind are answered at most; repeatable."
 )
+@click.option(
+    "--own-keys/--server-keys",
+    default=True,
+    show_default=True,
+    help="Whose keys latents and noise are drawn by. A server that lies can solve for rows where they are its own.",
+)
 @click.option("--check", is_flag=True, help="Show what would leave, and connect to nobody.")
 @click.option("--yes", is_flag=True, help="Do not ask.")
 def silo(
@@ -88,6 +94,7 @@ def silo(
     max_parameters: float,
     columns: str | None,
     ceilings: tuple[str, ...],
+    own_keys: bool,
     check: bool,
     yes: bool,
 ) -> None:
@@ -109,6 +116,7 @@ def silo(
                 fit=module.svi,
                 guards=guards,
                 ceilings=_ceilings(ceilings),
+                own_keys=own_keys,
             )
         # the density at the silo's own rows, and what the fit asks of a model
         if module.svi is None:
@@ -167,6 +175,9 @@ def what_leaves(
     if side.closed is not None and side.closed.sums:
         lines.append("Masked: of the answers to rounds the server sees the sum over all silos alone.")
     lines += [
+        "Latents and noise are drawn by keys of its own."
+        if side.own_keys
+        else "Latents and noise are drawn by the server's keys: a server that lies can solve for single rows.",
         *(() if guards is None else (f"Guards: {guards!r}; columns: {', '.join(columns or ['all'])}.",)),
         "Nothing whose length depends on the number of rows is sent: each kind of answer is tried with a row more, and refused if it grows.",
         f"Every message is listed in {folder / 'audit.jsonl'}, with the positions that were asked about.",

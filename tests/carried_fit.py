@@ -24,7 +24,7 @@ def silos():
 def make_side(name, directory):
     """One silo's side."""
     rows = {k: np.asarray(v) for k, v in silos()[name].items()}
-    return SiloSide(fed.Silos({name: rows}), linear, directory)
+    return SiloSide(fed.Silos({name: rows}), linear, directory, own_keys=False)
 
 
 def drawn(remote):

@@ -92,7 +92,9 @@ class ManySides:
         if which not in self.sides:
             name = tuple(FITS)[which]
             fit = FITS[name]() if name in VARIATIONAL else None
-            self.sides[which] = SiloSide(silos((self.name,)), model, self.directory / str(which), fit=fit)
+            self.sides[which] = SiloSide(
+                silos((self.name,)), model, self.directory / str(which), fit=fit, own_keys=False
+            )
         return self.sides[which].answer(data[1:])
 
 

@@ -407,6 +407,7 @@ class Federation:
             self.tls / "ca.crt",
         ]
         options += ["--key", f"{name}.key", "--folder", f"private-{name}", "--give-up", 100, "--yes"]
+        options += ["--server-keys"]  # so that draws are those at hand
         self.silos[name] = self.start(name, "silo", "--model", "study.py", *options)
 
     def run(self, out, *more):

@@ -473,7 +473,7 @@ def test_rows_of_pairs():
                 one = jax.tree.map(
                     lambda x, axis, i=i: x if axis is None else x[i], rows, rows.axes, is_leaf=lambda x: x is None
                 )
-                order, seen = shuffled(plan, one, jnp.array(3)), np.zeros(150)
+                order, seen = shuffled(plan, one, random.key(3)), np.zeros(150)
                 for pair in range(64):
                     batch = rows_of_pair(plan, one, order, 64, jnp.array(pair))
                     x = np.asarray(batch.rows.rows["x"])[: int(next(iter(batch.rows.sizes.values()))), 0] // 2

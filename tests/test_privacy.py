@@ -18,7 +18,7 @@ from small_models import intercepts, linear
 from test_wire import INTERCEPTS, LINEAR, DyingFits, Fits, Killed, Messages, alone
 
 import numpyro_fed as fed
-from numpyro_fed.engines.closed import Closed
+from numpyro_fed.engines import closed
 from numpyro_fed.engines.packing import pack, unpack
 from numpyro_fed.engines.remote import Call
 from numpyro_fed.engines.roster import as_values
@@ -458,6 +458,11 @@ def test_a_round_that_is_asked_for_again_spends_nothing(tmp_path):
     assert messenger.sides[name].answer(data) == answer
     assert messenger.make[name]().answer(data) == answer  # nor of a new process
     assert (tmp_path / name / "answered.txt").read_text() == lines
+    # what was answered is not forgotten by a file that lost its end
+    (tmp_path / name / "answered.txt").write_text(lines[: len(lines) // 2])
+    assert "its answered.txt lacks rounds that its sent.txt has" in unpack(messenger.sides[name].answer(data))["error"]
+    (tmp_path / name / "answered.txt").write_text(lines)
+    assert messenger.sides[name].answer(data) == answer
 
 
 def sums_fit():
@@ -665,13 +670,7 @@ def sum_of(messenger, tweak, **changed):
 
 def keep_the_servers_key(monkeypatch):
     """As it was: silos draw by the key that they are sent."""
-    admit = Closed.admit
-
-    def with_the_servers_key(self, call, *told):
-        admitted, ticket = admit(self, call, *told)
-        return admitted._replace(key=call.key), ticket
-
-    monkeypatch.setattr(Closed, "admit", with_the_servers_key)
+    monkeypatch.setattr(closed, "with_own_keys", lambda call, secret, drawn: call)
 
 
 @pytest.mark.parametrize("forgetful", [False, True], ids=["today", "control"])
@@ -949,44 +948,36 @@ def test_missing_packages_are_named(monkeypatch, tmp_path):
         Keys(tmp_path, "oslo")
 
 
-KEYED = {
-    "latents": (
-        lambda **o: fed.SFVI(intercepts, fed.AutoSiloNormal(intercepts), ADAM, num_local_particles=3, **o),
-        lambda m: m._replace(key=random.split(random.key(99), len(m.key))),
-    ),
-    "rows of pairs": (
-        lambda **o: fed.SFVIAvg(linear, fed.AutoSiloNormal(linear), conducive=True, batch_size=2, **o),
-        lambda m: m._replace(turn=m.turn + 7),
-    ),
-}
+def keys_in(tree):
+    leaves = [x for x in jax.tree.leaves(tree) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)]
+    return {tuple(words) for x in leaves for words in np.reshape(random.key_data(x), (-1, 2)).tolist()}
 
 
-@pytest.mark.parametrize("secure_sum", [True, False], ids=["sums", "control"])
-@pytest.mark.parametrize("name", KEYED)
-def test_the_server_does_not_choose_what_a_silo_of_sums_draws(tmp_path, name, secure_sum):
+@pytest.mark.parametrize("kind", ["sums", "own keys", "control"])
+def test_a_silo_draws_by_no_key_that_the_server_has_sent(tmp_path, kind):
     """Hundreds of sums at latents, or pairs of rows and points, of its choosing gave it every row."""
-    make, change = KEYED[name]
-    fit = make(secure_sum=secure_sum)
-    silos = INTERCEPTS if name == "latents" else LINEAR
-    messenger = Fits(silos, fit, tmp_path, lambda: make(secure_sum=secure_sum))
-    if secure_sum:
-        introduce(tmp_path, silos.names)
-    site, asked = messenger.sides[silos.names[0]], []
+    make = partial(FITS["sfvi"], secure_sum=kind == "sums")
+    fit = make()
+    messenger = Fits(INTERCEPTS, fit, tmp_path, make)
+    if kind == "sums":
+        introduce(tmp_path, INTERCEPTS.names)
+    name = INTERCEPTS.names[0]
+    side = SiloSide(alone(INTERCEPTS, name), intercepts, tmp_path / name, fit=make(), own_keys=kind != "control")
+    messenger.sides[name], asked = side, []
     remote = connect(messenger, fit.model, fit=fit)
-    reply = site.site.reply
+    reply = side.site.reply
 
     def kept(call, state):
-        asked.append((call, state))
+        asked.append((call.key, call.message))
         return reply(call, state)
 
-    site.site.reply = kept
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        fit.run(random.key(1), 2, remote, progress_bar=False)
-    call, state = next(x for x in reversed(asked) if type(x[0].local).__name__ == "RoundLocal")
-    one, other = (reply(call._replace(message=m), state)[0] for m in (call.message, change(call.message)))
-    same = all(np.array_equal(x, y) for x, y in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True))
-    assert same == secure_sum
+    side.site.reply = kept
+    fit.run(random.key(1), 3, remote, progress_bar=False)
+    sent = [unpack(d)["calls"].tobytes() for who, d, _ in messenger.sent if who == name and b"RoundLocal" in d]
+    told = set().union(*(keys_in(values[1:3]) for data in sent for values in unpack(data, side._own)))
+    drawn = set().union(*(keys_in(one) for one in asked))
+    assert len(told) >= 6
+    assert bool(told & drawn) == (kind == "control")
 
 
 def test_a_round_has_as_many_draws_as_the_study(tmp_path):
@@ -996,7 +987,7 @@ def test_a_round_has_as_many_draws_as_the_study(tmp_path):
     fit.run(random.key(1), 2, connect(messenger, linear, fit=fit), progress_bar=False)
     silo, data, _ = next(x for x in reversed(messenger.sent) if b"RoundLocal" in x[1])
     more = {"message": lambda m: m._replace(key=random.split(random.key(0), 64))}
-    assert "ValueError while it answered" in asked_again(messenger.sides[silo], data, **more)["error"]
+    assert "what it is told does not fit RoundLocal" in asked_again(messenger.sides[silo], data, **more)["error"]
     request = unpack(data)
     del request["independent"]
     answer = unpack(messenger.sides[silo].answer(pack(request)))

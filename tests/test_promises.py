@@ -22,13 +22,14 @@ from test_wire import LINEAR, Fits, Messages, alone, run
 import numpyro_fed as fed
 from numpyro_fed.engines import answers
 from numpyro_fed.engines.packing import pack, unpack, wire_name
-from numpyro_fed.engines.remote import Call, site_of
+from numpyro_fed.engines.remote import Call, rows_of, site_of
 from numpyro_fed.engines.roster import as_values, description
 from numpyro_fed.engines.silo_side import SiloSide
 from numpyro_fed.engines.wire import connect
 from numpyro_fed.factorise import factorise
 from numpyro_fed.mcmc.remote_chains import StayLocal
 from numpyro_fed.proof import BatchGap, prove
+from numpyro_fed.storage import SiloView
 
 # Questions about rows
 
@@ -131,6 +132,33 @@ def test_no_silo_says_how_far_a_minibatch_is_from_its_rows(tmp_path, monkeypatch
     monkeypatch.setitem(answers.ANSWERED, "test BatchGap", answers.Answer("", "1", 1000))
     messenger.sides["oslo"].ceilings["test BatchGap"] = 1000
     assert row_from_gaps(ask) == pytest.approx(float(y[0]), abs=1e-3)  # the control
+
+
+@pytest.mark.parametrize("own_keys", [True, False])
+def test_gradients_at_latents_of_the_servers_keys_give_no_row(tmp_path, own_keys):
+    """A hundred keys for one round, whose latents the server computes, and least squares: every age, or none."""
+    fit = fed.SFVI(visits, fed.AutoSiloNormal(visits), optax.adam(0.01), num_local_particles=1)
+    messenger = Fits(PATIENTS, fit, tmp_path)
+    messenger.sides = {
+        n: SiloSide(alone(PATIENTS, n), visits, tmp_path / n, fit=fit, own_keys=own_keys) for n in PATIENTS.names
+    }
+    fit.run(random.key(1), 1, connect(messenger, visits, fit=fit), progress_bar=False)
+    data = next(x for who, x, _ in messenger.sent if who == "oslo" and b"RoundLocal" in x)
+    side = messenger.sides["oslo"]
+    ((local, key, message, read, _),) = unpack(unpack(data)["calls"].tobytes(), side._own)
+    like = fed.Silos({"oslo": {k: jnp.zeros(60) for k in ("age", "y")}})  # rows that the server makes up
+    rows, design, slopes = rows_of(SiloView(like, 0, side.site.pad)), [], []
+    for seed in range(100):
+        keys = random.split(random.key(seed), 1)
+        inside = pack([(local, key, message._replace(key=keys), read, None)], side._own)
+        answer = unpack(side.answer(pack({**unpack(data), "forget": [], "calls": np.frombuffer(inside, np.uint8)})))
+        assert "error" not in answer, answer
+        noise = local.plan.families[0].noise(keys[0], rows, 1)
+        design.append(np.append(noise.ravel()[:60], 1.0))
+        slopes.append(np.concatenate([np.ravel(x) for x in answer["replies"][0][1:]]))
+    found = np.linalg.lstsq(np.stack(design), np.stack(slopes), rcond=None)[0][:60]
+    nearest = max(abs(np.corrcoef(AGES, column)[0, 1]) for column in found.T if column.std() > 0)
+    assert nearest < 0.6 if own_keys else nearest > 0.9999, nearest
 
 
 # Shared arguments

@@ -15,11 +15,13 @@ import numpyro.distributions as dist
 import optax
 import pytest
 from jax import random
-from small_models import intercepts, intercepts_silos, linear, linear_silos
+from small_models import intercepts, intercepts_posterior, intercepts_silos, linear, linear_silos
 
 import numpyro_fed as fed
 from numpyro_fed.engines import silo_side, wire
+from numpyro_fed.engines.own_keys import with_own_keys
 from numpyro_fed.engines.packing import pack, unpack
+from numpyro_fed.engines.remote import Call
 from numpyro_fed.engines.roster import as_values, fingerprint
 from numpyro_fed.engines.silo_side import SiloSide
 from numpyro_fed.engines.wire import connect
@@ -54,7 +56,8 @@ class Messages:
     def __init__(self, silos, model, folder: Path, *, fresh=False) -> None:
         self.names, self.fresh, self.sent = silos.names, fresh, []
         self.make = {
-            name: (lambda name=name: SiloSide(alone(silos, name), model, folder / name)) for name in silos.names
+            name: (lambda name=name: SiloSide(alone(silos, name), model, folder / name, own_keys=False))
+            for name in silos.names
         }
         self.sides = {name: make() for name, make in self.make.items()}
 
@@ -301,6 +304,54 @@ def test_checkpoints_of_other_runs_are_refused(tmp_path):
         fed.RemoteMCMC(fed.FSGLD(linear), num_warmup=1, num_samples=1, checkpoint=place, checkpoint_every=0)
 
 
+# Keys of the silos' own
+
+
+class OwnKeys(Messages):
+    def __init__(self, silos, model, folder) -> None:
+        super().__init__(silos, model, folder)
+        self.make = {n: (lambda n=n: SiloSide(alone(silos, n), model, folder / n)) for n in silos.names}
+        self.sides = {n: make() for n, make in self.make.items()}
+
+
+def mu_of(messenger, rounds=120):
+    mcmc = run(INTERCEPTS, intercepts, messenger, rounds=rounds)
+    return mcmc.get_samples(group_by_chain=True)["mu"]
+
+
+def test_draws_by_the_silos_own_keys_have_the_law_of_those_at_hand(tmp_path, monkeypatch):
+    """Mean and sd of mu within 4 Monte-Carlo standard errors; not so where each call has the same noise."""
+    mean, cov = intercepts_posterior(INTERCEPTS)
+
+    def errors(found):
+        """Of mean and sd, in standard errors of so many effective draws."""
+        size = float(numpyro.diagnostics.effective_sample_size(np.asarray(found)))
+        sd = cov[0, 0] ** 0.5
+        return abs(np.mean(found) - mean[0]) / sd * size**0.5, abs(np.std(found) / sd - 1) * (2 * size) ** 0.5
+
+    found = mu_of(OwnKeys(INTERCEPTS, intercepts, tmp_path / "a"))
+    assert max(errors(found)) < 4
+    again = [mu_of(OwnKeys(INTERCEPTS, intercepts, tmp_path / place), 5) for place in ("a", "a", "c")]
+    np.testing.assert_array_equal(again[0], again[1])  # the same folder, so the same keys
+    assert (again[0] != again[2]).any()
+    monkeypatch.setattr(silo_side, "hashed", lambda *parts: "")
+    constant = mu_of(OwnKeys(INTERCEPTS, intercepts, tmp_path / "b"))
+    assert max(errors(constant)) > 8
+
+
+def test_every_key_of_a_call_is_replaced():
+    message = {"keys": random.split(random.key(7), (3, 2)), "theta": jnp.ones(2)}
+    call = Call(0, None, random.key(1), message)
+    one, again, other = (with_own_keys(call, b"s" * 32, name) for name in ("a", "a", "b"))
+    words = [np.ravel(random.key_data(k)).tolist() for c in (call, one, other) for k in (c.key, c.message["keys"])]
+    words = [tuple(pair) for flat in words for pair in np.reshape(flat, (-1, 2)).tolist()]
+    assert len(set(words)) == 3 * 7
+    assert one.message["theta"] is call.message["theta"]
+    np.testing.assert_array_equal(random.key_data(one.message["keys"]), random.key_data(again.message["keys"]))
+    stranger = with_own_keys(call, b"t" * 32, "a")
+    assert not (random.key_data(stranger.key) == random.key_data(one.key)).any()
+
+
 # Variational fits
 
 
@@ -316,7 +367,10 @@ class Fits(Messages):
     def __init__(self, silos, fit, folder, make=None, **options) -> None:
         super().__init__(silos, fit.model, folder, **options)
         make = make or (lambda: fit)
-        self.make = {n: (lambda n=n: SiloSide(alone(silos, n), fit.model, folder / n, fit=make())) for n in silos.names}
+        self.make = {
+            n: (lambda n=n: SiloSide(alone(silos, n), fit.model, folder / n, fit=make(), own_keys=False))
+            for n in silos.names
+        }
         self.sides = {n: one() for n, one in self.make.items()}
 
 

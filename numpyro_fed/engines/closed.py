@@ -9,9 +9,9 @@ that comes again has other numbers than the first time (another machine, or a de
 any order), it is refused: the difference of the two would have no noise.
 
 Masks are of the *label*: a hash of what was asked and told now, and in all calls that led to the
-state. Silos that were told different things have masks that do not cancel. The server's key is of
-no use to it: the silo draws its minibatches and latents by a key that it makes of its secret and the
-label (with privacy: the digest), so that no two sums can be made to differ in one silo's draws.
+state. Silos that were told different things have masks that do not cancel. The server's keys are of
+no use to it: the silo draws by keys that it makes of its secret and the label (with privacy: the
+digest), so that no two sums can be made to differ in one silo's draws.
 """
 
 import hashlib
@@ -27,6 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from numpyro_fed.engines.files import write_whole
+from numpyro_fed.engines.own_keys import hashed, with_own_keys
 from numpyro_fed.engines.packing import pack
 from numpyro_fed.engines.remote import Call
 from numpyro_fed.engines.secure_sum import FEWEST_SILOS, MOST_SILOS, Keys, masked, secret_file
@@ -34,13 +35,6 @@ from numpyro_fed.engines.secure_sum import FEWEST_SILOS, MOST_SILOS, Keys, maske
 __all__ = ["Closed", "Ticket"]
 
 _INIT, _ROUND, _ESTIMATE = "InitLocal", "RoundLocal", "EstimateLocal"
-
-
-def _hash(*parts: bytes) -> str:
-    digest = hashlib.sha256()
-    for part in parts:
-        digest.update(hashlib.sha256(part).digest())
-    return digest.hexdigest()
 
 
 class Ticket(NamedTuple):
@@ -94,7 +88,7 @@ class Closed:
         """
         if len(set(names)) != len(names):
             raise ValueError(f"expected each silo's name once, got {list(names)}")
-        shared, told = self.shared, _hash(roster)
+        shared, told = self.shared, hashed(roster)
         if self.keys is not None:
             if not FEWEST_SILOS <= len(names) <= MOST_SILOS:
                 raise ValueError(
@@ -140,8 +134,8 @@ class Closed:
         if unknown:
             raise ValueError(f"it has no record of what led to its states {unknown}; expected states of this fit")
         led = [self.histories[str(slot)].encode() for slot in jax.tree.leaves(call.read)]
-        label = _hash(self.roster.encode(), told, *led)
-        digest = _hash(self.roster.encode(), told, pack(state))
+        label = hashed(self.roster.encode(), told, *led)
+        digest = hashed(self.roster.encode(), told, pack(state))
         with self._alone():
             self.histories = dict(self._lines("history.txt"))
             before = self.histories.get(str(call.write))
@@ -155,14 +149,18 @@ class Closed:
         if kind == _INIT:
             return call, Ticket("", "", b"")
         drawn = label if self.privacy is None else digest
-        seed = hashlib.sha256(self.secret + drawn.encode()).digest()
-        words = jnp.asarray(np.frombuffer(seed, np.uint32)[:2])
-        call = call._replace(key=jax.random.wrap_key_data(words, impl="threefry2x32"))
+        call = with_own_keys(call, self.secret, drawn)
         return call, Ticket(label, drawn, hashlib.sha256(self.secret + b"noise" + digest.encode()).digest())
 
     def _count(self, label: str, digest: str) -> None:
         """Note a round before it is answered, or refuse it."""
         answered = list(self._lines("answered.txt"))
+        noted = {digest if self.privacy is not None else label for label, digest in answered}
+        if any(drawn not in noted for drawn, _ in self._lines("sent.txt")):
+            raise ValueError(
+                "its answered.txt lacks rounds that its sent.txt has: some of it was lost; expected the folder as it "
+                "was, or a new one, which is a new consent"
+            )
         if (label, digest) in answered:
             return
         if self.sums and label in dict(answered):
@@ -188,7 +186,7 @@ class Closed:
         types = [x.dtype for x in leaves]
         if self.privacy is not None:
             leaves = [np.asarray(x) for x in jax.tree.leaves(local.private(reply, ticket.noise))]
-        told = _hash(self.secret, *(x.tobytes() for x in leaves))
+        told = hashed(self.secret, *(x.tobytes() for x in leaves))
         with self._alone():
             before = dict(self._lines("sent.txt")).get(ticket.drawn)
             if before not in (None, told):

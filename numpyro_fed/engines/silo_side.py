@@ -1,6 +1,7 @@
 """A silo's side of the wire: it has the rows, answers calls, and keeps a record of all that left it."""
 
 import dataclasses
+import os
 import time
 import traceback
 from collections import Counter
@@ -25,10 +26,12 @@ from numpyro_fed.engines.answers import (
 from numpyro_fed.engines.closed import Closed
 from numpyro_fed.engines.files import read_sealed, write_sealed
 from numpyro_fed.engines.guards import Guards
+from numpyro_fed.engines.own_keys import hashed, with_own_keys
 from numpyro_fed.engines.packing import name_of, pack, unpack
 from numpyro_fed.engines.record import Record, outlined
 from numpyro_fed.engines.remote import Call, Site, nowhere, resized, site_of, types_of
 from numpyro_fed.engines.roster import checked, description, fingerprint, from_values, rows_hash, versions
+from numpyro_fed.engines.secure_sum import secret_file
 from numpyro_fed.engines.wire import PROTOCOL, owned
 from numpyro_fed.factorise import factorise
 from numpyro_fed.local_map import Units
@@ -60,6 +63,9 @@ class SiloSide:
     :param fit: the :class:`SFVI` or :class:`SFVIAvg` that it takes part in, as the server has it; chains need none.
     :param guards: what the rows must be (:class:`Guards`); by default nothing.
     :param ceilings: for a kind of call, how many are answered in all; by default those of the list.
+    :param own_keys: whether what the silo draws is drawn by keys of its own, so that draws have the
+        same law as at hand; else by the server's, and draws are the same as at hand, but a server
+        that lies can solve for single rows. Fits with privacy or sums always have the silo's own.
     :raises ValueError: for more than one silo, rows that a guard refuses, and a folder of other rows,
         another model or other versions, with which a run that had begun must not go on.
 
@@ -86,6 +92,7 @@ class SiloSide:
         fit: Any = None,
         guards: Guards | None = None,
         ceilings: Mapping[str, int] | None = None,
+        own_keys: bool = True,
     ) -> None:
         if not isinstance(silos, Silos) or len(silos) != 1:
             raise ValueError(f"expected fed.Silos of one silo, got {silos!r}")
@@ -100,6 +107,7 @@ class SiloSide:
         self.record = Record(self.folder / "audit.jsonl")
         self._proved = False
         self.closed = Closed(self.folder, self.name, fit) if fit is not None and fit.closed else None
+        self.secret = secret_file(self.folder / "secret.key", lambda: os.urandom(32)) if own_keys else None
         self.site: Site | None = None
         self._kinds: dict[int, Any] = {}  # of each slot the types, were there a row more
         self._grows: dict[Any, Any] = {}
@@ -142,6 +150,11 @@ class SiloSide:
     def counts(self) -> Counter[str]:
         """Calls of each kind that the record has, and refused connections."""
         return self.record.counts
+
+    @property
+    def own_keys(self) -> bool:
+        """Whether what it draws is drawn by keys that no server knows."""
+        return self.closed is not None or self.secret is not None
 
     @property
     def answered(self) -> tuple[str, ...]:
@@ -283,6 +296,9 @@ class SiloSide:
                 if independent is None and name_of(type(call.local)) in self.closed.allowed:
                     raise Refusal("it is not told whether elements are independent; expected True or False")
                 call, ticket = self._worded(self.closed.admit, call, self._own, state, independent)
+            elif self.secret is not None:
+                told = pack((call.local, call.key, call.message, independent), self._own)
+                call = with_own_keys(call, self.secret, hashed(told, pack(state)))
             reply, new = self.site.reply(call, state)
             if self.closed is None:
                 replies.append([np.asarray(x) for x in jax.tree.leaves(reply)])
@@ -337,8 +353,15 @@ class SiloSide:
         spec, wide = types_of(call.message), jax.tree.map(self._kinds.__getitem__, call.read)
         key = (call.local, str((spec, wide)))
         if key not in self._grows:
-            now = self.site.type_of(call.local, spec, types_of(state))[0]
-            then, new = self._wide.type_of(wider(), spec, wide)
+            try:
+                now = self.site.type_of(call.local, spec, types_of(state))[0]
+                then, new = self._wide.type_of(wider(), spec, wide)
+            except Exception as error:  # of types alone: no number of its rows is looked at
+                self._log()
+                raise Refusal(
+                    f"what it is told does not fit {type(call.local).__name__} (numbers, shapes or settings that are "
+                    "not those of its model); its own errors.log has more"
+                ) from error
             grown = [
                 f"{a.shape} for {b.shape}"
                 for a, b in zip(jax.tree.leaves(then), jax.tree.leaves(now), strict=True)

@@ -105,10 +105,6 @@ class EstimateLocal:
         rows, plan = rows_of(view), self.plan
         own = own_params(plan, 0, state, params)
 
-        if plan.secure_sum:  # as in rounds: the silo draws by keys that the server does not know
-            keys = random.split(key, (2, len(told.log_weight)))
-            told = told._replace(key_local=keys[0], key_choice=keys[1])
-
         def one(at: Position) -> Array:
             context = at.context._replace(params=weights)
             return _candidate(plan, self.stretched, context, learned, at.key_local, at.key_choice, rows, own)[0]

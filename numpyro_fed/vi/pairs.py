@@ -41,16 +41,12 @@ def drawn_points(dim: int, turn: Array, dtype: jnp.dtype, pair: Array) -> Array:
     return random.normal(random.fold_in(random.fold_in(random.key(0), turn), pair), (dim,), dtype)
 
 
-def shuffled(plan: Plan, rows: SiloRows, turn: Array, key: Array | None = None) -> Array | None:
-    """The silo's rows in the order in which pairs go through them, another one in each turn; padding last.
-
-    :param key: the silo's own, of sums: the server must not choose which row meets which point.
-    """
+def shuffled(plan: Plan, rows: SiloRows, key: Array) -> Array | None:
+    """The silo's rows in the order in which pairs go through them, another one for each key; padding last."""
     if plan.batch is None:
         return None
     group = plan.batch[0]
-    key = random.fold_in(random.key(1), turn) if key is None else random.fold_in(key, 1 << 20)
-    uniform = random.uniform(key, (dict(rows.pad)[group],))
+    uniform = random.uniform(random.fold_in(key, 1 << 20), (dict(rows.pad)[group],))
     return jnp.argsort(jnp.where(rows.mask(group), uniform, 2.0))
 
 

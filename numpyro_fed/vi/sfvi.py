@@ -167,9 +167,7 @@ def local(
 
     if len(message.key) != plan.num_particles:
         raise ValueError(f"it is told {len(message.key)} draws of theta; expected {plan.num_particles}")
-    # of sums the server must not know what the silo's latents are drawn by: it could solve for rows
-    keys = random.split(random.fold_in(key, 2), plan.num_particles) if plan.secure_sum else message.key
-    terms = jax.vmap(one)(message.context, keys)
+    terms = jax.vmap(one)(message.context, message.key)
     mean = partial(jax.tree.map, lambda x: x.mean(0))
     value, learned = mean(terms.value), mean(terms.params)
     finite = all_finite((value, terms.context, learned))

@@ -97,7 +97,7 @@ def silo_site(
     if not by_pairs(plan):
         return _regressed(plan, asked, own, rows, at_once)
     constrained, num_pairs = plan.constrain(params), plan.num_points // 2
-    order = None if turn is None else shuffled(plan, rows, turn, key if plan.secure_sum else None)
+    order = None if turn is None else shuffled(plan, rows, key)
     learned = {k: constrained[k] for k in plan.learned}
 
     def score(u: Array, pair: Array, sign: Array) -> tuple[Array, Array]:

@@ -81,7 +81,9 @@ def serve(name: str, place: Path, folder: Path) -> None:
     """Answer as a silo; where it cannot go on it ends, and is started again."""
     every, parent = silos(), os.getppid()
     rows = {name: {k: np.asarray(v) for k, v in every[name].items()}}
-    side = SiloSide(fed.Silos(rows, rows=dict(every.group), index=dict(every.index)), intercepts, folder)
+    side = SiloSide(
+        fed.Silos(rows, rows=dict(every.group), index=dict(every.index)), intercepts, folder, own_keys=False
+    )
     with socket.socket(socket.AF_UNIX) as door:
         place.unlink(missing_ok=True)
         door.bind(str(place))
