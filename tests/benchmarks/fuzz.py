@@ -235,7 +235,7 @@ class Snapshot:
         """Bring the folder back: some files are replaced as a whole, others grow."""
         for name in set(self.files) - set(os.listdir(self.folder)):
             (self.folder / name).write_bytes(self.files[name][0])
-        for file in os.scandir(self.folder):
+        for file in [x for x in os.scandir(self.folder) if x.is_file()]:
             if file.name not in self.files:
                 os.unlink(file.path)
                 continue
