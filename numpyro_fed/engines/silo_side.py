@@ -131,7 +131,7 @@ class SiloSide:
             except ValueError as error:
                 raise Refusal(str(error)) from error
             answers = {"hello": self._hello, "open": self._opened, "calls": self._calls}
-            if not isinstance(request, dict) or request.get("what") not in answers:
+            if not isinstance(request, dict) or request.get("what") not in list(answers):
                 raise Refusal(f"expected a message of one of the kinds {list(answers)}")
             what = request["what"]
             answer = answers[what](request)
@@ -210,7 +210,7 @@ class SiloSide:
             other = checked(description(known, values=True), "the server's list", MAX_ROWS)
             if sum(sum(n) for n in known.sizes.values()) > MAX_ROWS:
                 raise ValueError("too many rows")
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
             raise Refusal("the server says of the silos what is not put together as that") from error
         if type(request.get("server")) is not int or type(request.get("fresh")) is not bool:
             raise Refusal("the server says of itself what is not put together as that")
@@ -229,14 +229,19 @@ class SiloSide:
         theirs = {g: n[known.names.index(self.name)] for g, n in known.sizes.items()}
         if mine != theirs:
             raise Refusal(f"it has {mine} rows, the server says {theirs}")
-        model = fingerprint(self.factors, known, self.fit)
-        site = site_of(self.silos, self.name, known)
+        try:
+            model = fingerprint(self.factors, known, self.fit)
+            site = site_of(self.silos, self.name, known)
+            both = owned(self.factors, known, self.fit, site.pad)
+            wide = nowhere(resized(known, {g: [n + 1 for n in sizes] for g, sizes in known.sizes.items()}))
+        except (TypeError, KeyError, IndexError, AttributeError) as error:  # of what the server says
+            self._log()
+            said = "the server says of the silos what does not fit the model; its own errors.log has more"
+            raise Refusal(said) from error
         kinds: dict[int, Any] = {}
         for place in self.folder.glob("slot-*.bin"):
             slot = int(place.stem.removeprefix("slot-"))
             site.kept[slot], kinds[slot] = unpack(read_sealed(place, "slot"))
-        both = owned(self.factors, known, self.fit, site.pad)
-        wide = nowhere(resized(known, {g: [n + 1 for n in sizes] for g, sizes in known.sizes.items()}))
         if self.closed is not None:
             self._worded(self.closed.join, known.names, pack(request["silos"]))
         # all or nothing: a server that was refused must not have its calls answered
@@ -426,6 +431,8 @@ def _call(number: int, values: Any) -> Call:
         _slot(call.write)
     if not all(isinstance(x, np.ndarray | jax.Array | int | float) for x in jax.tree.leaves(call.message)):
         raise ValueError("it is told what are no arrays of numbers")
+    if any(isinstance(x, int) and abs(x) >= 1 << 31 for x in jax.tree.leaves(call.message)):
+        raise ValueError("it is told whole numbers beyond 32 bits")
     sizes = [np.shape(x)[0] for x in jax.tree.leaves(call.message) if np.ndim(x)]
     if max(sizes, default=0) > MAX_POINTS:
         raise ValueError(f"it is asked about {max(sizes):,} points, expected at most {MAX_POINTS:,}")
