@@ -14,7 +14,7 @@ import fuzz
 
 from numpyro_fed.engines.packing import pack, unpack
 
-COUNT, SECONDS = 5_000, 3.0  # of each type: as many as there is time for
+COUNT, SECONDS = 5_000, 1.5  # of each type: as many as there is time for
 
 
 @pytest.mark.parametrize(
