@@ -76,7 +76,7 @@ def main() -> None:
     "--own-keys/--server-keys",
     default=True,
     show_default=True,
-    help="Whose keys latents and noise are drawn by. A server that lies can solve for rows where they are its own.",
+    help="Draw latents and noise by keys of this silo. By the server's, draws are those at hand, but a server that lies can solve for rows.",
 )
 @click.option("--check", is_flag=True, help="Show what would leave, and connect to nobody.")
 @click.option("--yes", is_flag=True, help="Do not ask.")
@@ -175,7 +175,7 @@ def what_leaves(
     if side.closed is not None and side.closed.sums:
         lines.append("Masked: of the answers to rounds the server sees the sum over all silos alone.")
     lines += [
-        "Latents and noise are drawn by keys of its own."
+        "Latents and noise are drawn by this silo's own keys."
         if side.own_keys
         else "Latents and noise are drawn by the server's keys: a server that lies can solve for single rows.",
         *(() if guards is None else (f"Guards: {guards!r}; columns: {', '.join(columns or ['all'])}.",)),

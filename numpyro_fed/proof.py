@@ -135,7 +135,8 @@ def prove(factors: Factors, silos: Silos, *, seed: int = 0) -> None:
         except ProofError:
             warnings.warn(
                 f"the rows of the one silo {silos.names[0]!r} depend on each other given the "
-                "latents (a response of shape (n, 1), a mean, ranks, a column that rows= puts elsewhere?): this fit is that of the "
+                "latents (a response of shape (n, 1), a mean, ranks, a column that rows= puts "
+                "elsewhere?): this fit is that of the "
                 "model as written, and silos with some of these rows each will be refused",
                 stacklevel=3,
             )

@@ -76,7 +76,7 @@ def make_private(name, directory):
     from numpyro_fed.engines.silo_side import SiloSide
 
     silos, fit = carried_fit.silos(), private_fit()
-    return SiloSide(fed.Silos({name: silos[silos.names[0]]}), fit.model, directory, fit=fit, own_keys=False)
+    return SiloSide(fed.Silos({name: silos[silos.names[0]]}), fit.model, directory, fit=fit)
 
 
 class Echo:

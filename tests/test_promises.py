@@ -138,10 +138,7 @@ def test_no_silo_says_how_far_a_minibatch_is_from_its_rows(tmp_path, monkeypatch
 def test_gradients_at_latents_of_the_servers_keys_give_no_row(tmp_path, own_keys):
     """A hundred keys for one round, whose latents the server computes, and least squares: every age, or none."""
     fit = fed.SFVI(visits, fed.AutoSiloNormal(visits), optax.adam(0.01), num_local_particles=1)
-    messenger = Fits(PATIENTS, fit, tmp_path)
-    messenger.sides = {
-        n: SiloSide(alone(PATIENTS, n), visits, tmp_path / n, fit=fit, own_keys=own_keys) for n in PATIENTS.names
-    }
+    messenger = Fits(PATIENTS, fit, tmp_path, own_keys=own_keys)
     fit.run(random.key(1), 1, connect(messenger, visits, fit=fit), progress_bar=False)
     data = next(x for who, x, _ in messenger.sent if who == "oslo" and b"RoundLocal" in x)
     side = messenger.sides["oslo"]

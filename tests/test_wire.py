@@ -51,12 +51,13 @@ class Messages:
     """A messenger within one process, which keeps all bytes.
 
     :param fresh: whether every message finds a new process, which has nothing but the silo's folder.
+    :param own_keys: as of the silos.
     """
 
-    def __init__(self, silos, model, folder: Path, *, fresh=False) -> None:
-        self.names, self.fresh, self.sent = silos.names, fresh, []
+    def __init__(self, silos, model, folder: Path, *, fresh=False, own_keys=False) -> None:
+        self.names, self.fresh, self.own_keys, self.sent = silos.names, fresh, own_keys, []
         self.make = {
-            name: (lambda name=name: SiloSide(alone(silos, name), model, folder / name, own_keys=False))
+            name: (lambda name=name: SiloSide(alone(silos, name), model, folder / name, own_keys=own_keys))
             for name in silos.names
         }
         self.sides = {name: make() for name, make in self.make.items()}
@@ -307,14 +308,8 @@ def test_checkpoints_of_other_runs_are_refused(tmp_path):
 # Keys of the silos' own
 
 
-class OwnKeys(Messages):
-    def __init__(self, silos, model, folder) -> None:
-        super().__init__(silos, model, folder)
-        self.make = {n: (lambda n=n: SiloSide(alone(silos, n), model, folder / n)) for n in silos.names}
-        self.sides = {n: make() for n, make in self.make.items()}
-
-
-def mu_of(messenger, rounds=120):
+def mu_of(folder, rounds=120):
+    messenger = Messages(INTERCEPTS, intercepts, folder, own_keys=True)
     mcmc = run(INTERCEPTS, intercepts, messenger, rounds=rounds)
     return mcmc.get_samples(group_by_chain=True)["mu"]
 
@@ -329,13 +324,13 @@ def test_draws_by_the_silos_own_keys_have_the_law_of_those_at_hand(tmp_path, mon
         sd = cov[0, 0] ** 0.5
         return abs(np.mean(found) - mean[0]) / sd * size**0.5, abs(np.std(found) / sd - 1) * (2 * size) ** 0.5
 
-    found = mu_of(OwnKeys(INTERCEPTS, intercepts, tmp_path / "a"))
+    found = mu_of(tmp_path / "a")
     assert max(errors(found)) < 4
-    again = [mu_of(OwnKeys(INTERCEPTS, intercepts, tmp_path / place), 5) for place in ("a", "a", "c")]
+    again = [mu_of(tmp_path / place, 5) for place in ("a", "a", "c")]
     np.testing.assert_array_equal(again[0], again[1])  # the same folder, so the same keys
     assert (again[0] != again[2]).any()
     monkeypatch.setattr(silo_side, "hashed", lambda *parts: "")
-    constant = mu_of(OwnKeys(INTERCEPTS, intercepts, tmp_path / "b"))
+    constant = mu_of(tmp_path / "b")
     assert max(errors(constant)) > 4
 
 
@@ -368,7 +363,7 @@ class Fits(Messages):
         super().__init__(silos, fit.model, folder, **options)
         make = make or (lambda: fit)
         self.make = {
-            n: (lambda n=n: SiloSide(alone(silos, n), fit.model, folder / n, fit=make(), own_keys=False))
+            n: (lambda n=n: SiloSide(alone(silos, n), fit.model, folder / n, fit=make(), own_keys=self.own_keys))
             for n in silos.names
         }
         self.sides = {n: one() for n, one in self.make.items()}

@@ -27,10 +27,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from numpyro_fed.engines.files import write_whole
-from numpyro_fed.engines.own_keys import hashed, with_own_keys
+from numpyro_fed.engines.own_keys import hashed, secret_of, with_own_keys
 from numpyro_fed.engines.packing import pack
 from numpyro_fed.engines.remote import Call
-from numpyro_fed.engines.secure_sum import FEWEST_SILOS, MOST_SILOS, Keys, masked, secret_file
+from numpyro_fed.engines.secure_sum import FEWEST_SILOS, MOST_SILOS, Keys, masked
 
 __all__ = ["Closed", "Ticket"]
 
@@ -71,7 +71,7 @@ class Closed:
         self.privacy, self.sums = fit.privacy, fit.secure_sum
         self.keys = Keys(folder, name) if self.sums else None
         self.shared: dict[str, bytes] = {}
-        self.secret = secret_file(folder / "secret.key", lambda: os.urandom(32))
+        self.secret = secret_of(folder)
         self.roster = ""
         self.histories = dict(self._lines("history.txt"))
 

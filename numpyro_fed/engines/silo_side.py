@@ -1,7 +1,6 @@
 """A silo's side of the wire: it has the rows, answers calls, and keeps a record of all that left it."""
 
 import dataclasses
-import os
 import time
 import traceback
 from collections import Counter
@@ -26,12 +25,11 @@ from numpyro_fed.engines.answers import (
 from numpyro_fed.engines.closed import Closed
 from numpyro_fed.engines.files import read_sealed, write_sealed
 from numpyro_fed.engines.guards import Guards
-from numpyro_fed.engines.own_keys import hashed, with_own_keys
+from numpyro_fed.engines.own_keys import hashed, secret_of, with_own_keys
 from numpyro_fed.engines.packing import name_of, pack, unpack
 from numpyro_fed.engines.record import Record, outlined
 from numpyro_fed.engines.remote import Call, Site, nowhere, resized, site_of, types_of
 from numpyro_fed.engines.roster import checked, description, fingerprint, from_values, rows_hash, versions
-from numpyro_fed.engines.secure_sum import secret_file
 from numpyro_fed.engines.wire import PROTOCOL, owned
 from numpyro_fed.factorise import factorise
 from numpyro_fed.local_map import Units
@@ -63,9 +61,9 @@ class SiloSide:
     :param fit: the :class:`SFVI` or :class:`SFVIAvg` that it takes part in, as the server has it; chains need none.
     :param guards: what the rows must be (:class:`Guards`); by default nothing.
     :param ceilings: for a kind of call, how many are answered in all; by default those of the list.
-    :param own_keys: whether what the silo draws is drawn by keys of its own, so that draws have the
-        same law as at hand; else by the server's, and draws are the same as at hand, but a server
-        that lies can solve for single rows. Fits with privacy or sums always have the silo's own.
+    :param own_keys: whether the silo draws by keys of its own, which gives draws of the same law as
+        at hand. By the server's keys draws are those at hand, but a server that lies can solve for
+        single rows. Fits with privacy or sums always draw by the silo's own.
     :raises ValueError: for more than one silo, rows that a guard refuses, and a folder of other rows,
         another model or other versions, with which a run that had begun must not go on.
 
@@ -107,7 +105,7 @@ class SiloSide:
         self.record = Record(self.folder / "audit.jsonl")
         self._proved = False
         self.closed = Closed(self.folder, self.name, fit) if fit is not None and fit.closed else None
-        self.secret = secret_file(self.folder / "secret.key", lambda: os.urandom(32)) if own_keys else None
+        self.secret = secret_of(self.folder) if own_keys and self.closed is None else None
         self.site: Site | None = None
         self._kinds: dict[int, Any] = {}  # of each slot the types, were there a row more
         self._grows: dict[Any, Any] = {}
@@ -131,6 +129,7 @@ class SiloSide:
             except ValueError as error:
                 raise Refusal(str(error)) from error
             answers = {"hello": self._hello, "open": self._opened, "calls": self._calls}
+            # a list: what a stranger sends need not be hashable
             if not isinstance(request, dict) or request.get("what") not in list(answers):
                 raise Refusal(f"expected a message of one of the kinds {list(answers)}")
             what = request["what"]
@@ -153,7 +152,7 @@ class SiloSide:
 
     @property
     def own_keys(self) -> bool:
-        """Whether what it draws is drawn by keys that no server knows."""
+        """True where it draws by keys that no server knows."""
         return self.closed is not None or self.secret is not None
 
     @property

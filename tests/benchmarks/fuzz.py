@@ -7,8 +7,10 @@ their text replaced by other numbers, types, shapes and classes, by parts nested
 out. In most cases the checksum is made right again, so that what is behind it is reached.
 
 A silo must return bytes for each; the server may raise ``ValueError`` or ``RuntimeError`` in words.
-One request in fifty is answered in earnest; of the others a silo's numbers are zeros of the right shapes,
-since all that a message may do wrong is done before. Each has a time limit (``SIGALRM``), and may take 64 MiB more than its message. Memory is the peak of
+One request in fifty is answered in earnest. In the answers to the others all numbers are zeros of
+the right shapes, so that no program is compiled.
+
+Each has a time limit (``SIGALRM``), and may take 64 MiB more than its message. Memory is the peak of
 resident memory (``VmHWM``, which writing 5 to ``/proc/self/clear_refs`` sets back): it sees what JAX
 and NumPy take beside Python's own objects, which tracemalloc does not, and costs microseconds.
 
@@ -67,14 +69,12 @@ class Case(NamedTuple):
     :param data: as it was sent.
     :param others: further messages, whose parts may be spliced in.
     :param take: makes of bytes what the receiver makes of them.
-    :param shares: in how many fits the type comes, which share its count.
     """
 
     type: str
     data: bytes
     others: list[bytes]
     take: Callable[..., Any]
-    shares: int = 1
 
 
 # Mutations
@@ -308,11 +308,6 @@ SETTINGS: dict[str, tuple[Callable, Callable, Any]] = {
 }
 
 
-# types that are the same in several of them, and in how many
-COMES = {"hello": 6, "open": 6, "forget": 6, "reply to hello": 4, "reply to open": 4}
-COMES |= {"PilotLocal": 2, "TellLocal": 2, "StartLocal": 2, "StayLocal": 2, "InitLocal": 3, "EstimateLocal": 2}
-
-
 def recorded(name: str, folder: Path) -> list[Case]:
     """Make one short fit; return its types of message and of reply."""
     run, make, model = SETTINGS[name]
@@ -336,8 +331,7 @@ def recorded(name: str, folder: Path) -> list[Case]:
         wire.Wire._take = take  # type: ignore[method-assign]
     everything = [data for _, data in recorder.requests.values()]
     cases = [
-        Case(f"{name}: {kind}", data, everything, before.answer, COMES.get(kind, 1))
-        for kind, (before, data) in recorder.requests.items()
+        Case(f"{name}: {kind}", data, everything, before.answer) for kind, (before, data) in recorder.requests.items()
     ]
     answers = [data for reply in recorder.replies.values() for data in reply.values()]
     for kind, reply in recorder.replies.items():
@@ -346,7 +340,7 @@ def recorded(name: str, folder: Path) -> list[Case]:
         if kind in ("hello", "open"):
             if fitted or name == "chains":
                 met = _met(recorder, kind, who, make, fitted, model)
-                cases.append(Case(f"{name}: reply to {kind}", data, answers, met, COMES[f"reply to {kind}"]))
+                cases.append(Case(f"{name}: reply to {kind}", data, answers, met))
         elif found is not None:
             carrier, who, _, mine, kinds, many, _ = found
 
@@ -358,7 +352,7 @@ def recorded(name: str, folder: Path) -> list[Case]:
                 if c.refused[w]:  # with a warning, which is not an error
                     raise ValueError(f"silo {w!r}: {c.refused[w].pop()}")
 
-            cases.append(Case(f"{name}: reply to {kind}", data, answers, given, COMES.get(kind, 1)))
+            cases.append(Case(f"{name}: reply to {kind}", data, answers, given))
     return cases
 
 
@@ -488,7 +482,7 @@ def whole_run(folder: Path, seed: int, share: float = 0.3) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Changed messages.")
-    parser.add_argument("--count", type=int, default=5_000, help="of each type, over all fits")
+    parser.add_argument("--count", type=int, default=5_000, help="of each type")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="for each type, at most")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="", help="types whose name has this")
@@ -501,7 +495,7 @@ def main() -> None:
             cases = [c for c in recorded(name, Path(folder)) if args.only in c.type]
             print(f"# {name}: {time.monotonic() - started:.1f} s to record", flush=True)
             for case in cases:
-                tally = fuzz(case, -(-args.count // case.shares), args.seed, args.seconds)
+                tally = fuzz(case, args.count, args.seed, args.seconds)
                 each = 1e3 * tally.seconds / tally.count
                 print(
                     f"{tally.type:32} {tally.count:6}  {each:7.2f} ms each, slowest {tally.slowest:5.2f} s, "

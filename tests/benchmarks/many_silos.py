@@ -58,7 +58,7 @@ def main() -> None:
         sides = {}
         for name in silos.names:
             rows = {k: np.asarray(v) for k, v in silos[name].items()}
-            sides[name] = SiloSide(fed.Silos({name: rows}), linear, Path(place) / name)
+            sides[name] = SiloSide(fed.Silos({name: rows}), linear, Path(place) / name, own_keys=False)
         grid = InProcessGrid([client_app(lambda _, side=side: side) for side in sides.values()])
         remote = fed.RemoteMCMC(fed.FSGLD(linear), **runs)
         remote.run(random.key(0), connect(Flower(grid, silos.names), linear))
