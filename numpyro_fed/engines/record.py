@@ -1,5 +1,6 @@
 """Record of a silo: a line for every message, of which calls are counted."""
 
+import base64
 import hashlib
 import json
 import math
@@ -18,6 +19,7 @@ from numpyro_fed.engines.remote import Call
 
 __all__ = ["Record", "outlined"]
 
+_MAX_LISTED = 1_000  # numbers of an array that the record lists; of 10,000 that takes 10 ms
 _MAX_RECORDED = 10_000  # numbers of an array that the record has in full
 
 
@@ -87,9 +89,13 @@ def outlined(call: Call, own: Mapping[str, Any]) -> dict[str, Any]:
             x = jax.random.key_data(x)
         x = np.asarray(x)
         # of an array of no numbers the lists alone could be many
-        if math.prod(max(n, 1) for n in x.shape) <= _MAX_RECORDED and x.dtype.kind in "biuf":
+        count = math.prod(max(n, 1) for n in x.shape)
+        if count <= _MAX_LISTED and x.dtype.kind in "biuf":
             return x.tolist()
-        return {"shape": list(x.shape), "sha256": hashlib.sha256(x.tobytes()).hexdigest()}
+        what = {"type": str(x.dtype), "shape": list(x.shape)}
+        if count <= _MAX_RECORDED:
+            return {**what, "base64": base64.b64encode(x.tobytes()).decode()}
+        return {**what, "sha256": hashlib.sha256(x.tobytes()).hexdigest()}
 
     leaves = jax.tree_util.tree_leaves_with_path(call.message)
     return {

@@ -480,31 +480,42 @@ def whole_run(folder: Path, seed: int, share: float = 0.3) -> str:
     return "draws" if np.isfinite(got).all() else "draws that are not finite"
 
 
+def report(case: Case, count: int, args: argparse.Namespace) -> Tally:
+    """Send changes of one message, and print what became of them."""
+    tally = fuzz(case, count, args.seed, args.seconds)
+    print(
+        f"{tally.type:34} {tally.count:6}  {1e3 * tally.seconds / tally.count:7.2f} ms each, "
+        f"slowest {tally.slowest:5.2f} s, {len(tally.failures)} failures; {dict(tally.became)}",
+        flush=True,
+    )
+    for text in tally.failures[:5]:
+        print(f"    {text}", flush=True)
+    return tally
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Changed messages.")
-    parser.add_argument("--count", type=int, default=5_000, help="of each type")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="for each type, at most")
+    parser.add_argument("--count", type=int, default=5_000, help="of each type, shared by the fits that have it")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="for each type of a fit, at most")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="", help="types whose name has this")
     parser.add_argument("--fits", default=",".join(SETTINGS), help="with commas between")
     args = parser.parse_args()
     print(f"seed {args.seed}")
-    for name in args.fits.split(","):
-        with tempfile.TemporaryDirectory() as folder:
-            started = time.monotonic()
-            cases = [c for c in recorded(name, Path(folder)) if args.only in c.type]
-            print(f"# {name}: {time.monotonic() - started:.1f} s to record", flush=True)
-            for case in cases:
-                tally = fuzz(case, args.count, args.seed, args.seconds)
-                each = 1e3 * tally.seconds / tally.count
-                print(
-                    f"{tally.type:32} {tally.count:6}  {each:7.2f} ms each, slowest {tally.slowest:5.2f} s, "
-                    f"{len(tally.failures)} failures; {dict(tally.became)}",
-                    flush=True,
-                )
-                for text in tally.failures[:5]:
-                    print(f"    {text}", flush=True)
-        jax.clear_caches()
+    with tempfile.TemporaryDirectory() as folder:
+        cases = []
+        for name in args.fits.split(","):
+            (place := Path(folder, name)).mkdir()
+            cases += [c for c in recorded(name, place) if args.only in c.type]
+        fits = Counter(case.type.split(": ")[1] for case in cases)
+        sent, failures = Counter(), 0
+        for case in cases:
+            kind = case.type.split(": ")[1]
+            tally = report(case, -(-args.count // fits[kind]), args)
+            sent[kind] += tally.count
+            failures += len(tally.failures)
+    least, count = min(sent.items(), key=lambda x: x[1])
+    print(f"{len(sent)} types, {sum(sent.values()):,} changes, least {count:,} ({least}), {failures} failures")
     ends = Counter()
     for seed in range(args.seed, args.seed + 5):
         with tempfile.TemporaryDirectory() as folder:
