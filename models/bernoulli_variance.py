@@ -35,12 +35,12 @@ import pandas as pd
 from jax import Array, random
 
 import numpyro_fed as fed
+from numpyro_fed.data.views import SiloView, largest
+from numpyro_fed.mcmc.config import Plan, Tuning
 from numpyro_fed.mcmc.gradients import drift, open_silo
 from numpyro_fed.mcmc.langevin import batches
 from numpyro_fed.mcmc.options import Options
-from numpyro_fed.mcmc.plan import Plan, Tuning
-from numpyro_fed.mcmc.prepare import prepare
-from numpyro_fed.storage import SiloView, largest
+from numpyro_fed.mcmc.setup import prepare
 
 HEADS, NUM_ROWS, BATCH_SIZE = (1, 5, 9), 10, 5
 THETA = np.linspace(0.05, 0.95, 19)

@@ -9,7 +9,7 @@ import numpyro.distributions as dist
 from jax import Array, random
 
 import numpyro_fed as fed
-from numpyro_fed.storage import SiloView, largest
+from numpyro_fed.data.views import SiloView, largest
 
 INTERCEPTS_CALLS: list[int] = []  # one entry for each call of the model in Python
 GROUP_SD, ROW_SD, PRIOR_SD = 0.8, 1.5, 2.0

@@ -18,7 +18,7 @@ from vi_models import unit_hierarchy as model
 import numpyro_fed as fed
 from numpyro_fed.vi.bound import candidate_weights, silo_bound
 from numpyro_fed.vi.minibatch import pick
-from numpyro_fed.vi.prepare import prepare
+from numpyro_fed.vi.setup import prepare
 
 rng = np.random.default_rng(0)
 Y = (rng.normal(size=60) + rng.normal(size=60) + 1.5).astype(np.float32)

@@ -12,8 +12,9 @@ from numpyro.infer import MCMC, NUTS, Gibbs
 from small_models import intercepts, intercepts_silos, linear, linear_silos
 
 import numpyro_fed as fed
-from numpyro_fed.factorise import factorise
-from numpyro_fed.mcmc import _kernel, prepare
+from numpyro_fed.density.factorize import factorise
+from numpyro_fed.mcmc import _kernel
+from numpyro_fed.mcmc import setup as prepare
 from numpyro_fed.surrogates import Gaussian, Surrogates
 
 SILOS = linear_silos()

@@ -10,7 +10,7 @@ from jax import Array
 from scipy.linalg import sqrtm
 from scipy.stats import ortho_group
 
-from numpyro_fed.vi.barycentre import Barycentre, barycentre
+from numpyro_fed.vi.barycenter import Barycentre, barycentre
 
 with warnings.catch_warnings():  # ott imports jaxopt, which announces its end
     warnings.filterwarnings("ignore", "JAXopt is no longer maintained", DeprecationWarning)

@@ -19,8 +19,8 @@ from numpyro.infer.util import log_density
 from scipy import special, stats
 
 import numpyro_fed as fed
-from numpyro_fed.factorise import factorise
-from numpyro_fed.proof import prove
+from numpyro_fed.density.check import prove
+from numpyro_fed.density.factorize import factorise
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
 

@@ -10,9 +10,9 @@ from jax import random
 from small_models import view_of
 
 import numpyro_fed as fed
-from numpyro_fed.bounded_features import features, num_features
+from numpyro_fed.density.bounded_features import features, num_features
 from numpyro_fed.mcmc import gradients, pilot
-from numpyro_fed.surrogates.bends import Bends, regress
+from numpyro_fed.surrogates.corrections import Bends, regress
 
 
 def counts(y):

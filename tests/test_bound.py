@@ -10,13 +10,13 @@ from jax import random
 from vi_models import GROUP_SD, ROW_SD, hierarchy, hierarchy_silos, wheeze, wheeze_silos
 
 import numpyro_fed as fed
-from numpyro_fed.factorise import factorise
-from numpyro_fed.local_map import LocalMap
-from numpyro_fed.storage import stack
+from numpyro_fed.data.views import stack
+from numpyro_fed.density.factorize import factorise
+from numpyro_fed.density.local_map import LocalMap
 from numpyro_fed.vi.bound import silo_bound, unit_terms
+from numpyro_fed.vi.guides.normal import Context
+from numpyro_fed.vi.guides.scales import Diagonal, LowRank, Triangular, relative
 from numpyro_fed.vi.minibatch import pick
-from numpyro_fed.vi.normal import Context
-from numpyro_fed.vi.scales import Diagonal, LowRank, Triangular, relative
 
 
 def setup(model, silos, **options):

@@ -16,8 +16,8 @@ import pytest
 from click.testing import CliRunner
 
 import numpyro_fed as fed
-from numpyro_fed._model_file import load_model_file, silo_of_file
-from numpyro_fed.command_line import main
+from numpyro_fed.cli.main import main
+from numpyro_fed.cli.model_file import load_model_file, silo_of_file
 
 MODEL = """
 import numpyro, numpyro.distributions as dist, numpyro_fed as fed, numpy as np
@@ -195,7 +195,7 @@ def test_the_method_is_the_model_files(study):
     pytest.importorskip("flwr")
     from jax import random
 
-    from numpyro_fed._coordinator import posterior
+    from numpyro_fed.cli.coordinator import posterior
 
     told, checkpoint = {"chains": 2, "warmup": 5, "samples": 50, "rounds": 0, "seed": 3}, study / "checkpoint"
     module, silos = at_hand(study)
@@ -231,7 +231,7 @@ class Leaving(fed.Loopback):
 @pytest.mark.filterwarnings("ignore:Pareto's k:UserWarning")
 def test_a_fit_that_breaks_off_is_no_result(study):
     pytest.importorskip("flwr")
-    from numpyro_fed._coordinator import posterior
+    from numpyro_fed.cli.coordinator import posterior
 
     line = "import optax\nsvi = fed.SFVI(model, fed.AutoSiloNormal(model), optax.adam(0.1))\n"
     module, silos = at_hand(study, line)
@@ -248,7 +248,7 @@ def test_a_fit_that_breaks_off_is_no_result(study):
 
 def test_a_network_and_public_sites(study):
     pytest.importorskip("flwr")
-    from numpyro_fed._coordinator import posterior
+    from numpyro_fed.cli.coordinator import posterior
 
     public = MODEL.replace("    with fed", "    numpyro.sample('c', dist.Normal(beta[0], 1), obs=0.5)\n    with fed")
     line = "\nkernel = fed.PushSumLangevin(model, fed.graphs.complete(3), 0.001, public=('c',))\n"
@@ -266,7 +266,7 @@ def test_a_network_and_public_sites(study):
 
 def test_a_fit_with_privacy_has_no_k(study):
     pytest.importorskip("flwr")
-    from numpyro_fed._coordinator import posterior
+    from numpyro_fed.cli.coordinator import posterior
 
     line = (
         "import optax\nnoise = fed.Privacy(epsilon=8, delta=1e-5, clip=1.0, num_rounds=5)\n"
@@ -371,7 +371,7 @@ class Federation:
 
     def start(self, who, *arguments):
         log = (self.study / f"{who}.log").open("ab")
-        command = [sys.executable, "-c", "from numpyro_fed.command_line import main; main()", *map(str, arguments)]
+        command = [sys.executable, "-c", "from numpyro_fed.cli.main import main; main()", *map(str, arguments)]
         env = {**os.environ, "JAX_PLATFORMS": "cpu", "FLWR_HOME": str(self.study / "home" / who)}
         process = subprocess.Popen(command, stdout=log, stderr=log, env=env, cwd=self.study)
         log.close()

@@ -23,10 +23,10 @@ from vi_models import (
 )
 
 import numpyro_fed as fed
-from numpyro_fed.surrogates.sites import Site
-from numpyro_fed.vi.conducive import Reply, SiloState, merge
-from numpyro_fed.vi.pairs import rows_of_pair, shuffled
-from numpyro_fed.vi.quasi_newton import Memory
+from numpyro_fed.surrogates.natural_step import Site
+from numpyro_fed.vi.conducive.pairs import rows_of_pair, shuffled
+from numpyro_fed.vi.conducive.quasi_newton import Memory
+from numpyro_fed.vi.conducive.rounds import Reply, SiloState, merge
 
 QUIET = {"progress_bar": False}
 

@@ -27,10 +27,11 @@ from numpyro.infer.util import log_density
 from registry import ENTRIES, Entry
 
 import numpyro_fed as fed
-from numpyro_fed import split, storage
-from numpyro_fed.density import Factors, PooledModel, pooled_log_density
-from numpyro_fed.factorise import factorise
-from numpyro_fed.storage import SiloView, buckets, largest, sweep
+from numpyro_fed import split
+from numpyro_fed.data import views as storage
+from numpyro_fed.data.views import SiloView, buckets, largest, sweep
+from numpyro_fed.density.factorize import factorise
+from numpyro_fed.density.factors import Factors, PooledModel, pooled_log_density
 
 ALL = pytest.mark.parametrize("entry", ENTRIES.values(), ids=ENTRIES)
 TOLERANCE = {False: 1e-5, True: 1e-10}  # relative, by whether in double precision

@@ -11,7 +11,7 @@ from jax import random
 from numpyro.infer import MCMC, NUTS
 
 import numpyro_fed as fed
-from numpyro_fed.mcmc import rounds
+from numpyro_fed.mcmc import visit as rounds
 
 
 def logistic(x, y):

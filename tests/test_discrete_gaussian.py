@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy.stats import chi2
 
-from numpyro_fed.vi.discrete_gaussian import (
+from numpyro_fed.privacy.discrete_gaussian import (
     MOST_SD,
     Words,
     _below,

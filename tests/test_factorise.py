@@ -13,8 +13,8 @@ from numpyro.handlers import condition, seed, trace
 from registry import ENTRIES
 
 import numpyro_fed as fed
-from numpyro_fed.density import Factors, LocalSite, pooled_log_density
-from numpyro_fed.factorise import factorise
+from numpyro_fed.density.factorize import factorise
+from numpyro_fed.density.factors import Factors, LocalSite, pooled_log_density
 
 BY = np.array([0, 1, 1, 0, 1])
 ONE = fed.split({"y": np.arange(5.0)}, by=BY)

@@ -14,11 +14,11 @@ from jax import random
 from small_models import linear, linear_silos
 
 import numpyro_fed as fed
-from numpyro_fed.engines import files
-from numpyro_fed.engines.files import locked, read_sealed, write_sealed
 from numpyro_fed.mcmc import remote_chains
 from numpyro_fed.mcmc.pilot import PilotLocal
 from numpyro_fed.mcmc.remote_chains import StayLocal
+from numpyro_fed.rounds import files
+from numpyro_fed.rounds.files import locked, read_sealed, write_sealed
 from numpyro_fed.surrogates.laplace import LaplaceLocal
 from numpyro_fed.surrogates.local_score import ScoreLocal
 from numpyro_fed.vi.remote import RoundLocal

@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent / "benchmarks"))
 
 import fuzz
 
-from numpyro_fed.engines.packing import pack, unpack
+from numpyro_fed.rounds.serialization import pack, unpack
 
 COUNT, SECONDS = 5_000, 1.5  # of each type: as many as there is time for
 

@@ -8,7 +8,7 @@ import pytest
 from numpyro.infer import MCMC
 
 import numpyro_fed as fed
-from numpyro_fed.mcmc.plan import LatentCoordinates
+from numpyro_fed.mcmc.config import LatentCoordinates
 
 Y = np.random.default_rng(0).normal(3, 1, 40)
 

@@ -13,10 +13,10 @@ from jax import random
 from small_models import linear, linear_precisions, linear_silos, run_kernel, view_of
 
 import numpyro_fed as fed
-from numpyro_fed.density import pooled_log_density
+from numpyro_fed.density.factors import pooled_log_density
 from numpyro_fed.mcmc import gradients
 from numpyro_fed.mcmc.options import Options
-from numpyro_fed.mcmc.prepare import prepare
+from numpyro_fed.mcmc.setup import prepare
 from numpyro_fed.surrogates import Gaussian, Surrogates
 
 

@@ -13,13 +13,13 @@ from jax import random
 from small_models import intercepts, intercepts_silos, run_kernel, view_of
 
 import numpyro_fed as fed
-from numpyro_fed.factorise import factorise
-from numpyro_fed.local_map import LocalMap, Units
+from numpyro_fed.data.views import largest
+from numpyro_fed.density.factorize import factorise
+from numpyro_fed.density.local_map import LocalMap, Units
 from numpyro_fed.mcmc import gradients, langevin
+from numpyro_fed.mcmc.config import LatentCoordinates, Tuning
 from numpyro_fed.mcmc.langevin import Chain
 from numpyro_fed.mcmc.local_moves import MoveNoise, metropolis, move_noise
-from numpyro_fed.mcmc.plan import LatentCoordinates, Tuning
-from numpyro_fed.storage import largest
 
 # Gradients at fixed eps
 

@@ -15,7 +15,7 @@ from jax import Array
 from scipy import stats
 
 from numpyro_fed import MixedSilos, Silos, silo_plate
-from numpyro_fed.factorise import factorise
+from numpyro_fed.density.factorize import factorise
 
 Y = np.arange(5.0)
 Data = dict[str, dict[str, Any]]

@@ -13,17 +13,17 @@ from numpyro.infer import MCMC
 from small_models import view_of
 
 import numpyro_fed as fed
-from numpyro_fed import storage
-from numpyro_fed.factorise import factorise
-from numpyro_fed.local_map import LocalMap
+from numpyro_fed.data import views as storage
+from numpyro_fed.data.views import largest
+from numpyro_fed.density.check import elements_are_independent
+from numpyro_fed.density.factorize import factorise
+from numpyro_fed.density.local_map import LocalMap
+from numpyro_fed.density.nested import NestedMap, NestedUnits, nesting
 from numpyro_fed.mcmc import pilot
+from numpyro_fed.mcmc.config import Plan
 from numpyro_fed.mcmc.local_moves import MoveNoise, move_noise
 from numpyro_fed.mcmc.nested_moves import nested_metropolis
-from numpyro_fed.mcmc.plan import Plan
-from numpyro_fed.mcmc.prepare import groundwork
-from numpyro_fed.nested import NestedMap, NestedUnits, nesting
-from numpyro_fed.proof import elements_are_independent
-from numpyro_fed.storage import largest
+from numpyro_fed.mcmc.setup import groundwork
 from numpyro_fed.surrogates.local_score import Message, marginal_score
 from numpyro_fed.surrogates.nested_marginal import nested_marginal
 

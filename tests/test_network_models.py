@@ -9,8 +9,8 @@ from numpyro.infer import MCMC
 from registry import ENTRIES
 
 import numpyro_fed as fed
-from numpyro_fed.density import pooled_log_density
-from numpyro_fed.mcmc.nodes import gradients
+from numpyro_fed.decentralized.nodes import gradients
+from numpyro_fed.density.factors import pooled_log_density
 
 NAMES = (
     "constrained_globals",

@@ -5,8 +5,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from numpyro_fed import partitioners
-from numpyro_fed.splitting import split
+from numpyro_fed.data import partitioners
+from numpyro_fed.data.split import split
 
 LABELS = np.repeat([0, 1, 2], [500, 300, 200])
 BINARY = np.repeat([0, 1], [600, 400])

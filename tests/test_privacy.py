@@ -18,16 +18,16 @@ from small_models import intercepts, linear
 from test_wire import INTERCEPTS, LINEAR, DyingFits, Fits, Killed, Messages, alone
 
 import numpyro_fed as fed
-from numpyro_fed.engines import closed
-from numpyro_fed.engines.packing import pack, unpack
-from numpyro_fed.engines.remote import Call
-from numpyro_fed.engines.roster import as_values
-from numpyro_fed.engines.secure_sum import LARGEST, Keys, masked, opened
+from numpyro_fed.density.fingerprint import as_values
 from numpyro_fed.engines.silo_side import SiloSide
 from numpyro_fed.engines.wire import connect
 from numpyro_fed.mcmc.remote import TellLocal
-from numpyro_fed.vi.discrete_gaussian import Words
-from numpyro_fed.vi.privacy import Noise, cut_to_grid, expected_error, noised, noised_exactly
+from numpyro_fed.privacy import guard as closed
+from numpyro_fed.privacy.differential import Noise, cut_to_grid, expected_error, noised, noised_exactly
+from numpyro_fed.privacy.discrete_gaussian import Words
+from numpyro_fed.privacy.secure_sum import LARGEST, Keys, masked, opened
+from numpyro_fed.rounds.remote import Call
+from numpyro_fed.rounds.serialization import pack, unpack
 from numpyro_fed.vi.remote import InitLocal
 
 ADAM = optax.adam(0.05)
@@ -564,13 +564,13 @@ def test_a_server_that_cheats_learns_nothing(tmp_path, name):
 
 
 def remote_params(fit, remote):
-    from numpyro_fed.vi.prepare import first_params
+    from numpyro_fed.vi.setup import first_params
 
     return jax.tree.map(np.asarray, first_params(fit.prepared(remote), fit.guide, random.key(5)))
 
 
 def test_shared_arguments_are_the_silos_own(tmp_path):
-    from numpyro_fed.engines.roster import from_values
+    from numpyro_fed.density.fingerprint import from_values
 
     def model(y, df):
         import numpyro

@@ -20,16 +20,16 @@ from test_privacy import introduce, private_sums
 from test_wire import LINEAR, Fits, Messages, alone, run
 
 import numpyro_fed as fed
+from numpyro_fed.data.views import SiloView
+from numpyro_fed.density.check import BatchGap, prove
+from numpyro_fed.density.factorize import factorise
+from numpyro_fed.density.fingerprint import as_values, description
 from numpyro_fed.engines import answers
-from numpyro_fed.engines.packing import pack, unpack, wire_name
-from numpyro_fed.engines.remote import Call, rows_of, site_of
-from numpyro_fed.engines.roster import as_values, description
 from numpyro_fed.engines.silo_side import SiloSide
 from numpyro_fed.engines.wire import connect
-from numpyro_fed.factorise import factorise
 from numpyro_fed.mcmc.remote_chains import StayLocal
-from numpyro_fed.proof import BatchGap, prove
-from numpyro_fed.storage import SiloView
+from numpyro_fed.rounds.remote import Call, rows_of, site_of
+from numpyro_fed.rounds.serialization import pack, unpack, wire_name
 
 # Questions about rows
 

@@ -13,11 +13,11 @@ from jax import Array
 from registry import ENTRIES, Entry
 
 import numpyro_fed as fed
-from numpyro_fed import proof
-from numpyro_fed.factorise import factorise
-from numpyro_fed.local_map import Units
-from numpyro_fed.proof import elements_are_independent, prove
-from numpyro_fed.storage import largest
+from numpyro_fed.data.views import largest
+from numpyro_fed.density import check as proof
+from numpyro_fed.density.check import elements_are_independent, prove
+from numpyro_fed.density.factorize import factorise
+from numpyro_fed.density.local_map import Units
 
 Y = np.array([0.3, -1.0, 2.0, 0.1, 0.7, -0.4])
 BY = np.array([0, 1, 2, 1, 1, 2])

@@ -12,9 +12,9 @@ from network_law import LOPSIDED, PERIODIC, SILOS, D, M, exact_law, posterior, r
 from small_models import intercepts, intercepts_posterior, intercepts_silos, linear, linear_precisions
 
 import numpyro_fed as fed
-from numpyro_fed.mcmc.mixing import mixing
-from numpyro_fed.mcmc.nodes import gradients
-from numpyro_fed.mcmc.time_varying import TimeVaryingGraph
+from numpyro_fed.decentralized.mixing import mixing
+from numpyro_fed.decentralized.nodes import gradients
+from numpyro_fed.decentralized.time_varying import TimeVaryingGraph
 
 # The exchange
 

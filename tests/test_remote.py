@@ -20,9 +20,9 @@ from spmd_processes import saved_by
 
 import numpyro_fed as fed
 from numpyro_fed.engines import spmd
-from numpyro_fed.engines.remote import Kept
-from numpyro_fed.federation import message_bytes
 from numpyro_fed.mcmc.remote_chains import StartLocal, StayLocal
+from numpyro_fed.rounds.federated import message_bytes
+from numpyro_fed.rounds.remote import Kept
 
 CHAINS, WARMUP, SAMPLES = 2, 2, 12
 

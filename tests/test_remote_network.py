@@ -14,10 +14,10 @@ from spmd_processes import saved_by
 from test_wire import INTERCEPTS, Messages
 
 import numpyro_fed as fed
-from numpyro_fed import storage
+from numpyro_fed.data import views as storage
+from numpyro_fed.decentralized.remote import NodeLocal
+from numpyro_fed.density.factorize import factorise
 from numpyro_fed.engines.wire import connect
-from numpyro_fed.factorise import factorise
-from numpyro_fed.mcmc.remote_network import NodeLocal
 
 WARMUP, SAMPLES, NETWORKS = 3, 17, 2
 FAILING = PERIODIC.with_link_failures(0.2)

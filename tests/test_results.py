@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from numpyro_fed._compat import import_arviz
-from numpyro_fed.results import _sinkhorn_distance, compare, plot_compare
+from numpyro_fed.results.compare import _sinkhorn_distance, compare, plot_compare
 
 az = import_arviz()
 LARGE = (4, 5000)  # chains and draws: enough to judge at the default tolerances
@@ -370,6 +370,6 @@ def test_figure_leaves_constants_out_and_draws_into_a_subfigure(rng):
 
 
 def test_import_leaves_arviz_and_matplotlib_alone():
-    code = "import sys, numpyro_fed.results; print(sorted({'arviz', 'matplotlib', 'ott', 'pandas', 'xarray'} & set(sys.modules)))"
+    code = "import sys, numpyro_fed.results.compare; print(sorted({'arviz', 'matplotlib', 'ott', 'pandas', 'xarray'} & set(sys.modules)))"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ran.stdout.strip() == "[]"

@@ -28,10 +28,10 @@ from vi_models import (
 )
 
 import numpyro_fed as fed
-from numpyro_fed.vi import prepare
+from numpyro_fed.vi import setup as prepare
 from numpyro_fed.vi.bound import silo_bound
+from numpyro_fed.vi.loop import Participation, _settled
 from numpyro_fed.vi.minibatch import systematic
-from numpyro_fed.vi.rounds import Participation, _settled
 
 N = 70
 PARTITIONS = {
@@ -449,7 +449,7 @@ def test_a_loss_that_is_not_finite_stops_the_fit_and_keeps_the_last_state():
 
 
 def test_an_interrupted_run_returns_what_it_has(monkeypatch):
-    from numpyro_fed.vi import rounds
+    from numpyro_fed.vi import loop as rounds
 
     silos = wheeze_silos(PARTITIONS["two"])
     svi = fed.SFVI(wheeze, fed.AutoSiloNormal(wheeze), optax.adam(0.02), num_local_particles=2, validate=False)

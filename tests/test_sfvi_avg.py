@@ -9,7 +9,7 @@ from jax import random
 from vi_models import hierarchy, hierarchy_posterior, hierarchy_silos, learned_scale, wheeze, wheeze_silos
 
 import numpyro_fed as fed
-from numpyro_fed.vi.barycentre import barycentre
+from numpyro_fed.vi.barycenter import barycentre
 from numpyro_fed.vi.sfvi_avg import Reply, SiloState, federated, row_count
 
 OPTIM = optax.adam(optax.exponential_decay(0.05, 500, 0.3))

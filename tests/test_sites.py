@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from numpyro_fed.surrogates.sites import Site, product
+from numpyro_fed.surrogates.natural_step import Site, product
 
 
 def test_a_diagonal_is_a_full_precision():

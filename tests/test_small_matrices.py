@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from numpyro_fed import small_matrices
+from numpyro_fed.density import small_matrices
 
 
 def matrices(k):

@@ -14,14 +14,14 @@ from numpyro.distributions import MultivariateNormal, Normal
 from registry import ENTRIES
 
 import numpyro_fed as fed
-from numpyro_fed.density import Factors
-from numpyro_fed.factorise import factorise
-from numpyro_fed.local_map import LocalMap, Units
-from numpyro_fed.storage import SiloView, largest
+from numpyro_fed.data.views import SiloView, largest
+from numpyro_fed.density.factorize import factorise
+from numpyro_fed.density.factors import Factors
+from numpyro_fed.density.local_map import LocalMap, Units
 from numpyro_fed.surrogates import Gaussian, Surrogates, laplace, score
 from numpyro_fed.surrogates.least_squares import fit_map, fit_score
 from numpyro_fed.surrogates.marginal import laplace_marginal, quadrature_marginal
-from numpyro_fed.surrogates.points import sobol_normal
+from numpyro_fed.surrogates.sobol import sobol_normal
 
 RNG = np.random.default_rng(11)
 

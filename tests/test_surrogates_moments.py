@@ -13,7 +13,7 @@ from jax import Array
 from numpyro.infer import MCMC, NUTS
 
 import numpyro_fed as fed
-from numpyro_fed.factorise import factorise
+from numpyro_fed.density.factorize import factorise
 from numpyro_fed.surrogates import local_draws, score
 
 RNG = np.random.default_rng(11)

@@ -11,7 +11,7 @@ from jax import random
 from numpyro.infer import MCMC
 
 import numpyro_fed as fed
-from numpyro_fed.factorise import factorise
+from numpyro_fed.density.factorize import factorise
 from numpyro_fed.surrogates import laplace, score, some_rows
 from numpyro_fed.surrogates.gaussian import Gaussian
 

@@ -26,9 +26,9 @@ from small_models import GROUP_SD, PRIOR_SD, ROW_SD, intercepts, intercepts_post
 
 import numpyro_fed as fed
 from numpyro_fed._compat import import_arviz
-from numpyro_fed._elbo_figure import running_mean
+from numpyro_fed.results.elbo_figure import running_mean
 from numpyro_fed.vi import draws as vi_draws
-from numpyro_fed.vi.weights import smoothed, tail_of_spreads
+from numpyro_fed.vi.importance import smoothed, tail_of_spreads
 
 az = import_arviz()
 SILOS = intercepts_silos()

@@ -18,17 +18,17 @@ from jax import random
 from small_models import intercepts, intercepts_posterior, intercepts_silos, linear, linear_silos
 
 import numpyro_fed as fed
+from numpyro_fed.data.views import largest
+from numpyro_fed.density.factorize import factorise
+from numpyro_fed.density.fingerprint import as_values, fingerprint
+from numpyro_fed.density.local_map import Units
 from numpyro_fed.engines import silo_side, wire
-from numpyro_fed.engines.own_keys import with_own_keys
-from numpyro_fed.engines.packing import pack, unpack
-from numpyro_fed.engines.remote import Call
-from numpyro_fed.engines.roster import as_values, fingerprint
 from numpyro_fed.engines.silo_side import SiloSide
 from numpyro_fed.engines.wire import connect
-from numpyro_fed.factorise import factorise
-from numpyro_fed.local_map import Units
 from numpyro_fed.mcmc.remote_chains import StayLocal
-from numpyro_fed.storage import largest
+from numpyro_fed.privacy.own_keys import with_own_keys
+from numpyro_fed.rounds.remote import Call
+from numpyro_fed.rounds.serialization import pack, unpack
 from numpyro_fed.surrogates.local_score import Message, ScoreLocal
 
 
@@ -493,7 +493,8 @@ class Leak:
 
 
 def test_silos_refuse_other_calls_and_replies_as_long_as_rows(tmp_path, monkeypatch):
-    from numpyro_fed.engines import answers, packing
+    from numpyro_fed.engines import answers
+    from numpyro_fed.rounds import serialization as packing
 
     messenger = Messages(LINEAR, linear, tmp_path)
     remote = connect(messenger, linear)

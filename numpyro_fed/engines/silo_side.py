@@ -11,7 +11,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from numpyro_fed.density import Factors
+from numpyro_fed.data.silos import Silos
+from numpyro_fed.density.check import ProofError, prove_own
+from numpyro_fed.density.factorize import factorise
+from numpyro_fed.density.factors import Factors
+from numpyro_fed.density.fingerprint import checked, description, fingerprint, from_values, rows_hash, versions
+from numpyro_fed.density.local_map import Units
 from numpyro_fed.engines.answers import (
     ANSWERED,
     FIT_CALLS,
@@ -22,19 +27,14 @@ from numpyro_fed.engines.answers import (
     MAX_SETTINGS,
     MAX_SLOTS,
 )
-from numpyro_fed.engines.closed import Closed
-from numpyro_fed.engines.files import read_sealed, write_sealed
-from numpyro_fed.engines.guards import Guards
-from numpyro_fed.engines.own_keys import hashed, secret_of, with_own_keys
-from numpyro_fed.engines.packing import name_of, pack, unpack
 from numpyro_fed.engines.record import Record, outlined
-from numpyro_fed.engines.remote import Call, Site, nowhere, resized, site_of, types_of
-from numpyro_fed.engines.roster import checked, description, fingerprint, from_values, rows_hash, versions
 from numpyro_fed.engines.wire import PROTOCOL, owned
-from numpyro_fed.factorise import factorise
-from numpyro_fed.local_map import Units
-from numpyro_fed.proof import ProofError, prove_own
-from numpyro_fed.silos import Silos
+from numpyro_fed.privacy.data_guards import Guards
+from numpyro_fed.privacy.guard import Closed
+from numpyro_fed.privacy.own_keys import hashed, secret_of, with_own_keys
+from numpyro_fed.rounds.files import read_sealed, write_sealed
+from numpyro_fed.rounds.remote import Call, Site, nowhere, resized, site_of, types_of
+from numpyro_fed.rounds.serialization import name_of, pack, unpack
 
 __all__ = ["Refusal", "SiloSide"]
 

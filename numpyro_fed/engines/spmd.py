@@ -27,9 +27,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from numpyro_fed.engines.remote import Call, Carrier, RemoteSilos, Site, site_of
-from numpyro_fed.engines.roster import description, known_of
-from numpyro_fed.silos import Silos
+from numpyro_fed.data.silos import Silos
+from numpyro_fed.density.fingerprint import description, known_of
+from numpyro_fed.rounds.remote import Call, Carrier, RemoteSilos, Site, site_of
 
 __all__ = ["Spmd", "connect", "initialize"]
 

@@ -16,14 +16,14 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import numpy as np
 
-from numpyro_fed.density import Factors
-from numpyro_fed.engines.packing import pack, unpack
-from numpyro_fed.engines.remote import Call, Carrier, RemoteSilos, SiloError, nowhere
-from numpyro_fed.engines.roster import as_values, checked, fingerprint, known_of, versions
-from numpyro_fed.engines.secure_sum import types_masked
-from numpyro_fed.factorise import factorise
-from numpyro_fed.silos import Silos
-from numpyro_fed.storage import largest
+from numpyro_fed.data.silos import Silos
+from numpyro_fed.data.views import largest
+from numpyro_fed.density.factorize import factorise
+from numpyro_fed.density.factors import Factors
+from numpyro_fed.density.fingerprint import as_values, checked, fingerprint, known_of, versions
+from numpyro_fed.privacy.secure_sum import types_masked
+from numpyro_fed.rounds.remote import Call, Carrier, RemoteSilos, SiloError, nowhere
+from numpyro_fed.rounds.serialization import pack, unpack
 
 __all__ = ["Messenger", "Traffic", "Wire", "connect", "owned"]
 

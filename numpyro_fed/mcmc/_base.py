@@ -15,10 +15,10 @@ from jax import Array
 from numpyro.infer.mcmc import MCMCKernel
 from numpyro.infer.util import constrain_fn, transform_fn, unconstrain_fn
 
-from numpyro_fed.density import Factors, PooledModel
-from numpyro_fed.engines.remote import RemoteSilos
-from numpyro_fed.federation import Cost
-from numpyro_fed.silos import Silos
+from numpyro_fed.data.silos import Silos
+from numpyro_fed.density.factors import Factors, PooledModel
+from numpyro_fed.rounds.federated import Cost
+from numpyro_fed.rounds.remote import RemoteSilos
 from numpyro_fed.surrogates.gaussian import Surrogates
 
 __all__ = ["FederatedKernel", "check_start"]

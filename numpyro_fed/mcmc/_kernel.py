@@ -10,13 +10,13 @@ import numpy as np
 from jax import Array, random
 from numpyro.util import is_prng_key
 
-from numpyro_fed.federation import Cost, Ledger
+from numpyro_fed.data.silos import Silos
 from numpyro_fed.mcmc._base import FederatedKernel, check_start
 from numpyro_fed.mcmc.adaptation import Adaptation, begin, check_seen, look_cost
 from numpyro_fed.mcmc.options import Options
-from numpyro_fed.mcmc.prepare import prepare, prepare_again
-from numpyro_fed.mcmc.rounds import LangevinState, chain_axes, explore, first_state, one_round, start_keys
-from numpyro_fed.silos import Silos
+from numpyro_fed.mcmc.setup import prepare, prepare_again
+from numpyro_fed.mcmc.visit import LangevinState, chain_axes, explore, first_state, one_round, start_keys
+from numpyro_fed.rounds.federated import Cost, Ledger
 
 __all__ = ["LangevinKernel", "LangevinState"]
 

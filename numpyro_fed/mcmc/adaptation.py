@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax, random
 
-from numpyro_fed.federation import Cost
+from numpyro_fed.rounds.federated import Cost
 
 __all__ = ["Adaptation", "adapt", "begin", "check_seen", "first_looks", "look_cost"]
 

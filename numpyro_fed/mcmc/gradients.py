@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from numpyro_fed.mcmc.plan import Conducive, LatentCoordinates, NodePlan, Plan, Tuning
-from numpyro_fed.storage import SiloRows, SiloView
+from numpyro_fed.data.views import SiloRows, SiloView
+from numpyro_fed.mcmc.config import Conducive, LatentCoordinates, NodePlan, Plan, Tuning
 from numpyro_fed.surrogates.gaussian import matvec
 
 __all__ = ["OpenSilo", "drift", "open_silo", "pull_back", "push", "residual", "terms"]

@@ -23,16 +23,16 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax, random
 
-from numpyro_fed.engines.packing import wire_name
-from numpyro_fed.federation import Federated
-from numpyro_fed.local_map import LocalMap
-from numpyro_fed.mcmc.element_batches import pick_elements, rows_of
+from numpyro_fed.data.views import SiloRows, SiloView, gather
+from numpyro_fed.density.local_map import LocalMap
+from numpyro_fed.density.nested import NestedUnits
+from numpyro_fed.mcmc.config import NodePlan, Plan, Tuning
 from numpyro_fed.mcmc.gradients import OpenSilo, drift, open_silo, push
 from numpyro_fed.mcmc.local_moves import MoveNoise, free_move_noise, metropolis, move_noise
+from numpyro_fed.mcmc.minibatch import pick_elements, rows_of
 from numpyro_fed.mcmc.nested_moves import nested_metropolis
-from numpyro_fed.mcmc.plan import NodePlan, Plan, Tuning
-from numpyro_fed.nested import NestedUnits
-from numpyro_fed.storage import SiloRows, SiloView, gather
+from numpyro_fed.rounds.federated import Federated
+from numpyro_fed.rounds.serialization import wire_name
 
 __all__ = ["Chain", "StayStats", "batches", "federated", "local_noise", "local_step", "move", "pick_rows", "stay"]
 

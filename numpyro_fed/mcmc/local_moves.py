@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array, random
 
-from numpyro_fed.local_map import Units
-from numpyro_fed.nested import NestedUnits
-from numpyro_fed.storage import SiloRows, SiloView
+from numpyro_fed.data.views import SiloRows, SiloView
+from numpyro_fed.density.local_map import Units
+from numpyro_fed.density.nested import NestedUnits
 
 __all__ = ["MoveNoise", "free_move_noise", "metropolis", "move_noise"]
 

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from numpyro_fed.density.nested import NestedUnits, join_levels
 from numpyro_fed.mcmc.local_moves import MoveNoise
-from numpyro_fed.nested import NestedUnits, join_levels
 
 __all__ = ["nested_metropolis"]
 

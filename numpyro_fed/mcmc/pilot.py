@@ -14,15 +14,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax, random
 
-from numpyro_fed.engines.inline import ask_all
-from numpyro_fed.engines.packing import wire_name
-from numpyro_fed.federation import Cost
-from numpyro_fed.local_map import LocalMap
+from numpyro_fed.data.silos import Silos
+from numpyro_fed.data.views import SiloView
+from numpyro_fed.density.local_map import LocalMap
 from numpyro_fed.mcmc import gradients, langevin, step_rule
-from numpyro_fed.mcmc.plan import Plan, Tuning
+from numpyro_fed.mcmc.config import Plan, Tuning
 from numpyro_fed.mcmc.step_rule import StayNoise
-from numpyro_fed.silos import Silos
-from numpyro_fed.storage import SiloView
+from numpyro_fed.rounds.federated import Cost
+from numpyro_fed.rounds.inline import ask_all
+from numpyro_fed.rounds.serialization import wire_name
 from numpyro_fed.surrogates.score import NUM_DRAWS
 
 __all__ = ["PilotLocal", "Rule", "cost", "settle", "stay_noise"]

@@ -1,6 +1,6 @@
 """Langevin dynamics over silos whose rows are elsewhere: the same rounds, driven from the host.
 
-How a round is made is in :mod:`numpyro_fed.mcmc.remote_chains` for chains that travel, and in :mod:`numpyro_fed.mcmc.remote_network` for networks, whose nodes are chains.
+How a round is made is in :mod:`numpyro_fed.mcmc.remote_chains` for chains that travel, and in :mod:`numpyro_fed.decentralized.remote` for networks, whose nodes are chains.
 """
 
 import hashlib
@@ -21,16 +21,16 @@ from numpyro.util import is_prng_key
 from tqdm.auto import tqdm
 
 from numpyro_fed._compat import fill_mcmc
-from numpyro_fed.engines.checkpoint import Checkpoint, facts_of_run
-from numpyro_fed.engines.packing import wire_name
-from numpyro_fed.engines.remote import Call, RemoteSilos
-from numpyro_fed.engines.roster import fingerprint
+from numpyro_fed.data.views import SiloView
+from numpyro_fed.decentralized._kernel import NetworkKernel
+from numpyro_fed.decentralized.remote import check_network, network_facts, start_nodes, step_nodes
+from numpyro_fed.density.fingerprint import fingerprint
 from numpyro_fed.mcmc._kernel import LangevinKernel
-from numpyro_fed.mcmc._network import NetworkKernel
-from numpyro_fed.mcmc.plan import Tuning
+from numpyro_fed.mcmc.config import Tuning
 from numpyro_fed.mcmc.remote_chains import check_chains, start_chains, step_chains
-from numpyro_fed.mcmc.remote_network import check_network, network_facts, start_nodes, step_nodes
-from numpyro_fed.storage import SiloView
+from numpyro_fed.rounds.checkpoint import Checkpoint, facts_of_run
+from numpyro_fed.rounds.remote import Call, RemoteSilos
+from numpyro_fed.rounds.serialization import wire_name
 
 __all__ = ["RemoteMCMC", "TellLocal"]
 

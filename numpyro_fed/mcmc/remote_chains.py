@@ -11,14 +11,14 @@ import numpy as np
 from jax import Array, random
 from scipy.linalg import solve_triangular
 
-from numpyro_fed.engines.inline import key_of
-from numpyro_fed.engines.packing import wire_name
-from numpyro_fed.engines.remote import Call, RemoteSilos
+from numpyro_fed.data.views import SiloView
 from numpyro_fed.mcmc._kernel import LangevinKernel
+from numpyro_fed.mcmc.config import Plan, Tuning
 from numpyro_fed.mcmc.langevin import Chain, StayStats, federated
-from numpyro_fed.mcmc.plan import Plan, Tuning
-from numpyro_fed.mcmc.rounds import Departure, LangevinState, arrive, chain_axes, depart, first_state, start_keys, wait
-from numpyro_fed.storage import SiloView
+from numpyro_fed.mcmc.visit import Departure, LangevinState, arrive, chain_axes, depart, first_state, start_keys, wait
+from numpyro_fed.rounds.inline import key_of
+from numpyro_fed.rounds.remote import Call, RemoteSilos
+from numpyro_fed.rounds.serialization import wire_name
 
 __all__ = ["StartLocal", "StayLocal", "check_chains", "start_chains", "step_chains"]
 

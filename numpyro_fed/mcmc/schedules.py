@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from numpyro_fed.engines.packing import wire_name
+from numpyro_fed.rounds.serialization import wire_name
 
 __all__ = ["check_step_size", "polynomial_decay"]
 

@@ -19,15 +19,15 @@ import numpy as np
 from jax import Array, lax
 from jax.typing import ArrayLike
 
-from numpyro_fed.density import Factors
-from numpyro_fed.factorise import factorise
-from numpyro_fed.local_map import Units
-from numpyro_fed.silos import Silos
-from numpyro_fed.storage import SiloView, sweep
+from numpyro_fed.data.silos import Silos
+from numpyro_fed.data.views import SiloView, sweep
+from numpyro_fed.density.factorize import factorise
+from numpyro_fed.density.factors import Factors
+from numpyro_fed.density.local_map import Units
 from numpyro_fed.surrogates.gaussian import Surrogates
 from numpyro_fed.surrogates.local_score import Message, marginal_score
 from numpyro_fed.surrogates.noise import check_fits
-from numpyro_fed.surrogates.points import sobol_normal
+from numpyro_fed.surrogates.sobol import sobol_normal
 
 __all__ = ["best", "optimal_alpha"]
 

@@ -3,7 +3,7 @@
 import numpy as np
 from jax.typing import ArrayLike
 
-from numpyro_fed.silos import Silos
+from numpyro_fed.data.silos import Silos
 from numpyro_fed.surrogates.gaussian import Gaussian, Surrogates
 
 __all__ = ["analytic"]

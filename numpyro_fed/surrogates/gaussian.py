@@ -15,8 +15,8 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-from numpyro_fed.engines.packing import wire_name
-from numpyro_fed.surrogates.bends import Bends
+from numpyro_fed.rounds.serialization import wire_name
+from numpyro_fed.surrogates.corrections import Bends
 
 __all__ = ["Gaussian", "LowRank", "Surrogates", "matvec"]
 

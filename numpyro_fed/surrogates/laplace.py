@@ -1,6 +1,6 @@
 r"""Laplace surrogates: second-order expansions of all silos' (marginal) likelihoods around one common point.
 
-Every silo returns gradient and Hessian at the server's current centre, the server takes a Newton step, damped and, up to 500 dimensions, accelerated (:mod:`numpyro_fed.surrogates.sites`);
+Every silo returns gradient and Hessian at the server's current centre, the server takes a Newton step, damped and, up to 500 dimensions, accelerated (:mod:`numpyro_fed.surrogates.natural_step`);
 at the end :math:`\Lambda_s = -\nabla^2 \log \hat p(y_s \mid \theta^*)`. Expanding at the common point (not at each silo's own
 mode, which FSGLD appendix F.2 does) keeps silos with one row or one label proper enough: only the sum must be.
 Exact for Gaussian models; elsewhere score matching looks further than one point.
@@ -13,11 +13,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from numpyro_fed.density import Factors
-from numpyro_fed.engines.packing import wire_name
-from numpyro_fed.local_map import LocalMap, Units
-from numpyro_fed.silos import Silos
-from numpyro_fed.storage import SiloView
+from numpyro_fed.data.silos import Silos
+from numpyro_fed.data.views import SiloView
+from numpyro_fed.density.factors import Factors
+from numpyro_fed.density.local_map import LocalMap, Units
+from numpyro_fed.rounds.serialization import wire_name
 from numpyro_fed.surrogates import score
 from numpyro_fed.surrogates.local_score import Message, Reply, marginal_score
 

@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from numpyro_fed.bounded_features import MOST_DIMENSIONS, curved
-from numpyro_fed.local_map import LocalMap
-from numpyro_fed.small_matrices import solve_lower, solve_positive
+from numpyro_fed.density.bounded_features import MOST_DIMENSIONS, curved
+from numpyro_fed.density.local_map import LocalMap
+from numpyro_fed.density.small_matrices import solve_lower, solve_positive
 
 __all__ = ["fit_map", "fit_score"]
 

@@ -22,9 +22,9 @@ from jax import Array, lax, random
 from numpyro.handlers import block
 from numpyro.infer import MCMC, NUTS
 
-from numpyro_fed.density import Factors
-from numpyro_fed.silos import Silos
-from numpyro_fed.storage import SiloView, largest, sweep
+from numpyro_fed.data.silos import Silos
+from numpyro_fed.data.views import SiloView, largest, sweep
+from numpyro_fed.density.factors import Factors
 
 __all__ = ["CHAINS", "STEP_SIZE", "LocalDraws", "gradients", "nuts", "sgld"]
 

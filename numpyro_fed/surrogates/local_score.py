@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax, random
 
-from numpyro_fed.bounded_features import MOST_DIMENSIONS
-from numpyro_fed.density import Factors
-from numpyro_fed.engines.packing import wire_name
-from numpyro_fed.local_map import LocalMap, Units
-from numpyro_fed.nested import NestedMap, NestedUnits, join_levels
-from numpyro_fed.storage import SiloRows, SiloView
-from numpyro_fed.surrogates.bends import regress
+from numpyro_fed.data.views import SiloRows, SiloView
+from numpyro_fed.density.bounded_features import MOST_DIMENSIONS
+from numpyro_fed.density.factors import Factors
+from numpyro_fed.density.local_map import LocalMap, Units
+from numpyro_fed.density.nested import NestedMap, NestedUnits, join_levels
+from numpyro_fed.rounds.serialization import wire_name
+from numpyro_fed.surrogates.corrections import regress
 from numpyro_fed.surrogates.gaussian import matvec
 from numpyro_fed.surrogates.least_squares import fit_map, fit_score
 from numpyro_fed.surrogates.marginal import Moments, laplace_marginal, log_normaliser, nodes, quadrature_marginal

@@ -20,10 +20,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from numpyro_fed.density import Factors
-from numpyro_fed.factorise import factorise
-from numpyro_fed.silos import Silos
-from numpyro_fed.storage import SiloView, largest
+from numpyro_fed.data.silos import Silos
+from numpyro_fed.data.views import SiloView, largest
+from numpyro_fed.density.factorize import factorise
+from numpyro_fed.density.factors import Factors
 from numpyro_fed.surrogates.gaussian import Gaussian, LowRank, Surrogates
 
 __all__ = ["low_rank", "principal_factors"]

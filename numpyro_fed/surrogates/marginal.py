@@ -22,8 +22,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from numpyro_fed import small_matrices
-from numpyro_fed.surrogates.points import sobol_normal
+from numpyro_fed.density import small_matrices
+from numpyro_fed.surrogates.sobol import sobol_normal
 
 __all__ = [
     "Moments",

@@ -29,15 +29,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, random
 
-from numpyro_fed.density import Factors
-from numpyro_fed.factorise import factorise
-from numpyro_fed.federation import Cost
-from numpyro_fed.silos import Silos
+from numpyro_fed.data.silos import Silos
+from numpyro_fed.density.factorize import factorise
+from numpyro_fed.density.factors import Factors
+from numpyro_fed.rounds.federated import Cost
 from numpyro_fed.surrogates.gaussian import Gaussian, Surrogates
 from numpyro_fed.surrogates.least_squares import fit_score
 from numpyro_fed.surrogates.local_draws import CHAINS, STEP_SIZE, LocalDraws, gradients, nuts, sgld
-from numpyro_fed.surrogates.points import sobol_normal
 from numpyro_fed.surrogates.score import ScoreFit, Whitening
+from numpyro_fed.surrogates.sobol import sobol_normal
 
 __all__ = ["fit", "moments", "with_moments"]
 

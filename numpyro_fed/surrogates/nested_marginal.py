@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from numpyro_fed import small_matrices
+from numpyro_fed.density import small_matrices
 from numpyro_fed.surrogates.marginal import Moments, Nodes, cholesky, inverse_factor, nodes, place, place_at_mode
 
 __all__ = ["NestedMarginal", "nested_marginal", "num_nodes"]

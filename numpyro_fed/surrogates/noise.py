@@ -28,10 +28,10 @@ import numpy as np
 from jax import Array, lax
 from jax.typing import ArrayLike
 
-from numpyro_fed.density import Factors
-from numpyro_fed.factorise import factorise
-from numpyro_fed.silos import Silos
-from numpyro_fed.storage import SiloView, sweep
+from numpyro_fed.data.silos import Silos
+from numpyro_fed.data.views import SiloView, sweep
+from numpyro_fed.density.factorize import factorise
+from numpyro_fed.density.factors import Factors
 from numpyro_fed.surrogates.gaussian import Surrogates
 
 __all__ = ["Bounds", "Noise", "check_fits", "mse_bounds", "noise"]

@@ -6,8 +6,8 @@ the natural parameters of the Gaussian whose score is nearest, in least squares,
 .. math:: \nabla_u \log \hat p(y_s \mid \mu + L u_k),
 
 the gradient of its marginal likelihood (local latents integrated out). The server adds the prior's, and moves :math:`\mu, L` to the
-product by the accelerated steps of conducive rounds (:mod:`numpyro_fed.surrogates.sites`). A last fit at wider points, weighted by a power of the posterior,
-settles the Gaussians. In few dimensions another one, at points near the posterior, fits bounded corrections (:mod:`numpyro_fed.surrogates.bends`). The last
+product by the accelerated steps of conducive rounds (:mod:`numpyro_fed.surrogates.natural_step`). A last fit at wider points, weighted by a power of the posterior,
+settles the Gaussians. In few dimensions another one, at points near the posterior, fits bounded corrections (:mod:`numpyro_fed.surrogates.corrections`). The last
 of them regresses the locations and log scales of the local latents on u, which stays in the silo.
 
 Moment-matched local posteriors (FSGLD 3.1) are improper or far from Gaussian exactly in hierarchical models;
@@ -27,20 +27,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, random
 
-from numpyro_fed.bounded_features import MOST_DIMENSIONS, num_features
-from numpyro_fed.density import Factors
-from numpyro_fed.engines.inline import ask_all
-from numpyro_fed.engines.remote import RemoteSilos
-from numpyro_fed.federation import Cost, Federated, message_bytes
-from numpyro_fed.local_map import LocalMap, Units
-from numpyro_fed.nested import NestedUnits
-from numpyro_fed.silos import Silos
-from numpyro_fed.surrogates.bends import Bends, regress
+from numpyro_fed.data.silos import Silos
+from numpyro_fed.density.bounded_features import MOST_DIMENSIONS, num_features
+from numpyro_fed.density.factors import Factors
+from numpyro_fed.density.local_map import LocalMap, Units
+from numpyro_fed.density.nested import NestedUnits
+from numpyro_fed.rounds.federated import Cost, Federated, message_bytes
+from numpyro_fed.rounds.inline import ask_all
+from numpyro_fed.rounds.remote import RemoteSilos
+from numpyro_fed.surrogates.corrections import Bends, regress
 from numpyro_fed.surrogates.gaussian import Gaussian, Surrogates, matvec
 from numpyro_fed.surrogates.least_squares import fit_score
 from numpyro_fed.surrogates.local_score import Message, Reply, ScoreLocal, points_at_once
-from numpyro_fed.surrogates.points import sobol_normal, wide_points
-from numpyro_fed.surrogates.sites import History, Site, natural_step, product
+from numpyro_fed.surrogates.natural_step import History, Site, natural_step, product
+from numpyro_fed.surrogates.sobol import sobol_normal, wide_points
 
 __all__ = ["NUM_DRAWS", "ScoreFit", "Whitening", "fit", "fit_at"]
 

@@ -16,10 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from numpyro_fed.density import Factors
-from numpyro_fed.federation import Cost
-from numpyro_fed.silos import Silos
-from numpyro_fed.storage import SiloView, sweep, thin
+from numpyro_fed.data.silos import Silos
+from numpyro_fed.data.views import SiloView, sweep, thin
+from numpyro_fed.density.factors import Factors
+from numpyro_fed.rounds.federated import Cost
 from numpyro_fed.surrogates.gaussian import Gaussian, Surrogates
 from numpyro_fed.surrogates.score import ScoreFit, Whitening
 

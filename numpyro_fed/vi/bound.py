@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from numpyro_fed.density import PARAMS
+from numpyro_fed.density.factors import PARAMS
 from numpyro_fed.vi.minibatch import Batch
 
 __all__ = ["SiloTerm", "candidate_weights", "silo_bound", "unit_bounds", "unit_terms"]

@@ -23,15 +23,15 @@ import numpy as np
 from jax import Array, lax, random
 from numpyro.infer.util import constrain_fn, transform_fn
 
-from numpyro_fed.density import PARAMS
-from numpyro_fed.engines.packing import wire_name
-from numpyro_fed.engines.remote import Call, RemoteSilos, rows_of
-from numpyro_fed.engines.secure_sum import opened
-from numpyro_fed.silos import Silos
-from numpyro_fed.storage import SiloRows, SiloView, to_pooled_order
+from numpyro_fed.data.silos import Silos
+from numpyro_fed.data.views import SiloRows, SiloView, to_pooled_order
+from numpyro_fed.density.factors import PARAMS
+from numpyro_fed.privacy.secure_sum import opened
+from numpyro_fed.rounds.remote import Call, RemoteSilos, rows_of
+from numpyro_fed.rounds.serialization import wire_name
 from numpyro_fed.vi.bound import candidate_weights, unit_bounds, unit_terms
+from numpyro_fed.vi.config import Plan, own_params
 from numpyro_fed.vi.minibatch import pick
-from numpyro_fed.vi.plan import Plan, own_params
 from numpyro_fed.vi.proposals import stretched_normal, wider_candidates
 
 __all__ = ["Draws", "EstimateLocal", "constrained", "draw", "draw_elsewhere", "globals_of"]

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import optax
 from jax import Array, lax, random
 
-from numpyro_fed.storage import SiloRows
+from numpyro_fed.data.views import SiloRows
 from numpyro_fed.vi.bound import silo_bound
+from numpyro_fed.vi.config import Plan
 from numpyro_fed.vi.minibatch import Batch, pick
-from numpyro_fed.vi.plan import Plan
 from numpyro_fed.vi.sfvi import server_gradient
 
 __all__ = ["Steps", "all_rows", "first_optim_states", "row_count", "steps"]

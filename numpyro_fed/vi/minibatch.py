@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, random
 
-from numpyro_fed.storage import SiloRows, gather
+from numpyro_fed.data.views import SiloRows, gather
 
 __all__ = ["Batch", "pick", "rows_at", "systematic", "whole"]
 

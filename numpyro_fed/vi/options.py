@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import optax
 
-from numpyro_fed.vi.privacy import Privacy
+from numpyro_fed.privacy.differential import Privacy
 
 __all__ = ["Options"]
 

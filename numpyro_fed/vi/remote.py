@@ -19,18 +19,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from numpyro_fed.engines.checkpoint import Checkpoint
-from numpyro_fed.engines.inline import key_among
-from numpyro_fed.engines.packing import wire_name
-from numpyro_fed.engines.remote import Call, RemoteSilos, rows_of
-from numpyro_fed.engines.secure_sum import opened
-from numpyro_fed.federation import Cost, Ledger, message_bytes
-from numpyro_fed.storage import SiloRows, SiloView
-from numpyro_fed.vi.discrete_gaussian import Words
-from numpyro_fed.vi.plan import Plan, own_params
-from numpyro_fed.vi.prepare import Prepared
-from numpyro_fed.vi.privacy import noised_exactly
-from numpyro_fed.vi.rounds import Participation, VIState, drawn
+from numpyro_fed.data.views import SiloRows, SiloView
+from numpyro_fed.privacy.differential import noised_exactly
+from numpyro_fed.privacy.discrete_gaussian import Words
+from numpyro_fed.privacy.secure_sum import opened
+from numpyro_fed.rounds.checkpoint import Checkpoint
+from numpyro_fed.rounds.federated import Cost, Ledger, message_bytes
+from numpyro_fed.rounds.inline import key_among
+from numpyro_fed.rounds.remote import Call, RemoteSilos, rows_of
+from numpyro_fed.rounds.serialization import wire_name
+from numpyro_fed.vi.config import Plan, own_params
+from numpyro_fed.vi.loop import Participation, VIState, drawn
+from numpyro_fed.vi.setup import Prepared
 
 __all__ = ["Elsewhere", "InitLocal", "RemoteRounds", "RoundLocal", "kept_by", "ledger_of_calls"]
 
@@ -55,7 +55,8 @@ class Elsewhere:
 
 def _module(algorithm: str) -> Any:
     """An algorithm's functions, which know the adapter, which knows this module."""
-    from numpyro_fed.vi import conducive, sfvi, sfvi_avg
+    from numpyro_fed.vi import sfvi, sfvi_avg
+    from numpyro_fed.vi.conducive import rounds as conducive
 
     return {"sfvi": sfvi, "sfvi_avg": sfvi_avg, "conducive": conducive}[algorithm]
 

@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from numpyro_fed.federation import Ledger
-from numpyro_fed.silos import Silos
-from numpyro_fed.storage import stacked_mask, to_pooled_order
-from numpyro_fed.vi.prepare import Prepared
-from numpyro_fed.vi.privacy import Spent
-from numpyro_fed.vi.rounds import VIState
+from numpyro_fed.data.silos import Silos
+from numpyro_fed.data.views import stacked_mask, to_pooled_order
+from numpyro_fed.privacy.differential import Spent
+from numpyro_fed.rounds.federated import Ledger
+from numpyro_fed.vi.loop import VIState
+from numpyro_fed.vi.setup import Prepared
 
 __all__ = ["VIResult", "global_params", "local_params", "shape_of", "stacked_params"]
 

@@ -23,15 +23,15 @@ import jax.numpy as jnp
 import optax
 from jax import Array, lax, random
 
-from numpyro_fed.engines.packing import wire_name
-from numpyro_fed.federation import Federated
-from numpyro_fed.storage import SiloRows
-from numpyro_fed.vi._adapter import FederatedVI
+from numpyro_fed.data.views import SiloRows
+from numpyro_fed.privacy.differential import Privacy, noised
+from numpyro_fed.rounds.federated import Federated
+from numpyro_fed.rounds.serialization import wire_name
 from numpyro_fed.vi.bound import silo_bound
+from numpyro_fed.vi.config import Plan
 from numpyro_fed.vi.minibatch import Batch, pick
 from numpyro_fed.vi.options import Options
-from numpyro_fed.vi.plan import Plan
-from numpyro_fed.vi.privacy import Privacy, noised
+from numpyro_fed.vi.svi import FederatedVI
 
 __all__ = ["SFVI", "Info", "Message", "Reply", "Server", "SiloState", "federated", "tail_average"]
 

@@ -24,23 +24,23 @@ import jax
 import jax.numpy as jnp
 from jax import Array, random
 
-from numpyro_fed.engines.packing import wire_name
-from numpyro_fed.federation import Federated
-from numpyro_fed.mixed import MixedSilos
-from numpyro_fed.silos import Silos
-from numpyro_fed.storage import SiloRows
-from numpyro_fed.vi import conducive as conducive_rounds
-from numpyro_fed.vi import conducive_checks
-from numpyro_fed.vi._adapter import FederatedVI
-from numpyro_fed.vi.barycentre import barycentre
-from numpyro_fed.vi.guides import AutoSiloNormal
+from numpyro_fed.data.mixed import MixedSilos
+from numpyro_fed.data.silos import Silos
+from numpyro_fed.data.views import SiloRows
+from numpyro_fed.rounds.federated import Federated
+from numpyro_fed.rounds.serialization import wire_name
+from numpyro_fed.vi.barycenter import barycentre
+from numpyro_fed.vi.conducive import checks as conducive_checks
+from numpyro_fed.vi.conducive import rounds as conducive_rounds
+from numpyro_fed.vi.config import Plan
+from numpyro_fed.vi.guides.auto_silo_normal import AutoSiloNormal
 from numpyro_fed.vi.local_steps import all_rows, first_optim_states, row_count, steps
+from numpyro_fed.vi.loop import VIState
 from numpyro_fed.vi.options import Options
-from numpyro_fed.vi.plan import Plan
-from numpyro_fed.vi.prepare import Prepared
 from numpyro_fed.vi.result import VIResult, global_params
-from numpyro_fed.vi.rounds import VIState
+from numpyro_fed.vi.setup import Prepared
 from numpyro_fed.vi.sfvi import Info, all_finite, first_bad
+from numpyro_fed.vi.svi import FederatedVI
 
 __all__ = ["SFVIAvg", "federated"]
 
@@ -174,7 +174,7 @@ class SFVIAvg(FederatedVI):
     :param num_particles: as for :class:`SFVI`, of each step.
     :param num_local_particles: likewise; conducive without ``optim``: of the draws of the result alone.
     :param conducive: the silos keep Gaussian sites, whose product is q, in place of averages: the pooled optimum in about ten rounds
-        (:mod:`numpyro_fed.vi.conducive`). Without ``optim`` latents are integrated out, and losses are minus the pooled bound; with it, ``num_local_steps``
+        (:mod:`numpyro_fed.vi.conducive.rounds`). Without ``optim`` latents are integrated out, and losses are minus the pooled bound; with it, ``num_local_steps``
         steps a round move local maps, networks of amortised guides and learned parameters.
     :param local_optim: likewise.
     :param batch_size: likewise; conducive: rows at which each pair of points looks, at least so many that all pairs together look at every row.

@@ -19,7 +19,7 @@ import numpy as np
 from jax import Array
 from ott.geometry import costs
 
-from numpyro_fed.vi.barycentre import barycentre
+from numpyro_fed.vi.barycenter import barycentre
 
 NUMBER, RESIDUAL = 10, 1e-5
 GOALS = {100: 2.0, 784: 5.0}

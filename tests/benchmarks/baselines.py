@@ -20,7 +20,7 @@ from numpyro.infer.hmc_util import consensus, parametric
 from numpyro.infer.util import transform_fn
 
 import numpyro_fed as fed
-from numpyro_fed.density import Factors
+from numpyro_fed.density.factors import Factors
 
 Draws = dict[str, np.ndarray]  # (chains, draws, ...)
 _CHAINS, _TOTAL = 4, 8000

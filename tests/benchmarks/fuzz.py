@@ -48,8 +48,8 @@ from test_wire import INTERCEPTS, LINEAR, Fits, Messages
 
 import numpyro_fed as fed
 from numpyro_fed.engines import wire
-from numpyro_fed.engines.packing import _CLASSES, WIRE_DTYPES, pack, unpack
-from numpyro_fed.engines.remote import Call, Site, types_of
+from numpyro_fed.rounds.remote import Call, Site, types_of
+from numpyro_fed.rounds.serialization import _CLASSES, WIRE_DTYPES, pack, unpack
 
 LIMIT = 30  # seconds for one message
 MEMORY = 64 << 20  # bytes beyond the message

@@ -4,7 +4,7 @@ r"""Steps per second of PushSumLangevin by number of nodes, and against push-sum
 
 Logistic regression with d = 20 coefficients and 500 rows a node, one network, all rows or minibatches of 10. Node j sends to
 j + 1, j + 2 and j + 4 (modulo m); mixing by matrices or by gathers; links fail one time in ten, or never. A step of the hand-written
-loop is (numpyro_fed/mcmc/push_sum.py)
+loop is (numpyro_fed/decentralized/push_sum.py)
 
 .. math:: W = A X, \quad Y \leftarrow A Y, \quad Z = W / Y, \quad X \leftarrow W - \alpha \nabla U(Z) + \sqrt{2 \alpha}\, \xi
 
@@ -28,7 +28,7 @@ from jax import Array, lax, random
 from numpyro.infer import MCMC
 
 import numpyro_fed as fed
-from numpyro_fed.mcmc.mixing import mixing
+from numpyro_fed.decentralized.mixing import mixing
 
 DIM, ROWS, ALPHA, FAILURE = 20, 500, 1e-4, 0.1
 GOAL = 0.7

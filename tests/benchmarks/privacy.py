@@ -28,8 +28,8 @@ from test_privacy import float32_normals, reachable
 import numpyro_fed as fed
 from numpyro_fed.engines.silo_side import SiloSide
 from numpyro_fed.engines.wire import connect
-from numpyro_fed.vi.discrete_gaussian import Words
-from numpyro_fed.vi.privacy import noised, noised_exactly
+from numpyro_fed.privacy.differential import noised, noised_exactly
+from numpyro_fed.privacy.discrete_gaussian import Words
 
 ROWS, WIDTH, DELTA = 40, 3, 1e-5
 

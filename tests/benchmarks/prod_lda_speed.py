@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "models"))
 import prod_lda
 
 import numpyro_fed as fed
-from numpyro_fed.vi.rounds import advance
+from numpyro_fed.vi.loop import advance
 
 GOAL = 1.2
 TOPICS = prod_lda.NUM_TOPICS

@@ -22,7 +22,7 @@ from jax import Array, lax, random
 from numpyro.infer import SVI, Trace_ELBO
 
 import numpyro_fed as fed
-from numpyro_fed.vi.rounds import advance
+from numpyro_fed.vi.loop import advance
 
 SILOS = (1, 2, 10, 100, 1000, 10_000)
 OPTIM = optax.adam(1e-3)

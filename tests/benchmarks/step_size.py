@@ -25,7 +25,7 @@ from jax import random
 from numpyro.infer import MCMC, NUTS
 
 import numpyro_fed as fed
-from numpyro_fed.density import pooled_log_density
+from numpyro_fed.density.factors import pooled_log_density
 
 CHAINS, ACCEPT = 8, 0.574
 

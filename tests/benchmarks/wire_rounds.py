@@ -21,9 +21,9 @@ import carried_fit
 from small_models import linear
 
 import numpyro_fed as fed
-from numpyro_fed.engines.remote import Call
 from numpyro_fed.engines.wire import connect
 from numpyro_fed.mcmc.remote import TellLocal
+from numpyro_fed.rounds.remote import Call
 
 
 class InProcess:

@@ -1,0 +1,1 @@
+"""The command ``numpyro-fed``."""

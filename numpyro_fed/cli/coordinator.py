@@ -1,0 +1,213 @@
+"""The coordinator's side of a deployment with Flower: a SuperLink on this machine, and the run that it hosts."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import traceback
+import warnings
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import jax
+
+from numpyro_fed.cli.model_file import load_model_file, public_of
+from numpyro_fed.engines import flower
+from numpyro_fed.engines.flower_commands import QUIET, link_command, write_app
+from numpyro_fed.engines.wire import connect
+from numpyro_fed.fit import TOL
+from numpyro_fed.mcmc.fsgld import FSGLD
+from numpyro_fed.mcmc.remote import RemoteMCMC
+from numpyro_fed.results.inference_data import to_inference_data
+from numpyro_fed.rounds.files import write_whole
+from numpyro_fed.rounds.remote import RemoteSilos
+
+__all__ = ["client", "coordinate", "posterior", "server"]
+
+_START = 60.0  # seconds for SuperLink to start
+_MOST_ROUNDS = 1000
+
+
+def _draw(grid: Any, context: Any) -> None:
+    """What SuperLink runs: meet the silos, draw, write the posterior; what happened is told by files in the run's folder."""
+    told = dict(context.run_config)
+    folder = Path(told["folder"])
+    (folder / "process").write_text(str(os.getpid()))
+    try:
+        module = load_model_file(told["model"])
+        names = json.loads(told["silos"])
+        messenger = flower.Flower(
+            grid,
+            names,
+            timeout=told["patience"],
+            patience=told["patience"],
+            wait=told["wait"],
+            grace=min(30.0, told["wait"]),
+        )
+        fresh = not (folder / "checkpoint").exists()
+        silos = connect(
+            messenger, module.model, shared=module.SHARED, public=public_of(module), fit=module.svi, fresh=fresh
+        )
+        carrier: Any = silos.carrier
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always", UserWarning)
+            idata, words = posterior(module, silos, told, folder / "checkpoint")
+        idata.to_netcdf(told["out"])
+        lines = [words, "On the wire (messages, bytes to the silo, bytes from it):"]
+        lines += [f"  {name}: {t.messages:,}, {t.bytes_down:,}, {t.bytes_up:,}" for name, t in carrier.traffic.items()]
+        lines += [f"Warning: {w.message}" for w in said if issubclass(w.category, UserWarning)]
+        write_whole(folder / "done", "\n".join(lines).encode())
+    except BaseException as error:
+        (folder / "error.log").write_text(traceback.format_exc())
+        said_why = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        write_whole(folder / "failed", said_why.encode())
+        raise
+
+
+def posterior(module: ModuleType, silos: RemoteSilos, told: dict[str, Any], checkpoint: Path) -> tuple[Any, str]:
+    """The result by the study's method, ``svi`` or ``kernel`` of its module, FSGLD where it has neither, and what it cost in words.
+
+    :param told: ``chains``, ``warmup``, ``samples``, ``rounds`` (0: a default) and ``seed``.
+    """
+    key, svi = jax.random.key(told["seed"]), module.svi
+    if svi is None:
+        kernel, chains = module.kernel or FSGLD(module.model), told["chains"]
+        mcmc = RemoteMCMC(
+            kernel, num_warmup=told["warmup"], num_samples=told["samples"], num_chains=chains, checkpoint=checkpoint
+        )
+        mcmc.run(key, silos)
+        return to_inference_data(mcmc, silos), str(mcmc.sampler.ledger(mcmc.last_state))
+    conducive, (key_rounds, key_draws) = svi.algorithm == "conducive", jax.random.split(key)
+    result = svi.run(
+        key_rounds,
+        told["rounds"] or (svi.privacy.num_rounds if svi.privacy is not None else _MOST_ROUNDS),
+        silos,
+        tol=TOL if conducive else None,
+        progress_bar=False,
+        checkpoint=checkpoint,
+        checkpoint_every=1 if conducive else 10,  # of which there are ten or so, and of others thousands
+    )
+    if result.stopped is not None:
+        raise RuntimeError(f"{result.stopped}; started again with the same folder the run goes on from its checkpoint")
+    num_draws = told["chains"] * told["samples"]
+    idata = to_inference_data(svi, result, silos, num_draws=num_draws, rng_key=key_draws, resample=conducive)
+    lines, k = [f"{len(result.losses)} rounds"], idata.posterior.attrs.get("pareto_k")
+    lines[0] += "" if k is None else f"; Pareto's k of the draws {k:.2f}"
+    lines += [str(result.privacy)] if result.privacy is not None else []
+    return idata, "\n".join([*lines, str(result.ledger)])
+
+
+server = flower.server_app(_draw)
+client = flower.client_app(lambda _: None)  # type: ignore[arg-type, return-value]  # silos answer by their own
+
+
+def coordinate(
+    model: Path,
+    names: list[str],
+    tls: Path,
+    keys: Path,
+    out: Path,
+    folder: Path,
+    *,
+    address: str,
+    **settings: Any,
+) -> str:
+    """Start a SuperLink and the run, wait for its end, and end both.
+
+    :param settings: ``chains``, ``warmup``, ``samples``, ``rounds``, ``seed``, ``wait`` and ``patience``.
+    :return: what the run cost, in words.
+    :raises RuntimeError: with the reason, where the run or SuperLink failed.
+    """
+    folder, tls = folder.resolve(), tls.resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in ("done", "failed", "process"):
+        (folder / name).unlink(missing_ok=True)
+    host, _, port = address.rpartition(":")
+    environment = {**os.environ, **QUIET, "FLWR_HOME": str(folder / "flower")}
+    environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environment.get("PATH", "")])
+    command = link_command(
+        int(port),
+        certificate=tls / "server.crt",
+        key=tls / "server.key",
+        ca=tls / "ca.crt",
+        host=host,
+    )
+    with (folder / "link.log").open("ab") as log:
+        link = subprocess.Popen(command, env=environment, stdout=log, stderr=log, cwd=folder)
+    try:
+        near = "127.0.0.1" if host in ("", "0.0.0.0") else host
+        _wait_for(link, near, int(port), folder)
+        for name in names:
+            key = str((keys / f"{name}.pub").resolve())
+            _flwr(folder, tls, f"{near}:{port}", environment, "supernode", "register", key, "link", "--name", name)
+        config = {
+            **settings,
+            "model": str(model.resolve()),
+            "silos": json.dumps(names),
+            "out": str(out.resolve()),
+            "folder": str(folder),
+        }
+        app = write_app(
+            folder / "app", "numpyro_fed.cli.coordinator:server", "numpyro_fed.cli.coordinator:client", config
+        )
+        _flwr(folder, tls, f"{near}:{port}", environment, "run", str(app), "link")
+        while not (folder / "done").exists():
+            if (folder / "failed").exists():
+                raise RuntimeError((folder / "failed").read_text() + f" (the whole error is in {folder / 'error.log'})")
+            if link.poll() is not None or _is_gone(folder / "process"):
+                raise RuntimeError(f"SuperLink, or the run in it, ended without a result; see {folder / 'link.log'}")
+            time.sleep(0.2)
+        return f"{(folder / 'done').read_text()}\nposterior written to {out}"
+    finally:
+        link.terminate()
+        try:
+            link.wait(15)
+        except subprocess.TimeoutExpired:
+            link.kill()
+
+
+def _is_gone(place: Path) -> bool:
+    """Whether a process that wrote down its number is there no more, and had time to say why."""
+    try:
+        os.kill(int(place.read_text()), 0)
+    except (FileNotFoundError, ValueError):
+        return False
+    except ProcessLookupError:
+        time.sleep(1.0)
+        return not (place.with_name("done").exists() or place.with_name("failed").exists())
+    return False
+
+
+def _wait_for(link: subprocess.Popen, host: str, port: int, folder: Path) -> None:
+    end = time.monotonic() + _START
+    while time.monotonic() < end and link.poll() is None:
+        with socket.socket() as s:
+            s.settimeout(1)
+            if s.connect_ex((host, port)) == 0:
+                return
+        time.sleep(0.1)
+    raise RuntimeError(f"SuperLink did not start within {_START:.0f} s; see {folder / 'link.log'}")
+
+
+def _flwr(folder: Path, tls: Path, address: str, environment: dict[str, str], *arguments: str) -> None:
+    """Flower's own command, as the coordinator of this machine."""
+    home = folder / "flower"
+    home.mkdir(exist_ok=True)
+    lines = ["[superlink]", 'default = "link"', "[superlink.link]", f'address = "{address}"']
+    (home / "config.toml").write_text("\n".join([*lines, f"root-certificates = {json.dumps(str(tls / 'ca.crt'))}", ""]))
+    command = [str(Path(sys.executable).with_name("flwr")), *arguments]
+    done = subprocess.run(
+        command,
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        cwd=folder,
+        timeout=120,
+        check=False,
+    )
+    if done.returncode:
+        raise RuntimeError(f"flwr {arguments[0]} failed: {done.stdout.strip()}")

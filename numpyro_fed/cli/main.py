@@ -1,0 +1,350 @@
+"""The commands ``numpyro-fed silo``, for the person at a silo, and ``numpyro-fed run``, for the coordinator."""
+
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+
+from numpyro_fed.cli.model_file import load_model_file, public_of, silo_of_file
+from numpyro_fed.decentralized._kernel import NetworkKernel
+from numpyro_fed.density.check import prove_own
+from numpyro_fed.engines.answers import ANSWERED
+from numpyro_fed.engines.nvflare_jobs import NAME
+from numpyro_fed.engines.silo_side import SiloSide
+from numpyro_fed.privacy.data_guards import Guards
+from numpyro_fed.privacy.secure_sum import FEWEST_SILOS
+
+__all__ = ["main"]
+
+_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+_FOLDER = click.Path(file_okay=False, path_type=Path)
+
+
+@click.group()
+@click.version_option(package_name="numpyro-fed")
+def main() -> None:
+    """Bayesian inference over data that may not be pooled."""
+
+
+@main.command()
+@click.option(
+    "--model",
+    "model_file",
+    type=_FILE,
+    required=True,
+    help="Python file with the study's model, as the coordinator has it.",
+)
+@click.option("--data", type=_FILE, required=True, help="This silo's table, CSV or Parquet; it stays on this machine.")
+@click.option("--name", required=True, help="This silo's name, as the coordinator lists it.")
+@click.option("--server", help="The coordinator's machine, host:port.")
+@click.option("--ca", type=_FILE, help="Certificate of the authority that signed the server's, PEM.")
+@click.option("--key", type=_FILE, help="This silo's private key, whose public one the coordinator has.")
+@click.option(
+    "--folder",
+    type=_FOLDER,
+    help="Where this silo keeps its state and the record of what left it.  [default: numpyro-fed-NAME]",
+)
+@click.option(
+    "--give-up", type=float, default=60.0, show_default=True, help="Seconds in which the server has to answer."
+)
+@click.option(
+    "--min-rows", type=click.IntRange(0), default=10, show_default=True, help="Guard: least rows; 0 turns it off."
+)
+@click.option(
+    "--min-level-rows",
+    type=click.IntRange(0),
+    default=3,
+    show_default=True,
+    help="Guard: least rows of a level of a column with two values; 0 turns it off.",
+)
+@click.option(
+    "--max-parameters",
+    type=click.FloatRange(0),
+    default=0.1,
+    show_default=True,
+    help="Guard: most global parameters for each row; 0 turns it off.",
+)
+@click.option("--columns", help="Guard: the only columns of the table that the study may use, with commas between.")
+@click.option(
+    "--ceiling", "ceilings", multiple=True, help="KIND=N: how many calls of a kind are answered at most; repeatable."
+)
+@click.option(
+    "--own-keys/--server-keys",
+    default=True,
+    show_default=True,
+    help="Draw latents and noise by keys of this silo. By the server's, draws are those at hand, but a server that lies can solve for rows.",
+)
+@click.option("--check", is_flag=True, help="Show what would leave, and connect to nobody.")
+@click.option("--yes", is_flag=True, help="Do not ask.")
+def silo(
+    model_file: Path,
+    data: Path,
+    name: str,
+    server: str | None,
+    ca: Path | None,
+    key: Path | None,
+    folder: Path | None,
+    give_up: float,
+    min_rows: int,
+    min_level_rows: int,
+    max_parameters: float,
+    columns: str | None,
+    ceilings: tuple[str, ...],
+    own_keys: bool,
+    check: bool,
+    yes: bool,
+) -> None:
+    """Check this silo's data against the model, show what will leave, ask, and answer until interrupted."""
+    if not check and (server is None or ca is None):
+        raise click.UsageError("expected --server and --ca, or --check")
+    try:
+        _check_name(name)
+        module = load_model_file(model_file)
+        place = folder or Path(f"numpyro-fed-{name}")
+        allowed = None if columns is None else tuple(column.strip() for column in columns.split(","))
+        guards = Guards(min_rows or None, min_level_rows or None, max_parameters or None)
+        with tempfile.TemporaryDirectory() as nothing:  # a check does not look at what former runs left
+            side = SiloSide(
+                silo_of_file(module, name, data, allowed),
+                module.model,
+                nothing if check else place,
+                public=public_of(module),
+                fit=module.svi,
+                guards=guards,
+                ceilings=_ceilings(ceilings),
+                own_keys=own_keys,
+            )
+        # the density at the silo's own rows, and what the fit asks of a model
+        if module.svi is None:
+            prove_own(side.factors, side.silos)
+        else:
+            module.svi.proved(side.silos)
+    except Exception as error:  # of a program that the person did not write
+        raise click.ClickException(
+            str(error) if isinstance(error, ValueError) else f"{model_file}: {type(error).__name__}: {error}"
+        ) from error
+    click.echo(what_leaves(side, place, guards, allowed))
+    if check or server is None or ca is None:
+        return
+    if not yes:
+        click.confirm(f"Take part as {name!r}, at {server}?", abort=True)
+    _serve(side, server, ca, key, give_up)
+
+
+def _ceilings(given: tuple[str, ...]) -> dict[str, int]:
+    out = {}
+    for text in given:
+        kind, _, number = text.partition("=")
+        if kind not in ANSWERED or not number.isdigit():
+            raise ValueError(f"--ceiling {text}: expected KIND=N, with a kind of {list(ANSWERED)}")
+        out[kind] = int(number)
+    return out
+
+
+def what_leaves(
+    side: SiloSide, folder: Path, guards: Guards | None = None, columns: tuple[str, ...] | None = None
+) -> str:
+    """Return what of a silo's data will leave it, in words and numbers.
+
+    :param folder: where its record will be.
+    :param guards: those that the silo has passed.
+    :param columns: the only ones of its table that the study may use.
+    """
+    d = side.factors.dim
+    sizes = ", ".join(f"{n[0]:,} rows of {group!r}" for group, n in side.silos.sizes.items())
+    private = ", ".join(s.name for s in side.factors.local_sites) or "none"
+    lines = [
+        f"Silo {side.name!r}: {sizes}",
+        *(f"  {line}" for line in side.silos.row_lines()),
+        f"Stays here: all rows; local latents ({private}).",
+        "Leaves, once: the silo's name, numbers of rows, the arguments' names and types.",
+        *_shared(side),
+        f"Leaves, in answer to the server ({d} global parameters, numbers of 4 bytes):",
+    ]
+    for kind in side.answered:
+        answer, ceiling = ANSWERED[kind], f" (at most {side.ceilings[kind]:,} times; {side.counts[kind]:,} so far)"
+        lines.append(f"  {kind:<14} {answer.leaves}" + (f"; {answer.numbers}" if answer.numbers else "") + ceiling)
+    if side.closed is not None and (privacy := side.closed.privacy) is not None:
+        lines.append(
+            f"With noise: epsilon {privacy.epsilon:g}, delta {privacy.delta:g}, spent after {privacy.num_rounds:,} rounds; then no more is answered."
+        )
+    if side.closed is not None and side.closed.sums:
+        lines.append("Masked: of the answers to rounds the server sees the sum over all silos alone.")
+    lines += [
+        "Latents and noise are drawn by this silo's own keys."
+        if side.own_keys
+        else "Latents and noise are drawn by the server's keys: a server that lies can solve for single rows.",
+        *(() if guards is None else (f"Guards: {guards!r}; columns: {', '.join(columns or ['all'])}.",)),
+        "Nothing whose length depends on the number of rows is sent: each kind of answer is tried with a row more, and refused if it grows.",
+        f"Every message is listed in {folder / 'audit.jsonl'}, with the positions that were asked about.",
+    ]
+    return "\n".join(lines)
+
+
+def _shared(side: SiloSide) -> list[str]:
+    """The arguments that are as many rows as no plate has elements: they are compared here."""
+    shared = ", ".join(f"{k} {list(np.shape(v))}" for k, v in sorted(side.silos.shared.items()))
+    return (
+        [f"Compared here with the coordinator's values, and not sent: {shared} (not as long as the rows above)."]
+        if shared
+        else []
+    )
+
+
+def _check_name(name: str) -> None:
+    if not NAME.fullmatch(name):
+        raise ValueError(f"the silo's name {name!r}: expected letters, digits, '.', '_' and '-'")
+
+
+class _Counted:
+    """A side that shows how many messages it has answered."""
+
+    def __init__(self, side: SiloSide) -> None:
+        self.side, self.name = side, side.name
+        self.messages, self.sent = 0, 0
+
+    def answer(self, data: bytes) -> bytes:
+        answer = self.side.answer(data)
+        self.messages += 1
+        self.sent += len(answer)
+        if sys.stderr.isatty() or self.messages % 100 == 1:
+            end = "\r" if sys.stderr.isatty() else "\n"
+            click.echo(
+                f"{time.strftime('%H:%M:%S')}  {self.messages:,} messages answered, {self.sent / 1024:,.1f} kB sent{end}",
+                nl=False,
+                err=True,
+            )
+        return answer
+
+
+def _serve(side: SiloSide, server: str, ca: Path, key: Path | None, give_up: float) -> None:
+    flower = _flower()
+    from numpyro_fed.engines.flower_node import serve
+
+    counted = _Counted(side)
+    try:
+        serve(flower.client_app(lambda _: counted), server, side.name, ca=ca, key=key, give_up=give_up)
+    except ConnectionError as error:
+        raise click.ClickException(str(error)) from error
+    except KeyboardInterrupt:
+        click.echo(f"\nended; {counted.messages:,} messages were answered", err=True)
+
+
+def _flower() -> Any:
+    try:
+        from numpyro_fed.engines import flower
+    except ImportError as error:
+        raise click.ClickException(str(error)) from error
+    return flower
+
+
+def _check_fit(svi: Any, num_silos: int, rounds: int) -> None:
+    """What the coordinator can say of a study's fit before any silo is there."""
+    if svi is None:
+        return
+    if svi.secure_sum and num_silos < FEWEST_SILOS:
+        raise ValueError(
+            f"the study's secure_sum=True wants three silos at least, got {num_silos}: of two, each would know the other's"
+        )
+    if svi.privacy is not None and rounds > svi.privacy.num_rounds:
+        raise ValueError(f"--rounds {rounds}: the study's budget of privacy is for {svi.privacy.num_rounds}")
+
+
+@main.command()
+@click.option("--model", "model_file", type=_FILE, required=True, help="Python file with the study's model.")
+@click.option("--silos", "names", required=True, help="Names of all silos, with commas between.")
+@click.option(
+    "--address",
+    default="127.0.0.1:9092",
+    show_default=True,
+    help="Where this machine listens, host:port; silos come through a proxy (docs/flower.md).",
+)
+@click.option("--tls", type=_FOLDER, required=True, help="Folder with server.crt, server.key and ca.crt.")
+@click.option(
+    "--keys",
+    type=_FOLDER,
+    required=True,
+    help="Folder with the silos' public keys, NAME.pub: who has no key of these is not let in.",
+)
+@click.option(
+    "--out", type=click.Path(dir_okay=False, path_type=Path), required=True, help="netCDF file for the posterior."
+)
+@click.option(
+    "--folder",
+    type=_FOLDER,
+    default=Path("numpyro-fed-run"),
+    show_default=True,
+    help="Logs and the checkpoint, from which a run goes on.",
+)
+@click.option("--chains", type=click.IntRange(1), default=4, show_default=True)
+@click.option(
+    "--warmup", type=click.IntRange(0), default=200, show_default=True, help="Rounds that are not kept, of chains."
+)
+@click.option(
+    "--samples",
+    type=click.IntRange(1),
+    default=1000,
+    show_default=True,
+    help="Draws of each chain; of variational fits so many times the number of chains.",
+)
+@click.option(
+    "--rounds",
+    type=click.IntRange(0),
+    default=0,
+    help="Of variational fits, at most so many.  [default: those of its privacy's budget, or 1000]",
+)
+@click.option("--seed", type=click.IntRange(0, 2**32 - 1), default=0, show_default=True)
+@click.option(
+    "--wait",
+    type=click.FloatRange(0, min_open=True),
+    default=600.0,
+    show_default=True,
+    help="Seconds in which all silos have to appear.",
+)
+@click.option(
+    "--patience",
+    type=click.FloatRange(0, min_open=True),
+    default=600.0,
+    show_default=True,
+    help="Seconds that a round waits for a silo that is away; of variational fits and networks five times over.",
+)
+def run(model_file: Path, names: str, tls: Path, keys: Path, out: Path, folder: Path, **options: Any) -> None:
+    """Wait for the silos, draw from the posterior of all of them together, and write it.
+
+    By the model file's `kernel` or `svi`, which is an SFVI or SFVIAvg; without them by FSGLD.
+    """
+    try:
+        module = load_model_file(model_file)
+        silos = [name.strip() for name in names.split(",")]
+        for name in silos:
+            _check_name(name)
+        if len(set(silos)) < len(silos):
+            raise ValueError(f"--silos {names}: expected each name once")
+        _check_fit(module.svi, len(silos), options["rounds"])
+        _, _, port = options["address"].rpartition(":")
+        if not (port.isdigit() and 0 < int(port) < 2**16):
+            raise ValueError(f"--address {options['address']}: expected host:port, a port from 1 to 65535")
+        missing = [str(tls / f) for f in ("server.crt", "server.key", "ca.crt") if not (tls / f).is_file()]
+        missing += [str(keys / f"{n}.pub") for n in silos if not (keys / f"{n}.pub").is_file()]
+        nodes, chains = isinstance(module.kernel, NetworkKernel), options["chains"]
+        if nodes and chains % len(silos):
+            raise ValueError(f"--chains {chains}: of a network every silo has one; expected a multiple of {len(silos)}")
+        if missing:
+            raise ValueError(f"there are no files {missing}; docs/flower.md says how to make them")
+        if not out.resolve().parent.is_dir():
+            raise ValueError(f"--out {out}: there is no folder {out.resolve().parent}")
+        if out.suffix != ".nc":
+            raise ValueError(f"--out {out}: expected a netCDF file, NAME.nc")
+    except ValueError as error:
+        raise click.ClickException(str(error)) from error
+    _flower()
+    from numpyro_fed.cli.coordinator import coordinate
+
+    try:
+        click.echo(coordinate(model_file, silos, tls, keys, out, folder, **options))
+    except (RuntimeError, TimeoutError) as error:
+        raise click.ClickException(str(error)) from error

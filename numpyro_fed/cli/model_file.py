@@ -1,0 +1,126 @@
+"""A model file, and a silo's data as its model takes them."""
+
+import importlib.util
+import inspect
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pandas as pd
+
+from numpyro_fed.data.silos import Silos
+from numpyro_fed.decentralized._kernel import NetworkKernel
+from numpyro_fed.mcmc._kernel import LangevinKernel
+from numpyro_fed.vi.svi import FederatedVI
+
+__all__ = ["load_model_file", "public_of", "silo_of_file"]
+
+
+def load_model_file(place: str | Path) -> ModuleType:
+    """The module of a file that has a marked ``model``.
+
+    It may also have ``silo(table)``, which makes the model's arguments of a silo's table, ``SHARED``, the values of arguments that are the same everywhere,
+    ``ROWS`` and ``INDEX`` as of :class:`~numpyro_fed.Silos`, and one of
+    ``svi``, an :class:`~numpyro_fed.SFVI` or :class:`~numpyro_fed.SFVIAvg` of the model, and ``kernel``, one of the Langevin kernels.
+
+    :raises ValueError: in words, for a file that is none.
+    """
+    place = Path(place)
+    if not place.is_file():
+        raise ValueError(f"{place}: no such file; expected a Python file with a function model")
+    spec = importlib.util.spec_from_file_location(place.stem, place)
+    if spec is None or spec.loader is None:
+        raise ValueError(f"{place}: expected a Python file with a function model")
+    module = importlib.util.module_from_spec(spec)
+    if str(place.resolve().parent) not in sys.path:  # for what it imports from beside it
+        sys.path.insert(0, str(place.resolve().parent))
+    sys.modules.setdefault(place.stem, module)
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        raise ValueError(f"{place}: {type(error).__name__}: {error}") from error
+    if not callable(getattr(module, "model", None)):
+        raise ValueError(f"{place}: it has no function model; expected one whose silo plates are marked")
+    svi, kernel = getattr(module, "svi", None), getattr(module, "kernel", None)
+    if svi is not None and kernel is not None:
+        raise ValueError(f"{place}: it has svi and kernel; expected one of them, for one study has one method")
+    if svi is not None and not (isinstance(svi, FederatedVI) and svi.model is module.model):
+        raise ValueError(f"{place}: svi: expected fed.SFVI or fed.SFVIAvg of this file's model, got {svi!r}")
+    known = isinstance(kernel, LangevinKernel | NetworkKernel) and not getattr(kernel, "_pooled", False)
+    if kernel is not None and not (known and kernel._model is module.model):
+        raise ValueError(
+            f"{place}: kernel: expected fed.FSGLD or another kernel of fed, of this file's model, got {kernel!r}"
+        )
+    shared = getattr(module, "SHARED", {})
+    if not isinstance(shared, dict):
+        raise ValueError(f"{place}: SHARED: expected a dict, {{argument: value}}, got {type(shared).__name__}")
+    vars(module).update(svi=svi, kernel=kernel, SHARED=shared)  # None where it has none
+    return module
+
+
+def public_of(module: ModuleType) -> tuple[str, ...]:
+    """Observed sites that all silos know, as the file's kernel says."""
+    return () if module.kernel is None else tuple(module.kernel._options.public)
+
+
+def silo_of_file(module: ModuleType, name: str, place: str | Path, columns: tuple[str, ...] | None = None) -> Silos:
+    """One silo, of its table in a CSV or Parquet file.
+
+    Without a ``silo(table)`` in the model file, each argument of the model is the column of its name.
+
+    :param columns: the only ones that the study may use; of others the model file sees nothing.
+
+    :raises ValueError: in words, for a file that is no table, or lacks columns.
+    """
+    place = Path(place)
+    if not place.is_file():
+        raise ValueError(f"{place}: no such file; expected the silo's table")
+    try:
+        table = pd.read_parquet(place) if place.suffix == ".parquet" else pd.read_csv(place)
+    except Exception as error:
+        raise ValueError(f"{place}: expected a table in CSV or Parquet ({type(error).__name__}: {error})") from error
+    if columns is not None:
+        lacking = sorted(set(columns) - set(table.columns))
+        if lacking:
+            raise ValueError(f"guard columns: {place} has no columns {lacking}; it has {list(table.columns)}")
+        table = table[list(columns)]
+    try:
+        arguments = module.silo(table) if hasattr(module, "silo") else _columns(module, table)
+    except KeyError as error:
+        if columns is not None:
+            raise ValueError(
+                f"guard columns: the study wants {error} of {place}; allowed are {list(columns)}"
+            ) from error
+        raise ValueError(f"{place}: it has no column {error}; it has {list(table.columns)}") from error
+    except (Exception, SystemExit) as error:
+        raise ValueError(
+            f"{place}: silo(table) of {module.__file__} failed: {type(error).__name__}: {error}"
+        ) from error
+    if not isinstance(arguments, dict):
+        raise ValueError(
+            f"{place}: silo(table) of {module.__file__} gave {type(arguments).__name__}; expected a dict of the model's arguments, {{argument: array}}"
+        )
+    try:
+        return Silos(
+            {name: {**module.SHARED, **arguments}},
+            rows=getattr(module, "ROWS", None),
+            index=getattr(module, "INDEX", None),
+        )
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"{place}, as silo(table) of {module.__file__} has it: {error}") from error
+
+
+def _columns(module: ModuleType, table: pd.DataFrame) -> dict[str, np.ndarray]:
+    """The model's arguments, each the column of its name."""
+    out = {}
+    for name in inspect.signature(module.model).parameters:
+        if name in module.SHARED:
+            continue
+        column = table[name].to_numpy()
+        if column.dtype.kind not in "biuf":
+            raise ValueError(
+                f"column {name!r} holds {column.dtype}; expected numbers, or a function silo(table) in the model file"
+            )
+        out[name] = column.astype(np.float32) if column.dtype.kind == "f" else column
+    return out

@@ -1,0 +1,1 @@
+"""What silos hold: rows by silo, how they are split, and how an algorithm sees them."""

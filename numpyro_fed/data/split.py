@@ -1,0 +1,221 @@
+"""Splitting pooled data into silos by a column of labels."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from numpyro_fed.data.checks import check_numbers
+from numpyro_fed.data.silos import Silos, as_column
+
+__all__ = ["split"]
+
+
+def split(
+    data: Mapping[str, Any],
+    *,
+    by: Any,
+    rows: Mapping[str, str] | None = None,
+    index: Mapping[str, str] | None = None,
+) -> Silos:
+    """Split pooled data into silos by a column of labels, remembering each row's pooled place.
+
+    :param data: the model's keyword arguments (a dict, a pandas or an Arrow table). Arrays as long as ``by``
+        (where that labels what ``index`` points to: as an argument of ``index``) are rows, the rest is shared, unless ``rows`` says otherwise.
+    :param by: the silo of each row: labels of shape ``(N,)``, or the name of a column of ``data`` (which is
+        then not passed to the model). Rows labelled ``-1`` are left out. Where ``index`` leads to another group, either may
+        be labelled: the patients of hospitals, or the hospitals.
+    :param rows: row group (name of the silo plate) of each row argument; needed where data of several plates
+        are given, e.g. ``{"x": "women", "district": "women", "districts": "districts"}``.
+    :param index: for an argument of positions in another row group, that group: ``{"district": "districts"}``.
+        The silo of each of those elements follows from the rows that point to it, or theirs from its own, whichever ``by`` labels.
+    :return: the silos, in sorted order of their labels.
+    :raises ValueError: as :class:`Silos`; and for labels of another length, an element that rows of two silos
+        point to, or that no row points to.
+
+    Example::
+
+        >>> import numpy as np, numpyro_fed as fed
+        >>> y, hospital = np.arange(4.0), np.array(["oslo", "rome", "oslo", "rome"])
+        >>> silos = fed.split({"y": y}, by=hospital)
+        >>> silos["rome"]["y"].tolist(), silos.pooled["y"].tolist()
+        ([1.0, 3.0], [0.0, 1.0, 2.0, 3.0])
+    """
+    columns = _columns(data)
+    rows, index = dict(rows or {}), dict(index or {})
+    if isinstance(by, str):
+        if by not in columns:
+            raise ValueError(f"by={by!r} names no column of the data: {sorted(columns)}")
+        by = columns.pop(by)
+    for leaf, value in columns.items():
+        check_numbers(leaf, [value])
+    labels = np.asarray(by)
+    if labels.ndim != 1 or len(labels) == 0:
+        raise ValueError(f"by: expected labels of shape (N,) with N > 0, got {labels.shape}")
+    _check_labels(labels)
+    unknown = (set(rows) | set(index)) - set(columns)
+    if unknown:
+        raise ValueError(f"rows= and index= name arguments that data lack: {sorted(unknown)}")
+    group = _row_groups(columns, rows, index, len(labels))
+    primary = {g for leaf, g in group.items() if len(columns[leaf]) == len(labels)}
+    if len(primary) > 1 and not index:
+        raise ValueError(
+            f"by= has {len(labels)} labels and the row groups {sorted(primary)} all have that many rows; "
+            "expected index= to tell how one follows from the other"
+        )
+    names, silo_of = _silo_numbers(columns, labels, group, index)
+    for leaf, g in group.items():  # before the rows are taken: too many would be dropped without a word
+        if len(columns[leaf]) != len(silo_of[g]):
+            raise ValueError(
+                f"argument {leaf!r}: expected {len(silo_of[g])} rows as the other arguments of {g!r}, "
+                f"got {len(columns[leaf])}"
+            )
+    order = {g: np.argsort(silo, kind="stable")[np.sum(silo < 0) :] for g, silo in silo_of.items()}
+    sizes = {g: tuple(np.bincount(silo[silo >= 0], minlength=len(names)).tolist()) for g, silo in silo_of.items()}
+    flat = {leaf: columns[leaf][order[g]] for leaf, g in group.items()}
+    for leaf, target in index.items():
+        place = np.zeros(len(silo_of[target]), int)
+        place[order[target]] = np.arange(len(order[target]))
+        starts = np.cumsum(sizes[target]) - np.asarray(sizes[target])
+        flat[leaf] = place[flat[leaf]] - starts[silo_of[group[leaf]][order[group[leaf]]]]
+    # positions count the kept rows only
+    position = {g: np.argsort(np.argsort(o)) for g, o in order.items()}
+    shared = {k: v for k, v in columns.items() if k not in group}
+    return Silos._from_flat(names, flat, shared, group, sizes, position, index)
+
+
+def _check_labels(labels: np.ndarray) -> None:
+    if labels.dtype.kind in "fO":
+        import pandas as pd  # here, as it takes long to import
+
+        missing = np.asarray(pd.isna(labels))
+        if missing.any():
+            raise ValueError(
+                f"by: row {int(np.argmax(missing))} has no label ({labels[np.argmax(missing)]}); expected each row's "
+                "silo, or integer labels with -1 for rows to leave out"
+            )
+    if labels.dtype.kind == "f" and (labels == -1).any():
+        raise ValueError("by: rows to leave out are marked by the integer -1, got floating-point labels; cast them")
+    if labels.dtype.kind in "iu" and (labels == -1).all():
+        raise ValueError("by: expected the silo of at least one row, got -1 (left out) for all of them")
+
+
+def _columns(data: Any) -> dict[str, Any]:
+    if hasattr(data, "column_names") and hasattr(data, "column"):  # pyarrow.Table
+        return {name: as_column(data.column(name)) for name in data.column_names}
+    return {str(k): as_column(v) for k, v in data.items()}
+
+
+def _row_groups(columns: dict[str, Any], rows: dict[str, str], index: dict[str, str], n: int) -> dict[str, str]:
+    group = dict(rows)
+    for leaf in rows:
+        if not isinstance(columns[leaf], np.ndarray) or columns[leaf].ndim == 0:
+            raise ValueError(f"rows= names {leaf!r}, which is no array with a leading axis")
+    named = {g for leaf, g in rows.items() if len(columns[leaf]) == n}
+    lengths_of = {n: next(iter(named)) if len(named) == 1 else "rows"}
+    for leaf, target in [*index.items()] * len(index):  # down from labelled elements, however deep
+        if leaf in rows and any(g == target and len(columns[other]) in lengths_of for other, g in rows.items()):
+            lengths_of.setdefault(len(columns[leaf]), rows[leaf])
+    for leaf, value in columns.items():
+        if leaf not in group and isinstance(value, np.ndarray) and value.ndim and len(value) in lengths_of:
+            group[leaf] = lengths_of[len(value)]
+    for leaf in index:
+        if leaf not in group:
+            raise ValueError(
+                f'index argument {leaf!r} is of no row group; expected rows={{"{leaf}": ...}}, the plate of its rows'
+            )
+    if not any(len(columns[leaf]) == n for leaf in group):
+        lengths = {k: v.shape[:1] if isinstance(v, np.ndarray) else type(v).__name__ for k, v in columns.items()}
+        raise ValueError(f"by has {n} labels, but no argument is an array of {n} rows: {lengths}")
+    return group
+
+
+def _silo_numbers(
+    columns: dict[str, Any], labels: np.ndarray, group: dict[str, str], index: dict[str, str]
+) -> tuple[tuple[str, ...], dict[str, np.ndarray]]:
+    """Names of the silos, and for every group the silo number of each pooled row (-1: left out)."""
+    kept = labels != -1 if np.issubdtype(labels.dtype, np.integer) else np.ones(len(labels), bool)
+    unique = np.unique(labels[kept])
+    names = tuple(str(u) for u in unique)
+    numbers = np.where(kept, np.searchsorted(unique, labels), -1)
+    labelled = {g for leaf, g in group.items() if len(columns[leaf]) == len(labels)}
+    silo_of = dict.fromkeys(labelled - set(index.values()) or labelled, numbers)
+    pending = {leaf for leaf in index}
+    while pending:
+        ready = sorted(leaf for leaf in pending if group[leaf] in silo_of)
+        if not ready:
+            below = sorted(leaf for leaf in pending if index[leaf] in silo_of)
+            if not below:
+                raise ValueError(
+                    f"index arguments {sorted(pending)} cannot be reached from the rows that by= labels: expected {len(labels)} rows "
+                    "of a group that they point from or to"
+                )
+            pending.remove(below[0])
+            elements = silo_of[index[below[0]]]
+            silo_of[group[below[0]]] = elements[_positions(below[0], index[below[0]], columns, len(elements))]
+        for leaf in ready:
+            pending.remove(leaf)
+            target = index[leaf]
+            found = _follow(leaf, target, columns, group, silo_of[group[leaf]], names)
+            if target in silo_of and not np.array_equal(silo_of[target], found):
+                element = int(np.argmax(silo_of[target] != found))
+                raise ValueError(
+                    f"index argument {leaf!r} puts element {element} of {target!r} in another silo than an earlier one "
+                    "does; expected every element, and all that points to it, in one silo"
+                )
+            silo_of[target] = found
+    lost = set(group.values()) - set(silo_of)
+    if lost:
+        raise ValueError(f"the silos of {sorted(lost)} cannot be told: expected an index= argument that points to them")
+    return names, silo_of
+
+
+def _follow(
+    leaf: str,
+    target: str,
+    columns: dict[str, Any],
+    group: dict[str, str],
+    silo: np.ndarray,
+    names: tuple[str, ...],
+) -> np.ndarray:
+    lengths = {len(columns[other]) for other, g in group.items() if g == target}
+    if not lengths:
+        raise ValueError(
+            f"index={{{leaf!r}: {target!r}}}: no argument has rows of {target!r}; give one, e.g. "
+            f'"{target}": np.arange(...) with rows={{"{target}": "{target}"}}'
+        )
+    found = np.full(max(lengths), -1)
+    if len(columns[leaf]) != len(silo):
+        raise ValueError(
+            f"argument {leaf!r}: expected {len(silo)} rows as the others of its group, got {len(columns[leaf])}"
+        )
+    values = _positions(leaf, target, columns, len(found))
+    used = silo >= 0
+    found[values[used]] = silo[used]
+    clash = used & (found[values] != silo)
+    if clash.any():
+        row = int(np.argmax(clash))
+        raise ValueError(
+            f"element {values[row]} of {target!r} is in two silos, {names[silo[row]]!r} and "
+            f"{names[found[values[row]]]!r} (argument {leaf!r}, row {row}); a silo plate's element belongs "
+            "to exactly one silo"
+        )
+    if (found < 0).any() and used.all():
+        raise ValueError(
+            f"element {int(np.argmin(found))} of {target!r} has no row in {leaf!r}, so its silo cannot be told; "
+            "leave such elements out"
+        )
+    return found
+
+
+def _positions(leaf: str, target: str, columns: dict[str, Any], num: int) -> np.ndarray:
+    """An index argument, whose values are positions in a group of ``num`` elements."""
+    values = columns[leaf]
+    if values.ndim != 1 or len(values) == 0:
+        raise ValueError(f"argument {leaf!r}: expected positions of shape (N,) with N > 0, got shape {values.shape}")
+    if not np.issubdtype(values.dtype, np.integer) or values.min() < 0 or values.max() >= num:
+        raise ValueError(
+            f"argument {leaf!r}: expected integer positions 0..{num - 1} in {target!r}, got "
+            f"{values.dtype} from {values.min()} to {values.max()}"
+        )
+    return values

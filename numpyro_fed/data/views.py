@@ -1,0 +1,308 @@
+"""One silo's view of the flat rows, whole or as a minibatch, with a traced silo number.
+
+Unequal silos share one compiled program: a whole silo is padded to a static size by repeating its last row,
+and padded rows carry weight zero. (Zeros as padding would make NaN gradients in many log densities.)
+"""
+
+import copy
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from numpyro_fed.data.silos import Silos
+
+__all__ = [
+    "Bucket",
+    "SiloRows",
+    "SiloView",
+    "buckets",
+    "gather",
+    "largest",
+    "outlines",
+    "scatter",
+    "split_shared",
+    "stack",
+    "stack_states",
+    "stacked_mask",
+    "sweep",
+    "thin",
+    "to_pooled_order",
+]
+
+_SMALL = 1 << 13  # rows, padded, that make a single bucket
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class SiloView:
+    """The rows of one silo, as a step of an algorithm sees them.
+
+    :param silos: the storage the silo is part of (in a real federation: of this silo alone).
+    :param number: the silo's place in ``silos``; may be traced.
+    :param pad: static number of rows to show of each row group, at least the silo's own.
+    """
+
+    silos: Silos
+    number: Array
+    pad: tuple[tuple[str, int], ...] = field(metadata={"static": True})
+
+    def size(self, group: str) -> Array:
+        """Number of the silo's rows in a group, an integer scalar."""
+        return jnp.asarray(self.silos.sizes[group], jnp.int32)[self.number]
+
+    def start(self, group: str) -> Array:
+        """Where the silo's rows of a group begin in the flat storage."""
+        return jnp.asarray(self.silos.offsets(group), jnp.int32)[self.number]
+
+    def mask(self, group: str) -> Array:
+        """Which of the shown rows are the silo's own, shape ``(pad,)``."""
+        return jnp.arange(dict(self.pad)[group]) < self.size(group)
+
+    def positions(self, group: str) -> Array:
+        """Flat positions of the shown rows, the last one repeated as padding, shape ``(pad,)``."""
+        shown = jnp.arange(dict(self.pad)[group])
+        return self.start(group) + jnp.minimum(shown, self.size(group) - 1)
+
+    def units(self, group: str | None) -> tuple[Array, Array]:
+        """Flat positions and mask of the elements of a group; of the silo itself where it is ``None``."""
+        if group is None:
+            return jnp.asarray(self.number)[None], jnp.ones(1, bool)
+        return self.positions(group), self.mask(group)
+
+    def whole(self) -> tuple[dict[str, Any], dict[str, Array]]:
+        """Keyword arguments with all the silo's rows, and each row's weight (1, or 0 for padding)."""
+        return self._select({g: self.positions(g) for g, _ in self.pad}), {
+            g: self.mask(g).astype(jnp.result_type(float)) for g, _ in self.pad
+        }
+
+    def batch(self, group: str, index: Array) -> dict[str, Any]:
+        """Rows ``index`` (counted inside the silo, any leading shape) of one group as keyword arguments.
+
+        A minibatch of m rows stands for the silo's N_s: give its terms the weight N_s / m.
+        """
+        # unsigned: a gather by indices that may be negative compares and selects for every number it copies
+        flat = (self.start(group) + index).astype(jnp.uint32)
+        return {k: v[flat] for k, v in self.silos.rows.items() if self.silos.group[k] == group}
+
+    def _select(self, positions: dict[str, Array]) -> dict[str, Any]:
+        rows = {k: v[positions[self.silos.group[k]]] for k, v in self.silos.rows.items()}
+        return {**self.silos.shared, **rows}
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class SiloRows:
+    """The rows of one silo as arrays of their own: what :class:`SiloView` shows, gathered once and not per step.
+
+    Vmapped over a bucket of silos (leading axis, except of ``shared``) by :func:`stack`.
+
+    :param rows: row arguments, ``(pad, ...)``, padded by repeating the last row.
+    :param shared: shared arguments that are arrays.
+    :param sizes: number of the silo's rows in each group, integer scalars.
+    :param order: pooled place of each shown row of each group, ``(pad,)``.
+    :param number: the silo's place in the storage it comes from.
+    :param static: shared arguments that are no arrays.
+    :param pad: static number of shown rows of each group.
+    :param part: static number of the silo's structure, where silos differ in structure.
+    """
+
+    rows: dict[str, Array]
+    shared: dict[str, Any]
+    sizes: dict[str, Array]
+    order: dict[str, Array]
+    number: Array
+    static: tuple[tuple[str, Any], ...] = field(metadata={"static": True})
+    pad: tuple[tuple[str, int], ...] = field(metadata={"static": True})
+    part: int = field(default=0, metadata={"static": True})
+
+    def mask(self, group: str) -> Array:
+        """Which of the shown rows are the silo's own, shape ``(pad,)``."""
+        return jnp.arange(dict(self.pad)[group]) < self.sizes[group]
+
+    def size(self, group: str) -> Array:
+        """Number of the silo's rows in a group, an integer scalar."""
+        return self.sizes[group]
+
+    def take(self, leaves: Iterable[str], index: Array) -> dict[str, Array]:
+        """Rows ``index`` of some row arguments (of one group) as keyword arguments."""
+        return {leaf: self.rows[leaf][index.astype(jnp.uint32)] for leaf in leaves}
+
+    def whole(self) -> tuple[dict[str, Any], dict[str, Array]]:
+        """Keyword arguments with all the silo's rows, and each row's weight (1, or 0 for padding)."""
+        weights = {g: self.mask(g).astype(jnp.result_type(float)) for g, _ in self.pad}
+        return {**dict(self.static), **self.shared, **self.rows}, weights
+
+    @property
+    def axes(self) -> "SiloRows":
+        """What ``jax.vmap`` maps over in a stack of silos: all but the shared arguments."""
+        mapped: SiloRows = jax.tree.map(lambda _: 0, self)
+        return replace(mapped, shared=jax.tree.map(lambda _: None, self.shared))
+
+
+def stack(silos: Silos, part: int = 0, pad: tuple[tuple[str, int], ...] | None = None) -> list[SiloRows]:
+    """All silos in a few stacks of equal shape (:func:`buckets`), each with a leading axis over its silos.
+
+    :param pad: of all stacks, where latents of a silo are one row, or ``None``: of each its own.
+    """
+    out = []
+    # the numbers of buckets, which are NumPy's: under a trace those of outlines are not
+    for (numbers, _), known in zip(buckets(silos), outlines(silos, part, pad), strict=True):
+        shown = {group: _stacked_positions(silos, group, numbers, count) for group, count in known.pad}
+        order = {group: silos.order[group][place] for group, place in shown.items()}
+        rows = {k: v[shown[silos.group[k]]] for k, v in silos.rows.items()}
+        out.append(replace(known, rows=rows, order=order))
+    return out
+
+
+def outlines(silos: Silos, part: int = 0, pad: tuple[tuple[str, int], ...] | None = None) -> list[SiloRows]:
+    """The stacks of :func:`stack` without the rows and their places: what is known of silos that are elsewhere."""
+    shared, static = split_shared(silos.shared)
+    out = []
+    for numbers, own in buckets(silos):
+        sizes = {g: jnp.asarray(np.asarray(silos.sizes[g])[numbers], jnp.int32) for g, _ in pad or own}
+        out.append(SiloRows({}, shared, sizes, {}, jnp.asarray(numbers, jnp.int32), static, pad or own, part))
+    return out
+
+
+def split_shared(shared: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[tuple[str, Any], ...]]:
+    """Shared arguments that are arrays, and those that are not, as :class:`SiloRows` has them."""
+    static = {k: v for k, v in shared.items() if isinstance(v, Hashable) and not isinstance(v, Array)}
+    return {k: v for k, v in shared.items() if k not in static}, tuple(sorted(static.items()))
+
+
+def stack_states(states: Any, silos: Silos, group: str | None) -> list:
+    """A pytree of rows over the elements of ``group`` (over silos where it is ``None``) in the stacks of :func:`stack`: ``(S, pad, ...)``."""
+    out = []
+    for numbers, pad in buckets(silos):
+        if group is None:
+            place = jnp.asarray(numbers[:, None])
+        else:
+            place = _stacked_positions(silos, group, numbers, dict(pad)[group])
+        out.append(gather(states, place))
+    return out
+
+
+def _stacked_positions(silos: Silos, group: str, numbers: np.ndarray, count: int) -> Array:
+    """Flat positions of the rows shown of some silos, the last one repeated as padding, ``(S, count)``."""
+    inside = np.minimum(np.arange(count), np.asarray(silos.sizes[group])[numbers][:, None] - 1)
+    return jnp.asarray(silos.offsets(group)[numbers][:, None] + inside)
+
+
+class Bucket(NamedTuple):
+    """Silos of similar size: their numbers, and the padding that fits the largest of them."""
+
+    numbers: np.ndarray
+    pad: tuple[tuple[str, int], ...]
+
+
+def largest(silos: Silos) -> tuple[tuple[str, int], ...]:
+    """The padding that fits every silo."""
+    return tuple((g, max(n)) for g, n in silos.sizes.items())
+
+
+def buckets(silos: Silos) -> list[Bucket]:
+    """Group silos by size, so that padding stays below twofold in every group.
+
+    Few small silos make one bucket whatever their sizes: each bucket is compiled apart, which costs more than
+    padding up to a few thousand rows.
+    """
+    sizes = np.array([silos.sizes[g] for g in silos.sizes])
+    if (sizes.max(1) * len(silos)).max() <= _SMALL:
+        return [Bucket(np.arange(len(silos)), largest(silos))]
+    left = list(np.lexsort(-sizes[::-1]))  # largest first, by the first group
+    out = []
+    while left:
+        most = sizes[:, left].max(1)
+        alike = [s for s in left if (2 * sizes[:, s] > most).all()] or [left[0]]
+        left = [s for s in left if s not in alike]
+        numbers = np.sort(alike)
+        pad = tuple((g, int(n)) for g, n in zip(silos.sizes, sizes[:, numbers].max(1), strict=True))
+        out.append(Bucket(numbers, pad))
+    return out
+
+
+def sweep(
+    fn: Callable[[SiloView, Any], tuple[Any, Any]], silos: Silos, states: Any, group: str | None
+) -> tuple[Any, Any]:
+    """Evaluate ``fn(view, own_states) -> (reply, own_states)`` for every silo, vmapped over :func:`buckets`.
+
+    :param states: a pytree of rows over the elements of ``group``, silo after silo (over silos where ``group`` is
+        ``None``); each call sees its silo's own. ``None`` where there are none.
+    :return: the replies stacked over silos in the order of ``silos.names``, and all the new states.
+    """
+    replies, order, places, rows = [], [], [], []
+    for numbers, pad in buckets(silos):
+
+        def one(number: Array, pad: tuple = pad) -> Any:
+            view = SiloView(silos, number, pad)
+            positions, mask = view.units(group)
+            reply, own = fn(view, gather(states, positions))
+            return reply, own, jnp.where(mask, positions, -1)
+
+        reply, own, place = jax.vmap(one)(jnp.asarray(numbers))
+        replies.append(reply)
+        order.append(numbers)
+        places.append(place.reshape(-1))
+        rows.append(jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), own))
+    back = np.argsort(np.concatenate(order))
+    stacked = jax.tree.map(lambda *xs: jnp.concatenate(xs)[back], *replies)
+    total = len(silos) if group is None else sum(silos.sizes[group])
+    place = jnp.concatenate(places)
+
+    def collect(*parts: Array) -> Array:
+        new = jnp.concatenate(parts)
+        out = jnp.zeros((total, *new.shape[1:]), new.dtype)
+        return out.at[jnp.where(place < 0, total, place)].set(new, mode="drop")
+
+    return stacked, jax.tree.map(collect, *rows)
+
+
+def thin(silos: Silos, group: str, most: int) -> Silos:
+    """The silos with some rows only, evenly spaced, of a group that no index points to: about ``most`` over all silos."""
+    sizes = np.asarray(silos.sizes[group])
+    if sizes.sum() <= most:
+        return silos
+    kept = np.minimum(sizes, -(-most // len(silos)))
+    positions = np.concatenate(
+        [start + np.arange(k) * n // k for start, n, k in zip(silos.offsets(group), sizes, kept, strict=True)]
+    )
+    part = copy.copy(silos)
+    part.sizes = {**silos.sizes, group: tuple(kept.tolist())}
+    # in NumPy: JAX would compile a gather for each type of row
+    part.rows = {
+        k: jnp.asarray(np.asarray(v)[positions]) if silos.group[k] == group else v for k, v in silos.rows.items()
+    }
+    rank = np.argsort(np.argsort(np.asarray(silos.order[group])[positions]))
+    part.order = {**silos.order, group: jnp.asarray(rank, jnp.int32)}
+    return part
+
+
+def gather(tree: Any, positions: Array) -> Any:
+    """Rows ``positions`` of every leaf."""
+    return jax.tree.map(lambda x: x[positions], tree)
+
+
+def to_pooled_order(out: Array, rows: SiloRows, group: str, x: Array) -> Array:
+    """``out`` with the elements ``(S, pad, ...)`` of a stack's silos at their pooled places; padding is dropped."""
+    return scatter(
+        out, rows.order[group].reshape(-1), stacked_mask(rows, group).reshape(-1), x.reshape(-1, *x.shape[2:])
+    )
+
+
+def stacked_mask(rows: SiloRows, group: str) -> Array:
+    """Which of the shown rows of a stack's silos are their own, ``(S, pad)``."""
+    return jnp.arange(dict(rows.pad)[group]) < rows.sizes[group][:, None]
+
+
+def scatter(tree: Any, positions: Array, mask: Array, rows: Any) -> Any:
+    """``tree`` with ``rows`` written at ``positions`` where ``mask`` holds; padding is dropped."""
+
+    def write(x: Array, new: Array) -> Array:
+        return x.at[jnp.where(mask, positions, x.shape[0])].set(new, mode="drop")
+
+    return jax.tree.map(write, tree, rows)

@@ -1,0 +1,1 @@
+"""Langevin dynamics over graphs, without a server."""

@@ -1,0 +1,307 @@
+"""What the kernels over a network of nodes share as :class:`numpyro.infer.mcmc.MCMCKernel`: wiring, no mathematics."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import networkx as nx
+import numpy as np
+from jax import Array, random
+from numpyro.util import is_prng_key
+
+from numpyro_fed.data.silos import Silos
+from numpyro_fed.data.views import SiloRows, stack, stack_states
+from numpyro_fed.decentralized.graphs import TimeVaryingGraph, from_networkx
+from numpyro_fed.decentralized.mixing import Mixing, mixing
+from numpyro_fed.decentralized.networks import (
+    LEAST_WEIGHT,
+    NetworkState,
+    advance,
+    current_step_size,
+    flat,
+    look_around,
+    sites,
+)
+from numpyro_fed.decentralized.nodes import Nodes
+from numpyro_fed.mcmc._base import FederatedKernel, check_start
+from numpyro_fed.mcmc.adaptation import Adaptation, begin, check_seen, look_cost
+from numpyro_fed.mcmc.config import NetworkPlan
+from numpyro_fed.mcmc.options import Options
+from numpyro_fed.mcmc.schedules import check_step_size
+from numpyro_fed.mcmc.setup import groundwork
+from numpyro_fed.rounds.federated import Cost, Ledger
+from numpyro_fed.rounds.remote import RemoteSilos
+from numpyro_fed.surrogates.gaussian import matvec
+
+__all__ = ["NetworkKernel", "NetworkState"]
+
+
+class NetworkKernel(FederatedKernel):
+    """Base of :class:`PushSumLangevin` and :class:`GossipLangevin`; see there for the parameters."""
+
+    is_ensemble_kernel = True
+    default_fields = (
+        "z", "diverging", "consensus_error", "push_sum_weight", "local_accept_prob", "step_size",
+    )  # fmt: skip
+    _exchange: ClassVar[Callable]
+    _both_ways: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        model: Callable,
+        graph: TimeVaryingGraph | nx.Graph,
+        step_size: float | str | Callable,
+        batch_size: int | None,
+        preconditioner: str | None,
+        bias_target: float,
+        public: Sequence[str],
+        validate: bool,
+        tracking: bool = False,
+    ) -> None:
+        super().__init__(model)
+        if isinstance(graph, nx.Graph):
+            graph = from_networkx(graph)
+        if not isinstance(graph, TimeVaryingGraph):
+            raise TypeError(f"graph: expected one of numpyro_fed.graphs or networkx, got {type(graph).__name__}")
+        check_step_size(step_size, ("adaptive",))
+        graph.connectivity()
+        if self._both_ways and not (graph.is_symmetric and graph.weights is None):
+            raise ValueError(
+                "graph: gossip needs links that work both ways, and makes its weights itself; expected an undirected networkx graph, "
+                "or PushSumLangevin for a directed one"
+            )
+        if not self._both_ways:
+            least, node = graph.least_weight()
+            if not least > LEAST_WEIGHT:
+                raise ValueError(
+                    f"graph: node {node!r} gives away nearly all it has and hears little: its push-sum weight falls to {least:.1g} of a "
+                    f"mean of 1, and a draw is a quotient by it. Expected weights above {LEAST_WEIGHT:g}: let more nodes send to it"
+                )
+        self._graph, self._tracking, self._step_size = graph, tracking, step_size
+        needs = "score" if preconditioner is not None else None
+        self._options = Options(
+            1.0, 1, batch_size, needs, 0.0, None, preconditioner, bias_target, public, validate, element_batches=False
+        ).checked()  # fmt: skip
+
+    def __repr__(self) -> str:
+        name = getattr(self._model, "__name__", type(self._model).__name__)
+        return f"{type(self).__name__}({name}, {self._graph!r}, step_size={self._step_size!r})"
+
+    def _reset(self) -> None:
+        super()._reset()
+        self._stacks: tuple[Silos, list[SiloRows]] | None = None
+        self._mixing: Mixing | None = None
+        self._price = (0.0, 0.0)
+
+    @property
+    def mixing(self) -> Mixing | None:
+        """The graph's arrays; ``None`` before :meth:`init`."""
+        return self._mixing
+
+    @property
+    def batch_size(self) -> int | None:
+        """Rows of a node's minibatch, or ``None``: all."""
+        return self._options.batch_size
+
+    @property
+    def learns_step_size(self) -> bool:
+        """Whether the step size is learned in warm-up."""
+        return isinstance(self._step_size, str)
+
+    @property
+    def graph(self) -> TimeVaryingGraph:
+        """The graph."""
+        return self._graph
+
+    @property
+    def tracking(self) -> bool:
+        """Whether gradients are tracked."""
+        return self._tracking
+
+    def _settle(self, silos: Silos, extra: dict[str, Any]) -> None:
+        graph = self._graph.ordered(silos.names)
+        ground = groundwork(self._model, silos, extra, self._options)
+        constant = not callable(self._step_size) and self._step_size != "adaptive"
+        tuning = ground.tuning._replace(
+            step_size=jnp.asarray(self._step_size if constant else jnp.nan, ground.tuning.loc.dtype)
+        )
+        if tuning.latents is not None and not isinstance(silos, RemoteSilos):
+            group = None if ground.units is None else ground.units.group
+            rows = stack_states(tuning.latents.rows, silos, group)
+            tuning = tuning._replace(latents=tuning.latents._replace(rows=rows))
+        schedule = self._step_size if callable(self._step_size) else None
+        self._plan = NetworkPlan(
+            ground.factors, ground.units, ground.batch, len(silos), schedule, graph.fails, self._both_ways,
+            type(self)._exchange, tuple((g, sum(n)) for g, n in silos.sizes.items()),
+        )  # fmt: skip
+        self._tuning, self._surrogates, self._setup_cost = tuning, ground.surrogates, ground.cost
+        self._mixing = mixing(graph, both_ways=self._both_ways)
+        self._stacks = (silos, self._stacked(silos))
+        if self._step_size == "adaptive":
+            m = len(silos)
+            added = graph.added_variance(gossip=self._both_ways, tracking=self._tracking)
+            self._price = (added + 1 / (4 * m), 1 / (4 * m))
+
+    def init(
+        self,
+        rng_key: Array,
+        num_warmup: int,
+        init_params: Mapping[str, Array] | None = None,
+        model_args: tuple = (),
+        model_kwargs: Mapping[str, Any] | None = None,
+    ) -> NetworkState:
+        """Check the model, the data and the graph, and return the first state.
+
+        :param rng_key: a key for each chain.
+        :param init_params: unconstrained values of all latent sites, a chain axis first; by default draws of the surrogate posterior, and
+            where nothing was fitted (no preconditioner, no local latents) uniform on (-2, 2), for each node its own.
+        """
+        silos, extra = self._arguments(model_args, model_kwargs)
+        if extra:
+            raise ValueError("a network of nodes cannot be a block of Gibbs; expected mcmc.run(rng_key, silos)")
+        chains = 1 if is_prng_key(rng_key) else len(rng_key)
+        self.check_chains(chains, len(silos))
+        self._prepare(silos, extra)
+        self._sample_fn = self.sample
+        z = self._given(init_params, model_args, extra)
+        return self.first_state(rng_key, chains, num_warmup, z, silos)[0]
+
+    def check_chains(self, chains: int, m: int) -> None:
+        """Refuse a number of chains that is not one of all nodes."""
+        if chains == 1 or chains % m:
+            raise ValueError(
+                f"num_chains: a node is a chain, so expected a multiple of the {m} nodes, got {chains}; write "
+                f'MCMC(..., num_chains={m}, chain_method="vectorized"), or {4 * m} for four independent networks'
+            )
+
+    def first_state(
+        self, rng_key: Array, chains: int, num_warmup: int, z: dict[str, Array] | None, silos: Silos
+    ) -> tuple[NetworkState, Array]:
+        """The first state of a kernel that is prepared, and the key of the first local latents.
+
+        :param rng_key: a key for each chain.
+        :param z: unconstrained values of all latent sites, or ``None``.
+        """
+        assert self._tuning is not None
+        assert self._mixing is not None
+        m = len(silos)
+        key, key_start, key_learn = random.split(rng_key[0], 3)
+        template = jax.eval_shape(lambda k: self._start(k, chains // m, None, silos)[1], key_start)
+        if z is not None:
+            check_start({k: v.shape for k, v in z.items()}, {k: v.shape for k, v in template.items()})
+        nodes, z = self._start(key_start, chains // m, z, silos)
+        zero, none = jnp.zeros(chains, nodes.x.dtype), jnp.zeros(chains, jnp.uint32)
+        state = NetworkState(
+            i=jnp.zeros((), jnp.int32), z=z, nodes=nodes, push_sum_weight=zero + 1, consensus_error=zero,
+            diverging=zero > 0, local_accept_prob=zero + 1, step_size=zero, sent=none, received=none,
+            adaptation=self._adaptation(key_learn, num_warmup, nodes, silos), rng_key=key, tuning=self._tuning, mixing=self._mixing,
+        )  # fmt: skip
+        return state._replace(step_size=zero + current_step_size(self._plan, state)), random.split(key_start)[1]
+
+    def _start(self, key: Array, networks: int, z: dict[str, Array] | None, silos: Silos) -> tuple[Nodes, dict]:
+        plan, tuning, stacks = self._plan, self._tuning, self._rows(silos)
+        assert tuning is not None
+        shape = (networks, len(silos), plan.factors.dim)
+        key_theta, key_eps = random.split(key)
+        if z is not None:
+            x = flat(plan, z).reshape(shape).astype(tuning.loc.dtype)
+        elif tuning.scale is not None:
+            normal = random.normal(key_theta, shape, tuning.loc.dtype)
+            x = tuning.loc + jax.vmap(jax.vmap(partial(matvec, tuning.scale)))(normal)
+        elif tuning.latents is not None:  # where the local map was fitted, and so where it is good
+            normal = random.normal(key_theta, shape, tuning.loc.dtype)
+            whiten = tuning.latents.whiten
+            out = jnp.linalg.solve(whiten, normal[..., None])[..., 0] if whiten.ndim == 2 else normal / whiten
+            x = tuning.latents.loc + out
+        else:
+            x = random.uniform(key_theta, shape, tuning.loc.dtype, -2, 2)
+        eps = None
+        if plan.units is not None and not isinstance(silos, RemoteSilos):  # which start their own
+            eps = self._start_eps(key_eps, x, z, silos)
+        zero = jnp.zeros(shape, x.dtype) if self._tracking else None
+        nodes = Nodes(x, jnp.ones(shape[:2], x.dtype), zero, zero, eps)
+        return nodes, sites(plan, tuning, x, eps, stacks)
+
+    def _start_eps(self, key: Array, x: Array, z: dict[str, Array] | None, silos: Silos) -> list[Array]:
+        units, latents = self._plan.units, self._tuning.latents
+        if z is None:
+            shapes = [(len(x), *rows.shape) for rows in latents.rows]
+            return [random.normal(random.fold_in(key, k), s, x.dtype) for k, s in enumerate(shapes)]
+        m, networks = len(silos), len(x)
+        local = {s.name: z[s.name] for s in self._plan.factors.local_sites}
+        every = jax.vmap(lambda chain: units.from_pooled(chain, silos))(local)
+        stacked = stack_states(jnp.moveaxis(every, 0, -1), silos, units.group)
+        out = []
+        for rows, local_map, values in zip(self._rows(silos), latents.rows, stacked, strict=True):
+            of_chain = jnp.moveaxis(values, -1, 0).reshape(networks, m, *values.shape[:-1]).astype(x.dtype)
+            own = of_chain[:, rows.number, jnp.arange(len(rows.number))]  # a silo's latents from its own node's chain
+            u = jax.vmap(jax.vmap(latents.u))(x[:, rows.number])
+            inverse = jax.vmap(jax.vmap(lambda m, u, v: m.inverse(u, v)), in_axes=(None, 0, 0))
+            out.append(inverse(local_map, u, own))
+        return out
+
+    def _adaptation(self, key: Array, num_warmup: int, nodes: Nodes, silos: Silos) -> Adaptation | None:
+        if self._step_size != "adaptive":
+            return None
+        key_first, key_look = random.split(key)
+        first = begin(key_first, nodes.x.shape[-1], self._price, self._options.bias_target, num_warmup, nodes.x.dtype)
+        learned = look_around(self._plan, self._tuning, first, key_look, nodes, self._rows(silos))
+        check_seen(learned)
+        return learned
+
+    def _rows(self, silos: Silos) -> list[SiloRows]:
+        """The silos' rows in stacks; kept, so that they are gathered once."""
+        if self._stacks is not None and self._stacks[0] == silos:
+            return self._stacks[1]
+        return self._stacked(silos)
+
+    def _stacked(self, silos: Silos) -> list[SiloRows]:
+        if isinstance(silos, RemoteSilos):
+            return []
+        units = self._plan.units
+        return stack(silos, pad=None if units is None or units.group is not None else units.pad)
+
+    def sample(self, state: NetworkState, model_args: tuple, model_kwargs: Mapping[str, Any] | None) -> NetworkState:
+        """One step of all nodes."""
+        assert self._sample_fn is not None, "`init` must be called before `sample`"
+        silos, _ = self._arguments(model_args, model_kwargs)
+        if len(silos) != state.nodes.x.shape[1]:
+            raise ValueError(
+                f"the state has {state.nodes.x.shape[1]} nodes, the data {len(silos)} silos; start a new MCMC"
+            )
+        return advance(self._plan, state, self._rows(silos))
+
+    def _diagnostics(self, state: NetworkState) -> str:
+        return f"step size {float(state.step_size[0]):.2e}, consensus error {float(state.consensus_error.mean()):.1e}"
+
+    def ledger(self, state: NetworkState) -> Ledger:
+        """Steps, gradient evaluations and bytes of each node up to ``state`` (e.g. ``mcmc.last_state``), all networks.
+
+        Down is what a node received of others, up what it sent; surrogates (once) and the looks of ``"adaptive"`` are counted as if there were a
+        server. Gradients are those of the node's part of the potential; a Hessian-vector product counts as one, Metropolis moves do not.
+        Over silos elsewhere it is what crosses: down a node's position, up its gradient and the acceptance of its moves, in each step.
+        """
+        if self._plan is None or self._prepared_for is None:
+            raise ValueError("expected a kernel that has run; call mcmc.run(rng_key, silos) first")
+        networks, m = state.nodes.x.shape[:2]
+        message = self._message_bytes()
+        once = self._setup_cost + Cost(int(state.i), int(state.i)).times(networks)
+        if state.adaptation is not None:
+            once += look_cost(state.adaptation, self._plan.factors.dim)
+        if isinstance(self._prepared_for, RemoteSilos):
+            steps, numbers = int(state.i) * networks, self._plan.factors.dim
+            size = self._tuning.loc.dtype.itemsize
+            costs = [once + Cost(0, 0, steps * size * numbers, steps * size * (numbers + 1))] * m
+            return Ledger(self._prepared_for.names, *zip(*costs, strict=True))
+        sent, received = (
+            np.asarray(x, np.int64).reshape(networks, m).sum(0) * message for x in (state.sent, state.received)
+        )
+        costs = [once + Cost(0, 0, int(down), int(up)) for down, up in zip(received, sent, strict=True)]
+        return Ledger(self._prepared_for.names, *zip(*costs, strict=True))
+
+    def _message_bytes(self) -> int:
+        """A message along one link: X and Y, and the tracker."""
+        numbers = self._plan.factors.dim * (2 if self._tracking else 1) + (0 if self._both_ways else 1)
+        return numbers * self._tuning.loc.dtype.itemsize

@@ -1,0 +1,143 @@
+r"""One exchange of messages over a graph: every node receives a weighted sum of what the others sent.
+
+:func:`mixing` turns a :class:`~numpyro_fed.decentralized.graphs.TimeVaryingGraph` into arrays, :meth:`Mixing.links` draws which links work at a
+step, and :meth:`Links.mix` applies the step's matrix to anything that nodes hold. Two rules make a matrix of links:
+
+* *shares* (push-sum): a node splits what it has evenly over its links that work and itself; columns sum to one;
+* *Metropolis weights* (gossip): :math:`W_{ij} = 1 / (1 + \max(d_i, d_j))` on links that work both ways; rows and columns sum to one.
+
+Dense matrices are multiplied; sparse ones are gathered from each node's in-neighbours, at a cost of m times the largest in-degree.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, random
+
+from numpyro_fed.decentralized.graphs import TimeVaryingGraph
+
+__all__ = ["Links", "Mixing", "mixing"]
+
+_SPARSE_BELOW = 1 / 8  # of the nodes as neighbours
+
+
+class Links(NamedTuple):
+    """The mixing matrix of one step.
+
+    :param matrix: dense: ``(m, m)``; sparse: the weights of in-neighbours, ``(m, K)``.
+    :param own: sparse: the weight of a node's own, ``(m,)``; dense: ``None``.
+    :param senders: sparse: in-neighbours, ``(m, K)``; dense: ``None``.
+    :param sent: messages that each node sent, ``(m,)``.
+    :param received: messages that each node received, ``(m,)``.
+    """
+
+    matrix: Array
+    own: Array | None
+    senders: Array | None
+    sent: Array
+    received: Array
+
+    def mix(self, x: Array) -> Array:
+        """``A x`` for ``x`` of shape ``(m, ...)``."""
+        if self.senders is None or self.own is None:
+            return jnp.tensordot(self.matrix, x, 1, precision=jax.lax.Precision.HIGHEST)
+        flat = x.reshape(x.shape[0], -1)
+        mixed = self.own[:, None] * flat + jnp.sum(self.matrix[..., None] * flat[self.senders], 1)
+        return mixed.reshape(x.shape)
+
+
+class Mixing(NamedTuple):
+    """A graph as arrays: for each step of the period every node's in-neighbours, padded to the largest number K.
+
+    :param senders: in-neighbours ``(B, m, K)``; padding has weight zero.
+    :param weights: their weights where nothing fails ``(B, m, K)``.
+    :param own: weight of a node's own ``(B, m)``.
+    :param pair: a number of the pair of nodes that a link joins, the same for both directions ``(B, m, K)``.
+    :param dense: the matrices themselves ``(B, m, m)``, or ``None`` for sparse mixing.
+    :param link_failure: probability.
+    :param node_dropout: probability.
+    """
+
+    senders: Array
+    weights: Array
+    own: Array
+    pair: Array
+    dense: Array | None
+    link_failure: Array
+    node_dropout: Array
+
+    def links(self, key: Array, t: Array, *, fails: bool, both_ways: bool) -> Links:
+        """The matrix of step ``t``.
+
+        :param key: decides what fails.
+        :param fails: whether anything may (static: without, no random numbers are drawn).
+        :param both_ways: gossip: a link fails in both directions, and matrices keep rows that sum to one.
+        """
+        at = jnp.remainder(t, self.own.shape[0])
+        senders, weights, own = self.senders[at], self.weights[at], self.own[at]
+        if fails:
+            alive = (weights > 0) & self._works(key, at, both_ways)
+            weights, own = _metropolis(alive, senders) if both_ways else _renormalised(alive, weights, own, senders)
+        alive = weights > 0
+        received = jnp.sum(alive, 1, dtype=jnp.uint32)
+        sent = jnp.zeros_like(received).at[senders].add(alive)
+        if self.dense is None:
+            return Links(weights, own, senders, sent, received)
+        if not fails:
+            return Links(self.dense[at], None, None, sent, received)
+        nodes = jnp.arange(own.shape[0])
+        matrix = jnp.zeros_like(self.dense[0]).at[nodes[:, None], senders].add(weights).at[nodes, nodes].add(own)
+        return Links(matrix, None, None, sent, received)
+
+    def _works(self, key: Array, at: Array, both_ways: bool) -> Array:
+        key_link, key_node = random.split(key)
+        m, most = self.senders.shape[1:]
+        # gossip: one draw for both directions of a link
+        draws = random.uniform(key_link, (m * m,))[self.pair[at]] if both_ways else random.uniform(key_link, (m, most))
+        up = random.uniform(key_node, (m,)) >= self.node_dropout
+        return (draws >= self.link_failure) & up[:, None] & up[self.senders[at]]
+
+
+def _renormalised(alive: Array, weights: Array, own: Array, senders: Array) -> tuple[Array, Array]:
+    """Shares of the links that work: each sender's sum to one again."""
+    weights = jnp.where(alive, weights, 0.0)
+    total = own.at[senders].add(weights)
+    return weights / total[senders], own / total
+
+
+def _metropolis(alive: Array, senders: Array) -> tuple[Array, Array]:
+    degree = jnp.sum(alive, 1)
+    weights = jnp.where(alive, 1.0 / (1.0 + jnp.maximum(degree[:, None], degree[senders])), 0.0)
+    return weights, 1.0 - jnp.sum(weights, 1)
+
+
+def mixing(graph: TimeVaryingGraph, *, both_ways: bool, sparse: bool | None = None) -> Mixing:
+    """A graph's arrays.
+
+    :param both_ways: Metropolis weights in place of equal shares.
+    :param sparse: gather from in-neighbours, or multiply matrices; ``None``: sparse where no node has an eighth of all as neighbours.
+    """
+    m, dtype = graph.num_nodes, jnp.result_type(float)
+    most = max(1, int(graph.links.sum(2).max()))
+    senders = np.zeros((graph.period, m, most), np.int32)
+    weights, own = np.zeros(senders.shape), np.zeros(senders.shape[:2])
+    matrices = np.stack([graph.matrix(t, gossip=both_ways) for t in range(graph.period)])
+    for t, i in np.ndindex(graph.period, m):
+        others = np.flatnonzero(graph.links[t, i])
+        senders[t, i, : len(others)] = others
+        weights[t, i, : len(others)] = matrices[t, i, others]
+        own[t, i] = matrices[t, i, i]
+    receivers = np.arange(m)[:, None]
+    pair = np.minimum(receivers, senders) * m + np.maximum(receivers, senders)
+    sparse = most < m * _SPARSE_BELOW if sparse is None else sparse
+    return Mixing(
+        jnp.asarray(senders),
+        jnp.asarray(weights, dtype),
+        jnp.asarray(own, dtype),
+        jnp.asarray(pair, jnp.int32),
+        None if sparse else jnp.asarray(matrices, dtype),
+        jnp.asarray(graph.link_failure, dtype),
+        jnp.asarray(graph.node_dropout, dtype),
+    )

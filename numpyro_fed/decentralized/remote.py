@@ -1,0 +1,149 @@
+"""Networks of nodes whose silos are elsewhere: each step is one call of every node, and what nodes send to each other is exchanged here.
+
+What nodes mix (X, Y, trackers) is held by the driver, which applies A(t) as a relay of all messages would; a node's gradient is taken, and its local latents
+move, where its rows are. Keys are those of :func:`numpyro_fed.decentralized.networks.advance`, so draws are those at hand. Who drives sees every node's position and
+gradient at every step; of links without a server only out-neighbours see something, and that mixed.
+"""
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, random
+
+from numpyro_fed.data.views import SiloView, buckets
+from numpyro_fed.decentralized._kernel import NetworkKernel
+from numpyro_fed.decentralized.networks import Exchanged, NetworkState, exchange, settle
+from numpyro_fed.decentralized.nodes import node_step
+from numpyro_fed.mcmc.config import NetworkPlan, NodePlan, Tuning
+from numpyro_fed.mcmc.remote_chains import ask_or_forget
+from numpyro_fed.rounds.remote import Call, RemoteSilos, rows_of
+from numpyro_fed.rounds.serialization import wire_name
+
+__all__ = ["NodeLocal", "NodeStartLocal", "check_network", "network_facts", "start_nodes", "step_nodes"]
+
+
+@wire_name("NodeStartLocal")
+@dataclass(frozen=True)
+class NodeStartLocal:
+    """A node's first coordinates of its latents: its part of what one draw for all nodes would be. Nothing leaves the silo.
+
+    :param plan: the static facts.
+    :param networks: how many networks there are.
+    """
+
+    plan: NodePlan
+    networks: int
+
+    def __call__(self, key: Array, message: Array, rows: Any, view: SiloView) -> tuple[Array, Any]:
+        """A message is the number of the node's network."""
+        assert self.plan.units is not None
+        group, shown = self.plan.units.group, np.arange(rows.shape[0])
+        stacks, drawn = np.zeros(len(view.silos), np.int32), []
+        for k, (numbers, pad) in enumerate(buckets(view.silos)):
+            count = 1 if group is None else dict(pad)[group]
+            shape = (self.networks, len(numbers), count, *rows.shape[1:])
+            eps = random.normal(random.fold_in(key, k), shape, jnp.result_type(float))
+            place = np.zeros(len(view.silos), np.int32)
+            place[numbers], stacks[numbers] = np.arange(len(numbers)), k
+            drawn.append(eps[message, jnp.asarray(place)[view.number]][np.minimum(shown, count - 1)])
+        return jnp.zeros(()), (jnp.stack(drawn)[jnp.asarray(stacks)[view.number]], rows)
+
+
+@wire_name("NodeLocal")
+@dataclass(frozen=True)
+class NodeLocal:
+    """A node's part of a step: :func:`numpyro_fed.decentralized.nodes.node_step` at the position ``(d,)`` that it is told.
+
+    What leaves the silo: its gradient ``(d,)``, in preconditioned units, and the mean acceptance of its local moves.
+    """
+
+    plan: NodePlan
+
+    def __call__(self, key: Array, message: Array, state: tuple[Tuning, Any], view: SiloView) -> tuple[Any, Any]:
+        tuning, own = state
+        eps, local_map = (None, None) if own is None else own
+        slope, eps, accepted = node_step(self.plan, tuning, key, rows_of(view), message, eps, local_map)
+        return (slope, accepted), (None if own is None else (eps, local_map))
+
+
+def check_network(kernel: NetworkKernel, silos: RemoteSilos, num_chains: int) -> None:
+    """Refuse in words what does not go over silos elsewhere, before any is asked."""
+    kernel.check_chains(num_chains, len(silos))
+    if kernel.learns_step_size:
+        raise ValueError(
+            "step_size='adaptive' is not built for silos that are elsewhere; expected a number, or a schedule (fed.polynomial_decay): learn one at hand, with "
+            "made-up data of as many silos and rows"
+        )
+    if kernel.batch_size is not None:
+        raise ValueError(f"batch_size={kernel.batch_size} is not built for silos that are elsewhere; expected None")
+
+
+def start_nodes(
+    kernel: NetworkKernel, rng_key: Array, num_chains: int, silos: RemoteSilos
+) -> tuple[NetworkState, np.ndarray]:
+    """The first state, and the slots in which nodes keep their local latents: ``(C, 1)``, or ``(C, 0)`` without any."""
+    state, key_eps = kernel.first_state(rng_key, num_chains, 0, None, silos)
+    plan, m = kernel._plan, len(silos)
+    if plan.units is None:
+        return state, np.zeros((num_chains, 0), np.int64)
+    slots = np.array([[silos.carrier.new_slot()] for _ in range(num_chains)])
+    local, rows = NodeStartLocal(plan.node, num_chains // m), kernel._tuning.latents.rows.slot
+    nodes = enumerate(slots[:, 0].tolist())
+    silos.ask_for_sure([Call(c % m, local, key_eps, np.int32(c // m), rows, slot) for c, slot in nodes])
+    return state, slots
+
+
+@partial(jax.jit, static_argnames=("plan",))
+def _leave(plan: NetworkPlan, state: NetworkState) -> tuple[Exchanged, list[Array]]:
+    """What nodes hold after the exchange; of each network the key of its nodes."""
+    sent = exchange(plan, state)
+    return sent, [sent.key_own[r] for r in range(len(sent.position))]
+
+
+@partial(jax.jit, static_argnames=("plan",))
+def _arrive(plan: NetworkPlan, state: NetworkState, sent: Exchanged, slope: Array, accepted: Array) -> NetworkState:
+    return settle(plan, state, sent, slope, accepted, None, [])
+
+
+def step_nodes(
+    kernel: NetworkKernel, state: NetworkState, slots: np.ndarray, told: list[int], silos: RemoteSilos
+) -> tuple[NetworkState, np.ndarray, list[int], list[int]]:
+    """One step of every network. New latents are kept beside the old ones, and count if their network's step does.
+
+    :param told: the silos' slots of what they were told.
+    :return: the state, the nodes' slots, those that are needed no more, and no silo whose reply does not count: a step that leaves the reals is undone.
+    :raises SiloError: naming silos that did not answer, asked five times: without one node's gradient a network has no step.
+    """
+    plan, m = kernel._plan, len(silos)
+    sent, keys = _leave(plan, state)
+    positions, local, calls = np.asarray(sent.position).reshape(len(slots), -1), NodeLocal(plan.node), []
+    for c, position in enumerate(positions):
+        own, new = (None, None) if plan.units is None else (int(slots[c, 0]), silos.carrier.new_slot())
+        calls.append(Call(c % m, local, keys[c // m], position, (told[c % m], own), new))
+    replies, _ = ask_or_forget(silos.ask_again, calls, silos)
+    slope, accepted = (np.stack(x) for x in zip(*replies, strict=True))
+    shape = sent.position.shape
+    # in NumPy, which has no programs to dispatch
+    state = _arrive(plan, state, sent, slope.reshape(shape), accepted.reshape(shape[:2]))
+    if plan.units is None:
+        return state, slots, [], []
+    written = np.array([[call.write] for call in calls])
+    undone = np.asarray(state.diverging)[:, None]
+    spent = np.where(undone, written, slots)
+    return state, np.where(undone, slots, written), spent[:, 0].tolist(), []
+
+
+def network_facts(kernel: NetworkKernel) -> dict[str, Any]:
+    """What a checkpoint has of the network: links with their weights, and the algorithm."""
+    arrays = [np.asarray(x) for x in jax.tree.leaves(kernel.mixing)]
+    exchanged: Callable = kernel._plan.exchange
+    return {
+        "graph": hashlib.sha256(b"".join(x.tobytes() for x in arrays)).hexdigest(),
+        "algorithm": [exchanged.__name__, kernel.tracking],
+    }

@@ -1,0 +1,314 @@
+r"""A sequence of directed graphs, and what can be said of it before anything is sent; :mod:`numpyro_fed.decentralized.graphs` makes them."""
+
+import math
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from numbers import Real
+from typing import TYPE_CHECKING
+
+import networkx as nx
+import numpy as np
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["TimeVaryingGraph", "shown"]
+
+_SIMULATED = 2000  # steps of a random sequence from which a rate is taken
+_DOUBLINGS = 40  # of the sum over periods
+_SEQUENCES, _STEPS = 9, 100  # random sequences, and their steps before and while averages are taken
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class TimeVaryingGraph:
+    """A periodic sequence of directed graphs, whose links and nodes may fail at random; made by the functions of :mod:`numpyro_fed.graphs`.
+
+    :ivar links: which links there are, shape ``(period, m, m)``; ``[t, i, j]``: at steps t, t + period, ... node j sends to node i.
+    :ivar nodes: the nodes' labels; a graph whose labels (as text) are silo names is matched to silos by name, else one labelled 0 ... m - 1 by place.
+    :ivar weights: column-stochastic matrices ``(period, m, m)`` in place of equal shares, or ``None``.
+    :ivar link_failure: probability that a link does not work at a step, each by itself.
+    :ivar node_dropout: probability that a node neither sends nor receives at a step.
+    """
+
+    links: np.ndarray
+    nodes: tuple[Hashable, ...]
+    weights: np.ndarray | None = None
+    link_failure: float = 0.0
+    node_dropout: float = 0.0
+
+    @property
+    def period(self) -> int:
+        """Number of steps after which the sequence begins anew."""
+        return len(self.links)
+
+    @property
+    def num_nodes(self) -> int:
+        """m."""
+        return len(self.nodes)
+
+    @property
+    def fails(self) -> bool:
+        """Whether links or nodes fail at random."""
+        return self.link_failure > 0 or self.node_dropout > 0
+
+    @property
+    def is_symmetric(self) -> bool:
+        """Whether every link has its way back at the same step, as gossip needs it."""
+        return bool((self.links == np.swapaxes(self.links, 1, 2)).all())
+
+    def __repr__(self) -> str:
+        fails = "".join(
+            f", {name} {p:g}"
+            for name, p in (("link_failure", self.link_failure), ("node_dropout", self.node_dropout))
+            if p
+        )
+        counts = "/".join(str(int(n)) for n in self.links.sum((1, 2))[:6]) + ("/..." if self.period > 6 else "")
+        return f"TimeVaryingGraph({self.num_nodes} nodes, period {self.period}, {counts} links{fails})"
+
+    def with_link_failures(self, probability: float) -> "TimeVaryingGraph":
+        """The same links, each of which fails at each step with this probability, independently, and of failures there were before.
+
+        :raises ValueError: for a probability outside [0, 1).
+        """
+        return replace(self, link_failure=_either(self.link_failure, _probability("link failures", probability)))
+
+    def with_node_dropout(self, probability: float) -> "TimeVaryingGraph":
+        """The same nodes, each of which is offline at each step with this probability: it keeps what it has, and goes on sampling.
+
+        :raises ValueError: for a probability outside [0, 1).
+        """
+        return replace(self, node_dropout=_either(self.node_dropout, _probability("node dropout", probability)))
+
+    def ordered(self, names: Sequence[str]) -> "TimeVaryingGraph":
+        """The graph with its nodes in the order of silos of these names.
+
+        :raises ValueError: when the numbers of nodes and silos differ, or labels are neither the silos' names nor numbers.
+        """
+        if self.num_nodes != len(names):
+            raise ValueError(
+                f"graph: expected one node for each of the {len(names)} silos, got {self.num_nodes} nodes, "
+                f"{shown(self.nodes)}"
+            )
+        labels: tuple[Hashable, ...] = tuple(map(str, self.nodes))
+        if set(labels) != set(names) and set(self.nodes) == set(range(len(names))):
+            labels = tuple(names[i] for i in self.nodes)  # type: ignore[call-overload]
+        if set(labels) != set(names):
+            unknown = [node for node in labels if node not in names]
+            missing = [name for name in names if name not in labels]
+            raise ValueError(
+                f"graph: expected nodes labelled with the silos' names, or with 0 ... {len(names) - 1} in their order; "
+                f"no silo is called {shown(unknown)}, and silos {shown(missing)} are no nodes"
+            )
+        place = [labels.index(name) for name in names]
+        weights = None if self.weights is None else self.weights[:, place][:, :, place]
+        return replace(self, nodes=tuple(names), links=self.links[:, place][:, :, place], weights=weights)
+
+    def matrix(self, t: int = 0, *, gossip: bool = False) -> np.ndarray:
+        """The column-stochastic mixing matrix A(t) where nothing fails, ``(m, m)``; for gossip that of Metropolis weights."""
+        if gossip:
+            return metropolis(self.links[t % self.period])
+        return shares(self.links[t % self.period]) if self.weights is None else self.weights[t % self.period]
+
+    def connectivity(self) -> int:
+        """The smallest B such that the links of steps kB ... (k + 1)B - 1 are strongly connected for every k >= 0.
+
+        Of links that fail at random those count that may work: they do, infinitely often.
+
+        :raises ValueError: when there is no such B, naming the nodes that cannot be reached, and from where.
+        """
+        self._check_union()
+        for window in range(1, self.period):
+            starts = range(0, math.lcm(window, self.period), window)
+            if all(self._strongly_connected(range(start, start + window)) for start in starts):
+                return window
+        return self.period
+
+    def _strongly_connected(self, steps: range) -> bool:
+        union = self.links[[t % self.period for t in steps]].any(0)
+        return nx.is_strongly_connected(nx.from_numpy_array(union.T, create_using=nx.DiGraph))
+
+    def _check_union(self) -> None:
+        union = nx.from_numpy_array(self.links.any(0).T, create_using=nx.DiGraph)
+        if nx.is_strongly_connected(union):
+            return
+        everyone = set(union)
+        for node in union:
+            lost = everyone - nx.descendants(union, node) - {node}
+            if lost:
+                raise ValueError(
+                    f"graph: not strongly connected over its period of {self.period} step(s), so it is B-strongly connected for "
+                    f"no B: what node {self.nodes[node]!r} sends never reaches "
+                    f"{shown([self.nodes[i] for i in sorted(lost)])}. Expected a path from every node to every other"
+                )
+
+    def contraction_rate(self, *, gossip: bool = False) -> float:
+        r"""The factor per step by which disagreement between nodes shrinks, in [0, 1).
+
+        For a periodic sequence the modulus of the second eigenvalue of :math:`A(B) \cdots A(1)`, to the power 1/B; with
+        random failures the growth rate of the second singular direction of the product, from 2,000 simulated steps.
+        """
+        if self.fails:
+            rng, vector, growth = np.random.default_rng(0), np.random.default_rng(1).normal(size=self.num_nodes), 0.0
+            for t in range(_SIMULATED):
+                vector -= vector.mean()  # A is column-stochastic: sums of zero stay so
+                vector = self.draw(rng, t, gossip=gossip) @ vector
+                norm = np.linalg.norm(vector)
+                if norm == 0:
+                    return 0.0
+                growth, vector = growth + math.log(norm), vector / norm
+            return math.exp(growth / _SIMULATED)
+        values = np.linalg.eigvals(self._product(gossip))
+        return float(np.sort(np.abs(values))[-2] ** (1 / self.period))
+
+    def _product(self, gossip: bool = False) -> np.ndarray:
+        """The matrix of a whole period."""
+        product = np.eye(self.num_nodes)
+        for t in range(self.period):
+            product = self.matrix(t, gossip=gossip) @ product
+        return product
+
+    def _settled(self, product: np.ndarray) -> np.ndarray:
+        """The push-sum weights at which periods of this matrix begin in the long run."""
+        return np.linalg.matrix_power(product, 1 << 16).mean(1) * self.num_nodes
+
+    def draw(self, rng: np.random.Generator, t: int, *, gossip: bool = False) -> np.ndarray:
+        """A random mixing matrix of step t."""
+        if not self.fails:
+            return self.matrix(t, gossip=gossip)
+        up = rng.random(self.num_nodes) >= self.node_dropout
+        works = rng.random((self.num_nodes, self.num_nodes)) >= self.link_failure
+        if gossip:  # a link fails in both directions
+            works = np.triu(works) | np.triu(works).T
+        alive = self.links[t % self.period] & works & up & up[:, None]
+        if gossip:
+            return metropolis(alive)
+        kept = np.where(alive | np.eye(self.num_nodes, dtype=bool), self.matrix(t), 0.0)
+        return kept / kept.sum(0)
+
+    def added_variance(self, *, gossip: bool = False, tracking: bool = False) -> float:
+        r"""What the worst node's variance exceeds the target's by, for small steps, in units of the noise that every node adds at a step.
+
+        Push-sum's nodes are at :math:`Z_i = \bar X + E_i`, with :math:`E = A(X - y \bar X) / y` what is left of earlier noise. With unit noise
+        the covariance of :math:`X - y \bar X`, and its covariance with :math:`\bar X`, are
+
+        .. math:: C \leftarrow A C A^\top + F F^\top, \qquad c \leftarrow A c + F 1 / m, \qquad F = I - y 1^\top / m .
+
+        Silos alike pull all :math:`X_i` by the same force, however unequal y, which halves the covariance of E with :math:`\bar X`; and since
+        they pull at Z, the variance of :math:`\bar X` is less by the mean of that covariance. In sum, with :math:`c'_i = (A c)_i / y_i`, the variance of
+        node i exceeds the target's by :math:`(A C A^\top)_{ii} / y_i^2 + c'_i - \tfrac1{2m} \sum_j c'_j`, averaged over the period. With tracking the
+        noise has variances y, so that :math:`F F^\top` is :math:`\operatorname{diag}(y) - y y^\top / m` and c vanishes. Gossip's nodes have y = 1, and
+        their last noise too: the largest of C.
+
+        Where links fail the excess is itself random with a heavy tail (a node cut off for a while has a tiny y): this is then the median over
+        nine drawn sequences of the mean over 100 steps, and no more than a guide.
+        """
+        m = self.num_nodes
+        product = self._product(gossip)
+        weight = self._settled(product)
+
+        def through(weight: np.ndarray, spread: np.ndarray, cross: np.ndarray, matrices: Iterable) -> tuple:
+            seen = []
+            for matrix in matrices:
+                weight, spread, cross = matrix @ weight, matrix @ spread @ matrix.T, matrix @ cross
+                along = cross / weight
+                if not gossip:
+                    seen.append(np.diag(spread) / weight**2 + along - along.mean() / 2)
+                variance = weight if tracking else np.ones(m)
+                fresh = np.eye(m) - np.outer(weight, np.ones(m)) / m
+                spread = spread + (fresh * variance) @ fresh.T
+                cross = cross + fresh @ variance / m
+                if gossip:
+                    seen.append(np.diag(spread))
+            return weight, spread, cross, np.mean(seen, axis=0)
+
+        def period() -> list[np.ndarray]:
+            return [self.matrix(t, gossip=gossip) for t in range(self.period)]
+
+        # the fixed point of a period, by doubling: after k doublings the sums over 2^k periods
+        _, spread, cross, _ = through(weight, np.zeros((m, m)), np.zeros(m), period())
+        for _ in range(_DOUBLINGS):
+            more = product @ spread @ product.T
+            spread, cross, product = spread + more, cross + product @ cross, product @ product
+            if np.abs(more).max() < 1e-12 * np.abs(spread).max():
+                break  # going on would double what rounding adds to the sums
+        if not self.fails:
+            return float(through(weight, spread, cross, period())[3].max())
+        means = []
+        for seed in range(_SEQUENCES):
+            rng = np.random.default_rng(seed)
+            drawn = (self.draw(rng, t, gossip=gossip) for t in range(2 * _STEPS))
+            y, c, x, _ = through(weight, spread, cross, islice(drawn, _STEPS))
+            means.append(through(y, c, x, drawn)[3])
+        return float(np.median(means, axis=0).max())
+
+    def least_weight(self) -> tuple[float, Hashable]:
+        """The least push-sum weight that a node has in the long run where nothing fails, and that node.
+
+        Weights sum to m. A node that gives away much and hears little has a small one, and its draws are X / Y.
+        """
+        weight = self._settled(self._product())
+        least = np.full(self.num_nodes, np.inf)
+        for t in range(self.period):
+            weight = self.matrix(t) @ weight
+            least = np.minimum(least, weight)
+        return float(least.min()), self.nodes[int(least.argmin())]
+
+    def plot(self) -> "Figure":
+        """Draw the graphs of the period, one beside the other."""
+        import matplotlib.pyplot as plt
+
+        columns = min(self.period, 4)
+        rows = -(-self.period // columns)
+        figure, axes = plt.subplots(rows, columns, figsize=(3 * columns, 3 * rows), squeeze=False, layout="constrained")
+        labels = dict(enumerate(map(str, self.nodes)))
+        place = nx.circular_layout(range(self.num_nodes))
+        size = min(4000, max(500, 22 * max(map(len, labels.values())) ** 2))  # a label fits into its node
+        for t, axis in enumerate(axes.flat):
+            axis.set_axis_off()
+            if t >= self.period:
+                continue
+            graph = nx.from_numpy_array(self.links[t].T, create_using=nx.DiGraph)
+            style = "dashed" if self.fails else "solid"
+            nx.draw_networkx(
+                graph, place, ax=axis, labels=labels, node_size=size, node_color="#cfe0f3", edgecolors="#335", font_size=8,
+                style=style, connectionstyle="arc3,rad=0.12",
+            )  # fmt: skip
+            axis.margins(0.2)
+            if self.period > 1:
+                axis.set_title(f"t = {t}" + (", ..." if t == self.period - 1 else ""))
+        if self.fails:
+            chances = {"links": self.link_failure, "nodes": self.node_dropout}
+            fail = ", ".join(f"{what} fail: p = {p:g}" for what, p in chances.items() if p)
+            figure.suptitle(fail, fontsize="medium")
+        return figure
+
+
+def shares(links: np.ndarray) -> np.ndarray:
+    """Equal shares of a node's out-links and itself: the column-stochastic matrix of one graph ``(m, m)``."""
+    whole = links | np.eye(len(links), dtype=bool)
+    return whole / whole.sum(0)
+
+
+def metropolis(links: np.ndarray) -> np.ndarray:
+    """Metropolis weights of links that work both ways: a symmetric, doubly stochastic matrix ``(m, m)``."""
+    degree = links.sum(1)
+    matrix = links / (1.0 + np.maximum(degree[:, None], degree))
+    return matrix + np.diag(1 - matrix.sum(1))
+
+
+def _probability(what: str, value: float) -> float:
+    if not isinstance(value, Real) or not 0 <= value < 1:
+        raise ValueError(f"{what}: expected a probability in [0, 1), got {value!r}")
+    return float(value)
+
+
+def _either(first: float, second: float) -> float:
+    """Probability of one of two independent failures, or both."""
+    return 1 - (1 - first) * (1 - second)
+
+
+def shown(items: Iterable) -> str:
+    """The first few of a list, for messages."""
+    items = list(items)
+    return ", ".join(map(repr, items[:6])) + (f" and {len(items) - 6} more" if len(items) > 6 else "")

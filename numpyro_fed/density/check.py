@@ -1,0 +1,384 @@
+r"""The proof check: before the first round, the factors are shown to sum to the pooled model.
+
+At two random points the sum :math:`\log p(\theta) + \sum_s \log p(y_s, z_s \mid \theta)` and its gradient, evaluated as the
+fit will evaluate them (jitted, vmapped over silos, padded and masked), must equal NumPyro's potential energy of
+the pooled model. It catches a model that reads across silos, a wrong ``rows=`` or ``index=``, a site counted twice,
+and a compiler that is wrong. The same points tell whether elements of a plate are independent given theta.
+
+Where rows are elsewhere nobody is asked about them. The server checks the model on rows that are
+made up, of two silos of unequal size. A silo checks it on its own rows, cut in two, before it
+answers anything, and says no more than what kind of thing is wrong.
+"""
+
+import warnings
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, random
+from numpyro import validation_enabled
+
+from numpyro_fed.data.silos import Silos
+from numpyro_fed.data.views import SiloView, largest, sweep
+from numpyro_fed.density.factors import PARAMS, Factors, pooled_log_density
+from numpyro_fed.density.local_map import Units
+from numpyro_fed.density.nested import NestedUnits
+from numpyro_fed.density.stand_ins import cut_in_two, made_up_rows
+from numpyro_fed.rounds.inline import ask_all
+from numpyro_fed.rounds.remote import RemoteSilos
+
+__all__ = [
+    "LeakageLocal",
+    "ProofError",
+    "elements_are_independent",
+    "prove",
+    "prove_batch",
+    "prove_made_up",
+    "prove_own",
+]
+
+# whole numbers that are made up, in turn: labels, counts, and one where a count has a total; other
+# numbers lie in (.2, .8) as long as the density is finite there, else they are whole, too
+_WHOLE = ((0, 2), (1, 3), (1, 2))
+_EQUALITY = (
+    "Expected equality: the model must not combine rows of different silos (means, ranks, positions "
+    "in other plates without index=), and rows= and index= must be right"
+)
+_FINITE = (
+    "expected a finite one: are all data inside the supports of the sites that observe them "
+    "(counts >= 0, labels 0 or 1), and all scales positive?"
+)
+
+
+class ProofError(ValueError):
+    """A model or data that the proof check refuses.
+
+    :param said: what is wrong, with the numbers.
+    :param plain: what kind of thing is wrong, without any number of a silo's rows.
+    """
+
+    def __init__(self, said: str, plain: str) -> None:
+        super().__init__(said)
+        self.plain = plain
+
+
+@partial(jax.jit, static_argnames=("factors",))
+def _point(factors: Factors, silos: Silos, key: Array) -> tuple[dict, dict]:
+    """Random global sites, and local sites in flat order (elements first)."""
+    groups = factors.local_groups()
+    keys = random.split(key, len(factors.local_sites) + 1)
+    theta = factors.unravel(0.5 * random.normal(keys[0], (factors.dim,)))
+    z = {
+        s.name: 0.5 * random.normal(k, (sum(silos.sizes[groups[s.name]]), *s.shape))
+        for s, k in zip(factors.local_sites, keys[1:], strict=True)
+    }
+    return theta, z
+
+
+def _own(factors: Factors, z: dict[str, Array], view: SiloView) -> dict[str, Array]:
+    groups = factors.local_groups()
+    return {name: x[view.positions(groups[name])] for name, x in z.items()}
+
+
+@partial(jax.jit, static_argnames=("factors",))
+def _factored(factors: Factors, theta: dict, z: dict, silos: Silos) -> tuple[Array, Any, Array]:
+    """Sum of the factors, its gradient in (theta, z), and each silo's term."""
+
+    def total(theta: dict, z: dict) -> tuple[Array, Array]:
+        def local(view: SiloView, _: None) -> tuple[Array, None]:
+            kwargs, weights = view.whole()
+            return factors.log_local(theta, _own(factors, z, view), kwargs, weights), None
+
+        terms, _ = sweep(local, silos, None, None)
+        return factors.log_prior(theta, silos.shared) + terms.sum(), terms
+
+    (value, terms), gradient = jax.value_and_grad(total, argnums=(0, 1), has_aux=True)(theta, z)
+    return value, gradient, terms
+
+
+@partial(jax.jit, static_argnames=("factors",))
+def _pooled(factors: Factors, theta: dict, z: dict, silos: Silos) -> tuple[Array, Any]:
+    groups = factors.local_groups()
+
+    def total(theta: dict, z: dict) -> Array:
+        placed = {
+            s.name: jnp.moveaxis(z[s.name][silos.pooled_position(groups[s.name])], 0, s.axis)
+            for s in factors.local_sites
+        }
+        return pooled_log_density(factors.model, silos, {**theta, **placed})
+
+    return jax.value_and_grad(total, argnums=(0, 1))(theta, z)
+
+
+def prove(factors: Factors, silos: Silos, *, seed: int = 0) -> None:
+    """Raise a :class:`ProofError` unless the factors sum to the pooled model, value and gradient.
+
+    Of silos elsewhere the server looks at made-up rows (:func:`prove_made_up`). Their own rows the
+    silos look at themselves (:func:`prove_own`); a carrier within one trust has that done here.
+
+    :raises ProofError: naming the sites whose gradients differ, and the silos they live in.
+    :warns UserWarning: for a single silo whose rows depend on each other.
+    """
+    if isinstance(silos, RemoteSilos):
+        prove_made_up(factors, silos, seed=seed)
+        learned = {k: v for k, v in silos.shared.items() if k == PARAMS}  # which a carrier's silos lack
+        silos.carrier.check(lambda own: _prove_sum(factors, own.with_shared(**learned), seed))
+        return
+    _prove_sum(factors, silos, seed)
+    if len(silos) == 1:
+        try:
+            _prove_cut(factors, silos, seed)
+        except ProofError:
+            warnings.warn(
+                f"the rows of the one silo {silos.names[0]!r} depend on each other given the "
+                "latents (a response of shape (n, 1), a mean, ranks, a column that rows= puts "
+                "elsewhere?): this fit is that of the "
+                "model as written, and silos with some of these rows each will be refused",
+                stacklevel=3,
+            )
+
+
+def prove_own(factors: Factors, silos: Silos, *, seed: int = 0) -> None:
+    """Raise a :class:`ProofError` unless one silo's own rows, cut in two, are two silos' rows."""
+    if not _prove_cut(factors, silos, seed):
+        _prove_sum(factors, silos, seed)
+
+
+def prove_made_up(factors: Factors, silos: Silos, *, seed: int = 0) -> None:
+    """Raise a :class:`ProofError` unless two silos of made-up rows are what their rows together are.
+
+    No row is needed for it. Where the model has no finite density at any rows that are made up,
+    nothing is shown, and the silos' own checks have to do.
+    """
+    with validation_enabled(False):
+        found = _made_up(factors, silos, seed)
+        if found is not None:
+            _prove_sum(factors, found, seed)
+
+
+def _prove_cut(factors: Factors, silos: Silos, seed: int) -> bool:
+    """Check one silo's rows, cut in two; False where they cannot be, or are very many."""
+    cut = cut_in_two(silos, seed)
+    if cut is not None:
+        _prove_sum(factors, cut, seed)
+    return cut is not None
+
+
+def _made_up(factors: Factors, silos: Silos, seed: int) -> Silos | None:
+    """Two silos of made-up rows at which the pooled density is finite, ``None`` if there are none."""
+    for all_whole, (low, high) in product((False, True), _WHOLE):
+        found = made_up_rows(silos, np.random.default_rng(seed), low, high, all_whole)
+        theta, z = _point(factors, found, random.key(seed))
+        try:
+            value = float(_pooled(factors, theta, z, found)[0])
+        except (TypeError, ValueError, IndexError) as error:
+            raise _not_pooled(error) from error
+        if np.isfinite(value):
+            return found
+    return None
+
+
+def _not_pooled(error: Exception) -> ProofError:
+    said = "proof check: the model runs for each silo but not on the pooled data"
+    mend = "; expected one that takes the sizes of its plates from the data it is called with"
+    return ProofError(f"{said} ({error}){mend}", said + mend)
+
+
+def _prove_sum(factors: Factors, silos: Silos, seed: int) -> None:
+    """Compare the sum of the factors with the pooled model at two random points."""
+    for point in range(2):
+        theta, z = _point(factors, silos, random.key(seed + point))
+        try:
+            value, gradient, terms = _factored(factors, theta, z, silos)
+        except (TypeError, ValueError, IndexError) as error:
+            sizes = {group: (min(own), max(own)) for group, own in silos.sizes.items()}
+            fails = "proof check: the model fails on the rows of a silo"
+            mend = (
+                "; expected latent sites (weights of a network) of the same shapes in all silos, "
+                "whatever the number of their rows: take sizes of layers from constants or from "
+                "the rows' own shape, x.shape[-1]"
+            )
+            raise ProofError(f"{fails} ({error}), with from and to {sizes} rows{mend}", fails + mend) from error
+        try:
+            expected, expected_gradient = _pooled(factors, theta, z, silos)
+        except (TypeError, ValueError, IndexError) as error:
+            raise _not_pooled(error) from error
+        bad = np.flatnonzero(~np.isfinite(np.asarray(terms)))
+        if bad.size and np.isfinite(float(expected)):
+            raise ProofError(
+                f"proof check: the log density of silo {silos.names[bad[0]]!r} is {float(terms[bad[0]])} where "
+                "the pooled model's is finite",
+                "proof check: the log density of some of its rows is not finite where that of all is",
+            )
+        if not np.isfinite(float(expected)):
+            where = f", silo {silos.names[bad[0]]!r}" if bad.size else ""
+            raise ProofError(
+                f"proof check: the log density is {float(expected)} at a typical position{where}; {_FINITE}",
+                f"proof check: its log density is not finite at a typical position; {_FINITE}",
+            )
+        # what cancels in a sum decides its rounding: the terms' size, not the sum's
+        size = max(float(np.abs(np.asarray(terms)).sum()), abs(float(expected)), 1.0)
+        rounding = float(jnp.finfo(terms.dtype).eps)
+        gap = abs(float(value) - float(expected)) / size
+        wrong = _different_sites(gradient, expected_gradient, silos, factors)
+        # not (a <= b), so that NaN fails
+        if not gap <= 2e3 * rounding or wrong:
+            raise ProofError(
+                f"proof check: log p(theta) + sum of the {len(silos)} silos' terms is {float(value):.8g}, the "
+                f"pooled model's log density {float(expected):.8g}"
+                + (f"; gradients differ at {wrong}" if wrong else "")
+                + f". {_EQUALITY}",
+                "proof check: log p(theta) + sum of the terms of its rows, cut in two, is not the "
+                f"log density of all its rows. {_EQUALITY}",
+            )
+
+
+@dataclass(frozen=True)
+class BatchGap:
+    """Gap between terms of a minibatch and the same rows' terms in the whole silo, relative."""
+
+    factors: Factors
+    group: str
+    size: int
+
+    def __call__(self, key: Array, theta: dict, state: Any, view: SiloView) -> tuple[Array, None]:
+        kwargs, weights = view.whole()
+        whole = self.factors.terms(theta, {}, kwargs, weights)[1][self.group][: self.size]
+        rows = view.batch(self.group, jnp.arange(self.size))
+        batch = self.factors.terms(theta, {}, {**kwargs, **rows}, {**weights, self.group: 1.0})[1][self.group]
+        return jnp.abs(batch - whole).max() / (1.0 + jnp.abs(whole).max()), None
+
+
+def prove_batch(factors: Factors, silos: Silos, group: str, size: int, *, seed: int = 0) -> None:
+    """Raise a :class:`ValueError` unless a row's term is the same in a minibatch and in its whole silo.
+
+    It catches a model that reads the number of its rows, their mean or their place. Silos elsewhere
+    are not asked: made-up rows are looked at.
+    """
+    if isinstance(silos, RemoteSilos):
+        found = _made_up(factors, silos, seed)
+        if found is None:
+            return
+        silos = found
+    key_theta, key = random.split(random.key(seed))
+    theta = factors.unravel(0.5 * random.normal(key_theta, (factors.dim,)))
+    size = min(size, max(1, min(silos.sizes[group]) - 1))  # a minibatch of all rows would show nothing
+    gaps = np.asarray(ask_all(BatchGap(factors, group, size), key, theta, None, silos, None)[0])
+    if not (gaps <= 2e3 * float(jnp.finfo(gaps.dtype).eps)).all():
+        silo = silos.names[int(np.argmax(np.nan_to_num(gaps, nan=np.inf)))]
+        raise ValueError(
+            f"proof check: in silo {silo!r} a row's log density in a minibatch of {size} differs from its own among all "
+            "rows. Expected terms that depend on their own row alone: no x.shape[0], mean or position of rows; pass such "
+            "numbers as arguments, or take batch_size=None"
+        )
+
+
+def _different_sites(gradient: Any, expected: Any, silos: Silos, factors: Factors) -> list[str]:
+    groups = factors.local_groups()
+    out = []
+    rounding = float(jnp.finfo(jnp.result_type(float)).eps)
+    gradients = jax.tree.map(np.asarray, (gradient, expected))  # in NumPy: JAX would compile for each shape of a site
+    scale = max(float(np.abs(x).max()) for x in jax.tree.leaves(gradients[1]))
+    for part, (own, reference) in enumerate(zip(*gradients, strict=True)):
+        for name, g in own.items():
+            gap = np.abs(g.astype(np.float64) - reference[name])
+            bad = ~(gap <= 2e4 * rounding * max(scale, 1.0))
+            if bad.any():
+                where = ""
+                if part == 1:
+                    row = int(np.argmax(bad.reshape(len(bad), -1).any(1)))
+                    where = f" (silo {silos.names[silos.silo_of_row(groups[name])[row]]!r})"
+                out.append(name + where)
+    return out
+
+
+def _local_point(factors: Factors, key: Array, view: SiloView) -> dict[str, Array]:
+    groups = factors.local_groups()
+    keys = random.split(key, len(factors.local_sites))
+    return {
+        s.name: 0.5 * random.normal(k, (dict(view.pad)[groups[s.name]], *s.shape))
+        for s, k in zip(factors.local_sites, keys, strict=True)
+    }
+
+
+@dataclass(frozen=True)
+class LeakageLocal:
+    """Share by which units' terms move with other units' latents or miss the density, in one silo."""
+
+    factors: Factors
+    units: Units
+
+    def __call__(self, key: Array, theta: dict, state: Any, view: SiloView) -> tuple[Array, None]:
+        factors, units = self.factors, self.units
+        view = units.laid_out(view)
+        kwargs, weights = view.whole()
+        own, key = units.from_sites(_local_point(factors, key, view)), random.fold_in(key, 1)
+        if isinstance(units, NestedUnits):
+            return _nested_leakage(units, theta, own, kwargs, weights, key, view), None
+
+        def terms(x: Array) -> Array:
+            return units.log_density(theta, x, kwargs, weights, view)
+
+        def whole(x: Array) -> Array:
+            pad = 0.5 * jnp.sum(jnp.where(units.owned(view), 0.0, x**2))
+            return factors.log_local(theta, units.to_sites(x), kwargs, weights) - pad
+
+        # with a random weight on every term, any term that moves with another unit's latents shows
+        r = random.normal(key, own.shape[:1])
+        weighted = jax.grad(lambda x: jnp.sum(r * terms(x)))(own)
+        plain = jax.grad(lambda x: jnp.sum(terms(x)))(own)
+        crossed = jnp.abs(weighted - r[:, None] * plain).max()
+        missed = jnp.abs(plain - jax.grad(whole)(own)).max()
+        size = 1.0 + jnp.abs(jax.grad(whole)(own)).max()
+        return jnp.maximum(crossed, missed) / size, None
+
+
+def _nested_leakage(
+    units: NestedUnits, theta: dict, own: Array, kwargs: dict, weights: dict, key: Array, view: SiloView
+) -> Array:
+    """The same where inner elements' terms may move with their outer element's latents, too."""
+    parent = units.parent(kwargs)
+    n0, n1 = units.num_elements
+    outer, inner = random.normal(key, (n0,)), random.normal(random.fold_in(key, 1), (n1,))
+
+    def weighted(x: Array, r0: Array, r1: Array) -> Array:
+        terms = units.level_terms(theta, x, kwargs, weights, view)
+        return jnp.sum(r0 * terms[0]) + jnp.sum(r1 * terms[1]) + terms[2]
+
+    slope = jax.grad(weighted)
+    plain = units.levels(slope(own, jnp.ones(n0), jnp.ones(n1)))
+    by_outer = units.levels(slope(own, outer, outer[parent]))
+    by_inner = units.levels(slope(own, jnp.zeros(n0), inner))
+    crossed = [
+        jnp.abs(by_outer[0] - outer[:, None] * plain[0]).max(),
+        jnp.abs(by_outer[1] - outer[parent, None] * plain[1]).max(),
+        jnp.abs(by_inner[1] - inner[:, None] * plain[1]).max(),
+    ]
+    # what belongs to no element must not depend on the latents
+    rest = jax.grad(lambda x: units.level_terms(theta, x, kwargs, weights, view)[2])(own)
+    size = 1.0 + jnp.maximum(jnp.abs(plain[0]).max(), jnp.abs(plain[1]).max())
+    return jnp.maximum(jnp.abs(rest).max(), jnp.stack(crossed).max()) / size
+
+
+def elements_are_independent(factors: Factors, units: Units, silos: Silos, *, seed: int = 0) -> bool:
+    """Whether, given theta, the density of each silo splits over the elements of the units' plate, or of nested plates as these say.
+
+    A random combination of the elements' terms must have, in each element's latents, that element's gradient times its weight.
+    Of silos elsewhere made-up rows are looked at.
+    """
+    if isinstance(silos, RemoteSilos):
+        found = _made_up(factors, silos, seed)
+        if found is None:
+            return False
+        silos, units = found, replace(units, pad=largest(found))
+    for trial in range(2):
+        key_theta, key = random.split(random.key(seed + trial))
+        theta = factors.unravel(0.5 * random.normal(key_theta, (factors.dim,)))
+        leaks = np.asarray(ask_all(LeakageLocal(factors, units), key, theta, None, silos, None)[0])
+        if not (leaks <= 1e3 * float(jnp.finfo(leaks.dtype).eps)).all():
+            return False
+    return True

@@ -1,0 +1,280 @@
+"""Finding the factors of a marked model: which sites are global, which are local, and to which plate.
+
+The model is traced without data, by :func:`jax.eval_shape`, with made-up numbers of rows that nothing else in the
+model is likely to have, so that a plate's size tells its row group whatever the silos' real sizes are.
+"""
+
+import warnings
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from typing import Any
+
+import jax
+import numpy as np
+from jax import Array
+from numpyro.distributions import Delta
+from numpyro.distributions.transforms import biject_to
+from numpyro.handlers import seed, substitute, trace
+from numpyro.infer.initialization import init_to_sample
+
+from numpyro_fed import _compat
+from numpyro_fed.data.silos import Silos
+from numpyro_fed.density.factors import Factors, LocalSite
+from numpyro_fed.density.handlers import NO_STEPS, is_silo_plate
+
+__all__ = ["factorise", "pooled_factors"]
+
+_NO_PLATE = (
+    "the model has no silo plate, so it does not say which data live in silos; write "
+    'fed.silo_plate("patients", x.shape[0]) in place of numpyro.plate, or mark one from outside: '
+    'fed.mark_silos(model, "patients")'
+)
+_PROBES = (1009, 2003)  # numbers of rows of the first row group in the two traces; the others follow
+
+
+def factorise(
+    model: Callable,
+    silos: Silos,
+    *,
+    public: tuple[str, ...] = (),
+    extra: Mapping[str, Any] | None = None,
+) -> Factors:
+    """Find the global and local sites of a marked model.
+
+    The model is traced by :func:`jax.eval_shape`; the result is cached by model and shapes, so that fitting the
+    same model again traces nothing.
+
+    :param model: a model with at least one silo plate.
+    :param silos: the data.
+    :param public: names of observed or factor sites outside every silo plate whose data all silos know; their
+        terms count once.
+    :param extra: further keyword arguments (Gibbs conditioning).
+    :return: the factors.
+    :raises ValueError: in words, for every structure that the factorisation does not cover.
+    :warns UserWarning: where a latent site has the name of an argument with rows, as one has whose ``obs=`` was forgotten.
+    """
+    specs = tuple(
+        (leaf, silos.group[leaf], jax.ShapeDtypeStruct(v.shape[1:], v.dtype)) for leaf, v in silos.rows.items()
+    )
+    shared = {**silos.shared, **dict(extra or {})}
+    leaves, tree = jax.tree.flatten(
+        jax.tree.map(
+            lambda v: jax.ShapeDtypeStruct(v.shape, v.dtype) if isinstance(v, Array | np.ndarray) else v,
+            shared,
+        )
+    )
+    conditioned = tuple(sorted((extra or {}).get("_gibbs_sites", {})))
+    factors = _factorise(model, specs, (tuple(leaves), tree), tuple(sorted(silos.index.items())), public, conditioned)
+    for site in factors.local_sites:
+        if site.name in silos.rows:
+            warnings.warn(
+                f"site {site.name!r} is latent, and the silos have an argument {site.name!r}: was obs={site.name} forgotten? As it stands "
+                "nothing is learned from these data; leave the argument out of the silos, or rename the site, if that is meant",
+                stacklevel=3,
+            )
+    for group in silos.guessed:
+        plates = [plate for plate, g in factors.plates if g == group]
+        members = [leaf for leaf, g, _ in specs if g == group]
+        if len(plates) > 1:
+            raise ValueError(
+                f"arguments {members} have as many rows as each of the silo plates {plates}; say which plate "
+                f'each belongs to: Silos(..., rows={{"{members[0]}": "{plates[0]}", ...}})'
+            )
+    return factors
+
+
+def pooled_factors(model: Callable, sites: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> Factors:
+    """The factors of a model as a guide on pooled data sees them: each silo plate is a row group of its own.
+
+    :param sites: a trace of the model.
+    :param shapes: unconstrained shape of each latent site.
+    """
+    plates = {name: name for name, site in sites.items() if is_silo_plate(site)}
+    if not plates:
+        raise ValueError(_NO_PLATE)
+    global_sites, local_sites = _sorted_sites(_latent_sites(sites, plates, tuple(sites), ()), shapes)
+    return Factors(model, global_sites, local_sites, tuple(plates.items()), (), (), None)
+
+
+def _sorted_sites(
+    latent: list[tuple[str, str | None, Any]], shapes: Mapping[str, tuple[int, ...]]
+) -> tuple[tuple, tuple]:
+    global_sites, local_sites = [], []
+    for name, plate, dim in latent:
+        shape = shapes[name]
+        if plate is None:
+            global_sites.append((name, shape))
+            continue
+        axis = dim(len(shape))
+        local_sites.append(LocalSite(name, plate, axis, shape[:axis] + shape[axis + 1 :]))
+    return tuple(sorted(global_sites)), tuple(sorted(local_sites))
+
+
+@lru_cache(maxsize=256)
+def _factorise(
+    model: Callable,
+    specs: tuple[tuple[str, str, jax.ShapeDtypeStruct], ...],
+    shared: tuple[tuple, Any],
+    index: tuple[tuple[str, str], ...],
+    public: tuple[str, ...],
+    conditioned: tuple[str, ...],
+) -> Factors:
+    groups = list(dict.fromkeys(group for _, group, _ in specs))
+    found = []
+    for base in _PROBES:
+        sizes = {group: base + 10 * i for i, group in enumerate(groups)}
+        rows = {leaf: jax.ShapeDtypeStruct((sizes[g], *s.shape), s.dtype) for leaf, g, s in specs}
+        *sites, undrawn, transforms = _probe(model, rows, shared, sizes, public, conditioned)
+        found.append(tuple(sites))
+    first, second = found
+    if first != second:
+        names = sorted({site[0] for kind in (0, 1) for site in {*first[kind]} ^ {*second[kind]}})
+        raise ValueError(
+            f"latent sites {names} change shape with a silo's number of rows; expected global sites, and a plate "
+            "element's local ones, to be alike in all silos: put what each row has inside a silo plate"
+        )
+    global_sites, local_sites, plates = first
+    return Factors(
+        model,
+        global_sites,
+        local_sites,
+        plates,
+        specs,
+        index,
+        transforms,
+        undrawn,
+    )
+
+
+def _probe(
+    model: Callable,
+    rows: dict[str, jax.ShapeDtypeStruct],
+    shared: tuple[tuple, Any],
+    sizes: dict[str, int],
+    public: tuple[str, ...],
+    conditioned: tuple[str, ...],
+) -> tuple:
+    """Trace the model abstractly and sort its sites."""
+    leaves, tree = shared
+    abstract = [x for x in leaves if isinstance(x, jax.ShapeDtypeStruct)]
+    seen: dict[str, Any] = {}
+
+    def run(key: Array, rows: dict, arrays: list) -> dict[str, Array]:
+        fill = iter(arrays)
+        kwargs = jax.tree.unflatten(tree, [next(fill) if isinstance(x, jax.ShapeDtypeStruct) else x for x in leaves])
+        try:
+            sites = trace(substitute(seed(model, key), substitute_fn=init_to_sample)).get_trace(**rows, **kwargs)
+        except NotImplementedError as error:
+            if "control flow" not in str(error):
+                raise
+            raise ValueError(f"plate {_raised_by(error)!r} has a scan or a cond inside it: {NO_STEPS}") from error
+        except (TypeError, ValueError, IndexError) as error:
+            if str(error).startswith("mark_silos"):
+                raise
+            raise ValueError(
+                f"the model fails when traced with as many rows as {sizes} ({error}); expected one that takes all "
+                "sizes from its arguments and runs under jax.jit, and rows= that put each argument in its group"
+            ) from error
+        unknown = [name for name in public if name not in sites]
+        if unknown:
+            raise ValueError(f"public= names sites that the model lacks: {unknown}; it has {list(sites)}")
+        stepped = {f.name for x in sites.values() for f in x.get("cond_indep_stack", ()) if f.size in sizes.values()}
+        if stepped - set(sites):
+            raise ValueError(f"plates {sorted(stepped - set(sites))} are inside a scan or a cond: {NO_STEPS}")
+        plates = _silo_plates(sites, sizes)
+        latent = _latent_sites(sites, plates, public, conditioned)
+        seen.update(
+            plates=plates,
+            latent=latent,
+            undrawn=tuple((n, site["type"]) for n, site in sites.items() if site["type"] in ("param", "mutable")),
+            transforms=_compat.transforms(sites),
+        )
+        return {name: biject_to(sites[name]["fn"].support).inv(sites[name]["value"]) for name, *_ in latent}
+
+    shapes = jax.eval_shape(run, jax.random.key(0), rows, abstract)
+    global_sites, local_sites = _sorted_sites(seen["latent"], {name: x.shape for name, x in shapes.items()})
+    plates = tuple(seen["plates"].items())
+    return global_sites, local_sites, plates, seen["undrawn"], seen["transforms"]
+
+
+def _raised_by(error: Exception) -> str:
+    """Return the name of the plate whose code raised an error."""
+    step = error.__traceback__
+    while step is not None and step.tb_next is not None:
+        step = step.tb_next
+    return getattr(step and step.tb_frame.f_locals.get("self"), "name", "?")
+
+
+def _silo_plates(sites: Mapping[str, Any], sizes: dict[str, int]) -> dict[str, str]:
+    """Row group of each marked plate, by the number of its elements."""
+    plates: dict[str, str] = {}
+    for name, site in sites.items():
+        if not is_silo_plate(site):
+            continue
+        size, subsample_size = site["args"]
+        if subsample_size is not None and subsample_size != size:
+            raise ValueError(
+                f"silo plate {name!r} subsamples {subsample_size} of its elements itself; leave "
+                "subsample_size out and give the kernel batch_size="
+            )
+        matches = [g for g, n in sizes.items() if n == size]
+        if not matches:
+            raise ValueError(
+                f"silo plate {name!r}: its size is no argument's number of rows. Take it from the data, "
+                f"e.g. silo_plate({name!r}, x.shape[0]); the row groups are {sorted(sizes)}"
+            )
+        plates[name] = matches[0]
+    if not plates:
+        raise ValueError(_NO_PLATE)
+    return plates
+
+
+def _is_delta(fn: Any) -> bool:
+    """Whether a distribution is a Delta, also as expanded by a plate or seen as one event."""
+    return isinstance(fn, Delta) or (hasattr(fn, "base_dist") and _is_delta(fn.base_dist))
+
+
+def _latent_sites(
+    sites: Mapping[str, Any],
+    plates: dict[str, str],
+    public: tuple[str, ...],
+    conditioned: tuple[str, ...],
+) -> list[tuple[str, str | None, Any]]:
+    latent: list[tuple[str, str | None, Any]] = []
+    for name, site in sites.items():
+        if site["type"] != "sample":
+            continue
+        frames = [f for f in site["cond_indep_stack"] if f.name in plates]
+        if site["is_observed"]:
+            if not frames and name not in public and name not in conditioned:
+                raise ValueError(
+                    f"observed site {name!r} is outside every silo plate, so it belongs to no silo; move it "
+                    f'into a silo plate, or, if all silos know its data, say so: public=("{name}",)'
+                )
+            if frames and name in conditioned:
+                raise ValueError(
+                    f"site {name!r} lives in a silo plate and is owned by another Gibbs block; "
+                    "expected all local sites in the federated kernel's own block"
+                )
+            continue
+        if site["fn"].support.is_discrete:
+            raise ValueError(
+                f"latent site {name!r} is discrete; expected continuous latents: sum it out, e.g. with "
+                "dist.MixtureSameFamily"
+            )
+        if _is_delta(site["fn"]):
+            raise ValueError(f"latent site {name!r} is a Delta; use numpyro.deterministic for it")
+        if len(frames) > 1:
+            raise ValueError(
+                f"latent site {name!r} is inside {len(frames)} silo plates, "
+                f"{[f.name for f in frames]}; expected one: mark only the outer plate"
+            )
+        event_dim = len(site["fn"].event_shape)
+        codomain = biject_to(site["fn"].support)
+        shift = codomain.codomain.event_dim - codomain.domain.event_dim
+
+        def axis(ndim: int, event: int = event_dim - shift, d: int = frames[0].dim if frames else 0) -> int:
+            return ndim - event + d
+
+        latent.append((name, frames[0].name if frames else None, axis))
+    return latent

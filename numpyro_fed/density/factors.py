@@ -1,0 +1,290 @@
+r"""The joint density of a marked model, factor by factor.
+
+For every model with silo plates
+
+.. math:: \log p(\theta, z, y) = \log p(\theta) + \sum_s \log p(y_s, z_s \mid \theta),
+
+with the global latents :math:`\theta` and the local latents :math:`z` in unconstrained space, Jacobians
+included, each term counted once. A silo is a call of the model with that silo's own arguments; a minibatch is
+a call with some of its rows. Only this module and
+:mod:`numpyro_fed.density.factorize` look inside a model.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from numpyro import validation_enabled
+from numpyro.distributions.util import is_identically_one
+from numpyro.handlers import seed, substitute, trace
+from numpyro.infer.util import constrain_fn, potential_energy, transform_fn, unconstrain_fn
+
+from numpyro_fed import _compat
+from numpyro_fed.data.silos import Silos
+
+__all__ = ["PARAMS", "Factors", "LearnedModel", "LocalSite", "PooledModel", "made_up_rows", "pooled_log_density"]
+
+PARAMS = "_fed_params"  # the argument under which a model that learns parameters takes them
+
+
+@dataclass(frozen=True)
+class PooledModel:
+    """The model as a function of a :class:`Silos` (its pooled rows) as well as of its own arguments.
+
+    This is what ``kernel.model`` is, so that ``arviz.from_numpyro(mcmc)``, ``Predictive`` and the other blocks
+    of :class:`numpyro.infer.Gibbs` can be given the arguments of ``mcmc.run``.
+    """
+
+    model: Callable
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if args and isinstance(args[0], Silos):
+            return self.model(*args[1:], **{**args[0].pooled, **kwargs})
+        return self.model(*args, **kwargs)
+
+
+class LocalSite(NamedTuple):
+    """A latent site inside a silo plate: ``shape`` is that of one element, in unconstrained space."""
+
+    name: str
+    plate: str
+    axis: int
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class LearnedModel:
+    """A model whose ``numpyro.param`` sites are set to the values of the argument :data:`PARAMS`.
+
+    So learned parameters are a shared argument like any other, and densities can be differentiated in them.
+    """
+
+    model: Callable
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return substitute(self.model, data=kwargs.pop(PARAMS))(*args, **kwargs)
+
+
+@dataclass(frozen=True)
+class Factors:
+    """What a model's density is made of: a static, hashable description with the density as methods.
+
+    :param model: the marked model.
+    :param global_sites: name and unconstrained shape of each global latent site, sorted by name.
+    :param local_sites: the latent sites inside silo plates.
+    :param plates: each silo plate's name and the row group its elements are.
+    :param rows: name, row group and type of one row of each row argument.
+    :param index: row arguments that hold positions in another row group.
+    :param transforms: what constrains each latent site, or ``None`` where a draw needs the model.
+    :param undrawn: name and type of each site that is a learned parameter or mutable state.
+    """
+
+    model: Callable
+    global_sites: tuple[tuple[str, tuple[int, ...]], ...]
+    local_sites: tuple[LocalSite, ...]
+    plates: tuple[tuple[str, str], ...]
+    rows: tuple[tuple[str, str, jax.ShapeDtypeStruct], ...]
+    index: tuple[tuple[str, str], ...]
+    transforms: dict[str, Any] | None = field(compare=False, repr=False)
+    undrawn: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def dim(self) -> int:
+        """Dimension of the flat global position."""
+        return sum(math.prod(shape) for _, shape in self.global_sites)
+
+    @property
+    def owners(self) -> tuple[str, ...]:
+        """The site of each coordinate of the flat global position."""
+        return tuple(name for name, shape in self.global_sites for _ in range(math.prod(shape)))
+
+    @property
+    def latent_groups(self) -> tuple[str, ...]:
+        """Row groups whose elements have latents."""
+        return tuple(dict.fromkeys(dict(self.plates)[s.plate] for s in self.local_sites))
+
+    def unravel(self, theta: Array) -> dict[str, Array]:
+        """Global sites of a flat position ``(dim,)``."""
+        # one split and not slices: its gradient is one concatenation
+        stops = np.cumsum([math.prod(shape) for _, shape in self.global_sites])[:-1]
+        parts = jnp.split(theta, stops)
+        return {name: part.reshape(shape) for (name, shape), part in zip(self.global_sites, parts, strict=True)}
+
+    def ravel(self, sites: Mapping[str, Array]) -> Array:
+        """The flat position ``(dim,)`` of global sites (other entries are ignored)."""
+        return jnp.concatenate([jnp.ravel(sites[name]) for name, _ in self.global_sites])
+
+    def leaves(self, group: str) -> list[str]:
+        """The row arguments of a row group."""
+        return [leaf for leaf, g, _ in self.rows if g == group]
+
+    def batch_group(self) -> str:
+        """The row group that a minibatch subsamples: the only one that no index points to."""
+        targets = {target for _, target in self.index}
+        groups = [g for g in dict.fromkeys(g for _, g in self.plates) if g not in targets]
+        if len(groups) != 1:
+            raise ValueError(
+                f"batch_size subsamples one row group, but the model's silo plates have {groups}; expected batch_size=None"
+            )
+        return groups[0]
+
+    def local_groups(self) -> dict[str, str]:
+        """The row group of each local site."""
+        plates = dict(self.plates)
+        return {site.name: plates[site.plate] for site in self.local_sites}
+
+    def terms(
+        self,
+        theta: Mapping[str, Array],
+        z: Mapping[str, Array],
+        kwargs: Mapping[str, Any],
+        weights: Mapping[str, Any],
+    ) -> tuple[Array, dict[str, Array]]:
+        """The global log density and the local terms of each element of each row group.
+
+        :param theta: global sites, unconstrained.
+        :param z: local sites, unconstrained, elements of their plate first: ``(n, *shape)``.
+        :param kwargs: arguments of the model: of a silo, of a minibatch, or of all data.
+        :param weights: for each row group the weight of its terms: 0 for padding, N_s / m for a
+            minibatch; a scalar or shape ``(n,)``.
+        :return: ``log p(theta)`` (scalar), and for each row group a vector ``(n,)`` whose sum over all
+            groups is ``log p(y_s, z_s | theta)``.
+        """
+        placed = {s.name: jnp.moveaxis(z[s.name], 0, s.axis) for s in self.local_sites}
+        model = _compat.unconstrained(self.model, {**theta, **placed})
+        plates = dict(self.plates)
+        total: Array = jnp.zeros(())
+        local: dict[str, Array] = {}
+        for site in trace(model).get_trace(**kwargs).values():
+            if site["type"] != "sample":
+                continue
+            log_prob = _site_log_prob(site)
+            frames = [f for f in site["cond_indep_stack"] if f.name in plates]
+            if not frames:
+                total = total + jnp.sum(log_prob)
+                continue
+            for frame in frames:
+                weight = jnp.asarray(weights[plates[frame.name]])
+                if weight.ndim:
+                    weight = weight.reshape((-1,) + (1,) * (-frame.dim - 1))
+                log_prob = log_prob * weight
+            axis = log_prob.ndim + frames[0].dim
+            vector = jnp.sum(log_prob, axis=tuple(a for a in range(log_prob.ndim) if a != axis))
+            group = plates[frames[0].name]
+            local[group] = local[group] + vector if group in local else vector
+        return total, local
+
+    def log_local(
+        self,
+        theta: Mapping[str, Array],
+        z: Mapping[str, Array],
+        kwargs: Mapping[str, Any],
+        weights: Mapping[str, Any],
+    ) -> Array:
+        """``log p(y_s, z_s | theta)``, a scalar; arguments as :meth:`terms`."""
+        return sum((jnp.sum(v) for v in self.terms(theta, z, kwargs, weights)[1].values()), jnp.zeros(()))
+
+    def log_prior(self, theta: Mapping[str, Array], shared: Mapping[str, Any]) -> Array:
+        """``log p(theta)``, a scalar, from the shared arguments alone: the server has no rows.
+
+        The model is called with one made-up row of each group; no global term depends on it (the proof
+        check compares the sum of all factors with the pooled model).
+        """
+        one_row = made_up_rows(self.rows, dict(self.index))
+        z = {s.name: jnp.zeros((1, *s.shape)) for s in self.local_sites}
+        weights = {group: 1.0 for _, group, _ in self.rows}
+        with validation_enabled(False):  # the made-up row may well lie outside a likelihood's support
+            return self.terms(theta, z, {**shared, **one_row}, weights)[0]
+
+    def constrain_globals(self, sites: Mapping[str, Array], shared: Mapping[str, Any]) -> dict[str, Array]:
+        """Global sites in their supports, of unconstrained ones, from the shared arguments alone; deterministic sites are left out."""
+        if self.transforms is not None:
+            return {
+                name: self.transforms[name](sites[name]) if name in self.transforms else sites[name]
+                for name, _ in self.global_sites
+            }
+        z = {s.name: jnp.moveaxis(jnp.zeros((1, *s.shape)), 0, s.axis) for s in self.local_sites}
+        kwargs = {**shared, **made_up_rows(self.rows, dict(self.index))}
+        with validation_enabled(False):
+            out = constrain_fn(self.model, (), kwargs, {**z, **sites})
+        return {name: out[name] for name, _ in self.global_sites}
+
+    def unconstrain_globals(self, sites: Mapping[str, Array], shared: Mapping[str, Any]) -> dict[str, Array]:
+        """The inverse of :meth:`constrain_globals`."""
+        own = {name: sites[name] for name, _ in self.global_sites}
+        if self.transforms is not None:
+            return transform_fn(self.transforms, own, invert=True)
+        kwargs = {**shared, **made_up_rows(self.rows, dict(self.index))}
+        with validation_enabled(False):
+            return unconstrain_fn(seed(self.model, 0), (), kwargs, own)
+
+    def by_element(self, group: str, local: Mapping[str, Array], kwargs: Mapping[str, Any]) -> Array:
+        """Local terms collected at the elements of one row group: their own, and of rows that point to them.
+
+        :param group: a row group.
+        :param local: vectors of :meth:`terms`.
+        :return: a vector over the elements of ``group``.
+        """
+        return self.by_elements((group,), local, kwargs)[0][0]
+
+    def by_elements(
+        self, groups: tuple[str, ...], local: Mapping[str, Array], kwargs: Mapping[str, Any]
+    ) -> tuple[list[Array], Array]:
+        """:meth:`by_element` for several row groups at once, and the sum of the terms that belong to none of them.
+
+        :param groups: row groups, inner ones after those that they point to: a row belongs to the last of them that it points to, itself or by
+            way of other rows, and to one element only, so that each term counts once.
+        """
+        out, rest = [local[group] for group in groups], jnp.zeros(())
+        for rows, terms in local.items():
+            if rows in groups:
+                continue
+            found = self._element_of(rows, groups, kwargs)
+            if found is None:
+                rest = rest + jnp.sum(terms)
+                continue
+            level, element = found
+            out[level] = out[level] + jax.ops.segment_sum(terms, element, num_segments=out[level].shape[0])
+        return out, rest
+
+    def _element_of(
+        self, rows: str, groups: tuple[str, ...], kwargs: Mapping[str, Any], seen: tuple[str, ...] = ()
+    ) -> tuple[int, Array] | None:
+        """Which of ``groups`` a row group's rows belong to, by its place there, and each row's element."""
+        leaves, found = self.leaves(rows), []
+        for leaf, target in self.index:
+            if leaf not in leaves or target in (*seen, rows):
+                continue
+            if target in groups:
+                found.append((groups.index(target), True, kwargs[leaf]))
+            elif (by_way := self._element_of(target, groups, kwargs, (*seen, rows))) is not None:
+                found.append((by_way[0], False, by_way[1][kwargs[leaf]]))
+        if not found:
+            return None
+        level, _, element = max(found, key=lambda x: x[:2])  # what a row itself points to goes before what it reaches
+        return level, element
+
+
+def made_up_rows(rows: tuple[tuple[str, str, Any], ...], index: Mapping[str, str]) -> dict[str, Array]:
+    """One row of every row argument, for calls of a model where no data are."""
+    return {leaf: (jnp.zeros if leaf in index else jnp.ones)((1, *spec.shape), spec.dtype) for leaf, _, spec in rows}
+
+
+def _site_log_prob(site: Mapping[str, Any]) -> Array:
+    intermediates = site["intermediates"]
+    if intermediates:
+        log_prob = site["fn"].log_prob(site["value"], intermediates)
+    else:
+        log_prob = site["fn"].log_prob(site["value"])
+    scale = site["scale"]
+    return log_prob if scale is None or is_identically_one(scale) else scale * log_prob
+
+
+def pooled_log_density(model: Callable, silos: Silos, values: Mapping[str, Array]) -> Array:
+    """NumPyro's own log density of the pooled model at unconstrained ``values`` (local sites in pooled order)."""
+    return -potential_energy(model, (), silos.pooled, values)

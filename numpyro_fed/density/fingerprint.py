@@ -1,0 +1,244 @@
+"""Descriptions of silos, models and versions that parties tell each other, and checks of them."""
+
+import hashlib
+import re
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+
+from numpyro_fed.data.silos import Silos
+from numpyro_fed.density.factors import Factors
+from numpyro_fed.rounds.serialization import WIRE_DTYPES
+
+__all__ = [
+    "as_values",
+    "checked",
+    "description",
+    "fingerprint",
+    "fit_together",
+    "from_values",
+    "known_of",
+    "program_hash",
+    "rows_hash",
+    "versions",
+]
+
+
+def versions() -> dict[str, Any]:
+    """Return the versions that have to be the same on both sides for the same draws."""
+    return {
+        "numpyro_fed": version("numpyro-fed"),
+        "numpyro": numpyro.__version__,
+        "jax": jax.__version__,
+        "float": str(jnp.result_type(float)),
+    }
+
+
+def as_values(silos: Silos) -> dict[str, Any]:
+    """Return all of silos but the rows: what they are, types of the rows, shared arguments."""
+    rows = {k: jax.ShapeDtypeStruct(x.shape, x.dtype) for k, x in silos.rows.items()}
+    return {"what": silos._aux()[:7], "rows": rows, "shared": {k: silos.shared[k] for k in silos._arrays}}
+
+
+def from_values(values: dict[str, Any]) -> Silos:
+    """Silos without rows, of :func:`as_values`."""
+    shared = {k: jnp.asarray(v) for k, v in values["shared"].items()}
+    return Silos.tree_unflatten(values["what"], (values["rows"], {}, shared))
+
+
+def description(silos: Silos, values: bool = False) -> dict[str, Any]:
+    """Return what is told of silos at first: names, sizes and types.
+
+    :param values: whether of shared arguments a hash is told, too, among those who may know them;
+        of a value that can be guessed, a hash is the value.
+    """
+
+    def outlined(name: str, value: Any) -> list[Any]:
+        if name not in silos._arrays:
+            return [type(value).__name__, _hash(repr(value)) if values else ""]
+        x = np.asarray(value)
+        return [f"{x.dtype}{list(x.shape)}", _hash(x.tobytes()) if values else ""]
+
+    return {
+        "names": list(silos.names),
+        "sizes": {g: list(n) for g, n in silos.sizes.items()},
+        "rows": {k: [silos.group[k], str(x.dtype), list(x.shape[1:])] for k, x in sorted(silos.rows.items())},
+        "index": dict(sorted(silos.index.items())),
+        "shared": {k: outlined(k, v) for k, v in sorted(silos.shared.items())},
+    }
+
+
+def checked(about: Any, who: str, max_rows: int) -> dict[str, Any]:
+    """Return a description that is put together as one.
+
+    :param who: whose, for messages.
+    :param max_rows: most rows of a silo in a row group.
+    :raises ValueError: naming the party.
+    """
+    parts = {"names": list, "sizes": dict, "rows": dict, "index": dict, "shared": dict}
+    if not isinstance(about, dict) or any(not isinstance(about.get(k), kind) for k, kind in parts.items()):
+        raise ValueError(f"{who} does not describe its data; expected {list(parts)}")
+    texts = [*about["names"], *about["index"].values()]
+    rows = [x for x in about["rows"].values() if isinstance(x, list) and len(x) == 3]
+    whole = len(rows) == len(about["rows"]) > 0 and all(
+        isinstance(g, str) and d in WIRE_DTYPES and isinstance(s, list) and all(type(n) is int and n >= 0 for n in s)
+        for g, d, s in rows
+    )
+    groups = {g for g, _, _ in rows if isinstance(g, str)}
+    if not all(isinstance(x, str) for x in texts) or not whole or set(about["sizes"]) != groups:
+        raise ValueError(f"{who} describes rows of no known kind; expected names, and types of arrays of numbers")
+    if not set(about["index"]) <= set(about["rows"]) or not set(about["index"].values()) <= groups:
+        raise ValueError(f"{who} describes indices of arguments, or into rows, that it does not have")
+    for group, sizes in about["sizes"].items():
+        if not isinstance(sizes, list) or len(sizes) != len(about["names"]):
+            raise ValueError(f"{who} does not say how many rows of {group!r} each of its silos has")
+        wrong = [n for n in sizes if type(n) is not int or not 1 <= n <= max_rows]
+        if wrong:
+            raise ValueError(
+                f"{who} says that it has {str(wrong[0])[:30]} rows of {group!r}; expected 1 to {max_rows:,}: if it is right, "
+                "connect(..., max_rows=...)"
+            )
+    return {part: about[part] for part in parts}
+
+
+def fit_together(told: Sequence[dict[str, Any]], who: Sequence[str]) -> None:
+    """Refuse silos that are not of one kind.
+
+    :param told: descriptions.
+    :param who: whose, for messages.
+    :raises ValueError: naming the party, where they do not fit together.
+    """
+    for party, other in zip(who[1:], told[1:], strict=True):
+        wrong = [k for k in told[0] if k not in ("names", "sizes") and told[0][k] != other[k]]
+        if wrong == ["shared"]:
+            mine, theirs = told[0]["shared"], other["shared"]
+            different = sorted(k for k in {*mine, *theirs} if mine.get(k) != theirs.get(k))
+            raise ValueError(
+                f"{party} has other values than {who[0]} of {different}, which without rows= count as shared arguments, the same everywhere; expected that, or "
+                "an entry in rows= for what is a silo's own"
+            )
+        if wrong:
+            raise ValueError(
+                f"{party} has silos of another kind than {who[0]}: {wrong[0]} {other[wrong[0]]}, expected {told[0][wrong[0]]}; "
+                "give all the same arguments and types, and say with rows= which group each argument with rows is of: told by sizes alone, it may differ"
+            )
+
+
+def known_of(told: Sequence[dict[str, Any]], who: Sequence[str], shared: Mapping[str, Any]) -> Silos:
+    """Return what is known of all silos, from what each party says of its own.
+
+    :param told: descriptions.
+    :param who: whose, for messages.
+    :param shared: values of the shared arguments.
+    :raises ValueError: naming the party, where they do not fit together.
+    """
+    fit_together(told, who)
+    names = [name for other in told for name in other["names"]]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ValueError(f"silos {twice} are with more than one party; expected each name once")
+    first = told[0]
+    sizes = {g: tuple(n for other in told for n in other["sizes"][g]) for g in first["sizes"]}
+    rows = {
+        k: jax.ShapeDtypeStruct((sum(sizes[group]), *shape), jnp.dtype(dtype))
+        for k, (group, dtype, shape) in first["rows"].items()
+    }
+    arrays = {k: jnp.asarray(v) for k, v in shared.items() if isinstance(v, np.ndarray | jax.Array)}
+    static = tuple(sorted((k, v) for k, v in shared.items() if k not in arrays))
+    group = tuple(sorted((k, g) for k, (g, _, _) in first["rows"].items()))
+    aux = (
+        tuple(names),
+        tuple(sorted(arrays)),
+        (),
+        group,
+        tuple(sorted(sizes.items())),
+        tuple(sorted(first["index"].items())),
+        static,
+    )
+    return Silos.tree_unflatten(aux, (rows, {}, arrays))
+
+
+def fingerprint(factors: Factors, known: Silos, fit: Any = None) -> dict[str, Any]:
+    """Return what tells a model from another, and a fit.
+
+    Of a model these are its sites, and a hash of the program of its log density with all numbers in it.
+    """
+    rows = {leaf: jax.ShapeDtypeStruct((1, *spec.shape), spec.dtype) for leaf, _, spec in factors.rows}
+    arrays = {k: known.shared[k] for k in known._arrays}
+    static = {k: v for k, v in known.shared.items() if k not in arrays}
+    theta = {name: jax.ShapeDtypeStruct(shape, jnp.result_type(float)) for name, shape in factors.global_sites}
+    z = {s.name: jax.ShapeDtypeStruct((1, *s.shape), jnp.result_type(float)) for s in factors.local_sites}
+
+    def density(theta: dict, z: dict, rows: dict, arrays: dict) -> Any:
+        with numpyro.validation_enabled(False):
+            return factors.terms(theta, z, {**static, **arrays, **rows}, {g: 1.0 for _, g, _ in factors.rows})
+
+    return {
+        "global sites": [[name, list(shape)] for name, shape in factors.global_sites],
+        "local sites": [[s.name, s.plate, list(s.shape)] for s in factors.local_sites],
+        "program": program_hash(density, theta, z, rows, arrays),
+        **(fit.described(factors, known.shared) if fit is not None else {"fit": "of chains"}),
+    }
+
+
+def program_hash(fn: Callable, *args: Any) -> str:
+    """Return a hash of a function's program for arguments of some types, with all numbers in it.
+
+    Not of its text: how JAX prints a program depends on what it has traced before.
+    """
+    digest = hashlib.sha256()
+
+    def walk(jaxpr: Jaxpr, consts: Sequence[Any] = ()) -> None:
+        places = {var: i for i, var in enumerate([*jaxpr.constvars, *jaxpr.invars])}
+        for value in consts:
+            digest.update(np.asarray(value).tobytes())
+        for eqn in jaxpr.eqns:
+            digest.update(eqn.primitive.name.encode())
+            for var in eqn.invars:
+                what = f"{var.val!r} {var.aval}" if isinstance(var, Literal) else f"{places[var]}"
+                digest.update(what.encode())
+            for name, value in sorted(eqn.params.items()):
+                setting(name, value)
+            for var in eqn.outvars:
+                places[var] = len(places)
+                digest.update(str(var.aval).encode())
+        out = [repr(var.val) if isinstance(var, Literal) else str(places[var]) for var in jaxpr.outvars]
+        digest.update(" ".join(out).encode())
+
+    def setting(name: str, value: Any) -> None:
+        if isinstance(value, ClosedJaxpr):
+            walk(value.jaxpr, value.consts)
+        elif isinstance(value, Jaxpr):
+            walk(value)
+        elif isinstance(value, list | tuple):
+            for one in value:
+                setting(name, one)
+        elif isinstance(value, np.ndarray | jax.Array):
+            digest.update(np.asarray(value).tobytes())
+        elif not callable(value):
+            digest.update(f"{name}={re.sub('0x[0-9a-f]+', '', repr(value))}".encode())
+
+    # apart: a context that the caller is in, like jax.ensure_compile_time_eval, would change the program
+    with ThreadPoolExecutor(1) as apart:
+        program = apart.submit(jax.make_jaxpr(fn), *args).result()
+    walk(program.jaxpr, program.consts)
+    return digest.hexdigest()[:16]
+
+
+def rows_hash(silos: Silos) -> str:
+    """A hash of silos' rows."""
+    digest = hashlib.sha256()
+    for name in sorted(silos.rows):
+        digest.update(name.encode() + np.asarray(silos.rows[name]).tobytes())
+    return digest.hexdigest()
+
+
+def _hash(value: bytes | str) -> str:
+    return hashlib.sha256(value if isinstance(value, bytes) else value.encode()).hexdigest()[:16]

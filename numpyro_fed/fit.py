@@ -1,0 +1,167 @@
+"""``fit``: a posterior in one call, with a word on how it was found and whether its own checks hold."""
+
+import json
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+from numpyro.infer import MCMC
+
+from numpyro_fed.data.checks import check_key
+from numpyro_fed.data.mixed import MixedSilos
+from numpyro_fed.data.silos import Silos
+from numpyro_fed.mcmc.fsgld import FSGLD
+from numpyro_fed.mcmc.remote import RemoteMCMC
+from numpyro_fed.results.diagnose import diagnose
+from numpyro_fed.results.inference_data import to_inference_data
+from numpyro_fed.results.vi_inference_data import CANDIDATES, check_num_draws
+from numpyro_fed.rounds.remote import RemoteSilos
+from numpyro_fed.vi.conducive.checks import SETTLED, JointUnits
+from numpyro_fed.vi.guides.auto_silo_normal import AutoSiloNormal
+from numpyro_fed.vi.importance import POOR
+from numpyro_fed.vi.result import VIResult
+from numpyro_fed.vi.sfvi_avg import SFVIAvg
+
+if TYPE_CHECKING:
+    from arviz import InferenceData
+
+__all__ = ["TOL", "fit"]
+
+_MOST_ROUNDS = 40
+TOL = 1e-3  # nats that the bound moves in a round
+_START_TOL = 0.1  # the same, where chains start there
+_CHAINS, _WARMUP = 4, 200
+
+
+def fit(
+    model: Callable,
+    silos: Silos | MixedSilos,
+    *,
+    method: str = "vi",
+    num_draws: int = 4000,
+    rng_key: Any = None,
+    progress_bar: bool = True,
+) -> "InferenceData":
+    """The posterior of a model over silos, in one call.
+
+    ``method="vi"``: conducive rounds of :class:`SFVIAvg` until they settle, ten or so, and one in which the silos' likelihoods at public draws of theta weigh
+    these (Pareto-smoothed importance sampling). ``method="fsgld"``: then :class:`FSGLD`, started there, whose draws are the result.
+
+    What leaves the silos: see :mod:`numpyro_fed.vi.conducive.rounds` and :class:`FSGLD`. Bias: of ``"vi"`` that of the importance sampling, judged by Pareto's k, of theta's weights and of those of each element's latents; of
+    ``"fsgld"`` 2 % of the sds, judged by :func:`diagnose`.
+
+    :param model: a NumPyro model with at least one silo plate.
+    :param silos: the data, or :class:`RemoteSilos`: then local latents stay where they are.
+    :param num_draws: of the result; of ``"fsgld"`` rounded up to four chains' rounds.
+    :param rng_key: seed; ``jax.random.key(0)`` by default.
+    :param progress_bar: show rounds, and print the report.
+    :return: as :func:`to_inference_data`; the attributes of ``posterior`` have the ledger of all rounds, ``report`` (what was done and whether its checks hold,
+        in words), and ``verdict``: ``"sound"``, ``"undecided"`` or ``"unsound"``.
+    :raises ValueError: for models and data that the methods do not cover, in words.
+
+    Example::
+
+        >>> import jax.numpy as jnp, numpyro, numpyro.distributions as dist, numpyro_fed as fed
+        >>> def model(y):
+        ...     mu = numpyro.sample("mu", dist.Normal(0, 10))
+        ...     with fed.silo_plate("patients", y.shape[0]):
+        ...         numpyro.sample("y", dist.Normal(mu, 1), obs=y)
+        >>> silos = fed.Silos({"oslo": {"y": jnp.ones(3)}, "rome": {"y": jnp.zeros(3)}})
+        >>> idata = fed.fit(model, silos, progress_bar=False)
+        >>> idata.posterior.attrs["verdict"]
+        'sound'
+    """
+    if method not in ("vi", "fsgld"):
+        raise ValueError(f'method: expected "vi" or "fsgld", got {method!r}')
+    check_num_draws(num_draws)
+    rng_key = jax.random.key(0) if rng_key is None else rng_key
+    check_key(rng_key)
+    if method == "fsgld" and isinstance(silos, MixedSilos):
+        raise ValueError(
+            'method="fsgld" is for silos of one structure; expected fed.Silos(...), got MixedSilos; take method="vi"'
+        )
+    key_rounds, key_draws, key_chains = jax.random.split(rng_key, 3)
+    avg = _settable(model, silos)
+    result = avg.run(
+        key_rounds, _MOST_ROUNDS, silos, tol=TOL if method == "vi" else _START_TOL, progress_bar=progress_bar
+    )
+    words, settled = _of_rounds(result)
+    if method == "vi":
+        idata, more, verdict, mend = _last_round(avg, result, silos, num_draws, key_draws, settled)
+    else:
+        idata, more, verdict, mend = _chains(model, result, silos, num_draws, key_chains, progress_bar)
+    report = f"{words}; {more}. Checks: {verdict}{mend}"
+    idata.posterior.attrs |= {"report": report, "verdict": verdict}
+    if progress_bar:
+        print(report)
+    return idata
+
+
+def _last_round(
+    avg: SFVIAvg, result: VIResult, silos: Silos | MixedSilos, num_draws: int, key: Any, settled: bool
+) -> tuple["InferenceData", str, str, str]:
+    """Weighed draws, what was done in words, the verdict, and what to do about it."""
+    idata = to_inference_data(avg, result, silos, num_draws=num_draws, rng_key=key, resample=True)
+    attrs = idata.posterior.attrs
+    k, unit = float(attrs["pareto_k"]), float(attrs.get("pareto_k_unit", -np.inf))
+    words = f"the last round weighed {CANDIDATES * num_draws:,} public draws by the silos' likelihoods: Pareto's k {k:.2f} ({attrs['pareto_k_of']}: {'good' if k <= POOR else 'too large'})"
+    if "pareto_k_unit" in attrs:
+        words += f", of the latents' candidates at worst {unit:.2f} ({attrs['pareto_k_unit_at']})"
+    stayed = json.loads(attrs.get("elsewhere", "[]"))
+    if stayed:
+        words += f"; of the candidates of {', '.join(stayed)}, which stay in the silos, there is none"
+    if settled and max(k, unit) <= POOR:
+        return idata, words, "sound", ""
+    mend = '. Expected k <= 0.7 and rounds that settle: take method="fsgld", or reparametrise the model'
+    return idata, words, "unsound", mend
+
+
+def _chains(
+    model: Callable, result: VIResult, silos: Silos | MixedSilos, num_draws: int, key: Any, progress_bar: bool
+) -> tuple["InferenceData", str, str, str]:
+    """The same by FSGLD."""
+    kind = RemoteMCMC if isinstance(silos, RemoteSilos) else partial(MCMC, chain_method="vectorized")
+    mcmc = kind(
+        FSGLD(model, init_from=result),
+        num_warmup=_WARMUP,
+        num_samples=-(-num_draws // _CHAINS),
+        num_chains=_CHAINS,
+        progress_bar=progress_bar,
+    )
+    mcmc.run(key, silos)  # type: ignore[arg-type]  # each kind its own silos
+    idata = to_inference_data(mcmc, silos)
+    diagnosis = diagnose(mcmc)
+    _add_ledger(idata, result)
+    words = f"from there FSGLD, {_CHAINS} chains of {_WARMUP} + {mcmc.num_samples} rounds"
+    return idata, words, diagnosis.verdict, f". {diagnosis.summary()}"
+
+
+def _settable(model: Callable, silos: Silos | MixedSilos) -> SFVIAvg:
+    """The method with a guide that fits the model: one unit an element of the silo plate, or, where that is not enough, one a silo."""
+    try:
+        avg = SFVIAvg(model, AutoSiloNormal(model), conducive=True)
+        avg.prepared(silos)
+    except JointUnits:
+        avg = SFVIAvg(model, AutoSiloNormal(model, local_cov="full"), conducive=True)
+        avg.prepared(silos)
+    return avg
+
+
+def _of_rounds(result: VIResult) -> tuple[str, bool]:
+    moved = float(result.state.server.moved)
+    names, up = result.ledger.silos, sum(result.ledger.bytes_up) / 1e3
+    how = "settled" if moved <= SETTLED else "has not settled"
+    return (
+        f"q(theta) {how} in {len(result.losses)} conducive rounds of {len(names)} silo{'' if len(names) == 1 else 's'}, {up:.1f} kB up in all "
+        f"(it moved by {moved:.2g} sds in the last; bound {-result.losses[-1]:.2f})",
+        moved <= SETTLED,
+    )
+
+
+def _add_ledger(idata: "InferenceData", result: VIResult) -> None:
+    """Count the variational rounds among what the silos did."""
+    attrs = idata.posterior.attrs
+    for name in ("rounds", "gradient_evaluations", "bytes_down", "bytes_up"):
+        attrs[name] = json.dumps([int(x) for x in np.add(json.loads(attrs[name]), getattr(result.ledger, name))])

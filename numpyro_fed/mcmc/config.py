@@ -1,0 +1,201 @@
+"""What a Langevin kernel has settled before its first round: static facts, and numbers."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from numpyro_fed.density.factors import Factors
+from numpyro_fed.density.local_map import Units
+from numpyro_fed.mcmc.minibatch import Members
+from numpyro_fed.rounds.serialization import wire_name
+from numpyro_fed.surrogates.corrections import Bends
+from numpyro_fed.surrogates.gaussian import matvec
+
+__all__ = ["Conducive", "LatentCoordinates", "NetworkPlan", "NodePlan", "Plan", "Tuning"]
+
+_BLOCK_STEPS = 200  # local steps whose random numbers and rows are drawn together
+_BLOCK_BYTES = 8 << 20
+
+
+@wire_name("ChainPlan")
+@dataclass(frozen=True)
+class Plan:
+    """The static facts of a kernel: two kernels of equal plans share their compiled programs.
+
+    :param factors: the model's factors.
+    :param units: how local latents are cut, or ``None`` without any.
+    :param num_local_steps: T.
+    :param batch: row group and number of rows of a minibatch (where elements have latents: of their elements), or ``None`` for all rows.
+    :param cut: whether e is cut.
+    :param schedule: step size by number of local steps made, or ``None`` for a constant one.
+    :param num_kept: draws kept of a stay, which divide T.
+    :param no_answer: probability that the silo chosen does not answer.
+    """
+
+    factors: Factors
+    units: Units | None
+    num_local_steps: int
+    batch: tuple[str, int] | None
+    cut: bool
+    schedule: Callable[[Array], Any] | None
+    num_kept: int = 1
+    no_answer: float = 0.0
+
+    @property
+    def steps_a_draw(self) -> int:
+        """Local steps from one draw to the next of the same stay."""
+        return self.num_local_steps // self.num_kept
+
+    @property
+    def block(self) -> int:
+        """Local steps in a block: its random numbers are drawn, and its rows gathered, in one go."""
+        steps, most = self.steps_a_draw, _BLOCK_STEPS
+        if self.units is not None:  # a normal vector and a uniform for each unit
+            count = 1 if self.units.group is None else dict(self.units.pad)[self.units.group]
+            most = max(1, min(most, _BLOCK_BYTES // (4 * count * (self.units.dim + 1))))
+        if self.batch is not None:
+            group, m = self.batch
+            row = sum(math.prod(spec.shape) * spec.dtype.itemsize for _, g, spec in self.factors.rows if g == group)
+            most = max(1, min(most, _BLOCK_BYTES // (m * row)))
+        fewest = -(-steps // most)
+        # equal blocks where there are any not far below the largest: one program to compile, not two
+        return next((steps // k for k in range(fewest, 2 * fewest) if steps % k == 0), -(-steps // fewest))
+
+
+@wire_name("NodePlan")
+@dataclass(frozen=True)
+class NodePlan:
+    """What a node of a network has to know for its part of a step; of the graph nothing.
+
+    :param factors: the model's factors.
+    :param units: how local latents are cut, or ``None`` without any.
+    :param batch: row group and number of rows of a minibatch, or ``None`` for all rows.
+    :param num_nodes: m.
+    """
+
+    factors: Factors
+    units: Units | None
+    batch: tuple[str, int] | None
+    num_nodes: int
+
+
+@dataclass(frozen=True)
+class NetworkPlan(NodePlan):
+    """The static facts of a kernel over a network of nodes.
+
+    :param schedule: step size by number of steps made, or ``None`` for a constant one.
+    :param fails: whether links or nodes may fail.
+    :param both_ways: whether links work in both directions or in none (gossip).
+    :param exchange: the algorithm: what nodes hold after an exchange, and where their gradients are taken.
+    :param totals: rows of each row group in all silos.
+    """
+
+    schedule: Callable[[Array], Any] | None
+    fails: bool
+    both_ways: bool
+    exchange: Callable[..., Any]
+    totals: tuple[tuple[str, int], ...]
+
+    @property
+    def node(self) -> NodePlan:
+        """Each node's part of it."""
+        return NodePlan(self.factors, self.units, self.batch, self.num_nodes)
+
+
+@wire_name("Conducive")
+class Conducive(NamedTuple):
+    """Surrogates around a point: gradients there ``(S, d)``, precisions ``(S, d, d)`` or ``(S, d)``, and sums; bounded corrections."""
+
+    shift: Array
+    precision: Array
+    total_shift: Array
+    total_precision: Array
+    bends: Bends | None = None
+    total_bends: Bends | None = None
+
+    def of(self, number: Array) -> "Conducive":
+        """One silo's, with the sums."""
+        shift, precision = jax.tree.map(lambda x: x[number], (self.shift, self.precision))
+        bends = None if self.bends is None else self.bends.of(self.bends.coefficients[number])
+        return self._replace(shift=shift, precision=precision, bends=bends)
+
+    def score(self, theta: Array, loc: Array) -> Array:
+        """Gradient of one silo's surrogate, after :meth:`of`."""
+        gradient = self.shift - matvec(self.precision, theta - loc)
+        return gradient if self.bends is None else gradient + self.bends.score(theta)
+
+    def total_score(self, theta: Array, loc: Array) -> Array:
+        """Gradient of the product of all surrogates."""
+        gradient = self.total_shift - matvec(self.total_precision, theta - loc)
+        return gradient if self.total_bends is None else gradient + self.total_bends.score(theta)
+
+
+# sds; a map that went on in a straight line beyond would carry latents, whose silo is elsewhere, to where no posterior is
+_FARTHEST = 6.0
+
+
+@wire_name("LatentCoordinates")
+class LatentCoordinates(NamedTuple):
+    """The local map with its whitening: ``u = whiten (theta - loc)``, rows private to the silos."""
+
+    loc: Array
+    whiten: Array
+    rows: Any
+
+    def u(self, theta: Array) -> Array:
+        """Whitened global position, each coordinate held to +-6."""
+        return jnp.clip(matvec(self.whiten, theta - self.loc), -_FARTHEST, _FARTHEST)
+
+
+@wire_name("Tuning")
+class Tuning(NamedTuple):
+    """The numbers of a kernel, made once before the first round.
+
+    :param step_size: h (where there is no schedule).
+    :param alpha: weight of the conducive gradient.
+    :param selection: probabilities f of the silos, shape ``(S,)``.
+    :param loc: where the surrogates' gradients are expanded, shape ``(d,)``.
+    :param scale: L: ``(d, d)``, ``(d,)``, or ``None`` for the identity.
+    :param conducive: the surrogates around ``loc``, or ``None``.
+    :param latents: the coordinates of local latents, or ``None``.
+    :param inflation: predicted ratio of the chain's sd to the posterior's.
+    :param cut: largest norm of e, in preconditioned units.
+    :param members: for minibatches of elements with latents, the rows that point to each.
+    :param anchor: for minibatches with control variates, the silos' whole gradients at ``loc``, ``(S, d)``.
+    :param inject: what a step's noise is multiplied by, ``(d, d)``, or ``None``: nothing.
+    :param draws: positions that represent the posterior, at which the pilot looks, ``(K, d)``, or ``None``: draws of the Gaussian.
+    """
+
+    step_size: Array
+    alpha: Array
+    selection: Array
+    loc: Array
+    scale: Array | None
+    conducive: Conducive | None
+    latents: LatentCoordinates | None
+    inflation: Array
+    cut: Array | float = math.inf
+    inject: Array | None = None
+    members: dict[str, Members] | None = None
+    anchor: Array | None = None
+    draws: Array | None = None
+
+    def without_rows(self) -> "Tuning":
+        """What a silo may be told: all but the local map, whose rows are the silos' own."""
+        return self if self.latents is None else self._replace(latents=self.latents._replace(rows=None))
+
+    def seen_by(self, number: int) -> "Tuning":
+        """What one silo is told: of all silos' surrogates and probabilities its own, and their sum."""
+        own, told = slice(number, number + 1), self.without_rows()._replace(draws=None)
+        conducive = told.conducive
+        if conducive is not None:
+            shift, precision = jax.tree.map(lambda x: x[own], (conducive.shift, conducive.precision))
+            bends = conducive.bends
+            bends = None if bends is None else bends.of(bends.coefficients[own])
+            conducive = conducive._replace(shift=shift, precision=precision, bends=bends)
+        return told._replace(selection=self.selection[own], conducive=conducive)

@@ -1,0 +1,332 @@
+"""Everything a Langevin kernel settles before its first round: checks, surrogates, local map, step size."""
+
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from numpyro_fed.data.silos import Silos
+from numpyro_fed.data.views import largest, thin
+from numpyro_fed.density.check import elements_are_independent, prove, prove_batch
+from numpyro_fed.density.factorize import factorise
+from numpyro_fed.density.factors import Factors
+from numpyro_fed.density.local_map import Units
+from numpyro_fed.density.nested import NestedUnits, nesting
+from numpyro_fed.mcmc import pilot
+from numpyro_fed.mcmc.config import Conducive, LatentCoordinates, Plan, Tuning
+from numpyro_fed.mcmc.minibatch import find_members, pointing_groups
+from numpyro_fed.mcmc.options import Options
+from numpyro_fed.rounds.federated import Cost
+from numpyro_fed.surrogates import laplace, score
+from numpyro_fed.surrogates.alpha import best as best_alpha
+from numpyro_fed.surrogates.gaussian import Surrogates
+from numpyro_fed.surrogates.moments import with_moments
+from numpyro_fed.surrogates.some_rows import fit_some, whole_gradients
+
+__all__ = ["Ground", "Prepared", "groundwork", "prepare", "prepare_again"]
+
+_PILOT_STAY = 40  # local steps of the pilot's stays where their length is still to be chosen
+_PROOF_ROWS = 1 << 13  # rows that the proof check of a fit by minibatches takes, over all silos
+
+
+class Prepared(NamedTuple):
+    """What a kernel needs for its rounds.
+
+    :param plan: the static facts.
+    :param tuning: the numbers.
+    :param surrogates: ``None`` where none are used.
+    :param cost: what the preparation cost each silo.
+    """
+
+    plan: Plan
+    tuning: Tuning
+    surrogates: Surrogates | None
+    cost: Cost
+
+
+class Ground(NamedTuple):
+    """What is known of a model and its data once both are checked and the options' fits are made."""
+
+    factors: Factors
+    units: Units | None
+    batch: tuple[str, int] | None
+    tuning: Tuning
+    surrogates: Surrogates | None
+    cost: Cost
+
+
+def groundwork(model: Callable, silos: Silos, extra: dict[str, Any], options: Options) -> Ground:
+    """Check model and data, prove the factors, and fit surrogates and local map."""
+    factors = factorise(model, silos, public=tuple(options.public), extra=extra)
+    if not factors.dim:
+        raise ValueError("the model has no global latent site: its silos have nothing in common to learn")
+    selection = _selection(options.selection, silos)
+    _check_latents(options, factors)
+    _warn_of_params(factors)
+    _check_given(options.surrogate, factors, silos)
+    silos = silos.with_shared(**extra)
+    units = _units(factors, silos)
+    batch = _batch(options.batch_size, factors, silos, units)
+    if options.validate:
+        # a fit by minibatches never evaluates all rows at once, so neither does its proof: they might not fit in memory
+        some = silos if batch is None or units is not None else thin(silos, batch[0], _PROOF_ROWS)
+        prove(factors, some)
+        if batch is not None and units is None:
+            prove_batch(factors, some, *batch)
+    surrogates, fitted = _surrogates(factors, silos, units, batch, options)
+    if options.alpha == "auto" and surrogates is not None:
+        options = replace(options, alpha=max(0.0, best_alpha(factors, silos, units, surrogates, selection)))
+    tuning = _tuning(factors, options, selection, surrogates, fitted)
+    if batch is not None and units is not None:
+        tuning = tuning._replace(members=find_members(factors, silos, batch[0]))
+    return Ground(factors, units, batch, tuning, surrogates, Cost() if fitted is None else fitted.cost)
+
+
+def prepare(model: Callable, silos: Silos, extra: dict[str, Any], options: Options) -> Prepared:
+    """:func:`groundwork`, and the step size."""
+    return _settled(groundwork(model, silos, extra, options), silos.with_shared(**extra), options)
+
+
+def prepare_again(before: Prepared, silos: Silos, options: Options, thetas: np.ndarray) -> Prepared:
+    """Fit surrogates and local map again, at positions ``(K, d)`` of chains, and settle the step size.
+
+    :param before: what the chains ran with.
+    :param silos: the data, with Gibbs's conditioning arguments among the shared ones.
+    """
+    factors, units = before.plan.factors, before.plan.units
+    fitted = score.fit_at(factors, silos, units, thetas, np.asarray(before.tuning.scale, np.float64))
+    tuning = _tuning(factors, options, _selection(options.selection, silos), fitted.surrogates, fitted)
+    tuning = tuning._replace(members=before.tuning.members)
+    ground = Ground(factors, units, before.plan.batch, tuning, fitted.surrogates, before.cost + fitted.cost)
+    return _settled(ground, silos, options)
+
+
+def _settled(ground: Ground, silos: Silos, options: Options) -> Prepared:
+    factors, units, batch, tuning, surrogates, cost = ground
+    if options.control_variates:
+        tuning = tuning._replace(anchor=whole_gradients(factors, tuning.loc, silos))
+    schedule = options.step_size if callable(options.step_size) else None
+    auto = options.num_local_steps == "auto"
+    steps = options.num_kept * -(-_PILOT_STAY // options.num_kept) if auto else int(options.num_local_steps)
+    plan = Plan(factors, units, steps, batch, options.separates, schedule, options.num_kept, float(options.no_answer))
+    if options.step_size == "adaptive":
+        tuning = tuning._replace(inflation=jnp.asarray(1 + options.bias_target, tuning.loc.dtype))
+    elif options.preconditioner is not None:
+        cost += pilot.cost(plan, tuning)
+        rule = pilot.Rule(
+            options.bias_target if options.step_size == "auto" else None,
+            options.round_price if auto else None,
+            isinstance(options.selection, str) and options.selection == "auto",
+            options.noise_correction,
+            options.num_kept,
+        )
+        plan, tuning = pilot.settle(plan, tuning, silos, rule)
+    return Prepared(plan, tuning, surrogates, cost)
+
+
+def _selection(selection: Any, silos: Silos) -> np.ndarray:
+    if selection is None or (isinstance(selection, str) and selection == "auto"):
+        return np.full(len(silos), 1 / len(silos))
+    if isinstance(selection, str):  # "size": rows that no others point to
+        targets = set(silos.index.values())
+        sizes = np.sum([n for group, n in silos.sizes.items() if group not in targets], axis=0, dtype=np.float64)
+        return sizes / sizes.sum()
+    try:
+        f = np.asarray(selection, np.float64)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"selection: expected numbers, one for each of the silos {list(silos.names)} in this order, got {selection!r}"
+        ) from error
+    if f.shape != (len(silos),):
+        raise ValueError(f"selection: expected one probability for each of the {len(silos)} silos, got shape {f.shape}")
+    if not (f > 0).all():
+        raise ValueError(
+            f"selection: expected probabilities > 0, got {f[np.argmin(f)]} for silo "
+            f"{silos.names[int(np.argmin(f))]!r}; a silo that is never visited has no say in the posterior"
+        )
+    if not abs(f.sum() - 1) <= 1e-6:
+        raise ValueError(f"selection: expected probabilities that sum to one, got a sum of {f.sum():.6g}")
+    return f / f.sum()
+
+
+def _batch(size: int | None, factors: Factors, silos: Silos, units: Units | None) -> tuple[str, int] | None:
+    if size is None:
+        return None
+    if units is not None and units.group is None:
+        names = [s.name for s in factors.local_sites]
+        raise ValueError(
+            f"batch_size={size} with local latents {names} that are one unit in a silo, or nested: they need all rows of a silo; "
+            "expected batch_size=None"
+        )
+    group = factors.batch_group() if units is None else str(units.group)
+    sizes = silos.sizes[group]
+    if size > min(sizes):
+        small = silos.names[int(np.argmin(sizes))]
+        raise ValueError(
+            f"batch_size={size} is more than silo {small!r} has: {min(sizes)} rows of {group!r}; expected at "
+            f"most {min(sizes)}, or None for all rows"
+        )
+    return group, int(size)
+
+
+def _units(factors: Factors, silos: Silos) -> Units | None:
+    groups, pad = factors.latent_groups, largest(silos)
+    if not groups:
+        return None
+    pair, units = nesting(factors), None
+    if len(groups) == 1:
+        units = Units(factors, groups[0], pad)
+    elif pair is not None:
+        units = NestedUnits(factors, None, pad, *pair)
+    if units is not None and elements_are_independent(factors, units, silos):
+        return units
+    names = [s.name for s in factors.local_sites]
+    why = f"elements of {groups[0]!r} are not independent given the global sites"
+    if len(groups) > 1:
+        why = f"{list(groups)} are not two plates of which the elements of one point to those of the other by index= and are independent given these"
+    warnings.warn(
+        f"{why}, so the latents {names} of a silo are one unit: they move "
+        "together (MALA), and are integrated out by a dense Laplace approximation, whose cost grows with the cube of their number",
+        stacklevel=2,
+    )
+    return Units(factors, None, pad)
+
+
+def _check_latents(options: Options, factors: Factors) -> None:
+    """Refuse what goes without local latents only, and rows that do not belong to the elements that a minibatch takes."""
+    names = [s.name for s in factors.local_sites]
+    if not names or options.batch_size is None:
+        return
+    if not options.element_batches or options.step_size == "adaptive":
+        raise ValueError(
+            f"batch_size={options.batch_size} with local latents {names} is for DSGLD, FSGLD, and SGLD with a step size that is not adaptive; "
+            "expected batch_size=None"
+        )
+    if options.control_variates:
+        raise ValueError(f"control_variates=True is for models without local latents, got {names}; expected False")
+    if len(factors.latent_groups) == 1:
+        pointing_groups(factors, factors.latent_groups[0])
+
+
+def _warn_of_params(factors: Factors) -> None:
+    """Chains learn no parameters: these stay as they are, as in NumPyro's own kernels. Of networks whose weights are drawn none are left."""
+    drawn = {name.split("/")[0] for name, _ in factors.global_sites}
+    kept = [n for n, kind in factors.undrawn if kind == "param" and n.removesuffix("$params") not in drawn]
+    if kept:
+        warnings.warn(
+            f"learned parameters {kept} are kept at their first values, since chains learn none; expected numpyro.sample with a prior in place of "
+            "numpyro.param, or fed.SFVI, which learns them",
+            stacklevel=5,
+        )
+
+
+def _check_given(given: str | Surrogates | None, factors: Factors, silos: Silos) -> None:
+    if not isinstance(given, Surrogates):
+        return
+    if len(given) != len(silos) or given.dim != factors.dim:
+        raise ValueError(
+            f"surrogate: expected factors of {len(silos)} silos in dimension {factors.dim} "
+            f"({[name for name, _ in factors.global_sites]} unconstrained), got {given!r}"
+        )
+    given.posterior()  # positive definite, or an error in words
+
+
+def _start(options: Options, factors: Factors) -> tuple[np.ndarray, np.ndarray, float] | None:
+    """The Gaussian of a variational fit and how far, in sds, the last round moved it, which is known of conducive ones."""
+    if options.init_from is None:
+        return None
+    loc, scale = options.init_from.whitening
+    if len(loc) != factors.dim:
+        raise ValueError(
+            f"init_from: expected a fit of the same model, with {factors.dim} global latents {[n for n, _ in factors.global_sites]} unconstrained, "
+            f"got {len(loc)}"
+        )
+    return loc, scale, float(getattr(options.init_from.state.server, "moved", np.inf))
+
+
+def _surrogates(
+    factors: Factors, silos: Silos, units: Units | None, batch: tuple[str, int] | None, options: Options
+) -> tuple[Surrogates | None, score.ScoreFit | None]:
+    given = options.surrogate
+    wanted = options.conducive or options.preconditioner is not None
+    moments = wanted and given == "moments"
+    fitted = None
+    if units is not None or (wanted and not moments and not isinstance(given, Surrogates)):
+        start, tall = _start(options, factors), batch is not None and units is None
+        if start is not None and tall:
+            start = (*start[:2], np.inf)  # what is fitted to some of the rows has a wider posterior
+        fit = laplace.fit if given == "laplace" else partial(score.fit, start=start)
+        if batch is not None and units is None:
+            fitted = fit_some(fit, factors, silos, batch[0])
+        else:
+            fitted = fit(factors, silos, units)
+    if moments:
+        fitted = with_moments(factors, silos, fitted)
+    if isinstance(given, Surrogates):
+        return given, fitted
+    return (fitted.surrogates if fitted is not None and wanted else None), fitted
+
+
+def _tuning(
+    factors: Factors,
+    options: Options,
+    selection: np.ndarray,
+    surrogates: Surrogates | None,
+    fitted: score.ScoreFit | None,
+) -> Tuning:
+    dtype = jnp.result_type(float)
+
+    def array(x: Any) -> Array:
+        return jnp.asarray(x, dtype)
+
+    number = not callable(options.step_size) and not isinstance(options.step_size, str)
+    tuning = Tuning(
+        step_size=array(options.step_size if number else 0.0),
+        alpha=array(options.alpha),
+        selection=array(selection),
+        loc=jnp.zeros(factors.dim, dtype),
+        scale=None,
+        conducive=None,
+        latents=None,
+        inflation=array(np.nan),
+        cut=array(np.inf),
+    )
+    if surrogates is not None:
+        tuning = _with_surrogates(tuning, surrogates, fitted, options, array)
+    if fitted is not None and fitted.local_map is not None:
+        loc, scale = (np.asarray(x, np.float64) for x in fitted.map_whitening)
+        whiten = 1 / scale if scale.ndim == 1 else np.linalg.inv(scale)
+        tuning = tuning._replace(latents=LatentCoordinates(array(loc), array(whiten), fitted.local_map))
+    return tuning
+
+
+def _with_surrogates(
+    tuning: Tuning, surrogates: Surrogates, fitted: score.ScoreFit | None, options: Options, array: Callable
+) -> Tuning:
+    if fitted is not None and fitted.surrogates is surrogates:
+        loc, scale = (np.asarray(x, np.float64) for x in fitted.posterior_whitening)
+    else:
+        loc, scale = surrogates.posterior().whitening()
+    if options.preconditioner is not None:
+        tuning = tuning._replace(scale=array(scale))
+    tuning = tuning._replace(loc=array(loc))
+    if fitted is not None and fitted.draws is not None:
+        tuning = tuning._replace(draws=array(fitted.draws))
+    if options.alpha == 0:
+        return tuning
+    # expanded around loc in float64: eta - Lambda theta would cancel in float32
+    factors = jax.tree.map(lambda x: np.asarray(x, np.float64), surrogates.factors)
+    at_loc = factors.precision * loc if surrogates.factors.is_diagonal else factors.precision @ loc
+    shift = factors.eta - at_loc
+    parts = (shift, factors.precision, shift.sum(0), factors.precision.sum(0))
+    conducive = Conducive(*jax.tree.map(array, parts))  # a precision of low rank is a tree
+    if surrogates.bends is not None:
+        bends = jax.tree.map(array, surrogates.bends)
+        conducive = conducive._replace(bends=bends, total_bends=bends.of(bends.coefficients.sum(0)))
+    return tuning._replace(conducive=conducive)

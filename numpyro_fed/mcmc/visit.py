@@ -1,0 +1,284 @@
+"""Rounds of the Langevin kernels: a chain's state, its start, and what happens to it in a communication round."""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax, random
+
+from numpyro_fed.data.silos import Silos
+from numpyro_fed.data.views import SiloView, largest
+from numpyro_fed.mcmc.adaptation import Adaptation, adapt, first_looks
+from numpyro_fed.mcmc.config import Plan, Tuning
+from numpyro_fed.mcmc.gradients import drift, open_silo, push
+from numpyro_fed.mcmc.langevin import Chain, StayStats, batches, federated
+from numpyro_fed.rounds.inline import round_one
+from numpyro_fed.rounds.serialization import wire_name
+from numpyro_fed.surrogates.gaussian import matvec
+
+__all__ = [
+    "Departure",
+    "LangevinState",
+    "arrive",
+    "chain_axes",
+    "depart",
+    "explore",
+    "first_state",
+    "one_round",
+    "start_keys",
+    "wait",
+]
+
+_ANSWERS = 1 << 30  # sets the draws of answers apart from those of silos
+_EXPLORERS = 64  # chains around which surrogates are fitted again
+
+
+@wire_name("LangevinState")
+class LangevinState(NamedTuple):
+    """State of a Langevin kernel after a round.
+
+    :param i: draws made: rounds, or with ``num_kept=k`` k a round.
+    :param z: all latent sites in unconstrained space, local ones in pooled order.
+    :param eps: coordinates of the local latents under the local map, ``(units, k)``, or ``None``.
+    :param silo: the silo visited in this round.
+    :param diverging: whether a step of this round was cut, or the round was undone because it left the reals.
+    :param cut_rate: fraction of the round's steps whose conducive residual was cut (0 for an undone round).
+    :param local_accept_prob: mean acceptance of the local latents' moves (1 without any; about 0.95 where the local map is exact).
+    :param local_stuck: fraction of the silo's local latents that did not move in this round, of the level where most are.
+    :param residual: mean of e over this round's steps, in whitened coordinates, ``(d,)``: what the surrogate of the silo visited
+        lacks; ``None`` where there are no surrogates or no preconditioner.
+    :param step_size: step size of the round's last step.
+    :param inflation: predicted ratio of the chain's sd to the posterior's (NaN without a preconditioner, and under a schedule).
+    :param visits: rounds at each silo so far, ``(S,)``.
+    :param unanswered: those of them in which it did not answer, ``(S,)``.
+    :param rng_key: key of the next draw.
+    :param key_silos: key of the silos' numbers; with ``distinct_silos`` one for all chains.
+    :param stratum: this chain's place in [0, 1) among those: chains take silos from different strata of f, and so are at
+        different silos wherever no f exceeds one over their number. Each chain's own silos are independent draws from f.
+    :param adaptation: memory of ``step_size="adaptive"``, or ``None``.
+    :param tuning: the numbers of the kernel, one for all chains. They are part of the state because compiled
+        programs outlive the data they were made for (``jit_model_args=True``).
+    """
+
+    i: Array
+    z: dict[str, Array]
+    eps: Array | None
+    silo: Array
+    diverging: Array
+    cut_rate: Array
+    local_accept_prob: Array
+    local_stuck: Array
+    residual: Array | None
+    step_size: Array
+    inflation: Array
+    visits: Array
+    unanswered: Array
+    rng_key: Array
+    key_silos: Array
+    stratum: Array
+    adaptation: Adaptation | None
+    tuning: Tuning
+
+
+def chain_axes(adaptive: bool) -> LangevinState:
+    """Axes of vectorised chains: all have their own state, but one tuning, and one count of the adaptations left."""
+    shared = ("left", "price", "bias_target")
+    own = Adaptation._make(None if f in shared else 0 for f in Adaptation._fields) if adaptive else None
+    return LangevinState._make((*[0] * (len(LangevinState._fields) - 2), own, None))
+
+
+class Departure(NamedTuple):
+    """A chain that is sent to a silo: where, whether it arrives there or stays, with what; keys of the stay, of a look around, and the next."""
+
+    number: Array
+    arrives: Array
+    chain: Chain
+    key: Array
+    key_look: Array
+    rng_key: Array
+
+
+def depart(plan: Plan, state: LangevinState, num_silos: int) -> Departure:
+    """Choose the silo of a round."""
+    rng_key, key, key_look = random.split(state.rng_key, 3)
+    chain = Chain(plan.factors.ravel(state.z), state.i * plan.steps_a_draw)
+    return Departure(*_next_silo(plan, state, num_silos), chain, key, key_look, rng_key)
+
+
+def arrive(plan: Plan, state: LangevinState, leave: Departure, chain: Chain, stats: StayStats) -> LangevinState:
+    """The state after a stay, but for the local latents."""
+    return state._replace(
+        i=state.i + 1,
+        z={**state.z, **plan.factors.unravel(chain.theta)},
+        silo=leave.number.astype(jnp.int32),
+        diverging=~stats.finite | (stats.cut_rate > 0),
+        cut_rate=stats.cut_rate,
+        local_accept_prob=stats.accept_prob,
+        local_stuck=stats.stuck,
+        residual=stats.residual,
+        step_size=_step_size(plan, state.tuning, chain.num_steps - 1, state.adaptation),
+        visits=state.visits.at[leave.number].add(leave.arrives),
+        rng_key=leave.rng_key,
+    )
+
+
+@partial(jax.jit, static_argnames=("plan",))
+def one_round(plan: Plan, state: LangevinState, silos: Silos) -> LangevinState:
+    """One communication round: choose a silo, stay there for T local steps; or one of its ``num_kept`` equal parts."""
+    tuning, adaptation = state.tuning, state.adaptation
+    leave = depart(plan, state, len(silos))
+    if adaptation is not None:
+        tuning = tuning._replace(step_size=adaptation.step_size)
+    private = None if tuning.latents is None else (state.eps, tuning.latents.rows)
+    group = None if plan.units is None else plan.units.group
+    algorithm = federated(plan, tuning)
+    chain, stats, private = round_one(algorithm, leave.key, leave.chain, private, silos, leave.number, group)
+    eps = None if private is None else private[0]
+    new = arrive(plan, state, leave, chain, stats)._replace(
+        z=_positions(plan, tuning, chain.theta, eps, silos), eps=eps
+    )
+    if adaptation is not None:
+        new = new._replace(adaptation=_look(plan, tuning, adaptation, leave.key_look, chain.theta, private, silos))
+    if not plan.no_answer:
+        return new
+    # a stay is answered as a whole: its parts share the draw of their round
+    key = random.fold_in(random.fold_in(state.key_silos, _ANSWERS), state.i - state.i % plan.num_kept)
+    return wait(state, new, leave.arrives, random.bernoulli(key, plan.no_answer))
+
+
+def wait(old: LangevinState, new: LangevinState, arrives: Array, silent: Array) -> LangevinState:
+    """The new state, or, where the silo does not answer in this round, the old one with the round counted."""
+    waits = {"z": old.z, "eps": old.eps, "diverging": jnp.zeros((), bool), "cut_rate": jnp.zeros_like(new.cut_rate)}
+    # of the draw that counts again
+    waits |= {"silo": old.silo, "local_accept_prob": old.local_accept_prob, "local_stuck": old.local_stuck}
+    if old.residual is not None:
+        waits["residual"] = old.residual
+    kept = {k: jax.tree.map(lambda a, b: jnp.where(silent, a, b), v, getattr(new, k)) for k, v in waits.items()}
+    return new._replace(**kept, unanswered=old.unanswered.at[new.silo].add(jnp.where(silent, arrives, 0)))
+
+
+def _next_silo(plan: Plan, state: LangevinState, num_silos: int) -> tuple[Array, Array]:
+    """The number of the silo where the next draw is made, and whether the chain arrives there (1) or stays (0)."""
+    arrives = state.i % plan.num_kept == 0
+    if num_silos == 1:  # no draw, which is a tenth of the time of a short stay
+        return jnp.zeros((), jnp.int32), arrives.astype(jnp.int32)
+    f = state.tuning.selection
+    place = (random.uniform(random.fold_in(state.key_silos, state.i), dtype=f.dtype) + state.stratum) % 1
+    number = jnp.searchsorted(jnp.cumsum(f)[:-1], place, side="right").astype(jnp.int32)
+    return jnp.where(arrives, number, state.silo), arrives.astype(jnp.int32)
+
+
+def _look(
+    plan: Plan, tuning: Tuning, adaptation: Adaptation, key: Array, theta: Array, private: Any, silos: Silos
+) -> Adaptation:
+    """See the curvature, in preconditioned units, and the noise of gradients where the chain is: at the one silo of all rows."""
+    view = SiloView(silos, jnp.zeros((), jnp.int32), largest(silos))
+    silo, keys = open_silo(plan, tuning, private, view), random.split(key)
+
+    def gradient(u: Array, key: Array) -> Array:
+        here = silo._replace(kwargs={**silo.kwargs, **batches(plan, key, view, ())})
+        return drift(plan, tuning, theta + push(tuning, u), None if private is None else private[0], here, view)[0]
+
+    return adapt(adaptation, lambda u: (gradient(u, keys[0]), gradient(u, keys[1])), jnp.zeros_like(theta))
+
+
+def _step_size(plan: Plan, tuning: Tuning, count: Array, adaptation: Adaptation | None) -> Array:
+    if adaptation is not None:
+        return adaptation.step_size
+    if plan.schedule is None:
+        return tuning.step_size
+    return jnp.asarray(plan.schedule(count), tuning.step_size.dtype)
+
+
+def _positions(plan: Plan, tuning: Tuning, theta: Array, eps: Array | None, silos: Silos) -> dict[str, Array]:
+    sites = plan.factors.unravel(theta)
+    if plan.units is None or tuning.latents is None or eps is None:
+        return sites
+    z = tuning.latents.rows.forward(tuning.latents.u(theta), eps)
+    return {**sites, **plan.units.to_pooled(z, silos)}
+
+
+def start_keys(keys: Array, distinct_silos: bool) -> tuple[Array, Array, Array]:
+    """Of several chains' keys ``(C,)``: their own, those of their silos, and their strata."""
+    split = jax.vmap(random.split)(keys)
+    own, of_silos, strata = split[:, 0], split[:, 1], jnp.zeros(len(keys))
+    if distinct_silos:
+        of_silos, strata = jnp.broadcast_to(of_silos[0], of_silos.shape), jnp.arange(len(keys)) / len(keys)
+    return own, of_silos, strata
+
+
+@partial(jax.jit, static_argnames=("plan",))
+def first_state(
+    plan: Plan,
+    key: Array,
+    key_silos: Array,
+    z: dict[str, Array] | None,
+    stratum: Array,
+    tuning: Tuning,
+    silos: Silos,
+    adaptation: Adaptation | None,
+) -> LangevinState:
+    """The initial state: at ``z``, or at a draw of the surrogate posterior."""
+    rng_key, key_theta, key_eps, key_look = random.split(key, 4)
+    factors, units = plan.factors, plan.units
+    shape, dtype = (factors.dim,), tuning.loc.dtype
+    eps = None
+    if z is not None:
+        theta = factors.ravel(z).astype(dtype)
+    elif tuning.scale is not None:
+        theta = tuning.loc + matvec(tuning.scale, random.normal(key_theta, shape, dtype))
+    else:
+        theta = random.uniform(key_theta, shape, dtype, -2, 2)
+    if units is not None and tuning.latents is not None:
+        rows = tuning.latents.rows
+        if z is None:
+            eps = random.normal(key_eps, rows.shape, dtype)
+        else:
+            eps = rows.inverse(tuning.latents.u(theta), units.from_pooled(z, silos).astype(dtype))
+    if adaptation is not None:
+        private = None if tuning.latents is None else (eps, tuning.latents.rows)
+        adaptation = first_looks(
+            adaptation, lambda i, a: _look(plan, tuning, a, random.fold_in(key_look, i), theta, private, silos)
+        )
+    zero = jnp.zeros((), dtype)
+    return LangevinState(
+        i=jnp.zeros((), jnp.int32),
+        z=_positions(plan, tuning, theta, eps, silos),
+        eps=eps,
+        silo=jnp.zeros((), jnp.int32),
+        diverging=jnp.zeros((), bool),
+        cut_rate=zero,
+        local_accept_prob=zero + 1,
+        local_stuck=zero,
+        residual=jnp.zeros(shape, dtype) if plan.cut else None,
+        step_size=_step_size(plan, tuning, jnp.zeros((), jnp.int32), adaptation).astype(dtype),
+        inflation=tuning.inflation,
+        visits=jnp.zeros(len(silos), jnp.int32),
+        unanswered=jnp.zeros(len(silos), jnp.int32),
+        rng_key=rng_key,
+        key_silos=key_silos,
+        stratum=stratum,
+        adaptation=adaptation,
+        tuning=tuning,
+    )
+
+
+@partial(jax.jit, static_argnames=("plan", "rounds"))
+def explore(
+    plan: Plan, rounds: int, key: Array, z: dict[str, Array] | None, tuning: Tuning, silos: Silos
+) -> tuple[dict[str, Array], Array]:
+    """Rounds of many chains: where they end, and about 512 of the global positions ``(K, d)`` of their second half."""
+    keys = random.split(key, (2, _EXPLORERS))
+    axes = chain_axes(False)
+    start = jax.vmap(partial(first_state, plan), in_axes=(0, 0, 0, None, None, None, None), out_axes=axes)
+    state = start(*keys, z, jnp.zeros(()), tuning, silos, None)
+    one = jax.vmap(lambda s: one_round(plan, s, silos), in_axes=(axes,), out_axes=axes)
+
+    def step(state: LangevinState, _: None) -> tuple[LangevinState, Array]:
+        state = one(state)
+        return state, jax.vmap(plan.factors.ravel)(state.z)
+
+    state, thetas = lax.scan(step, state, None, length=rounds * plan.num_kept)
+    late = thetas[len(thetas) // 2 :]
+    return state.z, late[:: max(1, len(late) * _EXPLORERS // 512)].reshape(-1, plan.factors.dim)

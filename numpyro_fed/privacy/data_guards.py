@@ -1,0 +1,89 @@
+"""Guards of a silo: what its data must be before it takes part in any study."""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from numpyro_fed.data.silos import Silos
+
+__all__ = ["Guards"]
+
+
+@dataclass(frozen=True)
+class Guards:
+    """Conditions that a data holder sets, as DataSHIELD and vantage6 have them; None turns one off.
+
+    They look at one silo's rows, in the silo, before anything leaves it. They are the silo's own
+    settings: no server can change them. ``numpyro-fed silo`` has them on.
+
+    :param min_rows: least rows of a silo, in each row group that no index points to.
+    :param min_level_rows: least rows of each level of a column with two values.
+    :param max_parameters_per_row: most global and learned parameters (unconstrained) for each such row.
+    :param columns: the only arguments with rows that a model may use.
+    :raises ValueError: for numbers out of range.
+
+    Example::
+
+        >>> import numpy as np, numpyro_fed as fed
+        >>> silos = fed.Silos({"oslo": {"y": np.arange(7.0)}})
+        >>> fed.Guards().check(silos, dim=1)
+        Traceback (most recent call last):
+        ...
+        ValueError: guard min_rows: silo 'oslo' has 7 rows of 'y'; expected at least 10
+    """
+
+    min_rows: int | None = 10
+    min_level_rows: int | None = 3
+    max_parameters_per_row: float | None = 0.1
+    columns: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("min_rows", "min_level_rows", "max_parameters_per_row"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not 0 < value < math.inf):
+                raise ValueError(f"{name}: expected a number > 0, or None, got {value!r}")
+
+    def check(self, silos: Silos, dim: int) -> None:
+        """Refuse a silo.
+
+        :param silos: one silo, with its rows.
+        :param dim: number of global parameters, unconstrained.
+        :raises ValueError: naming the guard, the silo, what is there and what is expected.
+        """
+        name, targets = silos.names[0], set(silos.index.values())
+        sizes = {group: n[0] for group, n in silos.sizes.items() if group not in targets}
+        if self.columns is not None:
+            odd = sorted(set(silos.rows) - set(self.columns))
+            if odd:
+                raise ValueError(
+                    f"guard columns: the model uses {odd} of silo {name!r}; expected some of {list(self.columns)}"
+                )
+        for group, n in sizes.items():
+            if self.min_rows is not None and n < self.min_rows:
+                raise ValueError(
+                    f"guard min_rows: silo {name!r} has {n} rows of {group!r}; expected at least {self.min_rows}"
+                )
+            if self.max_parameters_per_row is not None and dim > self.max_parameters_per_row * n:
+                raise ValueError(
+                    f"guard max_parameters_per_row: the model has {dim} global parameters for {n} rows of {group!r} "
+                    f"in silo {name!r}; expected at most {self.max_parameters_per_row:g} a row, "
+                    f"{math.floor(self.max_parameters_per_row * n)}"
+                )
+        if self.min_level_rows is not None:
+            for leaf, x in silos.rows.items():
+                if leaf not in silos.index:
+                    _check_levels(leaf, np.asarray(x), name, self.min_level_rows)
+
+
+def _check_levels(leaf: str, x: np.ndarray, name: str, least: int) -> None:
+    """Refuse an indicator column one of whose two levels has too few rows."""
+    for place, column in enumerate(x.reshape(len(x), -1).T):
+        low, high = column.min(), column.max()
+        count = np.array([(column == low).sum(), (column == high).sum()])
+        if low < high and count.sum() == len(column) and count.min() < least:
+            of = f"column {place} of {leaf!r}" if x.ndim > 1 else repr(leaf)
+            raise ValueError(
+                f"guard min_level_rows: of silo {name!r} one of the two levels of {of} has {count.min()} rows; expected "
+                f"at least {least}"
+            )

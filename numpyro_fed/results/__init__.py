@@ -1,0 +1,1 @@
+"""ArviZ data, tables and figures of finished runs."""

@@ -1,0 +1,351 @@
+"""Compare a federated fit with a reference, parameter by parameter, in units that mean something.
+
+A difference of means is given in posterior standard deviations of the reference, beside its
+Monte-Carlo standard error; a verdict is given only where that error is small enough for one.
+"""
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from numpyro_fed.results.compare_scalars import (
+    AGREE_SE,
+    COLUMNS,
+    DIFFER_SE,
+    VERDICTS,
+    Scalar,
+    compare_scalar,
+    is_constant,
+    paired_scalars,
+)
+from numpyro_fed.vi.importance import POOR
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from pandas import DataFrame
+
+__all__ = ["Comparison", "JointDistance", "compare", "plot_compare"]
+
+_SHOWN_ROWS = 16
+_JOINT_DRAWS = 1000  # at most, of each of two laws
+_EPSILON = 1.0  # entropic regularisation, in squared reference sds for each scalar
+_SENTENCES = {
+    "agrees": "The fit agrees with the reference",
+    "undecided": "Whether the fit agrees with the reference is undecided",
+    "differs": "The fit differs from the reference",
+}
+
+
+class JointDistance(NamedTuple):
+    """How far two joint laws are apart, and two halves of one of them.
+
+    :param distance: of the fit from the reference, in sds of the reference, root mean square over the scalars.
+    :param within_reference: the same between two halves of the reference: what equal laws give.
+    :param num_draws: draws of each of the two laws in either distance.
+    """
+
+    distance: float
+    within_reference: float
+    num_draws: int
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Comparison:
+    """What :func:`compare` found.
+
+    :ivar table: one row per scalar parameter; the columns are explained at :func:`compare`.
+    :ivar mean_tolerance: largest accepted difference of means, in posterior sds of the reference.
+    :ivar sd_tolerance: largest accepted relative difference of the sds, in either direction.
+    :ivar pareto_k: of a variational fit, Pareto's k of its importance weights, or of a variance under them, whichever is larger; ``None`` where it has none. It is no part of the verdict.
+    :ivar privacy: of a fit with differential privacy, what was spent, and what its noise does to means and sds; else ``None``.
+    """
+
+    table: "DataFrame"
+    mean_tolerance: float
+    sd_tolerance: float
+    _scalars: list[Scalar]
+    pareto_k: float | None = None
+    privacy: str | None = None
+
+    @property
+    def verdict(self) -> str:
+        """The worst verdict of any row: one that differs outweighs any that are undecided."""
+        return max(self.table["verdict"], key=VERDICTS.index)
+
+    @property
+    def worst(self) -> str:
+        """Label of the row with the largest ``error``; one without a finite error comes first."""
+        return self.table.index[int(np.argmax(self.table["error"].fillna(np.inf)))]
+
+    @cached_property
+    def joint(self) -> JointDistance:
+        r"""The distance of the two joint laws, which sees what no row does: a wrong correlation, say.
+
+        It is :math:`\sqrt{S_1}`, with :math:`S_\epsilon` the Sinkhorn divergence (Feydy et al. 2019, eq. 3) for the
+        cost :math:`\|x - y\|^2 / p` of the p scalars, standardised by the reference's means and sds: all means moved
+        by one sd are at distance 1. Draws are thinned evenly to equal numbers, at most 1000. Features much finer than
+        an sd are smoothed away. Scalars that do not vary in the reference, or are not finite there, are
+        left out. NaN where none is left, where a draw of the fit is not finite, and where there are fewer than 2 draws
+        of the fit or 4 of the reference. No verdict depends on it. It takes seconds, when first asked for.
+        """
+        kept = [(fed, ref) for _, fed, ref in self._scalars if np.isfinite(ref).all() and not is_constant(ref)]
+        if not kept:
+            return JointDistance(np.nan, np.nan, 0)
+        num_fed, num_ref = kept[0][0].size, kept[0][1].size
+        number = min(_JOINT_DRAWS, num_fed, num_ref // 2)
+        if number < 2:
+            return JointDistance(np.nan, np.nan, number)
+        of_fed, of_ref = (np.arange(m) * size // m for m, size in ((number, num_fed), (2 * number, num_ref)))
+        units = [(ref.mean(dtype=float), ref.std(ddof=1, dtype=float)) for _, ref in kept]
+        columns = [
+            ((fed.ravel()[of_fed] - m) / s, (ref.ravel()[of_ref] - m) / s)
+            for (fed, ref), (m, s) in zip(kept, units, strict=True)
+        ]
+        fed, ref = (np.stack(side, axis=1) for side in zip(*columns, strict=True))
+        within = _sinkhorn_distance(ref[:number], ref[number:])
+        finite = all(np.isfinite(draws).all() for draws, _ in kept)
+        return JointDistance(_sinkhorn_distance(fed, ref[::2]) if finite else np.nan, within, number)
+
+    def summary(self) -> str:
+        """The result in one paragraph of words."""
+        agree, undecided, differ = self._counts()
+        text = (
+            f"{_SENTENCES[self.verdict]}: of {len(self.table)} parameters {agree} agree, "
+            f"{undecided} are undecided and {differ} differ. {self._extremes()}. Accepted are "
+            f"{self.mean_tolerance:g} reference sds in the mean and a factor "
+            f"{1 + self.sd_tolerance:g} in the sd; a parameter agrees when it lies inside by "
+            f"{AGREE_SE:g} Monte-Carlo standard errors and differs when it lies outside by "
+            f"{DIFFER_SE:g}."
+        )
+        if undecided:
+            text += " More draws, of the fit and of the reference, settle what is undecided."
+        return text + self._approximation()
+
+    def closing_line(self) -> str:
+        """Counts and extremes in one line, the last of the printed table."""
+        agree, undecided, differ = self._counts()
+        counts = f"{agree} agree, {undecided} undecided, {differ} differ"
+        return f"{self.verdict}: {counts}. {self._extremes()}.{self._approximation()}"
+
+    def _approximation(self) -> str:
+        private = "" if self.privacy is None else f" P{self.privacy[1:]}."
+        if self.pareto_k is None:
+            return private
+        judged = f", not above {POOR}" if self.pareto_k <= POOR else f", above {POOR}: it misses part of the posterior"
+        return f" Pareto's k of the approximation {self.pareto_k:.2f}{judged}.{private}"
+
+    def _counts(self) -> list[int]:
+        return [int((self.table["verdict"] == verdict).sum()) for verdict in VERDICTS]
+
+    def _extremes(self) -> str:
+        errors, ratios = self.table["error"].to_numpy(), self.table["sd_ratio"].dropna()
+        finite = np.isfinite(errors)
+        if not finite.any():
+            return f"No error is finite ({self.worst}: {self.table['note'].iloc[0]})"
+        at = int(np.argmax(np.where(finite, errors, -1.0)))
+        row = self.table.iloc[at]
+        error = f"{row['error']:.3f} ± {row['mcse']:.3f}".replace(" ± nan", "")
+        which = "error" if finite.all() else "finite error"
+        text = f"Largest {which} {error} sd ({self.table.index[at]})"
+        if len(ratios):
+            text += f"; sd ratios {ratios.min():.3f} to {ratios.max():.3f}"
+        return text
+
+    def _display(self) -> tuple["DataFrame", str]:
+        """The table in strings, or its worst rows and a line that says so."""
+        import pandas as pd
+
+        table, hidden = self.table, ""
+        if len(table) > _SHOWN_ROWS:
+            table = table.iloc[_by_severity(table)[:_SHOWN_ROWS]]
+            hidden = f"the {_SHOWN_ROWS} worst of {len(self.table)} rows; all of them in .table\n"
+        shown = pd.DataFrame([_shown(row) for _, row in table.iterrows()], index=table.index)
+        return shown.replace([r"^nan( ± nan)?$", " ± nan$"], ["-", ""], regex=True), hidden
+
+    def __repr__(self) -> str:
+        shown, hidden = self._display()
+        return f"{shown.to_string()}\n{hidden}{self.closing_line()}"
+
+    def _repr_html_(self) -> str:
+        from html import escape
+
+        shown, hidden = self._display()
+        closing = f"<b>{escape(self.closing_line())}</b>"
+        return f"{shown.to_html(border=0)}<p>{escape(hidden)}{closing}</p>"
+
+
+def compare(
+    fed: Any,
+    reference: Any,
+    *,
+    var_names: str | Sequence[str] | None = None,
+    mean_tolerance: float = 0.1,
+    sd_tolerance: float = 0.07,
+) -> Comparison:
+    r"""Compare the posterior of a fit with that of a reference, usually pooled NUTS.
+
+    Draws are in the constrained space, as ArviZ holds them; chains and draws may be any in number.
+    Columns of the table: means and sds of both (``mean_ref``, ``sd_ref``, ``mean_fed``,
+    ``sd_fed``); ``error``, :math:`|\bar x_{fed} - \bar x_{ref}| / s_{ref}`; ``mcse``, its
+    Monte-Carlo standard error from that of both means; ``sd_ratio``, :math:`s_{fed} / s_{ref}`;
+    ``sd_ratio_mcse``, by the delta method from that of both sds; ``w2``, the Wasserstein-2
+    distance of the two empirical marginals, in reference sds (Monte-Carlo noise included, so never
+    quite zero); ``ess_bulk``, ``ess_tail`` and ``r_hat`` of the fit; ``verdict``; and ``note``, a
+    reason that the numbers alone do not show.
+
+    The verdict of a row is *agrees* if error + 2 mcse is within ``mean_tolerance``, the sd ratio
+    within [1/(1 + ``sd_tolerance``), 1 + ``sd_tolerance``] with 2 standard errors to spare on both
+    sides, and no R-hat above 1.05; *differs* if the error or the ratio is outside by more than 3
+    standard errors, or a draw of the fit is not finite; otherwise *undecided*. A parameter that is
+    constant up to rounding in both fits agrees if it is equal. Of a variational fit the closing line also judges Pareto's k.
+
+    :param fed: an :class:`arviz.InferenceData`, or what ``arviz.convert_to_inference_data`` takes.
+    :param reference: the same for the reference.
+    :param var_names: the sites to compare; all, which must then be the same in both, if None.
+    :param mean_tolerance: largest accepted difference of means, in reference sds.
+    :param sd_tolerance: largest accepted relative difference of the sds.
+    :raises ValueError: when sites, dimensions, shapes or coordinates do not match.
+
+    **References**
+
+    1. *Rank-normalization, folding, and localization: an improved R-hat*, Vehtari et al. 2021
+       (R-hat, both ESS, and the standard errors of mean and sd)
+
+    Example::
+
+        >>> import numpy as np
+        >>> from numpyro_fed.results.compare import compare
+        >>> rng = np.random.default_rng(0)
+        >>> fit = {"beta": rng.normal(size=(4, 50, 2))}
+        >>> reference = {"beta": rng.normal(size=(4, 50, 2))}
+        >>> compare(fit, reference).verdict  # the same law, but too few draws to tell
+        'undecided'
+    """
+    for name, value in (("mean_tolerance", mean_tolerance), ("sd_tolerance", sd_tolerance)):
+        if not value > 0:
+            raise ValueError(f"expected {name} > 0, got {value}")
+    return _compare(paired_scalars(fed, reference, var_names), mean_tolerance, sd_tolerance, fed)
+
+
+def plot_compare(
+    fed: Any,
+    reference: Any,
+    *,
+    var_names: str | Sequence[str] | None = None,
+    max_rows: int = 12,
+    labels: tuple[str, str] = ("federated", "pooled NUTS"),
+    figure: "Figure | None" = None,
+) -> "Figure":
+    """Draw both posteriors side by side: a forest, and the marginal densities of each parameter.
+
+    Every parameter is standardised by the reference's mean and sd, so that all rows share one axis;
+    intervals are central ones of 50 % and 94 %. The verdicts are those of :func:`compare` with its
+    default tolerances. Parameters that are constant in the reference are not drawn.
+
+    :param fed: as for :func:`compare`.
+    :param reference: as for :func:`compare`.
+    :param var_names: as for :func:`compare`.
+    :param max_rows: where there are more parameters, the worst are drawn.
+    :param labels: what to call the fit and the reference.
+    :param figure: an empty figure (or subfigure) to draw in; a new one of fitting size if None.
+    :raises ValueError: as :func:`compare`, or when no parameter varies in the reference.
+    """
+    from numpyro_fed.results.comparison_figure import draw_comparison
+
+    if max_rows < 1:
+        raise ValueError(f"expected max_rows >= 1, got {max_rows}")
+    scalars = paired_scalars(fed, reference, var_names)
+    comparison = _compare(scalars, mean_tolerance=0.1, sd_tolerance=0.07, fit=fed)
+    varies = np.array([np.isfinite(ref).all() and not is_constant(ref) for _, _, ref in scalars])
+    if not varies.any():
+        raise ValueError("expected a parameter that varies in the reference, got constants only")
+    rows = np.flatnonzero(varies)
+    title = f"Posterior: {labels[0]} against {labels[1]}"
+    if len(rows) > max_rows:
+        worst_first = _by_severity(comparison.table)
+        rows = worst_first[varies[worst_first]][:max_rows]
+        title += f", the {max_rows} worst of {len(scalars)} parameters"
+    draws = [(fit.ravel(), ref.ravel()) for _, fit, ref in (scalars[i] for i in rows)]
+    table = comparison.table.iloc[rows]
+    units = [_rounded(m, s, s) for m, s in zip(table["mean_ref"], table["sd_ref"], strict=True)]
+    subtitle = comparison.closing_line().replace(" Pareto's", "\nPareto's")
+    return draw_comparison(draws, table.assign(units=units), (title, subtitle), labels, figure)
+
+
+def _said_of_itself(fit: Any) -> tuple[float | None, str | None]:
+    """Pareto's k and the cost of privacy, where a fit's ``InferenceData`` has them."""
+    attrs = getattr(getattr(fit, "posterior", None), "attrs", {})
+    k = attrs.get("pareto_k")
+    privacy = attrs.get("privacy")
+    if privacy is not None:
+        wider = float(np.hypot(1.0, float(attrs["privacy_error"])))
+        privacy = f"{privacy}, so that an sd which holds it is {wider:.2f} times the fit's"
+    return None if k is None else float(k), privacy
+
+
+def _compare(scalars: list[Scalar], mean_tolerance: float, sd_tolerance: float, fit: Any) -> Comparison:
+    import pandas as pd
+
+    rows = [compare_scalar(fed, ref, mean_tolerance, sd_tolerance) for _, fed, ref in scalars]
+    table = pd.DataFrame(rows, columns=COLUMNS, index=[label for label, _, _ in scalars])
+    return Comparison(table, mean_tolerance, sd_tolerance, scalars, *_said_of_itself(fit))
+
+
+def _sinkhorn_distance(x: np.ndarray, y: np.ndarray) -> float:
+    """Root of the Sinkhorn divergence of the draws ``x`` and ``y``, each of shape (draws, scalars)."""
+
+    def cost(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+        return ((x**2).sum(1)[:, None] + (y**2).sum(1) - 2 * x @ y.T).clip(0) / x.shape[1]
+
+    costs = (cost(x, y), cost(x, x), cost(y, y))
+    return float(np.sqrt(max(float(_divergence()(*(c.astype(np.float32) for c in costs))), 0.0)))
+
+
+@cache
+def _divergence() -> Callable[..., Any]:
+    """The Sinkhorn divergence from three matrices of costs, compiled once for each shape."""
+    import jax
+
+    with warnings.catch_warnings():  # ott imports jaxopt, which announces its end
+        warnings.filterwarnings("ignore", "JAXopt is no longer maintained", DeprecationWarning)
+        from ott.geometry.geometry import Geometry
+        from ott.solvers.linear.acceleration import Momentum
+        from ott.tools.sinkhorn_divergence import sinkhorn_divergence
+
+    # both potentials are updated at once: the result is then the same for (x, y) and (y, x)
+    options = {"parallel_dual_updates": True, "momentum": Momentum(start=0, value=0.5)}
+    return jax.jit(lambda *costs: sinkhorn_divergence(Geometry, *costs, epsilon=_EPSILON, solve_kwargs=options)[0])
+
+
+def _by_severity(table: "DataFrame") -> np.ndarray:
+    """Positions of the rows, worst verdict first, then largest error."""
+    rank = np.array([VERDICTS.index(verdict) for verdict in table["verdict"]])
+    return np.lexsort((-table["error"].fillna(np.inf).to_numpy(), -rank))
+
+
+def _shown(row: Any) -> dict[str, str]:
+    """One row of the table as printed."""
+    return {
+        "reference": _rounded(row["mean_ref"], row["sd_ref"], row["sd_ref"]),
+        "fit": _rounded(row["mean_fed"], row["sd_fed"], row["sd_ref"]),
+        "error": f"{row['error']:.3f} ± {row['mcse']:.3f}",
+        "sd ratio": f"{row['sd_ratio']:.3f} ± {row['sd_ratio_mcse']:.3f}",
+        "w2": f"{row['w2']:.3f}",
+        "ess_bulk": f"{row['ess_bulk']:.0f}",
+        "ess_tail": f"{row['ess_tail']:.0f}",
+        "r_hat": f"{row['r_hat']:.3f}",
+        "verdict": f"{row['verdict']} ({row['note']})" if row["note"] else row["verdict"],
+    }
+
+
+def _rounded(mean: float, sd: float, unit: float) -> str:
+    """Mean and sd to the third significant digit of ``unit``, where that is a readable number."""
+    if np.isfinite([mean, sd, unit]).all() and 1e-5 < unit < 1e3:
+        digits = 2 - int(np.floor(np.log10(unit)))
+        mean = round(mean, digits) + 0.0  # no minus sign before zero
+        return f"{mean:.{max(digits, 0)}f} ± {sd:.{max(digits, 0)}f}"
+    return f"{mean:.5g} ± {sd:.3g}"

@@ -1,0 +1,150 @@
+"""From a federated run to ArviZ: draws with silo names, pooled rows, and what each silo paid."""
+
+import json
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpyro.infer import MCMC
+
+from numpyro_fed._compat import import_arviz, infer_dims
+from numpyro_fed.data.silos import Silos
+from numpyro_fed.decentralized._kernel import NetworkKernel
+from numpyro_fed.results.network import average_of_nodes, label_nodes, take_node, warn_of_nodes
+from numpyro_fed.results.silo_coords import ledger_attrs, silo_coords
+from numpyro_fed.results.vi_inference_data import vi_inference_data
+from numpyro_fed.rounds.federated import Ledger
+from numpyro_fed.rounds.remote import RemoteSilos
+from numpyro_fed.vi.svi import FederatedVI
+
+if TYPE_CHECKING:
+    from arviz import InferenceData
+
+__all__ = ["to_inference_data"]
+
+_TOO_WIDE = 1.1  # predicted inflation of the sds above which they do too
+_TOO_OFTEN = 0.01  # share of local steps cut above which the draws deserve a word
+
+
+def to_inference_data(fit: Any, *args: Any, **options: Any) -> "InferenceData":
+    """The draws of a federated fit as ArviZ ``InferenceData``.
+
+    ``to_inference_data(mcmc, silos, log_likelihood=True, node=None, **options)`` for a run :class:`numpyro.infer.MCMC` over one of the
+    library's kernels, where options are passed to ``arviz.from_numpyro``; over :class:`PushSumLangevin` and :class:`GossipLangevin` a
+    chain is a node, named by the coordinates ``node`` and ``network``, and ``node=`` takes the chains of one silo's node, or of the
+    ``"average"`` of all nodes, one of each network: what R-hat and effective sample sizes are right for; or
+    ``to_inference_data(svi, result, silos, num_draws=1000, rng_key=None, log_likelihood=True, resample=False)`` for the result of
+    :class:`SFVI` or :class:`SFVIAvg`, whose local latents are resampled by the importance weights of the bound; with ``resample=True`` the
+    draws of theta are too, by the Pareto-smoothed weights of four times as many (each silo then returns its estimated log
+    likelihood at these, one number each).
+
+    What ``arviz.from_numpyro(mcmc)`` gives, and in addition: elements of silo plates carry their pooled row as
+    coordinate and their silo's name as ``<plate>_silo``; the attributes of the posterior hold the names of the
+    silos and the ledger (rounds, gradient evaluations, bytes down and up per silo, as JSON). Of a variational fit also the trace of the
+    bound (group ``optimization``), each draw's log importance weight (``sample_stats``), learned parameters and Pareto's k of the weights, of theta's draws and of the worst unit's candidates
+    (attributes ``pareto_k``, the largest of the weights' own and of the coordinates' variances under them, which ``pareto_k_of`` says, and ``pareto_k_unit``; its draws are independent, one chain, of which R-hat has nothing to compare); where silos differ in structure, what belongs to the i-th one has names and dimensions that end in ``_i``.
+    It saves to netCDF.
+
+    :return: groups posterior, sample_stats, observed_data, log_likelihood (pointwise, of every draw, on the pooled rows).
+    :raises ValueError: when the run is over another kernel, has not run, or ran on other silos.
+    :warns UserWarning: when more than 1 % of local steps were cut, a chain left the reals, or Pareto's k is above 0.7.
+
+    Example::
+
+        >>> import jax, jax.numpy as jnp, numpyro, numpyro.distributions as dist, numpyro_fed as fed
+        >>> def model(y):
+        ...     mu = numpyro.sample("mu", dist.Normal(0, 10))
+        ...     with fed.silo_plate("patients", y.shape[0]):
+        ...         numpyro.sample("y", dist.Normal(mu, 1), obs=y)
+        >>> silos = fed.Silos({"oslo": {"y": jnp.ones(3)}, "rome": {"y": jnp.zeros(2)}})
+        >>> mcmc = numpyro.infer.MCMC(fed.FSGLD(model), num_warmup=5, num_samples=10, progress_bar=False)
+        >>> mcmc.run(jax.random.key(0), silos)
+        >>> fed.to_inference_data(mcmc, silos).observed_data["patients_silo"].values.tolist()
+        ['oslo', 'oslo', 'oslo', 'rome', 'rome']
+    """
+    if isinstance(fit, FederatedVI):
+        return vi_inference_data(fit, *args, **options)
+    return _mcmc_inference_data(fit, *args, **options)
+
+
+def _mcmc_inference_data(
+    mcmc: MCMC, silos: Silos | None = None, *, log_likelihood: bool = True, node: str | None = None, **options: Any
+) -> "InferenceData":
+    kernel = mcmc.sampler
+    factors = getattr(kernel, "factors", None)
+    if factors is None:
+        raise ValueError(
+            "expected an MCMC that has run over a kernel of numpyro_fed, got one over "
+            f"{type(kernel).__name__}; for other kernels use arviz.from_numpyro(mcmc)"
+        )
+    ledger = kernel.ledger(mcmc.last_state)
+    if not isinstance(silos, Silos) or ledger.silos not in (silos.names, ("all",)):
+        got = list(silos.names) if isinstance(silos, Silos) else type(silos).__name__
+        raise ValueError(f"expected the silos of the run, {list(ledger.silos)}, got {got}")
+    is_network = isinstance(kernel, NetworkKernel)
+    average = node == "average" and node not in silos.names
+    if ledger.silos == silos.names and silos.sizes != kernel.silos.sizes:
+        raise ValueError(f"expected the silos of the run, with {kernel.silos.sizes} rows, got {silos.sizes}")
+    if node is not None and not is_network:
+        raise ValueError(
+            f"node={node!r} is for kernels over a network, whose chains are nodes; got {type(kernel).__name__}"
+        )
+    if node not in (None, "average", *silos.names):
+        raise ValueError(f'node: expected "average", or one of the silos {list(silos.names)}, got {node!r}')
+    (warn_of_nodes if is_network else _warn_of_cuts)(mcmc, silos)
+    if isinstance(silos, RemoteSilos):
+        return _remote_inference_data(mcmc, silos, node if is_network else None, ledger, options)
+    if "dims" in options:  # what ArviZ infers from plates holds for the sites that are not named
+        options["dims"] = {**infer_dims(kernel.model, (silos,)), **options["dims"]}
+    idata = import_arviz().from_numpyro(mcmc, log_likelihood=log_likelihood and not average, **options)
+    if average:
+        idata = average_of_nodes(mcmc, silos, idata, log_likelihood)
+    elif is_network:
+        label_nodes(idata, silos)
+        idata = idata if node is None else take_node(idata, node, silos)
+    silo_coords(idata, factors, silos)
+    idata.posterior.attrs.update(ledger_attrs(ledger))
+    return idata
+
+
+def _remote_inference_data(
+    mcmc: MCMC, silos: RemoteSilos, node: str | None, ledger: Ledger, options: dict[str, Any]
+) -> "InferenceData":
+    """Of silos whose rows are elsewhere: the global sites' draws, and no data."""
+    fields = {k: np.asarray(v) for k, v in mcmc.get_extra_fields(group_by_chain=True).items()}
+    posterior = {k: np.asarray(v) for k, v in mcmc.get_samples(group_by_chain=True).items()}
+    idata = import_arviz().from_dict(posterior=posterior, sample_stats=fields, **options)
+    if node == "average" and node not in silos.names:
+        idata = average_of_nodes(mcmc, silos, idata, log_lik=False)
+    elif isinstance(mcmc.sampler, NetworkKernel):
+        label_nodes(idata, silos)
+        idata = idata if node is None else take_node(idata, node, silos)
+    idata.posterior.attrs.update(ledger_attrs(ledger))
+    idata.posterior.attrs["elsewhere"] = json.dumps([s.name for s in mcmc.sampler.factors.local_sites])
+    return idata
+
+
+def _warn_of_cuts(mcmc: MCMC, _: Silos) -> None:
+    fields = mcmc.get_extra_fields(group_by_chain=True)
+    cut = np.asarray(fields["cut_rate"]).mean(1)
+    undone = (np.asarray(fields["diverging"]) & (np.asarray(fields["cut_rate"]) == 0)).sum(1)
+    inflation = float(np.nan_to_num(np.asarray(fields["inflation"]), nan=1.0).max())
+    if inflation > _TOO_WIDE:
+        warnings.warn(
+            f"at this step size the sds are predicted to be {inflation:.2f} times too large: lower step_size, or leave it "
+            '"auto"',
+            stacklevel=4,
+        )
+    for chain in range(len(cut)):
+        if undone[chain]:
+            warnings.warn(
+                f"chain {chain} left the reals in {undone[chain]} rounds, which were undone: its draws are not to be "
+                "trusted. Lower step_size (or bias_target), or take fewer num_local_steps",
+                stacklevel=4,
+            )
+        elif cut[chain] > _TOO_OFTEN:
+            warnings.warn(
+                f"{100 * cut[chain]:.1f} % of chain {chain}'s local steps were cut, which pulls its tails towards the "
+                'surrogates. Take fewer num_local_steps, or lower step_size (under "auto": bias_target)',
+                stacklevel=4,
+            )

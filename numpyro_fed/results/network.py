@@ -1,0 +1,145 @@
+"""What a run over a network of nodes tells ArviZ: which chain is which node, one node's draws, and the average's."""
+
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numpyro.infer import MCMC, log_likelihood
+from numpyro.infer.util import transform_fn, unconstrain_fn
+
+from numpyro_fed._compat import import_arviz
+from numpyro_fed.data.silos import Silos
+from numpyro_fed.rounds.remote import RemoteSilos
+
+__all__ = ["average_of_nodes", "label_nodes", "take_node", "warn_of_nodes"]
+
+_OFF = 0.1  # sds from the nodes' average
+_SMALL_WEIGHT = {True: 1e-4, False: 0.02}  # with gradients tracked, and without
+_FEWEST = 20  # draws from which a mean is judged
+
+
+def label_nodes(idata: Any, silos: Silos) -> None:
+    """Give every chain the name of its node and the number of its network as coordinates ``node`` and ``network``."""
+    networks = idata.posterior.sizes["chain"] // len(silos)
+    nodes = np.tile(np.array(silos.names), networks)
+    number = np.repeat(np.arange(networks), len(silos))
+    for name in idata.groups():
+        if "chain" in idata[name].dims:
+            setattr(idata, name, idata[name].assign_coords(node=("chain", nodes), network=("chain", number)))
+
+
+def take_node(idata: Any, node: str, silos: Silos) -> Any:
+    """The chains of one node, one of each network."""
+    chains = np.arange(silos.names.index(node), idata.posterior.sizes["chain"], len(silos))
+    part = idata.sel(chain=chains)
+    for name in part.groups():
+        if "chain" in part[name].dims:
+            setattr(part, name, part[name].assign_coords(chain=np.arange(len(chains))))
+    return part
+
+
+def average_of_nodes(mcmc: MCMC, silos: Silos, idata: Any, log_lik: bool) -> Any:
+    """The draws of every network's average, the chain that follows Langevin dynamics on the pooled potential.
+
+    The average of what nodes hold is that of ``push_sum_weight * position`` in unconstrained space.
+    """
+    az, kernel = import_arviz(), mcmc.sampler
+    m, latent = len(silos), [name for name, _ in kernel.factors.global_sites]
+    draws = mcmc.get_samples(group_by_chain=True)
+    elsewhere = isinstance(silos, RemoteSilos)  # with their local latents
+    sites = latent + [s.name for s in kernel.factors.local_sites if not elsewhere]
+    weight = jnp.asarray(mcmc.get_extra_fields(group_by_chain=True)["push_sum_weight"])
+    z = jax.vmap(jax.vmap(_unconstrain(kernel, silos)))({k: draws[k] for k in sites})
+
+    def average(name: str, x: jax.Array) -> jax.Array:
+        grouped = x.reshape(-1, m, *x.shape[1:])
+        if name not in latent:  # alike in all nodes
+            return grouped[:, 0]
+        share = weight.reshape(-1, m, weight.shape[1], *[1] * (x.ndim - 2))
+        return jnp.mean(share * grouped, 1)
+
+    here = None if elsewhere else kernel.postprocess_fn((silos,), {})
+    constrain = here or (lambda z: kernel.factors.constrain_globals(z, silos.shared))
+    posterior = jax.vmap(jax.vmap(constrain))({k: average(k, v) for k, v in z.items()})
+    options = {"dims": {k: list(v.dims[2:]) for k, v in idata.posterior.items()}}
+    coords = {
+        k: v.values
+        for k, v in idata.posterior.coords.items()
+        if k in idata.posterior.dims and k not in {"chain", "draw"}
+    }
+    groups = {"posterior": {k: np.asarray(posterior[k]) for k in idata.posterior}}
+    if log_lik:
+        values = log_likelihood(kernel.model, {k: posterior[k] for k in sites}, silos, batch_ndims=2)
+        groups["log_likelihood"] = {k: np.asarray(v) for k, v in values.items()}
+    result = az.from_dict(**groups, coords=coords, **options)
+    stats = idata.sample_stats
+    by_network = {k: stats[k].values.reshape(-1, m, stats.sizes["draw"]) for k in stats}
+    statistics = {k: v.any(1) if v.dtype == bool else v.mean(1) for k, v in by_network.items()}
+    result.add_groups(sample_stats=az.from_dict(sample_stats=statistics).sample_stats)
+    if "observed_data" in idata.groups():
+        result.add_groups(observed_data=idata.observed_data)
+    return result
+
+
+def _unconstrain(kernel: Any, silos: Silos) -> Callable:
+    if isinstance(silos, RemoteSilos):
+        return lambda sites: kernel.factors.unconstrain_globals(sites, silos.shared)
+    if kernel.factors.transforms is not None:
+        return partial(transform_fn, kernel.factors.transforms, invert=True)
+    return partial(unconstrain_fn, kernel.model, (silos,), {})
+
+
+def warn_of_nodes(mcmc: MCMC, silos: Silos) -> None:
+    """Say which nodes broke down, and which are off the average."""
+    m = len(silos)
+    fields = {k: np.asarray(v) for k, v in mcmc.get_extra_fields(group_by_chain=True).items()}
+    weight, undone, error = (
+        fields[k].reshape(-1, m, fields[k].shape[1]) for k in ("push_sum_weight", "diverging", "consensus_error")
+    )
+    share = undone[:, 0].mean(1)
+    network = int(share.argmax())
+    lost = f"{100 * share.max():.1f} % of the steps of network {network} were undone" if share.max() else ""
+    least = weight.min((0, 2))
+    if least.min() < _SMALL_WEIGHT[mcmc.sampler.tracking]:
+        warnings.warn(
+            f"the push-sum weight of node {silos.names[int(least.argmin())]!r} fell to {least.min():.1g} (of a mean of 1): it gave away more "
+            f"than it heard, and its draws, quotients by it, have heavy tails{f'; {lost}' if lost else ''}. Let more nodes send to it, let fewer "
+            "links fail, or track gradients (gradient_tracking=True)",
+            stacklevel=4,
+        )
+    elif lost:
+        worst = silos.names[int(error[network].max(1).argmax())]
+        warnings.warn(
+            f"{lost}, because they left the reals; farthest from the average was node {worst!r}. Its draws are not to be trusted: lower step_size",
+            stacklevel=4,
+        )
+    if not lost and weight.shape[2] >= _FEWEST:
+        _warn_of_offsets(mcmc, silos)
+
+
+def _warn_of_offsets(mcmc: MCMC, silos: Silos) -> None:
+    draws, m = mcmc.get_samples(group_by_chain=True), len(silos)
+    off, where = 0.0, ""
+    for name, _ in mcmc.sampler.factors.global_sites:
+        x = np.asarray(draws[name], np.float64)
+        x = x.reshape(-1, m, *x.shape[1:])
+        sd = x.std((0, 1, 2))
+        x = x - x.mean(1, keepdims=True)
+        parts = np.stack([part.mean(2) for part in np.array_split(x, min(10, x.shape[2]), 2)])
+        error = parts.std((0, 1)) / np.sqrt(parts.shape[0] * parts.shape[1])
+        # beyond what Monte Carlo explains
+        distance = (np.abs(parts.mean((0, 1))) - 2 * error) / np.where(sd > 0, sd, np.inf)
+        if distance.max() > off:
+            off = float(distance.max())
+            node = silos.names[np.unravel_index(distance.argmax(), distance.shape)[0]]
+            where = f"node {node!r} is at least {off:.2f} posterior sds off the average of all nodes in {name!r}"
+    if off > _OFF:
+        warnings.warn(
+            f"{where}: at this step size nodes disagree in the mean. Lower step_size, take a schedule that diminishes, or let gradients be "
+            "tracked (gradient_tracking=True)",
+            stacklevel=5,
+        )

@@ -1,0 +1,156 @@
+"""Posterior predictive draws: for a silo of the fit, for new rows in it, for a new silo."""
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, random
+from numpyro.handlers import seed, substitute, trace
+from numpyro.infer import Predictive
+
+from numpyro_fed._compat import posterior_dataset
+from numpyro_fed.data.checks import check_key
+
+__all__ = ["predict"]
+
+
+def predict(
+    model: Callable,
+    posterior: Any,
+    rng_key: Array,
+    data: Mapping[str, Any],
+    *,
+    silo: str | None = None,
+    params: Mapping[str, Any] | None = None,
+) -> dict[str, np.ndarray]:
+    """Draws of what a model says about data, given a fit.
+
+    :param model: the model that was fitted; it must run with observed arguments ``None`` (or left out).
+    :param posterior: the fit's ``InferenceData``, from :func:`to_inference_data`.
+    :param rng_key: seed.
+    :param data: the model's keyword arguments for which to predict, observed ones ``None``. For a silo of the fit its own plates that have
+        latents must have the elements they had (``silos[name]``, in this order); rows of other plates may be new.
+    :param silo: a silo of the fit, whose own latents are used; ``None``: a new silo, whose latents are drawn from the model given
+        each draw of the global ones.
+    :param params: learned parameters, where the model has any; those that the fit holds, if None. Weights of networks it does not hold: give
+        ``result.params``.
+    :return: for each site that neither the fit nor the data hold an array ``(draws, *site)``.
+    :raises ValueError: for an unknown silo, a silo whose latents are elsewhere, a fit without silo coordinates, or data that leave nothing to predict.
+
+    Example::
+
+        >>> import jax, jax.numpy as jnp, numpyro, numpyro.distributions as dist, optax, numpyro_fed as fed
+        >>> def model(x, y=None):
+        ...     mu = numpyro.sample("mu", dist.Normal(0, 10))
+        ...     with fed.silo_plate("patients", x.shape[0]):
+        ...         z = numpyro.sample("z", dist.Normal(0, 1))
+        ...         numpyro.sample("y", dist.Normal(mu * x + z, 1), obs=y)
+        >>> silos = fed.Silos({s: {"x": jnp.arange(n) * 1.0, "y": jnp.ones(n)} for s, n in (("oslo", 3), ("rome", 2))})
+        >>> svi = fed.SFVI(model, fed.AutoSiloNormal(model), optax.adam(0.05), num_local_particles=1)
+        >>> result = svi.run(jax.random.key(0), 500, silos, progress_bar=False)
+        >>> idata = fed.to_inference_data(svi, result, silos, num_draws=50)
+        >>> again = fed.predict(model, idata, jax.random.key(1), {"x": silos["oslo"]["x"]}, silo="oslo")
+        >>> new = fed.predict(model, idata, jax.random.key(2), {"x": jnp.zeros(4)})
+        >>> again["y"].shape, sorted(new), new["z"].shape
+        ((50, 3), ['y', 'z'], (50, 4))
+    """
+    check_key(rng_key)
+    draws = posterior_dataset(posterior)
+    plates = {
+        name.removesuffix("_silo"): names.values for name, names in draws.coords.items() if _is_silos(name, draws)
+    }
+    known = sorted({str(n) for names in plates.values() for n in names} | _attribute(draws))
+    if not known:
+        raise ValueError("expected a fit with silo coordinates, from fed.to_inference_data(...)")
+    if silo is not None and str(silo) not in known:
+        raise ValueError(f"silo={silo!r}: expected a silo of the fit, {known}, or None for a new one")
+    stayed = json.loads(draws.attrs.get("elsewhere", "[]"))
+    if silo is not None and stayed:
+        raise ValueError(
+            f"silo={silo!r}: its own latents {stayed} stayed there, and the fit has none; expected None, for a new silo"
+        )
+    values = _draws_of(silo, draws, plates)
+    params = _learned(draws) if params is None else params
+    learned = substitute(model, data=dict(params)) if params else model
+    _check_positions(data, json.loads(draws.attrs.get("index", "{}")))
+    if silo is not None:
+        _check_sizes(learned, data, plates, str(silo))
+    given = _observed(learned, data)
+    predictive = Predictive(learned, posterior_samples=values)
+    found = {name: x for name, x in predictive(rng_key, **data).items() if name not in values and name not in given}
+    if not found:
+        raise ValueError(
+            f"expected data to predict for, got values of all that is observed, {sorted(given)}: leave the arguments out that are to be "
+            "predicted, or give None"
+        )
+    return {name: np.asarray(x) for name, x in found.items()}
+
+
+def _draws_of(silo: str | None, draws: Any, plates: Mapping[str, np.ndarray]) -> dict[str, Array]:
+    """Draws ``(draws, *site)`` of the global latents and of one silo's own."""
+    values = {}
+    for name, x in draws.data_vars.items():
+        own = [d for d in x.dims if d in plates]
+        if own and silo is None:
+            continue
+        for dim in own:
+            x = x.isel({dim: np.flatnonzero(plates[str(dim)] == str(silo))})
+        if own and not x.size:  # of silos of another structure
+            continue
+        site = str(name).rpartition("_")[0] if own and draws.attrs.get("structures", 1) > 1 else str(name)
+        values[site] = jnp.asarray(x.values.reshape(-1, *x.shape[2:]))
+    return values
+
+
+def _learned(draws: Any) -> dict[str, Array]:
+    """Learned parameters that a fit's draws hold."""
+    networks = json.loads(draws.attrs.get("networks", "[]"))
+    if networks:
+        raise ValueError(
+            f"params: expected the learned networks {networks}, which an InferenceData does not hold; give result.params"
+        )
+    return {k: jnp.asarray(v) for k, v in json.loads(draws.attrs.get("learned", "{}")).items()}
+
+
+def _observed(model: Callable, data: Mapping[str, Any]) -> set[str]:
+    """Sites whose values are among the data: conditioned on, not predicted."""
+    sites = trace(seed(model, random.key(0))).get_trace(**data)
+    return {name for name, site in sites.items() if site["type"] == "sample" and site["is_observed"]}
+
+
+def _check_positions(data: Mapping[str, Any], index: Mapping[str, list[str]]) -> None:
+    """Positions outside their target would be moved inside it without a word."""
+    for leaf, targets in index.items():
+        given = [t for t in targets if data.get(t) is not None]
+        if data.get(leaf) is None or not given:
+            continue
+        positions, size = np.asarray(data[leaf]), np.shape(data[given[0]])[0]
+        wrong = (positions < 0) | (positions >= size)
+        if wrong.any():
+            row = int(np.argmax(wrong))
+            raise ValueError(
+                f"argument {leaf!r} points to the rows of {given[0]!r}: expected positions from 0 to {size - 1}, got {positions[row]} in row {row}"
+            )
+
+
+def _check_sizes(model: Callable, data: Mapping[str, Any], plates: Mapping[str, np.ndarray], silo: str) -> None:
+    """Plates whose latents the fit holds must have the elements that they had."""
+    for name, site in trace(seed(model, random.key(0))).get_trace(**data).items():
+        if site["type"] == "plate" and name in plates:
+            expected, got = int((plates[name] == silo).sum()), site["args"][0]
+            if got != expected:
+                raise ValueError(
+                    f"silo {silo!r} has {expected} elements of {name!r} in the fit, got data with {got}; expected the same elements, "
+                    "or silo=None for new ones"
+                )
+
+
+def _is_silos(name: Any, draws: Any) -> bool:
+    dim = str(name).removesuffix("_silo")
+    return str(name).endswith("_silo") and dim in draws.dims and draws.coords[name].dims == (dim,)
+
+
+def _attribute(draws: Any) -> set[str]:
+    return set(json.loads(draws.attrs.get("silos", "[]")))

@@ -1,0 +1,33 @@
+"""What every fit tells ArviZ of its silos: their names beside the elements of their plates, and the ledger."""
+
+import json
+from typing import Any
+
+import numpy as np
+
+from numpyro_fed.data.silos import Silos
+from numpyro_fed.density.factors import Factors
+from numpyro_fed.rounds.federated import Ledger
+
+__all__ = ["ledger_attrs", "silo_coords"]
+
+
+def silo_coords(idata: Any, factors: Factors, silos: Silos, suffix: str = "") -> None:
+    """Give the elements of each silo plate the name of their silo as coordinate ``<plate>_silo``; and say which arguments hold positions among the rows of which others."""
+    names = np.array(silos.names)
+    for plate, group in factors.plates:
+        dim = plate + suffix
+        silo = np.empty(sum(silos.sizes[group]), names.dtype)
+        silo[np.asarray(silos.order[group])] = names[silos.silo_of_row(group)]
+        for name in idata.groups():
+            if dim in idata[name].dims:
+                setattr(idata, name, idata[name].assign_coords({f"{dim}_silo": (dim, silo)}))
+    points_to = {leaf: factors.leaves(target) for leaf, target in silos.index.items()}
+    known = json.loads(idata.posterior.attrs.get("index", "{}"))
+    idata.posterior.attrs["index"] = json.dumps({**known, **points_to})
+
+
+def ledger_attrs(ledger: Ledger) -> dict[str, str]:
+    """The ledger as attributes that netCDF can hold."""
+    entries = ("silos", "rounds", "gradient_evaluations", "bytes_down", "bytes_up")
+    return {entry: json.dumps(getattr(ledger, entry)) for entry in entries}

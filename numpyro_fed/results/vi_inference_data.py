@@ -1,0 +1,215 @@
+"""From a variational fit to ArviZ: draws with silo names, the trace of the bound, and Pareto's k of the approximation."""
+
+import json
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import random
+from numpyro.infer import log_likelihood as log_likelihood_of
+
+from numpyro_fed._compat import import_arviz, infer_dims
+from numpyro_fed.data.mixed import MixedSilos
+from numpyro_fed.data.silos import Silos
+from numpyro_fed.density.factors import PARAMS
+from numpyro_fed.results.silo_coords import ledger_attrs, silo_coords
+from numpyro_fed.rounds.remote import RemoteSilos
+from numpyro_fed.vi.draws import Draws, constrained, draw, draw_elsewhere, globals_of
+from numpyro_fed.vi.guides.normal import SiloNormal
+from numpyro_fed.vi.importance import POOR, smoothed, tail_of_spreads, worst_tail
+from numpyro_fed.vi.remote import kept_by
+from numpyro_fed.vi.result import VIResult
+from numpyro_fed.vi.setup import Prepared
+from numpyro_fed.vi.svi import FederatedVI
+
+if TYPE_CHECKING:
+    from arviz import InferenceData
+
+__all__ = ["CANDIDATES", "check_num_draws", "vi_inference_data"]
+
+CANDIDATES = 4  # draws of q for each resampled one
+_FEWEST = 100  # draws that a tail takes
+
+
+def vi_inference_data(
+    svi: FederatedVI,
+    result: VIResult,
+    silos: Silos | MixedSilos,
+    *,
+    num_draws: int = 1000,
+    rng_key: Any = None,
+    log_likelihood: bool = True,
+    resample: bool = False,
+) -> "InferenceData":
+    """See :func:`numpyro_fed.to_inference_data`."""
+    if not isinstance(result, VIResult):
+        raise TypeError(f"expected the result of svi.run(...), got {type(result).__name__}")
+    check_num_draws(num_draws)
+    if not isinstance(silos, Silos | MixedSilos) or silos.names != result.ledger.silos:
+        got = list(silos.names) if isinstance(silos, Silos | MixedSilos) else type(silos).__name__
+        raise ValueError(f"expected the silos of the run, {list(result.ledger.silos)}, got {got}")
+    prepared = svi.prepared(silos)
+    plan = prepared.plan
+    params, local = svi.fitted(result, silos)
+    totals = tuple(tuple((g, sum(n)) for g, n in part.sizes.items()) for part in prepared.parts)
+    key = random.key(0) if rng_key is None else rng_key
+    num = CANDIDATES * num_draws if resample else num_draws
+    stretched = resample and isinstance(plan.families[0], SiloNormal)
+    unweighed = prepared.elsewhere and plan.noise is not None
+    if unweighed and resample:
+        raise ValueError("resample=True: silos of a fit with privacy do not weigh draws; expected resample=False")
+    if isinstance(silos, RemoteSilos):
+        slots = kept_by(result.state, prepared, "result").slots.tolist()
+        draws = draw_elsewhere(plan, params, slots, silos, prepared.stacks, key, num, stretched)
+    else:
+        draws = draw(plan, params, local, prepared.stacks, totals, key, num, stretched)
+    weight, k, judged = _judged(plan, draws, stretched)
+    if resample:
+        chosen = _chosen(weight, num_draws, random.fold_in(key, 1))
+        draws = jax.tree.map(lambda x: x[chosen], draws)
+    suffixes = [plan.suffix(i) for i in range(len(prepared.parts))]
+    pieces = [
+        (globals_of(plan, part, draws, params), {}, {}, {})
+        if prepared.elsewhere
+        else _part(plan, i, part, draws, params, log_likelihood, suffix)
+        for i, (part, suffix) in enumerate(zip(prepared.parts, suffixes, strict=True))
+    ]
+    posterior, likelihood, observed, dims = (
+        {k: v for one in kind for k, v in one.items()} for kind in zip(*pieces, strict=True)
+    )
+    az = import_arviz()
+    idata = az.from_dict(
+        posterior={k: np.asarray(v)[None] for k, v in posterior.items()},
+        sample_stats={"log_weight": np.asarray(draws.log_weight)[None]},
+        log_likelihood={k: np.asarray(v)[None] for k, v in likelihood.items()} or None,
+        observed_data={k: np.asarray(v) for k, v in observed.items()} or None,
+        dims=dims,
+    )
+    bound = az.from_dict({"elbo": -result.losses[None]}).posterior.rename(draw="round").squeeze("chain", drop=True)
+    idata.add_groups({"optimization": bound}, warn_on_custom_groups=False)
+    for i, (part, suffix) in enumerate(zip(() if prepared.elsewhere else prepared.parts, suffixes, strict=False)):
+        silo_coords(idata, plan.families[i].factors, part, suffix)
+    idata.posterior.attrs |= _told(prepared, params, draws, result)
+    if not unweighed:
+        idata.posterior.attrs |= {"pareto_k": k, "pareto_k_of": judged}
+    if not unweighed and not k <= POOR:
+        warnings.warn(
+            f"Pareto's k of the approximation is {k:.2f} ({judged}), above {POOR}: q(theta) misses part of the posterior. Run more rounds, take "
+            'global_cov="full" and more num_local_particles, or resample=True; and hold the fit against pooled NUTS or FSGLD',
+            stacklevel=3,
+        )
+    return idata
+
+
+def check_num_draws(num_draws: Any) -> None:
+    """Refuse what is no number of draws."""
+    if isinstance(num_draws, bool) or not isinstance(num_draws, int | np.integer) or num_draws < 1:
+        raise ValueError(f"num_draws: expected a whole number >= 1, got {num_draws!r}")
+
+
+def _judged(plan: Any, draws: Draws, stretched: bool) -> tuple[np.ndarray, float, str]:
+    """Smoothed weights, the worst k of them and of the coordinates' variances under them, and of which."""
+    log_weight = np.asarray(draws.log_weight, np.float64)
+    # far out a density may overflow: no draw of it counts
+    inside = np.isfinite(log_weight) if stretched else np.ones(len(log_weight), bool)
+    weight, k = np.zeros(len(log_weight)), float("inf")
+    if inside.any():
+        weight[inside], k = smoothed(log_weight[inside])
+    if k in (0.0, float("inf")):  # equal weights, or none
+        return weight, k, "its weights"
+    of_spread, place = tail_of_spreads(weight[inside], np.asarray(draws.theta)[inside])
+    if of_spread <= k:
+        return weight, k, "its weights"
+    return weight, of_spread, f"the spread of {plan.factors.owners[place]}"
+
+
+def _part(
+    plan: Any, number: int, silos: Silos, draws: Any, params: dict, log_likelihood: bool, suffix: str
+) -> tuple[dict, dict, dict, dict]:
+    """Draws, pointwise log likelihood, observed values and dimensions of one structure."""
+    factors = plan.families[number].factors
+    learned = {k: params[k] for k in plan.learned}
+    kwargs = {**silos.pooled, PARAMS: learned} if learned else silos.pooled
+    bound_model = _Called(factors.model, kwargs)
+    sites = constrained(plan, number, silos, draws, params)
+    dims = infer_dims(bound_model, ())
+    plates = dict(factors.plates)
+
+    def named(name: str) -> str:
+        own = any(d in plates for d in dims.get(name, ()))
+        return name + suffix if own else name
+
+    renamed = {named(k): [d + suffix if d in plates else d for d in v] for k, v in dims.items()}
+    observed = bound_model.observed()
+    likelihood = {}
+    if log_likelihood:
+        latent = {k: v for k, v in sites.items() if k not in observed}
+        likelihood = log_likelihood_of(bound_model, latent, parallel=False)
+    return (
+        {named(k): v for k, v in sites.items()},
+        {named(k): v for k, v in likelihood.items()},
+        {named(k): v for k, v in observed.items()},
+        renamed,
+    )
+
+
+class _Called:
+    """A model with its arguments given."""
+
+    def __init__(self, model: Any, kwargs: dict) -> None:
+        self.model, self.kwargs = model, kwargs
+
+    def __call__(self) -> Any:
+        return self.model(**self.kwargs)
+
+    def observed(self) -> dict[str, jax.Array]:
+        """Values of observed sites."""
+        from numpyro.handlers import seed, substitute, trace
+        from numpyro.infer.initialization import init_to_median
+
+        # a strategy of initialisation, as priors may be improper
+        sites = trace(substitute(seed(self, random.key(0)), substitute_fn=init_to_median)).get_trace()
+        return {
+            name: jnp.asarray(s["value"])
+            for name, s in sites.items()
+            if s["type"] == "sample" and s["is_observed"] and type(s["fn"]).__name__ != "Unit"
+        }
+
+
+def _told(prepared: Prepared, params: dict, draws: Draws, result: VIResult) -> dict[str, Any]:
+    """What the posterior's attributes say of the fit: its ledger, its parameters, the unit that fits worst, where latents are, privacy."""
+    plan = prepared.plan
+    arrays = {k: np.asarray(params[k]).tolist() for k in plan.learned if isinstance(params[k], jax.Array)}
+    networks = [k for k in plan.learned if k not in arrays]  # too large to say here
+    told: dict[str, Any] = {**ledger_attrs(result.ledger), "structures": len(prepared.parts)}
+    told |= {"learned": json.dumps(arrays), "networks": json.dumps(networks)}
+    if prepared.elsewhere:
+        told["elsewhere"] = json.dumps([s.name for s in plan.factors.local_sites])
+    elif plan.num_local_particles > 1:
+        told |= _worst_unit(plan, draws.ratios, prepared.parts)
+    if result.privacy is not None:
+        told |= {"privacy": str(result.privacy), "privacy_error": result.privacy.error}
+    return told
+
+
+def _worst_unit(plan: Any, ratios: list, parts: tuple[Silos, ...]) -> dict[str, Any]:
+    """Pareto's k of the weights of a unit's candidates, where it is largest among the units whose weights vary most, and which that is."""
+    worst: dict[str, Any] = {}
+    for family, found, part in zip(plan.families, ratios, parts, strict=True):
+        if not family.has_local or len(found) < _FEWEST:
+            continue
+        k, unit = worst_tail(np.asarray(found, np.float64).T)
+        if k > worst.get("pareto_k_unit", -np.inf):
+            where = f"silo {part.names[unit]!r}" if family.group is None else f"row {unit} of {family.group!r}"
+            worst = {"pareto_k_unit": k, "pareto_k_unit_at": where}
+    return worst
+
+
+def _chosen(weight: np.ndarray, num: int, key: Any) -> np.ndarray:
+    """Systematic resampling, in random order: each candidate as often as its weight says, up to one."""
+    key_start, key_order = random.split(key)
+    steps = (np.arange(num) + float(random.uniform(key_start))) / num
+    chosen = np.minimum(np.searchsorted(np.cumsum(weight), steps), len(weight) - 1)
+    return chosen[np.asarray(random.permutation(key_order, num))]

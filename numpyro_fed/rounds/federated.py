@@ -1,0 +1,97 @@
+r"""The contract between an algorithm and whatever carries its messages.
+
+Every algorithm of the library is a :class:`Federated`: four pure functions over pytrees. A *round* is
+
+.. code-block:: text
+
+    server    message = broadcast(key, server_state)
+    silo s    reply, silo_state = local(key_s, message, silo_state, view)        where the data are
+    server    server_state, info = merge(server_state, replies)
+
+Only ``message`` and ``reply`` cross a silo's border. ``silo_state`` (local latents, their coordinates) stays.
+An engine (:mod:`numpyro_fed.engines`) decides where ``local`` runs: it may address all silos in a round, or
+the one that a travelling chain visits.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+
+__all__ = ["Cost", "Federated", "Ledger", "message_bytes"]
+
+
+class Federated(NamedTuple):
+    """An algorithm as ``init / broadcast / local / merge``.
+
+    * ``init(key, ...) -> server_state``
+    * ``broadcast(key, server_state) -> message``
+    * ``local(key, message, silo_state, view) -> (reply, silo_state)``, with ``view`` a
+      :class:`~numpyro_fed.data.views.SiloView` or :class:`~numpyro_fed.data.views.SiloRows`
+    * ``merge(server_state, replies) -> (server_state, info)``; ``replies`` have a leading axis over silos where
+      all were addressed, and none where one was. An algorithm for all silos takes ``weights`` of the replies as a third
+      argument, zero for a silo that did not answer.
+    """
+
+    init: Callable[..., Any]
+    broadcast: Callable[..., Any]
+    local: Callable[..., Any]
+    merge: Callable[..., Any]
+
+
+def message_bytes(message: Any) -> int:
+    """Size of a message in bytes: the sum over its array leaves (shapes suffice)."""
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(message) if hasattr(x, "dtype"))
+
+
+class Cost(NamedTuple):
+    """What something cost each silo: rounds, gradient evaluations, bytes sent to it and from it."""
+
+    rounds: int = 0
+    gradient_evaluations: int = 0
+    bytes_down: int = 0
+    bytes_up: int = 0
+
+    def __add__(self, other: "Cost") -> "Cost":  # type: ignore[override]
+        return Cost(*(a + b for a, b in zip(self, other, strict=True)))
+
+    def times(self, number: int) -> "Cost":
+        """The cost of so many."""
+        return Cost(*(number * a for a in self))
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """What a fit cost each silo: lists in the order of ``silos``.
+
+    :param silos: names of the silos.
+    :param rounds: rounds in which the silo was addressed.
+    :param gradient_evaluations: evaluations of the gradient of the silo's term (a minibatch counts as one).
+    :param bytes_down: bytes sent to the silo.
+    :param bytes_up: bytes that left the silo.
+    """
+
+    silos: tuple[str, ...]
+    rounds: tuple[int, ...]
+    gradient_evaluations: tuple[int, ...]
+    bytes_down: tuple[int, ...]
+    bytes_up: tuple[int, ...]
+
+    def __repr__(self) -> str:
+        width = max(5, *(len(n) for n in self.silos))
+        head = f"{'silo':<{width}} {'rounds':>9} {'gradients':>12} {'MB down':>9} {'MB up':>9}"
+        columns = zip(
+            self.silos,
+            self.rounds,
+            self.gradient_evaluations,
+            self.bytes_down,
+            self.bytes_up,
+            strict=True,
+        )
+        lines = [
+            f"{name:<{width}} {rounds:>9,} {gradients:>12,} {down / 1e6:>9.3f} {up / 1e6:>9.3f}"
+            for name, rounds, gradients, down, up in columns
+        ]
+        return "\n".join([head, *lines])

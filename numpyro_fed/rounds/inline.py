@@ -1,0 +1,126 @@
+"""The default engine: all silos in this process, rounds traced into one program.
+
+Keys are folded from the round's key and the silo's number, never from the order of execution, so that other
+engines draw the same.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, random
+
+from numpyro_fed.data.silos import Silos
+from numpyro_fed.data.views import SiloRows, SiloView, gather, largest, scatter, sweep
+from numpyro_fed.rounds.federated import Federated
+from numpyro_fed.rounds.remote import RemoteSilos
+
+__all__ = ["ask_all", "key_among", "key_of", "round_all", "round_one"]
+
+
+def ask_all(
+    local: Callable, key: Array, message: Any, silo_states: Any, silos: Silos, group: str | None
+) -> tuple[Any, Any]:
+    """Send a message to every silo and collect the replies, vmapped over buckets of similar size.
+
+    :param local: the algorithm's ``local``; hashable by value, so that equal algorithms share a program.
+    :param silo_states: as for :func:`~numpyro_fed.data.views.sweep`.
+    :return: replies stacked over silos, and the new silo states.
+    """
+    if isinstance(silos, RemoteSilos):
+        return silos.ask_all(local, key, message, silo_states)
+    return _ask_here(local, key, message, silo_states, silos, group)
+
+
+@partial(jax.jit, static_argnames=("local", "group"))
+def _ask_here(
+    local: Callable, key: Array, message: Any, silo_states: Any, silos: Silos, group: str | None
+) -> tuple[Any, Any]:
+    def one(view: SiloView, own: Any) -> tuple[Any, Any]:
+        return local(random.fold_in(key, view.number), message, own, view)
+
+    return sweep(one, silos, silo_states, group)
+
+
+def round_one(
+    algorithm: Federated,
+    key: Array,
+    server_state: Any,
+    silo_states: Any,
+    silos: Silos,
+    number: Array,
+    group: str | None,
+) -> tuple[Any, Any, Any]:
+    """One round that addresses one silo, whose number may be traced.
+
+    :param silo_states: a pytree of rows: with a leading axis over the elements of ``group``, silo after silo,
+        or over silos where ``group`` is ``None``.
+    :return: the new server state, the merge's info, and the silo states with the visited silo's rows replaced.
+    """
+    view = SiloView(silos, number, largest(silos))
+    message = algorithm.broadcast(random.split(key)[0], server_state)
+    key_local = key_of(key, number)
+    if not jax.tree.leaves(silo_states):
+        reply, _ = algorithm.local(key_local, message, silo_states, view)
+    else:
+        positions, mask = view.units(group)
+        own = gather(silo_states, positions)
+        reply, own = algorithm.local(key_local, message, own, view)
+        silo_states = scatter(silo_states, positions, mask, own)
+    server_state, info = algorithm.merge(server_state, reply)
+    return server_state, info, silo_states
+
+
+def key_of(key: Array, number: Array) -> Array:
+    """The key that a silo uses in a round that addresses it alone."""
+    return random.fold_in(random.split(key)[1], number)
+
+
+def key_among(key: Array, part: int, number: Array) -> Array:
+    """The key that a silo uses in a round that addresses all.
+
+    :param part: of its structure.
+    :param number: its own, there.
+    """
+    return random.fold_in(random.fold_in(key, part), number)
+
+
+def round_all(
+    algorithm: Federated,
+    key: Array,
+    server_state: Any,
+    silo_states: list,
+    stacks: list[SiloRows],
+    weights: Array | None = None,
+) -> tuple[Any, Any, list]:
+    """One round that addresses all silos, or those of nonzero weight, vmapped over stacks of equal shape.
+
+    :param silo_states: for each stack a pytree with a leading axis over its silos; a scalar is the same in all of them.
+    :param stacks: the silos' rows, from :func:`~numpyro_fed.data.views.stack`.
+    :param weights: of the silos' replies, in the order of the stacks, ``(S,)``; a silo of weight zero is not addressed, and keeps its
+        state (in this engine it is computed all the same). ``None``: all silos, ``merge`` is called without weights.
+    :return: the new server state, the merge's info, and the silo states.
+    """
+    message = algorithm.broadcast(key, server_state)
+    replies, states, start = [], [], 0
+    for rows, own in zip(stacks, silo_states, strict=True):
+
+        def one(rows: SiloRows, own: Any) -> tuple[Any, Any]:
+            return algorithm.local(key_among(key, rows.part, rows.number), message, own, rows)
+
+        # what is one number for all silos (the clock of silos in step) stays one
+        axes = jax.tree.map(lambda x: 0 if x.ndim else None, own)
+        reply, new = jax.vmap(one, in_axes=(rows.axes, axes), out_axes=(0, axes))(rows, own)
+        count = rows.number.shape[0]
+        if weights is not None:
+            asked = weights[start : start + count] > 0
+            new = jax.tree.map(lambda x, y, a=asked: jnp.where(a.reshape(-1, *[1] * (x.ndim - 1)), x, y), new, own)
+        start += count
+        replies.append(reply)
+        states.append(new)
+    collected = jax.tree.map(lambda *xs: jnp.concatenate(xs) if len(xs) > 1 else xs[0], *replies)
+    merge = (server_state, collected) if weights is None else (server_state, collected, weights)
+    server_state, info = algorithm.merge(*merge)
+    return server_state, info, states

@@ -1,0 +1,201 @@
+r"""The Wasserstein-2 barycentre of Gaussians: one Gaussian amid several, averaged as laws and not as parameters.
+
+The barycentre of :math:`N(m_s, V_s)` with weights :math:`w_s` is :math:`N(m, X)`, with
+:math:`m = \sum_s w_s m_s` and :math:`X` the only positive definite solution of
+
+.. math:: X = \sum_s w_s (X^{1/2} V_s X^{1/2})^{1/2}
+
+(SFVI section 3.2). Diagonal covariances have :math:`X = (\sum_s w_s V_s^{1/2})^2`. Else :math:`X` is the limit of
+
+.. math:: X \leftarrow X^{-1/2} \Bigl(\sum_s w_s (X^{1/2} V_s X^{1/2})^{1/2}\Bigr)^2 X^{-1/2}
+
+(Álvarez-Esteban et al. 2016). It is computed from a factor :math:`X = L L^\top` in place of the square root: with
+:math:`M = \sum_s w_s (L^\top V_s L)^{1/2}` the step is :math:`X \leftarrow L^{-\top} M^2 L^{-1}`, since
+:math:`L^{-\top} (L^\top V_s L)^{1/2} L^{-1}` is positive definite and carries :math:`N(0, X)` to :math:`N(0, V_s)`, as
+only the optimal map does. And as :math:`X^{1/2} = L Q` with an orthogonal :math:`Q`, the residual of the equation is
+:math:`\|L^\top L - M\|`: a step and the residual before it cost one ``eigh`` for each Gaussian, and no other. The
+next factor is the transposed R of :math:`M L^{-1}`, a QR decomposition, which never squares a condition number.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.scipy.linalg import solve_triangular
+from jax.typing import ArrayLike
+
+__all__ = ["Barycentre", "barycentre"]
+
+_PATIENCE = 3  # steps without a smaller residual that end the iteration
+
+
+class Barycentre(NamedTuple):
+    """The Gaussian that :func:`barycentre` found.
+
+    :param mean: shape ``(d,)``.
+    :param covariance: shape ``(d, d)``; where the Gaussians were diagonal the variances, shape ``(d,)``.
+    :param residual: how far ``covariance`` is from a fixed point, relative to its Frobenius norm; a scalar.
+    :param num_steps: steps of the iteration; 0 where the closed form was used.
+    """
+
+    mean: Array
+    covariance: Array
+    residual: Array
+    num_steps: Array
+
+
+class _State(NamedTuple):
+    """An iterate by its factor, the sum of roots there, the best so far, and counts."""
+
+    factor: Array
+    roots: Array
+    best: Array
+    residual: Array  # of ``best``
+    stalled: Array  # steps since ``best``
+    num_steps: Array
+
+
+def barycentre(
+    means: ArrayLike,
+    covariances: ArrayLike,
+    weights: ArrayLike | None = None,
+    *,
+    tol: float = 1e-6,
+    max_steps: int = 100,
+) -> Barycentre:
+    r"""The Wasserstein-2 barycentre of Gaussians.
+
+    Diagonal Gaussians have a closed form. The others are iterated from the weighted mean of the covariances, whence
+    one step gives the solution :math:`(\sum_s w_s V_s^{1/2})^2` if they commute, until the relative residual
+    :math:`\|X - \sum_s w_s (X^{1/2} V_s X^{1/2})^{1/2}\| / \|X\|` is at most ``tol``, or at most
+    :math:`4 \epsilon \sqrt d`, about what rounding leaves of it (in float32 above 1e-6 from d = 5
+    on), or has not fallen for 3 steps (ill-conditioned covariances in float32). The best iterate is returned, and
+    its ``residual``, which is to be looked at where it matters. The arrays are checked where they are concrete;
+    inside :func:`jax.jit`, as anywhere in a traced program, only their shapes are.
+
+    :param means: shape ``(S, d)``.
+    :param covariances: shape ``(S, d, d)``, or variances of diagonal Gaussians, shape ``(S, d)``.
+    :param weights: shape ``(S,)``, not negative; they are divided by their sum. Equal if None.
+    :param tol: largest accepted relative residual.
+    :param max_steps: most steps of the iteration.
+    :return: the barycentre, in the floating type of the input.
+    :raises ValueError: when shapes do not match; for NaN or infinity; for a covariance that is not symmetric or
+        not positive definite, naming it; for weights that are negative or sum to zero.
+
+    **References**
+
+    1. *A fixed-point approach to barycenters in Wasserstein space*, Álvarez-Esteban et al. 2016
+    2. *Federated structured variational inference*, section 3.2 (SFVI-Avg)
+
+    Example::
+
+        >>> import jax.numpy as jnp
+        >>> from numpyro_fed.vi.barycenter import barycentre
+        >>> found = barycentre(jnp.array([[0.0], [2.0]]), jnp.array([[1.0], [9.0]]))  # sds 1 and 3
+        >>> found.mean.tolist(), found.covariance.tolist()
+        ([1.0], [4.0])
+    """
+    means, covariances = jnp.asarray(means), jnp.asarray(covariances)
+    dtype = jnp.result_type(means, covariances, jnp.float32)
+    means, covariances = means.astype(dtype), covariances.astype(dtype)
+    if means.ndim != 2 or 0 in means.shape:
+        raise ValueError(f"expected means of shape (S, d), one row for each Gaussian, got {means.shape}")
+    allowed = (means.shape, (*means.shape, means.shape[1]))
+    if covariances.shape not in allowed:
+        raise ValueError(
+            f"expected covariances of shape {allowed[1]}, or variances of shape {allowed[0]}, for means of shape "
+            f"{means.shape}, got {covariances.shape}"
+        )
+    weights = jnp.ones(len(means), dtype) if weights is None else jnp.asarray(weights, dtype)
+    if weights.shape != (len(means),):
+        raise ValueError(f"expected one weight for each of the {len(means)} Gaussians, got shape {weights.shape}")
+    _check_values(means, covariances, weights)
+    weights = weights / weights.sum()
+    mean = weights @ means
+    if covariances.ndim == 2:
+        return Barycentre(mean, (weights @ jnp.sqrt(covariances)) ** 2, jnp.zeros((), dtype), jnp.zeros((), jnp.int32))
+    return Barycentre(mean, *_fixed_point(covariances, weights, tol, max_steps))
+
+
+@jax.jit
+def _fixed_point(covariances: Array, weights: Array, tol: ArrayLike, max_steps: ArrayLike) -> tuple[Array, ...]:
+    """Covariance ``(d, d)`` of the barycentre, its residual and the number of steps."""
+    dim, dtype = covariances.shape[-1], covariances.dtype
+    covariances = (covariances + covariances.mT) / 2
+    # with variances about one no norm overflows
+    scale = weights @ jnp.trace(covariances, axis1=1, axis2=2) / dim
+    covariances = covariances / scale
+    enough = jnp.maximum(jnp.asarray(tol, dtype), 4 * jnp.finfo(dtype).eps * dim**0.5)
+
+    def judged(factor: Array) -> tuple[Array, Array]:
+        roots = jnp.tensordot(weights, _root(factor.T @ covariances @ factor), 1)
+        gram = factor.T @ factor
+        return roots, jnp.linalg.norm(gram - roots) / jnp.linalg.norm(gram)
+
+    def goes_on(state: _State) -> Array:
+        return (state.residual > enough) & (state.stalled < _PATIENCE) & (state.num_steps < max_steps)
+
+    def step(state: _State) -> _State:
+        # M L⁻¹ = (L⁻ᵀ M)ᵀ
+        map_factor = solve_triangular(state.factor, state.roots, trans=1, lower=True).T
+        factor = jnp.linalg.qr(map_factor, mode="r").T
+        roots, residual = judged(factor)
+        better = residual < state.residual
+        best = jnp.where(better, factor, state.best)
+        stalled = jnp.where(better, 0, state.stalled + 1)
+        return _State(factor, roots, best, jnp.minimum(residual, state.residual), stalled, state.num_steps + 1)
+
+    start = jnp.linalg.cholesky(jnp.tensordot(weights, covariances, 1))
+    start = jnp.where(jnp.isfinite(start).all(), start, jnp.eye(dim, dtype=dtype))  # singular up to rounding
+    roots, residual = judged(start)
+    end = lax.while_loop(goes_on, step, _State(start, roots, start, residual, jnp.int32(0), jnp.int32(0)))
+    return scale * end.best @ end.best.T, end.residual, end.num_steps
+
+
+def _root(matrices: Array) -> Array:
+    """Positive definite square roots of symmetric matrices ``(S, d, d)``; eigenvalues lost to rounding are floored."""
+    values, vectors = jnp.linalg.eigh(matrices)
+    values = jnp.maximum(values, jnp.finfo(values.dtype).eps * values[:, -1:])
+    return (vectors * jnp.sqrt(values)[:, None, :]) @ vectors.mT
+
+
+def _check_values(means: Array, covariances: Array, weights: Array) -> None:
+    """Refuse values that no Gaussian or average has, where they are known."""
+    for name, values in (("means", means), ("covariances", covariances), ("weights", weights)):
+        bad = () if isinstance(values, jax.core.Tracer) else tuple(np.argwhere(~np.isfinite(np.asarray(values))))
+        if bad:
+            at = ", ".join(map(str, bad[0]))
+            raise ValueError(f"expected finite {name}, got {np.asarray(values)[tuple(bad[0])]} at {name}[{at}]")
+    if not isinstance(weights, jax.core.Tracer):
+        given = np.asarray(weights)
+        if (given < 0).any() or not given.sum() > 0:
+            raise ValueError(f"expected weights >= 0 with a positive sum, got {given.tolist()}")
+    if not isinstance(covariances, jax.core.Tracer):
+        for number, covariance in enumerate(np.asarray(covariances)):
+            _check_covariance(number, covariance)
+
+
+def _check_covariance(number: int, covariance: np.ndarray) -> None:
+    """Refuse a covariance, or variances, that no Gaussian with a density has."""
+    if covariance.ndim == 1:
+        if covariance.min() <= 0:
+            raise ValueError(f"expected positive variances, got {covariance.min()} in variances[{number}]")
+        return
+    largest = np.abs(covariance).max()
+    gap = np.abs(covariance - covariance.T).max()
+    if gap > float(np.finfo(covariance.dtype).eps) ** 0.5 * largest:
+        raise ValueError(
+            f"expected symmetric covariances, got covariances[{number}] with entries up to {gap:.3g} away from their "
+            "mirror images; pass (V + V.T) / 2 if that is rounding"
+        )
+    symmetric = (covariance.astype(np.float64) + covariance.T) / 2
+    try:
+        np.linalg.cholesky(symmetric)
+    except np.linalg.LinAlgError:
+        lowest = np.linalg.eigvalsh(symmetric)[0]
+        raise ValueError(
+            f"expected positive definite covariances, got covariances[{number}] with smallest eigenvalue {lowest:.3g}; "
+            "add a small multiple of the identity if that is rounding"
+        ) from None

@@ -1,0 +1,1 @@
+"""Conducive rounds: a Gaussian factor for each silo, found by natural-gradient steps."""

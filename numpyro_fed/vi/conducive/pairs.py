@@ -1,0 +1,105 @@
+r"""Mean, score and curvature of a log density over a Gaussian from antithetic pairs of points, where points are too many to keep, or rows to look at all.
+
+.. math:: E_q f, \qquad a = E_q \nabla_u f, \qquad B = -E_q \nabla_u f \, u^\top,
+
+as averages over pairs :math:`\mu \pm L u_j`, added up pair by pair: nothing of shape ``(points, dimensions)`` is kept. Both points of a pair look at the same
+rows, and each pair at others, so that all pairs together look at every row equally often: what does not depend on u is as exact as from all rows at
+all points.
+
+Law and bias: a quadrature, of quadratic terms exact in a. In B, for a full matrix, the rows' differences leave noise of about :math:`2 d / \sqrt{m K / 2}` of its size from m rows at
+each of K / 2 pairs, for a diagonal one that of Hutchinson's estimator; other rows and points in each round, so that it averages out over rounds.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax, random
+
+from numpyro_fed.data.views import SiloRows
+from numpyro_fed.surrogates.natural_step import Site
+from numpyro_fed.vi.config import Plan
+from numpyro_fed.vi.minibatch import Batch, rows_at, whole
+
+__all__ = ["Averages", "averages", "drawn_points", "fewest_rows", "rows_of_pair", "shuffled"]
+
+_LOOKS = 25  # rows looked at in a round for each number of a full precision: noise of .4 in a round, .1 in the average of rounds
+
+
+class Averages(NamedTuple):
+    """Of log density values, of scores and curvatures in whitened units, and the share of pairs whose numbers are finite."""
+
+    value: Array
+    site: Site
+    fine: Array
+
+
+def drawn_points(dim: int, turn: Array, dtype: jnp.dtype, pair: Array) -> Array:
+    """A pair's standard normal point: others in each turn, the same in all silos."""
+    return random.normal(random.fold_in(random.fold_in(random.key(0), turn), pair), (dim,), dtype)
+
+
+def shuffled(plan: Plan, rows: SiloRows, key: Array) -> Array | None:
+    """The silo's rows in the order in which pairs go through them, another one for each key; padding last."""
+    if plan.batch is None:
+        return None
+    group = plan.batch[0]
+    uniform = random.uniform(random.fold_in(key, 1 << 20), (dict(rows.pad)[group],))
+    return jnp.argsort(jnp.where(rows.mask(group), uniform, 2.0))
+
+
+def rows_of_pair(plan: Plan, rows: SiloRows, order: Array | None, num_pairs: int, pair: Array) -> Batch:
+    """The silo's rows at which a pair looks: the next ones in this order; over all pairs each row comes equally often."""
+    if plan.batch is None or order is None:
+        return whole(rows)
+    group, most = plan.batch
+    total, shown = rows.sizes[group], min(most, len(order))
+    often = jnp.clip(shown * num_pairs // total, 1, num_pairs)
+    each, more = often * total // num_pairs, often * total % num_pairs
+    count = each + (pair < more)
+    number = pair * (each % total) + jnp.minimum(pair, more) + jnp.minimum(jnp.arange(shown), count - 1)
+    return rows_at(plan.families[rows.part], group, order[number % total], count, num_pairs / often, rows)
+
+
+def fewest_rows(plan: Plan, largest: int) -> int:
+    """Rows of a pair with which all pairs look at every row of a silo once, and, for a full precision, the noise of its curvature is small."""
+    dim, full = plan.factors.dim, plan.families[0].global_cov == "full"
+    return min(largest, -(-max(largest, _LOOKS * dim**2 if full else 0) // (plan.num_points // 2)))
+
+
+def averages(
+    score: Callable[[Array, Array, Array], tuple[Array, Array]],
+    point: Callable[[Array], Array],
+    num_pairs: int,
+    full: bool,
+    at_once: int,
+) -> Averages:
+    """Averages over all pairs.
+
+    :param score: of a whitened point ``(d,)``, the number of its pair and its sign in it: a log density's value and gradient in the point.
+    :param point: of a pair's number.
+    :param at_once: pairs that are looked at together, a power of two, as their number is.
+    """
+
+    def one(pair: Array) -> tuple[Array, ...]:
+        u = point(pair)
+        value, slope = jax.vmap(lambda sign: score(sign * u, pair, sign))(jnp.array([1.0, -1.0], u.dtype))
+        fine = jnp.isfinite(value).all() & jnp.isfinite(slope).all()
+        value, slope = jnp.where(fine, value, 0.0), jnp.where(fine, slope, 0.0)
+        odd, u = 0.5 * (slope[0] - slope[1]), jnp.where(fine, u, 0.0)
+        return fine.astype(u.dtype), value.mean(), slope.mean(0), jnp.outer(odd, u) if full else odd * u, u**2
+
+    def some(total: tuple[Array, ...], pairs: Array) -> tuple[tuple[Array, ...], None]:
+        return jax.tree.map(lambda t, x: t + x.sum(0), total, jax.vmap(one)(pairs)), None
+
+    start = jax.tree.map(
+        lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(one, jax.ShapeDtypeStruct((), jnp.int32))
+    )
+    total, _ = lax.scan(some, start, jnp.arange(num_pairs).reshape(-1, at_once))
+    count, value, shift, slope, square = total
+    known = jnp.maximum(count, 1.0)
+    tiny = np.finfo(np.float32).tiny
+    precision = -0.5 * (slope + slope.T) / known if full else -slope / jnp.maximum(square, tiny)
+    return Averages(value / known, Site(shift / known, precision), count / num_pairs)

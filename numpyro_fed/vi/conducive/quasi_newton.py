@@ -1,0 +1,142 @@
+r"""Steps of a diagonal q towards the pooled optimum, from scores alone: L-BFGS at the server, which costs no message.
+
+The mean follows the pooled score :math:`E_q \nabla \log p(\theta, y)`, the precisions its curvature. Diagonal sites do not know how coordinates pull together; from the last ten rounds'
+steps and changes of the score the inverse curvature is built up (Liu & Nocedal 1989), its diagonal being q's. A step after which the bound is lower by more than its noise is
+taken back to three tenths, three times at most. Where sites have noise (points or rows that change from round to round, draws of latents), curvatures are averaged over ten or so rounds.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from numpyro_fed.rounds.serialization import wire_name
+from numpyro_fed.surrogates.natural_step import CAREFUL, Site, newest
+
+__all__ = ["Memory", "Move"]
+
+_DEPTH = 10
+_FARTHEST = 3.0  # sds that q moves in a round, root mean square of the dimensions
+_WIDEST = 1.5  # times that an sd grows or shrinks in a round
+_BACK = 0.3
+_OWN_NOISE = 0.05  # of the bound
+_SHORTEST = 0.05  # share of a step from which none is taken back
+
+
+class Move(NamedTuple):
+    """Where q goes: mean and sds ``(d,)``, sds that it moves (the farthest coordinate; of changing points the root mean square), and whether it was held back."""
+
+    loc: Array
+    scale: Array
+    moved: Array
+    held: Array
+
+
+@wire_name("Memory")
+class Memory(NamedTuple):
+    """What is known of the rounds before, in theta's units.
+
+    :param steps: ``(m, d)``, the last first.
+    :param changes: minus how the score changed with them.
+    :param precision: the average ``(d,)``.
+    :param loc: of the last round that was good.
+    :param scale: likewise.
+    :param score: likewise.
+    :param bound: likewise.
+    :param step: which was taken from there.
+    :param known: whether there was such a round, with all silos.
+    :param share: of ``step`` that was tried last.
+    :param rounds: that were good.
+    """
+
+    steps: Array
+    changes: Array
+    precision: Array
+    loc: Array
+    scale: Array
+    score: Array
+    bound: Array
+    step: Array
+    known: Array
+    share: Array
+    rounds: Array
+
+    @staticmethod
+    def none(dim: int) -> "Memory":
+        """Nothing is known."""
+        zero, several = jnp.zeros(dim), jnp.zeros((_DEPTH, dim))
+        one = jnp.ones(())
+        return Memory(
+            several, several, zero, zero, zero + 1, zero, -jnp.inf * one, zero, jnp.array(False), one, jnp.zeros((), jnp.int32)
+        )  # fmt: skip
+
+    def move(
+        self, loc: Array, scale: Array, total: Site, bound: Array, everyone: Array, noisy: bool, moving: bool = False
+    ) -> tuple[Move, "Memory"]:
+        """The next q.
+
+        :param total: sum of all sites, whitened by the present one.
+        :param bound: there.
+        :param everyone: whether all silos answered; else old sites stand for some, and bounds cannot be compared.
+        :param noisy: whether sites have noise.
+        :param moving: whether silos' own parameters move, too.
+        """
+        score, found = total.linear / scale, total.precision / scale**2
+        compared = self.known & everyone
+        steps, changes = self._with(compared, loc - self.loc, self.score - score)
+        # silos' own parameters move the bound, too, and add noise that does not depend on d
+        slack = 2.0 + 0.5 * len(loc) ** 0.5 + (_OWN_NOISE * jnp.abs(self.bound) if moving else 0.0)
+        # noise of a bound from changing points is that of d squares or so; where it is larger a bound stays lower however short the step, and is believed
+        worse = compared & (bound < self.bound - slack) & (self.share > _SHORTEST)
+        weight = newest(self.rounds) if noisy else 1.0
+        precision = self.precision + weight * (found - self.precision)
+        step = _step(steps, changes, score, scale)
+        length = jnp.linalg.norm(step / scale)
+        most = _FARTHEST * len(loc) ** 0.5
+        step = step * jnp.minimum(1.0, most / jnp.maximum(length, 1e-30)) * jnp.where(everyone, 1.0, CAREFUL)
+        wanted = jnp.where(precision > 0, precision, 0.0) ** -0.5
+        new = jnp.clip(wanted, scale / _WIDEST, scale * _WIDEST)
+        share = _BACK * self.share
+        taken = jnp.where(worse, share * self.step, step)
+        growth = jnp.log((new if noisy else wanted) / scale)
+        size = jnp.maximum(
+            *(_size(x, noisy) for x in (jnp.where(worse, self.step, step) / scale, jnp.where(worse, 0.0, growth)))
+        )
+        ahead = Memory(
+            steps, changes, precision, loc, scale, score, bound, step, everyone, jnp.ones(()), self.rounds + 1
+        )
+        back = self._replace(steps=steps, changes=changes, share=share)
+        memory = jax.tree.map(lambda x, y: jnp.where(worse, x, y), back, ahead)
+        start = jnp.where(worse, self.loc, loc)
+        return Move(start + taken, jnp.where(worse, self.scale, new), size, worse | (length > most)), memory
+
+    def _with(self, compared: Array, step: Array, change: Array) -> tuple[Array, Array]:
+        """With another pair, if the score fell along it."""
+        along = step @ change
+        good = compared & (along > 1e-4 * jnp.linalg.norm(step) * jnp.linalg.norm(change))
+
+        def push(several: Array, new: Array) -> Array:
+            return jnp.where(good, jnp.concatenate([new[None], several[:-1]]), several)
+
+        return push(self.steps, step), push(self.changes, change)
+
+
+def _size(x: Array, noisy: bool) -> Array:
+    return jnp.sqrt(jnp.mean(x**2)) if noisy else jnp.abs(x).max()
+
+
+def _step(steps: Array, changes: Array, score: Array, scale: Array) -> Array:
+    """The inverse curvature times the score, q's variances being its diagonal to begin with; of the first step, what can do no harm."""
+    inner = jnp.sum(steps * changes, axis=1)
+    rho = jnp.where(inner > 0, 1 / jnp.where(inner > 0, inner, 1.0), 0.0)
+    shares = []
+    for s, y, r in zip(steps, changes, rho, strict=True):
+        shares.append(r * (s @ score))
+        score = score - shares[-1] * y
+    scaled = jnp.sum(changes[0] ** 2 * scale**2)
+    length = jnp.where(inner[0] > 0, inner[0] / jnp.where(scaled > 0, scaled, 1.0), len(score) ** -0.5)
+    step = length * scale**2 * score
+    for s, y, r, share in list(zip(steps, changes, rho, shares, strict=True))[::-1]:
+        step = step + s * (share - r * (y @ step))
+    return step

@@ -1,0 +1,1 @@
+"""Guides: the structured normal family, and users' own."""

@@ -1,0 +1,311 @@
+"""A guide that a user wrote, over silos: its sites and parameters sorted into the server's and the silos'.
+
+Sites outside silo plates are drawn by the server, with the parameters outside them; sites inside by each silo, with the parameters inside
+(``numpyro.param(..., event_dim=k)`` in the plate), which stay there. The guide is called in every silo with that silo's
+arguments. What leaves a silo: gradients in the global sites and in all global parameters of the guide (of a network that amortises
+q(z), say).
+"""
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax, random
+from numpyro.distributions import constraints
+from numpyro.distributions.transforms import biject_to
+from numpyro.handlers import seed, substitute, trace
+
+from numpyro_fed import _compat
+from numpyro_fed.data.silos import Silos
+from numpyro_fed.data.views import SiloRows, largest
+from numpyro_fed.density.check import elements_are_independent
+from numpyro_fed.density.factorize import factorise
+from numpyro_fed.density.factors import PARAMS, Factors, LearnedModel, made_up_rows
+from numpyro_fed.density.handlers import is_silo_plate, silo_plate
+from numpyro_fed.density.local_map import Units
+from numpyro_fed.rounds.serialization import wire_name
+from numpyro_fed.vi.guides.amortize import as_float
+
+__all__ = ["GuideFamily", "LocalParam", "guide_family"]
+
+
+class LocalParam(NamedTuple):
+    """A parameter inside a silo plate: its row group, and the axis of its rows."""
+
+    name: str
+    group: str
+    axis: int
+
+
+@wire_name("GuideContext")
+class Context(NamedTuple):
+    """What every silo is told of a draw: the flat unconstrained position, and the guide's global parameters."""
+
+    theta: Array
+    params: dict[str, Array]
+
+
+@dataclass(frozen=True, eq=False)
+class Shared:
+    """Shared arguments; hashed by identity, since their arrays are constants of the compiled program."""
+
+    kwargs: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class GuideFamily:
+    """A user's guide with the methods of :class:`~numpyro_fed.vi.guides.normal.SiloNormal`.
+
+    :param factors: the model's factors.
+    :param guide: the guide.
+    :param guide_factors: the guide's own factors: its log density, unconstrained, as that of a model.
+    :param group: the row group whose elements are the units; ``None``: a silo is one unit.
+    :param local_params: the parameters inside silo plates.
+    :param supports: support of every parameter.
+    :param start: first values of the global parameters, in their supports.
+    :param shared: arguments that all silos share.
+    """
+
+    factors: Factors
+    guide: Callable
+    guide_factors: Factors
+    group: str | None
+    local_params: tuple[LocalParam, ...]
+    supports: dict[str, Any] = field(compare=False, repr=False)
+    start: dict[str, Array] = field(compare=False, repr=False)
+    shared: Shared = field(repr=False)
+
+    @property
+    def has_local(self) -> bool:
+        """Whether the model has local latents."""
+        return bool(self.factors.local_sites)
+
+    def units(self, rows: SiloRows) -> Units:
+        """How the latents of the silos in a stack are cut."""
+        return Units(self.factors, self.group, rows.pad)
+
+    def constraints(self) -> dict[str, Any]:
+        """Support of each global parameter."""
+        local = {p.name for p in self.local_params}
+        return {name: support for name, support in self.supports.items() if name not in local}
+
+    def global_noise(self, key: Array) -> Array:
+        """The noise of a draw of theta: a key."""
+        return random.key_data(key)
+
+    def context(self, params: Mapping[str, Array], noise: Array) -> Context:
+        """The draw for a key, by the guide on one made-up row."""
+        own = {k: params[k] for k in self.start}
+        rows = made_up_rows(self.factors.rows, dict(self.factors.index))
+        sites = self._trace(own, {}, {**self.shared.kwargs, **rows}, random.wrap_key_data(noise))
+        theta = {name: self._unconstrained(sites[name]) for name, _ in self.factors.global_sites}
+        return Context(self.factors.ravel(theta), own)
+
+    def log_global(self, params: Mapping[str, Array], context: Context) -> Array:
+        """``log q(theta)`` in unconstrained space, a scalar."""
+        own = {k: params[k] for k in self.start}
+        model = replace(self.guide_factors, model=LearnedModel(self.guide))
+        return model.log_prior(self.factors.unravel(context.theta), {**self.shared.kwargs, PARAMS: own})
+
+    def init_local(self, rows: SiloRows) -> dict[str, Array]:
+        """A silo's first parameters, unconstrained, rows first."""
+        kwargs, _ = rows.whole()
+        sites = trace(seed(self.guide, random.key(0))).get_trace(**kwargs)
+        out = {}
+        for name, _, axis in self.local_params:
+            value = jnp.asarray(sites[name]["value"])
+            value = biject_to(self.supports[name]).inv(value.astype(jnp.result_type(value, float)))
+            out[name] = self._units_first(jnp.moveaxis(value, axis, 0))
+        return out or {"": jnp.zeros((1, 0))}
+
+    def effective(self, local: dict[str, Array], rows: SiloRows) -> dict[str, Array]:
+        """The parameters in their supports, where the guide has their axes."""
+        del rows
+        return {p.name: self._placed(local[p.name], p) for p in self.local_params}
+
+    def _placed(self, x: Array, p: LocalParam) -> Array:
+        rows_first = x if self.group is not None else x[0]
+        return biject_to(self.supports[p.name])(jnp.moveaxis(rows_first, 0, p.axis))
+
+    def _units_first(self, rows_first: Array) -> Array:
+        return rows_first if self.group is not None else rows_first[None]
+
+    def noise(self, key: Array, rows: SiloRows, num: int) -> Array:
+        """Keys of a silo's draws."""
+        return jax.vmap(random.key_data)(random.split(random.fold_in(random.fold_in(key, rows.part), rows.number), num))
+
+    def latents(self, local: dict[str, Array], context: Context, eps: Array, rows: SiloRows) -> Array:
+        """Latents ``(num, E, k)`` by the guide given theta."""
+        kwargs, _ = rows.whole()
+        theta = self.factors.unravel(context.theta)
+
+        def one(key: Array) -> Array:
+            sites = self._trace({**context.params, **local}, theta, kwargs, random.wrap_key_data(key))
+            flat = {
+                s.name: jnp.moveaxis(self._unconstrained(sites[s.name]), s.axis, 0) for s in self.factors.local_sites
+            }
+            units = self.units(rows)
+            return jnp.where(units.owned(rows), units.from_sites(flat), 0.0)
+
+        return jax.vmap(one)(eps)
+
+    def log_local(self, local: dict[str, Array], context: Context, z: Array, rows: SiloRows) -> Array:
+        """``log q(z | theta)`` of each unit, ``(E,)``; parameters are frozen."""
+        kwargs, weights = rows.whole()
+        params = {**lax.stop_gradient(context.params), **local}
+        model = replace(self.guide_factors, model=LearnedModel(self.guide))
+        sites = self.units(rows).to_sites(z)
+        theta = self.factors.unravel(context.theta)
+        terms = model.terms(theta, sites, {**kwargs, PARAMS: params}, weights)[1]
+        if self.group is None:
+            return sum((jnp.sum(v) for v in terms.values()), jnp.zeros(()))[None]
+        return terms[self.group]
+
+    def reply(self, direct: Context, path: Context, path_doubly: Context) -> Context:
+        """A silo's gradient in the context: theta's along every path, the parameters' through z, doubly reparametrised."""
+        return Context(direct.theta + path.theta, path_doubly.params)
+
+    def named(self, local: dict[str, Array]) -> dict[str, tuple[Array, str | None]]:
+        """Local parameters by name with the row group of their elements, in their supports."""
+        out: dict[str, tuple[Array, str | None]] = {}
+        for p in self.local_params:
+            # stacked silos: the axis of silos is first
+            placed = jax.vmap(lambda x, p=p: jnp.moveaxis(self._placed(x, p), p.axis, 0))(local[p.name])
+            out[p.name] = (placed, p.group)
+        return out
+
+    def from_named(self, params: Mapping[str, Array]) -> dict[str, Array]:
+        """The inverse of :meth:`named`."""
+        out = {}
+        for p in self.local_params:
+
+            def one(x: Array, p: LocalParam = p) -> Array:
+                value = biject_to(self.supports[p.name]).inv(jnp.moveaxis(x, 0, p.axis))
+                return self._units_first(jnp.moveaxis(value, p.axis, 0))
+
+            out[p.name] = jax.vmap(one)(params[p.name])
+        return out
+
+    def _trace(self, params: dict, theta: Mapping[str, Array], kwargs: dict, key: Array) -> dict[str, Any]:
+        """The guide's sites, global ones at theta (unconstrained) where given."""
+        guide = _compat.unconstrained(self.guide, theta) if theta else self.guide
+        return trace(seed(substitute(guide, data=params), key)).get_trace(**kwargs)
+
+    @staticmethod
+    def _unconstrained(site: Mapping[str, Any]) -> Array:
+        return biject_to(site["fn"].support).inv(site["value"])
+
+
+@dataclass(frozen=True)
+class _WithPlates:
+    """A guide of global sites alone, with the model's silo plates around nothing."""
+
+    guide: Callable
+    plates: tuple[tuple[str, str], ...]
+    leaves: tuple[tuple[str, str], ...]
+
+    def __call__(self, **kwargs: Any) -> Any:
+        leaf = {group: name for name, group in self.leaves}
+        for name, group in self.plates:
+            with silo_plate(name, kwargs[leaf[group]].shape[0]):
+                pass
+        return self.guide(**kwargs)
+
+
+def guide_family(
+    guide: Callable, factors: Factors, silos: Silos, independent: bool, measured: bool = True
+) -> GuideFamily:
+    """Sort a guide's sites and parameters, or say in words what does not match the model.
+
+    :param independent: whether the model's elements are.
+    :param measured: whether it is looked at whether the guide's are, too.
+    """
+    one_row = {**silos.shared, **made_up_rows(factors.rows, silos.index)}
+    learned = one_row.pop(PARAMS, {})
+    shared = Shared({k: v for k, v in silos.shared.items() if k != PARAMS})
+    sites = trace(seed(guide, random.key(0))).get_trace(**one_row)
+    if not factors.local_sites and not any(is_silo_plate(site) for site in sites.values()):
+        leaves = tuple((leaf, group) for leaf, group, _ in factors.rows)
+        guide = _WithPlates(guide, factors.plates, leaves)
+        sites = trace(seed(guide, random.key(0))).get_trace(**one_row)
+    guide_factors = factorise(guide, without_params(silos))
+    _check_sites(factors, guide_factors)
+    _check_supports(factors, sites, {**one_row, **({PARAMS: learned} if learned else {})})
+    plates = dict(guide_factors.plates)
+    local, supports, start = [], {}, {}
+    for name, site in sites.items():
+        if site["type"] != "param":
+            continue
+        if name in learned:
+            raise ValueError(f"parameter {name!r} is in the model and in the guide; expected different names")
+        supports[name] = site["kwargs"].get("constraint", constraints.real)
+        frames = [f for f in site["cond_indep_stack"] if f.name in plates]
+        value = jax.tree.map(as_float, site["value"])  # a network's weights are a pytree
+        if frames:
+            if not isinstance(value, Array):
+                raise ValueError(
+                    f"guide parameter {name!r} in silo plate {frames[0].name!r}: expected an array with a row for each element, got "
+                    f"{type(site['value']).__name__}; declare a network outside the plate"
+                )
+            event_dim = site["kwargs"].get("event_dim")
+            axis = 0 if event_dim is None else value.ndim - event_dim + frames[0].dim
+            local.append(LocalParam(name, plates[frames[0].name], axis))
+        else:
+            start[name] = value
+    groups = factors.latent_groups
+    alone = independent and len(groups) == 1 and all(p.group == groups[0] for p in local)
+    if alone and measured:
+        own = without_params(silos)
+        alone = elements_are_independent(guide_factors, Units(guide_factors, groups[0], largest(own)), own)
+    group = groups[0] if alone else None
+    return GuideFamily(factors, guide, guide_factors, group, tuple(local), supports, start, shared)
+
+
+def without_params(silos: Silos) -> Silos:
+    """The silos without the values of the model's learned parameters."""
+    if PARAMS not in silos.shared:
+        return silos
+    part = copy.copy(silos)
+    part.shared = {k: v for k, v in silos.shared.items() if k != PARAMS}
+    part._arrays = tuple(k for k in silos._arrays if k != PARAMS)
+    return part
+
+
+def _check_sites(model: Factors, guide: Factors) -> None:
+    own: dict[str, Any] = dict(model.global_sites) | {s.name: (s.plate, s.shape) for s in model.local_sites}
+    other: dict[str, Any] = dict(guide.global_sites) | {s.name: (s.plate, s.shape) for s in guide.local_sites}
+    wrong = sorted(k for k in {*own, *other} if own.get(k) != other.get(k))
+    if wrong:
+        expected = {k: own.get(k, "no such site") for k in wrong}
+        got = {k: other.get(k, "no such site") for k in wrong}
+        raise ValueError(
+            f"the guide does not match the model at {wrong}: expected (silo plate, shape of an element; or the shape of a global site) "
+            f"{expected}, got {got}. Draw each latent site of the model, the local ones inside fed.silo_plate of the same name"
+        )
+
+
+def _check_supports(factors: Factors, guide: Mapping[str, Any], one_row: dict[str, Any]) -> None:
+    model = trace(seed(factors.model, random.key(0))).get_trace(**one_row)
+    for name in [*dict(factors.global_sites), *(s.name for s in factors.local_sites)]:
+        if not guide[name]["fn"].has_rsample:
+            raise ValueError(
+                f"guide site {name!r}: its distribution cannot be reparametrised; expected one with rsample"
+            )
+        own, other = (biject_to(sites[name]["fn"].support) for sites in (model, guide))
+        if not _same_map(own, other, model[name]["value"]):
+            raise ValueError(
+                f"guide site {name!r}: expected the support of the model's, {model[name]['fn'].support}, got "
+                f"{guide[name]['fn'].support}"
+            )
+
+
+def _same_map(own: Any, other: Any, value: Array) -> bool:
+    """Whether two transforms send the same unconstrained numbers to the same values."""
+    start = jnp.zeros_like(own.inv(value))
+    x = 0.3 + 0.1 * jnp.arange(start.size, dtype=start.dtype).reshape(start.shape)
+    if jax.eval_shape(other.inv, value).shape != x.shape:
+        return False
+    return bool(jnp.allclose(own(x), other(x), rtol=1e-5))

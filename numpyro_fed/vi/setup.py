@@ -1,0 +1,254 @@
+"""What a variational fit settles before its first round: the model and guide checked, the factors proved, the silos in stacks."""
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from numpyro.distributions.transforms import biject_to
+
+from numpyro_fed.data.mixed import MixedSilos
+from numpyro_fed.data.silos import Silos
+from numpyro_fed.data.views import SiloRows, largest, outlines, stack, thin
+from numpyro_fed.density.check import elements_are_independent, prove, prove_batch
+from numpyro_fed.density.factorize import factorise
+from numpyro_fed.density.factors import PARAMS, Factors, LearnedModel, made_up_rows
+from numpyro_fed.density.local_map import Units
+from numpyro_fed.privacy.differential import Noise
+from numpyro_fed.rounds.remote import RemoteSilos
+from numpyro_fed.vi.config import Plan
+from numpyro_fed.vi.guides.auto_silo_normal import AutoSiloNormal
+from numpyro_fed.vi.guides.learned import factored, probe
+from numpyro_fed.vi.guides.normal import SiloNormal
+from numpyro_fed.vi.guides.user_guide import GuideFamily, guide_family, without_params
+from numpyro_fed.vi.options import Options
+
+__all__ = ["Prepared", "first_params", "planned_alone", "prepare"]
+
+_PROOF_ROWS = 100_000  # of a fit by minibatches, whose rows might not fit into memory at once
+
+
+class Prepared(NamedTuple):
+    """What :func:`prepare` returns.
+
+    :param plan: the static facts.
+    :param parts: the silos of each structure, with the first values of learned parameters among their shared arguments.
+    :param stacks: the silos' rows.
+    :param names: the silos' names, in the order of the stacks.
+    :param local: for each stack the silos' first parameters; none where the rows are elsewhere, and stacks have none either.
+    """
+
+    plan: Plan
+    parts: tuple[Silos, ...]
+    stacks: list[SiloRows]
+    names: tuple[str, ...]
+    local: list
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether the rows are not in this process."""
+        return isinstance(self.parts[0], RemoteSilos)
+
+    def partition(self) -> str:
+        """A fingerprint of which pooled row is in which silo; of silos elsewhere, of how many."""
+        digest = hashlib.sha256()
+        for part in self.parts:
+            for group, sizes in part.sizes.items():
+                order = b"" if self.elsewhere else np.asarray(part.order[group]).tobytes()
+                digest.update(repr((part.names, group, sizes)).encode() + order)
+        return digest.hexdigest()
+
+
+def _parts_of(silos: Silos | MixedSilos) -> tuple[Silos, ...]:
+    """Silos of one structure each."""
+    if isinstance(silos, MixedSilos):
+        return silos.parts
+    if not isinstance(silos, Silos):
+        raise ValueError(
+            f"expected silos = fed.split(...), fed.Silos(...) or fed.MixedSilos(...), got {type(silos).__name__}; one "
+            "silo with all rows will do: fed.Silos({'all': {'x': x, 'y': y}})"
+        )
+    return (silos,)
+
+
+def prepare(model: Callable, guide: Any, silos: Silos | MixedSilos, options: Options) -> Prepared:
+    """Check model, guide and data, and prove the factors."""
+    plan, parts = _planned(model, guide, _parts_of(silos), options)
+    if options.validate:
+        for family, part in zip(plan.families, parts, strict=True):
+            some = _some(part, plan.batch)
+            prove(family.factors, some)
+            if plan.batch is not None and not family.has_local:
+                prove_batch(family.factors, some, *plan.batch)
+    stacks, names = [], []
+    for i, part in enumerate(parts):
+        for rows in outlines(part, i) if isinstance(part, RemoteSilos) else stack(part, i):
+            stacks.append(replace(rows, shared={k: v for k, v in rows.shared.items() if k != PARAMS}))
+            names += [part.names[n] for n in np.asarray(rows.number)]
+    here = [] if isinstance(parts[0], RemoteSilos) else stacks
+    local = [jax.jit(jax.vmap(plan.families[rows.part].init_local, in_axes=(rows.axes,)))(rows) for rows in here]
+    return Prepared(plan, parts, stacks, tuple(names), local)
+
+
+def planned_alone(model: Callable, guide: Any, known: Silos, options: Options, independent: bool) -> Plan:
+    """The plan of silos elsewhere as each of them makes it for itself: from what is known of all, without asking any.
+
+    :param independent: whether elements are independent given theta, which is found by asking: of the server's plan whether ``families[0].group`` is one.
+    """
+    return _planned(model, guide, _parts_of(known), options, independent)[0]
+
+
+def _planned(
+    model: Callable, guide: Any, parts: tuple[Silos, ...], options: Options, independent: bool | None = None
+) -> tuple[Plan, tuple[Silos, ...]]:
+    """The static facts, and the silos with first values of learned parameters among their shared arguments."""
+    learned, parts, factors = factored(model, parts)
+    _check_globals(factors, parts)
+    batch = _batch(options, factors, parts)
+    both = zip(factors, parts, strict=True)
+    families = tuple(_family(guide, f, part, options, batch, independent) for f, part in both)
+    for family in families:
+        if set(family.constraints()) != set(families[0].constraints()):
+            one, other = set(family.constraints()), set(families[0].constraints())
+            raise ValueError(
+                f"the guide has the global parameters {sorted(one ^ other)} in some structures of silos and not in others"
+            )
+    twice = sorted(set(learned) & set(families[0].constraints()))
+    if twice:
+        raise ValueError(f"parameters {twice} are in the model and in the guide; expected different names")
+    plan = Plan(
+        families,
+        options.optim,
+        options.local_optim,
+        int(options.num_particles),
+        int(options.num_local_particles),
+        batch,
+        tuple(sorted(learned)),
+        int(options.num_local_steps),
+        _noise(options, families, sum(map(len, parts))),
+        options.secure_sum,
+        options.conducive,
+        {name: support for name, (support, _) in learned.items()} | families[0].constraints(),
+    )
+    return plan, parts
+
+
+def _noise(options: Options, families: tuple[Any, ...], num_silos: int) -> Noise | None:
+    if options.privacy is None:
+        return None
+    if not isinstance(families[0], SiloNormal):
+        raise ValueError(
+            "privacy: expected fed.AutoSiloNormal(model), whose q(theta) is Gaussian, got a guide of your own"
+        )
+    return options.privacy.noise(num_silos if options.secure_sum else 1)
+
+
+def _some(silos: Silos, batch: tuple[str, int] | None) -> Silos:
+    """The rows that checks look at: some where fits do."""
+    return silos if batch is None or isinstance(silos, RemoteSilos) else thin(silos, batch[0], _PROOF_ROWS)
+
+
+def first_params(prepared: Prepared, guide: Any, key: Array) -> dict[str, Array]:
+    """Where the global parameters start, unconstrained: the guide's strategy, and the model's own first values."""
+    plan, silos = prepared.plan, prepared.parts[0]
+    learned = silos.shared.get(PARAMS, {})
+    family = plan.families[0]
+    if isinstance(family, GuideFamily):
+        return plan.unconstrain({**family.start, **learned})
+
+    at = (plan.factors, guide.init_loc_fn, silos, key)
+    try:
+        loc = _first_position(*at)
+    except (jax.errors.JAXTypeError, ValueError):  # of a strategy that looks at numbers, or has no hash
+        loc = _first_position.__wrapped__(*at)  # type: ignore[attr-defined]
+    if not bool(jnp.isfinite(loc).all()):
+        raise ValueError("init_loc_fn: expected finite values of the global sites, got NaN or infinity")
+    return plan.unconstrain({**family.init(loc), **learned})
+
+
+@partial(jax.jit, static_argnames=("factors", "strategy"))
+def _first_position(factors: Factors, strategy: Callable, silos: Silos, key: Array) -> Array:
+    """The global sites where a strategy starts them, unconstrained ``(d,)``."""
+    sites = probe(factors.model, silos, key, strategy)
+    return factors.ravel({n: biject_to(sites[n]["fn"].support).inv(sites[n]["value"]) for n, _ in factors.global_sites})
+
+
+def _check_globals(factors: list[Factors], parts: tuple[Silos, ...]) -> None:
+    if not factors[0].dim:
+        raise ValueError(
+            "the model has no global latent site; expected one at least (learned parameters alone will not do: give one of them a prior, with "
+            "numpyro.sample outside the silo plates)"
+        )
+    for f, part in zip(factors, parts, strict=True):
+        if f.global_sites != factors[0].global_sites:
+            one, other = dict(factors[0].global_sites), dict(f.global_sites)
+            wrong = sorted(k for k in {*one, *other} if one.get(k) != other.get(k))
+            raise ValueError(
+                f"silo {part.names[0]!r} and silo {parts[0].names[0]!r} differ in structure and in the global sites "
+                f"{wrong}; expected the same global sites in all silos: sample them in every branch of the model"
+            )
+
+
+def _batch(options: Options, factors: list[Factors], parts: tuple[Silos, ...]) -> tuple[str, int] | None:
+    if options.batch_size is None:
+        return None
+    if len(parts) > 1:
+        raise ValueError("batch_size: expected silos of one structure, got several; take batch_size=None")
+    group = factors[0].batch_group()
+    if factors[0].local_sites and factors[0].latent_groups != (group,) and options.num_local_particles > 1:
+        raise ValueError(
+            f"batch_size={options.batch_size} of {group!r} with num_local_particles={options.num_local_particles}: "
+            f"importance weights of the latents of {factors[0].latent_groups} need all their rows; expected "
+            "num_local_particles=1, or batch_size=None"
+        )
+    return group, int(options.batch_size)
+
+
+def _family(
+    guide: Any,
+    factors: Factors,
+    silos: Silos,
+    options: Options,
+    batch: tuple[str, int] | None,
+    known: bool | None = None,
+) -> Any:
+    """The family over one structure's factors.
+
+    :param known: whether elements are independent; ``None``: that is found out where it matters.
+    """
+    independent = known is not False
+    if known is None and (options.num_local_particles > 1 or batch is not None) and len(factors.latent_groups) == 1:
+        some = _some(silos, batch)
+        units = Units(factors, factors.latent_groups[0], largest(some))
+        independent = elements_are_independent(factors, units, some)
+    if isinstance(guide, AutoSiloNormal):
+        _check_guides_model(guide, factors, silos)
+        one = made_up_rows(factors.rows, silos.index)
+        own = {g: {k: one[k] for k in factors.leaves(g) if k not in silos.index} for g in factors.latent_groups}
+        family: Any = guide.family(factors, own, independent)
+    else:
+        family = guide_family(guide, factors, silos, independent, known is None)
+    if batch is not None and family.group is None and batch[0] in factors.latent_groups:
+        raise ValueError(
+            f'batch_size={batch[1]} of {batch[0]!r}: their latents are one unit in each silo (local_cov="full", several '
+            "plates with latents, or elements that depend on each other); expected batch_size=None"
+        )
+    return family
+
+
+def _check_guides_model(guide: AutoSiloNormal, factors: Factors, silos: Silos) -> None:
+    """A guide made for another model has other sites."""
+    model = factors.model.model if isinstance(factors.model, LearnedModel) else factors.model
+    if guide.model is model:
+        return
+    other = factorise(guide.model, without_params(silos))
+    if (other.global_sites, other.local_sites) != (factors.global_sites, factors.local_sites):
+        names = [[n for n, _ in f.global_sites] + [s.name for s in f.local_sites] for f in (factors, other)]
+        raise ValueError(
+            f"the guide was made for another model: expected one of the latent sites {names[0]}, got {names[1]}"
+        )
