@@ -25,8 +25,7 @@ from numpyro_fed.results.inference_data import to_inference_data
 from numpyro_fed.results.predict import predict
 from numpyro_fed.rounds.remote import Loopback, RemoteSilos
 from numpyro_fed.vi.guides.auto_silo_normal import AutoSiloNormal
-from numpyro_fed.vi.sfvi import SFVI
-from numpyro_fed.vi.sfvi_avg import SFVIAvg
+from numpyro_fed.vi.svi import SFVI, SFVIAvg
 
 __version__ = "0.1.0"
 

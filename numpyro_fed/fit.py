@@ -22,7 +22,7 @@ from numpyro_fed.vi.conducive.checks import SETTLED, JointUnits
 from numpyro_fed.vi.guides.auto_silo_normal import AutoSiloNormal
 from numpyro_fed.vi.importance import POOR
 from numpyro_fed.vi.result import VIResult
-from numpyro_fed.vi.sfvi_avg import SFVIAvg
+from numpyro_fed.vi.svi import SFVIAvg
 
 if TYPE_CHECKING:
     from arviz import InferenceData

@@ -12,7 +12,7 @@ import pandas as pd
 from numpyro_fed.data.silos import Silos
 from numpyro_fed.decentralized._kernel import NetworkKernel
 from numpyro_fed.mcmc._kernel import LangevinKernel
-from numpyro_fed.vi.svi import FederatedVI
+from numpyro_fed.vi._base import FederatedVI
 
 __all__ = ["load_model_file", "public_of", "silo_of_file"]
 
@@ -47,7 +47,7 @@ def load_model_file(place: str | Path) -> ModuleType:
         raise ValueError(f"{place}: it has svi and kernel; expected one of them, for one study has one method")
     if svi is not None and not (isinstance(svi, FederatedVI) and svi.model is module.model):
         raise ValueError(f"{place}: svi: expected fed.SFVI or fed.SFVIAvg of this file's model, got {svi!r}")
-    known = isinstance(kernel, LangevinKernel | NetworkKernel) and not getattr(kernel, "_pooled", False)
+    known = isinstance(kernel, NetworkKernel) or (isinstance(kernel, LangevinKernel) and not kernel.pooled)
     if kernel is not None and not (known and kernel._model is module.model):
         raise ValueError(
             f"{place}: kernel: expected fed.FSGLD or another kernel of fed, of this file's model, got {kernel!r}"

@@ -6,6 +6,7 @@ gradient at every step; of links without a server only out-neighbours see someth
 """
 
 import hashlib
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -21,11 +22,11 @@ from numpyro_fed.decentralized._kernel import NetworkKernel
 from numpyro_fed.decentralized.networks import Exchanged, NetworkState, exchange, settle
 from numpyro_fed.decentralized.nodes import node_step
 from numpyro_fed.mcmc.config import NetworkPlan, NodePlan, Tuning
-from numpyro_fed.mcmc.remote_chains import ask_or_forget
+from numpyro_fed.mcmc.remote_chains import RemoteSteps, ask_or_forget, remote_steps
 from numpyro_fed.rounds.remote import Call, RemoteSilos, rows_of
 from numpyro_fed.rounds.serialization import wire_name
 
-__all__ = ["NodeLocal", "NodeStartLocal", "check_network", "network_facts", "start_nodes", "step_nodes"]
+__all__ = ["NodeLocal", "NodeStartLocal"]
 
 
 @wire_name("NodeStartLocal")
@@ -72,7 +73,7 @@ class NodeLocal:
         return (slope, accepted), (None if own is None else (eps, local_map))
 
 
-def check_network(kernel: NetworkKernel, silos: RemoteSilos, num_chains: int) -> None:
+def _check(kernel: NetworkKernel, silos: RemoteSilos, num_chains: int) -> None:
     """Refuse in words what does not go over silos elsewhere, before any is asked."""
     kernel.check_chains(num_chains, len(silos))
     if kernel.learns_step_size:
@@ -84,7 +85,7 @@ def check_network(kernel: NetworkKernel, silos: RemoteSilos, num_chains: int) ->
         raise ValueError(f"batch_size={kernel.batch_size} is not built for silos that are elsewhere; expected None")
 
 
-def start_nodes(
+def _start(
     kernel: NetworkKernel, rng_key: Array, num_chains: int, silos: RemoteSilos
 ) -> tuple[NetworkState, np.ndarray]:
     """The first state, and the slots in which nodes keep their local latents: ``(C, 1)``, or ``(C, 0)`` without any."""
@@ -111,9 +112,9 @@ def _arrive(plan: NetworkPlan, state: NetworkState, sent: Exchanged, slope: Arra
     return settle(plan, state, sent, slope, accepted, None, [])
 
 
-def step_nodes(
+def _step(
     kernel: NetworkKernel, state: NetworkState, slots: np.ndarray, told: list[int], silos: RemoteSilos
-) -> tuple[NetworkState, np.ndarray, list[int], list[int]]:
+) -> tuple[NetworkState, np.ndarray, list[int], list[tuple[int, str]]]:
     """One step of every network. New latents are kept beside the old ones, and count if their network's step does.
 
     :param told: the silos' slots of what they were told.
@@ -139,11 +140,17 @@ def step_nodes(
     return state, np.where(undone, slots, written), spent[:, 0].tolist(), []
 
 
-def network_facts(kernel: NetworkKernel) -> dict[str, Any]:
-    """What a checkpoint has of the network: links with their weights, and the algorithm."""
+def _facts(kernel: NetworkKernel) -> dict[str, Any]:
+    """Return links with their weights, schedule and algorithm."""
     arrays = [np.asarray(x) for x in jax.tree.leaves(kernel.mixing)]
     exchanged: Callable = kernel._plan.exchange
     return {
         "graph": hashlib.sha256(b"".join(x.tobytes() for x in arrays)).hexdigest(),
         "algorithm": [exchanged.__name__, kernel.tracking],
+        "stays": re.sub(r"0x[0-9a-f]+", "", repr((kernel._plan.schedule,))),
     }
+
+
+@remote_steps.register
+def _(kernel: NetworkKernel) -> RemoteSteps:
+    return RemoteSteps(_check, _start, _step, _facts, False)

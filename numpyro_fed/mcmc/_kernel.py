@@ -25,12 +25,12 @@ class LangevinKernel(FederatedKernel):
     """Base of :class:`SGLD`, :class:`DSGLD` and :class:`FSGLD`; see there for the parameters."""
 
     is_ensemble_kernel = False
-    _pooled: ClassVar[bool] = False
+    pooled: ClassVar[bool] = False
 
     def __init__(self, model: Callable, options: Options) -> None:
         super().__init__(model)
         self._options = options.checked()
-        if options.step_size == "adaptive" and not self._pooled:
+        if options.step_size == "adaptive" and not self.pooled:
             raise ValueError(
                 'step_size="adaptive" sees the noise of single steps, but a stay keeps its silo\'s for num_local_steps; expected "auto", '
                 "whose pilot measures whole stays"
@@ -115,7 +115,7 @@ class LangevinKernel(FederatedKernel):
 
     def _arguments(self, model_args: tuple, model_kwargs: Mapping[str, Any] | None) -> tuple[Silos, dict[str, Any]]:
         silos, extra = super()._arguments(model_args, model_kwargs)
-        return (self._as_one(silos) if self._pooled else silos), extra
+        return (self._as_one(silos) if self.pooled else silos), extra
 
     def _as_one(self, silos: Silos) -> Silos:
         """The silos as one; kept, so that the same data are the same object in every call."""

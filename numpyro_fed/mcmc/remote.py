@@ -4,7 +4,6 @@ How a round is made is in :mod:`numpyro_fed.mcmc.remote_chains` for chains that 
 """
 
 import hashlib
-import re
 import warnings
 from collections import Counter
 from contextlib import suppress
@@ -22,12 +21,10 @@ from tqdm.auto import tqdm
 
 from numpyro_fed._compat import fill_mcmc
 from numpyro_fed.data.views import SiloView
-from numpyro_fed.decentralized._kernel import NetworkKernel
-from numpyro_fed.decentralized.remote import check_network, network_facts, start_nodes, step_nodes
 from numpyro_fed.density.fingerprint import fingerprint
-from numpyro_fed.mcmc._kernel import LangevinKernel
+from numpyro_fed.mcmc._base import FederatedKernel
 from numpyro_fed.mcmc.config import Tuning
-from numpyro_fed.mcmc.remote_chains import check_chains, start_chains, step_chains
+from numpyro_fed.mcmc.remote_chains import remote_steps
 from numpyro_fed.rounds.checkpoint import Checkpoint, facts_of_run
 from numpyro_fed.rounds.remote import Call, RemoteSilos
 from numpyro_fed.rounds.serialization import wire_name
@@ -82,7 +79,7 @@ class RemoteMCMC(MCMC):
 
     def __init__(
         self,
-        sampler: LangevinKernel | NetworkKernel,
+        sampler: FederatedKernel,
         *,
         num_warmup: int,
         num_samples: int,
@@ -91,10 +88,7 @@ class RemoteMCMC(MCMC):
         checkpoint: str | Path | None = None,
         checkpoint_every: int = 10,
     ) -> None:
-        if not isinstance(sampler, LangevinKernel | NetworkKernel) or getattr(sampler, "_pooled", False):
-            raise TypeError(
-                f"expected a fed.DSGLD or fed.FSGLD, got {type(sampler).__name__}; or a fed.PushSumLangevin or fed.GossipLangevin"
-            )
+        self._steps = remote_steps(sampler)
         super().__init__(
             sampler,
             num_warmup=num_warmup,
@@ -123,10 +117,7 @@ class RemoteMCMC(MCMC):
             raise ValueError(
                 f"expected fed.RemoteSilos, got {type(silos).__name__}; for silos at hand use numpyro.infer.MCMC"
             )
-        if isinstance(kernel, NetworkKernel):
-            check_network(kernel, silos, self.num_chains)
-        else:
-            check_chains(kernel)
+        self._steps.check(kernel, silos, self.num_chains)
         with self._checkpoint.held():
             saved = self._checkpoint.load(silos.carrier)
             kernel._prepare(silos, {})
@@ -181,8 +172,7 @@ class RemoteMCMC(MCMC):
         keys = rng_key
         if is_prng_key(rng_key):
             keys = random.split(rng_key, self.num_chains) if self.num_chains > 1 else rng_key[None]
-        start = start_nodes if isinstance(self.sampler, NetworkKernel) else start_chains
-        state, slots = start(self.sampler, keys, self.num_chains, silos)
+        state, slots = self._steps.start(self.sampler, keys, self.num_chains, silos)
         carrier, every, tuning = silos.carrier, range(len(silos)), self.sampler._tuning
         told = [carrier.new_slot() for _ in every]
         calls = [Call(n, TellLocal(), random.key(0), tuning.seen_by(n), None, told[n]) for n in every]
@@ -191,8 +181,7 @@ class RemoteMCMC(MCMC):
 
     def _round(self, going: "_Going", silos: RemoteSilos) -> "_Going":
         """One round of all chains, or one step of all networks."""
-        step = step_nodes if isinstance(self.sampler, NetworkKernel) else step_chains
-        state, slots, old, bad = step(self.sampler, going.state, going.slots, going.told, silos)
+        state, slots, old, bad = self._steps.step(self.sampler, going.state, going.slots, going.told, silos)
         spent = self._forgotten([*going.spent, *old], silos)
         return going._replace(state=state, slots=slots, made=going.made + 1, spent=spent, bad=[*going.bad, *bad])
 
@@ -207,13 +196,9 @@ class RemoteMCMC(MCMC):
         """What a checkpoint of the same run has."""
         kernel = self.sampler
         settled = [np.asarray(x) for x in jax.tree.leaves(kernel._tuning.without_rows())]
-        plan = kernel._plan
-        network = isinstance(kernel, NetworkKernel)
-        settled_steps = (plan.schedule,) if network else (plan.num_local_steps, plan.cut, plan.schedule)
         return {
             "kernel": type(kernel).__name__,
-            **(network_facts(kernel) if network else {}),
-            "stays": re.sub(r"0x[0-9a-f]+", "", repr(settled_steps)),
+            **self._steps.facts(kernel),
             "sites": [[name, list(shape)] for name, shape in kernel.factors.global_sites],
             "num_chains, num_warmup, num_samples": [self.num_chains, self.num_warmup, self.num_samples],
             "extra_fields": list(fields),
@@ -236,7 +221,7 @@ class RemoteMCMC(MCMC):
                 f"silo {silos.names[n]!r} returned {what} {times} times; these visits count as not answered",
                 stacklevel=3,
             )
-        if isinstance(self.sampler, NetworkKernel):  # whose steps all nodes answer
+        if not self._steps.visits:
             return
         visits, silent = (np.asarray(x).sum(0) for x in (going.state.visits, going.state.unanswered))
         rates = np.where(visits > 0, 1 - silent / np.maximum(visits, 1), np.nan)

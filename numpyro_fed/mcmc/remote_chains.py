@@ -1,9 +1,10 @@
 """Chains that travel between silos elsewhere: a round is one call of the silo that each chain goes to."""
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
+from functools import partial, singledispatch
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,10 +21,38 @@ from numpyro_fed.rounds.inline import key_of
 from numpyro_fed.rounds.remote import Call, RemoteSilos
 from numpyro_fed.rounds.serialization import wire_name
 
-__all__ = ["StartLocal", "StayLocal", "check_chains", "start_chains", "step_chains"]
+__all__ = ["RemoteSteps", "StartLocal", "StayLocal", "ask_or_forget", "remote_steps"]
 
 _FARTHEST = 1e3  # sds of the surrogates' posterior that a chain may be away from its center
 _FARTHEST_STAY = 1e6  # times the position, where there are no surrogates
+
+
+class RemoteSteps(NamedTuple):
+    """Functions by which the host drives a kernel's rounds over remote silos.
+
+    :param check: ``check(kernel, silos, num_chains)`` raises a ValueError for what is not built.
+    :param start: ``start(kernel, keys, num_chains, silos) -> (state, slots)``, of all chains.
+    :param step: ``step(kernel, state, slots, told, silos) -> (state, slots, spent, bad)``, a round.
+    :param facts: ``facts(kernel)``, by which a checkpoint knows the kernel.
+    :param visits: True if a round visits some silos, so that silent ones may be visited less.
+    """
+
+    check: Callable[[Any, RemoteSilos, int], None]
+    start: Callable[..., tuple[Any, np.ndarray]]
+    step: Callable[..., tuple[Any, np.ndarray, list[int], list[tuple[int, str]]]]
+    facts: Callable[[Any], dict[str, Any]]
+    visits: bool
+
+
+@singledispatch
+def remote_steps(kernel: Any) -> RemoteSteps:
+    """Return what drives a kernel over remote silos; each type of kernel registers its own.
+
+    :raises TypeError: for what is no such kernel.
+    """
+    raise TypeError(
+        f"expected a fed.DSGLD or fed.FSGLD, got {type(kernel).__name__}; or a fed.PushSumLangevin or fed.GossipLangevin"
+    )
 
 
 @wire_name("StartLocal")
@@ -79,8 +108,8 @@ def _arrive(
     return jax.vmap(one, in_axes=(axes, 0, 0, 0), out_axes=axes)(state, leave, reply, silent)
 
 
-def check_chains(kernel: LangevinKernel) -> None:
-    """Refuse in words what is not built for silos elsewhere."""
+def _check(kernel: LangevinKernel, silos: RemoteSilos, num_chains: int) -> None:
+    """Refuse what is not built for remote silos."""
     options = kernel._options
     moments = isinstance(options.surrogate, str) and options.surrogate == "moments"
     refused = {
@@ -96,7 +125,7 @@ def check_chains(kernel: LangevinKernel) -> None:
             raise ValueError(f"{name}={got!r} is not built for silos that are elsewhere; expected {expected}")
 
 
-def start_chains(
+def _start(
     kernel: LangevinKernel, keys: Array, num_chains: int, silos: RemoteSilos
 ) -> tuple[LangevinState, np.ndarray]:
     """All chains' first states, and the slots of their first local latents, which silos make."""
@@ -116,7 +145,7 @@ def start_chains(
     return state, slots
 
 
-def step_chains(
+def _step(
     kernel: LangevinKernel, state: LangevinState, slots: np.ndarray, told: list[int], silos: RemoteSilos
 ) -> tuple[LangevinState, np.ndarray, list[int], list[tuple[int, str]]]:
     """One round of all chains. New latents are kept beside the old ones, and count once the reply has come.
@@ -149,6 +178,19 @@ def step_chains(
     # in NumPy, which has no programs to dispatch
     new_state = _arrive(plan, state, leave, jax.tree.map(lambda *x: np.stack(x), *filled), silent)
     return new_state, slots, spent, bad
+
+
+def _facts(kernel: LangevinKernel) -> dict[str, Any]:
+    """Return the numbers of a visit."""
+    plan = kernel._plan
+    return {"stays": re.sub(r"0x[0-9a-f]+", "", repr((plan.num_local_steps, plan.cut, plan.schedule)))}
+
+
+@remote_steps.register
+def _(kernel: LangevinKernel) -> RemoteSteps:
+    if kernel.pooled:
+        return remote_steps.dispatch(object)(kernel)
+    return RemoteSteps(_check, _start, _step, _facts, True)
 
 
 def ask_or_forget(ask: Callable[[list[Call]], Any], calls: list[Call], silos: RemoteSilos) -> Any:

@@ -35,7 +35,7 @@ class SGLD(LangevinKernel):
         >>> kernel = fed.SGLD(lambda y: None, step_size=1e-3, batch_size=5)
     """
 
-    _pooled = True
+    pooled = True
 
     def __init__(
         self,

@@ -217,7 +217,7 @@ def _visits(mcmc: MCMC, kernel: LangevinKernel) -> list[tuple]:
 
 def _names(kernel: LangevinKernel) -> tuple[str, ...]:
     assert kernel.silos is not None
-    return ("all",) if kernel._pooled else kernel.silos.names
+    return ("all",) if kernel.pooled else kernel.silos.names
 
 
 def _by_round(mcmc: MCMC, kernel: LangevinKernel, fields: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:

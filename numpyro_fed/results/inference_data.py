@@ -15,7 +15,7 @@ from numpyro_fed.results.silo_coords import ledger_attrs, silo_coords
 from numpyro_fed.results.vi_inference_data import vi_inference_data
 from numpyro_fed.rounds.federated import Ledger
 from numpyro_fed.rounds.remote import RemoteSilos
-from numpyro_fed.vi.svi import FederatedVI
+from numpyro_fed.vi._base import FederatedVI
 
 if TYPE_CHECKING:
     from arviz import InferenceData

@@ -16,13 +16,13 @@ from numpyro_fed.data.silos import Silos
 from numpyro_fed.density.factors import PARAMS
 from numpyro_fed.results.silo_coords import ledger_attrs, silo_coords
 from numpyro_fed.rounds.remote import RemoteSilos
+from numpyro_fed.vi._base import FederatedVI
 from numpyro_fed.vi.draws import Draws, constrained, draw, draw_elsewhere, globals_of
 from numpyro_fed.vi.guides.normal import SiloNormal
 from numpyro_fed.vi.importance import POOR, smoothed, tail_of_spreads, worst_tail
 from numpyro_fed.vi.remote import kept_by
 from numpyro_fed.vi.result import VIResult
 from numpyro_fed.vi.setup import Prepared
-from numpyro_fed.vi.svi import FederatedVI
 
 if TYPE_CHECKING:
     from arviz import InferenceData

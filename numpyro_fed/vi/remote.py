@@ -28,6 +28,8 @@ from numpyro_fed.rounds.federated import Cost, Ledger, message_bytes
 from numpyro_fed.rounds.inline import key_among
 from numpyro_fed.rounds.remote import Call, RemoteSilos, rows_of
 from numpyro_fed.rounds.serialization import wire_name
+from numpyro_fed.vi import sfvi, sfvi_avg
+from numpyro_fed.vi.conducive import rounds as conducive
 from numpyro_fed.vi.config import Plan, own_params
 from numpyro_fed.vi.loop import Participation, VIState, drawn
 from numpyro_fed.vi.setup import Prepared
@@ -53,12 +55,7 @@ class Elsewhere:
     token: str = field(metadata={"static": True})
 
 
-def _module(algorithm: str) -> Any:
-    """An algorithm's functions, which know the adapter, which knows this module."""
-    from numpyro_fed.vi import sfvi, sfvi_avg
-    from numpyro_fed.vi.conducive import rounds as conducive
-
-    return {"sfvi": sfvi, "sfvi_avg": sfvi_avg, "conducive": conducive}[algorithm]
+_ALGORITHMS: dict[str, Any] = {"sfvi": sfvi, "sfvi_avg": sfvi_avg, "conducive": conducive}
 
 
 @wire_name("InitLocal")
@@ -85,7 +82,7 @@ class InitLocal:
                     f"init_from: expected a result of the same model and guide, with local parameters of shapes {expected}, got {got}"
                 )
             local = own
-        return jnp.zeros(()), _module(self.algorithm).init_silo(self.plan, 0, message, local)
+        return jnp.zeros(()), _ALGORITHMS[self.algorithm].init_silo(self.plan, 0, message, local)
 
 
 @wire_name("RoundLocal")
@@ -107,7 +104,7 @@ class RoundLocal:
 
     def __call__(self, key: Array, message: Any, state: Any, view: SiloView) -> tuple[Any, Any]:
         options = {"bare": True} if self.bare and self.plan.noise is not None else {}
-        return _module(self.algorithm).local(self.plan, key, message, state, rows_of(view), **options)
+        return _ALGORITHMS[self.algorithm].local(self.plan, key, message, state, rows_of(view), **options)
 
     def private(self, reply: Any, key: bytes) -> Any:
         """Return a bare reply as it leaves, exactly noised.
@@ -115,7 +112,7 @@ class RoundLocal:
         :param key: 32 secret bytes, of this call alone.
         """
         assert self.plan.noise is not None
-        return _module(self.algorithm).private(reply, partial(noised_exactly, self.plan.noise, Words(key)))
+        return _ALGORITHMS[self.algorithm].private(reply, partial(noised_exactly, self.plan.noise, Words(key)))
 
 
 @partial(jax.jit, static_argnames=("federated", "plan", "who"))

@@ -24,16 +24,14 @@ import optax
 from jax import Array, lax, random
 
 from numpyro_fed.data.views import SiloRows
-from numpyro_fed.privacy.differential import Privacy, noised
+from numpyro_fed.privacy.differential import noised
 from numpyro_fed.rounds.federated import Federated
 from numpyro_fed.rounds.serialization import wire_name
 from numpyro_fed.vi.bound import silo_bound
 from numpyro_fed.vi.config import Plan
 from numpyro_fed.vi.minibatch import Batch, pick
-from numpyro_fed.vi.options import Options
-from numpyro_fed.vi.svi import FederatedVI
 
-__all__ = ["SFVI", "Info", "Message", "Reply", "Server", "SiloState", "federated", "tail_average"]
+__all__ = ["Info", "Message", "Reply", "Server", "SiloState", "federated", "tail_average"]
 
 _TAIL = 8  # round t of T has weight proportional to t^8: about the last ninth counts
 
@@ -290,80 +288,3 @@ def first_bad(good: Array) -> Array:
 def all_finite(tree: Any) -> Array:
     """Whether no number of a pytree is NaN or infinite."""
     return jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves(tree)]).all()
-
-
-class SFVI(FederatedVI):
-    r"""Structured federated variational inference, in the shape of :class:`numpyro.infer.SVI`.
-
-    Law: q of the guide at the optimum of the bound (with ``num_local_particles`` K > 1, of the importance-weighted bound inside each
-    unit; draws of the local latents are then resampled with the same weights, see :func:`~numpyro_fed.to_inference_data`). Bias: that of
-    the family; K = 1 can be more than a posterior sd off on hierarchical models with few rows a unit, whatever the optimiser.
-    What leaves a silo in a round: ``2 d`` numbers for each draw of theta, the gradients in the learned parameters, its part of the
-    bound and a flag. Local latents, their parameters and optimiser's state stay.
-
-    :param model: a model with at least one silo plate; ``numpyro.param`` sites outside of them are learned (empirical Bayes).
-    :param guide: an :class:`AutoSiloNormal` of the model, or a guide of your own with the same silo plates.
-    :param optim: an optax transformation for q(theta) and the learned parameters.
-    :param num_particles: draws of theta a round.
-    :param num_local_particles: K. A round costs K evaluations of the silos' terms for each draw of theta; without local latents K is
-        one.
-    :param local_optim: an optax transformation for each silo's own parameters (``optim`` if None); elementwise ones (Adam, SGD) keep
-        the fit the same for every partition of the rows.
-    :param batch_size: rows a silo uses in a round (all if None, or if it has fewer), each with the same probability.
-    :param validate: run the proof check (factors sum to the pooled model) before the first round.
-    :param privacy: a budget of differential privacy for each silo's rows (:class:`Privacy`), for an :class:`AutoSiloNormal`: gradients are cut and noised in
-        the silo, nothing else leaves it, and losses are NaN.
-    :param secure_sum: over a wire, silos mask their replies so that the server sees their sum alone; with ``privacy`` each then adds a share of the noise. Of silos at
-        hand, and engines whose processes trust each other, it changes nothing but that share.
-    :raises TypeError: for a model that is not callable, an optimiser that is not optax's, a guide that is not callable.
-    :raises ValueError: for options out of range; at :meth:`init` and :meth:`run` for what does not fit the model or the data.
-
-    **References**
-
-    1. *Federated Variational Inference Methods for Structured Latent Variable Models*, Hassan, Salomone & Mengersen (2023),
-       algorithm 1 and supplement S1
-
-    Example::
-
-        >>> import jax, jax.numpy as jnp, numpyro, numpyro.distributions as dist, optax, numpyro_fed as fed
-        >>> def model(y):
-        ...     mu = numpyro.sample("mu", dist.Normal(0, 10))
-        ...     with fed.silo_plate("patients", y.shape[0]):
-        ...         numpyro.sample("y", dist.Normal(mu, 1), obs=y)
-        >>> silos = fed.Silos({"oslo": {"y": jnp.ones(3)}, "rome": {"y": jnp.zeros(2)}})
-        >>> svi = fed.SFVI(model, fed.AutoSiloNormal(model), optax.adam(0.05))
-        >>> result = svi.run(jax.random.key(0), 500, silos, progress_bar=False)
-        >>> round(float(result.params["auto_loc"][0]), 1), result.ledger.rounds
-        (0.6, (500, 500))
-    """
-
-    algorithm = "sfvi"
-    _federated = staticmethod(federated)
-    _init_silo = staticmethod(init_silo)
-
-    def __init__(
-        self,
-        model: Callable,
-        guide: Any,
-        optim: Any,
-        num_particles: int = 1,
-        num_local_particles: int = 32,
-        *,
-        local_optim: Any = None,
-        batch_size: int | None = None,
-        validate: bool = True,
-        privacy: Privacy | None = None,
-        secure_sum: bool = False,
-    ) -> None:
-        local_optim = optim if local_optim is None else local_optim
-        options = Options(
-            optim,
-            local_optim,
-            num_particles,
-            num_local_particles,
-            batch_size,
-            validate,
-            privacy=privacy,
-            secure_sum=secure_sum,
-        )
-        super().__init__(model, guide, options)

@@ -1,0 +1,380 @@
+"""What SFVI and SFVI-Avg share in the shape of :class:`numpyro.infer.SVI`: wiring, no mathematics."""
+
+import math
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from numpyro.handlers import seed, trace
+
+from numpyro_fed.data.mixed import MixedSilos
+from numpyro_fed.data.silos import Silos
+from numpyro_fed.density.check import prove_own
+from numpyro_fed.density.factors import Factors
+from numpyro_fed.density.fingerprint import fingerprint, program_hash
+from numpyro_fed.privacy.differential import Privacy, Spent, expected_error
+from numpyro_fed.rounds.checkpoint import Checkpoint, facts_of_run
+from numpyro_fed.rounds.remote import RemoteSilos
+from numpyro_fed.vi.config import Plan, own_params
+from numpyro_fed.vi.guides.auto_silo_normal import AutoSiloNormal
+from numpyro_fed.vi.guides.learned import factored
+from numpyro_fed.vi.guides.normal import SiloNormal
+from numpyro_fed.vi.loop import (
+    Participation,
+    VIState,
+    advance,
+    answering_of,
+    at_hand,
+    in_step,
+    ledger,
+    participation_of,
+    run_rounds,
+)
+from numpyro_fed.vi.options import Options
+from numpyro_fed.vi.remote import RemoteRounds, kept_by, ledger_of_calls
+from numpyro_fed.vi.result import VIResult, global_params, local_params, shape_of, stacked_params
+from numpyro_fed.vi.setup import Prepared, first_params, planned_alone, prepare
+
+__all__ = ["FederatedVI"]
+
+_jit_advance = partial(jax.jit, static_argnames=("federated", "plan", "who"))(advance)
+
+
+class FederatedVI:
+    """Base of :class:`SFVI` and :class:`SFVIAvg`; see there for the parameters."""
+
+    algorithm: str
+    _federated: Callable
+    _init_silo: Callable
+
+    def __init__(self, model: Callable, guide: Any, options: Options) -> None:
+        if not callable(model):
+            raise TypeError(f"expected a model (a callable), got {type(model).__name__}")
+        if not callable(guide) or isinstance(guide, type):
+            raise TypeError(f"expected a guide, e.g. fed.AutoSiloNormal(model), got {type(guide).__name__}")
+        self.model, self.guide = model, guide
+        self._options = options.checked()
+        self._prepared: tuple[Any, Prepared] | None = None
+
+    @property
+    def privacy(self) -> Privacy | None:
+        """The budget that a silo's rows have."""
+        return self._options.privacy
+
+    @property
+    def secure_sum(self) -> bool:
+        """Whether over a wire the server hears sums of the silos' replies alone."""
+        return self._options.secure_sum
+
+    @property
+    def closed(self) -> bool:
+        """Whether silos elsewhere answer rounds alone, and no questions."""
+        return self._options.closed
+
+    def prepared(self, silos: Silos | MixedSilos) -> Prepared:
+        """Everything settled before the first round; kept, so that the same data are looked at once."""
+        if self._prepared is None or self._prepared[0] is not silos:
+            self._prepared = (silos, prepare(self.model, self.guide, silos, self._options))
+        return self._prepared[1]
+
+    def planned(self, known: Silos, independent: bool) -> Plan:
+        """The plan of silos elsewhere as a silo makes it, see :func:`~numpyro_fed.vi.setup.planned_alone`."""
+        return planned_alone(self.model, self.guide, known, self._options, independent)
+
+    def factored(self, known: Silos) -> Factors:
+        """The model's factors, with learned parameters as a shared argument."""
+        return factored(self.model, (known,))[2][0]
+
+    def num_learned(self, silos: Silos) -> int:
+        """Return how many numbers the model's learned parameters are."""
+        learned, _, _ = factored(self.model, (silos,))
+        return sum(np.size(x) for x in jax.tree.leaves([value for _, value in learned.values()]))
+
+    def proved(self, silos: Silos) -> None:
+        """Check one silo's own rows (:func:`~numpyro_fed.density.check.prove_own`)."""
+        _, (part,), (factors,) = factored(self.model, (silos,))
+        prove_own(factors, part)
+
+    def described(self, factors: Factors, shared: dict[str, Any]) -> dict[str, Any]:
+        """What tells this fit from another: its options, its guide, and the programs of its optimisers. Of amortised guides networks are not compared."""
+        options = {k: v for k, v in vars(self._options).items() if k not in ("optim", "local_optim", "validate")}
+        x = jax.ShapeDtypeStruct((2,), jnp.result_type(float))
+
+        def program(optim: Any) -> str:
+            return "" if optim is None else program_hash(lambda x: optim.update(x, optim.init(x), x), x)
+
+        if isinstance(self.guide, AutoSiloNormal):
+            guide = f"{self.guide!r}, init_scale={self.guide.init_scale}, prefix={self.guide.prefix!r}"
+        else:
+            rows = {leaf: jax.ShapeDtypeStruct((1, *spec.shape), spec.dtype) for leaf, _, spec in factors.rows}
+
+            def values(key: Array, rows: dict) -> dict:
+                sites = trace(seed(self.guide, key)).get_trace(**shared, **rows)
+                return {k: v["value"] for k, v in sites.items() if v["type"] in ("sample", "param")}
+
+            guide = program_hash(values, jax.random.key(0), rows)
+        programs = [program(self._options.optim), program(self._options.local_optim)]
+        return {"fit": type(self).__name__, "options": options, "guide": guide, "optimisers": programs}
+
+    def init(self, rng_key: Array, silos: Silos | MixedSilos, *, init_from: Any = None) -> VIState:
+        """The state before the first round.
+
+        :param rng_key: seed of all draws.
+        :param silos: the data.
+        :param init_from: a :class:`VIResult` of the same model, guide and silos (e.g. of a few SFVI-Avg rounds), whose parameters are
+            the start.
+        :raises ValueError: for every structure of model, guide or data that is not covered, in words.
+        """
+        prepared = self.prepared(silos)
+        params = first_params(prepared, self.guide, rng_key)
+        start: Any = None if prepared.elsewhere else prepared.local
+        if init_from is not None:
+            params, start = self._taken_from(init_from, prepared, params)
+        server = self._federated(prepared.plan, prepared.stacks).init(rng_key, params)
+        if prepared.elsewhere:
+            return RemoteRounds(self.algorithm, self._federated, prepared).start(server, params, start)
+        silo_states = tuple(
+            in_step(prepared.plan, partial(self._init_silo, prepared.plan, rows.part, params), local)
+            for rows, local in zip(prepared.stacks, start, strict=True)
+        )
+        return VIState(server, silo_states, jnp.zeros(len(prepared.names), jnp.int32))
+
+    def _taken_from(self, result: Any, prepared: Prepared, params: dict) -> tuple[dict, Any]:
+        """Global parameters of a result, unconstrained, and the silos' own: stacked, or where silos elsewhere keep them."""
+        if not isinstance(result, VIResult):
+            raise TypeError(f"init_from: expected the result of a run, got {type(result).__name__}")
+        if prepared.elsewhere:
+            own = prepared.plan.families[0].has_local
+            return global_params(result, prepared, params), kept_by(
+                result.state, prepared, "init_from"
+            ) if own else None
+        expected = {**prepared.plan.constrain(params), **local_params(prepared, prepared.local)}
+        got = {k: shape_of(v) for k, v in result.params.items()}
+        shapes = {k: shape_of(v) for k, v in expected.items()}
+        wrong = sorted(k for k in {*shapes, *got} if got.get(k) != shapes.get(k))
+        if wrong:
+            raise ValueError(
+                "init_from: expected a result of the same model, guide and silos, with parameters of shapes "
+                f"{ {k: shapes.get(k) for k in wrong} }, got { {k: got.get(k) for k in wrong} }"
+            )
+        given = jax.tree.map(jnp.asarray, {k: result.params[k] for k in expected})
+        return prepared.plan.unconstrain({k: given[k] for k in params}), stacked_params(prepared, given)
+
+    def _silo_params(self, prepared: Prepared, state: VIState, averaged: bool) -> list:
+        """The silos' own parameters, in the coordinates of the server's."""
+        out = []
+        for rows, own in zip(prepared.stacks, state.silos, strict=True):
+            one = partial(own_params, prepared.plan, rows.part, params=state.server.params, averaged=averaged)
+            axes = jax.tree.map(lambda x: 0 if x.ndim else None, own)  # a clock may be one for all
+            out.append(jax.vmap(one, in_axes=(axes,))(own))
+        return out
+
+    def _say_how_it_ended(self, prepared: Prepared, state: VIState) -> None:
+        """Warn of what only the algorithm knows."""
+
+    def update(self, state: VIState, silos: Silos | MixedSilos) -> tuple[VIState, Array]:
+        """One round of all silos: the new state, and minus the bound before it."""
+        if isinstance(silos, RemoteSilos):
+            raise ValueError("update() and evaluate() are not built for silos that are elsewhere; expected run()")
+        prepared = self.prepared(silos)
+        state, info = _jit_advance(self._federated, prepared.plan, None, state, prepared.stacks)
+        return state, info.loss
+
+    def evaluate(self, state: VIState, silos: Silos | MixedSilos) -> Array:
+        """Minus the bound, estimated anew; the state is as it was."""
+        return self.update(state, silos)[1]
+
+    def get_params(self, state: VIState) -> dict[str, Array]:
+        """Parameters of a state in their supports: the last iterates, under the names that the guide has in SVI."""
+        if state is not None and not isinstance(state, VIState):
+            raise TypeError(f"expected a state, e.g. result.state, got {type(state).__name__}; a result has .params")
+        if self._prepared is None:
+            raise ValueError("expected an object that has been initialised; call init(rng_key, silos) first")
+        prepared = self._prepared[1]
+        return self._named(prepared, state.server.params, state, False)
+
+    def fitted(self, result: VIResult, silos: Silos | MixedSilos) -> tuple[dict[str, Array], list]:
+        """A result's global parameters in their supports, and for each stack the silos' own."""
+        prepared = self.prepared(silos)
+        if result.partition != prepared.partition():
+            raise ValueError(
+                "expected the silos of the run, got others of the same names: their rows are other rows of the pooled data"
+            )
+        params = jax.tree.map(jnp.asarray, {k: result.params[k] for k in prepared.plan.supports})
+        return params, [] if prepared.elsewhere else stacked_params(prepared, result.params)
+
+    def _checked(self, state: Any, silos: Silos | MixedSilos) -> VIState:
+        """A state to go on from, or an error in words; clocks may be one for each silo."""
+        if not isinstance(state, VIState):
+            raise TypeError(
+                f"init_state: expected result.state, got {type(state).__name__}; a result goes to init_from="
+            )
+        prepared, key = self.prepared(silos), jax.random.key(0)
+        if prepared.elsewhere:
+            server = self._federated(prepared.plan, prepared.stacks).init(key, first_params(prepared, self.guide, key))
+            expected = VIState(server, kept_by(state, prepared, "init_state"), state.visits)  # type: ignore[arg-type]
+        else:
+            expected = self.init(key, silos)
+        same = jax.tree.structure(state) == jax.tree.structure(expected)  # type: ignore[operator]
+        pairs = zip(jax.tree.leaves(state), jax.tree.leaves(expected), strict=True) if same else []
+        if not same or any(jnp.shape(x)[: jnp.ndim(y)] != jnp.shape(y) and jnp.ndim(y) for x, y in pairs):
+            raise ValueError(
+                "init_state: expected a state of the same kind of fit, model, guide, optimiser and silos; to start from another fit "
+                "give its result as init_from="
+            )
+        return state
+
+    def _named(self, prepared: Prepared, params: dict[str, Array], state: VIState, averaged: bool) -> dict[str, Array]:
+        """Global parameters in their supports, and those of the silos that are at hand."""
+        named = prepared.plan.constrain(params)
+        if prepared.elsewhere:
+            return named
+        return {**named, **local_params(prepared, self._silo_params(prepared, state, averaged))}
+
+    def run(
+        self,
+        rng_key: Array,
+        num_rounds: int,
+        silos: Silos | MixedSilos,
+        *,
+        progress_bar: bool = True,
+        participation: Any = None,
+        tol: float | None = None,
+        init_from: Any = None,
+        init_state: VIState | None = None,
+        answering: Any = None,
+        checkpoint: str | Path | None = None,
+        checkpoint_every: int = 10,
+    ) -> VIResult:
+        """Rounds of communication, each with all silos or some.
+
+        :param rng_key: seed of all draws (unused with ``init_state``).
+        :param num_rounds: how many rounds; with ``tol`` at most so many.
+        :param silos: the data, or :class:`RemoteSilos`: the same rounds where the rows are, of which global parameters are the result.
+        :param participation: the fraction of silos that take part in a round (so many are drawn without replacement), or for each
+            silo's name the probability that it does. Replies are weighted by one over it, so that the gradient stays unbiased; an
+            absent silo keeps its state. Default: all.
+        :param tol: stop when the mean loss of the last quarter of the rounds is within ``tol`` nats of that of the quarter before
+            (of at least 250 rounds each); conducive rounds, which have no noise: when the loss moved less than that in a round and q less than .05 sds.
+        :param init_from: as for :meth:`init`.
+        :param init_state: go on from there.
+        :param answering: of SFVI over silos elsewhere the probability that a silo answers, one for all or by name, where it is known and does not depend on the
+            rounds: missing replies then count zero, the others one over it. Default: silent silos are asked again, and the fit stops if they stay silent.
+        :param checkpoint: of silos elsewhere, a file for the state after every ``checkpoint_every`` rounds. Where it exists, the fit goes on from it, as if it had not stopped: the
+            silos keep what it names. Silos that gave up on the server have to be connected again (:func:`numpyro_fed.engines.wire.connect`).
+        :param checkpoint_every: so many rounds are lost at most.
+        :raises ValueError: in words, before anything is compiled, for arguments that make no sense.
+        :raises RuntimeError: naming the silos elsewhere that did not answer before the first round was made.
+        :warns UserWarning: when a loss is not finite (naming round and silo; the last finite state is returned), after Ctrl-C (the
+            rounds so far are returned), where silos elsewhere stay silent (likewise), and for silos that never took part.
+        """
+        if isinstance(num_rounds, bool) or not isinstance(num_rounds, int | np.integer) or num_rounds < 1:
+            raise ValueError(f"num_rounds: expected a whole number >= 1, got {num_rounds!r}")
+        if tol is not None and not (math.isfinite(tol) and tol > 0):
+            raise ValueError(f"tol: expected a number of nats > 0, got {tol!r}")
+        if init_from is not None and init_state is not None:
+            raise ValueError("init_from and init_state: expected one of them, got both")
+        self._options.check_rounds(num_rounds, tol, participation, answering, init_state)
+        prepared = self.prepared(silos)
+        who = participation_of(participation, prepared.names)
+        known = answering_of(answering, prepared.names, prepared.elsewhere, self.algorithm == "sfvi")
+        plan, keeper = prepared.plan, Checkpoint(checkpoint, checkpoint_every)
+        rounds = saved = None
+        with keeper.held():
+            if prepared.elsewhere:
+                facts = self._facts(rng_key, prepared, silos, who, known) if checkpoint is not None else {}
+                rounds = RemoteRounds(self.algorithm, self._federated, prepared, who, known, keeper, facts)
+                saved = rounds.saved()
+            elif checkpoint is not None:
+                raise ValueError(
+                    "checkpoint: silos at hand keep nothing; expected None, and init_state=result.state to go on"
+                )
+            if saved is not None:
+                if init_from is not None or init_state is not None:
+                    raise ValueError(
+                        f"checkpoint: {keeper.place} is there, and the fit goes on from it; expected no init_from or init_state beside it"
+                    )
+                state, made = saved
+                if len(made) > num_rounds:
+                    raise ValueError(
+                        f"num_rounds={num_rounds}: {keeper.place} is of {len(made)} rounds; expected as many or more, or another file"
+                    )
+            elif init_state is None:
+                state, made = self.init(rng_key, silos, init_from=init_from), np.zeros(0)
+            else:
+                state, made = self._checked(init_state, silos), np.zeros(0)
+            arguments = plan, state, prepared.names, num_rounds, tol, progress_bar
+            if rounds is not None:
+                if saved is not None or init_state is None:  # else it is another result's
+                    rounds.owns(state)
+                state, losses, stopped = run_rounds(rounds, *arguments, at_once=1, before=made)
+                rounds.tidy(state)
+            else:
+                state, losses, stopped = run_rounds(at_hand(self._federated, plan, who, prepared.stacks), *arguments)
+        self._say_how_it_ended(prepared, state)
+        _warn_of_absent(prepared, state)
+        spent = self._spent(prepared, state, who, known)
+        return self._result(prepared, state, losses, silos.names, spent, stopped)
+
+    def _result(
+        self,
+        prepared: Prepared,
+        state: VIState,
+        losses: np.ndarray,
+        order: tuple[str, ...],
+        spent: Spent | None,
+        stopped: str | None,
+    ) -> VIResult:
+        """What a run that has ended returns; costs in the ``order`` of the user's silos."""
+        plan = prepared.plan
+        average = state.server.params if state.server.average is None else state.server.average
+        params = self._named(prepared, average, state, True)
+        if prepared.elsewhere:
+            costs = ledger_of_calls(state, prepared.names, order)
+        else:
+            costs = ledger(self._federated, plan, state, prepared.stacks, prepared.names, order)
+        family = plan.families[0]
+        whitening = family.whitening(plan.constrain(average)) if isinstance(family, SiloNormal) else None
+        return VIResult(params, state, losses, costs, prepared.partition(), whitening, spent, stopped)
+
+    def _facts(
+        self, rng_key: Array, prepared: Prepared, silos: Any, who: Participation | None, known: Participation | None
+    ) -> dict[str, Any]:
+        """What a checkpoint of the same fit has."""
+        drawn = {"participation": who, "answering": known}
+        return {
+            "model and fit": fingerprint(prepared.plan.factors, prepared.parts[0], self),
+            **facts_of_run(rng_key, silos),
+            **{name: None if p is None else np.asarray(p.probability).tolist() for name, p in drawn.items()},
+        }
+
+    def _spent(self, prepared: Prepared, state: VIState, *drawn: Participation | None) -> Spent | None:
+        """What a fit has spent, where silos took part as drawn."""
+        if self.privacy is None:
+            return None
+        rounds, noise = int(state.server.i), prepared.plan.noise
+        assert noise is not None
+        counts = np.ones(len(prepared.names))
+        for who in drawn:
+            counts = counts if who is None else counts / who.probability
+        error = expected_error(noise, float(counts.sum()), max(rounds, 1))
+        silos, epsilon = prepared.parts[0], self.privacy.spent(rounds)
+        simulated = not (isinstance(silos, RemoteSilos) and silos.carrier.guarded)
+        return Spent(epsilon, self.privacy.delta, noise.clip, rounds, self.privacy.epsilon, error, simulated)
+
+
+def _warn_of_absent(prepared: Prepared, state: VIState) -> None:
+    never = [name for name, n in zip(prepared.names, np.asarray(state.visits), strict=True) if n == 0]
+    if never:
+        shown = ", ".join(map(repr, never[:5])) + (", ..." if len(never) > 5 else "")
+        warnings.warn(
+            f"{len(never)} of {len(prepared.names)} silos never took part ({shown}): their data are not in the fit. Run more "
+            "rounds, or raise participation",
+            stacklevel=3,
+        )
