@@ -49,7 +49,8 @@ def local_line(fit: az.InferenceData, nuts: az.InferenceData, names: Sequence[st
 
     pairs = [[flat(idata, name) for idata in (fit, nuts)] for name in names]
     (mean, sd), (mean_ref, sd_ref) = (
-        [f(np.concatenate(side, axis=-1), axis=(0, 1)) for f in (np.mean, np.std)] for side in zip(*pairs, strict=True)
+        [f(np.concatenate(side, axis=-1), axis=(0, 1)) for f in (np.mean, np.std)]
+        for side in zip(*pairs, strict=True)
     )
     ratio = sd / sd_ref
     return (

@@ -37,7 +37,12 @@ def simulated(beta: float, seed: int = 0, size: int = NUM_ROWS) -> tuple[fed.Sil
 
 def table() -> Rows:
     """SUSY's rows at hand: X_train (10000, 8), X_test (1000, 8), and their labels."""
-    shapes = {"X_train": (10_000, 8), "y_train": (10_000,), "X_test": (1_000, 8), "y_test": (1_000,)}
+    shapes = {
+        "X_train": (10_000, 8),
+        "y_train": (10_000,),
+        "X_test": (1_000, 8),
+        "y_test": (1_000,),
+    }
     source = "github.com/pghysels/STRUMPACK, examples/dense/data/susy_10Kn_*.csv, put together as arrays of these names"
     place = path("susy", "susy_11k_lowlevel.npz", source, f"arrays {shapes}")
     try:
@@ -49,7 +54,9 @@ def table() -> Rows:
         ) from error
     got = {name: x.shape for name, x in found.items()}
     if got != shapes:
-        raise ValueError(f"{place}: expected arrays of shapes {shapes}, got {got}; get it anew from {source}")
+        raise ValueError(
+            f"{place}: expected arrays of shapes {shapes}, got {got}; get it anew from {source}"
+        )
     return found
 
 
@@ -57,10 +64,15 @@ def deal(rng: np.random.Generator, y: np.ndarray, shares: np.ndarray) -> np.ndar
     """The silo of each row, -1 for rows of no silo: equal silos, with those shares of ones, as large as the labels allow."""
     have = np.bincount(y, minlength=2)
     size = int(min(have[0] / (1 - shares).sum(), have[1] / shares.sum()))
-    while size and ((ones := np.round(shares * size).astype(int)).sum() > have[1] or (size - ones).sum() > have[0]):
+    while size and (
+        (ones := np.round(shares * size).astype(int)).sum() > have[1]
+        or (size - ones).sum() > have[0]
+    ):
         size -= 1
     if not size:
-        raise ValueError(f"expected enough labels of both kinds for {len(shares)} silos, got {have.tolist()}")
+        raise ValueError(
+            f"expected enough labels of both kinds for {len(shares)} silos, got {have.tolist()}"
+        )
     by = np.full(len(y), -1)
     for label, counts in ((0, size - ones), (1, ones)):
         rows = rng.permutation(np.flatnonzero(y == label))[: counts.sum()]
@@ -71,11 +83,18 @@ def deal(rng: np.random.Generator, y: np.ndarray, shares: np.ndarray) -> np.ndar
 def susy(beta: float, seed: int = 0) -> tuple[fed.Silos, Rows]:
     """The training rows, dealt, and the balanced part of the test rows."""
     found, rng = table(), np.random.default_rng(seed)
-    x, y, tests = found["X_train"], found["y_train"].astype(np.int32), found["y_test"].astype(np.int32)
+    x, y, tests = (
+        found["X_train"],
+        found["y_train"].astype(np.int32),
+        found["y_test"].astype(np.int32),
+    )
     by = deal(rng, y, rng.beta(beta, beta, NUM_SILOS))
     keep = by >= 0
     test = deal(rng, tests, np.array([0.5])) == 0
-    return fed.split({"x": x[keep], "y": y[keep]}, by=by[keep]), {"x": found["X_test"][test], "y": tests[test]}
+    return fed.split({"x": x[keep], "y": y[keep]}, by=by[keep]), {
+        "x": found["X_test"][test],
+        "y": tests[test],
+    }
 
 
 def sample(silos: fed.Silos, size: int) -> Rows:

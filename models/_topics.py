@@ -21,7 +21,9 @@ class Words(dist.Distribution):
 
     def __init__(self, logits, *, validate_args=None):  # type: ignore[no-untyped-def]
         self.logits = logits
-        super().__init__(jnp.shape(logits)[:-1], jnp.shape(logits)[-1:], validate_args=validate_args)
+        super().__init__(
+            jnp.shape(logits)[:-1], jnp.shape(logits)[-1:], validate_args=validate_args
+        )
 
     def log_prob(self, value):  # type: ignore[no-untyped-def]
         return jnp.sum(value * jax.nn.log_softmax(self.logits), axis=-1)
@@ -57,7 +59,9 @@ def npmi(topics: np.ndarray, documents: np.ndarray, top: int = TOP) -> np.ndarra
     return np.array(out)
 
 
-def minus_bounds(q: tuple[jax.Array, jax.Array], topics: jax.Array, counts: jax.Array, key: jax.Array) -> jax.Array:
+def minus_bounds(
+    q: tuple[jax.Array, jax.Array], topics: jax.Array, counts: jax.Array, key: jax.Array
+) -> jax.Array:
     """Minus the bound of each document, one draw of z, at fixed topics."""
     loc, log_scale = q
     variance = 1 - 1 / len(topics)

@@ -141,7 +141,9 @@ def epoch(train: Rows, test: Rows, num_steps: int) -> Curves:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "step_size falls like")  # the paper's exponent
         kernel = fed.PushSumLangevin(model, GRAPH, fed.polynomial_decay(*ALPHA), BATCH_SIZE)
-    mcmc = MCMC(kernel, num_warmup=0, num_samples=num_steps, num_chains=NODES, chain_method="vectorized")
+    mcmc = MCMC(
+        kernel, num_warmup=0, num_samples=num_steps, num_chains=NODES, chain_method="vectorized"
+    )
     mcmc.run(jax.random.key(0), silos(train))
     draws = np.asarray(mcmc.get_samples(group_by_chain=True)["w"], np.float64)
     draws = np.concatenate([draws, draws.mean(0, keepdims=True)])
@@ -149,7 +151,11 @@ def epoch(train: Rows, test: Rows, num_steps: int) -> Curves:
     steps = np.unique(np.append(np.arange(1, num_steps, max(1, num_steps // 200)), num_steps))
     current = [[auc(test[0] @ w, test[1]) for w in draws[:, t - 1]] for t in steps]
     means = [(total[:, t] - total[:, t // 2]) / (t - t // 2) for t in steps]
-    return Curves(steps, np.array(current), np.array([[auc(test[0] @ w, test[1]) for w in mean] for mean in means]))
+    return Curves(
+        steps,
+        np.array(current),
+        np.array([[auc(test[0] @ w, test[1]) for w in mean] for mean in means]),
+    )
 
 
 def laplace(x: np.ndarray, y: np.ndarray, variance: float) -> tuple[np.ndarray, np.ndarray]:
@@ -182,11 +188,17 @@ def reference(
 
 def pooled(train: Rows, test: Rows, num_warmup: int, num_samples: int) -> Pooled:
     """The posterior of all training rows."""
-    draws = reference(model, train, 2.0, num_warmup, num_samples, 1)[0].astype(np.float64)  # 2: of Laplace(0, 1)
+    draws = reference(model, train, 2.0, num_warmup, num_samples, 1)[0].astype(
+        np.float64
+    )  # 2: of Laplace(0, 1)
     logits = test[0] @ draws.T
     prediction = (1 / (1 + np.exp(-logits))).mean(1)
     each = [auc(one, test[1]) for one in logits.T[:: max(1, num_samples // 100)]]
-    return Pooled(auc(logits.mean(1), test[1]), auc(prediction, test[1]), (float(np.mean(each)), float(np.std(each))))
+    return Pooled(
+        auc(logits.mean(1), test[1]),
+        auc(prediction, test[1]),
+        (float(np.mean(each)), float(np.std(each))),
+    )
 
 
 def agreement(
@@ -201,7 +213,10 @@ def agreement(
     mcmc.run(jax.random.key(2), rows)
     draws = np.asarray(mcmc.get_samples(group_by_chain=True)["w"])
     nuts = {"w": reference(smooth_model, train, 1.0, *nuts_draws, 4)}
-    return {name: fed.compare({"w": draws[i::NODES]}, nuts, mean_tolerance=0.15) for i, name in enumerate(rows.names)}
+    return {
+        name: fed.compare({"w": draws[i::NODES]}, nuts, mean_tolerance=0.15)
+        for i, name in enumerate(rows.names)
+    }
 
 
 def plot(found: Curves, whole: Pooled, place: Path) -> None:
@@ -213,7 +228,12 @@ def plot(found: Curves, whole: Pooled, place: Path) -> None:
             axis.plot(found.steps, values[:, node], linewidth=1, label=f"node {node}")
         axis.plot(found.steps, values[:, -1], color="black", linewidth=1, label="average of nodes")
         axis.axhline(PAPER, color="gray", linestyle="dashed", label=f"the paper's average, {PAPER}")
-        axis.axhline(whole.mean, color="gray", linestyle="dotted", label=f"pooled posterior mean, {whole.mean:.4f}")
+        axis.axhline(
+            whole.mean,
+            color="gray",
+            linestyle="dotted",
+            label=f"pooled posterior mean, {whole.mean:.4f}",
+        )
         axis.set(title=title, xlabel="steps", ylim=(0.8, 0.91))
     axes[0].set_ylabel("ROC-AUC on held-out rows")
     axes[1].legend(loc="lower right")
@@ -230,11 +250,18 @@ def main(arguments: Sequence[str] | None = None) -> Result:
     args = parser.parse_args(arguments)
 
     train, test = data(5_000 if args.quick else None)
-    curves = epoch(train, test, len(train[1]) // (NODES * BATCH_SIZE) if args.quick else PAPER_STEPS)
+    curves = epoch(
+        train, test, len(train[1]) // (NODES * BATCH_SIZE) if args.quick else PAPER_STEPS
+    )
     whole = pooled(train, test, *((50, 100) if args.quick else (100, 300)))
-    print(f"ROC-AUC on {len(test[1]):,} rows after {curves.steps[-1]:,} steps; the paper's average of nodes: {PAPER}")
+    print(
+        f"ROC-AUC on {len(test[1]):,} rows after {curves.steps[-1]:,} steps; the paper's average of nodes: {PAPER}"
+    )
     print("                       " + "".join(f"node {k}  " for k in range(NODES)) + "average")
-    for name, values in (("current position", curves.current[-1]), ("running mean", curves.running[-1])):
+    for name, values in (
+        ("current position", curves.current[-1]),
+        ("running mean", curves.running[-1]),
+    ):
         print(f"{name:<22}" + "".join(f"{value:8.4f}" for value in values))
     print(
         f"pooled NUTS: posterior mean {whole.mean:.4f}, averaged prediction {whole.prediction:.4f}, "
@@ -244,7 +271,9 @@ def main(arguments: Sequence[str] | None = None) -> Result:
     print(f"figure written to {args.figure}")
 
     few = (train[0][:400], train[1][:400]) if args.quick else (train[0][:2_000], train[1][:2_000])
-    sizes = (8, (300, 1_500), 15, (50, 100)) if args.quick else (16, (1_000, 60_000), 50, (150, 1_500))
+    sizes = (
+        (8, (300, 1_500), 15, (50, 100)) if args.quick else (16, (1_000, 60_000), 50, (150, 1_500))
+    )
     nodes = agreement(few, *sizes)
     print(f"{len(few[1]):,} rows, 124 coefficients, each node's draws beside pooled NUTS")
     for name, comparison in nodes.items():

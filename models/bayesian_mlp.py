@@ -48,7 +48,11 @@ STAY, BATCH_SIZE, ROUNDS = 40, 50, 5_000
 PARTITIONS = {"alike": 100.0, "skewed": 0.5}  # both parameters of the Beta law of the silos' labels
 STEPS = {"susy": (1e-4, 1e-5), "simulated": (1e-4, 1e-7)}  # the papers' first
 LOCAL_STEP = {"susy": 1e-4, "simulated": 1e-7}  # of a silo's own chain
-KEPT, THINNING, JUDGED = 4, 9, 100  # draws of a round; one in so many is stored; and so many of these are judged
+KEPT, THINNING, JUDGED = (
+    4,
+    9,
+    100,
+)  # draws of a round; one in so many is stored; and so many of these are judged
 VI_ROUNDS = 40
 METHODS = {"DSGLD": 0.0, "FSGLD": 1.0}  # weight of the conducive gradient
 PAPER = {  # log-likelihood, train and test
@@ -64,7 +68,9 @@ class Network(nnx.Module):
 
     def __init__(self, features: int, seed: int = 0) -> None:
         rngs = nnx.Rngs(seed)
-        self.layers = nnx.List([nnx.Linear(i, o, rngs=rngs) for i, o in pairwise((features, *HIDDEN, 2))])
+        self.layers = nnx.List(
+            [nnx.Linear(i, o, rngs=rngs) for i, o in pairwise((features, *HIDDEN, 2))]
+        )
 
     def __call__(self, x: jax.Array) -> jax.Array:
         for layer in self.layers[:-1]:
@@ -89,10 +95,14 @@ def start(features: int, seed: int) -> dict[str, np.ndarray]:
 
 def flat(draws: dict[str, jax.Array], axes: int) -> np.ndarray:
     """Positions in the order of the kernels, sites sorted by name, after ``axes`` axes of draws."""
-    return np.concatenate([np.asarray(draws[k]).reshape(*draws[k].shape[:axes], -1) for k in sorted(draws)], -1)
+    return np.concatenate(
+        [np.asarray(draws[k]).reshape(*draws[k].shape[:axes], -1) for k in sorted(draws)], -1
+    )
 
 
-def surrogates(silos: fed.Silos, step_size: float, num_draws: int = 3_000) -> fed.surrogates.Surrogates:
+def surrogates(
+    silos: fed.Silos, step_size: float, num_draws: int = 3_000
+) -> fed.surrogates.Surrogates:
     """The papers' diagonal Gaussians: moments of a chain in every silo, its prior divided out.
 
     One chain of the model to the power 1/S stays at each silo: with f = 1/S its gradients there are those of p(theta)^(1/S) p(y_s | theta).
@@ -110,7 +120,12 @@ def surrogates(silos: fed.Silos, step_size: float, num_draws: int = 3_000) -> fe
     )
     # a third of the stay is burn-in
     mcmc = MCMC(
-        kernel, num_warmup=0, num_samples=num_draws, num_chains=count, chain_method="vectorized", progress_bar=False
+        kernel,
+        num_warmup=0,
+        num_samples=num_draws,
+        num_chains=count,
+        chain_method="vectorized",
+        progress_bar=False,
     )
     first = {k: np.stack([v] * count) for k, v in start(silos.pooled["x"].shape[-1], 99).items()}
     mcmc.run(jax.random.key(5), silos, init_params=first)
@@ -119,7 +134,9 @@ def surrogates(silos: fed.Silos, step_size: float, num_draws: int = 3_000) -> fe
     assert sorted(where) == list(range(count))
     draws = draws[np.argsort(where)]
     precision = 1 / np.maximum(draws.var(1), 1e-12)
-    means = precision * draws.mean(1) / np.maximum(precision - 1 / count, 1e-6)  # the prior's mean is zero
+    means = (
+        precision * draws.mean(1) / np.maximum(precision - 1 / count, 1e-6)
+    )  # the prior's mean is zero
     return fed.surrogates.analytic(silos, means, np.maximum(precision - 1 / count, 1e-6))
 
 
@@ -132,7 +149,12 @@ class Fit(NamedTuple):
 
 
 def fit(
-    silos: fed.Silos, method: str, step_size: float, rounds: int, q: fed.surrogates.Surrogates | None, seed: int = 0
+    silos: fed.Silos,
+    method: str,
+    step_size: float,
+    rounds: int,
+    q: fed.surrogates.Surrogates | None,
+    seed: int = 0,
 ) -> Fit:
     """The papers' update, from the network's own start."""
     settings: dict[str, Any] = {} if q is None else {"surrogate": q}
@@ -146,7 +168,9 @@ def fit(
         num_kept=KEPT,
         **settings,
     )
-    mcmc = MCMC(kernel, num_warmup=0, num_samples=rounds * KEPT, thinning=THINNING, progress_bar=False)
+    mcmc = MCMC(
+        kernel, num_warmup=0, num_samples=rounds * KEPT, thinning=THINNING, progress_bar=False
+    )
     mcmc.run(jax.random.key(seed), silos, init_params=start(silos.pooled["x"].shape[-1], seed))
     draws = {k: np.asarray(v) for k, v in mcmc.get_samples().items()}
     fields = mcmc.get_extra_fields()
@@ -182,7 +206,9 @@ def judge(found: Fit, silos: fed.Silos, test: Rows) -> dict[str, float]:
     some, every = sample(silos, 1_000), judged(found)
     pooled = {k: v.reshape(-1, *v.shape[2:]) for k, v in some.items()}
     own = [
-        log_likelihood({k: v[[i]] for k, v in every.draws.items()}, {k: v[s] for k, v in some.items()}).mean()
+        log_likelihood(
+            {k: v[[i]] for k, v in every.draws.items()}, {k: v[s] for k, v in some.items()}
+        ).mean()
         for i, s in enumerate(every.silo)
     ]
     out: dict[str, float] = {}
@@ -195,7 +221,9 @@ def judge(found: Fit, silos: fed.Silos, test: Rows) -> dict[str, float]:
 def plot(found: dict[tuple[str, float, str], tuple[Fit, fed.Silos, Rows]], place: Path) -> None:
     """Figures 4 and 5, log-likelihood by draw, and calibration of the posterior prediction on test rows."""
     cases = list(dict.fromkeys((partition, step) for partition, step, _ in found))
-    figure, axes = plt.subplots(3, len(cases), figsize=(3.6 * len(cases), 8.5), layout="constrained", squeeze=False)
+    figure, axes = plt.subplots(
+        3, len(cases), figsize=(3.6 * len(cases), 8.5), layout="constrained", squeeze=False
+    )
     for column, (partition, step) in zip(axes.T, cases, strict=True):
         for method, colour in zip(METHODS, ("C1", "C0"), strict=True):
             one, silos, test = found[partition, step, method]
@@ -216,7 +244,10 @@ def plot(found: dict[tuple[str, float, str], tuple[Fit, fed.Silos, Rows]], place
             bins = np.clip((np.nan_to_num(p, nan=0.5) * 10).astype(int), 0, 9)
             shown = [b for b in range(10) if (bins == b).sum() >= 20]
             column[2].plot(
-                [p[bins == b].mean() for b in shown], [few["y"][bins == b].mean() for b in shown], "o-", color=colour
+                [p[bins == b].mean() for b in shown],
+                [few["y"][bins == b].mean() for b in shown],
+                "o-",
+                color=colour,
             )
         column[0].set(title=f"{partition}, step {step:g}", ylabel="train", ylim=(-3, 0))
         column[1].set(xlabel="round", ylabel="test", ylim=(-3, 0))
@@ -231,7 +262,13 @@ def plot(found: dict[tuple[str, float, str], tuple[Fit, fed.Silos, Rows]], place
 
 
 def compare(
-    name: str, rounds: int, repetitions: int, num_draws: int, size: int, cases: Sequence[str], place: Path
+    name: str,
+    rounds: int,
+    repetitions: int,
+    num_draws: int,
+    size: int,
+    cases: Sequence[str],
+    place: Path,
 ) -> pd.DataFrame:
     """Both methods, all steps and the partitions ``cases``; a row a run."""
     rows: list[dict[str, Any]] = []
@@ -241,7 +278,9 @@ def compare(
             silos, test = susy(beta, seed) if name == "susy" else simulated(beta, seed, size)
             if name == "simulated":
                 print(
-                    f"  {partition}: best possible", {k: round(v, 3) for k, v in best(silos, test).items()}, flush=True
+                    f"  {partition}: best possible",
+                    {k: round(v, 3) for k, v in best(silos, test).items()},
+                    flush=True,
                 )
             q = surrogates(silos, LOCAL_STEP[name], num_draws)
             for step in STEPS[name][:1] if rounds < ROUNDS else STEPS[name]:
@@ -251,12 +290,21 @@ def compare(
                     case: dict[str, Any] = {"partition": partition, "step": step, "method": method}
                     seconds = time.perf_counter() - begin
                     rows.append(
-                        {**case, "seed": seed, **judge(found, silos, test), "undone": found.undone, "seconds": seconds}
+                        {
+                            **case,
+                            "seed": seed,
+                            **judge(found, silos, test),
+                            "undone": found.undone,
+                            "seconds": seconds,
+                        }
                     )
                     shown.setdefault((partition, step, method), (found, silos, test))
                     print(
                         "  "
-                        + ", ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{v}" for k, v in rows[-1].items()),
+                        + ", ".join(
+                            f"{k} {v:.4g}" if isinstance(v, float) else f"{v}"
+                            for k, v in rows[-1].items()
+                        ),
                         flush=True,
                     )
     plot(shown, place)
@@ -270,15 +318,24 @@ def defaults(silos: fed.Silos, test: Rows, rounds: int) -> tuple[dict[str, float
         fed.FSGLD(model, batch_size=batch), num_warmup=rounds // 5, num_samples=rounds, num_chains=3, chain_method="vectorized", progress_bar=False
     )  # fmt: skip
     firsts = [start(silos.pooled["x"].shape[-1], seed) for seed in range(3)]
-    mcmc.run(jax.random.key(0), silos, init_params={k: np.stack([f[k] for f in firsts]) for k in firsts[0]})
-    found = Fit({k: np.asarray(v) for k, v in mcmc.get_samples().items()}, np.asarray(mcmc.get_extra_fields()["silo"]))
+    mcmc.run(
+        jax.random.key(0),
+        silos,
+        init_params={k: np.stack([f[k] for f in firsts]) for k in firsts[0]},
+    )
+    found = Fit(
+        {k: np.asarray(v) for k, v in mcmc.get_samples().items()},
+        np.asarray(mcmc.get_extra_fields()["silo"]),
+    )
     return judge(found, silos, test), fed.diagnose(mcmc)
 
 
 def variational(silos: fed.Silos, test: Rows, rounds: int) -> dict[str, float]:
     """Draws of a diagonal Gaussian, fitted in conducive rounds: each pair of points looks at some rows."""
     first = start(silos.pooled["x"].shape[-1], 0)
-    guide = fed.AutoSiloNormal(model, global_cov="diag", init_scale=0.05, init_loc_fn=init_to_value(values=first))
+    guide = fed.AutoSiloNormal(
+        model, global_cov="diag", init_scale=0.05, init_loc_fn=init_to_value(values=first)
+    )
     size = max(16, silos.sizes[silos.group["y"]][0] // 256)
     avg = fed.SFVIAvg(model, guide, conducive=True, batch_size=size)
     result = avg.run(jax.random.key(0), rounds, silos, progress_bar=False)
@@ -292,10 +349,14 @@ def main(arguments: Sequence[str] | None = None) -> pd.DataFrame:
         description="A Bayesian neural network: DSGLD and FSGLD on silos whose labels differ."
     )
     parser.add_argument(
-        "--quick", action="store_true", help="100 rounds at the papers' step, skewed silos, small simulated ones"
+        "--quick",
+        action="store_true",
+        help="100 rounds at the papers' step, skewed silos, small simulated ones",
     )
     parser.add_argument("--data", choices=sorted(STEPS), default="simulated")
-    parser.add_argument("--repetitions", type=int, default=1, help="each with silos and a chain of its own")
+    parser.add_argument(
+        "--repetitions", type=int, default=1, help="each with silos and a chain of its own"
+    )
     parser.add_argument(
         "--defaults",
         action="store_true",
@@ -308,11 +369,16 @@ def main(arguments: Sequence[str] | None = None) -> pd.DataFrame:
     if args.defaults:
         silos, test = susy(0.5) if args.data == "susy" else simulated(0.5, size=size)
         number = 100 if args.quick else 1_000
-        print("always one half: -0.693; best possible:", best(silos, test) if args.data == "simulated" else "not known")
+        print(
+            "always one half: -0.693; best possible:",
+            best(silos, test) if args.data == "simulated" else "not known",
+        )
         step = STEPS[args.data][-1]
         rows = {f"DSGLD, {step:g}": judge(fit(silos, "DSGLD", step, number, None), silos, test)}
         print(rows, flush=True)
-        rows[f"SFVI-Avg, conducive, {VI_ROUNDS} rounds"] = variational(silos, test, 5 if args.quick else VI_ROUNDS)
+        rows[f"SFVI-Avg, conducive, {VI_ROUNDS} rounds"] = variational(
+            silos, test, 5 if args.quick else VI_ROUNDS
+        )
         print(rows, flush=True)
         rows["FSGLD, defaults"], verdict = defaults(silos, test, number)
         print(frame := pd.DataFrame(rows).T.round(3), verdict, sep="\n")
@@ -326,7 +392,11 @@ def main(arguments: Sequence[str] | None = None) -> pd.DataFrame:
     )
     print(shown.round(3).to_string())
     if not args.quick:
-        print("the paper, train and test:", *(f"{' '.join(k)} {v}" for k, v in PAPER.items()), sep="\n  ")
+        print(
+            "the paper, train and test:",
+            *(f"{' '.join(k)} {v}" for k, v in PAPER.items()),
+            sep="\n  ",
+        )
     print(f"figure written to {args.figure}")
     return frame
 

@@ -72,16 +72,26 @@ def estimator(method: str) -> Estimator:
     """Of one of the METHODS; pooled rows are one silo."""
     rows, surrogate = silos(), None
     if method.startswith("FSGLD"):
-        surrogate = fed.surrogates.moments(model, rows, prior=0.0) if "moments" in method else "score"
+        surrogate = (
+            fed.surrogates.moments(model, rows, prior=0.0) if "moments" in method else "score"
+        )
     data = rows.as_one() if method == "SGLD" else rows
     own: dict[str, Any] = {"surrogate": surrogate, "alpha": float(surrogate is not None)}
-    own |= {"selection": None, "preconditioner": None, "bias_target": 0.02, "public": (), "validate": False}
+    own |= {
+        "selection": None,
+        "preconditioner": None,
+        "bias_target": 0.02,
+        "public": (),
+        "validate": False,
+    }
     options = Options(step_size=1e-4, num_local_steps=1, batch_size=BATCH_SIZE, **own).checked()
     found = prepare(model, data, {}, options)
     return Estimator(found.plan, found.tuning, data, found.surrogates)
 
 
-def gradient(plan: Plan, tuning: Tuning, silos: fed.Silos, theta: Array, number: Array, batch: dict | Array) -> Array:
+def gradient(
+    plan: Plan, tuning: Tuning, silos: fed.Silos, theta: Array, number: Array, batch: dict | Array
+) -> Array:
     """The estimate of the gradient of log p(theta, y) in theta, a scalar, at one silo.
 
     :param batch: a minibatch as arguments of the model, or a key to draw one.
@@ -96,18 +106,29 @@ def gradient(plan: Plan, tuning: Tuning, silos: fed.Silos, theta: Array, number:
 
 
 @partial(jax.jit, static_argnames=("plan", "count"))
-def sample(plan: Plan, tuning: Tuning, silos: fed.Silos, thetas: Array, key: Array, count: int) -> Array:
+def sample(
+    plan: Plan, tuning: Tuning, silos: fed.Silos, thetas: Array, key: Array, count: int
+) -> Array:
     """Estimates at each theta, ``(K, count)``: of silos and minibatches drawn as the kernels draw them."""
 
     def one(theta: Array, key: Array) -> Array:
         key_silo, key_batch = random.split(key)
-        return gradient(plan, tuning, silos, theta, random.choice(key_silo, len(silos), p=tuning.selection), key_batch)
+        return gradient(
+            plan,
+            tuning,
+            silos,
+            theta,
+            random.choice(key_silo, len(silos), p=tuning.selection),
+            key_batch,
+        )
 
     keys = random.split(key, (len(thetas), count))
     return jax.vmap(jax.vmap(one, in_axes=(None, 0)))(thetas, keys)
 
 
-def variance(method: str, thetas: np.ndarray, surrogates: fed.surrogates.Surrogates | None = None) -> np.ndarray:
+def variance(
+    method: str, thetas: np.ndarray, surrogates: fed.surrogates.Surrogates | None = None
+) -> np.ndarray:
     """The closed form of the module's docstring, at each theta."""
     p = np.array(HEADS) / NUM_ROWS
     total = (len(p) * NUM_ROWS / (thetas * (1 - thetas))) ** 2
@@ -127,7 +148,9 @@ def table(count: int) -> pd.DataFrame:
     found = []
     for number, method in enumerate(METHODS):
         own = estimator(method)
-        drawn = np.asarray(sample(*own[:3], jnp.asarray(THETA), random.key(number), count), np.float64)
+        drawn = np.asarray(
+            sample(*own[:3], jnp.asarray(THETA), random.key(number), count), np.float64
+        )
         exact = np.sqrt(variance(method, THETA, own.surrogates))
         for theta, values, sd in zip(THETA, drawn, exact, strict=True):
             true = heads / theta - tails / (1 - theta)
@@ -142,11 +165,15 @@ def plot(frame: pd.DataFrame, place: Path) -> None:
     for method, shift, color in zip(METHODS, (*shifts, 0.0), ("C0", "C3", "C2", "C7"), strict=True):
         own = frame.loc[method]
         if method != "FSGLD, moments":
-            left.errorbar(THETA + shift, own["mean"], own["sd"], fmt=".", color=color, capsize=2, label=method)
+            left.errorbar(
+                THETA + shift, own["mean"], own["sd"], fmt=".", color=color, capsize=2, label=method
+            )
         right.semilogy(THETA, own["closed form"], color=color)
         right.semilogy(THETA, own["sd"], "o", color=color, markersize=4, label=method)
     left.plot(THETA, frame.loc["SGLD"]["gradient"], color="black", linewidth=0.8, label="all rows")
-    left.set(xlabel="theta", ylabel="gradient", ylim=(-500, 500), title="Mean and one sd of the estimate")
+    left.set(
+        xlabel="theta", ylabel="gradient", ylim=(-500, 500), title="Mean and one sd of the estimate"
+    )
     right.set(xlabel="theta", ylabel="sd", title="The sd: measured (points), closed form (lines)")
     left.legend()
     right.legend(loc="upper center")
@@ -157,7 +184,9 @@ def plot(frame: pd.DataFrame, place: Path) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> pd.DataFrame:
     """Print the sds, draw the figure; return the table."""
-    parser = argparse.ArgumentParser(description="Variance of gradient estimators on three Bernoulli silos.")
+    parser = argparse.ArgumentParser(
+        description="Variance of gradient estimators on three Bernoulli silos."
+    )
     parser.add_argument("--quick", action="store_true", help="few minibatches")
     parser.add_argument("--figure", type=Path, default=Path("figures/bernoulli_variance.png"))
     args = parser.parse_args(arguments)
@@ -166,7 +195,9 @@ def main(arguments: Sequence[str] | None = None) -> pd.DataFrame:
     sds = frame[["sd", "closed form"]].unstack("method").swaplevel(axis=1)[list(METHODS)]
     print("sd of the gradient's estimate in theta:")
     print(sds.iloc[1::2].round(1).to_string())
-    ratios = frame["sd"].unstack("method")[list(METHODS)].div(frame["closed form"].loc["SGLD"], axis=0)
+    ratios = (
+        frame["sd"].unstack("method")[list(METHODS)].div(frame["closed form"].loc["SGLD"], axis=0)
+    )
     print("as multiples of SGLD's closed form, least and largest over theta:")
     print(ratios.agg(["min", "max"]).round(3).to_string())
     plot(frame, args.figure)

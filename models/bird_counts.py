@@ -27,7 +27,9 @@ NUM_YEARS = 9
 def data() -> dict[str, np.ndarray]:
     """Count, site (0 to 234) and year (0 to 8) of each of 2,072 visits."""
     loaded = json.loads(
-        path("posteriordb/data_only", "GLMM_data.json", "posteriordb (GLMM_data)", "2,072 counts").read_text()
+        path(
+            "posteriordb/data_only", "GLMM_data.json", "posteriordb (GLMM_data)", "2,072 counts"
+        ).read_text()
     )
     return {
         "count": np.array(loaded["obs"]),

@@ -103,7 +103,11 @@ class Potentials(NamedTuple):
         """Covariance of the node's gradient from a single row, at a position of this law."""
         x, residual = self.x[node], mean @ self.x[node].T - self.y[node]
         squares = residual**2 + np.einsum("ni,...ij,nj->...n", x, covariance, x)
-        gradient = self.hessian[node] @ mean[..., None] - self.slope[node][:, None] - mean[..., None] / NUM_NODES
+        gradient = (
+            self.hessian[node] @ mean[..., None]
+            - self.slope[node][:, None]
+            - mean[..., None] / NUM_NODES
+        )
         spread = self.hessian[node] - np.eye(DIM) / NUM_NODES
         second = gradient @ np.swapaxes(gradient, -1, -2) + spread @ covariance @ spread
         return NUM_ROWS * np.einsum("...n,ni,nj->...ij", squares, x, x) - second
@@ -129,7 +133,11 @@ class Law(NamedTuple):
 
 
 def exact_law(
-    graph: fed.graphs.TimeVaryingGraph, decay: Decay, num_steps: int, minibatch: bool = False, num_sequences: int = 1
+    graph: fed.graphs.TimeVaryingGraph,
+    decay: Decay,
+    num_steps: int,
+    minibatch: bool = False,
+    num_sequences: int = 1,
 ) -> Law:
     """The law of the first, second, ... draw of chains that start from the prior.
 
@@ -164,7 +172,9 @@ def exact_law(
     return Law(*(np.stack(part) for part in zip(*found, strict=True)))
 
 
-def _positions(mean: np.ndarray, covariance: np.ndarray, divide: np.ndarray) -> tuple[np.ndarray, ...]:
+def _positions(
+    mean: np.ndarray, covariance: np.ndarray, divide: np.ndarray
+) -> tuple[np.ndarray, ...]:
     """The law of each node's X / Y and of the average, and E |Z_i - average|^2, from the law of what nodes mix."""
     s, m, d = len(mean), NUM_NODES, DIM
     average = np.tile(np.eye(d) / m, (1, m))
@@ -181,7 +191,9 @@ def root(matrix: np.ndarray) -> np.ndarray:
     return (vectors * np.sqrt(np.maximum(values, 0))[..., None, :]) @ np.swapaxes(vectors, -1, -2)
 
 
-def wasserstein(mean: np.ndarray, covariance: np.ndarray, posterior: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
+def wasserstein(
+    mean: np.ndarray, covariance: np.ndarray, posterior: tuple[np.ndarray, np.ndarray]
+) -> np.ndarray:
     """W2 between Gaussians of these means and covariances and the posterior."""
     half = root(posterior[1])
     cross = root(half @ covariance @ half)
@@ -209,17 +221,37 @@ class Run(NamedTuple):
 
 
 def simulate(
-    graph: fed.graphs.TimeVaryingGraph, decay: Decay, num_steps: int, num_networks: int, minibatch: bool = False
+    graph: fed.graphs.TimeVaryingGraph,
+    decay: Decay,
+    num_steps: int,
+    num_networks: int,
+    minibatch: bool = False,
 ) -> Run:
     """Networks of the kernel, from starts drawn from the prior."""
-    kernel = fed.PushSumLangevin(model, graph, fed.polynomial_decay(*decay), 1 if minibatch else None)
-    settings = {"num_chains": num_networks * NUM_NODES, "chain_method": "vectorized", "progress_bar": False}
+    kernel = fed.PushSumLangevin(
+        model, graph, fed.polynomial_decay(*decay), 1 if minibatch else None
+    )
+    settings = {
+        "num_chains": num_networks * NUM_NODES,
+        "chain_method": "vectorized",
+        "progress_bar": False,
+    }
     mcmc = MCMC(kernel, num_warmup=0, num_samples=num_steps, **settings)
     start = {"w": jax.random.normal(jax.random.key(1), (num_networks * NUM_NODES, DIM))}
-    mcmc.run(jax.random.key(0), silos(), init_params=start, extra_fields=("consensus_error", "push_sum_weight"))
-    fields = {"w": mcmc.get_samples(group_by_chain=True)["w"], **mcmc.get_extra_fields(group_by_chain=True)}
+    mcmc.run(
+        jax.random.key(0),
+        silos(),
+        init_params=start,
+        extra_fields=("consensus_error", "push_sum_weight"),
+    )
+    fields = {
+        "w": mcmc.get_samples(group_by_chain=True)["w"],
+        **mcmc.get_extra_fields(group_by_chain=True),
+    }
     w, error, weight = (
-        np.asarray(fields[name], np.float64).reshape(num_networks, NUM_NODES, *fields[name].shape[1:])
+        np.asarray(fields[name], np.float64).reshape(
+            num_networks, NUM_NODES, *fields[name].shape[1:]
+        )
         for name in ("w", "consensus_error", "push_sum_weight")
     )
     average = (weight[..., None] * w).mean(1, keepdims=True)
@@ -245,11 +277,19 @@ def table(laws: dict[str, Law], runs: dict[str, Run]) -> pd.DataFrame:
     rows: dict[str, dict[str, float]] = {}
     for name, law in laws.items():
         exact = distance(law)
-        parts = {name: exact} | ({f"{name}, measured": measured(runs[name].draws)} if name in runs else {})
+        parts = {name: exact} | (
+            {f"{name}, measured": measured(runs[name].draws)} if name in runs else {}
+        )
         for row, w2 in parts.items():
-            rows[row] = {f"t = {10**k:,}": w2[10**k - 1, :-1].max() for k in range(1, 7) if 10**k <= len(w2)}
+            rows[row] = {
+                f"t = {10**k:,}": w2[10**k - 1, :-1].max() for k in range(1, 7) if 10**k <= len(w2)
+            }
         slopes, consensus = slope(exact), slope(np.median(law.consensus, 1))
-        rows[name] |= {"slope, nodes": slopes[:-1].max(), "average": slopes[-1], "consensus": consensus.max()}
+        rows[name] |= {
+            "slope, nodes": slopes[:-1].max(),
+            "average": slopes[-1],
+            "consensus": consensus.max(),
+        }
     return pd.DataFrame(rows).T
 
 
@@ -259,7 +299,10 @@ def plot(law: Law, run: Run, title: str, place: Path) -> None:
     exact, consensus = distance(law), np.median(law.consensus, 1)
     found, networks, num_networks = measured(run.draws), run.consensus.mean(0).T, len(run.draws)
     # every second step: weights of push-sum change from one to the next
-    t, few = (np.unique(2 * np.geomspace(1, n // 2, k).astype(int)) for n, k in ((len(exact), 80), (len(found), 20)))
+    t, few = (
+        np.unique(2 * np.geomspace(1, n // 2, k).astype(int))
+        for n, k in ((len(exact), 80), (len(found), 20))
+    )
     for i in range(NUM_NODES):
         colour = f"C{i}"
         left.loglog(t, exact[t - 1, i], color=colour, lw=1, label=f"node {i}")
@@ -267,10 +310,16 @@ def plot(law: Law, run: Run, title: str, place: Path) -> None:
         right.loglog(t, consensus[t - 1, i], color=colour, lw=1, label=f"node {i}")
         right.loglog(few, networks[few - 1, i], "o", ms=4, mfc="none", color=colour)
     left.loglog(t, exact[t - 1, -1], "k--", lw=1, label="average")
-    left.axhline(floor(num_networks), color="grey", ls=":", label=f"{num_networks} exact draws would show")
+    left.axhline(
+        floor(num_networks), color="grey", ls=":", label=f"{num_networks} exact draws would show"
+    )
     late = t >= 200
-    left.loglog(t[late], 2 * exact[199, 0] * (t[late] / 200.0) ** -0.5, color="grey", lw=1, label="t^(-1/2)")
-    right.loglog(t[late], 3 * consensus[199, 0] * 200.0 / t[late], color="grey", lw=1, label="1 / t")
+    left.loglog(
+        t[late], 2 * exact[199, 0] * (t[late] / 200.0) ** -0.5, color="grey", lw=1, label="t^(-1/2)"
+    )
+    right.loglog(
+        t[late], 3 * consensus[199, 0] * 200.0 / t[late], color="grey", lw=1, label="1 / t"
+    )
     left.set(xlabel="t", title="W2 to the posterior (circles: networks of the kernel)")
     right.set(xlabel="t", title="E |node - average|²")
     left.legend(fontsize=8)
@@ -283,12 +332,20 @@ def plot(law: Law, run: Run, title: str, place: Path) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, pd.DataFrame]:
     """Print a table by graph for all rows and for minibatches, draw the figure; return the tables."""
-    parser = argparse.ArgumentParser(description="Decentralised linear regression: W2 to the posterior over steps.")
+    parser = argparse.ArgumentParser(
+        description="Decentralised linear regression: W2 to the posterior over steps."
+    )
     parser.add_argument("--quick", action="store_true", help="few steps and networks")
-    parser.add_argument("--figure", type=Path, default=Path("figures/decentralised_linear_regression.png"))
+    parser.add_argument(
+        "--figure", type=Path, default=Path("figures/decentralised_linear_regression.png")
+    )
     args = parser.parse_args(arguments)
-    num_steps, run_steps, num_networks, num_sequences = (1000, 300, 100, 5) if args.quick else (10_000, 1000, 500, 20)
-    print(f"W2 of the worst node; measured from {num_networks} networks it is at least about {floor(num_networks):.4f}")
+    num_steps, run_steps, num_networks, num_sequences = (
+        (1000, 300, 100, 5) if args.quick else (10_000, 1000, 500, 20)
+    )
+    print(
+        f"W2 of the worst node; measured from {num_networks} networks it is at least about {floor(num_networks):.4f}"
+    )
 
     decay, tables = (STEEPNESS * potentials().scale, OFFSET, 1.0), {}
     for variant, minibatch in (("all rows", False), ("minibatches of 1", True)):
@@ -304,7 +361,12 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, pd.DataFrame]:
         tables[variant] = table(laws, runs)
         print(f"\n{variant}; slopes over the last decade of t, the paper's rate is -1/2")
         print(tables[variant].map("{:.3g}".format).replace("nan", "").to_string())
-    plot(laws["periodic"], runs["periodic"], "Links that change at every step, minibatches of one row", args.figure)
+    plot(
+        laws["periodic"],
+        runs["periodic"],
+        "Links that change at every step, minibatches of one row",
+        args.figure,
+    )
     print(f"figure written to {args.figure}")
     return tables
 

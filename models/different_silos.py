@@ -73,7 +73,11 @@ def silos(scale: float = 1.0, seed: int = 0) -> fed.MixedSilos:
     (x, y), (hidden, y_proxy), (_, y_counts) = (persons(n) for n in (EXACT, PROXY, COUNTS))
     noisy = (hidden + NOISE * rng.normal(size=len(hidden))).astype(np.float32)
     return fed.MixedSilos(
-        {"exact": {"y": y, "x": x}, "proxy": {"y": y_proxy, "proxy": noisy}, "counts": {"y": y_counts}},
+        {
+            "exact": {"y": y, "x": x},
+            "proxy": {"y": y_proxy, "proxy": noisy},
+            "counts": {"y": y_counts},
+        },
         rows={"y": "persons", "x": "persons", "proxy": "persons"},
     )
 
@@ -85,13 +89,21 @@ def fit(silos: fed.MixedSilos | fed.Silos, num_draws: int = 4000) -> az.Inferenc
 
 def reference(silos: fed.MixedSilos, num_warmup: int = 1000, num_samples: int = 4000) -> MCMC:
     """NUTS on everything."""
-    mcmc = MCMC(NUTS(pooled), num_warmup=num_warmup, num_samples=num_samples, num_chains=4, chain_method="vectorized")
+    mcmc = MCMC(
+        NUTS(pooled),
+        num_warmup=num_warmup,
+        num_samples=num_samples,
+        num_chains=4,
+        chain_method="vectorized",
+    )
     mcmc.run(jax.random.key(1), [silos[name] for name in silos])
     return mcmc
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, fed.Comparison]:
-    parser = argparse.ArgumentParser(description="Silos that measured different things, beside pooled NUTS.")
+    parser = argparse.ArgumentParser(
+        description="Silos that measured different things, beside pooled NUTS."
+    )
     parser.add_argument("--quick", action="store_true", help="a tenth of the persons, few draws")
     parser.add_argument("--figure", type=Path, default=Path("figures/different_silos.png"))
     args = parser.parse_args(arguments)
@@ -106,9 +118,9 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, fed.Comparison]:
         found[label] = fed.compare(_globals(idata), _globals(nuts))
         print(f"\n{label}, beside pooled NUTS (truth: {TRUTH})\n{found[label]}")
     args.figure.parent.mkdir(parents=True, exist_ok=True)
-    fed.plot_compare(_globals(everyone), _globals(nuts), labels=("three silos", "pooled NUTS")).savefig(
-        args.figure, dpi=150
-    )
+    fed.plot_compare(
+        _globals(everyone), _globals(nuts), labels=("three silos", "pooled NUTS")
+    ).savefig(args.figure, dpi=150)
     print(f"figure written to {args.figure}")
     return found
 

@@ -56,13 +56,17 @@ def model_centred(y, error):  # type: ignore[no-untyped-def]
         numpyro.sample("y", dist.Normal(effect, error), obs=y)
 
 
-def fit(silos: fed.Silos, num_rounds: int = 4000, num_draws: int = 8000) -> tuple[az.InferenceData, az.InferenceData]:
+def fit(
+    silos: fed.Silos, num_rounds: int = 4000, num_draws: int = 8000
+) -> tuple[az.InferenceData, az.InferenceData]:
     """SFVI with its defaults: its draws as they are, and resampled. It warns of Pareto's k of both."""
     svi = fed.SFVI(model, fed.AutoSiloNormal(model), optax.adam(0.01))
     result = svi.run(jax.random.key(0), num_rounds, silos)
     print(result)
     plain, resampled = (
-        fed.to_inference_data(svi, result, silos, num_draws=num_draws, rng_key=jax.random.key(1), resample=resample)
+        fed.to_inference_data(
+            svi, result, silos, num_draws=num_draws, rng_key=jax.random.key(1), resample=resample
+        )
         for resample in (False, True)
     )
     return plain, resampled
@@ -71,7 +75,13 @@ def fit(silos: fed.Silos, num_rounds: int = 4000, num_draws: int = 8000) -> tupl
 def reference(silos: fed.Silos, num_warmup: int = 1000, num_samples: int = 5000) -> MCMC:
     """NUTS on the pooled schools, with small steps for the narrow neck at tau near zero."""
     nuts = NUTS(model, target_accept_prob=0.95)
-    mcmc = MCMC(nuts, num_warmup=num_warmup, num_samples=num_samples, num_chains=4, chain_method="vectorized")
+    mcmc = MCMC(
+        nuts,
+        num_warmup=num_warmup,
+        num_samples=num_samples,
+        num_chains=4,
+        chain_method="vectorized",
+    )
     mcmc.run(jax.random.key(2), **silos.pooled)
     return mcmc
 
@@ -93,7 +103,9 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, fed.Comparison]:
         print(f"\n{name}, beside pooled NUTS\n{found[name]}")
 
     args.figure.parent.mkdir(parents=True, exist_ok=True)
-    fed.plot_compare(resampled, nuts, labels=("SFVI, resampled", "pooled NUTS")).savefig(args.figure, dpi=150)
+    fed.plot_compare(resampled, nuts, labels=("SFVI, resampled", "pooled NUTS")).savefig(
+        args.figure, dpi=150
+    )
     print(f"figure written to {args.figure}")
     return found
 

@@ -22,7 +22,9 @@ NUM_SILOS = 8
 
 def data() -> pd.DataFrame:
     """The table as published."""
-    return pd.read_csv(path("mixed_models", "Exam.csv", "R's package mlmRev (write.csv of Exam)", "4,059 rows"))
+    return pd.read_csv(
+        path("mixed_models", "Exam.csv", "R's package mlmRev (write.csv of Exam)", "4,059 rows")
+    )
 
 
 def school_numbers(table: pd.DataFrame) -> np.ndarray:
@@ -44,7 +46,13 @@ def silos(num_silos: int = NUM_SILOS) -> fed.Silos:
             "schools": schools,
         },
         by=school * num_silos // len(schools),
-        rows={"score": "pupils", "before": "pupils", "male": "pupils", "school": "pupils", "schools": "schools"},
+        rows={
+            "score": "pupils",
+            "before": "pupils",
+            "male": "pupils",
+            "school": "pupils",
+            "schools": "schools",
+        },
         index={"school": "schools"},
     )
 
@@ -55,13 +63,17 @@ def silos_by_school() -> fed.Silos:
 
 
 def model(score, before, male, school, schools):  # type: ignore[no-untyped-def]
-    beta = numpyro.sample("beta", dist.Normal(0, 1).expand([3]).to_event(1))  # intercept, score at 11, male
+    beta = numpyro.sample(
+        "beta", dist.Normal(0, 1).expand([3]).to_event(1)
+    )  # intercept, score at 11, male
     tau = numpyro.sample("tau", dist.HalfNormal(0.5).expand([2]).to_event(1))
     root = numpyro.sample("correlation_cholesky", dist.LKJCholesky(2, 2.0))
     sigma = numpyro.sample("sigma", dist.HalfNormal(1))
     with fed.silo_plate("schools", schools.shape[0]):
         # centred, since 60 pupils say much about their school: intercept and slope around beta's
-        own = numpyro.sample("own", dist.MultivariateNormal(jnp.zeros(2), scale_tril=tau[:, None] * root))
+        own = numpyro.sample(
+            "own", dist.MultivariateNormal(jnp.zeros(2), scale_tril=tau[:, None] * root)
+        )
     with fed.silo_plate("pupils", score.shape[0]):
         means = beta[0] + own[school, 0] + (beta[1] + own[school, 1]) * before + beta[2] * male
         numpyro.sample("score", dist.Normal(means, sigma), obs=score)

@@ -71,7 +71,10 @@ def variances(silos: fed.Silos, method: str, stay: int) -> tuple[float, float]:
     """
     rows, h = NUM_SILOS * NUM_ROWS, STEP_SIZE
     points = [np.asarray(silos[name]["x"], np.float64) for name in silos]
-    within, centres = np.mean([x.var(0) for x in points]), np.stack([x.mean(0) for x in points]) * rows / (rows + 1)
+    within, centres = (
+        np.mean([x.var(0) for x in points]),
+        np.stack([x.mean(0) for x in points]) * rows / (rows + 1),
+    )
     left = 1 - h * (rows + 1) / 2
     noise = (h + h**2 / 4 * rows**2 / BATCH_SIZE * within) / (1 - left**2)
     share = (1 - left**stay) / (1 + left**stay) if method == "DSGLD" else 0.0
@@ -86,11 +89,17 @@ def expected_mse(silos: fed.Silos, method: str, stay: int, num_draws: np.ndarray
     return 2 * (between * (stays * kept**2 + rest**2) / num_draws**2 + noise / num_draws)
 
 
-def fit(silos: fed.Silos, method: str, stay: int, num_draws: int, burn_in: int = BURN_IN) -> np.ndarray:
+def fit(
+    silos: fed.Silos, method: str, stay: int, num_draws: int, burn_in: int = BURN_IN
+) -> np.ndarray:
     """Draws every 100 local steps, (chains, draws, 2), with ``stay`` steps a round: of the paper's kernels, or by the library's defaults."""
     kept, thinning = max(1, stay // EVERY), max(1, EVERY // stay)
     settings: dict[str, Any] = {"num_local_steps": stay, "num_kept": kept}
-    paper: dict[str, Any] = {"step_size": STEP_SIZE, "batch_size": BATCH_SIZE, "preconditioner": None}
+    paper: dict[str, Any] = {
+        "step_size": STEP_SIZE,
+        "batch_size": BATCH_SIZE,
+        "preconditioner": None,
+    }
     if method == "DSGLD":
         kernel: fed.DSGLD | fed.FSGLD = fed.DSGLD(model, **settings, **paper)
     elif method == "FSGLD":
@@ -98,7 +107,11 @@ def fit(silos: fed.Silos, method: str, stay: int, num_draws: int, burn_in: int =
     else:
         kernel = fed.FSGLD(model, **settings)
     chains: dict[str, Any] = {"num_chains": NUM_CHAINS, "chain_method": "vectorized"}
-    counts = {"num_warmup": kept * burn_in // stay, "num_samples": num_draws * thinning, "thinning": thinning}
+    counts = {
+        "num_warmup": kept * burn_in // stay,
+        "num_samples": num_draws * thinning,
+        "thinning": thinning,
+    }
     mcmc = MCMC(kernel, **counts, **chains)
     mcmc.run(jax.random.key(0), silos)
     return np.asarray(mcmc.get_samples(group_by_chain=True)["mu"], np.float64)
@@ -125,14 +138,19 @@ def bounds(silos: fed.Silos) -> tuple[pd.DataFrame, tuple[float, float]]:
     square = np.stack(np.meshgrid(*[np.linspace(-6, 6, 25)] * 2), -1).reshape(-1, 2)
     mean, sd = exact(silos)
     surrogates = exact_surrogates(silos)
-    wide, near = (fed.surrogates.noise(model, silos, surrogates, theta) for theta in (square, mean + sd * square / 2))
+    wide, near = (
+        fed.surrogates.noise(model, silos, surrogates, theta)
+        for theta in (square, mean + sd * square / 2)
+    )
     columns = {
         "γ², rows": wide.gamma_squared,
         "γ², mean": wide.gamma_squared_mean,
         "γ², near": near.gamma_squared_mean,
         "ε²": wide.epsilon_squared,
     }
-    found = fed.surrogates.mse_bounds(wide, step_size=STEP_SIZE, num_steps=100_000, batch_size=BATCH_SIZE)
+    found = fed.surrogates.mse_bounds(
+        wide, step_size=STEP_SIZE, num_steps=100_000, batch_size=BATCH_SIZE
+    )
     return pd.DataFrame(columns, index=list(silos.names)), found
 
 
@@ -142,10 +160,15 @@ def table(silos: fed.Silos, draws: Draws) -> pd.DataFrame:
     for (method, stay), chains in draws.items():
         error, count = mse(chains, exact(silos)[0]), chains.shape[1]
         ends = [n for n in (10, 100, 1000) if n <= count]
-        rows[method, stay] = {f"{n:,} draws": error[n - 1] for n in ends} | {"sd": np.sqrt(chains.var((0, 1)).mean())}
+        rows[method, stay] = {f"{n:,} draws": error[n - 1] for n in ends} | {
+            "sd": np.sqrt(chains.var((0, 1)).mean())
+        }
         if method != "FSGLD, defaults":
             expected = expected_mse(silos, method, stay, np.array([ends[-1]]))[0]
-            rows[method, stay] |= {"expected": expected, "expected sd": sum(variances(silos, method, stay)) ** 0.5}
+            rows[method, stay] |= {
+                "expected": expected,
+                "expected sd": sum(variances(silos, method, stay)) ** 0.5,
+            }
     return pd.DataFrame(rows).T
 
 
@@ -156,15 +179,21 @@ def plot(silos: fed.Silos, draws: Draws, place: Path) -> None:
     columns = len(shown) // 2
     mean, sd = exact(silos)
     analytic = mean + sd * np.random.default_rng(0).normal(size=(500, 2))
-    panels = {f"{method} ({stay})": draws[method, stay][0] for method, stay in shown} | {"Posterior": analytic}
+    panels = {f"{method} ({stay})": draws[method, stay][0] for method, stay in shown} | {
+        "Posterior": analytic
+    }
     for k, (title, points) in enumerate(panels.items()):
         row, column = divmod(k, columns)
-        axes = figure.add_subplot(grid[row, 2 * column : 2 * column + 2], aspect="equal", title=title)
+        axes = figure.add_subplot(
+            grid[row, 2 * column : 2 * column + 2], aspect="equal", title=title
+        )
         for name in silos:
             x = np.asarray(silos[name]["x"])
             axes.scatter(x[:, 0], x[:, 1], s=2, alpha=0.3)
         axes.scatter(points[:, 0], points[:, 1], s=3, color="black")
-    curves = figure.add_subplot(grid[2, 2:5], xlabel="draws", title="Squared error of the mean (dotted: expected)")
+    curves = figure.add_subplot(
+        grid[2, 2:5], xlabel="draws", title="Squared error of the mean (dotted: expected)"
+    )
     for (method, stay), chains in draws.items():
         error, place_in = mse(chains, mean), sorted({run[1] for run in draws}).index(stay)
         numbers, color = np.arange(1, len(error) + 1), f"C{place_in}"
@@ -172,10 +201,17 @@ def plot(silos: fed.Silos, draws: Draws, place: Path) -> None:
             curves.loglog(numbers, error, color=color, label=f"{method} ({stay})")
             curves.loglog(numbers, expected_mse(silos, method, stay, numbers), ":", color=color)
         elif stay == 100:
-            curves.loglog(numbers, error, color="black" if method == "FSGLD" else "C7", label=f"{method} ({stay})")
+            curves.loglog(
+                numbers,
+                error,
+                color="black" if method == "FSGLD" else "C7",
+                label=f"{method} ({stay})",
+            )
     curves.legend(fontsize="x-small", loc="lower left")
     found = bounds(silos)[0].drop(columns="γ², rows")
-    bars = figure.add_subplot(grid[2, 5:], xlabel="silo", title="Constants of the bounds", yscale="log")
+    bars = figure.add_subplot(
+        grid[2, 5:], xlabel="silo", title="Constants of the bounds", yscale="log"
+    )
     for shift, (label, values) in zip((-0.27, 0, 0.27), found.items(), strict=True):
         bars.bar(np.arange(NUM_SILOS) + shift, values, 0.27, label=label)
     bars.set(ylim=(1, 2e3))
@@ -197,12 +233,16 @@ def main(arguments: Sequence[str] | None = None) -> Draws:
     methods, stays = (METHODS[:2], (1, 100)) if args.quick else (METHODS, STAYS)
     runs = [(method, stay) for method in methods for stay in stays]
     draws = {run: fit(points, *run, num_draws, burn_in) for run in runs}
-    print(f"posterior sd {exact(points)[1]:.4f}; {NUM_CHAINS} chains; squared error of the mean, and sd of draws:")
+    print(
+        f"posterior sd {exact(points)[1]:.4f}; {NUM_CHAINS} chains; squared error of the mean, and sd of draws:"
+    )
     print(table(points, draws).map("{:.3g}".format).to_string())
     constants, (of_dsgld, of_fsgld) = bounds(points)
     print("constants of the bounds by silo:")
     print(constants.round(2).to_string())
-    print(f"bounds after 100,000 steps, up to a constant: DSGLD {of_dsgld:.3g}, FSGLD {of_fsgld:.3g}")
+    print(
+        f"bounds after 100,000 steps, up to a constant: DSGLD {of_dsgld:.3g}, FSGLD {of_fsgld:.3g}"
+    )
     plot(points, draws, args.figure)
 
     # The library's own step size in place of the paper's, against NUTS.

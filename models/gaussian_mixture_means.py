@@ -112,16 +112,25 @@ def relaxation(grid: Grid) -> float:
     beside the diagonal.
     """
     inside = grid.probability > 1e-11 * grid.probability.max()
-    number, log_p = np.full(inside.shape, -1), np.log(grid.probability, where=inside, out=np.zeros(inside.shape))
+    number, log_p = (
+        np.full(inside.shape, -1),
+        np.log(grid.probability, where=inside, out=np.zeros(inside.shape)),
+    )
     number[inside] = np.arange(inside.sum())
     rate = np.zeros((0, 3))
     for axis, theta in enumerate((grid.theta1, grid.theta2)):
-        low, high = (np.take(number, np.arange(k, len(theta) - 1 + k), axis).ravel() for k in (0, 1))
+        low, high = (
+            np.take(number, np.arange(k, len(theta) - 1 + k), axis).ravel() for k in (0, 1)
+        )
         both = (low >= 0) & (high >= 0)
-        rate = np.vstack([rate, np.c_[low[both], high[both], np.full(both.sum(), (theta[1] - theta[0]) ** -2)]])
+        rate = np.vstack(
+            [rate, np.c_[low[both], high[both], np.full(both.sum(), (theta[1] - theta[0]) ** -2)]]
+        )
     low, high = rate[:, :2].T.astype(int)
     up = np.exp((log_p[inside][high] - log_p[inside][low]) / 2)
-    leave = np.bincount(low, rate[:, 2] * up, inside.sum()) + np.bincount(high, rate[:, 2] / up, inside.sum())
+    leave = np.bincount(low, rate[:, 2] * up, inside.sum()) + np.bincount(
+        high, rate[:, 2] / up, inside.sum()
+    )
     beside = sparse.coo_array((rate[:, 2], (low, high)), (len(leave), len(leave)))
     generator = (beside + beside.T - sparse.diags_array(leave)).tocsc()
     values = sparse.linalg.eigsh(generator, k=2, sigma=1e-3, return_eigenvectors=False)
@@ -191,9 +200,17 @@ def simulate(setting: Setting, num_networks: int, thinning: int = 10) -> Run:
     mcmc = MCMC(kernel, num_warmup=0, num_samples=setting.num_steps, thinning=thinning, **settings)
     mode = np.repeat(np.arange(num_networks) % 2, NUM_NODES)
     start = MODES[mode] + 0.2 * np.random.default_rng(0).normal(size=(chains, 2))
-    first = {"theta1": jnp.asarray(start[:, 0], jnp.float32), "theta2": jnp.asarray(start[:, 1], jnp.float32)}
-    mcmc.run(jax.random.key(0), silos(), init_params=first, extra_fields=("consensus_error", "step_size"))
-    draws, fields = mcmc.get_samples(group_by_chain=True), mcmc.get_extra_fields(group_by_chain=True)
+    first = {
+        "theta1": jnp.asarray(start[:, 0], jnp.float32),
+        "theta2": jnp.asarray(start[:, 1], jnp.float32),
+    }
+    mcmc.run(
+        jax.random.key(0), silos(), init_params=first, extra_fields=("consensus_error", "step_size")
+    )
+    draws, fields = (
+        mcmc.get_samples(group_by_chain=True),
+        mcmc.get_extra_fields(group_by_chain=True),
+    )
     theta = np.stack([draws["theta1"], draws["theta2"]], -1).reshape(num_networks, NUM_NODES, -1, 2)
     steps = np.asarray(fields["step_size"][0], np.float64)
     consensus = np.asarray(fields["consensus_error"]).reshape(theta.shape[:3])
@@ -211,7 +228,9 @@ def table(runs: dict[Setting, Run], truth: Grid, tau: float) -> pd.DataFrame:
             "crossings": run.crossings().mean(),
             **{f"P, node {i}": share[:, i].mean() for i in range(NUM_NODES)},
             **{name: part.mean() for name, part in starts.items()},
-            "error of a start's": max(part.std(ddof=1) / np.sqrt(len(part)) for part in starts.values()),
+            "error of a start's": max(
+                part.std(ddof=1) / np.sqrt(len(part)) for part in starts.values()
+            ),
             "sd of |theta2|": run.sd().max() / truth.sd,
             "consensus": run.consensus[..., -1].mean(),
         }
@@ -229,14 +248,18 @@ def plot(runs: dict[Setting, Run], truth: Grid, tau: float, place: Path) -> None
         some = rng.choice(len(run.time), 3000, p=run.weights())
         theta = run.theta[rng.integers(0, networks, 3000), i, some]
         axis.scatter(theta[:, 0], theta[:, 1], s=3, alpha=0.4, lw=0)
-        axis.contour(truth.theta1, truth.theta2, truth.probability.T, levels, colors="black", linewidths=1)
+        axis.contour(
+            truth.theta1, truth.theta2, truth.probability.T, levels, colors="black", linewidths=1
+        )
         share = run.occupation()[:, i].mean()
         axis.set(xlim=(-1, 2), ylim=(-2, 2), xlabel="θ1", ylabel="θ2")
         axis.set_title(f"node {i}: P(θ2 > 0) = {share:.2f}, grid {truth.weight:.2f}")
     blocks = [part for part in np.array_split(np.arange(len(run.time)), 100)]
     for i in range(NUM_NODES):
         error = [run.consensus[:, i, part].mean() for part in blocks]
-        axes[1, 1].semilogy([10 * part.mean() for part in blocks], error, color=f"C{i}", lw=1, label=f"node {i}")
+        axes[1, 1].semilogy(
+            [10 * part.mean() for part in blocks], error, color=f"C{i}", lw=1, label=f"node {i}"
+        )
     axes[1, 1].set(xlabel="t", title="E |node - average|²")
     axes[1, 1].legend()
     every = max(1, len(run.time) // 200)
@@ -244,7 +267,11 @@ def plot(runs: dict[Setting, Run], truth: Grid, tau: float, place: Path) -> None
         right = (run.theta[k::2, 0, :, 1] > 0).mean(0)
         forgets = truth.weight + (1 - k - truth.weight) * np.exp(-run.time / tau)
         axes[1, 2].plot(
-            run.time[::every], right[::every], color=colour, lw=1, label=f"start at ({mode[0]:g}, {mode[1]:g})"
+            run.time[::every],
+            right[::every],
+            color=colour,
+            lw=1,
+            label=f"start at ({mode[0]:g}, {mode[1]:g})",
         )
         axes[1, 2].plot(run.time[::every], forgets[::every], color=colour, ls="--", lw=1)
     paper = next(iter(runs.values()))
@@ -267,7 +294,12 @@ def main(arguments: Sequence[str] | None = None) -> tuple[pd.DataFrame, Grid]:
     print(f"grid: P(theta2 > 0) = {truth.weight:.3f}; tau = {tau:.2f}")
     settings: tuple[Setting, ...] = (Setting(1e-4, 2_000), Setting(5e-3, 10_000, tracked=True))
     if not args.quick:
-        settings = (Setting(1e-4, 10_000), Setting(5e-3, 20_000), Setting(5e-3, 20_000, True), Setting(1e-3, 60_000))
+        settings = (
+            Setting(1e-4, 10_000),
+            Setting(5e-3, 20_000),
+            Setting(5e-3, 20_000, True),
+            Setting(1e-3, 60_000),
+        )
     num_networks = 64 if args.quick else 128
     runs = {setting: simulate(setting, num_networks) for setting in settings}
     found = table(runs, truth, tau)

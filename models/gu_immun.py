@@ -34,10 +34,16 @@ NUM_SILOS = 8
 def data() -> tuple[pd.DataFrame, pd.DataFrame]:
     """The table as published, and the covariates (2159, 15): dummies about 0, and the share of indigenous people, -1 to 1."""
     table = pd.read_csv(
-        path("mixed_models", "guImmun.csv", "R's package mlmRev (write.csv of guImmun)", "2,159 rows"),
+        path(
+            "mixed_models", "guImmun.csv", "R's package mlmRev (write.csv of guImmun)", "2,159 rows"
+        ),
         dtype={"ord": str},
     )
-    columns = {f"{name}_{level}": table[name] == level for name, levels in DUMMIES.items() for level in levels}
+    columns = {
+        f"{name}_{level}": table[name] == level
+        for name, levels in DUMMIES.items()
+        for level in levels
+    }
     # centred by round numbers near the shares, fixed in advance
     x = pd.DataFrame({name: column - round(column.mean(), 1) for name, column in columns.items()})
     x["pcInd81"] = 2 * (table["pcInd81"] - 0.5)
@@ -82,7 +88,9 @@ def model(x, y, family, community, communities):  # type: ignore[no-untyped-def]
     with fed.silo_plate("families", community.shape[0]):
         v = numpyro.sample("v", dist.Normal(0, 1))
     with fed.silo_plate("children", y.shape[0]):
-        logits = intercept + x @ beta + sigma_family * v[family] + sigma_community * u[community[family]]
+        logits = (
+            intercept + x @ beta + sigma_family * v[family] + sigma_community * u[community[family]]
+        )
         numpyro.sample("y", dist.Bernoulli(logits=logits), obs=y)
 
 

@@ -110,7 +110,9 @@ def main(arguments: Sequence[str] | None = None) -> fed.Comparison:
     draws = {"num_warmup": 200, "num_samples": 300} if args.quick else {}
     # names of the covariates, so that tables and the figure say what beta is
     labels = {"coords": {"covariate": list(data()[0].columns)}, "dims": {"beta": ["covariate"]}}
-    fed_idata = fed.to_inference_data(fit(hospitals, **draws), hospitals, log_likelihood=False, **labels)
+    fed_idata = fed.to_inference_data(
+        fit(hospitals, **draws), hospitals, log_likelihood=False, **labels
+    )
     nuts_idata = az.from_numpyro(reference(hospitals, **draws), log_likelihood=False, **labels)
     comparison = fed.compare(fed_idata, nuts_idata)
     print(comparison)

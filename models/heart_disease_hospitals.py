@@ -31,7 +31,13 @@ def silos() -> fed.Silos:
             "hospitals": np.arange(len(names)),
         },
         by=hospital,
-        rows={"x": "patients", "age": "patients", "y": "patients", "hospital": "patients", "hospitals": "hospitals"},
+        rows={
+            "x": "patients",
+            "age": "patients",
+            "y": "patients",
+            "hospital": "patients",
+            "hospitals": "hospitals",
+        },
         index={"hospital": "hospitals"},
     )
 
@@ -39,7 +45,9 @@ def silos() -> fed.Silos:
 def model(x, age, y, hospital, hospitals):  # type: ignore[no-untyped-def]
     intercept = numpyro.sample("intercept", dist.Normal(0, 2.5))
     beta = numpyro.sample("beta", dist.Normal(0, 2.5).expand([x.shape[-1]]).to_event(1))
-    tau = numpyro.sample("tau", dist.HalfNormal(1).expand([2]).to_event(1))  # of the intercepts and of the slopes
+    tau = numpyro.sample(
+        "tau", dist.HalfNormal(1).expand([2]).to_event(1)
+    )  # of the intercepts and of the slopes
     with fed.silo_plate("hospitals", hospitals.shape[0]):
         # non-centred: hospital h has intercept + tau[0] z[h, 0] and slope beta[age] + tau[1] z[h, 1]
         z = numpyro.sample("z", dist.Normal(0, 1).expand([2]).to_event(1))
@@ -50,4 +58,6 @@ def model(x, age, y, hospital, hospitals):  # type: ignore[no-untyped-def]
 
 
 if __name__ == "__main__":
-    main("Heart disease, hospitals", model, silos, "heart_disease_hospitals", target_accept_prob=0.95)
+    main(
+        "Heart disease, hospitals", model, silos, "heart_disease_hospitals", target_accept_prob=0.95
+    )

@@ -39,11 +39,15 @@ import numpyro_fed as fed
 DIGITS, PIXELS = 10, 784
 MAIN = 0.9  # of a silo's rows are its main digit
 HIDDEN = 50
-FIRST = 2 / PIXELS**0.5  # factor of pixels: the prior sd of a first weight; biases and last weights have one of one
+FIRST = (
+    2 / PIXELS**0.5
+)  # factor of pixels: the prior sd of a first weight; biases and last weights have one of one
 INIT_SCALE = 0.03
 SFVI_OPTIM = optax.adam(0.02)
 AVG_OPTIM = optax.adam(0.005)
-AVG_LOCAL_OPTIM = optax.adam(0.03)  # a silo's own layer moves faster than its copy of what is shared
+AVG_LOCAL_OPTIM = optax.adam(
+    0.03
+)  # a silo's own layer moves faster than its copy of what is shared
 AVG_STEPS, AVG_ROUNDS = 50, 20
 SIZES = {10: (100, 2000), 50: (50, 1000)}  # silos: rows of a silo in a step, rounds of SFVI
 NUM_DRAWS = 32
@@ -147,7 +151,12 @@ MODELS: dict[str, Callable] = {"hierarchical": hierarchical, "FedPop": fedpop}
 def guide(model: Callable) -> fed.AutoSiloNormal:
     """A diagonal Gaussian. It starts at medians of few draws from the prior, so hidden units differ; all z start at zero."""
     return fed.AutoSiloNormal(
-        model, global_cov="diag", local_cov="diag", coupling=False, scale_coupling=False, init_scale=INIT_SCALE
+        model,
+        global_cov="diag",
+        local_cov="diag",
+        coupling=False,
+        scale_coupling=False,
+        init_scale=INIT_SCALE,
     )
 
 
@@ -172,7 +181,9 @@ def average(model: Callable, rows: fed.Silos, batch: int, rounds: int) -> Any:
 
 
 @cache
-def predictor(model: Callable, num_silos: int, pixels: int) -> Callable[[dict[str, Array], Array], Array]:
+def predictor(
+    model: Callable, num_silos: int, pixels: int
+) -> Callable[[dict[str, Array], Array], Array]:
     """Parameters of q and images ``(S, N, pixels)`` to digits ``(S, N)``: each silo's own network, the softmax averaged over draws."""
 
     def softmax(sites: dict[str, Array], x: Array) -> Array:
@@ -190,11 +201,15 @@ def predictor(model: Callable, num_silos: int, pixels: int) -> Callable[[dict[st
         def draw(total: Array, key: Array) -> tuple[Array, None]:
             sites = q.sample_posterior(key, params)
             shared = {k: v for k, v in sites.items() if k != "z"}
-            each = jax.lax.map(lambda own: softmax({**shared, "z": own[0][None]}, own[1]), (sites["z"], x))
+            each = jax.lax.map(
+                lambda own: softmax({**shared, "z": own[0][None]}, own[1]), (sites["z"], x)
+            )
             return total + each, None
 
         start = jnp.zeros((*x.shape[:2], DIGITS))
-        return jax.lax.scan(draw, start, jax.random.split(jax.random.key(2), NUM_DRAWS))[0].argmax(-1)
+        return jax.lax.scan(draw, start, jax.random.split(jax.random.key(2), NUM_DRAWS))[0].argmax(
+            -1
+        )
 
     return predict
 
@@ -207,10 +222,14 @@ def accuracy(model: Callable, params: dict[str, Array], rows: fed.Silos) -> np.n
 
 def floor(rows: fed.Silos) -> np.ndarray:
     """Per cent of a silo's images that show its main digit."""
-    return np.array([100 * np.bincount(rows[name]["y"]).max() / len(rows[name]["y"]) for name in rows.names])
+    return np.array(
+        [100 * np.bincount(rows[name]["y"]).max() / len(rows[name]["y"]) for name in rows.names]
+    )
 
 
-def compare(train: fed.Silos, test: fed.Silos, batch: int, rounds: int, average_rounds: int) -> pd.DataFrame:
+def compare(
+    train: fed.Silos, test: fed.Silos, batch: int, rounds: int, average_rounds: int
+) -> pd.DataFrame:
     """Both models by both methods: accuracies of silos, what a silo sent in all, and the time of the fit."""
     found: dict[tuple[str, str], dict[str, float]] = {}
     for name, model in MODELS.items():
@@ -230,20 +249,29 @@ def compare(train: fed.Silos, test: fed.Silos, batch: int, rounds: int, average_
                 "MB up": result.ledger.bytes_up[0] / 1e6,
                 "seconds": seconds,
             }
-            print(f"  {name}, {method}: {right.mean():.2f} ({right.std(ddof=1):.2f}), {seconds:.0f} s", flush=True)
+            print(
+                f"  {name}, {method}: {right.mean():.2f} ({right.std(ddof=1):.2f}), {seconds:.0f} s",
+                flush=True,
+            )
     return pd.DataFrame(found).T
 
 
 def main(arguments: Sequence[str] | None = None) -> pd.DataFrame:
-    parser = argparse.ArgumentParser(description="Bayesian neural networks, personal to silos of MNIST: table 1.")
-    parser.add_argument("--quick", action="store_true", help="4 silos of 600 rows or so, few rounds")
+    parser = argparse.ArgumentParser(
+        description="Bayesian neural networks, personal to silos of MNIST: table 1."
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="4 silos of 600 rows or so, few rounds"
+    )
     parser.add_argument("--silos", type=int, choices=sorted(SIZES), default=10)
     args = parser.parse_args(arguments)
 
     train, test, count = images("train", 60_000), images("t10k", 10_000), args.silos
     batch, rounds, average_rounds = (*SIZES[count], AVG_ROUNDS)
     if args.quick:
-        train, test = ({k: v[:most] for k, v in rows.items()} for rows, most in ((train, 6_000), (test, 2_000)))
+        train, test = (
+            {k: v[:most] for k, v in rows.items()} for rows, most in ((train, 6_000), (test, 2_000))
+        )
         count, batch, rounds, average_rounds = 4, 50, 200, 4
     learned, tested = silos(train, count), silos(test, count, seed=1)
     sizes = [rows.sizes["images"][0] for rows in (learned, tested)]

@@ -26,7 +26,12 @@ NUM_NOISE = 8
 def data() -> tuple[pd.DataFrame, np.ndarray]:
     """Covariates (1030, 16), the last eight of them noise, and strength (1030,), all standardised over all rows."""
     table = pd.read_csv(
-        path("uci_regression", "concrete.csv", "the UCI repository, data set 165", "1,030 rows of 8 covariates and y")
+        path(
+            "uci_regression",
+            "concrete.csv",
+            "the UCI repository, data set 165",
+            "1,030 rows of 8 covariates and y",
+        )
     )
     strength = table.pop("strength_mpa")
     table["age"] = np.log(table["age"])
@@ -34,7 +39,9 @@ def data() -> tuple[pd.DataFrame, np.ndarray]:
     for i in range(NUM_NOISE):
         table[f"noise_{i}"] = noise[:, i]
     x = (table - table.mean()) / table.std()
-    return x.astype(np.float32), ((strength - strength.mean()) / strength.std()).to_numpy(np.float32)
+    return x.astype(np.float32), ((strength - strength.mean()) / strength.std()).to_numpy(
+        np.float32
+    )
 
 
 def silos() -> fed.Silos:
@@ -58,4 +65,11 @@ def model(x, y):  # type: ignore[no-untyped-def]
 
 
 if __name__ == "__main__":
-    main("Horseshoe", model, silos, "horseshoe", var_names=["beta", "common", "sigma"], target_accept_prob=0.99)
+    main(
+        "Horseshoe",
+        model,
+        silos,
+        "horseshoe",
+        var_names=["beta", "common", "sigma"],
+        target_accept_prob=0.99,
+    )

@@ -27,14 +27,26 @@ IQ = 100.0
 
 def data() -> dict[str, np.ndarray]:
     """Score of the child, and schooling (0/1) and IQ of the mother, each of shape (434,)."""
-    place = path("posteriordb", "kidiq-kidscore_momhsiq.data.json", "posteriordb (data set kidiq)", "434 children")
+    place = path(
+        "posteriordb",
+        "kidiq-kidscore_momhsiq.data.json",
+        "posteriordb (data set kidiq)",
+        "434 children",
+    )
     loaded = json.loads(place.read_text())
     return {name: np.array(loaded[name], np.float32) for name in ("kid_score", "mom_hs", "mom_iq")}
 
 
 def reference_draws() -> dict[str, np.ndarray]:
     """posteriordb's draws, (10, 1000) or (10, 1000, 3), by the names of this model's sites."""
-    draws = np.load(path("posteriordb", "kidiq-kidscore_momhsiq.draws.npz", "posteriordb", "10 chains of 1,000 draws"))
+    draws = np.load(
+        path(
+            "posteriordb",
+            "kidiq-kidscore_momhsiq.draws.npz",
+            "posteriordb",
+            "10 chains of 1,000 draws",
+        )
+    )
     return {"beta": draws["draws"][..., :3], "sigma": draws["draws"][..., 3]}
 
 

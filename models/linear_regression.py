@@ -42,10 +42,17 @@ import numpyro_fed as fed
 NUM_SILOS, ROUNDS, STAY, EVERY, BURN_IN = 10, 1_000, 600, 100, 10_000
 STEP_SIZE, BATCH_SIZE = 1e-5, 10
 STAYS = (10, 100, 600, 6_000)
-TITLES = {"concrete": "Concrete", "airfoil": "Noise", "superconductivity": "Conductivity", "ct_slices": "Localization"}
+TITLES = {
+    "concrete": "Concrete",
+    "airfoil": "Noise",
+    "superconductivity": "Conductivity",
+    "ct_slices": "Localization",
+}
 DATA = ("concrete", "airfoil", "superconductivity")
 NUM_ROWS = {"superconductivity": 17_389}
-SCALINGS: dict[str, Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]] = {  # shift and unit of each column
+SCALINGS: dict[
+    str, Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
+] = {  # shift and unit of each column
     "sd": lambda x: (x.mean(0), x.std(0)),
     "range": lambda x: (x.min(0), np.ptp(x, 0)),
 }
@@ -59,18 +66,26 @@ def _table(place: Path, num_rows: int, num_columns: int) -> np.ndarray:
         table = pd.read_csv(place)
         values = table.to_numpy(np.float64)
     except (ValueError, EOFError) as error:  # pandas' own errors are of the first kind
-        raise ValueError(f"{place}: expected {num_rows:,} rows of {num_columns} numbers, got {error}") from error
+        raise ValueError(
+            f"{place}: expected {num_rows:,} rows of {num_columns} numbers, got {error}"
+        ) from error
     return _checked(place, values, (num_rows,), num_columns)
 
 
-def _checked(place: Path, values: np.ndarray, num_rows: tuple[int, ...], num_columns: int) -> np.ndarray:
+def _checked(
+    place: Path, values: np.ndarray, num_rows: tuple[int, ...], num_columns: int
+) -> np.ndarray:
     if values.ndim != 2 or len(values) not in num_rows or values.shape[1] != num_columns:
         rows = " or ".join(f"{n:,}" for n in num_rows)
         got = f"{len(values):,} rows of {values.shape[-1]}"
-        raise ValueError(f"{place}: expected {rows} rows of {num_columns} numbers, got {got}; is the file whole?")
+        raise ValueError(
+            f"{place}: expected {rows} rows of {num_columns} numbers, got {got}; is the file whole?"
+        )
     bad = len(values) - np.isfinite(values).all(1).sum()
     if bad:
-        raise ValueError(f"{place}: expected numbers, got {bad:,} rows with missing values; is the file whole?")
+        raise ValueError(
+            f"{place}: expected numbers, got {bad:,} rows with missing values; is the file whole?"
+        )
     return values
 
 
@@ -84,7 +99,9 @@ def data(name: str) -> tuple[np.ndarray, np.ndarray]:
             with place.open("rb") as stream, np.load(stream) as file:
                 values = np.column_stack([file["X"], file["y"]]).astype(np.float64)
         except (ValueError, KeyError, EOFError, OSError, zipfile.BadZipFile) as error:
-            raise ValueError(f"{place}: expected {words}, got {error}; is the file whole?") from error
+            raise ValueError(
+                f"{place}: expected {words}, got {error}; is the file whole?"
+            ) from error
         table = _checked(place, values, (19_137, 21_263), 82)
     elif name == "ct_slices":
         origin = "the UCI repository, data set 206 (slice_localization_data.csv)"
@@ -101,7 +118,9 @@ def data(name: str) -> tuple[np.ndarray, np.ndarray]:
 def split(name: str, scaling: str, seed: int = 0) -> tuple[Rows, Rows]:
     """Training (80 %) and test rows in a random order; columns are scaled as the training rows say."""
     x, y = data(name)
-    table = np.column_stack([x, y])[np.random.default_rng(seed).permutation(len(y))[: NUM_ROWS.get(name)]]
+    table = np.column_stack([x, y])[
+        np.random.default_rng(seed).permutation(len(y))[: NUM_ROWS.get(name)]
+    ]
     train = 4 * len(table) // 5
     shift, unit = SCALINGS[scaling](table[:train])
     table = (table - shift) / np.where(unit > 0, unit, 1)
@@ -127,7 +146,9 @@ def surrogates(silos: fed.Silos) -> fed.surrogates.Surrogates:
     means = [np.linalg.lstsq(r["x"], r["y"], rcond=None)[0] for r in rows]
     dim = len(means[0])
     precisions = np.stack([r["x"].T @ r["x"] for r in rows])
-    return fed.surrogates.analytic(silos, np.stack(means), precisions, prior=(np.zeros(dim), np.eye(dim)))
+    return fed.surrogates.analytic(
+        silos, np.stack(means), precisions, prior=(np.zeros(dim), np.eye(dim))
+    )
 
 
 def errors(beta: np.ndarray, test: Rows) -> np.ndarray:
@@ -160,9 +181,15 @@ class Fit(NamedTuple):
         return self.cumulative[:, min(num_rounds * self.kept, self.errors.shape[1]) - 1]
 
 
-def fit(method: str, silos: fed.Silos, test: Rows, stay: int, num_steps: int, num_chains: int) -> Fit:
+def fit(
+    method: str, silos: fed.Silos, test: Rows, stay: int, num_steps: int, num_chains: int
+) -> Fit:
     """A draw every 100 local steps of the paper's kernels; by the library's defaults one a round, in as many rounds."""
-    settings: dict[str, Any] = {"step_size": STEP_SIZE, "num_local_steps": stay, "batch_size": BATCH_SIZE}
+    settings: dict[str, Any] = {
+        "step_size": STEP_SIZE,
+        "num_local_steps": stay,
+        "batch_size": BATCH_SIZE,
+    }
     kept, thinning = max(1, stay // EVERY), max(1, EVERY // stay)
     settings["num_kept"] = kept
     kernel: MCMCKernel = fed.DSGLD(model, **settings)
@@ -190,7 +217,10 @@ def summary(found: dict[str, Fit]) -> pd.DataFrame:
     for method, own in found.items():
         ends = {n: own.after(n) for n in (1, 10, 100, ROUNDS)}
         means = {f"{n}" if n < ROUNDS else "all": value.mean() for n, value in ends.items()}
-        rows[method] = means | {"variance, 10": ends[10].var(ddof=1), "variance": ends[ROUNDS].var(ddof=1)}
+        rows[method] = means | {
+            "variance, 10": ends[10].var(ddof=1),
+            "variance": ends[ROUNDS].var(ddof=1),
+        }
     return pd.DataFrame(rows).T
 
 
@@ -206,7 +236,9 @@ def figure_6(
             print(
                 f"{TITLES[name]}, {scaling}: posterior {best:.5f}; h times the largest eigenvalue {steepness(train):.2g}"
             )
-            found = {method: fit(method, rows, test, STAY, num_steps, num_chains) for method in METHODS}
+            found = {
+                method: fit(method, rows, test, STAY, num_steps, num_chains) for method in METHODS
+            }
             tables[name, scaling] = summary(found)
             print(tables[name, scaling].map("{:.5g}".format).to_string(), flush=True)
             if steepness(train) < 4:
@@ -217,7 +249,9 @@ def figure_6(
 
 def plot(panels: dict[str, tuple[dict[str, Fit], float]], place: Path) -> None:
     size = (3.2 * len(panels), 6)
-    figure, axes = plt.subplots(2, len(panels), figsize=size, sharex=True, squeeze=False, layout="constrained")
+    figure, axes = plt.subplots(
+        2, len(panels), figsize=size, sharex=True, squeeze=False, layout="constrained"
+    )
     for (title, (found, best)), (upper, lower) in zip(panels.items(), axes.T, strict=True):
         for method, own in found.items():
             rounds = np.arange(1, own.errors.shape[1] + 1) / own.kept
@@ -228,7 +262,9 @@ def plot(panels: dict[str, tuple[dict[str, Fit], float]], place: Path) -> None:
         lower.set(xlabel="rounds after the burn-in")
     axes[0, 0].set(ylabel="cumulative test error")
     axes[1, 0].set(ylabel="its variance over chains")
-    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=len(METHODS) + 1)
+    figure.legend(
+        *axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=len(METHODS) + 1
+    )
     place.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(place, dpi=150)
     plt.close(figure)
@@ -242,16 +278,21 @@ def by_stay(names: Sequence[str], num_steps: int, num_chains: int) -> pd.DataFra
         train, test = split(name, scaling)
         rows, best = silos(train), exact(train, test)
         for method in METHODS[:2]:
-            ends = {stay: fit(method, rows, test, stay, num_steps, num_chains).cumulative[:, -1] for stay in STAYS}
-            found[TITLES[name], scaling, method] = {f"T = {k:,}": v.mean() / best for k, v in ends.items()} | {
-                f"variance, {k:,}": v.var(ddof=1) for k, v in ends.items()
+            ends = {
+                stay: fit(method, rows, test, stay, num_steps, num_chains).cumulative[:, -1]
+                for stay in STAYS
             }
+            found[TITLES[name], scaling, method] = {
+                f"T = {k:,}": v.mean() / best for k, v in ends.items()
+            } | {f"variance, {k:,}": v.var(ddof=1) for k, v in ends.items()}
     return pd.DataFrame(found).T
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[tuple[str, str], pd.DataFrame]:
     parser = argparse.ArgumentParser(description="Linear regression: DSGLD and FSGLD on UCI data.")
-    parser.add_argument("--quick", action="store_true", help="3 chains of 60 rounds, standard scores only")
+    parser.add_argument(
+        "--quick", action="store_true", help="3 chains of 60 rounds, standard scores only"
+    )
     parser.add_argument("--data", nargs="+", choices=sorted(TITLES), default=DATA)
     parser.add_argument("--stays", action="store_true", help="then also by the length of stays")
     parser.add_argument("--figure", type=Path, default=Path("figures/linear_regression.png"))
@@ -259,12 +300,16 @@ def main(arguments: Sequence[str] | None = None) -> dict[tuple[str, str], pd.Dat
 
     num_steps, num_chains = (60 * STAY, 3) if args.quick else (ROUNDS * STAY, 10)
     scalings = list(SCALINGS)[: 1 if args.quick else None]
-    print("cumulative test error after 1, 10, 100, all rounds behind the burn-in, and its variance over chains:")
+    print(
+        "cumulative test error after 1, 10, 100, all rounds behind the burn-in, and its variance over chains:"
+    )
     tables = figure_6(args.data, scalings, num_steps, num_chains, args.figure)
     print(f"figure written to {args.figure}")
     if args.stays:
         frame = by_stay(args.data, num_steps // 4, num_chains)
-        print(f"by stay, {num_steps // 4:,} steps: error relative to the posterior's, and its variance over chains")
+        print(
+            f"by stay, {num_steps // 4:,} steps: error relative to the posterior's, and its variance over chains"
+        )
         print(frame.map("{:.4g}".format).to_string())
     return tables
 

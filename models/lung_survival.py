@@ -35,17 +35,26 @@ class CensoredWeibull(dist.Distribution):
 
     def __init__(self, concentration: Array, eta: Array, died: Array) -> None:
         self.concentration, self.eta, self.died = concentration, eta, died
-        super().__init__(jnp.broadcast_shapes(jnp.shape(concentration), jnp.shape(eta), jnp.shape(died)))
+        super().__init__(
+            jnp.broadcast_shapes(jnp.shape(concentration), jnp.shape(eta), jnp.shape(died))
+        )
 
     def log_prob(self, value: Array) -> Array:
-        log_hazard = jnp.log(self.concentration) + (self.concentration - 1) * jnp.log(value) + self.eta
+        log_hazard = (
+            jnp.log(self.concentration) + (self.concentration - 1) * jnp.log(value) + self.eta
+        )
         return self.died * log_hazard - jnp.exp(self.concentration * jnp.log(value) + self.eta)
 
 
 def data() -> pd.DataFrame:
     """Complete patients: inst, years, died (1 or 0), and the covariates, centred by round numbers."""
     table = pd.read_csv(
-        path("mixed_models", "survival_lung.csv", "R's package survival (write.csv of lung)", "228 rows")
+        path(
+            "mixed_models",
+            "survival_lung.csv",
+            "R's package survival (write.csv of lung)",
+            "228 rows",
+        )
     ).dropna(subset=["inst", "age", "sex", "ph.ecog"])
     return pd.DataFrame(
         {
@@ -85,7 +94,9 @@ def silos() -> fed.Silos:
 
 def model(x, years, died, institution, institutions):  # type: ignore[no-untyped-def]
     intercept = numpyro.sample("intercept", dist.Normal(0, 2.5))
-    beta = numpyro.sample("beta", dist.Normal(0, 1).expand([x.shape[-1]]).to_event(1))  # age, female, ecog
+    beta = numpyro.sample(
+        "beta", dist.Normal(0, 1).expand([x.shape[-1]]).to_event(1)
+    )  # age, female, ecog
     shape = numpyro.sample("shape", dist.LogNormal(0, 0.5))
     tau = numpyro.sample("tau", dist.HalfNormal(0.5))
     with fed.silo_plate("institutions", institutions.shape[0]):

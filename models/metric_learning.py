@@ -49,7 +49,10 @@ DIRECTIONS, PRIOR_SD, STAY, ROUNDS = 10, 10.0, 40, 1_000
 NUM_STEPS = 10_000  # at least, where stays are short; a fifth of the rounds is burn-in
 METHODS = ("DSGLD", "FSGLD, moments", "FSGLD, Laplace", "FSGLD, score", "FSGLD, default", "NUTS")
 SETS = ("learning", "held-out")
-NEAR, LOST = 0.01, -10.0  # log likelihoods of a pair: as good as NUTS's; a chain has left and does not come back
+NEAR, LOST = (
+    0.01,
+    -10.0,
+)  # log likelihoods of a pair: as good as NUTS's; a chain has left and does not come back
 Pairs = dict[str, np.ndarray]
 
 
@@ -76,7 +79,9 @@ def data() -> tuple[np.ndarray, np.ndarray]:
             f"{place} is truncated or no such file ({error}). Get it again from {source}; expected are {rows}."
         ) from error
     if x.shape != (ROWS, FEATURES) or y.shape != (ROWS,):
-        raise ValueError(f"{place}: expected {rows}, got shapes {x.shape} and {y.shape}. Get it again from {source}.")
+        raise ValueError(
+            f"{place}: expected {rows}, got shapes {x.shape} and {y.shape}. Get it again from {source}."
+        )
     return x.astype(np.float64) / 10_000, y.astype(int)
 
 
@@ -86,7 +91,9 @@ def scores(x: np.ndarray) -> np.ndarray:
     return x @ vectors[:, : -DIRECTIONS - 1 : -1]
 
 
-def choose(rng: np.random.Generator, letters: np.ndarray, rows: np.ndarray, similar: bool, count: int) -> np.ndarray:
+def choose(
+    rng: np.random.Generator, letters: np.ndarray, rows: np.ndarray, similar: bool, count: int
+) -> np.ndarray:
     """So many different pairs of the given rows, similar or dissimilar, ``(count, 2)``."""
     i, j = (rows[k] for k in np.triu_indices(len(rows), 1))
     found = np.flatnonzero((letters[i] == letters[j]) == similar)
@@ -160,16 +167,23 @@ def mode(silo: Mapping[str, Any]) -> np.ndarray:
         return value, prior @ theta - a.T @ (sign * expit(logits))
 
     start = np.zeros(DIRECTIONS + 1)
-    found = optimize.minimize(loss, start, jac=True, hess=lambda t: curvature(a, t) + prior, method="trust-exact")
+    found = optimize.minimize(
+        loss, start, jac=True, hess=lambda t: curvature(a, t) + prior, method="trust-exact"
+    )
     return np.asarray(found.x)
 
 
 def laplace(silos: fed.Silos) -> fed.surrogates.Surrogates:
     """Second-order expansions of the silos' likelihoods, each at the mode of the silo's own posterior."""
     modes = [mode(silos[name]) for name in silos]
-    curvatures = [curvature(design(silos[name])[0], theta) for name, theta in zip(silos, modes, strict=True)]
+    curvatures = [
+        curvature(design(silos[name])[0], theta) for name, theta in zip(silos, modes, strict=True)
+    ]
     # at that mode the likelihood's slope is the prior's, theta / sd^2
-    means = [theta + np.linalg.solve(c, theta) / PRIOR_SD**2 for theta, c in zip(modes, curvatures, strict=True)]
+    means = [
+        theta + np.linalg.solve(c, theta) / PRIOR_SD**2
+        for theta, c in zip(modes, curvatures, strict=True)
+    ]
     return fed.surrogates.analytic(silos, np.stack(means), np.stack(curvatures))
 
 
@@ -184,7 +198,8 @@ def growth(silos: fed.Silos, surrogates: fed.surrogates.Surrogates, stay: int) -
     theta, own = mode(silos.pooled), np.asarray(surrogates.factors.precision, np.float64)
     whole = own.sum(0) + np.eye(len(theta)) / PRIOR_SD**2
     steps = [
-        np.eye(len(theta)) - STEP_SIZE / 2 * (whole + len(silos) * (curvature(design(silos[name])[0], theta) - q))
+        np.eye(len(theta))
+        - STEP_SIZE / 2 * (whole + len(silos) * (curvature(design(silos[name])[0], theta) - q))
         for name, q in zip(silos, own, strict=True)
     ]
     return float(max(abs(np.linalg.eigvalsh(step)).max() for step in steps) ** stay)
@@ -194,7 +209,11 @@ def kernel(method: str, silos: fed.Silos, stay: int) -> MCMCKernel:
     """The paper's DSGLD and FSGLD, with its surrogates or the library's, and FSGLD with nothing but the model."""
     if method == "FSGLD, default":
         return fed.FSGLD(model)
-    paper: dict[str, Any] = {"step_size": STEP_SIZE, "num_local_steps": stay, "batch_size": BATCH_SIZE}
+    paper: dict[str, Any] = {
+        "step_size": STEP_SIZE,
+        "num_local_steps": stay,
+        "batch_size": BATCH_SIZE,
+    }
     if method == "DSGLD":
         return fed.DSGLD(model, **paper)
     surrogate: Any = "score"
@@ -205,7 +224,9 @@ def kernel(method: str, silos: fed.Silos, stay: int) -> MCMCKernel:
     return fed.FSGLD(model, surrogate=surrogate, preconditioner=None, **paper)
 
 
-def fit(silos: fed.Silos, method: str, stay: int, rounds: int, seed: int = 0) -> tuple[dict[str, Array], float]:
+def fit(
+    silos: fed.Silos, method: str, stay: int, rounds: int, seed: int = 0
+) -> tuple[dict[str, Array], float]:
     """A draw a round of one chain from gamma = 0, mu = 0 (NUTS: after a warm-up, on all pairs), and the :func:`growth` of a stay."""
     start = {"gamma": np.zeros(DIRECTIONS, np.float32), "mu": np.zeros((), np.float32)}
     if method == "NUTS":
@@ -237,7 +258,9 @@ def compare(
     x: np.ndarray, letters: np.ndarray, stay: int, seeds: int, rounds: int, **sizes: int
 ) -> tuple[Found, dict[str, np.ndarray]]:
     """Curves of every method and set of pairs, each seed with silos and pairs of its own, and stays' growths."""
-    found: dict[tuple[str, str], list[Curves]] = {(method, name): [] for method in METHODS for name in SETS}
+    found: dict[tuple[str, str], list[Curves]] = {
+        (method, name): [] for method in METHODS for name in SETS
+    }
     growths: dict[str, list[float]] = {method: [] for method in METHODS}
     for seed in range(seeds):
         learn, test = silos(x, letters, seed, **sizes)
@@ -250,7 +273,10 @@ def compare(
                 found[method, name].append(curves)
             growths[method].append(grown)
             value = curves.late[0].mean()
-            print(f"  seed {seed}, {method}: held-out {value:.4f}, growth of a stay {grown:.3g}", flush=True)
+            print(
+                f"  seed {seed}, {method}: held-out {value:.4f}, growth of a stay {grown:.3g}",
+                flush=True,
+            )
     stacked = {key: Curves(*map(np.stack, zip(*each, strict=True))) for key, each in found.items()}
     return stacked, {method: np.array(values) for method, values in growths.items()}
 
@@ -263,11 +289,15 @@ def kept(found: Found, method: str) -> np.ndarray:
 def reached(curve: np.ndarray, level: float) -> float:
     """The round from which a curve stays at a level or above; infinite where it ends below."""
     below = np.flatnonzero(curve < level)
-    return 1.0 if not below.size else np.inf if below[-1] == len(curve) - 1 else float(below[-1] + 2)
+    return (
+        1.0 if not below.size else np.inf if below[-1] == len(curve) - 1 else float(below[-1] + 2)
+    )
 
 
 def spread(values: np.ndarray) -> str:
-    return f"{values.mean():.4f} ({values.std(ddof=int(len(values) > 1)):.4f})" if len(values) else "-"
+    return (
+        f"{values.mean():.4f} ({values.std(ddof=int(len(values) > 1)):.4f})" if len(values) else "-"
+    )
 
 
 def table(found: Found, growths: dict[str, np.ndarray]) -> pd.DataFrame:
@@ -279,24 +309,37 @@ def table(found: Found, growths: dict[str, np.ndarray]) -> pd.DataFrame:
         own, curves = kept(found, method), found[method, "held-out"]
         for name in SETS:
             late = found[method, name].late[own]
-            row |= {f"{name}, average": spread(late[:, 0].mean(-1)), f"{name}, log mean": spread(late[:, 1, -1])}
-        short = (curves.late[:, 0] - found["NUTS", "held-out"].late[:, 0].mean(-1)[:, None]).mean(-1)[own]
+            row |= {
+                f"{name}, average": spread(late[:, 0].mean(-1)),
+                f"{name}, log mean": spread(late[:, 1, -1]),
+            }
+        short = (curves.late[:, 0] - found["NUTS", "held-out"].late[:, 0].mean(-1)[:, None]).mean(
+            -1
+        )[own]
         row["less NUTS"] = spread(short) if method != "NUTS" else ""
         row["sd of draws"] = f"{late[:, 0].std(-1).mean():.4f}" if own.any() else "-"
         reach = [reached(*pair) for pair in zip(curves.whole[:, 1], levels, strict=True)]
         row["rounds"] = "" if method == "NUTS" else f"{np.median(np.where(own, reach, np.inf)):.0f}"
         row["left"] = f"{(~own).sum()}"
-        row["above DSGLD"] = "" if method == "DSGLD" else f"{(own & (curves.late[:, 0].mean(-1) > floor)).sum()}"
+        row["above DSGLD"] = (
+            "" if method == "DSGLD" else f"{(own & (curves.late[:, 0].mean(-1) > floor)).sum()}"
+        )
         row["growth"] = (
-            "" if np.isnan(growths[method]).any() else f"{np.median(growths[method]):.2g}, {growths[method].max():.2g}"
+            ""
+            if np.isnan(growths[method]).any()
+            else f"{np.median(growths[method]):.2g}, {growths[method].max():.2g}"
         )
     return pd.DataFrame(rows).T
 
 
 def plot(found: Found, place: Path) -> None:
     """Figure 5, less NUTS's level of the same seed, mean and sd over seeds: averages of samples so far; below, the log of their mean likelihood."""
-    figure, axes = plt.subplots(2, 2, figsize=(10, 7), sharex=True, sharey="row", layout="constrained")
-    for (row, label), (column, name) in product(enumerate(("average of logs", "log of the average")), enumerate(SETS)):
+    figure, axes = plt.subplots(
+        2, 2, figsize=(10, 7), sharex=True, sharey="row", layout="constrained"
+    )
+    for (row, label), (column, name) in product(
+        enumerate(("average of logs", "log of the average")), enumerate(SETS)
+    ):
         ax, late = axes[row, column], found["NUTS", name].late
         level = late[:, 1, -1:] if row else late[:, 0].mean(-1, keepdims=True)
         for colour, method in enumerate(METHODS[:-1]):
@@ -310,9 +353,15 @@ def plot(found: Found, place: Path) -> None:
             left = "" if own.all() else f" ({own.sum()} of {len(own)} seeds)"
             style = "--" if method == "FSGLD, Laplace" else "-"
             ax.plot(samples, mean, style, color=f"C{colour}", label=method + left)
-            ax.fill_between(samples, mean - sd, mean + sd, alpha=0.2, linewidth=0, color=f"C{colour}")
+            ax.fill_between(
+                samples, mean - sd, mean + sd, alpha=0.2, linewidth=0, color=f"C{colour}"
+            )
         ax.axhline(0, color="black", linestyle=":", label="NUTS")
-        ax.set(xscale="log", xlabel="samples (rounds)" if row else "", ylabel="" if column else f"{label}, less NUTS's")
+        ax.set(
+            xscale="log",
+            xlabel="samples (rounds)" if row else "",
+            ylabel="" if column else f"{label}, less NUTS's",
+        )
         ax.set_title("" if row else f"{name} pairs")
     axes[0, 0].legend(loc="lower right")
     place.parent.mkdir(parents=True, exist_ok=True)
@@ -321,9 +370,15 @@ def plot(found: Found, place: Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> pd.DataFrame:
-    parser = argparse.ArgumentParser(description="Metric learning from pairs of letters: DSGLD and FSGLD.")
-    parser.add_argument("--quick", action="store_true", help="one seed, four silos of few pairs, few rounds")
-    parser.add_argument("--seeds", type=int, default=10, help="repetitions, each with silos and pairs of its own")
+    parser = argparse.ArgumentParser(
+        description="Metric learning from pairs of letters: DSGLD and FSGLD."
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="one seed, four silos of few pairs, few rounds"
+    )
+    parser.add_argument(
+        "--seeds", type=int, default=10, help="repetitions, each with silos and pairs of its own"
+    )
     parser.add_argument("--stay", type=int, default=STAY, help="local steps between rounds")
     parser.add_argument("--figure", type=Path, default=Path("figures/metric_learning.png"))
     args = parser.parse_args(arguments)

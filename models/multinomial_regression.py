@@ -148,7 +148,9 @@ def sfvi(rows: fed.Silos, rounds: int, test: Rows, init_from: Any = None) -> Cou
     state = svi.init(jax.random.key(0), rows, init_from=init_from)
     losses, seen = np.zeros(0), {0: accuracy(svi.get_params(state), test)}
     for look in [*[n for n in LOOKS if n < rounds], rounds]:
-        result = svi.run(jax.random.key(0), look - len(losses), rows, progress_bar=False, init_state=state)
+        result = svi.run(
+            jax.random.key(0), look - len(losses), rows, progress_bar=False, init_state=state
+        )
         state, losses = result.state, np.concatenate([losses, result.losses])
         seen[look] = accuracy(svi.get_params(state), test)
     return Course(result, losses, seen)
@@ -157,10 +159,14 @@ def sfvi(rows: fed.Silos, rounds: int, test: Rows, init_from: Any = None) -> Cou
 def smooth(losses: np.ndarray, width: int = 21) -> np.ndarray:
     """Running median (single draws of the weights are noisy), shorter at the ends."""
     half = width // 2
-    return np.array([np.median(losses[max(0, i - half) : i + half + 1]) for i in range(len(losses))])
+    return np.array(
+        [np.median(losses[max(0, i - half) : i + half + 1]) for i in range(len(losses))]
+    )
 
 
-def savings(cold: np.ndarray, warm: np.ndarray, targets: Sequence[int], before: int) -> dict[int, tuple[int, float]]:
+def savings(
+    cold: np.ndarray, warm: np.ndarray, targets: Sequence[int], before: int
+) -> dict[int, tuple[int, float]]:
     """Rounds that a warm start needs, ``before`` included, for the bound that a cold one has after each of ``targets``."""
     cold, warm = smooth(cold), smooth(warm)
     out = {}
@@ -176,10 +182,25 @@ def figure_s2(paths: dict[int, tuple[Course, Course]], place: Path) -> None:
     """Minus the bound and test accuracy over rounds, from a cold and from a warm start."""
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
     for i, (num_silos, (cold, warm)) in enumerate(paths.items()):
-        for label, run, before, style in (("cold", cold, 0, "--"), ("warm", warm, WARM_ROUNDS, "-")):
+        for label, run, before, style in (
+            ("cold", cold, 0, "--"),
+            ("warm", warm, WARM_ROUNDS, "-"),
+        ):
             label, colour = f"{num_silos} silos, {label}", f"C{i}"
-            axes[0].plot(before + 1 + np.arange(len(run.losses)), smooth(run.losses), style, color=colour, label=label)
-            axes[1].plot([before + n for n in run.accuracy], run.accuracy.values(), style, color=colour, label=label)
+            axes[0].plot(
+                before + 1 + np.arange(len(run.losses)),
+                smooth(run.losses),
+                style,
+                color=colour,
+                label=label,
+            )
+            axes[1].plot(
+                [before + n for n in run.accuracy],
+                run.accuracy.values(),
+                style,
+                color=colour,
+                label=label,
+            )
     axes[0].set(xlabel="rounds", ylabel="minus the bound (nats)", yscale="log")
     axes[1].set(xlabel="rounds", ylabel="test accuracy (%)", ylim=(60, None))
     axes[0].legend()
@@ -188,7 +209,9 @@ def figure_s2(paths: dict[int, tuple[Course, Course]], place: Path) -> None:
     plt.close(figure)
 
 
-def compare(count: int, train: Rows, test: Rows, steps: int, rounds: int) -> tuple[pd.DataFrame, tuple[Course, Course]]:
+def compare(
+    count: int, train: Rows, test: Rows, steps: int, rounds: int
+) -> tuple[pd.DataFrame, tuple[Course, Course]]:
     """The four methods on so many silos, beside the paper, and SFVI from a cold and from a warm start."""
     rows = silos(train, count)
     found = [independent(rows, steps, test)]
@@ -200,7 +223,9 @@ def compare(count: int, train: Rows, test: Rows, steps: int, rounds: int) -> tup
     cold = sfvi(rows, steps, test)
     params = cold.result.params
     found.append((accuracy(params, train), accuracy(params, test)))
-    print(f"  SFVI: sigma_w {params['sigma_w']:.2f}, sigma_b {params['sigma_b']:.2f}; test accuracy after rounds:")
+    print(
+        f"  SFVI: sigma_w {params['sigma_w']:.2f}, sigma_b {params['sigma_b']:.2f}; test accuracy after rounds:"
+    )
     print(f"  { ({n: round(a, 1) for n, a in cold.accuracy.items()}) }")
     targets = [n for n in LOOKS if 50 <= n < steps] + [steps]
     for target, (needed, factor) in savings(cold.losses, warm.losses, targets, WARM_ROUNDS).items():
@@ -214,9 +239,13 @@ def compare(count: int, train: Rows, test: Rows, steps: int, rounds: int) -> tup
 
 
 def main(arguments: Sequence[str] | None = None) -> pd.DataFrame:
-    parser = argparse.ArgumentParser(description="Multinomial regression on MNIST: table S1 and figure S2.")
+    parser = argparse.ArgumentParser(
+        description="Multinomial regression on MNIST: table S1 and figure S2."
+    )
     parser.add_argument(
-        "--quick", action="store_true", help="2,000 rows to learn from and to test on, 20 silos, few steps"
+        "--quick",
+        action="store_true",
+        help="2,000 rows to learn from and to test on, 20 silos, few steps",
     )
     parser.add_argument("--rows", type=int, help="of the training data (default: all)")
     parser.add_argument("--steps", type=int, default=STEPS, help="of each method")

@@ -40,12 +40,15 @@ def silos() -> fed.Silos:
 def model(band, before, school, schools):  # type: ignore[no-untyped-def]
     # the lower cut and the log of the distance to the upper one are normal
     cuts = numpyro.sample(
-        "cuts", dist.TransformedDistribution(dist.Normal(0, 2).expand([2]).to_event(1), OrderedTransform())
+        "cuts",
+        dist.TransformedDistribution(dist.Normal(0, 2).expand([2]).to_event(1), OrderedTransform()),
     )
     slope = numpyro.sample("slope", dist.Normal(0, 2))
     tau = numpyro.sample("tau", dist.HalfNormal(1))
     with fed.silo_plate("schools", schools.shape[0]):
-        own = numpyro.sample("own", dist.Normal(0, tau))  # centred, since 60 pupils say much about their school
+        own = numpyro.sample(
+            "own", dist.Normal(0, tau)
+        )  # centred, since 60 pupils say much about their school
     with fed.silo_plate("pupils", band.shape[0]):
         numpyro.sample("band", dist.OrderedLogistic(slope * before + own[school], cuts), obs=band)
 

@@ -44,13 +44,18 @@ SILOS, BATCH = 3, 200
 EPOCHS, ROUNDS = 80, 20
 HELD_OUT = 2_000
 HIDDEN, LEAST_SD = 100, 0.05
-INPUT_LENGTH, GAIN = 10.0, 3.0  # of a network's input, and of its locations: so that it tells documents apart early
+INPUT_LENGTH, GAIN = (
+    10.0,
+    3.0,
+)  # of a network's input, and of its locations: so that it tells documents apart early
 START_SD, INIT_SCALE = {False: 1.0, True: 2.0}, 0.5  # amortised: topics farther apart
 
 
 def is_network(params: Any) -> Any:
     """Which parameters are the weights of a network: they learn at a rate of their own."""
-    return jax.tree_util.tree_map_with_path(lambda at, _: "encoder" in jax.tree_util.keystr(at), params)
+    return jax.tree_util.tree_map_with_path(
+        lambda at, _: "encoder" in jax.tree_util.keystr(at), params
+    )
 
 
 OPTIM = optax.multi_transform({False: optax.adam(0.02), True: optax.adam(0.002)}, is_network)
@@ -76,15 +81,27 @@ def corpus(num_documents: int | None = None, num_words: int | None = None) -> Co
     )
     with np.load(place) as file:
         parts = (file["data"], file["indices"].astype(np.int32), file["indptr"])
-        counts, words, is_train = csr_matrix(parts, file["shape"]), file["vocab"], file["is_train"].astype(bool)
+        counts, words, is_train = (
+            csr_matrix(parts, file["shape"]),
+            file["vocab"],
+            file["is_train"].astype(bool),
+        )
     if num_words is not None:
-        most = np.sort(np.argsort(-np.asarray((counts[is_train] > 0).sum(0)).ravel(), kind="stable")[:num_words])
+        most = np.sort(
+            np.argsort(-np.asarray((counts[is_train] > 0).sum(0)).ravel(), kind="stable")[
+                :num_words
+            ]
+        )
         counts, words = counts[:, most], words[most]
     filled = np.asarray(counts.sum(1)).ravel() > 0
     rng = np.random.default_rng(0)
 
     def some(part: np.ndarray) -> np.ndarray:
-        return counts[rng.permutation(np.flatnonzero(part & filled))[:num_documents]].toarray().astype(np.float32)
+        return (
+            counts[rng.permutation(np.flatnonzero(part & filled))[:num_documents]]
+            .toarray()
+            .astype(np.float32)
+        )
 
     return Corpus(some(is_train), some(~is_train), words)
 
@@ -98,7 +115,9 @@ def model(counts, num_topics=NUM_TOPICS):  # type: ignore[no-untyped-def]
     prior = dist.Normal(0, TOPIC_SD).expand([num_topics, counts.shape[-1]])
     topics = numpyro.sample("topics", prior.to_event(2))
     with fed.silo_plate("documents", counts.shape[0]):
-        z = numpyro.sample("z", dist.Normal(0, (1 - 1 / num_topics) ** 0.5).expand([num_topics]).to_event(1))
+        z = numpyro.sample(
+            "z", dist.Normal(0, (1 - 1 / num_topics) ** 0.5).expand([num_topics]).to_event(1)
+        )
         numpyro.sample("counts", Words(jax.nn.softmax(z) @ topics), obs=counts)
 
 
@@ -118,18 +137,27 @@ class Encoder(eqx.Module):
 
     def __call__(self, counts: jax.Array) -> tuple[jax.Array, jax.Array]:
         seen = jnp.log1p(counts)
-        seen = INPUT_LENGTH * seen / jnp.sqrt(1e-6 + jnp.sum(seen**2))  # of a batch's padding, which has no words, too
+        seen = (
+            INPUT_LENGTH * seen / jnp.sqrt(1e-6 + jnp.sum(seen**2))
+        )  # of a batch's padding, which has no words, too
         loc, scale = jnp.split(self.layers(seen), 2)
         return GAIN * loc, jnp.log(LEAST_SD + (1 - LEAST_SD) * jax.nn.sigmoid(scale))
 
 
-def guide(model: Any, num_topics: int, num_words: int, amortised: bool = False) -> fed.AutoSiloNormal:
+def guide(
+    model: Any, num_topics: int, num_words: int, amortised: bool = False
+) -> fed.AutoSiloNormal:
     """q: independent in all latents, or that of the documents' by a network; topics start at draws of ``START_SD``."""
     start = START_SD[amortised] * jax.random.normal(jax.random.key(0), (num_topics, num_words))
-    settings: dict[str, Any] = {"init_scale": INIT_SCALE, "init_loc_fn": init_to_value(values={"topics": start})}
+    settings: dict[str, Any] = {
+        "init_scale": INIT_SCALE,
+        "init_loc_fn": init_to_value(values={"topics": start}),
+    }
     if amortised:
         settings["amortize"] = {"z": Encoder(num_words, num_topics, jax.random.key(1))}
-    return fed.AutoSiloNormal(model, "diag", "diag", coupling=False, scale_coupling=False, **settings)
+    return fed.AutoSiloNormal(
+        model, "diag", "diag", coupling=False, scale_coupling=False, **settings
+    )
 
 
 class Fit(NamedTuple):
@@ -164,7 +192,11 @@ def fit(task: Task, rows: fed.Silos, averaged: bool = False, amortised: bool = F
     held_out, num_words = task.corpus.test[:HELD_OUT], len(task.corpus.words)
     own = sized(task.num_topics)
     q = guide(own, task.num_topics, num_words, amortised)
-    options: dict[str, Any] = {"num_local_particles": 1, "local_optim": LOCAL_OPTIM, "batch_size": task.batch}
+    options: dict[str, Any] = {
+        "num_local_particles": 1,
+        "local_optim": LOCAL_OPTIM,
+        "batch_size": task.batch,
+    }
     options["validate"] = len(rows) > 1
     svi = (
         fed.SFVIAvg(own, q, OPTIM, task.steps // task.rounds, **options)
@@ -222,23 +254,36 @@ def measures(fit: Fit, corpus: Corpus) -> dict[str, float]:
 def compare(task: Task, amortised: bool = False) -> tuple[pd.DataFrame, dict[str, Fit]]:
     """All methods: their measures, and their fits."""
     rows = silos(task.corpus.train)
-    methods = {"SFVI": partial(fit, task, rows), "SFVI-Avg": partial(fit, task, rows, averaged=True)}
-    methods |= {f"silo {name} alone": partial(fit, task, fed.Silos({name: rows[name]})) for name in rows.names}
+    methods = {
+        "SFVI": partial(fit, task, rows),
+        "SFVI-Avg": partial(fit, task, rows, averaged=True),
+    }
+    methods |= {
+        f"silo {name} alone": partial(fit, task, fed.Silos({name: rows[name]}))
+        for name in rows.names
+    }
     if amortised:
         methods["SFVI, amortised"] = partial(fit, task, rows, amortised=True)
     fits, found = {}, {}
     for name, method in methods.items():
         fits[name] = method()
         found[name] = measures(fits[name], task.corpus)
-        print(f"{name:16}" + "".join(f"  {key} {value:.4g}" for key, value in found[name].items()), flush=True)
+        print(
+            f"{name:16}" + "".join(f"  {key} {value:.4g}" for key, value in found[name].items()),
+            flush=True,
+        )
     return pd.DataFrame.from_dict(found, orient="index"), fits
 
 
 def main(arguments: Sequence[str] | None = None) -> pd.DataFrame:
-    parser = argparse.ArgumentParser(description="ProdLDA's topics of 20 Newsgroups in three silos: figure 2.")
+    parser = argparse.ArgumentParser(
+        description="ProdLDA's topics of 20 Newsgroups in three silos: figure 2."
+    )
     parser.add_argument("--quick", action="store_true", help="600 documents, 300 words, 8 topics")
     parser.add_argument("--epochs", type=int, default=EPOCHS, help="of each method")
-    parser.add_argument("--amortised", action="store_true", help="also SFVI with a network for q(z)")
+    parser.add_argument(
+        "--amortised", action="store_true", help="also SFVI with a network for q(z)"
+    )
     parser.add_argument("--figure", type=Path, default=Path("figures/prod_lda.png"))
     args = parser.parse_args(arguments)
 

@@ -52,7 +52,9 @@ def silos(sizes: Sequence[int] = TWO, shuffled: bool = False) -> fed.Silos:
     """The children in the published order (not smoking first), cut into silos of these sizes, or dealt out at random."""
     y, smoke = data()
     by = np.repeat(np.arange(len(sizes)), sizes)
-    return fed.split({"y": y, "smoke": smoke}, by=np.random.default_rng(0).permutation(by) if shuffled else by)
+    return fed.split(
+        {"y": y, "smoke": smoke}, by=np.random.default_rng(0).permutation(by) if shuffled else by
+    )
 
 
 def model(y, smoke):  # type: ignore[no-untyped-def]
@@ -85,7 +87,9 @@ def fit_sfvi(silos: fed.Silos, num_rounds: int = 6000, num_draws: int = 4000) ->
     return fed.to_inference_data(svi, result, silos, num_draws=num_draws, log_likelihood=False)
 
 
-def reference(children: Mapping[str, np.ndarray], num_warmup: int = 500, num_samples: int = 3000) -> MCMC:
+def reference(
+    children: Mapping[str, np.ndarray], num_warmup: int = 500, num_samples: int = 3000
+) -> MCMC:
     """NUTS on children's rows: those of all silos, or those of one."""
     mcmc = MCMC(NUTS(model), num_warmup=num_warmup, num_samples=num_samples, **CHAINS)
     mcmc.run(jax.random.key(1), **children)
@@ -97,7 +101,8 @@ def compared(name: str, fit: az.InferenceData, nuts: az.InferenceData) -> fed.Co
     comparison = fed.compare(fit, nuts, var_names=GLOBALS)
     print(f"\n{name} beside pooled NUTS\n{comparison}")
     (mean, sd), (mean_ref, sd_ref) = (
-        (z.mean(axis=(0, 1)), z.std(axis=(0, 1))) for z in (fit.posterior["z"].values, nuts.posterior["z"].values)
+        (z.mean(axis=(0, 1)), z.std(axis=(0, 1)))
+        for z in (fit.posterior["z"].values, nuts.posterior["z"].values)
     )
     print(
         f"{mean.size} children's intercepts: largest error {(abs(mean - mean_ref) / sd_ref).max():.3f} sd, "
@@ -125,7 +130,9 @@ def save_figure(fits: Mapping[str, az.InferenceData], nuts: az.InferenceData, pa
     from matplotlib import pyplot
 
     whole = pyplot.figure(figsize=(10, 5 * len(fits)))
-    for part, (name, idata) in zip(whole.subfigures(len(fits), 1, squeeze=False)[:, 0], fits.items(), strict=True):
+    for part, (name, idata) in zip(
+        whole.subfigures(len(fits), 1, squeeze=False)[:, 0], fits.items(), strict=True
+    ):
         fed.plot_compare(idata, nuts, var_names=GLOBALS, labels=(name, "pooled NUTS"), figure=part)
     path.parent.mkdir(parents=True, exist_ok=True)
     whole.savefig(path, dpi=150)
@@ -139,7 +146,10 @@ def alone(args: argparse.Namespace) -> dict[str, fed.Comparison]:
     draws = {"num_warmup": 200, "num_samples": 300} if args.quick else {}
     rows = {"NUTS, all children": children.pooled}
     rows |= {f"NUTS, silo {name} alone": children[name] for name in children}
-    posteriors = {name: az.from_numpyro(reference(part, **draws), log_likelihood=False) for name, part in rows.items()}
+    posteriors = {
+        name: az.from_numpyro(reference(part, **draws), log_likelihood=False)
+        for name, part in rows.items()
+    }
     variational = fit_sfvi(children, num_draws=1000 if args.quick else 4000)
     comparison = compared("SFVI", variational, posteriors["NUTS, all children"])
     draw_alone({"SFVI, both silos": variational, **posteriors}, args.figure)
@@ -151,32 +161,51 @@ def draw_alone(posteriors: Mapping[str, az.InferenceData], path: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(1, len(GLOBALS), figsize=(13, 2.9), layout="constrained")
-    styles = (("#0072B2", "-", 2.2), ("#222222", "--", 1.4), ("#D55E00", ":", 1.6), ("#009E73", "-.", 1.4))
+    styles = (
+        ("#0072B2", "-", 2.2),
+        ("#222222", "--", 1.4),
+        ("#D55E00", ":", 1.6),
+        ("#009E73", "-.", 1.4),
+    )
     for axis, name, label in zip(axes, GLOBALS, LABELS, strict=True):
-        for (posterior, idata), (colour, line, width) in zip(posteriors.items(), styles, strict=True):
+        for (posterior, idata), (colour, line, width) in zip(
+            posteriors.items(), styles, strict=True
+        ):
             draws = idata.posterior[name].values.ravel()
             x, density = az.kde(np.log(draws) if name == "sigma" else draws)
             axis.plot(x, density, line, color=colour, lw=width, label=posterior)
         axis.set(xlabel=label, yticks=[], ylim=(0, None))
         axis.spines[["left", "right", "top"]].set_visible(False)
     axes[0].set_ylabel("posterior density")
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=4, frameon=False)
+    figure.legend(
+        *axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=4, frameon=False
+    )
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
     print(f"figure written to {path}")
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, fed.Comparison]:
-    parser = argparse.ArgumentParser(description="Six cities: FSGLD and SFVI in silos beside pooled NUTS.")
+    parser = argparse.ArgumentParser(
+        description="Six cities: FSGLD and SFVI in silos beside pooled NUTS."
+    )
     parser.add_argument("--quick", action="store_true", help="few draws")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--ten", action="store_true", help="ten unequal silos in place of two")
-    what.add_argument("--alone", action="store_true", help="SFVI on two random silos beside NUTS on each of them alone")
+    what.add_argument(
+        "--alone",
+        action="store_true",
+        help="SFVI on two random silos beside NUTS on each of them alone",
+    )
     parser.add_argument(
-        "--figure", type=Path, help="where to write it (figures/six_cities.png, or six_cities_alone.png)"
+        "--figure",
+        type=Path,
+        help="where to write it (figures/six_cities.png, or six_cities_alone.png)",
     )
     args = parser.parse_args(arguments)
-    args.figure = args.figure or Path("figures", "six_cities_alone.png" if args.alone else "six_cities.png")
+    args.figure = args.figure or Path(
+        "figures", "six_cities_alone.png" if args.alone else "six_cities.png"
+    )
     return alone(args) if args.alone else federated(args)
 
 

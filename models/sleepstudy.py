@@ -28,9 +28,16 @@ DAYS = np.arange(10.0, dtype=np.float32)
 def data() -> np.ndarray:
     """Reaction times of each subject on days 0 to 9, in 100 ms, shape (18, 10)."""
     table = pd.read_csv(
-        path("mixed_models", "sleepstudy.csv", "R's package lme4 (write.csv of sleepstudy)", "180 rows")
+        path(
+            "mixed_models",
+            "sleepstudy.csv",
+            "R's package lme4 (write.csv of sleepstudy)",
+            "180 rows",
+        )
     )
-    return (table.pivot(index="Subject", columns="Days", values="Reaction").to_numpy() / 100).astype(np.float32)
+    return (
+        table.pivot(index="Subject", columns="Days", values="Reaction").to_numpy() / 100
+    ).astype(np.float32)
 
 
 def silos() -> fed.Silos:
@@ -40,13 +47,17 @@ def silos() -> fed.Silos:
 
 
 def model(y):  # type: ignore[no-untyped-def]
-    mean = numpyro.sample("mean", dist.Normal(jnp.array([2.5, 0.0]), jnp.array([1.0, 0.5])).to_event(1))
+    mean = numpyro.sample(
+        "mean", dist.Normal(jnp.array([2.5, 0.0]), jnp.array([1.0, 0.5])).to_event(1)
+    )
     tau = numpyro.sample("tau", dist.HalfNormal(jnp.array([0.5, 0.2])).to_event(1))
     root = numpyro.sample("correlation_cholesky", dist.LKJCholesky(2, 2.0))
     sigma = numpyro.sample("sigma", dist.HalfNormal(0.5))
     with fed.silo_plate("subjects", y.shape[0], dim=-2):
         # centred: intercept and slope of each subject
-        coefficients = numpyro.sample("coefficients", dist.MultivariateNormal(mean, scale_tril=tau[:, None] * root))
+        coefficients = numpyro.sample(
+            "coefficients", dist.MultivariateNormal(mean, scale_tril=tau[:, None] * root)
+        )
         with numpyro.plate("days", len(DAYS), dim=-1):
             means = coefficients[..., 0] + coefficients[..., 1] * DAYS
             numpyro.sample("y", dist.Normal(means, sigma), obs=y)

@@ -85,13 +85,19 @@ def fit(
     key_rounds, key_draws, key_chains = jax.random.split(rng_key, 3)
     avg = _settable(model, silos)
     result = avg.run(
-        key_rounds, _MOST_ROUNDS, silos, tol=TOL if method == "vi" else _START_TOL, progress_bar=progress_bar
+        key_rounds,
+        _MOST_ROUNDS,
+        silos,
+        tol=TOL if method == "vi" else _START_TOL,
+        progress_bar=progress_bar,
     )
     words, settled = _of_rounds(result)
     if method == "vi":
         idata, more, verdict, mend = _last_round(avg, result, silos, num_draws, key_draws, settled)
     else:
-        idata, more, verdict, mend = _chains(model, result, silos, num_draws, key_chains, progress_bar)
+        idata, more, verdict, mend = _chains(
+            model, result, silos, num_draws, key_chains, progress_bar
+        )
     report = f"{words}; {more}. Checks: {verdict}{mend}"
     idata.posterior.attrs |= {"report": report, "verdict": verdict}
     if progress_bar:
@@ -100,7 +106,12 @@ def fit(
 
 
 def _last_round(
-    avg: SFVIAvg, result: VIResult, silos: Silos | MixedSilos, num_draws: int, key: Any, settled: bool
+    avg: SFVIAvg,
+    result: VIResult,
+    silos: Silos | MixedSilos,
+    num_draws: int,
+    key: Any,
+    settled: bool,
 ) -> tuple["InferenceData", str, str, str]:
     """Weighed draws, what was done in words, the verdict, and what to do about it."""
     idata = to_inference_data(avg, result, silos, num_draws=num_draws, rng_key=key, resample=True)
@@ -111,7 +122,9 @@ def _last_round(
         words += f", of the latents' candidates at worst {unit:.2f} ({attrs['pareto_k_unit_at']})"
     stayed = json.loads(attrs.get("elsewhere", "[]"))
     if stayed:
-        words += f"; of the candidates of {', '.join(stayed)}, which stay in the silos, there is none"
+        words += (
+            f"; of the candidates of {', '.join(stayed)}, which stay in the silos, there is none"
+        )
     if settled and max(k, unit) <= POOR:
         return idata, words, "sound", ""
     mend = '. Expected k <= 0.7 and rounds that settle: take method="fsgld", or reparametrise the model'
@@ -119,10 +132,17 @@ def _last_round(
 
 
 def _chains(
-    model: Callable, result: VIResult, silos: Silos | MixedSilos, num_draws: int, key: Any, progress_bar: bool
+    model: Callable,
+    result: VIResult,
+    silos: Silos | MixedSilos,
+    num_draws: int,
+    key: Any,
+    progress_bar: bool,
 ) -> tuple["InferenceData", str, str, str]:
     """The same by FSGLD."""
-    kind = RemoteMCMC if isinstance(silos, RemoteSilos) else partial(MCMC, chain_method="vectorized")
+    kind = (
+        RemoteMCMC if isinstance(silos, RemoteSilos) else partial(MCMC, chain_method="vectorized")
+    )
     mcmc = kind(
         FSGLD(model, init_from=result),
         num_warmup=_WARMUP,
@@ -164,4 +184,6 @@ def _add_ledger(idata: "InferenceData", result: VIResult) -> None:
     """Count the variational rounds among what the silos did."""
     attrs = idata.posterior.attrs
     for name in ("rounds", "gradient_evaluations", "bytes_down", "bytes_up"):
-        attrs[name] = json.dumps([int(x) for x in np.add(json.loads(attrs[name]), getattr(result.ledger, name))])
+        attrs[name] = json.dumps(
+            [int(x) for x in np.add(json.loads(attrs[name]), getattr(result.ledger, name))]
+        )

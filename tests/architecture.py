@@ -49,15 +49,26 @@ def imports() -> dict[str, set[str]]:
     def found(name: str) -> set[str]:
         out = set()
         for node in ast.walk(ast.parse(every[name].read_text())):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == PACKAGE.name:
+            if (
+                isinstance(node, ast.ImportFrom)
+                and (node.module or "").split(".")[0] == PACKAGE.name
+            ):
                 base = ".".join(node.module.split(".")[1:])
                 for alias in node.names:
-                    for guess in (f"{base}.{alias.name}".strip("."), base, f"{base}.__init__".strip(".")):
+                    for guess in (
+                        f"{base}.{alias.name}".strip("."),
+                        base,
+                        f"{base}.__init__".strip("."),
+                    ):
                         if guess in every:
                             out.add(guess)
                             break
             elif isinstance(node, ast.Import):
-                out |= {a.name.split(".", 1)[1] for a in node.names if a.name.startswith(f"{PACKAGE.name}.")}
+                out |= {
+                    a.name.split(".", 1)[1]
+                    for a in node.names
+                    if a.name.startswith(f"{PACKAGE.name}.")
+                }
         return out - {name}
 
     return {name: found(name) for name in every}
@@ -72,7 +83,11 @@ def arrows() -> set[tuple[str, str]]:
 def upward() -> list[str]:
     """Return imports from a room of the same or a higher layer."""
     pairs = [(a, b) for a, others in imports().items() for b in sorted(others)]
-    return [f"{a} imports {b}" for a, b in pairs if room_of(a) != room_of(b) and LEVEL[room_of(b)] >= LEVEL[room_of(a)]]
+    return [
+        f"{a} imports {b}"
+        for a, b in pairs
+        if room_of(a) != room_of(b) and LEVEL[room_of(b)] >= LEVEL[room_of(a)]
+    ]
 
 
 def circles() -> list[list[str]]:
@@ -94,14 +109,18 @@ def docstrings() -> Iterator[tuple[str, str]]:
     """Yield file and text of every docstring of a function or class."""
     for name, path in files().items():
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.FunctionDef | ast.ClassDef) and (text := ast.get_docstring(node)):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef) and (
+                text := ast.get_docstring(node)
+            ):
                 yield f"{name}:{node.name}", text
 
 
 def weak_openings() -> list[str]:
     """Return docstrings that begin with a relative clause."""
     begins = re.compile(rf"({'|'.join(WEAK)})\b")
-    return [f"{where}: {text.splitlines()[0]}" for where, text in docstrings() if begins.match(text)]
+    return [
+        f"{where}: {text.splitlines()[0]}" for where, text in docstrings() if begins.match(text)
+    ]
 
 
 def reaches() -> list[str]:
@@ -111,13 +130,26 @@ def reaches() -> list[str]:
         tree = ast.parse(path.read_text())
         own = {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute) and of_self(n)}
         own |= {n.name for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.ClassDef)}
-        own |= {t.id for n in ast.walk(tree) if isinstance(n, ast.AnnAssign) and isinstance(t := n.target, ast.Name)}
+        own |= {
+            t.id
+            for n in ast.walk(tree)
+            if isinstance(n, ast.AnnAssign) and isinstance(t := n.target, ast.Name)
+        }
         for node in ast.walk(tree):
-            if isinstance(node, ast.Attribute) and private(node.attr) and not of_self(node) and node.attr not in own:
+            if (
+                isinstance(node, ast.Attribute)
+                and private(node.attr)
+                and not of_self(node)
+                and node.attr not in own
+            ):
                 out.append(f"{name}:{node.lineno} {ast.unparse(node)}")
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(PACKAGE.name):
                 kinds = [a.name for a in node.names if private(a.name)]
-                out += [f"{name}:{node.lineno} {n}" for n in kinds if n not in ("_compat", "_base", "_kernel")]
+                out += [
+                    f"{name}:{node.lineno} {n}"
+                    for n in kinds
+                    if n not in ("_compat", "_base", "_kernel")
+                ]
     return out
 
 
@@ -151,7 +183,12 @@ def large() -> tuple[list[str], list[str]]:
             long_files.append(f"{name} {lines}")
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.FunctionDef):
-                lines = node.end_lineno - node.lineno + 1 - len((ast.get_docstring(node) or "").splitlines())
+                lines = (
+                    node.end_lineno
+                    - node.lineno
+                    + 1
+                    - len((ast.get_docstring(node) or "").splitlines())
+                )
                 functions += [f"{name}:{node.name} {lines}"] if lines > 60 else []
     return long_files, functions
 
@@ -160,7 +197,9 @@ def parameters(room: str, kind: str) -> int:
     """Return how many parameters a class takes."""
     for node in ast.walk(ast.parse(files()[room].read_text())):
         if isinstance(node, ast.ClassDef) and node.name == kind:
-            init = next(n for n in node.body if isinstance(n, ast.FunctionDef) and n.name == "__init__")
+            init = next(
+                n for n in node.body if isinstance(n, ast.FunctionDef) and n.name == "__init__"
+            )
             return len(init.args.args) + len(init.args.kwonlyargs) - 1
     raise ValueError(kind)
 
@@ -169,10 +208,14 @@ def main() -> None:
     rooms = {room_of(name) for name in files()}
     count = {name: p.read_text().count("\n") for name, p in files().items()}
     long_files, functions = large()
-    print(f"rooms {len(rooms)}, arrows {len(arrows())}, circles {len(circles())}, arrows up {len(upward())}")
+    print(
+        f"rooms {len(rooms)}, arrows {len(arrows())}, circles {len(circles())}, arrows up {len(upward())}"
+    )
     for room in sorted(rooms, key=lambda r: (LEVEL[r], r)):
         lines = sum(n for name, n in count.items() if room_of(name) == room)
-        print(f"  {LEVEL[room]:2} {room:14} {lines:6} lines <- {' '.join(sorted(b for a, b in arrows() if a == room))}")
+        print(
+            f"  {LEVEL[room]:2} {room:14} {lines:6} lines <- {' '.join(sorted(b for a, b in arrows() if a == room))}"
+        )
     print(f"docstrings that begin with {' / '.join(WEAK)}: {len(weak_openings())}")
     print(
         f"lines over {COLUMNS} columns: library {wide('numpyro_fed/**/*.py')}, "

@@ -17,7 +17,10 @@ def silos():
     """Four silos, named as carriers allow."""
     pooled = linear_silos()
     return fed.Silos(
-        {name.replace(" ", "-"): {k: np.asarray(v) for k, v in pooled[name].items()} for name in pooled.names}
+        {
+            name.replace(" ", "-"): {k: np.asarray(v) for k, v in pooled[name].items()}
+            for name in pooled.names
+        }
     )
 
 
@@ -29,7 +32,9 @@ def make_side(name, directory):
 
 def drawn(remote):
     """Draws of a short run."""
-    mcmc = fed.RemoteMCMC(fed.FSGLD(linear), num_warmup=2, num_samples=ROUNDS, num_chains=2, progress_bar=False)
+    mcmc = fed.RemoteMCMC(
+        fed.FSGLD(linear), num_warmup=2, num_samples=ROUNDS, num_chains=2, progress_bar=False
+    )
     mcmc.run(random.key(3), remote)
     return np.asarray(mcmc.get_samples(group_by_chain=True)["beta"])
 

@@ -18,7 +18,9 @@ from pathlib import Path  # noqa: E402
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
-_CACHE = Path(__file__).resolve().parent.parent / ".pytest_cache" / "d" / "jax"  # what `pytest --cache-clear` empties
+_CACHE = (
+    Path(__file__).resolve().parent.parent / ".pytest_cache" / "d" / "jax"
+)  # what `pytest --cache-clear` empties
 # compiled programs are kept between runs, and shared by the workers and by the processes that tests start
 for _name, _value in {
     "jax_compilation_cache_dir": str(_CACHE),

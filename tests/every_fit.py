@@ -48,7 +48,9 @@ def guide():
 
 
 FITS = {
-    "DSGLD": lambda: fed.DSGLD(model, step_size=1e-2, num_local_steps=5, preconditioner="surrogate"),
+    "DSGLD": lambda: fed.DSGLD(
+        model, step_size=1e-2, num_local_steps=5, preconditioner="surrogate"
+    ),
     "FSGLD": lambda: fed.FSGLD(model),
     "SFVI": lambda: fed.SFVI(model, guide(), optax.adam(0.02)),
     "SFVI-Avg": lambda: fed.SFVIAvg(model, guide(), optax.adam(0.02), 5),
@@ -70,9 +72,18 @@ def fitted(name: str, where: fed.Silos, rounds: int, fit: Any = None) -> dict[st
         result = fit.run(random.key(3), rounds, where, progress_bar=False)
         out = {**result.params, "losses": result.losses}
     else:
-        settings = {"num_warmup": 0, "num_samples": rounds, "num_chains": CHAINS, "progress_bar": False}
+        settings = {
+            "num_warmup": 0,
+            "num_samples": rounds,
+            "num_chains": CHAINS,
+            "progress_bar": False,
+        }
         remote = isinstance(where, fed.RemoteSilos)
-        mcmc = fed.RemoteMCMC(fit, **settings) if remote else MCMC(fit, chain_method="vectorized", **settings)
+        mcmc = (
+            fed.RemoteMCMC(fit, **settings)
+            if remote
+            else MCMC(fit, chain_method="vectorized", **settings)
+        )
         mcmc.run(random.key(3), where)
         draws = mcmc.get_samples(group_by_chain=True)
         out = {k: draws[k] for k in ("mu", "tau")}
@@ -102,7 +113,11 @@ class Marked:
     """A messenger whose messages are of one fit."""
 
     def __init__(self, messenger: Any, name: str) -> None:
-        self.messenger, self.names, self.mark = messenger, messenger.names, bytes([tuple(FITS).index(name)])
+        self.messenger, self.names, self.mark = (
+            messenger,
+            messenger.names,
+            bytes([tuple(FITS).index(name)]),
+        )
 
     def exchange(self, messages: dict[str, bytes]) -> dict[str, bytes]:
         return self.messenger.exchange({name: self.mark + data for name, data in messages.items()})

@@ -42,7 +42,9 @@ def make_certificates(directory):
             now + datetime.timedelta(days=2)
         )
         builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=False)
-        builder = builder.add_extension(x509.BasicConstraints(ca=authority, path_length=None), critical=True)
+        builder = builder.add_extension(
+            x509.BasicConstraints(ca=authority, path_length=None), critical=True
+        )
         return builder.sign(issuer_key, hashes.SHA256())
 
     ca_key, key = ec.generate_private_key(ec.SECP256R1()), ec.generate_private_key(ec.SECP256R1())
@@ -50,7 +52,9 @@ def make_certificates(directory):
     own = certificate("localhost", key, ca.subject, ca_key, False)
     (directory / "ca.crt").write_bytes(ca.public_bytes(PEM))
     (directory / "server.crt").write_bytes(own.public_bytes(PEM))
-    (directory / "server.key").write_bytes(key.private_bytes(PEM, serialization.PrivateFormat.PKCS8, PLAIN))
+    (directory / "server.key").write_bytes(
+        key.private_bytes(PEM, serialization.PrivateFormat.PKCS8, PLAIN)
+    )
     return directory
 
 
@@ -58,34 +62,53 @@ def make_key(path):
     """A node's private key, and its public one beside it."""
     key = ec.generate_private_key(ec.SECP384R1())
     path.write_bytes(key.private_bytes(PEM, serialization.PrivateFormat.OpenSSH, PLAIN))
-    path.with_suffix(".pub").write_bytes(key.public_key().public_bytes(SSH, serialization.PublicFormat.OpenSSH))
+    path.with_suffix(".pub").write_bytes(
+        key.public_key().public_bytes(SSH, serialization.PublicFormat.OpenSSH)
+    )
     return path
 
 
 def environment(home):
     home.mkdir(parents=True, exist_ok=True)
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    return os.environ | QUIET | {"FLWR_HOME": str(home), "PYTHONPATH": str(HERE), "PATH": path, "JAX_PLATFORMS": "cpu"}
+    return (
+        os.environ
+        | QUIET
+        | {"FLWR_HOME": str(home), "PYTHONPATH": str(HERE), "PATH": path, "JAX_PLATFORMS": "cpu"}
+    )
 
 
 class Deployment:
     """Started on entry; on exit its processes are ended, each by its own id."""
 
     def __init__(self, root, names, authentication=True, lasting=False):
-        self.root, self.names, self.authentication, self.lasting = Path(root), names, authentication, lasting
+        self.root, self.names, self.authentication, self.lasting = (
+            Path(root),
+            names,
+            authentication,
+            lasting,
+        )
         self.port, self.address = (port := free_port()), f"127.0.0.1:{port}"
         self.tls = make_certificates(self.root / "tls")
         self.started, self.nodes = [], {}
 
     def start(self, command, who):
         with (self.root / f"{who}.log").open("ab") as log:
-            process = subprocess.Popen(command, env=environment(self.root / who), stdout=log, stderr=log, cwd=self.root)
+            process = subprocess.Popen(
+                command, env=environment(self.root / who), stdout=log, stderr=log, cwd=self.root
+            )
         self.started.append(process)
         return process
 
     def __enter__(self):
-        tls = {"certificate": self.tls / "server.crt", "key": self.tls / "server.key", "ca": self.tls / "ca.crt"}
-        self.link = self.start(link_command(self.port, **tls, authentication=self.authentication), "link")
+        tls = {
+            "certificate": self.tls / "server.crt",
+            "key": self.tls / "server.key",
+            "ca": self.tls / "ca.crt",
+        }
+        self.link = self.start(
+            link_command(self.port, **tls, authentication=self.authentication), "link"
+        )
         try:
             self._wait_for_link()
             if self.authentication:
@@ -131,13 +154,23 @@ class Deployment:
         """The coordinator's command; its exit is waited for by the caller."""
         home = self.root / "coordinator"
         env = environment(home)
-        lines = ["[superlink]", 'default = "link"', "[superlink.link]", f'address = "{self.address}"']
+        lines = [
+            "[superlink]",
+            'default = "link"',
+            "[superlink.link]",
+            f'address = "{self.address}"',
+        ]
         (home / "config.toml").write_text(
             "\n".join([*lines, f"root-certificates = {json.dumps(str(self.tls / 'ca.crt'))}", ""])
         )
         command = [str(Path(sys.executable).with_name("flwr")), *arguments]
         return subprocess.Popen(
-            command, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=self.root
+            command,
+            env=env,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            cwd=self.root,
         )
 
     def start_node(self, name):
@@ -145,10 +178,17 @@ class Deployment:
         directory = str(self.root / name / "private")
         if self.lasting:
             own = [self.address, name, directory, self.tls / "ca.crt", key or ""]
-            self.nodes[name] = self.start([sys.executable, str(HERE / "flower_standin.py"), *map(str, own)], name)
+            self.nodes[name] = self.start(
+                [sys.executable, str(HERE / "flower_standin.py"), *map(str, own)], name
+            )
             return
         command = node_command(
-            self.address, name, ca=self.tls / "ca.crt", key=key, port=free_port(), directory=directory
+            self.address,
+            name,
+            ca=self.tls / "ca.crt",
+            key=key,
+            port=free_port(),
+            directory=directory,
         )
         self.nodes[name] = self.start(command, name)
 
@@ -166,7 +206,9 @@ class Deployment:
             "plan": "{}",
         }
         settings |= {"names": " ".join(self.names), "out": str(out), **config}
-        app = write_app(self.root / "app", f"flower_standin:{server}", "flower_standin:client", settings)
+        app = write_app(
+            self.root / "app", f"flower_standin:{server}", "flower_standin:client", settings
+        )
         process = self.flwr("run", str(app), "link")
         printed = process.communicate(timeout=120)[0]
         if process.returncode:
@@ -185,7 +227,9 @@ class Deployment:
             if out.exists() and len((done := json.loads(out.read_text()))["replies"]) >= rounds:
                 return done
             time.sleep(0.1)
-        logs = "\n".join(f"--- {p.name}\n{p.read_text()[-4000:]}" for p in sorted(self.root.glob("*.log")))
+        logs = "\n".join(
+            f"--- {p.name}\n{p.read_text()[-4000:]}" for p in sorted(self.root.glob("*.log"))
+        )
         raise TimeoutError(f"no {rounds} rounds in {seconds} s\n{logs}")
 
     def __exit__(self, *_):

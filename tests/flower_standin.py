@@ -26,10 +26,16 @@ class Hashing:
         asked = json.loads(head)
         if "echo" in asked:
             return body
-        state = json.loads(self.file.read_text()) if self.file.exists() else {"number": -1, "hash": "", "starts": 0}
+        state = (
+            json.loads(self.file.read_text())
+            if self.file.exists()
+            else {"number": -1, "hash": "", "starts": 0}
+        )
         if asked["number"] > state["number"]:
             self._play(asked)
-            state["hash"] = hashlib.sha256(state["hash"].encode() + self.name.encode() + body).hexdigest()
+            state["hash"] = hashlib.sha256(
+                state["hash"].encode() + self.name.encode() + body
+            ).hexdigest()
             state["number"] = asked["number"]
             part = self.file.with_suffix(".part")
             part.write_text(json.dumps(state))
@@ -95,7 +101,9 @@ def median_of(rounds, one):
 
 def empty_round(grid, nodes):
     """Flower's own: a message without content to each node, and replies without content."""
-    sent = set(grid.push_messages([Message(RecordDict(), node, "query.empty", ttl=300) for node in nodes]))
+    sent = set(
+        grid.push_messages([Message(RecordDict(), node, "query.empty", ttl=300) for node in nodes])
+    )
     while sent:
         came = [m.metadata.reply_to_message_id for m in grid.pull_messages(list(sent))]
         sent -= set(came)
@@ -109,7 +117,9 @@ def measured(grid, names, floats, rounds, wait=120.0):
     found = {"empty": median_of(rounds, lambda: empty_round(grid, nodes))}
     for n in floats:
         data = message(0, os.urandom(4 * n), echo=True)
-        found[str(n)] = median_of(rounds, lambda data=data: flower.exchange(dict.fromkeys(names, data)))
+        found[str(n)] = median_of(
+            rounds, lambda data=data: flower.exchange(dict.fromkeys(names, data))
+        )
     return found
 
 
@@ -132,5 +142,11 @@ if __name__ == "__main__":  # a lasting node: server, name, folder, certificate,
 
     address, own, folder, authority, private = sys.argv[1:6]
     serve(
-        client, address, own, ca=Path(authority), key=Path(private) if private else None, give_up=20, directory=folder
+        client,
+        address,
+        own,
+        ca=Path(authority),
+        key=Path(private) if private else None,
+        give_up=20,
+        directory=folder,
     )

@@ -58,7 +58,9 @@ def chains(make: Callable[[], Any], silos: Any, num: int = 8) -> Callable[[], di
     return run
 
 
-def rounds(make: Callable[[], Any], silos: Any, num: int = 8, draws: bool = True) -> Callable[[], dict[str, Any]]:
+def rounds(
+    make: Callable[[], Any], silos: Any, num: int = 8, draws: bool = True
+) -> Callable[[], dict[str, Any]]:
     def run() -> dict[str, Any]:
         where, fit = silos(), make()
         result = fit.run(random.key(1), num, where, progress_bar=False)
@@ -125,20 +127,28 @@ def fits() -> dict[str, Callable[[], Any]]:
             small.scale_silos,
         ),
         "fsgld": chains(lambda: fed.FSGLD(small.intercepts), intercepts),
-        "fsgld, minibatches": chains(lambda: fed.FSGLD(small.linear, batch_size=3, control_variates=True), linear),
+        "fsgld, minibatches": chains(
+            lambda: fed.FSGLD(small.linear, batch_size=3, control_variates=True), linear
+        ),
         "fsgld, wheeze": chains(lambda: fed.FSGLD(vi.wheeze), wheeze),
         "push-sum": chains(lambda: fed.PushSumLangevin(small.linear, fed.graphs.ring(4)), linear),
         "push-sum, tracked": chains(
             lambda: fed.PushSumLangevin(small.intercepts, RING, 1e-2, gradient_tracking=True),
             intercepts,
         ),
-        "gossip": chains(lambda: fed.GossipLangevin(small.linear, fed.graphs.star(4), 1e-2), linear),
+        "gossip": chains(
+            lambda: fed.GossipLangevin(small.linear, fed.graphs.star(4), 1e-2), linear
+        ),
         "sfvi": rounds(lambda: fed.SFVI(vi.wheeze, fed.AutoSiloNormal(vi.wheeze), ADAM), wheeze),
         "sfvi, batches": rounds(
-            lambda: fed.SFVI(vi.hierarchy, fed.AutoSiloNormal(vi.hierarchy, "diag"), ADAM, batch_size=2),
+            lambda: fed.SFVI(
+                vi.hierarchy, fed.AutoSiloNormal(vi.hierarchy, "diag"), ADAM, batch_size=2
+            ),
             lambda: vi.hierarchy_silos(np.arange(9) % 3),
         ),
-        "sfvi, low rank": rounds(lambda: fed.SFVI(small.linear, fed.AutoSiloNormal(small.linear, 1), ADAM), linear),
+        "sfvi, low rank": rounds(
+            lambda: fed.SFVI(small.linear, fed.AutoSiloNormal(small.linear, 1), ADAM), linear
+        ),
         "sfvi, a user's guide": rounds(
             lambda: fed.SFVI(vi.hierarchy, vi.hierarchy_guide, ADAM),
             lambda: vi.hierarchy_silos(np.arange(9) % 3),
@@ -168,10 +178,16 @@ def fits() -> dict[str, Callable[[], Any]]:
             lambda: fed.SFVI(vi.three_kinds, fed.AutoSiloNormal(vi.three_kinds), ADAM),
             vi.three_kinds_silos,
         ),
-        "sfvi-avg": rounds(lambda: fed.SFVIAvg(vi.wheeze, fed.AutoSiloNormal(vi.wheeze), ADAM, 5), wheeze),
-        "conducive": rounds(lambda: fed.SFVIAvg(vi.wheeze, fed.AutoSiloNormal(vi.wheeze), conducive=True), wheeze),
+        "sfvi-avg": rounds(
+            lambda: fed.SFVIAvg(vi.wheeze, fed.AutoSiloNormal(vi.wheeze), ADAM, 5), wheeze
+        ),
+        "conducive": rounds(
+            lambda: fed.SFVIAvg(vi.wheeze, fed.AutoSiloNormal(vi.wheeze), conducive=True), wheeze
+        ),
         "conducive, diagonal": rounds(
-            lambda: fed.SFVIAvg(small.linear, fed.AutoSiloNormal(small.linear, "diag"), conducive=True),
+            lambda: fed.SFVIAvg(
+                small.linear, fed.AutoSiloNormal(small.linear, "diag"), conducive=True
+            ),
             linear,
         ),
     }
@@ -243,7 +259,10 @@ def main() -> None:
         odd = [k for k in {*now, *old} if args.check and not same(now.get(k), old.get(k))]
         wrong += sorted(odd)
         found |= now
-        print(f"{name:34} {time.monotonic() - started:6.1f} s  {'DIFFERENT' if odd else ''}", flush=True)
+        print(
+            f"{name:34} {time.monotonic() - started:6.1f} s  {'DIFFERENT' if odd else ''}",
+            flush=True,
+        )
         jax.clear_caches()
     for name, text in signatures().items():
         found[f"signature|{name}"] = np.array(text)

@@ -63,11 +63,27 @@ class Deployment:
     def start(self, site, kit=None):
         kit = kit or self.kits / site
         kind, uid = ("server", []) if site == "localhost" else ("client", [f"uid={site}"])
-        command = [sys.executable, "-m", f"nvflare.private.fed.app.{kind}.{kind}_train", "-m", str(kit)]
-        command += ["-s", f"fed_{kind}.json", "--set", "secure_train=true", *uid, "org=lab", "config_folder=config"]
+        command = [
+            sys.executable,
+            "-m",
+            f"nvflare.private.fed.app.{kind}.{kind}_train",
+            "-m",
+            str(kit),
+        ]
+        command += [
+            "-s",
+            f"fed_{kind}.json",
+            "--set",
+            "secure_train=true",
+            *uid,
+            "org=lab",
+            "config_folder=config",
+        ]
         environment = {**os.environ, carrier.ALLOWED: ",".join(f"{SIDES}:{x}" for x in ALLOWED)}
         with (kit / "out.txt").open("a") as out:
-            self.processes[site] = subprocess.Popen(command, cwd=kit, env=environment, stdout=out, stderr=out)
+            self.processes[site] = subprocess.Popen(
+                command, cwd=kit, env=environment, stdout=out, stderr=out
+            )
 
     def workers(self, site):
         return psutil.Process(self.processes[site].pid).children(recursive=True)
@@ -82,7 +98,9 @@ class Deployment:
     def admin(self, *arguments):
         """What an admin does, in a process of its own."""
         command = [sys.executable, __file__, str(self.kits / "admin@lab.org"), *map(str, arguments)]
-        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        return subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
 
     def connected(self):
         """Names of the clients that the server knows."""
@@ -106,7 +124,11 @@ class Deployment:
             folder = carrier.silo_directory(self.kits / "s1", f"{SIDES}:make_side", "s1")
             state = folder / "state.json"
             while process.poll() is None and time.monotonic() < end:
-                if disturb is not None and state.exists() and json.loads(state.read_text())[0] >= after:
+                if (
+                    disturb is not None
+                    and state.exists()
+                    and json.loads(state.read_text())[0] >= after
+                ):
                     disturb()
                     disturb = None
                 time.sleep(0.2)

@@ -38,7 +38,9 @@ def run(messenger, rounds=3):
     """A hash of all answers of all rounds."""
     total = hashlib.sha256()
     for n in range(1, rounds + 1):
-        replies = messenger.exchange({name: f"{n} {total.hexdigest()}".encode() for name in messenger.names})
+        replies = messenger.exchange(
+            {name: f"{n} {total.hexdigest()}".encode() for name in messenger.names}
+        )
         for name in messenger.names:
             total.update(replies.get(name, b"absent"))
     return total.hexdigest().encode()

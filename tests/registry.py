@@ -72,7 +72,9 @@ def dirichlet(y: Array, centres: Array) -> None:
     weights = numpyro.sample("weights", dist.Dirichlet(jnp.ones(3)))
     with fed.silo_plate("patients", y.shape[0]):
         components = dist.Normal(centres, 1.0)
-        numpyro.sample("y", dist.MixtureSameFamily(dist.Categorical(probs=weights), components), obs=y)
+        numpyro.sample(
+            "y", dist.MixtureSameFamily(dist.Categorical(probs=weights), components), obs=y
+        )
 
 
 def cholesky(x: Array, y: Array) -> None:
@@ -107,7 +109,9 @@ def _transformed(y: Array) -> None:
     mu = numpyro.sample("mu", dist.Normal(0, 2))
     tau = numpyro.sample("tau", dist.LogNormal(0.0, 0.5))
     with fed.silo_plate("patients", y.shape[0]):
-        z = numpyro.sample("z", dist.TransformedDistribution(dist.Normal(0, 1), AffineTransform(mu, tau)))
+        z = numpyro.sample(
+            "z", dist.TransformedDistribution(dist.Normal(0, 1), AffineTransform(mu, tau))
+        )
         numpyro.sample("y", dist.Normal(z, 0.7), obs=y)
 
 
@@ -159,7 +163,10 @@ def nested(visits: Array) -> None:
 def items(visits: Array) -> None:
     """The silo plate innermost: elements run along the last axis of local sites."""
     ability = numpyro.sample("ability", dist.Normal(0, 1).expand([visits.shape[1]]).to_event(1))
-    with numpyro.plate("times", visits.shape[1], dim=-2), fed.silo_plate("patients", visits.shape[0], dim=-1):
+    with (
+        numpyro.plate("times", visits.shape[1], dim=-2),
+        fed.silo_plate("patients", visits.shape[0], dim=-1),
+    ):
         z = numpyro.sample("z", dist.Normal(ability[:, None], 1.0))
         numpyro.sample("visits", dist.Normal(z, 0.5), obs=visits.T)
 

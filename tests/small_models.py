@@ -92,7 +92,9 @@ def scale_silos(seed: int = 2, shift: float = 1.0) -> fed.Silos:
     """3 silos, rows out of order in the pooled data."""
     rng = np.random.default_rng(seed)
     y = (shift + rng.normal(size=24)).astype(np.float32)
-    return fed.split({"y": y, "n": np.arange(24)}, by=rng.permutation(np.repeat([0, 1, 2], [5, 9, 10])))
+    return fed.split(
+        {"y": y, "n": np.arange(24)}, by=rng.permutation(np.repeat([0, 1, 2], [5, 9, 10]))
+    )
 
 
 def view_of(silos: fed.Silos, number: Any) -> SiloView:

@@ -14,7 +14,8 @@ def saved_by(code, count, folder, timeout=480):
     port, place = str(spmd._free_port()), str(folder / "process")
     command, environment = [sys.executable, "-c", code], {**os.environ, "JAX_PLATFORMS": "cpu"}
     started = [
-        subprocess.Popen([*command, str(i), port, place], stderr=subprocess.PIPE, env=environment) for i in range(count)
+        subprocess.Popen([*command, str(i), port, place], stderr=subprocess.PIPE, env=environment)
+        for i in range(count)
     ]
     try:
         errors = [p.communicate(timeout=timeout)[1] for p in started]

@@ -53,7 +53,9 @@ def test_laplace_is_a_mode() -> None:
 
 @pytest.mark.skipif(HAVE_DATA, reason="NUMPYRO_FED_DATA is set")
 def test_words_of_the_absence_of_a9a() -> None:
-    with pytest.raises(FileNotFoundError, match=r"NUMPYRO_FED_DATA is not set.*LIBSVM's page.*32,561 lines.*a9a/"):
+    with pytest.raises(
+        FileNotFoundError, match=r"NUMPYRO_FED_DATA is not set.*LIBSVM's page.*32,561 lines.*a9a/"
+    ):
         a9a_logistic.main(["--quick"])
 
 

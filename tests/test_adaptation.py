@@ -57,7 +57,9 @@ def test_curvature_of_a_gaussian_is_found_exactly():
     assert float(state.step_size[0]) == pytest.approx(0.03 / (price * values[-1]), rel=1e-3)
     sgld = warm(fed.SGLD(linear, "adaptive", 5, bias_target=0.03), 4, 200).last_state
     np.testing.assert_allclose(np.asarray(sgld.step_size), 8 * 0.03 / values[-1], rtol=1e-3)
-    assert float(sgld.inflation[0] if sgld.inflation.ndim else sgld.inflation) == pytest.approx(1.03)
+    assert float(sgld.inflation[0] if sgld.inflation.ndim else sgld.inflation) == pytest.approx(
+        1.03
+    )
 
 
 @pytest.mark.parametrize("name", ["SGLD", "push-sum"])
@@ -67,7 +69,10 @@ def test_noise_of_minibatches_is_measured(name):
         state = warm(fed.SGLD(linear, "adaptive", 1, 3), 8, 1000, init_params=start(8)).last_state
     else:
         state = warm(
-            fed.PushSumLangevin(linear, fed.graphs.ring(M), batch_size=2), 2 * M, 4000, init_params=start(2 * M)
+            fed.PushSumLangevin(linear, fed.graphs.ring(M), batch_size=2),
+            2 * M,
+            4000,
+            init_params=start(2 * M),
         ).last_state
     expected = stiff @ batch_noise(3 if name == "SGLD" else 2, pooled=name == "SGLD") @ stiff
     noise = np.atleast_1d(np.asarray(state.adaptation.noise))
@@ -106,13 +111,19 @@ def test_the_worst_node_is_as_inflated_as_it_was_aimed_at(name):
     graph, options = GRAPHS[name]
     rows = linear_silos((40,))
     data = {k: np.asarray(v) for k, v in rows[rows.names[0]].items()}
-    silos = fed.Silos({name: data for name in ("a", "b", "c", "d")}, rows={"x": "rows", "y": "rows"})
+    silos = fed.Silos(
+        {name: data for name in ("a", "b", "c", "d")}, rows={"x": "rows", "y": "rows"}
+    )
     values, vectors = np.linalg.eigh(linear_precisions(silos)[1].sum(0) + np.eye(2))
     stiff = vectors[:, -1]
 
     def worst(alpha, steps):
         cov = exact_law(silos, graph, alpha, steps=steps, **options)[1]
-        return max(stiff @ cov[2 * i : 2 * i + 2, 2 * i : 2 * i + 2] @ stiff for i in range(M)) * values[-1] - 1
+        return (
+            max(stiff @ cov[2 * i : 2 * i + 2, 2 * i : 2 * i + 2] @ stiff for i in range(M))
+            * values[-1]
+            - 1
+        )
 
     # k itself, at a small step
     small = 1e-3 / values[-1]
@@ -135,7 +146,14 @@ def test_a_start_far_away_does_not_freeze_the_chain():
     """A rule by the size of gradients would take steps of no length there."""
     kernel = fed.SGLD(linear, "adaptive", 10, 3)
     start = {"beta": jnp.full((4, 2), 300.0)}
-    mcmc = MCMC(kernel, num_warmup=300, num_samples=200, num_chains=4, chain_method="vectorized", progress_bar=False)
+    mcmc = MCMC(
+        kernel,
+        num_warmup=300,
+        num_samples=200,
+        num_chains=4,
+        chain_method="vectorized",
+        progress_bar=False,
+    )
     mcmc.run(random.key(0), SILOS, init_params=start)
     mean, cov = posterior(SILOS)
     beta = np.asarray(mcmc.get_samples()["beta"])
@@ -149,7 +167,12 @@ def test_local_latents_and_preconditioner():
         (fed.PushSumLangevin(intercepts, fed.graphs.ring(3), preconditioner="surrogate"), 3),
     ):
         mcmc = MCMC(
-            kernel, num_warmup=50, num_samples=10, num_chains=chains, chain_method="vectorized", progress_bar=False
+            kernel,
+            num_warmup=50,
+            num_samples=10,
+            num_chains=chains,
+            chain_method="vectorized",
+            progress_bar=False,
         )
         mcmc.run(random.key(0), silos)
         # the one global parameter, whitened, has precision one at fixed coordinates of the latents
@@ -167,7 +190,9 @@ def test_a_density_with_tails_is_met_by_the_size_of_its_curvature():
         return adapt(state, lambda u: (slope(x + u), slope(x + u)), jnp.zeros(1)), None
 
     xs = jnp.asarray(np.random.default_rng(0).standard_cauchy(400), jnp.float32)
-    state, _ = jax.lax.scan(look, begin(random.key(0), 1, (1 / 8, 1 / 8), 0.02, 400, jnp.float32), xs)
+    state, _ = jax.lax.scan(
+        look, begin(random.key(0), 1, (1 / 8, 1 / 8), 0.02, 400, jnp.float32), xs
+    )
     # the mean of |curvature| is 0.75 under the Cauchy; signs would cancel to 0.5 and, in a bad stretch, to nothing
     assert 8 * 0.02 / 1.5 < float(state.step_size) < 8 * 0.02 / 0.5
 

@@ -65,9 +65,16 @@ def test_a_linear_encoder_reaches_the_mean_field_optimum():
 
 def same_as_plain_svi(amortize, the_model, silos, steps=20, **options):
     optim = optax.sgd(1e-3)
-    own = fed.SFVI(the_model, fed.AutoSiloNormal(the_model, **options, amortize=amortize), optim, num_local_particles=1)
+    own = fed.SFVI(
+        the_model,
+        fed.AutoSiloNormal(the_model, **options, amortize=amortize),
+        optim,
+        num_local_particles=1,
+    )
     state = own.init(jax.random.key(3), silos)
-    plain = SVI(the_model, fed.AutoSiloNormal(the_model, **options, amortize=amortize), optim, Trace_ELBO())
+    plain = SVI(
+        the_model, fed.AutoSiloNormal(the_model, **options, amortize=amortize), optim, Trace_ELBO()
+    )
     other = plain.init(jax.random.key(3), init_params=own.get_params(state), **silos.pooled)
     update = jax.jit(lambda s: plain.update(s, **silos.pooled))
     for _ in range(steps):
@@ -77,7 +84,9 @@ def same_as_plain_svi(amortize, the_model, silos, steps=20, **options):
     params, expected = own.get_params(state), plain.get_params(other)
     assert params.keys() == expected.keys()
     for name in params:
-        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-8), params[name], expected[name])
+        jax.tree.map(
+            lambda x, y: np.testing.assert_allclose(x, y, atol=1e-8), params[name], expected[name]
+        )
     return params
 
 
@@ -89,7 +98,9 @@ def test_silos_take_the_steps_of_svi_on_pooled_data():
 
 def test_one_site_amortised_and_one_not():
     def encoder(x, y):
-        out = eqx_module("net", eqx.nn.MLP(2, 4, 8, 1, activation=jnp.tanh, key=jax.random.key(0)))(jnp.stack([x, y]))
+        out = eqx_module("net", eqx.nn.MLP(2, 4, 8, 1, activation=jnp.tanh, key=jax.random.key(0)))(
+            jnp.stack([x, y])
+        )
         return out[:2], out[2:]
 
     with jax.enable_x64(True):
@@ -99,7 +110,9 @@ def test_one_site_amortised_and_one_not():
         )
         assert params["auto_local_loc"].shape == (60, 1)  # b's own
         assert params["auto_local_coupling"].shape == (60, 1, 2)
-        joint = same_as_plain_svi({"a": encoder}, two_sites, fed.Silos({"one": rows}), steps=3, local_cov="full")
+        joint = same_as_plain_svi(
+            {"a": encoder}, two_sites, fed.Silos({"one": rows}), steps=3, local_cov="full"
+        )
         assert joint["auto_local_tril"].shape == (1, 60, 60)
 
 
@@ -134,7 +147,9 @@ def test_minibatches_are_unbiased():
 
     def gradient(batch):
         eps = family.noise(jax.random.key(1), batch.rows, 1)
-        return silo_bound(family, batch.take(family.init_local(rows)), context, {}, eps, batch).context
+        return silo_bound(
+            family, batch.take(family.init_local(rows)), context, {}, eps, batch
+        ).context
 
     keys = jax.random.split(jax.random.key(2), 1000)
     some = jax.vmap(lambda k: gradient(pick(family, plan.batch, k, rows)))(keys)
@@ -146,7 +161,10 @@ def test_minibatches_are_unbiased():
 def test_modules_of_both_libraries_and_functions_are_alike():
     class Net(nnx.Module):
         def __init__(self, like):
-            self.hidden, self.out = (nnx.Linear(1, 8, rngs=nnx.Rngs(0)), nnx.Linear(8, 2, rngs=nnx.Rngs(0)))
+            self.hidden, self.out = (
+                nnx.Linear(1, 8, rngs=nnx.Rngs(0)),
+                nnx.Linear(8, 2, rngs=nnx.Rngs(0)),
+            )
             for own, layer in zip((self.hidden, self.out), like.layers, strict=True):
                 own.kernel, own.bias = nnx.Param(layer.weight.T), nnx.Param(layer.bias)
 
@@ -158,7 +176,10 @@ def test_modules_of_both_libraries_and_functions_are_alike():
     losses = []
     for network in networks:
         svi = fed.SFVI(
-            model, fed.AutoSiloNormal(model, **WIDE, amortize={"z": network}), optax.adam(0.02), num_local_particles=4
+            model,
+            fed.AutoSiloNormal(model, **WIDE, amortize={"z": network}),
+            optax.adam(0.02),
+            num_local_particles=4,
         )
         losses.append(svi.run(jax.random.key(0), 50, SILOS, progress_bar=False).losses)
     np.testing.assert_allclose(losses[1], losses[0], rtol=1e-4)
@@ -186,7 +207,9 @@ def test_draws_prediction_and_encoding_of_new_rows():
     assert np.all(np.abs(z.mean(0) - loc) < 6 * z.std(0) / np.sqrt(2000) + 0.05)
     np.testing.assert_allclose(np.exp(log_scale), 0.71, atol=0.2)
     assert guide.encode(result.params, y=jnp.zeros(3))["z"][0].shape == (3,)
-    with pytest.raises(ValueError, match=r"encode: expected the encoders' arguments, got none of \['y'\]"):
+    with pytest.raises(
+        ValueError, match=r"encode: expected the encoders' arguments, got none of \['y'\]"
+    ):
         guide.encode(result.params, x=Y)
     with pytest.raises(RuntimeError, match="called or fitted"):
         fed.AutoSiloNormal(model, amortize={"z": linear}).encode({}, y=Y)
@@ -196,7 +219,10 @@ def test_as_a_plain_guide_it_wants_the_data():
     guide = fed.AutoSiloNormal(model, **WIDE, amortize={"z": linear})
     svi = SVI(model, guide, optax.adam(0.05), Trace_ELBO())
     params = svi.run(jax.random.key(0), 500, Y, progress_bar=False).params
-    assert guide.sample_posterior(jax.random.key(1), params, Y, sample_shape=(3,))["z"].shape == (3, 60)
+    assert guide.sample_posterior(jax.random.key(1), params, Y, sample_shape=(3,))["z"].shape == (
+        3,
+        60,
+    )
     loc, log_scale = guide.encode(params, y=Y)["z"]
     np.testing.assert_allclose(guide.median(params, y=Y)["z"], loc, atol=1e-4)
     low, high = guide.quantiles(params, [0.1587, 0.8413], Y)["z"]
@@ -240,10 +266,16 @@ def test_networks_in_a_model_and_in_a_users_guide():
     assert result.losses[-50:].mean() < result.losses[:50].mean() - 10
     with pytest.warns(UserWarning, match="Pareto's k"):
         idata = fed.to_inference_data(svi, result, SILOS, num_draws=10)
-    with pytest.raises(ValueError, match=r"learned networks \['decoder\$params'\].*give result.params"):
+    with pytest.raises(
+        ValueError, match=r"learned networks \['decoder\$params'\].*give result.params"
+    ):
         fed.predict(decoded, idata, jax.random.key(1), {"y": None})
     drawn = fed.predict(
-        decoded, idata, jax.random.key(1), {"y": None}, params={"decoder$params": result.params["decoder$params"]}
+        decoded,
+        idata,
+        jax.random.key(1),
+        {"y": None},
+        params={"decoder$params": result.params["decoder$params"]},
     )
     assert drawn["y"].shape == (10, 4)
     again = svi.run(jax.random.key(0), 10, SILOS, progress_bar=False, init_from=result)
@@ -284,7 +316,9 @@ def test_one_name_for_a_network_of_the_model_and_one_of_the_guide():
             z = numpyro.sample("z", dist.Normal(mu, 1))
             numpyro.sample("y", dist.Normal(jax.vmap(net)(z[:, None])[:, 0], 1), obs=y)
 
-    guide = fed.AutoSiloNormal(decoded, **WIDE, amortize={"z": lambda y: eqx_module("net", mlp(2))(y[None])})
+    guide = fed.AutoSiloNormal(
+        decoded, **WIDE, amortize={"z": lambda y: eqx_module("net", mlp(2))(y[None])}
+    )
     with pytest.raises(ValueError, match=r"\['net\$params'\] are in the model and in the guide"):
         fed.SFVI(decoded, guide, optax.adam(0.1)).init(jax.random.key(0), SILOS)
 

@@ -26,12 +26,21 @@ def test_the_picture_stays_small():
 def test_private_names_of_numpyro_only_in_compat():
     for name, path in files().items():
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("numpyro.") and name != "_compat":
+            if (
+                isinstance(node, ast.ImportFrom)
+                and (node.module or "").startswith("numpyro.")
+                and name != "_compat"
+            ):
                 assert not [a.name for a in node.names if a.name.startswith("_")], name
 
 
 def test_a_circle_and_an_arrow_up_would_be_seen(monkeypatch):
     found = imports()
-    monkeypatch.setattr(architecture, "imports", lambda: {**found, "data.silos": {"data.views", "mcmc.remote"}})
-    assert [x for x in architecture.circles()[0] if x.startswith("data.")][-2:] == ["data.silos", "data.views"]
+    monkeypatch.setattr(
+        architecture, "imports", lambda: {**found, "data.silos": {"data.views", "mcmc.remote"}}
+    )
+    assert [x for x in architecture.circles()[0] if x.startswith("data.")][-2:] == [
+        "data.silos",
+        "data.views",
+    ]
     assert "data.silos imports mcmc.remote" in architecture.upward()

@@ -39,7 +39,9 @@ def nothing_is_compiled(monkeypatch):
 
 
 def run(kernel, *args, **kwargs):
-    MCMC(kernel, num_warmup=0, num_samples=1, progress_bar=False).run(random.key(0), *args, **kwargs)
+    MCMC(kernel, num_warmup=0, num_samples=1, progress_bar=False).run(
+        random.key(0), *args, **kwargs
+    )
 
 
 # Arguments of the kernels, refused at construction
@@ -55,7 +57,10 @@ def run(kernel, *args, **kwargs):
             {"step_size": "Auto"},
             'step_size: expected a positive number, a schedule, "auto" or "adaptive", got \'Auto\'',
         ),
-        ({"preconditioner": None}, 'step_size="auto" needs whitened coordinates; expected preconditioner="surrogate"'),
+        (
+            {"preconditioner": None},
+            'step_size="auto" needs whitened coordinates; expected preconditioner="surrogate"',
+        ),
         ({"num_local_steps": 0}, 'num_local_steps: expected an integer >= 1 or "auto", got 0'),
         ({"num_local_steps": 2.5}, 'num_local_steps: expected an integer >= 1 or "auto", got 2.5'),
         ({"batch_size": 0}, "batch_size: expected an integer >= 1 or None"),
@@ -70,8 +75,14 @@ def run(kernel, *args, **kwargs):
             'surrogate: expected "score", "laplace", "moments", a fed.surrogates.Surrogates or None, got 3',
         ),
         ({"preconditioner": np.eye(2)}, 'preconditioner: expected "surrogate" or None, got array'),
-        ({"surrogate": None}, 'expected surrogate="score".* got None. DSGLD is the kernel without surrogates'),
-        ({"preconditioner": "diagonal"}, "preconditioner: expected \"surrogate\" or None, got 'diagonal'"),
+        (
+            {"surrogate": None},
+            'expected surrogate="score".* got None. DSGLD is the kernel without surrogates',
+        ),
+        (
+            {"preconditioner": "diagonal"},
+            "preconditioner: expected \"surrogate\" or None, got 'diagonal'",
+        ),
         ({"alpha": -1.0}, "alpha: expected a finite number >= 0, got -1.0"),
         ({"alpha": float("inf")}, "alpha: expected a finite number >= 0, got inf"),
         ({"bias_target": 0.0}, r"bias_target: expected a number in \(0, 1\), got 0.0"),
@@ -100,29 +111,52 @@ def test_no_model():
 
 @pytest.mark.parametrize(
     ("args", "got"),
-    [((), "no positional argument"), ((np.ones(3),), "ndarray"), ((SILOS, 1), "Silos, int"), (({"x": 1},), "dict")],
+    [
+        ((), "no positional argument"),
+        ((np.ones(3),), "ndarray"),
+        ((SILOS, 1), "Silos, int"),
+        (({"x": 1},), "dict"),
+    ],
 )
 def test_run_without_silos(args, got):
-    with pytest.raises(ValueError, match=rf"expected mcmc.run\(rng_key, silos\).* got {got}; one silo with all rows"):
+    with pytest.raises(
+        ValueError,
+        match=rf"expected mcmc.run\(rng_key, silos\).* got {got}; one silo with all rows",
+    ):
         run(fed.FSGLD(linear), *args)
 
 
 def test_run_with_other_arguments():
-    with pytest.raises(ValueError, match=r"arguments \['sd', 'x'\] of mcmc.run: put all arguments .* into the silos"):
+    with pytest.raises(
+        ValueError,
+        match=r"arguments \['sd', 'x'\] of mcmc.run: put all arguments .* into the silos",
+    ):
         run(fed.FSGLD(linear), SILOS, x=1, sd=2)
 
 
 @pytest.mark.parametrize(
     ("selection", "message"),
     [
-        ([0.5, 0.5], r"selection: expected one probability for each of the 4 silos, got shape \(2,\)"),
+        (
+            [0.5, 0.5],
+            r"selection: expected one probability for each of the 4 silos, got shape \(2,\)",
+        ),
         (0.25, r"one probability for each of the 4 silos, got shape \(\)"),
-        ([0.4, 0.3, 0.0, 0.3], r"expected probabilities > 0, got 0.0 for silo 'silo 2'; a silo that is never visited"),
+        (
+            [0.4, 0.3, 0.0, 0.3],
+            r"expected probabilities > 0, got 0.0 for silo 'silo 2'; a silo that is never visited",
+        ),
         ([0.4, 0.3, -0.1, 0.4], "got -0.1 for silo 'silo 2'"),
         ([0.4, 0.3, 0.2, 0.3], "expected probabilities that sum to one, got a sum of 1.2"),
         ([0.4, 0.3, 0.3, float("nan")], "expected probabilities > 0, got nan for silo 'silo 3'"),
-        ({"silo 0": 1.0}, r"expected numbers, one for each of the silos \['silo 0', .* got \{'silo 0': 1.0\}"),
-        (["a", "b", "c", "d"], r"expected numbers, one for each of the silos .* got \['a', 'b', 'c', 'd'\]"),
+        (
+            {"silo 0": 1.0},
+            r"expected numbers, one for each of the silos \['silo 0', .* got \{'silo 0': 1.0\}",
+        ),
+        (
+            ["a", "b", "c", "d"],
+            r"expected numbers, one for each of the silos .* got \['a', 'b', 'c', 'd'\]",
+        ),
     ],
 )
 def test_selection(selection, message):
@@ -132,13 +166,16 @@ def test_selection(selection, message):
 
 def test_batch_size_above_a_silos_rows_names_the_silo():
     with pytest.raises(
-        ValueError, match=r"batch_size=4 is more than silo 'silo 0' has: 3 rows of .*; expected at most 3, or None"
+        ValueError,
+        match=r"batch_size=4 is more than silo 'silo 0' has: 3 rows of .*; expected at most 3, or None",
     ):
         run(fed.FSGLD(linear, batch_size=4), SILOS)
 
 
 def test_batch_size_with_local_latents_under_an_adaptive_step():
-    with pytest.raises(ValueError, match=r"batch_size=2 with local latents \['a'\] .* expected batch_size=None"):
+    with pytest.raises(
+        ValueError, match=r"batch_size=2 with local latents \['a'\] .* expected batch_size=None"
+    ):
         run(fed.SGLD(intercepts, "adaptive", batch_size=2), intercepts_silos())
 
 
@@ -151,8 +188,12 @@ def test_batch_size_of_elements_and_rows_that_do_not_point_to_them():
         with fed.silo_plate("others", z.shape[0]):
             numpyro.sample("z", dist.Normal(mu, 1), obs=z)
 
-    silos = fed.Silos({s: {"y": n + np.ones(n - 1), "z": n + np.ones(n)} for s, n in (("a", 4), ("b", 5))})
-    with pytest.raises(ValueError, match=r"batch_size takes elements of 'y', .* rows of 'z' do not point there"):
+    silos = fed.Silos(
+        {s: {"y": n + np.ones(n - 1), "z": n + np.ones(n)} for s, n in (("a", 4), ("b", 5))}
+    )
+    with pytest.raises(
+        ValueError, match=r"batch_size takes elements of 'y', .* rows of 'z' do not point there"
+    ):
         run(fed.FSGLD(model, batch_size=2), silos)
 
 
@@ -181,8 +222,12 @@ def test_batch_size_with_two_row_groups():
             with fed.silo_plate(name, data.shape[0]):
                 numpyro.sample(f"{name}_obs", dist.Normal(mu, 1), obs=data)
 
-    silos = fed.Silos({"a": {"x": np.ones(3), "y": np.ones(4)}, "b": {"x": np.zeros(3), "y": np.ones(5)}})
-    with pytest.raises(ValueError, match=r"batch_size subsamples one row group, but .* expected batch_size=None"):
+    silos = fed.Silos(
+        {"a": {"x": np.ones(3), "y": np.ones(4)}, "b": {"x": np.zeros(3), "y": np.ones(5)}}
+    )
+    with pytest.raises(
+        ValueError, match=r"batch_size subsamples one row group, but .* expected batch_size=None"
+    ):
         run(fed.FSGLD(model, batch_size=2), silos)
 
 
@@ -217,7 +262,8 @@ def test_no_silo_plate():
 
     for kernel in (fed.FSGLD(model), fed.DSGLD(model, 0.1), fed.SGLD(model, 0.1)):
         with pytest.raises(
-            ValueError, match=r"the model has no silo plate.* write fed.silo_plate.*or mark one from out"
+            ValueError,
+            match=r"the model has no silo plate.* write fed.silo_plate.*or mark one from out",
         ):
             run(kernel, SILOS)
 
@@ -282,13 +328,17 @@ def marked(model):
     ],
 )
 def test_scan_with_silo_plates(model, words):
-    with pytest.raises(ValueError, match=rf"{words}.*; expected, inside it, a Python loop over the steps"):
+    with pytest.raises(
+        ValueError, match=rf"{words}.*; expected, inside it, a Python loop over the steps"
+    ):
         run(fed.FSGLD(model), PATHS)
 
 
 def test_scan_of_global_sites_and_a_loop_in_a_silo_plate():
     def model(y):
-        _, level = scan(lambda at, _: (numpyro.sample("level", dist.Normal(at, 1)),) * 2, 0.0, None, length=2)
+        _, level = scan(
+            lambda at, _: (numpyro.sample("level", dist.Normal(at, 1)),) * 2, 0.0, None, length=2
+        )
         with fed.silo_plate("patients", y.shape[0]):
             at = 0.0
             for t in range(y.shape[1]):
@@ -313,7 +363,10 @@ def test_a_response_of_one_column_in_one_silo(monkeypatch):
             numpyro.sample("y", dist.Normal(beta * x, 1), obs=y)
 
     x = np.linspace(-1, 1, 6)
-    with pytest.warns(UserWarning, match=r"the one silo 'oslo' depend on each other .*a response of shape \(n, 1\)"):
+    with pytest.warns(
+        UserWarning,
+        match=r"the one silo 'oslo' depend on each other .*a response of shape \(n, 1\)",
+    ):
         run(fed.FSGLD(model), fed.Silos({"oslo": {"x": x, "y": x[:, None]}}))
     run(fed.FSGLD(model), fed.Silos({"oslo": {"x": x, "y": x}}))  # the control
 
@@ -322,7 +375,9 @@ def test_a_response_of_one_column_in_one_silo(monkeypatch):
 
 
 def test_kernels_that_have_not_run_have_no_ledger():
-    with pytest.raises(ValueError, match=r"expected a kernel that has run; call mcmc.run\(rng_key, silos\) first"):
+    with pytest.raises(
+        ValueError, match=r"expected a kernel that has run; call mcmc.run\(rng_key, silos\) first"
+    ):
         fed.FSGLD(linear).ledger(None)
 
 
@@ -330,7 +385,9 @@ def test_traced_data():
     def start(silos):
         return fed.FSGLD(linear).init(random.key(0), 0, model_args=(silos,)).i
 
-    with pytest.raises(ValueError, match="the kernel must see concrete data when it starts; expected chain_method"):
+    with pytest.raises(
+        ValueError, match="the kernel must see concrete data when it starts; expected chain_method"
+    ):
         jax.jit(start)(SILOS)
 
 
@@ -343,7 +400,9 @@ def test_vectorized_gibbs():
 
     kernel = fed.FSGLD(model)
     blocks = Gibbs([(kernel, ["beta"]), (NUTS(kernel.model), ["shift"])])
-    mcmc = MCMC(blocks, num_warmup=0, num_samples=1, num_chains=2, chain_method=jax.vmap, progress_bar=False)
+    mcmc = MCMC(
+        blocks, num_warmup=0, num_samples=1, num_chains=2, chain_method=jax.vmap, progress_bar=False
+    )
     with pytest.raises(ValueError, match="must see concrete data"):
         mcmc.run(random.key(0), SILOS)
 
@@ -353,7 +412,11 @@ def test_vectorized_gibbs():
     [
         ({}, 1, r"init_params: expected .* shapes \{'beta': \(2,\)\}, got \{'beta': 'nothing'\}"),
         ({"beta": jnp.zeros(3)}, 1, r"shapes \{'beta': \(2,\)\}, got \{'beta': \(3,\)\}"),
-        ({"beta": jnp.zeros(2), "b": jnp.zeros(2)}, 1, r"\{'b': 'no such site'\}, got \{'b': \(2,\)\}"),
+        (
+            {"beta": jnp.zeros(2), "b": jnp.zeros(2)},
+            1,
+            r"\{'b': 'no such site'\}, got \{'b': \(2,\)\}",
+        ),
         ({"beta": jnp.zeros(2)}, 2, r"shapes \{'beta': \(2, 2\)\}, got \{'beta': \(2,\)\}"),
     ],
 )

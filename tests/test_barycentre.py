@@ -24,16 +24,27 @@ def rng() -> np.random.Generator:
     return np.random.default_rng(7)
 
 
-def gaussians(rng: np.random.Generator, dim: int, number: int = NUMBER) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def gaussians(
+    rng: np.random.Generator, dim: int, number: int = NUMBER
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Means, covariances of scales some tenfold apart, and weights that do not sum to one."""
     root = rng.normal(size=(number, dim, 2 * dim)) * rng.gamma(3.0, size=(number, 1, 1))
-    return rng.normal(size=(number, dim)), root @ root.swapaxes(1, 2) / (2 * dim), rng.gamma(2.0, size=number)
+    return (
+        rng.normal(size=(number, dim)),
+        root @ root.swapaxes(1, 2) / (2 * dim),
+        rng.gamma(2.0, size=number),
+    )
 
 
-def fixed_point_residual(covariance: np.ndarray, covariances: np.ndarray, weights: np.ndarray) -> float:
+def fixed_point_residual(
+    covariance: np.ndarray, covariances: np.ndarray, weights: np.ndarray
+) -> float:
     """The equation's relative residual, by the square roots of SciPy."""
     root = sqrtm(covariance)
-    mean = sum(w * sqrtm(root @ v @ root) for w, v in zip(weights / weights.sum(), covariances, strict=True))
+    mean = sum(
+        w * sqrtm(root @ v @ root)
+        for w, v in zip(weights / weights.sum(), covariances, strict=True)
+    )
     return float(np.linalg.norm(covariance - mean) / np.linalg.norm(covariance))
 
 
@@ -41,14 +52,20 @@ def fixed_point_residual(covariance: np.ndarray, covariances: np.ndarray, weight
 
 
 def test_diagonal_is_the_squared_mean_of_the_sds() -> None:
-    found = barycentre(jnp.array([[0.0, 1.0], [4.0, 1.0]]), jnp.array([[1.0, 4.0], [25.0, 4.0]]), jnp.array([3.0, 1.0]))
+    found = barycentre(
+        jnp.array([[0.0, 1.0], [4.0, 1.0]]),
+        jnp.array([[1.0, 4.0], [25.0, 4.0]]),
+        jnp.array([3.0, 1.0]),
+    )
     np.testing.assert_allclose(found.mean, [1.0, 1.0], rtol=1e-6)
     np.testing.assert_allclose(found.covariance, [4.0, 4.0], rtol=1e-6)
     assert (found.residual, found.num_steps) == (0, 0)
 
 
 @pytest.mark.parametrize("dim", [1, 3, 20])
-def test_commuting_covariances_have_the_closed_form_after_one_step(rng: np.random.Generator, dim: int) -> None:
+def test_commuting_covariances_have_the_closed_form_after_one_step(
+    rng: np.random.Generator, dim: int
+) -> None:
     variances, means, weights = (
         rng.gamma(2.0, size=(NUMBER, dim)),
         rng.normal(size=(NUMBER, dim)),
@@ -85,8 +102,12 @@ def test_residual_is_the_equations_and_small(rng: np.random.Generator, dim: int)
         found = barycentre(means, covariances, weights)
     covariance = np.asarray(found.covariance)
     assert float(found.residual) <= 1e-6
-    np.testing.assert_allclose(fixed_point_residual(covariance, covariances, weights), found.residual, rtol=1e-4)
-    np.testing.assert_allclose(covariance, covariance.T, rtol=0, atol=1e-14 * np.abs(covariance).max())
+    np.testing.assert_allclose(
+        fixed_point_residual(covariance, covariances, weights), found.residual, rtol=1e-4
+    )
+    np.testing.assert_allclose(
+        covariance, covariance.T, rtol=0, atol=1e-14 * np.abs(covariance).max()
+    )
     # negative control: the mean of the covariances is not the barycentre
     assert fixed_point_residual(covariances.mean(0), covariances, weights) > 1e-2
 
@@ -99,7 +120,9 @@ def test_equals_ott(rng: np.random.Generator, dim: int) -> None:
         points = jnp.concatenate([means, covariances.reshape(NUMBER, -1)], axis=1)
         # told how many steps: its tolerance ends it after five whatever it is
         bures = costs.Bures(dim, sqrtm_kw={"threshold": 1e-12})
-        theirs, _ = bures.barycenter(jnp.asarray(weights), points, min_iterations=30, max_iterations=30)
+        theirs, _ = bures.barycenter(
+            jnp.asarray(weights), points, min_iterations=30, max_iterations=30
+        )
     np.testing.assert_allclose(found.mean, theirs[:dim], rtol=1e-10, atol=1e-12)
     size = np.abs(covariances).max()
     np.testing.assert_allclose(found.covariance, theirs[dim:].reshape(dim, dim), atol=1e-9 * size)
@@ -110,9 +133,13 @@ def test_a_common_rotation_and_shift_carry_over(rng: np.random.Generator) -> Non
     rotation, shift = ortho_group.rvs(5, random_state=rng), rng.normal(size=5)
     with jax.enable_x64(True):
         plain = barycentre(means, covariances, weights, tol=1e-12)
-        moved = barycentre(means @ rotation.T + shift, rotation @ covariances @ rotation.T, weights, tol=1e-12)
+        moved = barycentre(
+            means @ rotation.T + shift, rotation @ covariances @ rotation.T, weights, tol=1e-12
+        )
     np.testing.assert_allclose(moved.mean, rotation @ np.asarray(plain.mean) + shift, atol=1e-12)
-    np.testing.assert_allclose(moved.covariance, rotation @ np.asarray(plain.covariance) @ rotation.T, atol=1e-9)
+    np.testing.assert_allclose(
+        moved.covariance, rotation @ np.asarray(plain.covariance) @ rotation.T, atol=1e-9
+    )
 
 
 @pytest.mark.parametrize("scale", [1e-25, 1.0, 1e25])
@@ -123,13 +150,17 @@ def test_float32_at_any_scale(rng: np.random.Generator, scale: float) -> None:
     found = barycentre(means, jnp.asarray(scale * covariances, jnp.float32), weights)
     assert found.covariance.dtype == found.mean.dtype == jnp.float32
     assert float(found.residual) <= 4 * np.finfo(np.float32).eps * 10**0.5
-    np.testing.assert_allclose(np.float64(found.covariance) / scale, exact, atol=2e-5 * np.abs(exact).max())
+    np.testing.assert_allclose(
+        np.float64(found.covariance) / scale, exact, atol=2e-5 * np.abs(exact).max()
+    )
 
 
 def test_ill_conditioned_float32_ends_before_max_steps(rng: np.random.Generator) -> None:
     rotations = ortho_group.rvs(10, size=NUMBER, random_state=rng)
     covariances = (rotations * np.geomspace(1e-6, 1, 10)) @ rotations.swapaxes(1, 2)
-    found = barycentre(np.zeros((NUMBER, 10)), jnp.asarray(covariances, jnp.float32), tol=0.0, max_steps=100_000)
+    found = barycentre(
+        np.zeros((NUMBER, 10)), jnp.asarray(covariances, jnp.float32), tol=0.0, max_steps=100_000
+    )
     assert np.isfinite(found.covariance).all()
     assert found.num_steps < 1000
     assert float(found.residual) < 1e-5
@@ -154,10 +185,14 @@ def test_inside_jit_and_vmap(rng: np.random.Generator) -> None:
 
     with jax.enable_x64(True):
         plain, jitted = (f(means, covariances, weights) for f in (barycentre, inside))
-        batch = jax.vmap(inside, in_axes=(None, None, 0))(means, covariances, jnp.stack([weights, jnp.ones(NUMBER)]))
+        batch = jax.vmap(inside, in_axes=(None, None, 0))(
+            means, covariances, jnp.stack([weights, jnp.ones(NUMBER)])
+        )
         equal = barycentre(means, covariances)
     np.testing.assert_allclose(jitted.covariance, plain.covariance, rtol=1e-10)
-    np.testing.assert_allclose(batch.covariance, jnp.stack([plain.covariance, equal.covariance]), rtol=1e-10)
+    np.testing.assert_allclose(
+        batch.covariance, jnp.stack([plain.covariance, equal.covariance]), rtol=1e-10
+    )
 
 
 # refusals
@@ -168,10 +203,13 @@ def test_shapes_are_checked_also_inside_jit() -> None:
     with pytest.raises(ValueError, match=r"means of shape \(S, d\).*got \(2,\)"):
         barycentre(means[0], covariances)
     with pytest.raises(
-        ValueError, match=r"covariances of shape \(3, 2, 2\), or variances of shape \(3, 2\).*got \(2, 2, 2\)"
+        ValueError,
+        match=r"covariances of shape \(3, 2, 2\), or variances of shape \(3, 2\).*got \(2, 2, 2\)",
     ):
         barycentre(means, covariances[:2])
-    with pytest.raises(ValueError, match=r"one weight for each of the 3 Gaussians, got shape \(2,\)"):
+    with pytest.raises(
+        ValueError, match=r"one weight for each of the 3 Gaussians, got shape \(2,\)"
+    ):
         barycentre(means, covariances, np.ones(2))
     with pytest.raises(ValueError, match=r"got \(2, 2, 2\)"):
         jax.jit(barycentre)(means, covariances[:2])
@@ -191,7 +229,9 @@ def test_the_offending_gaussian_is_named() -> None:
         out[at] = value
         return out
 
-    with pytest.raises(ValueError, match=r"positive definite.*covariances\[1\] with smallest eigenvalue -2"):
+    with pytest.raises(
+        ValueError, match=r"positive definite.*covariances\[1\] with smallest eigenvalue -2"
+    ):
         barycentre(means, changed((1, 0, 0), -2.0))
     with pytest.raises(ValueError, match=r"symmetric.*covariances\[2\].*up to 0\.5 away"):
         barycentre(means, changed((2, 0, 1), 0.5))

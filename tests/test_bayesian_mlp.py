@@ -32,7 +32,9 @@ DIM = 18 * 18 + 18 + 18 * 18 + 18 + 18 * 8 + 8 + 8 * 2 + 2
 
 def weights(seed: int = 0, features: int = 18) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(seed)
-    return {k: rng.normal(0, 0.5, v.shape).astype(np.float32) for k, v in mlp.start(features, 0).items()}
+    return {
+        k: rng.normal(0, 0.5, v.shape).astype(np.float32) for k, v in mlp.start(features, 0).items()
+    }
 
 
 def logits(sites: dict[str, np.ndarray], x: np.ndarray) -> np.ndarray:
@@ -45,13 +47,17 @@ def logits(sites: dict[str, np.ndarray], x: np.ndarray) -> np.ndarray:
 
 def few(seed: int = 0, sizes: tuple[int, ...] = (30, 40)) -> fed.Silos:
     rng = np.random.default_rng(seed)
-    return fed.Silos({f"s{s}": labels.given(rng, rng.integers(0, 2, n)) for s, n in enumerate(sizes)})
+    return fed.Silos(
+        {f"s{s}": labels.given(rng, rng.integers(0, 2, n)) for s, n in enumerate(sizes)}
+    )
 
 
 def test_rows_given_their_labels_have_the_odds_they_are_said_to_have() -> None:
     rng = np.random.default_rng(0)
     x = rng.normal(size=(100, 18))
-    np.testing.assert_allclose(labels.log_odds(x * np.r_[-1, -1, np.ones(16)]), -labels.log_odds(x), rtol=1e-12)
+    np.testing.assert_allclose(
+        labels.log_odds(x * np.r_[-1, -1, np.ones(16)]), -labels.log_odds(x), rtol=1e-12
+    )
     rows = labels.given(rng, np.arange(20_000) % 2)
     assert rows["x"].dtype == np.float32
     for feature in (np.ones(20_000), rows["x"][:, 0], rows["x"][:, 1] * rows["x"][:, 2]):
@@ -67,7 +73,10 @@ def test_silos_have_the_labels_of_their_beta_draws() -> None:
     found = np.array([np.asarray(silos[name]["y"]).sum() for name in silos.names])
     np.testing.assert_array_equal(found, [round(200 * share) for share in shares])
     assert test["y"].sum() == 100
-    alike = [np.asarray(v["y"]).mean() for v in (labels.simulated(100, size=200)[0][f"silo{s}"] for s in range(30))]
+    alike = [
+        np.asarray(v["y"]).mean()
+        for v in (labels.simulated(100, size=200)[0][f"silo{s}"] for s in range(30))
+    ]
     assert np.std(alike) < 0.06 < 0.25 < np.std(found / 200)
 
 
@@ -95,7 +104,9 @@ def test_the_density_is_that_of_the_network_written_in_numpy() -> None:
     assert abs(found - density(rows["y"])) < 1e-2
     assert abs(found - density(1 - rows["y"])) > 1  # negative control
     with_equinox = {
-        k.replace("layers.", "layers[").replace(".kernel", "].weight").replace(".bias", "].bias"): v.T
+        k.replace("layers.", "layers[")
+        .replace(".kernel", "].weight")
+        .replace(".bias", "].bias"): v.T
         for k, v in sites.items()
     }
     assert abs(float(log_density(equinox_model, (), rows, with_equinox)[0]) - found) < 1e-2
@@ -111,7 +122,9 @@ class Layers(eqx.Module):
 
 
 sizes = (18, *mlp.HIDDEN, 2)
-layers = Layers([eqx.nn.Linear(i, o, key=jax.random.key(0)) for i, o in zip(sizes[:-1], sizes[1:], strict=True)])
+layers = Layers(
+    [eqx.nn.Linear(i, o, key=jax.random.key(0)) for i, o in zip(sizes[:-1], sizes[1:], strict=True)]
+)
 
 
 def equinox_model(x: Any, y: Any = None) -> None:
@@ -139,7 +152,9 @@ def test_kernels_run_modules_of_flax_and_equinox(model: Callable) -> None:
 
 def test_draws_are_judged_by_both_log_likelihoods_and_at_their_own_silo() -> None:
     """Networks that say the same of every row: p(y = 1) = 1 / (1 + exp(-b)), b by turns -1 and 2."""
-    silos = fed.Silos({f"s{s}": {"x": np.ones((20, 18), np.float32), "y": np.arange(20) < 5 * s} for s in (1, 3)})
+    silos = fed.Silos(
+        {f"s{s}": {"x": np.ones((20, 18), np.float32), "y": np.arange(20) < 5 * s} for s in (1, 3)}
+    )
     test = {"x": np.zeros((8, 18), np.float32), "y": np.arange(8) % 2}
     b = np.tile([-1.0, 2.0], 200)
     draws = {k: np.zeros((400, *v.shape), np.float32) for k, v in weights().items()}
@@ -169,25 +184,37 @@ def test_the_best_log_likelihood_depends_on_whose_rows_they_are() -> None:
     # of all shifts of the log odds the labels' own is best: the derivative vanishes there
     score = pooled["y"] - special.expit(odds + shift)
     assert abs(score.mean()) < 4 * score.std() / len(score) ** 0.5
-    assert abs(best["train"] - stats.bernoulli.logpmf(pooled["y"], special.expit(odds + shift)).mean()) < 1e-5
+    assert (
+        abs(best["train"] - stats.bernoulli.logpmf(pooled["y"], special.expit(odds + shift)).mean())
+        < 1e-5
+    )
 
 
 def test_surrogates_are_the_silos_own() -> None:
     """A silo of ones alone, and one of zeros: each chain's last bias leaves for its silo's label."""
     rng = np.random.default_rng(0)
-    silos = fed.Silos({name: labels.given(rng, np.full(60, k)) for k, name in ((1, "ones"), (0, "zeros"), (1, "more"))})
+    silos = fed.Silos(
+        {
+            name: labels.given(rng, np.full(60, k))
+            for k, name in ((1, "ones"), (0, "zeros"), (1, "more"))
+        }
+    )
     q = mlp.surrogates(silos, 1e-3, num_draws=120).factors
     assert (q.precision > 0).all()
     means = q.eta / q.precision
     names = [name for name, v in sorted(weights().items()) for _ in range(v.size)]
-    towards_one = np.diff(means[:, [i for i, name in enumerate(names) if name == "net/layers.3.bias"]], axis=1)[:, 0]
+    towards_one = np.diff(
+        means[:, [i for i, name in enumerate(names) if name == "net/layers.3.bias"]], axis=1
+    )[:, 0]
     assert towards_one[0] > 0.1
     assert towards_one[1] < -0.1
     assert towards_one[2] > 0.1
 
 
 def by_rows(x: Any, y: Any = None) -> None:
-    net = random_nnx_module("net", nnx.Linear(x.shape[-1], max(2, len(x) // 2), rngs=nnx.Rngs(0)), dist.Normal(0, 1))
+    net = random_nnx_module(
+        "net", nnx.Linear(x.shape[-1], max(2, len(x) // 2), rngs=nnx.Rngs(0)), dist.Normal(0, 1)
+    )
     with fed.silo_plate("rows", x.shape[0]):
         numpyro.sample("y", dist.Categorical(logits=net(x)), obs=y)
 
@@ -201,7 +228,9 @@ def large_by_rows(x: Any, y: Any = None) -> None:
 
 
 def by_labels(x: Any, y: Any = None) -> None:
-    net = random_nnx_module("net", nnx.Linear(x.shape[-1], int(y.max()) + 1, rngs=nnx.Rngs(0)), dist.Normal(0, 1))
+    net = random_nnx_module(
+        "net", nnx.Linear(x.shape[-1], int(y.max()) + 1, rngs=nnx.Rngs(0)), dist.Normal(0, 1)
+    )
     with fed.silo_plate("rows", x.shape[0]):
         numpyro.sample("y", dist.Categorical(logits=net(x)), obs=y)
 
@@ -209,12 +238,18 @@ def by_labels(x: Any, y: Any = None) -> None:
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (by_rows, r"latent sites \['net/bias', 'net/kernel'\] change shape with a silo's number of rows"),
+        (
+            by_rows,
+            r"latent sites \['net/bias', 'net/kernel'\] change shape with a silo's number of rows",
+        ),
         (
             large_by_rows,
             r"fails on the rows of a silo .* with from and to \{'x': \(30, 40\)\} rows; .* same shapes in all",
         ),
-        (by_labels, r"Abstract tracer value .* expected one that takes all sizes from its arguments"),
+        (
+            by_labels,
+            r"Abstract tracer value .* expected one that takes all sizes from its arguments",
+        ),
     ],
 )
 def test_a_network_whose_shape_depends_on_the_silo_is_said(model: Callable, message: str) -> None:
@@ -223,24 +258,35 @@ def test_a_network_whose_shape_depends_on_the_silo_is_said(model: Callable, mess
         mcmc.run(jax.random.key(0), few())
 
 
-def test_files_that_are_missing_or_cut_short_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_that_are_missing_or_cut_short_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("NUMPYRO_FED_DATA", str(tmp_path))
     with pytest.raises(
-        FileNotFoundError, match=r"susy_11k_lowlevel.npz, but there is no such.*STRUMPACK.*\(10000, 8\)"
+        FileNotFoundError,
+        match=r"susy_11k_lowlevel.npz, but there is no such.*STRUMPACK.*\(10000, 8\)",
     ):
         labels.susy(0.5)
     place = tmp_path / "susy" / "susy_11k_lowlevel.npz"
     place.parent.mkdir()
     rng = np.random.default_rng(0)
-    arrays = {"X_train": rng.normal(size=(10_000, 8)).astype(np.float32), "y_train": rng.integers(0, 2, 10_000)}
-    arrays |= {"X_test": rng.normal(size=(1_000, 8)).astype(np.float32), "y_test": rng.integers(0, 2, 1_000)}
+    arrays = {
+        "X_train": rng.normal(size=(10_000, 8)).astype(np.float32),
+        "y_train": rng.integers(0, 2, 10_000),
+    }
+    arrays |= {
+        "X_test": rng.normal(size=(1_000, 8)).astype(np.float32),
+        "y_test": rng.integers(0, 2, 1_000),
+    }
     np.savez_compressed(place, **arrays)
     silos, test = labels.susy(100)
     assert len(silos) == 30
     assert len({len(silos[name]["y"]) for name in silos.names}) == 1
     assert test["y"].mean() == 0.5
     np.savez_compressed(place, **{**arrays, "X_train": arrays["X_train"][:9_000]})
-    with pytest.raises(ValueError, match=r"susy_11k_lowlevel.npz: expected arrays of shapes .* got .*\(9000, 8\)"):
+    with pytest.raises(
+        ValueError, match=r"susy_11k_lowlevel.npz: expected arrays of shapes .* got .*\(9000, 8\)"
+    ):
         labels.susy(0.5)
     np.savez_compressed(place, **{k: v for k, v in arrays.items() if k != "y_test"})
     with pytest.raises(ValueError, match=r"expected a whole npz file.*y_test"):

@@ -43,7 +43,10 @@ def test_features_are_bounded_and_linear_near_zero():
 
 def test_regression_finds_what_is_in_the_span():
     rng = np.random.default_rng(0)
-    points, truth = jnp.asarray(rng.normal(size=(256, 3))), jnp.asarray(rng.normal(size=(num_features(3), 3)))
+    points, truth = (
+        jnp.asarray(rng.normal(size=(256, 3))),
+        jnp.asarray(rng.normal(size=(num_features(3), 3))),
+    )
     scores = features(points) @ truth
     found = regress(points, scores, jnp.ones(256))
     np.testing.assert_allclose(features(points) @ found, scores, atol=0.03)
@@ -53,12 +56,16 @@ def test_regression_finds_what_is_in_the_span():
 def test_scores_are_those_of_the_coordinates():
     rng = np.random.default_rng(1)
     whiten, loc = rng.normal(size=(2, 2)), rng.normal(size=2)
-    bends = Bends(jnp.asarray(loc), jnp.asarray(whiten), jnp.asarray(rng.normal(size=(3, num_features(2), 2))))
+    bends = Bends(
+        jnp.asarray(loc), jnp.asarray(whiten), jnp.asarray(rng.normal(size=(3, num_features(2), 2)))
+    )
     theta = rng.normal(size=2)
     psi = np.asarray(features(jnp.asarray(whiten @ (theta - loc))))
     expected = [whiten.T @ (psi @ np.asarray(c)) for c in bends.coefficients]
     np.testing.assert_allclose(bends.score(jnp.asarray(theta)), expected, rtol=1e-4)
-    np.testing.assert_allclose(bends.of(bends.coefficients[1]).score(jnp.asarray(theta)), expected[1], rtol=1e-4)
+    np.testing.assert_allclose(
+        bends.of(bends.coefficients[1]).score(jnp.asarray(theta)), expected[1], rtol=1e-4
+    )
 
 
 def test_they_cancel_in_the_mean_over_silos(prepared):
@@ -76,11 +83,17 @@ def test_they_cancel_in_the_mean_over_silos(prepared):
             for s in range(3):
                 view = view_of(silos, s)
                 silo = gradients.open_silo(plan, numbers, None, view)
-                each.append(np.asarray(gradients.drift(plan, numbers, theta, None, silo, view)[0], np.float64))
+                each.append(
+                    np.asarray(
+                        gradients.drift(plan, numbers, theta, None, silo, view)[0], np.float64
+                    )
+                )
             means.append(f @ np.stack(each))
             parts.append(np.stack(each))
         np.testing.assert_allclose(means[0], means[1], rtol=1e-3, atol=1e-3)
-        assert np.abs(parts[0] - parts[1]).max() > 0.03  # negative control: silo by silo they differ
+        assert (
+            np.abs(parts[0] - parts[1]).max() > 0.03
+        )  # negative control: silo by silo they differ
 
 
 def test_they_take_away_noise(prepared):
@@ -89,7 +102,8 @@ def test_they_take_away_noise(prepared):
     straight = tuning._replace(conducive=tuning.conducive._replace(bends=None, total_bends=None))
     f = np.asarray(tuning.selection, float)
     bent, plain = (
-        np.linalg.eigvalsh(pilot.stay_noise(plan, t, silos).covariance(f, 40))[-1] for t in (tuning, straight)
+        np.linalg.eigvalsh(pilot.stay_noise(plan, t, silos).covariance(f, 40))[-1]
+        for t in (tuning, straight)
     )
     assert bent < 0.5 * plain
 
@@ -97,9 +111,13 @@ def test_they_take_away_noise(prepared):
 def test_surrogates_scores_have_them(prepared):
     kernel, _ = prepared
     surrogates, theta = kernel.surrogates, kernel._tuning.loc
-    expected = np.asarray(surrogates.factors.score(theta)) + np.asarray(surrogates.bends.score(theta))
+    expected = np.asarray(surrogates.factors.score(theta)) + np.asarray(
+        surrogates.bends.score(theta)
+    )
     np.testing.assert_allclose(surrogates.score(theta), expected, rtol=1e-5)
     two = np.stack([np.asarray(theta, float), np.zeros(3)])
     np.testing.assert_allclose(surrogates.scores(two)[:, 0], expected, rtol=1e-4, atol=1e-4)
-    np.testing.assert_allclose(surrogates.scores(two)[:, 1], surrogates.score(np.zeros(3)), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(
+        surrogates.scores(two)[:, 1], surrogates.score(np.zeros(3)), rtol=1e-4, atol=1e-4
+    )
     assert jax.tree.leaves(surrogates.bends)[2].shape == (3, num_features(3), 3)

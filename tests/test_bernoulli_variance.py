@@ -21,7 +21,9 @@ THETA = np.array([0.1, 0.35, 0.8])
 
 def test_the_silos_tosses_are_those_of_a_fair_coin() -> None:
     rows = bernoulli.silos()
-    assert [np.asarray(rows[name]["y"]).mean().round(6) for name in rows] == [np.float32(p) for p in (0.1, 0.5, 0.9)]
+    assert [np.asarray(rows[name]["y"]).mean().round(6) for name in rows] == [
+        np.float32(p) for p in (0.1, 0.5, 0.9)
+    ]
     assert rows.pooled["y"].shape == (30,)
     assert rows.pooled["y"].sum() == 15
 
@@ -40,7 +42,9 @@ def enumerated(own: bernoulli.Estimator) -> tuple[np.ndarray, np.ndarray]:
     """Mean and variance at each THETA over the silos and over the numbers of heads among five tosses with replacement."""
     heads = np.arange(6)
     batches = (np.arange(5) < heads[:, None]).astype(np.float32)
-    found = gradients(*own[:3], jnp.asarray(THETA, jnp.float32), jnp.arange(len(own.silos)), jnp.asarray(batches))
+    found = gradients(
+        *own[:3], jnp.asarray(THETA, jnp.float32), jnp.arange(len(own.silos)), jnp.asarray(batches)
+    )
     chances = [np.asarray(own.silos[name]["y"], float).mean() for name in own.silos]
     weights = np.stack([stats.binom.pmf(heads, 5, p) for p in chances]) / len(chances)
     values = np.asarray(found, np.float64)
@@ -71,7 +75,10 @@ def test_closed_forms_by_hand_at_one_half() -> None:
 
 def test_score_matching_leaves_minibatches_noise_alone_and_moments_do_not() -> None:
     methods = ("FSGLD", "FSGLD, moments")
-    left = [bernoulli.variance(method, THETA, bernoulli.estimator(method).surrogates) for method in methods]
+    left = [
+        bernoulli.variance(method, THETA, bernoulli.estimator(method).surrogates)
+        for method in methods
+    ]
     within = (30 / (THETA * (1 - THETA))) ** 2 * 0.43 / 15
     np.testing.assert_allclose(left[0], within, rtol=1e-4)
     assert (left[1] > 1.5 * within).all()
@@ -86,6 +93,8 @@ def test_quick(tmp_path: Path) -> None:
     # sums of few tosses: kurtosis is below that of a normal, whose sample variance has relative sd sqrt(2 / n)
     ratio = (frame["sd"] / frame["closed form"]) ** 2
     assert (abs(ratio - 1) < 4.5 * (2 / count) ** 0.5).all(), ratio
-    assert (abs(frame["mean"] - frame["gradient"]) < 4.5 * frame["closed form"] / count**0.5).all(), frame
+    assert (
+        abs(frame["mean"] - frame["gradient"]) < 4.5 * frame["closed form"] / count**0.5
+    ).all(), frame
     wrong = (frame.loc["DSGLD"]["sd"] / frame.loc["SGLD"]["closed form"]) ** 2  # negative control
     assert (abs(wrong - 1) > 10 * (2 / count) ** 0.5).all()

@@ -63,14 +63,23 @@ def test_gradients_are_those_of_the_bound_on_average(num):
             return ours.local, plain, unsquared, ours.context.u
 
         def weigh(z):
-            return unit_terms(family, context.theta, z, {}, batch)[0] - family.log_local(local, context, z, rows)
+            return unit_terms(family, context.theta, z, {}, batch)[0] - family.log_local(
+                local, context, z, rows
+            )
 
-        ours, plain, unsquared, shift = jax.lax.map(both, random.split(random.key(1), 4000), batch_size=200)
+        ours, plain, unsquared, shift = jax.lax.map(
+            both, random.split(random.key(1), 4000), batch_size=200
+        )
 
         def off(one, other):
             """Largest difference of means in standard errors."""
-            gap = [np.asarray(a - b) for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)]
-            return max(float(np.abs(g.mean(0) / (g.std(0) / np.sqrt(len(g)) + 1e-12)).max()) for g in gap)
+            gap = [
+                np.asarray(a - b)
+                for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
+            ]
+            return max(
+                float(np.abs(g.mean(0) / (g.std(0) / np.sqrt(len(g)) + 1e-12)).max()) for g in gap
+            )
 
         assert off(ours, plain) < 4.5  # the largest of 65 numbers
         assert off(shift, jnp.zeros_like(shift)) < 4.5
@@ -96,7 +105,8 @@ def test_no_noise_is_left_at_the_exact_posterior(num):
         u = jnp.array([0.8])
         context = Context(loc + scale * u, u, {})
         terms = [
-            silo_bound(family, local, context, {}, family.noise(random.key(i), rows, num), batch) for i in range(3)
+            silo_bound(family, local, context, {}, family.noise(random.key(i), rows, num), batch)
+            for i in range(3)
         ]
         var = GROUP_SD**2 + ROW_SD**2
         exact = np.sum(-0.5 * (y - context.theta) ** 2 / var - 0.5 * np.log(2 * np.pi * var))
@@ -117,12 +127,16 @@ def test_bound_grows_with_the_number_of_particles():
         for num in (1, 2, 8, 32):
 
             def one(key, num=num):
-                return silo_bound(family, local, context, {}, family.noise(key, rows, num), batch).value
+                return silo_bound(
+                    family, local, context, {}, family.noise(key, rows, num), batch
+                ).value
 
             draws = jax.lax.map(one, random.split(random.key(0), 500))
             values[num] = (float(draws.mean()), float(draws.std() / np.sqrt(500)))
         means = [m for m, _ in values.values()]
-        for (low, e1), (high, e2) in zip(list(values.values())[:-1], list(values.values())[1:], strict=True):
+        for (low, e1), (high, e2) in zip(
+            list(values.values())[:-1], list(values.values())[1:], strict=True
+        ):
             assert high - low > 4 * np.hypot(e1, e2)
         assert means == sorted(means)
 
@@ -137,7 +151,9 @@ def test_scales_agree_with_their_matrices(kind):
         scale = {
             "full": Triangular(jnp.asarray(np.tril(rng.normal(size=(5, 5))) + 3 * np.eye(5))),
             "diag": Diagonal(jnp.asarray(rng.uniform(0.5, 2, 5))),
-            "rank": LowRank(jnp.asarray(rng.uniform(0.5, 2, 5)), jnp.asarray(rng.normal(size=(5, 2)))),
+            "rank": LowRank(
+                jnp.asarray(rng.uniform(0.5, 2, 5)), jnp.asarray(rng.normal(size=(5, 2)))
+            ),
         }[kind]
         root = np.stack([np.asarray(scale.apply(e)) for e in np.eye(5)], 1)
         expected = np.diag(root @ root.T) if kind == "diag" else root @ root.T
@@ -147,7 +163,9 @@ def test_scales_agree_with_their_matrices(kind):
         assert float(scale.log_det()) == pytest.approx(np.linalg.slogdet(root)[1], rel=1e-12)
         np.testing.assert_allclose(scale.sd(), np.sqrt(np.diag(root @ root.T)), rtol=1e-12)
         other = Triangular(jnp.asarray(np.tril(rng.normal(size=(5, 5))) + 3 * np.eye(5)))
-        np.testing.assert_allclose(relative(other, scale), np.linalg.solve(other.tril, root), rtol=1e-9, atol=1e-12)
+        np.testing.assert_allclose(
+            relative(other, scale), np.linalg.solve(other.tril, root), rtol=1e-9, atol=1e-12
+        )
 
 
 def test_a_rebased_map_is_the_same_function():
@@ -158,14 +176,19 @@ def test_a_rebased_map_is_the_same_function():
 
         def params():
             tril = np.tril(0.2 * rng.normal(size=(3, 3))) + np.eye(3)
-            return {"auto_loc": jnp.asarray(rng.normal(size=3)), "auto_scale_tril": jnp.asarray(tril)}
+            return {
+                "auto_loc": jnp.asarray(rng.normal(size=3)),
+                "auto_scale_tril": jnp.asarray(tril),
+            }
 
         old, new = params(), params()
         theta = jnp.asarray(rng.normal(size=3))
         eps = jnp.asarray(rng.normal(size=(5, 1)))
         there = family.rebased(local, old, new)
         np.testing.assert_allclose(
-            there.forward(family.whiten(new, theta), eps), local.forward(family.whiten(old, theta), eps), rtol=1e-10
+            there.forward(family.whiten(new, theta), eps),
+            local.forward(family.whiten(old, theta), eps),
+            rtol=1e-10,
         )
 
 
@@ -201,9 +224,16 @@ def test_padding_has_no_part_in_the_bound():
     context = Context(jnp.array([0.3]), jnp.array([0.2]), {})
 
     def bound(rows, num):
-        eps = jnp.zeros((num, *family.init_local(rows).shape))  # all candidates alike: K says nothing
+        eps = jnp.zeros(
+            (num, *family.init_local(rows).shape)
+        )  # all candidates alike: K says nothing
         return silo_bound(
-            family, family.init_local(rows), context, {}, eps, pick(family, None, random.key(0), rows)
+            family,
+            family.init_local(rows),
+            context,
+            {},
+            eps,
+            pick(family, None, random.key(0), rows),
         ).value
 
     one, many = (jax.vmap(lambda r, k=k: bound(r, k), in_axes=(rows.axes,))(rows) for k in (1, 8))

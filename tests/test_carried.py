@@ -35,7 +35,12 @@ def test_draws_over_nvflares_simulator(expected, tmp_path, monkeypatch):
 
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
     data = simulate(
-        "carried_fit:run", "carried_fit:make_side", carried_fit.silos().names, tmp_path, patience=120.0, timeout=500.0
+        "carried_fit:run",
+        "carried_fit:make_side",
+        carried_fit.silos().names,
+        tmp_path,
+        patience=120.0,
+        timeout=500.0,
     )
     np.testing.assert_array_equal(np.load(io.BytesIO(data)), expected)
 
@@ -72,7 +77,9 @@ def test_models_that_read_across_rows_are_refused_over_flower(tmp_path):
 
 
 @pytest.mark.slow
-def test_models_that_read_across_rows_are_refused_over_nvflares_simulator_draws(tmp_path, monkeypatch):
+def test_models_that_read_across_rows_are_refused_over_nvflares_simulator_draws(
+    tmp_path, monkeypatch
+):
     pytest.importorskip("nvflare")
     from numpyro_fed.engines.nvflare import simulate
 

@@ -61,12 +61,16 @@ def at_hand(study, method="", model=MODEL):
     (study / "study.py").write_text(model + method)
     module = load_model_file(study / "study.py")
     tables = {name: silo_of_file(module, name, study / f"{name}.csv")[name] for name in SIZES}
-    return module, fed.Silos({name: {k: np.asarray(v) for k, v in t.items()} for name, t in tables.items()})
+    return module, fed.Silos(
+        {name: {k: np.asarray(v) for k, v in t.items()} for name, t in tables.items()}
+    )
 
 
 def silo(study, *options, model="study.py", data="oslo.csv", **given):
     command = ["silo", "--model", str(study / model), "--data", str(study / data), "--name", "oslo"]
-    return CliRunner().invoke(main, [*command, "--folder", str(study / "private"), *options], **given)
+    return CliRunner().invoke(
+        main, [*command, "--folder", str(study / "private"), *options], **given
+    )
 
 
 def test_a_silo_is_shown_what_will_leave(study):
@@ -85,7 +89,11 @@ def test_a_silo_is_shown_what_will_leave(study):
         (
             "import optax\nnoise = fed.Privacy(epsilon=8, delta=1e-5, clip=1.0, num_rounds=50)\n"
             "svi = fed.SFVI(model, fed.AutoSiloNormal(model), optax.adam(0.1), privacy=noise, secure_sum=True)",
-            ["RoundLocal", "With noise: epsilon 8, delta 1e-05, spent after 50 rounds", "Masked: of the answers"],
+            [
+                "RoundLocal",
+                "With noise: epsilon 8, delta 1e-05, spent after 50 rounds",
+                "Masked: of the answers",
+            ],
             ["StayLocal", "ScoreLocal", "EstimateLocal"],
         ),
     ],
@@ -102,8 +110,12 @@ def test_a_silo_is_shown_what_its_study_asks(study, line, shown, hidden):
 
 
 def test_columns_are_arguments_where_the_model_file_says_nothing(study):
-    pd.DataFrame({"y": [1.5, 2.0, 0.1], "other": ["a", "b", "c"]}).to_csv(study / "y.csv", index=False)
-    found = silo(study, "--check", "--min-rows", "0", "--max-parameters", "0", model="plain.py", data="y.csv")
+    pd.DataFrame({"y": [1.5, 2.0, 0.1], "other": ["a", "b", "c"]}).to_csv(
+        study / "y.csv", index=False
+    )
+    found = silo(
+        study, "--check", "--min-rows", "0", "--max-parameters", "0", model="plain.py", data="y.csv"
+    )
     assert found.exit_code == 0, found.output
     assert "3 rows" in found.output
 
@@ -112,14 +124,19 @@ def test_columns_are_arguments_where_the_model_file_says_nothing(study):
     ("options", "words"),
     [
         ((), "guard min_rows: silo 'oslo' has 3 rows of 'y'; expected at least 10"),
-        (("--min-rows", "0"), "guard max_parameters_per_row: the model has 1 global parameters for 3 rows"),
+        (
+            ("--min-rows", "0"),
+            "guard max_parameters_per_row: the model has 1 global parameters for 3 rows",
+        ),
         (("--columns", "other"), "guard columns: the study wants 'y' of"),
         (("--columns", "y,z"), "guard columns: .* has no columns"),
         (("--ceiling", "StayLocal"), "--ceiling StayLocal: expected KIND=N"),
     ],
 )
 def test_guards_and_ceilings_of_the_command(study, options, words):
-    pd.DataFrame({"y": [1.5, 2.0, 0.1], "other": ["a", "b", "c"]}).to_csv(study / "y.csv", index=False)
+    pd.DataFrame({"y": [1.5, 2.0, 0.1], "other": ["a", "b", "c"]}).to_csv(
+        study / "y.csv", index=False
+    )
     found = silo(study, "--check", *options, model="plain.py", data="y.csv")
     assert found.exit_code == 1
     assert re.search(words, found.output), found.output
@@ -129,7 +146,9 @@ def test_ceilings_are_shown(study):
     found = silo(study, "--check", "--ceiling", "StayLocal=77")
     assert found.exit_code == 0, found.output
     assert "(at most 77 times; 0 so far)" in found.output
-    assert "Guards: Guards(min_rows=10, min_level_rows=3, max_parameters_per_row=0.1" in found.output
+    assert (
+        "Guards: Guards(min_rows=10, min_level_rows=3, max_parameters_per_row=0.1" in found.output
+    )
 
 
 def test_nothing_is_sent_before_yes(study):
@@ -143,7 +162,10 @@ def test_nothing_is_sent_before_yes(study):
     ("arguments", "message"),
     [
         ({"data": "plain.csv", "model": "plain.py"}, "does not exist"),
-        ({"data": "oslo.csv", "model": "plain.py"}, "it has no column 'y'; it has ['age', 'chol', 'disease']"),
+        (
+            {"data": "oslo.csv", "model": "plain.py"},
+            "it has no column 'y'; it has ['age', 'chol', 'disease']",
+        ),
         ({"data": "text.csv", "model": "plain.py"}, "column 'y' holds"),
         ({"data": "bytes.parquet"}, "expected a table in CSV or Parquet"),
         ({"model": "nothing.py"}, "it has no function model"),
@@ -185,7 +207,15 @@ def test_a_missing_extra_says_which_to_install(study, monkeypatch):
     ],
 )
 def test_the_coordinator_is_told_what_is_missing(study, options, message):
-    base = ["run", "--model", str(study / "study.py"), "--tls", str(study), "--out", str(study / "fit.nc")]
+    base = [
+        "run",
+        "--model",
+        str(study / "study.py"),
+        "--tls",
+        str(study),
+        "--out",
+        str(study / "fit.nc"),
+    ]
     found = CliRunner().invoke(main, [*base, *options])
     assert found.exit_code in (1, 2)
     assert message in found.output
@@ -197,9 +227,14 @@ def test_the_method_is_the_model_files(study):
 
     from numpyro_fed.cli.coordinator import posterior
 
-    told, checkpoint = {"chains": 2, "warmup": 5, "samples": 50, "rounds": 0, "seed": 3}, study / "checkpoint"
+    told, checkpoint = (
+        {"chains": 2, "warmup": 5, "samples": 50, "rounds": 0, "seed": 3},
+        study / "checkpoint",
+    )
     module, silos = at_hand(study)
-    found, words = posterior(module, fed.RemoteSilos(silos, fed.Loopback(silos)), told, study / "chains")
+    found, words = posterior(
+        module, fed.RemoteSilos(silos, fed.Loopback(silos)), told, study / "chains"
+    )
     assert found.posterior["beta"].shape == (2, 50, 2)
     assert "MB up" in words
     module, silos = at_hand(study, SVI)
@@ -209,9 +244,13 @@ def test_the_method_is_the_model_files(study):
     key_rounds, key_draws = random.split(random.key(3))
     result = module.svi.run(key_rounds, 1000, remote, tol=1e-3, progress_bar=False)
     assert words.startswith(f"{len(result.losses)} rounds")
-    expected = fed.to_inference_data(module.svi, result, remote, num_draws=100, rng_key=key_draws, resample=True)
+    expected = fed.to_inference_data(
+        module.svi, result, remote, num_draws=100, rng_key=key_draws, resample=True
+    )
     np.testing.assert_array_equal(found.posterior["beta"], expected.posterior["beta"])
-    again, same = posterior(module, remote, told, checkpoint)  # it has settled, and makes no further round
+    again, same = posterior(
+        module, remote, told, checkpoint
+    )  # it has settled, and makes no further round
     np.testing.assert_array_equal(again.posterior["beta"], found.posterior["beta"])
     assert same == words
 
@@ -224,7 +263,10 @@ class Leaving(fed.Loopback):
     def ask(self, calls):
         replies = super().ask(calls)
         self.rounds += type(calls[0].local).__name__ == "RoundLocal"
-        return [None if self.rounds > 2 and c.number == 1 else r for c, r in zip(calls, replies, strict=True)]
+        return [
+            None if self.rounds > 2 and c.number == 1 else r
+            for c, r in zip(calls, replies, strict=True)
+        ]
 
 
 # twelve rounds are too few for a q that its k lets pass
@@ -238,10 +280,15 @@ def test_a_fit_that_breaks_off_is_no_result(study):
     told = {"chains": 1, "warmup": 0, "samples": 50, "rounds": 12, "seed": 3}
     with (
         pytest.warns(UserWarning, match="did not answer"),
-        pytest.raises(RuntimeError, match=r"silos \['rome'\] did not answer, asked 5 times, in round 3; started again"),
+        pytest.raises(
+            RuntimeError,
+            match=r"silos \['rome'\] did not answer, asked 5 times, in round 3; started again",
+        ),
     ):
         posterior(module, fed.RemoteSilos(silos, Leaving(silos)), told, study / "fit")
-    found, words = posterior(module, fed.RemoteSilos(silos, fed.Loopback(silos)), told, study / "fit-2")
+    found, words = posterior(
+        module, fed.RemoteSilos(silos, fed.Loopback(silos)), told, study / "fit-2"
+    )
     assert words.startswith("12 rounds")
     assert found.posterior["beta"].shape == (1, 50, 2)
 
@@ -250,13 +297,17 @@ def test_a_network_and_public_sites(study):
     pytest.importorskip("flwr")
     from numpyro_fed.cli.coordinator import posterior
 
-    public = MODEL.replace("    with fed", "    numpyro.sample('c', dist.Normal(beta[0], 1), obs=0.5)\n    with fed")
+    public = MODEL.replace(
+        "    with fed", "    numpyro.sample('c', dist.Normal(beta[0], 1), obs=0.5)\n    with fed"
+    )
     line = "\nkernel = fed.PushSumLangevin(model, fed.graphs.complete(3), 0.001, public=('c',))\n"
     module, silos = at_hand(study, line, public)
     found = silo(study, "--check")
     assert found.exit_code == 0, found.output
     told = {"chains": 3, "warmup": 5, "samples": 20, "rounds": 0, "seed": 3}
-    drawn, _ = posterior(module, fed.RemoteSilos(silos, fed.Loopback(silos)), told, study / "network")
+    drawn, _ = posterior(
+        module, fed.RemoteSilos(silos, fed.Loopback(silos)), told, study / "network"
+    )
     assert drawn.posterior.node.values.tolist() == list(SIZES)
     options = ["--model", str(study / "study.py"), "--silos", ",".join(SIZES), "--tls", str(study)]
     options += ["--keys", str(study)]
@@ -274,7 +325,9 @@ def test_a_fit_with_privacy_has_no_k(study):
     )
     module, silos = at_hand(study, line)
     told = {"chains": 1, "warmup": 0, "samples": 20, "rounds": 0, "seed": 3}
-    found, words = posterior(module, fed.RemoteSilos(silos, fed.Loopback(silos)), told, study / "fit")
+    found, words = posterior(
+        module, fed.RemoteSilos(silos, fed.Loopback(silos)), told, study / "fit"
+    )
     assert words.startswith("5 rounds\n")
     assert "epsilon 8" in words
     assert found.posterior["beta"].shape == (1, 20, 2)
@@ -320,7 +373,12 @@ def test_the_coordinator_is_told_at_once(study, options, message):
     at_hand(study, line)
     for name in ("server.crt", "server.key", "ca.crt", *(f"{name}.pub" for name in SIZES)):
         (study / name).write_text("")
-    given = {"--model": study / "study.py", "--silos": ",".join(SIZES), "--tls": study, "--out": study / "fit.nc"}
+    given = {
+        "--model": study / "study.py",
+        "--silos": ",".join(SIZES),
+        "--tls": study,
+        "--out": study / "fit.nc",
+    }
     given |= {"--keys": study, **options}
     found = CliRunner().invoke(main, ["run", *(str(x) for pair in given.items() for x in pair)])
     assert found.exit_code != 0
@@ -331,9 +389,15 @@ def test_the_coordinator_is_told_at_once(study, options, message):
     ("line", "message"),
     [
         ("kernel = fed.SGLD(model, 0.1)", "kernel: expected fed.FSGLD or another kernel of fed"),
-        ("import nowhere_to_be_found", "study.py: ModuleNotFoundError: No module named 'nowhere_to_be_found'"),
+        (
+            "import nowhere_to_be_found",
+            "study.py: ModuleNotFoundError: No module named 'nowhere_to_be_found'",
+        ),
         ("svi = fed.SFVI(model, fed.AutoSiloNormal(model), 3)", "study.py: TypeError"),
-        ("svi = fed.AutoSiloNormal(model)", "svi: expected fed.SFVI or fed.SFVIAvg of this file's model, got"),
+        (
+            "svi = fed.AutoSiloNormal(model)",
+            "svi: expected fed.SFVI or fed.SFVIAvg of this file's model, got",
+        ),
         (
             "other = lambda x, y: None\nsvi = fed.SFVIAvg(other, fed.AutoSiloNormal(other), conducive=True)",
             "this file's model",
@@ -365,13 +429,20 @@ class Federation:
         self.tls = make_certificates(study / "tls")
         (study / "keys").mkdir()
         for name in SIZES:
-            make_key(study / f"{name}.key").with_suffix(".pub").rename(study / "keys" / f"{name}.pub")
+            make_key(study / f"{name}.key").with_suffix(".pub").rename(
+                study / "keys" / f"{name}.pub"
+            )
         self.started: list[subprocess.Popen] = []
         self.silos: dict[str, subprocess.Popen] = {}
 
     def start(self, who, *arguments):
         log = (self.study / f"{who}.log").open("ab")
-        command = [sys.executable, "-c", "from numpyro_fed.cli.main import main; main()", *map(str, arguments)]
+        command = [
+            sys.executable,
+            "-c",
+            "from numpyro_fed.cli.main import main; main()",
+            *map(str, arguments),
+        ]
         env = {**os.environ, "JAX_PLATFORMS": "cpu", "FLWR_HOME": str(self.study / "home" / who)}
         process = subprocess.Popen(command, stdout=log, stderr=log, env=env, cwd=self.study)
         log.close()
@@ -385,11 +456,18 @@ class Federation:
         page = (Path(__file__).parent.parent / "docs" / "flower.md").read_text()
         block = page.split("```nginx")[1].split("```")[0]
         self.entrance = free_port()
-        block = block.replace("listen 9443", f"listen 127.0.0.1:{self.entrance}").replace("9092", str(self.port))
+        block = block.replace("listen 9443", f"listen 127.0.0.1:{self.entrance}").replace(
+            "9092", str(self.port)
+        )
         block = block.replace("/srv/study/tls", str(self.tls))
-        own = [f"{kind}_temp_path temp-{kind};" for kind in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")]
+        own = [
+            f"{kind}_temp_path temp-{kind};"
+            for kind in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
+        ]
         http = "\n".join(["access_log proxy-access.log;", *own, block])
-        settings = "daemon off; pid proxy.pid; error_log stderr; events {}\nhttp {\n" + http + "\n}\n"
+        settings = (
+            "daemon off; pid proxy.pid; error_log stderr; events {}\nhttp {\n" + http + "\n}\n"
+        )
         (self.study / "proxy.conf").write_text(settings)
         command = [shutil.which("nginx"), "-p", str(self.study), "-c", "proxy.conf"]
         with (self.study / "proxy.log").open("ab") as log:
@@ -406,17 +484,36 @@ class Federation:
             "--ca",
             self.tls / "ca.crt",
         ]
-        options += ["--key", f"{name}.key", "--folder", f"private-{name}", "--give-up", 100, "--yes"]
+        options += [
+            "--key",
+            f"{name}.key",
+            "--folder",
+            f"private-{name}",
+            "--give-up",
+            100,
+            "--yes",
+        ]
         options += ["--server-keys"]  # so that draws are those at hand
         self.silos[name] = self.start(name, "silo", "--model", "study.py", *options)
 
     def run(self, out, *more):
         options = ["--warmup", WARMUP, "--samples", SAMPLES, "--chains", CHAINS, *more]
-        options += ["--address", f"127.0.0.1:{self.port}", "--tls", self.tls, "--keys", "keys", "--out", out]
+        options += [
+            "--address",
+            f"127.0.0.1:{self.port}",
+            "--tls",
+            self.tls,
+            "--keys",
+            "keys",
+            "--out",
+            out,
+        ]
         return self.start("run", "run", "--model", "study.py", "--silos", ",".join(SIZES), *options)
 
     def logs(self):
-        return "\n".join(f"--- {p.name}\n{p.read_text()[-3000:]}" for p in sorted(self.study.glob("*.log")))
+        return "\n".join(
+            f"--- {p.name}\n{p.read_text()[-3000:]}" for p in sorted(self.study.glob("*.log"))
+        )
 
     def __enter__(self):
         return self
@@ -460,18 +557,26 @@ def test_a_silo_that_is_killed_and_started_again_changes_no_draw(study):
     # the undisturbed run, within this process
     module, silos = at_hand(study)
     mcmc = fed.RemoteMCMC(
-        fed.FSGLD(module.model), num_warmup=WARMUP, num_samples=SAMPLES, num_chains=CHAINS, progress_bar=False
+        fed.FSGLD(module.model),
+        num_warmup=WARMUP,
+        num_samples=SAMPLES,
+        num_chains=CHAINS,
+        progress_bar=False,
     )
     mcmc.run(random.key(0), fed.RemoteSilos(silos, fed.Loopback(silos)))
     drawn = az.from_netcdf(study / "fit.nc").posterior["beta"].to_numpy()
     np.testing.assert_array_equal(drawn, np.asarray(mcmc.get_samples(group_by_chain=True)["beta"]))
-    audit = [json.loads(line) for line in (study / "private-rome" / "audit.jsonl").read_text().splitlines()]
+    audit = [
+        json.loads(line)
+        for line in (study / "private-rome" / "audit.jsonl").read_text().splitlines()
+    ]
     assert sum(line["what"] == "calls" for line in audit) > at
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(
-    shutil.which("nginx") is None, reason="the proxy of docs/flower.md is nginx, which is not installed"
+    shutil.which("nginx") is None,
+    reason="the proxy of docs/flower.md is nginx, which is not installed",
 )
 def test_a_variational_fit_through_the_proxy(study):
     pytest.importorskip("flwr")
@@ -491,7 +596,9 @@ def test_a_variational_fit_through_the_proxy(study):
         # what a stranger may not reach: where runs are started
         where = f"https://127.0.0.1:{fit.entrance}"
         for path in ("/v1/control/list-runs", "/v1/runtime/pull-messages", "/"):
-            answer = requests.post(where + path, data=b"", verify=str(fit.tls / "ca.crt"), timeout=20)
+            answer = requests.post(
+                where + path, data=b"", verify=str(fit.tls / "ca.crt"), timeout=20
+            )
             assert answer.status_code == 403, (path, fit.logs())
         inside = f"https://127.0.0.1:{fit.port}/v1/control/list-runs"
         answer = requests.post(inside, data=b"", verify=str(fit.tls / "ca.crt"), timeout=20)
@@ -504,7 +611,9 @@ def test_a_variational_fit_through_the_proxy(study):
     key_rounds, key_draws = random.split(random.key(0))
     remote, num_draws = fed.RemoteSilos(silos, fed.Loopback(silos)), CHAINS * SAMPLES
     result = module.svi.run(key_rounds, 1000, remote, tol=1e-3, progress_bar=False)
-    here = fed.to_inference_data(module.svi, result, remote, num_draws=num_draws, rng_key=key_draws, resample=True)
+    here = fed.to_inference_data(
+        module.svi, result, remote, num_draws=num_draws, rng_key=key_draws, resample=True
+    )
     there = az.from_netcdf(study / "fit.nc")
     np.testing.assert_array_equal(there.posterior["beta"], here.posterior["beta"])
     assert (study / "proxy-access.log").read_text().count("/v1/fleet/") > 20

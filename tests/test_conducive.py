@@ -32,7 +32,9 @@ QUIET = {"progress_bar": False}
 
 
 def conducive(model, guide=None, **settings):
-    return fed.SFVIAvg(model, fed.AutoSiloNormal(model) if guide is None else guide, conducive=True, **settings)
+    return fed.SFVIAvg(
+        model, fed.AutoSiloNormal(model) if guide is None else guide, conducive=True, **settings
+    )
 
 
 def logistic(x, y):
@@ -46,7 +48,10 @@ def logistic_silos(sizes=(9, 4, 20)):
     data = {}
     for s, n in enumerate(sizes):
         x = rng.normal(size=(n, 2)) + s / 2
-        data[f"s{s}"] = {"x": x, "y": (rng.uniform(size=n) < 1 / (1 + np.exp(-x @ [1.0, -1.5]))).astype(float)}
+        data[f"s{s}"] = {
+            "x": x,
+            "y": (rng.uniform(size=n) < 1 / (1 + np.exp(-x @ [1.0, -1.5]))).astype(float),
+        }
     return fed.Silos(data)
 
 
@@ -64,7 +69,9 @@ def test_a_gaussian_hierarchy_is_exact(silo_of):
         slope = covariance[1:, 0] / sd  # of E[z | u] in u
         np.testing.assert_allclose(result.params["auto_local_coupling"][:, 0, 0], slope, atol=1e-4)
         conditional = np.diag(covariance)[1:] - slope**2
-        np.testing.assert_allclose(np.exp(2 * result.params["auto_local_log_scale"][:, 0]), conditional, rtol=1e-3)
+        np.testing.assert_allclose(
+            np.exp(2 * result.params["auto_local_log_scale"][:, 0]), conditional, rtol=1e-3
+        )
         assert -result.losses[-1] == pytest.approx(evidence, abs=1e-4)
         assert float(result.state.server.moved) < 1e-6
 
@@ -74,14 +81,17 @@ def test_rounds_do_not_depend_on_the_partition():
     with jax.enable_x64(True):
         partitions = [np.zeros(20, int), (np.arange(20) ** 2) % 7, np.arange(20)]
         results = [
-            conducive(wheeze, validate=False).run(random.key(0), 10, wheeze_silos(p), **QUIET) for p in partitions
+            conducive(wheeze, validate=False).run(random.key(0), 10, wheeze_silos(p), **QUIET)
+            for p in partitions
         ]
         for other in results[1:]:
             np.testing.assert_allclose(other.losses, results[0].losses, rtol=1e-9)
             for name, value in results[0].params.items():
                 np.testing.assert_allclose(other.params[name], value, rtol=1e-7, atol=1e-9)
         plain = [
-            fed.SFVIAvg(wheeze, fed.AutoSiloNormal(wheeze), optax.adam(0.02), 30, 1, 4, validate=False)
+            fed.SFVIAvg(
+                wheeze, fed.AutoSiloNormal(wheeze), optax.adam(0.02), 30, 1, 4, validate=False
+            )
             .run(random.key(0), 1, wheeze_silos(p), **QUIET)
             .params["auto_loc"]
             for p in partitions[:2]
@@ -109,7 +119,10 @@ def best_gaussian(kwargs):
         return -(w @ joint) - v[2] - v[3]
 
     found = minimize(
-        lambda v: tuple(np.asarray(a) for a in loss(v)), np.array([0.0, 0, -1, -1, 0]), jac=True, tol=1e-10
+        lambda v: tuple(np.asarray(a) for a in loss(v)),
+        np.array([0.0, 0, -1, -1, 0]),
+        jac=True,
+        tol=1e-10,
     )
     return unpack(jnp.asarray(found.x))
 
@@ -122,11 +135,17 @@ def test_the_fixed_point_is_the_optimum_of_the_pooled_bound():
         sd = np.linalg.norm(root, axis=1)
         assert np.abs((result.params["auto_loc"] - loc) / sd).max() < 0.01
         found = result.params["auto_scale_tril"] @ result.params["auto_scale_tril"].T
-        np.testing.assert_allclose(found / np.outer(sd, sd), root @ root.T / np.outer(sd, sd), atol=0.01)
+        np.testing.assert_allclose(
+            found / np.outer(sd, sd), root @ root.T / np.outer(sd, sd), atol=0.01
+        )
         # a control: the posterior's mode is elsewhere
         mode = minimize(
             lambda b: float(
-                np.sum(np.logaddexp(0, silos.pooled["x"] @ b) - silos.pooled["y"] * (silos.pooled["x"] @ b)) + b @ b / 8
+                np.sum(
+                    np.logaddexp(0, silos.pooled["x"] @ b)
+                    - silos.pooled["y"] * (silos.pooled["x"] @ b)
+                )
+                + b @ b / 8
             ),
             np.zeros(2),
         ).x
@@ -137,11 +156,15 @@ def test_a_diagonal_family_has_the_precisions_diagonal():
     with jax.enable_x64(True):
         silos = logistic_silos()
         guide = fed.AutoSiloNormal(logistic, global_cov="diag")
-        result = conducive(logistic, guide, num_local_steps=4096).run(random.key(0), 15, silos, **QUIET)
+        result = conducive(logistic, guide, num_local_steps=4096).run(
+            random.key(0), 15, silos, **QUIET
+        )
         loc, sd = (np.asarray(result.params[k]) for k in ("auto_loc", "auto_scale"))
         theta = loc + sd * np.random.default_rng(0).normal(size=(200_000, 2))
         p = 1 / (1 + np.exp(-theta @ np.asarray(silos.pooled["x"]).T))
-        precision = ((p * (1 - p)).mean(0)[:, None] * np.asarray(silos.pooled["x"]) ** 2).sum(0) + 1 / 4
+        precision = ((p * (1 - p)).mean(0)[:, None] * np.asarray(silos.pooled["x"]) ** 2).sum(
+            0
+        ) + 1 / 4
         np.testing.assert_allclose(sd**-2, precision, rtol=0.03)
 
 
@@ -152,10 +175,14 @@ def test_missing_replies_do_not_move_the_fixed_point():
         fit = conducive(wheeze, validate=False)
         whole = fit.run(random.key(0), 20, silos, **QUIET)
         sd = np.linalg.norm(whole.params["auto_scale_tril"], axis=1)
-        some = fit.run(random.key(1), 60, silos, participation={name: 0.7 for name in silos.names}, **QUIET)
+        some = fit.run(
+            random.key(1), 60, silos, participation={name: 0.7 for name in silos.names}, **QUIET
+        )
         assert 170 < sum(some.ledger.rounds) < 250
         assert np.abs((some.params["auto_loc"] - whole.params["auto_loc"]) / sd).max() < 5e-3
-        np.testing.assert_allclose(some.params["auto_scale_tril"], whole.params["auto_scale_tril"], atol=1e-3)
+        np.testing.assert_allclose(
+            some.params["auto_scale_tril"], whole.params["auto_scale_tril"], atol=1e-3
+        )
         four = conducive(wheeze, validate=False).run(
             random.key(0), 20, fed.Silos({name: silos[name] for name in silos.names[:4]}), **QUIET
         )
@@ -167,7 +194,9 @@ def test_silos_join_and_leave():
     with jax.enable_x64(True):
         silos = logistic_silos()
         without = (
-            silos.subset(("s0", "s2")) if hasattr(silos, "subset") else fed.Silos({k: silos[k] for k in ("s0", "s2")})
+            silos.subset(("s0", "s2"))
+            if hasattr(silos, "subset")
+            else fed.Silos({k: silos[k] for k in ("s0", "s2")})
         )
         fit = conducive(logistic)
         everyone, two = (fit.run(random.key(0), 14, s, **QUIET) for s in (silos, without))
@@ -175,7 +204,9 @@ def test_silos_join_and_leave():
         joined = fit.run(random.key(0), 5, silos, init_from=two, **QUIET)
         for a, b in ((left, two), (joined, everyone)):
             np.testing.assert_allclose(a.params["auto_loc"], b.params["auto_loc"], atol=1e-3)
-            np.testing.assert_allclose(a.params["auto_scale_tril"], b.params["auto_scale_tril"], atol=1e-3)
+            np.testing.assert_allclose(
+                a.params["auto_scale_tril"], b.params["auto_scale_tril"], atol=1e-3
+            )
         assert np.abs(two.params["auto_loc"] - everyone.params["auto_loc"]).max() > 0.1
 
 
@@ -187,11 +218,20 @@ def root_of(x, y):
 
 def test_a_silo_whose_replies_are_not_finite_is_missing_and_named():
     with jax.enable_x64(True):
-        good = {"a": {"x": np.ones(4), "y": np.arange(4.0)}, "b": {"x": np.full(5, 2.0), "y": np.ones(5)}}
+        good = {
+            "a": {"x": np.ones(4), "y": np.arange(4.0)},
+            "b": {"x": np.full(5, 2.0), "y": np.ones(5)},
+        }
         bad = {**good, "c": {"x": -np.ones(3), "y": np.ones(3)}}
-        with pytest.warns(UserWarning, match=r"not finite, taken as missing \(silo, rounds\): 'c' 6 of 6"):
-            found = conducive(root_of, validate=False).run(random.key(0), 6, fed.Silos(bad), **QUIET)
-        expected = conducive(root_of, validate=False).run(random.key(0), 6, fed.Silos(good), **QUIET)
+        with pytest.warns(
+            UserWarning, match=r"not finite, taken as missing \(silo, rounds\): 'c' 6 of 6"
+        ):
+            found = conducive(root_of, validate=False).run(
+                random.key(0), 6, fed.Silos(bad), **QUIET
+            )
+        expected = conducive(root_of, validate=False).run(
+            random.key(0), 6, fed.Silos(good), **QUIET
+        )
         np.testing.assert_allclose(found.params["auto_loc"], expected.params["auto_loc"], rtol=1e-9)
         np.testing.assert_allclose(found.losses, expected.losses, rtol=1e-9)
 
@@ -233,7 +273,9 @@ def test_it_stays_where_it_has_settled(x64):
     with jax.enable_x64(x64):
         silos, state, far = logistic_silos(), None, []
         for _ in range(12):
-            result = conducive(logistic).run(random.key(0), 6 if state else 10, silos, init_state=state, **QUIET)
+            result = conducive(logistic).run(
+                random.key(0), 6 if state else 10, silos, init_state=state, **QUIET
+            )
             state = result.state
             far.append(float(state.server.moved))
         assert max(far) < 1e-3, far
@@ -250,7 +292,9 @@ def test_two_latents_an_element_are_exact():
     """z - mu and y - mu are normal with variances 1 and 2: the posterior of mu is that of the mean of y."""
     with jax.enable_x64(True):
         y = np.random.default_rng(0).normal([1.0, -1.0], 1.0, (7, 2))
-        result = conducive(two_latents).run(random.key(0), 6, fed.split({"y": y}, by=np.arange(7) % 3), **QUIET)
+        result = conducive(two_latents).run(
+            random.key(0), 6, fed.split({"y": y}, by=np.arange(7) % 3), **QUIET
+        )
         precision = 1 + 7 / 2
         np.testing.assert_allclose(result.params["auto_loc"], y.sum(0) / 2 / precision, atol=1e-4)
         covariance = result.params["auto_scale_tril"] @ result.params["auto_scale_tril"].T
@@ -267,7 +311,10 @@ def skewed(x, y):
 def test_the_last_round_sees_a_tail_that_q_cuts_off():
     """The posterior of t on a grid; within four standard errors, which q alone misses."""
     silos = fed.Silos(
-        {"a": {"x": np.full(2, 0.5), "y": np.array([1, 0])}, "b": {"x": np.full(3, 0.5), "y": np.zeros(3, int)}}
+        {
+            "a": {"x": np.full(2, 0.5), "y": np.array([1, 0])},
+            "b": {"x": np.full(3, 0.5), "y": np.zeros(3, int)},
+        }
     )
     grid = np.linspace(-14, 6, 4001)
     log_density = -(grid**2) / 18 + grid - 2.5 * np.exp(grid)
@@ -278,9 +325,13 @@ def test_the_last_round_sees_a_tail_that_q_cuts_off():
     fit = conducive(skewed)
     result = fit.run(random.key(0), 25, silos, **QUIET)
     num = 8000
-    last = fed.to_inference_data(fit, result, silos, num_draws=num, resample=True, log_likelihood=False)
+    last = fed.to_inference_data(
+        fit, result, silos, num_draws=num, resample=True, log_likelihood=False
+    )
     t = last.posterior["t"].values.ravel()
-    error = 2 * sd / np.sqrt(num)  # of importance sampling with weights as unequal as these, generously
+    error = (
+        2 * sd / np.sqrt(num)
+    )  # of importance sampling with weights as unequal as these, generously
     assert abs(t.mean() - mean) < 4 * error
     assert t.std() / sd == pytest.approx(1, abs=0.08)
     assert last.posterior.attrs["pareto_k"] < 0.5
@@ -291,24 +342,30 @@ def test_the_last_round_sees_a_tail_that_q_cuts_off():
 def test_what_it_does_not_cover_is_refused():
     guide = fed.AutoSiloNormal(wheeze)
     with pytest.raises(
-        TypeError, match=r"optim: expected an optax transformation, e.g. optax.adam\(1e-2\), got NoneType"
+        TypeError,
+        match=r"optim: expected an optax transformation, e.g. optax.adam\(1e-2\), got NoneType",
     ):
         fed.SFVIAvg(wheeze, guide, None, conducive=True, local_optim=optax.adam(0.1))
     with pytest.raises(
-        TypeError, match=r"optim: expected an optax transformation, e.g. optax.adam\(1e-2\), got NoneType"
+        TypeError,
+        match=r"optim: expected an optax transformation, e.g. optax.adam\(1e-2\), got NoneType",
     ):
         fed.SFVIAvg(wheeze, guide)
     silos = wheeze_silos(np.arange(20) % 2)
-    with pytest.raises(ValueError, match=r"expected a guide with coupling=True and scale_coupling=True"):
+    with pytest.raises(
+        ValueError, match=r"expected a guide with coupling=True and scale_coupling=True"
+    ):
         conducive(wheeze, fed.AutoSiloNormal(wheeze, coupling=False)).init(random.key(0), silos)
     with pytest.raises(
-        ValueError, match=r'2 latents an element: expected a guide with local_cov="element", got "diag"'
+        ValueError,
+        match=r'2 latents an element: expected a guide with local_cov="element", got "diag"',
     ):
         conducive(two_latents, fed.AutoSiloNormal(two_latents, local_cov="diag")).init(
             random.key(0), fed.split({"y": np.zeros((6, 2))}, by=np.arange(6) % 2)
         )
     with pytest.raises(
-        ValueError, match=r"batch_size=3 with conducive=True and latents in the silos: expected batch_size=None"
+        ValueError,
+        match=r"batch_size=3 with conducive=True and latents in the silos: expected batch_size=None",
     ):
         conducive(hierarchy, batch_size=3).init(random.key(0), hierarchy_silos(np.arange(9) % 2))
     many = fed.split({"x": np.ones((1000, 2)), "y": np.ones(1000)}, by=np.arange(1000) % 2)
@@ -317,7 +374,9 @@ def test_what_it_does_not_cover_is_refused():
         match=r"batch_size=3 .* at least 4, so that 128 pairs of points together look at each of the 500 rows .* enough for 2 dim",
     ):
         conducive(logistic, batch_size=3).init(random.key(0), many)
-    with pytest.raises(ValueError, match=r"learned parameters \['tau'\]: expected an optimiser that moves them"):
+    with pytest.raises(
+        ValueError, match=r"learned parameters \['tau'\]: expected an optimiser that moves them"
+    ):
         conducive(learned_scale).init(random.key(0), logistic_silos())
 
 
@@ -341,7 +400,9 @@ def test_diagonal_sites_where_coordinates_pull_together():
     assert len(result.losses) < 40
     sd = np.diag(precision) ** -0.5
     np.testing.assert_allclose(result.params["auto_scale"], sd, rtol=0.001)
-    np.testing.assert_allclose(result.params["auto_loc"], np.linalg.solve(precision, x.T @ y), atol=0.05 * sd.min())
+    np.testing.assert_allclose(
+        result.params["auto_loc"], np.linalg.solve(precision, x.T @ y), atol=0.05 * sd.min()
+    )
 
 
 def test_pairs_of_points_that_look_at_some_rows_each():
@@ -355,12 +416,18 @@ def test_pairs_of_points_that_look_at_some_rows_each():
     with jax.enable_x64(True):
         y = np.random.default_rng(0).normal(2, 1, 384)
         silos = fed.split({"y": y}, by=np.repeat([0, 1, 2], [64, 128, 192]))
-        result = conducive(mean, batch_size=3, num_local_steps=128).run(random.key(0), 60, silos, **QUIET)
-        np.testing.assert_allclose(result.params["auto_scale_tril"][0, 0], (384 + 0.01) ** -0.5, rtol=1e-5)
+        result = conducive(mean, batch_size=3, num_local_steps=128).run(
+            random.key(0), 60, silos, **QUIET
+        )
+        np.testing.assert_allclose(
+            result.params["auto_scale_tril"][0, 0], (384 + 0.01) ** -0.5, rtol=1e-5
+        )
         np.testing.assert_allclose(result.params["auto_loc"][0], y.sum() / 384.01, rtol=1e-5)
         silos = logistic_silos()
         whole, some = (
-            conducive(logistic, batch_size=size, num_local_steps=256).run(random.key(0), 30, silos, **QUIET)
+            conducive(logistic, batch_size=size, num_local_steps=256).run(
+                random.key(0), 30, silos, **QUIET
+            )
             for size in (None, 1)
         )
         sd = np.linalg.norm(whole.params["auto_scale_tril"], axis=1)
@@ -395,7 +462,9 @@ def test_hundreds_of_dimensions_from_points_that_change():
 
 def test_a_step_after_which_the_bound_is_lower_is_taken_back():
     memory, one = Memory.none(2), jnp.ones(2)
-    move, memory = memory.move(jnp.zeros(2), one, Site(one, one), jnp.array(0.0), jnp.array(True), noisy=False)
+    move, memory = memory.move(
+        jnp.zeros(2), one, Site(one, one), jnp.array(0.0), jnp.array(True), noisy=False
+    )
     assert (move.loc > 0).all()
     assert not move.held
     back, memory = memory.move(
@@ -403,27 +472,47 @@ def test_a_step_after_which_the_bound_is_lower_is_taken_back():
     )
     assert back.held
     np.testing.assert_allclose(back.loc, 0.3 * move.loc, rtol=1e-6)
-    again, _ = memory.move(back.loc, back.scale, Site(-9 * one, one), jnp.array(-40.0), jnp.array(True), noisy=False)
+    again, _ = memory.move(
+        back.loc, back.scale, Site(-9 * one, one), jnp.array(-40.0), jnp.array(True), noisy=False
+    )
     np.testing.assert_allclose(again.loc, 0.09 * move.loc, rtol=1e-6)
     # a bound that stays lower is that of noise, and is believed in the end
-    _, memory = memory.move(back.loc, back.scale, Site(one, one), jnp.array(-50.0), jnp.array(True), noisy=True)
-    _, memory = memory.move(0.1 * one, back.scale, Site(one, one), jnp.array(-50.0), jnp.array(True), noisy=True)
-    last, memory = memory.move(0.1 * one, one, Site(one, one), jnp.array(-50.0), jnp.array(True), noisy=True)
+    _, memory = memory.move(
+        back.loc, back.scale, Site(one, one), jnp.array(-50.0), jnp.array(True), noisy=True
+    )
+    _, memory = memory.move(
+        0.1 * one, back.scale, Site(one, one), jnp.array(-50.0), jnp.array(True), noisy=True
+    )
+    last, memory = memory.move(
+        0.1 * one, one, Site(one, one), jnp.array(-50.0), jnp.array(True), noisy=True
+    )
     assert not last.held
     assert float(memory.bound) == -50.0
     # where a silo did not answer bounds are not compared
-    assert not memory.move(move.loc, one, Site(one, one), jnp.array(-50.0), jnp.array(False), noisy=False)[0].held
+    assert not memory.move(
+        move.loc, one, Site(one, one), jnp.array(-50.0), jnp.array(False), noisy=False
+    )[0].held
 
 
 def test_local_maps_by_steps_reach_the_exact_posterior():
     """In place of quadrature; a diagonal q(theta) of one dimension is exact, too. Without steps enough latents are not where they should be."""
     mean, covariance, evidence = hierarchy_posterior()
     sd, silos = covariance[0, 0] ** 0.5, hierarchy_silos(np.arange(9) % 3)
-    settings = {"num_local_particles": 1, "local_optim": optax.adam(optax.exponential_decay(0.05, 500, 0.5))}
+    settings = {
+        "num_local_particles": 1,
+        "local_optim": optax.adam(optax.exponential_decay(0.05, 500, 0.5)),
+    }
     for cov, size in (("full", None), ("diag", 2)):
         guide = fed.AutoSiloNormal(hierarchy, global_cov=cov)
         fit = fed.SFVIAvg(
-            hierarchy, guide, optax.adam(0.05), 150, conducive=True, batch_size=size, validate=False, **settings
+            hierarchy,
+            guide,
+            optax.adam(0.05),
+            150,
+            conducive=True,
+            batch_size=size,
+            validate=False,
+            **settings,
         )
         result = fit.run(random.key(0), 20, silos, **QUIET)
         assert abs(float(result.params["auto_loc"][0]) - mean[0]) < 0.1 * sd
@@ -439,7 +528,10 @@ def test_an_amortised_guide_and_learned_parameters_move_by_steps():
     y = random.normal(random.key(0), (n,)) * 1.4 + 1.5
     guide = fed.AutoSiloNormal(model, coupling=False, scale_coupling=False, amortize={"z": linear})
     silos = fed.split({"y": y}, by=np.repeat(["a", "b", "c"], [30, 20, 10]))
-    with pytest.raises(ValueError, match=r"learned parameters \['slope', .*\]: expected an optimiser that moves them"):
+    with pytest.raises(
+        ValueError,
+        match=r"learned parameters \['slope', .*\]: expected an optimiser that moves them",
+    ):
         conducive(model, guide).init(random.key(0), silos)
     optim = optax.adam(optax.exponential_decay(0.02, 3000, 0.1))
     fit = fed.SFVIAvg(model, guide, optim, 300, conducive=True, num_local_particles=1)
@@ -465,23 +557,38 @@ def test_a_learned_scale_by_steps():
 
 def test_rows_of_pairs():
     """Over all pairs each row comes equally often, in a pair once at most; with as many rows as a silo has a pair looks at all."""
-    silos = fed.split({"x": np.arange(2.0 * 150).reshape(150, 2), "y": np.ones(150)}, by=np.repeat([0, 1], [140, 10]))
+    silos = fed.split(
+        {"x": np.arange(2.0 * 150).reshape(150, 2), "y": np.ones(150)},
+        by=np.repeat([0, 1], [140, 10]),
+    )
     for size, often in ((3, (1, 19)), (11, (5, 64)), (200, (64, 64))):
-        plan, _, stacks, *_ = conducive(logistic, batch_size=size, num_local_steps=128).prepared(silos)
+        plan, _, stacks, *_ = conducive(logistic, batch_size=size, num_local_steps=128).prepared(
+            silos
+        )
         for rows in stacks:
             for i, n in enumerate(np.asarray(next(iter(rows.sizes.values())))):
                 one = jax.tree.map(
-                    lambda x, axis, i=i: x if axis is None else x[i], rows, rows.axes, is_leaf=lambda x: x is None
+                    lambda x, axis, i=i: x if axis is None else x[i],
+                    rows,
+                    rows.axes,
+                    is_leaf=lambda x: x is None,
                 )
                 order, seen = shuffled(plan, one, random.key(3)), np.zeros(150)
                 for pair in range(64):
                     batch = rows_of_pair(plan, one, order, 64, jnp.array(pair))
-                    x = np.asarray(batch.rows.rows["x"])[: int(next(iter(batch.rows.sizes.values()))), 0] // 2
+                    x = (
+                        np.asarray(batch.rows.rows["x"])[
+                            : int(next(iter(batch.rows.sizes.values()))), 0
+                        ]
+                        // 2
+                    )
                     assert len(set(x)) == len(x)
                     seen[x.astype(int)] += float(next(iter(batch.weights.values()))) / 64
                 np.testing.assert_allclose(seen[seen > 0], 1.0, rtol=1e-6)
                 assert (seen > 0).sum() == n
-                assert float(next(iter(batch.weights.values()))) == pytest.approx(64 / often[int(n == 10)])
+                assert float(next(iter(batch.weights.values()))) == pytest.approx(
+                    64 / often[int(n == 10)]
+                )
 
 
 def test_a_full_covariance_from_some_rows():
@@ -494,7 +601,9 @@ def test_a_full_covariance_from_some_rows():
         with fed.silo_plate("rows", x.shape[0]):
             numpyro.sample("y", dist.Normal(x @ beta, 1), obs=y)
 
-    silos = fed.split({"x": x, "y": x @ rng.normal(size=d) + rng.normal(size=2000)}, by=np.arange(2000) % 2)
+    silos = fed.split(
+        {"x": x, "y": x @ rng.normal(size=d) + rng.normal(size=2000)}, by=np.arange(2000) % 2
+    )
     with pytest.raises(ValueError, match=r"expected at least 20"):
         conducive(model, batch_size=19).init(random.key(0), silos)
     result = conducive(model, batch_size=20).run(random.key(0), 40, silos, **QUIET)
@@ -505,7 +614,10 @@ def test_a_full_covariance_from_some_rows():
     with pytest.warns(UserWarning, match="q has not settled"):
         few = conducive(model, batch_size=20).run(random.key(0), 4, silos, **QUIET)
     root = np.asarray(few.params["auto_scale_tril"])
-    assert np.abs(np.linalg.eigvalsh(root.T @ (x.T @ x + np.eye(d)) @ root) - 1).max() > np.abs(values - 1).max()
+    assert (
+        np.abs(np.linalg.eigvalsh(root.T @ (x.T @ x + np.eye(d)) @ root) - 1).max()
+        > np.abs(values - 1).max()
+    )
 
 
 def test_what_silos_learn_apart_does_not_bend_q():
@@ -520,9 +632,13 @@ def test_what_silos_learn_apart_does_not_bend_q():
             numpyro.sample("y", dist.Normal(mu, sd), obs=y)
 
     fit = fed.SFVIAvg(model, fed.AutoSiloNormal(model), optax.sgd(1e-3), 20, conducive=True)
-    params = fit.run(random.key(0), 30, fed.split({"y": y}, by=np.repeat([0, 1], 50)), **QUIET).params
+    params = fit.run(
+        random.key(0), 30, fed.split({"y": y}, by=np.repeat([0, 1], 50)), **QUIET
+    ).params
     precision = 100 / float(params["sd"]) ** 2 + 0.01
-    assert float(params["auto_loc"][0]) == pytest.approx(y.sum() / float(params["sd"]) ** 2 / precision, abs=0.03)
+    assert float(params["auto_loc"][0]) == pytest.approx(
+        y.sum() / float(params["sd"]) ** 2 / precision, abs=0.03
+    )
     assert float(params["auto_scale_tril"][0, 0]) == pytest.approx(precision**-0.5, rel=0.03)
     with pytest.raises(ValueError, match="nothing for it to move"):
         fed.SFVIAvg(logistic, fed.AutoSiloNormal(logistic), optax.sgd(1e-3), conducive=True).init(

@@ -26,7 +26,9 @@ def test_wasserstein_is_the_cost_of_the_optimal_map() -> None:
         back @ regression.root(half @ second @ half) @ back
     )  # symmetric and positive: a gradient of a convex function
     np.testing.assert_allclose(linear @ first @ linear, second, rtol=1e-10)
-    cost = ((means[0] - means[1]) ** 2).sum() + np.trace((linear - np.eye(2)) @ first @ (linear - np.eye(2)))
+    cost = ((means[0] - means[1]) ** 2).sum() + np.trace(
+        (linear - np.eye(2)) @ first @ (linear - np.eye(2))
+    )
     found = regression.wasserstein(means[0], first, (means[1], second))
     assert abs(found - np.sqrt(cost)) < 1e-10
     # negative control: the paper's formula
@@ -76,15 +78,22 @@ def test_the_recursion_is_the_kernels_law(name: str, minibatch: bool) -> None:
     # negative control: another graph, or twice the step, fails the same test
     other = regression.graphs()["periodic" if name == "fixed" else "fixed"]
     assert max(worst(regression.exact_law(other, decay, steps, minibatch))) > 1.2 * limit
-    assert max(worst(regression.exact_law(graph, (2 * decay[0], *decay[1:]), steps, minibatch))) > 1.2 * limit
+    assert (
+        max(worst(regression.exact_law(graph, (2 * decay[0], *decay[1:]), steps, minibatch)))
+        > 1.2 * limit
+    )
 
 
 def test_constant_steps_and_steps_too_small_fall_short_of_the_rate() -> None:
     """Negative controls of the slopes below."""
     ring, scale = regression.graphs()["fixed"], regression.potentials().scale
-    constant = regression.slope(regression.distance(regression.exact_law(ring, (0.1 * scale, 1.0, 1e-9), 1000)))
+    constant = regression.slope(
+        regression.distance(regression.exact_law(ring, (0.1 * scale, 1.0, 1e-9), 1000))
+    )
     assert (np.abs(constant) < 0.01).all()
-    small = regression.slope(regression.distance(regression.exact_law(ring, (0.25 * scale, 1.0, 1.0), 1000)))
+    small = regression.slope(
+        regression.distance(regression.exact_law(ring, (0.25 * scale, 1.0, 1.0), 1000))
+    )
     assert (small > -0.5).all()
 
 
@@ -113,7 +122,9 @@ def test_grid_is_the_models_posterior() -> None:
         return float(np.log(rows).sum() + prior)
 
     i, j, k = 28, 62, 18
-    exact = log_density(truth.theta1[i], truth.theta2[j]) - log_density(truth.theta1[2 * i], truth.theta2[k])
+    exact = log_density(truth.theta1[i], truth.theta2[j]) - log_density(
+        truth.theta1[2 * i], truth.theta2[k]
+    )
     assert abs(np.log(truth.probability[i, j] / truth.probability[2 * i, k]) - exact) < 1e-8
     finer = mixture.grid()
     assert abs(truth.weight - finer.weight) < 1e-3
@@ -145,7 +156,9 @@ def test_gaussian_mixture_quick(tmp_path: Path) -> None:
     def strayed(row: int) -> bool:
         found = table.iloc[row]
         end = found["s / tau"]
-        memory = (np.exp(-end / 2) - np.exp(-end)) / (end / 2)  # a mean over the second half of the time
+        memory = (np.exp(-end / 2) - np.exp(-end)) / (
+            end / 2
+        )  # a mean over the second half of the time
         starts = np.array([found["start at (0, 1)"], found["start at (1, -1)"]])
         expected = truth.weight + memory * (np.array([1, 0]) - truth.weight)
         return bool((np.abs(starts - expected) > 4 * found["error of a start's"]).any())
@@ -156,7 +169,9 @@ def test_gaussian_mixture_quick(tmp_path: Path) -> None:
     nodes = long[[f"P, node {i}" for i in range(4)]]
     assert (np.abs(nodes - truth.weight) < 4 * long["error of a start's"] / np.sqrt(2)).all(), table
     assert 0.95 < long["sd of |theta2|"] < 1.2  # steps of 0.005 and more
-    assert (table["consensus"].diff().dropna() > 0).all()  # the smaller last step has the smaller error
+    assert (
+        table["consensus"].diff().dropna() > 0
+    ).all()  # the smaller last step has the smaller error
     # negative control: few steps stay where they began, and weights are those of the start
     short = table.iloc[0]
     assert short["crossings"] < 0.2

@@ -49,7 +49,9 @@ def random_point(factors: Factors, silos: fed.Silos, seed: int = 0) -> tuple[dic
         return 0.5 * rng.normal(size=shape).astype(dtype)
 
     theta = {name: draw(shape) for name, shape in factors.global_sites}
-    return theta, {s.name: draw((sum(silos.sizes[groups[s.name]]), *s.shape)) for s in factors.local_sites}
+    return theta, {
+        s.name: draw((sum(silos.sizes[groups[s.name]]), *s.shape)) for s in factors.local_sites
+    }
 
 
 def parts(entry: Entry) -> tuple[fed.Silos, Factors, dict, dict]:
@@ -94,7 +96,9 @@ def programs(name: str, double: bool) -> tuple:
 
 
 def check_sum(entry: Entry, by: np.ndarray, double: bool) -> None:
-    factors, theta, pooled, ((expected, slope), (value, prior_slope)), local = programs(entry.name, double)
+    factors, theta, pooled, ((expected, slope), (value, prior_slope)), local = programs(
+        entry.name, double
+    )
     silos, groups = entry.silos(by), factors.local_groups()
     order = {name: np.asarray(silos.order[group]) for name, group in groups.items()}
     z = {name: x[order[name]] for name, x in pooled.items()}
@@ -112,7 +116,9 @@ def check_sum(entry: Entry, by: np.ndarray, double: bool) -> None:
     theta_slope, z_slope = jax.tree.map(lambda *each: np.sum(each, 0), *slopes)
     z_slope = {name: x[np.argsort(order[name])] for name, x in z_slope.items()}
     scale = max(float(np.abs(x).max()) for x in jax.tree.leaves(slopes))
-    for got, wanted in zip(jax.tree.leaves((theta_slope, z_slope)), jax.tree.leaves(slope), strict=True):
+    for got, wanted in zip(
+        jax.tree.leaves((theta_slope, z_slope)), jax.tree.leaves(slope), strict=True
+    ):
         np.testing.assert_allclose(got, wanted, rtol=0, atol=TOLERANCE[double] * max(scale, 1.0))
 
 
@@ -164,10 +170,13 @@ def test_traced_silo_padded_in_any_way(entry: Entry, monkeypatch: pytest.MonkeyP
     expected = []
     for number, name in enumerate(silos):
         rows = {
-            g: slice(silos.offsets(g)[number], silos.offsets(g)[number] + n[number]) for g, n in silos.sizes.items()
+            g: slice(silos.offsets(g)[number], silos.offsets(g)[number] + n[number])
+            for g, n in silos.sizes.items()
         }
         exact = {leaf: z[leaf][rows[g]] for leaf, g in factors.local_groups().items()}
-        own_term = jax.jit(lambda z, kwargs: factors.log_local(theta, z, kwargs, dict.fromkeys(silos.sizes, 1.0)))
+        own_term = jax.jit(
+            lambda z, kwargs: factors.log_local(theta, z, kwargs, dict.fromkeys(silos.sizes, 1.0))
+        )
         expected.append(own_term(exact, silos[name]))
 
     def padded(number: Array) -> Array:
@@ -186,7 +195,9 @@ def test_traced_silo_padded_in_any_way(entry: Entry, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("small", [0, 1 << 13], ids=["buckets", "one bucket"])
 @pytest.mark.parametrize("group", ["rows", None])
-def test_sweep_gives_each_silo_its_own_states(small: int, group: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sweep_gives_each_silo_its_own_states(
+    small: int, group: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(storage, "_SMALL", small)
     # two buckets: of the last silo, then of the first two, one of them padded
     silos = fed.split({"y": np.arange(13.0)}, by=np.repeat([0, 1, 2], [2, 3, 8]))
@@ -197,7 +208,10 @@ def test_sweep_gives_each_silo_its_own_states(small: int, group: str | None, mon
 
     def visit(view: SiloView, own: dict) -> tuple[Array, dict]:
         mask = view.units(group)[1]
-        return jnp.where(mask, own["a"], 0).sum(), {"a": own["a"] + 10 * view.number, "b": own["b"] * 2}
+        return jnp.where(mask, own["a"], 0).sum(), {
+            "a": own["a"] + 10 * view.number,
+            "b": own["b"] * 2,
+        }
 
     replies, new = sweep(visit, silos, jax.tree.map(jnp.asarray, states), group)
     np.testing.assert_array_equal(replies, np.bincount(silo, states["a"]))
@@ -231,7 +245,9 @@ def test_padding_repeats_the_silos_own_last_row() -> None:
         for leaf, group in silos.group.items():
             count = silos.sizes[group][number]
             np.testing.assert_array_equal(kwargs[leaf][:count], silos[name][leaf])
-            np.testing.assert_array_equal(kwargs[leaf][count:], np.repeat(silos[name][leaf][-1:], 8 - count, 0))
+            np.testing.assert_array_equal(
+                kwargs[leaf][count:], np.repeat(silos[name][leaf][-1:], 8 - count, 0)
+            )
             np.testing.assert_array_equal(weights[group], np.arange(8) < count)
 
 
@@ -240,7 +256,9 @@ def test_padding_is_worth_exactly_nothing(entry: Entry) -> None:
     silos, factors, theta, z = parts(entry)
     view = SiloView(silos, jnp.asarray(0), tuple((g, n[0] + 3) for g, n in silos.sizes.items()))
     kwargs, weights = view.whole()
-    rows = {k: v for k, v in kwargs.items() if k in silos.rows and jnp.issubdtype(v.dtype, jnp.floating)}
+    rows = {
+        k: v for k, v in kwargs.items() if k in silos.rows and jnp.issubdtype(v.dtype, jnp.floating)
+    }
 
     def padding(theta: dict, z: dict) -> Array:
         local = factors.terms(theta, z, kwargs, weights)[1]
@@ -271,15 +289,21 @@ def test_minibatches_average_to_the_full_term(entry: Entry, size: int) -> None:
         silos, factors, theta, z = parts(entry)
         group = silos.group.get("y", "rows")
         number = int(np.argmax(silos.sizes[group]))
-        view = SiloView(silos, jnp.asarray(number), tuple((g, n[number]) for g, n in silos.sizes.items()))
+        view = SiloView(
+            silos, jnp.asarray(number), tuple((g, n[number]) for g, n in silos.sizes.items())
+        )
         count = silos.sizes[group][number]
         kwargs, weights = view.whole()
 
         def term(theta: dict, z: dict, index: Array) -> Array:
             shown = own(factors, z, view)
-            shown = {k: x[index] if factors.local_groups()[k] == group else x for k, x in shown.items()}
+            shown = {
+                k: x[index] if factors.local_groups()[k] == group else x for k, x in shown.items()
+            }
             batch = view.batch(group, index)
-            return factors.log_local(theta, shown, {**kwargs, **batch}, {**weights, group: count / size})
+            return factors.log_local(
+                theta, shown, {**kwargs, **batch}, {**weights, group: count / size}
+            )
 
         def average(theta: dict, z: dict) -> Array:
             batches = jnp.array(list(combinations(range(count), size)))
@@ -333,7 +357,9 @@ def intercepts(y: Array) -> None:
 
 
 @pytest.mark.parametrize("name", HANDLERS)
-@pytest.mark.parametrize("outside", [False, True], ids=["handler around mark", "mark around handler"])
+@pytest.mark.parametrize(
+    "outside", [False, True], ids=["handler around mark", "mark around handler"]
+)
 def test_handlers_see_a_plain_model(name: str, outside: bool, plain: Callable) -> None:
     y = jnp.linspace(-1.0, 2.0, 8)
 
@@ -380,7 +406,11 @@ def test_the_pooled_model_takes_silos() -> None:
     model = PooledModel(entry.model)
     traces = [
         handlers.trace(handlers.seed(model, 0)).get_trace(*args, **kwargs)
-        for args, kwargs in [((silos,), {}), ((), silos.pooled), ((), jax.tree.map(jnp.asarray, entry.data))]
+        for args, kwargs in [
+            ((silos,), {}),
+            ((), silos.pooled),
+            ((), jax.tree.map(jnp.asarray, entry.data)),
+        ]
     ]
     values = [{k: s["value"] for k, s in t.items() if s["type"] == "sample"} for t in traces]
     assert_same(values[0], values[1])
@@ -388,7 +418,9 @@ def test_the_pooled_model_takes_silos() -> None:
 
 
 def test_thin_keeps_rows_evenly_spaced_in_each_silo_and_the_pooled_order():
-    silos = split({"x": np.arange(12.0), "scale": 2.0}, by=np.array([1, 0, 0, 1, 1, 0, 1, 1, 0, 1, 1, 1]))
+    silos = split(
+        {"x": np.arange(12.0), "scale": 2.0}, by=np.array([1, 0, 0, 1, 1, 0, 1, 1, 0, 1, 1, 1])
+    )
     (group,) = silos.sizes
     part = storage.thin(silos, group, 6)
     assert part.sizes == {group: (3, 3)}

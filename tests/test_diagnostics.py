@@ -24,7 +24,9 @@ def logistic_silos():
     rng = np.random.default_rng(0)
     x = rng.normal(size=(240, 2)) + np.repeat([[0, 0], [1, 0], [0, -1]], 80, axis=0)
     y = rng.random(240) < 1 / (1 + np.exp(-x @ [1.0, -0.5]))
-    return fed.split({"x": x.astype(np.float32), "y": y.astype(np.float32)}, by=np.repeat(["a", "b", "c"], 80))
+    return fed.split(
+        {"x": x.astype(np.float32), "y": y.astype(np.float32)}, by=np.repeat(["a", "b", "c"], 80)
+    )
 
 
 SILOS = logistic_silos()
@@ -32,7 +34,12 @@ SILOS = logistic_silos()
 
 def run(kernel, num_samples=1500, silos=SILOS):
     mcmc = MCMC(
-        kernel, num_warmup=100, num_samples=num_samples, num_chains=4, chain_method="vectorized", progress_bar=False
+        kernel,
+        num_warmup=100,
+        num_samples=num_samples,
+        num_chains=4,
+        chain_method="vectorized",
+        progress_bar=False,
     )
     mcmc.run(random.key(0), silos)
     return mcmc
@@ -50,10 +57,14 @@ def failed(mcmc):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"selection": "auto", "noise_correction": True}, {"num_kept": 4}, {"batch_size": 20}], ids=str
+    "options",
+    [{}, {"selection": "auto", "noise_correction": True}, {"num_kept": 4}, {"batch_size": 20}],
+    ids=str,
 )
 def test_sound_runs_pass(options):
-    found, bad = failed(run(fed.FSGLD(logistic, **options), 4000 if "batch_size" in options else 1500))
+    found, bad = failed(
+        run(fed.FSGLD(logistic, **options), 4000 if "batch_size" in options else 1500)
+    )
     assert not bad
     assert found.verdict == "sound"
     assert found.summary() == "The run holds by its own checks."
@@ -81,7 +92,9 @@ def test_a_wrong_surrogate_is_flagged_with_its_silo():
     off = conducive.shift.at[1].add(
         3 * np.linalg.inv(scale).T @ np.ones(2)
     )  # its score is off by three in whitened coordinates
-    kernel._tuning = kernel._tuning._replace(conducive=conducive._replace(shift=off, total_shift=off.sum(0)))
+    kernel._tuning = kernel._tuning._replace(
+        conducive=conducive._replace(shift=off, total_shift=off.sum(0))
+    )
     found, bad = failed(run(kernel))
     assert {"inflation met", "silos' pull"} <= bad
     assert found.table.loc["silos' pull", "where"] == "silo 'b'"
@@ -93,7 +106,9 @@ def test_stays_of_a_thousand_steps_are_flagged():
     conducive = kernel._tuning.conducive
     scale = np.linalg.inv(np.asarray(kernel._tuning.scale)).T
     off = conducive.shift + jnp.asarray(np.array([[0.3, 0], [0, 0.3], [-0.3, -0.3]]) @ scale.T)
-    kernel._tuning = kernel._tuning._replace(conducive=conducive._replace(shift=off, total_shift=off.sum(0)))
+    kernel._tuning = kernel._tuning._replace(
+        conducive=conducive._replace(shift=off, total_shift=off.sum(0))
+    )
     short = dataclasses.replace(kernel._plan, num_local_steps=4)
     found, bad = failed(run(kernel, 600))
     assert "inflation met" in bad
@@ -112,7 +127,9 @@ def test_silos_that_are_not_visited_as_weighted_are_flagged(monkeypatch):
 
     monkeypatch.setattr(rounds, "_next_silo", equal)
     # a number of steps of its own, so that the round is traced anew
-    found, bad = failed(run(fed.FSGLD(logistic, num_local_steps=7, selection=[0.6, 0.2, 0.2]), 1500))
+    found, bad = failed(
+        run(fed.FSGLD(logistic, num_local_steps=7, selection=[0.6, 0.2, 0.2]), 1500)
+    )
     assert "visits" in bad
     assert found.table.loc["visits", "where"] == "silo 'a'"
 
@@ -130,7 +147,9 @@ def effects_silos():
 
 
 def test_latents_of_a_silo_that_is_hardly_visited_are_undecided():
-    found = fed.diagnose(run(fed.FSGLD(effects, selection=[0.495, 0.495, 0.01]), 800, effects_silos()))
+    found = fed.diagnose(
+        run(fed.FSGLD(effects, selection=[0.495, 0.495, 0.01]), 800, effects_silos())
+    )
     row = found.table.loc["effective draws of latents"]
     assert row["verdict"] == "undecided"
     assert row["value"] < 100
@@ -141,7 +160,10 @@ def test_a_local_map_that_is_too_narrow_is_flagged():
     silos = effects_silos()
     kernel = fed.FSGLD(effects)
     sound = fed.diagnose(run(kernel, 800, silos)).table
-    assert (sound.loc[["local moves", "R-hat of latents", "effective draws of latents"], "verdict"] == "sound").all()
+    assert (
+        sound.loc[["local moves", "R-hat of latents", "effective draws of latents"], "verdict"]
+        == "sound"
+    ).all()
     rows = kernel._tuning.latents.rows
     narrow = dataclasses.replace(rows, log_scale=rows.log_scale - 2)
     kernel._tuning = kernel._tuning._replace(latents=kernel._tuning.latents._replace(rows=narrow))
@@ -157,7 +179,11 @@ def test_too_few_draws_are_undecided():
 
 
 def test_other_runs_are_refused():
-    with pytest.raises(ValueError, match="expected an MCMC that has run over SGLD, DSGLD or FSGLD, got NUTS"):
+    with pytest.raises(
+        ValueError, match="expected an MCMC that has run over SGLD, DSGLD or FSGLD, got NUTS"
+    ):
         fed.diagnose(MCMC(NUTS(logistic), num_warmup=1, num_samples=1))
-    with pytest.raises(ValueError, match=r"got FSGLD without a run; call mcmc.run\(rng_key, silos\) first"):
+    with pytest.raises(
+        ValueError, match=r"got FSGLD without a run; call mcmc.run\(rng_key, silos\) first"
+    ):
         fed.diagnose(MCMC(fed.FSGLD(logistic), num_warmup=1, num_samples=1))

@@ -20,9 +20,9 @@ def test_the_density_is_the_closed_form_and_the_parts_share_the_global_sites():
     rng = np.random.default_rng(1)
     z = {name: rng.normal(size=len(silos[name]["y"])) for name in ("proxy", "counts")}
     exact, proxy, counts = (silos[name] for name in ("exact", "proxy", "counts"))
-    expected = stats.norm.logpdf([THETA["a"], THETA["b"], THETA["m"]], 0, [2, 1, 2]).sum() + stats.halfnorm.logpdf(
-        THETA["s"], scale=2
-    )
+    expected = stats.norm.logpdf(
+        [THETA["a"], THETA["b"], THETA["m"]], 0, [2, 1, 2]
+    ).sum() + stats.halfnorm.logpdf(THETA["s"], scale=2)
     x = {"exact": exact["x"], **{name: THETA["m"] + THETA["s"] * z[name] for name in z}}
     expected += stats.norm.logpdf(exact["x"], THETA["m"], THETA["s"]).sum()
     expected += sum(stats.norm.logpdf(v).sum() for v in z.values())

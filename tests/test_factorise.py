@@ -44,7 +44,9 @@ def test_mark_silos_marks_the_named_plate_only() -> None:
 
 
 def test_marks_of_plates_that_are_not_there() -> None:
-    with pytest.raises(ValueError, match=r"expected plates .*, did not find \['patient'\]; use the names"):
+    with pytest.raises(
+        ValueError, match=r"expected plates .*, did not find \['patient'\]; use the names"
+    ):
         seed(fed.mark_silos(plain, "patients", "patient"), 0)(jnp.ones(3))
     with pytest.raises(ValueError, match="the name of at least one plate"):
         fed.mark_silos(plain)
@@ -74,7 +76,9 @@ def test_sites_of_a_model() -> None:
         ("transform_reparam", {"z_base": (0, ())}),
     ],
 )
-def test_local_sites_have_their_element_axis_and_unconstrained_shape(name: str, shapes: dict) -> None:
+def test_local_sites_have_their_element_axis_and_unconstrained_shape(
+    name: str, shapes: dict
+) -> None:
     factors = factorise(ENTRIES[name].model, ENTRIES[name].silos())
     assert {s.name: (s.axis, s.shape) for s in factors.local_sites} == shapes
 
@@ -82,7 +86,9 @@ def test_local_sites_have_their_element_axis_and_unconstrained_shape(name: str, 
 def test_flat_positions() -> None:
     factors = factorise(ENTRIES["dirichlet"].model, ENTRIES["dirichlet"].silos())
     assert factors.global_sites == (("weights", (2,)),)
-    factors = factorise(ENTRIES["constrained_globals"].model, ENTRIES["constrained_globals"].silos())
+    factors = factorise(
+        ENTRIES["constrained_globals"].model, ENTRIES["constrained_globals"].silos()
+    )
     theta = random.normal(random.key(0), (factors.dim,))
     sites = factors.unravel(theta)
     assert {k: v.shape for k, v in sites.items()} == {"beta": (2,), "rate": (), "sigma": ()}
@@ -101,7 +107,9 @@ def test_public_observations_count_once() -> None:
     theta = {"mu": jnp.array(0.7)}
     local = sum(factors.log_local(theta, {}, ONE[s], {"rows": 1.0}) for s in ONE)
     np.testing.assert_allclose(
-        factors.log_prior(theta, ONE.shared) + local, pooled_log_density(model, ONE, theta), rtol=1e-6
+        factors.log_prior(theta, ONE.shared) + local,
+        pooled_log_density(model, ONE, theta),
+        rtol=1e-6,
     )
     np.testing.assert_allclose(
         factors.log_prior(theta, {}),
@@ -202,7 +210,10 @@ def name_per_row(y: Array) -> None:
 
 
 def two_plates(y: Array) -> None:
-    with fed.silo_plate("patients", y.shape[0], dim=-1), fed.silo_plate("again", y.shape[0], dim=-2):
+    with (
+        fed.silo_plate("patients", y.shape[0], dim=-1),
+        fed.silo_plate("again", y.shape[0], dim=-2),
+    ):
         numpyro.sample("z", dist.Normal(0, 1))
 
 
@@ -217,7 +228,10 @@ def delta_global(y: Array) -> None:
 
 
 REFUSED: dict[str, tuple[Callable, str]] = {
-    "no silo plate": (plain, "no silo plate.*fed.silo_plate.*or mark one from outside: fed.mark_silos"),
+    "no silo plate": (
+        plain,
+        "no silo plate.*fed.silo_plate.*or mark one from outside: fed.mark_silos",
+    ),
     "observed outside": (
         observed_outside,
         "observed site 'census' is outside every silo plate.*public=\\(\"census\",\\)",
@@ -233,7 +247,10 @@ REFUSED: dict[str, tuple[Callable, str]] = {
         "latent site 'd' is a Delta; use numpyro.deterministic",
     ),
     "Delta global": (delta_global, "latent site 'd' is a Delta"),
-    "subsample_size": (subsampled, "silo plate 'patients' subsamples 2 .* give the kernel batch_size="),
+    "subsample_size": (
+        subsampled,
+        "silo plate 'patients' subsamples 2 .* give the kernel batch_size=",
+    ),
     "fixed size": (
         fixed_size,
         "silo plate 'beds': its size is no argument's number of rows.*groups are \\['rows'\\]",
@@ -243,13 +260,21 @@ REFUSED: dict[str, tuple[Callable, str]] = {
         "the model fails when traced with as many rows as {'rows': 1009} .*takes all sizes from its arguments",
     ),
     "reads values": (reads_values, "(?s)the model fails when traced .*runs under jax.jit"),
-    "global per row": (global_per_row, "latent sites \\['mu'\\] change shape with a silo's number of rows"),
+    "global per row": (
+        global_per_row,
+        "latent sites \\['mu'\\] change shape with a silo's number of rows",
+    ),
     "name per row": (name_per_row, "latent sites \\['mu1'\\] change shape"),
     "local per row": (
-        with_latent(lambda mu, y: numpyro.sample("z", dist.Normal(0, 1).expand([len(y)]).to_event(1))),
+        with_latent(
+            lambda mu, y: numpyro.sample("z", dist.Normal(0, 1).expand([len(y)]).to_event(1))
+        ),
         "latent sites \\['z'\\] change shape with a silo's number of rows",
     ),
-    "two silo plates": (two_plates, "latent site 'z' is inside 2 silo plates, .*expected one: mark only the outer"),
+    "two silo plates": (
+        two_plates,
+        "latent site 'z' is inside 2 silo plates, .*expected one: mark only the outer",
+    ),
 }
 
 
@@ -284,12 +309,16 @@ def test_local_sites_belong_to_the_federated_block() -> None:
     """Under :class:`numpyro.infer.Gibbs` other blocks condition sites of theirs."""
 
     def model(y: Array, _gibbs_sites: dict) -> Factors | None:
-        return condition(with_latent(lambda mu, y: numpyro.sample("z", dist.Normal(mu, 1))), _gibbs_sites)(y)
+        return condition(
+            with_latent(lambda mu, y: numpyro.sample("z", dist.Normal(mu, 1))), _gibbs_sites
+        )(y)
 
     factors = factorise(model, ONE, extra={"_gibbs_sites": {"mu": jnp.ones(())}})
     assert factors.global_sites == ()
     assert [s.name for s in factors.local_sites] == ["z"]
-    with pytest.raises(ValueError, match="site 'z' lives in a silo plate and is owned by another Gibbs block"):
+    with pytest.raises(
+        ValueError, match="site 'z' lives in a silo plate and is owned by another Gibbs block"
+    ):
         factorise(model, ONE, extra={"_gibbs_sites": {"z": jnp.ones(5)}})
 
 
@@ -303,7 +332,9 @@ def forgetful(y: Array) -> None:
 
 
 def test_a_latent_site_named_as_an_argument_is_warned_of() -> None:
-    with pytest.warns(UserWarning, match=r"site 'y' is latent, .* was obs=y forgotten\? .* rename the site"):
+    with pytest.warns(
+        UserWarning, match=r"site 'y' is latent, .* was obs=y forgotten\? .* rename the site"
+    ):
         assert factorise(forgetful, ONE).local_sites[0].name == "y"
 
 

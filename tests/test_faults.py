@@ -41,13 +41,21 @@ class Lying(fed.Loopback):
         if isinstance(calls[0].local, self.kind):
             self.left -= 1
             if self.left < 0:
-                return [self.lie(x) if c.number == self.silo else x for c, x in zip(calls, replies, strict=True)]
+                return [
+                    self.lie(x) if c.number == self.silo else x
+                    for c, x in zip(calls, replies, strict=True)
+                ]
         return replies
 
 
 def run(carrier=None, samples=20, kernel=None, **options):
     mcmc = fed.RemoteMCMC(
-        kernel or fed.FSGLD(linear), num_warmup=2, num_samples=samples, num_chains=2, progress_bar=False, **options
+        kernel or fed.FSGLD(linear),
+        num_warmup=2,
+        num_samples=samples,
+        num_chains=2,
+        progress_bar=False,
+        **options,
     )
     mcmc.run(random.key(3), fed.RemoteSilos(LINEAR, carrier or fed.Loopback(LINEAR)))
     return np.asarray(mcmc.get_samples(group_by_chain=True)["beta"])
@@ -102,7 +110,9 @@ def full_disk(*_):
 def test_a_full_disk_is_spoken_of_once_and_costs_no_draw(expected, tmp_path, monkeypatch):
     place = tmp_path / "run.ckpt"
     monkeypatch.setattr(files.os, "fsync", full_disk)
-    with pytest.warns(UserWarning, match=r"run\.ckpt: the checkpoint could not be written .*No space") as said:
+    with pytest.warns(
+        UserWarning, match=r"run\.ckpt: the checkpoint could not be written .*No space"
+    ) as said:
         got = run(checkpoint=place, checkpoint_every=3)
     assert len(said) == 1
     assert not place.exists()
@@ -137,7 +147,12 @@ def test_silos_keep_what_the_last_checkpoint_needs_while_the_disk_is_full(tmp_pa
 
     def one(carrier, place=None):
         mcmc = fed.RemoteMCMC(
-            kernel, num_warmup=0, num_samples=20, progress_bar=False, checkpoint=place, checkpoint_every=4
+            kernel,
+            num_warmup=0,
+            num_samples=20,
+            progress_bar=False,
+            checkpoint=place,
+            checkpoint_every=4,
         )
         mcmc.run(random.key(3), fed.RemoteSilos(silos, carrier))
         return np.asarray(mcmc.get_samples()["mu"])
@@ -157,10 +172,18 @@ def test_the_second_server_on_a_checkpoint_asks_nothing(tmp_path):
     carrier = Lying(StayLocal, lambda reply: reply)
     svi = fed.SFVI(linear, fed.AutoSiloNormal(linear), optax.adam(0.05), validate=False)
     with locked(place):
-        with pytest.raises(ValueError, match=r"run\.ckpt: expected it free, got one that another process uses"):
+        with pytest.raises(
+            ValueError, match=r"run\.ckpt: expected it free, got one that another process uses"
+        ):
             run(carrier, checkpoint=place)
         with pytest.raises(ValueError, match=r"run\.ckpt: expected it free"):
-            svi.run(random.key(0), 3, fed.RemoteSilos(LINEAR, carrier), progress_bar=False, checkpoint=place)
+            svi.run(
+                random.key(0),
+                3,
+                fed.RemoteSilos(LINEAR, carrier),
+                progress_bar=False,
+                checkpoint=place,
+            )
     assert carrier.asked == 0
     run(carrier, checkpoint=place)  # the control: free again
     assert carrier.asked > 0
@@ -178,7 +201,10 @@ def raised(reply):
 
 
 def test_no_error_costs_the_draws(expected):
-    with pytest.warns(UserWarning, match=r"interrupted \(SyntaxError: no such type.*\): the first \d+ draws are kept"):
+    with pytest.warns(
+        UserWarning,
+        match=r"interrupted \(SyntaxError: no such type.*\): the first \d+ draws are kept",
+    ):
         got = run(Lying(StayLocal, raised, after=8))
     assert 6 <= got.shape[1] < 20
     np.testing.assert_array_equal(got, expected[:, : got.shape[1]])
@@ -192,7 +218,10 @@ def test_no_error_costs_the_rounds_of_a_fit():
     def fit(carrier, rounds=8):
         return svi.run(random.key(1), rounds, fed.RemoteSilos(LINEAR, carrier), progress_bar=False)
 
-    with pytest.warns(UserWarning, match="SyntaxError: no such type.*, in round 4: the result of the first 3 rounds"):
+    with pytest.warns(
+        UserWarning,
+        match="SyntaxError: no such type.*, in round 4: the result of the first 3 rounds",
+    ):
         got = fit(Lying(RoundLocal, raised, after=3))
     assert "SyntaxError" in got.stopped
     np.testing.assert_array_equal(got.losses, fit(fed.Loopback(LINEAR), 3).losses)
@@ -206,11 +235,16 @@ def test_nan_in_a_fit_that_is_said_to_be_finite_names_its_silo(algorithm):
     guide = fed.AutoSiloNormal(linear)
     svi = {
         "sfvi": lambda: fed.SFVI(linear, guide, optax.adam(0.05), validate=False),
-        "sfvi_avg": lambda: fed.SFVIAvg(linear, guide, optax.adam(0.05), num_local_steps=2, validate=False),
+        "sfvi_avg": lambda: fed.SFVIAvg(
+            linear, guide, optax.adam(0.05), num_local_steps=2, validate=False
+        ),
         "conducive": lambda: fed.SFVIAvg(linear, guide, conducive=True, validate=False),
     }[algorithm]()
     remote = fed.RemoteSilos(
-        LINEAR, Lying(RoundLocal, lambda reply: nan(reply)._replace(finite=np.array(True)), silo=2, after=1)
+        LINEAR,
+        Lying(
+            RoundLocal, lambda reply: nan(reply)._replace(finite=np.array(True)), silo=2, after=1
+        ),
     )
     with pytest.warns(UserWarning, match="not finite in round 2, first in silo 'silo 2'"):
         svi.run(random.key(1), 4, remote, progress_bar=False)
@@ -223,11 +257,17 @@ def far(reply):
 
 def test_a_position_that_is_absurdly_far_is_not_taken(monkeypatch):
     said = r"silo 'silo 1' returned positions farther than 1,000 sds \d+ times; these visits count as not answered"
-    with pytest.warns(UserWarning, match=said), pytest.warns(UserWarning, match="answered unequally often"):
+    with (
+        pytest.warns(UserWarning, match=said),
+        pytest.warns(UserWarning, match="answered unequally often"),
+    ):
         got = run(Lying(StayLocal, far))
     assert np.abs(got).max() < 10
     said = r"silo 'silo 1' returned positions more than 1,000,000 times as far as they had been \d+ times"
-    with pytest.warns(UserWarning, match=said), pytest.warns(UserWarning, match="answered unequally often"):
+    with (
+        pytest.warns(UserWarning, match=said),
+        pytest.warns(UserWarning, match="answered unequally often"),
+    ):
         got = run(Lying(StayLocal, far), kernel=fed.DSGLD(linear, step_size=0.01))
     assert np.abs(got).max() < 10
     monkeypatch.setattr(remote_chains, "_wrong", lambda *_: None)  # the control: it would be taken
@@ -247,7 +287,9 @@ def test_nan_while_a_fit_is_prepared_names_its_silo(kind):
 
 
 def times(factor):
-    return lambda x: x._replace(shift=factor * np.asarray(x.shift), precision=factor * np.asarray(x.precision))
+    return lambda x: x._replace(
+        shift=factor * np.asarray(x.shift), precision=factor * np.asarray(x.precision)
+    )
 
 
 @pytest.mark.parametrize("kind", [ScoreLocal, LaplaceLocal])
@@ -256,10 +298,13 @@ def test_a_surrogate_that_its_own_values_contradict_names_its_silo(kind):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # such surrogates do not settle
         with pytest.raises(
-            ValueError, match="silo 'silo 2' returned a surrogate that its own log likelihood contradicts"
+            ValueError,
+            match="silo 'silo 2' returned a surrogate that its own log likelihood contradicts",
         ):
             run(Lying(kind, times(1e6), silo=2), kernel=kernel)
-    run(Lying(kind, times(1.0), silo=2), kernel=kernel, samples=2)  # the control: it is the lie that is refused
+    run(
+        Lying(kind, times(1.0), silo=2), kernel=kernel, samples=2
+    )  # the control: it is the lie that is refused
 
 
 # Kills
@@ -269,6 +314,9 @@ def test_a_surrogate_that_its_own_values_contradict_names_its_silo(kind):
 def test_killed_at_random_moments():
     script = Path(__file__).parent / "benchmarks" / "faults.py"
     done = subprocess.run(
-        [sys.executable, script, "--trials", "2", "--rounds", "20"], capture_output=True, text=True, timeout=900
+        [sys.executable, script, "--trials", "2", "--rounds", "20"],
+        capture_output=True,
+        text=True,
+        timeout=900,
     )
     assert done.returncode == 0, done.stdout + done.stderr

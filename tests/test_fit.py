@@ -44,11 +44,15 @@ def test_draws_are_the_exact_posteriors():
     """Within four Monte-Carlo standard errors; the prior is four times as wide."""
     mean, covariance, _ = hierarchy_posterior()
     idata = fed.fit(hierarchy, hierarchy_silos(np.arange(9) % 3), progress_bar=False)
-    draws = np.concatenate([idata.posterior["mu"].values[0][:, None], idata.posterior["z"].values[0]], axis=1)
+    draws = np.concatenate(
+        [idata.posterior["mu"].values[0][:, None], idata.posterior["z"].values[0]], axis=1
+    )
     sd = np.sqrt(np.diag(covariance))
     assert (np.abs(draws.mean(0) - mean) < 4 * sd / np.sqrt(len(draws))).all()
     np.testing.assert_allclose(draws.std(0), sd, rtol=4 / np.sqrt(2 * len(draws)))
-    np.testing.assert_allclose(np.corrcoef(draws.T)[0], covariance[0] / sd / sd[0], atol=4 / np.sqrt(len(draws)))
+    np.testing.assert_allclose(
+        np.corrcoef(draws.T)[0], covariance[0] / sd / sd[0], atol=4 / np.sqrt(len(draws))
+    )
     assert sd[0] < 0.5 * PRIOR_SD
     attrs = idata.posterior.attrs
     assert attrs["verdict"] == "sound"
@@ -63,7 +67,10 @@ def test_it_saves_and_has_the_silos(tmp_path, seventy, capsys):
     assert set(idata.observed_data["children_silo"].values) == set(seventy.names)
     assert idata.posterior["z"].shape[:2] == (1, 500)
     idata.to_netcdf(tmp_path / "fit.nc")
-    assert az.from_netcdf(tmp_path / "fit.nc").posterior.attrs["report"] == idata.posterior.attrs["report"]
+    assert (
+        az.from_netcdf(tmp_path / "fit.nc").posterior.attrs["report"]
+        == idata.posterior.attrs["report"]
+    )
 
 
 def test_fsgld_in_one_call():
@@ -73,11 +80,18 @@ def test_fsgld_in_one_call():
     silos = wheeze_silos(np.arange(140) % 4)
     idata = fed.fit(wheeze, silos, method="fsgld", num_draws=4000, progress_bar=False)
     nuts = MCMC(
-        NUTS(wheeze), num_warmup=500, num_samples=2000, num_chains=2, chain_method="vectorized", progress_bar=False
+        NUTS(wheeze),
+        num_warmup=500,
+        num_samples=2000,
+        num_chains=2,
+        chain_method="vectorized",
+        progress_bar=False,
     )
     nuts.run(random.key(1), **silos.pooled)
     comparison = fed.compare(idata, nuts)
-    table = comparison.table.loc[[name for name in comparison.table.index if name.startswith(("beta", "sigma"))]]
+    table = comparison.table.loc[
+        [name for name in comparison.table.index if name.startswith(("beta", "sigma"))]
+    ]
     assert (table["error"] < 4 * table["mcse"]).all()
     assert table["sd_ratio"].between(0.9, 1.1).all()
     assert idata.posterior.attrs["verdict"] == "sound"
@@ -124,7 +138,9 @@ def test_a_start_at_other_data_is_left(seventy, started, made):
 
 def test_a_diagonal_start_is_taken(seventy):
     guide = fed.AutoSiloNormal(wheeze, global_cov="diag")
-    result = fed.SFVIAvg(wheeze, guide, conducive=True).run(random.key(0), 15, seventy, progress_bar=False)
+    result = fed.SFVIAvg(wheeze, guide, conducive=True).run(
+        random.key(0), 15, seventy, progress_bar=False
+    )
     loc, scale = result.whitening
     assert loc.shape == scale.shape == (3,)
     kernel = fed.FSGLD(wheeze, init_from=result)
@@ -146,14 +162,18 @@ def flat(y):
 
 def test_an_improper_prior():
     y = np.arange(6.0)
-    idata = fed.fit(flat, fed.split({"y": y}, by=np.arange(6) % 2), num_draws=2000, progress_bar=False)
+    idata = fed.fit(
+        flat, fed.split({"y": y}, by=np.arange(6) % 2), num_draws=2000, progress_bar=False
+    )
     mu = idata.posterior["mu"].values.ravel()
     assert abs(mu.mean() - y.mean()) < 4 / np.sqrt(6 * 2000)
     assert mu.std() == pytest.approx(6**-0.5, rel=4 / np.sqrt(2 * 2000))
 
 
 def test_bad_input(seventy, started):
-    with pytest.raises(ValueError, match=r"rng_key: expected one key, e.g. jax.random.key\(0\), got 0"):
+    with pytest.raises(
+        ValueError, match=r"rng_key: expected one key, e.g. jax.random.key\(0\), got 0"
+    ):
         fed.fit(wheeze, {}, rng_key=0)
     with pytest.raises(ValueError, match=r'method: expected "vi" or "fsgld", got \'nuts\''):
         fed.fit(wheeze, seventy, method="nuts")
@@ -162,10 +182,13 @@ def test_bad_input(seventy, started):
     with pytest.raises(ValueError, match=r'method="fsgld" is for silos of one structure'):
         fed.fit(three_kinds, three_kinds_silos(), method="fsgld")
     with pytest.raises(
-        ValueError, match=r"init_from: expected the result of a variational fit with fed.AutoSiloNormal, got dict"
+        ValueError,
+        match=r"init_from: expected the result of a variational fit with fed.AutoSiloNormal, got dict",
     ):
         fed.FSGLD(wheeze, init_from={})
-    with pytest.raises(ValueError, match=r'init_from: .* expected surrogate="score", got \'laplace\''):
+    with pytest.raises(
+        ValueError, match=r'init_from: .* expected surrogate="score", got \'laplace\''
+    ):
         fed.FSGLD(wheeze, surrogate="laplace", init_from=started)
     with pytest.raises(
         ValueError,

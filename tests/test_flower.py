@@ -20,7 +20,14 @@ from flower_standin import Hashing, message
 from flwr.app import ConfigRecord, Context, RecordDict
 
 from numpyro_fed.engines import flower_registry
-from numpyro_fed.engines.flower import Flower, InProcessGrid, client_app, node_command, server_app, write_app
+from numpyro_fed.engines.flower import (
+    Flower,
+    InProcessGrid,
+    client_app,
+    node_command,
+    server_app,
+    write_app,
+)
 
 NAMES = ("oslo", "rome", "bern")
 
@@ -70,18 +77,25 @@ def up(names=NAMES, **settings):
 # What crosses
 
 
-@pytest.mark.parametrize("size", [0, 1, 400, flower_registry._PIECE, 2 * flower_registry._PIECE + 17])
+@pytest.mark.parametrize(
+    "size", [0, 1, 400, flower_registry._PIECE, 2 * flower_registry._PIECE + 17]
+)
 def test_bytes_come_back_as_they_were(size):
     data = os.urandom(size)
     _, messenger = up()
-    assert messenger.exchange(dict.fromkeys(NAMES, data)) == {name: name.encode() + b":" + data for name in NAMES}
+    assert messenger.exchange(dict.fromkeys(NAMES, data)) == {
+        name: name.encode() + b":" + data for name in NAMES
+    }
 
 
 def test_order_is_the_coordinators_and_only_the_named_are_asked():
     grid, messenger = up()
     messenger = Flower(grid, ["rome", "bern", "oslo"], wait=5)
     assert messenger.names == ("rome", "bern", "oslo")
-    assert messenger.exchange({"bern": b"1", "rome": b"2"}) == {"bern": b"bern:1", "rome": b"rome:2"}
+    assert messenger.exchange({"bern": b"1", "rome": b"2"}) == {
+        "bern": b"bern:1",
+        "rome": b"rome:2",
+    }
     assert messenger.exchange({}) == {}
 
 
@@ -101,7 +115,9 @@ def test_nothing_but_bytes_crosses():
 
 def test_a_name_that_is_no_silos_is_refused():
     _, messenger = up()
-    with pytest.raises(ValueError, match=r"no silos \['paris'\]; expected some of \['oslo', 'rome', 'bern'\]"):
+    with pytest.raises(
+        ValueError, match=r"no silos \['paris'\]; expected some of \['oslo', 'rome', 'bern'\]"
+    ):
         messenger.exchange({"paris": b""})
 
 
@@ -114,7 +130,8 @@ def test_names_are_given_once(names):
 def test_a_silo_that_the_coordinator_does_not_know_is_refused():
     grid = InProcessGrid([echo("olso"), echo("rome")])
     with pytest.raises(
-        ValueError, match=r"\['olso'\] are unknown here; expected \['oslo', 'rome'\], of which \['oslo'\]"
+        ValueError,
+        match=r"\['olso'\] are unknown here; expected \['oslo', 'rome'\], of which \['oslo'\]",
     ):
         Flower(grid, ["oslo", "rome"], wait=5)
 
@@ -126,7 +143,9 @@ def test_two_nodes_with_one_name_are_refused():
 
 
 def test_silos_that_do_not_appear_are_named():
-    with pytest.raises(TimeoutError, match=r"\['bern', 'rome'\] did not appear in 0 s; there are \['oslo'\]"):
+    with pytest.raises(
+        TimeoutError, match=r"\['bern', 'rome'\] did not appear in 0 s; there are \['oslo'\]"
+    ):
         Flower(InProcessGrid([echo("oslo")]), ["bern", "oslo", "rome"], wait=0.3)
 
 
@@ -165,7 +184,9 @@ def test_a_second_node_of_a_name_that_comes_later_is_refused():
     grid, messenger = up()
     grid.apps[9] = echo("rome")
     messenger.registry._looked -= 9
-    messenger.exchange(dict.fromkeys(NAMES, b""))  # the new node is asked for its name, then the old one for its own
+    messenger.exchange(
+        dict.fromkeys(NAMES, b"")
+    )  # the new node is asked for its name, then the old one for its own
     with pytest.raises(ValueError, match="two nodes are silo 'rome': 2 and 9"):
         messenger.exchange(dict.fromkeys(NAMES, b""))
 
@@ -173,7 +194,10 @@ def test_a_second_node_of_a_name_that_comes_later_is_refused():
 def test_a_name_that_the_node_was_registered_with_is_not_asked_for():
     class Registered(Listening):
         def get_nodes(self):
-            return [type("NodeInfo", (), {"node_id": n, "name": name}) for n, name in enumerate(NAMES, 1)]
+            return [
+                type("NodeInfo", (), {"node_id": n, "name": name})
+                for n, name in enumerate(NAMES, 1)
+            ]
 
     grid = Registered([echo(name) for name in NAMES])
     messenger = Flower(grid, NAMES, wait=5)
@@ -206,7 +230,10 @@ def test_an_exception_in_a_silo_is_a_missing_reply_and_its_words_stay_there(tmp_
     grid = Listening([hashing(tmp_path, "oslo"), hashing(tmp_path, "rome")])
     messenger = Flower(grid, ["oslo", "rome"], wait=5)
     data = message(0, b"x", do="raise", **{"for": "rome"})
-    with pytest.warns(UserWarning, match="silo 'rome' failed: ValueError"), caplog.at_level(logging.ERROR):
+    with (
+        pytest.warns(UserWarning, match="silo 'rome' failed: ValueError"),
+        caplog.at_level(logging.ERROR),
+    ):
         assert set(messenger.exchange({"oslo": data, "rome": data})) == {"oslo"}
     assert messenger.reasons == {"rome": "its app failed: ValueError"}
     assert "ValueError" in grid.crossed
@@ -236,7 +263,9 @@ def test_a_silo_that_failed_is_asked_again_while_patience_lasts(tmp_path):
 
 def test_a_late_reply_is_asked_for_again_while_patience_lasts(tmp_path):
     late = {"do": "sleep", "seconds": 0.8, "for": "rome"}
-    assert replies_of(tmp_path / "b", disturb=late, timeout=0.5, patience=10) == replies_of(tmp_path / "a")
+    assert replies_of(tmp_path / "b", disturb=late, timeout=0.5, patience=10) == replies_of(
+        tmp_path / "a"
+    )
 
 
 def test_a_node_that_comes_back_as_another_goes_on(tmp_path):
@@ -301,7 +330,9 @@ def test_server_app_runs_with_grid_and_context():
 def test_grid_is_flowers():
     grid = InProcessGrid([echo("oslo")])
     assert [node.node_id for node in grid.get_nodes()] == [1]
-    sent = grid.create_message(RecordDict({"0": ConfigRecord({"bytes": b"a"})}), "query.answer", 1, "oslo")
+    sent = grid.create_message(
+        RecordDict({"0": ConfigRecord({"bytes": b"a"})}), "query.answer", 1, "oslo"
+    )
     (reply,) = grid.send_and_receive([sent])
     assert flower_registry.bytes_of(reply.content) == b"oslo:a"
     unknown = grid.create_message(RecordDict(), "train", 1, "")
@@ -322,7 +353,9 @@ def test_flower_is_quiet():
     code = "import numpyro_fed.engines.flower, flwr.supercore.telemetry as t; print(t.FLWR_TELEMETRY_ENABLED)"
     env = {k: v for k, v in os.environ.items() if not k.startswith("FLWR_")}
     assert (
-        subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True).stdout
+        subprocess.run(
+            [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True
+        ).stdout
         == "0\n"
     )
 
@@ -336,13 +369,17 @@ def test_app_folder_is_one_that_flower_takes(tmp_path):
     assert read["tool"]["flwr"]["app"]["config"] == config
     assert not notes
     assert [p.name for p in app.iterdir()] == ["pyproject.toml"]
-    assert tomllib.loads((app / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["components"]["clientapp"]
+    assert tomllib.loads((app / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["components"][
+        "clientapp"
+    ]
 
 
 def test_node_command_says_what_flower_reads():
     from flwr.common.config import parse_config_args
 
-    command = node_command("host:1", "oslo", ca=Path("ca.crt"), key=Path("oslo.key"), site=3, folder="a b")
+    command = node_command(
+        "host:1", "oslo", ca=Path("ca.crt"), key=Path("oslo.key"), site=3, folder="a b"
+    )
     pairs = command[command.index("--node-config") + 1]
     assert parse_config_args([pairs]) == {"name": "oslo", "site": 3, "folder": "a b"}
 
@@ -359,7 +396,9 @@ def start_node(lasting, tmp_path, address, ca, key=None):
         command = node_command(address, "oslo", ca=ca, key=key, port=free_port(), give_up=3)
     # to a file: a SuperNode's own child holds a pipe open for as long as nobody has noticed that the SuperNode ended
     with (tmp_path / "said.log").open("w+") as said:
-        ended = subprocess.run(command, env=environment(tmp_path / "oslo"), stdout=said, stderr=said, timeout=120)
+        ended = subprocess.run(
+            command, env=environment(tmp_path / "oslo"), stdout=said, stderr=said, timeout=120
+        )
         said.seek(0)
         return ended.returncode, said.read()
 
@@ -389,10 +428,14 @@ def test_a_node_that_is_not_to_be_let_in_ends_in_words(tmp_path, lasting):
     other = make_certificates(tmp_path / "other") / "ca.crt"
     with Deployment(tmp_path / "deployed", []) as deployed:
         trusted = deployed.tls / "ca.crt"
-        code, said = start_node(lasting, tmp_path, deployed.address, other, make_key(tmp_path / "a.key"))
+        code, said = start_node(
+            lasting, tmp_path, deployed.address, other, make_key(tmp_path / "a.key")
+        )
         assert code == 1
         assert "certificate verify failed" in said.lower()
-        code, said = start_node(lasting, tmp_path, deployed.address, trusted, make_key(tmp_path / "b.key"))
+        code, said = start_node(
+            lasting, tmp_path, deployed.address, trusted, make_key(tmp_path / "b.key")
+        )
         assert code == 1
         assert "Failed to activate SuperNode" in said  # its key is not registered
         code, said = start_node(lasting, tmp_path, deployed.address, trusted)

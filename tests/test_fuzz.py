@@ -18,13 +18,17 @@ COUNT, SECONDS = 5_000, 1.5  # of each type: as many as there is time for
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[] if n == "private sums" else pytest.mark.slow) for n in fuzz.SETTINGS]
+    "name",
+    [pytest.param(n, marks=[] if n == "private sums" else pytest.mark.slow) for n in fuzz.SETTINGS],
 )
 def test_changed_messages_and_replies(name, tmp_path):
     cases = fuzz.recorded(name, tmp_path)
     assert {"reply" in case.type for case in cases} == {True, False}
     for case in cases:
-        assert fuzz.became(case, case.data)[0] in ("answered", "taken")  # else nothing behind it is reached
+        assert fuzz.became(case, case.data)[0] in (
+            "answered",
+            "taken",
+        )  # else nothing behind it is reached
         tally = fuzz.fuzz(case, COUNT, 1, SECONDS)
         assert not tally.failures, f"{case.type}: {tally.failures[:3]}"
         assert tally.became["refused"] > tally.count / 5, tally
@@ -46,7 +50,14 @@ def test_mutations_are_of_all_kinds():
             return str(error)
 
     found = {words(x) for x in made}
-    for part in ("checksum", "text of another length", "no JSON", "not put together", "no known kind", "a value"):
+    for part in (
+        "checksum",
+        "text of another length",
+        "no JSON",
+        "not put together",
+        "no known kind",
+        "a value",
+    ):
         assert any(part in x for x in found), part
 
 

@@ -42,7 +42,9 @@ def test_the_papers_matrix():
 
 def test_links_point_from_sender_to_receiver():
     graph = graphs.from_networkx(nx.DiGraph([("a", "b"), ("b", "c"), ("c", "a"), ("a", "c")]))
-    np.testing.assert_allclose(graph.matrix(), [[1 / 3, 0, 1 / 2], [1 / 3, 1 / 2, 0], [1 / 3, 1 / 2, 1 / 2]])
+    np.testing.assert_allclose(
+        graph.matrix(), [[1 / 3, 0, 1 / 2], [1 / 3, 1 / 2, 0], [1 / 3, 1 / 2, 1 / 2]]
+    )
 
 
 def test_the_smallest_window():
@@ -85,7 +87,9 @@ def test_failures_slow_the_contraction():
 @pytest.mark.parametrize("m", [4, 32, 200])
 def test_added_variance_of_a_ring_in_closed_form(m):
     assert graphs.ring(m).added_variance() == pytest.approx((m - 1) * (m - 2) / (3 * m), rel=1e-9)
-    assert graphs.ring(m).added_variance(tracking=True) == pytest.approx((m - 1) * (m - 2) / (3 * m), rel=1e-9)
+    assert graphs.ring(m).added_variance(tracking=True) == pytest.approx(
+        (m - 1) * (m - 2) / (3 * m), rel=1e-9
+    )
     assert graphs.complete(m).added_variance() == pytest.approx(0, abs=1e-9)
 
 
@@ -96,7 +100,12 @@ def test_added_variance_where_links_fail_is_more():
 
 
 def test_failures_add_up():
-    graph = graphs.erdos_renyi(5, 0.4).with_link_failures(0.5).with_node_dropout(0.1).with_node_dropout(0.2)
+    graph = (
+        graphs.erdos_renyi(5, 0.4)
+        .with_link_failures(0.5)
+        .with_node_dropout(0.1)
+        .with_node_dropout(0.2)
+    )
     assert graph.link_failure == pytest.approx(1 - 0.4 * 0.5)
     assert graph.node_dropout == pytest.approx(1 - 0.9 * 0.8)
 
@@ -114,7 +123,10 @@ def test_numbered_nodes_in_another_order_are_sorted():
 
 def test_gossip_matrices_are_doubly_stochastic():
     rng = np.random.default_rng(0)
-    for graph in (graphs.star(5), graphs.geometric(6, 0.8).with_link_failures(0.4).with_node_dropout(0.2)):
+    for graph in (
+        graphs.star(5),
+        graphs.geometric(6, 0.8).with_link_failures(0.4).with_node_dropout(0.2),
+    ):
         for t in range(10):
             matrix = graph.draw(rng, t, gossip=True)
             np.testing.assert_allclose(matrix, matrix.T)

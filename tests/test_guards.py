@@ -38,7 +38,9 @@ def halves():
 @pytest.mark.filterwarnings("ignore:the rows of the one silo")  # SGLD sees one
 @pytest.mark.parametrize("kernel", [fed.SGLD, fed.DSGLD])
 def test_a_model_that_reads_the_number_of_its_rows_is_refused_with_minibatches(kernel):
-    with pytest.raises(ValueError, match=r"row's log density in a minibatch of 5|proof check: log p"):
+    with pytest.raises(
+        ValueError, match=r"row's log density in a minibatch of 5|proof check: log p"
+    ):
         run(kernel(reads_size, step_size=1e-3, num_local_steps=2, batch_size=5), halves())
     run(kernel(mean, step_size=1e-3, num_local_steps=2, batch_size=5), halves())  # the control
 
@@ -79,15 +81,24 @@ def test_a_step_that_is_too_large_is_said():
 
 def test_starts_that_are_not_finite_are_refused():
     with pytest.raises(ValueError, match="init_params: expected finite values"):
-        run(fed.DSGLD(mean, step_size=1e-3, num_local_steps=2), halves(), init_params={"mu": np.nan})
+        run(
+            fed.DSGLD(mean, step_size=1e-3, num_local_steps=2), halves(), init_params={"mu": np.nan}
+        )
 
 
 def test_the_result_keeps_its_groups_and_saves(tmp_path):
     import arviz as az
 
     silos = halves()
-    idata = fed.to_inference_data(run(fed.DSGLD(mean, step_size=1e-3, num_local_steps=2), silos), silos)
-    assert sorted(idata.groups()) == ["log_likelihood", "observed_data", "posterior", "sample_stats"]
+    idata = fed.to_inference_data(
+        run(fed.DSGLD(mean, step_size=1e-3, num_local_steps=2), silos), silos
+    )
+    assert sorted(idata.groups()) == [
+        "log_likelihood",
+        "observed_data",
+        "posterior",
+        "sample_stats",
+    ]
     idata.to_netcdf(str(tmp_path / "fit.nc"))
     read = az.from_netcdf(str(tmp_path / "fit.nc"))
     np.testing.assert_array_equal(read.observed_data["rows_silo"].values, np.tile(["0", "1"], 20))
@@ -106,18 +117,27 @@ def test_data_outside_a_support_are_named_as_such():
             numpyro.sample("y", dist.Poisson(rate), obs=y)
 
     with pytest.raises(
-        ValueError, match=r"log density is -inf at a typical position, silo 'b'; .* inside the supports"
+        ValueError,
+        match=r"log density is -inf at a typical position, silo 'b'; .* inside the supports",
     ):
-        run(fed.FSGLD(counts), fed.Silos({"a": {"y": np.array([1, 2])}, "b": {"y": np.array([3, -3])}}))
+        run(
+            fed.FSGLD(counts),
+            fed.Silos({"a": {"y": np.array([1, 2])}, "b": {"y": np.array([3, -3])}}),
+        )
 
 
 def test_results_of_other_silos_and_predictions_of_what_is_given_are_refused():
     silos = halves()
     mcmc = run(fed.DSGLD(mean, step_size=1e-3, num_local_steps=2), silos)
     other = fed.split({"y": Y}, by=np.repeat([0, 1], [30, 10]))
-    with pytest.raises(ValueError, match=r"expected the silos of the run, with .*\(20, 20\).* rows, got .*\(30, 10\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"expected the silos of the run, with .*\(20, 20\).* rows, got .*\(30, 10\)",
+    ):
         fed.to_inference_data(mcmc, other)
-    with pytest.raises(ValueError, match=r"expected the silos of the run, \['0', '1'\], got NoneType"):
+    with pytest.raises(
+        ValueError, match=r"expected the silos of the run, \['0', '1'\], got NoneType"
+    ):
         fed.to_inference_data(mcmc)
     idata = fed.to_inference_data(mcmc, silos)
     with pytest.raises(ValueError, match=r"got values of all that is observed, \['y'\]"):
@@ -131,7 +151,12 @@ def test_latents_of_other_silos_are_carried_no_further_than_the_map_was_fitted()
 
 def test_a_chain_that_grows_without_end_has_left_before_its_numbers_overflow():
     # each step multiplies the distance by 1 - h / 2 * 40 = -3: beyond 1e18 after 4 rounds of 10, and still finite then
-    grown = MCMC(fed.DSGLD(mean, step_size=0.2, num_local_steps=10), num_warmup=0, num_samples=8, progress_bar=False)
+    grown = MCMC(
+        fed.DSGLD(mean, step_size=0.2, num_local_steps=10),
+        num_warmup=0,
+        num_samples=8,
+        progress_bar=False,
+    )
     grown.run(jax.random.key(0), halves())
     assert np.asarray(grown.get_extra_fields()["diverging"]).tolist()[-3:] == [True] * 3
     assert 1e9 < abs(float(grown.get_samples()["mu"][-1])) < 1e18
@@ -150,5 +175,9 @@ def test_learned_parameters_that_chains_keep_are_named():
 
     silos = fed.Silos({"a": {"y": np.ones(4)}, "b": {"y": np.zeros(3)}})
     for kernel in (fed.FSGLD(scaled), fed.DSGLD(scaled, step_size=0.01)):
-        with pytest.warns(UserWarning, match=r"learned parameters \['sigma'\] are kept at their first values"):
-            MCMC(kernel, num_warmup=0, num_samples=1, progress_bar=False).run(jax.random.key(0), silos)
+        with pytest.warns(
+            UserWarning, match=r"learned parameters \['sigma'\] are kept at their first values"
+        ):
+            MCMC(kernel, num_warmup=0, num_samples=1, progress_bar=False).run(
+                jax.random.key(0), silos
+            )

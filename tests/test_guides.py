@@ -10,7 +10,14 @@ import pytest
 from jax import random
 from numpyro.infer import SVI, Predictive, Trace_ELBO
 from registry import ENTRIES
-from vi_models import hierarchy, hierarchy_data, hierarchy_posterior, learned_scale, wheeze, wheeze_data
+from vi_models import (
+    hierarchy,
+    hierarchy_data,
+    hierarchy_posterior,
+    learned_scale,
+    wheeze,
+    wheeze_data,
+)
 
 import numpyro_fed as fed
 
@@ -34,7 +41,9 @@ def test_plain_svi_finds_the_exact_posterior():
     assert -result.losses[-50:].mean() == pytest.approx(evidence, abs=0.05)
     quantiles = guide.quantiles(result.params, [0.1, 0.5, 0.9])
     np.testing.assert_allclose(quantiles["z"][1], mean[1:], atol=0.03 * sd.max())
-    np.testing.assert_allclose(quantiles["z"][2] - quantiles["z"][0], 2 * 1.2816 * sd[1:], rtol=0.04)
+    np.testing.assert_allclose(
+        quantiles["z"][2] - quantiles["z"][0], 2 * 1.2816 * sd[1:], rtol=0.04
+    )
     np.testing.assert_allclose(guide.median(result.params)["mu"], mean[0], atol=0.02)
 
 
@@ -95,7 +104,10 @@ def test_full_local_covariance_holds_correlated_latents():
             numpyro.sample("y", dist.Normal(jnp.cumsum(z), 0.5), obs=y)
 
     with jax.enable_x64(True):
-        data = {s: {"y": np.random.default_rng(i).normal(size=n)} for i, (s, n) in enumerate((("a", 3), ("b", 4)))}
+        data = {
+            s: {"y": np.random.default_rng(i).normal(size=n)}
+            for i, (s, n) in enumerate((("a", 3), ("b", 4)))
+        }
         silos = fed.Silos(data)
         optim = optax.adam(optax.exponential_decay(0.05, 1000, 0.2))
         guide = fed.AutoSiloNormal(walk, local_cov="full", scale_coupling=False)
@@ -111,7 +123,8 @@ def test_full_local_covariance_holds_correlated_latents():
             precision += cumulative.sum(1) @ direction
             shift += kwargs["y"] @ direction
             evidence += -0.5 * (
-                kwargs["y"] @ np.linalg.solve(marginal, kwargs["y"]) + np.linalg.slogdet(2 * np.pi * marginal)[1]
+                kwargs["y"] @ np.linalg.solve(marginal, kwargs["y"])
+                + np.linalg.slogdet(2 * np.pi * marginal)[1]
             )
         evidence += 0.5 * shift**2 / precision - 0.5 * np.log(precision)
         assert -result.losses[-200:].mean() == pytest.approx(evidence, abs=0.01)
@@ -125,7 +138,10 @@ def test_full_local_covariance_holds_correlated_latents():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"global_cov": "banded"}, r'global_cov: expected "full", "diag" or a rank > 0, got \'banded\''),
+        (
+            {"global_cov": "banded"},
+            r'global_cov: expected "full", "diag" or a rank > 0, got \'banded\'',
+        ),
         ({"global_cov": 0}, r"rank > 0, got 0"),
         ({"local_cov": "block"}, r'local_cov: expected "diag", "element" or "full", got \'block\''),
         ({"init_scale": 0.0}, r"init_scale: expected a number > 0, got 0.0"),

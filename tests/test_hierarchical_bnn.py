@@ -35,7 +35,8 @@ def made_up(count: int, seed: int = 0, pixels: int = 20) -> dict[str, np.ndarray
 
 
 @pytest.mark.parametrize(
-    ("have", "num_silos", "size"), [(TRAIN, 10, 5421), (TRAIN, 50, 1084), (TEST, 10, 892), (TEST, 50, 178)]
+    ("have", "num_silos", "size"),
+    [(TRAIN, 10, 5421), (TRAIN, 50, 1084), (TEST, 10, 892), (TEST, 50, 178)],
 )
 def test_silos_are_equal_nine_tenths_one_digit_and_as_large_as_rows_allow(
     have: tuple[int, ...], num_silos: int, size: int
@@ -57,7 +58,9 @@ def test_silos_are_equal_nine_tenths_one_digit_and_as_large_as_rows_allow(
 
 
 def test_a_digit_that_no_row_shows_is_said() -> None:
-    with pytest.raises(ValueError, match=r"a row of every main digit for each of 10 silos, got digits \[0, 5, 5"):
+    with pytest.raises(
+        ValueError, match=r"a row of every main digit for each of 10 silos, got digits \[0, 5, 5"
+    ):
         bnn.partition(0, np.repeat(np.arange(1, 10), 5), 10)
 
 
@@ -83,16 +86,29 @@ def test_the_pooled_density_is_that_of_each_rows_own_network(name: str) -> None:
     _, data = small()
     rng, (first, last) = np.random.default_rng(3), ((4, bnn.HIDDEN), (1 + bnn.HIDDEN, 10))
     own, shared = (first, last) if name == "hierarchical" else (last, first)
-    sites = {"mu": rng.normal(size=own), "sigma": 0.7, "w": rng.normal(size=shared), "z": rng.normal(size=(4, *own))}
-    prior = sum(stats.norm.logpdf(sites[k]).sum() for k in ("mu", "w", "z")) + stats.halfnorm.logpdf(0.7)
+    sites = {
+        "mu": rng.normal(size=own),
+        "sigma": 0.7,
+        "w": rng.normal(size=shared),
+        "z": rng.normal(size=(4, *own)),
+    }
+    prior = sum(
+        stats.norm.logpdf(sites[k]).sum() for k in ("mu", "w", "z")
+    ) + stats.halfnorm.logpdf(0.7)
 
     def density(silo: np.ndarray) -> float:
         logits = [network(name, sites, x, s) for x, s in zip(data["x"], silo, strict=True)]
-        return prior + sum(special.log_softmax(v)[y] for v, y in zip(logits, data["y"], strict=True))
+        return prior + sum(
+            special.log_softmax(v)[y] for v, y in zip(logits, data["y"], strict=True)
+        )
 
-    found = float(log_density(bnn.MODELS[name], (), data, {k: jnp.asarray(v) for k, v in sites.items()})[0])
+    found = float(
+        log_density(bnn.MODELS[name], (), data, {k: jnp.asarray(v) for k, v in sites.items()})[0]
+    )
     assert abs(found - density(data["silo"])) < 0.01
-    assert abs(found - density(data["silo"][::-1])) > 0.1  # negative control: networks of other silos
+    assert (
+        abs(found - density(data["silo"][::-1])) > 0.1
+    )  # negative control: networks of other silos
 
 
 @pytest.mark.parametrize("model", bnn.MODELS.values(), ids=bnn.MODELS)
@@ -105,7 +121,9 @@ def relabelled(silos: fed.Silos, y: np.ndarray) -> fed.Silos:
     """The same silos, each image with another digit."""
     pooled = silos.pooled
     told = {"x": "images", "y": "images", "silo": "images", "silos": "silos"}
-    return fed.split({**pooled, "y": y}, by=np.asarray(pooled["silo"]), rows=told, index={"silo": "silos"})
+    return fed.split(
+        {**pooled, "y": y}, by=np.asarray(pooled["silo"]), rows=told, index={"silo": "silos"}
+    )
 
 
 def test_a_silo_is_judged_by_its_own_network() -> None:
@@ -118,7 +136,9 @@ def test_a_silo_is_judged_by_its_own_network() -> None:
     w[0, :10], w[1:, :10] = 1, templates / bnn.FIRST
     for s in range(4):
         z[s, 1:11] = 100 * np.roll(np.eye(10), s, axis=1)
-    loc = ravel_pytree({"mu": jnp.zeros(z.shape[1:]), "sigma": jnp.zeros(()), "w": jnp.asarray(w, jnp.float32)})[0]
+    loc = ravel_pytree(
+        {"mu": jnp.zeros(z.shape[1:]), "sigma": jnp.zeros(()), "w": jnp.asarray(w, jnp.float32)}
+    )[0]
     z = jnp.asarray(z.reshape(4, -1), jnp.float32)
     q = {"auto_loc": loc, "auto_scale": jnp.full(loc.shape, 1e-6)}
     local = {"auto_local_loc": z, "auto_local_log_scale": jnp.full(z.shape, -14.0)}
@@ -132,7 +152,11 @@ def test_a_silo_is_judged_by_its_own_network() -> None:
 
 def test_a_short_fit_learns_from_images_not_from_frequencies_alone() -> None:
     learned, tested = bnn.silos(made_up(6000), 4), bnn.silos(made_up(2000, seed=1), 4)
-    rng, y, silo = np.random.default_rng(0), np.array(learned.pooled["y"]), np.asarray(learned.pooled["silo"])
+    rng, y, silo = (
+        np.random.default_rng(0),
+        np.array(learned.pooled["y"]),
+        np.asarray(learned.pooled["silo"]),
+    )
     for s in range(4):
         y[silo == s] = rng.permutation(y[silo == s])
     found, control = (
@@ -164,15 +188,21 @@ def write(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for seed, (part, count) in enumerate((("train", 6000), ("t10k", 2000))):
         rows = made_up(count, seed, 784)
         pixels = np.clip(60 + 11 * rows["x"], 0, 255).astype(np.uint8)
-        for kind, header, values in (("images-idx3", 16, pixels), ("labels-idx1", 8, rows["y"].astype(np.uint8))):
+        for kind, header, values in (
+            ("images-idx3", 16, pixels),
+            ("labels-idx1", 8, rows["y"].astype(np.uint8)),
+        ):
             with gzip.open(folder / "mnist" / f"{part}-{kind}-ubyte.gz", "wb") as out:
                 out.write(bytes(header) + values.tobytes())
 
 
-def test_files_that_are_missing_or_cut_short_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_that_are_missing_or_cut_short_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("NUMPYRO_FED_DATA", str(tmp_path))
     with pytest.raises(
-        FileNotFoundError, match=r"train-images-idx3-ubyte.gz, but there is no such file.*60,000 images"
+        FileNotFoundError,
+        match=r"train-images-idx3-ubyte.gz, but there is no such file.*60,000 images",
     ):
         bnn.main(["--quick"])
     write(tmp_path, monkeypatch)
@@ -181,9 +211,12 @@ def test_files_that_are_missing_or_cut_short_are_named(tmp_path: Path, monkeypat
     whole = place.read_bytes()
     place.write_bytes(whole[: len(whole) // 2])
     with pytest.raises(
-        ValueError, match=r"t10k-images-idx3-ubyte.gz: expected a whole file compressed by gzip.*end-of-stream"
+        ValueError,
+        match=r"t10k-images-idx3-ubyte.gz: expected a whole file compressed by gzip.*end-of-stream",
     ):
         images("t10k", 10_000)
     place.write_bytes(gzip.compress(gzip.decompress(whole)[:-784]))
-    with pytest.raises(ValueError, match=r"784 pixels of each of 2,000 digits of 't10k', got 1,567,216"):
+    with pytest.raises(
+        ValueError, match=r"784 pixels of each of 2,000 digits of 't10k', got 1,567,216"
+    ):
         images("t10k", 10_000)

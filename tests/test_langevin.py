@@ -37,12 +37,17 @@ def random_surrogates(rng, num, dim, diagonal=False):
         precision = rng.normal(size=(num, dim))
         prior = np.full(dim, 1 - precision.sum(0).min())
     eta = rng.normal(size=(num, dim))
-    return Surrogates(Gaussian(jnp.asarray(eta), jnp.asarray(precision)), Gaussian(jnp.zeros(dim), jnp.asarray(prior)))
+    return Surrogates(
+        Gaussian(jnp.asarray(eta), jnp.asarray(precision)),
+        Gaussian(jnp.zeros(dim), jnp.asarray(prior)),
+    )
 
 
 def exact_surrogates(silos):
     eta, precision = linear_precisions(silos)
-    return Surrogates(Gaussian(jnp.asarray(eta), jnp.asarray(precision)), Gaussian(jnp.zeros(2), jnp.eye(2)))
+    return Surrogates(
+        Gaussian(jnp.asarray(eta), jnp.asarray(precision)), Gaussian(jnp.zeros(2), jnp.eye(2))
+    )
 
 
 # Lemma 1
@@ -59,7 +64,10 @@ def logistic_silos():
     rng = np.random.default_rng(3)
     sizes = {"a": 4, "b": 9, "c": 6}
     return fed.Silos(
-        {k: {"x": rng.normal(size=(n, 2)).astype(np.float32), "y": rng.integers(0, 2, n)} for k, n in sizes.items()}
+        {
+            k: {"x": rng.normal(size=(n, 2)).astype(np.float32), "y": rng.integers(0, 2, n)}
+            for k, n in sizes.items()
+        }
     )
 
 
@@ -81,7 +89,9 @@ def mean_over_single_rows(plan, tuning, theta, silos, number):
 @partial(jax.jit, static_argnames=("plan",))
 def residual_and_cut(plan, tuning, theta, silos, number):
     view = view_of(silos, number)
-    return gradients.residual(plan, tuning, theta, None, gradients.open_silo(plan, tuning, None, view), view)
+    return gradients.residual(
+        plan, tuning, theta, None, gradients.open_silo(plan, tuning, None, view), view
+    )
 
 
 def full_batch_residual(*args):
@@ -96,8 +106,12 @@ def server_drift(plan, tuning, theta, silos):
 
 def expected_drift(plan, tuning, theta, silos, residual):
     """The drift averaged over the silos, each with its probability of being visited."""
-    parts = [np.asarray(residual(plan, tuning, theta, silos, s), np.float64) for s in range(len(silos))]
-    return np.asarray(tuning.selection) @ np.stack(parts) + np.asarray(server_drift(plan, tuning, theta, silos))
+    parts = [
+        np.asarray(residual(plan, tuning, theta, silos, s), np.float64) for s in range(len(silos))
+    ]
+    return np.asarray(tuning.selection) @ np.stack(parts) + np.asarray(
+        server_drift(plan, tuning, theta, silos)
+    )
 
 
 @jax.jit
@@ -131,7 +145,9 @@ def test_lemma_1_the_estimator_averages_to_the_full_gradient(seed, preconditione
     # negative control: a product of surrogates that lacks one factor is biased
     conducive = tuning.conducive
     lacking = conducive._replace(total_shift=conducive.total_shift - conducive.shift[0])
-    wrong = expected_drift(plan, tuning._replace(conducive=lacking), theta, silos, mean_over_single_rows)
+    wrong = expected_drift(
+        plan, tuning._replace(conducive=lacking), theta, silos, mean_over_single_rows
+    )
     assert np.abs(wrong - expected).max() > 0.01 * np.abs(expected).max()
 
 
@@ -151,7 +167,9 @@ def test_a_step_without_a_cut_has_the_same_drift_in_one_call_of_the_model(precon
     drift = jax.jit(gradients.drift, static_argnums=0)
     for s in range(3):
         view = view_of(silos, s)
-        got, separate, cut = drift(plan, tuning, theta, None, gradients.open_silo(plan, tuning, None, view), view)
+        got, separate, cut = drift(
+            plan, tuning, theta, None, gradients.open_silo(plan, tuning, None, view), view
+        )
         e = np.asarray(full_batch_residual(plan, tuning, theta, silos, s))
         assert separate is None
         assert cut is None
@@ -182,12 +200,23 @@ def test_residual_of_a_silo_does_not_depend_on_the_order_or_size_of_the_others()
 
     def residuals(order):
         part = fed.Silos({silos.names[s]: silos[silos.names[s]] for s in order})
-        factors = Gaussian(given.factors.eta[jnp.asarray(order)], given.factors.precision[jnp.asarray(order)])
-        settings = options(alpha=0.7, surrogate=Surrogates(factors, given.prior), selection=f[order] / f[order].sum())
+        factors = Gaussian(
+            given.factors.eta[jnp.asarray(order)], given.factors.precision[jnp.asarray(order)]
+        )
+        settings = options(
+            alpha=0.7,
+            surrogate=Surrogates(factors, given.prior),
+            selection=f[order] / f[order].sum(),
+        )
         plan, tuning, *_ = prepare(linear, part, {}, settings)
-        tuning = tuning._replace(loc=jnp.zeros(2), conducive=tuning.conducive._replace(shift=jnp.asarray(factors.eta)))
+        tuning = tuning._replace(
+            loc=jnp.zeros(2), conducive=tuning.conducive._replace(shift=jnp.asarray(factors.eta))
+        )
         tuning = tuning._replace(selection=jnp.asarray(f[order]))
-        return {part.names[i]: np.asarray(full_batch_residual(plan, tuning, theta, part, i)) for i in range(len(order))}
+        return {
+            part.names[i]: np.asarray(full_batch_residual(plan, tuning, theta, part, i))
+            for i in range(len(order))
+        }
 
     reference = residuals([0, 1, 2, 3])
     for order in ([3, 1, 0, 2], [2, 0]):
@@ -198,7 +227,10 @@ def test_residual_of_a_silo_does_not_depend_on_the_order_or_size_of_the_others()
 def test_the_cut_shortens_the_residual_and_is_counted():
     silos = linear_silos()
     plan, tuning, *_ = prepare(
-        linear, silos, {}, options(alpha=1.0, surrogate=exact_surrogates(silos), preconditioner="surrogate")
+        linear,
+        silos,
+        {},
+        options(alpha=1.0, surrogate=exact_surrogates(silos), preconditioner="surrogate"),
     )
     assert plan.cut
     assert float(tuning.cut) == 8
@@ -230,7 +262,9 @@ def test_fsgld_with_one_silo_is_sgld():
     silos = linear_silos().as_one()
     given = random_surrogates(np.random.default_rng(15), 1, 2)
     start = {"beta": jnp.array([0.3, 0.1])}
-    fsgld = run_kernel(fed.FSGLD(linear, 0.01, 7, surrogate=given, preconditioner=None), silos, init_params=start)
+    fsgld = run_kernel(
+        fed.FSGLD(linear, 0.01, 7, surrogate=given, preconditioner=None), silos, init_params=start
+    )
     sgld = run_kernel(fed.SGLD(linear, 0.01, 7), silos, init_params=start)
     np.testing.assert_allclose(fsgld.z["beta"], sgld.z["beta"], rtol=1e-4)
 
@@ -238,10 +272,15 @@ def test_fsgld_with_one_silo_is_sgld():
 def test_dsgld_is_fsgld_with_alpha_zero():
     silos = linear_silos()
     dsgld = run_kernel(fed.DSGLD(linear, 0.01, 7, 3), silos)
-    fsgld = run_kernel(fed.FSGLD(linear, 0.01, 7, 3, alpha=0.0, surrogate=None, preconditioner=None), silos)
+    fsgld = run_kernel(
+        fed.FSGLD(linear, 0.01, 7, 3, alpha=0.0, surrogate=None, preconditioner=None), silos
+    )
     np.testing.assert_array_equal(dsgld.z["beta"], fsgld.z["beta"])
     other = run_kernel(
-        fed.FSGLD(linear, 0.01, 7, 3, alpha=0.5, surrogate=exact_surrogates(silos), preconditioner=None), silos
+        fed.FSGLD(
+            linear, 0.01, 7, 3, alpha=0.5, surrogate=exact_surrogates(silos), preconditioner=None
+        ),
+        silos,
     )
     assert np.abs(np.asarray(dsgld.z["beta"] - other.z["beta"])).max() > 1e-3  # negative control
 
@@ -257,10 +296,14 @@ def rising(count):
     return 1e-10 * (1.0 + count)
 
 
-@pytest.mark.parametrize(("steps", "batch"), [(1, None), (7, None), (100, None), (250, None), (211, 2)])
+@pytest.mark.parametrize(
+    ("steps", "batch"), [(1, None), (7, None), (100, None), (250, None), (211, 2)]
+)
 def test_every_local_step_is_made_once_with_its_own_step_size(steps, batch):
     """The chain moves by gradient / 2 x the sum of its steps' sizes, whatever the blocks."""
-    silos = fed.Silos({"a": {"y": np.full(4, 1e7, np.float32)}, "b": {"y": np.full(4, 1.1e7, np.float32)}})
+    silos = fed.Silos(
+        {"a": {"y": np.full(4, 1e7, np.float32)}, "b": {"y": np.full(4, 1.1e7, np.float32)}}
+    )
     kernel = fed.DSGLD(straight, rising, steps, batch, validate=False)
     state = kernel.init(random.key(0), 0, {"mu": jnp.zeros(())}, model_args=(silos,))
     for r in range(2):
@@ -285,7 +328,9 @@ def test_blocks_are_bounded_by_memory():
     assert (8 << 20) // (40 * 4 * 1001) == 52  # steps whose rows fit
     assert plan.block == 50
     assert dataclasses.replace(plan, num_local_steps=40).block == 40
-    assert dataclasses.replace(plan, num_local_steps=53).block == 27  # 53 is prime: two blocks that differ by one step
+    assert (
+        dataclasses.replace(plan, num_local_steps=53).block == 27
+    )  # 53 is prime: two blocks that differ by one step
     plan, *_ = prepare(linear, wide, {}, options(num_local_steps=500))
     assert plan.block == 125
 
@@ -317,7 +362,10 @@ def test_ledger_counts_rounds_gradients_and_bytes():
     silos = linear_silos()
     kernel = fed.FSGLD(linear, num_local_steps=5, surrogate=exact_surrogates(silos), validate=False)
     state = run_kernel(kernel, silos, rounds=4)
-    ledger, before = kernel.ledger(state), kernel.ledger(kernel.init(random.key(0), 0, model_args=(silos,)))
+    ledger, before = (
+        kernel.ledger(state),
+        kernel.ledger(kernel.init(random.key(0), 0, model_args=(silos,))),
+    )
     visits = np.asarray(state.visits)
     assert ledger.silos == silos.names
     assert visits.sum() == 4

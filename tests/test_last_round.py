@@ -30,7 +30,11 @@ def test_draws_with_wider_tails_have_the_density_they_say(dim):
     u, log_ratio = jax.vmap(stretched_normal)(keys, noise)
     weight = np.exp(-np.asarray(log_ratio, float))
     squares = np.asarray(u, float) ** 2
-    for x in (np.ones(len(keys)), squares[:, 0], squares[:, 0] * squares[:, -1] / (3 if dim == 1 else 1)):
+    for x in (
+        np.ones(len(keys)),
+        squares[:, 0],
+        squares[:, 0] * squares[:, -1] / (3 if dim == 1 else 1),
+    ):
         assert abs(np.mean(weight * x) - 1) < 4 * np.std(weight * x) / len(keys) ** 0.5
     assert np.mean(squares) > 2  # the control: without the weights they are not
 
@@ -57,10 +61,15 @@ def test_a_units_candidates_are_judged():
     result = fit.run(random.key(0), 6, silos, **QUIET)
     attrs = fed.to_inference_data(fit, result, silos, num_draws=500).posterior.attrs
     assert attrs["pareto_k_unit"] == 0
-    narrow = {**result.params, "auto_local_log_scale": result.params["auto_local_log_scale"].at[4].add(-1.1)}
+    narrow = {
+        **result.params,
+        "auto_local_log_scale": result.params["auto_local_log_scale"].at[4].add(-1.1),
+    }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # theta's k is bad, too
-        attrs = fed.to_inference_data(fit, replace(result, params=narrow), silos, num_draws=500).posterior.attrs
+        attrs = fed.to_inference_data(
+            fit, replace(result, params=narrow), silos, num_draws=500
+        ).posterior.attrs
     assert attrs["pareto_k_unit"] > 0.5
     assert attrs["pareto_k_unit_at"].startswith("row 4 of ")
     wide = fed.to_inference_data(
@@ -91,5 +100,7 @@ def test_a_funnel_is_mended_by_the_last_round_or_flagged():
     assert posterior.attrs["pareto_k"] < 0.5
     fit, result, silos = funnel(0.8, 5)
     with pytest.warns(UserWarning, match="Pareto's k"):
-        posterior = fed.to_inference_data(fit, result, silos, num_draws=4000, resample=True).posterior
+        posterior = fed.to_inference_data(
+            fit, result, silos, num_draws=4000, resample=True
+        ).posterior
     assert posterior["b"].values.std() < 0.9 * np.exp(0.64)

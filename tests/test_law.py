@@ -61,7 +61,9 @@ def errors(draws, mean, covariance):
     return each.mean(0) / (each.std(0, ddof=1) / np.sqrt(len(draws)))
 
 
-def exact_law(silos, h, steps, *, alpha=0.0, f=None, batch=None, surrogates=None, scale=None, inject=None):
+def exact_law(
+    silos, h, steps, *, alpha=0.0, f=None, batch=None, surrogates=None, scale=None, inject=None
+):
     """Stationary mean and covariance of the chain for the model ``linear``, in float64.
 
     With v = (theta, 1), a step at silo s is v <- B v + noise, B = B_0 + (the rows' part, averaged over a
@@ -90,14 +92,18 @@ def exact_law(silos, h, steps, *, alpha=0.0, f=None, batch=None, surrogates=None
     whole[size, size] = 1
     for s in range(num):
         fixed = np.eye(d + 1) + affine(
-            np.eye(d) + own_precision.sum(0) - own_precision[s] / f[s], own_eta.sum(0) - own_eta[s] / f[s]
+            np.eye(d) + own_precision.sum(0) - own_precision[s] / f[s],
+            own_eta.sum(0) - own_eta[s] / f[s],
         )
         mean = fixed + affine(precision[s] / f[s], eta[s] / f[s])
         once = np.kron(mean, mean)
         if batch is not None:
             x, y = (np.asarray(silos[silos.names[s]][k], np.float64) for k in "xy")
             ratio = len(y) / f[s]
-            rows = [fixed + affine(ratio * np.outer(a, a), ratio * a * b) for a, b in zip(x, y, strict=True)]
+            rows = [
+                fixed + affine(ratio * np.outer(a, a), ratio * a * b)
+                for a, b in zip(x, y, strict=True)
+            ]
             spread = np.mean([np.kron(r, r) for r in rows], axis=0)
             once = (1 - 1 / batch) * once + spread / batch
         step = np.zeros((size + 1, size + 1))
@@ -116,7 +122,9 @@ def exact_surrogates(silos, error=0.0, seed=0):
     rng = np.random.default_rng(seed)
     eta = eta * (1 + error * rng.normal(size=eta.shape))
     precision = precision * (1 + error * rng.uniform(-1, 1, size=len(precision)))[:, None, None]
-    return Surrogates(Gaussian(jnp.asarray(eta), jnp.asarray(precision)), Gaussian(jnp.zeros(2), jnp.eye(2)))
+    return Surrogates(
+        Gaussian(jnp.asarray(eta), jnp.asarray(precision)), Gaussian(jnp.zeros(2), jnp.eye(2))
+    )
 
 
 def posterior_of(silos):
@@ -178,7 +186,9 @@ def test_sgld_has_the_law_of_the_discretised_chain():
     mean, covariance = exact_law(pooled, 0.02, 10, batch=5)
     draws = run(fed.SGLD(linear, 0.02, 10, 5), SILOS)["beta"]
     assert np.abs(errors(draws, mean, covariance)).max() < 4
-    assert np.abs(errors(draws, *exact_law(pooled, 0.02, 10))).max() > 8  # negative control: no minibatches
+    assert (
+        np.abs(errors(draws, *exact_law(pooled, 0.02, 10))).max() > 8
+    )  # negative control: no minibatches
     assert np.abs(errors(draws, *exact_law(pooled, 0.04, 10, batch=5))).max() > 8  # N(0, 2h)
 
 
@@ -277,7 +287,8 @@ def test_the_law_does_not_depend_on_the_local_map(intercepts_run):
         mean=rows.mean + 0.3 * rng.normal(size=rows.mean.shape).astype(np.float32),
         coupling=rows.coupling + 0.3 * rng.normal(size=rows.coupling.shape).astype(np.float32),
         log_scale=rows.log_scale + 0.4,
-        scale_coupling=rows.scale_coupling + 0.1 * rng.normal(size=rows.coupling.shape).astype(np.float32),
+        scale_coupling=rows.scale_coupling
+        + 0.1 * rng.normal(size=rows.coupling.shape).astype(np.float32),
     )
     kernel._tuning = tuning._replace(latents=tuning.latents._replace(rows=wrong))
     noise = pilot.stay_noise(kernel._plan, kernel._tuning, silos)
@@ -331,9 +342,23 @@ def test_joint_units_have_their_exact_posterior():
     room = rng.permutation(np.repeat(np.arange(12), 3))
     silo = rng.permutation([0, 0, 0, 1, 1, 2])
     y = 1 + rng.normal(size=6)[school[room]] + rng.normal(size=12)[room] + 1.2 * rng.normal(size=36)
-    data = {"y": y.astype(np.float32), "school": school, "schools": np.arange(6), "room": room, "rooms": np.arange(12)}
-    rows = {"y": "pupils", "room": "pupils", "school": "rooms", "rooms": "rooms", "schools": "schools"}
-    silos = fed.split(data, by=silo[school[room]], rows=rows, index={"room": "rooms", "school": "schools"})
+    data = {
+        "y": y.astype(np.float32),
+        "school": school,
+        "schools": np.arange(6),
+        "room": room,
+        "rooms": np.arange(12),
+    }
+    rows = {
+        "y": "pupils",
+        "room": "pupils",
+        "school": "rooms",
+        "rooms": "rooms",
+        "schools": "schools",
+    }
+    silos = fed.split(
+        data, by=silo[school[room]], rows=rows, index={"room": "rooms", "school": "schools"}
+    )
     kernel = fed.FSGLD(schools, num_local_steps=10)
     draws = flat(run(kernel, silos, num_samples=600), "mu", "a", "b")
     assert kernel._plan.units.group is None

@@ -41,7 +41,9 @@ def made_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         pd.DataFrame(table(*shape).round(3)).to_csv(place, index=False)
     (tmp_path / "superconductivity").mkdir()
     rows = table(19_137, 81).astype(np.float32)
-    np.savez(tmp_path / "superconductivity" / "superconductivity.npz", X=rows[:, :-1], y=rows[:, -1])
+    np.savez(
+        tmp_path / "superconductivity" / "superconductivity.npz", X=rows[:, :-1], y=rows[:, -1]
+    )
     return tmp_path
 
 
@@ -56,7 +58,9 @@ def test_rows_are_split_and_scaled_as_the_training_rows_say(made_up: Path) -> No
     assert (ranged["x"].min(), ranged["x"].max()) == (0, 1)
     # every row once, in one scale
     both = np.sort(np.concatenate([train["y"], test["y"]]))
-    np.testing.assert_allclose(np.corrcoef(both, np.sort(linear.data("concrete")[1]))[0, 1], 1, rtol=1e-12)
+    np.testing.assert_allclose(
+        np.corrcoef(both, np.sort(linear.data("concrete")[1]))[0, 1], 1, rtol=1e-12
+    )
     other, _ = linear.split("concrete", "sd", seed=1)
     assert (other["y"][:20] != train["y"][:20]).any()
     rows = linear.silos(train)
@@ -75,10 +79,14 @@ def small() -> tuple[linear.Rows, linear.Rows]:
 def test_the_density_by_hand() -> None:
     train, _ = small()
     beta = np.array([0.3, -1.0, 0.5])
-    expected = stats.norm.logpdf(beta).sum() + stats.norm.logpdf(train["y"], train["x"] @ beta).sum()
+    expected = (
+        stats.norm.logpdf(beta).sum() + stats.norm.logpdf(train["y"], train["x"] @ beta).sum()
+    )
     found = float(log_density(linear.model, (), train, {"beta": jnp.asarray(beta)})[0])
     assert abs(found - expected) < 1e-3
-    assert abs(stats.norm.logpdf(train["y"], train["x"] @ beta, 1.1).sum() - expected) > 1  # negative control
+    assert (
+        abs(stats.norm.logpdf(train["y"], train["x"] @ beta, 1.1).sum() - expected) > 1
+    )  # negative control
 
 
 def test_surrogates_are_the_silos_likelihoods() -> None:
@@ -92,7 +100,9 @@ def test_surrogates_are_the_silos_likelihoods() -> None:
     q = found.posterior()
     precision = train["x"].T @ train["x"] + np.eye(3)
     np.testing.assert_allclose(q.covariance, np.linalg.inv(precision), rtol=1e-5)
-    np.testing.assert_allclose(q.mean, np.linalg.solve(precision, train["x"].T @ train["y"]), rtol=1e-5)
+    np.testing.assert_allclose(
+        q.mean, np.linalg.solve(precision, train["x"].T @ train["y"]), rtol=1e-5
+    )
 
 
 def test_errors_and_their_expectation() -> None:
@@ -106,7 +116,9 @@ def test_errors_and_their_expectation() -> None:
     np.testing.assert_allclose(found[:3], by_hand)
     error = found.std() / count**0.5
     assert abs(found.mean() - linear.exact(train, test)) < 4 * error
-    wider = linear.errors(mean + 1.1 * normal, test).mean()  # negative control: draws a tenth too wide
+    wider = linear.errors(
+        mean + 1.1 * normal, test
+    ).mean()  # negative control: draws a tenth too wide
     assert abs(wider - linear.exact(train, test)) > 10 * error
 
 
@@ -133,7 +145,10 @@ def test_quick(made_up: Path) -> None:
     best = linear.exact(*linear.split("concrete", "sd"))
     standard_error = (found["variance"] / 3) ** 0.5
     for method in ("FSGLD", "FSGLD, defaults"):
-        assert abs(found["all"][method] - best) < 5 * standard_error[method] + 0.002 * best, (found, best)
+        assert abs(found["all"][method] - best) < 5 * standard_error[method] + 0.002 * best, (
+            found,
+            best,
+        )
     # negative control: two thirds of the spread of estimates from 82 rows
     assert found["all"]["DSGLD"] > 1.02 * best, (found, best)
 
@@ -144,13 +159,27 @@ def test_quick(made_up: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("concrete", r"concrete.csv, but there is no such file.*data set 165.*1,030 rows of 8 features"),
-        ("airfoil", r"airfoil.csv, but there is no such file.*data set 291.*1,503 rows of 5 features"),
-        ("superconductivity", r"superconductivity.npz, but there is no such file.*data set 464.*19,137 rows"),
-        ("ct_slices", r"slice_localization_data.csv, but there is no such file.*data set 206.*53,500 rows"),
+        (
+            "concrete",
+            r"concrete.csv, but there is no such file.*data set 165.*1,030 rows of 8 features",
+        ),
+        (
+            "airfoil",
+            r"airfoil.csv, but there is no such file.*data set 291.*1,503 rows of 5 features",
+        ),
+        (
+            "superconductivity",
+            r"superconductivity.npz, but there is no such file.*data set 464.*19,137 rows",
+        ),
+        (
+            "ct_slices",
+            r"slice_localization_data.csv, but there is no such file.*data set 206.*53,500 rows",
+        ),
     ],
 )
-def test_missing_files_are_named(name: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_files_are_named(
+    name: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("NUMPYRO_FED_DATA", str(tmp_path))
     with pytest.raises(FileNotFoundError, match=words):
         linear.main(["--quick", "--data", name])
@@ -160,34 +189,49 @@ def test_files_that_are_cut_short_or_of_another_form_are_named(made_up: Path) ->
     place = made_up / "uci_regression" / "concrete.csv"
     lines = place.read_text().splitlines(keepends=True)
     place.write_text("".join(lines[:500]))
-    with pytest.raises(ValueError, match=r"concrete.csv: expected 1,030 rows of 9 numbers, got 499 rows of 9;"):
+    with pytest.raises(
+        ValueError, match=r"concrete.csv: expected 1,030 rows of 9 numbers, got 499 rows of 9;"
+    ):
         linear.data("concrete")
     place.write_text("".join(lines)[:-30])  # cut in the middle of a line
-    with pytest.raises(ValueError, match=r"concrete.csv: expected numbers, got 1 rows with missing values"):
+    with pytest.raises(
+        ValueError, match=r"concrete.csv: expected numbers, got 1 rows with missing values"
+    ):
         linear.data("concrete")
     place.write_text("".join(lines[:-1]) + "<html>\n")
-    with pytest.raises(ValueError, match=r"concrete.csv: expected 1,030 rows of 9 numbers, got could not convert"):
+    with pytest.raises(
+        ValueError, match=r"concrete.csv: expected 1,030 rows of 9 numbers, got could not convert"
+    ):
         linear.data("concrete")
     place.write_text("")
-    with pytest.raises(ValueError, match=r"concrete.csv: expected 1,030 rows of 9 numbers, got No columns"):
+    with pytest.raises(
+        ValueError, match=r"concrete.csv: expected 1,030 rows of 9 numbers, got No columns"
+    ):
         linear.data("concrete")
     # a made-up file of four columns in place of 386
     with pytest.raises(
-        ValueError, match=r"slice_localization_data.csv: expected 53,500 rows of 386 numbers, got .* 4;"
+        ValueError,
+        match=r"slice_localization_data.csv: expected 53,500 rows of 386 numbers, got .* 4;",
     ):
         linear.data("ct_slices")
     place = made_up / "superconductivity" / "superconductivity.npz"
     whole = place.read_bytes()
     place.write_bytes(whole[: len(whole) // 2])
     with pytest.raises(
-        ValueError, match=r"superconductivity.npz: expected 19,137 rows of 81 features .* is the file whole"
+        ValueError,
+        match=r"superconductivity.npz: expected 19,137 rows of 81 features .* is the file whole",
     ):
         linear.data("superconductivity")
     np.savez(place, X=np.zeros((682, 81)), y=np.zeros(682))
-    with pytest.raises(ValueError, match=r"expected 19,137 or 21,263 rows of 82 numbers, got 682 rows of 82"):
+    with pytest.raises(
+        ValueError, match=r"expected 19,137 or 21,263 rows of 82 numbers, got 682 rows of 82"
+    ):
         linear.data("superconductivity")
     np.savez(place, features=np.zeros((2, 81)))
-    with pytest.raises(ValueError, match=r"superconductivity.npz: expected 19,137 rows of 81 features.*got .*X is not"):
+    with pytest.raises(
+        ValueError,
+        match=r"superconductivity.npz: expected 19,137 rows of 81 features.*got .*X is not",
+    ):
         linear.data("superconductivity")
 
 
@@ -206,6 +250,8 @@ def test_real_data(name: str, shape: tuple[int, int], mean: float, sd: float) ->
     assert y.mean() == pytest.approx(mean, abs=0.01)
     assert y.std(ddof=1) == pytest.approx(sd, abs=0.01)
     # h = 1e-5 is stable for every scaling but standard scores of superconductivity
-    steep = {scaling: linear.steepness(linear.split(name, scaling)[0]) for scaling in linear.SCALINGS}
+    steep = {
+        scaling: linear.steepness(linear.split(name, scaling)[0]) for scaling in linear.SCALINGS
+    }
     assert steep["range"] < 2
     assert (steep["sd"] > 4) == (name == "superconductivity")

@@ -7,7 +7,14 @@ import numpyro.distributions as dist
 import pytest
 from jax import random
 from numpyro.infer import MCMC
-from small_models import GROUP_SD, PRIOR_SD, ROW_SD, intercepts, intercepts_posterior, intercepts_silos
+from small_models import (
+    GROUP_SD,
+    PRIOR_SD,
+    ROW_SD,
+    intercepts,
+    intercepts_posterior,
+    intercepts_silos,
+)
 
 import numpyro_fed as fed
 
@@ -15,7 +22,12 @@ import numpyro_fed as fed
 def run(model, silos, num_samples=400, **options):
     kernel = fed.FSGLD(model, **options)
     mcmc = MCMC(
-        kernel, num_warmup=100, num_samples=num_samples, num_chains=4, chain_method="vectorized", progress_bar=False
+        kernel,
+        num_warmup=100,
+        num_samples=num_samples,
+        num_chains=4,
+        chain_method="vectorized",
+        progress_bar=False,
     )
     mcmc.run(random.key(0), silos)
     return mcmc
@@ -24,7 +36,9 @@ def run(model, silos, num_samples=400, **options):
 def slopes(x, y=None):
     mean = numpyro.sample("mean", dist.Normal(0, 1).expand([2]).to_event(1))
     with fed.silo_plate("groups", x.shape[0], dim=-2):
-        own = numpyro.sample("own", dist.MultivariateNormal(mean, jnp.array([[1.0, 0.5], [0.5, 0.6]])))
+        own = numpyro.sample(
+            "own", dist.MultivariateNormal(mean, jnp.array([[1.0, 0.5], [0.5, 0.6]]))
+        )
         with numpyro.plate("times", x.shape[1], dim=-1):
             numpyro.sample("y", dist.Normal(own[..., 0] + own[..., 1] * x, 0.5), obs=y)
 
@@ -63,7 +77,9 @@ def slopes_run():
 def test_vectors_of_latents_have_their_exact_posterior_in_pooled_order(slopes_run):
     silos, mcmc = slopes_run
     draws = mcmc.get_samples(group_by_chain=True)
-    got = np.concatenate([np.asarray(draws["mean"]), np.asarray(draws["own"]).reshape(4, 1500, 18)], -1)
+    got = np.concatenate(
+        [np.asarray(draws["mean"]), np.asarray(draws["own"]).reshape(4, 1500, 18)], -1
+    )
     mean, sd = slopes_posterior(silos)
     error = np.abs(got.mean((0, 1)) - mean) / sd
     assert error.max() < 0.12
@@ -86,7 +102,9 @@ def test_prediction_for_an_old_silo_new_rows_and_a_new_silo(slopes_run):
     old = fed.predict(slopes, idata, random.key(1), {"x": at}, silo="b")["y"][..., 0]
     new = fed.predict(slopes, idata, random.key(1), {"x": at})["y"][..., 0]
     assert old.shape == new.shape == (6000, 3)
-    own = np.asarray(idata.posterior["own"].values)[..., idata.posterior["groups_silo"].values == "b", 0, 0]
+    own = np.asarray(idata.posterior["own"].values)[
+        ..., idata.posterior["groups_silo"].values == "b", 0, 0
+    ]
     np.testing.assert_allclose(old.mean(0), own.reshape(6000, 3).mean(0), atol=0.05)
     # a new group varies by itself, the global mean and the noise: sd^2 = 1 + var(mean) + 0.25
     expected = np.sqrt(1 + np.asarray(idata.posterior["mean"].values)[..., 0].var() + 0.25)
@@ -103,14 +121,17 @@ def test_simplices_and_silos_of_one_observation():
 
     rng = np.random.default_rng(5)
     counts = np.stack([rng.multinomial(20, rng.dirichlet([4, 2.4, 1.6])) for _ in range(12)])
-    silos = fed.split({"counts": counts}, by=np.repeat([0, 1, 2, 3], [1, 1, 4, 6]))  # two silos with one school each
+    silos = fed.split(
+        {"counts": counts}, by=np.repeat([0, 1, 2, 3], [1, 1, 4, 6])
+    )  # two silos with one school each
     mcmc = run(shares, silos)
     p = np.asarray(mcmc.get_samples()["p"])
     np.testing.assert_allclose(p.sum(-1), 1, atol=1e-5)
     concentration = np.asarray(mcmc.get_samples()["concentration"])
     # given the concentration each school's law is Dirichlet: its mean averaged over the draws
     exact = (
-        (concentration[:, None, None] * np.array([0.5, 0.3, 0.2]) + counts) / (concentration[:, None, None] + 20)
+        (concentration[:, None, None] * np.array([0.5, 0.3, 0.2]) + counts)
+        / (concentration[:, None, None] + 20)
     ).mean(0)
     np.testing.assert_allclose(p.mean(0), exact, atol=0.015)
     assert np.abs(p.mean(0) - counts / 20).max() > 0.03  # negative control: no shrinkage
@@ -127,10 +148,22 @@ def test_minibatches_of_elements_have_the_law_of_all(model):
         group = np.asarray(silos.pooled["group"])
         table = np.stack([y[group == g] for g in range(18)]).astype(np.float32)
         silos = fed.split(
-            {"y": table}, by=np.asarray(silos.silo_of_row("groups"))[np.argsort(np.asarray(silos.order["groups"]))]
+            {"y": table},
+            by=np.asarray(silos.silo_of_row("groups"))[
+                np.argsort(np.asarray(silos.order["groups"]))
+            ],
         )
-    kernel = fed.FSGLD(intercepts if model.startswith("rows point") else tables, num_local_steps=10, batch_size=2)
-    mcmc = MCMC(kernel, num_warmup=200, num_samples=800, num_chains=16, chain_method="vectorized", progress_bar=False)
+    kernel = fed.FSGLD(
+        intercepts if model.startswith("rows point") else tables, num_local_steps=10, batch_size=2
+    )
+    mcmc = MCMC(
+        kernel,
+        num_warmup=200,
+        num_samples=800,
+        num_chains=16,
+        chain_method="vectorized",
+        progress_bar=False,
+    )
     mcmc.run(random.key(0), silos)
     samples = mcmc.get_samples(group_by_chain=True)
     draws = np.concatenate([np.asarray(samples["mu"])[..., None], np.asarray(samples["a"])], -1)

@@ -37,14 +37,18 @@ def slopes(x, y):
 def slopes_silos():
     rng = np.random.default_rng(6)
     sizes = {"a": 2, "b": 3}
-    return fed.Silos({k: {n: rng.normal(size=(g, 4)).astype(np.float32) for n in "xy"} for k, g in sizes.items()})
+    return fed.Silos(
+        {k: {n: rng.normal(size=(g, 4)).astype(np.float32) for n in "xy"} for k, g in sizes.items()}
+    )
 
 
 def random_map(rng, units, k, dim):
     tril = np.tril(rng.normal(size=(units, k, k)), -1) + np.eye(k)
     shapes = {"mean": (k,), "coupling": (k, dim), "log_scale": (k,), "scale_coupling": (k, dim)}
     parts = {name: 0.4 * rng.normal(size=(units, *shape)) for name, shape in shapes.items()}
-    return LocalMap(**{name: jnp.asarray(x, jnp.float32) for name, x in {**parts, "tril": tril}.items()})
+    return LocalMap(
+        **{name: jnp.asarray(x, jnp.float32) for name, x in {**parts, "tril": tril}.items()}
+    )
 
 
 def slopes_kernel(rng):
@@ -55,7 +59,9 @@ def slopes_kernel(rng):
     assert units.dim == 2
     plan = langevin.Plan(factors, units, 1, None, False, None)
     whiten = jnp.asarray(np.eye(2) + 0.3 * rng.normal(size=(2, 2)), jnp.float32)
-    latents = LatentCoordinates(jnp.asarray(rng.normal(size=2), jnp.float32), whiten, random_map(rng, 5, 2, 2))
+    latents = LatentCoordinates(
+        jnp.asarray(rng.normal(size=2), jnp.float32), whiten, random_map(rng, 5, 2, 2)
+    )
     zero = jnp.zeros(())
     tuning = Tuning(zero, zero, jnp.array([0.4, 0.6]), jnp.zeros(2), None, None, latents, zero)
     return plan, tuning, silos
@@ -88,7 +94,9 @@ def residuals_at(plan, tuning, theta, silos, number, latents):
     positions, _ = view.units("x")
     rows = jax.tree.map(lambda v: v[positions], tuning.latents.rows)
     silo = gradients.open_silo(plan, tuning, (None, rows), view)
-    mean, covariance = jax.vmap(partial(exact_conditional, theta))(silo.kwargs["x"], silo.kwargs["y"])
+    mean, covariance = jax.vmap(partial(exact_conditional, theta))(
+        silo.kwargs["x"], silo.kwargs["y"]
+    )
     z = mean + jnp.einsum("eij,nej->nei", jnp.linalg.cholesky(covariance), latents)
     eps = jax.vmap(partial(rows.inverse, tuning.latents.u(theta)))(z)
     return jax.vmap(lambda e: gradients.residual(plan, tuning, theta, e, silo, view)[0])(eps)
@@ -99,7 +107,9 @@ def test_gradient_at_fixed_eps_has_the_marginal_gradient_as_its_mean(seed):
     rng = np.random.default_rng(seed)
     plan, tuning, silos = slopes_kernel(rng)
     theta = jnp.asarray(0.5 * rng.normal(size=2), jnp.float32)
-    x, w = np.polynomial.hermite_e.hermegauss(6)  # the gradient is a polynomial of degree 2 in each eps: exact
+    x, w = np.polynomial.hermite_e.hermegauss(
+        6
+    )  # the gradient is a polynomial of degree 2 in each eps: exact
     nodes = np.stack(np.meshgrid(x, x), -1).reshape(-1, 1, 2).astype(np.float32)
     weights = np.outer(w, w).reshape(-1) / w.sum() ** 2
     for s in range(2):
@@ -129,7 +139,9 @@ def test_units_that_are_padding_do_not_touch_the_gradient():
 
 def bent_density(eps):
     """A density that is neither Gaussian nor symmetric, one term a unit."""
-    return jnp.sum(-0.3 * eps**4 + 0.5 * eps - 0.2 * (eps - 1) ** 2, -1) + 0.3 * jnp.sin(eps).prod(-1)
+    return jnp.sum(-0.3 * eps**4 + 0.5 * eps - 0.2 * (eps - 1) ** 2, -1) + 0.3 * jnp.sin(eps).prod(
+        -1
+    )
 
 
 @partial(jax.jit, static_argnames=("joint",))
@@ -191,7 +203,9 @@ def test_moves_keep_the_conditional_law_of_the_latents():
     x, y = (np.tile(rng.normal(size=(1, 4)).astype(np.float32), (count, 1)) for _ in range(2))
     silos = fed.Silos({"all": {"x": x, "y": y}})
     units = Units(factorise(slopes, silos), "x", largest(silos))
-    rows = jax.tree.map(lambda v: jnp.tile(v, (count,) + (1,) * (v.ndim - 1)), random_map(rng, 1, 2, 2))
+    rows = jax.tree.map(
+        lambda v: jnp.tile(v, (count,) + (1,) * (v.ndim - 1)), random_map(rng, 1, 2, 2)
+    )
     latents = LatentCoordinates(jnp.zeros(2), jnp.eye(2), rows)
     theta = jnp.asarray([0.4, -0.2])
     mean, covariance = exact_conditional(theta, jnp.asarray(x[0]), jnp.asarray(y[0]))
@@ -201,7 +215,9 @@ def test_moves_keep_the_conditional_law_of_the_latents():
     def errors(accept):
         z = twenty_moves(units, theta, latents, eps, silos, random.key(12), accept)
         w = jnp.linalg.solve(jnp.linalg.cholesky(covariance), (z - mean).T).T  # N(0, I) if right
-        moments = jnp.stack([w[:, 0], w[:, 1], w[:, 0] ** 2 - 1, w[:, 1] ** 2 - 1, w[:, 0] * w[:, 1]])
+        moments = jnp.stack(
+            [w[:, 0], w[:, 1], w[:, 0] ** 2 - 1, w[:, 1] ** 2 - 1, w[:, 0] * w[:, 1]]
+        )
         assert float(jnp.mean(jnp.any(z != start, 1))) > 0.5
         return np.abs(moments.mean(1)) * np.sqrt(count / np.array([1, 1, 2, 2, 1]))
 
@@ -259,8 +275,12 @@ def intercepts_kernel():
 def test_exact_local_maps_leave_no_residual_and_accept_every_move(intercepts_kernel):
     kernel, silos = intercepts_kernel
     state = run_kernel(kernel, silos)
-    assert float(state.local_accept_prob) > 0.8  # 1 but for the wide proposals, whose mean is about 0.8
-    assert float(state.inflation) == pytest.approx(1 / np.sqrt(1 - float(state.step_size) / 4), rel=1e-3)
+    assert (
+        float(state.local_accept_prob) > 0.8
+    )  # 1 but for the wide proposals, whose mean is about 0.8
+    assert float(state.inflation) == pytest.approx(
+        1 / np.sqrt(1 - float(state.step_size) / 4), rel=1e-3
+    )
 
 
 def test_local_latents_keep_their_pooled_places_and_stay_in_their_silos(intercepts_kernel):
@@ -277,7 +297,9 @@ def test_local_latents_keep_their_pooled_places_and_stay_in_their_silos(intercep
         flat_owner = silos.silo_of_row("groups")
         changed = np.any(np.asarray(new.eps != state.eps), 1)
         np.testing.assert_array_equal(changed, flat_owner == int(new.silo))
-        slope = (np.asarray(new.z["a"]) - np.asarray(state.z["a"])) / float(new.z["mu"] - state.z["mu"])
+        slope = (np.asarray(new.z["a"]) - np.asarray(state.z["a"])) / float(
+            new.z["mu"] - state.z["mu"]
+        )
         elsewhere = owner != int(new.silo)
         np.testing.assert_allclose(slope[elsewhere], slope[elsewhere][0], rtol=1e-3)
         state = new

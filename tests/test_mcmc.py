@@ -50,20 +50,28 @@ def assert_same_draws(first, second, **tolerance):
     a, b = (m.get_samples(group_by_chain=True) for m in (first, second))
     assert set(a) == set(b)
     for name in a:
-        np.testing.assert_allclose(a[name], b[name], err_msg=name, **{"rtol": 2e-4, "atol": 1e-5, **tolerance})
+        np.testing.assert_allclose(
+            a[name], b[name], err_msg=name, **{"rtol": 2e-4, "atol": 1e-5, **tolerance}
+        )
 
 
 # Chains
 
 
-@pytest.mark.parametrize("method", ["vectorized", "parallel", jax.vmap], ids=["vectorized", "parallel", "callable"])
+@pytest.mark.parametrize(
+    "method", ["vectorized", "parallel", jax.vmap], ids=["vectorized", "parallel", "callable"]
+)
 def test_chain_methods_draw_the_same(reference, method):
     assert_same_draws(run(num_chains=2, chain_method=method), reference)
 
 
 def test_chains_differ_and_are_grouped(reference):
     grouped, flat = reference.get_samples(group_by_chain=True), reference.get_samples()
-    assert {k: v.shape for k, v in grouped.items()} == {"mu": (2, 30), "sigma": (2, 30), "ratio": (2, 30)}
+    assert {k: v.shape for k, v in grouped.items()} == {
+        "mu": (2, 30),
+        "sigma": (2, 30),
+        "ratio": (2, 30),
+    }
     np.testing.assert_array_equal(flat["mu"], grouped["mu"].reshape(-1))
     assert np.abs(np.asarray(grouped["mu"][0] - grouped["mu"][1])).max() > 0.01
     np.testing.assert_allclose(flat["ratio"], flat["mu"] / flat["sigma"], rtol=1e-5)
@@ -73,7 +81,14 @@ def test_chains_differ_and_are_grouped(reference):
 def test_one_chain_is_the_chain_of_its_key():
     one = run(seed=3)
     keys = random.split(random.key(0), 2).at[1].set(random.key(3))
-    two = MCMC(langevin(), num_warmup=10, num_samples=30, num_chains=2, chain_method="vectorized", progress_bar=False)
+    two = MCMC(
+        langevin(),
+        num_warmup=10,
+        num_samples=30,
+        num_chains=2,
+        chain_method="vectorized",
+        progress_bar=False,
+    )
     two.run(keys, SILOS)
     np.testing.assert_allclose(
         one.get_samples()["mu"], two.get_samples(group_by_chain=True)["mu"][1], rtol=2e-4, atol=1e-5
@@ -83,7 +98,9 @@ def test_one_chain_is_the_chain_of_its_key():
 
 def test_thinning_keeps_every_third_draw():
     whole, thinned = run(), run(thinning=3)
-    np.testing.assert_allclose(thinned.get_samples()["mu"], whole.get_samples()["mu"][2::3], rtol=1e-5)
+    np.testing.assert_allclose(
+        thinned.get_samples()["mu"], whole.get_samples()["mu"][2::3], rtol=1e-5
+    )
 
 
 def test_run_goes_on_after_warmup():
@@ -106,7 +123,9 @@ def test_run_goes_on_from_the_last_state_of_vectorized_chains():
     parts.post_warmup_state = parts.last_state
     parts.run(parts.last_state.rng_key, SILOS)
     np.testing.assert_allclose(
-        parts.get_samples(group_by_chain=True)["mu"], whole.get_samples(group_by_chain=True)["mu"][:, 20:], rtol=1e-4
+        parts.get_samples(group_by_chain=True)["mu"],
+        whole.get_samples(group_by_chain=True)["mu"][:, 20:],
+        rtol=1e-4,
     )
 
 
@@ -153,7 +172,9 @@ def test_init_params_are_unconstrained_and_in_pooled_order():
     state = kernel.init(random.split(random.key(0), 3), 0, several, model_args=(SILOS,))
     np.testing.assert_array_equal(state.z["mu"], [1, 2, 3])
     far = {"mu": jnp.array([100.0, -100.0]), "sigma": jnp.zeros(2)}
-    chains = run(num_warmup=0, num_samples=2, num_chains=2, chain_method="sequential", init_params=far)
+    chains = run(
+        num_warmup=0, num_samples=2, num_chains=2, chain_method="sequential", init_params=far
+    )
     mu = np.asarray(chains.get_samples(group_by_chain=True)["mu"])
     assert (mu[0] > mu[1] + 10).all()
 
@@ -165,7 +186,9 @@ def test_local_latents_come_out_constrained_and_in_pooled_order(local_run):
     means = np.array([y[group == g].mean() for g in range(18)])
     assert np.corrcoef(np.asarray(draws["a"]).mean(0), means)[0, 1] > 0.95
     flat = np.asarray(LOCAL.order["groups"])
-    assert np.corrcoef(np.asarray(draws["a"]).mean(0), means[flat])[0, 1] < 0.7  # negative control: flat order
+    assert (
+        np.corrcoef(np.asarray(draws["a"]).mean(0), means[flat])[0, 1] < 0.7
+    )  # negative control: flat order
 
 
 # What compiled programs remember
@@ -191,10 +214,15 @@ def test_one_kernel_serves_several_data_sets(fresh, jit_model_args):
     assert_same_draws(mcmc, fresh[0])
     mcmc.run(random.key(0), OTHER)
     assert_same_draws(mcmc, fresh[1])
-    mcmc.sampler.init(random.split(random.key(0), 2), 0, model_args=(OTHER,))  # as vectorised chains do
+    mcmc.sampler.init(
+        random.split(random.key(0), 2), 0, model_args=(OTHER,)
+    )  # as vectorised chains do
     mcmc.run(random.key(0), SILOS)
     assert_same_draws(mcmc, fresh[0])
-    gap = np.asarray(fresh[0].get_samples()["mu"]).mean() - np.asarray(fresh[1].get_samples()["mu"]).mean()
+    gap = (
+        np.asarray(fresh[0].get_samples()["mu"]).mean()
+        - np.asarray(fresh[1].get_samples()["mu"]).mean()
+    )
     assert abs(gap) > 5
 
 
@@ -224,7 +252,9 @@ def test_the_model_is_called_only_while_tracing():
 
 def test_a_model_with_local_latents_is_called_only_while_tracing(local_run):
     keys = random.split(random.key(0), 2)
-    once = fed.FSGLD(intercepts, num_local_steps=5)  # programs compiled before may have been cleared for their memory
+    once = fed.FSGLD(
+        intercepts, num_local_steps=5
+    )  # programs compiled before may have been cleared for their memory
     once.sample(once.init(keys, 0, model_args=(LOCAL,)), (LOCAL,), {})
     INTERCEPTS_CALLS.clear()
     local_run.sampler.init(random.key(1), 0, model_args=(LOCAL,))
@@ -268,7 +298,9 @@ def test_progress_bar_shows_diagnostics(shown, capsys, local_run):
     assert "silo" in capsys.readouterr().err
     time.sleep(0.11)  # it is renewed as often as the bar is drawn
     text = kernel.get_diagnostics_str(mcmc.last_state)
-    assert text == f"step size 1.00e-01, silo {int(mcmc.last_state.silo)}, local acc. 1.00, cut 0.000"
+    assert (
+        text == f"step size 1.00e-01, silo {int(mcmc.last_state.silo)}, local acc. 1.00, cut 0.000"
+    )
 
 
 def test_an_interrupted_run_leaves_everything_usable(shown, monkeypatch):
@@ -358,7 +390,9 @@ def test_gibbs_block_beside_nuts_has_the_exact_posterior():
     silos = fed.split({"x": x, "y": y}, by=np.arange(20) % 3)
     kernel = fed.FSGLD(two_blocks, num_local_steps=20)
     blocks = Gibbs([(kernel, ["mu"]), (NUTS(kernel.model), ["slope"])])
-    mcmc = run(blocks, silos, num_warmup=100, num_samples=1000, num_chains=16, chain_method="sequential")
+    mcmc = run(
+        blocks, silos, num_warmup=100, num_samples=1000, num_chains=16, chain_method="sequential"
+    )
     draws = mcmc.get_samples(group_by_chain=True)
     draws = np.stack([np.asarray(draws[k], np.float64) for k in ("mu", "slope")], -1)
     design = np.stack([np.ones(20), x], 1).astype(np.float64)
@@ -405,5 +439,7 @@ def test_wrapping_and_refreshing():
     assert float(double.z["mu"]) == 0.5
     for k, s in ((kernel, whole), (wrapped, double)):
         assert k.refresh(s, (SILOS,), {}) is s
-    assert not np.allclose(kernel.sample(whole, (SILOS,), {}).z["mu"], wrapped.sample(double, (SILOS,), {}).z["mu"])
+    assert not np.allclose(
+        kernel.sample(whole, (SILOS,), {}).z["mu"], wrapped.sample(double, (SILOS,), {}).z["mu"]
+    )
     assert set(state.z) == {"mu", "sigma"}

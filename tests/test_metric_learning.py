@@ -22,11 +22,15 @@ HAVE_DATA = "NUMPYRO_FED_DATA" in os.environ
 K = ml.DIRECTIONS
 
 
-def made_up(rows: int = 780, features: int = 12, noise: float = 0.7) -> tuple[np.ndarray, np.ndarray]:
+def made_up(
+    rows: int = 780, features: int = 12, noise: float = 0.7
+) -> tuple[np.ndarray, np.ndarray]:
     """Letters at centres of their own, under noise."""
     rng = np.random.default_rng(0)
     letters = 1 + np.arange(rows) % 26
-    return rng.normal(size=(26, features))[letters - 1] + noise * rng.normal(size=(rows, features)), letters
+    return rng.normal(size=(26, features))[letters - 1] + noise * rng.normal(
+        size=(rows, features)
+    ), letters
 
 
 def small(seed: int = 0, num_silos: int = 4) -> tuple[fed.Silos, ml.Pairs]:
@@ -71,12 +75,18 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def write(folder: Path, rows: int = ml.ROWS, noise: float = 0.7) -> Path:
     x, letters = made_up(rows, ml.FEATURES, noise)
-    np.savez(folder / "isolet.npz", X_int16=np.rint(1000 * x).astype(np.int16), y=letters.astype(np.uint8))
+    np.savez(
+        folder / "isolet.npz",
+        X_int16=np.rint(1000 * x).astype(np.int16),
+        y=letters.astype(np.uint8),
+    )
     return folder / "isolet.npz"
 
 
 def test_a_missing_or_truncated_file_is_named(folder: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"isolet.npz, but there is no such file.*data set 54.*7,797 rows"):
+    with pytest.raises(
+        FileNotFoundError, match=r"isolet.npz, but there is no such file.*data set 54.*7,797 rows"
+    ):
         ml.data()
     place = write(folder)
     x, letters = ml.data()
@@ -84,16 +94,22 @@ def test_a_missing_or_truncated_file_is_named(folder: Path) -> None:
     whole = place.read_bytes()
     for length in (0, 100, len(whole) // 2, len(whole) - 1000):
         place.write_bytes(whole[:length])
-        with pytest.raises(ValueError, match=r"isolet.npz is truncated or no such file.*data set 54.*7,797 rows"):
+        with pytest.raises(
+            ValueError, match=r"isolet.npz is truncated or no such file.*data set 54.*7,797 rows"
+        ):
             ml.data()
-    place.write_bytes(whole[: len(whole) // 4] + bytes(100) + whole[len(whole) // 4 + 100 :])  # a checksum that fails
+    place.write_bytes(
+        whole[: len(whole) // 4] + bytes(100) + whole[len(whole) // 4 + 100 :]
+    )  # a checksum that fails
     with pytest.raises(ValueError, match=r"isolet.npz is truncated"):
         ml.data()
     np.savez(place, other=np.zeros(3))
     with pytest.raises(ValueError, match=r"truncated or no such file.*X_int16"):
         ml.data()
     write(folder, rows=6238)
-    with pytest.raises(ValueError, match=r"expected 7,797 rows.*got shapes \(6238, 617\) and \(6238,\)"):
+    with pytest.raises(
+        ValueError, match=r"expected 7,797 rows.*got shapes \(6238, 617\) and \(6238,\)"
+    ):
         ml.data()
 
 
@@ -121,7 +137,8 @@ def test_pairs_are_different_and_of_their_kind(similar: bool) -> None:
     }
     kind = "similar" if similar else "dissimilar"
     with pytest.raises(
-        ValueError, match=f"expected {count + 1} {kind} pairs in a silo of 5 rows, got {count}; use fewer"
+        ValueError,
+        match=f"expected {count + 1} {kind} pairs in a silo of 5 rows, got {count}; use fewer",
     ):
         ml.choose(np.random.default_rng(0), letters, rows, similar, count + 1)
 
@@ -162,7 +179,8 @@ def test_held_out_pairs_are_none_to_learn_from_and_distances_are_one_on_average(
 
 def test_more_silos_than_letters_allow_are_refused() -> None:
     with pytest.raises(
-        ValueError, match=r"at least 28 different ones, so that 14 silos have 2.*got 26; use at most 13 silos"
+        ValueError,
+        match=r"at least 28 different ones, so that 14 silos have 2.*got 26; use at most 13 silos",
     ):
         ml.silos(*made_up(), num_silos=14)
     assert len(ml.silos(*made_up(), num_silos=13, num_pairs=20, num_test=4)[0]) == 13
@@ -175,7 +193,9 @@ def test_density_is_yangs_and_not_the_garbled_one() -> None:
     pairs = small()[1]
     theta = position()
     distance = pairs["w"].astype(np.float64) @ np.asarray(theta["gamma"], np.float64)
-    sign = 2 * pairs["similar"] - 1  # Yang et al.: P(y) = 1 / (1 + exp(y (distance - mu))), y = 1 or -1
+    sign = (
+        2 * pairs["similar"] - 1
+    )  # Yang et al.: P(y) = 1 / (1 + exp(y (distance - mu))), y = 1 or -1
     prior = stats.norm.logpdf(flat(theta), 0, ml.PRIOR_SD).sum()
     right = prior - np.log1p(np.exp(sign * (distance - 1.5))).sum()
     found = float(log_density(ml.model, (), pairs, theta)[0])
@@ -200,7 +220,9 @@ def test_curvature_and_mode_are_those_of_the_density() -> None:
     top = ml.mode(learn.pooled)
     slope = gradient(jnp.asarray(top), learn.pooled)
     assert abs(np.asarray(slope)).max() < 0.02  # of single precision, by 800 pairs
-    assert abs(np.asarray(gradient(jnp.asarray(top + 0.3), learn.pooled))).max() > 1  # negative control
+    assert (
+        abs(np.asarray(gradient(jnp.asarray(top + 0.3), learn.pooled))).max() > 1
+    )  # negative control
     assert set(sign) == {-1.0, 1.0}
 
 
@@ -211,8 +233,12 @@ def test_laplace_has_each_silos_score_and_curvature_at_its_own_mode() -> None:
         a, sign = ml.design(learn[name])
         theta = ml.mode(learn[name])
         score = a.T @ (sign * special.expit(-sign * (a @ theta)))
-        np.testing.assert_allclose(surrogates.scores(theta[None])[s, 0], score, rtol=1e-3, atol=2e-3)
-        np.testing.assert_allclose(surrogates.factors.precision[s], ml.curvature(a, theta), rtol=1e-5)
+        np.testing.assert_allclose(
+            surrogates.scores(theta[None])[s, 0], score, rtol=1e-3, atol=2e-3
+        )
+        np.testing.assert_allclose(
+            surrogates.factors.precision[s], ml.curvature(a, theta), rtol=1e-5
+        )
         elsewhere = surrogates.scores(ml.mode(learn.pooled)[None])[s, 0]
         assert abs(elsewhere - score).max() > 0.1  # negative control
 
@@ -224,7 +250,9 @@ def test_growth_of_a_stay() -> None:
     values = np.linalg.eigvalsh(exact.sum(0) + prior)
 
     def of(precisions: np.ndarray, stay: int) -> float:
-        return ml.growth(learn, fed.surrogates.analytic(learn, np.zeros((4, K + 1)), precisions), stay)
+        return ml.growth(
+            learn, fed.surrogates.analytic(learn, np.zeros((4, K + 1)), precisions), stay
+        )
 
     # the silos' own curvatures: all silos alike, a step contracts as the posterior's smallest curvature does
     assert abs(of(exact, 40) - (1 - ml.STEP_SIZE / 2 * values[0]) ** 40) < 1e-5
@@ -241,17 +269,23 @@ def test_growth_of_a_stay() -> None:
 def test_log_likelihoods_are_both_averages() -> None:
     pairs = small()[1]
     rng = np.random.default_rng(0)
-    draws = {"gamma": rng.normal(3, 1, (5, K)).astype(np.float32), "mu": rng.normal(size=5).astype(np.float32)}
+    draws = {
+        "gamma": rng.normal(3, 1, (5, K)).astype(np.float32),
+        "mu": rng.normal(size=5).astype(np.float32),
+    }
     each, log_mean = ml.log_likelihoods(draws, pairs)
     sign = 2 * pairs["similar"] - 1
     p = special.expit(sign * (draws["mu"][:, None] - draws["gamma"] @ pairs["w"].T))
     np.testing.assert_allclose(each, np.log(p).mean(1), rtol=1e-5)
-    np.testing.assert_allclose(log_mean, [np.log(p[:n].mean(0)).mean() for n in range(1, 6)], rtol=1e-5)
+    np.testing.assert_allclose(
+        log_mean, [np.log(p[:n].mean(0)).mean() for n in range(1, 6)], rtol=1e-5
+    )
     assert log_mean[-1] > each.mean()  # Jensen
 
 
 @pytest.mark.parametrize(
-    ("curve", "round"), [([3, 3, 3], 1), ([0, 3, 3], 2), ([0, 3, 0, 3], 4), ([3, 3, 0], np.inf), ([0, 0], np.inf)]
+    ("curve", "round"),
+    [([3, 3, 3], 1), ([0, 3, 3], 2), ([0, 3, 0, 3], 4), ([3, 3, 0], np.inf), ([0, 0], np.inf)],
 )
 def test_the_round_from_which_a_curve_stays_above(curve: list[float], round: float) -> None:
     assert ml.reached(np.array(curve), 1.0) == round
@@ -270,14 +304,18 @@ def test_the_table_leaves_out_chains_that_left_and_counts_them() -> None:
         found["FSGLD, moments", name].whole[1, 0, 30] = -1e20
         found["FSGLD, moments", name].whole[2, 0, 40:] = np.nan
         found["FSGLD, Laplace", name].whole[:, 0, 40:] = -np.inf
-    growths = {method: np.array([0.9, 2.0, 30.0]) for method in ml.METHODS} | {"NUTS": np.full(3, np.nan)}
+    growths = {method: np.array([0.9, 2.0, 30.0]) for method in ml.METHODS} | {
+        "NUTS": np.full(3, np.nan)
+    }
     frame = ml.table(found, growths)
     assert frame["left"].tolist() == ["0", "2", "3", "0", "0", "0"]
     assert frame["above DSGLD"].tolist() == ["", "1", "0", "3", "3", "3"]
     assert frame.loc["FSGLD, Laplace", "held-out, average"] == "-"
     only = found["FSGLD, moments", "held-out"].late[0, 0].mean()
     assert frame.loc["FSGLD, moments", "held-out, average"] == f"{only:.4f} (0.0000)"
-    short = found["DSGLD", "held-out"].late[:, 0].mean(-1) - found["NUTS", "held-out"].late[:, 0].mean(-1)
+    short = found["DSGLD", "held-out"].late[:, 0].mean(-1) - found["NUTS", "held-out"].late[
+        :, 0
+    ].mean(-1)
     assert frame.loc["DSGLD", "less NUTS"] == f"{short.mean():.4f} ({short.std(ddof=1):.4f})"
     assert frame.loc["FSGLD, Laplace", "less NUTS"] == "-"
     assert frame.loc["FSGLD, score", "growth"] == "2, 30"
@@ -292,11 +330,16 @@ def test_fsgld_is_above_dsgld_in_long_stays() -> None:
     batches = {}
     for method in ("DSGLD", "FSGLD, Laplace"):
         draws, _ = ml.fit(learn, method, 200, 250)
-        each = np.asarray(ml.log_likelihoods({k: v[50:] for k, v in draws.items()}, test)[0], np.float64)
+        each = np.asarray(
+            ml.log_likelihoods({k: v[50:] for k, v in draws.items()}, test)[0], np.float64
+        )
         batches[method] = each.reshape(10, -1).mean(1)
 
     def apart(low: np.ndarray, high: np.ndarray) -> bool:
-        return bool(high.mean() - low.mean() > 4 * np.hypot(*(v.std(ddof=1) / len(v) ** 0.5 for v in (low, high))))
+        return bool(
+            high.mean() - low.mean()
+            > 4 * np.hypot(*(v.std(ddof=1) / len(v) ** 0.5 for v in (low, high)))
+        )
 
     low, high = batches.values()
     assert apart(low, high), batches
@@ -306,10 +349,14 @@ def test_fsgld_is_above_dsgld_in_long_stays() -> None:
 
 @pytest.mark.slow
 def test_quick(folder: Path) -> None:
-    write(folder, noise=4.0)  # letters that overlap, as the real ones do: a posterior with a curvature
+    write(
+        folder, noise=4.0
+    )  # letters that overlap, as the real ones do: a posterior with a curvature
     frame = ml.main(["--quick", "--figure", str(folder / "new" / "figure.png")])
     plt.close("all")
     assert (folder / "new" / "figure.png").stat().st_size > 10_000
     assert list(frame.index) == list(ml.METHODS)
-    default, nuts = (float(frame.loc[m, "learning, log mean"].split()[0]) for m in ("FSGLD, default", "NUTS"))
+    default, nuts = (
+        float(frame.loc[m, "learning, log mean"].split()[0]) for m in ("FSGLD, default", "NUTS")
+    )
     assert abs(default - nuts) < 0.01, frame

@@ -21,7 +21,9 @@ Y = np.arange(5.0)
 Data = dict[str, dict[str, Any]]
 
 
-def model(x: Array, y: Array | None = None, proxy: Array | None = None, kind: str = "probit") -> None:
+def model(
+    x: Array, y: Array | None = None, proxy: Array | None = None, kind: str = "probit"
+) -> None:
     """Hospitals without x measure a proxy of it; one of them reports another kind of outcome."""
     beta = numpyro.sample("beta", dist.Normal(0, 1))
     with silo_plate("patients", x.shape[0]):
@@ -67,7 +69,11 @@ def test_three_structures_in_one_federation() -> None:
         {"x": "x", "y": "x"},
     ]
     assert [part.sizes for part in silos.parts] == [{"x": (4, 6, 3)}, {"x": (3,)}, {"x": (2, 5)}]
-    assert [part.shared for part in silos.parts] == [{"proxy": None}, {}, {"proxy": None, "kind": "laplace"}]
+    assert [part.shared for part in silos.parts] == [
+        {"proxy": None},
+        {},
+        {"proxy": None, "kind": "laplace"},
+    ]
     assert [part.guessed for part in silos.parts] == [("x",)] * 3
 
 
@@ -78,7 +84,9 @@ def test_a_silo_s_arguments_are_those_given() -> None:
         own = {leaf: v for leaf, v in silos[name].items() if v is not None}
         assert set(own) == {leaf for leaf, v in given_.items() if v is not None}
         for leaf in own:
-            np.testing.assert_array_equal(own[leaf], given_[leaf] if leaf == "kind" else np.float32(given_[leaf]))
+            np.testing.assert_array_equal(
+                own[leaf], given_[leaf] if leaf == "kind" else np.float32(given_[leaf])
+            )
 
 
 def test_parts_have_the_density_of_their_branch() -> None:
@@ -88,7 +96,9 @@ def test_parts_have_the_density_of_their_branch() -> None:
         factors = factorise(model, silos.parts[part])
         assert factors.plates == (("patients", "x"),)
         _, local = factors.terms(theta, {}, silos[name], {"x": 1.0})
-        own = {leaf: np.asarray(v, np.float64) for leaf, v in silos[name].items() if leaf in ("x", "y")}
+        own = {
+            leaf: np.asarray(v, np.float64) for leaf, v in silos[name].items() if leaf in ("x", "y")
+        }
         noise = stats.laplace if name in ("lyon", "nice") else stats.norm
         expected = noise.logpdf(own["y"], 0.3 * own["x"])
         if name == "rome":
@@ -97,7 +107,9 @@ def test_parts_have_the_density_of_their_branch() -> None:
 
 
 @settings(max_examples=25, deadline=None, derandomize=True)
-@given(st.lists(st.tuples(st.sampled_from("ab"), st.booleans(), st.booleans()), min_size=1, max_size=7))
+@given(
+    st.lists(st.tuples(st.sampled_from("ab"), st.booleans(), st.booleans()), min_size=1, max_size=7)
+)
 def test_parts_are_the_classes_of_equal_structure(kinds: list[tuple[str, bool, bool]]) -> None:
     data = {
         f"s{s}": {
@@ -119,7 +131,13 @@ def test_parts_are_the_classes_of_equal_structure(kinds: list[tuple[str, bool, b
 def test_one_structure_is_what_silos_makes_of_it() -> None:
     rng = np.random.default_rng(0)
     data = {
-        name: {"x": rng.normal(size=(n, 2)), "d": rng.normal(size=k), "label": np.ones(n), "c": np.ones(2), "k": 2.0}
+        name: {
+            "x": rng.normal(size=(n, 2)),
+            "d": rng.normal(size=k),
+            "label": np.ones(n),
+            "c": np.ones(2),
+            "k": 2.0,
+        }
         for name, n, k in (("oslo", 4, 2), ("rome", 4, 3))
     }
     for rows in ({}, {"x": "patients"}, {"d": "districts", "label": "patients"}):
@@ -154,9 +172,17 @@ def test_types_and_trailing_shapes_of_rows(one: Any, other: Any, parts: int) -> 
     assert len(MixedSilos({"oslo": {"y": one}, "rome": {"y": other}}).parts) == parts
 
 
-@pytest.mark.parametrize(("one", "other"), [(1, 2), (1, True), (1, 1.0), ("a", "b"), ((1, 2), (1, 3)), (None, "a")])
+@pytest.mark.parametrize(
+    ("one", "other"), [(1, 2), (1, True), (1, 1.0), ("a", "b"), ((1, 2), (1, 3)), (None, "a")]
+)
 def test_static_arguments_set_structures_apart(one: Any, other: Any) -> None:
-    silos = MixedSilos({"oslo": {"y": Y, "k": one}, "rome": {"y": Y[1:], "k": other}, "bern": {"y": Y[2:], "k": one}})
+    silos = MixedSilos(
+        {
+            "oslo": {"y": Y, "k": one},
+            "rome": {"y": Y[1:], "k": other},
+            "bern": {"y": Y[2:], "k": one},
+        }
+    )
     assert partition(silos) == [("oslo", "bern"), ("rome",)]
     assert [silos[name]["k"] for name in silos] == [one, other, one]
     assert type(silos["rome"]["k"]) is type(other)
@@ -168,7 +194,12 @@ def test_static_arguments_set_structures_apart(one: Any, other: Any) -> None:
 def test_rows_of_a_part_of_one_silo_are_told_by_the_others() -> None:
     # in rome everything has 3 rows; only the other silos tell the plates, and what is shared
     def city(n: int, k: int, **more: Any) -> dict[str, Any]:
-        return {"centres": np.arange(3.0), "y": np.arange(n) + 10.0 * n, "d": np.arange(k) - 10.0 * k, **more}
+        return {
+            "centres": np.arange(3.0),
+            "y": np.arange(n) + 10.0 * n,
+            "d": np.arange(k) - 10.0 * k,
+            **more,
+        }
 
     silos = MixedSilos({"oslo": city(4, 2), "rome": city(3, 3, kind="new"), "bern": city(5, 3)})
     assert partition(silos) == [("oslo", "bern"), ("rome",)]
@@ -191,7 +222,10 @@ def test_equal_labels_in_one_part_are_rows() -> None:
 
 
 def test_labels_equal_in_all_silos_are_rows_where_as_long_as_rows() -> None:
-    data = {"oslo": {"y": Y[:3], "label": np.ones(3)}, "rome": {"y": Y[2:], "label": np.ones(3), "kind": "new"}}
+    data = {
+        "oslo": {"y": Y[:3], "label": np.ones(3)},
+        "rome": {"y": Y[2:], "label": np.ones(3), "kind": "new"},
+    }
     assert [part.group for part in MixedSilos(data).parts] == [{"y": "y", "label": "y"}] * 2
     data["rome"]["y"] = Y
     silos = MixedSilos(data)
@@ -217,17 +251,26 @@ def test_an_argument_that_is_an_array_in_some_silos_only() -> None:
 
 def test_groups_are_linked_by_an_argument_that_silos_have_in_common() -> None:
     a, b = {"x": Y, "y": Y}, {"y": Y[:3], "z": Y[:3]}
-    silos = MixedSilos({"oslo": a, "rome": {"x": Y[1:], "y": Y[1:]}, "bern": b, "pisa": {"y": Y[:2], "z": Y[:2]}})
+    silos = MixedSilos(
+        {"oslo": a, "rome": {"x": Y[1:], "y": Y[1:]}, "bern": b, "pisa": {"y": Y[:2], "z": Y[:2]}}
+    )
     assert [part.group for part in silos.parts] == [{"x": "x", "y": "x"}, {"y": "x", "z": "x"}]
     # without a common argument, equal lengths elsewhere tie nothing
-    apart = MixedSilos({"oslo": {"x": Y}, "rome": {"x": Y[1:]}, "bern": {"z": Y[:2]}, "pisa": {"z": Y[:1]}})
+    apart = MixedSilos(
+        {"oslo": {"x": Y}, "rome": {"x": Y[1:]}, "bern": {"z": Y[:2]}, "pisa": {"z": Y[:1]}}
+    )
     assert [part.group for part in apart.parts] == [{"x": "x"}, {"z": "z"}]
 
 
 def test_index_to_districts_inside_silos() -> None:
     def region(district: list[int], k: int, **more: Any) -> dict[str, Any]:
         n = len(district)
-        return {"y": Y[:n] + 0.1 * k, "district": np.int8(district), "districts": np.arange(k), **more}
+        return {
+            "y": Y[:n] + 0.1 * k,
+            "district": np.int8(district),
+            "districts": np.arange(k),
+            **more,
+        }
 
     data = {
         "north": region([0, 1, 1, 0], 2),
@@ -254,7 +297,9 @@ def test_index_to_districts_inside_silos() -> None:
 
 def test_shared_arrays_are_the_same_in_all_parts() -> None:
     centre = np.array([1.0, 2.0])
-    silos = MixedSilos({name: {**kwargs, "centre": centre} for name, kwargs in three_structures().items()})
+    silos = MixedSilos(
+        {name: {**kwargs, "centre": centre} for name, kwargs in three_structures().items()}
+    )
     assert len(silos.parts) == 3
     for part in silos.parts:
         assert "centre" not in part.group
@@ -294,7 +339,10 @@ def test_repr() -> None:
 
 
 def test_unknown_silo() -> None:
-    with pytest.raises(KeyError, match=r"no silo 'paris'; there are \['oslo', 'rome', 'lyon', 'bern', 'nice', 'pisa'"):
+    with pytest.raises(
+        KeyError,
+        match=r"no silo 'paris'; there are \['oslo', 'rome', 'lyon', 'bern', 'nice', 'pisa'",
+    ):
         MixedSilos(three_structures())["paris"]
 
 
@@ -309,25 +357,43 @@ def nan_at(row: int) -> np.ndarray:
 
 def with_new(**new: Any) -> Data:
     """Two plain silos and a new one of a structure of its own."""
-    return {"oslo": {"y": Y, "d": Y[:2]}, "rome": {"y": Y[:3], "d": Y[:3]}, "new": {"kind": "new", **new}}
+    return {
+        "oslo": {"y": Y, "d": Y[:2]},
+        "rome": {"y": Y[:3], "d": Y[:3]},
+        "new": {"kind": "new", **new},
+    }
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "no silo": (lambda: MixedSilos({}), r"expected at least one silo, got none"),
-    "no mapping": (lambda: MixedSilos([Y]), r"expected \{silo name: \{argument: value\}\}.*got list"),  # type: ignore[arg-type]
+    "no mapping": (
+        lambda: MixedSilos([Y]),
+        r"expected \{silo name: \{argument: value\}\}.*got list",
+    ),  # type: ignore[arg-type]
     "silo that is no mapping": (
         lambda: MixedSilos({"oslo": {"y": Y}, "rome": Y}),  # type: ignore[dict-item]
         r"silo 'rome': expected \{argument: value\}, got ndarray",
     ),
-    "names": (lambda: MixedSilos({1: {"y": Y}, "1": {"y": Y}}), r"silo names that differ, got \['1', '1'\]"),  # type: ignore[dict-item]
-    "unknown rows": (lambda: MixedSilos(with_new(y=Y), rows={"z": "a"}), r"name arguments that data lack: \['z'\]"),
-    "unknown index": (lambda: MixedSilos(with_new(y=Y), index={"z": "a"}), r"name arguments that data lack: \['z'\]"),
+    "names": (
+        lambda: MixedSilos({1: {"y": Y}, "1": {"y": Y}}),
+        r"silo names that differ, got \['1', '1'\]",
+    ),  # type: ignore[dict-item]
+    "unknown rows": (
+        lambda: MixedSilos(with_new(y=Y), rows={"z": "a"}),
+        r"name arguments that data lack: \['z'\]",
+    ),
+    "unknown index": (
+        lambda: MixedSilos(with_new(y=Y), index={"z": "a"}),
+        r"name arguments that data lack: \['z'\]",
+    ),
     "told, but no array": (
         lambda: MixedSilos(with_new(y=Y, d=2.0), rows={"d": "ds"}),
         r"silo 'new', argument 'd': expected an array of rows, as rows= or index= say, got 2\.0",
     ),
     "scalar array": (
-        lambda: MixedSilos({"oslo": {"y": Y, "k": np.float64(1)}, "rome": {"y": Y, "k": np.float64(2)}}),
+        lambda: MixedSilos(
+            {"oslo": {"y": Y, "k": np.float64(1)}, "rome": {"y": Y, "k": np.float64(2)}}
+        ),
         r"silo 'oslo', argument 'k': expected an array with a leading axis.*got array\(1\.\).*plain Python value",
     ),
     "scalar array beside a number": (
@@ -362,16 +428,30 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         r"silos \['new'\]: expected at least one argument with rows, got only shared or static ones "
         r"\['kind', 'other'\]; where .* rows= says",
     ),
-    "empty silo": (lambda: MixedSilos(with_new(y=Y[:0])), r"silo 'new' is empty: it has no row of 'y'; leave it out"),
-    "NaN": (lambda: MixedSilos(with_new(y=nan_at(1))), r"silo 'new', argument 'y', row 1: expected finite numbers"),
-    "text": (lambda: MixedSilos(with_new(y=np.array(["a"]))), r"argument 'y': expected numbers, got <U1"),
-    "shared NaN": (lambda: MixedSilos(with_new(y=Y, c=nan_at(0)[:4])), r"shared argument 'c': expected finite"),
+    "empty silo": (
+        lambda: MixedSilos(with_new(y=Y[:0])),
+        r"silo 'new' is empty: it has no row of 'y'; leave it out",
+    ),
+    "NaN": (
+        lambda: MixedSilos(with_new(y=nan_at(1))),
+        r"silo 'new', argument 'y', row 1: expected finite numbers",
+    ),
+    "text": (
+        lambda: MixedSilos(with_new(y=np.array(["a"]))),
+        r"argument 'y': expected numbers, got <U1",
+    ),
+    "shared NaN": (
+        lambda: MixedSilos(with_new(y=Y, c=nan_at(0)[:4])),
+        r"shared argument 'c': expected finite",
+    ),
     "index without rows": (
         lambda: MixedSilos(with_new(y=Y, to=np.zeros(5, int)), index={"to": "districts"}),
         r"no argument has rows of 'districts'; give one",
     ),
     "index outside": (
-        lambda: MixedSilos(with_new(y=Y[:2], d=Y[:1], to=np.array([0, 1])), rows={"to": "y"}, index={"to": "d"}),
+        lambda: MixedSilos(
+            with_new(y=Y[:2], d=Y[:1], to=np.array([0, 1])), rows={"to": "y"}, index={"to": "d"}
+        ),
         r"silo 'new', argument 'to', row 1: index 1 is outside the silo's 1 elements of 'd'",
     ),
 }

@@ -90,7 +90,9 @@ def test_six_cities_figure_of_silos_alone(tmp_path: Path) -> None:
     for i, axis in enumerate(axes):
         assert len(axis.lines) == 4
         x, density = axis.lines[0].get_data()
-        scale = np.log(draws["sigma"]) if i == 4 else draws[six_cities.GLOBALS[i]]  # of sigma its logarithm is drawn
+        scale = (
+            np.log(draws["sigma"]) if i == 4 else draws[six_cities.GLOBALS[i]]
+        )  # of sigma its logarithm is drawn
         assert abs(np.average(x, weights=density) - scale.mean()) < 0.1 * scale.std()
 
 
@@ -112,7 +114,9 @@ def test_six_cities_quick(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_six_cities_alone_quick(tmp_path: Path) -> None:
-    comparison = six_cities.main(["--alone", "--quick", "--figure", str(tmp_path / "figure.png")])["SFVI"]
+    comparison = six_cities.main(["--alone", "--quick", "--figure", str(tmp_path / "figure.png")])[
+        "SFVI"
+    ]
     plt.close("all")
     assert (tmp_path / "figure.png").stat().st_size > 0
     assert (comparison.table["error"] - 4 * comparison.table["mcse"]).max() < 0.1, comparison
@@ -124,15 +128,23 @@ def test_six_cities_alone_quick(tmp_path: Path) -> None:
 def eight_schools_density(mu: np.ndarray, tau: np.ndarray) -> np.ndarray:
     """The log posterior of mu and tau, the schools' effects integrated out, up to a constant."""
     spread = np.hypot(tau[..., None], eight_schools.ERROR.astype(float))
-    likelihood = stats.norm.logpdf(eight_schools.EFFECT.astype(float), mu[..., None], spread).sum(-1)
+    likelihood = stats.norm.logpdf(eight_schools.EFFECT.astype(float), mu[..., None], spread).sum(
+        -1
+    )
     return likelihood + stats.norm.logpdf(mu, 0, 5) + stats.halfcauchy.logpdf(tau, 0, 5)
 
 
 def test_eight_schools_likelihood_is_the_closed_form() -> None:
     nodes, weights = np.polynomial.hermite_e.hermegauss(101)
-    draws = {"mu": np.full(101, 5.0), "tau": np.full(101, 6.0), "z": np.repeat(nodes[:, None], 8, 1)}
+    draws = {
+        "mu": np.full(101, 5.0),
+        "tau": np.full(101, 6.0),
+        "z": np.repeat(nodes[:, None], 8, 1),
+    }
     draws = {k: v.astype(np.float32) for k, v in draws.items()}
-    each = log_likelihood(eight_schools.model, draws, eight_schools.EFFECT, eight_schools.ERROR)["y"]
+    each = log_likelihood(eight_schools.model, draws, eight_schools.EFFECT, eight_schools.ERROR)[
+        "y"
+    ]
     marginal = np.log(np.exp(np.asarray(each, np.float64)).T @ weights / weights.sum()).sum()
     closed = stats.norm.logpdf(eight_schools.EFFECT, 5, np.hypot(6, eight_schools.ERROR)).sum()
     assert abs(marginal - closed) < 1e-4
@@ -181,7 +193,9 @@ def test_gaussian_mean_posterior_and_bounds() -> None:
     corners = np.array([[a, b] for a in (-6, 6) for b in (-6, 6)])
     squares = [((own[:, None] - corners) ** 2).sum(-1) for own in rows]
     np.testing.assert_allclose(constants["γ², rows"], [own.max() for own in squares], rtol=1e-5)
-    np.testing.assert_allclose(constants["γ², mean"], [own.mean(0).max() for own in squares], rtol=1e-5)
+    np.testing.assert_allclose(
+        constants["γ², mean"], [own.mean(0).max() for own in squares], rtol=1e-5
+    )
     assert (constants["γ², mean"] > 10 * constants["ε²"]).all()
     # N_s^2 / (f_s m T) = 0.4 for each of them, and 1 / (h T) = 0.1
     assert dsgld == pytest.approx(0.4 * constants["γ², rows"].sum() + 0.1, rel=1e-5)
@@ -217,7 +231,9 @@ def test_gaussian_mean_closed_forms_are_those_of_simulated_chains(stay: int) -> 
     assert (abs(each.mean(0) - expected) < 4 * each.std(0) / count**0.5).all()
     between, noise = gaussian_mean.variances(points, "DSGLD", stay)
     assert abs(draws.var((0, 1)).mean() / (between + noise) - 1) < 0.1
-    other = gaussian_mean.expected_mse(points, "DSGLD", 1000, numbers)  # negative control: draws of one stay
+    other = gaussian_mean.expected_mse(
+        points, "DSGLD", 1000, numbers
+    )  # negative control: draws of one stay
     assert abs(each.mean(0) - other)[-1] > 8 * each.std(0)[-1] / count**0.5
     assert gaussian_mean.variances(points, "FSGLD", stay) == (0, noise)
 
@@ -230,7 +246,10 @@ def test_gaussian_mean_quick(tmp_path: Path) -> None:
     mean, sd = gaussian_mean.exact(points)
     for (method, stay), chains in draws.items():
         # at 100 steps of contraction 0.9 between draws these are as good as independent
-        predicted, count = sum(gaussian_mean.variances(points, method, stay)) ** 0.5, np.prod(chains.shape[:2])
+        predicted, count = (
+            sum(gaussian_mean.variances(points, method, stay)) ** 0.5,
+            np.prod(chains.shape[:2]),
+        )
         assert (abs(chains.mean((0, 1)) - mean) < 4 * predicted / count**0.5).all()
         ratio = chains.var((0, 1)).mean() ** 0.5 / predicted
         assert abs(ratio - 1) < 4 / (4 * count) ** 0.5 + 0.03, (method, stay, ratio)
@@ -307,7 +326,9 @@ def test_logistic_regression_quick(made_up: Path) -> None:
     assert x.shape == (3100, 23)
     np.testing.assert_allclose(x.mean(0), 0, atol=1e-5)
     np.testing.assert_allclose(x.std(0), 1, rtol=1e-5)
-    found, comparison = logistic_regression.main(["--quick", "--figure", str(made_up / "figure.png")])
+    found, comparison = logistic_regression.main(
+        ["--quick", "--figure", str(made_up / "figure.png")]
+    )
     plt.close("all")
     assert (made_up / "figure.png").stat().st_size > 0
     assert len(found) == 12
@@ -324,8 +345,13 @@ def made_up_digits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     patterns = rng.normal(size=(10, 784))
     for part, count in (("train", 3000), ("t10k", 1000)):
         digit = rng.integers(0, 10, count)
-        pixels = np.clip(60 + 11 * patterns[digit] + 50 * rng.normal(size=(count, 784)), 0, 255).astype(np.uint8)
-        for kind, header, values in (("images-idx3", 16, pixels), ("labels-idx1", 8, digit.astype(np.uint8))):
+        pixels = np.clip(
+            60 + 11 * patterns[digit] + 50 * rng.normal(size=(count, 784)), 0, 255
+        ).astype(np.uint8)
+        for kind, header, values in (
+            ("images-idx3", 16, pixels),
+            ("labels-idx1", 8, digit.astype(np.uint8)),
+        ):
             with gzip.open(tmp_path / "mnist" / f"{part}-{kind}-ubyte.gz", "wb") as out:
                 out.write(bytes(header) + values.tobytes())
     return tmp_path
@@ -352,10 +378,18 @@ def test_multinomial_regression_predicts_by_its_q(made_up_digits: Path) -> None:
     rows = multinomial_regression.silos(train, 20)
     assert rows.sizes[rows.group["x"]] == (25,) * 20
     rng = np.random.default_rng(1)
-    b, w = rng.normal(size=10), np.stack([train["x"][train["y"] == k].mean(0) for k in range(10)], axis=1)
+    b, w = (
+        rng.normal(size=10),
+        np.stack([train["x"][train["y"] == k].mean(0) for k in range(10)], axis=1),
+    )
     loc = np.concatenate([b, w.ravel()]).astype(np.float32)
     right = 100 * ((test["x"] @ w + b).argmax(-1) == test["y"]).mean()
-    params = {"auto_loc": loc, "auto_scale": np.full(7850, 1e-6, np.float32), "sigma_w": 1.0, "sigma_b": 1.0}
+    params = {
+        "auto_loc": loc,
+        "auto_scale": np.full(7850, 1e-6, np.float32),
+        "sigma_w": 1.0,
+        "sigma_b": 1.0,
+    }
     assert abs(multinomial_regression.accuracy(params, test) - right) < 0.11
     # negative control: a q that knows nothing predicts no better than chance
     params["auto_scale"] = np.full(7850, 10, np.float32)
@@ -374,7 +408,9 @@ def test_multinomial_regression_counts_the_rounds_saved() -> None:
 
 def test_real_heart_disease_or_the_words_of_its_absence() -> None:
     if not HAVE_DATA:
-        words = r"NUMPYRO_FED_DATA is not set.*UCI repository, data set 45.*920 rows.*heart_disease/"
+        words = (
+            r"NUMPYRO_FED_DATA is not set.*UCI repository, data set 45.*920 rows.*heart_disease/"
+        )
         with pytest.raises(FileNotFoundError, match=words):
             heart_disease.main(["--quick"])
         return
@@ -396,7 +432,9 @@ def test_real_magic_and_credit_or_the_words_of_their_absence(
     name: str, shape: tuple[int, int], positives: int, number: int
 ) -> None:
     if not HAVE_DATA:
-        words = rf"NUMPYRO_FED_DATA is not set.*UCI repository, data set {number}.*{shape[0]:,} rows"
+        words = (
+            rf"NUMPYRO_FED_DATA is not set.*UCI repository, data set {number}.*{shape[0]:,} rows"
+        )
         with pytest.raises(FileNotFoundError, match=words):
             logistic_regression.data(name)
         return
@@ -413,8 +451,12 @@ def test_real_mnist_or_the_words_of_its_absence() -> None:
         return
     train, test = multinomial_regression.data()
     assert (train["x"].shape, test["x"].shape) == ((60_000, 784), (10_000, 784))
-    np.testing.assert_array_equal(np.bincount(train["y"]), [5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949])
-    np.testing.assert_array_equal(np.bincount(test["y"]), [980, 1135, 1032, 1010, 982, 892, 958, 1028, 974, 1009])
+    np.testing.assert_array_equal(
+        np.bincount(train["y"]), [5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949]
+    )
+    np.testing.assert_array_equal(
+        np.bincount(test["y"]), [980, 1135, 1032, 1010, 982, 892, 958, 1028, 974, 1009]
+    )
     assert (test["x"].min(), test["x"].max()) == (0, 1)
 
 

@@ -28,7 +28,9 @@ import lung_survival
 import ordinal_intake
 import sleepstudy
 
-needs_data = pytest.mark.skipif("NUMPYRO_FED_DATA" not in os.environ, reason="the data are not shipped")
+needs_data = pytest.mark.skipif(
+    "NUMPYRO_FED_DATA" not in os.environ, reason="the data are not shipped"
+)
 ROOT = np.array([[1.0, 0.0], [0.3, np.sqrt(1 - 0.09)]])  # a correlation of 0.3
 # LKJ(2) in two dimensions has density proportional to 1 - r^2, which is 3/4 of it, and dr / d(the factor's entry) = 1
 LKJ = np.log(0.75 * (1 - 0.09))
@@ -69,7 +71,11 @@ def sizes(silos: fed.Silos, leaf: str) -> tuple[int, ...]:
 def test_gu_immun() -> None:
     silos = gu_immun.silos()
     rows = silos.pooled
-    assert [sum(sizes(silos, leaf)) for leaf in ("y", "community", "communities")] == [2159, 1595, 161]
+    assert [sum(sizes(silos, leaf)) for leaf in ("y", "community", "communities")] == [
+        2159,
+        1595,
+        161,
+    ]
     assert len(silos) == 8
     assert (min(sizes(silos, "y")), max(sizes(silos, "y"))) == (251, 287)
     assert np.sum(rows["y"]) == 964
@@ -78,14 +84,30 @@ def test_gu_immun() -> None:
     # each child's family and community are those of its row
     families, communities = np.unique(table["mom"]), np.unique(table["comm"])
     np.testing.assert_array_equal(families[rows["family"]], table["mom"])
-    np.testing.assert_array_equal(communities[np.asarray(rows["community"])[rows["family"]]], table["comm"])
+    np.testing.assert_array_equal(
+        communities[np.asarray(rows["community"])[rows["family"]]], table["comm"]
+    )
     beta, u, v = rng().normal(size=15), rng().normal(size=161), rng().normal(size=1595)
     logits = (
-        0.3 + x.to_numpy(float) @ beta + 2.0 * v[rows["family"]] + 0.7 * u[np.searchsorted(communities, table["comm"])]
+        0.3
+        + x.to_numpy(float) @ beta
+        + 2.0 * v[rows["family"]]
+        + 0.7 * u[np.searchsorted(communities, table["comm"])]
     )
-    expected = norm(0.3, 0, 2.5) + norm(beta, 0, 2.5) + half_normal([2.0, 0.7], 2) + norm(u) + norm(v)
+    expected = (
+        norm(0.3, 0, 2.5) + norm(beta, 0, 2.5) + half_normal([2.0, 0.7], 2) + norm(u) + norm(v)
+    )
     expected += bernoulli(rows["y"], logits)
-    found = density(gu_immun.model, silos, intercept=0.3, beta=beta, sigma_family=2.0, sigma_community=0.7, u=u, v=v)
+    found = density(
+        gu_immun.model,
+        silos,
+        intercept=0.3,
+        beta=beta,
+        sigma_family=2.0,
+        sigma_community=0.7,
+        u=u,
+        v=v,
+    )
     np.testing.assert_allclose(found, expected, rtol=2e-6)
 
 
@@ -98,7 +120,13 @@ def test_heart_disease_hospitals() -> None:
     beta, z, tau = rng().normal(size=13), rng().normal(size=(4, 2)), np.array([0.8, 0.3])
     own = (tau * z)[np.unique(hospital, return_inverse=True)[1]]
     logits = -0.2 + x.to_numpy(float) @ beta + own[:, 0] + own[:, 1] * x["age"].to_numpy(float)
-    expected = norm(-0.2, 0, 2.5) + norm(beta, 0, 2.5) + half_normal(tau, 1) + norm(z) + bernoulli(y, logits)
+    expected = (
+        norm(-0.2, 0, 2.5)
+        + norm(beta, 0, 2.5)
+        + half_normal(tau, 1)
+        + norm(z)
+        + bernoulli(y, logits)
+    )
     found = density(heart_disease_hospitals.model, silos, intercept=-0.2, beta=beta, tau=tau, z=z)
     np.testing.assert_allclose(found, expected, rtol=2e-6)
 
@@ -112,9 +140,20 @@ def test_sleepstudy() -> None:
     assert abs(y[0, 0] - 2.4956) < 1e-6
     mean, tau, sigma = np.array([2.5, 0.1]), np.array([0.25, 0.06]), 0.26
     own = mean + tau * rng().normal(size=(18, 2))
-    expected = norm(mean, [2.5, 0], [1, 0.5]) + half_normal(tau, [0.5, 0.2]) + half_normal(sigma, 0.5) + LKJ
+    expected = (
+        norm(mean, [2.5, 0], [1, 0.5])
+        + half_normal(tau, [0.5, 0.2])
+        + half_normal(sigma, 0.5)
+        + LKJ
+    )
     expected += bivariate(own, mean, tau) + norm(y, own[:, :1] + own[:, 1:] * np.arange(10), sigma)
-    values = {"mean": mean, "tau": tau, "sigma": sigma, "coefficients": own[:, None], "correlation_cholesky": ROOT}
+    values = {
+        "mean": mean,
+        "tau": tau,
+        "sigma": sigma,
+        "coefficients": own[:, None],
+        "correlation_cholesky": ROOT,
+    }
     np.testing.assert_allclose(density(sleepstudy.model, silos, **values), expected, rtol=1e-5)
 
 
@@ -128,8 +167,19 @@ def test_exam() -> None:
     school, before = table["school"].to_numpy(int) - 1, table["standLRT"].to_numpy(float)
     beta, tau, sigma = np.array([0.1, 0.6, -0.2]), np.array([0.3, 0.12]), 0.75
     own = tau * rng().normal(size=(65, 2))
-    means = beta[0] + own[school, 0] + (beta[1] + own[school, 1]) * before + beta[2] * (table["sex"] == "M")
-    expected = norm(beta) + half_normal(tau, 0.5) + half_normal(sigma, 1) + LKJ + bivariate(own, [0, 0], tau)
+    means = (
+        beta[0]
+        + own[school, 0]
+        + (beta[1] + own[school, 1]) * before
+        + beta[2] * (table["sex"] == "M")
+    )
+    expected = (
+        norm(beta)
+        + half_normal(tau, 0.5)
+        + half_normal(sigma, 1)
+        + LKJ
+        + bivariate(own, [0, 0], tau)
+    )
     expected += norm(table["normexam"], means, sigma)
     values = {"beta": beta, "tau": tau, "sigma": sigma, "own": own, "correlation_cholesky": ROOT}
     for each in (silos, alone):
@@ -149,7 +199,9 @@ def test_lung_survival() -> None:
     law = stats.weibull_min(k, scale=np.exp(-eta / k))
     years, died = table["years"].to_numpy(), table["died"].to_numpy(bool)
     expected = norm(-0.4, 0, 2.5) + norm(beta) + norm(z) + half_normal(tau, 0.5)
-    expected += stats.lognorm.logpdf(k, 0.5) + np.where(died, law.logpdf(years), law.logsf(years)).sum()
+    expected += (
+        stats.lognorm.logpdf(k, 0.5) + np.where(died, law.logpdf(years), law.logsf(years)).sum()
+    )
     found = density(lung_survival.model, silos, intercept=-0.4, beta=beta, shape=k, tau=tau, z=z)
     np.testing.assert_allclose(found, expected, rtol=1e-5)
 
@@ -160,7 +212,9 @@ def test_eight_schools_centred_is_the_same_law(tau: float) -> None:
     z, silos = rng().normal(size=8), eight_schools.silos()
     found = density(eight_schools.model_centred, silos, mu=4.0, tau=tau, effect=4.0 + tau * z)
     np.testing.assert_allclose(
-        found + 8 * np.log(tau), density(eight_schools.model, silos, mu=4.0, tau=tau, z=z), rtol=1e-5
+        found + 8 * np.log(tau),
+        density(eight_schools.model, silos, mu=4.0, tau=tau, z=z),
+        rtol=1e-5,
     )
 
 
@@ -175,10 +229,14 @@ def test_kidiq() -> None:
     draws = kidiq.reference_draws()
     assert draws["beta"].shape == (10, 1000, 3)
     beta, sigma = draws["beta"][0, 0].astype(float), float(draws["sigma"][0, 0])
-    means = beta[0] + beta[1] * rows["mom_hs"].astype(float) + beta[2] * rows["mom_iq"].astype(float)
+    means = (
+        beta[0] + beta[1] * rows["mom_hs"].astype(float) + beta[2] * rows["mom_iq"].astype(float)
+    )
     expected = stats.halfcauchy.logpdf(sigma, scale=2.5) + norm(rows["kid_score"], means, sigma)
     centred = beta + np.array([kidiq.IQ * beta[2], 0, 0])
-    np.testing.assert_allclose(density(kidiq.model, silos, centred=centred, sigma=sigma), expected, rtol=1e-5)
+    np.testing.assert_allclose(
+        density(kidiq.model, silos, centred=centred, sigma=sigma), expected, rtol=1e-5
+    )
 
 
 @needs_data
@@ -186,11 +244,19 @@ def test_kidiq() -> None:
 def test_bird_counts(negative_binomial: bool) -> None:
     silos, rows = bird_counts.silos(), bird_counts.data()
     assert (len(silos), sum(sizes(silos, "count")), sum(sizes(silos, "sites"))) == (10, 2072, 235)
-    assert len(np.unique(np.stack([rows["site"], rows["year"]]), axis=1).T) == 2072  # each visit once
+    assert (
+        len(np.unique(np.stack([rows["site"], rows["year"]]), axis=1).T) == 2072
+    )  # each visit once
     level, effect = 2 + rng().normal(size=235), 0.2 * rng().normal(size=9)
     effect -= effect.mean()
     rate = np.exp(level[rows["site"]] + effect[rows["year"]])
-    values = {"mean": 1.8, "sigma_year": 0.2, "year_effect": effect, "sigma_site": 1.1, "level": level}
+    values = {
+        "mean": 1.8,
+        "sigma_year": 0.2,
+        "year_effect": effect,
+        "sigma_site": 1.1,
+        "level": level,
+    }
     expected = (
         norm(1.8, 0, 5)
         + half_normal(0.2, 0.5)
@@ -217,7 +283,9 @@ def test_ordinal_intake() -> None:
     np.testing.assert_array_equal(np.bincount(band), [1176, 2344, 539])
     cuts, slope, tau, own = np.array([-1.5, 2.0]), 1.2, 0.8, 0.8 * rng().normal(size=65)
     eta = slope * table["standLRT"].to_numpy() + own[table["school"].to_numpy(int) - 1]
-    below = np.stack([np.zeros_like(eta), *(special.expit(cut - eta) for cut in cuts), np.ones_like(eta)])
+    below = np.stack(
+        [np.zeros_like(eta), *(special.expit(cut - eta) for cut in cuts), np.ones_like(eta)]
+    )
     # the cuts: c0 and log(c1 - c0) are N(0, 2)
     expected = norm([cuts[0], np.log(np.diff(cuts)[0])], 0, 2) - np.log(np.diff(cuts)[0])
     expected += norm(slope, 0, 2) + half_normal(tau, 1) + norm(own, 0, tau)
@@ -234,12 +302,16 @@ def test_intake_shares() -> None:
     assert (bands.sum(1).min(), bands.sum(1).max()) == (2, 198)
     base, concentration = np.array([0.3, 0.55, 0.15]), 9.0
     shares = rng().dirichlet(concentration * base, 65).astype(np.float32).astype(float)
-    expected = stats.dirichlet.logpdf(base, np.ones(3)) + stats.lognorm.logpdf(concentration, 1, scale=np.exp(2))
+    expected = stats.dirichlet.logpdf(base, np.ones(3)) + stats.lognorm.logpdf(
+        concentration, 1, scale=np.exp(2)
+    )
     for school, counts in zip(shares, bands, strict=True):
         share = school / school.sum()
         expected += stats.dirichlet.logpdf(share, concentration * base)
         expected += stats.multinomial.logpmf(counts, int(counts.sum()), share)
-    found = density(intake_shares.model, silos, base=base, concentration=concentration, shares=shares)
+    found = density(
+        intake_shares.model, silos, base=base, concentration=concentration, shares=shares
+    )
     np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
@@ -249,10 +321,18 @@ def test_horseshoe() -> None:
     assert x.shape == (1030, 16)
     assert sizes(silos, "y") == (206,) * 5
     np.testing.assert_allclose(x.mean(), 0, atol=1e-5)
-    z, local, common, slab, sigma = rng().normal(size=16), np.exp(rng().normal(size=16)), 0.1, 1.5, 0.6
+    z, local, common, slab, sigma = (
+        rng().normal(size=16),
+        np.exp(rng().normal(size=16)),
+        0.1,
+        1.5,
+        0.6,
+    )
     raw = common * local
     beta = raw * np.sqrt(slab / (slab + raw**2)) * z
-    expected = norm(z) + stats.halfcauchy.logpdf(local).sum() + stats.halfcauchy.logpdf(common, scale=0.1)
+    expected = (
+        norm(z) + stats.halfcauchy.logpdf(local).sum() + stats.halfcauchy.logpdf(common, scale=0.1)
+    )
     expected += stats.invgamma.logpdf(slab, 2, scale=2) + half_normal(sigma, 1)
     expected += norm(y, x.to_numpy(float) @ beta, sigma)
     found = density(horseshoe.model, silos, z=z, local=local, common=common, slab=slab, sigma=sigma)
@@ -267,7 +347,15 @@ def test_hospital_effects() -> None:
     z, u = rng().normal(size=537), rng().normal(size=10)
     level = -3 + 0.4 * smoke + 0.5 * np.repeat(u, hospital_effects.TEN) + 2.1 * z
     logits = level[:, None] - 0.2 * np.arange(-2, 2)
-    expected = norm(-3, 0, 5) + norm([-0.2, 0.4], 0, 2.5) - 2.1 - 0.5 + norm(z) + norm(u) + bernoulli(y, logits)
+    expected = (
+        norm(-3, 0, 5)
+        + norm([-0.2, 0.4], 0, 2.5)
+        - 2.1
+        - 0.5
+        + norm(z)
+        + norm(u)
+        + bernoulli(y, logits)
+    )
     values = {
         "intercept": -3,
         "age": -0.2,
@@ -277,7 +365,9 @@ def test_hospital_effects() -> None:
         "u": u,
         "z": z[:, None],
     }
-    np.testing.assert_allclose(density(hospital_effects.model, silos, **values), expected, rtol=1e-5)
+    np.testing.assert_allclose(
+        density(hospital_effects.model, silos, **values), expected, rtol=1e-5
+    )
 
 
 @pytest.mark.parametrize(

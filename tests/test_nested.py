@@ -57,7 +57,9 @@ def pupils_silos():
 def pupils_posterior(silos):
     """Exact mean and covariance of (mean, a, b) in pooled order."""
     design = np.zeros((10 + 1 + 5 + 7, 13))
-    precision = np.r_[np.full(10, ROW_SD**-2), 1.0, np.full(5, SCHOOL_SD**-2), np.full(7, CLASS_SD**-2)]
+    precision = np.r_[
+        np.full(10, ROW_SD**-2), 1.0, np.full(5, SCHOOL_SD**-2), np.full(7, CLASS_SD**-2)
+    ]
     design[np.arange(10), 1 + SCHOOL[KLASS]] = 1
     design[np.arange(10), 6 + KLASS] = 1
     design[10:, :] = np.eye(13)
@@ -152,10 +154,13 @@ def test_plates_that_are_crossed_move_together():
         "y": np.ones(4, np.float32), "left": np.array([0, 0, 1, 1]), "right": np.array([0, 1, 0, 1]), "lefts": np.arange(2), "rights": np.arange(2),
     }  # fmt: skip
     rows = {"y": "rows", "left": "rows", "right": "rows", "lefts": "lefts", "rights": "rights"}
-    silos = fed.Silos({"one": part, "two": part}, rows=rows, index={"left": "lefts", "right": "rights"})
+    silos = fed.Silos(
+        {"one": part, "two": part}, rows=rows, index={"left": "lefts", "right": "rights"}
+    )
     kernel = fed.FSGLD(crossed)
     with pytest.warns(
-        UserWarning, match=r"'rights'\] are not two plates of which .* \['a', 'b'\] of a silo are one unit"
+        UserWarning,
+        match=r"'rights'\] are not two plates of which .* \['a', 'b'\] of a silo are one unit",
     ):
         kernel.init(random.key(0), 0, model_args=(silos,))
     assert type(kernel._plan.units).__name__ == "Units"
@@ -197,11 +202,17 @@ def test_marginal_value_and_score_are_exact_for_gaussians(width):
     def exact(u):
         mean, log_outer, log_inner = u
         same = PARENT[:, None] == PARENT
-        covariance = jnp.exp(2 * log_outer) * same * (x @ x.T) + (jnp.exp(2 * log_inner) + noise**2) * jnp.eye(5)
+        covariance = jnp.exp(2 * log_outer) * same * (x @ x.T) + (
+            jnp.exp(2 * log_inner) + noise**2
+        ) * jnp.eye(5)
         r = y - mean
         # the terms above leave the rows' normalisation out, log_normaliser the latents'
         scale = 5 * jnp.log(noise)
-        return -0.5 * r @ jnp.linalg.solve(covariance, r) - 0.5 * jnp.linalg.slogdet(covariance)[1] + scale
+        return (
+            -0.5 * r @ jnp.linalg.solve(covariance, r)
+            - 0.5 * jnp.linalg.slogdet(covariance)[1]
+            + scale
+        )
 
     u = jnp.array([0.3, -0.2, 0.1])
     starts = jnp.zeros((2, width)), jnp.zeros((5, 1))
@@ -241,18 +252,26 @@ def test_marginal_of_binary_data_is_that_of_fine_grids():
 
     def log_terms(u, a, b):
         eta = u[0] + jnp.exp(u[1]) * a[parent, 0] + jnp.exp(u[2]) * b[:, 0]
-        return -0.5 * a[:, 0] ** 2, counts * eta - 4 * jax.nn.softplus(eta) - 0.5 * b[:, 0] ** 2, jnp.zeros(())
+        return (
+            -0.5 * a[:, 0] ** 2,
+            counts * eta - 4 * jax.nn.softplus(eta) - 0.5 * b[:, 0] ** 2,
+            jnp.zeros(()),
+        )
 
     def brute(u):
         grid = np.linspace(-9, 9, 1201)
         eta = u[0] + np.exp(u[1]) * grid[:, None, None] + np.exp(u[2]) * grid[:, None]
-        inner = np.exp(counts * eta - 4 * np.logaddexp(0, eta) - 0.5 * grid[:, None] ** 2).sum(1) * (grid[1] - grid[0])
+        inner = np.exp(counts * eta - 4 * np.logaddexp(0, eta) - 0.5 * grid[:, None] ** 2).sum(
+            1
+        ) * (grid[1] - grid[0])
         total = (np.exp(-0.5 * grid**2) * inner.prod(1)).sum() * (grid[1] - grid[0])
         return np.log(total) - 2 * np.log(2 * np.pi)
 
     u = np.array([0.2, 0.3, 0.8])
     starts = jnp.zeros((1, 1)), jnp.zeros((3, 1))
-    found = jax.jit(lambda u: nested_marginal(log_terms, u, parent, starts))(jnp.asarray(u, jnp.float32))
+    found = jax.jit(lambda u: nested_marginal(log_terms, u, parent, starts))(
+        jnp.asarray(u, jnp.float32)
+    )
     slope = [(brute(u + h) - brute(u - h)) / 2e-4 for h in 1e-4 * np.eye(3)]
     np.testing.assert_allclose(found.value, brute(u), atol=2e-3)
     np.testing.assert_allclose(found.score, slope, atol=5e-3)
@@ -281,7 +300,9 @@ def test_terms_of_rows_without_latents_count():
     ground = groundwork(model, silos, {}, fed.FSGLD(model)._options)
     precision = 2 / (ROW_SD**2 + 2 * SCHOOL_SD**2) + 3 / 0.25
     assert ground.units.group == "groups"
-    np.testing.assert_allclose(np.asarray(ground.surrogates.factors.precision)[0], precision, rtol=1e-3)
+    np.testing.assert_allclose(
+        np.asarray(ground.surrogates.factors.precision)[0], precision, rtol=1e-3
+    )
 
 
 # Map and moves
@@ -293,10 +314,15 @@ def random_map(rng, parent, dim, bent=False):
         if bent:
             shapes |= {"shift": (1,), "shift_coupling": (1, dim)}
         return LocalMap(
-            **{k: jnp.asarray(0.4 * rng.normal(size=(1, units, *s)), jnp.float32) for k, s in shapes.items()}
+            **{
+                k: jnp.asarray(0.4 * rng.normal(size=(1, units, *s)), jnp.float32)
+                for k, s in shapes.items()
+            }
         )
 
-    return NestedMap(one(int(parent.max()) + 1, dim), one(len(parent), dim + 1), jnp.asarray(parent)[None])
+    return NestedMap(
+        one(int(parent.max()) + 1, dim), one(len(parent), dim + 1), jnp.asarray(parent)[None]
+    )
 
 
 @pytest.mark.parametrize("bent", [False, True])
@@ -309,7 +335,9 @@ def test_the_map_s_inverse_and_its_volume(bent):
     jacobian = jax.jacfwd(lambda e: rows.forward(u, e[None])[0])(eps[0])
     assert abs(jacobian[2, 0]) > 0.01  # inner latents move with their outer element's coordinates
     assert jacobian[2, 1] == 0
-    np.testing.assert_allclose(jnp.linalg.slogdet(jacobian)[1], rows.log_scales(u, eps).sum(), rtol=1e-4)
+    np.testing.assert_allclose(
+        jnp.linalg.slogdet(jacobian)[1], rows.log_scales(u, eps).sum(), rtol=1e-4
+    )
 
 
 @pytest.mark.parametrize("control", [False, True])
@@ -324,7 +352,10 @@ def test_moves_keep_the_conditional_law(control):
     rows = random_map(np.random.default_rng(4), np.asarray(parent), 1)
     padded = [n for _, n, _ in units.blocks()]
     rows = replace(
-        rows, outer=jax.tree.map(lambda x: jnp.concatenate([x, jnp.zeros_like(x)], 1)[:, : padded[0]], rows.outer)
+        rows,
+        outer=jax.tree.map(
+            lambda x: jnp.concatenate([x, jnp.zeros_like(x)], 1)[:, : padded[0]], rows.outer
+        ),
     )
     u, theta = jnp.array([0.4]), {"mean": jnp.array(0.4)}
     # the silo's own latents given the mean: rows 0-5 of the data, schools 0 and 1, classes 0 to 2
@@ -358,7 +389,9 @@ def test_moves_keep_the_conditional_law(control):
         eps, accepted = jax.lax.scan(step, eps, random.split(key, 20))
         return rows.forward(u, eps)[0], accepted.mean()
 
-    z, accepted = jax.vmap(moved)(jnp.asarray(start, jnp.float32), random.split(random.key(6), count))
+    z, accepted = jax.vmap(moved)(
+        jnp.asarray(start, jnp.float32), random.split(random.key(6), count)
+    )
     assert 0.2 < accepted.mean() < 0.95
     assert np.mean(np.any(np.asarray(z) != start, axis=1)) > 0.9
     w = np.linalg.solve(root, (np.asarray(z, float)[:, own] - mean).T).T
@@ -391,7 +424,14 @@ def test_a_number_that_is_no_number_is_refused():
 def pupils_run():
     silos = pupils_silos()
     kernel = fed.FSGLD(pupils)
-    mcmc = MCMC(kernel, num_warmup=50, num_samples=1500, num_chains=4, chain_method="vectorized", progress_bar=False)
+    mcmc = MCMC(
+        kernel,
+        num_warmup=50,
+        num_samples=1500,
+        num_chains=4,
+        chain_method="vectorized",
+        progress_bar=False,
+    )
     mcmc.run(random.key(0), silos, extra_fields=("residual", "local_stuck"))
     return mcmc, silos
 
@@ -412,7 +452,10 @@ def test_the_posterior_is_exact_also_for_elements_without_rows(pupils_run):
     draws = mcmc.get_samples(group_by_chain=True)
     x = np.concatenate([np.asarray(draws["mean"])[..., None], draws["a"], draws["b"]], axis=2)
     sd = np.sqrt(np.diag(covariance))
-    error = [4.5 * s / np.sqrt(numpyro.diagnostics.effective_sample_size(x[..., i])) for i, s in enumerate(sd)]
+    error = [
+        4.5 * s / np.sqrt(numpyro.diagnostics.effective_sample_size(x[..., i]))
+        for i, s in enumerate(sd)
+    ]
     assert (np.abs(x.mean((0, 1)) - mean) < error).all()
     np.testing.assert_allclose(x.std((0, 1)), sd, rtol=0.05)
     assert np.abs(x[..., 1:].mean((0, 1)) - mean[0]).max() > 0.1  # a mean for all would not do
@@ -425,12 +468,17 @@ def test_the_marginal_has_the_scores_of_a_silo_s_exact_likelihood():
     for number, rows in ((0, np.arange(6)), (1, np.arange(6, 10))):
         same_class = KLASS[rows][:, None] == KLASS[rows]
         same_school = SCHOOL[KLASS[rows]][:, None] == SCHOOL[KLASS[rows]]
-        covariance = SCHOOL_SD**2 * same_school + CLASS_SD**2 * same_class + ROW_SD**2 * np.eye(len(rows))
-        r = np.asarray(silos.pooled["y"], float)[rows] - 0.3
-        value, score, _ = jax.jit(marginal_score(units.factors, units, message, view_of(silos, number)))(
-            jnp.array([0.3])
+        covariance = (
+            SCHOOL_SD**2 * same_school + CLASS_SD**2 * same_class + ROW_SD**2 * np.eye(len(rows))
         )
-        expected = -0.5 * r @ np.linalg.solve(covariance, r) - 0.5 * np.linalg.slogdet(2 * np.pi * covariance)[1]
+        r = np.asarray(silos.pooled["y"], float)[rows] - 0.3
+        value, score, _ = jax.jit(
+            marginal_score(units.factors, units, message, view_of(silos, number))
+        )(jnp.array([0.3]))
+        expected = (
+            -0.5 * r @ np.linalg.solve(covariance, r)
+            - 0.5 * np.linalg.slogdet(2 * np.pi * covariance)[1]
+        )
         np.testing.assert_allclose(value, expected, rtol=1e-4)
         np.testing.assert_allclose(score, [np.linalg.solve(covariance, r).sum()], rtol=1e-4)
 
@@ -444,7 +492,9 @@ def test_silos_of_very_different_size_share_one_layout(monkeypatch):
         "school": np.zeros(1, int),
         "schools": np.arange(1),
     }
-    silos = fed.Silos({"large": dict(pupils_silos()["north"]), "small": small}, rows=ROWS, index=INDEX)
+    silos = fed.Silos(
+        {"large": dict(pupils_silos()["north"]), "small": small}, rows=ROWS, index=INDEX
+    )
     assert len(storage.buckets(silos)) == 2
     ground = groundwork(pupils, silos, {}, fed.FSGLD(pupils)._options)
     plan = Plan(ground.factors, ground.units, 4, None, True, None)
@@ -461,7 +511,14 @@ def test_silos_of_very_different_size_share_one_layout(monkeypatch):
 def test_push_sum_has_nested_latents_too():
     silos = pupils_silos()
     kernel = fed.PushSumLangevin(pupils, fed.graphs.complete(2), 0.02)
-    mcmc = MCMC(kernel, num_warmup=100, num_samples=400, num_chains=2, chain_method="vectorized", progress_bar=False)
+    mcmc = MCMC(
+        kernel,
+        num_warmup=100,
+        num_samples=400,
+        num_chains=2,
+        chain_method="vectorized",
+        progress_bar=False,
+    )
     mcmc.run(random.key(1), silos)
     draws = mcmc.get_samples()
     mean, covariance = pupils_posterior(silos)

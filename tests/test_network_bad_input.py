@@ -59,7 +59,9 @@ def test_refused_in_words(name):
 
 
 def test_a_single_sequential_chain_says_what_to_write():
-    mcmc = MCMC(fed.PushSumLangevin(linear, RING, 0.01), num_warmup=1, num_samples=1, progress_bar=False)
+    mcmc = MCMC(
+        fed.PushSumLangevin(linear, RING, 0.01), num_warmup=1, num_samples=1, progress_bar=False
+    )
     with pytest.raises(ValueError, match='num_chains=4, chain_method="vectorized"'):
         mcmc.run(random.key(0), SILOS)
 

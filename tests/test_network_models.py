@@ -27,10 +27,19 @@ def test_starts_are_kept_and_draws_are_in_their_supports(name):
     silos = entry.silos()
     m = len(silos)
     kernel = fed.PushSumLangevin(entry.model, fed.graphs.complete(m), 1e-4)
-    mcmc = MCMC(kernel, num_warmup=2, num_samples=8, num_chains=2 * m, chain_method="vectorized", progress_bar=False)
+    mcmc = MCMC(
+        kernel,
+        num_warmup=2,
+        num_samples=8,
+        num_chains=2 * m,
+        chain_method="vectorized",
+        progress_bar=False,
+    )
     mcmc.run(random.key(0), silos)
     draws = mcmc.get_samples(group_by_chain=True)
-    sites = {n for n, _ in kernel.factors.global_sites} | {s.name for s in kernel.factors.local_sites}
+    sites = {n for n, _ in kernel.factors.global_sites} | {
+        s.name for s in kernel.factors.local_sites
+    }
     assert sites <= set(draws)
     assert all(np.isfinite(v).all() for v in draws.values())
     assert not np.asarray(mcmc.get_extra_fields()["diverging"]).any()
@@ -56,8 +65,10 @@ def test_gradients_of_nodes_sum_to_the_pooled_one(name):
     factors = kernel.factors
     theta = 0.3 * random.normal(random.key(1), (factors.dim,))
     positions = jnp.broadcast_to(theta, (m, factors.dim))
-    total = gradients(kernel._plan, kernel._tuning, random.key(0), positions, state.nodes.eps, kernel._rows(silos)).sum(
-        0
-    )
+    total = gradients(
+        kernel._plan, kernel._tuning, random.key(0), positions, state.nodes.eps, kernel._rows(silos)
+    ).sum(0)
     expected = jax.grad(lambda t: pooled_log_density(entry.model, silos, factors.unravel(t)))(theta)
-    np.testing.assert_allclose(total, expected, rtol=1e-4, atol=1e-4 * float(jnp.abs(expected).max()))
+    np.testing.assert_allclose(
+        total, expected, rtol=1e-4, atol=1e-4 * float(jnp.abs(expected).max())
+    )

@@ -27,7 +27,9 @@ def test_a_node_is_a_chain(fitted, tmp_path):
     assert idata.posterior.sizes["chain"] == 3 * M
     assert idata.posterior.node.values.tolist() == list(SILOS.names) * 3
     assert idata.posterior.network.values.tolist() == [0] * M + [1] * M + [2] * M
-    assert {"consensus_error", "push_sum_weight", "step_size", "diverging"} <= set(idata.sample_stats)
+    assert {"consensus_error", "push_sum_weight", "step_size", "diverging"} <= set(
+        idata.sample_stats
+    )
     one = fed.to_inference_data(fitted, SILOS, node="silo 2")
     np.testing.assert_array_equal(one.posterior.beta, idata.posterior.beta[2::M])
     assert one.posterior.chain.values.tolist() == [0, 1, 2]
@@ -43,7 +45,9 @@ def test_the_average_weighs_nodes_by_what_they_hold(fitted):
     average = fed.to_inference_data(fitted, SILOS, node="average")
     weight = idata.sample_stats.push_sum_weight.values.reshape(3, M, -1, 1)
     beta = idata.posterior.beta.values.reshape(3, M, -1, D)
-    np.testing.assert_allclose(average.posterior.beta, (weight * beta).mean(1), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(
+        average.posterior.beta, (weight * beta).mean(1), rtol=1e-4, atol=1e-5
+    )
     assert average.log_likelihood.y.shape == (3, 400, 30)
 
 
@@ -64,7 +68,10 @@ def test_the_ledger_counts_links_that_worked():
     counted = gossip.ledger(run(gossip, SILOS, 1, 30, num_warmup=10).last_state)
     looks = 20 + 10
     assert counted.gradient_evaluations == (40 + 3 * looks,) * M
-    assert counted.bytes_up == (40 * 3 * 4 * D + looks * 3 * D * 4, *[40 * 4 * D + looks * 3 * D * 4] * 3)
+    assert counted.bytes_up == (
+        40 * 3 * 4 * D + looks * 3 * D * 4,
+        *[40 * 4 * D + looks * 3 * D * 4] * 3,
+    )
 
 
 def test_one_kernel_serves_other_silos():
@@ -90,14 +97,18 @@ def test_data_given_as_arguments_make_the_same_draws(jit_model_args):
         silos = linear_silos(seed=seed)
         mcmc.run(random.key(0), silos)
         alone = run(fed.PushSumLangevin(linear, PERIODIC, 1e-3, 2), silos, 1, 5, num_warmup=5)
-        np.testing.assert_allclose(mcmc.get_samples()["beta"], alone.get_samples()["beta"], rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(
+            mcmc.get_samples()["beta"], alone.get_samples()["beta"], rtol=1e-4, atol=1e-5
+        )
 
 
 def test_networks_do_not_depend_on_how_many_there_are():
     kernel = fed.PushSumLangevin(linear, PERIODIC.with_link_failures(0.2), 0.002)
     start = {"beta": jnp.ones((2 * M, D))}
     two = kernel.init(random.split(random.key(3), 2 * M), 0, start, model_args=(SILOS,))
-    one = kernel.init(random.split(random.key(3), M), 0, {"beta": start["beta"][:M]}, model_args=(SILOS,))
+    one = kernel.init(
+        random.split(random.key(3), M), 0, {"beta": start["beta"][:M]}, model_args=(SILOS,)
+    )
     one = one._replace(rng_key=two.rng_key)
     for _ in range(3):
         two, one = (kernel.sample(s, (SILOS,), {}) for s in (two, one))
@@ -107,7 +118,11 @@ def test_networks_do_not_depend_on_how_many_there_are():
 def test_run_goes_on_from_the_last_state():
     def one(num_samples):
         return run(
-            fed.PushSumLangevin(linear, PERIODIC.with_link_failures(0.1), 0.002), SILOS, 1, num_samples, num_warmup=0
+            fed.PushSumLangevin(linear, PERIODIC.with_link_failures(0.1), 0.002),
+            SILOS,
+            1,
+            num_samples,
+            num_warmup=0,
         )
 
     whole, half = one(8), one(4)
@@ -116,7 +131,9 @@ def test_run_goes_on_from_the_last_state():
     half.run(state.rng_key, SILOS)
     # MCMC splits the key it is given, so that what comes after differs in its noise: time, weights and counts go on
     assert int(half.last_state.i) == int(whole.last_state.i) == 8
-    first = half.sampler.sample(state._replace(rng_key=random.split(state.rng_key, M)[0]), (SILOS,), {})
+    first = half.sampler.sample(
+        state._replace(rng_key=random.split(state.rng_key, M)[0]), (SILOS,), {}
+    )
     np.testing.assert_allclose(
         np.asarray(half.get_samples(group_by_chain=True)["beta"])[:, 0], first.z["beta"], rtol=1e-5
     )
@@ -132,7 +149,9 @@ def test_a_network_that_leaves_the_reals_is_undone_and_named():
     assert not diverging[:, :20].any()
     assert diverging[:, 25:].all()
     assert np.isfinite(mcmc.get_samples()["beta"]).all()
-    with pytest.warns(UserWarning, match=r"left the reals; farthest from the average was node 'silo"):
+    with pytest.warns(
+        UserWarning, match=r"left the reals; farthest from the average was node 'silo"
+    ):
         fed.to_inference_data(mcmc, SILOS)
 
 
@@ -149,7 +168,9 @@ def test_a_small_push_sum_weight_is_reported_with_the_nodes_name():
     with warnings.catch_warnings(record=True) as caught:  # its draws are off the average, too
         warnings.simplefilter("always")
         fed.to_inference_data(mcmc, silos, log_likelihood=False)
-    assert any("push-sum weight of node 'silo 18' fell to" in str(w.message) for w in caught), caught
+    assert any("push-sum weight of node 'silo 18' fell to" in str(w.message) for w in caught), (
+        caught
+    )
     with pytest.raises(ValueError, match=r"node 29 gives away nearly all .* weight falls to .*e-0"):
         fed.PushSumLangevin(linear, downhill(30), 1e-4)
 
@@ -168,6 +189,7 @@ def test_nodes_that_disagree_in_the_mean_are_named():
     worst = np.abs(offsets / np.sqrt(np.diag(cov).reshape(M, D).mean(0))).max(1).argmax()
     mcmc = run(fed.PushSumLangevin(linear, graph, 0.01), SILOS, 4, 2000)
     with pytest.warns(
-        UserWarning, match=f"node 'silo {worst}' is at least 0.\\d+ posterior sds off the average of all"
+        UserWarning,
+        match=f"node 'silo {worst}' is at least 0.\\d+ posterior sds off the average of all",
     ):
         fed.to_inference_data(mcmc, SILOS, log_likelihood=False)

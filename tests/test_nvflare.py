@@ -101,7 +101,11 @@ def test_a_kit_is_prepared_once(tmp_path):
     (tmp_path / "local").mkdir()
     launcher = "nvflare.app_common.job_launcher.client_process_launcher.ClientProcessJobLauncher"
     listed = ["a.B", "nvflare.app_common.np.np_trainer.NPTrainer", nvflare_jobs.PACKAGE]
-    told = {"class_allow_list": listed, "allow_log_streaming": True, "components": [{"id": "p", "path": launcher}]}
+    told = {
+        "class_allow_list": listed,
+        "allow_log_streaming": True,
+        "components": [{"id": "p", "path": launcher}],
+    }
     (tmp_path / "local" / "resources.json.default").write_text(json.dumps(told))
     for _ in range(2):
         resources = json.loads(carrier.prepare_kit(tmp_path).read_text())
@@ -124,7 +128,9 @@ class Sending:
         answer = self.answers[name].pop(0) if self.answers[name] else None
         if answer is None:
             return
-        result = make_reply(ReturnCode.OK if isinstance(answer, bytes) else ReturnCode.EXECUTION_EXCEPTION)
+        result = make_reply(
+            ReturnCode.OK if isinstance(answer, bytes) else ReturnCode.EXECUTION_EXCEPTION
+        )
         result["data"] = answer
         client_task = SimpleNamespace(task=task, result=result)
         task.result_received_cb(client_task, fl_ctx)
@@ -136,7 +142,9 @@ class Sending:
 
 def messenger(answers, patience=5.0, stopped=False):
     controller = Sending(answers)
-    return controller, carrier.Messenger(controller, None, SimpleNamespace(triggered=stopped), answers, patience)
+    return controller, carrier.Messenger(
+        controller, None, SimpleNamespace(triggered=stopped), answers, patience
+    )
 
 
 def test_replies_by_name():
@@ -229,7 +237,10 @@ def test_a_site_makes_only_what_it_allows(tmp_path, monkeypatch, listed):
         monkeypatch.setenv(carrier.ALLOWED, listed)
     (reply,) = executed(tmp_path, {"make_side": "os:listdir"}, [b"1 x"])
     assert reply.get_return_code() == ReturnCode.EXECUTION_EXCEPTION
-    assert "PermissionError: the job asks for 'os:listdir'" in (tmp_path / "job" / "error.txt").read_text()
+    assert (
+        "PermissionError: the job asks for 'os:listdir'"
+        in (tmp_path / "job" / "error.txt").read_text()
+    )
     assert not (tmp_path / "_silos").exists()
 
 
@@ -286,7 +297,9 @@ def test_a_budget_of_privacy_is_one_over_all_jobs(tmp_path):
 def test_a_folder_that_the_job_names_is_another_budget(tmp_path, monkeypatch):
     """The control: were it so, the test above would see it."""
     for seed, directory in enumerate(ASKED[:2]):
-        monkeypatch.setattr(carrier, "silo_directory", lambda root, _, name, d=directory: root / d / name)
+        monkeypatch.setattr(
+            carrier, "silo_directory", lambda root, _, name, d=directory: root / d / name
+        )
         assert private_rounds(tmp_path / "site", directory, seed) == 2
 
 
@@ -294,7 +307,9 @@ def builds(kit, path):
     """Whether NVFLARE lets a job build a component at a site."""
     site = SimpleNamespace(get_resources_file_path=lambda: str(kit / "local" / "resources.json"))
     try:
-        ComponentPathAuthorizer().authorize_component_config({"path": path, "args": {}}, workspace=site)
+        ComponentPathAuthorizer().authorize_component_config(
+            {"path": path, "args": {}}, workspace=site
+        )
     except UnsafeComponentError:
         return False
     return True
@@ -304,9 +319,13 @@ def test_a_job_builds_nothing_else_at_a_site(tmp_path):
     """NVFLARE calls whatever a job names with arguments of the job's: `simulate` runs any function as allowed."""
     (tmp_path / "local").mkdir()
     place = tmp_path / "local" / "resources.json"
-    place.write_text(json.dumps({"class_allow_list": [*DEFAULT_CLASS_ALLOW_LIST], "components": []}))
+    place.write_text(
+        json.dumps({"class_allow_list": [*DEFAULT_CLASS_ALLOW_LIST], "components": []})
+    )
     carrier.prepare_kit(tmp_path)
-    ours = [nvflare_jobs.PACKAGE + x for x in ("simulate", "write_job", "prepare_kit", "load", "Rejoin")]
+    ours = [
+        nvflare_jobs.PACKAGE + x for x in ("simulate", "write_job", "prepare_kit", "load", "Rejoin")
+    ]
     reader = "nvflare.app_opt.xgboost.histogram_based_v2.csv_data_loader.CSVDataLoader"
     assert reader in DEFAULT_CLASS_ALLOW_LIST
     assert [x for x in (*ours, *DEFAULT_CLASS_ALLOW_LIST) if builds(tmp_path, x)] == []
@@ -314,7 +333,12 @@ def test_a_job_builds_nothing_else_at_a_site(tmp_path):
     # the control: the package in the list, as it was, and what a job could have made of it
     place.write_text(json.dumps({"class_allow_list": [nvflare_jobs.PACKAGE]}))
     assert all(builds(tmp_path, x) for x in ours)
-    outside = {"folder": str(tmp_path / "outside"), "run": "a:b", "make_side": "a:b", "names": ["a"]}
+    outside = {
+        "folder": str(tmp_path / "outside"),
+        "run": "a:b",
+        "make_side": "a:b",
+        "names": ["a"],
+    }
     instantiate_class(nvflare_jobs.PACKAGE + "write_job", outside)
     assert (tmp_path / "outside" / "meta.json").exists()
 
@@ -327,7 +351,9 @@ def test_a_job_that_brings_code_is_not_started(tmp_path):
     assert not error
     with pytest.raises(PermissionError, match="the job brings code; expected one that names"):
         carrier.Rejoin().launch_job({"job_id": "job", **found}, None)
-    shutil.rmtree(tmp_path / "app" / "custom")  # the control: without, it comes as far as its arguments
+    shutil.rmtree(
+        tmp_path / "app" / "custom"
+    )  # the control: without, it comes as far as its arguments
     error, found = DefaultAppValidator(SiteType.CLIENT).validate(str(tmp_path / "app"))
     with pytest.raises(AttributeError, match="get_prop"):
         carrier.Rejoin().launch_job({"job_id": "job", **found}, None)
@@ -345,7 +371,9 @@ def test_a_server_reads_no_file_of_a_site(tmp_path, monkeypatch):
 
     assert answers() == ["age\n42\n"]  # the control
     others = len(stock) - 1
-    carrier.Rejoin().handle_event(EventType.SYSTEM_BOOTSTRAP, SimpleNamespace(get_engine=lambda: None))
+    carrier.Rejoin().handle_event(
+        EventType.SYSTEM_BOOTSTRAP, SimpleNamespace(get_engine=lambda: None)
+    )
     assert answers() == []
     assert len(stock) == others
 
@@ -364,10 +392,14 @@ def test_no_job_has_the_name_of_the_silos_folder(tmp_path):
 def controlled(tmp_path, told, here):
     """What a job's server process panics with."""
     (tmp_path / "config").mkdir()
-    (tmp_path / "config" / "fed.json").write_text(json.dumps({"arguments": {}, "patience": 1, **told}))
+    (tmp_path / "config" / "fed.json").write_text(
+        json.dumps({"arguments": {}, "patience": 1, **told})
+    )
     (tmp_path / "job").mkdir()
     controller, said = carrier.FedController(), []
-    controller._engine = SimpleNamespace(get_clients=lambda: [SimpleNamespace(name=name) for name in here])
+    controller._engine = SimpleNamespace(
+        get_clients=lambda: [SimpleNamespace(name=name) for name in here]
+    )
     controller.system_panic = lambda reason, fl_ctx: said.append(reason)
     controller.control_flow(SimpleNamespace(triggered=False), Context(tmp_path))
     assert not (tmp_path / "job" / "result.bin").exists()
@@ -388,7 +420,11 @@ def test_a_server_calls_only_what_it_allows(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_a_simulation_goes_on_from_the_silos_states(tmp_path):
     place = folder_of(tmp_path / "w", silos="silos")
-    for rounds, keep in ((2, True), (3, True), (1, False)):  # the second's first two messages are old ones
+    for rounds, keep in (
+        (2, True),
+        (3, True),
+        (1, False),
+    ):  # the second's first two messages are old ones
         more = {"run_arguments": {"rounds": rounds}, "keep": keep, "timeout": 200}
         carrier.simulate(RUN, MAKE_SIDE, ["s0"], tmp_path / "w", **more)
         assert json.loads((place / "state.json").read_text())[0] == rounds
@@ -399,7 +435,9 @@ def test_a_process_that_a_signal_ends_is_started_again():
     seen = []
 
     def launch():
-        code = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)" if len(seen) < 2 else "pass"
+        code = (
+            "import os, signal; os.kill(os.getpid(), signal.SIGKILL)" if len(seen) < 2 else "pass"
+        )
         seen.append(spawn_process([sys.executable, "-c", code], dict(os.environ)))
         return seen[-1]
 
@@ -408,7 +446,9 @@ def test_a_process_that_a_signal_ends_is_started_again():
     assert len(seen) == 3
     assert process.poll() == 0
     seen.clear()
-    always = carrier.Lasting(lambda: seen.append(1) or spawn_process(["/bin/sh", "-c", "kill -9 $$"], {}))
+    always = carrier.Lasting(
+        lambda: seen.append(1) or spawn_process(["/bin/sh", "-c", "kill -9 $$"], {})
+    )
     always.wait()
     assert len(seen) == 3
 
@@ -426,22 +466,36 @@ def test_a_job_that_is_over_is_not_gone_back_to(tmp_path):
 
 
 def test_simulated_silos_answer_as_silos_at_hand(tmp_path):
-    result = carrier.simulate(RUN, MAKE_SIDE, NAMES, tmp_path / "w", run_arguments={"rounds": 4}, timeout=200)
+    result = carrier.simulate(
+        RUN, MAKE_SIDE, NAMES, tmp_path / "w", run_arguments={"rounds": 4}, timeout=200
+    )
     assert result == undisturbed(tmp_path / "here", NAMES, 4)
     for name in NAMES:  # one process for all rounds
-        assert len((folder_of(tmp_path / "w", name=name, silos="silos") / "made.txt").read_text().split()) == 1
+        assert (
+            len(
+                (folder_of(tmp_path / "w", name=name, silos="silos") / "made.txt")
+                .read_text()
+                .split()
+            )
+            == 1
+        )
 
 
 @pytest.mark.slow
 def test_more_silos_than_threads(tmp_path):
     more = {"run_arguments": {"rounds": 2}, "threads": 2, "timeout": 400}
-    assert carrier.simulate(RUN, MAKE_SIDE, NAMES, tmp_path / "w", **more) == undisturbed(tmp_path / "here", NAMES, 2)
+    assert carrier.simulate(RUN, MAKE_SIDE, NAMES, tmp_path / "w", **more) == undisturbed(
+        tmp_path / "here", NAMES, 2
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("function", "words"),
-    [("fail", "the fit has no rounds"), ("ask_a_stranger", r"silos \['paris'\] are not of this job")],
+    [
+        ("fail", "the fit has no rounds"),
+        ("ask_a_stranger", r"silos \['paris'\] are not of this job"),
+    ],
 )
 def test_a_run_that_fails_says_why(tmp_path, function, words):
     with pytest.raises(RuntimeError, match=words):
@@ -485,13 +539,17 @@ def test_a_certificate_of_another_authority_is_refused(deployment, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("killed", ["nothing", "the silo's process", "the client and the silo's process"])
+@pytest.mark.parametrize(
+    "killed", ["nothing", "the silo's process", "the client and the silo's process"]
+)
 def test_a_deployment_whose_processes_are_killed(deployment, tmp_path, killed):
     if "s1" not in deployment.processes:
         deployment.start("s1")
     deployment.wait_for(NAMES)
     rounds = 40
-    job = carrier.write_job(tmp_path / "job", RUN, MAKE_SIDE, NAMES, run_arguments={"rounds": rounds}, patience=100)
+    job = carrier.write_job(
+        tmp_path / "job", RUN, MAKE_SIDE, NAMES, run_arguments={"rounds": rounds}, patience=100
+    )
 
     def kill_the_process():
         (worker,) = deployment.workers("s1")

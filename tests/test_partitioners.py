@@ -46,7 +46,9 @@ def test_iid_sizes_differ_by_at_most_one(num_rows: int) -> None:
     assert np.ptp(sizes) <= 1
 
 
-@pytest.mark.parametrize(("num_silos", "counts"), [(10, [2] * 4 + [3] * 6), (13, [2] * 13), (1, [26])])
+@pytest.mark.parametrize(
+    ("num_silos", "counts"), [(10, [2] * 4 + [3] * 6), (13, [2] * 13), (1, [26])]
+)
 def test_disjoint_silos_have_whole_labels_of_their_own(num_silos: int, counts: list[int]) -> None:
     labels = np.random.default_rng(1).integers(0, 26, 2000)
     by = partitioners.disjoint(3, [chr(65 + k) for k in labels], num_silos)
@@ -154,7 +156,10 @@ def test_split_leaves_unused_rows_out() -> None:
         (lambda: partitioners.dirichlet(0, [[0, 1]], 1), r"shape \(N,\), got shape \(1, 2\)"),
         (lambda: partitioners.dirichlet(0, [0, 1], 3), "use fewer silos"),
         (lambda: partitioners.dirichlet(0, [0, 1], 2, -1.0), "got -1.0"),
-        (lambda: partitioners.disjoint(0, [0, 1, 1], 3), "at least 3 different ones.*got 2; use at most 2 silos"),
+        (
+            lambda: partitioners.disjoint(0, [0, 1, 1], 3),
+            "at least 3 different ones.*got 2; use at most 2 silos",
+        ),
         (
             lambda: partitioners.disjoint(0, list("abcde"), 3, min_labels=2),
             "at least 6 different.*got 5; use at most 2 ",

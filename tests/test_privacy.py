@@ -23,7 +23,13 @@ from numpyro_fed.engines.silo_side import SiloSide
 from numpyro_fed.engines.wire import connect
 from numpyro_fed.mcmc.remote import TellLocal
 from numpyro_fed.privacy import guard as closed
-from numpyro_fed.privacy.differential import Noise, cut_to_grid, expected_error, noised, noised_exactly
+from numpyro_fed.privacy.differential import (
+    Noise,
+    cut_to_grid,
+    expected_error,
+    noised,
+    noised_exactly,
+)
 from numpyro_fed.privacy.discrete_gaussian import Words
 from numpyro_fed.privacy.secure_sum import LARGEST, Keys, masked, opened
 from numpyro_fed.rounds.remote import Call
@@ -37,7 +43,10 @@ ADAM = optax.adam(0.05)
 
 
 def test_a_gradient_is_cut_to_its_norm_and_no_more():
-    small, large = {"a": jnp.array([0.3, 0.4])}, {"a": jnp.array([3.0, 0.0]), "b": jnp.array([[4.0]])}
+    small, large = (
+        {"a": jnp.array([0.3, 0.4])},
+        {"a": jnp.array([3.0, 0.0]), "b": jnp.array([[4.0]])},
+    )
     quiet = Noise(1.0, 0.0)
     np.testing.assert_allclose(noised(quiet, random.key(0), small)["a"], small["a"])
     cut = noised(quiet, random.key(0), large)
@@ -53,9 +62,9 @@ def test_a_gradient_that_is_not_finite_counts_as_zero(bad):
 
 def test_the_noise_is_normal_of_the_sd_that_was_accounted_for():
     num, sd = 20_000, 3.0
-    draws = jax.vmap(lambda k: noised(Noise(1.0, sd), k, {"a": jnp.array([9.0, 0.0]), "b": jnp.zeros(1)}))(
-        random.split(random.key(0), num)
-    )
+    draws = jax.vmap(
+        lambda k: noised(Noise(1.0, sd), k, {"a": jnp.array([9.0, 0.0]), "b": jnp.zeros(1)})
+    )(random.split(random.key(0), num))
     every = np.concatenate([draws["a"], draws["b"]], axis=1)
     # 4 standard errors
     np.testing.assert_allclose(every.mean(0), [1.0, 0.0, 0.0], atol=4 * sd / math.sqrt(num))
@@ -87,9 +96,13 @@ def test_the_noise_is_a_whole_number_of_units():
         wanted = 0.3 * privacy.noise_multiplier / math.sqrt(sharing)
         assert wanted <= noise.sd <= wanted + noise.grid
         assert sharing == 1 or noise.grid >= 2.0**-20  # which sums hold exactly
-    with pytest.raises(ValueError, match=r"clip=1e-06: numbers are on a grid of .* expected a clip of .* at least"):
+    with pytest.raises(
+        ValueError, match=r"clip=1e-06: numbers are on a grid of .* expected a clip of .* at least"
+    ):
         fed.Privacy(2.5, 1e-6, 1e-6, 700).noise(10)
-    with pytest.raises(ValueError, match=r"noise goes beyond 1.07374e.09, the largest number of a sum"):
+    with pytest.raises(
+        ValueError, match=r"noise goes beyond 1.07374e.09, the largest number of a sum"
+    ):
         fed.Privacy(2.5, 1e-6, 1e7, 700).noise(10)
 
 
@@ -102,7 +115,9 @@ def test_a_cut_gradient_is_on_the_grid_and_no_longer_than_it_was_cut_to(size):
         whole = cut_to_grid(noise, x)
         assert sum(k * k for k in whole.tolist()) <= most**2
         expected = x * min(1, 0.3 / np.linalg.norm(x))
-        assert np.abs(whole * noise.grid - expected).max() <= 2 * noise.grid  # cut to whole units, and towards zero
+        assert (
+            np.abs(whole * noise.grid - expected).max() <= 2 * noise.grid
+        )  # cut to whole units, and towards zero
     for bad in (np.nan, np.inf):
         assert (cut_to_grid(noise, np.append(x, bad)) == 0).all()
 
@@ -110,10 +125,14 @@ def test_a_cut_gradient_is_on_the_grid_and_no_longer_than_it_was_cut_to(size):
 def test_exact_noise_has_its_sd_and_is_the_same_for_the_same_words():
     noise = fed.Privacy(2.5, 1e-6, 0.3, 10).noise(1)
     gradient = {"a": np.zeros(20_000, np.float32), "b": np.full((2, 2), 0.1, np.float32)}
-    told, again, other = (noised_exactly(noise, Words(bytes([i]) * 32), gradient) for i in (0, 0, 1))
+    told, again, other = (
+        noised_exactly(noise, Words(bytes([i]) * 32), gradient) for i in (0, 0, 1)
+    )
     np.testing.assert_array_equal(told["a"], again["a"])
     assert (told["a"] != other["a"]).mean() > 0.99
-    assert told["a"].std() == pytest.approx(noise.sd, rel=4 / math.sqrt(2 * 20_000))  # 4 standard errors
+    assert told["a"].std() == pytest.approx(
+        noise.sd, rel=4 / math.sqrt(2 * 20_000)
+    )  # 4 standard errors
     assert (np.rint(told["b"] / noise.grid) == told["b"] / noise.grid).all()
 
 
@@ -123,7 +142,9 @@ def test_exact_noise_has_its_sd_and_is_the_same_for_the_same_words():
 def float32_normals():
     """Every value that jax.random.normal has in float32, in order: 2^23 of them."""
     low = np.nextafter(np.float32(-1), np.float32(0))
-    share = (np.arange(2**23, dtype=np.uint32) | np.uint32(0x3F800000)).view(np.float32) - np.float32(1)
+    share = (np.arange(2**23, dtype=np.uint32) | np.uint32(0x3F800000)).view(
+        np.float32
+    ) - np.float32(1)
     uniform = np.maximum(low, share * (np.float32(1) - low) + low)
     return np.asarray(np.float32(np.sqrt(2)) * jax.lax.erf_inv(jnp.asarray(uniform)))
 
@@ -131,7 +152,9 @@ def float32_normals():
 def reachable(reply, gradient, noise):
     """How many numbers of a reply some noise makes of a cut gradient, noise being sorted."""
     near = np.searchsorted(noise, reply - gradient)[:, None] + np.arange(-6, 7)
-    return int((gradient[:, None] + noise[np.clip(near, 0, len(noise) - 1)] == reply[:, None]).any(1).sum())
+    return int(
+        (gradient[:, None] + noise[np.clip(near, 0, len(noise) - 1)] == reply[:, None]).any(1).sum()
+    )
 
 
 def test_of_two_guesses_a_reply_tells_neither():
@@ -152,7 +175,9 @@ def test_of_two_guesses_a_reply_tells_neither():
 
     truths = rng.integers(0, 2, 400)
     replies = [
-        noised_exactly(noise, Words(int(i).to_bytes(32, "little")), guesses[truth]).astype(np.float32)
+        noised_exactly(noise, Words(int(i).to_bytes(32, "little")), guesses[truth]).astype(
+            np.float32
+        )
         for i, truth in enumerate(truths)
     ]
     for tell in (told_by_bits, told_by_distance):
@@ -160,7 +185,10 @@ def test_of_two_guesses_a_reply_tells_neither():
         assert abs(right - 0.5) <= 3 * 0.5 / math.sqrt(400), tell.__name__
     # the control: JAX's noise, which silos at hand have, tells every time
     control = [noised(noise, random.key(i), guesses[truth]) for i, truth in enumerate(truths[:100])]
-    assert all(told_by_bits(np.asarray(reply), truth) for reply, truth in zip(control, truths[:100], strict=True))
+    assert all(
+        told_by_bits(np.asarray(reply), truth)
+        for reply, truth in zip(control, truths[:100], strict=True)
+    )
 
 
 # Fits
@@ -177,7 +205,9 @@ class Free(fed.Privacy):
 def test_without_cuts_and_noise_the_fit_is_the_plain_one():
     guide = fed.AutoSiloNormal(intercepts)
     options = {"num_local_particles": 3}
-    plain = fed.SFVI(intercepts, guide, ADAM, **options).run(random.key(1), 30, INTERCEPTS, progress_bar=False)
+    plain = fed.SFVI(intercepts, guide, ADAM, **options).run(
+        random.key(1), 30, INTERCEPTS, progress_bar=False
+    )
     free = fed.SFVI(intercepts, guide, ADAM, privacy=Free(1.0, 1e-5, 1.0, 30), **options)
     got = free.run(random.key(1), 30, INTERCEPTS, progress_bar=False)
     for k, v in plain.params.items():
@@ -197,7 +227,9 @@ def gaussian(y):
 
 def gaussian_silos(num, rows=25):
     rng = np.random.default_rng(0)
-    return fed.Silos({f"s{i:02}": {"y": rng.normal(0.0, 1.0, (rows, 2)).astype(np.float32)} for i in range(num)})
+    return fed.Silos(
+        {f"s{i:02}": {"y": rng.normal(0.0, 1.0, (rows, 2)).astype(np.float32)} for i in range(num)}
+    )
 
 
 def test_the_mean_is_off_by_what_was_said_beforehand():
@@ -213,11 +245,15 @@ def test_the_mean_is_off_by_what_was_said_beforehand():
     errors = []
     for seed in range(12):
         result = svi.run(random.key(seed), rounds, silos, progress_bar=False)
-        errors.append((result.params["auto_loc"] - pooled.sum(0) / precision) * math.sqrt(precision))
+        errors.append(
+            (result.params["auto_loc"] - pooled.sum(0) / precision) * math.sqrt(precision)
+        )
     rms, expected = float(np.sqrt(np.mean(np.square(errors)))), result.privacy.error
     # of 24 numbers the standard error of a root mean square is 14 percent
     assert 0.5 < rms / expected < 1.6
-    plain = fed.SFVI(gaussian, guide, optax.sgd(1e-4)).run(random.key(0), rounds, silos, progress_bar=False)
+    plain = fed.SFVI(gaussian, guide, optax.sgd(1e-4)).run(
+        random.key(0), rounds, silos, progress_bar=False
+    )
     off = (plain.params["auto_loc"] - pooled.sum(0) / precision) * math.sqrt(precision)
     assert np.abs(off).max() < 0.3 * expected
     assert result.privacy.epsilon == pytest.approx(4.0, rel=1e-6)
@@ -227,13 +263,19 @@ def test_the_mean_is_off_by_what_was_said_beforehand():
 def test_of_a_sum_each_silo_adds_its_share():
     def sd(secure_sum):
         svi = fed.SFVI(
-            linear, fed.AutoSiloNormal(linear), ADAM, privacy=fed.Privacy(1.0, 1e-5, 1.0, 10), secure_sum=secure_sum
+            linear,
+            fed.AutoSiloNormal(linear),
+            ADAM,
+            privacy=fed.Privacy(1.0, 1e-5, 1.0, 10),
+            secure_sum=secure_sum,
         )
         return svi.prepared(LINEAR).plan.noise.sd
 
     assert sd(False) / sd(True) == pytest.approx(math.sqrt(len(LINEAR)), rel=1e-4)
     noise = Noise(1.0, sd(True))
-    assert expected_error(noise, len(LINEAR), 10) == pytest.approx(noise.sd * math.sqrt(len(LINEAR) * 81 / 17 / 10))
+    assert expected_error(noise, len(LINEAR), 10) == pytest.approx(
+        noise.sd * math.sqrt(len(LINEAR) * 81 / 17 / 10)
+    )
 
 
 def test_the_result_says_what_was_spent_and_compare_prints_it(tmp_path):
@@ -247,7 +289,9 @@ def test_the_result_says_what_was_spent_and_compare_prints_it(tmp_path):
     on = svi.run(random.key(0), 30, silos, progress_bar=False, init_state=result.state)
     assert on.privacy.epsilon == pytest.approx(4.0, rel=1e-6)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # of Pareto's k: noise, and a fit cut short, are seen by it
+        warnings.simplefilter(
+            "ignore", UserWarning
+        )  # of Pareto's k: noise, and a fit cut short, are seen by it
         idata = fed.to_inference_data(svi, on, silos, num_draws=200)
         unnoised = fed.SFVI(gaussian, fed.AutoSiloNormal(gaussian), ADAM)
         plain = unnoised.run(random.key(0), 400, silos, progress_bar=False)
@@ -283,13 +327,19 @@ def introduce(folder, names):
 
 def together(sent):
     """Replies of one array and one flag as the server has them."""
-    return [(np.stack([x[0] for x in sent]), np.stack([x[1] for x in sent])), np.stack([x[2] for x in sent])]
+    return [
+        (np.stack([x[0] for x in sent]), np.stack([x[1] for x in sent])),
+        np.stack([x[2] for x in sent]),
+    ]
 
 
 def test_masks_cancel_in_the_sum_of_all_and_in_no_other(tmp_path):
     names, rng = ("bern", "oslo", "rome", "york"), np.random.default_rng(0)
     keys = keys_of(tmp_path, names)
-    plain = {n: [rng.normal(size=(2, 3)).astype(np.float32) * 10**k, np.array(True)] for k, n in enumerate(names)}
+    plain = {
+        n: [rng.normal(size=(2, 3)).astype(np.float32) * 10**k, np.array(True)]
+        for k, n in enumerate(names)
+    }
     sent = {n: masked(plain[n], n, keys[n].shared(names), b"round 1") for n in names}
     total, flag = opened(together(list(sent.values())), np.dtype(np.float64))
     expected = sum(plain[n][0].astype(np.float64) for n in names)
@@ -298,7 +348,9 @@ def test_masks_cancel_in_the_sum_of_all_and_in_no_other(tmp_path):
     assert flag.shape == (1,)
     assert flag.all()
     for left_out in names:
-        some, flag = opened(together([sent[n] for n in names if n != left_out]), np.dtype(np.float64))
+        some, flag = opened(
+            together([sent[n] for n in names if n != left_out]), np.dtype(np.float64)
+        )
         assert np.isnan(some).all()
         assert not flag.any()
         numbers = np.add.reduce([sent[n][0] for n in names if n != left_out], dtype=np.uint64)
@@ -313,7 +365,9 @@ def test_masks_cancel_in_the_sum_of_all_and_in_no_other(tmp_path):
 
 def test_a_masked_number_is_uniform(tmp_path):
     keys = keys_of(tmp_path, ("a", "b", "c"))
-    numbers, flags = masked([np.zeros(100_000, np.float32)], "a", keys["a"].shared(("a", "b", "c")), b"1")
+    numbers, flags = masked(
+        [np.zeros(100_000, np.float32)], "a", keys["a"].shared(("a", "b", "c")), b"1"
+    )
     for sent, shift in ((numbers, 60), (flags, 12)):
         share = np.bincount((sent >> sent.dtype.type(shift)).astype(int), minlength=16) / len(sent)
         np.testing.assert_allclose(share, 1 / 16, atol=4 * math.sqrt(1 / 16 / len(sent)))
@@ -324,7 +378,9 @@ def test_a_masked_number_is_uniform(tmp_path):
 def test_what_has_no_place_in_a_sum_makes_it_nan(tmp_path, bad):
     names = ("a", "b", "c")
     keys = keys_of(tmp_path, names)
-    each = {n: [np.array([LARGEST, bad if n == "b" else -LARGEST]), np.array(n != "b")] for n in names}
+    each = {
+        n: [np.array([LARGEST, bad if n == "b" else -LARGEST]), np.array(n != "b")] for n in names
+    }
     sent = [masked(each[n], n, keys[n].shared(names), b"1") for n in names]
     (total,), flag = opened(together(sent), np.dtype(np.float64))
     assert total[0] == 3 * LARGEST
@@ -333,7 +389,9 @@ def test_what_has_no_place_in_a_sum_makes_it_nan(tmp_path, bad):
 
 
 FITS = {
-    "sfvi": lambda **o: fed.SFVI(intercepts, fed.AutoSiloNormal(intercepts), ADAM, num_local_particles=3, **o),
+    "sfvi": lambda **o: fed.SFVI(
+        intercepts, fed.AutoSiloNormal(intercepts), ADAM, num_local_particles=3, **o
+    ),
     "sfvi_avg": lambda **o: fed.SFVIAvg(
         intercepts,
         fed.AutoSiloNormal(intercepts, global_cov="diag"),
@@ -342,7 +400,9 @@ FITS = {
         num_local_particles=3,
         **o,
     ),
-    "conducive": lambda **o: fed.SFVIAvg(intercepts, fed.AutoSiloNormal(intercepts), conducive=True, **o),
+    "conducive": lambda **o: fed.SFVIAvg(
+        intercepts, fed.AutoSiloNormal(intercepts), conducive=True, **o
+    ),
 }
 
 
@@ -364,9 +424,14 @@ def test_a_fit_of_sums_is_the_fit(tmp_path, name):
         np.testing.assert_allclose(v, expected.params[k], atol=2e-5 * max(scale, 1), err_msg=k)
     np.testing.assert_allclose(got.losses, expected.losses, rtol=1e-4)
     # what left a silo alone is no number of its own
-    rounds_sent = [unpack(answer)["replies"] for _, data, answer in messenger.sent if b"RoundLocal" in data]
+    rounds_sent = [
+        unpack(answer)["replies"] for _, data, answer in messenger.sent if b"RoundLocal" in data
+    ]
     leaves = [x for replies in rounds_sent for leaves in replies for x in leaves]
-    numbers = np.concatenate([x.ravel() for x in leaves if x.dtype == np.uint64]).astype(np.int64) * 2.0**-20
+    numbers = (
+        np.concatenate([x.ravel() for x in leaves if x.dtype == np.uint64]).astype(np.int64)
+        * 2.0**-20
+    )
     assert {x.dtype for x in leaves} == {np.dtype(np.uint64), np.dtype(np.uint16)}
     assert np.mean(np.abs(numbers) > 1e6) > 0.99
     one, other = (
@@ -388,7 +453,9 @@ def _sums_are_those_of_the_replies(messenger, fit, remote, rounds):
         def wrapped(call, state, reply=reply):
             got, new = reply(call, state)
             if type(call.local).__name__ == "RoundLocal":
-                said.append([np.asarray(x, np.float64) for x in jax.tree.leaves(got) if x.dtype != bool])
+                said.append(
+                    [np.asarray(x, np.float64) for x in jax.tree.leaves(got) if x.dtype != bool]
+                )
             return got, new
 
         side.site.reply = wrapped
@@ -407,7 +474,9 @@ def _sums_are_those_of_the_replies(messenger, fit, remote, rounds):
 
 
 def private_fit():
-    return fed.SFVI(linear, fed.AutoSiloNormal(linear), ADAM, privacy=fed.Privacy(4.0, 1e-5, 1.0, 5))
+    return fed.SFVI(
+        linear, fed.AutoSiloNormal(linear), ADAM, privacy=fed.Privacy(4.0, 1e-5, 1.0, 5)
+    )
 
 
 def test_a_fit_with_privacy_over_a_wire(tmp_path):
@@ -422,27 +491,38 @@ def test_a_fit_with_privacy_over_a_wire(tmp_path):
     with pytest.raises(ValueError, match="silos of a fit with privacy do not weigh draws"):
         fed.to_inference_data(fit, result, remote, num_draws=50, resample=True)
     # the bound is in no reply, and nothing was asked but rounds
-    told = [json.loads(x) for n in LINEAR.names for x in (tmp_path / n / "audit.jsonl").read_text().splitlines()]
+    told = [
+        json.loads(x)
+        for n in LINEAR.names
+        for x in (tmp_path / n / "audit.jsonl").read_text().splitlines()
+    ]
     asked = {call["kind"] for line in told for call in line.get("calls", [])}
     assert asked == {"InitLocal", "RoundLocal"}
     replies = [unpack(a)["replies"][0] for _, d, a in messenger.sent if b"RoundLocal" in d]
     assert all(np.isnan(leaves[0]).all() for leaves in replies)
     noise = fit.prepared(remote).plan.noise
-    assert all((np.rint(x / noise.grid) == x / noise.grid).all() for leaves in replies for x in leaves[2:4])
+    assert all(
+        (np.rint(x / noise.grid) == x / noise.grid).all() for leaves in replies for x in leaves[2:4]
+    )
     assert not result.privacy.simulated
     # noise is the silo's own: the same bytes to the same folder with another secret have another reply
     name, data, answer = next(x for x in reversed(messenger.sent) if b"RoundLocal" in x[1])
     shutil.copytree(tmp_path / name, tmp_path / "copy" / name)
-    make = lambda: SiloSide(alone(LINEAR, name), linear, tmp_path / "copy" / name, fit=private_fit())  # noqa: E731
+    make = lambda: SiloSide(
+        alone(LINEAR, name), linear, tmp_path / "copy" / name, fit=private_fit()
+    )  # noqa: E731
     assert make().answer(data) == answer
     (tmp_path / "copy" / name / "secret.key").write_bytes(bytes(32))
     (tmp_path / "copy" / name / "sent.txt").unlink()  # which would refuse other numbers
     other = unpack(make().answer(data))["replies"][0]
     plain = unpack(answer)["replies"][0]
-    assert all((x != y).all() for x, y in zip(other[2:4], plain[2:4], strict=True) if x.dtype != bool)
+    assert all(
+        (x != y).all() for x, y in zip(other[2:4], plain[2:4], strict=True) if x.dtype != bool
+    )
     # the budget is spent, whatever the server says
     with pytest.raises(
-        RuntimeError, match=r"its budget of privacy is spent: it has answered 5 rounds, expected at most 5"
+        RuntimeError,
+        match=r"its budget of privacy is spent: it has answered 5 rounds, expected at most 5",
     ):
         fit.run(random.key(2), 1, remote, progress_bar=False)
 
@@ -460,7 +540,10 @@ def test_a_round_that_is_asked_for_again_spends_nothing(tmp_path):
     assert (tmp_path / name / "answered.txt").read_text() == lines
     # what was answered is not forgotten by a file that lost its end
     (tmp_path / name / "answered.txt").write_text(lines[: len(lines) // 2])
-    assert "its answered.txt lacks rounds that its sent.txt has" in unpack(messenger.sides[name].answer(data))["error"]
+    assert (
+        "its answered.txt lacks rounds that its sent.txt has"
+        in unpack(messenger.sides[name].answer(data))["error"]
+    )
     (tmp_path / name / "answered.txt").write_text(lines)
     assert messenger.sides[name].answer(data) == answer
 
@@ -470,7 +553,13 @@ def sums_fit():
 
 
 def private_sums():
-    return fed.SFVI(linear, fed.AutoSiloNormal(linear), ADAM, privacy=fed.Privacy(4.0, 1e-5, 1.0, 5), secure_sum=True)
+    return fed.SFVI(
+        linear,
+        fed.AutoSiloNormal(linear),
+        ADAM,
+        privacy=fed.Privacy(4.0, 1e-5, 1.0, 5),
+        secure_sum=True,
+    )
 
 
 CLOSED = {"privacy": private_fit, "sums": sums_fit, "both": private_sums}
@@ -496,12 +585,20 @@ def test_a_fit_whose_server_is_killed_spends_no_round_twice(tmp_path, name):
         introduce(tmp_path, LINEAR.names)
     remote = connect(messenger, linear, fit=fit)
     fit.prepared(remote)
-    messenger.left, messenger.after = 5, True  # the first states, then three rounds and the replies of a fourth
+    messenger.left, messenger.after = (
+        5,
+        True,
+    )  # the first states, then three rounds and the replies of a fourth
     with pytest.raises(Killed):
         fit.run(random.key(1), 5, remote, progress_bar=False, checkpoint=place, checkpoint_every=2)
     messenger.left = -1
     got = fit.run(
-        random.key(1), 5, connect(messenger, linear, fit=fit), progress_bar=False, checkpoint=place, checkpoint_every=2
+        random.key(1),
+        5,
+        connect(messenger, linear, fit=fit),
+        progress_bar=False,
+        checkpoint=place,
+        checkpoint_every=2,
     )
     for silo in LINEAR.names:
         assert len((tmp_path / silo / "answered.txt").read_text().split()) == 2 * 5
@@ -529,7 +626,11 @@ def test_a_server_that_cheats_learns_nothing(tmp_path, name):
     assert "with an algorithm that is not its own" in wrong["error"]
     # numbers so coarse that noise on their grid shows them
     coarse = asked_again(
-        side, data, message=lambda m: jax.tree.map(lambda x: x.astype(np.float16) if x.dtype == np.float32 else x, m)
+        side,
+        data,
+        message=lambda m: jax.tree.map(
+            lambda x: x.astype(np.float16) if x.dtype == np.float32 else x, m
+        ),
     )
     assert "it is told numbers of type ['float16']; expected float32" in coarse["error"]
     # another slot to write to changes nothing, nor another key: silos draw by their own
@@ -556,7 +657,9 @@ def test_a_server_that_cheats_learns_nothing(tmp_path, name):
     # other silos, other sizes, one silo many times
     opened_as = {"what": "open", "server": 1, "fresh": False}
     some = (silo, *[n for n in LINEAR.names if n != silo][:2])
-    values = as_values(fed.Silos({n: {k: np.asarray(v) for k, v in LINEAR[n].items()} for n in some}))
+    values = as_values(
+        fed.Silos({n: {k: np.asarray(v) for k, v in LINEAR[n].items()} for n in some})
+    )
     for names in (some, (silo,) * 3):
         told = {**opened_as, "silos": {**values, "what": (names, *values["what"][1:])}}
         error = unpack(side.answer(pack(told)))["error"]
@@ -584,10 +687,14 @@ def test_shared_arguments_are_the_silos_own(tmp_path):
     silos = fed.Silos({n: {"y": y, "df": 3.0} for n, y in rows.items()})
     side = SiloSide(alone_with(silos, "oslo"), model, tmp_path)
     told = as_values(silos)
-    assert "model" in unpack(side.answer(pack({"what": "open", "server": 1, "fresh": False, "silos": told})))
+    assert "model" in unpack(
+        side.answer(pack({"what": "open", "server": 1, "fresh": False, "silos": told}))
+    )
     other = as_values(fed.Silos({n: {"y": y, "df": 5.0} for n, y in rows.items()}))
     assert from_values(other).shared["df"] == 5.0
-    answer = unpack(side.answer(pack({"what": "open", "server": 1, "fresh": False, "silos": other})))
+    answer = unpack(
+        side.answer(pack({"what": "open", "server": 1, "fresh": False, "silos": other}))
+    )
     assert "the server has other values than it of ['df']" in answer["error"]
 
 
@@ -621,7 +728,9 @@ def test_budgets_are_counted_by_all_processes_of_a_folder(tmp_path):
 def test_a_secret_that_is_none_is_refused(tmp_path):
     (tmp_path / LINEAR.names[0]).mkdir()
     (tmp_path / LINEAR.names[0] / "secret.key").write_bytes(b"")
-    with pytest.raises(ValueError, match=r"secret\.key holds 0 bytes, expected 32 of a key; give another folder"):
+    with pytest.raises(
+        ValueError, match=r"secret\.key holds 0 bytes, expected 32 of a key; give another folder"
+    ):
         Fits(LINEAR, private_fit(), tmp_path, private_fit)
 
 
@@ -630,7 +739,9 @@ def test_closed_fits_answer_no_questions(tmp_path):
     fit = private_fit()
     remote = connect(Fits(LINEAR, fit, tmp_path, private_fit), linear, fit=fit)
     call = Call(0, TellLocal(), random.key(0), jnp.ones(2), None, 5)
-    with pytest.raises(RuntimeError, match="takes part in a fit with privacy, and does not answer TellLocal"):
+    with pytest.raises(
+        RuntimeError, match="takes part in a fit with privacy, and does not answer TellLocal"
+    ):
         remote.ask([call])
     chains = connect(Messages(LINEAR, linear, tmp_path / "open"), linear)
     assert chains.ask([call])[0] is not None  # the control
@@ -648,17 +759,26 @@ def sum_of(messenger, tweak, **changed):
     """
     total, own = 0, []
     for i, (silo, side) in enumerate(messenger.sides.items()):
-        data = next(data for name, data, _ in reversed(messenger.sent) if name == silo and b"RoundLocal" in data)
+        data = next(
+            data
+            for name, data, _ in reversed(messenger.sent)
+            if name == silo and b"RoundLocal" in data
+        )
         reply, said = side.site.reply, []
 
         def wrapped(call, state, reply=reply, said=said):
             got, new = reply(call, state)
-            said.append(np.concatenate([np.ravel(x) for x in jax.tree.leaves(got) if x.dtype != bool]))
+            said.append(
+                np.concatenate([np.ravel(x) for x in jax.tree.leaves(got) if x.dtype != bool])
+            )
             return got, new
 
         side.site.reply = wrapped
         nearby = partial(jax.tree.map, partial(np.add, np.float32(tweak)))
-        told = {"message": lambda m, nearby=nearby: m._replace(context=nearby(m.context)), "write": lambda slot: None}
+        told = {
+            "message": lambda m, nearby=nearby: m._replace(context=nearby(m.context)),
+            "write": lambda slot: None,
+        }
         answer = asked_again(side, data, **told, **(changed if i == 0 else {}))
         side.site.reply = reply
         assert "replies" in answer, answer
@@ -682,7 +802,9 @@ def test_sums_of_silos_in_other_states_open_none(tmp_path, forgetful, monkeypatc
     remote = connect(messenger, intercepts, fit=fit)
     fit.run(random.key(1), 3, remote, progress_bar=False)
     first = messenger.sides[INTERCEPTS.names[0]]
-    data = next(data for name, data, _ in messenger.sent if name == first.name and b"RoundLocal" in data)
+    data = next(
+        data for name, data, _ in messenger.sent if name == first.name and b"RoundLocal" in data
+    )
     start = {
         "read": lambda slot: None,
         "local": lambda local: InitLocal(local.plan, "sfvi"),
@@ -694,7 +816,9 @@ def test_sums_of_silos_in_other_states_open_none(tmp_path, forgetful, monkeypatc
         keep_the_servers_key(monkeypatch)
         for side in messenger.sides.values():
             lines, slots = side.closed._lines, [(str(slot), "") for slot in side.site.kept]
-            side.closed._lines = lambda name, lines=lines, slots=slots: slots if name == "history.txt" else lines(name)
+            side.closed._lines = lambda name, lines=lines, slots=slots: (
+                slots if name == "history.txt" else lines(name)
+            )
     one, own = sum_of(messenger, 1e-6)
     other, its = sum_of(messenger, 2e-6, read=lambda slot: 10**6)
     taken, truth = other - one, its[0] - own[0]
@@ -735,24 +859,37 @@ def test_a_call_that_fails_leaves_no_state_with_another_history(tmp_path, old):
     fit.run(random.key(1), 3, remote, progress_bar=False)
     params, slot, total = remote_params(fit, remote), 10**6, 0
     for i, (name, side) in enumerate(messenger.sides.items()):
-        data = next(data for n, data, _ in reversed(messenger.sent) if n == name and b"RoundLocal" in data)
+        data = next(
+            data for n, data, _ in reversed(messenger.sent) if n == name and b"RoundLocal" in data
+        )
         if i == 0:
-            start = {"local": lambda local: InitLocal(local.plan, "sfvi"), "message": lambda m: params}
-            assert "replies" in asked_again(side, data, read=lambda _: None, write=lambda _: slot, **start)
+            start = {
+                "local": lambda local: InitLocal(local.plan, "sfvi"),
+                "message": lambda m: params,
+            }
+            assert "replies" in asked_again(
+                side, data, read=lambda _: None, write=lambda _: slot, **start
+            )
             reply, side.site.reply = side.site.reply, None  # which fails
             if old:
                 lines = side.closed._lines
                 side.closed._lines = lambda n, lines=lines: (
                     x for x in lines(n) if (n, x[0]) != ("history.txt", str(slot))
                 )
-        nearby = {"message": lambda m: m._replace(context=jax.tree.map(partial(np.add, np.float32(1e-3)), m.context))}
+        nearby = {
+            "message": lambda m: m._replace(
+                context=jax.tree.map(partial(np.add, np.float32(1e-3)), m.context)
+            )
+        }
         assert ("error" in asked_again(side, data, write=lambda _: slot, **nearby)) == (i == 0)
         if i == 0:
             side.site.reply = reply
             if old:
                 side.closed._lines = lines
         answer = asked_again(side, data, read=lambda _: slot, write=lambda _: None)
-        total = total + np.concatenate([x.ravel() for x in answer["replies"][0] if x.dtype == np.uint64])
+        total = total + np.concatenate(
+            [x.ravel() for x in answer["replies"][0] if x.dtype == np.uint64]
+        )
     opened_sum = np.abs(total.astype(np.int64) * 2.0**-20)
     assert np.mean(opened_sum > 1e6) < 0.01 if old else np.mean(opened_sum > 1e6) > 0.99
 
@@ -771,12 +908,18 @@ def test_the_same_call_has_the_same_numbers_or_none(tmp_path, name):
 
     def elsewhere(call, state):
         got, new = reply(call, state)
-        context = jax.tree.map(lambda x: x * np.linspace(0.9, 1.1, x.size, dtype=x.dtype), got.context)
+        context = jax.tree.map(
+            lambda x: x * np.linspace(0.9, 1.1, x.size, dtype=x.dtype), got.context
+        )
         return got._replace(context=context), new
 
     side.site.reply = elsewhere
-    assert "the same call has other numbers than the first time" in unpack(side.answer(data))["error"]
-    (tmp_path / silo / "sent.txt").unlink()  # the control: without the record the difference is told
+    assert (
+        "the same call has other numbers than the first time" in unpack(side.answer(data))["error"]
+    )
+    (
+        tmp_path / silo / "sent.txt"
+    ).unlink()  # the control: without the record the difference is told
     one, other = (unpack(x)["replies"][0] for x in (side.answer(data), answer))
     unit = 2.0**-20 if fit.secure_sum else 1.0
     differ = [
@@ -830,7 +973,9 @@ def test_keys_that_are_missing_or_broken_are_named(tmp_path):
         connect(messenger, intercepts, fit=fit)
     introduce(tmp_path, INTERCEPTS.names)
     (tmp_path / "0" / "peers" / "1.pub").write_text("no key")
-    with pytest.raises(ValueError, match=r"silo '0': peers/1\.pub is no public key; expected 64 hexadecimal digits"):
+    with pytest.raises(
+        ValueError, match=r"silo '0': peers/1\.pub is no public key; expected 64 hexadecimal digits"
+    ):
         connect(messenger, intercepts, fit=fit)
 
 
@@ -849,7 +994,9 @@ def test_numbers_that_are_not_finite_end_a_fit_of_sums(tmp_path):
     messenger = Fits(LINEAR, fit, tmp_path)
     introduce(tmp_path, LINEAR.names)
     remote = connect(messenger, linear, fit=fit)
-    with pytest.warns(UserWarning, match=r"the loss or its gradient was not finite in round \d, first in the sum"):
+    with pytest.warns(
+        UserWarning, match=r"the loss or its gradient was not finite in round \d, first in the sum"
+    ):
         fit.run(random.key(0), 5, remote, progress_bar=False)
 
 
@@ -868,7 +1015,9 @@ def test_one_reply_that_is_not_finite_costs_a_sum_of_sites_nothing_but_time(tmp_
             def reply(call, state, whole=whole, rounds=rounds):
                 got, new = whole(call, state)
                 rounds.append(type(call.local).__name__ == "RoundLocal")
-                if sum(rounds) == 1 and rounds[-1]:  # as the silo itself answers when its numbers are not finite
+                if (
+                    sum(rounds) == 1 and rounds[-1]
+                ):  # as the silo itself answers when its numbers are not finite
                     nothing = jax.tree.map(jnp.zeros_like, got)
                     return nothing._replace(finite=jnp.zeros_like(got.finite)), state
                 return got, new
@@ -878,7 +1027,9 @@ def test_one_reply_that_is_not_finite_costs_a_sum_of_sites_nothing_but_time(tmp_
             warnings.simplefilter("always", UserWarning)
             found.append(fit.run(random.key(0), 30, remote, tol=1e-3, progress_bar=False))
         if place == "broken":
-            assert any("the reply of one silo or more was not finite" in str(w.message) for w in said)
+            assert any(
+                "the reply of one silo or more was not finite" in str(w.message) for w in said
+            )
     whole, broken = (result.params for result in found)
     sd = np.linalg.norm(whole["auto_scale_tril"], axis=-1)
     np.testing.assert_array_less(np.abs(broken["auto_loc"] - whole["auto_loc"]) / sd, 0.02)
@@ -907,7 +1058,8 @@ def test_fits_in_words():
     with pytest.raises(TypeError, match=r"privacy: expected fed.Privacy\(...\) or None, got float"):
         fed.SFVI(linear, guide, ADAM, privacy=1.0)
     with pytest.raises(
-        ValueError, match="num_particles=2: under privacy each draw of theta would have noise of its own"
+        ValueError,
+        match="num_particles=2: under privacy each draw of theta would have noise of its own",
     ):
         fed.SFVI(linear, guide, ADAM, num_particles=2, privacy=privacy)
     with pytest.raises(TypeError, match="secure_sum: expected True or False, got 3"):
@@ -949,13 +1101,21 @@ def test_missing_packages_are_named(monkeypatch, tmp_path):
 
 
 def keys_in(tree):
-    leaves = [x for x in jax.tree.leaves(tree) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)]
-    return {tuple(words) for x in leaves for words in np.reshape(random.key_data(x), (-1, 2)).tolist()}
+    leaves = [
+        x for x in jax.tree.leaves(tree) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+    ]
+    return {
+        tuple(words) for x in leaves for words in np.reshape(random.key_data(x), (-1, 2)).tolist()
+    }
 
 
 KEYED = {
-    "latents": lambda **o: fed.SFVI(intercepts, fed.AutoSiloNormal(intercepts), ADAM, num_local_particles=3, **o),
-    "rows of pairs": lambda **o: fed.SFVIAvg(linear, fed.AutoSiloNormal(linear), conducive=True, batch_size=2, **o),
+    "latents": lambda **o: fed.SFVI(
+        intercepts, fed.AutoSiloNormal(intercepts), ADAM, num_local_particles=3, **o
+    ),
+    "rows of pairs": lambda **o: fed.SFVIAvg(
+        linear, fed.AutoSiloNormal(linear), conducive=True, batch_size=2, **o
+    ),
 }
 
 
@@ -981,8 +1141,14 @@ def test_a_silo_draws_by_no_key_that_the_server_has_sent(tmp_path, name, kind):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # of fits so short
         fit.run(random.key(1), 3, remote, progress_bar=False)
-    sent = [unpack(d)["calls"].tobytes() for n, d, _ in messenger.sent if n == who and b"RoundLocal" in d]
-    told = set().union(*(keys_in(values[1:3]) for data in sent for values in unpack(data, side._own)))
+    sent = [
+        unpack(d)["calls"].tobytes()
+        for n, d, _ in messenger.sent
+        if n == who and b"RoundLocal" in d
+    ]
+    told = set().union(
+        *(keys_in(values[1:3]) for data in sent for values in unpack(data, side._own))
+    )
     drawn = set().union(*(keys_in(one) for one in asked))
     assert len(told) >= (6 if name == "latents" else 3)
     assert bool(told & drawn) == (kind == "control")
@@ -995,7 +1161,10 @@ def test_a_round_has_as_many_draws_as_the_study(tmp_path):
     fit.run(random.key(1), 2, connect(messenger, linear, fit=fit), progress_bar=False)
     silo, data, _ = next(x for x in reversed(messenger.sent) if b"RoundLocal" in x[1])
     more = {"message": lambda m: m._replace(key=random.split(random.key(0), 64))}
-    assert "what it is told does not fit RoundLocal" in asked_again(messenger.sides[silo], data, **more)["error"]
+    assert (
+        "what it is told does not fit RoundLocal"
+        in asked_again(messenger.sides[silo], data, **more)["error"]
+    )
     request = unpack(data)
     del request["independent"]
     answer = unpack(messenger.sides[silo].answer(pack(request)))

@@ -27,8 +27,12 @@ def test_coherence_is_counted_by_hand() -> None:
     topics = np.array([[3.0, 2.0, 1.0, 0.0], [0.0, 3.0, 1.0, 2.0]])
     np.testing.assert_array_equal(best_words(topics, 3), [[0, 1, 2], [1, 3, 2]])
     # word 0 is in documents 0, 1, 2, word 1 in 0, 2, 3, word 2 in 1, word 3 in 3
-    first = np.log((2 + 1) / 3) + np.log((1 + 1) / 3) + np.log((0 + 1) / 3)  # (1, 0), (2, 0), (2, 1)
-    second = np.log((1 + 1) / 3) + np.log((0 + 1) / 3) + np.log((0 + 1) / 1)  # (3, 1), (2, 1), (2, 3)
+    first = (
+        np.log((2 + 1) / 3) + np.log((1 + 1) / 3) + np.log((0 + 1) / 3)
+    )  # (1, 0), (2, 0), (2, 1)
+    second = (
+        np.log((1 + 1) / 3) + np.log((0 + 1) / 3) + np.log((0 + 1) / 1)
+    )  # (3, 1), (2, 1), (2, 3)
     np.testing.assert_allclose(coherence(topics, TOY, 3), [first, second], rtol=1e-12)
     # negative control: the order of the words counts, since the commoner one's documents are divided by
     assert coherence(topics[1:, [0, 3, 2, 1]], TOY, 3) != pytest.approx(second, abs=0.1)
@@ -47,7 +51,9 @@ def test_words_are_the_multinomial_without_factorials() -> None:
     logits, counts = rng.normal(size=(3, 5)), rng.poisson(2.0, (3, 5))
     p = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
     exact = [stats.multinomial.logpmf(x, x.sum(), q) for x, q in zip(counts, p, strict=True)]
-    left_out = [stats.multinomial.logpmf(x, x.sum(), np.full(5, 0.2)) + x.sum() * np.log(5) for x in counts]
+    left_out = [
+        stats.multinomial.logpmf(x, x.sum(), np.full(5, 0.2)) + x.sum() * np.log(5) for x in counts
+    ]
     found = prod_lda.Words(jnp.asarray(logits)).log_prob(jnp.asarray(counts))
     np.testing.assert_allclose(found, np.subtract(exact, left_out), rtol=1e-5)
 
@@ -111,7 +117,9 @@ def test_corpus_has_no_empty_documents(made_up_documents: np.ndarray) -> None:
 
 def test_real_corpus_or_the_words_of_its_absence() -> None:
     if not HAVE_DATA:
-        with pytest.raises(FileNotFoundError, match=r"NUMPYRO_FED_DATA is not set.*18,846 documents.*20newsgroups/"):
+        with pytest.raises(
+            FileNotFoundError, match=r"NUMPYRO_FED_DATA is not set.*18,846 documents.*20newsgroups/"
+        ):
             prod_lda.main(["--quick"])
         return
     corpus = prod_lda.corpus()
@@ -168,4 +176,6 @@ def test_prod_lda_quick(tmp_path: Path) -> None:
     assert len(alone) == prod_lda.SILOS
     assert np.isfinite(table.drop(columns="by network").to_numpy()).all()
     # what all silos know tells more of new documents than what one knows
-    assert table.loc[["SFVI", "SFVI-Avg"], "perplexity"].max() < table.loc[alone, "perplexity"].min(), table
+    assert (
+        table.loc[["SFVI", "SFVI-Avg"], "perplexity"].max() < table.loc[alone, "perplexity"].min()
+    ), table

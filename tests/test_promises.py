@@ -45,7 +45,10 @@ def visits(age, y):
 AGES = np.random.default_rng(0).integers(18, 95, 60).astype(np.float32) / 50
 PATIENTS = fed.Silos(
     {
-        name: {"age": ages, "y": np.random.default_rng(len(ages)).normal(0.5 * ages, 1.4).astype(np.float32)}
+        name: {
+            "age": ages,
+            "y": np.random.default_rng(len(ages)).normal(0.5 * ages, 1.4).astype(np.float32),
+        }
         for name, ages in {"oslo": AGES, "rome": AGES[:20][::-1].copy()}.items()
     }
 )
@@ -112,7 +115,10 @@ def row_from_gaps(ask):
     low, high = -64.0, 64.0
     for _ in range(30):
         middle, width = (low + high) / 2, (high - low) / 4
-        theta = {"mu": jnp.asarray(middle - width), "sigma": jnp.log(jnp.asarray(width / 1.8446e19))}
+        theta = {
+            "mu": jnp.asarray(middle - width),
+            "sigma": jnp.log(jnp.asarray(width / 1.8446e19)),
+        }
         low, high = (low, middle) if np.isfinite(ask(theta)) else (middle, high)
     return (low + high) / 2
 
@@ -143,12 +149,18 @@ def test_gradients_at_latents_of_the_servers_keys_give_no_row(tmp_path, own_keys
     data = next(x for who, x, _ in messenger.sent if who == "oslo" and b"RoundLocal" in x)
     side = messenger.sides["oslo"]
     ((local, key, message, read, _),) = unpack(unpack(data)["calls"].tobytes(), side._own)
-    like = fed.Silos({"oslo": {k: jnp.zeros(60) for k in ("age", "y")}})  # rows that the server makes up
+    like = fed.Silos(
+        {"oslo": {k: jnp.zeros(60) for k in ("age", "y")}}
+    )  # rows that the server makes up
     rows, design, slopes = rows_of(SiloView(like, 0, side.site.pad)), [], []
     for seed in range(100):
         keys = random.split(random.key(seed), 1)
         inside = pack([(local, key, message._replace(key=keys), read, None)], side._own)
-        answer = unpack(side.answer(pack({**unpack(data), "forget": [], "calls": np.frombuffer(inside, np.uint8)})))
+        answer = unpack(
+            side.answer(
+                pack({**unpack(data), "forget": [], "calls": np.frombuffer(inside, np.uint8)})
+            )
+        )
         assert "error" not in answer, answer
         noise = local.plan.families[0].noise(keys[0], rows, 1)
         design.append(np.append(noise.ravel()[:60], 1.0))
@@ -170,10 +182,19 @@ def test_no_shared_argument_leaves_a_silo(tmp_path):
             numpyro.sample("y", dist.Normal(mu + ages.sum(), 1), obs=y)
 
     ages = np.array([41.0, 67.0], np.float32)
-    silos = fed.Silos({"oslo": {"y": np.arange(5.0, dtype=np.float32), "ages": ages}}, rows={"y": "rows"})
+    silos = fed.Silos(
+        {"oslo": {"y": np.arange(5.0, dtype=np.float32), "ages": ages}}, rows={"y": "rows"}
+    )
     side = SiloSide(silos, model, tmp_path)
-    asked = [{"what": "values"}, {"what": "hello", "protocol": 2}, {"what": "open"}, {"what": "calls"}]
-    others = fed.Silos({"oslo": {"y": np.arange(5.0, dtype=np.float32), "ages": ages + 1}}, rows={"y": "rows"})
+    asked = [
+        {"what": "values"},
+        {"what": "hello", "protocol": 2},
+        {"what": "open"},
+        {"what": "calls"},
+    ]
+    others = fed.Silos(
+        {"oslo": {"y": np.arange(5.0, dtype=np.float32), "ages": ages + 1}}, rows={"y": "rows"}
+    )
     asked.append({"what": "open", "silos": as_values(others), "server": 1, "fresh": False})
     left = b"".join(side.answer(pack(message)) for message in asked)
     assert b"the server has other values than it of ['ages']" in left
@@ -184,11 +205,14 @@ def test_no_shared_argument_leaves_a_silo(tmp_path):
         return [
             pair.tolist()
             for pair in pairs
-            if pair.tobytes() in text or hashlib.sha256(pair.tobytes()).hexdigest()[:16].encode() in text
+            if pair.tobytes() in text
+            or hashlib.sha256(pair.tobytes()).hexdigest()[:16].encode() in text
         ]
 
     assert guessed(left) == []
-    assert guessed(json.dumps(description(silos, values=True)).encode()) == [[41.0, 67.0]]  # the control
+    assert guessed(json.dumps(description(silos, values=True)).encode()) == [
+        [41.0, 67.0]
+    ]  # the control
 
 
 def test_guesses_at_shared_arguments_come_to_an_end(tmp_path):
@@ -221,7 +245,9 @@ def test_guesses_at_shared_arguments_come_to_an_end(tmp_path):
 
     assert guess(One(tmp_path / "a"), range(18, 100)) is None
     assert guess(One(tmp_path / "a"), [61]) is None  # a new process with the folder counts on
-    assert guess(One(tmp_path / "b"), range(55, 70)) == 61  # the control: fewer than twenty were wrong
+    assert (
+        guess(One(tmp_path / "b"), range(55, 70)) == 61
+    )  # the control: fewer than twenty were wrong
 
 
 # Servers that were refused, and silos that describe themselves in no known words
@@ -240,14 +266,18 @@ def test_a_server_that_was_refused_is_not_answered(tmp_path):
         {name: {k: np.asarray(v) for k, v in LINEAR[name].items()} for name in LINEAR.names},
     )
     many = fed.Silos({**rows, **{f"silo {i}": rows["silo 0"] for i in range(len(rows), 400)}})
-    assert fit.planned(many, True).noise.sd < 0.2 * fit.planned(LINEAR, True).noise.sd  # what it was for
+    assert (
+        fit.planned(many, True).noise.sd < 0.2 * fit.planned(LINEAR, True).noise.sd
+    )  # what it was for
     (values,) = unpack(unpack(data)["calls"].tobytes(), side._own)
     nearby = values[2]._replace(context=jax.tree.map(lambda x: x + 1, values[2].context))
     inside = pack([(*values[:2], nearby, values[3], None)], side._own)
     other = pack({**unpack(data), "server": 7, "calls": np.frombuffer(inside, np.uint8)})
     opened = {"what": "open", "server": 7, "fresh": False, "silos": as_values(many)}
     assert "it has public keys of" in unpack(side.answer(pack(opened)))["error"]
-    assert "another server has connected since" in unpack(side.answer(other)).get("error", "it was answered")
+    assert "another server has connected since" in unpack(side.answer(other)).get(
+        "error", "it was answered"
+    )
     assert side.answer(data) == answer  # the server of before goes on
 
 
@@ -329,7 +359,12 @@ def right(y):
 
 
 WRONG = [standardized, counted, summed, broadcast, lagged]
-SERIES = fed.Silos({n: {"y": np.random.default_rng(i).normal(size=7 + 4 * i)} for i, n in enumerate(("a", "b", "c"))})
+SERIES = fed.Silos(
+    {
+        n: {"y": np.random.default_rng(i).normal(size=7 + 4 * i)}
+        for i, n in enumerate(("a", "b", "c"))
+    }
+)
 _WORDS = r"proof check: log p\(theta\) \+ sum of.*must not combine rows of different silos"
 
 
@@ -339,7 +374,9 @@ def prepare_over_bytes(model, folder):
 
 WAYS = {
     "at hand": lambda model, folder: fed.FSGLD(model)._prepare(SERIES, {}),
-    "elsewhere": lambda model, folder: fed.FSGLD(model)._prepare(fed.RemoteSilos(SERIES, fed.Loopback(SERIES)), {}),
+    "elsewhere": lambda model, folder: fed.FSGLD(model)._prepare(
+        fed.RemoteSilos(SERIES, fed.Loopback(SERIES)), {}
+    ),
     "bytes": prepare_over_bytes,
 }
 
@@ -390,7 +427,9 @@ def test_a_size_that_is_none_is_refused_by_name(tmp_path, claim):
                 answer["about"]["sizes"] = {key: [claim] for key in answer["about"]["sizes"]}
             return pack(answer)
 
-    with pytest.raises(ValueError, match=r"silo 'silo 1' says that it has .* rows of .*; expected 1 to 10,000,000"):
+    with pytest.raises(
+        ValueError, match=r"silo 'silo 1' says that it has .* rows of .*; expected 1 to 10,000,000"
+    ):
         connect(Claims(LINEAR, linear, tmp_path), linear)
 
 
@@ -412,7 +451,9 @@ def test_a_silo_answers_no_more_calls_than_its_ceiling(tmp_path):
         return SiloSide(alone(LINEAR, name), linear, tmp_path / name, ceilings={"StayLocal": 6})
 
     messenger.sides = {name: make(name) for name in LINEAR.names}
-    with pytest.warns(UserWarning, match=r"has answered 6 calls of kind StayLocal.*the first \d+ draws are kept"):
+    with pytest.warns(
+        UserWarning, match=r"has answered 6 calls of kind StayLocal.*the first \d+ draws are kept"
+    ):
         mcmc = run(LINEAR, linear, messenger, 60)
     assert len(mcmc.get_samples()["beta"]) > 0
     again = {name: make(name) for name in LINEAR.names}  # new processes count on
@@ -427,7 +468,9 @@ def test_a_line_that_was_broken_off_hides_no_other(tmp_path):
     fed.FSGLD(linear)._prepare(connect(messenger, linear), {})
     side = messenger.sides["silo 0"]
     before = side.counts["ScoreLocal"]
-    data = next(data for name, data, _ in messenger.sent if name == "silo 0" and b"ScoreLocal" in data)
+    data = next(
+        data for name, data, _ in messenger.sent if name == "silo 0" and b"ScoreLocal" in data
+    )
     with (tmp_path / "silo 0" / "audit.jsonl").open("a") as file:
         file.write('{"what": "calls", "calls": [')
     assert "replies" in unpack(side.answer(data))
@@ -442,7 +485,11 @@ def test_ceilings_in_words(tmp_path):
 
 def asked(side, remote, *calls):
     head = {"what": "calls", "server": remote.carrier.server, "forget": []}
-    return unpack(side.answer(pack({**head, "calls": np.frombuffer(pack(list(calls), remote.carrier._own), np.uint8)})))
+    return unpack(
+        side.answer(
+            pack({**head, "calls": np.frombuffer(pack(list(calls), remote.carrier._own), np.uint8)})
+        )
+    )
 
 
 def test_settings_that_would_take_for_ever_are_refused(tmp_path):
@@ -484,14 +531,22 @@ def rows(n, ones=5):
 @pytest.mark.parametrize(
     ("data", "guards", "words"),
     [
-        (rows(9), fed.Guards(), "guard min_rows: silo 'oslo' has 9 rows of 'x'; expected at least 10"),
+        (
+            rows(9),
+            fed.Guards(),
+            "guard min_rows: silo 'oslo' has 9 rows of 'x'; expected at least 10",
+        ),
         (
             rows(30, 2),
             fed.Guards(),
             "guard min_level_rows: of silo 'oslo' one of the two levels of column 1 of 'x' has 2",
         ),
         (rows(30, 28), fed.Guards(), "guard min_level_rows"),
-        (rows(19), fed.Guards(), "guard max_parameters_per_row: the model has 2 global parameters for 19 rows"),
+        (
+            rows(19),
+            fed.Guards(),
+            "guard max_parameters_per_row: the model has 2 global parameters for 19 rows",
+        ),
         (
             rows(30),
             fed.Guards(columns=("y",)),
@@ -507,7 +562,9 @@ def test_guards_refuse_by_name(tmp_path, data, guards, words):
 
 
 def test_guards_let_pass(tmp_path):
-    SiloSide(fed.Silos({"oslo": rows(30)}), linear, tmp_path / "a", guards=fed.Guards(columns=("x", "y")))
+    SiloSide(
+        fed.Silos({"oslo": rows(30)}), linear, tmp_path / "a", guards=fed.Guards(columns=("x", "y"))
+    )
     none = fed.Guards(None, None, None)
     SiloSide(fed.Silos({"oslo": rows(5, 1)}), linear, tmp_path / "b", guards=none)
     with pytest.raises(ValueError, match="min_rows: expected a number > 0, or None, got 0"):
@@ -522,7 +579,9 @@ def test_two_processes_of_a_folder_count_together(tmp_path):
     other = messenger.make["silo 0"]()
     before = other.counts["ScoreLocal"]
     assert before == side.counts["ScoreLocal"] > 0
-    data = next(data for name, data, _ in messenger.sent if name == "silo 0" and b"ScoreLocal" in data)
+    data = next(
+        data for name, data, _ in messenger.sent if name == "silo 0" and b"ScoreLocal" in data
+    )
     for one in (side, other, side, other):
         assert "replies" in unpack(one.answer(data))
     assert other.counts["ScoreLocal"] == before + 4
@@ -536,9 +595,15 @@ def test_an_array_of_no_numbers_costs_the_record_nothing(tmp_path):
     kernel = fed.FSGLD(linear)
     kernel._prepare(remote, {})
     empty = np.zeros((1, 3_000_000, 0), np.float32)
-    asked(messenger.sides["silo 0"], remote, (StayLocal(kernel._plan), random.key(0), empty, None, None))
+    asked(
+        messenger.sides["silo 0"],
+        remote,
+        (StayLocal(kernel._plan), random.key(0), empty, None, None),
+    )
     assert (tmp_path / "silo 0" / "audit.jsonl").stat().st_size < 1e6
-    long = messenger.sides["silo 0"].answer(pack({"what": "open", "silos": 1, "server": 1, "fresh": "x" * 10**6}))
+    long = messenger.sides["silo 0"].answer(
+        pack({"what": "open", "silos": 1, "server": 1, "fresh": "x" * 10**6})
+    )
     assert len(long) < 10_000
 
 
@@ -552,6 +617,7 @@ def test_learned_parameters_count_as_parameters(tmp_path):
     silos = fed.Silos({"oslo": {"y": np.random.default_rng(0).normal(size=30)}})
     fit = fed.SFVI(model, fed.AutoSiloNormal(model), optax.adam(0.01))
     with pytest.raises(
-        ValueError, match="guard max_parameters_per_row: the model has 31 global parameters for 30 rows"
+        ValueError,
+        match="guard max_parameters_per_row: the model has 31 global parameters for 30 rows",
     ):
         SiloSide(silos, model, tmp_path, fit=fit, guards=fed.Guards())

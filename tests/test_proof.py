@@ -60,7 +60,10 @@ WRONG: dict[str, tuple[Callable, str]] = {
         patients(lambda y: (y - y.mean()) / y.std()),
         "the log density of silo '0' is (nan|-inf) where the pooled model's is finite",
     ),
-    "NaN in all": (patients(jnp.log), r"the log density is (nan|-inf) at a typical position.*inside the supports"),
+    "NaN in all": (
+        patients(jnp.log),
+        r"the log density is (nan|-inf) at a typical position.*inside the supports",
+    ),
     "not pooled": (
         patients(pools_only_when_small),
         "runs for each silo but not on the pooled data \\(too many rows\\)",
@@ -126,7 +129,12 @@ def test_wrong_index() -> None:
     rng = np.random.default_rng(0)
     sizes = {"a": (3, 2, 2), "b": (4, 2, 1)}  # people, towns, villages
     data = {
-        name: {"y": rng.normal(size=n), "town": np.arange(n) % v, "towns": np.zeros(t), "villages": rng.normal(size=v)}
+        name: {
+            "y": rng.normal(size=n),
+            "town": np.arange(n) % v,
+            "towns": np.zeros(t),
+            "villages": rng.normal(size=v),
+        }
         for name, (n, t, v) in sizes.items()
     }
     rows = {"y": "people", "town": "people", "towns": "towns", "villages": "villages"}
@@ -155,8 +163,14 @@ def scaled_at(gradient: tuple[dict, dict], part: int, site: str, row: Any) -> tu
 
 FAULTS: dict[str, tuple[Callable, str]] = {
     "none": (lambda value, gradient, terms: (value, gradient, terms), ""),
-    "value": (lambda value, gradient, terms: (value * 1.01, gradient, terms), "proof check: log p.*pooled model's"),
-    "NaN value": (lambda value, gradient, terms: (value * jnp.nan, gradient, terms), "terms is nan"),
+    "value": (
+        lambda value, gradient, terms: (value * 1.01, gradient, terms),
+        "proof check: log p.*pooled model's",
+    ),
+    "NaN value": (
+        lambda value, gradient, terms: (value * jnp.nan, gradient, terms),
+        "terms is nan",
+    ),
     "global gradient": (
         lambda value, gradient, terms: (value, scaled_at(gradient, 0, "mu", ()), terms),
         "gradients differ at \\['mu'\\]",
@@ -166,7 +180,11 @@ FAULTS: dict[str, tuple[Callable, str]] = {
         "gradients differ at \\[\"z \\(silo '1'\\)\"\\]",
     ),
     "NaN gradient": (
-        lambda value, gradient, terms: (value, jax.tree.map(lambda g: g * jnp.nan, gradient), terms),
+        lambda value, gradient, terms: (
+            value,
+            jax.tree.map(lambda g: g * jnp.nan, gradient),
+            terms,
+        ),
         "gradients differ at \\['mu', \"z \\(silo '0'\\)\"\\]",
     ),
 }
@@ -197,7 +215,11 @@ def independent(model: Callable, silos: fed.Silos, group: str) -> bool:
 
 @pytest.mark.parametrize(
     ("name", "group"),
-    [("women_in_districts", "districts"), ("nested_plates", "rows"), ("silo_plate_innermost", "rows")],
+    [
+        ("women_in_districts", "districts"),
+        ("nested_plates", "rows"),
+        ("silo_plate_innermost", "rows"),
+    ],
 )
 def test_elements_are_independent(name: str, group: str) -> None:
     assert independent(ENTRIES[name].model, ENTRIES[name].silos(), group)

@@ -9,7 +9,13 @@ import numpyro.distributions as dist
 import pytest
 from jax import random
 from network_law import LOPSIDED, PERIODIC, SILOS, D, M, exact_law, posterior, run
-from small_models import intercepts, intercepts_posterior, intercepts_silos, linear, linear_precisions
+from small_models import (
+    intercepts,
+    intercepts_posterior,
+    intercepts_silos,
+    linear,
+    linear_precisions,
+)
 
 import numpyro_fed as fed
 from numpyro_fed.decentralized.mixing import mixing
@@ -23,7 +29,11 @@ from numpyro_fed.decentralized.time_varying import TimeVaryingGraph
 @pytest.mark.parametrize("both_ways", [False, True])
 @pytest.mark.parametrize("name", ["fixed", "periodic", "failing"])
 def test_mixing_conserves_what_nodes_hold(name, both_ways, sparse):
-    graph = {"fixed": fed.graphs.from_networkx(LOPSIDED), "periodic": PERIODIC, "failing": PERIODIC}[name]
+    graph = {
+        "fixed": fed.graphs.from_networkx(LOPSIDED),
+        "periodic": PERIODIC,
+        "failing": PERIODIC,
+    }[name]
     if both_ways:
         graph = fed.graphs.geometric(6, 0.7)
         graph = graph if name == "fixed" else fed.graphs.periodic([graph, fed.graphs.star(6)])
@@ -35,7 +45,9 @@ def test_mixing_conserves_what_nodes_hold(name, both_ways, sparse):
 
     @jax.jit
     def step(t, x, weight):
-        links = arrays.links(random.fold_in(random.key(2), t), t, fails=graph.fails, both_ways=both_ways)
+        links = arrays.links(
+            random.fold_in(random.key(2), t), t, fails=graph.fails, both_ways=both_ways
+        )
         return links, links.mix(x), links.mix(weight)
 
     varied = set()
@@ -43,9 +55,15 @@ def test_mixing_conserves_what_nodes_hold(name, both_ways, sparse):
         links, new, weight = step(t, x, weight)
         np.testing.assert_allclose(new.sum(0), x.sum(0), rtol=2e-5, atol=2e-5)
         assert float(weight.sum()) == pytest.approx(graph.num_nodes, rel=2e-5)
-        assert int(links.sent.sum()) == int(links.received.sum()) <= int(graph.links[t % graph.period].sum())
+        assert (
+            int(links.sent.sum())
+            == int(links.received.sum())
+            <= int(graph.links[t % graph.period].sum())
+        )
         if not graph.fails:
-            np.testing.assert_allclose(new, graph.matrix(t, gossip=both_ways) @ np.asarray(x), rtol=1e-5, atol=1e-6)
+            np.testing.assert_allclose(
+                new, graph.matrix(t, gossip=both_ways) @ np.asarray(x), rtol=1e-5, atol=1e-6
+            )
         if both_ways:
             np.testing.assert_allclose(weight, 1, rtol=2e-5)
         varied.add(int(links.sent.sum()))
@@ -58,7 +76,9 @@ def test_sparse_and_dense_mixing_are_one_when_the_same_links_fail():
     x = random.normal(random.key(1), (4, 2, 3))
     for t in range(6):
         dense, sparse = (
-            mixing(graph, both_ways=False, sparse=s).links(random.key(t), jnp.asarray(t), fails=True, both_ways=False)
+            mixing(graph, both_ways=False, sparse=s).links(
+                random.key(t), jnp.asarray(t), fails=True, both_ways=False
+            )
             for s in (False, True)
         )
         np.testing.assert_allclose(dense.mix(x), sparse.mix(x), rtol=1e-6, atol=1e-6)
@@ -68,11 +88,15 @@ def test_sparse_and_dense_mixing_are_one_when_the_same_links_fail():
 def test_links_fail_as_often_as_they_should():
     graph = fed.graphs.complete(5).with_link_failures(0.3).with_node_dropout(0.1)
     arrays, steps = mixing(graph, both_ways=False), 2000
-    draw = jax.vmap(lambda k: arrays.links(k, jnp.zeros((), jnp.int32), fails=True, both_ways=False).sent.sum())
+    draw = jax.vmap(
+        lambda k: arrays.links(k, jnp.zeros((), jnp.int32), fails=True, both_ways=False).sent.sum()
+    )
     sent = np.asarray(draw(random.split(random.key(0), steps)), float)
     expected = 20 * 0.7 * 0.9**2
     assert abs(sent.mean() - expected) < 4 * sent.std() / np.sqrt(steps)
-    assert abs(sent.mean() - 20 * 0.7) > 8 * sent.std() / np.sqrt(steps)  # negative control: dropout counts
+    assert abs(sent.mean() - 20 * 0.7) > 8 * sent.std() / np.sqrt(
+        steps
+    )  # negative control: dropout counts
 
 
 # The update
@@ -109,18 +133,31 @@ def test_steps_are_those_of_the_equations(kind):
         if kind == "tracking":
             tracker = np.einsum("ij,rjd->rid", matrix, tracker) + slope - held
             drift, held = tracker, slope
-        xi = np.array([[random.normal(random.fold_in(random.split(k[1])[1], i), (D,)) for i in range(M)] for k in keys])
+        xi = np.array(
+            [
+                [random.normal(random.fold_in(random.split(k[1])[1], i), (D,)) for i in range(M)]
+                for k in keys
+            ]
+        )
         if kind == "tracking":  # noise in proportion to what a node holds
             xi = np.sqrt(weight)[..., None] * xi
         x = mixed + alpha * drift + np.sqrt(2 * alpha) * xi
-        np.testing.assert_allclose(np.asarray(state.z["beta"]).reshape(z.shape), z, rtol=2e-4, atol=2e-4)
+        np.testing.assert_allclose(
+            np.asarray(state.z["beta"]).reshape(z.shape), z, rtol=2e-4, atol=2e-4
+        )
         np.testing.assert_allclose(state.nodes.x, x, rtol=2e-4, atol=2e-4)
-        np.testing.assert_allclose(np.asarray(state.push_sum_weight).reshape(weight.shape), weight, rtol=1e-5)
+        np.testing.assert_allclose(
+            np.asarray(state.push_sum_weight).reshape(weight.shape), weight, rtol=1e-5
+        )
         # the average moves by the average of what nodes add, and by nothing else
         added = (alpha * slope + np.sqrt(2 * alpha) * xi).mean(1)
-        np.testing.assert_allclose(np.asarray(state.nodes.x).mean(1) - before, added, rtol=1e-3, atol=1e-5)
+        np.testing.assert_allclose(
+            np.asarray(state.nodes.x).mean(1) - before, added, rtol=1e-3, atol=1e-5
+        )
         error = ((z - (weight[..., None] * z).mean(1, keepdims=True)) ** 2).sum(-1)
-        np.testing.assert_allclose(np.asarray(state.consensus_error).reshape(error.shape), error, rtol=2e-3, atol=1e-5)
+        np.testing.assert_allclose(
+            np.asarray(state.consensus_error).reshape(error.shape), error, rtol=2e-3, atol=1e-5
+        )
     assert int(state.i) == 5
 
 
@@ -141,7 +178,9 @@ def test_a_minibatch_is_unbiased_and_full_gradients_sum_to_the_pooled_one():
     eta, precision = linear_precisions(SILOS)
     expected = eta - np.einsum("ijk,ik->ij", precision, theta) - np.asarray(theta) / M
     np.testing.assert_allclose(exact, expected, rtol=1e-4, atol=1e-4)
-    many = jax.jit(jax.vmap(lambda k: gradients(batch._plan, batch._tuning, k, theta, None, stacks)))
+    many = jax.jit(
+        jax.vmap(lambda k: gradients(batch._plan, batch._tuning, k, theta, None, stacks))
+    )
     draws = np.asarray(many(random.split(random.key(1), 20_000)), np.float64)
     error = draws.std(0) / np.sqrt(len(draws))
     assert (np.abs(draws.mean(0) - exact) < 4 * error + 1e-4).all()
@@ -151,7 +190,8 @@ def test_a_minibatch_is_unbiased_and_full_gradients_sum_to_the_pooled_one():
 def test_weighted_noise_keeps_the_average_and_spares_nodes_of_small_weight():
     graph = fed.graphs.from_networkx(LOPSIDED)
     plain, tracked = (
-        np.linalg.eigvalsh(exact_law(SILOS, graph, 1e-4, tracking=t, steps=40_000)[1])[-1] for t in (False, True)
+        np.linalg.eigvalsh(exact_law(SILOS, graph, 1e-4, tracking=t, steps=40_000)[1])[-1]
+        for t in (False, True)
     )
     assert tracked < plain
     rare = fed.graphs.ring(M).with_link_failures(0.3)
@@ -168,21 +208,33 @@ def location(y):
 def test_tracking_has_light_tails_where_links_fail(tracking):
     """A ring of four at 30 %: as printed in the paper its draws nearly lack a variance, and a warning says so."""
     rng = np.random.default_rng(0)
-    silos = fed.Silos({f"s{i}": {"y": rng.normal(size=40 + i).astype(np.float32)} for i in range(4)})
+    silos = fed.Silos(
+        {f"s{i}": {"y": rng.normal(size=40 + i).astype(np.float32)} for i in range(4)}
+    )
     y = np.asarray(silos.pooled["y"], np.float64)
     graph = fed.graphs.ring(4).with_link_failures(0.3)
     mcmc = run(
-        fed.PushSumLangevin(location, graph, gradient_tracking=tracking, bias_target=0.1), silos, 4, 30_000, 2000
+        fed.PushSumLangevin(location, graph, gradient_tracking=tracking, bias_target=0.1),
+        silos,
+        4,
+        30_000,
+        2000,
     )
-    draws = (np.asarray(mcmc.get_samples()["mu"], np.float64) - y.sum() / (len(y) + 0.01)) * np.sqrt(len(y) + 0.01)
+    draws = (
+        np.asarray(mcmc.get_samples()["mu"], np.float64) - y.sum() / (len(y) + 0.01)
+    ) * np.sqrt(len(y) + 0.01)
     farthest = np.abs(draws).max()
     if tracking:
         assert farthest < 15
-        assert abs(draws.std() - 1.1) < 0.06  # the target; four networks of about 500 effective draws each
+        assert (
+            abs(draws.std() - 1.1) < 0.06
+        )  # the target; four networks of about 500 effective draws each
         fed.to_inference_data(mcmc, silos, log_likelihood=False)
     else:
         assert farthest > 25
-        with pytest.warns(UserWarning, match=r"fell to 0.00.* have heavy tails.* or track gradients"):
+        with pytest.warns(
+            UserWarning, match=r"fell to 0.00.* have heavy tails.* or track gradients"
+        ):
             fed.to_inference_data(mcmc, silos, log_likelihood=False)
 
 
@@ -206,7 +258,10 @@ LAWS = {
     "lopsided": (fed.graphs.from_networkx(LOPSIDED), {}),
     "2-periodic": (fed.graphs.periodic([LOPSIDED, nx.DiGraph(nx.path_graph(M))]), {}),
     "lopsided, tracked": (fed.graphs.from_networkx(LOPSIDED), {"tracking": True}),
-    "2-periodic, tracked": (fed.graphs.periodic([LOPSIDED, nx.DiGraph(nx.path_graph(M))]), {"tracking": True}),
+    "2-periodic, tracked": (
+        fed.graphs.periodic([LOPSIDED, nx.DiGraph(nx.path_graph(M))]),
+        {"tracking": True},
+    ),
     "gossip": (fed.graphs.star(M), {"gossip": True}),
 }
 ALPHA, NETWORKS = 0.004, 64
@@ -215,7 +270,9 @@ ALPHA, NETWORKS = 0.004, 64
 def fit(graph, tracking=False, gossip=False):
     if gossip:
         return run(fed.GossipLangevin(linear, graph, ALPHA), SILOS, NETWORKS, 1200)
-    return run(fed.PushSumLangevin(linear, graph, ALPHA, gradient_tracking=tracking), SILOS, NETWORKS, 1200)
+    return run(
+        fed.PushSumLangevin(linear, graph, ALPHA, gradient_tracking=tracking), SILOS, NETWORKS, 1200
+    )
 
 
 @pytest.mark.parametrize("name", LAWS)
@@ -254,13 +311,17 @@ def test_tracking_removes_the_shift_of_the_mean():
 
 
 def test_diminishing_steps_bring_nodes_together():
-    kernel = fed.PushSumLangevin(linear, PERIODIC.with_link_failures(0.3), fed.polynomial_decay(0.2, 20.0, 1.0))
+    kernel = fed.PushSumLangevin(
+        linear, PERIODIC.with_link_failures(0.3), fed.polynomial_decay(0.2, 20.0, 1.0)
+    )
     fields = run(kernel, SILOS, 16, 8000, num_warmup=0).get_extra_fields(group_by_chain=True)
     error = np.asarray(fields["consensus_error"]).mean(0)
     early, late = error[100:200].mean(), error[-1000:].mean()
     # proportional to the step: (20 + 150) / (20 + 7500) = 1 / 44
     assert late < early / 20
-    np.testing.assert_allclose(np.asarray(fields["step_size"])[0, [0, 99]], [0.01, 0.2 / 119], rtol=1e-5)
+    np.testing.assert_allclose(
+        np.asarray(fields["step_size"])[0, [0, 99]], [0.01, 0.2 / 119], rtol=1e-5
+    )
 
 
 def test_local_latents_stay_on_their_node_and_have_their_posterior():
@@ -268,7 +329,11 @@ def test_local_latents_stay_on_their_node_and_have_their_posterior():
     mean, cov = intercepts_posterior(silos)
     networks = 16
     kernel = fed.PushSumLangevin(
-        intercepts, fed.graphs.ring(3).with_link_failures(0.2), 0.1, preconditioner="surrogate", gradient_tracking=True
+        intercepts,
+        fed.graphs.ring(3).with_link_failures(0.2),
+        0.1,
+        preconditioner="surrogate",
+        gradient_tracking=True,
     )
     mcmc = run(kernel, silos, networks, 2000)
     idata = fed.to_inference_data(mcmc, silos, node="average", log_likelihood=False)

@@ -41,11 +41,16 @@ class Listening(fed.Loopback):
         self.crossed += [np.asarray(x) for x in leaves]
         self.asked += 1
         lost = self.lost | (self.lost_stays if isinstance(calls[0].local, StayLocal) else set())
-        return [None if call.number in lost else reply for call, reply in zip(calls, replies, strict=True)]
+        return [
+            None if call.number in lost else reply
+            for call, reply in zip(calls, replies, strict=True)
+        ]
 
 
 def at_hand(kernel, silos, samples=SAMPLES):
-    mcmc = MCMC(kernel, num_warmup=WARMUP, num_samples=samples, num_chains=CHAINS, chain_method="vectorized")
+    mcmc = MCMC(
+        kernel, num_warmup=WARMUP, num_samples=samples, num_chains=CHAINS, chain_method="vectorized"
+    )
     mcmc.run(random.key(3), silos)
     return mcmc
 
@@ -71,7 +76,10 @@ def same_draws(one, other, rtol):
     ("kernel", "silos"),
     [
         (lambda: fed.FSGLD(linear), linear_silos()),
-        (lambda: fed.FSGLD(linear, distinct_silos=True, selection="size", num_local_steps=7), linear_silos()),
+        (
+            lambda: fed.FSGLD(linear, distinct_silos=True, selection="size", num_local_steps=7),
+            linear_silos(),
+        ),
         (lambda: fed.DSGLD(linear, step_size=1e-2, num_local_steps=5), linear_silos()),
         (lambda: fed.FSGLD(intercepts), intercepts_silos()),
     ],
@@ -82,26 +90,39 @@ def test_draws_are_those_of_mcmc(kernel, silos):
     same_draws(ours, theirs, 1e-5)
     fields, expected = (m.get_extra_fields(group_by_chain=True) for m in (ours, theirs))
     np.testing.assert_array_equal(fields["silo"], expected["silo"])
-    np.testing.assert_allclose(fields["local_accept_prob"], expected["local_accept_prob"], atol=1e-4)
-    assert repr(ours.sampler.ledger(ours.last_state)) == repr(theirs.sampler.ledger(theirs.last_state))
+    np.testing.assert_allclose(
+        fields["local_accept_prob"], expected["local_accept_prob"], atol=1e-4
+    )
+    assert repr(ours.sampler.ledger(ours.last_state)) == repr(
+        theirs.sampler.ledger(theirs.last_state)
+    )
 
 
 def test_another_seed_gives_other_draws():
     # the control of the comparisons above
     silos = linear_silos()
-    ours = fed.RemoteMCMC(fed.FSGLD(linear), num_warmup=WARMUP, num_samples=SAMPLES, num_chains=CHAINS)
+    ours = fed.RemoteMCMC(
+        fed.FSGLD(linear), num_warmup=WARMUP, num_samples=SAMPLES, num_chains=CHAINS
+    )
     ours.run(random.key(4), fed.RemoteSilos(silos, fed.Loopback(silos)))
     with pytest.raises(AssertionError):
         same_draws(ours, at_hand(fed.FSGLD(linear), silos), 1e-5)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["dirichlet", "deterministic", "women_in_districts", "pupils_in_classes_in_schools"])
+@pytest.mark.parametrize(
+    "name", ["dirichlet", "deterministic", "women_in_districts", "pupils_in_classes_in_schools"]
+)
 def test_draws_of_other_model_shapes(name):
     entry = ENTRIES[name]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # of dense units, and of surrogates that have not settled
-        ours, theirs = elsewhere(fed.FSGLD(entry.model), entry.silos()), at_hand(fed.FSGLD(entry.model), entry.silos())
+        warnings.simplefilter(
+            "ignore", UserWarning
+        )  # of dense units, and of surrogates that have not settled
+        ours, theirs = (
+            elsewhere(fed.FSGLD(entry.model), entry.silos()),
+            at_hand(fed.FSGLD(entry.model), entry.silos()),
+        )
     same_draws(ours, theirs, 1e-3)
 
 
@@ -129,14 +150,18 @@ def test_planted_values_are_not_among_what_crosses():
     elsewhere(fed.FSGLD(linear), fed.Silos(data), carrier)
     raw = b"".join(x.tobytes() for x in carrier.crossed if x.dtype != object)
     assert planted.tobytes() not in raw
-    assert np.float32(np.asarray(carrier.crossed[0]).ravel()[0]).tobytes() in raw  # the control: what crosses is found
+    assert (
+        np.float32(np.asarray(carrier.crossed[0]).ravel()[0]).tobytes() in raw
+    )  # the control: what crosses is found
 
 
 def test_the_server_holds_no_rows():
     remote = fed.RemoteSilos(linear_silos(), fed.Loopback(linear_silos()))
     assert all(isinstance(x, jax.ShapeDtypeStruct) for x in remote.rows.values())
     assert jax.tree.leaves(remote) == []
-    with pytest.raises(ValueError, match=r"rows of \['silo 0', .*\] are elsewhere, and are not pooled"):
+    with pytest.raises(
+        ValueError, match=r"rows of \['silo 0', .*\] are elsewhere, and are not pooled"
+    ):
         _ = remote.pooled
     with pytest.raises(ValueError, match="rows of silo 'silo 1' are elsewhere"):
         _ = remote["silo 1"]
@@ -227,7 +252,9 @@ def test_draws_so_far_are_kept_after_an_interruption():
 
 def test_preparation_needs_all_silos():
     silos = linear_silos()
-    with pytest.raises(RuntimeError, match=r"silos \['silo 1'\] did not answer while the fit was prepared"):
+    with pytest.raises(
+        RuntimeError, match=r"silos \['silo 1'\] did not answer while the fit was prepared"
+    ):
         elsewhere(fed.FSGLD(linear), silos, Listening(silos, {1}))
 
 
@@ -252,15 +279,27 @@ def test_inference_data_and_diagnosis(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"batch_size": 2}, "batch_size=2 is not built for silos that are elsewhere; expected None"),
+        (
+            {"batch_size": 2},
+            "batch_size=2 is not built for silos that are elsewhere; expected None",
+        ),
         (
             {"surrogate": "moments"},
             'surrogate=\'moments\' is not built for silos that are elsewhere; expected "score", "laplace" or',
         ),
-        ({"alpha": "auto"}, "alpha='auto' is not built for silos that are elsewhere; expected a number"),
+        (
+            {"alpha": "auto"},
+            "alpha='auto' is not built for silos that are elsewhere; expected a number",
+        ),
         ({"num_kept": 2}, "num_kept=2 is not built for silos that are elsewhere; expected 1"),
-        ({"no_answer": 0.5}, "no_answer=0.5 is not built for silos that are elsewhere; expected 0.0"),
-        ({"refresh_every": 3}, "refresh_every=3 is not built for silos that are elsewhere; expected None"),
+        (
+            {"no_answer": 0.5},
+            "no_answer=0.5 is not built for silos that are elsewhere; expected 0.0",
+        ),
+        (
+            {"refresh_every": 3},
+            "refresh_every=3 is not built for silos that are elsewhere; expected None",
+        ),
     ],
 )
 def test_what_is_not_built_is_refused(options, message):
@@ -273,7 +312,8 @@ def test_wrong_kernels_and_silos():
         fed.RemoteMCMC(fed.SGLD(linear, 0.01), num_warmup=1, num_samples=1)
     mcmc = fed.RemoteMCMC(fed.FSGLD(linear), num_warmup=1, num_samples=1)
     with pytest.raises(
-        ValueError, match=r"expected fed\.RemoteSilos, got Silos; for silos at hand use numpyro\.infer\.MCMC"
+        ValueError,
+        match=r"expected fed\.RemoteSilos, got Silos; for silos at hand use numpyro\.infer\.MCMC",
     ):
         mcmc.run(random.key(0), linear_silos())
 
@@ -284,9 +324,12 @@ def test_data_outside_a_support_name_their_silo():
         with fed.silo_plate("rows", y.shape[0]):
             numpyro.sample("y", dist.Beta(a, 2.0), obs=y)
 
-    silos = fed.Silos({"oslo": {"y": jnp.array([0.1, 0.2])}, "rome": {"y": jnp.array([0.5, 1.5, 0.3])}})
+    silos = fed.Silos(
+        {"oslo": {"y": jnp.array([0.1, 0.2])}, "rome": {"y": jnp.array([0.5, 1.5, 0.3])}}
+    )
     with pytest.raises(
-        ValueError, match=r"log density is -inf at a typical position, silo 'rome'; expected a finite one"
+        ValueError,
+        match=r"log density is -inf at a typical position, silo 'rome'; expected a finite one",
     ):
         elsewhere(fed.FSGLD(model), silos)
 
@@ -297,9 +340,12 @@ def test_a_prior_that_reads_rows_is_refused():
         with fed.silo_plate("rows", y.shape[0]):
             numpyro.sample("y", dist.Normal(mu, 1), obs=y)
 
-    silos = fed.Silos({"oslo": {"y": jnp.array([5.0, 6.0])}, "rome": {"y": jnp.array([7.0, 9.0, 8.0])}})
+    silos = fed.Silos(
+        {"oslo": {"y": jnp.array([5.0, 6.0])}, "rome": {"y": jnp.array([7.0, 9.0, 8.0])}}
+    )
     with pytest.raises(
-        ValueError, match=r"log p\(theta\) \+ sum of the 2 silos' terms is .*gradients differ at \['mu'\]"
+        ValueError,
+        match=r"log p\(theta\) \+ sum of the 2 silos' terms is .*gradients differ at \['mu'\]",
     ):
         elsewhere(fed.FSGLD(model), silos)
 
@@ -320,7 +366,9 @@ def test_two_fits_over_one_carrier_do_not_meet():
 
 def test_a_batch_of_keys():
     silos, keys = linear_silos(), random.split(random.key(3), CHAINS)
-    ours = fed.RemoteMCMC(fed.FSGLD(linear), num_warmup=WARMUP, num_samples=SAMPLES, num_chains=CHAINS)
+    ours = fed.RemoteMCMC(
+        fed.FSGLD(linear), num_warmup=WARMUP, num_samples=SAMPLES, num_chains=CHAINS
+    )
     ours.run(keys, fed.RemoteSilos(silos, fed.Loopback(silos)))
     same_draws(ours, at_hand(fed.FSGLD(linear), silos), 1e-5)
 
@@ -330,7 +378,10 @@ def test_a_silo_that_is_silent_at_the_start_is_named():
         def ask(self, calls):
             replies = super().ask(calls)
             start = isinstance(calls[0].local, StartLocal)
-            return [None if start and call.number == 2 else x for call, x in zip(calls, replies, strict=True)]
+            return [
+                None if start and call.number == 2 else x
+                for call, x in zip(calls, replies, strict=True)
+            ]
 
     silos = intercepts_silos()
     with pytest.raises(RuntimeError, match=rf"silos \['{silos.names[2]}'\] did not answer"):
@@ -340,7 +391,9 @@ def test_a_silo_that_is_silent_at_the_start_is_named():
 def test_what_runs_at_hand_alone_says_so():
     silos = linear_silos()
     remote = fed.RemoteSilos(silos, fed.Loopback(silos))
-    with pytest.raises(ValueError, match=r"elsewhere; expected fed\.RemoteMCMC\(kernel, \.\.\.\) in place of MCMC"):
+    with pytest.raises(
+        ValueError, match=r"elsewhere; expected fed\.RemoteMCMC\(kernel, \.\.\.\) in place of MCMC"
+    ):
         MCMC(fed.FSGLD(linear), num_warmup=1, num_samples=1).run(random.key(0), remote)
 
 
@@ -368,7 +421,9 @@ np.savez(sys.argv[3] + str(process), beta=np.asarray(mcmc.get_samples(group_by_c
 
 
 @pytest.mark.parametrize(
-    ("processes", "rounds"), [(2, WARMUP + SAMPLES), pytest.param(4, 50, marks=pytest.mark.slow)], ids=["two", "four"]
+    ("processes", "rounds"),
+    [(2, WARMUP + SAMPLES), pytest.param(4, 50, marks=pytest.mark.slow)],
+    ids=["two", "four"],
 )
 def test_processes_draw_what_one_draws(tmp_path, processes, rounds):
     runs = {"warmup": WARMUP, "samples": rounds - WARMUP, "chains": CHAINS}
@@ -377,15 +432,21 @@ def test_processes_draw_what_one_draws(tmp_path, processes, rounds):
     for other in others:
         np.testing.assert_array_equal(one["beta"], other["beta"])
     silos = linear_silos()
-    data = {name: {k: np.asarray(v) for k, v in silos[name].items()} for name in one["names"].tolist()}
-    expected = np.asarray(at_hand(fed.FSGLD(linear), fed.Silos(data), rounds - WARMUP).get_samples(True)["beta"])
+    data = {
+        name: {k: np.asarray(v) for k, v in silos[name].items()} for name in one["names"].tolist()
+    }
+    expected = np.asarray(
+        at_hand(fed.FSGLD(linear), fed.Silos(data), rounds - WARMUP).get_samples(True)["beta"]
+    )
     np.testing.assert_allclose(one["beta"], expected, atol=1e-5 * np.abs(expected).max(), rtol=0)
 
 
 def told(monkeypatch, *others):
     """As if other processes had these silos."""
     monkeypatch.setattr(
-        spmd, "_gather_text", lambda text: [text, *[spmd.json.dumps(spmd.description(s)) for s in others]]
+        spmd,
+        "_gather_text",
+        lambda text: [text, *[spmd.json.dumps(spmd.description(s)) for s in others]],
     )
 
 
@@ -397,12 +458,16 @@ def test_processes_with_one_silo_twice(monkeypatch):
 
 def test_processes_with_silos_of_another_kind(monkeypatch):
     told(monkeypatch, fed.Silos({"x": {"x": np.ones((3, 5)), "y": np.ones(3)}}))
-    with pytest.raises(ValueError, match="process 1 has silos of another kind than process 0: rows"):
+    with pytest.raises(
+        ValueError, match="process 1 has silos of another kind than process 0: rows"
+    ):
         spmd.connect(linear_silos())
 
 
 def test_more_processes_than_silos():
-    with pytest.raises(ValueError, match="5 processes for 4 silos; expected at most one process a silo"):
+    with pytest.raises(
+        ValueError, match="5 processes for 4 silos; expected at most one process a silo"
+    ):
         spmd.dealt(linear_silos(), 4, 5)
 
 
@@ -416,7 +481,9 @@ def test_dealt_silos_keep_groups_and_index():
 
 def test_dealt_silos_are_not_guessed_anew():
     # a shared argument as long as one silo is not taken for its rows
-    silos = fed.Silos({"a": {"y": np.arange(5.0), "w": np.ones(5)}, "b": {"y": np.arange(7.0), "w": np.ones(5)}})
+    silos = fed.Silos(
+        {"a": {"y": np.arange(5.0), "w": np.ones(5)}, "b": {"y": np.arange(7.0), "w": np.ones(5)}}
+    )
     own = spmd.dealt(silos, 0, 2)
     assert own.group == silos.group
     assert set(own.shared) == {"w"}
@@ -438,7 +505,9 @@ def test_processes_that_make_other_calls_are_told(monkeypatch):
     fed.RemoteMCMC(kernel, num_warmup=0, num_samples=1).run(random.key(0), remote)
     monkeypatch.setattr(spmd, "_gathered", differing)
     with pytest.raises(RuntimeError, match="the processes do not make the same calls"):
-        fed.RemoteMCMC(fed.FSGLD(linear, validate=False), num_warmup=0, num_samples=1).run(random.key(0), remote)
+        fed.RemoteMCMC(fed.FSGLD(linear, validate=False), num_warmup=0, num_samples=1).run(
+            random.key(0), remote
+        )
 
 
 def test_the_launcher_names_a_missing_file(capsys):

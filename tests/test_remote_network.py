@@ -9,7 +9,14 @@ import pytest
 from jax import random
 from network_law import PERIODIC
 from numpyro.infer import MCMC
-from small_models import intercepts, intercepts_silos, linear, linear_silos, scale_model, scale_silos
+from small_models import (
+    intercepts,
+    intercepts_silos,
+    linear,
+    linear_silos,
+    scale_model,
+    scale_silos,
+)
 from spmd_processes import saved_by
 from test_wire import INTERCEPTS, Messages
 
@@ -24,7 +31,12 @@ FAILING = PERIODIC.with_link_failures(0.2)
 
 
 def settings(silos):
-    return {"num_warmup": WARMUP, "num_samples": SAMPLES, "num_chains": NETWORKS * len(silos), "progress_bar": False}
+    return {
+        "num_warmup": WARMUP,
+        "num_samples": SAMPLES,
+        "num_chains": NETWORKS * len(silos),
+        "progress_bar": False,
+    }
 
 
 def at_hand(kernel, silos):
@@ -66,7 +78,10 @@ class Listening(fed.Loopback):
         self.steps += 1
         who, times = self.lost
         deaf = 8 <= self.steps < 8 + times
-        return [None if deaf and call.number == who else x for call, x in zip(calls, replies, strict=True)]
+        return [
+            None if deaf and call.number == who else x
+            for call, x in zip(calls, replies, strict=True)
+        ]
 
 
 # The same draws
@@ -74,14 +89,21 @@ class Listening(fed.Loopback):
 CASES = {
     "push-sum": (lambda: fed.PushSumLangevin(linear, FAILING, 0.004), linear_silos()),
     "tracking": (
-        lambda: fed.PushSumLangevin(linear, FAILING, fed.polynomial_decay(0.1, 50, 0.6), gradient_tracking=True),
+        lambda: fed.PushSumLangevin(
+            linear, FAILING, fed.polynomial_decay(0.1, 50, 0.6), gradient_tracking=True
+        ),
         linear_silos(),
     ),
     "preconditioned": (
-        lambda: fed.PushSumLangevin(linear, FAILING, 0.02, gradient_tracking=True, preconditioner="surrogate"),
+        lambda: fed.PushSumLangevin(
+            linear, FAILING, 0.02, gradient_tracking=True, preconditioner="surrogate"
+        ),
         linear_silos(),
     ),
-    "gossip": (lambda: fed.GossipLangevin(linear, fed.graphs.star(4).with_link_failures(0.2), 0.004), linear_silos()),
+    "gossip": (
+        lambda: fed.GossipLangevin(linear, fed.graphs.star(4).with_link_failures(0.2), 0.004),
+        linear_silos(),
+    ),
     "element latents": (
         lambda: fed.PushSumLangevin(intercepts, fed.graphs.ring(3).with_link_failures(0.2), 0.01),
         intercepts_silos(),
@@ -117,15 +139,24 @@ def test_first_latents_of_silos_in_several_stacks(monkeypatch):
     for name, groups in (("a", 5), ("b", 2), ("c", 9)):
         y = rng.normal(size=groups).astype(np.float32)
         data[name] = {"y": y, "group": np.arange(groups), "groups": np.arange(groups)}
-    silos = fed.Silos(data, rows={"y": "rows", "group": "rows", "groups": "groups"}, index={"group": "groups"})
-    kernels = [fed.PushSumLangevin(intercepts, fed.graphs.ring(3), 1e-5, validate=False) for _ in range(2)]
+    silos = fed.Silos(
+        data, rows={"y": "rows", "group": "rows", "groups": "groups"}, index={"group": "groups"}
+    )
+    kernels = [
+        fed.PushSumLangevin(intercepts, fed.graphs.ring(3), 1e-5, validate=False) for _ in range(2)
+    ]
     options = {"num_warmup": 0, "num_samples": 3, "num_chains": 3, "progress_bar": False}
-    theirs, ours = MCMC(kernels[0], chain_method="vectorized", **options), fed.RemoteMCMC(kernels[1], **options)
+    theirs, ours = (
+        MCMC(kernels[0], chain_method="vectorized", **options),
+        fed.RemoteMCMC(kernels[1], **options),
+    )
     theirs.run(random.key(0), silos)
     ours.run(random.key(0), fed.RemoteSilos(silos, fed.Loopback(silos)))
     assert len(kernels[0]._rows(silos)) > 1
     same_draws(ours, theirs)
-    fields, expected = (m.get_extra_fields(group_by_chain=True)["local_accept_prob"] for m in (ours, theirs))
+    fields, expected = (
+        m.get_extra_fields(group_by_chain=True)["local_accept_prob"] for m in (ours, theirs)
+    )
     np.testing.assert_allclose(fields, expected, atol=1e-4)
 
 
@@ -149,7 +180,9 @@ def test_a_step_sends_a_position_and_brings_a_gradient():
     kernel._prepare(fed.RemoteSilos(silos, carrier), {})
     kept = {number: set(site.kept) for number, site in carrier.sites.items()}
     mcmc = elsewhere(kernel, silos, carrier)
-    assert {number: set(site.kept) for number, site in carrier.sites.items()} == kept  # of its chains nothing is left
+    assert {
+        number: set(site.kept) for number, site in carrier.sites.items()
+    } == kept  # of its chains nothing is left
     assert {x.shape for x in carrier.down} == {(1,)}
     assert {x.shape for x in carrier.up} == {(1,), ()}
     assert set(mcmc.get_samples()) == {"mu"}
@@ -174,7 +207,8 @@ def test_a_silo_that_is_silent_for_a_while_is_asked_again():
 def test_a_silo_that_stays_silent_ends_the_run_with_the_draws_so_far():
     silos = linear_silos()
     with pytest.warns(
-        UserWarning, match=r"interrupted \(SiloError: silos \['silo 1'\] did not answer, asked 5 times\): the first 4"
+        UserWarning,
+        match=r"interrupted \(SiloError: silos \['silo 1'\] did not answer, asked 5 times\): the first 4",
     ):
         mcmc = elsewhere(CASES["push-sum"][0](), silos, Listening(silos, (1, 99)))
     assert mcmc.get_samples(group_by_chain=True)["beta"].shape == (8, 4, 2)
@@ -189,7 +223,9 @@ def test_a_step_that_leaves_the_reals_is_undone_as_at_hand():
     kernels = [fed.PushSumLangevin(intercepts, fed.graphs.ring(3), far) for _ in range(2)]
     ours, theirs = elsewhere(kernels[0], silos), at_hand(kernels[1], silos)
     same_draws(ours, theirs)
-    undone = [np.asarray(m.get_extra_fields(group_by_chain=True)["diverging"]) for m in (ours, theirs)]
+    undone = [
+        np.asarray(m.get_extra_fields(group_by_chain=True)["diverging"]) for m in (ours, theirs)
+    ]
     np.testing.assert_array_equal(*undone)
     assert undone[0].any()
 
@@ -233,7 +269,9 @@ def test_inference_data_names_nodes_and_averages(tmp_path):
         mine = fed.to_inference_data(ours, remote, node=node)
         expected = fed.to_inference_data(theirs, silos, node=node, log_likelihood=False)
         assert mine.posterior.sizes["chain"] == NETWORKS
-        np.testing.assert_allclose(mine.posterior.beta, expected.posterior.beta, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(
+            mine.posterior.beta, expected.posterior.beta, rtol=1e-4, atol=1e-5
+        )
         assert set(mine.sample_stats) == set(expected.sample_stats)
 
 
@@ -252,8 +290,14 @@ def test_global_sites_are_unconstrained_without_rows():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({}, "step_size='adaptive' is not built for silos that are elsewhere; expected a number, or a schedule"),
-        ({"step_size": 0.01, "batch_size": 2}, "batch_size=2 is not built for silos that are elsewhere; expected None"),
+        (
+            {},
+            "step_size='adaptive' is not built for silos that are elsewhere; expected a number, or a schedule",
+        ),
+        (
+            {"step_size": 0.01, "batch_size": 2},
+            "batch_size=2 is not built for silos that are elsewhere; expected None",
+        ),
     ],
 )
 def test_what_is_not_built_is_refused(options, message):
@@ -273,7 +317,9 @@ def test_a_number_of_chains_that_is_not_of_all_nodes_is_refused():
 
 def test_at_hand_says_what_is_for_silos_elsewhere():
     silos = linear_silos()
-    with pytest.raises(ValueError, match=r"elsewhere; expected fed\.RemoteMCMC\(kernel, \.\.\.\) in place of MCMC"):
+    with pytest.raises(
+        ValueError, match=r"elsewhere; expected fed\.RemoteMCMC\(kernel, \.\.\.\) in place of MCMC"
+    ):
         at_hand(CASES["push-sum"][0](), fed.RemoteSilos(silos, fed.Loopback(silos)))
 
 

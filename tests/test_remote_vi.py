@@ -67,7 +67,9 @@ def same(ours, theirs, rtol=1e-5):
     np.testing.assert_allclose(ours.losses, theirs.losses, rtol=rtol)
     for name, value in ours.params.items():
         scale = np.abs(theirs.params[name]).max()
-        np.testing.assert_allclose(value, theirs.params[name], atol=rtol * scale, rtol=0, err_msg=name)
+        np.testing.assert_allclose(
+            value, theirs.params[name], atol=rtol * scale, rtol=0, err_msg=name
+        )
 
 
 def encoder(y, x):
@@ -88,7 +90,11 @@ def scaled_learned():
 CASES = {
     "global": (plain, linear_silos(), {}),
     "participation": (plain, linear_silos(), {"participation": 0.5}),
-    "local latents": (lambda: fed.SFVI(wheeze, fed.AutoSiloNormal(wheeze), ADAM, 1, 3, validate=False), WHEEZE, {}),
+    "local latents": (
+        lambda: fed.SFVI(wheeze, fed.AutoSiloNormal(wheeze), ADAM, 1, 3, validate=False),
+        WHEEZE,
+        {},
+    ),
     "averages": (
         lambda: fed.SFVIAvg(wheeze, fed.AutoSiloNormal(wheeze), ADAM, 5, 1, 3, validate=False),
         WHEEZE,
@@ -97,9 +103,21 @@ CASES = {
 }
 SLOW_CASES = {
     "probabilities": (plain, linear_silos(), {"participation": PROBABILITIES}),
-    "minibatch": (lambda: fed.SFVI(wheeze, fed.AutoSiloNormal(wheeze), ADAM, 1, 3, batch_size=3), WHEEZE, {}),
-    "conducive": (lambda: fed.SFVIAvg(hierarchy, fed.AutoSiloNormal(hierarchy), conducive=True), HIERARCHY, {}),
-    "minibatch of rows": (lambda: fed.SFVI(linear, fed.AutoSiloNormal(linear), ADAM, batch_size=4), linear_silos(), {}),
+    "minibatch": (
+        lambda: fed.SFVI(wheeze, fed.AutoSiloNormal(wheeze), ADAM, 1, 3, batch_size=3),
+        WHEEZE,
+        {},
+    ),
+    "conducive": (
+        lambda: fed.SFVIAvg(hierarchy, fed.AutoSiloNormal(hierarchy), conducive=True),
+        HIERARCHY,
+        {},
+    ),
+    "minibatch of rows": (
+        lambda: fed.SFVI(linear, fed.AutoSiloNormal(linear), ADAM, batch_size=4),
+        linear_silos(),
+        {},
+    ),
     "two row groups": (
         lambda: fed.SFVI(intercepts, fed.AutoSiloNormal(intercepts), ADAM, 2, 2),
         intercepts_silos(),
@@ -214,7 +232,9 @@ def test_a_warm_start_has_the_silos_own_parameters():
     found = []
     for silos in (WHEEZE, over(WHEEZE)):
         start = run(fed.SFVIAvg(wheeze, guide, ADAM, 5, 1, 3, validate=False), silos, 3)
-        found.append(run(fed.SFVI(wheeze, guide, ADAM, 1, 3, validate=False), silos, init_from=start))
+        found.append(
+            run(fed.SFVI(wheeze, guide, ADAM, 1, 3, validate=False), silos, init_from=start)
+        )
     same(found[1], found[0])
     # the control: without local ones losses are others
     cold = run(fed.SFVI(wheeze, guide, ADAM, 1, 3, validate=False), WHEEZE)
@@ -230,7 +250,9 @@ def test_nothing_as_long_as_rows_crosses(method):
     carrier = Listening(silos)
     guide = fed.AutoSiloNormal(intercepts)
     svi = (
-        fed.SFVI(intercepts, guide, ADAM, 1, 2) if method == "sfvi" else fed.SFVIAvg(intercepts, guide, conducive=True)
+        fed.SFVI(intercepts, guide, ADAM, 1, 2)
+        if method == "sfvi"
+        else fed.SFVIAvg(intercepts, guide, conducive=True)
     )
     result = run(svi, over(silos, carrier), 8)
     rows, groups = set(silos.sizes["rows"]) | {72}, set(silos.sizes["groups"]) | {18}
@@ -239,7 +261,9 @@ def test_nothing_as_long_as_rows_crosses(method):
     assert not seen & (rows | groups)
     assert set(result.params) == {"auto_loc", "auto_scale_tril"}
     private = [leaf for site in carrier.sites.values() for leaf in jax.tree.leaves(site.kept)]
-    assert any(np.shape(x)[:1] and len(x) in groups for x in private)  # the control: sites do hold such
+    assert any(
+        np.shape(x)[:1] and len(x) in groups for x in private
+    )  # the control: sites do hold such
 
 
 @pytest.mark.filterwarnings("ignore:Pareto's k of the approximation")
@@ -253,7 +277,9 @@ def test_planted_values_are_not_among_what_crosses():
     fed.to_inference_data(svi, run(svi, remote), remote, num_draws=10)
     raw = b"".join(x.tobytes() for x in carrier.crossed)
     assert planted.tobytes() not in raw
-    assert np.float32(np.asarray(carrier.crossed[-1]).ravel()[0]).tobytes() in raw  # the control: what crosses is found
+    assert (
+        np.float32(np.asarray(carrier.crossed[-1]).ravel()[0]).tobytes() in raw
+    )  # the control: what crosses is found
     assert not any(jax.tree.leaves(remote))
 
 
@@ -271,7 +297,11 @@ class Deaf(fed.Loopback):
     def ask(self, calls):
         if not isinstance(calls[0].local, RoundLocal):
             return super().ask(calls)
-        key = random.key_data(calls[0].message.key).tobytes() if hasattr(calls[0].message, "key") else None
+        key = (
+            random.key_data(calls[0].message.key).tobytes()
+            if hasattr(calls[0].message, "key")
+            else None
+        )
         first = key is None or key != self.key
         self.round, self.key = self.round + first, key
         self.asked.append([call.number for call in calls])
@@ -315,7 +345,9 @@ def test_a_silo_that_stays_silent_ends_the_fit_which_can_go_on():
     rest = run(svi, remote, ROUNDS - 3, init_state=half.state)
     whole = run(svi, over(silos))
     np.testing.assert_array_equal(np.concatenate([half.losses, rest.losses]), whole.losses)
-    with pytest.raises(RuntimeError, match=r"silos \['silo 1'\] did not answer, asked 5 times, in round 1"):
+    with pytest.raises(
+        RuntimeError, match=r"silos \['silo 1'\] did not answer, asked 5 times, in round 1"
+    ):
         run(svi, over(silos, Deaf(silos, {1}, again=True)))
 
 
@@ -331,7 +363,9 @@ def test_known_probabilities_of_answers_leave_the_gradient_unbiased():
         return np.concatenate([np.ravel(x) for x in jax.tree.leaves(result.state.server.params)])
 
     whole, mean, unweighed, moved = step(), 0.0, 0.0, []
-    for silent in itertools.chain.from_iterable(itertools.combinations((1, 2, 3), n) for n in range(4)):
+    for silent in itertools.chain.from_iterable(
+        itertools.combinations((1, 2, 3), n) for n in range(4)
+    ):
         probabilities = [1 - p if s in silent else p for s, p in enumerate(answering.values())]
         with pytest.warns(UserWarning, match="never took part") if silent else nullcontext():
             mean = mean + np.prod(probabilities) * step(silent, answering=answering)
@@ -359,13 +393,18 @@ def test_averages_go_on_without_silent_silos():
     np.testing.assert_array_equal(found[0].params["auto_loc"], found[1].params["auto_loc"])
     assert found[0].state.visits.tolist() == [4, 2, 4, 4]
     assert found[0].ledger.rounds == (4, 4, 4, 4)
-    with pytest.raises(RuntimeError, match=r"silos \['silo 0', .*\] did not answer, asked 5 times, in round 1"):
+    with pytest.raises(
+        RuntimeError, match=r"silos \['silo 0', .*\] did not answer, asked 5 times, in round 1"
+    ):
         run(avg, over(silos, Deaf(silos, range(9), range(4))), 4)
 
 
 def test_silence_does_not_move_the_fixed_point_of_conducive_rounds():
     avg = fed.SFVIAvg(hierarchy, fed.AutoSiloNormal(hierarchy), conducive=True)
-    ours, theirs = run(avg, over(HIERARCHY, Deaf(HIERARCHY, {2, 4, 5})), 25), run(avg, HIERARCHY, 25)
+    ours, theirs = (
+        run(avg, over(HIERARCHY, Deaf(HIERARCHY, {2, 4, 5})), 25),
+        run(avg, HIERARCHY, 25),
+    )
     sd = float(theirs.whitening[1][0, 0])
     assert abs(float(ours.params["auto_loc"][0] - theirs.params["auto_loc"][0])) < 0.01 * sd
     assert float(ours.params["auto_scale_tril"][0, 0]) == pytest.approx(sd, rel=0.01)
@@ -384,10 +423,14 @@ def test_an_interrupted_run_returns_what_it_has():
         fed.SFVI(wheeze, fed.AutoSiloNormal(wheeze), ADAM, 1, 3, validate=False),
         over(WHEEZE, Interrupted(WHEEZE, (), computes=False)),
     )
-    with pytest.warns(UserWarning, match="interrupted: the result of the first 4 rounds is returned"):
+    with pytest.warns(
+        UserWarning, match="interrupted: the result of the first 4 rounds is returned"
+    ):
         half = run(svi, remote)
     rest = run(svi, remote, ROUNDS - 4, init_state=half.state)
-    np.testing.assert_array_equal(np.concatenate([half.losses, rest.losses]), run(svi, over(WHEEZE)).losses)
+    np.testing.assert_array_equal(
+        np.concatenate([half.losses, rest.losses]), run(svi, over(WHEEZE)).losses
+    )
 
 
 def test_preparation_needs_all_silos():
@@ -395,11 +438,16 @@ def test_preparation_needs_all_silos():
         def ask(self, calls):
             replies = super().ask(calls)
             start = isinstance(calls[0].local, InitLocal)
-            return [None if start and call.number == 2 else x for call, x in zip(calls, replies, strict=True)]
+            return [
+                None if start and call.number == 2 else x
+                for call, x in zip(calls, replies, strict=True)
+            ]
 
     silos = linear_silos()
     carrier = Late(silos)
-    with pytest.raises(RuntimeError, match=r"silos \['silo 2'\] did not answer while the fit was prepared"):
+    with pytest.raises(
+        RuntimeError, match=r"silos \['silo 2'\] did not answer while the fit was prepared"
+    ):
         run(plain(), over(silos, carrier))
     assert not any(site.kept for site in carrier.sites.values())
 
@@ -409,7 +457,9 @@ def test_a_loss_that_is_not_finite_stops_the_fit():
     found = []
     for silos in (WHEEZE, over(WHEEZE)):
         svi = fed.SFVI(wheeze, fed.AutoSiloNormal(wheeze), optax.sgd(1e6), 1, 2, validate=False)
-        with pytest.warns(UserWarning, match=r"not finite in round \d+, first in .*; the fit stopped there") as told:
+        with pytest.warns(
+            UserWarning, match=r"not finite in round \d+, first in .*; the fit stopped there"
+        ) as told:
             found.append((run(svi, silos, 50), str(told[0].message)))
     assert found[0][1] == found[1][1]
     assert len(found[1][0].losses) == len(found[0][0].losses) < 50
@@ -426,13 +476,23 @@ def test_inference_data_has_the_draws_of_a_fit_at_hand(resample, tmp_path):
     for silos in (WHEEZE, over(WHEEZE)):
         svi = fed.SFVI(wheeze, fed.AutoSiloNormal(wheeze), ADAM, 1, 3, validate=False)
         result = run(svi, silos)
-        found.append(fed.to_inference_data(svi, result, silos, num_draws=40, log_likelihood=False, resample=resample))
+        found.append(
+            fed.to_inference_data(
+                svi, result, silos, num_draws=40, log_likelihood=False, resample=resample
+            )
+        )
     theirs, ours = found
     assert set(ours.posterior.data_vars) == {"beta", "sigma"}
     for name in ("beta", "sigma"):
-        np.testing.assert_allclose(ours.posterior[name], theirs.posterior[name], rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(ours.sample_stats["log_weight"], theirs.sample_stats["log_weight"], atol=1e-3)
-    assert ours.posterior.attrs["pareto_k"] == pytest.approx(theirs.posterior.attrs["pareto_k"], abs=0.02)
+        np.testing.assert_allclose(
+            ours.posterior[name], theirs.posterior[name], rtol=1e-4, atol=1e-5
+        )
+    np.testing.assert_allclose(
+        ours.sample_stats["log_weight"], theirs.sample_stats["log_weight"], atol=1e-3
+    )
+    assert ours.posterior.attrs["pareto_k"] == pytest.approx(
+        theirs.posterior.attrs["pareto_k"], abs=0.02
+    )
     assert ours.posterior.attrs["rounds"] == theirs.posterior.attrs["rounds"]
     ours.to_netcdf(tmp_path / "fit.nc")
 
@@ -440,7 +500,9 @@ def test_inference_data_has_the_draws_of_a_fit_at_hand(resample, tmp_path):
 @pytest.mark.slow
 def test_a_fit_in_one_call():
     remote = over(HIERARCHY)
-    ours, theirs = (fed.fit(hierarchy, s, num_draws=400, progress_bar=False) for s in (remote, HIERARCHY))
+    ours, theirs = (
+        fed.fit(hierarchy, s, num_draws=400, progress_bar=False) for s in (remote, HIERARCHY)
+    )
     np.testing.assert_allclose(ours.posterior["mu"], theirs.posterior["mu"], atol=1e-3)
     assert ours.posterior.attrs["verdict"] == theirs.posterior.attrs["verdict"]
 
@@ -448,7 +510,8 @@ def test_a_fit_in_one_call():
 @pytest.mark.slow
 def test_a_fit_by_chains_in_one_call():
     ours, theirs = (
-        fed.fit(hierarchy, s, method="fsgld", num_draws=200, progress_bar=False) for s in (over(HIERARCHY), HIERARCHY)
+        fed.fit(hierarchy, s, method="fsgld", num_draws=200, progress_bar=False)
+        for s in (over(HIERARCHY), HIERARCHY)
     )
     # chains that differ by rounding part in time: as laws
     np.testing.assert_allclose(ours.posterior["mu"].mean(), theirs.posterior["mu"].mean(), atol=0.1)
@@ -461,11 +524,20 @@ def test_bad_input_in_words():
     svi, remote = plain(), over(silos)
     here, there = run(svi, silos, 1), run(svi, remote, 1)
     for options, message in (
-        ({"answering": 0.0}, r"answering: expected probabilities in \(0, 1\], got 0.0 for silo 'silo 0'"),
+        (
+            {"answering": 0.0},
+            r"answering: expected probabilities in \(0, 1\], got 0.0 for silo 'silo 0'",
+        ),
         ({"answering": {"silo 1": 0.5}}, "answering: expected a probability for every silo"),
-        ({"answering": "often"}, "answering: expected a probability, or one for each silo's name, got 'often'"),
+        (
+            {"answering": "often"},
+            "answering: expected a probability, or one for each silo's name, got 'often'",
+        ),
         ({"participation": 2}, "participation: expected the fraction of silos"),
-        ({"init_state": here.state}, "init_state: expected a result of a run over the same carrier"),
+        (
+            {"init_state": here.state},
+            "init_state: expected a result of a run over the same carrier",
+        ),
         (
             {"init_state": run(svi, over(silos), 1).state},
             "init_state: expected a result of a run over the same carrier",
@@ -480,20 +552,33 @@ def test_bad_input_in_words():
         run(avg, remote, 1, answering=0.5)
     with pytest.raises(ValueError, match=r"init_state: expected a state of the same kind of fit"):
         run(avg, remote, 1, init_state=there.state)
-    with pytest.raises(ValueError, match=r"update\(\) and evaluate\(\) are not built for silos that are elsewhere"):
+    with pytest.raises(
+        ValueError, match=r"update\(\) and evaluate\(\) are not built for silos that are elsewhere"
+    ):
         svi.evaluate(there.state, remote)
-    with pytest.raises(ValueError, match=r"expected fed\.Silos, got MixedSilos: silos elsewhere are of one structure"):
+    with pytest.raises(
+        ValueError,
+        match=r"expected fed\.Silos, got MixedSilos: silos elsewhere are of one structure",
+    ):
         fed.RemoteSilos(three_kinds_silos(), fed.Loopback(silos))
-    same(run(svi, remote, 3, init_from=here), run(svi, silos, 3, init_from=here))  # nothing local is wanted
+    same(
+        run(svi, remote, 3, init_from=here), run(svi, silos, 3, init_from=here)
+    )  # nothing local is wanted
 
 
 def test_local_parameters_of_another_fit_do_not_fit():
     remote = over(HIERARCHY)
-    other = fed.SFVI(hierarchy, fed.AutoSiloNormal(hierarchy, coupling=False), ADAM, 1, 1, validate=False)
+    other = fed.SFVI(
+        hierarchy, fed.AutoSiloNormal(hierarchy, coupling=False), ADAM, 1, 1, validate=False
+    )
     svi = fed.SFVI(hierarchy, fed.AutoSiloNormal(hierarchy), ADAM, 1, 1, validate=False)
-    with pytest.raises(ValueError, match="init_from: expected a result of the same model and guide, with local"):
+    with pytest.raises(
+        ValueError, match="init_from: expected a result of the same model and guide, with local"
+    ):
         run(svi, remote, 1, init_from=run(other, remote, 1))
-    with pytest.raises(ValueError, match="init_from: expected a result of a run over the same carrier"):
+    with pytest.raises(
+        ValueError, match="init_from: expected a result of a run over the same carrier"
+    ):
         run(svi, remote, 1, init_from=run(svi, HIERARCHY, 1))
 
 
@@ -508,7 +593,9 @@ def test_data_outside_a_support_and_terms_that_mix_rows_are_refused():
         with fed.silo_plate("rows", y.shape[0]):
             numpyro.sample("y", dist.Normal(a + y.mean(), 2.0), obs=y)
 
-    silos = fed.Silos({"oslo": {"y": jnp.array([0.1, 0.2])}, "rome": {"y": jnp.array([0.5, 1.5, 0.3])}})
+    silos = fed.Silos(
+        {"oslo": {"y": jnp.array([0.1, 0.2])}, "rome": {"y": jnp.array([0.5, 1.5, 0.3])}}
+    )
     with pytest.raises(ValueError, match="log density is -inf at a typical position, silo 'rome'"):
         run(fed.SFVI(outside, fed.AutoSiloNormal(outside), ADAM), over(silos))
     with pytest.raises(ValueError, match="must not combine rows of different silos"):
@@ -523,9 +610,20 @@ class Nobody(fed.Loopback):
 @pytest.mark.parametrize(
     ("svi", "silos"),
     [
-        (fed.SFVI(wheeze, fed.AutoSiloNormal(wheeze), ADAM, 1, 3, batch_size=3, validate=False), WHEEZE),
-        (fed.SFVI(wheeze, fed.AutoSiloNormal(wheeze, local_cov="full"), ADAM, 1, 1, validate=False), WHEEZE),
-        (fed.SFVI(learned_scale, fed.AutoSiloNormal(learned_scale), ADAM, validate=False), scaled_learned()),
+        (
+            fed.SFVI(wheeze, fed.AutoSiloNormal(wheeze), ADAM, 1, 3, batch_size=3, validate=False),
+            WHEEZE,
+        ),
+        (
+            fed.SFVI(
+                wheeze, fed.AutoSiloNormal(wheeze, local_cov="full"), ADAM, 1, 1, validate=False
+            ),
+            WHEEZE,
+        ),
+        (
+            fed.SFVI(learned_scale, fed.AutoSiloNormal(learned_scale), ADAM, validate=False),
+            scaled_learned(),
+        ),
     ],
     ids=["elements", "joint", "learned"],
 )
@@ -564,8 +662,12 @@ def test_two_processes_fit_what_one_fits(tmp_path):
     one, other = saved_by(code, 2, tmp_path, timeout=280)
     np.testing.assert_array_equal(one["losses"], other["losses"])
     np.testing.assert_array_equal(one["loc"], other["loc"])
-    in_their_order = fed.Silos({n: {k: np.asarray(v) for k, v in WHEEZE[n].items()} for n in one["names"].tolist()})
-    expected = run(fed.SFVI(wheeze, fed.AutoSiloNormal(wheeze), ADAM, 1, 3, validate=False), in_their_order)
+    in_their_order = fed.Silos(
+        {n: {k: np.asarray(v) for k, v in WHEEZE[n].items()} for n in one["names"].tolist()}
+    )
+    expected = run(
+        fed.SFVI(wheeze, fed.AutoSiloNormal(wheeze), ADAM, 1, 3, validate=False), in_their_order
+    )
     np.testing.assert_allclose(one["losses"], expected.losses, rtol=1e-5)
     np.testing.assert_allclose(one["loc"], expected.params["auto_loc"], rtol=1e-5, atol=1e-6)
 
@@ -583,7 +685,10 @@ def test_checkpoints_in_words(tmp_path):
         ({"rounds": 4}, r"num_rounds=4: .*fit\.ckpt is of 6 rounds; expected as many or more"),
         ({"participation": 0.5}, r"another run: participation None, expected \[0.5"),
         ({"answering": 0.5}, r"another run: answering None, expected \[0.5"),
-        ({"init_from": first}, r"fit\.ckpt is there, and the fit goes on from it; expected no init_from"),
+        (
+            {"init_from": first},
+            r"fit\.ckpt is there, and the fit goes on from it; expected no init_from",
+        ),
         (
             {"fit": fed.SFVI(linear, fed.AutoSiloNormal(linear), optax.adam(0.3))},
             r"another run: model and fit \{'optimisers': ",
@@ -592,7 +697,9 @@ def test_checkpoints_in_words(tmp_path):
         with pytest.raises(ValueError, match=message):
             go_on(**options)
     # silos that have lost what they kept: another carrier
-    with pytest.warns(UserWarning, match=r"has nothing of what this run kept there; expected the carrier"):
+    with pytest.warns(
+        UserWarning, match=r"has nothing of what this run kept there; expected the carrier"
+    ):
         assert len(go_on(8, over(silos)).losses) == 6
     data = place.read_bytes()
     for broken in (data[:-40] + bytes(40), data[:100], b""):
@@ -608,5 +715,8 @@ def test_a_silos_own_latents_are_not_predicted_from_elsewhere():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of three rounds
         idata = fed.to_inference_data(svi, result, remote, num_draws=5)
-    with pytest.raises(ValueError, match=r"its own latents \[.*\] stayed there, and the fit has none; expected None"):
+    with pytest.raises(
+        ValueError,
+        match=r"its own latents \[.*\] stayed there, and the fit has none; expected None",
+    ):
         fed.predict(hierarchy, idata, random.key(0), {}, silo=HIERARCHY.names[0])

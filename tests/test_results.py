@@ -86,7 +86,9 @@ def test_labels_use_coordinates_and_sites_may_be_chosen(rng):
     fit = az.from_dict(draws, coords=coords, dims=dims)
     labels = {"z": ["z[oslo]", "z[bergen]"], "mu": ["mu"]}
     # arviz sorts names where dm-tree is installed
-    assert list(compare(fit, fit).table.index) == [x for name in fit.posterior.data_vars for x in labels[name]]
+    assert list(compare(fit, fit).table.index) == [
+        x for name in fit.posterior.data_vars for x in labels[name]
+    ]
     assert list(compare(fit, fit, var_names="mu").table.index) == ["mu"]
 
 
@@ -139,7 +141,8 @@ def test_laws_at_the_tolerance_keep_the_stated_rates(rng, loc, scale):
     """A difference equal to the tolerance agrees by chance in 2.3 %, differs in 0.1 %."""
     repeats, k = 60, 4
     verdicts = [
-        only_row(gaussian(rng, (1, 8000), loc, scale), gaussian(rng, (1, 8000)))["verdict"] for _ in range(repeats)
+        only_row(gaussian(rng, (1, 8000), loc, scale), gaussian(rng, (1, 8000)))["verdict"]
+        for _ in range(repeats)
     ]
     for verdict, rate in (("agrees", 0.0228), ("differs", 0.00135)):
         bound = repeats * rate + k * np.sqrt(repeats * rate * (1 - rate))
@@ -209,7 +212,9 @@ def test_joint_distance_leaves_units_constants_and_bad_draws_out(rng):
     fed, ref = correlated(rng, 0.5, (2, 150)), correlated(rng, 0.5, (2, 100))
     plain = compare(fed, ref).joint
     assert plain.num_draws == 100
-    scaled = compare({"x": fed["x"] * 1e6, "y": 2 - fed["y"]}, {"x": ref["x"] * 1e6, "y": 2 - ref["y"]}).joint
+    scaled = compare(
+        {"x": fed["x"] * 1e6, "y": 2 - fed["y"]}, {"x": ref["x"] * 1e6, "y": 2 - ref["y"]}
+    ).joint
     np.testing.assert_allclose(scaled, plain, rtol=1e-3)
     more = compare(fed | {"one": np.ones((2, 150))}, ref | {"one": np.ones((2, 100))}).joint
     assert more == plain
@@ -315,8 +320,14 @@ def test_pareto_k_of_a_variational_fit_is_judged_in_words(rng):
     for k, words in (
         (0.29, " Pareto's k of the approximation 0.29, not above 0.7."),
         (0.7, " Pareto's k of the approximation 0.70, not above 0.7."),
-        (0.85, " Pareto's k of the approximation 0.85, above 0.7: it misses part of the posterior."),
-        (float("inf"), " Pareto's k of the approximation inf, above 0.7: it misses part of the posterior."),
+        (
+            0.85,
+            " Pareto's k of the approximation 0.85, above 0.7: it misses part of the posterior.",
+        ),
+        (
+            float("inf"),
+            " Pareto's k of the approximation inf, above 0.7: it misses part of the posterior.",
+        ),
     ):
         fit.posterior.attrs["pareto_k"] = np.float64(k)  # as netCDF returns it
         comparison = compare(fit, ref)

@@ -61,7 +61,13 @@ def test_partitions_give_the_same_parameters(double):
     with jax.enable_x64(double):
         found = {}
         for name, by in PARTITIONS.items():
-            svi = fed.SFVI(wheeze, fed.AutoSiloNormal(wheeze), optax.adam(0.02), num_local_particles=3, validate=False)
+            svi = fed.SFVI(
+                wheeze,
+                fed.AutoSiloNormal(wheeze),
+                optax.adam(0.02),
+                num_local_particles=3,
+                validate=False,
+            )
             found[name] = after(svi, wheeze_silos(by))
         for name in ("two", "seven", "unequal"):
             assert largest_gap(found[name], found["one"]) <= (1e-9 if double else 1e-4), name
@@ -82,7 +88,14 @@ def test_partitions_give_the_same_parameters(double):
 def test_steps_are_those_of_numpyros_svi(options, particles):
     with jax.enable_x64(True):
         silos = wheeze_silos(PARTITIONS["unequal"])
-        svi = fed.SFVI(wheeze, fed.AutoSiloNormal(wheeze, **options), optax.adam(0.02), particles, 1, validate=False)
+        svi = fed.SFVI(
+            wheeze,
+            fed.AutoSiloNormal(wheeze, **options),
+            optax.adam(0.02),
+            particles,
+            1,
+            validate=False,
+        )
         state = svi.init(random.key(3), silos)
         guide = fed.AutoSiloNormal(wheeze, **options)
         plain = SVI(wheeze, guide, optax.adam(0.02), Trace_ELBO(particles))
@@ -108,14 +121,18 @@ def test_masked_rows_contribute_nothing():
         state, _ = svi.update(state, silos)
         for number, size in enumerate(silos.sizes["rows"]):
             padding = jax.tree.map(lambda x, s=number, n=size: x[s, n:], state.silos[0].params)
-            start = jax.tree.map(lambda x, s=number, n=size: x[s, n:], svi.init(random.key(0), silos).silos[0].params)
+            start = jax.tree.map(
+                lambda x, s=number, n=size: x[s, n:], svi.init(random.key(0), silos).silos[0].params
+            )
             for one, other in zip(jax.tree.leaves(padding), jax.tree.leaves(start), strict=True):
                 np.testing.assert_array_equal(one, other)
 
 
 def test_going_on_is_as_not_stopping():
     silos = wheeze_silos(PARTITIONS["two"])
-    svi = fed.SFVI(wheeze, fed.AutoSiloNormal(wheeze), optax.adam(0.02), num_local_particles=2, validate=False)
+    svi = fed.SFVI(
+        wheeze, fed.AutoSiloNormal(wheeze), optax.adam(0.02), num_local_particles=2, validate=False
+    )
     whole = svi.run(random.key(1), 60, silos, progress_bar=False)
     half = svi.run(random.key(1), 25, silos, progress_bar=False)
     rest = svi.run(random.key(9), 35, silos, progress_bar=False, init_state=half.state)
@@ -186,10 +203,17 @@ def test_diagonal_family_underestimates_as_its_closed_form_says():
         silos = hierarchy_silos(np.arange(9) % 2)
         mean, covariance, _ = hierarchy_posterior()
         guide = fed.AutoSiloNormal(hierarchy, "diag", "diag", coupling=False, scale_coupling=False)
-        svi = fed.SFVI(hierarchy, guide, optax.adam(optax.exponential_decay(0.05, 1000, 0.2)), 16, 1)
+        svi = fed.SFVI(
+            hierarchy, guide, optax.adam(optax.exponential_decay(0.05, 1000, 0.2)), 16, 1
+        )
         params = svi.run(random.key(0), 4000, silos, progress_bar=False).params
         sds = np.concatenate([params["auto_scale"], np.exp(params["auto_local_log_scale"][:, 0])])
-        expected = np.concatenate([[PRIOR_SD**-2 + 9 * GROUP_SD**-2], np.full(9, GROUP_SD**-2 + ROW_SD**-2)]) ** -0.5
+        expected = (
+            np.concatenate(
+                [[PRIOR_SD**-2 + 9 * GROUP_SD**-2], np.full(9, GROUP_SD**-2 + ROW_SD**-2)]
+            )
+            ** -0.5
+        )
         np.testing.assert_allclose(sds, expected, rtol=0.02)
         locs = np.concatenate([params["auto_loc"], params["auto_local_loc"][:, 0]])
         assert np.abs((locs - mean) / np.sqrt(np.diag(covariance))).max() <= 0.03
@@ -200,7 +224,9 @@ def test_a_users_guide_finds_the_exact_posterior_too():
     with jax.enable_x64(True):
         silos = hierarchy_silos(np.array([0, 1, 1, 2, 0, 1, 1, 1, 2]))
         mean, covariance, evidence = hierarchy_posterior()
-        svi = fed.SFVI(hierarchy, hierarchy_guide, optax.adam(optax.exponential_decay(0.05, 1000, 0.2)), 4, 1)
+        svi = fed.SFVI(
+            hierarchy, hierarchy_guide, optax.adam(optax.exponential_decay(0.05, 1000, 0.2)), 4, 1
+        )
         result = svi.run(random.key(0), 4000, silos, progress_bar=False)
         p = result.params
         assert float(p["loc"]) == pytest.approx(mean[0], abs=0.01 * covariance[0, 0] ** 0.5)
@@ -216,7 +242,9 @@ def test_learned_scale_maximises_the_marginal_likelihood():
         y = x @ [1.5, -2.0, 0.5] + rng.normal(size=40)
         silos = fed.split({"x": x, "y": y}, by=np.arange(40) % 3)
         guide = fed.AutoSiloNormal(learned_scale)
-        svi = fed.SFVI(learned_scale, guide, optax.adam(optax.exponential_decay(0.05, 1000, 0.2)), 4)
+        svi = fed.SFVI(
+            learned_scale, guide, optax.adam(optax.exponential_decay(0.05, 1000, 0.2)), 4
+        )
         params = svi.run(random.key(0), 3000, silos, progress_bar=False).params
         assert float(params["tau"]) == pytest.approx(best_scale(x, y), rel=0.01)
 
@@ -237,7 +265,9 @@ def test_three_structures_in_one_federation():
             else:
                 loc = kwargs["x"][:, None] * beta
                 var = (9.0 if silos[name].get("kind") == "rough" else 0.49) * np.ones_like(beta)
-            log_density += np.sum(-0.5 * (kwargs["y"][:, None] - loc) ** 2 / var - 0.5 * np.log(var), 0)
+            log_density += np.sum(
+                -0.5 * (kwargs["y"][:, None] - loc) ** 2 / var - 0.5 * np.log(var), 0
+            )
         weight = np.exp(log_density - log_density.max())
         weight /= weight.sum()
         mean = weight @ beta
@@ -258,15 +288,21 @@ def test_structures_draw_their_own_noise_and_learn_all_parameters():
             numpyro.sample("y", dist.Normal(z, 1), obs=y)
 
     silos = fed.MixedSilos({"one": {"y": np.zeros(3)}, "two": {"y": np.ones(2), "kind": "b"}})
-    svi = fed.SFVI(both_latent, fed.AutoSiloNormal(both_latent), optax.adam(0.02), 1, 2, validate=False)
+    svi = fed.SFVI(
+        both_latent, fed.AutoSiloNormal(both_latent), optax.adam(0.02), 1, 2, validate=False
+    )
     prepared = svi.prepared(silos)
     assert prepared.plan.learned == ("scale",)
     noise = [
-        np.asarray(prepared.plan.families[r.part].noise(random.key(0), jax.tree.map(lambda x: x[0], r), 2))
+        np.asarray(
+            prepared.plan.families[r.part].noise(random.key(0), jax.tree.map(lambda x: x[0], r), 2)
+        )
         for r in prepared.stacks
     ]
     assert not np.isclose(noise[0][:, :2], noise[1][:, :2]).any()
-    avg = fed.SFVIAvg(both_latent, fed.AutoSiloNormal(both_latent), optax.adam(0.02), 5, 1, 2, validate=False)
+    avg = fed.SFVIAvg(
+        both_latent, fed.AutoSiloNormal(both_latent), optax.adam(0.02), 5, 1, 2, validate=False
+    )
     assert np.isfinite(avg.run(random.key(0), 3, silos, progress_bar=False).losses).all()
 
 
@@ -287,7 +323,9 @@ def test_weights_of_a_round_are_one_on_average():
     assert ((draws > 0).sum(1) == 2).all()
     assert set(np.round(draws[draws > 0], 6).tolist()) == {2.5}
     error = 4 * draws.std() / np.sqrt(200)
-    assert np.abs(draws.mean(0) - 1).max() < error < 1.4  # unweighted replies would average 0.4 or, rescaled to S, 1.5
+    assert (
+        np.abs(draws.mean(0) - 1).max() < error < 1.4
+    )  # unweighted replies would average 0.4 or, rescaled to S, 1.5
     free = Participation(None, np.array([0.2, 0.9]))
     draws = np.stack([free.weights(random.key(i)) for i in range(400)])
     assert (np.abs(draws.mean(0) - 1) < 4 * draws.std(0) / np.sqrt(400)).all()
@@ -316,8 +354,12 @@ def test_partial_participation_reaches_the_same_optimum():
 
 def test_an_absent_silo_keeps_its_state_and_is_reported():
     silos = wheeze_silos(PARTITIONS["seven"])
-    svi = fed.SFVI(wheeze, fed.AutoSiloNormal(wheeze), optax.adam(0.02), num_local_particles=2, validate=False)
-    with pytest.warns(UserWarning, match=r"[34] of 7 silos never took part .*their data are not in the fit"):
+    svi = fed.SFVI(
+        wheeze, fed.AutoSiloNormal(wheeze), optax.adam(0.02), num_local_particles=2, validate=False
+    )
+    with pytest.warns(
+        UserWarning, match=r"[34] of 7 silos never took part .*their data are not in the fit"
+    ):
         result = svi.run(random.key(0), 2, silos, progress_bar=False, participation=2 / 7)
     start = svi.init(random.key(0), silos).silos[0].params
     for number, rounds in enumerate(result.ledger.rounds):
@@ -333,7 +375,9 @@ def test_systematic_sampling_takes_every_row_alike_and_none_twice(total, batch):
     count = min(total, batch)
     hits = np.zeros(total, int)
     for start in range(total):
-        place = np.asarray(systematic(jnp.asarray(start), jnp.asarray(total), jnp.asarray(count), batch))[:count]
+        place = np.asarray(
+            systematic(jnp.asarray(start), jnp.asarray(total), jnp.asarray(count), batch)
+        )[:count]
         assert len(set(place.tolist())) == count
         hits[place] += 1
     np.testing.assert_array_equal(hits, count)
@@ -362,14 +406,27 @@ def test_minibatch_gradients_are_exact_on_average(case, monkeypatch):
 
     with jax.enable_x64(True):
         model, silos, size, num = case()
-        svi = fed.SFVI(model, fed.AutoSiloNormal(model), optax.sgd(1e-3), 1, num, batch_size=size, validate=False)
+        svi = fed.SFVI(
+            model,
+            fed.AutoSiloNormal(model),
+            optax.sgd(1e-3),
+            1,
+            num,
+            batch_size=size,
+            validate=False,
+        )
         prepared = svi.prepared(silos)
         family, group = prepared.plan.families[0], prepared.plan.batch[0]
-        rows = jax.tree.map(lambda x, axis: x if axis is None else x[0], prepared.stacks[0], prepared.stacks[0].axes)
+        rows = jax.tree.map(
+            lambda x, axis: x if axis is None else x[0], prepared.stacks[0], prepared.stacks[0].axes
+        )
         state = svi.init(random.key(0), silos)
         params = prepared.plan.constrain(state.server.params)
         context = family.context(params, jnp.linspace(-0.5, 0.8, family.factors.dim))
-        own = jax.tree.map(lambda x: x[0], svi.run(random.key(0), 3, silos, progress_bar=False).state.silos[0].params)
+        own = jax.tree.map(
+            lambda x: x[0],
+            svi.run(random.key(0), 3, silos, progress_bar=False).state.silos[0].params,
+        )
         eps = family.noise(random.key(1), rows, num) if family.has_local else None
         learned = {k: params[k] for k in prepared.plan.learned}
 
@@ -377,9 +434,13 @@ def test_minibatch_gradients_are_exact_on_average(case, monkeypatch):
             def own_noise(_key, _rows, _num):
                 if eps is None:
                     return None
-                return jnp.moveaxis(batch.take(jnp.moveaxis(eps, 1, 0)), 0, 1)  # the same for a row in every batch
+                return jnp.moveaxis(
+                    batch.take(jnp.moveaxis(eps, 1, 0)), 0, 1
+                )  # the same for a row in every batch
 
-            term = silo_bound(family, batch.take(own), context, learned, own_noise(None, None, None), batch)
+            term = silo_bound(
+                family, batch.take(own), context, learned, own_noise(None, None, None), batch
+            )
             return (
                 term._replace(local=batch.put(jax.tree.map(jnp.zeros_like, own), term.local))
                 if eps is not None
@@ -393,17 +454,26 @@ def test_minibatch_gradients_are_exact_on_average(case, monkeypatch):
             monkeypatch.setattr(minibatch.random, "randint", lambda *_, s=start: jnp.asarray(s))
             parts.append(bound(minibatch.pick(family, (group, size), random.key(0), rows)))
         mean = jax.tree.map(lambda *x: sum(x) / len(x), *parts)
-        checked = (mean.value, mean.context.theta, mean.params), (whole.value, whole.context.theta, whole.params)
-        for one, other in zip(jax.tree.leaves(checked[0]), jax.tree.leaves(checked[1]), strict=True):
+        checked = (
+            (mean.value, mean.context.theta, mean.params),
+            (whole.value, whole.context.theta, whole.params),
+        )
+        for one, other in zip(
+            jax.tree.leaves(checked[0]), jax.tree.leaves(checked[1]), strict=True
+        ):
             np.testing.assert_allclose(one, other, rtol=1e-10, atol=1e-10)
         if eps is not None:
-            for one, other in zip(jax.tree.leaves(mean.local), jax.tree.leaves(whole.local), strict=True):
+            for one, other in zip(
+                jax.tree.leaves(mean.local), jax.tree.leaves(whole.local), strict=True
+            ):
                 np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-9)
 
 
 def test_units_outside_the_batch_do_not_move():
     silos = wheeze_silos(PARTITIONS["one"])
-    svi = fed.SFVI(wheeze, fed.AutoSiloNormal(wheeze), optax.sgd(1e-3), 1, 2, batch_size=16, validate=False)
+    svi = fed.SFVI(
+        wheeze, fed.AutoSiloNormal(wheeze), optax.sgd(1e-3), 1, 2, batch_size=16, validate=False
+    )
     state = svi.init(random.key(0), silos)
     new, _ = svi.update(state, silos)
     moved = np.any(np.asarray(new.silos[0].params.mean != state.silos[0].params.mean)[0], axis=1)
@@ -418,8 +488,17 @@ def test_minibatches_reach_the_optimum():
         silos = hierarchy_silos(np.array([0, 1, 1, 1, 0, 1, 1, 1, 0]))
         mean, covariance, _ = hierarchy_posterior()
         optim = optax.adam(optax.exponential_decay(0.05, 2000, 0.4))
-        svi = fed.SFVI(hierarchy, fed.AutoSiloNormal(hierarchy, scale_coupling=False), optim, 4, 1, batch_size=2)
-        found, spread = joint_moments(svi.run(random.key(0), 8000, silos, progress_bar=False).params)
+        svi = fed.SFVI(
+            hierarchy,
+            fed.AutoSiloNormal(hierarchy, scale_coupling=False),
+            optim,
+            4,
+            1,
+            batch_size=2,
+        )
+        found, spread = joint_moments(
+            svi.run(random.key(0), 8000, silos, progress_bar=False).params
+        )
         sd = np.sqrt(np.diag(covariance))
         assert np.abs((found - mean) / sd).max() <= 0.09
         assert np.abs(np.sqrt(np.diag(spread)) / sd - 1).max() <= 0.03
@@ -440,8 +519,12 @@ def test_tol_stops_when_the_loss_is_flat():
 
 def test_a_loss_that_is_not_finite_stops_the_fit_and_keeps_the_last_state():
     silos = wheeze_silos(PARTITIONS["two"])
-    svi = fed.SFVI(wheeze, fed.AutoSiloNormal(wheeze), optax.sgd(1e6), num_local_particles=2, validate=False)
-    with pytest.warns(UserWarning, match=r"not finite in round \d+, first in silo '[01]'; the fit stopped there"):
+    svi = fed.SFVI(
+        wheeze, fed.AutoSiloNormal(wheeze), optax.sgd(1e6), num_local_particles=2, validate=False
+    )
+    with pytest.warns(
+        UserWarning, match=r"not finite in round \d+, first in silo '[01]'; the fit stopped there"
+    ):
         result = svi.run(random.key(0), 500, silos, progress_bar=False)
     assert len(result.losses) < 500
     assert all(np.isfinite(v).all() for v in result.params.values())
@@ -452,7 +535,9 @@ def test_an_interrupted_run_returns_what_it_has(monkeypatch):
     from numpyro_fed.vi import loop as rounds
 
     silos = wheeze_silos(PARTITIONS["two"])
-    svi = fed.SFVI(wheeze, fed.AutoSiloNormal(wheeze), optax.adam(0.02), num_local_particles=2, validate=False)
+    svi = fed.SFVI(
+        wheeze, fed.AutoSiloNormal(wheeze), optax.adam(0.02), num_local_particles=2, validate=False
+    )
     whole = svi.run(random.key(1), 200, silos, progress_bar=False)
     chunk, calls = rounds._chunk, []
 
@@ -463,7 +548,9 @@ def test_an_interrupted_run_returns_what_it_has(monkeypatch):
         return chunk(*args)
 
     monkeypatch.setattr(rounds, "_chunk", interrupted)
-    with pytest.warns(UserWarning, match=r"interrupted: the result of the first 200 rounds is returned"):
+    with pytest.warns(
+        UserWarning, match=r"interrupted: the result of the first 200 rounds is returned"
+    ):
         result = svi.run(random.key(1), 1000, silos, progress_bar=False)
     np.testing.assert_array_equal(result.losses, whole.losses)
     assert largest_gap(result.params, whole.params) == 0

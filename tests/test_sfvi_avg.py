@@ -6,7 +6,14 @@ import numpy as np
 import optax
 import pytest
 from jax import random
-from vi_models import hierarchy, hierarchy_posterior, hierarchy_silos, learned_scale, wheeze, wheeze_silos
+from vi_models import (
+    hierarchy,
+    hierarchy_posterior,
+    hierarchy_silos,
+    learned_scale,
+    wheeze,
+    wheeze_silos,
+)
 
 import numpyro_fed as fed
 from numpyro_fed.vi.barycenter import barycentre
@@ -69,10 +76,14 @@ def test_one_silo_reaches_the_exact_posterior():
     with jax.enable_x64(True):
         silos = hierarchy_silos(np.zeros(9, int))
         mean, covariance, _ = hierarchy_posterior()
-        avg = fed.SFVIAvg(hierarchy, fed.AutoSiloNormal(hierarchy, scale_coupling=False), OPTIM, 200, 4, 1)
+        avg = fed.SFVIAvg(
+            hierarchy, fed.AutoSiloNormal(hierarchy, scale_coupling=False), OPTIM, 200, 4, 1
+        )
         params = avg.run(random.key(0), 15, silos, progress_bar=False).params
         assert abs(float(params["auto_loc"][0]) - mean[0]) < 0.02 * covariance[0, 0] ** 0.5
-        assert float(params["auto_scale_tril"][0, 0]) == pytest.approx(covariance[0, 0] ** 0.5, rel=0.02)
+        assert float(params["auto_scale_tril"][0, 0]) == pytest.approx(
+            covariance[0, 0] ** 0.5, rel=0.02
+        )
         np.testing.assert_allclose(params["auto_local_loc"][:, 0], mean[1:], atol=0.02)
 
 
@@ -80,7 +91,9 @@ def test_local_maps_are_rewritten_for_the_average():
     """After a round q(z | theta) of a silo is the same function of theta, in the new whitened coordinates."""
     with jax.enable_x64(True):
         silos = wheeze_silos(np.arange(20) % 2)
-        avg = fed.SFVIAvg(wheeze, fed.AutoSiloNormal(wheeze), optax.adam(0.02), 30, 1, 4, validate=False)
+        avg = fed.SFVIAvg(
+            wheeze, fed.AutoSiloNormal(wheeze), optax.adam(0.02), 30, 1, 4, validate=False
+        )
         result = avg.run(random.key(0), 2, silos, progress_bar=False)
         prepared = avg.prepared(silos)
         family, plan = prepared.plan.families[0], prepared.plan
@@ -91,7 +104,9 @@ def test_local_maps_are_rewritten_for_the_average():
             local, base = jax.tree.map(lambda x, s=number: x[s], (silo.params, silo.base))
             own = local.forward(family.whiten(plan.constrain(base), theta), eps)
             there = jax.tree.map(lambda x, s=number: x[s], new)
-            again = there.forward(family.whiten(plan.constrain(result.state.server.params), theta), eps)
+            again = there.forward(
+                family.whiten(plan.constrain(result.state.server.params), theta), eps
+            )
             np.testing.assert_allclose(again, own, rtol=1e-8)
 
 
@@ -106,8 +121,12 @@ def test_a_warm_start_is_the_result_it_comes_from():
         assert set(found) == set(start.params)
         for name, value in found.items():
             np.testing.assert_allclose(value, start.params[name], rtol=1e-9, atol=1e-12)
-        other = fed.SFVI(wheeze, fed.AutoSiloNormal(wheeze, prefix="q"), optax.adam(0.02), 1, 4, validate=False)
-        with pytest.raises(ValueError, match=r"init_from: expected a result of the same model, guide and silos"):
+        other = fed.SFVI(
+            wheeze, fed.AutoSiloNormal(wheeze, prefix="q"), optax.adam(0.02), 1, 4, validate=False
+        )
+        with pytest.raises(
+            ValueError, match=r"init_from: expected a result of the same model, guide and silos"
+        ):
             other.init(random.key(1), silos, init_from=start)
         with pytest.raises(TypeError, match=r"init_from: expected the result of a run, got dict"):
             svi.init(random.key(1), silos, init_from=start.params)
@@ -118,7 +137,9 @@ def test_absent_silos_and_learned_parameters_in_the_merge():
     with jax.enable_x64(True):
         rng = np.random.default_rng(1)
         x = rng.normal(size=(12, 2))
-        silos = fed.Silos({f"s{i}": {"x": x[i * 2 : 12 - i], "y": x[i * 2 : 12 - i, 0]} for i in range(3)})
+        silos = fed.Silos(
+            {f"s{i}": {"x": x[i * 2 : 12 - i], "y": x[i * 2 : 12 - i, 0]} for i in range(3)}
+        )
         guide = fed.AutoSiloNormal(learned_scale, global_cov="diag")
         avg = fed.SFVIAvg(learned_scale, guide, optax.adam(0.02), 2, validate=False)
         prepared = avg.prepared(silos)
@@ -133,7 +154,9 @@ def test_absent_silos_and_learned_parameters_in_the_merge():
         params = jax.vmap(prepared.plan.unconstrain)(constrained)
         count = jnp.concatenate([row_count(prepared.plan, rows) for rows in prepared.stacks])
         assert count.tolist() == [12, 9, 6]
-        replies = Reply(jnp.array([1.0, 2.0, jnp.nan]), params, count, jnp.array([True, True, False]))
+        replies = Reply(
+            jnp.array([1.0, 2.0, jnp.nan]), params, count, jnp.array([True, True, False])
+        )
         merge = jax.jit(algorithm.merge)
         server, info = merge(state.server, replies, jnp.array([1.0, 1.0, 0.0]))
         new = prepared.plan.constrain(server.params)
@@ -163,10 +186,13 @@ def test_local_parameters_and_optimiser_states_stay():
 
 
 def test_what_it_cannot_average_is_refused():
-    with pytest.raises(ValueError, match=r"global_cov=1: a barycentre of low-rank Gaussians is of full rank"):
+    with pytest.raises(
+        ValueError, match=r"global_cov=1: a barycentre of low-rank Gaussians is of full rank"
+    ):
         fed.SFVIAvg(wheeze, fed.AutoSiloNormal(wheeze, global_cov=1), optax.adam(0.02), 3)
     with pytest.raises(
-        TypeError, match=r"SFVI-Avg averages Gaussians: expected fed.AutoSiloNormal\(model\), got function"
+        TypeError,
+        match=r"SFVI-Avg averages Gaussians: expected fed.AutoSiloNormal\(model\), got function",
     ):
         fed.SFVIAvg(wheeze, lambda y, x: None, optax.adam(0.02), 3)
     with pytest.raises(ValueError, match=r"num_local_steps: expected a whole number >= 1, got 0"):

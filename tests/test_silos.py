@@ -23,14 +23,24 @@ FAST = settings(max_examples=12, deadline=None, derandomize=True)
 
 def two(**arguments: tuple[Any, Any]) -> dict[str, dict[str, Any]]:
     """Arguments of two silos, given side by side."""
-    return {name: {leaf: v[s] for leaf, v in arguments.items()} for s, name in enumerate(("oslo", "rome"))}
+    return {
+        name: {leaf: v[s] for leaf, v in arguments.items()}
+        for s, name in enumerate(("oslo", "rome"))
+    }
 
 
 # What a silo holds
 
 
 def test_rows_and_shared_arguments() -> None:
-    silos = Silos(two(y=(Y[:3], Y[3:]), scale=(2.0, 2.0), centres=(np.ones(4), np.ones(4)), link=("log", "log")))
+    silos = Silos(
+        two(
+            y=(Y[:3], Y[3:]),
+            scale=(2.0, 2.0),
+            centres=(np.ones(4), np.ones(4)),
+            link=("log", "log"),
+        )
+    )
     assert silos.names == ("oslo", "rome")
     assert list(silos) == ["oslo", "rome"]
     assert len(silos) == 2
@@ -107,7 +117,9 @@ def test_pooled_is_what_was_split(by: list[int]) -> None:
     assert silos.pooled["scale"] == 3.0
     for name in silos:
         np.testing.assert_array_equal(silos[name]["x"], x[np.array(by) == int(name)])
-    np.testing.assert_array_equal(silos.order["rows"][silos.pooled_position("rows")], np.arange(kept.sum()))
+    np.testing.assert_array_equal(
+        silos.order["rows"][silos.pooled_position("rows")], np.arange(kept.sum())
+    )
     np.testing.assert_array_equal(silos.as_one().pooled["x"], x[kept])
 
 
@@ -124,7 +136,9 @@ def test_index_is_renumbered_in_silos_and_back(by: list[int]) -> None:
         np.testing.assert_array_equal(view["districts"][view["district"]], true_names[kept])
         np.testing.assert_array_equal(view["y"], np.flatnonzero(kept))
     for name in silos:
-        assert sorted(silos[name]["districts"].tolist()) == [100 + d for d in range(5) if by[d] == int(name)]
+        assert sorted(silos[name]["districts"].tolist()) == [
+            100 + d for d in range(5) if by[d] == int(name)
+        ]
     one = silos.as_one()
     assert one.names == ("all",)
     for view in (one["all"], one.pooled):
@@ -149,7 +163,8 @@ def test_elements_are_labelled_as_well_as_the_rows_that_point_to_them(by: list[i
     by[2] = 1
     labels = np.array(by)
     by_rows, by_elements = (
-        split(WOMEN.data, by=each, rows=WOMEN.rows, index=WOMEN.index) for each in (labels[WOMEN.unit], labels)
+        split(WOMEN.data, by=each, rows=WOMEN.rows, index=WOMEN.index)
+        for each in (labels[WOMEN.unit], labels)
     )
     assert jax.tree.structure(by_rows) == jax.tree.structure(by_elements)
     jax.tree.map(np.testing.assert_array_equal, by_rows, by_elements)
@@ -161,13 +176,17 @@ def test_labels_go_down_a_chain_of_indices() -> None:
     for by in (schools, schools[PUPILS.data["school"]]):  # of schools, of classes
         silos = split(PUPILS.data, by=by, rows=needed, index=PUPILS.index)
         assert silos.sizes == PUPILS.silos().sizes
-        jax.tree.map(np.testing.assert_array_equal, jax.tree.leaves(silos), jax.tree.leaves(PUPILS.silos()))
+        jax.tree.map(
+            np.testing.assert_array_equal, jax.tree.leaves(silos), jax.tree.leaves(PUPILS.silos())
+        )
 
 
 def test_a_labelled_element_may_have_no_row() -> None:
     silos = pointing(to=np.array([0, 1, 0, 1, 1]), by=np.array([0, 1, 0]))
     assert silos.sizes == {"rows": (2, 3), "ds": (2, 1)}
-    assert pointing(by=np.array([0, 1, 0]), rows={"to": "rows", "d": "ds"}).group["y"] == "rows"  # as long as "to"
+    assert (
+        pointing(by=np.array([0, 1, 0]), rows={"to": "rows", "d": "ds"}).group["y"] == "rows"
+    )  # as long as "to"
     assert [silos[name]["to"].tolist() for name in silos] == [[0, 0], [0, 0, 0]]
 
 
@@ -184,7 +203,11 @@ def test_split_equals_silos_made_by_hand() -> None:
 TABLE = {"y": [3.0, 1.0, 2.0], "n": [1, 2, 3], "city": ["rome", "oslo", "rome"]}
 TABLES: dict[str, Callable[[], Any]] = {
     "numpy": lambda: {k: np.array(v) for k, v in TABLE.items()},
-    "jax": lambda: {"y": jnp.array(TABLE["y"]), "n": jnp.array(TABLE["n"]), "city": np.array(TABLE["city"])},
+    "jax": lambda: {
+        "y": jnp.array(TABLE["y"]),
+        "n": jnp.array(TABLE["n"]),
+        "city": np.array(TABLE["city"]),
+    },
     "pandas frame": lambda: pd.DataFrame(TABLE, index=[7, 8, 9]),
     "pandas series": lambda: {k: pd.Series(v, index=[7, 8, 9]) for k, v in TABLE.items()},
     "arrow table": lambda: pa.table(TABLE),
@@ -206,7 +229,9 @@ def test_columns_of_any_library(kind: str) -> None:
 
 
 def test_silos_take_columns_of_any_library() -> None:
-    silos = Silos(two(y=(pd.Series([1.0, 2.0], index=[5, 6]), pa.array([3.0])), x=(jnp.ones(2), np.zeros(1))))
+    silos = Silos(
+        two(y=(pd.Series([1.0, 2.0], index=[5, 6]), pa.array([3.0])), x=(jnp.ones(2), np.zeros(1)))
+    )
     np.testing.assert_array_equal(silos.pooled["y"], [1.0, 2.0, 3.0])
     np.testing.assert_array_equal(silos.pooled["x"], [1.0, 1.0, 0.0])
 
@@ -240,7 +265,9 @@ def test_hash_and_equality() -> None:
 
 
 def test_silos_pass_through_jit() -> None:
-    silos = split({"y": Y, "centres": np.array([1.0, 2.0]), "link": "log"}, by=np.array([0, 1, 0, 1, 1]))
+    silos = split(
+        {"y": Y, "centres": np.array([1.0, 2.0]), "link": "log"}, by=np.array([0, 1, 0, 1, 1])
+    )
     traced = []
 
     @jax.jit
@@ -284,7 +311,10 @@ GROUPS = {"y": "rows", "to": "rows", "d": "ds"}
 DAYS = np.datetime64("2024-02-27") + np.arange(5)
 REFUSED_BY_SILOS: dict[str, tuple[Callable[[], Any], str]] = {
     "no silo": (lambda: Silos({}), "at least one silo, got none"),
-    "names": (lambda: Silos({1: {"y": Y}, "1": {"y": Y}}), "silo names that differ, got \\['1', '1'\\]"),
+    "names": (
+        lambda: Silos({1: {"y": Y}, "1": {"y": Y}}),
+        "silo names that differ, got \\['1', '1'\\]",
+    ),
     "missing argument": (
         lambda: Silos({"oslo": {"y": Y, "x": Y}, "rome": {"y": Y}}),
         "silo 'rome': expected the arguments \\['x', 'y'\\] as in silo 'oslo', got \\['y'\\]; "
@@ -307,13 +337,22 @@ REFUSED_BY_SILOS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: Silos(two(k=(1, 1))),
         "at least one argument with rows that differ between silos, got only shared arguments \\['k'\\]",
     ),
-    "unhashable": (lambda: Silos(two(y=(Y, Y[:2]), k=([1], [1]))), "argument 'k': expected an array or a hashable"),
-    "empty silo": (lambda: Silos(two(y=(Y, Y[:0]))), "silo 'rome' is empty: it has no row of 'y'; leave it out"),
+    "unhashable": (
+        lambda: Silos(two(y=(Y, Y[:2]), k=([1], [1]))),
+        "argument 'k': expected an array or a hashable",
+    ),
+    "empty silo": (
+        lambda: Silos(two(y=(Y, Y[:0]))),
+        "silo 'rome' is empty: it has no row of 'y'; leave it out",
+    ),
     "rows disagree": (
         lambda: Silos(two(y=(Y, Y[:3]), x=(Y[:3], Y)), rows={"y": "rows", "x": "rows"}),
         "silo 'oslo', argument 'x': expected 5 rows as 'y' has of 'rows', got 3",
     ),
-    "text": (lambda: Silos(two(y=(Y, Y[:3]), t=(np.array(["a"]), np.array(["b"])))), "argument 't': expected numbers"),
+    "text": (
+        lambda: Silos(two(y=(Y, Y[:3]), t=(np.array(["a"]), np.array(["b"])))),
+        "argument 't': expected numbers",
+    ),
     "objects": (
         lambda: Silos(two(y=(np.array([1, None]), np.array([2, None])))),
         "argument 'y': expected numbers, got object; encode it first",
@@ -323,7 +362,9 @@ REFUSED_BY_SILOS: dict[str, tuple[Callable[[], Any], str]] = {
         "argument 'z': expected numbers, got <U1; encode it first",
     ),
     "shared periods": (
-        lambda: Silos(two(y=(Y, Y[:3]), z=(pd.Series(pd.period_range("2024", periods=2, freq="Y")),) * 2)),
+        lambda: Silos(
+            two(y=(Y, Y[:3]), z=(pd.Series(pd.period_range("2024", periods=2, freq="Y")),) * 2)
+        ),
         "argument 'z': expected numbers, got object; encode it first",
     ),
     "points of time": (
@@ -335,7 +376,10 @@ REFUSED_BY_SILOS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: Silos(two(y=(Y, Y[:3]), t=(DAYS[0], DAYS[0]))),
         r"argument 't': expected numbers, got datetime64\[D\]",
     ),
-    "time and numbers": (lambda: Silos(two(y=(Y, DAYS))), r"argument 'y': expected numbers, got datetime64\[D\]"),
+    "time and numbers": (
+        lambda: Silos(two(y=(Y, DAYS))),
+        r"argument 'y': expected numbers, got datetime64\[D\]",
+    ),
     "durations": (
         lambda: Silos(two(y=(DAYS - DAYS[0], DAYS[:3] - DAYS[0]))),
         r"argument 'y': expected numbers, got timedelta64\[D\]; make it a number of days, e.g. x / np.timedelta64",
@@ -345,7 +389,11 @@ REFUSED_BY_SILOS: dict[str, tuple[Callable[[], Any], str]] = {
         r"argument 'y': expected numbers, got datetime64\[.*subtract an origin",
     ),
     "a time zone": (
-        lambda: Silos(two(y=(pd.Series(DAYS).dt.tz_localize("UTC"), pd.Series(DAYS[:3]).dt.tz_localize("UTC")))),
+        lambda: Silos(
+            two(
+                y=(pd.Series(DAYS).dt.tz_localize("UTC"), pd.Series(DAYS[:3]).dt.tz_localize("UTC"))
+            )
+        ),
         "argument 'y': expected numbers, got objects of type Timestamp; subtract an origin",
     ),
     "dates": (
@@ -364,14 +412,24 @@ REFUSED_BY_SILOS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: Silos(two(y=(Y[:3], np.array([1.0, -np.inf])))),
         "silo 'rome', argument 'y', row 1: expected finite",
     ),
-    "unknown rows": (lambda: Silos(two(y=(Y, Y[:3])), rows={"z": "a"}), "name arguments that data lack: \\['z'\\]"),
-    "unknown index": (lambda: Silos(two(y=(Y, Y[:3])), index={"z": "a"}), "name arguments that data lack: \\['z'\\]"),
+    "unknown rows": (
+        lambda: Silos(two(y=(Y, Y[:3])), rows={"z": "a"}),
+        "name arguments that data lack: \\['z'\\]",
+    ),
+    "unknown index": (
+        lambda: Silos(two(y=(Y, Y[:3])), index={"z": "a"}),
+        "name arguments that data lack: \\['z'\\]",
+    ),
     "index without rows": (
-        lambda: Silos(two(y=(Y, Y[:3]), to=(np.array([0]), np.array([0]))), index={"to": "districts"}),
+        lambda: Silos(
+            two(y=(Y, Y[:3]), to=(np.array([0]), np.array([0]))), index={"to": "districts"}
+        ),
         "no argument has rows of 'districts'; give one",
     ),
     "index not whole": (
-        lambda: Silos(two(y=(Y, Y[:3]), to=(Y, Y[:3]), d=(Y[:1], Y[:2])), rows=GROUPS, index={"to": "ds"}),
+        lambda: Silos(
+            two(y=(Y, Y[:3]), to=(Y, Y[:3]), d=(Y[:1], Y[:2])), rows=GROUPS, index={"to": "ds"}
+        ),
         "argument 'to': expected integers, got float64",
     ),
     "index outside": (
@@ -397,10 +455,19 @@ TO = np.array([0, 1, 0, 2, 2])
 
 
 def pointing(
-    to: Any = TO, by: Any = BY, d: int = 3, index: dict[str, str] | None = None, rows: dict[str, str] | None = None
+    to: Any = TO,
+    by: Any = BY,
+    d: int = 3,
+    index: dict[str, str] | None = None,
+    rows: dict[str, str] | None = None,
 ) -> Silos:
     index = {"to": "ds"} if index is None else index
-    return split({"y": Y, "to": to, "d": np.arange(d)}, by=by, rows=GROUPS if rows is None else rows, index=index)
+    return split(
+        {"y": Y, "to": to, "d": np.arange(d)},
+        by=by,
+        rows=GROUPS if rows is None else rows,
+        index=index,
+    )
 
 
 def two_indices() -> Silos:
@@ -413,16 +480,43 @@ def two_indices() -> Silos:
 
 
 REFUSED_BY_SPLIT: dict[str, tuple[Callable[[], Any], str]] = {
-    "no such column": (lambda: split({"y": Y}, by="city"), "by='city' names no column of the data: \\['y'\\]"),
-    "labels in two axes": (lambda: split({"y": Y}, by=np.ones((5, 1))), "by: expected labels of shape \\(N,\\)"),
-    "no labels": (lambda: split({"y": Y[:0]}, by=[]), "by: expected labels of shape \\(N,\\) with N > 0, got \\(0,\\)"),
+    "no such column": (
+        lambda: split({"y": Y}, by="city"),
+        "by='city' names no column of the data: \\['y'\\]",
+    ),
+    "labels in two axes": (
+        lambda: split({"y": Y}, by=np.ones((5, 1))),
+        "by: expected labels of shape \\(N,\\)",
+    ),
+    "no labels": (
+        lambda: split({"y": Y[:0]}, by=[]),
+        "by: expected labels of shape \\(N,\\) with N > 0, got \\(0,\\)",
+    ),
     "NaN label": (lambda: split({"y": Y}, by=nan_at(2)), "by: row 2 has no label \\(nan\\)"),
-    "None label": (lambda: split({"y": Y}, by=pd.Series(["a", "b", None, "a", "b"])), "by: row 2 has no label"),
-    "all left out": (lambda: split({"y": Y}, by=-np.ones(5, int)), "silo of at least one row, got -1"),
-    "unknown argument": (lambda: split({"y": Y}, by=BY, rows={"z": "a"}), "name arguments that data lack: \\['z'\\]"),
-    "rows of a scalar": (lambda: split({"y": Y, "k": 1}, by=BY, rows={"k": "a"}), "rows= names 'k', which is no array"),
-    "no rows": (lambda: split({"y": Y[:3]}, by=BY), "by has 5 labels, but no argument is an array of 5 rows.*3"),
-    "a list": (lambda: split({"y": list(Y)}, by=BY), "no argument is an array of 5 rows: {'y': 'list'}"),
+    "None label": (
+        lambda: split({"y": Y}, by=pd.Series(["a", "b", None, "a", "b"])),
+        "by: row 2 has no label",
+    ),
+    "all left out": (
+        lambda: split({"y": Y}, by=-np.ones(5, int)),
+        "silo of at least one row, got -1",
+    ),
+    "unknown argument": (
+        lambda: split({"y": Y}, by=BY, rows={"z": "a"}),
+        "name arguments that data lack: \\['z'\\]",
+    ),
+    "rows of a scalar": (
+        lambda: split({"y": Y, "k": 1}, by=BY, rows={"k": "a"}),
+        "rows= names 'k', which is no array",
+    ),
+    "no rows": (
+        lambda: split({"y": Y[:3]}, by=BY),
+        "by has 5 labels, but no argument is an array of 5 rows.*3",
+    ),
+    "a list": (
+        lambda: split({"y": list(Y)}, by=BY),
+        "no argument is an array of 5 rows: {'y': 'list'}",
+    ),
     "two groups": (
         lambda: split({"y": Y, "x": Y}, by=BY, rows={"y": "a", "x": "b"}),
         "the row groups \\['a', 'b'\\] all have that many rows; expected index=",
@@ -435,7 +529,10 @@ REFUSED_BY_SPLIT: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: split({"y": Y, "x": np.ones(7)}, by=BY, rows={"y": "a", "x": "a"}),
         "argument 'x': expected 5 rows as the other arguments of 'a', got 7",
     ),
-    "NaN": (lambda: split({"y": nan_at(4)}, by=BY), "silo '1', argument 'y', row 2: expected finite numbers"),
+    "NaN": (
+        lambda: split({"y": nan_at(4)}, by=BY),
+        "silo '1', argument 'y', row 2: expected finite numbers",
+    ),
     "points of time": (
         lambda: split({"y": Y, "t": DAYS}, by=BY),
         r"argument 't': expected numbers, got datetime64\[D\]; subtract an origin",
@@ -454,7 +551,10 @@ REFUSED_BY_SPLIT: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "index of no rows": (
         lambda: split(
-            {"to": TO[:0], "d": np.arange(3)}, by=[0, 1, 0], rows={"to": "rows", "d": "ds"}, index={"to": "ds"}
+            {"to": TO[:0], "d": np.arange(3)},
+            by=[0, 1, 0],
+            rows={"to": "rows", "d": "ds"},
+            index={"to": "ds"},
         ),
         r"argument 'to': expected positions of shape \(N,\) with N > 0, got shape \(0,\)",
     ),
@@ -462,20 +562,35 @@ REFUSED_BY_SPLIT: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: pointing(by=np.array([0, 1, 0]), rows={"d": "ds"}),
         "index argument 'to' is of no row group; expected rows=",
     ),
-    "group out of reach": (lambda: pointing(index={}), "the silos of \\['ds'\\] cannot be told: expected an index="),
+    "group out of reach": (
+        lambda: pointing(index={}),
+        "the silos of \\['ds'\\] cannot be told: expected an index=",
+    ),
     "index out of reach": (
         lambda: pointing(index={"d": "es"}),
         "index arguments \\['d'\\] cannot be reached from the rows that by= labels",
     ),
-    "index without rows": (lambda: pointing(index={"to": "es"}), "no argument has rows of 'es'; give one"),
-    "index not whole": (lambda: pointing(to=TO + 0.5), "argument 'to': expected integer positions 0..2 in 'ds'"),
-    "index outside": (lambda: pointing(d=2), "expected integer positions 0..1 in 'ds', got int64 from 0 to 2"),
+    "index without rows": (
+        lambda: pointing(index={"to": "es"}),
+        "no argument has rows of 'es'; give one",
+    ),
+    "index not whole": (
+        lambda: pointing(to=TO + 0.5),
+        "argument 'to': expected integer positions 0..2 in 'ds'",
+    ),
+    "index outside": (
+        lambda: pointing(d=2),
+        "expected integer positions 0..1 in 'ds', got int64 from 0 to 2",
+    ),
     "two silos": (
         lambda: pointing(to=np.array([0, 1, 1, 2, 2])),
         "element 1 of 'ds' is in two silos, .*\\(argument 'to', row .\\)",
     ),
     "two indices": (two_indices, "puts element 0 of 'ds' in another silo"),
-    "no row": (lambda: pointing(d=4), "element 3 of 'ds' has no row in 'to', so its silo cannot be told"),
+    "no row": (
+        lambda: pointing(d=4),
+        "element 3 of 'ds' has no row in 'to', so its silo cannot be told",
+    ),
 }
 
 
@@ -498,14 +613,17 @@ SECONDS = 1.7e9 + 3600.0 * np.arange(50.0)  # of two days: float32 has every 128
 
 def test_rounding_is_told_where_it_moves_numbers_by_much_of_their_spread() -> None:
     with pytest.warns(
-        UserWarning, match=r"^argument 't': stored as float32, its numbers move by up to 0.001 of their .*; subtract"
+        UserWarning,
+        match=r"^argument 't': stored as float32, its numbers move by up to 0.001 of their .*; subtract",
     ) as told:
         Silos(two(t=(SECONDS, SECONDS[:20]), y=(SECONDS - 1.7e9, SECONDS[:20] - 1.7e9)))
     assert len(told) == 1
     assert told[0].filename == __file__
     with pytest.warns(UserWarning, match="^silo 'oslo', argument 't': stored as float32"):
         Silos({"oslo": {"t": SECONDS}})
-    two_columns = np.stack([SECONDS - 1.7e9, SECONDS / 1.7e9], axis=1)  # the second is as coarse, by its own spread
+    two_columns = np.stack(
+        [SECONDS - 1.7e9, SECONDS / 1.7e9], axis=1
+    )  # the second is as coarse, by its own spread
     with pytest.warns(UserWarning, match="^argument 't': stored as float32"):
         split({"t": two_columns}, by=np.arange(50) % 2)
 

@@ -36,8 +36,12 @@ def test_curvatures_that_differ_by_a_billion_have_a_root():
     precision = (vectors * values) @ vectors.T
     covariance = (vectors / np.maximum(values, 0.25)) @ vectors.T
     assert np.isnan(jnp.linalg.cholesky(jnp.asarray(covariance, jnp.float32))).any()
-    root = np.asarray(product(Site(jnp.zeros(6), jnp.asarray(precision, jnp.float32)))[1], np.float64)
+    root = np.asarray(
+        product(Site(jnp.zeros(6), jnp.asarray(precision, jnp.float32)))[1], np.float64
+    )
     assert (np.triu(root, 1) == 0).all()
     assert (np.diagonal(root) > 0).all()
     assert np.linalg.norm(root, 2) < 2.001  # twofold at most
-    np.testing.assert_allclose(np.linalg.norm(root.T @ vectors, axis=0)[-2:], values[-2:] ** -0.5, rtol=0.1)
+    np.testing.assert_allclose(
+        np.linalg.norm(root.T @ vectors, axis=0)[-2:], values[-2:] ** -0.5, rtol=0.1
+    )

@@ -19,21 +19,34 @@ def test_factors_and_solves(k):
     factor = small_matrices.cholesky(jnp.asarray(a))
     np.testing.assert_allclose(factor, np.linalg.cholesky(a), rtol=2e-4, atol=2e-5)
     np.testing.assert_allclose(
-        small_matrices.solve(factor, jnp.asarray(x)), np.linalg.solve(a, x[..., None])[..., 0], rtol=1e-3, atol=1e-4
+        small_matrices.solve(factor, jnp.asarray(x)),
+        np.linalg.solve(a, x[..., None])[..., 0],
+        rtol=1e-3,
+        atol=1e-4,
     )
     lower = small_matrices.solve_lower(factor, jnp.asarray(x))
-    np.testing.assert_allclose(np.einsum("...ij,...j->...i", factor, lower), x, rtol=1e-4, atol=1e-4)
     np.testing.assert_allclose(
-        small_matrices.inverse_cholesky(jnp.asarray(a)), np.linalg.cholesky(np.linalg.inv(a)), rtol=1e-3, atol=1e-4
+        np.einsum("...ij,...j->...i", factor, lower), x, rtol=1e-4, atol=1e-4
+    )
+    np.testing.assert_allclose(
+        small_matrices.inverse_cholesky(jnp.asarray(a)),
+        np.linalg.cholesky(np.linalg.inv(a)),
+        rtol=1e-3,
+        atol=1e-4,
     )
 
 
 @pytest.mark.parametrize("k", [1, 3, 40])
 def test_positive_systems(k):
-    a, x = matrices(k) * (1 + 100 * np.arange(k)), np.random.default_rng(0).normal(size=(5, 3, k, 2))
+    a, x = (
+        matrices(k) * (1 + 100 * np.arange(k)),
+        np.random.default_rng(0).normal(size=(5, 3, k, 2)),
+    )
     a = 0.5 * (a + np.swapaxes(a, -1, -2)) + 200 * k * np.eye(k) * (k > 1)
     found = small_matrices.solve_positive(jnp.asarray(a), jnp.asarray(x))
-    np.testing.assert_allclose(found, np.linalg.solve(a, x), rtol=1e-3, atol=1e-5 * np.abs(np.linalg.solve(a, x)).max())
+    np.testing.assert_allclose(
+        found, np.linalg.solve(a, x), rtol=1e-3, atol=1e-5 * np.abs(np.linalg.solve(a, x)).max()
+    )
 
 
 def test_no_factor_of_an_indefinite_matrix():

@@ -31,7 +31,9 @@ def chains(kernel, num_samples=40, num_chains=4, silos=SILOS):
 
 
 def test_kept_draws_are_of_one_stay():
-    mcmc = chains(fed.FSGLD(linear, num_local_steps=12, num_kept=4, surrogate=exact_surrogates(SILOS)))
+    mcmc = chains(
+        fed.FSGLD(linear, num_local_steps=12, num_kept=4, surrogate=exact_surrogates(SILOS))
+    )
     silo = np.asarray(mcmc.get_extra_fields(group_by_chain=True)["silo"]).reshape(4, 10, 4)
     assert (silo == silo[..., :1]).all()
     assert len(np.unique(silo)) == 4
@@ -70,7 +72,9 @@ def test_dsgld_keeps_the_draws_that_fsgld_without_weight_keeps():
     np.testing.assert_array_equal(draws, same.get_samples()["beta"])
     once = chains(fed.DSGLD(linear, step_size=0.01, num_local_steps=8)).get_samples()["beta"]
     assert (draws != once).any()  # negative control
-    with pytest.raises(ValueError, match="num_kept=3 draws of a stay need stays of a multiple of as many steps"):
+    with pytest.raises(
+        ValueError, match="num_kept=3 draws of a stay need stays of a multiple of as many steps"
+    ):
         fed.DSGLD(linear, **{**settings, "num_kept": 3})
 
 
@@ -79,7 +83,13 @@ def test_dsgld_keeps_the_draws_that_fsgld_without_weight_keeps():
 
 def test_distinct_silos():
     f = np.array([0.15, 0.25, 0.2, 0.4])
-    kernel = fed.FSGLD(linear, num_local_steps=2, surrogate=exact_surrogates(SILOS), selection=f, distinct_silos=True)
+    kernel = fed.FSGLD(
+        linear,
+        num_local_steps=2,
+        surrogate=exact_surrogates(SILOS),
+        selection=f,
+        distinct_silos=True,
+    )
     mcmc = chains(kernel, num_samples=4000, num_chains=2)
     silo = np.asarray(mcmc.get_extra_fields(group_by_chain=True)["silo"])
     assert (silo[0] != silo[1]).all()  # no f exceeds one half
@@ -88,21 +98,29 @@ def test_distinct_silos():
         assert np.abs((share - f) / np.sqrt(f * (1 - f) / 4000)).max() < 4
         again = (own[1:] == own[:-1]).mean()  # independent from round to round
         assert abs(again - (f**2).sum()) < 4 * np.sqrt((f**2).sum() / 4000)
-    independent = chains(fed.FSGLD(linear, num_local_steps=2, surrogate=exact_surrogates(SILOS), selection=f), 200, 2)
+    independent = chains(
+        fed.FSGLD(linear, num_local_steps=2, surrogate=exact_surrogates(SILOS), selection=f), 200, 2
+    )
     silo = np.asarray(independent.get_extra_fields(group_by_chain=True)["silo"])
     assert (silo[0] == silo[1]).any()  # negative control
 
 
 def test_selection_by_size_and_by_noise():
-    by_size = fed.FSGLD(linear, surrogate=exact_surrogates(SILOS), selection="size", num_local_steps=2)
+    by_size = fed.FSGLD(
+        linear, surrogate=exact_surrogates(SILOS), selection="size", num_local_steps=2
+    )
     by_size.init(random.key(0), 0, model_args=(SILOS,))
     np.testing.assert_allclose(by_size._tuning.selection, np.array([3, 8, 5, 14]) / 30, rtol=1e-6)
     # one silo's surrogate is off: more visits there
     exact = exact_surrogates(SILOS)
     eta = np.asarray(exact.factors.eta).copy()
     eta[2] += 3
-    wrong = fed.surrogates.Surrogates(fed.surrogates.Gaussian(jnp.asarray(eta), exact.factors.precision), exact.prior)
-    equal, auto = (fed.FSGLD(linear, surrogate=wrong, num_local_steps=10, selection=s) for s in (None, "auto"))
+    wrong = fed.surrogates.Surrogates(
+        fed.surrogates.Gaussian(jnp.asarray(eta), exact.factors.precision), exact.prior
+    )
+    equal, auto = (
+        fed.FSGLD(linear, surrogate=wrong, num_local_steps=10, selection=s) for s in (None, "auto")
+    )
     for kernel in (equal, auto):
         kernel.init(random.key(0), 0, model_args=(SILOS,))
     assert int(np.argmax(auto._tuning.selection)) == 2
@@ -112,11 +130,18 @@ def test_selection_by_size_and_by_noise():
 def test_length_of_stays_from_the_price_of_a_round():
     found = {}
     for price in (1.0, 1000.0):
-        kernel = fed.FSGLD(linear, surrogate=exact_surrogates(SILOS, 0.3), num_local_steps="auto", round_price=price)
+        kernel = fed.FSGLD(
+            linear,
+            surrogate=exact_surrogates(SILOS, 0.3),
+            num_local_steps="auto",
+            round_price=price,
+        )
         kernel.init(random.key(0), 0, model_args=(SILOS,))
         found[price] = kernel._plan.num_local_steps
     assert found[1.0] < found[1000.0]
-    kernel = fed.FSGLD(linear, surrogate=exact_surrogates(SILOS, 0.3), num_local_steps="auto", num_kept=7)
+    kernel = fed.FSGLD(
+        linear, surrogate=exact_surrogates(SILOS, 0.3), num_local_steps="auto", num_kept=7
+    )
     kernel.init(random.key(0), 0, model_args=(SILOS,))
     assert kernel._plan.num_local_steps % 7 == 0
 
@@ -128,7 +153,9 @@ def test_noise_correction_gives_the_right_sds():
     """The exact discretised law at a step that inflates the sds by an eighth without it."""
     given = exact_surrogates(SILOS, 0.3)
     scale = np.linalg.cholesky(given.posterior().covariance)
-    kernel = uncut(fed.FSGLD(linear, "auto", 5, None, given, bias_target=0.05, noise_correction=True), SILOS)
+    kernel = uncut(
+        fed.FSGLD(linear, "auto", 5, None, given, bias_target=0.05, noise_correction=True), SILOS
+    )
     h = float(kernel._tuning.step_size)
     inject = np.asarray(kernel._tuning.inject, float)
     settings = {"alpha": 1.0, "surrogates": given, "scale": scale}
@@ -136,7 +163,9 @@ def test_noise_correction_gives_the_right_sds():
     exact = posterior_of(SILOS)[1]
     assert whitened_sd(without[1], exact) > 1.1
     assert whitened_sd(law[1], exact) < 1 + 0.3 * (whitened_sd(without[1], exact) - 1)
-    draws = run(kernel, SILOS, num_samples=5000, num_warmup=500)["beta"]  # chains start at the wrong surrogates
+    draws = run(kernel, SILOS, num_samples=5000, num_warmup=500)[
+        "beta"
+    ]  # chains start at the wrong surrogates
     assert np.abs(errors(draws, *law)).max() < 4
     assert np.abs(errors(draws, *without)).max() > 8  # negative control
 
@@ -156,15 +185,23 @@ def test_refresh_fits_around_the_chains():
         np.testing.assert_allclose(got.covariance, covariance, rtol=1e-2)
     gained = np.subtract(kernel._setup_cost.bytes_up, once._setup_cost.bytes_up)
     assert gained > 0
-    with pytest.raises(ValueError, match='refresh_every fits score surrogates again; expected surrogate="score"'):
+    with pytest.raises(
+        ValueError, match='refresh_every fits score surrogates again; expected surrogate="score"'
+    ):
         fed.FSGLD(linear, surrogate="laplace", refresh_every=3)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num_local_steps": "long"}, "num_local_steps: expected an integer >= 1 or .auto., got 'long'"),
-        ({"selection": "best"}, "selection: expected .auto., .size., probabilities or None, got 'best'"),
+        (
+            {"num_local_steps": "long"},
+            "num_local_steps: expected an integer >= 1 or .auto., got 'long'",
+        ),
+        (
+            {"selection": "best"},
+            "selection: expected .auto., .size., probabilities or None, got 'best'",
+        ),
         (
             {"selection": "auto", "preconditioner": None, "step_size": 0.1},
             'selection="auto" needs whitened coordinates',
@@ -173,7 +210,10 @@ def test_refresh_fits_around_the_chains():
             {"num_local_steps": "auto", "preconditioner": None, "step_size": 0.1},
             'num_local_steps="auto" needs whitened',
         ),
-        ({"noise_correction": True, "preconditioner": None, "step_size": 0.1}, "noise_correction=True needs whitened"),
+        (
+            {"noise_correction": True, "preconditioner": None, "step_size": 0.1},
+            "noise_correction=True needs whitened",
+        ),
         (
             {"noise_correction": True, "step_size": lambda t: 0.1},
             "noise_correction=True needs whitened .* one step size",
@@ -207,13 +247,18 @@ def test_rounds_without_an_answer_are_lost_and_change_no_law():
     fields = mcmc.get_extra_fields(group_by_chain=True)
     waited = (draws[:, 1:] == draws[:, :-1]).all(-1)
     silo = np.asarray(fields["silo"])
-    assert (silo[:, 1:] == silo[:, :-1])[waited].all()  # a draw that counts again is of the silo it was made at
+    assert (silo[:, 1:] == silo[:, :-1])[
+        waited
+    ].all()  # a draw that counts again is of the silo it was made at
     again = waited.mean()
     assert again == pytest.approx(0.3, abs=0.01)
     state = mcmc.last_state
     visits, silent = (np.asarray(x).sum(0) for x in (state.visits, state.unanswered))
     np.testing.assert_allclose(silent / visits, 0.3, atol=0.02)  # whichever the silo
-    ledger, before = kernel.ledger(state), kernel.ledger(kernel.init(random.key(0), 0, model_args=(SILOS,)))
+    ledger, before = (
+        kernel.ledger(state),
+        kernel.ledger(kernel.init(random.key(0), 0, model_args=(SILOS,))),
+    )
     np.testing.assert_array_equal(np.subtract(ledger.rounds, before.rounds), visits)
     np.testing.assert_array_equal(
         np.subtract(ledger.gradient_evaluations, before.gradient_evaluations), 8 * (visits - silent)
@@ -243,12 +288,18 @@ def test_control_variates_are_unbiased_and_quieter():
                 for i in range(len(SILOS[SILOS.names[s]]["x"])):
                     rows = view.batch(plan.batch[0], jnp.array([i]))
                     here = silo._replace(kwargs={**silo.kwargs, **rows})
-                    each.append(np.asarray(gradients.residual(plan, tuning, theta, None, here, view)[0], float))
+                    each.append(
+                        np.asarray(
+                            gradients.residual(plan, tuning, theta, None, here, view)[0], float
+                        )
+                    )
                 found[wanted, place, s] = np.stack(each)
     for place in ("centre", "one sd off"):
         for s in range(4):
             with_, without = found[True, place, s], found[False, place, s]
-            np.testing.assert_allclose(with_.mean(0), without.mean(0), atol=2e-3 * np.abs(without).max())
+            np.testing.assert_allclose(
+                with_.mean(0), without.mean(0), atol=2e-3 * np.abs(without).max()
+            )
             assert with_.var(0).sum() < (1e-6 if place == "centre" else 1.0) * without.var(0).sum()
 
 
@@ -273,9 +324,12 @@ def test_control_variates_have_the_posterior_and_allow_larger_steps():
 
 def test_control_variates_want_minibatches():
     with pytest.raises(
-        ValueError, match=r"control_variates=True is for minibatches; expected batch_size=\.\.\., got None"
+        ValueError,
+        match=r"control_variates=True is for minibatches; expected batch_size=\.\.\., got None",
     ):
         fed.FSGLD(linear, control_variates=True)
     kernel = fed.FSGLD(intercepts, batch_size=2, control_variates=True)
-    with pytest.raises(ValueError, match=r"control_variates=True is for models without local latents, got \['a'\]"):
+    with pytest.raises(
+        ValueError, match=r"control_variates=True is for models without local latents, got \['a'\]"
+    ):
         kernel.init(random.key(0), 0, model_args=(intercepts_silos(),))

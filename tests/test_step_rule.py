@@ -15,7 +15,9 @@ def noise(persistent, fresh, draws=4000, length=40, seed=0):
     def normal(covariances):
         z = rng.normal(size=(silos, draws, dim))
         z -= z.mean((0, 1))
-        return np.einsum("sij,snj->sni", np.linalg.cholesky(np.stack(covariances) + 1e-12 * np.eye(dim)), z)
+        return np.einsum(
+            "sij,snj->sni", np.linalg.cholesky(np.stack(covariances) + 1e-12 * np.eye(dim)), z
+        )
 
     kept = normal(persistent)
     halves = [kept + normal(fresh) * np.sqrt(2 / length) for _ in range(2)]
@@ -39,7 +41,9 @@ def test_the_variance_is_that_of_the_linear_chain(steps):
     assert law == pytest.approx((1 + h / 4 * n) / (1 - h / 4), rel=1e-9)
     injected = 1 - h / 4 * (1 + n)
     if injected > 0:
-        assert stationary(1 - h / 2, h, steps, persistent, fresh, injected) == pytest.approx(1, rel=1e-9)
+        assert stationary(1 - h / 2, h, steps, persistent, fresh, injected) == pytest.approx(
+            1, rel=1e-9
+        )
     # negative control: stays that persist without relaxing
     if steps == 1000:
         assert step_rule.persistence(steps, h) < steps / 10
@@ -53,7 +57,9 @@ def test_noise_is_put_together_from_silos():
     share = found.by_silo(np.eye(2), 10)
     np.testing.assert_allclose(share, [10 * 0.2 + 2, 10 * 0.5 + 6], rtol=0.15)
     drift = 10 * np.diag([0.6, 0.1])
-    np.testing.assert_allclose(np.trace(found.covariance(f, 10)), 2 * share.sum() - np.trace(drift), rtol=0.1)
+    np.testing.assert_allclose(
+        np.trace(found.covariance(f, 10)), 2 * share.sum() - np.trace(drift), rtol=0.1
+    )
 
 
 def test_injection_makes_up_for_the_noise():
@@ -62,7 +68,9 @@ def test_injection_makes_up_for_the_noise():
     g = step_rule.injection(found, f, 10, h)
     left = g @ g.T + h / 4 * found.covariance(f, 10, h)
     np.testing.assert_allclose(left, (1 - h / 4) * np.eye(2), atol=1e-12)
-    with pytest.raises(ValueError, match=r"noise_correction: at step_size=3 .* expected a step below 0\.\d+"):
+    with pytest.raises(
+        ValueError, match=r"noise_correction: at step_size=3 .* expected a step below 0\.\d+"
+    ):
         step_rule.injection(found, f, 10, 3.0)
 
 
@@ -96,8 +104,13 @@ def test_probabilities_go_with_the_root_of_a_silos_noise():
 
 def test_stays_grow_with_the_price_of_a_round_and_shrink_with_what_persists():
     f = np.array([0.5, 0.5])
-    loud, quiet = noise([np.eye(1)] * 2, [np.eye(1)] * 2), noise([np.eye(1) * 0.01] * 2, [np.eye(1)] * 2)
-    found = [step_rule.best_stay(n, f, 0.02, price) for n in (loud, quiet) for price in (1.0, 100.0)]
+    loud, quiet = (
+        noise([np.eye(1)] * 2, [np.eye(1)] * 2),
+        noise([np.eye(1) * 0.01] * 2, [np.eye(1)] * 2),
+    )
+    found = [
+        step_rule.best_stay(n, f, 0.02, price) for n in (loud, quiet) for price in (1.0, 100.0)
+    ]
     assert found[0] < found[1] < found[3]
     assert found[0] < found[2]
     persistent = (loud.covariance(f, 2) - loud.covariance(f, 1))[0, 0]

@@ -31,7 +31,9 @@ RNG = np.random.default_rng(11)
 def gaussians(full: bool, number: int = 3, dim: int = 2) -> Gaussian:
     rng = np.random.default_rng(0)
     root = rng.normal(size=(number, dim, dim))
-    precision = root @ root.swapaxes(1, 2) + np.eye(dim) if full else rng.gamma(3.0, size=(number, dim))
+    precision = (
+        root @ root.swapaxes(1, 2) + np.eye(dim) if full else rng.gamma(3.0, size=(number, dim))
+    )
     return Gaussian(jnp.asarray(rng.normal(size=(number, dim))), jnp.asarray(precision))
 
 
@@ -47,10 +49,14 @@ def test_gaussian_algebra(full: bool) -> None:
             return MultivariateNormal(mean, covariance if full else jnp.diag(covariance)).log_prob
 
         for s in range(3):
-            np.testing.assert_allclose(batch.score(theta)[s], jax.grad(log_prob(batch, s))(theta), rtol=1e-10)
+            np.testing.assert_allclose(
+                batch.score(theta)[s], jax.grad(log_prob(batch, s))(theta), rtol=1e-10
+            )
         whole = batch.product()
         np.testing.assert_allclose(whole.score(theta), batch.score(theta).sum(0), rtol=1e-10)
-        np.testing.assert_allclose(jax.grad(log_prob(whole))(theta), batch.score(theta).sum(0), rtol=1e-10)
+        np.testing.assert_allclose(
+            jax.grad(log_prob(whole))(theta), batch.score(theta).sum(0), rtol=1e-10
+        )
         first, *rest = (Gaussian(batch.eta[s], batch.precision[s]) for s in range(3))
         quotient = whole / rest[0] / rest[1]
         np.testing.assert_allclose(quotient.eta, first.eta, rtol=1e-10)
@@ -67,10 +73,16 @@ def test_surrogates_are_refused_only_where_their_product_is_no_density(full: boo
     assert (len(surrogates), surrogates.dim) == (3, 2)
     assert repr(surrogates) == f"Surrogates(3 silos, dimension 2, {'full' if full else 'diagonal'})"
     improper = -0.5 * factors.precision[0]
-    fine = Gaussian(factors.eta, factors.precision.at[0].set(improper).at[1].set(factors.precision[0]))
-    np.testing.assert_allclose(Surrogates(fine, prior).posterior().eta, factors.eta.sum(0), rtol=1e-5)
+    fine = Gaussian(
+        factors.eta, factors.precision.at[0].set(improper).at[1].set(factors.precision[0])
+    )
+    np.testing.assert_allclose(
+        Surrogates(fine, prior).posterior().eta, factors.eta.sum(0), rtol=1e-5
+    )
     bad = Gaussian(factors.eta, factors.precision - 50 * prior.precision)
-    with pytest.raises(ValueError, match=r"not positive definite: smallest eigenvalue -.*expected > 0"):
+    with pytest.raises(
+        ValueError, match=r"not positive definite: smallest eigenvalue -.*expected > 0"
+    ):
         Surrogates(bad, prior).posterior()
 
 
@@ -93,15 +105,24 @@ def test_scores_that_are_linear_are_fitted_exactly(full: bool) -> None:
 
 def random_map(rng: np.random.Generator, **sizes: tuple[int, ...]) -> LocalMap:
     parts = {k: jnp.asarray(0.5 * rng.normal(size=s)) for k, s in sizes.items()}
-    return LocalMap(tril=jnp.tril(jnp.asarray(rng.normal(size=(5, 3, 3))), -1) + jnp.eye(3), **parts)
+    return LocalMap(
+        tril=jnp.tril(jnp.asarray(rng.normal(size=(5, 3, 3))), -1) + jnp.eye(3), **parts
+    )
 
 
-LINEAR_MAP = {"mean": (5, 3), "coupling": (5, 3, 2), "log_scale": (5, 3), "scale_coupling": (5, 3, 2)}
+LINEAR_MAP = {
+    "mean": (5, 3),
+    "coupling": (5, 3, 2),
+    "log_scale": (5, 3),
+    "scale_coupling": (5, 3, 2),
+}
 SHIFTED = {"shift": (5, 3), "shift_coupling": (5, 3, 2)}
 BENT = {"shift_bend": (5, 3, 5), "scale_bend": (5, 3, 5)}
 
 
-@pytest.mark.parametrize("extra", [{}, SHIFTED, {**SHIFTED, **BENT}], ids=["linear", "shifted", "bent"])
+@pytest.mark.parametrize(
+    "extra", [{}, SHIFTED, {**SHIFTED, **BENT}], ids=["linear", "shifted", "bent"]
+)
 def test_a_local_map_is_fitted_as_a_function(extra: dict) -> None:
     """Locations to 2 % of the scale in weighted mean square (the ridge), log scales to 0.01; the parameters themselves are not unique."""
     with jax.enable_x64(True):
@@ -127,7 +148,9 @@ def test_a_local_map_and_its_inverse() -> None:
     np.testing.assert_allclose(maps.inverse(u, maps.forward(u, eps)), eps, atol=1e-4)
     np.testing.assert_allclose(maps.forward(u, jnp.zeros((5, 3))), maps.location(u), atol=1e-5)
     jacobian = jax.jacobian(lambda e: maps.forward(u, e)[0])(eps)[:, 0]
-    np.testing.assert_allclose(np.linalg.slogdet(jacobian)[1], maps.log_scales(u)[0].sum(), atol=1e-4)
+    np.testing.assert_allclose(
+        np.linalg.slogdet(jacobian)[1], maps.log_scales(u)[0].sum(), atol=1e-4
+    )
 
 
 # Fits of models whose posterior is known
@@ -160,13 +183,19 @@ def test_fit_of_a_linear_gaussian_model_is_exact(fit: Callable) -> None:
     found = fit(factorise(linear, LINEAR), LINEAR)
     for s in range(3):
         x, y = X[s == BY], Y[s == BY]
-        np.testing.assert_allclose(found.surrogates.factors.precision[s], x.T @ x / 0.25, rtol=1e-3, atol=1e-3)
-        np.testing.assert_allclose(found.surrogates.factors.eta[s], x.T @ y / 0.25, rtol=1e-3, atol=1e-3)
+        np.testing.assert_allclose(
+            found.surrogates.factors.precision[s], x.T @ x / 0.25, rtol=1e-3, atol=1e-3
+        )
+        np.testing.assert_allclose(
+            found.surrogates.factors.eta[s], x.T @ y / 0.25, rtol=1e-3, atol=1e-3
+        )
     np.testing.assert_allclose(found.surrogates.prior.precision, np.eye(2) / 4, atol=1e-3)
     precision = X.T @ X / 0.25 + np.eye(2) / 4
     posterior = found.surrogates.posterior()
     np.testing.assert_allclose(posterior.covariance, np.linalg.inv(precision), rtol=1e-4, atol=1e-6)
-    np.testing.assert_allclose(posterior.mean, np.linalg.solve(precision, X.T @ Y / 0.25), rtol=1e-4)
+    np.testing.assert_allclose(
+        posterior.mean, np.linalg.solve(precision, X.T @ Y / 0.25), rtol=1e-4
+    )
     whitening = found.posterior_whitening
     np.testing.assert_allclose(whitening.loc, posterior.mean, rtol=1e-4)
     np.testing.assert_allclose(whitening.scale @ whitening.scale.T, posterior.covariance, rtol=1e-3)
@@ -195,7 +224,9 @@ def test_fit_of_random_intercepts_is_exact(fit: Callable, group: str | None) -> 
     expected = np.asarray(INTERCEPTS.pooled["y"])
     pooled = units.to_pooled(z, INTERCEPTS)["z"]
     noise = units.to_pooled(eps, INTERCEPTS)["z"]
-    np.testing.assert_allclose(pooled, (mu + 4 * expected) / 5 + noise * 0.2**0.5, rtol=2e-3, atol=2e-3)
+    np.testing.assert_allclose(
+        pooled, (mu + 4 * expected) / 5 + noise * 0.2**0.5, rtol=2e-3, atol=2e-3
+    )
     np.testing.assert_allclose(found.local_map.scale_coupling, 0, atol=1e-3)
 
 
@@ -210,7 +241,9 @@ def test_a_silo_with_one_label() -> None:
     rng = np.random.default_rng(0)
     x = np.stack([np.ones(60), rng.normal(size=60)], 1)
     y = (rng.random(60) < 1 / (1 + np.exp(-x @ [0.5, 1.0]))).astype(int)
-    silos = fed.split({"x": x, "y": y}, by=np.where((y == 1) & (np.arange(60) % 2 == 0), 0, 1 + np.arange(60) % 2))
+    silos = fed.split(
+        {"x": x, "y": y}, by=np.where((y == 1) & (np.arange(60) % 2 == 0), 0, 1 + np.arange(60) % 2)
+    )
     assert set(silos["0"]["y"].tolist()) == {1}
     found = score.fit(factorise(logistic, silos), silos)
     assert all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(found.surrogates))
@@ -245,7 +278,9 @@ def test_marginal_of_a_conjugate_model_is_its_closed_form(marginal: Callable) ->
     with jax.enable_x64(True):
         y, u = Y[:5], jnp.array([0.4, -0.3])
         owned = jnp.ones((5, 1), bool)
-        value, slope, found = jax.jit(marginal, static_argnums=0)(conjugate(y), u, jnp.zeros((5, 1)), owned)
+        value, slope, found = jax.jit(marginal, static_argnums=0)(
+            conjugate(y), u, jnp.zeros((5, 1)), owned
+        )
 
         def closed(u: Array) -> Array:
             return Normal(u[0], jnp.sqrt(jnp.exp(2 * u[1]) + 0.25)).log_prob(y).sum()
@@ -254,7 +289,9 @@ def test_marginal_of_a_conjugate_model_is_its_closed_form(marginal: Callable) ->
         np.testing.assert_allclose(value, expected, rtol=1e-9)
         np.testing.assert_allclose(slope, expected_slope, rtol=1e-8)
         precision = np.exp(0.6) + 4
-        np.testing.assert_allclose(found.location[:, 0], (0.4 * np.exp(0.6) + 4 * y) / precision, rtol=1e-8)
+        np.testing.assert_allclose(
+            found.location[:, 0], (0.4 * np.exp(0.6) + 4 * y) / precision, rtol=1e-8
+        )
         np.testing.assert_allclose(found.chol[:, 0, 0], precision**-0.5, rtol=1e-8)
 
 
@@ -290,21 +327,29 @@ def on_a_grid(u: Array) -> tuple[Array, Array, Array]:
     terms = jax.vmap(lambda point: bernoulli(u, jnp.full((3, 1), point)))(z)
     weight = jax.nn.softmax(terms, axis=0)
     mean = z @ weight
-    return jax.nn.logsumexp(terms, axis=0).sum() + 3 * jnp.log(z[1] - z[0]), mean, z**2 @ weight - mean**2
+    return (
+        jax.nn.logsumexp(terms, axis=0).sum() + 3 * jnp.log(z[1] - z[0]),
+        mean,
+        z**2 @ weight - mean**2,
+    )
 
 
 @pytest.mark.parametrize("log_tau", [-1.0, 0.0, 0.8])
 def test_quadrature_of_binary_data_is_that_of_a_fine_grid(log_tau: float) -> None:
     with jax.enable_x64(True):
         u, start = jnp.array([-1.0, log_tau]), jnp.zeros((3, 1))
-        value, slope, found = jax.jit(quadrature_marginal, static_argnums=0)(bernoulli, u, start, start == 0)
+        value, slope, found = jax.jit(quadrature_marginal, static_argnums=0)(
+            bernoulli, u, start, start == 0
+        )
         expected, mean, variance = jax.jit(on_a_grid)(u)
         expected_slope = jax.jit(jax.grad(lambda u: on_a_grid(u)[0]))(u)
         np.testing.assert_allclose(value, expected, atol=2e-5)
         np.testing.assert_allclose(slope, expected_slope, atol=5e-5)
         np.testing.assert_allclose(found.location[:, 0], mean, atol=5e-5)
         np.testing.assert_allclose(found.chol[:, 0, 0] ** 2, variance, rtol=5e-5)
-        laplace_value = jax.jit(laplace_marginal, static_argnums=0)(bernoulli, u, start, start == 0)[0]
+        laplace_value = jax.jit(laplace_marginal, static_argnums=0)(
+            bernoulli, u, start, start == 0
+        )[0]
         assert log_tau < 0 or abs(laplace_value - expected) > 1e-2  # negative control
 
 
@@ -321,7 +366,9 @@ def test_laplace_gradient_is_that_of_its_value() -> None:
         slope = run(u)[1]
         for axis in range(2):
             shift = step * jnp.eye(2)[axis]
-            np.testing.assert_allclose(slope[axis], (run(u + shift)[0] - run(u - shift)[0]) / (2 * step), rtol=1e-6)
+            np.testing.assert_allclose(
+                slope[axis], (run(u + shift)[0] - run(u - shift)[0]) / (2 * step), rtol=1e-6
+            )
 
 
 def test_quadrature_over_two_latents() -> None:
@@ -339,16 +386,23 @@ def test_quadrature_over_two_latents() -> None:
             covariance = x @ jnp.swapaxes(x, 1, 2) + 0.25 * jnp.eye(3)
             return MultivariateNormal(u[0] * x.sum(-1), covariance).log_prob(y).sum()
 
-        run = jax.jit(lambda u: quadrature_marginal(log_density, u, jnp.zeros((2, 2)), jnp.ones((2, 2), bool)))
+        run = jax.jit(
+            lambda u: quadrature_marginal(log_density, u, jnp.zeros((2, 2)), jnp.ones((2, 2), bool))
+        )
         value, slope, found = run(u)
         expected, expected_slope = jax.jit(jax.value_and_grad(closed))(u)
         np.testing.assert_allclose(value, expected, atol=0.05)
         np.testing.assert_allclose(slope, expected_slope, rtol=1e-6)
         precision = jnp.eye(2) + 4 * jnp.swapaxes(x, 1, 2) @ x
-        mean = jnp.linalg.solve(precision, (0.5 + 4 * jnp.einsum("eij,ei->ej", x, y))[..., None])[..., 0]
+        mean = jnp.linalg.solve(precision, (0.5 + 4 * jnp.einsum("eij,ei->ej", x, y))[..., None])[
+            ..., 0
+        ]
         np.testing.assert_allclose(found.location, mean, rtol=1e-6)
         np.testing.assert_allclose(
-            found.chol @ jnp.swapaxes(found.chol, 1, 2), jnp.linalg.inv(precision), rtol=0.1, atol=0.01
+            found.chol @ jnp.swapaxes(found.chol, 1, 2),
+            jnp.linalg.inv(precision),
+            rtol=0.1,
+            atol=0.01,
         )
 
 
@@ -366,18 +420,27 @@ def test_sobol_points_are_antithetic() -> None:
 def test_local_map_and_its_inverse() -> None:
     with jax.enable_x64(True):
         rng = np.random.default_rng(0)
-        shapes = {"mean": (5, 3), "coupling": (5, 3, 2), "log_scale": (5, 3), "scale_coupling": (5, 3, 2)}
+        shapes = {
+            "mean": (5, 3),
+            "coupling": (5, 3, 2),
+            "log_scale": (5, 3),
+            "scale_coupling": (5, 3, 2),
+        }
         parts = {k: jnp.asarray(rng.normal(size=s)) for k, s in shapes.items()}
         tril = jnp.tril(jnp.asarray(rng.normal(size=(5, 3, 3))), -1) + jnp.eye(3)
         local_map = LocalMap(tril=tril, **parts)
         u, eps = jnp.array([0.3, -0.4]), jnp.asarray(rng.normal(size=(5, 3)))
         z = local_map.forward(u, eps)
         np.testing.assert_allclose(local_map.inverse(u, z), eps, rtol=1e-10)
-        np.testing.assert_allclose(local_map.forward(u, jnp.zeros((5, 3))), parts["mean"] + parts["coupling"] @ u)
+        np.testing.assert_allclose(
+            local_map.forward(u, jnp.zeros((5, 3))), parts["mean"] + parts["coupling"] @ u
+        )
         jacobian = jax.jacfwd(lambda e: local_map.forward(u, e))(eps)
         for g in range(5):
             np.testing.assert_allclose(
-                jnp.linalg.slogdet(jacobian[g, :, g])[1], local_map.log_scales(u)[g].sum(), rtol=1e-10
+                jnp.linalg.slogdet(jacobian[g, :, g])[1],
+                local_map.log_scales(u)[g].sum(),
+                rtol=1e-10,
             )
 
 
@@ -396,7 +459,12 @@ def units_of(name: str, group: str | None) -> tuple[fed.Silos, Factors, Units, A
     factors = factorise(ENTRIES[name].model, silos)
     units = Units(factors, group, largest(silos))
     count = len(silos) if group is None else sum(silos.sizes[group])
-    return silos, factors, units, np.random.default_rng(0).normal(size=(count, units.dim)).astype(np.float32)
+    return (
+        silos,
+        factors,
+        units,
+        np.random.default_rng(0).normal(size=(count, units.dim)).astype(np.float32),
+    )
 
 
 @pytest.mark.parametrize(("name", "group"), UNITS)
@@ -410,7 +478,9 @@ def test_units_and_pooled_sites(name: str, group: str | None) -> None:
         assert pooled[site.name].shape == tuple(shape)
     back = units.from_pooled(pooled, silos)
     views = [SiloView(silos, jnp.asarray(s), largest(silos)) for s in range(len(silos))]
-    owned = np.concatenate([units.owned(v) for v in views]) if group is None else np.ones(z.shape, bool)
+    owned = (
+        np.concatenate([units.owned(v) for v in views]) if group is None else np.ones(z.shape, bool)
+    )
     assert owned.sum() == sum(x.size for x in pooled.values())
     np.testing.assert_array_equal(back, np.where(owned, z, 0.0))
     again = units.to_pooled(back, silos)
@@ -432,7 +502,10 @@ def test_log_density_of_units(name: str, group: str | None) -> None:
         z = rng.normal(size=owned.shape).astype(np.float32)
         terms = units.log_density(theta, z, kwargs, weights, view)
         assert terms.shape == owned.shape[:1]
-        expected = factors.log_local(theta, units.to_sites(z), kwargs, weights) - 0.5 * (z[~owned] ** 2).sum()
+        expected = (
+            factors.log_local(theta, units.to_sites(z), kwargs, weights)
+            - 0.5 * (z[~owned] ** 2).sum()
+        )
         np.testing.assert_allclose(terms.sum(), expected, rtol=1e-5)
 
 

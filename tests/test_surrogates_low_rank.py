@@ -15,7 +15,10 @@ from numpyro_fed.surrogates.low_rank import principal_factors
 
 DIM = 6
 RNG = np.random.default_rng(3)
-X = RNG.normal(size=(90, DIM)) @ np.linalg.cholesky(0.7 ** abs(np.subtract.outer(np.arange(DIM), np.arange(DIM)))).T
+X = (
+    RNG.normal(size=(90, DIM))
+    @ np.linalg.cholesky(0.7 ** abs(np.subtract.outer(np.arange(DIM), np.arange(DIM)))).T
+)
 Y = X @ np.linspace(-1, 1, DIM) + RNG.normal(size=90)
 SILOS = fed.split({"x": X, "y": Y}, by=np.repeat(["oslo", "rome", "bern"], [20, 30, 40]))
 
@@ -27,7 +30,10 @@ def linear(x: Array, y: Array) -> None:
 
 
 def exact() -> tuple[np.ndarray, np.ndarray]:
-    parts = [(np.asarray(SILOS[name]["x"], np.float64), np.asarray(SILOS[name]["y"], np.float64)) for name in SILOS]
+    parts = [
+        (np.asarray(SILOS[name]["x"], np.float64), np.asarray(SILOS[name]["y"], np.float64))
+        for name in SILOS
+    ]
     return np.stack([x.T @ y for x, y in parts]), np.stack([x.T @ x for x, _ in parts])
 
 
@@ -38,7 +44,9 @@ def some(batch: tuple[int, ...] = (3,), rank: int = 2) -> tuple[LowRank, np.ndar
         rng.normal(size=(*batch, 5, rank)),
         rng.normal(size=(*batch, rank)),
     )
-    dense = np.einsum("...ik,...k,...jk->...ij", factor, weight, factor) + diagonal[..., None] * np.eye(5)
+    dense = np.einsum("...ik,...k,...jk->...ij", factor, weight, factor) + diagonal[
+        ..., None
+    ] * np.eye(5)
     return LowRank(diagonal, factor, weight), dense
 
 
@@ -54,11 +62,15 @@ def test_it_stands_for_its_full_matrix() -> None:
         np.testing.assert_allclose((2.5 * low[1]).dense(), 2.5 * full[1], rtol=1e-12)
         whole = np.eye(5)
         for convert in (np.asarray, jnp.asarray):
-            np.testing.assert_allclose(convert(whole) - 0.5 * low[1], whole - 0.5 * full[1], rtol=1e-12)
+            np.testing.assert_allclose(
+                convert(whole) - 0.5 * low[1], whole - 0.5 * full[1], rtol=1e-12
+            )
             np.testing.assert_allclose(low[1] + convert(whole), whole + full[1], rtol=1e-12)
         np.testing.assert_allclose(low[0] - low[1], full[0] - full[1], rtol=1e-12)
         chosen = jax.jit(lambda low, s, v: matvec(low[s], v))
-        np.testing.assert_allclose(chosen(jax.tree.map(jnp.asarray, low), 2, vector), full[2] @ vector, rtol=1e-10)
+        np.testing.assert_allclose(
+            chosen(jax.tree.map(jnp.asarray, low), 2, vector), full[2] @ vector, rtol=1e-10
+        )
 
 
 def test_a_gaussian_of_low_rank() -> None:
@@ -81,7 +93,9 @@ def test_principal_factors() -> None:
         rng = np.random.default_rng(1)
         basis = np.linalg.qr(rng.normal(size=(12, 12)))[0]
         units = rng.gamma(3, size=12)
-        spiked = (3 * np.eye(12) + (basis[:, :2] * [40, -7]) @ basis[:, :2].T) / units / units[:, None]
+        spiked = (
+            (3 * np.eye(12) + (basis[:, :2] * [40, -7]) @ basis[:, :2].T) / units / units[:, None]
+        )
         found = principal_factors(jnp.asarray(spiked), jnp.asarray(units), 2)
         np.testing.assert_allclose(found.dense(), spiked, rtol=1e-8, atol=1e-10)
         x = rng.normal(size=(30, 12)) @ rng.normal(size=(12, 12))
@@ -175,7 +189,9 @@ def intercepts(y: Array) -> None:
 
 def test_what_is_refused() -> None:
     for rank in (0, DIM + 1, 2.0, True):
-        with pytest.raises(ValueError, match=f"rank: expected an integer between 1 and d = {DIM}, got {rank}"):
+        with pytest.raises(
+            ValueError, match=f"rank: expected an integer between 1 and d = {DIM}, got {rank}"
+        ):
             fed.surrogates.low_rank(linear, SILOS, rank=rank)
     few = fed.Silos({"oslo": {"y": jnp.ones(3)}, "rome": {"y": jnp.ones(2)}})
     with pytest.raises(ValueError, match=r"local latents \['z'\]: expected a model without"):

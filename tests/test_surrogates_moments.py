@@ -32,7 +32,10 @@ def linear(x: Array, y: Array) -> None:
 
 def exact() -> tuple[np.ndarray, np.ndarray]:
     """eta and precision of the silos' likelihoods."""
-    parts = [(np.asarray(SILOS[name]["x"], np.float64), np.asarray(SILOS[name]["y"], np.float64)) for name in SILOS]
+    parts = [
+        (np.asarray(SILOS[name]["x"], np.float64), np.asarray(SILOS[name]["y"], np.float64))
+        for name in SILOS
+    ]
     return np.stack([4 * x.T @ y for x, y in parts]), np.stack([4 * x.T @ x for x, _ in parts])
 
 
@@ -51,7 +54,9 @@ def errors(found: Any, power: float, divided: bool = True) -> tuple[float, float
     return (abs(own - law) / se).max(), distance.max()
 
 
-@pytest.mark.parametrize(("method", "prior"), [("sgld", 1.0), ("sgld", 0.0), ("sgld", 0.5), ("nuts", 1.0)])
+@pytest.mark.parametrize(
+    ("method", "prior"), [("sgld", 1.0), ("sgld", 0.0), ("sgld", 0.5), ("nuts", 1.0)]
+)
 def test_moments_of_a_gaussian_model_are_its_likelihoods(method: str, prior: float) -> None:
     found = fed.surrogates.moments(linear, SILOS, method=method, prior=prior, seed=1)
     of_precision, of_mean = errors(found, prior)
@@ -94,12 +99,16 @@ def test_diagonal_moments() -> None:
     assert repr(own) == "Surrogates(3 silos, dimension 2, diagonal)"
     variances = np.diagonal(np.linalg.inv(full.factors.precision), axis1=1, axis2=2)
     np.testing.assert_allclose(own.factors.precision, 1 / variances, rtol=1e-3)
-    np.testing.assert_allclose(own.factors.eta / own.factors.precision, full.factors.mean, rtol=1e-4)
+    np.testing.assert_allclose(
+        own.factors.eta / own.factors.precision, full.factors.mean, rtol=1e-4
+    )
     assert own.prior.precision.shape == (2,)
 
 
 def test_a_seed_is_a_result() -> None:
-    first, again, other = (fed.surrogates.moments(linear, SILOS, num_samples=480, seed=s) for s in (4, 4, 5))
+    first, again, other = (
+        fed.surrogates.moments(linear, SILOS, num_samples=480, seed=s) for s in (4, 4, 5)
+    )
     np.testing.assert_array_equal(first.factors.eta, again.factors.eta)
     assert (first.factors.eta != other.factors.eta).all()
 
@@ -121,9 +130,16 @@ def test_local_latents_are_drawn_along() -> None:
         total = np.asarray(silos[silos.names[s]]["y"], np.float64).sum() / 1.25
         mean = (found.factors.eta[s, 0]) / (found.factors.precision[s, 0, 0] + 1)
         assert abs(mean - total / law) < 4 / np.sqrt(law * EFFECTIVE)
-    with pytest.raises(ValueError, match=re.escape("local latents ['z']; expected method=\"nuts\"")):
+    with pytest.raises(
+        ValueError, match=re.escape("local latents ['z']; expected method=\"nuts\"")
+    ):
         fed.surrogates.moments(intercepts, silos)
-    mcmc = MCMC(fed.FSGLD(intercepts, surrogate="moments"), num_warmup=50, num_samples=1000, progress_bar=False)
+    mcmc = MCMC(
+        fed.FSGLD(intercepts, surrogate="moments"),
+        num_warmup=50,
+        num_samples=1000,
+        progress_bar=False,
+    )
     mcmc.run(jax.random.key(0), silos)
     law = 12 / 1.25 + 1
     assert abs(mcmc.get_samples()["mu"].mean() - y.sum() / 1.25 / law) < 0.3 / np.sqrt(law)
@@ -150,7 +166,10 @@ def test_an_improper_law_is_refused_by_the_silo_s_name(method: str) -> None:
     with pytest.raises(ValueError, match=message):
         fed.surrogates.moments(logistic, one_label(), method=method, prior=0.0)
     few = fed.split({"x": X, "y": Y}, by=np.repeat(["one row", "others"], [1, 39]))
-    with pytest.raises(ValueError, match=r"silo 'one row': .*may be improper: expected prior=1\.0 and a proper prior"):
+    with pytest.raises(
+        ValueError,
+        match=r"silo 'one row': .*may be improper: expected prior=1\.0 and a proper prior",
+    ):
         fed.surrogates.moments(linear, few, method=method, prior=0.0)
 
 
@@ -164,7 +183,9 @@ def test_with_the_prior_a_silo_with_one_label_gives_a_density() -> None:
     nuts = MCMC(NUTS(logistic), num_warmup=300, num_samples=2000, progress_bar=False)
     nuts.run(jax.random.key(0), **silos.pooled)
     draws = np.asarray(nuts.get_samples()["beta"])
-    of_moments, of_scores = (np.abs((q.mean - draws.mean(0)) / draws.std(0)).max() for q in (moments, scores))
+    of_moments, of_scores = (
+        np.abs((q.mean - draws.mean(0)) / draws.std(0)).max() for q in (moments, scores)
+    )
     assert of_scores < 0.3
     assert of_moments < 2
 
@@ -174,7 +195,9 @@ def test_fsgld_makes_them_itself() -> None:
     mcmc = MCMC(kernel, num_warmup=50, num_samples=1500, progress_bar=False)
     mcmc.run(jax.random.key(0), SILOS)
     given = fed.surrogates.moments(linear, SILOS)
-    np.testing.assert_allclose(kernel.surrogates.factors.precision, given.factors.precision, rtol=1e-5)
+    np.testing.assert_allclose(
+        kernel.surrogates.factors.precision, given.factors.precision, rtol=1e-5
+    )
     eta, precision = exact()
     law = precision.sum(0) + np.eye(2) / PRIOR_SD**2
     mean = np.linalg.solve(law, eta.sum(0) + PRIOR_MEAN / PRIOR_SD**2)
@@ -190,10 +213,16 @@ def test_fsgld_makes_them_itself() -> None:
     ("options", "message"),
     [
         ({"method": "hmc"}, 'method: expected "sgld" or "nuts", got \'hmc\''),
-        ({"num_samples": 319}, "num_samples: expected an integer of at least 320 for a covariance in dimension d = 2"),
+        (
+            {"num_samples": 319},
+            "num_samples: expected an integer of at least 320 for a covariance in dimension d = 2",
+        ),
         ({"num_samples": 100.0}, "num_samples: expected an integer .* got 100.0"),
         ({"num_samples": 79, "method": "nuts"}, "num_samples: expected an integer of at least 80"),
-        ({"prior": 1.5}, r"prior: expected a power between 0 \(the likelihood alone\) and 1, got 1.5"),
+        (
+            {"prior": 1.5},
+            r"prior: expected a power between 0 \(the likelihood alone\) and 1, got 1.5",
+        ),
         ({"prior": "flat"}, "prior: expected a power between 0 .* got 'flat'"),
     ],
 )
@@ -209,5 +238,7 @@ def test_fewer_draws_than_twice_the_dimension() -> None:
             numpyro.sample("y", dist.Normal(beta.sum(), 1), obs=y)
 
     silos = fed.Silos({"oslo": {"y": jnp.ones(3)}, "rome": {"y": jnp.ones(2)}})
-    with pytest.raises(ValueError, match=r"at least 400 for a covariance in dimension d = 200 \(2 d, .* got 399"):
+    with pytest.raises(
+        ValueError, match=r"at least 400 for a covariance in dimension d = 200 \(2 d, .* got 399"
+    ):
         fed.surrogates.moments(wide, silos, num_samples=399)

@@ -38,7 +38,9 @@ def heterogeneous(num_silos: int = 10, num_rows: int = 50, seed: int = 0) -> fed
     """The papers' experiment 5.1: each silo around a centre of its own in [-6, 6]^2."""
     rng = np.random.default_rng(seed)
     silo = np.repeat(np.arange(num_silos), num_rows)
-    return fed.split({"x": rng.uniform(-6, 6, (num_silos, 2))[silo] + rng.normal(size=(len(silo), 2))}, by=silo)
+    return fed.split(
+        {"x": rng.uniform(-6, 6, (num_silos, 2))[silo] + rng.normal(size=(len(silo), 2))}, by=silo
+    )
 
 
 def likelihoods(silos: fed.Silos, times: float = 1.0) -> Surrogates:
@@ -56,14 +58,19 @@ def some_surrogates(silos: fed.Silos, full: bool) -> Surrogates:
     if not full:
         precision = np.diagonal(precision, axis1=1, axis2=2)
     return Surrogates(
-        Gaussian(rng.normal(size=(len(silos), 2)), precision), Gaussian(np.zeros(2), precision[0] * 0 + 1)
+        Gaussian(rng.normal(size=(len(silos), 2)), precision),
+        Gaussian(np.zeros(2), precision[0] * 0 + 1),
     )
 
 
 @pytest.mark.parametrize("full", [True, False], ids=["full", "diagonal"])
 @pytest.mark.parametrize("rows_at_once", [3, 1024])
-def test_constants_are_those_of_a_loop(full: bool, rows_at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.import_module("numpyro_fed.surrogates.noise"), "_ROWS_AT_ONCE", rows_at_once)
+def test_constants_are_those_of_a_loop(
+    full: bool, rows_at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        importlib.import_module("numpyro_fed.surrogates.noise"), "_ROWS_AT_ONCE", rows_at_once
+    )
     jax.clear_caches()
     silos = fed.split({"x": X, "y": LABELS}, by=BY)
     surrogates = some_surrogates(silos, full)
@@ -75,7 +82,9 @@ def test_constants_are_those_of_a_loop(full: bool, rows_at_once: int, monkeypatc
         for theta in thetas:
             slopes = (y - 1 / (1 + np.exp(-x @ theta)))[:, None] * x
             precision = surrogates.factors.precision[s]
-            share = (surrogates.factors.eta[s] - (precision @ theta if full else precision * theta)) / len(x)
+            share = (
+                surrogates.factors.eta[s] - (precision @ theta if full else precision * theta)
+            ) / len(x)
             largest.append((slopes**2).sum(1).max())
             mean.append((slopes**2).sum(1).mean())
             left.append(((slopes - share) ** 2).sum(1).mean())
@@ -87,7 +96,10 @@ def test_constants_are_those_of_a_loop(full: bool, rows_at_once: int, monkeypatc
 
 def test_one_point_is_a_grid_of_one() -> None:
     silos = heterogeneous()
-    single, grid = (fed.surrogates.noise(points, silos, likelihoods(silos), t) for t in ([1.0, 2.0], [[1.0, 2.0]]))
+    single, grid = (
+        fed.surrogates.noise(points, silos, likelihoods(silos), t)
+        for t in ([1.0, 2.0], [[1.0, 2.0]])
+    )
     jax.tree.map(np.testing.assert_array_equal, single, grid)
 
 
@@ -106,13 +118,18 @@ def test_figure_4() -> None:
     # negative control: other silos' surrogates are no better than none
     own = likelihoods(silos)
     swapped = Surrogates(Gaussian(own.factors.eta[::-1], own.factors.precision[::-1]), own.prior)
-    assert (fed.surrogates.noise(points, silos, swapped, grid).epsilon_squared > 2 * found.epsilon_squared).mean() > 0.7
+    assert (
+        fed.surrogates.noise(points, silos, swapped, grid).epsilon_squared
+        > 2 * found.epsilon_squared
+    ).mean() > 0.7
 
 
 def test_bounds_are_theorems_1_and_2() -> None:
     constants = Noise(*map(np.array, ([9.0, 4.0], [5.0, 2.0], [0.5, 0.25], [10.0, 20.0])))
     f = [0.25, 0.75]
-    found = fed.surrogates.mse_bounds(constants, step_size=0.1, num_steps=500, batch_size=5, selection=f)
+    found = fed.surrogates.mse_bounds(
+        constants, step_size=0.1, num_steps=500, batch_size=5, selection=f
+    )
     rest = 1 / (0.1 * 500) + 0.01
     assert found.dsgld == pytest.approx((100 * 9 / 0.25 + 400 * 4 / 0.75) / (5 * 500) + rest)
     assert found.fsgld == pytest.approx((100 * 0.5 / 0.25 + 400 * 0.25 / 0.75) / (5 * 500) + rest)
@@ -126,14 +143,19 @@ def test_bounds_are_theorems_1_and_2() -> None:
         ({"step_size": 0.0}, "step_size: expected a finite number > 0, got 0.0"),
         ({"num_steps": "many"}, "num_steps: expected a finite number > 0, got 'many'"),
         ({"batch_size": -1}, "batch_size: expected a finite number > 0, got -1"),
-        ({"selection": [0.5, 0.6]}, r"selection: expected 2 probabilities > 0 that sum to one, got \[0.5, 0.6\]"),
+        (
+            {"selection": [0.5, 0.6]},
+            r"selection: expected 2 probabilities > 0 that sum to one, got \[0.5, 0.6\]",
+        ),
         ({"selection": [1.0]}, "selection: expected 2 probabilities"),
     ],
 )
 def test_arguments_of_bounds(options: dict, message: str) -> None:
     constants = Noise(*np.ones((4, 2)))
     with pytest.raises(ValueError, match=message):
-        fed.surrogates.mse_bounds(constants, **{"step_size": 0.1, "num_steps": 5, "batch_size": 5, **options})
+        fed.surrogates.mse_bounds(
+            constants, **{"step_size": 0.1, "num_steps": 5, "batch_size": 5, **options}
+        )
 
 
 def intercepts(y: Array) -> None:
@@ -162,7 +184,9 @@ def test_models_and_shapes_that_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match=r"local latents \['z'\].*expected a model without"):
             call()
-    both = fed.Silos({n: {"x": k + jnp.ones(3), "y": k + jnp.ones(2)} for k, n in enumerate(("oslo", "rome"))})
+    both = fed.Silos(
+        {n: {"x": k + jnp.ones(3), "y": k + jnp.ones(2)} for k, n in enumerate(("oslo", "rome"))}
+    )
     with pytest.raises(ValueError, match=r"silo plates are of .*expected one group"):
         fed.surrogates.noise(two_kinds, both, flat, [0.0])
     for theta in ([0.0], np.zeros((2, 3)), np.zeros((2, 2, 2)), np.zeros((0, 2))):
@@ -179,10 +203,13 @@ def test_models_and_shapes_that_are_refused() -> None:
         lambda q: fed.surrogates.optimal_alpha(points, silos, q),
     ):
         with pytest.raises(
-            ValueError, match=r"surrogates: expected factors of 3 silos in dimension 2, got Surrogates\(4"
+            ValueError,
+            match=r"surrogates: expected factors of 3 silos in dimension 2, got Surrogates\(4",
         ):
             call(others)
-        with pytest.raises(ValueError, match=r"surrogates: expected a fed\.surrogates\.Surrogates, got 'score'"):
+        with pytest.raises(
+            ValueError, match=r"surrogates: expected a fed\.surrogates\.Surrogates, got 'score'"
+        ):
             call("score")
     with pytest.raises(ValueError, match="selection: expected 3 probabilities"):
         fed.surrogates.optimal_alpha(points, silos, good, selection=[0.5, 0.5])
@@ -196,7 +223,9 @@ def test_alpha_of_scaled_likelihoods_is_the_scale_s_inverse(times: float) -> Non
     silos = heterogeneous()
     f = np.random.default_rng(0).dirichlet(np.full(10, 3.0))
     for selection in (None, f):
-        found = fed.surrogates.optimal_alpha(points, silos, likelihoods(silos, times), selection=selection)
+        found = fed.surrogates.optimal_alpha(
+            points, silos, likelihoods(silos, times), selection=selection
+        )
         assert found == pytest.approx(1 / times, rel=1e-4)
 
 
@@ -215,7 +244,9 @@ def test_alpha_minimises_the_variance_of_minibatches() -> None:
     silos = fed.split({"x": X, "y": LABELS}, by=BY)
     surrogates = some_surrogates(silos, True)
     f, thetas = np.array([0.2, 0.5, 0.3]), RNG.normal(size=(3, 2))
-    scale = np.linalg.cholesky(np.linalg.inv(np.asarray(surrogates.posterior().precision, np.float64)))
+    scale = np.linalg.cholesky(
+        np.linalg.inv(np.asarray(surrogates.posterior().precision, np.float64))
+    )
 
     def trace(alpha: float) -> float:
         total = 0.0
@@ -255,12 +286,16 @@ def test_fsgld_with_alpha_auto(times: float) -> None:
         x = np.asarray(silos.pooled["x"], np.float64)
         draws = np.asarray(mcmc.get_samples()["mu"])
         assert (abs(draws.mean(0) - x.sum(0) / 501) < 0.4 / np.sqrt(501)).all()
-    with pytest.raises(ValueError, match="alpha: expected a finite number >= 0, got 'best'; or \"auto\""):
+    with pytest.raises(
+        ValueError, match="alpha: expected a finite number >= 0, got 'best'; or \"auto\""
+    ):
         fed.FSGLD(points, alpha="best")
 
 
 def test_alpha_auto_with_local_latents() -> None:
     silos = fed.split({"y": RNG.normal(1.0, 1.2, 12)}, by=np.repeat([0, 1], [4, 8]))
-    mcmc = MCMC(fed.FSGLD(intercepts, alpha="auto"), num_warmup=5, num_samples=5, progress_bar=False)
+    mcmc = MCMC(
+        fed.FSGLD(intercepts, alpha="auto"), num_warmup=5, num_samples=5, progress_bar=False
+    )
     mcmc.run(jax.random.key(0), silos)
     assert float(mcmc.last_state.tuning.alpha) == pytest.approx(1, abs=0.02)

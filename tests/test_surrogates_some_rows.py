@@ -42,7 +42,9 @@ def test_the_posterior_is_that_of_all_rows(silos, fit, monkeypatch):
 
     def gap(steps):
         monkeypatch.setattr(some_rows, "_STEPS", steps)
-        found = some_rows.fit_some(fit, factors, silos, factors.batch_group()).surrogates.posterior()
+        found = some_rows.fit_some(
+            fit, factors, silos, factors.batch_group()
+        ).surrogates.posterior()
         sd = np.sqrt(np.diag(whole.covariance))
         np.testing.assert_allclose(np.sqrt(np.diag(found.covariance)), sd, rtol=0.2)
         return np.abs(np.asarray(found.mean) - whole.mean).max() / np.mean(sd)
@@ -55,11 +57,15 @@ def test_surrogates_that_are_no_density_are_refused_in_words(silos, monkeypatch)
     def bent(factors, silos, units):
         found = laplace.fit(factors, silos, units)
         own = found.surrogates.factors
-        return found._replace(surrogates=replace(found.surrogates, factors=Gaussian(own.eta, -own.precision)))
+        return found._replace(
+            surrogates=replace(found.surrogates, factors=Gaussian(own.eta, -own.precision))
+        )
 
     monkeypatch.setattr(some_rows, "ENOUGH", 900)
     factors = factorise(logistic, silos)
-    with pytest.raises(ValueError, match=r"fitted to 900 of the rows are together no density .*or take DSGLD"):
+    with pytest.raises(
+        ValueError, match=r"fitted to 900 of the rows are together no density .*or take DSGLD"
+    ):
         some_rows.fit_some(bent, factors, silos, factors.batch_group())
 
 
@@ -78,7 +84,9 @@ def test_each_silo_s_gradient_is_matched_at_the_centre(silos, monkeypatch):
 def test_few_rows_are_fitted_to_as_they_are(silos):
     factors = factorise(logistic, silos)
     found = some_rows.fit_some(score.fit, factors, silos, factors.batch_group()).surrogates
-    np.testing.assert_array_equal(found.factors.eta, score.fit(factors, silos).surrogates.factors.eta)
+    np.testing.assert_array_equal(
+        found.factors.eta, score.fit(factors, silos).surrogates.factors.eta
+    )
 
 
 def test_a_run_by_minibatches_has_the_posterior(silos, monkeypatch):
@@ -93,5 +101,7 @@ def test_a_run_by_minibatches_has_the_posterior(silos, monkeypatch):
         runs.append(np.asarray(mcmc.get_samples(group_by_chain=True)["beta"]))
     sd = runs[1].std((0, 1))
     error = [x.std((0, 1)) / np.sqrt(numpyro.diagnostics.effective_sample_size(x)) for x in runs]
-    assert (np.abs(runs[0].mean((0, 1)) - runs[1].mean((0, 1))) < 4 * np.hypot(*error) + 0.02 * sd).all()
+    assert (
+        np.abs(runs[0].mean((0, 1)) - runs[1].mean((0, 1))) < 4 * np.hypot(*error) + 0.02 * sd
+    ).all()
     np.testing.assert_allclose(runs[0].std((0, 1)), sd, rtol=0.08)

@@ -22,7 +22,9 @@ def svi(model=hierarchy, guide=None, optim=ADAM, **options):
 def plain_guide(y):
     numpyro.sample("mu", dist.Normal(numpyro.param("loc", 0.0), 1.0))
     with fed.silo_plate("patients", y.shape[0]):
-        numpyro.sample("z", dist.Normal(numpyro.param("m", jnp.zeros(y.shape[0]), event_dim=0), 1.0))
+        numpyro.sample(
+            "z", dist.Normal(numpyro.param("m", jnp.zeros(y.shape[0]), event_dim=0), 1.0)
+        )
 
 
 def other_plate(y):
@@ -50,17 +52,26 @@ def no_rsample(y):
     numpyro.sample("mu", dist.Normal(0.0, 1.0))
     with fed.silo_plate("patients", y.shape[0]):
         numpyro.sample(
-            "z", dist.MixtureSameFamily(dist.Categorical(probs=jnp.ones(2) / 2), dist.Normal(jnp.zeros(2), 1.0))
+            "z",
+            dist.MixtureSameFamily(
+                dist.Categorical(probs=jnp.ones(2) / 2), dist.Normal(jnp.zeros(2), 1.0)
+            ),
         )
 
 
 @pytest.mark.parametrize(
     ("guide", "message"),
     [
-        (other_plate, r"the guide does not match the model at \['z'\].*\('patients', \(\)\).*got.*\('people', \(\)\)"),
+        (
+            other_plate,
+            r"the guide does not match the model at \['z'\].*\('patients', \(\)\).*got.*\('people', \(\)\)",
+        ),
         (no_plate, r"silo plate"),
         (missing_site, r"the guide does not match the model at \['mu'\]"),
-        (other_support, r"guide site 'mu': expected the support of the model's, Real\(\), got Positive"),
+        (
+            other_support,
+            r"guide site 'mu': expected the support of the model's, Real\(\), got Positive",
+        ),
         (no_rsample, r"guide site 'z': its distribution cannot be reparametrised"),
     ],
 )
@@ -105,7 +116,10 @@ def local_only(y):
     ("model", "message"),
     [
         (discrete, r"latent site 'k' is discrete; expected continuous latents"),
-        (local_param, r"learned parameter 'shift' is inside a silo plate; expected parameters that all silos share"),
+        (
+            local_param,
+            r"learned parameter 'shift' is inside a silo plate; expected parameters that all silos share",
+        ),
         (local_only, r"the model has no global latent site"),
     ],
 )
@@ -115,9 +129,12 @@ def test_models_that_are_not_covered(model, message):
 
 
 def test_structures_must_share_the_global_sites():
-    silos = fed.MixedSilos({"oslo": {"y": np.zeros(3)}, "rome": {"y": np.ones(2), "kind": "offset"}})
+    silos = fed.MixedSilos(
+        {"oslo": {"y": np.zeros(3)}, "rome": {"y": np.ones(2), "kind": "offset"}}
+    )
     with pytest.raises(
-        ValueError, match=r"silo 'rome' and silo 'oslo' differ in structure and in the global sites \['offset'\]"
+        ValueError,
+        match=r"silo 'rome' and silo 'oslo' differ in structure and in the global sites \['offset'\]",
     ):
         svi(branching).init(random.key(0), silos)
 
@@ -128,7 +145,10 @@ def test_structures_must_share_the_global_sites():
         (0.0, r"participation: expected the fraction of silos in a round, in \(0, 1\].*got 0.0"),
         (1.5, r"in \(0, 1\].*got 1.5"),
         ("half", r"got 'half'"),
-        ({"0": 0.5}, r"participation: expected a probability for every silo, got unknown silos \[\], none for \['1'\]"),
+        (
+            {"0": 0.5},
+            r"participation: expected a probability for every silo, got unknown silos \[\], none for \['1'\]",
+        ),
         (
             {"0": 0.5, "1": 0.0},
             r"expected probabilities in \(0, 1\], got 0.0 for silo '1'; a silo that never takes part",
@@ -137,14 +157,19 @@ def test_structures_must_share_the_global_sites():
 )
 def test_participation(participation, message):
     with pytest.raises(ValueError, match=message):
-        svi(num_local_particles=1).run(random.key(0), 5, SILOS, progress_bar=False, participation=participation)
+        svi(num_local_particles=1).run(
+            random.key(0), 5, SILOS, progress_bar=False, participation=participation
+        )
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"num_particles": 0}, r"num_particles: expected a whole number >= 1, got 0"),
-        ({"num_local_particles": 2.5}, r"num_local_particles: expected a whole number >= 1, got 2.5"),
+        (
+            {"num_local_particles": 2.5},
+            r"num_local_particles: expected a whole number >= 1, got 2.5",
+        ),
         ({"batch_size": -3}, r"batch_size: expected a whole number >= 1, got -3"),
     ],
 )
@@ -155,17 +180,21 @@ def test_options(options, message):
 
 def test_types():
     with pytest.raises(
-        TypeError, match=r"optim: expected an optax transformation, e.g. optax.adam\(1e-2\), got (_NumPyroOptim|Adam)"
+        TypeError,
+        match=r"optim: expected an optax transformation, e.g. optax.adam\(1e-2\), got (_NumPyroOptim|Adam)",
     ):
         svi(optim=numpyro.optim.Adam(0.01))
     with pytest.raises(TypeError, match=r"local_optim: expected an optax transformation"):
         svi(local_optim=0.01)
     with pytest.raises(TypeError, match=r"expected a model \(a callable\), got str"):
         fed.SFVI("model", plain_guide, ADAM)
-    with pytest.raises(TypeError, match=r"expected a guide, e.g. fed.AutoSiloNormal\(model\), got str"):
+    with pytest.raises(
+        TypeError, match=r"expected a guide, e.g. fed.AutoSiloNormal\(model\), got str"
+    ):
         fed.SFVI(hierarchy, "guide", ADAM)
     with pytest.raises(
-        ValueError, match=r"expected silos = fed.split\(...\), fed.Silos\(...\) or fed.MixedSilos\(...\), got dict"
+        ValueError,
+        match=r"expected silos = fed.split\(...\), fed.Silos\(...\) or fed.MixedSilos\(...\), got dict",
     ):
         svi().init(random.key(0), {"y": np.zeros(3)})
 
@@ -181,20 +210,32 @@ def test_run_arguments():
 
 
 def test_minibatches_need_units_that_can_be_subsampled():
-    with pytest.raises(ValueError, match=r"batch_size=2 of 'rows': their latents are one unit in each silo"):
-        svi(guide=fed.AutoSiloNormal(hierarchy, local_cov="full"), batch_size=2).init(random.key(0), SILOS)
+    with pytest.raises(
+        ValueError, match=r"batch_size=2 of 'rows': their latents are one unit in each silo"
+    ):
+        svi(guide=fed.AutoSiloNormal(hierarchy, local_cov="full"), batch_size=2).init(
+            random.key(0), SILOS
+        )
 
 
 def test_low_rank_must_be_low():
-    with pytest.raises(ValueError, match=r"global_cov=5: expected a rank below the 3 global latents"):
-        svi(wheeze, fed.AutoSiloNormal(wheeze, global_cov=5)).init(random.key(0), wheeze_silos(np.arange(6) % 2))
+    with pytest.raises(
+        ValueError, match=r"global_cov=5: expected a rank below the 3 global latents"
+    ):
+        svi(wheeze, fed.AutoSiloNormal(wheeze, global_cov=5)).init(
+            random.key(0), wheeze_silos(np.arange(6) % 2)
+        )
 
 
 def test_init_values_must_be_finite():
-    guide = fed.AutoSiloNormal(wheeze, init_loc_fn=numpyro.infer.init_to_value(values={"sigma": 0.0}))  # -inf
+    guide = fed.AutoSiloNormal(
+        wheeze, init_loc_fn=numpyro.infer.init_to_value(values={"sigma": 0.0})
+    )  # -inf
     fit = svi(wheeze, guide, num_local_particles=1)
     silos = wheeze_silos(np.arange(6) % 2)
-    with pytest.raises(ValueError, match=r"init_loc_fn: expected finite values of the global sites"):
+    with pytest.raises(
+        ValueError, match=r"init_loc_fn: expected finite values of the global sites"
+    ):
         fit.init(random.key(0), silos)
 
 
@@ -202,28 +243,42 @@ def test_states_and_results_are_not_mixed_up():
     fit = svi(num_local_particles=1, validate=False)
     result = fit.run(random.key(0), 2, SILOS, progress_bar=False)
     with pytest.raises(
-        TypeError, match=r"init_state: expected result.state, got VIResult; a result goes to init_from="
+        TypeError,
+        match=r"init_state: expected result.state, got VIResult; a result goes to init_from=",
     ):
         fit.run(random.key(0), 2, SILOS, progress_bar=False, init_state=result)
-    with pytest.raises(TypeError, match=r"expected a state, e.g. result.state, got VIResult; a result has .params"):
+    with pytest.raises(
+        TypeError, match=r"expected a state, e.g. result.state, got VIResult; a result has .params"
+    ):
         fit.get_params(result)
-    with pytest.raises(ValueError, match=r"init_from and init_state: expected one of them, got both"):
-        fit.run(random.key(0), 2, SILOS, progress_bar=False, init_state=result.state, init_from=result)
+    with pytest.raises(
+        ValueError, match=r"init_from and init_state: expected one of them, got both"
+    ):
+        fit.run(
+            random.key(0), 2, SILOS, progress_bar=False, init_state=result.state, init_from=result
+        )
     other = fed.SFVIAvg(hierarchy, fed.AutoSiloNormal(hierarchy), ADAM, 2, 1, 1, validate=False)
     with pytest.raises(ValueError, match=r"init_state: expected a state of the same kind of fit"):
         other.run(random.key(0), 2, SILOS, progress_bar=False, init_state=result.state)
-    moved = hierarchy_silos(np.array([0, 0, 1, 1, 0, 1, 0, 1, 0]))  # as many rows, others, under the same names
+    moved = hierarchy_silos(
+        np.array([0, 0, 1, 1, 0, 1, 0, 1, 0])
+    )  # as many rows, others, under the same names
     assert (moved.names, moved.sizes) == (SILOS.names, SILOS.sizes)
-    with pytest.raises(ValueError, match=r"expected the silos of the run, got others of the same names"):
+    with pytest.raises(
+        ValueError, match=r"expected the silos of the run, got others of the same names"
+    ):
         fed.to_inference_data(fit, result, moved)
 
 
 def test_a_guide_of_another_model_is_refused():
     with pytest.raises(
-        ValueError, match=r"the guide was made for another model: expected .*\['mu', 'z'\], got \['mu'\]"
+        ValueError,
+        match=r"the guide was made for another model: expected .*\['mu', 'z'\], got \['mu'\]",
     ):
         svi(guide=fed.AutoSiloNormal(local_param_free)).init(random.key(0), SILOS)
-    with pytest.raises(TypeError, match=r"expected a guide, e.g. fed.AutoSiloNormal\(model\), got type|got ABCMeta"):
+    with pytest.raises(
+        TypeError, match=r"expected a guide, e.g. fed.AutoSiloNormal\(model\), got type|got ABCMeta"
+    ):
         svi(guide=fed.AutoSiloNormal)
 
 

@@ -22,7 +22,14 @@ from matplotlib import pyplot
 from numpyro.infer import log_likelihood
 from numpyro.infer.svi import SVIRunResult
 from scipy import stats
-from small_models import GROUP_SD, PRIOR_SD, ROW_SD, intercepts, intercepts_posterior, intercepts_silos
+from small_models import (
+    GROUP_SD,
+    PRIOR_SD,
+    ROW_SD,
+    intercepts,
+    intercepts_posterior,
+    intercepts_silos,
+)
 
 import numpyro_fed as fed
 from numpyro_fed._compat import import_arviz
@@ -42,7 +49,9 @@ N, K = 8000, 4.5  # draws, and standard errors that a correct number may be off
 @cache
 def with_particles(particles: int) -> fed.SFVI:
     guide = fed.AutoSiloNormal(intercepts)
-    return fed.SFVI(intercepts, guide, optax.adam(0.01), num_local_particles=particles, validate=False)
+    return fed.SFVI(
+        intercepts, guide, optax.adam(0.01), num_local_particles=particles, validate=False
+    )
 
 
 @cache
@@ -52,7 +61,11 @@ def three_rounds() -> Any:
 
 
 def fitted(
-    shift: float = 0.0, widen: float = 1.0, local_shift: float = 0.0, local_widen: float = 1.0, particles: int = 1
+    shift: float = 0.0,
+    widen: float = 1.0,
+    local_shift: float = 0.0,
+    local_widen: float = 1.0,
+    particles: int = 1,
 ) -> Any:
     """SFVI and a result of it: the exact posterior, with q(mu) or every q(a | mu) moved and widened by so many sds."""
     svi, result = with_particles(particles), three_rounds()
@@ -76,14 +89,18 @@ def exact() -> Any:
 
 def flat(idata: Any) -> np.ndarray:
     """Draws of (mu, a), shape (draws, 19)."""
-    return np.column_stack([idata.posterior["mu"].values[0], idata.posterior["a"].values[0]]).astype(float)
+    return np.column_stack(
+        [idata.posterior["mu"].values[0], idata.posterior["a"].values[0]]
+    ).astype(float)
 
 
 def log_evidence() -> float:
     """log p(y) of the random intercepts."""
     y, group = np.asarray(SILOS.pooled["y"], float), np.asarray(SILOS.pooled["group"])
     same = group[:, None] == group
-    return stats.multivariate_normal.logpdf(y, cov=PRIOR_SD**2 + GROUP_SD**2 * same + ROW_SD**2 * np.eye(72))
+    return stats.multivariate_normal.logpdf(
+        y, cov=PRIOR_SD**2 + GROUP_SD**2 * same + ROW_SD**2 * np.eye(72)
+    )
 
 
 # The groups of the InferenceData
@@ -105,7 +122,9 @@ def test_elements_have_pooled_coordinates_and_their_silo(exact: Any) -> None:
     assert posterior["a"].dims == ("chain", "draw", "groups")
     np.testing.assert_array_equal(posterior["groups"], np.arange(18))
     for name in SILOS:
-        np.testing.assert_array_equal(posterior["groups"][posterior["groups_silo"] == name], SILOS[name]["groups"])
+        np.testing.assert_array_equal(
+            posterior["groups"][posterior["groups_silo"] == name], SILOS[name]["groups"]
+        )
         rows = exact[2].observed_data["y"][exact[2].observed_data["rows_silo"] == name]
         np.testing.assert_array_equal(rows, SILOS[name]["y"])
 
@@ -126,7 +145,13 @@ def test_trace_of_the_bound_ledger_and_netcdf(exact: Any, tmp_path: Path) -> Non
     _, result, idata = exact
     idata.to_netcdf(str(tmp_path / "fit.nc"))
     read = az.from_netcdf(str(tmp_path / "fit.nc"))
-    assert sorted(read.groups()) == ["log_likelihood", "observed_data", "optimization", "posterior", "sample_stats"]
+    assert sorted(read.groups()) == [
+        "log_likelihood",
+        "observed_data",
+        "optimization",
+        "posterior",
+        "sample_stats",
+    ]
     for data in (idata, read):
         np.testing.assert_array_equal(data.optimization["elbo"], -result.losses)
         assert data.optimization["elbo"].dims == ("round",)
@@ -156,19 +181,35 @@ def test_what_does_not_belong_together_is_refused(exact: Any) -> None:
     svi, result, idata = exact
     with pytest.raises(TypeError, match=r"expected the result of svi.run\(...\), got dict"):
         fed.to_inference_data(svi, result.params, SILOS)
-    with pytest.raises(ValueError, match=r"expected the silos of the run, \['0', '1', '2'\], got \['a', 'b'\]"):
-        fed.to_inference_data(svi, result, fed.Silos({"a": dict(SILOS["0"]), "b": dict(SILOS["1"])}))
+    with pytest.raises(
+        ValueError, match=r"expected the silos of the run, \['0', '1', '2'\], got \['a', 'b'\]"
+    ):
+        fed.to_inference_data(
+            svi, result, fed.Silos({"a": dict(SILOS["0"]), "b": dict(SILOS["1"])})
+        )
     with pytest.raises(ValueError, match=r"expected the silos of the run, .*, got dict"):
         fed.to_inference_data(svi, result, dict(SILOS.pooled))
     for num in (0, 2.5):
-        with pytest.raises(ValueError, match=rf"num_draws: expected a whole number >= 1, got {num}"):
+        with pytest.raises(
+            ValueError, match=rf"num_draws: expected a whole number >= 1, got {num}"
+        ):
             fed.to_inference_data(svi, result, SILOS, num_draws=num)
-    with pytest.raises(ValueError, match=r"expected an MCMC that has run over a kernel of numpyro_fed"):
-        fed.to_inference_data(numpyro.infer.MCMC(numpyro.infer.NUTS(intercepts), num_warmup=1, num_samples=1), SILOS)
-    with pytest.raises(ValueError, match=r"silo='oslo': expected a silo of the fit, \['0', '1', '2'\], or None"):
+    with pytest.raises(
+        ValueError, match=r"expected an MCMC that has run over a kernel of numpyro_fed"
+    ):
+        fed.to_inference_data(
+            numpyro.infer.MCMC(numpyro.infer.NUTS(intercepts), num_warmup=1, num_samples=1), SILOS
+        )
+    with pytest.raises(
+        ValueError, match=r"silo='oslo': expected a silo of the fit, \['0', '1', '2'\], or None"
+    ):
         fed.predict(intercepts, idata, jax.random.key(0), {**SILOS["0"], "y": None}, silo="oslo")
-    with pytest.raises(ValueError, match=r"expected a fit with silo coordinates, from fed.to_inference_data"):
-        fed.predict(intercepts, {"mu": np.zeros((1, 3))}, jax.random.key(0), {**SILOS["0"], "y": None})
+    with pytest.raises(
+        ValueError, match=r"expected a fit with silo coordinates, from fed.to_inference_data"
+    ):
+        fed.predict(
+            intercepts, {"mu": np.zeros((1, 3))}, jax.random.key(0), {**SILOS["0"], "y": None}
+        )
 
 
 # Importance weights
@@ -214,10 +255,14 @@ def test_resampling_mends_a_shifted_approximation() -> None:
     plain = fed.to_inference_data(svi, result, SILOS, num_draws=N, log_likelihood=False)
     mu = flat(plain)[:, 0]
     weight = (
-        log_evidence() + stats.norm.logpdf(mu, MEAN[0], SD[0]) - stats.norm.logpdf(mu, MEAN[0] + SD[0], 1.5 * SD[0])
+        log_evidence()
+        + stats.norm.logpdf(mu, MEAN[0], SD[0])
+        - stats.norm.logpdf(mu, MEAN[0] + SD[0], 1.5 * SD[0])
     )
     np.testing.assert_allclose(plain.sample_stats["log_weight"][0], weight, atol=1e-3)
-    mended = fed.to_inference_data(svi, result, SILOS, num_draws=N, resample=True, log_likelihood=False)
+    mended = fed.to_inference_data(
+        svi, result, SILOS, num_draws=N, resample=True, log_likelihood=False
+    )
     moved, draws = (flat(x) for x in (plain, mended))
     assert abs(moved[:, 0].mean() - MEAN[0] - SD[0]) < K * 1.5 * SD[0] / N**0.5
     # 4 N candidates are worth 2.5 N draws of the posterior, and N of them are taken
@@ -233,12 +278,22 @@ def test_latents_are_resampled_inside_the_silos(exact: Any) -> None:
     error = K * SD[1:] / GIVEN_MU / 2000**0.5
     for particles, left in ((1, 0.5), (200, 0.0)):
         svi, result = fitted(local_shift=0.5, local_widen=1.4, particles=particles)
-        with nullcontext() if particles > 1 else pytest.warns(UserWarning, match=r"Pareto's k .* \(the spread of mu\)"):
-            draws = flat(fed.to_inference_data(svi, result, SILOS, num_draws=2000, log_likelihood=False))
-        np.testing.assert_array_less(abs((draws[:, 1:].mean(0) - MEAN[1:]) / GIVEN_MU - left), 1.4 * error)
+        with (
+            nullcontext()
+            if particles > 1
+            else pytest.warns(UserWarning, match=r"Pareto's k .* \(the spread of mu\)")
+        ):
+            draws = flat(
+                fed.to_inference_data(svi, result, SILOS, num_draws=2000, log_likelihood=False)
+            )
+        np.testing.assert_array_less(
+            abs((draws[:, 1:].mean(0) - MEAN[1:]) / GIVEN_MU - left), 1.4 * error
+        )
     np.testing.assert_allclose(draws.std(0), SD, rtol=K / 4000**0.5)
     # where q(a | mu) is exact, the mean of 200 equal weights is one of them
-    same = fed.to_inference_data(*fitted(particles=200), SILOS, num_draws=2000, log_likelihood=False)
+    same = fed.to_inference_data(
+        *fitted(particles=200), SILOS, num_draws=2000, log_likelihood=False
+    )
     np.testing.assert_allclose(same.sample_stats["log_weight"], log_evidence(), atol=2e-4)
 
 
@@ -254,7 +309,8 @@ def test_pareto_k_finds_what_the_family_cannot_hold() -> None:
     svi = fed.SFVI(heavy, fed.AutoSiloNormal(heavy), optax.adam(0.01), validate=False)
     result = svi.run(jax.random.key(0), 3, silos, progress_bar=False)
     with pytest.warns(
-        UserWarning, match=r"Pareto's k of the approximation is \d\.\d\d \(.*\), above 0\.7: q\(theta\) misses"
+        UserWarning,
+        match=r"Pareto's k of the approximation is \d\.\d\d \(.*\), above 0\.7: q\(theta\) misses",
     ):
         idata = fed.to_inference_data(svi, result, silos, num_draws=2000)
     assert 0.7 < idata.posterior.attrs["pareto_k"] < 3
@@ -280,7 +336,13 @@ def test_silos_of_different_structure_have_names_of_their_own() -> None:
         for name, (n, has) in data.items()
     }
     silos = fed.MixedSilos(rows)
-    svi = fed.SFVI(proxied, fed.AutoSiloNormal(proxied), optax.adam(0.01), num_local_particles=2, validate=False)
+    svi = fed.SFVI(
+        proxied,
+        fed.AutoSiloNormal(proxied),
+        optax.adam(0.01),
+        num_local_particles=2,
+        validate=False,
+    )
     result = svi.run(jax.random.key(0), 3, silos, progress_bar=False)
     with pytest.warns(UserWarning, match=r"Pareto's k"):  # after three rounds
         idata = fed.to_inference_data(svi, result, silos, num_draws=100)
@@ -291,13 +353,19 @@ def test_silos_of_different_structure_have_names_of_their_own() -> None:
     }
     assert idata.posterior["rows_0_silo"].values.tolist() == ["oslo", "oslo", "bern"]
     assert idata.posterior["rows_1_silo"].values.tolist() == ["rome"] * 3
-    assert set(idata.observed_data.data_vars) == set(idata.log_likelihood.data_vars) == {"y_0", "y_1", "proxy_1"}
+    assert (
+        set(idata.observed_data.data_vars)
+        == set(idata.log_likelihood.data_vars)
+        == {"y_0", "y_1", "proxy_1"}
+    )
     assert idata.observed_data["y_0"].values.tolist() == [10, 11, 10]
     assert json.loads(idata.posterior.attrs["silos"]) == ["oslo", "rome", "bern"]
     closed = stats.norm.logpdf([-1, 0, 1], idata.posterior["z_1"], 0.5)
     np.testing.assert_allclose(idata.log_likelihood["proxy_1"], closed, rtol=1e-4, atol=1e-5)
     # a silo's latents are those of the fit, not new ones
-    again = fed.predict(proxied, idata, jax.random.key(1), {"y": None, "proxy": rows["rome"]["proxy"]}, silo="rome")
+    again = fed.predict(
+        proxied, idata, jax.random.key(1), {"y": None, "proxy": rows["rome"]["proxy"]}, silo="rome"
+    )
     assert set(again) >= {"y"}
     assert "z" not in again
 
@@ -326,10 +394,13 @@ def test_predictions_for_new_rows_of_a_silo(exact: Any) -> None:
     assert set(found) == {"y"}
     mean, variance = MEAN[1 + groups[[5, 0, 5]]], np.diag(COVARIANCE)[1 + groups[[5, 0, 5]]]
     assert found["y"].shape == (N, 3)
-    np.testing.assert_array_less(abs(found["y"].mean(0) - mean), K * np.sqrt((variance + ROW_SD**2) / N))
+    np.testing.assert_array_less(
+        abs(found["y"].mean(0) - mean), K * np.sqrt((variance + ROW_SD**2) / N)
+    )
     total = variance[0] + ROW_SD**2
     assert (
-        abs(np.cov(found["y"][:, 0], found["y"][:, 2])[0, 1] - variance[0]) < K * np.hypot(total, variance[0]) / N**0.5
+        abs(np.cov(found["y"][:, 0], found["y"][:, 2])[0, 1] - variance[0])
+        < K * np.hypot(total, variance[0]) / N**0.5
     )
 
 
@@ -393,7 +464,10 @@ def test_figure_shows_the_bound_and_leaves_the_cold_start_out(exact: Any, tmp_pa
     assert (axis.get_xlabel(), axis.get_ylabel()) == ("round", "evidence lower bound (nats)")
     figure.savefig(tmp_path / "elbo.png")
     assert (tmp_path / "elbo.png").stat().st_size > 5000
-    assert "running mean of 7" in fed.plot_elbo(losses(trace), smooth=7).axes[0].get_legend().get_texts()[1].get_text()
+    assert (
+        "running mean of 7"
+        in fed.plot_elbo(losses(trace), smooth=7).axes[0].get_legend().get_texts()[1].get_text()
+    )
     pyplot.close("all")
 
 
@@ -409,7 +483,9 @@ def test_figure_of_a_result_and_of_its_inference_data_are_the_same(exact: Any) -
 
 
 def test_figure_refuses_what_has_no_bound() -> None:
-    with pytest.raises(TypeError, match=r"variable elbo in the group optimization.*got InferenceData"):
+    with pytest.raises(
+        TypeError, match=r"variable elbo in the group optimization.*got InferenceData"
+    ):
         fed.plot_elbo(az.from_dict({"mu": np.zeros((1, 4))}))
     with pytest.raises(ValueError, match=r"smooth: expected a whole number of rounds >= 1, got 0"):
         fed.plot_elbo(losses([1.0]), smooth=0)
@@ -418,7 +494,8 @@ def test_figure_refuses_what_has_no_bound() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num", "numbers", "together"), [(16_000, 60_000, 64), (100, 1, 100), (16_000, 1 << 30, 1), (13, 1 << 20, 4)]
+    ("num", "numbers", "together"),
+    [(16_000, 60_000, 64), (100, 1, 100), (16_000, 1 << 30, 1), (13, 1 << 20, 4)],
 )
 def test_draws_are_made_together_without_a_rest_where_that_is_near(num, numbers, together):
     assert vi_draws.at_once(num, numbers) == together

@@ -57,7 +57,11 @@ class Messages:
     def __init__(self, silos, model, folder: Path, *, fresh=False, own_keys=False) -> None:
         self.names, self.fresh, self.own_keys, self.sent = silos.names, fresh, own_keys, []
         self.make = {
-            name: (lambda name=name: SiloSide(alone(silos, name), model, folder / name, own_keys=own_keys))
+            name: (
+                lambda name=name: SiloSide(
+                    alone(silos, name), model, folder / name, own_keys=own_keys
+                )
+            )
             for name in silos.names
         }
         self.sides = {name: make() for name, make in self.make.items()}
@@ -76,9 +80,17 @@ class Messages:
 
 def run(silos, model, messenger, rounds=12, **options):
     mcmc = fed.RemoteMCMC(
-        fed.FSGLD(model), num_warmup=2, num_samples=rounds, num_chains=2, progress_bar=False, **options
+        fed.FSGLD(model),
+        num_warmup=2,
+        num_samples=rounds,
+        num_chains=2,
+        progress_bar=False,
+        **options,
     )
-    mcmc.run(random.key(3), messenger if isinstance(messenger, fed.RemoteSilos) else connect(messenger, model))
+    mcmc.run(
+        random.key(3),
+        messenger if isinstance(messenger, fed.RemoteSilos) else connect(messenger, model),
+    )
     return mcmc
 
 
@@ -147,7 +159,9 @@ def sealed(text, rest=b""):
 
 
 def test_sealed_bytes_are_packed_ones():
-    np.testing.assert_array_equal(unpack(sealed(b'{"array":["float64",[3]]}', np.ones(3).tobytes())), np.ones(3))
+    np.testing.assert_array_equal(
+        unpack(sealed(b'{"array":["float64",[3]]}', np.ones(3).tobytes())), np.ones(3)
+    )
     assert sealed(b"1") == pack(1)
 
 
@@ -190,12 +204,16 @@ def test_bytes_that_are_no_value_are_refused(data):
 # The same draws
 
 
-@pytest.mark.parametrize("fresh", [False, True], ids=["one process", "a new process for every message"])
+@pytest.mark.parametrize(
+    "fresh", [False, True], ids=["one process", "a new process for every message"]
+)
 @pytest.mark.parametrize("name", ["linear", "intercepts"])
 def test_draws_are_those_without_bytes(undisturbed, tmp_path, name, fresh):
     silos, model = (LINEAR, linear) if name == "linear" else (INTERCEPTS, intercepts)
     remote = connect(Messages(silos, model, tmp_path, fresh=fresh), model)
-    mcmc = fed.RemoteMCMC(fed.FSGLD(model), num_warmup=2, num_samples=12, num_chains=2, progress_bar=False)
+    mcmc = fed.RemoteMCMC(
+        fed.FSGLD(model), num_warmup=2, num_samples=12, num_chains=2, progress_bar=False
+    )
     mcmc.sampler._prepare(remote, {})
 
     def kept():
@@ -216,7 +234,8 @@ def test_a_message_that_comes_twice_is_answered_twice_alike(undisturbed, tmp_pat
             return again
 
     np.testing.assert_array_equal(
-        draws(run(INTERCEPTS, intercepts, Twice(INTERCEPTS, intercepts, tmp_path))), undisturbed["intercepts"]
+        draws(run(INTERCEPTS, intercepts, Twice(INTERCEPTS, intercepts, tmp_path))),
+        undisturbed["intercepts"],
     )
 
 
@@ -256,7 +275,13 @@ def test_a_server_that_is_killed_goes_on_where_it_was(undisturbed, tmp_path, at,
 
     def one(remote):
         mcmc = fed.RemoteMCMC(
-            kernel, num_warmup=2, num_samples=12, num_chains=2, progress_bar=False, checkpoint=place, checkpoint_every=4
+            kernel,
+            num_warmup=2,
+            num_samples=12,
+            num_chains=2,
+            progress_bar=False,
+            checkpoint=place,
+            checkpoint_every=4,
         )
         mcmc.run(random.key(3), remote)
         return mcmc
@@ -282,27 +307,44 @@ def test_checkpoints_of_other_runs_are_refused(tmp_path):
     ):
         run(LINEAR, linear, remote, 4, checkpoint=place)
     other = fed.RemoteMCMC(
-        fed.DSGLD(linear, step_size=0.01), num_warmup=2, num_samples=3, num_chains=2, checkpoint=tmp_path / "dsgld"
+        fed.DSGLD(linear, step_size=0.01),
+        num_warmup=2,
+        num_samples=3,
+        num_chains=2,
+        checkpoint=tmp_path / "dsgld",
     )
     other.run(random.key(3), remote)
     for kernel, what in (
         (fed.DSGLD(narrower_prior, step_size=0.01), "model"),
         (fed.DSGLD(linear, step_size=0.01, num_local_steps=3), "stays"),
     ):
-        wrong = fed.RemoteMCMC(kernel, num_warmup=2, num_samples=3, num_chains=2, checkpoint=tmp_path / "dsgld")
+        wrong = fed.RemoteMCMC(
+            kernel, num_warmup=2, num_samples=3, num_chains=2, checkpoint=tmp_path / "dsgld"
+        )
         with pytest.raises(ValueError, match=f"checkpoint of another run: {what}"):
             wrong.run(random.key(3), remote)
     with pytest.raises(ValueError, match="checkpoint of another run: sites"):
-        run(INTERCEPTS, intercepts, fed.RemoteSilos(INTERCEPTS, fed.Loopback(INTERCEPTS)), 3, checkpoint=place)
+        run(
+            INTERCEPTS,
+            intercepts,
+            fed.RemoteSilos(INTERCEPTS, fed.Loopback(INTERCEPTS)),
+            3,
+            checkpoint=place,
+        )
     place.write_bytes(place.read_bytes()[:100])
     with pytest.raises(
-        ValueError, match=r"run.ckpt: expected \d+ bytes of data, got \d+; it was cut off: .* delete it"
+        ValueError,
+        match=r"run.ckpt: expected \d+ bytes of data, got \d+; it was cut off: .* delete it",
     ):
         run(LINEAR, linear, remote, 3, checkpoint=place)
     with pytest.raises(FileNotFoundError, match="there is no folder"):
-        fed.RemoteMCMC(fed.FSGLD(linear), num_warmup=1, num_samples=1, checkpoint=tmp_path / "no" / "run.ckpt")
+        fed.RemoteMCMC(
+            fed.FSGLD(linear), num_warmup=1, num_samples=1, checkpoint=tmp_path / "no" / "run.ckpt"
+        )
     with pytest.raises(ValueError, match="checkpoint_every: expected a whole number >= 1, got 0"):
-        fed.RemoteMCMC(fed.FSGLD(linear), num_warmup=1, num_samples=1, checkpoint=place, checkpoint_every=0)
+        fed.RemoteMCMC(
+            fed.FSGLD(linear), num_warmup=1, num_samples=1, checkpoint=place, checkpoint_every=0
+        )
 
 
 # Keys of the silos' own
@@ -322,7 +364,9 @@ def test_draws_by_the_silos_own_keys_have_the_law_of_those_at_hand(tmp_path, mon
         """Of mean and sd, in standard errors of so many effective draws."""
         size = float(numpyro.diagnostics.effective_sample_size(np.asarray(found)))
         sd = cov[0, 0] ** 0.5
-        return abs(np.mean(found) - mean[0]) / sd * size**0.5, abs(np.std(found) / sd - 1) * (2 * size) ** 0.5
+        return abs(np.mean(found) - mean[0]) / sd * size**0.5, abs(np.std(found) / sd - 1) * (
+            2 * size
+        ) ** 0.5
 
     found = mu_of(tmp_path / "a")
     assert max(errors(found)) < 4
@@ -338,11 +382,17 @@ def test_every_key_of_a_call_is_replaced():
     message = {"keys": random.split(random.key(7), (3, 2)), "theta": jnp.ones(2)}
     call = Call(0, None, random.key(1), message)
     one, again, other = (with_own_keys(call, b"s" * 32, name) for name in ("a", "a", "b"))
-    words = [np.ravel(random.key_data(k)).tolist() for c in (call, one, other) for k in (c.key, c.message["keys"])]
+    words = [
+        np.ravel(random.key_data(k)).tolist()
+        for c in (call, one, other)
+        for k in (c.key, c.message["keys"])
+    ]
     words = [tuple(pair) for flat in words for pair in np.reshape(flat, (-1, 2)).tolist()]
     assert len(set(words)) == 3 * 7
     assert one.message["theta"] is call.message["theta"]
-    np.testing.assert_array_equal(random.key_data(one.message["keys"]), random.key_data(again.message["keys"]))
+    np.testing.assert_array_equal(
+        random.key_data(one.message["keys"]), random.key_data(again.message["keys"])
+    )
     stranger = with_own_keys(call, b"t" * 32, "a")
     assert not (random.key_data(stranger.key) == random.key_data(one.key)).any()
 
@@ -352,8 +402,12 @@ def test_every_key_of_a_call_is_replaced():
 
 ADAM = optax.adam(0.05)
 FITS = {
-    "sfvi": lambda: fed.SFVI(intercepts, fed.AutoSiloNormal(intercepts), ADAM, num_local_particles=3),
-    "sfvi_avg": lambda: fed.SFVIAvg(intercepts, fed.AutoSiloNormal(intercepts), ADAM, num_local_steps=5),
+    "sfvi": lambda: fed.SFVI(
+        intercepts, fed.AutoSiloNormal(intercepts), ADAM, num_local_particles=3
+    ),
+    "sfvi_avg": lambda: fed.SFVIAvg(
+        intercepts, fed.AutoSiloNormal(intercepts), ADAM, num_local_steps=5
+    ),
     "conducive": lambda: fed.SFVIAvg(intercepts, fed.AutoSiloNormal(intercepts), conducive=True),
 }
 
@@ -363,7 +417,11 @@ class Fits(Messages):
         super().__init__(silos, fit.model, folder, **options)
         make = make or (lambda: fit)
         self.make = {
-            n: (lambda n=n: SiloSide(alone(silos, n), fit.model, folder / n, fit=make(), own_keys=self.own_keys))
+            n: (
+                lambda n=n: SiloSide(
+                    alone(silos, n), fit.model, folder / n, fit=make(), own_keys=self.own_keys
+                )
+            )
             for n in silos.names
         }
         self.sides = {n: one() for n, one in self.make.items()}
@@ -401,7 +459,10 @@ def test_a_fit_whose_server_is_killed_goes_on_where_it_was(tmp_path, name):
     messenger = DyingFits(INTERCEPTS, fit, tmp_path, FITS[name])
     remote = connect(messenger, intercepts, fit=fit)
     fit.prepared(remote)
-    messenger.left, messenger.after = 5, True  # the first states, then three rounds and the replies of a fourth
+    messenger.left, messenger.after = (
+        5,
+        True,
+    )  # the first states, then three rounds and the replies of a fourth
     with pytest.raises(Killed):
         one(remote, checkpoint=place, checkpoint_every=2)
     messenger.left = -1
@@ -413,14 +474,23 @@ def test_a_fit_whose_server_is_killed_goes_on_where_it_was(tmp_path, name):
     for k, v in expected.params.items():
         np.testing.assert_array_equal(got.params[k], v, err_msg=k)
     with pytest.raises(ValueError, match=r"fit\.ckpt is the checkpoint of another run: seed"):
-        fit.run(random.key(2), rounds, connect(messenger, intercepts, fit=fit), progress_bar=False, checkpoint=place)
+        fit.run(
+            random.key(2),
+            rounds,
+            connect(messenger, intercepts, fit=fit),
+            progress_bar=False,
+            checkpoint=place,
+        )
 
 
 def test_silos_at_hand_have_no_checkpoint(tmp_path):
     with pytest.raises(
-        ValueError, match=r"checkpoint: silos at hand keep nothing; expected None, and init_state=result.state"
+        ValueError,
+        match=r"checkpoint: silos at hand keep nothing; expected None, and init_state=result.state",
     ):
-        FITS["sfvi"]().run(random.key(1), 2, INTERCEPTS, progress_bar=False, checkpoint=tmp_path / "fit.ckpt")
+        FITS["sfvi"]().run(
+            random.key(1), 2, INTERCEPTS, progress_bar=False, checkpoint=tmp_path / "fit.ckpt"
+        )
 
 
 @pytest.mark.parametrize(
@@ -428,11 +498,15 @@ def test_silos_at_hand_have_no_checkpoint(tmp_path):
     [
         (lambda: None, "has another model: fit of chains, expected SFVI"),
         (
-            lambda: fed.SFVI(intercepts, fed.AutoSiloNormal(intercepts), optax.adam(0.01), num_local_particles=3),
+            lambda: fed.SFVI(
+                intercepts, fed.AutoSiloNormal(intercepts), optax.adam(0.01), num_local_particles=3
+            ),
             "has another model: optimisers",
         ),
         (
-            lambda: fed.SFVI(intercepts, fed.AutoSiloNormal(intercepts), ADAM, num_local_particles=4),
+            lambda: fed.SFVI(
+                intercepts, fed.AutoSiloNormal(intercepts), ADAM, num_local_particles=4
+            ),
             "has another model: options",
         ),
     ],
@@ -447,7 +521,8 @@ def test_silos_with_another_fit_are_named(tmp_path, theirs, message):
 def test_a_fit_that_silos_were_not_told_of_is_named(tmp_path):
     remote = connect(Messages(INTERCEPTS, intercepts, tmp_path), intercepts)
     with pytest.raises(
-        RuntimeError, match=r"silo '0': it has no such fit; expected connect\(messenger, model, fit=\.\.\.\)"
+        RuntimeError,
+        match=r"silo '0': it has no such fit; expected connect\(messenger, model, fit=\.\.\.\)",
     ):
         FITS["sfvi"]().run(random.key(1), 2, remote, progress_bar=False)
 
@@ -465,17 +540,27 @@ def test_the_audit_lists_every_byte_and_planted_values_are_in_none(tmp_path):
     run(silos, linear, remote, 4)
     raw = b"".join(data + answer for _, data, answer in messenger.sent)
     assert planted.tobytes() not in raw
-    assert messenger.sides[first].site.rows.rows["y"][1].tobytes() == planted.tobytes()  # the control: the silo has it
+    assert (
+        messenger.sides[first].site.rows.rows["y"][1].tobytes() == planted.tobytes()
+    )  # the control: the silo has it
     crossed = [answer for _, data, answer in messenger.sent if b"StayLocal" in data][-1]
     kept = unpack(crossed)["replies"][0][0]
     assert kept.tobytes() in raw  # the control: what crosses is found
     for name in silos.names:
         own = [(data, answer) for n, data, answer in messenger.sent if n == name]
-        lines = [json.loads(line) for line in (tmp_path / name / "audit.jsonl").read_text().splitlines()]
-        assert [line["sent"]["sha256"] for line in lines] == [hashlib.sha256(answer).hexdigest() for _, answer in own]
+        lines = [
+            json.loads(line) for line in (tmp_path / name / "audit.jsonl").read_text().splitlines()
+        ]
+        assert [line["sent"]["sha256"] for line in lines] == [
+            hashlib.sha256(answer).hexdigest() for _, answer in own
+        ]
         assert [line["received"]["bytes"] for line in lines] == [len(data) for data, _ in own]
         # what was said while it met the silos is not in the carrier's count
-        calls = [len(answer) for (_, answer), line in zip(own, lines, strict=True) if line["what"] == "calls"]
+        calls = [
+            len(answer)
+            for (_, answer), line in zip(own, lines, strict=True)
+            if line["what"] == "calls"
+        ]
         assert remote.carrier.traffic[name].bytes_up == sum(calls)
 
 
@@ -520,7 +605,10 @@ def test_silos_refuse_settings_that_single_out_rows(tmp_path):
     own = Units(factors, "groups", largest(remote))
     few = replace(own, pad=tuple((group, 1) for group, _ in own.pad))
     point = Message(
-        np.zeros(1, np.float32), np.eye(1, dtype=np.float32), np.zeros((2, 1), np.float32), np.ones(2, np.float32)
+        np.zeros(1, np.float32),
+        np.eye(1, dtype=np.float32),
+        np.zeros((2, 1), np.float32),
+        np.ones(2, np.float32),
     )
 
     def ask(local, message):
@@ -530,7 +618,9 @@ def test_silos_refuse_settings_that_single_out_rows(tmp_path):
 
     kernel = fed.FSGLD(intercepts)
     kernel._prepare(remote, {})
-    batch, kept = (StayLocal(replace(kernel._plan, **x)) for x in ({"batch": ("groups", 1)}, {"num_kept": 2}))
+    batch, kept = (
+        StayLocal(replace(kernel._plan, **x)) for x in ({"batch": ("groups", 1)}, {"num_kept": 2})
+    )
     for local in (batch, kept):
         # what it would start from does not matter: the server's own look at types would fail first
         call = (local, random.key(0), None, None, None)
@@ -542,7 +632,10 @@ def test_silos_refuse_settings_that_single_out_rows(tmp_path):
         )
     assert "a number of elements that is not its own" in ask(ScoreLocal(factors, few, 1), point)
     assert (
-        remote.ask([fed.engines.remote.Call(0, ScoreLocal(factors, own, 1), random.key(0), point)])[0] is not None
+        remote.ask([fed.engines.remote.Call(0, ScoreLocal(factors, own, 1), random.key(0), point)])[
+            0
+        ]
+        is not None
     )  # the control
 
 
@@ -583,7 +676,9 @@ def test_a_silo_that_returns_nan_counts_as_not_answered(tmp_path):
             out = super().exchange(messages)
             if "silo 1" in out and b"StayLocal" in messages["silo 1"]:
                 answer = unpack(out["silo 1"])
-                answer["replies"] = [[np.full_like(r[0], np.nan), *r[1:]] for r in answer["replies"]]
+                answer["replies"] = [
+                    [np.full_like(r[0], np.nan), *r[1:]] for r in answer["replies"]
+                ]
                 out["silo 1"] = pack(answer)
             return out
 
@@ -618,21 +713,36 @@ def swapped(tmp_path, silos, model=linear, name="silo 1"):
 
 def changed(name, **columns):
     data = {k: np.asarray(v) for k, v in LINEAR["silo 1"].items()}
-    return fed.Silos({name: {k: columns.get(k, lambda v: v)(v) for k, v in data.items()}}, rows=dict(LINEAR.group))
+    return fed.Silos(
+        {name: {k: columns.get(k, lambda v: v)(v) for k, v in data.items()}},
+        rows=dict(LINEAR.group),
+    )
 
 
 @pytest.mark.parametrize(
     ("silos", "model", "message"),
     [
-        (lambda: alone(LINEAR, "silo 1"), other_model, r"silo 'silo 1' has another model: global sites"),
-        (lambda: alone(LINEAR, "silo 1"), narrower, r"silo 'silo 1' has another model: program \w+, expected \w+"),
+        (
+            lambda: alone(LINEAR, "silo 1"),
+            other_model,
+            r"silo 'silo 1' has another model: global sites",
+        ),
+        (
+            lambda: alone(LINEAR, "silo 1"),
+            narrower,
+            r"silo 'silo 1' has another model: program \w+, expected \w+",
+        ),
         (lambda: changed("silo 9"), linear, r"silo 'silo 1' says that it is \['silo 9'\]"),
         (
             lambda: changed("silo 1", y=lambda v: v.astype(np.int32)),
             linear,
             "silo 'silo 1' has silos of another kind than silo 'silo 0': rows",
         ),
-        (lambda: changed("silo 1", x=lambda v: v[:, :1]), linear, "silo 'silo 1' has silos of another kind"),
+        (
+            lambda: changed("silo 1", x=lambda v: v[:, :1]),
+            linear,
+            "silo 'silo 1' has silos of another kind",
+        ),
     ],
     ids=["model", "number in the model", "name", "type", "column"],
 )
@@ -652,7 +762,8 @@ def test_another_version_is_named(tmp_path, monkeypatch):
         connect(messenger, linear)
     monkeypatch.setattr(wire, "PROTOCOL", 7)
     with pytest.raises(
-        ValueError, match="silo 'silo 0': the server speaks protocol 7, expected 2; install one version"
+        ValueError,
+        match="silo 'silo 0': the server speaks protocol 7, expected 2; install one version",
     ):
         connect(messenger, linear)
 
@@ -673,7 +784,10 @@ def scaled(matrix):
 
 
 def test_arrays_inside_compiled_functions_are_part_of_the_fingerprint():
-    one, other = (fingerprint(factorise(m, LINEAR), LINEAR) for m in (scaled(np.eye(2)), scaled(2 * np.eye(2))))
+    one, other = (
+        fingerprint(factorise(m, LINEAR), LINEAR)
+        for m in (scaled(np.eye(2)), scaled(2 * np.eye(2)))
+    )
     assert one["program"] != other["program"]
     assert one == fingerprint(factorise(scaled(np.eye(2)), LINEAR), LINEAR)
 
@@ -699,15 +813,20 @@ def test_what_differs_between_silos_does_not_leave_before_it_is_seen(tmp_path):
     messenger.names = ("a", "b")
     messenger.sides = {
         name: SiloSide(
-            fed.Silos({name: {"y": np.ones(4, np.float32), "level": jnp.asarray(v)}}), model, tmp_path / name
+            fed.Silos({name: {"y": np.ones(4, np.float32), "level": jnp.asarray(v)}}),
+            model,
+            tmp_path / name,
         )
         for name, v in zip("ab", planted, strict=True)
     }
     with pytest.raises(
-        ValueError, match=r"has the shared arguments \['level'\], the server \[\].*shared={argument: value}"
+        ValueError,
+        match=r"has the shared arguments \['level'\], the server \[\].*shared={argument: value}",
     ):
         connect(messenger, model)
-    with pytest.raises(ValueError, match=r"silo 'b': the server has other values than it of \['level'\]") as error:
+    with pytest.raises(
+        ValueError, match=r"silo 'b': the server has other values than it of \['level'\]"
+    ) as error:
         connect(messenger, model, shared={"level": jnp.asarray(planted[0])})
     raw = b"".join(answer for *_, answer in messenger.sent) + str(error.value).encode()
     assert not any(v.tobytes() in raw or str(v).encode() in raw for v in planted)
@@ -718,20 +837,25 @@ def test_a_silo_that_is_another_after_a_restart_is_refused(tmp_path):
     folder = tmp_path / "silo 1"
     SiloSide(alone(LINEAR, "silo 1"), linear, folder)  # the control
     with pytest.raises(
-        ValueError, match="silo 'silo 1': other rows than before; expected those of the run that its folder"
+        ValueError,
+        match="silo 'silo 1': other rows than before; expected those of the run that its folder",
     ):
         SiloSide(changed("silo 1", y=lambda v: v + 1), linear, folder)
     with pytest.raises(ValueError, match="silo 'silo 1': other model than before"):
         SiloSide(alone(LINEAR, "silo 1"), narrower, folder)
     longer = {k: np.concatenate([np.asarray(v)] * 2) for k, v in LINEAR["silo 1"].items()}
-    with pytest.raises(ValueError, match=r"rows, the server says .* give another folder, or delete this one"):
+    with pytest.raises(
+        ValueError, match=r"rows, the server says .* give another folder, or delete this one"
+    ):
         SiloSide(fed.Silos({"silo 1": longer}), linear, folder)
 
 
 def test_one_server_at_a_time(tmp_path):
     messenger = Messages(LINEAR, linear, tmp_path)
     first, second = connect(messenger, linear), connect(messenger, linear)
-    with pytest.raises(RuntimeError, match="another server has connected since; expected one at a time"):
+    with pytest.raises(
+        RuntimeError, match="another server has connected since; expected one at a time"
+    ):
         run(LINEAR, linear, first)
     run(LINEAR, linear, second, 2)
 
@@ -770,14 +894,18 @@ def test_silos_that_are_silent_at_first_are_named(tmp_path):
         k: messenger.sides[k].answer(v) for k, v in messages.items() if k != "silo 2"
     }
     with pytest.raises(
-        RuntimeError, match=r"silos \['silo 2'\] did not answer; expected silos that are up, under these names"
+        RuntimeError,
+        match=r"silos \['silo 2'\] did not answer; expected silos that are up, under these names",
     ):
         connect(messenger, linear)
 
 
 def test_a_silo_says_in_words_what_is_wrong_and_quotes_no_rows(tmp_path):
     side = SiloSide(alone(LINEAR, "silo 0"), linear, tmp_path / "a")
-    assert "asked before it was told of the others" in unpack(side.answer(pack({"what": "calls"})))["error"]
+    assert (
+        "asked before it was told of the others"
+        in unpack(side.answer(pack({"what": "calls"})))["error"]
+    )
     assert "expected a packed value" in unpack(side.answer(b"nothing"))["error"]
     with pytest.raises(ValueError, match=r"expected fed\.Silos of one silo"):
         SiloSide(LINEAR, linear, tmp_path / "b")
@@ -785,7 +913,14 @@ def test_a_silo_says_in_words_what_is_wrong_and_quotes_no_rows(tmp_path):
         "expected to be among the silos"
         in unpack(
             side.answer(
-                pack({"what": "open", "silos": as_values(alone(LINEAR, "silo 1")), "server": 1, "fresh": False})
+                pack(
+                    {
+                        "what": "open",
+                        "silos": as_values(alone(LINEAR, "silo 1")),
+                        "server": 1,
+                        "fresh": False,
+                    }
+                )
             )
         )["error"]
     )
@@ -807,7 +942,8 @@ def test_a_folder_that_was_emptied_is_said(tmp_path):
     messenger.exchange = exchange
     mcmc = fed.RemoteMCMC(kernel, num_warmup=0, num_samples=2, progress_bar=False)
     with pytest.raises(
-        RuntimeError, match=r"silo 'silo .': what it kept for this run is gone; expected the folder of before"
+        RuntimeError,
+        match=r"silo 'silo .': what it kept for this run is gone; expected the folder of before",
     ):
         mcmc.run(random.key(0), remote)
 
@@ -818,11 +954,16 @@ def test_another_model_or_a_function_does_not_go_over_the_wire(tmp_path):
         ValueError,
         match=r"needs cannot go over a wire .*; expected the model, and the fit, that silos were connected with",
     ):
-        fed.RemoteMCMC(fed.FSGLD(narrower), num_warmup=0, num_samples=2, progress_bar=False).run(random.key(0), remote)
+        fed.RemoteMCMC(fed.FSGLD(narrower), num_warmup=0, num_samples=2, progress_bar=False).run(
+            random.key(0), remote
+        )
     kernel = fed.FSGLD(linear, step_size=lambda i: 1e-3 / (i + 1.0))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with pytest.raises(
-            ValueError, match=r"got function.*step sizes that are numbers or schedules of fed, not functions"
+            ValueError,
+            match=r"got function.*step sizes that are numbers or schedules of fed, not functions",
         ):
-            fed.RemoteMCMC(kernel, num_warmup=0, num_samples=2, progress_bar=False).run(random.key(0), remote)
+            fed.RemoteMCMC(kernel, num_warmup=0, num_samples=2, progress_bar=False).run(
+                random.key(0), remote
+            )

@@ -21,7 +21,9 @@ def wheeze(y: Array, x: Array) -> None:
     with fed.silo_plate("children", y.shape[0], dim=-2):
         z = numpyro.sample("z", dist.Normal(0, 1))
         with numpyro.plate("visits", y.shape[1], dim=-1):
-            numpyro.sample("y", dist.Bernoulli(logits=beta[0] + beta[1] * x[:, None] + sigma * z), obs=y)
+            numpyro.sample(
+                "y", dist.Bernoulli(logits=beta[0] + beta[1] * x[:, None] + sigma * z), obs=y
+            )
 
 
 @functools.cache
@@ -67,7 +69,9 @@ def hierarchy_posterior(n: int = 9) -> tuple[np.ndarray, np.ndarray, float]:
     covariance = np.linalg.inv(precision)
     mean = covariance @ np.concatenate([[0.0], y / ROW_SD**2])
     marginal = PRIOR_SD**2 * np.ones((n, n)) + (GROUP_SD**2 + ROW_SD**2) * np.eye(n)
-    evidence = -0.5 * (y @ np.linalg.solve(marginal, y) + np.linalg.slogdet(2 * np.pi * marginal)[1])
+    evidence = -0.5 * (
+        y @ np.linalg.solve(marginal, y) + np.linalg.slogdet(2 * np.pi * marginal)[1]
+    )
     return mean, covariance, evidence
 
 
@@ -130,7 +134,9 @@ def unit_hierarchy(y: Array) -> None:
 
 def linear_encoder(y: Array) -> tuple[Array, Array]:
     """An encoder of :func:`unit_hierarchy`'s latents whose family holds the mean-field optimum."""
-    slope, intercept, log_scale = (numpyro.param(n, 0.1) for n in ("slope", "intercept", "log_scale"))
+    slope, intercept, log_scale = (
+        numpyro.param(n, 0.1) for n in ("slope", "intercept", "log_scale")
+    )
     return intercept + slope * y, log_scale
 
 

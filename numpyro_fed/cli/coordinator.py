@@ -49,7 +49,12 @@ def _draw(grid: Any, context: Any) -> None:
         )
         fresh = not (folder / "checkpoint").exists()
         silos = connect(
-            messenger, module.model, shared=module.SHARED, public=public_of(module), fit=module.svi, fresh=fresh
+            messenger,
+            module.model,
+            shared=module.SHARED,
+            public=public_of(module),
+            fit=module.svi,
+            fresh=fresh,
         )
         carrier: Any = silos.carrier
         with warnings.catch_warnings(record=True) as said:
@@ -57,17 +62,24 @@ def _draw(grid: Any, context: Any) -> None:
             idata, words = posterior(module, silos, told, folder / "checkpoint")
         idata.to_netcdf(told["out"])
         lines = [words, "On the wire (messages, bytes to the silo, bytes from it):"]
-        lines += [f"  {name}: {t.messages:,}, {t.bytes_down:,}, {t.bytes_up:,}" for name, t in carrier.traffic.items()]
+        lines += [
+            f"  {name}: {t.messages:,}, {t.bytes_down:,}, {t.bytes_up:,}"
+            for name, t in carrier.traffic.items()
+        ]
         lines += [f"Warning: {w.message}" for w in said if issubclass(w.category, UserWarning)]
         write_whole(folder / "done", "\n".join(lines).encode())
     except BaseException as error:
         (folder / "error.log").write_text(traceback.format_exc())
-        said_why = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        said_why = (
+            str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        )
         write_whole(folder / "failed", said_why.encode())
         raise
 
 
-def posterior(module: ModuleType, silos: RemoteSilos, told: dict[str, Any], checkpoint: Path) -> tuple[Any, str]:
+def posterior(
+    module: ModuleType, silos: RemoteSilos, told: dict[str, Any], checkpoint: Path
+) -> tuple[Any, str]:
     """The result by the study's method, ``svi`` or ``kernel`` of its module, FSGLD where it has neither, and what it cost in words.
 
     :param told: ``chains``, ``warmup``, ``samples``, ``rounds`` (0: a default) and ``seed``.
@@ -76,7 +88,11 @@ def posterior(module: ModuleType, silos: RemoteSilos, told: dict[str, Any], chec
     if svi is None:
         kernel, chains = module.kernel or FSGLD(module.model), told["chains"]
         mcmc = RemoteMCMC(
-            kernel, num_warmup=told["warmup"], num_samples=told["samples"], num_chains=chains, checkpoint=checkpoint
+            kernel,
+            num_warmup=told["warmup"],
+            num_samples=told["samples"],
+            num_chains=chains,
+            checkpoint=checkpoint,
         )
         mcmc.run(key, silos)
         return to_inference_data(mcmc, silos), str(mcmc.sampler.ledger(mcmc.last_state))
@@ -88,12 +104,18 @@ def posterior(module: ModuleType, silos: RemoteSilos, told: dict[str, Any], chec
         tol=TOL if conducive else None,
         progress_bar=False,
         checkpoint=checkpoint,
-        checkpoint_every=1 if conducive else 10,  # of which there are ten or so, and of others thousands
+        checkpoint_every=1
+        if conducive
+        else 10,  # of which there are ten or so, and of others thousands
     )
     if result.stopped is not None:
-        raise RuntimeError(f"{result.stopped}; started again with the same folder the run goes on from its checkpoint")
+        raise RuntimeError(
+            f"{result.stopped}; started again with the same folder the run goes on from its checkpoint"
+        )
     num_draws = told["chains"] * told["samples"]
-    idata = to_inference_data(svi, result, silos, num_draws=num_draws, rng_key=key_draws, resample=conducive)
+    idata = to_inference_data(
+        svi, result, silos, num_draws=num_draws, rng_key=key_draws, resample=conducive
+    )
     lines, k = [f"{len(result.losses)} rounds"], idata.posterior.attrs.get("pareto_k")
     lines[0] += "" if k is None else f"; Pareto's k of the draws {k:.2f}"
     lines += [str(result.privacy)] if result.privacy is not None else []
@@ -127,7 +149,9 @@ def coordinate(
         (folder / name).unlink(missing_ok=True)
     host, _, port = address.rpartition(":")
     environment = {**os.environ, **QUIET, "FLWR_HOME": str(folder / "flower")}
-    environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environment.get("PATH", "")])
+    environment["PATH"] = os.pathsep.join(
+        [str(Path(sys.executable).parent), environment.get("PATH", "")]
+    )
     command = link_command(
         int(port),
         certificate=tls / "server.crt",
@@ -142,7 +166,18 @@ def coordinate(
         _wait_for(link, near, int(port), folder)
         for name in names:
             key = str((keys / f"{name}.pub").resolve())
-            _flwr(folder, tls, f"{near}:{port}", environment, "supernode", "register", key, "link", "--name", name)
+            _flwr(
+                folder,
+                tls,
+                f"{near}:{port}",
+                environment,
+                "supernode",
+                "register",
+                key,
+                "link",
+                "--name",
+                name,
+            )
         config = {
             **settings,
             "model": str(model.resolve()),
@@ -151,14 +186,22 @@ def coordinate(
             "folder": str(folder),
         }
         app = write_app(
-            folder / "app", "numpyro_fed.cli.coordinator:server", "numpyro_fed.cli.coordinator:client", config
+            folder / "app",
+            "numpyro_fed.cli.coordinator:server",
+            "numpyro_fed.cli.coordinator:client",
+            config,
         )
         _flwr(folder, tls, f"{near}:{port}", environment, "run", str(app), "link")
         while not (folder / "done").exists():
             if (folder / "failed").exists():
-                raise RuntimeError((folder / "failed").read_text() + f" (the whole error is in {folder / 'error.log'})")
+                raise RuntimeError(
+                    (folder / "failed").read_text()
+                    + f" (the whole error is in {folder / 'error.log'})"
+                )
             if link.poll() is not None or _is_gone(folder / "process"):
-                raise RuntimeError(f"SuperLink, or the run in it, ended without a result; see {folder / 'link.log'}")
+                raise RuntimeError(
+                    f"SuperLink, or the run in it, ended without a result; see {folder / 'link.log'}"
+                )
             time.sleep(0.2)
         return f"{(folder / 'done').read_text()}\nposterior written to {out}"
     finally:
@@ -192,12 +235,16 @@ def _wait_for(link: subprocess.Popen, host: str, port: int, folder: Path) -> Non
     raise RuntimeError(f"SuperLink did not start within {_START:.0f} s; see {folder / 'link.log'}")
 
 
-def _flwr(folder: Path, tls: Path, address: str, environment: dict[str, str], *arguments: str) -> None:
+def _flwr(
+    folder: Path, tls: Path, address: str, environment: dict[str, str], *arguments: str
+) -> None:
     """Flower's own command, as the coordinator of this machine."""
     home = folder / "flower"
     home.mkdir(exist_ok=True)
     lines = ["[superlink]", 'default = "link"', "[superlink.link]", f'address = "{address}"']
-    (home / "config.toml").write_text("\n".join([*lines, f"root-certificates = {json.dumps(str(tls / 'ca.crt'))}", ""]))
+    (home / "config.toml").write_text(
+        "\n".join([*lines, f"root-certificates = {json.dumps(str(tls / 'ca.crt'))}", ""])
+    )
     command = [str(Path(sys.executable).with_name("flwr")), *arguments]
     done = subprocess.run(
         command,

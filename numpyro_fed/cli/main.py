@@ -38,21 +38,38 @@ def main() -> None:
     required=True,
     help="Python file with the study's model, as the coordinator has it.",
 )
-@click.option("--data", type=_FILE, required=True, help="This silo's table, CSV or Parquet; it stays on this machine.")
+@click.option(
+    "--data",
+    type=_FILE,
+    required=True,
+    help="This silo's table, CSV or Parquet; it stays on this machine.",
+)
 @click.option("--name", required=True, help="This silo's name, as the coordinator lists it.")
 @click.option("--server", help="The coordinator's machine, host:port.")
-@click.option("--ca", type=_FILE, help="Certificate of the authority that signed the server's, PEM.")
-@click.option("--key", type=_FILE, help="This silo's private key, whose public one the coordinator has.")
+@click.option(
+    "--ca", type=_FILE, help="Certificate of the authority that signed the server's, PEM."
+)
+@click.option(
+    "--key", type=_FILE, help="This silo's private key, whose public one the coordinator has."
+)
 @click.option(
     "--folder",
     type=_FOLDER,
     help="Where this silo keeps its state and the record of what left it.  [default: numpyro-fed-NAME]",
 )
 @click.option(
-    "--give-up", type=float, default=60.0, show_default=True, help="Seconds in which the server has to answer."
+    "--give-up",
+    type=float,
+    default=60.0,
+    show_default=True,
+    help="Seconds in which the server has to answer.",
 )
 @click.option(
-    "--min-rows", type=click.IntRange(0), default=10, show_default=True, help="Guard: least rows; 0 turns it off."
+    "--min-rows",
+    type=click.IntRange(0),
+    default=10,
+    show_default=True,
+    help="Guard: least rows; 0 turns it off.",
 )
 @click.option(
     "--min-level-rows",
@@ -68,9 +85,15 @@ def main() -> None:
     show_default=True,
     help="Guard: most global parameters for each row; 0 turns it off.",
 )
-@click.option("--columns", help="Guard: the only columns of the table that the study may use, with commas between.")
 @click.option(
-    "--ceiling", "ceilings", multiple=True, help="KIND=N: how many calls of a kind are answered at most; repeatable."
+    "--columns",
+    help="Guard: the only columns of the table that the study may use, with commas between.",
+)
+@click.option(
+    "--ceiling",
+    "ceilings",
+    multiple=True,
+    help="KIND=N: how many calls of a kind are answered at most; repeatable.",
 )
 @click.option(
     "--own-keys/--server-keys",
@@ -105,9 +128,13 @@ def silo(
         _check_name(name)
         module = load_model_file(model_file)
         place = folder or Path(f"numpyro-fed-{name}")
-        allowed = None if columns is None else tuple(column.strip() for column in columns.split(","))
+        allowed = (
+            None if columns is None else tuple(column.strip() for column in columns.split(","))
+        )
         guards = Guards(min_rows or None, min_level_rows or None, max_parameters or None)
-        with tempfile.TemporaryDirectory() as nothing:  # a check does not look at what former runs left
+        with (
+            tempfile.TemporaryDirectory() as nothing
+        ):  # a check does not look at what former runs left
             side = SiloSide(
                 silo_of_file(module, name, data, allowed),
                 module.model,
@@ -125,7 +152,9 @@ def silo(
             module.svi.proved(side.silos)
     except Exception as error:  # of a program that the person did not write
         raise click.ClickException(
-            str(error) if isinstance(error, ValueError) else f"{model_file}: {type(error).__name__}: {error}"
+            str(error)
+            if isinstance(error, ValueError)
+            else f"{model_file}: {type(error).__name__}: {error}"
         ) from error
     click.echo(what_leaves(side, place, guards, allowed))
     if check or server is None or ca is None:
@@ -146,7 +175,10 @@ def _ceilings(given: tuple[str, ...]) -> dict[str, int]:
 
 
 def what_leaves(
-    side: SiloSide, folder: Path, guards: Guards | None = None, columns: tuple[str, ...] | None = None
+    side: SiloSide,
+    folder: Path,
+    guards: Guards | None = None,
+    columns: tuple[str, ...] | None = None,
 ) -> str:
     """Return what of a silo's data will leave it, in words and numbers.
 
@@ -166,19 +198,32 @@ def what_leaves(
         f"Leaves, in answer to the server ({d} global parameters, numbers of 4 bytes):",
     ]
     for kind in side.answered:
-        answer, ceiling = ANSWERED[kind], f" (at most {side.ceilings[kind]:,} times; {side.counts[kind]:,} so far)"
-        lines.append(f"  {kind:<14} {answer.leaves}" + (f"; {answer.numbers}" if answer.numbers else "") + ceiling)
+        answer, ceiling = (
+            ANSWERED[kind],
+            f" (at most {side.ceilings[kind]:,} times; {side.counts[kind]:,} so far)",
+        )
+        lines.append(
+            f"  {kind:<14} {answer.leaves}"
+            + (f"; {answer.numbers}" if answer.numbers else "")
+            + ceiling
+        )
     if side.closed is not None and (privacy := side.closed.privacy) is not None:
         lines.append(
             f"With noise: epsilon {privacy.epsilon:g}, delta {privacy.delta:g}, spent after {privacy.num_rounds:,} rounds; then no more is answered."
         )
     if side.closed is not None and side.closed.sums:
-        lines.append("Masked: of the answers to rounds the server sees the sum over all silos alone.")
+        lines.append(
+            "Masked: of the answers to rounds the server sees the sum over all silos alone."
+        )
     lines += [
         "Latents and noise are drawn by this silo's own keys."
         if side.own_keys
         else "Latents and noise are drawn by the server's keys: a server that lies can solve for single rows.",
-        *(() if guards is None else (f"Guards: {guards!r}; columns: {', '.join(columns or ['all'])}.",)),
+        *(
+            ()
+            if guards is None
+            else (f"Guards: {guards!r}; columns: {', '.join(columns or ['all'])}.",)
+        ),
         "Nothing whose length depends on the number of rows is sent: each kind of answer is tried with a row more, and refused if it grows.",
         f"Every message is listed in {folder / 'audit.jsonl'}, with the positions that were asked about.",
     ]
@@ -189,7 +234,9 @@ def _shared(side: SiloSide) -> list[str]:
     """The arguments that are as many rows as no plate has elements: they are compared here."""
     shared = ", ".join(f"{k} {list(np.shape(v))}" for k, v in sorted(side.silos.shared.items()))
     return (
-        [f"Compared here with the coordinator's values, and not sent: {shared} (not as long as the rows above)."]
+        [
+            f"Compared here with the coordinator's values, and not sent: {shared} (not as long as the rows above)."
+        ]
         if shared
         else []
     )
@@ -227,7 +274,9 @@ def _serve(side: SiloSide, server: str, ca: Path, key: Path | None, give_up: flo
 
     counted = _Counted(side)
     try:
-        serve(flower.client_app(lambda _: counted), server, side.name, ca=ca, key=key, give_up=give_up)
+        serve(
+            flower.client_app(lambda _: counted), server, side.name, ca=ca, key=key, give_up=give_up
+        )
     except ConnectionError as error:
         raise click.ClickException(str(error)) from error
     except KeyboardInterrupt:
@@ -251,11 +300,15 @@ def _check_fit(svi: Any, num_silos: int, rounds: int) -> None:
             f"the study's secure_sum=True wants three silos at least, got {num_silos}: of two, each would know the other's"
         )
     if svi.privacy is not None and rounds > svi.privacy.num_rounds:
-        raise ValueError(f"--rounds {rounds}: the study's budget of privacy is for {svi.privacy.num_rounds}")
+        raise ValueError(
+            f"--rounds {rounds}: the study's budget of privacy is for {svi.privacy.num_rounds}"
+        )
 
 
 @main.command()
-@click.option("--model", "model_file", type=_FILE, required=True, help="Python file with the study's model.")
+@click.option(
+    "--model", "model_file", type=_FILE, required=True, help="Python file with the study's model."
+)
 @click.option("--silos", "names", required=True, help="Names of all silos, with commas between.")
 @click.option(
     "--address",
@@ -263,7 +316,9 @@ def _check_fit(svi: Any, num_silos: int, rounds: int) -> None:
     show_default=True,
     help="Where this machine listens, host:port; silos come through a proxy (docs/flower.md).",
 )
-@click.option("--tls", type=_FOLDER, required=True, help="Folder with server.crt, server.key and ca.crt.")
+@click.option(
+    "--tls", type=_FOLDER, required=True, help="Folder with server.crt, server.key and ca.crt."
+)
 @click.option(
     "--keys",
     type=_FOLDER,
@@ -271,7 +326,10 @@ def _check_fit(svi: Any, num_silos: int, rounds: int) -> None:
     help="Folder with the silos' public keys, NAME.pub: who has no key of these is not let in.",
 )
 @click.option(
-    "--out", type=click.Path(dir_okay=False, path_type=Path), required=True, help="netCDF file for the posterior."
+    "--out",
+    type=click.Path(dir_okay=False, path_type=Path),
+    required=True,
+    help="netCDF file for the posterior.",
 )
 @click.option(
     "--folder",
@@ -282,7 +340,11 @@ def _check_fit(svi: Any, num_silos: int, rounds: int) -> None:
 )
 @click.option("--chains", type=click.IntRange(1), default=4, show_default=True)
 @click.option(
-    "--warmup", type=click.IntRange(0), default=200, show_default=True, help="Rounds that are not kept, of chains."
+    "--warmup",
+    type=click.IntRange(0),
+    default=200,
+    show_default=True,
+    help="Rounds that are not kept, of chains.",
 )
 @click.option(
     "--samples",
@@ -312,7 +374,9 @@ def _check_fit(svi: Any, num_silos: int, rounds: int) -> None:
     show_default=True,
     help="Seconds that a round waits for a silo that is away; of variational fits and networks five times over.",
 )
-def run(model_file: Path, names: str, tls: Path, keys: Path, out: Path, folder: Path, **options: Any) -> None:
+def run(
+    model_file: Path, names: str, tls: Path, keys: Path, out: Path, folder: Path, **options: Any
+) -> None:
     """Wait for the silos, draw from the posterior of all of them together, and write it.
 
     By the model file's `kernel` or `svi`, which is an SFVI or SFVIAvg; without them by FSGLD.
@@ -327,12 +391,18 @@ def run(model_file: Path, names: str, tls: Path, keys: Path, out: Path, folder: 
         _check_fit(module.svi, len(silos), options["rounds"])
         _, _, port = options["address"].rpartition(":")
         if not (port.isdigit() and 0 < int(port) < 2**16):
-            raise ValueError(f"--address {options['address']}: expected host:port, a port from 1 to 65535")
-        missing = [str(tls / f) for f in ("server.crt", "server.key", "ca.crt") if not (tls / f).is_file()]
+            raise ValueError(
+                f"--address {options['address']}: expected host:port, a port from 1 to 65535"
+            )
+        missing = [
+            str(tls / f) for f in ("server.crt", "server.key", "ca.crt") if not (tls / f).is_file()
+        ]
         missing += [str(keys / f"{n}.pub") for n in silos if not (keys / f"{n}.pub").is_file()]
         nodes, chains = isinstance(module.kernel, NetworkKernel), options["chains"]
         if nodes and chains % len(silos):
-            raise ValueError(f"--chains {chains}: of a network every silo has one; expected a multiple of {len(silos)}")
+            raise ValueError(
+                f"--chains {chains}: of a network every silo has one; expected a multiple of {len(silos)}"
+            )
         if missing:
             raise ValueError(f"there are no files {missing}; docs/flower.md says how to make them")
         if not out.resolve().parent.is_dir():

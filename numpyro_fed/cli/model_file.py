@@ -41,20 +41,30 @@ def load_model_file(place: str | Path) -> ModuleType:
     except (Exception, SystemExit) as error:
         raise ValueError(f"{place}: {type(error).__name__}: {error}") from error
     if not callable(getattr(module, "model", None)):
-        raise ValueError(f"{place}: it has no function model; expected one whose silo plates are marked")
+        raise ValueError(
+            f"{place}: it has no function model; expected one whose silo plates are marked"
+        )
     svi, kernel = getattr(module, "svi", None), getattr(module, "kernel", None)
     if svi is not None and kernel is not None:
-        raise ValueError(f"{place}: it has svi and kernel; expected one of them, for one study has one method")
+        raise ValueError(
+            f"{place}: it has svi and kernel; expected one of them, for one study has one method"
+        )
     if svi is not None and not (isinstance(svi, FederatedVI) and svi.model is module.model):
-        raise ValueError(f"{place}: svi: expected fed.SFVI or fed.SFVIAvg of this file's model, got {svi!r}")
-    known = isinstance(kernel, NetworkKernel) or (isinstance(kernel, LangevinKernel) and not kernel.pooled)
+        raise ValueError(
+            f"{place}: svi: expected fed.SFVI or fed.SFVIAvg of this file's model, got {svi!r}"
+        )
+    known = isinstance(kernel, NetworkKernel) or (
+        isinstance(kernel, LangevinKernel) and not kernel.pooled
+    )
     if kernel is not None and not (known and kernel._model is module.model):
         raise ValueError(
             f"{place}: kernel: expected fed.FSGLD or another kernel of fed, of this file's model, got {kernel!r}"
         )
     shared = getattr(module, "SHARED", {})
     if not isinstance(shared, dict):
-        raise ValueError(f"{place}: SHARED: expected a dict, {{argument: value}}, got {type(shared).__name__}")
+        raise ValueError(
+            f"{place}: SHARED: expected a dict, {{argument: value}}, got {type(shared).__name__}"
+        )
     vars(module).update(svi=svi, kernel=kernel, SHARED=shared)  # None where it has none
     return module
 
@@ -64,7 +74,9 @@ def public_of(module: ModuleType) -> tuple[str, ...]:
     return () if module.kernel is None else tuple(module.kernel._options.public)
 
 
-def silo_of_file(module: ModuleType, name: str, place: str | Path, columns: tuple[str, ...] | None = None) -> Silos:
+def silo_of_file(
+    module: ModuleType, name: str, place: str | Path, columns: tuple[str, ...] | None = None
+) -> Silos:
     """One silo, of its table in a CSV or Parquet file.
 
     Without a ``silo(table)`` in the model file, each argument of the model is the column of its name.
@@ -79,11 +91,15 @@ def silo_of_file(module: ModuleType, name: str, place: str | Path, columns: tupl
     try:
         table = pd.read_parquet(place) if place.suffix == ".parquet" else pd.read_csv(place)
     except Exception as error:
-        raise ValueError(f"{place}: expected a table in CSV or Parquet ({type(error).__name__}: {error})") from error
+        raise ValueError(
+            f"{place}: expected a table in CSV or Parquet ({type(error).__name__}: {error})"
+        ) from error
     if columns is not None:
         lacking = sorted(set(columns) - set(table.columns))
         if lacking:
-            raise ValueError(f"guard columns: {place} has no columns {lacking}; it has {list(table.columns)}")
+            raise ValueError(
+                f"guard columns: {place} has no columns {lacking}; it has {list(table.columns)}"
+            )
         table = table[list(columns)]
     try:
         arguments = module.silo(table) if hasattr(module, "silo") else _columns(module, table)
@@ -92,7 +108,9 @@ def silo_of_file(module: ModuleType, name: str, place: str | Path, columns: tupl
             raise ValueError(
                 f"guard columns: the study wants {error} of {place}; allowed are {list(columns)}"
             ) from error
-        raise ValueError(f"{place}: it has no column {error}; it has {list(table.columns)}") from error
+        raise ValueError(
+            f"{place}: it has no column {error}; it has {list(table.columns)}"
+        ) from error
     except (Exception, SystemExit) as error:
         raise ValueError(
             f"{place}: silo(table) of {module.__file__} failed: {type(error).__name__}: {error}"

@@ -28,7 +28,9 @@ __all__ = [
     "silo_names",
 ]
 
-_PIECE = 1 << 16  # numbers that are looked at in one go: a copy of all of them would be in memory beside them
+_PIECE = (
+    1 << 16
+)  # numbers that are looked at in one go: a copy of all of them would be in memory beside them
 _MOST_MOVED = 1e-3  # of a column's standard deviation, by rounding to float32
 _MIXED = "silos of different structure: fed.MixedSilos (SFVI only)"
 
@@ -41,7 +43,9 @@ def check_key(rng_key: Any) -> None:
 
 def silo_names(data: Any) -> tuple[str, ...]:
     """Names of the silos in ``{silo name: {argument: value}}``, as strings."""
-    if not isinstance(data, Mapping) or not all(isinstance(kwargs, Mapping) for kwargs in data.values()):
+    if not isinstance(data, Mapping) or not all(
+        isinstance(kwargs, Mapping) for kwargs in data.values()
+    ):
         raise ValueError(
             "expected {silo name: {argument: value}}, e.g. {'oslo': {'x': x, 'y': y}}, got "
             f"{type(data).__name__}; tables are split by fed.split(table, by=column)"
@@ -157,13 +161,17 @@ def check_flat(
     """Rows of all silos, put together: none is empty, no number is bad, no index points outside its silo."""
     for g, n in sizes.items():
         if min(n) == 0:
-            raise ValueError(f"silo {names[n.index(0)]!r} is empty: it has no row of {g!r}; leave it out")
+            raise ValueError(
+                f"silo {names[n.index(0)]!r} is empty: it has no row of {g!r}; leave it out"
+            )
     for leaf, values in rows.items():
         n = sizes[group[leaf]]
         starts = np.cumsum(n) - np.asarray(n)
         silo = np.repeat(np.arange(len(names), dtype=np.int32), n)
 
-        def place(row: int, silo: np.ndarray = silo, starts: np.ndarray = starts, leaf: str = leaf) -> str:
+        def place(
+            row: int, silo: np.ndarray = silo, starts: np.ndarray = starts, leaf: str = leaf
+        ) -> str:
             return f"silo {names[silo[row]]!r}, argument {leaf!r}, row {row - starts[silo[row]]}"
 
         _check_values(leaf, values, place, names)
@@ -184,7 +192,9 @@ def check_flat(
                 )
 
 
-def _check_values(leaf: str, values: np.ndarray, place: Callable[[int], str], names: tuple[str, ...]) -> None:
+def _check_values(
+    leaf: str, values: np.ndarray, place: Callable[[int], str], names: tuple[str, ...]
+) -> None:
     stored = jax.dtypes.canonicalize_dtype(values.dtype)
     if values.dtype.kind in "iu" and values.size:
         limits = np.iinfo(stored)
@@ -196,7 +206,9 @@ def _check_values(leaf: str, values: np.ndarray, place: Callable[[int], str], na
     if values.dtype.kind in "fc":
         with np.errstate(over="ignore"):  # what float64 holds and float32 does not becomes infinite
             pieces = (x.astype(stored, copy=False) for x in _pieces(values))
-            finite = np.concatenate([np.isfinite(x).all(axis=tuple(range(1, x.ndim))) for x in pieces])
+            finite = np.concatenate(
+                [np.isfinite(x).all(axis=tuple(range(1, x.ndim))) for x in pieces]
+            )
         if not finite.all():
             raise ValueError(
                 f"{place(int(np.argmin(finite)))}: expected finite numbers, got NaN or infinity; "
@@ -211,7 +223,9 @@ def _pieces(values: np.ndarray) -> Iterable[np.ndarray]:
     return (values[i : i + step] for i in range(0, len(values), step))
 
 
-def _warn_of_rounding(leaf: str, values: np.ndarray, stored: np.dtype, names: tuple[str, ...]) -> None:
+def _warn_of_rounding(
+    leaf: str, values: np.ndarray, stored: np.dtype, names: tuple[str, ...]
+) -> None:
     """Warn where rounding moves numbers by much of what they vary by, e.g. seconds since 1970."""
     moved, total, squares = (np.zeros(values.shape[1:]) for _ in range(3))
     for x in _pieces(values):

@@ -68,10 +68,15 @@ class MixedSilos:
         if isinstance(data, Mapping):
             for name, kwargs in data.items():
                 if not isinstance(kwargs, Mapping):
-                    raise ValueError(f"silo {name!r}: expected {{argument: value}}, got {type(kwargs).__name__}")
+                    raise ValueError(
+                        f"silo {name!r}: expected {{argument: value}}, got {type(kwargs).__name__}"
+                    )
         self.names = silo_names(data)
         rows, index = dict(rows or {}), dict(index or {})
-        silos = {n: {k: as_column(v) for k, v in kw.items()} for n, kw in zip(self.names, data.values(), strict=True)}
+        silos = {
+            n: {k: as_column(v) for k, v in kw.items()}
+            for n, kw in zip(self.names, data.values(), strict=True)
+        }
         leaves = list(dict.fromkeys(leaf for kwargs in silos.values() for leaf in kwargs))
         check_told(rows, index, leaves)
         table = {k: {n: kw[k] for n, kw in silos.items() if kw.get(k) is not None} for k in leaves}
@@ -82,7 +87,9 @@ class MixedSilos:
         for name in self.names:
             members.setdefault(_structure(name, table, group, index), []).append(name)
         # None is passed on where a silo of the structure has it: the model may want to be told
-        nones = {n: {leaf for leaf, v in kwargs.items() if v is None} for n, kwargs in silos.items()}
+        nones = {
+            n: {leaf for leaf, v in kwargs.items() if v is None} for n, kwargs in silos.items()
+        }
         self.parts = tuple(
             _part(own, table, {leaf for n in own for leaf in nones[n]}, group, guessed, index)
             for own in members.values()
@@ -104,7 +111,9 @@ class MixedSilos:
         return self.parts[self.places[self.names.index(name)][0]][name]
 
     def __repr__(self) -> str:
-        lines = [f"MixedSilos: {len(self)} silos, {len(self.parts)} structure{'s' * (len(self.parts) > 1)}"]
+        lines = [
+            f"MixedSilos: {len(self)} silos, {len(self.parts)} structure{'s' * (len(self.parts) > 1)}"
+        ]
         for p, part in enumerate(self.parts):
             more = f", ... {part.names[-1]}" if len(part) > _SHOWN_NAMES else ""
             head = ", ".join(part.names[: _SHOWN_NAMES - 1] if more else part.names)
@@ -112,7 +121,9 @@ class MixedSilos:
             lines.append(f"  {p}: {len(part)} silo{'s' * (len(part) > 1)} ({head}{more}), {total}")
             lines += [f"    {line}" for line in part.row_lines()]
             for leaf, value in part.shared.items():
-                lines.append(f"    {leaf}: " + ("shared" if isinstance(value, jax.Array) else f"{value!r}"))
+                lines.append(
+                    f"    {leaf}: " + ("shared" if isinstance(value, jax.Array) else f"{value!r}")
+                )
         return "\n".join(lines)
 
 
@@ -131,7 +142,9 @@ def _row_groups(
             named[rows[leaf]] = {**spans[leaf], **named.get(rows[leaf], {})}
     guessed: list[tuple[set[str], _Span]] = []
     # an argument of many silos ties together those of few
-    for leaf in sorted((leaf for leaf in differ if leaf not in rows), key=lambda leaf: -len(spans[leaf])):
+    for leaf in sorted(
+        (leaf for leaf in differ if leaf not in rows), key=lambda leaf: -len(spans[leaf])
+    ):
         _join(guessed, leaf, spans[leaf])
     known = [*named.values(), *(span for _, span in guessed)]
     for leaf in arrays:  # equal values as long as rows are: labels may well be equal
@@ -189,7 +202,9 @@ def _join(groups: list[tuple[set[str], _Span]], leaf: str, span: _Span) -> None:
     groups[:] = [*others, (leaves, total)]
 
 
-def _structure(name: str, table: _Table, group: Mapping[str, str], index: Mapping[str, str]) -> tuple:
+def _structure(
+    name: str, table: _Table, group: Mapping[str, str], index: Mapping[str, str]
+) -> tuple:
     """What a compiled program depends on, apart from numbers of rows."""
     out: list[tuple] = []
     for leaf, column in table.items():
@@ -241,5 +256,7 @@ def _part(
         )
     parts_index = {leaf: g for leaf, g in index.items() if leaf in own}
     return Silos._from_flat(
-        *put_together(tuple(names), own, groups, shared, parts_index, tuple(sorted(guessed & groups.keys())))
+        *put_together(
+            tuple(names), own, groups, shared, parts_index, tuple(sorted(guessed & groups.keys()))
+        )
     )

@@ -36,7 +36,9 @@ def iid(seed: Seed, num_rows: int, num_silos: int) -> np.ndarray:
     return rng.permutation(np.arange(num_rows) % num_silos)
 
 
-def quantity(seed: Seed, num_rows: int, num_silos: int, concentration: float = 1.0, min_rows: int = 1) -> np.ndarray:
+def quantity(
+    seed: Seed, num_rows: int, num_silos: int, concentration: float = 1.0, min_rows: int = 1
+) -> np.ndarray:
     r"""Rows dealt at random to silos of unequal size (quantity skew).
 
     Every silo gets ``min_rows`` rows; the others are shared out in proportions
@@ -163,7 +165,9 @@ def disjoint(seed: Seed, labels: ArrayLike, num_silos: int, min_labels: int = 1)
     return rng.permutation(np.arange(len(values)) % num_silos)[label]
 
 
-def beta(seed: Seed, labels: ArrayLike, num_silos: int, a: float = 0.5, b: float | None = None) -> np.ndarray:
+def beta(
+    seed: Seed, labels: ArrayLike, num_silos: int, a: float = 0.5, b: float | None = None
+) -> np.ndarray:
     r"""Silos of equal size whose shares of positives are :math:`\pi_s \sim \mathrm{Beta}(a, b)`.
 
     A row is used at most once, so the draws of :math:`\pi` decide how large equal silos can be:
@@ -201,7 +205,9 @@ def beta(seed: Seed, labels: ArrayLike, num_silos: int, a: float = 0.5, b: float
         raise ValueError(f"expected a > 0 and b > 0, got a={a}, b={b}")
     values = np.unique(labels)
     if len(values) != 2:
-        raise ValueError(f"labels: expected two values, got {len(values)}; partitioners.dirichlet takes any number")
+        raise ValueError(
+            f"labels: expected two values, got {len(values)}; partitioners.dirichlet takes any number"
+        )
     negatives, positives = (rng.permutation(np.flatnonzero(labels == v)) for v in values)
     pi = rng.beta(a, b, num_silos)
 

@@ -80,7 +80,10 @@ class Silos:
     ) -> None:
         names = silo_names(data)
         check_same_arguments(dict(zip(names, data.values(), strict=True)))
-        table = {leaf: [as_column(kwargs[leaf]) for kwargs in data.values()] for leaf in next(iter(data.values()))}
+        table = {
+            leaf: [as_column(kwargs[leaf]) for kwargs in data.values()]
+            for leaf in next(iter(data.values()))
+        }
         for leaf, values in table.items():
             check_numbers(leaf, values)
         rows, index = dict(rows or {}), dict(index or {})
@@ -91,7 +94,9 @@ class Silos:
         told = {*rows, *index}
         differ = [leaf for leaf, values in table.items() if leaf in told or not all_equal(values)]
         row_sizes = {lengths(table[leaf]) for leaf in differ} - {None}
-        if len(names) == 1 and not row_sizes:  # nothing differs: rows are as long as the first array
+        if (
+            len(names) == 1 and not row_sizes
+        ):  # nothing differs: rows are as long as the first array
             row_sizes = {next((n for n in map(lengths, table.values()) if n is not None), None)}
         for leaf, values in table.items():
             # equal values are shared, unless they are as long as rows are: labels may well be equal
@@ -105,7 +110,9 @@ class Silos:
                 by_sizes[sizes] = name
             check_sizes(leaf, sizes, groups.get(name, []), name, names, table)
             groups.setdefault(name, []).append(leaf)
-        self._set(*put_together(names, table, groups, shared, index, tuple(sorted(by_sizes.values()))))
+        self._set(
+            *put_together(names, table, groups, shared, index, tuple(sorted(by_sizes.values())))
+        )
 
     @classmethod
     def _from_flat(cls, *parts: Any) -> Self:
@@ -134,9 +141,14 @@ class Silos:
         self.guessed = guessed  # row groups told by their sizes alone
         # positions in int32: small integer types (pandas categories) overflow when silos are put together; other rows, which nobody else has,
         # are taken as they lie in memory where they can be
-        self.rows = {k: jnp.asarray(v, jnp.int32) if k in index else jax.device_put(v) for k, v in rows.items()}
+        self.rows = {
+            k: jnp.asarray(v, jnp.int32) if k in index else jax.device_put(v)
+            for k, v in rows.items()
+        }
         self.order = {k: jnp.asarray(v, jnp.int32) for k, v in order.items()}
-        self.shared = {k: jnp.asarray(v) if isinstance(v, np.ndarray) else v for k, v in shared.items()}
+        self.shared = {
+            k: jnp.asarray(v) if isinstance(v, np.ndarray) else v for k, v in shared.items()
+        }
         self._arrays = tuple(sorted(k for k, v in self.shared.items() if isinstance(v, Array)))
         for leaf, value in self.shared.items():
             check_shared(leaf, value)
@@ -188,14 +200,19 @@ class Silos:
 
     def __repr__(self) -> str:
         total = {g: sum(n) for g, n in self.sizes.items()}
-        head = f"Silos: {len(self)} silos, " + ", ".join(f"{n} rows of {g!r}" for g, n in total.items())
+        head = f"Silos: {len(self)} silos, " + ", ".join(
+            f"{n} rows of {g!r}" for g, n in total.items()
+        )
         width = max(len(n) for n in self.names)
         lines = [head]
         shown = range(len(self)) if len(self) <= 12 else [*range(10), len(self) - 1]
         for s in shown:
             if len(self) > 12 and s == len(self) - 1:
                 lines.append("  ...")
-            lines.append(f"  {self.names[s]:<{width}}  " + "  ".join(f"{g}={n[s]}" for g, n in self.sizes.items()))
+            lines.append(
+                f"  {self.names[s]:<{width}}  "
+                + "  ".join(f"{g}={n[s]}" for g, n in self.sizes.items())
+            )
         lines += [f"  {line}" for line in self.row_lines()]
         lines += [f"  {leaf}: shared" for leaf in self.shared]
         return "\n".join(lines)
@@ -228,7 +245,9 @@ class Silos:
         """Return silos of the same kind, with these names, sizes and rows, and the same shared arguments."""
         aux = list(Silos._aux(self))
         aux[0], aux[4] = names, tuple(sorted((g, tuple(n)) for g, n in sizes.items()))
-        return Silos.tree_unflatten(tuple(aux), (rows, order, {k: self.shared[k] for k in self._arrays}))
+        return Silos.tree_unflatten(
+            tuple(aux), (rows, order, {k: self.shared[k] for k in self._arrays})
+        )
 
     def as_one(self) -> Self:
         """All rows as those of a single silo, where they are."""
@@ -280,13 +299,17 @@ class Silos:
         return isinstance(other, Silos) and self._key() == other._key()
 
 
-jax.tree_util.register_pytree_node(Silos, Silos.tree_flatten, lambda aux, children: Silos.tree_unflatten(aux, children))
+jax.tree_util.register_pytree_node(
+    Silos, Silos.tree_flatten, lambda aux, children: Silos.tree_unflatten(aux, children)
+)
 
 
 def as_column(value: Any) -> Any:
     """A column of any library as a NumPy array; scalars and other objects as they are."""
     if np.ma.is_masked(value):
-        raise ValueError("expected columns without masked values; drop or impute such rows inside their silo")
+        raise ValueError(
+            "expected columns without masked values; drop or impute such rows inside their silo"
+        )
     if isinstance(value, Array) or hasattr(value, "__array__"):
         return np.asarray(value)
     return value

@@ -64,14 +64,20 @@ def split(
             "expected index= to tell how one follows from the other"
         )
     names, silo_of = _silo_numbers(columns, labels, group, index)
-    for leaf, g in group.items():  # before the rows are taken: too many would be dropped without a word
+    for (
+        leaf,
+        g,
+    ) in group.items():  # before the rows are taken: too many would be dropped without a word
         if len(columns[leaf]) != len(silo_of[g]):
             raise ValueError(
                 f"argument {leaf!r}: expected {len(silo_of[g])} rows as the other arguments of {g!r}, "
                 f"got {len(columns[leaf])}"
             )
     order = {g: np.argsort(silo, kind="stable")[np.sum(silo < 0) :] for g, silo in silo_of.items()}
-    sizes = {g: tuple(np.bincount(silo[silo >= 0], minlength=len(names)).tolist()) for g, silo in silo_of.items()}
+    sizes = {
+        g: tuple(np.bincount(silo[silo >= 0], minlength=len(names)).tolist())
+        for g, silo in silo_of.items()
+    }
     flat = {leaf: columns[leaf][order[g]] for leaf, g in group.items()}
     for leaf, target in index.items():
         place = np.zeros(len(silo_of[target]), int)
@@ -95,9 +101,13 @@ def _check_labels(labels: np.ndarray) -> None:
                 "silo, or integer labels with -1 for rows to leave out"
             )
     if labels.dtype.kind == "f" and (labels == -1).any():
-        raise ValueError("by: rows to leave out are marked by the integer -1, got floating-point labels; cast them")
+        raise ValueError(
+            "by: rows to leave out are marked by the integer -1, got floating-point labels; cast them"
+        )
     if labels.dtype.kind in "iu" and (labels == -1).all():
-        raise ValueError("by: expected the silo of at least one row, got -1 (left out) for all of them")
+        raise ValueError(
+            "by: expected the silo of at least one row, got -1 (left out) for all of them"
+        )
 
 
 def _columns(data: Any) -> dict[str, Any]:
@@ -106,7 +116,9 @@ def _columns(data: Any) -> dict[str, Any]:
     return {str(k): as_column(v) for k, v in data.items()}
 
 
-def _row_groups(columns: dict[str, Any], rows: dict[str, str], index: dict[str, str], n: int) -> dict[str, str]:
+def _row_groups(
+    columns: dict[str, Any], rows: dict[str, str], index: dict[str, str], n: int
+) -> dict[str, str]:
     group = dict(rows)
     for leaf in rows:
         if not isinstance(columns[leaf], np.ndarray) or columns[leaf].ndim == 0:
@@ -114,10 +126,17 @@ def _row_groups(columns: dict[str, Any], rows: dict[str, str], index: dict[str, 
     named = {g for leaf, g in rows.items() if len(columns[leaf]) == n}
     lengths_of = {n: next(iter(named)) if len(named) == 1 else "rows"}
     for leaf, target in [*index.items()] * len(index):  # down from labelled elements, however deep
-        if leaf in rows and any(g == target and len(columns[other]) in lengths_of for other, g in rows.items()):
+        if leaf in rows and any(
+            g == target and len(columns[other]) in lengths_of for other, g in rows.items()
+        ):
             lengths_of.setdefault(len(columns[leaf]), rows[leaf])
     for leaf, value in columns.items():
-        if leaf not in group and isinstance(value, np.ndarray) and value.ndim and len(value) in lengths_of:
+        if (
+            leaf not in group
+            and isinstance(value, np.ndarray)
+            and value.ndim
+            and len(value) in lengths_of
+        ):
             group[leaf] = lengths_of[len(value)]
     for leaf in index:
         if leaf not in group:
@@ -125,7 +144,10 @@ def _row_groups(columns: dict[str, Any], rows: dict[str, str], index: dict[str, 
                 f'index argument {leaf!r} is of no row group; expected rows={{"{leaf}": ...}}, the plate of its rows'
             )
     if not any(len(columns[leaf]) == n for leaf in group):
-        lengths = {k: v.shape[:1] if isinstance(v, np.ndarray) else type(v).__name__ for k, v in columns.items()}
+        lengths = {
+            k: v.shape[:1] if isinstance(v, np.ndarray) else type(v).__name__
+            for k, v in columns.items()
+        }
         raise ValueError(f"by has {n} labels, but no argument is an array of {n} rows: {lengths}")
     return group
 
@@ -152,7 +174,9 @@ def _silo_numbers(
                 )
             pending.remove(below[0])
             elements = silo_of[index[below[0]]]
-            silo_of[group[below[0]]] = elements[_positions(below[0], index[below[0]], columns, len(elements))]
+            silo_of[group[below[0]]] = elements[
+                _positions(below[0], index[below[0]], columns, len(elements))
+            ]
         for leaf in ready:
             pending.remove(leaf)
             target = index[leaf]
@@ -166,7 +190,9 @@ def _silo_numbers(
             silo_of[target] = found
     lost = set(group.values()) - set(silo_of)
     if lost:
-        raise ValueError(f"the silos of {sorted(lost)} cannot be told: expected an index= argument that points to them")
+        raise ValueError(
+            f"the silos of {sorted(lost)} cannot be told: expected an index= argument that points to them"
+        )
     return names, silo_of
 
 
@@ -212,7 +238,9 @@ def _positions(leaf: str, target: str, columns: dict[str, Any], num: int) -> np.
     """An index argument, whose values are positions in a group of ``num`` elements."""
     values = columns[leaf]
     if values.ndim != 1 or len(values) == 0:
-        raise ValueError(f"argument {leaf!r}: expected positions of shape (N,) with N > 0, got shape {values.shape}")
+        raise ValueError(
+            f"argument {leaf!r}: expected positions of shape (N,) with N > 0, got shape {values.shape}"
+        )
     if not np.issubdtype(values.dtype, np.integer) or values.min() < 0 or values.max() >= num:
         raise ValueError(
             f"argument {leaf!r}: expected integer positions 0..{num - 1} in {target!r}, got "

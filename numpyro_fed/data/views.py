@@ -144,7 +144,9 @@ class SiloRows:
         return replace(mapped, shared=jax.tree.map(lambda _: None, self.shared))
 
 
-def stack(silos: Silos, part: int = 0, pad: tuple[tuple[str, int], ...] | None = None) -> list[SiloRows]:
+def stack(
+    silos: Silos, part: int = 0, pad: tuple[tuple[str, int], ...] | None = None
+) -> list[SiloRows]:
     """All silos in a few stacks of equal shape (:func:`buckets`), each with a leading axis over its silos.
 
     :param pad: of all stacks, where latents of a silo are one row, or ``None``: of each its own.
@@ -152,26 +154,38 @@ def stack(silos: Silos, part: int = 0, pad: tuple[tuple[str, int], ...] | None =
     out = []
     # the numbers of buckets, which are NumPy's: under a trace those of outlines are not
     for (numbers, _), known in zip(buckets(silos), outlines(silos, part, pad), strict=True):
-        shown = {group: _stacked_positions(silos, group, numbers, count) for group, count in known.pad}
+        shown = {
+            group: _stacked_positions(silos, group, numbers, count) for group, count in known.pad
+        }
         order = {group: silos.order[group][place] for group, place in shown.items()}
         rows = {k: v[shown[silos.group[k]]] for k, v in silos.rows.items()}
         out.append(replace(known, rows=rows, order=order))
     return out
 
 
-def outlines(silos: Silos, part: int = 0, pad: tuple[tuple[str, int], ...] | None = None) -> list[SiloRows]:
+def outlines(
+    silos: Silos, part: int = 0, pad: tuple[tuple[str, int], ...] | None = None
+) -> list[SiloRows]:
     """The stacks of :func:`stack` without the rows and their places: what is known of silos that are elsewhere."""
     shared, static = split_shared(silos.shared)
     out = []
     for numbers, own in buckets(silos):
-        sizes = {g: jnp.asarray(np.asarray(silos.sizes[g])[numbers], jnp.int32) for g, _ in pad or own}
-        out.append(SiloRows({}, shared, sizes, {}, jnp.asarray(numbers, jnp.int32), static, pad or own, part))
+        sizes = {
+            g: jnp.asarray(np.asarray(silos.sizes[g])[numbers], jnp.int32) for g, _ in pad or own
+        }
+        out.append(
+            SiloRows(
+                {}, shared, sizes, {}, jnp.asarray(numbers, jnp.int32), static, pad or own, part
+            )
+        )
     return out
 
 
 def split_shared(shared: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[tuple[str, Any], ...]]:
     """Shared arguments that are arrays, and those that are not, as :class:`SiloRows` has them."""
-    static = {k: v for k, v in shared.items() if isinstance(v, Hashable) and not isinstance(v, Array)}
+    static = {
+        k: v for k, v in shared.items() if isinstance(v, Hashable) and not isinstance(v, Array)
+    }
     return {k: v for k, v in shared.items() if k not in static}, tuple(sorted(static.items()))
 
 
@@ -269,13 +283,17 @@ def thin(silos: Silos, group: str, most: int) -> Silos:
         return silos
     kept = np.minimum(sizes, -(-most // len(silos)))
     positions = np.concatenate(
-        [start + np.arange(k) * n // k for start, n, k in zip(silos.offsets(group), sizes, kept, strict=True)]
+        [
+            start + np.arange(k) * n // k
+            for start, n, k in zip(silos.offsets(group), sizes, kept, strict=True)
+        ]
     )
     part = copy.copy(silos)
     part.sizes = {**silos.sizes, group: tuple(kept.tolist())}
     # in NumPy: JAX would compile a gather for each type of row
     part.rows = {
-        k: jnp.asarray(np.asarray(v)[positions]) if silos.group[k] == group else v for k, v in silos.rows.items()
+        k: jnp.asarray(np.asarray(v)[positions]) if silos.group[k] == group else v
+        for k, v in silos.rows.items()
     }
     rank = np.argsort(np.argsort(np.asarray(silos.order[group])[positions]))
     part.order = {**silos.order, group: jnp.asarray(rank, jnp.int32)}
@@ -290,7 +308,10 @@ def gather(tree: Any, positions: Array) -> Any:
 def to_pooled_order(out: Array, rows: SiloRows, group: str, x: Array) -> Array:
     """``out`` with the elements ``(S, pad, ...)`` of a stack's silos at their pooled places; padding is dropped."""
     return scatter(
-        out, rows.order[group].reshape(-1), stacked_mask(rows, group).reshape(-1), x.reshape(-1, *x.shape[2:])
+        out,
+        rows.order[group].reshape(-1),
+        stacked_mask(rows, group).reshape(-1),
+        x.reshape(-1, *x.shape[2:]),
     )
 
 

@@ -64,7 +64,9 @@ class NetworkKernel(FederatedKernel):
         if isinstance(graph, nx.Graph):
             graph = from_networkx(graph)
         if not isinstance(graph, TimeVaryingGraph):
-            raise TypeError(f"graph: expected one of numpyro_fed.graphs or networkx, got {type(graph).__name__}")
+            raise TypeError(
+                f"graph: expected one of numpyro_fed.graphs or networkx, got {type(graph).__name__}"
+            )
         check_step_size(step_size, ("adaptive",))
         graph.connectivity()
         if self._both_ways and not (graph.is_symmetric and graph.weights is None):
@@ -160,7 +162,9 @@ class NetworkKernel(FederatedKernel):
         """
         silos, extra = self._arguments(model_args, model_kwargs)
         if extra:
-            raise ValueError("a network of nodes cannot be a block of Gibbs; expected mcmc.run(rng_key, silos)")
+            raise ValueError(
+                "a network of nodes cannot be a block of Gibbs; expected mcmc.run(rng_key, silos)"
+            )
         chains = 1 if is_prng_key(rng_key) else len(rng_key)
         self.check_chains(chains, len(silos))
         self._prepare(silos, extra)
@@ -190,7 +194,9 @@ class NetworkKernel(FederatedKernel):
         key, key_start, key_learn = random.split(rng_key[0], 3)
         template = jax.eval_shape(lambda k: self._start(k, chains // m, None, silos)[1], key_start)
         if z is not None:
-            check_start({k: v.shape for k, v in z.items()}, {k: v.shape for k, v in template.items()})
+            check_start(
+                {k: v.shape for k, v in z.items()}, {k: v.shape for k, v in template.items()}
+            )
         nodes, z = self._start(key_start, chains // m, z, silos)
         zero, none = jnp.zeros(chains, nodes.x.dtype), jnp.zeros(chains, jnp.uint32)
         state = NetworkState(
@@ -198,9 +204,13 @@ class NetworkKernel(FederatedKernel):
             diverging=zero > 0, local_accept_prob=zero + 1, step_size=zero, sent=none, received=none,
             adaptation=self._adaptation(key_learn, num_warmup, nodes, silos), rng_key=key, tuning=self._tuning, mixing=self._mixing,
         )  # fmt: skip
-        return state._replace(step_size=zero + current_step_size(self._plan, state)), random.split(key_start)[1]
+        return state._replace(step_size=zero + current_step_size(self._plan, state)), random.split(
+            key_start
+        )[1]
 
-    def _start(self, key: Array, networks: int, z: dict[str, Array] | None, silos: Silos) -> tuple[Nodes, dict]:
+    def _start(
+        self, key: Array, networks: int, z: dict[str, Array] | None, silos: Silos
+    ) -> tuple[Nodes, dict]:
         plan, tuning, stacks = self._plan, self._tuning, self._rows(silos)
         assert tuning is not None
         shape = (networks, len(silos), plan.factors.dim)
@@ -213,7 +223,11 @@ class NetworkKernel(FederatedKernel):
         elif tuning.latents is not None:  # where the local map was fitted, and so where it is good
             normal = random.normal(key_theta, shape, tuning.loc.dtype)
             whiten = tuning.latents.whiten
-            out = jnp.linalg.solve(whiten, normal[..., None])[..., 0] if whiten.ndim == 2 else normal / whiten
+            out = (
+                jnp.linalg.solve(whiten, normal[..., None])[..., 0]
+                if whiten.ndim == 2
+                else normal / whiten
+            )
             x = tuning.latents.loc + out
         else:
             x = random.uniform(key_theta, shape, tuning.loc.dtype, -2, 2)
@@ -224,7 +238,9 @@ class NetworkKernel(FederatedKernel):
         nodes = Nodes(x, jnp.ones(shape[:2], x.dtype), zero, zero, eps)
         return nodes, sites(plan, tuning, x, eps, stacks)
 
-    def _start_eps(self, key: Array, x: Array, z: dict[str, Array] | None, silos: Silos) -> list[Array]:
+    def _start_eps(
+        self, key: Array, x: Array, z: dict[str, Array] | None, silos: Silos
+    ) -> list[Array]:
         units, latents = self._plan.units, self._tuning.latents
         if z is None:
             shapes = [(len(x), *rows.shape) for rows in latents.rows]
@@ -235,18 +251,31 @@ class NetworkKernel(FederatedKernel):
         stacked = stack_states(jnp.moveaxis(every, 0, -1), silos, units.group)
         out = []
         for rows, local_map, values in zip(self._rows(silos), latents.rows, stacked, strict=True):
-            of_chain = jnp.moveaxis(values, -1, 0).reshape(networks, m, *values.shape[:-1]).astype(x.dtype)
-            own = of_chain[:, rows.number, jnp.arange(len(rows.number))]  # a silo's latents from its own node's chain
+            of_chain = (
+                jnp.moveaxis(values, -1, 0).reshape(networks, m, *values.shape[:-1]).astype(x.dtype)
+            )
+            own = of_chain[
+                :, rows.number, jnp.arange(len(rows.number))
+            ]  # a silo's latents from its own node's chain
             u = jax.vmap(jax.vmap(latents.u))(x[:, rows.number])
             inverse = jax.vmap(jax.vmap(lambda m, u, v: m.inverse(u, v)), in_axes=(None, 0, 0))
             out.append(inverse(local_map, u, own))
         return out
 
-    def _adaptation(self, key: Array, num_warmup: int, nodes: Nodes, silos: Silos) -> Adaptation | None:
+    def _adaptation(
+        self, key: Array, num_warmup: int, nodes: Nodes, silos: Silos
+    ) -> Adaptation | None:
         if self._step_size != "adaptive":
             return None
         key_first, key_look = random.split(key)
-        first = begin(key_first, nodes.x.shape[-1], self._price, self._options.bias_target, num_warmup, nodes.x.dtype)
+        first = begin(
+            key_first,
+            nodes.x.shape[-1],
+            self._price,
+            self._options.bias_target,
+            num_warmup,
+            nodes.x.dtype,
+        )
         learned = look_around(self._plan, self._tuning, first, key_look, nodes, self._rows(silos))
         check_seen(learned)
         return learned
@@ -263,7 +292,9 @@ class NetworkKernel(FederatedKernel):
         units = self._plan.units
         return stack(silos, pad=None if units is None or units.group is not None else units.pad)
 
-    def sample(self, state: NetworkState, model_args: tuple, model_kwargs: Mapping[str, Any] | None) -> NetworkState:
+    def sample(
+        self, state: NetworkState, model_args: tuple, model_kwargs: Mapping[str, Any] | None
+    ) -> NetworkState:
         """One step of all nodes."""
         assert self._sample_fn is not None, "`init` must be called before `sample`"
         silos, _ = self._arguments(model_args, model_kwargs)
@@ -296,12 +327,17 @@ class NetworkKernel(FederatedKernel):
             costs = [once + Cost(0, 0, steps * size * numbers, steps * size * (numbers + 1))] * m
             return Ledger(self._prepared_for.names, *zip(*costs, strict=True))
         sent, received = (
-            np.asarray(x, np.int64).reshape(networks, m).sum(0) * message for x in (state.sent, state.received)
+            np.asarray(x, np.int64).reshape(networks, m).sum(0) * message
+            for x in (state.sent, state.received)
         )
-        costs = [once + Cost(0, 0, int(down), int(up)) for down, up in zip(received, sent, strict=True)]
+        costs = [
+            once + Cost(0, 0, int(down), int(up)) for down, up in zip(received, sent, strict=True)
+        ]
         return Ledger(self._prepared_for.names, *zip(*costs, strict=True))
 
     def _message_bytes(self) -> int:
         """A message along one link: X and Y, and the tracker."""
-        numbers = self._plan.factors.dim * (2 if self._tracking else 1) + (0 if self._both_ways else 1)
+        numbers = self._plan.factors.dim * (2 if self._tracking else 1) + (
+            0 if self._both_ways else 1
+        )
         return numbers * self._tuning.loc.dtype.itemsize

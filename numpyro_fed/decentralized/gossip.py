@@ -60,4 +60,6 @@ class GossipLangevin(NetworkKernel):
         public: Sequence[str] = (),
         validate: bool = True,
     ) -> None:
-        super().__init__(model, graph, step_size, batch_size, preconditioner, bias_target, public, validate)
+        super().__init__(
+            model, graph, step_size, batch_size, preconditioner, bias_target, public, validate
+        )

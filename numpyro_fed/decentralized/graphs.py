@@ -89,13 +89,17 @@ def periodic(graphs: Sequence[nx.Graph | TimeVaryingGraph]) -> TimeVaryingGraph:
             "graphs: expected equal probabilities of failure at every step; give them to the periodic graph"
         )
     if any(p.weights is not None for p in parts):
-        raise ValueError("graphs: matrices follow one another by from_matrices([first, second, ...])")
+        raise ValueError(
+            "graphs: matrices follow one another by from_matrices([first, second, ...])"
+        )
     places = [[p.nodes.index(node) for node in nodes] for p in parts]
     links = np.concatenate([p.links[:, i][:, :, i] for p, i in zip(parts, places, strict=True)])
     return replace(parts[0], links=links)
 
 
-def from_matrices(matrices: Sequence[Any], nodes: Sequence[Hashable] | None = None) -> TimeVaryingGraph:
+def from_matrices(
+    matrices: Sequence[Any], nodes: Sequence[Hashable] | None = None
+) -> TimeVaryingGraph:
     """Mixing matrices A of one's own, one for each step of the period: ``A[i, j]`` is the share of node j that goes to i.
 
     :raises ValueError: for matrices that are not square, have negative entries, or columns that do not sum to one.
@@ -103,7 +107,9 @@ def from_matrices(matrices: Sequence[Any], nodes: Sequence[Hashable] | None = No
     given = np.asarray(matrices, np.float64)
     given = given[None] if given.ndim == 2 else given
     if given.ndim != 3 or given.shape[1] != given.shape[2]:
-        raise ValueError(f"matrices: expected square matrices of one size, got an array of shape {given.shape}")
+        raise ValueError(
+            f"matrices: expected square matrices of one size, got an array of shape {given.shape}"
+        )
     m = _num_nodes(given.shape[1])
     if not (given >= 0).all():
         raise ValueError(f"matrices: expected shares >= 0, got {given.min():g}")
@@ -125,7 +131,9 @@ def from_matrices(matrices: Sequence[Any], nodes: Sequence[Hashable] | None = No
     links = (given > 0) & ~np.eye(m, dtype=bool)
     if nodes is not None and len(set(nodes)) != m:
         raise ValueError(f"nodes: expected {m} different labels, got {shown(nodes)}")
-    return TimeVaryingGraph(links, tuple(range(m)) if nodes is None else tuple(nodes), given / sums[:, None])
+    return TimeVaryingGraph(
+        links, tuple(range(m)) if nodes is None else tuple(nodes), given / sums[:, None]
+    )
 
 
 def ring(num_nodes: int) -> TimeVaryingGraph:

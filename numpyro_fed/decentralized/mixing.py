@@ -79,7 +79,11 @@ class Mixing(NamedTuple):
         senders, weights, own = self.senders[at], self.weights[at], self.own[at]
         if fails:
             alive = (weights > 0) & self._works(key, at, both_ways)
-            weights, own = _metropolis(alive, senders) if both_ways else _renormalised(alive, weights, own, senders)
+            weights, own = (
+                _metropolis(alive, senders)
+                if both_ways
+                else _renormalised(alive, weights, own, senders)
+            )
         alive = weights > 0
         received = jnp.sum(alive, 1, dtype=jnp.uint32)
         sent = jnp.zeros_like(received).at[senders].add(alive)
@@ -88,14 +92,24 @@ class Mixing(NamedTuple):
         if not fails:
             return Links(self.dense[at], None, None, sent, received)
         nodes = jnp.arange(own.shape[0])
-        matrix = jnp.zeros_like(self.dense[0]).at[nodes[:, None], senders].add(weights).at[nodes, nodes].add(own)
+        matrix = (
+            jnp.zeros_like(self.dense[0])
+            .at[nodes[:, None], senders]
+            .add(weights)
+            .at[nodes, nodes]
+            .add(own)
+        )
         return Links(matrix, None, None, sent, received)
 
     def _works(self, key: Array, at: Array, both_ways: bool) -> Array:
         key_link, key_node = random.split(key)
         m, most = self.senders.shape[1:]
         # gossip: one draw for both directions of a link
-        draws = random.uniform(key_link, (m * m,))[self.pair[at]] if both_ways else random.uniform(key_link, (m, most))
+        draws = (
+            random.uniform(key_link, (m * m,))[self.pair[at]]
+            if both_ways
+            else random.uniform(key_link, (m, most))
+        )
         up = random.uniform(key_node, (m,)) >= self.node_dropout
         return (draws >= self.link_failure) & up[:, None] & up[self.senders[at]]
 

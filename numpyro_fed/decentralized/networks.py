@@ -95,7 +95,9 @@ def advance(plan: NetworkPlan, state: NetworkState, stacks: list[SiloRows]) -> N
     """One step of every network."""
     if state.adaptation is not None:
         _, key = random.split(state.rng_key)
-        look = _learn(plan, state.tuning, state.adaptation, random.fold_in(key, 0), state.nodes, stacks)
+        look = _learn(
+            plan, state.tuning, state.adaptation, random.fold_in(key, 0), state.nodes, stacks
+        )
         state = state._replace(adaptation=look)
     sent = exchange(plan, state)
 
@@ -181,7 +183,12 @@ def current_step_size(plan: NetworkPlan, state: NetworkState) -> Array:
 
 
 def _learn(
-    plan: NetworkPlan, tuning: Tuning, adaptation: Adaptation, key: Array, nodes: Nodes, stacks: list[SiloRows]
+    plan: NetworkPlan,
+    tuning: Tuning,
+    adaptation: Adaptation,
+    key: Array,
+    nodes: Nodes,
+    stacks: list[SiloRows],
 ) -> Adaptation:
     """See the curvature, in preconditioned units, and the noise of gradients at the first network's average."""
     keys = random.split(key)
@@ -191,7 +198,9 @@ def _learn(
     def estimate(u: Array) -> tuple[Array, Array]:
         theta = average + push(tuning, u)
         positions = jnp.broadcast_to(theta, (plan.num_nodes, *theta.shape))
-        both = [gradients(plan, tuning, keys[k], positions, first.eps, stacks).sum(0) for k in (0, 1)]
+        both = [
+            gradients(plan, tuning, keys[k], positions, first.eps, stacks).sum(0) for k in (0, 1)
+        ]
         return both[0], both[1]
 
     return adapt(adaptation, estimate, jnp.zeros_like(average))
@@ -203,7 +212,11 @@ def flat(plan: NetworkPlan, z: Mapping[str, Array]) -> Array:
 
 
 def sites(
-    plan: NetworkPlan, tuning: Tuning, position: Array, eps: list[Array] | None, stacks: list[SiloRows]
+    plan: NetworkPlan,
+    tuning: Tuning,
+    position: Array,
+    eps: list[Array] | None,
+    stacks: list[SiloRows],
 ) -> dict[str, Array]:
     """All latent sites of positions ``(R, m, d)`` and coordinates, ``(C, ...)``."""
     theta = position.reshape(-1, position.shape[-1])
@@ -231,6 +244,13 @@ def sites(
 
 @partial(jax.jit, static_argnames=("plan",))
 def look_around(
-    plan: NetworkPlan, tuning: Tuning, first: Adaptation, key: Array, nodes: Nodes, stacks: list[SiloRows]
+    plan: NetworkPlan,
+    tuning: Tuning,
+    first: Adaptation,
+    key: Array,
+    nodes: Nodes,
+    stacks: list[SiloRows],
 ) -> Adaptation:
-    return first_looks(first, lambda i, a: _learn(plan, tuning, a, random.fold_in(key, i), nodes, stacks))
+    return first_looks(
+        first, lambda i, a: _learn(plan, tuning, a, random.fold_in(key, i), nodes, stacks)
+    )

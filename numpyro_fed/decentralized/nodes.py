@@ -44,16 +44,31 @@ class Nodes(NamedTuple):
 
 
 def own_step(
-    plan: NodePlan, tuning: Tuning, key: Array, positions: Array, eps: list[Array] | None, stacks: list[SiloRows]
+    plan: NodePlan,
+    tuning: Tuning,
+    key: Array,
+    positions: Array,
+    eps: list[Array] | None,
+    stacks: list[SiloRows],
 ) -> tuple[Array, list[Array] | None, Array]:
     """:func:`node_step` of all nodes: gradients ``(m, d)``, coordinates, and mean acceptances ``(m,)``."""
     parts = _over_stacks(partial(node_step, plan, tuning, key), tuning, positions, eps, stacks)
     new_eps = None if eps is None else [part[1] for part in parts]
-    return _in_order([part[0] for part in parts], stacks), new_eps, _in_order([part[2] for part in parts], stacks)
+    return (
+        _in_order([part[0] for part in parts], stacks),
+        new_eps,
+        _in_order([part[2] for part in parts], stacks),
+    )
 
 
 def node_step(
-    plan: NodePlan, tuning: Tuning, key: Array, rows: SiloRows, theta: Array, eps: Array | None, local_map: Any
+    plan: NodePlan,
+    tuning: Tuning,
+    key: Array,
+    rows: SiloRows,
+    theta: Array,
+    eps: Array | None,
+    local_map: Any,
 ) -> tuple[Array, Array | None, Array]:
     """A node's local latents move given its own position, then its gradient is taken.
 
@@ -81,7 +96,9 @@ def add(tuning: Tuning, key: Array, step_size: Array, nodes: Nodes, slope: Array
     :param slope: their gradients ``(m, d)``.
     """
     if nodes.tracker is None or nodes.slope is None:
-        return nodes._replace(x=nodes.x + kick(tuning, key, step_size, slope, jnp.ones_like(nodes.weight)))
+        return nodes._replace(
+            x=nodes.x + kick(tuning, key, step_size, slope, jnp.ones_like(nodes.weight))
+        )
     tracker = nodes.tracker + slope - nodes.slope
     moved = nodes.x + kick(tuning, key, step_size, tracker, nodes.weight)
     return nodes._replace(x=moved, tracker=tracker, slope=slope)
@@ -101,14 +118,27 @@ def kick(tuning: Tuning, key: Array, step_size: Array, drift: Array, share: Arra
 
 
 def gradients(
-    plan: NodePlan, tuning: Tuning, key: Array, positions: Array, eps: list[Array] | None, stacks: list[SiloRows]
+    plan: NodePlan,
+    tuning: Tuning,
+    key: Array,
+    positions: Array,
+    eps: list[Array] | None,
+    stacks: list[SiloRows],
 ) -> Array:
     """``- L' grad U_i`` of every node at its own position, ``(m, d)``, from a fresh minibatch where there are any."""
-    return _in_order(_over_stacks(partial(_gradient, plan, tuning, key), tuning, positions, eps, stacks), stacks)
+    return _in_order(
+        _over_stacks(partial(_gradient, plan, tuning, key), tuning, positions, eps, stacks), stacks
+    )
 
 
 def _gradient(
-    plan: NodePlan, tuning: Tuning, key: Array, rows: SiloRows, theta: Array, eps: Any, local_map: Any
+    plan: NodePlan,
+    tuning: Tuning,
+    key: Array,
+    rows: SiloRows,
+    theta: Array,
+    eps: Any,
+    local_map: Any,
 ) -> Array:
     """``- L' grad U_i`` of one node ``(d,)``."""
     share = 1.0 / plan.num_nodes
@@ -132,13 +162,19 @@ def _open(plan: NodePlan, tuning: Tuning, key: Array, rows: SiloRows, local_map:
     return OpenSilo(kwargs, weights, latents)
 
 
-def _over_stacks(one: Any, tuning: Tuning, positions: Array, eps: list[Array] | None, stacks: list[SiloRows]) -> list:
+def _over_stacks(
+    one: Any, tuning: Tuning, positions: Array, eps: list[Array] | None, stacks: list[SiloRows]
+) -> list:
     """``one(rows, theta, eps, local_map)`` for every node, stack by stack."""
     out = []
     for k, rows in enumerate(stacks):
         own = None if eps is None else eps[k]
         local_map = None if tuning.latents is None else tuning.latents.rows[k]
-        out.append(jax.vmap(one, in_axes=(rows.axes, 0, 0, 0))(rows, positions[rows.number], own, local_map))
+        out.append(
+            jax.vmap(one, in_axes=(rows.axes, 0, 0, 0))(
+                rows, positions[rows.number], own, local_map
+            )
+        )
     return out
 
 

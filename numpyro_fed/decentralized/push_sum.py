@@ -114,5 +114,13 @@ class PushSumLangevin(NetworkKernel):
         validate: bool = True,
     ) -> None:
         super().__init__(
-            model, graph, step_size, batch_size, preconditioner, bias_target, public, validate, gradient_tracking
+            model,
+            graph,
+            step_size,
+            batch_size,
+            preconditioner,
+            bias_target,
+            public,
+            validate,
+            gradient_tracking,
         )

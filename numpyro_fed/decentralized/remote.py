@@ -52,7 +52,9 @@ class NodeStartLocal:
             eps = random.normal(random.fold_in(key, k), shape, jnp.result_type(float))
             place = np.zeros(len(view.silos), np.int32)
             place[numbers], stacks[numbers] = np.arange(len(numbers)), k
-            drawn.append(eps[message, jnp.asarray(place)[view.number]][np.minimum(shown, count - 1)])
+            drawn.append(
+                eps[message, jnp.asarray(place)[view.number]][np.minimum(shown, count - 1)]
+            )
         return jnp.zeros(()), (jnp.stack(drawn)[jnp.asarray(stacks)[view.number]], rows)
 
 
@@ -66,10 +68,14 @@ class NodeLocal:
 
     plan: NodePlan
 
-    def __call__(self, key: Array, message: Array, state: tuple[Tuning, Any], view: SiloView) -> tuple[Any, Any]:
+    def __call__(
+        self, key: Array, message: Array, state: tuple[Tuning, Any], view: SiloView
+    ) -> tuple[Any, Any]:
         tuning, own = state
         eps, local_map = (None, None) if own is None else own
-        slope, eps, accepted = node_step(self.plan, tuning, key, rows_of(view), message, eps, local_map)
+        slope, eps, accepted = node_step(
+            self.plan, tuning, key, rows_of(view), message, eps, local_map
+        )
         return (slope, accepted), (None if own is None else (eps, local_map))
 
 
@@ -82,7 +88,9 @@ def _check(kernel: NetworkKernel, silos: RemoteSilos, num_chains: int) -> None:
             "made-up data of as many silos and rows"
         )
     if kernel.batch_size is not None:
-        raise ValueError(f"batch_size={kernel.batch_size} is not built for silos that are elsewhere; expected None")
+        raise ValueError(
+            f"batch_size={kernel.batch_size} is not built for silos that are elsewhere; expected None"
+        )
 
 
 def _start(
@@ -96,7 +104,9 @@ def _start(
     slots = np.array([[silos.carrier.new_slot()] for _ in range(num_chains)])
     local, rows = NodeStartLocal(plan.node, num_chains // m), kernel._tuning.latents.rows.slot
     nodes = enumerate(slots[:, 0].tolist())
-    silos.ask_for_sure([Call(c % m, local, key_eps, np.int32(c // m), rows, slot) for c, slot in nodes])
+    silos.ask_for_sure(
+        [Call(c % m, local, key_eps, np.int32(c // m), rows, slot) for c, slot in nodes]
+    )
     return state, slots
 
 
@@ -108,12 +118,18 @@ def _leave(plan: NetworkPlan, state: NetworkState) -> tuple[Exchanged, list[Arra
 
 
 @partial(jax.jit, static_argnames=("plan",))
-def _arrive(plan: NetworkPlan, state: NetworkState, sent: Exchanged, slope: Array, accepted: Array) -> NetworkState:
+def _arrive(
+    plan: NetworkPlan, state: NetworkState, sent: Exchanged, slope: Array, accepted: Array
+) -> NetworkState:
     return settle(plan, state, sent, slope, accepted, None, [])
 
 
 def _step(
-    kernel: NetworkKernel, state: NetworkState, slots: np.ndarray, told: list[int], silos: RemoteSilos
+    kernel: NetworkKernel,
+    state: NetworkState,
+    slots: np.ndarray,
+    told: list[int],
+    silos: RemoteSilos,
 ) -> tuple[NetworkState, np.ndarray, list[int], list[tuple[int, str]]]:
     """One step of every network. New latents are kept beside the old ones, and count if their network's step does.
 
@@ -123,9 +139,15 @@ def _step(
     """
     plan, m = kernel._plan, len(silos)
     sent, keys = _leave(plan, state)
-    positions, local, calls = np.asarray(sent.position).reshape(len(slots), -1), NodeLocal(plan.node), []
+    positions, local, calls = (
+        np.asarray(sent.position).reshape(len(slots), -1),
+        NodeLocal(plan.node),
+        [],
+    )
     for c, position in enumerate(positions):
-        own, new = (None, None) if plan.units is None else (int(slots[c, 0]), silos.carrier.new_slot())
+        own, new = (
+            (None, None) if plan.units is None else (int(slots[c, 0]), silos.carrier.new_slot())
+        )
         calls.append(Call(c % m, local, keys[c // m], position, (told[c % m], own), new))
     replies, _ = ask_or_forget(silos.ask_again, calls, silos)
     slope, accepted = (np.stack(x) for x in zip(*replies, strict=True))

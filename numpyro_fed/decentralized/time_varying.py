@@ -60,25 +60,37 @@ class TimeVaryingGraph:
     def __repr__(self) -> str:
         fails = "".join(
             f", {name} {p:g}"
-            for name, p in (("link_failure", self.link_failure), ("node_dropout", self.node_dropout))
+            for name, p in (
+                ("link_failure", self.link_failure),
+                ("node_dropout", self.node_dropout),
+            )
             if p
         )
-        counts = "/".join(str(int(n)) for n in self.links.sum((1, 2))[:6]) + ("/..." if self.period > 6 else "")
-        return f"TimeVaryingGraph({self.num_nodes} nodes, period {self.period}, {counts} links{fails})"
+        counts = "/".join(str(int(n)) for n in self.links.sum((1, 2))[:6]) + (
+            "/..." if self.period > 6 else ""
+        )
+        return (
+            f"TimeVaryingGraph({self.num_nodes} nodes, period {self.period}, {counts} links{fails})"
+        )
 
     def with_link_failures(self, probability: float) -> "TimeVaryingGraph":
         """The same links, each of which fails at each step with this probability, independently, and of failures there were before.
 
         :raises ValueError: for a probability outside [0, 1).
         """
-        return replace(self, link_failure=_either(self.link_failure, _probability("link failures", probability)))
+        return replace(
+            self,
+            link_failure=_either(self.link_failure, _probability("link failures", probability)),
+        )
 
     def with_node_dropout(self, probability: float) -> "TimeVaryingGraph":
         """The same nodes, each of which is offline at each step with this probability: it keeps what it has, and goes on sampling.
 
         :raises ValueError: for a probability outside [0, 1).
         """
-        return replace(self, node_dropout=_either(self.node_dropout, _probability("node dropout", probability)))
+        return replace(
+            self, node_dropout=_either(self.node_dropout, _probability("node dropout", probability))
+        )
 
     def ordered(self, names: Sequence[str]) -> "TimeVaryingGraph":
         """The graph with its nodes in the order of silos of these names.
@@ -102,13 +114,19 @@ class TimeVaryingGraph:
             )
         place = [labels.index(name) for name in names]
         weights = None if self.weights is None else self.weights[:, place][:, :, place]
-        return replace(self, nodes=tuple(names), links=self.links[:, place][:, :, place], weights=weights)
+        return replace(
+            self, nodes=tuple(names), links=self.links[:, place][:, :, place], weights=weights
+        )
 
     def matrix(self, t: int = 0, *, gossip: bool = False) -> np.ndarray:
         """The column-stochastic mixing matrix A(t) where nothing fails, ``(m, m)``; for gossip that of Metropolis weights."""
         if gossip:
             return metropolis(self.links[t % self.period])
-        return shares(self.links[t % self.period]) if self.weights is None else self.weights[t % self.period]
+        return (
+            shares(self.links[t % self.period])
+            if self.weights is None
+            else self.weights[t % self.period]
+        )
 
     def connectivity(self) -> int:
         """The smallest B such that the links of steps kB ... (k + 1)B - 1 are strongly connected for every k >= 0.
@@ -149,7 +167,11 @@ class TimeVaryingGraph:
         random failures the growth rate of the second singular direction of the product, from 2,000 simulated steps.
         """
         if self.fails:
-            rng, vector, growth = np.random.default_rng(0), np.random.default_rng(1).normal(size=self.num_nodes), 0.0
+            rng, vector, growth = (
+                np.random.default_rng(0),
+                np.random.default_rng(1).normal(size=self.num_nodes),
+                0.0,
+            )
             for t in range(_SIMULATED):
                 vector -= vector.mean()  # A is column-stochastic: sums of zero stay so
                 vector = self.draw(rng, t, gossip=gossip) @ vector
@@ -207,7 +229,9 @@ class TimeVaryingGraph:
         product = self._product(gossip)
         weight = self._settled(product)
 
-        def through(weight: np.ndarray, spread: np.ndarray, cross: np.ndarray, matrices: Iterable) -> tuple:
+        def through(
+            weight: np.ndarray, spread: np.ndarray, cross: np.ndarray, matrices: Iterable
+        ) -> tuple:
             seen = []
             for matrix in matrices:
                 weight, spread, cross = matrix @ weight, matrix @ spread @ matrix.T, matrix @ cross
@@ -260,10 +284,14 @@ class TimeVaryingGraph:
 
         columns = min(self.period, 4)
         rows = -(-self.period // columns)
-        figure, axes = plt.subplots(rows, columns, figsize=(3 * columns, 3 * rows), squeeze=False, layout="constrained")
+        figure, axes = plt.subplots(
+            rows, columns, figsize=(3 * columns, 3 * rows), squeeze=False, layout="constrained"
+        )
         labels = dict(enumerate(map(str, self.nodes)))
         place = nx.circular_layout(range(self.num_nodes))
-        size = min(4000, max(500, 22 * max(map(len, labels.values())) ** 2))  # a label fits into its node
+        size = min(
+            4000, max(500, 22 * max(map(len, labels.values())) ** 2)
+        )  # a label fits into its node
         for t, axis in enumerate(axes.flat):
             axis.set_axis_off()
             if t >= self.period:
@@ -311,4 +339,6 @@ def _either(first: float, second: float) -> float:
 def shown(items: Iterable) -> str:
     """The first few of a list, for messages."""
     items = list(items)
-    return ", ".join(map(repr, items[:6])) + (f" and {len(items) - 6} more" if len(items) > 6 else "")
+    return ", ".join(map(repr, items[:6])) + (
+        f" and {len(items) - 6} more" if len(items) > 6 else ""
+    )

@@ -125,7 +125,9 @@ def prove(factors: Factors, silos: Silos, *, seed: int = 0) -> None:
     """
     if isinstance(silos, RemoteSilos):
         prove_made_up(factors, silos, seed=seed)
-        learned = {k: v for k, v in silos.shared.items() if k == PARAMS}  # which a carrier's silos lack
+        learned = {
+            k: v for k, v in silos.shared.items() if k == PARAMS
+        }  # which a carrier's silos lack
         silos.carrier.check(lambda own: _prove_sum(factors, own.with_shared(**learned), seed))
         return
     _prove_sum(factors, silos, seed)
@@ -202,7 +204,9 @@ def _prove_sum(factors: Factors, silos: Silos, seed: int) -> None:
                 "whatever the number of their rows: take sizes of layers from constants or from "
                 "the rows' own shape, x.shape[-1]"
             )
-            raise ProofError(f"{fails} ({error}), with from and to {sizes} rows{mend}", fails + mend) from error
+            raise ProofError(
+                f"{fails} ({error}), with from and to {sizes} rows{mend}", fails + mend
+            ) from error
         try:
             expected, expected_gradient = _pooled(factors, theta, z, silos)
         except (TypeError, ValueError, IndexError) as error:
@@ -249,7 +253,9 @@ class BatchGap:
         kwargs, weights = view.whole()
         whole = self.factors.terms(theta, {}, kwargs, weights)[1][self.group][: self.size]
         rows = view.batch(self.group, jnp.arange(self.size))
-        batch = self.factors.terms(theta, {}, {**kwargs, **rows}, {**weights, self.group: 1.0})[1][self.group]
+        batch = self.factors.terms(theta, {}, {**kwargs, **rows}, {**weights, self.group: 1.0})[1][
+            self.group
+        ]
         return jnp.abs(batch - whole).max() / (1.0 + jnp.abs(whole).max()), None
 
 
@@ -266,7 +272,9 @@ def prove_batch(factors: Factors, silos: Silos, group: str, size: int, *, seed: 
         silos = found
     key_theta, key = random.split(random.key(seed))
     theta = factors.unravel(0.5 * random.normal(key_theta, (factors.dim,)))
-    size = min(size, max(1, min(silos.sizes[group]) - 1))  # a minibatch of all rows would show nothing
+    size = min(
+        size, max(1, min(silos.sizes[group]) - 1)
+    )  # a minibatch of all rows would show nothing
     gaps = np.asarray(ask_all(BatchGap(factors, group, size), key, theta, None, silos, None)[0])
     if not (gaps <= 2e3 * float(jnp.finfo(gaps.dtype).eps)).all():
         silo = silos.names[int(np.argmax(np.nan_to_num(gaps, nan=np.inf)))]
@@ -281,7 +289,9 @@ def _different_sites(gradient: Any, expected: Any, silos: Silos, factors: Factor
     groups = factors.local_groups()
     out = []
     rounding = float(jnp.finfo(jnp.result_type(float)).eps)
-    gradients = jax.tree.map(np.asarray, (gradient, expected))  # in NumPy: JAX would compile for each shape of a site
+    gradients = jax.tree.map(
+        np.asarray, (gradient, expected)
+    )  # in NumPy: JAX would compile for each shape of a site
     scale = max(float(np.abs(x).max()) for x in jax.tree.leaves(gradients[1]))
     for part, (own, reference) in enumerate(zip(*gradients, strict=True)):
         for name, g in own.items():
@@ -338,7 +348,13 @@ class LeakageLocal:
 
 
 def _nested_leakage(
-    units: NestedUnits, theta: dict, own: Array, kwargs: dict, weights: dict, key: Array, view: SiloView
+    units: NestedUnits,
+    theta: dict,
+    own: Array,
+    kwargs: dict,
+    weights: dict,
+    key: Array,
+    view: SiloView,
 ) -> Array:
     """The same where inner elements' terms may move with their outer element's latents, too."""
     parent = units.parent(kwargs)
@@ -364,7 +380,9 @@ def _nested_leakage(
     return jnp.maximum(jnp.abs(rest).max(), jnp.stack(crossed).max()) / size
 
 
-def elements_are_independent(factors: Factors, units: Units, silos: Silos, *, seed: int = 0) -> bool:
+def elements_are_independent(
+    factors: Factors, units: Units, silos: Silos, *, seed: int = 0
+) -> bool:
     """Whether, given theta, the density of each silo splits over the elements of the units' plate, or of nested plates as these say.
 
     A random combination of the elements' terms must have, in each element's latents, that element's gradient times its weight.

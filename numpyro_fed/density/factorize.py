@@ -29,7 +29,10 @@ _NO_PLATE = (
     'fed.silo_plate("patients", x.shape[0]) in place of numpyro.plate, or mark one from outside: '
     'fed.mark_silos(model, "patients")'
 )
-_PROBES = (1009, 2003)  # numbers of rows of the first row group in the two traces; the others follow
+_PROBES = (
+    1009,
+    2003,
+)  # numbers of rows of the first row group in the two traces; the others follow
 
 
 def factorise(
@@ -54,17 +57,22 @@ def factorise(
     :warns UserWarning: where a latent site has the name of an argument with rows, as one has whose ``obs=`` was forgotten.
     """
     specs = tuple(
-        (leaf, silos.group[leaf], jax.ShapeDtypeStruct(v.shape[1:], v.dtype)) for leaf, v in silos.rows.items()
+        (leaf, silos.group[leaf], jax.ShapeDtypeStruct(v.shape[1:], v.dtype))
+        for leaf, v in silos.rows.items()
     )
     shared = {**silos.shared, **dict(extra or {})}
     leaves, tree = jax.tree.flatten(
         jax.tree.map(
-            lambda v: jax.ShapeDtypeStruct(v.shape, v.dtype) if isinstance(v, Array | np.ndarray) else v,
+            lambda v: (
+                jax.ShapeDtypeStruct(v.shape, v.dtype) if isinstance(v, Array | np.ndarray) else v
+            ),
             shared,
         )
     )
     conditioned = tuple(sorted((extra or {}).get("_gibbs_sites", {})))
-    factors = _factorise(model, specs, (tuple(leaves), tree), tuple(sorted(silos.index.items())), public, conditioned)
+    factors = _factorise(
+        model, specs, (tuple(leaves), tree), tuple(sorted(silos.index.items())), public, conditioned
+    )
     for site in factors.local_sites:
         if site.name in silos.rows:
             warnings.warn(
@@ -83,7 +91,9 @@ def factorise(
     return factors
 
 
-def pooled_factors(model: Callable, sites: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> Factors:
+def pooled_factors(
+    model: Callable, sites: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
+) -> Factors:
     """The factors of a model as a guide on pooled data sees them: each silo plate is a row group of its own.
 
     :param sites: a trace of the model.
@@ -92,7 +102,9 @@ def pooled_factors(model: Callable, sites: Mapping[str, Any], shapes: Mapping[st
     plates = {name: name for name, site in sites.items() if is_silo_plate(site)}
     if not plates:
         raise ValueError(_NO_PLATE)
-    global_sites, local_sites = _sorted_sites(_latent_sites(sites, plates, tuple(sites), ()), shapes)
+    global_sites, local_sites = _sorted_sites(
+        _latent_sites(sites, plates, tuple(sites), ()), shapes
+    )
     return Factors(model, global_sites, local_sites, tuple(plates.items()), (), (), None)
 
 
@@ -161,13 +173,19 @@ def _probe(
 
     def run(key: Array, rows: dict, arrays: list) -> dict[str, Array]:
         fill = iter(arrays)
-        kwargs = jax.tree.unflatten(tree, [next(fill) if isinstance(x, jax.ShapeDtypeStruct) else x for x in leaves])
+        kwargs = jax.tree.unflatten(
+            tree, [next(fill) if isinstance(x, jax.ShapeDtypeStruct) else x for x in leaves]
+        )
         try:
-            sites = trace(substitute(seed(model, key), substitute_fn=init_to_sample)).get_trace(**rows, **kwargs)
+            sites = trace(substitute(seed(model, key), substitute_fn=init_to_sample)).get_trace(
+                **rows, **kwargs
+            )
         except NotImplementedError as error:
             if "control flow" not in str(error):
                 raise
-            raise ValueError(f"plate {_raised_by(error)!r} has a scan or a cond inside it: {NO_STEPS}") from error
+            raise ValueError(
+                f"plate {_raised_by(error)!r} has a scan or a cond inside it: {NO_STEPS}"
+            ) from error
         except (TypeError, ValueError, IndexError) as error:
             if str(error).startswith("mark_silos"):
                 raise
@@ -177,22 +195,40 @@ def _probe(
             ) from error
         unknown = [name for name in public if name not in sites]
         if unknown:
-            raise ValueError(f"public= names sites that the model lacks: {unknown}; it has {list(sites)}")
-        stepped = {f.name for x in sites.values() for f in x.get("cond_indep_stack", ()) if f.size in sizes.values()}
+            raise ValueError(
+                f"public= names sites that the model lacks: {unknown}; it has {list(sites)}"
+            )
+        stepped = {
+            f.name
+            for x in sites.values()
+            for f in x.get("cond_indep_stack", ())
+            if f.size in sizes.values()
+        }
         if stepped - set(sites):
-            raise ValueError(f"plates {sorted(stepped - set(sites))} are inside a scan or a cond: {NO_STEPS}")
+            raise ValueError(
+                f"plates {sorted(stepped - set(sites))} are inside a scan or a cond: {NO_STEPS}"
+            )
         plates = _silo_plates(sites, sizes)
         latent = _latent_sites(sites, plates, public, conditioned)
         seen.update(
             plates=plates,
             latent=latent,
-            undrawn=tuple((n, site["type"]) for n, site in sites.items() if site["type"] in ("param", "mutable")),
+            undrawn=tuple(
+                (n, site["type"])
+                for n, site in sites.items()
+                if site["type"] in ("param", "mutable")
+            ),
             transforms=_compat.transforms(sites),
         )
-        return {name: biject_to(sites[name]["fn"].support).inv(sites[name]["value"]) for name, *_ in latent}
+        return {
+            name: biject_to(sites[name]["fn"].support).inv(sites[name]["value"])
+            for name, *_ in latent
+        }
 
     shapes = jax.eval_shape(run, jax.random.key(0), rows, abstract)
-    global_sites, local_sites = _sorted_sites(seen["latent"], {name: x.shape for name, x in shapes.items()})
+    global_sites, local_sites = _sorted_sites(
+        seen["latent"], {name: x.shape for name, x in shapes.items()}
+    )
     plates = tuple(seen["plates"].items())
     return global_sites, local_sites, plates, seen["undrawn"], seen["transforms"]
 
@@ -273,7 +309,9 @@ def _latent_sites(
         codomain = biject_to(site["fn"].support)
         shift = codomain.codomain.event_dim - codomain.domain.event_dim
 
-        def axis(ndim: int, event: int = event_dim - shift, d: int = frames[0].dim if frames else 0) -> int:
+        def axis(
+            ndim: int, event: int = event_dim - shift, d: int = frames[0].dim if frames else 0
+        ) -> int:
             return ndim - event + d
 
         latent.append((name, frames[0].name if frames else None, axis))

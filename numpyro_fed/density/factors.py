@@ -27,7 +27,15 @@ from numpyro.infer.util import constrain_fn, potential_energy, transform_fn, unc
 from numpyro_fed import _compat
 from numpyro_fed.data.silos import Silos
 
-__all__ = ["PARAMS", "Factors", "LearnedModel", "LocalSite", "PooledModel", "made_up_rows", "pooled_log_density"]
+__all__ = [
+    "PARAMS",
+    "Factors",
+    "LearnedModel",
+    "LocalSite",
+    "PooledModel",
+    "made_up_rows",
+    "pooled_log_density",
+]
 
 PARAMS = "_fed_params"  # the argument under which a model that learns parameters takes them
 
@@ -113,7 +121,10 @@ class Factors:
         # one split and not slices: its gradient is one concatenation
         stops = np.cumsum([math.prod(shape) for _, shape in self.global_sites])[:-1]
         parts = jnp.split(theta, stops)
-        return {name: part.reshape(shape) for (name, shape), part in zip(self.global_sites, parts, strict=True)}
+        return {
+            name: part.reshape(shape)
+            for (name, shape), part in zip(self.global_sites, parts, strict=True)
+        }
 
     def ravel(self, sites: Mapping[str, Array]) -> Array:
         """The flat position ``(dim,)`` of global sites (other entries are ignored)."""
@@ -187,7 +198,9 @@ class Factors:
         weights: Mapping[str, Any],
     ) -> Array:
         """``log p(y_s, z_s | theta)``, a scalar; arguments as :meth:`terms`."""
-        return sum((jnp.sum(v) for v in self.terms(theta, z, kwargs, weights)[1].values()), jnp.zeros(()))
+        return sum(
+            (jnp.sum(v) for v in self.terms(theta, z, kwargs, weights)[1].values()), jnp.zeros(())
+        )
 
     def log_prior(self, theta: Mapping[str, Array], shared: Mapping[str, Any]) -> Array:
         """``log p(theta)``, a scalar, from the shared arguments alone: the server has no rows.
@@ -198,10 +211,14 @@ class Factors:
         one_row = made_up_rows(self.rows, dict(self.index))
         z = {s.name: jnp.zeros((1, *s.shape)) for s in self.local_sites}
         weights = {group: 1.0 for _, group, _ in self.rows}
-        with validation_enabled(False):  # the made-up row may well lie outside a likelihood's support
+        with validation_enabled(
+            False
+        ):  # the made-up row may well lie outside a likelihood's support
             return self.terms(theta, z, {**shared, **one_row}, weights)[0]
 
-    def constrain_globals(self, sites: Mapping[str, Array], shared: Mapping[str, Any]) -> dict[str, Array]:
+    def constrain_globals(
+        self, sites: Mapping[str, Array], shared: Mapping[str, Any]
+    ) -> dict[str, Array]:
         """Global sites in their supports, of unconstrained ones, from the shared arguments alone; deterministic sites are left out."""
         if self.transforms is not None:
             return {
@@ -214,7 +231,9 @@ class Factors:
             out = constrain_fn(self.model, (), kwargs, {**z, **sites})
         return {name: out[name] for name, _ in self.global_sites}
 
-    def unconstrain_globals(self, sites: Mapping[str, Array], shared: Mapping[str, Any]) -> dict[str, Array]:
+    def unconstrain_globals(
+        self, sites: Mapping[str, Array], shared: Mapping[str, Any]
+    ) -> dict[str, Array]:
         """The inverse of :meth:`constrain_globals`."""
         own = {name: sites[name] for name, _ in self.global_sites}
         if self.transforms is not None:
@@ -223,7 +242,9 @@ class Factors:
         with validation_enabled(False):
             return unconstrain_fn(seed(self.model, 0), (), kwargs, own)
 
-    def by_element(self, group: str, local: Mapping[str, Array], kwargs: Mapping[str, Any]) -> Array:
+    def by_element(
+        self, group: str, local: Mapping[str, Array], kwargs: Mapping[str, Any]
+    ) -> Array:
         """Local terms collected at the elements of one row group: their own, and of rows that point to them.
 
         :param group: a row group.
@@ -249,11 +270,17 @@ class Factors:
                 rest = rest + jnp.sum(terms)
                 continue
             level, element = found
-            out[level] = out[level] + jax.ops.segment_sum(terms, element, num_segments=out[level].shape[0])
+            out[level] = out[level] + jax.ops.segment_sum(
+                terms, element, num_segments=out[level].shape[0]
+            )
         return out, rest
 
     def _element_of(
-        self, rows: str, groups: tuple[str, ...], kwargs: Mapping[str, Any], seen: tuple[str, ...] = ()
+        self,
+        rows: str,
+        groups: tuple[str, ...],
+        kwargs: Mapping[str, Any],
+        seen: tuple[str, ...] = (),
     ) -> tuple[int, Array] | None:
         """Which of ``groups`` a row group's rows belong to, by its place there, and each row's element."""
         leaves, found = self.leaves(rows), []
@@ -266,13 +293,20 @@ class Factors:
                 found.append((by_way[0], False, by_way[1][kwargs[leaf]]))
         if not found:
             return None
-        level, _, element = max(found, key=lambda x: x[:2])  # what a row itself points to goes before what it reaches
+        level, _, element = max(
+            found, key=lambda x: x[:2]
+        )  # what a row itself points to goes before what it reaches
         return level, element
 
 
-def made_up_rows(rows: tuple[tuple[str, str, Any], ...], index: Mapping[str, str]) -> dict[str, Array]:
+def made_up_rows(
+    rows: tuple[tuple[str, str, Any], ...], index: Mapping[str, str]
+) -> dict[str, Array]:
     """One row of every row argument, for calls of a model where no data are."""
-    return {leaf: (jnp.zeros if leaf in index else jnp.ones)((1, *spec.shape), spec.dtype) for leaf, _, spec in rows}
+    return {
+        leaf: (jnp.zeros if leaf in index else jnp.ones)((1, *spec.shape), spec.dtype)
+        for leaf, _, spec in rows
+    }
 
 
 def _site_log_prob(site: Mapping[str, Any]) -> Array:

@@ -44,7 +44,11 @@ def versions() -> dict[str, Any]:
 def as_values(silos: Silos) -> dict[str, Any]:
     """Return all of silos but the rows: what they are, types of the rows, shared arguments."""
     rows = {k: jax.ShapeDtypeStruct(x.shape, x.dtype) for k, x in silos.rows.items()}
-    return {"what": silos._aux()[:7], "rows": rows, "shared": {k: silos.shared[k] for k in silos._arrays}}
+    return {
+        "what": silos._aux()[:7],
+        "rows": rows,
+        "shared": {k: silos.shared[k] for k in silos._arrays},
+    }
 
 
 def from_values(values: dict[str, Any]) -> Silos:
@@ -69,7 +73,10 @@ def description(silos: Silos, values: bool = False) -> dict[str, Any]:
     return {
         "names": list(silos.names),
         "sizes": {g: list(n) for g, n in silos.sizes.items()},
-        "rows": {k: [silos.group[k], str(x.dtype), list(x.shape[1:])] for k, x in sorted(silos.rows.items())},
+        "rows": {
+            k: [silos.group[k], str(x.dtype), list(x.shape[1:])]
+            for k, x in sorted(silos.rows.items())
+        },
         "index": dict(sorted(silos.index.items())),
         "shared": {k: outlined(k, v) for k, v in sorted(silos.shared.items())},
     }
@@ -83,19 +90,28 @@ def checked(about: Any, who: str, max_rows: int) -> dict[str, Any]:
     :raises ValueError: naming the party.
     """
     parts = {"names": list, "sizes": dict, "rows": dict, "index": dict, "shared": dict}
-    if not isinstance(about, dict) or any(not isinstance(about.get(k), kind) for k, kind in parts.items()):
+    if not isinstance(about, dict) or any(
+        not isinstance(about.get(k), kind) for k, kind in parts.items()
+    ):
         raise ValueError(f"{who} does not describe its data; expected {list(parts)}")
     texts = [*about["names"], *about["index"].values()]
     rows = [x for x in about["rows"].values() if isinstance(x, list) and len(x) == 3]
     whole = len(rows) == len(about["rows"]) > 0 and all(
-        isinstance(g, str) and d in WIRE_DTYPES and isinstance(s, list) and all(type(n) is int and n >= 0 for n in s)
+        isinstance(g, str)
+        and d in WIRE_DTYPES
+        and isinstance(s, list)
+        and all(type(n) is int and n >= 0 for n in s)
         for g, d, s in rows
     )
     groups = {g for g, _, _ in rows if isinstance(g, str)}
     if not all(isinstance(x, str) for x in texts) or not whole or set(about["sizes"]) != groups:
-        raise ValueError(f"{who} describes rows of no known kind; expected names, and types of arrays of numbers")
+        raise ValueError(
+            f"{who} describes rows of no known kind; expected names, and types of arrays of numbers"
+        )
     if not set(about["index"]) <= set(about["rows"]) or not set(about["index"].values()) <= groups:
-        raise ValueError(f"{who} describes indices of arguments, or into rows, that it does not have")
+        raise ValueError(
+            f"{who} describes indices of arguments, or into rows, that it does not have"
+        )
     for group, sizes in about["sizes"].items():
         if not isinstance(sizes, list) or len(sizes) != len(about["names"]):
             raise ValueError(f"{who} does not say how many rows of {group!r} each of its silos has")
@@ -131,7 +147,9 @@ def fit_together(told: Sequence[dict[str, Any]], who: Sequence[str]) -> None:
             )
 
 
-def known_of(told: Sequence[dict[str, Any]], who: Sequence[str], shared: Mapping[str, Any]) -> Silos:
+def known_of(
+    told: Sequence[dict[str, Any]], who: Sequence[str], shared: Mapping[str, Any]
+) -> Silos:
     """Return what is known of all silos, from what each party says of its own.
 
     :param told: descriptions.
@@ -170,15 +188,25 @@ def fingerprint(factors: Factors, known: Silos, fit: Any = None) -> dict[str, An
 
     Of a model these are its sites, and a hash of the program of its log density with all numbers in it.
     """
-    rows = {leaf: jax.ShapeDtypeStruct((1, *spec.shape), spec.dtype) for leaf, _, spec in factors.rows}
+    rows = {
+        leaf: jax.ShapeDtypeStruct((1, *spec.shape), spec.dtype) for leaf, _, spec in factors.rows
+    }
     arrays = {k: known.shared[k] for k in known._arrays}
     static = {k: v for k, v in known.shared.items() if k not in arrays}
-    theta = {name: jax.ShapeDtypeStruct(shape, jnp.result_type(float)) for name, shape in factors.global_sites}
-    z = {s.name: jax.ShapeDtypeStruct((1, *s.shape), jnp.result_type(float)) for s in factors.local_sites}
+    theta = {
+        name: jax.ShapeDtypeStruct(shape, jnp.result_type(float))
+        for name, shape in factors.global_sites
+    }
+    z = {
+        s.name: jax.ShapeDtypeStruct((1, *s.shape), jnp.result_type(float))
+        for s in factors.local_sites
+    }
 
     def density(theta: dict, z: dict, rows: dict, arrays: dict) -> Any:
         with numpyro.validation_enabled(False):
-            return factors.terms(theta, z, {**static, **arrays, **rows}, {g: 1.0 for _, g, _ in factors.rows})
+            return factors.terms(
+                theta, z, {**static, **arrays, **rows}, {g: 1.0 for _, g, _ in factors.rows}
+            )
 
     return {
         "global sites": [[name, list(shape)] for name, shape in factors.global_sites],
@@ -209,7 +237,9 @@ def program_hash(fn: Callable, *args: Any) -> str:
             for var in eqn.outvars:
                 places[var] = len(places)
                 digest.update(str(var.aval).encode())
-        out = [repr(var.val) if isinstance(var, Literal) else str(places[var]) for var in jaxpr.outvars]
+        out = [
+            repr(var.val) if isinstance(var, Literal) else str(places[var]) for var in jaxpr.outvars
+        ]
         digest.update(" ".join(out).encode())
 
     def setting(name: str, value: Any) -> None:

@@ -43,7 +43,9 @@ class mark_silos(Messenger):
 
     def __init__(self, fn: Callable | None = None, *plate_names: str) -> None:
         if not plate_names:
-            raise ValueError('expected the name of at least one plate, got none: mark_silos(model, "patients")')
+            raise ValueError(
+                'expected the name of at least one plate, got none: mark_silos(model, "patients")'
+            )
         self.plate_names = frozenset(plate_names)
         super().__init__(fn)
 
@@ -71,7 +73,9 @@ class mark_silos(Messenger):
             self._stepped = True
 
 
-def silo_plate(name: str, size: int, subsample_size: int | None = None, dim: int | None = None) -> numpyro.plate:
+def silo_plate(
+    name: str, size: int, subsample_size: int | None = None, dim: int | None = None
+) -> numpyro.plate:
     """A :class:`numpyro.plate` each of whose elements belongs to exactly one silo.
 
     :param name: name of the plate.

@@ -56,7 +56,10 @@ class Units:
 
     def blocks(self) -> list[tuple[str, int, int]]:
         """The row groups with latents: name, number of elements shown, and number of latents of each element."""
-        return [(group, dict(self.pad)[group], self._width(group)) for group in self.factors.latent_groups]
+        return [
+            (group, dict(self.pad)[group], self._width(group))
+            for group in self.factors.latent_groups
+        ]
 
     def _blocks(self) -> list[tuple[str, int]]:
         if self.group is not None:
@@ -107,7 +110,9 @@ class Units:
     def owned(self, view: SiloView | SiloRows) -> Array:
         """Which of the latents in ``(E, dim)`` are the silo's own; the others are padding."""
         if self.group is not None:
-            return jnp.broadcast_to(view.mask(self.group)[:, None], (dict(view.pad)[self.group], self.dim))
+            return jnp.broadcast_to(
+                view.mask(self.group)[:, None], (dict(view.pad)[self.group], self.dim)
+            )
         parts = [jnp.repeat(view.mask(g), self._width(g)) for g, _ in self._blocks()]
         return jnp.concatenate(parts)[None]
 
@@ -153,7 +158,12 @@ class Units:
         return jax.vmap(self.from_sites)(blocks)[:, 0]
 
     def log_density(
-        self, theta: dict[str, Array], z: Array, kwargs: dict, weights: dict, view: SiloView | SiloRows
+        self,
+        theta: dict[str, Array],
+        z: Array,
+        kwargs: dict,
+        weights: dict,
+        view: SiloView | SiloRows,
     ) -> Array:
         """Log density of each unit ``(E,)`` given theta, latents and rows; padding is standard normal."""
         local = self.factors.terms(theta, self.to_sites(z), kwargs, weights)[1]
@@ -229,15 +239,27 @@ class LocalMap:
         shift = jnp.zeros(()) if self.shift is None else self.shift
         if self.shift_coupling is not None:
             shift = shift + _rows_times(self.shift_coupling, u)
-        return shift if self.shift_bend is None else shift + _rows_times(self.shift_bend, curved(u), most=0)
+        return (
+            shift
+            if self.shift_bend is None
+            else shift + _rows_times(self.shift_bend, curved(u), most=0)
+        )
 
     def _turn(self, spread: Array) -> Array:
         return spread if self.tril is None else jnp.einsum("gij,gj->gi", self.tril, spread)
 
     def log_scales(self, u: Array, eps: Array | None = None) -> Array:
         """Log scales ``(G, k)``, whatever ``eps`` (nested plates' depend on it, and are called alike); their sum over a unit is the log determinant of dz/deps."""
-        linear = self.log_scale if self.scale_coupling is None else self.log_scale + _rows_times(self.scale_coupling, u)
-        return linear if self.scale_bend is None else linear + _rows_times(self.scale_bend, curved(u), most=0)
+        linear = (
+            self.log_scale
+            if self.scale_coupling is None
+            else self.log_scale + _rows_times(self.scale_coupling, u)
+        )
+        return (
+            linear
+            if self.scale_bend is None
+            else linear + _rows_times(self.scale_bend, curved(u), most=0)
+        )
 
     def log_density(self, u: Array, z: Array, owned: Array) -> Array:
         """Log density ``(G,)`` of each unit's own latents at ``u``, for standard normal coordinates."""
@@ -258,9 +280,7 @@ class LocalMap:
         return replace(self, **new)
 
 
-_FUSED = (
-    64  # most columns that are multiplied and summed: a product of matrices for each silo is slow where they are small
-)
+_FUSED = 64  # most columns that are multiplied and summed: a product of matrices for each silo is slow where they are small
 
 
 def _rows_times(matrix: Array, u: Array, most: int = _FUSED) -> Array:

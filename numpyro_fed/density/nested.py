@@ -56,7 +56,9 @@ class NestedUnits(Units):
 
     def blocks(self) -> list[tuple[str, int, int]]:
         """Outer and inner row group: name, number of elements shown, and number of latents of each element."""
-        return [(group, dict(self.pad)[group], self._width(group)) for group in (self.outer, self.inner)]
+        return [
+            (group, dict(self.pad)[group], self._width(group)) for group in (self.outer, self.inner)
+        ]
 
     @property
     def num_elements(self) -> tuple[int, int]:
@@ -67,7 +69,9 @@ class NestedUnits(Units):
     def parent(self, kwargs: Mapping[str, Any]) -> Array:
         """The outer element of each inner one, counted inside the silo."""
         leaves = self.factors.leaves(self.inner)
-        leaf = next(leaf for leaf, target in self.factors.index if leaf in leaves and target == self.outer)
+        leaf = next(
+            leaf for leaf, target in self.factors.index if leaf in leaves and target == self.outer
+        )
         return jnp.asarray(kwargs[leaf])
 
     def levels(self, x: Array) -> tuple[Array, Array]:
@@ -76,7 +80,12 @@ class NestedUnits(Units):
         return x[0, : n0 * k0].reshape(n0, k0), x[0, n0 * k0 :].reshape(n1, k1)
 
     def level_terms(
-        self, theta: dict[str, Array], z: Array, kwargs: dict, weights: dict, view: SiloView | SiloRows
+        self,
+        theta: dict[str, Array],
+        z: Array,
+        kwargs: dict,
+        weights: dict,
+        view: SiloView | SiloRows,
     ) -> tuple[Array, Array, Array]:
         """Log densities of outer ``(n0,)`` and inner elements ``(n1,)``, and what belongs to neither; padding is standard normal."""
         local = self.factors.terms(theta, self.to_sites(z), kwargs, weights)[1]
@@ -119,7 +128,9 @@ class NestedMap:
 
         def one(rows: NestedMap, eps: Array) -> Array:
             outer, inner = rows._levels(eps)
-            return join_levels(rows.outer.forward(u, outer), rows.inner.forward(rows._position(u, outer), inner))
+            return join_levels(
+                rows.outer.forward(u, outer), rows.inner.forward(rows._position(u, outer), inner)
+            )
 
         return jax.vmap(one)(self, eps)
 
@@ -138,7 +149,9 @@ class NestedMap:
 
         def one(rows: NestedMap, eps: Array) -> Array:
             outer, _ = rows._levels(eps)
-            return join_levels(rows.outer.log_scales(u), rows.inner.log_scales(rows._position(u, outer)))
+            return join_levels(
+                rows.outer.log_scales(u), rows.inner.log_scales(rows._position(u, outer))
+            )
 
         return jax.vmap(one)(self, eps)
 

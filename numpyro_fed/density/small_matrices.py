@@ -24,7 +24,9 @@ def cholesky(matrix: Array) -> Array:
     for i in range(k):
         row: list[Array] = []
         for j in range(i + 1):
-            rest = matrix[..., i, j] - sum(a * b for a, b in zip(row, rows[j] if j < i else row, strict=False))
+            rest = matrix[..., i, j] - sum(
+                a * b for a, b in zip(row, rows[j] if j < i else row, strict=False)
+            )
             row.append(jnp.sqrt(rest) if i == j else rest / rows[j][j])
         rows.append(row)
     return _lower(rows)
@@ -69,7 +71,10 @@ def solve_positive(matrix: Array, x: Array) -> Array:
         column = jnp.take(rows, i, axis=-1)
         row = jnp.take(rows, i, axis=-2) / jnp.take(column, i, axis=-1)[..., None]
         rows = rows - column[..., :, None] * row[..., None, :]
-        return rows + jnp.where(jnp.arange(column.shape[-1]) == i, 1.0, 0.0)[:, None] * row[..., None, :]
+        return (
+            rows
+            + jnp.where(jnp.arange(column.shape[-1]) == i, 1.0, 0.0)[:, None] * row[..., None, :]
+        )
 
     return lax.fori_loop(0, matrix.shape[-1], eliminate, rows)[..., matrix.shape[-1] :] / root
 

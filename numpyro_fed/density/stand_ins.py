@@ -13,7 +13,9 @@ _MADE_UP = (3, 5)  # rows of two silos that are made up; each further row group 
 _CUT_ROWS = 1 << 17  # rows of one silo up to which it is cut in two: they are copied
 
 
-def made_up_rows(silos: Silos, rng: np.random.Generator, low: int, high: int, all_whole: bool) -> Silos:
+def made_up_rows(
+    silos: Silos, rng: np.random.Generator, low: int, high: int, all_whole: bool
+) -> Silos:
     """Return two silos of the same kind, whose whole numbers are from ``low`` to below ``high``."""
     sizes = {g: tuple(n + 2 * i for n in _MADE_UP) for i, g in enumerate(silos.sizes)}
 
@@ -75,4 +77,6 @@ def _arranged(silos: Silos, parts: dict[str, tuple[np.ndarray, np.ndarray]]) -> 
         moved = np.asarray(x)[order[silos.group[leaf]]]
         rows[leaf] = jnp.asarray(inside[silos.index[leaf]][moved] if leaf in silos.index else moved)
     sizes = {g: tuple(map(len, places)) for g, places in parts.items()}
-    return silos.like(silos.names * 2, sizes, rows, {g: jnp.asarray(x, jnp.int32) for g, x in order.items()})
+    return silos.like(
+        silos.names * 2, sizes, rows, {g: jnp.asarray(x, jnp.int32) for g, x in order.items()}
+    )

@@ -46,7 +46,9 @@ ANSWERED = {
         1_000,
     ),
     "LaplaceLocal": Answer(
-        "gradient and precision of its log marginal likelihood at one point, and its value", "d + d^2", 1_000
+        "gradient and precision of its log marginal likelihood at one point, and its value",
+        "d + d^2",
+        1_000,
     ),
     "PilotLocal": Answer(
         "means and norms of what its surrogate lacks, on walks from the server's positions",
@@ -62,7 +64,9 @@ ANSWERED = {
         "(diagonal: 2 d)",
         100_000,
     ),
-    "EstimateLocal": Answer("estimates of its log likelihood at the server's draws", "1 for each draw", 1_000),
+    "EstimateLocal": Answer(
+        "estimates of its log likelihood at the server's draws", "1 for each draw", 1_000
+    ),
     "TellLocal": Answer("nothing: it keeps surrogates and step size", "", 1_000),
     "StartLocal": Answer("nothing: it draws its first local latents, and keeps them", "", 100_000),
     "StayLocal": Answer(
@@ -70,7 +74,9 @@ ANSWERED = {
         "2 d + 5 in each visit",
         1_000_000,
     ),
-    "NodeStartLocal": Answer("nothing: it draws its first local latents, and keeps them", "", 100_000),
+    "NodeStartLocal": Answer(
+        "nothing: it draws its first local latents, and keeps them", "", 100_000
+    ),
     "NodeLocal": Answer(
         "gradient of its part of the potential at its node's position, and the acceptance of its local moves",
         "d + 1 in each step of each network",

@@ -73,12 +73,16 @@ def client_app(make_side: Callable[[Context], Side]) -> ClientApp:
             sides[context.node_id] = make_side(context)
         return sides[context.node_id]
 
-    def guarded(reply: Callable[[Message, Side], RecordDict | Error]) -> Callable[[Message, Context], Message]:
+    def guarded(
+        reply: Callable[[Message, Side], RecordDict | Error],
+    ) -> Callable[[Message, Context], Message]:
         def handler(message: Message, context: Context) -> Message:
             try:
                 return Message(reply(message, side_of(context)), reply_to=message)
             except Exception as exception:
-                _log.exception("this silo could not answer; the server is told the type of the exception alone")
+                _log.exception(
+                    "this silo could not answer; the server is told the type of the exception alone"
+                )
                 return Message(Error(_RAISED, type(exception).__name__), reply_to=message)
 
         return handler
@@ -167,7 +171,11 @@ class Flower:
             busy = {(name, node) for name, node, _ in sent.values()}
             open_ = [name for name in messages if name not in replies]
             away = [name for name in open_ if name not in self.registry.nodes]
-            due = [n for n in open_ if n not in away and (n, self.registry.nodes[n]) not in busy and after[n] <= now]
+            due = [
+                n
+                for n in open_
+                if n not in away and (n, self.registry.nodes[n]) not in busy and after[n] <= now
+            ]
             due = [n for n in due if after[n] < 0 or not last]
             self.reasons |= dict.fromkeys(away, "its node is not there")
             self._push({name: messages[name] for name in due}, sent, end)
@@ -180,17 +188,24 @@ class Flower:
             pause = _FIRST if moved else min(2 * pause, self.poll)
             time.sleep(pause)
         lost = [name for name in messages if name not in replies]
-        self.reasons = {name: self.reasons.get(name, f"no answer in {time.monotonic() - start:.0f} s") for name in lost}
+        self.reasons = {
+            name: self.reasons.get(name, f"no answer in {time.monotonic() - start:.0f} s")
+            for name in lost
+        }
         return {name: replies[name] for name in messages if name in replies}
 
-    def _push(self, messages: Mapping[str, bytes], sent: dict[str, tuple[str, int, float]], end: float) -> None:
+    def _push(
+        self, messages: Mapping[str, bytes], sent: dict[str, tuple[str, int, float]], end: float
+    ) -> None:
         """Send messages, all at once: what is the same for several silos, Flower sends to the server once."""
         if not messages:
             return
         now = time.monotonic()
         ttl = max(min(self.timeout, end - now), 0.5)
         whole = [
-            Message(records_of(data), self.registry.nodes[name], "query.answer", ttl=ttl, group_id=name)
+            Message(
+                records_of(data), self.registry.nodes[name], "query.answer", ttl=ttl, group_id=name
+            )
             for name, data in messages.items()
         ]
         numbers = list(self.grid.push_messages(whole))

@@ -32,8 +32,19 @@ def link_command(
     :param authentication: only nodes whose public keys are registered are let in.
     """
     command = [_script("flower-superlink"), "--host", host, "--port", str(port)]
-    command += ["--ssl-certfile", str(certificate), "--ssl-keyfile", str(key), "--ssl-ca-certfile", str(ca)]
-    return command + ["--disable-runtime-dependency-installation"] + ["--enable-supernode-auth"] * authentication
+    command += [
+        "--ssl-certfile",
+        str(certificate),
+        "--ssl-keyfile",
+        str(key),
+        "--ssl-ca-certfile",
+        str(ca),
+    ]
+    return (
+        command
+        + ["--disable-runtime-dependency-installation"]
+        + ["--enable-supernode-auth"] * authentication
+    )
 
 
 def node_command(
@@ -63,7 +74,9 @@ def node_command(
     return command + (["--max-wait-time", str(give_up)] if give_up is not None else [])
 
 
-def write_app(directory: str | Path, server: str, client: str, config: Mapping[str, Any] | None = None) -> Path:
+def write_app(
+    directory: str | Path, server: str, client: str, config: Mapping[str, Any] | None = None
+) -> Path:
     """The folder that ``flwr run`` sends to the SuperLink: two names of importable objects, and no code.
 
     :param server: ``module:object`` of a :func:`server_app`, for the SuperLink's machine.
@@ -82,8 +95,15 @@ def write_app(directory: str | Path, server: str, client: str, config: Mapping[s
         "[tool.flwr.app]",
     ]
     lines += ['publisher = "numpyro-fed"', "", "[tool.flwr.app.components]"]
-    lines += [f"serverapp = {json.dumps(server)}", f"clientapp = {json.dumps(client)}", "", "[tool.flwr.app.config]"]
-    lines += [f"{json.dumps(k)} = {json.dumps(v, ensure_ascii=False)}" for k, v in (config or {}).items()]
+    lines += [
+        f"serverapp = {json.dumps(server)}",
+        f"clientapp = {json.dumps(client)}",
+        "",
+        "[tool.flwr.app.config]",
+    ]
+    lines += [
+        f"{json.dumps(k)} = {json.dumps(v, ensure_ascii=False)}" for k, v in (config or {}).items()
+    ]
     (directory / "pyproject.toml").write_text("\n".join(lines) + "\n")
     return directory
 

@@ -24,7 +24,9 @@ class InProcessGrid(Grid):
     """
 
     def __init__(
-        self, apps: Mapping[int, ClientApp] | Sequence[ClientApp], config: Mapping[str, Any] | None = None
+        self,
+        apps: Mapping[int, ClientApp] | Sequence[ClientApp],
+        config: Mapping[str, Any] | None = None,
     ) -> None:
         self.apps = dict(apps) if isinstance(apps, Mapping) else dict(enumerate(apps, 1))
         self.config = dict(config or {})
@@ -34,7 +36,9 @@ class InProcessGrid(Grid):
         self._run = Run.create_empty(1)
         try:
             _ = TaskIdentity.run_id
-        except RuntimeError:  # this process is none of Flower's, which makes no messages without an identity
+        except (
+            RuntimeError
+        ):  # this process is none of Flower's, which makes no messages without an identity
             TaskIdentity.task_id = TaskIdentity.run_id = TaskIdentity.node_id = 1
 
     def set_run(self, run: Run) -> None:
@@ -45,7 +49,12 @@ class InProcessGrid(Grid):
         return self._run
 
     def create_message(
-        self, content: RecordDict, message_type: str, dst_node_id: int, group_id: str, ttl: float | None = None
+        self,
+        content: RecordDict,
+        message_type: str,
+        dst_node_id: int,
+        group_id: str,
+        ttl: float | None = None,
     ) -> Message:
         return Message(content, dst_node_id, message_type, ttl=ttl, group_id=group_id)
 
@@ -59,14 +68,20 @@ class InProcessGrid(Grid):
         number, node = str(next(self._count)), message.metadata.dst_node_id
         message.metadata.__dict__["_message_id"] = number
         if node not in self.apps:
-            self._replies[number] = Message(Error(_NODE_UNAVAILABLE, "the node is not there"), reply_to=message)
+            self._replies[number] = Message(
+                Error(_NODE_UNAVAILABLE, "the node is not there"), reply_to=message
+            )
             return number
-        context = self._contexts.setdefault(node, Context(self._run.run_id, node, self.config, RecordDict(), {}))
+        context = self._contexts.setdefault(
+            node, Context(self._run.run_id, node, self.config, RecordDict(), {})
+        )
         start = time.monotonic()
         try:
             reply = self.apps[node](message, context)
         except Exception as exception:
-            reply = Message(Error(_RAISED, f"{type(exception)}:<{str(exception)!r}>"), reply_to=message)
+            reply = Message(
+                Error(_RAISED, f"{type(exception)}:<{str(exception)!r}>"), reply_to=message
+            )
         if time.monotonic() - start <= message.metadata.ttl:
             self._replies[number] = reply
         return number
@@ -74,5 +89,7 @@ class InProcessGrid(Grid):
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         return [self._replies.pop(number) for number in message_ids if number in self._replies]
 
-    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+    def send_and_receive(
+        self, messages: Iterable[Message], *, timeout: float | None = None
+    ) -> Iterable[Message]:
         return self.pull_messages(self.push_messages(messages))

@@ -23,9 +23,7 @@ from flwr.supernode import fleet_http_connection
 
 __all__ = ["serve"]
 
-_NOT_IN = (
-    "[code: 2004]"  # the key is not registered, or the server takes its node to be there until it misses heartbeats
-)
+_NOT_IN = "[code: 2004]"  # the key is not registered, or the server takes its node to be there until it misses heartbeats
 _EXPIRES, _AGAIN = 150.0, 5.0  # seconds that this may last, and between questions
 _log = logging.getLogger(__name__)
 
@@ -55,8 +53,13 @@ def serve(
     :raises ConnectionError: in words, where the server does not answer, does not let this node in, or shows a certificate that ``ca`` did not sign.
     """
     fleet_http_connection.flwr_exit = _refused  # which else ends the process
-    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # so that the server is told on the way out
+    if (
+        threading.current_thread() is threading.main_thread()
+        and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    ):
+        signal.signal(
+            signal.SIGTERM, lambda *_: sys.exit(0)
+        )  # so that the server is told on the way out
     keys, patience = None if key is None else _keys(key), _EXPIRES if give_up is None else give_up
     since = None  # when this node was first not let in
     while True:
@@ -112,7 +115,9 @@ def _keys(path: str | Path) -> tuple[Any, Any]:
 
     key = load_ssh_private_key(Path(path).read_bytes(), None)
     if not isinstance(key, EllipticCurvePrivateKey):
-        raise ValueError(f"{path}: expected a private key on an elliptic curve, as ssh-keygen -t ecdsa makes it")
+        raise ValueError(
+            f"{path}: expected a private key on an elliptic curve, as ssh-keygen -t ecdsa makes it"
+        )
     return key, key.public_key()
 
 
@@ -141,8 +146,13 @@ def _send(reply: Message, seconds: float, send: Callable, push: Callable) -> Non
     run = reply.metadata.run_id
     reply.metadata.__dict__["_message_id"] = reply.object_id
     with inflatable_object.no_object_id_recompute():
-        tree, objects = inflatable_object.get_object_tree(reply), inflatable_object.get_all_nested_objects(reply)
+        tree, objects = (
+            inflatable_object.get_object_tree(reply),
+            inflatable_object.get_all_nested_objects(reply),
+        )
         wanted, session = send(reply, tree, seconds)
         inflatable_utils.push_objects(
-            objects, lambda number, content: push(run, session, number, content), object_ids_to_push=wanted
+            objects,
+            lambda number, content: push(run, session, number, content),
+            object_ids_to_push=wanted,
         )

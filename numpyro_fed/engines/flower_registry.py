@@ -17,7 +17,9 @@ _LOOK = 1.0  # seconds between looks for nodes that are new or gone
 def records_of(data: bytes) -> RecordDict:
     """Bytes as content of a message of Flower's."""
     pieces = range(0, max(len(data), 1), _PIECE)
-    return RecordDict({f"{i:06}": ConfigRecord({"bytes": data[k : k + _PIECE]}) for i, k in enumerate(pieces)})
+    return RecordDict(
+        {f"{i:06}": ConfigRecord({"bytes": data[k : k + _PIECE]}) for i, k in enumerate(pieces)}
+    )
 
 
 def bytes_of(content: RecordDict) -> bytes:
@@ -41,8 +43,12 @@ class Registry:
         #: Names that are not silos', by node.
         self.strangers: dict[int, str] = {}
         self._claims: dict[str, int] = {}  # nodes with a name that another node has
-        self._asked: dict[str, tuple[int, float]] = {}  # questions: node, and until when it may answer
-        self._silent: dict[int, float] = {}  # nodes that did not tell, and when they are asked again
+        self._asked: dict[
+            str, tuple[int, float]
+        ] = {}  # questions: node, and until when it may answer
+        self._silent: dict[
+            int, float
+        ] = {}  # nodes that did not tell, and when they are asked again
         self._looked = -_LOOK
 
     def find(self, wait: float, poll: float) -> None:
@@ -52,15 +58,21 @@ class Registry:
         :raises ValueError: for a silo that is not among ``names``, and two nodes with one name.
         """
         end = time.monotonic() + wait
-        while len(self.nodes) < len(self.names) or not {n for n, _ in self._asked.values()} <= set(self._silent):
+        while len(self.nodes) < len(self.names) or not {n for n, _ in self._asked.values()} <= set(
+            self._silent
+        ):
             moved = self.look()
             missing = [name for name in self.names if name not in self.nodes]
             if self.strangers:
                 strange = sorted(set(self.strangers.values()))
                 which = f", of which {missing} are missing" * bool(missing)
-                raise ValueError(f"silos {strange} are unknown here; expected {list(self.names)}{which}")
+                raise ValueError(
+                    f"silos {strange} are unknown here; expected {list(self.names)}{which}"
+                )
             if time.monotonic() > end and missing:
-                failed = "".join(f"; node {node} failed: {reason}" for node, reason in self.failed.items())
+                failed = "".join(
+                    f"; node {node} failed: {reason}" for node, reason in self.failed.items()
+                )
                 raise TimeoutError(
                     f"silos {missing} did not appear in {wait:.0f} s; there are {sorted(self.nodes)}{failed}; "
                     "expected a node of each to be up"
@@ -89,7 +101,9 @@ class Registry:
         """Ask nodes that are new for their names, and forget those that are gone."""
         there = {node.node_id: node.name for node in self.grid.get_nodes()}
         self.nodes = {name: node for name, node in self.nodes.items() if node in there}
-        for name in [n for n, node in self._claims.items() if n not in self.nodes or node not in there]:
+        for name in [
+            n for n, node in self._claims.items() if n not in self.nodes or node not in there
+        ]:
             node = self._claims.pop(name)
             if node in there:
                 self.nodes[name] = node
@@ -102,7 +116,9 @@ class Registry:
                 self._ask(node)
 
     def _ask(self, node: int) -> None:
-        for number in self.grid.push_messages([Message(records_of(b""), node, "query.who", ttl=self.grace)]):
+        for number in self.grid.push_messages(
+            [Message(records_of(b""), node, "query.who", ttl=self.grace)]
+        ):
             if number is not None:
                 self._asked[number] = node, time.monotonic() + self.grace
 
@@ -117,18 +133,24 @@ class Registry:
         if message is not None and message.error.code not in UNAVAILABLE:
             self.failed[node] = str(message.error.reason)
         for name in [n for n in self._claims if self.nodes.get(n) == node]:
-            self.nodes[name] = self._claims.pop(name)  # the old one is silent: the new one takes its place
+            self.nodes[name] = self._claims.pop(
+                name
+            )  # the old one is silent: the new one takes its place
 
     def _claim(self, node: int, name: str) -> None:
         if name not in self.names:
             self.strangers[node] = name
             if len(self.nodes) == len(self.names):
                 known = list(self.names)
-                warnings.warn(f"silo {name!r} is unknown here, and not asked; expected {known}", stacklevel=2)
+                warnings.warn(
+                    f"silo {name!r} is unknown here, and not asked; expected {known}", stacklevel=2
+                )
         elif self.nodes.setdefault(name, node) == node:
             if name in self._claims:
                 both = f"{node} and {self._claims[name]}"
-                raise ValueError(f"two nodes are silo {name!r}: {both}; expected one node for each silo")
+                raise ValueError(
+                    f"two nodes are silo {name!r}: {both}; expected one node for each silo"
+                )
         elif name not in self._claims:
             self._claims[name] = node
             self._ask(self.nodes[name])

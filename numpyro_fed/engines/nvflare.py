@@ -56,7 +56,15 @@ from numpyro_fed.engines.nvflare_jobs import (
     write_job,
 )
 
-__all__ = ["FedController", "Messenger", "Rejoin", "SideExecutor", "prepare_kit", "simulate", "write_job"]
+__all__ = [
+    "FedController",
+    "Messenger",
+    "Rejoin",
+    "SideExecutor",
+    "prepare_kit",
+    "simulate",
+    "write_job",
+]
 
 DATA, REJOIN = "data", "rejoin.json"
 _logger = logging.getLogger("nvflare.numpyro_fed")
@@ -70,7 +78,9 @@ def load(path: str) -> Callable:
     """
     where, _, name = path.rpartition(":")
     if not where or not name:
-        raise ValueError(f'{path!r} is no import path; expected "package.module:function" or "/path/file.py:function"')
+        raise ValueError(
+            f'{path!r} is no import path; expected "package.module:function" or "/path/file.py:function"'
+        )
     if where.endswith(".py"):
         if not Path(where).is_file():
             raise ValueError(f"{path!r}: there is no file {where}")
@@ -84,7 +94,9 @@ def load(path: str) -> Callable:
         try:
             module = importlib.import_module(where)
         except ModuleNotFoundError as error:
-            raise ValueError(f"{path!r}: {error}; expected a module that is installed at every site") from error
+            raise ValueError(
+                f"{path!r}: {error}; expected a module that is installed at every site"
+            ) from error
     if not callable(getattr(module, name, None)):
         raise ValueError(f"{path!r}: {where} has no function {name}")
     return getattr(module, name)
@@ -106,7 +118,11 @@ def load_allowed(path: str) -> Callable:
 def _settings(fl_ctx: Any) -> tuple[dict[str, Any], Workspace, str]:
     """What the job says, the site's workspace, and the job's id."""
     workspace, job = fl_ctx.get_prop(FLContextKey.WORKSPACE_OBJECT), fl_ctx.get_job_id()
-    return json.loads((Path(workspace.get_app_config_dir(job)) / SETTINGS).read_text()), workspace, job
+    return (
+        json.loads((Path(workspace.get_app_config_dir(job)) / SETTINGS).read_text()),
+        workspace,
+        job,
+    )
 
 
 class Messenger:
@@ -117,9 +133,16 @@ class Messenger:
     :param patience: seconds after which a silo that has not answered is left out.
     """
 
-    def __init__(self, controller: Any, fl_ctx: Any, abort: Any, names: Sequence[str], patience: float) -> None:
+    def __init__(
+        self, controller: Any, fl_ctx: Any, abort: Any, names: Sequence[str], patience: float
+    ) -> None:
         self.names = tuple(names)
-        self._controller, self._fl_ctx, self._abort, self._patience = controller, fl_ctx, abort, patience
+        self._controller, self._fl_ctx, self._abort, self._patience = (
+            controller,
+            fl_ctx,
+            abort,
+            patience,
+        )
 
     def exchange(self, messages: dict[str, bytes]) -> dict[str, bytes]:
         """One message to each named silo; replies by name.
@@ -131,7 +154,9 @@ class Messenger:
         """
         unknown = sorted(set(messages) - set(self.names))
         if unknown:
-            raise ValueError(f"silos {unknown} are not of this job; expected some of {list(self.names)}")
+            raise ValueError(
+                f"silos {unknown} are not of this job; expected some of {list(self.names)}"
+            )
         done: queue.Queue = queue.Queue()
         tasks = {name: self._send(name, data, done) for name, data in messages.items()}
         replies: dict[str, bytes] = {}
@@ -166,7 +191,9 @@ class Messenger:
         def ended(task: Any, fl_ctx: Any) -> None:  # also where NVFLARE has given the silo up
             done.put((task, name, None))
 
-        task = Task(TASK, Shareable({DATA: bytes(data)}), result_received_cb=received, task_done_cb=ended)
+        task = Task(
+            TASK, Shareable({DATA: bytes(data)}), result_received_cb=received, task_done_cb=ended
+        )
         self._controller.broadcast(task, self._fl_ctx, targets=[name], min_responses=1)
         return task
 
@@ -193,11 +220,15 @@ class FedController(Controller):
             here = {client.name for client in self._engine.get_clients()}
             absent = [name for name in told["names"] if name not in here]
             if absent:
-                raise ValueError(f"expected silos {absent} did not appear; this job has {sorted(here)}")
+                raise ValueError(
+                    f"expected silos {absent} did not appear; this job has {sorted(here)}"
+                )
             messenger = Messenger(self, fl_ctx, abort_signal, told["names"], told["patience"])
             result = load_allowed(told["run"])(messenger, **told["arguments"])
             if result is not None and not isinstance(result, bytes):
-                raise TypeError(f"{told['run']} returned {type(result).__name__}; expected bytes or None")
+                raise TypeError(
+                    f"{told['run']} returned {type(result).__name__}; expected bytes or None"
+                )
         except Exception as error:
             (kept / ERROR).write_text(traceback.format_exc())
             self.system_panic(f"{type(error).__name__}: {error}", fl_ctx)
@@ -233,7 +264,9 @@ class SideExecutor(Executor):
                 self._side = self._made(make_side, name, where)
             data = self._side.answer(shareable[DATA])
             if not isinstance(data, bytes):
-                raise TypeError(f"the side of silo {name!r} answered with {type(data).__name__}; expected bytes")
+                raise TypeError(
+                    f"the side of silo {name!r} answered with {type(data).__name__}; expected bytes"
+                )
         except Exception:
             with (where / ERROR).open("a") as file:
                 file.write(traceback.format_exc())
@@ -247,7 +280,9 @@ class SideExecutor(Executor):
     def _made(make_side: Callable, name: str, directory: Path) -> Any:
         side = make_side(name, directory)
         if side.name != name:
-            raise ValueError(f"the side calls itself {side.name!r}; expected {name!r}, the name of the client")
+            raise ValueError(
+                f"the side calls itself {side.name!r}; expected {name!r}, the name of the client"
+            )
         return side
 
 
@@ -287,9 +322,9 @@ class Rejoin(ClientProcessJobLauncher):
             processors = ClientRequestProcessors.request_processors
             processors[:] = [x for x in processors if not isinstance(x, ShellCommandProcessor)]
         elif event_type == EventType.JOB_COMPLETED:
-            (Path(engine.args.workspace) / fl_ctx.get_prop(FLContextKey.CURRENT_JOB_ID) / REJOIN).unlink(
-                missing_ok=True
-            )
+            (
+                Path(engine.args.workspace) / fl_ctx.get_prop(FLContextKey.CURRENT_JOB_ID) / REJOIN
+            ).unlink(missing_ok=True)
         elif event_type == EventType.SYSTEM_START:
             for kept in sorted(Path(engine.args.workspace).glob(f"*/{REJOIN}")):
                 meta = json.loads((kept.parent / "meta.json").read_text())
@@ -297,7 +332,9 @@ class Rejoin(ClientProcessJobLauncher):
                 known.token, known.token_signature, known.ssid = json.loads(kept.read_text())
                 _logger.warning("silo %r goes back to job %s", known.client_name, kept.parent.name)
                 executor, context = engine.client_executor, engine.new_context()
-                executor.start_app(known, kept.parent.name, meta, engine.args, None, None, None, context)
+                executor.start_app(
+                    known, kept.parent.name, meta, engine.args, None, None, None, context
+                )
 
     def launch_job(self, job_meta: dict, fl_ctx: Any) -> "Lasting":
         if job_meta.get(AppValidationKey.BYOC):  # as this site's client found it to be
@@ -306,7 +343,12 @@ class Rejoin(ClientProcessJobLauncher):
             )
         arguments = fl_ctx.get_prop(FLContextKey.JOB_PROCESS_ARGS)
         told = [
-            arguments[x][1] for x in (JobProcessArgs.AUTH_TOKEN, JobProcessArgs.TOKEN_SIGNATURE, JobProcessArgs.SSID)
+            arguments[x][1]
+            for x in (
+                JobProcessArgs.AUTH_TOKEN,
+                JobProcessArgs.TOKEN_SIGNATURE,
+                JobProcessArgs.SSID,
+            )
         ]
         kept = Path(arguments[JobProcessArgs.WORKSPACE][1]) / job_meta["job_id"] / REJOIN
         kept.unlink(missing_ok=True)

@@ -33,9 +33,13 @@ def prepare_kit(kit: str | Path) -> Path:
     written = local / "resources.json"
     source = written if written.is_file() else local / "resources.json.default"
     if not source.is_file():
-        raise ValueError(f"{kit}: there is no {source}; expected a folder that `nvflare provision` made")
+        raise ValueError(
+            f"{kit}: there is no {source}; expected a folder that `nvflare provision` made"
+        )
     resources = json.loads(source.read_text())
-    others = [x for x in resources.get("class_allow_list", []) if not x.startswith(("nvflare.", PACKAGE))]
+    others = [
+        x for x in resources.get("class_allow_list", []) if not x.startswith(("nvflare.", PACKAGE))
+    ]
     resources["class_allow_list"] = others + CLASSES
     resources["allow_log_streaming"] = False
     for component in resources["components"]:
@@ -82,19 +86,34 @@ def write_job(
     silo = {
         "format_version": 2,
         "default_task_fetch_interval": period,
-        "executors": [{"tasks": [TASK], "executor": {"path": PACKAGE + "SideExecutor", "args": {}}}],
+        "executors": [
+            {"tasks": [TASK], "executor": {"path": PACKAGE + "SideExecutor", "args": {}}}
+        ],
         "components": [],
     }
     folder = Path(folder)
-    told = {"names": list(names), "patience": patience, "run": run, "arguments": run_arguments or {}}
+    told = {
+        "names": list(names),
+        "patience": patience,
+        "run": run,
+        "arguments": run_arguments or {},
+    }
     asked = {"make_side": make_side}
-    for app, kind, config, settings in (("server", "server", server, told), ("silo", "client", silo, asked)):
+    for app, kind, config, settings in (
+        ("server", "server", server, told),
+        ("silo", "client", silo, asked),
+    ):
         config_dir = folder / app / "config"
         config_dir.mkdir(parents=True, exist_ok=True)
         (config_dir / f"config_fed_{kind}.json").write_text(json.dumps(config, indent=2))
         (config_dir / SETTINGS).write_text(json.dumps(settings, indent=2))
     deploy = {"server": ["server"], "silo": list(names)}
-    meta = {"name": folder.name, "resource_spec": {}, "deploy_map": deploy, "min_clients": len(names)}
+    meta = {
+        "name": folder.name,
+        "resource_spec": {},
+        "deploy_map": deploy,
+        "min_clients": len(names),
+    }
     (folder / "meta.json").write_text(json.dumps(meta, indent=2))
     return folder
 
@@ -135,14 +154,25 @@ def simulate(
     job = write_job(workspace / "job", run, make_side, names, **settings)
     threads = len(names) if threads is None else threads
     if not 1 <= threads <= len(names):
-        raise ValueError(f"threads={threads}; expected between 1 and the number of silos, {len(names)}")
+        raise ValueError(
+            f"threads={threads}; expected between 1 and the number of silos, {len(names)}"
+        )
     where, silos = workspace / "nvflare", workspace / "silos"
     shutil.rmtree(where, ignore_errors=True)
     if not keep and silos.exists():
         shutil.rmtree(silos)
     (where / "local").mkdir(parents=True)
-    (where / "local" / "resources.json").write_text(json.dumps({"format_version": 2, "class_allow_list": CLASSES}))
-    command = [sys.executable, "-m", "nvflare.private.fed.app.simulator.simulator", str(job), "-w", str(where)]
+    (where / "local" / "resources.json").write_text(
+        json.dumps({"format_version": 2, "class_allow_list": CLASSES})
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "nvflare.private.fed.app.simulator.simulator",
+        str(job),
+        "-w",
+        str(where),
+    ]
     command += ["-c", ",".join(names), "-t", str(threads), "-m", str(len(names))]
     paths = [*sys.path, os.environ.get("PYTHONPATH", "")]
     environment = {
@@ -154,7 +184,12 @@ def simulate(
     log = workspace / "log.txt"
     with log.open("w") as file:
         process = subprocess.Popen(
-            command, cwd=workspace, env=environment, stdout=file, stderr=file, start_new_session=True
+            command,
+            cwd=workspace,
+            env=environment,
+            stdout=file,
+            stderr=file,
+            start_new_session=True,
         )
         try:
             process.wait(timeout)
@@ -167,5 +202,7 @@ def simulate(
         reason = (kept / ERROR).read_text().strip()
         raise RuntimeError(f"{run} failed: {reason.splitlines()[-1]}\n{reason}")
     if not (kept / RESULT).is_file():
-        raise RuntimeError(f"the simulation ended without a result (exit code {process.returncode}); see {log}")
+        raise RuntimeError(
+            f"the simulation ended without a result (exit code {process.returncode}); see {log}"
+        )
     return (kept / RESULT).read_bytes()

@@ -43,7 +43,13 @@ class Record:
             self._recorded, self.counts = size, _counted(self.place)
 
     def add(
-        self, started: float, what: str, data: bytes, sent: bytes, answer: dict[str, Any], asked: list[dict[str, Any]]
+        self,
+        started: float,
+        what: str,
+        data: bytes,
+        sent: bytes,
+        answer: dict[str, Any],
+        asked: list[dict[str, Any]],
     ) -> None:
         """Write a message's line, before its answer leaves.
 
@@ -58,7 +64,11 @@ class Record:
             "message": self._messages,
             "what": what,
             "received": {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()},
-            "sent": {"bytes": len(sent), "sha256": hashlib.sha256(sent).hexdigest(), "arrays": _arrays(answer)},
+            "sent": {
+                "bytes": len(sent),
+                "sha256": hashlib.sha256(sent).hexdigest(),
+                "arrays": _arrays(answer),
+            },
         }
         if "error" in answer:
             line["error"] = answer["error"]
@@ -69,7 +79,9 @@ class Record:
         with self.place.open("a+b") as log:
             if log.tell():
                 log.seek(-1, os.SEEK_END)
-                if log.read() != b"\n":  # a line was broken off, which this one must not be a part of
+                if (
+                    log.read() != b"\n"
+                ):  # a line was broken off, which this one must not be a part of
                     log.write(b"\n")
             log.write(json.dumps(line).encode() + b"\n")
             self._recorded = log.tell()
@@ -78,7 +90,11 @@ class Record:
 def _arrays(answer: dict[str, Any]) -> list[list[Any]]:
     """Name, type and shape of every array of an answer."""
     leaves = jax.tree_util.tree_leaves_with_path(answer)
-    return [[jax.tree_util.keystr(path), str(x.dtype), list(x.shape)] for path, x in leaves if hasattr(x, "dtype")]
+    return [
+        [jax.tree_util.keystr(path), str(x.dtype), list(x.shape)]
+        for path, x in leaves
+        if hasattr(x, "dtype")
+    ]
 
 
 def outlined(call: Call, own: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,14 @@ from numpyro_fed.data.silos import Silos
 from numpyro_fed.density.check import ProofError, prove_own
 from numpyro_fed.density.factorize import factorise
 from numpyro_fed.density.factors import Factors
-from numpyro_fed.density.fingerprint import checked, description, fingerprint, from_values, rows_hash, versions
+from numpyro_fed.density.fingerprint import (
+    checked,
+    description,
+    fingerprint,
+    from_values,
+    rows_hash,
+    versions,
+)
 from numpyro_fed.density.local_map import Units
 from numpyro_fed.engines.answers import (
     ANSWERED,
@@ -101,10 +108,14 @@ class SiloSide:
         self.factors = factorise(model, silos, public=self.public)
         if guards is not None:
             guards.check(silos, self.factors.dim + (0 if fit is None else fit.num_learned(silos)))
-        self.ceilings = {kind: answer.most for kind, answer in ANSWERED.items()} | _checked_ceilings(ceilings)
+        self.ceilings = {
+            kind: answer.most for kind, answer in ANSWERED.items()
+        } | _checked_ceilings(ceilings)
         self.record = Record(self.folder / "audit.jsonl")
         self._proved = False
-        self.closed = Closed(self.folder, self.name, fit) if fit is not None and fit.closed else None
+        self.closed = (
+            Closed(self.folder, self.name, fit) if fit is not None and fit.closed else None
+        )
         self.secret = secret_of(self.folder) if own_keys and self.closed is None else None
         self.site: Site | None = None
         self._kinds: dict[int, Any] = {}  # of each slot the types, were there a row more
@@ -138,7 +149,9 @@ class SiloSide:
             answer = {"error": str(error)}
         except Exception as error:
             self._log()
-            answer = {"error": f"{type(error).__name__} while it answered; its own errors.log has more"}
+            answer = {
+                "error": f"{type(error).__name__} while it answered; its own errors.log has more"
+            }
         if "error" in answer:  # which may quote what it was sent
             answer["error"] = answer["error"][:2000]
         sent = pack(answer)
@@ -179,7 +192,9 @@ class SiloSide:
         self._prove()
         model = self._open(request)
         assert self.site is not None
-        write_sealed(self.folder / "open.bin", pack({"request": request, **self._same(model)}), "open")
+        write_sealed(
+            self.folder / "open.bin", pack({"request": request, **self._same(model)}), "open"
+        )
         if request["fresh"]:
             for slot in list(self.site.kept):
                 self._drop(slot)
@@ -191,9 +206,7 @@ class SiloSide:
 
     def _reopen(self, before: dict[str, Any]) -> None:
         """Go on where a former process was, from what it wrote when a server connected."""
-        hint = (
-            f"; expected those of the run that its folder {self.folder} is of: give another folder, or delete this one"
-        )
+        hint = f"; expected those of the run that its folder {self.folder} is of: give another folder, or delete this one"
         try:
             same = self._same(self._open(before["request"]))
         except Refusal as error:
@@ -210,7 +223,9 @@ class SiloSide:
             if sum(sum(n) for n in known.sizes.values()) > MAX_ROWS:
                 raise ValueError("too many rows")
         except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
-            raise Refusal("the server says of the silos what is not put together as that") from error
+            raise Refusal(
+                "the server says of the silos what is not put together as that"
+            ) from error
         if type(request.get("server")) is not int or type(request.get("fresh")) is not bool:
             raise Refusal("the server says of itself what is not put together as that")
         if self.name not in known.names:
@@ -232,8 +247,15 @@ class SiloSide:
             model = fingerprint(self.factors, known, self.fit)
             site = site_of(self.silos, self.name, known)
             both = owned(self.factors, known, self.fit, site.pad)
-            wide = nowhere(resized(known, {g: [n + 1 for n in sizes] for g, sizes in known.sizes.items()}))
-        except (TypeError, KeyError, IndexError, AttributeError) as error:  # of what the server says
+            wide = nowhere(
+                resized(known, {g: [n + 1 for n in sizes] for g, sizes in known.sizes.items()})
+            )
+        except (
+            TypeError,
+            KeyError,
+            IndexError,
+            AttributeError,
+        ) as error:  # of what the server says
             self._log()
             said = "the server says of the silos what does not fit the model; its own errors.log has more"
             raise Refusal(said) from error
@@ -279,7 +301,9 @@ class SiloSide:
             )
         independent = request.get("independent")
         if independent is not None and type(independent) is not bool:
-            raise Refusal("it is told what is no answer to whether elements are independent; expected True or False")
+            raise Refusal(
+                "it is told what is no answer to whether elements are independent; expected True or False"
+            )
         if independent is not None and self._plan_for is not independent:
             self._plan_for = independent
             self._own["plan"] = self.fit.planned(self._known, self._plan_for)
@@ -298,7 +322,9 @@ class SiloSide:
             ticket: Any = None
             if self.closed is not None:
                 if independent is None and name_of(type(call.local)) in self.closed.allowed:
-                    raise Refusal("it is not told whether elements are independent; expected True or False")
+                    raise Refusal(
+                        "it is not told whether elements are independent; expected True or False"
+                    )
                 call, ticket = self._worded(self.closed.admit, call, self._own, state, independent)
             elif self.secret is not None:
                 told = pack((call.local, call.key, call.message, independent), self._own)
@@ -327,7 +353,9 @@ class SiloSide:
                 f"person at the silo who allows more (numpyro-fed silo --ceiling {kind}=N)"
             )
         if call.write is not None and len(self.site.kept) >= MAX_SLOTS:
-            raise Refusal(f"it keeps {MAX_SLOTS:,} states; expected a server that has it forget some")
+            raise Refusal(
+                f"it keeps {MAX_SLOTS:,} states; expected a server that has it forget some"
+            )
         self.counts[kind] += 1
 
     @staticmethod
@@ -392,7 +420,9 @@ class SiloSide:
             if part is not self._own.get("plan"):
                 why = "a plan of a fit"
             return self._refused(why)
-        elif hasattr(part, "batch") and (part.batch is not None or getattr(part, "num_kept", 1) != 1):
+        elif hasattr(part, "batch") and (
+            part.batch is not None or getattr(part, "num_kept", 1) != 1
+        ):
             why = "a minibatch"
         self._refused(why)
         for setting, most in MAX_SETTINGS.items():
@@ -406,7 +436,9 @@ class SiloSide:
     @staticmethod
     def _refused(why: str | None) -> None:
         if why is not None:
-            raise Refusal(f"it is asked with {why} that is not its own; expected calls of all its rows")
+            raise Refusal(
+                f"it is asked with {why} that is not its own; expected calls of all its rows"
+            )
 
     def _drop(self, slot: int) -> None:
         assert self.site is not None
@@ -428,18 +460,24 @@ def _call(number: int, values: Any) -> Call:
     jax.tree.map(_slot, call.read)
     if call.write is not None:
         _slot(call.write)
-    if not all(isinstance(x, np.ndarray | jax.Array | int | float) for x in jax.tree.leaves(call.message)):
+    if not all(
+        isinstance(x, np.ndarray | jax.Array | int | float) for x in jax.tree.leaves(call.message)
+    ):
         raise ValueError("it is told what are no arrays of numbers")
     if any(isinstance(x, int) and abs(x) >= 1 << 31 for x in jax.tree.leaves(call.message)):
         raise ValueError("it is told whole numbers beyond 32 bits")
     sizes = [np.shape(x)[0] for x in jax.tree.leaves(call.message) if np.ndim(x)]
     if max(sizes, default=0) > MAX_POINTS:
-        raise ValueError(f"it is asked about {max(sizes):,} points, expected at most {MAX_POINTS:,}")
+        raise ValueError(
+            f"it is asked about {max(sizes):,} points, expected at most {MAX_POINTS:,}"
+        )
     return call
 
 
 def _checked_ceilings(ceilings: Mapping[str, int] | None) -> dict[str, int]:
     for kind, most in (ceilings or {}).items():
         if kind not in ANSWERED or type(most) is not int or most < 0:
-            raise ValueError(f"ceilings: expected whole numbers for some of {list(ANSWERED)}, got {kind!r}: {most!r}")
+            raise ValueError(
+                f"ceilings: expected whole numbers for some of {list(ANSWERED)}, got {kind!r}: {most!r}"
+            )
     return dict(ceilings or {})

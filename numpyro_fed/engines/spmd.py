@@ -77,7 +77,9 @@ class Spmd(Carrier):
         size = sum(x.size * x.dtype.itemsize for x in leaves)
         sent = np.zeros((len(calls), _HEAD.itemsize + size), np.uint8)
         # all are under way before the first is waited for
-        answers = {i: self.sites[c.number].answer(c) for i, c in enumerate(calls) if c.number in self.sites}
+        answers = {
+            i: self.sites[c.number].answer(c) for i, c in enumerate(calls) if c.number in self.sites
+        }
         for i, call in enumerate(calls):
             sent[i, : _HEAD.itemsize] = _head(call)
             if i in answers:
@@ -93,7 +95,8 @@ class Spmd(Carrier):
                 "between them; expected processors of one make, and the same kernel, seed and versions in every process"
             )
         return [
-            _unpacked(got[self.owner[call.number], i, _HEAD.itemsize :], leaves, tree) for i, call in enumerate(calls)
+            _unpacked(got[self.owner[call.number], i, _HEAD.itemsize :], leaves, tree)
+            for i, call in enumerate(calls)
         ]
 
 
@@ -110,7 +113,9 @@ def _gathered(own: np.ndarray) -> np.ndarray:
     """An array of each process, ``(processes, ...)``; as ``process_allgather``, which makes program and sharding anew and takes five times as long."""
     device, spread, to_all = _gathering()
     part = jax.device_put(own[None], device)
-    rows = jax.make_array_from_single_device_arrays((jax.process_count(), *own.shape), spread, [part])
+    rows = jax.make_array_from_single_device_arrays(
+        (jax.process_count(), *own.shape), spread, [part]
+    )
     return np.asarray(to_all(rows).addressable_data(0))
 
 
@@ -158,7 +163,9 @@ def dealt(silos: Silos, process: int, num_processes: int) -> Silos:
     """A process's own of silos that are dealt in turn."""
     names = silos.names[process::num_processes]
     if not names:
-        raise ValueError(f"{num_processes} processes for {len(silos)} silos; expected at most one process a silo")
+        raise ValueError(
+            f"{num_processes} processes for {len(silos)} silos; expected at most one process a silo"
+        )
     where = np.isin(np.arange(len(silos)), np.arange(process, len(silos), num_processes))
     sizes = {g: tuple(np.asarray(n)[where].tolist()) for g, n in silos.sizes.items()}
     own = {g: np.flatnonzero(where[silos.silo_of_row(g)]) for g in silos.sizes}
@@ -166,7 +173,9 @@ def dealt(silos: Silos, process: int, num_processes: int) -> Silos:
     aux[0], aux[4] = names, tuple(sorted(sizes.items()))
     rows = {leaf: x[own[silos.group[leaf]]] for leaf, x in silos.rows.items()}
     order = {g: jnp.arange(len(kept), dtype=jnp.int32) for g, kept in own.items()}
-    return Silos.tree_unflatten(tuple(aux), (rows, order, {k: silos.shared[k] for k in silos._arrays}))
+    return Silos.tree_unflatten(
+        tuple(aux), (rows, order, {k: silos.shared[k] for k in silos._arrays})
+    )
 
 
 def _one_process(args: argparse.Namespace) -> None:
@@ -195,7 +204,9 @@ def _one_process(args: argparse.Namespace) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Start the processes on this machine, and wait for them; the first exit code that is not zero."""
-    parser = argparse.ArgumentParser(description="FSGLD of a model file over several JAX processes on this machine.")
+    parser = argparse.ArgumentParser(
+        description="FSGLD of a model file over several JAX processes on this machine."
+    )
     parser.add_argument("file", help="with `model` and `silos()`")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--chains", type=int, default=4)
@@ -213,7 +224,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"{args.file}: no such file")
     if args.processes < 1:
         parser.error(f"--processes: expected at least 1, got {args.processes}")
-    command = [sys.executable, "-m", "numpyro_fed.engines.spmd", *(sys.argv[1:] if arguments is None else arguments)]
+    command = [
+        sys.executable,
+        "-m",
+        "numpyro_fed.engines.spmd",
+        *(sys.argv[1:] if arguments is None else arguments),
+    ]
     command += ["--coordinator", f"127.0.0.1:{_free_port()}"]
     started = [subprocess.Popen([*command, "--process", str(i)]) for i in range(args.processes)]
     try:

@@ -79,7 +79,12 @@ class Wire(Carrier):
     guarded = True
 
     def __init__(
-        self, messenger: Messenger, known: Silos, model: Callable, public: tuple[str, ...] = (), fit: Any = None
+        self,
+        messenger: Messenger,
+        known: Silos,
+        model: Callable,
+        public: tuple[str, ...] = (),
+        fit: Any = None,
     ) -> None:
         super().__init__({})
         self.messenger, self.names = messenger, known.names
@@ -99,13 +104,18 @@ class Wire(Carrier):
     def ask(self, calls: list[Call]) -> list[Any]:
         """Send the calls of each silo in one message."""
         kinds = [self.type_of(call, self._any) for call in calls]
-        kinds = [types_masked(k) if getattr(c.local, "summed", False) else k for c, k in zip(calls, kinds, strict=True)]
+        kinds = [
+            types_masked(k) if getattr(c.local, "summed", False) else k
+            for c, k in zip(calls, kinds, strict=True)
+        ]
         of: dict[int, list[int]] = {}
         for i, call in enumerate(calls):
             of.setdefault(call.number, []).append(i)
             if call.write is not None:
                 self._owners.setdefault(call.write, []).append(call.number)
-        messages = {self.names[n]: self._message(n, [calls[i] for i in mine]) for n, mine in of.items()}
+        messages = {
+            self.names[n]: self._message(n, [calls[i] for i in mine]) for n, mine in of.items()
+        }
         answers = self.messages(messages)
         replies: list[Any] = [None] * len(calls)
         for n, mine in of.items():
@@ -121,7 +131,9 @@ class Wire(Carrier):
         answers = self.messenger.exchange(messages)
         for name, data in messages.items():
             old, up = self.traffic[name], len(answers.get(name, b""))
-            self.traffic[name] = Traffic(old.messages + 1, old.bytes_down + len(data), old.bytes_up + up)
+            self.traffic[name] = Traffic(
+                old.messages + 1, old.bytes_down + len(data), old.bytes_up + up
+            )
         return answers
 
     def forget(self, slots: list[int], *, now: bool = False) -> None:
@@ -130,7 +142,9 @@ class Wire(Carrier):
             for number in set(self._owners.pop(slot, [])):
                 self._forget[number].append(slot)
         if now:
-            self.messages({self.names[n]: self._message(n, []) for n, own in self._forget.items() if own})
+            self.messages(
+                {self.names[n]: self._message(n, []) for n, own in self._forget.items() if own}
+            )
 
     def position(self) -> dict[str, Any]:
         return {**super().position(), "owners": list(self._owners.items())}
@@ -140,7 +154,11 @@ class Wire(Carrier):
         self._owners |= dict(position["owners"])
 
     def _message(self, number: int, calls: list[Call]) -> bytes:
-        head: dict[str, Any] = {"what": "calls", "server": self.server, "forget": list(self._forget[number])}
+        head: dict[str, Any] = {
+            "what": "calls",
+            "server": self.server,
+            "forget": list(self._forget[number]),
+        }
         own = self._own
         for call in calls:
             plan: Any = getattr(call.local, "plan", None)
@@ -156,9 +174,14 @@ class Wire(Carrier):
             ) from error
         return pack({**head, "calls": np.frombuffer(inside, np.uint8)})
 
-    def _take(self, name: str, data: bytes, mine: list[int], kinds: list[Any], replies: list[Any]) -> None:
+    def _take(
+        self, name: str, data: bytes, mine: list[int], kinds: list[Any], replies: list[Any]
+    ) -> None:
         """Put a silo's replies in their places, or none of them."""
-        most = sum(x.size * x.dtype.itemsize + 200 for i in mine for x in jax.tree.leaves(kinds[i])) + 10_000
+        most = (
+            sum(x.size * x.dtype.itemsize + 200 for i in mine for x in jax.tree.leaves(kinds[i]))
+            + 10_000
+        )
         try:
             if len(data) > most:
                 raise ValueError(f"{len(data):,} bytes, expected at most {most:,}")
@@ -173,14 +196,20 @@ class Wire(Carrier):
             for i in mine:
                 replies[i] = None
             if not self.refused[name]:
-                warnings.warn(f"silo {name!r} sent what is no reply ({error}); it counts as not answered", stacklevel=2)
+                warnings.warn(
+                    f"silo {name!r} sent what is no reply ({error}); it counts as not answered",
+                    stacklevel=2,
+                )
             self.refused[name].append(str(error))
 
 
 def _checked(leaves: Any, kind: Any) -> Any:
     """A reply whose arrays are of the types expected, in their tree."""
     expected, tree = jax.tree.flatten(kind)
-    got = [(str(np.dtype(x.dtype)), x.shape) if isinstance(x, np.ndarray) else type(x).__name__ for x in leaves]
+    got = [
+        (str(np.dtype(x.dtype)), x.shape) if isinstance(x, np.ndarray) else type(x).__name__
+        for x in leaves
+    ]
     wanted = [(str(np.dtype(x.dtype)), x.shape) for x in expected]
     if got != wanted:
         raise ValueError(f"arrays {got}, expected {wanted}")
@@ -211,14 +240,21 @@ def connect(
     :raises RuntimeError: naming silos that did not answer.
     """
     mine, shared = versions(), dict(shared or {})
-    hello = _all(messenger, {name: pack({"what": "hello", "protocol": PROTOCOL}) for name in messenger.names})
+    hello = _all(
+        messenger, {name: pack({"what": "hello", "protocol": PROTOCOL}) for name in messenger.names}
+    )
     for name, answer in hello.items():
         _same("version", name, answer.get("versions"), mine)
     who = [f"silo {name!r}" for name in hello]
-    told = [checked(answer.get("about"), party, max_rows) for answer, party in zip(hello.values(), who, strict=True)]
+    told = [
+        checked(answer.get("about"), party, max_rows)
+        for answer, party in zip(hello.values(), who, strict=True)
+    ]
     for name, about in zip(hello, told, strict=True):
         if about["names"] != [name]:
-            raise ValueError(f"silo {name!r} says that it is {about['names']}; expected one silo, of this name")
+            raise ValueError(
+                f"silo {name!r} says that it is {about['names']}; expected one silo, of this name"
+            )
         if set(about["shared"]) != set(shared):
             raise ValueError(
                 f"silo {name!r} has the shared arguments {sorted(about['shared'])}, the server {sorted(shared)}; expected the "
@@ -227,7 +263,9 @@ def connect(
     known = known_of(told, who, shared)
     carrier = Wire(messenger, known, model, public, fit)
     model_here = fingerprint(carrier.factors, known, fit)
-    told_all = pack({"what": "open", "silos": as_values(known), "server": carrier.server, "fresh": fresh})
+    told_all = pack(
+        {"what": "open", "silos": as_values(known), "server": carrier.server, "fresh": fresh}
+    )
     opened = _all(messenger, dict.fromkeys(known.names, told_all))
     for name, answer in opened.items():
         _same("model", name, answer.get("model"), model_here)
@@ -250,7 +288,9 @@ def _all(messenger: Messenger, messages: dict[str, bytes]) -> dict[str, Any]:
     answers = messenger.exchange(messages)
     lost = [name for name in messages if name not in answers]
     if lost:
-        raise RuntimeError(f"silos {lost} did not answer; expected silos that are up, under these names")
+        raise RuntimeError(
+            f"silos {lost} did not answer; expected silos that are up, under these names"
+        )
     out = {}
     for name in messages:
         try:
@@ -258,10 +298,14 @@ def _all(messenger: Messenger, messages: dict[str, bytes]) -> dict[str, Any]:
         except ValueError as error:
             raise ValueError(f"silo {name!r} sent what is no answer: {error}") from error
         if not isinstance(answer, dict):
-            raise ValueError(f"silo {name!r} sent what is no answer: {type(answer).__name__}, expected a dictionary")
+            raise ValueError(
+                f"silo {name!r} sent what is no answer: {type(answer).__name__}, expected a dictionary"
+            )
         if "error" in answer:
             raise ValueError(f"silo {name!r}: {str(answer['error'])[:_LONGEST]}")
         if any(np.ndim(x) for x in jax.tree.leaves(answer)):
-            raise ValueError(f"silo {name!r} sent what is no answer: an array, expected texts and numbers")
+            raise ValueError(
+                f"silo {name!r} sent what is no answer: an array, expected texts and numbers"
+            )
         out[name] = answer
     return out

@@ -68,7 +68,9 @@ class FederatedKernel(MCMCKernel):
         """The data of the last :meth:`init`."""
         return self._prepared_for
 
-    def _arguments(self, model_args: tuple, model_kwargs: Mapping[str, Any] | None) -> tuple[Silos, dict[str, Any]]:
+    def _arguments(
+        self, model_args: tuple, model_kwargs: Mapping[str, Any] | None
+    ) -> tuple[Silos, dict[str, Any]]:
         if len(model_args) != 1 or not isinstance(model_args[0], Silos):
             got = ", ".join(type(a).__name__ for a in model_args) or "no positional argument"
             raise ValueError(
@@ -82,7 +84,9 @@ class FederatedKernel(MCMCKernel):
         extra = dict(model_kwargs or {})
         unknown = set(extra) - {"_gibbs_sites"}
         if unknown:
-            raise ValueError(f"arguments {sorted(unknown)} of mcmc.run: put all arguments of the model into the silos")
+            raise ValueError(
+                f"arguments {sorted(unknown)} of mcmc.run: put all arguments of the model into the silos"
+            )
         return model_args[0], extra
 
     def _prepare(self, silos: Silos, extra: dict[str, Any]) -> None:
@@ -110,7 +114,9 @@ class FederatedKernel(MCMCKernel):
         z = {k: jnp.asarray(v) for k, v in init_params.items()}
         for name, value in z.items():
             if not isinstance(value, jax.core.Tracer) and not np.isfinite(value).all():
-                raise ValueError(f"init_params: expected finite values, got NaN or infinity at site {name!r}")
+                raise ValueError(
+                    f"init_params: expected finite values, got NaN or infinity at site {name!r}"
+                )
         if extra:  # Gibbs hands the values of all blocks but HMC's over constrained
             z = unconstrain_fn(self.model, model_args, extra, z)
         return z

@@ -15,7 +15,14 @@ from numpyro_fed.mcmc._base import FederatedKernel, check_start
 from numpyro_fed.mcmc.adaptation import Adaptation, begin, check_seen, look_cost
 from numpyro_fed.mcmc.options import Options
 from numpyro_fed.mcmc.setup import prepare, prepare_again
-from numpyro_fed.mcmc.visit import LangevinState, chain_axes, explore, first_state, one_round, start_keys
+from numpyro_fed.mcmc.visit import (
+    LangevinState,
+    chain_axes,
+    explore,
+    first_state,
+    one_round,
+    start_keys,
+)
 from numpyro_fed.rounds.federated import Cost, Ledger
 
 __all__ = ["LangevinKernel", "LangevinState"]
@@ -39,7 +46,16 @@ class LangevinKernel(FederatedKernel):
     @property
     def default_fields(self) -> tuple[str, ...]:
         """What :class:`numpyro.infer.MCMC` collects of each draw's :class:`LangevinState`."""
-        fields = ("z", "diverging", "silo", "cut_rate", "local_accept_prob", "local_stuck", "step_size", "inflation")
+        fields = (
+            "z",
+            "diverging",
+            "silo",
+            "cut_rate",
+            "local_accept_prob",
+            "local_stuck",
+            "step_size",
+            "inflation",
+        )
         return (*fields, "residual") if self._options.separates else fields
 
     def _reset(self) -> None:
@@ -48,7 +64,10 @@ class LangevinKernel(FederatedKernel):
         self._num_warmup = 0
 
     def _settle(self, silos: Silos, extra: dict[str, Any]) -> None:
-        prepared, every = prepare(self._model, silos, extra, self._options), self._options.refresh_every
+        prepared, every = (
+            prepare(self._model, silos, extra, self._options),
+            self._options.refresh_every,
+        )
         silos, z = silos.with_shared(**extra), None
         for part in range(0 if every is None else self._num_warmup // every):
             z, thetas = explore(prepared.plan, every, random.key(part), z, prepared.tuning, silos)
@@ -78,9 +97,19 @@ class LangevinKernel(FederatedKernel):
         if z is not None:
             chains = () if is_prng_key(rng_key) else (len(rng_key),)
             template = jax.eval_shape(
-                start, random.key(0), random.key(0), None, jnp.zeros(()), self._tuning, silos, adaptation
+                start,
+                random.key(0),
+                random.key(0),
+                None,
+                jnp.zeros(()),
+                self._tuning,
+                silos,
+                adaptation,
             ).z
-            check_start({k: v.shape for k, v in z.items()}, {k: (*chains, *v.shape) for k, v in template.items()})
+            check_start(
+                {k: v.shape for k, v in z.items()},
+                {k: (*chains, *v.shape) for k, v in template.items()},
+            )
         if is_prng_key(rng_key):
             self._sample_fn = self._one
             state = start(*random.split(rng_key), z, jnp.zeros(()), self._tuning, silos, adaptation)
@@ -98,9 +127,13 @@ class LangevinKernel(FederatedKernel):
         if self._options.step_size != "adaptive":
             return None
         dim, dtype = self._plan.factors.dim, self._tuning.loc.dtype
-        return begin(random.key(0), dim, (1 / 8, 1 / 8), self._options.bias_target, num_warmup, dtype)
+        return begin(
+            random.key(0), dim, (1 / 8, 1 / 8), self._options.bias_target, num_warmup, dtype
+        )
 
-    def sample(self, state: LangevinState, model_args: tuple, model_kwargs: Mapping[str, Any] | None) -> LangevinState:
+    def sample(
+        self, state: LangevinState, model_args: tuple, model_kwargs: Mapping[str, Any] | None
+    ) -> LangevinState:
         """One communication round."""
         assert self._sample_fn is not None, "`init` must be called before `sample`"
         return self._sample_fn(state, model_args, model_kwargs)
@@ -113,7 +146,9 @@ class LangevinKernel(FederatedKernel):
             )
         return one_round(self._plan, state, silos.with_shared(**extra))
 
-    def _arguments(self, model_args: tuple, model_kwargs: Mapping[str, Any] | None) -> tuple[Silos, dict[str, Any]]:
+    def _arguments(
+        self, model_args: tuple, model_kwargs: Mapping[str, Any] | None
+    ) -> tuple[Silos, dict[str, Any]]:
         silos, extra = super()._arguments(model_args, model_kwargs)
         return (self._as_one(silos) if self.pooled else silos), extra
 
@@ -143,7 +178,9 @@ class LangevinKernel(FederatedKernel):
         """
         if self._plan is None or self._prepared_for is None:
             raise ValueError("expected a kernel that has run; call mcmc.run(rng_key, silos) first")
-        visits, silent = (np.asarray(x).reshape(-1, x.shape[-1]).sum(0) for x in (state.visits, state.unanswered))
+        visits, silent = (
+            np.asarray(x).reshape(-1, x.shape[-1]).sum(0) for x in (state.visits, state.unanswered)
+        )
         plan, item = self._plan, self._tuning.loc.dtype.itemsize
         chain = plan.factors.dim * item + 4
         draw = chain + (4 + (plan.factors.dim if plan.cut else 0)) * item
@@ -153,5 +190,8 @@ class LangevinKernel(FederatedKernel):
         if state.adaptation is not None:  # one silo, of all rows
             once += look_cost(state.adaptation, self._plan.factors.dim)
         asked = Cost(1, 0, chain, 0)
-        costs = [once + visit.times(int(v - n)) + asked.times(int(n)) for v, n in zip(visits, silent, strict=True)]
+        costs = [
+            once + visit.times(int(v - n)) + asked.times(int(n))
+            for v, n in zip(visits, silent, strict=True)
+        ]
         return Ledger(self._prepared_for.names, *zip(*costs, strict=True))

@@ -66,7 +66,9 @@ class Adaptation(NamedTuple):
         return self.bias_target / (self.price[0] * precision + self.price[1] * noise)
 
 
-def begin(key: Array, dim: int, price: tuple[float, float], bias_target: float, rounds: int, dtype: Any) -> Adaptation:
+def begin(
+    key: Array, dim: int, price: tuple[float, float], bias_target: float, rounds: int, dtype: Any
+) -> Adaptation:
     """Nothing learned yet, and so many adaptations to be made."""
     return Adaptation(
         left=jnp.asarray(rounds, jnp.int32),
@@ -79,7 +81,9 @@ def begin(key: Array, dim: int, price: tuple[float, float], bias_target: float, 
     )
 
 
-def adapt(adaptation: Adaptation, estimate: Callable[[Array], tuple[Array, Array]], theta: Array) -> Adaptation:
+def adapt(
+    adaptation: Adaptation, estimate: Callable[[Array], tuple[Array, Array]], theta: Array
+) -> Adaptation:
     """One state of the warm-up seen; nothing once ``left`` is zero.
 
     :param estimate: a function of theta that returns two independent estimates of the gradient, ``(d,)`` each.
@@ -108,18 +112,28 @@ def adapt(adaptation: Adaptation, estimate: Callable[[Array], tuple[Array, Array
     return lax.cond(adaptation.left > 0, learn, lambda old: old, adaptation)
 
 
-def first_looks(adaptation: Adaptation, look: Callable[[Array, Adaptation], Adaptation]) -> Adaptation:
+def first_looks(
+    adaptation: Adaptation, look: Callable[[Array, Adaptation], Adaptation]
+) -> Adaptation:
     """Look around at the start, before the first step; the adaptations of warm-up are still to be made.
 
     :param look: a function of the look's number and what is known.
     """
-    seen = lax.fori_loop(0, _FIRST_LOOKS, look, adaptation._replace(left=jnp.full_like(adaptation.left, _FIRST_LOOKS)))
+    seen = lax.fori_loop(
+        0,
+        _FIRST_LOOKS,
+        look,
+        adaptation._replace(left=jnp.full_like(adaptation.left, _FIRST_LOOKS)),
+    )
     return seen._replace(left=adaptation.left)
 
 
 def check_seen(adaptation: Adaptation) -> None:
     """Refuse a start at which no look was finite."""
-    if not isinstance(adaptation.seen, jax.core.Tracer) and not (np.asarray(adaptation.seen) > 0).all():
+    if (
+        not isinstance(adaptation.seen, jax.core.Tracer)
+        and not (np.asarray(adaptation.seen) > 0).all()
+    ):
         raise ValueError(
             "the model's curvature is not finite at the start, so no step size can be learned; expected finite gradients at "
             "init_params (by default uniform on (-2, 2)), or step_size= a number"

@@ -60,11 +60,17 @@ class Plan:
             most = max(1, min(most, _BLOCK_BYTES // (4 * count * (self.units.dim + 1))))
         if self.batch is not None:
             group, m = self.batch
-            row = sum(math.prod(spec.shape) * spec.dtype.itemsize for _, g, spec in self.factors.rows if g == group)
+            row = sum(
+                math.prod(spec.shape) * spec.dtype.itemsize
+                for _, g, spec in self.factors.rows
+                if g == group
+            )
             most = max(1, min(most, _BLOCK_BYTES // (m * row)))
         fewest = -(-steps // most)
         # equal blocks where there are any not far below the largest: one program to compile, not two
-        return next((steps // k for k in range(fewest, 2 * fewest) if steps % k == 0), -(-steps // fewest))
+        return next(
+            (steps // k for k in range(fewest, 2 * fewest) if steps % k == 0), -(-steps // fewest)
+        )
 
 
 @wire_name("NodePlan")
@@ -187,14 +193,20 @@ class Tuning(NamedTuple):
 
     def without_rows(self) -> "Tuning":
         """What a silo may be told: all but the local map, whose rows are the silos' own."""
-        return self if self.latents is None else self._replace(latents=self.latents._replace(rows=None))
+        return (
+            self
+            if self.latents is None
+            else self._replace(latents=self.latents._replace(rows=None))
+        )
 
     def seen_by(self, number: int) -> "Tuning":
         """What one silo is told: of all silos' surrogates and probabilities its own, and their sum."""
         own, told = slice(number, number + 1), self.without_rows()._replace(draws=None)
         conducive = told.conducive
         if conducive is not None:
-            shift, precision = jax.tree.map(lambda x: x[own], (conducive.shift, conducive.precision))
+            shift, precision = jax.tree.map(
+                lambda x: x[own], (conducive.shift, conducive.precision)
+            )
             bends = conducive.bends
             bends = None if bends is None else bends.of(bends.coefficients[own])
             conducive = conducive._replace(shift=shift, precision=precision, bends=bends)

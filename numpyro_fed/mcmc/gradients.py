@@ -30,13 +30,17 @@ class OpenSilo(NamedTuple):
 
 def open_silo(plan: Plan, tuning: Tuning, state: Any, view: SiloView) -> OpenSilo:
     number = view.number
-    of_all: Any = number if len(tuning.selection) > 1 else 0  # a silo that is told of itself alone is the first
+    of_all: Any = (
+        number if len(tuning.selection) > 1 else 0
+    )  # a silo that is told of itself alone is the first
     if tuning.members is not None:  # rows come with their elements, in each step
         kwargs = dict(view.silos.shared)
         weights: dict[str, Array] = {}
     elif plan.batch is not None:
         group, m = plan.batch
-        kwargs, weights = SiloView(view.silos, number, tuple((g, 1 if g == group else n) for g, n in view.pad)).whole()
+        kwargs, weights = SiloView(
+            view.silos, number, tuple((g, 1 if g == group else n) for g, n in view.pad)
+        ).whole()
         weights[group] = view.size(group).astype(weights[group].dtype) / m
     else:
         kwargs, weights = view.whole()
@@ -121,7 +125,11 @@ def _correction(plan: Plan, tuning: Tuning, silo: OpenSilo, view: SiloView | Sil
 
 
 def terms(
-    plan: Plan | NodePlan, theta: Array, eps: Array | None, silo: OpenSilo, view: SiloView | SiloRows
+    plan: Plan | NodePlan,
+    theta: Array,
+    eps: Array | None,
+    silo: OpenSilo,
+    view: SiloView | SiloRows,
 ) -> tuple[Array, Array]:
     """``log p(theta)``, and ``log p(y_s, z | theta) + log |dz/deps|`` at fixed eps."""
     factors = plan.factors
@@ -132,7 +140,11 @@ def terms(
         u = silo.latents.u(theta)
         z = plan.units.to_sites(silo.latents.rows.forward(u, eps))
         # a minibatch's elements count for those they stand for
-        counted = plan.units.owned(view) if plan.units.group is None else silo.weights[plan.units.group][:, None]
+        counted = (
+            plan.units.owned(view)
+            if plan.units.group is None
+            else silo.weights[plan.units.group][:, None]
+        )
         log_det = jnp.sum(counted * silo.latents.rows.log_scales(u, eps))
     log_prior, local = factors.terms(sites, z, silo.kwargs, silo.weights)
     return log_prior, sum((jnp.sum(v) for v in local.values()), jnp.zeros(())) + log_det

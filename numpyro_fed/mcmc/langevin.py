@@ -34,10 +34,22 @@ from numpyro_fed.mcmc.nested_moves import nested_metropolis
 from numpyro_fed.rounds.federated import Federated
 from numpyro_fed.rounds.serialization import wire_name
 
-__all__ = ["Chain", "StayStats", "batches", "federated", "local_noise", "local_step", "move", "pick_rows", "stay"]
+__all__ = [
+    "Chain",
+    "StayStats",
+    "batches",
+    "federated",
+    "local_noise",
+    "local_step",
+    "move",
+    "pick_rows",
+    "stay",
+]
 
 
-_FARTHEST = 1e18  # whose square float32 still has: a chain beyond has left, though its numbers are finite
+_FARTHEST = (
+    1e18  # whose square float32 still has: a chain beyond has left, though its numbers are finite
+)
 
 
 @wire_name("Chain")
@@ -79,7 +91,9 @@ def federated(plan: Plan, tuning: Tuning) -> Federated:
     def merge(chain: Chain, reply: tuple[Chain, StayStats]) -> tuple[Chain, StayStats]:
         return reply
 
-    return Federated(lambda key, theta: Chain(theta, jnp.zeros((), jnp.int32)), broadcast, local, merge)
+    return Federated(
+        lambda key, theta: Chain(theta, jnp.zeros((), jnp.int32)), broadcast, local, merge
+    )
 
 
 def stay(
@@ -123,7 +137,9 @@ def stay(
         stuck = jnp.stack([jnp.sum(s) / jnp.sum(o) for s, o in levels]).max()
         accept = accepted / steps
         new_eps = jnp.where(finite, new_eps, eps)
-    theta = jnp.where(finite, theta, chain.theta)  # a stay that left the reals is undone, and counted
+    theta = jnp.where(
+        finite, theta, chain.theta
+    )  # a stay that left the reals is undone, and counted
     cuts = jnp.where(finite, cuts, 0.0)
     mean_e = None if sum_e is None else jnp.where(finite, sum_e, 0.0) / steps
     stats = StayStats(cuts / steps, accept, stuck, finite, mean_e)
@@ -131,7 +147,13 @@ def stay(
 
 
 def _run_block(
-    plan: Plan, tuning: Tuning, keys: Array, silo: OpenSilo, view: SiloView, carry: tuple, length: int
+    plan: Plan,
+    tuning: Tuning,
+    keys: Array,
+    silo: OpenSilo,
+    view: SiloView,
+    carry: tuple,
+    length: int,
 ) -> tuple:
     """Draw everything random of ``length`` steps at once, then scan over them."""
     key_noise, key_batch, key_local = keys
@@ -152,7 +174,9 @@ def _run_block(
     def step(carry: tuple, x: tuple) -> tuple[tuple, None]:
         theta, eps, cuts, accepted, sum_e = carry
         xi, batch, move_draws, h = x
-        eps, probability, (own, here, seen) = local_step(plan, tuning, theta, eps, silo, view, batch, move_draws)
+        eps, probability, (own, here, seen) = local_step(
+            plan, tuning, theta, eps, silo, view, batch, move_draws
+        )
         accepted += probability
         slope, e, cut = drift(plan, tuning, theta, own, here, seen)
         if e is not None:
@@ -166,7 +190,9 @@ def _run_block(
     return theta, eps, count + length, *sums
 
 
-def local_noise(plan: Plan, key: Array, eps: Any, view: SiloView, length: int) -> tuple[MoveNoise, Array | None]:
+def local_noise(
+    plan: Plan, key: Array, eps: Any, view: SiloView, length: int
+) -> tuple[MoveNoise, Array | None]:
     """Random numbers of ``length`` moves of the silo's latents, and of minibatches of elements which are moved."""
     assert plan.units is not None
     if plan.batch is None:
@@ -179,7 +205,14 @@ def local_noise(plan: Plan, key: Array, eps: Any, view: SiloView, length: int) -
 
 
 def local_step(
-    plan: Plan, tuning: Tuning, theta: Array, eps: Any, silo: OpenSilo, view: SiloView, batch: dict, noise: Any
+    plan: Plan,
+    tuning: Tuning,
+    theta: Array,
+    eps: Any,
+    silo: OpenSilo,
+    view: SiloView,
+    batch: dict,
+    noise: Any,
 ) -> tuple[Any, Array, tuple[Any, OpenSilo, SiloView]]:
     """Move the silo's local latents, or those of a minibatch of elements.
 
@@ -216,7 +249,12 @@ def pick_rows(key: Array, shape: tuple[int, ...], size: Array) -> Array:
 
 
 def move(
-    plan: Plan | NodePlan, theta: Array, eps: Array, silo: OpenSilo, view: SiloView | SiloRows, noise: MoveNoise
+    plan: Plan | NodePlan,
+    theta: Array,
+    eps: Array,
+    silo: OpenSilo,
+    view: SiloView | SiloRows,
+    noise: MoveNoise,
 ) -> tuple[Array, Array]:
     """A Metropolis move of the silo's local latents given theta; its mean acceptance."""
     units, latents = plan.units, silo.latents
@@ -228,20 +266,32 @@ def move(
         return _nested_move(units, sites, u, eps, silo, view, noise)
 
     def log_target(eps: Array) -> Array:
-        return units.log_density(sites, latents.rows.forward(u, eps), silo.kwargs, silo.weights, view)
+        return units.log_density(
+            sites, latents.rows.forward(u, eps), silo.kwargs, silo.weights, view
+        )
 
     return metropolis(log_target, eps, noise, units.owned(view), joint=units.group is None)
 
 
 def _nested_move(
-    units: NestedUnits, sites: dict, u: Array, eps: Array, silo: OpenSilo, view: SiloView | SiloRows, noise: MoveNoise
+    units: NestedUnits,
+    sites: dict,
+    u: Array,
+    eps: Array,
+    silo: OpenSilo,
+    view: SiloView | SiloRows,
+    noise: MoveNoise,
 ) -> tuple[Array, Array]:
     assert silo.latents is not None
     rows = silo.latents.rows
 
     def log_terms(eps: Array) -> tuple[Array, Array]:
-        own, below, _ = units.level_terms(sites, rows.forward(u, eps), silo.kwargs, silo.weights, view)
+        own, below, _ = units.level_terms(
+            sites, rows.forward(u, eps), silo.kwargs, silo.weights, view
+        )
         of_outer, of_inner = units.levels(rows.log_scales(u, eps))
         return own + jnp.sum(of_outer, 1), below + jnp.sum(of_inner, 1)
 
-    return nested_metropolis(units, log_terms, eps, noise, units.parent(silo.kwargs), units.masks(view))
+    return nested_metropolis(
+        units, log_terms, eps, noise, units.parent(silo.kwargs), units.masks(view)
+    )

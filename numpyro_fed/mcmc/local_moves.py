@@ -32,7 +32,9 @@ class MoveNoise(NamedTuple):
     width: Array | float = 1.0
 
 
-def move_noise(units: Units, key: Array, eps: Array, view: SiloView | SiloRows, length: int) -> MoveNoise:
+def move_noise(
+    units: Units, key: Array, eps: Array, view: SiloView | SiloRows, length: int
+) -> MoveNoise:
     """Noise of ``length`` moves, folded by each unit's pooled place: it does not depend on the partition."""
 
     key_units, key_width = random.split(key)
@@ -44,7 +46,10 @@ def move_noise(units: Units, key: Array, eps: Array, view: SiloView | SiloRows, 
         return normal, jnp.log(random.uniform(key_uniform, (length, *uniforms), eps.dtype))
 
     wide = random.bernoulli(key_width, 1 / _EVERY, (length,))
-    return MoveNoise(*jax.vmap(draw, out_axes=1)(units.identity(view)), jnp.where(wide, _WIDE, 1.0).astype(eps.dtype))
+    return MoveNoise(
+        *jax.vmap(draw, out_axes=1)(units.identity(view)),
+        jnp.where(wide, _WIDE, 1.0).astype(eps.dtype),
+    )
 
 
 def free_move_noise(key: Array, shape: tuple[int, int], dim: int, dtype: Any) -> MoveNoise:
@@ -72,14 +77,22 @@ def metropolis(
         proposal, log_ratio = _mala(log_target, eps, noise.normal, owned)
     else:
         proposal = noise.width * noise.normal
-        log_ratio = log_target(proposal) - log_target(eps) + 0.5 * jnp.sum(proposal**2 - eps**2, -1) / noise.width**2
+        log_ratio = (
+            log_target(proposal)
+            - log_target(eps)
+            + 0.5 * jnp.sum(proposal**2 - eps**2, -1) / noise.width**2
+        )
     accept = noise.log_uniform < log_ratio  # NaN refuses
     mask = owned.any(1)
     probability = jnp.nan_to_num(jnp.exp(jnp.minimum(log_ratio, 0.0)))
-    return jnp.where(accept[:, None], proposal, eps), jnp.sum(jnp.where(mask, probability, 0.0)) / jnp.sum(mask)
+    return jnp.where(accept[:, None], proposal, eps), jnp.sum(
+        jnp.where(mask, probability, 0.0)
+    ) / jnp.sum(mask)
 
 
-def _mala(log_target: Callable[[Array], Array], eps: Array, noise: Array, owned: Array) -> tuple[Array, Array]:
+def _mala(
+    log_target: Callable[[Array], Array], eps: Array, noise: Array, owned: Array
+) -> tuple[Array, Array]:
     """A Metropolis-adjusted Langevin proposal for a silo's latents together, and its log ratio.
 
     eps is about standard normal, so the step follows from the dimension alone (Roberts & Rosenthal 1998).

@@ -83,7 +83,15 @@ def rows_of(
     for other, (positions, number) in members.items():
         places = positions[flat]
         rows = {k: v[places.reshape(-1)] for k, v in silos.rows.items() if silos.group[k] == other}
-        own = {leaf: jnp.repeat(jnp.arange(m), places.shape[1]) for leaf, target in factors.index if target == group}
+        own = {
+            leaf: jnp.repeat(jnp.arange(m), places.shape[1])
+            for leaf, target in factors.index
+            if target == group
+        }
         kwargs |= {**rows, **{leaf: x for leaf, x in own.items() if leaf in rows}}
-        weights[other] = (jnp.arange(places.shape[1]) < number[flat][:, None]).astype(weights[group].dtype).reshape(-1)
+        weights[other] = (
+            (jnp.arange(places.shape[1]) < number[flat][:, None])
+            .astype(weights[group].dtype)
+            .reshape(-1)
+        )
     return SiloView(silos, view.number, ((group, m),)), kwargs, weights

@@ -44,11 +44,16 @@ def nested_metropolis(
     proposed = log_terms(join_levels(outer, proposals[1])[None])[1]
     log_ratio = proposed - below + weight(proposals[1]) - weight(inner)
     accept = uniform[1] < log_ratio  # NaN refuses
-    inner, below = jnp.where(accept[:, None], proposals[1], inner), jnp.where(accept, proposed, below)
+    inner, below = (
+        jnp.where(accept[:, None], proposals[1], inner),
+        jnp.where(accept, proposed, below),
+    )
     probability = jnp.sum(jnp.where(owned[1], _probability(log_ratio), 0.0))
 
     new_own, new_below = log_terms(join_levels(proposals[0], inner)[None])
-    change = jnp.where(owned[1], new_below - below, 0.0)  # padding moves along with the last element's
+    change = jnp.where(
+        owned[1], new_below - below, 0.0
+    )  # padding moves along with the last element's
     log_ratio = new_own - own + jax.ops.segment_sum(change, parent, num_segments=len(outer))
     log_ratio += weight(proposals[0]) - weight(outer)
     outer = jnp.where((uniform[0] < log_ratio)[:, None], proposals[0], outer)

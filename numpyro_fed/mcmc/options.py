@@ -59,22 +59,35 @@ class Options:
             )
         self._check_stay()
         size = self.batch_size
-        if size is not None and (isinstance(size, bool) or not isinstance(size, int | np.integer) or size < 1):
-            raise ValueError(f"batch_size: expected an integer >= 1 or None (all rows), got {size!r}")
+        if size is not None and (
+            isinstance(size, bool) or not isinstance(size, int | np.integer) or size < 1
+        ):
+            raise ValueError(
+                f"batch_size: expected an integer >= 1 or None (all rows), got {size!r}"
+            )
         if not isinstance(self.bias_target, Real) or not 0 < self.bias_target < 1:
             raise ValueError(f"bias_target: expected a number in (0, 1), got {self.bias_target!r}")
-        if self.alpha != "auto" and (not isinstance(self.alpha, Real) or not 0 <= self.alpha < np.inf):
+        if self.alpha != "auto" and (
+            not isinstance(self.alpha, Real) or not 0 <= self.alpha < np.inf
+        ):
             raise ValueError(f'alpha: expected a finite number >= 0, got {self.alpha!r}; or "auto"')
-        named = isinstance(self.surrogate, str) and self.surrogate in ("score", "laplace", "moments")
+        named = isinstance(self.surrogate, str) and self.surrogate in (
+            "score",
+            "laplace",
+            "moments",
+        )
         if not (named or self.surrogate is None or isinstance(self.surrogate, Surrogates)):
             raise ValueError(
                 'surrogate: expected "score", "laplace", "moments", a fed.surrogates.Surrogates or None, '
                 f"got {self.surrogate!r}"
             )
         if not (
-            self.preconditioner is None or (isinstance(self.preconditioner, str) and self.preconditioner == "surrogate")
+            self.preconditioner is None
+            or (isinstance(self.preconditioner, str) and self.preconditioner == "surrogate")
         ):
-            raise ValueError(f'preconditioner: expected "surrogate" or None, got {self.preconditioner!r}')
+            raise ValueError(
+                f'preconditioner: expected "surrogate" or None, got {self.preconditioner!r}'
+            )
         if self.init_from is not None:
             self._check_start()
         if self.conducive and self.surrogate is None:
@@ -86,8 +99,14 @@ class Options:
 
     def _check_start(self) -> None:
         if getattr(self.init_from, "whitening", None) is None:
-            got = "one of another guide" if hasattr(self.init_from, "whitening") else type(self.init_from).__name__
-            raise ValueError(f"init_from: expected the result of a variational fit with fed.AutoSiloNormal, got {got}")
+            got = (
+                "one of another guide"
+                if hasattr(self.init_from, "whitening")
+                else type(self.init_from).__name__
+            )
+            raise ValueError(
+                f"init_from: expected the result of a variational fit with fed.AutoSiloNormal, got {got}"
+            )
         if not (isinstance(self.surrogate, str) and self.surrogate == "score"):
             raise ValueError(
                 f'init_from: the start of a fit of score surrogates; expected surrogate="score", got {self.surrogate!r}'
@@ -108,7 +127,9 @@ class Options:
         if not auto and not _is_count(steps):
             raise ValueError(f'num_local_steps: expected an integer >= 1 or "auto", got {steps!r}')
         if isinstance(self.selection, str) and self.selection not in ("auto", "size"):
-            raise ValueError(f'selection: expected "auto", "size", probabilities or None, got {self.selection!r}')
+            raise ValueError(
+                f'selection: expected "auto", "size", probabilities or None, got {self.selection!r}'
+            )
         for name, value in (("num_local_steps", steps), ("selection", self.selection)):
             if isinstance(value, str) and value == "auto" and self.preconditioner is None:
                 raise ValueError(
@@ -120,9 +141,13 @@ class Options:
                 f'"auto", got preconditioner={self.preconditioner!r}, step_size={self.step_size!r}'
             )
         if not isinstance(self.round_price, Real) or not 0 <= self.round_price < np.inf:
-            raise ValueError(f"round_price: expected a number of local steps >= 0, got {self.round_price!r}")
+            raise ValueError(
+                f"round_price: expected a number of local steps >= 0, got {self.round_price!r}"
+            )
         if self.control_variates and (size := self.batch_size) is None:
-            raise ValueError(f"control_variates=True is for minibatches; expected batch_size=..., got {size}")
+            raise ValueError(
+                f"control_variates=True is for minibatches; expected batch_size=..., got {size}"
+            )
         if self.control_variates and self.surrogate is None:
             raise ValueError(
                 'control_variates=True needs a place to centre gradients at; expected surrogate="score", got None'

@@ -60,7 +60,9 @@ class PilotLocal:
         return lax.map(at, (thetas, random.split(key, len(thetas)))), None
 
 
-def _stay_means(plan: Plan, length: int, key: Array, tuning: Tuning, silos: Silos) -> tuple[Array, Array, Array]:
+def _stay_means(
+    plan: Plan, length: int, key: Array, tuning: Tuning, silos: Silos
+) -> tuple[Array, Array, Array]:
     """What :class:`PilotLocal` returns, of all silos: ``(S, draws, ...)``."""
     shape = (NUM_DRAWS, plan.factors.dim)
     key_theta, key_walks = random.split(key)
@@ -70,7 +72,9 @@ def _stay_means(plan: Plan, length: int, key: Array, tuning: Tuning, silos: Silo
         thetas = tuning.loc + jax.vmap(partial(gradients.push, tuning))(normal)
     group = None if plan.units is None else plan.units.group
     rows = None if tuning.latents is None else tuning.latents.rows
-    return ask_all(PilotLocal(plan, length), key_walks, (tuning.without_rows(), thetas), rows, silos, group)[0]
+    return ask_all(
+        PilotLocal(plan, length), key_walks, (tuning.without_rows(), thetas), rows, silos, group
+    )[0]
 
 
 def _walk(
@@ -94,7 +98,9 @@ def _walk(
         batch, noise = langevin.batches(plan, key_step, view, ()), None
         if plan.units is not None and eps is not None:
             noise = jax.tree.map(lambda x: x[0], langevin.local_noise(plan, key_step, eps, view, 1))
-        eps, _, (own, here, seen) = langevin.local_step(plan, tuning, theta, eps, silo, view, batch, noise)
+        eps, _, (own, here, seen) = langevin.local_step(
+            plan, tuning, theta, eps, silo, view, batch, noise
+        )
         return eps, gradients.residual(plan, tuning, theta, own, here, seen)[0]
 
     eps = None if state is None else state[0]
@@ -134,7 +140,9 @@ class Rule(NamedTuple):
     num_kept: int = 1
 
 
-def settle(plan: Plan, tuning: Tuning, silos: Silos, rule: Rule, *, seed: int = 0) -> tuple[Plan, Tuning]:
+def settle(
+    plan: Plan, tuning: Tuning, silos: Silos, rule: Rule, *, seed: int = 0
+) -> tuple[Plan, Tuning]:
     """Settle what the rule asks for, the cut, and the predicted inflation.
 
     A first walk, uncut, chooses the silos' probabilities, the length of stays, and the cut: 8, or where that would act too
@@ -150,11 +158,17 @@ def settle(plan: Plan, tuning: Tuning, silos: Silos, rule: Rule, *, seed: int = 
         if plan.cut:
             norms = norms * (old / f)[:, None, None]
             weights = np.broadcast_to(f[:, None, None], norms.shape)
-            tuning = tuning._replace(cut=jnp.asarray(max(_CUT, _quantile(norms, weights, 1 - _CUT_RATE)), dtype))
+            tuning = tuning._replace(
+                cut=jnp.asarray(max(_CUT, _quantile(norms, weights, 1 - _CUT_RATE)), dtype)
+            )
     if plan.schedule is not None:  # no one step size to predict for
         return plan, tuning
     h = float(tuning.step_size)
-    at = (stay_noise(plan, tuning, silos, seed=seed), np.asarray(tuning.selection, np.float64), plan.num_local_steps)
+    at = (
+        stay_noise(plan, tuning, silos, seed=seed),
+        np.asarray(tuning.selection, np.float64),
+        plan.num_local_steps,
+    )
     if rule.bias_target is not None:
         h = step_rule.step_size(*at, rule.bias_target, corrected=rule.noise_correction)
         if h < _NO_STEP:
@@ -170,14 +184,20 @@ def settle(plan: Plan, tuning: Tuning, silos: Silos, rule: Rule, *, seed: int = 
         tuning = tuning._replace(inject=jnp.asarray(step_rule.injection(*at, h), dtype))
     else:
         inflation = step_rule.inflation(*at, h)
-    return plan, tuning._replace(step_size=jnp.asarray(h, dtype), inflation=jnp.asarray(inflation, dtype))
+    return plan, tuning._replace(
+        step_size=jnp.asarray(h, dtype), inflation=jnp.asarray(inflation, dtype)
+    )
 
 
-def _stay_and_selection(plan: Plan, f: np.ndarray, noise: StayNoise, rule: Rule) -> tuple[Plan, np.ndarray]:
+def _stay_and_selection(
+    plan: Plan, f: np.ndarray, noise: StayNoise, rule: Rule
+) -> tuple[Plan, np.ndarray]:
     if rule.round_price is not None:
         b = _BIAS_TARGET if rule.bias_target is None else rule.bias_target
         fixed = None if rule.selection else f
-        steps = step_rule.best_stay(noise, fixed, b, rule.round_price, corrected=rule.noise_correction)
+        steps = step_rule.best_stay(
+            noise, fixed, b, rule.round_price, corrected=rule.noise_correction
+        )
         plan = replace(plan, num_local_steps=-(-steps // rule.num_kept) * rule.num_kept)
     return plan, step_rule.best_selection(noise, plan.num_local_steps) if rule.selection else f
 

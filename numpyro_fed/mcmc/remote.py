@@ -39,7 +39,9 @@ _UNEVEN = 0.05  # largest difference of the silos' rates of answers that is not 
 class TellLocal:
     """What the silo is told once, and keeps: surrogates and step size."""
 
-    def __call__(self, key: Array, message: Tuning, state: None, view: SiloView) -> tuple[Array, Tuning]:
+    def __call__(
+        self, key: Array, message: Tuning, state: None, view: SiloView
+    ) -> tuple[Array, Tuning]:
         return jnp.zeros(()), message
 
 
@@ -99,7 +101,14 @@ class RemoteMCMC(MCMC):
         )
         self._checkpoint = Checkpoint(checkpoint, checkpoint_every)
 
-    def run(self, rng_key: Array, silos: RemoteSilos, *, extra_fields: tuple = (), init_params: None = None) -> None:
+    def run(
+        self,
+        rng_key: Array,
+        silos: RemoteSilos,
+        *,
+        extra_fields: tuple = (),
+        init_params: None = None,
+    ) -> None:
         """Prepare, warm up and draw.
 
         :param rng_key: seed of all draws.
@@ -127,33 +136,57 @@ class RemoteMCMC(MCMC):
             if saved is not None:
                 going = self._going_on(going, saved, facts)
             going = self._rounds(going, silos, fields, num_rounds, facts)
-            states = {f: jax.tree.map(lambda *x: jnp.asarray(np.stack(x, 1)), *going.draws[f]) for f in fields}
-            states["z"] = jax.vmap(jax.vmap(lambda z: kernel.factors.constrain_globals(z, silos.shared)))(states["z"])
+            states = {
+                f: jax.tree.map(lambda *x: jnp.asarray(np.stack(x, 1)), *going.draws[f])
+                for f in fields
+            }
+            states["z"] = jax.vmap(
+                jax.vmap(lambda z: kernel.factors.constrain_globals(z, silos.shared))
+            )(states["z"])
             fill_mcmc(self, states, going.state, (silos,))
             self._say_who_failed(going, silos)
             if not self._checkpoint.place:
                 with suppress(Exception):  # draws are not lost to a carrier that is gone
-                    silos.carrier.forget([*going.slots.reshape(-1).tolist(), *going.told, *going.spent], now=True)
+                    silos.carrier.forget(
+                        [*going.slots.reshape(-1).tolist(), *going.told, *going.spent], now=True
+                    )
 
     def _rounds(
-        self, going: "_Going", silos: RemoteSilos, fields: tuple[str, ...], num_rounds: int, facts: dict[str, Any]
+        self,
+        going: "_Going",
+        silos: RemoteSilos,
+        fields: tuple[str, ...],
+        num_rounds: int,
+        facts: dict[str, Any],
     ) -> "_Going":
         """All rounds that are left, or those until they are interrupted."""
         with tqdm(total=num_rounds, initial=going.made, disable=not self.progress_bar) as bar:
             while going.made < num_rounds:
                 try:
                     going = self._round(going, silos)
-                except (KeyboardInterrupt, Exception) as error:  # whatever a reply does, draws are kept
+                except (
+                    KeyboardInterrupt,
+                    Exception,
+                ) as error:  # whatever a reply does, draws are kept
                     if going.made <= self.num_warmup:
                         raise
-                    what = "" if isinstance(error, KeyboardInterrupt) else f" ({type(error).__name__}: {error})"
+                    what = (
+                        ""
+                        if isinstance(error, KeyboardInterrupt)
+                        else f" ({type(error).__name__}: {error})"
+                    )
                     why = f"interrupted{what}"
-                    warnings.warn(f"{why}: the first {going.made - self.num_warmup} draws are kept", stacklevel=3)
+                    warnings.warn(
+                        f"{why}: the first {going.made - self.num_warmup} draws are kept",
+                        stacklevel=3,
+                    )
                     break
                 bar.update()
                 if going.made > self.num_warmup:
                     for f in fields:
-                        going.draws.setdefault(f, []).append(jax.tree.map(np.asarray, getattr(going.state, f)))
+                        going.draws.setdefault(f, []).append(
+                            jax.tree.map(np.asarray, getattr(going.state, f))
+                        )
                 if self._checkpoint.due(going.made, num_rounds):
                     values = {**going._asdict(), "state": _without_settled(going.state), **facts}
                     if self._checkpoint.save(values, silos.carrier):
@@ -175,15 +208,21 @@ class RemoteMCMC(MCMC):
         state, slots = self._steps.start(self.sampler, keys, self.num_chains, silos)
         carrier, every, tuning = silos.carrier, range(len(silos)), self.sampler._tuning
         told = [carrier.new_slot() for _ in every]
-        calls = [Call(n, TellLocal(), random.key(0), tuning.seen_by(n), None, told[n]) for n in every]
+        calls = [
+            Call(n, TellLocal(), random.key(0), tuning.seen_by(n), None, told[n]) for n in every
+        ]
         silos.ask_for_sure(calls)
         return _Going(state, slots, told, 0, {}, [], [])
 
     def _round(self, going: "_Going", silos: RemoteSilos) -> "_Going":
         """One round of all chains, or one step of all networks."""
-        state, slots, old, bad = self._steps.step(self.sampler, going.state, going.slots, going.told, silos)
+        state, slots, old, bad = self._steps.step(
+            self.sampler, going.state, going.slots, going.told, silos
+        )
         spent = self._forgotten([*going.spent, *old], silos)
-        return going._replace(state=state, slots=slots, made=going.made + 1, spent=spent, bad=[*going.bad, *bad])
+        return going._replace(
+            state=state, slots=slots, made=going.made + 1, spent=spent, bad=[*going.bad, *bad]
+        )
 
     def _forgotten(self, spent: list[int], silos: RemoteSilos) -> list[int]:
         """Have silos forget what is needed no more; where there are checkpoints, after the next."""
@@ -200,11 +239,17 @@ class RemoteMCMC(MCMC):
             "kernel": type(kernel).__name__,
             **self._steps.facts(kernel),
             "sites": [[name, list(shape)] for name, shape in kernel.factors.global_sites],
-            "num_chains, num_warmup, num_samples": [self.num_chains, self.num_warmup, self.num_samples],
+            "num_chains, num_warmup, num_samples": [
+                self.num_chains,
+                self.num_warmup,
+                self.num_samples,
+            ],
             "extra_fields": list(fields),
             **facts_of_run(rng_key, silos),
             "model": fingerprint(kernel.factors, silos)["program"],
-            "surrogates and step size": hashlib.sha256(b"".join(x.tobytes() for x in settled)).hexdigest(),
+            "surrogates and step size": hashlib.sha256(
+                b"".join(x.tobytes() for x in settled)
+            ).hexdigest(),
         }
 
     def _going_on(self, first: "_Going", saved: dict[str, Any], facts: dict[str, Any]) -> "_Going":
@@ -212,7 +257,9 @@ class RemoteMCMC(MCMC):
         self._checkpoint.same_run(saved, facts)
         going = _Going(**{name: saved[name] for name in _Going._fields})
         spent = [*going.spent, *going.told, *first.slots.reshape(-1).tolist()]
-        settled = {name: getattr(first.state, name) for name in _SETTLED if name in going.state._fields}
+        settled = {
+            name: getattr(first.state, name) for name in _SETTLED if name in going.state._fields
+        }
         return going._replace(state=going.state._replace(**settled), told=first.told, spent=spent)
 
     def _say_who_failed(self, going: "_Going", silos: RemoteSilos) -> None:
@@ -223,11 +270,14 @@ class RemoteMCMC(MCMC):
             )
         if not self._steps.visits:
             return
-        visits, silent = (np.asarray(x).sum(0) for x in (going.state.visits, going.state.unanswered))
+        visits, silent = (
+            np.asarray(x).sum(0) for x in (going.state.visits, going.state.unanswered)
+        )
         rates = np.where(visits > 0, 1 - silent / np.maximum(visits, 1), np.nan)
         if np.nanmax(rates) - np.nanmin(rates) > _UNEVEN:
             often = ", ".join(
-                f"{silos.names[n]!r} {visits[n] - silent[n]} of {visits[n]}" for n in np.flatnonzero(silent)
+                f"{silos.names[n]!r} {visits[n] - silent[n]} of {visits[n]}"
+                for n in np.flatnonzero(silent)
             )
             warnings.warn(
                 f"silos answered unequally often ({often} visits; the others all): the draws lean to the data of those that answered; run again when all are up, "

@@ -16,7 +16,16 @@ from numpyro_fed.data.views import SiloView
 from numpyro_fed.mcmc._kernel import LangevinKernel
 from numpyro_fed.mcmc.config import Plan, Tuning
 from numpyro_fed.mcmc.langevin import Chain, StayStats, federated
-from numpyro_fed.mcmc.visit import Departure, LangevinState, arrive, chain_axes, depart, first_state, start_keys, wait
+from numpyro_fed.mcmc.visit import (
+    Departure,
+    LangevinState,
+    arrive,
+    chain_axes,
+    depart,
+    first_state,
+    start_keys,
+    wait,
+)
 from numpyro_fed.rounds.inline import key_of
 from numpyro_fed.rounds.remote import Call, RemoteSilos
 from numpyro_fed.rounds.serialization import wire_name
@@ -82,27 +91,39 @@ class StayLocal:
 
     plan: Plan
 
-    def __call__(self, key: Array, message: Chain, state: tuple[Tuning, Any], view: SiloView) -> tuple[Any, Any]:
+    def __call__(
+        self, key: Array, message: Chain, state: tuple[Tuning, Any], view: SiloView
+    ) -> tuple[Any, Any]:
         tuning, own = state
         return federated(self.plan, tuning).local(key, message, own, view)
 
 
 @partial(jax.jit, static_argnames=("plan", "num_silos"))
-def _depart(plan: Plan, state: LangevinState, num_silos: int) -> tuple[Departure, list[tuple[Array, Chain]]]:
+def _depart(
+    plan: Plan, state: LangevinState, num_silos: int
+) -> tuple[Departure, list[tuple[Array, Chain]]]:
     """Of all chains where they go; of each the key of the stay there, and what travels."""
     axes = chain_axes(False)
     leave = jax.vmap(lambda s: depart(plan, s, num_silos), in_axes=(axes,))(state)
     keys = jax.vmap(key_of)(leave.key, leave.number)
-    return leave, [(keys[c], jax.tree.map(lambda x, c=c: x[c], leave.chain)) for c in range(len(keys))]
+    return leave, [
+        (keys[c], jax.tree.map(lambda x, c=c: x[c], leave.chain)) for c in range(len(keys))
+    ]
 
 
 @partial(jax.jit, static_argnames=("plan",))
 def _arrive(
-    plan: Plan, state: LangevinState, leave: Departure, reply: tuple[Chain, StayStats], silent: Array
+    plan: Plan,
+    state: LangevinState,
+    leave: Departure,
+    reply: tuple[Chain, StayStats],
+    silent: Array,
 ) -> LangevinState:
     axes = chain_axes(False)
 
-    def one(state: LangevinState, leave: Departure, reply: tuple[Chain, StayStats], silent: Array) -> LangevinState:
+    def one(
+        state: LangevinState, leave: Departure, reply: tuple[Chain, StayStats], silent: Array
+    ) -> LangevinState:
         return wait(state, arrive(plan, state, leave, *reply), leave.arrives, silent)
 
     return jax.vmap(one, in_axes=(axes, 0, 0, 0), out_axes=axes)(state, leave, reply, silent)
@@ -118,11 +139,17 @@ def _check(kernel: LangevinKernel, silos: RemoteSilos, num_chains: int) -> None:
         "refresh_every": (options.refresh_every, options.refresh_every is not None, "None"),
         "no_answer": (options.no_answer, options.no_answer != 0, "0.0"),
         "num_kept": (options.num_kept, options.num_kept != 1, "1"),
-        "surrogate": (options.surrogate, moments, '"score", "laplace" or a fed.surrogates.Surrogates'),
+        "surrogate": (
+            options.surrogate,
+            moments,
+            '"score", "laplace" or a fed.surrogates.Surrogates',
+        ),
     }
     for name, (got, wrong, expected) in refused.items():
         if wrong:
-            raise ValueError(f"{name}={got!r} is not built for silos that are elsewhere; expected {expected}")
+            raise ValueError(
+                f"{name}={got!r} is not built for silos that are elsewhere; expected {expected}"
+            )
 
 
 def _start(
@@ -133,7 +160,9 @@ def _start(
     starts = start_keys(keys, kernel._options.distinct_silos)
     axes = chain_axes(False)
     here = replace(plan, units=None)  # of the local latents nothing is here
-    first = jax.vmap(partial(first_state, here), in_axes=(0, 0, None, 0, None, None, None), out_axes=axes)
+    first = jax.vmap(
+        partial(first_state, here), in_axes=(0, 0, None, 0, None, None, None), out_axes=axes
+    )
     state = first(starts[0], starts[1], None, starts[2], tuning, silos, None)
     slots = np.zeros((len(keys), 0), np.int64)
     if plan.units is not None:
@@ -141,12 +170,22 @@ def _start(
         slots = np.array([[silos.carrier.new_slot() for _ in silos.names] for _ in keys])
         local, rows = StartLocal(plan), tuning.latents.rows.slot
         pairs = zip(keys_eps, slots.tolist(), strict=True)
-        silos.ask_for_sure([Call(n, local, key, None, rows, slot) for key, own in pairs for n, slot in enumerate(own)])
+        silos.ask_for_sure(
+            [
+                Call(n, local, key, None, rows, slot)
+                for key, own in pairs
+                for n, slot in enumerate(own)
+            ]
+        )
     return state, slots
 
 
 def _step(
-    kernel: LangevinKernel, state: LangevinState, slots: np.ndarray, told: list[int], silos: RemoteSilos
+    kernel: LangevinKernel,
+    state: LangevinState,
+    slots: np.ndarray,
+    told: list[int],
+    silos: RemoteSilos,
 ) -> tuple[LangevinState, np.ndarray, list[int], list[tuple[int, str]]]:
     """One round of all chains. New latents are kept beside the old ones, and count once the reply has come.
 
@@ -158,22 +197,29 @@ def _step(
     leave, each = _depart(plan, state, len(silos))
     numbers, local, calls = np.asarray(leave.number).tolist(), StayLocal(plan), []
     for c, (n, (key, chain)) in enumerate(zip(numbers, each, strict=True)):
-        own, new = (None, None) if plan.units is None else (int(slots[c, n]), silos.carrier.new_slot())
+        own, new = (
+            (None, None) if plan.units is None else (int(slots[c, n]), silos.carrier.new_slot())
+        )
         calls.append(Call(n, local, key, chain, (told[n], own), new))
     replies = ask_or_forget(silos.ask, calls, silos)
     wrong = [
-        None if reply is None else _wrong(kernel, np.asarray(chain.theta), np.asarray(reply[0].theta))
+        None
+        if reply is None
+        else _wrong(kernel, np.asarray(chain.theta), np.asarray(reply[0].theta))
         for reply, (_, chain) in zip(replies, each, strict=True)
     ]
     bad = [(n, what) for n, what in zip(numbers, wrong, strict=True) if what]
-    silent = np.array([reply is None or what is not None for reply, what in zip(replies, wrong, strict=True)])
+    silent = np.array(
+        [reply is None or what is not None for reply, what in zip(replies, wrong, strict=True)]
+    )
     spent: list[int] = []
     if plan.units is not None:
         for c, (call, missing) in enumerate(zip(calls, silent.tolist(), strict=True)):
             spent.append(call.write if missing else call.read[1])  # type: ignore[arg-type]
             slots[c, call.number] = call.read[1] if missing else call.write
     filled = [
-        _nothing(plan, chain) if missing else x for x, (_, chain), missing in zip(replies, each, silent, strict=True)
+        _nothing(plan, chain) if missing else x
+        for x, (_, chain), missing in zip(replies, each, silent, strict=True)
     ]
     # in NumPy, which has no programs to dispatch
     new_state = _arrive(plan, state, leave, jax.tree.map(lambda *x: np.stack(x), *filled), silent)
@@ -183,7 +229,9 @@ def _step(
 def _facts(kernel: LangevinKernel) -> dict[str, Any]:
     """Return the numbers of a visit."""
     plan = kernel._plan
-    return {"stays": re.sub(r"0x[0-9a-f]+", "", repr((plan.num_local_steps, plan.cut, plan.schedule)))}
+    return {
+        "stays": re.sub(r"0x[0-9a-f]+", "", repr((plan.num_local_steps, plan.cut, plan.schedule)))
+    }
 
 
 @remote_steps.register
@@ -213,7 +261,11 @@ def _wrong(kernel: LangevinKernel, left: np.ndarray, came: np.ndarray) -> str | 
     loc, scale = kernel._tuning.loc, kernel._tuning.scale
     if scale is None:
         far = np.abs(came - left).max() > _FARTHEST_STAY * max(1.0, float(np.abs(left).max()))
-        return f"positions more than {_FARTHEST_STAY:,.0f} times as far as they had been" if far else None
+        return (
+            f"positions more than {_FARTHEST_STAY:,.0f} times as far as they had been"
+            if far
+            else None
+        )
     away = came.astype(np.float64) - np.asarray(loc)
     root = np.asarray(scale, np.float64)
     sds = away / root if root.ndim == 1 else solve_triangular(root, away, lower=True)

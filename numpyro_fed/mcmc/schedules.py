@@ -76,7 +76,9 @@ def _check_schedule(schedule: Callable) -> None:
             ) from error
         if size.shape or not 0 < size < math.inf:
             got = f"{float(size):g}" if not size.shape else f"an array of shape {size.shape}"
-            raise ValueError(f"step_size: expected a schedule of finite numbers > 0, got {got} at step {count:,}")
+            raise ValueError(
+                f"step_size: expected a schedule of finite numbers > 0, got {got} at step {count:,}"
+            )
     early, late = (float(schedule(jnp.asarray(t))) for t in _LATE)
     exponent = -math.log(late / early) / math.log(_LATE[1] / _LATE[0])
     if exponent > 1.01:
@@ -98,10 +100,17 @@ def check_step_size(step_size: Any, named: tuple[str, ...]) -> None:
     if isinstance(step_size, str):
         if step_size not in named:
             words = " or ".join(f'"{name}"' for name in named)
-            raise ValueError(f"step_size: expected a positive number, a schedule, {words}, got {step_size!r}")
+            raise ValueError(
+                f"step_size: expected a positive number, a schedule, {words}, got {step_size!r}"
+            )
     elif callable(step_size):
         _check_schedule(step_size)
-    elif isinstance(step_size, bool) or step_size is None or np.ndim(step_size) or not _is_positive(step_size):
+    elif (
+        isinstance(step_size, bool)
+        or step_size is None
+        or np.ndim(step_size)
+        or not _is_positive(step_size)
+    ):
         raise ValueError(f"step_size: expected a finite number > 0, got {step_size!r}")
 
 

@@ -65,7 +65,9 @@ def groundwork(model: Callable, silos: Silos, extra: dict[str, Any], options: Op
     """Check model and data, prove the factors, and fit surrogates and local map."""
     factors = factorise(model, silos, public=tuple(options.public), extra=extra)
     if not factors.dim:
-        raise ValueError("the model has no global latent site: its silos have nothing in common to learn")
+        raise ValueError(
+            "the model has no global latent site: its silos have nothing in common to learn"
+        )
     selection = _selection(options.selection, silos)
     _check_latents(options, factors)
     _warn_of_params(factors)
@@ -81,11 +83,15 @@ def groundwork(model: Callable, silos: Silos, extra: dict[str, Any], options: Op
             prove_batch(factors, some, *batch)
     surrogates, fitted = _surrogates(factors, silos, units, batch, options)
     if options.alpha == "auto" and surrogates is not None:
-        options = replace(options, alpha=max(0.0, best_alpha(factors, silos, units, surrogates, selection)))
+        options = replace(
+            options, alpha=max(0.0, best_alpha(factors, silos, units, surrogates, selection))
+        )
     tuning = _tuning(factors, options, selection, surrogates, fitted)
     if batch is not None and units is not None:
         tuning = tuning._replace(members=find_members(factors, silos, batch[0]))
-    return Ground(factors, units, batch, tuning, surrogates, Cost() if fitted is None else fitted.cost)
+    return Ground(
+        factors, units, batch, tuning, surrogates, Cost() if fitted is None else fitted.cost
+    )
 
 
 def prepare(model: Callable, silos: Silos, extra: dict[str, Any], options: Options) -> Prepared:
@@ -100,10 +106,16 @@ def prepare_again(before: Prepared, silos: Silos, options: Options, thetas: np.n
     :param silos: the data, with Gibbs's conditioning arguments among the shared ones.
     """
     factors, units = before.plan.factors, before.plan.units
-    fitted = score.fit_at(factors, silos, units, thetas, np.asarray(before.tuning.scale, np.float64))
-    tuning = _tuning(factors, options, _selection(options.selection, silos), fitted.surrogates, fitted)
+    fitted = score.fit_at(
+        factors, silos, units, thetas, np.asarray(before.tuning.scale, np.float64)
+    )
+    tuning = _tuning(
+        factors, options, _selection(options.selection, silos), fitted.surrogates, fitted
+    )
     tuning = tuning._replace(members=before.tuning.members)
-    ground = Ground(factors, units, before.plan.batch, tuning, fitted.surrogates, before.cost + fitted.cost)
+    ground = Ground(
+        factors, units, before.plan.batch, tuning, fitted.surrogates, before.cost + fitted.cost
+    )
     return _settled(ground, silos, options)
 
 
@@ -113,8 +125,21 @@ def _settled(ground: Ground, silos: Silos, options: Options) -> Prepared:
         tuning = tuning._replace(anchor=whole_gradients(factors, tuning.loc, silos))
     schedule = options.step_size if callable(options.step_size) else None
     auto = options.num_local_steps == "auto"
-    steps = options.num_kept * -(-_PILOT_STAY // options.num_kept) if auto else int(options.num_local_steps)
-    plan = Plan(factors, units, steps, batch, options.separates, schedule, options.num_kept, float(options.no_answer))
+    steps = (
+        options.num_kept * -(-_PILOT_STAY // options.num_kept)
+        if auto
+        else int(options.num_local_steps)
+    )
+    plan = Plan(
+        factors,
+        units,
+        steps,
+        batch,
+        options.separates,
+        schedule,
+        options.num_kept,
+        float(options.no_answer),
+    )
     if options.step_size == "adaptive":
         tuning = tuning._replace(inflation=jnp.asarray(1 + options.bias_target, tuning.loc.dtype))
     elif options.preconditioner is not None:
@@ -135,7 +160,11 @@ def _selection(selection: Any, silos: Silos) -> np.ndarray:
         return np.full(len(silos), 1 / len(silos))
     if isinstance(selection, str):  # "size": rows that no others point to
         targets = set(silos.index.values())
-        sizes = np.sum([n for group, n in silos.sizes.items() if group not in targets], axis=0, dtype=np.float64)
+        sizes = np.sum(
+            [n for group, n in silos.sizes.items() if group not in targets],
+            axis=0,
+            dtype=np.float64,
+        )
         return sizes / sizes.sum()
     try:
         f = np.asarray(selection, np.float64)
@@ -144,18 +173,24 @@ def _selection(selection: Any, silos: Silos) -> np.ndarray:
             f"selection: expected numbers, one for each of the silos {list(silos.names)} in this order, got {selection!r}"
         ) from error
     if f.shape != (len(silos),):
-        raise ValueError(f"selection: expected one probability for each of the {len(silos)} silos, got shape {f.shape}")
+        raise ValueError(
+            f"selection: expected one probability for each of the {len(silos)} silos, got shape {f.shape}"
+        )
     if not (f > 0).all():
         raise ValueError(
             f"selection: expected probabilities > 0, got {f[np.argmin(f)]} for silo "
             f"{silos.names[int(np.argmin(f))]!r}; a silo that is never visited has no say in the posterior"
         )
     if not abs(f.sum() - 1) <= 1e-6:
-        raise ValueError(f"selection: expected probabilities that sum to one, got a sum of {f.sum():.6g}")
+        raise ValueError(
+            f"selection: expected probabilities that sum to one, got a sum of {f.sum():.6g}"
+        )
     return f / f.sum()
 
 
-def _batch(size: int | None, factors: Factors, silos: Silos, units: Units | None) -> tuple[str, int] | None:
+def _batch(
+    size: int | None, factors: Factors, silos: Silos, units: Units | None
+) -> tuple[str, int] | None:
     if size is None:
         return None
     if units is not None and units.group is None:
@@ -209,7 +244,9 @@ def _check_latents(options: Options, factors: Factors) -> None:
             "expected batch_size=None"
         )
     if options.control_variates:
-        raise ValueError(f"control_variates=True is for models without local latents, got {names}; expected False")
+        raise ValueError(
+            f"control_variates=True is for models without local latents, got {names}; expected False"
+        )
     if len(factors.latent_groups) == 1:
         pointing_groups(factors, factors.latent_groups[0])
 
@@ -217,7 +254,11 @@ def _check_latents(options: Options, factors: Factors) -> None:
 def _warn_of_params(factors: Factors) -> None:
     """Chains learn no parameters: these stay as they are, as in NumPyro's own kernels. Of networks whose weights are drawn none are left."""
     drawn = {name.split("/")[0] for name, _ in factors.global_sites}
-    kept = [n for n, kind in factors.undrawn if kind == "param" and n.removesuffix("$params") not in drawn]
+    kept = [
+        n
+        for n, kind in factors.undrawn
+        if kind == "param" and n.removesuffix("$params") not in drawn
+    ]
     if kept:
         warnings.warn(
             f"learned parameters {kept} are kept at their first values, since chains learn none; expected numpyro.sample with a prior in place of "
@@ -251,7 +292,11 @@ def _start(options: Options, factors: Factors) -> tuple[np.ndarray, np.ndarray, 
 
 
 def _surrogates(
-    factors: Factors, silos: Silos, units: Units | None, batch: tuple[str, int] | None, options: Options
+    factors: Factors,
+    silos: Silos,
+    units: Units | None,
+    batch: tuple[str, int] | None,
+    options: Options,
 ) -> tuple[Surrogates | None, score.ScoreFit | None]:
     given = options.surrogate
     wanted = options.conducive or options.preconditioner is not None
@@ -302,12 +347,18 @@ def _tuning(
     if fitted is not None and fitted.local_map is not None:
         loc, scale = (np.asarray(x, np.float64) for x in fitted.map_whitening)
         whiten = 1 / scale if scale.ndim == 1 else np.linalg.inv(scale)
-        tuning = tuning._replace(latents=LatentCoordinates(array(loc), array(whiten), fitted.local_map))
+        tuning = tuning._replace(
+            latents=LatentCoordinates(array(loc), array(whiten), fitted.local_map)
+        )
     return tuning
 
 
 def _with_surrogates(
-    tuning: Tuning, surrogates: Surrogates, fitted: score.ScoreFit | None, options: Options, array: Callable
+    tuning: Tuning,
+    surrogates: Surrogates,
+    fitted: score.ScoreFit | None,
+    options: Options,
+    array: Callable,
 ) -> Tuning:
     if fitted is not None and fitted.surrogates is surrogates:
         loc, scale = (np.asarray(x, np.float64) for x in fitted.posterior_whitening)

@@ -52,7 +52,9 @@ class StayNoise:
     second: np.ndarray
     length: int
 
-    def covariance(self, selection: np.ndarray, num_local_steps: int, step_size: float = 0.0) -> np.ndarray:
+    def covariance(
+        self, selection: np.ndarray, num_local_steps: int, step_size: float = 0.0
+    ) -> np.ndarray:
         """N for given probabilities, length of stays and step size (0: its limit), ``(d, d)``."""
         weight, draws = 1 / selection[:, None, None], self.first.shape[1]
         gap = self.first - self.second
@@ -83,14 +85,21 @@ def _worst(noise: np.ndarray) -> float:
     return max(0.0, float(np.linalg.eigvalsh(noise)[-1]))
 
 
-def inflation(noise: StayNoise, selection: np.ndarray, num_local_steps: int, step_size: float) -> float:
+def inflation(
+    noise: StayNoise, selection: np.ndarray, num_local_steps: int, step_size: float
+) -> float:
     """Predicted ratio of the chain's sd to the posterior's, in the worst direction, without correction."""
     worst = _worst(noise.covariance(selection, num_local_steps, step_size))
     return float(np.sqrt((1 + step_size * worst / 4) / (1 - step_size / 4)))
 
 
 def step_size(
-    noise: StayNoise, selection: np.ndarray, num_local_steps: int, bias_target: float, *, corrected: bool = False
+    noise: StayNoise,
+    selection: np.ndarray,
+    num_local_steps: int,
+    bias_target: float,
+    *,
+    corrected: bool = False,
 ) -> float:
     """h at which the worst direction's sd is inflated by the factor ``1 + bias_target``; four times it where that is corrected."""
     limit = (1 + bias_target) ** 2
@@ -102,7 +111,9 @@ def step_size(
     return min(_CORRECTED * h, 4 * (1 - _LEAST_INJECTED) / (1 + worst))
 
 
-def injection(noise: StayNoise, selection: np.ndarray, num_local_steps: int, step_size: float) -> np.ndarray:
+def injection(
+    noise: StayNoise, selection: np.ndarray, num_local_steps: int, step_size: float
+) -> np.ndarray:
     """G of the module's docstring, ``(d, d)``.
 
     :raises ValueError: for a step size whose noise is more than what may be injected.
@@ -140,7 +151,12 @@ def best_selection(noise: StayNoise, num_local_steps: int) -> np.ndarray:
 
 
 def best_stay(
-    noise: StayNoise, selection: np.ndarray | None, bias_target: float, round_price: float, *, corrected: bool = False
+    noise: StayNoise,
+    selection: np.ndarray | None,
+    bias_target: float,
+    round_price: float,
+    *,
+    corrected: bool = False,
 ) -> int:
     """T at which effective draws for a given price are most; a round costs ``round_price`` local steps besides its own.
 
@@ -149,6 +165,10 @@ def best_stay(
 
     def efficiency(steps: int) -> float:
         f = best_selection(noise, steps) if selection is None else selection
-        return steps * step_size(noise, f, steps, bias_target, corrected=corrected) / (round_price + steps)
+        return (
+            steps
+            * step_size(noise, f, steps, bias_target, corrected=corrected)
+            / (round_price + steps)
+        )
 
     return max(_STAYS, key=efficiency)

@@ -84,7 +84,11 @@ class LangevinState(NamedTuple):
 def chain_axes(adaptive: bool) -> LangevinState:
     """Axes of vectorised chains: all have their own state, but one tuning, and one count of the adaptations left."""
     shared = ("left", "price", "bias_target")
-    own = Adaptation._make(None if f in shared else 0 for f in Adaptation._fields) if adaptive else None
+    own = (
+        Adaptation._make(None if f in shared else 0 for f in Adaptation._fields)
+        if adaptive
+        else None
+    )
     return LangevinState._make((*[0] * (len(LangevinState._fields) - 2), own, None))
 
 
@@ -106,7 +110,9 @@ def depart(plan: Plan, state: LangevinState, num_silos: int) -> Departure:
     return Departure(*_next_silo(plan, state, num_silos), chain, key, key_look, rng_key)
 
 
-def arrive(plan: Plan, state: LangevinState, leave: Departure, chain: Chain, stats: StayStats) -> LangevinState:
+def arrive(
+    plan: Plan, state: LangevinState, leave: Departure, chain: Chain, stats: StayStats
+) -> LangevinState:
     """The state after a stay, but for the local latents."""
     return state._replace(
         i=state.i + 1,
@@ -133,29 +139,49 @@ def one_round(plan: Plan, state: LangevinState, silos: Silos) -> LangevinState:
     private = None if tuning.latents is None else (state.eps, tuning.latents.rows)
     group = None if plan.units is None else plan.units.group
     algorithm = federated(plan, tuning)
-    chain, stats, private = round_one(algorithm, leave.key, leave.chain, private, silos, leave.number, group)
+    chain, stats, private = round_one(
+        algorithm, leave.key, leave.chain, private, silos, leave.number, group
+    )
     eps = None if private is None else private[0]
     new = arrive(plan, state, leave, chain, stats)._replace(
         z=_positions(plan, tuning, chain.theta, eps, silos), eps=eps
     )
     if adaptation is not None:
-        new = new._replace(adaptation=_look(plan, tuning, adaptation, leave.key_look, chain.theta, private, silos))
+        new = new._replace(
+            adaptation=_look(plan, tuning, adaptation, leave.key_look, chain.theta, private, silos)
+        )
     if not plan.no_answer:
         return new
     # a stay is answered as a whole: its parts share the draw of their round
-    key = random.fold_in(random.fold_in(state.key_silos, _ANSWERS), state.i - state.i % plan.num_kept)
+    key = random.fold_in(
+        random.fold_in(state.key_silos, _ANSWERS), state.i - state.i % plan.num_kept
+    )
     return wait(state, new, leave.arrives, random.bernoulli(key, plan.no_answer))
 
 
 def wait(old: LangevinState, new: LangevinState, arrives: Array, silent: Array) -> LangevinState:
     """The new state, or, where the silo does not answer in this round, the old one with the round counted."""
-    waits = {"z": old.z, "eps": old.eps, "diverging": jnp.zeros((), bool), "cut_rate": jnp.zeros_like(new.cut_rate)}
+    waits = {
+        "z": old.z,
+        "eps": old.eps,
+        "diverging": jnp.zeros((), bool),
+        "cut_rate": jnp.zeros_like(new.cut_rate),
+    }
     # of the draw that counts again
-    waits |= {"silo": old.silo, "local_accept_prob": old.local_accept_prob, "local_stuck": old.local_stuck}
+    waits |= {
+        "silo": old.silo,
+        "local_accept_prob": old.local_accept_prob,
+        "local_stuck": old.local_stuck,
+    }
     if old.residual is not None:
         waits["residual"] = old.residual
-    kept = {k: jax.tree.map(lambda a, b: jnp.where(silent, a, b), v, getattr(new, k)) for k, v in waits.items()}
-    return new._replace(**kept, unanswered=old.unanswered.at[new.silo].add(jnp.where(silent, arrives, 0)))
+    kept = {
+        k: jax.tree.map(lambda a, b: jnp.where(silent, a, b), v, getattr(new, k))
+        for k, v in waits.items()
+    }
+    return new._replace(
+        **kept, unanswered=old.unanswered.at[new.silo].add(jnp.where(silent, arrives, 0))
+    )
 
 
 def _next_silo(plan: Plan, state: LangevinState, num_silos: int) -> tuple[Array, Array]:
@@ -164,13 +190,21 @@ def _next_silo(plan: Plan, state: LangevinState, num_silos: int) -> tuple[Array,
     if num_silos == 1:  # no draw, which is a tenth of the time of a short stay
         return jnp.zeros((), jnp.int32), arrives.astype(jnp.int32)
     f = state.tuning.selection
-    place = (random.uniform(random.fold_in(state.key_silos, state.i), dtype=f.dtype) + state.stratum) % 1
+    place = (
+        random.uniform(random.fold_in(state.key_silos, state.i), dtype=f.dtype) + state.stratum
+    ) % 1
     number = jnp.searchsorted(jnp.cumsum(f)[:-1], place, side="right").astype(jnp.int32)
     return jnp.where(arrives, number, state.silo), arrives.astype(jnp.int32)
 
 
 def _look(
-    plan: Plan, tuning: Tuning, adaptation: Adaptation, key: Array, theta: Array, private: Any, silos: Silos
+    plan: Plan,
+    tuning: Tuning,
+    adaptation: Adaptation,
+    key: Array,
+    theta: Array,
+    private: Any,
+    silos: Silos,
 ) -> Adaptation:
     """See the curvature, in preconditioned units, and the noise of gradients where the chain is: at the one silo of all rows."""
     view = SiloView(silos, jnp.zeros((), jnp.int32), largest(silos))
@@ -178,9 +212,18 @@ def _look(
 
     def gradient(u: Array, key: Array) -> Array:
         here = silo._replace(kwargs={**silo.kwargs, **batches(plan, key, view, ())})
-        return drift(plan, tuning, theta + push(tuning, u), None if private is None else private[0], here, view)[0]
+        return drift(
+            plan,
+            tuning,
+            theta + push(tuning, u),
+            None if private is None else private[0],
+            here,
+            view,
+        )[0]
 
-    return adapt(adaptation, lambda u: (gradient(u, keys[0]), gradient(u, keys[1])), jnp.zeros_like(theta))
+    return adapt(
+        adaptation, lambda u: (gradient(u, keys[0]), gradient(u, keys[1])), jnp.zeros_like(theta)
+    )
 
 
 def _step_size(plan: Plan, tuning: Tuning, count: Array, adaptation: Adaptation | None) -> Array:
@@ -191,7 +234,9 @@ def _step_size(plan: Plan, tuning: Tuning, count: Array, adaptation: Adaptation 
     return jnp.asarray(plan.schedule(count), tuning.step_size.dtype)
 
 
-def _positions(plan: Plan, tuning: Tuning, theta: Array, eps: Array | None, silos: Silos) -> dict[str, Array]:
+def _positions(
+    plan: Plan, tuning: Tuning, theta: Array, eps: Array | None, silos: Silos
+) -> dict[str, Array]:
     sites = plan.factors.unravel(theta)
     if plan.units is None or tuning.latents is None or eps is None:
         return sites
@@ -204,7 +249,10 @@ def start_keys(keys: Array, distinct_silos: bool) -> tuple[Array, Array, Array]:
     split = jax.vmap(random.split)(keys)
     own, of_silos, strata = split[:, 0], split[:, 1], jnp.zeros(len(keys))
     if distinct_silos:
-        of_silos, strata = jnp.broadcast_to(of_silos[0], of_silos.shape), jnp.arange(len(keys)) / len(keys)
+        of_silos, strata = (
+            jnp.broadcast_to(of_silos[0], of_silos.shape),
+            jnp.arange(len(keys)) / len(keys),
+        )
     return own, of_silos, strata
 
 
@@ -239,7 +287,8 @@ def first_state(
     if adaptation is not None:
         private = None if tuning.latents is None else (eps, tuning.latents.rows)
         adaptation = first_looks(
-            adaptation, lambda i, a: _look(plan, tuning, a, random.fold_in(key_look, i), theta, private, silos)
+            adaptation,
+            lambda i, a: _look(plan, tuning, a, random.fold_in(key_look, i), theta, private, silos),
         )
     zero = jnp.zeros((), dtype)
     return LangevinState(
@@ -271,7 +320,9 @@ def explore(
     """Rounds of many chains: where they end, and about 512 of the global positions ``(K, d)`` of their second half."""
     keys = random.split(key, (2, _EXPLORERS))
     axes = chain_axes(False)
-    start = jax.vmap(partial(first_state, plan), in_axes=(0, 0, 0, None, None, None, None), out_axes=axes)
+    start = jax.vmap(
+        partial(first_state, plan), in_axes=(0, 0, 0, None, None, None, None), out_axes=axes
+    )
     state = start(*keys, z, jnp.zeros(()), tuning, silos, None)
     one = jax.vmap(lambda s: one_round(plan, s, silos), in_axes=(axes,), out_axes=axes)
 

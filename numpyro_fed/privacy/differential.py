@@ -64,7 +64,9 @@ def _accounting() -> Any:
     try:
         import dp_accounting
     except ImportError as error:
-        raise ImportError('privacy= needs dp-accounting: pip install "numpyro-fed[privacy]"') from error
+        raise ImportError(
+            'privacy= needs dp-accounting: pip install "numpyro-fed[privacy]"'
+        ) from error
     return dp_accounting
 
 
@@ -129,11 +131,23 @@ class Privacy:
     def __post_init__(self) -> None:
         for name in ("epsilon", "clip"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+            if (
+                isinstance(value, bool)
+                or not isinstance(value, int | float)
+                or not 0 < value < math.inf
+            ):
                 raise ValueError(f"{name}: expected a number > 0, got {value!r}")
-        if isinstance(self.delta, bool) or not isinstance(self.delta, int | float) or not 0 < self.delta < 1:
+        if (
+            isinstance(self.delta, bool)
+            or not isinstance(self.delta, int | float)
+            or not 0 < self.delta < 1
+        ):
             raise ValueError(f"delta: expected a probability in (0, 1), got {self.delta!r}")
-        if isinstance(self.num_rounds, bool) or not isinstance(self.num_rounds, int) or self.num_rounds < 1:
+        if (
+            isinstance(self.num_rounds, bool)
+            or not isinstance(self.num_rounds, int)
+            or self.num_rounds < 1
+        ):
             raise ValueError(f"num_rounds: expected a whole number >= 1, got {self.num_rounds!r}")
         _accounting()
 
@@ -144,7 +158,9 @@ class Privacy:
 
     def spent(self, num_rounds: int) -> float:
         """Return epsilon after so many rounds, at ``delta``."""
-        return _epsilon(2 * num_rounds / self.noise_multiplier**2, self.delta) if num_rounds else 0.0
+        return (
+            _epsilon(2 * num_rounds / self.noise_multiplier**2, self.delta) if num_rounds else 0.0
+        )
 
     def noise(self, num_sharing: int) -> Noise:
         """Return what a silo does.
@@ -155,7 +171,9 @@ class Privacy:
         grid = 2.0 ** (math.floor(math.log2(self.clip)) - _FINE)
         grid = max(grid, _SUMMED) if num_sharing > 1 else grid
         real = self.noise_multiplier * self.clip / math.sqrt(num_sharing)
-        while real / grid > MOST_SD:  # of a tiny epsilon, beside whose noise a coarser grid is nothing
+        while (
+            real / grid > MOST_SD
+        ):  # of a tiny epsilon, beside whose noise a coarser grid is nothing
             grid *= 2
         sd = math.ceil(real / grid)
         if num_sharing > 1 and self.clip + 40 * sd * grid > LARGEST:
@@ -191,7 +209,11 @@ class Spent(NamedTuple):
     simulated: bool = False
 
     def __str__(self) -> str:
-        simulated = ", simulated (silos at hand: it shows what it costs and promises nothing)" if self.simulated else ""
+        simulated = (
+            ", simulated (silos at hand: it shows what it costs and promises nothing)"
+            if self.simulated
+            else ""
+        )
         return (
             f"privacy of each silo's rows{simulated}: epsilon {self.epsilon:.3g} of {self.budget:.3g} at delta {self.delta:.1g}, gradients cut to norm {self.clip:g}; "
             f"its noise moves means by about {self.error:.2g} posterior sds"
@@ -220,7 +242,8 @@ def noised(noise: Noise, key: Array, gradient: Any) -> Any:
     leaves, tree = jax.tree.flatten(gradient)
     keys = random.split(key, len(leaves))
     out = [
-        jnp.where(jnp.isfinite(norm), shrink * x, 0.0) + noise.sd * random.normal(k, x.shape, norm.dtype)
+        jnp.where(jnp.isfinite(norm), shrink * x, 0.0)
+        + noise.sd * random.normal(k, x.shape, norm.dtype)
         for k, x in zip(keys, leaves, strict=True)
     ]
     return jax.tree.unflatten(tree, out)
@@ -234,9 +257,13 @@ def noised_exactly(noise: Noise, words: Words, gradient: Any) -> Any:
     """
     leaves, tree = jax.tree.flatten(gradient)
     flat = np.concatenate([np.asarray(x, np.float64).ravel() for x in leaves])
-    told = cut_to_grid(noise, flat) + discrete_gaussian(words, round(noise.sd / noise.grid), len(flat))
+    told = cut_to_grid(noise, flat) + discrete_gaussian(
+        words, round(noise.sd / noise.grid), len(flat)
+    )
     parts = np.split(told * noise.grid, np.cumsum([np.size(x) for x in leaves])[:-1])
-    return jax.tree.unflatten(tree, [part.reshape(np.shape(x)) for part, x in zip(parts, leaves, strict=True)])
+    return jax.tree.unflatten(
+        tree, [part.reshape(np.shape(x)) for part, x in zip(parts, leaves, strict=True)]
+    )
 
 
 def cut_to_grid(noise: Noise, x: np.ndarray) -> np.ndarray:
@@ -249,6 +276,10 @@ def cut_to_grid(noise: Noise, x: np.ndarray) -> np.ndarray:
     most = math.floor(noise.clip / noise.grid)
     scale = min(1.0, most * noise.grid * (1 - 1e-12) / norm) if norm > 0 else 1.0
     whole = np.trunc(x * scale / noise.grid).astype(np.int64)
-    if sum(k * k for k in whole.tolist()) > most * most:  # of whole numbers, whatever was rounded before
-        raise ValueError("a gradient is longer than it was cut to; expected float64 arithmetic as IEEE has it")
+    if (
+        sum(k * k for k in whole.tolist()) > most * most
+    ):  # of whole numbers, whatever was rounded before
+        raise ValueError(
+            "a gradient is longer than it was cut to; expected float64 arithmetic as IEEE has it"
+        )
     return whole

@@ -78,7 +78,9 @@ def discrete_gaussian(words: Words, sd: int, num: int) -> np.ndarray:
     :raises ValueError: for another sd.
     """
     if not 0 <= sd <= MOST_SD:
-        raise ValueError(f"sd: expected a whole number from 0 to {MOST_SD}, got {sd}; take a coarser grid")
+        raise ValueError(
+            f"sd: expected a whole number from 0 to {MOST_SD}, got {sd}; take a coarser grid"
+        )
     found, missing = [np.zeros(num if sd == 0 else 0, np.int64)], num if sd > 0 else 0
     while missing > 0:
         tried = 16 + 23 * missing // 10  # one in 2.1 is taken

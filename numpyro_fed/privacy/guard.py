@@ -106,7 +106,9 @@ class Closed:
             )
         self.shared, self.roster = shared, told
 
-    def admit(self, call: Call, own: dict[str, Any], state: Any, independent: bool) -> tuple[Call, Ticket]:
+    def admit(
+        self, call: Call, own: dict[str, Any], state: Any, independent: bool
+    ) -> tuple[Call, Ticket]:
         """Return the call as it is to be answered, with a key of the silo's own, and its ticket.
 
         :param own: what goes by name in :func:`~numpyro_fed.rounds.serialization.pack`.
@@ -117,12 +119,16 @@ class Closed:
         kind = type(call.local).__name__
         if kind not in self.allowed:
             what = "with privacy" if self.privacy is not None else "of which sums alone are seen"
-            raise ValueError(f"it takes part in a fit {what}, and does not answer {kind}; expected calls of its rounds")
+            raise ValueError(
+                f"it takes part in a fit {what}, and does not answer {kind}; expected calls of its rounds"
+            )
         real = jnp.result_type(float)
         types = [x.dtype for x in jax.tree.leaves(call.message) if hasattr(x, "dtype")]
         odd = {str(x) for x in types if jnp.issubdtype(x, jnp.floating)} - {str(real)}
         if odd:
-            raise ValueError(f"it is told numbers of type {sorted(odd)}; expected {real}, in which noise is drawn")
+            raise ValueError(
+                f"it is told numbers of type {sorted(odd)}; expected {real}, in which noise is drawn"
+            )
         if kind == _ROUND:  # whatever the server said
             call = call._replace(local=replace(call.local, bare=self.privacy is not None))  # type: ignore[type-var]
         told = pack((call.local, call.message, independent), own)
@@ -132,25 +138,36 @@ class Closed:
             raise ValueError(f"it is asked with slots {odd_slots}; expected whole numbers")
         unknown = [slot for slot in jax.tree.leaves(call.read) if str(slot) not in self.histories]
         if unknown:
-            raise ValueError(f"it has no record of what led to its states {unknown}; expected states of this fit")
+            raise ValueError(
+                f"it has no record of what led to its states {unknown}; expected states of this fit"
+            )
         led = [self.histories[str(slot)].encode() for slot in jax.tree.leaves(call.read)]
         label = hashed(self.roster.encode(), told, *led)
         digest = hashed(self.roster.encode(), told, pack(state))
         with self._alone():
             self.histories = dict(self._lines("history.txt"))
             before = self.histories.get(str(call.write))
-            if before not in (None, label):  # if the call failed, its state would have the other's history
-                raise ValueError(f"slot {call.write} is another call's; expected each slot to be written once")
+            if before not in (
+                None,
+                label,
+            ):  # if the call failed, its state would have the other's history
+                raise ValueError(
+                    f"slot {call.write} is another call's; expected each slot to be written once"
+                )
             if kind != _INIT:
                 self._count(label, digest)
-            if call.write is not None and before is None:  # of a call that is refused nothing is written
+            if (
+                call.write is not None and before is None
+            ):  # of a call that is refused nothing is written
                 self.histories[str(call.write)] = label
                 self._append("history.txt", str(call.write), label)
         if kind == _INIT:
             return call, Ticket("", "", b"")
         drawn = label if self.privacy is None else digest
         call = with_own_keys(call, self.secret, drawn)
-        return call, Ticket(label, drawn, hashlib.sha256(self.secret + b"noise" + digest.encode()).digest())
+        return call, Ticket(
+            label, drawn, hashlib.sha256(self.secret + b"noise" + digest.encode()).digest()
+        )
 
     def _count(self, label: str, digest: str) -> None:
         """Note a round before it is answered, or refuse it."""

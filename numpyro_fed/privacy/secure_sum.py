@@ -19,7 +19,16 @@ from typing import Any
 import jax
 import numpy as np
 
-__all__ = ["FEWEST_SILOS", "LARGEST", "MOST_SILOS", "Keys", "masked", "opened", "secret_file", "types_masked"]
+__all__ = [
+    "FEWEST_SILOS",
+    "LARGEST",
+    "MOST_SILOS",
+    "Keys",
+    "masked",
+    "opened",
+    "secret_file",
+    "types_masked",
+]
 
 _RESOLUTION = 2.0**-20
 LARGEST = 2.0**30  # of a silo's number
@@ -31,7 +40,9 @@ def _cryptography() -> Any:
     try:
         from cryptography.hazmat.primitives.asymmetric import x25519
     except ImportError as error:
-        raise ImportError('secure_sum=True needs cryptography: pip install "numpyro-fed[privacy]"') from error
+        raise ImportError(
+            'secure_sum=True needs cryptography: pip install "numpyro-fed[privacy]"'
+        ) from error
     return x25519
 
 
@@ -54,7 +65,9 @@ def secret_file(place: Path, make: Callable[[], bytes]) -> bytes:
             beside.unlink()
     found = place.read_bytes()
     if len(found) != 32:
-        raise ValueError(f"{place} holds {len(found)} bytes, expected 32 of a key; give another folder")
+        raise ValueError(
+            f"{place} holds {len(found)} bytes, expected 32 of a key; give another folder"
+        )
     return found
 
 
@@ -68,9 +81,13 @@ class Keys:
     def __init__(self, folder: Path, name: str) -> None:
         x25519 = _cryptography()
         self.peers, self.name = folder / "peers", name
-        own = secret_file(folder / "sum.key", lambda: x25519.X25519PrivateKey.generate().private_bytes_raw())
+        own = secret_file(
+            folder / "sum.key", lambda: x25519.X25519PrivateKey.generate().private_bytes_raw()
+        )
         self.private = x25519.X25519PrivateKey.from_private_bytes(own)
-        (folder / f"{name}.pub").write_text(self.private.public_key().public_bytes_raw().hex() + "\n")
+        (folder / f"{name}.pub").write_text(
+            self.private.public_key().public_bytes_raw().hex() + "\n"
+        )
 
     def shared(self, names: tuple[str, ...]) -> dict[str, bytes]:
         """The secret shared with each of the others.
@@ -91,7 +108,9 @@ class Keys:
                 raw = bytes.fromhex(place.read_text().strip())
                 out[name] = self.private.exchange(x25519.X25519PublicKey.from_public_bytes(raw))
             except ValueError as error:
-                raise ValueError(f"peers/{place.name} is no public key; expected 64 hexadecimal digits") from error
+                raise ValueError(
+                    f"peers/{place.name} is no public key; expected 64 hexadecimal digits"
+                ) from error
         return out
 
 
@@ -115,7 +134,9 @@ def _fixed(x: np.ndarray) -> list[np.ndarray]:
     return [number.astype(np.uint64), (~usable).astype(np.uint16)]
 
 
-def masked(leaves: list[np.ndarray], name: str, shared: Mapping[str, bytes], label: bytes) -> list[np.ndarray]:
+def masked(
+    leaves: list[np.ndarray], name: str, shared: Mapping[str, bytes], label: bytes
+) -> list[np.ndarray]:
     """A silo's arrays of numbers and flags with masks.
 
     :param shared: the secret shared with each of the others, by name.
@@ -158,7 +179,10 @@ def opened(replies: Any, like: np.dtype) -> Any:
     def one(x: Any) -> np.ndarray:
         if not _is_pair(x):
             return np.asarray(np.add.reduce(x, axis=0, keepdims=True, dtype=np.uint16) == 0)
-        total = np.add.reduce(x[0], axis=0, keepdims=True, dtype=np.uint64).astype(np.int64) * _RESOLUTION
+        total = (
+            np.add.reduce(x[0], axis=0, keepdims=True, dtype=np.uint64).astype(np.int64)
+            * _RESOLUTION
+        )
         unusable = np.add.reduce(x[1], axis=0, keepdims=True, dtype=np.uint16)
         return np.where(unusable > 0, np.nan, total).astype(like)
 

@@ -92,14 +92,20 @@ class Comparison:
         left out. NaN where none is left, where a draw of the fit is not finite, and where there are fewer than 2 draws
         of the fit or 4 of the reference. No verdict depends on it. It takes seconds, when first asked for.
         """
-        kept = [(fed, ref) for _, fed, ref in self._scalars if np.isfinite(ref).all() and not is_constant(ref)]
+        kept = [
+            (fed, ref)
+            for _, fed, ref in self._scalars
+            if np.isfinite(ref).all() and not is_constant(ref)
+        ]
         if not kept:
             return JointDistance(np.nan, np.nan, 0)
         num_fed, num_ref = kept[0][0].size, kept[0][1].size
         number = min(_JOINT_DRAWS, num_fed, num_ref // 2)
         if number < 2:
             return JointDistance(np.nan, np.nan, number)
-        of_fed, of_ref = (np.arange(m) * size // m for m, size in ((number, num_fed), (2 * number, num_ref)))
+        of_fed, of_ref = (
+            np.arange(m) * size // m for m, size in ((number, num_fed), (2 * number, num_ref))
+        )
         units = [(ref.mean(dtype=float), ref.std(ddof=1, dtype=float)) for _, ref in kept]
         columns = [
             ((fed.ravel()[of_fed] - m) / s, (ref.ravel()[of_ref] - m) / s)
@@ -108,7 +114,9 @@ class Comparison:
         fed, ref = (np.stack(side, axis=1) for side in zip(*columns, strict=True))
         within = _sinkhorn_distance(ref[:number], ref[number:])
         finite = all(np.isfinite(draws).all() for draws, _ in kept)
-        return JointDistance(_sinkhorn_distance(fed, ref[::2]) if finite else np.nan, within, number)
+        return JointDistance(
+            _sinkhorn_distance(fed, ref[::2]) if finite else np.nan, within, number
+        )
 
     def summary(self) -> str:
         """The result in one paragraph of words."""
@@ -135,7 +143,11 @@ class Comparison:
         private = "" if self.privacy is None else f" P{self.privacy[1:]}."
         if self.pareto_k is None:
             return private
-        judged = f", not above {POOR}" if self.pareto_k <= POOR else f", above {POOR}: it misses part of the posterior"
+        judged = (
+            f", not above {POOR}"
+            if self.pareto_k <= POOR
+            else f", above {POOR}: it misses part of the posterior"
+        )
         return f" Pareto's k of the approximation {self.pareto_k:.2f}{judged}.{private}"
 
     def _counts(self) -> list[int]:
@@ -287,7 +299,9 @@ def _said_of_itself(fit: Any) -> tuple[float | None, str | None]:
     return None if k is None else float(k), privacy
 
 
-def _compare(scalars: list[Scalar], mean_tolerance: float, sd_tolerance: float, fit: Any) -> Comparison:
+def _compare(
+    scalars: list[Scalar], mean_tolerance: float, sd_tolerance: float, fit: Any
+) -> Comparison:
     import pandas as pd
 
     rows = [compare_scalar(fed, ref, mean_tolerance, sd_tolerance) for _, fed, ref in scalars]
@@ -318,7 +332,11 @@ def _divergence() -> Callable[..., Any]:
 
     # both potentials are updated at once: the result is then the same for (x, y) and (y, x)
     options = {"parallel_dual_updates": True, "momentum": Momentum(start=0, value=0.5)}
-    return jax.jit(lambda *costs: sinkhorn_divergence(Geometry, *costs, epsilon=_EPSILON, solve_kwargs=options)[0])
+    return jax.jit(
+        lambda *costs: sinkhorn_divergence(
+            Geometry, *costs, epsilon=_EPSILON, solve_kwargs=options
+        )[0]
+    )
 
 
 def _by_severity(table: "DataFrame") -> np.ndarray:

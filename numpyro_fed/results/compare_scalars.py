@@ -43,7 +43,9 @@ def paired_scalars(fed: Any, reference: Any, var_names: str | Sequence[str] | No
 def _of_site(name: str, fed: Any, ref: Any) -> list[Scalar]:
     for side, array in (("fit", fed), ("reference", ref)):
         if not {"chain", "draw"} <= set(array.dims):
-            raise ValueError(f"expected dimensions chain and draw of site {name!r} in the {side}, got {array.dims}")
+            raise ValueError(
+                f"expected dimensions chain and draw of site {name!r} in the {side}, got {array.dims}"
+            )
     fed, ref = (array.transpose("chain", "draw", ...) for array in (fed, ref))
     if fed.shape[2:] != ref.shape[2:]:
         raise ValueError(
@@ -63,7 +65,9 @@ def _of_site(name: str, fed: Any, ref: Any) -> list[Scalar]:
     return [(label, fed_draws[..., i], ref_draws[..., i]) for i, label in enumerate(names)]
 
 
-def compare_scalar(fed: np.ndarray, ref: np.ndarray, mean_tolerance: float, sd_tolerance: float) -> dict:
+def compare_scalar(
+    fed: np.ndarray, ref: np.ndarray, mean_tolerance: float, sd_tolerance: float
+) -> dict:
     """One row of the table from draws of one scalar, each of shape (chains, draws)."""
     row: dict[str, Any] = dict.fromkeys(COLUMNS, np.nan) | {"verdict": "undecided", "note": ""}
     constant = is_constant(fed), is_constant(ref)

@@ -107,7 +107,9 @@ def _draw_forest(ax: "Axes", pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> 
     limit = min(_REACH, max(2.4, 1.12 * float(np.abs(ends).max())))
     ax.axvline(0, color="#BBBBBB", lw=0.8, zorder=1)
     for i, pair in enumerate(pairs):
-        for x, colour, marker, y in zip(pair, (_FED, _REF), "os", (i - 0.15, i + 0.15), strict=True):
+        for x, colour, marker, y in zip(
+            pair, (_FED, _REF), "os", (i - 0.15, i + 0.15), strict=True
+        ):
             _draw_interval(ax, x, y, colour, marker, limit)
     ax.axvspan(-0.1, 0.1, color=_BAND, lw=0, zorder=0)
     ax.set(xlim=(-limit, limit), ylim=(len(pairs) - 0.5, -0.5), yticks=[])
@@ -118,7 +120,9 @@ def _draw_forest(ax: "Axes", pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> 
     return limit
 
 
-def _draw_interval(ax: "Axes", x: np.ndarray, y: float, colour: str, marker: str, limit: float) -> None:
+def _draw_interval(
+    ax: "Axes", x: np.ndarray, y: float, colour: str, marker: str, limit: float
+) -> None:
     """Mean, 50 % and 94 % interval; beyond the axis an arrow at its edge and where the mean is."""
     if not x.size:
         ax.text(0, y, "no finite draw", color=_DIFFERS, size=8, va="center", ha="center")
@@ -154,7 +158,9 @@ def _draw_label(ax: "Axes", y: int, name: str, row: Any) -> None:
     ax.annotate(row["units"], (0, y), xytext=(-8, -1), va="top", size=8, color=_QUIET, **place)
 
 
-def _draw_densities(ax: "Axes", fed: np.ndarray, ref: np.ndarray, limit: float, *, last: bool) -> None:
+def _draw_densities(
+    ax: "Axes", fed: np.ndarray, ref: np.ndarray, limit: float, *, last: bool
+) -> None:
     curves = [density_curve(x) if np.unique(x).size > 4 else None for x in (fed, ref)]
     heights = [float(curve[1].max()) if curve else 0.0 for curve in curves]
     # a fit that is far too narrow may leave the panel, so that the reference stays visible

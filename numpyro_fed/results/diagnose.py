@@ -133,25 +133,35 @@ def diagnose(mcmc: MCMC) -> Diagnosis:
     rows = [*_draws(mcmc, kernel), *_guards(kernel, fields), *_visits(mcmc, kernel)]
     if "residual" in fields:
         rows += [*_noise(mcmc, kernel, fields), *_surrogate_mass(mcmc, kernel)]
-    table = pd.DataFrame(rows, columns=["check", "value", "limit", "where", "verdict"]).set_index("check")
+    table = pd.DataFrame(rows, columns=["check", "value", "limit", "where", "verdict"]).set_index(
+        "check"
+    )
     return Diagnosis(table)
 
 
-def _row(check: str, value: float, limit: str, where: str, sound: bool, verdict: str = "unsound") -> tuple:
+def _row(
+    check: str, value: float, limit: str, where: str, sound: bool, verdict: str = "unsound"
+) -> tuple:
     return check, float(value), limit, where, "sound" if sound else verdict
 
 
 def _draws(mcmc: MCMC, kernel: LangevinKernel) -> list[tuple]:
     assert kernel.factors is not None
     draws = mcmc.get_samples(group_by_chain=True)
-    out = _mixing({n: draws[n] for n, _ in kernel.factors.global_sites}, "", _ESS * mcmc.num_chains, "unsound")
+    out = _mixing(
+        {n: draws[n] for n, _ in kernel.factors.global_sites}, "", _ESS * mcmc.num_chains, "unsound"
+    )
     # over a wire local draws stay in the silos
     latents = {s.name: draws[s.name] for s in kernel.factors.local_sites if s.name in draws}
     # those of a silo that was visited a few times have few draws, whatever the chain
-    return out + (_mixing(latents, " of latents", _ESS, "undecided", _MOST_LATENTS) if latents else [])
+    return out + (
+        _mixing(latents, " of latents", _ESS, "undecided", _MOST_LATENTS) if latents else []
+    )
 
 
-def _mixing(draws: dict, whose: str, least: float, bad: str, most: int | None = None) -> list[tuple]:
+def _mixing(
+    draws: dict, whose: str, least: float, bad: str, most: int | None = None
+) -> list[tuple]:
     """R-hat and effective draws of some sites, where they are worst.
 
     :param least: effective draws that are enough.
@@ -170,34 +180,66 @@ def _mixing(draws: dict, whose: str, least: float, bad: str, most: int | None = 
     out = []
     if np.isfinite(rhat).any():  # not of a single chain of few draws
         at = int(np.nanargmax(rhat))
-        out.append(_row(f"R-hat{whose}", rhat[at], f"<= {_R_HAT}", owners[at], rhat[at] <= _R_HAT, bad))
+        out.append(
+            _row(f"R-hat{whose}", rhat[at], f"<= {_R_HAT}", owners[at], rhat[at] <= _R_HAT, bad)
+        )
     if np.isfinite(ess).any():
         at = int(np.nanargmin(ess))
         out.append(
-            _row(f"effective draws{whose}", ess[at], f">= {least:.0f}", owners[at], ess[at] >= least, "undecided")
+            _row(
+                f"effective draws{whose}",
+                ess[at],
+                f">= {least:.0f}",
+                owners[at],
+                ess[at] >= least,
+                "undecided",
+            )
         )
     return out
 
 
 def _guards(kernel: LangevinKernel, fields: dict[str, np.ndarray]) -> list[tuple]:
     def by_chain(check: str, share: np.ndarray, limit: float = _RATE) -> tuple:
-        return _row(check, share.max(), f"<= {limit:.3g}", f"chain {int(share.argmax())}", share.max() <= limit)
+        return _row(
+            check,
+            share.max(),
+            f"<= {limit:.3g}",
+            f"chain {int(share.argmax())}",
+            share.max() <= limit,
+        )
 
     out = [by_chain("rounds undone", (fields["diverging"] & (fields["cut_rate"] == 0)).mean(1))]
     if kernel._plan.cut:
         # a chain at rest at one silo may be far from where the pilot looked: there it takes fewer cut steps to tell
         reach = float(fields["step_size"].max()) * kernel._plan.num_local_steps
-        out.append(by_chain("steps cut", fields["cut_rate"].mean(1), _RATE * min(1.0, _REST / reach)))
+        out.append(
+            by_chain("steps cut", fields["cut_rate"].mean(1), _RATE * min(1.0, _REST / reach))
+        )
     if kernel._plan.units is not None:
         silo, stuck = fields["silo"].ravel(), fields["local_stuck"].ravel()
         share = np.array(
-            [stuck[silo == s].mean() if (silo == s).any() else 0.0 for s in range(len(kernel.silos or ()))]
+            [
+                stuck[silo == s].mean() if (silo == s).any() else 0.0
+                for s in range(len(kernel.silos or ()))
+            ]
         )
         name = _names(kernel)[int(share.argmax())]
-        out.append(_row("local moves", share.max(), f"<= {_RATE} stuck", f"silo {name!r}", share.max() <= _RATE))
-    predicted = float(np.nanmax(fields["inflation"])) if np.isfinite(fields["inflation"]).any() else np.nan
+        out.append(
+            _row(
+                "local moves",
+                share.max(),
+                f"<= {_RATE} stuck",
+                f"silo {name!r}",
+                share.max() <= _RATE,
+            )
+        )
+    predicted = (
+        float(np.nanmax(fields["inflation"])) if np.isfinite(fields["inflation"]).any() else np.nan
+    )
     if np.isfinite(predicted):
-        out.append(_row("inflation predicted", predicted, f"<= {_SD_RATIO}", "", predicted <= _SD_RATIO))
+        out.append(
+            _row("inflation predicted", predicted, f"<= {_SD_RATIO}", "", predicted <= _SD_RATIO)
+        )
     return out
 
 
@@ -212,7 +254,9 @@ def _visits(mcmc: MCMC, kernel: LangevinKernel) -> list[tuple]:
     statistic = ((visits - expected) ** 2 / expected).sum()
     chance = float(chi2.sf(statistic, len(f) - 1))
     worst = _names(kernel)[int(np.argmax(np.abs(visits - expected) / np.sqrt(expected)))]
-    return [_row("visits", chance, f">= {_CHANCE:g} by chance", f"silo {worst!r}", chance >= _CHANCE)]
+    return [
+        _row("visits", chance, f">= {_CHANCE:g} by chance", f"silo {worst!r}", chance >= _CHANCE)
+    ]
 
 
 def _names(kernel: LangevinKernel) -> tuple[str, ...]:
@@ -220,7 +264,9 @@ def _names(kernel: LangevinKernel) -> tuple[str, ...]:
     return ("all",) if kernel.pooled else kernel.silos.names
 
 
-def _by_round(mcmc: MCMC, kernel: LangevinKernel, fields: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+def _by_round(
+    mcmc: MCMC, kernel: LangevinKernel, fields: dict[str, np.ndarray]
+) -> tuple[np.ndarray, np.ndarray]:
     """Means of e ``(chains, rounds, d)`` and silos ``(chains, rounds)`` of whole rounds."""
     kept = kernel._plan.num_kept
     residual, silo = fields["residual"].astype(float), fields["silo"]
@@ -246,10 +292,18 @@ def _noise(mcmc: MCMC, kernel: LangevinKernel, fields: dict[str, np.ndarray]) ->
         shared = now.T @ lagged / len(now)
         noise = persistence(steps, h) * (spread - 0.5 * (shared + shared.T))
         injected = np.eye(dim) if tuning.inject is None else np.asarray(tuning.inject, float)
-        ratios = np.sqrt(np.maximum(np.linalg.eigvalsh((injected @ injected + h / 4 * noise) / (1 - h / 4)), 0))
+        ratios = np.sqrt(
+            np.maximum(np.linalg.eigvalsh((injected @ injected + h / 4 * noise) / (1 - h / 4)), 0)
+        )
         value = float(ratios[-1] if ratios[-1] * ratios[0] >= 1 else ratios[0])
         out.append(
-            _row("inflation met", value, f"{1 / _SD_RATIO:.2f} to {_SD_RATIO}", "", 1 / _SD_RATIO <= value <= _SD_RATIO)
+            _row(
+                "inflation met",
+                value,
+                f"{1 / _SD_RATIO:.2f} to {_SD_RATIO}",
+                "",
+                1 / _SD_RATIO <= value <= _SD_RATIO,
+            )
         )
     if len(f) > 1:
         out.append(_pull(kernel, residual, silo, f))
@@ -267,7 +321,13 @@ def _pull(kernel: LangevinKernel, residual: np.ndarray, silo: np.ndarray, f: np.
             error = np.sqrt((e.var(0, ddof=1) / len(e)).sum())
             pulls[s] = max(0.0, np.linalg.norm(e.mean(0)) - _ERRORS * error)
     worst = int(pulls.argmax())
-    return _row("silos' pull", pulls[worst], f"<= {_PULL} sd", f"silo {_names(kernel)[worst]!r}", pulls[worst] <= _PULL)
+    return _row(
+        "silos' pull",
+        pulls[worst],
+        f"<= {_PULL} sd",
+        f"silo {_names(kernel)[worst]!r}",
+        pulls[worst] <= _PULL,
+    )
 
 
 def _surrogate_mass(mcmc: MCMC, kernel: LangevinKernel) -> list[tuple]:
@@ -279,9 +339,15 @@ def _surrogate_mass(mcmc: MCMC, kernel: LangevinKernel) -> list[tuple]:
     if factors.transforms is None:  # supports that depend on values: their inverse needs the model
         return []
     draws = mcmc.get_samples(group_by_chain=True)
-    unconstrained = transform_fn(factors.transforms, {n: draws[n] for n, _ in factors.global_sites}, invert=True)
+    unconstrained = transform_fn(
+        factors.transforms, {n: draws[n] for n, _ in factors.global_sites}, invert=True
+    )
     theta = np.concatenate(
-        [np.asarray(unconstrained[n], float).reshape(-1, int(np.prod(shape))) for n, shape in factors.global_sites], 1
+        [
+            np.asarray(unconstrained[n], float).reshape(-1, int(np.prod(shape)))
+            for n, shape in factors.global_sites
+        ],
+        1,
     )
     scale = np.asarray(tuning.scale, float)
     sds = scale if scale.ndim == 1 else np.sqrt((scale**2).sum(1))

@@ -16,7 +16,9 @@ _RANGE = (0.005, 0.995)  # quantiles of the others that they do
 _MARGIN = 0.1
 
 
-def plot_elbo(result: Any, *, smooth: int | None = None, figure: "Figure | None" = None) -> "Figure":
+def plot_elbo(
+    result: Any, *, smooth: int | None = None, figure: "Figure | None" = None
+) -> "Figure":
     """Draw the estimated bound of every round, and its running mean over it.
 
     The vertical axis has room for the last three quarters of the rounds: a cold start may leave it. The running mean is centred; at the
@@ -45,14 +47,23 @@ def plot_elbo(result: Any, *, smooth: int | None = None, figure: "Figure | None"
     if not isinstance(smooth, int | np.integer) or isinstance(smooth, bool) or smooth < 1:
         raise ValueError(f"smooth: expected a whole number of rounds >= 1, got {smooth!r}")
     if not np.isfinite(elbo).any():
-        raise ValueError(f"expected a bound that is finite in some round, got {len(elbo)} that are not")
+        raise ValueError(
+            f"expected a bound that is finite in some round, got {len(elbo)} that are not"
+        )
     rounds = np.arange(1, len(elbo) + 1)
     if figure is None:
         figure = pyplot.figure(figsize=(7, 3.6), layout="constrained", facecolor="white")
     axis = figure.add_subplot()
     axis.plot(rounds, elbo, color=_RAW, lw=0.6, label="each round")
-    axis.plot(rounds, running_mean(elbo, smooth), color=_MEAN, lw=1.8, label=f"running mean of {smooth:,}")
-    axis.set(xlim=(1, max(2, len(elbo))), ylim=_limits(elbo), xlabel="round", ylabel="evidence lower bound (nats)")
+    axis.plot(
+        rounds, running_mean(elbo, smooth), color=_MEAN, lw=1.8, label=f"running mean of {smooth:,}"
+    )
+    axis.set(
+        xlim=(1, max(2, len(elbo))),
+        ylim=_limits(elbo),
+        xlabel="round",
+        ylabel="evidence lower bound (nats)",
+    )
     axis.spines[["right", "top"]].set_visible(False)
     axis.tick_params(colors=_QUIET, labelsize=8)
     axis.legend(loc="lower right", frameon=False, fontsize=9)
@@ -63,7 +74,9 @@ def running_mean(x: np.ndarray, window: int) -> np.ndarray:
     """Mean over what is finite in a centred window, cut at the ends; NaN where nothing is."""
     finite = np.isfinite(x)
 
-    def sums(values: np.ndarray) -> np.ndarray:  # each window's own: no digits are lost to a cold start outside of it
+    def sums(
+        values: np.ndarray,
+    ) -> np.ndarray:  # each window's own: no digits are lost to a cold start outside of it
         return np.convolve(values, np.ones(window))[window // 2 :][: len(x)]
 
     counts = sums(finite.astype(float))
@@ -73,7 +86,11 @@ def running_mean(x: np.ndarray, window: int) -> np.ndarray:
 def _trace(result: Any) -> np.ndarray:
     if hasattr(result, "losses"):
         return -np.asarray(result.losses, np.float64)
-    if hasattr(result, "groups") and "optimization" in result.groups() and "elbo" in result.optimization:
+    if (
+        hasattr(result, "groups")
+        and "optimization" in result.groups()
+        and "elbo" in result.optimization
+    ):
         return np.asarray(result.optimization["elbo"].values, np.float64)
     raise TypeError(
         "expected the result of svi.run(...), or InferenceData with a variable elbo in the group optimization, from "

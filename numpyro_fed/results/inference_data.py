@@ -68,7 +68,12 @@ def to_inference_data(fit: Any, *args: Any, **options: Any) -> "InferenceData":
 
 
 def _mcmc_inference_data(
-    mcmc: MCMC, silos: Silos | None = None, *, log_likelihood: bool = True, node: str | None = None, **options: Any
+    mcmc: MCMC,
+    silos: Silos | None = None,
+    *,
+    log_likelihood: bool = True,
+    node: str | None = None,
+    **options: Any,
 ) -> "InferenceData":
     kernel = mcmc.sampler
     factors = getattr(kernel, "factors", None)
@@ -84,19 +89,25 @@ def _mcmc_inference_data(
     is_network = isinstance(kernel, NetworkKernel)
     average = node == "average" and node not in silos.names
     if ledger.silos == silos.names and silos.sizes != kernel.silos.sizes:
-        raise ValueError(f"expected the silos of the run, with {kernel.silos.sizes} rows, got {silos.sizes}")
+        raise ValueError(
+            f"expected the silos of the run, with {kernel.silos.sizes} rows, got {silos.sizes}"
+        )
     if node is not None and not is_network:
         raise ValueError(
             f"node={node!r} is for kernels over a network, whose chains are nodes; got {type(kernel).__name__}"
         )
     if node not in (None, "average", *silos.names):
-        raise ValueError(f'node: expected "average", or one of the silos {list(silos.names)}, got {node!r}')
+        raise ValueError(
+            f'node: expected "average", or one of the silos {list(silos.names)}, got {node!r}'
+        )
     (warn_of_nodes if is_network else _warn_of_cuts)(mcmc, silos)
     if isinstance(silos, RemoteSilos):
         return _remote_inference_data(mcmc, silos, node if is_network else None, ledger, options)
     if "dims" in options:  # what ArviZ infers from plates holds for the sites that are not named
         options["dims"] = {**infer_dims(kernel.model, (silos,)), **options["dims"]}
-    idata = import_arviz().from_numpyro(mcmc, log_likelihood=log_likelihood and not average, **options)
+    idata = import_arviz().from_numpyro(
+        mcmc, log_likelihood=log_likelihood and not average, **options
+    )
     if average:
         idata = average_of_nodes(mcmc, silos, idata, log_likelihood)
     elif is_network:
@@ -120,7 +131,9 @@ def _remote_inference_data(
         label_nodes(idata, silos)
         idata = idata if node is None else take_node(idata, node, silos)
     idata.posterior.attrs.update(ledger_attrs(ledger))
-    idata.posterior.attrs["elsewhere"] = json.dumps([s.name for s in mcmc.sampler.factors.local_sites])
+    idata.posterior.attrs["elsewhere"] = json.dumps(
+        [s.name for s in mcmc.sampler.factors.local_sites]
+    )
     return idata
 
 

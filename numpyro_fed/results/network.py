@@ -29,7 +29,11 @@ def label_nodes(idata: Any, silos: Silos) -> None:
     number = np.repeat(np.arange(networks), len(silos))
     for name in idata.groups():
         if "chain" in idata[name].dims:
-            setattr(idata, name, idata[name].assign_coords(node=("chain", nodes), network=("chain", number)))
+            setattr(
+                idata,
+                name,
+                idata[name].assign_coords(node=("chain", nodes), network=("chain", number)),
+            )
 
 
 def take_node(idata: Any, node: str, silos: Silos) -> Any:
@@ -73,7 +77,9 @@ def average_of_nodes(mcmc: MCMC, silos: Silos, idata: Any, log_lik: bool) -> Any
     }
     groups = {"posterior": {k: np.asarray(posterior[k]) for k in idata.posterior}}
     if log_lik:
-        values = log_likelihood(kernel.model, {k: posterior[k] for k in sites}, silos, batch_ndims=2)
+        values = log_likelihood(
+            kernel.model, {k: posterior[k] for k in sites}, silos, batch_ndims=2
+        )
         groups["log_likelihood"] = {k: np.asarray(v) for k, v in values.items()}
     result = az.from_dict(**groups, coords=coords, **options)
     stats = idata.sample_stats
@@ -98,11 +104,16 @@ def warn_of_nodes(mcmc: MCMC, silos: Silos) -> None:
     m = len(silos)
     fields = {k: np.asarray(v) for k, v in mcmc.get_extra_fields(group_by_chain=True).items()}
     weight, undone, error = (
-        fields[k].reshape(-1, m, fields[k].shape[1]) for k in ("push_sum_weight", "diverging", "consensus_error")
+        fields[k].reshape(-1, m, fields[k].shape[1])
+        for k in ("push_sum_weight", "diverging", "consensus_error")
     )
     share = undone[:, 0].mean(1)
     network = int(share.argmax())
-    lost = f"{100 * share.max():.1f} % of the steps of network {network} were undone" if share.max() else ""
+    lost = (
+        f"{100 * share.max():.1f} % of the steps of network {network} were undone"
+        if share.max()
+        else ""
+    )
     least = weight.min((0, 2))
     if least.min() < _SMALL_WEIGHT[mcmc.sampler.tracking]:
         warnings.warn(

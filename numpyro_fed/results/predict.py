@@ -59,13 +59,17 @@ def predict(
     check_key(rng_key)
     draws = posterior_dataset(posterior)
     plates = {
-        name.removesuffix("_silo"): names.values for name, names in draws.coords.items() if _is_silos(name, draws)
+        name.removesuffix("_silo"): names.values
+        for name, names in draws.coords.items()
+        if _is_silos(name, draws)
     }
     known = sorted({str(n) for names in plates.values() for n in names} | _attribute(draws))
     if not known:
         raise ValueError("expected a fit with silo coordinates, from fed.to_inference_data(...)")
     if silo is not None and str(silo) not in known:
-        raise ValueError(f"silo={silo!r}: expected a silo of the fit, {known}, or None for a new one")
+        raise ValueError(
+            f"silo={silo!r}: expected a silo of the fit, {known}, or None for a new one"
+        )
     stayed = json.loads(draws.attrs.get("elsewhere", "[]"))
     if silo is not None and stayed:
         raise ValueError(
@@ -79,7 +83,11 @@ def predict(
         _check_sizes(learned, data, plates, str(silo))
     given = _observed(learned, data)
     predictive = Predictive(learned, posterior_samples=values)
-    found = {name: x for name, x in predictive(rng_key, **data).items() if name not in values and name not in given}
+    found = {
+        name: x
+        for name, x in predictive(rng_key, **data).items()
+        if name not in values and name not in given
+    }
     if not found:
         raise ValueError(
             f"expected data to predict for, got values of all that is observed, {sorted(given)}: leave the arguments out that are to be "
@@ -99,7 +107,11 @@ def _draws_of(silo: str | None, draws: Any, plates: Mapping[str, np.ndarray]) ->
             x = x.isel({dim: np.flatnonzero(plates[str(dim)] == str(silo))})
         if own and not x.size:  # of silos of another structure
             continue
-        site = str(name).rpartition("_")[0] if own and draws.attrs.get("structures", 1) > 1 else str(name)
+        site = (
+            str(name).rpartition("_")[0]
+            if own and draws.attrs.get("structures", 1) > 1
+            else str(name)
+        )
         values[site] = jnp.asarray(x.values.reshape(-1, *x.shape[2:]))
     return values
 
@@ -117,7 +129,9 @@ def _learned(draws: Any) -> dict[str, Array]:
 def _observed(model: Callable, data: Mapping[str, Any]) -> set[str]:
     """Sites whose values are among the data: conditioned on, not predicted."""
     sites = trace(seed(model, random.key(0))).get_trace(**data)
-    return {name for name, site in sites.items() if site["type"] == "sample" and site["is_observed"]}
+    return {
+        name for name, site in sites.items() if site["type"] == "sample" and site["is_observed"]
+    }
 
 
 def _check_positions(data: Mapping[str, Any], index: Mapping[str, list[str]]) -> None:
@@ -135,7 +149,9 @@ def _check_positions(data: Mapping[str, Any], index: Mapping[str, list[str]]) ->
             )
 
 
-def _check_sizes(model: Callable, data: Mapping[str, Any], plates: Mapping[str, np.ndarray], silo: str) -> None:
+def _check_sizes(
+    model: Callable, data: Mapping[str, Any], plates: Mapping[str, np.ndarray], silo: str
+) -> None:
     """Plates whose latents the fit holds must have the elements that they had."""
     for name, site in trace(seed(model, random.key(0))).get_trace(**data).items():
         if site["type"] == "plate" and name in plates:

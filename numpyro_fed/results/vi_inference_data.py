@@ -59,7 +59,9 @@ def vi_inference_data(
     stretched = resample and isinstance(plan.families[0], SiloNormal)
     unweighed = prepared.elsewhere and plan.noise is not None
     if unweighed and resample:
-        raise ValueError("resample=True: silos of a fit with privacy do not weigh draws; expected resample=False")
+        raise ValueError(
+            "resample=True: silos of a fit with privacy do not weigh draws; expected resample=False"
+        )
     if isinstance(silos, RemoteSilos):
         slots = kept_by(result.state, prepared, "result").slots.tolist()
         draws = draw_elsewhere(plan, params, slots, silos, prepared.stacks, key, num, stretched)
@@ -87,9 +89,15 @@ def vi_inference_data(
         observed_data={k: np.asarray(v) for k, v in observed.items()} or None,
         dims=dims,
     )
-    bound = az.from_dict({"elbo": -result.losses[None]}).posterior.rename(draw="round").squeeze("chain", drop=True)
+    bound = (
+        az.from_dict({"elbo": -result.losses[None]})
+        .posterior.rename(draw="round")
+        .squeeze("chain", drop=True)
+    )
     idata.add_groups({"optimization": bound}, warn_on_custom_groups=False)
-    for i, (part, suffix) in enumerate(zip(() if prepared.elsewhere else prepared.parts, suffixes, strict=False)):
+    for i, (part, suffix) in enumerate(
+        zip(() if prepared.elsewhere else prepared.parts, suffixes, strict=False)
+    ):
         silo_coords(idata, plan.families[i].factors, part, suffix)
     idata.posterior.attrs |= _told(prepared, params, draws, result)
     if not unweighed:
@@ -126,7 +134,13 @@ def _judged(plan: Any, draws: Draws, stretched: bool) -> tuple[np.ndarray, float
 
 
 def _part(
-    plan: Any, number: int, silos: Silos, draws: Any, params: dict, log_likelihood: bool, suffix: str
+    plan: Any,
+    number: int,
+    silos: Silos,
+    draws: Any,
+    params: dict,
+    log_likelihood: bool,
+    suffix: str,
 ) -> tuple[dict, dict, dict, dict]:
     """Draws, pointwise log likelihood, observed values and dimensions of one structure."""
     factors = plan.families[number].factors
@@ -170,7 +184,9 @@ class _Called:
         from numpyro.infer.initialization import init_to_median
 
         # a strategy of initialisation, as priors may be improper
-        sites = trace(substitute(seed(self, random.key(0)), substitute_fn=init_to_median)).get_trace()
+        sites = trace(
+            substitute(seed(self, random.key(0)), substitute_fn=init_to_median)
+        ).get_trace()
         return {
             name: jnp.asarray(s["value"])
             for name, s in sites.items()
@@ -181,7 +197,9 @@ class _Called:
 def _told(prepared: Prepared, params: dict, draws: Draws, result: VIResult) -> dict[str, Any]:
     """What the posterior's attributes say of the fit: its ledger, its parameters, the unit that fits worst, where latents are, privacy."""
     plan = prepared.plan
-    arrays = {k: np.asarray(params[k]).tolist() for k in plan.learned if isinstance(params[k], jax.Array)}
+    arrays = {
+        k: np.asarray(params[k]).tolist() for k in plan.learned if isinstance(params[k], jax.Array)
+    }
     networks = [k for k in plan.learned if k not in arrays]  # too large to say here
     told: dict[str, Any] = {**ledger_attrs(result.ledger), "structures": len(prepared.parts)}
     told |= {"learned": json.dumps(arrays), "networks": json.dumps(networks)}
@@ -202,7 +220,11 @@ def _worst_unit(plan: Any, ratios: list, parts: tuple[Silos, ...]) -> dict[str, 
             continue
         k, unit = worst_tail(np.asarray(found, np.float64).T)
         if k > worst.get("pareto_k_unit", -np.inf):
-            where = f"silo {part.names[unit]!r}" if family.group is None else f"row {unit} of {family.group!r}"
+            where = (
+                f"silo {part.names[unit]!r}"
+                if family.group is None
+                else f"row {unit} of {family.group!r}"
+            )
             worst = {"pareto_k_unit": k, "pareto_k_unit_at": where}
     return worst
 

@@ -29,7 +29,9 @@ class Checkpoint:
             raise ValueError(f"checkpoint_every: expected a whole number >= 1, got {every!r}")
         self.place = None if place is None else Path(place)
         if self.place is not None and not self.place.parent.is_dir():
-            raise FileNotFoundError(f"checkpoint: there is no folder {self.place.parent}; make it first")
+            raise FileNotFoundError(
+                f"checkpoint: there is no folder {self.place.parent}; make it first"
+            )
         self.every = every
         self._warned = False
 
@@ -99,6 +101,8 @@ def facts_of_run(rng_key: Array, silos: Silos) -> dict[str, Any]:
     """What checkpoints of the same run have, whatever runs: the seed, and the silos' sizes."""
     key = random.key_data(rng_key) if jnp.issubdtype(rng_key.dtype, dtypes.prng_key) else rng_key
     return {
-        "silos": {name: {g: n[i] for g, n in silos.sizes.items()} for i, name in enumerate(silos.names)},
+        "silos": {
+            name: {g: n[i] for g, n in silos.sizes.items()} for i, name in enumerate(silos.names)
+        },
         "seed": np.asarray(key).tolist(),
     }

@@ -43,7 +43,11 @@ class Federated(NamedTuple):
 
 def message_bytes(message: Any) -> int:
     """Size of a message in bytes: the sum over its array leaves (shapes suffice)."""
-    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(message) if hasattr(x, "dtype"))
+    return sum(
+        math.prod(x.shape) * x.dtype.itemsize
+        for x in jax.tree.leaves(message)
+        if hasattr(x, "dtype")
+    )
 
 
 class Cost(NamedTuple):

@@ -52,7 +52,9 @@ def read_sealed(place: Path, kind: str) -> bytes:
     try:
         whole = place.read_bytes()
     except FileNotFoundError as error:
-        raise ValueError(f"{place}: expected a {kind} file, got none; was it moved or deleted?") from error
+        raise ValueError(
+            f"{place}: expected a {kind} file, got none; was it moved or deleted?"
+        ) from error
     mend = "put back a copy, or delete it to start anew"
     if len(whole) < _HEADER or not whole.startswith(_MARK):
         got = f"{len(whole)} bytes of something else, or the beginning of one"
@@ -61,12 +63,18 @@ def read_sealed(place: Path, kind: str) -> bytes:
     version, name = seal[0], seal[1 : 1 + _KIND].decode(errors="replace").strip()
     if version != _VERSION:
         mend = "use the numpyro_fed that wrote it, or delete it to start anew"
-        raise ValueError(f"{place}: expected a file of version {_VERSION}, got version {version}; {mend}")
+        raise ValueError(
+            f"{place}: expected a file of version {_VERSION}, got version {version}; {mend}"
+        )
     size = int.from_bytes(seal[-8:], "little")
     if len(whole) - _HEADER != size:
-        raise ValueError(f"{place}: expected {size} bytes of data, got {len(whole) - _HEADER}; it was cut off: {mend}")
+        raise ValueError(
+            f"{place}: expected {size} bytes of data, got {len(whole) - _HEADER}; it was cut off: {mend}"
+        )
     if hashlib.sha256(seal + whole[_HEADER:]).digest() != checksum:
-        raise ValueError(f"{place}: expected the checksum in its header, got another: it was changed; {mend}")
+        raise ValueError(
+            f"{place}: expected the checksum in its header, got another: it was changed; {mend}"
+        )
     if name != kind:
         raise ValueError(f"{place}: expected a {kind} file, got a {name} file; give the right one")
     return whole[_HEADER:]
@@ -83,5 +91,7 @@ def locked(place: Path) -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             mend = "wait for the other, or give another file"
-            raise ValueError(f"{place}: expected it free, got one that another process uses; {mend}") from error
+            raise ValueError(
+                f"{place}: expected it free, got one that another process uses; {mend}"
+            ) from error
         yield

@@ -116,7 +116,9 @@ def round_all(
         count = rows.number.shape[0]
         if weights is not None:
             asked = weights[start : start + count] > 0
-            new = jax.tree.map(lambda x, y, a=asked: jnp.where(a.reshape(-1, *[1] * (x.ndim - 1)), x, y), new, own)
+            new = jax.tree.map(
+                lambda x, y, a=asked: jnp.where(a.reshape(-1, *[1] * (x.ndim - 1)), x, y), new, own
+            )
         start += count
         replies.append(reply)
         states.append(new)

@@ -160,7 +160,9 @@ jax.tree_util.register_pytree_node(
 
 
 @partial(jax.jit, static_argnames=("local", "pad"))
-def _answer(local: Callable, pad: tuple, key: Array, message: Any, state: Any, rows: SiloAlone, number: Any) -> Any:
+def _answer(
+    local: Callable, pad: tuple, key: Array, message: Any, state: Any, rows: SiloAlone, number: Any
+) -> Any:
     return local(key, message, state, SiloView(rows, number, pad))
 
 
@@ -193,7 +195,9 @@ class Site:
         """Shapes and types of a reply and of the new private state, of a message's and of the old one's."""
         number = jax.ShapeDtypeStruct((), jnp.int32)
         ask = partial(_answer, local, self.pad)
-        found: tuple[Any, Any] = jax.eval_shape(ask, random.key(0), message, state, self.rows, number)
+        found: tuple[Any, Any] = jax.eval_shape(
+            ask, random.key(0), message, state, self.rows, number
+        )
         return found
 
     def answer(self, call: Call) -> Any:
@@ -224,11 +228,15 @@ def site_of(silos: Silos, name: str, known: Silos | None = None) -> Site:
         inside = np.minimum(np.arange(count), known.sizes[group][number] - 1)
         own = silos.offsets(group)[here] + inside
         order[group] = (
-            silos.order[group][own] if known is silos else jnp.asarray(known.offsets(group)[number] + inside, jnp.int32)
+            silos.order[group][own]
+            if known is silos
+            else jnp.asarray(known.offsets(group)[number] + inside, jnp.int32)
         )
         rows |= {leaf: x[own] for leaf, x in silos.rows.items() if silos.group[leaf] == group}
     shared = {k: silos.shared[k] for k in silos._arrays}
-    return Site(number, SiloAlone.tree_unflatten(tuple(known._aux()[:7]), (rows, order, shared)), pad)
+    return Site(
+        number, SiloAlone.tree_unflatten(tuple(known._aux()[:7]), (rows, order, shared)), pad
+    )
 
 
 def resized(known: Silos, sizes: Mapping[str, Sequence[int]]) -> Silos:
@@ -236,7 +244,10 @@ def resized(known: Silos, sizes: Mapping[str, Sequence[int]]) -> Silos:
 
     :param sizes: of each row group, by silo.
     """
-    rows = {k: jax.ShapeDtypeStruct((sum(sizes[known.group[k]]), *x.shape[1:]), x.dtype) for k, x in known.rows.items()}
+    rows = {
+        k: jax.ShapeDtypeStruct((sum(sizes[known.group[k]]), *x.shape[1:]), x.dtype)
+        for k, x in known.rows.items()
+    }
     return known.like(known.names, sizes, rows, {})
 
 
@@ -244,7 +255,10 @@ def nowhere(known: Silos) -> Site:
     """A site of which types alone are known: what it would answer to a call has shapes and types."""
     most = largest(known)
     pad = dict(most)
-    rows = {k: jax.ShapeDtypeStruct((pad[known.group[k]], *x.shape[1:]), x.dtype) for k, x in known.rows.items()}
+    rows = {
+        k: jax.ShapeDtypeStruct((pad[known.group[k]], *x.shape[1:]), x.dtype)
+        for k, x in known.rows.items()
+    }
     order = {g: jax.ShapeDtypeStruct((n,), jnp.int32) for g, n in pad.items()}
     shared = {k: known.shared[k] for k in known._arrays}
     return Site(0, SiloAlone.tree_unflatten(tuple(known._aux()[:7]), (rows, order, shared)), most)
@@ -313,14 +327,22 @@ class RemoteSilos(Silos):
         :raises RuntimeError: naming the silos that did not.
         """
         replies = self.ask(calls)
-        lost = sorted({self.names[call.number] for call, reply in zip(calls, replies, strict=True) if reply is None})
+        lost = sorted(
+            {
+                self.names[call.number]
+                for call, reply in zip(calls, replies, strict=True)
+                if reply is None
+            }
+        )
         if lost:
             raise RuntimeError(
                 f"silos {lost} did not answer while the fit was prepared, which needs all of them; expected silos that are up: start again"
             )
         return replies
 
-    def ask_all(self, local: Callable, key: Array, message: Any, states: Kept | None) -> tuple[Any, Kept | None]:
+    def ask_all(
+        self, local: Callable, key: Array, message: Any, states: Kept | None
+    ) -> tuple[Any, Kept | None]:
         """Ask all silos, as :func:`numpyro_fed.rounds.inline.ask_all` does.
 
         New states stay in the silos, of a ``local`` that ``keeps`` them.
@@ -328,7 +350,10 @@ class RemoteSilos(Silos):
         tell = getattr(local, "tell", lambda message, number: message)
         slot = self.carrier.new_slot() if getattr(local, "keeps", False) else None
         read = None if states is None else states.slot
-        calls = [Call(n, local, random.fold_in(key, n), tell(message, n), read, slot) for n in range(len(self))]
+        calls = [
+            Call(n, local, random.fold_in(key, n), tell(message, n), read, slot)
+            for n in range(len(self))
+        ]
         replies = self.ask_for_sure(calls)
         return jax.tree.map(lambda *x: np.stack(x), *replies), None if slot is None else Kept(slot)
 
@@ -360,5 +385,7 @@ class RemoteSilos(Silos):
 
 
 jax.tree_util.register_pytree_node(
-    RemoteSilos, RemoteSilos.tree_flatten, lambda aux, children: RemoteSilos.tree_unflatten(aux, children)
+    RemoteSilos,
+    RemoteSilos.tree_flatten,
+    lambda aux, children: RemoteSilos.tree_unflatten(aux, children),
 )

@@ -79,7 +79,9 @@ def name_of(kind: type) -> str:
     if name is None:
         name = f"{kind.__module__}:{kind.__qualname__}"
         if _optax_states(len(sys.modules)).get(name) is not kind:
-            raise TypeError(f"{name} has no wire name; expected a class of fed that has one, or a state of optax")
+            raise TypeError(
+                f"{name} has no wire name; expected a class of fed that has one, or a state of optax"
+            )
     return name
 
 
@@ -116,13 +118,19 @@ def unpack(data: bytes, own: Mapping[str, Any] | None = None) -> Any:
     :raises ValueError: for bytes that are none of it.
     """
     if len(data) < _START or data[: len(_MARK)] != _MARK:
-        raise ValueError(f"expected a packed value, got {len(data)} bytes of something else, or a part of one")
+        raise ValueError(
+            f"expected a packed value, got {len(data)} bytes of something else, or a part of one"
+        )
     body = len(_MARK) + _CHECKSUM
     if _checksum(memoryview(data)[body:]) != data[len(_MARK) : body]:
-        raise ValueError("a packed value is not what was sent: its checksum is another; send it again")
+        raise ValueError(
+            "a packed value is not what was sent: its checksum is another; send it again"
+        )
     stop = _START + int.from_bytes(data[body:_START], "little")
     if stop > len(data) or stop - _START > _MAX_TEXT:
-        raise ValueError("a packed value has a text of another length than it says, or a longer one")
+        raise ValueError(
+            "a packed value has a text of another length than it says, or a longer one"
+        )
     try:
         tree = json.loads(data[_START:stop])
     except (ValueError, RecursionError) as error:  # ValueError: also of UnicodeDecodeError
@@ -130,8 +138,17 @@ def unpack(data: bytes, own: Mapping[str, Any] | None = None) -> Any:
     reader = _Reader(data, stop, own or {})
     try:
         value = reader.value(tree)
-    except (KeyError, TypeError, IndexError, AttributeError, OverflowError, RecursionError) as error:
-        raise ValueError(f"a packed value is not put together as one ({type(error).__name__}: {error})") from error
+    except (
+        KeyError,
+        TypeError,
+        IndexError,
+        AttributeError,
+        OverflowError,
+        RecursionError,
+    ) as error:
+        raise ValueError(
+            f"a packed value is not put together as one ({type(error).__name__}: {error})"
+        ) from error
     if reader.place != len(data):
         raise ValueError(f"a packed value has {len(data) - reader.place} bytes too many")
     return value
@@ -155,15 +172,24 @@ def _described(value: Any, own: Mapping[Any, str], arrays: list[np.ndarray]) -> 
         return {"array": [name, list(x.shape)]}
     if dataclasses.is_dataclass(value) or hasattr(value, "_fields"):
         name = name_of(type(value))
-        fields = [f.name for f in dataclasses.fields(value)] if dataclasses.is_dataclass(value) else value._fields
-        return {"of": name, "fields": {k: _described(getattr(value, k), own, arrays) for k in fields}}
+        fields = (
+            [f.name for f in dataclasses.fields(value)]
+            if dataclasses.is_dataclass(value)
+            else value._fields
+        )
+        return {
+            "of": name,
+            "fields": {k: _described(getattr(value, k), own, arrays) for k in fields},
+        }
     if isinstance(value, list | tuple):
         return {type(value).__name__: [_described(x, own, arrays) for x in value]}
     if isinstance(value, dict):
         if not all(isinstance(k, str) for k in value):
             raise TypeError("expected dictionaries whose keys are texts")
         return {"dict": {k: _described(v, own, arrays) for k, v in value.items()}}
-    raise TypeError(f"expected numbers, texts, arrays and what is made of them, got {type(value).__name__}")
+    raise TypeError(
+        f"expected numbers, texts, arrays and what is made of them, got {type(value).__name__}"
+    )
 
 
 def _dtype_name(dtype: Any) -> str:
@@ -214,7 +240,9 @@ class _Reader:
     @staticmethod
     def _dtype(name: Any) -> np.dtype:
         if name not in WIRE_DTYPES:
-            raise ValueError(f"a packed array is of type {str(name)[:50]!r}; expected one of {WIRE_DTYPES}")
+            raise ValueError(
+                f"a packed array is of type {str(name)[:50]!r}; expected one of {WIRE_DTYPES}"
+            )
         return np.dtype(name).newbyteorder("<")
 
     @staticmethod
@@ -242,5 +270,7 @@ class _Reader:
     def _instance(self, name: Any, fields: Any) -> Any:
         kind = _class_of(name) if isinstance(name, str) else None
         if kind is None or not isinstance(fields, dict):
-            raise ValueError(f"a packed value is of {str(name)[:80]!r}, which is no registered class")
+            raise ValueError(
+                f"a packed value is of {str(name)[:80]!r}, which is no registered class"
+            )
         return kind(**{k: self.value(v) for k, v in fields.items()})

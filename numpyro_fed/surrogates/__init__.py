@@ -14,4 +14,13 @@ from numpyro_fed.surrogates.low_rank import low_rank
 from numpyro_fed.surrogates.moments import moments
 from numpyro_fed.surrogates.noise import mse_bounds, noise
 
-__all__ = ["Gaussian", "Surrogates", "analytic", "low_rank", "moments", "mse_bounds", "noise", "optimal_alpha"]
+__all__ = [
+    "Gaussian",
+    "Surrogates",
+    "analytic",
+    "low_rank",
+    "moments",
+    "mse_bounds",
+    "noise",
+    "optimal_alpha",
+]

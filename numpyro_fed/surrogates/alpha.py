@@ -74,9 +74,15 @@ def optimal_alpha(
             'FSGLD(alpha="auto"), which integrates them out'
         )
     check_fits(surrogates, factors, silos)
-    f = np.full(len(silos), 1 / len(silos)) if selection is None else np.asarray(selection, np.float64)
+    f = (
+        np.full(len(silos), 1 / len(silos))
+        if selection is None
+        else np.asarray(selection, np.float64)
+    )
     if f.shape != (len(silos),) or not (f > 0).all() or not abs(f.sum() - 1) <= 1e-6:
-        raise ValueError(f"selection: expected {len(silos)} probabilities > 0 that sum to one, got {selection!r}")
+        raise ValueError(
+            f"selection: expected {len(silos)} probabilities > 0 that sum to one, got {selection!r}"
+        )
     thetas = None
     if theta is not None:
         thetas = np.atleast_2d(np.asarray(theta, np.float64))

@@ -39,7 +39,9 @@ def analytic(
         raise ValueError(f"means: expected shape ({size}, d), one row per silo, got {mean.shape}")
     dim = mean.shape[1]
     if precision.shape not in ((size, dim), (size, dim, dim)):
-        raise ValueError(f"precisions: expected shape {(size, dim)} or {(size, dim, dim)}, got {precision.shape}")
+        raise ValueError(
+            f"precisions: expected shape {(size, dim)} or {(size, dim, dim)}, got {precision.shape}"
+        )
     factors = _natural(mean, precision, "means and precisions")
     if prior is None:
         return Surrogates(factors, Gaussian(np.zeros(dim), np.zeros(precision.shape[1:])))
@@ -56,7 +58,9 @@ def _natural(mean: np.ndarray, precision: np.ndarray, name: str) -> Gaussian:
         raise ValueError(f"{name}: expected finite numbers, got NaN or infinity")
     if precision.ndim > mean.ndim:
         if not np.allclose(precision, np.swapaxes(precision, -1, -2)):
-            raise ValueError(f"{name}: expected symmetric matrices, got {precision}; symmetrise them: (p + p.T) / 2")
+            raise ValueError(
+                f"{name}: expected symmetric matrices, got {precision}; symmetrise them: (p + p.T) / 2"
+            )
         eta = (precision @ mean[..., None])[..., 0]
     else:
         eta = precision * mean

@@ -84,12 +84,17 @@ class LowRank:
         assert axis == 0
         dim = self.diagonal.shape[-1]
         wide = np.moveaxis(np.asarray(self.factor), 0, 1).reshape(dim, -1)
-        return np.diag(np.asarray(self.diagonal).sum(0)) + (wide * np.asarray(self.weight).reshape(-1)) @ wide.T
+        return (
+            np.diag(np.asarray(self.diagonal).sum(0))
+            + (wide * np.asarray(self.weight).reshape(-1)) @ wide.T
+        )
 
     def dense(self) -> Any:
         """The full matrices, ``(..., d, d)``."""
         eye = np.eye(self.diagonal.shape[-1], dtype=self.diagonal.dtype)
-        return self.diagonal[..., None] * eye + (self.factor * self.weight[..., None, :]) @ self.factor.swapaxes(-1, -2)
+        return self.diagonal[..., None] * eye + (
+            self.factor * self.weight[..., None, :]
+        ) @ self.factor.swapaxes(-1, -2)
 
 
 @jax.tree_util.register_dataclass
@@ -135,7 +140,9 @@ class Gaussian:
 
     def scores(self, thetas: np.ndarray) -> np.ndarray:
         """Gradients at positions ``(K, d)`` in float64, since eta and its opposite may both be large; ``(S, K, d)`` of a batch ``(S,)``."""
-        eta, precision = jax.tree.map(lambda x: np.asarray(x, np.float64), (self.eta, self.precision))
+        eta, precision = jax.tree.map(
+            lambda x: np.asarray(x, np.float64), (self.eta, self.precision)
+        )
         if self.is_diagonal:
             return np.asarray(eta[:, None] - thetas * precision[:, None])
         return np.asarray(eta[:, None] - np.swapaxes(precision @ thetas.T, 1, 2))

@@ -32,7 +32,9 @@ class LaplaceLocal:
     factors: Factors
     units: Units | None
 
-    def __call__(self, key: Array, message: Message, state: Any, view: SiloView) -> tuple[Reply, LocalMap | None]:
+    def __call__(
+        self, key: Array, message: Message, state: Any, view: SiloView
+    ) -> tuple[Reply, LocalMap | None]:
         gradient = marginal_score(self.factors, self.units, message, view)
         centre = jnp.zeros_like(message.loc)
         hessian = jax.jacfwd(lambda u: gradient(u)[1])(centre)
@@ -43,6 +45,10 @@ class LaplaceLocal:
         return Reply(shift, precision, jnp.zeros(()), value[None], None), None
 
 
-def fit(factors: Factors, silos: Silos, units: Units | None = None, *, max_rounds: int = 40) -> score.ScoreFit:
+def fit(
+    factors: Factors, silos: Silos, units: Units | None = None, *, max_rounds: int = 40
+) -> score.ScoreFit:
     """Fit Laplace surrogates; arguments and result as :func:`numpyro_fed.surrogates.score.fit`."""
-    return score.fit(factors, silos, units, max_rounds=max_rounds, local=LaplaceLocal(factors, units))
+    return score.fit(
+        factors, silos, units, max_rounds=max_rounds, local=LaplaceLocal(factors, units)
+    )

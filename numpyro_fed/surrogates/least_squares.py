@@ -14,7 +14,9 @@ _NUMBERS_AT_ONCE = 1 << 18  # of the designs of latents that are solved together
 _MOST_STRETCHED = 6.0  # log scales that a point may be away
 
 
-def fit_score(points: Array, scores: Array, weights: Array, full: bool) -> tuple[Array, Array, Array]:
+def fit_score(
+    points: Array, scores: Array, weights: Array, full: bool
+) -> tuple[Array, Array, Array]:
     """Weighted least squares of scores ``(K, d)`` on points: ``a``, symmetric ``B``, root mean square misfit."""
     weights = weights / jnp.maximum(weights.sum(), 1e-30)
     if full:
@@ -36,7 +38,9 @@ def fit_score(points: Array, scores: Array, weights: Array, full: bool) -> tuple
     return shift, precision, misfit
 
 
-def fit_map(points: Array, modes: Array, chols: Array, weights: Array, bent: bool = True) -> LocalMap:
+def fit_map(
+    points: Array, modes: Array, chols: Array, weights: Array, bent: bool = True
+) -> LocalMap:
     """Regress locations ``(K, E, k)`` and log scales on the points.
 
     Log scales on 1, u and, where dimensions are few, the bounded products and cubes. Locations, in units of the scale at u, on these and on 1
@@ -65,7 +69,8 @@ def fit_map(points: Array, modes: Array, chols: Array, weights: Array, bent: boo
     flat = jax.tree.map(lambda x: x.reshape(-1, x.shape[-1]), units)
     at_once = max(1, _NUMBERS_AT_ONCE // (len(points) * (2 * linear.shape[1] + bends.shape[1])))
     turned, shift = (
-        x.reshape(*modes.shape[1:], -1) for x in lax.map(locations, flat, batch_size=min(at_once, len(flat[0])))
+        x.reshape(*modes.shape[1:], -1)
+        for x in lax.map(locations, flat, batch_size=min(at_once, len(flat[0])))
     )
     centre = jnp.einsum("eij,ejp->eip", tril, turned)
     shift, shift_coupling, shift_bend = jnp.split(shift, [1, linear.shape[1]], axis=-1)
@@ -77,13 +82,17 @@ def fit_map(points: Array, modes: Array, chols: Array, weights: Array, bent: boo
 
 def _solve(design: Array, weights: Array, x: Array) -> Array:
     """Weighted least squares of ``(K, E, k)`` on ``(K, p)``, a little ridge; shape ``(E, k, p)``."""
-    normal = design.T @ (weights[:, None] * design) + 1e-5 * jnp.eye(design.shape[1], dtype=design.dtype)
+    normal = design.T @ (weights[:, None] * design) + 1e-5 * jnp.eye(
+        design.shape[1], dtype=design.dtype
+    )
     right = jnp.einsum("kp,k,keh->peh", design, weights, x)
     found = solve_positive(normal, right.reshape(len(normal), -1)).reshape(right.shape)
     return jnp.moveaxis(found, 0, -1)
 
 
-def _locations(linear: Array, bends: Array, weights: Array, x: Array, of_scale: Array) -> tuple[Array, Array]:
+def _locations(
+    linear: Array, bends: Array, weights: Array, x: Array, of_scale: Array
+) -> tuple[Array, Array]:
     """One latent's locations ``(K,)``: coefficients of ``A (1, u) + e^(log scale) S (1, u, psi)``, errors counted in units of the scale.
 
     :param of_scale: coefficients of the log scale.

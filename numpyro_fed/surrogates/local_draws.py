@@ -46,7 +46,9 @@ class LocalDraws(NamedTuple):
     within: Any
 
 
-def _log_target(factors: Factors, power: float, view: SiloView) -> Callable[[Array, dict[str, Array]], Array]:
+def _log_target(
+    factors: Factors, power: float, view: SiloView
+) -> Callable[[Array, dict[str, Array]], Array]:
     kwargs, weights = view.whole()
 
     def log_density(theta: Array, z: dict[str, Array]) -> Array:
@@ -70,7 +72,9 @@ def _mode(log_density: Callable[[Array], Array], start: Array) -> tuple[Array, A
     def step(carry: tuple, _: None) -> tuple[tuple, None]:
         x, value, damping = carry
         scale, curvature = scaled(x)
-        shift = jnp.linalg.solve(curvature + damping * jnp.eye(len(x), dtype=x.dtype), scale * jax.grad(log_density)(x))
+        shift = jnp.linalg.solve(
+            curvature + damping * jnp.eye(len(x), dtype=x.dtype), scale * jax.grad(log_density)(x)
+        )
         proposal = x + scale * shift
         new = log_density(proposal)
         better = new >= value
@@ -125,10 +129,14 @@ def nuts(factors: Factors, power: float, count: int, key: Array, silos: Silos) -
 
     def law(number: Array) -> None:
         view = SiloView(silos, number, pad)
-        theta = numpyro.sample("theta", dist.ImproperUniform(dist.constraints.real, (), (factors.dim,)))
+        theta = numpyro.sample(
+            "theta", dist.ImproperUniform(dist.constraints.real, (), (factors.dim,))
+        )
         z, idle = {}, jnp.zeros(())
         for name, shape in shapes.items():
-            z[name] = numpyro.sample(f"local_{name}", dist.ImproperUniform(dist.constraints.real, (), shape))
+            z[name] = numpyro.sample(
+                f"local_{name}", dist.ImproperUniform(dist.constraints.real, (), shape)
+            )
             own = view.mask(groups[name]).reshape(-1, *[1] * (len(shape) - 1))
             idle = idle - 0.5 * jnp.sum(jnp.where(own, 0.0, z[name] ** 2))
         with block():  # the model's sites are none of this one's
@@ -137,13 +145,20 @@ def nuts(factors: Factors, power: float, count: int, key: Array, silos: Silos) -
 
     start = {"theta": jnp.zeros((chains, factors.dim))}
     start |= {f"local_{name}": jnp.zeros((chains, *shape)) for name, shape in shapes.items()}
-    settings = {"num_chains": chains, "chain_method": "vectorized", "progress_bar": False, "jit_model_args": True}
+    settings = {
+        "num_chains": chains,
+        "chain_method": "vectorized",
+        "progress_bar": False,
+        "jit_model_args": True,
+    }
     mcmc = MCMC(NUTS(law), num_warmup=_WARMUP, num_samples=count, **settings)
     out = []
     for s in range(len(silos)):
         mcmc.run(random.fold_in(key, s), jnp.asarray(s), init_params=start)
         draws = np.asarray(mcmc.get_samples(group_by_chain=True)["theta"], np.float64)
-        with np.errstate(invalid="ignore", over="ignore"):  # an improper law: its draws are refused later
+        with np.errstate(
+            invalid="ignore", over="ignore"
+        ):  # an improper law: its draws are refused later
             loc, spread = draws.mean((0, 1)), draws.std((0, 1))
             spread = np.where(spread > 0, spread, 1.0)
             out.append(LocalDraws(loc, np.diag(spread), *_summary((draws - loc) / spread)))

@@ -17,7 +17,13 @@ from numpyro_fed.rounds.serialization import wire_name
 from numpyro_fed.surrogates.corrections import regress
 from numpyro_fed.surrogates.gaussian import matvec
 from numpyro_fed.surrogates.least_squares import fit_map, fit_score
-from numpyro_fed.surrogates.marginal import Moments, laplace_marginal, log_normaliser, nodes, quadrature_marginal
+from numpyro_fed.surrogates.marginal import (
+    Moments,
+    laplace_marginal,
+    log_normaliser,
+    nodes,
+    quadrature_marginal,
+)
 from numpyro_fed.surrogates.nested_marginal import nested_marginal, num_nodes
 
 __all__ = ["Looked", "Message", "Reply", "ScoreLocal", "look", "marginal_score", "points_at_once"]
@@ -67,21 +73,36 @@ class ScoreLocal:
         """Whether a silo is to keep what is private to it: the local map."""
         return self.last and self.units is not None
 
-    def __call__(self, key: Array, message: Message, state: Any, view: SiloView) -> tuple[Reply, Any]:
+    def __call__(
+        self, key: Array, message: Message, state: Any, view: SiloView
+    ) -> tuple[Reply, Any]:
         points, beside = message.points, None
-        if self.last and isinstance(self.units, NestedUnits):  # where inner latents are looked at, beside the point
+        if self.last and isinstance(
+            self.units, NestedUnits
+        ):  # where inner latents are looked at, beside the point
             shape = (len(points), self.units.blocks()[0][2])
             beside = _SPREAD * random.normal(random.key(0), shape, points.dtype)
-        values, scores, latents, weights = look(self.factors, self.units, message, view, self.points_at_once, beside)
+        values, scores, latents, weights = look(
+            self.factors, self.units, message, view, self.points_at_once, beside
+        )
         shift, precision, misfit = fit_score(points, scores, weights, message.scale.ndim == 2)
         bend = None
         if self.last and self.factors.dim <= MOST_DIMENSIONS:
             bend = regress(points, scores, weights)
-        rows = self._local_map(points, beside, latents, weights, view) if self.last and self.units is not None else None
+        rows = (
+            self._local_map(points, beside, latents, weights, view)
+            if self.last and self.units is not None
+            else None
+        )
         return Reply(shift, precision, misfit, values, bend), rows
 
     def _local_map(
-        self, points: Array, beside: Array | None, latents: list[Moments], weights: Array, view: SiloView
+        self,
+        points: Array,
+        beside: Array | None,
+        latents: list[Moments],
+        weights: Array,
+        view: SiloView,
     ) -> LocalMap | NestedMap:
         outer = fit_map(points, *latents[0], weights)
         if beside is None or not isinstance(self.units, NestedUnits):
@@ -112,7 +133,9 @@ def look(
     """Marginal likelihood, score and latents' moments at the server's points, ``at_once`` together."""
     score = marginal_score(factors, units, message, view)
     size = min(at_once, len(message.points))
-    values, scores, latents = lax.map(lambda x: score(*x), (message.points, beside), batch_size=size)
+    values, scores, latents = lax.map(
+        lambda x: score(*x), (message.points, beside), batch_size=size
+    )
     weights = jnp.where(jnp.isfinite(values) & jnp.isfinite(scores).all(-1), message.weights, 0.0)
     return Looked(values, jnp.where(weights[:, None] > 0, scores, 0.0), latents, weights)
 
@@ -144,7 +167,9 @@ def marginal_score(
 
     def at(u: Array, beside: Array | None = None) -> tuple[Array, Array, list[Moments]]:
         if units is None:
-            return *jax.value_and_grad(lambda u: factors.log_local(theta(u), {}, kwargs, weights))(u), []
+            return *jax.value_and_grad(lambda u: factors.log_local(theta(u), {}, kwargs, weights))(
+                u
+            ), []
         owned = units.owned(view)
         start = jnp.zeros(owned.shape, u.dtype)
         if isinstance(units, NestedUnits):
@@ -153,7 +178,11 @@ def marginal_score(
                 return units.level_terms(theta(u), join_levels(a, b)[None], kwargs, weights, view)
 
             found = nested_marginal(log_terms, u, units.parent(kwargs), units.levels(start), beside)
-            return found.value + log_normaliser(owned), found.score, [m for m in found[2:] if m is not None]
+            return (
+                found.value + log_normaliser(owned),
+                found.score,
+                [m for m in found[2:] if m is not None],
+            )
         marginal = laplace_marginal if units.group is None else quadrature_marginal
         value, score, moments = marginal(
             lambda u, z: units.log_density(theta(u), z, kwargs, weights, view), u, start, owned

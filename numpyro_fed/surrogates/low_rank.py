@@ -33,7 +33,9 @@ _SETTLED = 1e-2  # sds that the mode moves in a round
 _PASSES = 5  # principal factors
 
 
-def low_rank(model: Callable, silos: Silos, *, rank: int = 20, public: Sequence[str] = ()) -> Surrogates:
+def low_rank(
+    model: Callable, silos: Silos, *, rank: int = 20, public: Sequence[str] = ()
+) -> Surrogates:
     """Surrogates with a diagonal and ``rank`` directions for each silo, expanded at the posterior's mode.
 
     For posteriors of 100 to 1,000 dimensions that are nearly Gaussian: the memory of a full matrix for each silo is saved.
@@ -64,7 +66,11 @@ def low_rank(model: Callable, silos: Silos, *, rank: int = 20, public: Sequence[
             f"the model has local latents {[s.name for s in factors.local_sites]}: expected a model without, or "
             'surrogate="score", which integrates them out'
         )
-    if isinstance(rank, bool) or not isinstance(rank, int | np.integer) or not 1 <= rank <= factors.dim:
+    if (
+        isinstance(rank, bool)
+        or not isinstance(rank, int | np.integer)
+        or not 1 <= rank <= factors.dim
+    ):
         raise ValueError(f"rank: expected an integer between 1 and d = {factors.dim}, got {rank!r}")
     theta, damping, moved = np.zeros(factors.dim), 0.0, np.inf
     value, slope, curvature = _ask(factors, theta, silos)
@@ -92,12 +98,19 @@ def _ask(factors: Factors, theta: np.ndarray, silos: Silos) -> tuple[float, np.n
     value, slope, curvature = (np.asarray(x, np.float64) for x in _prior(factors, at, silos.shared))
     for s in range(len(silos)):
         own = (np.asarray(x, np.float64) for x in _silo(factors, at, jnp.asarray(s), silos))
-        value, slope, curvature = (x + y for x, y in zip((value, slope, curvature), own, strict=True))
+        value, slope, curvature = (
+            x + y for x, y in zip((value, slope, curvature), own, strict=True)
+        )
     return float(value), slope, curvature
 
 
 def _expand(
-    factors: Factors, rank: int, theta: np.ndarray, total_slope: np.ndarray, total: np.ndarray, silos: Silos
+    factors: Factors,
+    rank: int,
+    theta: np.ndarray,
+    total_slope: np.ndarray,
+    total: np.ndarray,
+    silos: Silos,
 ) -> Surrogates:
     """Surrogates around theta; with the prior's factor, for the whitening, goes what the silos' lack of the total."""
     dtype = jnp.result_type(float)
@@ -106,7 +119,9 @@ def _expand(
     for s in range(len(silos)):
         _, slope, curvature = _silo(factors, at, jnp.asarray(s), silos)
         replies.append((slope, principal_factors(curvature, unit, rank)))
-    slopes, precision = jax.tree.map(lambda *x: np.stack([np.asarray(v, np.float64) for v in x]), *replies)
+    slopes, precision = jax.tree.map(
+        lambda *x: np.stack([np.asarray(v, np.float64) for v in x]), *replies
+    )
     parts = Gaussian(slopes + precision @ theta, precision)
     return Surrogates(parts, Gaussian(total_slope + total @ theta, total) / parts.product())
 
@@ -121,7 +136,9 @@ def _prior(factors: Factors, theta: Array, shared: Any) -> tuple[Array, Array, A
 
 
 @partial(jax.jit, static_argnames=("factors",))
-def _silo(factors: Factors, theta: Array, number: Array, silos: Silos) -> tuple[Array, Array, Array]:
+def _silo(
+    factors: Factors, theta: Array, number: Array, silos: Silos
+) -> tuple[Array, Array, Array]:
     kwargs, weights = SiloView(silos, number, largest(silos)).whole()
     return _expansion(lambda t: factors.log_local(factors.unravel(t), {}, kwargs, weights), theta)
 

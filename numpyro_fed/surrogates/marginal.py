@@ -51,7 +51,9 @@ class Moments(NamedTuple):
     chol: Array
 
 
-def nodes(dim: int, scalar: int = _SCALAR_NODES, sobol: int = _SOBOL_NODES) -> tuple[np.ndarray, np.ndarray]:
+def nodes(
+    dim: int, scalar: int = _SCALAR_NODES, sobol: int = _SOBOL_NODES
+) -> tuple[np.ndarray, np.ndarray]:
     """Nodes ``(J, k)`` and weights ``(J,)`` of integrals against the standard normal.
 
     For one latent, and for two by products, the trapezoidal rule, on as wide a range as balances what is cut off with what is between nodes: logistic terms have
@@ -95,7 +97,10 @@ def place(centre: Array, chol: Array, table: tuple[np.ndarray, np.ndarray]) -> N
 
 
 def place_at_mode(
-    log_density: Callable[[Array], Array], start: Array, table: tuple[np.ndarray, np.ndarray], steps: int
+    log_density: Callable[[Array], Array],
+    start: Array,
+    table: tuple[np.ndarray, np.ndarray],
+    steps: int,
 ) -> Nodes:
     """Nodes around each unit's mode, found in Newton steps from ``start``, spread by the curvature there."""
     mode = _newton(log_density, start, steps)
@@ -171,7 +176,9 @@ def inverse_factor(matrix: Array) -> Array:
 
 
 def _positive(matrix: Array) -> Array:
-    good = jnp.isfinite(small_matrices.cholesky(lax.stop_gradient(matrix))).all((-2, -1), keepdims=True)
+    good = jnp.isfinite(small_matrices.cholesky(lax.stop_gradient(matrix))).all(
+        (-2, -1), keepdims=True
+    )
     return jnp.where(good, matrix, jnp.eye(matrix.shape[-1], dtype=matrix.dtype))
 
 

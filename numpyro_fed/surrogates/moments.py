@@ -116,7 +116,9 @@ def fit(
     parts = laws
     if prior:
         own = [_prior_under(factors, silos, q) for q in local]
-        parts = laws / Gaussian(*(prior * np.stack(x) for x in zip(*((q.eta, q.precision) for q in own), strict=True)))
+        parts = laws / Gaussian(
+            *(prior * np.stack(x) for x in zip(*((q.eta, q.precision) for q in own), strict=True))
+        )
     passes = gradients(dim, count) if method == "sgld" else 0  # those of NUTS are not counted
     numbers = 2 * dim if diagonal else dim + dim * (dim + 1) // 2
     cost = Cost(1, passes, 0, numbers * jnp.result_type(float).itemsize)
@@ -126,24 +128,34 @@ def fit(
 def with_moments(factors: Factors, silos: Silos, fitted: ScoreFit | None) -> ScoreFit:
     """A kernel's fit with the moments' surrogates (by NUTS where there are local latents) in place of ``fitted``'s own."""
     method = "nuts" if factors.local_sites else "sgld"
-    surrogates, cost = fit(factors, silos, method, max(3000, 4 * factors.dim), diagonal=factors.dim > _FULL_UP_TO)
+    surrogates, cost = fit(
+        factors, silos, method, max(3000, 4 * factors.dim), diagonal=factors.dim > _FULL_UP_TO
+    )
     whitening = Whitening(*map(jnp.asarray, surrogates.posterior().whitening()))
     if fitted is None:
         return ScoreFit(surrogates, None, whitening, whitening, jnp.full(len(silos), jnp.nan), cost)
-    return fitted._replace(surrogates=surrogates, posterior_whitening=whitening, cost=fitted.cost + cost)
+    return fitted._replace(
+        surrogates=surrogates, posterior_whitening=whitening, cost=fitted.cost + cost
+    )
 
 
 def _check(factors: Factors, method: str, num_samples: int, prior: float) -> None:
     if method not in CHAINS:
         raise ValueError(f'method: expected "sgld" or "nuts", got {method!r}')
     least = max(2 * factors.dim, _FEWEST * CHAINS[method])
-    if isinstance(num_samples, bool) or not isinstance(num_samples, int | np.integer) or num_samples < least:
+    if (
+        isinstance(num_samples, bool)
+        or not isinstance(num_samples, int | np.integer)
+        or num_samples < least
+    ):
         raise ValueError(
             f"num_samples: expected an integer of at least {least} for a covariance in dimension d = {factors.dim} "
             f"(2 d, and {_FEWEST} for each of {CHAINS[method]} chains), got {num_samples!r}"
         )
     if isinstance(prior, bool) or not isinstance(prior, Real) or not 0 <= prior <= 1:
-        raise ValueError(f"prior: expected a power between 0 (the likelihood alone) and 1, got {prior!r}")
+        raise ValueError(
+            f"prior: expected a power between 0 (the likelihood alone) and 1, got {prior!r}"
+        )
     if method == "sgld" and factors.local_sites:
         raise ValueError(
             f'method="sgld" draws global sites only, but the model has local latents {[s.name for s in factors.local_sites]}; '
@@ -162,7 +174,9 @@ def _local_moments(draws: LocalDraws, name: str, length: int) -> tuple[np.ndarra
     between = np.cov(draws.means.T, ddof=1).reshape(draws.within.shape)
     width = np.diag(draws.within)
     r_hat = np.sqrt(1 + np.diag(between) / np.maximum(width, 1e-30)).max()
-    most = math.sqrt(_SETTLED**2 + 3 / length)  # means of few correlated draws differ without any harm
+    most = math.sqrt(
+        _SETTLED**2 + 3 / length
+    )  # means of few correlated draws differ without any harm
     if r_hat > most:
         raise ValueError(
             f"silo {name!r}: the draws of its own posterior have not settled (R-hat {r_hat:.3g}, expected < {most:.3g}); {mend}"
@@ -199,7 +213,12 @@ def _prior_under(factors: Factors, silos: Silos, law: Gaussian) -> Gaussian:
     loc, scale = law.whitening()
     scale = scale if full else np.diag(scale)
     points = sobol_normal(max(256, 2 ** math.ceil(math.log2(4 * dim))), dim, seed=0)
-    scores = np.asarray(_prior_scores(factors, jnp.asarray(loc + points @ scale.T), silos.shared), np.float64) @ scale
+    scores = (
+        np.asarray(
+            _prior_scores(factors, jnp.asarray(loc + points @ scale.T), silos.shared), np.float64
+        )
+        @ scale
+    )
     weights = np.isfinite(scores).all(-1).astype(float)
     scores = np.where(weights[:, None] > 0, scores, 0.0)
     found = fit_score(jnp.asarray(points), jnp.asarray(scores), jnp.asarray(weights), full)
@@ -214,6 +233,10 @@ def _global_prior(factors: Factors, silos: Silos, laws: Gaussian, parts: Gaussia
     law = Gaussian(laws.eta.mean(0), laws.precision.mean(0))
     for _ in range(2):
         whole = parts.product() * _prior_under(factors, silos, law)
-        smallest = whole.precision.min() if whole.is_diagonal else np.linalg.eigvalsh(whole.precision).min()
+        smallest = (
+            whole.precision.min()
+            if whole.is_diagonal
+            else np.linalg.eigvalsh(whole.precision).min()
+        )
         law = whole if smallest > 0 else law
     return _prior_under(factors, silos, law)

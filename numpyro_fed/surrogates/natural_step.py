@@ -12,10 +12,22 @@ from jax import Array
 
 from numpyro_fed.rounds.serialization import wire_name
 
-__all__ = ["CAREFUL", "History", "Site", "carried", "natural_step", "newest", "packed", "product", "unpacked"]
+__all__ = [
+    "CAREFUL",
+    "History",
+    "Site",
+    "carried",
+    "natural_step",
+    "newest",
+    "packed",
+    "product",
+    "unpacked",
+]
 
 _FARTHEST = 3.0  # sds of q that it moves in a round, along an axis of its curvature
-_FLATTEST = 0.25  # precision of the new q in units of the old one's: it widens at most twofold in a round
+_FLATTEST = (
+    0.25  # precision of the new q in units of the old one's: it widens at most twofold in a round
+)
 CAREFUL = 0.7  # share of a step that is taken where silos did not answer
 _OLDEST = 0.1  # weight of the newest sites in the end
 _SLOWLY = 6.0  # rounds after which the part is half, where it falls
@@ -63,16 +75,22 @@ class History(NamedTuple):
             return jnp.concatenate([jnp.where(self.known, new, 0.0)[None], several[:-1]])
 
         steps = jax.tree.map(push, self.steps, self.taken)
-        changes = jax.tree.map(lambda x, new, old: push(x, new - old), self.changes, residual, self.residual)
+        changes = jax.tree.map(
+            lambda x, new, old: push(x, new - old), self.changes, residual, self.residual
+        )
         # lengths in q's Fisher information
-        lengths = jnp.concatenate([changes.linear, changes.precision.reshape(_DEPTH, -1) * 0.5**0.5], axis=1)
+        lengths = jnp.concatenate(
+            [changes.linear, changes.precision.reshape(_DEPTH, -1) * 0.5**0.5], axis=1
+        )
         of_now = jnp.concatenate([residual.linear, residual.precision.ravel() * 0.5**0.5])
         gram = lengths @ lengths.T
         gram = gram + jnp.diag(jnp.where(jnp.diagonal(gram) > 0, 1e-4 * jnp.diagonal(gram), 1.0))
         share = jnp.linalg.solve(gram, lengths @ of_now)
         # at the fixed point residuals are rounding errors, and so are their changes: nothing can be told from them
         share = jnp.where(jnp.linalg.norm(of_now) > jnp.finfo(of_now.dtype).eps ** 0.75, share, 0.0)
-        step = jax.tree.map(lambda r, x, y: r - jnp.tensordot(share, x + y, 1), residual, steps, changes)
+        step = jax.tree.map(
+            lambda r, x, y: r - jnp.tensordot(share, x + y, 1), residual, steps, changes
+        )
         return step, History(steps, changes, residual, step, jnp.array(True), self.calm)
 
     def carried(self, shift: Array, factor: Array) -> "History":
@@ -83,21 +101,32 @@ class History(NamedTuple):
 
         several = jax.vmap(one)
         return History(
-            several(self.steps), several(self.changes), one(self.residual), one(self.taken), self.known, self.calm
+            several(self.steps),
+            several(self.changes),
+            one(self.residual),
+            one(self.taken),
+            self.known,
+            self.calm,
         )
 
 
 def packed(site: Site) -> Site:
     """With the lower triangle of a full precision in its place."""
     d = len(site.linear)
-    return site if site.precision.ndim == 1 else site._replace(precision=site.precision[jnp.tril_indices(d)])
+    return (
+        site
+        if site.precision.ndim == 1
+        else site._replace(precision=site.precision[jnp.tril_indices(d)])
+    )
 
 
 def unpacked(site: Site, like: Site) -> Site:
     """The inverse, for a precision of the form of ``like``'s."""
     if like.precision.ndim == 1:
         return site
-    lower = jnp.zeros_like(like.precision).at[jnp.tril_indices(len(site.linear))].set(site.precision)
+    lower = (
+        jnp.zeros_like(like.precision).at[jnp.tril_indices(len(site.linear))].set(site.precision)
+    )
     return site._replace(precision=lower + jnp.tril(lower, -1).T)
 
 
@@ -117,11 +146,15 @@ def product(site: Site) -> tuple[Array, Array, Array, Array]:
     else:
         values, vectors = jnp.linalg.eigh(0.5 * (precision + precision.T))
         linear = vectors.T @ linear
-    curvature = jnp.maximum(jnp.abs(values), _FLATTEST)  # where q is no density, a step uphill all the same
+    curvature = jnp.maximum(
+        jnp.abs(values), _FLATTEST
+    )  # where q is no density, a step uphill all the same
     step = linear / curvature
     beyond = jnp.abs(step) / _FARTHEST
     # the farther it would go the wider q is to look, from as wide as it was to twofold
-    curvature = jnp.where(beyond > 1, jnp.maximum(jnp.minimum(curvature, beyond**-2), _FLATTEST), curvature)
+    curvature = jnp.where(
+        beyond > 1, jnp.maximum(jnp.minimum(curvature, beyond**-2), _FLATTEST), curvature
+    )
     step = jnp.clip(step, -_FARTHEST, _FARTHEST)
     held = (beyond > 1).any() | (values < _FLATTEST).any()
     moved = jnp.maximum(jnp.abs(step).max(), 0.5 * jnp.abs(jnp.log(curvature)).max())
@@ -150,7 +183,9 @@ def natural_step(
     moved, held_one = product(total)[2:]
     held, moved = (held, taken) if averaged else (held | held_one, moved)
     # nothing is learned from steps in which old sites stood for silos that did not answer, or from what was held back
-    later = jax.tree.map(lambda x, y: jnp.where(accelerated & ~held, x, y), later, History.none(total))
+    later = jax.tree.map(
+        lambda x, y: jnp.where(accelerated & ~held, x, y), later, History.none(total)
+    )
     later = later.carried(loc, root)._replace(calm=jnp.where(held, 0, history.calm + 1))
     return loc, root, moved, held, later
 

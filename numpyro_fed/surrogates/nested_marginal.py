@@ -19,7 +19,15 @@ import numpy as np
 from jax import Array, lax
 
 from numpyro_fed.density import small_matrices
-from numpyro_fed.surrogates.marginal import Moments, Nodes, cholesky, inverse_factor, nodes, place, place_at_mode
+from numpyro_fed.surrogates.marginal import (
+    Moments,
+    Nodes,
+    cholesky,
+    inverse_factor,
+    nodes,
+    place,
+    place_at_mode,
+)
 
 __all__ = ["NestedMarginal", "nested_marginal", "num_nodes"]
 
@@ -82,7 +90,9 @@ def nested_marginal(
 
     def inner_nodes(at: Array) -> Nodes:
         start = b + jnp.einsum("eij,ej->ei", tangent, (at - a)[parent])
-        return place_at_mode(lambda x: here(at, x)[1], start, nodes(b.shape[1], **_INNER), _INNER_STEPS)
+        return place_at_mode(
+            lambda x: here(at, x)[1], start, nodes(b.shape[1], **_INNER), _INNER_STEPS
+        )
 
     inner = jax.vmap(inner_nodes)(outer.points)
 
@@ -100,7 +110,9 @@ def nested_marginal(
         return NestedMarginal(value, score, found, None)
     at = found.location + found.chol @ e
     there = inner_nodes(at)
-    return NestedMarginal(value, score, found, there.moments(jax.vmap(lambda x: here(at, x)[1])(there.points)))
+    return NestedMarginal(
+        value, score, found, there.moments(jax.vmap(lambda x: here(at, x)[1])(there.points))
+    )
 
 
 class _Arrow(NamedTuple):
@@ -141,9 +153,9 @@ def _mode(
 
     def damped(matrix: Array, damping: Array) -> Array:
         diagonal = jnp.abs(jnp.diagonal(matrix, axis1=-2, axis2=-1))
-        return matrix + (damping[:, None] * (diagonal.max(-1, keepdims=True) + 1e-6))[..., None] * np.eye(
-            matrix.shape[-1], dtype=matrix.dtype
-        )
+        return matrix + (damping[:, None] * (diagonal.max(-1, keepdims=True) + 1e-6))[
+            ..., None
+        ] * np.eye(matrix.shape[-1], dtype=matrix.dtype)
 
     def step(carry: tuple, _: None) -> tuple[tuple, None]:
         a, b, value, damping = carry
@@ -154,7 +166,9 @@ def _mode(
         schur = damped(arrow.outer, damping) - up(jnp.swapaxes(arrow.cross, -1, -2) @ solved)
         right = slope_a - up(jnp.einsum("eij,ei->ej", solved, slope_b))
         move_a = small_matrices.solve(small_matrices.cholesky(schur), right)
-        move_b = small_matrices.solve(inner, slope_b) - jnp.einsum("eij,ej->ei", solved, move_a[parent])
+        move_b = small_matrices.solve(inner, slope_b) - jnp.einsum(
+            "eij,ej->ei", solved, move_a[parent]
+        )
         new_a, new_b = a + move_a, b + move_b
         new = value_of(new_a, new_b)
         better = new >= value  # NaN is not

@@ -62,7 +62,12 @@ class Bounds(NamedTuple):
 
 
 def noise(
-    model: Callable, silos: Silos, surrogates: Surrogates, theta: ArrayLike, *, public: Sequence[str] = ()
+    model: Callable,
+    silos: Silos,
+    surrogates: Surrogates,
+    theta: ArrayLike,
+    *,
+    public: Sequence[str] = (),
 ) -> Noise:
     """The constants of FSGLD's theorems 1 and 2 at some values of the global position.
 
@@ -102,7 +107,9 @@ def noise(
         )
     thetas = np.atleast_2d(np.asarray(theta, np.float64))
     if thetas.ndim != 2 or thetas.shape[1] != factors.dim or not thetas.size:
-        raise ValueError(f"theta: expected shape (K, {factors.dim}) or ({factors.dim},), got {np.shape(theta)}")
+        raise ValueError(
+            f"theta: expected shape (K, {factors.dim}) or ({factors.dim},), got {np.shape(theta)}"
+        )
     if not np.isfinite(thetas).all():
         raise ValueError("theta: expected finite numbers, got NaN or infinity")
     check_fits(surrogates, factors, silos)
@@ -124,7 +131,9 @@ def check_fits(surrogates: Surrogates, factors: Factors, silos: Silos) -> None:
 
 
 @partial(jax.jit, static_argnames=("factors", "group"))
-def _norms(factors: Factors, group: str, thetas: Array, shares: Array, silos: Silos) -> tuple[Array, Array, Array]:
+def _norms(
+    factors: Factors, group: str, thetas: Array, shares: Array, silos: Silos
+) -> tuple[Array, Array, Array]:
     """Largest and mean squared norm of rows' gradients, and their mean squared distance to ``shares``, ``(S, K)``."""
 
     def local(view: SiloView, _: None) -> tuple[tuple[Array, ...], None]:
@@ -138,7 +147,9 @@ def _norms(factors: Factors, group: str, thetas: Array, shares: Array, silos: Si
             def squares(row: Array) -> tuple[Array, Array]:
                 own = {**kwargs, **view.batch(group, row[None])}
                 one = {**weights, group: jnp.ones(())}
-                slope = jax.grad(lambda t: factors.log_local(factors.unravel(t), {}, own, one))(theta)
+                slope = jax.grad(lambda t: factors.log_local(factors.unravel(t), {}, own, one))(
+                    theta
+                )
                 return jnp.sum(slope**2), jnp.sum((slope - share) ** 2)
 
             whole, left = lax.map(squares, rows, batch_size=min(_ROWS_AT_ONCE, rows.shape[0]))
@@ -176,13 +187,19 @@ def mse_bounds(
         >>> round(bounds.dsgld, 3), round(bounds.fsgld, 3)
         (0.316, 0.036)
     """
-    for name, value in (("step_size", step_size), ("num_steps", num_steps), ("batch_size", batch_size)):
+    for name, value in (
+        ("step_size", step_size),
+        ("num_steps", num_steps),
+        ("batch_size", batch_size),
+    ):
         if isinstance(value, bool) or not isinstance(value, Real) or not 0 < value < np.inf:
             raise ValueError(f"{name}: expected a finite number > 0, got {value!r}")
     count = len(noise.num_rows)
     f = np.full(count, 1 / count) if selection is None else np.asarray(selection, np.float64)
     if f.shape != (count,) or not (f > 0).all() or not abs(f.sum() - 1) <= 1e-6:
-        raise ValueError(f"selection: expected {count} probabilities > 0 that sum to one, got {selection!r}")
+        raise ValueError(
+            f"selection: expected {count} probabilities > 0 that sum to one, got {selection!r}"
+        )
     rest = 1 / (step_size * num_steps) + step_size**2
 
     def bound(squared: np.ndarray) -> float:

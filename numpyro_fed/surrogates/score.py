@@ -50,7 +50,9 @@ _ELSEWHERE = 0.6  # sds that the Gaussians of a settled start may be away from i
 NUM_DRAWS = 32  # positions that represent the posterior
 _CONTRADICTION = 100.0  # what surrogates leave of log marginals, over what these vary by; honest ones leave less than 2
 _FLAT = 1e-3  # nats
-_NEAR = 1.3  # sds of the points at which what is not Gaussian is fitted, over the surrogate posterior's
+_NEAR = (
+    1.3  # sds of the points at which what is not Gaussian is fitted, over the surrogate posterior's
+)
 
 
 class Whitening(NamedTuple):
@@ -94,7 +96,9 @@ class ServerState(NamedTuple):
     history: History | None = None
 
 
-def algorithm(factors: Factors, units: Units | None, silos: Silos, full: bool, at_once: int) -> Federated:
+def algorithm(
+    factors: Factors, units: Units | None, silos: Silos, full: bool, at_once: int
+) -> Federated:
     """The fit as a federated algorithm; one round refits all surrogates around the last centre.
 
     Of ``silos`` the server uses the shared arguments only.
@@ -117,7 +121,9 @@ def algorithm(factors: Factors, units: Units | None, silos: Silos, full: bool, a
         own = [np.asarray(x, np.float64) for x in prior]
         loc, scale, moved, history = _move(state, shift.sum(0) + own[0], precision.sum(0) + own[1])
         surrogates = _to_natural(state, shift, precision, own)
-        state = state._replace(loc=loc, scale=scale, surrogates=surrogates, moved=moved, history=history)
+        state = state._replace(
+            loc=loc, scale=scale, surrogates=surrogates, moved=moved, history=history
+        )
         return state, np.asarray(replies.misfit)
 
     return Federated(init, broadcast, ScoreLocal(factors, units, at_once), merge)
@@ -142,7 +148,9 @@ def _prior_fit(factors: Factors, message: Message, silos: Silos) -> tuple[Array,
     return fit_score(message.points, scores, weights, message.scale.ndim == 2)[:2]
 
 
-def _to_natural(state: ServerState, shift: np.ndarray, precision: np.ndarray, prior: list[np.ndarray]) -> Surrogates:
+def _to_natural(
+    state: ServerState, shift: np.ndarray, precision: np.ndarray, prior: list[np.ndarray]
+) -> Surrogates:
     """From whitened coordinates to those of theta: ``Lambda = L^-T B L^-1``, ``eta = L^-T a + Lambda mu``."""
 
     def natural(a: np.ndarray, b: np.ndarray) -> Gaussian:
@@ -160,7 +168,9 @@ def _to_natural(state: ServerState, shift: np.ndarray, precision: np.ndarray, pr
 
 def _move(state: ServerState, shift: np.ndarray, precision: np.ndarray) -> tuple:
     """The next centre and spread, how far they moved, and the history: of full precisions the accelerated step of conducive rounds."""
-    total = Site(jnp.asarray(shift, jnp.result_type(float)), jnp.asarray(precision, jnp.result_type(float)))
+    total = Site(
+        jnp.asarray(shift, jnp.result_type(float)), jnp.asarray(precision, jnp.result_type(float))
+    )
     if state.history is None:
         (*new, moved, _), history = product(total), None
     else:
@@ -215,14 +225,18 @@ def fit(
         message = scheme.broadcast(key, state)
         replies, rows = ask_all(local, key, message, None, silos, group)
         _check_finite(replies, silos)
-        cost += Cost(1, len(message.points), message_bytes(message), message_bytes(replies) // len(silos))
+        cost += Cost(
+            1, len(message.points), message_bytes(message), message_bytes(replies) // len(silos)
+        )
         return replies, rows
 
     state, settled = scheme.init(key), False
     if start is not None:
         loc, scale = (np.asarray(x, np.float64) for x in start[:2])
         settled = full and scale.ndim == 2 and start[2] <= _SETTLED
-        state = state._replace(loc=loc, scale=_root(scale, full), moved=start[2] if settled else math.inf)
+        state = state._replace(
+            loc=loc, scale=_root(scale, full), moved=start[2] if settled else math.inf
+        )
     state = state._replace(points=sobol_normal(num, factors.dim, seed), weights=np.ones(num))
     while not state.moved <= _SETTLED and cost.rounds < max_rounds:
         state, _ = scheme.merge(state, ask(reply, state)[0])
@@ -234,10 +248,14 @@ def fit(
         )
 
     final_local = ScoreLocal(factors, units, at_once, last=True)
-    inner = units.blocks()[0][2] if isinstance(units, NestedUnits) else 0  # coordinates of the inner map beside u
+    inner = (
+        units.blocks()[0][2] if isinstance(units, NestedUnits) else 0
+    )  # coordinates of the inner map beside u
     count = _last_points(factors.dim + inner, num)
     # no acceleration of the last fit: its points and weights are others
-    state = state._replace(points=wide_points(count, factors.dim, seed + 10_000), weights=np.ones(count), history=None)
+    state = state._replace(
+        points=wide_points(count, factors.dim, seed + 10_000), weights=np.ones(count), history=None
+    )
     logs = _log_posterior(factors, scheme.broadcast(key, state), ask(final_local, state)[0], silos)
     state = state._replace(weights=_tempered(logs, 0.25 * min(1.0, math.sqrt(6 / factors.dim))))
     replies, local_map = ask(final_local, state)
@@ -247,21 +265,34 @@ def fit(
     if isinstance(silos, RemoteSilos):
         _check_values(state, replies, values, silos)
     final, misfit = scheme.merge(state, replies)
-    if start is not None and settled and not final.moved <= _ELSEWHERE:  # a start at other data's posterior
+    if (
+        start is not None and settled and not final.moved <= _ELSEWHERE
+    ):  # a start at other data's posterior
         start = (*start[:2], math.inf)
-        again = fit(factors, silos, units, max_rounds=max_rounds, seed=seed, local=local, start=start)
+        again = fit(
+            factors, silos, units, max_rounds=max_rounds, seed=seed, local=local, start=start
+        )
         return again._replace(cost=cost + again.cost)
     surrogates, of_map, draws = final.surrogates, _whitening(state), None
     if surrogates is not None and factors.dim <= MOST_DIMENSIONS:
-        near = final._replace(points=_NEAR * sobol_normal(count, factors.dim, seed + 20_000), weights=np.ones(count))
-        logs = _log_posterior(factors, scheme.broadcast(key, near), ask(final_local, near)[0], silos)
+        near = final._replace(
+            points=_NEAR * sobol_normal(count, factors.dim, seed + 20_000), weights=np.ones(count)
+        )
+        logs = _log_posterior(
+            factors, scheme.broadcast(key, near), ask(final_local, near)[0], silos
+        )
         logs += 0.5 * (near.points**2).sum(1) / _NEAR**2  # over the density that they are draws of
-        draws, near = _resampled(near, _tempered(logs, 1.0)), near._replace(weights=_tempered(logs, 0.5))
+        draws, near = (
+            _resampled(near, _tempered(logs, 1.0)),
+            near._replace(weights=_tempered(logs, 0.5)),
+        )
         replies, local_map = ask(final_local, near)
         of_map = _whitening(near)
         if local is None:
             surrogates = replace(surrogates, bends=_bends(near, surrogates.factors, replies.bend))
-    return ScoreFit(surrogates, local_map, of_map, _whitening(final), jnp.asarray(misfit), cost, draws)
+    return ScoreFit(
+        surrogates, local_map, of_map, _whitening(final), jnp.asarray(misfit), cost, draws
+    )
 
 
 def _root(scale: np.ndarray, full: bool) -> np.ndarray:
@@ -271,7 +302,9 @@ def _root(scale: np.ndarray, full: bool) -> np.ndarray:
     return scale if scale.ndim == 1 else np.linalg.norm(scale, axis=1)
 
 
-def fit_at(factors: Factors, silos: Silos, units: Units | None, thetas: np.ndarray, scale: np.ndarray) -> ScoreFit:
+def fit_at(
+    factors: Factors, silos: Silos, units: Units | None, thetas: np.ndarray, scale: np.ndarray
+) -> ScoreFit:
     """Fit surrogates and local map at given positions, all of equal weight: one round.
 
     At draws of the posterior the least squares fit of the total score has the posterior's mean and covariance (Stein's identity), whatever
@@ -288,14 +321,18 @@ def fit_at(factors: Factors, silos: Silos, units: Units | None, thetas: np.ndarr
     key = random.key(0)
     message = scheme.broadcast(key, state)
     local = ScoreLocal(factors, units, _at_once(silos, units), last=True)
-    replies, local_map = ask_all(local, key, message, None, silos, None if units is None else units.group)
+    replies, local_map = ask_all(
+        local, key, message, None, silos, None if units is None else units.group
+    )
     final, misfit = scheme.merge(state, replies)
     surrogates = final.surrogates
     if surrogates is not None and replies.bend is not None:
         surrogates = replace(surrogates, bends=_bends(state, surrogates.factors, replies.bend))
     cost = Cost(1, len(points), message_bytes(message), message_bytes(replies) // len(silos))
     some = thetas[np.linspace(0, len(thetas) - 1, NUM_DRAWS).astype(int)]
-    return ScoreFit(surrogates, local_map, _whitening(state), _whitening(final), jnp.asarray(misfit), cost, some)
+    return ScoreFit(
+        surrogates, local_map, _whitening(state), _whitening(final), jnp.asarray(misfit), cost, some
+    )
 
 
 def _last_points(dim: int, num: int) -> int:
@@ -322,7 +359,9 @@ def _bends(state: ServerState, gaussians: Gaussian, regressions: Array) -> Bends
     points, weights = jnp.asarray(state.points), jnp.asarray(state.weights)
     known = jax.vmap(lambda s: regress(points, s, weights))(jnp.asarray(scores))
     return Bends(
-        state.loc, np.linalg.inv(state.scale), np.asarray(regressions, np.float64) - np.asarray(known, np.float64)
+        state.loc,
+        np.linalg.inv(state.scale),
+        np.asarray(regressions, np.float64) - np.asarray(known, np.float64),
     )
 
 
@@ -332,7 +371,9 @@ def _resampled(state: ServerState, weights: np.ndarray) -> np.ndarray | None:
     if 1 / (weights**2).sum() < NUM_DRAWS:
         return None
     places = np.searchsorted(np.cumsum(weights), (np.arange(NUM_DRAWS) + 0.5) / NUM_DRAWS)
-    return np.asarray(state.loc + state.points[np.minimum(places, len(weights) - 1)] @ state.scale.T)
+    return np.asarray(
+        state.loc + state.points[np.minimum(places, len(weights) - 1)] @ state.scale.T
+    )
 
 
 def _log_posterior(factors: Factors, message: Message, replies: Reply, silos: Silos) -> np.ndarray:
@@ -371,7 +412,11 @@ def _contradiction(state: ServerState, replies: Reply, values: np.ndarray) -> np
     """
     u, values = state.points, np.asarray(values, np.float64)
     shift, precision = (np.asarray(x, np.float64) for x in (replies.shift, replies.precision))
-    curved = np.einsum("ki,sij,kj->sk", u, precision, u, optimize=True) if precision.ndim == 3 else precision @ (u**2).T
+    curved = (
+        np.einsum("ki,sij,kj->sk", u, precision, u, optimize=True)
+        if precision.ndim == 3
+        else precision @ (u**2).T
+    )
     gaussian = shift @ u.T - 0.5 * curved
     weights = np.where(np.isfinite(values), state.weights, 0.0)
     weights /= np.maximum(weights.sum(1, keepdims=True), 1e-300)

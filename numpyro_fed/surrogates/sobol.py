@@ -12,7 +12,9 @@ __all__ = ["sobol_normal", "wide_points"]
 def sobol_normal(num: int, dim: int, seed: int) -> np.ndarray:
     """Antithetic scrambled Sobol points of the standard normal, shape ``(num, dim)``; ``num`` even."""
     half = num // 2
-    uniform = qmc.Sobol(dim, scramble=True, seed=seed).random_base2(math.ceil(math.log2(max(half, 2))))
+    uniform = qmc.Sobol(dim, scramble=True, seed=seed).random_base2(
+        math.ceil(math.log2(max(half, 2)))
+    )
     u = ndtri(np.clip(uniform, 1e-6, 1 - 1e-6))[:half]
     return np.concatenate([u, -u])
 

@@ -35,7 +35,9 @@ def whole_gradients(factors: Factors, theta: Array, silos: Silos) -> Array:
 
     def local(view: SiloView, _: None) -> tuple[Array, None]:
         kwargs, weights = view.whole()
-        return jax.grad(lambda t: factors.log_local(factors.unravel(t), {}, kwargs, weights))(theta), None
+        return jax.grad(lambda t: factors.log_local(factors.unravel(t), {}, kwargs, weights))(
+            theta
+        ), None
 
     return sweep(local, silos, None, None)[0]
 
@@ -54,7 +56,8 @@ def fit_some(fit: Callable[..., ScoreFit], factors: Factors, silos: Silos, group
     found = fit(factors, some, None)
     stands_for = np.asarray(silos.sizes[group]) / np.asarray(some.sizes[group])
     eta, precision = (
-        np.asarray(x, np.float64) for x in (found.surrogates.factors.eta, found.surrogates.factors.precision)
+        np.asarray(x, np.float64)
+        for x in (found.surrogates.factors.eta, found.surrogates.factors.precision)
     )
     eta = eta * stands_for[:, None]
     precision = precision * stands_for.reshape(-1, *[1] * (precision.ndim - 1))
@@ -66,11 +69,17 @@ def fit_some(fit: Callable[..., ScoreFit], factors: Factors, silos: Silos, group
             "unconstrained space describes roughly. Reparametrise the model, hand surrogates of your own over (surrogate=...), or take DSGLD"
         ) from error
     for _ in range(_STEPS):
-        loc = np.asarray(Surrogates(Gaussian(eta, precision), found.surrogates.prior).posterior().mean)
+        loc = np.asarray(
+            Surrogates(Gaussian(eta, precision), found.surrogates.prior).posterior().mean
+        )
         gradients = whole_gradients(factors, jnp.asarray(loc, jnp.result_type(float)), silos)
-        eta = np.asarray(gradients, np.float64) + (precision * loc if precision.ndim == 2 else precision @ loc)
+        eta = np.asarray(gradients, np.float64) + (
+            precision * loc if precision.ndim == 2 else precision @ loc
+        )
     surrogates = Surrogates(Gaussian(eta, precision), found.surrogates.prior)
     whitening = Whitening(*(jnp.asarray(x) for x in surrogates.posterior().whitening()))
     item = jnp.dtype(jnp.result_type(float)).itemsize * factors.dim
     cost = found.cost + Cost(1, 1, item, item).times(_STEPS)
-    return found._replace(surrogates=surrogates, posterior_whitening=whitening, cost=cost, draws=None)
+    return found._replace(
+        surrogates=surrogates, posterior_whitening=whitening, cost=cost, draws=None
+    )

@@ -57,7 +57,9 @@ class FederatedVI:
         if not callable(model):
             raise TypeError(f"expected a model (a callable), got {type(model).__name__}")
         if not callable(guide) or isinstance(guide, type):
-            raise TypeError(f"expected a guide, e.g. fed.AutoSiloNormal(model), got {type(guide).__name__}")
+            raise TypeError(
+                f"expected a guide, e.g. fed.AutoSiloNormal(model), got {type(guide).__name__}"
+            )
         self.model, self.guide = model, guide
         self._options = options.checked()
         self._prepared: tuple[Any, Prepared] | None = None
@@ -103,16 +105,29 @@ class FederatedVI:
 
     def described(self, factors: Factors, shared: dict[str, Any]) -> dict[str, Any]:
         """What tells this fit from another: its options, its guide, and the programs of its optimisers. Of amortised guides networks are not compared."""
-        options = {k: v for k, v in vars(self._options).items() if k not in ("optim", "local_optim", "validate")}
+        options = {
+            k: v
+            for k, v in vars(self._options).items()
+            if k not in ("optim", "local_optim", "validate")
+        }
         x = jax.ShapeDtypeStruct((2,), jnp.result_type(float))
 
         def program(optim: Any) -> str:
-            return "" if optim is None else program_hash(lambda x: optim.update(x, optim.init(x), x), x)
+            return (
+                ""
+                if optim is None
+                else program_hash(lambda x: optim.update(x, optim.init(x), x), x)
+            )
 
         if isinstance(self.guide, AutoSiloNormal):
-            guide = f"{self.guide!r}, init_scale={self.guide.init_scale}, prefix={self.guide.prefix!r}"
+            guide = (
+                f"{self.guide!r}, init_scale={self.guide.init_scale}, prefix={self.guide.prefix!r}"
+            )
         else:
-            rows = {leaf: jax.ShapeDtypeStruct((1, *spec.shape), spec.dtype) for leaf, _, spec in factors.rows}
+            rows = {
+                leaf: jax.ShapeDtypeStruct((1, *spec.shape), spec.dtype)
+                for leaf, _, spec in factors.rows
+            }
 
             def values(key: Array, rows: dict) -> dict:
                 sites = trace(seed(self.guide, key)).get_trace(**shared, **rows)
@@ -120,7 +135,12 @@ class FederatedVI:
 
             guide = program_hash(values, jax.random.key(0), rows)
         programs = [program(self._options.optim), program(self._options.local_optim)]
-        return {"fit": type(self).__name__, "options": options, "guide": guide, "optimisers": programs}
+        return {
+            "fit": type(self).__name__,
+            "options": options,
+            "guide": guide,
+            "optimisers": programs,
+        }
 
     def init(self, rng_key: Array, silos: Silos | MixedSilos, *, init_from: Any = None) -> VIState:
         """The state before the first round.
@@ -138,9 +158,13 @@ class FederatedVI:
             params, start = self._taken_from(init_from, prepared, params)
         server = self._federated(prepared.plan, prepared.stacks).init(rng_key, params)
         if prepared.elsewhere:
-            return RemoteRounds(self.algorithm, self._federated, prepared).start(server, params, start)
+            return RemoteRounds(self.algorithm, self._federated, prepared).start(
+                server, params, start
+            )
         silo_states = tuple(
-            in_step(prepared.plan, partial(self._init_silo, prepared.plan, rows.part, params), local)
+            in_step(
+                prepared.plan, partial(self._init_silo, prepared.plan, rows.part, params), local
+            )
             for rows, local in zip(prepared.stacks, start, strict=True)
         )
         return VIState(server, silo_states, jnp.zeros(len(prepared.names), jnp.int32))
@@ -164,13 +188,17 @@ class FederatedVI:
                 f"{ {k: shapes.get(k) for k in wrong} }, got { {k: got.get(k) for k in wrong} }"
             )
         given = jax.tree.map(jnp.asarray, {k: result.params[k] for k in expected})
-        return prepared.plan.unconstrain({k: given[k] for k in params}), stacked_params(prepared, given)
+        return prepared.plan.unconstrain({k: given[k] for k in params}), stacked_params(
+            prepared, given
+        )
 
     def _silo_params(self, prepared: Prepared, state: VIState, averaged: bool) -> list:
         """The silos' own parameters, in the coordinates of the server's."""
         out = []
         for rows, own in zip(prepared.stacks, state.silos, strict=True):
-            one = partial(own_params, prepared.plan, rows.part, params=state.server.params, averaged=averaged)
+            one = partial(
+                own_params, prepared.plan, rows.part, params=state.server.params, averaged=averaged
+            )
             axes = jax.tree.map(lambda x: 0 if x.ndim else None, own)  # a clock may be one for all
             out.append(jax.vmap(one, in_axes=(axes,))(own))
         return out
@@ -181,7 +209,9 @@ class FederatedVI:
     def update(self, state: VIState, silos: Silos | MixedSilos) -> tuple[VIState, Array]:
         """One round of all silos: the new state, and minus the bound before it."""
         if isinstance(silos, RemoteSilos):
-            raise ValueError("update() and evaluate() are not built for silos that are elsewhere; expected run()")
+            raise ValueError(
+                "update() and evaluate() are not built for silos that are elsewhere; expected run()"
+            )
         prepared = self.prepared(silos)
         state, info = _jit_advance(self._federated, prepared.plan, None, state, prepared.stacks)
         return state, info.loss
@@ -193,9 +223,13 @@ class FederatedVI:
     def get_params(self, state: VIState) -> dict[str, Array]:
         """Parameters of a state in their supports: the last iterates, under the names that the guide has in SVI."""
         if state is not None and not isinstance(state, VIState):
-            raise TypeError(f"expected a state, e.g. result.state, got {type(state).__name__}; a result has .params")
+            raise TypeError(
+                f"expected a state, e.g. result.state, got {type(state).__name__}; a result has .params"
+            )
         if self._prepared is None:
-            raise ValueError("expected an object that has been initialised; call init(rng_key, silos) first")
+            raise ValueError(
+                "expected an object that has been initialised; call init(rng_key, silos) first"
+            )
         prepared = self._prepared[1]
         return self._named(prepared, state.server.params, state, False)
 
@@ -217,20 +251,26 @@ class FederatedVI:
             )
         prepared, key = self.prepared(silos), jax.random.key(0)
         if prepared.elsewhere:
-            server = self._federated(prepared.plan, prepared.stacks).init(key, first_params(prepared, self.guide, key))
+            server = self._federated(prepared.plan, prepared.stacks).init(
+                key, first_params(prepared, self.guide, key)
+            )
             expected = VIState(server, kept_by(state, prepared, "init_state"), state.visits)  # type: ignore[arg-type]
         else:
             expected = self.init(key, silos)
         same = jax.tree.structure(state) == jax.tree.structure(expected)  # type: ignore[operator]
         pairs = zip(jax.tree.leaves(state), jax.tree.leaves(expected), strict=True) if same else []
-        if not same or any(jnp.shape(x)[: jnp.ndim(y)] != jnp.shape(y) and jnp.ndim(y) for x, y in pairs):
+        if not same or any(
+            jnp.shape(x)[: jnp.ndim(y)] != jnp.shape(y) and jnp.ndim(y) for x, y in pairs
+        ):
             raise ValueError(
                 "init_state: expected a state of the same kind of fit, model, guide, optimiser and silos; to start from another fit "
                 "give its result as init_from="
             )
         return state
 
-    def _named(self, prepared: Prepared, params: dict[str, Array], state: VIState, averaged: bool) -> dict[str, Array]:
+    def _named(
+        self, prepared: Prepared, params: dict[str, Array], state: VIState, averaged: bool
+    ) -> dict[str, Array]:
         """Global parameters in their supports, and those of the silos that are at hand."""
         named = prepared.plan.constrain(params)
         if prepared.elsewhere:
@@ -274,7 +314,11 @@ class FederatedVI:
         :warns UserWarning: when a loss is not finite (naming round and silo; the last finite state is returned), after Ctrl-C (the
             rounds so far are returned), where silos elsewhere stay silent (likewise), and for silos that never took part.
         """
-        if isinstance(num_rounds, bool) or not isinstance(num_rounds, int | np.integer) or num_rounds < 1:
+        if (
+            isinstance(num_rounds, bool)
+            or not isinstance(num_rounds, int | np.integer)
+            or num_rounds < 1
+        ):
             raise ValueError(f"num_rounds: expected a whole number >= 1, got {num_rounds!r}")
         if tol is not None and not (math.isfinite(tol) and tol > 0):
             raise ValueError(f"tol: expected a number of nats > 0, got {tol!r}")
@@ -283,13 +327,21 @@ class FederatedVI:
         self._options.check_rounds(num_rounds, tol, participation, answering, init_state)
         prepared = self.prepared(silos)
         who = participation_of(participation, prepared.names)
-        known = answering_of(answering, prepared.names, prepared.elsewhere, self.algorithm == "sfvi")
+        known = answering_of(
+            answering, prepared.names, prepared.elsewhere, self.algorithm == "sfvi"
+        )
         plan, keeper = prepared.plan, Checkpoint(checkpoint, checkpoint_every)
         rounds = saved = None
         with keeper.held():
             if prepared.elsewhere:
-                facts = self._facts(rng_key, prepared, silos, who, known) if checkpoint is not None else {}
-                rounds = RemoteRounds(self.algorithm, self._federated, prepared, who, known, keeper, facts)
+                facts = (
+                    self._facts(rng_key, prepared, silos, who, known)
+                    if checkpoint is not None
+                    else {}
+                )
+                rounds = RemoteRounds(
+                    self.algorithm, self._federated, prepared, who, known, keeper, facts
+                )
                 saved = rounds.saved()
             elif checkpoint is not None:
                 raise ValueError(
@@ -316,7 +368,9 @@ class FederatedVI:
                 state, losses, stopped = run_rounds(rounds, *arguments, at_once=1, before=made)
                 rounds.tidy(state)
             else:
-                state, losses, stopped = run_rounds(at_hand(self._federated, plan, who, prepared.stacks), *arguments)
+                state, losses, stopped = run_rounds(
+                    at_hand(self._federated, plan, who, prepared.stacks), *arguments
+                )
         self._say_how_it_ended(prepared, state)
         _warn_of_absent(prepared, state)
         spent = self._spent(prepared, state, who, known)
@@ -340,21 +394,35 @@ class FederatedVI:
         else:
             costs = ledger(self._federated, plan, state, prepared.stacks, prepared.names, order)
         family = plan.families[0]
-        whitening = family.whitening(plan.constrain(average)) if isinstance(family, SiloNormal) else None
-        return VIResult(params, state, losses, costs, prepared.partition(), whitening, spent, stopped)
+        whitening = (
+            family.whitening(plan.constrain(average)) if isinstance(family, SiloNormal) else None
+        )
+        return VIResult(
+            params, state, losses, costs, prepared.partition(), whitening, spent, stopped
+        )
 
     def _facts(
-        self, rng_key: Array, prepared: Prepared, silos: Any, who: Participation | None, known: Participation | None
+        self,
+        rng_key: Array,
+        prepared: Prepared,
+        silos: Any,
+        who: Participation | None,
+        known: Participation | None,
     ) -> dict[str, Any]:
         """What a checkpoint of the same fit has."""
         drawn = {"participation": who, "answering": known}
         return {
             "model and fit": fingerprint(prepared.plan.factors, prepared.parts[0], self),
             **facts_of_run(rng_key, silos),
-            **{name: None if p is None else np.asarray(p.probability).tolist() for name, p in drawn.items()},
+            **{
+                name: None if p is None else np.asarray(p.probability).tolist()
+                for name, p in drawn.items()
+            },
         }
 
-    def _spent(self, prepared: Prepared, state: VIState, *drawn: Participation | None) -> Spent | None:
+    def _spent(
+        self, prepared: Prepared, state: VIState, *drawn: Participation | None
+    ) -> Spent | None:
         """What a fit has spent, where silos took part as drawn."""
         if self.privacy is None:
             return None
@@ -366,11 +434,15 @@ class FederatedVI:
         error = expected_error(noise, float(counts.sum()), max(rounds, 1))
         silos, epsilon = prepared.parts[0], self.privacy.spent(rounds)
         simulated = not (isinstance(silos, RemoteSilos) and silos.carrier.guarded)
-        return Spent(epsilon, self.privacy.delta, noise.clip, rounds, self.privacy.epsilon, error, simulated)
+        return Spent(
+            epsilon, self.privacy.delta, noise.clip, rounds, self.privacy.epsilon, error, simulated
+        )
 
 
 def _warn_of_absent(prepared: Prepared, state: VIState) -> None:
-    never = [name for name, n in zip(prepared.names, np.asarray(state.visits), strict=True) if n == 0]
+    never = [
+        name for name, n in zip(prepared.names, np.asarray(state.visits), strict=True) if n == 0
+    ]
     if never:
         shown = ", ".join(map(repr, never[:5])) + (", ..." if len(never) > 5 else "")
         warnings.warn(

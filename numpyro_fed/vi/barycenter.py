@@ -101,7 +101,9 @@ def barycentre(
     dtype = jnp.result_type(means, covariances, jnp.float32)
     means, covariances = means.astype(dtype), covariances.astype(dtype)
     if means.ndim != 2 or 0 in means.shape:
-        raise ValueError(f"expected means of shape (S, d), one row for each Gaussian, got {means.shape}")
+        raise ValueError(
+            f"expected means of shape (S, d), one row for each Gaussian, got {means.shape}"
+        )
     allowed = (means.shape, (*means.shape, means.shape[1]))
     if covariances.shape not in allowed:
         raise ValueError(
@@ -110,17 +112,26 @@ def barycentre(
         )
     weights = jnp.ones(len(means), dtype) if weights is None else jnp.asarray(weights, dtype)
     if weights.shape != (len(means),):
-        raise ValueError(f"expected one weight for each of the {len(means)} Gaussians, got shape {weights.shape}")
+        raise ValueError(
+            f"expected one weight for each of the {len(means)} Gaussians, got shape {weights.shape}"
+        )
     _check_values(means, covariances, weights)
     weights = weights / weights.sum()
     mean = weights @ means
     if covariances.ndim == 2:
-        return Barycentre(mean, (weights @ jnp.sqrt(covariances)) ** 2, jnp.zeros((), dtype), jnp.zeros((), jnp.int32))
+        return Barycentre(
+            mean,
+            (weights @ jnp.sqrt(covariances)) ** 2,
+            jnp.zeros((), dtype),
+            jnp.zeros((), jnp.int32),
+        )
     return Barycentre(mean, *_fixed_point(covariances, weights, tol, max_steps))
 
 
 @jax.jit
-def _fixed_point(covariances: Array, weights: Array, tol: ArrayLike, max_steps: ArrayLike) -> tuple[Array, ...]:
+def _fixed_point(
+    covariances: Array, weights: Array, tol: ArrayLike, max_steps: ArrayLike
+) -> tuple[Array, ...]:
     """Covariance ``(d, d)`` of the barycentre, its residual and the number of steps."""
     dim, dtype = covariances.shape[-1], covariances.dtype
     covariances = (covariances + covariances.mT) / 2
@@ -135,7 +146,9 @@ def _fixed_point(covariances: Array, weights: Array, tol: ArrayLike, max_steps: 
         return roots, jnp.linalg.norm(gram - roots) / jnp.linalg.norm(gram)
 
     def goes_on(state: _State) -> Array:
-        return (state.residual > enough) & (state.stalled < _PATIENCE) & (state.num_steps < max_steps)
+        return (
+            (state.residual > enough) & (state.stalled < _PATIENCE) & (state.num_steps < max_steps)
+        )
 
     def step(state: _State) -> _State:
         # M L⁻¹ = (L⁻ᵀ M)ᵀ
@@ -145,12 +158,18 @@ def _fixed_point(covariances: Array, weights: Array, tol: ArrayLike, max_steps: 
         better = residual < state.residual
         best = jnp.where(better, factor, state.best)
         stalled = jnp.where(better, 0, state.stalled + 1)
-        return _State(factor, roots, best, jnp.minimum(residual, state.residual), stalled, state.num_steps + 1)
+        return _State(
+            factor, roots, best, jnp.minimum(residual, state.residual), stalled, state.num_steps + 1
+        )
 
     start = jnp.linalg.cholesky(jnp.tensordot(weights, covariances, 1))
-    start = jnp.where(jnp.isfinite(start).all(), start, jnp.eye(dim, dtype=dtype))  # singular up to rounding
+    start = jnp.where(
+        jnp.isfinite(start).all(), start, jnp.eye(dim, dtype=dtype)
+    )  # singular up to rounding
     roots, residual = judged(start)
-    end = lax.while_loop(goes_on, step, _State(start, roots, start, residual, jnp.int32(0), jnp.int32(0)))
+    end = lax.while_loop(
+        goes_on, step, _State(start, roots, start, residual, jnp.int32(0), jnp.int32(0))
+    )
     return scale * end.best @ end.best.T, end.residual, end.num_steps
 
 
@@ -164,10 +183,16 @@ def _root(matrices: Array) -> Array:
 def _check_values(means: Array, covariances: Array, weights: Array) -> None:
     """Refuse values that no Gaussian or average has, where they are known."""
     for name, values in (("means", means), ("covariances", covariances), ("weights", weights)):
-        bad = () if isinstance(values, jax.core.Tracer) else tuple(np.argwhere(~np.isfinite(np.asarray(values))))
+        bad = (
+            ()
+            if isinstance(values, jax.core.Tracer)
+            else tuple(np.argwhere(~np.isfinite(np.asarray(values))))
+        )
         if bad:
             at = ", ".join(map(str, bad[0]))
-            raise ValueError(f"expected finite {name}, got {np.asarray(values)[tuple(bad[0])]} at {name}[{at}]")
+            raise ValueError(
+                f"expected finite {name}, got {np.asarray(values)[tuple(bad[0])]} at {name}[{at}]"
+            )
     if not isinstance(weights, jax.core.Tracer):
         given = np.asarray(weights)
         if (given < 0).any() or not given.sum() > 0:
@@ -181,7 +206,9 @@ def _check_covariance(number: int, covariance: np.ndarray) -> None:
     """Refuse a covariance, or variances, that no Gaussian with a density has."""
     if covariance.ndim == 1:
         if covariance.min() <= 0:
-            raise ValueError(f"expected positive variances, got {covariance.min()} in variances[{number}]")
+            raise ValueError(
+                f"expected positive variances, got {covariance.min()} in variances[{number}]"
+            )
         return
     largest = np.abs(covariance).max()
     gap = np.abs(covariance - covariance.T).max()

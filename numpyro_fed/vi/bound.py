@@ -42,7 +42,9 @@ class SiloTerm(NamedTuple):
     local: Any
 
 
-def unit_terms(family: Any, theta: Array, z: Array, params: Any, batch: Batch) -> tuple[Array, Array]:
+def unit_terms(
+    family: Any, theta: Array, z: Array, params: Any, batch: Batch
+) -> tuple[Array, Array]:
     """``log p(y_g, z_g | theta)`` of each unit ``(E,)``, and of what belongs to no unit (a scalar)."""
     factors, units = family.factors, family.units(batch.rows)
     kwargs, own = batch.rows.whole()
@@ -83,10 +85,14 @@ def unit_bounds(family: Any, log_weight: Array, batch: Batch) -> Array:
     num = len(log_weight)
     if num == 1:
         return log_weight[0]
-    return jnp.where(real_units(family, batch), jax.nn.logsumexp(log_weight, axis=0) - math.log(num), 0.0)
+    return jnp.where(
+        real_units(family, batch), jax.nn.logsumexp(log_weight, axis=0) - math.log(num), 0.0
+    )
 
 
-def silo_bound(family: Any, local: Any, context: Any, params: Any, eps: Array | None, batch: Batch) -> SiloTerm:
+def silo_bound(
+    family: Any, local: Any, context: Any, params: Any, eps: Array | None, batch: Batch
+) -> SiloTerm:
     """The bound and its gradients at one draw of theta.
 
     :param family: the variational family.
@@ -108,7 +114,9 @@ def silo_bound(family: Any, local: Any, context: Any, params: Any, eps: Array | 
     def log_weights(context: Any, params: Any, z: Array) -> tuple[Array, Array]:
         return candidate_weights(family, lax.stop_gradient(local), context, params, z, batch)
 
-    z, pull_path = jax.vjp(lambda local, context: family.latents(local, context, eps, batch.rows), local, context)
+    z, pull_path = jax.vjp(
+        lambda local, context: family.latents(local, context, eps, batch.rows), local, context
+    )
     num = z.shape[0]
     (lw, rest), pull = jax.vjp(log_weights, context, params, z)
     value = batch.scale * jnp.sum(unit_bounds(family, lw, batch)) + jnp.mean(rest)

@@ -111,7 +111,9 @@ def _unconstrained(plan: Plan, params: dict[str, Any]) -> dict[str, Any]:
     return {k: biject_to(plan.supports[k]).inv(v) for k, v in params.items()}
 
 
-def own_params(plan: Plan, part: int, state: Any, params: dict[str, Array], averaged: bool = True) -> Any:
+def own_params(
+    plan: Plan, part: int, state: Any, params: dict[str, Array], averaged: bool = True
+) -> Any:
     """A silo's own parameters: averaged where an average is kept, else those of its last round, in coordinates whitened by the global ones given."""
     if hasattr(state, "average"):
         return state.average if averaged else state.params

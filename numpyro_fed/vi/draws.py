@@ -100,14 +100,18 @@ class EstimateLocal:
         """Whether over a wire its replies are masked, and their sum alone is seen."""
         return self.plan.secure_sum
 
-    def __call__(self, key: Array, message: tuple, state: Any, view: SiloView) -> tuple[Array, None]:
+    def __call__(
+        self, key: Array, message: tuple, state: Any, view: SiloView
+    ) -> tuple[Array, None]:
         told, weights, learned, params = message
         rows, plan = rows_of(view), self.plan
         own = own_params(plan, 0, state, params)
 
         def one(at: Position) -> Array:
             context = at.context._replace(params=weights)
-            return _candidate(plan, self.stretched, context, learned, at.key_local, at.key_choice, rows, own)[0]
+            return _candidate(
+                plan, self.stretched, context, learned, at.key_local, at.key_choice, rows, own
+            )[0]
 
         units = sum(x.size for x in jax.tree.leaves(own)) * plan.num_local_particles
         numbers = units + max(n for _, n in rows.pad)
@@ -120,7 +124,9 @@ def _positions(
 ) -> tuple[Array, Position]:
     def one(key: Array) -> tuple[Array, Position]:
         theta, at = _position(plan, params, rows, stretched, key)
-        return theta, at._replace(context=at.context._replace(params={}))  # networks' weights are the same in all
+        return theta, at._replace(
+            context=at.context._replace(params={})
+        )  # networks' weights are the same in all
 
     return lax.map(one, random.split(key, num))
 
@@ -144,7 +150,12 @@ def draw_elsewhere(
     if plan.noise is not None:  # under privacy nobody weighs them
         return Draws(theta, [{}], jnp.full(num, jnp.nan), [jnp.zeros((num, 0))])
     learned = {k: params[k] for k in plan.learned}
-    message = (told, {k: v for k, v in own.items() if k not in plan.learned}, learned, plan.unconstrain(params))
+    message = (
+        told,
+        {k: v for k, v in own.items() if k not in plan.learned},
+        learned,
+        plan.unconstrain(params),
+    )
     local = EstimateLocal(plan, stretched)
     numbers = np.concatenate([np.asarray(rows.number) for rows in stacks]).tolist()
     calls = [Call(n, local, key, message, slot) for n, slot in zip(numbers, slots, strict=True)]
@@ -174,10 +185,14 @@ def draw(
     """
 
     def one(key: Array) -> Draws:
-        theta, (context, log_weight, key_local, key_choice) = _position(plan, params, stacks[0], stretched, key)
+        theta, (context, log_weight, key_local, key_choice) = _position(
+            plan, params, stacks[0], stretched, key
+        )
         learned = {k: params[k] for k in plan.learned}
         latents: list[dict[str, Array]] = [{} for _ in plan.families]
-        ratios = [jnp.zeros(_num_units(plan, part, stacks, totals)) for part in range(len(plan.families))]
+        ratios = [
+            jnp.zeros(_num_units(plan, part, stacks, totals)) for part in range(len(plan.families))
+        ]
         for rows, own in zip(stacks, local, strict=True):
             family = plan.families[rows.part]
             silo = partial(_candidate, plan, stretched, context, learned, key_local, key_choice)
@@ -190,7 +205,9 @@ def draw(
             groups = family.factors.local_groups()
             for site, x in sites.items():
                 group = groups[site]
-                out = latents[rows.part].get(site, jnp.zeros((dict(totals[rows.part])[group], *x.shape[2:]), x.dtype))
+                out = latents[rows.part].get(
+                    site, jnp.zeros((dict(totals[rows.part])[group], *x.shape[2:]), x.dtype)
+                )
                 latents[rows.part][site] = to_pooled_order(out, rows, group, x)
         return Draws(theta, latents, log_weight, ratios)
 
@@ -208,12 +225,16 @@ def at_once(num: int, numbers: int) -> int:
     return next((n for n in range(most, most // 2, -1) if num % n == 0), most)
 
 
-def globals_of(plan: Plan, silos: Silos, draws: Draws, params: dict[str, Array]) -> dict[str, Array]:
+def globals_of(
+    plan: Plan, silos: Silos, draws: Draws, params: dict[str, Array]
+) -> dict[str, Array]:
     """Global sites in their supports, leading axis: draws; from what is shared alone."""
     factors = plan.families[0].factors
     learned = {PARAMS: {k: params[k] for k in plan.learned}} if plan.learned else {}
     shared = {**silos.shared, **learned}
-    return lax.map(lambda theta: factors.constrain_globals(factors.unravel(theta), shared), draws.theta)
+    return lax.map(
+        lambda theta: factors.constrain_globals(factors.unravel(theta), shared), draws.theta
+    )
 
 
 def _num_units(plan: Plan, part: int, stacks: list[SiloRows], totals: tuple) -> int:
@@ -243,14 +264,20 @@ def _candidate(
     key_choice = random.fold_in(key_choice, rows.part)
     batch = pick(family, None, key, rows)
     if not family.has_local:
-        return unit_terms(family, context.theta, jnp.zeros((0, 0)), learned, batch)[1], {}, jnp.zeros(0)
+        return (
+            unit_terms(family, context.theta, jnp.zeros((0, 0)), learned, batch)[1],
+            {},
+            jnp.zeros(0),
+        )
     own = family.effective(own, rows)
     units = family.units(rows)
     eps = family.noise(key, rows, plan.num_local_particles)
     place = rows.order[family.group] if family.group is not None else rows.number[None]
     log_ratio: Array | float = 0.0
     if widened:
-        eps, log_ratio = wider_candidates(random.fold_in(key, 1), eps, units.owned(rows).sum(1), place)
+        eps, log_ratio = wider_candidates(
+            random.fold_in(key, 1), eps, units.owned(rows).sum(1), place
+        )
     z = family.latents(own, context, eps, rows)
     log_weight, rest = candidate_weights(family, own, context, learned, z, batch)
     log_weight = log_weight - log_ratio
@@ -273,7 +300,9 @@ def _over_the_others(log_weight: Array, which: Array) -> Array:
     return log_weight[which] - jax.nn.logsumexp(others, axis=0) + math.log(num - 1)
 
 
-def constrained(plan: Plan, part: int, silos: Silos, draws: Draws, params: dict[str, Array]) -> dict[str, Array]:
+def constrained(
+    plan: Plan, part: int, silos: Silos, draws: Draws, params: dict[str, Array]
+) -> dict[str, Array]:
     """All latent sites of a structure in their supports, and its deterministic ones, leading axis: draws."""
     factors = plan.families[part].factors
     learned = {k: params[k] for k in plan.learned}

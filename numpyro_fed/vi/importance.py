@@ -19,7 +19,9 @@ _EQUAL = 1.01  # n sum w^2 below which weights are as good as equal: q is within
 def smoothed(log_weight: np.ndarray) -> tuple[np.ndarray, float]:
     """Pareto-smoothed weights that sum to one, and Pareto's k (0 for nearly equal weights, infinite where one is not finite)."""
     if not np.isfinite(log_weight).all():
-        return np.where(np.isfinite(log_weight), 1.0, 0.0) / max(np.isfinite(log_weight).sum(), 1), float("inf")
+        return np.where(np.isfinite(log_weight), 1.0, 0.0) / max(
+            np.isfinite(log_weight).sum(), 1
+        ), float("inf")
     weight = np.exp(log_weight - log_weight.max())
     weight /= weight.sum()
     if len(weight) * np.sum(weight**2) < _EQUAL:
@@ -32,7 +34,9 @@ def smoothed(log_weight: np.ndarray) -> tuple[np.ndarray, float]:
 
 def worst_tail(log_terms: np.ndarray) -> tuple[float, int]:
     """The largest k of several weighings of the same draws ``(number, n)``, and which it is, among those whose terms vary most."""
-    which = np.argsort(-_unevenness(np.exp(log_terms - log_terms.max(1, keepdims=True))))[:_LOOKED_AT]
+    which = np.argsort(-_unevenness(np.exp(log_terms - log_terms.max(1, keepdims=True))))[
+        :_LOOKED_AT
+    ]
     return _largest(log_terms[which], which)
 
 
@@ -44,7 +48,9 @@ def tail_of_spreads(weight: np.ndarray, theta: np.ndarray) -> tuple[float, int]:
         return (weight[:, None] * (some - weight @ some) ** 2).T + np.finfo(float).tiny
 
     blocks = [slice(i, i + _BLOCK) for i in range(0, theta.shape[1], _BLOCK)]
-    which = np.argsort(-np.concatenate([_unevenness(terms(block)) for block in blocks]))[:_LOOKED_AT]
+    which = np.argsort(-np.concatenate([_unevenness(terms(block)) for block in blocks]))[
+        :_LOOKED_AT
+    ]
     return _largest(np.log(terms(which)), which)
 
 

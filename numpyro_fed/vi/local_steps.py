@@ -37,7 +37,9 @@ def all_rows(plan: Plan, stacks: list[SiloRows]) -> Array:
     return sum((jnp.sum(row_count(plan, rows)) for rows in stacks), jnp.zeros((), jnp.int32))
 
 
-def first_optim_states(plan: Plan, part: int, params: dict[str, Array], own: Any) -> tuple[Any, Any]:
+def first_optim_states(
+    plan: Plan, part: int, params: dict[str, Array], own: Any
+) -> tuple[Any, Any]:
     """Of the global parameters that move, and of the silo's own."""
     first = jax.vmap(plan.local_optim.init) if plan.unit_clocks(part) else plan.local_optim.init
     return plan.optim.init({k: params[k] for k in plan.moving}), first(own)
@@ -62,21 +64,29 @@ def steps(
 
     def step(carry: tuple, key: Array) -> tuple[tuple, Array]:
         moving, own, optim_state, local_state = carry
-        value, gradient, gradient_own, batch = _gradients(plan, {**still, **moving}, own, scale, key, rows)
+        value, gradient, gradient_own, batch = _gradients(
+            plan, {**still, **moving}, own, scale, key, rows
+        )
         downhill = jax.tree.map(jnp.negative, {k: gradient[k] for k in moving})
         updates, optim_state = plan.optim.update(downhill, optim_state, moving)
         moving = optax.apply_updates(moving, updates)
         if family.has_local:
             held, held_state = batch.take(own), batch.take(local_state)
             down = jax.tree.map(jnp.negative, gradient_own)
-            move = jax.vmap(plan.local_optim.update) if plan.unit_clocks(rows.part) else plan.local_optim.update
+            move = (
+                jax.vmap(plan.local_optim.update)
+                if plan.unit_clocks(rows.part)
+                else plan.local_optim.update
+            )
             updates, held_state = move(down, held_state, held)
             own = batch.put(own, optax.apply_updates(held, updates))
             local_state = batch.put(local_state, held_state)
         return (moving, own, optim_state, local_state), value
 
     start = ({k: params[k] for k in plan.moving}, own, optim_state, local_state)
-    (moving, own, optim_state, local_state), values = lax.scan(step, start, random.split(key, plan.num_local_steps))
+    (moving, own, optim_state, local_state), values = lax.scan(
+        step, start, random.split(key, plan.num_local_steps)
+    )
     return Steps({**still, **moving}, own, optim_state, local_state, values)
 
 

@@ -80,7 +80,9 @@ class Participation:
         return same and np.array_equal(self.probability, other.probability)  # type: ignore[attr-defined]
 
 
-def answering_of(value: Any, names: tuple[str, ...], elsewhere: bool, adds_up: bool) -> Participation | None:
+def answering_of(
+    value: Any, names: tuple[str, ...], elsewhere: bool, adds_up: bool
+) -> Participation | None:
     """The probabilities that ``answering=`` means, or an error in words.
 
     :param names: of the silos, in the order of the stacks.
@@ -90,16 +92,24 @@ def answering_of(value: Any, names: tuple[str, ...], elsewhere: bool, adds_up: b
     if value is None:
         return None
     if not elsewhere:
-        raise ValueError(f"answering={value!r}: silos at hand always answer; expected None, or participation=")
+        raise ValueError(
+            f"answering={value!r}: silos at hand always answer; expected None, or participation="
+        )
     if not adds_up:
-        raise ValueError(f"answering={value!r} is for fed.SFVI; expected None: averages are of the silos that answered")
+        raise ValueError(
+            f"answering={value!r} is for fed.SFVI; expected None: averages are of the silos that answered"
+        )
     number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
     if not number and not isinstance(value, Mapping):
-        raise ValueError(f"answering: expected a probability, or one for each silo's name, got {value!r}")
+        raise ValueError(
+            f"answering: expected a probability, or one for each silo's name, got {value!r}"
+        )
     return participation_of(dict.fromkeys(names, value) if number else value, names, "answering")
 
 
-def participation_of(value: Any, names: tuple[str, ...], argument: str = "participation") -> Participation | None:
+def participation_of(
+    value: Any, names: tuple[str, ...], argument: str = "participation"
+) -> Participation | None:
     """The rule that ``participation=`` means, or an error in words.
 
     :param names: of the silos, in the order of the stacks.
@@ -122,20 +132,30 @@ def participation_of(value: Any, names: tuple[str, ...], argument: str = "partic
                 "never takes part has no say in the posterior: leave it out of the data"
             )
         return Participation(None, probability)
-    if isinstance(value, bool) or not isinstance(value, int | float | np.number) or not 0 < value <= 1:
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float | np.number)
+        or not 0 < value <= 1
+    ):
         raise ValueError(
             f"participation: expected the fraction of silos in a round, in (0, 1], or a probability for each silo's name, "
             f"got {value!r}"
         )
     count = max(1, round(float(value) * len(names)))
-    return None if count == len(names) else Participation(count, np.full(len(names), count / len(names)))
+    return (
+        None
+        if count == len(names)
+        else Participation(count, np.full(len(names), count / len(names)))
+    )
 
 
 def in_step(plan: Plan, first: Callable, local: Any) -> Any:
     """The first states of a stack of silos; what is one number in each (an optimiser's clock) is one for all, while all take part."""
     states = jax.jit(jax.vmap(first))(local)
     own = plan.conducive or not (_keeps_time(plan.optim) and _keeps_time(plan.local_optim))
-    if plan.optim is not None and own:  # a conducive silo whose numbers are not finite keeps its clock
+    if (
+        plan.optim is not None and own
+    ):  # a conducive silo whose numbers are not finite keeps its clock
         return states
     clocks = jax.tree.map(_is_clock, jax.eval_shape(first, jax.tree.map(lambda x: x[0], local)))
     return jax.tree.map(lambda x, clock: x[0] if clock else x, states, clocks)
@@ -150,9 +170,13 @@ def _keeps_time(optim: Any) -> bool:
     params = {"": jnp.zeros((2, 1))}
     try:
         clocks = jax.tree.map(_is_clock, optim.init({"": params[""][0]}))
-        state = jax.tree.map(lambda x, clock: x[0] if clock else x, jax.vmap(optim.init)(params), clocks)
+        state = jax.tree.map(
+            lambda x, clock: x[0] if clock else x, jax.vmap(optim.init)(params), clocks
+        )
         axes = jax.tree.map(lambda clock: None if clock else 0, clocks)
-        jax.eval_shape(jax.vmap(optim.update, in_axes=(0, axes, 0), out_axes=(0, axes)), params, state, params)
+        jax.eval_shape(
+            jax.vmap(optim.update, in_axes=(0, axes, 0), out_axes=(0, axes)), params, state, params
+        )
     except (
         ValueError,
         TypeError,
@@ -169,7 +193,9 @@ def _own_clocks(state: VIState, stacks: list[SiloRows]) -> VIState:
     def each(own: Any, rows: SiloRows) -> Any:
         return jax.tree.map(lambda x: x if x.ndim else jnp.broadcast_to(x, rows.number.shape), own)
 
-    return state._replace(silos=tuple(each(own, rows) for own, rows in zip(state.silos, stacks, strict=True)))
+    return state._replace(
+        silos=tuple(each(own, rows) for own, rows in zip(state.silos, stacks, strict=True))
+    )
 
 
 def drawn(who: Participation | None, server: Any) -> tuple[Array, Array | None]:
@@ -179,19 +205,32 @@ def drawn(who: Participation | None, server: Any) -> tuple[Array, Array | None]:
 
 
 def advance(
-    federated: Callable, plan: Plan, who: Participation | None, state: VIState, stacks: list[SiloRows]
+    federated: Callable,
+    plan: Plan,
+    who: Participation | None,
+    state: VIState,
+    stacks: list[SiloRows],
 ) -> tuple[VIState, Any]:
     """One round."""
     key_round, weights = drawn(who, state.server)
     algorithm = federated(plan, stacks)
-    server, info, silos = round_all(algorithm, key_round, state.server, list(state.silos), stacks, weights)
-    asked = jnp.ones_like(state.visits) if weights is None else (weights > 0).astype(state.visits.dtype)
+    server, info, silos = round_all(
+        algorithm, key_round, state.server, list(state.silos), stacks, weights
+    )
+    asked = (
+        jnp.ones_like(state.visits) if weights is None else (weights > 0).astype(state.visits.dtype)
+    )
     return VIState(server, tuple(silos), state.visits + asked), info
 
 
 @partial(jax.jit, static_argnames=("federated", "plan", "who"))
 def _chunk(
-    federated: Callable, plan: Plan, who: Participation | None, state: VIState, stacks: list[SiloRows], num: Array
+    federated: Callable,
+    plan: Plan,
+    who: Participation | None,
+    state: VIState,
+    stacks: list[SiloRows],
+    num: Array,
 ) -> tuple[VIState, Array, Array]:
     """Up to ``_CHUNK`` rounds: the state, each round's loss, and the silo that was not finite (-1: none, -2: the server)."""
 
@@ -205,7 +244,9 @@ def _chunk(
     return lax.fori_loop(0, num, body, (state, losses, bad))
 
 
-def at_hand(federated: Callable, plan: Plan, who: Participation | None, stacks: list[SiloRows]) -> Callable:
+def at_hand(
+    federated: Callable, plan: Plan, who: Participation | None, stacks: list[SiloRows]
+) -> Callable:
     """What makes up to ``_CHUNK`` rounds in this process: ``advance_by(state, num) -> (state, losses, bad)``."""
 
     def advance_by(state: VIState, num: int) -> tuple[VIState, np.ndarray, np.ndarray]:
@@ -238,9 +279,16 @@ def run_rounds(
 
     # looked at before a round, so that a fit that goes on from a checkpoint ends where it would have
     def settled() -> bool:
-        moved = float(state.server.moved) if plan.conducive else 0.0  # a bound may stand still while q moves
+        moved = (
+            float(state.server.moved) if plan.conducive else 0.0
+        )  # a bound may stand still while q moves
         least = 1 if plan.conducive else _WINDOW
-        return tol is not None and moved < _STILL and len(losses) % look == 0 and _settled(losses, tol, least)
+        return (
+            tol is not None
+            and moved < _STILL
+            and len(losses) % look == 0
+            and _settled(losses, tol, least)
+        )
 
     with tqdm(total=num_rounds, initial=len(losses), disable=not progress_bar) as bar:
         while len(losses) < num_rounds and not settled():
@@ -253,7 +301,10 @@ def run_rounds(
                     foreign = not isinstance(stopped, SiloError)
                     if foreign and (before is None or not len(losses)):
                         raise
-                    said = f"{type(stopped).__name__}: " * foreign + f"{stopped}, in round {len(losses) + 1}"
+                    said = (
+                        f"{type(stopped).__name__}: " * foreign
+                        + f"{stopped}, in round {len(losses) + 1}"
+                    )
                     if not len(losses):
                         raise RuntimeError(said) from None
                 warnings.warn(
@@ -309,7 +360,10 @@ def ledger(
 
         def one(server: Any, own: Any, rows: SiloRows = rows) -> tuple[Any, Any]:
             alone = jax.tree.map(
-                lambda x, axis: x if axis is None else x[0], rows, rows.axes, is_leaf=lambda x: x is None
+                lambda x, axis: x if axis is None else x[0],
+                rows,
+                rows.axes,
+                is_leaf=lambda x: x is None,
             )
             message = algorithm.broadcast(random.key(0), server)
             return message, algorithm.local(random.key(0), message, own, alone)[0]

@@ -57,17 +57,25 @@ def pick(family: Any, size: tuple[str, int] | None, key: Array, rows: SiloRows) 
     group, most = size
     shown, total = min(most, dict(rows.pad)[group]), rows.sizes[group]
     count = jnp.minimum(shown, total)
-    place = jnp.minimum(systematic(random.randint(key, (), 0, total), total, count, shown), total - 1)
+    place = jnp.minimum(
+        systematic(random.randint(key, (), 0, total), total, count, shown), total - 1
+    )
     place = jnp.where(jnp.arange(shown) < count, place, place[0])
     return rows_at(family, group, place, count, total.astype(jnp.result_type(float)) / count, rows)
 
 
-def rows_at(family: Any, group: str, place: Array, count: Array, stands_for: Array, rows: SiloRows) -> Batch:
+def rows_at(
+    family: Any, group: str, place: Array, count: Array, stands_for: Array, rows: SiloRows
+) -> Batch:
     """The batch of the rows of a group at these places, of which the first ``count`` are real.
 
     :param stands_for: weight of a row's terms.
     """
-    groups, pad, shown = {leaf: g for leaf, g, _ in family.factors.rows}, dict(rows.pad)[group], len(place)
+    groups, pad, shown = (
+        {leaf: g for leaf, g, _ in family.factors.rows},
+        dict(rows.pad)[group],
+        len(place),
+    )
     batch = replace(
         rows,
         rows={k: v[place] if groups[k] == group else v for k, v in rows.rows.items()},

@@ -46,7 +46,9 @@ class Options:
             if not (value is None and name == "batch_size") and not (whole and value >= 1):
                 raise ValueError(f"{name}: expected a whole number >= 1, got {value!r}")
         if self.privacy is not None and not isinstance(self.privacy, Privacy):
-            raise TypeError(f"privacy: expected fed.Privacy(...) or None, got {type(self.privacy).__name__}")
+            raise TypeError(
+                f"privacy: expected fed.Privacy(...) or None, got {type(self.privacy).__name__}"
+            )
         if self.privacy is not None and self.num_particles != 1:
             raise ValueError(
                 f"num_particles={self.num_particles}: under privacy each draw of theta would have noise of its own; expected 1"
@@ -55,7 +57,9 @@ class Options:
             raise TypeError(f"secure_sum: expected True or False, got {self.secure_sum!r}")
         return self
 
-    def check_rounds(self, num_rounds: int, tol: Any, participation: Any, answering: Any, state: Any) -> None:
+    def check_rounds(
+        self, num_rounds: int, tol: Any, participation: Any, answering: Any, state: Any
+    ) -> None:
         """Refuse what makes no sense with a budget of privacy, or with sums."""
         if self.secure_sum and not (participation is None and answering is None):
             raise ValueError(
@@ -64,7 +68,9 @@ class Options:
         if self.privacy is None:
             return
         if tol is not None:
-            raise ValueError(f"tol={tol}: under privacy no bound leaves the silos; expected tol=None")
+            raise ValueError(
+                f"tol={tol}: under privacy no bound leaves the silos; expected tol=None"
+            )
         before = 0 if state is None else int(state.server.i)
         if before + num_rounds > self.privacy.num_rounds:
             raise ValueError(

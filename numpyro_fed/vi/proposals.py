@@ -56,7 +56,11 @@ def wider_candidates(key: Array, eps: Array, width: Array, place: Array) -> tupl
     eps = jnp.where(wide[:, None, None], eps * chi[..., None] ** -0.5, eps)
     square = jnp.sum(eps**2, axis=-1)
     normal = -0.5 * square - 0.5 * width * math.log(2 * math.pi)
-    student = special.gammaln(half + width / 2) - special.gammaln(half) - 0.5 * width * math.log(_DEGREES * math.pi)
+    student = (
+        special.gammaln(half + width / 2)
+        - special.gammaln(half)
+        - 0.5 * width * math.log(_DEGREES * math.pi)
+    )
     student = student - (half + width / 2) * jnp.log1p(square / _DEGREES)
     share = wide.mean()
     mixture = jnp.logaddexp(jnp.log1p(-share), jnp.log(share) + student - normal)

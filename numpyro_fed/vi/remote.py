@@ -72,7 +72,9 @@ class InitLocal:
     algorithm: str
     taken: bool = False
 
-    def __call__(self, key: Array, message: dict[str, Array], state: Any, view: SiloView) -> tuple[Array, Any]:
+    def __call__(
+        self, key: Array, message: dict[str, Array], state: Any, view: SiloView
+    ) -> tuple[Array, Any]:
         local = self.plan.families[0].init_local(rows_of(view))
         if self.taken:
             own = own_params(self.plan, 0, state, message)
@@ -104,7 +106,9 @@ class RoundLocal:
 
     def __call__(self, key: Array, message: Any, state: Any, view: SiloView) -> tuple[Any, Any]:
         options = {"bare": True} if self.bare and self.plan.noise is not None else {}
-        return _ALGORITHMS[self.algorithm].local(self.plan, key, message, state, rows_of(view), **options)
+        return _ALGORITHMS[self.algorithm].local(
+            self.plan, key, message, state, rows_of(view), **options
+        )
 
     def private(self, reply: Any, key: bytes) -> Any:
         """Return a bare reply as it leaves, exactly noised.
@@ -112,7 +116,9 @@ class RoundLocal:
         :param key: 32 secret bytes, of this call alone.
         """
         assert self.plan.noise is not None
-        return _ALGORITHMS[self.algorithm].private(reply, partial(noised_exactly, self.plan.noise, Words(key)))
+        return _ALGORITHMS[self.algorithm].private(
+            reply, partial(noised_exactly, self.plan.noise, Words(key))
+        )
 
 
 @partial(jax.jit, static_argnames=("federated", "plan", "who"))
@@ -159,12 +165,19 @@ class RemoteRounds:
         self.checkpoint, self.facts = checkpoint or Checkpoint(None, 1), facts or {}
         self.losses: list[float] = []
         self.saved_slots: set[int] = set()
-        self.algorithm, self.federated, self.prepared, self.who = algorithm, federated, prepared, who
+        self.algorithm, self.federated, self.prepared, self.who = (
+            algorithm,
+            federated,
+            prepared,
+            who,
+        )
         silos = prepared.parts[0]
         assert isinstance(silos, RemoteSilos)
         self.silos, self.carrier = silos, silos.carrier
         self.written: set[int] = set()  # slots that are to be forgotten when the state is elsewhere
-        self.numbers = np.concatenate([np.asarray(rows.number) for rows in prepared.stacks]).tolist()
+        self.numbers = np.concatenate(
+            [np.asarray(rows.number) for rows in prepared.stacks]
+        ).tolist()
         self.local = RoundLocal(prepared.plan, algorithm)
         self.answering = None if answering is None else answering.probability
         self.zeros: Any = None
@@ -175,11 +188,17 @@ class RemoteRounds:
         :param params: global parameters, unconstrained.
         :param taken: where the silos find own parameters to start from.
         """
-        num, local = len(self.numbers), InitLocal(self.prepared.plan, self.algorithm, taken is not None)
+        num, local = (
+            len(self.numbers),
+            InitLocal(self.prepared.plan, self.algorithm, taken is not None),
+        )
         read = [None] * num if taken is None else taken.slots.tolist()
         key = jax.random.key(0)  # of which nothing is drawn
         slots = [self.carrier.new_slot() for _ in self.numbers]
-        calls = [Call(n, local, key, params, *own) for n, *own in zip(self.numbers, read, slots, strict=True)]
+        calls = [
+            Call(n, local, key, params, *own)
+            for n, *own in zip(self.numbers, read, slots, strict=True)
+        ]
         try:
             self.silos.ask_for_sure(calls)
         except BaseException:
@@ -233,33 +252,52 @@ class RemoteRounds:
     def _round(self, state: VIState) -> tuple[VIState, float, int]:
         """One round, its loss, and which silo was not finite."""
         kept: Elsewhere = state.silos  # type: ignore[assignment]
-        message, keys, weights = _leave(self.federated, self.prepared.plan, self.who, state.server, self._stacks)
+        message, keys, weights = _leave(
+            self.federated, self.prepared.plan, self.who, state.server, self._stacks
+        )
         weights = np.ones(len(keys)) if weights is None else np.asarray(weights)
         asked = np.flatnonzero(weights > 0).tolist()
         write = kept.slots.copy()
         write[asked] = [self.carrier.new_slot() for _ in asked]
         self.written.update(write[asked].tolist())
-        calls = [Call(self.numbers[i], self.local, keys[i], message, int(kept.slots[i]), int(write[i])) for i in asked]
+        calls = [
+            Call(self.numbers[i], self.local, keys[i], message, int(kept.slots[i]), int(write[i]))
+            for i in asked
+        ]
         replies, times = self._answers(calls)
         came = np.zeros(len(keys), bool)
         came[asked] = [reply is not None for reply in replies]
         # of a silo that keeps nothing of it, where nobody is asked
-        blank = self._blank(replies, calls or [Call(self.numbers[0], self.local, keys[0], message, int(kept.slots[0]))])
+        blank = self._blank(
+            replies,
+            calls or [Call(self.numbers[0], self.local, keys[0], message, int(kept.slots[0]))],
+        )
         each = [blank] * len(keys)
         for i, reply in zip(asked, replies, strict=True):
             each[i] = blank if reply is None else reply
-        collected = jax.tree.map(lambda *x: np.stack(x), *each)  # in NumPy, which has no programs to dispatch
+        collected = jax.tree.map(
+            lambda *x: np.stack(x), *each
+        )  # in NumPy, which has no programs to dispatch
         collected = opened(collected, np.dtype(jnp.result_type(float)))
         server, info = _merge(
-            self.federated, self.prepared.plan, state.server, collected, self._weights(weights, came), self._stacks
+            self.federated,
+            self.prepared.plan,
+            state.server,
+            collected,
+            self._weights(weights, came),
+            self._stacks,
         )
         loss, finite, silo = (np.asarray(x) for x in info)
         costs = kept.costs.copy()
         costs[asked] += self._costs(message, blank, times, came[asked])
         missed = kept.missed + (came & ~collected.finite)
         new = replace(kept, slots=np.where(came, write, kept.slots), costs=costs, missed=missed)
-        alone = self.prepared.plan.secure_sum and len(self.numbers) > len(collected.finite)  # of a sum no silo is known
-        if not finite and silo < 0 and not alone:  # a silo that says its numbers are finite may be wrong
+        alone = self.prepared.plan.secure_sum and len(self.numbers) > len(
+            collected.finite
+        )  # of a sum no silo is known
+        if (
+            not finite and silo < 0 and not alone
+        ):  # a silo that says its numbers are finite may be wrong
             numbers = jax.tree.leaves(collected._replace(value=()))  # which is NaN under privacy
             odd = np.any([~np.isfinite(x).reshape(len(x), -1).all(1) for x in numbers], axis=0)
             silo = odd.argmax() if odd.any() else silo
@@ -286,7 +324,9 @@ class RemoteRounds:
         if self.zeros is None:
             if all(reply is None for reply in replies):
                 replies, _ = self.silos.ask_again(calls, all_needed=False)
-            self.zeros = jax.tree.map(np.zeros_like, next(reply for reply in replies if reply is not None))
+            self.zeros = jax.tree.map(
+                np.zeros_like, next(reply for reply in replies if reply is not None)
+            )
         return self.zeros
 
     def _weights(self, weights: np.ndarray, came: np.ndarray) -> np.ndarray | None:
@@ -309,7 +349,11 @@ def kept_by(state: Any, prepared: Prepared, name: str) -> Elsewhere:
     :param name: the argument that it was given as.
     """
     kept, carrier = getattr(state, "silos", None), prepared.parts[0].carrier  # type: ignore[attr-defined]
-    if isinstance(kept, Elsewhere) and kept.token == carrier.token and len(kept.slots) == len(prepared.names):
+    if (
+        isinstance(kept, Elsewhere)
+        and kept.token == carrier.token
+        and len(kept.slots) == len(prepared.names)
+    ):
         return kept
     raise ValueError(
         f"{name}: expected a result of a run over the same carrier, whose local parameters the silos keep, got one of other silos or of silos at hand"

@@ -43,8 +43,16 @@ class VIResult:
     stopped: str | None = None
 
     def __repr__(self) -> str:
-        tail = self.losses[-max(1, len(self.losses) // 10) :] if len(self.losses) else np.full(1, np.nan)
-        loss = f"mean loss {tail.mean():.2f} over the last {len(tail):,}" if self.privacy is None else str(self.privacy)
+        tail = (
+            self.losses[-max(1, len(self.losses) // 10) :]
+            if len(self.losses)
+            else np.full(1, np.nan)
+        )
+        loss = (
+            f"mean loss {tail.mean():.2f} over the last {len(tail):,}"
+            if self.privacy is None
+            else str(self.privacy)
+        )
         shapes = ", ".join(f"{k}{shape_of(v)}" for k, v in self.params.items())
         return f"VIResult: {len(self.losses):,} rounds, {loss}\n  params: {shapes}\n{self.ledger}"
 
@@ -57,12 +65,18 @@ def global_params(result: VIResult, prepared: Prepared, params: dict) -> dict:
         raise ValueError(
             f"init_from: expected a result of the same model and guide, with global parameters of shapes {shapes}, got {got}"
         )
-    return prepared.plan.unconstrain(jax.tree.map(jnp.asarray, {k: result.params[k] for k in params}))
+    return prepared.plan.unconstrain(
+        jax.tree.map(jnp.asarray, {k: result.params[k] for k in params})
+    )
 
 
 def shape_of(value: Any) -> list:
     """Of an array; of the arrays of a network."""
-    return list(value.shape) if hasattr(value, "shape") else [list(x.shape) for x in jax.tree.leaves(value)]
+    return (
+        list(value.shape)
+        if hasattr(value, "shape")
+        else [list(x.shape) for x in jax.tree.leaves(value)]
+    )
 
 
 def local_params(prepared: Prepared, local: list) -> dict[str, Array]:
@@ -71,9 +85,15 @@ def local_params(prepared: Prepared, local: list) -> dict[str, Array]:
     for part, family in enumerate(plan.families):
         if not family.has_local:
             continue
-        mine = [(r, family.named(p)) for r, p in zip(prepared.stacks, local, strict=True) if r.part == part]
+        mine = [
+            (r, family.named(p))
+            for r, p in zip(prepared.stacks, local, strict=True)
+            if r.part == part
+        ]
         for name, (_, group) in mine[0][1].items():
-            out[name + plan.suffix(part)] = _in_order([(r, p[name][0]) for r, p in mine], group, prepared.parts[part])
+            out[name + plan.suffix(part)] = _in_order(
+                [(r, p[name][0]) for r, p in mine], group, prepared.parts[part]
+            )
     return out
 
 
@@ -92,7 +112,9 @@ def stacked_params(prepared: Prepared, params: dict[str, Array]) -> list:
                 new[name] = given[(rows.number, *[slice(n) for n in x.shape[2:]])][:, None]
             else:
                 own = stacked_mask(rows, group)
-                new[name] = jnp.where(own.reshape(*own.shape, *[1] * (x.ndim - 2)), given[rows.order[group]], x)
+                new[name] = jnp.where(
+                    own.reshape(*own.shape, *[1] * (x.ndim - 2)), given[rows.order[group]], x
+                )
         out.append(family.from_named(new))
     return out
 

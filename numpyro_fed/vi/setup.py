@@ -88,14 +88,21 @@ def prepare(model: Callable, guide: Any, silos: Silos | MixedSilos, options: Opt
     stacks, names = [], []
     for i, part in enumerate(parts):
         for rows in outlines(part, i) if isinstance(part, RemoteSilos) else stack(part, i):
-            stacks.append(replace(rows, shared={k: v for k, v in rows.shared.items() if k != PARAMS}))
+            stacks.append(
+                replace(rows, shared={k: v for k, v in rows.shared.items() if k != PARAMS})
+            )
             names += [part.names[n] for n in np.asarray(rows.number)]
     here = [] if isinstance(parts[0], RemoteSilos) else stacks
-    local = [jax.jit(jax.vmap(plan.families[rows.part].init_local, in_axes=(rows.axes,)))(rows) for rows in here]
+    local = [
+        jax.jit(jax.vmap(plan.families[rows.part].init_local, in_axes=(rows.axes,)))(rows)
+        for rows in here
+    ]
     return Prepared(plan, parts, stacks, tuple(names), local)
 
 
-def planned_alone(model: Callable, guide: Any, known: Silos, options: Options, independent: bool) -> Plan:
+def planned_alone(
+    model: Callable, guide: Any, known: Silos, options: Options, independent: bool
+) -> Plan:
     """The plan of silos elsewhere as each of them makes it for itself: from what is known of all, without asking any.
 
     :param independent: whether elements are independent given theta, which is found by asking: of the server's plan whether ``families[0].group`` is one.
@@ -104,7 +111,11 @@ def planned_alone(model: Callable, guide: Any, known: Silos, options: Options, i
 
 
 def _planned(
-    model: Callable, guide: Any, parts: tuple[Silos, ...], options: Options, independent: bool | None = None
+    model: Callable,
+    guide: Any,
+    parts: tuple[Silos, ...],
+    options: Options,
+    independent: bool | None = None,
 ) -> tuple[Plan, tuple[Silos, ...]]:
     """The static facts, and the silos with first values of learned parameters among their shared arguments."""
     learned, parts, factors = factored(model, parts)
@@ -120,7 +131,9 @@ def _planned(
             )
     twice = sorted(set(learned) & set(families[0].constraints()))
     if twice:
-        raise ValueError(f"parameters {twice} are in the model and in the guide; expected different names")
+        raise ValueError(
+            f"parameters {twice} are in the model and in the guide; expected different names"
+        )
     plan = Plan(
         families,
         options.optim,
@@ -150,7 +163,11 @@ def _noise(options: Options, families: tuple[Any, ...], num_silos: int) -> Noise
 
 def _some(silos: Silos, batch: tuple[str, int] | None) -> Silos:
     """The rows that checks look at: some where fits do."""
-    return silos if batch is None or isinstance(silos, RemoteSilos) else thin(silos, batch[0], _PROOF_ROWS)
+    return (
+        silos
+        if batch is None or isinstance(silos, RemoteSilos)
+        else thin(silos, batch[0], _PROOF_ROWS)
+    )
 
 
 def first_params(prepared: Prepared, guide: Any, key: Array) -> dict[str, Array]:
@@ -164,10 +181,15 @@ def first_params(prepared: Prepared, guide: Any, key: Array) -> dict[str, Array]
     at = (plan.factors, guide.init_loc_fn, silos, key)
     try:
         loc = _first_position(*at)
-    except (jax.errors.JAXTypeError, ValueError):  # of a strategy that looks at numbers, or has no hash
+    except (
+        jax.errors.JAXTypeError,
+        ValueError,
+    ):  # of a strategy that looks at numbers, or has no hash
         loc = _first_position.__wrapped__(*at)  # type: ignore[attr-defined]
     if not bool(jnp.isfinite(loc).all()):
-        raise ValueError("init_loc_fn: expected finite values of the global sites, got NaN or infinity")
+        raise ValueError(
+            "init_loc_fn: expected finite values of the global sites, got NaN or infinity"
+        )
     return plan.unconstrain({**family.init(loc), **learned})
 
 
@@ -175,7 +197,12 @@ def first_params(prepared: Prepared, guide: Any, key: Array) -> dict[str, Array]
 def _first_position(factors: Factors, strategy: Callable, silos: Silos, key: Array) -> Array:
     """The global sites where a strategy starts them, unconstrained ``(d,)``."""
     sites = probe(factors.model, silos, key, strategy)
-    return factors.ravel({n: biject_to(sites[n]["fn"].support).inv(sites[n]["value"]) for n, _ in factors.global_sites})
+    return factors.ravel(
+        {
+            n: biject_to(sites[n]["fn"].support).inv(sites[n]["value"])
+            for n, _ in factors.global_sites
+        }
+    )
 
 
 def _check_globals(factors: list[Factors], parts: tuple[Silos, ...]) -> None:
@@ -194,13 +221,21 @@ def _check_globals(factors: list[Factors], parts: tuple[Silos, ...]) -> None:
             )
 
 
-def _batch(options: Options, factors: list[Factors], parts: tuple[Silos, ...]) -> tuple[str, int] | None:
+def _batch(
+    options: Options, factors: list[Factors], parts: tuple[Silos, ...]
+) -> tuple[str, int] | None:
     if options.batch_size is None:
         return None
     if len(parts) > 1:
-        raise ValueError("batch_size: expected silos of one structure, got several; take batch_size=None")
+        raise ValueError(
+            "batch_size: expected silos of one structure, got several; take batch_size=None"
+        )
     group = factors[0].batch_group()
-    if factors[0].local_sites and factors[0].latent_groups != (group,) and options.num_local_particles > 1:
+    if (
+        factors[0].local_sites
+        and factors[0].latent_groups != (group,)
+        and options.num_local_particles > 1
+    ):
         raise ValueError(
             f"batch_size={options.batch_size} of {group!r} with num_local_particles={options.num_local_particles}: "
             f"importance weights of the latents of {factors[0].latent_groups} need all their rows; expected "
@@ -222,14 +257,21 @@ def _family(
     :param known: whether elements are independent; ``None``: that is found out where it matters.
     """
     independent = known is not False
-    if known is None and (options.num_local_particles > 1 or batch is not None) and len(factors.latent_groups) == 1:
+    if (
+        known is None
+        and (options.num_local_particles > 1 or batch is not None)
+        and len(factors.latent_groups) == 1
+    ):
         some = _some(silos, batch)
         units = Units(factors, factors.latent_groups[0], largest(some))
         independent = elements_are_independent(factors, units, some)
     if isinstance(guide, AutoSiloNormal):
         _check_guides_model(guide, factors, silos)
         one = made_up_rows(factors.rows, silos.index)
-        own = {g: {k: one[k] for k in factors.leaves(g) if k not in silos.index} for g in factors.latent_groups}
+        own = {
+            g: {k: one[k] for k in factors.leaves(g) if k not in silos.index}
+            for g in factors.latent_groups
+        }
         family: Any = guide.family(factors, own, independent)
     else:
         family = guide_family(guide, factors, silos, independent, known is None)
@@ -248,7 +290,10 @@ def _check_guides_model(guide: AutoSiloNormal, factors: Factors, silos: Silos) -
         return
     other = factorise(guide.model, without_params(silos))
     if (other.global_sites, other.local_sites) != (factors.global_sites, factors.local_sites):
-        names = [[n for n, _ in f.global_sites] + [s.name for s in f.local_sites] for f in (factors, other)]
+        names = [
+            [n for n, _ in f.global_sites] + [s.name for s in f.local_sites]
+            for f in (factors, other)
+        ]
         raise ValueError(
             f"the guide was made for another model: expected one of the latent sites {names[0]}, got {names[1]}"
         )

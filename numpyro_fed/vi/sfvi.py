@@ -103,7 +103,10 @@ def federated(plan: Plan, stacks: list[SiloRows]) -> Federated:
     :param stacks: hold the shared arguments, from which the server evaluates the prior.
     """
     return Federated(
-        partial(init, plan), partial(broadcast, plan), partial(local, plan), partial(merge, plan, stacks[0])
+        partial(init, plan),
+        partial(broadcast, plan),
+        partial(local, plan),
+        partial(merge, plan, stacks[0]),
     )
 
 
@@ -164,7 +167,9 @@ def local(
         return silo_bound(family, own, context, message.params, eps, batch)
 
     if len(message.key) != plan.num_particles:
-        raise ValueError(f"it is told {len(message.key)} draws of theta; expected {plan.num_particles}")
+        raise ValueError(
+            f"it is told {len(message.key)} draws of theta; expected {plan.num_particles}"
+        )
     terms = jax.vmap(one)(message.context, message.key)
     mean = partial(jax.tree.map, lambda x: x.mean(0))
     value, learned = mean(terms.value), mean(terms.params)
@@ -181,7 +186,9 @@ def local(
     if plan.noise is None:
         return reply, state
     reply = _whitened(message, reply)
-    return (reply if bare else private(reply, partial(noised, plan.noise, random.fold_in(key, 1)))), state
+    return (
+        reply if bare else private(reply, partial(noised, plan.noise, random.fold_in(key, 1)))
+    ), state
 
 
 def _whitened(message: Message, reply: Reply) -> Reply:
@@ -189,7 +196,9 @@ def _whitened(message: Message, reply: Reply) -> Reply:
 
     def one(gradient: Any) -> Any:
         pull = jax.vjp(message.scale.apply, gradient.theta)[1]
-        return gradient._replace(theta=jnp.zeros_like(gradient.theta), u=gradient.u + pull(gradient.theta)[0])
+        return gradient._replace(
+            theta=jnp.zeros_like(gradient.theta), u=gradient.u + pull(gradient.theta)[0]
+        )
 
     return reply._replace(context=jax.vmap(one)(reply.context))
 
@@ -228,7 +237,9 @@ def merge(
         for one that did (Horvitz-Thompson), so that the gradient stays unbiased. ``None``: all ones.
     """
     noise, _ = _draws(plan, server.rng_key)
-    value, gradients, learned = (jax.tree.map(lambda x: _weighted_sum(x, weights), part) for part in replies[:3])
+    value, gradients, learned = (
+        jax.tree.map(lambda x: _weighted_sum(x, weights), part) for part in replies[:3]
+    )
 
     own, gradient = server_gradient(plan, rows, server.params, noise, gradients, learned)
     down = jax.tree.map(jnp.negative, gradient)
@@ -242,7 +253,12 @@ def merge(
 
 
 def server_gradient(
-    plan: Plan, rows: SiloRows, params: dict[str, Array], noise: Array, gradients: Any, learned: dict[str, Array]
+    plan: Plan,
+    rows: SiloRows,
+    params: dict[str, Array],
+    noise: Array,
+    gradients: Any,
+    learned: dict[str, Array],
 ) -> tuple[Array, dict[str, Array]]:
     """The prior's and q's part of the bound, and the whole bound's gradient in the unconstrained global parameters.
 
@@ -261,7 +277,9 @@ def server_gradient(
             return own, _dot(context, gradient)
 
         own, paths = jax.vmap(one)(noise, gradients)
-        return own.mean() + paths.sum() + _dot({k: params[k] for k in plan.learned}, learned), own.mean()
+        return own.mean() + paths.sum() + _dot(
+            {k: params[k] for k in plan.learned}, learned
+        ), own.mean()
 
     (_, own), gradient = jax.value_and_grad(objective, has_aux=True)(params)
     return own, gradient

@@ -82,7 +82,9 @@ class Reply(NamedTuple):
 
 def federated(plan: Plan, stacks: list[SiloRows]) -> Federated:
     """SFVI-Avg as ``init / broadcast / local / merge``."""
-    return Federated(init, partial(broadcast, all_rows(plan, stacks)), partial(local, plan), partial(merge, plan))
+    return Federated(
+        init, partial(broadcast, all_rows(plan, stacks)), partial(local, plan), partial(merge, plan)
+    )
 
 
 def init(key: Array, params: dict[str, Array]) -> Server:
@@ -101,22 +103,32 @@ def broadcast(total: Array, key: Array, server: Server) -> Message:
     return Message(server.params, total)
 
 
-def local(plan: Plan, key: Array, message: Message, state: SiloState, rows: SiloRows) -> tuple[Reply, SiloState]:
+def local(
+    plan: Plan, key: Array, message: Message, state: SiloState, rows: SiloRows
+) -> tuple[Reply, SiloState]:
     """m steps on the silo's own objective, from the server's parameters."""
     family = plan.families[rows.part]
     scale = message.total.astype(jnp.result_type(float)) / row_count(plan, rows)
     old, new = plan.constrain(state.base), plan.constrain(message.params)
     own = family.rebased(state.params, old, new) if family.has_local else state.params
 
-    done = steps(plan, message.params, own, state.optim_state, state.local_optim_state, scale, key, rows)
-    finite, value, told = all_finite((done.params, done.own, done.values)), done.values.mean(), done.params
+    done = steps(
+        plan, message.params, own, state.optim_state, state.local_optim_state, scale, key, rows
+    )
+    finite, value, told = (
+        all_finite((done.params, done.own, done.values)),
+        done.values.mean(),
+        done.params,
+    )
     if plan.secure_sum:
         told, value = jax.tree.map(lambda x: x / scale, (plan.constrain(told), value))
     reply = Reply(value, told, row_count(plan, rows), finite)
     return reply, SiloState(done.own, done.params, done.optim_state, done.local_optim_state)
 
 
-def merge(plan: Plan, server: Server, replies: Reply, weights: Array | None = None) -> tuple[Server, Info]:
+def merge(
+    plan: Plan, server: Server, replies: Reply, weights: Array | None = None
+) -> tuple[Server, Info]:
     """The barycentre of the silos' q and the average of their learned parameters, weighted by rows.
 
     :param weights: zero for a silo that did not answer; who did is weighted by rows alone.
@@ -127,8 +139,12 @@ def merge(plan: Plan, server: Server, replies: Reply, weights: Array | None = No
     asked = jnp.ones_like(replies.finite) if weights is None else weights > 0
     share = jnp.where(asked, replies.count, 0).astype(replies.value.dtype)
     share = share / share.sum()
-    absent = {k: server.params[k] for k in server.params}  # in place of a reply that may be anything
-    params = jax.tree.map(lambda x, y: jnp.where(asked.reshape(-1, *[1] * (x.ndim - 1)), x, y), replies.params, absent)
+    absent = {
+        k: server.params[k] for k in server.params
+    }  # in place of a reply that may be anything
+    params = jax.tree.map(
+        lambda x, y: jnp.where(asked.reshape(-1, *[1] * (x.ndim - 1)), x, y), replies.params, absent
+    )
     constrained = jax.vmap(plan.constrain)(params)
     family = plan.families[0]
     covariances = jax.vmap(lambda p: family.scale(p).covariance())(constrained)
@@ -141,7 +157,9 @@ def merge(plan: Plan, server: Server, replies: Reply, weights: Array | None = No
     return _settled(plan, server, new, loss, good)
 
 
-def _settled(plan: Plan, server: Server, new: dict[str, Array], loss: Array, good: Array) -> tuple[Server, Info]:
+def _settled(
+    plan: Plan, server: Server, new: dict[str, Array], loss: Array, good: Array
+) -> tuple[Server, Info]:
     """The server's next state, of parameters in their supports."""
     unconstrained = plan.unconstrain(new)
     info = Info(loss, good.all() & all_finite(unconstrained), first_bad(good))

@@ -176,10 +176,17 @@ class SFVIAvg(FederatedVI):
                 "secure_sum=True: the barycentre of the silos' covariances is no sum of them; expected conducive=True, whose sites add up, a guide with "
                 'global_cov="diag", or fed.SFVI'
             )
-        self.algorithm, self._federated, self._init_silo = "sfvi_avg", sfvi_avg.federated, sfvi_avg.init_silo
+        self.algorithm, self._federated, self._init_silo = (
+            "sfvi_avg",
+            sfvi_avg.federated,
+            sfvi_avg.init_silo,
+        )
         if conducive:
             self.algorithm = "conducive"
-            self._federated, self._init_silo = conducive_rounds.federated, conducive_rounds.init_silo
+            self._federated, self._init_silo = (
+                conducive_rounds.federated,
+                conducive_rounds.init_silo,
+            )
         if not isinstance(guide, AutoSiloNormal):
             raise TypeError(
                 f"SFVI-Avg averages Gaussians: expected fed.AutoSiloNormal(model), got {type(guide).__name__}; fed.SFVI takes any guide"
@@ -201,7 +208,9 @@ class SFVIAvg(FederatedVI):
         """Conducive rounds without optimisers need q(theta) alone, from these silos or others: sites and local maps are regressed anew."""
         if self._options.optim is not None or not isinstance(result, VIResult):
             return super()._taken_from(result, prepared, params)
-        return global_params(result, prepared, params), None if prepared.elsewhere else prepared.local
+        return global_params(
+            result, prepared, params
+        ), None if prepared.elsewhere else prepared.local
 
     def _say_how_it_ended(self, prepared: Prepared, state: VIState) -> None:
         if self._options.conducive:

@@ -77,7 +77,10 @@ def report(dim: int, turns: int) -> str:
             result = jax.block_until_ready(theirs(points))
             times["ott"].append(time.perf_counter() - start)
     assert result is not None
-    reached = [residual_of(x, covariances) for x in (own(means, covariances), result[dim:].reshape(dim, dim))]
+    reached = [
+        residual_of(x, covariances)
+        for x in (own(means, covariances), result[dim:].reshape(dim, dim))
+    ]
     fastest = {name: min(all_times) for name, all_times in times.items()}
     ratio = fastest["ott"] / fastest["own"]
     line = f"d = {dim:4d} {covariances.dtype}  ours {fastest['own']:8.4f} s (residual {reached[0]:.1e})  "

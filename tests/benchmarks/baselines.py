@@ -40,8 +40,16 @@ def silo_draws(factors: Factors, silos: fed.Silos, num_samples: int) -> list[jnp
             prior = factors.log_prior(theta, silos.shared) / len(silos)
             return -prior - factors.log_local(theta, z["local"], kwargs, weights)
 
-        start = {"theta": jnp.zeros(factors.dim), "local": {k: jnp.zeros(v) for k, v in local.items()}}
-        mcmc = MCMC(NUTS(potential_fn=potential), num_warmup=500, num_samples=num_samples, progress_bar=False)
+        start = {
+            "theta": jnp.zeros(factors.dim),
+            "local": {k: jnp.zeros(v) for k, v in local.items()},
+        }
+        mcmc = MCMC(
+            NUTS(potential_fn=potential),
+            num_warmup=500,
+            num_samples=num_samples,
+            progress_bar=False,
+        )
         mcmc.run(random.key(s), init_params=start)
         draws.append(mcmc.get_samples()["theta"])
     return draws
@@ -57,7 +65,9 @@ def as_chains(kernel: Any, silos: fed.Silos, flat: jnp.ndarray) -> Draws:
     return {k: np.asarray(v).reshape(_CHAINS, -1, *v.shape[1:]) for k, v in values.items()}
 
 
-def combined(kernel: Any, silos: fed.Silos, num_samples: int) -> dict[str, Callable[[], tuple[Draws, float]]]:
+def combined(
+    kernel: Any, silos: fed.Silos, num_samples: int
+) -> dict[str, Callable[[], tuple[Draws, float]]]:
     """Each method by its name: a function that gives draws and the seconds they took.
 
     :param kernel: an :class:`numpyro_fed.FSGLD` that has run on the silos.
@@ -74,7 +84,11 @@ def combined(kernel: Any, silos: fed.Silos, num_samples: int) -> dict[str, Calla
     def one_shot() -> tuple[Draws, float]:
         law = kernel.surrogates.posterior()
         covariance = jnp.diag(law.covariance) if law.is_diagonal else law.covariance
-        return as_chains(kernel, silos, random.multivariate_normal(random.key(2), law.mean, covariance, (_TOTAL,))), 0.0
+        return as_chains(
+            kernel,
+            silos,
+            random.multivariate_normal(random.key(2), law.mean, covariance, (_TOTAL,)),
+        ), 0.0
 
     def consensus_monte_carlo() -> tuple[Draws, float]:
         draws, seconds = own_posteriors()
@@ -84,7 +98,9 @@ def combined(kernel: Any, silos: fed.Silos, num_samples: int) -> dict[str, Calla
         # parametric_draws refuses a covariance that rounding made asymmetric; its moments are what we want
         draws, seconds = own_posteriors()
         mean, covariance = parametric(draws)
-        product = random.multivariate_normal(random.key(4), mean, 0.5 * (covariance + covariance.T), (_TOTAL,))
+        product = random.multivariate_normal(
+            random.key(4), mean, 0.5 * (covariance + covariance.T), (_TOTAL,)
+        )
         return as_chains(kernel, silos, product), seconds
 
     return {

@@ -28,7 +28,9 @@ CLOSE = 0.1
 
 def flat(samples: dict[str, Any], names: list[str]) -> np.ndarray:
     """Draws of the global sites, ``(chains, draws, scalars)``."""
-    return np.concatenate([np.asarray(samples[n], float).reshape(*samples[n].shape[:2], -1) for n in names], axis=2)
+    return np.concatenate(
+        [np.asarray(samples[n], float).reshape(*samples[n].shape[:2], -1) for n in names], axis=2
+    )
 
 
 def standard_errors(draws: np.ndarray) -> np.ndarray:
@@ -37,7 +39,10 @@ def standard_errors(draws: np.ndarray) -> np.ndarray:
 
 def row(label: str, mcmc: MCMC, names: list[str], reference: np.ndarray) -> dict[str, Any]:
     moves = reference.std((0, 1)) > 1e-6  # a Cholesky factor has constants
-    draws, reference = flat(mcmc.get_samples(group_by_chain=True), names)[..., moves], reference[..., moves]
+    draws, reference = (
+        flat(mcmc.get_samples(group_by_chain=True), names)[..., moves],
+        reference[..., moves],
+    )
     mean, sd = reference.mean((0, 1)), reference.std((0, 1))
     count = draws.shape[1]
     errors = np.abs(draws.mean(0).cumsum(0) / np.arange(1, count + 1)[:, None] - mean) / sd
@@ -55,7 +60,9 @@ def row(label: str, mcmc: MCMC, names: list[str], reference: np.ndarray) -> dict
         "step size": round(float(mcmc.last_state.step_size.ravel()[0]), 5),
         "error": f"{errors[-1, worst]:.3f} ± {noise:.3f}",
         "sd ratio": f"{ratio.min():.2f}-{ratio.max():.2f}",
-        "ESS a round": round(float(az.ess(az.convert_to_dataset({"x": draws}))["x"].min()) / (4 * count), 4),
+        "ESS a round": round(
+            float(az.ess(az.convert_to_dataset({"x": draws}))["x"].min()) / (4 * count), 4
+        ),
         "rounds to 0.1 sd": 4 * rounds if reached else f"> {4 * count}",
         "MB up": round(4 * rounds * up / 1e6, 3) if reached else f"> {4 * count * up / 1e6:.3f}",
         "prepared": round(prepared / 1e6, 3),
@@ -84,7 +91,9 @@ def run(name: str, steps: int, nuts_draws: int) -> pd.DataFrame:
         return float(mcmc.last_state.step_size.ravel()[0])
 
     whitened = {"preconditioner": "surrogate"}
-    steps_found = [add(f"FSGLD, T = {stay}", fed.FSGLD(model, num_local_steps=stay), stay) for stay in STAYS]
+    steps_found = [
+        add(f"FSGLD, T = {stay}", fed.FSGLD(model, num_local_steps=stay), stay) for stay in STAYS
+    ]
     for stay in STAYS:
         add(f"DSGLD, T = {stay}", fed.DSGLD(model, steps_found[0], stay, **whitened), stay)
     for stay in (1, 40):
@@ -96,7 +105,13 @@ def run(name: str, steps: int, nuts_draws: int) -> pd.DataFrame:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("models", nargs="*", default=["heart_disease", "six_cities"], choices=PROBLEMS, metavar="MODEL")
+    parser.add_argument(
+        "models",
+        nargs="*",
+        default=["heart_disease", "six_cities"],
+        choices=PROBLEMS,
+        metavar="MODEL",
+    )
     parser.add_argument("--steps", type=int, default=40_000)
     parser.add_argument("--quick", action="store_true")
     args = parser.parse_args()

@@ -32,7 +32,9 @@ def trace(fit: fed.SFVIAvg, silos: fed.Silos, **who: Any) -> tuple[Any, list, li
     for _ in range(MOST_ROUNDS):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # each is the first of what follows
-            result = fit.run(jax.random.key(0), 1, silos, progress_bar=False, init_state=state, **who)
+            result = fit.run(
+                jax.random.key(0), 1, silos, progress_bar=False, init_state=state, **who
+            )
         state = result.state
         losses.append(float(result.losses[0]))
         means.append(np.asarray(result.params["auto_loc"]))
@@ -45,7 +47,8 @@ def trace(fit: fed.SFVIAvg, silos: fed.Silos, **who: Any) -> tuple[Any, list, li
 def first_close(means: list, sds: list, mean: np.ndarray, sd: np.ndarray) -> int | str:
     """Rounds after which q stays within 0.1 sd and 5 % of a Gaussian."""
     off = [
-        np.abs((m - mean) / sd).max() > 0.1 or np.abs(s / sd - 1).max() > 0.05 for m, s in zip(means, sds, strict=True)
+        np.abs((m - mean) / sd).max() > 0.1 or np.abs(s / sd - 1).max() > 0.05
+        for m, s in zip(means, sds, strict=True)
     ]
     last = max((i for i, x in enumerate(off) if x), default=-1)
     return last + 2 if last + 1 < len(off) else f"> {len(off)}"
@@ -91,25 +94,41 @@ def run(name: str, args: argparse.Namespace) -> None:
             if needed
             else f"not in {args.sfvi:,} rounds (> {each * args.sfvi / 1e3:.0f} kB)"
         )
-        print(f"SFVI: a nat from that bound after {shown}; its last bound {-running[-1]:.2f}", flush=True)
+        print(
+            f"SFVI: a nat from that bound after {shown}; its last bound {-running[-1]:.2f}",
+            flush=True,
+        )
     rows = []
     for method, resample in (("q", False), ("last round", True)):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Pareto's k is in the table
-            idata = fed.to_inference_data(fit, result, silos, num_draws=DRAWS, log_likelihood=False, resample=resample)
-        draws = {str(k): v.values.reshape(4, DRAWS // 4, *v.shape[2:]) for k, v in idata.posterior.data_vars.items()}
+            idata = fed.to_inference_data(
+                fit, result, silos, num_draws=DRAWS, log_likelihood=False, resample=resample
+            )
+        draws = {
+            str(k): v.values.reshape(4, DRAWS // 4, *v.shape[2:])
+            for k, v in idata.posterior.data_vars.items()
+        }
         row = Row(method, draws, wanted, problem)
         row.cells["k"] = f"{idata.posterior.attrs['pareto_k']:.2f}"
         rows.append(row.finish())
         notes += [f"{method}: {note}" for note in row.notes]
-    print(f"\n{name}\n{pd.DataFrame(rows).fillna('').to_string(index=False)}\n" + "\n".join(notes), flush=True)
+    print(
+        f"\n{name}\n{pd.DataFrame(rows).fillna('').to_string(index=False)}\n" + "\n".join(notes),
+        flush=True,
+    )
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("problems", nargs="*", metavar="PROBLEM", default=[p for p in PROBLEMS if p not in NESTED])
     parser.add_argument(
-        "--references", type=Path, metavar="DIR", help="keep NUTS's draws here, and take them from here"
+        "problems", nargs="*", metavar="PROBLEM", default=[p for p in PROBLEMS if p not in NESTED]
+    )
+    parser.add_argument(
+        "--references",
+        type=Path,
+        metavar="DIR",
+        help="keep NUTS's draws here, and take them from here",
     )
     parser.add_argument("--sfvi", type=int, default=0, metavar="ROUNDS")
     parser.add_argument("--missing", type=float, default=0.0)

@@ -32,7 +32,9 @@ def multinomial() -> tuple[fed.Silos, dict[str, Any]]:
     train, _ = softmax.data()
     guide, model = softmax.guide(), softmax.model
     plain = fed.SFVI(model, guide, softmax.OPTIM)
-    conducive = fed.SFVIAvg(model, guide, softmax.OPTIM, num_local_steps=20, conducive=True, batch_size=96)
+    conducive = fed.SFVIAvg(
+        model, guide, softmax.OPTIM, num_local_steps=20, conducive=True, batch_size=96
+    )
     return softmax.silos(train, 5), {"SFVI": plain, "conducive": conducive}
 
 
@@ -40,14 +42,26 @@ def network() -> tuple[fed.Silos, dict[str, Any]]:
     model, size = bnn.hierarchical, bnn.SIZES[10][0]
     guide = bnn.guide(model)
     plain = fed.SFVI(model, guide, bnn.SFVI_OPTIM, 1, 1, batch_size=size, validate=False)
-    optim = optax.adam(optax.exponential_decay(0.03, 10_000, 0.1, end_value=0.002))  # of a silo's own layer
+    optim = optax.adam(
+        optax.exponential_decay(0.03, 10_000, 0.1, end_value=0.002)
+    )  # of a silo's own layer
     conducive = fed.SFVIAvg(
-        model, guide, optim, 300, num_local_particles=1, conducive=True, batch_size=24, validate=False
+        model,
+        guide,
+        optim,
+        300,
+        num_local_particles=1,
+        conducive=True,
+        batch_size=24,
+        validate=False,
     )
     return bnn.silos(bnn.images("train", 60_000), 10), {"SFVI": plain, "conducive": conducive}
 
 
-PROBLEMS: dict[str, Callable[[], tuple[fed.Silos, dict[str, Any]]]] = {"multinomial": multinomial, "network": network}
+PROBLEMS: dict[str, Callable[[], tuple[fed.Silos, dict[str, Any]]]] = {
+    "multinomial": multinomial,
+    "network": network,
+}
 
 
 def report(name: str, result: Any, seconds: float, level: float | None) -> float:
@@ -68,7 +82,8 @@ def report(name: str, result: Any, seconds: float, level: float | None) -> float
     print(
         "  ",
         ", ".join(
-            f"{n}: {mean[n - window]:,.0f}" for n in range(window, len(bound) + 1, max(window, len(bound) // 12))
+            f"{n}: {mean[n - window]:,.0f}"
+            for n in range(window, len(bound) + 1, max(window, len(bound) // 12))
         ),
         flush=True,
     )

@@ -96,7 +96,9 @@ def law(name: str, w: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         scale = 1.0
     push = np.zeros((size, size))
     for i in range(NODES):
-        push[2 * i : 2 * i + 2, 2 * i : 2 * i + 2] = ETA * (scale * x[i].T @ x[i] + 2 / LAM * np.eye(2))
+        push[2 * i : 2 * i + 2, 2 * i : 2 * i + 2] = ETA * (
+            scale * x[i].T @ x[i] + 2 / LAM * np.eye(2)
+        )
     pull = ETA * scale * np.einsum("mnd,mn->md", x, y).ravel()
     turns = [np.ones(size)]
     if name == "desgld":
@@ -108,8 +110,12 @@ def law(name: str, w: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         step, shift = matrix @ step, matrix @ shift + moves * pull
         noise = matrix @ noise @ matrix.T + 2 * ETA * np.diag(moves)
     mean = np.linalg.solve(np.eye(size) - step, shift)
-    covariance = np.linalg.solve(np.eye(size**2) - np.kron(step, step), noise.ravel()).reshape(size, size)
-    return (mix @ mean, mix @ covariance @ mix.T) if name == "PushSumLangevin" else (mean, covariance)
+    covariance = np.linalg.solve(np.eye(size**2) - np.kron(step, step), noise.ravel()).reshape(
+        size, size
+    )
+    return (
+        (mix @ mean, mix @ covariance @ mix.T) if name == "PushSumLangevin" else (mean, covariance)
+    )
 
 
 def errors_of_law(name: str, w: np.ndarray) -> list[float]:
@@ -119,16 +125,30 @@ def errors_of_law(name: str, w: np.ndarray) -> list[float]:
     found: list[float] = []
     for part in (np.eye(2 * NODES), np.kron(np.ones((1, NODES)) / NODES, np.eye(2))):
         spread = np.sqrt(np.diag(part @ covariance @ part.T)).reshape(-1, 2)
-        found += [np.abs(((part @ centre).reshape(-1, 2) - mean) / sd).max(), np.abs(spread / sd - 1).max()]
+        found += [
+            np.abs(((part @ centre).reshape(-1, 2) - mean) / sd).max(),
+            np.abs(spread / sd - 1).max(),
+        ]
     return found
 
 
-def theirs(python: Path, architecture: str, networks: int, steps: int) -> tuple[float, np.ndarray, np.ndarray]:
+def theirs(
+    python: Path, architecture: str, networks: int, steps: int
+) -> tuple[float, np.ndarray, np.ndarray]:
     """Seconds, draws (networks, nodes, steps, 2) and mixing matrix of desgld."""
     x, y = data()
     with tempfile.TemporaryDirectory() as folder:
         given, made = f"{folder}/given.npz", f"{folder}/made.npz"
-        np.savez(given, x=x, y=y, networks=networks, steps=steps, eta=ETA, lam=LAM, architecture=architecture)
+        np.savez(
+            given,
+            x=x,
+            y=y,
+            networks=networks,
+            steps=steps,
+            eta=ETA,
+            lam=LAM,
+            architecture=architecture,
+        )
         subprocess.run([str(python), "-c", THEIRS, given, made], check=True)
         found = np.load(made)
         return float(found["seconds"]), found["history"][1:].transpose(3, 1, 0, 2), found["w"]
@@ -170,7 +190,12 @@ def errors(draws: np.ndarray, mean: np.ndarray, sd: np.ndarray) -> list[float]:
 
 
 def row(
-    name: str, w: np.ndarray, seconds: float, compiling: float, draws: np.ndarray, reference: float | None
+    name: str,
+    w: np.ndarray,
+    seconds: float,
+    compiling: float,
+    draws: np.ndarray,
+    reference: float | None,
 ) -> float:
     """Print one; return its node-gradient-steps per second."""
     speed = np.prod(draws.shape[:3]) / seconds
@@ -186,12 +211,18 @@ def row(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="desgld against GossipLangevin and PushSumLangevin.")
-    parser.add_argument("--desgld-python", type=Path, required=True, help="the interpreter that has desgld")
+    parser = argparse.ArgumentParser(
+        description="desgld against GossipLangevin and PushSumLangevin."
+    )
+    parser.add_argument(
+        "--desgld-python", type=Path, required=True, help="the interpreter that has desgld"
+    )
     parser.add_argument("--quick", action="store_true", help="few steps: to see that it runs")
     args = parser.parse_args(arguments)
     networks, steps = (4, 200) if args.quick else (20, 8_000)
-    print(f"{NODES} nodes of {ROWS} rows, eta {ETA}, {networks} networks, {steps} steps, the first tenth dropped")
+    print(
+        f"{NODES} nodes of {ROWS} rows, eta {ETA}, {networks} networks, {steps} steps, the first tenth dropped"
+    )
     print(
         "R, node-gradient-steps/s, over desgld's, compiling; error of mean (sds) and sd: worst node; average of nodes"
     )
@@ -200,19 +231,28 @@ def main(arguments: Sequence[str] | None = None) -> None:
         ("circular_network", nx.cycle_graph(NODES)),
     ):
         seconds, draws, w = theirs(args.desgld_python, architecture, networks, steps)
-        print(f"{architecture}: desgld's weight of a link {w[0, 1]:.3f}, its largest column sum {w.sum(0).max():.6f}")
+        print(
+            f"{architecture}: desgld's weight of a link {w[0, 1]:.3f}, its largest column sum {w.sum(0).max():.6f}"
+        )
         reference = row("desgld", w, seconds, 0.0, draws, None)
         graph = fed.graphs.from_networkx(plain)
         forms = {
             "GossipLangevin": (fed.GossipLangevin(model, graph, ETA), graph.matrix(gossip=True)),
             "PushSumLangevin": (fed.PushSumLangevin(model, fed.graphs.from_matrices(w), ETA), w),
         }
-        speeds = [row(name, v, *ours(k, r, steps), reference) for name, (k, v) in forms.items() for r in (networks, 1)]
+        speeds = [
+            row(name, v, *ours(k, r, steps), reference)
+            for name, (k, v) in forms.items()
+            for r in (networks, 1)
+        ]
         least = min(speeds) / reference
         smaller = all(
-            (np.array(errors_of_law(name, v)) < errors_of_law("desgld", w)).all() for name, (_, v) in forms.items()
+            (np.array(errors_of_law(name, v)) < errors_of_law("desgld", w)).all()
+            for name, (_, v) in forms.items()
         )
-        print(f"  goal {GOAL:.0f} x: {'reached' if least >= GOAL else 'NOT reached'} (least {least:.0f} x)")
+        print(
+            f"  goal {GOAL:.0f} x: {'reached' if least >= GOAL else 'NOT reached'} (least {least:.0f} x)"
+        )
         print(f"  goal of smaller errors, by their laws: {'reached' if smaller else 'NOT reached'}")
 
 

@@ -21,7 +21,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 LIMIT = 1e-5
 # processes compile the same programs: of each the first alone
-os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(tempfile.gettempdir()) / "numpyro_fed_engines"))
+os.environ.setdefault(
+    "JAX_COMPILATION_CACHE_DIR", str(Path(tempfile.gettempdir()) / "numpyro_fed_engines")
+)
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 ENGINES = {
     "loopback": "Loopback",
@@ -45,10 +47,15 @@ def loopback(rounds: int, algorithms: list[str], folder: Path) -> dict:
     import numpyro_fed as fed
 
     silos = every_fit.silos()
-    return {name: every_fit.fitted(name, fed.RemoteSilos(silos, fed.Loopback(silos)), rounds) for name in algorithms}
+    return {
+        name: every_fit.fitted(name, fed.RemoteSilos(silos, fed.Loopback(silos)), rounds)
+        for name in algorithms
+    }
 
 
-def one_process(process: int, processes: int, port: str, rounds: int, algorithms: list[str], out: str) -> None:
+def one_process(
+    process: int, processes: int, port: str, rounds: int, algorithms: list[str], out: str
+) -> None:
     """A process's part; the silos are dealt so that they keep their order."""
     from numpyro_fed.engines import spmd
 
@@ -68,12 +75,23 @@ def processes(count: int, rounds: int, algorithms: list[str], folder: Path) -> d
     from numpyro_fed.engines import spmd
 
     out = folder / f"{count}.npz"
-    own = ["--processes", str(count), "--port", str(spmd._free_port()), "--rounds", str(rounds), "--out", str(out)]
+    own = [
+        "--processes",
+        str(count),
+        "--port",
+        str(spmd._free_port()),
+        "--rounds",
+        str(rounds),
+        "--out",
+        str(out),
+    ]
     own += ["--algorithms", *algorithms]
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
     with (folder / f"{count}.log").open("w") as log:
         started = [
-            subprocess.Popen([sys.executable, __file__, "--process", str(i), *own], env=environment, stderr=log)
+            subprocess.Popen(
+                [sys.executable, __file__, "--process", str(i), *own], env=environment, stderr=log
+            )
             for i in range(count)
         ]
         codes = [p.wait() for p in started]
@@ -117,14 +135,25 @@ def nvflare(rounds: int, algorithms: list[str], folder: Path) -> dict:
 
     arguments = {"rounds": rounds, "algorithms": algorithms}
     data = simulate(
-        "every_fit:run", "every_fit:make_side", every_fit.NAMES, folder, run_arguments=arguments, patience=600.0
+        "every_fit:run",
+        "every_fit:make_side",
+        every_fit.NAMES,
+        folder,
+        run_arguments=arguments,
+        patience=600.0,
     )
     return every_fit.unpacked(data)
 
 
 def over_engine(engine: str, rounds: int, algorithms: list[str]) -> dict | str:
     """What all fits found, or why there is nothing."""
-    kinds = {"at hand": at_hand, "loopback": loopback, "wire": wire, "flower": flower, "nvflare": nvflare}
+    kinds = {
+        "at hand": at_hand,
+        "loopback": loopback,
+        "wire": wire,
+        "flower": flower,
+        "nvflare": nvflare,
+    }
     with tempfile.TemporaryDirectory() as folder:
         try:
             if engine.startswith("spmd"):
@@ -152,10 +181,15 @@ def cell(name: str, found: dict | str, expected: dict) -> tuple[str, bool]:
     if name not in found:
         return "not run", False
     apart = difference(found[name], expected[name])
-    return f"{'bit for bit' if apart == 0 else f'{apart:.1e}'} ({float(found[name]['seconds']):.0f} s)", apart <= LIMIT
+    return (
+        f"{'bit for bit' if apart == 0 else f'{apart:.1e}'} ({float(found[name]['seconds']):.0f} s)",
+        apart <= LIMIT,
+    )
 
 
-def main(rounds: int, engines: list[str], algorithms: list[str], keep: Path | None, show: bool) -> int:
+def main(
+    rounds: int, engines: list[str], algorithms: list[str], keep: Path | None, show: bool
+) -> int:
     import every_fit
 
     found: dict[str, dict | str] = {}
@@ -163,7 +197,9 @@ def main(rounds: int, engines: list[str], algorithms: list[str], keep: Path | No
         keep.mkdir(parents=True, exist_ok=True)
     for engine in ("at hand", *engines):
         place = None if keep is None else keep / f"{engine} {rounds}.npz"
-        before = {} if place is None or not place.exists() else every_fit.unpacked(place.read_bytes())
+        before = (
+            {} if place is None or not place.exists() else every_fit.unpacked(place.read_bytes())
+        )
         left = [name for name in algorithms if name not in before]
         found[engine] = before
         if show or not left:
@@ -176,7 +212,9 @@ def main(rounds: int, engines: list[str], algorithms: list[str], keep: Path | No
     expected = found["at hand"]
     if isinstance(expected, str):
         raise RuntimeError(f"at hand: {expected}")
-    print(f"| {rounds} rounds | at hand | " + " | ".join(ENGINES[engine] for engine in engines) + " |")
+    print(
+        f"| {rounds} rounds | at hand | " + " | ".join(ENGINES[engine] for engine in engines) + " |"
+    )
     print("|---" * (len(engines) + 2) + "|")
     good = True
     for name in algorithms:
@@ -184,7 +222,10 @@ def main(rounds: int, engines: list[str], algorithms: list[str], keep: Path | No
         good &= all(ok for _, ok in cells)
         seconds = f"{float(expected[name]['seconds']):.0f} s"
         print(f"| {name} | {seconds} | " + " | ".join(text for text, _ in cells) + " |")
-    print("| SGLD: needs all rows at one place, so that DSGLD is in its stead | runs |" + " cannot |" * len(engines))
+    print(
+        "| SGLD: needs all rows at one place, so that DSGLD is in its stead | runs |"
+        + " cannot |" * len(engines)
+    )
     return 0 if good else 1
 
 

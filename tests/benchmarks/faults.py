@@ -82,7 +82,10 @@ def serve(name: str, place: Path, folder: Path) -> None:
     every, parent = silos(), os.getppid()
     rows = {name: {k: np.asarray(v) for k, v in every[name].items()}}
     side = SiloSide(
-        fed.Silos(rows, rows=dict(every.group), index=dict(every.index)), intercepts, folder, own_keys=False
+        fed.Silos(rows, rows=dict(every.group), index=dict(every.index)),
+        intercepts,
+        folder,
+        own_keys=False,
     )
     with socket.socket(socket.AF_UNIX) as door:
         place.unlink(missing_ok=True)
@@ -122,7 +125,9 @@ class Sockets:
                     return received(link)
             except (ConnectionError, FileNotFoundError, TimeoutError) as error:
                 if time.monotonic() > until:
-                    raise RuntimeError(f"silo {name!r} has not answered for {PATIENCE:.0f} seconds") from error
+                    raise RuntimeError(
+                        f"silo {name!r} has not answered for {PATIENCE:.0f} seconds"
+                    ) from error
                 time.sleep(0.1)
 
 
@@ -156,7 +161,9 @@ class Disk:
     def __init__(self, place: Path) -> None:
         self.place = place
         place.mkdir()
-        mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", place], capture_output=True)
+        mounted = subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", place], capture_output=True
+        )
         self.mounted = mounted.returncode == 0
 
     def limit(self, pid: int, full: bool) -> None:
@@ -168,7 +175,10 @@ class Disk:
     def fill(self, pid: int) -> None:
         self.limit(pid, True)
         if self.mounted:
-            with contextlib.suppress(OSError), (self.place / "ballast").open("wb", buffering=0) as out:
+            with (
+                contextlib.suppress(OSError),
+                (self.place / "ballast").open("wb", buffering=0) as out,
+            ):
                 while True:
                     out.write(bytes(4096))
 
@@ -278,7 +288,9 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # processes are ended, and disks unmounted
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(1)
+    )  # processes are ended, and disks unmounted
     rng, ends = np.random.default_rng(args.seed), Counter[str]()
     with tempfile.TemporaryDirectory() as place:
         jax.config.update("jax_compilation_cache_dir", f"{place}/programs")
@@ -292,7 +304,11 @@ def main() -> int:
             folder, silo = Path(place) / str(number), str(rng.choice(NAMES))
             folder.mkdir()
             victims = [] if number < 0 else [[silo], ["server"], [silo, "server"]][number % 3]
-            full = None if number < 0 or number % 4 != 3 else ("server", str(rng.choice(NAMES)))[number // 4 % 2]
+            full = (
+                None
+                if number < 0 or number % 4 != 3
+                else ("server", str(rng.choice(NAMES)))[number // 4 % 2]
+            )
             start = time.monotonic()
             trial = Trial(folder, args.rounds, messages, rng)
             try:
@@ -302,10 +318,16 @@ def main() -> int:
                 trial.end()
             if number < 0:
                 messages, disk = trial.count(), trial.disks["server"].mounted
-                print("full disks:", "a file system of 4 MB" if disk else "RLIMIT_FSIZE of the process")
+                print(
+                    "full disks:",
+                    "a file system of 4 MB" if disk else "RLIMIT_FSIZE of the process",
+                )
             else:
                 ends[outcome.split(":")[0]] += 1
-            print(f"trial {number + 1}: {made} ({time.monotonic() - start:.0f} s): {outcome}", flush=True)
+            print(
+                f"trial {number + 1}: {made} ({time.monotonic() - start:.0f} s): {outcome}",
+                flush=True,
+            )
     for outcome, count in ends.items():
         print(f"{count} of {args.trials}: {outcome}")
     wrong = [o for o in ends if o.startswith(("WRONG", "NO WORDS"))]

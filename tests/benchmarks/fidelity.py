@@ -40,7 +40,11 @@ CHAINS: dict[str, Any] = {"num_chains": 4, "chain_method": "vectorized", "progre
 SHORT, LONG = (200, 1800), (500, 8000)  # rounds of warm-up and kept ones
 GOALS = {"fixed": (0.10, 0.93, 1.07), "scales": (0.15, 0.88, 1.12)}
 LOCAL_ERROR, LOCAL_SHARE = 0.25, 0.99
-AGREEMENT, BLOCK, REFERENCE_SECONDS = 0.03, 3000, 300  # of the reference's halves; draws before they are looked at
+AGREEMENT, BLOCK, REFERENCE_SECONDS = (
+    0.03,
+    3000,
+    300,
+)  # of the reference's halves; draws before they are looked at
 ROUNDS_SECONDS, PROCESS_SECONDS = 180, 2400
 NOTED = 6  # parameters in words, worst first
 MOST_SILOS, OWN_DRAWS = 20, 1000  # of baselines that run NUTS, and compile it, in each silo
@@ -51,7 +55,9 @@ def halves_apart(draws: dict[str, Draws]) -> dict[str, float]:
     out = {}
     for label, groups in (("global", ("fixed", "scales")), ("local", ("local",))):
         gaps = []
-        for x in (v.astype(float) for group in groups for v in draws[group].values()):  # sums of float32 lose digits
+        for x in (
+            v.astype(float) for group in groups for v in draws[group].values()
+        ):  # sums of float32 lose digits
             half = len(x) // 2
             sd = x.std((0, 1))
             gap = np.abs(x[:half].mean((0, 1)) - x[half:].mean((0, 1)))
@@ -69,7 +75,9 @@ def reference(problem: Problem, name: str, folder: Path | None) -> tuple[Draws, 
     if place is not None and place.is_file():
         kept = az.from_netcdf(place)
         print(kept.posterior.attrs["made"])
-        return {str(k): v.values for k, v in kept.posterior.data_vars.items()}, float(kept.posterior.attrs["seconds"])
+        return {str(k): v.values for k, v in kept.posterior.data_vars.items()}, float(
+            kept.posterior.attrs["seconds"]
+        )
     start = time.perf_counter()
     with jax.enable_x64(True):  # in float32 chains of 75,000 draws differed by ten standard errors
         draws, divergences = nuts_draws(problem, start)
@@ -86,11 +94,15 @@ def reference(problem: Problem, name: str, folder: Path | None) -> tuple[Draws, 
 
 def nuts_draws(problem: Problem, start: float) -> tuple[Draws, int]:
     """Until two halves of eight chains agree, or time is up; and how many diverged."""
-    kernel = NUTS(problem.reference_model or problem.model, target_accept_prob=problem.target_accept_prob)
+    kernel = NUTS(
+        problem.reference_model or problem.model, target_accept_prob=problem.target_accept_prob
+    )
     mcmc = MCMC(kernel, num_warmup=1000, num_samples=BLOCK, **{**CHAINS, "num_chains": 8})
     blocks: list[Draws] = []
     divergences, apart = 0, {"global": np.inf}
-    while apart["global"] > AGREEMENT and (not blocks or time.perf_counter() - start < REFERENCE_SECONDS):
+    while apart["global"] > AGREEMENT and (
+        not blocks or time.perf_counter() - start < REFERENCE_SECONDS
+    ):
         if blocks:
             mcmc.post_warmup_state = mcmc.last_state
         mcmc.run(jax.random.key(1), **problem.silos().pooled)
@@ -132,9 +144,15 @@ def judge(table: pd.DataFrame, goals: tuple[float, float, float]) -> pd.Series:
     limit, low, high = goals
     ratio, spread = table["sd_ratio"], 2 * table["sd_ratio_mcse"].fillna(0)
     outside = (table["error"] > limit) | (ratio < low) | (ratio > high)
-    far = (table["error"] - 2 * table["mcse"].fillna(0) > limit) | (ratio + spread < low) | (ratio - spread > high)
+    far = (
+        (table["error"] - 2 * table["mcse"].fillna(0) > limit)
+        | (ratio + spread < low)
+        | (ratio - spread > high)
+    )
     far |= ~np.isfinite(table["error"])
-    return pd.Series(np.where(far, "missed", np.where(outside, "undecided", "met")), index=table.index)
+    return pd.Series(
+        np.where(far, "missed", np.where(outside, "undecided", "met")), index=table.index
+    )
 
 
 class Row:
@@ -152,11 +170,15 @@ class Row:
         if found["local"]:
             self._locals(found["local"], wanted["local"])
 
-    def _globals(self, group: str, fit: Draws, reference: Draws, goals: tuple[float, float, float]) -> None:
+    def _globals(
+        self, group: str, fit: Draws, reference: Draws, goals: tuple[float, float, float]
+    ) -> None:
         table = fed.compare(fit, reference).table
         worst = table.loc[table["error"].idxmax()]
         self.cells[group] = f"{worst['error']:.3f} ± {worst['mcse']:.3f}"
-        self.cells[f"{group} ratio"] = f"{table['sd_ratio'].min():.3f}-{table['sd_ratio'].max():.3f}"
+        self.cells[f"{group} ratio"] = (
+            f"{table['sd_ratio'].min():.3f}-{table['sd_ratio'].max():.3f}"
+        )
         self.least_ess = min(self.least_ess, table["ess_bulk"].min())
         verdicts = judge(table, goals)
         self.verdicts += list(verdicts)
@@ -180,7 +202,9 @@ class Row:
         self.cells["local in 0.25"] = f"{100 * share:.1f} %"
         self.cells["local worst"] = f"{worst['error']:.3f} ± {worst['mcse']:.3f}"
         self.cells["local ratio"] = f"{table['sd_ratio'].min():.2f}-{table['sd_ratio'].max():.2f}"
-        verdict = "met" if share >= LOCAL_SHARE else "undecided" if perhaps >= LOCAL_SHARE else "missed"
+        verdict = (
+            "met" if share >= LOCAL_SHARE else "undecided" if perhaps >= LOCAL_SHARE else "missed"
+        )
         self.verdicts.append(verdict)
         if verdict != "met":
             self.notes.append(
@@ -217,10 +241,16 @@ def nuts(problem: Problem, silos: fed.Silos, draws: Draws, seconds: float) -> di
     ess = az.ess(az.convert_to_dataset({**groups["fixed"], **groups["scales"]}))
     least = min(float(v.min()) for v in ess.data_vars.values())
     sent = sum(np.asarray(v).nbytes for v in silos.pooled.values())
-    return {"method": "NUTS, pooled", "s rounds": f"{seconds:.0f}", **per_cost(least, seconds, sent)}
+    return {
+        "method": "NUTS, pooled",
+        "s rounds": f"{seconds:.0f}",
+        **per_cost(least, seconds, sent),
+    }
 
 
-def langevin(method: str, kernel: Any, problem: Problem, silos: fed.Silos, wanted: Draws, rounds: tuple) -> Row:
+def langevin(
+    method: str, kernel: Any, problem: Problem, silos: fed.Silos, wanted: Draws, rounds: tuple
+) -> Row:
     """Run a kernel, and look at it."""
     start = time.perf_counter()
     kernel.init(jax.random.key(0), rounds[0], None, (silos,), {})
@@ -249,7 +279,10 @@ def langevin(method: str, kernel: Any, problem: Problem, silos: fed.Silos, wante
         flush=True,
     )
     failing = diagnosis.table[diagnosis.table["verdict"] != "sound"]
-    row.notes += [f"diagnose: {c} {r['value']:.3g} ({r['where']}), {r['verdict']}" for c, r in failing.iterrows()]
+    row.notes += [
+        f"diagnose: {c} {r['value']:.3g} ({r['where']}), {r['verdict']}"
+        for c, r in failing.iterrows()
+    ]
     row.notes = [f"{row.cells['method']}: {note}" for note in row.notes]
     return row
 
@@ -289,7 +322,10 @@ def run(name: str, baselines: bool, start: bool, folder: Path | None) -> None:
     silos = problem.silos()
     wanted, nuts_seconds = reference(problem, name, folder)
     apart = halves_apart(problem.read(wanted))
-    print(", ".join(f"the reference's halves differ by {v:.3f} sd ({k})" for k, v in apart.items()), flush=True)
+    print(
+        ", ".join(f"the reference's halves differ by {v:.3f} sd ({k})" for k, v in apart.items()),
+        flush=True,
+    )
     rows.append(nuts(problem, silos, wanted, nuts_seconds))
     plain = fed.FSGLD(problem.model)
     kernels = {
@@ -320,16 +356,24 @@ def run(name: str, baselines: bool, start: bool, folder: Path | None) -> None:
                 return row
 
             attempt(method, rows, notes, combine)
-    print(f"\n{name}\n{pd.DataFrame(rows).to_string(index=False, na_rep='')}\n" + "\n".join(notes), flush=True)
+    print(
+        f"\n{name}\n{pd.DataFrame(rows).to_string(index=False, na_rep='')}\n" + "\n".join(notes),
+        flush=True,
+    )
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("problems", nargs="*", metavar="PROBLEM", help=", ".join(PROBLEMS))
     parser.add_argument("--baselines", action="store_true", help="other methods, too")
-    parser.add_argument("--start", action="store_true", help="FSGLD started at a conducive fit, too")
     parser.add_argument(
-        "--references", type=Path, metavar="DIR", help="keep NUTS's draws here, and take them from here"
+        "--start", action="store_true", help="FSGLD started at a conducive fit, too"
+    )
+    parser.add_argument(
+        "--references",
+        type=Path,
+        metavar="DIR",
+        help="keep NUTS's draws here, and take them from here",
     )
     args = parser.parse_args()
     unknown = sorted(set(args.problems) - set(PROBLEMS))
@@ -338,8 +382,15 @@ if __name__ == "__main__":
     if len(args.problems) == 1:
         run(args.problems[0], args.baselines, args.start, args.references)
     else:
-        for problem in args.problems or PROBLEMS:  # a process each: one that fails or hangs does not stop the rest
-            command = [sys.executable, __file__, problem, *(a for a in sys.argv[1:] if a not in PROBLEMS)]
+        for problem in (
+            args.problems or PROBLEMS
+        ):  # a process each: one that fails or hangs does not stop the rest
+            command = [
+                sys.executable,
+                __file__,
+                problem,
+                *(a for a in sys.argv[1:] if a not in PROBLEMS),
+            ]
             try:
                 subprocess.run(command, timeout=PROCESS_SECONDS, check=False)
             except subprocess.TimeoutExpired:

@@ -124,12 +124,18 @@ _EXAM: dict[str, Any] = {
     "local": site("own"),
     "reference": "exam",
 }
-_BIRDS: dict[str, Any] = {"fixed": ("mean", "year_effect"), "local": site("level"), "target_accept_prob": 0.9}
+_BIRDS: dict[str, Any] = {
+    "fixed": ("mean", "year_effect"),
+    "local": site("level"),
+    "target_accept_prob": 0.9,
+}
 
 PROBLEMS: dict[str, Problem] = {
     "six_cities": Problem(six_cities.model, six_cities.silos, **_SIX),
     "six_cities_ten": Problem(six_cities.model, lambda: six_cities.silos(six_cities.TEN), **_SIX),
-    "six_cities_sixty": Problem(six_cities.model, lambda: six_cities.silos([9] * 57 + [8] * 3), **_SIX),
+    "six_cities_sixty": Problem(
+        six_cities.model, lambda: six_cities.silos([9] * 57 + [8] * 3), **_SIX
+    ),
     "heart_disease": Problem(heart_disease.model, heart_disease.silos, ("intercept", "beta")),
     "heart_disease_hospitals": Problem(
         heart_disease_hospitals.model,
@@ -158,8 +164,12 @@ PROBLEMS: dict[str, Problem] = {
     ),
     "eight_schools": Problem(eight_schools.model, eight_schools.silos, **_SCHOOLS),
     "eight_schools_centred": Problem(eight_schools.model_centred, eight_schools.silos, **_SCHOOLS),
-    "kidiq": Problem(kidiq.model, kidiq.silos, ("beta",), ("sigma",), reference_draws=kidiq.reference_draws),
-    "bird_counts": Problem(bird_counts.model, bird_counts.silos, scales=("sigma_year", "sigma_site"), **_BIRDS),
+    "kidiq": Problem(
+        kidiq.model, kidiq.silos, ("beta",), ("sigma",), reference_draws=kidiq.reference_draws
+    ),
+    "bird_counts": Problem(
+        bird_counts.model, bird_counts.silos, scales=("sigma_year", "sigma_site"), **_BIRDS
+    ),
     "bird_counts_negative_binomial": Problem(
         bird_counts.model_negative_binomial,
         bird_counts.silos,
@@ -167,7 +177,11 @@ PROBLEMS: dict[str, Problem] = {
         **_BIRDS,
     ),
     "intake_shares": Problem(
-        intake_shares.model, intake_shares.silos, ("base",), ("concentration",), local=site("shares")
+        intake_shares.model,
+        intake_shares.silos,
+        ("base",),
+        ("concentration",),
+        local=site("shares"),
     ),
     "ordinal_intake": Problem(
         ordinal_intake.model, ordinal_intake.silos, ("cuts", "slope"), ("tau",), local=site("own")

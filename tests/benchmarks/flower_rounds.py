@@ -24,7 +24,9 @@ FLOATS = (100, 10_000, 1_000_000)
 
 def in_process(names: list[str], rounds: int) -> dict[str, float]:
     def app(name: str):
-        own = client_app(lambda context: type("Echo", (), {"name": name, "answer": lambda self, data: data})())
+        own = client_app(
+            lambda context: type("Echo", (), {"name": name, "answer": lambda self, data: data})()
+        )
         own._registered_funcs["query.empty"] = client._registered_funcs["query.empty"]
         return own
 
@@ -48,7 +50,11 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--silos", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--deployed", action="store_true", help="a SuperLink and nodes on this machine, too: minutes")
+    parser.add_argument(
+        "--deployed",
+        action="store_true",
+        help="a SuperLink and nodes on this machine, too: minutes",
+    )
     args = parser.parse_args()
     names = [f"silo{i}" for i in range(args.silos)]
     print(

@@ -54,7 +54,26 @@ from numpyro_fed.rounds.serialization import _CLASSES, WIRE_DTYPES, pack, unpack
 LIMIT = 30  # seconds for one message
 MEMORY = 64 << 20  # bytes beyond the message
 DEEP = 10_000
-ODD = [10**30, 2**63, 2**31, 10**9, 129, 2, 1, 0, -1, 0.5, 1e308, float("nan"), True, None, "", "text", [], {}]
+ODD = [
+    10**30,
+    2**63,
+    2**31,
+    10**9,
+    129,
+    2,
+    1,
+    0,
+    -1,
+    0.5,
+    1e308,
+    float("nan"),
+    True,
+    None,
+    "",
+    "text",
+    [],
+    {},
+]
 ADAM = optax.adam(0.05)
 
 
@@ -99,7 +118,9 @@ def joined(tree: Any, rest: bytes, deep: bytes = b"") -> bytes:
 
 def places(tree: Any) -> Iterator[tuple[Any, Any]]:
     """Yield every place in a text, as a container and a key."""
-    for key in list(tree) if isinstance(tree, dict) else range(len(tree)) if isinstance(tree, list) else ():
+    for key in (
+        list(tree) if isinstance(tree, dict) else range(len(tree)) if isinstance(tree, list) else ()
+    ):
         yield tree, key
         yield from places(tree[key])
 
@@ -141,7 +162,18 @@ def structured(rng: np.random.Generator, data: bytes, other: bytes) -> bytes:
             end = {b"[": b"]", b'{"list":[': b"]}", b'{"dict":{"a":': b"}}"}[word]
             deep = word * DEEP + b"1" + end * DEEP
         elif isinstance(old, str):
-            words = [*WIRE_DTYPES, "object", "<f8", *_CLASSES, "factors", "plan", "pad", "hello", "open", "calls"]
+            words = [
+                *WIRE_DTYPES,
+                "object",
+                "<f8",
+                *_CLASSES,
+                "factors",
+                "plan",
+                "pad",
+                "hello",
+                "open",
+                "calls",
+            ]
             inside[key] = words[rng.integers(len(words))]
         else:
             inside[key] = copy.deepcopy(ODD[rng.integers(len(ODD))])
@@ -173,7 +205,9 @@ def mutated(rng: np.random.Generator, data: bytes, other: bytes) -> bytes:
         request, its = unpack(data), unpack(other)
         own = request["calls"].tobytes()
         theirs = its["calls"].tobytes() if "calls" in its else own
-        changed = (structured if rng.random() < 0.7 else numbers if rng.random() < 0.5 else raw)(rng, own, theirs)
+        changed = (structured if rng.random() < 0.7 else numbers if rng.random() < 0.5 else raw)(
+            rng, own, theirs
+        )
         return pack({**request, "calls": np.frombuffer(changed, np.uint8)})
     return (structured if kind < 0.8 else numbers)(rng, data, other)
 
@@ -209,7 +243,9 @@ class Snapshot:
         self.kept = None if self.site is None else dict(self.site.kept)
         self.kinds, self.own = dict(self.side._kinds), dict(getattr(self.side, "_own", {}))
         self.histories = None if self.side.closed is None else dict(self.side.closed.histories)
-        self.files = {p.name: (p.read_bytes(), p.stat().st_ino) for p in folder.iterdir() if p.is_file()}
+        self.files = {
+            p.name: (p.read_bytes(), p.stat().st_ino) for p in folder.iterdir() if p.is_file()
+        }
 
     def answer(self, data: bytes, earnest: bool = True) -> bytes:
         """Return the answer, of a silo that has seen no other message since.
@@ -217,8 +253,15 @@ class Snapshot:
         :param earnest: whether its numbers are computed; else they are zeros.
         """
         side = copy.copy(self.side)
-        side.record, side._kinds, side._own = copy.copy(self.side.record), dict(self.kinds), dict(self.own)
-        side.record.place, side.record.counts = self.folder / "audit.jsonl", Counter(self.side.counts)
+        side.record, side._kinds, side._own = (
+            copy.copy(self.side.record),
+            dict(self.kinds),
+            dict(self.own),
+        )
+        side.record.place, side.record.counts = (
+            self.folder / "audit.jsonl",
+            Counter(self.side.counts),
+        )
         if self.site is not None:
             side.site = copy.copy(self.site)
             side.site.kept = dict(self.kept)
@@ -319,7 +362,9 @@ def recorded(name: str, folder: Path) -> list[Case]:
 
     def noted(self: Any, who: str, data: bytes, mine: Any, kinds: Any, replies: Any) -> None:
         kind = re.sub(r"\(.*", "", type(self).__name__)
-        taken.setdefault(hashlib.sha256(data).hexdigest(), (self, who, data, mine, kinds, len(replies), kind))
+        taken.setdefault(
+            hashlib.sha256(data).hexdigest(), (self, who, data, mine, kinds, len(replies), kind)
+        )
         take(self, who, data, mine, kinds, replies)
 
     wire.Wire._take = noted  # type: ignore[method-assign]
@@ -331,7 +376,8 @@ def recorded(name: str, folder: Path) -> list[Case]:
         wire.Wire._take = take  # type: ignore[method-assign]
     everything = [data for _, data in recorder.requests.values()]
     cases = [
-        Case(f"{name}: {kind}", data, everything, before.answer) for kind, (before, data) in recorder.requests.items()
+        Case(f"{name}: {kind}", data, everything, before.answer)
+        for kind, (before, data) in recorder.requests.items()
     ]
     answers = [data for reply in recorder.replies.values() for data in reply.values()]
     for kind, reply in recorder.replies.items():
@@ -345,7 +391,12 @@ def recorded(name: str, folder: Path) -> list[Case]:
             carrier, who, _, mine, kinds, many, _ = found
 
             def given(
-                data: bytes, c: Any = carrier, w: str = who, m: Any = mine, k: Any = kinds, n: int = many
+                data: bytes,
+                c: Any = carrier,
+                w: str = who,
+                m: Any = mine,
+                k: Any = kinds,
+                n: int = many,
             ) -> None:
                 c.refused[w].clear()
                 take(c, w, data, m, k, [None] * n)
@@ -356,7 +407,9 @@ def recorded(name: str, folder: Path) -> list[Case]:
     return cases
 
 
-def _met(recorder: Recorder, kind: str, who: str, make: Callable, fitted: bool, model: Callable) -> Callable:
+def _met(
+    recorder: Recorder, kind: str, who: str, make: Callable, fitted: bool, model: Callable
+) -> Callable:
     """Return what meets silos one of whose answers is another."""
     fit = make() if fitted else None
 
@@ -399,14 +452,25 @@ def became(case: Case, data: bytes, earnest: bool = True) -> tuple[str, str]:
             answer = case.take(data) if earnest else case.take(data, earnest=False)
         what = "taken"
         if "reply" not in case.type:
-            said = unpack(answer).get("error") if isinstance(answer, bytes) else f"{type(answer).__name__}"
+            said = (
+                unpack(answer).get("error")
+                if isinstance(answer, bytes)
+                else f"{type(answer).__name__}"
+            )
             unforeseen = re.match(r"(\w+) while it answered", said or "")
             what = "answered" if said is None else unforeseen.group(1) if unforeseen else "refused"
             why = "" if isinstance(answer, bytes) else f"returned {said}"
     except (ValueError, RuntimeError) as error:
         what = "refused"
-        foreign = type(error).__module__ != "builtins" and not type(error).__module__.startswith("numpyro_fed")
-        if "reply" not in case.type or foreign or isinstance(error, RecursionError) or "silo" not in str(error):
+        foreign = type(error).__module__ != "builtins" and not type(error).__module__.startswith(
+            "numpyro_fed"
+        )
+        if (
+            "reply" not in case.type
+            or foreign
+            or isinstance(error, RecursionError)
+            or "silo" not in str(error)
+        ):
             why = f"raised {type(error).__name__}: {str(error)[:200]}"
     except TooLong:
         why = f"took more than {LIMIT} s"
@@ -433,7 +497,9 @@ def fuzz(case: Case, count: int, seed: int, seconds: float = float("inf")) -> Ta
     """Send mutations of one message; of each failure the number reproduces it."""
     failures, slowest, started, i, every = [], 0.0, time.monotonic(), 0, Counter[str]()
     for i in range(count):
-        rng = np.random.default_rng([seed, int(hashlib.sha256(case.type.encode()).hexdigest()[:8], 16), i])
+        rng = np.random.default_rng(
+            [seed, int(hashlib.sha256(case.type.encode()).hexdigest()[:8], 16), i]
+        )
         data = mutated(rng, case.data, case.others[rng.integers(len(case.others))])
         begun = time.monotonic()
         what, why = became(case, data, "reply" in case.type or i % 50 == 0)
@@ -457,7 +523,9 @@ class Liar(Messages):
         out = super().exchange(messages)
         who = self.names[0]
         stays = who in messages and kind_of(messages[who]) == "StayLocal"
-        if who in messages and self.rng.random() < (self.share if stays else self.share / 10):  # all others are needed
+        if who in messages and self.rng.random() < (
+            self.share if stays else self.share / 10
+        ):  # all others are needed
             out[who] = mutated(self.rng, out[who], out[who])
             self.changed += 1
         return out
@@ -466,7 +534,9 @@ class Liar(Messages):
 def whole_run(folder: Path, seed: int, share: float = 0.3) -> str:
     """Run chains over a silo whose replies are changed; return how it ended."""
     messenger = Liar(INTERCEPTS, intercepts, folder, seed=seed, share=share)
-    mcmc = fed.RemoteMCMC(fed.FSGLD(intercepts), num_warmup=2, num_samples=20, num_chains=2, progress_bar=False)
+    mcmc = fed.RemoteMCMC(
+        fed.FSGLD(intercepts), num_warmup=2, num_samples=20, num_chains=2, progress_bar=False
+    )
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)
@@ -495,8 +565,12 @@ def report(case: Case, count: int, args: argparse.Namespace) -> Tally:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Changed messages.")
-    parser.add_argument("--count", type=int, default=5_000, help="of each type, shared by the fits that have it")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="for each type of a fit, at most")
+    parser.add_argument(
+        "--count", type=int, default=5_000, help="of each type, shared by the fits that have it"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=float("inf"), help="for each type of a fit, at most"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="", help="types whose name has this")
     parser.add_argument("--fits", default=",".join(SETTINGS), help="with commas between")
@@ -515,7 +589,9 @@ def main() -> None:
             sent[kind] += tally.count
             failures += len(tally.failures)
     least, count = min(sent.items(), key=lambda x: x[1])
-    print(f"{len(sent)} types, {sum(sent.values()):,} changes, least {count:,} ({least}), {failures} failures")
+    print(
+        f"{len(sent)} types, {sum(sent.values()):,} changes, least {count:,} ({least}), {failures} failures"
+    )
     ends = Counter()
     for seed in range(args.seed, args.seed + 5):
         with tempfile.TemporaryDirectory() as folder:

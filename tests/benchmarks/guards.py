@@ -30,7 +30,12 @@ def compiled(kernel: Any, silos: fed.Silos) -> Callable[[jax.Array], Any]:
     @jax.jit
     def run(key: jax.Array) -> Any:
         mcmc = MCMC(
-            kernel, num_warmup=0, num_samples=ROUNDS, num_chains=4, chain_method="vectorized", progress_bar=False
+            kernel,
+            num_warmup=0,
+            num_samples=ROUNDS,
+            num_chains=4,
+            chain_method="vectorized",
+            progress_bar=False,
         )
         mcmc.run(key, silos)
         return mcmc.get_samples()

@@ -78,20 +78,28 @@ def regression(rows: int, heavy: bool) -> fed.Silos:
     x = rng.normal(size=(len(by), 3)) + rng.normal(size=(NUM_SILOS, 3))[by]
     x[:, 0] = 1
     mean = x @ np.array([0.5, 1.0, -1.0])
-    y = mean + rng.standard_t(2, len(by)) if heavy else rng.random(len(by)) < 1 / (1 + np.exp(-mean))
+    y = (
+        mean + rng.standard_t(2, len(by))
+        if heavy
+        else rng.random(len(by)) < 1 / (1 + np.exp(-mean))
+    )
     return fed.split({"x": x, "y": y.astype(np.float32)}, by=by)
 
 
 def flat(mcmc: MCMC) -> np.ndarray:
     """All global sites' draws, ``(chains, draws, scalars)``."""
     draws = mcmc.get_samples(group_by_chain=True)
-    return np.concatenate([np.asarray(x, float).reshape(*x.shape[:2], -1) for x in draws.values()], axis=2)
+    return np.concatenate(
+        [np.asarray(x, float).reshape(*x.shape[:2], -1) for x in draws.values()], axis=2
+    )
 
 
 def sds(mcmc: MCMC) -> tuple[np.ndarray, np.ndarray]:
     """Sds of all scalars, and their standard errors."""
     draws = flat(mcmc)
-    errors = [az.mcse(np.ascontiguousarray(draws[..., j]), method="sd") for j in range(draws.shape[2])]
+    errors = [
+        az.mcse(np.ascontiguousarray(draws[..., j]), method="sd") for j in range(draws.shape[2])
+    ]
     return draws.std((0, 1)), np.array(errors, float)
 
 
@@ -107,14 +115,20 @@ def exact_sds(model: Callable, silos: fed.Silos, num: int) -> tuple[np.ndarray, 
 def flags(mcmc: MCMC) -> list[str]:
     """Checks of ``diagnose`` that fail, but the one that only repeats what was asked for here."""
     table = fed.diagnose(mcmc).table
-    return [str(check) for check in table.index[table["verdict"] == "unsound"] if check != "inflation predicted"]
+    return [
+        str(check)
+        for check in table.index[table["verdict"] == "unsound"]
+        if check != "inflation predicted"
+    ]
 
 
 def measure(
     model: Callable, silos: fed.Silos, exact: tuple[np.ndarray, np.ndarray], kind: str, surrogate: Any,
     batch: int | None, steps: int, num: int, target: float = 0.1,
 ) -> dict[str, Any]:  # fmt: skip
-    kernel = fed.FSGLD(model, num_local_steps=steps, batch_size=batch, surrogate=surrogate, bias_target=target)
+    kernel = fed.FSGLD(
+        model, num_local_steps=steps, batch_size=batch, surrogate=surrogate, bias_target=target
+    )
     mcmc = MCMC(kernel, num_warmup=200, num_samples=num, num_chains=8, **CHAINS)
     mcmc.run(jax.random.key(2), silos)
     sd, error = sds(mcmc)
@@ -145,10 +159,14 @@ if __name__ == "__main__":
     exact = np.full(DIM, 1 / np.sqrt(NUM_SILOS * ROWS + 1)), np.zeros(DIM)
     for kind in ("exact", "near"):
         for batch, steps in ((None, 40), (10, 40), (10, 1000)):
-            rows.append(measure(model, silos, exact, kind, surrogates(silos, kind), batch, steps, num))
+            rows.append(
+                measure(model, silos, exact, kind, surrogates(silos, kind), batch, steps, num)
+            )
     for other, few, small in ((logistic, ROWS, 10), (student, FEW, 2), (one_row, 1, None)):
         silos = regression(few, other is not logistic)
         exact = exact_sds(other, silos, long)
-        for batch, steps in ((None, 40), (None, 1000), (small, 40), (small, 1000))[: 4 if small else 2]:
+        for batch, steps in ((None, 40), (None, 1000), (small, 40), (small, 1000))[
+            : 4 if small else 2
+        ]:
             rows.append(measure(other, silos, exact, "score", "score", batch, steps, num))
     print(pd.DataFrame(rows).to_string(index=False))

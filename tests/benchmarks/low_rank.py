@@ -39,7 +39,9 @@ def data(dim: int, rows: int, covariates: str) -> fed.Silos:
         common, *own = rng.normal(size=(1 + NUM_SILOS, dim, 5)) / np.sqrt(5)
         x *= 0.6
         for s in range(NUM_SILOS):
-            x[silo == s] += 0.8 * (rng.normal(size=(rows, 5)) @ common.T + rng.normal(size=(rows, 5)) @ own[s].T)
+            x[silo == s] += 0.8 * (
+                rng.normal(size=(rows, 5)) @ common.T + rng.normal(size=(rows, 5)) @ own[s].T
+            )
     x /= x.std(0)
     y = rng.random(len(x)) < 1 / (1 + np.exp(-x @ rng.normal(size=dim) * 2 / np.sqrt(dim)))
     return fed.split({"x": x.astype(np.float32), "y": y.astype(np.int32)}, by=silo)
@@ -52,7 +54,12 @@ def forms(silos: fed.Silos, dim: int, ranks: list[int]) -> Iterator[tuple[str, S
     mode = np.linalg.solve(precision.sum(0) + prior.precision, eta.sum(0) + prior.eta)
     diagonal, own = np.diagonal(precision, axis1=1, axis2=2), np.diag(prior.precision)
     slopes = eta - precision @ mode, prior.eta - prior.precision @ mode
-    yield "diagonal", Surrogates(Gaussian(slopes[0] + diagonal * mode, diagonal), Gaussian(slopes[1] + own * mode, own))
+    yield (
+        "diagonal",
+        Surrogates(
+            Gaussian(slopes[0] + diagonal * mode, diagonal), Gaussian(slopes[1] + own * mode, own)
+        ),
+    )
     for rank in ranks:
         yield f"rank {rank}", fed.surrogates.low_rank(model, silos, rank=rank)
     yield "full", Surrogates(Gaussian(eta, precision), prior)
@@ -82,7 +89,8 @@ def main() -> None:
         cut = 100 * float(mcmc.get_extra_fields()["cut_rate"].mean())
         top = np.linalg.eigvalsh(noise)[-1]
         print(
-            f"{name:<10}{size:>14}{top:>25.1f}{float(tuning.step_size):>11.5f}{cut:>7.2f}{seconds:>11.4f}", flush=True
+            f"{name:<10}{size:>14}{top:>25.1f}{float(tuning.step_size):>11.5f}{cut:>7.2f}{seconds:>11.4f}",
+            flush=True,
         )
 
 

@@ -30,7 +30,10 @@ def made_up(num: int) -> fed.Silos:
     data = {}
     for i in range(num):
         x = rng.normal(size=(int(rng.integers(5, 41)), 2)).astype(np.float32)
-        data[f"s{i:03}"] = {"x": x, "y": (x @ [1.0, -0.5] + 0.5 * rng.normal(size=len(x))).astype(np.float32)}
+        data[f"s{i:03}"] = {
+            "x": x,
+            "y": (x @ [1.0, -0.5] + 0.5 * rng.normal(size=len(x))).astype(np.float32),
+        }
     return fed.Silos(data)
 
 
@@ -52,13 +55,17 @@ def main() -> None:
     mcmc = MCMC(fed.FSGLD(linear), chain_method="vectorized", **runs)
     mcmc.run(random.key(0), silos)
     expected = np.asarray(mcmc.get_samples(group_by_chain=True)["beta"])
-    print(f"at hand: {time.perf_counter() - start:.1f} s, {memory() - before:.0f} MiB more than before")
+    print(
+        f"at hand: {time.perf_counter() - start:.1f} s, {memory() - before:.0f} MiB more than before"
+    )
     before, start = memory(), time.perf_counter()
     with tempfile.TemporaryDirectory() as place:
         sides = {}
         for name in silos.names:
             rows = {k: np.asarray(v) for k, v in silos[name].items()}
-            sides[name] = SiloSide(fed.Silos({name: rows}), linear, Path(place) / name, own_keys=False)
+            sides[name] = SiloSide(
+                fed.Silos({name: rows}), linear, Path(place) / name, own_keys=False
+            )
         grid = InProcessGrid([client_app(lambda _, side=side: side) for side in sides.values()])
         remote = fed.RemoteMCMC(fed.FSGLD(linear), **runs)
         remote.run(random.key(0), connect(Flower(grid, silos.names), linear))
@@ -67,7 +74,9 @@ def main() -> None:
         f"Flower's clients: {seconds:.1f} s, {seconds / args.silos:.3f} s and {(memory() - before) / args.silos:.2f} MiB a silo"
     )
     got = np.asarray(remote.get_samples(group_by_chain=True)["beta"])
-    print(f"largest difference of a draw, relative: {np.abs(got - expected).max() / np.abs(expected).max():.1e}")
+    print(
+        f"largest difference of a draw, relative: {np.abs(got - expected).max() / np.abs(expected).max():.1e}"
+    )
 
 
 if __name__ == "__main__":

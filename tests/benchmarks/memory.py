@@ -33,7 +33,9 @@ def child(shrink: int, jit_model_args: bool, bar: bool, runs: int) -> None:
     task = TASKS["c"](shrink)
     before = peak()
     kernel = fed.SGLD(task.model, task.step_size, 40, task.batch_size)
-    mcmc = MCMC(kernel, num_warmup=0, num_samples=500, progress_bar=bar, jit_model_args=jit_model_args)
+    mcmc = MCMC(
+        kernel, num_warmup=0, num_samples=500, progress_bar=bar, jit_model_args=jit_model_args
+    )
     for seed in range(runs):
         mcmc.run(jax.random.key(seed), task.silos)
     samples = jax.block_until_ready(mcmc.get_samples())
@@ -43,7 +45,9 @@ def child(shrink: int, jit_model_args: bool, bar: bool, runs: int) -> None:
 
 def peak() -> float:
     """Largest resident size so far, in MiB (ru_maxrss is in KiB, on macOS in bytes)."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (MIB if sys.platform == "darwin" else 1024)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (
+        MIB if sys.platform == "darwin" else 1024
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -66,13 +70,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
         (f"{FLAG}=1, with bar", 1, 0, 1, 1),
         (f"{FLAG}=1, three times", 1, 0, 0, 3),
     ):
-        command = [sys.executable, __file__, "--child", *map(str, (shrink, jit_model_args, bar, runs))]
+        command = [
+            sys.executable,
+            __file__,
+            "--child",
+            *map(str, (shrink, jit_model_args, bar, runs)),
+        ]
         environment = {**os.environ, FLAG: str(flag)}
         done = subprocess.run(command, env=environment, check=True, text=True, capture_output=True)
         data, samples, before, after = map(float, done.stdout.split())
         goal = data + 2.5 * samples + 600
         met = "reached" if after <= goal else "NOT reached"
-        print(f"{name:<44}{data:7.0f}{samples:9.1f}{before:11.0f}{after:7.0f}{goal:7.0f}   {met}", flush=True)
+        print(
+            f"{name:<44}{data:7.0f}{samples:9.1f}{before:11.0f}{after:7.0f}{goal:7.0f}   {met}",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -72,7 +72,9 @@ def by_hand(silos: fed.Silos, rounds: int, conducive: bool) -> Callable[[Array],
 
     def log_density(theta: Array, x: Array, y: Array) -> Array:
         sites = unravel(theta)
-        layers = [tuple(sites[f"net/layers.{i}.{name}"] for name in pair) for i, pair in enumerate(pairs)]
+        layers = [
+            tuple(sites[f"net/layers.{i}.{name}"] for name in pair) for i, pair in enumerate(pairs)
+        ]
         log_p = jnp.take_along_axis(jax.nn.log_softmax(mlp(layers, x)), y[:, None], 1).sum()
         return -0.5 * jnp.sum(theta**2) + count * size / BATCH * log_p
 
@@ -84,7 +86,10 @@ def by_hand(silos: fed.Silos, rounds: int, conducive: bool) -> Callable[[Array],
             key_silo, key_rows, key_noise = random.split(key, 3)
             s = random.randint(key_silo, (), 0, count)
             index = random.bits(key_rows, (STAY, BATCH), jnp.uint32) % size
-            rows, xi = {k: v[s, index] for k, v in data.items()}, random.normal(key_noise, (STAY, theta.size))
+            rows, xi = (
+                {k: v[s, index] for k, v in data.items()},
+                random.normal(key_noise, (STAY, theta.size)),
+            )
             net_shift, net_precision = sums[0] - count * shift[s], sums[1] - count * precision[s]
 
             def step(theta: Array, drawn: tuple) -> tuple[Array, None]:
@@ -104,14 +109,20 @@ def by_hand(silos: fed.Silos, rounds: int, conducive: bool) -> Callable[[Array],
 
 def steps(size: int, rounds: int, turns: int) -> None:
     silos, _ = labels.simulated(0.5, size=size)
-    forms = {f"{name}, by hand": by_hand(silos, rounds, name == "FSGLD") for name in ("DSGLD", "FSGLD")}
-    forms |= {name: compiled_run(kernel_of(name, silos), silos, rounds) for name in ("DSGLD", "FSGLD")}
+    forms = {
+        f"{name}, by hand": by_hand(silos, rounds, name == "FSGLD") for name in ("DSGLD", "FSGLD")
+    }
+    forms |= {
+        name: compiled_run(kernel_of(name, silos), silos, rounds) for name in ("DSGLD", "FSGLD")
+    }
     times = in_turn(forms, turns)
     for name, own in times.items():
         print(f"{name:<18}{1e6 * np.median(own) / (rounds * STAY):8.1f} us a step")
     for name in ("DSGLD", "FSGLD"):
         ratio = times[f"{name}, by hand"] / times[name]
-        print(f"{name}, steps/s over hand-written {quartiles(ratio)}   {verdict(bool(np.median(ratio) >= 0.9), '0.9')}")
+        print(
+            f"{name}, steps/s over hand-written {quartiles(ratio)}   {verdict(bool(np.median(ratio) >= 0.9), '0.9')}"
+        )
     ratio = times["FSGLD"] / times["DSGLD"]
     print(
         f"FSGLD diagonal, time over DSGLD {quartiles(ratio)}   {verdict(bool(np.median(ratio) <= 1.1), '1.1')}",
@@ -120,7 +131,9 @@ def steps(size: int, rounds: int, turns: int) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Memory, compiling and steps of the Bayesian network at full size.")
+    parser = argparse.ArgumentParser(
+        description="Memory, compiling and steps of the Bayesian network at full size."
+    )
     parser.add_argument("--quick", action="store_true", help="a hundredth of the rows, few turns")
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
@@ -129,7 +142,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     size = 900 if args.quick else labels.NUM_ROWS
     for name in ("DSGLD", "FSGLD"):
         command = [sys.executable, __file__, "--child", name, str(size)]
-        done = subprocess.run(command, env={**os.environ, FLAG: "1"}, check=True, text=True, capture_output=True)
+        done = subprocess.run(
+            command, env={**os.environ, FLAG: "1"}, check=True, text=True, capture_output=True
+        )
         data, samples, imported, made, most, first, second = map(float, done.stdout.split())
         goal = data + 2.5 * samples + 600
         print(

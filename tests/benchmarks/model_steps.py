@@ -60,13 +60,17 @@ def metric_learning_task(shrink: int = 1) -> Task:
 MODELS: dict[str, Callable[[int], Task]] = {"metric_learning": metric_learning_task}
 
 
-def steps_per_second(task: Task, num_local_steps: int, steps: int, turns: int) -> tuple[np.ndarray, np.ndarray]:
+def steps_per_second(
+    task: Task, num_local_steps: int, steps: int, turns: int
+) -> tuple[np.ndarray, np.ndarray]:
     """Steps per second of the library's SGLD, and of the hand-written block form, in every turn."""
     num_samples = max(2, steps // num_local_steps)
     data, hand = pooled_rows(task), block_form(task, num_local_steps, num_samples)
     times = in_turn(
         {
-            "library": compiled_run(kernel_of("SGLD", task, num_local_steps), task.silos, num_samples),
+            "library": compiled_run(
+                kernel_of("SGLD", task, num_local_steps), task.silos, num_samples
+            ),
             "hand-written": lambda key: hand(key, data),
         },
         turns,
@@ -76,11 +80,17 @@ def steps_per_second(task: Task, num_local_steps: int, steps: int, turns: int) -
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Steps of the papers' models, against hand-written JAX.")
+    parser = argparse.ArgumentParser(
+        description="Steps of the papers' models, against hand-written JAX."
+    )
     parser.add_argument("--models", default=",".join(MODELS), help=f"which of {', '.join(MODELS)}")
-    parser.add_argument("--stay", type=int, nargs="+", default=[40, 200], help="local steps of a round")
+    parser.add_argument(
+        "--stay", type=int, nargs="+", default=[40, 200], help="local steps of a round"
+    )
     parser.add_argument("--turns", type=int, default=31, help="how often each form is timed")
-    parser.add_argument("--quick", action="store_true", help="few rows and turns: to see that it runs")
+    parser.add_argument(
+        "--quick", action="store_true", help="few rows and turns: to see that it runs"
+    )
     args = parser.parse_args(arguments)
     turns, steps = (3, STEPS // 20) if args.quick else (args.turns, STEPS)
     for name in args.models.split(","):
@@ -88,8 +98,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for stay in args.stay:
             own, hand = steps_per_second(task, stay, steps, turns)
             ratios = own / hand
-            print(f"{name}, T = {stay}: {np.median(own):,.0f} steps/s, hand-written {np.median(hand):,.0f}: ", end="")
-            print(f"{quartiles(ratios)}   {verdict(bool(np.median(ratios) >= GOAL), str(GOAL))}", flush=True)
+            print(
+                f"{name}, T = {stay}: {np.median(own):,.0f} steps/s, hand-written {np.median(hand):,.0f}: ",
+                end="",
+            )
+            print(
+                f"{quartiles(ratios)}   {verdict(bool(np.median(ratios) >= GOAL), str(GOAL))}",
+                flush=True,
+            )
             print(*kernels(task, stay, steps, turns), sep="\n", flush=True)
 
 

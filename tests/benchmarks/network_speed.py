@@ -48,7 +48,9 @@ def data(nodes: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def graph_of(nodes: int, fails: bool) -> fed.graphs.TimeVaryingGraph:
-    links = nx.DiGraph([(j, (j + hop) % nodes) for j in range(nodes) for hop in (1, 2, 4) if hop % nodes])
+    links = nx.DiGraph(
+        [(j, (j + hop) % nodes) for j in range(nodes) for hop in (1, 2, 4) if hop % nodes]
+    )
     ordered = nx.DiGraph()
     ordered.add_nodes_from(range(nodes))
     ordered.add_edges_from(links.edges)
@@ -59,7 +61,9 @@ def graph_of(nodes: int, fails: bool) -> fed.graphs.TimeVaryingGraph:
 def library(nodes: int, batch: int | None, sparse: bool, fails: bool, steps: int) -> Run:
     """A run of MCMC, one program."""
     x, y = data(nodes)
-    silos = fed.split({"x": x.reshape(-1, DIM), "y": y.ravel()}, by=np.repeat(np.arange(nodes), ROWS))
+    silos = fed.split(
+        {"x": x.reshape(-1, DIM), "y": y.ravel()}, by=np.repeat(np.arange(nodes), ROWS)
+    )
     kernel = fed.PushSumLangevin(model, graph_of(nodes, fails), ALPHA, batch)
     kernel.init(random.split(random.key(0), nodes), 0, model_args=(silos,))
     kernel._mixing = mixing(kernel.graph, both_ways=False, sparse=sparse)
@@ -83,7 +87,11 @@ def by_hand(nodes: int, batch: int | None, sparse: bool, fails: bool, steps: int
     everyone = jnp.arange(nodes)[:, None]
 
     def mixer(key: Array) -> Callable[[Array], Array]:
-        works = random.uniform(key, senders.shape) >= FAILURE if fails else jnp.ones(senders.shape, bool)
+        works = (
+            random.uniform(key, senders.shape) >= FAILURE
+            if fails
+            else jnp.ones(senders.shape, bool)
+        )
         degree = jnp.ones(nodes).at[senders].add(works)  # out-links that work, and itself
         weights, own = works / degree[senders], 1 / degree
         if sparse:
@@ -125,7 +133,9 @@ def seconds(run: Run, key: Array) -> float:
     return time.perf_counter() - start
 
 
-def measure(nodes: int, batch: int | None, sparse: bool, fails: bool, steps: int, turns: int) -> float:
+def measure(
+    nodes: int, batch: int | None, sparse: bool, fails: bool, steps: int, turns: int
+) -> float:
     """Print a row; return the ratio."""
     forms = [form(nodes, batch, sparse, fails, steps) for form in (library, by_hand)]
     keys = random.split(random.key(1), turns + 1)
@@ -144,7 +154,9 @@ def measure(nodes: int, batch: int | None, sparse: bool, fails: bool, steps: int
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Speed of push-sum by number of nodes.")
-    parser.add_argument("--quick", action="store_true", help="4 and 16 nodes, few steps: to see that it runs")
+    parser.add_argument(
+        "--quick", action="store_true", help="4 and 16 nodes, few steps: to see that it runs"
+    )
     parser.add_argument("--nodes", default="4,16,64,256")
     parser.add_argument("--turns", type=int, default=7, help="how often each form is timed")
     args = parser.parse_args(arguments)
@@ -156,7 +168,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for batch, sparse, fails in itertools.product((None, 10), (False, True), (False, True)):
         for nodes in sizes:
             steps = (8_000 if batch is None else 80_000) // nodes // (10 if args.quick else 1)
-            ratios.append(measure(nodes, batch, sparse, fails, steps, 3 if args.quick else args.turns))
+            ratios.append(
+                measure(nodes, batch, sparse, fails, steps, 3 if args.quick else args.turns)
+            )
     short = sum(ratio < GOAL for ratio in ratios)
     print(
         f"goal {GOAL}: {'reached' if not short else f'NOT reached in {short} of {len(ratios)} rows'}; least {min(ratios):.2f}"

@@ -26,7 +26,9 @@ from numpyro_fed.engines import nvflare as carrier
 
 HERE = Path(__file__).resolve().parent
 NAMES = ["s0", "s1", "s2"]
-RUN, MAKE_ECHO = (f"{HERE.parent / 'nvflare_sides.py'}:{function}" for function in ("time_rounds", "make_echo"))
+RUN, MAKE_ECHO = (
+    f"{HERE.parent / 'nvflare_sides.py'}:{function}" for function in ("time_rounds", "make_echo")
+)
 
 
 class EmptyController(Controller):
@@ -50,7 +52,11 @@ class EmptyController(Controller):
         for _ in range(self.rounds + 2):
             start = time.perf_counter()
             self.broadcast_and_wait(
-                Task("empty", Shareable()), fl_ctx, targets=NAMES, min_responses=len(NAMES), abort_signal=abort_signal
+                Task("empty", Shareable()),
+                fl_ctx,
+                targets=NAMES,
+                min_responses=len(NAMES),
+                abort_signal=abort_signal,
             )
             times.append(time.perf_counter() - start)
         workspace = fl_ctx.get_prop(FLContextKey.WORKSPACE_OBJECT)
@@ -70,8 +76,12 @@ def empty_job(folder: Path, rounds: int, period: float | None) -> Path:
     client = folder / "silo" / "config" / "config_fed_client.json"
     told, asked = json.loads(server.read_text()), json.loads(client.read_text())
     arguments = {"rounds": rounds, "period": 0.2 if period is None else period}
-    told["workflows"] = [{"id": "empty", "path": "nvflare_rounds.EmptyController", "args": arguments}]
-    asked["executors"] = [{"tasks": ["empty"], "executor": {"path": "nvflare_rounds.EmptyExecutor", "args": {}}}]
+    told["workflows"] = [
+        {"id": "empty", "path": "nvflare_rounds.EmptyController", "args": arguments}
+    ]
+    asked["executors"] = [
+        {"tasks": ["empty"], "executor": {"path": "nvflare_rounds.EmptyExecutor", "args": {}}}
+    ]
     if period is None:
         del told["server"], asked["default_task_fetch_interval"]
     server.write_text(json.dumps(told))
@@ -104,8 +114,16 @@ def deployed(rounds: int, sizes: list[int], directory: Path) -> None:
             return json.loads(result)
 
         few = min(rounds, 10)
-        report("empty, NVFLARE's own periods", timed(empty_job(directory / "stock", few, None))["empty"], None)
-        beside = report("empty, periods of 0.05 s", timed(empty_job(directory / "empty", rounds, 0.05))["empty"], None)
+        report(
+            "empty, NVFLARE's own periods",
+            timed(empty_job(directory / "stock", few, None))["empty"],
+            None,
+        )
+        beside = report(
+            "empty, periods of 0.05 s",
+            timed(empty_job(directory / "empty", rounds, 0.05))["empty"],
+            None,
+        )
         arguments = {"sizes": sizes, "rounds": rounds}
         job = carrier.write_job(directory / "job", RUN, MAKE_ECHO, NAMES, run_arguments=arguments)
         for size, times in timed(job).items():
@@ -117,16 +135,24 @@ def deployed(rounds: int, sizes: list[int], directory: Path) -> None:
 
 def simulated(rounds: int, sizes: list[int], directory: Path) -> None:
     arguments = {"sizes": sizes, "rounds": rounds}
-    result = carrier.simulate(RUN, MAKE_ECHO, NAMES, directory, run_arguments=arguments, timeout=550)
+    result = carrier.simulate(
+        RUN, MAKE_ECHO, NAMES, directory, run_arguments=arguments, timeout=550
+    )
     for size, times in json.loads(result).items():
         report(f"simulator, {int(size):,} floats each way", times, None)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--rounds", type=int, default=30, help="of each kind, after two that are not counted")
-    parser.add_argument("--sizes", type=int, nargs="+", default=[100, 10_000, 1_000_000], help="numbers of float32")
-    parser.add_argument("--simulator", action="store_true", help="in NVFLARE's simulator instead of a deployment")
+    parser.add_argument(
+        "--rounds", type=int, default=30, help="of each kind, after two that are not counted"
+    )
+    parser.add_argument(
+        "--sizes", type=int, nargs="+", default=[100, 10_000, 1_000_000], help="numbers of float32"
+    )
+    parser.add_argument(
+        "--simulator", action="store_true", help="in NVFLARE's simulator instead of a deployment"
+    )
     args = parser.parse_args()
     os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
     with tempfile.TemporaryDirectory() as temporary:

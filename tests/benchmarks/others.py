@@ -43,7 +43,11 @@ STEPS = {  # in one timed call: about a tenth of a second on an idle core
     "b": {OURS: 8_000, TORCH: 200, "C": 8_000},
     "c": {OURS: 4_000, TORCH: 80, "C": 4_000},
 }
-DRAWS = {OURS: 20_000, TORCH: 400, "C": 20_000}  # 40 steps apart, where those of task a are all but independent
+DRAWS = {
+    OURS: 20_000,
+    TORCH: 400,
+    "C": 20_000,
+}  # 40 steps apart, where those of task a are all but independent
 OVER_TORCH = {"a": 1000.0, "b": 60.0, "c": 35.0}
 OVER_C = 1.25  # task b, flags of the first set
 SURE = 4.5  # standard errors
@@ -54,7 +58,9 @@ class Program:
 
     def __init__(self, command: list[str], stack: ExitStack) -> None:
         self.command = " ".join(command)
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
         stack.callback(self.process.communicate)  # no more input ends it
 
     def ask(self, line: str) -> np.ndarray:
@@ -81,7 +87,9 @@ def write(task: Task, folder: Path) -> tuple[Array, np.ndarray]:
     return jnp.asarray(theta), index
 
 
-def programs(task: Task, folder: Path, torch_python: Path | None, stack: ExitStack) -> dict[str, Program]:
+def programs(
+    task: Task, folder: Path, torch_python: Path | None, stack: ExitStack
+) -> dict[str, Program]:
     """`posteriors` and C, as far as they are there."""
     arguments = [task.name, str(folder), str(len(pooled_rows(task)["y"])), str(task.step_size)]
     found = {}
@@ -91,7 +99,9 @@ def programs(task: Task, folder: Path, torch_python: Path | None, stack: ExitSta
     if shutil.which("gcc"):
         for i, flags in enumerate(FLAGS):
             binary = str(folder / f"sgld{i}")
-            subprocess.run(["gcc", *flags.split(), str(HERE / "sgld.c"), "-o", binary, "-lm"], check=True)
+            subprocess.run(
+                ["gcc", *flags.split(), str(HERE / "sgld.c"), "-o", binary, "-lm"], check=True
+            )
             found[f"C {flags}"] = Program([binary, *arguments], stack)
     return found
 
@@ -102,11 +112,15 @@ def model_gradient(task: Task, theta: Array, index: np.ndarray) -> np.ndarray:
     batch = {k: v[index] for k, v in data.items()}
     without_rows = handlers.block(task.model, hide=["y"])
     trace = handlers.trace(handlers.seed(task.model, 0)).get_trace(**batch)
-    sites = {k: v["value"] for k, v in trace.items() if v["type"] == "sample" and not v["is_observed"]}
+    sites = {
+        k: v["value"] for k, v in trace.items() if v["type"] == "sample" and not v["is_observed"]
+    }
     unravel = ravel_pytree(sites)[1]
 
     def log_posterior(theta: Array) -> Array:
-        joint, prior = (log_density(model, (), batch, unravel(theta))[0] for model in (task.model, without_rows))
+        joint, prior = (
+            log_density(model, (), batch, unravel(theta))[0] for model in (task.model, without_rows)
+        )
         return prior + len(data["y"]) / task.batch_size * (joint - prior)
 
     return np.asarray(jax.grad(log_posterior)(theta))
@@ -169,13 +183,17 @@ def steps_of(task: Task, name: str, shrink: int) -> int:
     return STEPS[task.name]["C" if name.startswith("C ") else name] // shrink
 
 
-def table(task: Task, found: dict[str, Program], num_local_steps: int, turns: int, shrink: int) -> Iterator[str]:
+def table(
+    task: Task, found: dict[str, Program], num_local_steps: int, turns: int, shrink: int
+) -> Iterator[str]:
     """All in turn: theirs over ours."""
     num_samples = steps_of(task, OURS, shrink) // num_local_steps
     forms: dict[str, Callable[[Array], Any]] = {
         OURS: compiled_run(kernel_of("SGLD", task, num_local_steps), task.silos, num_samples)
     }
-    steps = {OURS: num_samples * num_local_steps} | {name: steps_of(task, name, shrink) for name in found}
+    steps = {OURS: num_samples * num_local_steps} | {
+        name: steps_of(task, name, shrink) for name in found
+    }
     for name, program in found.items():
         forms[name] = asking(program, f"steps {steps[name]}")
     times = {name: own / steps[name] for name, own in in_turn(forms, turns).items()}
@@ -201,7 +219,11 @@ def measure(task: Task, torch_python: Path | None, turns: int, shrink: int) -> N
         for line in check_gradients(found, model_gradient(task, theta, index)):
             print(line, flush=True)
         if task.name == "a":
-            print(*check_draws(task, found, {k: v // shrink for k, v in DRAWS.items()}), sep="\n", flush=True)
+            print(
+                *check_draws(task, found, {k: v // shrink for k, v in DRAWS.items()}),
+                sep="\n",
+                flush=True,
+            )
         if task.name == "c":
             for line in check_noise(task, found):
                 print(line, flush=True)
@@ -211,9 +233,13 @@ def measure(task: Task, torch_python: Path | None, turns: int, shrink: int) -> N
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="SGLD against posteriors and C.")
-    parser.add_argument("--torch-python", type=Path, help="the interpreter that has torch and posteriors")
+    parser.add_argument(
+        "--torch-python", type=Path, help="the interpreter that has torch and posteriors"
+    )
     parser.add_argument("--tasks", default="a,b,c", help="which of a, b, c")
-    parser.add_argument("--quick", action="store_true", help="few rows and turns: to see that it runs")
+    parser.add_argument(
+        "--quick", action="store_true", help="few rows and turns: to see that it runs"
+    )
     parser.add_argument("--turns", type=int, help="how often each form is timed")
     args = parser.parse_args(arguments)
     if args.torch_python is None:
@@ -222,7 +248,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print("no gcc: the rows of C are left out")
     for name in args.tasks.split(","):
         shrink = 10 if args.quick else 1
-        measure(TASKS[name](shrink), args.torch_python, args.turns or (5 if args.quick else 31), shrink)
+        measure(
+            TASKS[name](shrink), args.torch_python, args.turns or (5 if args.quick else 31), shrink
+        )
 
 
 if __name__ == "__main__":

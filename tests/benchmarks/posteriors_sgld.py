@@ -39,7 +39,11 @@ def likelihood_c(params: Params, rows: Params) -> Tensor:
     return -cross_entropy(logits, rows["y"], reduction="sum")
 
 
-LIKELIHOODS: dict[str, Callable[[Params, Params], Tensor]] = {"a": likelihood_a, "b": likelihood_b, "c": likelihood_c}
+LIKELIHOODS: dict[str, Callable[[Params, Params], Tensor]] = {
+    "a": likelihood_a,
+    "b": likelihood_b,
+    "c": likelihood_c,
+}
 
 
 def shapes(task: str) -> dict[str, tuple[int, ...]]:
@@ -47,7 +51,9 @@ def shapes(task: str) -> dict[str, tuple[int, ...]]:
     if task != "c":
         return {"mu": (2,)} if task == "a" else {"beta": (123,)}
     pairs = list(zip(LAYERS[:-1], LAYERS[1:], strict=True))
-    return {f"b{i}": (o,) for i, (_, o) in enumerate(pairs)} | {f"w{i}": pair for i, pair in enumerate(pairs)}
+    return {f"b{i}": (o,) for i, (_, o) in enumerate(pairs)} | {
+        f"w{i}": pair for i, pair in enumerate(pairs)
+    }
 
 
 class Sampler:
@@ -59,7 +65,11 @@ class Sampler:
         self.theta, self.index = given.pop("theta"), given.pop("index")
         self.data = {k: v.long() if task == "c" and k == "y" else v for k, v in given.items()}
         self.shapes, self.num_rows, self.batch_size = shapes(task), num_rows, BATCH[task]
-        likelihood, scale, precision = LIKELIHOODS[task], num_rows / BATCH[task], 0.01 if task == "a" else 1.0
+        likelihood, scale, precision = (
+            LIKELIHOODS[task],
+            num_rows / BATCH[task],
+            0.01 if task == "a" else 1.0,
+        )
 
         def log_posterior(params: Params, rows: Params) -> tuple[Tensor, Tensor]:
             squares = sum((p**2).sum() for p in params.values())
@@ -71,7 +81,10 @@ class Sampler:
 
     def tree(self, flat: Tensor) -> Params:
         sizes = [int(np.prod(s)) for s in self.shapes.values()]
-        return {k: part.reshape(s) for (k, s), part in zip(self.shapes.items(), flat.split(sizes), strict=True)}
+        return {
+            k: part.reshape(s)
+            for (k, s), part in zip(self.shapes.items(), flat.split(sizes), strict=True)
+        }
 
     def flat(self, params: Params) -> Tensor:
         return torch.cat([params[k].ravel() for k in self.shapes])
@@ -85,7 +98,9 @@ class Sampler:
     def run(self, state: Any, steps: int) -> Any:
         for _ in range(steps):
             index = torch.randint(self.num_rows, (self.batch_size,))
-            state, _ = self.transform.update(state, self.rows(index), inplace=True)  # faster than a new state
+            state, _ = self.transform.update(
+                state, self.rows(index), inplace=True
+            )  # faster than a new state
         return state
 
     def answer(self, command: str, number: int) -> Tensor:

@@ -50,7 +50,9 @@ def made_up(num: int) -> fed.Silos:
     return fed.Silos(data)
 
 
-def fit_of(num_silos: int, rounds: int, privacy: fed.Privacy | None = None, *, secure_sum: bool = False) -> fed.SFVI:
+def fit_of(
+    num_silos: int, rounds: int, privacy: fed.Privacy | None = None, *, secure_sum: bool = False
+) -> fed.SFVI:
     """A start as far off as the prior's centre is, as wide as about the posterior."""
     guide = fed.AutoSiloNormal(
         model,
@@ -67,7 +69,9 @@ class InProcess:
     def __init__(self, silos: fed.Silos, fit: fed.SFVI, folder: Path) -> None:
         self.names = silos.names
         rows = {n: {k: np.asarray(v) for k, v in silos[n].items()} for n in self.names}
-        self.sides = {n: SiloSide(fed.Silos({n: rows[n]}), model, folder / n, fit=fit) for n in self.names}
+        self.sides = {
+            n: SiloSide(fed.Silos({n: rows[n]}), model, folder / n, fit=fit) for n in self.names
+        }
         for name in self.names:
             (folder / name / "peers").mkdir()
             for other in self.names:
@@ -82,7 +86,9 @@ def sds(scale_tril: Array) -> np.ndarray:
 
 
 def noise(args: argparse.Namespace) -> None:
-    print(f"{'silos':>6} {'epsilon':>8} {'seen':>6} {'clip':>6} {'said':>7} {'measured':>9} {'sd ratio':>14}")
+    print(
+        f"{'silos':>6} {'epsilon':>8} {'seen':>6} {'clip':>6} {'said':>7} {'measured':>9} {'sd ratio':>14}"
+    )
     for num in args.silos:
         silos = made_up(num)
         plain = fit_of(num, args.rounds).run(random.key(0), args.rounds, silos, progress_bar=False)
@@ -137,13 +143,22 @@ def guesses(num: int) -> None:
         return bool(rng.random() < 0.5) if count[0] == count[1] else int(np.argmax(count)) == truth
 
     exact = [
-        right(noised_exactly(noise, Words(int(i).to_bytes(32, "little")), two[t]).astype(np.float32), t)
+        right(
+            noised_exactly(noise, Words(int(i).to_bytes(32, "little")), two[t]).astype(np.float32),
+            t,
+        )
         for i, t in enumerate(truths)
     ]
-    floating = [right(np.asarray(noised(noise, random.key(i), two[t])), t) for i, t in enumerate(truths)]
+    floating = [
+        right(np.asarray(noised(noise, random.key(i), two[t])), t) for i, t in enumerate(truths)
+    ]
     error = 0.5 / np.sqrt(num)
-    print(f"guesses right by the low bits of {num} replies, epsilon .08 a round (chance: .500 +- {error:.3f}):")
-    print(f"  discrete Gaussian {np.mean(exact):.3f}, float32 noise (silos at hand) {np.mean(floating):.3f}")
+    print(
+        f"guesses right by the low bits of {num} replies, epsilon .08 a round (chance: .500 +- {error:.3f}):"
+    )
+    print(
+        f"  discrete Gaussian {np.mean(exact):.3f}, float32 noise (silos at hand) {np.mean(floating):.3f}"
+    )
 
 
 def cost(size: int = 1000) -> None:
@@ -153,14 +168,20 @@ def cost(size: int = 1000) -> None:
         start = time.process_time()
         noised_exactly(noise, Words(i.to_bytes(32, "little")), gradient)
         seconds.append(time.process_time() - start)
-    print(f"exact noise of {size:,} numbers: median {1e3 * np.median(seconds):.2f} ms of processor time")
+    print(
+        f"exact noise of {size:,} numbers: median {1e3 * np.median(seconds):.2f} ms of processor time"
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="leave the table of errors out")
-    parser.add_argument("--silos", type=lambda x: [int(i) for i in x.split(",")], default=[100, 1000])
-    parser.add_argument("--epsilon", type=lambda x: [float(i) for i in x.split(",")], default=[1.0, 4.0, 8.0])
+    parser.add_argument(
+        "--silos", type=lambda x: [int(i) for i in x.split(",")], default=[100, 1000]
+    )
+    parser.add_argument(
+        "--epsilon", type=lambda x: [float(i) for i in x.split(",")], default=[1.0, 4.0, 8.0]
+    )
     parser.add_argument("--rounds", type=int, default=3000)
     parser.add_argument("--seeds", type=int, default=4)
     args = parser.parse_args()

@@ -47,14 +47,18 @@ def pooled(counts: Array, batch: int) -> tuple[Any, Epoch]:
         prior = dist.Normal(0, prod_lda.TOPIC_SD).expand([TOPICS, num_words])
         topics = numpyro.sample("topics", prior.to_event(2))
         with numpyro.plate("documents", batch.shape[0]), numpyro.handlers.scale(scale=scale):
-            z = numpyro.sample("z", dist.Normal(0, (1 - 1 / TOPICS) ** 0.5).expand([TOPICS]).to_event(1))
+            z = numpyro.sample(
+                "z", dist.Normal(0, (1 - 1 / TOPICS) ** 0.5).expand([TOPICS]).to_event(1)
+            )
             numpyro.sample("counts", prod_lda.Words(jax.nn.softmax(z) @ topics), obs=batch)
 
     def guide(batch: Array) -> None:
         first = prod_lda.START_SD[True] * random.normal(random.key(0), (TOPICS, num_words))
         loc = numpyro.param("loc", first)
         sd = numpyro.param(
-            "scale", jnp.full(first.shape, prod_lda.INIT_SCALE), constraint=constraints.softplus_positive
+            "scale",
+            jnp.full(first.shape, prod_lda.INIT_SCALE),
+            constraint=constraints.softplus_positive,
         )
         numpyro.sample("topics", dist.Normal(loc, sd).to_event(2))
         z_loc, log_scale = jax.vmap(eqx_module("encoder", network))(batch)
@@ -86,7 +90,11 @@ def ours(silos: fed.Silos, batch: int) -> tuple[Any, Epoch]:
 
     @jax.jit
     def epoch(state: Any, stacks: Any) -> Any:
-        return lax.scan(lambda s, _: advance(fed.SFVI._federated, prepared.plan, None, s, stacks), state, length=rounds)
+        return lax.scan(
+            lambda s, _: advance(fed.SFVI._federated, prepared.plan, None, s, stacks),
+            state,
+            length=rounds,
+        )
 
     def run(state: Any, key: Array) -> Any:
         del key  # the state has its own
@@ -108,7 +116,9 @@ def in_turn(forms: dict[str, tuple[Any, Epoch]], turns: int) -> dict[str, np.nda
 
 
 def main(arguments: Sequence[str] | None = None) -> float:
-    parser = argparse.ArgumentParser(description="ProdLDA's epoch: SFVI over silos against pooled SVI.")
+    parser = argparse.ArgumentParser(
+        description="ProdLDA's epoch: SFVI over silos against pooled SVI."
+    )
     parser.add_argument("--documents", type=int, help="default: all")
     parser.add_argument("--turns", type=int, default=9)
     args = parser.parse_args(arguments)

@@ -30,9 +30,17 @@ def schedules() -> dict[str, tuple[Decay, str, str]]:
     largest = values[0] / values[-1] / 2  # c of alpha0 = m / (2 L), the theorem's largest
     found: dict[str, tuple[Decay, str, str]] = {}
     for c in (0.25, largest, 0.75, 1.5):
-        found[f"a / (1 + t), c = {c:.2f}"] = ((c * scale, 1.0, 1.0), f"{-min(c, 1):.2f}", f"{-min(c, 0.5):.2f}")
+        found[f"a / (1 + t), c = {c:.2f}"] = (
+            (c * scale, 1.0, 1.0),
+            f"{-min(c, 1):.2f}",
+            f"{-min(c, 0.5):.2f}",
+        )
     for c in (1.5, 3.0):
-        found[f"a / (50 + t), c = {c:.2f}"] = ((c * scale, 50.0, 1.0), f"{-min(c, 1):.2f}", f"{-min(c, 0.5):.2f}")
+        found[f"a / (50 + t), c = {c:.2f}"] = (
+            (c * scale, 50.0, 1.0),
+            f"{-min(c, 1):.2f}",
+            f"{-min(c, 0.5):.2f}",
+        )
     found["a / (50 + t)^0.65"] = ((scale, 50.0, 0.65), "-0.65", "")
     found["constant"] = ((0.1 * scale, 1.0, 1e-9), "0", "")
     return found
@@ -42,7 +50,9 @@ def measure(num_steps: int, num_sequences: int) -> pd.DataFrame:
     rows: list[dict[str, Any]] = []
     for name, (decay, limit, theorem) in schedules().items():
         for kind, graph in graphs().items():
-            law = exact_law(graph, decay, num_steps, num_sequences=num_sequences if graph.fails else 1)
+            law = exact_law(
+                graph, decay, num_steps, num_sequences=num_sequences if graph.fails else 1
+            )
             w2 = distance(law)
             slopes = slope(w2)
             rows.append(

@@ -52,7 +52,12 @@ def groups_silos() -> fed.Silos:
 
 PROBLEMS: dict[str, tuple[Callable, Callable[[], fed.Silos], tuple[str, ...], float]] = {
     "six_cities": (six_cities.model, six_cities.silos, ("sigma",), 0.8),
-    "six_cities_random": (six_cities.model, lambda: six_cities.silos(shuffled=True), ("sigma",), 0.8),
+    "six_cities_random": (
+        six_cities.model,
+        lambda: six_cities.silos(shuffled=True),
+        ("sigma",),
+        0.8,
+    ),
     "six_cities_ten": (six_cities.model, lambda: six_cities.silos(six_cities.TEN), ("sigma",), 0.8),
     "eight_schools": (eight_schools.model, eight_schools.silos, ("tau",), 0.95),
     "ten_groups": (groups_model, groups_silos, ("tau", "sigma"), 0.9),
@@ -78,13 +83,22 @@ def row(name: str, draws: dict, reference: dict, scales: tuple[str, ...], **rest
     return f"{name:<22} {bound:>9.2f} {' '.join(cells)} {k:>7.2f} {size:>8.1f} {seconds:>7.1f}"
 
 
-def reference_draws(model: Callable, silos: fed.Silos, scales: tuple[str, ...], target: float, quick: bool) -> dict:
-    mcmc = MCMC(NUTS(model, target_accept_prob=target), num_warmup=500, num_samples=500 if quick else 5000, **CHAINS)
+def reference_draws(
+    model: Callable, silos: fed.Silos, scales: tuple[str, ...], target: float, quick: bool
+) -> dict:
+    mcmc = MCMC(
+        NUTS(model, target_accept_prob=target),
+        num_warmup=500,
+        num_samples=500 if quick else 5000,
+        **CHAINS,
+    )
     mcmc.run(random.key(1), **silos.pooled)
     return parameters(mcmc.get_samples(), scales)
 
 
-def federated(fit: Any, silos: fed.Silos, rounds: int, scales: tuple[str, ...], **run: Any) -> tuple[dict, dict, Any]:
+def federated(
+    fit: Any, silos: fed.Silos, rounds: int, scales: tuple[str, ...], **run: Any
+) -> tuple[dict, dict, Any]:
     start = time.perf_counter()
     result = fit.run(random.key(0), rounds, silos, progress_bar=False, **run)
     jax.block_until_ready(result.params)
@@ -93,7 +107,9 @@ def federated(fit: Any, silos: fed.Silos, rounds: int, scales: tuple[str, ...], 
     for resample in (False, True):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Pareto's k is in the table
-            idata = fed.to_inference_data(fit, result, silos, num_draws=4000, log_likelihood=False, resample=resample)
+            idata = fed.to_inference_data(
+                fit, result, silos, num_draws=4000, log_likelihood=False, resample=resample
+            )
         samples = {k: v.values[0] for k, v in idata.posterior.data_vars.items()}
         out[resample] = parameters(samples, scales)
     facts = {
@@ -111,29 +127,47 @@ def problem(name: str, quick: bool) -> None:
     rounds = 500 if quick else 4000
     reference = reference_draws(model, silos, scales, target, quick)
     print(f"\n{name}: {len(silos)} silos; error in sd and sd ratio, fixed effects | log scales")
-    print(f"{'':<22} {'bound':>9} {'fixed':>7} {'scale':>7} {'ratio':>10} {'ratio':>10} {'k':>7} {'kB up':>8} {'s':>7}")
+    print(
+        f"{'':<22} {'bound':>9} {'fixed':>7} {'scale':>7} {'ratio':>10} {'ratio':>10} {'k':>7} {'kB up':>8} {'s':>7}"
+    )
     guide = fed.AutoSiloNormal(model)
     for num in (1, 8, 32) if quick else (1, 8, 32, 128):
-        draws, facts, _ = federated(fed.SFVI(model, guide, optax.adam(0.01), 1, num), silos, rounds, scales)
+        draws, facts, _ = federated(
+            fed.SFVI(model, guide, optax.adam(0.01), 1, num), silos, rounds, scales
+        )
         print(row(f"SFVI K={num}", draws[False], reference, scales, **facts), flush=True)
         print(row(f"SFVI K={num} resampled", draws[True], reference, scales), flush=True)
     avg = fed.SFVIAvg(model, guide, optax.adam(0.003), num_local_steps=100)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         draws, facts, _ = federated(avg, silos, max(1, rounds // 100), scales)
-    print(row("SFVI-Avg, 100 steps", draws[False], reference, scales, **{**facts, "bound": float("nan")}), flush=True)
+    print(
+        row(
+            "SFVI-Avg, 100 steps",
+            draws[False],
+            reference,
+            scales,
+            **{**facts, "bound": float("nan")},
+        ),
+        flush=True,
+    )
     start = time.perf_counter()
     pooled = AutoMultivariateNormal(model, init_scale=0.3)
     svi = SVI(model, pooled, optax.adam(optax.exponential_decay(0.01, rounds, 0.1)), Trace_ELBO())
     found = svi.run(random.key(0), 2 * rounds, **silos.pooled, progress_bar=False)
     samples = pooled.sample_posterior(random.key(2), found.params, sample_shape=(4000,))
-    facts = {"bound": -float(found.losses[-rounds // 5 :].mean()), "seconds": time.perf_counter() - start}
+    facts = {
+        "bound": -float(found.losses[-rounds // 5 :].mean()),
+        "seconds": time.perf_counter() - start,
+    }
     print(row("pooled MVN", parameters(samples, scales), reference, scales, **facts), flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="SFVI beside pooled NUTS.")
-    parser.add_argument("problems", nargs="*", default=list(PROBLEMS), metavar="problem", help=", ".join(PROBLEMS))
+    parser.add_argument(
+        "problems", nargs="*", default=list(PROBLEMS), metavar="problem", help=", ".join(PROBLEMS)
+    )
     parser.add_argument("--quick", action="store_true", help="few rounds and draws")
     args = parser.parse_args()
     unknown = sorted(set(args.problems) - set(PROBLEMS))

@@ -65,7 +65,11 @@ def ours(silos: fed.Silos, rounds: int):
 
     @jax.jit
     def scan(state, stacks):
-        return lax.scan(lambda s, _: advance(fed.SFVI._federated, prepared.plan, None, s, stacks), state, length=rounds)
+        return lax.scan(
+            lambda s, _: advance(fed.SFVI._federated, prepared.plan, None, s, stacks),
+            state,
+            length=rounds,
+        )
 
     return partial(scan, state, prepared.stacks)
 
@@ -99,7 +103,9 @@ def by_hand(rows: dict, num_silos: int, rounds: int):
         eps = random.normal(key_local, (num_silos, n))
         terms = jax.vmap(silo, in_axes=(0, None, None, 0, 0, 0))(local, theta, u, eps, x, y)
         prior = -0.5 * jnp.sum(theta[:-1] ** 2) - 0.5 * jnp.exp(2 * theta[-1]) + theta[-1]
-        return -(terms.sum() + prior + 0.5 * jnp.sum(u**2) + jnp.sum(jnp.log(jnp.diagonal(frozen[1]))))
+        return -(
+            terms.sum() + prior + 0.5 * jnp.sum(u**2) + jnp.sum(jnp.log(jnp.diagonal(frozen[1])))
+        )
 
     @jax.jit
     def scan(params, optim_state, x, y):
@@ -130,7 +136,9 @@ def timed(programs: dict, repeats: int = 5) -> tuple[dict, dict]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="SFVI's cost of a round against the number of silos.")
+    parser = argparse.ArgumentParser(
+        description="SFVI's cost of a round against the number of silos."
+    )
     parser.add_argument("--rows", type=int, default=10_000)
     parser.add_argument("--rounds", type=int, default=400)
     args = parser.parse_args()

@@ -42,7 +42,9 @@ def kernel_of(name: str, task: Task, num_local_steps: int) -> MCMCKernel:
     if name in ("SGLD", "DSGLD"):
         return getattr(fed, name)(task.model, **settings)
     shape = (len(task.silos), task.dim)
-    precision = np.ones(shape) if name == "FSGLD diagonal" else np.tile(np.eye(task.dim), (shape[0], 1, 1))
+    precision = (
+        np.ones(shape) if name == "FSGLD diagonal" else np.tile(np.eye(task.dim), (shape[0], 1, 1))
+    )
     surrogates = fed.surrogates.analytic(task.silos, np.zeros(shape), precision)
     return fed.FSGLD(task.model, surrogate=surrogates, preconditioner=None, **settings)
 
@@ -105,12 +107,16 @@ def speed(task: Task, num_local_steps: int, steps: int, repetitions: int) -> Ite
         "hand-written, block form": lambda key: hand(key, data),
         "hand-written, plain scan": lambda key: scan(key, data),
         "SGLD": compiled_run(kernel_of("SGLD", task, num_local_steps), task.silos, num_samples),
-        "SGLD with bar": run_with_bar(kernel_of("SGLD", task, num_local_steps), task.silos, num_samples),
+        "SGLD with bar": run_with_bar(
+            kernel_of("SGLD", task, num_local_steps), task.silos, num_samples
+        ),
     }
     times = in_turn(forms, repetitions)
     yield f"{task.name}, T = {num_local_steps}: steps/s over the block form's, over the plain scan's"
     for name, own in times.items():
-        over_block, over_plain = (times[f"hand-written, {form}"] / own for form in ("block form", "plain scan"))
+        over_block, over_plain = (
+            times[f"hand-written, {form}"] / own for form in ("block form", "plain scan")
+        )
         line = f"  {name:<26}{1e6 * np.median(own) / np.prod(size):9.3f} us/step  "
         line += f"{quartiles(over_block)}   {np.median(over_plain):6.2f}"
         if name == "SGLD":
@@ -129,7 +135,8 @@ def kernels(task: Task, num_local_steps: int, steps: int, repetitions: int) -> I
         goals.pop("FSGLD full")
     num_samples = max(2, steps // num_local_steps)
     forms: Forms = {
-        name: compiled_run(kernel_of(name, task, num_local_steps), task.silos, num_samples) for name in goals
+        name: compiled_run(kernel_of(name, task, num_local_steps), task.silos, num_samples)
+        for name in goals
     }
     times = in_turn(forms, repetitions)
     yield f"{task.name}, T = {num_local_steps}: time over SGLD's"
@@ -175,7 +182,9 @@ def repeats(task: Task, num_local_steps: int) -> Iterator[str]:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Speed of the Langevin kernels.")
     parser.add_argument("--tasks", default="a,b,c", help="which of a, b, c")
-    parser.add_argument("--quick", action="store_true", help="few rows and turns: to see that it runs")
+    parser.add_argument(
+        "--quick", action="store_true", help="few rows and turns: to see that it runs"
+    )
     parser.add_argument("--turns", type=int, help="how often each form is timed")
     args = parser.parse_args(arguments)
     turns = args.turns or (5 if args.quick else 31)

@@ -29,7 +29,9 @@ def one(process: int, processes: int, port: str, rounds: int, stay: int, in_mcmc
 
     pooled = task_b().silos.pooled
     rows = np.arange(len(pooled["y"]))
-    silos = fed.split({k: np.asarray(v) for k, v in pooled.items()}, by=np.where(rows % 2, "one", "two"))
+    silos = fed.split(
+        {k: np.asarray(v) for k, v in pooled.items()}, by=np.where(rows % 2, "one", "two")
+    )
     kernel = fed.FSGLD(logistic_model, num_local_steps=stay, distinct_silos=True)
     settings = {"num_warmup": 0, "num_samples": rounds, "num_chains": 4, "progress_bar": False}
     if in_mcmc:
@@ -65,7 +67,9 @@ def measured(processes: int, rounds: int, stay: int, pinned: bool, in_mcmc: bool
     for i in range(processes):
         pin = ["taskset", "-c", str(cores[i % len(cores)])] if pinned else []
         command = [*pin, sys.executable, __file__, "--process", str(i), *own]
-        started.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True))
+        started.append(
+            subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        )
     outputs = [p.communicate()[0] for p in started]
     if any(p.returncode for p in started):
         raise RuntimeError(f"a process failed: exit codes {[p.returncode for p in started]}")

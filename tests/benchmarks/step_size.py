@@ -62,13 +62,17 @@ def titsias(model: Any, silos: fed.Silos, dim: int, steps: int) -> float:
         scale = jnp.exp(log_scale)
         new = w + 0.5 * scale**2 * slope(w) + scale * xi
         back = (w - new - 0.5 * scale**2 * slope(new)) / scale
-        ratio = jnp.minimum(0.0, log_density(new) - log_density(w) + 0.5 * (jnp.sum(xi**2) - jnp.sum(back**2)))
+        ratio = jnp.minimum(
+            0.0, log_density(new) - log_density(w) + 0.5 * (jnp.sum(xi**2) - jnp.sum(back**2))
+        )
         return ratio + beta * dim * log_scale, (ratio, new)
 
     def step(carry: Any, key: jax.Array) -> Any:
         w, log_scale, beta, square = carry
         key_xi, key_u = random.split(key)
-        gradient, (ratio, new) = jax.grad(speed, has_aux=True)(log_scale, w, random.normal(key_xi, (dim,)), beta)
+        gradient, (ratio, new) = jax.grad(speed, has_aux=True)(
+            log_scale, w, random.normal(key_xi, (dim,)), beta
+        )
         gradient = jnp.nan_to_num(gradient)
         square = 0.9 * square + 0.1 * gradient**2  # RMSprop, as in their paper
         log_scale = log_scale + 0.01 * gradient / (1 + jnp.sqrt(square))
@@ -100,13 +104,22 @@ def adjusted(model: Any, silos: fed.Silos, dim: int, h: float, steps: int) -> np
         w = jnp.where(jnp.log(random.uniform(key_u)) < ratio, new, w)
         return w, w
 
-    run = jax.jit(jax.vmap(lambda key: jax.lax.scan(step, jnp.zeros(dim), random.split(key, 2 * steps))[1]))
+    run = jax.jit(
+        jax.vmap(lambda key: jax.lax.scan(step, jnp.zeros(dim), random.split(key, 2 * steps))[1])
+    )
     return np.asarray(run(random.split(random.key(5), CHAINS)))[:, steps:]
 
 
-def unadjusted(kernel: Any, silos: fed.Silos, steps: int, chains: int = CHAINS) -> tuple[np.ndarray, float]:
+def unadjusted(
+    kernel: Any, silos: fed.Silos, steps: int, chains: int = CHAINS
+) -> tuple[np.ndarray, float]:
     mcmc = MCMC(
-        kernel, num_warmup=steps, num_samples=steps, num_chains=chains, chain_method="vectorized", progress_bar=False
+        kernel,
+        num_warmup=steps,
+        num_samples=steps,
+        num_chains=chains,
+        chain_method="vectorized",
+        progress_bar=False,
     )
     mcmc.run(random.key(2), silos)
     step_size = float(np.mean(np.asarray(mcmc.get_extra_fields()["step_size"])[-chains:]))
@@ -121,7 +134,11 @@ def row(name: str, draws: np.ndarray, h: float, sd: np.ndarray) -> dict[str, Any
     if not ratio.max() < 100:
         return {"": name, "step": f"{h:.2e}", "sd ratios": "diverges", "ess / 1,000": "-"}
     error = max(float(az.mcse(draws[..., j], method="sd")) / sd[j] for j in range(len(sd)))
-    ess = min(float(az.ess(draws[..., j])) for j in range(len(sd))) / (draws.shape[0] * draws.shape[1]) * 1000
+    ess = (
+        min(float(az.ess(draws[..., j])) for j in range(len(sd)))
+        / (draws.shape[0] * draws.shape[1])
+        * 1000
+    )
     ratios = f"{ratio.min():.3f}-{ratio.max():.3f} ± {error:.3f}"
     return {"": name, "step": f"{h:.2e}", "sd ratios": ratios, "ess / 1,000": f"{ess:.1f}"}
 
@@ -129,7 +146,12 @@ def row(name: str, draws: np.ndarray, h: float, sd: np.ndarray) -> dict[str, Any
 def table(model: Any, dim: int, steps: int) -> pd.DataFrame:
     silos = data(model, dim)
     nuts = MCMC(
-        NUTS(model), num_warmup=500, num_samples=5000, num_chains=4, chain_method="vectorized", progress_bar=False
+        NUTS(model),
+        num_warmup=500,
+        num_samples=5000,
+        num_chains=4,
+        chain_method="vectorized",
+        progress_bar=False,
     )
     nuts.run(random.key(1), **silos.pooled)
     sd = np.asarray(nuts.get_samples()["w"], np.float64).std(0)
@@ -140,9 +162,18 @@ def table(model: Any, dim: int, steps: int) -> pd.DataFrame:
         row("Titsias, MALA", adjusted(model, silos, dim, h, steps), h, sd),
     ]
     push_sum = partial(fed.PushSumLangevin, model, fed.graphs.ring(4), gradient_tracking=True)
-    rows.append(row("adaptive, push-sum", *unadjusted(push_sum(), silos, 4 * steps, 4 * CHAINS), sd))
+    rows.append(
+        row("adaptive, push-sum", *unadjusted(push_sum(), silos, 4 * steps, 4 * CHAINS), sd)
+    )
     # the average's step h in the convention of SGLD is 2 alpha / m
-    rows.append(row("Titsias, push-sum", unadjusted(push_sum(2 * h), silos, 4 * steps, 4 * CHAINS)[0], 2 * h, sd))
+    rows.append(
+        row(
+            "Titsias, push-sum",
+            unadjusted(push_sum(2 * h), silos, 4 * steps, 4 * CHAINS)[0],
+            2 * h,
+            sd,
+        )
+    )
     return pd.DataFrame(rows)
 
 

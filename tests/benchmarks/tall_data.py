@@ -67,7 +67,9 @@ def seconds_to(
     draws, ends, times = np.zeros((0, DIM)), [0], [0.0]
     start = time.perf_counter()
     while times[-1] < most and ends[-1] < MOST_DRAWS:
-        run(jax.random.key(ends[-1]))  # MCMC.run sets the key anew, so that one key would repeat its numbers
+        run(
+            jax.random.key(ends[-1])
+        )  # MCMC.run sets the key anew, so that one key would repeat its numbers
         draws = np.concatenate([draws, np.asarray(mcmc.get_samples()["beta"], float)])
         ends.append(len(draws))
         times.append(time.perf_counter() - start)
@@ -79,7 +81,9 @@ def seconds_to(
     reached = needed <= len(draws)
     ess = float(az.ess(az.convert_to_dataset({"x": draws[None]}))["x"].min())
     return {
-        "s to 0.1 sd": f"{np.interp(max(needed, ends[1]), ends, times):.1f}" if reached else f"> {times[-1]:.0f}",
+        "s to 0.1 sd": f"{np.interp(max(needed, ends[1]), ends, times):.1f}"
+        if reached
+        else f"> {times[-1]:.0f}",
         "draws": needed if reached else f"> {len(draws)}",
         "ESS a draw": round(ess / len(draws), 3),
         "error at the end": round(float(errors[-1]), 3),
@@ -95,7 +99,9 @@ def rows_of(count: int, most: float) -> list[dict[str, Any]]:
     langevin = MCMC(kernel, num_warmup=0, num_samples=1000, progress_bar=False, jit_model_args=True)
     found = seconds_to(langevin, lambda key: langevin.run(key, silos), law, most)
     out = [{"rows": count, "kernel": "FSGLD", **found}]
-    nuts = MCMC(NUTS(model), num_warmup=300, num_samples=200, progress_bar=False, jit_model_args=True)
+    nuts = MCMC(
+        NUTS(model), num_warmup=300, num_samples=200, progress_bar=False, jit_model_args=True
+    )
     start, pooled = {"beta": np.zeros(DIM, np.float32)}, silos.pooled
     found = seconds_to(nuts, lambda key: nuts.run(key, **pooled, init_params=start), law, most)
     return [*out, {"rows": count, "kernel": "NUTS, pooled", **found}]

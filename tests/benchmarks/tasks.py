@@ -61,7 +61,10 @@ def gaussian_model(y: Array) -> None:
 def task_a(shrink: int = 1) -> Task:
     """Mean of a Gaussian (small as it is)."""
     rng = np.random.default_rng(0)
-    data = {f"silo{s}": {"y": rng.normal(rng.normal(size=2), 1, (200, 2)).astype(np.float32)} for s in range(10)}
+    data = {
+        f"silo{s}": {"y": rng.normal(rng.normal(size=2), 1, (200, 2)).astype(np.float32)}
+        for s in range(10)
+    }
     return Task(
         "a",
         gaussian_model,
@@ -139,7 +142,9 @@ def task_c(shrink: int = 1) -> Task:
     data = {}
     for s in range(30):
         x = rng.standard_normal((rows, LAYERS[0]), np.float32)
-        y = (np.sin(x[:, 0] * x[:, 1]) + 0.3 * rng.standard_normal(rows, np.float32) > 0).astype(np.int32)
+        y = (np.sin(x[:, 0] * x[:, 1]) + 0.3 * rng.standard_normal(rows, np.float32) > 0).astype(
+            np.int32
+        )
         data[f"silo{s}"] = {"x": x, "y": y}
 
     def log_likelihood(theta: Array, rows: dict[str, Array]) -> Array:
@@ -179,7 +184,9 @@ def _chain(round: Callable, key: Array, theta: Array, num_samples: int) -> Array
     return lax.scan(one, theta, random.split(key, num_samples))[1]
 
 
-def plain(task: Task, num_local_steps: int, num_samples: int) -> Callable[[Array, dict[str, Array]], Array]:
+def plain(
+    task: Task, num_local_steps: int, num_samples: int
+) -> Callable[[Array, dict[str, Array]], Array]:
     """Noise, row numbers, gather and gradient in each step of one scan."""
 
     @jax.jit

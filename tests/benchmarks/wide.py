@@ -55,7 +55,9 @@ def row(dim: int, cov: str, rounds: int) -> dict[str, Any]:
         start = time.perf_counter()
         result = avg.run(jax.random.key(0), rounds, silos, progress_bar=False, tol=0.01)
         seconds = time.perf_counter() - start
-        idata = fed.to_inference_data(avg, result, silos, num_draws=2000, resample=True, log_likelihood=False)
+        idata = fed.to_inference_data(
+            avg, result, silos, num_draws=2000, resample=True, log_likelihood=False
+        )
     precision = curvature(rows["x"].astype(float), rows["y"])
     wanted = np.diag(np.linalg.inv(precision)) if cov == "full" else 1 / np.diag(precision)
     ratio = jnp.linalg.norm(result.whitening[1], axis=1) if cov == "full" else result.whitening[1]

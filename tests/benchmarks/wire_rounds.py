@@ -70,9 +70,13 @@ def main() -> None:
         wired = connect(InProcess(every.names, Path(folder)), linear)
         print("ms, median             without bytes   over the wire")
         for n in (100, 10_000, 1_000_000):
-            print(f"{n:>9,} floats told {told(there, n, args.repeats):>14.2f} {told(wired, n, args.repeats):>15.2f}")
+            print(
+                f"{n:>9,} floats told {told(there, n, args.repeats):>14.2f} {told(wired, n, args.repeats):>15.2f}"
+            )
         kernels = [fed.FSGLD(linear), fed.FSGLD(linear)]
-        plain, bytewise = (rounds(s, k, args.rounds) for s, k in zip((there, wired), kernels, strict=True))
+        plain, bytewise = (
+            rounds(s, k, args.rounds) for s, k in zip((there, wired), kernels, strict=True)
+        )
         print(f"a round of two chains {plain:>12.2f} {bytewise:>15.2f}")
 
 

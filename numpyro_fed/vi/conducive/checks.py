@@ -68,7 +68,9 @@ def say_how_it_ended(names: tuple[str, ...], state: VIState, summed: bool = Fals
 
     :param summed: whether only sums were heard.
     """
-    kept = state.silos if isinstance(state.silos, tuple) else (state.silos,)  # of silos elsewhere the server counts
+    kept = (
+        state.silos if isinstance(state.silos, tuple) else (state.silos,)
+    )  # of silos elsewhere the server counts
     missed = np.concatenate([np.ravel(s.missed) for s in kept])
     visits, rounds = np.asarray(state.visits), int(state.server.i)
     if missed.any() and summed:
@@ -78,7 +80,9 @@ def say_how_it_ended(names: tuple[str, ...], state: VIState, summed: bool = Fals
             stacklevel=3,
         )
     elif missed.any():
-        each = ", ".join(f"{name!r} {m} of {n}" for name, m, n in zip(names, missed, visits, strict=True) if m)
+        each = ", ".join(
+            f"{name!r} {m} of {n}" for name, m, n in zip(names, missed, visits, strict=True) if m
+        )
         warnings.warn(
             f"replies that were not finite, taken as missing (silo, rounds): {each}. Look for NaN in these silos' data, or for positions at which "
             "their likelihood has none",

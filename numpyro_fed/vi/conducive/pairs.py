@@ -50,7 +50,9 @@ def shuffled(plan: Plan, rows: SiloRows, key: Array) -> Array | None:
     return jnp.argsort(jnp.where(rows.mask(group), uniform, 2.0))
 
 
-def rows_of_pair(plan: Plan, rows: SiloRows, order: Array | None, num_pairs: int, pair: Array) -> Batch:
+def rows_of_pair(
+    plan: Plan, rows: SiloRows, order: Array | None, num_pairs: int, pair: Array
+) -> Batch:
     """The silo's rows at which a pair looks: the next ones in this order; over all pairs each row comes equally often."""
     if plan.batch is None or order is None:
         return whole(rows)
@@ -59,8 +61,12 @@ def rows_of_pair(plan: Plan, rows: SiloRows, order: Array | None, num_pairs: int
     often = jnp.clip(shown * num_pairs // total, 1, num_pairs)
     each, more = often * total // num_pairs, often * total % num_pairs
     count = each + (pair < more)
-    number = pair * (each % total) + jnp.minimum(pair, more) + jnp.minimum(jnp.arange(shown), count - 1)
-    return rows_at(plan.families[rows.part], group, order[number % total], count, num_pairs / often, rows)
+    number = (
+        pair * (each % total) + jnp.minimum(pair, more) + jnp.minimum(jnp.arange(shown), count - 1)
+    )
+    return rows_at(
+        plan.families[rows.part], group, order[number % total], count, num_pairs / often, rows
+    )
 
 
 def fewest_rows(plan: Plan, largest: int) -> int:
@@ -85,17 +91,26 @@ def averages(
 
     def one(pair: Array) -> tuple[Array, ...]:
         u = point(pair)
-        value, slope = jax.vmap(lambda sign: score(sign * u, pair, sign))(jnp.array([1.0, -1.0], u.dtype))
+        value, slope = jax.vmap(lambda sign: score(sign * u, pair, sign))(
+            jnp.array([1.0, -1.0], u.dtype)
+        )
         fine = jnp.isfinite(value).all() & jnp.isfinite(slope).all()
         value, slope = jnp.where(fine, value, 0.0), jnp.where(fine, slope, 0.0)
         odd, u = 0.5 * (slope[0] - slope[1]), jnp.where(fine, u, 0.0)
-        return fine.astype(u.dtype), value.mean(), slope.mean(0), jnp.outer(odd, u) if full else odd * u, u**2
+        return (
+            fine.astype(u.dtype),
+            value.mean(),
+            slope.mean(0),
+            jnp.outer(odd, u) if full else odd * u,
+            u**2,
+        )
 
     def some(total: tuple[Array, ...], pairs: Array) -> tuple[tuple[Array, ...], None]:
         return jax.tree.map(lambda t, x: t + x.sum(0), total, jax.vmap(one)(pairs)), None
 
     start = jax.tree.map(
-        lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(one, jax.ShapeDtypeStruct((), jnp.int32))
+        lambda x: jnp.zeros(x.shape, x.dtype),
+        jax.eval_shape(one, jax.ShapeDtypeStruct((), jnp.int32)),
     )
     total, _ = lax.scan(some, start, jnp.arange(num_pairs).reshape(-1, at_once))
     count, value, shift, slope, square = total

@@ -72,7 +72,14 @@ class Memory(NamedTuple):
         )  # fmt: skip
 
     def move(
-        self, loc: Array, scale: Array, total: Site, bound: Array, everyone: Array, noisy: bool, moving: bool = False
+        self,
+        loc: Array,
+        scale: Array,
+        total: Site,
+        bound: Array,
+        everyone: Array,
+        noisy: bool,
+        moving: bool = False,
     ) -> tuple[Move, "Memory"]:
         """The next q.
 
@@ -94,22 +101,41 @@ class Memory(NamedTuple):
         step = _step(steps, changes, score, scale)
         length = jnp.linalg.norm(step / scale)
         most = _FARTHEST * len(loc) ** 0.5
-        step = step * jnp.minimum(1.0, most / jnp.maximum(length, 1e-30)) * jnp.where(everyone, 1.0, CAREFUL)
+        step = (
+            step
+            * jnp.minimum(1.0, most / jnp.maximum(length, 1e-30))
+            * jnp.where(everyone, 1.0, CAREFUL)
+        )
         wanted = jnp.where(precision > 0, precision, 0.0) ** -0.5
         new = jnp.clip(wanted, scale / _WIDEST, scale * _WIDEST)
         share = _BACK * self.share
         taken = jnp.where(worse, share * self.step, step)
         growth = jnp.log((new if noisy else wanted) / scale)
         size = jnp.maximum(
-            *(_size(x, noisy) for x in (jnp.where(worse, self.step, step) / scale, jnp.where(worse, 0.0, growth)))
+            *(
+                _size(x, noisy)
+                for x in (jnp.where(worse, self.step, step) / scale, jnp.where(worse, 0.0, growth))
+            )
         )
         ahead = Memory(
-            steps, changes, precision, loc, scale, score, bound, step, everyone, jnp.ones(()), self.rounds + 1
+            steps,
+            changes,
+            precision,
+            loc,
+            scale,
+            score,
+            bound,
+            step,
+            everyone,
+            jnp.ones(()),
+            self.rounds + 1,
         )
         back = self._replace(steps=steps, changes=changes, share=share)
         memory = jax.tree.map(lambda x, y: jnp.where(worse, x, y), back, ahead)
         start = jnp.where(worse, self.loc, loc)
-        return Move(start + taken, jnp.where(worse, self.scale, new), size, worse | (length > most)), memory
+        return Move(
+            start + taken, jnp.where(worse, self.scale, new), size, worse | (length > most)
+        ), memory
 
     def _with(self, compared: Array, step: Array, change: Array) -> tuple[Array, Array]:
         """With another pair, if the score fell along it."""
@@ -135,7 +161,9 @@ def _step(steps: Array, changes: Array, score: Array, scale: Array) -> Array:
         shares.append(r * (s @ score))
         score = score - shares[-1] * y
     scaled = jnp.sum(changes[0] ** 2 * scale**2)
-    length = jnp.where(inner[0] > 0, inner[0] / jnp.where(scaled > 0, scaled, 1.0), len(score) ** -0.5)
+    length = jnp.where(
+        inner[0] > 0, inner[0] / jnp.where(scaled > 0, scaled, 1.0), len(score) ** -0.5
+    )
     step = length * scale**2 * score
     for s, y, r, share in list(zip(steps, changes, rho, shares, strict=True))[::-1]:
         step = step + s * (share - r * (y @ step))

@@ -43,9 +43,22 @@ from numpyro_fed.data.views import SiloRows
 from numpyro_fed.rounds.federated import Federated
 from numpyro_fed.rounds.serialization import wire_name
 from numpyro_fed.surrogates.gaussian import matvec
-from numpyro_fed.surrogates.natural_step import History, Site, carried, natural_step, packed, unpacked
+from numpyro_fed.surrogates.natural_step import (
+    History,
+    Site,
+    carried,
+    natural_step,
+    packed,
+    unpacked,
+)
 from numpyro_fed.vi.conducive.quasi_newton import Memory
-from numpyro_fed.vi.conducive.silo_factor import at_once_of, by_pairs, prior_site, silo_site, whitening
+from numpyro_fed.vi.conducive.silo_factor import (
+    at_once_of,
+    by_pairs,
+    prior_site,
+    silo_site,
+    whitening,
+)
 from numpyro_fed.vi.config import Plan
 from numpyro_fed.vi.guides.scales import relative
 from numpyro_fed.vi.local_steps import all_rows, first_optim_states, row_count, steps
@@ -159,11 +172,18 @@ def init_silo(plan: Plan, part: int, params: dict[str, Array], local: Any) -> Si
 def broadcast(plan: Plan, total: Array, key: Array, server: Server) -> Message:
     """Send q."""
     del key
-    return Message(server.params, server.i if by_pairs(plan) else None, None if plan.optim is None else total)
+    return Message(
+        server.params, server.i if by_pairs(plan) else None, None if plan.optim is None else total
+    )
 
 
 def local(
-    plan: Plan, key: Array, message: Message, state: SiloState, rows: SiloRows, at_once: int | None = None
+    plan: Plan,
+    key: Array,
+    message: Message,
+    state: SiloState,
+    rows: SiloRows,
+    at_once: int | None = None,
 ) -> tuple[Reply, SiloState]:
     """The silo's site and local map around the server's q.
 
@@ -172,25 +192,46 @@ def local(
     at_once = at_once_of(plan, rows, 1) if at_once is None else at_once
     family, own = plan.families[rows.part], state.params
     old, now = plan.constrain(state.base), plan.constrain(message.params)
-    moved = family.whiten(old, now[f"{family.prefix}_loc"]), relative(family.scale(old), family.scale(now))
+    moved = (
+        family.whiten(old, now[f"{family.prefix}_loc"]),
+        relative(family.scale(old), family.scale(now)),
+    )
     key_steps, key_site = random.split(key)
     told: dict[str, Any] = {}
     new_state = state
     if plan.optim is not None:
         share = row_count(plan, rows) / jnp.asarray(message.total)
         own = family.rebased(own, old, now) if family.has_local else own
-        done = steps(plan, message.params, own, state.optim_state, state.local_optim_state, 1 / share, key_steps, rows)
+        done = steps(
+            plan,
+            message.params,
+            own,
+            state.optim_state,
+            state.local_optim_state,
+            1 / share,
+            key_steps,
+            rows,
+        )
         own = done.own
-        new_state = state._replace(optim_state=done.optim_state, local_optim_state=done.local_optim_state)
+        new_state = state._replace(
+            optim_state=done.optim_state, local_optim_state=done.local_optim_state
+        )
         if plan.moving:
             copies = plan.constrain(done.params)
-            told = {"params": {k: jax.tree.map(lambda x: share * x, copies[k]) for k in plan.moving}, "share": share}
-    value, new, fine, own = silo_site(plan, message.params, message.turn, own, key_site, rows, at_once)
+            told = {
+                "params": {k: jax.tree.map(lambda x: share * x, copies[k]) for k in plan.moving},
+                "share": share,
+            }
+    value, new, fine, own = silo_site(
+        plan, message.params, message.turn, own, key_site, rows, at_once
+    )
     site = carried(state.site, *moved)
     finite = all_finite((new, value, own, told)) & (fine >= 1 - _MOST_MISSING)
     kept = new_state._replace(params=own, base=message.params, site=new)
     # a silo whose numbers are not finite says nothing in this round, and keeps what it had
-    kept = jax.tree.map(lambda x, y: jnp.where(finite, x, y), kept, state)._replace(missed=state.missed + ~finite)
+    kept = jax.tree.map(lambda x, y: jnp.where(finite, x, y), kept, state)._replace(
+        missed=state.missed + ~finite
+    )
     gained = jax.tree.map(lambda x, y: jnp.where(finite, x - y, 0.0), new, site)
     told = jax.tree.map(lambda x: jnp.where(finite, x, 0.0), told)
     return Reply(jnp.where(finite, value, 0.0), packed(gained), finite, **told), kept
@@ -207,7 +248,9 @@ def merge(
     # of a silo whose numbers are not finite gain and value are zero; in a sum its flag is everybody's, and says nothing of the others' gains
     heard = jnp.ones_like(replies.finite) if plan.secure_sum else replies.finite
     heard = heard if weights is None else heard & (weights > 0)
-    gained = jax.tree.map(lambda x: jnp.where(heard.reshape(-1, *[1] * (x.ndim - 1)), x, 0.0).sum(0), replies.gained)
+    gained = jax.tree.map(
+        lambda x: jnp.where(heard.reshape(-1, *[1] * (x.ndim - 1)), x, 0.0).sum(0), replies.gained
+    )
     sites = jax.tree.map(jnp.add, server.sites, unpacked(gained, server.sites))
     asked = whitening(plan, server.params)
     prior, own = prior_site(plan, server.params, asked, server.i, rows)
@@ -219,14 +262,29 @@ def merge(
     history: History | Memory
     if isinstance(server.history, Memory):
         move, history = server.history.move(
-            mean, asked.scale, total, -loss, everyone & replies.finite.all(), noisy, plan.optim is not None
+            mean,
+            asked.scale,
+            total,
+            -loss,
+            everyone & replies.finite.all(),
+            noisy,
+            plan.optim is not None,
         )
         new = {f"{family.prefix}_loc": move.loc, f"{family.prefix}_scale": move.scale}
-        shift, factor, moved, held = (move.loc - mean) / asked.scale, move.scale / asked.scale, move.moved, move.held
+        shift, factor, moved, held = (
+            (move.loc - mean) / asked.scale,
+            move.scale / asked.scale,
+            move.moved,
+            move.held,
+        )
     else:
         accelerated = everyone & (not noisy)
-        averaged = noisy and plan.optim is None  # silos' own parameters go with q, and would wait for it
-        shift, factor, moved, held, history = natural_step(server.history, total, accelerated, averaged)
+        averaged = (
+            noisy and plan.optim is None
+        )  # silos' own parameters go with q, and would wait for it
+        shift, factor, moved, held, history = natural_step(
+            server.history, total, accelerated, averaged
+        )
         new = {
             f"{family.prefix}_loc": mean + matvec(asked.scale, shift),
             f"{family.prefix}_scale_tril": asked.scale @ factor,
@@ -235,12 +293,21 @@ def merge(
         new |= _averaged(plan, server.params, replies, heard)
     params, sites = plan.unconstrain(new), carried(sites, shift, factor)
     state = Server(
-        params, None, sites, history, moved, server.held + held, server.i + 1, random.split(server.rng_key)[0]
+        params,
+        None,
+        sites,
+        history,
+        moved,
+        server.held + held,
+        server.i + 1,
+        random.split(server.rng_key)[0],
     )
     return state, Info(loss, all_finite((params, sites, loss)), jnp.array(-1))
 
 
-def _averaged(plan: Plan, params: dict[str, Array], replies: Reply, heard: Array) -> dict[str, Array]:
+def _averaged(
+    plan: Plan, params: dict[str, Array], replies: Reply, heard: Array
+) -> dict[str, Array]:
     """What the silos' optimisers moved, by rows, of those that were heard."""
     share = jnp.sum(jnp.where(heard, jnp.asarray(replies.share), 0.0))
 

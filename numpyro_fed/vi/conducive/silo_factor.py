@@ -33,7 +33,9 @@ def at_once_of(plan: Plan, rows: SiloRows, num_silos: int) -> int:
         return points_at_once(num_silos * most, family.units(rows) if family.has_local else None)
     if plan.batch is not None:
         most = max(min(n, plan.batch[1]) if g == plan.batch[0] else n for g, n in rows.pad)
-    return _pairs_at_once(plan, num_silos, most * (plan.num_local_particles if family.has_local else 1))
+    return _pairs_at_once(
+        plan, num_silos, most * (plan.num_local_particles if family.has_local else 1)
+    )
 
 
 def _pairs_at_once(plan: Plan, num_silos: int, rows: int) -> int:
@@ -76,16 +78,26 @@ def by_pairs(plan: Plan) -> bool:
     return plan.optim is not None or plan.batch is not None or changing(plan)
 
 
-def _averages(plan: Plan, asked: Points, turn: Array | None, score: Callable, at_once: int) -> Averages:
+def _averages(
+    plan: Plan, asked: Points, turn: Array | None, score: Callable, at_once: int
+) -> Averages:
     """Over all pairs of points."""
-    point: Callable[[Array], Array] = asked.points.__getitem__  # the second half is the first one's mirror image
+    point: Callable[[Array], Array] = (
+        asked.points.__getitem__
+    )  # the second half is the first one's mirror image
     if changing(plan) and turn is not None:
         point = partial(drawn_points, plan.factors.dim, turn, asked.scale.dtype)
     return averages(score, point, plan.num_points // 2, asked.scale.ndim == 2, at_once)
 
 
 def silo_site(
-    plan: Plan, params: dict[str, Array], turn: Array | None, own: Any, key: Array, rows: SiloRows, at_once: int
+    plan: Plan,
+    params: dict[str, Array],
+    turn: Array | None,
+    own: Any,
+    key: Array,
+    rows: SiloRows,
+    at_once: int,
 ) -> tuple[Array, Site, Array, Any]:
     """A silo's mean log likelihood, its site, the share of points whose numbers are finite, and its local map.
 
@@ -104,16 +116,24 @@ def silo_site(
         batch, eps = rows_of_pair(plan, rows, order, num_pairs, pair), None
         held = family.effective(batch.take(own), batch.rows) if family.has_local else own
         if family.has_local:
-            eps = sign * family.noise(random.fold_in(key, pair), batch.rows, plan.num_local_particles)
+            eps = sign * family.noise(
+                random.fold_in(key, pair), batch.rows, plan.num_local_particles
+            )
         term = silo_bound(family, held, family.context(constrained, u), learned, eps, batch)
-        slope = term.context.theta * asked.scale if asked.scale.ndim == 1 else asked.scale.T @ term.context.theta
+        slope = (
+            term.context.theta * asked.scale
+            if asked.scale.ndim == 1
+            else asked.scale.T @ term.context.theta
+        )
         return term.value, slope + term.context.u
 
     found = _averages(plan, asked, turn, score, at_once)
     return found.value, found.site, found.fine, own
 
 
-def _regressed(plan: Plan, asked: Points, own: Any, rows: SiloRows, at_once: int) -> tuple[Array, Site, Array, Any]:
+def _regressed(
+    plan: Plan, asked: Points, own: Any, rows: SiloRows, at_once: int
+) -> tuple[Array, Site, Array, Any]:
     """From all rows at all points: mean log likelihood, site, share of points whose numbers are finite, and local map."""
     family = plan.families[rows.part]
     units = family.units(rows) if family.has_local else None
@@ -123,11 +143,15 @@ def _regressed(plan: Plan, asked: Points, own: Any, rows: SiloRows, at_once: int
     value = jnp.mean(jnp.where(found.weights > 0, found.values, 0.0) * weights)
     if units is not None:
         rows_of_map = fit_map(asked.points, *found.latents[0], weights, bent=False)
-        own = type(own)(**{k: None if v is None else getattr(rows_of_map, k) for k, v in vars(own).items()})
+        own = type(own)(
+            **{k: None if v is None else getattr(rows_of_map, k) for k, v in vars(own).items()}
+        )
     return value, new, jnp.mean(found.weights > 0), own
 
 
-def prior_site(plan: Plan, params: dict[str, Array], asked: Points, turn: Array, rows: SiloRows) -> tuple[Site, Array]:
+def prior_site(
+    plan: Plan, params: dict[str, Array], asked: Points, turn: Array, rows: SiloRows
+) -> tuple[Site, Array]:
     """The prior's site, and ``E_q[log p(theta) - log q(theta)]``."""
     family, d = plan.families[0], plan.factors.dim
     constrained = plan.constrain(params)
@@ -137,7 +161,13 @@ def prior_site(plan: Plan, params: dict[str, Array], asked: Points, turn: Array,
 
     entropy = family.scale(constrained).log_det() + 0.5 * d * (1 + math.log(2 * math.pi))
     if changing(plan):
-        found = _averages(plan, asked, turn, lambda u, *_: jax.value_and_grad(log_prior)(u), _pairs_at_once(plan, 1, d))
+        found = _averages(
+            plan,
+            asked,
+            turn,
+            lambda u, *_: jax.value_and_grad(log_prior)(u),
+            _pairs_at_once(plan, 1, d),
+        )
         return found.site, found.value + entropy
     values, scores = jax.vmap(jax.value_and_grad(log_prior))(asked.points)
     fine = jnp.isfinite(values) & jnp.isfinite(scores).all(-1)

@@ -59,7 +59,14 @@ class Encoder:
     supports: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
-    def of(cls, site: str, shape: tuple[int, ...], network: Callable, rows: Mapping[str, Any], plate: str) -> "Encoder":
+    def of(
+        cls,
+        site: str,
+        shape: tuple[int, ...],
+        network: Callable,
+        rows: Mapping[str, Any],
+        plate: str,
+    ) -> "Encoder":
         """A network with its inputs found among the arguments that have a row for each element, and its weights at their first values.
 
         :param rows: such arguments, by name (at least one row of each).

@@ -99,7 +99,9 @@ class AutoSiloNormal(AutoGuide):
             raise TypeError(f"expected a model (a callable), got {type(model).__name__}")
         rank = isinstance(global_cov, int) and not isinstance(global_cov, bool) and global_cov > 0
         if global_cov not in ("full", "diag") and not rank:
-            raise ValueError(f'global_cov: expected "full", "diag" or a rank > 0, got {global_cov!r}')
+            raise ValueError(
+                f'global_cov: expected "full", "diag" or a rank > 0, got {global_cov!r}'
+            )
         if local_cov not in ("diag", "element", "full"):
             raise ValueError(f'local_cov: expected "diag", "element" or "full", got {local_cov!r}')
         if not init_scale > 0:
@@ -109,8 +111,12 @@ class AutoSiloNormal(AutoGuide):
         self.coupling, self.scale_coupling = bool(coupling), bool(scale_coupling)
         self.init_scale = init_scale
         if amortize is not None and not isinstance(amortize, Mapping):
-            raise TypeError(f"amortize: expected a dict of encoders by site, got {type(amortize).__name__}")
-        self.amortize = {site: registered(site, network, prefix) for site, network in (amortize or {}).items()}
+            raise TypeError(
+                f"amortize: expected a dict of encoders by site, got {type(amortize).__name__}"
+            )
+        self.amortize = {
+            site: registered(site, network, prefix) for site, network in (amortize or {}).items()
+        }
         self._family: SiloNormal | None = None
         self._built: tuple[Encoder, ...] = ()
 
@@ -121,7 +127,9 @@ class AutoSiloNormal(AutoGuide):
             f"scale_coupling={self.scale_coupling}{amortize})"
         )
 
-    def family(self, factors: Factors, rows: Mapping[str, Mapping[str, Any]], independent: bool = True) -> SiloNormal:
+    def family(
+        self, factors: Factors, rows: Mapping[str, Mapping[str, Any]], independent: bool = True
+    ) -> SiloNormal:
         """The guide as a family over factors.
 
         :param rows: for each row group the arguments that have a row for each of its elements.
@@ -146,7 +154,9 @@ class AutoSiloNormal(AutoGuide):
             self._encoders(factors, rows),
         )
 
-    def _encoders(self, factors: Factors, rows: Mapping[str, Mapping[str, Any]]) -> tuple[Encoder, ...]:
+    def _encoders(
+        self, factors: Factors, rows: Mapping[str, Mapping[str, Any]]
+    ) -> tuple[Encoder, ...]:
         sites, groups = {s.name: s for s in factors.local_sites}, factors.local_groups()
         unknown = sorted(set(self.amortize) - set(sites))
         if unknown:
@@ -154,7 +164,9 @@ class AutoSiloNormal(AutoGuide):
                 f"amortize: {unknown} are no latent sites inside a silo plate; expected some of {sorted(sites)}"
             )
         self._built = tuple(
-            Encoder.of(name, sites[name].shape, network, rows.get(groups[name], {}), sites[name].plate)
+            Encoder.of(
+                name, sites[name].shape, network, rows.get(groups[name], {}), sites[name].plate
+            )
             for name, network in self.amortize.items()
         )
         return self._built
@@ -180,7 +192,9 @@ class AutoSiloNormal(AutoGuide):
         factors = pooled_factors(self.model, self.prototype_trace, shapes)
         sizes = {n: s["args"][0] for n, s in self.prototype_trace.items() if is_silo_plate(s)}
         arrays = arrays_of(self.model, args, kwargs) if self.amortize else {}
-        rows = {g: {k: v for k, v in arrays.items() if v.shape[:1] == (n,)} for g, n in sizes.items()}
+        rows = {
+            g: {k: v for k, v in arrays.items() if v.shape[:1] == (n,)} for g, n in sizes.items()
+        }
         self._family = self.family(factors, rows)
         self._rows = SiloRows(
             rows={},
@@ -212,12 +226,16 @@ class AutoSiloNormal(AutoGuide):
         supports = family.constraints()
         start = family.init(loc)
         # by a function, as a network's weights may be callable themselves
-        params = {name: numpyro.param(name, lambda _, x=x: x, constraint=supports[name]) for name, x in start.items()}
+        params = {
+            name: numpyro.param(name, lambda _, x=x: x, constraint=supports[name])
+            for name, x in start.items()
+        }
         if not family.has_local:
             return params, None
         rows = family.init_local(self._rows)
         local = {
-            name: numpyro.param(name, x, constraint=constraints.real) for name, (x, _) in family.named(rows).items()
+            name: numpyro.param(name, x, constraint=constraints.real)
+            for name, (x, _) in family.named(rows).items()
         }
         return params, family.from_named(local)
 
@@ -242,22 +260,39 @@ class AutoSiloNormal(AutoGuide):
         value = transform(unconstrained)
         event_dim = site["fn"].event_dim
         log_density = -transform.log_abs_det_jacobian(unconstrained, value)
-        log_density = sum_rightmost(log_density, jnp.ndim(log_density) - jnp.ndim(value) + event_dim)
+        log_density = sum_rightmost(
+            log_density, jnp.ndim(log_density) - jnp.ndim(value) + event_dim
+        )
         return numpyro.sample(name, dist.Delta(value, log_density=log_density, event_dim=event_dim))
 
-    def _split(self, params: Mapping[str, Array]) -> tuple[dict[str, Array], LocalMap | None, dict[str, Array]]:
+    def _split(
+        self, params: Mapping[str, Array]
+    ) -> tuple[dict[str, Array], LocalMap | None, dict[str, Array]]:
         """Global, local and the model's own parameters."""
         if self._family is None:
-            raise RuntimeError("expected a guide that has been called; run SVI or call guide(...) under a seed first")
+            raise RuntimeError(
+                "expected a guide that has been called; run SVI or call guide(...) under a seed first"
+            )
         has_local = self._family.has_local
         own = set(self._family.constraints())
         learned = {
-            k: v for k, v in params.items() if k in self.prototype_trace and self.prototype_trace[k]["type"] == "param"
+            k: v
+            for k, v in params.items()
+            if k in self.prototype_trace and self.prototype_trace[k]["type"] == "param"
         }
-        return {k: params[k] for k in own}, self._family.from_named(params) if has_local else None, learned
+        return (
+            {k: params[k] for k in own},
+            self._family.from_named(params) if has_local else None,
+            learned,
+        )
 
     def sample_posterior(
-        self, rng_key: Array, params: dict, *args: Any, sample_shape: tuple[int, ...] = (), **kwargs: Any
+        self,
+        rng_key: Array,
+        params: dict,
+        *args: Any,
+        sample_shape: tuple[int, ...] = (),
+        **kwargs: Any,
     ) -> dict[str, Array]:
         """Draws of all latent sites (constrained) and of deterministic ones, shape ``(*sample_shape, *site)``."""
         own, local, learned = self._split(params)
@@ -274,9 +309,13 @@ class AutoSiloNormal(AutoGuide):
 
     def median(self, params: dict, *args: Any, **kwargs: Any) -> dict[str, Array]:
         """Marginal medians of all latent sites; arguments as the model's, where a site is amortised."""
-        return {name: value[0] for name, value in self.quantiles(params, [0.5], *args, **kwargs).items()}
+        return {
+            name: value[0] for name, value in self.quantiles(params, [0.5], *args, **kwargs).items()
+        }
 
-    def quantiles(self, params: dict, quantiles: Any, *args: Any, **kwargs: Any) -> dict[str, Array]:
+    def quantiles(
+        self, params: dict, quantiles: Any, *args: Any, **kwargs: Any
+    ) -> dict[str, Array]:
         """Marginal quantiles of all latent sites, shape ``(len(quantiles), *site)``.
 
         Componentwise in unconstrained space, then constrained. Of global sites they are exact, of local ones (mixtures over
@@ -290,7 +329,10 @@ class AutoSiloNormal(AutoGuide):
             local = family.completed(family.effective(local, rows), own, rows)
         theta, z = latent_quantiles(family, own, local, probs)
         constrain = partial(self._constrained, learned=learned, deterministic=False)
-        sites = [constrain(_placed(family, t, None if z is None else z[i], rows)) for i, t in enumerate(theta)]
+        sites = [
+            constrain(_placed(family, t, None if z is None else z[i], rows))
+            for i, t in enumerate(theta)
+        ]
         return jax.tree.map(lambda *x: jnp.stack(x), *sites)
 
     def _constrained(
@@ -298,7 +340,11 @@ class AutoSiloNormal(AutoGuide):
     ) -> dict[str, Array]:
         values = self._postprocess_fn({**sites, **learned})
         kinds = {k: self.prototype_trace[k]["type"] for k in values if k in self.prototype_trace}
-        return {k: values[k] for k, kind in kinds.items() if kind != "param" and (deterministic or k in sites)}
+        return {
+            k: values[k]
+            for k, kind in kinds.items()
+            if kind != "param" and (deterministic or k in sites)
+        }
 
 
 def _placed(family: SiloNormal, theta: Array, z: Array | None, rows: SiloRows) -> dict[str, Array]:
@@ -307,11 +353,18 @@ def _placed(family: SiloNormal, theta: Array, z: Array | None, rows: SiloRows) -
     if z is None:
         return sites
     flat = family.units(rows).to_sites(z)
-    return {**sites, **{s.name: jnp.moveaxis(flat[s.name], 0, s.axis) for s in family.factors.local_sites}}
+    return {
+        **sites,
+        **{s.name: jnp.moveaxis(flat[s.name], 0, s.axis) for s in family.factors.local_sites},
+    }
 
 
 def _draw(
-    family: SiloNormal | None, params: Mapping[str, Array], local: LocalMap | None, rows: SiloRows, key: Array
+    family: SiloNormal | None,
+    params: Mapping[str, Array],
+    local: LocalMap | None,
+    rows: SiloRows,
+    key: Array,
 ) -> tuple[dict[str, Array], Array]:
     """A draw of all latent sites and its log density, parameters frozen in the latter (sticking the landing)."""
     assert family is not None
@@ -323,5 +376,7 @@ def _draw(
         return _placed(family, context.theta, None, rows), log_density
     local = family.effective(local, rows)
     z = family.latents(local, context._replace(u=noise), family.noise(key_local, rows, 1), rows)[0]
-    log_density = log_density + jnp.sum(family.log_local(lax.stop_gradient(local), context, z, rows))
+    log_density = log_density + jnp.sum(
+        family.log_local(lax.stop_gradient(local), context, z, rows)
+    )
     return _placed(family, context.theta, z, rows), log_density

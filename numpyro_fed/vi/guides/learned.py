@@ -17,7 +17,9 @@ from numpyro_fed.vi.guides.amortize import as_float
 __all__ = ["factored", "probe"]
 
 
-def factored(model: Callable, parts: tuple[Silos, ...]) -> tuple[dict[str, Any], tuple[Silos, ...], list[Factors]]:
+def factored(
+    model: Callable, parts: tuple[Silos, ...]
+) -> tuple[dict[str, Any], tuple[Silos, ...], list[Factors]]:
     """Support and first value of each learned parameter, the silos with these among their shared arguments, and the factors of each structure."""
     learned: dict[str, Any] = {}
     for part in reversed(parts):
@@ -31,7 +33,10 @@ def factored(model: Callable, parts: tuple[Silos, ...]) -> tuple[dict[str, Any],
 
 def probe(model: Callable, silos: Silos, key: Array, init: Callable) -> dict[str, Any]:
     """A trace of the model on one made-up row of everything, latent sites (which may have improper priors) as an initialisation strategy says."""
-    specs = tuple((k, silos.group[k], jax.ShapeDtypeStruct(v.shape[1:], v.dtype)) for k, v in silos.rows.items())
+    specs = tuple(
+        (k, silos.group[k], jax.ShapeDtypeStruct(v.shape[1:], v.dtype))
+        for k, v in silos.rows.items()
+    )
     kwargs = {**silos.shared, **made_up_rows(specs, silos.index)}
     return trace(substitute(seed(model, key), substitute_fn=init)).get_trace(**kwargs)
 

@@ -110,12 +110,19 @@ class SiloNormal:
     def init(self, loc: Array) -> dict[str, Any]:
         """Global parameters of independent components around ``loc``."""
         d = self.factors.dim
-        out = {f"{self.prefix}_loc": loc} | {k: v for encoder in self.encoders for k, v in encoder.start.items()}
+        out = {f"{self.prefix}_loc": loc} | {
+            k: v for encoder in self.encoders for k, v in encoder.start.items()
+        }
         if self.global_cov == "full":
-            return {**out, f"{self.prefix}_scale_tril": self.init_scale * jnp.eye(d, dtype=loc.dtype)}
+            return {
+                **out,
+                f"{self.prefix}_scale_tril": self.init_scale * jnp.eye(d, dtype=loc.dtype),
+            }
         out[f"{self.prefix}_scale"] = jnp.full(d, self.init_scale, loc.dtype)
         if not isinstance(self.global_cov, str):  # at zero the gradient of A A' is zero
-            out[f"{self.prefix}_factor"] = 0.1 * random.normal(random.key(0), (d, self.global_cov), loc.dtype)
+            out[f"{self.prefix}_factor"] = 0.1 * random.normal(
+                random.key(0), (d, self.global_cov), loc.dtype
+            )
         return out
 
     def scale(self, params: Mapping[str, Array]) -> Scale:
@@ -159,7 +166,9 @@ class SiloNormal:
     def log_global(self, params: Mapping[str, Array], context: Context) -> Array:
         """``log q(theta)``, a scalar."""
         return (
-            -0.5 * jnp.sum(context.u**2) - self.scale(params).log_det() - 0.5 * self.factors.dim * math.log(2 * np.pi)
+            -0.5 * jnp.sum(context.u**2)
+            - self.scale(params).log_det()
+            - 0.5 * self.factors.dim * math.log(2 * np.pi)
         )
 
     # q(z_s | theta)
@@ -187,7 +196,9 @@ class SiloNormal:
         eye = jnp.eye(mask.shape[0], dtype=local.tril.dtype)
         return replace(local, tril=jnp.where(mask, local.tril, eye))
 
-    def rebased(self, local: LocalMap, base: Mapping[str, Array], params: Mapping[str, Array]) -> LocalMap:
+    def rebased(
+        self, local: LocalMap, base: Mapping[str, Array], params: Mapping[str, Array]
+    ) -> LocalMap:
         """The map of the same q(z | theta), from coordinates whitened by ``base`` to those whitened by ``params``."""
         shift = self.whiten(base, params[f"{self.prefix}_loc"])
         return local.rebased(shift, relative(self.scale(base), self.scale(params)))
@@ -198,7 +209,9 @@ class SiloNormal:
         parts = []
         for i, (group, count, width) in enumerate(units.blocks()):
             key_group = random.fold_in(random.fold_in(key, rows.part), i)
-            draw = jax.vmap(lambda j, k=key_group, w=width: random.normal(random.fold_in(k, j), (num, w)))
+            draw = jax.vmap(
+                lambda j, k=key_group, w=width: random.normal(random.fold_in(k, j), (num, w))
+            )
             eps = jnp.moveaxis(draw(rows.order[group]), 0, 1)
             parts.append(eps if self.group is not None else eps.reshape(num, 1, count * width))
         return jnp.where(units.owned(rows), jnp.concatenate(parts, axis=-1), 0.0)
@@ -221,17 +234,24 @@ class SiloNormal:
         encoded = {e.site: e(weights, kwargs) for e in self.encoders}
         zeros = {
             s.name: jnp.zeros((dict(rows.pad)[g], *s.shape))
-            for s, g in zip(self.factors.local_sites, self.factors.local_groups().values(), strict=True)
+            for s, g in zip(
+                self.factors.local_sites, self.factors.local_groups().values(), strict=True
+            )
         }
         mean, log_scale = (
-            units.from_sites(zeros | {site: both[i] for site, both in encoded.items()}) for i in range(2)
+            units.from_sites(zeros | {site: both[i] for site, both in encoded.items()})
+            for i in range(2)
         )
         free = np.flatnonzero(self._free(units))
         if not len(free):
             return LocalMap(mean, log_scale)
 
         def wide(x: Array | None) -> Array | None:
-            return None if x is None else jnp.zeros((*mean.shape, x.shape[-1]), x.dtype).at[:, free].set(x)
+            return (
+                None
+                if x is None
+                else jnp.zeros((*mean.shape, x.shape[-1]), x.dtype).at[:, free].set(x)
+            )
 
         tril = None
         if local.tril is not None:
@@ -258,7 +278,9 @@ class SiloNormal:
         """The inverse of :meth:`named`."""
         if self.local_names()["mean"] not in params:  # every latent is amortised
             return LocalMap(jnp.zeros((1, 0)), jnp.zeros((1, 0)))
-        return LocalMap(**{field: params[name] for field, name in self.local_names().items() if name in params})
+        return LocalMap(
+            **{field: params[name] for field, name in self.local_names().items() if name in params}
+        )
 
     def reply(self, direct: Context, path: Context, path_doubly: Context) -> Context:
         r"""A silo's gradient in the context, from its parts: of the bound at fixed z, and through z.
@@ -280,7 +302,9 @@ class SiloNormal:
         groups = self.factors.local_groups()
         with jax.ensure_compile_time_eval():
             own = {
-                s.name: jnp.full((dict(units.pad)[groups[s.name]], *s.shape), s.name not in amortised)
+                s.name: jnp.full(
+                    (dict(units.pad)[groups[s.name]], *s.shape), s.name not in amortised
+                )
                 for s in self.factors.local_sites
             }
             return np.asarray(units.from_sites(own)[0])

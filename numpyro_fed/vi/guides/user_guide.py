@@ -108,7 +108,9 @@ class GuideFamily:
         """``log q(theta)`` in unconstrained space, a scalar."""
         own = {k: params[k] for k in self.start}
         model = replace(self.guide_factors, model=LearnedModel(self.guide))
-        return model.log_prior(self.factors.unravel(context.theta), {**self.shared.kwargs, PARAMS: own})
+        return model.log_prior(
+            self.factors.unravel(context.theta), {**self.shared.kwargs, PARAMS: own}
+        )
 
     def init_local(self, rows: SiloRows) -> dict[str, Array]:
         """A silo's first parameters, unconstrained, rows first."""
@@ -135,24 +137,33 @@ class GuideFamily:
 
     def noise(self, key: Array, rows: SiloRows, num: int) -> Array:
         """Keys of a silo's draws."""
-        return jax.vmap(random.key_data)(random.split(random.fold_in(random.fold_in(key, rows.part), rows.number), num))
+        return jax.vmap(random.key_data)(
+            random.split(random.fold_in(random.fold_in(key, rows.part), rows.number), num)
+        )
 
-    def latents(self, local: dict[str, Array], context: Context, eps: Array, rows: SiloRows) -> Array:
+    def latents(
+        self, local: dict[str, Array], context: Context, eps: Array, rows: SiloRows
+    ) -> Array:
         """Latents ``(num, E, k)`` by the guide given theta."""
         kwargs, _ = rows.whole()
         theta = self.factors.unravel(context.theta)
 
         def one(key: Array) -> Array:
-            sites = self._trace({**context.params, **local}, theta, kwargs, random.wrap_key_data(key))
+            sites = self._trace(
+                {**context.params, **local}, theta, kwargs, random.wrap_key_data(key)
+            )
             flat = {
-                s.name: jnp.moveaxis(self._unconstrained(sites[s.name]), s.axis, 0) for s in self.factors.local_sites
+                s.name: jnp.moveaxis(self._unconstrained(sites[s.name]), s.axis, 0)
+                for s in self.factors.local_sites
             }
             units = self.units(rows)
             return jnp.where(units.owned(rows), units.from_sites(flat), 0.0)
 
         return jax.vmap(one)(eps)
 
-    def log_local(self, local: dict[str, Array], context: Context, z: Array, rows: SiloRows) -> Array:
+    def log_local(
+        self, local: dict[str, Array], context: Context, z: Array, rows: SiloRows
+    ) -> Array:
         """``log q(z | theta)`` of each unit, ``(E,)``; parameters are frozen."""
         kwargs, weights = rows.whole()
         params = {**lax.stop_gradient(context.params), **local}
@@ -173,7 +184,9 @@ class GuideFamily:
         out: dict[str, tuple[Array, str | None]] = {}
         for p in self.local_params:
             # stacked silos: the axis of silos is first
-            placed = jax.vmap(lambda x, p=p: jnp.moveaxis(self._placed(x, p), p.axis, 0))(local[p.name])
+            placed = jax.vmap(lambda x, p=p: jnp.moveaxis(self._placed(x, p), p.axis, 0))(
+                local[p.name]
+            )
             out[p.name] = (placed, p.group)
         return out
 
@@ -189,7 +202,9 @@ class GuideFamily:
             out[p.name] = jax.vmap(one)(params[p.name])
         return out
 
-    def _trace(self, params: dict, theta: Mapping[str, Array], kwargs: dict, key: Array) -> dict[str, Any]:
+    def _trace(
+        self, params: dict, theta: Mapping[str, Array], kwargs: dict, key: Array
+    ) -> dict[str, Any]:
         """The guide's sites, global ones at theta (unconstrained) where given."""
         guide = _compat.unconstrained(self.guide, theta) if theta else self.guide
         return trace(seed(substitute(guide, data=params), key)).get_trace(**kwargs)
@@ -240,7 +255,9 @@ def guide_family(
         if site["type"] != "param":
             continue
         if name in learned:
-            raise ValueError(f"parameter {name!r} is in the model and in the guide; expected different names")
+            raise ValueError(
+                f"parameter {name!r} is in the model and in the guide; expected different names"
+            )
         supports[name] = site["kwargs"].get("constraint", constraints.real)
         frames = [f for f in site["cond_indep_stack"] if f.name in plates]
         value = jax.tree.map(as_float, site["value"])  # a network's weights are a pytree
@@ -259,7 +276,9 @@ def guide_family(
     alone = independent and len(groups) == 1 and all(p.group == groups[0] for p in local)
     if alone and measured:
         own = without_params(silos)
-        alone = elements_are_independent(guide_factors, Units(guide_factors, groups[0], largest(own)), own)
+        alone = elements_are_independent(
+            guide_factors, Units(guide_factors, groups[0], largest(own)), own
+        )
     group = groups[0] if alone else None
     return GuideFamily(factors, guide, guide_factors, group, tuple(local), supports, start, shared)
 
@@ -275,8 +294,12 @@ def without_params(silos: Silos) -> Silos:
 
 
 def _check_sites(model: Factors, guide: Factors) -> None:
-    own: dict[str, Any] = dict(model.global_sites) | {s.name: (s.plate, s.shape) for s in model.local_sites}
-    other: dict[str, Any] = dict(guide.global_sites) | {s.name: (s.plate, s.shape) for s in guide.local_sites}
+    own: dict[str, Any] = dict(model.global_sites) | {
+        s.name: (s.plate, s.shape) for s in model.local_sites
+    }
+    other: dict[str, Any] = dict(guide.global_sites) | {
+        s.name: (s.plate, s.shape) for s in guide.local_sites
+    }
     wrong = sorted(k for k in {*own, *other} if own.get(k) != other.get(k))
     if wrong:
         expected = {k: own.get(k, "no such site") for k in wrong}
