@@ -1,4 +1,7 @@
-"""What the hierarchical models share: FSGLD over the silos, NUTS on the pooled rows, and one beside the other."""
+"""What the hierarchical models share.
+
+FSGLD over the silos, NUTS on the pooled rows, and one beside the other.
+"""
 
 import argparse
 import time

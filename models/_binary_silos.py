@@ -1,4 +1,7 @@
-"""Silos of binary labels whose shares differ: SUSY's rows at hand, and simulated ones of a known p(y | x)."""
+"""Silos of binary labels whose shares differ.
+
+SUSY's rows at hand, and simulated ones of a known p(y | x).
+"""
 
 import zipfile
 
@@ -19,7 +22,11 @@ def log_odds(x: np.ndarray) -> np.ndarray:
 
 
 def given(rng: np.random.Generator, y: np.ndarray) -> Rows:
-    """A row of p(x | y) for each label: x of the population has the label 1 with its probability, and -x (in the first two) has the other one."""
+    """A row of p(x | y) for each label.
+
+    x of the population has the label 1 with its probability, and -x (in the first two) has the
+    other one.
+    """
     x = rng.standard_normal((len(y), FEATURES), np.float32)
     other = (rng.random(len(y)) < expit(log_odds(x))) != y
     x[other, :2] *= -1
@@ -50,7 +57,8 @@ def table() -> Rows:
             found = {name: file[name] for name in shapes}
     except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile) as error:
         raise ValueError(
-            f"{place}: expected a whole npz file of arrays {shapes}, got {error!r}; get it anew from {source}"
+            f"{place}: expected a whole npz file of arrays {shapes}, got {error!r}; get it anew "
+            f"from {source}"
         ) from error
     got = {name: x.shape for name, x in found.items()}
     if got != shapes:
@@ -61,7 +69,10 @@ def table() -> Rows:
 
 
 def deal(rng: np.random.Generator, y: np.ndarray, shares: np.ndarray) -> np.ndarray:
-    """The silo of each row, -1 for rows of no silo: equal silos, with those shares of ones, as large as the labels allow."""
+    """The silo of each row, -1 for rows of no silo.
+
+    Equal silos, with those shares of ones, as large as the labels allow.
+    """
     have = np.bincount(y, minlength=2)
     size = int(min(have[0] / (1 - shares).sum(), have[1] / shares.sum()))
     while size and (
@@ -105,7 +116,10 @@ def sample(silos: fed.Silos, size: int) -> Rows:
 
 
 def best(silos: fed.Silos, test: Rows) -> dict[str, float]:
-    """What the truth of simulated rows has: on train rows of all and of each silo, on test rows; there also what the train rows' labels teach."""
+    """What the truth of simulated rows has: on train rows of all and of each silo, on test rows.
+
+    There also what the train rows' labels teach.
+    """
     some = sample(silos, 1_000)
     shares = some["y"].mean(1)
     shift, own = logit(shares.mean()), logit(np.clip(shares, 1e-3, 1 - 1e-3))

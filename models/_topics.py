@@ -1,4 +1,7 @@
-"""ProdLDA's likelihood, and how good topics are: how often the first words of one occur together, and how well they tell new documents."""
+"""ProdLDA's likelihood, and how good topics are.
+
+How often the first words of one occur together, and how well they tell new documents.
+"""
 
 from typing import Any, ClassVar
 
@@ -14,7 +17,10 @@ STEPS, START = 300, 0.5  # of the fit of held-out documents, and the sds at its 
 
 
 class Words(dist.Distribution):
-    """The multinomial of all counts, without its factorials: they take as long as the rest, and depend on no parameter."""
+    """The multinomial of all counts, without its factorials.
+
+    They take as long as the rest, and depend on no parameter.
+    """
 
     arg_constraints: ClassVar = {"logits": constraints.real_vector}
     support = constraints.independent(constraints.nonnegative_integer, 1)
@@ -35,7 +41,10 @@ def best_words(topics: np.ndarray, top: int = TOP) -> np.ndarray:
 
 
 def coherence(topics: np.ndarray, documents: np.ndarray, top: int = TOP) -> np.ndarray:
-    """UMass coherence of each topic: of every pair of its top words, how often the commoner's documents have the other."""
+    """UMass coherence of each topic.
+
+    Of every pair of its top words, how often the commoner's documents have the other.
+    """
     out = []
     for words in best_words(topics, top):
         has = (documents[:, words] > 0).astype(np.float64)
@@ -46,7 +55,10 @@ def coherence(topics: np.ndarray, documents: np.ndarray, top: int = TOP) -> np.n
 
 
 def npmi(topics: np.ndarray, documents: np.ndarray, top: int = TOP) -> np.ndarray:
-    """Mean normalised pointwise mutual information of pairs of each topic's top words: from -1, never together, to 1."""
+    """Mean normalised pointwise mutual information of pairs of each topic's top words.
+
+    From -1, never together, to 1.
+    """
     out = []
     for words in best_words(topics, top):
         has = (documents[:, words] > 0).astype(np.float64)
@@ -88,7 +100,9 @@ def fitted(topics: jax.Array, counts: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def perplexity(topics: np.ndarray, counts: np.ndarray, q: Any = None) -> float:
-    """``exp(-bound / words)`` of documents at fixed topics, with q of their z as given, or as fitted to them."""
+    """``exp(-bound / words)`` of documents at fixed topics, with q of their z as given, or as
+    fitted to them.
+    """
     beta, x = jnp.asarray(topics), jnp.asarray(counts)
     q = fitted(beta, x) if q is None else q
     keys = jax.random.split(jax.random.key(4), 10)

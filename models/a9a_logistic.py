@@ -1,27 +1,36 @@
-"""Logistic regression on a9a over a directed graph of four nodes: ROC-AUC within one epoch, and the whole posterior.
+"""Logistic regression on a9a over a directed graph of four nodes.
 
-a9a: 32,561 people with 123 binary features, and whether they earn above 50,000 dollars. Four fifths of the rows, dealt out at random
-in equal shares, are the nodes'; AUC is taken on the others.
+ROC-AUC within one epoch, and the whole posterior.
 
-**The paper's run** (:func:`epoch`): prior Laplace(0, 1), alpha(t) = 0.008 / (12 + t)^0.45, 1,632 steps with minibatches of 4 rows a node,
-which is an epoch. The paper does not say which links there are: here the nodes send around a directed circle, in one order at even
-steps and in another at odd ones. (Where links of such a circle fail, a node that hears nothing for a while has a small push-sum
-weight, and the quotient by it shows as spikes.) The exponent 0.45 is below 1/2, so the squares of the steps have an infinite sum, of
-which the library warns; and with gradients of 4 rows in 6,512 the draws of one epoch are far more dispersed than the posterior.
+a9a: 32,561 people with 123 binary features, and whether they earn above 50,000 dollars. Four fifths
+of the rows, dealt out at random in equal shares, are the nodes'; AUC is taken on the others.
 
-**Which AUC.** A node's *current position* is one draw, and a curve of it the paper's. It does not tend to the AUC of the posterior
-mean w-bar: a draw w-bar + e ranks people by x'w-bar + x'e, and the second part is noise to the ranking. An average of draws has less
-of it, and so does the average of nodes as far as their noise differs. Here the *running mean* takes the second half of the draws so
-far. The posterior mean's AUC and that of the posterior-averaged prediction E[sigmoid(x'w)] are nearly the same, as the sigmoid
-changes the order of two people only where their spread of x'w differs.
+**The paper's run** (:func:`epoch`): prior Laplace(0, 1), alpha(t) = 0.008 / (12 + t)^0.45, 1,632
+steps with minibatches of 4 rows a node, which is an epoch. The paper does not say which links there
+are: here the nodes send around a directed circle, in one order at even steps and in another at odd
+ones. (Where links of such a circle fail, a node that hears nothing for a while has a small push-sum
+weight, and the quotient by it shows as spikes.) The exponent 0.45 is below 1/2, so the squares of
+the steps have an infinite sum, of which the library warns; and with gradients of 4 rows in 6,512
+the draws of one epoch are far more dispersed than the posterior.
 
-**The reference** is NUTS on all training rows (:func:`reference`), with the covariance of a Laplace approximation, under the normal
-prior of the same variance, as its mass matrix, so that warm-up has only the step size to find.
+**Which AUC.** A node's *current position* is one draw, and a curve of it the paper's. It does not
+tend to the AUC of the posterior mean w-bar: a draw w-bar + e ranks people by x'w-bar + x'e, and the
+second part is noise to the ranking. An average of draws has less of it, and so does the average of
+nodes as far as their noise differs. Here the *running mean* takes the second half of the draws so
+far. The posterior mean's AUC and that of the posterior-averaged prediction E[sigmoid(x'w)] are
+nearly the same, as the sigmoid changes the order of two people only where their spread of x'w
+differs.
 
-**The whole posterior** (:func:`agreement`): 2,000 of the rows, an intercept and 123 coefficients with prior Normal(0, 1); full gradients in
-the coordinates of the surrogate posterior, at a step found in warm-up. Every node of 16 networks is held against pooled NUTS.
+**The reference** is NUTS on all training rows (:func:`reference`), with the covariance of a Laplace
+approximation, under the normal prior of the same variance, as its mass matrix, so that warm-up has
+only the step size to find.
 
-Reference: Kolesov, Kungurtsev (2020), Decentralized Langevin dynamics over a directed graph, section 6.4, figure 5.
+**The whole posterior** (:func:`agreement`): 2,000 of the rows, an intercept and 123 coefficients
+with prior Normal(0, 1); full gradients in the coordinates of the surrogate posterior, at a step
+found in warm-up. Every node of 16 networks is held against pooled NUTS.
+
+Reference: Kolesov, Kungurtsev (2020), Decentralized Langevin dynamics over a directed graph,
+section 6.4, figure 5.
 """
 
 import argparse
@@ -53,7 +62,10 @@ Rows = tuple[np.ndarray, np.ndarray]
 
 
 class Curves(NamedTuple):
-    """AUCs on held-out rows after each of ``steps``; the last of five columns is the average of nodes."""
+    """AUCs on held-out rows after each of ``steps``.
+
+    The last of five columns is the average of nodes.
+    """
 
     steps: np.ndarray
     current: np.ndarray
@@ -61,7 +73,10 @@ class Curves(NamedTuple):
 
 
 class Pooled(NamedTuple):
-    """AUCs of the pooled posterior: of its mean, of the averaged prediction, and of single draws (mean, sd)."""
+    """AUCs of the pooled posterior.
+
+    Of its mean, of the averaged prediction, and of single draws (mean, sd).
+    """
 
     mean: float
     prediction: float
@@ -69,7 +84,10 @@ class Pooled(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What :func:`main` found: curves, the pooled reference, and a comparison with NUTS for each node."""
+    """What :func:`main` found.
+
+    Curves, the pooled reference, and a comparison with NUTS for each node.
+    """
 
     curves: Curves
     pooled: Pooled
@@ -77,7 +95,10 @@ class Result(NamedTuple):
 
 
 def read_libsvm(lines: Iterable[str], num_features: int) -> Rows:
-    """Dense features and labels 0/1 of LIBSVM text: a line is ``label index:value ...``, indices from 1."""
+    """Dense features and labels 0/1 of LIBSVM text.
+
+    A line is ``label index:value ...``, indices from 1.
+    """
     label, row, column, value = [], [], [], []
     for number, line in enumerate(line for line in lines if line.strip()):
         first, *pairs = line.split()
@@ -93,7 +114,10 @@ def read_libsvm(lines: Iterable[str], num_features: int) -> Rows:
 
 
 def data(num_rows: int | None = None, seed: int = 0) -> tuple[Rows, Rows]:
-    """Rows to train on and rows held out: four fifths, a multiple of the nodes, and a fifth of a shuffle."""
+    """Rows to train on and rows held out.
+
+    Four fifths, a multiple of the nodes, and a fifth of a shuffle.
+    """
     place = path(
         "a9a",
         "a9a.gz",
@@ -115,7 +139,9 @@ def silos(train: Rows) -> fed.Silos:
 
 
 def auc(score: np.ndarray, label: np.ndarray) -> float:
-    """Probability that a positive row scores above a negative one, ties counted by half (Mann-Whitney's U)."""
+    """Probability that a positive row scores above a negative one, ties counted by half
+    (Mann-Whitney's U).
+    """
     _, place, count = np.unique(score, return_inverse=True, return_counts=True)
     rank = np.cumsum(count) - (count - 1) / 2  # mean rank of equal scores, from 1
     positive = label > 0
@@ -204,7 +230,10 @@ def pooled(train: Rows, test: Rows, num_warmup: int, num_samples: int) -> Pooled
 def agreement(
     train: Rows, networks: int, steps: tuple[int, int], thinning: int, nuts_draws: tuple[int, int]
 ) -> dict[str, fed.Comparison]:
-    """Every node of the smooth model beside pooled NUTS; ``steps`` and ``nuts_draws`` are of warm-up and after it."""
+    """Every node of the smooth model beside pooled NUTS.
+
+    ``steps`` and ``nuts_draws`` are of warm-up and after it.
+    """
     train = np.column_stack([np.ones_like(train[1]), train[0]]), train[1]
     rows = silos(train)
     kernel = fed.PushSumLangevin(smooth_model, fed.graphs.ring(NODES), preconditioner="surrogate")
@@ -255,7 +284,8 @@ def main(arguments: Sequence[str] | None = None) -> Result:
     )
     whole = pooled(train, test, *((50, 100) if args.quick else (100, 300)))
     print(
-        f"ROC-AUC on {len(test[1]):,} rows after {curves.steps[-1]:,} steps; the paper's average of nodes: {PAPER}"
+        f"ROC-AUC on {len(test[1]):,} rows after {curves.steps[-1]:,} steps; the paper's average "
+        f"of nodes: {PAPER}"
     )
     print("                       " + "".join(f"node {k}  " for k in range(NODES)) + "average")
     for name, values in (
@@ -264,7 +294,8 @@ def main(arguments: Sequence[str] | None = None) -> Result:
     ):
         print(f"{name:<22}" + "".join(f"{value:8.4f}" for value in values))
     print(
-        f"pooled NUTS: posterior mean {whole.mean:.4f}, averaged prediction {whole.prediction:.4f}, "
+        f"pooled NUTS: posterior mean {whole.mean:.4f}, averaged prediction "
+        f"{whole.prediction:.4f}, "
         f"single draws {whole.draw[0]:.4f} ± {whole.draw[1]:.4f}"
     )
     plot(curves, whole, args.figure)
@@ -279,8 +310,10 @@ def main(arguments: Sequence[str] | None = None) -> Result:
     for name, comparison in nodes.items():
         table = comparison.table
         print(
-            f"node {name}: largest error {table['error'].max():.3f} sd ± {table['mcse'].max():.3f}, sd ratios "
-            f"{table['sd_ratio'].min():.3f} to {table['sd_ratio'].max():.3f}, smallest ESS {table['ess_bulk'].min():.0f}; "
+            f"node {name}: largest error {table['error'].max():.3f} sd ± "
+            f"{table['mcse'].max():.3f}, sd ratios "
+            f"{table['sd_ratio'].min():.3f} to {table['sd_ratio'].max():.3f}, smallest ESS "
+            f"{table['ess_bulk'].min():.0f}; "
             f"{comparison.closing_line()}"
         )
     return Result(curves, whole, nodes)

@@ -1,23 +1,32 @@
-r"""A Bayesian neural network on silos whose labels differ: what FSGLD's table 1 says, and what it does not.
+r"""A Bayesian neural network on silos whose labels differ.
 
-A network of layers 18-18-8 (ReLU) and a softmax over two classes, N(0, 1) on all weights and biases, on 30 silos of equal
-size whose shares of positive labels are drawn from Beta(100, 100) (alike) or Beta(0.5, 0.5) (skewed). A chain makes 5,000 rounds of 40 steps on minibatches
-of 50. Two data sets: the 11,000 rows of 8 features of SUSY that are at hand (the papers: 2.7 million of 18), and simulated rows in the
-papers' number, of a known :math:`p(y = 1 \mid x) = 1 / (1 + e^{-\eta(x)})`. Simulated rows are drawn given their labels, so that :math:`p(x \mid y)` is
-that of the balanced population in every silo, and what is best depends on where a row is:
+What FSGLD's table 1 says, and what it does not.
+
+A network of layers 18-18-8 (ReLU) and a softmax over two classes, N(0, 1) on all weights and
+biases, on 30 silos of equal size whose shares of positive labels are drawn from Beta(100, 100)
+(alike) or Beta(0.5, 0.5) (skewed). A chain makes 5,000 rounds of 40 steps on minibatches of 50. Two
+data sets: the 11,000 rows of 8 features of SUSY that are at hand (the papers: 2.7 million of 18),
+and simulated rows in the papers' number, of a known :math:`p(y = 1 \mid x) = 1 / (1 +
+e^{-\eta(x)})`. Simulated rows are drawn given their labels, so that :math:`p(x \mid y)` is that of
+the balanced population in every silo, and what is best depends on where a row is:
 
 .. math:: \eta(x) \;\text{(balanced rows)}, \qquad \eta(x) + \mathrm{logit}\, \bar\pi \;\text{(all silos' rows)}, \qquad
           \eta(x) + \mathrm{logit}\, \pi_s \;\text{(silo s)} .
 
-The papers' average over draws of the log-likelihood of a row, :math:`E_\theta[\log p(y \mid x, \theta)]`, judges single draws; the log-likelihood of the posterior
-prediction, :math:`\log E_\theta[p(y \mid x, \theta)]`, is never below it. Both are given, and the former on the rows of the silo that a draw was made at.
+The papers' average over draws of the log-likelihood of a row, :math:`E_\theta[\log p(y \mid x,
+\theta)]`, judges single draws; the log-likelihood of the posterior prediction, :math:`\log
+E_\theta[p(y \mid x, \theta)]`, is never below it. Both are given, and the former on the rows of the
+silo that a draw was made at.
 
-The papers' surrogates: Gaussians with the means and variances of 3,000 draws of each silo's own law by SGLD. Their prior, the steps of
-those chains and their starts are not told; here a silo draws from :math:`p(\theta)^{1/S} p(y_s \mid \theta)`, whose prior is divided out again.
-DSGLD is FSGLD without conducive gradients (``alpha=0``). Four draws are kept of a round, at equal distances; of those that are then thinned by 9 the first tenth is dropped.
+The papers' surrogates: Gaussians with the means and variances of 3,000 draws of each silo's own law
+by SGLD. Their prior, the steps of those chains and their starts are not told; here a silo draws
+from :math:`p(\theta)^{1/S} p(y_s \mid \theta)`, whose prior is divided out again. DSGLD is FSGLD
+without conducive gradients (``alpha=0``). Four draws are kept of a round, at equal distances; of
+those that are then thinned by 9 the first tenth is dropped.
 
-References: El Mekkaoui et al. (2021), Federated Stochastic Gradient Langevin Dynamics, section 5.3, table 1; (2020) Variance reduction for
-distributed stochastic gradient MCMC, section 5.3, figures 4 and 5.
+References: El Mekkaoui et al. (2021), Federated Stochastic Gradient Langevin Dynamics, section 5.3,
+table 1; (2020) Variance reduction for distributed stochastic gradient MCMC, section 5.3, figures 4
+and 5.
 """
 
 import argparse
@@ -105,7 +114,8 @@ def surrogates(
 ) -> fed.surrogates.Surrogates:
     """The papers' diagonal Gaussians: moments of a chain in every silo, its prior divided out.
 
-    One chain of the model to the power 1/S stays at each silo: with f = 1/S its gradients there are those of p(theta)^(1/S) p(y_s | theta).
+    One chain of the model to the power 1/S stays at each silo: with f = 1/S its gradients there are
+    those of p(theta)^(1/S) p(y_s | theta).
     """
     count = len(silos)
     kernel = fed.FSGLD(
@@ -141,7 +151,9 @@ def surrogates(
 
 
 class Fit(NamedTuple):
-    """Draws by site, the silo that each was made at, and the share of rounds that left the reals and were undone."""
+    """Draws by site, the silo that each was made at, and the share of rounds that left the reals
+    and were undone.
+    """
 
     draws: dict[str, np.ndarray]
     silo: np.ndarray
@@ -219,7 +231,9 @@ def judge(found: Fit, silos: fed.Silos, test: Rows) -> dict[str, float]:
 
 
 def plot(found: dict[tuple[str, float, str], tuple[Fit, fed.Silos, Rows]], place: Path) -> None:
-    """Figures 4 and 5, log-likelihood by draw, and calibration of the posterior prediction on test rows."""
+    """Figures 4 and 5, log-likelihood by draw, and calibration of the posterior prediction on test
+    rows.
+    """
     cases = list(dict.fromkeys((partition, step) for partition, step, _ in found))
     figure, axes = plt.subplots(
         3, len(cases), figsize=(3.6 * len(cases), 8.5), layout="constrained", squeeze=False
@@ -331,7 +345,10 @@ def defaults(silos: fed.Silos, test: Rows, rounds: int) -> tuple[dict[str, float
 
 
 def variational(silos: fed.Silos, test: Rows, rounds: int) -> dict[str, float]:
-    """Draws of a diagonal Gaussian, fitted in conducive rounds: each pair of points looks at some rows."""
+    """Draws of a diagonal Gaussian, fitted in conducive rounds.
+
+    Each pair of points looks at some rows.
+    """
     first = start(silos.pooled["x"].shape[-1], 0)
     guide = fed.AutoSiloNormal(
         model, global_cov="diag", init_scale=0.05, init_loc_fn=init_to_value(values=first)
@@ -388,7 +405,8 @@ def main(arguments: Sequence[str] | None = None) -> pd.DataFrame:
     groups = frame.drop(columns="seed").groupby(["partition", "step", "method"], sort=False)
     shown = groups.agg(["mean", "std"]) if args.repetitions > 1 else groups.mean()
     print(
-        "log-likelihood of a row (always one half: -0.693); the papers' average of draws, and of the posterior prediction ('mean p')"
+        "log-likelihood of a row (always one half: -0.693); the papers' average of draws, and of "
+        "the posterior prediction ('mean p')"
     )
     print(shown.round(3).to_string())
     if not args.quick:

@@ -1,22 +1,28 @@
-r"""The variance of gradient estimators on Bernoulli silos: of pooled rows (SGLD), of silos (DSGLD), and with conducive gradients (FSGLD).
+r"""The variance of gradient estimators on Bernoulli silos.
 
-Thirty tosses of a fair coin in three silos of ten, of which 1, 5 and 9 are heads (means 0.1, 0.5 and 0.9), a uniform prior for the chance
-theta, minibatches of m = 5 rows with replacement. With D = 1 / (theta (1 - theta)), the distance between the scores of head and tail, and p_s the
-silos' means, the estimators of N rows' gradient in theta have the variances
+Of pooled rows (SGLD), of silos (DSGLD), and with conducive gradients (FSGLD).
+
+Thirty tosses of a fair coin in three silos of ten, of which 1, 5 and 9 are heads (means 0.1, 0.5
+and 0.9), a uniform prior for the chance theta, minibatches of m = 5 rows with replacement. With D =
+1 / (theta (1 - theta)), the distance between the scores of head and tail, and p_s the silos' means,
+the estimators of N rows' gradient in theta have the variances
 
 .. math::
     \text{SGLD} &= N^2 D^2\, \bar p (1 - \bar p) / m \\
     \text{DSGLD} &= N^2 D^2 \left[ \overline{p_s (1 - p_s)} / m + \operatorname{Var}_s(p_s) \right] \\
     \text{FSGLD} &= N^2 D^2 \left[ \overline{p_s (1 - p_s)} / m + \operatorname{Var}_s(p_s - r_s(\theta)) \right]
 
-with :math:`r_s` the score of :math:`q_s` in the logit of theta, divided by :math:`N_s`. The kernels move in the logit, where the silos' scores
-:math:`N_s (p_s - \theta)` differ by constants alone: Gaussians of equal precision take all of that away, whatever theta is. Score matching
-finds them; then FSGLD's variance is below that of pooled minibatches, which are not balanced over silos.
+with :math:`r_s` the score of :math:`q_s` in the logit of theta, divided by :math:`N_s`. The kernels
+move in the logit, where the silos' scores :math:`N_s (p_s - \theta)` differ by constants alone:
+Gaussians of equal precision take all of that away, whatever theta is. Score matching finds them;
+then FSGLD's variance is below that of pooled minibatches, which are not balanced over silos.
 
-Gradients are the library's own. The paper shows means and one sd over theta for the first two. One of its two texts has "-0.1, 0.5 and 0.9" for the
-silos' means (a dash read as a sign), the other has each number three times. It does not say whether rows are taken with replacement.
+Gradients are the library's own. The paper shows means and one sd over theta for the first two. One
+of its two texts has "-0.1, 0.5 and 0.9" for the silos' means (a dash read as a sign), the other has
+each number three times. It does not say whether rows are taken with replacement.
 
-References: el Mekkaoui et al. (2021), Federated stochastic gradient Langevin dynamics, figure 1, equations 2, 4 and 5.
+References: el Mekkaoui et al. (2021), Federated stochastic gradient Langevin dynamics, figure 1,
+equations 2, 4 and 5.
 """
 
 import argparse
@@ -109,7 +115,10 @@ def gradient(
 def sample(
     plan: Plan, tuning: Tuning, silos: fed.Silos, thetas: Array, key: Array, count: int
 ) -> Array:
-    """Estimates at each theta, ``(K, count)``: of silos and minibatches drawn as the kernels draw them."""
+    """Estimates at each theta, ``(K, count)``.
+
+    Of silos and minibatches drawn as the kernels draw them.
+    """
 
     def one(theta: Array, key: Array) -> Array:
         key_silo, key_batch = random.split(key)
@@ -142,7 +151,10 @@ def variance(
 
 
 def table(count: int) -> pd.DataFrame:
-    """For each theta and method: mean and sd of ``count`` estimates, the sd of the closed form, and the true gradient."""
+    """For each theta and method.
+
+    Mean and sd of ``count`` estimates, the sd of the closed form, and the true gradient.
+    """
     heads = sum(HEADS)
     tails = len(HEADS) * NUM_ROWS - heads
     found = []

@@ -1,11 +1,12 @@
 """Counts of birds at 235 sites in nine years, ten silos of sites: Poisson, or negative binomial.
 
-The log of the expected count is a mean, plus an effect of the year (nine that sum to zero), which all silos share, plus
-an effect of the site, which is local. Sites are the silo plate's coarser elements, counts point to them. 43 of 2,115
-counts are missing and left out. The negative binomial adds variance that sites do not explain.
+The log of the expected count is a mean, plus an effect of the year (nine that sum to zero), which
+all silos share, plus an effect of the site, which is local. Sites are the silo plate's coarser
+elements, counts point to them. 43 of 2,115 counts are missing and left out. The negative binomial
+adds variance that sites do not explain.
 
-References: Kery & Schaub (2012), Bayesian Population Analysis using WinBUGS, section 4.2 (coal tits in Switzerland: data
-and model); Magnusson et al. (2024), posteriordb (data set GLMM_data).
+References: Kery & Schaub (2012), Bayesian Population Analysis using WinBUGS, section 4.2 (coal tits
+in Switzerland: data and model); Magnusson et al. (2024), posteriordb (data set GLMM_data).
 """
 
 import json

@@ -1,31 +1,39 @@
-r"""Bayesian linear regression on four nodes: push-sum Langevin's distance from the exact posterior, step by step.
+r"""Bayesian linear regression on four nodes.
 
-Four nodes of 200 rows each, y = X w + delta, standard normal noise and prior, two weights. The posterior is Gaussian and known, and so
-is the law of everything that the nodes hold at step t, given the matrices A(t): the algorithm is linear in it, so that means and
-covariances follow a recursion (:func:`exact_law`). With all rows the law is Gaussian; with minibatches the noise of gradients depends on
-the position, and the recursion has the first two moments only, which bound the distance from below (Gelbrich 1990). The kernel itself is
-run beside it, many independent networks at once.
+Push-sum Langevin's distance from the exact posterior, step by step.
+
+Four nodes of 200 rows each, y = X w + delta, standard normal noise and prior, two weights. The
+posterior is Gaussian and known, and so is the law of everything that the nodes hold at step t,
+given the matrices A(t): the algorithm is linear in it, so that means and covariances follow a
+recursion (:func:`exact_law`). With all rows the law is Gaussian; with minibatches the noise of
+gradients depends on the position, and the recursion has the first two moments only, which bound the
+distance from below (Gelbrich 1990). The kernel itself is run beside it, many independent networks
+at once.
 
 W2 is the Wasserstein distance of two Gaussians (:func:`wasserstein`; Bures),
 
     W2^2 = |m1 - m2|^2 + tr(S1 + S2 - 2 (S2^1/2 S1 S2^1/2)^1/2).
 
-The paper prints |m1 - m2| + |S1^1/2 - S2^1/2|: a sum where the root of a sum of squares should be, and a second term that is right only
-where S1 and S2 commute. It is not W2 in general.
+The paper prints |m1 - m2| + |S1^1/2 - S2^1/2|: a sum where the root of a sum of squares should be,
+and a second term that is right only where S1 and S2 commute. It is not W2 in general.
 
-What rate to expect: the average moves by Langevin steps of alpha / m on U, so with alpha(t) = alpha0 / (1 + t) its start is forgotten like
-t^-c (its covariance like t^-2c), where c = alpha0 mu / m and mu is the least eigenvalue of U's Hessian. Steps and disagreement put the
-covariance off by O(alpha) = O(1 / t), and the mean where silos differ. So W2 falls like t^-min(c, 1). The paper's theorem 5.7 promises
-t^-(1/2 - gamma) where c > 1/2 - gamma (in its notation without the 1/m); its other condition, alpha0 <= 1 / (2 max(mu, L)), asks for
-c <= 1/2. Here c = 2: until the 1 / t takes over, W2 falls faster.
+What rate to expect: the average moves by Langevin steps of alpha / m on U, so with alpha(t) =
+alpha0 / (1 + t) its start is forgotten like t^-c (its covariance like t^-2c), where c = alpha0 mu /
+m and mu is the least eigenvalue of U's Hessian. Steps and disagreement put the covariance off by
+O(alpha) = O(1 / t), and the mean where silos differ. So W2 falls like t^-min(c, 1). The paper's
+theorem 5.7 promises t^-(1/2 - gamma) where c > 1/2 - gamma (in its notation without the 1/m); its
+other condition, alpha0 <= 1 / (2 max(mu, L)), asks for c <= 1/2. Here c = 2: until the 1 / t takes
+over, W2 falls faster.
 
-Links that fail at random: one law for each drawn sequence of matrices, and the median over sequences is shown. The theorem does not cover
-them: no window of B steps connects the nodes for certain, and a node that hears nothing for k steps while it gives has a push-sum weight of
-2^-k and steps 2^k times as long. Such outages become rare faster than steps become small, so almost every sequence converges, but a mean of
-squares over sequences is ruled by the rarest. Hence steps that start small (offset b = 50), which minibatches of one row need too.
+Links that fail at random: one law for each drawn sequence of matrices, and the median over
+sequences is shown. The theorem does not cover them: no window of B steps connects the nodes for
+certain, and a node that hears nothing for k steps while it gives has a push-sum weight of 2^-k and
+steps 2^k times as long. Such outages become rare faster than steps become small, so almost every
+sequence converges, but a mean of squares over sequences is ruled by the rarest. Hence steps that
+start small (offset b = 50), which minibatches of one row need too.
 
-References: Kolesov, Kungurtsev (2020), Decentralized Langevin dynamics over a directed graph, section 6.2, figure 3, theorem 5.7;
-Gelbrich (1990), Math. Nachr. 147, 185-203.
+References: Kolesov, Kungurtsev (2020), Decentralized Langevin dynamics over a directed graph,
+section 6.2, figure 3, theorem 5.7; Gelbrich (1990), Math. Nachr. 147, 185-203.
 """
 
 import argparse
@@ -70,7 +78,10 @@ def model(x, y=None):  # type: ignore[no-untyped-def]
 
 
 def graphs() -> dict[str, fed.graphs.TimeVaryingGraph]:
-    """A ring; two halves of it by turns, neither of which connects the nodes; and the ring with links that fail."""
+    """A ring; two halves of it by turns, neither of which connects the nodes.
+
+    And the ring with links that fail.
+    """
     ring = fed.graphs.ring(NUM_NODES)
     halves = [nx.DiGraph([(0, 1), (2, 3)]), nx.DiGraph([(1, 2), (3, 0)])]
     return {
@@ -120,7 +131,9 @@ def potentials() -> Potentials:
 
 
 class Law(NamedTuple):
-    """Given each of S sequences of matrices, at T steps: of the draws of m nodes and, last, of their average.
+    """Given each of S sequences of matrices, at T steps.
+
+    Of the draws of m nodes and, last, of their average.
 
     :ivar mean: ``(T, S, m + 1, d)``.
     :ivar covariance: ``(T, S, m + 1, d, d)``.
@@ -175,7 +188,9 @@ def exact_law(
 def _positions(
     mean: np.ndarray, covariance: np.ndarray, divide: np.ndarray
 ) -> tuple[np.ndarray, ...]:
-    """The law of each node's X / Y and of the average, and E |Z_i - average|^2, from the law of what nodes mix."""
+    """The law of each node's X / Y and of the average, and E |Z_i - average|^2, from the law of
+    what nodes mix.
+    """
     s, m, d = len(mean), NUM_NODES, DIM
     average = np.tile(np.eye(d) / m, (1, m))
     each = (np.eye(m * d) * divide[..., None]).reshape(s, m, d, m * d)
@@ -202,19 +217,29 @@ def wasserstein(
 
 
 def distance(law: Law) -> np.ndarray:
-    """W2 of every node and the average given the sequence, a median over sequences: ``(T, m + 1)``."""
+    """W2 of every node and the average given the sequence, a median over sequences.
+
+    ``(T, m + 1)``.
+    """
     return np.median(wasserstein(law.mean, law.covariance, potentials().posterior), 1)
 
 
 def slope(values: np.ndarray) -> np.ndarray:
-    """Slopes of log values (of steps 1, 2, ... along the first axis) against log t over the last decade."""
+    """Slopes of log values (of steps 1, 2, ...
+
+    along the first axis) against log t over the last decade.
+    """
     start = len(values) // 10
     log_t = np.log(np.arange(start, len(values)) + 1)
     return np.polyfit(log_t, np.log(values[start:]), 1)[0]
 
 
 class Run(NamedTuple):
-    """R networks: draws of the nodes and, last, their average ``(R, m + 1, T, d)``, and consensus errors ``(R, m, T)``."""
+    """R networks.
+
+    Draws of the nodes and, last, their average ``(R, m + 1, T, d)``, and consensus errors ``(R, m,
+    T)``.
+    """
 
     draws: np.ndarray
     consensus: np.ndarray
@@ -259,7 +284,10 @@ def simulate(
 
 
 def measured(draws: np.ndarray) -> np.ndarray:
-    """W2 of every node and the average from draws over networks, ``(steps, m + 1)``; about :func:`floor` for the posterior itself."""
+    """W2 of every node and the average from draws over networks, ``(steps, m + 1)``.
+
+    About :func:`floor` for the posterior itself.
+    """
     mean = draws.mean(0)
     apart = draws - mean
     covariance = np.einsum("rntd,rnte->tnde", apart, apart) / (len(draws) - 1)
@@ -267,13 +295,18 @@ def measured(draws: np.ndarray) -> np.ndarray:
 
 
 def floor(num_networks: int) -> float:
-    """What :func:`measured` sees of R draws from the posterior itself, sd sqrt((d + d (d + 1) / 4) / R) for a round one."""
+    """What :func:`measured` sees of R draws from the posterior itself, sd sqrt((d + d (d + 1) / 4)
+    / R) for a round one.
+    """
     variance = np.trace(potentials().posterior[1]) / DIM
     return float(np.sqrt(variance * (DIM + DIM * (DIM + 1) / 4) / num_networks))
 
 
 def table(laws: dict[str, Law], runs: dict[str, Run]) -> pd.DataFrame:
-    """By graph: W2 of the worst node at t = 10, 100, ..., exact and measured; slopes of the worst node and of the average."""
+    """By graph: W2 of the worst node at t = 10, 100, ..., exact and measured.
+
+    Slopes of the worst node and of the average.
+    """
     rows: dict[str, dict[str, float]] = {}
     for name, law in laws.items():
         exact = distance(law)
@@ -331,7 +364,10 @@ def plot(law: Law, run: Run, title: str, place: Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, pd.DataFrame]:
-    """Print a table by graph for all rows and for minibatches, draw the figure; return the tables."""
+    """Print a table by graph for all rows and for minibatches, draw the figure.
+
+    Return the tables.
+    """
     parser = argparse.ArgumentParser(
         description="Decentralised linear regression: W2 to the posterior over steps."
     )
@@ -344,7 +380,8 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, pd.DataFrame]:
         (1000, 300, 100, 5) if args.quick else (10_000, 1000, 500, 20)
     )
     print(
-        f"W2 of the worst node; measured from {num_networks} networks it is at least about {floor(num_networks):.4f}"
+        f"W2 of the worst node; measured from {num_networks} networks it is at least about "
+        f"{floor(num_networks):.4f}"
     )
 
     decay, tables = (STEEPNESS * potentials().scale, OFFSET, 1.0), {}

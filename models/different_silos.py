@@ -1,12 +1,15 @@
 """One question, silos that measured different things: does exposure raise the rate of attacks?
 
-Simulated persons with an exposure x, N(m, s) in the population, and a Poisson number of attacks of rate exp(a + b x). One silo measured x itself, one has a noisy
-proxy of it, one only the counts: there x is a latent of each person, and its data say something of a, b, m and s together, as the mixture over x does.
-One function is the model of all three; which branch a silo takes is seen from its arguments (:class:`numpyro_fed.MixedSilos`).
+Simulated persons with an exposure x, N(m, s) in the population, and a Poisson number of attacks of
+rate exp(a + b x). One silo measured x itself, one has a noisy proxy of it, one only the counts:
+there x is a latent of each person, and its data say something of a, b, m and s together, as the
+mixture over x does. One function is the model of all three; which branch a silo takes is seen from
+its arguments (:class:`numpyro_fed.MixedSilos`).
 
     python models/different_silos.py [--quick]
 
-fits all three with :func:`numpyro_fed.fit`, the first alone, and NUTS on everything pooled, and prints them beside each other.
+fits all three with :func:`numpyro_fed.fit`, the first alone, and NUTS on everything pooled, and
+prints them beside each other.
 """
 
 import argparse

@@ -1,14 +1,15 @@
 """Eight schools: does coaching raise test scores? Each school is a silo with one number of its own.
 
-Estimated effects of coaching in eight schools and their standard errors (Rubin 1981). The schools' own effects never leave them;
-the mean effect and the spread between schools are learned by all. One row a silo, and a spread that may be zero: no silo alone
-says anything about it.
+Estimated effects of coaching in eight schools and their standard errors (Rubin 1981). The schools'
+own effects never leave them; the mean effect and the spread between schools are learned by all. One
+row a silo, and a spread that may be zero: no silo alone says anything about it.
 
-The posterior of log tau has a long left tail, which no Gaussian has: SFVI finds tau's mean, and an sd that is about a fifth too large.
-Pareto's k says so without a reference, and resampling its draws mends it.
+The posterior of log tau has a long left tail, which no Gaussian has: SFVI finds tau's mean, and an
+sd that is about a fifth too large. Pareto's k says so without a reference, and resampling its draws
+mends it.
 
-References: Rubin (1981), Estimation in parallel randomized experiments, J. Educ. Stat. 6, 377-401 (the data);
-Gelman et al. (2013), Bayesian Data Analysis, third edition, section 5.5.
+References: Rubin (1981), Estimation in parallel randomized experiments, J. Educ. Stat. 6, 377-401
+(the data); Gelman et al. (2013), Bayesian Data Analysis, third edition, section 5.5.
 """
 
 import argparse
@@ -45,9 +46,12 @@ def model(y, error):  # type: ignore[no-untyped-def]
 
 
 def model_centred(y, error):  # type: ignore[no-untyped-def]
-    """The same law in the schools' effects themselves, whose spread goes to zero with tau: a funnel.
+    """The same law in the schools' effects themselves, whose spread goes to zero with tau.
 
-    NUTS diverges in its neck; hold a fit of this model against NUTS on :func:`model`, whose mu and tau are the same.
+    A funnel.
+
+    NUTS diverges in its neck; hold a fit of this model against NUTS on :func:`model`, whose mu and
+    tau are the same.
     """
     mu = numpyro.sample("mu", dist.Normal(0, 5))
     tau = numpyro.sample("tau", dist.HalfCauchy(5))
@@ -59,7 +63,10 @@ def model_centred(y, error):  # type: ignore[no-untyped-def]
 def fit(
     silos: fed.Silos, num_rounds: int = 4000, num_draws: int = 8000
 ) -> tuple[az.InferenceData, az.InferenceData]:
-    """SFVI with its defaults: its draws as they are, and resampled. It warns of Pareto's k of both."""
+    """SFVI with its defaults: its draws as they are, and resampled.
+
+    It warns of Pareto's k of both.
+    """
     svi = fed.SFVI(model, fed.AutoSiloNormal(model), optax.adam(0.01))
     result = svi.run(jax.random.key(0), num_rounds, silos)
     print(result)

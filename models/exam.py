@@ -1,10 +1,12 @@
 """Exam results of 4,059 pupils in 65 London schools, eight silos of schools or one silo a school.
 
-The score at 16 on the score at 11 and the pupil's sex, with an intercept and a slope of each school. Schools are local,
-pupils point to their school: classes in schools. With one school a silo the smallest has two pupils.
+The score at 16 on the score at 11 and the pupil's sex, with an intercept and a slope of each
+school. Schools are local, pupils point to their school: classes in schools. With one school a silo
+the smallest has two pupils.
 
-References: Goldstein et al. (1993), A multilevel analysis of school examination results, Oxford Review of Education 19,
-425-433 (the data); Rasbash et al. (2000), A user's guide to MLwiN (this model).
+References: Goldstein et al. (1993), A multilevel analysis of school examination results, Oxford
+Review of Education 19, 425-433 (the data); Rasbash et al. (2000), A user's guide to MLwiN (this
+model).
 """
 
 import jax.numpy as jnp

@@ -1,17 +1,24 @@
 """The mean of Gaussian data whose silos differ: what long stays do to DSGLD, and not to FSGLD.
 
-Ten silos of 200 points, each around a centre of its own; the posterior of the overall mean is known exactly. Draws are taken every 100
-local steps, also within longer stays, as in the paper. The more local steps T a chain takes before it moves on, the more DSGLD draws from a
-mixture of the silos' own posteriors. FSGLD with exact surrogates does not depend on T: all it has too much of is the noise of minibatches.
+Ten silos of 200 points, each around a centre of its own; the posterior of the overall mean is known
+exactly. Draws are taken every 100 local steps, also within longer stays, as in the paper. The more
+local steps T a chain takes before it moves on, the more DSGLD draws from a mixture of the silos'
+own posteriors. FSGLD with exact surrogates does not depend on T: all it has too much of is the
+noise of minibatches.
 
-At this step nine tenths of a position are left after a step and nothing after a hundred, so that the law of the draws, and the squared error that
-the mean of n of them has, are known in closed form (:func:`variances`, :func:`expected_mse`). The silos being of equal size, DSGLD's mixture has the
-posterior's mean: its error of the mean does not come to rest, but falls as that of few draws from a wide law (one a stay); its spread stays wrong.
+At this step nine tenths of a position are left after a step and nothing after a hundred, so that
+the law of the draws, and the squared error that the mean of n of them has, are known in closed form
+(:func:`variances`, :func:`expected_mse`). The silos being of equal size, DSGLD's mixture has the
+posterior's mean: its error of the mean does not come to rest, but falls as that of few draws from a
+wide law (one a stay); its spread stays wrong.
 
-The paper prints q_s = N(mean of the silo, I / N) and says that it is the silo's likelihood: its N is the silo's 200 rows. Its grid for the constants
-of the bounds is not given. The gradients of a Gaussian are not bounded (assumption 1), so gamma_s^2 is what the grid makes it; it is largest at corners.
+The paper prints q_s = N(mean of the silo, I / N) and says that it is the silo's likelihood: its N
+is the silo's 200 rows. Its grid for the constants of the bounds is not given. The gradients of a
+Gaussian are not bounded (assumption 1), so gamma_s^2 is what the grid makes it; it is largest at
+corners.
 
-Reference: El Mekkaoui et al. (2021), Federated Stochastic Gradient Langevin Dynamics, section 5.1, figures 2, 3 and 4.
+Reference: El Mekkaoui et al. (2021), Federated Stochastic Gradient Langevin Dynamics, section 5.1,
+figures 2, 3 and 4.
 """
 
 import argparse
@@ -64,10 +71,13 @@ def exact(silos: fed.Silos) -> tuple[np.ndarray, float]:
 
 
 def variances(silos: fed.Silos, method: str, stay: int) -> tuple[float, float]:
-    """Of a draw at the paper's step size, averaged over coordinates: what differing silos make of it, and what single steps make.
+    """Of a draw at the paper's step size, averaged over coordinates.
 
-    With a = 1 - h lam / 2 and lam = N + 1 a step of DSGLD is theta <- a theta + (1 - a) c_s + N(0, h + h^2 V / 4): c_s is the silo's own
-    posterior mean, V = (N_s S)^2 / m times the variance within a silo the minibatch's noise. FSGLD has c, the posterior mean, in place of all c_s.
+    What differing silos make of it, and what single steps make.
+
+    With a = 1 - h lam / 2 and lam = N + 1 a step of DSGLD is theta <- a theta + (1 - a) c_s + N(0,
+    h + h^2 V / 4): c_s is the silo's own posterior mean, V = (N_s S)^2 / m times the variance
+    within a silo the minibatch's noise. FSGLD has c, the posterior mean, in place of all c_s.
     """
     rows, h = NUM_SILOS * NUM_ROWS, STEP_SIZE
     points = [np.asarray(silos[name]["x"], np.float64) for name in silos]
@@ -92,7 +102,10 @@ def expected_mse(silos: fed.Silos, method: str, stay: int, num_draws: np.ndarray
 def fit(
     silos: fed.Silos, method: str, stay: int, num_draws: int, burn_in: int = BURN_IN
 ) -> np.ndarray:
-    """Draws every 100 local steps, (chains, draws, 2), with ``stay`` steps a round: of the paper's kernels, or by the library's defaults."""
+    """Draws every 100 local steps, (chains, draws, 2), with ``stay`` steps a round.
+
+    Of the paper's kernels, or by the library's defaults.
+    """
     kept, thinning = max(1, stay // EVERY), max(1, EVERY // stay)
     settings: dict[str, Any] = {"num_local_steps": stay, "num_kept": kept}
     paper: dict[str, Any] = {
@@ -130,10 +143,12 @@ def exact_surrogates(silos: fed.Silos) -> fed.surrogates.Surrogates:
 
 
 def bounds(silos: fed.Silos) -> tuple[pd.DataFrame, tuple[float, float]]:
-    """gamma_s^2 of theorem 1 and epsilon_s^2 of theorem 2, and the bounds of both after 100,000 steps.
+    """gamma_s^2 of theorem 1 and epsilon_s^2 of theorem 2, and the bounds of both after 100,000
+    steps.
 
-    Maxima over a grid on the square of the centres, of all rows (assumption 1) and of the mean over rows, which is all that the theorem's proof needs;
-    and of that mean over a grid of six posterior sds.
+    Maxima over a grid on the square of the centres, of all rows (assumption 1) and of the mean over
+    rows, which is all that the theorem's proof needs; and of that mean over a grid of six posterior
+    sds.
     """
     square = np.stack(np.meshgrid(*[np.linspace(-6, 6, 25)] * 2), -1).reshape(-1, 2)
     mean, sd = exact(silos)
@@ -155,7 +170,10 @@ def bounds(silos: fed.Silos) -> tuple[pd.DataFrame, tuple[float, float]]:
 
 
 def table(silos: fed.Silos, draws: Draws) -> pd.DataFrame:
-    """Squared error of the mean of 10, 100, ... draws and the sd of draws, beside their closed forms."""
+    """Squared error of the mean of 10, 100, ...
+
+    draws and the sd of draws, beside their closed forms.
+    """
     rows = {}
     for (method, stay), chains in draws.items():
         error, count = mse(chains, exact(silos)[0]), chains.shape[1]
@@ -234,7 +252,8 @@ def main(arguments: Sequence[str] | None = None) -> Draws:
     runs = [(method, stay) for method in methods for stay in stays]
     draws = {run: fit(points, *run, num_draws, burn_in) for run in runs}
     print(
-        f"posterior sd {exact(points)[1]:.4f}; {NUM_CHAINS} chains; squared error of the mean, and sd of draws:"
+        f"posterior sd {exact(points)[1]:.4f}; {NUM_CHAINS} chains; squared error of the mean, and "
+        "sd of draws:"
     )
     print(table(points, draws).map("{:.3g}".format).to_string())
     constants, (of_dsgld, of_fsgld) = bounds(points)

@@ -1,28 +1,37 @@
-r"""The two means of a Gaussian mixture on four nodes: push-sum Langevin on a posterior with two modes.
+r"""The two means of a Gaussian mixture on four nodes.
 
-    x_i ~ 1/2 N(theta1, 2) + 1/2 N(theta1 + theta2, 2),   theta1 ~ N(0, 10),   theta2 ~ N(0, 1)   (variances),
+Push-sum Langevin on a posterior with two modes.
 
-800 rows drawn at theta = (0, 1). The likelihood is the same at (1, -1), where the components have changed names, so the posterior has two
-modes of nearly equal weight. The truth is taken from a grid (:func:`grid`).
+    x_i ~ 1/2 N(theta1, 2) + 1/2 N(theta1 + theta2, 2),   theta1 ~ N(0, 10),   theta2 ~ N(0, 1)
+    (variances),
 
-How hard it is to get from one mode to the other: half of the networks start around one, half around the other, and are counted apart, so
-that no lucky start can give the weights. The average of the nodes is Langevin dynamics with steps alpha / m, and by the time
-s = sum alpha / m that it has run it remembers a share exp(-s / tau) of where it began; tau comes from the grid too (:func:`relaxation`).
-Data sets differ: over seeds 0, 1, 2, 3 the log density at theta2 = 0 lies 0.7, 0.7, 4.9 and 2.7 below the modes'. Seed 3 is taken,
-whose modes are near the true (0, 1) and (1, -1).
+800 rows drawn at theta = (0, 1). The likelihood is the same at (1, -1), where the components have
+changed names, so the posterior has two modes of nearly equal weight. The truth is taken from a grid
+(:func:`grid`).
 
-Step sizes alpha = a / (b + t)^0.65 fall from 0.01 to a last one, 0.0001 in the paper, which does not say in how many steps. In 10,000 of
-them s is a sixth of tau: a network stays in the mode in which it began. More time does it, be it steps that fall less or more of them.
+How hard it is to get from one mode to the other: half of the networks start around one, half around
+the other, and are counted apart, so that no lucky start can give the weights. The average of the
+nodes is Langevin dynamics with steps alpha / m, and by the time s = sum alpha / m that it has run
+it remembers a share exp(-s / tau) of where it began; tau comes from the grid too
+(:func:`relaxation`). Data sets differ: over seeds 0, 1, 2, 3 the log density at theta2 = 0 lies
+0.7, 0.7, 4.9 and 2.7 below the modes'. Seed 3 is taken, whose modes are near the true (0, 1) and
+(1, -1).
 
-Larger steps have their price: nodes of different silos disagree by O(alpha), more so around (1, -1), and the average is drawn there. With
-steps from 0.01 to 0.005, P(theta2 > 0) comes out near 0.46 where the grid has 0.51 (Monte-Carlo error 0.03 of 128 networks); with
+Step sizes alpha = a / (b + t)^0.65 fall from 0.01 to a last one, 0.0001 in the paper, which does
+not say in how many steps. In 10,000 of them s is a sixth of tau: a network stays in the mode in
+which it began. More time does it, be it steps that fall less or more of them.
+
+Larger steps have their price: nodes of different silos disagree by O(alpha), more so around (1,
+-1), and the average is drawn there. With steps from 0.01 to 0.005, P(theta2 > 0) comes out near
+0.46 where the grid has 0.51 (Monte-Carlo error 0.03 of 128 networks); with
 ``gradient_tracking=True``, under which silos' differences cancel, 0.51.
 
-Draws are weighted by their step sizes (Welling and Teh), so that means over draws are means over the time s; the first half of it is
-left out.
+Draws are weighted by their step sizes (Welling and Teh), so that means over draws are means over
+the time s; the first half of it is left out.
 
-References: Kolesov, Kungurtsev (2020), Decentralized Langevin dynamics over a directed graph, section 6.3, figure 4;
-Welling, Teh (2011), Bayesian learning via stochastic gradient Langevin dynamics, section 5.1.
+References: Kolesov, Kungurtsev (2020), Decentralized Langevin dynamics over a directed graph,
+section 6.3, figure 4; Welling, Teh (2011), Bayesian learning via stochastic gradient Langevin
+dynamics, section 5.1.
 """
 
 import argparse
@@ -76,7 +85,10 @@ def graph() -> fed.graphs.TimeVaryingGraph:
 
 
 class Grid(NamedTuple):
-    """The posterior on a grid: coordinates, and the probability of each of its points ``(n, n)``, theta1 first."""
+    """The posterior on a grid.
+
+    Coordinates, and the probability of each of its points ``(n, n)``, theta1 first.
+    """
 
     theta1: np.ndarray
     theta2: np.ndarray
@@ -106,10 +118,13 @@ def grid(n: int = 160) -> Grid:
 
 
 def relaxation(grid: Grid) -> float:
-    """tau: minus one over the largest eigenvalue but 0 of the generator of Langevin diffusion on this posterior.
+    """tau.
 
-    On the grid a jump process of rates sqrt(p_j / p_i) / h^2 between neighbours, which is reversible: its symmetric form has 1 / h^2
-    beside the diagonal.
+    Minus one over the largest eigenvalue but 0 of the generator of Langevin diffusion on this
+    posterior.
+
+    On the grid a jump process of rates sqrt(p_j / p_i) / h^2 between neighbours, which is
+    reversible: its symmetric form has 1 / h^2 beside the diagonal.
     """
     inside = grid.probability > 1e-11 * grid.probability.max()
     number, log_p = (
@@ -138,7 +153,10 @@ def relaxation(grid: Grid) -> float:
 
 
 class Setting(NamedTuple):
-    """A run: its last step size and number of steps, and whether nodes track the sum of all gradients."""
+    """A run.
+
+    Its last step size and number of steps, and whether nodes track the sum of all gradients.
+    """
 
     last: float
     num_steps: int
@@ -156,7 +174,8 @@ class Setting(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Every tenth draw of R networks, of which even ones start around the first mode, odd ones around the second.
+    """Every tenth draw of R networks, of which even ones start around the first mode, odd ones
+    around the second.
 
     :ivar theta: draws ``(R, m, T, 2)``.
     :ivar consensus: squared distances from the average ``(R, m, T)``.
@@ -179,7 +198,9 @@ class Run(NamedTuple):
         return (self.theta[..., 1] > 0) @ self.weights()
 
     def crossings(self) -> np.ndarray:
-        """How often each network goes from theta2 > 1/2 to theta2 < -1/2 or back, by its first node, ``(R,)``."""
+        """How often each network goes from theta2 > 1/2 to theta2 < -1/2 or back, by its first
+        node, ``(R,)``.
+        """
         sides = [path[np.abs(path) > 0.5] > 0 for path in self.theta[:, 0, :, 1]]
         return np.array([np.count_nonzero(np.diff(side)) for side in sides])
 
@@ -218,7 +239,11 @@ def simulate(setting: Setting, num_networks: int, thinning: int = 10) -> Run:
 
 
 def table(runs: dict[Setting, Run], truth: Grid, tau: float) -> pd.DataFrame:
-    """A row a run: time in units of tau, crossings, P(theta2 > 0) at each node and by start with Monte-Carlo errors, spread, consensus."""
+    """A row a run.
+
+    Time in units of tau, crossings, P(theta2 > 0) at each node and by start with Monte-Carlo
+    errors, spread, consensus.
+    """
     rows = {}
     for setting, run in runs.items():
         share = run.occupation()
@@ -238,7 +263,10 @@ def table(runs: dict[Setting, Run], truth: Grid, tau: float) -> pd.DataFrame:
 
 
 def plot(runs: dict[Setting, Run], truth: Grid, tau: float, place: Path) -> None:
-    """Figure 4 for the last run: draws of each node on the grid's contours, consensus errors; and how starts are forgotten."""
+    """Figure 4 for the last run: draws of each node on the grid's contours, consensus errors.
+
+    And how starts are forgotten.
+    """
     run = list(runs.values())[-1]
     figure, axes = plt.subplots(2, 3, figsize=(13, 8), layout="constrained")
     rng, networks = np.random.default_rng(0), len(run.theta)

@@ -1,11 +1,15 @@
-"""Immunisation in Guatemala: 2,159 children in 1,595 families in 161 communities, eight silos of communities.
+"""Immunisation in Guatemala.
 
-Whether a child had all immunisations, by logistic regression with a random intercept for each family and one for each
-community. Two local latents, one nested in the other: families point to their community, children to their family,
-and no family is in two communities. Silos are groups of neighbouring community numbers, with about as many children each.
+2,159 children in 1,595 families in 161 communities, eight silos of communities.
 
-References: Pebley, Goldman & Rodriguez (1996), Prenatal and delivery care and childhood immunization in Guatemala,
-Demography 33, 231-247 (the data); Rodriguez & Goldman (2001), JRSS A 164, 339-355 (this model).
+Whether a child had all immunisations, by logistic regression with a random intercept for each
+family and one for each community. Two local latents, one nested in the other: families point to
+their community, children to their family, and no family is in two communities. Silos are groups of
+neighbouring community numbers, with about as many children each.
+
+References: Pebley, Goldman & Rodriguez (1996), Prenatal and delivery care and childhood
+immunization in Guatemala, Demography 33, 231-247 (the data); Rodriguez & Goldman (2001), JRSS A
+164, 339-355 (this model).
 """
 
 import numpy as np
@@ -32,7 +36,10 @@ NUM_SILOS = 8
 
 
 def data() -> tuple[pd.DataFrame, pd.DataFrame]:
-    """The table as published, and the covariates (2159, 15): dummies about 0, and the share of indigenous people, -1 to 1."""
+    """The table as published, and the covariates (2159, 15).
+
+    Dummies about 0, and the share of indigenous people, -1 to 1.
+    """
     table = pd.read_csv(
         path(
             "mixed_models", "guImmun.csv", "R's package mlmRev (write.csv of guImmun)", "2,159 rows"

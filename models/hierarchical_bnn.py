@@ -1,19 +1,24 @@
 r"""Personal Bayesian neural networks on MNIST: silos that each see mostly one digit.
 
-Networks of one hidden layer of ``HIDDEN`` units (ReLU) on pixels times ``FIRST``, softmax outputs, biases in both layers. In silo s
+Networks of one hidden layer of ``HIDDEN`` units (ReLU) on pixels times ``FIRST``, softmax outputs,
+biases in both layers. In silo s
 
 .. math:: \text{hierarchical: } W^1_s = \mu + \sigma z_s, \; W^2 = w, \qquad \text{FedPop: } W^1 = w, \; W^2_s = \mu + \sigma z_s,
 
-all elements of mu, w and :math:`z_s` N(0, 1), sigma the same cut to sigma > 0: the first layer's weights have a population of silos, or the last
-layer's, on a representation that all share. Only :math:`z_s` is the silo's own. q is a diagonal Gaussian, as in the paper.
+all elements of mu, w and :math:`z_s` N(0, 1), sigma the same cut to sigma > 0: the first layer's
+weights have a population of silos, or the last layer's, on a representation that all share. Only
+:math:`z_s` is the silo's own. q is a diagonal Gaussian, as in the paper.
 
-Of a silo's rows, those to learn from and those to test on, 90 % show digit s mod 10 and the others the other nine alike. The formulas of
-the paper's text at hand are lost, and so are its hidden units, the priors' scales, steps and rates: both models are derived from its words ("sharing
-a Gaussian prior for the weights of the first layer across silos using a non-centered parameterization"; FedPop: personal last layer), and
-what is in capitals below is ours. Steps between rounds of SFVI-Avg are few and small: in many, what all share follows a silo's main digit.
+Of a silo's rows, those to learn from and those to test on, 90 % show digit s mod 10 and the others
+the other nine alike. The formulas of the paper's text at hand are lost, and so are its hidden
+units, the priors' scales, steps and rates: both models are derived from its words ("sharing a
+Gaussian prior for the weights of the first layer across silos using a non-centered
+parameterization"; FedPop: personal last layer), and what is in capitals below is ours. Steps
+between rounds of SFVI-Avg are few and small: in many, what all share follows a silo's main digit.
 
 References: Hassan, Salomone & Mengersen (2023), Federated Variational Inference Methods for
-Structured Latent Variable Models, section 4.1, table 1, section S2.1; Kotelevskii et al. (2022), FedPop.
+Structured Latent Variable Models, section 4.1, table 1, section S2.1; Kotelevskii et al. (2022),
+FedPop.
 """
 
 import argparse
@@ -61,7 +66,8 @@ PAPER = {  # accuracy in % and its sd, of both models by both METHODS
 def shares(size: int, num_silos: int) -> np.ndarray:
     """Rows of each digit in each of the silos of ``size`` rows, ``(S, 10)``.
 
-    What nine digits cannot share evenly goes to those that follow the main one, so that ten silos use all digits alike.
+    What nine digits cannot share evenly goes to those that follow the main one, so that ten silos
+    use all digits alike.
     """
     main = round(MAIN * size)
     each, left = divmod(size - main, DIGITS - 1)
@@ -79,7 +85,8 @@ def partition(seed: int, digits: np.ndarray, num_silos: int) -> np.ndarray:
     size = bisect_left(sizes, True, key=lambda n: bool((shares(n, num_silos).sum(0) > have).any()))
     if size == 0:
         raise ValueError(
-            f"expected a row of every main digit for each of {num_silos} silos, got digits {have.tolist()}"
+            f"expected a row of every main digit for each of {num_silos} silos, got digits "
+            f"{have.tolist()}"
         )
     rng, by = np.random.default_rng(seed), np.full(len(digits), -1)
     for digit, counts in enumerate(shares(size, num_silos).T):
@@ -89,7 +96,10 @@ def partition(seed: int, digits: np.ndarray, num_silos: int) -> np.ndarray:
 
 
 def silos(rows: Rows, num_silos: int, seed: int = 0) -> fed.Silos:
-    """The rows that :func:`partition` uses; a silo is one element of the plate of silos, and many of that of images."""
+    """The rows that :func:`partition` uses.
+
+    A silo is one element of the plate of silos, and many of that of images.
+    """
     by = partition(seed, rows["y"], num_silos)
     x, y, silo = (v[by >= 0] for v in (rows["x"], rows["y"], by))
     return fed.split(
@@ -149,7 +159,10 @@ MODELS: dict[str, Callable] = {"hierarchical": hierarchical, "FedPop": fedpop}
 
 
 def guide(model: Callable) -> fed.AutoSiloNormal:
-    """A diagonal Gaussian. It starts at medians of few draws from the prior, so hidden units differ; all z start at zero."""
+    """A diagonal Gaussian.
+
+    It starts at medians of few draws from the prior, so hidden units differ; all z start at zero.
+    """
     return fed.AutoSiloNormal(
         model,
         global_cov="diag",
@@ -161,7 +174,8 @@ def guide(model: Callable) -> fed.AutoSiloNormal:
 
 
 def sfvi(model: Callable, rows: fed.Silos, batch: int, rounds: int) -> Any:
-    # one silo's weights at a time is what personal() is fast at: the proof check, on all rows, is left to a test on few
+    # one silo's weights at a time is what personal() is fast at: the proof check, on all rows, is
+    # left to a test on few
     svi = fed.SFVI(model, guide(model), SFVI_OPTIM, 1, 1, batch_size=batch, validate=False)
     return svi.run(jax.random.key(0), rounds, rows, progress_bar=False)
 
@@ -184,7 +198,10 @@ def average(model: Callable, rows: fed.Silos, batch: int, rounds: int) -> Any:
 def predictor(
     model: Callable, num_silos: int, pixels: int
 ) -> Callable[[dict[str, Array], Array], Array]:
-    """Parameters of q and images ``(S, N, pixels)`` to digits ``(S, N)``: each silo's own network, the softmax averaged over draws."""
+    """Parameters of q and images ``(S, N, pixels)`` to digits ``(S, N)``.
+
+    Each silo's own network, the softmax averaged over draws.
+    """
 
     def softmax(sites: dict[str, Array], x: Array) -> Array:
         seen = handlers.trace(handlers.substitute(handlers.seed(model, 0), sites))
@@ -230,7 +247,10 @@ def floor(rows: fed.Silos) -> np.ndarray:
 def compare(
     train: fed.Silos, test: fed.Silos, batch: int, rounds: int, average_rounds: int
 ) -> pd.DataFrame:
-    """Both models by both methods: accuracies of silos, what a silo sent in all, and the time of the fit."""
+    """Both models by both methods.
+
+    Accuracies of silos, what a silo sent in all, and the time of the fit.
+    """
     found: dict[tuple[str, str], dict[str, float]] = {}
     for name, model in MODELS.items():
         for method in METHODS:
@@ -250,7 +270,8 @@ def compare(
                 "seconds": seconds,
             }
             print(
-                f"  {name}, {method}: {right.mean():.2f} ({right.std(ddof=1):.2f}), {seconds:.0f} s",
+                f"  {name}, {method}: {right.mean():.2f} ({right.std(ddof=1):.2f}), {seconds:.0f} "
+                "s",
                 flush=True,
             )
     return pd.DataFrame(found).T
@@ -276,7 +297,8 @@ def main(arguments: Sequence[str] | None = None) -> pd.DataFrame:
     learned, tested = silos(train, count), silos(test, count, seed=1)
     sizes = [rows.sizes["images"][0] for rows in (learned, tested)]
     print(
-        f"{count} silos, each of {sizes[0]:,} images to learn from and {sizes[1]:,} to test on; in %, mean (sd) over silos:"
+        f"{count} silos, each of {sizes[0]:,} images to learn from and {sizes[1]:,} to test on; in "
+        "%, mean (sd) over silos:"
     )
     print(f"  its main digit, always: {floor(tested).mean():.2f}")
     frame = compare(learned, tested, batch, rounds, average_rounds)

@@ -1,12 +1,16 @@
-"""A horseshoe among noise: concrete's strength on eight ingredients and eight columns of noise, five silos.
+"""A horseshoe among noise.
 
-Linear regression with a regularised horseshoe: each coefficient is a normal with a scale of its own, half-Cauchy, times one
-common scale, half-Cauchy as well, and large ones are held by a slab. 35 global parameters with heavy tails and with
-funnels between scales and coefficients, no local latents; the coefficients are non-centred. Silos are cut at ranks of the
-age, one of the strongest covariates, so that no silo sees it well.
+Concrete's strength on eight ingredients and eight columns of noise, five silos.
 
-References: Yeh (1998), Cement and Concrete Research 28, 1797-1808 (the data); Carvalho, Polson & Scott (2010), Biometrika
-97, 465-480 (the horseshoe); Piironen & Vehtari (2017), Electronic Journal of Statistics 11, 5018-5051 (regularised).
+Linear regression with a regularised horseshoe: each coefficient is a normal with a scale of its
+own, half-Cauchy, times one common scale, half-Cauchy as well, and large ones are held by a slab. 35
+global parameters with heavy tails and with funnels between scales and coefficients, no local
+latents; the coefficients are non-centred. Silos are cut at ranks of the age, one of the strongest
+covariates, so that no silo sees it well.
+
+References: Yeh (1998), Cement and Concrete Research 28, 1797-1808 (the data); Carvalho, Polson &
+Scott (2010), Biometrika 97, 465-480 (the horseshoe); Piironen & Vehtari (2017), Electronic Journal
+of Statistics 11, 5018-5051 (regularised).
 """
 
 import jax.numpy as jnp
@@ -24,7 +28,9 @@ NUM_NOISE = 8
 
 
 def data() -> tuple[pd.DataFrame, np.ndarray]:
-    """Covariates (1030, 16), the last eight of them noise, and strength (1030,), all standardised over all rows."""
+    """Covariates (1030, 16), the last eight of them noise, and strength (1030,), all standardised
+    over all rows.
+    """
     table = pd.read_csv(
         path(
             "uci_regression",

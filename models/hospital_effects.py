@@ -1,9 +1,12 @@
-"""Six cities with cities: children's own intercepts inside silos that have an intercept of their own.
+"""Six cities with cities.
 
-The wheeze of ``six_cities``, its 537 children in ten silos of 20 to 117. A silo is one element of the plate of cities,
-with a latent, and many of the plate of children, each with a latent: two local plates of very different sizes, and
-children point to their city. The published order (not smoking first) makes the silos differ in smoking; the cities are
-made up (all children lived in Steubenville), so that the spread between them should come out small.
+Children's own intercepts inside silos that have an intercept of their own.
+
+The wheeze of ``six_cities``, its 537 children in ten silos of 20 to 117. A silo is one element of
+the plate of cities, with a latent, and many of the plate of children, each with a latent: two local
+plates of very different sizes, and children point to their city. The published order (not smoking
+first) makes the silos differ in smoking; the cities are made up (all children lived in
+Steubenville), so that the spread between them should come out small.
 
 Reference: Fitzmaurice & Laird (1993), Biometrika 80, 141-151 (the data).
 """

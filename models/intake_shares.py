@@ -1,11 +1,14 @@
-"""Shares of three reading bands at the intake of 65 schools: a local simplex for each school, eight silos of schools.
+"""Shares of three reading bands at the intake of 65 schools.
 
-A school's pupils fall into bands (bottom 25 %, mid 50 %, top 25 %) with shares of the school's own, drawn from a Dirichlet
-distribution around base shares that all schools have in common: a Dirichlet-multinomial. Base shares are a global
-simplex, and both are sampled in stick-breaking coordinates.
+A local simplex for each school, eight silos of schools.
 
-References: Goldstein et al. (1993), Oxford Review of Education 19, 425-433 (the data); Mosimann (1962), On the compound
-multinomial distribution, Biometrika 49, 65-82.
+A school's pupils fall into bands (bottom 25 %, mid 50 %, top 25 %) with shares of the school's own,
+drawn from a Dirichlet distribution around base shares that all schools have in common: a
+Dirichlet-multinomial. Base shares are a global simplex, and both are sampled in stick-breaking
+coordinates.
+
+References: Goldstein et al. (1993), Oxford Review of Education 19, 425-433 (the data); Mosimann
+(1962), On the compound multinomial distribution, Biometrika 49, 65-82.
 """
 
 import jax.numpy as jnp

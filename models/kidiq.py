@@ -1,12 +1,15 @@
-"""Test scores of 434 children at the age of three or four, on their mother's schooling and IQ; six silos by IQ.
+"""Test scores of 434 children at the age of three or four, on their mother's schooling and IQ.
 
-Linear regression without local latents, as posteriordb has it (kidiq-kidscore_momhsiq), so that its reference draws hold
-here: flat priors of the coefficients, half-Cauchy(2.5) of the residual sd. The model is written in coefficients around a
-centre, an affine map of Jacobian one, and ``beta`` is computed from them: the intercept at an IQ of zero is correlated
-with the slope at -0.95. Silos are cut at ranks of the mother's IQ, so that no silo sees the slope well.
+Six silos by IQ.
 
-References: Gelman & Hill (2006), Data Analysis Using Regression, chapter 3 (the data and the model);
-Magnusson et al. (2024), posteriordb (the reference draws).
+Linear regression without local latents, as posteriordb has it (kidiq-kidscore_momhsiq), so that its
+reference draws hold here: flat priors of the coefficients, half-Cauchy(2.5) of the residual sd. The
+model is written in coefficients around a centre, an affine map of Jacobian one, and ``beta`` is
+computed from them: the intercept at an IQ of zero is correlated with the slope at -0.95. Silos are
+cut at ranks of the mother's IQ, so that no silo sees the slope well.
+
+References: Gelman & Hill (2006), Data Analysis Using Regression, chapter 3 (the data and the
+model); Magnusson et al. (2024), posteriordb (the reference draws).
 """
 
 import json

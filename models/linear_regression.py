@@ -1,24 +1,31 @@
 r"""Bayesian linear regression on UCI data: the test error of DSGLD and FSGLD, draw by draw.
 
-y ~ N(x' beta, 1), beta ~ N(0, I), rows dealt at random to ten silos; 1,000 rounds of 600 local steps, h = 1e-5, minibatches of 10, draws
-every 100 steps after 10,000, surrogates from the silos' own sums,
+y ~ N(x' beta, 1), beta ~ N(0, I), rows dealt at random to ten silos; 1,000 rounds of 600 local
+steps, h = 1e-5, minibatches of 10, draws every 100 steps after 10,000, surrogates from the silos'
+own sums,
 
 .. math:: q_s = N\left((X_s^\top X_s)^{-1} X_s^\top y_s, \; (X_s^\top X_s)^{-1}\right).
 
-(The paper's text prints the mean with the inverse of that covariance.) They are exact for a noise variance of one, so that is what the paper
-must have had; its prior's precision is lost, one is ours. The posterior is known, and with it the test error that its draws have (:func:`exact`).
-The average over draws of each draw's mean squared error on the test rows is shown, its mean and variance over ten chains on one split:
-with new splits the variance would be that of the test rows, the same for every method.
+(The paper's text prints the mean with the inverse of that covariance.) They are exact for a noise
+variance of one, so that is what the paper must have had; its prior's precision is lost, one is
+ours. The posterior is known, and with it the test error that its draws have (:func:`exact`). The
+average over draws of each draw's mean squared error on the test rows is shown, its mean and
+variance over ten chains on one split: with new splits the variance would be that of the test rows,
+the same for every method.
 
-"Normalised" is all that the text says of the columns. With standard scores ("sd") the step is beyond the limit of stability on Superconductivity:
-there h times the largest eigenvalue of the Hessian is 4.4 for the pooled rows, before any noise, and has to be below 4. With columns mapped to [0, 1] ("range")
-it is below on all data sets. Both are run.
+"Normalised" is all that the text says of the columns. With standard scores ("sd") the step is
+beyond the limit of stability on Superconductivity: there h times the largest eigenvalue of the
+Hessian is 4.4 for the pooled rows, before any noise, and has to be below 4. With columns mapped to
+[0, 1] ("range") it is below on all data sets. Both are run.
 
-The paper's counts of features are UCI's counts of columns; its 17,389 rows of Superconductivity are neither UCI's 21,263 nor 80 % of them, and that many of the
-19,137 at hand are drawn. Of CT slices ("Localization", 53,500 rows; the paper says 535,004) the file must be put in place first. The column of patients' numbers is left out.
+The paper's counts of features are UCI's counts of columns; its 17,389 rows of Superconductivity are
+neither UCI's 21,263 nor 80 % of them, and that many of the 19,137 at hand are drawn. Of CT slices
+("Localization", 53,500 rows; the paper says 535,004) the file must be put in place first. The
+column of patients' numbers is left out.
 
-Reference: el Mekkaoui, Mesquita, Blomstedt, Kaski, Distributed stochastic gradient MCMC for federated learning (another version of Federated
-stochastic gradient Langevin dynamics, UAI 2021), appendix F.1, figure 6.
+Reference: el Mekkaoui, Mesquita, Blomstedt, Kaski, Distributed stochastic gradient MCMC for
+federated learning (another version of Federated stochastic gradient Langevin dynamics, UAI 2021),
+appendix F.1, figure 6.
 """
 
 import argparse
@@ -116,7 +123,10 @@ def data(name: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def split(name: str, scaling: str, seed: int = 0) -> tuple[Rows, Rows]:
-    """Training (80 %) and test rows in a random order; columns are scaled as the training rows say."""
+    """Training (80 %) and test rows in a random order.
+
+    Columns are scaled as the training rows say.
+    """
     x, y = data(name)
     table = np.column_stack([x, y])[
         np.random.default_rng(seed).permutation(len(y))[: NUM_ROWS.get(name)]
@@ -141,7 +151,10 @@ def model(x, y=None):  # type: ignore[no-untyped-def]
 
 
 def surrogates(silos: fed.Silos) -> fed.surrogates.Surrogates:
-    """The silos' likelihoods. Where a silo's columns are dependent its mean is the shortest of many."""
+    """The silos' likelihoods.
+
+    Where a silo's columns are dependent its mean is the shortest of many.
+    """
     rows = [{k: np.asarray(v, np.float64) for k, v in silos[name].items()} for name in silos]
     means = [np.linalg.lstsq(r["x"], r["y"], rcond=None)[0] for r in rows]
     dim = len(means[0])
@@ -184,7 +197,10 @@ class Fit(NamedTuple):
 def fit(
     method: str, silos: fed.Silos, test: Rows, stay: int, num_steps: int, num_chains: int
 ) -> Fit:
-    """A draw every 100 local steps of the paper's kernels; by the library's defaults one a round, in as many rounds."""
+    """A draw every 100 local steps of the paper's kernels.
+
+    By the library's defaults one a round, in as many rounds.
+    """
     settings: dict[str, Any] = {
         "step_size": STEP_SIZE,
         "num_local_steps": stay,
@@ -207,12 +223,17 @@ def fit(
 
 
 def steepness(train: Rows) -> float:
-    """h times the largest eigenvalue of the Hessian of all rows; a step without noise diverges from 4 on."""
+    """h times the largest eigenvalue of the Hessian of all rows.
+
+    A step without noise diverges from 4 on.
+    """
     return STEP_SIZE * float(np.linalg.eigvalsh(train["x"].T @ train["x"])[-1] + 1)
 
 
 def summary(found: dict[str, Fit]) -> pd.DataFrame:
-    """Cumulative error after 1, 10, 100 and all rounds behind the burn-in, and its variance over chains after 10 and all."""
+    """Cumulative error after 1, 10, 100 and all rounds behind the burn-in, and its variance over
+    chains after 10 and all.
+    """
     rows = {}
     for method, own in found.items():
         ends = {n: own.after(n) for n in (1, 10, 100, ROUNDS)}
@@ -227,14 +248,18 @@ def summary(found: dict[str, Fit]) -> pd.DataFrame:
 def figure_6(
     names: Sequence[str], scalings: Sequence[str], num_steps: int, num_chains: int, place: Path
 ) -> dict[tuple[str, str], pd.DataFrame]:
-    """Print and draw the errors of the METHODS on each data set; only those are drawn in whose scaling h is stable."""
+    """Print and draw the errors of the METHODS on each data set.
+
+    Only those are drawn in whose scaling h is stable.
+    """
     panels, tables = {}, {}
     for scaling in scalings:
         for name in names:
             train, test = split(name, scaling)
             rows, best = silos(train), exact(train, test)
             print(
-                f"{TITLES[name]}, {scaling}: posterior {best:.5f}; h times the largest eigenvalue {steepness(train):.2g}"
+                f"{TITLES[name]}, {scaling}: posterior {best:.5f}; h times the largest eigenvalue "
+                f"{steepness(train):.2g}"
             )
             found = {
                 method: fit(method, rows, test, STAY, num_steps, num_chains) for method in METHODS
@@ -271,7 +296,9 @@ def plot(panels: dict[str, tuple[dict[str, Fit], float]], place: Path) -> None:
 
 
 def by_stay(names: Sequence[str], num_steps: int, num_chains: int) -> pd.DataFrame:
-    """Errors relative to the posterior's by the number of local steps a round, at as many steps in all; in the first scaling in which h is stable."""
+    """Errors relative to the posterior's by the number of local steps a round, at as many steps in
+    all; in the first scaling in which h is stable.
+    """
     found: dict[tuple[str, ...], dict[str, float]] = {}
     for name in names:
         scaling = next(s for s in SCALINGS if steepness(split(name, s)[0]) < 4)
@@ -301,14 +328,16 @@ def main(arguments: Sequence[str] | None = None) -> dict[tuple[str, str], pd.Dat
     num_steps, num_chains = (60 * STAY, 3) if args.quick else (ROUNDS * STAY, 10)
     scalings = list(SCALINGS)[: 1 if args.quick else None]
     print(
-        "cumulative test error after 1, 10, 100, all rounds behind the burn-in, and its variance over chains:"
+        "cumulative test error after 1, 10, 100, all rounds behind the burn-in, and its variance "
+        "over chains:"
     )
     tables = figure_6(args.data, scalings, num_steps, num_chains, args.figure)
     print(f"figure written to {args.figure}")
     if args.stays:
         frame = by_stay(args.data, num_steps // 4, num_chains)
         print(
-            f"by stay, {num_steps // 4:,} steps: error relative to the posterior's, and its variance over chains"
+            f"by stay, {num_steps // 4:,} steps: error relative to the posterior's, and its "
+            "variance over chains"
         )
         print(frame.map("{:.4g}".format).to_string())
     return tables

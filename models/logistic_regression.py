@@ -2,10 +2,11 @@
 
 Ten silos, a hundred local steps a stay, a thousand rows held out. The paper deals the rows at
 random; here there are, beside that, silos with skewed labels, where long stays matter more. Its
-surrogates are the moments of 3,000 draws by SGLD in each silo. The text of the paper at hand lost its
-numbers of silos and repetitions, its batch and step size and its prior: those below are ours. Silos are
-chosen in proportion to their rows: with equal chances a chain overshoots in a large silo, and at this
-length of stay FSGLD's may not come back. Beside both stands FSGLD as the library has it by default.
+surrogates are the moments of 3,000 draws by SGLD in each silo. The text of the paper at hand lost
+its numbers of silos and repetitions, its batch and step size and its prior: those below are ours.
+Silos are chosen in proportion to their rows: with equal chances a chain overshoots in a large silo,
+and at this length of stay FSGLD's may not come back. Beside both stands FSGLD as the library has it
+by default.
 
 Reference: El Mekkaoui et al. (2020), Variance reduction for distributed stochastic gradient MCMC,
 appendix E.2, figure 7.
@@ -92,7 +93,10 @@ def fit(silos: fed.Silos, kernel: MCMCKernel, num_warmup: int, num_samples: int)
 
 
 def kernel(method: str, silos: fed.Silos) -> MCMCKernel:
-    """The paper's two, at a fixed step size, silos chosen in proportion to their size; and FSGLD by default."""
+    """The paper's two, at a fixed step size, silos chosen in proportion to their size.
+
+    And FSGLD by default.
+    """
     if method == "defaults":
         return fed.FSGLD(model)
     sizes = np.array(silos.sizes[silos.group["y"]])
@@ -108,7 +112,10 @@ def kernel(method: str, silos: fed.Silos) -> MCMCKernel:
 
 
 def moments(silos: fed.Silos) -> fed.surrogates.Surrogates:
-    """The paper's surrogates; from NUTS's draws where local SGLD does not settle (Credit, skewed labels)."""
+    """The paper's surrogates.
+
+    From NUTS's draws where local SGLD does not settle (Credit, skewed labels).
+    """
     try:
         return fed.surrogates.moments(model, silos)
     except ValueError as error:

@@ -1,11 +1,13 @@
-"""Advanced lung cancer: survival of 226 patients of 18 institutions, each a silo with a frailty of its own.
+"""Advanced lung cancer.
 
-Weibull proportional hazards with right censoring; an institution multiplies the hazard by exp(tau z), a log-normal
-frailty. Two patients are left out: one has no institution, one no performance score. The institutions have 2 to 36
-patients, and the frailty's spread may be zero.
+Survival of 226 patients of 18 institutions, each a silo with a frailty of its own.
 
-References: Loprinzi et al. (1994), J. Clin. Oncol. 12, 601-607 (the data); Therneau & Grambsch (2000), Modeling
-Survival Data, chapter 9 (frailty).
+Weibull proportional hazards with right censoring; an institution multiplies the hazard by exp(tau
+z), a log-normal frailty. Two patients are left out: one has no institution, one no performance
+score. The institutions have 2 to 36 patients, and the frailty's spread may be zero.
+
+References: Loprinzi et al. (1994), J. Clin. Oncol. 12, 601-607 (the data); Therneau & Grambsch
+(2000), Modeling Survival Data, chapter 9 (frailty).
 """
 
 from typing import ClassVar
@@ -24,7 +26,10 @@ import numpyro_fed as fed
 
 
 class CensoredWeibull(dist.Distribution):
-    """Time to death, log hazard ``log k + (k - 1) log t + eta``; where ``died`` is 0, all that is known is that it is later."""
+    """Time to death, log hazard ``log k + (k - 1) log t + eta``.
+
+    Where ``died`` is 0, all that is known is that it is later.
+    """
 
     arg_constraints: ClassVar = {
         "concentration": constraints.positive,
@@ -47,7 +52,10 @@ class CensoredWeibull(dist.Distribution):
 
 
 def data() -> pd.DataFrame:
-    """Complete patients: inst, years, died (1 or 0), and the covariates, centred by round numbers."""
+    """Complete patients.
+
+    Inst, years, died (1 or 0), and the covariates, centred by round numbers.
+    """
     table = pd.read_csv(
         path(
             "mixed_models",

@@ -1,21 +1,26 @@
 r"""Bayesian metric learning on Isolet: silos whose letters do not overlap.
 
-Pairs (i, j) of spoken letters are similar (the same letter) or not. With the distance of a metric :math:`A = \sum_k \gamma_k v_k v_k^\top`, v the
-top K eigenvectors of the features' second moments, a pair's law is a logistic regression on its squared differences along them:
+Pairs (i, j) of spoken letters are similar (the same letter) or not. With the distance of a metric
+:math:`A = \sum_k \gamma_k v_k v_k^\top`, v the top K eigenvectors of the features' second moments,
+a pair's law is a logistic regression on its squared differences along them:
 
 .. math:: P(\text{similar}) = \frac{1}{1 + \exp(\|x_i - x_j\|_A^2 - \mu)}, \qquad \|x_i - x_j\|_A^2 = \sum_k \gamma_k (v_k^\top (x_i - x_j))^2,
 
-with normal priors on :math:`\gamma` and the threshold :math:`\mu`; nothing keeps :math:`\gamma` positive. The paper's text writes
-Ber(1 / (1 + exp(y (...)))) with y in {0, 1}, which says 1/2 of every dissimilar pair: it is Yang et al.'s probability of the label itself, y = 1 or -1.
+with normal priors on :math:`\gamma` and the threshold :math:`\mu`; nothing keeps :math:`\gamma`
+positive. The paper's text writes Ber(1 / (1 + exp(y (...)))) with y in {0, 1}, which says 1/2 of
+every dissimilar pair: it is Yang et al.'s probability of the label itself, y = 1 or -1.
 
-5,000 similar and 5,000 dissimilar pairs; each of ten silos has 500 of either, of two or three letters that no other silo has, and 100
-pairs more are held out. The paper says h = 1e-3, m = 256, equal chances of the silos, surrogates from 3,000 draws of each silo's likelihood by SGLD, or Laplace's (appendix
-F.2, which the text at hand lacks). It does not say K, the priors, the features' scale, local steps between rounds (40 where it says, in section 5.3), where chains
-start and how many rounds there are: these are ours, in capitals below. The scale matters: distances of features as
-they come have curvatures of 1.5e6, and a step of 1e-3 leaves the reals above 4e3. Here squared distances in the K dimensions are 1 on average.
+5,000 similar and 5,000 dissimilar pairs; each of ten silos has 500 of either, of two or three
+letters that no other silo has, and 100 pairs more are held out. The paper says h = 1e-3, m = 256,
+equal chances of the silos, surrogates from 3,000 draws of each silo's likelihood by SGLD, or
+Laplace's (appendix F.2, which the text at hand lacks). It does not say K, the priors, the features'
+scale, local steps between rounds (40 where it says, in section 5.3), where chains start and how
+many rounds there are: these are ours, in capitals below. The scale matters: distances of features
+as they come have curvatures of 1.5e6, and a step of 1e-3 leaves the reals above 4e3. Here squared
+distances in the K dimensions are 1 on average.
 
-References: El Mekkaoui et al. (2021), Federated Stochastic Gradient Langevin Dynamics, section 5.2, figure 5;
-Yang, Jin & Sukthankar (2007), Bayesian active distance metric learning.
+References: El Mekkaoui et al. (2021), Federated Stochastic Gradient Langevin Dynamics, section 5.2,
+figure 5; Yang, Jin & Sukthankar (2007), Bayesian active distance metric learning.
 """
 
 import argparse
@@ -57,7 +62,10 @@ Pairs = dict[str, np.ndarray]
 
 
 class Curves(NamedTuple):
-    """What :func:`log_likelihoods` says of one method and one set of pairs, ``(seeds, 2, draws)``: of all draws, and of those after the burn-in."""
+    """What :func:`log_likelihoods` says of one method and one set of pairs, ``(seeds, 2, draws)``.
+
+    Of all draws, and of those after the burn-in.
+    """
 
     whole: np.ndarray
     late: np.ndarray
@@ -76,17 +84,21 @@ def data() -> tuple[np.ndarray, np.ndarray]:
             x, y = file["X_int16"], file["y"]
     except (zipfile.BadZipFile, zlib.error, EOFError, KeyError, ValueError) as error:
         raise ValueError(
-            f"{place} is truncated or no such file ({error}). Get it again from {source}; expected are {rows}."
+            f"{place} is truncated or no such file ({error}). Get it again from {source}; expected "
+            f"are {rows}."
         ) from error
     if x.shape != (ROWS, FEATURES) or y.shape != (ROWS,):
         raise ValueError(
-            f"{place}: expected {rows}, got shapes {x.shape} and {y.shape}. Get it again from {source}."
+            f"{place}: expected {rows}, got shapes {x.shape} and {y.shape}. Get it again from "
+            f"{source}."
         )
     return x.astype(np.float64) / 10_000, y.astype(int)
 
 
 def scores(x: np.ndarray) -> np.ndarray:
-    """Coordinates of rows along the eigenvectors of X'X with the largest eigenvalues, the largest first."""
+    """Coordinates of rows along the eigenvectors of X'X with the largest eigenvalues, the largest
+    first.
+    """
     vectors = np.linalg.eigh(x.T @ x)[1]
     return x @ vectors[:, : -DIRECTIONS - 1 : -1]
 
@@ -100,7 +112,8 @@ def choose(
     if len(found) < count:
         kind = "similar" if similar else "dissimilar"
         raise ValueError(
-            f"expected {count} {kind} pairs in a silo of {len(rows)} rows, got {len(found)}; use fewer pairs or silos"
+            f"expected {count} {kind} pairs in a silo of {len(rows)} rows, got {len(found)}; use "
+            "fewer pairs or silos"
         )
     taken = rng.choice(found, count, replace=False)
     return np.stack([i[taken], j[taken]], axis=1)
@@ -114,7 +127,10 @@ def silos(
     num_pairs: int = NUM_PAIRS,
     num_test: int = NUM_TEST,
 ) -> tuple[fed.Silos, Pairs]:
-    """Pairs to learn from, in silos, and pairs held out: the squared differences ``w`` along the directions, and ``similar``."""
+    """Pairs to learn from, in silos, and pairs held out.
+
+    The squared differences ``w`` along the directions, and ``similar``.
+    """
     rng = np.random.default_rng(seed)
     silo_of_row = fed.partitioners.disjoint(rng, letters, num_silos, min_labels=2)
     half, half_test = num_pairs // 2, num_test // 2
@@ -145,7 +161,9 @@ def model(w, similar=None):  # type: ignore[no-untyped-def]
 
 
 def design(silo: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
-    """Covariates of the logits, for gamma and then mu, and 1 for a similar pair, -1 for a dissimilar one."""
+    """Covariates of the logits, for gamma and then mu, and 1 for a similar pair, -1 for a
+    dissimilar one.
+    """
     covariates = np.insert(-np.asarray(silo["w"], np.float64), DIRECTIONS, 1, axis=1)
     return covariates, 2 * np.asarray(silo["similar"], np.float64) - 1
 
@@ -174,7 +192,9 @@ def mode(silo: Mapping[str, Any]) -> np.ndarray:
 
 
 def laplace(silos: fed.Silos) -> fed.surrogates.Surrogates:
-    """Second-order expansions of the silos' likelihoods, each at the mode of the silo's own posterior."""
+    """Second-order expansions of the silos' likelihoods, each at the mode of the silo's own
+    posterior.
+    """
     modes = [mode(silos[name]) for name in silos]
     curvatures = [
         curvature(design(silos[name])[0], theta) for name, theta in zip(silos, modes, strict=True)
@@ -188,12 +208,13 @@ def laplace(silos: fed.Silos) -> fed.surrogates.Surrogates:
 
 
 def growth(silos: fed.Silos, surrogates: fed.surrogates.Surrogates, stay: int) -> float:
-    """The factor by which a stay at the worst silo stretches a small distance from the posterior's mode.
+    """The factor by which a stay at the worst silo stretches a small distance from the posterior's
+    mode.
 
     Above 1 it drives chains away, until other silos draw them back.
 
-    There a step multiplies the distance by I - h/2 (L + S (H_s - L_s)), with H_s the silo's curvature, L_s its surrogate's, and L that of
-    all surrogates and the prior.
+    There a step multiplies the distance by I - h/2 (L + S (H_s - L_s)), with H_s the silo's
+    curvature, L_s its surrogate's, and L that of all surrogates and the prior.
     """
     theta, own = mode(silos.pooled), np.asarray(surrogates.factors.precision, np.float64)
     whole = own.sum(0) + np.eye(len(theta)) / PRIOR_SD**2
@@ -206,7 +227,9 @@ def growth(silos: fed.Silos, surrogates: fed.surrogates.Surrogates, stay: int) -
 
 
 def kernel(method: str, silos: fed.Silos, stay: int) -> MCMCKernel:
-    """The paper's DSGLD and FSGLD, with its surrogates or the library's, and FSGLD with nothing but the model."""
+    """The paper's DSGLD and FSGLD, with its surrogates or the library's, and FSGLD with nothing but
+    the model.
+    """
     if method == "FSGLD, default":
         return fed.FSGLD(model)
     paper: dict[str, Any] = {
@@ -227,7 +250,10 @@ def kernel(method: str, silos: fed.Silos, stay: int) -> MCMCKernel:
 def fit(
     silos: fed.Silos, method: str, stay: int, rounds: int, seed: int = 0
 ) -> tuple[dict[str, Array], float]:
-    """A draw a round of one chain from gamma = 0, mu = 0 (NUTS: after a warm-up, on all pairs), and the :func:`growth` of a stay."""
+    """A draw a round of one chain from gamma = 0, mu = 0 (NUTS.
+
+    After a warm-up, on all pairs), and the :func:`growth` of a stay.
+    """
     start = {"gamma": np.zeros(DIRECTIONS, np.float32), "mu": np.zeros((), np.float32)}
     if method == "NUTS":
         mcmc = MCMC(NUTS(model), num_warmup=300, num_samples=rounds, progress_bar=False)
@@ -242,7 +268,10 @@ def fit(
 
 @jax.jit
 def log_likelihoods(draws: dict[str, Array], pairs: dict[str, Array]) -> tuple[Array, Array]:
-    """Mean over pairs, for n = 1, 2, ...: of draw n's log likelihood, and of the log of the mean likelihood of draws 1 to n."""
+    """Mean over pairs, for n = 1, 2, ....
+
+    Of draw n's log likelihood, and of the log of the mean likelihood of draws 1 to n.
+    """
     sign = 2 * pairs["similar"] - 1
 
     def one(total: Array, draw: dict[str, Array]) -> tuple[Array, tuple[Array, Array]]:
@@ -257,7 +286,9 @@ def log_likelihoods(draws: dict[str, Array], pairs: dict[str, Array]) -> tuple[A
 def compare(
     x: np.ndarray, letters: np.ndarray, stay: int, seeds: int, rounds: int, **sizes: int
 ) -> tuple[Found, dict[str, np.ndarray]]:
-    """Curves of every method and set of pairs, each seed with silos and pairs of its own, and stays' growths."""
+    """Curves of every method and set of pairs, each seed with silos and pairs of its own, and
+    stays' growths.
+    """
     found: dict[tuple[str, str], list[Curves]] = {
         (method, name): [] for method in METHODS for name in SETS
     }
@@ -333,7 +364,10 @@ def table(found: Found, growths: dict[str, np.ndarray]) -> pd.DataFrame:
 
 
 def plot(found: Found, place: Path) -> None:
-    """Figure 5, less NUTS's level of the same seed, mean and sd over seeds: averages of samples so far; below, the log of their mean likelihood."""
+    """Figure 5, less NUTS's level of the same seed, mean and sd over seeds.
+
+    Averages of samples so far; below, the log of their mean likelihood.
+    """
     figure, axes = plt.subplots(
         2, 2, figsize=(10, 7), sharex=True, sharey="row", layout="constrained"
     )
@@ -390,8 +424,10 @@ def main(arguments: Sequence[str] | None = None) -> pd.DataFrame:
         found, growths = compare(x, letters, args.stay, args.seeds, ROUNDS)
     frame = table(found, growths)
     print(
-        "log likelihood of a pair, mean (sd) over the seeds whose chain did not leave (left: how many did); less NUTS: held-out, average, by seed; rounds: median until the "
-        f"log mean of held-out pairs stays within {NEAR} of NUTS's; growth: of a stay, median and largest"
+        "log likelihood of a pair, mean (sd) over the seeds whose chain did not leave (left: how "
+        "many did); less NUTS: held-out, average, by seed; rounds: median until the "
+        f"log mean of held-out pairs stays within {NEAR} of NUTS's; growth: of a stay, median and "
+        "largest"
     )
     print(frame.to_string(), flush=True)
     plot(found, args.figure)

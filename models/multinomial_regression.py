@@ -1,11 +1,14 @@
-r"""Multinomial regression on MNIST with learned prior scales: silos alone, SFVI-Avg once, fifty times, SFVI.
+r"""Multinomial regression on MNIST with learned prior scales.
+
+Silos alone, SFVI-Avg once, fifty times, SFVI.
 
 .. math:: w_{jk} \sim N(0, \sigma_w^2), \quad b_k \sim N(0, \sigma_b^2), \quad y_n \sim \text{Categorical}(\text{softmax}(W' x_n + b))
 
-for images x (784 pixels in [0, 1]) of the digits 0 to 9. The two scales are learned (empirical Bayes); q of the 7,850 weights is a diagonal
-Gaussian. The formulas of the paper's text at hand are lost: these are derived from its words. So is its number of silos in the first
-half of table S1 ("25 200"): both are run. It gives no optimiser, number of steps or batch size: here every method makes ``STEPS`` steps
-of Adam on all rows of a silo, one draw of the weights each.
+for images x (784 pixels in [0, 1]) of the digits 0 to 9. The two scales are learned (empirical
+Bayes); q of the 7,850 weights is a diagonal Gaussian. The formulas of the paper's text at hand are
+lost: these are derived from its words. So is its number of silos in the first half of table S1 ("25
+200"): both are run. It gives no optimiser, number of steps or batch size: here every method makes
+``STEPS`` steps of Adam on all rows of a silo, one draw of the weights each.
 
 Reference: Hassan, Salomone & Mengersen (2023), Federated Variational Inference Methods for
 Structured Latent Variable Models, section S3.2, table S1, figure S2.
@@ -66,7 +69,8 @@ def images(part: str, count: int) -> Rows:
     x, y = out
     if len(x) != 784 * len(y):
         raise ValueError(
-            f"{place.parent}: expected 784 pixels of each of {len(y):,} digits of {part!r}, got {len(x):,}; get both files anew"
+            f"{place.parent}: expected 784 pixels of each of {len(y):,} digits of {part!r}, got "
+            f"{len(x):,}; get both files anew"
         )
     return {"x": x.reshape(-1, 784).astype(np.float32) / 255, "y": y.astype(np.int32)}
 
@@ -98,7 +102,9 @@ def guide() -> fed.AutoSiloNormal:
 
 @cache
 def predictor() -> Callable[[dict[str, jax.Array], np.ndarray], jax.Array]:
-    """Parameters of q and images to the digits of highest posterior-predictive probability (softmax averaged over draws)."""
+    """Parameters of q and images to the digits of highest posterior-predictive probability (softmax
+    averaged over draws).
+    """
     q = guide()
     with numpyro.handlers.seed(rng_seed=0):
         q(jnp.zeros((1, 784)), jnp.zeros(1, int))  # a guide draws once it has seen the model
@@ -118,7 +124,10 @@ def accuracy(params: dict[str, jax.Array], rows: Rows) -> float:
 
 
 def independent(rows: fed.Silos, steps: int, test: Rows) -> tuple[float, float]:
-    """Silos that never communicate: mean accuracies on a silo's own rows and on the test rows, of the first ten silos."""
+    """Silos that never communicate.
+
+    Mean accuracies on a silo's own rows and on the test rows, of the first ten silos.
+    """
     svi = fed.SFVI(model, guide(), OPTIM, validate=False)
     found = []
     for i, name in enumerate(rows.names[:MOST_ALONE]):
@@ -167,7 +176,9 @@ def smooth(losses: np.ndarray, width: int = 21) -> np.ndarray:
 def savings(
     cold: np.ndarray, warm: np.ndarray, targets: Sequence[int], before: int
 ) -> dict[int, tuple[int, float]]:
-    """Rounds that a warm start needs, ``before`` included, for the bound that a cold one has after each of ``targets``."""
+    """Rounds that a warm start needs, ``before`` included, for the bound that a cold one has after
+    each of ``targets``.
+    """
     cold, warm = smooth(cold), smooth(warm)
     out = {}
     for target in targets:
@@ -212,7 +223,9 @@ def figure_s2(paths: dict[int, tuple[Course, Course]], place: Path) -> None:
 def compare(
     count: int, train: Rows, test: Rows, steps: int, rounds: int
 ) -> tuple[pd.DataFrame, tuple[Course, Course]]:
-    """The four methods on so many silos, beside the paper, and SFVI from a cold and from a warm start."""
+    """The four methods on so many silos, beside the paper, and SFVI from a cold and from a warm
+    start.
+    """
     rows = silos(train, count)
     found = [independent(rows, steps, test)]
     print(f"{count} silos of {len(train['y']) // count} rows", flush=True)
@@ -224,7 +237,8 @@ def compare(
     params = cold.result.params
     found.append((accuracy(params, train), accuracy(params, test)))
     print(
-        f"  SFVI: sigma_w {params['sigma_w']:.2f}, sigma_b {params['sigma_b']:.2f}; test accuracy after rounds:"
+        f"  SFVI: sigma_w {params['sigma_w']:.2f}, sigma_b {params['sigma_b']:.2f}; test accuracy "
+        "after rounds:"
     )
     print(f"  { ({n: round(a, 1) for n, a in cold.accuracy.items()}) }")
     targets = [n for n in LOOKS if 50 <= n < steps] + [steps]

@@ -1,10 +1,12 @@
-"""Reading bands of 4,059 pupils at the intake of 65 schools: ordered logistic regression, eight silos of schools.
+"""Reading bands of 4,059 pupils at the intake of 65 schools.
 
-The band (bottom 25 %, mid 50 %, top 25 %) on the score at 11, with an intercept of each school. The two cut points are
-global and ordered; they take the place of an intercept.
+Ordered logistic regression, eight silos of schools.
 
-References: Goldstein et al. (1993), Oxford Review of Education 19, 425-433 (the data); McCullagh (1980), Regression models
-for ordinal data, JRSS B 42, 109-142.
+The band (bottom 25 %, mid 50 %, top 25 %) on the score at 11, with an intercept of each school. The
+two cut points are global and ordered; they take the place of an intercept.
+
+References: Goldstein et al. (1993), Oxford Review of Education 19, 425-433 (the data); McCullagh
+(1980), Regression models for ordinal data, JRSS B 42, 109-142.
 """
 
 import numpy as np

@@ -3,18 +3,22 @@ r"""Topics of 20 Newsgroups by ProdLDA in three silos: SFVI, SFVI-Avg, and each 
 .. math:: \beta_{kv} \sim N(0, \sigma^2), \quad z_n \sim N(0, (1 - 1/K) I), \quad
           x_n \sim \text{Multinomial}\left( \text{softmax}(\beta' \, \text{softmax}(z_n)) \right)
 
-for the counts x of V = 2,000 words in document n and K = 50 topics: a product of experts, where LDA has a mixture. The prior of z is
-the Laplace approximation of a symmetric Dirichlet with parameter one. The formulas of the paper's text at hand are lost: these are derived from
-its words and from Srivastava & Sutton. Its q is a diagonal Gaussian in all latents, topics included, and so is the one here; sigma is our
-choice. Neither batch normalisation (which would tie the documents of a batch together) nor lemmas: words are as they are written.
+for the counts x of V = 2,000 words in document n and K = 50 topics: a product of experts, where LDA
+has a mixture. The prior of z is the Laplace approximation of a symmetric Dirichlet with parameter
+one. The formulas of the paper's text at hand are lost: these are derived from its words and from
+Srivastava & Sutton. Its q is a diagonal Gaussian in all latents, topics included, and so is the one
+here; sigma is our choice. Neither batch normalisation (which would tie the documents of a batch
+together) nor lemmas: words are as they are written.
 
-UMass coherence is highest where all topics are alike and consist of the commonest words; so the number of different top words is printed
-beside it, and NPMI, which divides by how common words are. ``--amortised`` adds SFVI with a network from a document's counts to its q(z),
-which all silos learn. Losses of SFVI-Avg are the silos' own objectives.
+UMass coherence is highest where all topics are alike and consist of the commonest words; so the
+number of different top words is printed beside it, and NPMI, which divides by how common words are.
+``--amortised`` adds SFVI with a network from a document's counts to its q(z), which all silos
+learn. Losses of SFVI-Avg are the silos' own objectives.
 
-Reference: Hassan, Salomone & Mengersen (2023), Federated Variational Inference Methods for Structured Latent Variable Models,
-section 4.2, figure 2; Srivastava & Sutton (2017), Autoencoding Variational Inference for Topic Models; Mimno et al. (2011),
-Optimizing Semantic Coherence in Topic Models.
+Reference: Hassan, Salomone & Mengersen (2023), Federated Variational Inference Methods for
+Structured Latent Variable Models, section 4.2, figure 2; Srivastava & Sutton (2017), Autoencoding
+Variational Inference for Topic Models; Mimno et al. (2011), Optimizing Semantic Coherence in Topic
+Models.
 """
 
 import argparse
@@ -71,13 +75,18 @@ class Corpus(NamedTuple):
 
 
 def corpus(num_documents: int | None = None, num_words: int | None = None) -> Corpus:
-    """Documents that have a word; ``num_documents`` of a shuffle, and the ``num_words`` found in most of them."""
+    """Documents that have a word.
+
+    ``num_documents`` of a shuffle, and the ``num_words`` found in most of them.
+    """
     place = path(
         "20newsgroups",
         "bow_clean_2000.npz",
-        'the "bydate" version of 20 Newsgroups (scikit-learn\'s fetch_20newsgroups without headers, footers and quotes), counted by '
+        'the "bydate" version of 20 Newsgroups (scikit-learn\'s fetch_20newsgroups without '
+        "headers, footers and quotes), counted by "
         "CountVectorizer(max_features=2000, binary document frequencies, stop words out)",
-        "counts of 18,846 documents x 2,000 words as the parts of a CSR matrix (data, indices, indptr, shape), vocab, is_train",
+        "counts of 18,846 documents x 2,000 words as the parts of a CSR matrix (data, indices, "
+        "indptr, shape), vocab, is_train",
     )
     with np.load(place) as file:
         parts = (file["data"], file["indices"].astype(np.int32), file["indptr"])
@@ -123,12 +132,18 @@ def model(counts, num_topics=NUM_TOPICS):  # type: ignore[no-untyped-def]
 
 @cache
 def sized(num_topics: int) -> Any:
-    """The model with so many topics: one object, so that silos of equal size share a compiled program."""
+    """The model with so many topics.
+
+    One object, so that silos of equal size share a compiled program.
+    """
     return partial(model, num_topics=num_topics)
 
 
 class Encoder(eqx.Module):
-    """Location and log scale of a document's z, from its counts; the scale between ``LEAST_SD`` and one, lest it run away early."""
+    """Location and log scale of a document's z, from its counts.
+
+    The scale between ``LEAST_SD`` and one, lest it run away early.
+    """
 
     layers: eqx.nn.MLP
 
@@ -147,7 +162,10 @@ class Encoder(eqx.Module):
 def guide(
     model: Any, num_topics: int, num_words: int, amortised: bool = False
 ) -> fed.AutoSiloNormal:
-    """q: independent in all latents, or that of the documents' by a network; topics start at draws of ``START_SD``."""
+    """q: independent in all latents, or that of the documents' by a network.
+
+    Topics start at draws of ``START_SD``.
+    """
     start = START_SD[amortised] * jax.random.normal(jax.random.key(0), (num_topics, num_words))
     settings: dict[str, Any] = {
         "init_scale": INIT_SCALE,
@@ -161,8 +179,9 @@ def guide(
 
 
 class Fit(NamedTuple):
-    """Means of the topics ``(K, V)``, the held-out documents' perplexity with q fitted to them and by the network, if there is one, and
-    minus the bound after so many steps of a silo."""
+    """Means of the topics ``(K, V)``, the held-out documents' perplexity with q fitted to them and
+    by the network, if there is one, and minus the bound after so many steps of a silo.
+    """
 
     topics: np.ndarray
     perplexity: float
@@ -238,7 +257,11 @@ def figure_2(fits: dict[str, Fit], documents: np.ndarray, place: Path) -> None:
 
 
 def measures(fit: Fit, corpus: Corpus) -> dict[str, float]:
-    """Of a fit's topics: quartiles of UMass, different top words, median NPMI in documents held out, perplexities of these."""
+    """Of a fit's topics.
+
+    Quartiles of UMass, different top words, median NPMI in documents held out, perplexities of
+    these.
+    """
     low, median, high = np.quantile(coherence(fit.topics, corpus.train), [0.25, 0.5, 0.75])
     return {
         "UMass": float(median),

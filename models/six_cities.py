@@ -5,8 +5,9 @@ intercept for each child; smoke: whether the mother smoked in the first year. A 
 never leaves the child's silo. Maximum likelihood (lme4, 25-point quadrature) gives -3.128, -0.216,
 0.462, 0.105 and a standard deviation of the intercepts of 2.167.
 
-The run fits by FSGLD and by SFVI and holds both against pooled NUTS. With ``--alone`` it splits the children
-at random and shows what each silo would know without the other (figure S1 of the second reference).
+The run fits by FSGLD and by SFVI and holds both against pooled NUTS. With ``--alone`` it splits the
+children at random and shows what each silo would know without the other (figure S1 of the second
+reference).
 
 References: Fitzmaurice & Laird (1993), Biometrika 80, 141-151 (the data);
 Hassan, Salomone & Mengersen (2023), Federated Variational Inference Methods for Structured Latent
@@ -49,7 +50,9 @@ def data() -> tuple[np.ndarray, np.ndarray]:
 
 
 def silos(sizes: Sequence[int] = TWO, shuffled: bool = False) -> fed.Silos:
-    """The children in the published order (not smoking first), cut into silos of these sizes, or dealt out at random."""
+    """The children in the published order (not smoking first), cut into silos of these sizes, or
+    dealt out at random.
+    """
     y, smoke = data()
     by = np.repeat(np.arange(len(sizes)), sizes)
     return fed.split(
@@ -105,7 +108,8 @@ def compared(name: str, fit: az.InferenceData, nuts: az.InferenceData) -> fed.Co
         for z in (fit.posterior["z"].values, nuts.posterior["z"].values)
     )
     print(
-        f"{mean.size} children's intercepts: largest error {(abs(mean - mean_ref) / sd_ref).max():.3f} sd, "
+        f"{mean.size} children's intercepts: largest error "
+        f"{(abs(mean - mean_ref) / sd_ref).max():.3f} sd, "
         f"sd ratios {(sd / sd_ref).min():.2f} to {(sd / sd_ref).max():.2f}"
     )
     return comparison

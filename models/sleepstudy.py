@@ -1,14 +1,14 @@
 """Sleep deprivation: reaction times of 18 subjects over ten days, six silos of three subjects.
 
-A subject's reaction time starts from an intercept and grows with each day of three hours in bed; intercept and slope of a
-subject are drawn from a bivariate normal with an LKJ prior on its correlation. Units: 100 ms. Maximum likelihood (lme4)
-gives 2.514 and 0.1047 for the mean intercept and slope, sds of 0.238 and 0.0572, a correlation of 0.08, and a residual sd
-of 0.256.
+A subject's reaction time starts from an intercept and grows with each day of three hours in bed;
+intercept and slope of a subject are drawn from a bivariate normal with an LKJ prior on its
+correlation. Units: 100 ms. Maximum likelihood (lme4) gives 2.514 and 0.1047 for the mean intercept
+and slope, sds of 0.238 and 0.0572, a correlation of 0.08, and a residual sd of 0.256.
 
 Ten days say much about each subject, so that the centred form is the better conditioned one.
 
-References: Belenky et al. (2003), Journal of Sleep Research 12, 1-12 (the data);
-Bates et al. (2015), Fitting linear mixed-effects models using lme4, J. Stat. Softw. 67 (this model).
+References: Belenky et al. (2003), Journal of Sleep Research 12, 1-12 (the data); Bates et al.
+(2015), Fitting linear mixed-effects models using lme4, J. Stat. Softw. 67 (this model).
 """
 
 import jax.numpy as jnp

@@ -1,4 +1,7 @@
-"""Federated Bayesian inference for NumPyro: pooled NUTS's posterior from data that stay in their silos."""
+"""Federated Bayesian inference for NumPyro.
+
+Pooled NUTS's posterior from data that stay in their silos.
+"""
 
 from numpyro_fed import surrogates
 from numpyro_fed.data import partitioners

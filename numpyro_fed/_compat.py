@@ -12,28 +12,34 @@ import numpy as np
 from jax import Array
 from numpyro.handlers import substitute
 
-# _unconstrain_reparam: substitutes unconstrained values and adds each Jacobian as a factor site inside the
-# site's own plates, scales and masks; potential_energy is built on it, so our factors agree with it term by
-# term. _transforms_from_trace: whether transforms alone constrain a draw or the model must be replayed.
+# _unconstrain_reparam: substitutes unconstrained values and adds each Jacobian as a factor site
+# inside the site's own plates, scales and masks; potential_energy is built on it, so our factors
+# agree with it term by term. _transforms_from_trace: whether transforms alone constrain a draw or
+# the model must be replayed.
 from numpyro.infer.util import _transforms_from_trace, _unconstrain_reparam
 
-# XLA's CPU client has as many threads as the machine has cores. LAPACK's batched solves, which a model's MultivariateNormal is enough for,
-# split their work over these threads and wait for it in one of them: on two cores two such calls can wait for each other for ever
-# (jaxlib 0.10.1). The client reads these variables when it starts, which importing JAX does not yet do.
+# XLA's CPU client has as many threads as the machine has cores. LAPACK's batched solves, which a
+# model's MultivariateNormal is enough for, split their work over these threads and wait for it in
+# one of them: on two cores two such calls can wait for each other for ever (jaxlib 0.10.1). The
+# client reads these variables when it starts, which importing JAX does not yet do.
 for _variable in ("NPROC", "PJRT_NPROC"):
     os.environ.setdefault(_variable, str(max(8, os.cpu_count() or 1)))
 
 
 def unconstrained(model: Callable, values: Mapping[str, Array]) -> Callable:
-    """The model with latent sites set to ``values``, given in unconstrained space, Jacobians as factors."""
+    """The model with latent sites set to ``values``, given in unconstrained space, Jacobians as
+    factors.
+    """
     return substitute(model, substitute_fn=partial(_unconstrain_reparam, values))
 
 
 def transforms(trace: Any) -> dict[str, Any] | None:
-    """Transforms that constrain each latent site of a trace, or ``None`` where a draw needs the model.
+    """Transforms that constrain each latent site of a trace, or ``None`` where a draw needs the
+    model.
 
-    (It does for deterministic sites, for supports that depend on values, and for supports that hold arrays made
-    inside the model, which would be tracers here: NumPyro does not look for those inside ``Independent``.)
+    (It does for deterministic sites, for supports that depend on values, and for supports that hold
+    arrays made inside the model, which would be tracers here: NumPyro does not look for those
+    inside ``Independent``.)
     """
     info = _transforms_from_trace(trace, raise_warnings=False)
     traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(info.inv_transforms))

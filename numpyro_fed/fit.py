@@ -1,4 +1,7 @@
-"""``fit``: a posterior in one call, with a word on how it was found and whether its own checks hold."""
+"""``fit``.
+
+A posterior in one call, with a word on how it was found and whether its own checks hold.
+"""
 
 import json
 from collections.abc import Callable
@@ -46,19 +49,22 @@ def fit(
 ) -> "InferenceData":
     """The posterior of a model over silos, in one call.
 
-    ``method="vi"``: conducive rounds of :class:`SFVIAvg` until they settle, ten or so, and one in which the silos' likelihoods at public draws of theta weigh
-    these (Pareto-smoothed importance sampling). ``method="fsgld"``: then :class:`FSGLD`, started there, whose draws are the result.
+    ``method="vi"``: conducive rounds of :class:`SFVIAvg` until they settle, ten or so, and one in
+    which the silos' likelihoods at public draws of theta weigh these (Pareto-smoothed importance
+    sampling). ``method="fsgld"``: then :class:`FSGLD`, started there, whose draws are the result.
 
-    What leaves the silos: see :mod:`numpyro_fed.vi.conducive.rounds` and :class:`FSGLD`. Bias: of ``"vi"`` that of the importance sampling, judged by Pareto's k, of theta's weights and of those of each element's latents; of
-    ``"fsgld"`` 2 % of the sds, judged by :func:`diagnose`.
+    What leaves the silos: see :mod:`numpyro_fed.vi.conducive.rounds` and :class:`FSGLD`. Bias: of
+    ``"vi"`` that of the importance sampling, judged by Pareto's k, of theta's weights and of those
+    of each element's latents; of ``"fsgld"`` 2 % of the sds, judged by :func:`diagnose`.
 
     :param model: a NumPyro model with at least one silo plate.
     :param silos: the data, or :class:`RemoteSilos`: then local latents stay where they are.
     :param num_draws: of the result; of ``"fsgld"`` rounded up to four chains' rounds.
     :param rng_key: seed; ``jax.random.key(0)`` by default.
     :param progress_bar: show rounds, and print the report.
-    :return: as :func:`to_inference_data`; the attributes of ``posterior`` have the ledger of all rounds, ``report`` (what was done and whether its checks hold,
-        in words), and ``verdict``: ``"sound"``, ``"undecided"`` or ``"unsound"``.
+    :return: as :func:`to_inference_data`; the attributes of ``posterior`` have the ledger of all
+        rounds, ``report`` (what was done and whether its checks hold, in words), and ``verdict``:
+        ``"sound"``, ``"undecided"`` or ``"unsound"``.
     :raises ValueError: for models and data that the methods do not cover, in words.
 
     Example::
@@ -80,7 +86,8 @@ def fit(
     check_key(rng_key)
     if method == "fsgld" and isinstance(silos, MixedSilos):
         raise ValueError(
-            'method="fsgld" is for silos of one structure; expected fed.Silos(...), got MixedSilos; take method="vi"'
+            'method="fsgld" is for silos of one structure; expected fed.Silos(...), got '
+            'MixedSilos; take method="vi"'
         )
     key_rounds, key_draws, key_chains = jax.random.split(rng_key, 3)
     avg = _settable(model, silos)
@@ -159,7 +166,10 @@ def _chains(
 
 
 def _settable(model: Callable, silos: Silos | MixedSilos) -> SFVIAvg:
-    """The method with a guide that fits the model: one unit an element of the silo plate, or, where that is not enough, one a silo."""
+    """The method with a guide that fits the model.
+
+    One unit an element of the silo plate, or, where that is not enough, one a silo.
+    """
     try:
         avg = SFVIAvg(model, AutoSiloNormal(model), conducive=True)
         avg.prepared(silos)
@@ -174,7 +184,8 @@ def _of_rounds(result: VIResult) -> tuple[str, bool]:
     names, up = result.ledger.silos, sum(result.ledger.bytes_up) / 1e3
     how = "settled" if moved <= SETTLED else "has not settled"
     return (
-        f"q(theta) {how} in {len(result.losses)} conducive rounds of {len(names)} silo{'' if len(names) == 1 else 's'}, {up:.1f} kB up in all "
+        f"q(theta) {how} in {len(result.losses)} conducive rounds of {len(names)} "
+        f"silo{'' if len(names) == 1 else 's'}, {up:.1f} kB up in all "
         f"(it moved by {moved:.2g} sds in the last; bound {-result.losses[-1]:.2f})",
         moved <= SETTLED,
     )

@@ -209,17 +209,20 @@ def main() -> None:
     count = {name: p.read_text().count("\n") for name, p in files().items()}
     long_files, functions = large()
     print(
-        f"rooms {len(rooms)}, arrows {len(arrows())}, circles {len(circles())}, arrows up {len(upward())}"
+        f"rooms {len(rooms)}, arrows {len(arrows())}, circles {len(circles())}, arrows up "
+        f"{len(upward())}"
     )
     for room in sorted(rooms, key=lambda r: (LEVEL[r], r)):
         lines = sum(n for name, n in count.items() if room_of(name) == room)
         print(
-            f"  {LEVEL[room]:2} {room:14} {lines:6} lines <- {' '.join(sorted(b for a, b in arrows() if a == room))}"
+            f"  {LEVEL[room]:2} {room:14} {lines:6} lines <- "
+            f"{' '.join(sorted(b for a, b in arrows() if a == room))}"
         )
     print(f"docstrings that begin with {' / '.join(WEAK)}: {len(weak_openings())}")
     print(
         f"lines over {COLUMNS} columns: library {wide('numpyro_fed/**/*.py')}, "
-        f"docs {wide('docs/**/*.md', '*.md')}, tests {wide('tests/**/*.py')}, models {wide('models/**/*.py')}"
+        f"docs {wide('docs/**/*.md', '*.md')}, tests {wide('tests/**/*.py')}, models "
+        f"{wide('models/**/*.py')}"
     )
     print(f"reaches into another object's underscore: {len(reaches())}")
     print(", ".join(f"{word} {names(word)}" for word in ("getattr", "hasattr", "Any")))

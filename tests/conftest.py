@@ -21,7 +21,8 @@ import pytest  # noqa: E402
 _CACHE = (
     Path(__file__).resolve().parent.parent / ".pytest_cache" / "d" / "jax"
 )  # what `pytest --cache-clear` empties
-# compiled programs are kept between runs, and shared by the workers and by the processes that tests start
+# compiled programs are kept between runs, and shared by the workers and by the processes that tests
+# start
 for _name, _value in {
     "jax_compilation_cache_dir": str(_CACHE),
     "jax_persistent_cache_min_compile_time_secs": 0,
@@ -31,7 +32,9 @@ for _name, _value in {
     jax.config.update(_name, _value)
 
 _MAPS = Path("/proc/self/maps")
-_MANY = 30_000  # of the 65,530 memory maps that Linux allows a process; every compiled program takes some, and XLA crashes without
+# of the 65,530 memory maps that Linux allows a process; every compiled program takes some, and XLA
+# crashes without
+_MANY = 30_000
 
 
 @pytest.fixture(autouse=True)

@@ -1,6 +1,9 @@
-"""One small fit by each algorithm of the library, at hand and over silos elsewhere; functions of a module, as carriers want them.
+"""One small fit by each algorithm of the library, at hand and over silos elsewhere.
 
-Four silos of a model with a local latent for each patient. Over bytes all fits go to one silo's process: the first byte of a message says which.
+Functions of a module, as carriers want them.
+
+Four silos of a model with a local latent for each patient. Over bytes all fits go to one silo's
+process: the first byte of a message says which.
 """
 
 import io

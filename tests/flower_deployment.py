@@ -1,4 +1,6 @@
-"""A SuperLink and SuperNodes on this machine, with TLS and node authentication, each with a folder of its own."""
+"""A SuperLink and SuperNodes on this machine, with TLS and node authentication, each with a folder
+of its own.
+"""
 
 import datetime
 import ipaddress
@@ -222,7 +224,9 @@ class Deployment:
             for name in [name for name, node in self.nodes.items() if node.poll() is not None]:
                 time.sleep(
                     2
-                )  # as a service manager would; the SuperLink takes a node back when its old heartbeats have run out
+                    # as a service manager would; the SuperLink takes a node back when its old
+                    # heartbeats have run out
+                )
                 self.start_node(name)
             if out.exists() and len((done := json.loads(out.read_text()))["replies"]) >= rounds:
                 return done

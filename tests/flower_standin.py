@@ -1,6 +1,9 @@
-"""A side that stands in for a silo's, and a run that sends messages to it: apps for Flower's processes to import.
+"""A side that stands in for a silo's, and a run that sends messages to it.
 
-Its private state is a running hash of all messages, on disk. A message that it has answered before gets the same reply again.
+Apps for Flower's processes to import.
+
+Its private state is a running hash of all messages, on disk. A message that it has answered before
+gets the same reply again.
 """
 
 import hashlib
@@ -15,7 +18,10 @@ from numpyro_fed.engines.flower import Flower, Message, RecordDict, client_app, 
 
 
 class Hashing:
-    """``answer`` folds a message into the running hash; with "sleep", "raise" and "die" in a message it does so, once."""
+    """``answer`` folds a message into the running hash.
+
+    With "sleep", "raise" and "die" in a message it does so, once.
+    """
 
     def __init__(self, name, directory):
         self.name, self.file = name, Path(directory) / f"{name}.json"

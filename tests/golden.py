@@ -1,4 +1,5 @@
-"""Draws and parameters of every kind of fit, and every public signature, before a change and after it.
+"""Draws and parameters of every kind of fit, and every public signature, before a change and after
+it.
 
 A change that must not change results is made between two calls, on one machine:
 

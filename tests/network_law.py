@@ -1,4 +1,7 @@
-"""The exact law of nodes that sample the model ``linear``: the recursions are linear, their noise is normal."""
+"""The exact law of nodes that sample the model ``linear``.
+
+The recursions are linear, their noise is normal.
+"""
 
 import networkx as nx
 import numpy as np
@@ -32,10 +35,12 @@ def posterior(silos):
 
 
 def exact_law(silos, graph, alpha, *, tracking=False, gossip=False, steps=8000):
-    """Stationary mean ``(m d,)`` and covariance of all nodes' positions, averaged over the graph's period.
+    """Stationary mean ``(m d,)`` and covariance of all nodes' positions, averaged over the graph's
+    period.
 
-    The state is (X, tracker, gradient held); a step is state <- F state + c + G noise, so that with the covariance S of the last
-    period's states S <- F S F' + G G', the discrete Lyapunov recursion.
+    The state is (X, tracker, gradient held); a step is state <- F state + c + G noise, so that with
+    the covariance S of the last period's states S <- F S F' + G G', the discrete Lyapunov
+    recursion.
     """
     eta, precision = linear_precisions(silos)
     m, d = eta.shape

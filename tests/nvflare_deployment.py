@@ -1,4 +1,7 @@
-"""A deployment of NVFLARE on loopback: startup kits with mutual TLS, a server and three clients as processes, an admin's session."""
+"""A deployment of NVFLARE on loopback.
+
+Startup kits with mutual TLS, a server and three clients as processes, an admin's session.
+"""
 
 import contextlib
 import json

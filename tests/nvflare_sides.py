@@ -1,4 +1,7 @@
-"""Stand-ins for both sides of a fit: a running hash of each silo, kept on disk, idempotent by the message's number."""
+"""Stand-ins for both sides of a fit.
+
+A running hash of each silo, kept on disk, idempotent by the message's number.
+"""
 
 import hashlib
 import json

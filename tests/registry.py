@@ -1,6 +1,7 @@
 """Model shapes the library claims to cover: one battery of tests runs over all of them.
 
-An entry's rows are tied to *units*, what may not be torn apart by a partition: rows themselves, or schools.
+An entry's rows are tied to *units*, what may not be torn apart by a partition: rows themselves, or
+schools.
 """
 
 from collections.abc import Callable

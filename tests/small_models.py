@@ -1,4 +1,6 @@
-"""Small models and silos that several test files share, so that their programs are compiled once a session."""
+"""Small models and silos that several test files share, so that their programs are compiled once a
+session.
+"""
 
 from typing import Any
 
@@ -16,7 +18,10 @@ GROUP_SD, ROW_SD, PRIOR_SD = 0.8, 1.5, 2.0
 
 
 def linear(x: Array, y: Array | None = None) -> None:
-    """Gaussian regression with known noise: its posterior, and the law of any Langevin chain, are known."""
+    """Gaussian regression with known noise.
+
+    Its posterior, and the law of any Langevin chain, are known.
+    """
     beta = numpyro.sample("beta", dist.Normal(0, 1).expand([x.shape[1]]).to_event(1))
     with fed.silo_plate("rows", x.shape[0]):
         numpyro.sample("y", dist.Normal(x @ beta, 1), obs=y)
@@ -34,14 +39,20 @@ def linear_silos(sizes: tuple[int, ...] = (3, 8, 5, 14), seed: int = 0) -> fed.S
 
 
 def linear_precisions(silos: fed.Silos) -> tuple[np.ndarray, np.ndarray]:
-    """Exact natural parameters of the silos' likelihoods of :func:`linear`: ``(S, 2)`` and ``(S, 2, 2)``."""
+    """Exact natural parameters of the silos' likelihoods of :func:`linear`.
+
+    ``(S, 2)`` and ``(S, 2, 2)``.
+    """
     rows = [{k: np.asarray(v, np.float64) for k, v in silos[name].items()} for name in silos]
     eta = np.stack([r["x"].T @ r["y"] for r in rows])
     return eta, np.stack([r["x"].T @ r["x"] for r in rows])
 
 
 def intercepts(y: Array | None, group: Array, groups: Array) -> None:
-    """Random intercepts with known variances: the posterior of mu and of every intercept is Gaussian."""
+    """Random intercepts with known variances.
+
+    The posterior of mu and of every intercept is Gaussian.
+    """
     INTERCEPTS_CALLS.append(1)
     mu = numpyro.sample("mu", dist.Normal(0, PRIOR_SD))
     with fed.silo_plate("groups", groups.shape[0]):
@@ -51,7 +62,10 @@ def intercepts(y: Array | None, group: Array, groups: Array) -> None:
 
 
 def intercepts_silos(seed: int = 1) -> fed.Silos:
-    """3 silos of 6 groups of 4 rows; groups, rows and silos are all out of order in the pooled data."""
+    """3 silos of 6 groups of 4 rows.
+
+    Groups, rows and silos are all out of order in the pooled data.
+    """
     rng = np.random.default_rng(seed)
     group = rng.permutation(np.repeat(np.arange(18), 4))
     silo = rng.permutation(np.repeat(np.arange(3), 6))
@@ -80,7 +94,9 @@ def intercepts_posterior(silos: fed.Silos) -> tuple[np.ndarray, np.ndarray]:
 
 
 def scale_model(y: Array | None, n: Array) -> None:
-    """A location and a scale, with a deterministic site, for which draws are constrained by the model."""
+    """A location and a scale, with a deterministic site, for which draws are constrained by the
+    model.
+    """
     mu = numpyro.sample("mu", dist.Normal(0, 3))
     sigma = numpyro.sample("sigma", dist.HalfNormal(2))
     numpyro.deterministic("ratio", mu / sigma)

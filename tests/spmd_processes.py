@@ -10,7 +10,10 @@ from numpyro_fed.engines import spmd
 
 
 def saved_by(code, count, folder, timeout=480):
-    """What each process saved in ``sys.argv[3] + sys.argv[1] + ".npz"``; its number and the port are ``sys.argv[1:3]``."""
+    """What each process saved in ``sys.argv[3] + sys.argv[1] + ".npz"``.
+
+    Its number and the port are ``sys.argv[1:3]``.
+    """
     port, place = str(spmd._free_port()), str(folder / "process")
     command, environment = [sys.executable, "-c", code], {**os.environ, "JAX_PLATFORMS": "cpu"}
     started = [

@@ -1,4 +1,7 @@
-"""The step size learned in warm-up: curvature and noise against their exact values, and the bias it aims at."""
+"""The step size learned in warm-up.
+
+Curvature and noise against their exact values, and the bias it aims at.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +32,9 @@ def warm(kernel, chains, num_warmup, num_samples=10, **options):
 
 
 def batch_noise(batch, pooled):
-    """Covariance of the gradient's estimate at the posterior mean from minibatches with replacement, summed over silos."""
+    """Covariance of the gradient's estimate at the posterior mean from minibatches with
+    replacement, summed over silos.
+    """
     mean, total = posterior(SILOS)[0], 0.0
     rows = [{k: np.asarray(v, np.float64) for k, v in SILOS[name].items()} for name in SILOS]
     if pooled:
@@ -76,7 +81,8 @@ def test_noise_of_minibatches_is_measured(name):
         ).last_state
     expected = stiff @ batch_noise(3 if name == "SGLD" else 2, pooled=name == "SGLD") @ stiff
     noise = np.atleast_1d(np.asarray(state.adaptation.noise))
-    # squares of normal differences, averaged over 0.44 of the looks; the chain's own spread adds a tenth and less to residuals
+    # squares of normal differences, averaged over 0.44 of the looks; the chain's own spread adds a
+    # tenth and less to residuals
     error = expected * np.sqrt(2 / (0.44 * float(np.mean(state.adaptation.seen)) * len(noise)))
     assert np.mean(noise) - expected + 4 * error > 0
     assert np.mean(noise) - 1.15 * expected < 4 * error
@@ -107,7 +113,10 @@ GRAPHS = {
 
 @pytest.mark.parametrize("name", GRAPHS)
 def test_the_worst_node_is_as_inflated_as_it_was_aimed_at(name):
-    """Exactly, on a Gaussian model of silos alike: by the law of the linear recursion at the step that was chosen."""
+    """Exactly, on a Gaussian model of silos alike.
+
+    By the law of the linear recursion at the step that was chosen.
+    """
     graph, options = GRAPHS[name]
     rows = linear_silos((40,))
     data = {k: np.asarray(v) for k, v in rows[rows.names[0]].items()}
@@ -193,7 +202,8 @@ def test_a_density_with_tails_is_met_by_the_size_of_its_curvature():
     state, _ = jax.lax.scan(
         look, begin(random.key(0), 1, (1 / 8, 1 / 8), 0.02, 400, jnp.float32), xs
     )
-    # the mean of |curvature| is 0.75 under the Cauchy; signs would cancel to 0.5 and, in a bad stretch, to nothing
+    # the mean of |curvature| is 0.75 under the Cauchy; signs would cancel to 0.5 and, in a bad
+    # stretch, to nothing
     assert 8 * 0.02 / 1.5 < float(state.step_size) < 8 * 0.02 / 0.5
 
 

@@ -508,9 +508,10 @@ def test_a_fit_with_privacy_over_a_wire(tmp_path):
     # noise is the silo's own: the same bytes to the same folder with another secret have another reply
     name, data, answer = next(x for x in reversed(messenger.sent) if b"RoundLocal" in x[1])
     shutil.copytree(tmp_path / name, tmp_path / "copy" / name)
-    make = lambda: SiloSide(
-        alone(LINEAR, name), linear, tmp_path / "copy" / name, fit=private_fit()
-    )  # noqa: E731
+
+    def make():
+        return SiloSide(alone(LINEAR, name), linear, tmp_path / "copy" / name, fit=private_fit())
+
     assert make().answer(data) == answer
     (tmp_path / "copy" / name / "secret.key").write_bytes(bytes(32))
     (tmp_path / "copy" / name / "sent.txt").unlink()  # which would refuse other numbers

@@ -1,4 +1,7 @@
-"""The coordinator's side of a deployment with Flower: a SuperLink on this machine, and the run that it hosts."""
+"""The coordinator's side of a deployment with Flower.
+
+A SuperLink on this machine, and the run that it hosts.
+"""
 
 import json
 import os
@@ -32,7 +35,10 @@ _MOST_ROUNDS = 1000
 
 
 def _draw(grid: Any, context: Any) -> None:
-    """What SuperLink runs: meet the silos, draw, write the posterior; what happened is told by files in the run's folder."""
+    """What SuperLink runs: meet the silos, draw, write the posterior.
+
+    What happened is told by files in the run's folder.
+    """
     told = dict(context.run_config)
     folder = Path(told["folder"])
     (folder / "process").write_text(str(os.getpid()))
@@ -80,7 +86,8 @@ def _draw(grid: Any, context: Any) -> None:
 def posterior(
     module: ModuleType, silos: RemoteSilos, told: dict[str, Any], checkpoint: Path
 ) -> tuple[Any, str]:
-    """The result by the study's method, ``svi`` or ``kernel`` of its module, FSGLD where it has neither, and what it cost in words.
+    """The result by the study's method, ``svi`` or ``kernel`` of its module, FSGLD where it has
+    neither, and what it cost in words.
 
     :param told: ``chains``, ``warmup``, ``samples``, ``rounds`` (0: a default) and ``seed``.
     """
@@ -110,7 +117,8 @@ def posterior(
     )
     if result.stopped is not None:
         raise RuntimeError(
-            f"{result.stopped}; started again with the same folder the run goes on from its checkpoint"
+            f"{result.stopped}; started again with the same folder the run goes on from its "
+            "checkpoint"
         )
     num_draws = told["chains"] * told["samples"]
     idata = to_inference_data(
@@ -139,7 +147,8 @@ def coordinate(
 ) -> str:
     """Start a SuperLink and the run, wait for its end, and end both.
 
-    :param settings: ``chains``, ``warmup``, ``samples``, ``rounds``, ``seed``, ``wait`` and ``patience``.
+    :param settings: ``chains``, ``warmup``, ``samples``, ``rounds``, ``seed``, ``wait`` and
+        ``patience``.
     :return: what the run cost, in words.
     :raises RuntimeError: with the reason, where the run or SuperLink failed.
     """
@@ -200,7 +209,8 @@ def coordinate(
                 )
             if link.poll() is not None or _is_gone(folder / "process"):
                 raise RuntimeError(
-                    f"SuperLink, or the run in it, ended without a result; see {folder / 'link.log'}"
+                    "SuperLink, or the run in it, ended without a result; see "
+                    f"{folder / 'link.log'}"
                 )
             time.sleep(0.2)
         return f"{(folder / 'done').read_text()}\nposterior written to {out}"

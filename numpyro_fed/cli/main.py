@@ -1,4 +1,6 @@
-"""The commands ``numpyro-fed silo``, for the person at a silo, and ``numpyro-fed run``, for the coordinator."""
+"""The commands ``numpyro-fed silo``, for the person at a silo, and ``numpyro-fed run``, for the
+coordinator.
+"""
 
 import sys
 import tempfile
@@ -55,7 +57,10 @@ def main() -> None:
 @click.option(
     "--folder",
     type=_FOLDER,
-    help="Where this silo keeps its state and the record of what left it.  [default: numpyro-fed-NAME]",
+    help=(
+        "Where this silo keeps its state and the record of what left it.  [default: "
+        "numpyro-fed-NAME]"
+    ),
 )
 @click.option(
     "--give-up",
@@ -99,7 +104,10 @@ def main() -> None:
     "--own-keys/--server-keys",
     default=True,
     show_default=True,
-    help="Draw latents and noise by keys of this silo. By the server's, draws are those at hand, but a server that lies can solve for rows.",
+    help=(
+        "Draw latents and noise by keys of this silo. By the server's, draws are those at hand, "
+        "but a server that lies can solve for rows."
+    ),
 )
 @click.option("--check", is_flag=True, help="Show what would leave, and connect to nobody.")
 @click.option("--yes", is_flag=True, help="Do not ask.")
@@ -121,7 +129,9 @@ def silo(
     check: bool,
     yes: bool,
 ) -> None:
-    """Check this silo's data against the model, show what will leave, ask, and answer until interrupted."""
+    """Check this silo's data against the model, show what will leave, ask, and answer until
+    interrupted.
+    """
     if not check and (server is None or ca is None):
         raise click.UsageError("expected --server and --ca, or --check")
     try:
@@ -209,7 +219,8 @@ def what_leaves(
         )
     if side.closed is not None and (privacy := side.closed.privacy) is not None:
         lines.append(
-            f"With noise: epsilon {privacy.epsilon:g}, delta {privacy.delta:g}, spent after {privacy.num_rounds:,} rounds; then no more is answered."
+            f"With noise: epsilon {privacy.epsilon:g}, delta {privacy.delta:g}, spent after "
+            f"{privacy.num_rounds:,} rounds; then no more is answered."
         )
     if side.closed is not None and side.closed.sums:
         lines.append(
@@ -224,8 +235,10 @@ def what_leaves(
             if guards is None
             else (f"Guards: {guards!r}; columns: {', '.join(columns or ['all'])}.",)
         ),
-        "Nothing whose length depends on the number of rows is sent: each kind of answer is tried with a row more, and refused if it grows.",
-        f"Every message is listed in {folder / 'audit.jsonl'}, with the positions that were asked about.",
+        "Nothing whose length depends on the number of rows is sent: each kind of answer is tried "
+        "with a row more, and refused if it grows.",
+        f"Every message is listed in {folder / 'audit.jsonl'}, with the positions that were asked "
+        "about.",
     ]
     return "\n".join(lines)
 
@@ -235,7 +248,8 @@ def _shared(side: SiloSide) -> list[str]:
     shared = ", ".join(f"{k} {list(np.shape(v))}" for k, v in sorted(side.silos.shared.items()))
     return (
         [
-            f"Compared here with the coordinator's values, and not sent: {shared} (not as long as the rows above)."
+            f"Compared here with the coordinator's values, and not sent: {shared} (not as long as "
+            "the rows above)."
         ]
         if shared
         else []
@@ -261,7 +275,8 @@ class _Counted:
         if sys.stderr.isatty() or self.messages % 100 == 1:
             end = "\r" if sys.stderr.isatty() else "\n"
             click.echo(
-                f"{time.strftime('%H:%M:%S')}  {self.messages:,} messages answered, {self.sent / 1024:,.1f} kB sent{end}",
+                f"{time.strftime('%H:%M:%S')}  {self.messages:,} messages answered, "
+                f"{self.sent / 1024:,.1f} kB sent{end}",
                 nl=False,
                 err=True,
             )
@@ -297,7 +312,8 @@ def _check_fit(svi: Any, num_silos: int, rounds: int) -> None:
         return
     if svi.secure_sum and num_silos < FEWEST_SILOS:
         raise ValueError(
-            f"the study's secure_sum=True wants three silos at least, got {num_silos}: of two, each would know the other's"
+            f"the study's secure_sum=True wants three silos at least, got {num_silos}: of two, "
+            "each would know the other's"
         )
     if svi.privacy is not None and rounds > svi.privacy.num_rounds:
         raise ValueError(
@@ -372,7 +388,10 @@ def _check_fit(svi: Any, num_silos: int, rounds: int) -> None:
     type=click.FloatRange(0, min_open=True),
     default=600.0,
     show_default=True,
-    help="Seconds that a round waits for a silo that is away; of variational fits and networks five times over.",
+    help=(
+        "Seconds that a round waits for a silo that is away; of variational fits and networks "
+        "five times over."
+    ),
 )
 def run(
     model_file: Path, names: str, tls: Path, keys: Path, out: Path, folder: Path, **options: Any
@@ -401,7 +420,8 @@ def run(
         nodes, chains = isinstance(module.kernel, NetworkKernel), options["chains"]
         if nodes and chains % len(silos):
             raise ValueError(
-                f"--chains {chains}: of a network every silo has one; expected a multiple of {len(silos)}"
+                f"--chains {chains}: of a network every silo has one; expected a multiple of "
+                f"{len(silos)}"
             )
         if missing:
             raise ValueError(f"there are no files {missing}; docs/flower.md says how to make them")

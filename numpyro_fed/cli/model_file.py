@@ -20,9 +20,10 @@ __all__ = ["load_model_file", "public_of", "silo_of_file"]
 def load_model_file(place: str | Path) -> ModuleType:
     """The module of a file that has a marked ``model``.
 
-    It may also have ``silo(table)``, which makes the model's arguments of a silo's table, ``SHARED``, the values of arguments that are the same everywhere,
-    ``ROWS`` and ``INDEX`` as of :class:`~numpyro_fed.Silos`, and one of
-    ``svi``, an :class:`~numpyro_fed.SFVI` or :class:`~numpyro_fed.SFVIAvg` of the model, and ``kernel``, one of the Langevin kernels.
+    It may also have ``silo(table)``, which makes the model's arguments of a silo's table,
+    ``SHARED``, the values of arguments that are the same everywhere, ``ROWS`` and ``INDEX`` as of
+    :class:`~numpyro_fed.Silos`, and one of ``svi``, an :class:`~numpyro_fed.SFVI` or
+    :class:`~numpyro_fed.SFVIAvg` of the model, and ``kernel``, one of the Langevin kernels.
 
     :raises ValueError: in words, for a file that is none.
     """
@@ -58,7 +59,8 @@ def load_model_file(place: str | Path) -> ModuleType:
     )
     if kernel is not None and not (known and kernel._model is module.model):
         raise ValueError(
-            f"{place}: kernel: expected fed.FSGLD or another kernel of fed, of this file's model, got {kernel!r}"
+            f"{place}: kernel: expected fed.FSGLD or another kernel of fed, of this file's model, "
+            f"got {kernel!r}"
         )
     shared = getattr(module, "SHARED", {})
     if not isinstance(shared, dict):
@@ -79,7 +81,8 @@ def silo_of_file(
 ) -> Silos:
     """One silo, of its table in a CSV or Parquet file.
 
-    Without a ``silo(table)`` in the model file, each argument of the model is the column of its name.
+    Without a ``silo(table)`` in the model file, each argument of the model is the column of its
+    name.
 
     :param columns: the only ones that the study may use; of others the model file sees nothing.
 
@@ -117,7 +120,8 @@ def silo_of_file(
         ) from error
     if not isinstance(arguments, dict):
         raise ValueError(
-            f"{place}: silo(table) of {module.__file__} gave {type(arguments).__name__}; expected a dict of the model's arguments, {{argument: array}}"
+            f"{place}: silo(table) of {module.__file__} gave {type(arguments).__name__}; expected "
+            "a dict of the model's arguments, {argument: array}"
         )
     try:
         return Silos(
@@ -138,7 +142,8 @@ def _columns(module: ModuleType, table: pd.DataFrame) -> dict[str, np.ndarray]:
         column = table[name].to_numpy()
         if column.dtype.kind not in "biuf":
             raise ValueError(
-                f"column {name!r} holds {column.dtype}; expected numbers, or a function silo(table) in the model file"
+                f"column {name!r} holds {column.dtype}; expected numbers, or a function "
+                "silo(table) in the model file"
             )
         out[name] = column.astype(np.float32) if column.dtype.kind == "f" else column
     return out

@@ -1,7 +1,8 @@
 """What data in silos must be, and the words in which everything else is refused.
 
-Each check raises a ``ValueError`` that names the silo, the argument and, where there is one, the row, and says how to
-mend it. Values are columns already: NumPy arrays, or any object that is not an array.
+Each check raises a ``ValueError`` that names the silo, the argument and, where there is one, the
+row, and says how to mend it. Values are columns already: NumPy arrays, or any object that is not an
+array.
 """
 
 import datetime
@@ -64,7 +65,8 @@ def check_same_arguments(data: Mapping[str, Mapping[str, Any]]) -> None:
     for name, kwargs in data.items():
         if set(kwargs) != set(data[first]):
             raise ValueError(
-                f"silo {name!r}: expected the arguments {sorted(data[first])} as in silo {first!r}, "
+                f"silo {name!r}: expected the arguments {sorted(data[first])} as in silo "
+                f"{first!r}, "
                 f"got {sorted(kwargs)}; {_MIXED}"
             )
 
@@ -93,7 +95,9 @@ def check_numbers(leaf: str, values: Iterable[Any]) -> None:
 
 
 def check_shared(leaf: str, value: Any) -> None:
-    """A shared argument is a finite array, or a hashable value, on which compiled programs may depend."""
+    """A shared argument is a finite array, or a hashable value, on which compiled programs may
+    depend.
+    """
     if isinstance(value, Array) and not np.isfinite(np.asarray(value, np.float64)).all():
         raise ValueError(f"shared argument {leaf!r}: expected finite numbers, got NaN or infinity")
     if not isinstance(value, (Array, Hashable)):
@@ -123,7 +127,8 @@ def check_rows(leaf: str, names: tuple[str, ...], values: Sequence[Any]) -> None
     for name, v in zip(names, values, strict=True):
         if not isinstance(v, np.ndarray) or v.ndim == 0:
             raise ValueError(
-                f"argument {leaf!r} differs between silos, so it must be an array of rows; silo {name!r} has "
+                f"argument {leaf!r} differs between silos, so it must be an array of rows; silo "
+                f"{name!r} has "
                 f"{v!r}. Give it one row per element of a silo plate, or the same value everywhere"
                 + ("" if isinstance(v, np.ndarray) else f"; {_MIXED}")
             )
@@ -142,12 +147,16 @@ def check_sizes(
     names: tuple[str, ...],
     table: Mapping[str, Sequence[Any]],
 ) -> None:
-    """Rows of one group must be as many in every silo: equal totals alone would tear silos apart."""
+    """Rows of one group must be as many in every silo.
+
+    Equal totals alone would tear silos apart.
+    """
     for other in others[:1]:
         for name, own, v in zip(names, sizes, table[other], strict=True):
             if own != len(v):
                 raise ValueError(
-                    f"silo {name!r}, argument {leaf!r}: expected {len(v)} rows as {other!r} has of {group!r}, got {own}"
+                    f"silo {name!r}, argument {leaf!r}: expected {len(v)} rows as {other!r} has of "
+                    f"{group!r}, got {own}"
                 )
 
 
@@ -158,7 +167,10 @@ def check_flat(
     sizes: dict[str, tuple[int, ...]],
     index: dict[str, str],
 ) -> None:
-    """Rows of all silos, put together: none is empty, no number is bad, no index points outside its silo."""
+    """Rows of all silos, put together.
+
+    None is empty, no number is bad, no index points outside its silo.
+    """
     for g, n in sizes.items():
         if min(n) == 0:
             raise ValueError(
@@ -178,7 +190,8 @@ def check_flat(
         if leaf in index:
             if index[leaf] not in sizes:
                 raise ValueError(
-                    f"index={{{leaf!r}: {index[leaf]!r}}}: no argument has rows of {index[leaf]!r}; give one, "
+                    f"index={{{leaf!r}: {index[leaf]!r}}}: no argument has rows of "
+                    f"{index[leaf]!r}; give one, "
                     f'e.g. np.arange(number of {index[leaf]}) with rows={{...: "{index[leaf]}"}}'
                 )
             if not np.issubdtype(values.dtype, np.integer):
@@ -200,7 +213,8 @@ def _check_values(
         limits = np.iinfo(stored)
         if values.min() < limits.min or values.max() > limits.max:
             raise ValueError(
-                f"argument {leaf!r}: {values.min()} to {values.max()} does not fit into {stored}; divide it, make it "
+                f"argument {leaf!r}: {values.min()} to {values.max()} does not fit into {stored}; "
+                "divide it, make it "
                 "floating-point, or enable float64 (numpyro.enable_x64())"
             )
     if values.dtype.kind in "fc":
@@ -237,7 +251,8 @@ def _warn_of_rounding(
     if share > _MOST_MOVED:
         silo = f"silo {names[0]!r}, " if len(names) == 1 else ""
         warnings.warn(
-            f"{silo}argument {leaf!r}: stored as {stored}, its numbers move by up to {share:.1g} of their standard "
+            f"{silo}argument {leaf!r}: stored as {stored}, its numbers move by up to {share:.1g} "
+            "of their standard "
             "deviation; subtract an origin, or enable float64 (numpyro.enable_x64())",
             stacklevel=6,
         )

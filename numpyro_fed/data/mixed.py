@@ -1,13 +1,14 @@
 """Silos of different structure: data for which one model takes different branches.
 
-A silo's *structure* is what a compiled program depends on: which arguments it has, the values of those that are no
-arrays, and the type and trailing shape of its rows. Silos of one structure are a :class:`~numpyro_fed.data.silos.Silos`,
-and the joint density is a product over structures c of products over their silos,
+A silo's *structure* is what a compiled program depends on: which arguments it has, the values of
+those that are no arrays, and the type and trailing shape of its rows. Silos of one structure are a
+:class:`~numpyro_fed.data.silos.Silos`, and the joint density is a product over structures c of
+products over their silos,
 
     p(theta, z, y) = p(theta) * prod_c prod_{s in c} p_c(y_s, z_s | theta),
 
-with the same global sites theta in all of them. Which arguments are rows, and of which plate, is decided over all
-silos at once: a structure of a single silo could only guess.
+with the same global sites theta in all of them. Which arguments are rows, and of which plate, is
+decided over all silos at once: a structure of a single silo could only guess.
 """
 
 from collections.abc import Hashable, Iterator, Mapping
@@ -27,22 +28,25 @@ _Span = dict[str, int]  # number of rows in each silo that has the argument
 
 
 class MixedSilos:
-    """The data of silos that do not all have the same arguments, or differ in static (non-array) ones.
+    """The data of silos that do not all have the same arguments, or differ in static (non-array)
+    ones.
 
-    An argument that is absent or ``None`` is lacking. One that differs in value between any two silos that have it,
-    or that ``rows`` or ``index`` names, is rows where it is an array, and sets structures apart where it is not.
-    Row arguments whose lengths agree in every silo that has both belong to one group. An argument that is equal in
-    all silos that have it is shared, unless it is as long as the rows of a group in each of them.
+    An argument that is absent or ``None`` is lacking. One that differs in value between any two
+    silos that have it, or that ``rows`` or ``index`` names, is rows where it is an array, and sets
+    structures apart where it is not. Row arguments whose lengths agree in every silo that has both
+    belong to one group. An argument that is equal in all silos that have it is shared, unless it is
+    as long as the rows of a group in each of them.
 
     :param data: for every silo's name, the model's keyword arguments there, as for :class:`Silos`.
     :param rows: the silo plate of each row argument, where lengths alone do not tell.
-    :param index: for an argument that holds positions in another silo plate, that plate's row group; its values
-        count from zero inside each silo.
+    :param index: for an argument that holds positions in another silo plate, that plate's row
+        group; its values count from zero inside each silo.
     :ivar names: all silos, in the order given.
     :ivar parts: silos of one structure each, structures in the order of their first silo.
     :ivar places: for each silo its part's number, and its number within that part.
-    :raises ValueError: for data that are no ``{silo: {argument: value}}``, a silo without rows, an argument that may
-        belong to two row groups, a differing array without a leading axis, and what :class:`Silos` refuses.
+    :raises ValueError: for data that are no ``{silo: {argument: value}}``, a silo without rows, an
+        argument that may belong to two row groups, a differing array without a leading axis, and
+        what :class:`Silos` refuses.
 
     Example::
 
@@ -112,7 +116,8 @@ class MixedSilos:
 
     def __repr__(self) -> str:
         lines = [
-            f"MixedSilos: {len(self)} silos, {len(self.parts)} structure{'s' * (len(self.parts) > 1)}"
+            f"MixedSilos: {len(self)} silos, {len(self.parts)} "
+            f"structure{'s' * (len(self.parts) > 1)}"
         ]
         for p, part in enumerate(self.parts):
             more = f", ... {part.names[-1]}" if len(part) > _SHOWN_NAMES else ""
@@ -130,7 +135,9 @@ class MixedSilos:
 def _row_groups(
     table: _Table, rows: dict[str, str], told: set[str], num_silos: int
 ) -> tuple[dict[str, str], frozenset[str]]:
-    """The group of each row argument, decided over all silos, and the groups that lengths alone tell."""
+    """The group of each row argument, decided over all silos, and the groups that lengths alone
+    tell.
+    """
     spans = {leaf: _span(leaf, column, leaf in told) for leaf, column in table.items()}
     arrays = [leaf for leaf, span in spans.items() if span]
     differ = [leaf for leaf in arrays if leaf in told or _differs(table[leaf])]
@@ -163,11 +170,15 @@ def _differs(column: Mapping[str, Any]) -> bool:
 
 
 def _span(leaf: str, column: Mapping[str, Any], told: bool) -> _Span:
-    """Number of rows in every silo where the argument is an array; none for one that is a scalar everywhere."""
+    """Number of rows in every silo where the argument is an array.
+
+    None for one that is a scalar everywhere.
+    """
     for name, v in column.items():
         if told and not isinstance(v, np.ndarray):
             raise ValueError(
-                f"silo {name!r}, argument {leaf!r}: expected an array of rows, as rows= or index= say, got {v!r}"
+                f"silo {name!r}, argument {leaf!r}: expected an array of rows, as rows= or index= "
+                f"say, got {v!r}"
             )
         if not isinstance(v, np.ndarray | Hashable):
             raise ValueError(
@@ -176,15 +187,19 @@ def _span(leaf: str, column: Mapping[str, Any], told: bool) -> _Span:
             )
         if isinstance(v, np.ndarray) and v.ndim == 0 and (told or _differs(column)):
             raise ValueError(
-                f"silo {name!r}, argument {leaf!r}: expected an array with a leading axis, since it differs between "
-                f"silos or rows= or index= names it, got {v!r}; give one row per element of a silo plate, or a plain "
+                f"silo {name!r}, argument {leaf!r}: expected an array with a leading axis, since "
+                "it differs between "
+                f"silos or rows= or index= names it, got {v!r}; give one row per element of a silo "
+                "plate, or a plain "
                 "Python value (.item()), which makes a structure of its own"
             )
     return {name: len(v) for name, v in column.items() if isinstance(v, np.ndarray) and v.ndim}
 
 
 def _join(groups: list[tuple[set[str], _Span]], leaf: str, span: _Span) -> None:
-    """Put an argument into the group whose lengths agree with its own, bringing together those that it links."""
+    """Put an argument into the group whose lengths agree with its own, bringing together those that
+    it links.
+    """
     leaves, total, others = {leaf}, dict(span), []
     for members, other in groups:
         common = span.keys() & other.keys()
@@ -194,8 +209,10 @@ def _join(groups: list[tuple[set[str], _Span]], leaf: str, span: _Span) -> None:
         for name in total.keys() & other.keys():
             if total[name] != other[name]:
                 raise ValueError(
-                    f"argument {leaf!r} has as many rows as {sorted(leaves - {leaf})} and as {sorted(members)}, which "
-                    f"differ in silo {name!r}; expected its silo plate by name: rows={{{leaf!r}: ...}}"
+                    f"argument {leaf!r} has as many rows as {sorted(leaves - {leaf})} and as "
+                    f"{sorted(members)}, which "
+                    f"differ in silo {name!r}; expected its silo plate by name: rows={{{leaf!r}: "
+                    "...}"
                 )
         leaves |= members
         total.update(other)
@@ -251,8 +268,10 @@ def _part(
         groups.setdefault(g, []).append(leaf)
     if not groups:
         raise ValueError(
-            f"silos {names}: expected at least one argument with rows, got only shared or static ones "
-            f"{sorted(shared)}; where values of an argument are equal in all silos, rows= says that it is rows"
+            f"silos {names}: expected at least one argument with rows, got only shared or static "
+            "ones "
+            f"{sorted(shared)}; where values of an argument are equal in all silos, rows= says "
+            "that it is rows"
         )
     parts_index = {leaf: g for leaf, g in index.items() if leaf in own}
     return Silos._from_flat(

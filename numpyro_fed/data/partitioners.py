@@ -129,14 +129,17 @@ def dirichlet(
 def disjoint(seed: Seed, labels: ArrayLike, num_silos: int, min_labels: int = 1) -> np.ndarray:
     """Silos without a common label: each label goes to one silo, with all its rows.
 
-    Labels are dealt at random; silos' numbers of labels differ by at most one, their numbers of rows as the labels' do.
+    Labels are dealt at random; silos' numbers of labels differ by at most one, their numbers of
+    rows as the labels' do.
 
     :param seed: a seed or a :class:`numpy.random.Generator`.
     :param labels: the label of each row, integers, booleans or strings, shape ``(N,)``.
     :param num_silos: number of silos, S.
-    :param min_labels: labels that every silo needs (two, where rows of different labels are to be compared).
+    :param min_labels: labels that every silo needs (two, where rows of different labels are to be
+        compared).
     :return: the silo of each row, shape ``(N,)``.
-    :raises ValueError: for labels that are no column, or fewer than ``num_silos * min_labels`` different ones.
+    :raises ValueError: for labels that are no column, or fewer than ``num_silos * min_labels``
+        different ones.
 
     **References:**
 
@@ -159,8 +162,10 @@ def disjoint(seed: Seed, labels: ArrayLike, num_silos: int, min_labels: int = 1)
         )
     if len(values) < num_silos * min_labels:
         raise ValueError(
-            f"labels: expected at least {num_silos * min_labels} different ones, so that {num_silos} silos have {min_labels} "
-            f"or more each and none in common, got {len(values)}; use at most {len(values) // min_labels} silos"
+            f"labels: expected at least {num_silos * min_labels} different ones, so that "
+            f"{num_silos} silos have {min_labels} "
+            f"or more each and none in common, got {len(values)}; use at most "
+            f"{len(values) // min_labels} silos"
         )
     return rng.permutation(np.arange(len(values)) % num_silos)[label]
 
@@ -206,7 +211,8 @@ def beta(
     values = np.unique(labels)
     if len(values) != 2:
         raise ValueError(
-            f"labels: expected two values, got {len(values)}; partitioners.dirichlet takes any number"
+            f"labels: expected two values, got {len(values)}; partitioners.dirichlet takes any "
+            "number"
         )
     negatives, positives = (rng.permutation(np.flatnonzero(labels == v)) for v in values)
     pi = rng.beta(a, b, num_silos)
@@ -254,7 +260,8 @@ def _column(labels: ArrayLike) -> np.ndarray:
 def _check_sizes(num_rows: int, num_silos: int, min_rows: int) -> None:
     if num_silos < 1 or min_rows < 1:
         raise ValueError(
-            f"expected at least one silo with at least one row each, got num_silos={num_silos}, min_rows={min_rows}"
+            f"expected at least one silo with at least one row each, got num_silos={num_silos}, "
+            f"min_rows={min_rows}"
         )
     if num_rows < num_silos * min_rows:
         raise ValueError(

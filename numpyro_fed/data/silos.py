@@ -1,12 +1,12 @@
 """Data in silos: what each silo calls the model with, and where its rows stand in the pooled data.
 
-A :class:`Silos` holds, for every named silo, keyword arguments of one model. Arguments are of two kinds.
-*Rows* are arrays whose leading axis runs over the elements of a silo plate; arrays over the same plate
-form a *row group* and are stored once, flat, silo after silo, so that a minibatch of any silo is one gather
-at ``offset + index``. Everything else is *shared*: the same in all silos.
+A :class:`Silos` holds, for every named silo, keyword arguments of one model. Arguments are of two
+kinds. *Rows* are arrays whose leading axis runs over the elements of a silo plate; arrays over the
+same plate form a *row group* and are stored once, flat, silo after silo, so that a minibatch of any
+silo is one gather at ``offset + index``. Everything else is *shared*: the same in all silos.
 
-An *index* argument holds positions in another row group (each row's district). Inside a silo it is numbered
-from zero, in :attr:`Silos.pooled` it is numbered as in the pooled data.
+An *index* argument holds positions in another row group (each row's district). Inside a silo it is
+numbered from zero, in :attr:`Silos.pooled` it is numbered as in the pooled data.
 """
 
 import math
@@ -39,13 +39,13 @@ _ALIGNED = 64  # bytes
 class Silos:
     """The data of several silos, as keyword arguments of one model.
 
-    :param data: for every silo's name, the model's keyword arguments there. Arrays (NumPy, JAX, pandas or
-        Arrow columns) whose leading axis differs between silos, or whose values do, are rows; arguments equal
-        in all silos are shared.
+    :param data: for every silo's name, the model's keyword arguments there. Arrays (NumPy, JAX,
+        pandas or Arrow columns) whose leading axis differs between silos, or whose values do, are
+        rows; arguments equal in all silos are shared.
     :param rows: the silo plate of each row argument, where sizes alone do not tell:
         ``{"x": "patients"}``.
-    :param index: for an argument that holds positions in another silo plate, that plate's row group:
-        ``{"district": "districts"}``. Its values count from zero inside each silo.
+    :param index: for an argument that holds positions in another silo plate, that plate's row
+        group: ``{"district": "districts"}``. Its values count from zero inside each silo.
     :raises ValueError: for an empty silo, an argument that only some silos have, rows whose
         trailing shapes disagree, NaN or infinite values (naming silo, argument and row), points
         of time, an index that points outside its silo.
@@ -139,8 +139,9 @@ class Silos:
         check_flat(names, rows, group, sizes, index)
         self.names, self.group, self.sizes, self.index = names, group, sizes, index
         self.guessed = guessed  # row groups told by their sizes alone
-        # positions in int32: small integer types (pandas categories) overflow when silos are put together; other rows, which nobody else has,
-        # are taken as they lie in memory where they can be
+        # positions in int32: small integer types (pandas categories) overflow when silos are put
+        # together; other rows, which nobody else has, are taken as they lie in memory where they
+        # can be
         self.rows = {
             k: jnp.asarray(v, jnp.int32) if k in index else jax.device_put(v)
             for k, v in rows.items()
@@ -242,7 +243,9 @@ class Silos:
         rows: dict[str, Any],
         order: dict[str, Array],
     ) -> "Silos":
-        """Return silos of the same kind, with these names, sizes and rows, and the same shared arguments."""
+        """Return silos of the same kind, with these names, sizes and rows, and the same shared
+        arguments.
+        """
         aux = list(Silos._aux(self))
         aux[0], aux[4] = names, tuple(sorted((g, tuple(n)) for g, n in sizes.items()))
         return Silos.tree_unflatten(

@@ -20,18 +20,21 @@ def split(
 ) -> Silos:
     """Split pooled data into silos by a column of labels, remembering each row's pooled place.
 
-    :param data: the model's keyword arguments (a dict, a pandas or an Arrow table). Arrays as long as ``by``
-        (where that labels what ``index`` points to: as an argument of ``index``) are rows, the rest is shared, unless ``rows`` says otherwise.
-    :param by: the silo of each row: labels of shape ``(N,)``, or the name of a column of ``data`` (which is
-        then not passed to the model). Rows labelled ``-1`` are left out. Where ``index`` leads to another group, either may
-        be labelled: the patients of hospitals, or the hospitals.
-    :param rows: row group (name of the silo plate) of each row argument; needed where data of several plates
-        are given, e.g. ``{"x": "women", "district": "women", "districts": "districts"}``.
-    :param index: for an argument of positions in another row group, that group: ``{"district": "districts"}``.
-        The silo of each of those elements follows from the rows that point to it, or theirs from its own, whichever ``by`` labels.
+    :param data: the model's keyword arguments (a dict, a pandas or an Arrow table). Arrays as long
+        as ``by`` (where that labels what ``index`` points to: as an argument of ``index``) are
+        rows, the rest is shared, unless ``rows`` says otherwise.
+    :param by: the silo of each row: labels of shape ``(N,)``, or the name of a column of ``data``
+        (which is then not passed to the model). Rows labelled ``-1`` are left out. Where ``index``
+        leads to another group, either may be labelled: the patients of hospitals, or the hospitals.
+    :param rows: row group (name of the silo plate) of each row argument; needed where data of
+        several plates are given, e.g. ``{"x": "women", "district": "women", "districts":
+        "districts"}``.
+    :param index: for an argument of positions in another row group, that group: ``{"district":
+        "districts"}``. The silo of each of those elements follows from the rows that point to it,
+        or theirs from its own, whichever ``by`` labels.
     :return: the silos, in sorted order of their labels.
-    :raises ValueError: as :class:`Silos`; and for labels of another length, an element that rows of two silos
-        point to, or that no row points to.
+    :raises ValueError: as :class:`Silos`; and for labels of another length, an element that rows of
+        two silos point to, or that no row points to.
 
     Example::
 
@@ -60,7 +63,8 @@ def split(
     primary = {g for leaf, g in group.items() if len(columns[leaf]) == len(labels)}
     if len(primary) > 1 and not index:
         raise ValueError(
-            f"by= has {len(labels)} labels and the row groups {sorted(primary)} all have that many rows; "
+            f"by= has {len(labels)} labels and the row groups {sorted(primary)} all have that many "
+            "rows; "
             "expected index= to tell how one follows from the other"
         )
     names, silo_of = _silo_numbers(columns, labels, group, index)
@@ -70,7 +74,8 @@ def split(
     ) in group.items():  # before the rows are taken: too many would be dropped without a word
         if len(columns[leaf]) != len(silo_of[g]):
             raise ValueError(
-                f"argument {leaf!r}: expected {len(silo_of[g])} rows as the other arguments of {g!r}, "
+                f"argument {leaf!r}: expected {len(silo_of[g])} rows as the other arguments of "
+                f"{g!r}, "
                 f"got {len(columns[leaf])}"
             )
     order = {g: np.argsort(silo, kind="stable")[np.sum(silo < 0) :] for g, silo in silo_of.items()}
@@ -97,12 +102,14 @@ def _check_labels(labels: np.ndarray) -> None:
         missing = np.asarray(pd.isna(labels))
         if missing.any():
             raise ValueError(
-                f"by: row {int(np.argmax(missing))} has no label ({labels[np.argmax(missing)]}); expected each row's "
+                f"by: row {int(np.argmax(missing))} has no label ({labels[np.argmax(missing)]}); "
+                "expected each row's "
                 "silo, or integer labels with -1 for rows to leave out"
             )
     if labels.dtype.kind == "f" and (labels == -1).any():
         raise ValueError(
-            "by: rows to leave out are marked by the integer -1, got floating-point labels; cast them"
+            "by: rows to leave out are marked by the integer -1, got floating-point labels; cast "
+            "them"
         )
     if labels.dtype.kind in "iu" and (labels == -1).all():
         raise ValueError(
@@ -141,7 +148,8 @@ def _row_groups(
     for leaf in index:
         if leaf not in group:
             raise ValueError(
-                f'index argument {leaf!r} is of no row group; expected rows={{"{leaf}": ...}}, the plate of its rows'
+                f'index argument {leaf!r} is of no row group; expected rows={{"{leaf}": ...}}, the '
+                "plate of its rows"
             )
     if not any(len(columns[leaf]) == n for leaf in group):
         lengths = {
@@ -169,7 +177,8 @@ def _silo_numbers(
             below = sorted(leaf for leaf in pending if index[leaf] in silo_of)
             if not below:
                 raise ValueError(
-                    f"index arguments {sorted(pending)} cannot be reached from the rows that by= labels: expected {len(labels)} rows "
+                    f"index arguments {sorted(pending)} cannot be reached from the rows that by= "
+                    f"labels: expected {len(labels)} rows "
                     "of a group that they point from or to"
                 )
             pending.remove(below[0])
@@ -184,14 +193,16 @@ def _silo_numbers(
             if target in silo_of and not np.array_equal(silo_of[target], found):
                 element = int(np.argmax(silo_of[target] != found))
                 raise ValueError(
-                    f"index argument {leaf!r} puts element {element} of {target!r} in another silo than an earlier one "
+                    f"index argument {leaf!r} puts element {element} of {target!r} in another silo "
+                    "than an earlier one "
                     "does; expected every element, and all that points to it, in one silo"
                 )
             silo_of[target] = found
     lost = set(group.values()) - set(silo_of)
     if lost:
         raise ValueError(
-            f"the silos of {sorted(lost)} cannot be told: expected an index= argument that points to them"
+            f"the silos of {sorted(lost)} cannot be told: expected an index= argument that points "
+            "to them"
         )
     return names, silo_of
 
@@ -213,7 +224,8 @@ def _follow(
     found = np.full(max(lengths), -1)
     if len(columns[leaf]) != len(silo):
         raise ValueError(
-            f"argument {leaf!r}: expected {len(silo)} rows as the others of its group, got {len(columns[leaf])}"
+            f"argument {leaf!r}: expected {len(silo)} rows as the others of its group, got "
+            f"{len(columns[leaf])}"
         )
     values = _positions(leaf, target, columns, len(found))
     used = silo >= 0
@@ -223,12 +235,14 @@ def _follow(
         row = int(np.argmax(clash))
         raise ValueError(
             f"element {values[row]} of {target!r} is in two silos, {names[silo[row]]!r} and "
-            f"{names[found[values[row]]]!r} (argument {leaf!r}, row {row}); a silo plate's element belongs "
+            f"{names[found[values[row]]]!r} (argument {leaf!r}, row {row}); a silo plate's element "
+            "belongs "
             "to exactly one silo"
         )
     if (found < 0).any() and used.all():
         raise ValueError(
-            f"element {int(np.argmin(found))} of {target!r} has no row in {leaf!r}, so its silo cannot be told; "
+            f"element {int(np.argmin(found))} of {target!r} has no row in {leaf!r}, so its silo "
+            "cannot be told; "
             "leave such elements out"
         )
     return found
@@ -239,7 +253,8 @@ def _positions(leaf: str, target: str, columns: dict[str, Any], num: int) -> np.
     values = columns[leaf]
     if values.ndim != 1 or len(values) == 0:
         raise ValueError(
-            f"argument {leaf!r}: expected positions of shape (N,) with N > 0, got shape {values.shape}"
+            f"argument {leaf!r}: expected positions of shape (N,) with N > 0, got shape "
+            f"{values.shape}"
         )
     if not np.issubdtype(values.dtype, np.integer) or values.min() < 0 or values.max() >= num:
         raise ValueError(

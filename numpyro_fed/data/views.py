@@ -1,7 +1,8 @@
 """One silo's view of the flat rows, whole or as a minibatch, with a traced silo number.
 
-Unequal silos share one compiled program: a whole silo is padded to a static size by repeating its last row,
-and padded rows carry weight zero. (Zeros as padding would make NaN gradients in many log densities.)
+Unequal silos share one compiled program: a whole silo is padded to a static size by repeating its
+last row, and padded rows carry weight zero. (Zeros as padding would make NaN gradients in many log
+densities.)
 """
 
 import copy
@@ -69,7 +70,10 @@ class SiloView:
         return self.start(group) + jnp.minimum(shown, self.size(group) - 1)
 
     def units(self, group: str | None) -> tuple[Array, Array]:
-        """Flat positions and mask of the elements of a group; of the silo itself where it is ``None``."""
+        """Flat positions and mask of the elements of a group.
+
+        Of the silo itself where it is ``None``.
+        """
         if group is None:
             return jnp.asarray(self.number)[None], jnp.ones(1, bool)
         return self.positions(group), self.mask(group)
@@ -81,11 +85,13 @@ class SiloView:
         }
 
     def batch(self, group: str, index: Array) -> dict[str, Any]:
-        """Rows ``index`` (counted inside the silo, any leading shape) of one group as keyword arguments.
+        """Rows ``index`` (counted inside the silo, any leading shape) of one group as keyword
+        arguments.
 
         A minibatch of m rows stands for the silo's N_s: give its terms the weight N_s / m.
         """
-        # unsigned: a gather by indices that may be negative compares and selects for every number it copies
+        # unsigned: a gather by indices that may be negative compares and selects for every number
+        # it copies
         flat = (self.start(group) + index).astype(jnp.uint32)
         return {k: v[flat] for k, v in self.silos.rows.items() if self.silos.group[k] == group}
 
@@ -97,7 +103,9 @@ class SiloView:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SiloRows:
-    """The rows of one silo as arrays of their own: what :class:`SiloView` shows, gathered once and not per step.
+    """The rows of one silo as arrays of their own.
+
+    What :class:`SiloView` shows, gathered once and not per step.
 
     Vmapped over a bucket of silos (leading axis, except of ``shared``) by :func:`stack`.
 
@@ -147,7 +155,8 @@ class SiloRows:
 def stack(
     silos: Silos, part: int = 0, pad: tuple[tuple[str, int], ...] | None = None
 ) -> list[SiloRows]:
-    """All silos in a few stacks of equal shape (:func:`buckets`), each with a leading axis over its silos.
+    """All silos in a few stacks of equal shape (:func:`buckets`), each with a leading axis over its
+    silos.
 
     :param pad: of all stacks, where latents of a silo are one row, or ``None``: of each its own.
     """
@@ -166,7 +175,10 @@ def stack(
 def outlines(
     silos: Silos, part: int = 0, pad: tuple[tuple[str, int], ...] | None = None
 ) -> list[SiloRows]:
-    """The stacks of :func:`stack` without the rows and their places: what is known of silos that are elsewhere."""
+    """The stacks of :func:`stack` without the rows and their places.
+
+    What is known of silos that are elsewhere.
+    """
     shared, static = split_shared(silos.shared)
     out = []
     for numbers, own in buckets(silos):
@@ -190,7 +202,9 @@ def split_shared(shared: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[tuple
 
 
 def stack_states(states: Any, silos: Silos, group: str | None) -> list:
-    """A pytree of rows over the elements of ``group`` (over silos where it is ``None``) in the stacks of :func:`stack`: ``(S, pad, ...)``."""
+    """A pytree of rows over the elements of ``group`` (over silos where it is ``None``) in the
+    stacks of :func:`stack`: ``(S, pad, ...)``.
+    """
     out = []
     for numbers, pad in buckets(silos):
         if group is None:
@@ -202,7 +216,9 @@ def stack_states(states: Any, silos: Silos, group: str | None) -> list:
 
 
 def _stacked_positions(silos: Silos, group: str, numbers: np.ndarray, count: int) -> Array:
-    """Flat positions of the rows shown of some silos, the last one repeated as padding, ``(S, count)``."""
+    """Flat positions of the rows shown of some silos, the last one repeated as padding, ``(S,
+    count)``.
+    """
     inside = np.minimum(np.arange(count), np.asarray(silos.sizes[group])[numbers][:, None] - 1)
     return jnp.asarray(silos.offsets(group)[numbers][:, None] + inside)
 
@@ -222,8 +238,8 @@ def largest(silos: Silos) -> tuple[tuple[str, int], ...]:
 def buckets(silos: Silos) -> list[Bucket]:
     """Group silos by size, so that padding stays below twofold in every group.
 
-    Few small silos make one bucket whatever their sizes: each bucket is compiled apart, which costs more than
-    padding up to a few thousand rows.
+    Few small silos make one bucket whatever their sizes: each bucket is compiled apart, which costs
+    more than padding up to a few thousand rows.
     """
     sizes = np.array([silos.sizes[g] for g in silos.sizes])
     if (sizes.max(1) * len(silos)).max() <= _SMALL:
@@ -243,10 +259,11 @@ def buckets(silos: Silos) -> list[Bucket]:
 def sweep(
     fn: Callable[[SiloView, Any], tuple[Any, Any]], silos: Silos, states: Any, group: str | None
 ) -> tuple[Any, Any]:
-    """Evaluate ``fn(view, own_states) -> (reply, own_states)`` for every silo, vmapped over :func:`buckets`.
+    """Evaluate ``fn(view, own_states) -> (reply, own_states)`` for every silo, vmapped over
+    :func:`buckets`.
 
-    :param states: a pytree of rows over the elements of ``group``, silo after silo (over silos where ``group`` is
-        ``None``); each call sees its silo's own. ``None`` where there are none.
+    :param states: a pytree of rows over the elements of ``group``, silo after silo (over silos
+        where ``group`` is ``None``); each call sees its silo's own. ``None`` where there are none.
     :return: the replies stacked over silos in the order of ``silos.names``, and all the new states.
     """
     replies, order, places, rows = [], [], [], []
@@ -277,7 +294,10 @@ def sweep(
 
 
 def thin(silos: Silos, group: str, most: int) -> Silos:
-    """The silos with some rows only, evenly spaced, of a group that no index points to: about ``most`` over all silos."""
+    """The silos with some rows only, evenly spaced, of a group that no index points to.
+
+    About ``most`` over all silos.
+    """
     sizes = np.asarray(silos.sizes[group])
     if sizes.sum() <= most:
         return silos
@@ -306,7 +326,10 @@ def gather(tree: Any, positions: Array) -> Any:
 
 
 def to_pooled_order(out: Array, rows: SiloRows, group: str, x: Array) -> Array:
-    """``out`` with the elements ``(S, pad, ...)`` of a stack's silos at their pooled places; padding is dropped."""
+    """``out`` with the elements ``(S, pad, ...)`` of a stack's silos at their pooled places.
+
+    Padding is dropped.
+    """
     return scatter(
         out,
         rows.order[group].reshape(-1),

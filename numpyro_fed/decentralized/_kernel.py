@@ -1,4 +1,7 @@
-"""What the kernels over a network of nodes share as :class:`numpyro.infer.mcmc.MCMCKernel`: wiring, no mathematics."""
+"""What the kernels over a network of nodes share as :class:`numpyro.infer.mcmc.MCMCKernel`.
+
+Wiring, no mathematics.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -39,7 +42,10 @@ __all__ = ["NetworkKernel", "NetworkState"]
 
 
 class NetworkKernel(FederatedKernel):
-    """Base of :class:`PushSumLangevin` and :class:`GossipLangevin`; see there for the parameters."""
+    """Base of :class:`PushSumLangevin` and :class:`GossipLangevin`.
+
+    See there for the parameters.
+    """
 
     is_ensemble_kernel = True
     default_fields = (
@@ -71,15 +77,18 @@ class NetworkKernel(FederatedKernel):
         graph.connectivity()
         if self._both_ways and not (graph.is_symmetric and graph.weights is None):
             raise ValueError(
-                "graph: gossip needs links that work both ways, and makes its weights itself; expected an undirected networkx graph, "
+                "graph: gossip needs links that work both ways, and makes its weights itself; "
+                "expected an undirected networkx graph, "
                 "or PushSumLangevin for a directed one"
             )
         if not self._both_ways:
             least, node = graph.least_weight()
             if not least > LEAST_WEIGHT:
                 raise ValueError(
-                    f"graph: node {node!r} gives away nearly all it has and hears little: its push-sum weight falls to {least:.1g} of a "
-                    f"mean of 1, and a draw is a quotient by it. Expected weights above {LEAST_WEIGHT:g}: let more nodes send to it"
+                    f"graph: node {node!r} gives away nearly all it has and hears little: its "
+                    f"push-sum weight falls to {least:.1g} of a "
+                    "mean of 1, and a draw is a quotient by it. Expected weights above "
+                    f"{LEAST_WEIGHT:g}: let more nodes send to it"
                 )
         self._graph, self._tracking, self._step_size = graph, tracking, step_size
         needs = "score" if preconditioner is not None else None
@@ -157,8 +166,9 @@ class NetworkKernel(FederatedKernel):
         """Check the model, the data and the graph, and return the first state.
 
         :param rng_key: a key for each chain.
-        :param init_params: unconstrained values of all latent sites, a chain axis first; by default draws of the surrogate posterior, and
-            where nothing was fitted (no preconditioner, no local latents) uniform on (-2, 2), for each node its own.
+        :param init_params: unconstrained values of all latent sites, a chain axis first; by default
+            draws of the surrogate posterior, and where nothing was fitted (no preconditioner, no
+            local latents) uniform on (-2, 2), for each node its own.
         """
         silos, extra = self._arguments(model_args, model_kwargs)
         if extra:
@@ -176,8 +186,10 @@ class NetworkKernel(FederatedKernel):
         """Refuse a number of chains that is not one of all nodes."""
         if chains == 1 or chains % m:
             raise ValueError(
-                f"num_chains: a node is a chain, so expected a multiple of the {m} nodes, got {chains}; write "
-                f'MCMC(..., num_chains={m}, chain_method="vectorized"), or {4 * m} for four independent networks'
+                f"num_chains: a node is a chain, so expected a multiple of the {m} nodes, got "
+                f"{chains}; write "
+                f'MCMC(..., num_chains={m}, chain_method="vectorized"), or {4 * m} for four '
+                "independent networks"
             )
 
     def first_state(
@@ -300,7 +312,8 @@ class NetworkKernel(FederatedKernel):
         silos, _ = self._arguments(model_args, model_kwargs)
         if len(silos) != state.nodes.x.shape[1]:
             raise ValueError(
-                f"the state has {state.nodes.x.shape[1]} nodes, the data {len(silos)} silos; start a new MCMC"
+                f"the state has {state.nodes.x.shape[1]} nodes, the data {len(silos)} silos; start "
+                "a new MCMC"
             )
         return advance(self._plan, state, self._rows(silos))
 
@@ -308,11 +321,14 @@ class NetworkKernel(FederatedKernel):
         return f"step size {float(state.step_size[0]):.2e}, consensus error {float(state.consensus_error.mean()):.1e}"
 
     def ledger(self, state: NetworkState) -> Ledger:
-        """Steps, gradient evaluations and bytes of each node up to ``state`` (e.g. ``mcmc.last_state``), all networks.
+        """Steps, gradient evaluations and bytes of each node up to ``state`` (e.g.
+        ``mcmc.last_state``), all networks.
 
-        Down is what a node received of others, up what it sent; surrogates (once) and the looks of ``"adaptive"`` are counted as if there were a
-        server. Gradients are those of the node's part of the potential; a Hessian-vector product counts as one, Metropolis moves do not.
-        Over silos elsewhere it is what crosses: down a node's position, up its gradient and the acceptance of its moves, in each step.
+        Down is what a node received of others, up what it sent; surrogates (once) and the looks of
+        ``"adaptive"`` are counted as if there were a server. Gradients are those of the node's part
+        of the potential; a Hessian-vector product counts as one, Metropolis moves do not. Over
+        silos elsewhere it is what crosses: down a node's position, up its gradient and the
+        acceptance of its moves, in each step.
         """
         if self._plan is None or self._prepared_for is None:
             raise ValueError("expected a kernel that has run; call mcmc.run(rng_key, silos) first")

@@ -1,15 +1,18 @@
 r"""Directed graphs that change with time and lose links: who can send to whom, step by step.
 
-A :class:`TimeVaryingGraph` is a period of directed graphs, repeated, whose links and nodes may fail at random. At step t a node
-with :math:`d_j(t)` links that work (itself included) keeps one share of what it holds and sends one along each of the others:
+A :class:`TimeVaryingGraph` is a period of directed graphs, repeated, whose links and nodes may fail
+at random. At step t a node with :math:`d_j(t)` links that work (itself included) keeps one share of
+what it holds and sends one along each of the others:
 
 .. math:: A_{ij}(t) = 1 / d_j(t) \quad\text{where j sends to i at step t, or } i = j,
 
-so that the columns of :math:`A(t)` sum to one and a node has to know only how many it sends to. Information reaches all nodes where the
-sequence is *B-strongly connected*: the links of every window of B steps together make a strongly connected graph.
+so that the columns of :math:`A(t)` sum to one and a node has to know only how many it sends to.
+Information reaches all nodes where the sequence is *B-strongly connected*: the links of every
+window of B steps together make a strongly connected graph.
 
-Reference: Kolesov, Kungurtsev (2020), Decentralized Langevin dynamics over a directed graph, section 2; Nedić, Olshevsky (2015),
-Distributed optimization over time-varying directed graphs, IEEE TAC 60(3).
+Reference: Kolesov, Kungurtsev (2020), Decentralized Langevin dynamics over a directed graph,
+section 2; Nedić, Olshevsky (2015), Distributed optimization over time-varying directed graphs, IEEE
+TAC 60(3).
 """
 
 from collections.abc import Hashable, Sequence
@@ -43,7 +46,10 @@ def _num_nodes(num_nodes: int) -> int:
 
 
 def from_networkx(graph: nx.Graph) -> TimeVaryingGraph:
-    """One graph for all steps; an undirected one sends both ways. Weights of edges are not used, loops are implied."""
+    """One graph for all steps; an undirected one sends both ways.
+
+    Weights of edges are not used, loops are implied.
+    """
     if not isinstance(graph, nx.Graph):
         raise TypeError(f"expected a networkx graph, got {type(graph).__name__}")
     _num_nodes(graph.number_of_nodes())
@@ -55,7 +61,8 @@ def from_networkx(graph: nx.Graph) -> TimeVaryingGraph:
 def periodic(graphs: Sequence[nx.Graph | TimeVaryingGraph]) -> TimeVaryingGraph:
     """Graphs that follow one another, and begin anew after the last.
 
-    :param graphs: networkx graphs over the same nodes (as many steps as there are graphs), or time-varying ones.
+    :param graphs: networkx graphs over the same nodes (as many steps as there are graphs), or
+        time-varying ones.
     :raises ValueError: when there are none, or their nodes differ.
 
     Example::
@@ -72,7 +79,8 @@ def periodic(graphs: Sequence[nx.Graph | TimeVaryingGraph]) -> TimeVaryingGraph:
     """
     if isinstance(graphs, nx.Graph | TimeVaryingGraph):
         raise TypeError(
-            "graphs: expected a sequence of graphs, got one; from_networkx(graph) is the same at every step"
+            "graphs: expected a sequence of graphs, got one; from_networkx(graph) is the same at "
+            "every step"
         )
     parts = [g if isinstance(g, TimeVaryingGraph) else from_networkx(g) for g in graphs]
     if not parts:
@@ -81,12 +89,14 @@ def periodic(graphs: Sequence[nx.Graph | TimeVaryingGraph]) -> TimeVaryingGraph:
     for number, part in enumerate(parts):
         if set(part.nodes) != set(nodes):
             raise ValueError(
-                f"graphs: expected the same nodes at every step, {shown(nodes)}, got {shown(part.nodes)} in graph {number}; "
+                f"graphs: expected the same nodes at every step, {shown(nodes)}, got "
+                f"{shown(part.nodes)} in graph {number}; "
                 "add nodes without links by add_nodes_from"
             )
     if len({(p.link_failure, p.node_dropout) for p in parts}) > 1:
         raise ValueError(
-            "graphs: expected equal probabilities of failure at every step; give them to the periodic graph"
+            "graphs: expected equal probabilities of failure at every step; give them to the "
+            "periodic graph"
         )
     if any(p.weights is not None for p in parts):
         raise ValueError(
@@ -100,9 +110,12 @@ def periodic(graphs: Sequence[nx.Graph | TimeVaryingGraph]) -> TimeVaryingGraph:
 def from_matrices(
     matrices: Sequence[Any], nodes: Sequence[Hashable] | None = None
 ) -> TimeVaryingGraph:
-    """Mixing matrices A of one's own, one for each step of the period: ``A[i, j]`` is the share of node j that goes to i.
+    """Mixing matrices A of one's own, one for each step of the period.
 
-    :raises ValueError: for matrices that are not square, have negative entries, or columns that do not sum to one.
+    ``A[i, j]`` is the share of node j that goes to i.
+
+    :raises ValueError: for matrices that are not square, have negative entries, or columns that do
+        not sum to one.
     """
     given = np.asarray(matrices, np.float64)
     given = given[None] if given.ndim == 2 else given
@@ -119,14 +132,16 @@ def from_matrices(
         t, j = np.argwhere(off)[0]
         rows = " Its rows do: take the transpose" if np.allclose(given[t].sum(1), 1) else ""
         raise ValueError(
-            f"matrices: expected columns that sum to one (what a node keeps and sends is all it has), got {sums[t, j]:.6g} in column "
+            "matrices: expected columns that sum to one (what a node keeps and sends is all it "
+            f"has), got {sums[t, j]:.6g} in column "
             f"{j} of matrix {t}.{rows}"
         )
     kept = np.diagonal(given, axis1=1, axis2=2)
     if not (kept > 0).all():
         t, j = np.argwhere(kept <= 0)[0]
         raise ValueError(
-            f"matrices: expected every node to keep a share of its own, got 0 on the diagonal for node {j} of matrix {t}"
+            "matrices: expected every node to keep a share of its own, got 0 on the diagonal for "
+            f"node {j} of matrix {t}"
         )
     links = (given > 0) & ~np.eye(m, dtype=bool)
     if nodes is not None and len(set(nodes)) != m:
@@ -152,7 +167,10 @@ def complete(num_nodes: int) -> TimeVaryingGraph:
 
 
 def almost_circular() -> TimeVaryingGraph:
-    """The paper's six nodes (figure 2): at even steps the printed links 0 -> 1, 2 -> 3, 5 -> 0, at odd steps the others of the circle."""
+    """The paper's six nodes (figure 2).
+
+    At even steps the printed links 0 -> 1, 2 -> 3, 5 -> 0, at odd steps the others of the circle.
+    """
     printed, others = nx.empty_graph(6, nx.DiGraph), nx.empty_graph(6, nx.DiGraph)
     printed.add_edges_from([(0, 1), (2, 3), (5, 0)])
     others.add_edges_from([(1, 2), (3, 4), (4, 5)])
@@ -160,7 +178,9 @@ def almost_circular() -> TimeVaryingGraph:
 
 
 def erdos_renyi(num_nodes: int, probability: float) -> TimeVaryingGraph:
-    """At every step each of the m (m - 1) links is there with this probability, anew and independently."""
+    """At every step each of the m (m - 1) links is there with this probability, anew and
+    independently.
+    """
     if not isinstance(probability, Real) or not 0 < probability <= 1:
         raise ValueError(f"probability: expected a number in (0, 1], got {probability!r}")
     return complete(num_nodes).with_link_failures(1 - probability)

@@ -1,12 +1,18 @@
-r"""One exchange of messages over a graph: every node receives a weighted sum of what the others sent.
+r"""One exchange of messages over a graph.
 
-:func:`mixing` turns a :class:`~numpyro_fed.decentralized.graphs.TimeVaryingGraph` into arrays, :meth:`Mixing.links` draws which links work at a
-step, and :meth:`Links.mix` applies the step's matrix to anything that nodes hold. Two rules make a matrix of links:
+Every node receives a weighted sum of what the others sent.
 
-* *shares* (push-sum): a node splits what it has evenly over its links that work and itself; columns sum to one;
-* *Metropolis weights* (gossip): :math:`W_{ij} = 1 / (1 + \max(d_i, d_j))` on links that work both ways; rows and columns sum to one.
+:func:`mixing` turns a :class:`~numpyro_fed.decentralized.graphs.TimeVaryingGraph` into arrays,
+:meth:`Mixing.links` draws which links work at a step, and :meth:`Links.mix` applies the step's
+matrix to anything that nodes hold. Two rules make a matrix of links:
 
-Dense matrices are multiplied; sparse ones are gathered from each node's in-neighbours, at a cost of m times the largest in-degree.
+* *shares* (push-sum): a node splits what it has evenly over its links that work and itself; columns
+  sum to one;
+* *Metropolis weights* (gossip): :math:`W_{ij} = 1 / (1 + \max(d_i, d_j))` on links that work both
+  ways; rows and columns sum to one.
+
+Dense matrices are multiplied; sparse ones are gathered from each node's in-neighbours, at a cost of
+m times the largest in-degree.
 """
 
 from typing import NamedTuple
@@ -49,12 +55,15 @@ class Links(NamedTuple):
 
 
 class Mixing(NamedTuple):
-    """A graph as arrays: for each step of the period every node's in-neighbours, padded to the largest number K.
+    """A graph as arrays.
+
+    For each step of the period every node's in-neighbours, padded to the largest number K.
 
     :param senders: in-neighbours ``(B, m, K)``; padding has weight zero.
     :param weights: their weights where nothing fails ``(B, m, K)``.
     :param own: weight of a node's own ``(B, m)``.
-    :param pair: a number of the pair of nodes that a link joins, the same for both directions ``(B, m, K)``.
+    :param pair: a number of the pair of nodes that a link joins, the same for both directions ``(B,
+        m, K)``.
     :param dense: the matrices themselves ``(B, m, m)``, or ``None`` for sparse mixing.
     :param link_failure: probability.
     :param node_dropout: probability.
@@ -73,7 +82,8 @@ class Mixing(NamedTuple):
 
         :param key: decides what fails.
         :param fails: whether anything may (static: without, no random numbers are drawn).
-        :param both_ways: gossip: a link fails in both directions, and matrices keep rows that sum to one.
+        :param both_ways: gossip: a link fails in both directions, and matrices keep rows that sum
+            to one.
         """
         at = jnp.remainder(t, self.own.shape[0])
         senders, weights, own = self.senders[at], self.weights[at], self.own[at]
@@ -131,7 +141,8 @@ def mixing(graph: TimeVaryingGraph, *, both_ways: bool, sparse: bool | None = No
     """A graph's arrays.
 
     :param both_ways: Metropolis weights in place of equal shares.
-    :param sparse: gather from in-neighbours, or multiply matrices; ``None``: sparse where no node has an eighth of all as neighbours.
+    :param sparse: gather from in-neighbours, or multiply matrices; ``None``: sparse where no node
+        has an eighth of all as neighbours.
     """
     m, dtype = graph.num_nodes, jnp.result_type(float)
     most = max(1, int(graph.links.sum(2).max()))

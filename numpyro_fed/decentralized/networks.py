@@ -34,15 +34,19 @@ LEAST_WEIGHT = 1e-6  # of a push-sum weight, whose mean is one
 
 @wire_name("NetworkState")
 class NetworkState(NamedTuple):
-    """State of R networks of m nodes after a step; chains are nodes, ``C = R m``, network after network.
+    """State of R networks of m nodes after a step.
+
+    Chains are nodes, ``C = R m``, network after network.
 
     :param i: steps made.
-    :param z: all latent sites in unconstrained space: global ones at each node's own position, local ones in pooled order, each from its
-        own node; ``(C, ...)``.
+    :param z: all latent sites in unconstrained space: global ones at each node's own position,
+        local ones in pooled order, each from its own node; ``(C, ...)``.
     :param nodes: what the nodes hold, ``(R, m, ...)``.
     :param push_sum_weight: Y, ``(C,)``; ones for gossip.
-    :param consensus_error: squared distance of each node's global position from the network's average, ``(C,)``.
-    :param diverging: whether the step left the reals or a push-sum weight fell below 1e-6; the network's step was undone. ``(C,)``.
+    :param consensus_error: squared distance of each node's global position from the network's
+        average, ``(C,)``.
+    :param diverging: whether the step left the reals or a push-sum weight fell below 1e-6; the
+        network's step was undone. ``(C,)``.
     :param local_accept_prob: mean acceptance of a node's local moves (1 without any), ``(C,)``.
     :param step_size: alpha of this step, ``(C,)``.
     :param sent: messages each node has sent, and received, ``(C,)`` each.
@@ -143,7 +147,8 @@ def settle(
 
     def one(key: Array, nodes: Nodes, slope: Array) -> tuple[Nodes, Array]:
         new = add(state.tuning, key, alpha, nodes, slope)
-        # a number that is not finite soon reaches all nodes: a network's step is made or undone as one
+        # a number that is not finite soon reaches all nodes: a network's step is made or undone as
+        # one
         return new, jnp.isfinite(new.x).all() & (new.weight > LEAST_WEIGHT).all()
 
     new, good = jax.vmap(one)(sent.key_noise, sent.nodes._replace(eps=eps), slope)
@@ -152,7 +157,8 @@ def settle(
         return jnp.where(good.reshape(-1, *[1] * (new.ndim - 1)), new, old)
 
     nodes = jax.tree.map(kept, new, state.nodes)
-    # columns of A sum to one but for rounding, which adds up to a tenth in 1e6 steps of failing links; Z does not depend on the common factor
+    # columns of A sum to one but for rounding, which adds up to a tenth in 1e6 steps of failing
+    # links; Z does not depend on the common factor
     scale = position.shape[1] / jnp.sum(nodes.weight, 1)
     nodes = nodes._replace(x=nodes.x * scale[:, None, None], weight=nodes.weight * scale[:, None])
     chains = state.push_sum_weight.shape
@@ -190,7 +196,9 @@ def _learn(
     nodes: Nodes,
     stacks: list[SiloRows],
 ) -> Adaptation:
-    """See the curvature, in preconditioned units, and the noise of gradients at the first network's average."""
+    """See the curvature, in preconditioned units, and the noise of gradients at the first network's
+    average.
+    """
     keys = random.split(key)
     first = jax.tree.map(lambda x: x[0], nodes)
     average = first.x.mean(0)

@@ -1,11 +1,14 @@
-r"""What each node of a network computes for itself: moves of its local latents, and the gradient of its part of the potential.
+r"""What each node of a network computes for itself.
+
+Moves of its local latents, and the gradient of its part of the potential.
 
 Node i holds silo i. Its part of the pooled log density is
 
 .. math:: -U_i(\theta) = \log p(y_i, z_i \mid \theta) + \tfrac1m \log p(\theta),
 
-so that the parts of all m nodes sum to the pooled one. Local latents are held as in FSGLD, in the coordinates of the local map, and move by
-the same Metropolis steps; the gradient is taken at fixed coordinates.
+so that the parts of all m nodes sum to the pooled one. Local latents are held as in FSGLD, in the
+coordinates of the local map, and move by the same Metropolis steps; the gradient is taken at fixed
+coordinates.
 """
 
 from functools import partial
@@ -31,9 +34,11 @@ class Nodes(NamedTuple):
 
     :param x: what they mix: push-sum numerators, or positions of gossip ``(m, d)``.
     :param weight: push-sum weights y, which sum to m ``(m,)``.
-    :param tracker: each node's share of the sum of all gradients, in preconditioned units ``(m, d)``, or ``None``.
+    :param tracker: each node's share of the sum of all gradients, in preconditioned units ``(m,
+        d)``, or ``None``.
     :param slope: the gradient that the tracker holds already ``(m, d)``, or ``None``.
-    :param eps: coordinates of local latents, for each stack of silos ``(S, E, k)``, or ``None``. They never leave their node.
+    :param eps: coordinates of local latents, for each stack of silos ``(S, E, k)``, or ``None``.
+        They never leave their node.
     """
 
     x: Array
@@ -51,7 +56,10 @@ def own_step(
     eps: list[Array] | None,
     stacks: list[SiloRows],
 ) -> tuple[Array, list[Array] | None, Array]:
-    """:func:`node_step` of all nodes: gradients ``(m, d)``, coordinates, and mean acceptances ``(m,)``."""
+    """:func:`node_step` of all nodes.
+
+    Gradients ``(m, d)``, coordinates, and mean acceptances ``(m,)``.
+    """
     parts = _over_stacks(partial(node_step, plan, tuning, key), tuning, positions, eps, stacks)
     new_eps = None if eps is None else [part[1] for part in parts]
     return (
@@ -74,8 +82,10 @@ def node_step(
 
     :param key: the same for all nodes of a network.
     :param theta: the node's position ``(d,)``.
-    :param eps: coordinates of its local latents ``(E, k)``, or ``None``; they and ``local_map`` are the silo's own.
-    :return: the gradient, in preconditioned units ``(d,)``, the coordinates, and the mean acceptance (1 without any).
+    :param eps: coordinates of its local latents ``(E, k)``, or ``None``; they and ``local_map`` are
+        the silo's own.
+    :return: the gradient, in preconditioned units ``(d,)``, the coordinates, and the mean
+        acceptance (1 without any).
     """
     key_moves, key_batch = random.split(key)
     accepted = jnp.ones((), theta.dtype)
@@ -105,7 +115,8 @@ def add(tuning: Tuning, key: Array, step_size: Array, nodes: Nodes, slope: Array
 
 
 def kick(tuning: Tuning, key: Array, step_size: Array, drift: Array, share: Array) -> Array:
-    """``L (alpha drift + sqrt(2 alpha share) xi)`` of every node ``(m, d)``, noise from a key of its own for each.
+    """``L (alpha drift + sqrt(2 alpha share) xi)`` of every node ``(m, d)``, noise from a key of
+    its own for each.
 
     :param share: of the noise, ``(m,)`` with a sum of m.
     """
@@ -125,7 +136,9 @@ def gradients(
     eps: list[Array] | None,
     stacks: list[SiloRows],
 ) -> Array:
-    """``- L' grad U_i`` of every node at its own position, ``(m, d)``, from a fresh minibatch where there are any."""
+    """``- L' grad U_i`` of every node at its own position, ``(m, d)``, from a fresh minibatch where
+    there are any.
+    """
     return _in_order(
         _over_stacks(partial(_gradient, plan, tuning, key), tuning, positions, eps, stacks), stacks
     )

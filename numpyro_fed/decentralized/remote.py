@@ -1,8 +1,12 @@
-"""Networks of nodes whose silos are elsewhere: each step is one call of every node, and what nodes send to each other is exchanged here.
+"""Networks of nodes whose silos are elsewhere.
 
-What nodes mix (X, Y, trackers) is held by the driver, which applies A(t) as a relay of all messages would; a node's gradient is taken, and its local latents
-move, where its rows are. Keys are those of :func:`numpyro_fed.decentralized.networks.advance`, so draws are those at hand. Who drives sees every node's position and
-gradient at every step; of links without a server only out-neighbours see something, and that mixed.
+Each step is one call of every node, and what nodes send to each other is exchanged here.
+
+What nodes mix (X, Y, trackers) is held by the driver, which applies A(t) as a relay of all messages
+would; a node's gradient is taken, and its local latents move, where its rows are. Keys are those of
+:func:`numpyro_fed.decentralized.networks.advance`, so draws are those at hand. Who drives sees
+every node's position and gradient at every step; of links without a server only out-neighbours see
+something, and that mixed.
 """
 
 import hashlib
@@ -32,7 +36,9 @@ __all__ = ["NodeLocal", "NodeStartLocal"]
 @wire_name("NodeStartLocal")
 @dataclass(frozen=True)
 class NodeStartLocal:
-    """A node's first coordinates of its latents: its part of what one draw for all nodes would be. Nothing leaves the silo.
+    """A node's first coordinates of its latents: its part of what one draw for all nodes would be.
+
+    Nothing leaves the silo.
 
     :param plan: the static facts.
     :param networks: how many networks there are.
@@ -61,9 +67,12 @@ class NodeStartLocal:
 @wire_name("NodeLocal")
 @dataclass(frozen=True)
 class NodeLocal:
-    """A node's part of a step: :func:`numpyro_fed.decentralized.nodes.node_step` at the position ``(d,)`` that it is told.
+    """A node's part of a step.
 
-    What leaves the silo: its gradient ``(d,)``, in preconditioned units, and the mean acceptance of its local moves.
+    :func:`numpyro_fed.decentralized.nodes.node_step` at the position ``(d,)`` that it is told.
+
+    What leaves the silo: its gradient ``(d,)``, in preconditioned units, and the mean acceptance of
+    its local moves.
     """
 
     plan: NodePlan
@@ -84,19 +93,24 @@ def _check(kernel: NetworkKernel, silos: RemoteSilos, num_chains: int) -> None:
     kernel.check_chains(num_chains, len(silos))
     if kernel.learns_step_size:
         raise ValueError(
-            "step_size='adaptive' is not built for silos that are elsewhere; expected a number, or a schedule (fed.polynomial_decay): learn one at hand, with "
+            "step_size='adaptive' is not built for silos that are elsewhere; expected a number, or "
+            "a schedule (fed.polynomial_decay): learn one at hand, with "
             "made-up data of as many silos and rows"
         )
     if kernel.batch_size is not None:
         raise ValueError(
-            f"batch_size={kernel.batch_size} is not built for silos that are elsewhere; expected None"
+            f"batch_size={kernel.batch_size} is not built for silos that are elsewhere; expected "
+            "None"
         )
 
 
 def _start(
     kernel: NetworkKernel, rng_key: Array, num_chains: int, silos: RemoteSilos
 ) -> tuple[NetworkState, np.ndarray]:
-    """The first state, and the slots in which nodes keep their local latents: ``(C, 1)``, or ``(C, 0)`` without any."""
+    """The first state, and the slots in which nodes keep their local latents.
+
+    ``(C, 1)``, or ``(C, 0)`` without any.
+    """
     state, key_eps = kernel.first_state(rng_key, num_chains, 0, None, silos)
     plan, m = kernel._plan, len(silos)
     if plan.units is None:
@@ -131,11 +145,15 @@ def _step(
     told: list[int],
     silos: RemoteSilos,
 ) -> tuple[NetworkState, np.ndarray, list[int], list[tuple[int, str]]]:
-    """One step of every network. New latents are kept beside the old ones, and count if their network's step does.
+    """One step of every network.
+
+    New latents are kept beside the old ones, and count if their network's step does.
 
     :param told: the silos' slots of what they were told.
-    :return: the state, the nodes' slots, those that are needed no more, and no silo whose reply does not count: a step that leaves the reals is undone.
-    :raises SiloError: naming silos that did not answer, asked five times: without one node's gradient a network has no step.
+    :return: the state, the nodes' slots, those that are needed no more, and no silo whose reply
+        does not count: a step that leaves the reals is undone.
+    :raises SiloError: naming silos that did not answer, asked five times: without one node's
+        gradient a network has no step.
     """
     plan, m = kernel._plan, len(silos)
     sent, keys = _leave(plan, state)

@@ -1,4 +1,7 @@
-r"""A sequence of directed graphs, and what can be said of it before anything is sent; :mod:`numpyro_fed.decentralized.graphs` makes them."""
+r"""A sequence of directed graphs, and what can be said of it before anything is sent.
+
+:mod:`numpyro_fed.decentralized.graphs` makes them.
+"""
 
 import math
 from collections.abc import Hashable, Iterable, Sequence
@@ -22,11 +25,16 @@ _SEQUENCES, _STEPS = 9, 100  # random sequences, and their steps before and whil
 
 @dataclass(frozen=True, eq=False, repr=False)
 class TimeVaryingGraph:
-    """A periodic sequence of directed graphs, whose links and nodes may fail at random; made by the functions of :mod:`numpyro_fed.graphs`.
+    """A periodic sequence of directed graphs, whose links and nodes may fail at random.
 
-    :ivar links: which links there are, shape ``(period, m, m)``; ``[t, i, j]``: at steps t, t + period, ... node j sends to node i.
-    :ivar nodes: the nodes' labels; a graph whose labels (as text) are silo names is matched to silos by name, else one labelled 0 ... m - 1 by place.
-    :ivar weights: column-stochastic matrices ``(period, m, m)`` in place of equal shares, or ``None``.
+    Made by the functions of :mod:`numpyro_fed.graphs`.
+
+    :ivar links: which links there are, shape ``(period, m, m)``; ``[t, i, j]``: at steps t, t +
+        period, ... node j sends to node i.
+    :ivar nodes: the nodes' labels; a graph whose labels (as text) are silo names is matched to
+        silos by name, else one labelled 0 ... m - 1 by place.
+    :ivar weights: column-stochastic matrices ``(period, m, m)`` in place of equal shares, or
+        ``None``.
     :ivar link_failure: probability that a link does not work at a step, each by itself.
     :ivar node_dropout: probability that a node neither sends nor receives at a step.
     """
@@ -74,7 +82,8 @@ class TimeVaryingGraph:
         )
 
     def with_link_failures(self, probability: float) -> "TimeVaryingGraph":
-        """The same links, each of which fails at each step with this probability, independently, and of failures there were before.
+        """The same links, each of which fails at each step with this probability, independently,
+        and of failures there were before.
 
         :raises ValueError: for a probability outside [0, 1).
         """
@@ -84,7 +93,9 @@ class TimeVaryingGraph:
         )
 
     def with_node_dropout(self, probability: float) -> "TimeVaryingGraph":
-        """The same nodes, each of which is offline at each step with this probability: it keeps what it has, and goes on sampling.
+        """The same nodes, each of which is offline at each step with this probability.
+
+        It keeps what it has, and goes on sampling.
 
         :raises ValueError: for a probability outside [0, 1).
         """
@@ -95,11 +106,13 @@ class TimeVaryingGraph:
     def ordered(self, names: Sequence[str]) -> "TimeVaryingGraph":
         """The graph with its nodes in the order of silos of these names.
 
-        :raises ValueError: when the numbers of nodes and silos differ, or labels are neither the silos' names nor numbers.
+        :raises ValueError: when the numbers of nodes and silos differ, or labels are neither the
+            silos' names nor numbers.
         """
         if self.num_nodes != len(names):
             raise ValueError(
-                f"graph: expected one node for each of the {len(names)} silos, got {self.num_nodes} nodes, "
+                f"graph: expected one node for each of the {len(names)} silos, got "
+                f"{self.num_nodes} nodes, "
                 f"{shown(self.nodes)}"
             )
         labels: tuple[Hashable, ...] = tuple(map(str, self.nodes))
@@ -109,7 +122,8 @@ class TimeVaryingGraph:
             unknown = [node for node in labels if node not in names]
             missing = [name for name in names if name not in labels]
             raise ValueError(
-                f"graph: expected nodes labelled with the silos' names, or with 0 ... {len(names) - 1} in their order; "
+                "graph: expected nodes labelled with the silos' names, or with 0 ... "
+                f"{len(names) - 1} in their order; "
                 f"no silo is called {shown(unknown)}, and silos {shown(missing)} are no nodes"
             )
         place = [labels.index(name) for name in names]
@@ -119,7 +133,10 @@ class TimeVaryingGraph:
         )
 
     def matrix(self, t: int = 0, *, gossip: bool = False) -> np.ndarray:
-        """The column-stochastic mixing matrix A(t) where nothing fails, ``(m, m)``; for gossip that of Metropolis weights."""
+        """The column-stochastic mixing matrix A(t) where nothing fails, ``(m, m)``.
+
+        For gossip that of Metropolis weights.
+        """
         if gossip:
             return metropolis(self.links[t % self.period])
         return (
@@ -129,11 +146,14 @@ class TimeVaryingGraph:
         )
 
     def connectivity(self) -> int:
-        """The smallest B such that the links of steps kB ... (k + 1)B - 1 are strongly connected for every k >= 0.
+        """The smallest B such that the links of steps kB ...
+
+        (k + 1)B - 1 are strongly connected for every k >= 0.
 
         Of links that fail at random those count that may work: they do, infinitely often.
 
-        :raises ValueError: when there is no such B, naming the nodes that cannot be reached, and from where.
+        :raises ValueError: when there is no such B, naming the nodes that cannot be reached, and
+            from where.
         """
         self._check_union()
         for window in range(1, self.period):
@@ -155,16 +175,19 @@ class TimeVaryingGraph:
             lost = everyone - nx.descendants(union, node) - {node}
             if lost:
                 raise ValueError(
-                    f"graph: not strongly connected over its period of {self.period} step(s), so it is B-strongly connected for "
+                    f"graph: not strongly connected over its period of {self.period} step(s), so "
+                    "it is B-strongly connected for "
                     f"no B: what node {self.nodes[node]!r} sends never reaches "
-                    f"{shown([self.nodes[i] for i in sorted(lost)])}. Expected a path from every node to every other"
+                    f"{shown([self.nodes[i] for i in sorted(lost)])}. Expected a path from every "
+                    "node to every other"
                 )
 
     def contraction_rate(self, *, gossip: bool = False) -> float:
         r"""The factor per step by which disagreement between nodes shrinks, in [0, 1).
 
-        For a periodic sequence the modulus of the second eigenvalue of :math:`A(B) \cdots A(1)`, to the power 1/B; with
-        random failures the growth rate of the second singular direction of the product, from 2,000 simulated steps.
+        For a periodic sequence the modulus of the second eigenvalue of :math:`A(B) \cdots A(1)`, to
+        the power 1/B; with random failures the growth rate of the second singular direction of the
+        product, from 2,000 simulated steps.
         """
         if self.fails:
             rng, vector, growth = (
@@ -209,21 +232,26 @@ class TimeVaryingGraph:
         return kept / kept.sum(0)
 
     def added_variance(self, *, gossip: bool = False, tracking: bool = False) -> float:
-        r"""What the worst node's variance exceeds the target's by, for small steps, in units of the noise that every node adds at a step.
+        r"""What the worst node's variance exceeds the target's by, for small steps, in units of the
+        noise that every node adds at a step.
 
-        Push-sum's nodes are at :math:`Z_i = \bar X + E_i`, with :math:`E = A(X - y \bar X) / y` what is left of earlier noise. With unit noise
-        the covariance of :math:`X - y \bar X`, and its covariance with :math:`\bar X`, are
+        Push-sum's nodes are at :math:`Z_i = \bar X + E_i`, with :math:`E = A(X - y \bar X) / y`
+        what is left of earlier noise. With unit noise the covariance of :math:`X - y \bar X`, and
+        its covariance with :math:`\bar X`, are
 
         .. math:: C \leftarrow A C A^\top + F F^\top, \qquad c \leftarrow A c + F 1 / m, \qquad F = I - y 1^\top / m .
 
-        Silos alike pull all :math:`X_i` by the same force, however unequal y, which halves the covariance of E with :math:`\bar X`; and since
-        they pull at Z, the variance of :math:`\bar X` is less by the mean of that covariance. In sum, with :math:`c'_i = (A c)_i / y_i`, the variance of
-        node i exceeds the target's by :math:`(A C A^\top)_{ii} / y_i^2 + c'_i - \tfrac1{2m} \sum_j c'_j`, averaged over the period. With tracking the
-        noise has variances y, so that :math:`F F^\top` is :math:`\operatorname{diag}(y) - y y^\top / m` and c vanishes. Gossip's nodes have y = 1, and
-        their last noise too: the largest of C.
+        Silos alike pull all :math:`X_i` by the same force, however unequal y, which halves the
+        covariance of E with :math:`\bar X`; and since they pull at Z, the variance of :math:`\bar
+        X` is less by the mean of that covariance. In sum, with :math:`c'_i = (A c)_i / y_i`, the
+        variance of node i exceeds the target's by :math:`(A C A^\top)_{ii} / y_i^2 + c'_i -
+        \tfrac1{2m} \sum_j c'_j`, averaged over the period. With tracking the noise has variances y,
+        so that :math:`F F^\top` is :math:`\operatorname{diag}(y) - y y^\top / m` and c vanishes.
+        Gossip's nodes have y = 1, and their last noise too: the largest of C.
 
-        Where links fail the excess is itself random with a heavy tail (a node cut off for a while has a tiny y): this is then the median over
-        nine drawn sequences of the mean over 100 steps, and no more than a guide.
+        Where links fail the excess is itself random with a heavy tail (a node cut off for a while
+        has a tiny y): this is then the median over nine drawn sequences of the mean over 100 steps,
+        and no more than a guide.
         """
         m = self.num_nodes
         product = self._product(gossip)
@@ -267,9 +295,11 @@ class TimeVaryingGraph:
         return float(np.median(means, axis=0).max())
 
     def least_weight(self) -> tuple[float, Hashable]:
-        """The least push-sum weight that a node has in the long run where nothing fails, and that node.
+        """The least push-sum weight that a node has in the long run where nothing fails, and that
+        node.
 
-        Weights sum to m. A node that gives away much and hears little has a small one, and its draws are X / Y.
+        Weights sum to m. A node that gives away much and hears little has a small one, and its
+        draws are X / Y.
         """
         weight = self._settled(self._product())
         least = np.full(self.num_nodes, np.inf)
@@ -313,13 +343,19 @@ class TimeVaryingGraph:
 
 
 def shares(links: np.ndarray) -> np.ndarray:
-    """Equal shares of a node's out-links and itself: the column-stochastic matrix of one graph ``(m, m)``."""
+    """Equal shares of a node's out-links and itself.
+
+    The column-stochastic matrix of one graph ``(m, m)``.
+    """
     whole = links | np.eye(len(links), dtype=bool)
     return whole / whole.sum(0)
 
 
 def metropolis(links: np.ndarray) -> np.ndarray:
-    """Metropolis weights of links that work both ways: a symmetric, doubly stochastic matrix ``(m, m)``."""
+    """Metropolis weights of links that work both ways.
+
+    A symmetric, doubly stochastic matrix ``(m, m)``.
+    """
     degree = links.sum(1)
     matrix = links / (1.0 + np.maximum(degree[:, None], degree))
     return matrix + np.diag(1 - matrix.sum(1))

@@ -1,7 +1,7 @@
 r"""Bounded functions of the whitened global position, for what is not linear in it.
 
-With :math:`c = 3 \tanh(u / 3)`: :math:`\psi(u) = (1,\; c_i,\; c_i c_j / 3,\; c_i^3 / 9)`. A combination of them cannot open a tail that
-something linear closes; products of u itself did.
+With :math:`c = 3 \tanh(u / 3)`: :math:`\psi(u) = (1,\; c_i,\; c_i c_j / 3,\; c_i^3 / 9)`. A
+combination of them cannot open a tail that something linear closes; products of u itself did.
 """
 
 import jax.numpy as jnp

@@ -1,9 +1,10 @@
 r"""The proof check: before the first round, the factors are shown to sum to the pooled model.
 
-At two random points the sum :math:`\log p(\theta) + \sum_s \log p(y_s, z_s \mid \theta)` and its gradient, evaluated as the
-fit will evaluate them (jitted, vmapped over silos, padded and masked), must equal NumPyro's potential energy of
-the pooled model. It catches a model that reads across silos, a wrong ``rows=`` or ``index=``, a site counted twice,
-and a compiler that is wrong. The same points tell whether elements of a plate are independent given theta.
+At two random points the sum :math:`\log p(\theta) + \sum_s \log p(y_s, z_s \mid \theta)` and its
+gradient, evaluated as the fit will evaluate them (jitted, vmapped over silos, padded and masked),
+must equal NumPyro's potential energy of the pooled model. It catches a model that reads across
+silos, a wrong ``rows=`` or ``index=``, a site counted twice, and a compiler that is wrong. The same
+points tell whether elements of a plate are independent given theta.
 
 Where rows are elsewhere nobody is asked about them. The server checks the model on rows that are
 made up, of two silos of unequal size. A silo checks it on its own rows, cut in two, before it
@@ -45,7 +46,8 @@ __all__ = [
 # numbers lie in (.2, .8) as long as the density is finite there, else they are whole, too
 _WHOLE = ((0, 2), (1, 3), (1, 2))
 _EQUALITY = (
-    "Expected equality: the model must not combine rows of different silos (means, ranks, positions "
+    "Expected equality: the model must not combine rows of different silos (means, ranks, "
+    "positions "
     "in other plates without index=), and rows= and index= must be right"
 )
 _FINITE = (
@@ -151,7 +153,8 @@ def prove_own(factors: Factors, silos: Silos, *, seed: int = 0) -> None:
 
 
 def prove_made_up(factors: Factors, silos: Silos, *, seed: int = 0) -> None:
-    """Raise a :class:`ProofError` unless two silos of made-up rows are what their rows together are.
+    """Raise a :class:`ProofError` unless two silos of made-up rows are what their rows together
+    are.
 
     No row is needed for it. Where the model has no finite density at any rows that are made up,
     nothing is shown, and the silos' own checks have to do.
@@ -214,14 +217,17 @@ def _prove_sum(factors: Factors, silos: Silos, seed: int) -> None:
         bad = np.flatnonzero(~np.isfinite(np.asarray(terms)))
         if bad.size and np.isfinite(float(expected)):
             raise ProofError(
-                f"proof check: the log density of silo {silos.names[bad[0]]!r} is {float(terms[bad[0]])} where "
+                f"proof check: the log density of silo {silos.names[bad[0]]!r} is "
+                f"{float(terms[bad[0]])} where "
                 "the pooled model's is finite",
-                "proof check: the log density of some of its rows is not finite where that of all is",
+                "proof check: the log density of some of its rows is not finite where that of all "
+                "is",
             )
         if not np.isfinite(float(expected)):
             where = f", silo {silos.names[bad[0]]!r}" if bad.size else ""
             raise ProofError(
-                f"proof check: the log density is {float(expected)} at a typical position{where}; {_FINITE}",
+                f"proof check: the log density is {float(expected)} at a typical position{where}; "
+                f"{_FINITE}",
                 f"proof check: its log density is not finite at a typical position; {_FINITE}",
             )
         # what cancels in a sum decides its rounding: the terms' size, not the sum's
@@ -232,7 +238,8 @@ def _prove_sum(factors: Factors, silos: Silos, seed: int) -> None:
         # not (a <= b), so that NaN fails
         if not gap <= 2e3 * rounding or wrong:
             raise ProofError(
-                f"proof check: log p(theta) + sum of the {len(silos)} silos' terms is {float(value):.8g}, the "
+                f"proof check: log p(theta) + sum of the {len(silos)} silos' terms is "
+                f"{float(value):.8g}, the "
                 f"pooled model's log density {float(expected):.8g}"
                 + (f"; gradients differ at {wrong}" if wrong else "")
                 + f". {_EQUALITY}",
@@ -260,7 +267,8 @@ class BatchGap:
 
 
 def prove_batch(factors: Factors, silos: Silos, group: str, size: int, *, seed: int = 0) -> None:
-    """Raise a :class:`ValueError` unless a row's term is the same in a minibatch and in its whole silo.
+    """Raise a :class:`ValueError` unless a row's term is the same in a minibatch and in its whole
+    silo.
 
     It catches a model that reads the number of its rows, their mean or their place. Silos elsewhere
     are not asked: made-up rows are looked at.
@@ -279,8 +287,10 @@ def prove_batch(factors: Factors, silos: Silos, group: str, size: int, *, seed: 
     if not (gaps <= 2e3 * float(jnp.finfo(gaps.dtype).eps)).all():
         silo = silos.names[int(np.argmax(np.nan_to_num(gaps, nan=np.inf)))]
         raise ValueError(
-            f"proof check: in silo {silo!r} a row's log density in a minibatch of {size} differs from its own among all "
-            "rows. Expected terms that depend on their own row alone: no x.shape[0], mean or position of rows; pass such "
+            f"proof check: in silo {silo!r} a row's log density in a minibatch of {size} differs "
+            "from its own among all "
+            "rows. Expected terms that depend on their own row alone: no x.shape[0], mean or "
+            "position of rows; pass such "
             "numbers as arguments, or take batch_size=None"
         )
 
@@ -383,10 +393,11 @@ def _nested_leakage(
 def elements_are_independent(
     factors: Factors, units: Units, silos: Silos, *, seed: int = 0
 ) -> bool:
-    """Whether, given theta, the density of each silo splits over the elements of the units' plate, or of nested plates as these say.
+    """Whether, given theta, the density of each silo splits over the elements of the units' plate,
+    or of nested plates as these say.
 
-    A random combination of the elements' terms must have, in each element's latents, that element's gradient times its weight.
-    Of silos elsewhere made-up rows are looked at.
+    A random combination of the elements' terms must have, in each element's latents, that element's
+    gradient times its weight. Of silos elsewhere made-up rows are looked at.
     """
     if isinstance(silos, RemoteSilos):
         found = _made_up(factors, silos, seed)

@@ -1,7 +1,10 @@
-"""Finding the factors of a marked model: which sites are global, which are local, and to which plate.
+"""Finding the factors of a marked model.
 
-The model is traced without data, by :func:`jax.eval_shape`, with made-up numbers of rows that nothing else in the
-model is likely to have, so that a plate's size tells its row group whatever the silos' real sizes are.
+Which sites are global, which are local, and to which plate.
+
+The model is traced without data, by :func:`jax.eval_shape`, with made-up numbers of rows that
+nothing else in the model is likely to have, so that a plate's size tells its row group whatever the
+silos' real sizes are.
 """
 
 import warnings
@@ -44,17 +47,18 @@ def factorise(
 ) -> Factors:
     """Find the global and local sites of a marked model.
 
-    The model is traced by :func:`jax.eval_shape`; the result is cached by model and shapes, so that fitting the
-    same model again traces nothing.
+    The model is traced by :func:`jax.eval_shape`; the result is cached by model and shapes, so that
+    fitting the same model again traces nothing.
 
     :param model: a model with at least one silo plate.
     :param silos: the data.
-    :param public: names of observed or factor sites outside every silo plate whose data all silos know; their
-        terms count once.
+    :param public: names of observed or factor sites outside every silo plate whose data all silos
+        know; their terms count once.
     :param extra: further keyword arguments (Gibbs conditioning).
     :return: the factors.
     :raises ValueError: in words, for every structure that the factorisation does not cover.
-    :warns UserWarning: where a latent site has the name of an argument with rows, as one has whose ``obs=`` was forgotten.
+    :warns UserWarning: where a latent site has the name of an argument with rows, as one has whose
+        ``obs=`` was forgotten.
     """
     specs = tuple(
         (leaf, silos.group[leaf], jax.ShapeDtypeStruct(v.shape[1:], v.dtype))
@@ -76,8 +80,10 @@ def factorise(
     for site in factors.local_sites:
         if site.name in silos.rows:
             warnings.warn(
-                f"site {site.name!r} is latent, and the silos have an argument {site.name!r}: was obs={site.name} forgotten? As it stands "
-                "nothing is learned from these data; leave the argument out of the silos, or rename the site, if that is meant",
+                f"site {site.name!r} is latent, and the silos have an argument {site.name!r}: was "
+                f"obs={site.name} forgotten? As it stands "
+                "nothing is learned from these data; leave the argument out of the silos, or "
+                "rename the site, if that is meant",
                 stacklevel=3,
             )
     for group in silos.guessed:
@@ -85,7 +91,8 @@ def factorise(
         members = [leaf for leaf, g, _ in specs if g == group]
         if len(plates) > 1:
             raise ValueError(
-                f"arguments {members} have as many rows as each of the silo plates {plates}; say which plate "
+                f"arguments {members} have as many rows as each of the silo plates {plates}; say "
+                "which plate "
                 f'each belongs to: Silos(..., rows={{"{members[0]}": "{plates[0]}", ...}})'
             )
     return factors
@@ -94,7 +101,9 @@ def factorise(
 def pooled_factors(
     model: Callable, sites: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
 ) -> Factors:
-    """The factors of a model as a guide on pooled data sees them: each silo plate is a row group of its own.
+    """The factors of a model as a guide on pooled data sees them.
+
+    Each silo plate is a row group of its own.
 
     :param sites: a trace of the model.
     :param shapes: unconstrained shape of each latent site.
@@ -142,8 +151,10 @@ def _factorise(
     if first != second:
         names = sorted({site[0] for kind in (0, 1) for site in {*first[kind]} ^ {*second[kind]}})
         raise ValueError(
-            f"latent sites {names} change shape with a silo's number of rows; expected global sites, and a plate "
-            "element's local ones, to be alike in all silos: put what each row has inside a silo plate"
+            f"latent sites {names} change shape with a silo's number of rows; expected global "
+            "sites, and a plate "
+            "element's local ones, to be alike in all silos: put what each row has inside a silo "
+            "plate"
         )
     global_sites, local_sites, plates = first
     return Factors(
@@ -190,8 +201,10 @@ def _probe(
             if str(error).startswith("mark_silos"):
                 raise
             raise ValueError(
-                f"the model fails when traced with as many rows as {sizes} ({error}); expected one that takes all "
-                "sizes from its arguments and runs under jax.jit, and rows= that put each argument in its group"
+                f"the model fails when traced with as many rows as {sizes} ({error}); expected one "
+                "that takes all "
+                "sizes from its arguments and runs under jax.jit, and rows= that put each argument "
+                "in its group"
             ) from error
         unknown = [name for name in public if name not in sites]
         if unknown:
@@ -256,7 +269,8 @@ def _silo_plates(sites: Mapping[str, Any], sizes: dict[str, int]) -> dict[str, s
         matches = [g for g, n in sizes.items() if n == size]
         if not matches:
             raise ValueError(
-                f"silo plate {name!r}: its size is no argument's number of rows. Take it from the data, "
+                f"silo plate {name!r}: its size is no argument's number of rows. Take it from the "
+                "data, "
                 f"e.g. silo_plate({name!r}, x.shape[0]); the row groups are {sorted(sizes)}"
             )
         plates[name] = matches[0]
@@ -284,7 +298,8 @@ def _latent_sites(
         if site["is_observed"]:
             if not frames and name not in public and name not in conditioned:
                 raise ValueError(
-                    f"observed site {name!r} is outside every silo plate, so it belongs to no silo; move it "
+                    f"observed site {name!r} is outside every silo plate, so it belongs to no "
+                    "silo; move it "
                     f'into a silo plate, or, if all silos know its data, say so: public=("{name}",)'
                 )
             if frames and name in conditioned:
@@ -295,7 +310,8 @@ def _latent_sites(
             continue
         if site["fn"].support.is_discrete:
             raise ValueError(
-                f"latent site {name!r} is discrete; expected continuous latents: sum it out, e.g. with "
+                f"latent site {name!r} is discrete; expected continuous latents: sum it out, e.g. "
+                "with "
                 "dist.MixtureSameFamily"
             )
         if _is_delta(site["fn"]):

@@ -4,9 +4,9 @@ For every model with silo plates
 
 .. math:: \log p(\theta, z, y) = \log p(\theta) + \sum_s \log p(y_s, z_s \mid \theta),
 
-with the global latents :math:`\theta` and the local latents :math:`z` in unconstrained space, Jacobians
-included, each term counted once. A silo is a call of the model with that silo's own arguments; a minibatch is
-a call with some of its rows. Only this module and
+with the global latents :math:`\theta` and the local latents :math:`z` in unconstrained space,
+Jacobians included, each term counted once. A silo is a call of the model with that silo's own
+arguments; a minibatch is a call with some of its rows. Only this module and
 :mod:`numpyro_fed.density.factorize` look inside a model.
 """
 
@@ -42,10 +42,11 @@ PARAMS = "_fed_params"  # the argument under which a model that learns parameter
 
 @dataclass(frozen=True)
 class PooledModel:
-    """The model as a function of a :class:`Silos` (its pooled rows) as well as of its own arguments.
+    """The model as a function of a :class:`Silos` (its pooled rows) as well as of its own
+    arguments.
 
-    This is what ``kernel.model`` is, so that ``arviz.from_numpyro(mcmc)``, ``Predictive`` and the other blocks
-    of :class:`numpyro.infer.Gibbs` can be given the arguments of ``mcmc.run``.
+    This is what ``kernel.model`` is, so that ``arviz.from_numpyro(mcmc)``, ``Predictive`` and the
+    other blocks of :class:`numpyro.infer.Gibbs` can be given the arguments of ``mcmc.run``.
     """
 
     model: Callable
@@ -57,7 +58,10 @@ class PooledModel:
 
 
 class LocalSite(NamedTuple):
-    """A latent site inside a silo plate: ``shape`` is that of one element, in unconstrained space."""
+    """A latent site inside a silo plate.
+
+    ``shape`` is that of one element, in unconstrained space.
+    """
 
     name: str
     plate: str
@@ -69,7 +73,8 @@ class LocalSite(NamedTuple):
 class LearnedModel:
     """A model whose ``numpyro.param`` sites are set to the values of the argument :data:`PARAMS`.
 
-    So learned parameters are a shared argument like any other, and densities can be differentiated in them.
+    So learned parameters are a shared argument like any other, and densities can be differentiated
+    in them.
     """
 
     model: Callable
@@ -80,7 +85,9 @@ class LearnedModel:
 
 @dataclass(frozen=True)
 class Factors:
-    """What a model's density is made of: a static, hashable description with the density as methods.
+    """What a model's density is made of.
+
+    A static, hashable description with the density as methods.
 
     :param model: the marked model.
     :param global_sites: name and unconstrained shape of each global latent site, sorted by name.
@@ -140,7 +147,8 @@ class Factors:
         groups = [g for g in dict.fromkeys(g for _, g in self.plates) if g not in targets]
         if len(groups) != 1:
             raise ValueError(
-                f"batch_size subsamples one row group, but the model's silo plates have {groups}; expected batch_size=None"
+                f"batch_size subsamples one row group, but the model's silo plates have {groups}; "
+                "expected batch_size=None"
             )
         return groups[0]
 
@@ -163,8 +171,8 @@ class Factors:
         :param kwargs: arguments of the model: of a silo, of a minibatch, or of all data.
         :param weights: for each row group the weight of its terms: 0 for padding, N_s / m for a
             minibatch; a scalar or shape ``(n,)``.
-        :return: ``log p(theta)`` (scalar), and for each row group a vector ``(n,)`` whose sum over all
-            groups is ``log p(y_s, z_s | theta)``.
+        :return: ``log p(theta)`` (scalar), and for each row group a vector ``(n,)`` whose sum over
+            all groups is ``log p(y_s, z_s | theta)``.
         """
         placed = {s.name: jnp.moveaxis(z[s.name], 0, s.axis) for s in self.local_sites}
         model = _compat.unconstrained(self.model, {**theta, **placed})
@@ -205,8 +213,8 @@ class Factors:
     def log_prior(self, theta: Mapping[str, Array], shared: Mapping[str, Any]) -> Array:
         """``log p(theta)``, a scalar, from the shared arguments alone: the server has no rows.
 
-        The model is called with one made-up row of each group; no global term depends on it (the proof
-        check compares the sum of all factors with the pooled model).
+        The model is called with one made-up row of each group; no global term depends on it (the
+        proof check compares the sum of all factors with the pooled model).
         """
         one_row = made_up_rows(self.rows, dict(self.index))
         z = {s.name: jnp.zeros((1, *s.shape)) for s in self.local_sites}
@@ -219,7 +227,10 @@ class Factors:
     def constrain_globals(
         self, sites: Mapping[str, Array], shared: Mapping[str, Any]
     ) -> dict[str, Array]:
-        """Global sites in their supports, of unconstrained ones, from the shared arguments alone; deterministic sites are left out."""
+        """Global sites in their supports, of unconstrained ones, from the shared arguments alone.
+
+        Deterministic sites are left out.
+        """
         if self.transforms is not None:
             return {
                 name: self.transforms[name](sites[name]) if name in self.transforms else sites[name]
@@ -245,7 +256,9 @@ class Factors:
     def by_element(
         self, group: str, local: Mapping[str, Array], kwargs: Mapping[str, Any]
     ) -> Array:
-        """Local terms collected at the elements of one row group: their own, and of rows that point to them.
+        """Local terms collected at the elements of one row group.
+
+        Their own, and of rows that point to them.
 
         :param group: a row group.
         :param local: vectors of :meth:`terms`.
@@ -256,10 +269,12 @@ class Factors:
     def by_elements(
         self, groups: tuple[str, ...], local: Mapping[str, Array], kwargs: Mapping[str, Any]
     ) -> tuple[list[Array], Array]:
-        """:meth:`by_element` for several row groups at once, and the sum of the terms that belong to none of them.
+        """:meth:`by_element` for several row groups at once, and the sum of the terms that belong
+        to none of them.
 
-        :param groups: row groups, inner ones after those that they point to: a row belongs to the last of them that it points to, itself or by
-            way of other rows, and to one element only, so that each term counts once.
+        :param groups: row groups, inner ones after those that they point to: a row belongs to the
+            last of them that it points to, itself or by way of other rows, and to one element only,
+            so that each term counts once.
         """
         out, rest = [local[group] for group in groups], jnp.zeros(())
         for rows, terms in local.items():
@@ -282,7 +297,9 @@ class Factors:
         kwargs: Mapping[str, Any],
         seen: tuple[str, ...] = (),
     ) -> tuple[int, Array] | None:
-        """Which of ``groups`` a row group's rows belong to, by its place there, and each row's element."""
+        """Which of ``groups`` a row group's rows belong to, by its place there, and each row's
+        element.
+        """
         leaves, found = self.leaves(rows), []
         for leaf, target in self.index:
             if leaf not in leaves or target in (*seen, rows):
@@ -320,5 +337,7 @@ def _site_log_prob(site: Mapping[str, Any]) -> Array:
 
 
 def pooled_log_density(model: Callable, silos: Silos, values: Mapping[str, Array]) -> Array:
-    """NumPyro's own log density of the pooled model at unconstrained ``values`` (local sites in pooled order)."""
+    """NumPyro's own log density of the pooled model at unconstrained ``values`` (local sites in
+    pooled order).
+    """
     return -potential_energy(model, (), silos.pooled, values)

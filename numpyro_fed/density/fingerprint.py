@@ -118,7 +118,8 @@ def checked(about: Any, who: str, max_rows: int) -> dict[str, Any]:
         wrong = [n for n in sizes if type(n) is not int or not 1 <= n <= max_rows]
         if wrong:
             raise ValueError(
-                f"{who} says that it has {str(wrong[0])[:30]} rows of {group!r}; expected 1 to {max_rows:,}: if it is right, "
+                f"{who} says that it has {str(wrong[0])[:30]} rows of {group!r}; expected 1 to "
+                f"{max_rows:,}: if it is right, "
                 "connect(..., max_rows=...)"
             )
     return {part: about[part] for part in parts}
@@ -137,13 +138,16 @@ def fit_together(told: Sequence[dict[str, Any]], who: Sequence[str]) -> None:
             mine, theirs = told[0]["shared"], other["shared"]
             different = sorted(k for k in {*mine, *theirs} if mine.get(k) != theirs.get(k))
             raise ValueError(
-                f"{party} has other values than {who[0]} of {different}, which without rows= count as shared arguments, the same everywhere; expected that, or "
+                f"{party} has other values than {who[0]} of {different}, which without rows= count "
+                "as shared arguments, the same everywhere; expected that, or "
                 "an entry in rows= for what is a silo's own"
             )
         if wrong:
             raise ValueError(
-                f"{party} has silos of another kind than {who[0]}: {wrong[0]} {other[wrong[0]]}, expected {told[0][wrong[0]]}; "
-                "give all the same arguments and types, and say with rows= which group each argument with rows is of: told by sizes alone, it may differ"
+                f"{party} has silos of another kind than {who[0]}: {wrong[0]} {other[wrong[0]]}, "
+                f"expected {told[0][wrong[0]]}; "
+                "give all the same arguments and types, and say with rows= which group each "
+                "argument with rows is of: told by sizes alone, it may differ"
             )
 
 
@@ -186,7 +190,8 @@ def known_of(
 def fingerprint(factors: Factors, known: Silos, fit: Any = None) -> dict[str, Any]:
     """Return what tells a model from another, and a fit.
 
-    Of a model these are its sites, and a hash of the program of its log density with all numbers in it.
+    Of a model these are its sites, and a hash of the program of its log density with all numbers in
+    it.
     """
     rows = {
         leaf: jax.ShapeDtypeStruct((1, *spec.shape), spec.dtype) for leaf, _, spec in factors.rows
@@ -255,7 +260,8 @@ def program_hash(fn: Callable, *args: Any) -> str:
         elif not callable(value):
             digest.update(f"{name}={re.sub('0x[0-9a-f]+', '', repr(value))}".encode())
 
-    # apart: a context that the caller is in, like jax.ensure_compile_time_eval, would change the program
+    # apart: a context that the caller is in, like jax.ensure_compile_time_eval, would change the
+    # program
     with ThreadPoolExecutor(1) as apart:
         program = apart.submit(jax.make_jaxpr(fn), *args).result()
     walk(program.jaxpr, program.consts)

@@ -1,8 +1,9 @@
 """Silo plates: how a model says which of its sites live in silos.
 
-A *silo plate* is an ordinary :class:`numpyro.plate` whose message in the trace carries a mark. Sites
-inside a marked plate are *local* to the silo that holds the plate's element, all others are *global*.
-Nothing else about the model changes: NUTS, SVI, Predictive and every effect handler see plain plates.
+A *silo plate* is an ordinary :class:`numpyro.plate` whose message in the trace carries a mark.
+Sites inside a marked plate are *local* to the silo that holds the plate's element, all others are
+*global*. Nothing else about the model changes: NUTS, SVI, Predictive and every effect handler see
+plain plates.
 """
 
 from collections.abc import Callable
@@ -15,8 +16,10 @@ __all__ = ["NO_STEPS", "is_silo_plate", "mark_silos", "silo_plate"]
 
 _MARK = "silo_plate"
 NO_STEPS = (
-    "scan and cond of numpyro.contrib.control_flow go neither inside a silo plate nor around one; expected, inside "
-    "it, a Python loop over the steps, or one distribution of the whole path, its steps the last axis: "
+    "scan and cond of numpyro.contrib.control_flow go neither inside a silo plate nor around one; "
+    "expected, inside "
+    "it, a Python loop over the steps, or one distribution of the whole path, its steps the last "
+    "axis: "
     "dist.GaussianRandomWalk, or dist.Normal(...).to_event(1)"
 )
 
@@ -58,7 +61,8 @@ class mark_silos(Messenger):
         missing = self.plate_names - self._seen
         if missing:
             raise ValueError(
-                f"mark_silos: expected plates {sorted(self.plate_names)} in the model, did not find "
+                f"mark_silos: expected plates {sorted(self.plate_names)} in the model, did not "
+                "find "
                 f"{sorted(missing)}; use the names that the model gives to numpyro.plate"
                 + (f"; {NO_STEPS}" if self._stepped else "")
             )
@@ -81,8 +85,8 @@ def silo_plate(
     :param name: name of the plate.
     :param size: number of elements in the data that the model is called with. Take it from the data
         (``x.shape[0]``): the same model is called with all rows, one silo's rows, and a minibatch.
-    :param subsample_size: as in :class:`numpyro.plate`. Leave it out for the kernels of this library:
-        they choose rows themselves (``batch_size=``), which costs nothing per step.
+    :param subsample_size: as in :class:`numpyro.plate`. Leave it out for the kernels of this
+        library: they choose rows themselves (``batch_size=``), which costs nothing per step.
     :param dim: as in :class:`numpyro.plate`.
     :return: the plate, to be used as a context manager.
 

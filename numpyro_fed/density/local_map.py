@@ -3,12 +3,12 @@ r"""The local map: coordinates of a silo's local latents that travel with the gl
 .. math:: z_g = m_g + C_g u + T_g \left( e^{l_g + b_g u + c_g \psi} \odot (\epsilon_g + r_g + R_g u + Q_g \psi) \right), \qquad
           \epsilon_g \sim N(0, I), \qquad u = L^{-1} (\theta - \mu)
 
-one row for each *unit* g: an element of a silo plate where elements are independent given :math:`\theta`, or all
-latents of a silo together where they are not. :math:`T` is unit lower triangular. With :math:`r, R` locations may go with the scale, as
-those of non-centred latents do (:math:`a / \tau` with a well known); :math:`\psi(u)` are the curved ones of
-:mod:`numpyro_fed.density.bounded_features`. FSGLD keeps
-:math:`\epsilon` as its state, so that moving :math:`\theta` moves :math:`z` along with it. Rows of the map never
-leave their silo.
+one row for each *unit* g: an element of a silo plate where elements are independent given
+:math:`\theta`, or all latents of a silo together where they are not. :math:`T` is unit lower
+triangular. With :math:`r, R` locations may go with the scale, as those of non-centred latents do
+(:math:`a / \tau` with a well known); :math:`\psi(u)` are the curved ones of
+:mod:`numpyro_fed.density.bounded_features`. FSGLD keeps :math:`\epsilon` as its state, so that
+moving :math:`\theta` moves :math:`z` along with it. Rows of the map never leave their silo.
 """
 
 import math
@@ -55,7 +55,10 @@ class Units:
         return sum(width * count for _, count, width in self.blocks())
 
     def blocks(self) -> list[tuple[str, int, int]]:
-        """The row groups with latents: name, number of elements shown, and number of latents of each element."""
+        """The row groups with latents.
+
+        Name, number of elements shown, and number of latents of each element.
+        """
         return [
             (group, dict(self.pad)[group], self._width(group))
             for group in self.factors.latent_groups
@@ -71,7 +74,10 @@ class Units:
         return sum(math.prod(s.shape) for s in self.factors.local_sites if groups[s.name] == group)
 
     def laid_out(self, view: _View) -> _View:
-        """The view of a silo that fits its latents: where these are one row, padded to the largest silo's, so are its rows."""
+        """The view of a silo that fits its latents.
+
+        Where these are one row, padded to the largest silo's, so are its rows.
+        """
         return view if self.group is not None else replace(view, pad=self.pad)
 
     def levels(self, x: Array) -> tuple[Array, ...]:
@@ -117,7 +123,10 @@ class Units:
         return jnp.concatenate(parts)[None]
 
     def identity(self, view: SiloView | SiloRows) -> Array:
-        """A number for each unit that does not depend on the partition: its pooled row (or the silo)."""
+        """A number for each unit that does not depend on the partition.
+
+        Its pooled row (or the silo).
+        """
         if isinstance(view, SiloRows):
             return view.number[None] if self.group is None else view.order[self.group]
         positions, _ = view.units(self.group)
@@ -141,7 +150,10 @@ class Units:
         }
 
     def from_pooled(self, sites: Mapping[str, Array], silos: Silos) -> Array:
-        """All silos' units ``(G, dim)`` of the pooled model's local sites; the inverse of :meth:`to_pooled`."""
+        """All silos' units ``(G, dim)`` of the pooled model's local sites.
+
+        The inverse of :meth:`to_pooled`.
+        """
         groups = self.factors.local_groups()
         flat = {
             s.name: jnp.moveaxis(sites[s.name], s.axis, 0)[silos.order[groups[s.name]]]
@@ -165,7 +177,10 @@ class Units:
         weights: dict,
         view: SiloView | SiloRows,
     ) -> Array:
-        """Log density of each unit ``(E,)`` given theta, latents and rows; padding is standard normal."""
+        """Log density of each unit ``(E,)`` given theta, latents and rows.
+
+        Padding is standard normal.
+        """
         local = self.factors.terms(theta, self.to_sites(z), kwargs, weights)[1]
         if self.group is None:
             terms = sum((jnp.sum(v) for v in local.values()), jnp.zeros(()))[None]
@@ -211,7 +226,9 @@ class LocalMap:
         return self.mean.shape
 
     def scale(self, u: Array) -> Array:
-        """Scales at whitened position ``u`` of shape ``(d,)``, or a position for each unit ``(G, d)``; shape ``(G, k)``."""
+        """Scales at whitened position ``u`` of shape ``(d,)``, or a position for each unit ``(G,
+        d)``; shape ``(G, k)``.
+        """
         return jnp.exp(self.log_scales(u))
 
     def location(self, u: Array) -> Array:
@@ -249,7 +266,9 @@ class LocalMap:
         return spread if self.tril is None else jnp.einsum("gij,gj->gi", self.tril, spread)
 
     def log_scales(self, u: Array, eps: Array | None = None) -> Array:
-        """Log scales ``(G, k)``, whatever ``eps`` (nested plates' depend on it, and are called alike); their sum over a unit is the log determinant of dz/deps."""
+        """Log scales ``(G, k)``, whatever ``eps`` (nested plates' depend on it, and are called
+        alike); their sum over a unit is the log determinant of dz/deps.
+        """
         linear = (
             self.log_scale
             if self.scale_coupling is None
@@ -262,12 +281,16 @@ class LocalMap:
         )
 
     def log_density(self, u: Array, z: Array, owned: Array) -> Array:
-        """Log density ``(G,)`` of each unit's own latents at ``u``, for standard normal coordinates."""
+        """Log density ``(G,)`` of each unit's own latents at ``u``, for standard normal
+        coordinates.
+        """
         terms = -0.5 * self.inverse(u, z) ** 2 - self.log_scales(u) - 0.5 * math.log(2 * math.pi)
         return jnp.sum(jnp.where(owned, terms, 0.0), axis=1)
 
     def rebased(self, shift: Array, factor: Array) -> "LocalMap":
-        """The same map (of one without r, R, Q and c) in other coordinates v, where ``u = shift + factor v``; ``factor`` full or its diagonal."""
+        """The same map (of one without r, R, Q and c) in other coordinates v, where ``u = shift +
+        factor v``; ``factor`` full or its diagonal.
+        """
 
         def carry(coefficients: Array) -> Array:
             return coefficients @ factor if factor.ndim == 2 else coefficients * factor
@@ -280,7 +303,9 @@ class LocalMap:
         return replace(self, **new)
 
 
-_FUSED = 64  # most columns that are multiplied and summed: a product of matrices for each silo is slow where they are small
+# most columns that are multiplied and summed: a product of matrices for each silo is slow where
+# they are small
+_FUSED = 64
 
 
 def _rows_times(matrix: Array, u: Array, most: int = _FUSED) -> Array:

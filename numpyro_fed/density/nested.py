@@ -1,13 +1,15 @@
 r"""Local latents of two plates, one nested in the other: the units of a silo, and their local map.
 
-Elements of the inner plate (families) point to elements of the outer one (communities). Given :math:`\theta` the outer elements are
-independent, each with its inner ones; given an outer element's latents so are its inner elements. The local map of the inner plate takes
-the outer element's coordinates as it takes the whitened global position:
+Elements of the inner plate (families) point to elements of the outer one (communities). Given
+:math:`\theta` the outer elements are independent, each with its inner ones; given an outer
+element's latents so are its inner elements. The local map of the inner plate takes the outer
+element's coordinates as it takes the whitened global position:
 
 .. math:: z^{out}_g = F_g(u, \epsilon^{out}_g), \qquad z^{in}_i = F_i\big((u, \epsilon^{out}_{g(i)}), \epsilon^{in}_i\big)
 
-with F of :mod:`numpyro_fed.density.local_map`. So moving :math:`\epsilon^{out}` at fixed :math:`\epsilon^{in}` moves the inner latents along.
-A silo is one row of coordinates: those of its outer elements, then those of its inner ones, padded to the largest silo's.
+with F of :mod:`numpyro_fed.density.local_map`. So moving :math:`\epsilon^{out}` at fixed
+:math:`\epsilon^{in}` moves the inner latents along. A silo is one row of coordinates: those of its
+outer elements, then those of its inner ones, padded to the largest silo's.
 """
 
 from collections.abc import Mapping
@@ -27,7 +29,9 @@ __all__ = ["NestedMap", "NestedUnits", "join_levels", "nesting"]
 
 
 def nesting(factors: Factors) -> tuple[str, str] | None:
-    """The outer and the inner row group with latents, where there are two and the inner one points to the outer one."""
+    """The outer and the inner row group with latents, where there are two and the inner one points
+    to the outer one.
+    """
     groups = factors.latent_groups
     if len(groups) != 2:
         return None
@@ -38,7 +42,10 @@ def nesting(factors: Factors) -> tuple[str, str] | None:
 
 
 def join_levels(outer: Array, inner: Array) -> Array:
-    """One row ``(dim,)`` of outer ``(n0, k0)`` and inner ``(n1, k1)`` latents; the inverse of :meth:`NestedUnits.levels`."""
+    """One row ``(dim,)`` of outer ``(n0, k0)`` and inner ``(n1, k1)`` latents.
+
+    The inverse of :meth:`NestedUnits.levels`.
+    """
     return jnp.concatenate([outer.reshape(-1), inner.reshape(-1)])
 
 
@@ -55,7 +62,10 @@ class NestedUnits(Units):
     inner: str = ""
 
     def blocks(self) -> list[tuple[str, int, int]]:
-        """Outer and inner row group: name, number of elements shown, and number of latents of each element."""
+        """Outer and inner row group.
+
+        Name, number of elements shown, and number of latents of each element.
+        """
         return [
             (group, dict(self.pad)[group], self._width(group)) for group in (self.outer, self.inner)
         ]
@@ -87,7 +97,9 @@ class NestedUnits(Units):
         weights: dict,
         view: SiloView | SiloRows,
     ) -> tuple[Array, Array, Array]:
-        """Log densities of outer ``(n0,)`` and inner elements ``(n1,)``, and what belongs to neither; padding is standard normal."""
+        """Log densities of outer ``(n0,)`` and inner elements ``(n1,)``, and what belongs to
+        neither; padding is standard normal.
+        """
         local = self.factors.terms(theta, self.to_sites(z), kwargs, weights)[1]
         terms, rest = self.factors.by_elements((self.outer, self.inner), local, kwargs)
         idle = [
@@ -108,7 +120,8 @@ class NestedMap:
     """Rows of the local map of nested units (leading axis of every leaf: silos).
 
     :param outer: of the outer elements, ``(S, n0, k0)`` in place of ``(G, k)``.
-    :param inner: of the inner ones, ``(S, n1, k1)``; its position is that of theta with the outer element's coordinates.
+    :param inner: of the inner ones, ``(S, n1, k1)``; its position is that of theta with the outer
+        element's coordinates.
     :param parent: the outer element of each inner one, ``(S, n1)``.
     """
 

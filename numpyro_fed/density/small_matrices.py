@@ -1,8 +1,9 @@
 """Factors and solves of many small matrices at once, in elementwise arithmetic over the batch.
 
-XLA's CPU backend hands a batch of 2 x 2 matrices to LAPACK one by one, which is slow. Worse, batches from several threads can wait for each
-other for ever where threads are few (jaxlib 0.10.1, two cores). Up to :data:`UNROLLED` columns factors are written out entry by entry, beyond
-they are LAPACK's; :func:`solve_positive` is a loop over columns at any size.
+XLA's CPU backend hands a batch of 2 x 2 matrices to LAPACK one by one, which is slow. Worse,
+batches from several threads can wait for each other for ever where threads are few (jaxlib 0.10.1,
+two cores). Up to :data:`UNROLLED` columns factors are written out entry by entry, beyond they are
+LAPACK's; :func:`solve_positive` is a loop over columns at any size.
 """
 
 import jax
@@ -16,7 +17,10 @@ UNROLLED = 6
 
 
 def cholesky(matrix: Array) -> Array:
-    """Lower Cholesky factors of matrices ``(..., k, k)``; NaN where one is not positive definite."""
+    """Lower Cholesky factors of matrices ``(..., k, k)``.
+
+    NaN where one is not positive definite.
+    """
     k = matrix.shape[-1]
     if k > UNROLLED:
         return jnp.linalg.cholesky(matrix)
@@ -52,7 +56,10 @@ def solve(factor: Array, x: Array) -> Array:
 
 
 def inverse_cholesky(matrix: Array) -> Array:
-    """Lower Cholesky factors of the inverses: of the matrix read backwards, inverted and read backwards again."""
+    """Lower Cholesky factors of the inverses.
+
+    Of the matrix read backwards, inverted and read backwards again.
+    """
     backwards = cholesky(matrix[..., ::-1, ::-1])
     eye = jnp.broadcast_to(jnp.eye(matrix.shape[-1], dtype=matrix.dtype), matrix.shape)
     columns = jax.vmap(solve_lower, in_axes=(None, -1), out_axes=-1)(backwards, eye)
@@ -60,7 +67,8 @@ def inverse_cholesky(matrix: Array) -> Array:
 
 
 def solve_positive(matrix: Array, x: Array) -> Array:
-    """``matrix^-1 x`` for positive definite matrices ``(..., k, k)`` and columns ``(..., k, r)``, by Gauss-Jordan elimination.
+    """``matrix^-1 x`` for positive definite matrices ``(..., k, k)`` and columns ``(..., k, r)``,
+    by Gauss-Jordan elimination.
 
     The diagonal is scaled to one; positive definite matrices need no pivots.
     """

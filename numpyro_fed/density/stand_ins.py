@@ -1,4 +1,7 @@
-"""Silos that stand in for others in the proof check: rows that are made up, or one silo's cut in two."""
+"""Silos that stand in for others in the proof check.
+
+Rows that are made up, or one silo's cut in two.
+"""
 
 import jax.numpy as jnp
 import numpy as np

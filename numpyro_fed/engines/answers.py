@@ -1,4 +1,7 @@
-"""List of what a silo answers over a wire: for each kind of call what leaves, and how often at most."""
+"""List of what a silo answers over a wire.
+
+For each kind of call what leaves, and how often at most.
+"""
 
 from typing import NamedTuple
 
@@ -17,7 +20,8 @@ __all__ = [
 FIT_CALLS = ("InitLocal", "RoundLocal", "EstimateLocal")  # of variational fits
 MAX_MESSAGE = 1 << 28  # bytes
 MAX_REFUSED = 20  # refused connections of a study: each tells whether a guess was right
-MAX_ROWS = 100_000_000  # of all silos together: first latents are drawn for all, and each silo's are picked
+# of all silos together: first latents are drawn for all, and each silo's are picked
+MAX_ROWS = 100_000_000
 MAX_SLOTS = 100_000  # states that a silo keeps at one time
 MAX_POINTS = 1 << 17  # positions that one call may ask about
 # settings of a call that decide how long it takes
@@ -39,9 +43,11 @@ class Answer(NamedTuple):
 
 ANSWERED = {
     "ScoreLocal": Answer(
-        "its surrogate: gradient and precision of its log marginal likelihood, fitted at the server's points, and "
+        "its surrogate: gradient and precision of its log marginal likelihood, fitted at the "
+        "server's points, and "
         "its values there",
-        "d + d^2 (beyond 500 dimensions 2 d), one for each point; where d <= 16 in the last rounds d (1 + 2 d + d (d "
+        "d + d^2 (beyond 500 dimensions 2 d), one for each point; where d <= 16 in the last rounds "
+        "d (1 + 2 d + d (d "
         "+ 1) / 2) more",
         1_000,
     ),
@@ -57,10 +63,13 @@ ANSWERED = {
     ),
     "InitLocal": Answer("nothing: it makes its own first parameters, and keeps them", "", 1_000),
     "RoundLocal": Answer(
-        "SFVI: its part of the bound and of its gradient; SFVI-Avg: global parameters after its steps; conducive "
-        "rounds: its site's natural parameters, its part of the bound, and with optimizers its copies of learned "
+        "SFVI: its part of the bound and of its gradient; SFVI-Avg: global parameters after its "
+        "steps; conducive "
+        "rounds: its site's natural parameters, its part of the bound, and with optimizers its "
+        "copies of learned "
         "parameters",
-        "2 d for each draw, and as many as learned parameters; as many as global parameters; d + d (d + 1) / 2 "
+        "2 d for each draw, and as many as learned parameters; as many as global parameters; d + d "
+        "(d + 1) / 2 "
         "(diagonal: 2 d)",
         100_000,
     ),
@@ -70,7 +79,8 @@ ANSWERED = {
     "TellLocal": Answer("nothing: it keeps surrogates and step size", "", 1_000),
     "StartLocal": Answer("nothing: it draws its first local latents, and keeps them", "", 100_000),
     "StayLocal": Answer(
-        "a chain's position after its stay, four statistics, and the mean of what its surrogate lacks",
+        "a chain's position after its stay, four statistics, and the mean of what its surrogate "
+        "lacks",
         "2 d + 5 in each visit",
         1_000_000,
     ),
@@ -78,7 +88,8 @@ ANSWERED = {
         "nothing: it draws its first local latents, and keeps them", "", 100_000
     ),
     "NodeLocal": Answer(
-        "gradient of its part of the potential at its node's position, and the acceptance of its local moves",
+        "gradient of its part of the potential at its node's position, and the acceptance of its "
+        "local moves",
         "d + 1 in each step of each network",
         1_000_000,
     ),

@@ -1,7 +1,8 @@
 """Flower carries the messages: silos of several organisations, each behind a SuperNode of its own.
 
-At a silo a *side* answers: ``answer(data: bytes) -> bytes``, and a ``name``. At the server :class:`Flower` brings one message to each of some
-silos and their replies back. Bytes are all that crosses, in Flower's records; nothing is pickled. :class:`InProcessGrid` takes the place of
+At a silo a *side* answers: ``answer(data: bytes) -> bytes``, and a ``name``. At the server
+:class:`Flower` brings one message to each of some silos and their replies back. Bytes are all that
+crosses, in Flower's records; nothing is pickled. :class:`InProcessGrid` takes the place of
 SuperLink and SuperNodes within one process. See ``docs/flower.md`` for a deployment.
 """
 
@@ -62,9 +63,11 @@ class Side(Protocol):
 def client_app(make_side: Callable[[Context], Side]) -> ClientApp:
     """What a SuperNode runs.
 
-    Of an exception only the type's name is told to the server, since its words may hold values of rows; the words are in the silo's own log.
+    Of an exception only the type's name is told to the server, since its words may hold values of
+    rows; the words are in the silo's own log.
 
-    :param make_side: called once in a process, with Flower's context; ``context.node_config["name"]`` is what the node was started with.
+    :param make_side: called once in a process, with Flower's context;
+        ``context.node_config["name"]`` is what the node was started with.
     """
     app, sides = ClientApp(), {}
 
@@ -118,12 +121,14 @@ def server_app(run: Callable[[Grid, Context], Any]) -> ServerApp:
 class Flower:
     """The messenger: brings messages to silos by name, and replies back.
 
-    A silo's name is the one its node's key was registered with, or else the one that its side tells when it is asked.
+    A silo's name is the one its node's key was registered with, or else the one that its side tells
+    when it is asked.
 
     :param grid: Flower's, or an :class:`InProcessGrid`.
     :param names: all silos, in the order of the coordinator.
     :param timeout: seconds that an answer may take; a message that is older is not waited for.
-    :param patience: a message is sent again to a silo that did not answer until so many seconds have passed since it was first sent.
+    :param patience: a message is sent again to a silo that did not answer until so many seconds
+        have passed since it was first sent.
     :param wait: seconds that silos have to appear in.
     :param grace: seconds that a node has to tell its name in, also where another one claims it.
     :param poll: most seconds between looks for replies.
@@ -154,9 +159,11 @@ class Flower:
     def exchange(self, messages: Mapping[str, bytes]) -> dict[str, bytes]:
         """One message to each of the silos named; the replies of those that answered in time.
 
-        :raises ValueError: for a name that is not a silo's, and when two nodes turn out to have one name.
+        :raises ValueError: for a name that is not a silo's, and when two nodes turn out to have one
+            name.
         :raises RuntimeError: where the server refuses messages as too large.
-        :warns UserWarning: where a silo's app failed; other silences are told by :attr:`reasons` alone.
+        :warns UserWarning: where a silo's app failed; other silences are told by :attr:`reasons`
+            alone.
         """
         strange = sorted(set(messages) - set(self.names))
         if strange:
@@ -197,7 +204,10 @@ class Flower:
     def _push(
         self, messages: Mapping[str, bytes], sent: dict[str, tuple[str, int, float]], end: float
     ) -> None:
-        """Send messages, all at once: what is the same for several silos, Flower sends to the server once."""
+        """Send messages, all at once.
+
+        What is the same for several silos, Flower sends to the server once.
+        """
         if not messages:
             return
         now = time.monotonic()
@@ -211,7 +221,8 @@ class Flower:
         numbers = list(self.grid.push_messages(whole))
         if len(numbers) < len(whole):
             raise RuntimeError(
-                "the SuperLink, or a proxy before it, refused the messages as too large; expected bodies of 5 MB to be let through"
+                "the SuperLink, or a proxy before it, refused the messages as too large; expected "
+                "bodies of 5 MB to be let through"
             )
         for name, number in zip(messages, numbers, strict=True):
             if number is None:  # the SuperLink does not know the node any more

@@ -8,7 +8,8 @@ from typing import Any
 
 __all__ = ["QUIET", "link_command", "node_command", "write_app"]
 
-#: Environment of every process of Flower's: it tells nobody of itself, installs nothing, and looks for work often.
+#: Environment of every process of Flower's: it tells nobody of itself, installs nothing, and looks
+#: for work often.
 QUIET = {
     "FLWR_TELEMETRY_ENABLED": "0",
     "FLWR_DISABLE_UPDATE_CHECK": "1",
@@ -57,14 +58,16 @@ def node_command(
     give_up: float | None = None,
     **config: Any,
 ) -> list[str]:
-    """The command that starts a silo's SuperNode, of which the environment is to hold :data:`QUIET`.
+    """The command that starts a silo's SuperNode, of which the environment is to hold
+    :data:`QUIET`.
 
     :param server: the SuperLink, ``host:port``.
     :param name: the silo's.
     :param ca: the authority that signed the server's certificate, in PEM.
     :param key: private key of this node, in OpenSSH's form.
     :param port: of this machine, for the node and the apps it starts.
-    :param give_up: seconds after which the node ends with exit code 1 if the server does not answer; by default never.
+    :param give_up: seconds after which the node ends with exit code 1 if the server does not
+        answer; by default never.
     :param config: further ``context.node_config``: numbers, truth values, words.
     """
     pairs = " ".join(f"{k}={json.dumps(v)}" for k, v in {"name": name, **config}.items())
@@ -77,7 +80,9 @@ def node_command(
 def write_app(
     directory: str | Path, server: str, client: str, config: Mapping[str, Any] | None = None
 ) -> Path:
-    """The folder that ``flwr run`` sends to the SuperLink: two names of importable objects, and no code.
+    """The folder that ``flwr run`` sends to the SuperLink.
+
+    Two names of importable objects, and no code.
 
     :param server: ``module:object`` of a :func:`server_app`, for the SuperLink's machine.
     :param client: ``module:object`` of a :func:`client_app`, for the silos'.

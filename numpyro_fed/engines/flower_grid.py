@@ -1,4 +1,7 @@
-"""Flower without processes: real ClientApps, called in this one. For trying things out and for tests."""
+"""Flower without processes: real ClientApps, called in this one.
+
+For trying things out and for tests.
+"""
 
 import itertools
 import time
@@ -17,9 +20,12 @@ _RAISED, _NODE_UNAVAILABLE = 2, 5  # Flower's codes of errors
 
 
 class InProcessGrid(Grid):
-    """ClientApps in this process in place of SuperNodes, asked one after another; a reply that took longer than its message's ttl is lost.
+    """ClientApps in this process in place of SuperNodes, asked one after another.
 
-    :param apps: by node, or numbered from 1; :attr:`apps` may be changed: a node taken out of it is dead.
+    A reply that took longer than its message's ttl is lost.
+
+    :param apps: by node, or numbered from 1; :attr:`apps` may be changed: a node taken out of it is
+        dead.
     :param config: what every node was started with.
     """
 

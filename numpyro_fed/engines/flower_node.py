@@ -1,8 +1,10 @@
 """A silo's node in one lasting process, in place of Flower's SuperNode.
 
-Flower's SuperNode starts a process for every message, and runs in it what the coordinator's app names. This one asks the SuperLink in the same
-words and with the same keys, but has its own app answer, in this process: data, compiled programs and latents stay in memory, and the app that the
-coordinator sends is not even fetched. It stands on parts of Flower that are not its public interface, hence the pinned versions.
+Flower's SuperNode starts a process for every message, and runs in it what the coordinator's app
+names. This one asks the SuperLink in the same words and with the same keys, but has its own app
+answer, in this process: data, compiled programs and latents stay in memory, and the app that the
+coordinator sends is not even fetched. It stands on parts of Flower that are not its public
+interface, hence the pinned versions.
 """
 
 import logging
@@ -23,7 +25,8 @@ from flwr.supernode import fleet_http_connection
 
 __all__ = ["serve"]
 
-_NOT_IN = "[code: 2004]"  # the key is not registered, or the server takes its node to be there until it misses heartbeats
+# the key is not registered, or the server takes its node to be there until it misses heartbeats
+_NOT_IN = "[code: 2004]"
 _EXPIRES, _AGAIN = 150.0, 5.0  # seconds that this may last, and between questions
 _log = logging.getLogger(__name__)
 
@@ -45,12 +48,14 @@ def serve(
     :param server: the SuperLink, ``host:port``.
     :param name: the silo's, as ``context.node_config["name"]``.
     :param ca: the authority that signed the server's certificate, in PEM.
-    :param key: private key of this node, in OpenSSH's form; without one the server has to let in nodes that it does not know.
+    :param key: private key of this node, in OpenSSH's form; without one the server has to let in
+        nodes that it does not know.
     :param poll: most seconds between questions for messages.
-    :param give_up: seconds in which the server has to answer and to let this node in; by default it is waited for,
-        and has 150 s to miss a former process of this node that was killed.
+    :param give_up: seconds in which the server has to answer and to let this node in; by default it
+        is waited for, and has 150 s to miss a former process of this node that was killed.
     :param config: further ``context.node_config``.
-    :raises ConnectionError: in words, where the server does not answer, does not let this node in, or shows a certificate that ``ca`` did not sign.
+    :raises ConnectionError: in words, where the server does not answer, does not let this node in,
+        or shows a certificate that ``ca`` did not sign.
     """
     fleet_http_connection.flwr_exit = _refused  # which else ends the process
     if (
@@ -75,11 +80,13 @@ def serve(
             since = since or time.monotonic()
             if time.monotonic() - since > patience:
                 raise ConnectionError(
-                    f"the server has not let silo {name!r} in for {patience:.0f} s; expected its public key to be registered there "
+                    f"the server has not let silo {name!r} in for {patience:.0f} s; expected its "
+                    "public key to be registered there "
                     f"(flwr supernode register), and no other node with this key: {error}"
                 ) from error
             _log.warning(
-                "not let in: this key is not registered, or its former process is not missed yet; asking again"
+                "not let in: this key is not registered, or its former process is not missed yet; "
+                "asking again"
             )
             time.sleep(_AGAIN)
 
@@ -127,7 +134,8 @@ def _received(receive: Callable, pull: Callable, confirm: Callable) -> Message |
         return None
     head, tree = got
     run = head.metadata.run_id
-    # a message is seen before all of it is at the server: the first wait for the rest is a second, if nothing is said
+    # a message is seen before all of it is at the server: the first wait for the rest is a second,
+    # if nothing is said
     whole = inflatable_utils.pull_and_inflate_object_from_tree(
         tree,
         lambda number: pull(run, number),

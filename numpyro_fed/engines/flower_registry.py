@@ -1,4 +1,7 @@
-"""Which of Flower's nodes is which silo: by the name that its key was registered with, or else by asking it."""
+"""Which of Flower's nodes is which silo.
+
+By the name that its key was registered with, or else by asking it.
+"""
 
 import time
 import warnings
@@ -31,7 +34,8 @@ class Registry:
     """Nodes by silo, kept up to date by :meth:`look`.
 
     :param names: all silos.
-    :param grace: seconds that a node has to tell its name in. Where another node claims a silo's name, its node is asked again, and keeps the name if it answers.
+    :param grace: seconds that a node has to tell its name in. Where another node claims a silo's
+        name, its node is asked again, and keeps the name if it answers.
     """
 
     def __init__(self, grid: Grid, names: Sequence[str], grace: float) -> None:
@@ -74,7 +78,8 @@ class Registry:
                     f"; node {node} failed: {reason}" for node, reason in self.failed.items()
                 )
                 raise TimeoutError(
-                    f"silos {missing} did not appear in {wait:.0f} s; there are {sorted(self.nodes)}{failed}; "
+                    f"silos {missing} did not appear in {wait:.0f} s; there are "
+                    f"{sorted(self.nodes)}{failed}; "
                     "expected a node of each to be up"
                 )
             time.sleep(0.0 if moved else poll)

@@ -1,8 +1,11 @@
-"""NVFLARE as the carrier of messages between organisations: one controller, one executor, a job folder and the simulator.
+"""NVFLARE as the carrier of messages between organisations.
 
-The server's part is a function ``run(messenger)``; a silo's is an object with ``name`` and ``answer(data: bytes) -> bytes`` that ``make_side(name, directory)``
-makes. Both are named by import path (``"package.module:function"`` or ``"/path/file.py:function"``), and what crosses is bytes: nothing is pickled.
-Answers have to be idempotent: a message may reach a silo more than once.
+One controller, one executor, a job folder and the simulator.
+
+The server's part is a function ``run(messenger)``; a silo's is an object with ``name`` and
+``answer(data: bytes) -> bytes`` that ``make_side(name, directory)`` makes. Both are named by import
+path (``"package.module:function"`` or ``"/path/file.py:function"``), and what crosses is bytes:
+nothing is pickled. Answers have to be idempotent: a message may reach a silo more than once.
 
     from numpyro_fed.engines.nvflare import simulate
     result = simulate("my_study:run", "my_study:make_side", ["oslo", "rome"], "workspace")
@@ -39,7 +42,8 @@ try:
     from nvflare.private.fed.client.shell_cmd import ShellCommandProcessor
 except ImportError as error:
     raise ImportError(
-        'numpyro_fed.engines.nvflare needs NVFLARE, which is not installed: pip install "numpyro-fed[nvflare]"'
+        "numpyro_fed.engines.nvflare needs NVFLARE, which is not installed: pip install "
+        '"numpyro-fed[nvflare]"'
     ) from error
 
 from numpyro_fed.engines.nvflare_jobs import (
@@ -79,7 +83,8 @@ def load(path: str) -> Callable:
     where, _, name = path.rpartition(":")
     if not where or not name:
         raise ValueError(
-            f'{path!r} is no import path; expected "package.module:function" or "/path/file.py:function"'
+            f'{path!r} is no import path; expected "package.module:function" or '
+            '"/path/file.py:function"'
         )
     if where.endswith(".py"):
         if not Path(where).is_file():
@@ -103,14 +108,17 @@ def load(path: str) -> Callable:
 
 
 def load_allowed(path: str) -> Callable:
-    """The function of an import path that a job asks for, if the site lists it in its environment variable ``NUMPYRO_FED_ALLOWED``.
+    """The function of an import path that a job asks for, if the site lists it in its environment
+    variable ``NUMPYRO_FED_ALLOWED``.
 
-    :raises PermissionError: if it does not: who may submit a job may not therefore call what is installed here.
+    :raises PermissionError: if it does not: who may submit a job may not therefore call what is
+        installed here.
     """
     allowed = [x for x in os.environ.get(ALLOWED, "").split(",") if x]
     if path not in allowed:
         raise PermissionError(
-            f"the job asks for {path!r}; expected one of {allowed}, which this site lists in its environment variable {ALLOWED}"
+            f"the job asks for {path!r}; expected one of {allowed}, which this site lists in its "
+            f"environment variable {ALLOWED}"
         )
     return load(path)
 
@@ -147,7 +155,8 @@ class Messenger:
     def exchange(self, messages: dict[str, bytes]) -> dict[str, bytes]:
         """One message to each named silo; replies by name.
 
-        A silo that was restarted is sent its message again. One that has not answered within ``patience`` is absent.
+        A silo that was restarted is sent its message again. One that has not answered within
+        ``patience`` is absent.
 
         :raises ValueError: naming silos that are not of this job.
         :raises RuntimeError: if the job was stopped.
@@ -199,7 +208,10 @@ class Messenger:
 
 
 class FedController(Controller):
-    """The server's side of the job: calls ``run(messenger)``, and keeps what it returned as ``result.bin`` in its run directory."""
+    """The server's side of the job.
+
+    Calls ``run(messenger)``, and keeps what it returned as ``result.bin`` in its run directory.
+    """
 
     def __init__(self) -> None:
         super().__init__(task_check_period=PERIOD)
@@ -241,9 +253,9 @@ class FedController(Controller):
 class SideExecutor(Executor):
     """A silo's side of the job: made at the first message, kept in memory while the job lasts.
 
-    The job names an allowed function, and nothing else of it is used at the site.
-    Errors are written to ``error.txt`` in the silo's folder, and before it is made in the job's own.
-    The server is told that there was one, and no more: its text may hold data.
+    The job names an allowed function, and nothing else of it is used at the site. Errors are
+    written to ``error.txt`` in the silo's folder, and before it is made in the job's own. The
+    server is told that there was one, and no more: its text may hold data.
     """
 
     def __init__(self) -> None:
@@ -297,7 +309,8 @@ def silo_directory(root: str | Path, make_side: str, name: str) -> Path:
     """
     if not NAME.fullmatch(name):
         raise ValueError(
-            f"the client's name is {name!r}; expected letters, digits, '.', '_' and '-', a letter or "
+            f"the client's name is {name!r}; expected letters, digits, '.', '_' and '-', a letter "
+            "or "
             "digit first, as its certificate is to have it"
         )
     slug = re.sub(r"[^A-Za-z0-9._-]", "_", make_side)
@@ -305,14 +318,17 @@ def silo_directory(root: str | Path, make_side: str, name: str) -> Path:
 
 
 class Rejoin(ClientProcessJobLauncher):
-    """Of a site, not of a job: starts a silo's process, and starts it again where it was killed or the client was restarted.
+    """Of a site, not of a job.
 
-    It starts no job that brings code, and takes from NVFLARE's client the commands by which a server
-    reads the site's files (``cat``, ``grep``, ``ls``).
+    Starts a silo's process, and starts it again where it was killed or the client was restarted.
 
-    NVFLARE itself ends the job where the process dies, and does not start one for a client that comes back. :func:`prepare_kit` puts it in place of
-    ``ClientProcessJobLauncher``. The token that the job knows the site by is kept beside the job, readable to
-    the owner only, and removed when the job ends.
+    It starts no job that brings code, and takes from NVFLARE's client the commands by which a
+    server reads the site's files (``cat``, ``grep``, ``ls``).
+
+    NVFLARE itself ends the job where the process dies, and does not start one for a client that
+    comes back. :func:`prepare_kit` puts it in place of ``ClientProcessJobLauncher``. The token that
+    the job knows the site by is kept beside the job, readable to the owner only, and removed when
+    the job ends.
     """
 
     def handle_event(self, event_type: str, fl_ctx: Any) -> None:
@@ -339,7 +355,8 @@ class Rejoin(ClientProcessJobLauncher):
     def launch_job(self, job_meta: dict, fl_ctx: Any) -> "Lasting":
         if job_meta.get(AppValidationKey.BYOC):  # as this site's client found it to be
             raise PermissionError(
-                "the job brings code; expected one that names what the site has installed and allows, as write_job makes it"
+                "the job brings code; expected one that names what the site has installed and "
+                "allows, as write_job makes it"
             )
         arguments = fl_ctx.get_prop(FLContextKey.JOB_PROCESS_ARGS)
         told = [
@@ -359,7 +376,8 @@ class Rejoin(ClientProcessJobLauncher):
 
 
 class Lasting(ProcessHandle):
-    """A process that is started again where a signal ended it, unless it did so three times within half a minute of its start.
+    """A process that is started again where a signal ended it, unless it did so three times within
+    half a minute of its start.
 
     :param launch: starts it.
     """

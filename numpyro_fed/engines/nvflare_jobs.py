@@ -1,4 +1,8 @@
-"""What is written for NVFLARE: a prepared kit, a job's folder, and its simulator, which is started in processes of its own. Needs no NVFLARE to be imported."""
+"""What is written for NVFLARE.
+
+A prepared kit, a job's folder, and its simulator, which is started in processes of its own. Needs
+no NVFLARE to be imported.
+"""
 
 import json
 import os
@@ -68,7 +72,8 @@ def write_job(
     :param names: the silos, which are the names of the clients.
     :param run_arguments: what JSON holds.
     :param patience: seconds after which a silo that has not answered is left out of a round.
-    :param period: seconds between a silo's questions for a message; by default 0.05, and more with above five silos, for a hundred questions a second in all.
+    :param period: seconds between a silo's questions for a message; by default 0.05, and more with
+        above five silos, for a hundred questions a second in all.
     """
     _check_names(names)
     period = max(PERIOD, 0.01 * len(names)) if period is None else period
@@ -79,7 +84,8 @@ def write_job(
     server = {
         "format_version": 2,
         "server": {"task_request_interval": period},
-        "dead_client_grace_period": 1e9,  # that a silo is away is for ``run`` to judge, not for NVFLARE
+        # that a silo is away is for ``run`` to judge, not for NVFLARE
+        "dead_client_grace_period": 1e9,
         "workflows": [{"id": "fed", "path": PACKAGE + "FedController", "args": {}}],
         "components": [],
     }
@@ -125,7 +131,8 @@ def _check_names(names: Sequence[str]) -> None:
     wrong = [name for name in names if not NAME.fullmatch(name) or name == "server"]
     if wrong or not names:
         raise ValueError(
-            f"silos {wrong or list(names)}: expected names of letters, digits, '.', '_' and '-', not 'server'"
+            f"silos {wrong or list(names)}: expected names of letters, digits, '.', '_' and '-', "
+            "not 'server'"
         )
 
 
@@ -140,12 +147,15 @@ def simulate(
     timeout: float | None = None,
     **settings: Any,
 ) -> bytes:
-    """Run a job in NVFLARE's simulator: all on this machine, offline, each silo a process. Returns what ``run`` returned.
+    """Run a job in NVFLARE's simulator: all on this machine, offline, each silo a process.
+
+    Returns what ``run`` returned.
 
     :param workspace: for the job and logs; ``nvflare`` in it is emptied first. The silos' private
         state is in ``silos``.
     :param keep: go on from that state; by default ``silos`` is emptied first.
-    :param threads: silos in memory at one time; by default all. With fewer, a silo's process is started for each message, and its state read from disk.
+    :param threads: silos in memory at one time; by default all. With fewer, a silo's process is
+        started for each message, and its state read from disk.
     :param timeout: seconds after which the simulation is ended.
     :param settings: further ones of :func:`write_job`.
     :raises RuntimeError: with the reason, where ``run`` failed.

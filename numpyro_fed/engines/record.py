@@ -98,7 +98,10 @@ def _arrays(answer: dict[str, Any]) -> list[list[Any]]:
 
 
 def outlined(call: Call, own: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a call as the silo's record has it: settings, and what it was told, in full if short."""
+    """Return a call as the silo's record has it.
+
+    Settings, and what it was told, in full if short.
+    """
 
     def told(x: Any) -> Any:
         if jax.dtypes.issubdtype(getattr(x, "dtype", None), jax.dtypes.prng_key):

@@ -1,4 +1,7 @@
-"""A silo's side of the wire: it has the rows, answers calls, and keeps a record of all that left it."""
+"""A silo's side of the wire.
+
+It has the rows, answers calls, and keeps a record of all that left it.
+"""
 
 import dataclasses
 import time
@@ -65,14 +68,15 @@ class SiloSide:
     :param model: the marked model, as the server has it.
     :param folder: where it keeps its state; made if need be.
     :param public: as of the kernel.
-    :param fit: the :class:`SFVI` or :class:`SFVIAvg` that it takes part in, as the server has it; chains need none.
+    :param fit: the :class:`SFVI` or :class:`SFVIAvg` that it takes part in, as the server has it;
+        chains need none.
     :param guards: what the rows must be (:class:`Guards`); by default nothing.
     :param ceilings: for a kind of call, how many are answered in all; by default those of the list.
     :param own_keys: whether the silo draws by keys of its own, which gives draws of the same law as
         at hand. By the server's keys draws are those at hand, but a server that lies can solve for
         single rows. Fits with privacy or sums always draw by the silo's own.
-    :raises ValueError: for more than one silo, rows that a guard refuses, and a folder of other rows,
-        another model or other versions, with which a run that had begun must not go on.
+    :raises ValueError: for more than one silo, rows that a guard refuses, and a folder of other
+        rows, another model or other versions, with which a run that had begun must not go on.
 
     Example::
 
@@ -127,7 +131,8 @@ class SiloSide:
     def answer(self, data: bytes) -> bytes:
         """The answer to a message; an error in words where there is none.
 
-        Of an unforeseen error only its type leaves; the rest is in ``errors.log`` of the folder, since its text might quote rows.
+        Of an unforeseen error only its type leaves; the rest is in ``errors.log`` of the folder,
+        since its text might quote rows.
         """
         started, what = time.time(), "?"
         try:
@@ -178,7 +183,8 @@ class SiloSide:
     def _hello(self, request: dict[str, Any]) -> dict[str, Any]:
         if request.get("protocol") != PROTOCOL:
             raise Refusal(
-                f"the server speaks protocol {str(request.get('protocol'))[:20]}, expected {PROTOCOL}; install one "
+                f"the server speaks protocol {str(request.get('protocol'))[:20]}, expected "
+                f"{PROTOCOL}; install one "
                 "version of numpyro_fed everywhere"
             )
         return {"about": description(self.silos), "versions": versions()}
@@ -186,7 +192,8 @@ class SiloSide:
     def _opened(self, request: dict[str, Any]) -> dict[str, Any]:
         if self.counts["refused"] >= MAX_REFUSED:
             raise Refusal(
-                f"it has refused {MAX_REFUSED} connections, each of which could be a guess at what it has; expected a "
+                f"it has refused {MAX_REFUSED} connections, each of which could be a guess at what "
+                "it has; expected a "
                 "person at the silo to look at its audit.jsonl, and to start it with a new folder"
             )
         self._prove()
@@ -234,8 +241,10 @@ class SiloSide:
             if what == "shared" and other[what] != own:
                 odd = sorted(k for k in {*own, *other[what]} if own.get(k) != other[what].get(k))
                 raise Refusal(
-                    f"the server has other values than it of {odd}, which without rows= count as shared arguments, the "
-                    "same everywhere; expected the same value, or an entry in rows= for what is a silo's own"
+                    f"the server has other values than it of {odd}, which without rows= count as "
+                    "shared arguments, the "
+                    "same everywhere; expected the same value, or an entry in rows= for what is a "
+                    "silo's own"
                 )
             if what not in ("names", "sizes") and other[what] != own:
                 raise Refusal(f"the server says {what} {other[what]}, it has {own}")
@@ -273,7 +282,10 @@ class SiloSide:
         return model
 
     def _prove(self) -> None:
-        """Check the model on its own rows, once; what kind of thing is wrong leaves, and no number."""
+        """Check the model on its own rows, once.
+
+        What kind of thing is wrong leaves, and no number.
+        """
         if self._proved:
             return
         try:
@@ -297,12 +309,14 @@ class SiloSide:
             raise Refusal("another server has connected since; expected one at a time")
         if "independent" in request and self.fit is None:
             raise Refusal(
-                "it has no such fit; expected connect(messenger, model, fit=...), and SiloSide(..., fit=...) of the same"
+                "it has no such fit; expected connect(messenger, model, fit=...), and "
+                "SiloSide(..., fit=...) of the same"
             )
         independent = request.get("independent")
         if independent is not None and type(independent) is not bool:
             raise Refusal(
-                "it is told what is no answer to whether elements are independent; expected True or False"
+                "it is told what is no answer to whether elements are independent; expected True "
+                "or False"
             )
         if independent is not None and self._plan_for is not independent:
             self._plan_for = independent
@@ -349,7 +363,8 @@ class SiloSide:
             raise Refusal(f"it does not answer {kind}; expected one of the calls that it knows")
         if self.counts[kind] >= self.ceilings[kind]:
             raise Refusal(
-                f"it has answered {self.counts[kind]:,} calls of kind {kind}, its ceiling for a study; expected fewer, or a "
+                f"it has answered {self.counts[kind]:,} calls of kind {kind}, its ceiling for a "
+                "study; expected fewer, or a "
                 f"person at the silo who allows more (numpyro-fed silo --ceiling {kind}=N)"
             )
         if call.write is not None and len(self.site.kept) >= MAX_SLOTS:
@@ -391,7 +406,8 @@ class SiloSide:
             except Exception as error:  # of types alone: no number of its rows is looked at
                 self._log()
                 raise Refusal(
-                    f"what it is told does not fit {type(call.local).__name__} (numbers, shapes or settings that are "
+                    f"what it is told does not fit {type(call.local).__name__} (numbers, shapes or "
+                    "settings that are "
                     "not those of its model); its own errors.log has more"
                 ) from error
             grown = [
@@ -401,13 +417,17 @@ class SiloSide:
             ]
             if grown:
                 raise Refusal(
-                    f"the reply to {type(call.local).__name__} would be longer with one row more ({grown[0]}); expected replies that are as long for any number of rows"
+                    f"the reply to {type(call.local).__name__} would be longer with one row more "
+                    f"({grown[0]}); expected replies that are as long for any number of rows"
                 )
             self._grows[key] = new
         return self._grows[key]
 
     def _all_rows(self, part: Any) -> None:
-        """Refuse settings that would single out rows: another model's factors, fewer elements, minibatches of the server's choosing."""
+        """Refuse settings that would single out rows.
+
+        Another model's factors, fewer elements, minibatches of the server's choosing.
+        """
         assert self.site is not None
         why = None
         if isinstance(part, Factors) and not any(part is own for own in self._own.values()):
@@ -478,6 +498,7 @@ def _checked_ceilings(ceilings: Mapping[str, int] | None) -> dict[str, int]:
     for kind, most in (ceilings or {}).items():
         if kind not in ANSWERED or type(most) is not int or most < 0:
             raise ValueError(
-                f"ceilings: expected whole numbers for some of {list(ANSWERED)}, got {kind!r}: {most!r}"
+                f"ceilings: expected whole numbers for some of {list(ANSWERED)}, got {kind!r}: "
+                f"{most!r}"
             )
     return dict(ceilings or {})

@@ -1,12 +1,14 @@
 """Silos spread over JAX processes: of one organisation, on one machine or several.
 
-Every process runs the same program and holds the rows of its own silos. What the server does, each does for itself; a call is
-answered by the process that has the silo, and its reply is gathered by all. Private states stay where the rows are.
-The processes trust each other: replies are not hidden from any of them. A process that dies ends the others after JAX's heartbeat.
+Every process runs the same program and holds the rows of its own silos. What the server does, each
+does for itself; a call is answered by the process that has the silo, and its reply is gathered by
+all. Private states stay where the rows are. The processes trust each other: replies are not hidden
+from any of them. A process that dies ends the others after JAX's heartbeat.
 
     python -m numpyro_fed.engines.spmd --processes 2 models/heart_disease.py
 
-starts so many processes on this machine, deals the silos of the file's ``silos()`` to them in turn, and runs FSGLD on its ``model``.
+starts so many processes on this machine, deals the silos of the file's ``silos()`` to them in turn,
+and runs FSGLD on its ``model``.
 """
 
 import argparse
@@ -35,7 +37,10 @@ __all__ = ["Spmd", "connect", "initialize"]
 
 
 def initialize(coordinator_address: str, num_processes: int, process_id: int) -> None:
-    """``jax.distributed.initialize`` with collectives that CPUs have; before anything else of JAX is used."""
+    """``jax.distributed.initialize`` with collectives that CPUs have.
+
+    Before anything else of JAX is used.
+    """
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(coordinator_address, num_processes, process_id)
 
@@ -91,8 +96,10 @@ class Spmd(Carrier):
         heads = got[:, :, : _HEAD.itemsize]
         if (heads != heads[0]).any():
             raise RuntimeError(
-                "the processes do not make the same calls: a number that decides which (a step size, a probability, a round's count) differs "
-                "between them; expected processors of one make, and the same kernel, seed and versions in every process"
+                "the processes do not make the same calls: a number that decides which (a step "
+                "size, a probability, a round's count) differs "
+                "between them; expected processors of one make, and the same kernel, seed and "
+                "versions in every process"
             )
         return [
             _unpacked(got[self.owner[call.number], i, _HEAD.itemsize :], leaves, tree)
@@ -102,7 +109,9 @@ class Spmd(Carrier):
 
 @cache
 def _gathering() -> tuple[Any, NamedSharding, Callable]:
-    """This process's device, how an array lies that has a row a process, and the program that hands all rows to all."""
+    """This process's device, how an array lies that has a row a process, and the program that hands
+    all rows to all.
+    """
     first = {d.process_index: d for d in reversed(jax.devices())}
     mesh = Mesh(np.array([first[p] for p in sorted(first)]), ("process",))
     spread, whole = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (("process",), ()))
@@ -110,7 +119,10 @@ def _gathering() -> tuple[Any, NamedSharding, Callable]:
 
 
 def _gathered(own: np.ndarray) -> np.ndarray:
-    """An array of each process, ``(processes, ...)``; as ``process_allgather``, which makes program and sharding anew and takes five times as long."""
+    """An array of each process, ``(processes, ...)``.
+
+    As ``process_allgather``, which makes program and sharding anew and takes five times as long.
+    """
     device, spread, to_all = _gathering()
     part = jax.device_put(own[None], device)
     rows = jax.make_array_from_single_device_arrays(
@@ -203,7 +215,10 @@ def _one_process(args: argparse.Namespace) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Start the processes on this machine, and wait for them; the first exit code that is not zero."""
+    """Start the processes on this machine, and wait for them.
+
+    The first exit code that is not zero.
+    """
     parser = argparse.ArgumentParser(
         description="FSGLD of a model file over several JAX processes on this machine."
     )
@@ -242,7 +257,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _share_cores(process: int, processes: int) -> None:
-    """Hold this process to its share of the machine's cores, where there are as many as processes: else the threads of all are in each other's way."""
+    """Hold this process to its share of the machine's cores, where there are as many as processes.
+
+    Else the threads of all are in each other's way.
+    """
     if hasattr(os, "sched_setaffinity"):
         own = sorted(os.sched_getaffinity(0))[process::processes]
         if own:

@@ -34,7 +34,8 @@ _LONGEST = 2000  # letters of a silo's text that an error quotes
 class Messenger(Protocol):
     """Carrier of bytes: one message to each named silo, and replies by name.
 
-    Of a silo that did not answer in time there is none. A message may arrive twice: silos then answer the same.
+    Of a silo that did not answer in time there is none. A message may arrive twice: silos then
+    answer the same.
     """
 
     names: tuple[str, ...]
@@ -169,8 +170,10 @@ class Wire(Carrier):
             inside = pack([(c.local, c.key, c.message, c.read, c.write) for c in calls], own)
         except TypeError as error:
             raise ValueError(
-                f"what {type(calls[0].local).__name__} needs cannot go over a wire ({error}); expected the model, and the fit, that silos were connected "
-                "with: connect(messenger, model, fit=...), and step sizes that are numbers or schedules of fed, not functions"
+                f"what {type(calls[0].local).__name__} needs cannot go over a wire ({error}); "
+                "expected the model, and the fit, that silos were connected "
+                "with: connect(messenger, model, fit=...), and step sizes that are numbers or "
+                "schedules of fed, not functions"
             ) from error
         return pack({**head, "calls": np.frombuffer(inside, np.uint8)})
 
@@ -233,8 +236,10 @@ def connect(
     :param shared: values of the shared arguments (without rows, the same everywhere), which silos
         compare with their own; none leaves a silo.
     :param public: as of the kernel.
-    :param fit: the :class:`SFVI` or :class:`SFVIAvg` that is to go over this wire, which silos have, too; with the model as ``fit.model``.
-    :param fresh: whether silos are to forget what they keep for servers before this one, whose checkpoints are of no use then.
+    :param fit: the :class:`SFVI` or :class:`SFVIAvg` that is to go over this wire, which silos
+        have, too; with the model as ``fit.model``.
+    :param fresh: whether silos are to forget what they keep for servers before this one, whose
+        checkpoints are of no use then.
     :param max_rows: most rows that a silo may say it has in a row group.
     :raises ValueError: naming the silo and what is different.
     :raises RuntimeError: naming silos that did not answer.
@@ -257,8 +262,10 @@ def connect(
             )
         if set(about["shared"]) != set(shared):
             raise ValueError(
-                f"silo {name!r} has the shared arguments {sorted(about['shared'])}, the server {sorted(shared)}; expected the "
-                "same: connect(..., shared={argument: value}), or an entry in rows= for what is a silo's own"
+                f"silo {name!r} has the shared arguments {sorted(about['shared'])}, the server "
+                f"{sorted(shared)}; expected the "
+                "same: connect(..., shared={argument: value}), or an entry in rows= for what is a "
+                "silo's own"
             )
     known = known_of(told, who, shared)
     carrier = Wire(messenger, known, model, public, fit)
@@ -278,7 +285,8 @@ def _same(what: str, name: str, theirs: Any, mine: dict[str, Any]) -> None:
     for key, expected in mine.items():
         if theirs.get(key) != expected:
             raise ValueError(
-                f"silo {name!r} has another {what}: {key} {str(theirs.get(key))[:_LONGEST]}, expected {expected}; "
+                f"silo {name!r} has another {what}: {key} {str(theirs.get(key))[:_LONGEST]}, "
+                f"expected {expected}; "
                 "give all parties the same"
             )
 
@@ -299,7 +307,8 @@ def _all(messenger: Messenger, messages: dict[str, bytes]) -> dict[str, Any]:
             raise ValueError(f"silo {name!r} sent what is no answer: {error}") from error
         if not isinstance(answer, dict):
             raise ValueError(
-                f"silo {name!r} sent what is no answer: {type(answer).__name__}, expected a dictionary"
+                f"silo {name!r} sent what is no answer: {type(answer).__name__}, expected a "
+                "dictionary"
             )
         if "error" in answer:
             raise ValueError(f"silo {name!r}: {str(answer['error'])[:_LONGEST]}")

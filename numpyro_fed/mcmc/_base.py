@@ -1,4 +1,7 @@
-"""What every kernel of the library is to :class:`numpyro.infer.MCMC`: arguments, preparation, constrained values."""
+"""What every kernel of the library is to :class:`numpyro.infer.MCMC`.
+
+Arguments, preparation, constrained values.
+"""
 
 import copy
 import math
@@ -25,7 +28,10 @@ __all__ = ["FederatedKernel", "check_start"]
 
 
 class FederatedKernel(MCMCKernel):
-    """Base of all kernels: a model, silos as the argument of ``mcmc.run``, and what is settled once for both."""
+    """Base of all kernels.
+
+    A model, silos as the argument of ``mcmc.run``, and what is settled once for both.
+    """
 
     sample_field = "z"
 
@@ -50,7 +56,10 @@ class FederatedKernel(MCMCKernel):
 
     @property
     def model(self) -> PooledModel:
-        """The model, callable with the arguments of ``mcmc.run``: a :class:`Silos` stands for its pooled rows."""
+        """The model, callable with the arguments of ``mcmc.run``.
+
+        A :class:`Silos` stands for its pooled rows.
+        """
         return PooledModel(self._model)
 
     @property
@@ -74,18 +83,21 @@ class FederatedKernel(MCMCKernel):
         if len(model_args) != 1 or not isinstance(model_args[0], Silos):
             got = ", ".join(type(a).__name__ for a in model_args) or "no positional argument"
             raise ValueError(
-                f"expected mcmc.run(rng_key, silos) with silos = fed.split(...) or fed.Silos(...), got {got}; "
+                "expected mcmc.run(rng_key, silos) with silos = fed.split(...) or fed.Silos(...), "
+                f"got {got}; "
                 "one silo with all rows will do: fed.Silos({'all': {'x': x, 'y': y}})"
             )
         if isinstance(model_args[0], RemoteSilos):
             raise ValueError(
-                "the rows of these silos are elsewhere; expected fed.RemoteMCMC(kernel, ...) in place of MCMC"
+                "the rows of these silos are elsewhere; expected fed.RemoteMCMC(kernel, ...) in "
+                "place of MCMC"
             )
         extra = dict(model_kwargs or {})
         unknown = set(extra) - {"_gibbs_sites"}
         if unknown:
             raise ValueError(
-                f"arguments {sorted(unknown)} of mcmc.run: put all arguments of the model into the silos"
+                f"arguments {sorted(unknown)} of mcmc.run: put all arguments of the model into the "
+                "silos"
             )
         return model_args[0], extra
 
@@ -95,11 +107,13 @@ class FederatedKernel(MCMCKernel):
             return
         if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(key)):
             raise ValueError(
-                "the kernel must see concrete data when it starts; expected chain_method 'vectorized', "
+                "the kernel must see concrete data when it starts; expected chain_method "
+                "'vectorized', "
                 "'parallel' or 'sequential' (as a block of Gibbs: 'sequential')"
             )
-        # under a trace (chains in parallel) all is evaluated now; elsewhere it is, and this would compile each operation of a program for itself,
-        # which takes more time and memory than the program
+        # under a trace (chains in parallel) all is evaluated now; elsewhere it is, and this would
+        # compile each operation of a program for itself, which takes more time and memory than the
+        # program
         traced = isinstance(jnp.zeros(()), jax.core.Tracer)
         with jax.ensure_compile_time_eval() if traced else nullcontext():
             self._settle(silos, extra)
@@ -142,7 +156,8 @@ class FederatedKernel(MCMCKernel):
         return kernel
 
     def get_diagnostics_str(self, state: Any) -> str:
-        # reading numbers waits for the round: only as often as the bar is drawn, so that rounds run ahead of it
+        # reading numbers waits for the round: only as often as the bar is drawn, so that rounds run
+        # ahead of it
         now = time.monotonic()
         if now >= self._shown[0] + 0.1:
             self._shown = (now, self._diagnostics(state))
@@ -163,7 +178,8 @@ def check_start(got: dict[str, tuple[int, ...]], expected: dict[str, tuple[int, 
     wrong = sorted(k for k in {**got, **expected} if got.get(k) != expected.get(k))
     if wrong:
         raise ValueError(
-            f"init_params: expected unconstrained values of all latent sites (a chain axis first where there are several "
+            "init_params: expected unconstrained values of all latent sites (a chain axis first "
+            "where there are several "
             f"chains), of shapes { {k: expected.get(k, 'no such site') for k in wrong} }, got "
             f"{ {k: got.get(k, 'nothing') for k in wrong} }"
         )

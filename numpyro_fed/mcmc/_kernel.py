@@ -1,4 +1,7 @@
-"""What the Langevin kernels share as :class:`numpyro.infer.mcmc.MCMCKernel`: wiring, no mathematics."""
+"""What the Langevin kernels share as :class:`numpyro.infer.mcmc.MCMCKernel`.
+
+Wiring, no mathematics.
+"""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -39,7 +42,8 @@ class LangevinKernel(FederatedKernel):
         self._options = options.checked()
         if options.step_size == "adaptive" and not self.pooled:
             raise ValueError(
-                'step_size="adaptive" sees the noise of single steps, but a stay keeps its silo\'s for num_local_steps; expected "auto", '
+                'step_size="adaptive" sees the noise of single steps, but a stay keeps its silo\'s '
+                'for num_local_steps; expected "auto", '
                 "whose pilot measures whole stays"
             )
 
@@ -82,10 +86,11 @@ class LangevinKernel(FederatedKernel):
         model_args: tuple = (),
         model_kwargs: Mapping[str, Any] | None = None,
     ) -> LangevinState:
-        """Check the model and the data, fit what is to be fitted (once per silos), and return the first state.
+        """Check the model and the data, fit what is to be fitted (once per silos), and return the
+        first state.
 
-        :param init_params: unconstrained values of all latent sites, local ones in pooled order; by default
-            draws of the surrogate posterior (without surrogates: uniform on (-2, 2)).
+        :param init_params: unconstrained values of all latent sites, local ones in pooled order; by
+            default draws of the surrogate posterior (without surrogates: uniform on (-2, 2)).
         """
         silos, extra = self._arguments(model_args, model_kwargs)
         self._num_warmup = num_warmup
@@ -142,7 +147,8 @@ class LangevinKernel(FederatedKernel):
         silos, extra = self._arguments(model_args, model_kwargs)
         if len(silos) != state.visits.shape[-1]:
             raise ValueError(
-                f"the state has visited {state.visits.shape[-1]} silos, the data have {len(silos)}; start a new MCMC"
+                f"the state has visited {state.visits.shape[-1]} silos, the data have "
+                f"{len(silos)}; start a new MCMC"
             )
         return one_round(self._plan, state, silos.with_shared(**extra))
 
@@ -170,11 +176,14 @@ class LangevinKernel(FederatedKernel):
         return ", ".join(parts)
 
     def ledger(self, state: LangevinState) -> Ledger:
-        """Rounds, gradient evaluations and bytes of each silo up to ``state`` (e.g. ``mcmc.last_state``), all chains.
+        """Rounds, gradient evaluations and bytes of each silo up to ``state`` (e.g.
+        ``mcmc.last_state``), all chains.
 
-        A visit sends the position and the step count down; each draw of it sends these, four statistics and (FSGLD) the mean of e up. What surrogates and pilot
-        cost, once, is counted too; the preconditioner and the surrogates' sum, which every silo is told once, are not.
-        Gradients are those of the silo's term with respect to theta; Newton steps and Metropolis moves are not counted.
+        A visit sends the position and the step count down; each draw of it sends these, four
+        statistics and (FSGLD) the mean of e up. What surrogates and pilot cost, once, is counted
+        too; the preconditioner and the surrogates' sum, which every silo is told once, are not.
+        Gradients are those of the silo's term with respect to theta; Newton steps and Metropolis
+        moves are not counted.
         """
         if self._plan is None or self._prepared_for is None:
             raise ValueError("expected a kernel that has run; call mcmc.run(rng_key, silos) first")

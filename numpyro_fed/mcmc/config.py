@@ -30,7 +30,8 @@ class Plan:
     :param factors: the model's factors.
     :param units: how local latents are cut, or ``None`` without any.
     :param num_local_steps: T.
-    :param batch: row group and number of rows of a minibatch (where elements have latents: of their elements), or ``None`` for all rows.
+    :param batch: row group and number of rows of a minibatch (where elements have latents: of their
+        elements), or ``None`` for all rows.
     :param cut: whether e is cut.
     :param schedule: step size by number of local steps made, or ``None`` for a constant one.
     :param num_kept: draws kept of a stay, which divide T.
@@ -53,7 +54,10 @@ class Plan:
 
     @property
     def block(self) -> int:
-        """Local steps in a block: its random numbers are drawn, and its rows gathered, in one go."""
+        """Local steps in a block.
+
+        Its random numbers are drawn, and its rows gathered, in one go.
+        """
         steps, most = self.steps_a_draw, _BLOCK_STEPS
         if self.units is not None:  # a normal vector and a uniform for each unit
             count = 1 if self.units.group is None else dict(self.units.pad)[self.units.group]
@@ -67,7 +71,8 @@ class Plan:
             )
             most = max(1, min(most, _BLOCK_BYTES // (m * row)))
         fewest = -(-steps // most)
-        # equal blocks where there are any not far below the largest: one program to compile, not two
+        # equal blocks where there are any not far below the largest: one program to compile, not
+        # two
         return next(
             (steps // k for k in range(fewest, 2 * fewest) if steps % k == 0), -(-steps // fewest)
         )
@@ -97,7 +102,8 @@ class NetworkPlan(NodePlan):
     :param schedule: step size by number of steps made, or ``None`` for a constant one.
     :param fails: whether links or nodes may fail.
     :param both_ways: whether links work in both directions or in none (gossip).
-    :param exchange: the algorithm: what nodes hold after an exchange, and where their gradients are taken.
+    :param exchange: the algorithm: what nodes hold after an exchange, and where their gradients are
+        taken.
     :param totals: rows of each row group in all silos.
     """
 
@@ -115,7 +121,11 @@ class NetworkPlan(NodePlan):
 
 @wire_name("Conducive")
 class Conducive(NamedTuple):
-    """Surrogates around a point: gradients there ``(S, d)``, precisions ``(S, d, d)`` or ``(S, d)``, and sums; bounded corrections."""
+    """Surrogates around a point.
+
+    Gradients there ``(S, d)``, precisions ``(S, d, d)`` or ``(S, d)``, and sums; bounded
+    corrections.
+    """
 
     shift: Array
     precision: Array
@@ -141,7 +151,8 @@ class Conducive(NamedTuple):
         return gradient if self.total_bends is None else gradient + self.total_bends.score(theta)
 
 
-# sds; a map that went on in a straight line beyond would carry latents, whose silo is elsewhere, to where no posterior is
+# sds; a map that went on in a straight line beyond would carry latents, whose silo is elsewhere, to
+# where no posterior is
 _FARTHEST = 6.0
 
 
@@ -172,9 +183,11 @@ class Tuning(NamedTuple):
     :param inflation: predicted ratio of the chain's sd to the posterior's.
     :param cut: largest norm of e, in preconditioned units.
     :param members: for minibatches of elements with latents, the rows that point to each.
-    :param anchor: for minibatches with control variates, the silos' whole gradients at ``loc``, ``(S, d)``.
+    :param anchor: for minibatches with control variates, the silos' whole gradients at ``loc``,
+        ``(S, d)``.
     :param inject: what a step's noise is multiplied by, ``(d, d)``, or ``None``: nothing.
-    :param draws: positions that represent the posterior, at which the pilot looks, ``(K, d)``, or ``None``: draws of the Gaussian.
+    :param draws: positions that represent the posterior, at which the pilot looks, ``(K, d)``, or
+        ``None``: draws of the Gaussian.
     """
 
     step_size: Array
@@ -200,7 +213,10 @@ class Tuning(NamedTuple):
         )
 
     def seen_by(self, number: int) -> "Tuning":
-        """What one silo is told: of all silos' surrogates and probabilities its own, and their sum."""
+        """What one silo is told.
+
+        Of all silos' surrogates and probabilities its own, and their sum.
+        """
         own, told = slice(number, number + 1), self.without_rows()._replace(draws=None)
         conducive = told.conducive
         if conducive is not None:

@@ -1,11 +1,13 @@
 r"""DSGLD: distributed stochastic gradient Langevin dynamics, a chain that visits silos.
 
-Target: the posterior of the pooled model. Update: :mod:`numpyro_fed.mcmc.langevin` with :math:`\alpha = 0`,
+Target: the posterior of the pooled model. Update: :mod:`numpyro_fed.mcmc.langevin` with
+:math:`\alpha = 0`,
 
 .. math:: \theta \leftarrow \theta + \tfrac h2 \left( \nabla \log p(\theta) + \tfrac{N_s}{f_s m} \nabla \log p(y_s^{(m)} \mid \theta) \right)
           + N(0, h) .
 
-With many local steps it samples a mixture of the silos' posteriors: FSGLD's conducive gradient is the remedy.
+With many local steps it samples a mixture of the silos' posteriors: FSGLD's conducive gradient is
+the remedy.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,16 +22,20 @@ __all__ = ["DSGLD"]
 
 
 class DSGLD(LangevinKernel):
-    """Distributed SGLD, a kernel for :class:`numpyro.infer.MCMC`: FSGLD without conducive gradients.
+    """Distributed SGLD, a kernel for :class:`numpyro.infer.MCMC`.
 
-    **Law and bias.** The posterior for one local step a round and a small step size; with ``num_local_steps``
-    of T the variance that silos make is T times as large. What leaves a silo: the global position.
+    FSGLD without conducive gradients.
+
+    **Law and bias.** The posterior for one local step a round and a small step size; with
+    ``num_local_steps`` of T the variance that silos make is T times as large. What leaves a silo:
+    the global position.
 
     :param preconditioner: ``"surrogate"`` fits surrogates for the whitening alone.
 
     The other parameters are those of :class:`numpyro_fed.FSGLD`.
 
-    **Reference.** Ahn, Shahbaba, Welling: Distributed stochastic gradient MCMC, ICML 2014; FSGLD equations 3-4.
+    **Reference.** Ahn, Shahbaba, Welling: Distributed stochastic gradient MCMC, ICML 2014; FSGLD
+    equations 3-4.
 
     **Example**::
 

@@ -17,7 +17,10 @@ __all__ = ["OpenSilo", "drift", "open_silo", "pull_back", "push", "residual", "t
 
 
 class OpenSilo(NamedTuple):
-    """What the steps at one silo share: its arguments, weights of its terms, the coordinates of its latents, surrogates."""
+    """What the steps at one silo share.
+
+    Its arguments, weights of its terms, the coordinates of its latents, surrogates.
+    """
 
     kwargs: dict[str, Any]
     weights: dict[str, Array]
@@ -83,12 +86,16 @@ def _prior_slope(plan: Plan, theta: Array, view: SiloView) -> Array:
 def drift(
     plan: Plan, tuning: Tuning, theta: Array, eps: Array | None, silo: OpenSilo, view: SiloView
 ) -> tuple[Array, Array | None, Array | None]:
-    """What h / 2 multiplies in a step, in preconditioned units ``(d,)``; where e is separated also e, and whether it had to be cut."""
+    """What h / 2 multiplies in a step, in preconditioned units ``(d,)``.
+
+    Where e is separated also e, and whether it had to be cut.
+    """
     if plan.cut:
         e, cut = residual(plan, tuning, theta, eps, silo, view)
         return pull_back(tuning, _server_gradient(plan, tuning, theta, view)) + e, e, cut
-    # the same sum with every factor once: one product with a precision. The prior's slope is added last and not differentiated with the silo's
-    # terms: XLA would add it inside the product with the rows, which it then copies first, in each step
+    # the same sum with every factor once: one product with a precision. The prior's slope is added
+    # last and not differentiated with the silo's terms: XLA would add it inside the product with
+    # the rows, which it then copies first, in each step
     gradient = jax.grad(lambda t: terms(plan, t, eps, silo, view)[1])(theta)
     if silo.anchor is not None:
         gradient = gradient + _correction(plan, tuning, silo, view)

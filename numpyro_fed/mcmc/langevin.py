@@ -1,6 +1,9 @@
-r"""One stay of a chain at a silo: T local Langevin steps. Every Langevin kernel of the library takes it.
+r"""One stay of a chain at a silo: T local Langevin steps.
 
-With :math:`\delta = \theta - \mu` and L the preconditioner's factor (:math:`L = I` without one), each local step is
+Every Langevin kernel of the library takes it.
+
+With :math:`\delta = \theta - \mu` and L the preconditioner's factor (:math:`L = I` without one),
+each local step is
 
 .. math::
     g &= \nabla_\theta \Big[ \tfrac{N_s}{m} \log p(y_s^{(m)}, z(\theta, \epsilon) \mid \theta)
@@ -9,12 +12,13 @@ With :math:`\delta = \theta - \mu` and L the preconditioner's factor (:math:`L =
     \theta &\leftarrow \theta + L \Big( \tfrac h2 \left[ L^\top (\nabla \log p(\theta) + \alpha \nabla \log q(\theta)) + e
          \right] + \sqrt h\, \xi \Big), \qquad \xi \sim N(0, I)
 
-which is FSGLD equations 5 and 7 (DSGLD, equation 3, for :math:`\alpha = 0`). The gradient at fixed :math:`\epsilon`
-differs from the one at fixed z by a term of mean zero, and moves z along with theta. Before each step
-:math:`\epsilon` makes a Metropolis move that leaves :math:`p(z_s \mid y_s, \theta)` invariant.
+which is FSGLD equations 5 and 7 (DSGLD, equation 3, for :math:`\alpha = 0`). The gradient at fixed
+:math:`\epsilon` differs from the one at fixed z by a term of mean zero, and moves z along with
+theta. Before each step :math:`\epsilon` makes a Metropolis move that leaves :math:`p(z_s \mid y_s,
+\theta)` invariant.
 
-Law: for a fixed silo schedule and small h the chain's stationary law is the posterior up to O(h) (the discretisation's
-bias, and the variance of e between silos, which the surrogates reduce).
+Law: for a fixed silo schedule and small h the chain's stationary law is the posterior up to O(h)
+(the discretisation's bias, and the variance of e between silos, which the surrogates reduce).
 """
 
 from typing import Any, NamedTuple
@@ -65,7 +69,8 @@ class StayStats(NamedTuple):
 
     :param cut_rate: fraction of steps whose e was cut.
     :param accept_prob: mean acceptance of the local moves (1 without any).
-    :param stuck: fraction of the local latents that never moved, of the level where most are (0 without any).
+    :param stuck: fraction of the local latents that never moved, of the level where most are (0
+        without any).
     :param finite: whether all stayed finite.
     :param residual: mean of e, as cut, ``(d,)``; ``None`` where e is not separated.
     """
@@ -106,8 +111,10 @@ def stay(
 ) -> tuple[tuple[Chain, StayStats], Any]:
     """T local steps at one silo.
 
-    :param state: the silo's private rows: coordinates ``(E, k)`` and local map; ``None`` without local latents.
-    :return: the chain and the stay's statistics (they leave the silo), and the private rows (they do not).
+    :param state: the silo's private rows: coordinates ``(E, k)`` and local map; ``None`` without
+        local latents.
+    :return: the chain and the stay's statistics (they leave the silo), and the private rows (they
+        do not).
     """
     silo = open_silo(plan, tuning, state, view)
     eps = None if state is None else state[0]
@@ -193,7 +200,9 @@ def _run_block(
 def local_noise(
     plan: Plan, key: Array, eps: Any, view: SiloView, length: int
 ) -> tuple[MoveNoise, Array | None]:
-    """Random numbers of ``length`` moves of the silo's latents, and of minibatches of elements which are moved."""
+    """Random numbers of ``length`` moves of the silo's latents, and of minibatches of elements
+    which are moved.
+    """
     assert plan.units is not None
     if plan.batch is None:
         return move_noise(plan.units, key, eps, view, length), None
@@ -216,7 +225,8 @@ def local_step(
 ) -> tuple[Any, Array, tuple[Any, OpenSilo, SiloView]]:
     """Move the silo's local latents, or those of a minibatch of elements.
 
-    :return: all coordinates, the mean acceptance, and what the gradient takes: coordinates, silo and view of the elements seen.
+    :return: all coordinates, the mean acceptance, and what the gradient takes: coordinates, silo
+        and view of the elements seen.
     """
     if plan.units is None:
         return eps, jnp.zeros(()), (eps, silo._replace(kwargs={**silo.kwargs, **batch}), view)
@@ -244,7 +254,11 @@ def batches(plan: Plan, key: Array, view: SiloView, shape: tuple[int, ...]) -> d
 
 
 def pick_rows(key: Array, shape: tuple[int, ...], size: Array) -> Array:
-    """Rows 0 ... size - 1 with replacement, unsigned: 32 random bits modulo N_s, with a bias against a row below N_s / 2^32."""
+    """Rows 0 ...
+
+    size - 1 with replacement, unsigned: 32 random bits modulo N_s, with a bias against a row below
+    N_s / 2^32.
+    """
     return random.bits(key, shape, jnp.uint32) % size.astype(jnp.uint32)
 
 

@@ -1,9 +1,11 @@
-r"""Metropolis moves of a silo's local latents given the global parameters, in the local map's coordinates.
+r"""Metropolis moves of a silo's local latents given the global parameters, in the local map's
+coordinates.
 
-Law: they leave :math:`p(z_s \\mid y_s, \\theta)` invariant exactly, whatever the map. Where elements are independent
-given theta each proposes from the map's own law N(0, I), in a quarter of the steps from N(0, 1.5^2 I) (an independence sampler
-whose proposal has lighter tails than its target is stuck in them), and accepts for itself; where they are not, all latents of the silo
-move together by MALA. Nested plates: :mod:`numpyro_fed.mcmc.nested_moves`.
+Law: they leave :math:`p(z_s \\mid y_s, \\theta)` invariant exactly, whatever the map. Where
+elements are independent given theta each proposes from the map's own law N(0, I), in a quarter of
+the steps from N(0, 1.5^2 I) (an independence sampler whose proposal has lighter tails than its
+target is stuck in them), and accepts for itself; where they are not, all latents of the silo move
+together by MALA. Nested plates: :mod:`numpyro_fed.mcmc.nested_moves`.
 """
 
 from collections.abc import Callable
@@ -25,7 +27,10 @@ _EVERY = 4  # steps between them, on average
 
 
 class MoveNoise(NamedTuple):
-    """Random numbers of moves: ``(..., E, k)`` and ``(..., E)`` (nested: ``(..., 1, n0 + n1)``), and the proposals' sd, ``(...,)``."""
+    """Random numbers of moves: ``(..., E, k)`` and ``(..., E)`` (nested.
+
+    ``(..., 1, n0 + n1)``), and the proposals' sd, ``(...,)``.
+    """
 
     normal: Array
     log_uniform: Array
@@ -35,7 +40,10 @@ class MoveNoise(NamedTuple):
 def move_noise(
     units: Units, key: Array, eps: Array, view: SiloView | SiloRows, length: int
 ) -> MoveNoise:
-    """Noise of ``length`` moves, folded by each unit's pooled place: it does not depend on the partition."""
+    """Noise of ``length`` moves, folded by each unit's pooled place.
+
+    It does not depend on the partition.
+    """
 
     key_units, key_width = random.split(key)
     uniforms = (sum(units.num_elements),) if isinstance(units, NestedUnits) else ()
@@ -95,7 +103,8 @@ def _mala(
 ) -> tuple[Array, Array]:
     """A Metropolis-adjusted Langevin proposal for a silo's latents together, and its log ratio.
 
-    eps is about standard normal, so the step follows from the dimension alone (Roberts & Rosenthal 1998).
+    eps is about standard normal, so the step follows from the dimension alone (Roberts & Rosenthal
+    1998).
     """
     step = 1.4 * jnp.maximum(jnp.sum(owned), 1.0) ** (-1 / 6)
     slope = jax.grad(lambda e: jnp.sum(log_target(e)))

@@ -1,8 +1,9 @@
 r"""Minibatches where plate elements have latents: some elements, with all rows that point to them.
 
-An element's Metropolis move needs its own rows only. Of a silo's N_s elements m are taken, element :math:`\lfloor (j N_s + b) / m \rfloor` of the
-silo's for j = 0 ... m - 1 with one b, uniform on 0 ... N_s - 1: each with probability m / N_s, none twice. They move, and the gradient is that of
-their terms with weight N_s / m. A step costs as many rows as m elements have at most.
+An element's Metropolis move needs its own rows only. Of a silo's N_s elements m are taken, element
+:math:`\lfloor (j N_s + b) / m \rfloor` of the silo's for j = 0 ... m - 1 with one b, uniform on 0
+... N_s - 1: each with probability m / N_s, none twice. They move, and the gradient is that of their
+terms with weight N_s / m. A step costs as many rows as m elements have at most.
 """
 
 from typing import NamedTuple
@@ -21,7 +22,9 @@ __all__ = ["Members", "find_members", "pick_elements", "pointing_groups", "rows_
 
 @wire_name("Members")
 class Members(NamedTuple):
-    """Rows of another group that point to each element, as flat positions ``(G, R)``, the first one repeated, and their number ``(G,)``."""
+    """Rows of another group that point to each element, as flat positions ``(G, R)``, the first one
+    repeated, and their number ``(G,)``.
+    """
 
     positions: Array
     number: Array
@@ -37,13 +40,15 @@ def pointing_groups(factors: Factors, group: str) -> dict[str, str]:
     for leaf, target in factors.index:
         if target != group:
             raise ValueError(
-                f"batch_size takes elements of {group!r} with the rows that point to them, but {leaf!r} points to {target!r}, of which a minibatch "
+                f"batch_size takes elements of {group!r} with the rows that point to them, but "
+                f"{leaf!r} points to {target!r}, of which a minibatch "
                 "has some rows only; expected batch_size=None"
             )
     for other in dict.fromkeys(groups.values()):
         if other not in (group, *pointing):
             raise ValueError(
-                f"batch_size takes elements of {group!r}, whose latents are theirs, with the rows that point to them; rows of {other!r} do not "
+                f"batch_size takes elements of {group!r}, whose latents are theirs, with the rows "
+                f"that point to them; rows of {other!r} do not "
                 "point there. Expected index= for them, or batch_size=None"
             )
     return pointing
@@ -75,7 +80,10 @@ def pick_elements(key: Array, length: int, size: int, total: Array) -> Array:
 def rows_of(
     factors: Factors, members: dict[str, Members], group: str, view: SiloView, index: Array
 ) -> tuple[SiloView, dict[str, Array], dict[str, Array]]:
-    """A silo's elements ``index`` as a silo of their own: the view that masks are asked of, row arguments, and weights (0: padding)."""
+    """A silo's elements ``index`` as a silo of their own.
+
+    The view that masks are asked of, row arguments, and weights (0: padding).
+    """
     silos, m = view.silos, len(index)
     flat = view.start(group) + index
     kwargs = view.batch(group, index)

@@ -1,8 +1,10 @@
-r"""Metropolis moves of the local latents of two nested plates given the global parameters, in the local map's coordinates.
+r"""Metropolis moves of the local latents of two nested plates given the global parameters, in the
+local map's coordinates.
 
-Law: they leave :math:`p(z_s \mid y_s, \theta)` invariant exactly. Each inner element proposes, and accepts, for itself given its outer element's latents.
-Then each outer element proposes coordinates for itself, and its inner elements move along at fixed coordinates: all their terms, and the
-change of their scales, decide.
+Law: they leave :math:`p(z_s \mid y_s, \theta)` invariant exactly. Each inner element proposes, and
+accepts, for itself given its outer element's latents. Then each outer element proposes coordinates
+for itself, and its inner elements move along at fixed coordinates: all their terms, and the change
+of their scales, decide.
 """
 
 from collections.abc import Callable
@@ -27,7 +29,8 @@ def nested_metropolis(
 ) -> tuple[Array, Array]:
     """A move of all inner elements, then one of all outer ones.
 
-    :param log_terms: log densities in eps ``(1, dim)`` of outer ``(n0,)`` and inner elements ``(n1,)``, scales included.
+    :param log_terms: log densities in eps ``(1, dim)`` of outer ``(n0,)`` and inner elements
+        ``(n1,)``, scales included.
     :param parent: the outer element of each inner one.
     :param masks: which elements are the silo's own, ``(n0, 1)`` and ``(n1, 1)``.
     :return: the new eps, and the mean acceptance probability of the silo's elements.

@@ -43,18 +43,21 @@ class Options:
         """Refuse what can be refused before any data are seen."""
         if isinstance(self.public, str):
             raise ValueError(
-                f"public: expected a sequence of site names, got {self.public!r}; write ({self.public!r},)"
+                f"public: expected a sequence of site names, got {self.public!r}; write "
+                f"({self.public!r},)"
             )
         h = self.step_size
         check_step_size(h, ("auto", "adaptive"))
         if h == "auto" and self.preconditioner is None:
             raise ValueError(
-                'step_size="auto" needs whitened coordinates; expected preconditioner="surrogate", got None'
+                'step_size="auto" needs whitened coordinates; expected preconditioner="surrogate", '
+                "got None"
             )
         first = float(h(jnp.zeros((), jnp.int32))) if callable(h) else h
         if not isinstance(first, str) and self.preconditioner is not None and not first < 4:
             raise ValueError(
-                f"step_size: in preconditioned units a step of 4 or more diverges by itself, got {first:g}; "
+                "step_size: in preconditioned units a step of 4 or more diverges by itself, got "
+                f"{first:g}; "
                 'expected "auto" or about 0.001 to 0.1'
             )
         self._check_stay()
@@ -78,7 +81,8 @@ class Options:
         )
         if not (named or self.surrogate is None or isinstance(self.surrogate, Surrogates)):
             raise ValueError(
-                'surrogate: expected "score", "laplace", "moments", a fed.surrogates.Surrogates or None, '
+                'surrogate: expected "score", "laplace", "moments", a fed.surrogates.Surrogates or '
+                "None, "
                 f"got {self.surrogate!r}"
             )
         if not (
@@ -92,7 +96,8 @@ class Options:
             self._check_start()
         if self.conducive and self.surrogate is None:
             raise ValueError(
-                'alpha > 0 weights the conducive gradient of the surrogates; expected surrogate="score" (or '
+                "alpha > 0 weights the conducive gradient of the surrogates; expected "
+                'surrogate="score" (or '
                 '"laplace", or a Surrogates), got None. DSGLD is the kernel without surrogates'
             )
         return self
@@ -105,11 +110,13 @@ class Options:
                 else type(self.init_from).__name__
             )
             raise ValueError(
-                f"init_from: expected the result of a variational fit with fed.AutoSiloNormal, got {got}"
+                "init_from: expected the result of a variational fit with fed.AutoSiloNormal, got "
+                f"{got}"
             )
         if not (isinstance(self.surrogate, str) and self.surrogate == "score"):
             raise ValueError(
-                f'init_from: the start of a fit of score surrogates; expected surrogate="score", got {self.surrogate!r}'
+                'init_from: the start of a fit of score surrogates; expected surrogate="score", '
+                f"got {self.surrogate!r}"
             )
 
     @property
@@ -119,7 +126,10 @@ class Options:
 
     @property
     def separates(self) -> bool:
-        """Whether a step's e is known by itself: where there are conducive gradients and whitened coordinates to cut it in."""
+        """Whether a step's e is known by itself.
+
+        Where there are conducive gradients and whitened coordinates to cut it in.
+        """
         return self.preconditioner is not None and self.conducive
 
     def _check_stay(self) -> None:
@@ -133,11 +143,13 @@ class Options:
         for name, value in (("num_local_steps", steps), ("selection", self.selection)):
             if isinstance(value, str) and value == "auto" and self.preconditioner is None:
                 raise ValueError(
-                    f'{name}="auto" needs whitened coordinates; expected preconditioner="surrogate", got None'
+                    f'{name}="auto" needs whitened coordinates; expected '
+                    'preconditioner="surrogate", got None'
                 )
         if self.noise_correction and (self.preconditioner is None or callable(self.step_size)):
             raise ValueError(
-                'noise_correction=True needs whitened coordinates and one step size; expected preconditioner="surrogate" and a number or '
+                "noise_correction=True needs whitened coordinates and one step size; expected "
+                'preconditioner="surrogate" and a number or '
                 f'"auto", got preconditioner={self.preconditioner!r}, step_size={self.step_size!r}'
             )
         if not isinstance(self.round_price, Real) or not 0 <= self.round_price < np.inf:
@@ -150,7 +162,8 @@ class Options:
             )
         if self.control_variates and self.surrogate is None:
             raise ValueError(
-                'control_variates=True needs a place to centre gradients at; expected surrogate="score", got None'
+                "control_variates=True needs a place to centre gradients at; expected "
+                'surrogate="score", got None'
             )
         if not isinstance(self.no_answer, Real) or not 0 <= self.no_answer < 1:
             raise ValueError(f"no_answer: expected a probability in [0, 1), got {self.no_answer!r}")
@@ -159,16 +172,19 @@ class Options:
         if self.refresh_every is not None:
             if not _is_count(self.refresh_every):
                 raise ValueError(
-                    f"refresh_every: expected a number of rounds >= 1, or None, got {self.refresh_every!r}"
+                    "refresh_every: expected a number of rounds >= 1, or None, got "
+                    f"{self.refresh_every!r}"
                 )
             if self.surrogate != "score" or self.alpha == "auto" or not self.separates:
                 raise ValueError(
-                    'refresh_every fits score surrogates again; expected surrogate="score", preconditioner="surrogate" and a number alpha '
+                    'refresh_every fits score surrogates again; expected surrogate="score", '
+                    'preconditioner="surrogate" and a number alpha '
                     f"> 0, got {self.surrogate!r}, {self.preconditioner!r} and {self.alpha!r}"
                 )
         if not isinstance(steps, str) and steps % self.num_kept:
             raise ValueError(
-                f"num_kept={self.num_kept} draws of a stay need stays of a multiple of as many steps; got num_local_steps={steps}"
+                f"num_kept={self.num_kept} draws of a stay need stays of a multiple of as many "
+                f"steps; got num_local_steps={steps}"
             )
 
 

@@ -1,7 +1,8 @@
-"""The noise that silos make, measured in a pilot at about draws of the posterior, and what follows from it.
+"""The noise that silos make, measured in a pilot at about draws of the posterior, and what follows
+from it.
 
-Each silo walks at fixed theta, its latents and minibatches moving as in a stay; the rule from that noise to the step size is
-:mod:`numpyro_fed.mcmc.step_rule`'s.
+Each silo walks at fixed theta, its latents and minibatches moving as in a stay; the rule from that
+noise to the step size is :mod:`numpyro_fed.mcmc.step_rule`'s.
 """
 
 import warnings
@@ -38,7 +39,10 @@ _LONGEST = 64  # local moves counted; longer stays are extrapolated
 @wire_name("PilotLocal")
 @dataclass(frozen=True)
 class PilotLocal:
-    """A silo's walks at fixed theta: means of e over each half ``(draws, d)``, and its norms ``(draws, steps)``."""
+    """A silo's walks at fixed theta.
+
+    Means of e over each half ``(draws, d)``, and its norms ``(draws, steps)``.
+    """
 
     plan: Plan
     length: int
@@ -127,7 +131,8 @@ class Rule(NamedTuple):
     """What the pilot is to choose.
 
     :param bias_target: accepted inflation of the sds, or ``None``: the step size is given.
-    :param round_price: what a round costs besides its local steps, in these, or ``None``: the stays' length is given.
+    :param round_price: what a round costs besides its local steps, in these, or ``None``: the
+        stays' length is given.
     :param selection: whether to choose the silos' probabilities.
     :param noise_correction: whether what a step injects makes up for the silos' noise.
     :param num_kept: draws kept of a stay, which divide its length.
@@ -145,9 +150,10 @@ def settle(
 ) -> tuple[Plan, Tuning]:
     """Settle what the rule asks for, the cut, and the predicted inflation.
 
-    A first walk, uncut, chooses the silos' probabilities, the length of stays, and the cut: 8, or where that would act too
-    often, what leaves one step in 200 to be cut (minibatches and small f_s make e large without its being wrong). A second one, as the
-    chain will be, chooses the step size.
+    A first walk, uncut, chooses the silos' probabilities, the length of stays, and the cut: 8, or
+    where that would act too often, what leaves one step in 200 to be cut (minibatches and small f_s
+    make e large without its being wrong). A second one, as the chain will be, chooses the step
+    size.
     """
     dtype = tuning.loc.dtype
     if plan.cut or rule.selection or rule.round_price is not None:
@@ -174,9 +180,12 @@ def settle(
         if h < _NO_STEP:
             worst = at[0].by_silo(np.eye(len(tuning.loc)), plan.num_local_steps).argmax()
             warnings.warn(
-                f"the silos' noise leaves a step of {h:.1g} (0.001 to 0.1 are usual), most of it that of silo "
-                f"{silos.names[int(worst)]!r}: chains will hardly move. The surrogates do not fit this "
-                "model; fewer latents that depend on each other in a silo, or another parametrisation, would help",
+                f"the silos' noise leaves a step of {h:.1g} (0.001 to 0.1 are usual), most of it "
+                "that of silo "
+                f"{silos.names[int(worst)]!r}: chains will hardly move. The surrogates do not fit "
+                "this "
+                "model; fewer latents that depend on each other in a silo, or another "
+                "parametrisation, would help",
                 stacklevel=2,
             )
     if rule.noise_correction:
@@ -218,7 +227,9 @@ def stay_noise(plan: Plan, tuning: Tuning, silos: Silos, *, seed: int = 0) -> St
 
 
 def _walk_all(plan: Plan, tuning: Tuning, silos: Silos, seed: int) -> tuple[StayNoise, np.ndarray]:
-    """The noise at the pilot's draws of theta where all silos are finite, and the norms of e ``(S, draws, steps)``."""
+    """The noise at the pilot's draws of theta where all silos are finite, and the norms of e ``(S,
+    draws, steps)``.
+    """
     length = _length(plan)
     means = _stay_means(plan, length, random.key(seed), tuning, silos)
     first, second, norms = (np.asarray(x, np.float64) for x in means)
@@ -228,8 +239,10 @@ def _walk_all(plan: Plan, tuning: Tuning, silos: Silos, seed: int) -> tuple[Stay
     if not good.any():
         worst = int(finite.sum(1).argmin())
         raise ValueError(
-            f"silo {silos.names[worst]!r}: its gradient is finite at {finite[worst].sum()} of the {len(good)} positions where "
-            "the pilot looks, and that of all silos at none, so no step size can be chosen; expected finite ones: check its "
+            f"silo {silos.names[worst]!r}: its gradient is finite at {finite[worst].sum()} of the "
+            f"{len(good)} positions where "
+            "the pilot looks, and that of all silos at none, so no step size can be chosen; "
+            "expected finite ones: check its "
             "rows and the model's scales, or give step_size= and surrogate="
         )
     return StayNoise(f * first[:, good], f * second[:, good], length), norms

@@ -1,6 +1,7 @@
 """Langevin dynamics over silos whose rows are elsewhere: the same rounds, driven from the host.
 
-How a round is made is in :mod:`numpyro_fed.mcmc.remote_chains` for chains that travel, and in :mod:`numpyro_fed.decentralized.remote` for networks, whose nodes are chains.
+How a round is made is in :mod:`numpyro_fed.mcmc.remote_chains` for chains that travel, and in
+:mod:`numpyro_fed.decentralized.remote` for networks, whose nodes are chains.
 """
 
 import hashlib
@@ -48,21 +49,28 @@ class TellLocal:
 class RemoteMCMC(MCMC):
     """:class:`numpyro.infer.MCMC` over silos whose rows are elsewhere.
 
-    Rounds are driven from here, and each chain's stay is made where the rows are; draws are those of ``MCMC`` with ``chain_method="vectorized"``. What is
-    local to silos (latents in silo plates) stays there: the draws are of the global sites. A silo that does not answer has its round counted, and the
-    chain waits: unbiased if all are silent equally often, and warned of if not.
+    Rounds are driven from here, and each chain's stay is made where the rows are; draws are those
+    of ``MCMC`` with ``chain_method="vectorized"``. What is local to silos (latents in silo plates)
+    stays there: the draws are of the global sites. A silo that does not answer has its round
+    counted, and the chain waits: unbiased if all are silent equally often, and warned of if not.
 
-    Kernels over a network make one call of each node in a step, and what nodes send to each other is exchanged here: a relay, which sees every node's position
-    and gradient. A network's step needs all its nodes: one that does not answer is asked five times, then the run ends with the draws so far.
+    Kernels over a network make one call of each node in a step, and what nodes send to each other
+    is exchanged here: a relay, which sees every node's position and gradient. A network's step
+    needs all its nodes: one that does not answer is asked five times, then the run ends with the
+    draws so far.
 
-    :param sampler: a :class:`DSGLD`, :class:`FSGLD`, :class:`PushSumLangevin` or :class:`GossipLangevin`.
+    :param sampler: a :class:`DSGLD`, :class:`FSGLD`, :class:`PushSumLangevin` or
+        :class:`GossipLangevin`.
     :param num_warmup: rounds before draws are kept.
     :param num_samples: rounds whose draws are kept.
-    :param num_chains: chains; those at different silos are advanced at the same time. Of a network a multiple of its nodes.
+    :param num_chains: chains; those at different silos are advanced at the same time. Of a network
+        a multiple of its nodes.
     :param progress_bar: whether to show one.
-    :param checkpoint: a file for the state after every ``checkpoint_every`` rounds. Where it exists, :meth:`run` prepares as before and goes on from
-        there, with the draws that an undisturbed run would have had; delete it to start anew.
-    :param checkpoint_every: so many rounds are lost at most, and what silos keep of them is kept until the next.
+    :param checkpoint: a file for the state after every ``checkpoint_every`` rounds. Where it
+        exists, :meth:`run` prepares as before and goes on from there, with the draws that an
+        undisturbed run would have had; delete it to start anew.
+    :param checkpoint_every: so many rounds are lost at most, and what silos keep of them is kept
+        until the next.
 
     Example::
 
@@ -115,16 +123,20 @@ class RemoteMCMC(MCMC):
         :param silos: what is known of the silos, and the carrier that asks them.
         :param extra_fields: further fields of the state to collect.
         :raises ValueError: in words, for what does not go over silos elsewhere.
-        :raises RuntimeError: naming the silos that did not answer while the fit was prepared, or the one that says that it cannot.
-        :warns UserWarning: after Ctrl-C or an error of any kind once draws are kept: those so far stay; where a reply is NaN or absurdly far, with its silo;
-            where silos answered unequally often, which leans the draws towards the others' data; where a checkpoint could not be written.
+        :raises RuntimeError: naming the silos that did not answer while the fit was prepared, or
+            the one that says that it cannot.
+        :warns UserWarning: after Ctrl-C or an error of any kind once draws are kept: those so far
+            stay; where a reply is NaN or absurdly far, with its silo; where silos answered
+            unequally often, which leans the draws towards the others' data; where a checkpoint
+            could not be written.
         """
         if init_params is not None:
             raise ValueError("init_params: local latents start in their silos; expected None")
         kernel, num_rounds = self.sampler, self.num_warmup + self.num_samples
         if not isinstance(silos, RemoteSilos):
             raise ValueError(
-                f"expected fed.RemoteSilos, got {type(silos).__name__}; for silos at hand use numpyro.infer.MCMC"
+                f"expected fed.RemoteSilos, got {type(silos).__name__}; for silos at hand use "
+                "numpyro.infer.MCMC"
             )
         self._steps.check(kernel, silos, self.num_chains)
         with self._checkpoint.held():
@@ -197,11 +209,15 @@ class RemoteMCMC(MCMC):
     def warmup(self, *args: Any, **kwargs: Any) -> None:
         """Refused: the rounds before draws are kept are part of :meth:`run`."""
         raise NotImplementedError(
-            "warmup() is not built for silos that are elsewhere; expected run(), whose first num_warmup rounds are warm-up"
+            "warmup() is not built for silos that are elsewhere; expected run(), whose first "
+            "num_warmup rounds are warm-up"
         )
 
     def _start(self, rng_key: Array, silos: RemoteSilos) -> "_Going":
-        """All chains' first states; silos are told surrogates and step size, and make the first local latents."""
+        """All chains' first states.
+
+        Silos are told surrogates and step size, and make the first local latents.
+        """
         keys = rng_key
         if is_prng_key(rng_key):
             keys = random.split(rng_key, self.num_chains) if self.num_chains > 1 else rng_key[None]
@@ -253,7 +269,10 @@ class RemoteMCMC(MCMC):
         }
 
     def _going_on(self, first: "_Going", saved: dict[str, Any], facts: dict[str, Any]) -> "_Going":
-        """Where a checkpoint left off; silos have been told anew, and their first local latents are not needed."""
+        """Where a checkpoint left off.
+
+        Silos have been told anew, and their first local latents are not needed.
+        """
         self._checkpoint.same_run(saved, facts)
         going = _Going(**{name: saved[name] for name in _Going._fields})
         spent = [*going.spent, *going.told, *first.slots.reshape(-1).tolist()]
@@ -265,7 +284,8 @@ class RemoteMCMC(MCMC):
     def _say_who_failed(self, going: "_Going", silos: RemoteSilos) -> None:
         for (n, what), times in sorted(Counter(going.bad).items()):
             warnings.warn(
-                f"silo {silos.names[n]!r} returned {what} {times} times; these visits count as not answered",
+                f"silo {silos.names[n]!r} returned {what} {times} times; these visits count as "
+                "not answered",
                 stacklevel=3,
             )
         if not self._steps.visits:
@@ -280,7 +300,8 @@ class RemoteMCMC(MCMC):
                 for n in np.flatnonzero(silent)
             )
             warnings.warn(
-                f"silos answered unequally often ({often} visits; the others all): the draws lean to the data of those that answered; run again when all are up, "
+                f"silos answered unequally often ({often} visits; the others all): the draws lean "
+                "to the data of those that answered; run again when all are up, "
                 "or have the carrier ask again for longer",
                 stacklevel=3,
             )
@@ -290,7 +311,8 @@ class _Going(NamedTuple):
     """A run after some rounds.
 
     :param state: of all chains: a :class:`LangevinState`, or a :class:`NetworkState`.
-    :param slots: of each chain's local latents in each silo, ``(C, S)``, of a node's in its own, ``(C, 1)``; ``(C, 0)`` without any.
+    :param slots: of each chain's local latents in each silo, ``(C, S)``, of a node's in its own,
+        ``(C, 1)``; ``(C, 0)`` without any.
     :param told: the silos' slots of what they were told.
     :param made: rounds made.
     :param draws: of each field what was collected.

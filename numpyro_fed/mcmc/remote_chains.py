@@ -1,4 +1,7 @@
-"""Chains that travel between silos elsewhere: a round is one call of the silo that each chain goes to."""
+"""Chains that travel between silos elsewhere.
+
+A round is one call of the silo that each chain goes to.
+"""
 
 import re
 from collections.abc import Callable
@@ -60,14 +63,18 @@ def remote_steps(kernel: Any) -> RemoteSteps:
     :raises TypeError: for what is no such kernel.
     """
     raise TypeError(
-        f"expected a fed.DSGLD or fed.FSGLD, got {type(kernel).__name__}; or a fed.PushSumLangevin or fed.GossipLangevin"
+        f"expected a fed.DSGLD or fed.FSGLD, got {type(kernel).__name__}; or a fed.PushSumLangevin "
+        "or fed.GossipLangevin"
     )
 
 
 @wire_name("StartLocal")
 @dataclass(frozen=True)
 class StartLocal:
-    """A chain's first coordinates of the silo's latents: its part of what one draw for all silos would be."""
+    """A chain's first coordinates of the silo's latents.
+
+    Its part of what one draw for all silos would be.
+    """
 
     plan: Plan
 
@@ -187,11 +194,14 @@ def _step(
     told: list[int],
     silos: RemoteSilos,
 ) -> tuple[LangevinState, np.ndarray, list[int], list[tuple[int, str]]]:
-    """One round of all chains. New latents are kept beside the old ones, and count once the reply has come.
+    """One round of all chains.
+
+    New latents are kept beside the old ones, and count once the reply has come.
 
     :param slots: of each chain's local latents in each silo, ``(C, S)``.
     :param told: the silos' slots of what they were told.
-    :return: the state, the slots, those that are needed no more, and of each reply that does not count the silo's number and what it was.
+    :return: the state, the slots, those that are needed no more, and of each reply that does not
+        count the silo's number and what it was.
     """
     plan, slots = kernel._plan, slots.copy()
     leave, each = _depart(plan, state, len(silos))
@@ -242,7 +252,10 @@ def _(kernel: LangevinKernel) -> RemoteSteps:
 
 
 def ask_or_forget(ask: Callable[[list[Call]], Any], calls: list[Call], silos: RemoteSilos) -> Any:
-    """What ``ask`` returns; where it raises, silos forget what they wrote: no state will name it."""
+    """What ``ask`` returns; where it raises, silos forget what they wrote.
+
+    No state will name it.
+    """
     try:
         return ask(calls)
     except BaseException:
@@ -251,10 +264,13 @@ def ask_or_forget(ask: Callable[[list[Call]], Any], calls: list[Call], silos: Re
 
 
 def _wrong(kernel: LangevinKernel, left: np.ndarray, came: np.ndarray) -> str | None:
-    """Say what is wrong with where a chain came back, or ``None``; a stay that leaves the reals is undone in the silo, so that NaN is none.
+    """Say what is wrong with where a chain came back, or ``None``.
 
-    Sds are those of the surrogates' posterior, along the kernel's coordinates. Without a preconditioner none are known: a stay may multiply
-    a position by a million, beyond which float32 has lost where the chain had been.
+    A stay that leaves the reals is undone in the silo, so that NaN is none.
+
+    Sds are those of the surrogates' posterior, along the kernel's coordinates. Without a
+    preconditioner none are known: a stay may multiply a position by a million, beyond which float32
+    has lost where the chain had been.
     """
     if not np.isfinite(came).all():
         return "NaN"

@@ -21,11 +21,13 @@ _LATE = (10**6, 10**9)  # steps between which a schedule's exponent is read off
 def polynomial_decay(scale: float, offset: float, power: float) -> Callable[[Array], Array]:
     r"""The schedule :math:`\alpha(t) = a / (b + t)^\gamma`, in the shape of an optax schedule.
 
-    Diminishing steps make Langevin dynamics exact in the limit: :math:`\sum_t \alpha(t) = \infty` lets the chain go anywhere
-    (:math:`\gamma \le 1`), and a finite :math:`\sum_t \alpha(t)^2` sums up the noise of gradients (:math:`\gamma > 1/2`).
+    Diminishing steps make Langevin dynamics exact in the limit: :math:`\sum_t \alpha(t) = \infty`
+    lets the chain go anywhere (:math:`\gamma \le 1`), and a finite :math:`\sum_t \alpha(t)^2` sums
+    up the noise of gradients (:math:`\gamma > 1/2`).
 
     :param scale: a > 0.
-    :param offset: b > 0; the step has fallen to :math:`2^{-\gamma}` of its first value after b steps.
+    :param offset: b > 0; the step has fallen to :math:`2^{-\gamma}` of its first value after b
+        steps.
     :param power: :math:`\gamma`.
     :return: a function of the number of steps made.
     :raises ValueError: for numbers that are not positive.
@@ -61,10 +63,13 @@ class _PolynomialDecay:
 
 
 def _check_schedule(schedule: Callable) -> None:
-    """Refuse a schedule that is not positive and finite; warn of one that stops the chain, or keeps its noise.
+    """Refuse a schedule that is not positive and finite.
+
+    Warn of one that stops the chain, or keeps its noise.
 
     :raises ValueError: with the step at which it fails.
-    :warns UserWarning: where it looks as if the sum of all steps were finite, or, for one that diminishes, the sum of their squares infinite.
+    :warns UserWarning: where it looks as if the sum of all steps were finite, or, for one that
+        diminishes, the sum of their squares infinite.
     """
     counts = [0, *np.unique(np.logspace(0, math.log10(_LATE[1]), 40).astype(int))]
     for count in counts:
@@ -83,13 +88,15 @@ def _check_schedule(schedule: Callable) -> None:
     exponent = -math.log(late / early) / math.log(_LATE[1] / _LATE[0])
     if exponent > 1.01:
         warnings.warn(
-            f"step_size falls like t^-{exponent:.2f}: the sum of all steps looks finite, so the chain stops before it has gone "
+            f"step_size falls like t^-{exponent:.2f}: the sum of all steps looks finite, so the "
+            "chain stops before it has gone "
             "everywhere; expected an exponent in (0.5, 1]",
             stacklevel=6,
         )
     elif 0.01 < exponent <= 0.5:
         warnings.warn(
-            f"step_size falls like t^-{exponent:.2f}: the sum of its squares looks infinite, so the noise of gradients and the "
+            f"step_size falls like t^-{exponent:.2f}: the sum of its squares looks infinite, so "
+            "the noise of gradients and the "
             "disagreement of nodes die out, but not summably; expected an exponent in (0.5, 1]",
             stacklevel=6,
         )

@@ -1,4 +1,7 @@
-"""Everything a Langevin kernel settles before its first round: checks, surrogates, local map, step size."""
+"""Everything a Langevin kernel settles before its first round.
+
+Checks, surrogates, local map, step size.
+"""
 
 import warnings
 from collections.abc import Callable
@@ -76,7 +79,8 @@ def groundwork(model: Callable, silos: Silos, extra: dict[str, Any], options: Op
     units = _units(factors, silos)
     batch = _batch(options.batch_size, factors, silos, units)
     if options.validate:
-        # a fit by minibatches never evaluates all rows at once, so neither does its proof: they might not fit in memory
+        # a fit by minibatches never evaluates all rows at once, so neither does its proof: they
+        # might not fit in memory
         some = silos if batch is None or units is not None else thin(silos, batch[0], _PROOF_ROWS)
         prove(factors, some)
         if batch is not None and units is None:
@@ -100,7 +104,8 @@ def prepare(model: Callable, silos: Silos, extra: dict[str, Any], options: Optio
 
 
 def prepare_again(before: Prepared, silos: Silos, options: Options, thetas: np.ndarray) -> Prepared:
-    """Fit surrogates and local map again, at positions ``(K, d)`` of chains, and settle the step size.
+    """Fit surrogates and local map again, at positions ``(K, d)`` of chains, and settle the step
+    size.
 
     :param before: what the chains ran with.
     :param silos: the data, with Gibbs's conditioning arguments among the shared ones.
@@ -170,16 +175,19 @@ def _selection(selection: Any, silos: Silos) -> np.ndarray:
         f = np.asarray(selection, np.float64)
     except (TypeError, ValueError) as error:
         raise ValueError(
-            f"selection: expected numbers, one for each of the silos {list(silos.names)} in this order, got {selection!r}"
+            f"selection: expected numbers, one for each of the silos {list(silos.names)} in this "
+            f"order, got {selection!r}"
         ) from error
     if f.shape != (len(silos),):
         raise ValueError(
-            f"selection: expected one probability for each of the {len(silos)} silos, got shape {f.shape}"
+            f"selection: expected one probability for each of the {len(silos)} silos, got shape "
+            f"{f.shape}"
         )
     if not (f > 0).all():
         raise ValueError(
             f"selection: expected probabilities > 0, got {f[np.argmin(f)]} for silo "
-            f"{silos.names[int(np.argmin(f))]!r}; a silo that is never visited has no say in the posterior"
+            f"{silos.names[int(np.argmin(f))]!r}; a silo that is never visited has no say in the "
+            "posterior"
         )
     if not abs(f.sum() - 1) <= 1e-6:
         raise ValueError(
@@ -196,7 +204,8 @@ def _batch(
     if units is not None and units.group is None:
         names = [s.name for s in factors.local_sites]
         raise ValueError(
-            f"batch_size={size} with local latents {names} that are one unit in a silo, or nested: they need all rows of a silo; "
+            f"batch_size={size} with local latents {names} that are one unit in a silo, or nested: "
+            "they need all rows of a silo; "
             "expected batch_size=None"
         )
     group = factors.batch_group() if units is None else str(units.group)
@@ -204,7 +213,8 @@ def _batch(
     if size > min(sizes):
         small = silos.names[int(np.argmin(sizes))]
         raise ValueError(
-            f"batch_size={size} is more than silo {small!r} has: {min(sizes)} rows of {group!r}; expected at "
+            f"batch_size={size} is more than silo {small!r} has: {min(sizes)} rows of {group!r}; "
+            "expected at "
             f"most {min(sizes)}, or None for all rows"
         )
     return group, int(size)
@@ -227,32 +237,40 @@ def _units(factors: Factors, silos: Silos) -> Units | None:
         why = f"{list(groups)} are not two plates of which the elements of one point to those of the other by index= and are independent given these"
     warnings.warn(
         f"{why}, so the latents {names} of a silo are one unit: they move "
-        "together (MALA), and are integrated out by a dense Laplace approximation, whose cost grows with the cube of their number",
+        "together (MALA), and are integrated out by a dense Laplace approximation, whose cost "
+        "grows with the cube of their number",
         stacklevel=2,
     )
     return Units(factors, None, pad)
 
 
 def _check_latents(options: Options, factors: Factors) -> None:
-    """Refuse what goes without local latents only, and rows that do not belong to the elements that a minibatch takes."""
+    """Refuse what goes without local latents only, and rows that do not belong to the elements that
+    a minibatch takes.
+    """
     names = [s.name for s in factors.local_sites]
     if not names or options.batch_size is None:
         return
     if not options.element_batches or options.step_size == "adaptive":
         raise ValueError(
-            f"batch_size={options.batch_size} with local latents {names} is for DSGLD, FSGLD, and SGLD with a step size that is not adaptive; "
+            f"batch_size={options.batch_size} with local latents {names} is for DSGLD, FSGLD, and "
+            "SGLD with a step size that is not adaptive; "
             "expected batch_size=None"
         )
     if options.control_variates:
         raise ValueError(
-            f"control_variates=True is for models without local latents, got {names}; expected False"
+            f"control_variates=True is for models without local latents, got {names}; expected "
+            "False"
         )
     if len(factors.latent_groups) == 1:
         pointing_groups(factors, factors.latent_groups[0])
 
 
 def _warn_of_params(factors: Factors) -> None:
-    """Chains learn no parameters: these stay as they are, as in NumPyro's own kernels. Of networks whose weights are drawn none are left."""
+    """Chains learn no parameters: these stay as they are, as in NumPyro's own kernels.
+
+    Of networks whose weights are drawn none are left.
+    """
     drawn = {name.split("/")[0] for name, _ in factors.global_sites}
     kept = [
         n
@@ -261,7 +279,8 @@ def _warn_of_params(factors: Factors) -> None:
     ]
     if kept:
         warnings.warn(
-            f"learned parameters {kept} are kept at their first values, since chains learn none; expected numpyro.sample with a prior in place of "
+            f"learned parameters {kept} are kept at their first values, since chains learn none; "
+            "expected numpyro.sample with a prior in place of "
             "numpyro.param, or fed.SFVI, which learns them",
             stacklevel=5,
         )
@@ -279,13 +298,16 @@ def _check_given(given: str | Surrogates | None, factors: Factors, silos: Silos)
 
 
 def _start(options: Options, factors: Factors) -> tuple[np.ndarray, np.ndarray, float] | None:
-    """The Gaussian of a variational fit and how far, in sds, the last round moved it, which is known of conducive ones."""
+    """The Gaussian of a variational fit and how far, in sds, the last round moved it, which is
+    known of conducive ones.
+    """
     if options.init_from is None:
         return None
     loc, scale = options.init_from.whitening
     if len(loc) != factors.dim:
         raise ValueError(
-            f"init_from: expected a fit of the same model, with {factors.dim} global latents {[n for n, _ in factors.global_sites]} unconstrained, "
+            f"init_from: expected a fit of the same model, with {factors.dim} global latents "
+            f"{[n for n, _ in factors.global_sites]} unconstrained, "
             f"got {len(loc)}"
         )
     return loc, scale, float(getattr(options.init_from.state.server, "moved", np.inf))

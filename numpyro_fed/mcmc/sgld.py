@@ -15,19 +15,23 @@ __all__ = ["SGLD"]
 
 
 class SGLD(LangevinKernel):
-    """Centralised SGLD, a kernel for :class:`numpyro.infer.MCMC`: all rows of the silos as one silo.
+    """Centralised SGLD, a kernel for :class:`numpyro.infer.MCMC`.
+
+    All rows of the silos as one silo.
 
     **Law and bias.** The posterior, up to a bias of order ``step_size``. One ``sample()`` makes
     ``num_local_steps`` steps. Nothing is federated: the rows of all silos are pooled.
 
-    :param step_size: h: a number, an optax schedule of the number of steps, ``"auto"`` (with a preconditioner), or ``"adaptive"``: learned in
-        warm-up from the curvature and the noise of gradients, so that sds are a factor ``1 + bias_target`` too large
+    :param step_size: h: a number, an optax schedule of the number of steps, ``"auto"`` (with a
+        preconditioner), or ``"adaptive"``: learned in warm-up from the curvature and the noise of
+        gradients, so that sds are a factor ``1 + bias_target`` too large
         (:mod:`numpyro_fed.mcmc.adaptation`).
     :param preconditioner: ``"surrogate"`` whitens by a Gaussian fitted to the pooled score.
 
     The other parameters are those of :class:`numpyro_fed.FSGLD`.
 
-    **Reference.** Welling, Teh: Bayesian learning via stochastic gradient Langevin dynamics, ICML 2011.
+    **Reference.** Welling, Teh: Bayesian learning via stochastic gradient Langevin dynamics, ICML
+    2011.
 
     **Example**::
 

@@ -1,19 +1,21 @@
-r"""From the noise that silos make to the step size, the injected noise, the length of stays, and the silos' probabilities.
+r"""From the noise that silos make to the step size, the injected noise, the length of stays, and
+the silos' probabilities.
 
 Near its stationary law and in whitened coordinates a chain makes, with :math:`a = 1 - h/2`,
 
 .. math:: w \leftarrow a w + \tfrac h2 e + \sqrt h\, G \xi, \qquad e = x_s / f_s .
 
-At fixed theta e has a part that stays the same while the chain stays at silo s, of covariance P over silos, and a
-part that is redrawn, of covariance W a step. A stay of T steps makes the former :math:`1 - a^T` times as large, so the stationary
-variance is
+At fixed theta e has a part that stays the same while the chain stays at silo s, of covariance P
+over silos, and a part that is redrawn, of covariance W a step. A stay of T steps makes the former
+:math:`1 - a^T` times as large, so the stationary variance is
 
 .. math:: V (1 - \tfrac h4) = G G^\top + \tfrac h4 N, \qquad N = \frac{4 - h}h\, \frac{1 - a^T}{1 + a^T} P + W
           \;\to\; T P + W \quad (hT \to 0),
 
-after a stay's last step. With :math:`G = I` the sds are inflated, in the worst direction, by the root of
-:math:`(1 + \tfrac h4 \lambda_{\max}(N)) / (1 - \tfrac h4)`; with :math:`G G^\top = (1 - \tfrac h4) I - \tfrac h4 N` (``noise_correction``)
-they are right. In f, N is :math:`\sum_s X_s / f_s` up to a constant, whose largest eigenvalue is convex.
+after a stay's last step. With :math:`G = I` the sds are inflated, in the worst direction, by the
+root of :math:`(1 + \tfrac h4 \lambda_{\max}(N)) / (1 - \tfrac h4)`; with :math:`G G^\top = (1 -
+\tfrac h4) I - \tfrac h4 N` (``noise_correction``) they are right. In f, N is :math:`\sum_s X_s /
+f_s` up to a constant, whose largest eigenvalue is convex.
 """
 
 from dataclasses import dataclass
@@ -74,7 +76,10 @@ class StayNoise:
 
 
 def persistence(num_local_steps: int, step_size: float) -> float:
-    """What a stay of T steps makes of noise that persists: ``T`` for small steps, below ``4 / h``."""
+    """What a stay of T steps makes of noise that persists.
+
+    ``T`` for small steps, below ``4 / h``.
+    """
     if step_size * num_local_steps < 1e-6:
         return float(num_local_steps)
     decay = (1 - step_size / 2) ** num_local_steps
@@ -88,7 +93,9 @@ def _worst(noise: np.ndarray) -> float:
 def inflation(
     noise: StayNoise, selection: np.ndarray, num_local_steps: int, step_size: float
 ) -> float:
-    """Predicted ratio of the chain's sd to the posterior's, in the worst direction, without correction."""
+    """Predicted ratio of the chain's sd to the posterior's, in the worst direction, without
+    correction.
+    """
     worst = _worst(noise.covariance(selection, num_local_steps, step_size))
     return float(np.sqrt((1 + step_size * worst / 4) / (1 - step_size / 4)))
 
@@ -101,10 +108,14 @@ def step_size(
     *,
     corrected: bool = False,
 ) -> float:
-    """h at which the worst direction's sd is inflated by the factor ``1 + bias_target``; four times it where that is corrected."""
+    """h at which the worst direction's sd is inflated by the factor ``1 + bias_target``.
+
+    Four times it where that is corrected.
+    """
     limit = (1 + bias_target) ** 2
     worst = _worst(noise.covariance(selection, num_local_steps))
-    # (1 + h N / 4) = limit (1 - h / 4), for N at its limit of small steps: never larger than asked for
+    # (1 + h N / 4) = limit (1 - h / 4), for N at its limit of small steps: never larger than asked
+    # for
     h = min(MAX_STEP_SIZE, 4 * (limit - 1) / (worst + limit))
     if not corrected:
         return h
@@ -123,14 +134,17 @@ def injection(
     left = 1 - step_size / 4 * (1 + np.maximum(values, 0.0))
     if not left.min() > 0:
         raise ValueError(
-            f"noise_correction: at step_size={step_size:g} the silos' noise is more than what the step injects; expected a step "
+            f"noise_correction: at step_size={step_size:g} the silos' noise is more than what the "
+            "step injects; expected a step "
             f'below {4 / (1 + values.max()):.3g}, or "auto"'
         )
     return (vectors * np.sqrt(left)) @ vectors.T
 
 
 def best_selection(noise: StayNoise, num_local_steps: int) -> np.ndarray:
-    """The probabilities f at which the largest eigenvalue of N is least, none below a quarter of an equal share, ``(S,)``."""
+    """The probabilities f at which the largest eigenvalue of N is least, none below a quarter of an
+    equal share, ``(S,)``.
+    """
     silos = len(noise.first)
     best = f = np.full(silos, 1 / silos)
     least = _worst(noise.covariance(f, num_local_steps))
@@ -158,7 +172,9 @@ def best_stay(
     *,
     corrected: bool = False,
 ) -> int:
-    """T at which effective draws for a given price are most; a round costs ``round_price`` local steps besides its own.
+    """T at which effective draws for a given price are most.
+
+    A round costs ``round_price`` local steps besides its own.
 
     :param selection: the probabilities f, or ``None``: the best for each T.
     """

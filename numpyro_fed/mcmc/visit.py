@@ -1,4 +1,7 @@
-"""Rounds of the Langevin kernels: a chain's state, its start, and what happens to it in a communication round."""
+"""Rounds of the Langevin kernels.
+
+A chain's state, its start, and what happens to it in a communication round.
+"""
 
 from functools import partial
 from typing import Any, NamedTuple
@@ -42,23 +45,30 @@ class LangevinState(NamedTuple):
     :param z: all latent sites in unconstrained space, local ones in pooled order.
     :param eps: coordinates of the local latents under the local map, ``(units, k)``, or ``None``.
     :param silo: the silo visited in this round.
-    :param diverging: whether a step of this round was cut, or the round was undone because it left the reals.
-    :param cut_rate: fraction of the round's steps whose conducive residual was cut (0 for an undone round).
-    :param local_accept_prob: mean acceptance of the local latents' moves (1 without any; about 0.95 where the local map is exact).
-    :param local_stuck: fraction of the silo's local latents that did not move in this round, of the level where most are.
-    :param residual: mean of e over this round's steps, in whitened coordinates, ``(d,)``: what the surrogate of the silo visited
-        lacks; ``None`` where there are no surrogates or no preconditioner.
+    :param diverging: whether a step of this round was cut, or the round was undone because it left
+        the reals.
+    :param cut_rate: fraction of the round's steps whose conducive residual was cut (0 for an undone
+        round).
+    :param local_accept_prob: mean acceptance of the local latents' moves (1 without any; about 0.95
+        where the local map is exact).
+    :param local_stuck: fraction of the silo's local latents that did not move in this round, of the
+        level where most are.
+    :param residual: mean of e over this round's steps, in whitened coordinates, ``(d,)``: what the
+        surrogate of the silo visited lacks; ``None`` where there are no surrogates or no
+        preconditioner.
     :param step_size: step size of the round's last step.
-    :param inflation: predicted ratio of the chain's sd to the posterior's (NaN without a preconditioner, and under a schedule).
+    :param inflation: predicted ratio of the chain's sd to the posterior's (NaN without a
+        preconditioner, and under a schedule).
     :param visits: rounds at each silo so far, ``(S,)``.
     :param unanswered: those of them in which it did not answer, ``(S,)``.
     :param rng_key: key of the next draw.
     :param key_silos: key of the silos' numbers; with ``distinct_silos`` one for all chains.
-    :param stratum: this chain's place in [0, 1) among those: chains take silos from different strata of f, and so are at
-        different silos wherever no f exceeds one over their number. Each chain's own silos are independent draws from f.
+    :param stratum: this chain's place in [0, 1) among those: chains take silos from different
+        strata of f, and so are at different silos wherever no f exceeds one over their number. Each
+        chain's own silos are independent draws from f.
     :param adaptation: memory of ``step_size="adaptive"``, or ``None``.
-    :param tuning: the numbers of the kernel, one for all chains. They are part of the state because compiled
-        programs outlive the data they were made for (``jit_model_args=True``).
+    :param tuning: the numbers of the kernel, one for all chains. They are part of the state because
+        compiled programs outlive the data they were made for (``jit_model_args=True``).
     """
 
     i: Array
@@ -82,7 +92,10 @@ class LangevinState(NamedTuple):
 
 
 def chain_axes(adaptive: bool) -> LangevinState:
-    """Axes of vectorised chains: all have their own state, but one tuning, and one count of the adaptations left."""
+    """Axes of vectorised chains.
+
+    All have their own state, but one tuning, and one count of the adaptations left.
+    """
     shared = ("left", "price", "bias_target")
     own = (
         Adaptation._make(None if f in shared else 0 for f in Adaptation._fields)
@@ -93,7 +106,10 @@ def chain_axes(adaptive: bool) -> LangevinState:
 
 
 class Departure(NamedTuple):
-    """A chain that is sent to a silo: where, whether it arrives there or stays, with what; keys of the stay, of a look around, and the next."""
+    """A chain that is sent to a silo: where, whether it arrives there or stays, with what.
+
+    Keys of the stay, of a look around, and the next.
+    """
 
     number: Array
     arrives: Array
@@ -131,7 +147,10 @@ def arrive(
 
 @partial(jax.jit, static_argnames=("plan",))
 def one_round(plan: Plan, state: LangevinState, silos: Silos) -> LangevinState:
-    """One communication round: choose a silo, stay there for T local steps; or one of its ``num_kept`` equal parts."""
+    """One communication round: choose a silo, stay there for T local steps.
+
+    Or one of its ``num_kept`` equal parts.
+    """
     tuning, adaptation = state.tuning, state.adaptation
     leave = depart(plan, state, len(silos))
     if adaptation is not None:
@@ -160,7 +179,9 @@ def one_round(plan: Plan, state: LangevinState, silos: Silos) -> LangevinState:
 
 
 def wait(old: LangevinState, new: LangevinState, arrives: Array, silent: Array) -> LangevinState:
-    """The new state, or, where the silo does not answer in this round, the old one with the round counted."""
+    """The new state, or, where the silo does not answer in this round, the old one with the round
+    counted.
+    """
     waits = {
         "z": old.z,
         "eps": old.eps,
@@ -185,7 +206,9 @@ def wait(old: LangevinState, new: LangevinState, arrives: Array, silent: Array) 
 
 
 def _next_silo(plan: Plan, state: LangevinState, num_silos: int) -> tuple[Array, Array]:
-    """The number of the silo where the next draw is made, and whether the chain arrives there (1) or stays (0)."""
+    """The number of the silo where the next draw is made, and whether the chain arrives there (1)
+    or stays (0).
+    """
     arrives = state.i % plan.num_kept == 0
     if num_silos == 1:  # no draw, which is a tenth of the time of a short stay
         return jnp.zeros((), jnp.int32), arrives.astype(jnp.int32)
@@ -206,7 +229,10 @@ def _look(
     private: Any,
     silos: Silos,
 ) -> Adaptation:
-    """See the curvature, in preconditioned units, and the noise of gradients where the chain is: at the one silo of all rows."""
+    """See the curvature, in preconditioned units, and the noise of gradients where the chain is.
+
+    At the one silo of all rows.
+    """
     view = SiloView(silos, jnp.zeros((), jnp.int32), largest(silos))
     silo, keys = open_silo(plan, tuning, private, view), random.split(key)
 
@@ -317,7 +343,10 @@ def first_state(
 def explore(
     plan: Plan, rounds: int, key: Array, z: dict[str, Array] | None, tuning: Tuning, silos: Silos
 ) -> tuple[dict[str, Array], Array]:
-    """Rounds of many chains: where they end, and about 512 of the global positions ``(K, d)`` of their second half."""
+    """Rounds of many chains.
+
+    Where they end, and about 512 of the global positions ``(K, d)`` of their second half.
+    """
     keys = random.split(key, (2, _EXPLORERS))
     axes = chain_axes(False)
     start = jax.vmap(

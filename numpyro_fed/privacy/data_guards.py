@@ -19,7 +19,8 @@ class Guards:
 
     :param min_rows: least rows of a silo, in each row group that no index points to.
     :param min_level_rows: least rows of each level of a column with two values.
-    :param max_parameters_per_row: most global and learned parameters (unconstrained) for each such row.
+    :param max_parameters_per_row: most global and learned parameters (unconstrained) for each such
+        row.
     :param columns: the only arguments with rows that a model may use.
     :raises ValueError: for numbers out of range.
 
@@ -57,16 +58,19 @@ class Guards:
             odd = sorted(set(silos.rows) - set(self.columns))
             if odd:
                 raise ValueError(
-                    f"guard columns: the model uses {odd} of silo {name!r}; expected some of {list(self.columns)}"
+                    f"guard columns: the model uses {odd} of silo {name!r}; expected some of "
+                    f"{list(self.columns)}"
                 )
         for group, n in sizes.items():
             if self.min_rows is not None and n < self.min_rows:
                 raise ValueError(
-                    f"guard min_rows: silo {name!r} has {n} rows of {group!r}; expected at least {self.min_rows}"
+                    f"guard min_rows: silo {name!r} has {n} rows of {group!r}; expected at least "
+                    f"{self.min_rows}"
                 )
             if self.max_parameters_per_row is not None and dim > self.max_parameters_per_row * n:
                 raise ValueError(
-                    f"guard max_parameters_per_row: the model has {dim} global parameters for {n} rows of {group!r} "
+                    f"guard max_parameters_per_row: the model has {dim} global parameters for {n} "
+                    f"rows of {group!r} "
                     f"in silo {name!r}; expected at most {self.max_parameters_per_row:g} a row, "
                     f"{math.floor(self.max_parameters_per_row * n)}"
                 )
@@ -84,6 +88,7 @@ def _check_levels(leaf: str, x: np.ndarray, name: str, least: int) -> None:
         if low < high and count.sum() == len(column) and count.min() < least:
             of = f"column {place} of {leaf!r}" if x.ndim > 1 else repr(leaf)
             raise ValueError(
-                f"guard min_level_rows: of silo {name!r} one of the two levels of {of} has {count.min()} rows; expected "
+                f"guard min_level_rows: of silo {name!r} one of the two levels of {of} has "
+                f"{count.min()} rows; expected "
                 f"at least {least}"
             )

@@ -6,10 +6,11 @@ whitened by q, and in the learned parameters. With privacy it says
 .. math:: h \, (k + Z), \qquad k = \lfloor g \min(1, C / |g|) / h \rfloor \text{ towards zero},
 
 with a grid h that is a power of two and draws Z of the discrete Gaussian
-(:mod:`~numpyro_fed.privacy.discrete_gaussian`), and nothing else: not its part of the bound, nor whether
-its numbers are finite. That |k| is at most C / h is checked in whole numbers, so if all rows of a
-silo were others (so many, though: their number is told), k would move by at most 2 C / h. Whole
-numbers plus whole numbers have no low bits that give reals away, as floating point has (Mironov 2012).
+(:mod:`~numpyro_fed.privacy.discrete_gaussian`), and nothing else: not its part of the bound, nor
+whether its numbers are finite. That |k| is at most C / h is checked in whole numbers, so if all
+rows of a silo were others (so many, though: their number is told), k would move by at most 2 C / h.
+Whole numbers plus whole numbers have no low bits that give reals away, as floating point has
+(Mironov 2012).
 
 With noise of sd sigma C a round is rho-zCDP with :math:`\rho = 2 / \sigma^2`, in any dimension
 and also where a round depends on the replies before; rounds add up (Canonne, Kamath & Steinke
@@ -24,14 +25,14 @@ federation would get, and promises nothing.
 What it costs: a gradient of norm above C is cut, which moves the optimum towards that of silos that
 weigh alike; and the noise of the averaged rounds moves q's mean, in its sds by about
 :func:`expected_error`. That number does not depend on T, as noise for more rounds is larger, and
-grows with the root of the number of silos, unless only their sum is seen (``secure_sum``): then each
-adds its share, and it falls.
+grows with the root of the number of silos, unless only their sum is seen (``secure_sum``): then
+each adds its share, and it falls.
 
-References: Canonne, Kamath & Steinke (2020), The discrete Gaussian for differential privacy, NeurIPS;
-Kairouz, Liu & Steinke (2021), The distributed discrete Gaussian mechanism for federated learning with
-secure aggregation, ICML; Mironov (2012), On significance of the least significant bits for
-differential privacy, CCS; clipped and noised updates of a whole client: McMahan, Ramage, Talwar &
-Zhang (2018), ICLR.
+References: Canonne, Kamath & Steinke (2020), The discrete Gaussian for differential privacy,
+NeurIPS; Kairouz, Liu & Steinke (2021), The distributed discrete Gaussian mechanism for federated
+learning with secure aggregation, ICML; Mironov (2012), On significance of the least significant
+bits for differential privacy, CCS; clipped and noised updates of a whole client: McMahan, Ramage,
+Talwar & Zhang (2018), ICLR.
 """
 
 import math
@@ -102,15 +103,20 @@ class Noise(NamedTuple):
 @wire_name("Privacy")
 @dataclass(frozen=True)
 class Privacy:
-    """A budget of (epsilon, delta)-differential privacy for the rows of each silo, all of them together.
+    """A budget of (epsilon, delta)-differential privacy for the rows of each silo, all of them
+    together.
 
-    A silo whose rows were all others would send replies whose probabilities differ by at most a factor ``exp(epsilon)``, but for events of probability ``delta``. That
-    holds against whoever sees all replies of ``num_rounds`` rounds, whatever else he knows; of numbers of rows, names, types and shared arguments it says nothing.
+    A silo whose rows were all others would send replies whose probabilities differ by at most a
+    factor ``exp(epsilon)``, but for events of probability ``delta``. That holds against whoever
+    sees all replies of ``num_rounds`` rounds, whatever else he knows; of numbers of rows, names,
+    types and shared arguments it says nothing.
 
     :param epsilon: the budget of a silo.
     :param delta: likewise; below one over the number of persons, as a rule far below.
-    :param clip: C, the largest norm of a silo's gradient in coordinates whitened by q (nats per posterior sd). Near the optimum of S silos alike with d global numbers these norms
-        are about ``sqrt(2 d / S)``: a start for it. Choosing it by looking at the rows spends privacy that nobody counts.
+    :param clip: C, the largest norm of a silo's gradient in coordinates whitened by q (nats per
+        posterior sd). Near the optimum of S silos alike with d global numbers these norms are about
+        ``sqrt(2 d / S)``: a start for it. Choosing it by looking at the rows spends privacy that
+        nobody counts.
     :param num_rounds: rounds that the budget is for; a fit may make fewer and have spent less.
     :raises ValueError: for numbers out of range.
     :raises ImportError: without dp-accounting.
@@ -165,7 +171,8 @@ class Privacy:
     def noise(self, num_sharing: int) -> Noise:
         """Return what a silo does.
 
-        :param num_sharing: silos that add a share each to a sum of which nobody sees the terms, else one.
+        :param num_sharing: silos that add a share each to a sum of which nobody sees the terms,
+            else one.
         :raises ValueError: where ``clip`` or a share is too small for the grid of sums.
         """
         grid = 2.0 ** (math.floor(math.log2(self.clip)) - _FINE)
@@ -178,12 +185,15 @@ class Privacy:
         sd = math.ceil(real / grid)
         if num_sharing > 1 and self.clip + 40 * sd * grid > LARGEST:
             raise ValueError(
-                f"clip={self.clip:g}: noise goes beyond {LARGEST:g}, the largest number of a sum; expected a smaller clip"
+                f"clip={self.clip:g}: noise goes beyond {LARGEST:g}, the largest number of a sum; "
+                "expected a smaller clip"
             )
         if self.clip / grid < _FEWEST or (num_sharing > 1 and sd < _LEAST_SHARE):
             raise ValueError(
-                f"clip={self.clip:g}: numbers are on a grid of {grid:.3g}, on which that is too little to be cut to, or noise shared by "
-                f"{num_sharing} silos too little to be drawn; expected a clip of {_FEWEST * grid:.3g} at least, and epsilon smaller"
+                f"clip={self.clip:g}: numbers are on a grid of {grid:.3g}, on which that is too "
+                "little to be cut to, or noise shared by "
+                f"{num_sharing} silos too little to be drawn; expected a clip of "
+                f"{_FEWEST * grid:.3g} at least, and epsilon smaller"
             )
         return Noise(float(self.clip), sd * grid, grid)
 
@@ -191,7 +201,8 @@ class Privacy:
 class Spent(NamedTuple):
     """What a fit spent of a budget, and what it paid for it.
 
-    :param epsilon: of a silo that was asked in every round, at ``delta``. A round that was broken off is in the silo's own count and not here.
+    :param epsilon: of a silo that was asked in every round, at ``delta``. A round that was broken
+        off is in the silo's own count and not here.
     :param delta: as of the budget.
     :param clip: likewise.
     :param rounds: of the fit.
@@ -215,7 +226,8 @@ class Spent(NamedTuple):
             else ""
         )
         return (
-            f"privacy of each silo's rows{simulated}: epsilon {self.epsilon:.3g} of {self.budget:.3g} at delta {self.delta:.1g}, gradients cut to norm {self.clip:g}; "
+            f"privacy of each silo's rows{simulated}: epsilon {self.epsilon:.3g} of "
+            f"{self.budget:.3g} at delta {self.delta:.1g}, gradients cut to norm {self.clip:g}; "
             f"its noise moves means by about {self.error:.2g} posterior sds"
         )
 
@@ -223,10 +235,13 @@ class Spent(NamedTuple):
 def expected_error(noise: Noise, num_silos: float, rounds: int) -> float:
     """About how many of its sds the noise of so many rounds moves q's mean, in each direction.
 
-    In coordinates whitened by q the bound's curvature at its optimum is one, so that a mean gradient of e moves the optimum by e; the parameters' average over the
-    last rounds sees the noise of these. The optimiser has to be fast enough to follow: one that is slow stays where it started.
+    In coordinates whitened by q the bound's curvature at its optimum is one, so that a mean
+    gradient of e moves the optimum by e; the parameters' average over the last rounds sees the
+    noise of these. The optimiser has to be fast enough to follow: one that is slow stays where it
+    started.
 
-    :param num_silos: where not all take part, the sum of one over their probabilities: replies are weighted by these.
+    :param num_silos: where not all take part, the sum of one over their probabilities: replies are
+        weighted by these.
     """
     return noise.sd * math.sqrt(num_silos * _TAIL_VARIANCE / rounds)
 
@@ -267,12 +282,16 @@ def noised_exactly(noise: Noise, words: Words, gradient: Any) -> Any:
 
 
 def cut_to_grid(noise: Noise, x: np.ndarray) -> np.ndarray:
-    """Return whole numbers of the grid, towards zero, whose norm is at most ``clip``; zeros for NaN."""
+    """Return whole numbers of the grid, towards zero, whose norm is at most ``clip``.
+
+    Zeros for NaN.
+    """
     with np.errstate(over="ignore", invalid="ignore"):
         norm = float(np.linalg.norm(x))
     if not math.isfinite(norm):
         return np.zeros(len(x), np.int64)
-    # a hair below, so that rounding does not matter; in one step, whose time tells nothing of the rows
+    # a hair below, so that rounding does not matter; in one step, whose time tells nothing of the
+    # rows
     most = math.floor(noise.clip / noise.grid)
     scale = min(1.0, most * noise.grid * (1 - 1e-12) / norm) if norm > 0 else 1.0
     whole = np.trunc(x * scale / noise.grid).astype(np.int64)

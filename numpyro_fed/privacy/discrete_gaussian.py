@@ -1,4 +1,5 @@
-r"""Exact draws of the discrete Gaussian, :math:`P(k) \propto \exp(-k^2 / 2 t^2)` on the whole numbers.
+r"""Exact draws of the discrete Gaussian, :math:`P(k) \propto \exp(-k^2 / 2 t^2)` on the whole
+numbers.
 
 Algorithms 1 to 3 of Canonne, Kamath & Steinke (2020), The discrete Gaussian for differential
 privacy, NeurIPS, for a whole sd t. All is done in whole numbers of 64 bits: no number is rounded,
@@ -31,7 +32,10 @@ class Words:
 
 
 def _below(words: Words, bound: int, num: int) -> np.ndarray:
-    """Draw uniform whole numbers in [0, bound); words beyond the last whole multiple are left out."""
+    """Draw uniform whole numbers in [0, bound).
+
+    Words beyond the last whole multiple are left out.
+    """
     out, left = np.empty(num, np.int64), np.arange(num)
     while len(left):
         word = (words.take(len(left)) >> np.uint64(1)).astype(np.int64)

@@ -4,9 +4,9 @@ A silo decides which calls it answers, how often, and what becomes of their repl
 function of the silo's rows, its secret and the call's *digest*: a hash of what was asked, what was
 told, the state that the call started from and the silos of the fit, which stay those of the first
 time. A call that comes again, from whichever server, has the same reply, with the same noise and
-masks. A call of another digest is another round of the budget, with other noise and masks. If a call
-that comes again has other numbers than the first time (another machine, or a device that adds up in
-any order), it is refused: the difference of the two would have no noise.
+masks. A call of another digest is another round of the budget, with other noise and masks. If a
+call that comes again has other numbers than the first time (another machine, or a device that adds
+up in any order), it is refused: the difference of the two would have no noise.
 
 Masks are of the *label*: a hash of what was asked and told now, and in all calls that led to the
 state. Silos that were told different things have masks that do not cancel. The server's keys are of
@@ -81,10 +81,13 @@ class Closed:
         return (_INIT, _ROUND) if self.privacy is not None else (_INIT, _ROUND, _ESTIMATE)
 
     def join(self, names: tuple[str, ...], roster: bytes) -> None:
-        """Settle which silos are in the fit, and the masks' keys with them; refused, nothing changes.
+        """Settle which silos are in the fit, and the masks' keys with them.
+
+        Refused, nothing changes.
 
         :param roster: what is known of all silos, as bytes.
-        :raises ValueError: in words, where they are too few, others than before, or public keys are missing.
+        :raises ValueError: in words, where they are too few, others than before, or public keys are
+            missing.
         """
         if len(set(names)) != len(names):
             raise ValueError(f"expected each silo's name once, got {list(names)}")
@@ -92,7 +95,8 @@ class Closed:
         if self.keys is not None:
             if not FEWEST_SILOS <= len(names) <= MOST_SILOS:
                 raise ValueError(
-                    f"secure_sum with {len(names)} silos; expected {FEWEST_SILOS} to {MOST_SILOS}: of two, each would know the other's"
+                    f"secure_sum with {len(names)} silos; expected {FEWEST_SILOS} to {MOST_SILOS}: "
+                    "of two, each would know the other's"
                 )
             shared = self.keys.shared(names)
         place = self.folder / "joined.txt"
@@ -101,7 +105,8 @@ class Closed:
                 write_whole(place, f"{told}\n".encode())
         if place.read_text().strip() != told:
             raise ValueError(
-                f"it has joined a fit of other silos, or of other sizes, than {list(names)}; expected the same as the first time, as two sums of different silos, and two "
+                f"it has joined a fit of other silos, or of other sizes, than {list(names)}; "
+                "expected the same as the first time, as two sums of different silos, and two "
                 "budgets, would tell more than either; a new folder is a new consent"
             )
         self.shared, self.roster = shared, told
@@ -114,20 +119,23 @@ class Closed:
         :param own: what goes by name in :func:`~numpyro_fed.rounds.serialization.pack`.
         :param state: what the call starts from.
         :param independent: what the plan was made with.
-        :raises ValueError: in words, for other calls, a budget that is spent, and a label that was used otherwise.
+        :raises ValueError: in words, for other calls, a budget that is spent, and a label that was
+            used otherwise.
         """
         kind = type(call.local).__name__
         if kind not in self.allowed:
             what = "with privacy" if self.privacy is not None else "of which sums alone are seen"
             raise ValueError(
-                f"it takes part in a fit {what}, and does not answer {kind}; expected calls of its rounds"
+                f"it takes part in a fit {what}, and does not answer {kind}; expected calls of its "
+                "rounds"
             )
         real = jnp.result_type(float)
         types = [x.dtype for x in jax.tree.leaves(call.message) if hasattr(x, "dtype")]
         odd = {str(x) for x in types if jnp.issubdtype(x, jnp.floating)} - {str(real)}
         if odd:
             raise ValueError(
-                f"it is told numbers of type {sorted(odd)}; expected {real}, in which noise is drawn"
+                f"it is told numbers of type {sorted(odd)}; expected {real}, in which noise is "
+                "drawn"
             )
         if kind == _ROUND:  # whatever the server said
             call = call._replace(local=replace(call.local, bare=self.privacy is not None))  # type: ignore[type-var]
@@ -175,19 +183,22 @@ class Closed:
         noted = {digest if self.privacy is not None else label for label, digest in answered}
         if any(drawn not in noted for drawn, _ in self._lines("sent.txt")):
             raise ValueError(
-                "its answered.txt lacks rounds that its sent.txt has: some of it was lost; expected the folder as it "
+                "its answered.txt lacks rounds that its sent.txt has: some of it was lost; "
+                "expected the folder as it "
                 "was, or a new one, which is a new consent"
             )
         if (label, digest) in answered:
             return
         if self.sums and label in dict(answered):
             raise ValueError(
-                "it was asked for this sum before, from another state; expected each sum to be asked for once"
+                "it was asked for this sum before, from another state; expected each sum to be "
+                "asked for once"
             )
         spent = len({digest for _, digest in answered} - {digest})
         if self.privacy is not None and spent >= self.privacy.num_rounds:
             raise ValueError(
-                f"its budget of privacy is spent: it has answered {spent} rounds, expected at most {self.privacy.num_rounds}"
+                f"its budget of privacy is spent: it has answered {spent} rounds, expected at most "
+                f"{self.privacy.num_rounds}"
             )
         self._append("answered.txt", label, digest)
 
@@ -208,7 +219,8 @@ class Closed:
             before = dict(self._lines("sent.txt")).get(ticket.drawn)
             if before not in (None, told):
                 raise ValueError(
-                    "the same call has other numbers than the first time, with the same noise or masks; expected the "
+                    "the same call has other numbers than the first time, with the same noise or "
+                    "masks; expected the "
                     "machine and versions of before: connect anew, and start the fit again"
                 )
             if before is None:
@@ -218,7 +230,10 @@ class Closed:
         return [x.astype(dtype) for x, dtype in zip(leaves, types, strict=True)]
 
     def _lines(self, name: str) -> Iterator[tuple[str, str]]:
-        """Pairs of words of a file; a line that was broken off is none: nothing was answered after it."""
+        """Pairs of words of a file; a line that was broken off is none.
+
+        Nothing was answered after it.
+        """
         place = self.folder / name
         for line in place.read_text().splitlines() if place.exists() else ():
             words = line.split()

@@ -1,14 +1,19 @@
-r"""Sums of which nobody sees the terms: silos add masks to their replies that cancel in the sum over all of them.
+r"""Sums of which nobody sees the terms.
 
-Two silos i < j share a key of which the server knows nothing (X25519, of public keys that persons exchanged). For every sum each pair derives from it a fresh stream
-:math:`m_{ij}` (HKDF-SHA256, ChaCha20), and silo i sends its numbers in fixed point, modulo :math:`2^{64}`, as
+Silos add masks to their replies that cancel in the sum over all of them.
+
+Two silos i < j share a key of which the server knows nothing (X25519, of public keys that persons
+exchanged). For every sum each pair derives from it a fresh stream :math:`m_{ij}` (HKDF-SHA256,
+ChaCha20), and silo i sends its numbers in fixed point, modulo :math:`2^{64}`, as
 
 .. math:: \lfloor 2^{20} x_i \rceil + \sum_{j > i} m_{ij} - \sum_{j < i} m_{ji} \mod 2^{64},
 
-and beside each, in 16 bits that are masked alike, whether it has no such form (not finite, or beyond :data:`LARGEST`). One reply alone is uniform whatever
-:math:`x_i` is; the sum over all silos is that of the numbers, each rounded to :math:`2^{-20}`. Masks of silos that do not answer would not cancel: the sum needs all of them, and as they answer again what
-they answered before, a lost reply is asked for again. The protocol is the one-round core of Bonawitz et al. (2017), Practical secure aggregation for privacy-preserving machine learning, CCS,
-without its recovery of lost silos.
+and beside each, in 16 bits that are masked alike, whether it has no such form (not finite, or
+beyond :data:`LARGEST`). One reply alone is uniform whatever :math:`x_i` is; the sum over all silos
+is that of the numbers, each rounded to :math:`2^{-20}`. Masks of silos that do not answer would not
+cancel: the sum needs all of them, and as they answer again what they answered before, a lost reply
+is asked for again. The protocol is the one-round core of Bonawitz et al. (2017), Practical secure
+aggregation for privacy-preserving machine learning, CCS, without its recovery of lost silos.
 """
 
 import os
@@ -47,7 +52,9 @@ def _cryptography() -> Any:
 
 
 def secret_file(place: Path, make: Callable[[], bytes]) -> bytes:
-    """32 secret bytes that a file holds, made when it is not there; readable to its owner alone, and never half written.
+    """32 secret bytes that a file holds, made when it is not there.
+
+    Readable to its owner alone, and never half written.
 
     :raises ValueError: where the file holds something else.
     """
@@ -74,7 +81,8 @@ def secret_file(place: Path, make: Callable[[], bytes]) -> bytes:
 class Keys:
     """A silo's own key, made when its folder is first used, and the others' public ones.
 
-    :param folder: the silo's: ``sum.key``, and ``NAME.pub``, a copy of which every other silo is to put into its own ``peers`` folder.
+    :param folder: the silo's: ``sum.key``, and ``NAME.pub``, a copy of which every other silo is to
+        put into its own ``peers`` folder.
     :param name: the silo's.
     """
 
@@ -92,14 +100,16 @@ class Keys:
     def shared(self, names: tuple[str, ...]) -> dict[str, bytes]:
         """The secret shared with each of the others.
 
-        :raises ValueError: where the public keys in ``peers`` are not those of exactly the other silos, or one is none.
+        :raises ValueError: where the public keys in ``peers`` are not those of exactly the other
+            silos, or one is none.
         """
         x25519 = _cryptography()
         found = {p.stem: p for p in self.peers.glob("*.pub") if p.stem != self.name}
         others = set(names) - {self.name}
         if set(found) != others:
             raise ValueError(
-                f"it has public keys of {sorted(found)}, and the server names {sorted(others)}; expected the same: each one's NAME.pub in its folder 'peers', "
+                f"it has public keys of {sorted(found)}, and the server names {sorted(others)}; "
+                "expected the same: each one's NAME.pub in its folder 'peers', "
                 "got from that silo itself and not by way of the server, and of no others"
             )
         out = {}
@@ -169,7 +179,9 @@ def _is_pair(x: Any) -> bool:
 
 
 def opened(replies: Any, like: np.dtype) -> Any:
-    """The sum over silos of stacked replies ``(S, ...)``, as of one silo ``(1, ...)``: NaN where a term had no form; replies that are not masked stay as they are.
+    """The sum over silos of stacked replies ``(S, ...)``, as of one silo ``(1, ...)``.
+
+    NaN where a term had no form; replies that are not masked stay as they are.
 
     :param like: type of numbers.
     """

@@ -43,7 +43,8 @@ _SENTENCES = {
 class JointDistance(NamedTuple):
     """How far two joint laws are apart, and two halves of one of them.
 
-    :param distance: of the fit from the reference, in sds of the reference, root mean square over the scalars.
+    :param distance: of the fit from the reference, in sds of the reference, root mean square over
+        the scalars.
     :param within_reference: the same between two halves of the reference: what equal laws give.
     :param num_draws: draws of each of the two laws in either distance.
     """
@@ -60,8 +61,10 @@ class Comparison:
     :ivar table: one row per scalar parameter; the columns are explained at :func:`compare`.
     :ivar mean_tolerance: largest accepted difference of means, in posterior sds of the reference.
     :ivar sd_tolerance: largest accepted relative difference of the sds, in either direction.
-    :ivar pareto_k: of a variational fit, Pareto's k of its importance weights, or of a variance under them, whichever is larger; ``None`` where it has none. It is no part of the verdict.
-    :ivar privacy: of a fit with differential privacy, what was spent, and what its noise does to means and sds; else ``None``.
+    :ivar pareto_k: of a variational fit, Pareto's k of its importance weights, or of a variance
+        under them, whichever is larger; ``None`` where it has none. It is no part of the verdict.
+    :ivar privacy: of a fit with differential privacy, what was spent, and what its noise does to
+        means and sds; else ``None``.
     """
 
     table: "DataFrame"
@@ -83,14 +86,18 @@ class Comparison:
 
     @cached_property
     def joint(self) -> JointDistance:
-        r"""The distance of the two joint laws, which sees what no row does: a wrong correlation, say.
+        r"""The distance of the two joint laws, which sees what no row does.
 
-        It is :math:`\sqrt{S_1}`, with :math:`S_\epsilon` the Sinkhorn divergence (Feydy et al. 2019, eq. 3) for the
-        cost :math:`\|x - y\|^2 / p` of the p scalars, standardised by the reference's means and sds: all means moved
-        by one sd are at distance 1. Draws are thinned evenly to equal numbers, at most 1000. Features much finer than
-        an sd are smoothed away. Scalars that do not vary in the reference, or are not finite there, are
-        left out. NaN where none is left, where a draw of the fit is not finite, and where there are fewer than 2 draws
-        of the fit or 4 of the reference. No verdict depends on it. It takes seconds, when first asked for.
+        A wrong correlation, say.
+
+        It is :math:`\sqrt{S_1}`, with :math:`S_\epsilon` the Sinkhorn divergence (Feydy et al.
+        2019, eq. 3) for the cost :math:`\|x - y\|^2 / p` of the p scalars, standardised by the
+        reference's means and sds: all means moved by one sd are at distance 1. Draws are thinned
+        evenly to equal numbers, at most 1000. Features much finer than an sd are smoothed away.
+        Scalars that do not vary in the reference, or are not finite there, are left out. NaN where
+        none is left, where a draw of the fit is not finite, and where there are fewer than 2 draws
+        of the fit or 4 of the reference. No verdict depends on it. It takes seconds, when first
+        asked for.
         """
         kept = [
             (fed, ref)
@@ -213,7 +220,8 @@ def compare(
     within [1/(1 + ``sd_tolerance``), 1 + ``sd_tolerance``] with 2 standard errors to spare on both
     sides, and no R-hat above 1.05; *differs* if the error or the ratio is outside by more than 3
     standard errors, or a draw of the fit is not finite; otherwise *undecided*. A parameter that is
-    constant up to rounding in both fits agrees if it is equal. Of a variational fit the closing line also judges Pareto's k.
+    constant up to rounding in both fits agrees if it is equal. Of a variational fit the closing
+    line also judges Pareto's k.
 
     :param fed: an :class:`arviz.InferenceData`, or what ``arviz.convert_to_inference_data`` takes.
     :param reference: the same for the reference.

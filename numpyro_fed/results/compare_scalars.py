@@ -44,7 +44,8 @@ def _of_site(name: str, fed: Any, ref: Any) -> list[Scalar]:
     for side, array in (("fit", fed), ("reference", ref)):
         if not {"chain", "draw"} <= set(array.dims):
             raise ValueError(
-                f"expected dimensions chain and draw of site {name!r} in the {side}, got {array.dims}"
+                f"expected dimensions chain and draw of site {name!r} in the {side}, got "
+                f"{array.dims}"
             )
     fed, ref = (array.transpose("chain", "draw", ...) for array in (fed, ref))
     if fed.shape[2:] != ref.shape[2:]:

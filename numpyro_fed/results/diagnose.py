@@ -1,12 +1,15 @@
 r"""Does a federated run hold, by its own lights? Checks that need no reference posterior.
 
-The silos' means of e, which every round brings along, say most of it. In the notation of :mod:`numpyro_fed.mcmc.step_rule`:
+The silos' means of e, which every round brings along, say most of it. In the notation of
+:mod:`numpyro_fed.mcmc.step_rule`:
 
-* the *inflation met*: with :math:`\bar e_t` the mean of e in round t and :math:`C_k` the autocovariance of :math:`\bar e` at lag k,
-  :math:`N = T (C_0 - C_1)`, since silos are drawn afresh each round while theta has hardly moved. The stationary variance
-  :math:`(G G^\top + \tfrac h4 N) / (1 - \tfrac h4)` should be I;
-* *agreement*: :math:`f_s E[\bar e \mid s]`, by how many posterior sds silo s pulls differently from what its surrogate says. It vanishes,
-  up to the surrogate's shape, where chain and surrogates are at the same place.
+* the *inflation met*: with :math:`\bar e_t` the mean of e in round t and :math:`C_k` the
+  autocovariance of :math:`\bar e` at lag k, :math:`N = T (C_0 - C_1)`, since silos are drawn afresh
+  each round while theta has hardly moved. The stationary variance :math:`(G G^\top + \tfrac h4 N) /
+  (1 - \tfrac h4)` should be I;
+* *agreement*: :math:`f_s E[\bar e \mid s]`, by how many posterior sds silo s pulls differently from
+  what its surrogate says. It vanishes, up to the surrogate's shape, where chain and surrogates are
+  at the same place.
 """
 
 from dataclasses import dataclass
@@ -32,7 +35,8 @@ _PULL = 0.5  # posterior sds that a silo may pull otherwise than its surrogate
 _ERRORS = 4.0  # standard errors by which a mean has to be off to count
 _R_HAT, _ESS = 1.05, 100.0  # the latter for each chain; of latents for all chains together
 _MOST_LATENTS = 200  # whose draws are looked at
-_MASS = 0.2  # of the surrogates' posterior beyond the chains' central 95 %, on one side (expected: 0.025)
+# of the surrogates' posterior beyond the chains' central 95 %, on one side (expected: 0.025)
+_MASS = 0.2
 _CHANCE = 1e-4  # of so many visits, were the silos drawn as they should be
 
 _MENDS = {
@@ -43,11 +47,25 @@ _MENDS = {
     "rounds undone": "lower step_size or bias_target",
     "steps cut": 'lower step_size (under "auto": bias_target), or take fewer num_local_steps',
     "inflation predicted": 'lower step_size, or leave it "auto"',
-    "inflation met": 'lower step_size (under "auto": bias_target), take fewer num_local_steps, or surrogate="score"',
-    "silos' pull": 'this silo\'s surrogate is not where the chain is: fit it again, surrogate="score"',
-    "visits": "the silos' rounds do not follow selection=, by which their gradients are weighted: draw them so",
-    "surrogate mass left out": "the chains may have missed a part of the posterior, or the surrogates have mass where there is none: run longer",
-    "local moves": "the local map is too narrow for some units, or the model too far from it: reparametrise, or run longer",
+    "inflation met": (
+        'lower step_size (under "auto": bias_target), take fewer num_local_steps, or '
+        'surrogate="score"'
+    ),
+    "silos' pull": (
+        'this silo\'s surrogate is not where the chain is: fit it again, surrogate="score"'
+    ),
+    "visits": (
+        "the silos' rounds do not follow selection=, by which their gradients are weighted: "
+        "draw them so"
+    ),
+    "surrogate mass left out": (
+        "the chains may have missed a part of the posterior, or the "
+        "surrogates have mass where there is none: run longer"
+    ),
+    "local moves": (
+        "the local map is too narrow for some units, or the model too far from it: "
+        "reparametrise, or run longer"
+    ),
 }
 
 
@@ -55,14 +73,18 @@ _MENDS = {
 class Diagnosis:
     """What :func:`diagnose` found.
 
-    :ivar table: one row a check: ``value``, ``limit``, ``where`` (the silo, site or chain it is worst at), ``verdict``.
+    :ivar table: one row a check: ``value``, ``limit``, ``where`` (the silo, site or chain it is
+        worst at), ``verdict``.
     """
 
     table: "DataFrame"
 
     @property
     def verdict(self) -> str:
-        """``"sound"``; ``"undecided"`` where only draws are lacking; ``"unsound"`` where a check fails."""
+        """``"sound"``; ``"undecided"`` where only draws are lacking.
+
+        ``"unsound"`` where a check fails.
+        """
         verdicts = set(self.table["verdict"])
         return next((v for v in ("unsound", "undecided") if v in verdicts), "sound")
 
@@ -72,7 +94,8 @@ class Diagnosis:
         if not len(bad):
             return "The run holds by its own checks."
         lines = [
-            f"{check}: {row['value']:.3g} ({row['where'] or 'all'}; accepted: {row['limit']}). {_MENDS[str(check)].capitalize()}."
+            f"{check}: {row['value']:.3g} ({row['where'] or 'all'}; accepted: {row['limit']}). "
+            f"{_MENDS[str(check)].capitalize()}."
             for check, row in bad.iterrows()
         ]
         head = "The run does not hold" if self.verdict == "unsound" else "Too few draws to tell"
@@ -93,12 +116,15 @@ class Diagnosis:
 def diagnose(mcmc: MCMC) -> Diagnosis:
     """Judge a run over :class:`SGLD`, :class:`DSGLD` or :class:`FSGLD` without any reference.
 
-    Checks: R-hat and effective draws of the global sites, and of the silos' latents (at most 200 of them) where they are here; rounds undone and steps cut; the sds' inflation as the pilot predicted it
-    and as the run met it; how far each silo pulls otherwise than its surrogate; whether the silos were visited as
-    ``selection`` says; how much of the surrogates' posterior lies left and right of the chains; local moves that are stuck. Each has a
-    limit, and says the silo or site it is worst at.
+    Checks: R-hat and effective draws of the global sites, and of the silos' latents (at most 200 of
+    them) where they are here; rounds undone and steps cut; the sds' inflation as the pilot
+    predicted it and as the run met it; how far each silo pulls otherwise than its surrogate;
+    whether the silos were visited as ``selection`` says; how much of the surrogates' posterior lies
+    left and right of the chains; local moves that are stuck. Each has a limit, and says the silo or
+    site it is worst at.
 
-    It cannot see what no silo's gradient shows where the chains are: a mode they never reached, or a tail that is too thin.
+    It cannot see what no silo's gradient shows where the chains are: a mode they never reached, or
+    a tail that is too thin.
 
     :param mcmc: a run.
     :return: a table with a verdict; it prints as both, with the mend of what fails.
@@ -121,11 +147,13 @@ def diagnose(mcmc: MCMC) -> Diagnosis:
     kernel = getattr(mcmc, "sampler", None)
     if not isinstance(kernel, LangevinKernel):
         raise ValueError(
-            f"expected an MCMC that has run over SGLD, DSGLD or FSGLD, got {type(mcmc if kernel is None else kernel).__name__}"
+            "expected an MCMC that has run over SGLD, DSGLD or FSGLD, got "
+            f"{type(mcmc if kernel is None else kernel).__name__}"
         )
     if kernel.factors is None or mcmc.last_state is None:
         raise ValueError(
-            f"expected an MCMC that has run over SGLD, DSGLD or FSGLD, got {type(kernel).__name__} without a run; call mcmc.run(rng_key, silos) first"
+            f"expected an MCMC that has run over SGLD, DSGLD or FSGLD, got {type(kernel).__name__} "
+            "without a run; call mcmc.run(rng_key, silos) first"
         )
     import pandas as pd
 
@@ -210,7 +238,8 @@ def _guards(kernel: LangevinKernel, fields: dict[str, np.ndarray]) -> list[tuple
 
     out = [by_chain("rounds undone", (fields["diverging"] & (fields["cut_rate"] == 0)).mean(1))]
     if kernel._plan.cut:
-        # a chain at rest at one silo may be far from where the pilot looked: there it takes fewer cut steps to tell
+        # a chain at rest at one silo may be far from where the pilot looked: there it takes fewer
+        # cut steps to tell
         reach = float(fields["step_size"].max()) * kernel._plan.num_local_steps
         out.append(
             by_chain("steps cut", fields["cut_rate"].mean(1), _RATE * min(1.0, _REST / reach))
@@ -317,7 +346,8 @@ def _pull(kernel: LangevinKernel, residual: np.ndarray, silo: np.ndarray, f: np.
         means = [r[where == s] for r, where in zip(residual, silo, strict=True)]
         e = f[s] * np.concatenate(means)
         if len(e) > 1:
-            # visits to a silo are rounds apart; what correlation is left is covered by the number of errors
+            # visits to a silo are rounds apart; what correlation is left is covered by the number
+            # of errors
             error = np.sqrt((e.var(0, ddof=1) / len(e)).sum())
             pulls[s] = max(0.0, np.linalg.norm(e.mean(0)) - _ERRORS * error)
     worst = int(pulls.argmax())
@@ -331,7 +361,9 @@ def _pull(kernel: LangevinKernel, residual: np.ndarray, silo: np.ndarray, f: np.
 
 
 def _surrogate_mass(mcmc: MCMC, kernel: LangevinKernel) -> list[tuple]:
-    """Mass of the surrogates' posterior left and right of the chains' central 95 %, in each whitened direction."""
+    """Mass of the surrogates' posterior left and right of the chains' central 95 %, in each
+    whitened direction.
+    """
     from scipy.stats import norm
 
     factors, tuning = kernel.factors, kernel._tuning

@@ -21,11 +21,12 @@ def plot_elbo(
 ) -> "Figure":
     """Draw the estimated bound of every round, and its running mean over it.
 
-    The vertical axis has room for the last three quarters of the rounds: a cold start may leave it. The running mean is centred; at the
-    ends, and beside rounds that are not finite, it is over fewer rounds. It levels off where more rounds bring nothing.
+    The vertical axis has room for the last three quarters of the rounds: a cold start may leave it.
+    The running mean is centred; at the ends, and beside rounds that are not finite, it is over
+    fewer rounds. It levels off where more rounds bring nothing.
 
-    :param result: what ``run`` of :class:`SFVI`, :class:`SFVIAvg` or :class:`numpyro.infer.SVI` returned, or the ``InferenceData`` of
-        :func:`to_inference_data`.
+    :param result: what ``run`` of :class:`SFVI`, :class:`SFVIAvg` or :class:`numpyro.infer.SVI`
+        returned, or the ``InferenceData`` of :func:`to_inference_data`.
     :param smooth: rounds in a window of the running mean; a fiftieth of all if None.
     :param figure: an empty figure (or subfigure) to draw in; a new one if None.
     :raises TypeError: for anything without a trace of the bound.
@@ -93,13 +94,16 @@ def _trace(result: Any) -> np.ndarray:
     ):
         return np.asarray(result.optimization["elbo"].values, np.float64)
     raise TypeError(
-        "expected the result of svi.run(...), or InferenceData with a variable elbo in the group optimization, from "
+        "expected the result of svi.run(...), or InferenceData with a variable elbo in the group "
+        "optimization, from "
         f"fed.to_inference_data(svi, ...); got {type(result).__name__}"
     )
 
 
 def _limits(elbo: np.ndarray) -> tuple[float, float]:
-    """Room for nearly all of the rounds after the cold start (for all rounds, if none of those is finite)."""
+    """Room for nearly all of the rounds after the cold start (for all rounds, if none of those is
+    finite).
+    """
     late = elbo[int(_COLD * len(elbo)) :]
     shown = late[np.isfinite(late)] if np.isfinite(late).any() else elbo[np.isfinite(elbo)]
     low, high = np.quantile(shown, _RANGE)

@@ -29,25 +29,33 @@ _TOO_OFTEN = 0.01  # share of local steps cut above which the draws deserve a wo
 def to_inference_data(fit: Any, *args: Any, **options: Any) -> "InferenceData":
     """The draws of a federated fit as ArviZ ``InferenceData``.
 
-    ``to_inference_data(mcmc, silos, log_likelihood=True, node=None, **options)`` for a run :class:`numpyro.infer.MCMC` over one of the
-    library's kernels, where options are passed to ``arviz.from_numpyro``; over :class:`PushSumLangevin` and :class:`GossipLangevin` a
-    chain is a node, named by the coordinates ``node`` and ``network``, and ``node=`` takes the chains of one silo's node, or of the
-    ``"average"`` of all nodes, one of each network: what R-hat and effective sample sizes are right for; or
-    ``to_inference_data(svi, result, silos, num_draws=1000, rng_key=None, log_likelihood=True, resample=False)`` for the result of
-    :class:`SFVI` or :class:`SFVIAvg`, whose local latents are resampled by the importance weights of the bound; with ``resample=True`` the
-    draws of theta are too, by the Pareto-smoothed weights of four times as many (each silo then returns its estimated log
-    likelihood at these, one number each).
+    ``to_inference_data(mcmc, silos, log_likelihood=True, node=None, **options)`` for a run
+    :class:`numpyro.infer.MCMC` over one of the library's kernels, where options are passed to
+    ``arviz.from_numpyro``; over :class:`PushSumLangevin` and :class:`GossipLangevin` a chain is a
+    node, named by the coordinates ``node`` and ``network``, and ``node=`` takes the chains of one
+    silo's node, or of the ``"average"`` of all nodes, one of each network: what R-hat and effective
+    sample sizes are right for; or ``to_inference_data(svi, result, silos, num_draws=1000,
+    rng_key=None, log_likelihood=True, resample=False)`` for the result of :class:`SFVI` or
+    :class:`SFVIAvg`, whose local latents are resampled by the importance weights of the bound; with
+    ``resample=True`` the draws of theta are too, by the Pareto-smoothed weights of four times as
+    many (each silo then returns its estimated log likelihood at these, one number each).
 
-    What ``arviz.from_numpyro(mcmc)`` gives, and in addition: elements of silo plates carry their pooled row as
-    coordinate and their silo's name as ``<plate>_silo``; the attributes of the posterior hold the names of the
-    silos and the ledger (rounds, gradient evaluations, bytes down and up per silo, as JSON). Of a variational fit also the trace of the
-    bound (group ``optimization``), each draw's log importance weight (``sample_stats``), learned parameters and Pareto's k of the weights, of theta's draws and of the worst unit's candidates
-    (attributes ``pareto_k``, the largest of the weights' own and of the coordinates' variances under them, which ``pareto_k_of`` says, and ``pareto_k_unit``; its draws are independent, one chain, of which R-hat has nothing to compare); where silos differ in structure, what belongs to the i-th one has names and dimensions that end in ``_i``.
-    It saves to netCDF.
+    What ``arviz.from_numpyro(mcmc)`` gives, and in addition: elements of silo plates carry their
+    pooled row as coordinate and their silo's name as ``<plate>_silo``; the attributes of the
+    posterior hold the names of the silos and the ledger (rounds, gradient evaluations, bytes down
+    and up per silo, as JSON). Of a variational fit also the trace of the bound (group
+    ``optimization``), each draw's log importance weight (``sample_stats``), learned parameters and
+    Pareto's k of the weights, of theta's draws and of the worst unit's candidates (attributes
+    ``pareto_k``, the largest of the weights' own and of the coordinates' variances under them,
+    which ``pareto_k_of`` says, and ``pareto_k_unit``; its draws are independent, one chain, of
+    which R-hat has nothing to compare); where silos differ in structure, what belongs to the i-th
+    one has names and dimensions that end in ``_i``. It saves to netCDF.
 
-    :return: groups posterior, sample_stats, observed_data, log_likelihood (pointwise, of every draw, on the pooled rows).
+    :return: groups posterior, sample_stats, observed_data, log_likelihood (pointwise, of every
+        draw, on the pooled rows).
     :raises ValueError: when the run is over another kernel, has not run, or ran on other silos.
-    :warns UserWarning: when more than 1 % of local steps were cut, a chain left the reals, or Pareto's k is above 0.7.
+    :warns UserWarning: when more than 1 % of local steps were cut, a chain left the reals, or
+        Pareto's k is above 0.7.
 
     Example::
 
@@ -94,7 +102,8 @@ def _mcmc_inference_data(
         )
     if node is not None and not is_network:
         raise ValueError(
-            f"node={node!r} is for kernels over a network, whose chains are nodes; got {type(kernel).__name__}"
+            f"node={node!r} is for kernels over a network, whose chains are nodes; got "
+            f"{type(kernel).__name__}"
         )
     if node not in (None, "average", *silos.names):
         raise ValueError(
@@ -144,20 +153,24 @@ def _warn_of_cuts(mcmc: MCMC, _: Silos) -> None:
     inflation = float(np.nan_to_num(np.asarray(fields["inflation"]), nan=1.0).max())
     if inflation > _TOO_WIDE:
         warnings.warn(
-            f"at this step size the sds are predicted to be {inflation:.2f} times too large: lower step_size, or leave it "
+            f"at this step size the sds are predicted to be {inflation:.2f} times too large: lower "
+            "step_size, or leave it "
             '"auto"',
             stacklevel=4,
         )
     for chain in range(len(cut)):
         if undone[chain]:
             warnings.warn(
-                f"chain {chain} left the reals in {undone[chain]} rounds, which were undone: its draws are not to be "
+                f"chain {chain} left the reals in {undone[chain]} rounds, which were undone: its "
+                "draws are not to be "
                 "trusted. Lower step_size (or bias_target), or take fewer num_local_steps",
                 stacklevel=4,
             )
         elif cut[chain] > _TOO_OFTEN:
             warnings.warn(
-                f"{100 * cut[chain]:.1f} % of chain {chain}'s local steps were cut, which pulls its tails towards the "
-                'surrogates. Take fewer num_local_steps, or lower step_size (under "auto": bias_target)',
+                f"{100 * cut[chain]:.1f} % of chain {chain}'s local steps were cut, which pulls "
+                "its tails towards the "
+                'surrogates. Take fewer num_local_steps, or lower step_size (under "auto": '
+                "bias_target)",
                 stacklevel=4,
             )

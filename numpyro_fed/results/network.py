@@ -1,4 +1,7 @@
-"""What a run over a network of nodes tells ArviZ: which chain is which node, one node's draws, and the average's."""
+"""What a run over a network of nodes tells ArviZ.
+
+Which chain is which node, one node's draws, and the average's.
+"""
 
 import warnings
 from collections.abc import Callable
@@ -23,7 +26,9 @@ _FEWEST = 20  # draws from which a mean is judged
 
 
 def label_nodes(idata: Any, silos: Silos) -> None:
-    """Give every chain the name of its node and the number of its network as coordinates ``node`` and ``network``."""
+    """Give every chain the name of its node and the number of its network as coordinates ``node``
+    and ``network``.
+    """
     networks = idata.posterior.sizes["chain"] // len(silos)
     nodes = np.tile(np.array(silos.names), networks)
     number = np.repeat(np.arange(networks), len(silos))
@@ -47,7 +52,8 @@ def take_node(idata: Any, node: str, silos: Silos) -> Any:
 
 
 def average_of_nodes(mcmc: MCMC, silos: Silos, idata: Any, log_lik: bool) -> Any:
-    """The draws of every network's average, the chain that follows Langevin dynamics on the pooled potential.
+    """The draws of every network's average, the chain that follows Langevin dynamics on the pooled
+    potential.
 
     The average of what nodes hold is that of ``push_sum_weight * position`` in unconstrained space.
     """
@@ -117,15 +123,18 @@ def warn_of_nodes(mcmc: MCMC, silos: Silos) -> None:
     least = weight.min((0, 2))
     if least.min() < _SMALL_WEIGHT[mcmc.sampler.tracking]:
         warnings.warn(
-            f"the push-sum weight of node {silos.names[int(least.argmin())]!r} fell to {least.min():.1g} (of a mean of 1): it gave away more "
-            f"than it heard, and its draws, quotients by it, have heavy tails{f'; {lost}' if lost else ''}. Let more nodes send to it, let fewer "
+            f"the push-sum weight of node {silos.names[int(least.argmin())]!r} fell to "
+            f"{least.min():.1g} (of a mean of 1): it gave away more "
+            "than it heard, and its draws, quotients by it, have heavy "
+            f"tails{f'; {lost}' if lost else ''}. Let more nodes send to it, let fewer "
             "links fail, or track gradients (gradient_tracking=True)",
             stacklevel=4,
         )
     elif lost:
         worst = silos.names[int(error[network].max(1).argmax())]
         warnings.warn(
-            f"{lost}, because they left the reals; farthest from the average was node {worst!r}. Its draws are not to be trusted: lower step_size",
+            f"{lost}, because they left the reals; farthest from the average was node {worst!r}. "
+            "Its draws are not to be trusted: lower step_size",
             stacklevel=4,
         )
     if not lost and weight.shape[2] >= _FEWEST:
@@ -150,7 +159,8 @@ def _warn_of_offsets(mcmc: MCMC, silos: Silos) -> None:
             where = f"node {node!r} is at least {off:.2f} posterior sds off the average of all nodes in {name!r}"
     if off > _OFF:
         warnings.warn(
-            f"{where}: at this step size nodes disagree in the mean. Lower step_size, take a schedule that diminishes, or let gradients be "
+            f"{where}: at this step size nodes disagree in the mean. Lower step_size, take a "
+            "schedule that diminishes, or let gradients be "
             "tracked (gradient_tracking=True)",
             stacklevel=5,
         )

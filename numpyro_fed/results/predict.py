@@ -27,17 +27,20 @@ def predict(
 ) -> dict[str, np.ndarray]:
     """Draws of what a model says about data, given a fit.
 
-    :param model: the model that was fitted; it must run with observed arguments ``None`` (or left out).
+    :param model: the model that was fitted; it must run with observed arguments ``None`` (or left
+        out).
     :param posterior: the fit's ``InferenceData``, from :func:`to_inference_data`.
     :param rng_key: seed.
-    :param data: the model's keyword arguments for which to predict, observed ones ``None``. For a silo of the fit its own plates that have
-        latents must have the elements they had (``silos[name]``, in this order); rows of other plates may be new.
-    :param silo: a silo of the fit, whose own latents are used; ``None``: a new silo, whose latents are drawn from the model given
-        each draw of the global ones.
-    :param params: learned parameters, where the model has any; those that the fit holds, if None. Weights of networks it does not hold: give
-        ``result.params``.
+    :param data: the model's keyword arguments for which to predict, observed ones ``None``. For a
+        silo of the fit its own plates that have latents must have the elements they had
+        (``silos[name]``, in this order); rows of other plates may be new.
+    :param silo: a silo of the fit, whose own latents are used; ``None``: a new silo, whose latents
+        are drawn from the model given each draw of the global ones.
+    :param params: learned parameters, where the model has any; those that the fit holds, if None.
+        Weights of networks it does not hold: give ``result.params``.
     :return: for each site that neither the fit nor the data hold an array ``(draws, *site)``.
-    :raises ValueError: for an unknown silo, a silo whose latents are elsewhere, a fit without silo coordinates, or data that leave nothing to predict.
+    :raises ValueError: for an unknown silo, a silo whose latents are elsewhere, a fit without silo
+        coordinates, or data that leave nothing to predict.
 
     Example::
 
@@ -73,7 +76,8 @@ def predict(
     stayed = json.loads(draws.attrs.get("elsewhere", "[]"))
     if silo is not None and stayed:
         raise ValueError(
-            f"silo={silo!r}: its own latents {stayed} stayed there, and the fit has none; expected None, for a new silo"
+            f"silo={silo!r}: its own latents {stayed} stayed there, and the fit has none; expected "
+            "None, for a new silo"
         )
     values = _draws_of(silo, draws, plates)
     params = _learned(draws) if params is None else params
@@ -90,7 +94,8 @@ def predict(
     }
     if not found:
         raise ValueError(
-            f"expected data to predict for, got values of all that is observed, {sorted(given)}: leave the arguments out that are to be "
+            f"expected data to predict for, got values of all that is observed, {sorted(given)}: "
+            "leave the arguments out that are to be "
             "predicted, or give None"
         )
     return {name: np.asarray(x) for name, x in found.items()}
@@ -121,7 +126,8 @@ def _learned(draws: Any) -> dict[str, Array]:
     networks = json.loads(draws.attrs.get("networks", "[]"))
     if networks:
         raise ValueError(
-            f"params: expected the learned networks {networks}, which an InferenceData does not hold; give result.params"
+            f"params: expected the learned networks {networks}, which an InferenceData does not "
+            "hold; give result.params"
         )
     return {k: jnp.asarray(v) for k, v in json.loads(draws.attrs.get("learned", "{}")).items()}
 
@@ -145,7 +151,8 @@ def _check_positions(data: Mapping[str, Any], index: Mapping[str, list[str]]) ->
         if wrong.any():
             row = int(np.argmax(wrong))
             raise ValueError(
-                f"argument {leaf!r} points to the rows of {given[0]!r}: expected positions from 0 to {size - 1}, got {positions[row]} in row {row}"
+                f"argument {leaf!r} points to the rows of {given[0]!r}: expected positions from 0 "
+                f"to {size - 1}, got {positions[row]} in row {row}"
             )
 
 
@@ -158,7 +165,8 @@ def _check_sizes(
             expected, got = int((plates[name] == silo).sum()), site["args"][0]
             if got != expected:
                 raise ValueError(
-                    f"silo {silo!r} has {expected} elements of {name!r} in the fit, got data with {got}; expected the same elements, "
+                    f"silo {silo!r} has {expected} elements of {name!r} in the fit, got data with "
+                    f"{got}; expected the same elements, "
                     "or silo=None for new ones"
                 )
 

@@ -1,4 +1,7 @@
-"""What every fit tells ArviZ of its silos: their names beside the elements of their plates, and the ledger."""
+"""What every fit tells ArviZ of its silos.
+
+Their names beside the elements of their plates, and the ledger.
+"""
 
 import json
 from typing import Any
@@ -13,7 +16,10 @@ __all__ = ["ledger_attrs", "silo_coords"]
 
 
 def silo_coords(idata: Any, factors: Factors, silos: Silos, suffix: str = "") -> None:
-    """Give the elements of each silo plate the name of their silo as coordinate ``<plate>_silo``; and say which arguments hold positions among the rows of which others."""
+    """Give the elements of each silo plate the name of their silo as coordinate ``<plate>_silo``.
+
+    And say which arguments hold positions among the rows of which others.
+    """
     names = np.array(silos.names)
     for plate, group in factors.plates:
         dim = plate + suffix

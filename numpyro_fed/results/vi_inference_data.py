@@ -1,4 +1,7 @@
-"""From a variational fit to ArviZ: draws with silo names, the trace of the bound, and Pareto's k of the approximation."""
+"""From a variational fit to ArviZ.
+
+Draws with silo names, the trace of the bound, and Pareto's k of the approximation.
+"""
 
 import json
 import warnings
@@ -104,8 +107,10 @@ def vi_inference_data(
         idata.posterior.attrs |= {"pareto_k": k, "pareto_k_of": judged}
     if not unweighed and not k <= POOR:
         warnings.warn(
-            f"Pareto's k of the approximation is {k:.2f} ({judged}), above {POOR}: q(theta) misses part of the posterior. Run more rounds, take "
-            'global_cov="full" and more num_local_particles, or resample=True; and hold the fit against pooled NUTS or FSGLD',
+            f"Pareto's k of the approximation is {k:.2f} ({judged}), above {POOR}: q(theta) misses "
+            "part of the posterior. Run more rounds, take "
+            'global_cov="full" and more num_local_particles, or resample=True; and hold the fit '
+            "against pooled NUTS or FSGLD",
             stacklevel=3,
         )
     return idata
@@ -118,7 +123,9 @@ def check_num_draws(num_draws: Any) -> None:
 
 
 def _judged(plan: Any, draws: Draws, stretched: bool) -> tuple[np.ndarray, float, str]:
-    """Smoothed weights, the worst k of them and of the coordinates' variances under them, and of which."""
+    """Smoothed weights, the worst k of them and of the coordinates' variances under them, and of
+    which.
+    """
     log_weight = np.asarray(draws.log_weight, np.float64)
     # far out a density may overflow: no draw of it counts
     inside = np.isfinite(log_weight) if stretched else np.ones(len(log_weight), bool)
@@ -195,7 +202,10 @@ class _Called:
 
 
 def _told(prepared: Prepared, params: dict, draws: Draws, result: VIResult) -> dict[str, Any]:
-    """What the posterior's attributes say of the fit: its ledger, its parameters, the unit that fits worst, where latents are, privacy."""
+    """What the posterior's attributes say of the fit.
+
+    Its ledger, its parameters, the unit that fits worst, where latents are, privacy.
+    """
     plan = prepared.plan
     arrays = {
         k: np.asarray(params[k]).tolist() for k in plan.learned if isinstance(params[k], jax.Array)
@@ -213,7 +223,9 @@ def _told(prepared: Prepared, params: dict, draws: Draws, result: VIResult) -> d
 
 
 def _worst_unit(plan: Any, ratios: list, parts: tuple[Silos, ...]) -> dict[str, Any]:
-    """Pareto's k of the weights of a unit's candidates, where it is largest among the units whose weights vary most, and which that is."""
+    """Pareto's k of the weights of a unit's candidates, where it is largest among the units whose
+    weights vary most, and which that is.
+    """
     worst: dict[str, Any] = {}
     for family, found, part in zip(plan.families, ratios, parts, strict=True):
         if not family.has_local or len(found) < _FEWEST:
@@ -230,7 +242,10 @@ def _worst_unit(plan: Any, ratios: list, parts: tuple[Silos, ...]) -> dict[str, 
 
 
 def _chosen(weight: np.ndarray, num: int, key: Any) -> np.ndarray:
-    """Systematic resampling, in random order: each candidate as often as its weight says, up to one."""
+    """Systematic resampling, in random order.
+
+    Each candidate as often as its weight says, up to one.
+    """
     key_start, key_order = random.split(key)
     steps = (np.arange(num) + float(random.uniform(key_start))) / num
     chosen = np.minimum(np.searchsorted(np.cumsum(weight), steps), len(weight) - 1)

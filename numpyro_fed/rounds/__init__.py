@@ -1,1 +1,4 @@
-"""A round between a server and its silos: the contract, silos at hand and remote, bytes and files."""
+"""A round between a server and its silos.
+
+The contract, silos at hand and remote, bytes and files.
+"""

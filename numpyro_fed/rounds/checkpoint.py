@@ -59,7 +59,8 @@ class Checkpoint:
         except OSError as error:
             if not self._warned:
                 warnings.warn(
-                    f"{self.place}: the checkpoint could not be written ({error}); the run goes on, its results are kept in memory, "
+                    f"{self.place}: the checkpoint could not be written ({error}); the run goes "
+                    "on, its results are kept in memory, "
                     "and the next that is due is tried again: make room on the disk",
                     stacklevel=4,
                 )
@@ -80,7 +81,8 @@ class Checkpoint:
             carrier.go_on(values["carrier"])
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(
-                f"{self.place}: expected the checkpoint of a run of this version, got another ({error}); delete it to start anew"
+                f"{self.place}: expected the checkpoint of a run of this version, got another "
+                f"({error}); delete it to start anew"
             ) from error
         return dict(values)
 
@@ -93,7 +95,8 @@ class Checkpoint:
                     differ = [k for k in {**got, **expected} if got.get(k) != expected.get(k)]
                     got, expected = ({k: x.get(k) for k in differ} for x in (got, expected))
                 raise ValueError(
-                    f"{self.place} is the checkpoint of another run: {name} {got}, expected {expected}; give another file, or delete it to start anew"
+                    f"{self.place} is the checkpoint of another run: {name} {got}, expected "
+                    f"{expected}; give another file, or delete it to start anew"
                 )
 
 

@@ -1,6 +1,7 @@
 r"""The contract between an algorithm and whatever carries its messages.
 
-Every algorithm of the library is a :class:`Federated`: four pure functions over pytrees. A *round* is
+Every algorithm of the library is a :class:`Federated`: four pure functions over pytrees. A *round*
+is
 
 .. code-block:: text
 
@@ -8,9 +9,9 @@ Every algorithm of the library is a :class:`Federated`: four pure functions over
     silo s    reply, silo_state = local(key_s, message, silo_state, view)        where the data are
     server    server_state, info = merge(server_state, replies)
 
-Only ``message`` and ``reply`` cross a silo's border. ``silo_state`` (local latents, their coordinates) stays.
-An engine (:mod:`numpyro_fed.engines`) decides where ``local`` runs: it may address all silos in a round, or
-the one that a travelling chain visits.
+Only ``message`` and ``reply`` cross a silo's border. ``silo_state`` (local latents, their
+coordinates) stays. An engine (:mod:`numpyro_fed.engines`) decides where ``local`` runs: it may
+address all silos in a round, or the one that a travelling chain visits.
 """
 
 import math
@@ -30,9 +31,9 @@ class Federated(NamedTuple):
     * ``broadcast(key, server_state) -> message``
     * ``local(key, message, silo_state, view) -> (reply, silo_state)``, with ``view`` a
       :class:`~numpyro_fed.data.views.SiloView` or :class:`~numpyro_fed.data.views.SiloRows`
-    * ``merge(server_state, replies) -> (server_state, info)``; ``replies`` have a leading axis over silos where
-      all were addressed, and none where one was. An algorithm for all silos takes ``weights`` of the replies as a third
-      argument, zero for a silo that did not answer.
+    * ``merge(server_state, replies) -> (server_state, info)``; ``replies`` have a leading axis over
+      silos where all were addressed, and none where one was. An algorithm for all silos takes
+      ``weights`` of the replies as a third argument, zero for a silo that did not answer.
     """
 
     init: Callable[..., Any]
@@ -72,7 +73,8 @@ class Ledger:
 
     :param silos: names of the silos.
     :param rounds: rounds in which the silo was addressed.
-    :param gradient_evaluations: evaluations of the gradient of the silo's term (a minibatch counts as one).
+    :param gradient_evaluations: evaluations of the gradient of the silo's term (a minibatch counts
+        as one).
     :param bytes_down: bytes sent to the silo.
     :param bytes_up: bytes that left the silo.
     """

@@ -1,4 +1,6 @@
-"""Files that are whole or not there at all, that say what they are, and that one process has at a time."""
+"""Files that are whole or not there at all, that say what they are, and that one process has at a
+time.
+"""
 
 import fcntl
 import hashlib
@@ -69,7 +71,8 @@ def read_sealed(place: Path, kind: str) -> bytes:
     size = int.from_bytes(seal[-8:], "little")
     if len(whole) - _HEADER != size:
         raise ValueError(
-            f"{place}: expected {size} bytes of data, got {len(whole) - _HEADER}; it was cut off: {mend}"
+            f"{place}: expected {size} bytes of data, got {len(whole) - _HEADER}; it was cut off: "
+            f"{mend}"
         )
     if hashlib.sha256(seal + whole[_HEADER:]).digest() != checksum:
         raise ValueError(

@@ -1,7 +1,7 @@
 """The default engine: all silos in this process, rounds traced into one program.
 
-Keys are folded from the round's key and the silo's number, never from the order of execution, so that other
-engines draw the same.
+Keys are folded from the round's key and the silo's number, never from the order of execution, so
+that other engines draw the same.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,8 @@ def ask_all(
 ) -> tuple[Any, Any]:
     """Send a message to every silo and collect the replies, vmapped over buckets of similar size.
 
-    :param local: the algorithm's ``local``; hashable by value, so that equal algorithms share a program.
+    :param local: the algorithm's ``local``; hashable by value, so that equal algorithms share a
+        program.
     :param silo_states: as for :func:`~numpyro_fed.data.views.sweep`.
     :return: replies stacked over silos, and the new silo states.
     """
@@ -55,9 +56,10 @@ def round_one(
 ) -> tuple[Any, Any, Any]:
     """One round that addresses one silo, whose number may be traced.
 
-    :param silo_states: a pytree of rows: with a leading axis over the elements of ``group``, silo after silo,
-        or over silos where ``group`` is ``None``.
-    :return: the new server state, the merge's info, and the silo states with the visited silo's rows replaced.
+    :param silo_states: a pytree of rows: with a leading axis over the elements of ``group``, silo
+        after silo, or over silos where ``group`` is ``None``.
+    :return: the new server state, the merge's info, and the silo states with the visited silo's
+        rows replaced.
     """
     view = SiloView(silos, number, largest(silos))
     message = algorithm.broadcast(random.split(key)[0], server_state)
@@ -95,12 +97,15 @@ def round_all(
     stacks: list[SiloRows],
     weights: Array | None = None,
 ) -> tuple[Any, Any, list]:
-    """One round that addresses all silos, or those of nonzero weight, vmapped over stacks of equal shape.
+    """One round that addresses all silos, or those of nonzero weight, vmapped over stacks of equal
+    shape.
 
-    :param silo_states: for each stack a pytree with a leading axis over its silos; a scalar is the same in all of them.
+    :param silo_states: for each stack a pytree with a leading axis over its silos; a scalar is the
+        same in all of them.
     :param stacks: the silos' rows, from :func:`~numpyro_fed.data.views.stack`.
-    :param weights: of the silos' replies, in the order of the stacks, ``(S,)``; a silo of weight zero is not addressed, and keeps its
-        state (in this engine it is computed all the same). ``None``: all silos, ``merge`` is called without weights.
+    :param weights: of the silos' replies, in the order of the stacks, ``(S,)``; a silo of weight
+        zero is not addressed, and keeps its state (in this engine it is computed all the same).
+        ``None``: all silos, ``merge`` is called without weights.
     :return: the new server state, the merge's info, and the silo states.
     """
     message = algorithm.broadcast(key, server_state)

@@ -1,9 +1,13 @@
-"""Silos whose rows are elsewhere: what the server knows of them, how it asks them, and what answers there.
+"""Silos whose rows are elsewhere.
 
-The server knows names, numbers of rows, and the types of a row: :class:`RemoteSilos`. All that it wants of the rows it asks for by *calls*: an
-algorithm's ``local``, a key, a message. A :class:`Site` answers them from its own rows; what is private to it (local latents, the local
-map) it keeps in numbered slots, of which the server only ever sees the numbers. A carrier brings calls and replies across:
-:class:`Loopback` in one process, :mod:`numpyro_fed.engines.spmd` over JAX processes.
+What the server knows of them, how it asks them, and what answers there.
+
+The server knows names, numbers of rows, and the types of a row: :class:`RemoteSilos`. All that it
+wants of the rows it asks for by *calls*: an algorithm's ``local``, a key, a message. A
+:class:`Site` answers them from its own rows; what is private to it (local latents, the local map)
+it keeps in numbered slots, of which the server only ever sees the numbers. A carrier brings calls
+and replies across: :class:`Loopback` in one process, :mod:`numpyro_fed.engines.spmd` over JAX
+processes.
 """
 
 import uuid
@@ -52,7 +56,8 @@ class Call(NamedTuple):
     :param key: as the silo is to use it.
     :param message: what it is told.
     :param read: slots of what it starts from, as a pytree: a number, some numbers, or ``None``.
-    :param write: slot where it keeps its new private state. A slot is written once, so that a call may be made again.
+    :param write: slot where it keeps its new private state. A slot is written once, so that a call
+        may be made again.
     """
 
     number: int
@@ -123,7 +128,9 @@ class Carrier:
         self._kinds |= dict(position["kinds"])
 
     def type_of(self, call: Call, site: "Site") -> Any:
-        """Shapes and types of the reply to a call, which any silo's site tells, without asking it; what the call writes is noted.
+        """Shapes and types of the reply to a call, which any silo's site tells, without asking it.
+
+        What the call writes is noted.
 
         :param site: one whose rows may be types alone.
         """
@@ -148,7 +155,10 @@ def types_of(tree: Any) -> Any:
 
 
 class SiloAlone(Silos):
-    """The rows of one silo, padded to the largest, under its own number; of the others their sizes are known."""
+    """The rows of one silo, padded to the largest, under its own number.
+
+    Of the others their sizes are known.
+    """
 
     def offsets(self, group: str) -> np.ndarray:
         return np.zeros(len(self), int)
@@ -192,7 +202,9 @@ class Site:
         return _answer(call.local, self.pad, call.key, call.message, state, self.rows, number)
 
     def type_of(self, local: Callable, message: Any, state: Any) -> tuple[Any, Any]:
-        """Shapes and types of a reply and of the new private state, of a message's and of the old one's."""
+        """Shapes and types of a reply and of the new private state, of a message's and of the old
+        one's.
+        """
         number = jax.ShapeDtypeStruct((), jnp.int32)
         ask = partial(_answer, local, self.pad)
         found: tuple[Any, Any] = jax.eval_shape(
@@ -204,7 +216,8 @@ class Site:
         """The reply to a call; the new private state stays here."""
         if any(slot not in self.kept for slot in jax.tree.leaves(call.read)):
             raise SiloError(
-                f"silo {self.rows.names[self.number]!r} has nothing of what this run kept there; expected the carrier, or the silo's folder, of before: delete the "
+                f"silo {self.rows.names[self.number]!r} has nothing of what this run kept there; "
+                "expected the carrier, or the silo's folder, of before: delete the "
                 "checkpoint to start anew"
             )
         reply, new = self.reply(call, jax.tree.map(self.kept.__getitem__, call.read))
@@ -216,7 +229,8 @@ class Site:
 def site_of(silos: Silos, name: str, known: Silos | None = None) -> Site:
     """The site of one of the silos at hand.
 
-    :param known: what is known of all silos, in whose order it is numbered; by default ``silos`` are all there are.
+    :param known: what is known of all silos, in whose order it is numbered; by default ``silos``
+        are all there are.
     """
     here, known = silos.names.index(name), silos if known is None else known
     number = known.names.index(name)
@@ -252,7 +266,10 @@ def resized(known: Silos, sizes: Mapping[str, Sequence[int]]) -> Silos:
 
 
 def nowhere(known: Silos) -> Site:
-    """A site of which types alone are known: what it would answer to a call has shapes and types."""
+    """A site of which types alone are known.
+
+    What it would answer to a call has shapes and types.
+    """
     most = largest(known)
     pad = dict(most)
     rows = {
@@ -265,7 +282,10 @@ def nowhere(known: Silos) -> Site:
 
 
 class Loopback(Carrier):
-    """Carrier to silos that are all in this process, each with its own rows and state; for tests."""
+    """Carrier to silos that are all in this process, each with its own rows and state.
+
+    For tests.
+    """
 
     def __init__(self, silos: Silos) -> None:
         super().__init__({n: site_of(silos, name) for n, name in enumerate(silos.names)})
@@ -290,7 +310,8 @@ class RemoteSilos(Silos):
     def __init__(self, known: Silos, carrier: Carrier) -> None:
         if not isinstance(known, Silos):
             raise ValueError(
-                f"expected fed.Silos, got {type(known).__name__}: silos elsewhere are of one structure, as what differs between structures is not built there"
+                f"expected fed.Silos, got {type(known).__name__}: silos elsewhere are of one "
+                "structure, as what differs between structures is not built there"
             )
         self.__dict__.update(known.__dict__)
         self.rows = {leaf: jax.ShapeDtypeStruct(x.shape, x.dtype) for leaf, x in known.rows.items()}  # type: ignore[misc]
@@ -336,7 +357,8 @@ class RemoteSilos(Silos):
         )
         if lost:
             raise RuntimeError(
-                f"silos {lost} did not answer while the fit was prepared, which needs all of them; expected silos that are up: start again"
+                f"silos {lost} did not answer while the fit was prepared, which needs all of them; "
+                "expected silos that are up: start again"
             )
         return replies
 
@@ -361,7 +383,8 @@ class RemoteSilos(Silos):
     def pooled(self) -> dict[str, Any]:
         """Refused: rows stay where they are."""
         raise ValueError(
-            f"the rows of {list(self.names)} are elsewhere, and are not pooled; expected fed.Silos at hand"
+            f"the rows of {list(self.names)} are elsewhere, and are not pooled; expected fed.Silos "
+            "at hand"
         )
 
     def __getitem__(self, name: str) -> dict[str, Any]:

@@ -80,7 +80,8 @@ def name_of(kind: type) -> str:
         name = f"{kind.__module__}:{kind.__qualname__}"
         if _optax_states(len(sys.modules)).get(name) is not kind:
             raise TypeError(
-                f"{name} has no wire name; expected a class of fed that has one, or a state of optax"
+                f"{name} has no wire name; expected a class of fed that has one, or a state of "
+                "optax"
             )
     return name
 

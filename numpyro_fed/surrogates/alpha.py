@@ -1,14 +1,16 @@
 r"""The weight of the conducive gradient that makes the noise of the gradient smallest.
 
-FSGLD remark 1 (equation 7) multiplies the conducive gradient by :math:`\alpha`; as a control variate (Ripley 1987) its best weight is
+FSGLD remark 1 (equation 7) multiplies the conducive gradient by :math:`\alpha`; as a control
+variate (Ripley 1987) its best weight is
 
 .. math:: \alpha^* = -\frac{\operatorname{tr} \operatorname{Cov}(v, g)}{\operatorname{tr} \operatorname{Var}(g)}, \qquad
           v = \frac{N_s}{f_s m} \nabla \log p(y_s^{(m)} \mid \theta), \qquad
           g = \nabla \log q(\theta) - \frac1{f_s} \nabla \log q_s(\theta)
 
-over silos :math:`s \sim f` and their minibatches, averaged over :math:`\theta` (numerator and denominator apart). Given s, g does not
-depend on the minibatch, so neither does :math:`\operatorname{Cov}(v, g)`: v may be replaced by :math:`\nabla \log p(y_s \mid \theta) / f_s`. Traces are
-taken in coordinates whitened by the surrogate posterior, the kernel's.
+over silos :math:`s \sim f` and their minibatches, averaged over :math:`\theta` (numerator and
+denominator apart). Given s, g does not depend on the minibatch, so neither does
+:math:`\operatorname{Cov}(v, g)`: v may be replaced by :math:`\nabla \log p(y_s \mid \theta) / f_s`.
+Traces are taken in coordinates whitened by the surrogate posterior, the kernel's.
 """
 
 from collections.abc import Callable, Sequence
@@ -43,14 +45,17 @@ def optimal_alpha(
     selection: Sequence[float] | None = None,
     public: Sequence[str] = (),
 ) -> float:
-    """The weight ``alpha`` of the conducive gradient under which the gradient's variance is smallest.
+    """The weight ``alpha`` of the conducive gradient under which the gradient's variance is
+    smallest.
 
-    1 for exact surrogates; near 0 for surrogates that say nothing of how silos differ. It may be negative.
+    1 for exact surrogates; near 0 for surrogates that say nothing of how silos differ. It may be
+    negative.
 
     :param model: the marked model, without local latents.
     :param silos: the data.
     :param surrogates: the silos' surrogates; with their prior they must make a density.
-    :param theta: flat unconstrained global positions ``(K, d)`` or ``(d,)``; by default 64 points of the surrogate posterior.
+    :param theta: flat unconstrained global positions ``(K, d)`` or ``(d,)``; by default 64 points
+        of the surrogate posterior.
     :param selection: f, the silos' probabilities; equal by default.
     :param public: observed sites outside every silo plate whose data all silos know.
     :return: alpha; 1 where the conducive gradient is zero anyway (one silo).
@@ -70,7 +75,8 @@ def optimal_alpha(
     factors = factorise(model, silos, public=tuple(public))
     if factors.local_sites:
         raise ValueError(
-            f"the model has local latents {[s.name for s in factors.local_sites]}; expected a model without, or "
+            f"the model has local latents {[s.name for s in factors.local_sites]}; expected a "
+            "model without, or "
             'FSGLD(alpha="auto"), which integrates them out'
         )
     check_fits(surrogates, factors, silos)
@@ -88,7 +94,8 @@ def optimal_alpha(
         thetas = np.atleast_2d(np.asarray(theta, np.float64))
         if thetas.ndim != 2 or thetas.shape[1] != factors.dim or not np.isfinite(thetas).all():
             raise ValueError(
-                f"theta: expected finite numbers of shape (K, {factors.dim}) or ({factors.dim},), got shape {np.shape(theta)}"
+                f"theta: expected finite numbers of shape (K, {factors.dim}) or ({factors.dim},), "
+                f"got shape {np.shape(theta)}"
             )
     return best(factors, silos, None, surrogates, f, thetas)
 
@@ -101,7 +108,10 @@ def best(
     selection: np.ndarray,
     thetas: np.ndarray | None = None,
 ) -> float:
-    """:func:`optimal_alpha` of a factorised model; local latents, cut into ``units``, are integrated out."""
+    """:func:`optimal_alpha` of a factorised model.
+
+    Local latents, cut into ``units``, are integrated out.
+    """
     loc, scale = surrogates.posterior().whitening()
     diagonal = scale.ndim == 1
     if thetas is None:

@@ -19,11 +19,13 @@ def analytic(
     """Surrogates with given means and precisions of each silo's likelihood.
 
     :param silos: the data; means and precisions are in the order of ``silos.names``.
-    :param means: shape ``(S, d)``: the flat global position (sites sorted by name) in unconstrained space.
+    :param means: shape ``(S, d)``: the flat global position (sites sorted by name) in unconstrained
+        space.
     :param precisions: full ``(S, d, d)`` or diagonal ``(S, d)``; may be singular.
     :param prior: mean and precision of the prior, for the preconditioner; nothing by default.
     :return: the surrogates.
-    :raises ValueError: for shapes that disagree, values that are not finite, or a precision that is not symmetric.
+    :raises ValueError: for shapes that disagree, values that are not finite, or a precision that is
+        not symmetric.
 
     Example::
 
@@ -48,7 +50,8 @@ def analytic(
     own = [np.asarray(x, np.float64) for x in prior]
     if own[0].shape != (dim,) or own[1].shape != precision.shape[1:]:
         raise ValueError(
-            f"prior: expected mean {(dim,)} and precision {precision.shape[1:]}, got {own[0].shape} and {own[1].shape}"
+            f"prior: expected mean {(dim,)} and precision {precision.shape[1:]}, got "
+            f"{own[0].shape} and {own[1].shape}"
         )
     return Surrogates(factors, _natural(own[0], own[1], "prior"))
 
@@ -59,7 +62,8 @@ def _natural(mean: np.ndarray, precision: np.ndarray, name: str) -> Gaussian:
     if precision.ndim > mean.ndim:
         if not np.allclose(precision, np.swapaxes(precision, -1, -2)):
             raise ValueError(
-                f"{name}: expected symmetric matrices, got {precision}; symmetrise them: (p + p.T) / 2"
+                f"{name}: expected symmetric matrices, got {precision}; symmetrise them: (p + p.T) "
+                "/ 2"
             )
         eta = (precision @ mean[..., None])[..., 0]
     else:

@@ -4,9 +4,11 @@ With u whitened coordinates a silo's surrogate score becomes
 
 .. math:: \nabla_u \log q_s(u) = a_s - B_s u + D_s^\top \psi(u)
 
-with the bounded features of :mod:`numpyro_fed.density.bounded_features`. It need not be a gradient: conducive gradients are unbiased for any functions of theta whose mean over silos is taken away. It is bounded, so
-that it cannot open a tail that the Gaussian closes. Scale parameters are why it is there: a likelihood is flat in the
-logarithm of a scale on one side and falls on the other, and what is left of that is most of the silos' noise.
+with the bounded features of :mod:`numpyro_fed.density.bounded_features`. It need not be a gradient:
+conducive gradients are unbiased for any functions of theta whose mean over silos is taken away. It
+is bounded, so that it cannot open a tail that the Gaussian closes. Scale parameters are why it is
+there: a likelihood is flat in the logarithm of a scale on one side and falls on the other, and what
+is left of that is most of the silos' noise.
 """
 
 from dataclasses import dataclass, replace
@@ -24,7 +26,10 @@ __all__ = ["Bends", "regress"]
 
 
 def regress(points: Array, scores: Array, weights: Array) -> Array:
-    """D: weighted least squares of whitened scores ``(K, d)`` on the features at points ``(K, d)``; shape ``(p, d)``."""
+    """D: weighted least squares of whitened scores ``(K, d)`` on the features at points ``(K, d)``.
+
+    Shape ``(p, d)``.
+    """
     psi = features(points)
     weights = (weights / jnp.maximum(weights.sum(), 1e-30))[:, None]
     normal = psi.T @ (weights * psi) + 1e-4 * jnp.eye(psi.shape[1], dtype=psi.dtype)
@@ -47,7 +52,10 @@ class Bends:
     coefficients: Any
 
     def score(self, theta: Array) -> Array:
-        """Their gradients at ``theta`` of shape ``(d,)``, in theta; shape ``(..., d)`` as the coefficients'."""
+        """Their gradients at ``theta`` of shape ``(d,)``, in theta.
+
+        Shape ``(..., d)`` as the coefficients'.
+        """
         psi = features(self.whiten @ (theta - self.loc))
         return (psi @ self.coefficients) @ self.whiten
 

@@ -1,9 +1,10 @@
 r"""Gaussian surrogates of the silos' likelihoods, in natural parameters.
 
-A silo's surrogate is :math:`\log q_s(\theta) = \eta_s^\top \theta - \tfrac12 \theta^\top \Lambda_s \theta` up to a
-constant, with :math:`\theta` the flat global position in unconstrained space. It need not be a density:
-:math:`\Lambda_s` may be singular or indefinite (a silo with one row says little), only the sum with the prior
-is one. FSGLD 3.1: exponential families are closed under products, so :math:`q = \prod_s q_s` costs nothing.
+A silo's surrogate is :math:`\log q_s(\theta) = \eta_s^\top \theta - \tfrac12 \theta^\top \Lambda_s
+\theta` up to a constant, with :math:`\theta` the flat global position in unconstrained space. It
+need not be a density: :math:`\Lambda_s` may be singular or indefinite (a silo with one row says
+little), only the sum with the prior is one. FSGLD 3.1: exponential families are closed under
+products, so :math:`q = \prod_s q_s` costs nothing.
 """
 
 from dataclasses import dataclass
@@ -30,9 +31,12 @@ def matvec(matrix: Array, vector: Array) -> Array:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LowRank:
-    """Symmetric matrices ``diag(diagonal) + factor @ diag(weight) @ factor.T``; leading axes are a batch.
+    """Symmetric matrices ``diag(diagonal) + factor @ diag(weight) @ factor.T``.
 
-    It stands where a full precision would: ``matrix @ vector``, ``matrix[s]``, ``matrix.sum(0)`` and sums with full matrices (both full).
+    Leading axes are a batch.
+
+    It stands where a full precision would: ``matrix @ vector``, ``matrix[s]``, ``matrix.sum(0)``
+    and sums with full matrices (both full).
     """
 
     __array_ufunc__ = None  # NumPy leaves sums and products to this class
@@ -102,7 +106,8 @@ class LowRank:
 class Gaussian:
     """A Gaussian factor in natural parameters; leading axes are a batch.
 
-    :param eta: precision times mean, shape ``(..., d)``. Arrays may be NumPy ones in float64, so that nothing cancels.
+    :param eta: precision times mean, shape ``(..., d)``. Arrays may be NumPy ones in float64, so
+        that nothing cancels.
     :param precision: full ``(..., d, d)``, diagonal ``(..., d)``, or :class:`LowRank`.
 
     Example::
@@ -139,7 +144,9 @@ class Gaussian:
         return jnp.asarray(self.eta - product)
 
     def scores(self, thetas: np.ndarray) -> np.ndarray:
-        """Gradients at positions ``(K, d)`` in float64, since eta and its opposite may both be large; ``(S, K, d)`` of a batch ``(S,)``."""
+        """Gradients at positions ``(K, d)`` in float64, since eta and its opposite may both be
+        large; ``(S, K, d)`` of a batch ``(S,)``.
+        """
         eta, precision = jax.tree.map(
             lambda x: np.asarray(x, np.float64), (self.eta, self.precision)
         )
@@ -148,7 +155,10 @@ class Gaussian:
         return np.asarray(eta[:, None] - np.swapaxes(precision @ thetas.T, 1, 2))
 
     def whitening(self) -> tuple[np.ndarray, np.ndarray]:
-        """Mean and a factor of the covariance of one density in float64: lower triangular ``(d, d)``, or its diagonal ``(d,)``."""
+        """Mean and a factor of the covariance of one density in float64.
+
+        Lower triangular ``(d, d)``, or its diagonal ``(d,)``.
+        """
         precision, eta = (np.asarray(x, np.float64) for x in (self.precision, self.eta))
         if self.is_diagonal:
             return eta / precision, precision**-0.5
@@ -178,9 +188,11 @@ class Surrogates:
 
     :param factors: the silos' factors, batch ``(S,)`` in the order of ``silos.names``.
     :param prior: the prior's factor. For the whitening only: gradients use the prior itself.
-    :param bends: bounded corrections of the silos' scores, or ``None``. Gradients have them, :meth:`posterior` has not.
+    :param bends: bounded corrections of the silos' scores, or ``None``. Gradients have them,
+        :meth:`posterior` has not.
 
-    A silo's factor is ``d + d (d + 1) / 2`` different numbers (diagonal: ``2 d``; of rank r: ``d (r + 2) + r``).
+    A silo's factor is ``d + d (d + 1) / 2`` different numbers (diagonal: ``2 d``; of rank r: ``d (r
+    + 2) + r``).
     """
 
     factors: Gaussian

@@ -1,9 +1,13 @@
-r"""Laplace surrogates: second-order expansions of all silos' (marginal) likelihoods around one common point.
+r"""Laplace surrogates.
 
-Every silo returns gradient and Hessian at the server's current centre, the server takes a Newton step, damped and, up to 500 dimensions, accelerated (:mod:`numpyro_fed.surrogates.natural_step`);
-at the end :math:`\Lambda_s = -\nabla^2 \log \hat p(y_s \mid \theta^*)`. Expanding at the common point (not at each silo's own
-mode, which FSGLD appendix F.2 does) keeps silos with one row or one label proper enough: only the sum must be.
-Exact for Gaussian models; elsewhere score matching looks further than one point.
+Second-order expansions of all silos' (marginal) likelihoods around one common point.
+
+Every silo returns gradient and Hessian at the server's current centre, the server takes a Newton
+step, damped and, up to 500 dimensions, accelerated (:mod:`numpyro_fed.surrogates.natural_step`); at
+the end :math:`\Lambda_s = -\nabla^2 \log \hat p(y_s \mid \theta^*)`. Expanding at the common point
+(not at each silo's own mode, which FSGLD appendix F.2 does) keeps silos with one row or one label
+proper enough: only the sum must be. Exact for Gaussian models; elsewhere score matching looks
+further than one point.
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,7 @@
-"""The silo's regressions on whitened points: its score, and the location and scale of its local latents."""
+"""The silo's regressions on whitened points.
+
+Its score, and the location and scale of its local latents.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +20,10 @@ _MOST_STRETCHED = 6.0  # log scales that a point may be away
 def fit_score(
     points: Array, scores: Array, weights: Array, full: bool
 ) -> tuple[Array, Array, Array]:
-    """Weighted least squares of scores ``(K, d)`` on points: ``a``, symmetric ``B``, root mean square misfit."""
+    """Weighted least squares of scores ``(K, d)`` on points.
+
+    ``a``, symmetric ``B``, root mean square misfit.
+    """
     weights = weights / jnp.maximum(weights.sum(), 1e-30)
     if full:
         design = jnp.concatenate([jnp.ones((points.shape[0], 1), points.dtype), points], axis=1)
@@ -43,10 +49,11 @@ def fit_map(
 ) -> LocalMap:
     """Regress locations ``(K, E, k)`` and log scales on the points.
 
-    Log scales on 1, u and, where dimensions are few, the bounded products and cubes. Locations, in units of the scale at u, on these and on 1
-    and u times ``e^(-b u)``.
+    Log scales on 1, u and, where dimensions are few, the bounded products and cubes. Locations, in
+    units of the scale at u, on these and on 1 and u times ``e^(-b u)``.
 
-    :param bent: whether with what is not linear: bounded products and cubes, and locations that go with the scale.
+    :param bent: whether with what is not linear: bounded products and cubes, and locations that go
+        with the scale.
     """
     weights = weights / jnp.maximum(weights.sum(), 1e-30)
     scales = jnp.diagonal(chols, axis1=-2, axis2=-1)
@@ -81,7 +88,10 @@ def fit_map(
 
 
 def _solve(design: Array, weights: Array, x: Array) -> Array:
-    """Weighted least squares of ``(K, E, k)`` on ``(K, p)``, a little ridge; shape ``(E, k, p)``."""
+    """Weighted least squares of ``(K, E, k)`` on ``(K, p)``, a little ridge.
+
+    Shape ``(E, k, p)``.
+    """
     normal = design.T @ (weights[:, None] * design) + 1e-5 * jnp.eye(
         design.shape[1], dtype=design.dtype
     )
@@ -93,7 +103,10 @@ def _solve(design: Array, weights: Array, x: Array) -> Array:
 def _locations(
     linear: Array, bends: Array, weights: Array, x: Array, of_scale: Array
 ) -> tuple[Array, Array]:
-    """One latent's locations ``(K,)``: coefficients of ``A (1, u) + e^(log scale) S (1, u, psi)``, errors counted in units of the scale.
+    """One latent's locations ``(K,)``.
+
+    Coefficients of ``A (1, u) + e^(log scale) S (1, u, psi)``, errors counted in units of the
+    scale.
 
     :param of_scale: coefficients of the log scale.
     :return: A ``(1 + d,)`` and S ``(1 + d + p,)``.

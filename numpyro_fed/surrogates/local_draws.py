@@ -1,11 +1,13 @@
 r"""Draws of the silos' own posteriors, by SGLD or NUTS.
 
-The target is :math:`p(\theta)^c p(y_s, z_s \mid \theta)`. SGLD starts at the silo's mode (damped Newton steps) and is preconditioned by
-the curvature there, :math:`L L^\top \approx H^{-1}`, with :math:`\theta = \hat\theta + L w`:
+The target is :math:`p(\theta)^c p(y_s, z_s \mid \theta)`. SGLD starts at the silo's mode (damped
+Newton steps) and is preconditioned by the curvature there, :math:`L L^\top \approx H^{-1}`, with
+:math:`\theta = \hat\theta + L w`:
 
 .. math:: w \leftarrow w + \tfrac h2 L^\top \nabla \log p_s(\theta) + \sqrt h \, \xi, \qquad h = 0.1,
 
-all rows a step, every 20th position kept. In these units a Gaussian's chain has the variance 1 / (1 - h/4).
+all rows a step, every 20th position kept. In these units a Gaussian's chain has the variance 1 / (1
+- h/4).
 """
 
 import math
@@ -38,7 +40,10 @@ _WARMUP = 500  # of NUTS
 
 
 class LocalDraws(NamedTuple):
-    """Summary of draws ``loc + scale @ w`` of a silo's posterior: means of w in halves of chains, covariance within."""
+    """Summary of draws ``loc + scale @ w`` of a silo's posterior.
+
+    Means of w in halves of chains, covariance within.
+    """
 
     loc: Any
     scale: Any
@@ -90,7 +95,9 @@ def _mode(log_density: Callable[[Array], Array], start: Array) -> tuple[Array, A
 
 
 def _summary(w: Array) -> tuple[Array, Array]:
-    """Means ``(2 C, d)`` of halves of chains, and the mean of their covariances, of draws ``(C, n, d)``."""
+    """Means ``(2 C, d)`` of halves of chains, and the mean of their covariances, of draws ``(C, n,
+    d)``.
+    """
     halves = w.reshape(2 * w.shape[0], -1, w.shape[2])
     means = halves.mean(1)
     centred = (halves - means[:, None]).reshape(-1, w.shape[2])
@@ -123,7 +130,10 @@ def sgld(factors: Factors, power: float, count: int, key: Array, silos: Silos) -
 
 
 def nuts(factors: Factors, power: float, count: int, key: Array, silos: Silos) -> LocalDraws:
-    """NUTS on theta and the local latents of each silo in turn, compiled once; padded latents are standard normal."""
+    """NUTS on theta and the local latents of each silo in turn, compiled once.
+
+    Padded latents are standard normal.
+    """
     pad, groups, chains = largest(silos), factors.local_groups(), CHAINS["nuts"]
     shapes = {v.name: (dict(pad)[groups[v.name]], *v.shape) for v in factors.local_sites}
 
@@ -166,5 +176,8 @@ def nuts(factors: Factors, power: float, count: int, key: Array, silos: Silos) -
 
 
 def gradients(dim: int, count: int) -> int:
-    """Gradients of its target that :func:`sgld` takes at each silo; one of a Hessian counts ``dim``."""
+    """Gradients of its target that :func:`sgld` takes at each silo.
+
+    One of a Hessian counts ``dim``.
+    """
     return _NEWTON_STEPS * (dim + 1) + CHAINS["sgld"] * _THINNING * (count + _BURN_IN)

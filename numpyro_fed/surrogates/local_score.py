@@ -1,4 +1,7 @@
-"""A silo's part of fitting score-matched surrogates: its marginal score at the server's points, and what it regresses on them."""
+"""A silo's part of fitting score-matched surrogates.
+
+Its marginal score at the server's points, and what it regresses on them.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -44,8 +47,11 @@ class Message(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """What a silo returns, in whitened coordinates: score ``a - B u``, misfit, log marginals ``(K,)``; in the last rounds its score's
-    regression on the bounded features ``(p, d)``, where dimensions are few."""
+    """What a silo returns, in whitened coordinates.
+
+    Score ``a - B u``, misfit, log marginals ``(K,)``; in the last rounds its score's regression on
+    the bounded features ``(p, d)``, where dimensions are few.
+    """
 
     shift: Array
     precision: Array
@@ -113,8 +119,11 @@ class ScoreLocal:
 
 
 class Looked(NamedTuple):
-    """What a silo found at the points: log marginals ``(K,)``, their whitened scores ``(K, d)``, moments of the latents level by level, and the
-    weights of the points, zero where a number is not finite."""
+    """What a silo found at the points.
+
+    Log marginals ``(K,)``, their whitened scores ``(K, d)``, moments of the latents level by level,
+    and the weights of the points, zero where a number is not finite.
+    """
 
     values: Array
     scores: Array
@@ -141,7 +150,9 @@ def look(
 
 
 def points_at_once(rows: int, units: Units | None) -> int:
-    """Points evaluated together: a power of two, as the points' numbers are, for what is left over would be a program of its own.
+    """Points evaluated together.
+
+    A power of two, as the points' numbers are, for what is left over would be a program of its own.
 
     :param rows: that one point takes.
     """
@@ -155,9 +166,12 @@ def points_at_once(rows: int, units: Units | None) -> int:
 def marginal_score(
     factors: Factors, units: Units | None, message: Message, view: SiloView | SiloRows
 ) -> Callable[..., tuple[Array, Array, list[Moments]]]:
-    """A function of whitened u: the silo's log marginal likelihood, its gradient, and moments of the latents.
+    """A function of whitened u.
 
-    Where plates are nested it takes the outer latents' position at which moments of the inner ones are wanted, too.
+    The silo's log marginal likelihood, its gradient, and moments of the latents.
+
+    Where plates are nested it takes the outer latents' position at which moments of the inner ones
+    are wanted, too.
     """
     view = view if units is None else units.laid_out(view)
     kwargs, weights = view.whole()

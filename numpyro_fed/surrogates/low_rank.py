@@ -1,14 +1,17 @@
-r"""Low-rank surrogates: for each silo a diagonal and a few directions, where one full matrix per silo is too much.
+r"""Low-rank surrogates.
+
+For each silo a diagonal and a few directions, where one full matrix per silo is too much.
 
 .. math:: \Lambda_s = \operatorname{diag}(\delta_s) + U_s \operatorname{diag}(w_s) U_s^\top, \qquad U_s \in R^{d \times r}.
 
-Damped Newton steps of the server, which adds the silos' curvatures up, find the posterior's mode. There a silo fits :math:`\Lambda_s`
-to its own curvature :math:`H_s` by principal factors, in units of the posterior's conditional sds: U and w are the r eigenpairs of
-:math:`H_s - \operatorname{diag}(\delta_s)` of largest absolute value, and :math:`\delta_s` makes the diagonal that of
-:math:`H_s`. Where in those units the d - r smallest eigenvalues are equal, nothing is lost. What is lost is added to the
-prior's factor, so that ``posterior()``, the preconditioner, is the posterior's expansion for any r: the server knows the
-curvatures' sum.
-Reference for principal factors: Harman (1976), Modern factor analysis, chapter 8.
+Damped Newton steps of the server, which adds the silos' curvatures up, find the posterior's mode.
+There a silo fits :math:`\Lambda_s` to its own curvature :math:`H_s` by principal factors, in units
+of the posterior's conditional sds: U and w are the r eigenpairs of :math:`H_s -
+\operatorname{diag}(\delta_s)` of largest absolute value, and :math:`\delta_s` makes the diagonal
+that of :math:`H_s`. Where in those units the d - r smallest eigenvalues are equal, nothing is lost.
+What is lost is added to the prior's factor, so that ``posterior()``, the preconditioner, is the
+posterior's expansion for any r: the server knows the curvatures' sum. Reference for principal
+factors: Harman (1976), Modern factor analysis, chapter 8.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,11 +39,12 @@ _PASSES = 5  # principal factors
 def low_rank(
     model: Callable, silos: Silos, *, rank: int = 20, public: Sequence[str] = ()
 ) -> Surrogates:
-    """Surrogates with a diagonal and ``rank`` directions for each silo, expanded at the posterior's mode.
+    """Surrogates with a diagonal and ``rank`` directions for each silo, expanded at the posterior's
+    mode.
 
-    For posteriors of 100 to 1,000 dimensions that are nearly Gaussian: the memory of a full matrix for each silo is saved.
-    **What leaves a silo:** gradient, curvature and log likelihood in each of about 8 rounds, which the server only adds up; then
-    ``d (rank + 2) + rank`` numbers.
+    For posteriors of 100 to 1,000 dimensions that are nearly Gaussian: the memory of a full matrix
+    for each silo is saved. **What leaves a silo:** gradient, curvature and log likelihood in each
+    of about 8 rounds, which the server only adds up; then ``d (rank + 2) + rank`` numbers.
 
     :param model: the marked model, without local latents.
     :param silos: the data.
@@ -63,7 +67,8 @@ def low_rank(
     factors = factorise(model, silos, public=tuple(public))
     if factors.local_sites:
         raise ValueError(
-            f"the model has local latents {[s.name for s in factors.local_sites]}: expected a model without, or "
+            f"the model has local latents {[s.name for s in factors.local_sites]}: expected a "
+            "model without, or "
             'surrogate="score", which integrates them out'
         )
     if (
@@ -87,7 +92,8 @@ def low_rank(
         else:
             damping = max(damping, 1e-3) * 6
     raise ValueError(
-        f"the posterior's mode was not found in {_ROUNDS} rounds (the last step was {moved:.3g} sds); expected "
+        f"the posterior's mode was not found in {_ROUNDS} rounds (the last step was {moved:.3g} "
+        "sds); expected "
         'surrogate="score", or a model whose posterior has a mode in unconstrained space'
     )
 
@@ -112,7 +118,10 @@ def _expand(
     total: np.ndarray,
     silos: Silos,
 ) -> Surrogates:
-    """Surrogates around theta; with the prior's factor, for the whitening, goes what the silos' lack of the total."""
+    """Surrogates around theta.
+
+    With the prior's factor, for the whitening, goes what the silos' lack of the total.
+    """
     dtype = jnp.result_type(float)
     at, unit = jnp.asarray(theta, dtype), jnp.asarray(1 / np.sqrt(np.abs(np.diag(total))), dtype)
     replies = []
@@ -145,7 +154,10 @@ def _silo(
 
 @partial(jax.jit, static_argnames=("rank",))
 def principal_factors(matrix: Array, scale: Array, rank: int) -> LowRank:
-    """A diagonal and ``rank`` directions of a symmetric matrix, nearest in units of ``scale``; its diagonal is kept."""
+    """A diagonal and ``rank`` directions of a symmetric matrix, nearest in units of ``scale``.
+
+    Its diagonal is kept.
+    """
     scaled = 0.5 * (matrix + matrix.T) * scale * scale[:, None]
     values = jnp.linalg.eigvalsh(scaled)
     rest = jnp.sum(jnp.sort(jnp.abs(values))[: len(scale) - rank]) / max(len(scale) - rank, 1)

@@ -1,17 +1,19 @@
-r"""A silo's marginal likelihood of the global parameters, local latents integrated out, and its gradient.
+r"""A silo's marginal likelihood of the global parameters, local latents integrated out, and its
+gradient.
 
-For each unit g, with :math:`\ell_g(z) = \log p(y_g, z \mid \theta)`, damped Newton steps find the mode
-:math:`\hat z_g` and the curvature :math:`H_g = -\ell_g''(\hat z_g)`. Then either
+For each unit g, with :math:`\ell_g(z) = \log p(y_g, z \mid \theta)`, damped Newton steps find the
+mode :math:`\hat z_g` and the curvature :math:`H_g = -\ell_g''(\hat z_g)`. Then either
 
-* *quadrature* (elements with few latents): nodes :math:`z_j = \hat z + R \epsilon_j`, :math:`R R^\top = H^{-1}`, with
-  importance weights :math:`W_j`. Fisher's identity gives the score,
-  :math:`\nabla \log p(y_g \mid \theta) = \sum_j W_j \nabla_\theta \ell_g(z_j)`, and the weights give the latents' moments; or
-* *Laplace* (all latents of a silo together):
-  :math:`\ell(\hat z) - \tfrac12 \log\det H + \tfrac k2 \log 2\pi`, whose gradient includes the mode's motion and
-  the determinant's. Without the latter every scale parameter comes out several standard deviations wrong.
+* *quadrature* (elements with few latents): nodes :math:`z_j = \hat z + R \epsilon_j`, :math:`R
+  R^\top = H^{-1}`, with importance weights :math:`W_j`. Fisher's identity gives the score,
+  :math:`\nabla \log p(y_g \mid \theta) = \sum_j W_j \nabla_\theta \ell_g(z_j)`, and the weights
+  give the latents' moments; or
+* *Laplace* (all latents of a silo together): :math:`\ell(\hat z) - \tfrac12 \log\det H + \tfrac k2
+  \log 2\pi`, whose gradient includes the mode's motion and the determinant's. Without the latter
+  every scale parameter comes out several standard deviations wrong.
 
-With four binary visits a child the Laplace value misplaces the six cities posterior by more than one sd;
-quadrature does not.
+With four binary visits a child the Laplace value misplaces the six cities posterior by more than
+one sd; quadrature does not.
 """
 
 from collections.abc import Callable
@@ -45,7 +47,9 @@ _WIDEN = 1.2  # spread of the nodes over the curvature's, against tails wider th
 
 
 class Moments(NamedTuple):
-    """Location ``(E, k)`` of the units' latents at one theta, and factors ``(E, k, k)`` of their covariances."""
+    """Location ``(E, k)`` of the units' latents at one theta, and factors ``(E, k, k)`` of their
+    covariances.
+    """
 
     location: Array
     chol: Array
@@ -56,8 +60,9 @@ def nodes(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Nodes ``(J, k)`` and weights ``(J,)`` of integrals against the standard normal.
 
-    For one latent, and for two by products, the trapezoidal rule, on as wide a range as balances what is cut off with what is between nodes: logistic terms have
-    poles near the real line where latents are large, and a Gauss-Hermite rule of as many nodes is then ten times less exact.
+    For one latent, and for two by products, the trapezoidal rule, on as wide a range as balances
+    what is cut off with what is between nodes: logistic terms have poles near the real line where
+    latents are large, and a Gauss-Hermite rule of as many nodes is then ten times less exact.
     """
     if dim == 1:
         x = np.linspace(-1.0, 1.0, scalar) * 1.2 * np.sqrt(scalar)
@@ -71,7 +76,10 @@ def nodes(
 
 
 class Nodes(NamedTuple):
-    """Nodes ``(J, E, k)``, and log weights ``(J, E)``: integrals of exp(f) are sums of exp(f + log weight) over J, but for ``(2 pi)^(k / 2)``."""
+    """Nodes ``(J, E, k)``, and log weights ``(J, E)``.
+
+    Integrals of exp(f) are sums of exp(f + log weight) over J, but for ``(2 pi)^(k / 2)``.
+    """
 
     points: Array
     log_weight: Array
@@ -85,7 +93,9 @@ class Nodes(NamedTuple):
 
 
 def place(centre: Array, chol: Array, table: tuple[np.ndarray, np.ndarray]) -> Nodes:
-    """Nodes around centres ``(E, k)``, spread by factors of covariances ``(E, k, k)``; no gradient passes through them.
+    """Nodes around centres ``(E, k)``, spread by factors of covariances ``(E, k, k)``.
+
+    No gradient passes through them.
 
     So derivatives of an integral of any order are integrals themselves (Fisher's identity).
     """
@@ -102,7 +112,9 @@ def place_at_mode(
     table: tuple[np.ndarray, np.ndarray],
     steps: int,
 ) -> Nodes:
-    """Nodes around each unit's mode, found in Newton steps from ``start``, spread by the curvature there."""
+    """Nodes around each unit's mode, found in Newton steps from ``start``, spread by the curvature
+    there.
+    """
     mode = _newton(log_density, start, steps)
     return place(mode, inverse_factor(_curvature(log_density, mode)), table)
 
@@ -110,7 +122,10 @@ def place_at_mode(
 def quadrature_marginal(
     log_density: Callable[[Array, Array], Array], u: Array, start: Array, owned: Array
 ) -> tuple[Array, Array, Moments]:
-    """Marginal log likelihood at ``u``, its score, and the latents' moments; arguments as :func:`laplace_marginal`."""
+    """Marginal log likelihood at ``u``, its score, and the latents' moments.
+
+    Arguments as :func:`laplace_marginal`.
+    """
     found = place_at_mode(lambda z: log_density(u, z), start, nodes(start.shape[1]), _NEWTON_STEPS)
 
     def marginal(u: Array) -> tuple[Array, Array]:
@@ -131,8 +146,8 @@ def laplace_marginal(
 ) -> tuple[Array, Array, Moments]:
     """Laplace marginal log likelihood at ``u``, its gradient, and the fit.
 
-    :param log_density: ``(u, z) -> (E,)``, each unit's term depending on its own row of z ``(E, k)``
-        only, padding standard normal.
+    :param log_density: ``(u, z) -> (E,)``, each unit's term depending on its own row of z ``(E,
+        k)`` only, padding standard normal.
     :param u: global position (whitened), shape ``(d,)``.
     :param start: where to look for the mode, shape ``(E, k)``.
     :param owned: which latents count, shape ``(E, k)``.
@@ -166,7 +181,10 @@ def _curvature(log_density: Callable[[Array], Array], z: Array) -> Array:
 
 
 def cholesky(matrix: Array) -> Array:
-    """Cholesky factors; identity for a unit whose curvature is not positive definite (its weight is small)."""
+    """Cholesky factors.
+
+    Identity for a unit whose curvature is not positive definite (its weight is small).
+    """
     return small_matrices.cholesky(_positive(matrix))
 
 

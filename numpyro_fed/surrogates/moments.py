@@ -1,7 +1,10 @@
-r"""Moment-matched surrogates: each silo simulates from its own posterior, and sends mean and covariance once.
+r"""Moment-matched surrogates.
 
-FSGLD 3.1 draws from :math:`p_s \propto p(y_s \mid \theta)` by SGLD and takes the Gaussian with the draws' moments for
-:math:`q_s`. That law is improper wherever a silo alone does not pin :math:`\theta` down, so here a silo draws from
+Each silo simulates from its own posterior, and sends mean and covariance once.
+
+FSGLD 3.1 draws from :math:`p_s \propto p(y_s \mid \theta)` by SGLD and takes the Gaussian with the
+draws' moments for :math:`q_s`. That law is improper wherever a silo alone does not pin
+:math:`\theta` down, so here a silo draws from
 
 .. math:: p_s(\theta) \propto p(\theta)^c \, p(y_s \mid \theta),
 
@@ -9,13 +12,15 @@ and the prior is divided out again: with the draws' mean :math:`m_s` and covaria
 
 .. math:: \Lambda_s = V_s^{-1} - c \Lambda_0, \qquad \eta_s = V_s^{-1} m_s - c \eta_0,
 
-where :math:`(\eta_0, \Lambda_0)` is the Gaussian whose score is nearest to the prior's under :math:`N(m_s, V_s)` in least
-squares (a Gaussian prior itself). So :math:`p(\theta) \prod_s q_s(\theta)` is the posterior for Gaussian models, whatever c;
-c = 0 is the paper's own law. :math:`V_s^{-1}` is the inverse sample covariance times (n - d - 2) / (n - 1), which makes it
+where :math:`(\eta_0, \Lambda_0)` is the Gaussian whose score is nearest to the prior's under
+:math:`N(m_s, V_s)` in least squares (a Gaussian prior itself). So :math:`p(\theta) \prod_s
+q_s(\theta)` is the posterior for Gaussian models, whatever c; c = 0 is the paper's own law.
+:math:`V_s^{-1}` is the inverse sample covariance times (n - d - 2) / (n - 1), which makes it
 unbiased for independent draws.
 
-The step size rule of the local SGLD is that of :mod:`numpyro_fed.surrogates.local_draws`; what its step adds to a Gaussian's variance is
-taken back, a factor 1 - h/4. Reference: el Mekkaoui et al. (2021), Federated stochastic gradient Langevin dynamics, 3.1.
+The step size rule of the local SGLD is that of :mod:`numpyro_fed.surrogates.local_draws`; what its
+step adds to a Gaussian's variance is taken back, a factor 1 - h/4. Reference: el Mekkaoui et al.
+(2021), Federated stochastic gradient Langevin dynamics, 3.1.
 """
 
 import math
@@ -63,14 +68,17 @@ def moments(
 
     :param model: the marked model. Local latents are drawn along, by ``method="nuts"``.
     :param silos: the data.
-    :param method: ``"sgld"`` (all rows a step; all silos at once) or ``"nuts"`` (NumPyro's, silo after silo).
+    :param method: ``"sgld"`` (all rows a step; all silos at once) or ``"nuts"`` (NumPyro's, silo
+        after silo).
     :param num_samples: draws of each silo, over 16 (``"nuts"``: 4) chains.
-    :param prior: c, the power of the prior in a silo's law. 0 is the paper's, whose law may be improper.
+    :param prior: c, the power of the prior in a silo's law. 0 is the paper's, whose law may be
+        improper.
     :param diagonal: take the draws' variances only, as the paper does for neural networks.
     :param public: observed sites outside every silo plate whose data all silos know.
     :param seed: of the draws.
     :return: the surrogates.
-    :raises ValueError: for arguments it cannot use, and for a silo whose draws do not settle (an improper law).
+    :raises ValueError: for arguments it cannot use, and for a silo whose draws do not settle (an
+        improper law).
 
     Example::
 
@@ -126,7 +134,9 @@ def fit(
 
 
 def with_moments(factors: Factors, silos: Silos, fitted: ScoreFit | None) -> ScoreFit:
-    """A kernel's fit with the moments' surrogates (by NUTS where there are local latents) in place of ``fitted``'s own."""
+    """A kernel's fit with the moments' surrogates (by NUTS where there are local latents) in place
+    of ``fitted``'s own.
+    """
     method = "nuts" if factors.local_sites else "sgld"
     surrogates, cost = fit(
         factors, silos, method, max(3000, 4 * factors.dim), diagonal=factors.dim > _FULL_UP_TO
@@ -149,7 +159,8 @@ def _check(factors: Factors, method: str, num_samples: int, prior: float) -> Non
         or num_samples < least
     ):
         raise ValueError(
-            f"num_samples: expected an integer of at least {least} for a covariance in dimension d = {factors.dim} "
+            f"num_samples: expected an integer of at least {least} for a covariance in dimension d "
+            f"= {factors.dim} "
             f"(2 d, and {_FEWEST} for each of {CHAINS[method]} chains), got {num_samples!r}"
         )
     if isinstance(prior, bool) or not isinstance(prior, Real) or not 0 <= prior <= 1:
@@ -158,15 +169,20 @@ def _check(factors: Factors, method: str, num_samples: int, prior: float) -> Non
         )
     if method == "sgld" and factors.local_sites:
         raise ValueError(
-            f'method="sgld" draws global sites only, but the model has local latents {[s.name for s in factors.local_sites]}; '
-            'expected method="nuts", which draws them along (or surrogate="score", which integrates them out)'
+            'method="sgld" draws global sites only, but the model has local latents '
+            f"{[s.name for s in factors.local_sites]}; "
+            'expected method="nuts", which draws them along (or surrogate="score", which '
+            "integrates them out)"
         )
 
 
 def _local_moments(draws: LocalDraws, name: str, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Mean and covariance of a silo's draws (``length`` in half a chain), or an error that names the silo."""
+    """Mean and covariance of a silo's draws (``length`` in half a chain), or an error that names
+    the silo.
+    """
     mend = (
-        'its law p(theta)^c p(y_s | theta) may be improper: expected prior=1.0 and a proper prior, or surrogate="score", '
+        "its law p(theta)^c p(y_s | theta) may be improper: expected prior=1.0 and a proper prior, "
+        'or surrogate="score", '
         "which needs no silo to stand alone"
     )
     if not all(np.isfinite(x).all() for x in draws):
@@ -179,7 +195,8 @@ def _local_moments(draws: LocalDraws, name: str, length: int) -> tuple[np.ndarra
     )  # means of few correlated draws differ without any harm
     if r_hat > most:
         raise ValueError(
-            f"silo {name!r}: the draws of its own posterior have not settled (R-hat {r_hat:.3g}, expected < {most:.3g}); {mend}"
+            f"silo {name!r}: the draws of its own posterior have not settled (R-hat {r_hat:.3g}, "
+            f"expected < {most:.3g}); {mend}"
         )
     count = len(draws.means)
     covariance = draws.scale @ (draws.within + between * (count - 1) / count) @ draws.scale.T
@@ -187,7 +204,8 @@ def _local_moments(draws: LocalDraws, name: str, length: int) -> tuple[np.ndarra
     scaled = covariance / np.maximum(sd * sd[:, None], 1e-300)
     if not np.linalg.eigvalsh(scaled).min() > 1e-10:
         raise ValueError(
-            f"silo {name!r}: the covariance of the draws of its own posterior is not positive definite; {mend}"
+            f"silo {name!r}: the covariance of the draws of its own posterior is not positive "
+            f"definite; {mend}"
         )
     return np.asarray(draws.loc + draws.scale @ draws.means.mean(0)), np.asarray(covariance)
 
@@ -229,7 +247,10 @@ def _prior_under(factors: Factors, silos: Silos, law: Gaussian) -> Gaussian:
 
 
 def _global_prior(factors: Factors, silos: Silos, laws: Gaussian, parts: Gaussian) -> Gaussian:
-    """The prior's factor, fitted where the posterior is: under the product of all, found in two rounds."""
+    """The prior's factor, fitted where the posterior is.
+
+    Under the product of all, found in two rounds.
+    """
     law = Gaussian(laws.eta.mean(0), laws.precision.mean(0))
     for _ in range(2):
         whole = parts.product() * _prior_under(factors, silos, law)

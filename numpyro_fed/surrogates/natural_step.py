@@ -1,7 +1,11 @@
-r"""Gaussian sites: what a server adds, how far it goes at once, and what it remembers of the rounds before.
+r"""Gaussian sites.
 
-Sites are natural parameters in coordinates :math:`u = L^{-1}(\theta - \mu)` whitened by the current q, in which q is N(0, I) and nothing cancels in float32.
-:class:`History` is Anderson's acceleration of the fixed-point iteration (Walker & Ni 2011), lengths being those of q's Fisher information; for full precisions.
+What a server adds, how far it goes at once, and what it remembers of the rounds before.
+
+Sites are natural parameters in coordinates :math:`u = L^{-1}(\theta - \mu)` whitened by the current
+q, in which q is N(0, I) and nothing cancels in float32. :class:`History` is Anderson's acceleration
+of the fixed-point iteration (Walker & Ni 2011), lengths being those of q's Fisher information; for
+full precisions.
 """
 
 from typing import NamedTuple
@@ -36,7 +40,10 @@ _DEPTH = 3  # rounds that are remembered
 
 @wire_name("Site")
 class Site(NamedTuple):
-    """A Gaussian factor in coordinates whitened by q: score ``linear - precision u``; precision ``(d, d)`` or its diagonal."""
+    """A Gaussian factor in coordinates whitened by q: score ``linear - precision u``.
+
+    Precision ``(d, d)`` or its diagonal.
+    """
 
     linear: Array
     precision: Array
@@ -44,7 +51,10 @@ class Site(NamedTuple):
 
 @wire_name("History")
 class History(NamedTuple):
-    """Anderson's acceleration: of the last rounds the steps taken and how the residual changed with them, in q's natural parameters.
+    """Anderson's acceleration.
+
+    Of the last rounds the steps taken and how the residual changed with them, in q's natural
+    parameters.
 
     :param steps: the last first, leading axis m.
     :param changes: likewise.
@@ -86,7 +96,8 @@ class History(NamedTuple):
         gram = lengths @ lengths.T
         gram = gram + jnp.diag(jnp.where(jnp.diagonal(gram) > 0, 1e-4 * jnp.diagonal(gram), 1.0))
         share = jnp.linalg.solve(gram, lengths @ of_now)
-        # at the fixed point residuals are rounding errors, and so are their changes: nothing can be told from them
+        # at the fixed point residuals are rounding errors, and so are their changes: nothing can be
+        # told from them
         share = jnp.where(jnp.linalg.norm(of_now) > jnp.finfo(of_now.dtype).eps ** 0.75, share, 0.0)
         step = jax.tree.map(
             lambda r, x, y: r - jnp.tensordot(share, x + y, 1), residual, steps, changes
@@ -139,7 +150,9 @@ def carried(site: Site, shift: Array, factor: Array) -> Site:
 
 
 def product(site: Site) -> tuple[Array, Array, Array, Array]:
-    """Mean and square root of the new q in the old one's coordinates, how far that is, and whether q was held back."""
+    """Mean and square root of the new q in the old one's coordinates, how far that is, and whether
+    q was held back.
+    """
     linear, precision = site
     if precision.ndim == 1:
         values, vectors = precision, None
@@ -168,10 +181,14 @@ def product(site: Site) -> tuple[Array, Array, Array, Array]:
 def natural_step(
     history: History, total: Site, accelerated: Array, averaged: bool = False
 ) -> tuple[Array, Array, Array, Array, History]:
-    """The natural-gradient step of a full q: where it goes, whitened by what it was, its root, sds, whether it was held back, and the history.
+    """The natural-gradient step of a full q.
+
+    Where it goes, whitened by what it was, its root, sds, whether it was held back, and the
+    history.
 
     :param total: the sum of all sites.
-    :param accelerated: whether it is; else a part of the plain step is taken, as some sites are old, or have noise.
+    :param accelerated: whether it is; else a part of the plain step is taken, as some sites are
+        old, or have noise.
     :param averaged: whether that part falls to a tenth, so that noise averages out over rounds.
     """
     one = jnp.eye(len(total.linear))
@@ -182,7 +199,8 @@ def natural_step(
     loc, root, taken, held = product(Site(step.linear, one + step.precision))
     moved, held_one = product(total)[2:]
     held, moved = (held, taken) if averaged else (held | held_one, moved)
-    # nothing is learned from steps in which old sites stood for silos that did not answer, or from what was held back
+    # nothing is learned from steps in which old sites stood for silos that did not answer, or from
+    # what was held back
     later = jax.tree.map(
         lambda x, y: jnp.where(accelerated & ~held, x, y), later, History.none(total)
     )
@@ -191,5 +209,8 @@ def natural_step(
 
 
 def newest(rounds: Array) -> Array:
-    """Weight of a round's sites in the average over rounds, where they have noise: one, two thirds, a half ... a tenth."""
+    """Weight of a round's sites in the average over rounds, where they have noise.
+
+    One, two thirds, a half ... a tenth.
+    """
     return jnp.maximum(_OLDEST, 2 / (2.0 + rounds))

@@ -1,13 +1,15 @@
 r"""A silo's marginal likelihood where its local latents are those of two nested plates.
 
-With terms :math:`\ell_g(a_g)` of the outer elements and :math:`\ell_i(a_{g(i)}, b_i)` of the inner ones,
+With terms :math:`\ell_g(a_g)` of the outer elements and :math:`\ell_i(a_{g(i)}, b_i)` of the inner
+ones,
 
 .. math:: \log p(y_s \mid \theta) = \sum_g \log \int e^{\ell_g(a)} \prod_{i \in g} \left[ \int e^{\ell_i(a, b)} \, db \right] da
 
-by quadrature in quadrature (:class:`numpyro_fed.surrogates.marginal.Nodes`). The joint mode and the curvature there, which is an arrow (inner
-blocks, outer blocks, and what couples an inner element to its own outer one), place the outer nodes: Schur's complement is the curvature of a
-once the b are maximised out. At each of them a few Newton steps place the inner nodes. No gradient passes through nodes, so that of the
-value is Fisher's identity, twice.
+by quadrature in quadrature (:class:`numpyro_fed.surrogates.marginal.Nodes`). The joint mode and the
+curvature there, which is an arrow (inner blocks, outer blocks, and what couples an inner element to
+its own outer one), place the outer nodes: Schur's complement is the curvature of a once the b are
+maximised out. At each of them a few Newton steps place the inner nodes. No gradient passes through
+nodes, so that of the value is Fisher's identity, twice.
 """
 
 from collections.abc import Callable
@@ -50,7 +52,8 @@ class NestedMarginal(NamedTuple):
     :param value: the log marginal likelihood but for ``2 pi``.
     :param score: its gradient ``(d,)``.
     :param outer: moments of the outer latents.
-    :param inner: those of the inner ones, given outer latents ``outer.location + outer.chol @ e``; ``None`` without e.
+    :param inner: those of the inner ones, given outer latents ``outer.location + outer.chol @ e``;
+        ``None`` without e.
     """
 
     value: Array
@@ -68,11 +71,13 @@ def nested_marginal(
 ) -> NestedMarginal:
     """Integrate outer and inner latents out.
 
-    :param log_terms: ``(u, outer, inner) -> (n0,), (n1,), ()``: terms of outer elements, of inner ones, and of none; padding standard normal.
+    :param log_terms: ``(u, outer, inner) -> (n0,), (n1,), ()``: terms of outer elements, of inner
+        ones, and of none; padding standard normal.
     :param u: global position (whitened), shape ``(d,)``.
     :param parent: the outer element of each inner one, ``(n1,)``.
     :param starts: where to look for the mode, ``(n0, k0)`` and ``(n1, k1)``.
-    :param e: standard normal position ``(k0,)``, the same for all outer elements, at which inner moments are wanted.
+    :param e: standard normal position ``(k0,)``, the same for all outer elements, at which inner
+        moments are wanted.
     """
     count = len(starts[0])
 
@@ -116,7 +121,11 @@ def nested_marginal(
 
 
 class _Arrow(NamedTuple):
-    """Negative second derivatives: outer ``(n0, k0, k0)``, an inner element's with its outer one's ``(n1, k1, k0)``, inner ``(n1, k1, k1)``."""
+    """Negative second derivatives.
+
+    Outer ``(n0, k0, k0)``, an inner element's with its outer one's ``(n1, k1, k0)``, inner ``(n1,
+    k1, k1)``.
+    """
 
     outer: Array
     cross: Array
@@ -144,7 +153,9 @@ _solve = jax.vmap(small_matrices.solve, in_axes=(None, -1), out_axes=-1)  # of f
 def _mode(
     log_terms: Terms, starts: tuple[Array, Array], parent: Array, up: Callable[[Array], Array]
 ) -> tuple[Array, Array]:
-    """Maximise by Newton steps, damped for each outer element with its inner ones (Levenberg-Marquardt)."""
+    """Maximise by Newton steps, damped for each outer element with its inner ones
+    (Levenberg-Marquardt).
+    """
     slope = jax.grad(lambda a, b: sum(jnp.sum(x) for x in log_terms(a, b)), argnums=(0, 1))
 
     def value_of(a: Array, b: Array) -> Array:

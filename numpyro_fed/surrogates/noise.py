@@ -1,4 +1,6 @@
-r"""What surrogates leave of the gradients' noise: the constants of FSGLD's theorems 1 and 2, measured.
+r"""What surrogates leave of the gradients' noise.
+
+The constants of FSGLD's theorems 1 and 2, measured.
 
 At given values of :math:`\theta`, over the rows :math:`x_i` of silo s,
 
@@ -7,14 +9,16 @@ At given values of :math:`\theta`, over the rows :math:`x_i` of silo s,
     \epsilon_s^2 &= \max_\theta \frac1{N_s} \sum_i \| \nabla \log p(x_i \mid \theta) - N_s^{-1} \nabla \log q_s(\theta) \|^2
     \qquad \text{(lemma 2, FSGLD)}
 
-where the papers take suprema over all :math:`\theta`. With h the step size, T the number of steps that the chain makes in all (not those
-of a stay: the theorems draw a silo anew every step), m rows a minibatch and f the silos' probabilities, the mean squared error
-of an average over the chain is at most a constant times
+where the papers take suprema over all :math:`\theta`. With h the step size, T the number of steps
+that the chain makes in all (not those of a stay: the theorems draw a silo anew every step), m rows
+a minibatch and f the silos' probabilities, the mean squared error of an average over the chain is
+at most a constant times
 
 .. math:: \frac1{mT} \sum_s \frac{N_s^2}{f_s} \epsilon_s^2 + \frac1{hT} + h^2
 
-(theorem 2; theorem 1, for DSGLD, with :math:`\gamma_s^2` in place of :math:`\epsilon_s^2`). The constant does not depend on T and h and is not known:
-bounds compare settings, they are no error bars. Reference: el Mekkaoui et al. (2021), Federated stochastic gradient Langevin dynamics, 4.
+(theorem 2; theorem 1, for DSGLD, with :math:`\gamma_s^2` in place of :math:`\epsilon_s^2`). The
+constant does not depend on T and h and is not known: bounds compare settings, they are no error
+bars. Reference: el Mekkaoui et al. (2021), Federated stochastic gradient Langevin dynamics, 4.
 """
 
 from collections.abc import Callable, Sequence
@@ -43,8 +47,10 @@ class Noise(NamedTuple):
     """Constants of the silos, each ``(S,)``.
 
     :param gamma_squared: largest squared norm of a row's gradient, over rows and theta.
-    :param gamma_squared_mean: largest mean over rows of that, over theta: what ``epsilon_squared`` is without surrogates.
-    :param epsilon_squared: largest mean over rows of the squared distance to the surrogate's share, over theta.
+    :param gamma_squared_mean: largest mean over rows of that, over theta: what ``epsilon_squared``
+        is without surrogates.
+    :param epsilon_squared: largest mean over rows of the squared distance to the surrogate's share,
+        over theta.
     :param num_rows: N_s.
     """
 
@@ -97,13 +103,15 @@ def noise(
     factors = factorise(model, silos, public=tuple(public))
     if factors.local_sites:
         raise ValueError(
-            f"the model has local latents {[s.name for s in factors.local_sites]}: the theorems' gradients are of rows that are "
+            f"the model has local latents {[s.name for s in factors.local_sites]}: the theorems' "
+            "gradients are of rows that are "
             "independent given the global parameters; expected a model without local latents"
         )
     groups = list(dict.fromkeys(group for _, group in factors.plates))
     if len(groups) != 1:
         raise ValueError(
-            f"the model's silo plates are of {groups}: the theorems have rows of one kind; expected one group"
+            f"the model's silo plates are of {groups}: the theorems have rows of one kind; "
+            "expected one group"
         )
     thetas = np.atleast_2d(np.asarray(theta, np.float64))
     if thetas.ndim != 2 or thetas.shape[1] != factors.dim or not thetas.size:
@@ -126,7 +134,8 @@ def check_fits(surrogates: Surrogates, factors: Factors, silos: Silos) -> None:
         raise ValueError(f"surrogates: expected a fed.surrogates.Surrogates, got {surrogates!r}")
     if len(surrogates) != len(silos) or surrogates.dim != factors.dim:
         raise ValueError(
-            f"surrogates: expected factors of {len(silos)} silos in dimension {factors.dim}, got {surrogates!r}"
+            f"surrogates: expected factors of {len(silos)} silos in dimension {factors.dim}, got "
+            f"{surrogates!r}"
         )
 
 
@@ -134,7 +143,9 @@ def check_fits(surrogates: Surrogates, factors: Factors, silos: Silos) -> None:
 def _norms(
     factors: Factors, group: str, thetas: Array, shares: Array, silos: Silos
 ) -> tuple[Array, Array, Array]:
-    """Largest and mean squared norm of rows' gradients, and their mean squared distance to ``shares``, ``(S, K)``."""
+    """Largest and mean squared norm of rows' gradients, and their mean squared distance to
+    ``shares``, ``(S, K)``.
+    """
 
     def local(view: SiloView, _: None) -> tuple[tuple[Array, ...], None]:
         kwargs, weights = view.whole()
@@ -173,7 +184,8 @@ def mse_bounds(
 
     :param noise: constants from :func:`noise`.
     :param step_size: h.
-    :param num_steps: T, the number of steps that the chain makes in all (rounds times steps a round).
+    :param num_steps: T, the number of steps that the chain makes in all (rounds times steps a
+        round).
     :param batch_size: m.
     :param selection: f; equal by default.
     :return: the bound of DSGLD (theorem 1, with gamma) and of FSGLD (theorem 2, with epsilon).

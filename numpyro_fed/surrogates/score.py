@@ -1,18 +1,24 @@
-r"""Score-matched surrogates: Gaussians fitted to the silos' marginal scores, and the local map with them.
+r"""Score-matched surrogates.
 
-Each round the server sends a centre :math:`\mu`, a factor L of a covariance, and points :math:`u_k`. A silo returns
-the natural parameters of the Gaussian whose score is nearest, in least squares, to
+Gaussians fitted to the silos' marginal scores, and the local map with them.
+
+Each round the server sends a centre :math:`\mu`, a factor L of a covariance, and points
+:math:`u_k`. A silo returns the natural parameters of the Gaussian whose score is nearest, in least
+squares, to
 
 .. math:: \nabla_u \log \hat p(y_s \mid \mu + L u_k),
 
-the gradient of its marginal likelihood (local latents integrated out). The server adds the prior's, and moves :math:`\mu, L` to the
-product by the accelerated steps of conducive rounds (:mod:`numpyro_fed.surrogates.natural_step`). A last fit at wider points, weighted by a power of the posterior,
-settles the Gaussians. In few dimensions another one, at points near the posterior, fits bounded corrections (:mod:`numpyro_fed.surrogates.corrections`). The last
-of them regresses the locations and log scales of the local latents on u, which stays in the silo.
+the gradient of its marginal likelihood (local latents integrated out). The server adds the prior's,
+and moves :math:`\mu, L` to the product by the accelerated steps of conducive rounds
+(:mod:`numpyro_fed.surrogates.natural_step`). A last fit at wider points, weighted by a power of the
+posterior, settles the Gaussians. In few dimensions another one, at points near the posterior, fits
+bounded corrections (:mod:`numpyro_fed.surrogates.corrections`). The last of them regresses the
+locations and log scales of the local latents on u, which stays in the silo.
 
-Moment-matched local posteriors (FSGLD 3.1) are improper or far from Gaussian exactly in hierarchical models;
-scores are not. What leaves a silo, a round: ``d + d^2`` numbers (diagonal: ``2 d``), the misfit, and its log marginal
-likelihood at the points. Related: FSGLD remark 3 asks for this criterion (equation 8).
+Moment-matched local posteriors (FSGLD 3.1) are improper or far from Gaussian exactly in
+hierarchical models; scores are not. What leaves a silo, a round: ``d + d^2`` numbers (diagonal: ``2
+d``), the misfit, and its log marginal likelihood at the points. Related: FSGLD remark 3 asks for
+this criterion (equation 8).
 """
 
 import math
@@ -46,9 +52,12 @@ __all__ = ["NUM_DRAWS", "ScoreFit", "Whitening", "fit", "fit_at"]
 
 _FULL_UP_TO = 500  # dimensions; beyond, one d x d matrix per silo is too much memory
 _SETTLED = 0.1  # sds the centre moves in a round, and the like for the spread
-_ELSEWHERE = 0.6  # sds that the Gaussians of a settled start may be away from it, and the like for the spread, of which twofold is .69
+# sds that the Gaussians of a settled start may be away from it, and the like for the spread, of
+# which twofold is .69
+_ELSEWHERE = 0.6
 NUM_DRAWS = 32  # positions that represent the posterior
-_CONTRADICTION = 100.0  # what surrogates leave of log marginals, over what these vary by; honest ones leave less than 2
+# what surrogates leave of log marginals, over what these vary by; honest ones leave less than 2
+_CONTRADICTION = 100.0
 _FLAT = 1e-3  # nats
 _NEAR = (
     1.3  # sds of the points at which what is not Gaussian is fitted, over the surrogate posterior's
@@ -56,7 +65,10 @@ _NEAR = (
 
 
 class Whitening(NamedTuple):
-    """Coordinates ``u = scale^-1 (theta - loc)``; ``scale`` is lower triangular ``(d, d)`` or diagonal ``(d,)``."""
+    """Coordinates ``u = scale^-1 (theta - loc)``.
+
+    ``scale`` is lower triangular ``(d, d)`` or diagonal ``(d,)``.
+    """
 
     loc: Array
     scale: Array
@@ -66,13 +78,16 @@ class ScoreFit(NamedTuple):
     """What :func:`fit` returns.
 
     :param surrogates: the silos' and the prior's factors.
-    :param local_map: rows of the local map (private to the silos), or ``None`` without local latents.
+    :param local_map: rows of the local map (private to the silos), or ``None`` without local
+        latents.
     :param map_whitening: the coordinates u of the local map.
-    :param posterior_whitening: those of the product of all factors, its curvature guarded where that is no density.
-    :param misfit: root mean square of the score's misfit per silo ``(S,)``, in whitened units; far above 1 the
-        surrogate is poor.
+    :param posterior_whitening: those of the product of all factors, its curvature guarded where
+        that is no density.
+    :param misfit: root mean square of the score's misfit per silo ``(S,)``, in whitened units; far
+        above 1 the surrogate is poor.
     :param cost: what the fit cost each silo.
-    :param draws: positions that represent the posterior, ``(32, d)``, or ``None`` where nothing better is known than the Gaussian's.
+    :param draws: positions that represent the posterior, ``(32, d)``, or ``None`` where nothing
+        better is known than the Gaussian's.
     """
 
     surrogates: Surrogates
@@ -151,7 +166,10 @@ def _prior_fit(factors: Factors, message: Message, silos: Silos) -> tuple[Array,
 def _to_natural(
     state: ServerState, shift: np.ndarray, precision: np.ndarray, prior: list[np.ndarray]
 ) -> Surrogates:
-    """From whitened coordinates to those of theta: ``Lambda = L^-T B L^-1``, ``eta = L^-T a + Lambda mu``."""
+    """From whitened coordinates to those of theta.
+
+    ``Lambda = L^-T B L^-1``, ``eta = L^-T a + Lambda mu``.
+    """
 
     def natural(a: np.ndarray, b: np.ndarray) -> Gaussian:
         if state.scale.ndim == 1:
@@ -167,7 +185,10 @@ def _to_natural(
 
 
 def _move(state: ServerState, shift: np.ndarray, precision: np.ndarray) -> tuple:
-    """The next centre and spread, how far they moved, and the history: of full precisions the accelerated step of conducive rounds."""
+    """The next centre and spread, how far they moved, and the history.
+
+    Of full precisions the accelerated step of conducive rounds.
+    """
     total = Site(
         jnp.asarray(shift, jnp.result_type(float)), jnp.asarray(precision, jnp.result_type(float))
     )
@@ -203,9 +224,11 @@ def fit(
     :param units: how local latents are cut into units.
     :param max_rounds: rounds before giving up on settling; 5 to 10 are usual.
     :param seed: of the scrambled points. The fit uses no other randomness.
-    :param start: mean and square root ``(d, d)`` or ``(d,)`` of a Gaussian near the posterior, in place of N(0, 1/4), and sds that it still moved when it was
-        found: where these are few and it is full, centre and spread stay as they are, unless the last fit is elsewhere.
-    :param local: another way to make a silo's reply (the Laplace surrogates'); the local map is regressed all the same.
+    :param start: mean and square root ``(d, d)`` or ``(d,)`` of a Gaussian near the posterior, in
+        place of N(0, 1/4), and sds that it still moved when it was found: where these are few and
+        it is full, centre and spread stay as they are, unless the last fit is elsewhere.
+    :param local: another way to make a silo's reply (the Laplace surrogates'); the local map is
+        regressed all the same.
     :return: the fit.
     """
     full = factors.dim <= _FULL_UP_TO
@@ -242,8 +265,10 @@ def fit(
         state, _ = scheme.merge(state, ask(reply, state)[0])
     if not state.moved <= _SETTLED:
         warnings.warn(
-            f"the surrogates have not settled after {max_rounds} rounds: expected a posterior that a Gaussian in "
-            "unconstrained space describes roughly; reparametrise the model or scale its covariates",
+            f"the surrogates have not settled after {max_rounds} rounds: expected a posterior that "
+            "a Gaussian in "
+            "unconstrained space describes roughly; reparametrise the model or scale its "
+            "covariates",
             stacklevel=2,
         )
 
@@ -307,11 +332,13 @@ def fit_at(
 ) -> ScoreFit:
     """Fit surrogates and local map at given positions, all of equal weight: one round.
 
-    At draws of the posterior the least squares fit of the total score has the posterior's mean and covariance (Stein's identity), whatever
-    its shape, and what is left of each silo's is least in the posterior's mean square.
+    At draws of the posterior the least squares fit of the total score has the posterior's mean and
+    covariance (Stein's identity), whatever its shape, and what is left of each silo's is least in
+    the posterior's mean square.
 
     :param thetas: positions ``(K, d)``, several times as many as d.
-    :param scale: of the coordinates in which is fitted, ``(d, d)`` or ``(d,)``; the positions' spread, roughly.
+    :param scale: of the coordinates in which is fitted, ``(d, d)`` or ``(d,)``; the positions'
+        spread, roughly.
     """
     scheme = algorithm(factors, units, silos, scale.ndim == 2, _at_once(silos, units))
     loc = thetas.mean(0)
@@ -353,7 +380,10 @@ def _whitening(state: ServerState) -> Whitening:
 
 
 def _bends(state: ServerState, gaussians: Gaussian, regressions: Array) -> Bends:
-    """What the silos' regressions have beside their Gaussians': regression is linear, and the server knows points, weights and Gaussians."""
+    """What the silos' regressions have beside their Gaussians'.
+
+    Regression is linear, and the server knows points, weights and Gaussians.
+    """
     thetas = state.loc + state.points @ state.scale.T
     scores = gaussians.scores(thetas) @ state.scale
     points, weights = jnp.asarray(state.points), jnp.asarray(state.weights)
@@ -366,7 +396,10 @@ def _bends(state: ServerState, gaussians: Gaussian, regressions: Array) -> Bends
 
 
 def _resampled(state: ServerState, weights: np.ndarray) -> np.ndarray | None:
-    """Positions resampled systematically by their weights; ``None`` where too few points have most of the weight."""
+    """Positions resampled systematically by their weights.
+
+    ``None`` where too few points have most of the weight.
+    """
     weights = weights / weights.sum()
     if 1 / (weights**2).sum() < NUM_DRAWS:
         return None
@@ -384,8 +417,10 @@ def _log_posterior(factors: Factors, message: Message, replies: Reply, silos: Si
     if not np.isfinite(logs).any():
         finite = np.isfinite(values).sum(1)
         raise ValueError(
-            f"silo {silos.names[int(finite.argmin())]!r}: its log likelihood is finite at {finite.min()} of "
-            f"{len(logs)} positions, and that of all silos at none; expected finite ones near the posterior: check its "
+            f"silo {silos.names[int(finite.argmin())]!r}: its log likelihood is finite at "
+            f"{finite.min()} of "
+            f"{len(logs)} positions, and that of all silos at none; expected finite ones near the "
+            "posterior: check its "
             "rows and the model's scales, or leave it out"
         )
     return logs
@@ -400,15 +435,19 @@ def _check_finite(replies: Reply, silos: Silos) -> None:
         wrong = ~np.isfinite(np.asarray(x)).reshape(len(silos), -1).all(1)
         if wrong.any():
             raise ValueError(
-                f"silo {silos.names[int(wrong.argmax())]!r} returned a surrogate with NaN or infinite numbers ({part}); "
+                f"silo {silos.names[int(wrong.argmax())]!r} returned a surrogate with NaN or "
+                f"infinite numbers ({part}); "
                 "expected finite ones: check its rows and its installation, or leave it out"
             )
 
 
 def _contradiction(state: ServerState, replies: Reply, values: np.ndarray) -> np.ndarray:
-    """Return what each silo's Gaussian leaves of its log marginals, over what these vary by: sds at the points ``(S,)``.
+    """Return what each silo's Gaussian leaves of its log marginals, over what these vary by.
 
-    A constant that the values lack is no matter. In the coordinates of a surrogate that was believed, values are all but flat.
+    Sds at the points ``(S,)``.
+
+    A constant that the values lack is no matter. In the coordinates of a surrogate that was
+    believed, values are all but flat.
     """
     u, values = state.points, np.asarray(values, np.float64)
     shift, precision = (np.asarray(x, np.float64) for x in (replies.shift, replies.precision))
@@ -435,8 +474,10 @@ def _check_values(state: ServerState, replies: Reply, values: np.ndarray, silos:
     worst = int(found.argmax())
     if found[worst] > _CONTRADICTION:
         raise ValueError(
-            f"silo {silos.names[worst]!r} returned a surrogate that its own log likelihood contradicts: what it leaves of "
-            f"that varies {found[worst]:,.0f} times as much as that itself; expected at most {_CONTRADICTION:,.0f}: check "
+            f"silo {silos.names[worst]!r} returned a surrogate that its own log likelihood "
+            "contradicts: what it leaves of "
+            f"that varies {found[worst]:,.0f} times as much as that itself; expected at most "
+            f"{_CONTRADICTION:,.0f}: check "
             "its installation, or leave it out"
         )
 

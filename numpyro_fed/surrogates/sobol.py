@@ -10,7 +10,10 @@ __all__ = ["sobol_normal", "wide_points"]
 
 
 def sobol_normal(num: int, dim: int, seed: int) -> np.ndarray:
-    """Antithetic scrambled Sobol points of the standard normal, shape ``(num, dim)``; ``num`` even."""
+    """Antithetic scrambled Sobol points of the standard normal, shape ``(num, dim)``.
+
+    ``num`` even.
+    """
     half = num // 2
     uniform = qmc.Sobol(dim, scramble=True, seed=seed).random_base2(
         math.ceil(math.log2(max(half, 2)))
@@ -25,7 +28,8 @@ def wide_points(num: int, dim: int, seed: int) -> np.ndarray:
     half = num // 4  # u is (points, mirror images): stretch the same quarter of each
     for start in (0, num // 2):
         rows = np.arange(start, start + half)
-        # shuffled, so that the reach of an axis does not depend on its place; the same for mirror images
+        # shuffled, so that the reach of an axis does not depend on its place; the same for mirror
+        # images
         reach = np.random.default_rng(seed).permutation(np.linspace(1, 8, half))
         axis = np.arange(half) % dim
         sign = 1.0 if start == 0 else -1.0

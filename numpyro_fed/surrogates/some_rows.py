@@ -1,11 +1,15 @@
-r"""Surrogates of tall data: fitted to some of the rows, then moved to where the gradients of all rows say.
+r"""Surrogates of tall data.
 
-A score fit looks at all rows at hundreds of points. Where rows are many their curvature is known from a few of them: the surrogates of n_s of a
-silo's N_s rows, times N_s / n_s, have the precisions :math:`\Lambda_s`. Newton's steps with these,
+Fitted to some of the rows, then moved to where the gradients of all rows say.
+
+A score fit looks at all rows at hundreds of points. Where rows are many their curvature is known
+from a few of them: the surrogates of n_s of a silo's N_s rows, times N_s / n_s, have the precisions
+:math:`\Lambda_s`. Newton's steps with these,
 
 .. math:: \mu \leftarrow \mu + \Big( \Lambda_0 + \sum_s \Lambda_s \Big)^{-1} \nabla \Big[ \log p(\mu) + \sum_s \log p(y_s \mid \mu) \Big],
 
-take a gradient of all rows each; at the last one :math:`\eta_s = \nabla \log p(y_s \mid \mu) + \Lambda_s \mu`. What leaves a silo: the fit's messages, and ``d`` numbers a step.
+take a gradient of all rows each; at the last one :math:`\eta_s = \nabla \log p(y_s \mid \mu) +
+\Lambda_s \mu`. What leaves a silo: the fit's messages, and ``d`` numbers a step.
 """
 
 from collections.abc import Callable
@@ -31,7 +35,10 @@ _STEPS = 4  # each divides the distance by about sqrt(ENOUGH)
 
 @partial(jax.jit, static_argnames=("factors",))
 def whole_gradients(factors: Factors, theta: Array, silos: Silos) -> Array:
-    """Gradients of the silos' terms at ``theta``, ``(S, d)``: one pass over all rows of a model without local latents."""
+    """Gradients of the silos' terms at ``theta``, ``(S, d)``.
+
+    One pass over all rows of a model without local latents.
+    """
 
     def local(view: SiloView, _: None) -> tuple[Array, None]:
         kwargs, weights = view.whole()
@@ -45,9 +52,11 @@ def whole_gradients(factors: Factors, theta: Array, silos: Silos) -> Array:
 def fit_some(fit: Callable[..., ScoreFit], factors: Factors, silos: Silos, group: str) -> ScoreFit:
     """Fit surrogates of a model without local latents.
 
-    :param fit: :func:`numpyro_fed.surrogates.score.fit` or :func:`numpyro_fed.surrogates.laplace.fit`.
+    :param fit: :func:`numpyro_fed.surrogates.score.fit` or
+        :func:`numpyro_fed.surrogates.laplace.fit`.
     :param group: the row group that is tall.
-    :return: the fit, without bounded corrections; that of ``fit`` to all rows where they are not many.
+    :return: the fit, without bounded corrections; that of ``fit`` to all rows where they are not
+        many.
     :raises ValueError: where the surrogates are together no density.
     """
     if sum(silos.sizes[group]) <= 2 * ENOUGH:
@@ -65,8 +74,10 @@ def fit_some(fit: Callable[..., ScoreFit], factors: Factors, silos: Silos, group
         Surrogates(Gaussian(eta, precision), found.surrogates.prior).posterior()
     except ValueError as error:
         raise ValueError(
-            f"the surrogates that were fitted to {ENOUGH} of the rows are together no density ({error}); expected a posterior that a Gaussian in "
-            "unconstrained space describes roughly. Reparametrise the model, hand surrogates of your own over (surrogate=...), or take DSGLD"
+            f"the surrogates that were fitted to {ENOUGH} of the rows are together no density "
+            f"({error}); expected a posterior that a Gaussian in "
+            "unconstrained space describes roughly. Reparametrise the model, hand surrogates of "
+            "your own over (surrogate=...), or take DSGLD"
         ) from error
     for _ in range(_STEPS):
         loc = np.asarray(

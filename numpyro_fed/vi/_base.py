@@ -1,4 +1,7 @@
-"""What SFVI and SFVI-Avg share in the shape of :class:`numpyro.infer.SVI`: wiring, no mathematics."""
+"""What SFVI and SFVI-Avg share in the shape of :class:`numpyro.infer.SVI`.
+
+Wiring, no mathematics.
+"""
 
 import math
 import warnings
@@ -80,13 +83,18 @@ class FederatedVI:
         return self._options.closed
 
     def prepared(self, silos: Silos | MixedSilos) -> Prepared:
-        """Everything settled before the first round; kept, so that the same data are looked at once."""
+        """Everything settled before the first round.
+
+        Kept, so that the same data are looked at once.
+        """
         if self._prepared is None or self._prepared[0] is not silos:
             self._prepared = (silos, prepare(self.model, self.guide, silos, self._options))
         return self._prepared[1]
 
     def planned(self, known: Silos, independent: bool) -> Plan:
-        """The plan of silos elsewhere as a silo makes it, see :func:`~numpyro_fed.vi.setup.planned_alone`."""
+        """The plan of silos elsewhere as a silo makes it, see
+        :func:`~numpyro_fed.vi.setup.planned_alone`.
+        """
         return planned_alone(self.model, self.guide, known, self._options, independent)
 
     def factored(self, known: Silos) -> Factors:
@@ -104,7 +112,11 @@ class FederatedVI:
         prove_own(factors, part)
 
     def described(self, factors: Factors, shared: dict[str, Any]) -> dict[str, Any]:
-        """What tells this fit from another: its options, its guide, and the programs of its optimisers. Of amortised guides networks are not compared."""
+        """What tells this fit from another.
+
+        Its options, its guide, and the programs of its optimisers. Of amortised guides networks are
+        not compared.
+        """
         options = {
             k: v
             for k, v in vars(self._options).items()
@@ -147,9 +159,10 @@ class FederatedVI:
 
         :param rng_key: seed of all draws.
         :param silos: the data.
-        :param init_from: a :class:`VIResult` of the same model, guide and silos (e.g. of a few SFVI-Avg rounds), whose parameters are
-            the start.
-        :raises ValueError: for every structure of model, guide or data that is not covered, in words.
+        :param init_from: a :class:`VIResult` of the same model, guide and silos (e.g. of a few
+            SFVI-Avg rounds), whose parameters are the start.
+        :raises ValueError: for every structure of model, guide or data that is not covered, in
+            words.
         """
         prepared = self.prepared(silos)
         params = first_params(prepared, self.guide, rng_key)
@@ -170,7 +183,10 @@ class FederatedVI:
         return VIState(server, silo_states, jnp.zeros(len(prepared.names), jnp.int32))
 
     def _taken_from(self, result: Any, prepared: Prepared, params: dict) -> tuple[dict, Any]:
-        """Global parameters of a result, unconstrained, and the silos' own: stacked, or where silos elsewhere keep them."""
+        """Global parameters of a result, unconstrained, and the silos' own.
+
+        Stacked, or where silos elsewhere keep them.
+        """
         if not isinstance(result, VIResult):
             raise TypeError(f"init_from: expected the result of a run, got {type(result).__name__}")
         if prepared.elsewhere:
@@ -184,7 +200,8 @@ class FederatedVI:
         wrong = sorted(k for k in {*shapes, *got} if got.get(k) != shapes.get(k))
         if wrong:
             raise ValueError(
-                "init_from: expected a result of the same model, guide and silos, with parameters of shapes "
+                "init_from: expected a result of the same model, guide and silos, with parameters "
+                "of shapes "
                 f"{ {k: shapes.get(k) for k in wrong} }, got { {k: got.get(k) for k in wrong} }"
             )
         given = jax.tree.map(jnp.asarray, {k: result.params[k] for k in expected})
@@ -221,10 +238,14 @@ class FederatedVI:
         return self.update(state, silos)[1]
 
     def get_params(self, state: VIState) -> dict[str, Array]:
-        """Parameters of a state in their supports: the last iterates, under the names that the guide has in SVI."""
+        """Parameters of a state in their supports.
+
+        The last iterates, under the names that the guide has in SVI.
+        """
         if state is not None and not isinstance(state, VIState):
             raise TypeError(
-                f"expected a state, e.g. result.state, got {type(state).__name__}; a result has .params"
+                f"expected a state, e.g. result.state, got {type(state).__name__}; a result has "
+                ".params"
             )
         if self._prepared is None:
             raise ValueError(
@@ -238,7 +259,8 @@ class FederatedVI:
         prepared = self.prepared(silos)
         if result.partition != prepared.partition():
             raise ValueError(
-                "expected the silos of the run, got others of the same names: their rows are other rows of the pooled data"
+                "expected the silos of the run, got others of the same names: their rows are other "
+                "rows of the pooled data"
             )
         params = jax.tree.map(jnp.asarray, {k: result.params[k] for k in prepared.plan.supports})
         return params, [] if prepared.elsewhere else stacked_params(prepared, result.params)
@@ -247,7 +269,8 @@ class FederatedVI:
         """A state to go on from, or an error in words; clocks may be one for each silo."""
         if not isinstance(state, VIState):
             raise TypeError(
-                f"init_state: expected result.state, got {type(state).__name__}; a result goes to init_from="
+                f"init_state: expected result.state, got {type(state).__name__}; a result goes to "
+                "init_from="
             )
         prepared, key = self.prepared(silos), jax.random.key(0)
         if prepared.elsewhere:
@@ -263,7 +286,8 @@ class FederatedVI:
             jnp.shape(x)[: jnp.ndim(y)] != jnp.shape(y) and jnp.ndim(y) for x, y in pairs
         ):
             raise ValueError(
-                "init_state: expected a state of the same kind of fit, model, guide, optimiser and silos; to start from another fit "
+                "init_state: expected a state of the same kind of fit, model, guide, optimiser and "
+                "silos; to start from another fit "
                 "give its result as init_from="
             )
         return state
@@ -296,23 +320,32 @@ class FederatedVI:
 
         :param rng_key: seed of all draws (unused with ``init_state``).
         :param num_rounds: how many rounds; with ``tol`` at most so many.
-        :param silos: the data, or :class:`RemoteSilos`: the same rounds where the rows are, of which global parameters are the result.
-        :param participation: the fraction of silos that take part in a round (so many are drawn without replacement), or for each
-            silo's name the probability that it does. Replies are weighted by one over it, so that the gradient stays unbiased; an
-            absent silo keeps its state. Default: all.
-        :param tol: stop when the mean loss of the last quarter of the rounds is within ``tol`` nats of that of the quarter before
-            (of at least 250 rounds each); conducive rounds, which have no noise: when the loss moved less than that in a round and q less than .05 sds.
+        :param silos: the data, or :class:`RemoteSilos`: the same rounds where the rows are, of
+            which global parameters are the result.
+        :param participation: the fraction of silos that take part in a round (so many are drawn
+            without replacement), or for each silo's name the probability that it does. Replies are
+            weighted by one over it, so that the gradient stays unbiased; an absent silo keeps its
+            state. Default: all.
+        :param tol: stop when the mean loss of the last quarter of the rounds is within ``tol`` nats
+            of that of the quarter before (of at least 250 rounds each); conducive rounds, which
+            have no noise: when the loss moved less than that in a round and q less than .05 sds.
         :param init_from: as for :meth:`init`.
         :param init_state: go on from there.
-        :param answering: of SFVI over silos elsewhere the probability that a silo answers, one for all or by name, where it is known and does not depend on the
-            rounds: missing replies then count zero, the others one over it. Default: silent silos are asked again, and the fit stops if they stay silent.
-        :param checkpoint: of silos elsewhere, a file for the state after every ``checkpoint_every`` rounds. Where it exists, the fit goes on from it, as if it had not stopped: the
-            silos keep what it names. Silos that gave up on the server have to be connected again (:func:`numpyro_fed.engines.wire.connect`).
+        :param answering: of SFVI over silos elsewhere the probability that a silo answers, one for
+            all or by name, where it is known and does not depend on the rounds: missing replies
+            then count zero, the others one over it. Default: silent silos are asked again, and the
+            fit stops if they stay silent.
+        :param checkpoint: of silos elsewhere, a file for the state after every ``checkpoint_every``
+            rounds. Where it exists, the fit goes on from it, as if it had not stopped: the silos
+            keep what it names. Silos that gave up on the server have to be connected again
+            (:func:`numpyro_fed.engines.wire.connect`).
         :param checkpoint_every: so many rounds are lost at most.
         :raises ValueError: in words, before anything is compiled, for arguments that make no sense.
-        :raises RuntimeError: naming the silos elsewhere that did not answer before the first round was made.
-        :warns UserWarning: when a loss is not finite (naming round and silo; the last finite state is returned), after Ctrl-C (the
-            rounds so far are returned), where silos elsewhere stay silent (likewise), and for silos that never took part.
+        :raises RuntimeError: naming the silos elsewhere that did not answer before the first round
+            was made.
+        :warns UserWarning: when a loss is not finite (naming round and silo; the last finite state
+            is returned), after Ctrl-C (the rounds so far are returned), where silos elsewhere stay
+            silent (likewise), and for silos that never took part.
         """
         if (
             isinstance(num_rounds, bool)
@@ -345,17 +378,20 @@ class FederatedVI:
                 saved = rounds.saved()
             elif checkpoint is not None:
                 raise ValueError(
-                    "checkpoint: silos at hand keep nothing; expected None, and init_state=result.state to go on"
+                    "checkpoint: silos at hand keep nothing; expected None, and "
+                    "init_state=result.state to go on"
                 )
             if saved is not None:
                 if init_from is not None or init_state is not None:
                     raise ValueError(
-                        f"checkpoint: {keeper.place} is there, and the fit goes on from it; expected no init_from or init_state beside it"
+                        f"checkpoint: {keeper.place} is there, and the fit goes on from it; "
+                        "expected no init_from or init_state beside it"
                     )
                 state, made = saved
                 if len(made) > num_rounds:
                     raise ValueError(
-                        f"num_rounds={num_rounds}: {keeper.place} is of {len(made)} rounds; expected as many or more, or another file"
+                        f"num_rounds={num_rounds}: {keeper.place} is of {len(made)} rounds; "
+                        "expected as many or more, or another file"
                     )
             elif init_state is None:
                 state, made = self.init(rng_key, silos, init_from=init_from), np.zeros(0)
@@ -446,7 +482,8 @@ def _warn_of_absent(prepared: Prepared, state: VIState) -> None:
     if never:
         shown = ", ".join(map(repr, never[:5])) + (", ..." if len(never) > 5 else "")
         warnings.warn(
-            f"{len(never)} of {len(prepared.names)} silos never took part ({shown}): their data are not in the fit. Run more "
+            f"{len(never)} of {len(prepared.names)} silos never took part ({shown}): their data "
+            "are not in the fit. Run more "
             "rounds, or raise participation",
             stacklevel=3,
         )

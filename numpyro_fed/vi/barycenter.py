@@ -1,20 +1,24 @@
-r"""The Wasserstein-2 barycentre of Gaussians: one Gaussian amid several, averaged as laws and not as parameters.
+r"""The Wasserstein-2 barycentre of Gaussians.
+
+One Gaussian amid several, averaged as laws and not as parameters.
 
 The barycentre of :math:`N(m_s, V_s)` with weights :math:`w_s` is :math:`N(m, X)`, with
 :math:`m = \sum_s w_s m_s` and :math:`X` the only positive definite solution of
 
 .. math:: X = \sum_s w_s (X^{1/2} V_s X^{1/2})^{1/2}
 
-(SFVI section 3.2). Diagonal covariances have :math:`X = (\sum_s w_s V_s^{1/2})^2`. Else :math:`X` is the limit of
+(SFVI section 3.2). Diagonal covariances have :math:`X = (\sum_s w_s V_s^{1/2})^2`. Else :math:`X`
+is the limit of
 
 .. math:: X \leftarrow X^{-1/2} \Bigl(\sum_s w_s (X^{1/2} V_s X^{1/2})^{1/2}\Bigr)^2 X^{-1/2}
 
-(Álvarez-Esteban et al. 2016). It is computed from a factor :math:`X = L L^\top` in place of the square root: with
-:math:`M = \sum_s w_s (L^\top V_s L)^{1/2}` the step is :math:`X \leftarrow L^{-\top} M^2 L^{-1}`, since
-:math:`L^{-\top} (L^\top V_s L)^{1/2} L^{-1}` is positive definite and carries :math:`N(0, X)` to :math:`N(0, V_s)`, as
-only the optimal map does. And as :math:`X^{1/2} = L Q` with an orthogonal :math:`Q`, the residual of the equation is
-:math:`\|L^\top L - M\|`: a step and the residual before it cost one ``eigh`` for each Gaussian, and no other. The
-next factor is the transposed R of :math:`M L^{-1}`, a QR decomposition, which never squares a condition number.
+(Álvarez-Esteban et al. 2016). It is computed from a factor :math:`X = L L^\top` in place of the
+square root: with :math:`M = \sum_s w_s (L^\top V_s L)^{1/2}` the step is :math:`X \leftarrow
+L^{-\top} M^2 L^{-1}`, since :math:`L^{-\top} (L^\top V_s L)^{1/2} L^{-1}` is positive definite and
+carries :math:`N(0, X)` to :math:`N(0, V_s)`, as only the optimal map does. And as :math:`X^{1/2} =
+L Q` with an orthogonal :math:`Q`, the residual of the equation is :math:`\|L^\top L - M\|`: a step
+and the residual before it cost one ``eigh`` for each Gaussian, and no other. The next factor is the
+transposed R of :math:`M L^{-1}`, a QR decomposition, which never squares a condition number.
 """
 
 from typing import NamedTuple
@@ -35,8 +39,10 @@ class Barycentre(NamedTuple):
     """The Gaussian that :func:`barycentre` found.
 
     :param mean: shape ``(d,)``.
-    :param covariance: shape ``(d, d)``; where the Gaussians were diagonal the variances, shape ``(d,)``.
-    :param residual: how far ``covariance`` is from a fixed point, relative to its Frobenius norm; a scalar.
+    :param covariance: shape ``(d, d)``; where the Gaussians were diagonal the variances, shape
+        ``(d,)``.
+    :param residual: how far ``covariance`` is from a fixed point, relative to its Frobenius norm; a
+        scalar.
     :param num_steps: steps of the iteration; 0 where the closed form was used.
     """
 
@@ -67,13 +73,14 @@ def barycentre(
 ) -> Barycentre:
     r"""The Wasserstein-2 barycentre of Gaussians.
 
-    Diagonal Gaussians have a closed form. The others are iterated from the weighted mean of the covariances, whence
-    one step gives the solution :math:`(\sum_s w_s V_s^{1/2})^2` if they commute, until the relative residual
-    :math:`\|X - \sum_s w_s (X^{1/2} V_s X^{1/2})^{1/2}\| / \|X\|` is at most ``tol``, or at most
-    :math:`4 \epsilon \sqrt d`, about what rounding leaves of it (in float32 above 1e-6 from d = 5
-    on), or has not fallen for 3 steps (ill-conditioned covariances in float32). The best iterate is returned, and
-    its ``residual``, which is to be looked at where it matters. The arrays are checked where they are concrete;
-    inside :func:`jax.jit`, as anywhere in a traced program, only their shapes are.
+    Diagonal Gaussians have a closed form. The others are iterated from the weighted mean of the
+    covariances, whence one step gives the solution :math:`(\sum_s w_s V_s^{1/2})^2` if they
+    commute, until the relative residual :math:`\|X - \sum_s w_s (X^{1/2} V_s X^{1/2})^{1/2}\| /
+    \|X\|` is at most ``tol``, or at most :math:`4 \epsilon \sqrt d`, about what rounding leaves of
+    it (in float32 above 1e-6 from d = 5 on), or has not fallen for 3 steps (ill-conditioned
+    covariances in float32). The best iterate is returned, and its ``residual``, which is to be
+    looked at where it matters. The arrays are checked where they are concrete; inside
+    :func:`jax.jit`, as anywhere in a traced program, only their shapes are.
 
     :param means: shape ``(S, d)``.
     :param covariances: shape ``(S, d, d)``, or variances of diagonal Gaussians, shape ``(S, d)``.
@@ -81,8 +88,8 @@ def barycentre(
     :param tol: largest accepted relative residual.
     :param max_steps: most steps of the iteration.
     :return: the barycentre, in the floating type of the input.
-    :raises ValueError: when shapes do not match; for NaN or infinity; for a covariance that is not symmetric or
-        not positive definite, naming it; for weights that are negative or sum to zero.
+    :raises ValueError: when shapes do not match; for NaN or infinity; for a covariance that is not
+        symmetric or not positive definite, naming it; for weights that are negative or sum to zero.
 
     **References**
 
@@ -107,7 +114,8 @@ def barycentre(
     allowed = (means.shape, (*means.shape, means.shape[1]))
     if covariances.shape not in allowed:
         raise ValueError(
-            f"expected covariances of shape {allowed[1]}, or variances of shape {allowed[0]}, for means of shape "
+            f"expected covariances of shape {allowed[1]}, or variances of shape {allowed[0]}, for "
+            "means of shape "
             f"{means.shape}, got {covariances.shape}"
         )
     weights = jnp.ones(len(means), dtype) if weights is None else jnp.asarray(weights, dtype)
@@ -174,7 +182,10 @@ def _fixed_point(
 
 
 def _root(matrices: Array) -> Array:
-    """Positive definite square roots of symmetric matrices ``(S, d, d)``; eigenvalues lost to rounding are floored."""
+    """Positive definite square roots of symmetric matrices ``(S, d, d)``.
+
+    Eigenvalues lost to rounding are floored.
+    """
     values, vectors = jnp.linalg.eigh(matrices)
     values = jnp.maximum(values, jnp.finfo(values.dtype).eps * values[:, -1:])
     return (vectors * jnp.sqrt(values)[:, None, :]) @ vectors.mT
@@ -214,7 +225,8 @@ def _check_covariance(number: int, covariance: np.ndarray) -> None:
     gap = np.abs(covariance - covariance.T).max()
     if gap > float(np.finfo(covariance.dtype).eps) ** 0.5 * largest:
         raise ValueError(
-            f"expected symmetric covariances, got covariances[{number}] with entries up to {gap:.3g} away from their "
+            f"expected symmetric covariances, got covariances[{number}] with entries up to "
+            f"{gap:.3g} away from their "
             "mirror images; pass (V + V.T) / 2 if that is rounding"
         )
     symmetric = (covariance.astype(np.float64) + covariance.T) / 2
@@ -223,6 +235,7 @@ def _check_covariance(number: int, covariance: np.ndarray) -> None:
     except np.linalg.LinAlgError:
         lowest = np.linalg.eigvalsh(symmetric)[0]
         raise ValueError(
-            f"expected positive definite covariances, got covariances[{number}] with smallest eigenvalue {lowest:.3g}; "
+            f"expected positive definite covariances, got covariances[{number}] with smallest "
+            f"eigenvalue {lowest:.3g}; "
             "add a small multiple of the identity if that is rounding"
         ) from None

@@ -3,15 +3,17 @@ r"""A silo's part of the importance-weighted evidence bound, and its gradients.
 .. math:: F_s = \sum_g \log \frac1K \sum_{k=1}^K w_{gk}, \qquad w_{gk} = \frac{p(y_g, z_{gk} \mid \theta)}{q(z_{gk} \mid \theta)},
           \qquad z_{gk} \sim q(z_g \mid \theta)
 
-one sum for each unit g (a plate element, or the whole silo), so that the bound needs nothing from outside the silo. K = 1 is the
-evidence lower bound. With :math:`W_{gk} = w_{gk} / \sum_j w_{gj}` the gradients are
+one sum for each unit g (a plate element, or the whole silo), so that the bound needs nothing from
+outside the silo. K = 1 is the evidence lower bound. With :math:`W_{gk} = w_{gk} / \sum_j w_{gj}`
+the gradients are
 
 * at fixed z, weighted by W, for theta and the learned parameters;
-* through z, weighted by :math:`W^2`, for the local parameters: the doubly reparametrised gradient, the form for K = 1 of which is
-  sticking the landing. Parameters inside log q are frozen.
+* through z, weighted by :math:`W^2`, for the local parameters: the doubly reparametrised gradient,
+  the form for K = 1 of which is sticking the landing. Parameters inside log q are frozen.
 
-References: SFVI, supplement S1 (equation S4 for K = 1: derived anew, the copy at hand is garbled); Burda, Grosse & Salakhutdinov
-(2016); Tucker, Lawson, Gu & Maddison (2019), equation 8; Geffner & Domke (2022) for weights inside each unit.
+References: SFVI, supplement S1 (equation S4 for K = 1: derived anew, the copy at hand is garbled);
+Burda, Grosse & Salakhutdinov (2016); Tucker, Lawson, Gu & Maddison (2019), equation 8; Geffner &
+Domke (2022) for weights inside each unit.
 """
 
 import math
@@ -65,7 +67,9 @@ def unit_terms(
 def candidate_weights(
     family: Any, local: Any, context: Any, params: Any, z: Array, batch: Batch
 ) -> tuple[Array, Array]:
-    """Log weights ``(K, E)`` of candidates ``(K, E, k)``, zero for padding, and for each what belongs to no unit, ``(K,)``."""
+    """Log weights ``(K, E)`` of candidates ``(K, E, k)``, zero for padding, and for each what
+    belongs to no unit, ``(K,)``.
+    """
     counts = real_units(family, batch)
 
     def one(z: Array) -> tuple[Array, Array]:

@@ -22,7 +22,8 @@ class Plan:
     """The static facts of a fit; fits of equal plans share their compiled programs.
 
     :param families: the variational family over each structure's factors.
-    :param optim: for q(theta) and the learned parameters; ``None`` in conducive rounds without steps.
+    :param optim: for q(theta) and the learned parameters; ``None`` in conducive rounds without
+        steps.
     :param local_optim: for each silo's own parameters.
     :param num_particles: draws of theta a round.
     :param num_local_particles: K, draws of each unit's latents for each draw of theta.
@@ -50,13 +51,20 @@ class Plan:
 
     @property
     def moving(self) -> tuple[str, ...]:
-        """Names of the global parameters that optimisers in the silos move: conducive sites are q(theta)'s."""
+        """Names of the global parameters that optimisers in the silos move.
+
+        Conducive sites are q(theta)'s.
+        """
         names = (*self.learned, *getattr(self.families[0], "shared_params", ()))
         return names if self.conducive else tuple(self.supports)
 
     @property
     def num_points(self) -> int:
-        """Positions of theta at which conducive silos look: a power of two, at least ``num_local_steps``, 64, and four times as many as dimensions (diagonal: up to 1,024)."""
+        """Positions of theta at which conducive silos look.
+
+        A power of two, at least ``num_local_steps``, 64, and four times as many as dimensions
+        (diagonal: up to 1,024).
+        """
         dim, full = self.factors.dim, self.families[0].global_cov == "full"
         wanted = 4 * dim if full else min(4 * dim, MOST_DIAGONAL)
         return 1 << (max(64, self.num_local_steps, wanted) - 1).bit_length()
@@ -75,7 +83,10 @@ class Plan:
         return self.families[0].factors
 
     def unit_clocks(self, part: int) -> bool:
-        """Whether each unit has an optimiser of its own: where a step moves some units and not others."""
+        """Whether each unit has an optimiser of its own.
+
+        Where a step moves some units and not others.
+        """
         return self.batch is not None and self.families[part].group == self.batch[0]
 
     def suffix(self, part: int) -> str:
@@ -114,7 +125,11 @@ def _unconstrained(plan: Plan, params: dict[str, Any]) -> dict[str, Any]:
 def own_params(
     plan: Plan, part: int, state: Any, params: dict[str, Array], averaged: bool = True
 ) -> Any:
-    """A silo's own parameters: averaged where an average is kept, else those of its last round, in coordinates whitened by the global ones given."""
+    """A silo's own parameters.
+
+    Averaged where an average is kept, else those of its last round, in coordinates whitened by the
+    global ones given.
+    """
     if hasattr(state, "average"):
         return state.average if averaged else state.params
     family = plan.families[part]

@@ -1,14 +1,17 @@
 r"""Draws of a fitted approximation, with importance weights that say how good it is.
 
-A draw :math:`\theta \sim q(\theta)` is sent to all silos. Each draws K candidates for every unit's latents, keeps one with probability
-proportional to its weight :math:`w_{gk}`, and returns its estimate :math:`\sum_g \log \frac1K \sum_k w_{gk}` of
-:math:`\log p(y_s \mid \theta)`. The server's log weight of the draw is
+A draw :math:`\theta \sim q(\theta)` is sent to all silos. Each draws K candidates for every unit's
+latents, keeps one with probability proportional to its weight :math:`w_{gk}`, and returns its
+estimate :math:`\sum_g \log \frac1K \sum_k w_{gk}` of :math:`\log p(y_s \mid \theta)`. The server's
+log weight of the draw is
 
 .. math:: \log p(\theta) + \sum_s \log \hat p(y_s \mid \theta) - \log q(\theta),
 
-constant if q is exact. Draws that are to be resampled come from laws with wider tails than q's and its local maps' (:mod:`numpyro_fed.vi.proposals`), so that what these cut off is seen and weighed.
-The tail of the weights (Pareto's k, Vehtari et al. 2024) judges q without a reference.
-What leaves a silo: its estimates, one number for each draw, and the worst k of its units' candidates. The kept latents stay, except where one process holds all silos.
+constant if q is exact. Draws that are to be resampled come from laws with wider tails than q's and
+its local maps' (:mod:`numpyro_fed.vi.proposals`), so that what these cut off is seen and weighed.
+The tail of the weights (Pareto's k, Vehtari et al. 2024) judges q without a reference. What leaves
+a silo: its estimates, one number for each draw, and the worst k of its units' candidates. The kept
+latents stay, except where one process holds all silos.
 """
 
 import math
@@ -46,8 +49,9 @@ class Draws(NamedTuple):
     :param theta: flat global positions ``(n, d)``.
     :param latents: for each structure its local sites in pooled order, leading axis n.
     :param log_weight: unnormalised log weights of the draws of theta, ``(n,)``.
-    :param ratios: for each structure log weights of each unit's first candidate over the mean weight of its others, ``(n, G)`` in pooled order; zero where
-        there are no others (without latents one zero).
+    :param ratios: for each structure log weights of each unit's first candidate over the mean
+        weight of its others, ``(n, G)`` in pooled order; zero where there are no others (without
+        latents one zero).
     """
 
     theta: Array
@@ -58,7 +62,9 @@ class Draws(NamedTuple):
 
 @wire_name("Position")
 class Position(NamedTuple):
-    """A draw of theta as silos are told of it, the server's part of its log weight, and keys of the silos' candidates."""
+    """A draw of theta as silos are told of it, the server's part of its log weight, and keys of the
+    silos' candidates.
+    """
 
     context: Any
     log_weight: Array
@@ -217,7 +223,9 @@ def draw(
 
 
 def at_once(num: int, numbers: int) -> int:
-    """How many of ``num`` draws are made together, without a rest where that is near: it would be a program of its own.
+    """How many of ``num`` draws are made together, without a rest where that is near.
+
+    It would be a program of its own.
 
     :param numbers: that one draw takes.
     """
@@ -256,7 +264,8 @@ def _candidate(
     rows: SiloRows,
     own: Any,
 ) -> tuple[Array, dict[str, Array], Array]:
-    """A silo's estimate of its log likelihood at theta, its latents (elements first), unconstrained, and each unit's ratio.
+    """A silo's estimate of its log likelihood at theta, its latents (elements first),
+    unconstrained, and each unit's ratio.
 
     :param widened: whether every other candidate comes from a law with wider tails.
     """
@@ -292,7 +301,10 @@ def _candidate(
 
 
 def _over_the_others(log_weight: Array, which: Array) -> Array:
-    """Of one candidate ``which``: its log weight over the mean of the others', ``(E,)``; zero where there are none."""
+    """Of one candidate ``which``: its log weight over the mean of the others', ``(E,)``.
+
+    Zero where there are none.
+    """
     num = len(log_weight)
     if num == 1:
         return jnp.zeros_like(log_weight[0])
@@ -303,7 +315,10 @@ def _over_the_others(log_weight: Array, which: Array) -> Array:
 def constrained(
     plan: Plan, part: int, silos: Silos, draws: Draws, params: dict[str, Array]
 ) -> dict[str, Array]:
-    """All latent sites of a structure in their supports, and its deterministic ones, leading axis: draws."""
+    """All latent sites of a structure in their supports, and its deterministic ones, leading axis.
+
+    Draws.
+    """
     factors = plan.families[part].factors
     learned = {k: params[k] for k in plan.learned}
     kwargs = {**silos.pooled, PARAMS: learned} if learned else silos.pooled

@@ -1,7 +1,10 @@
-r"""Importance weights of draws, Pareto-smoothed, and the k of their tails, which judges an approximation without a reference.
+r"""Importance weights of draws, Pareto-smoothed, and the k of their tails, which judges an
+approximation without a reference.
 
-The k of the weights w alone says whether means of bounded quantities can be trusted. A coordinate's variance is a mean of :math:`w (x - m)^2`, whose tail may be worse where the
-posterior is wide in a corner that few draws reach; so it is judged by that product's own k (Vehtari et al. 2024, on k of a function).
+The k of the weights w alone says whether means of bounded quantities can be trusted. A coordinate's
+variance is a mean of :math:`w (x - m)^2`, whose tail may be worse where the posterior is wide in a
+corner that few draws reach; so it is judged by that product's own k (Vehtari et al. 2024, on k of a
+function).
 """
 
 import numpy as np
@@ -13,11 +16,15 @@ __all__ = ["POOR", "smoothed", "tail_of_spreads", "worst_tail"]
 POOR = 0.7  # Pareto's k above which importance weights have no useful mean (Vehtari et al. 2024)
 _LOOKED_AT = 50  # tails, those whose terms vary most
 _BLOCK = 256  # coordinates at a time
-_EQUAL = 1.01  # n sum w^2 below which weights are as good as equal: q is within 0.005 nats, and k, which knows no scale, would judge noise
+# n sum w^2 below which weights are as good as equal: q is within 0.005 nats, and k, which knows no
+# scale, would judge noise
+_EQUAL = 1.01
 
 
 def smoothed(log_weight: np.ndarray) -> tuple[np.ndarray, float]:
-    """Pareto-smoothed weights that sum to one, and Pareto's k (0 for nearly equal weights, infinite where one is not finite)."""
+    """Pareto-smoothed weights that sum to one, and Pareto's k (0 for nearly equal weights, infinite
+    where one is not finite).
+    """
     if not np.isfinite(log_weight).all():
         return np.where(np.isfinite(log_weight), 1.0, 0.0) / max(
             np.isfinite(log_weight).sum(), 1
@@ -33,7 +40,9 @@ def smoothed(log_weight: np.ndarray) -> tuple[np.ndarray, float]:
 
 
 def worst_tail(log_terms: np.ndarray) -> tuple[float, int]:
-    """The largest k of several weighings of the same draws ``(number, n)``, and which it is, among those whose terms vary most."""
+    """The largest k of several weighings of the same draws ``(number, n)``, and which it is, among
+    those whose terms vary most.
+    """
     which = np.argsort(-_unevenness(np.exp(log_terms - log_terms.max(1, keepdims=True))))[
         :_LOOKED_AT
     ]
@@ -41,7 +50,9 @@ def worst_tail(log_terms: np.ndarray) -> tuple[float, int]:
 
 
 def tail_of_spreads(weight: np.ndarray, theta: np.ndarray) -> tuple[float, int]:
-    """The largest k of the coordinates' variances under weights ``(n,)`` of positions ``(n, d)``, and the coordinate, likewise."""
+    """The largest k of the coordinates' variances under weights ``(n,)`` of positions ``(n, d)``,
+    and the coordinate, likewise.
+    """
 
     def terms(which: slice | np.ndarray) -> np.ndarray:
         some = theta[:, which].astype(np.float64)

@@ -1,4 +1,7 @@
-"""A silo's steps between two rounds: its optimisers on its own part of the bound, as large as if all data were like its own."""
+"""A silo's steps between two rounds.
+
+Its optimisers on its own part of the bound, as large as if all data were like its own.
+"""
 
 from typing import Any, NamedTuple
 
@@ -17,7 +20,10 @@ __all__ = ["Steps", "all_rows", "first_optim_states", "row_count", "steps"]
 
 
 class Steps(NamedTuple):
-    """After the steps: global parameters and the silo's own, its optimisers' states, and the objective at each step."""
+    """After the steps.
+
+    Global parameters and the silo's own, its optimisers' states, and the objective at each step.
+    """
 
     params: dict[str, Array]
     own: Any

@@ -1,4 +1,7 @@
-"""Rounds of a variational algorithm: who takes part, when to stop; in one process how they are made, and what they cost."""
+"""Rounds of a variational algorithm: who takes part, when to stop.
+
+In one process how they are made, and what they cost.
+"""
 
 import warnings
 from collections.abc import Callable, Mapping
@@ -42,8 +45,8 @@ class VIState(NamedTuple):
     """State of a federated variational algorithm after a round.
 
     :param server: the server's state.
-    :param silos: for each stack of silos their states, which in a federation never leave them; of silos elsewhere a
-        :class:`~numpyro_fed.vi.remote.Elsewhere`.
+    :param silos: for each stack of silos their states, which in a federation never leave them; of
+        silos elsewhere a :class:`~numpyro_fed.vi.remote.Elsewhere`.
     :param visits: rounds in which each silo took part, ``(S,)``, in the order of the stacks.
     """
 
@@ -56,7 +59,8 @@ class VIState(NamedTuple):
 class Participation:
     """Which silos take part in a round.
 
-    :param count: so many, uniformly without replacement; ``None``: each independently with its probability.
+    :param count: so many, uniformly without replacement; ``None``: each independently with its
+        probability.
     :param probability: of each silo's taking part, ``(S,)``.
     """
 
@@ -97,7 +101,8 @@ def answering_of(
         )
     if not adds_up:
         raise ValueError(
-            f"answering={value!r} is for fed.SFVI; expected None: averages are of the silos that answered"
+            f"answering={value!r} is for fed.SFVI; expected None: averages are of the silos that "
+            "answered"
         )
     number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
     if not number and not isinstance(value, Mapping):
@@ -121,14 +126,16 @@ def participation_of(
         unknown, lacking = sorted(set(value) - set(names)), sorted(set(names) - set(value))
         if unknown or lacking:
             raise ValueError(
-                f"{argument}: expected a probability for every silo, got unknown silos {unknown}, none for {lacking}"
+                f"{argument}: expected a probability for every silo, got unknown silos {unknown}, "
+                f"none for {lacking}"
             )
         probability = np.array([float(value[name]) for name in names])
         wrong = ~((probability > 0) & (probability <= 1))
         if wrong.any():
             name = names[int(np.argmax(wrong))]
             raise ValueError(
-                f"{argument}: expected probabilities in (0, 1], got {value[name]} for silo {name!r}; a silo that "
+                f"{argument}: expected probabilities in (0, 1], got {value[name]} for silo "
+                f"{name!r}; a silo that "
                 "never takes part has no say in the posterior: leave it out of the data"
             )
         return Participation(None, probability)
@@ -138,7 +145,8 @@ def participation_of(
         or not 0 < value <= 1
     ):
         raise ValueError(
-            f"participation: expected the fraction of silos in a round, in (0, 1], or a probability for each silo's name, "
+            "participation: expected the fraction of silos in a round, in (0, 1], or a "
+            "probability for each silo's name, "
             f"got {value!r}"
         )
     count = max(1, round(float(value) * len(names)))
@@ -150,7 +158,10 @@ def participation_of(
 
 
 def in_step(plan: Plan, first: Callable, local: Any) -> Any:
-    """The first states of a stack of silos; what is one number in each (an optimiser's clock) is one for all, while all take part."""
+    """The first states of a stack of silos.
+
+    What is one number in each (an optimiser's clock) is one for all, while all take part.
+    """
     states = jax.jit(jax.vmap(first))(local)
     own = plan.conducive or not (_keeps_time(plan.optim) and _keeps_time(plan.local_optim))
     if (
@@ -166,7 +177,9 @@ def _is_clock(x: Any) -> bool:
 
 
 def _keeps_time(optim: Any) -> bool:
-    """Whether an optimiser's clocks do not depend on gradients (those of ``optax.apply_if_finite`` do)."""
+    """Whether an optimiser's clocks do not depend on gradients (those of ``optax.apply_if_finite``
+    do).
+    """
     params = {"": jnp.zeros((2, 1))}
     try:
         clocks = jax.tree.map(_is_clock, optim.init({"": params[""][0]}))
@@ -232,7 +245,10 @@ def _chunk(
     stacks: list[SiloRows],
     num: Array,
 ) -> tuple[VIState, Array, Array]:
-    """Up to ``_CHUNK`` rounds: the state, each round's loss, and the silo that was not finite (-1: none, -2: the server)."""
+    """Up to ``_CHUNK`` rounds: the state, each round's loss, and the silo that was not finite (-1.
+
+    None, -2: the server).
+    """
 
     def body(i: Array, carry: tuple) -> tuple:
         state, losses, bad = carry
@@ -247,7 +263,10 @@ def _chunk(
 def at_hand(
     federated: Callable, plan: Plan, who: Participation | None, stacks: list[SiloRows]
 ) -> Callable:
-    """What makes up to ``_CHUNK`` rounds in this process: ``advance_by(state, num) -> (state, losses, bad)``."""
+    """What makes up to ``_CHUNK`` rounds in this process.
+
+    ``advance_by(state, num) -> (state, losses, bad)``.
+    """
 
     def advance_by(state: VIState, num: int) -> tuple[VIState, np.ndarray, np.ndarray]:
         state = state if who is None else _own_clocks(state, stacks)
@@ -268,16 +287,20 @@ def run_rounds(
     at_once: int = _CHUNK,
     before: np.ndarray | None = None,
 ) -> tuple[VIState, np.ndarray, str | None]:
-    """Rounds until ``num_rounds``, until the smoothed loss falls by less than ``tol``, one is not finite, or Ctrl-C.
+    """Rounds until ``num_rounds``, until the smoothed loss falls by less than ``tol``, one is not
+    finite, or Ctrl-C.
 
-    :param advance_by: makes so many rounds; returns the state, their losses, and for each the silo that was not finite (-1: none, -2: the server).
+    :param advance_by: makes so many rounds; returns the state, their losses, and for each the silo
+        that was not finite (-1: none, -2: the server).
     :param at_once: most rounds that it makes in a call.
-    :param before: of silos elsewhere, losses of rounds that were made before, of ``num_rounds``; there any error after a round keeps what there is.
+    :param before: of silos elsewhere, losses of rounds that were made before, of ``num_rounds``;
+        there any error after a round keeps what there is.
     :return: the state, all losses, and where the rounds broke off why, in words.
     """
     losses, look = np.zeros(0) if before is None else before, 1 if plan.conducive else _CHUNK
 
-    # looked at before a round, so that a fit that goes on from a checkpoint ends where it would have
+    # looked at before a round, so that a fit that goes on from a checkpoint ends where it would
+    # have
     def settled() -> bool:
         moved = (
             float(state.server.moved) if plan.conducive else 0.0
@@ -308,7 +331,8 @@ def run_rounds(
                     if not len(losses):
                         raise RuntimeError(said) from None
                 warnings.warn(
-                    f"{said}: the result of the first {len(losses)} rounds is returned; go on with init_state=result.state",
+                    f"{said}: the result of the first {len(losses)} rounds is returned; go on "
+                    "with init_state=result.state",
                     stacklevel=3,
                 )
                 return last, losses, said
@@ -318,7 +342,8 @@ def run_rounds(
                 where = f"silo {names[bad[good]]!r}" if bad[good] >= 0 else part
                 said = f"the loss or its gradient was not finite in round {len(losses) + good + 1}, first in {where}"
                 warnings.warn(
-                    f"{said}; the fit stopped there, and its last finite state is returned. Lower the learning rate, or start nearer (init_loc_fn, init_scale)",
+                    f"{said}; the fit stopped there, and its last finite state is returned. Lower "
+                    "the learning rate, or start nearer (init_loc_fn, init_scale)",
                     stacklevel=3,
                 )
                 state, _, _ = advance_by(last, good)
@@ -331,7 +356,9 @@ def run_rounds(
 
 
 def _settled(losses: np.ndarray, tol: float, least: int = _WINDOW) -> bool:
-    """Whether the mean loss of the last quarter of all rounds, at least so many, is within ``tol`` of that of the quarter before."""
+    """Whether the mean loss of the last quarter of all rounds, at least so many, is within ``tol``
+    of that of the quarter before.
+    """
     window = max(least, len(losses) // 4) if least > 1 else 1
     if len(losses) < 2 * window:
         return False

@@ -1,8 +1,11 @@
-r"""Some of a silo's rows for a step: systematic sampling, every row with the same probability and none twice.
+r"""Some of a silo's rows for a step.
 
-Of N_s rows, :math:`m = \min(\text{batch size}, N_s)` are taken, row :math:`\lfloor (j N_s + b) / m \rfloor` for j = 0 ... m - 1 with one
-b, uniform on 0 ... N_s - 1. Terms of the batch have weight :math:`N_s / m`. The cost does not depend on N_s. Latents of the batch's own rows come with them, and only they are
-moved; latents of other groups stay whole.
+Systematic sampling, every row with the same probability and none twice.
+
+Of N_s rows, :math:`m = \min(\text{batch size}, N_s)` are taken, row :math:`\lfloor (j N_s + b) / m
+\rfloor` for j = 0 ... m - 1 with one b, uniform on 0 ... N_s - 1. Terms of the batch have weight
+:math:`N_s / m`. The cost does not depend on N_s. Latents of the batch's own rows come with them,
+and only they are moved; latents of other groups stay whole.
 """
 
 from collections.abc import Callable

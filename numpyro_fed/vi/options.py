@@ -38,7 +38,8 @@ class Options:
             value = getattr(self, name)
             if not isinstance(value, optax.GradientTransformation):
                 raise TypeError(
-                    f"{name}: expected an optax transformation, e.g. optax.adam(1e-2), got {type(value).__name__}"
+                    f"{name}: expected an optax transformation, e.g. optax.adam(1e-2), got "
+                    f"{type(value).__name__}"
                 )
         for name in ("num_particles", "num_local_particles", "batch_size", "num_local_steps"):
             value = getattr(self, name)
@@ -51,7 +52,8 @@ class Options:
             )
         if self.privacy is not None and self.num_particles != 1:
             raise ValueError(
-                f"num_particles={self.num_particles}: under privacy each draw of theta would have noise of its own; expected 1"
+                f"num_particles={self.num_particles}: under privacy each draw of theta would have "
+                "noise of its own; expected 1"
             )
         if not isinstance(self.secure_sum, bool):
             raise TypeError(f"secure_sum: expected True or False, got {self.secure_sum!r}")
@@ -63,7 +65,8 @@ class Options:
         """Refuse what makes no sense with a budget of privacy, or with sums."""
         if self.secure_sum and not (participation is None and answering is None):
             raise ValueError(
-                "secure_sum=True: a sum needs the replies of all silos; expected participation=None and answering=None"
+                "secure_sum=True: a sum needs the replies of all silos; expected "
+                "participation=None and answering=None"
             )
         if self.privacy is None:
             return
@@ -74,5 +77,6 @@ class Options:
         before = 0 if state is None else int(state.server.i)
         if before + num_rounds > self.privacy.num_rounds:
             raise ValueError(
-                f"num_rounds={num_rounds}{f' after {before}' if before else ''}: the budget of privacy is for {self.privacy.num_rounds} rounds; expected no more"
+                f"num_rounds={num_rounds}{f' after {before}' if before else ''}: the budget of "
+                f"privacy is for {self.privacy.num_rounds} rounds; expected no more"
             )

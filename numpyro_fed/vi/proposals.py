@@ -1,12 +1,15 @@
 r"""Laws with wider tails than a Gaussian approximation's, for draws that are to be weighed.
 
-Of theta: a quarter of the draws have one whitened coordinate, whichever, and a quarter two, from Student's law of three degrees, three times as wide; the density of the mixture takes the
-place of q's,
+Of theta: a quarter of the draws have one whitened coordinate, whichever, and a quarter two, from
+Student's law of three degrees, three times as wide; the density of the mixture takes the place of
+q's,
 
 .. math:: q(\theta) \Big( \tfrac12 + \tfrac14 \, \tfrac1d \sum_i r_i + \tfrac14 \, \tfrac{2}{d (d - 1)} \sum_{i < j} r_i r_j \Big), \qquad r_i = \frac{t_3(u_i / 3) / 3}{N(u_i; 0, 1)},
 
-so that a tail that q cuts off (a log scale's, or that of an effect which widens with its scale) is seen. Of a unit's latents: every other candidate has its coordinates from
-the multivariate Student law of three degrees, and all are weighed by the mixture's density, so that no candidate can have more than twice its share where the target's tails are lighter.
+so that a tail that q cuts off (a log scale's, or that of an effect which widens with its scale) is
+seen. Of a unit's latents: every other candidate has its coordinates from the multivariate Student
+law of three degrees, and all are weighed by the mixture's density, so that no candidate can have
+more than twice its share where the target's tails are lighter.
 """
 
 import math
@@ -22,7 +25,9 @@ _STRETCH, _DEGREES = 3.0, 3.0  # of a wide coordinate: scale, degrees of freedom
 
 
 def stretched_normal(key: Array, noise: Array) -> tuple[Array, Array]:
-    """Half of all draws with one coordinate or two from a wider law, and the log density of the mixture over the standard normal's."""
+    """Half of all draws with one coordinate or two from a wider law, and the log density of the
+    mixture over the standard normal's.
+    """
     key_kind, key_axes, key_wide = random.split(key, 3)
     d = noise.shape[0]
     kind = random.uniform(key_kind)
@@ -41,7 +46,8 @@ def stretched_normal(key: Array, noise: Array) -> tuple[Array, Array]:
 
 
 def wider_candidates(key: Array, eps: Array, width: Array, place: Array) -> tuple[Array, Array]:
-    """Every other candidate from the Student law, and the log density of the mixture over the standard normal's, ``(K, E)``.
+    """Every other candidate from the Student law, and the log density of the mixture over the
+    standard normal's, ``(K, E)``.
 
     :param eps: standard normal coordinates ``(K, E, k)``, zero for padding.
     :param width: number of each unit's own coordinates, ``(E,)``.

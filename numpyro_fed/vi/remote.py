@@ -1,12 +1,15 @@
 """Variational rounds over silos whose rows are elsewhere: the same rounds, driven from the host.
 
-A round is one call of each silo that takes part. A silo starts from the state that it keeps under one number and writes the new one under another, which the server takes
-for its state when the reply has come. So a reply that is lost leaves no trace, a call that is made again has the same answer, and what a result
-holds is not touched by fits that go on from it.
+A round is one call of each silo that takes part. A silo starts from the state that it keeps under
+one number and writes the new one under another, which the server takes for its state when the reply
+has come. So a reply that is lost leaves no trace, a call that is made again has the same answer,
+and what a result holds is not touched by fits that go on from it.
 
-SFVI adds gradients up, and a silo that is left out without a known probability would bias their sum: silos that do not answer are asked again, and the fit stops
-with what it has if they stay silent. Where the probability of an answer is known (``answering``), missing replies count zero and the others one over it. SFVI-Avg averages over
-the silos that answered, as over those that take part; conducive rounds let the last sites of the others stand.
+SFVI adds gradients up, and a silo that is left out without a known probability would bias their
+sum: silos that do not answer are asked again, and the fit stops with what it has if they stay
+silent. Where the probability of an answer is known (``answering``), missing replies count zero and
+the others one over it. SFVI-Avg averages over the silos that answered, as over those that take
+part; conducive rounds let the last sites of the others stand.
 """
 
 from collections.abc import Callable
@@ -81,7 +84,8 @@ class InitLocal:
             got, expected = (jax.tree.map(jnp.shape, x) for x in (own, local))
             if got != expected:
                 raise ValueError(
-                    f"init_from: expected a result of the same model and guide, with local parameters of shapes {expected}, got {got}"
+                    "init_from: expected a result of the same model and guide, with local "
+                    f"parameters of shapes {expected}, got {got}"
                 )
             local = own
         return jnp.zeros(()), _ALGORITHMS[self.algorithm].init_silo(self.plan, 0, message, local)
@@ -141,7 +145,9 @@ def _merge(
 
 
 class RemoteRounds:
-    """What makes rounds over silos elsewhere: ``rounds(state, num) -> (state, losses, bad)``, as those at hand.
+    """What makes rounds over silos elsewhere.
+
+    ``rounds(state, num) -> (state, losses, bad)``, as those at hand.
 
     :param algorithm: the module of its functions: ``"sfvi"``, ``"sfvi_avg"`` or ``"conducive"``.
     :param federated: the algorithm.
@@ -244,7 +250,10 @@ class RemoteRounds:
         self.written.update(state.silos.slots.tolist())  # type: ignore[attr-defined]
 
     def tidy(self, state: VIState) -> None:
-        """Have silos forget what these rounds wrote and the state does not hold: states of rounds before, and of replies that were lost."""
+        """Have silos forget what these rounds wrote and the state does not hold.
+
+        States of rounds before, and of replies that were lost.
+        """
         spent = self.written.difference(state.silos.slots.tolist(), self.saved_slots)  # type: ignore[attr-defined]
         self.carrier.forget(sorted(spent))
         self.written -= spent
@@ -320,7 +329,10 @@ class RemoteRounds:
         return self.silos.ask_again(calls, all_needed=self._needs_all)
 
     def _blank(self, replies: list[Any], calls: list[Call]) -> Any:
-        """A reply of zeros; if none has come yet, silos are asked for one whose numbers are not looked at."""
+        """A reply of zeros.
+
+        If none has come yet, silos are asked for one whose numbers are not looked at.
+        """
         if self.zeros is None:
             if all(reply is None for reply in replies):
                 replies, _ = self.silos.ask_again(calls, all_needed=False)
@@ -356,7 +368,8 @@ def kept_by(state: Any, prepared: Prepared, name: str) -> Elsewhere:
     ):
         return kept
     raise ValueError(
-        f"{name}: expected a result of a run over the same carrier, whose local parameters the silos keep, got one of other silos or of silos at hand"
+        f"{name}: expected a result of a run over the same carrier, whose local parameters the "
+        "silos keep, got one of other silos or of silos at hand"
     )
 
 

@@ -1,4 +1,7 @@
-"""What a variational fit returns, and its parameters as silos hold them: stacked, or over a plate's elements in pooled order."""
+"""What a variational fit returns, and its parameters as silos hold them.
+
+Stacked, or over a plate's elements in pooled order.
+"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -22,15 +25,20 @@ __all__ = ["VIResult", "global_params", "local_params", "shape_of", "stacked_par
 class VIResult:
     """What ``run`` returns.
 
-    :ivar params: parameters in their supports, averaged over the last rounds (SFVI-Avg: of the last): q(theta)'s, the model's learned ones, and the local
-        ones (in the pooled order of their plate; not of silos elsewhere, where they stay), under the names that the guide has in :class:`numpyro.infer.SVI`.
-    :ivar state: the state after the last round, from which ``run(..., init_state=result.state)`` goes on.
+    :ivar params: parameters in their supports, averaged over the last rounds (SFVI-Avg: of the
+        last): q(theta)'s, the model's learned ones, and the local ones (in the pooled order of
+        their plate; not of silos elsewhere, where they stay), under the names that the guide has in
+        :class:`numpyro.infer.SVI`.
+    :ivar state: the state after the last round, from which ``run(..., init_state=result.state)``
+        goes on.
     :ivar losses: minus the estimated bound in each round, a NumPy array.
     :ivar ledger: rounds, gradient evaluations and bytes of each silo.
     :ivar partition: a fingerprint of the silos: which pooled row is in which.
-    :ivar privacy: of a fit with a budget of it, what was spent, and about how far its noise moves q's mean; else ``None``.
+    :ivar privacy: of a fit with a budget of it, what was spent, and about how far its noise moves
+        q's mean; else ``None``.
     :ivar stopped: why the rounds broke off, in words; ``None`` where they did not.
-    :ivar whitening: mean ``(d,)`` and a square root of the covariance of a Gaussian q(theta), ``(d, d)`` or its diagonal, in unconstrained space; else ``None``.
+    :ivar whitening: mean ``(d,)`` and a square root of the covariance of a Gaussian q(theta), ``(d,
+        d)`` or its diagonal, in unconstrained space; else ``None``.
     """
 
     params: dict[str, Any]
@@ -58,12 +66,15 @@ class VIResult:
 
 
 def global_params(result: VIResult, prepared: Prepared, params: dict) -> dict:
-    """A result's global parameters, unconstrained, or an error in words where they are others than the fit's."""
+    """A result's global parameters, unconstrained, or an error in words where they are others than
+    the fit's.
+    """
     shapes = {k: shape_of(v) for k, v in prepared.plan.constrain(params).items()}
     got = {k: shape_of(result.params[k]) for k in shapes if k in result.params}
     if got != shapes:
         raise ValueError(
-            f"init_from: expected a result of the same model and guide, with global parameters of shapes {shapes}, got {got}"
+            "init_from: expected a result of the same model and guide, with global parameters of "
+            f"shapes {shapes}, got {got}"
         )
     return prepared.plan.unconstrain(
         jax.tree.map(jnp.asarray, {k: result.params[k] for k in params})
@@ -80,7 +91,9 @@ def shape_of(value: Any) -> list:
 
 
 def local_params(prepared: Prepared, local: list) -> dict[str, Array]:
-    """The silos' parameters as arrays over their plate's elements in pooled order (over silos where these are the units)."""
+    """The silos' parameters as arrays over their plate's elements in pooled order (over silos where
+    these are the units).
+    """
     plan, out = prepared.plan, {}
     for part, family in enumerate(plan.families):
         if not family.has_local:

@@ -1,4 +1,7 @@
-"""What a variational fit settles before its first round: the model and guide checked, the factors proved, the silos in stacks."""
+"""What a variational fit settles before its first round.
+
+The model and guide checked, the factors proved, the silos in stacks.
+"""
 
 import hashlib
 from collections.abc import Callable
@@ -37,10 +40,12 @@ class Prepared(NamedTuple):
     """What :func:`prepare` returns.
 
     :param plan: the static facts.
-    :param parts: the silos of each structure, with the first values of learned parameters among their shared arguments.
+    :param parts: the silos of each structure, with the first values of learned parameters among
+        their shared arguments.
     :param stacks: the silos' rows.
     :param names: the silos' names, in the order of the stacks.
-    :param local: for each stack the silos' first parameters; none where the rows are elsewhere, and stacks have none either.
+    :param local: for each stack the silos' first parameters; none where the rows are elsewhere, and
+        stacks have none either.
     """
 
     plan: Plan
@@ -70,7 +75,8 @@ def _parts_of(silos: Silos | MixedSilos) -> tuple[Silos, ...]:
         return silos.parts
     if not isinstance(silos, Silos):
         raise ValueError(
-            f"expected silos = fed.split(...), fed.Silos(...) or fed.MixedSilos(...), got {type(silos).__name__}; one "
+            "expected silos = fed.split(...), fed.Silos(...) or fed.MixedSilos(...), got "
+            f"{type(silos).__name__}; one "
             "silo with all rows will do: fed.Silos({'all': {'x': x, 'y': y}})"
         )
     return (silos,)
@@ -103,9 +109,12 @@ def prepare(model: Callable, guide: Any, silos: Silos | MixedSilos, options: Opt
 def planned_alone(
     model: Callable, guide: Any, known: Silos, options: Options, independent: bool
 ) -> Plan:
-    """The plan of silos elsewhere as each of them makes it for itself: from what is known of all, without asking any.
+    """The plan of silos elsewhere as each of them makes it for itself.
 
-    :param independent: whether elements are independent given theta, which is found by asking: of the server's plan whether ``families[0].group`` is one.
+    From what is known of all, without asking any.
+
+    :param independent: whether elements are independent given theta, which is found by asking: of
+        the server's plan whether ``families[0].group`` is one.
     """
     return _planned(model, guide, _parts_of(known), options, independent)[0]
 
@@ -117,7 +126,9 @@ def _planned(
     options: Options,
     independent: bool | None = None,
 ) -> tuple[Plan, tuple[Silos, ...]]:
-    """The static facts, and the silos with first values of learned parameters among their shared arguments."""
+    """The static facts, and the silos with first values of learned parameters among their shared
+    arguments.
+    """
     learned, parts, factors = factored(model, parts)
     _check_globals(factors, parts)
     batch = _batch(options, factors, parts)
@@ -127,7 +138,8 @@ def _planned(
         if set(family.constraints()) != set(families[0].constraints()):
             one, other = set(family.constraints()), set(families[0].constraints())
             raise ValueError(
-                f"the guide has the global parameters {sorted(one ^ other)} in some structures of silos and not in others"
+                f"the guide has the global parameters {sorted(one ^ other)} in some structures of "
+                "silos and not in others"
             )
     twice = sorted(set(learned) & set(families[0].constraints()))
     if twice:
@@ -156,7 +168,8 @@ def _noise(options: Options, families: tuple[Any, ...], num_silos: int) -> Noise
         return None
     if not isinstance(families[0], SiloNormal):
         raise ValueError(
-            "privacy: expected fed.AutoSiloNormal(model), whose q(theta) is Gaussian, got a guide of your own"
+            "privacy: expected fed.AutoSiloNormal(model), whose q(theta) is Gaussian, got a guide "
+            "of your own"
         )
     return options.privacy.noise(num_silos if options.secure_sum else 1)
 
@@ -171,7 +184,10 @@ def _some(silos: Silos, batch: tuple[str, int] | None) -> Silos:
 
 
 def first_params(prepared: Prepared, guide: Any, key: Array) -> dict[str, Array]:
-    """Where the global parameters start, unconstrained: the guide's strategy, and the model's own first values."""
+    """Where the global parameters start, unconstrained.
+
+    The guide's strategy, and the model's own first values.
+    """
     plan, silos = prepared.plan, prepared.parts[0]
     learned = silos.shared.get(PARAMS, {})
     family = plan.families[0]
@@ -208,7 +224,8 @@ def _first_position(factors: Factors, strategy: Callable, silos: Silos, key: Arr
 def _check_globals(factors: list[Factors], parts: tuple[Silos, ...]) -> None:
     if not factors[0].dim:
         raise ValueError(
-            "the model has no global latent site; expected one at least (learned parameters alone will not do: give one of them a prior, with "
+            "the model has no global latent site; expected one at least (learned parameters alone "
+            "will not do: give one of them a prior, with "
             "numpyro.sample outside the silo plates)"
         )
     for f, part in zip(factors, parts, strict=True):
@@ -216,8 +233,10 @@ def _check_globals(factors: list[Factors], parts: tuple[Silos, ...]) -> None:
             one, other = dict(factors[0].global_sites), dict(f.global_sites)
             wrong = sorted(k for k in {*one, *other} if one.get(k) != other.get(k))
             raise ValueError(
-                f"silo {part.names[0]!r} and silo {parts[0].names[0]!r} differ in structure and in the global sites "
-                f"{wrong}; expected the same global sites in all silos: sample them in every branch of the model"
+                f"silo {part.names[0]!r} and silo {parts[0].names[0]!r} differ in structure and in "
+                "the global sites "
+                f"{wrong}; expected the same global sites in all silos: sample them in every "
+                "branch of the model"
             )
 
 
@@ -237,8 +256,10 @@ def _batch(
         and options.num_local_particles > 1
     ):
         raise ValueError(
-            f"batch_size={options.batch_size} of {group!r} with num_local_particles={options.num_local_particles}: "
-            f"importance weights of the latents of {factors[0].latent_groups} need all their rows; expected "
+            f"batch_size={options.batch_size} of {group!r} with "
+            f"num_local_particles={options.num_local_particles}: "
+            f"importance weights of the latents of {factors[0].latent_groups} need all their rows; "
+            "expected "
             "num_local_particles=1, or batch_size=None"
         )
     return group, int(options.batch_size)
@@ -277,7 +298,8 @@ def _family(
         family = guide_family(guide, factors, silos, independent, known is None)
     if batch is not None and family.group is None and batch[0] in factors.latent_groups:
         raise ValueError(
-            f'batch_size={batch[1]} of {batch[0]!r}: their latents are one unit in each silo (local_cov="full", several '
+            f"batch_size={batch[1]} of {batch[0]!r}: their latents are one unit in each silo "
+            '(local_cov="full", several '
             "plates with latents, or elements that depend on each other); expected batch_size=None"
         )
     return family
@@ -295,5 +317,6 @@ def _check_guides_model(guide: AutoSiloNormal, factors: Factors, silos: Silos) -
             for f in (factors, other)
         ]
         raise ValueError(
-            f"the guide was made for another model: expected one of the latent sites {names[0]}, got {names[1]}"
+            f"the guide was made for another model: expected one of the latent sites {names[0]}, "
+            f"got {names[1]}"
         )

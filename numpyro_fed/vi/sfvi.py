@@ -1,17 +1,20 @@
 r"""Structured federated variational inference (SFVI).
 
-A round: the server draws :math:`\theta \sim q(\theta)`; every silo draws its latents, and returns the gradient of its own part of the bound
-in theta; the server adds the prior's, and both take a step of their optimiser. With F_s of :mod:`numpyro_fed.vi.bound`
+A round: the server draws :math:`\theta \sim q(\theta)`; every silo draws its latents, and returns
+the gradient of its own part of the bound in theta; the server adds the prior's, and both take a
+step of their optimiser. With F_s of :mod:`numpyro_fed.vi.bound`
 
 .. math:: \mathcal L = E_q \left[ \log p(\theta) - \log q(\theta) + \sum_s F_s(\theta) \right],
 
-which is the evidence lower bound for K = 1. The estimator sticks the landing: parameters inside log q are frozen, so at the exact
-posterior it has no noise. One silo with all rows takes the same steps as any partition of them.
+which is the evidence lower bound for K = 1. The estimator sticks the landing: parameters inside log
+q are frozen, so at the exact posterior it has no noise. One silo with all rows takes the same steps
+as any partition of them.
 
-What leaves a silo: the gradients in theta, in its whitened form, and in the learned parameters, and the value of F_s.
+What leaves a silo: the gradients in theta, in its whitened form, and in the learned parameters, and
+the value of F_s.
 
-Reference: *Federated Variational Inference Methods for Structured Latent Variable Models*, Hassan, Salomone & Mengersen (2023),
-algorithm 1 and supplement S1.
+Reference: *Federated Variational Inference Methods for Structured Latent Variable Models*, Hassan,
+Salomone & Mengersen (2023), algorithm 1 and supplement S1.
 """
 
 from collections.abc import Callable
@@ -56,7 +59,10 @@ class Server(NamedTuple):
 
 @wire_name("SFVISiloState")
 class SiloState(NamedTuple):
-    """What never leaves a silo: its variational parameters, their optimiser's state, their tail average, steps made."""
+    """What never leaves a silo.
+
+    Its variational parameters, their optimiser's state, their tail average, steps made.
+    """
 
     params: Any
     optim_state: Any
@@ -66,7 +72,11 @@ class SiloState(NamedTuple):
 
 @wire_name("SFVIMessage")
 class Message(NamedTuple):
-    """To every silo: draws of theta (leading axis: particles), learned parameters, keys of the silos' noise, and under privacy q's scale, in which gradients are cut."""
+    """To every silo: draws of theta (leading axis.
+
+    Particles), learned parameters, keys of the silos' noise, and under privacy q's scale, in which
+    gradients are cut.
+    """
 
     context: Any
     params: dict[str, Array]
@@ -75,7 +85,11 @@ class Message(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """From a silo: F_s, and its gradients in the draws of theta (one each) and in the learned parameters (mean over draws)."""
+    """From a silo.
+
+    F_s, and its gradients in the draws of theta (one each) and in the learned parameters (mean over
+    draws).
+    """
 
     value: Array
     context: Any
@@ -84,7 +98,10 @@ class Reply(NamedTuple):
 
 
 class Info(NamedTuple):
-    """Of a round: minus the bound, whether all is finite, and the place of the first silo where it is not (or -1)."""
+    """Of a round.
+
+    Minus the bound, whether all is finite, and the place of the first silo where it is not (or -1).
+    """
 
     loss: Array
     finite: Array
@@ -92,7 +109,10 @@ class Info(NamedTuple):
 
 
 def tail_average(average: Any, new: Any, i: Array) -> Any:
-    """Polynomial-decay averaging (Shamir & Zhang 2013): weights grow as the eighth power of the round i, from 1."""
+    """Polynomial-decay averaging (Shamir & Zhang 2013).
+
+    Weights grow as the eighth power of the round i, from 1.
+    """
     weight = jnp.minimum(1.0, (_TAIL + 1) / (i + _TAIL))
     return jax.tree.map(lambda a, x: a + weight.astype(a.dtype) * (x - a), average, new)
 
@@ -127,7 +147,9 @@ def init_silo(plan: Plan, part: int, params: dict[str, Array], local: Any) -> Si
 
 
 def _draws(plan: Plan, rng_key: Array) -> tuple[Array, Array]:
-    """Standard normal noise of theta ``(P, d)`` and keys of the silos' noise, from the keys that SVI would use."""
+    """Standard normal noise of theta ``(P, d)`` and keys of the silos' noise, from the keys that
+    SVI would use.
+    """
     _, key_step = random.split(rng_key)
     keys = key_step[None] if plan.num_particles == 1 else random.split(key_step, plan.num_particles)
 
@@ -155,7 +177,8 @@ def local(
 ) -> tuple[Reply, SiloState]:
     """A silo's gradients, and a step of its own parameters.
 
-    :param bare: of a fit with privacy, whether the gradients are neither cut nor noised here, but as they leave.
+    :param bare: of a fit with privacy, whether the gradients are neither cut nor noised here, but
+        as they leave.
     """
     family = plan.families[rows.part]
     batch = pick(family, plan.batch, key, rows)
@@ -233,8 +256,9 @@ def merge(
 ) -> tuple[Server, Info]:
     """Sum the silos' replies, add the prior's and q's part, and take a step.
 
-    :param weights: of the replies, ``(S,)``: zero for a silo that did not answer, one over its probability of being asked
-        for one that did (Horvitz-Thompson), so that the gradient stays unbiased. ``None``: all ones.
+    :param weights: of the replies, ``(S,)``: zero for a silo that did not answer, one over its
+        probability of being asked for one that did (Horvitz-Thompson), so that the gradient stays
+        unbiased. ``None``: all ones.
     """
     noise, _ = _draws(plan, server.rng_key)
     value, gradients, learned = (
@@ -260,7 +284,8 @@ def server_gradient(
     gradients: Any,
     learned: dict[str, Array],
 ) -> tuple[Array, dict[str, Array]]:
-    """The prior's and q's part of the bound, and the whole bound's gradient in the unconstrained global parameters.
+    """The prior's and q's part of the bound, and the whole bound's gradient in the unconstrained
+    global parameters.
 
     :param gradients: the silos' sum of gradients in the draws of theta, leading axis: particles.
     :param learned: their sum of gradients in the learned parameters.

@@ -1,19 +1,22 @@
 r"""SFVI-Avg: many local steps between two rounds, and averages in the space of distributions.
 
-A round: every silo takes the server's :math:`q(\theta)` and learned parameters as its own, makes m steps of its optimisers on
+A round: every silo takes the server's :math:`q(\theta)` and learned parameters as its own, makes m
+steps of its optimisers on
 
 .. math:: E_q \left[ \log p(\theta) - \log q(\theta) + \frac{N}{N_s} F_s(\theta) \right],
 
-its term as large as if all data were like its own (the silo's whole local term, latents included, is scaled), and returns its q and
-learned parameters. The server's new q is the Wasserstein-2 barycentre of the silos' (weights :math:`N_s / N`), its learned parameters their
-average. N counts rows that nothing points to. A silo's local map is rewritten for the new q, so that its q(z | theta) stays the
-same function of theta.
+its term as large as if all data were like its own (the silo's whole local term, latents included,
+is scaled), and returns its q and learned parameters. The server's new q is the Wasserstein-2
+barycentre of the silos' (weights :math:`N_s / N`), its learned parameters their average. N counts
+rows that nothing points to. A silo's local map is rewritten for the new q, so that its q(z | theta)
+stays the same function of theta.
 
-Bias: the silos' optima differ from the pooled one, and their barycentre from it; on hierarchical models by more than a posterior sd. It is a
-cheap start for :class:`SFVI` (``init_from``). What leaves a silo in a round: q's parameters, the learned parameters, its bound, a flag.
+Bias: the silos' optima differ from the pooled one, and their barycentre from it; on hierarchical
+models by more than a posterior sd. It is a cheap start for :class:`SFVI` (``init_from``). What
+leaves a silo in a round: q's parameters, the learned parameters, its bound, a flag.
 
-Reference: *Federated Variational Inference Methods for Structured Latent Variable Models*, Hassan, Salomone & Mengersen (2023),
-algorithm 2 and section 3.2.
+Reference: *Federated Variational Inference Methods for Structured Latent Variable Models*, Hassan,
+Salomone & Mengersen (2023), algorithm 2 and section 3.2.
 """
 
 from functools import partial
@@ -36,7 +39,10 @@ __all__ = ["federated", "init_silo"]
 
 @wire_name("SFVIAvgServer")
 class Server(NamedTuple):
-    """The server's state: parameters of q(theta) and learned ones (unconstrained), rounds made, key; no average is kept."""
+    """The server's state.
+
+    Parameters of q(theta) and learned ones (unconstrained), rounds made, key; no average is kept.
+    """
 
     params: dict[str, Array]
     average: None
@@ -69,9 +75,12 @@ class Message(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """From a silo: its bound, its copy of the global parameters, its number of rows, and whether all is finite.
+    """From a silo.
 
-    Where only sums are seen, bound and parameters (in their supports) are multiplied by the silo's share of the rows.
+    Its bound, its copy of the global parameters, its number of rows, and whether all is finite.
+
+    Where only sums are seen, bound and parameters (in their supports) are multiplied by the silo's
+    share of the rows.
     """
 
     value: Array
@@ -133,7 +142,8 @@ def merge(
 
     :param weights: zero for a silo that did not answer; who did is weighted by rows alone.
     """
-    if plan.secure_sum:  # shares were multiplied in the silos, and sds of diagonal Gaussians add up in their barycentre
+    # shares were multiplied in the silos, and sds of diagonal Gaussians add up in their barycentre
+    if plan.secure_sum:
         value, new = jax.tree.map(lambda x: x.sum(0), (replies.value, replies.params))
         return _settled(plan, server, new, -value, replies.finite)
     asked = jnp.ones_like(replies.finite) if weights is None else weights > 0

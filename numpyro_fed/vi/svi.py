@@ -1,4 +1,6 @@
-"""Variational fits in the shape of :class:`numpyro.infer.SVI`: arguments and docstrings, no mathematics.
+"""Variational fits in the shape of :class:`numpyro.infer.SVI`.
+
+Arguments and docstrings, no mathematics.
 
 The algorithms are pure functions: :mod:`numpyro_fed.vi.sfvi`, :mod:`numpyro_fed.vi.sfvi_avg` and
 :mod:`numpyro_fed.vi.conducive.rounds`.
@@ -26,33 +28,42 @@ __all__ = ["SFVI", "SFVIAvg"]
 class SFVI(FederatedVI):
     r"""Structured federated variational inference, in the shape of :class:`numpyro.infer.SVI`.
 
-    Law: q of the guide at the optimum of the bound (with ``num_local_particles`` K > 1, of the importance-weighted bound inside each
-    unit; draws of the local latents are then resampled with the same weights, see :func:`~numpyro_fed.to_inference_data`). Bias: that of
-    the family; K = 1 can be more than a posterior sd off on hierarchical models with few rows a unit, whatever the optimiser.
-    What leaves a silo in a round: ``2 d`` numbers for each draw of theta, the gradients in the learned parameters, its part of the
-    bound and a flag. Local latents, their parameters and optimiser's state stay.
+    Law: q of the guide at the optimum of the bound (with ``num_local_particles`` K > 1, of the
+    importance-weighted bound inside each unit; draws of the local latents are then resampled with
+    the same weights, see :func:`~numpyro_fed.to_inference_data`). Bias: that of the family; K = 1
+    can be more than a posterior sd off on hierarchical models with few rows a unit, whatever the
+    optimiser. What leaves a silo in a round: ``2 d`` numbers for each draw of theta, the gradients
+    in the learned parameters, its part of the bound and a flag. Local latents, their parameters and
+    optimiser's state stay.
 
-    :param model: a model with at least one silo plate; ``numpyro.param`` sites outside of them are learned (empirical Bayes).
-    :param guide: an :class:`AutoSiloNormal` of the model, or a guide of your own with the same silo plates.
+    :param model: a model with at least one silo plate; ``numpyro.param`` sites outside of them are
+        learned (empirical Bayes).
+    :param guide: an :class:`AutoSiloNormal` of the model, or a guide of your own with the same silo
+        plates.
     :param optim: an optax transformation for q(theta) and the learned parameters.
     :param num_particles: draws of theta a round.
-    :param num_local_particles: K. A round costs K evaluations of the silos' terms for each draw of theta; without local latents K is
-        one.
-    :param local_optim: an optax transformation for each silo's own parameters (``optim`` if None); elementwise ones (Adam, SGD) keep
-        the fit the same for every partition of the rows.
-    :param batch_size: rows a silo uses in a round (all if None, or if it has fewer), each with the same probability.
+    :param num_local_particles: K. A round costs K evaluations of the silos' terms for each draw of
+        theta; without local latents K is one.
+    :param local_optim: an optax transformation for each silo's own parameters (``optim`` if None);
+        elementwise ones (Adam, SGD) keep the fit the same for every partition of the rows.
+    :param batch_size: rows a silo uses in a round (all if None, or if it has fewer), each with the
+        same probability.
     :param validate: run the proof check (factors sum to the pooled model) before the first round.
-    :param privacy: a budget of differential privacy for each silo's rows (:class:`Privacy`), for an :class:`AutoSiloNormal`: gradients are cut and noised in
-        the silo, nothing else leaves it, and losses are NaN.
-    :param secure_sum: over a wire, silos mask their replies so that the server sees their sum alone; with ``privacy`` each then adds a share of the noise. Of silos at
-        hand, and engines whose processes trust each other, it changes nothing but that share.
-    :raises TypeError: for a model that is not callable, an optimiser that is not optax's, a guide that is not callable.
-    :raises ValueError: for options out of range; at :meth:`init` and :meth:`run` for what does not fit the model or the data.
+    :param privacy: a budget of differential privacy for each silo's rows (:class:`Privacy`), for an
+        :class:`AutoSiloNormal`: gradients are cut and noised in the silo, nothing else leaves it,
+        and losses are NaN.
+    :param secure_sum: over a wire, silos mask their replies so that the server sees their sum
+        alone; with ``privacy`` each then adds a share of the noise. Of silos at hand, and engines
+        whose processes trust each other, it changes nothing but that share.
+    :raises TypeError: for a model that is not callable, an optimiser that is not optax's, a guide
+        that is not callable.
+    :raises ValueError: for options out of range; at :meth:`init` and :meth:`run` for what does not
+        fit the model or the data.
 
     **References**
 
-    1. *Federated Variational Inference Methods for Structured Latent Variable Models*, Hassan, Salomone & Mengersen (2023),
-       algorithm 1 and supplement S1
+    1. *Federated Variational Inference Methods for Structured Latent Variable Models*, Hassan,
+       Salomone & Mengersen (2023), algorithm 1 and supplement S1
 
     Example::
 
@@ -101,32 +112,41 @@ class SFVI(FederatedVI):
 
 
 class SFVIAvg(FederatedVI):
-    r"""SFVI-Avg: ``num_local_steps`` steps in every silo between two rounds; in the shape of :class:`SFVI`.
+    r"""SFVI-Avg: ``num_local_steps`` steps in every silo between two rounds.
 
-    Law and bias: see :mod:`numpyro_fed.vi.sfvi_avg`. Losses are minus the silos' own objectives (N / N_s times their term), averaged: not
-    comparable with SFVI's on unequal silos.
+    In the shape of :class:`SFVI`.
+
+    Law and bias: see :mod:`numpyro_fed.vi.sfvi_avg`. Losses are minus the silos' own objectives (N
+    / N_s times their term), averaged: not comparable with SFVI's on unequal silos.
 
     :param model: as for :class:`SFVI`.
     :param guide: an :class:`AutoSiloNormal` with ``global_cov`` full or diagonal.
-    :param optim: an optax transformation for each silo's copy of q(theta) and of the learned parameters (conducive: of the latter alone); its state stays in the silo.
-    :param num_local_steps: m, steps between two rounds; conducive: positions of theta at which a silo looks in a round (a power of two, at
-        least so many), and with ``optim`` steps before that.
+    :param optim: an optax transformation for each silo's copy of q(theta) and of the learned
+        parameters (conducive: of the latter alone); its state stays in the silo.
+    :param num_local_steps: m, steps between two rounds; conducive: positions of theta at which a
+        silo looks in a round (a power of two, at least so many), and with ``optim`` steps before
+        that.
     :param num_particles: as for :class:`SFVI`, of each step.
-    :param num_local_particles: likewise; conducive without ``optim``: of the draws of the result alone.
-    :param conducive: the silos keep Gaussian sites, whose product is q, in place of averages: the pooled optimum in about ten rounds
-        (:mod:`numpyro_fed.vi.conducive.rounds`). Without ``optim`` latents are integrated out, and losses are minus the pooled bound; with it, ``num_local_steps``
-        steps a round move local maps, networks of amortised guides and learned parameters.
+    :param num_local_particles: likewise; conducive without ``optim``: of the draws of the result
+        alone.
+    :param conducive: the silos keep Gaussian sites, whose product is q, in place of averages: the
+        pooled optimum in about ten rounds (:mod:`numpyro_fed.vi.conducive.rounds`). Without
+        ``optim`` latents are integrated out, and losses are minus the pooled bound; with it,
+        ``num_local_steps`` steps a round move local maps, networks of amortised guides and learned
+        parameters.
     :param local_optim: likewise.
-    :param batch_size: likewise; conducive: rows at which each pair of points looks, at least so many that all pairs together look at every row.
+    :param batch_size: likewise; conducive: rows at which each pair of points looks, at least so
+        many that all pairs together look at every row.
     :param validate: likewise.
     :param secure_sum: likewise, of conducive rounds, and of guides with a diagonal ``global_cov``.
     :raises TypeError: as :class:`SFVI`.
-    :raises ValueError: as :class:`SFVI`; for a low-rank ``global_cov``, whose barycentres are of full rank.
+    :raises ValueError: as :class:`SFVI`; for a low-rank ``global_cov``, whose barycentres are of
+        full rank.
 
     **References**
 
-    1. *Federated Variational Inference Methods for Structured Latent Variable Models*, Hassan, Salomone & Mengersen (2023),
-       algorithm 2 and section 3.2
+    1. *Federated Variational Inference Methods for Structured Latent Variable Models*, Hassan,
+       Salomone & Mengersen (2023), algorithm 2 and section 3.2
 
     Example::
 
@@ -173,7 +193,8 @@ class SFVIAvg(FederatedVI):
         super().__init__(model, guide, options)
         if secure_sum and not conducive and getattr(guide, "global_cov", "diag") != "diag":
             raise ValueError(
-                "secure_sum=True: the barycentre of the silos' covariances is no sum of them; expected conducive=True, whose sites add up, a guide with "
+                "secure_sum=True: the barycentre of the silos' covariances is no sum of them; "
+                "expected conducive=True, whose sites add up, a guide with "
                 'global_cov="diag", or fed.SFVI'
             )
         self.algorithm, self._federated, self._init_silo = (
@@ -189,11 +210,13 @@ class SFVIAvg(FederatedVI):
             )
         if not isinstance(guide, AutoSiloNormal):
             raise TypeError(
-                f"SFVI-Avg averages Gaussians: expected fed.AutoSiloNormal(model), got {type(guide).__name__}; fed.SFVI takes any guide"
+                "SFVI-Avg averages Gaussians: expected fed.AutoSiloNormal(model), got "
+                f"{type(guide).__name__}; fed.SFVI takes any guide"
             )
         if isinstance(guide.global_cov, int):
             raise ValueError(
-                f"global_cov={guide.global_cov}: a barycentre of low-rank Gaussians is of full rank; expected a guide with "
+                f"global_cov={guide.global_cov}: a barycentre of low-rank Gaussians is of full "
+                "rank; expected a guide with "
                 'global_cov="full" or "diag"'
             )
 
@@ -205,7 +228,10 @@ class SFVIAvg(FederatedVI):
         return prepared
 
     def _taken_from(self, result: Any, prepared: Prepared, params: dict) -> tuple[dict, Any]:
-        """Conducive rounds without optimisers need q(theta) alone, from these silos or others: sites and local maps are regressed anew."""
+        """Conducive rounds without optimisers need q(theta) alone, from these silos or others.
+
+        Sites and local maps are regressed anew.
+        """
         if self._options.optim is not None or not isinstance(result, VIResult):
             return super()._taken_from(result, prepared, params)
         return global_params(

@@ -1,10 +1,13 @@
-"""What FSGLD is held against besides NUTS: methods that combine the silos' own posteriors, and NUTS on the pooled rows.
+"""What FSGLD is held against besides NUTS.
 
-Consensus Monte Carlo and the parametric product are `numpyro.infer.hmc_util`'s, on NUTS draws of each silo's posterior with the prior to the
-power 1/S. The one-shot product is that of FSGLD's surrogates.
+Methods that combine the silos' own posteriors, and NUTS on the pooled rows.
 
-References: Scott et al. (2016), Bayes and big data, Int. J. Management Sci. Eng. Management 11, 78-88; Neiswanger, Wang & Xing (2014),
-Asymptotically exact, embarrassingly parallel MCMC, UAI.
+Consensus Monte Carlo and the parametric product are `numpyro.infer.hmc_util`'s, on NUTS draws of
+each silo's posterior with the prior to the power 1/S. The one-shot product is that of FSGLD's
+surrogates.
+
+References: Scott et al. (2016), Bayes and big data, Int. J. Management Sci. Eng. Management 11,
+78-88; Neiswanger, Wang & Xing (2014), Asymptotically exact, embarrassingly parallel MCMC, UAI.
 """
 
 import time
@@ -27,7 +30,10 @@ _CHAINS, _TOTAL = 4, 8000
 
 
 def silo_draws(factors: Factors, silos: fed.Silos, num_samples: int) -> list[jnp.ndarray]:
-    """Draws of each silo's own posterior, the prior shared out: flat unconstrained global positions."""
+    """Draws of each silo's own posterior, the prior shared out.
+
+    Flat unconstrained global positions.
+    """
     draws = []
     for s, name in enumerate(silos.names):
         kwargs = silos[name]
@@ -95,7 +101,8 @@ def combined(
         return as_chains(kernel, silos, consensus(draws, rng_key=random.key(3))), seconds
 
     def parametric_product() -> tuple[Draws, float]:
-        # parametric_draws refuses a covariance that rounding made asymmetric; its moments are what we want
+        # parametric_draws refuses a covariance that rounding made asymmetric; its moments are what
+        # we want
         draws, seconds = own_posteriors()
         mean, covariance = parametric(draws)
         product = random.multivariate_normal(

@@ -1,11 +1,17 @@
-"""What rounds and bytes buy: local steps a round at equal numbers of gradients, FSGLD beside DSGLD and SGLD, and silos that do not answer.
+"""What rounds and bytes buy.
+
+Local steps a round at equal numbers of gradients, FSGLD beside DSGLD and SGLD, and silos that do
+not answer.
 
     python tests/benchmarks/communication.py [MODEL ...] [--steps 40000] [--quick]
 
-For T = 1, 10, 40, 100 and 400: largest error of the global sites in sds of pooled NUTS after as many local steps (four chains), with its Monte-Carlo standard error, and the
-rounds and megabytes up, all chains and silos, after which every running mean of the four chains is, and stays, within 0.1 sd. "Prepared": megabytes up before the first round.
-FSGLD chooses its step for each T; DSGLD has FSGLD's step at T = 1 in the same whitened coordinates, and then its own; SGLD, on one silo with all rows, makes a round of each
-step (in a federation each silo would have to send its part). The last row has FSGLD at T = 40 with three rounds in ten unanswered.
+For T = 1, 10, 40, 100 and 400: largest error of the global sites in sds of pooled NUTS after as
+many local steps (four chains), with its Monte-Carlo standard error, and the rounds and megabytes
+up, all chains and silos, after which every running mean of the four chains is, and stays, within
+0.1 sd. "Prepared": megabytes up before the first round. FSGLD chooses its step for each T; DSGLD
+has FSGLD's step at T = 1 in the same whitened coordinates, and then its own; SGLD, on one silo with
+all rows, makes a round of each step (in a federation each silo would have to send its part). The
+last row has FSGLD at T = 40 with three rounds in ten unanswered.
 """
 
 import argparse

@@ -1,11 +1,17 @@
-"""Conducive SFVI-Avg beside pooled NUTS and SFVI: how many rounds and bytes to the pooled optimum, and how right it is.
+"""Conducive SFVI-Avg beside pooled NUTS and SFVI.
 
-    python tests/benchmarks/conducive.py [--references DIR] [--sfvi ROUNDS] [--missing 0.3] [PROBLEM ...]
+How many rounds and bytes to the pooled optimum, and how right it is.
 
-The problems are those of `fidelity.py` without nested plates, whose references (``--references``) and goals these are. For each: rounds from a cold start until q is
-within 0.1 sd and 5 % of where the rounds end, and until the bound is within a nat of its end; kilobytes up in these, all silos. Then two rows beside NUTS: draws of q,
-and those of the last round, in which the silos' likelihoods at public draws weigh them (``resample=True``), with Pareto's k. ``--sfvi``: as many rounds of
-SFVI with Adam(0.01), and after how many the running mean of 100 losses stays within a nat of the same bound. ``--missing``: the rounds again with that share of silos absent.
+    python tests/benchmarks/conducive.py [--references DIR] [--sfvi ROUNDS] [--missing 0.3] [PROBLEM
+    ...]
+
+The problems are those of `fidelity.py` without nested plates, whose references (``--references``)
+and goals these are. For each: rounds from a cold start until q is within 0.1 sd and 5 % of where
+the rounds end, and until the bound is within a nat of its end; kilobytes up in these, all silos.
+Then two rows beside NUTS: draws of q, and those of the last round, in which the silos' likelihoods
+at public draws weigh them (``resample=True``), with Pareto's k. ``--sfvi``: as many rounds of SFVI
+with Adam(0.01), and after how many the running mean of 100 losses stays within a nat of the same
+bound. ``--missing``: the rounds again with that share of silos absent.
 """
 
 import argparse
@@ -67,15 +73,19 @@ def run(name: str, args: argparse.Namespace) -> None:
     close = first_close(means, sds, means[-1], sds[-1])
     nat = int(np.argmax(np.abs(np.array(losses) - losses[-1]) < 1)) + 1
     print(
-        f"settled after {len(means)} rounds, {seconds:.0f} s with compilation (moved {float(result.state.server.moved):.1g} sds, held back {int(result.state.server.held)} times); within 0.1 sd and "
-        f"5 % after {close}; bound {-losses[-1]:.2f}, within a nat before round {nat}: {a_round * (nat - 1) / 1e3:.2f} kB up, {a_round / 1e3:.3f} kB a round",
+        f"settled after {len(means)} rounds, {seconds:.0f} s with compilation (moved "
+        f"{float(result.state.server.moved):.1g} sds, held back {int(result.state.server.held)} "
+        "times); within 0.1 sd and "
+        f"5 % after {close}; bound {-losses[-1]:.2f}, within a nat before round {nat}: "
+        f"{a_round * (nat - 1) / 1e3:.2f} kB up, {a_round / 1e3:.3f} kB a round",
         flush=True,
     )
     if args.missing:
         who = {silo: 1 - args.missing for silo in silos.names}
         _, some_means, some_sds, _ = trace(fit, silos, participation=who)
         print(
-            f"{100 * args.missing:.0f} % missing: within 0.1 sd and 5 % after {first_close(some_means, some_sds, means[-1], sds[-1])} rounds",
+            f"{100 * args.missing:.0f} % missing: within 0.1 sd and 5 % after "
+            f"{first_close(some_means, some_sds, means[-1], sds[-1])} rounds",
             flush=True,
         )
     if args.sfvi:

@@ -1,11 +1,17 @@
-"""Conducive SFVI-Avg beside SFVI on models of thousands of dimensions: rounds and megabytes to the bound that SFVI ends at.
+"""Conducive SFVI-Avg beside SFVI on models of thousands of dimensions.
 
-    NUMPYRO_FED_DATA=... python tests/benchmarks/conducive_wide.py multinomial [--sfvi 4000] [--rounds 60]
-    NUMPYRO_FED_DATA=... python tests/benchmarks/conducive_wide.py network [--sfvi 2000] [--rounds 76]
+Rounds and megabytes to the bound that SFVI ends at.
 
-multinomial: softmax regression on MNIST in five silos (`models/multinomial_regression.py`: 7,850 weights, two learned prior scales). network: the hierarchical network of
-`models/hierarchical_bnn.py` in ten silos (39,751 shared latents, 39,250 of each silo's own). SFVI as these files run it, for as many rounds as given; its level is the mean bound of its last
-tenth, less a nat. For each method: rounds until the mean bound of a window (SFVI 100 rounds, conducive 5) is at that level, megabytes up of a silo, and seconds.
+    NUMPYRO_FED_DATA=... python tests/benchmarks/conducive_wide.py multinomial [--sfvi 4000]
+    [--rounds 60] NUMPYRO_FED_DATA=... python tests/benchmarks/conducive_wide.py network [--sfvi
+    2000] [--rounds 76]
+
+multinomial: softmax regression on MNIST in five silos (`models/multinomial_regression.py`: 7,850
+weights, two learned prior scales). network: the hierarchical network of
+`models/hierarchical_bnn.py` in ten silos (39,751 shared latents, 39,250 of each silo's own). SFVI
+as these files run it, for as many rounds as given; its level is the mean bound of its last tenth,
+less a nat. For each method: rounds until the mean bound of a window (SFVI 100 rounds, conducive 5)
+is at that level, megabytes up of a silo, and seconds.
 """
 
 import argparse
@@ -77,7 +83,8 @@ def report(name: str, result: Any, seconds: float, level: float | None) -> float
         else f"not in {len(bound)} rounds ({len(bound) * each:.1f} MB)"
     )
     print(
-        f"{name}: at {level:,.0f} after {shown} up of a silo; last {mean[-1]:,.0f}, {seconds:.0f} s for {len(bound)} rounds"
+        f"{name}: at {level:,.0f} after {shown} up of a silo; last {mean[-1]:,.0f}, {seconds:.0f} "
+        f"s for {len(bound)} rounds"
     )
     print(
         "  ",

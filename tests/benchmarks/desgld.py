@@ -1,26 +1,33 @@
-r"""GossipLangevin and PushSumLangevin against the package desgld: speed and error at equal numbers of gradients.
+r"""GossipLangevin and PushSumLangevin against the package desgld.
+
+Speed and error at equal numbers of gradients.
 
     python -m venv ELSEWHERE && ELSEWHERE/bin/pip install desgld==0.1.6
     python tests/benchmarks/desgld.py --desgld-python ELSEWHERE/bin/python [--quick]
 
-desgld has requirements of its own (scikit-learn), so it lives in an environment of its own, outside the checkout, and is run there
-by a subprocess, which times itself.
+desgld has requirements of its own (scikit-learn), so it lives in an environment of its own, outside
+the checkout, and is run there by a subprocess, which times itself.
 
-**Task.** The linear regression of desgld's documentation: x uniform on (0, 1), y = 3 x - 0.5 + U(0, 1), ten rows a node, an intercept,
-likelihood N(y | x'beta, 1), lam = 10; networks and weights of its ``NetworkArchitecture`` with five nodes.
+**Task.** The linear regression of desgld's documentation: x uniform on (0, 1), y = 3 x - 0.5 + U(0,
+1), ten rows a node, an intercept, likelihood N(y | x'beta, 1), lam = 10; networks and weights of
+its ``NetworkArchitecture`` with five nodes.
 
-**Target.** desgld's gradient at a node sums b rows drawn with replacement and adds (2 / lam) beta. It estimates the gradient of a
-posterior only where b is the number of rows at the node; then the m nodes together have the prior N(0, lam / (2 m) I). Both packages
-are held against that Gaussian posterior. desgld begins at N(0, I), ours uniformly on (-2, 2); the burn-in removes both.
+**Target.** desgld's gradient at a node sums b rows drawn with replacement and adds (2 / lam) beta.
+It estimates the gradient of a posterior only where b is the number of rows at the node; then the m
+nodes together have the prior N(0, lam / (2 m) I). Both packages are held against that Gaussian
+posterior. desgld begins at N(0, I), ours uniformly on (-2, 2); the burn-in removes both.
 
-**Where desgld errs**, beside the step size that both have: ``randint(0, len(y) - 1)`` never draws the last row; the minibatch has
-noise although it has as many rows as the node; and nodes move in turn, each seeing those before it already moved, so that the average
-gets more than 1/m of a node's noise: its variance is too large. Ours takes all rows, and all nodes move at once.
+**Where desgld errs**, beside the step size that both have: ``randint(0, len(y) - 1)`` never draws
+the last row; the minibatch has noise although it has as many rows as the node; and nodes move in
+turn, each seeing those before it already moved, so that the average gets more than 1/m of a node's
+noise: its variance is too large. Ours takes all rows, and all nodes move at once.
 
-GossipLangevin has Metropolis weights, PushSumLangevin desgld's own matrix. Errors are the largest over coefficients, of the mean in
-posterior sds and of the sd as a ratio, of the worst node and of the average of nodes: measured on all R networks together, with the
-Monte-Carlo error of the mean, and of the *law*: all three are linear recursions with Gaussian noise, so the law of their draws is known
-(desgld's without its minibatch noise). A node-gradient-step is one node's gradient, exchange and noise.
+GossipLangevin has Metropolis weights, PushSumLangevin desgld's own matrix. Errors are the largest
+over coefficients, of the mean in posterior sds and of the sd as a ratio, of the worst node and of
+the average of nodes: measured on all R networks together, with the Monte-Carlo error of the mean,
+and of the *law*: all three are linear recursions with Gaussian noise, so the law of their draws is
+known (desgld's without its minibatch noise). A node-gradient-step is one node's gradient, exchange
+and noise.
 """
 
 import argparse
@@ -86,7 +93,8 @@ def exact(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def law(name: str, w: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Mean (2 m,) and covariance (2 m, 2 m) of the draws of all nodes, once the start is forgotten.
 
-    They are those of ``X <- M X + b + N(0, Q)``: for desgld one such step for each node in turn; a draw of push-sum is ``w X``.
+    They are those of ``X <- M X + b + N(0, Q)``: for desgld one such step for each node in turn; a
+    draw of push-sum is ``w X``.
     """
     x, y = data()
     size, mix = 2 * NODES, np.kron(w, np.eye(2))
@@ -155,7 +163,9 @@ def theirs(
 
 
 def ours(kernel: MCMCKernel, networks: int, steps: int) -> tuple[float, float, np.ndarray]:
-    """Seconds of a run, seconds more that the first took (compiling), and draws as of :func:`theirs`."""
+    """Seconds of a run, seconds more that the first took (compiling), and draws as of
+    :func:`theirs`.
+    """
     x, y = data()
     silos = fed.split({"x": x.reshape(-1, 2), "y": y.ravel()}, by=np.repeat(np.arange(NODES), ROWS))
     settings = {"num_chains": networks * NODES, "chain_method": "vectorized", "progress_bar": False}
@@ -179,7 +189,10 @@ def timed(run: Callable[[Array], Array], key: Array) -> tuple[float, np.ndarray]
 
 
 def errors(draws: np.ndarray, mean: np.ndarray, sd: np.ndarray) -> list[float]:
-    """Error of mean, its Monte-Carlo standard error, and of sd: of the worst node, then of the average of nodes."""
+    """Error of mean, its Monte-Carlo standard error, and of sd.
+
+    Of the worst node, then of the average of nodes.
+    """
     draws = (draws[:, :, int(BURN_IN * draws.shape[2]) :] - mean) / sd
     found: list[float] = []
     for part in (draws, draws.mean(1, keepdims=True)):
@@ -221,10 +234,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     networks, steps = (4, 200) if args.quick else (20, 8_000)
     print(
-        f"{NODES} nodes of {ROWS} rows, eta {ETA}, {networks} networks, {steps} steps, the first tenth dropped"
+        f"{NODES} nodes of {ROWS} rows, eta {ETA}, {networks} networks, {steps} steps, the first "
+        "tenth dropped"
     )
     print(
-        "R, node-gradient-steps/s, over desgld's, compiling; error of mean (sds) and sd: worst node; average of nodes"
+        "R, node-gradient-steps/s, over desgld's, compiling; error of mean (sds) and sd: worst "
+        "node; average of nodes"
     )
     for architecture, plain in (
         ("fully_connected", nx.complete_graph(NODES)),
@@ -232,7 +247,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     ):
         seconds, draws, w = theirs(args.desgld_python, architecture, networks, steps)
         print(
-            f"{architecture}: desgld's weight of a link {w[0, 1]:.3f}, its largest column sum {w.sum(0).max():.6f}"
+            f"{architecture}: desgld's weight of a link {w[0, 1]:.3f}, its largest column sum "
+            f"{w.sum(0).max():.6f}"
         )
         reference = row("desgld", w, seconds, 0.0, draws, None)
         graph = fed.graphs.from_networkx(plain)
@@ -251,7 +267,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             for name, (_, v) in forms.items()
         )
         print(
-            f"  goal {GOAL:.0f} x: {'reached' if least >= GOAL else 'NOT reached'} (least {least:.0f} x)"
+            f"  goal {GOAL:.0f} x: {'reached' if least >= GOAL else 'NOT reached'} (least "
+            f"{least:.0f} x)"
         )
         print(f"  goal of smaller errors, by their laws: {'reached' if smaller else 'NOT reached'}")
 

@@ -1,11 +1,18 @@
-"""Every algorithm over every engine: how far draws and parameters are from those at hand, and seconds.
+"""Every algorithm over every engine.
 
-    python tests/benchmarks/engines.py [--rounds 50] [--engines loopback spmd2 spmd4 wire flower nvflare] [--algorithms FSGLD push-sum ...]
+How far draws and parameters are from those at hand, and seconds.
 
-Four silos, a model with a latent for each patient (tests/every_fit.py), four chains (of push-sum and gossip the four nodes of one network); variational fits by their global
-parameters and losses. A cell is the largest difference to the fit at hand of the same seed over all rounds, relative to the largest entry, and the seconds of
-the fit with its preparation and compilation (programs that another process has compiled come from JAX's cache on disk); those of one engine follow each other in one process. Above 1e-5 the exit code is 1. With ``--keep`` what
-was found stays in a folder, and what is there is not run again; with ``--show`` nothing is run, and what is not there is said to be missing.
+    python tests/benchmarks/engines.py [--rounds 50] [--engines loopback spmd2 spmd4 wire flower
+    nvflare] [--algorithms FSGLD push-sum ...]
+
+Four silos, a model with a latent for each patient (tests/every_fit.py), four chains (of push-sum
+and gossip the four nodes of one network); variational fits by their global parameters and losses. A
+cell is the largest difference to the fit at hand of the same seed over all rounds, relative to the
+largest entry, and the seconds of the fit with its preparation and compilation (programs that
+another process has compiled come from JAX's cache on disk); those of one engine follow each other
+in one process. Above 1e-5 the exit code is 1. With ``--keep`` what was found stays in a folder, and
+what is there is not run again; with ``--show`` nothing is run, and what is not there is said to be
+missing.
 """
 
 import argparse
@@ -182,7 +189,8 @@ def cell(name: str, found: dict | str, expected: dict) -> tuple[str, bool]:
         return "not run", False
     apart = difference(found[name], expected[name])
     return (
-        f"{'bit for bit' if apart == 0 else f'{apart:.1e}'} ({float(found[name]['seconds']):.0f} s)",
+        f"{'bit for bit' if apart == 0 else f'{apart:.1e}'} ({float(found[name]['seconds']):.0f} "
+        "s)",
         apart <= LIMIT,
     )
 

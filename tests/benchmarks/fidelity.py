@@ -2,19 +2,22 @@
 
     python tests/benchmarks/fidelity.py [--baselines] [--start] [--references DIR] [PROBLEM ...]
 
-Without a problem all of them, each in a process of its own. A row a method, a column for each of: largest error of a mean (reference sds)
-± its Monte-Carlo standard error, and range of the sd ratios, of fixed effects and of log scales with correlations; local latents on the
-scale that is read: share within 0.25 sd, largest error, ratios; megabytes that the busiest silo sent; seconds of preparation and of
-rounds (compilation included); least effective draws per chain-round, per second of both, and per megabyte of all silos; share of steps
-cut; what `diagnose` says. In the row of NUTS the megabytes are the pooled rows. Below: what misses the goals
+Without a problem all of them, each in a process of its own. A row a method, a column for each of:
+largest error of a mean (reference sds) ± its Monte-Carlo standard error, and range of the sd
+ratios, of fixed effects and of log scales with correlations; local latents on the scale that is
+read: share within 0.25 sd, largest error, ratios; megabytes that the busiest silo sent; seconds of
+preparation and of rounds (compilation included); least effective draws per chain-round, per second
+of both, and per megabyte of all silos; share of steps cut; what `diagnose` says. In the row of NUTS
+the megabytes are the pooled rows. Below: what misses the goals
 
     fixed effects            error <= 0.10 sd, ratio 0.93-1.07
     scales, correlations     error <= 0.15 sd, ratio 0.88-1.12
     local latents            error <= 0.25 sd for 99 % of them
 
-"undecided" where it is outside by less than two standard errors. Then the run is repeated with more rounds, where these take less than
-three minutes. ``--baselines``: DSGLD for as many rounds, and what `baselines.py` combines. ``--start``: FSGLD started at a conducive fit, too,
-whose rounds and megabytes are said; "prep" are all rounds of all silos before the first of the chains.
+"undecided" where it is outside by less than two standard errors. Then the run is repeated with more
+rounds, where these take less than three minutes. ``--baselines``: DSGLD for as many rounds, and
+what `baselines.py` combines. ``--start``: FSGLD started at a conducive fit, too, whose rounds and
+megabytes are said; "prep" are all rounds of all silos before the first of the chains.
 """
 
 import argparse
@@ -51,7 +54,9 @@ MOST_SILOS, OWN_DRAWS = 20, 1000  # of baselines that run NUTS, and compile it, 
 
 
 def halves_apart(draws: dict[str, Draws]) -> dict[str, float]:
-    """Largest difference of means between two halves of the chains, in sds, of global and of local quantities."""
+    """Largest difference of means between two halves of the chains, in sds, of global and of local
+    quantities.
+    """
     out = {}
     for label, groups in (("global", ("fixed", "scales")), ("local", ("local",))):
         gaps = []
@@ -187,8 +192,10 @@ class Row:
             row = table.loc[name]
             draws = _scalar(reference, name)
             self.notes.append(
-                f"{verdicts[name]}: {name}, error {row['error']:.3f} ± {row['mcse']:.3f}, sd ratio {row['sd_ratio']:.3f} ± "
-                f"{row['sd_ratio_mcse']:.3f}, ess {row['ess_bulk']:.0f}, R-hat {row['r_hat']:.3f}; the reference's skewness "
+                f"{verdicts[name]}: {name}, error {row['error']:.3f} ± {row['mcse']:.3f}, sd ratio "
+                f"{row['sd_ratio']:.3f} ± "
+                f"{row['sd_ratio_mcse']:.3f}, ess {row['ess_bulk']:.0f}, R-hat {row['r_hat']:.3f}; "
+                "the reference's skewness "
                 f"{skew(draws):.1f}, excess kurtosis {kurtosis(draws):.1f}"
             )
         if len(bad) > NOTED:
@@ -208,7 +215,8 @@ class Row:
         self.verdicts.append(verdict)
         if verdict != "met":
             self.notes.append(
-                f"{verdict}: local latents, {100 * share:.1f} % of {len(table)} within {LOCAL_ERROR} sd, {100 * perhaps:.1f} % by two "
+                f"{verdict}: local latents, {100 * share:.1f} % of {len(table)} within "
+                f"{LOCAL_ERROR} sd, {100 * perhaps:.1f} % by two "
                 f"standard errors; worst {table['error'].idxmax()}"
             )
 
@@ -274,7 +282,8 @@ def langevin(
     diagnosis = fed.diagnose(mcmc)
     row.cells["diagnose"] = diagnosis.verdict
     print(
-        f"{method}: step size {float(fields['step_size'][0]):.2g}, local acceptance {float(np.mean(fields['local_accept_prob'])):.3f}\n"
+        f"{method}: step size {float(fields['step_size'][0]):.2g}, local acceptance "
+        f"{float(np.mean(fields['local_accept_prob'])):.3f}\n"
         f"{diagnosis.table.to_string()}",
         flush=True,
     )
@@ -310,7 +319,8 @@ def started(problem: Problem, silos: fed.Silos, nested: bool) -> fed.FSGLD:
         jax.random.key(0), 40, silos, tol=0.1, progress_bar=False
     )
     print(
-        f"conducive: {len(result.losses)} rounds, {max(result.ledger.bytes_up) / 1e6:.3f} MB/silo, {time.perf_counter() - start:.0f} s"
+        f"conducive: {len(result.losses)} rounds, {max(result.ledger.bytes_up) / 1e6:.3f} MB/silo, "
+        f"{time.perf_counter() - start:.0f} s"
     )
     return fed.FSGLD(problem.model, init_from=result)
 

@@ -1,4 +1,7 @@
-"""The models of `fidelity.py`, and what is compared in each: fixed effects, scales and correlations, local latents."""
+"""The models of `fidelity.py`, and what is compared in each.
+
+Fixed effects, scales and correlations, local latents.
+"""
 
 import sys
 from collections.abc import Callable
@@ -57,7 +60,10 @@ class Problem:
     target_accept_prob: float = 0.8
 
     def read(self, draws: Draws) -> dict[str, Draws]:
-        """Draws of all sites as what is compared, in three groups; without local latents where ``draws`` have none."""
+        """Draws of all sites as what is compared, in three groups.
+
+        Without local latents where ``draws`` have none.
+        """
         groups = {
             "fixed": {k: draws[k] for k in self.fixed},
             "scales": {f"log {k}": np.log(draws[k]) for k in self.scales},

@@ -1,10 +1,13 @@
-"""What a round costs with Flower: messages of 1e2, 1e4 and 1e6 floats to each of some silos and back, beside Flower's own empty round.
+"""What a round costs with Flower.
+
+Messages of 1e2, 1e4 and 1e6 floats to each of some silos and back, beside Flower's own empty round.
 
     python tests/benchmarks/flower_rounds.py [--silos 3] [--rounds 10] [--deployed]
 
-Medians, after a round that is not counted. The silos echo, so that nothing but carrying is measured. "In process" is :class:`InProcessGrid`; with
-`--deployed` also a SuperLink and nodes on this machine, with TLS and node authentication: nodes of one lasting process, and Flower's SuperNodes,
-which start a process for every message.
+Medians, after a round that is not counted. The silos echo, so that nothing but carrying is
+measured. "In process" is :class:`InProcessGrid`; with `--deployed` also a SuperLink and nodes on
+this machine, with TLS and node authentication: nodes of one lasting process, and Flower's
+SuperNodes, which start a process for every message.
 """
 
 import argparse

@@ -1,18 +1,19 @@
 """Messages and replies that are not what was sent: what do a silo and a server make of them?
 
-A short fit of each kind is made over bytes in this process, and of every type of message (hello, open,
-each kind of call) one is kept with its reply and with the silo as it was before it answered. Copies of
-them are then changed: bits flipped, bytes cut off, added or taken from another message, and the parts of
-their text replaced by other numbers, types, shapes and classes, by parts nested 10,000 deep, or left
-out. In most cases the checksum is made right again, so that what is behind it is reached.
+A short fit of each kind is made over bytes in this process, and of every type of message (hello,
+open, each kind of call) one is kept with its reply and with the silo as it was before it answered.
+Copies of them are then changed: bits flipped, bytes cut off, added or taken from another message,
+and the parts of their text replaced by other numbers, types, shapes and classes, by parts nested
+10,000 deep, or left out. In most cases the checksum is made right again, so that what is behind it
+is reached.
 
 A silo must return bytes for each; the server may raise ``ValueError`` or ``RuntimeError`` in words.
 One request in fifty is answered in earnest. In the answers to the others all numbers are zeros of
 the right shapes, so that no program is compiled.
 
-Each has a time limit (``SIGALRM``), and may take 64 MiB more than its message. Memory is the peak of
-resident memory (``VmHWM``, which writing 5 to ``/proc/self/clear_refs`` sets back): it sees what JAX
-and NumPy take beside Python's own objects, which tracemalloc does not, and costs microseconds.
+Each has a time limit (``SIGALRM``), and may take 64 MiB more than its message. Memory is the peak
+of resident memory (``VmHWM``, which writing 5 to ``/proc/self/clear_refs`` sets back): it sees what
+JAX and NumPy take beside Python's own objects, which tracemalloc does not, and costs microseconds.
 
     python tests/benchmarks/fuzz.py --count 100000 --seed 7
 """
@@ -590,7 +591,8 @@ def main() -> None:
             failures += len(tally.failures)
     least, count = min(sent.items(), key=lambda x: x[1])
     print(
-        f"{len(sent)} types, {sum(sent.values()):,} changes, least {count:,} ({least}), {failures} failures"
+        f"{len(sent)} types, {sum(sent.values()):,} changes, least {count:,} ({least}), {failures} "
+        "failures"
     )
     ends = Counter()
     for seed in range(args.seed, args.seed + 5):

@@ -1,9 +1,12 @@
-"""What the guards cost: FSGLD as it is beside the same kernel without its cut, its automatic step and its statistics of e.
+"""What the guards cost.
+
+FSGLD as it is beside the same kernel without its cut, its automatic step and its statistics of e.
 
     python tests/benchmarks/guards.py [MODEL ...]
 
-Per model of `models/`: time of a run of 4 chains, guarded over bare, median and quartiles of runs taken in turn in one process, each
-compiled once; for stays of 40 local steps. The bare kernel has e and the server's gradient in one call of the model.
+Per model of `models/`: time of a run of 4 chains, guarded over bare, median and quartiles of runs
+taken in turn in one process, each compiled once; for stays of 40 local steps. The bare kernel has e
+and the server's gradient in one call of the model.
 """
 
 import argparse
@@ -56,7 +59,8 @@ def ratios(name: str) -> str:
     assert not bare._plan.cut  # nothing was prepared again
     each = {form: 1e6 * np.median(seconds) / (ROUNDS * 40 * 4) for form, seconds in times.items()}
     return (
-        f"{name}: guarded / bare {quartiles(times['guarded'] / times['bare'])}; {each['guarded']:.2f} and {each['bare']:.2f} microseconds a chain "
+        f"{name}: guarded / bare {quartiles(times['guarded'] / times['bare'])}; "
+        f"{each['guarded']:.2f} and {each['bare']:.2f} microseconds a chain "
         "and step"
     )
 

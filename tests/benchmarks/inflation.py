@@ -2,10 +2,14 @@
 
     python tests/benchmarks/inflation.py [--quick]
 
-Normal data with known variance in ten shifted silos, so that the posterior is known exactly; surrogates are exact, or displaced on purpose. Then, in ten shifted silos too and with the
-library's own surrogates, a logistic regression, a regression with a Student-t likelihood of unknown scale on few rows, and a normal regression of unknown scale with one row a silo, whose
-posterior has heavy tails (without the priors a Student-t law of seven degrees of freedom); their sds are those of a long run of NUTS. A row per surrogate, minibatch and number of local
-steps, with the checks of ``diagnose`` that give it away. The measured ratio is the root mean square over the parameters, and the largest of them, with Monte-Carlo standard errors.
+Normal data with known variance in ten shifted silos, so that the posterior is known exactly;
+surrogates are exact, or displaced on purpose. Then, in ten shifted silos too and with the library's
+own surrogates, a logistic regression, a regression with a Student-t likelihood of unknown scale on
+few rows, and a normal regression of unknown scale with one row a silo, whose posterior has heavy
+tails (without the priors a Student-t law of seven degrees of freedom); their sds are those of a
+long run of NUTS. A row per surrogate, minibatch and number of local steps, with the checks of
+``diagnose`` that give it away. The measured ratio is the root mean square over the parameters, and
+the largest of them, with Monte-Carlo standard errors.
 """
 
 import argparse
@@ -42,7 +46,10 @@ def data() -> fed.Silos:
 
 
 def surrogates(silos: fed.Silos, kind: str) -> fed.surrogates.Surrogates:
-    """Exact likelihoods; or means displaced by a third of a silo's posterior sd, as a fit might leave them."""
+    """Exact likelihoods.
+
+    Or means displaced by a third of a silo's posterior sd, as a fit might leave them.
+    """
     means = np.stack([np.asarray(silos[name]["x"]).mean(0) for name in silos])
     precisions = np.full((NUM_SILOS, DIM), float(ROWS))
     if kind == "near":

@@ -1,9 +1,11 @@
 """Surrogates of low rank in many dimensions: numbers a silo, noise, and the step size that follows.
 
-    python tests/benchmarks/low_rank.py [--dim 300] [--rows 600] [--covariates factors|autoregressive] [--ranks 5 20 60]
+    python tests/benchmarks/low_rank.py [--dim 300] [--rows 600] [--covariates
+    factors|autoregressive] [--ranks 5 20 60]
 
-Logistic regression in ten silos; covariates share five strong directions and have five of their own in each silo, or are autoregressive (0.9). `diagonal`
-and `full` are the diagonal of the silos' curvatures at the posterior's mode, and all of them.
+Logistic regression in ten silos; covariates share five strong directions and have five of their own
+in each silo, or are autoregressive (0.9). `diagonal` and `full` are the diagonal of the silos'
+curvatures at the posterior's mode, and all of them.
 """
 
 import argparse

@@ -1,4 +1,6 @@
-"""Many silos: at hand, and as clients of Flower in this process. The same draws, seconds and memory of each.
+"""Many silos: at hand, and as clients of Flower in this process.
+
+The same draws, seconds and memory of each.
 
 python tests/benchmarks/many_silos.py --silos 100      # needs numpyro-fed[flower]
 """
@@ -56,7 +58,8 @@ def main() -> None:
     mcmc.run(random.key(0), silos)
     expected = np.asarray(mcmc.get_samples(group_by_chain=True)["beta"])
     print(
-        f"at hand: {time.perf_counter() - start:.1f} s, {memory() - before:.0f} MiB more than before"
+        f"at hand: {time.perf_counter() - start:.1f} s, {memory() - before:.0f} MiB more than "
+        "before"
     )
     before, start = memory(), time.perf_counter()
     with tempfile.TemporaryDirectory() as place:
@@ -71,11 +74,13 @@ def main() -> None:
         remote.run(random.key(0), connect(Flower(grid, silos.names), linear))
         seconds = time.perf_counter() - start
     print(
-        f"Flower's clients: {seconds:.1f} s, {seconds / args.silos:.3f} s and {(memory() - before) / args.silos:.2f} MiB a silo"
+        f"Flower's clients: {seconds:.1f} s, {seconds / args.silos:.3f} s and "
+        f"{(memory() - before) / args.silos:.2f} MiB a silo"
     )
     got = np.asarray(remote.get_samples(group_by_chain=True)["beta"])
     print(
-        f"largest difference of a draw, relative: {np.abs(got - expected).max() / np.abs(expected).max():.1e}"
+        "largest difference of a draw, relative: "
+        f"{np.abs(got - expected).max() / np.abs(expected).max():.1e}"
     )
 
 

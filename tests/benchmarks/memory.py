@@ -4,11 +4,12 @@
 
 The goal is the data once, 2.5 x the kept samples, and 600 MiB for Python, JAX and its compiler.
 
-:class:`numpyro.infer.MCMC` closes over its arguments, and JAX writes what a program closes over into the program: two
-to three further copies of the data, and one more with each later run without the bar. Two settings avoid that. JAX's
-own, ``JAX_USE_SIMPLIFIED_JAXPR_CONSTANTS=1`` in the environment, which is to become its default, hands such arrays to
-the program as arguments; ``MCMC(..., jit_model_args=True)`` does so too, but copies them in each round of a run with
-the bar. Neither changes a draw.
+:class:`numpyro.infer.MCMC` closes over its arguments, and JAX writes what a program closes over
+into the program: two to three further copies of the data, and one more with each later run without
+the bar. Two settings avoid that. JAX's own, ``JAX_USE_SIMPLIFIED_JAXPR_CONSTANTS=1`` in the
+environment, which is to become its default, hands such arrays to the program as arguments;
+``MCMC(..., jit_model_args=True)`` does so too, but copies them in each round of a run with the bar.
+Neither changes a draw.
 """
 
 import argparse
@@ -23,7 +24,10 @@ MIB = 1 << 20
 
 
 def child(shrink: int, jit_model_args: bool, bar: bool, runs: int) -> None:
-    """Make the data, run, and print MiB: of the data, of the samples, and the peak before and after."""
+    """Make the data, run, and print MiB.
+
+    Of the data, of the samples, and the peak before and after.
+    """
     import jax
     from numpyro.infer import MCMC
     from tasks import TASKS

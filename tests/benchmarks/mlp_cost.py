@@ -1,10 +1,14 @@
-"""What the Bayesian network of 30 x 90,000 x 18 costs: memory, compiling, and steps against hand-written JAX.
+"""What the Bayesian network of 30 x 90,000 x 18 costs.
+
+Memory, compiling, and steps against hand-written JAX.
 
     python tests/benchmarks/mlp_cost.py [--quick]
 
-Memory and compiling are those of ``models/bayesian_mlp.py``'s model, a flax.nnx module, in a process of its own for each kernel, run as
-``memory.py`` says (JAX's simplified constants). Steps are timed in turn in one process: DSGLD and FSGLD with diagonal surrogates through NumPyro's
-MCMC on the nnx module, and both updates of the same model in hand-written JAX in block form (rows of the silo, noise of a stay drawn in one go), as in ``tasks.py``.
+Memory and compiling are those of ``models/bayesian_mlp.py``'s model, a flax.nnx module, in a
+process of its own for each kernel, run as ``memory.py`` says (JAX's simplified constants). Steps
+are timed in turn in one process: DSGLD and FSGLD with diagonal surrogates through NumPyro's MCMC on
+the nnx module, and both updates of the same model in hand-written JAX in block form (rows of the
+silo, noise of a stay drawn in one go), as in ``tasks.py``.
 """
 
 import argparse
@@ -45,7 +49,10 @@ def kernel_of(name: str, silos: fed.Silos) -> fed.DSGLD | fed.FSGLD:
 
 
 def child(name: str, size: int) -> None:
-    """MiB of the data, of the samples and of the peaks; processor seconds from the kernel to the first 500 rounds, and of 500 more."""
+    """MiB of the data, of the samples and of the peaks.
+
+    Processor seconds from the kernel to the first 500 rounds, and of 500 more.
+    """
     imported = peak()
     silos, _ = labels.simulated(0.5, size=size)
     made = peak()
@@ -121,11 +128,13 @@ def steps(size: int, rounds: int, turns: int) -> None:
     for name in ("DSGLD", "FSGLD"):
         ratio = times[f"{name}, by hand"] / times[name]
         print(
-            f"{name}, steps/s over hand-written {quartiles(ratio)}   {verdict(bool(np.median(ratio) >= 0.9), '0.9')}"
+            f"{name}, steps/s over hand-written {quartiles(ratio)}   "
+            f"{verdict(bool(np.median(ratio) >= 0.9), '0.9')}"
         )
     ratio = times["FSGLD"] / times["DSGLD"]
     print(
-        f"FSGLD diagonal, time over DSGLD {quartiles(ratio)}   {verdict(bool(np.median(ratio) <= 1.1), '1.1')}",
+        f"FSGLD diagonal, time over DSGLD {quartiles(ratio)}   "
+        f"{verdict(bool(np.median(ratio) <= 1.1), '1.1')}",
         flush=True,
     )
 
@@ -148,10 +157,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         data, samples, imported, made, most, first, second = map(float, done.stdout.split())
         goal = data + 2.5 * samples + 600
         print(
-            f"{name}: data {data:.0f} MiB, samples {samples:.1f}, peak {most:.0f} (modules imported {imported:.0f}, data made {made:.0f}); {verdict(most <= goal, f'{goal:.0f}')}"
+            f"{name}: data {data:.0f} MiB, samples {samples:.1f}, peak {most:.0f} (modules "
+            f"imported {imported:.0f}, data made {made:.0f}); "
+            f"{verdict(most <= goal, f'{goal:.0f}')}"
         )
         print(
-            f"{name}: first run of 500 rounds {first:.1f} s of processor time, the second {second:.1f} s: set-up and compiling "
+            f"{name}: first run of 500 rounds {first:.1f} s of processor time, the second "
+            f"{second:.1f} s: set-up and compiling "
             f"{first - second:.1f} s at least; {verdict(first <= 30, '30 s')} with the rounds",
             flush=True,
         )

@@ -1,10 +1,13 @@
-"""Steps per second of SGLD on the models of the papers' experiments, against the same models in hand-written JAX.
+"""Steps per second of SGLD on the models of the papers' experiments, against the same models in
+hand-written JAX.
 
     python tests/benchmarks/model_steps.py [--models metric_learning,...] [--stay T] [--quick]
 
-Hand-written is :func:`tasks.block_form`, one jitted scan: random numbers and rows of a block of steps drawn in one go. Both make the same SGLD steps on the
-pooled rows, with the paper's minibatches, and are timed in turn in one process. Goal: 0.9 of the hand-written form's steps per second. DSGLD's
-and FSGLD's steps (full and diagonal surrogates), which travel, are timed against SGLD's.
+Hand-written is :func:`tasks.block_form`, one jitted scan: random numbers and rows of a block of
+steps drawn in one go. Both make the same SGLD steps on the pooled rows, with the paper's
+minibatches, and are timed in turn in one process. Goal: 0.9 of the hand-written form's steps per
+second. DSGLD's and FSGLD's steps (full and diagonal surrogates), which travel, are timed against
+SGLD's.
 
 Rows are simulated, of the shape of the experiment's: time does not depend on their values.
 """
@@ -99,7 +102,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             own, hand = steps_per_second(task, stay, steps, turns)
             ratios = own / hand
             print(
-                f"{name}, T = {stay}: {np.median(own):,.0f} steps/s, hand-written {np.median(hand):,.0f}: ",
+                f"{name}, T = {stay}: {np.median(own):,.0f} steps/s, hand-written "
+                f"{np.median(hand):,.0f}: ",
                 end="",
             )
             print(

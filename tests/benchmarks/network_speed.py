@@ -1,16 +1,19 @@
-r"""Steps per second of PushSumLangevin by number of nodes, and against push-sum Langevin dynamics written by hand in JAX.
+r"""Steps per second of PushSumLangevin by number of nodes, and against push-sum Langevin dynamics
+written by hand in JAX.
 
     python tests/benchmarks/network_speed.py [--quick] [--nodes 4,16,64,256] [--turns 7]
 
-Logistic regression with d = 20 coefficients and 500 rows a node, one network, all rows or minibatches of 10. Node j sends to
-j + 1, j + 2 and j + 4 (modulo m); mixing by matrices or by gathers; links fail one time in ten, or never. A step of the hand-written
-loop is (numpyro_fed/decentralized/push_sum.py)
+Logistic regression with d = 20 coefficients and 500 rows a node, one network, all rows or
+minibatches of 10. Node j sends to j + 1, j + 2 and j + 4 (modulo m); mixing by matrices or by
+gathers; links fail one time in ten, or never. A step of the hand-written loop is
+(numpyro_fed/decentralized/push_sum.py)
 
 .. math:: W = A X, \quad Y \leftarrow A Y, \quad Z = W / Y, \quad X \leftarrow W - \alpha \nabla U(Z) + \sqrt{2 \alpha}\, \xi
 
-and nothing else: no sites, no diagnostics, no count of messages, no look for what is not finite. Both forms are compiled whole,
-timed in turn in one process, and ratios taken within each turn; the ratio is the hand-written form's time over the library's.
-While gradients dominate, microseconds for each node and step do not depend on m.
+and nothing else: no sites, no diagnostics, no count of messages, no look for what is not finite.
+Both forms are compiled whole, timed in turn in one process, and ratios taken within each turn; the
+ratio is the hand-written form's time over the library's. While gradients dominate, microseconds for
+each node and step do not depend on m.
 """
 
 import argparse
@@ -144,7 +147,8 @@ def measure(
     low, ratio, high = np.quantile(hand / own, [0.25, 0.5, 0.75])
     each = 1e6 * np.median(own) / steps
     print(
-        f"{nodes:>5}  {'all' if batch is None else batch:>4}  {'sparse' if sparse else 'dense':<6}  {'yes' if fails else 'no':<5}"
+        f"{nodes:>5}  {'all' if batch is None else batch:>4}  {'sparse' if sparse else 'dense':<6} "
+        f" {'yes' if fails else 'no':<5}"
         f"{1e6 / each:>10,.0f}{each / nodes:>11.2f}{1e6 * np.median(hand) / steps / nodes:>11.2f}"
         f"     {ratio:.2f} [{low:.2f}, {high:.2f}]{compiling[0]:>9.1f}{compiling[1]:>7.1f}",
         flush=True,
@@ -162,7 +166,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     sizes = [4, 16] if args.quick else [int(m) for m in args.nodes.split(",")]
     print(
-        "nodes  rows  mixing  fails   steps/s  us/(node step): own, hand   hand/own [quartiles]   first call (s): own, hand"
+        "nodes  rows  mixing  fails   steps/s  us/(node step): own, hand   hand/own [quartiles]   "
+        "first call (s): own, hand"
     )
     ratios = []
     for batch, sparse, fails in itertools.product((None, 10), (False, True), (False, True)):
@@ -173,7 +178,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             )
     short = sum(ratio < GOAL for ratio in ratios)
     print(
-        f"goal {GOAL}: {'reached' if not short else f'NOT reached in {short} of {len(ratios)} rows'}; least {min(ratios):.2f}"
+        f"goal {GOAL}: "
+        f"{'reached' if not short else f'NOT reached in {short} of {len(ratios)} rows'}; least "
+        f"{min(ratios):.2f}"
     )
 
 

@@ -1,10 +1,13 @@
 """What a round costs over NVFLARE: ours by size of message, beside NVFLARE's own empty round.
 
-    python tests/benchmarks/nvflare_rounds.py [--rounds 30] [--sizes 100 10000 1000000] [--simulator]
+    python tests/benchmarks/nvflare_rounds.py [--rounds 30] [--sizes 100 10000 1000000]
+    [--simulator]
 
-A server and three clients are provisioned and started on this machine (mutual TLS, loopback). "Empty" is a plain controller's ``broadcast_and_wait`` of
-an empty Shareable to an executor that replies with one, with NVFLARE's own periods and with ours. "Ours" is ``Messenger.exchange`` of so many float32
-each way. Medians of rounds after the first two. `--simulator` times the same in NVFLARE's simulator instead.
+A server and three clients are provisioned and started on this machine (mutual TLS, loopback).
+"Empty" is a plain controller's ``broadcast_and_wait`` of an empty Shareable to an executor that
+replies with one, with NVFLARE's own periods and with ours. "Ours" is ``Messenger.exchange`` of so
+many float32 each way. Medians of rounds after the first two. `--simulator` times the same in
+NVFLARE's simulator instead.
 """
 
 import argparse
@@ -70,7 +73,10 @@ class EmptyExecutor(Executor):
 
 
 def empty_job(folder: Path, rounds: int, period: float | None) -> Path:
-    """As ours, with another controller and executor; without a period, all periods are NVFLARE's own."""
+    """As ours, with another controller and executor.
+
+    Without a period, all periods are NVFLARE's own.
+    """
     carrier.write_job(folder, "none:none", "none:none", NAMES)
     server = folder / "server" / "config" / "config_fed_server.json"
     client = folder / "silo" / "config" / "config_fed_client.json"

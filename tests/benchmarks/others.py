@@ -1,19 +1,23 @@
 """Microseconds of an SGLD step: numpyro_fed, the package `posteriors` (PyTorch), and C.
 
-    python -m venv ELSEWHERE && ELSEWHERE/bin/pip install torch posteriors
-    taskset -c 0 python tests/benchmarks/others.py --torch-python ELSEWHERE/bin/python [--tasks a,b,c] [--quick] [--turns 31]
+    python -m venv ELSEWHERE && ELSEWHERE/bin/pip install torch posteriors taskset -c 0 python
+    tests/benchmarks/others.py --torch-python ELSEWHERE/bin/python [--tasks a,b,c] [--quick]
+    [--turns 31]
 
-The tasks are those of tasks.py, from the same data, with the same minibatch sizes and step sizes, each on one core by taskset.
-`posteriors` lives in an environment of its own, outside the checkout, and runs in a subprocess (posteriors_sgld.py). C
-(sgld.c) is compiled here by gcc, once for each set of flags of ``FLAGS``. Without the interpreter or gcc, those rows are
-left out. Our steps are those inside :class:`numpyro.infer.MCMC`, without the bar, compiled as in speed.py.
+The tasks are those of tasks.py, from the same data, with the same minibatch sizes and step sizes,
+each on one core by taskset. `posteriors` lives in an environment of its own, outside the checkout,
+and runs in a subprocess (posteriors_sgld.py). C (sgld.c) is compiled here by gcc, once for each set
+of flags of ``FLAGS``. Without the interpreter or gcc, those rows are left out. Our steps are those
+inside :class:`numpyro.infer.MCMC`, without the bar, compiled as in speed.py.
 
-Before anything is timed, gradients of the other programs at one position and minibatch are held against that of the NumPyro
-model, and on task a the draws of all against the law of SGLD: a linear recursion, whose mean is the posterior's and whose sd
-is known (larger than the posterior's, as minibatches add noise). Most of that sd is due to minibatches, so the Gaussian noise of
-the others is checked by itself, on the first steps of task c. The command ends where one is wrong.
+Before anything is timed, gradients of the other programs at one position and minibatch are held
+against that of the NumPyro model, and on task a the draws of all against the law of SGLD: a linear
+recursion, whose mean is the posterior's and whose sd is known (larger than the posterior's, as
+minibatches add noise). Most of that sd is due to minibatches, so the Gaussian noise of the others
+is checked by itself, on the first steps of task c. The command ends where one is wrong.
 
-Then all are called in turn; the ratios are taken within each turn, and their medians and quartiles printed.
+Then all are called in turn; the ratios are taken within each turn, and their medians and quartiles
+printed.
 """
 
 import argparse
@@ -163,7 +167,10 @@ def check_draws(task: Task, found: dict[str, Program], draws: dict[str, int]) ->
 
 
 def check_noise(task: Task, found: dict[str, Program]) -> Iterator[str]:
-    """At zero, all gradients of task c but those of the last biases vanish: the first steps are noise."""
+    """At zero, all gradients of task c but those of the last biases vanish.
+
+    The first steps are noise.
+    """
     last_biases = slice(sum(LAYERS[1:-1]), sum(LAYERS[1:]))
     for name, program in found.items():
         xi = np.delete(program.ask("steps 16"), last_biases) / (16 * task.step_size) ** 0.5

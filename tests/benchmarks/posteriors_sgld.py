@@ -1,9 +1,12 @@
-"""SGLD of the package `posteriors` on the tasks of tasks.py, one thread. others.py runs, checks and times it.
+"""SGLD of the package `posteriors` on the tasks of tasks.py, one thread.
+
+others.py runs, checks and times it.
 
     python posteriors_sgld.py a|b|c FOLDER ROWS STEP_SIZE
 
-The arguments, and the commands on standard input, are those of sgld.c; data are in FOLDER/data.npz. A model's parameters
-are a dictionary by site, as in its NumPyro form, and the rows of a step are drawn by one call and gathered by one more.
+The arguments, and the commands on standard input, are those of sgld.c; data are in FOLDER/data.npz.
+A model's parameters are a dictionary by site, as in its NumPyro form, and the rows of a step are
+drawn by one call and gathered by one more.
 """
 
 import sys

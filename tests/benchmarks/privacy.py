@@ -1,11 +1,17 @@
-"""What privacy and sums cost a posterior: the error of q's mean in posterior sds, said beforehand and measured, and what rounding to the sums' grid does.
+"""What privacy and sums cost a posterior.
 
-Logistic regression with three coefficients, silos of 40 simulated rows. "Alone": the server sees each silo's noised reply; "sum": silos share the noise of a sum. Errors are of
-q's mean from the fit without privacy, root mean square over coefficients and seeds.
+The error of q's mean in posterior sds, said beforehand and measured, and what rounding to the sums'
+grid does.
 
-"Guesses": an adversary who knows all rows but one and has two guesses for it reads one reply, by its low bits.
+Logistic regression with three coefficients, silos of 40 simulated rows. "Alone": the server sees
+each silo's noised reply; "sum": silos share the noise of a sum. Errors are of q's mean from the fit
+without privacy, root mean square over coefficients and seeds.
 
-    python tests/benchmarks/privacy.py [--quick] [--silos 100,1000] [--epsilon 1,4,8] [--rounds 3000] [--seeds 4]
+"Guesses": an adversary who knows all rows but one and has two guesses for it reads one reply, by
+its low bits.
+
+    python tests/benchmarks/privacy.py [--quick] [--silos 100,1000] [--epsilon 1,4,8] [--rounds
+    3000] [--seeds 4]
 """
 
 import argparse
@@ -87,7 +93,8 @@ def sds(scale_tril: Array) -> np.ndarray:
 
 def noise(args: argparse.Namespace) -> None:
     print(
-        f"{'silos':>6} {'epsilon':>8} {'seen':>6} {'clip':>6} {'said':>7} {'measured':>9} {'sd ratio':>14}"
+        f"{'silos':>6} {'epsilon':>8} {'seen':>6} {'clip':>6} {'said':>7} {'measured':>9} "
+        f"{'sd ratio':>14}"
     )
     for num in args.silos:
         silos = made_up(num)
@@ -106,7 +113,8 @@ def noise(args: argparse.Namespace) -> None:
                 assert result.privacy is not None
                 rms, said = np.sqrt(np.mean(np.square(errors))), result.privacy.error
                 print(
-                    f"{num:>6} {epsilon:>8g} {'sum' if secure_sum else 'alone':>6} {clip:>6.3f} {said:>7.2f} {rms:>9.2f} {np.min(ratios):>7.2f}-{np.max(ratios):.2f}",
+                    f"{num:>6} {epsilon:>8g} {'sum' if secure_sum else 'alone':>6} {clip:>6.3f} "
+                    f"{said:>7.2f} {rms:>9.2f} {np.min(ratios):>7.2f}-{np.max(ratios):.2f}",
                     flush=True,
                 )
 
@@ -125,7 +133,8 @@ def sums(num: int, rounds: int) -> None:
     ratio = np.abs(sds(got.params["auto_scale_tril"]) / sd - 1)
     up = got.ledger.bytes_up[0] / rounds
     print(
-        f"sums over bytes, {num} silos, {rounds} rounds: means within {off.max():.1e} sds of the same rounds at hand, sds within a factor {1 + ratio.max():.6f}; "
+        f"sums over bytes, {num} silos, {rounds} rounds: means within {off.max():.1e} sds of the "
+        f"same rounds at hand, sds within a factor {1 + ratio.max():.6f}; "
         f"{up:.0f} bytes up a round, {1e3 * seconds:.0f} ms a round"
     )
 
@@ -154,10 +163,12 @@ def guesses(num: int) -> None:
     ]
     error = 0.5 / np.sqrt(num)
     print(
-        f"guesses right by the low bits of {num} replies, epsilon .08 a round (chance: .500 +- {error:.3f}):"
+        f"guesses right by the low bits of {num} replies, epsilon .08 a round (chance: .500 +- "
+        f"{error:.3f}):"
     )
     print(
-        f"  discrete Gaussian {np.mean(exact):.3f}, float32 noise (silos at hand) {np.mean(floating):.3f}"
+        f"  discrete Gaussian {np.mean(exact):.3f}, float32 noise (silos at hand) "
+        f"{np.mean(floating):.3f}"
     )
 
 
@@ -169,7 +180,8 @@ def cost(size: int = 1000) -> None:
         noised_exactly(noise, Words(i.to_bytes(32, "little")), gradient)
         seconds.append(time.process_time() - start)
     print(
-        f"exact noise of {size:,} numbers: median {1e3 * np.median(seconds):.2f} ms of processor time"
+        f"exact noise of {size:,} numbers: median {1e3 * np.median(seconds):.2f} ms of processor "
+        "time"
     )
 
 

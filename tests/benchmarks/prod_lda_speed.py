@@ -1,10 +1,13 @@
-r"""Seconds of an epoch of ProdLDA with an inference network: SFVI over three silos beside NumPyro's SVI on the pooled documents.
+r"""Seconds of an epoch of ProdLDA with an inference network.
+
+SFVI over three silos beside NumPyro's SVI on the pooled documents.
 
     NUMPYRO_FED_DATA=... python tests/benchmarks/prod_lda_speed.py [--documents N] [--turns 9]
 
-The same model, network, optimiser and number of documents in a step (200 of each silo, 600 of the pool). NumPyro's epoch is written in the
-manner of its ProdLDA example: a shuffle, and a compiled loop of ``SVI.update`` over the batches. Both are compiled whole, called once to warm
-up, and timed in turn in one process; ratios are taken within each turn.
+The same model, network, optimiser and number of documents in a step (200 of each silo, 600 of the
+pool). NumPyro's epoch is written in the manner of its ProdLDA example: a shuffle, and a compiled
+loop of ``SVI.update`` over the batches. Both are compiled whole, called once to warm up, and timed
+in turn in one process; ratios are taken within each turn.
 """
 
 import argparse
@@ -104,7 +107,10 @@ def ours(silos: fed.Silos, batch: int) -> tuple[Any, Epoch]:
 
 
 def in_turn(forms: dict[str, tuple[Any, Epoch]], turns: int) -> dict[str, np.ndarray]:
-    """Seconds of an epoch of each form in each turn, going on from the last; after two that are not counted."""
+    """Seconds of an epoch of each form in each turn, going on from the last.
+
+    After two that are not counted.
+    """
     states = {name: state for name, (state, _) in forms.items()}
     seconds: dict[str, list[float]] = {name: [] for name in forms}
     for key in random.split(random.key(2), turns + 2):

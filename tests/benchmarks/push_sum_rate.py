@@ -1,13 +1,17 @@
-r"""How fast push-sum Langevin approaches the posterior: slopes of W2 against log t, for graphs and schedules, without Monte Carlo.
+r"""How fast push-sum Langevin approaches the posterior.
+
+Slopes of W2 against log t, for graphs and schedules, without Monte Carlo.
 
     python tests/benchmarks/push_sum_rate.py [--quick]
 
-The linear regression of models/decentralised_linear_regression.py, whose law at every step is known: all rows, Gaussian laws, from the
-prior. A row per schedule and graph; "c" is a mu / m. Slopes are those of log W2 (the worst node's, and the average's) and of the log
-consensus error over the last decade of t. "limit" is what they tend to: -min(c, 1) for steps a / (b + t), and -gamma for
-a / (b + t)^gamma, gamma < 1. Before it, W2 may fall faster: the mean of the start is forgotten like t^-c, its covariance like t^-2c.
-"theorem" is -min(c, 1/2), the least that theorem 5.7 of Kolesov and Kungurtsev allows. Of links that fail, medians over sequences. The
-constant step is the control: its W2 stays.
+The linear regression of models/decentralised_linear_regression.py, whose law at every step is
+known: all rows, Gaussian laws, from the prior. A row per schedule and graph; "c" is a mu / m.
+Slopes are those of log W2 (the worst node's, and the average's) and of the log consensus error over
+the last decade of t. "limit" is what they tend to: -min(c, 1) for steps a / (b + t), and -gamma for
+a / (b + t)^gamma, gamma < 1. Before it, W2 may fall faster: the mean of the start is forgotten like
+t^-c, its covariance like t^-2c. "theorem" is -min(c, 1/2), the least that theorem 5.7 of Kolesov
+and Kungurtsev allows. Of links that fail, medians over sequences. The constant step is the control:
+its W2 stays.
 """
 
 import argparse

@@ -1,10 +1,14 @@
-r"""SFVI beside pooled NUTS: six cities for several K, eight schools, ten groups as ten silos, and SFVI-Avg.
+r"""SFVI beside pooled NUTS.
 
-    python tests/benchmarks/sfvi_accuracy.py [--quick] [six_cities six_cities_random six_cities_ten eight_schools ten_groups]
+Six cities for several K, eight schools, ten groups as ten silos, and SFVI-Avg.
 
-A row per fit: the bound (a mean over the last tenth of the rounds), largest error of a mean of a fixed effect and of a log scale in NUTS's sds, sd ratios, Pareto's k,
-kilobytes that left all silos, seconds of the fit (compilation included). ``resampled``: draws of theta by importance weights. ``pooled MVN``: NumPyro's
-``AutoMultivariateNormal`` on the pooled data.
+    python tests/benchmarks/sfvi_accuracy.py [--quick] [six_cities six_cities_random six_cities_ten
+    eight_schools ten_groups]
+
+A row per fit: the bound (a mean over the last tenth of the rounds), largest error of a mean of a
+fixed effect and of a log scale in NUTS's sds, sd ratios, Pareto's k, kilobytes that left all silos,
+seconds of the fit (compilation included). ``resampled``: draws of theta by importance weights.
+``pooled MVN``: NumPyro's ``AutoMultivariateNormal`` on the pooled data.
 """
 
 import argparse
@@ -128,7 +132,8 @@ def problem(name: str, quick: bool) -> None:
     reference = reference_draws(model, silos, scales, target, quick)
     print(f"\n{name}: {len(silos)} silos; error in sd and sd ratio, fixed effects | log scales")
     print(
-        f"{'':<22} {'bound':>9} {'fixed':>7} {'scale':>7} {'ratio':>10} {'ratio':>10} {'k':>7} {'kB up':>8} {'s':>7}"
+        f"{'':<22} {'bound':>9} {'fixed':>7} {'scale':>7} {'ratio':>10} {'ratio':>10} {'k':>7} "
+        f"{'kB up':>8} {'s':>7}"
     )
     guide = fed.AutoSiloNormal(model)
     for num in (1, 8, 32) if quick else (1, 8, 32, 128):

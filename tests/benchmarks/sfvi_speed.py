@@ -1,10 +1,12 @@
-r"""SFVI's cost of a round as the number of silos grows, at constant total rows, beside the pooled ``SVI.update`` of the same guide.
+r"""SFVI's cost of a round as the number of silos grows, at constant total rows, beside the pooled
+``SVI.update`` of the same guide.
 
     python tests/benchmarks/sfvi_speed.py [--rows 10000] [--rounds 400]
 
-A logistic regression with a random intercept for each row (one local latent each) in 2 to ``rows`` equal silos, K = 1. Every time is
-the best of five calls, taken in turns in one process. "hand-written" is a scan that vmaps over the silos what a person would write for this
-model alone; "one silo" is SFVI with all rows in one silo.
+A logistic regression with a random intercept for each row (one local latent each) in 2 to ``rows``
+equal silos, K = 1. Every time is the best of five calls, taken in turns in one process.
+"hand-written" is a scan that vmaps over the silos what a person would write for this model alone;
+"one silo" is SFVI with all rows in one silo.
 """
 
 import argparse
@@ -75,7 +77,10 @@ def ours(silos: fed.Silos, rounds: int):
 
 
 def by_hand(rows: dict, num_silos: int, rounds: int):
-    """What one would write for this model and guide: silos vmapped, K = 1, sticking the landing, Adam."""
+    """What one would write for this model and guide.
+
+    Silos vmapped, K = 1, sticking the landing, Adam.
+    """
     x, y = (jnp.asarray(v).reshape(num_silos, -1, *v.shape[1:]) for v in rows.values())
     n = x.shape[1]
     start = {"loc": jnp.zeros(DIM), "tril": 0.3 * jnp.eye(DIM)}
@@ -145,7 +150,8 @@ def main() -> None:
     rows = data(args.rows)
     print(f"{args.rows} rows, microseconds a round; seconds to compile and run the first time")
     print(
-        f"{'silos':>7} {'SFVI':>8} {'pooled':>8} {'ratio':>6} {'by hand':>8} {'ratio':>6} {'compile':>8} {'pooled':>8} {'MiB':>6}"
+        f"{'silos':>7} {'SFVI':>8} {'pooled':>8} {'ratio':>6} {'by hand':>8} {'ratio':>6} "
+        f"{'compile':>8} {'pooled':>8} {'MiB':>6}"
     )
     for num in SILOS:
         if num > args.rows:
@@ -160,8 +166,10 @@ def main() -> None:
         each = {k: 1e6 * v / args.rounds for k, v in best.items()}
         memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         print(
-            f"{num:>7} {each['ours']:>8.0f} {each['pooled']:>8.0f} {each['ours'] / each['pooled']:>6.2f} {each['hand']:>8.0f} "
-            f"{each['ours'] / each['hand']:>6.2f} {first['ours']:>8.1f} {first['pooled']:>8.1f} {memory:>6.0f}",
+            f"{num:>7} {each['ours']:>8.0f} {each['pooled']:>8.0f} "
+            f"{each['ours'] / each['pooled']:>6.2f} {each['hand']:>8.0f} "
+            f"{each['ours'] / each['hand']:>6.2f} {first['ours']:>8.1f} {first['pooled']:>8.1f} "
+            f"{memory:>6.0f}",
             flush=True,
         )
 

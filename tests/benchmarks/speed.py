@@ -2,11 +2,12 @@
 
     python tests/benchmarks/speed.py [--tasks a,b,c] [--quick]
 
-All numbers to compare are taken in turn in one process, ratios within each turn, and their median and quartiles are
-printed: absolute times move with the machine and with what else runs on it.
+All numbers to compare are taken in turn in one process, ratios within each turn, and their median
+and quartiles are printed: absolute times move with the machine and with what else runs on it.
 
-With the bar off, :meth:`numpyro.infer.MCMC.run` compiles its loop anew in each run (NUTS's, too). So that steps are
-timed and not the compiler, the whole run is compiled once by :func:`jax.jit` here; the last table has plain runs.
+With the bar off, :meth:`numpyro.infer.MCMC.run` compiles its loop anew in each run (NUTS's, too).
+So that steps are timed and not the compiler, the whole run is compiled once by :func:`jax.jit`
+here; the last table has plain runs.
 """
 
 import argparse

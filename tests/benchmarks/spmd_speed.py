@@ -1,9 +1,12 @@
-"""What JAX processes buy: FSGLD's rounds a second with two silos in one process, and in two processes with one silo each.
+"""What JAX processes buy.
+
+FSGLD's rounds a second with two silos in one process, and in two processes with one silo each.
 
     python tests/benchmarks/spmd_speed.py [--rounds 60] [--stay 40] [--pinned]
 
-Task b (logistic regression, d = 123, 26,000 rows) in two silos, all rows in each of 40 (`--stay`) local steps, four chains at distinct silos. "MCMC" is
-:class:`numpyro.infer.MCMC` in one process. Times are of rounds alone, the second of two runs; the two numbers of processes follow each other in
+Task b (logistic regression, d = 123, 26,000 rows) in two silos, all rows in each of 40 (`--stay`)
+local steps, four chains at distinct silos. "MCMC" is :class:`numpyro.infer.MCMC` in one process.
+Times are of rounds alone, the second of two runs; the two numbers of processes follow each other in
 one call. `--pinned` holds each process to a core of its own, so that one process has one core.
 """
 

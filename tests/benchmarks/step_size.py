@@ -2,12 +2,14 @@ r"""Steps learned in warm-up, and what a chain that rejects nothing makes of the
 
     python tests/benchmarks/step_size.py [--quick]
 
-Two ways to a step size on the same models, full gradients, the same number of warm-up steps: this library's `step_size="adaptive"`
-(accepted bias), and the gradient-based adaptive MCMC of Titsias and Dellaportas (2019), which the push-sum paper uses, for a Metropolis-adjusted
-proposal with one scale: it ascends the speed measure :math:`\log \text{acceptance} + \beta d \log \sigma`, with :math:`\beta` driven to an
-acceptance of 0.574. Its :math:`\sigma^2` is then the step of an unadjusted chain, as in the paper, and, for comparison, of the adjusted one.
-A row: the step, measured ratios of sds to NUTS's, the least effective draws in 1,000 steps. And the same two for
-the nodes of push-sum on a ring.
+Two ways to a step size on the same models, full gradients, the same number of warm-up steps: this
+library's `step_size="adaptive"` (accepted bias), and the gradient-based adaptive MCMC of Titsias
+and Dellaportas (2019), which the push-sum paper uses, for a Metropolis-adjusted proposal with one
+scale: it ascends the speed measure :math:`\log \text{acceptance} + \beta d \log \sigma`, with
+:math:`\beta` driven to an acceptance of 0.574. Its :math:`\sigma^2` is then the step of an
+unadjusted chain, as in the paper, and, for comparison, of the adjusted one. A row: the step,
+measured ratios of sds to NUTS's, the least effective draws in 1,000 steps. And the same two for the
+nodes of push-sum on a ring.
 """
 
 import argparse
@@ -51,7 +53,9 @@ def data(model: Any, dim: int) -> fed.Silos:
 
 
 def titsias(model: Any, silos: fed.Silos, dim: int, steps: int) -> float:
-    """The squared scale that gradient-based adaptive MCMC learns, in the mean over chains and the second half of its steps."""
+    """The squared scale that gradient-based adaptive MCMC learns, in the mean over chains and the
+    second half of its steps.
+    """
 
     def log_density(w: jax.Array) -> jax.Array:
         return pooled_log_density(model, silos, {"w": w})

@@ -1,10 +1,16 @@
-"""Tall data: when is every posterior mean within 0.1 sd, and stays there? FSGLD by minibatches beside NUTS on the pooled rows.
+"""Tall data.
+
+When is every posterior mean within 0.1 sd, and stays there? FSGLD by minibatches beside NUTS on the
+pooled rows.
 
     python tests/benchmarks/tall_data.py [--rows 10000 100000 1000000] [--seconds 260]
 
-Logistic regression, d = 20, ten silos whose covariates and base rates are shifted. One chain each; NUTS starts from zero, where the fit of FSGLD's surrogates starts. Seconds count
-everything from a model and its data on: checks, fits, compilation, warm-up; the first piece of a run (1,000 rounds of FSGLD; 300 + 200 draws of NUTS) counts as a whole. FSGLD: minibatches of 100
-with control variates, noise corrected, no warm-up, since it starts at a draw of the surrogate posterior. "s a draw" is of the last piece. The reference is importance sampling.
+Logistic regression, d = 20, ten silos whose covariates and base rates are shifted. One chain each;
+NUTS starts from zero, where the fit of FSGLD's surrogates starts. Seconds count everything from a
+model and its data on: checks, fits, compilation, warm-up; the first piece of a run (1,000 rounds of
+FSGLD; 300 + 200 draws of NUTS) counts as a whole. FSGLD: minibatches of 100 with control variates,
+noise corrected, no warm-up, since it starts at a draw of the surrogate posterior. "s a draw" is of
+the last piece. The reference is importance sampling.
 """
 
 import argparse
@@ -41,7 +47,9 @@ def data(rows: int) -> fed.Silos:
 
 
 def reference(silos: fed.Silos) -> tuple[np.ndarray, np.ndarray]:
-    """Mean and sds by importance sampling from the Laplace approximation, by antithetic pairs, in float64 without the library."""
+    """Mean and sds by importance sampling from the Laplace approximation, by antithetic pairs, in
+    float64 without the library.
+    """
     x, y = (np.asarray(silos.pooled[k], float) for k in ("x", "y"))
     mode = np.zeros(DIM)
     for _ in range(12):
@@ -63,7 +71,10 @@ def reference(silos: fed.Silos) -> tuple[np.ndarray, np.ndarray]:
 def seconds_to(
     mcmc: MCMC, run: Callable[[Any], Any], law: tuple[np.ndarray, np.ndarray], most: float
 ) -> dict[str, Any]:
-    """Run in pieces, each as long as all before, until time is up; when the running means came within 0.1 sd for good."""
+    """Run in pieces, each as long as all before, until time is up.
+
+    When the running means came within 0.1 sd for good.
+    """
     draws, ends, times = np.zeros((0, DIM)), [0], [0.0]
     start = time.perf_counter()
     while times[-1] < most and ends[-1] < MOST_DRAWS:

@@ -1,11 +1,12 @@
 r"""Three tasks of different step costs, each as a NumPyro model and as hand-written JAX.
 
-a: mean of a Gaussian, d = 2, 10 silos of 200 rows, m = 10: a step is almost only random numbers and dispatch.
-b: logistic regression, d = 123, 26,000 rows of about 14 binary features (the shape of a9a), m = 100.
-c: an MLP 18-18-18-8-2, 854 parameters, 30 silos of 90,000 rows, m = 50.
+a: mean of a Gaussian, d = 2, 10 silos of 200 rows, m = 10: a step is almost only random numbers and
+dispatch. b: logistic regression, d = 123, 26,000 rows of about 14 binary features (the shape of
+a9a), m = 100. c: an MLP 18-18-18-8-2, 854 parameters, 30 silos of 90,000 rows, m = 50.
 
-:func:`plain` is the scan that one writes first, :func:`block_form` the fastest known: random numbers drawn and rows
-gathered for a block of steps in one go. Both make SGLD steps on the pooled rows,
+:func:`plain` is the scan that one writes first, :func:`block_form` the fastest known: random
+numbers drawn and rows gathered for a block of steps in one go. Both make SGLD steps on the pooled
+rows,
 
 .. math:: \theta \leftarrow \theta + \tfrac h2 \left( \nabla \log p(\theta) + \tfrac Nm \nabla \log p(y^{(m)} \mid \theta) \right) + N(0, h) .
 """

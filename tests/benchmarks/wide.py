@@ -1,9 +1,13 @@
-"""Conducive rounds in many dimensions: logistic regression on 20 d rows in ten shifted silos, q full or diagonal.
+"""Conducive rounds in many dimensions.
+
+Logistic regression on 20 d rows in ten shifted silos, q full or diagonal.
 
     python tests/benchmarks/wide.py [--rounds 60]
 
-A row for each d and form of q: rounds until bound and q stand still, kilobytes up of a silo, seconds (compilation included), Pareto's k of the last round, and against the Gaussian at the posterior's mode the
-range of the sd ratios (full: of marginal sds; diagonal: of conditional ones, which are what such a q has).
+A row for each d and form of q: rounds until bound and q stand still, kilobytes up of a silo,
+seconds (compilation included), Pareto's k of the last round, and against the Gaussian at the
+posterior's mode the range of the sd ratios (full: of marginal sds; diagonal: of conditional ones,
+which are what such a q has).
 """
 
 import argparse

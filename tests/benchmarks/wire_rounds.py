@@ -1,6 +1,8 @@
-"""What the wire contract costs a message, beside the same call without bytes, in one process and without a network.
+"""What the wire contract costs a message, beside the same call without bytes, in one process and
+without a network.
 
-A silo is told n floats, which it keeps (on disk, over the wire); and FSGLD's rounds of two chains on a small model.
+A silo is told n floats, which it keeps (on disk, over the wire); and FSGLD's rounds of two chains
+on a small model.
 
     python tests/benchmarks/wire_rounds.py
 """
@@ -71,7 +73,8 @@ def main() -> None:
         print("ms, median             without bytes   over the wire")
         for n in (100, 10_000, 1_000_000):
             print(
-                f"{n:>9,} floats told {told(there, n, args.repeats):>14.2f} {told(wired, n, args.repeats):>15.2f}"
+                f"{n:>9,} floats told {told(there, n, args.repeats):>14.2f} "
+                f"{told(wired, n, args.repeats):>15.2f}"
             )
         kernels = [fed.FSGLD(linear), fed.FSGLD(linear)]
         plain, bytewise = (

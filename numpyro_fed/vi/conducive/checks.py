@@ -17,49 +17,61 @@ SETTLED = 0.1  # sds that q moves in a round
 
 
 class JointUnits(ValueError):
-    """Elements of the silo plates depend on each other, so that a silo's latents are one unit, and the guide holds them apart."""
+    """Elements of the silo plates depend on each other, so that a silo's latents are one unit, and
+    the guide holds them apart.
+    """
 
 
 def check(plan: Plan, guide: Any, stacks: list[SiloRows]) -> None:
     """Refuse what conducive rounds do not cover, in words."""
     if plan.optim is None and plan.moving:
         raise ValueError(
-            f"conducive=True with learned parameters {list(plan.moving)}: expected an optimiser that moves them in the silos, e.g. optim=optax.adam(1e-2), or "
-            "latent sites alone (numpyro.sample in place of numpyro.param, a guide without amortize=)"
+            f"conducive=True with learned parameters {list(plan.moving)}: expected an optimiser "
+            "that moves them in the silos, e.g. optim=optax.adam(1e-2), or "
+            "latent sites alone (numpyro.sample in place of numpyro.param, a guide without "
+            "amortize=)"
         )
     local = [f for f in plan.families if f.has_local]
     if plan.batch is not None:
         group, size = plan.batch
         if local and plan.optim is None:
             raise ValueError(
-                f"batch_size={size} with conducive=True and latents in the silos: expected batch_size=None, as these are integrated out at all points, or an "
+                f"batch_size={size} with conducive=True and latents in the silos: expected "
+                "batch_size=None, as these are integrated out at all points, or an "
                 "optimiser (optim=optax.adam(1e-2)), which moves their local maps instead"
             )
         largest = max(dict(rows.pad)[group] for rows in stacks)
         if size < fewest_rows(plan, largest):
             raise ValueError(
-                f"batch_size={size} with conducive=True: expected at least {fewest_rows(plan, largest):,}, so that {plan.num_points // 2} pairs of points together "
-                f"look at each of the {largest:,} rows of the largest silo, and at enough for {plan.factors.dim} dimensions; a larger num_local_steps makes more pairs"
+                f"batch_size={size} with conducive=True: expected at least "
+                f"{fewest_rows(plan, largest):,}, so that {plan.num_points // 2} pairs of points "
+                "together "
+                f"look at each of the {largest:,} rows of the largest silo, and at enough for "
+                f"{plan.factors.dim} dimensions; a larger num_local_steps makes more pairs"
             )
     if plan.optim is not None and not (plan.moving or local):
         raise ValueError(
-            "optim: expected None with conducive=True and a model without latents in the silos and learned parameters, as there is nothing for it to move"
+            "optim: expected None with conducive=True and a model without latents in the silos and "
+            "learned parameters, as there is nothing for it to move"
         )
     if plan.optim is not None:
         return
     if local and not (guide.coupling and guide.scale_coupling):
         raise ValueError(
-            "conducive=True: expected a guide with coupling=True and scale_coupling=True, as its local maps are regressed on theta, got "
+            "conducive=True: expected a guide with coupling=True and scale_coupling=True, as its "
+            "local maps are regressed on theta, got "
             f"coupling={guide.coupling}, scale_coupling={guide.scale_coupling}"
         )
     if guide.local_cov != "full" and any(f.group is None for f in local):
         raise JointUnits(
-            f'conducive=True with latents that are one unit in a silo: expected a guide with local_cov="full", got {guide.local_cov!r}'
+            "conducive=True with latents that are one unit in a silo: expected a guide with "
+            f'local_cov="full", got {guide.local_cov!r}'
         )
     width = max((sum(math.prod(s.shape) for s in f.factors.local_sites) for f in local), default=1)
     if width > 1 and guide.local_cov == "diag":
         raise ValueError(
-            f'conducive=True with {width} latents an element: expected a guide with local_cov="element", got "diag"'
+            f"conducive=True with {width} latents an element: expected a guide with "
+            'local_cov="element", got "diag"'
         )
 
 
@@ -75,8 +87,10 @@ def say_how_it_ended(names: tuple[str, ...], state: VIState, summed: bool = Fals
     visits, rounds = np.asarray(state.visits), int(state.server.i)
     if missed.any() and summed:
         warnings.warn(
-            f"in {missed.max()} of {rounds} rounds the reply of one silo or more was not finite, and its site stood still; whose it was a sum does not tell. Have "
-            "the silos look for NaN in their data, or for positions at which their likelihood has none",
+            f"in {missed.max()} of {rounds} rounds the reply of one silo or more was not finite, "
+            "and its site stood still; whose it was a sum does not tell. Have "
+            "the silos look for NaN in their data, or for positions at which their likelihood has "
+            "none",
             stacklevel=3,
         )
     elif missed.any():
@@ -84,7 +98,8 @@ def say_how_it_ended(names: tuple[str, ...], state: VIState, summed: bool = Fals
             f"{name!r} {m} of {n}" for name, m, n in zip(names, missed, visits, strict=True) if m
         )
         warnings.warn(
-            f"replies that were not finite, taken as missing (silo, rounds): {each}. Look for NaN in these silos' data, or for positions at which "
+            f"replies that were not finite, taken as missing (silo, rounds): {each}. Look for NaN "
+            "in these silos' data, or for positions at which "
             "their likelihood has none",
             stacklevel=3,
         )
@@ -92,12 +107,14 @@ def say_how_it_ended(names: tuple[str, ...], state: VIState, summed: bool = Fals
     if moved > SETTLED:
         held = int(state.server.held)
         why = (
-            f"; in {held} of them the product of the sites was no Gaussian near the last one, and q was held back"
+            f"; in {held} of them the product of the sites was no Gaussian near the last one, and "
+            "q was held back"
             if held
             else ""
         )
         warnings.warn(
-            f"q has not settled: it moved by {moved:.2g} sds in the last of {rounds} rounds, expected at most {SETTLED}{why}. Go on with "
+            f"q has not settled: it moved by {moved:.2g} sds in the last of {rounds} rounds, "
+            f"expected at most {SETTLED}{why}. Go on with "
             "init_state=result.state, or start nearer (init_loc_fn, init_scale)",
             stacklevel=3,
         )

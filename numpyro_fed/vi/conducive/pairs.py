@@ -1,13 +1,17 @@
-r"""Mean, score and curvature of a log density over a Gaussian from antithetic pairs of points, where points are too many to keep, or rows to look at all.
+r"""Mean, score and curvature of a log density over a Gaussian from antithetic pairs of points,
+where points are too many to keep, or rows to look at all.
 
 .. math:: E_q f, \qquad a = E_q \nabla_u f, \qquad B = -E_q \nabla_u f \, u^\top,
 
-as averages over pairs :math:`\mu \pm L u_j`, added up pair by pair: nothing of shape ``(points, dimensions)`` is kept. Both points of a pair look at the same
-rows, and each pair at others, so that all pairs together look at every row equally often: what does not depend on u is as exact as from all rows at
-all points.
+as averages over pairs :math:`\mu \pm L u_j`, added up pair by pair: nothing of shape ``(points,
+dimensions)`` is kept. Both points of a pair look at the same rows, and each pair at others, so that
+all pairs together look at every row equally often: what does not depend on u is as exact as from
+all rows at all points.
 
-Law and bias: a quadrature, of quadratic terms exact in a. In B, for a full matrix, the rows' differences leave noise of about :math:`2 d / \sqrt{m K / 2}` of its size from m rows at
-each of K / 2 pairs, for a diagonal one that of Hutchinson's estimator; other rows and points in each round, so that it averages out over rounds.
+Law and bias: a quadrature, of quadratic terms exact in a. In B, for a full matrix, the rows'
+differences leave noise of about :math:`2 d / \sqrt{m K / 2}` of its size from m rows at each of K /
+2 pairs, for a diagonal one that of Hutchinson's estimator; other rows and points in each round, so
+that it averages out over rounds.
 """
 
 from collections.abc import Callable
@@ -25,11 +29,15 @@ from numpyro_fed.vi.minibatch import Batch, rows_at, whole
 
 __all__ = ["Averages", "averages", "drawn_points", "fewest_rows", "rows_of_pair", "shuffled"]
 
-_LOOKS = 25  # rows looked at in a round for each number of a full precision: noise of .4 in a round, .1 in the average of rounds
+# rows looked at in a round for each number of a full precision: noise of .4 in a round, .1 in the
+# average of rounds
+_LOOKS = 25
 
 
 class Averages(NamedTuple):
-    """Of log density values, of scores and curvatures in whitened units, and the share of pairs whose numbers are finite."""
+    """Of log density values, of scores and curvatures in whitened units, and the share of pairs
+    whose numbers are finite.
+    """
 
     value: Array
     site: Site
@@ -42,7 +50,10 @@ def drawn_points(dim: int, turn: Array, dtype: jnp.dtype, pair: Array) -> Array:
 
 
 def shuffled(plan: Plan, rows: SiloRows, key: Array) -> Array | None:
-    """The silo's rows in the order in which pairs go through them, another one for each key; padding last."""
+    """The silo's rows in the order in which pairs go through them, another one for each key.
+
+    Padding last.
+    """
     if plan.batch is None:
         return None
     group = plan.batch[0]
@@ -53,7 +64,10 @@ def shuffled(plan: Plan, rows: SiloRows, key: Array) -> Array | None:
 def rows_of_pair(
     plan: Plan, rows: SiloRows, order: Array | None, num_pairs: int, pair: Array
 ) -> Batch:
-    """The silo's rows at which a pair looks: the next ones in this order; over all pairs each row comes equally often."""
+    """The silo's rows at which a pair looks: the next ones in this order.
+
+    Over all pairs each row comes equally often.
+    """
     if plan.batch is None or order is None:
         return whole(rows)
     group, most = plan.batch
@@ -70,7 +84,9 @@ def rows_of_pair(
 
 
 def fewest_rows(plan: Plan, largest: int) -> int:
-    """Rows of a pair with which all pairs look at every row of a silo once, and, for a full precision, the noise of its curvature is small."""
+    """Rows of a pair with which all pairs look at every row of a silo once, and, for a full
+    precision, the noise of its curvature is small.
+    """
     dim, full = plan.factors.dim, plan.families[0].global_cov == "full"
     return min(largest, -(-max(largest, _LOOKS * dim**2 if full else 0) // (plan.num_points // 2)))
 
@@ -84,7 +100,8 @@ def averages(
 ) -> Averages:
     """Averages over all pairs.
 
-    :param score: of a whitened point ``(d,)``, the number of its pair and its sign in it: a log density's value and gradient in the point.
+    :param score: of a whitened point ``(d,)``, the number of its pair and its sign in it: a log
+        density's value and gradient in the point.
     :param point: of a pair's number.
     :param at_once: pairs that are looked at together, a power of two, as their number is.
     """

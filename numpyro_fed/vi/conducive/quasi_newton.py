@@ -1,8 +1,13 @@
-r"""Steps of a diagonal q towards the pooled optimum, from scores alone: L-BFGS at the server, which costs no message.
+r"""Steps of a diagonal q towards the pooled optimum, from scores alone.
 
-The mean follows the pooled score :math:`E_q \nabla \log p(\theta, y)`, the precisions its curvature. Diagonal sites do not know how coordinates pull together; from the last ten rounds'
-steps and changes of the score the inverse curvature is built up (Liu & Nocedal 1989), its diagonal being q's. A step after which the bound is lower by more than its noise is
-taken back to three tenths, three times at most. Where sites have noise (points or rows that change from round to round, draws of latents), curvatures are averaged over ten or so rounds.
+L-BFGS at the server, which costs no message.
+
+The mean follows the pooled score :math:`E_q \nabla \log p(\theta, y)`, the precisions its
+curvature. Diagonal sites do not know how coordinates pull together; from the last ten rounds' steps
+and changes of the score the inverse curvature is built up (Liu & Nocedal 1989), its diagonal being
+q's. A step after which the bound is lower by more than its noise is taken back to three tenths,
+three times at most. Where sites have noise (points or rows that change from round to round, draws
+of latents), curvatures are averaged over ten or so rounds.
 """
 
 from typing import NamedTuple
@@ -25,7 +30,10 @@ _SHORTEST = 0.05  # share of a step from which none is taken back
 
 
 class Move(NamedTuple):
-    """Where q goes: mean and sds ``(d,)``, sds that it moves (the farthest coordinate; of changing points the root mean square), and whether it was held back."""
+    """Where q goes: mean and sds ``(d,)``, sds that it moves (the farthest coordinate.
+
+    Of changing points the root mean square), and whether it was held back.
+    """
 
     loc: Array
     scale: Array
@@ -85,7 +93,8 @@ class Memory(NamedTuple):
 
         :param total: sum of all sites, whitened by the present one.
         :param bound: there.
-        :param everyone: whether all silos answered; else old sites stand for some, and bounds cannot be compared.
+        :param everyone: whether all silos answered; else old sites stand for some, and bounds
+            cannot be compared.
         :param noisy: whether sites have noise.
         :param moving: whether silos' own parameters move, too.
         """
@@ -94,7 +103,8 @@ class Memory(NamedTuple):
         steps, changes = self._with(compared, loc - self.loc, self.score - score)
         # silos' own parameters move the bound, too, and add noise that does not depend on d
         slack = 2.0 + 0.5 * len(loc) ** 0.5 + (_OWN_NOISE * jnp.abs(self.bound) if moving else 0.0)
-        # noise of a bound from changing points is that of d squares or so; where it is larger a bound stays lower however short the step, and is believed
+        # noise of a bound from changing points is that of d squares or so; where it is larger a
+        # bound stays lower however short the step, and is believed
         worse = compared & (bound < self.bound - slack) & (self.share > _SHORTEST)
         weight = newest(self.rounds) if noisy else 1.0
         precision = self.precision + weight * (found - self.precision)
@@ -153,7 +163,10 @@ def _size(x: Array, noisy: bool) -> Array:
 
 
 def _step(steps: Array, changes: Array, score: Array, scale: Array) -> Array:
-    """The inverse curvature times the score, q's variances being its diagonal to begin with; of the first step, what can do no harm."""
+    """The inverse curvature times the score, q's variances being its diagonal to begin with.
+
+    Of the first step, what can do no harm.
+    """
     inner = jnp.sum(steps * changes, axis=1)
     rho = jnp.where(inner > 0, 1 / jnp.where(inner > 0, inner, 1.0), 0.0)
     shares = []

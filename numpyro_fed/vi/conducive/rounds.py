@@ -1,35 +1,48 @@
-r"""Conducive rounds of SFVI-Avg: a Gaussian site for every silo, and the pooled optimum in about ten rounds.
+r"""Conducive rounds of SFVI-Avg.
 
-:math:`q(\theta) = N(\mu, L L^\top)` is the product of a Gaussian site :math:`t_0` for the prior and one, :math:`t_s`, for each silo. In a round
-a silo integrates its latents out at the same points :math:`\theta_k = \mu + L u_k` in all silos, and its new site is the Gaussian whose score is nearest, in
-least squares over q, to that of its marginal likelihood:
+A Gaussian site for every silo, and the pooled optimum in about ten rounds.
+
+:math:`q(\theta) = N(\mu, L L^\top)` is the product of a Gaussian site :math:`t_0` for the prior and
+one, :math:`t_s`, for each silo. In a round a silo integrates its latents out at the same points
+:math:`\theta_k = \mu + L u_k` in all silos, and its new site is the Gaussian whose score is
+nearest, in least squares over q, to that of its marginal likelihood:
 
 .. math:: \min_{a, B} \; E_{u \sim N(0, I)} \left| \nabla_u \log p(y_s \mid \mu + L u) - (a_s - B_s u) \right|^2 .
 
-By Stein's lemma :math:`B_s = -E_q \nabla_u^2 \log p(y_s \mid \theta)` and :math:`a_s = E_q \nabla_u \log p(y_s \mid \theta)`: the product of the new
-sites is a natural-gradient step of length one on the pooled bound
+By Stein's lemma :math:`B_s = -E_q \nabla_u^2 \log p(y_s \mid \theta)` and :math:`a_s = E_q \nabla_u
+\log p(y_s \mid \theta)`: the product of the new sites is a natural-gradient step of length one on
+the pooled bound
 
 .. math:: E_q \Big[ \log p(\theta) + \sum_s \log p(y_s \mid \theta) - \log q(\theta) \Big],
 
-a Newton step near its optimum, whatever the partition. Where the posterior is skewed such steps overshoot by turns; the server corrects them
-by Anderson's acceleration of the fixed-point iteration (Walker & Ni 2011), which costs no message. With diagonal sites it would be
-a step of Jacobi's method, far too long where coordinates are correlated: the server then learns how they pull together from its own last rounds
-(:mod:`numpyro_fed.vi.conducive.quasi_newton`), in tens of them. Each silo contributes what it has, and all others' sites stand in for what it lacks, as
-conducive gradients do for Langevin steps. A silo that does not answer keeps its site, so that missing replies slow the rounds
-and do not move their fixed point. Its local map is regressed on the same points.
+a Newton step near its optimum, whatever the partition. Where the posterior is skewed such steps
+overshoot by turns; the server corrects them by Anderson's acceleration of the fixed-point iteration
+(Walker & Ni 2011), which costs no message. With diagonal sites it would be a step of Jacobi's
+method, far too long where coordinates are correlated: the server then learns how they pull together
+from its own last rounds (:mod:`numpyro_fed.vi.conducive.quasi_newton`), in tens of them. Each silo
+contributes what it has, and all others' sites stand in for what it lacks, as conducive gradients do
+for Langevin steps. A silo that does not answer keeps its site, so that missing replies slow the
+rounds and do not move their fixed point. Its local map is regressed on the same points.
 
-Diagonal sites of more than 256 dimensions are averages over 512 pairs of points, others in each round, and with ``batch_size`` each pair of points looks at so many of a silo's rows, at others in each round
-(:mod:`numpyro_fed.vi.conducive.pairs`).
+Diagonal sites of more than 256 dimensions are averages over 512 pairs of points, others in each
+round, and with ``batch_size`` each pair of points looks at so many of a silo's rows, at others in
+each round (:mod:`numpyro_fed.vi.conducive.pairs`).
 
-With optimisers (:mod:`numpyro_fed.vi.local_steps`) a silo's latents follow its local map, which moves by steps in each round before the site is found, as do copies of networks' weights and learned parameters, which the server
-averages; the site is then of the silo's bound, at the server's learned parameters.
+With optimisers (:mod:`numpyro_fed.vi.local_steps`) a silo's latents follow its local map, which
+moves by steps in each round before the site is found, as do copies of networks' weights and learned
+parameters, which the server averages; the site is then of the silo's bound, at the server's learned
+parameters.
 
-Law and bias: the Gaussian nearest to the posterior of theta in KL(q || p), latents integrated by quadrature (for several together: Laplace), with optimisers those of the guide. No randomness but that of points and rows that change
-and of the guide's draws of latents, which leave q's mean and sds with noise.
-What leaves a silo in a round: how its site changed, ``d + d (d + 1) / 2`` numbers (diagonal: ``2 d``), its mean log likelihood, whether all is finite, and with optimisers its copies times its share of the rows.
+Law and bias: the Gaussian nearest to the posterior of theta in KL(q || p), latents integrated by
+quadrature (for several together: Laplace), with optimisers those of the guide. No randomness but
+that of points and rows that change and of the guide's draws of latents, which leave q's mean and
+sds with noise. What leaves a silo in a round: how its site changed, ``d + d (d + 1) / 2`` numbers
+(diagonal: ``2 d``), its mean log likelihood, whether all is finite, and with optimisers its copies
+times its share of the rows.
 
-References: the sites are those of partitioned variational inference (Ashman et al. 2022), where each silo goes to its own optimum; the step is the
-natural gradient of Khan & Lin (2017), with Stein's lemma as in Lin, Khan & Schmidt (2019). Derived in docs/conducive.md.
+References: the sites are those of partitioned variational inference (Ashman et al. 2022), where
+each silo goes to its own optimum; the step is the natural gradient of Khan & Lin (2017), with
+Stein's lemma as in Lin, Khan & Schmidt (2019). Derived in docs/conducive.md.
 """
 
 from functools import partial
@@ -77,8 +90,10 @@ class Server(NamedTuple):
     :param average: none is kept.
     :param sites: the sum of the silos' sites, whitened by q.
     :param history: what is known of the steps before.
-    :param moved: sds that the last round's sites alone would move q, or a like measure of its spread, the larger.
-    :param held: rounds in which the product of the sites was no Gaussian, or too far, and q went a part of the way.
+    :param moved: sds that the last round's sites alone would move q, or a like measure of its
+        spread, the larger.
+    :param held: rounds in which the product of the sites was no Gaussian, or too far, and q went a
+        part of the way.
     """
 
     params: dict[str, Array]
@@ -93,7 +108,11 @@ class Server(NamedTuple):
 
 @wire_name("ConduciveSiloState")
 class SiloState(NamedTuple):
-    """What never leaves a silo: its local map and its site, whitened by q as it was in its last round, rounds without a finite reply, and its optimisers' states."""
+    """What never leaves a silo.
+
+    Its local map and its site, whitened by q as it was in its last round, rounds without a finite
+    reply, and its optimisers' states.
+    """
 
     params: Any
     base: dict[str, Array]
@@ -105,7 +124,11 @@ class SiloState(NamedTuple):
 
 @wire_name("ConduciveMessage")
 class Message(NamedTuple):
-    """To every silo: the global parameters, which points and rows, where they change, and, of rounds with optimisers, the number of rows in all silos."""
+    """To every silo.
+
+    The global parameters, which points and rows, where they change, and, of rounds with optimisers,
+    the number of rows in all silos.
+    """
 
     params: dict[str, Array]
     turn: Array | None
@@ -113,8 +136,12 @@ class Message(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """From a silo: ``E_q[log p(y_s | theta)]``, how its site changed (of the precision the lower triangle), whether all is finite, and, of what its
-    optimisers move of the global parameters, its copy times its share of the rows, and that share."""
+    """From a silo.
+
+    ``E_q[log p(y_s | theta)]``, how its site changed (of the precision the lower triangle), whether
+    all is finite, and, of what its optimisers move of the global parameters, its copy times its
+    share of the rows, and that share.
+    """
 
     value: Array
     gained: Site
@@ -242,10 +269,12 @@ def merge(
 ) -> tuple[Server, Info]:
     """The product of all sites and the prior's.
 
-    :param weights: zero for a silo that did not answer; its site stays. Others count once, whatever their probability.
+    :param weights: zero for a silo that did not answer; its site stays. Others count once, whatever
+        their probability.
     """
     family = plan.families[0]
-    # of a silo whose numbers are not finite gain and value are zero; in a sum its flag is everybody's, and says nothing of the others' gains
+    # of a silo whose numbers are not finite gain and value are zero; in a sum its flag is
+    # everybody's, and says nothing of the others' gains
     heard = jnp.ones_like(replies.finite) if plan.secure_sum else replies.finite
     heard = heard if weights is None else heard & (weights > 0)
     gained = jax.tree.map(

@@ -1,4 +1,8 @@
-r"""A Gaussian site around q: of a silo's likelihood and of the prior, by regression of scores on points whitened by q, or by averages over pairs of them."""
+r"""A Gaussian site around q.
+
+Of a silo's likelihood and of the prior, by regression of scores on points whitened by q, or by
+averages over pairs of them.
+"""
 
 import math
 from collections.abc import Callable
@@ -46,7 +50,10 @@ def _pairs_at_once(plan: Plan, num_silos: int, rows: int) -> int:
 
 
 def whitening(plan: Plan, params: dict[str, Array]) -> Points:
-    """q's mean and root, and the points: the same in every round and silo, so that rounds are a fixed-point iteration."""
+    """q's mean and root, and the points.
+
+    The same in every round and silo, so that rounds are a fixed-point iteration.
+    """
     family, constrained = plan.families[0], plan.constrain(params)
     d, full = plan.factors.dim, family.global_cov == "full"
     scale = constrained[f"{family.prefix}_scale_tril" if full else f"{family.prefix}_scale"]
@@ -58,7 +65,9 @@ def whitening(plan: Plan, params: dict[str, Array]) -> Points:
 
 
 def _table(num: int, dim: int) -> np.ndarray:
-    """Antithetic points with variances of exactly one and, where they are enough, no correlation, so that the diagonal of a constant precision is exact."""
+    """Antithetic points with variances of exactly one and, where they are enough, no correlation,
+    so that the diagonal of a constant precision is exact.
+    """
     points = sobol_normal(num, dim, 0)
     if num >= 4 * dim:
         return np.linalg.solve(np.linalg.cholesky(points.T @ points / num), points.T).T
@@ -66,15 +75,19 @@ def _table(num: int, dim: int) -> np.ndarray:
 
 
 def changing(plan: Plan) -> bool:
-    """Whether each round has points of its own, as there are too few of them for so many dimensions."""
+    """Whether each round has points of its own, as there are too few of them for so many
+    dimensions.
+    """
     family = plan.families[0]
     few = family.global_cov != "full" and plan.factors.dim > MOST_DIAGONAL // 4
     return few and (plan.optim is not None or not family.has_local)
 
 
 def by_pairs(plan: Plan) -> bool:
-    """Whether sites are averages over pairs of points, and not regressed on all points, latents integrated out. They have noise: of points or rows that change
-    from round to round, or of draws of latents."""
+    """Whether sites are averages over pairs of points, and not regressed on all points, latents
+    integrated out. They have noise: of points or rows that change from round to round, or of draws
+    of latents.
+    """
     return plan.optim is not None or plan.batch is not None or changing(plan)
 
 
@@ -99,7 +112,8 @@ def silo_site(
     rows: SiloRows,
     at_once: int,
 ) -> tuple[Array, Site, Array, Any]:
-    """A silo's mean log likelihood, its site, the share of points whose numbers are finite, and its local map.
+    """A silo's mean log likelihood, its site, the share of points whose numbers are finite, and its
+    local map.
 
     :param params: unconstrained.
     :param own: the local map that it has.
@@ -134,7 +148,10 @@ def silo_site(
 def _regressed(
     plan: Plan, asked: Points, own: Any, rows: SiloRows, at_once: int
 ) -> tuple[Array, Site, Array, Any]:
-    """From all rows at all points: mean log likelihood, site, share of points whose numbers are finite, and local map."""
+    """From all rows at all points.
+
+    Mean log likelihood, site, share of points whose numbers are finite, and local map.
+    """
     family = plan.families[rows.part]
     units = family.units(rows) if family.has_local else None
     found = look(family.factors, units, asked, rows, at_once)

@@ -1,12 +1,15 @@
-r"""Inference networks: location and log scale of a local latent as functions of its element's own data.
+r"""Inference networks.
+
+Location and log scale of a local latent as functions of its element's own data.
 
 .. math:: z_g = m_\psi(y_g) + e^{l_\psi(y_g)} \odot \epsilon_g, \qquad \epsilon_g \sim N(0, I)
 
-in unconstrained space, for each element g of the site's silo plate. The weights :math:`\psi` are global parameters of the guide:
-every silo is told them and returns its gradient in them; data and latents stay. A new element has its approximation at once.
+in unconstrained space, for each element g of the site's silo plate. The weights :math:`\psi` are
+global parameters of the guide: every silo is told them and returns its gradient in them; data and
+latents stay. A new element has its approximation at once.
 
-Reference: *Federated Variational Inference Methods for Structured Latent Variable Models*, Hassan, Salomone & Mengersen (2023),
-remark "Amortized inference".
+Reference: *Federated Variational Inference Methods for Structured Latent Variable Models*, Hassan,
+Salomone & Mengersen (2023), remark "Amortized inference".
 """
 
 import inspect
@@ -45,7 +48,8 @@ class Encoder:
 
     :param site: the local site.
     :param shape: of one element in unconstrained space.
-    :param network: a function of one element's rows, with its weights in ``numpyro.param`` statements.
+    :param network: a function of one element's rows, with its weights in ``numpyro.param``
+        statements.
     :param inputs: the model's arguments whose rows it is called with.
     :param start: first values of the weights, by parameter name; pytrees.
     :param supports: their supports.
@@ -67,7 +71,8 @@ class Encoder:
         rows: Mapping[str, Any],
         plate: str,
     ) -> "Encoder":
-        """A network with its inputs found among the arguments that have a row for each element, and its weights at their first values.
+        """A network with its inputs found among the arguments that have a row for each element, and
+        its weights at their first values.
 
         :param rows: such arguments, by name (at least one row of each).
         :param plate: their plate, for the messages.
@@ -79,14 +84,17 @@ class Encoder:
         for found in sites:
             if found["type"] in ("mutable", "sample"):
                 raise ValueError(
-                    f"amortize: the encoder of {site!r} has the {found['type']} site {found['name']!r}; expected a network whose output is a "
+                    f"amortize: the encoder of {site!r} has the {found['type']} site "
+                    f"{found['name']!r}; expected a network whose output is a "
                     "function of its weights and one element's data (no batch statistics, no noise)"
                 )
         weights = {s["name"]: s for s in sites if s["type"] == "param"}
         if not weights:
             raise ValueError(
-                f"amortize: the encoder of {site!r} declares no parameters, so nothing could be learned; give the equinox or flax.nnx module itself, "
-                "or declare it inside the function: numpyro.contrib.module.eqx_module(name, module)(x)"
+                f"amortize: the encoder of {site!r} declares no parameters, so nothing could be "
+                "learned; give the equinox or flax.nnx module itself, "
+                "or declare it inside the function: numpyro.contrib.module.eqx_module(name, "
+                "module)(x)"
             )
         _check_output(site, shape, jax.eval_shape(lambda *x: seed(network, key)(*x), *one))
         start = {k: jax.tree.map(as_float, s["value"]) for k, s in weights.items()}
@@ -106,14 +114,18 @@ class Encoder:
 
 
 def registered(site: str, network: Any, prefix: str) -> Callable:
-    """An equinox or flax.nnx module as a function that declares its weights; a function as it is."""
+    """An equinox or flax.nnx module as a function that declares its weights.
+
+    A function as it is.
+    """
     for library, declare in (("equinox", eqx_module), ("flax.nnx", nnx_module)):
         module = sys.modules.get(library)
         if module is not None and isinstance(network, module.Module):
             return _Module(f"{prefix}_{site}_encoder", network, declare)
     if not callable(network) or isinstance(network, type):
         raise TypeError(
-            f"amortize: expected an equinox or flax.nnx module, or a function, for {site!r}, got {type(network).__name__}"
+            f"amortize: expected an equinox or flax.nnx module, or a function, for {site!r}, got "
+            f"{type(network).__name__}"
         )
     return network
 
@@ -135,7 +147,10 @@ def as_float(x: Any) -> Array:
 
 
 def _inputs(site: str, network: Callable, rows: Collection[str], plate: str) -> tuple[str, ...]:
-    """The arguments that a network names; where it names them otherwise and there is one only, that one."""
+    """The arguments that a network names.
+
+    Where it names them otherwise and there is one only, that one.
+    """
     called = network.network if isinstance(network, _Module) else network
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     named = [p for p in inspect.signature(called).parameters.values() if p.kind in kinds]
@@ -145,7 +160,8 @@ def _inputs(site: str, network: Callable, rows: Collection[str], plate: str) -> 
     if len(rows) == 1 and len(needed) == 1:
         return tuple(rows)
     raise ValueError(
-        f"amortize: the encoder of {site!r} takes {needed}; expected the model's arguments that have a row for each element of {plate!r}, by "
+        f"amortize: the encoder of {site!r} takes {needed}; expected the model's arguments that "
+        f"have a row for each element of {plate!r}, by "
         f"name: some of {sorted(rows)}"
     )
 
@@ -166,6 +182,7 @@ def _check_output(site: str, shape: tuple[int, ...], out: Any) -> None:
         got = getattr(out, "shape", type(out).__name__)
     if not good:
         raise ValueError(
-            f"amortize: the encoder of {site!r} returns {got} for one element; expected a pair (loc, log_scale), each of shape {shape}, or one array "
+            f"amortize: the encoder of {site!r} returns {got} for one element; expected a pair "
+            f"(loc, log_scale), each of shape {shape}, or one array "
             f"of {2 * size} numbers, the location first (unconstrained)"
         )

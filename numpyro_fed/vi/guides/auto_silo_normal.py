@@ -1,7 +1,8 @@
 r"""``AutoSiloNormal``: the structured Gaussian family as an ordinary NumPyro guide.
 
-The law is that of :mod:`numpyro_fed.vi.guides.normal`. On pooled data, with :class:`numpyro.infer.SVI`, the guide draws the same noise
-and follows the same (sticking-the-landing) gradients as :class:`~numpyro_fed.SFVI` does over silos.
+The law is that of :mod:`numpyro_fed.vi.guides.normal`. On pooled data, with
+:class:`numpyro.infer.SVI`, the guide draws the same noise and follows the same
+(sticking-the-landing) gradients as :class:`~numpyro_fed.SFVI` does over silos.
 """
 
 from collections.abc import Callable, Mapping
@@ -39,33 +40,39 @@ class AutoSiloNormal(AutoGuide):
 
     .. math:: \theta = \mu + L u, \qquad z_g = m_g + C_g u + T_g (e^{l_g + b_g u} \odot \epsilon_g).
 
-    :math:`\mu, L` are the server's; :math:`m, C, T, l, b`, a row for each unit g, stay in the silo. The family holds the exact
-    posterior of conjugate hierarchical Gaussians with known variances; for other models its error is what
-    ``num_local_particles`` of :class:`~numpyro_fed.SFVI` mends. Works with :class:`numpyro.infer.SVI` on pooled data as any
-    guide does.
+    :math:`\mu, L` are the server's; :math:`m, C, T, l, b`, a row for each unit g, stay in the silo.
+    The family holds the exact posterior of conjugate hierarchical Gaussians with known variances;
+    for other models its error is what ``num_local_particles`` of :class:`~numpyro_fed.SFVI` mends.
+    Works with :class:`numpyro.infer.SVI` on pooled data as any guide does.
 
     :param model: a model with at least one silo plate.
-    :param global_cov: covariance of q(theta): ``"full"``, ``"diag"``, or an integer, the rank of a low-rank form
-        (diagonal times identity plus that rank).
-    :param local_cov: T: ``"diag"`` (the identity), ``"element"`` (lower triangular for each element of a silo plate, e.g. one
-        child's random effects), ``"full"`` (for all latents of a silo together).
-    :param coupling: C; without it (mean field between theta and z) sds come out up to two times too small.
+    :param global_cov: covariance of q(theta): ``"full"``, ``"diag"``, or an integer, the rank of a
+        low-rank form (diagonal times identity plus that rank).
+    :param local_cov: T: ``"diag"`` (the identity), ``"element"`` (lower triangular for each element
+        of a silo plate, e.g. one child's random effects), ``"full"`` (for all latents of a silo
+        together).
+    :param coupling: C; without it (mean field between theta and z) sds come out up to two times too
+        small.
     :param scale_coupling: b; costs ``d`` numbers for each latent.
-    :param amortize: for a local site's name its encoder: an equinox or flax.nnx module, or a function whose weights are declared with
-        ``numpyro.contrib.module`` or ``numpyro.param`` inside. It is called for one element, with the model's arguments that it names and
-        that have a row for each element of the site's plate (or with the only such argument), and returns ``(loc, log_scale)`` in
-        unconstrained space, each of the shape of one element, or one array with both. Such a site has no C, b and T. The weights are
-        global parameters, of a module under the name ``<prefix>_<site>_encoder$params``: silos return gradients in them.
+    :param amortize: for a local site's name its encoder: an equinox or flax.nnx module, or a
+        function whose weights are declared with ``numpyro.contrib.module`` or ``numpyro.param``
+        inside. It is called for one element, with the model's arguments that it names and that have
+        a row for each element of the site's plate (or with the only such argument), and returns
+        ``(loc, log_scale)`` in unconstrained space, each of the shape of one element, or one array
+        with both. Such a site has no C, b and T. The weights are global parameters, of a module
+        under the name ``<prefix>_<site>_encoder$params``: silos return gradients in them.
     :param prefix: of the parameters' names.
     :param init_loc_fn: start of the global sites; the local ones start at 0 in unconstrained space.
-    :param init_scale: sd at the start, of all latents in unconstrained space, local ones too: far below their posterior sds it costs many steps of
-        minibatches, where each element's turn comes seldom.
-    :raises ValueError: for unknown options, and at the first call for a model without silo plate or with discrete latents.
+    :param init_scale: sd at the start, of all latents in unconstrained space, local ones too: far
+        below their posterior sds it costs many steps of minibatches, where each element's turn
+        comes seldom.
+    :raises ValueError: for unknown options, and at the first call for a model without silo plate or
+        with discrete latents.
 
     **References**
 
-    1. *Federated Variational Inference Methods for Structured Latent Variable Models*, Hassan, Salomone & Mengersen (2023),
-       section 3.1
+    1. *Federated Variational Inference Methods for Structured Latent Variable Models*, Hassan,
+       Salomone & Mengersen (2023), section 3.1
 
     Example::
 
@@ -123,7 +130,8 @@ class AutoSiloNormal(AutoGuide):
     def __repr__(self) -> str:
         amortize = f", amortize={list(self.amortize)}" if self.amortize else ""
         return (
-            f"AutoSiloNormal(global_cov={self.global_cov!r}, local_cov={self.local_cov!r}, coupling={self.coupling}, "
+            f"AutoSiloNormal(global_cov={self.global_cov!r}, local_cov={self.local_cov!r}, "
+            f"coupling={self.coupling}, "
             f"scale_coupling={self.scale_coupling}{amortize})"
         )
 
@@ -133,11 +141,13 @@ class AutoSiloNormal(AutoGuide):
         """The guide as a family over factors.
 
         :param rows: for each row group the arguments that have a row for each of its elements.
-        :param independent: whether elements are independent given theta; where not, a silo's latents are one unit.
+        :param independent: whether elements are independent given theta; where not, a silo's
+            latents are one unit.
         """
         if isinstance(self.global_cov, int) and self.global_cov >= factors.dim:
             raise ValueError(
-                f"global_cov={self.global_cov}: expected a rank below the {factors.dim} global latents; take "
+                f"global_cov={self.global_cov}: expected a rank below the {factors.dim} global "
+                "latents; take "
                 'global_cov="full"'
             )
         groups = factors.latent_groups
@@ -161,7 +171,8 @@ class AutoSiloNormal(AutoGuide):
         unknown = sorted(set(self.amortize) - set(sites))
         if unknown:
             raise ValueError(
-                f"amortize: {unknown} are no latent sites inside a silo plate; expected some of {sorted(sites)}"
+                f"amortize: {unknown} are no latent sites inside a silo plate; expected some of "
+                f"{sorted(sites)}"
             )
         self._built = tuple(
             Encoder.of(
@@ -172,14 +183,16 @@ class AutoSiloNormal(AutoGuide):
         return self._built
 
     def encode(self, params: Mapping[str, Any], **rows: Any) -> dict[str, tuple[Array, Array]]:
-        """Location and log scale ``(n, *site)`` in unconstrained space of each amortised site, for rows of the fit or new ones.
+        """Location and log scale ``(n, *site)`` in unconstrained space of each amortised site, for
+        rows of the fit or new ones.
 
         :param params: a fit's parameters.
         :param rows: the model's arguments that the encoders take, ``(n, ...)``.
         """
         if self.amortize and not self._built:
             raise RuntimeError(
-                "encode: expected a guide that has been called or fitted; its sites' shapes are the model's"
+                "encode: expected a guide that has been called or fitted; its sites' shapes are "
+                "the model's"
             )
         lacking = sorted({name for encoder in self._built for name in encoder.inputs} - set(rows))
         if lacking:
@@ -214,7 +227,8 @@ class AutoSiloNormal(AutoGuide):
         needed = {name for encoder in self._built for name in encoder.inputs}
         if not needed <= set(arrays):
             raise ValueError(
-                f"expected the model's arguments, of which the encoders need {sorted(needed)}, got {sorted(arrays)}; give them as the model takes them"
+                f"expected the model's arguments, of which the encoders need {sorted(needed)}, got "
+                f"{sorted(arrays)}; give them as the model takes them"
             )
         return replace(self._rows, rows={k: arrays[k] for k in needed})
 
@@ -271,7 +285,8 @@ class AutoSiloNormal(AutoGuide):
         """Global, local and the model's own parameters."""
         if self._family is None:
             raise RuntimeError(
-                "expected a guide that has been called; run SVI or call guide(...) under a seed first"
+                "expected a guide that has been called; run SVI or call guide(...) under a seed "
+                "first"
             )
         has_local = self._family.has_local
         own = set(self._family.constraints())
@@ -294,7 +309,9 @@ class AutoSiloNormal(AutoGuide):
         sample_shape: tuple[int, ...] = (),
         **kwargs: Any,
     ) -> dict[str, Array]:
-        """Draws of all latent sites (constrained) and of deterministic ones, shape ``(*sample_shape, *site)``."""
+        """Draws of all latent sites (constrained) and of deterministic ones, shape
+        ``(*sample_shape, *site)``.
+        """
         own, local, learned = self._split(params)
         rows = self._with_data(args, kwargs)
 
@@ -308,7 +325,10 @@ class AutoSiloNormal(AutoGuide):
         return jax.tree.map(lambda x: x.reshape(*sample_shape, *x.shape[1:]), draws)
 
     def median(self, params: dict, *args: Any, **kwargs: Any) -> dict[str, Array]:
-        """Marginal medians of all latent sites; arguments as the model's, where a site is amortised."""
+        """Marginal medians of all latent sites.
+
+        Arguments as the model's, where a site is amortised.
+        """
         return {
             name: value[0] for name, value in self.quantiles(params, [0.5], *args, **kwargs).items()
         }
@@ -318,8 +338,9 @@ class AutoSiloNormal(AutoGuide):
     ) -> dict[str, Array]:
         """Marginal quantiles of all latent sites, shape ``(len(quantiles), *site)``.
 
-        Componentwise in unconstrained space, then constrained. Of global sites they are exact, of local ones (mixtures over
-        theta) to the accuracy of 512 quasi-random draws of theta. Arguments as the model's, where a site is amortised.
+        Componentwise in unconstrained space, then constrained. Of global sites they are exact, of
+        local ones (mixtures over theta) to the accuracy of 512 quasi-random draws of theta.
+        Arguments as the model's, where a site is amortised.
         """
         own, local, learned = self._split(params)
         family, rows = self._family, self._with_data(args, kwargs)
@@ -366,7 +387,9 @@ def _draw(
     rows: SiloRows,
     key: Array,
 ) -> tuple[dict[str, Array], Array]:
-    """A draw of all latent sites and its log density, parameters frozen in the latter (sticking the landing)."""
+    """A draw of all latent sites and its log density, parameters frozen in the latter (sticking the
+    landing).
+    """
     assert family is not None
     key_theta, key_local = random.split(key)
     noise = family.global_noise(key_theta)

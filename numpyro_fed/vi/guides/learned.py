@@ -1,4 +1,7 @@
-"""What a model learns beside its latent sites: its ``numpyro.param`` statements, their supports and first values."""
+"""What a model learns beside its latent sites.
+
+Its ``numpyro.param`` statements, their supports and first values.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +23,9 @@ __all__ = ["factored", "probe"]
 def factored(
     model: Callable, parts: tuple[Silos, ...]
 ) -> tuple[dict[str, Any], tuple[Silos, ...], list[Factors]]:
-    """Support and first value of each learned parameter, the silos with these among their shared arguments, and the factors of each structure."""
+    """Support and first value of each learned parameter, the silos with these among their shared
+    arguments, and the factors of each structure.
+    """
     learned: dict[str, Any] = {}
     for part in reversed(parts):
         learned |= _learned(model, part)
@@ -32,7 +37,9 @@ def factored(
 
 
 def probe(model: Callable, silos: Silos, key: Array, init: Callable) -> dict[str, Any]:
-    """A trace of the model on one made-up row of everything, latent sites (which may have improper priors) as an initialisation strategy says."""
+    """A trace of the model on one made-up row of everything, latent sites (which may have improper
+    priors) as an initialisation strategy says.
+    """
     specs = tuple(
         (k, silos.group[k], jax.ShapeDtypeStruct(v.shape[1:], v.dtype))
         for k, v in silos.rows.items()
@@ -52,7 +59,8 @@ def _learned(model: Callable, silos: Silos) -> dict[str, tuple[Any, Any]]:
         if site["type"] == "param":
             if any(f.name in plates for f in site["cond_indep_stack"]):
                 raise ValueError(
-                    f"learned parameter {name!r} is inside a silo plate; expected parameters that all silos share: make "
+                    f"learned parameter {name!r} is inside a silo plate; expected parameters that "
+                    "all silos share: make "
                     "it a latent site, or move it out of the plate"
                 )
             value = jax.tree.map(as_float, site["value"])  # a network's weights are a pytree

@@ -1,13 +1,16 @@
-r"""The structured Gaussian family: :math:`q(\theta)`, and a local map for :math:`q(z_s \mid \theta)` in every silo.
+r"""The structured Gaussian family.
+
+:math:`q(\theta)`, and a local map for :math:`q(z_s \mid \theta)` in every silo.
 
 .. math:: \theta = \mu + L u, \quad u \sim N(0, I), \qquad z_g = m_g + C_g u + T_g (e^{l_g + b_g u} \odot \epsilon_g)
 
-The paper's family (section 3.1) has :math:`C_g (\theta - \mu)`, constant log scales and one T for each silo; here the
-coupling is in whitened coordinates (so that the local parameters have the scale of the latents whatever L is), the
-log scales are linear in u, and T may be one for each plate element. Every function is pure and sees one silo.
+The paper's family (section 3.1) has :math:`C_g (\theta - \mu)`, constant log scales and one T for
+each silo; here the coupling is in whitened coordinates (so that the local parameters have the scale
+of the latents whatever L is), the log scales are linear in u, and T may be one for each plate
+element. Every function is pure and sees one silo.
 
-Reference: *Federated Variational Inference Methods for Structured Latent Variable Models*, Hassan, Salomone &
-Mengersen (2023), equations 7-8 and section 3.1.
+Reference: *Federated Variational Inference Methods for Structured Latent Variable Models*, Hassan,
+Salomone & Mengersen (2023), equations 7-8 and section 3.1.
 """
 
 import math
@@ -56,10 +59,13 @@ class Context(NamedTuple):
 
 @dataclass(frozen=True)
 class SiloNormal:
-    """The family as a static description with pure methods; parameters are dicts (global) and maps (local).
+    """The family as a static description with pure methods.
+
+    Parameters are dicts (global) and maps (local).
 
     :param factors: the model's factors (of the model alone, or as a plain guide sees it).
-    :param group: the row group whose elements are the units of the local map; ``None``: a silo is one unit.
+    :param group: the row group whose elements are the units of the local map; ``None``: a silo is
+        one unit.
     :param global_cov: ``"full"``, ``"diag"`` or the rank of a low-rank form.
     :param local_cov: ``"diag"``, ``"element"`` or ``"full"``.
     :param coupling: whether the location of the local latents moves with theta.
@@ -138,13 +144,19 @@ class SiloNormal:
         return random.normal(key, (self.factors.dim,))
 
     def context(self, params: Mapping[str, Array], noise: Array) -> Context:
-        """The draw for standard normal ``noise``; its gradients are those of a path through frozen parameters."""
+        """The draw for standard normal ``noise``.
+
+        Its gradients are those of a path through frozen parameters.
+        """
         theta = params[f"{self.prefix}_loc"] + self.scale(params).apply(noise)
         weights = {name: params[name] for name in self.shared_params}
         return Context(theta, self.whiten(lax.stop_gradient(params), theta), weights)
 
     def from_moments(self, mean: Array, covariance: Array) -> dict[str, Array]:
-        """Global parameters of a Gaussian; the covariance full, or its diagonal (not for the low-rank form)."""
+        """Global parameters of a Gaussian.
+
+        The covariance full, or its diagonal (not for the low-rank form).
+        """
         out = {f"{self.prefix}_loc": mean}
         if self.global_cov == "full":
             return {**out, f"{self.prefix}_scale_tril": jnp.linalg.cholesky(covariance)}
@@ -199,12 +211,16 @@ class SiloNormal:
     def rebased(
         self, local: LocalMap, base: Mapping[str, Array], params: Mapping[str, Array]
     ) -> LocalMap:
-        """The map of the same q(z | theta), from coordinates whitened by ``base`` to those whitened by ``params``."""
+        """The map of the same q(z | theta), from coordinates whitened by ``base`` to those whitened
+        by ``params``.
+        """
         shift = self.whiten(base, params[f"{self.prefix}_loc"])
         return local.rebased(shift, relative(self.scale(base), self.scale(params)))
 
     def noise(self, key: Array, rows: SiloRows, num: int) -> Array:
-        """Standard normal coordinates ``(num, E, k)`` of a silo's units, folded by the elements' pooled places."""
+        """Standard normal coordinates ``(num, E, k)`` of a silo's units, folded by the elements'
+        pooled places.
+        """
         units = self.units(rows)
         parts = []
         for i, (group, count, width) in enumerate(units.blocks()):
@@ -227,7 +243,10 @@ class SiloNormal:
         return local.log_density(context.u, z, self.units(rows).owned(rows))
 
     def completed(self, local: LocalMap, weights: Mapping[str, Any], rows: SiloRows) -> LocalMap:
-        """The map of all latents: a silo's own rows, and the networks' outputs for the others, which do not move with theta."""
+        """The map of all latents.
+
+        A silo's own rows, and the networks' outputs for the others, which do not move with theta.
+        """
         if not self.encoders:
             return local
         units, kwargs = self.units(rows), rows.whole()[0]
@@ -270,7 +289,10 @@ class SiloNormal:
         return {field: f"{self.prefix}_{name}" for field, name in _LOCAL.items()}
 
     def named(self, local: LocalMap) -> dict[str, tuple[Array, str | None]]:
-        """Local parameters by name, each with the row group of its elements (``None``: the silo)."""
+        """Local parameters by name, each with the row group of its elements (``None``.
+
+        The silo).
+        """
         parts = {name: getattr(local, field) for field, name in self.local_names().items()}
         return {name: (x, self.group) for name, x in parts.items() if x is not None and x.size}
 
@@ -283,11 +305,14 @@ class SiloNormal:
         )
 
     def reply(self, direct: Context, path: Context, path_doubly: Context) -> Context:
-        r"""A silo's gradient in the context, from its parts: of the bound at fixed z, and through z.
+        r"""A silo's gradient in the context, from its parts.
 
-        At fixed noise z does not depend on :math:`\mu, L`, so through ``theta`` there is no path, and through ``u`` only what has
-        mean zero is added: the path's gradient less its doubly reparametrised form. At the exact posterior nothing is left
-        of the noise. The networks' weights are reached through z alone.
+        Of the bound at fixed z, and through z.
+
+        At fixed noise z does not depend on :math:`\mu, L`, so through ``theta`` there is no path,
+        and through ``u`` only what has mean zero is added: the path's gradient less its doubly
+        reparametrised form. At the exact posterior nothing is left of the noise. The networks'
+        weights are reached through z alone.
         """
         return Context(direct.theta, direct.u + path.u - path_doubly.u, path_doubly.params)
 
@@ -310,7 +335,9 @@ class SiloNormal:
             return np.asarray(units.from_sites(own)[0])
 
     def _tril_mask(self, units: Units) -> np.ndarray:
-        """Which entries of T are free, ``(k, k)``, of the latents that have parameters of their own."""
+        """Which entries of T are free, ``(k, k)``, of the latents that have parameters of their
+        own.
+        """
         free = np.tri(units.dim, k=-1, dtype=bool)
         own = np.flatnonzero(self._free(units))
         if self.local_cov != "full" and self.group is None:

@@ -1,8 +1,9 @@
 r"""Marginal quantiles of the structured Gaussian family.
 
-A global latent is Gaussian. A local one is a mixture over theta: given u, latent i of unit g is Gaussian with mean
-:math:`m_{gi} + C_{gi} u` and variance :math:`\sum_j T_{gij}^2 e^{2 l_{gj} + 2 b_{gj} u}`; its quantile solves
-:math:`E_u \Phi((x - \text{mean}) / \text{sd}) = p`, with the expectation over quasi-random u, by bisection.
+A global latent is Gaussian. A local one is a mixture over theta: given u, latent i of unit g is
+Gaussian with mean :math:`m_{gi} + C_{gi} u` and variance :math:`\sum_j T_{gij}^2 e^{2 l_{gj} + 2
+b_{gj} u}`; its quantile solves :math:`E_u \Phi((x - \text{mean}) / \text{sd}) = p`, with the
+expectation over quasi-random u, by bisection.
 """
 
 from collections.abc import Mapping
@@ -25,7 +26,9 @@ _BISECTIONS = 50
 def latent_quantiles(
     family: SiloNormal, params: Mapping[str, Array], local: LocalMap | None, probs: Array
 ) -> tuple[Array, Array | None]:
-    """Quantiles ``(Q, d)`` of the global latents and ``(Q, G, k)`` of the local ones, unconstrained."""
+    """Quantiles ``(Q, d)`` of the global latents and ``(Q, G, k)`` of the local ones,
+    unconstrained.
+    """
     loc = params[f"{family.prefix}_loc"]
     theta = loc + ndtri(probs)[:, None] * family.scale(params).sd()
     if local is None:

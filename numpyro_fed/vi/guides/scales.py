@@ -4,8 +4,8 @@ Full (lower triangular), diagonal, or of low rank beyond the diagonal,
 
 .. math:: L = \mathrm{diag}(s) (I + A A^\top), \qquad A \in R^{d \times r},
 
-whose covariances are those of a factor model, ``diag(s) (I + M) diag(s)`` with M positive of rank r, and whose inverse
-and determinant cost :math:`O(d r^2)` (Woodbury).
+whose covariances are those of a factor model, ``diag(s) (I + M) diag(s)`` with M positive of rank
+r, and whose inverse and determinant cost :math:`O(d r^2)` (Woodbury).
 """
 
 from dataclasses import dataclass

@@ -1,9 +1,12 @@
-"""A guide that a user wrote, over silos: its sites and parameters sorted into the server's and the silos'.
+"""A guide that a user wrote, over silos.
 
-Sites outside silo plates are drawn by the server, with the parameters outside them; sites inside by each silo, with the parameters inside
-(``numpyro.param(..., event_dim=k)`` in the plate), which stay there. The guide is called in every silo with that silo's
-arguments. What leaves a silo: gradients in the global sites and in all global parameters of the guide (of a network that amortises
-q(z), say).
+Its sites and parameters sorted into the server's and the silos'.
+
+Sites outside silo plates are drawn by the server, with the parameters outside them; sites inside by
+each silo, with the parameters inside (``numpyro.param(..., event_dim=k)`` in the plate), which stay
+there. The guide is called in every silo with that silo's arguments. What leaves a silo: gradients
+in the global sites and in all global parameters of the guide (of a network that amortises q(z),
+say).
 """
 
 import copy
@@ -42,7 +45,10 @@ class LocalParam(NamedTuple):
 
 @wire_name("GuideContext")
 class Context(NamedTuple):
-    """What every silo is told of a draw: the flat unconstrained position, and the guide's global parameters."""
+    """What every silo is told of a draw.
+
+    The flat unconstrained position, and the guide's global parameters.
+    """
 
     theta: Array
     params: dict[str, Array]
@@ -50,7 +56,10 @@ class Context(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Shared:
-    """Shared arguments; hashed by identity, since their arrays are constants of the compiled program."""
+    """Shared arguments.
+
+    Hashed by identity, since their arrays are constants of the compiled program.
+    """
 
     kwargs: dict[str, Any]
 
@@ -61,7 +70,8 @@ class GuideFamily:
 
     :param factors: the model's factors.
     :param guide: the guide.
-    :param guide_factors: the guide's own factors: its log density, unconstrained, as that of a model.
+    :param guide_factors: the guide's own factors: its log density, unconstrained, as that of a
+        model.
     :param group: the row group whose elements are the units; ``None``: a silo is one unit.
     :param local_params: the parameters inside silo plates.
     :param supports: support of every parameter.
@@ -176,7 +186,10 @@ class GuideFamily:
         return terms[self.group]
 
     def reply(self, direct: Context, path: Context, path_doubly: Context) -> Context:
-        """A silo's gradient in the context: theta's along every path, the parameters' through z, doubly reparametrised."""
+        """A silo's gradient in the context.
+
+        Theta's along every path, the parameters' through z, doubly reparametrised.
+        """
         return Context(direct.theta + path.theta, path_doubly.params)
 
     def named(self, local: dict[str, Array]) -> dict[str, tuple[Array, str | None]]:
@@ -264,7 +277,8 @@ def guide_family(
         if frames:
             if not isinstance(value, Array):
                 raise ValueError(
-                    f"guide parameter {name!r} in silo plate {frames[0].name!r}: expected an array with a row for each element, got "
+                    f"guide parameter {name!r} in silo plate {frames[0].name!r}: expected an array "
+                    "with a row for each element, got "
                     f"{type(site['value']).__name__}; declare a network outside the plate"
                 )
             event_dim = site["kwargs"].get("event_dim")
@@ -305,8 +319,10 @@ def _check_sites(model: Factors, guide: Factors) -> None:
         expected = {k: own.get(k, "no such site") for k in wrong}
         got = {k: other.get(k, "no such site") for k in wrong}
         raise ValueError(
-            f"the guide does not match the model at {wrong}: expected (silo plate, shape of an element; or the shape of a global site) "
-            f"{expected}, got {got}. Draw each latent site of the model, the local ones inside fed.silo_plate of the same name"
+            f"the guide does not match the model at {wrong}: expected (silo plate, shape of an "
+            "element; or the shape of a global site) "
+            f"{expected}, got {got}. Draw each latent site of the model, the local ones inside "
+            "fed.silo_plate of the same name"
         )
 
 
@@ -315,12 +331,14 @@ def _check_supports(factors: Factors, guide: Mapping[str, Any], one_row: dict[st
     for name in [*dict(factors.global_sites), *(s.name for s in factors.local_sites)]:
         if not guide[name]["fn"].has_rsample:
             raise ValueError(
-                f"guide site {name!r}: its distribution cannot be reparametrised; expected one with rsample"
+                f"guide site {name!r}: its distribution cannot be reparametrised; expected one "
+                "with rsample"
             )
         own, other = (biject_to(sites[name]["fn"].support) for sites in (model, guide))
         if not _same_map(own, other, model[name]["value"]):
             raise ValueError(
-                f"guide site {name!r}: expected the support of the model's, {model[name]['fn'].support}, got "
+                f"guide site {name!r}: expected the support of the model's, "
+                f"{model[name]['fn'].support}, got "
                 f"{guide[name]['fn'].support}"
             )
 
