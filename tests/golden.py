@@ -157,7 +157,7 @@ def fits() -> dict[str, Callable[[], Any]]:
         "sfvi, amortized": rounds(
             lambda: fed.SFVI(
                 vi.unit_hierarchy,
-                fed.AutoSiloNormal(vi.unit_hierarchy, amortize={"patients": vi.linear_encoder}),
+                fed.AutoSiloNormal(vi.unit_hierarchy, amortize={"z": vi.linear_encoder}),
                 ADAM,
             ),
             lambda: vi.hierarchy_silos(np.arange(9) % 3),
