@@ -1,24 +1,24 @@
-r"""The Wasserstein-2 barycentre of Gaussians.
+r"""The Wasserstein-2 barycenter of Gaussians: an average of laws, and not of parameters.
 
-One Gaussian amid several, averaged as laws and not as parameters.
-
-The barycentre of :math:`N(m_s, V_s)` with weights :math:`w_s` is :math:`N(m, X)`, with
-:math:`m = \sum_s w_s m_s` and :math:`X` the only positive definite solution of
+The barycenter of :math:`N(m_s, V_s)` with weights :math:`w_s` is :math:`N(m, X)`. Its mean is
+:math:`m = \sum_s w_s m_s`, and :math:`X` is the only positive definite solution of
 
 .. math:: X = \sum_s w_s (X^{1/2} V_s X^{1/2})^{1/2}
 
-(SFVI section 3.2). Diagonal covariances have :math:`X = (\sum_s w_s V_s^{1/2})^2`. Else :math:`X`
-is the limit of
+(SFVI, section 3.2). For diagonal covariances :math:`X = (\sum_s w_s V_s^{1/2})^2`. Otherwise
+:math:`X` is the limit of
 
 .. math:: X \leftarrow X^{-1/2} \Bigl(\sum_s w_s (X^{1/2} V_s X^{1/2})^{1/2}\Bigr)^2 X^{-1/2}
 
-(Álvarez-Esteban et al. 2016). It is computed from a factor :math:`X = L L^\top` in place of the
-square root: with :math:`M = \sum_s w_s (L^\top V_s L)^{1/2}` the step is :math:`X \leftarrow
-L^{-\top} M^2 L^{-1}`, since :math:`L^{-\top} (L^\top V_s L)^{1/2} L^{-1}` is positive definite and
-carries :math:`N(0, X)` to :math:`N(0, V_s)`, as only the optimal map does. And as :math:`X^{1/2} =
-L Q` with an orthogonal :math:`Q`, the residual of the equation is :math:`\|L^\top L - M\|`: a step
-and the residual before it cost one ``eigh`` for each Gaussian, and no other. The next factor is the
-transposed R of :math:`M L^{-1}`, a QR decomposition, which never squares a condition number.
+(Álvarez-Esteban et al. 2016). The code uses a factor :math:`X = L L^\top` in place of the square
+root. With :math:`M = \sum_s w_s (L^\top V_s L)^{1/2}` the step is :math:`X \leftarrow L^{-\top} M^2
+L^{-1}`. The reason: :math:`L^{-\top} (L^\top V_s L)^{1/2} L^{-1}` is positive definite and carries
+:math:`N(0, X)` to :math:`N(0, V_s)`, and only the optimal map does so.
+
+Since :math:`X^{1/2} = L Q` with an orthogonal :math:`Q`, the residual of the equation is
+:math:`\|L^\top L - M\|`. A step and the residual before it thus cost one ``eigh`` for each Gaussian
+and no other. The next factor is the transposed R of :math:`M L^{-1}`: a QR decomposition, which
+never squares a condition number.
 """
 
 from typing import NamedTuple
@@ -36,14 +36,13 @@ _PATIENCE = 3  # steps without a smaller residual that end the iteration
 
 
 class Barycentre(NamedTuple):
-    """The Gaussian that :func:`barycentre` found.
+    """The result of :func:`barycentre`.
 
     :param mean: shape ``(d,)``.
-    :param covariance: shape ``(d, d)``; where the Gaussians were diagonal the variances, shape
-        ``(d,)``.
-    :param residual: how far ``covariance`` is from a fixed point, relative to its Frobenius norm; a
-        scalar.
-    :param num_steps: steps of the iteration; 0 where the closed form was used.
+    :param covariance: shape ``(d, d)``; for diagonal Gaussians the variances, shape ``(d,)``.
+    :param residual: distance of ``covariance`` from a fixed point, relative to its Frobenius norm;
+        a scalar.
+    :param num_steps: steps of the iteration; 0 for the closed form.
     """
 
     mean: Array
@@ -53,7 +52,7 @@ class Barycentre(NamedTuple):
 
 
 class _State(NamedTuple):
-    """An iterate by its factor, the sum of roots there, the best so far, and counts."""
+    """An iterate by its factor, the sum of roots there, the best iterate so far, and counts."""
 
     factor: Array
     roots: Array
@@ -71,23 +70,28 @@ def barycentre(
     tol: float = 1e-6,
     max_steps: int = 100,
 ) -> Barycentre:
-    r"""The Wasserstein-2 barycentre of Gaussians.
+    r"""Return the Wasserstein-2 barycenter of Gaussians.
 
     Diagonal Gaussians have a closed form. The others are iterated from the weighted mean of the
-    covariances, whence one step gives the solution :math:`(\sum_s w_s V_s^{1/2})^2` if they
-    commute, until the relative residual :math:`\|X - \sum_s w_s (X^{1/2} V_s X^{1/2})^{1/2}\| /
-    \|X\|` is at most ``tol``, or at most :math:`4 \epsilon \sqrt d`, about what rounding leaves of
-    it (in float32 above 1e-6 from d = 5 on), or has not fallen for 3 steps (ill-conditioned
-    covariances in float32). The best iterate is returned, and its ``residual``, which is to be
-    looked at where it matters. The arrays are checked where they are concrete; inside
-    :func:`jax.jit`, as anywhere in a traced program, only their shapes are.
+    covariances; if these commute, one step from there gives the solution :math:`(\sum_s w_s
+    V_s^{1/2})^2`. The iteration ends when the relative residual :math:`\|X - \sum_s w_s (X^{1/2}
+    V_s X^{1/2})^{1/2}\| / \|X\|`
+
+    * is at most ``tol``, or
+    * is at most :math:`4 \epsilon \sqrt d`, about the size of its rounding error (in float32 above
+      1e-6 from d = 5 on), or
+    * has not fallen for 3 steps (ill-conditioned covariances in float32).
+
+    The best iterate is returned with its ``residual``: look at it where precision matters. Values
+    are checked where the arrays are concrete; in traced programs (inside :func:`jax.jit`) only
+    shapes are.
 
     :param means: shape ``(S, d)``.
     :param covariances: shape ``(S, d, d)``, or variances of diagonal Gaussians, shape ``(S, d)``.
     :param weights: shape ``(S,)``, not negative; they are divided by their sum. Equal if None.
     :param tol: largest accepted relative residual.
     :param max_steps: most steps of the iteration.
-    :return: the barycentre, in the floating type of the input.
+    :return: the barycenter, in the floating type of the input.
     :raises ValueError: when shapes do not match; for NaN or infinity; for a covariance that is not
         symmetric or not positive definite, naming it; for weights that are negative or sum to zero.
 
@@ -140,10 +144,10 @@ def barycentre(
 def _fixed_point(
     covariances: Array, weights: Array, tol: ArrayLike, max_steps: ArrayLike
 ) -> tuple[Array, ...]:
-    """Covariance ``(d, d)`` of the barycentre, its residual and the number of steps."""
+    """Return the barycenter's covariance ``(d, d)``, its residual and the number of steps."""
     dim, dtype = covariances.shape[-1], covariances.dtype
     covariances = (covariances + covariances.mT) / 2
-    # with variances about one no norm overflows
+    # with variances near one no norm overflows
     scale = weights @ jnp.trace(covariances, axis1=1, axis2=2) / dim
     covariances = covariances / scale
     enough = jnp.maximum(jnp.asarray(tol, dtype), 4 * jnp.finfo(dtype).eps * dim**0.5)
@@ -173,7 +177,7 @@ def _fixed_point(
     start = jnp.linalg.cholesky(jnp.tensordot(weights, covariances, 1))
     start = jnp.where(
         jnp.isfinite(start).all(), start, jnp.eye(dim, dtype=dtype)
-    )  # singular up to rounding
+    )  # where the mean covariance is singular up to rounding
     roots, residual = judged(start)
     end = lax.while_loop(
         goes_on, step, _State(start, roots, start, residual, jnp.int32(0), jnp.int32(0))
@@ -182,7 +186,7 @@ def _fixed_point(
 
 
 def _root(matrices: Array) -> Array:
-    """Positive definite square roots of symmetric matrices ``(S, d, d)``.
+    """Return the positive definite square roots of symmetric matrices ``(S, d, d)``.
 
     Eigenvalues lost to rounding are floored.
     """
@@ -192,7 +196,7 @@ def _root(matrices: Array) -> Array:
 
 
 def _check_values(means: Array, covariances: Array, weights: Array) -> None:
-    """Refuse values that no Gaussian or average has, where they are known."""
+    """Refuse concrete values that no Gaussian or average has."""
     for name, values in (("means", means), ("covariances", covariances), ("weights", weights)):
         bad = (
             ()

@@ -1,19 +1,22 @@
 r"""A silo's part of the importance-weighted evidence bound, and its gradients.
 
-.. math:: F_s = \sum_g \log \frac1K \sum_{k=1}^K w_{gk}, \qquad w_{gk} = \frac{p(y_g, z_{gk} \mid \theta)}{q(z_{gk} \mid \theta)},
-          \qquad z_{gk} \sim q(z_g \mid \theta)
+.. math::
 
-one sum for each unit g (a plate element, or the whole silo), so that the bound needs nothing from
-outside the silo. K = 1 is the evidence lower bound. With :math:`W_{gk} = w_{gk} / \sum_j w_{gj}`
-the gradients are
+    F_s = \sum_g \log \frac1K \sum_{k=1}^K w_{gk}, \qquad
+    w_{gk} = \frac{p(y_g, z_{gk} \mid \theta)}{q(z_{gk} \mid \theta)}, \qquad
+    z_{gk} \sim q(z_g \mid \theta)
+
+The sum has one term for each unit g (a plate element, or the whole silo), so the bound needs
+nothing from outside the silo. K = 1 is the evidence lower bound. With :math:`W_{gk} = w_{gk} /
+\sum_j w_{gj}` the gradients are
 
 * at fixed z, weighted by W, for theta and the learned parameters;
-* through z, weighted by :math:`W^2`, for the local parameters: the doubly reparametrised gradient,
-  the form for K = 1 of which is sticking the landing. Parameters inside log q are frozen.
+* through z, weighted by :math:`W^2`, for the local parameters: the doubly reparametrized gradient.
+  For K = 1 it sticks the landing. Parameters inside log q are frozen.
 
-References: SFVI, supplement S1 (equation S4 for K = 1: derived anew, the copy at hand is garbled);
-Burda, Grosse & Salakhutdinov (2016); Tucker, Lawson, Gu & Maddison (2019), equation 8; Geffner &
-Domke (2022) for weights inside each unit.
+References: SFVI, supplement S1 (equation S4 for K = 1, derived anew); Burda, Grosse & Salakhutdinov
+(2016); Tucker, Lawson, Gu & Maddison (2019), equation 8; Geffner & Domke (2022) for weights inside
+each unit.
 """
 
 import math
@@ -33,7 +36,7 @@ class SiloTerm(NamedTuple):
     """A silo's part of the bound.
 
     :param value: F_s, a scalar.
-    :param context: gradient in what the silo was told of theta.
+    :param context: gradient in the message about theta.
     :param params: gradient in the model's learned parameters.
     :param local: gradient in the silo's own variational parameters (stays).
     """
@@ -47,7 +50,7 @@ class SiloTerm(NamedTuple):
 def unit_terms(
     family: Any, theta: Array, z: Array, params: Any, batch: Batch
 ) -> tuple[Array, Array]:
-    """``log p(y_g, z_g | theta)`` of each unit ``(E,)``, and of what belongs to no unit (a scalar)."""
+    """Return each unit's ``log p(y_g, z_g | theta)``, ``(E,)``, and the sum of the other terms."""
     factors, units = family.factors, family.units(batch.rows)
     kwargs, own = batch.rows.whole()
     weights = {g: w * batch.weights.get(g, 1.0) for g, w in own.items()}
@@ -67,8 +70,9 @@ def unit_terms(
 def candidate_weights(
     family: Any, local: Any, context: Any, params: Any, z: Array, batch: Batch
 ) -> tuple[Array, Array]:
-    """Log weights ``(K, E)`` of candidates ``(K, E, k)``, zero for padding, and for each what
-    belongs to no unit, ``(K,)``.
+    """Return the log weights ``(K, E)`` of candidates, and the terms outside units, ``(K,)``.
+
+    :param z: candidates ``(K, E, k)``; padding has log weight zero.
     """
     counts = real_units(family, batch)
 
@@ -80,12 +84,12 @@ def candidate_weights(
 
 
 def real_units(family: Any, batch: Batch) -> Array:
-    """Which units are no padding, ``(E,)``."""
+    """Return which units are not padding, ``(E,)``."""
     return jnp.any(family.units(batch.rows).owned(batch.rows), axis=1)
 
 
 def unit_bounds(family: Any, log_weight: Array, batch: Batch) -> Array:
-    """``log 1/K sum_k w_gk`` of each unit ``(E,)``, zero for padding."""
+    """Return ``log 1/K sum_k w_gk`` of each unit ``(E,)``, zero for padding."""
     num = len(log_weight)
     if num == 1:
         return log_weight[0]
@@ -97,7 +101,7 @@ def unit_bounds(family: Any, log_weight: Array, batch: Batch) -> Array:
 def silo_bound(
     family: Any, local: Any, context: Any, params: Any, eps: Array | None, batch: Batch
 ) -> SiloTerm:
-    """The bound and its gradients at one draw of theta.
+    """Return a silo's part of the bound and its gradients at one draw of theta.
 
     :param family: the variational family.
     :param local: the silo's variational parameters.

@@ -1,4 +1,4 @@
-"""The static facts of a variational fit: what its compiled programs depend on."""
+"""Static facts of a variational fit, on which its compiled programs depend."""
 
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,25 +14,25 @@ from numpyro_fed.privacy.differential import Noise
 
 __all__ = ["MOST_DIAGONAL", "Plan", "own_params"]
 
-MOST_DIAGONAL = 1024  # points that a diagonal precision is worth
+MOST_DIAGONAL = 1024  # most points for a diagonal precision
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The static facts of a fit; fits of equal plans share their compiled programs.
+    """Static facts of a fit; fits of equal plans share their compiled programs.
 
     :param families: the variational family over each structure's factors.
     :param optim: for q(theta) and the learned parameters; ``None`` in conducive rounds without
-        steps.
+        optimizers.
     :param local_optim: for each silo's own parameters.
     :param num_particles: draws of theta a round.
     :param num_local_particles: K, draws of each unit's latents for each draw of theta.
     :param batch: row group and number of rows of a minibatch, or ``None`` for all rows.
     :param learned: names of the model's learned parameters.
     :param num_local_steps: of SFVI-Avg; 1 in SFVI.
-    :param noise: what is added to a silo's gradients, ``None`` for nothing.
-    :param secure_sum: whether of silos elsewhere the server hears sums alone.
-    :param conducive: whether silos keep sites, whose product is q.
+    :param noise: the noise added to a silo's gradients; ``None`` for no noise.
+    :param secure_sum: whether the server sees only sums of the remote silos' replies.
+    :param conducive: whether silos keep approximate factors, whose product is q.
     :param supports: support of each global variational and learned parameter.
     """
 
@@ -51,27 +51,28 @@ class Plan:
 
     @property
     def moving(self) -> tuple[str, ...]:
-        """Names of the global parameters that optimisers in the silos move.
+        """Names of the global parameters that optimizers in the silos move.
 
-        Conducive sites are q(theta)'s.
+        In conducive rounds these do not include q(theta)'s, which follow from the approximate
+        factors.
         """
         names = (*self.learned, *getattr(self.families[0], "shared_params", ()))
         return names if self.conducive else tuple(self.supports)
 
     @property
     def num_points(self) -> int:
-        """Positions of theta at which conducive silos look.
+        """Number of positions of theta at which conducive silos evaluate their likelihood.
 
-        A power of two, at least ``num_local_steps``, 64, and four times as many as dimensions
-        (diagonal: up to 1,024).
+        It is the least power of two that is at least ``num_local_steps``, 64, and four times the
+        number of dimensions (for a diagonal q at least the smaller of this and 1,024).
         """
         dim, full = self.factors.dim, self.families[0].global_cov == "full"
         wanted = 4 * dim if full else min(4 * dim, MOST_DIAGONAL)
         return 1 << (max(64, self.num_local_steps, wanted) - 1).bit_length()
 
     def evaluations(self, part: int) -> int:
-        """Gradients of a silo's term in a round."""
-        if self.optim is None:  # of its marginal likelihood
+        """Return the number of gradients of a silo's term in a round."""
+        if self.optim is None:  # the gradients are of its marginal likelihood
             return self.num_points
         candidates = self.num_local_particles if self.families[part].has_local else 1
         points = self.num_points if self.conducive else 0
@@ -79,30 +80,30 @@ class Plan:
 
     @property
     def factors(self) -> Factors:
-        """The factors of the first structure (global sites are those of all)."""
+        """Factors of the first structure (the global sites are those of all structures)."""
         return self.families[0].factors
 
     def unit_clocks(self, part: int) -> bool:
-        """Whether each unit has an optimiser of its own.
+        """Return whether each unit has an optimizer state of its own.
 
-        Where a step moves some units and not others.
+        It has where a step moves some units and not others.
         """
         return self.batch is not None and self.families[part].group == self.batch[0]
 
     def suffix(self, part: int) -> str:
-        """What names of a structure's own things end in, where there are several structures."""
+        """Return the ending of the names of a structure's local things; empty for one structure."""
         return "" if len(self.families) == 1 else f"_{part}"
 
     def constrain(self, params: dict[str, Array]) -> dict[str, Array]:
-        """Parameters in their supports, of unconstrained ones."""
+        """Map unconstrained parameters to their supports."""
         return _constrained(self, params)
 
     def unconstrain(self, params: dict[str, Array]) -> dict[str, Array]:
-        """The inverse of :meth:`constrain`."""
+        """Map parameters in their supports to unconstrained space."""
         return _unconstrained(self, params)
 
     def log_prior(self, theta: Array, params: dict[str, Array], rows: SiloRows) -> Array:
-        """``log p(theta)`` from the shared arguments; ``params`` constrained."""
+        """Return ``log p(theta)`` from the shared arguments; ``params`` are constrained."""
         shared = {**dict(rows.static), **rows.shared}
         learned = {k: params[k] for k in self.learned}
         if learned:
@@ -111,7 +112,7 @@ class Plan:
         return factors.log_prior(factors.unravel(theta), shared)
 
 
-# one program each where they are called outside of a trace, and nothing inside of one
+# jitted: called outside of a trace each is one program; inside of one it is inlined
 @partial(jax.jit, static_argnums=0, inline=True)
 def _constrained(plan: Plan, params: dict[str, Any]) -> dict[str, Any]:
     return {k: biject_to(plan.supports[k])(v) for k, v in params.items()}
@@ -125,10 +126,13 @@ def _unconstrained(plan: Plan, params: dict[str, Any]) -> dict[str, Any]:
 def own_params(
     plan: Plan, part: int, state: Any, params: dict[str, Array], averaged: bool = True
 ) -> Any:
-    """A silo's own parameters.
+    """Return a silo's own parameters.
 
-    Averaged where an average is kept, else those of its last round, in coordinates whitened by the
-    global ones given.
+    They are the tail average where the algorithm keeps one, else those of the silo's last round.
+    The latter are rewritten for coordinates whitened by ``params``.
+
+    :param params: global parameters, unconstrained.
+    :param averaged: whether to take the tail average where there is one.
     """
     if hasattr(state, "average"):
         return state.average if averaged else state.params

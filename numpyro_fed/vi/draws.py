@@ -1,17 +1,18 @@
-r"""Draws of a fitted approximation, with importance weights that say how good it is.
+r"""Draws of a fitted approximation, with importance weights that judge it.
 
-A draw :math:`\theta \sim q(\theta)` is sent to all silos. Each draws K candidates for every unit's
-latents, keeps one with probability proportional to its weight :math:`w_{gk}`, and returns its
-estimate :math:`\sum_g \log \frac1K \sum_k w_{gk}` of :math:`\log p(y_s \mid \theta)`. The server's
-log weight of the draw is
+The server sends a draw :math:`\theta \sim q(\theta)` to all silos. Each silo draws K candidates for
+every unit's latents and keeps one with probability proportional to its weight :math:`w_{gk}`. It
+returns its estimate :math:`\sum_g \log \frac1K \sum_k w_{gk}` of :math:`\log p(y_s \mid \theta)`.
+The server's log weight of the draw is
 
 .. math:: \log p(\theta) + \sum_s \log \hat p(y_s \mid \theta) - \log q(\theta),
 
-constant if q is exact. Draws that are to be resampled come from laws with wider tails than q's and
-its local maps' (:mod:`numpyro_fed.vi.proposals`), so that what these cut off is seen and weighed.
-The tail of the weights (Pareto's k, Vehtari et al. 2024) judges q without a reference. What leaves
-a silo: its estimates, one number for each draw, and the worst k of its units' candidates. The kept
-latents stay, except where one process holds all silos.
+which is constant if q is exact. Draws for resampling come from proposals with wider tails than q
+and its local maps (:mod:`numpyro_fed.vi.proposals`), so that the weights see tails that q cuts off.
+The tail of the weights (Pareto's k, Vehtari et al. 2024) judges q without a reference.
+
+What leaves a silo: its estimates, one number for each draw, and the worst k of its units'
+candidates. The kept latents stay, except where one process holds all silos.
 """
 
 import math
@@ -39,7 +40,7 @@ from numpyro_fed.vi.proposals import stretched_normal, wider_candidates
 
 __all__ = ["Draws", "EstimateLocal", "constrained", "draw", "draw_elsewhere", "globals_of"]
 
-_REACH = 3.0  # sds of q that a stretched draw's local map goes
+_REACH = 3.0  # sds of q at which a stretched draw's u is clipped for the local maps
 _NUMBERS_AT_ONCE = 1 << 22  # latents' candidates evaluated together
 
 
@@ -48,10 +49,10 @@ class Draws(NamedTuple):
 
     :param theta: flat global positions ``(n, d)``.
     :param latents: for each structure its local sites in pooled order, leading axis n.
-    :param log_weight: unnormalised log weights of the draws of theta, ``(n,)``.
-    :param ratios: for each structure log weights of each unit's first candidate over the mean
-        weight of its others, ``(n, G)`` in pooled order; zero where there are no others (without
-        latents one zero).
+    :param log_weight: unnormalized log weights of the draws of theta, ``(n,)``.
+    :param ratios: for each structure, the log ratio of one candidate's weight to the mean weight of
+        its unit's others, ``(n, G)`` in pooled order. It is zero where there are no others, and one
+        zero without latents.
     """
 
     theta: Array
@@ -62,8 +63,12 @@ class Draws(NamedTuple):
 
 @wire_name("Position")
 class Position(NamedTuple):
-    """A draw of theta as silos are told of it, the server's part of its log weight, and keys of the
-    silos' candidates.
+    """A draw of theta, as the server sends it to the silos.
+
+    :param context: the draw in the form that the variational family needs.
+    :param log_weight: the server's part of its log weight.
+    :param key_local: key of the silos' candidates.
+    :param key_choice: key of the choice among them.
     """
 
     context: Any
@@ -75,7 +80,10 @@ class Position(NamedTuple):
 def _position(
     plan: Plan, params: dict[str, Array], rows: SiloRows, stretched: bool, key: Array
 ) -> tuple[Array, Position]:
-    """One draw; its theta apart, which in wider tails is farther out than silos are told."""
+    """Draw theta, and return it with the message for the silos.
+
+    With wider tails theta may be farther out than the position that the silos' maps use.
+    """
     key_theta, key_local, key_choice = random.split(key, 3)
     noise, log_ratio = plan.families[0].global_noise(key_theta), jnp.zeros(())
     if stretched:
@@ -84,7 +92,7 @@ def _position(
     log_q = plan.families[0].log_global(params, context) + log_ratio
     log_weight = plan.log_prior(context.theta, params, rows) - log_q
     theta = context.theta
-    if stretched:  # any law of the candidates will do, and the map's goes astray far out
+    if stretched:  # any law of candidates is valid, and far out the map extrapolates badly
         context = context._replace(u=jnp.clip(context.u, -_REACH, _REACH))
     return theta, Position(context, log_weight, key_local, key_choice)
 
@@ -95,7 +103,7 @@ class EstimateLocal:
     """A silo's estimates of its log likelihood at draws of theta, one number each.
 
     :param plan: the static facts.
-    :param stretched: whether the draws, and candidates, come from laws with wider tails.
+    :param stretched: whether the draws, and candidates, come from proposals with wider tails.
     """
 
     plan: Plan
@@ -103,7 +111,7 @@ class EstimateLocal:
 
     @property
     def summed(self) -> bool:
-        """Whether over a wire its replies are masked, and their sum alone is seen."""
+        """Whether, over a wire, its replies are masked, so that the server sees their sum alone."""
         return self.plan.secure_sum
 
     def __call__(
@@ -132,7 +140,7 @@ def _positions(
         theta, at = _position(plan, params, rows, stretched, key)
         return theta, at._replace(
             context=at.context._replace(params={})
-        )  # networks' weights are the same in all
+        )  # the networks' weights are the same in all draws
 
     return lax.map(one, random.split(key, num))
 
@@ -147,13 +155,16 @@ def draw_elsewhere(
     num: int,
     stretched: bool = False,
 ) -> Draws:
-    """The same draws of theta, where the silos' rows are elsewhere and latents stay.
+    """Draw theta for remote silos, whose latents stay there.
 
-    :param slots: under which number each silo keeps its state, in the order of the stacks.
+    The draws of theta are those of :func:`draw`; the silos return their estimates. Under privacy no
+    silo weighs draws, and log weights are NaN.
+
+    :param slots: the number under which each silo keeps its state, in the order of the stacks.
     """
     theta, told = _positions(plan, params, stacks[0], key, num, stretched)
     own = {k: params[k] for k in getattr(plan.families[0], "shared_params", params)}
-    if plan.noise is not None:  # under privacy nobody weighs them
+    if plan.noise is not None:  # under privacy no silo weighs draws
         return Draws(theta, [{}], jnp.full(num, jnp.nan), [jnp.zeros((num, 0))])
     learned = {k: params[k] for k in plan.learned}
     message = (
@@ -182,12 +193,14 @@ def draw(
     num: int,
     stretched: bool = False,
 ) -> Draws:
-    """Independent draws.
+    """Draw theta and all latents independently, with their weights.
 
     :param params: global parameters, in their supports.
     :param local: for each stack the silos' own parameters.
-    :param stretched: from the proposal with wider tails, where q is Gaussian.
+    :param stacks: the silos' rows.
     :param totals: for each structure the number of rows of each group in all silos.
+    :param num: number of draws.
+    :param stretched: whether to draw from the proposal with wider tails (for a Gaussian q).
     """
 
     def one(key: Array) -> Draws:
@@ -223,11 +236,12 @@ def draw(
 
 
 def at_once(num: int, numbers: int) -> int:
-    """How many of ``num`` draws are made together, without a rest where that is near.
+    """Return how many of ``num`` draws to make together.
 
-    It would be a program of its own.
+    A number near the limit that divides ``num`` is preferred: a remainder would be a program of its
+    own.
 
-    :param numbers: that one draw takes.
+    :param numbers: numbers in memory for one draw.
     """
     most = max(1, min(num, _NUMBERS_AT_ONCE // max(numbers, 1)))
     return next((n for n in range(most, most // 2, -1) if num % n == 0), most)
@@ -236,7 +250,10 @@ def at_once(num: int, numbers: int) -> int:
 def globals_of(
     plan: Plan, silos: Silos, draws: Draws, params: dict[str, Array]
 ) -> dict[str, Array]:
-    """Global sites in their supports, leading axis: draws; from what is shared alone."""
+    """Return the global sites in their supports, leading axis: draws.
+
+    They follow from the shared arguments alone.
+    """
     factors = plan.families[0].factors
     learned = {PARAMS: {k: params[k] for k in plan.learned}} if plan.learned else {}
     shared = {**silos.shared, **learned}
@@ -264,8 +281,9 @@ def _candidate(
     rows: SiloRows,
     own: Any,
 ) -> tuple[Array, dict[str, Array], Array]:
-    """A silo's estimate of its log likelihood at theta, its latents (elements first),
-    unconstrained, and each unit's ratio.
+    """Return a silo's log likelihood estimate at theta, its latents, and each unit's ratio.
+
+    Latents are unconstrained, elements first.
 
     :param widened: whether every other candidate comes from a law with wider tails.
     """
@@ -290,7 +308,7 @@ def _candidate(
     z = family.latents(own, context, eps, rows)
     log_weight, rest = candidate_weights(family, own, context, learned, z, batch)
     log_weight = log_weight - log_ratio
-    if widened:  # far out a density may overflow: such a candidate has no weight
+    if widened:  # far out a density may overflow; such a candidate gets no weight
         log_weight = jnp.where(jnp.isfinite(log_weight), log_weight, -jnp.inf)
     value = jnp.sum(unit_bounds(family, log_weight, batch))
     uniform = jax.vmap(lambda i: random.uniform(random.fold_in(key_choice, i)))(place)
@@ -301,9 +319,9 @@ def _candidate(
 
 
 def _over_the_others(log_weight: Array, which: Array) -> Array:
-    """Of one candidate ``which``: its log weight over the mean of the others', ``(E,)``.
+    """Return the log weight of candidate ``which`` over the mean of the others', ``(E,)``.
 
-    Zero where there are none.
+    It is zero where there are no others.
     """
     num = len(log_weight)
     if num == 1:
@@ -315,10 +333,7 @@ def _over_the_others(log_weight: Array, which: Array) -> Array:
 def constrained(
     plan: Plan, part: int, silos: Silos, draws: Draws, params: dict[str, Array]
 ) -> dict[str, Array]:
-    """All latent sites of a structure in their supports, and its deterministic ones, leading axis.
-
-    Draws.
-    """
+    """Return a structure's latent and deterministic sites in their supports, leading axis: draws."""
     factors = plan.families[part].factors
     learned = {k: params[k] for k in plan.learned}
     kwargs = {**silos.pooled, PARAMS: learned} if learned else silos.pooled

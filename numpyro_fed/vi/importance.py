@@ -1,10 +1,9 @@
-r"""Importance weights of draws, Pareto-smoothed, and the k of their tails, which judges an
-approximation without a reference.
+"""Pareto-smoothed importance weights, whose tail index k judges an approximation.
 
-The k of the weights w alone says whether means of bounded quantities can be trusted. A coordinate's
-variance is a mean of :math:`w (x - m)^2`, whose tail may be worse where the posterior is wide in a
-corner that few draws reach; so it is judged by that product's own k (Vehtari et al. 2024, on k of a
-function).
+It needs no reference. The k of the weights w alone says whether means of bounded quantities can be
+trusted. A coordinate's variance is a mean of :math:`w (x - m)^2`. The tail of this product may be
+worse, where the posterior is wide in a corner that few draws reach. So the product's own k judges
+the variance (Vehtari et al. 2024, on k of a function).
 """
 
 import numpy as np
@@ -14,16 +13,17 @@ from numpyro_fed._compat import import_arviz
 __all__ = ["POOR", "smoothed", "tail_of_spreads", "worst_tail"]
 
 POOR = 0.7  # Pareto's k above which importance weights have no useful mean (Vehtari et al. 2024)
-_LOOKED_AT = 50  # tails, those whose terms vary most
-_BLOCK = 256  # coordinates at a time
-# n sum w^2 below which weights are as good as equal: q is within 0.005 nats, and k, which knows no
-# scale, would judge noise
+_LOOKED_AT = 50  # most tails that are examined: those whose terms vary most
+_BLOCK = 256  # coordinates whose terms are in memory at once
+# n sum w^2 below which weights count as equal: q is within 0.005 nats, and k, which has no scale,
+# would judge noise
 _EQUAL = 1.01
 
 
 def smoothed(log_weight: np.ndarray) -> tuple[np.ndarray, float]:
-    """Pareto-smoothed weights that sum to one, and Pareto's k (0 for nearly equal weights, infinite
-    where one is not finite).
+    """Return Pareto-smoothed weights that sum to one, and Pareto's k.
+
+    k is 0 for nearly equal weights, and infinite where a weight is not finite.
     """
     if not np.isfinite(log_weight).all():
         return np.where(np.isfinite(log_weight), 1.0, 0.0) / max(
@@ -33,15 +33,18 @@ def smoothed(log_weight: np.ndarray) -> tuple[np.ndarray, float]:
     weight /= weight.sum()
     if len(weight) * np.sum(weight**2) < _EQUAL:
         return weight, 0.0
-    with np.errstate(over="ignore"):  # in the fit of the Pareto law, where it is a weight of zero
+    with np.errstate(over="ignore"):  # an overflow in the Pareto fit is a weight of zero
         found, k = import_arviz().psislw(log_weight - log_weight.max())
     weight = np.exp(found - found.max())
     return weight / weight.sum(), float(k)
 
 
 def worst_tail(log_terms: np.ndarray) -> tuple[float, int]:
-    """The largest k of several weighings of the same draws ``(number, n)``, and which it is, among
-    those whose terms vary most.
+    """Return the largest k of several weighings of the same draws, and the weighing's index.
+
+    Only the 50 weighings whose terms vary most are examined.
+
+    :param log_terms: log weights, one row for each weighing, ``(number, n)``.
     """
     which = np.argsort(-_unevenness(np.exp(log_terms - log_terms.max(1, keepdims=True))))[
         :_LOOKED_AT
@@ -50,8 +53,12 @@ def worst_tail(log_terms: np.ndarray) -> tuple[float, int]:
 
 
 def tail_of_spreads(weight: np.ndarray, theta: np.ndarray) -> tuple[float, int]:
-    """The largest k of the coordinates' variances under weights ``(n,)`` of positions ``(n, d)``,
-    and the coordinate, likewise.
+    """Return the largest k of the coordinates' variances, and the coordinate's index.
+
+    Only the 50 coordinates whose terms vary most are examined.
+
+    :param weight: normalized weights ``(n,)``.
+    :param theta: positions ``(n, d)``.
     """
 
     def terms(which: slice | np.ndarray) -> np.ndarray:
@@ -72,5 +79,5 @@ def _largest(log_terms: np.ndarray, which: np.ndarray) -> tuple[float, int]:
 
 
 def _unevenness(terms: np.ndarray) -> np.ndarray:
-    """One over the effective number of terms, of each row."""
+    """Return one over the effective number of terms, for each row."""
     return (terms**2).sum(1) / terms.sum(1) ** 2

@@ -1,6 +1,7 @@
-"""A silo's steps between two rounds.
+"""Local steps of a silo between two rounds.
 
-Its optimisers on its own part of the bound, as large as if all data were like its own.
+A silo's optimizers work on the silo's own part of the bound, scaled as if all data were like its
+own.
 """
 
 from typing import Any, NamedTuple
@@ -20,9 +21,13 @@ __all__ = ["Steps", "all_rows", "first_optim_states", "row_count", "steps"]
 
 
 class Steps(NamedTuple):
-    """After the steps.
+    """State after the local steps.
 
-    Global parameters and the silo's own, its optimisers' states, and the objective at each step.
+    :param params: global parameters, unconstrained.
+    :param own: the silo's own parameters.
+    :param optim_state: the state of the optimizer of the global parameters.
+    :param local_optim_state: the state of the optimizer of the silo's own parameters.
+    :param values: the objective at each step.
     """
 
     params: dict[str, Array]
@@ -33,20 +38,20 @@ class Steps(NamedTuple):
 
 
 def row_count(plan: Plan, rows: SiloRows) -> Array:
-    """Number of a silo's rows that no index points to (of stacked silos: of each)."""
+    """Return the number of a silo's rows that no index points to (for a stack: of each silo)."""
     targets = {target for _, target in plan.families[rows.part].factors.index}
     return sum((n for g, n in rows.sizes.items() if g not in targets), jnp.zeros((), jnp.int32))
 
 
 def all_rows(plan: Plan, stacks: list[SiloRows]) -> Array:
-    """The same of all silos."""
+    """Return the number of rows of all silos that no index points to."""
     return sum((jnp.sum(row_count(plan, rows)) for rows in stacks), jnp.zeros((), jnp.int32))
 
 
 def first_optim_states(
     plan: Plan, part: int, params: dict[str, Array], own: Any
 ) -> tuple[Any, Any]:
-    """Of the global parameters that move, and of the silo's own."""
+    """Return first optimizer states: of the global parameters that move, and of the silo's own."""
     first = jax.vmap(plan.local_optim.init) if plan.unit_clocks(part) else plan.local_optim.init
     return plan.optim.init({k: params[k] for k in plan.moving}), first(own)
 
@@ -61,9 +66,9 @@ def steps(
     key: Array,
     rows: SiloRows,
 ) -> Steps:
-    """``num_local_steps`` of them.
+    """Make ``num_local_steps`` steps on a silo's objective.
 
-    :param scale: of the silo's term, the number of all rows over its own.
+    :param scale: factor of the silo's term: the number of all rows over the number of its own.
     """
     family = plan.families[rows.part]
     still = {k: v for k, v in params.items() if k not in plan.moving}
@@ -99,7 +104,10 @@ def steps(
 def _gradients(
     plan: Plan, params: dict[str, Array], own: Any, scale: Array, key: Array, rows: SiloRows
 ) -> tuple[Array, Any, Any, Batch]:
-    """The silo's objective and its gradients in its copy of the global parameters and in its own."""
+    """Return a silo's objective, its gradients and the batch.
+
+    The gradients are those in the silo's copy of the global parameters and in its own parameters.
+    """
     family = plan.families[rows.part]
     key_theta, key_batch, key_local = random.split(key, 3)
     batch = pick(family, plan.batch, key_batch, rows)

@@ -1,11 +1,10 @@
-r"""Some of a silo's rows for a step.
+r"""Minibatches of a silo's rows, by systematic sampling.
 
-Systematic sampling, every row with the same probability and none twice.
-
-Of N_s rows, :math:`m = \min(\text{batch size}, N_s)` are taken, row :math:`\lfloor (j N_s + b) / m
-\rfloor` for j = 0 ... m - 1 with one b, uniform on 0 ... N_s - 1. Terms of the batch have weight
-:math:`N_s / m`. The cost does not depend on N_s. Latents of the batch's own rows come with them,
-and only they are moved; latents of other groups stay whole.
+Every row has the same probability, and no row is drawn twice. Of :math:`N_s` rows a batch takes
+:math:`m = \min(\text{batch size}, N_s)`: the rows :math:`\lfloor (j N_s + b) / m \rfloor` for j = 0
+... m - 1, with one b, uniform on 0 ... N_s - 1. The terms of the batch have weight :math:`N_s / m`.
+The cost does not depend on :math:`N_s`. A step moves the latents of the batch's own rows alone;
+latents of other row groups stay whole.
 """
 
 from collections.abc import Callable
@@ -23,13 +22,13 @@ __all__ = ["Batch", "pick", "rows_at", "systematic", "whole"]
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows of a step, the weights of their terms, and how to reach the parameters of their units.
+    """The rows of a step, the weights of their terms, and access to their units' parameters.
 
     :param rows: the rows as a silo of their own.
-    :param weights: of each row group's terms (beyond the mask of padding).
-    :param scale: of the units' parts of the bound, where units are subsampled.
-    :param take: the units' rows of a pytree, e.g. of variational parameters.
-    :param put: a pytree with the units' rows replaced.
+    :param weights: weights of each row group's terms (beyond the mask of padding).
+    :param scale: factor of the units' parts of the bound, where units are subsampled.
+    :param take: selects the units' rows of a pytree, e.g. of variational parameters.
+    :param put: replaces the units' rows of a pytree.
     """
 
     rows: SiloRows
@@ -40,18 +39,18 @@ class Batch:
 
 
 def systematic(start: Array, total: Array, count: Array, shown: int) -> Array:
-    """``(j total + start) // count`` for j = 0 ... shown - 1, exactly (``count`` below 46,000)."""
+    """Return ``(j total + start) // count`` for j < ``shown``, exactly (``count`` below 46,000)."""
     j = jnp.arange(shown)
     return j * (total // count) + (j * (total % count) + start) // count
 
 
 def whole(rows: SiloRows) -> Batch:
-    """All of a silo's rows."""
+    """Return a batch of all rows of a silo."""
     return Batch(rows, {}, 1.0, lambda tree: tree, lambda _, new: new)
 
 
 def pick(family: Any, size: tuple[str, int] | None, key: Array, rows: SiloRows) -> Batch:
-    """The batch of a step: all rows, or a minibatch.
+    """Draw the batch of a step: all rows, or a minibatch.
 
     :param size: row group and number of rows, or ``None`` for all rows.
     """
@@ -70,8 +69,9 @@ def pick(family: Any, size: tuple[str, int] | None, key: Array, rows: SiloRows) 
 def rows_at(
     family: Any, group: str, place: Array, count: Array, stands_for: Array, rows: SiloRows
 ) -> Batch:
-    """The batch of the rows of a group at these places, of which the first ``count`` are real.
+    """Return the batch of a row group's rows at these places.
 
+    :param place: places of the rows; the first ``count`` are real, the others padding.
     :param stands_for: weight of a row's terms.
     """
     groups, pad, shown = (

@@ -1,4 +1,4 @@
-"""What the variational adapters are given, checked."""
+"""Options of the variational fits, checked."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +13,7 @@ __all__ = ["Options"]
 
 @dataclass(frozen=True)
 class Options:
-    """What the adapters are given, checked."""
+    """Options of a variational fit, as :class:`~numpyro_fed.SFVI` and its kin take them."""
 
     optim: Any
     local_optim: Any
@@ -28,11 +28,15 @@ class Options:
 
     @property
     def closed(self) -> bool:
-        """Whether silos elsewhere answer rounds alone, and no questions."""
+        """Whether remote silos answer rounds alone, and no questions."""
         return self.privacy is not None or self.secure_sum
 
     def checked(self) -> "Options":
-        """Itself, or an error in words."""
+        """Return these options, or raise an error that names the one out of range.
+
+        :raises TypeError: for optimizers that are not optax's, and other wrong types.
+        :raises ValueError: for numbers out of range.
+        """
         without = self.conducive and self.optim is None and self.local_optim is None
         for name in () if without else ("optim", "local_optim"):
             value = getattr(self, name)
@@ -62,7 +66,7 @@ class Options:
     def check_rounds(
         self, num_rounds: int, tol: Any, participation: Any, answering: Any, state: Any
     ) -> None:
-        """Refuse what makes no sense with a budget of privacy, or with sums."""
+        """Refuse arguments of a run that exclude a privacy budget or secure sums."""
         if self.secure_sum and not (participation is None and answering is None):
             raise ValueError(
                 "secure_sum=True: a sum needs the replies of all silos; expected "

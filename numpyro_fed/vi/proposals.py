@@ -1,15 +1,21 @@
-r"""Laws with wider tails than a Gaussian approximation's, for draws that are to be weighed.
+r"""Proposals with wider tails than a Gaussian approximation, for draws that are to be weighed.
 
-Of theta: a quarter of the draws have one whitened coordinate, whichever, and a quarter two, from
-Student's law of three degrees, three times as wide; the density of the mixture takes the place of
-q's,
+For theta, half of the draws are q's. A quarter have one whitened coordinate, chosen at random, from
+Student's law of three degrees, three times as wide; a quarter have two such coordinates. The
+density of this mixture takes the place of q's,
 
-.. math:: q(\theta) \Big( \tfrac12 + \tfrac14 \, \tfrac1d \sum_i r_i + \tfrac14 \, \tfrac{2}{d (d - 1)} \sum_{i < j} r_i r_j \Big), \qquad r_i = \frac{t_3(u_i / 3) / 3}{N(u_i; 0, 1)},
+.. math::
 
-so that a tail that q cuts off (a log scale's, or that of an effect which widens with its scale) is
-seen. Of a unit's latents: every other candidate has its coordinates from the multivariate Student
-law of three degrees, and all are weighed by the mixture's density, so that no candidate can have
-more than twice its share where the target's tails are lighter.
+    q(\theta) \Big( \tfrac12 + \tfrac14 \, \tfrac1d \sum_i r_i
+    + \tfrac14 \, \tfrac{2}{d (d - 1)} \sum_{i < j} r_i r_j \Big), \qquad
+    r_i = \frac{t_3(u_i / 3) / 3}{N(u_i; 0, 1)}.
+
+So the weights see a tail that q cuts off: that of a log scale, or of an effect which widens with
+its scale.
+
+For a unit's latents, every other candidate has its coordinates from the multivariate Student law of
+three degrees. All candidates are weighed by the mixture's density. So no candidate can have more
+than twice its share where the target's tails are lighter.
 """
 
 import math
@@ -25,8 +31,10 @@ _STRETCH, _DEGREES = 3.0, 3.0  # of a wide coordinate: scale, degrees of freedom
 
 
 def stretched_normal(key: Array, noise: Array) -> tuple[Array, Array]:
-    """Half of all draws with one coordinate or two from a wider law, and the log density of the
-    mixture over the standard normal's.
+    """Draw from the mixture with one or two wide coordinates in half of all draws.
+
+    :param noise: standard normal draw ``(d,)``.
+    :return: the draw ``(d,)``, and the log density of the mixture over the standard normal's.
     """
     key_kind, key_axes, key_wide = random.split(key, 3)
     d = noise.shape[0]
@@ -38,7 +46,7 @@ def stretched_normal(key: Array, noise: Array) -> tuple[Array, Array]:
     one = jax.nn.logsumexp(tails) - math.log(d)
     if d == 1:
         return u, jnp.logaddexp(0.0, one) - math.log(2)
-    # the mean over pairs, without their sum's cancellation: each coordinate with those before it
+    # a mean over pairs, each coordinate with those before it: positive terms do not cancel
     before = jnp.log(jnp.cumsum(jnp.exp(tails - tails.max()))[:-1]) + tails.max()
     two = jax.nn.logsumexp(before + tails[1:]) - math.log(d * (d - 1) / 2)
     parts = jnp.stack([jnp.zeros(()), one, two])
@@ -46,19 +54,20 @@ def stretched_normal(key: Array, noise: Array) -> tuple[Array, Array]:
 
 
 def wider_candidates(key: Array, eps: Array, width: Array, place: Array) -> tuple[Array, Array]:
-    """Every other candidate from the Student law, and the log density of the mixture over the
-    standard normal's, ``(K, E)``.
+    """Draw every other candidate from the Student law.
 
     :param eps: standard normal coordinates ``(K, E, k)``, zero for padding.
     :param width: number of each unit's own coordinates, ``(E,)``.
-    :param place: of each unit in the pooled data, by which its noise is folded.
+    :param place: place of each unit in the pooled data, by which its noise is folded.
+    :return: the coordinates, and the log density of the mixture over the standard normal's, ``(K,
+        E)``.
     """
     num = len(eps)
     wide = jnp.arange(num) % 2 == 1
     half = _DEGREES / 2
     chi = (
         jax.vmap(lambda i: random.gamma(random.fold_in(key, i), half, (num,)))(place).T / half
-    )  # chi squared over its degrees
+    )  # chi squared over its degrees of freedom of freedom
     eps = jnp.where(wide[:, None, None], eps * chi[..., None] ** -0.5, eps)
     square = jnp.sum(eps**2, axis=-1)
     normal = -0.5 * square - 0.5 * width * math.log(2 * math.pi)

@@ -1,6 +1,6 @@
-"""What a variational fit returns, and its parameters as silos hold them.
+"""Result of a variational fit, and its parameters as the silos hold them.
 
-Stacked, or over a plate's elements in pooled order.
+Local parameters are either stacked by silo, or over a plate's elements in pooled order.
 """
 
 from dataclasses import dataclass
@@ -23,20 +23,20 @@ __all__ = ["VIResult", "global_params", "local_params", "shape_of", "stacked_par
 
 @dataclass(frozen=True, repr=False)
 class VIResult:
-    """What ``run`` returns.
+    """The result of ``run``.
 
-    :ivar params: parameters in their supports, averaged over the last rounds (SFVI-Avg: of the
-        last): q(theta)'s, the model's learned ones, and the local ones (in the pooled order of
-        their plate; not of silos elsewhere, where they stay), under the names that the guide has in
-        :class:`numpyro.infer.SVI`.
-    :ivar state: the state after the last round, from which ``run(..., init_state=result.state)``
-        goes on.
+    :ivar params: parameters in their supports, under the names that the guide has in
+        :class:`numpyro.infer.SVI`: q(theta)'s, the model's learned ones, and the local ones. They
+        are averaged over the last rounds (SFVI-Avg: those of the last round). Local ones are in the
+        pooled order of their plate; those of remote silos stay there and are not in the result.
+    :ivar state: the state after the last round; ``run(..., init_state=result.state)`` goes on from
+        it.
     :ivar losses: minus the estimated bound in each round, a NumPy array.
     :ivar ledger: rounds, gradient evaluations and bytes of each silo.
-    :ivar partition: a fingerprint of the silos: which pooled row is in which.
-    :ivar privacy: of a fit with a budget of it, what was spent, and about how far its noise moves
-        q's mean; else ``None``.
-    :ivar stopped: why the rounds broke off, in words; ``None`` where they did not.
+    :ivar partition: a fingerprint of the silos: which pooled row is in which silo.
+    :ivar privacy: for a fit with a privacy budget, the budget that was spent, and about how far the
+        noise moves q's mean; else ``None``.
+    :ivar stopped: why the rounds broke off; ``None`` where they did not.
     :ivar whitening: mean ``(d,)`` and a square root of the covariance of a Gaussian q(theta), ``(d,
         d)`` or its diagonal, in unconstrained space; else ``None``.
     """
@@ -66,8 +66,9 @@ class VIResult:
 
 
 def global_params(result: VIResult, prepared: Prepared, params: dict) -> dict:
-    """A result's global parameters, unconstrained, or an error in words where they are others than
-    the fit's.
+    """Return a result's global parameters, unconstrained.
+
+    :raises ValueError: where their names or shapes are not those of the fit.
     """
     shapes = {k: shape_of(v) for k, v in prepared.plan.constrain(params).items()}
     got = {k: shape_of(result.params[k]) for k in shapes if k in result.params}
@@ -82,7 +83,7 @@ def global_params(result: VIResult, prepared: Prepared, params: dict) -> dict:
 
 
 def shape_of(value: Any) -> list:
-    """Of an array; of the arrays of a network."""
+    """Return the shape of an array, or the shapes of a network's arrays."""
     return (
         list(value.shape)
         if hasattr(value, "shape")
@@ -91,8 +92,9 @@ def shape_of(value: Any) -> list:
 
 
 def local_params(prepared: Prepared, local: list) -> dict[str, Array]:
-    """The silos' parameters as arrays over their plate's elements in pooled order (over silos where
-    these are the units).
+    """Return the silos' parameters as arrays over their plate's elements, in pooled order.
+
+    Where silos are the units, the arrays are over silos.
     """
     plan, out = prepared.plan, {}
     for part, family in enumerate(plan.families):
@@ -111,7 +113,7 @@ def local_params(prepared: Prepared, local: list) -> dict[str, Array]:
 
 
 def stacked_params(prepared: Prepared, params: dict[str, Array]) -> list:
-    """The inverse of :func:`local_params`; padding has its first values."""
+    """Invert :func:`local_params`; padding gets its first values."""
     plan, out = prepared.plan, []
     for rows, first in zip(prepared.stacks, prepared.local, strict=True):
         family = plan.families[rows.part]

@@ -1,1 +1,1 @@
-"""Conducive rounds: a Gaussian factor for each silo, found by natural-gradient steps."""
+"""Conducive rounds: one approximate factor for each silo, by natural-gradient steps."""

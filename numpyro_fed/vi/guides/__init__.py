@@ -1,1 +1,1 @@
-"""Guides: the structured normal family, and users' own."""
+"""Guides: the structured Gaussian family and guides that users write."""
