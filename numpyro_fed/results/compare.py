@@ -1,7 +1,7 @@
-"""Compare a federated fit with a reference, parameter by parameter, in units that mean something.
+"""Comparison of a federated fit with a reference, parameter by parameter.
 
-A difference of means is given in posterior standard deviations of the reference, beside its
-Monte-Carlo standard error; a verdict is given only where that error is small enough for one.
+Differences of means are in posterior standard deviations (sds) of the reference, beside their
+Monte-Carlo standard errors. A verdict is given only where these errors are small enough for one.
 """
 
 import warnings
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 __all__ = ["Comparison", "JointDistance", "compare", "plot_compare"]
 
 _SHOWN_ROWS = 16
-_JOINT_DRAWS = 1000  # at most, of each of two laws
-_EPSILON = 1.0  # entropic regularisation, in squared reference sds for each scalar
+_JOINT_DRAWS = 1000  # largest number of draws of each of the two laws
+_EPSILON = 1.0  # entropic regularization, in squared reference sds per scalar
 _SENTENCES = {
     "agrees": "The fit agrees with the reference",
     "undecided": "Whether the fit agrees with the reference is undecided",
@@ -41,12 +41,12 @@ _SENTENCES = {
 
 
 class JointDistance(NamedTuple):
-    """How far two joint laws are apart, and two halves of one of them.
+    """Distance between two joint laws, beside that between two halves of the reference.
 
     :param distance: of the fit from the reference, in sds of the reference, root mean square over
         the scalars.
-    :param within_reference: the same between two halves of the reference: what equal laws give.
-    :param num_draws: draws of each of the two laws in either distance.
+    :param within_reference: distance between two halves of the reference, as equal laws give it.
+    :param num_draws: number of draws of each law, in either distance.
     """
 
     distance: float
@@ -56,15 +56,16 @@ class JointDistance(NamedTuple):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Comparison:
-    """What :func:`compare` found.
+    """Result of :func:`compare`.
 
-    :ivar table: one row per scalar parameter; the columns are explained at :func:`compare`.
+    :ivar table: one row per scalar parameter; :func:`compare` explains the columns.
     :ivar mean_tolerance: largest accepted difference of means, in posterior sds of the reference.
     :ivar sd_tolerance: largest accepted relative difference of the sds, in either direction.
-    :ivar pareto_k: of a variational fit, Pareto's k of its importance weights, or of a variance
-        under them, whichever is larger; ``None`` where it has none. It is no part of the verdict.
-    :ivar privacy: of a fit with differential privacy, what was spent, and what its noise does to
-        means and sds; else ``None``.
+    :ivar pareto_k: for a variational fit, Pareto's k of its importance weights, or of a variance
+        under them, whichever is larger. It is ``None`` where the fit has none, and no verdict
+        depends on it.
+    :ivar privacy: for a fit with differential privacy, the budget that it spent and the effect of
+        its noise on means and sds; else ``None``.
     """
 
     table: "DataFrame"
@@ -76,28 +77,30 @@ class Comparison:
 
     @property
     def verdict(self) -> str:
-        """The worst verdict of any row: one that differs outweighs any that are undecided."""
+        """Worst verdict of all rows, in the order "differs", "undecided", "agrees"."""
         return max(self.table["verdict"], key=VERDICTS.index)
 
     @property
     def worst(self) -> str:
-        """Label of the row with the largest ``error``; one without a finite error comes first."""
+        """Label of the row with the largest ``error``; an error that is NaN counts as infinite."""
         return self.table.index[int(np.argmax(self.table["error"].fillna(np.inf)))]
 
     @cached_property
     def joint(self) -> JointDistance:
-        r"""The distance of the two joint laws, which sees what no row does.
+        r"""Distance of the two joint laws.
 
-        A wrong correlation, say.
+        It shows differences that no row shows, such as a wrong correlation.
 
-        It is :math:`\sqrt{S_1}`, with :math:`S_\epsilon` the Sinkhorn divergence (Feydy et al.
-        2019, eq. 3) for the cost :math:`\|x - y\|^2 / p` of the p scalars, standardised by the
-        reference's means and sds: all means moved by one sd are at distance 1. Draws are thinned
-        evenly to equal numbers, at most 1000. Features much finer than an sd are smoothed away.
-        Scalars that do not vary in the reference, or are not finite there, are left out. NaN where
-        none is left, where a draw of the fit is not finite, and where there are fewer than 2 draws
-        of the fit or 4 of the reference. No verdict depends on it. It takes seconds, when first
-        asked for.
+        The distance is :math:`\sqrt{S_1}`, with :math:`S_\epsilon` the Sinkhorn divergence (Feydy
+        et al. 2019, eq. 3) for the cost :math:`\|x - y\|^2 / p` of the p scalars. The reference's
+        means and sds standardize the scalars, so that moving all means by one sd gives distance 1.
+        Draws are thinned evenly to equal numbers, at most 1000. Features much finer than an sd are
+        smoothed away. Scalars that are constant in the reference, or not finite there, are left
+        out.
+
+        The distance is NaN where no scalar is left, where a draw of the fit is not finite, and
+        where the fit has fewer than 2 draws or the reference fewer than 4. No verdict depends on
+        it. The first access computes it, which takes seconds.
         """
         kept = [
             (fed, ref)
@@ -126,7 +129,7 @@ class Comparison:
         )
 
     def summary(self) -> str:
-        """The result in one paragraph of words."""
+        """Return the result as one paragraph."""
         agree, undecided, differ = self._counts()
         text = (
             f"{_SENTENCES[self.verdict]}: of {len(self.table)} parameters {agree} agree, "
@@ -141,7 +144,7 @@ class Comparison:
         return text + self._approximation()
 
     def closing_line(self) -> str:
-        """Counts and extremes in one line, the last of the printed table."""
+        """Return counts and extremes as one line, the last of the printed table."""
         agree, undecided, differ = self._counts()
         counts = f"{agree} agree, {undecided} undecided, {differ} differ"
         return f"{self.verdict}: {counts}. {self._extremes()}.{self._approximation()}"
@@ -175,7 +178,7 @@ class Comparison:
         return text
 
     def _display(self) -> tuple["DataFrame", str]:
-        """The table in strings, or its worst rows and a line that says so."""
+        """Return the table as strings, and a note where only its worst rows are shown."""
         import pandas as pd
 
         table, hidden = self.table, ""
@@ -207,28 +210,37 @@ def compare(
 ) -> Comparison:
     r"""Compare the posterior of a fit with that of a reference, usually pooled NUTS.
 
-    Draws are in the constrained space, as ArviZ holds them; chains and draws may be any in number.
-    Columns of the table: means and sds of both (``mean_ref``, ``sd_ref``, ``mean_fed``,
-    ``sd_fed``); ``error``, :math:`|\bar x_{fed} - \bar x_{ref}| / s_{ref}`; ``mcse``, its
-    Monte-Carlo standard error from that of both means; ``sd_ratio``, :math:`s_{fed} / s_{ref}`;
-    ``sd_ratio_mcse``, by the delta method from that of both sds; ``w2``, the Wasserstein-2
-    distance of the two empirical marginals, in reference sds (Monte-Carlo noise included, so never
-    quite zero); ``ess_bulk``, ``ess_tail`` and ``r_hat`` of the fit; ``verdict``; and ``note``, a
-    reason that the numbers alone do not show.
+    Draws are in the constrained space, as in ArviZ. The numbers of chains and draws may differ.
+    The columns of the table are:
 
-    The verdict of a row is *agrees* if error + 2 mcse is within ``mean_tolerance``, the sd ratio
-    within [1/(1 + ``sd_tolerance``), 1 + ``sd_tolerance``] with 2 standard errors to spare on both
-    sides, and no R-hat above 1.05; *differs* if the error or the ratio is outside by more than 3
-    standard errors, or a draw of the fit is not finite; otherwise *undecided*. A parameter that is
-    constant up to rounding in both fits agrees if it is equal. Of a variational fit the closing
+    * ``mean_ref``, ``sd_ref``, ``mean_fed``, ``sd_fed``: means and sds of both;
+    * ``error``: :math:`|\bar x_{fed} - \bar x_{ref}| / s_{ref}`;
+    * ``mcse``: Monte-Carlo standard error of ``error``, from those of both means;
+    * ``sd_ratio``: :math:`s_{fed} / s_{ref}`;
+    * ``sd_ratio_mcse``: standard error of ``sd_ratio``, by the delta method from those of both sds;
+    * ``w2``: Wasserstein-2 distance of the two empirical marginals, in reference sds (it includes
+      Monte-Carlo noise, so it is never quite zero);
+    * ``ess_bulk``, ``ess_tail``, ``r_hat``: diagnostics of the fit;
+    * ``verdict``: as below;
+    * ``note``: a reason for the verdict that the numbers alone do not show.
+
+    A row *agrees* if three conditions hold. Error + 2 mcse is at most ``mean_tolerance``. The sd
+    ratio is within [1/(1 + ``sd_tolerance``), 1 + ``sd_tolerance``], with 2 standard errors to
+    spare on both sides. No R-hat is above 1.05.
+
+    A row *differs* if the error or the ratio is outside by more than 3 standard errors, or if a
+    draw of the fit is not finite. Otherwise it is *undecided*. A parameter that is constant up to
+    rounding in both fits agrees if both constants are equal. For a variational fit the closing
     line also judges Pareto's k.
 
-    :param fed: an :class:`arviz.InferenceData`, or what ``arviz.convert_to_inference_data`` takes.
-    :param reference: the same for the reference.
-    :param var_names: the sites to compare; all, which must then be the same in both, if None.
+    :param fed: an :class:`arviz.InferenceData`, or an argument of
+        ``arviz.convert_to_inference_data``.
+    :param reference: the reference, in the same forms.
+    :param var_names: sites to compare. ``None``: all sites, which must be the same in both.
     :param mean_tolerance: largest accepted difference of means, in reference sds.
     :param sd_tolerance: largest accepted relative difference of the sds.
-    :raises ValueError: when sites, dimensions, shapes or coordinates do not match.
+    :raises ValueError: when sites, dimensions, shapes or coordinates do not match, or a tolerance
+        is not positive.
 
     **References**
 
@@ -260,18 +272,19 @@ def plot_compare(
     labels: tuple[str, str] = ("federated", "pooled NUTS"),
     figure: "Figure | None" = None,
 ) -> "Figure":
-    """Draw both posteriors side by side: a forest, and the marginal densities of each parameter.
+    """Draw both posteriors: a forest plot, and the marginal densities of each parameter.
 
-    Every parameter is standardised by the reference's mean and sd, so that all rows share one axis;
-    intervals are central ones of 50 % and 94 %. The verdicts are those of :func:`compare` with its
+    The reference's mean and sd standardize every parameter, so that all rows share one axis.
+    Intervals are the central 50 % and 94 %. The verdicts are those of :func:`compare` with its
     default tolerances. Parameters that are constant in the reference are not drawn.
 
     :param fed: as for :func:`compare`.
     :param reference: as for :func:`compare`.
     :param var_names: as for :func:`compare`.
-    :param max_rows: where there are more parameters, the worst are drawn.
-    :param labels: what to call the fit and the reference.
-    :param figure: an empty figure (or subfigure) to draw in; a new one of fitting size if None.
+    :param max_rows: largest number of rows; of more parameters the worst are drawn.
+    :param labels: names of the fit and of the reference.
+    :param figure: an empty figure (or subfigure) to draw in. ``None``: a new one of suitable size.
+    :return: the figure.
     :raises ValueError: as :func:`compare`, or when no parameter varies in the reference.
     """
     from numpyro_fed.results.comparison_figure import draw_comparison
@@ -297,7 +310,7 @@ def plot_compare(
 
 
 def _said_of_itself(fit: Any) -> tuple[float | None, str | None]:
-    """Pareto's k and the cost of privacy, where a fit's ``InferenceData`` has them."""
+    """Return Pareto's k and the cost of privacy, where a fit's ``InferenceData`` has them."""
     attrs = getattr(getattr(fit, "posterior", None), "attrs", {})
     k = attrs.get("pareto_k")
     privacy = attrs.get("privacy")
@@ -318,7 +331,7 @@ def _compare(
 
 
 def _sinkhorn_distance(x: np.ndarray, y: np.ndarray) -> float:
-    """Root of the Sinkhorn divergence of the draws ``x`` and ``y``, each of shape (draws, scalars)."""
+    """Return the root of the Sinkhorn divergence of draws ``x`` and ``y``, ``(draws, scalars)``."""
 
     def cost(x: np.ndarray, y: np.ndarray) -> np.ndarray:
         return ((x**2).sum(1)[:, None] + (y**2).sum(1) - 2 * x @ y.T).clip(0) / x.shape[1]
@@ -329,16 +342,16 @@ def _sinkhorn_distance(x: np.ndarray, y: np.ndarray) -> float:
 
 @cache
 def _divergence() -> Callable[..., Any]:
-    """The Sinkhorn divergence from three matrices of costs, compiled once for each shape."""
+    """Return the Sinkhorn divergence of three cost matrices, compiled once for each shape."""
     import jax
 
-    with warnings.catch_warnings():  # ott imports jaxopt, which announces its end
+    with warnings.catch_warnings():  # ott imports jaxopt, which is deprecated
         warnings.filterwarnings("ignore", "JAXopt is no longer maintained", DeprecationWarning)
         from ott.geometry.geometry import Geometry
         from ott.solvers.linear.acceleration import Momentum
         from ott.tools.sinkhorn_divergence import sinkhorn_divergence
 
-    # both potentials are updated at once: the result is then the same for (x, y) and (y, x)
+    # updating both potentials at once makes the divergence symmetric in x and y
     options = {"parallel_dual_updates": True, "momentum": Momentum(start=0, value=0.5)}
     return jax.jit(
         lambda *costs: sinkhorn_divergence(
@@ -348,13 +361,13 @@ def _divergence() -> Callable[..., Any]:
 
 
 def _by_severity(table: "DataFrame") -> np.ndarray:
-    """Positions of the rows, worst verdict first, then largest error."""
+    """Return positions of the rows, worst verdict first, then largest error."""
     rank = np.array([VERDICTS.index(verdict) for verdict in table["verdict"]])
     return np.lexsort((-table["error"].fillna(np.inf).to_numpy(), -rank))
 
 
 def _shown(row: Any) -> dict[str, str]:
-    """One row of the table as printed."""
+    """Return one row of the table as printed."""
     return {
         "reference": _rounded(row["mean_ref"], row["sd_ref"], row["sd_ref"]),
         "fit": _rounded(row["mean_fed"], row["sd_fed"], row["sd_ref"]),
@@ -369,7 +382,7 @@ def _shown(row: Any) -> dict[str, str]:
 
 
 def _rounded(mean: float, sd: float, unit: float) -> str:
-    """Mean and sd to the third significant digit of ``unit``, where that is a readable number."""
+    """Format mean and sd to the third significant digit of ``unit``, where that is readable."""
     if np.isfinite([mean, sd, unit]).all() and 1e-5 < unit < 1e3:
         digits = 2 - int(np.floor(np.log10(unit)))
         mean = round(mean, digits) + 0.0  # no minus sign before zero

@@ -1,4 +1,4 @@
-"""From two posteriors to one row of numbers, and a verdict, for every scalar parameter."""
+"""Pairs of scalar parameters of two posteriors, and one row of numbers and a verdict for each."""
 
 import itertools
 from collections.abc import Sequence
@@ -12,13 +12,13 @@ COLUMNS = ["mean_ref", "sd_ref", "mean_fed", "sd_fed", "error", "mcse", "sd_rati
 COLUMNS += ["sd_ratio_mcse", "w2", "ess_bulk", "ess_tail", "r_hat", "verdict", "note"]
 VERDICTS = ("agrees", "undecided", "differs")  # from best to worst
 AGREE_SE, DIFFER_SE, _MAX_R_HAT = 2.0, 3.0, 1.05
-_MIN_DRAWS = 4  # arviz gives no diagnostics of shorter chains
+_MIN_DRAWS = 4  # ArviZ has no diagnostics for shorter chains
 # label, draws of the fit, draws of the reference, both of shape (chains, draws)
 Scalar = tuple[str, np.ndarray, np.ndarray]
 
 
 def paired_scalars(fed: Any, reference: Any, var_names: str | Sequence[str] | None) -> list[Scalar]:
-    """Every scalar parameter of both fits, with its label; refuses what does not match."""
+    """Pair the scalar parameters of both fits, with labels; raise where the fits do not match."""
     pair = posterior_dataset(fed), posterior_dataset(reference)
     in_fed, in_ref = (set(map(str, posterior.data_vars)) for posterior in pair)
     if var_names is None:
@@ -69,7 +69,7 @@ def _of_site(name: str, fed: Any, ref: Any) -> list[Scalar]:
 def compare_scalar(
     fed: np.ndarray, ref: np.ndarray, mean_tolerance: float, sd_tolerance: float
 ) -> dict:
-    """One row of the table from draws of one scalar, each of shape (chains, draws)."""
+    """Return one row of the table from draws of one scalar, each ``(chains, draws)``."""
     row: dict[str, Any] = dict.fromkeys(COLUMNS, np.nan) | {"verdict": "undecided", "note": ""}
     constant = is_constant(fed), is_constant(ref)
     rounding = _rounding(fed, ref)
@@ -90,7 +90,7 @@ def compare_scalar(
         gap = {"error": 0.0, "mcse": 0.0, "w2": 0.0} if same else {"error": np.inf, "w2": np.inf}
         note = "constant in both fits" if constant[0] else "constant in the reference only"
         return row | gap | {"verdict": "agrees" if same else "differs", "note": note}
-    # Standardised first: arviz takes a range below 1e-15 for a constant.
+    # Standardized first, because ArviZ takes a range below 1e-15 for a constant.
     fed, ref = ((x - row["mean_ref"]) / row["sd_ref"] for x in (fed, ref))
     if constant[0]:
         gap = {"error": abs(fed.mean()), "sd_ratio": 0.0, "w2": _w2(fed, ref)}
@@ -114,7 +114,7 @@ def _statistics(fed: np.ndarray, ref: np.ndarray) -> dict[str, float]:
 
 
 def _judge(row: dict, r_hat_ref: float, mean_tolerance: float, sd_tolerance: float) -> dict:
-    """Verdict and note; a comparison with a NaN is False, so what is unknown stays undecided."""
+    """Return verdict and note; a comparison with NaN is False and leaves the row undecided."""
     error, mcse, ratio, se = (row[c] for c in ("error", "mcse", "sd_ratio", "sd_ratio_mcse"))
     low, high = 1 / (1 + sd_tolerance), 1 + sd_tolerance
     unmixed = {"r_hat": row["r_hat"] > _MAX_R_HAT, "reference r_hat": r_hat_ref > _MAX_R_HAT}
@@ -128,7 +128,7 @@ def _judge(row: dict, r_hat_ref: float, mean_tolerance: float, sd_tolerance: flo
 
 
 def _w2(x: np.ndarray, y: np.ndarray) -> float:
-    """Wasserstein-2 distance of two empirical laws, exactly, also where their sizes differ."""
+    """Return the exact Wasserstein-2 distance of two empirical laws of any sizes."""
     x, y = np.sort(x, axis=None), np.sort(y, axis=None)
     # Both quantile functions are constant between these levels.
     steps = np.union1d(np.arange(x.size + 1) / x.size, np.arange(y.size + 1) / y.size)
@@ -138,10 +138,13 @@ def _w2(x: np.ndarray, y: np.ndarray) -> float:
 
 
 def _rounding(*draws: np.ndarray) -> float:
-    """Differences up to a few units in the last place are rounding (a correlation's diagonal)."""
+    """Return the largest difference that rounding explains, a few units in the last place.
+
+    The diagonal of a correlation matrix, say, is constant up to such differences.
+    """
     return max(8 * float(np.finfo(x.dtype).eps * np.abs(x).max()) for x in draws)
 
 
 def is_constant(draws: np.ndarray) -> bool:
-    with np.errstate(invalid="ignore"):  # inf - inf; a draw that is not finite is no constant
+    with np.errstate(invalid="ignore"):  # inf - inf
         return bool(np.ptp(draws) <= _rounding(draws))

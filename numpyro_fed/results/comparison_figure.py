@@ -1,4 +1,4 @@
-"""The figure of two posteriors side by side: arrays in, a matplotlib figure out."""
+"""Figure of two posteriors side by side, from arrays of draws."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -12,12 +12,12 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from pandas import DataFrame
 
-# Blue and vermilion of Okabe and Ito, told apart in every form of colour blindness, and dark grey.
+# Blue and vermilion of Okabe and Ito, distinct in every form of color blindness, and dark gray.
 _FED, _REF, _DIFFERS, _QUIET = "#0072B2", "#4D4D4D", "#B24700", "#6B6B6B"
 _BAND = "#DCE9F2"
 _VERDICT_COLOURS = {"agrees": _QUIET, "undecided": "#8A6100", "differs": _DIFFERS}
 _WIDTH, _ROW, _TOP, _BOTTOM, _RIGHT = 10.0, 0.62, 1.05, 0.62, 1.9  # inches
-_REACH = 5.0  # sds from the reference's mean at which an axis ends
+_REACH = 5.0  # largest limit of an axis, in sds from the reference's mean
 _MAX_LABEL = 26
 _LEVELS = (0.03, 0.25, 0.75, 0.97)
 
@@ -31,7 +31,7 @@ def draw_comparison(
 ) -> "Figure":
     """Draw one row for each pair of flat draws (fit, reference) and its row of the table.
 
-    :param titles: the title and a quieter line below it.
+    :param titles: title and subtitle.
     """
     from matplotlib import pyplot
     from matplotlib.lines import Line2D
@@ -88,21 +88,21 @@ def draw_comparison(
 
 
 def _short(name: str) -> str:
-    """Long labels lose their middle: the site and the coordinate's end tell rows apart."""
+    """Cut the middle of a long label, as the site and the coordinate's end tell rows apart."""
     if len(name) <= _MAX_LABEL:
         return name
     return f"{name[: _MAX_LABEL // 2 - 1]}…{name[-_MAX_LABEL // 2 :]}"
 
 
 def _standardise(fed: np.ndarray, ref: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Both in sds from the reference's mean, without draws that are not finite."""
+    """Standardize both by the reference, without draws of the fit that are not finite."""
     fed, ref = fed.astype(float), ref.astype(float)
     mean, sd = ref.mean(), ref.std(ddof=1)
     return (fed[np.isfinite(fed)] - mean) / sd, (ref - mean) / sd
 
 
 def _draw_forest(ax: "Axes", pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> float:
-    """Draw every row's intervals; returns where the axis ends."""
+    """Draw every row's intervals, and return the limit of the axis."""
     ends = [np.quantile(x, _LEVELS) for pair in pairs for x in pair if x.size]
     limit = min(_REACH, max(2.4, 1.12 * float(np.abs(ends).max())))
     ax.axvline(0, color="#BBBBBB", lw=0.8, zorder=1)
@@ -123,7 +123,7 @@ def _draw_forest(ax: "Axes", pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> 
 def _draw_interval(
     ax: "Axes", x: np.ndarray, y: float, colour: str, marker: str, limit: float
 ) -> None:
-    """Mean, 50 % and 94 % interval; beyond the axis an arrow at its edge and where the mean is."""
+    """Draw the mean, 50 % and 94 % interval, or an arrow and the mean where it is off the axis."""
     if not x.size:
         ax.text(0, y, "no finite draw", color=_DIFFERS, size=8, va="center", ha="center")
         return
@@ -163,7 +163,7 @@ def _draw_densities(
 ) -> None:
     curves = [density_curve(x) if np.unique(x).size > 4 else None for x in (fed, ref)]
     heights = [float(curve[1].max()) if curve else 0.0 for curve in curves]
-    # a fit that is far too narrow may leave the panel, so that the reference stays visible
+    # a density that is far too narrow may leave the panel, so that the reference stays visible
     peak = min(heights[0], 2.5 * heights[1]) if heights[1] else heights[0]
     if curves[1]:
         ax.fill_between(*curves[1], color=_REF, alpha=0.22, lw=0)
