@@ -248,7 +248,7 @@ def test_what_leaves_a_silo():
         "params",
         "share",
     )  # the last two where optimisers move something
-    with pytest.warns(UserWarning, match=r"q has not settled: it moved by"):
+    with pytest.warns(UserWarning, match=r"q has not converged: it moved by"):
         result = fit.run(random.key(0), 2, silos, **QUIET)
     d = fit.prepared(silos).plan.factors.dim
     assert result.ledger.bytes_up == (2 * (4 + 4 * (d + d * (d + 1) // 2) + 1),) * 2
@@ -611,7 +611,7 @@ def test_a_full_covariance_from_some_rows():
     values = np.linalg.eigvalsh(root.T @ (x.T @ x + np.eye(d)) @ root)
     assert 0.85 < values.min() < values.max() < 1.15
     # the control: a round alone
-    with pytest.warns(UserWarning, match="q has not settled"):
+    with pytest.warns(UserWarning, match="q has not converged"):
         few = conducive(model, batch_size=20).run(random.key(0), 4, silos, **QUIET)
     root = np.asarray(few.params["auto_scale_tril"])
     assert (

@@ -229,7 +229,7 @@ def test_no_error_costs_the_rounds_of_a_fit():
         fit(Lying(RoundLocal, raised, after=0))
 
 
-@pytest.mark.filterwarnings("ignore:q has not settled")
+@pytest.mark.filterwarnings("ignore:q has not converged")
 @pytest.mark.parametrize("algorithm", ["sfvi", "sfvi_avg", "conducive"])
 def test_nan_in_a_fit_that_is_said_to_be_finite_names_its_silo(algorithm):
     guide = fed.AutoSiloNormal(linear)

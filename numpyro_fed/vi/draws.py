@@ -111,7 +111,7 @@ class EstimateLocal:
 
     @property
     def summed(self) -> bool:
-        """Whether, over a wire, its replies are masked, so that the server sees their sum alone."""
+        """Flag of masked replies: over a wire the server sees only their sum."""
         return self.plan.secure_sum
 
     def __call__(
@@ -250,7 +250,7 @@ def at_once(num: int, numbers: int) -> int:
 def globals_of(
     plan: Plan, silos: Silos, draws: Draws, params: dict[str, Array]
 ) -> dict[str, Array]:
-    """Return the global sites in their supports, leading axis: draws.
+    """Return the global sites in their supports, draws first.
 
     They follow from the shared arguments alone.
     """
@@ -333,7 +333,7 @@ def _over_the_others(log_weight: Array, which: Array) -> Array:
 def constrained(
     plan: Plan, part: int, silos: Silos, draws: Draws, params: dict[str, Array]
 ) -> dict[str, Array]:
-    """Return a structure's latent and deterministic sites in their supports, leading axis: draws."""
+    """Return a structure's latent and deterministic sites in their supports, draws first."""
     factors = plan.families[part].factors
     learned = {k: params[k] for k in plan.learned}
     kwargs = {**silos.pooled, PARAMS: learned} if learned else silos.pooled

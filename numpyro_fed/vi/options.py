@@ -28,7 +28,7 @@ class Options:
 
     @property
     def closed(self) -> bool:
-        """Whether remote silos answer rounds alone, and no questions."""
+        """Flag of a closed fit: remote silos answer rounds alone, and no questions."""
         return self.privacy is not None or self.secure_sum
 
     def checked(self) -> "Options":

@@ -1,4 +1,4 @@
-"""What conducive rounds do not cover, and how they ended, in words."""
+"""Checks of conducive rounds: what they do not cover, and how they ended."""
 
 import math
 import warnings
@@ -13,17 +13,18 @@ from numpyro_fed.vi.loop import VIState
 
 __all__ = ["SETTLED", "JointUnits", "check", "say_how_it_ended"]
 
-SETTLED = 0.1  # sds that q moves in a round
+SETTLED = 0.1  # sds that q may move in the last round of a fit that has converged
 
 
 class JointUnits(ValueError):
-    """Elements of the silo plates depend on each other, so that a silo's latents are one unit, and
-    the guide holds them apart.
+    """Error of a guide that treats elements apart, although they depend on each other.
+
+    All latents of a silo are then one unit.
     """
 
 
 def check(plan: Plan, guide: Any, stacks: list[SiloRows]) -> None:
-    """Refuse what conducive rounds do not cover, in words."""
+    """Refuse a model, guide or options that conducive rounds do not cover."""
     if plan.optim is None and plan.moving:
         raise ValueError(
             f"conducive=True with learned parameters {list(plan.moving)}: expected an optimiser "
@@ -47,12 +48,12 @@ def check(plan: Plan, guide: Any, stacks: list[SiloRows]) -> None:
                 f"{fewest_rows(plan, largest):,}, so that {plan.num_points // 2} pairs of points "
                 "together "
                 f"look at each of the {largest:,} rows of the largest silo, and at enough for "
-                f"{plan.factors.dim} dimensions; a larger num_local_steps makes more pairs"
+                f"{plan.factors.dim} dimensions; or a larger num_local_steps: it makes more pairs"
             )
     if plan.optim is not None and not (plan.moving or local):
         raise ValueError(
-            "optim: expected None with conducive=True and a model without latents in the silos and "
-            "learned parameters, as there is nothing for it to move"
+            "optim: expected None with conducive=True and a model that has neither latents in the "
+            "silos nor learned parameters, as there is nothing for it to move"
         )
     if plan.optim is not None:
         return
@@ -76,21 +77,21 @@ def check(plan: Plan, guide: Any, stacks: list[SiloRows]) -> None:
 
 
 def say_how_it_ended(names: tuple[str, ...], state: VIState, summed: bool = False) -> None:
-    """Warn of silos whose replies were no numbers, and of a fit that has not settled.
+    """Warn of silos whose replies were not finite, and of a fit that has not converged.
 
-    :param summed: whether only sums were heard.
+    :param summed: whether the server saw only sums.
     """
     kept = (
         state.silos if isinstance(state.silos, tuple) else (state.silos,)
-    )  # of silos elsewhere the server counts
+    )  # for remote silos the server counts
     missed = np.concatenate([np.ravel(s.missed) for s in kept])
     visits, rounds = np.asarray(state.visits), int(state.server.i)
     if missed.any() and summed:
         warnings.warn(
             f"in {missed.max()} of {rounds} rounds the reply of one silo or more was not finite, "
-            "and its site stood still; whose it was a sum does not tell. Have "
-            "the silos look for NaN in their data, or for positions at which their likelihood has "
-            "none",
+            "and its approximate factor did not change; a sum does not say which silo it was. Have "
+            "the silos look for NaN in their data, or for positions of theta at which their "
+            "likelihood is not finite",
             stacklevel=3,
         )
     elif missed.any():
@@ -99,21 +100,21 @@ def say_how_it_ended(names: tuple[str, ...], state: VIState, summed: bool = Fals
         )
         warnings.warn(
             f"replies that were not finite, taken as missing (silo, rounds): {each}. Look for NaN "
-            "in these silos' data, or for positions at which "
-            "their likelihood has none",
+            "in these silos' data, or for positions of theta at which "
+            "their likelihood is not finite",
             stacklevel=3,
         )
     moved = float(state.server.moved)
     if moved > SETTLED:
         held = int(state.server.held)
         why = (
-            f"; in {held} of them the product of the sites was no Gaussian near the last one, and "
-            "q was held back"
+            f"; in {held} of them the product of the approximate factors was no Gaussian near q, "
+            "and the step was shortened"
             if held
             else ""
         )
         warnings.warn(
-            f"q has not settled: it moved by {moved:.2g} sds in the last of {rounds} rounds, "
+            f"q has not converged: it moved by {moved:.2g} sds in the last of {rounds} rounds, "
             f"expected at most {SETTLED}{why}. Go on with "
             "init_state=result.state, or start nearer (init_loc_fn, init_scale)",
             stacklevel=3,

@@ -1,17 +1,19 @@
-r"""Mean, score and curvature of a log density over a Gaussian from antithetic pairs of points,
-where points are too many to keep, or rows to look at all.
+r"""Mean, score and curvature of a log density over a Gaussian, from antithetic pairs of points.
+
+This is for points that are too many to keep, or rows that are too many to evaluate at each. The
+averages
 
 .. math:: E_q f, \qquad a = E_q \nabla_u f, \qquad B = -E_q \nabla_u f \, u^\top,
 
-as averages over pairs :math:`\mu \pm L u_j`, added up pair by pair: nothing of shape ``(points,
-dimensions)`` is kept. Both points of a pair look at the same rows, and each pair at others, so that
-all pairs together look at every row equally often: what does not depend on u is as exact as from
+over pairs :math:`\mu \pm L u_j` are added up pair by pair: no array has shape ``(points,
+dimensions)``. Both points of a pair use the same rows, and different pairs use different rows. All
+pairs together use every row equally often. So terms that do not depend on u are as exact as from
 all rows at all points.
 
-Law and bias: a quadrature, of quadratic terms exact in a. In B, for a full matrix, the rows'
-differences leave noise of about :math:`2 d / \sqrt{m K / 2}` of its size from m rows at each of K /
-2 pairs, for a diagonal one that of Hutchinson's estimator; other rows and points in each round, so
-that it averages out over rounds.
+Law and bias: a quadrature, exact in a for quadratic terms. For a full matrix B, differences between
+rows leave noise of about :math:`2 d / \sqrt{m K / 2}` of its size, from m rows at each of K / 2
+pairs. For a diagonal B the noise is that of Hutchinson's estimator. Rows and points change from
+round to round, so that the noise averages out over rounds.
 """
 
 from collections.abc import Callable
@@ -29,14 +31,17 @@ from numpyro_fed.vi.minibatch import Batch, rows_at, whole
 
 __all__ = ["Averages", "averages", "drawn_points", "fewest_rows", "rows_of_pair", "shuffled"]
 
-# rows looked at in a round for each number of a full precision: noise of .4 in a round, .1 in the
-# average of rounds
+# evaluations of rows in a round for each number of a full precision: noise of .4 in a round, .1 in
+# the average of rounds
 _LOOKS = 25
 
 
 class Averages(NamedTuple):
-    """Of log density values, of scores and curvatures in whitened units, and the share of pairs
-    whose numbers are finite.
+    """Averages over pairs of points.
+
+    :param value: mean log density.
+    :param site: mean score and curvature in whitened units.
+    :param fine: share of pairs whose numbers are finite.
     """
 
     value: Array
@@ -45,14 +50,17 @@ class Averages(NamedTuple):
 
 
 def drawn_points(dim: int, turn: Array, dtype: jnp.dtype, pair: Array) -> Array:
-    """A pair's standard normal point: others in each turn, the same in all silos."""
+    """Draw a pair's standard normal point, ``(dim,)``.
+
+    It is the same in all silos, and changes with ``turn``.
+    """
     return random.normal(random.fold_in(random.fold_in(random.key(0), turn), pair), (dim,), dtype)
 
 
 def shuffled(plan: Plan, rows: SiloRows, key: Array) -> Array | None:
-    """The silo's rows in the order in which pairs go through them, another one for each key.
+    """Return the order in which pairs go through a silo's rows; padding is last.
 
-    Padding last.
+    Each key gives another order. Without minibatches it is ``None``.
     """
     if plan.batch is None:
         return None
@@ -64,7 +72,7 @@ def shuffled(plan: Plan, rows: SiloRows, key: Array) -> Array | None:
 def rows_of_pair(
     plan: Plan, rows: SiloRows, order: Array | None, num_pairs: int, pair: Array
 ) -> Batch:
-    """The silo's rows at which a pair looks: the next ones in this order.
+    """Return the rows that a pair uses: the next ones in this order.
 
     Over all pairs each row comes equally often.
     """
@@ -84,8 +92,10 @@ def rows_of_pair(
 
 
 def fewest_rows(plan: Plan, largest: int) -> int:
-    """Rows of a pair with which all pairs look at every row of a silo once, and, for a full
-    precision, the noise of its curvature is small.
+    """Return the least number of rows of a pair for which the averages are usable.
+
+    All pairs together then use every row of a silo once. For a full precision they use enough rows
+    that the noise of its curvature is small.
     """
     dim, full = plan.factors.dim, plan.families[0].global_cov == "full"
     return min(largest, -(-max(largest, _LOOKS * dim**2 if full else 0) // (plan.num_points // 2)))
@@ -98,12 +108,14 @@ def averages(
     full: bool,
     at_once: int,
 ) -> Averages:
-    """Averages over all pairs.
+    """Return the averages over all pairs.
 
-    :param score: of a whitened point ``(d,)``, the number of its pair and its sign in it: a log
-        density's value and gradient in the point.
-    :param point: of a pair's number.
-    :param at_once: pairs that are looked at together, a power of two, as their number is.
+    :param score: maps a whitened point ``(d,)``, the number of its pair and its sign in the pair to
+        a log density's value and gradient in the point.
+    :param point: maps a pair's number to its point ``(d,)``.
+    :param num_pairs: number of pairs, a power of two.
+    :param full: whether the precision is a full matrix.
+    :param at_once: number of pairs evaluated together, a power of two.
     """
 
     def one(pair: Array) -> tuple[Array, ...]:

@@ -1,13 +1,13 @@
-r"""Steps of a diagonal q towards the pooled optimum, from scores alone.
+r"""Quasi-Newton steps of a diagonal q toward the pooled optimum, from scores alone.
 
-L-BFGS at the server, which costs no message.
+This is L-BFGS at the server, which costs no message. The mean follows the pooled score :math:`E_q
+\nabla \log p(\theta, y)`, and the precisions follow its curvature. Diagonal factors carry no
+correlations. The inverse curvature is built up from the steps and changes of the score in the last
+ten rounds (Liu & Nocedal 1989), starting from q's variances.
 
-The mean follows the pooled score :math:`E_q \nabla \log p(\theta, y)`, the precisions its
-curvature. Diagonal sites do not know how coordinates pull together; from the last ten rounds' steps
-and changes of the score the inverse curvature is built up (Liu & Nocedal 1989), its diagonal being
-q's. A step after which the bound is lower by more than its noise is taken back to three tenths,
-three times at most. Where sites have noise (points or rows that change from round to round, draws
-of latents), curvatures are averaged over ten or so rounds.
+A step after which the bound is lower by more than its noise is taken back to three tenths, three
+times at most. Approximate factors have noise where points or rows change from round to round, and
+from draws of latents. Curvatures are then averaged over about ten rounds.
 """
 
 from typing import NamedTuple
@@ -22,17 +22,21 @@ from numpyro_fed.surrogates.natural_step import CAREFUL, Site, newest
 __all__ = ["Memory", "Move"]
 
 _DEPTH = 10
-_FARTHEST = 3.0  # sds that q moves in a round, root mean square of the dimensions
-_WIDEST = 1.5  # times that an sd grows or shrinks in a round
+_FARTHEST = 3.0  # most sds that q moves in a round, root mean square over dimensions
+_WIDEST = 1.5  # largest factor by which an sd grows or shrinks in a round
 _BACK = 0.3
-_OWN_NOISE = 0.05  # of the bound
-_SHORTEST = 0.05  # share of a step from which none is taken back
+_OWN_NOISE = 0.05  # noise from the silos' own parameters, as a share of the bound
+_SHORTEST = 0.05  # share of a step at which it is no longer taken back
 
 
 class Move(NamedTuple):
-    """Where q goes: mean and sds ``(d,)``, sds that it moves (the farthest coordinate.
+    """A step of q.
 
-    Of changing points the root mean square), and whether it was held back.
+    :param loc: the new mean, ``(d,)``.
+    :param scale: the new sds, ``(d,)``.
+    :param moved: length of the step in sds: of the farthest coordinate, or with noise the root mean
+        square.
+    :param held: whether the step was shortened.
     """
 
     loc: Array
@@ -43,19 +47,19 @@ class Move(NamedTuple):
 
 @wire_name("Memory")
 class Memory(NamedTuple):
-    """What is known of the rounds before, in theta's units.
+    """Record of the rounds before, in theta's units.
 
-    :param steps: ``(m, d)``, the last first.
-    :param changes: minus how the score changed with them.
-    :param precision: the average ``(d,)``.
-    :param loc: of the last round that was good.
-    :param scale: likewise.
-    :param score: likewise.
-    :param bound: likewise.
-    :param step: which was taken from there.
-    :param known: whether there was such a round, with all silos.
-    :param share: of ``step`` that was tried last.
-    :param rounds: that were good.
+    :param steps: steps of the mean, ``(m, d)``, the last first.
+    :param changes: minus the changes of the score along these steps, ``(m, d)``.
+    :param precision: average of the precisions, ``(d,)``.
+    :param loc: mean of q in the last accepted round.
+    :param scale: sds of q in that round.
+    :param score: score in that round.
+    :param bound: bound in that round.
+    :param step: the full step from there.
+    :param known: whether there was such a round, with replies of all silos.
+    :param share: the share of ``step`` that was tried last.
+    :param rounds: number of accepted rounds.
     """
 
     steps: Array
@@ -72,11 +76,12 @@ class Memory(NamedTuple):
 
     @staticmethod
     def none(dim: int) -> "Memory":
-        """Nothing is known."""
+        """Return an empty record."""
         zero, several = jnp.zeros(dim), jnp.zeros((_DEPTH, dim))
         one = jnp.ones(())
         return Memory(
-            several, several, zero, zero, zero + 1, zero, -jnp.inf * one, zero, jnp.array(False), one, jnp.zeros((), jnp.int32)
+            several, several, zero, zero, zero + 1, zero, -jnp.inf * one, zero,
+            jnp.array(False), one, jnp.zeros((), jnp.int32),
         )  # fmt: skip
 
     def move(
@@ -89,22 +94,24 @@ class Memory(NamedTuple):
         noisy: bool,
         moving: bool = False,
     ) -> tuple[Move, "Memory"]:
-        """The next q.
+        """Return the next q and the record.
 
-        :param total: sum of all sites, whitened by the present one.
-        :param bound: there.
-        :param everyone: whether all silos answered; else old sites stand for some, and bounds
+        :param loc: q's mean, ``(d,)``.
+        :param scale: q's sds, ``(d,)``.
+        :param total: sum of all approximate factors, whitened by this q.
+        :param bound: the bound at this q.
+        :param everyone: whether all silos answered; if not, old factors stand for some, and bounds
             cannot be compared.
-        :param noisy: whether sites have noise.
+        :param noisy: whether approximate factors have noise.
         :param moving: whether silos' own parameters move, too.
         """
         score, found = total.linear / scale, total.precision / scale**2
         compared = self.known & everyone
         steps, changes = self._with(compared, loc - self.loc, self.score - score)
-        # silos' own parameters move the bound, too, and add noise that does not depend on d
+        # silos' own parameters also move the bound, and add noise that does not depend on d
         slack = 2.0 + 0.5 * len(loc) ** 0.5 + (_OWN_NOISE * jnp.abs(self.bound) if moving else 0.0)
-        # noise of a bound from changing points is that of d squares or so; where it is larger a
-        # bound stays lower however short the step, and is believed
+        # the noise of a bound from changing points is about that of d squares; where it is larger,
+        # the bound stays lower however short the step, and is accepted
         worse = compared & (bound < self.bound - slack) & (self.share > _SHORTEST)
         weight = newest(self.rounds) if noisy else 1.0
         precision = self.precision + weight * (found - self.precision)
@@ -148,7 +155,7 @@ class Memory(NamedTuple):
         ), memory
 
     def _with(self, compared: Array, step: Array, change: Array) -> tuple[Array, Array]:
-        """With another pair, if the score fell along it."""
+        """Return the steps and changes with one more pair, if the score fell along it."""
         along = step @ change
         good = compared & (along > 1e-4 * jnp.linalg.norm(step) * jnp.linalg.norm(change))
 
@@ -163,9 +170,10 @@ def _size(x: Array, noisy: bool) -> Array:
 
 
 def _step(steps: Array, changes: Array, score: Array, scale: Array) -> Array:
-    """The inverse curvature times the score, q's variances being its diagonal to begin with.
+    """Return the inverse curvature times the score.
 
-    Of the first step, what can do no harm.
+    Its diagonal starts from q's variances, scaled by the last pair. The first step has no pair yet,
+    and is short enough to be safe.
     """
     inner = jnp.sum(steps * changes, axis=1)
     rho = jnp.where(inner > 0, 1 / jnp.where(inner > 0, inner, 1.0), 0.0)

@@ -1,48 +1,56 @@
-r"""Conducive rounds of SFVI-Avg.
+r"""Conducive rounds of SFVI-Avg, which reach the pooled optimum in about ten rounds.
 
-A Gaussian site for every silo, and the pooled optimum in about ten rounds.
+:math:`q(\theta) = N(\mu, L L^\top)` is the product of Gaussian approximate factors: :math:`t_0` for
+the prior, and one, :math:`t_s`, for each silo. In a round each silo integrates its latents out at
+points :math:`\theta_k = \mu + L u_k`, which are the same in all silos. Its new approximate factor
+is the Gaussian whose score is nearest, in least squares over q, to that of the silo's marginal
+likelihood:
 
-:math:`q(\theta) = N(\mu, L L^\top)` is the product of a Gaussian site :math:`t_0` for the prior and
-one, :math:`t_s`, for each silo. In a round a silo integrates its latents out at the same points
-:math:`\theta_k = \mu + L u_k` in all silos, and its new site is the Gaussian whose score is
-nearest, in least squares over q, to that of its marginal likelihood:
+.. math::
 
-.. math:: \min_{a, B} \; E_{u \sim N(0, I)} \left| \nabla_u \log p(y_s \mid \mu + L u) - (a_s - B_s u) \right|^2 .
+    \min_{a, B} \; E_{u \sim N(0, I)}
+    \left| \nabla_u \log p(y_s \mid \mu + L u) - (a_s - B_s u) \right|^2 .
 
 By Stein's lemma :math:`B_s = -E_q \nabla_u^2 \log p(y_s \mid \theta)` and :math:`a_s = E_q \nabla_u
-\log p(y_s \mid \theta)`: the product of the new sites is a natural-gradient step of length one on
-the pooled bound
+\log p(y_s \mid \theta)`. So the product of the new factors is a natural-gradient step of length one
+on the pooled bound
 
 .. math:: E_q \Big[ \log p(\theta) + \sum_s \log p(y_s \mid \theta) - \log q(\theta) \Big],
 
-a Newton step near its optimum, whatever the partition. Where the posterior is skewed such steps
-overshoot by turns; the server corrects them by Anderson's acceleration of the fixed-point iteration
-(Walker & Ni 2011), which costs no message. With diagonal sites it would be a step of Jacobi's
-method, far too long where coordinates are correlated: the server then learns how they pull together
-from its own last rounds (:mod:`numpyro_fed.vi.conducive.quasi_newton`), in tens of them. Each silo
-contributes what it has, and all others' sites stand in for what it lacks, as conducive gradients do
-for Langevin steps. A silo that does not answer keeps its site, so that missing replies slow the
-rounds and do not move their fixed point. Its local map is regressed on the same points.
+whatever the partition. Near the optimum it is a Newton step. Where the posterior is skewed, such
+steps overshoot by turns. The server corrects them by Anderson's acceleration of the fixed-point
+iteration (Walker & Ni 2011), which costs no message.
 
-Diagonal sites of more than 256 dimensions are averages over 512 pairs of points, others in each
-round, and with ``batch_size`` each pair of points looks at so many of a silo's rows, at others in
-each round (:mod:`numpyro_fed.vi.conducive.pairs`).
+With diagonal factors this step would be one of Jacobi's method, far too long where coordinates are
+correlated. The server then learns the correlations from its own last rounds
+(:mod:`numpyro_fed.vi.conducive.quasi_newton`), and needs tens of rounds.
 
-With optimisers (:mod:`numpyro_fed.vi.local_steps`) a silo's latents follow its local map, which
-moves by steps in each round before the site is found, as do copies of networks' weights and learned
-parameters, which the server averages; the site is then of the silo's bound, at the server's learned
-parameters.
+Each silo contributes the likelihood of its data, and the factors of all others stand in for theirs,
+as conducive gradients do for Langevin steps. A silo that does not answer keeps its factor. So
+missing replies slow the rounds and do not move their fixed point. A silo's local map is regressed
+on the same points.
 
-Law and bias: the Gaussian nearest to the posterior of theta in KL(q || p), latents integrated by
-quadrature (for several together: Laplace), with optimisers those of the guide. No randomness but
-that of points and rows that change and of the guide's draws of latents, which leave q's mean and
-sds with noise. What leaves a silo in a round: how its site changed, ``d + d (d + 1) / 2`` numbers
-(diagonal: ``2 d``), its mean log likelihood, whether all is finite, and with optimisers its copies
-times its share of the rows.
+For diagonal factors of more than 256 dimensions, averages over 512 pairs of points replace the
+regression; each round has new points. With ``batch_size`` each pair uses that many of a silo's
+rows, which change from round to round (:mod:`numpyro_fed.vi.conducive.pairs`).
 
-References: the sites are those of partitioned variational inference (Ashman et al. 2022), where
-each silo goes to its own optimum; the step is the natural gradient of Khan & Lin (2017), with
-Stein's lemma as in Lin, Khan & Schmidt (2019). Derived in docs/conducive.md.
+With optimizers (:mod:`numpyro_fed.vi.local_steps`) a silo's latents follow its local map. In each
+round steps first move the local map, and the silo's copies of networks' weights and learned
+parameters; the server averages the copies. The approximate factor is then that of the silo's bound,
+at the server's learned parameters.
+
+Law and bias: the Gaussian nearest to the posterior of theta in KL(q || p). Latents are integrated
+by quadrature (several together: Laplace), or with optimizers by the guide's law. The only
+randomness is that of changing points and rows, and of the guide's draws of latents. It leaves noise
+in q's mean and sds.
+
+What leaves a silo in a round: the change of its approximate factor, ``d + d (d + 1) / 2`` numbers
+(diagonal: ``2 d``), its mean log likelihood, and a flag of finite numbers. With optimizers its
+copies leave too, times its share of the rows.
+
+References: the approximate factors are those of partitioned variational inference (Ashman et al.
+2022), where each silo goes to its own optimum. The step is the natural gradient of Khan & Lin
+(2017), with Stein's lemma as in Lin, Khan & Schmidt (2019). Derived in docs/conducive.md.
 """
 
 from functools import partial
@@ -79,21 +87,23 @@ from numpyro_fed.vi.sfvi import Info, all_finite
 
 __all__ = ["federated", "init_silo"]
 
-_MOST_MISSING = 0.5  # share of a silo's points that may be no numbers
+_MOST_MISSING = 0.5  # largest share of a silo's points whose numbers may be not finite
 
 
 @wire_name("ConduciveServer")
 class Server(NamedTuple):
     """The server's state.
 
-    :param params: of q(theta), unconstrained.
-    :param average: none is kept.
-    :param sites: the sum of the silos' sites, whitened by q.
-    :param history: what is known of the steps before.
-    :param moved: sds that the last round's sites alone would move q, or a like measure of its
-        spread, the larger.
-    :param held: rounds in which the product of the sites was no Gaussian, or too far, and q went a
-        part of the way.
+    :param params: global parameters (q(theta)'s, networks' and learned ones), unconstrained.
+    :param average: ``None``; no average is kept.
+    :param sites: the sum of the silos' approximate factors, whitened by q.
+    :param history: record of the steps before, for the acceleration.
+    :param moved: sds that the last round's factors alone would move q, or a like measure of its
+        spread, whichever is larger.
+    :param held: rounds whose step was shortened, because the product of the factors was no Gaussian
+        or too far away.
+    :param i: rounds made.
+    :param rng_key: key of the next round.
     """
 
     params: dict[str, Array]
@@ -108,10 +118,14 @@ class Server(NamedTuple):
 
 @wire_name("ConduciveSiloState")
 class SiloState(NamedTuple):
-    """What never leaves a silo.
+    """State of a silo, which never leaves it.
 
-    Its local map and its site, whitened by q as it was in its last round, rounds without a finite
-    reply, and its optimisers' states.
+    :param params: its local map.
+    :param base: the global parameters of its last round.
+    :param site: its approximate factor, whitened by the q of its last round.
+    :param missed: rounds without a finite reply.
+    :param optim_state: the state of the optimizer of its copy of the global parameters.
+    :param local_optim_state: the state of the optimizer of its own parameters.
     """
 
     params: Any
@@ -124,10 +138,11 @@ class SiloState(NamedTuple):
 
 @wire_name("ConduciveMessage")
 class Message(NamedTuple):
-    """To every silo.
+    """Message to every silo.
 
-    The global parameters, which points and rows, where they change, and, of rounds with optimisers,
-    the number of rows in all silos.
+    :param params: the global parameters.
+    :param turn: the round's number, where points or rows change from round to round.
+    :param total: the number of rows in all silos, in rounds with optimizers.
     """
 
     params: dict[str, Array]
@@ -136,11 +151,14 @@ class Message(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """From a silo.
+    """Reply of a silo.
 
-    ``E_q[log p(y_s | theta)]``, how its site changed (of the precision the lower triangle), whether
-    all is finite, and, of what its optimisers move of the global parameters, its copy times its
-    share of the rows, and that share.
+    :param value: ``E_q[log p(y_s | theta)]``.
+    :param gained: the change of its approximate factor (of the precision the lower triangle).
+    :param finite: whether all is finite.
+    :param params: the global parameters that its optimizers move: its copy times its share of the
+        rows.
+    :param share: its share of the rows.
     """
 
     value: Array
@@ -151,7 +169,7 @@ class Reply(NamedTuple):
 
 
 def federated(plan: Plan, stacks: list[SiloRows]) -> Federated:
-    """The algorithm as ``init / broadcast / local / merge``."""
+    """Return the algorithm as ``init / broadcast / local / merge``."""
     total = all_rows(plan, stacks)
     at_once = min(at_once_of(plan, rows, len(rows.number)) for rows in stacks)
     return Federated(
@@ -173,7 +191,7 @@ def _nothing_known(plan: Plan) -> History | Memory:
 
 
 def init(plan: Plan, key: Array, params: dict[str, Array]) -> Server:
-    """The server's first state: no silo has said anything."""
+    """Return the server's first state, in which no silo has replied."""
     zero = jnp.zeros((), jnp.int32)
     return Server(
         params,
@@ -188,7 +206,7 @@ def init(plan: Plan, key: Array, params: dict[str, Array]) -> Server:
 
 
 def init_silo(plan: Plan, part: int, params: dict[str, Array], local: Any) -> SiloState:
-    """A silo's first state."""
+    """Return a silo's first state."""
     first = SiloState(local, params, _no_site(plan), jnp.zeros(1, jnp.int32))
     if plan.optim is None:
         return first
@@ -197,7 +215,7 @@ def init_silo(plan: Plan, part: int, params: dict[str, Array], local: Any) -> Si
 
 
 def broadcast(plan: Plan, total: Array, key: Array, server: Server) -> Message:
-    """Send q."""
+    """Send q and the other global parameters."""
     del key
     return Message(
         server.params, server.i if by_pairs(plan) else None, None if plan.optim is None else total
@@ -212,9 +230,9 @@ def local(
     rows: SiloRows,
     at_once: int | None = None,
 ) -> tuple[Reply, SiloState]:
-    """The silo's site and local map around the server's q.
+    """Compute a silo's approximate factor and local map around the server's q.
 
-    :param at_once: points that are looked at together; ``None``: as many as a silo alone may.
+    :param at_once: number of points evaluated together; ``None``: as many as for one silo alone.
     """
     at_once = at_once_of(plan, rows, 1) if at_once is None else at_once
     family, own = plan.families[rows.part], state.params
@@ -255,7 +273,7 @@ def local(
     site = carried(state.site, *moved)
     finite = all_finite((new, value, own, told)) & (fine >= 1 - _MOST_MISSING)
     kept = new_state._replace(params=own, base=message.params, site=new)
-    # a silo whose numbers are not finite says nothing in this round, and keeps what it had
+    # a silo whose numbers are not finite contributes nothing in this round and keeps its state
     kept = jax.tree.map(lambda x, y: jnp.where(finite, x, y), kept, state)._replace(
         missed=state.missed + ~finite
     )
@@ -267,14 +285,14 @@ def local(
 def merge(
     plan: Plan, rows: SiloRows, server: Server, replies: Reply, weights: Array | None = None
 ) -> tuple[Server, Info]:
-    """The product of all sites and the prior's.
+    """Set q to the product of all approximate factors and the prior's.
 
-    :param weights: zero for a silo that did not answer; its site stays. Others count once, whatever
-        their probability.
+    :param weights: zero for a silo that did not answer; its factor stays. Other silos count once,
+        whatever their probability.
     """
     family = plan.families[0]
-    # of a silo whose numbers are not finite gain and value are zero; in a sum its flag is
-    # everybody's, and says nothing of the others' gains
+    # gain and value of a silo whose numbers are not finite are zero; in a sum one flag stands for
+    # all silos, and must not discard the others' gains
     heard = jnp.ones_like(replies.finite) if plan.secure_sum else replies.finite
     heard = heard if weights is None else heard & (weights > 0)
     gained = jax.tree.map(
@@ -310,7 +328,7 @@ def merge(
         accelerated = everyone & (not noisy)
         averaged = (
             noisy and plan.optim is None
-        )  # silos' own parameters go with q, and would wait for it
+        )  # with optimizers silos' own parameters follow q, and shorter steps would delay them
         shift, factor, moved, held, history = natural_step(
             server.history, total, accelerated, averaged
         )
@@ -337,7 +355,7 @@ def merge(
 def _averaged(
     plan: Plan, params: dict[str, Array], replies: Reply, heard: Array
 ) -> dict[str, Array]:
-    """What the silos' optimisers moved, by rows, of those that were heard."""
+    """Return the silos' moved parameters, averaged by rows over the silos that replied."""
     share = jnp.sum(jnp.where(heard, jnp.asarray(replies.share), 0.0))
 
     def one(several: Array, last: Array) -> Array:

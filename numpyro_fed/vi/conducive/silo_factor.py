@@ -1,7 +1,7 @@
-r"""A Gaussian site around q.
+"""Approximate Gaussian factors around q, for a silo's likelihood and for the prior.
 
-Of a silo's likelihood and of the prior, by regression of scores on points whitened by q, or by
-averages over pairs of them.
+They come from a regression of scores on points whitened by q, or from averages over pairs of
+points.
 """
 
 import math
@@ -31,7 +31,7 @@ _NUMBERS_AT_ONCE = 1 << 21
 
 
 def at_once_of(plan: Plan, rows: SiloRows, num_silos: int) -> int:
-    """Points, or pairs of them, at which so many silos look together."""
+    """Return the number of points, or pairs of points, that so many silos evaluate together."""
     family, most = plan.families[rows.part], max(n for _, n in rows.pad)
     if not by_pairs(plan):
         return points_at_once(num_silos * most, family.units(rows) if family.has_local else None)
@@ -43,30 +43,36 @@ def at_once_of(plan: Plan, rows: SiloRows, num_silos: int) -> int:
 
 
 def _pairs_at_once(plan: Plan, num_silos: int, rows: int) -> int:
-    """A power of two of pairs; ``rows`` that one point takes."""
+    """Return the number of pairs evaluated together, a power of two.
+
+    :param rows: number of rows that one point uses.
+    """
     d = plan.factors.dim
     numbers = 2 * num_silos * (rows + d * (d if plan.families[0].global_cov == "full" else 1))
     return 1 << (min(plan.num_points // 2, max(1, _NUMBERS_AT_ONCE // numbers)).bit_length() - 1)
 
 
 def whitening(plan: Plan, params: dict[str, Array]) -> Points:
-    """q's mean and root, and the points.
+    """Return q's mean and root, with the points.
 
-    The same in every round and silo, so that rounds are a fixed-point iteration.
+    Points are the same in every round and silo, so that rounds are a fixed-point iteration. Where
+    points change from round to round (:func:`changing`), none are returned.
     """
     family, constrained = plan.families[0], plan.constrain(params)
     d, full = plan.factors.dim, family.global_cov == "full"
     scale = constrained[f"{family.prefix}_scale_tril" if full else f"{family.prefix}_scale"]
     loc = constrained[f"{family.prefix}_loc"]
-    if changing(plan):  # which nobody keeps
+    if changing(plan):  # drawn pair by pair, and not kept
         return Points(loc, scale, jnp.zeros((0, d)), jnp.zeros(0))
     points = jnp.asarray(_table(plan.num_points, d), scale.dtype)
     return Points(loc, scale, points, jnp.ones(len(points)))
 
 
 def _table(num: int, dim: int) -> np.ndarray:
-    """Antithetic points with variances of exactly one and, where they are enough, no correlation,
-    so that the diagonal of a constant precision is exact.
+    """Return antithetic Sobol points ``(num, dim)`` whose variances are exactly one.
+
+    With at least ``4 dim`` points they are also uncorrelated. So the diagonal of a constant
+    precision is exact.
     """
     points = sobol_normal(num, dim, 0)
     if num >= 4 * dim:
@@ -75,8 +81,9 @@ def _table(num: int, dim: int) -> np.ndarray:
 
 
 def changing(plan: Plan) -> bool:
-    """Whether each round has points of its own, as there are too few of them for so many
-    dimensions.
+    """Return whether each round has points of its own.
+
+    This holds for a diagonal q of more than 256 dimensions, unless silos integrate latents out.
     """
     family = plan.families[0]
     few = family.global_cov != "full" and plan.factors.dim > MOST_DIAGONAL // 4
@@ -84,9 +91,10 @@ def changing(plan: Plan) -> bool:
 
 
 def by_pairs(plan: Plan) -> bool:
-    """Whether sites are averages over pairs of points, and not regressed on all points, latents
-    integrated out. They have noise: of points or rows that change from round to round, or of draws
-    of latents.
+    """Return whether approximate factors are averages over pairs of points.
+
+    Otherwise they are regressed on all points, with latents integrated out. Averages have noise: of
+    points or rows that change from round to round, or of draws of latents.
     """
     return plan.optim is not None or plan.batch is not None or changing(plan)
 
@@ -94,10 +102,10 @@ def by_pairs(plan: Plan) -> bool:
 def _averages(
     plan: Plan, asked: Points, turn: Array | None, score: Callable, at_once: int
 ) -> Averages:
-    """Over all pairs of points."""
+    """Return the averages over all pairs of points."""
     point: Callable[[Array], Array] = (
         asked.points.__getitem__
-    )  # the second half is the first one's mirror image
+    )  # the second half of the points mirrors the first
     if changing(plan) and turn is not None:
         point = partial(drawn_points, plan.factors.dim, turn, asked.scale.dtype)
     return averages(score, point, plan.num_points // 2, asked.scale.ndim == 2, at_once)
@@ -112,12 +120,14 @@ def silo_site(
     rows: SiloRows,
     at_once: int,
 ) -> tuple[Array, Site, Array, Any]:
-    """A silo's mean log likelihood, its site, the share of points whose numbers are finite, and its
-    local map.
+    """Compute a silo's approximate factor by regression or by averages over pairs.
 
-    :param params: unconstrained.
-    :param own: the local map that it has.
-    :param at_once: points, or pairs of them, that are looked at together.
+    :param params: global parameters, unconstrained.
+    :param turn: number of the round, where points or rows change from round to round.
+    :param own: the present local map.
+    :param at_once: number of points, or pairs of points, evaluated together.
+    :return: the mean log likelihood, the approximate factor, the share of points whose numbers are
+        finite, and the local map.
     """
     asked, family = whitening(plan, params), plan.families[rows.part]
     if not by_pairs(plan):
@@ -148,10 +158,7 @@ def silo_site(
 def _regressed(
     plan: Plan, asked: Points, own: Any, rows: SiloRows, at_once: int
 ) -> tuple[Array, Site, Array, Any]:
-    """From all rows at all points.
-
-    Mean log likelihood, site, share of points whose numbers are finite, and local map.
-    """
+    """Compute the results of :func:`silo_site` by regression on all points, from all rows."""
     family = plan.families[rows.part]
     units = family.units(rows) if family.has_local else None
     found = look(family.factors, units, asked, rows, at_once)
@@ -169,7 +176,7 @@ def _regressed(
 def prior_site(
     plan: Plan, params: dict[str, Array], asked: Points, turn: Array, rows: SiloRows
 ) -> tuple[Site, Array]:
-    """The prior's site, and ``E_q[log p(theta) - log q(theta)]``."""
+    """Return the prior's approximate factor, and ``E_q[log p(theta) - log q(theta)]``."""
     family, d = plan.families[0], plan.factors.dim
     constrained = plan.constrain(params)
 
