@@ -1,15 +1,15 @@
-r"""Does a federated run hold, by its own lights? Checks that need no reference posterior.
+r"""Checks of a Langevin run that need no reference posterior.
 
-The silos' means of e, which every round brings along, say most of it. In the notation of
+Two checks use the silos' means of e, which every round returns. In the notation of
 :mod:`numpyro_fed.mcmc.step_rule`:
 
-* the *inflation met*: with :math:`\bar e_t` the mean of e in round t and :math:`C_k` the
-  autocovariance of :math:`\bar e` at lag k, :math:`N = T (C_0 - C_1)`, since silos are drawn afresh
-  each round while theta has hardly moved. The stationary variance :math:`(G G^\top + \tfrac h4 N) /
-  (1 - \tfrac h4)` should be I;
-* *agreement*: :math:`f_s E[\bar e \mid s]`, by how many posterior sds silo s pulls differently from
-  what its surrogate says. It vanishes, up to the surrogate's shape, where chain and surrogates are
-  at the same place.
+* *inflation met*: the stationary variance :math:`(G G^\top + \tfrac h4 N) / (1 - \tfrac h4)`
+  should be I. Let :math:`\bar e_t` be the mean of e in round t, and :math:`C_k` the autocovariance
+  of :math:`\bar e` at lag k. Then :math:`N = T (C_0 - C_1)` for small h T, because each round draws
+  its silo anew while theta has hardly moved.
+* *silos' pull*: :math:`f_s E[\bar e \mid s]` is the difference of silo s's pull from its
+  surrogate's, in posterior sds. It vanishes, up to the surrogate's shape, where chain and
+  surrogates are at the same place.
 """
 
 from dataclasses import dataclass
@@ -30,14 +30,15 @@ __all__ = ["Diagnosis", "diagnose"]
 
 _SD_RATIO = 1.07  # largest accepted ratio of sds, in either direction
 _RATE = 0.01  # largest accepted share of cut steps, undone rounds, stuck units
-_REST = 4.0  # T h of a stay in which a chain forgets where it began, up to exp(-2)
-_PULL = 0.5  # posterior sds that a silo may pull otherwise than its surrogate
-_ERRORS = 4.0  # standard errors by which a mean has to be off to count
-_R_HAT, _ESS = 1.05, 100.0  # the latter for each chain; of latents for all chains together
-_MOST_LATENTS = 200  # whose draws are looked at
-# of the surrogates' posterior beyond the chains' central 95 %, on one side (expected: 0.025)
+_REST = 4.0  # T h of a visit in which a chain forgets its start, up to exp(-2)
+_PULL = 0.5  # largest accepted difference of a pull from the surrogate's, in posterior sds
+_ERRORS = 4.0  # standard errors that a mean has to be off to count
+_R_HAT, _ESS = 1.05, 100.0  # _ESS is per chain; for latents, of all chains together
+_MOST_LATENTS = 200  # largest number of latent scalars that are checked
+# largest accepted mass of the surrogates' posterior beyond the chains' central 95 %, on one side
+# (expected: 0.025)
 _MASS = 0.2
-_CHANCE = 1e-4  # of so many visits, were the silos drawn as they should be
+_CHANCE = 1e-4  # smallest accepted p-value of the visits, if selection draws the silos
 
 _MENDS = {
     "R-hat": "run longer, from other starts",
@@ -55,41 +56,41 @@ _MENDS = {
         'this silo\'s surrogate is not where the chain is: fit it again, surrogate="score"'
     ),
     "visits": (
-        "the silos' rounds do not follow selection=, by which their gradients are weighted: "
-        "draw them so"
+        "the silos' visits do not follow selection=, by which their gradients are weighted: "
+        "draw the silos by selection="
     ),
     "surrogate mass left out": (
         "the chains may have missed a part of the posterior, or the "
-        "surrogates have mass where there is none: run longer"
+        "surrogates have mass where the posterior has none: run longer"
     ),
     "local moves": (
         "the local map is too narrow for some units, or the model too far from it: "
-        "reparametrise, or run longer"
+        "reparameterize, or run longer"
     ),
 }
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Diagnosis:
-    """What :func:`diagnose` found.
+    """Result of :func:`diagnose`.
 
-    :ivar table: one row a check: ``value``, ``limit``, ``where`` (the silo, site or chain it is
-        worst at), ``verdict``.
+    :ivar table: one row per check: ``value``, ``limit``, ``where`` (the silo, site or chain where
+        it is worst) and ``verdict``.
     """
 
     table: "DataFrame"
 
     @property
     def verdict(self) -> str:
-        """``"sound"``; ``"undecided"`` where only draws are lacking.
+        """Verdict of the run: ``"sound"``, ``"undecided"`` or ``"unsound"``.
 
-        ``"unsound"`` where a check fails.
+        It is ``"unsound"`` where a check fails, and ``"undecided"`` where only draws are lacking.
         """
         verdicts = set(self.table["verdict"])
         return next((v for v in ("unsound", "undecided") if v in verdicts), "sound")
 
     def summary(self) -> str:
-        """The result in words, with what to do about each check that fails."""
+        """Return the result as text, with a mend for each check that fails."""
         bad = self.table[self.table["verdict"] != "sound"]
         if not len(bad):
             return "The run holds by its own checks."
@@ -110,25 +111,33 @@ class Diagnosis:
     def _repr_html_(self) -> str:
         from html import escape
 
-        return f"{self._display().to_html(border=0)}<p><b>{self.verdict}</b>. {escape(self.summary())}</p>"
+        return (
+            f"{self._display().to_html(border=0)}"
+            f"<p><b>{self.verdict}</b>. {escape(self.summary())}</p>"
+        )
 
 
 def diagnose(mcmc: MCMC) -> Diagnosis:
-    """Judge a run over :class:`SGLD`, :class:`DSGLD` or :class:`FSGLD` without any reference.
+    """Judge a run over :class:`SGLD`, :class:`DSGLD` or :class:`FSGLD` without a reference.
 
-    Checks: R-hat and effective draws of the global sites, and of the silos' latents (at most 200 of
-    them) where they are here; rounds undone and steps cut; the sds' inflation as the pilot
-    predicted it and as the run met it; how far each silo pulls otherwise than its surrogate;
-    whether the silos were visited as ``selection`` says; how much of the surrogates' posterior lies
-    left and right of the chains; local moves that are stuck. Each has a limit, and says the silo or
-    site it is worst at.
+    The checks are:
 
-    It cannot see what no silo's gradient shows where the chains are: a mode they never reached, or
-    a tail that is too thin.
+    * R-hat and effective draws of the global sites, and of at most 200 latents of inline silos;
+    * rounds undone and steps cut;
+    * inflation of the sds, as the pilot predicted it and as the run met it;
+    * difference of each silo's pull from its surrogate's;
+    * visits to the silos, against ``selection``;
+    * mass of the surrogates' posterior left and right of the chains;
+    * local moves that are stuck.
 
-    :param mcmc: a run.
-    :return: a table with a verdict; it prints as both, with the mend of what fails.
-    :raises ValueError: for a run over another kernel, or none.
+    Each check has a limit, and names the silo, site or chain where it is worst.
+
+    The checks miss what no silo's gradient shows at the chains' draws. Examples are a mode that the
+    chains never reached, and a tail that is too thin.
+
+    :param mcmc: an :class:`~numpyro.infer.MCMC` after its run.
+    :return: a table with a verdict; it prints as both, with a mend for each check that fails.
+    :raises ValueError: for a run over another kernel, or before a run.
 
     Example::
 
@@ -138,8 +147,8 @@ def diagnose(mcmc: MCMC) -> Diagnosis:
         ...     with fed.silo_plate("patients", y.shape[0]):
         ...         numpyro.sample("y", dist.Normal(mu, 1), obs=y)
         >>> silos = fed.Silos({"oslo": {"y": jnp.arange(20.0)}, "rome": {"y": jnp.arange(30.0)}})
-        >>> mcmc = numpyro.infer.MCMC(fed.FSGLD(model), num_warmup=100, num_samples=1500, num_chains=2, chain_method="vectorized",
-        ...     progress_bar=False)
+        >>> mcmc = numpyro.infer.MCMC(fed.FSGLD(model), num_warmup=100, num_samples=1500,
+        ...     num_chains=2, chain_method="vectorized", progress_bar=False)
         >>> mcmc.run(jax.random.key(0), silos)
         >>> fed.diagnose(mcmc).verdict
         'sound'
@@ -179,9 +188,9 @@ def _draws(mcmc: MCMC, kernel: LangevinKernel) -> list[tuple]:
     out = _mixing(
         {n: draws[n] for n, _ in kernel.factors.global_sites}, "", _ESS * mcmc.num_chains, "unsound"
     )
-    # over a wire local draws stay in the silos
+    # latents of remote silos stay there
     latents = {s.name: draws[s.name] for s in kernel.factors.local_sites if s.name in draws}
-    # those of a silo that was visited a few times have few draws, whatever the chain
+    # few visits to a silo give few effective draws of its latents, however good the chain
     return out + (
         _mixing(latents, " of latents", _ESS, "undecided", _MOST_LATENTS) if latents else []
     )
@@ -190,11 +199,11 @@ def _draws(mcmc: MCMC, kernel: LangevinKernel) -> list[tuple]:
 def _mixing(
     draws: dict, whose: str, least: float, bad: str, most: int | None = None
 ) -> list[tuple]:
-    """R-hat and effective draws of some sites, where they are worst.
+    """Return R-hat and effective draws of sites, where they are worst.
 
-    :param least: effective draws that are enough.
-    :param bad: the verdict of an R-hat that is too high.
-    :param most: scalars that are looked at; ``None``: all.
+    :param least: smallest accepted number of effective draws.
+    :param bad: verdict of an R-hat that is too high.
+    :param most: largest number of scalars that are checked. ``None``: all.
     """
     az = import_arviz()
     flat = {n: np.asarray(x).reshape(*np.shape(x)[:2], -1) for n, x in draws.items()}
@@ -206,7 +215,7 @@ def _mixing(
     data = az.convert_to_dataset({"x": values})
     rhat, ess = az.rhat(data)["x"].values, az.ess(data)["x"].values
     out = []
-    if np.isfinite(rhat).any():  # not of a single chain of few draws
+    if np.isfinite(rhat).any():  # a single chain of few draws has none
         at = int(np.nanargmax(rhat))
         out.append(
             _row(f"R-hat{whose}", rhat[at], f"<= {_R_HAT}", owners[at], rhat[at] <= _R_HAT, bad)
@@ -238,8 +247,7 @@ def _guards(kernel: LangevinKernel, fields: dict[str, np.ndarray]) -> list[tuple
 
     out = [by_chain("rounds undone", (fields["diverging"] & (fields["cut_rate"] == 0)).mean(1))]
     if kernel._plan.cut:
-        # a chain at rest at one silo may be far from where the pilot looked: there it takes fewer
-        # cut steps to tell
+        # a long visit may take a chain far from where the pilot looked, so fewer cut steps matter
         reach = float(fields["step_size"].max()) * kernel._plan.num_local_steps
         out.append(
             by_chain("steps cut", fields["cut_rate"].mean(1), _RATE * min(1.0, _REST / reach))
@@ -296,7 +304,7 @@ def _names(kernel: LangevinKernel) -> tuple[str, ...]:
 def _by_round(
     mcmc: MCMC, kernel: LangevinKernel, fields: dict[str, np.ndarray]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Means of e ``(chains, rounds, d)`` and silos ``(chains, rounds)`` of whole rounds."""
+    """Return means of e ``(chains, rounds, d)`` and silos ``(chains, rounds)`` of whole rounds."""
     kept = kernel._plan.num_kept
     residual, silo = fields["residual"].astype(float), fields["silo"]
     made = int(np.ravel(mcmc.last_state.i)[0])  # warm-up included, which may end inside a round
@@ -316,7 +324,7 @@ def _noise(mcmc: MCMC, kernel: LangevinKernel, fields: dict[str, np.ndarray]) ->
         h, dim = float(tuning.step_size), residual.shape[2]
         centred = residual - residual.mean((0, 1))
         now, lagged = centred[:, :-1].reshape(-1, dim), centred[:, 1:].reshape(-1, dim)
-        # what e has in common with the next round's, at another silo, is drift
+        # what e shares with the next round's e, at another silo, is drift
         spread = (centred.reshape(-1, dim).T @ centred.reshape(-1, dim)) / centred.size * dim
         shared = now.T @ lagged / len(now)
         noise = persistence(steps, h) * (spread - 0.5 * (shared + shared.T))
@@ -340,14 +348,13 @@ def _noise(mcmc: MCMC, kernel: LangevinKernel, fields: dict[str, np.ndarray]) ->
 
 
 def _pull(kernel: LangevinKernel, residual: np.ndarray, silo: np.ndarray, f: np.ndarray) -> tuple:
-    """The silo whose mean of ``f_s e`` is largest, beyond its standard error."""
+    """Return the row of the silo whose mean of ``f_s e`` is largest, beyond its standard error."""
     pulls = np.zeros(len(f))
     for s in range(len(f)):
         means = [r[where == s] for r, where in zip(residual, silo, strict=True)]
         e = f[s] * np.concatenate(means)
         if len(e) > 1:
-            # visits to a silo are rounds apart; what correlation is left is covered by the number
-            # of errors
+            # visits to a silo are rounds apart, and _ERRORS covers the correlation that is left
             error = np.sqrt((e.var(0, ddof=1) / len(e)).sum())
             pulls[s] = max(0.0, np.linalg.norm(e.mean(0)) - _ERRORS * error)
     worst = int(pulls.argmax())
@@ -361,14 +368,15 @@ def _pull(kernel: LangevinKernel, residual: np.ndarray, silo: np.ndarray, f: np.
 
 
 def _surrogate_mass(mcmc: MCMC, kernel: LangevinKernel) -> list[tuple]:
-    """Mass of the surrogates' posterior left and right of the chains' central 95 %, in each
-    whitened direction.
+    """Return the check of the surrogates' posterior beyond the chains' central 95 %.
+
+    Its value is the largest mass left or right of that interval, over theta's coordinates.
     """
     from scipy.stats import norm
 
     factors, tuning = kernel.factors, kernel._tuning
     assert factors is not None
-    if factors.transforms is None:  # supports that depend on values: their inverse needs the model
+    if factors.transforms is None:  # the inverse of the transforms needs the model
         return []
     draws = mcmc.get_samples(group_by_chain=True)
     unconstrained = transform_fn(

@@ -1,4 +1,4 @@
-"""The figure of a variational run's evidence lower bound, round by round."""
+"""Figure of a variational run's evidence lower bound, round by round."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -11,25 +11,26 @@ __all__ = ["plot_elbo"]
 
 _RAW, _MEAN, _QUIET = "#A9CCE3", "#0072B2", "#6B6B6B"
 _WINDOWS = 50  # windows of the running mean in a run
-_COLD = 0.25  # share of the rounds that the limits of the axis do not look at
-_RANGE = (0.005, 0.995)  # quantiles of the others that they do
+_COLD = 0.25  # share of the rounds, at the start, that the limits of the axis ignore
+_RANGE = (0.005, 0.995)  # quantiles of the other rounds that the axis spans
 _MARGIN = 0.1
 
 
 def plot_elbo(
     result: Any, *, smooth: int | None = None, figure: "Figure | None" = None
 ) -> "Figure":
-    """Draw the estimated bound of every round, and its running mean over it.
+    """Draw the estimated bound of every round, and its running mean.
 
-    The vertical axis has room for the last three quarters of the rounds: a cold start may leave it.
-    The running mean is centred; at the ends, and beside rounds that are not finite, it is over
-    fewer rounds. It levels off where more rounds bring nothing.
+    The vertical axis shows the last three quarters of the rounds, so that a cold start may leave
+    it. The running mean is centered; at the ends, and beside rounds that are not finite, it
+    averages fewer rounds. It levels off where more rounds bring nothing.
 
-    :param result: what ``run`` of :class:`SFVI`, :class:`SFVIAvg` or :class:`numpyro.infer.SVI`
-        returned, or the ``InferenceData`` of :func:`to_inference_data`.
-    :param smooth: rounds in a window of the running mean; a fiftieth of all if None.
-    :param figure: an empty figure (or subfigure) to draw in; a new one if None.
-    :raises TypeError: for anything without a trace of the bound.
+    :param result: the result of ``run`` of :class:`SFVI`, :class:`SFVIAvg` or
+        :class:`numpyro.infer.SVI`, or the ``InferenceData`` of :func:`to_inference_data`.
+    :param smooth: rounds in a window of the running mean. ``None``: a fiftieth of all rounds.
+    :param figure: an empty figure (or subfigure) to draw in. ``None``: a new one.
+    :return: the figure.
+    :raises TypeError: for a result without a trace of the bound.
     :raises ValueError: for ``smooth`` below 1, and when the bound was finite in no round.
 
     Example::
@@ -72,12 +73,11 @@ def plot_elbo(
 
 
 def running_mean(x: np.ndarray, window: int) -> np.ndarray:
-    """Mean over what is finite in a centred window, cut at the ends; NaN where nothing is."""
+    """Average the finite values in a centered window, cut at the ends; NaN where none is finite."""
     finite = np.isfinite(x)
 
-    def sums(
-        values: np.ndarray,
-    ) -> np.ndarray:  # each window's own: no digits are lost to a cold start outside of it
+    def sums(values: np.ndarray) -> np.ndarray:
+        # a cumulative sum would lose the digits of late windows to a cold start
         return np.convolve(values, np.ones(window))[window // 2 :][: len(x)]
 
     counts = sums(finite.astype(float))
@@ -95,14 +95,14 @@ def _trace(result: Any) -> np.ndarray:
         return np.asarray(result.optimization["elbo"].values, np.float64)
     raise TypeError(
         "expected the result of svi.run(...), or InferenceData with a variable elbo in the group "
-        "optimization, from "
-        f"fed.to_inference_data(svi, ...); got {type(result).__name__}"
+        f"optimization, from fed.to_inference_data(svi, ...); got {type(result).__name__}"
     )
 
 
 def _limits(elbo: np.ndarray) -> tuple[float, float]:
-    """Room for nearly all of the rounds after the cold start (for all rounds, if none of those is
-    finite).
+    """Return limits that show nearly all rounds after the cold start.
+
+    They show all finite rounds where none is finite after it.
     """
     late = elbo[int(_COLD * len(elbo)) :]
     shown = late[np.isfinite(late)] if np.isfinite(late).any() else elbo[np.isfinite(elbo)]

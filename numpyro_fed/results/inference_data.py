@@ -1,4 +1,4 @@
-"""From a federated run to ArviZ: draws with silo names, pooled rows, and what each silo paid."""
+"""ArviZ data of a federated run: draws with silo names, pooled rows, and the cost per silo."""
 
 import json
 import warnings
@@ -22,40 +22,52 @@ if TYPE_CHECKING:
 
 __all__ = ["to_inference_data"]
 
-_TOO_WIDE = 1.1  # predicted inflation of the sds above which they do too
-_TOO_OFTEN = 0.01  # share of local steps cut above which the draws deserve a word
+_TOO_WIDE = 1.1  # predicted inflation of the sds above which a warning is due
+_TOO_OFTEN = 0.01  # share of local steps cut above which a warning is due
 
 
 def to_inference_data(fit: Any, *args: Any, **options: Any) -> "InferenceData":
-    """The draws of a federated fit as ArviZ ``InferenceData``.
+    """Convert a federated fit to ArviZ ``InferenceData``.
 
-    ``to_inference_data(mcmc, silos, log_likelihood=True, node=None, **options)`` for a run
-    :class:`numpyro.infer.MCMC` over one of the library's kernels, where options are passed to
-    ``arviz.from_numpyro``; over :class:`PushSumLangevin` and :class:`GossipLangevin` a chain is a
-    node, named by the coordinates ``node`` and ``network``, and ``node=`` takes the chains of one
-    silo's node, or of the ``"average"`` of all nodes, one of each network: what R-hat and effective
-    sample sizes are right for; or ``to_inference_data(svi, result, silos, num_draws=1000,
-    rng_key=None, log_likelihood=True, resample=False)`` for the result of :class:`SFVI` or
-    :class:`SFVIAvg`, whose local latents are resampled by the importance weights of the bound; with
-    ``resample=True`` the draws of theta are too, by the Pareto-smoothed weights of four times as
-    many (each silo then returns its estimated log likelihood at these, one number each).
+    ``to_inference_data(mcmc, silos, log_likelihood=True, node=None, **options)`` takes an
+    :class:`numpyro.infer.MCMC` that has run over one of the library's kernels, and passes the
+    options to ``arviz.from_numpyro``. Over :class:`PushSumLangevin` and :class:`GossipLangevin`
+    each chain is a node; the coordinates ``node`` and ``network`` name it. ``node=`` selects the
+    chains of one silo's node, or of the ``"average"`` of all nodes, one for each network. R-hat and
+    effective sample sizes are right for such a selection.
 
-    What ``arviz.from_numpyro(mcmc)`` gives, and in addition: elements of silo plates carry their
-    pooled row as coordinate and their silo's name as ``<plate>_silo``; the attributes of the
-    posterior hold the names of the silos and the ledger (rounds, gradient evaluations, bytes down
-    and up per silo, as JSON). Of a variational fit also the trace of the bound (group
-    ``optimization``), each draw's log importance weight (``sample_stats``), learned parameters and
-    Pareto's k of the weights, of theta's draws and of the worst unit's candidates (attributes
-    ``pareto_k``, the largest of the weights' own and of the coordinates' variances under them,
-    which ``pareto_k_of`` says, and ``pareto_k_unit``; its draws are independent, one chain, of
-    which R-hat has nothing to compare); where silos differ in structure, what belongs to the i-th
-    one has names and dimensions that end in ``_i``. It saves to netCDF.
+    ``to_inference_data(svi, result, silos, num_draws=1000, rng_key=None, log_likelihood=True,
+    resample=False)`` takes the result of :class:`SFVI` or :class:`SFVIAvg`. The importance weights
+    of the bound resample local latents. With ``resample=True`` the draws of theta are resampled
+    too, from four times as many, by their Pareto-smoothed weights. A remote silo returns its
+    estimated log likelihood at each draw of theta, one number each (under privacy it returns
+    nothing).
 
-    :return: groups posterior, sample_stats, observed_data, log_likelihood (pointwise, of every
-        draw, on the pooled rows).
+    The result has all that ``arviz.from_numpyro(mcmc)`` gives. In addition, each element of a silo
+    plate has its pooled row as coordinate, and its silo's name as ``<plate>_silo``. The attributes
+    of the posterior hold the silos' names and the ledger (rounds, gradient evaluations, bytes down
+    and up per silo, as JSON).
+
+    The draws of a variational fit are independent and form one chain, for which R-hat is
+    undefined. The result then also has:
+
+    * the trace of the bound (group ``optimization``);
+    * the log importance weight of each draw (group ``sample_stats``);
+    * learned parameters (attribute ``learned``);
+    * Pareto's k of theta's draws (attribute ``pareto_k``), which is the largest of the weights' own
+      and of those of the coordinates' variances; the attribute ``pareto_k_of`` says which it is;
+    * Pareto's k of the worst unit's candidates (attribute ``pareto_k_unit``).
+
+    Where silos differ in structure, names and dimensions of the i-th structure end in ``_i``. The
+    result saves to netCDF.
+
+    :return: groups posterior, sample_stats, observed_data and log_likelihood (pointwise, of every
+        draw, on the pooled rows); for remote silos the last two are absent.
+    :raises TypeError: when ``result`` is not the result of a variational run.
     :raises ValueError: when the run is over another kernel, has not run, or ran on other silos.
-    :warns UserWarning: when more than 1 % of local steps were cut, a chain left the reals, or
-        Pareto's k is above 0.7.
+    :warns UserWarning: when more than 1 % of local steps were cut, a chain left the reals, the sds
+        are predicted to be more than 1.1 times too large, or Pareto's k is above 0.7. For a
+        network: when a node broke down, or is off the average of all nodes.
 
     Example::
 
@@ -65,7 +77,9 @@ def to_inference_data(fit: Any, *args: Any, **options: Any) -> "InferenceData":
         ...     with fed.silo_plate("patients", y.shape[0]):
         ...         numpyro.sample("y", dist.Normal(mu, 1), obs=y)
         >>> silos = fed.Silos({"oslo": {"y": jnp.ones(3)}, "rome": {"y": jnp.zeros(2)}})
-        >>> mcmc = numpyro.infer.MCMC(fed.FSGLD(model), num_warmup=5, num_samples=10, progress_bar=False)
+        >>> mcmc = numpyro.infer.MCMC(
+        ...     fed.FSGLD(model), num_warmup=5, num_samples=10, progress_bar=False
+        ... )
         >>> mcmc.run(jax.random.key(0), silos)
         >>> fed.to_inference_data(mcmc, silos).observed_data["patients_silo"].values.tolist()
         ['oslo', 'oslo', 'oslo', 'rome', 'rome']
@@ -112,7 +126,7 @@ def _mcmc_inference_data(
     (warn_of_nodes if is_network else _warn_of_cuts)(mcmc, silos)
     if isinstance(silos, RemoteSilos):
         return _remote_inference_data(mcmc, silos, node if is_network else None, ledger, options)
-    if "dims" in options:  # what ArviZ infers from plates holds for the sites that are not named
+    if "dims" in options:  # sites that the caller does not name keep the dims that ArviZ infers
         options["dims"] = {**infer_dims(kernel.model, (silos,)), **options["dims"]}
     idata = import_arviz().from_numpyro(
         mcmc, log_likelihood=log_likelihood and not average, **options
@@ -130,7 +144,7 @@ def _mcmc_inference_data(
 def _remote_inference_data(
     mcmc: MCMC, silos: RemoteSilos, node: str | None, ledger: Ledger, options: dict[str, Any]
 ) -> "InferenceData":
-    """Of silos whose rows are elsewhere: the global sites' draws, and no data."""
+    """Return the draws of the global sites of a run over remote silos, without data."""
     fields = {k: np.asarray(v) for k, v in mcmc.get_extra_fields(group_by_chain=True).items()}
     posterior = {k: np.asarray(v) for k, v in mcmc.get_samples(group_by_chain=True).items()}
     idata = import_arviz().from_dict(posterior=posterior, sample_stats=fields, **options)
@@ -154,23 +168,21 @@ def _warn_of_cuts(mcmc: MCMC, _: Silos) -> None:
     if inflation > _TOO_WIDE:
         warnings.warn(
             f"at this step size the sds are predicted to be {inflation:.2f} times too large: lower "
-            "step_size, or leave it "
-            '"auto"',
+            'step_size, or leave it "auto"',
             stacklevel=4,
         )
     for chain in range(len(cut)):
         if undone[chain]:
             warnings.warn(
-                f"chain {chain} left the reals in {undone[chain]} rounds, which were undone: its "
-                "draws are not to be "
-                "trusted. Lower step_size (or bias_target), or take fewer num_local_steps",
+                f"chain {chain} left the reals in {undone[chain]} rounds, which were undone: do "
+                "not trust its draws. Lower step_size (or bias_target), or take fewer "
+                "num_local_steps",
                 stacklevel=4,
             )
         elif cut[chain] > _TOO_OFTEN:
             warnings.warn(
                 f"{100 * cut[chain]:.1f} % of chain {chain}'s local steps were cut, which pulls "
-                "its tails towards the "
-                'surrogates. Take fewer num_local_steps, or lower step_size (under "auto": '
-                "bias_target)",
+                "its tails towards the surrogates. Take fewer num_local_steps, or lower step_size "
+                '(under "auto": bias_target)',
                 stacklevel=4,
             )

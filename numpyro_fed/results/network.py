@@ -1,7 +1,4 @@
-"""What a run over a network of nodes tells ArviZ.
-
-Which chain is which node, one node's draws, and the average's.
-"""
+"""ArviZ data of a run over a network: names of the nodes, draws of one node, their average."""
 
 import warnings
 from collections.abc import Callable
@@ -20,15 +17,16 @@ from numpyro_fed.rounds.remote import RemoteSilos
 
 __all__ = ["average_of_nodes", "label_nodes", "take_node", "warn_of_nodes"]
 
-_OFF = 0.1  # sds from the nodes' average
-_SMALL_WEIGHT = {True: 1e-4, False: 0.02}  # with gradients tracked, and without
-_FEWEST = 20  # draws from which a mean is judged
+_OFF = 0.1  # largest accepted distance from the nodes' average, in sds
+_SMALL_WEIGHT = {
+    True: 1e-4,
+    False: 0.02,
+}  # smallest accepted push-sum weight, with gradients tracked and without
+_FEWEST = 20  # fewest draws by which a mean is judged
 
 
 def label_nodes(idata: Any, silos: Silos) -> None:
-    """Give every chain the name of its node and the number of its network as coordinates ``node``
-    and ``network``.
-    """
+    """Set each chain's coordinates ``node``, its silo's name, and ``network``, a number."""
     networks = idata.posterior.sizes["chain"] // len(silos)
     nodes = np.tile(np.array(silos.names), networks)
     number = np.repeat(np.arange(networks), len(silos))
@@ -42,7 +40,7 @@ def label_nodes(idata: Any, silos: Silos) -> None:
 
 
 def take_node(idata: Any, node: str, silos: Silos) -> Any:
-    """The chains of one node, one of each network."""
+    """Return the chains of one node, one for each network."""
     chains = np.arange(silos.names.index(node), idata.posterior.sizes["chain"], len(silos))
     part = idata.sel(chain=chains)
     for name in part.groups():
@@ -52,22 +50,22 @@ def take_node(idata: Any, node: str, silos: Silos) -> Any:
 
 
 def average_of_nodes(mcmc: MCMC, silos: Silos, idata: Any, log_lik: bool) -> Any:
-    """The draws of every network's average, the chain that follows Langevin dynamics on the pooled
-    potential.
+    """Return the draws of every network's average of its nodes.
 
-    The average of what nodes hold is that of ``push_sum_weight * position`` in unconstrained space.
+    The average is that of ``push_sum_weight * position`` in unconstrained space. It follows
+    Langevin dynamics on the pooled potential.
     """
     az, kernel = import_arviz(), mcmc.sampler
     m, latent = len(silos), [name for name, _ in kernel.factors.global_sites]
     draws = mcmc.get_samples(group_by_chain=True)
-    elsewhere = isinstance(silos, RemoteSilos)  # with their local latents
+    elsewhere = isinstance(silos, RemoteSilos)  # remote silos keep their latents
     sites = latent + [s.name for s in kernel.factors.local_sites if not elsewhere]
     weight = jnp.asarray(mcmc.get_extra_fields(group_by_chain=True)["push_sum_weight"])
     z = jax.vmap(jax.vmap(_unconstrain(kernel, silos)))({k: draws[k] for k in sites})
 
     def average(name: str, x: jax.Array) -> jax.Array:
         grouped = x.reshape(-1, m, *x.shape[1:])
-        if name not in latent:  # alike in all nodes
+        if name not in latent:  # local latents are the same in all nodes
             return grouped[:, 0]
         share = weight.reshape(-1, m, weight.shape[1], *[1] * (x.ndim - 2))
         return jnp.mean(share * grouped, 1)
@@ -106,7 +104,7 @@ def _unconstrain(kernel: Any, silos: Silos) -> Callable:
 
 
 def warn_of_nodes(mcmc: MCMC, silos: Silos) -> None:
-    """Say which nodes broke down, and which are off the average."""
+    """Warn of nodes that broke down, and of nodes that are off the average."""
     m = len(silos)
     fields = {k: np.asarray(v) for k, v in mcmc.get_extra_fields(group_by_chain=True).items()}
     weight, undone, error = (
@@ -124,17 +122,16 @@ def warn_of_nodes(mcmc: MCMC, silos: Silos) -> None:
     if least.min() < _SMALL_WEIGHT[mcmc.sampler.tracking]:
         warnings.warn(
             f"the push-sum weight of node {silos.names[int(least.argmin())]!r} fell to "
-            f"{least.min():.1g} (of a mean of 1): it gave away more "
-            "than it heard, and its draws, quotients by it, have heavy "
-            f"tails{f'; {lost}' if lost else ''}. Let more nodes send to it, let fewer "
-            "links fail, or track gradients (gradient_tracking=True)",
+            f"{least.min():.1g} (of a mean of 1): the node sent more than it received, and its "
+            f"draws, quotients by this weight, have heavy tails{f'; {lost}' if lost else ''}. "
+            "Let more nodes send to it, let fewer links fail, or track gradients (gradient_tracking=True)",
             stacklevel=4,
         )
     elif lost:
         worst = silos.names[int(error[network].max(1).argmax())]
         warnings.warn(
             f"{lost}, because they left the reals; farthest from the average was node {worst!r}. "
-            "Its draws are not to be trusted: lower step_size",
+            "Do not trust its draws: lower step_size",
             stacklevel=4,
         )
     if not lost and weight.shape[2] >= _FEWEST:
@@ -156,11 +153,13 @@ def _warn_of_offsets(mcmc: MCMC, silos: Silos) -> None:
         if distance.max() > off:
             off = float(distance.max())
             node = silos.names[np.unravel_index(distance.argmax(), distance.shape)[0]]
-            where = f"node {node!r} is at least {off:.2f} posterior sds off the average of all nodes in {name!r}"
+            where = (
+                f"node {node!r} is at least {off:.2f} posterior sds off the average of all nodes "
+                f"in {name!r}"
+            )
     if off > _OFF:
         warnings.warn(
             f"{where}: at this step size nodes disagree in the mean. Lower step_size, take a "
-            "schedule that diminishes, or let gradients be "
-            "tracked (gradient_tracking=True)",
+            "schedule that diminishes, or track gradients (gradient_tracking=True)",
             stacklevel=5,
         )

@@ -1,4 +1,4 @@
-"""Posterior predictive draws: for a silo of the fit, for new rows in it, for a new silo."""
+"""Posterior predictive draws for a silo of the fit, for new rows in it, or for a new silo."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -25,36 +25,42 @@ def predict(
     silo: str | None = None,
     params: Mapping[str, Any] | None = None,
 ) -> dict[str, np.ndarray]:
-    """Draws of what a model says about data, given a fit.
+    """Draw from the posterior predictive of a model, given a fit.
 
-    :param model: the model that was fitted; it must run with observed arguments ``None`` (or left
-        out).
+    :param model: the model of the fit. It must run with its observed arguments ``None`` or left
+        out.
     :param posterior: the fit's ``InferenceData``, from :func:`to_inference_data`.
     :param rng_key: seed.
-    :param data: the model's keyword arguments for which to predict, observed ones ``None``. For a
-        silo of the fit its own plates that have latents must have the elements they had
-        (``silos[name]``, in this order); rows of other plates may be new.
-    :param silo: a silo of the fit, whose own latents are used; ``None``: a new silo, whose latents
-        are drawn from the model given each draw of the global ones.
-    :param params: learned parameters, where the model has any; those that the fit holds, if None.
-        Weights of networks it does not hold: give ``result.params``.
-    :return: for each site that neither the fit nor the data hold an array ``(draws, *site)``.
-    :raises ValueError: for an unknown silo, a silo whose latents are elsewhere, a fit without silo
-        coordinates, or data that leave nothing to predict.
+    :param data: keyword arguments of the model, with ``None`` for observed ones. For a silo of the
+        fit, plates with latents must have the elements of ``silos[name]``, in the same order. Rows
+        of other plates may be new.
+    :param silo: a silo of the fit, whose latents are those of the fit. ``None``: a new silo, whose
+        latents are drawn from the model given each draw of the global latents.
+    :param params: learned parameters of the model. ``None``: those that the fit holds. A fit does
+        not hold weights of networks; pass ``result.params`` for these.
+    :return: an array ``(draws, *site)`` for each site that neither the fit nor the data hold.
+    :raises ValueError: for an unknown silo, a remote silo whose latents stayed there, a fit without
+        silo coordinates, or data that leave nothing to predict.
 
     Example::
 
-        >>> import jax, jax.numpy as jnp, numpyro, numpyro.distributions as dist, optax, numpyro_fed as fed
+        >>> import jax, jax.numpy as jnp, numpyro, numpyro.distributions as dist, optax
+        >>> import numpyro_fed as fed
         >>> def model(x, y=None):
         ...     mu = numpyro.sample("mu", dist.Normal(0, 10))
         ...     with fed.silo_plate("patients", x.shape[0]):
         ...         z = numpyro.sample("z", dist.Normal(0, 1))
         ...         numpyro.sample("y", dist.Normal(mu * x + z, 1), obs=y)
-        >>> silos = fed.Silos({s: {"x": jnp.arange(n) * 1.0, "y": jnp.ones(n)} for s, n in (("oslo", 3), ("rome", 2))})
-        >>> svi = fed.SFVI(model, fed.AutoSiloNormal(model), optax.adam(0.05), num_local_particles=1)
+        >>> sizes = {"oslo": 3, "rome": 2}
+        >>> silos = fed.Silos(
+        ...     {s: {"x": jnp.arange(n) * 1.0, "y": jnp.ones(n)} for s, n in sizes.items()}
+        ... )
+        >>> guide = fed.AutoSiloNormal(model)
+        >>> svi = fed.SFVI(model, guide, optax.adam(0.05), num_local_particles=1)
         >>> result = svi.run(jax.random.key(0), 500, silos, progress_bar=False)
         >>> idata = fed.to_inference_data(svi, result, silos, num_draws=50)
-        >>> again = fed.predict(model, idata, jax.random.key(1), {"x": silos["oslo"]["x"]}, silo="oslo")
+        >>> old_x = {"x": silos["oslo"]["x"]}
+        >>> again = fed.predict(model, idata, jax.random.key(1), old_x, silo="oslo")
         >>> new = fed.predict(model, idata, jax.random.key(2), {"x": jnp.zeros(4)})
         >>> again["y"].shape, sorted(new), new["z"].shape
         ((50, 3), ['y', 'z'], (50, 4))
@@ -94,15 +100,14 @@ def predict(
     }
     if not found:
         raise ValueError(
-            f"expected data to predict for, got values of all that is observed, {sorted(given)}: "
-            "leave the arguments out that are to be "
-            "predicted, or give None"
+            f"expected data with something to predict, got values of all observed sites "
+            f"{sorted(given)}: leave out the arguments to predict, or set them to None"
         )
     return {name: np.asarray(x) for name, x in found.items()}
 
 
 def _draws_of(silo: str | None, draws: Any, plates: Mapping[str, np.ndarray]) -> dict[str, Array]:
-    """Draws ``(draws, *site)`` of the global latents and of one silo's own."""
+    """Return draws ``(draws, *site)`` of the global latents and of one silo's latents."""
     values = {}
     for name, x in draws.data_vars.items():
         own = [d for d in x.dims if d in plates]
@@ -110,7 +115,7 @@ def _draws_of(silo: str | None, draws: Any, plates: Mapping[str, np.ndarray]) ->
             continue
         for dim in own:
             x = x.isel({dim: np.flatnonzero(plates[str(dim)] == str(silo))})
-        if own and not x.size:  # of silos of another structure
+        if own and not x.size:  # a latent of silos of another structure
             continue
         site = (
             str(name).rpartition("_")[0]
@@ -122,18 +127,18 @@ def _draws_of(silo: str | None, draws: Any, plates: Mapping[str, np.ndarray]) ->
 
 
 def _learned(draws: Any) -> dict[str, Array]:
-    """Learned parameters that a fit's draws hold."""
+    """Return the learned parameters that a fit's draws hold."""
     networks = json.loads(draws.attrs.get("networks", "[]"))
     if networks:
         raise ValueError(
             f"params: expected the learned networks {networks}, which an InferenceData does not "
-            "hold; give result.params"
+            "hold; pass params=result.params"
         )
     return {k: jnp.asarray(v) for k, v in json.loads(draws.attrs.get("learned", "{}")).items()}
 
 
 def _observed(model: Callable, data: Mapping[str, Any]) -> set[str]:
-    """Sites whose values are among the data: conditioned on, not predicted."""
+    """Return the names of sites whose values are in the data, which are not predicted."""
     sites = trace(seed(model, random.key(0))).get_trace(**data)
     return {
         name for name, site in sites.items() if site["type"] == "sample" and site["is_observed"]
@@ -141,7 +146,7 @@ def _observed(model: Callable, data: Mapping[str, Any]) -> set[str]:
 
 
 def _check_positions(data: Mapping[str, Any], index: Mapping[str, list[str]]) -> None:
-    """Positions outside their target would be moved inside it without a word."""
+    """Raise for positions outside their target, which JAX would silently move inside it."""
     for leaf, targets in index.items():
         given = [t for t in targets if data.get(t) is not None]
         if data.get(leaf) is None or not given:
@@ -159,15 +164,14 @@ def _check_positions(data: Mapping[str, Any], index: Mapping[str, list[str]]) ->
 def _check_sizes(
     model: Callable, data: Mapping[str, Any], plates: Mapping[str, np.ndarray], silo: str
 ) -> None:
-    """Plates whose latents the fit holds must have the elements that they had."""
+    """Raise for a plate with latents in the fit and another number of elements in the data."""
     for name, site in trace(seed(model, random.key(0))).get_trace(**data).items():
         if site["type"] == "plate" and name in plates:
             expected, got = int((plates[name] == silo).sum()), site["args"][0]
             if got != expected:
                 raise ValueError(
                     f"silo {silo!r} has {expected} elements of {name!r} in the fit, got data with "
-                    f"{got}; expected the same elements, "
-                    "or silo=None for new ones"
+                    f"{got}; expected the same elements, or silo=None for new ones"
                 )
 
 

@@ -1,7 +1,4 @@
-"""What every fit tells ArviZ of its silos.
-
-Their names beside the elements of their plates, and the ledger.
-"""
+"""Names of silos as ArviZ coordinates, and the ledger as ArviZ attributes."""
 
 import json
 from typing import Any
@@ -16,9 +13,10 @@ __all__ = ["ledger_attrs", "silo_coords"]
 
 
 def silo_coords(idata: Any, factors: Factors, silos: Silos, suffix: str = "") -> None:
-    """Give the elements of each silo plate the name of their silo as coordinate ``<plate>_silo``.
+    """Set the coordinate ``<plate>_silo`` of each silo plate to the silos' names.
 
-    And say which arguments hold positions among the rows of which others.
+    Also set the attribute ``index``, which maps each argument that holds positions to the arguments
+    with the rows at these positions.
     """
     names = np.array(silos.names)
     for plate, group in factors.plates:
@@ -34,6 +32,6 @@ def silo_coords(idata: Any, factors: Factors, silos: Silos, suffix: str = "") ->
 
 
 def ledger_attrs(ledger: Ledger) -> dict[str, str]:
-    """The ledger as attributes that netCDF can hold."""
+    """Return the ledger as attributes that netCDF can hold."""
     entries = ("silos", "rounds", "gradient_evaluations", "bytes_down", "bytes_up")
     return {entry: json.dumps(getattr(ledger, entry)) for entry in entries}

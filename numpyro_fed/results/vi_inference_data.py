@@ -1,7 +1,4 @@
-"""From a variational fit to ArviZ.
-
-Draws with silo names, the trace of the bound, and Pareto's k of the approximation.
-"""
+"""ArviZ data of a variational fit: draws with silo names, the trace of the bound, Pareto's k."""
 
 import json
 import warnings
@@ -32,8 +29,8 @@ if TYPE_CHECKING:
 
 __all__ = ["CANDIDATES", "check_num_draws", "vi_inference_data"]
 
-CANDIDATES = 4  # draws of q for each resampled one
-_FEWEST = 100  # draws that a tail takes
+CANDIDATES = 4  # draws of q for each resampled draw
+_FEWEST = 100  # fewest draws by which Pareto's k is judged
 
 
 def vi_inference_data(
@@ -46,7 +43,7 @@ def vi_inference_data(
     log_likelihood: bool = True,
     resample: bool = False,
 ) -> "InferenceData":
-    """See :func:`numpyro_fed.to_inference_data`."""
+    """Convert a variational fit, as :func:`numpyro_fed.to_inference_data` says."""
     if not isinstance(result, VIResult):
         raise TypeError(f"expected the result of svi.run(...), got {type(result).__name__}")
     check_num_draws(num_draws)
@@ -108,31 +105,31 @@ def vi_inference_data(
     if not unweighed and not k <= POOR:
         warnings.warn(
             f"Pareto's k of the approximation is {k:.2f} ({judged}), above {POOR}: q(theta) misses "
-            "part of the posterior. Run more rounds, take "
-            'global_cov="full" and more num_local_particles, or resample=True; and hold the fit '
-            "against pooled NUTS or FSGLD",
+            'part of the posterior. Run more rounds, take global_cov="full" and more '
+            "num_local_particles, or resample=True; and compare the fit with pooled NUTS or FSGLD",
             stacklevel=3,
         )
     return idata
 
 
 def check_num_draws(num_draws: Any) -> None:
-    """Refuse what is no number of draws."""
+    """Raise unless ``num_draws`` is a whole number >= 1."""
     if isinstance(num_draws, bool) or not isinstance(num_draws, int | np.integer) or num_draws < 1:
         raise ValueError(f"num_draws: expected a whole number >= 1, got {num_draws!r}")
 
 
 def _judged(plan: Any, draws: Draws, stretched: bool) -> tuple[np.ndarray, float, str]:
-    """Smoothed weights, the worst k of them and of the coordinates' variances under them, and of
-    which.
+    """Return smoothed weights, the worst Pareto's k, and a text of what it is the k of.
+
+    It is the largest of the weights' own k and of those of the coordinates' variances under them.
     """
     log_weight = np.asarray(draws.log_weight, np.float64)
-    # far out a density may overflow: no draw of it counts
+    # far out a density may overflow, and the draw gets no weight
     inside = np.isfinite(log_weight) if stretched else np.ones(len(log_weight), bool)
     weight, k = np.zeros(len(log_weight)), float("inf")
     if inside.any():
         weight[inside], k = smoothed(log_weight[inside])
-    if k in (0.0, float("inf")):  # equal weights, or none
+    if k in (0.0, float("inf")):  # nearly equal weights, or one that is not finite
         return weight, k, "its weights"
     of_spread, place = tail_of_spreads(weight[inside], np.asarray(draws.theta)[inside])
     if of_spread <= k:
@@ -149,7 +146,7 @@ def _part(
     log_likelihood: bool,
     suffix: str,
 ) -> tuple[dict, dict, dict, dict]:
-    """Draws, pointwise log likelihood, observed values and dimensions of one structure."""
+    """Return draws, pointwise log likelihood, observed values and dimensions of one structure."""
     factors = plan.families[number].factors
     learned = {k: params[k] for k in plan.learned}
     kwargs = {**silos.pooled, PARAMS: learned} if learned else silos.pooled
@@ -177,7 +174,7 @@ def _part(
 
 
 class _Called:
-    """A model with its arguments given."""
+    """Model that is called without arguments."""
 
     def __init__(self, model: Any, kwargs: dict) -> None:
         self.model, self.kwargs = model, kwargs
@@ -186,11 +183,11 @@ class _Called:
         return self.model(**self.kwargs)
 
     def observed(self) -> dict[str, jax.Array]:
-        """Values of observed sites."""
+        """Return the values of observed sites."""
         from numpyro.handlers import seed, substitute, trace
         from numpyro.infer.initialization import init_to_median
 
-        # a strategy of initialisation, as priors may be improper
+        # improper priors cannot be sampled, so a strategy of initialization sets the latents
         sites = trace(
             substitute(seed(self, random.key(0)), substitute_fn=init_to_median)
         ).get_trace()
@@ -202,15 +199,16 @@ class _Called:
 
 
 def _told(prepared: Prepared, params: dict, draws: Draws, result: VIResult) -> dict[str, Any]:
-    """What the posterior's attributes say of the fit.
+    """Return the attributes of the posterior that describe the fit.
 
-    Its ledger, its parameters, the unit that fits worst, where latents are, privacy.
+    They are its ledger, learned parameters, the unit with the worst Pareto's k, the latents that
+    stay in remote silos, and privacy.
     """
     plan = prepared.plan
     arrays = {
         k: np.asarray(params[k]).tolist() for k in plan.learned if isinstance(params[k], jax.Array)
     }
-    networks = [k for k in plan.learned if k not in arrays]  # too large to say here
+    networks = [k for k in plan.learned if k not in arrays]  # too large for an attribute
     told: dict[str, Any] = {**ledger_attrs(result.ledger), "structures": len(prepared.parts)}
     told |= {"learned": json.dumps(arrays), "networks": json.dumps(networks)}
     if prepared.elsewhere:
@@ -223,8 +221,9 @@ def _told(prepared: Prepared, params: dict, draws: Draws, result: VIResult) -> d
 
 
 def _worst_unit(plan: Any, ratios: list, parts: tuple[Silos, ...]) -> dict[str, Any]:
-    """Pareto's k of the weights of a unit's candidates, where it is largest among the units whose
-    weights vary most, and which that is.
+    """Return the largest Pareto's k of the weights of a unit's candidates, and name the unit.
+
+    Only the units whose weights vary most are judged.
     """
     worst: dict[str, Any] = {}
     for family, found, part in zip(plan.families, ratios, parts, strict=True):
@@ -242,9 +241,9 @@ def _worst_unit(plan: Any, ratios: list, parts: tuple[Silos, ...]) -> dict[str, 
 
 
 def _chosen(weight: np.ndarray, num: int, key: Any) -> np.ndarray:
-    """Systematic resampling, in random order.
+    """Resample candidates systematically, and return their positions in random order.
 
-    Each candidate as often as its weight says, up to one.
+    The number of copies of a candidate is ``num`` times its weight, rounded up or down.
     """
     key_start, key_order = random.split(key)
     steps = (np.arange(num) + float(random.uniform(key_start))) / num
