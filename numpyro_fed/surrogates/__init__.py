@@ -1,11 +1,11 @@
-"""Gaussian surrogates of the silos' likelihoods, and ways to make them.
+"""Gaussian surrogates of the silos' likelihoods, and functions that make and rate them.
 
-:func:`analytic` takes known moments, :func:`moments` those of draws of the silos' own posteriors,
-and :func:`low_rank` keeps a few directions of each silo's curvature where dimensions are many. The
-kernels fit ``"score"`` (:mod:`numpyro_fed.surrogates.score`) or ``"laplace"``
-(:mod:`numpyro_fed.surrogates.laplace`) surrogates themselves; ``kernel.surrogates`` holds them
-afterwards. :func:`noise` and :func:`mse_bounds` say how good some are, :func:`optimal_alpha` how
-much weight they deserve.
+The function :func:`analytic` makes them from moments in closed form, and :func:`moments` from draws
+of the silos' own posteriors. :func:`low_rank` keeps a few directions of each silo's curvature, for
+many dimensions. The kernels fit ``"score"`` (:mod:`numpyro_fed.surrogates.score`) or ``"laplace"``
+(:mod:`numpyro_fed.surrogates.laplace`) surrogates themselves, and ``kernel.surrogates`` holds them
+after the fit. :func:`noise` and :func:`mse_bounds` say how good surrogates are, and
+:func:`optimal_alpha` how much weight they deserve.
 """
 
 from numpyro_fed.surrogates.alpha import optimal_alpha

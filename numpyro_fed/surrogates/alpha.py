@@ -1,16 +1,18 @@
-r"""The weight of the conducive gradient that makes the noise of the gradient smallest.
+r"""Optimal weight of the conducive gradient.
 
-FSGLD remark 1 (equation 7) multiplies the conducive gradient by :math:`\alpha`; as a control
-variate (Ripley 1987) its best weight is
+FSGLD remark 1 (equation 7) multiplies the conducive gradient by :math:`\alpha`. The conducive
+gradient is a control variate (Ripley 1987), and the gradient's variance is smallest at
 
-.. math:: \alpha^* = -\frac{\operatorname{tr} \operatorname{Cov}(v, g)}{\operatorname{tr} \operatorname{Var}(g)}, \qquad
-          v = \frac{N_s}{f_s m} \nabla \log p(y_s^{(m)} \mid \theta), \qquad
-          g = \nabla \log q(\theta) - \frac1{f_s} \nabla \log q_s(\theta)
+.. math::
+    \alpha^* &= -\frac{\operatorname{tr} \operatorname{Cov}(v, g)}
+                      {\operatorname{tr} \operatorname{Var}(g)}, \\
+    v &= \frac{N_s}{f_s m} \nabla \log p(y_s^{(m)} \mid \theta), \qquad
+    g = \nabla \log q(\theta) - \frac1{f_s} \nabla \log q_s(\theta).
 
-over silos :math:`s \sim f` and their minibatches, averaged over :math:`\theta` (numerator and
-denominator apart). Given s, g does not depend on the minibatch, so neither does
-:math:`\operatorname{Cov}(v, g)`: v may be replaced by :math:`\nabla \log p(y_s \mid \theta) / f_s`.
-Traces are taken in coordinates whitened by the surrogate posterior, the kernel's.
+The covariances are over silos :math:`s \sim f` and their minibatches. Numerator and denominator are
+each averaged over :math:`\theta`. For a fixed s, g does not depend on the minibatch, so that
+:math:`\operatorname{Cov}(v, g)` is the same with :math:`\nabla \log p(y_s \mid \theta) / f_s` in
+place of v. The traces are in the kernel's coordinates, which the surrogate posterior whitens.
 """
 
 from collections.abc import Callable, Sequence
@@ -45,20 +47,21 @@ def optimal_alpha(
     selection: Sequence[float] | None = None,
     public: Sequence[str] = (),
 ) -> float:
-    """The weight ``alpha`` of the conducive gradient under which the gradient's variance is
-    smallest.
+    """Return the weight of the conducive gradient that minimizes the gradient's variance.
 
-    1 for exact surrogates; near 0 for surrogates that say nothing of how silos differ. It may be
-    negative.
+    The weight is 1 for exact surrogates. It is near 0 for surrogates that do not tell how silos
+    differ, and may be negative.
 
     :param model: the marked model, without local latents.
     :param silos: the data.
-    :param surrogates: the silos' surrogates; with their prior they must make a density.
+    :param surrogates: the silos' surrogates; their product with the prior must be a density.
     :param theta: flat unconstrained global positions ``(K, d)`` or ``(d,)``; by default 64 points
         of the surrogate posterior.
     :param selection: f, the silos' probabilities; equal by default.
     :param public: observed sites outside every silo plate whose data all silos know.
-    :return: alpha; 1 where the conducive gradient is zero anyway (one silo).
+    :return: alpha; 1 where the conducive gradient is zero, as with one silo.
+    :raises ValueError: for local latents, and for surrogates, ``theta`` or ``selection`` that do
+        not fit the model and the silos.
 
     Example::
 
@@ -67,8 +70,11 @@ def optimal_alpha(
         ...     mu = numpyro.sample("mu", dist.Normal(0, 1))
         ...     with fed.silo_plate("patients", y.shape[0]):
         ...         numpyro.sample("y", dist.Normal(mu, 1), obs=y)
-        >>> silos = fed.Silos({"oslo": {"y": jnp.array([4.0, 6.0])}, "rome": {"y": jnp.array([-1.0, 1.0])}})
-        >>> q = fed.surrogates.analytic(silos, [[5.0], [0.0]], [[4.0], [4.0]])  # twice as sure as they should be
+        >>> silos = fed.Silos(
+        ...     {"oslo": {"y": jnp.array([4.0, 6.0])}, "rome": {"y": jnp.array([-1.0, 1.0])}}
+        ... )
+        >>> # precisions are twice those of the likelihoods
+        >>> q = fed.surrogates.analytic(silos, [[5.0], [0.0]], [[4.0], [4.0]])
         >>> round(fed.surrogates.optimal_alpha(model, silos, q), 4)
         0.5
     """
@@ -76,8 +82,7 @@ def optimal_alpha(
     if factors.local_sites:
         raise ValueError(
             f"the model has local latents {[s.name for s in factors.local_sites]}; expected a "
-            "model without, or "
-            'FSGLD(alpha="auto"), which integrates them out'
+            'model without local latents, or FSGLD(alpha="auto"), which integrates them out'
         )
     check_fits(surrogates, factors, silos)
     f = (
@@ -108,7 +113,7 @@ def best(
     selection: np.ndarray,
     thetas: np.ndarray | None = None,
 ) -> float:
-    """:func:`optimal_alpha` of a factorised model.
+    """Return :func:`optimal_alpha` of a factorized model.
 
     Local latents, cut into ``units``, are integrated out.
     """
@@ -128,7 +133,7 @@ def best(
     scores, given, weight = scores[:, good], given[:, good], 1 / selection[:, None, None]
 
     def covariance(a: np.ndarray, b: np.ndarray) -> float:
-        """Trace over points of Cov(a_s / f_s, b_s / f_s)."""
+        """Return the trace of Cov(a_s / f_s, b_s / f_s), summed over points."""
         return float((weight * a * b).sum() - (a.sum(0) * b.sum(0)).sum())
 
     variance = covariance(given, given)
@@ -137,7 +142,7 @@ def best(
 
 
 def _scores(factors: Factors, units: Units | None, message: Message, silos: Silos) -> Array:
-    """Whitened scores of the silos' (marginal) likelihoods at the points, ``(S, K, d)``."""
+    """Return whitened scores of the silos' (marginal) likelihoods at the points, ``(S, K, d)``."""
 
     def local(view: SiloView, _: None) -> tuple[Array, None]:
         score = marginal_score(factors, units, message, view)

@@ -1,4 +1,4 @@
-"""Analytic surrogates: Gaussians whose moments are known in closed form."""
+"""Surrogates whose moments are known in closed form."""
 
 import numpy as np
 from jax.typing import ArrayLike
@@ -16,13 +16,14 @@ def analytic(
     *,
     prior: tuple[ArrayLike, ArrayLike] | None = None,
 ) -> Surrogates:
-    """Surrogates with given means and precisions of each silo's likelihood.
+    """Return surrogates from the mean and the precision of each silo's likelihood.
 
     :param silos: the data; means and precisions are in the order of ``silos.names``.
-    :param means: shape ``(S, d)``: the flat global position (sites sorted by name) in unconstrained
-        space.
+    :param means: shape ``(S, d)``, in the flat unconstrained global position (sites sorted by
+        name).
     :param precisions: full ``(S, d, d)`` or diagonal ``(S, d)``; may be singular.
-    :param prior: mean and precision of the prior, for the preconditioner; nothing by default.
+    :param prior: mean and precision of the prior, for the preconditioner; of precision zero by
+        default.
     :return: the surrogates.
     :raises ValueError: for shapes that disagree, values that are not finite, or a precision that is
         not symmetric.
@@ -62,8 +63,8 @@ def _natural(mean: np.ndarray, precision: np.ndarray, name: str) -> Gaussian:
     if precision.ndim > mean.ndim:
         if not np.allclose(precision, np.swapaxes(precision, -1, -2)):
             raise ValueError(
-                f"{name}: expected symmetric matrices, got {precision}; symmetrise them: (p + p.T) "
-                "/ 2"
+                f"{name}: expected symmetric matrices, got {precision}; symmetrize them: "
+                "(p + p.T) / 2"
             )
         eta = (precision @ mean[..., None])[..., 0]
     else:

@@ -1,14 +1,16 @@
-r"""Bounded corrections of Gaussian surrogates: what of a silo's score no Gaussian has.
+r"""Bounded corrections of Gaussian surrogates, for the nonlinear part of a silo's score.
 
-With u whitened coordinates a silo's surrogate score becomes
+With u whitened coordinates, the score of a silo's surrogate becomes
 
 .. math:: \nabla_u \log q_s(u) = a_s - B_s u + D_s^\top \psi(u)
 
-with the bounded features of :mod:`numpyro_fed.density.bounded_features`. It need not be a gradient:
-conducive gradients are unbiased for any functions of theta whose mean over silos is taken away. It
-is bounded, so that it cannot open a tail that the Gaussian closes. Scale parameters are why it is
-there: a likelihood is flat in the logarithm of a scale on one side and falls on the other, and what
-is left of that is most of the silos' noise.
+with the bounded features :math:`\psi` of :mod:`numpyro_fed.density.bounded_features`. It need not
+be the gradient of any function. Conducive gradients subtract the mean over silos, and are therefore
+unbiased for any functions of theta. The correction is bounded, so that it cannot open a tail that
+the Gaussian closes.
+
+Scale parameters need it: in the logarithm of a scale, a likelihood is flat on one side and falls on
+the other. No Gaussian has this shape, and the difference is most of the silos' noise.
 """
 
 from dataclasses import dataclass, replace
@@ -26,9 +28,12 @@ __all__ = ["Bends", "regress"]
 
 
 def regress(points: Array, scores: Array, weights: Array) -> Array:
-    """D: weighted least squares of whitened scores ``(K, d)`` on the features at points ``(K, d)``.
+    """Regress whitened scores on the bounded features by weighted least squares.
 
-    Shape ``(p, d)``.
+    :param points: whitened positions, shape ``(K, d)``.
+    :param scores: shape ``(K, d)``.
+    :param weights: shape ``(K,)``.
+    :return: D, shape ``(p, d)``.
     """
     psi = features(points)
     weights = (weights / jnp.maximum(weights.sum(), 1e-30))[:, None]
@@ -40,11 +45,11 @@ def regress(points: Array, scores: Array, weights: Array) -> Array:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Bends:
-    """The corrections of all silos.
+    """Corrections of all silos.
 
-    :param loc: where u is zero, ``(d,)``.
-    :param whiten: ``u = whiten (theta - loc)``, ``(d, d)``.
-    :param coefficients: D, of scores in u, ``(S, p, d)``.
+    :param loc: the position at which u is zero, ``(d,)``.
+    :param whiten: the matrix ``(d, d)`` in ``u = whiten (theta - loc)``.
+    :param coefficients: D for scores in u, ``(S, p, d)``.
     """
 
     loc: Any
@@ -52,13 +57,16 @@ class Bends:
     coefficients: Any
 
     def score(self, theta: Array) -> Array:
-        """Their gradients at ``theta`` of shape ``(d,)``, in theta.
+        """Return the corrections at ``theta`` of shape ``(d,)``, in the coordinates of theta.
 
-        Shape ``(..., d)`` as the coefficients'.
+        The shape is ``(..., d)``, with the leading axes of the coefficients.
         """
         psi = features(self.whiten @ (theta - self.loc))
         return (psi @ self.coefficients) @ self.whiten
 
     def of(self, coefficients: Array) -> "Bends":
-        """The same coordinates with other coefficients: one silo's, or a sum."""
+        """Return corrections in the same coordinates with other coefficients.
+
+        :param coefficients: those of one silo, or a sum over silos.
+        """
         return replace(self, coefficients=coefficients)

@@ -1,10 +1,10 @@
 r"""Gaussian surrogates of the silos' likelihoods, in natural parameters.
 
 A silo's surrogate is :math:`\log q_s(\theta) = \eta_s^\top \theta - \tfrac12 \theta^\top \Lambda_s
-\theta` up to a constant, with :math:`\theta` the flat global position in unconstrained space. It
-need not be a density: :math:`\Lambda_s` may be singular or indefinite (a silo with one row says
-little), only the sum with the prior is one. FSGLD 3.1: exponential families are closed under
-products, so :math:`q = \prod_s q_s` costs nothing.
+\theta` up to a constant, where :math:`\theta` is the flat global position in unconstrained space.
+It need not be a density: :math:`\Lambda_s` may be singular or indefinite, for instance in a silo
+with one row. Only the product with the prior must be a density. Exponential families are closed
+under products (FSGLD 3.1), so that :math:`q = \prod_s q_s` costs nothing.
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ __all__ = ["Gaussian", "LowRank", "Surrogates", "matvec"]
 
 
 def matvec(matrix: Array, vector: Array) -> Array:
-    """``matrix @ vector``, the matrix full or stored as its diagonal."""
+    """Return ``matrix @ vector`` for a matrix that is full or stored as its diagonal."""
     return matrix @ vector if matrix.ndim == 2 else matrix * vector
 
 
@@ -35,11 +35,11 @@ class LowRank:
 
     Leading axes are a batch.
 
-    It stands where a full precision would: ``matrix @ vector``, ``matrix[s]``, ``matrix.sum(0)``
-    and sums with full matrices (both full).
+    An instance replaces full precisions: it has ``matrix @ vector``, ``matrix[s]``,
+    ``matrix.sum(0)`` and sums with full matrices. The sums are full matrices.
     """
 
-    __array_ufunc__ = None  # NumPy leaves sums and products to this class
+    __array_ufunc__ = None  # NumPy then leaves sums and products to this class
 
     diagonal: Any
     factor: Any
@@ -47,7 +47,7 @@ class LowRank:
 
     @property
     def ndim(self) -> int:
-        """That of the matrices it stands for."""
+        """Number of axes of the matrices, batch axes included."""
         return self.factor.ndim
 
     @property
@@ -56,7 +56,7 @@ class LowRank:
         return self.factor.shape[-1]
 
     def __matmul__(self, vector: Any) -> Any:
-        """Products with one vector ``(d,)``, or with the columns of ``(..., d, K)``."""
+        """Return products with one vector ``(d,)``, or with the columns of ``(..., d, K)``."""
         if vector.ndim == 1:
             inner = (self.factor.swapaxes(-1, -2) @ vector) * self.weight
             return self.diagonal * vector + (self.factor @ inner[..., None])[..., 0]
@@ -84,7 +84,7 @@ class LowRank:
         return matrix + (-1.0) * self
 
     def sum(self, axis: int) -> Any:
-        """The sum over the leading axis, full; no full matrix of a single one is made."""
+        """Return the full sum over the leading axis, without a full matrix of any one term."""
         assert axis == 0
         dim = self.diagonal.shape[-1]
         wide = np.moveaxis(np.asarray(self.factor), 0, 1).reshape(dim, -1)
@@ -94,7 +94,7 @@ class LowRank:
         )
 
     def dense(self) -> Any:
-        """The full matrices, ``(..., d, d)``."""
+        """Return the full matrices, ``(..., d, d)``."""
         eye = np.eye(self.diagonal.shape[-1], dtype=self.diagonal.dtype)
         return self.diagonal[..., None] * eye + (
             self.factor * self.weight[..., None, :]
@@ -104,17 +104,18 @@ class LowRank:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Gaussian:
-    """A Gaussian factor in natural parameters; leading axes are a batch.
+    """Gaussian factor in natural parameters; leading axes are a batch.
 
-    :param eta: precision times mean, shape ``(..., d)``. Arrays may be NumPy ones in float64, so
-        that nothing cancels.
+    :param eta: precision times mean, shape ``(..., d)``. NumPy arrays in float64 are accepted, and
+        avoid cancellation.
     :param precision: full ``(..., d, d)``, diagonal ``(..., d)``, or :class:`LowRank`.
 
     Example::
 
         >>> import jax.numpy as jnp
         >>> from numpyro_fed.surrogates import Gaussian
-        >>> q = Gaussian(jnp.array([2.0]), jnp.array([[2.0]])) * Gaussian(jnp.array([0.0]), jnp.array([[2.0]]))
+        >>> q = Gaussian(jnp.array([2.0]), jnp.array([[2.0]]))
+        >>> q = q * Gaussian(jnp.array([0.0]), jnp.array([[2.0]]))
         >>> q.mean.tolist(), (q / q).precision.tolist()
         ([0.5], [[0.0]])
     """
@@ -124,7 +125,7 @@ class Gaussian:
 
     @property
     def is_diagonal(self) -> bool:
-        """Whether the precision is stored as its diagonal."""
+        """Flag of a precision that is stored as its diagonal."""
         return self.precision.ndim == self.eta.ndim
 
     def __mul__(self, other: "Gaussian") -> "Gaussian":
@@ -134,18 +135,19 @@ class Gaussian:
         return Gaussian(self.eta - other.eta, self.precision - other.precision)
 
     def product(self) -> "Gaussian":
-        """The product over the leading batch axis."""
+        """Return the product over the leading batch axis."""
         return Gaussian(self.eta.sum(0), self.precision.sum(0))
 
     def score(self, theta: ArrayLike) -> Array:
-        """Gradient of the log factor at ``theta`` of shape ``(d,)``, shape ``(..., d)``."""
+        """Return the gradient of the log factor at ``theta`` ``(d,)``, shape ``(..., d)``."""
         theta = jnp.asarray(theta)
         product = self.precision * theta if self.is_diagonal else self.precision @ theta
         return jnp.asarray(self.eta - product)
 
     def scores(self, thetas: np.ndarray) -> np.ndarray:
-        """Gradients at positions ``(K, d)`` in float64, since eta and its opposite may both be
-        large; ``(S, K, d)`` of a batch ``(S,)``.
+        """Return gradients at positions ``(K, d)``, in float64.
+
+        The shape is ``(S, K, d)`` for a batch ``(S,)``. In float32, two large terms may cancel.
         """
         eta, precision = jax.tree.map(
             lambda x: np.asarray(x, np.float64), (self.eta, self.precision)
@@ -155,9 +157,10 @@ class Gaussian:
         return np.asarray(eta[:, None] - np.swapaxes(precision @ thetas.T, 1, 2))
 
     def whitening(self) -> tuple[np.ndarray, np.ndarray]:
-        """Mean and a factor of the covariance of one density in float64.
+        """Return the mean and a factor of the covariance of one density, in float64.
 
-        Lower triangular ``(d, d)``, or its diagonal ``(d,)``.
+        The factor is lower triangular ``(d, d)``; that of a diagonal precision is its diagonal
+        ``(d,)``.
         """
         precision, eta = (np.asarray(x, np.float64) for x in (self.precision, self.eta))
         if self.is_diagonal:
@@ -166,14 +169,14 @@ class Gaussian:
 
     @property
     def mean(self) -> Array:
-        """The mean, shape ``(..., d)``; the factor must be a density."""
+        """Mean, shape ``(..., d)``; the factor must be a density."""
         if self.is_diagonal:
             return jnp.asarray(self.eta / self.precision)
         return jnp.linalg.solve(self._full, self.eta[..., None])[..., 0]
 
     @property
     def covariance(self) -> Array:
-        """The covariance, full or diagonal as the precision."""
+        """Covariance, full or diagonal as the precision is."""
         return jnp.asarray(1 / self.precision) if self.is_diagonal else jnp.linalg.inv(self._full)
 
     @property
@@ -184,12 +187,12 @@ class Gaussian:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Surrogates:
-    """One Gaussian factor per silo, and one for the prior.
+    """Gaussian factors, one for each silo and one for the prior.
 
     :param factors: the silos' factors, batch ``(S,)`` in the order of ``silos.names``.
-    :param prior: the prior's factor. For the whitening only: gradients use the prior itself.
-    :param bends: bounded corrections of the silos' scores, or ``None``. Gradients have them,
-        :meth:`posterior` has not.
+    :param prior: the prior's factor, for the whitening only: gradients use the prior itself.
+    :param bends: bounded corrections of the silos' scores, or ``None``. Gradients include them,
+        :meth:`posterior` does not.
 
     A silo's factor is ``d + d (d + 1) / 2`` different numbers (diagonal: ``2 d``; of rank r: ``d (r
     + 2) + r``).
@@ -208,12 +211,12 @@ class Surrogates:
         return self.factors.eta.shape[-1]
 
     def score(self, theta: ArrayLike) -> Array:
-        """Gradients of the silos' surrogates at ``theta`` of shape ``(d,)``, shape ``(S, d)``."""
+        """Return gradients of the silos' surrogates at ``theta`` ``(d,)``, shape ``(S, d)``."""
         score = self.factors.score(theta)
         return score if self.bends is None else score + self.bends.score(jnp.asarray(theta))
 
     def scores(self, thetas: np.ndarray) -> np.ndarray:
-        """:meth:`score` at positions ``(K, d)``, in float64; shape ``(S, K, d)``."""
+        """Return :meth:`score` at positions ``(K, d)``, in float64; shape ``(S, K, d)``."""
         scores = self.factors.scores(thetas)
         if self.bends is None:
             return scores
@@ -221,7 +224,7 @@ class Surrogates:
         return scores + np.asarray(bent, np.float64)
 
     def posterior(self) -> Gaussian:
-        """The product of all factors: a one-shot Gaussian posterior, and the preconditioner.
+        """Return the product of all factors, a one-shot Gaussian posterior and the preconditioner.
 
         :raises ValueError: where the product is not positive definite.
         """
@@ -231,7 +234,7 @@ class Surrogates:
         if not smallest > 0:
             raise ValueError(
                 "the product of surrogates and prior is not positive definite: smallest eigenvalue "
-                f"{smallest:.3g}; expected > 0. Give precisions that sum to a density"
+                f"{smallest:.3g}; expected > 0. Pass precisions whose sum is positive definite"
             )
         return whole
 
@@ -239,4 +242,7 @@ class Surrogates:
         precision = self.factors.precision
         form = "diagonal" if self.factors.is_diagonal else "full"
         form = f"rank {precision.rank}" if isinstance(precision, LowRank) else form
-        return f"Surrogates({len(self)} silos, dimension {self.dim}, {form}{'' if self.bends is None else ', bent'})"
+        return (
+            f"Surrogates({len(self)} silos, dimension {self.dim}, "
+            f"{form}{'' if self.bends is None else ', bent'})"
+        )

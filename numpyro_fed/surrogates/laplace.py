@@ -1,13 +1,13 @@
-r"""Laplace surrogates.
+r"""Laplace surrogates, expansions of the silos' (marginal) likelihoods to second order.
 
-Second-order expansions of all silos' (marginal) likelihoods around one common point.
+All silos expand around one common point. Every silo returns gradient and Hessian at the server's
+current center, and the server takes a Newton step. The step is damped and, up to 500 dimensions,
+accelerated (:mod:`numpyro_fed.surrogates.natural_step`). At the end :math:`\Lambda_s = -\nabla^2
+\log \hat p(y_s \mid \theta^*)`.
 
-Every silo returns gradient and Hessian at the server's current centre, the server takes a Newton
-step, damped and, up to 500 dimensions, accelerated (:mod:`numpyro_fed.surrogates.natural_step`); at
-the end :math:`\Lambda_s = -\nabla^2 \log \hat p(y_s \mid \theta^*)`. Expanding at the common point
-(not at each silo's own mode, which FSGLD appendix F.2 does) keeps silos with one row or one label
-proper enough: only the sum must be. Exact for Gaussian models; elsewhere score matching looks
-further than one point.
+FSGLD appendix F.2 expands at each silo's own mode. The common point allows silos with one row or
+one label, since only the sum of the precisions must be positive definite. The surrogates are exact
+for Gaussian models; for other models score matching looks further than one point.
 """
 
 from dataclasses import dataclass
@@ -31,7 +31,10 @@ __all__ = ["fit"]
 @wire_name("LaplaceLocal")
 @dataclass(frozen=True)
 class LaplaceLocal:
-    """Gradient and negative Hessian at the centre, in whitened coordinates."""
+    """Part of a silo in a round of the Laplace fit.
+
+    It returns gradient and negative Hessian at the center, in whitened coordinates.
+    """
 
     factors: Factors
     units: Units | None
@@ -52,7 +55,10 @@ class LaplaceLocal:
 def fit(
     factors: Factors, silos: Silos, units: Units | None = None, *, max_rounds: int = 40
 ) -> score.ScoreFit:
-    """Fit Laplace surrogates; arguments and result as :func:`numpyro_fed.surrogates.score.fit`."""
+    """Fit Laplace surrogates.
+
+    Arguments and result are those of :func:`numpyro_fed.surrogates.score.fit`.
+    """
     return score.fit(
         factors, silos, units, max_rounds=max_rounds, local=LaplaceLocal(factors, units)
     )

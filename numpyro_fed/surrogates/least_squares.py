@@ -1,6 +1,6 @@
-"""The silo's regressions on whitened points.
+"""Regressions of a silo on whitened points.
 
-Its score, and the location and scale of its local latents.
+A silo regresses its score, and the location and scale of its local latents.
 """
 
 import jax
@@ -13,16 +13,21 @@ from numpyro_fed.density.small_matrices import solve_lower, solve_positive
 
 __all__ = ["fit_map", "fit_score"]
 
-_NUMBERS_AT_ONCE = 1 << 18  # of the designs of latents that are solved together
-_MOST_STRETCHED = 6.0  # log scales that a point may be away
+_NUMBERS_AT_ONCE = 1 << 18  # bound of the designs that are solved together
+_MOST_STRETCHED = 6.0  # bound of a log scale's difference from that at u = 0
 
 
 def fit_score(
     points: Array, scores: Array, weights: Array, full: bool
 ) -> tuple[Array, Array, Array]:
-    """Weighted least squares of scores ``(K, d)`` on points.
+    """Fit the linear score ``a - B u`` to scores by weighted least squares.
 
-    ``a``, symmetric ``B``, root mean square misfit.
+    :param points: whitened positions u, shape ``(K, d)``.
+    :param scores: whitened scores, shape ``(K, d)``.
+    :param weights: shape ``(K,)``.
+    :param full: fit a full B, or else a diagonal one.
+    :return: a ``(d,)``; B, symmetric ``(d, d)`` or its diagonal ``(d,)``; and the root mean square
+        of the misfit's norm.
     """
     weights = weights / jnp.maximum(weights.sum(), 1e-30)
     if full:
@@ -31,7 +36,7 @@ def fit_score(
         ridge = 1e-6 * jnp.eye(normal.shape[0], dtype=normal.dtype)
         coefficients = solve_positive(normal + ridge, design.T @ (weights[:, None] * scores))
         precision = -0.5 * (coefficients[1:] + coefficients[1:].T)
-        # given the symmetric B, the best shift is the mean of what it leaves
+        # for the symmetric B, the best shift is the mean of the residuals
         shift = weights @ (scores + points @ precision)
         fitted = shift - points @ precision
     else:
@@ -47,13 +52,14 @@ def fit_score(
 def fit_map(
     points: Array, modes: Array, chols: Array, weights: Array, bent: bool = True
 ) -> LocalMap:
-    """Regress locations ``(K, E, k)`` and log scales on the points.
+    """Regress locations ``(K, E, k)`` and log scales of the latents on the points.
 
-    Log scales on 1, u and, where dimensions are few, the bounded products and cubes. Locations, in
-    units of the scale at u, on these and on 1 and u times ``e^(-b u)``.
+    Log scales are regressed on 1, u and, where dimensions are few, the bounded products and cubes.
+    Locations, in units of the scale at u, are regressed on these and on 1 and u times ``e^(-b u)``.
 
-    :param bent: whether with what is not linear: bounded products and cubes, and locations that go
-        with the scale.
+    :param chols: factors of the latents' covariances, ``(K, E, k, k)``.
+    :param bent: include nonlinear terms: bounded products and cubes, and locations that go with the
+        scale.
     """
     weights = weights / jnp.maximum(weights.sum(), 1e-30)
     scales = jnp.diagonal(chols, axis1=-2, axis2=-1)
@@ -82,15 +88,16 @@ def fit_map(
     centre = jnp.einsum("eij,ejp->eip", tril, turned)
     shift, shift_coupling, shift_bend = jnp.split(shift, [1, linear.shape[1]], axis=-1)
     return LocalMap(
-        mean=centre[..., 0], coupling=centre[..., 1:], shift=shift[..., 0], shift_coupling=shift_coupling,
-        shift_bend=shift_bend, scale_bend=scale_bend, **found,
+        mean=centre[..., 0], coupling=centre[..., 1:],
+        shift=shift[..., 0], shift_coupling=shift_coupling, shift_bend=shift_bend,
+        scale_bend=scale_bend, **found,
     )  # fmt: skip
 
 
 def _solve(design: Array, weights: Array, x: Array) -> Array:
-    """Weighted least squares of ``(K, E, k)`` on ``(K, p)``, a little ridge.
+    """Regress ``(K, E, k)`` on ``(K, p)`` by weighted least squares with a small ridge.
 
-    Shape ``(E, k, p)``.
+    The result has shape ``(E, k, p)``.
     """
     normal = design.T @ (weights[:, None] * design) + 1e-5 * jnp.eye(
         design.shape[1], dtype=design.dtype
@@ -103,10 +110,9 @@ def _solve(design: Array, weights: Array, x: Array) -> Array:
 def _locations(
     linear: Array, bends: Array, weights: Array, x: Array, of_scale: Array
 ) -> tuple[Array, Array]:
-    """One latent's locations ``(K,)``.
+    """Fit ``A (1, u) + e^(log scale) S (1, u, psi)`` to one latent's locations ``(K,)``.
 
-    Coefficients of ``A (1, u) + e^(log scale) S (1, u, psi)``, errors counted in units of the
-    scale.
+    Errors are in units of the scale.
 
     :param of_scale: coefficients of the log scale.
     :return: A ``(1 + d,)`` and S ``(1 + d + p,)``.

@@ -1,13 +1,14 @@
 r"""Draws of the silos' own posteriors, by SGLD or NUTS.
 
-The target is :math:`p(\theta)^c p(y_s, z_s \mid \theta)`. SGLD starts at the silo's mode (damped
-Newton steps) and is preconditioned by the curvature there, :math:`L L^\top \approx H^{-1}`, with
-:math:`\theta = \hat\theta + L w`:
+The target is :math:`p(\theta)^c p(y_s, z_s \mid \theta)`. SGLD starts at the silo's mode, which
+damped Newton steps find. It is preconditioned by the curvature H there: with :math:`L L^\top
+\approx H^{-1}` and :math:`\theta = \hat\theta + L w`,
 
-.. math:: w \leftarrow w + \tfrac h2 L^\top \nabla \log p_s(\theta) + \sqrt h \, \xi, \qquad h = 0.1,
+.. math::
+    w \leftarrow w + \tfrac h2 L^\top \nabla \log p_s(\theta) + \sqrt h \, \xi, \qquad h = 0.1.
 
-all rows a step, every 20th position kept. In these units a Gaussian's chain has the variance 1 / (1
-- h/4).
+Each step uses all rows, and every 20th position is kept. In these units the chain of a Gaussian
+target has the variance 1 / (1 - h/4).
 """
 
 import math
@@ -32,17 +33,17 @@ __all__ = ["CHAINS", "STEP_SIZE", "LocalDraws", "gradients", "nuts", "sgld"]
 
 STEP_SIZE = 0.1  # in units of the curvature at the mode
 CHAINS = {"sgld": 16, "nuts": 4}
-_THINNING = 20  # steps; positions are correlated by 0.36
-_BURN_IN = 20  # draws of each chain that are thrown away: 400 steps
+_THINNING = 20  # steps between draws; the draws of a Gaussian have correlation 0.36
+_BURN_IN = 20  # discarded draws of each chain: 400 steps
 _NEWTON_STEPS = 60
-_FLATTEST = 1e-4  # smallest eigenvalue of the scaled curvature that the preconditioner believes
-_WARMUP = 500  # of NUTS
+_FLATTEST = 1e-4  # lower bound of the scaled curvature's eigenvalues in the preconditioner
+_WARMUP = 500  # steps of NUTS
 
 
 class LocalDraws(NamedTuple):
     """Summary of draws ``loc + scale @ w`` of a silo's posterior.
 
-    Means of w in halves of chains, covariance within.
+    It holds the means of w over half chains, and the mean of the half chains' covariances.
     """
 
     loc: Any
@@ -65,7 +66,10 @@ def _log_target(
 
 
 def _mode(log_density: Callable[[Array], Array], start: Array) -> tuple[Array, Array]:
-    """The mode by Newton steps (Levenberg-Marquardt), and a factor of the inverse curvature there."""
+    """Find the mode by Newton steps, and a factor of the inverse curvature there.
+
+    The steps are damped (Levenberg-Marquardt).
+    """
     hessian = jax.jacfwd(jax.grad(log_density))
 
     def scaled(x: Array) -> tuple[Array, Array]:
@@ -90,13 +94,14 @@ def _mode(log_density: Callable[[Array], Array], start: Array) -> tuple[Array, A
     mode = lax.scan(step, first, None, length=_NEWTON_STEPS)[0][0]
     scale, curvature = scaled(mode)
     values, vectors = jnp.linalg.eigh(curvature)
-    # columns are eigenvectors: where the law is flat, one coordinate of w is
+    # columns are eigenvectors, so that a flat direction of the law is one coordinate of w
     return mode, scale[:, None] * vectors / jnp.sqrt(jnp.maximum(jnp.abs(values), _FLATTEST))
 
 
 def _summary(w: Array) -> tuple[Array, Array]:
-    """Means ``(2 C, d)`` of halves of chains, and the mean of their covariances, of draws ``(C, n,
-    d)``.
+    """Return means ``(2 C, d)`` of half chains, and the mean of their covariances.
+
+    :param w: draws, shape ``(C, n, d)``.
     """
     halves = w.reshape(2 * w.shape[0], -1, w.shape[2])
     means = halves.mean(1)
@@ -106,7 +111,10 @@ def _summary(w: Array) -> tuple[Array, Array]:
 
 @partial(jax.jit, static_argnames=("factors", "power", "count"))
 def sgld(factors: Factors, power: float, count: int, key: Array, silos: Silos) -> LocalDraws:
-    """Langevin chains of all silos, ``(S, ...)``: theta += L (h/2 L' grad + sqrt(h) xi)."""
+    """Run Langevin chains in all silos: theta += L (h/2 L' grad + sqrt(h) xi).
+
+    The result has a leading axis of silos.
+    """
 
     def local(view: SiloView, _: None) -> tuple[LocalDraws, None]:
         log_target = _log_target(factors, power, view)
@@ -130,9 +138,9 @@ def sgld(factors: Factors, power: float, count: int, key: Array, silos: Silos) -
 
 
 def nuts(factors: Factors, power: float, count: int, key: Array, silos: Silos) -> LocalDraws:
-    """NUTS on theta and the local latents of each silo in turn, compiled once.
+    """Run NUTS on theta and the local latents of each silo in turn.
 
-    Padded latents are standard normal.
+    It is compiled once for all silos, with a standard normal law of the padded latents.
     """
     pad, groups, chains = largest(silos), factors.local_groups(), CHAINS["nuts"]
     shapes = {v.name: (dict(pad)[groups[v.name]], *v.shape) for v in factors.local_sites}
@@ -149,7 +157,7 @@ def nuts(factors: Factors, power: float, count: int, key: Array, silos: Silos) -
             )
             own = view.mask(groups[name]).reshape(-1, *[1] * (len(shape) - 1))
             idle = idle - 0.5 * jnp.sum(jnp.where(own, 0.0, z[name] ** 2))
-        with block():  # the model's sites are none of this one's
+        with block():  # hides the model's sample sites from this one's trace
             value = _log_target(factors, power, view)(theta, z)
         numpyro.factor("law", value + idle)
 
@@ -166,9 +174,8 @@ def nuts(factors: Factors, power: float, count: int, key: Array, silos: Silos) -
     for s in range(len(silos)):
         mcmc.run(random.fold_in(key, s), jnp.asarray(s), init_params=start)
         draws = np.asarray(mcmc.get_samples(group_by_chain=True)["theta"], np.float64)
-        with np.errstate(
-            invalid="ignore", over="ignore"
-        ):  # an improper law: its draws are refused later
+        # the draws of an improper law are refused later
+        with np.errstate(invalid="ignore", over="ignore"):
             loc, spread = draws.mean((0, 1)), draws.std((0, 1))
             spread = np.where(spread > 0, spread, 1.0)
             out.append(LocalDraws(loc, np.diag(spread), *_summary((draws - loc) / spread)))
@@ -176,8 +183,8 @@ def nuts(factors: Factors, power: float, count: int, key: Array, silos: Silos) -
 
 
 def gradients(dim: int, count: int) -> int:
-    """Gradients of its target that :func:`sgld` takes at each silo.
+    """Return the number of gradients of its target that :func:`sgld` takes at each silo.
 
-    One of a Hessian counts ``dim``.
+    A Hessian counts as ``dim`` gradients.
     """
     return _NEWTON_STEPS * (dim + 1) + CHAINS["sgld"] * _THINNING * (count + _BURN_IN)

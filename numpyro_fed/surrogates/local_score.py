@@ -1,6 +1,6 @@
-"""A silo's part of fitting score-matched surrogates.
+"""Part of a silo in the fit of score-matched surrogates.
 
-Its marginal score at the server's points, and what it regresses on them.
+A silo evaluates its marginal score at the server's points, and regresses it on them.
 """
 
 from collections.abc import Callable
@@ -32,13 +32,13 @@ from numpyro_fed.surrogates.nested_marginal import nested_marginal, num_nodes
 __all__ = ["Looked", "Message", "Reply", "ScoreLocal", "look", "marginal_score", "points_at_once"]
 
 
-_ROWS_AT_ONCE = 1 << 20  # rows x points evaluated together
-_SPREAD = 1.2  # sds of the outer latents at which inner ones are looked at
+_ROWS_AT_ONCE = 1 << 20  # rows times points that are evaluated together
+_SPREAD = 1.2  # sd of the standardized outer latents at which inner moments are taken
 
 
 @wire_name("ScoreMessage")
 class Message(NamedTuple):
-    """What the server sends: whitening, points ``(K, d)`` and their weights ``(K,)``."""
+    """Message of the server: whitening, points ``(K, d)`` and their weights ``(K,)``."""
 
     loc: Array
     scale: Array
@@ -47,10 +47,14 @@ class Message(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """What a silo returns, in whitened coordinates.
+    """Reply of a silo, in whitened coordinates.
 
-    Score ``a - B u``, misfit, log marginals ``(K,)``; in the last rounds its score's regression on
-    the bounded features ``(p, d)``, where dimensions are few.
+    :param shift: a of the score's fit ``a - B u``.
+    :param precision: B, full or diagonal.
+    :param misfit: root mean square misfit of the score.
+    :param values: log marginal likelihoods at the points, ``(K,)``.
+    :param bend: regression ``(p, d)`` of the score on the bounded features, in the last rounds
+        where dimensions are few; or ``None``.
     """
 
     shift: Array
@@ -63,10 +67,12 @@ class Reply(NamedTuple):
 @wire_name("ScoreLocal")
 @dataclass(frozen=True)
 class ScoreLocal:
-    """The silo's part of a round (hashable, so that equal fits share compiled programs).
+    """Part of a silo in a round of the score fit.
 
-    :param points_at_once: points evaluated together.
-    :param last: whether local map and bounded corrections are regressed, too.
+    It is hashable, so that equal fits share compiled programs.
+
+    :param points_at_once: number of points that are evaluated together.
+    :param last: regress the local map and the bounded corrections, too.
     """
 
     factors: Factors
@@ -76,16 +82,14 @@ class ScoreLocal:
 
     @property
     def keeps(self) -> bool:
-        """Whether a silo is to keep what is private to it: the local map."""
+        """Flag of a silo that keeps its rows of the local map."""
         return self.last and self.units is not None
 
     def __call__(
         self, key: Array, message: Message, state: Any, view: SiloView
     ) -> tuple[Reply, Any]:
         points, beside = message.points, None
-        if self.last and isinstance(
-            self.units, NestedUnits
-        ):  # where inner latents are looked at, beside the point
+        if self.last and isinstance(self.units, NestedUnits):
             shape = (len(points), self.units.blocks()[0][2])
             beside = _SPREAD * random.normal(random.key(0), shape, points.dtype)
         values, scores, latents, weights = look(
@@ -119,10 +123,11 @@ class ScoreLocal:
 
 
 class Looked(NamedTuple):
-    """What a silo found at the points.
+    """Results of a silo at the points.
 
-    Log marginals ``(K,)``, their whitened scores ``(K, d)``, moments of the latents level by level,
-    and the weights of the points, zero where a number is not finite.
+    They are log marginal likelihoods ``(K,)``, their whitened scores ``(K, d)``, moments of the
+    latents level by level, and the weights of the points. A weight is zero where a number is not
+    finite.
     """
 
     values: Array
@@ -139,7 +144,12 @@ def look(
     at_once: int,
     beside: Array | None = None,
 ) -> Looked:
-    """Marginal likelihood, score and latents' moments at the server's points, ``at_once`` together."""
+    """Return marginal likelihood, score and latents' moments at the server's points.
+
+    :param at_once: number of points that are evaluated together.
+    :param beside: standardized outer latents ``(K, k0)``, at which the moments of inner latents are
+        taken.
+    """
     score = marginal_score(factors, units, message, view)
     size = min(at_once, len(message.points))
     values, scores, latents = lax.map(
@@ -150,15 +160,15 @@ def look(
 
 
 def points_at_once(rows: int, units: Units | None) -> int:
-    """Points evaluated together.
+    """Return the number of points that are evaluated together.
 
-    A power of two, as the points' numbers are, for what is left over would be a program of its own.
+    It is a power of two, like the number of points. A remainder would be a program of its own.
 
-    :param rows: that one point takes.
+    :param rows: number of rows that one point takes.
     """
     if isinstance(units, NestedUnits):
         rows *= num_nodes(*(width for *_, width in units.blocks()))
-    elif units is not None:  # in a joint unit, a column of the curvature for each latent
+    elif units is not None:  # a joint unit has a column of the curvature for each latent
         rows *= len(nodes(units.dim)[0]) if units.group is not None else units.dim
     return 1 << (max(1, _ROWS_AT_ONCE // rows).bit_length() - 1)
 
@@ -166,12 +176,11 @@ def points_at_once(rows: int, units: Units | None) -> int:
 def marginal_score(
     factors: Factors, units: Units | None, message: Message, view: SiloView | SiloRows
 ) -> Callable[..., tuple[Array, Array, list[Moments]]]:
-    """A function of whitened u.
+    """Return a function of whitened u with the silo's log marginal likelihood.
 
-    The silo's log marginal likelihood, its gradient, and moments of the latents.
-
-    Where plates are nested it takes the outer latents' position at which moments of the inner ones
-    are wanted, too.
+    The function returns the value, its gradient, and moments of the latents. Where plates are
+    nested, it also takes the position of the outer latents at which it returns the moments of the
+    inner ones.
     """
     view = view if units is None else units.laid_out(view)
     kwargs, weights = view.whole()

@@ -1,17 +1,21 @@
-r"""Low-rank surrogates.
+r"""Low-rank surrogates, a diagonal and a few directions of each silo's precision.
 
-For each silo a diagonal and a few directions, where one full matrix per silo is too much.
+They serve where one full matrix for each silo is too much:
 
-.. math:: \Lambda_s = \operatorname{diag}(\delta_s) + U_s \operatorname{diag}(w_s) U_s^\top, \qquad U_s \in R^{d \times r}.
+.. math::
+    \Lambda_s = \operatorname{diag}(\delta_s) + U_s \operatorname{diag}(w_s) U_s^\top, \qquad
+    U_s \in R^{d \times r}.
 
-Damped Newton steps of the server, which adds the silos' curvatures up, find the posterior's mode.
-There a silo fits :math:`\Lambda_s` to its own curvature :math:`H_s` by principal factors, in units
-of the posterior's conditional sds: U and w are the r eigenpairs of :math:`H_s -
+The server adds up the silos' curvatures, and finds the posterior's mode by damped Newton steps. At
+the mode a silo fits :math:`\Lambda_s` to its own curvature :math:`H_s` by principal factors, in
+units of the posterior's conditional sds. U and w are the r eigenpairs of :math:`H_s -
 \operatorname{diag}(\delta_s)` of largest absolute value, and :math:`\delta_s` makes the diagonal
-that of :math:`H_s`. Where in those units the d - r smallest eigenvalues are equal, nothing is lost.
-What is lost is added to the prior's factor, so that ``posterior()``, the preconditioner, is the
-posterior's expansion for any r: the server knows the curvatures' sum. Reference for principal
-factors: Harman (1976), Modern factor analysis, chapter 8.
+that of :math:`H_s`. Nothing is lost where the d - r smallest eigenvalues, in those units, are
+equal.
+
+The server knows the sum of the curvatures, and adds the sum's remainder to the prior's factor.
+``posterior()``, the preconditioner, is therefore the posterior's expansion for any r. Reference for
+principal factors: Harman (1976), Modern factor analysis, chapter 8.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,19 +36,20 @@ from numpyro_fed.surrogates.gaussian import Gaussian, LowRank, Surrogates
 __all__ = ["low_rank", "principal_factors"]
 
 _ROUNDS = 60
-_SETTLED = 1e-2  # sds that the mode moves in a round
-_PASSES = 5  # principal factors
+_SETTLED = 1e-2  # sds that a converged mode moves in a round
+_PASSES = 5  # iterations of principal factors
 
 
 def low_rank(
     model: Callable, silos: Silos, *, rank: int = 20, public: Sequence[str] = ()
 ) -> Surrogates:
-    """Surrogates with a diagonal and ``rank`` directions for each silo, expanded at the posterior's
-    mode.
+    """Return surrogates with a diagonal and ``rank`` directions for each silo.
 
-    For posteriors of 100 to 1,000 dimensions that are nearly Gaussian: the memory of a full matrix
-    for each silo is saved. **What leaves a silo:** gradient, curvature and log likelihood in each
-    of about 8 rounds, which the server only adds up; then ``d (rank + 2) + rank`` numbers.
+    They are expansions at the posterior's mode. They serve posteriors of 100 to 1,000 dimensions
+    that are nearly Gaussian, and save the memory of a full matrix for each silo.
+
+    **What leaves a silo:** gradient, curvature and log likelihood in each of about 8 rounds, which
+    the server only adds up; then ``d (rank + 2) + rank`` numbers.
 
     :param model: the marked model, without local latents.
     :param silos: the data.
@@ -60,7 +65,12 @@ def low_rank(
         ...     beta = numpyro.sample("beta", dist.Normal(0, 1).expand([3]).to_event(1))
         ...     with fed.silo_plate("patients", y.shape[0]):
         ...         numpyro.sample("y", dist.Normal(x @ beta, 1), obs=y)
-        >>> silos = fed.Silos({"oslo": {"x": jnp.ones((4, 3)), "y": jnp.ones(4)}, "rome": {"x": jnp.eye(3), "y": jnp.ones(3)}})
+        >>> silos = fed.Silos(
+        ...     {
+        ...         "oslo": {"x": jnp.ones((4, 3)), "y": jnp.ones(4)},
+        ...         "rome": {"x": jnp.eye(3), "y": jnp.ones(3)},
+        ...     }
+        ... )
         >>> fed.surrogates.low_rank(model, silos, rank=1)
         Surrogates(2 silos, dimension 3, rank 1)
     """
@@ -68,8 +78,7 @@ def low_rank(
     if factors.local_sites:
         raise ValueError(
             f"the model has local latents {[s.name for s in factors.local_sites]}: expected a "
-            "model without, or "
-            'surrogate="score", which integrates them out'
+            'model without local latents, or surrogate="score", which integrates them out'
         )
     if (
         isinstance(rank, bool)
@@ -85,7 +94,7 @@ def low_rank(
         step = scale * np.linalg.solve(scaled, scale * slope)
         moved = float(np.sqrt(abs(step @ curvature @ step)))
         there = _ask(factors, theta + step, silos)
-        if there[0] >= value - 1e-5 * abs(value):  # float32's rounding of a sum of many terms
+        if there[0] >= value - 1e-5 * abs(value):  # float32 rounds a sum of many terms
             theta, (value, slope, curvature), damping = theta + step, there, damping * 0.2
             if moved < _SETTLED and damping < 0.1:
                 return _expand(factors, rank, theta, slope, curvature, silos)
@@ -93,13 +102,13 @@ def low_rank(
             damping = max(damping, 1e-3) * 6
     raise ValueError(
         f"the posterior's mode was not found in {_ROUNDS} rounds (the last step was {moved:.3g} "
-        "sds); expected "
-        'surrogate="score", or a model whose posterior has a mode in unconstrained space'
+        'sds); expected surrogate="score", or a model whose posterior has a mode in unconstrained '
+        "space"
     )
 
 
 def _ask(factors: Factors, theta: np.ndarray, silos: Silos) -> tuple[float, np.ndarray, np.ndarray]:
-    """Log posterior, gradient and curvature at theta, summed over silos one by one."""
+    """Return log posterior, gradient and curvature at theta, summed over silos one by one."""
     at = jnp.asarray(theta, jnp.result_type(float))
     value, slope, curvature = (np.asarray(x, np.float64) for x in _prior(factors, at, silos.shared))
     for s in range(len(silos)):
@@ -118,9 +127,10 @@ def _expand(
     total: np.ndarray,
     silos: Silos,
 ) -> Surrogates:
-    """Surrogates around theta.
+    """Return the surrogates around theta.
 
-    With the prior's factor, for the whitening, goes what the silos' lack of the total.
+    The prior's factor, which serves the whitening, takes up what the silos' factors lack of the
+    total.
     """
     dtype = jnp.result_type(float)
     at, unit = jnp.asarray(theta, dtype), jnp.asarray(1 / np.sqrt(np.abs(np.diag(total))), dtype)
@@ -154,9 +164,9 @@ def _silo(
 
 @partial(jax.jit, static_argnames=("rank",))
 def principal_factors(matrix: Array, scale: Array, rank: int) -> LowRank:
-    """A diagonal and ``rank`` directions of a symmetric matrix, nearest in units of ``scale``.
+    """Return the diagonal and ``rank`` directions nearest to a symmetric matrix.
 
-    Its diagonal is kept.
+    Distance is in units of ``scale``; the result has the diagonal of the matrix.
     """
     scaled = 0.5 * (matrix + matrix.T) * scale * scale[:, None]
     values = jnp.linalg.eigvalsh(scaled)
