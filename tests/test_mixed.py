@@ -421,7 +421,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "rows disagree": (
         lambda: MixedSilos(with_new(y=Y, age=Y[:3]), rows={"y": "women", "age": "women"}),
-        r"silo 'new', argument 'age': expected 5 rows as 'y' has of 'women', got 3",
+        r"silo 'new', argument 'age': expected 5 rows of 'women', as many as 'y' has, got 3",
     ),
     "no rows": (
         lambda: MixedSilos(with_new(other=Y[:4])),

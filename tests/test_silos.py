@@ -347,7 +347,7 @@ REFUSED_BY_SILOS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "rows disagree": (
         lambda: Silos(two(y=(Y, Y[:3]), x=(Y[:3], Y)), rows={"y": "rows", "x": "rows"}),
-        "silo 'oslo', argument 'x': expected 5 rows as 'y' has of 'rows', got 3",
+        "silo 'oslo', argument 'x': expected 5 rows of 'rows', as many as 'y' has, got 3",
     ),
     "text": (
         lambda: Silos(two(y=(Y, Y[:3]), t=(np.array(["a"]), np.array(["b"])))),
@@ -564,7 +564,7 @@ REFUSED_BY_SPLIT: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "group out of reach": (
         lambda: pointing(index={}),
-        "the silos of \\['ds'\\] cannot be told: expected an index=",
+        "the silos of \\['ds'\\] are unknown: expected an index=",
     ),
     "index out of reach": (
         lambda: pointing(index={"d": "es"}),
@@ -589,7 +589,7 @@ REFUSED_BY_SPLIT: dict[str, tuple[Callable[[], Any], str]] = {
     "two indices": (two_indices, "puts element 0 of 'ds' in another silo"),
     "no row": (
         lambda: pointing(d=4),
-        "element 3 of 'ds' has no row in 'to', so its silo cannot be told",
+        "element 3 of 'ds' has no row in 'to', so its silo is unknown",
     ),
 }
 

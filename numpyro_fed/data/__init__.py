@@ -1,1 +1,1 @@
-"""What silos hold: rows by silo, how they are split, and how an algorithm sees them."""
+"""Data in silos: rows by silo, their split, and the view that an algorithm has of them."""

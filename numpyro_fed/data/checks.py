@@ -1,8 +1,7 @@
-"""What data in silos must be, and the words in which everything else is refused.
+"""Checks of data in silos, with the error messages that refuse all other data.
 
-Each check raises a ``ValueError`` that names the silo, the argument and, where there is one, the
-row, and says how to mend it. Values are columns already: NumPy arrays, or any object that is not an
-array.
+Each check raises a ``ValueError``. It names the silo, the argument and, where there is one, the
+row, and says how to mend it. Values must be columns: NumPy arrays, or objects that are not arrays.
 """
 
 import datetime
@@ -29,21 +28,19 @@ __all__ = [
     "silo_names",
 ]
 
-_PIECE = (
-    1 << 16
-)  # numbers that are looked at in one go: a copy of all of them would be in memory beside them
-_MOST_MOVED = 1e-3  # of a column's standard deviation, by rounding to float32
+_PIECE = 1 << 16  # numbers that a check copies at a time: copying all would double the memory
+_MOST_MOVED = 1e-3  # most that rounding may move a number, in standard deviations of its column
 _MIXED = "silos of different structure: fed.MixedSilos (SFVI only)"
 
 
 def check_key(rng_key: Any) -> None:
-    """Refuse a seed that is no key."""
+    """Raise a ``ValueError`` unless the seed is a JAX random key."""
     if not is_prng_key(rng_key):
         raise ValueError(f"rng_key: expected one key, e.g. jax.random.key(0), got {rng_key!r}")
 
 
 def silo_names(data: Any) -> tuple[str, ...]:
-    """Names of the silos in ``{silo name: {argument: value}}``, as strings."""
+    """Return the names of the silos in ``{silo name: {argument: value}}``, as strings."""
     if not isinstance(data, Mapping) or not all(
         isinstance(kwargs, Mapping) for kwargs in data.values()
     ):
@@ -60,33 +57,35 @@ def silo_names(data: Any) -> tuple[str, ...]:
 
 
 def check_same_arguments(data: Mapping[str, Mapping[str, Any]]) -> None:
-    """Every silo has the arguments of the first."""
+    """Raise a ``ValueError`` unless every silo has the arguments of the first one."""
     first = next(iter(data))
     for name, kwargs in data.items():
         if set(kwargs) != set(data[first]):
             raise ValueError(
                 f"silo {name!r}: expected the arguments {sorted(data[first])} as in silo "
-                f"{first!r}, "
-                f"got {sorted(kwargs)}; {_MIXED}"
+                f"{first!r}, got {sorted(kwargs)}; {_MIXED}"
             )
 
 
 def check_told(rows: Iterable[str], index: Iterable[str], known: Container[str]) -> None:
-    """What rows= and index= speak of is there."""
+    """Raise a ``ValueError`` if ``rows=`` or ``index=`` names an argument that the data lack."""
     unknown = {name for name in (*rows, *index) if name not in known}
     if unknown:
         raise ValueError(f"rows= and index= name arguments that data lack: {sorted(unknown)}")
 
 
 def check_numbers(leaf: str, values: Iterable[Any]) -> None:
-    """Refuse arrays that hold no numbers: points of time, durations, text, other objects."""
+    """Raise a ``ValueError`` for an array of dates, durations, text or other objects."""
     for value in values:
         if not isinstance(value, np.ndarray) or value.dtype.kind not in "OUSMm":
             continue
         first = value.flat[0] if value.size else None
         mend = "encode it first"
         if isinstance(first, np.datetime64 | datetime.date):
-            mend = "subtract an origin and make it a number of days, e.g. (x - x.min()) / np.timedelta64(1, 'D')"
+            mend = (
+                "subtract an origin and make it a number of days, e.g. (x - x.min()) / "
+                "np.timedelta64(1, 'D')"
+            )
         elif isinstance(first, np.timedelta64 | datetime.timedelta):
             mend = "make it a number of days, e.g. x / np.timedelta64(1, 'D')"
         timed = value.dtype == object and mend != "encode it first"
@@ -95,20 +94,21 @@ def check_numbers(leaf: str, values: Iterable[Any]) -> None:
 
 
 def check_shared(leaf: str, value: Any) -> None:
-    """A shared argument is a finite array, or a hashable value, on which compiled programs may
-    depend.
+    """Raise a ``ValueError`` unless a shared argument is a finite array or a hashable value.
+
+    Compiled programs may depend on a hashable value.
     """
     if isinstance(value, Array) and not np.isfinite(np.asarray(value, np.float64)).all():
         raise ValueError(f"shared argument {leaf!r}: expected finite numbers, got NaN or infinity")
     if not isinstance(value, (Array, Hashable)):
         raise ValueError(
             f"argument {leaf!r}: expected an array or a hashable value, got "
-            f"{type(value).__name__}; a tuple in place of a list will do"
+            f"{type(value).__name__}; use a tuple in place of a list"
         )
 
 
 def all_equal(values: Sequence[Any]) -> bool:
-    """Whether all silos have the same value, types of objects included."""
+    """Return whether all silos have equal values; objects must also agree in type."""
     first = values[0]
     if isinstance(first, np.ndarray):
         return all(np.array_equal(first, v) for v in values[1:])
@@ -116,21 +116,20 @@ def all_equal(values: Sequence[Any]) -> bool:
 
 
 def lengths(values: Sequence[Any]) -> tuple[int, ...] | None:
-    """Numbers of rows in the silos, or ``None`` where a value has no leading axis."""
+    """Return the number of rows in each silo, or ``None`` if a value has no leading axis."""
     if all(isinstance(v, np.ndarray) and v.ndim for v in values):
         return tuple(len(v) for v in values)
     return None
 
 
 def check_rows(leaf: str, names: tuple[str, ...], values: Sequence[Any]) -> None:
-    """An argument's values are arrays of rows, alike after the leading axis."""
+    """Raise a ``ValueError`` unless the silos' values are arrays of rows of one shape."""
     for name, v in zip(names, values, strict=True):
         if not isinstance(v, np.ndarray) or v.ndim == 0:
             raise ValueError(
                 f"argument {leaf!r} differs between silos, so it must be an array of rows; silo "
-                f"{name!r} has "
-                f"{v!r}. Give it one row per element of a silo plate, or the same value everywhere"
-                + ("" if isinstance(v, np.ndarray) else f"; {_MIXED}")
+                f"{name!r} has {v!r}. Give it one row per element of a silo plate, or the same "
+                "value everywhere" + ("" if isinstance(v, np.ndarray) else f"; {_MIXED}")
             )
         if v.shape[1:] != values[0].shape[1:]:
             raise ValueError(
@@ -147,16 +146,16 @@ def check_sizes(
     names: tuple[str, ...],
     table: Mapping[str, Sequence[Any]],
 ) -> None:
-    """Rows of one group must be as many in every silo.
+    """Raise a ``ValueError`` unless, in every silo, one group's arguments have equally many rows.
 
-    Equal totals alone would tear silos apart.
+    Equal totals are not enough: rows would end up in wrong silos.
     """
     for other in others[:1]:
         for name, own, v in zip(names, sizes, table[other], strict=True):
             if own != len(v):
                 raise ValueError(
-                    f"silo {name!r}, argument {leaf!r}: expected {len(v)} rows as {other!r} has of "
-                    f"{group!r}, got {own}"
+                    f"silo {name!r}, argument {leaf!r}: expected {len(v)} rows of {group!r}, as "
+                    f"many as {other!r} has, got {own}"
                 )
 
 
@@ -167,9 +166,9 @@ def check_flat(
     sizes: dict[str, tuple[int, ...]],
     index: dict[str, str],
 ) -> None:
-    """Rows of all silos, put together.
+    """Raise a ``ValueError`` for an empty silo, a bad number, or an index outside its silo.
 
-    None is empty, no number is bad, no index points outside its silo.
+    Rows are flat, silo after silo. A bad number is NaN, infinite or too large for its type.
     """
     for g, n in sizes.items():
         if min(n) == 0:
@@ -214,11 +213,10 @@ def _check_values(
         if values.min() < limits.min or values.max() > limits.max:
             raise ValueError(
                 f"argument {leaf!r}: {values.min()} to {values.max()} does not fit into {stored}; "
-                "divide it, make it "
-                "floating-point, or enable float64 (numpyro.enable_x64())"
+                "divide it, make it floating-point, or enable float64 (numpyro.enable_x64())"
             )
     if values.dtype.kind in "fc":
-        with np.errstate(over="ignore"):  # what float64 holds and float32 does not becomes infinite
+        with np.errstate(over="ignore"):  # numbers too large for float32 become infinite
             pieces = (x.astype(stored, copy=False) for x in _pieces(values))
             finite = np.concatenate(
                 [np.isfinite(x).all(axis=tuple(range(1, x.ndim))) for x in pieces]
@@ -240,7 +238,7 @@ def _pieces(values: np.ndarray) -> Iterable[np.ndarray]:
 def _warn_of_rounding(
     leaf: str, values: np.ndarray, stored: np.dtype, names: tuple[str, ...]
 ) -> None:
-    """Warn where rounding moves numbers by much of what they vary by, e.g. seconds since 1970."""
+    """Warn if rounding moves numbers by much of their spread, e.g. seconds since 1970."""
     moved, total, squares = (np.zeros(values.shape[1:]) for _ in range(3))
     for x in _pieces(values):
         apart = x - values[0]
@@ -252,7 +250,7 @@ def _warn_of_rounding(
         silo = f"silo {names[0]!r}, " if len(names) == 1 else ""
         warnings.warn(
             f"{silo}argument {leaf!r}: stored as {stored}, its numbers move by up to {share:.1g} "
-            "of their standard "
-            "deviation; subtract an origin, or enable float64 (numpyro.enable_x64())",
+            "of their standard deviation; subtract an origin, or enable float64 "
+            "(numpyro.enable_x64())",
             stacklevel=6,
         )

@@ -1,14 +1,14 @@
 """Silos of different structure: data for which one model takes different branches.
 
-A silo's *structure* is what a compiled program depends on: which arguments it has, the values of
-those that are no arrays, and the type and trailing shape of its rows. Silos of one structure are a
-:class:`~numpyro_fed.data.silos.Silos`, and the joint density is a product over structures c of
-products over their silos,
+A compiled program depends on a silo's *structure*: which arguments the silo has, the values of
+arguments that are not arrays, and the type and trailing shape of its rows. Silos of one structure
+form a :class:`~numpyro_fed.data.silos.Silos`. The joint density is a product over structures c and
+over the silos s of each,
 
     p(theta, z, y) = p(theta) * prod_c prod_{s in c} p_c(y_s, z_s | theta),
 
-with the same global sites theta in all of them. Which arguments are rows, and of which plate, is
-decided over all silos at once: a structure of a single silo could only guess.
+with the same global sites theta in all of them. All silos together decide which arguments are
+rows, and of which plate, because a single silo shows no differences.
 """
 
 from collections.abc import Hashable, Iterator, Mapping
@@ -23,36 +23,37 @@ from numpyro_fed.data.silos import Silos, as_column, put_together
 __all__ = ["MixedSilos"]
 
 _SHOWN_NAMES = 8
-_Table = dict[str, dict[str, Any]]  # argument -> silo -> column, where the silo has it
+_Table = dict[str, dict[str, Any]]  # argument -> silo that has it -> column
 _Span = dict[str, int]  # number of rows in each silo that has the argument
 
 
 class MixedSilos:
-    """The data of silos that do not all have the same arguments, or differ in static (non-array)
-    ones.
+    """Data of silos that differ in their arguments or in static (non-array) values.
 
-    An argument that is absent or ``None`` is lacking. One that differs in value between any two
-    silos that have it, or that ``rows`` or ``index`` names, is rows where it is an array, and sets
-    structures apart where it is not. Row arguments whose lengths agree in every silo that has both
-    belong to one group. An argument that is equal in all silos that have it is shared, unless it is
-    as long as the rows of a group in each of them.
+    A silo lacks an argument that is absent or ``None``. An argument *differs* if two silos that
+    have it hold different values, or if ``rows`` or ``index`` names it. A differing argument is
+    rows if it is an array; otherwise it sets structures apart. Row arguments belong to one group if
+    their lengths agree in every silo that has both. An argument that does not differ is shared,
+    unless it is as long as the rows of a group in each of its silos.
 
-    :param data: for every silo's name, the model's keyword arguments there, as for :class:`Silos`.
-    :param rows: the silo plate of each row argument, where lengths alone do not tell.
-    :param index: for an argument that holds positions in another silo plate, that plate's row
-        group; its values count from zero inside each silo.
-    :ivar names: all silos, in the order given.
-    :ivar parts: silos of one structure each, structures in the order of their first silo.
-    :ivar places: for each silo its part's number, and its number within that part.
-    :raises ValueError: for data that are no ``{silo: {argument: value}}``, a silo without rows, an
-        argument that may belong to two row groups, a differing array without a leading axis, and
-        what :class:`Silos` refuses.
+    :param data: the model's keyword arguments of each silo, by silo name, as for :class:`Silos`.
+    :param rows: the silo plate of each row argument, needed where lengths alone do not decide it.
+    :param index: the row group that an argument of positions points to; the positions count from
+        zero inside each silo.
+    :ivar names: all silos, in the order of ``data``.
+    :ivar parts: a :class:`Silos` for each structure, in the order of the structures' first silos.
+    :ivar places: for each silo the number of its part, and its number within that part.
+    :raises ValueError: for data that are not ``{silo: {argument: value}}``, a silo without rows, an
+        argument that may belong to two row groups, and a differing array without a leading axis;
+        also where :class:`Silos` raises one.
 
     Example::
 
         >>> import numpy as np, numpyro_fed as fed
         >>> silos = fed.MixedSilos({
-        ...     "oslo": {"y": np.zeros(3)}, "rome": {"y": np.ones(2), "proxy": np.ones(2)}, "bern": {"y": np.ones(4)}
+        ...     "oslo": {"y": np.zeros(3)},
+        ...     "rome": {"y": np.ones(2), "proxy": np.ones(2)},
+        ...     "bern": {"y": np.ones(4)},
         ... })
         >>> [part.names for part in silos.parts], silos.places
         ([('oslo', 'bern'), ('rome',)], ((0, 0), (1, 0), (0, 1)))
@@ -90,7 +91,7 @@ class MixedSilos:
         members: dict[tuple, list[str]] = {}
         for name in self.names:
             members.setdefault(_structure(name, table, group, index), []).append(name)
-        # None is passed on where a silo of the structure has it: the model may want to be told
+        # a model may branch on None, so it gets each None that a silo of the structure has
         nones = {
             n: {leaf for leaf, v in kwargs.items() if v is None} for n, kwargs in silos.items()
         }
@@ -108,7 +109,7 @@ class MixedSilos:
         return iter(self.names)
 
     def __getitem__(self, name: str) -> dict[str, Any]:
-        """The keyword arguments of one silo."""
+        """Return the keyword arguments of one silo."""
         name = str(name)
         if name not in self.names:
             raise KeyError(f"no silo {name!r}; there are {list(self.names)}")
@@ -135,8 +136,9 @@ class MixedSilos:
 def _row_groups(
     table: _Table, rows: dict[str, str], told: set[str], num_silos: int
 ) -> tuple[dict[str, str], frozenset[str]]:
-    """The group of each row argument, decided over all silos, and the groups that lengths alone
-    tell.
+    """Return each row argument's group, and the groups that follow from lengths alone.
+
+    Lengths in all silos count, whatever the structure.
     """
     spans = {leaf: _span(leaf, column, leaf in told) for leaf, column in table.items()}
     arrays = [leaf for leaf, span in spans.items() if span]
@@ -148,13 +150,13 @@ def _row_groups(
         if leaf in rows:
             named[rows[leaf]] = {**spans[leaf], **named.get(rows[leaf], {})}
     guessed: list[tuple[set[str], _Span]] = []
-    # an argument of many silos ties together those of few
+    # first the arguments of many silos: they link those that only a few silos have
     for leaf in sorted(
         (leaf for leaf in differ if leaf not in rows), key=lambda leaf: -len(spans[leaf])
     ):
         _join(guessed, leaf, spans[leaf])
     known = [*named.values(), *(span for _, span in guessed)]
-    for leaf in arrays:  # equal values as long as rows are: labels may well be equal
+    for leaf in arrays:  # equal arrays as long as rows are rows, e.g. equal labels
         if leaf not in differ and any(spans[leaf].items() <= span.items() for span in known):
             _join(guessed, leaf, spans[leaf])
     group = {leaf: g for leaf, g in rows.items() if leaf in differ}
@@ -170,9 +172,9 @@ def _differs(column: Mapping[str, Any]) -> bool:
 
 
 def _span(leaf: str, column: Mapping[str, Any], told: bool) -> _Span:
-    """Number of rows in every silo where the argument is an array.
+    """Return the number of rows in every silo where the argument is an array.
 
-    None for one that is a scalar everywhere.
+    The result is empty where the argument is a scalar in every silo.
     """
     for name, v in column.items():
         if told and not isinstance(v, np.ndarray):
@@ -183,23 +185,20 @@ def _span(leaf: str, column: Mapping[str, Any], told: bool) -> _Span:
         if not isinstance(v, np.ndarray | Hashable):
             raise ValueError(
                 f"silo {name!r}, argument {leaf!r}: expected an array or a hashable value, got "
-                f"{type(v).__name__}; a tuple in place of a list will do"
+                f"{type(v).__name__}; use a tuple in place of a list"
             )
         if isinstance(v, np.ndarray) and v.ndim == 0 and (told or _differs(column)):
             raise ValueError(
                 f"silo {name!r}, argument {leaf!r}: expected an array with a leading axis, since "
-                "it differs between "
-                f"silos or rows= or index= names it, got {v!r}; give one row per element of a silo "
-                "plate, or a plain "
-                "Python value (.item()), which makes a structure of its own"
+                f"it differs between silos or rows= or index= names it, got {v!r}; give one row "
+                "per element of a silo plate, or a plain Python value (.item()), which makes a "
+                "structure of its own"
             )
     return {name: len(v) for name, v in column.items() if isinstance(v, np.ndarray) and v.ndim}
 
 
 def _join(groups: list[tuple[set[str], _Span]], leaf: str, span: _Span) -> None:
-    """Put an argument into the group whose lengths agree with its own, bringing together those that
-    it links.
-    """
+    """Add an argument to the group whose lengths agree with it, and merge groups that it links."""
     leaves, total, others = {leaf}, dict(span), []
     for members, other in groups:
         common = span.keys() & other.keys()
@@ -210,9 +209,8 @@ def _join(groups: list[tuple[set[str], _Span]], leaf: str, span: _Span) -> None:
             if total[name] != other[name]:
                 raise ValueError(
                     f"argument {leaf!r} has as many rows as {sorted(leaves - {leaf})} and as "
-                    f"{sorted(members)}, which "
-                    f"differ in silo {name!r}; expected its silo plate by name: rows={{{leaf!r}: "
-                    "...}"
+                    f"{sorted(members)}, which differ in silo {name!r}; expected its silo plate "
+                    f"by name: rows={{{leaf!r}: ...}}"
                 )
         leaves |= members
         total.update(other)
@@ -222,7 +220,7 @@ def _join(groups: list[tuple[set[str], _Span]], leaf: str, span: _Span) -> None:
 def _structure(
     name: str, table: _Table, group: Mapping[str, str], index: Mapping[str, str]
 ) -> tuple:
-    """What a compiled program depends on, apart from numbers of rows."""
+    """Return what a compiled program depends on, except for numbers of rows."""
     out: list[tuple] = []
     for leaf, column in table.items():
         if name not in column:
@@ -251,7 +249,7 @@ def _part(
     guessed: frozenset[str],
     index: Mapping[str, str],
 ) -> Silos:
-    """Silos of one structure, their rows as told."""
+    """Return the silos of one structure, with rows in the groups of all silos."""
     own = {leaf: [column[n] for n in names] for leaf, column in table.items() if names[0] in column}
     shared: dict[str, Any] = {}
     groups: dict[str, list[str]] = {}
@@ -269,9 +267,7 @@ def _part(
     if not groups:
         raise ValueError(
             f"silos {names}: expected at least one argument with rows, got only shared or static "
-            "ones "
-            f"{sorted(shared)}; where values of an argument are equal in all silos, rows= says "
-            "that it is rows"
+            f"ones {sorted(shared)}; name an argument in rows= if it is rows but equal in all silos"
         )
     parts_index = {leaf: g for leaf, g in index.items() if leaf in own}
     return Silos._from_flat(

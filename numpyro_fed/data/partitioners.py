@@ -1,8 +1,8 @@
-"""Partitioners: which silo each row goes to, for simulating a federation from pooled data.
+"""Partitioners of pooled rows into silos, to simulate a federation.
 
-Each returns the silo of every row, an integer array of shape ``(N,)`` with values ``0..S-1``, to be
-handed to :func:`numpyro_fed.split` as ``by=``. Real federations need none of this: there the rows
-are where they are.
+Each partitioner returns the silo of every row, an integer array of shape ``(N,)`` with values
+``0..S-1``, for the argument ``by=`` of :func:`numpyro_fed.split`. Real federations need no
+partitioner, because each silo has its rows already.
 """
 
 from bisect import bisect_left
@@ -16,7 +16,7 @@ Seed = int | np.random.Generator
 
 
 def iid(seed: Seed, num_rows: int, num_silos: int) -> np.ndarray:
-    """Rows dealt at random to silos of equal size.
+    """Deal rows at random to silos of equal size.
 
     :param seed: a seed or a :class:`numpy.random.Generator`.
     :param num_rows: number of rows, N.
@@ -39,16 +39,16 @@ def iid(seed: Seed, num_rows: int, num_silos: int) -> np.ndarray:
 def quantity(
     seed: Seed, num_rows: int, num_silos: int, concentration: float = 1.0, min_rows: int = 1
 ) -> np.ndarray:
-    r"""Rows dealt at random to silos of unequal size (quantity skew).
+    r"""Deal rows at random to silos of unequal size (quantity skew).
 
-    Every silo gets ``min_rows`` rows; the others are shared out in proportions
-    :math:`p \sim \mathrm{Dirichlet}(c, \dots, c)`, one number per silo.
+    Every silo gets ``min_rows`` rows. The silos share the other rows in proportions
+    :math:`p \sim \mathrm{Dirichlet}(c, \dots, c)`, one per silo.
 
     :param seed: a seed or a :class:`numpy.random.Generator`.
     :param num_rows: number of rows, N.
     :param num_silos: number of silos, S.
     :param concentration: c > 0; the smaller, the more unequal the silos.
-    :param min_rows: rows that every silo gets at least.
+    :param min_rows: smallest number of rows of a silo.
     :return: the silo of each row, shape ``(N,)``.
     :raises ValueError: for fewer than ``num_silos * min_rows`` rows, or a concentration <= 0.
 
@@ -78,23 +78,23 @@ def dirichlet(
     concentration: float = 0.5,
     min_rows: int = 1,
 ) -> np.ndarray:
-    r"""Silos with different shares of the labels (Dirichlet label skew).
+    r"""Deal rows to silos with different shares of the labels (Dirichlet label skew).
 
-    For every label the shares of the S silos in its rows are drawn from
-    :math:`\mathrm{Dirichlet}(c, \dots, c)`, so every row goes to one silo and silos differ in size
-    (as Yurochkin et al. do; Hsu et al. draw each silo's label shares instead, at equal sizes: for
-    two labels see :func:`beta`). A silo left with fewer than ``min_rows`` rows takes some at random
-    from the silo that is then the largest.
+    For every label, the S silos' shares of its rows are a draw from
+    :math:`\mathrm{Dirichlet}(c, \dots, c)`, as in Yurochkin et al. Every row goes to one silo, and
+    silos differ in size. Hsu et al. draw each silo's label shares instead, at equal sizes; for two
+    labels see :func:`beta`. A silo with fewer than ``min_rows`` rows takes rows at random from the
+    silo that is then the largest.
 
     :param seed: a seed or a :class:`numpy.random.Generator`.
     :param labels: the label of each row, integers, booleans or strings, shape ``(N,)``.
     :param num_silos: number of silos, S.
-    :param concentration: c > 0; a small one gives nearly every label to a few silos, a large one
-        (100) the same mix of labels to all.
-    :param min_rows: rows that every silo gets at least.
+    :param concentration: c > 0; a small value gives the rows of nearly every label to a few silos,
+        a large one (100) gives all silos the same mix of labels.
+    :param min_rows: smallest number of rows of a silo.
     :return: the silo of each row, shape ``(N,)``.
-    :raises ValueError: for labels that are no column, fewer than ``num_silos * min_rows`` of them,
-        or a concentration <= 0.
+    :raises ValueError: for labels not of shape ``(N,)``, fewer than ``num_silos * min_rows`` of
+        them, or a concentration <= 0.
 
     **References:**
 
@@ -127,18 +127,18 @@ def dirichlet(
 
 
 def disjoint(seed: Seed, labels: ArrayLike, num_silos: int, min_labels: int = 1) -> np.ndarray:
-    """Silos without a common label: each label goes to one silo, with all its rows.
+    """Deal each label with all its rows to one silo, so that silos have no label in common.
 
-    Labels are dealt at random; silos' numbers of labels differ by at most one, their numbers of
-    rows as the labels' do.
+    Labels are dealt at random. Silos' numbers of labels differ by at most one; their numbers of
+    rows follow from the labels'.
 
     :param seed: a seed or a :class:`numpy.random.Generator`.
     :param labels: the label of each row, integers, booleans or strings, shape ``(N,)``.
     :param num_silos: number of silos, S.
-    :param min_labels: labels that every silo needs (two, where rows of different labels are to be
-        compared).
+    :param min_labels: smallest number of labels of a silo (two, if an algorithm compares rows of
+        different labels).
     :return: the silo of each row, shape ``(N,)``.
-    :raises ValueError: for labels that are no column, or fewer than ``num_silos * min_labels``
+    :raises ValueError: for labels not of shape ``(N,)``, or fewer than ``num_silos * min_labels``
         different ones.
 
     **References:**
@@ -163,9 +163,8 @@ def disjoint(seed: Seed, labels: ArrayLike, num_silos: int, min_labels: int = 1)
     if len(values) < num_silos * min_labels:
         raise ValueError(
             f"labels: expected at least {num_silos * min_labels} different ones, so that "
-            f"{num_silos} silos have {min_labels} "
-            f"or more each and none in common, got {len(values)}; use at most "
-            f"{len(values) // min_labels} silos"
+            f"{num_silos} silos have {min_labels} or more each and none in common, got "
+            f"{len(values)}; use at most {len(values) // min_labels} silos"
         )
     return rng.permutation(np.arange(len(values)) % num_silos)[label]
 
@@ -173,19 +172,20 @@ def disjoint(seed: Seed, labels: ArrayLike, num_silos: int, min_labels: int = 1)
 def beta(
     seed: Seed, labels: ArrayLike, num_silos: int, a: float = 0.5, b: float | None = None
 ) -> np.ndarray:
-    r"""Silos of equal size whose shares of positives are :math:`\pi_s \sim \mathrm{Beta}(a, b)`.
+    r"""Deal rows to silos of equal size with random shares of positives.
 
-    A row is used at most once, so the draws of :math:`\pi` decide how large equal silos can be:
-    they get the largest size for which the rows of both labels suffice. The other rows are marked
-    ``-1``, and :func:`numpyro_fed.split` leaves such rows out; at small ``a`` and ``b`` they may be
-    many.
+    Silo s has the share :math:`\pi_s \sim \mathrm{Beta}(a, b)`. A row is used at most once, so the
+    draws of :math:`\pi` limit the size of the silos. It is the largest one for which the rows of
+    both labels suffice. The other rows get ``-1``, and :func:`numpyro_fed.split` leaves them out;
+    at small ``a`` and ``b`` they may be many.
 
     :param seed: a seed or a :class:`numpy.random.Generator`.
-    :param labels: the label of each row, two values, the greater one the positive; shape ``(N,)``.
+    :param labels: the label of each row, shape ``(N,)``; of the two values the greater one is the
+        positive label.
     :param num_silos: number of silos, S.
-    :param a: first parameter of the Beta law. ``a = b = 100`` is nearly iid; at 0.5 most silos hold
-        mostly one label.
-    :param b: second parameter; ``a`` when left out.
+    :param a: first parameter of the Beta distribution. ``a = b = 100`` is nearly iid; at
+        0.5 most silos hold mostly one label.
+    :param b: second parameter; ``a`` by default.
     :return: the silo of each row, ``-1`` for a row that is not used, shape ``(N,)``.
     :raises ValueError: for other than two labels, ``a`` or ``b`` <= 0, or labels that do not
         suffice for one row in every silo.
@@ -224,7 +224,7 @@ def beta(
         used = positives_of(size).sum()
         return bool(used > len(positives) or num_silos * size - used > len(negatives))
 
-    # Both counts grow with the size, so the sizes that fit come first.
+    # both counts grow with the size, so all sizes that fit come first
     size = bisect_left(range(1, len(labels) // num_silos + 1), True, key=too_large)
     if size == 0:
         raise ValueError(
@@ -277,7 +277,7 @@ def _dirichlet_shares(rng: np.random.Generator, num_silos: int, concentration: f
 
 
 def _apportion(shares: np.ndarray, total: int) -> np.ndarray:
-    """Whole numbers that add up to ``total``, each within one of its share."""
+    """Return whole numbers that add up to ``total``, each within one of its share."""
     cuts = np.rint(np.cumsum(shares) * total).astype(int)
     cuts[-1] = total  # the shares' sum may round below one
     return np.diff(cuts, prepend=0)

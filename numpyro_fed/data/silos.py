@@ -1,12 +1,13 @@
-"""Data in silos: what each silo calls the model with, and where its rows stand in the pooled data.
+"""Data in silos: each silo's keyword arguments of the model, and its rows' places in pooled data.
 
-A :class:`Silos` holds, for every named silo, keyword arguments of one model. Arguments are of two
-kinds. *Rows* are arrays whose leading axis runs over the elements of a silo plate; arrays over the
-same plate form a *row group* and are stored once, flat, silo after silo, so that a minibatch of any
-silo is one gather at ``offset + index``. Everything else is *shared*: the same in all silos.
+A :class:`Silos` holds the keyword arguments of one model for every named silo. An argument is
+either rows or shared. *Rows* are arrays whose leading axis runs over the elements of a silo plate.
+Arrays over the same plate form a *row group* and are stored once, flat, silo after silo. A
+minibatch of any silo is then one gather at ``offset + index``. A *shared* argument is equal in all
+silos.
 
-An *index* argument holds positions in another row group (each row's district). Inside a silo it is
-numbered from zero, in :attr:`Silos.pooled` it is numbered as in the pooled data.
+An *index* argument holds positions in another row group (each row's district). Inside a silo these
+count from the silo's first element; in :attr:`Silos.pooled` they count over all pooled elements.
 """
 
 import math
@@ -39,17 +40,17 @@ _ALIGNED = 64  # bytes
 class Silos:
     """The data of several silos, as keyword arguments of one model.
 
-    :param data: for every silo's name, the model's keyword arguments there. Arrays (NumPy, JAX,
-        pandas or Arrow columns) whose leading axis differs between silos, or whose values do, are
-        rows; arguments equal in all silos are shared.
-    :param rows: the silo plate of each row argument, where sizes alone do not tell:
+    :param data: the model's keyword arguments of each silo, by silo name. Arrays (NumPy, JAX,
+        pandas or Arrow columns) whose leading axis or values differ between silos are rows.
+        Arguments that are equal in all silos are shared, unless they are as long as rows are.
+    :param rows: the silo plate of each row argument, needed where sizes alone do not decide it:
         ``{"x": "patients"}``.
-    :param index: for an argument that holds positions in another silo plate, that plate's row
-        group: ``{"district": "districts"}``. Its values count from zero inside each silo.
+    :param index: the row group that an argument of positions points to:
+        ``{"district": "districts"}``. The positions count from zero inside each silo.
     :raises ValueError: for an empty silo, an argument that only some silos have, rows whose
-        trailing shapes disagree, NaN or infinite values (naming silo, argument and row), points
-        of time, an index that points outside its silo.
-    :warns UserWarning: where rounding to float32 moves numbers by much of what they vary by.
+        trailing shapes disagree, NaN or infinite values (naming silo, argument and row), dates and
+        other values that are not numbers, and an index that points outside its silo.
+    :warns UserWarning: where rounding to float32 moves numbers by much of their spread.
 
     The object is a JAX pytree (its arrays are leaves), so it may be passed through :func:`jax.jit`.
 
@@ -94,12 +95,11 @@ class Silos:
         told = {*rows, *index}
         differ = [leaf for leaf, values in table.items() if leaf in told or not all_equal(values)]
         row_sizes = {lengths(table[leaf]) for leaf in differ} - {None}
-        if (
-            len(names) == 1 and not row_sizes
-        ):  # nothing differs: rows are as long as the first array
+        # with one silo nothing differs, and rows are as long as the first array
+        if len(names) == 1 and not row_sizes:
             row_sizes = {next((n for n in map(lengths, table.values()) if n is not None), None)}
         for leaf, values in table.items():
-            # equal values are shared, unless they are as long as rows are: labels may well be equal
+            # equal values are shared, unless they are as long as rows, e.g. equal labels
             if leaf not in differ and lengths(values) not in row_sizes:
                 shared[leaf] = values[0]
                 continue
@@ -138,10 +138,9 @@ class Silos:
             )
         check_flat(names, rows, group, sizes, index)
         self.names, self.group, self.sizes, self.index = names, group, sizes, index
-        self.guessed = guessed  # row groups told by their sizes alone
-        # positions in int32: small integer types (pandas categories) overflow when silos are put
-        # together; other rows, which nobody else has, are taken as they lie in memory where they
-        # can be
+        self.guessed = guessed  # row groups that follow from sizes alone
+        # positions become int32, as small integer types (pandas categories) would overflow over
+        # all silos; other rows are used without a copy where JAX can do so
         self.rows = {
             k: jnp.asarray(v, jnp.int32) if k in index else jax.device_put(v)
             for k, v in rows.items()
@@ -161,16 +160,16 @@ class Silos:
         return iter(self.names)
 
     def offsets(self, group: str) -> np.ndarray:
-        """Where each silo's rows of a group begin in the flat storage, shape ``(S,)``."""
+        """Return the flat position of each silo's first row of a group, shape ``(S,)``."""
         sizes = np.asarray(self.sizes[group])
         return np.cumsum(sizes) - sizes
 
     def silo_of_row(self, group: str) -> np.ndarray:
-        """The silo (its number) of each flat row of a group."""
+        """Return the silo number of each flat row of a group."""
         return np.repeat(np.arange(len(self)), self.sizes[group])
 
     def __getitem__(self, name: str) -> dict[str, Any]:
-        """The keyword arguments of one silo."""
+        """Return the keyword arguments of one silo."""
         name = str(name)
         if name not in self.names:
             raise KeyError(f"no silo {name!r}; there are {list(self.names)}")
@@ -182,13 +181,13 @@ class Silos:
         return out
 
     def pooled_position(self, group: str) -> Array:
-        """For each pooled row of a group its place in the flat storage (the inverse of ``order``)."""
+        """Return the flat position of each pooled row of a group (the inverse of ``order``)."""
         order = self.order[group]
         return jnp.zeros_like(order).at[order].set(jnp.arange(len(order), dtype=order.dtype))
 
     @property
     def pooled(self) -> dict[str, Any]:
-        """The model's keyword arguments for all data at once, rows in the order they came in."""
+        """Keyword arguments of the model for all data at once, rows in their original order."""
         out = dict(self.shared)
         for leaf, flat in self.rows.items():
             group = self.group[leaf]
@@ -219,7 +218,7 @@ class Silos:
         return "\n".join(lines)
 
     def row_lines(self) -> list[str]:
-        """Each row argument's type, row group and trailing shape, for a repr."""
+        """Return a line for each row argument: its type, row group and trailing shape."""
         lines = []
         for leaf, flat in self.rows.items():
             note = f", index into {self.index[leaf]!r}" if leaf in self.index else ""
@@ -228,7 +227,7 @@ class Silos:
         return lines
 
     def with_shared(self, **values: Any) -> Self:
-        """The same silos with further shared arguments (pytrees of arrays)."""
+        """Return these silos with further shared arguments (pytrees of arrays)."""
         names = tuple(sorted({*self._arrays, *values}))
         arrays = {**{k: self.shared[k] for k in self._arrays}, **values}
         aux = list(self._aux())
@@ -243,9 +242,7 @@ class Silos:
         rows: dict[str, Any],
         order: dict[str, Array],
     ) -> "Silos":
-        """Return silos of the same kind, with these names, sizes and rows, and the same shared
-        arguments.
-        """
+        """Return silos of other names, sizes and rows, with these silos' shared arguments."""
         aux = list(Silos._aux(self))
         aux[0], aux[4] = names, tuple(sorted((g, tuple(n)) for g, n in sizes.items()))
         return Silos.tree_unflatten(
@@ -253,7 +250,7 @@ class Silos:
         )
 
     def as_one(self) -> Self:
-        """All rows as those of a single silo, where they are."""
+        """Return a single silo that has all rows, in their flat order."""
         aux = list(self._aux())
         aux[0] = ("all",)
         aux[4] = tuple((g, (sum(n),)) for g, n in self.sizes.items())
@@ -264,7 +261,7 @@ class Silos:
         arrays = {k: self.shared[k] for k in self._arrays}
         return self.tree_unflatten(tuple(aux), (rows, self.order, arrays))
 
-    # JAX pytree: arrays are children; what shapes depend on is static.
+    # JAX pytree: arrays are children, and all that shapes depend on is static
 
     def _aux(self) -> tuple:
         static = {k: v for k, v in self.shared.items() if k not in self._arrays}
@@ -289,7 +286,7 @@ class Silos:
         self.shared = {**arrays, **dict(aux[6])}
         return self
 
-    # numpyro.infer.MCMC caches compiled programs by its arguments, arrays standing for their id.
+    # numpyro.infer.MCMC caches compiled programs by its arguments; arrays compare by their id
 
     def _key(self) -> tuple:
         leaves = jax.tree.leaves(self)
@@ -308,7 +305,7 @@ jax.tree_util.register_pytree_node(
 
 
 def as_column(value: Any) -> Any:
-    """A column of any library as a NumPy array; scalars and other objects as they are."""
+    """Return a column of any library as a NumPy array, and any other object unchanged."""
     if np.ma.is_masked(value):
         raise ValueError(
             "expected columns without masked values; drop or impute such rows inside their silo"
@@ -326,7 +323,7 @@ def put_together(
     index: dict[str, str],
     guessed: tuple[str, ...],
 ) -> tuple:
-    """Columns of every silo, silo after silo, with what :class:`Silos` stores beside them."""
+    """Return what :class:`Silos` stores: flat columns, silo after silo, and their groups."""
     sizes = {g: tuple(len(v) for v in table[leaves[0]]) for g, leaves in groups.items()}
     return (
         names,
@@ -341,7 +338,7 @@ def put_together(
 
 
 def _concatenated(parts: Sequence[np.ndarray]) -> np.ndarray:
-    """``np.concatenate`` to where JAX's arrays may begin, so that rows are copied once."""
+    """Concatenate arrays in memory aligned for JAX, so that rows are copied only once."""
     dtype = np.result_type(*parts)
     if dtype.kind not in "biufc":
         return np.concatenate(parts)

@@ -1,4 +1,4 @@
-"""Splitting pooled data into silos by a column of labels."""
+"""Split of pooled data into silos by a column of labels."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -18,23 +18,25 @@ def split(
     rows: Mapping[str, str] | None = None,
     index: Mapping[str, str] | None = None,
 ) -> Silos:
-    """Split pooled data into silos by a column of labels, remembering each row's pooled place.
+    """Split pooled data into silos by a column of labels.
+
+    The silos keep each row's place in the pooled data.
 
     :param data: the model's keyword arguments (a dict, a pandas or an Arrow table). Arrays as long
-        as ``by`` (where that labels what ``index`` points to: as an argument of ``index``) are
-        rows, the rest is shared, unless ``rows`` says otherwise.
-    :param by: the silo of each row: labels of shape ``(N,)``, or the name of a column of ``data``
-        (which is then not passed to the model). Rows labelled ``-1`` are left out. Where ``index``
-        leads to another group, either may be labelled: the patients of hospitals, or the hospitals.
-    :param rows: row group (name of the silo plate) of each row argument; needed where data of
-        several plates are given, e.g. ``{"x": "women", "district": "women", "districts":
-        "districts"}``.
-    :param index: for an argument of positions in another row group, that group: ``{"district":
-        "districts"}``. The silo of each of those elements follows from the rows that point to it,
-        or theirs from its own, whichever ``by`` labels.
-    :return: the silos, in sorted order of their labels.
-    :raises ValueError: as :class:`Silos`; and for labels of another length, an element that rows of
-        two silos point to, or that no row points to.
+        as ``by`` are rows, and the rest is shared, unless ``rows`` says otherwise. If ``by`` labels
+        elements that ``index`` points to, arrays as long as the ``index`` argument are rows, too.
+    :param by: the silo of each row: labels of shape ``(N,)``, or the name of a column of ``data``,
+        which the model then does not get. Rows with the label ``-1`` are left out. If ``index``
+        leads to another group, ``by`` may label either: the patients of hospitals, or the
+        hospitals.
+    :param rows: row group (name of the silo plate) of each row argument; needed if the data have
+        several plates, e.g. ``{"x": "women", "district": "women", "districts": "districts"}``.
+    :param index: the row group that an argument of positions points to:
+        ``{"district": "districts"}``. If ``by`` labels the rows that point, their elements' silos
+        follow from them; if ``by`` labels the elements, the rows' silos follow.
+    :return: the silos, in the sorted order of their labels.
+    :raises ValueError: where :class:`Silos` raises one; also for labels of another length, and an
+        element that rows of two silos or no row point to.
 
     Example::
 
@@ -64,19 +66,15 @@ def split(
     if len(primary) > 1 and not index:
         raise ValueError(
             f"by= has {len(labels)} labels and the row groups {sorted(primary)} all have that many "
-            "rows; "
-            "expected index= to tell how one follows from the other"
+            "rows; expected index= to tell how one follows from the other"
         )
     names, silo_of = _silo_numbers(columns, labels, group, index)
-    for (
-        leaf,
-        g,
-    ) in group.items():  # before the rows are taken: too many would be dropped without a word
+    # checked before rows are taken, as excess rows would be dropped without a warning
+    for leaf, g in group.items():
         if len(columns[leaf]) != len(silo_of[g]):
             raise ValueError(
                 f"argument {leaf!r}: expected {len(silo_of[g])} rows as the other arguments of "
-                f"{g!r}, "
-                f"got {len(columns[leaf])}"
+                f"{g!r}, got {len(columns[leaf])}"
             )
     order = {g: np.argsort(silo, kind="stable")[np.sum(silo < 0) :] for g, silo in silo_of.items()}
     sizes = {
@@ -89,7 +87,7 @@ def split(
         place[order[target]] = np.arange(len(order[target]))
         starts = np.cumsum(sizes[target]) - np.asarray(sizes[target])
         flat[leaf] = place[flat[leaf]] - starts[silo_of[group[leaf]][order[group[leaf]]]]
-    # positions count the kept rows only
+    # pooled positions count only the rows that are not left out
     position = {g: np.argsort(np.argsort(o)) for g, o in order.items()}
     shared = {k: v for k, v in columns.items() if k not in group}
     return Silos._from_flat(names, flat, shared, group, sizes, position, index)
@@ -97,14 +95,13 @@ def split(
 
 def _check_labels(labels: np.ndarray) -> None:
     if labels.dtype.kind in "fO":
-        import pandas as pd  # here, as it takes long to import
+        import pandas as pd  # imported here because it is slow to import
 
         missing = np.asarray(pd.isna(labels))
         if missing.any():
             raise ValueError(
                 f"by: row {int(np.argmax(missing))} has no label ({labels[np.argmax(missing)]}); "
-                "expected each row's "
-                "silo, or integer labels with -1 for rows to leave out"
+                "expected each row's silo, or integer labels with -1 for rows to leave out"
             )
     if labels.dtype.kind == "f" and (labels == -1).any():
         raise ValueError(
@@ -132,7 +129,8 @@ def _row_groups(
             raise ValueError(f"rows= names {leaf!r}, which is no array with a leading axis")
     named = {g for leaf, g in rows.items() if len(columns[leaf]) == n}
     lengths_of = {n: next(iter(named)) if len(named) == 1 else "rows"}
-    for leaf, target in [*index.items()] * len(index):  # down from labelled elements, however deep
+    # repeated, as labels may pass through several index arguments
+    for leaf, target in [*index.items()] * len(index):
         if leaf in rows and any(
             g == target and len(columns[other]) in lengths_of for other, g in rows.items()
         ):
@@ -163,7 +161,7 @@ def _row_groups(
 def _silo_numbers(
     columns: dict[str, Any], labels: np.ndarray, group: dict[str, str], index: dict[str, str]
 ) -> tuple[tuple[str, ...], dict[str, np.ndarray]]:
-    """Names of the silos, and for every group the silo number of each pooled row (-1: left out)."""
+    """Return silo names, and by group the silo number of each pooled row (-1: left out)."""
     kept = labels != -1 if np.issubdtype(labels.dtype, np.integer) else np.ones(len(labels), bool)
     unique = np.unique(labels[kept])
     names = tuple(str(u) for u in unique)
@@ -178,8 +176,7 @@ def _silo_numbers(
             if not below:
                 raise ValueError(
                     f"index arguments {sorted(pending)} cannot be reached from the rows that by= "
-                    f"labels: expected {len(labels)} rows "
-                    "of a group that they point from or to"
+                    f"labels: expected {len(labels)} rows of a group that they point from or to"
                 )
             pending.remove(below[0])
             elements = silo_of[index[below[0]]]
@@ -194,15 +191,15 @@ def _silo_numbers(
                 element = int(np.argmax(silo_of[target] != found))
                 raise ValueError(
                     f"index argument {leaf!r} puts element {element} of {target!r} in another silo "
-                    "than an earlier one "
-                    "does; expected every element, and all that points to it, in one silo"
+                    "than an earlier one does; expected every element, and all that points to it, "
+                    "in one silo"
                 )
             silo_of[target] = found
     lost = set(group.values()) - set(silo_of)
     if lost:
         raise ValueError(
-            f"the silos of {sorted(lost)} cannot be told: expected an index= argument that points "
-            "to them"
+            f"the silos of {sorted(lost)} are unknown: expected an index= argument that points to "
+            "them"
         )
     return names, silo_of
 
@@ -236,20 +233,18 @@ def _follow(
         raise ValueError(
             f"element {values[row]} of {target!r} is in two silos, {names[silo[row]]!r} and "
             f"{names[found[values[row]]]!r} (argument {leaf!r}, row {row}); a silo plate's element "
-            "belongs "
-            "to exactly one silo"
+            "belongs to exactly one silo"
         )
     if (found < 0).any() and used.all():
         raise ValueError(
-            f"element {int(np.argmin(found))} of {target!r} has no row in {leaf!r}, so its silo "
-            "cannot be told; "
-            "leave such elements out"
+            f"element {int(np.argmin(found))} of {target!r} has no row in {leaf!r}, so its silo is "
+            "unknown; leave such elements out"
         )
     return found
 
 
 def _positions(leaf: str, target: str, columns: dict[str, Any], num: int) -> np.ndarray:
-    """An index argument, whose values are positions in a group of ``num`` elements."""
+    """Return an index argument after a check that it points to a group of ``num`` elements."""
     values = columns[leaf]
     if values.ndim != 1 or len(values) == 0:
         raise ValueError(

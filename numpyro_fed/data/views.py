@@ -1,7 +1,7 @@
-"""One silo's view of the flat rows, whole or as a minibatch, with a traced silo number.
+"""View of one silo's rows, whole or as a minibatch, for a traced silo number.
 
-Unequal silos share one compiled program: a whole silo is padded to a static size by repeating its
-last row, and padded rows carry weight zero. (Zeros as padding would make NaN gradients in many log
+Unequal silos share one compiled program. A whole silo is padded to a static size by its last row,
+repeated, and padded rows have weight zero. (Padding by zeros would make NaN gradients in many log
 densities.)
 """
 
@@ -35,17 +35,17 @@ __all__ = [
     "to_pooled_order",
 ]
 
-_SMALL = 1 << 13  # rows, padded, that make a single bucket
+_SMALL = 1 << 13  # rows, padding included, up to which all silos form a single bucket
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SiloView:
-    """The rows of one silo, as a step of an algorithm sees them.
+    """Rows of one silo, as a step of an algorithm sees them.
 
-    :param silos: the storage the silo is part of (in a real federation: of this silo alone).
+    :param silos: the storage of the silo (in a real federation, of this silo alone).
     :param number: the silo's place in ``silos``; may be traced.
-    :param pad: static number of rows to show of each row group, at least the silo's own.
+    :param pad: static number of rows to show of each row group, at least as many as the silo has.
     """
 
     silos: Silos
@@ -53,45 +53,44 @@ class SiloView:
     pad: tuple[tuple[str, int], ...] = field(metadata={"static": True})
 
     def size(self, group: str) -> Array:
-        """Number of the silo's rows in a group, an integer scalar."""
+        """Return the number of the silo's rows in a group, an integer scalar."""
         return jnp.asarray(self.silos.sizes[group], jnp.int32)[self.number]
 
     def start(self, group: str) -> Array:
-        """Where the silo's rows of a group begin in the flat storage."""
+        """Return the flat position of the silo's first row of a group."""
         return jnp.asarray(self.silos.offsets(group), jnp.int32)[self.number]
 
     def mask(self, group: str) -> Array:
-        """Which of the shown rows are the silo's own, shape ``(pad,)``."""
+        """Return a mask of the shown rows that are not padding, shape ``(pad,)``."""
         return jnp.arange(dict(self.pad)[group]) < self.size(group)
 
     def positions(self, group: str) -> Array:
-        """Flat positions of the shown rows, the last one repeated as padding, shape ``(pad,)``."""
+        """Return flat positions of the shown rows, padded by the last row's, shape ``(pad,)``."""
         shown = jnp.arange(dict(self.pad)[group])
         return self.start(group) + jnp.minimum(shown, self.size(group) - 1)
 
     def units(self, group: str | None) -> tuple[Array, Array]:
-        """Flat positions and mask of the elements of a group.
+        """Return flat positions and mask of a group's elements.
 
-        Of the silo itself where it is ``None``.
+        For ``None`` the only element is the silo, and its position is its number.
         """
         if group is None:
             return jnp.asarray(self.number)[None], jnp.ones(1, bool)
         return self.positions(group), self.mask(group)
 
     def whole(self) -> tuple[dict[str, Any], dict[str, Array]]:
-        """Keyword arguments with all the silo's rows, and each row's weight (1, or 0 for padding)."""
+        """Return keyword arguments with all rows, and each row's weight (1, or 0 for padding)."""
         return self._select({g: self.positions(g) for g, _ in self.pad}), {
             g: self.mask(g).astype(jnp.result_type(float)) for g, _ in self.pad
         }
 
     def batch(self, group: str, index: Array) -> dict[str, Any]:
-        """Rows ``index`` (counted inside the silo, any leading shape) of one group as keyword
-        arguments.
+        """Return rows ``index`` of one group as keyword arguments.
 
-        A minibatch of m rows stands for the silo's N_s: give its terms the weight N_s / m.
+        ``index`` counts inside the silo and may have any shape, which leads the rows' shape. A
+        minibatch of m rows stands for the silo's N_s: give its terms the weight N_s / m.
         """
-        # unsigned: a gather by indices that may be negative compares and selects for every number
-        # it copies
+        # unsigned, as a gather by signed indices compares and selects for every number it copies
         flat = (self.start(group) + index).astype(jnp.uint32)
         return {k: v[flat] for k, v in self.silos.rows.items() if self.silos.group[k] == group}
 
@@ -103,18 +102,17 @@ class SiloView:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SiloRows:
-    """The rows of one silo as arrays of their own.
+    """Rows of one silo, gathered once and not per step.
 
-    What :class:`SiloView` shows, gathered once and not per step.
-
-    Vmapped over a bucket of silos (leading axis, except of ``shared``) by :func:`stack`.
+    They are the rows that :class:`SiloView` shows. :func:`stack` gives them a leading axis over a
+    bucket of silos (except for ``shared``), for :func:`jax.vmap`.
 
     :param rows: row arguments, ``(pad, ...)``, padded by repeating the last row.
     :param shared: shared arguments that are arrays.
     :param sizes: number of the silo's rows in each group, integer scalars.
     :param order: pooled place of each shown row of each group, ``(pad,)``.
     :param number: the silo's place in the storage it comes from.
-    :param static: shared arguments that are no arrays.
+    :param static: shared arguments that are not arrays.
     :param pad: static number of shown rows of each group.
     :param part: static number of the silo's structure, where silos differ in structure.
     """
@@ -129,25 +127,25 @@ class SiloRows:
     part: int = field(default=0, metadata={"static": True})
 
     def mask(self, group: str) -> Array:
-        """Which of the shown rows are the silo's own, shape ``(pad,)``."""
+        """Return a mask of the shown rows that are not padding, shape ``(pad,)``."""
         return jnp.arange(dict(self.pad)[group]) < self.sizes[group]
 
     def size(self, group: str) -> Array:
-        """Number of the silo's rows in a group, an integer scalar."""
+        """Return the number of the silo's rows in a group, an integer scalar."""
         return self.sizes[group]
 
     def take(self, leaves: Iterable[str], index: Array) -> dict[str, Array]:
-        """Rows ``index`` of some row arguments (of one group) as keyword arguments."""
+        """Return rows ``index`` of some row arguments (of one group) as keyword arguments."""
         return {leaf: self.rows[leaf][index.astype(jnp.uint32)] for leaf in leaves}
 
     def whole(self) -> tuple[dict[str, Any], dict[str, Array]]:
-        """Keyword arguments with all the silo's rows, and each row's weight (1, or 0 for padding)."""
+        """Return keyword arguments with all rows, and each row's weight (1, or 0 for padding)."""
         weights = {g: self.mask(g).astype(jnp.result_type(float)) for g, _ in self.pad}
         return {**dict(self.static), **self.shared, **self.rows}, weights
 
     @property
     def axes(self) -> "SiloRows":
-        """What ``jax.vmap`` maps over in a stack of silos: all but the shared arguments."""
+        """Axes for ``jax.vmap`` over a stack of silos: 0, but ``None`` for shared arguments."""
         mapped: SiloRows = jax.tree.map(lambda _: 0, self)
         return replace(mapped, shared=jax.tree.map(lambda _: None, self.shared))
 
@@ -155,13 +153,15 @@ class SiloRows:
 def stack(
     silos: Silos, part: int = 0, pad: tuple[tuple[str, int], ...] | None = None
 ) -> list[SiloRows]:
-    """All silos in a few stacks of equal shape (:func:`buckets`), each with a leading axis over its
-    silos.
+    """Return all silos in a few stacks, one for each of :func:`buckets`.
 
-    :param pad: of all stacks, where latents of a silo are one row, or ``None``: of each its own.
+    Arrays of a stack have a leading axis over its silos.
+
+    :param pad: padding of all stacks, needed where a silo's latents are one row; with ``None`` each
+        bucket has its own padding.
     """
     out = []
-    # the numbers of buckets, which are NumPy's: under a trace those of outlines are not
+    # numbers from buckets, because outlines' are traced under jit
     for (numbers, _), known in zip(buckets(silos), outlines(silos, part, pad), strict=True):
         shown = {
             group: _stacked_positions(silos, group, numbers, count) for group, count in known.pad
@@ -175,10 +175,7 @@ def stack(
 def outlines(
     silos: Silos, part: int = 0, pad: tuple[tuple[str, int], ...] | None = None
 ) -> list[SiloRows]:
-    """The stacks of :func:`stack` without the rows and their places.
-
-    What is known of silos that are elsewhere.
-    """
+    """Return the stacks of :func:`stack` without the rows and their places, for remote silos."""
     shared, static = split_shared(silos.shared)
     out = []
     for numbers, own in buckets(silos):
@@ -194,7 +191,7 @@ def outlines(
 
 
 def split_shared(shared: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[tuple[str, Any], ...]]:
-    """Shared arguments that are arrays, and those that are not, as :class:`SiloRows` has them."""
+    """Split shared arguments into arrays and other values, as :class:`SiloRows` has them."""
     static = {
         k: v for k, v in shared.items() if isinstance(v, Hashable) and not isinstance(v, Array)
     }
@@ -202,8 +199,9 @@ def split_shared(shared: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[tuple
 
 
 def stack_states(states: Any, silos: Silos, group: str | None) -> list:
-    """A pytree of rows over the elements of ``group`` (over silos where it is ``None``) in the
-    stacks of :func:`stack`: ``(S, pad, ...)``.
+    """Return a pytree of rows in the stacks of :func:`stack`, each of shape ``(S, pad, ...)``.
+
+    The rows are elements of ``group``, or silos where it is ``None``.
     """
     out = []
     for numbers, pad in buckets(silos):
@@ -216,9 +214,7 @@ def stack_states(states: Any, silos: Silos, group: str | None) -> list:
 
 
 def _stacked_positions(silos: Silos, group: str, numbers: np.ndarray, count: int) -> Array:
-    """Flat positions of the rows shown of some silos, the last one repeated as padding, ``(S,
-    count)``.
-    """
+    """Return flat positions ``(S, count)`` of some silos' rows, padded by the last row's."""
     inside = np.minimum(np.arange(count), np.asarray(silos.sizes[group])[numbers][:, None] - 1)
     return jnp.asarray(silos.offsets(group)[numbers][:, None] + inside)
 
@@ -231,15 +227,15 @@ class Bucket(NamedTuple):
 
 
 def largest(silos: Silos) -> tuple[tuple[str, int], ...]:
-    """The padding that fits every silo."""
+    """Return the padding that fits every silo."""
     return tuple((g, max(n)) for g, n in silos.sizes.items())
 
 
 def buckets(silos: Silos) -> list[Bucket]:
-    """Group silos by size, so that padding stays below twofold in every group.
+    """Group silos by size, so that padding less than doubles the rows of every row group.
 
-    Few small silos make one bucket whatever their sizes: each bucket is compiled apart, which costs
-    more than padding up to a few thousand rows.
+    Few small silos form one bucket, whatever their sizes. To compile another bucket would cost more
+    than to pad up to a few thousand rows.
     """
     sizes = np.array([silos.sizes[g] for g in silos.sizes])
     if (sizes.max(1) * len(silos)).max() <= _SMALL:
@@ -259,12 +255,13 @@ def buckets(silos: Silos) -> list[Bucket]:
 def sweep(
     fn: Callable[[SiloView, Any], tuple[Any, Any]], silos: Silos, states: Any, group: str | None
 ) -> tuple[Any, Any]:
-    """Evaluate ``fn(view, own_states) -> (reply, own_states)`` for every silo, vmapped over
-    :func:`buckets`.
+    """Evaluate ``fn(view, own_states) -> (reply, own_states)`` for every silo.
+
+    Calls are vmapped over the silos of each of :func:`buckets`.
 
     :param states: a pytree of rows over the elements of ``group``, silo after silo (over silos
-        where ``group`` is ``None``); each call sees its silo's own. ``None`` where there are none.
-    :return: the replies stacked over silos in the order of ``silos.names``, and all the new states.
+        where ``group`` is ``None``), or ``None``. Each call sees the rows of its silo.
+    :return: the replies stacked over silos in the order of ``silos.names``, and all new states.
     """
     replies, order, places, rows = [], [], [], []
     for numbers, pad in buckets(silos):
@@ -294,9 +291,9 @@ def sweep(
 
 
 def thin(silos: Silos, group: str, most: int) -> Silos:
-    """The silos with some rows only, evenly spaced, of a group that no index points to.
+    """Return silos that keep about ``most`` rows of a group in all, evenly spaced in each silo.
 
-    About ``most`` over all silos.
+    No index may point to the group.
     """
     sizes = np.asarray(silos.sizes[group])
     if sizes.sum() <= most:
@@ -310,7 +307,7 @@ def thin(silos: Silos, group: str, most: int) -> Silos:
     )
     part = copy.copy(silos)
     part.sizes = {**silos.sizes, group: tuple(kept.tolist())}
-    # in NumPy: JAX would compile a gather for each type of row
+    # in NumPy, as JAX would compile a gather for each type of row
     part.rows = {
         k: jnp.asarray(np.asarray(v)[positions]) if silos.group[k] == group else v
         for k, v in silos.rows.items()
@@ -321,12 +318,12 @@ def thin(silos: Silos, group: str, most: int) -> Silos:
 
 
 def gather(tree: Any, positions: Array) -> Any:
-    """Rows ``positions`` of every leaf."""
+    """Return rows ``positions`` of every leaf."""
     return jax.tree.map(lambda x: x[positions], tree)
 
 
 def to_pooled_order(out: Array, rows: SiloRows, group: str, x: Array) -> Array:
-    """``out`` with the elements ``(S, pad, ...)`` of a stack's silos at their pooled places.
+    """Return ``out`` with a stack's elements ``(S, pad, ...)`` written at their pooled places.
 
     Padding is dropped.
     """
@@ -339,12 +336,15 @@ def to_pooled_order(out: Array, rows: SiloRows, group: str, x: Array) -> Array:
 
 
 def stacked_mask(rows: SiloRows, group: str) -> Array:
-    """Which of the shown rows of a stack's silos are their own, ``(S, pad)``."""
+    """Return a mask ``(S, pad)`` of the rows shown in a stack that are not padding."""
     return jnp.arange(dict(rows.pad)[group]) < rows.sizes[group][:, None]
 
 
 def scatter(tree: Any, positions: Array, mask: Array, rows: Any) -> Any:
-    """``tree`` with ``rows`` written at ``positions`` where ``mask`` holds; padding is dropped."""
+    """Return ``tree`` with ``rows`` written at ``positions`` where ``mask`` holds.
+
+    All other rows are dropped, as they are padding.
+    """
 
     def write(x: Array, new: Array) -> Array:
         return x.at[jnp.where(mask, positions, x.shape[0])].set(new, mode="drop")

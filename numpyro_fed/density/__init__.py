@@ -1,1 +1,1 @@
-"""One model cut into factors: the global term and one term for each silo."""
+"""Factors of a model: the global term and one term for each silo."""
