@@ -209,7 +209,7 @@ def test_a_density_with_tails_is_met_by_the_size_of_its_curvature():
 
 def test_stays_at_one_silo_are_refused():
     for kernel in (fed.DSGLD, fed.FSGLD):
-        with pytest.raises(ValueError, match=r'expected "auto", whose pilot measures whole stays'):
+        with pytest.raises(ValueError, match=r'expected "auto", whose pilot measures whole visits'):
             kernel(linear, "adaptive")
 
 

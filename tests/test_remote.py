@@ -392,7 +392,7 @@ def test_what_runs_at_hand_alone_says_so():
     silos = linear_silos()
     remote = fed.RemoteSilos(silos, fed.Loopback(silos))
     with pytest.raises(
-        ValueError, match=r"elsewhere; expected fed\.RemoteMCMC\(kernel, \.\.\.\) in place of MCMC"
+        ValueError, match=r"remote silos; expected fed\.RemoteMCMC\(kernel, \.\.\.\) in place of"
     ):
         MCMC(fed.FSGLD(linear), num_warmup=1, num_samples=1).run(random.key(0), remote)
 

@@ -318,7 +318,7 @@ def test_a_number_of_chains_that_is_not_of_all_nodes_is_refused():
 def test_at_hand_says_what_is_for_silos_elsewhere():
     silos = linear_silos()
     with pytest.raises(
-        ValueError, match=r"elsewhere; expected fed\.RemoteMCMC\(kernel, \.\.\.\) in place of MCMC"
+        ValueError, match=r"remote silos; expected fed\.RemoteMCMC\(kernel, \.\.\.\) in place of"
     ):
         at_hand(CASES["push-sum"][0](), fed.RemoteSilos(silos, fed.Loopback(silos)))
 

@@ -72,9 +72,7 @@ def test_dsgld_keeps_the_draws_that_fsgld_without_weight_keeps():
     np.testing.assert_array_equal(draws, same.get_samples()["beta"])
     once = chains(fed.DSGLD(linear, step_size=0.01, num_local_steps=8)).get_samples()["beta"]
     assert (draws != once).any()  # negative control
-    with pytest.raises(
-        ValueError, match="num_kept=3 draws of a stay need stays of a multiple of as many steps"
-    ):
+    with pytest.raises(ValueError, match="num_kept=3 does not divide the steps of a visit"):
         fed.DSGLD(linear, **{**settings, "num_kept": 3})
 
 
@@ -222,7 +220,7 @@ def test_refresh_fits_around_the_chains():
         ({"num_kept": 0}, "num_kept: expected an integer >= 1, got 0"),
         (
             {"num_kept": 7},
-            "num_kept=7 draws of a stay need stays of a multiple of as many steps; got num_local_steps=40",
+            "num_kept=7 does not divide the steps of a visit; expected a divisor of num_local_steps=40",
         ),
         ({"refresh_every": 0}, "refresh_every: expected a number of rounds >= 1, or None, got 0"),
     ],

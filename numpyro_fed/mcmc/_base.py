@@ -1,6 +1,6 @@
-"""What every kernel of the library is to :class:`numpyro.infer.MCMC`.
+"""Base class of the federated kernels for :class:`numpyro.infer.MCMC`.
 
-Arguments, preparation, constrained values.
+It checks arguments, prepares a kernel for its data, and constrains draws.
 """
 
 import copy
@@ -28,9 +28,9 @@ __all__ = ["FederatedKernel", "check_start"]
 
 
 class FederatedKernel(MCMCKernel):
-    """Base of all kernels.
+    """Base class of all kernels, with a model and all that a kernel settles once per data set.
 
-    A model, silos as the argument of ``mcmc.run``, and what is settled once for both.
+    The data are the one argument of ``mcmc.run``, a :class:`Silos`.
     """
 
     sample_field = "z"
@@ -56,25 +56,25 @@ class FederatedKernel(MCMCKernel):
 
     @property
     def model(self) -> PooledModel:
-        """The model, callable with the arguments of ``mcmc.run``.
+        """Model, callable with the arguments of ``mcmc.run``.
 
-        A :class:`Silos` stands for its pooled rows.
+        A :class:`Silos` argument stands for its pooled rows.
         """
         return PooledModel(self._model)
 
     @property
     def surrogates(self) -> Surrogates | None:
-        """The fitted surrogates; ``None`` before :meth:`init`, and where none are used."""
+        """Fitted surrogates; ``None`` before :meth:`init` and for kernels without any."""
         return self._surrogates
 
     @property
     def factors(self) -> Factors | None:
-        """The model's factors; ``None`` before :meth:`init`."""
+        """Factors of the model; ``None`` before :meth:`init`."""
         return None if self._plan is None else self._plan.factors
 
     @property
     def silos(self) -> Silos | None:
-        """The data of the last :meth:`init`."""
+        """Data of the last :meth:`init`."""
         return self._prepared_for
 
     def _arguments(
@@ -84,13 +84,13 @@ class FederatedKernel(MCMCKernel):
             got = ", ".join(type(a).__name__ for a in model_args) or "no positional argument"
             raise ValueError(
                 "expected mcmc.run(rng_key, silos) with silos = fed.split(...) or fed.Silos(...), "
-                f"got {got}; "
-                "one silo with all rows will do: fed.Silos({'all': {'x': x, 'y': y}})"
+                f"got {got}; one silo with all rows will do: "
+                "fed.Silos({'all': {'x': x, 'y': y}})"
             )
         if isinstance(model_args[0], RemoteSilos):
             raise ValueError(
-                "the rows of these silos are elsewhere; expected fed.RemoteMCMC(kernel, ...) in "
-                "place of MCMC"
+                "the rows are in remote silos; expected fed.RemoteMCMC(kernel, ...) in place of "
+                "MCMC"
             )
         extra = dict(model_kwargs or {})
         unknown = set(extra) - {"_gibbs_sites"}
@@ -111,9 +111,8 @@ class FederatedKernel(MCMCKernel):
                 "'vectorized', "
                 "'parallel' or 'sequential' (as a block of Gibbs: 'sequential')"
             )
-        # under a trace (chains in parallel) all is evaluated now; elsewhere it is, and this would
-        # compile each operation of a program for itself, which takes more time and memory than the
-        # program
+        # parallel chains trace this code; without a trace, the context would compile each operation
+        # of a program separately, which costs more time and memory than the program
         traced = isinstance(jnp.zeros(()), jax.core.Tracer)
         with jax.ensure_compile_time_eval() if traced else nullcontext():
             self._settle(silos, extra)
@@ -122,7 +121,7 @@ class FederatedKernel(MCMCKernel):
     def _given(
         self, init_params: Mapping[str, Array] | None, model_args: tuple, extra: dict[str, Any]
     ) -> dict[str, Array] | None:
-        """``init_params`` as arrays, unconstrained."""
+        """Return ``init_params`` as unconstrained arrays, or ``None``."""
         if init_params is None:
             return None
         z = {k: jnp.asarray(v) for k, v in init_params.items()}
@@ -131,12 +130,12 @@ class FederatedKernel(MCMCKernel):
                 raise ValueError(
                     f"init_params: expected finite values, got NaN or infinity at site {name!r}"
                 )
-        if extra:  # Gibbs hands the values of all blocks but HMC's over constrained
+        if extra:  # Gibbs passes constrained values to all blocks except HMC
             z = unconstrain_fn(self.model, model_args, extra, z)
         return z
 
     def postprocess_fn(self, model_args: tuple, model_kwargs: Mapping[str, Any] | None) -> Callable:
-        """Unconstrained to constrained values, and deterministic sites."""
+        """Return the map from unconstrained to constrained values and deterministic sites."""
         if self._plan is None:
             return lambda z: z
         factors: Factors = self._plan.factors
@@ -146,7 +145,7 @@ class FederatedKernel(MCMCKernel):
         return partial(constrain_fn, self.model, model_args, kwargs, return_deterministic=True)
 
     def refresh(self, state: Any, model_args: tuple, model_kwargs: Any) -> Any:
-        """Nothing is cached of the conditioning sites."""
+        """Return the state unchanged, since it caches nothing of the conditioning sites."""
         return state
 
     def wrap_model(self, wrapper: Callable) -> "FederatedKernel":
@@ -156,8 +155,7 @@ class FederatedKernel(MCMCKernel):
         return kernel
 
     def get_diagnostics_str(self, state: Any) -> str:
-        # reading numbers waits for the round: only as often as the bar is drawn, so that rounds run
-        # ahead of it
+        # a number is ready only after its round, so read no more often than the bar is drawn
         now = time.monotonic()
         if now >= self._shown[0] + 0.1:
             self._shown = (now, self._diagnostics(state))
@@ -169,17 +167,17 @@ class FederatedKernel(MCMCKernel):
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
         state["_sample_fn"] = None
-        state["_shown"] = (-math.inf, "")  # this machine's clock means nothing on another
+        state["_shown"] = (-math.inf, "")  # another machine has another clock
         return state
 
 
 def check_start(got: dict[str, tuple[int, ...]], expected: dict[str, tuple[int, ...]]) -> None:
-    """Refuse initial values of the wrong sites or shapes."""
+    """Raise an error for initial values at wrong sites or of wrong shapes."""
     wrong = sorted(k for k in {**got, **expected} if got.get(k) != expected.get(k))
     if wrong:
         raise ValueError(
-            "init_params: expected unconstrained values of all latent sites (a chain axis first "
-            "where there are several "
-            f"chains), of shapes { {k: expected.get(k, 'no such site') for k in wrong} }, got "
-            f"{ {k: got.get(k, 'nothing') for k in wrong} }"
+            "init_params: expected unconstrained values of all latent sites (for several chains, "
+            "a chain axis first), "
+            f"of shapes { {k: expected.get(k, 'no such site') for k in wrong} }, "
+            f"got { {k: got.get(k, 'nothing') for k in wrong} }"
         )

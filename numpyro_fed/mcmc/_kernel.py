@@ -1,6 +1,6 @@
-"""What the Langevin kernels share as :class:`numpyro.infer.mcmc.MCMCKernel`.
+"""Base class of the Langevin kernels as :class:`numpyro.infer.mcmc.MCMCKernel`.
 
-Wiring, no mathematics.
+It connects setup and rounds to MCMC and holds no mathematics.
 """
 
 from collections.abc import Callable, Mapping
@@ -32,7 +32,10 @@ __all__ = ["LangevinKernel", "LangevinState"]
 
 
 class LangevinKernel(FederatedKernel):
-    """Base of :class:`SGLD`, :class:`DSGLD` and :class:`FSGLD`; see there for the parameters."""
+    """Base class of the Langevin kernels.
+
+    :class:`SGLD`, :class:`DSGLD` and :class:`FSGLD` document the parameters.
+    """
 
     is_ensemble_kernel = False
     pooled: ClassVar[bool] = False
@@ -42,14 +45,14 @@ class LangevinKernel(FederatedKernel):
         self._options = options.checked()
         if options.step_size == "adaptive" and not self.pooled:
             raise ValueError(
-                'step_size="adaptive" sees the noise of single steps, but a stay keeps its silo\'s '
-                'for num_local_steps; expected "auto", '
-                "whose pilot measures whole stays"
+                'step_size="adaptive" measures the noise of single steps, but a visit keeps its '
+                'silo\'s noise for num_local_steps; expected "auto", whose pilot measures whole '
+                "visits"
             )
 
     @property
     def default_fields(self) -> tuple[str, ...]:
-        """What :class:`numpyro.infer.MCMC` collects of each draw's :class:`LangevinState`."""
+        """Fields of :class:`LangevinState` that :class:`numpyro.infer.MCMC` collects."""
         fields = (
             "z",
             "diverging",
@@ -86,8 +89,10 @@ class LangevinKernel(FederatedKernel):
         model_args: tuple = (),
         model_kwargs: Mapping[str, Any] | None = None,
     ) -> LangevinState:
-        """Check the model and the data, fit what is to be fitted (once per silos), and return the
-        first state.
+        """Prepare the kernel for the data, and return the first state.
+
+        The kernel checks the model and the data, and fits surrogates, local map and step size. It
+        does so once per data set.
 
         :param init_params: unconstrained values of all latent sites, local ones in pooled order; by
             default draws of the surrogate posterior (without surrogates: uniform on (-2, 2)).
@@ -139,7 +144,7 @@ class LangevinKernel(FederatedKernel):
     def sample(
         self, state: LangevinState, model_args: tuple, model_kwargs: Mapping[str, Any] | None
     ) -> LangevinState:
-        """One communication round."""
+        """Run one communication round, or one of its ``num_kept`` equal parts."""
         assert self._sample_fn is not None, "`init` must be called before `sample`"
         return self._sample_fn(state, model_args, model_kwargs)
 
@@ -159,7 +164,7 @@ class LangevinKernel(FederatedKernel):
         return (self._as_one(silos) if self.pooled else silos), extra
 
     def _as_one(self, silos: Silos) -> Silos:
-        """The silos as one; kept, so that the same data are the same object in every call."""
+        """Return all silos as one silo, the same object in every call with the same data."""
         if self._merged is None or self._merged[0] != silos:
             if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(silos)):
                 return silos.as_one()
@@ -176,14 +181,16 @@ class LangevinKernel(FederatedKernel):
         return ", ".join(parts)
 
     def ledger(self, state: LangevinState) -> Ledger:
-        """Rounds, gradient evaluations and bytes of each silo up to ``state`` (e.g.
-        ``mcmc.last_state``), all chains.
+        """Return rounds, gradient evaluations and bytes of each silo, over all chains.
 
-        A visit sends the position and the step count down; each draw of it sends these, four
-        statistics and (FSGLD) the mean of e up. What surrogates and pilot cost, once, is counted
-        too; the preconditioner and the surrogates' sum, which every silo is told once, are not.
-        Gradients are those of the silo's term with respect to theta; Newton steps and Metropolis
-        moves are not counted.
+        For each visit a silo receives the position and the step count. For each draw it sends these
+        back, with four statistics and (FSGLD) the mean of the conducive residual e. The fit of the
+        surrogates and the pilot count once. The preconditioner and the sum of the surrogates, which
+        every silo receives once, do not count. Gradients are those of the silo's term with respect
+        to theta; Newton steps and Metropolis moves do not count.
+
+        :param state: the state up to which to count, for example ``mcmc.last_state``.
+        :raises ValueError: before the kernel has run.
         """
         if self._plan is None or self._prepared_for is None:
             raise ValueError("expected a kernel that has run; call mcmc.run(rng_key, silos) first")
@@ -196,7 +203,7 @@ class LangevinKernel(FederatedKernel):
         gradients = plan.num_local_steps * (1 if self._tuning.anchor is None else 2)
         visit = Cost(1, gradients, chain, plan.num_kept * draw)
         once = self._setup_cost
-        if state.adaptation is not None:  # one silo, of all rows
+        if state.adaptation is not None:  # such a kernel pools all rows in one silo
             once += look_cost(state.adaptation, self._plan.factors.dim)
         asked = Cost(1, 0, chain, 0)
         costs = [

@@ -1,26 +1,29 @@
-r"""A step size found during warm-up from the curvature that the chain meets and the noise of its
-gradients.
+r"""Step size learned in warm-up from the curvature and gradient noise that the chain meets.
 
-Along a direction in which the target has precision :math:`\lambda` and the gradient's estimate has
+Along a direction in which the target has precision :math:`\lambda` and the gradient estimate has
 noise of variance :math:`n`, the chain :math:`\theta \leftarrow \theta + \tfrac h2 \hat g + \sqrt
 h\, \xi` has variance
 
-.. math:: \frac{h + h^2 n / 4}{1 - (1 - h\lambda/2)^2} = \frac1\lambda \cdot \frac{1 + h n / 4}{1 - h \lambda / 4}
-          \approx \frac1\lambda \left( 1 + \tfrac h4 (\lambda + n) \right),
+.. math::
+    \frac{h + h^2 n / 4}{1 - (1 - h\lambda/2)^2}
+    = \frac1\lambda \cdot \frac{1 + h n / 4}{1 - h \lambda / 4}
+    \approx \frac1\lambda \left( 1 + \tfrac h4 (\lambda + n) \right),
 
-so its sd is a factor 1 + b too large at :math:`h = 8 b / (\lambda + n)`: the rule of *accepted
-bias*, as in :mod:`numpyro_fed.mcmc.pilot`, from what the chain meets. The largest :math:`\lambda`
-is found by the power method, with one product of the Hessian with a vector at every state that the
-warm-up visits (its size counts where the density is not log-concave); n along that direction by the
-difference of two independent estimates. Far from the mode, where the squared gradient g along it
-exceeds the precision that it has at stationarity, the expected squared distance after a step is
-least for a step of order :math:`g / (\lambda (g + n))`, so n counts with a factor :math:`\lambda /
-g` there. All are averages in which the state of step t has a weight of order :math:`t^3`, so that
-the way to the typical set is forgotten.
+so its standard deviation (sd) is a factor 1 + b too large at :math:`h = 8 b / (\lambda + n)`. This
+is the rule of *accepted bias* of :mod:`numpyro_fed.mcmc.pilot`, applied to what the chain meets.
+
+The power method finds the largest :math:`\lambda` with one Hessian-vector product at every state of
+the warm-up. Where the density is not log-concave, the size of the product counts. The difference of
+two independent gradient estimates gives n along that direction. One such measurement is a *look*.
+
+Far from the mode, the squared gradient g along the direction exceeds the precision, its value at
+stationarity. There a step of order :math:`g / (\lambda (g + n))` gives the least expected squared
+distance, so n counts with a factor :math:`\lambda / g`. All averages give the state of step t a
+weight of order :math:`t^3`, so that they forget the way to the typical set.
 
 Methods that adapt to an acceptance probability (Titsias, Dellaportas 2019, which the push-sum paper
-uses) do not see the bias of a chain that rejects nothing; tests/benchmarks/step_size.py runs both
-side by side.
+uses) do not see the bias of a chain that rejects nothing. The benchmark
+tests/benchmarks/step_size.py runs both side by side.
 """
 
 from collections.abc import Callable
@@ -36,22 +39,22 @@ from numpyro_fed.rounds.federated import Cost
 __all__ = ["Adaptation", "adapt", "begin", "check_seen", "first_looks", "look_cost"]
 
 _FORGET = 4.0
-_FIRST_LOOKS = 20  # of the power method at the start
+_FIRST_LOOKS = 20  # steps of the power method at the start
 _TINY = 1e-30
 
 
 class Adaptation(NamedTuple):
-    """What warm-up has learned, and how a step size follows from it.
+    """Memory of the adaptation in warm-up, from which the step size follows.
 
-    :param left: adaptations still to be made.
-    :param seen: states seen.
-    :param product: average of Hessian times direction, ``(d,)``; its direction is the stiffest, its
-        norm the largest precision.
-    :param noise: average variance of the gradient's estimate along it.
-    :param signal: average square of the gradient along it; at stationarity that is the precision.
-    :param price: relative inflation of the sd for each unit of step size times precision, and times
+    :param left: number of adaptations left to make.
+    :param seen: number of looks so far.
+    :param product: average Hessian-vector product ``(d,)``; its direction is the stiffest, its norm
+        the largest precision.
+    :param noise: average variance of the gradient estimate along that direction.
+    :param signal: average squared gradient along it, which equals the precision at stationarity.
+    :param price: relative inflation of the sd per unit of step size, times precision and times
         noise ``(2,)``.
-    :param bias_target: the relative inflation to aim at.
+    :param bias_target: relative inflation to aim at.
     """
 
     left: Array
@@ -64,13 +67,10 @@ class Adaptation(NamedTuple):
 
     @property
     def step_size(self) -> Array:
-        """The step at which the sd along the stiffest direction is a factor ``1 + bias_target`` too
-        large.
-        """
+        """Step size at which the stiffest direction's sd is ``1 + bias_target`` times too large."""
         precision = jnp.linalg.norm(self.product)
-        # far from the mode gradients and their noise are large, but a long step is then worth its
-        # noise; two standard errors of the average (0.44 of the looks count) keep noise from being
-        # taken for distance
+        # far from the mode a long step is worth its noise; two standard errors of the average (0.44
+        # of the looks count) keep noise from passing for distance
         signal = self.signal - 2 * self.noise / jnp.sqrt(0.44 * self.seen + 1)
         noise = self.noise * precision / jnp.maximum(precision, signal)
         return self.bias_target / (self.price[0] * precision + self.price[1] * noise)
@@ -79,7 +79,7 @@ class Adaptation(NamedTuple):
 def begin(
     key: Array, dim: int, price: tuple[float, float], bias_target: float, rounds: int, dtype: Any
 ) -> Adaptation:
-    """Nothing learned yet, and so many adaptations to be made."""
+    """Return the initial memory, with ``rounds`` adaptations left to make."""
     return Adaptation(
         left=jnp.asarray(rounds, jnp.int32),
         seen=jnp.zeros((), dtype),
@@ -94,10 +94,10 @@ def begin(
 def adapt(
     adaptation: Adaptation, estimate: Callable[[Array], tuple[Array, Array]], theta: Array
 ) -> Adaptation:
-    """One state of the warm-up seen; nothing once ``left`` is zero.
+    """Update the memory by one look, unless ``left`` is zero.
 
-    :param estimate: a function of theta that returns two independent estimates of the gradient,
-        ``(d,)`` each.
+    :param estimate: a function of theta that returns two independent gradient estimates, ``(d,)``
+        each.
     """
 
     def learn(old: Adaptation) -> Adaptation:
@@ -106,7 +106,7 @@ def adapt(
         weight = _FORGET / (old.seen + _FORGET)
         bent = jnp.where(
             jnp.dot(direction, along) > 0, along, -along
-        )  # by its size where the density is not log-concave
+        )  # where the density is not log-concave, the size of the curvature counts
         product = old.product + weight * (bent - old.product)
         noise = old.noise + weight * (0.5 * jnp.dot(first - second, direction) ** 2 - old.noise)
         square = jnp.dot(first, direction) * jnp.dot(second, direction)
@@ -126,11 +126,9 @@ def adapt(
 def first_looks(
     adaptation: Adaptation, look: Callable[[Array, Adaptation], Adaptation]
 ) -> Adaptation:
-    """Look around at the start, before the first step.
+    """Look at the start, before the first step, and leave the adaptations of warm-up to be made.
 
-    The adaptations of warm-up are still to be made.
-
-    :param look: a function of the look's number and what is known.
+    :param look: a function of the look's number and the memory so far.
     """
     seen = lax.fori_loop(
         0,
@@ -142,22 +140,23 @@ def first_looks(
 
 
 def check_seen(adaptation: Adaptation) -> None:
-    """Refuse a start at which no look was finite."""
+    """Raise an error if no look at the start was finite."""
     if (
         not isinstance(adaptation.seen, jax.core.Tracer)
         and not (np.asarray(adaptation.seen) > 0).all()
     ):
         raise ValueError(
             "the model's curvature is not finite at the start, so no step size can be learned; "
-            "expected finite gradients at "
-            "init_params (by default uniform on (-2, 2)), or step_size= a number"
+            "expected finite gradients at init_params (by default uniform on (-2, 2)), or a number "
+            "as step_size="
         )
 
 
 def look_cost(adaptation: Adaptation, dim: int) -> Cost:
-    """What the looks cost each silo, of all chains.
+    """Return the cost of all chains' looks for each silo.
 
-    Two gradients and a product of the Hessian, at a position along a direction.
+    A look sends a position and a direction to a silo, which sends back two gradients and a
+    Hessian-vector product.
     """
     looks, item = int(np.sum(np.asarray(adaptation.seen))), adaptation.product.dtype.itemsize
     return Cost(1, 3, 2 * dim * item, 3 * dim * item).times(looks)

@@ -1,4 +1,4 @@
-"""What a Langevin kernel has settled before its first round: static facts, and numbers."""
+"""Static facts and numbers of a Langevin kernel, settled before its first round."""
 
 import math
 from collections.abc import Callable
@@ -25,17 +25,17 @@ _BLOCK_BYTES = 8 << 20
 @wire_name("ChainPlan")
 @dataclass(frozen=True)
 class Plan:
-    """The static facts of a kernel: two kernels of equal plans share their compiled programs.
+    """Static facts of a kernel; kernels of equal plans share their compiled programs.
 
     :param factors: the model's factors.
-    :param units: how local latents are cut, or ``None`` without any.
+    :param units: the units of the local latents, or ``None`` without any.
     :param num_local_steps: T.
-    :param batch: row group and number of rows of a minibatch (where elements have latents: of their
-        elements), or ``None`` for all rows.
-    :param cut: whether e is cut.
+    :param batch: row group and size of a minibatch, or ``None`` for all rows. Where elements have
+        latents, the minibatch is of these elements.
+    :param cut: whether the conducive residual e is separated and cut.
     :param schedule: step size by number of local steps made, or ``None`` for a constant one.
-    :param num_kept: draws kept of a stay, which divide T.
-    :param no_answer: probability that the silo chosen does not answer.
+    :param num_kept: draws kept per visit, a divisor of T.
+    :param no_answer: probability that the chosen silo does not answer.
     """
 
     factors: Factors
@@ -49,17 +49,14 @@ class Plan:
 
     @property
     def steps_a_draw(self) -> int:
-        """Local steps from one draw to the next of the same stay."""
+        """Local steps from one draw to the next of the same visit."""
         return self.num_local_steps // self.num_kept
 
     @property
     def block(self) -> int:
-        """Local steps in a block.
-
-        Its random numbers are drawn, and its rows gathered, in one go.
-        """
+        """Local steps in a block, which draws its random numbers and gathers its rows at once."""
         steps, most = self.steps_a_draw, _BLOCK_STEPS
-        if self.units is not None:  # a normal vector and a uniform for each unit
+        if self.units is not None:  # each unit takes a normal vector and a uniform
             count = 1 if self.units.group is None else dict(self.units.pad)[self.units.group]
             most = max(1, min(most, _BLOCK_BYTES // (4 * count * (self.units.dim + 1))))
         if self.batch is not None:
@@ -71,8 +68,7 @@ class Plan:
             )
             most = max(1, min(most, _BLOCK_BYTES // (m * row)))
         fewest = -(-steps // most)
-        # equal blocks where there are any not far below the largest: one program to compile, not
-        # two
+        # blocks of unequal length cost a second program, so prefer equal ones down to half the size
         return next(
             (steps // k for k in range(fewest, 2 * fewest) if steps % k == 0), -(-steps // fewest)
         )
@@ -81,10 +77,12 @@ class Plan:
 @wire_name("NodePlan")
 @dataclass(frozen=True)
 class NodePlan:
-    """What a node of a network has to know for its part of a step; of the graph nothing.
+    """Static facts that a node of a network needs for its part of a step.
+
+    They tell a node nothing of the graph.
 
     :param factors: the model's factors.
-    :param units: how local latents are cut, or ``None`` without any.
+    :param units: the units of the local latents, or ``None`` without any.
     :param batch: row group and number of rows of a minibatch, or ``None`` for all rows.
     :param num_nodes: m.
     """
@@ -97,14 +95,14 @@ class NodePlan:
 
 @dataclass(frozen=True)
 class NetworkPlan(NodePlan):
-    """The static facts of a kernel over a network of nodes.
+    """Static facts of a kernel over a network of nodes.
 
     :param schedule: step size by number of steps made, or ``None`` for a constant one.
     :param fails: whether links or nodes may fail.
-    :param both_ways: whether links work in both directions or in none (gossip).
-    :param exchange: the algorithm: what nodes hold after an exchange, and where their gradients are
-        taken.
-    :param totals: rows of each row group in all silos.
+    :param both_ways: whether a link works in both directions or not at all (gossip).
+    :param exchange: the algorithm, a function of links and nodes. It returns what nodes hold after
+        an exchange, and the positions of their gradients.
+    :param totals: rows of each row group over all silos.
     """
 
     schedule: Callable[[Array], Any] | None
@@ -115,16 +113,16 @@ class NetworkPlan(NodePlan):
 
     @property
     def node(self) -> NodePlan:
-        """Each node's part of it."""
+        """Plan of each node."""
         return NodePlan(self.factors, self.units, self.batch, self.num_nodes)
 
 
 @wire_name("Conducive")
 class Conducive(NamedTuple):
-    """Surrogates around a point.
+    """Surrogates expanded around a point.
 
-    Gradients there ``(S, d)``, precisions ``(S, d, d)`` or ``(S, d)``, and sums; bounded
-    corrections.
+    They hold gradients at the point ``(S, d)``, precisions ``(S, d, d)`` or ``(S, d)``, the sums of
+    both over silos, and bounded corrections.
     """
 
     shift: Array
@@ -135,59 +133,59 @@ class Conducive(NamedTuple):
     total_bends: Bends | None = None
 
     def of(self, number: Array) -> "Conducive":
-        """One silo's, with the sums."""
+        """Return one silo's surrogate, with the sums over all silos."""
         shift, precision = jax.tree.map(lambda x: x[number], (self.shift, self.precision))
         bends = None if self.bends is None else self.bends.of(self.bends.coefficients[number])
         return self._replace(shift=shift, precision=precision, bends=bends)
 
     def score(self, theta: Array, loc: Array) -> Array:
-        """Gradient of one silo's surrogate, after :meth:`of`."""
+        """Return the gradient of one silo's log surrogate, after :meth:`of`."""
         gradient = self.shift - matvec(self.precision, theta - loc)
         return gradient if self.bends is None else gradient + self.bends.score(theta)
 
     def total_score(self, theta: Array, loc: Array) -> Array:
-        """Gradient of the product of all surrogates."""
+        """Return the gradient of the sum of all log surrogates."""
         gradient = self.total_shift - matvec(self.total_precision, theta - loc)
         return gradient if self.total_bends is None else gradient + self.total_bends.score(theta)
 
 
-# sds; a map that went on in a straight line beyond would carry latents, whose silo is elsewhere, to
-# where no posterior is
+# in sds; farther out, a linear map would carry latents of silos that the chain does not visit to
+# where the posterior has no mass
 _FARTHEST = 6.0
 
 
 @wire_name("LatentCoordinates")
 class LatentCoordinates(NamedTuple):
-    """The local map with its whitening: ``u = whiten (theta - loc)``, rows private to the silos."""
+    """Local map with its whitening ``u = whiten (theta - loc)``; its rows are private to silos."""
 
     loc: Array
     whiten: Array
     rows: Any
 
     def u(self, theta: Array) -> Array:
-        """Whitened global position, each coordinate held to +-6."""
+        """Return the whitened global position, with each coordinate clipped to +-6."""
         return jnp.clip(matvec(self.whiten, theta - self.loc), -_FARTHEST, _FARTHEST)
 
 
 @wire_name("Tuning")
 class Tuning(NamedTuple):
-    """The numbers of a kernel, made once before the first round.
+    """Numbers of a kernel, made once before the first round.
 
-    :param step_size: h (where there is no schedule).
+    :param step_size: h (without a schedule).
     :param alpha: weight of the conducive gradient.
     :param selection: probabilities f of the silos, shape ``(S,)``.
-    :param loc: where the surrogates' gradients are expanded, shape ``(d,)``.
+    :param loc: expansion point of the surrogates' gradients, shape ``(d,)``.
     :param scale: L: ``(d, d)``, ``(d,)``, or ``None`` for the identity.
     :param conducive: the surrogates around ``loc``, or ``None``.
     :param latents: the coordinates of local latents, or ``None``.
     :param inflation: predicted ratio of the chain's sd to the posterior's.
     :param cut: largest norm of e, in preconditioned units.
-    :param members: for minibatches of elements with latents, the rows that point to each.
+    :param members: for minibatches of elements with latents, the rows that point to each element.
     :param anchor: for minibatches with control variates, the silos' whole gradients at ``loc``,
         ``(S, d)``.
-    :param inject: what a step's noise is multiplied by, ``(d, d)``, or ``None``: nothing.
-    :param draws: positions that represent the posterior, at which the pilot looks, ``(K, d)``, or
-        ``None``: draws of the Gaussian.
+    :param inject: factor of a step's noise ``(d, d)``, or ``None`` for the identity.
+    :param draws: the pilot's positions, which represent the posterior, ``(K, d)``; ``None``: draws
+        of the Gaussian.
     """
 
     step_size: Array
@@ -205,7 +203,7 @@ class Tuning(NamedTuple):
     draws: Array | None = None
 
     def without_rows(self) -> "Tuning":
-        """What a silo may be told: all but the local map, whose rows are the silos' own."""
+        """Return the numbers without the local map, whose rows are private to silos."""
         return (
             self
             if self.latents is None
@@ -213,9 +211,9 @@ class Tuning(NamedTuple):
         )
 
     def seen_by(self, number: int) -> "Tuning":
-        """What one silo is told.
+        """Return the numbers that one silo receives.
 
-        Of all silos' surrogates and probabilities its own, and their sum.
+        It receives its own probability and surrogate, and the sum of all surrogates.
         """
         own, told = slice(number, number + 1), self.without_rows()._replace(draws=None)
         conducive = told.conducive

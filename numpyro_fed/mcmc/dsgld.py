@@ -1,12 +1,13 @@
-r"""DSGLD: distributed stochastic gradient Langevin dynamics, a chain that visits silos.
+r"""Distributed stochastic gradient Langevin dynamics (DSGLD), a chain that visits silos.
 
 Target: the posterior of the pooled model. Update: :mod:`numpyro_fed.mcmc.langevin` with
 :math:`\alpha = 0`,
 
-.. math:: \theta \leftarrow \theta + \tfrac h2 \left( \nabla \log p(\theta) + \tfrac{N_s}{f_s m} \nabla \log p(y_s^{(m)} \mid \theta) \right)
-          + N(0, h) .
+.. math::
+    \theta \leftarrow \theta + \tfrac h2 \left( \nabla \log p(\theta)
+    + \tfrac{N_s}{f_s m} \nabla \log p(y_s^{(m)} \mid \theta) \right) + N(0, h) .
 
-With many local steps it samples a mixture of the silos' posteriors: FSGLD's conducive gradient is
+With many local steps it samples a mixture of the silos' posteriors; FSGLD's conducive gradient is
 the remedy.
 """
 
@@ -24,11 +25,12 @@ __all__ = ["DSGLD"]
 class DSGLD(LangevinKernel):
     """Distributed SGLD, a kernel for :class:`numpyro.infer.MCMC`.
 
-    FSGLD without conducive gradients.
+    It is FSGLD without conducive gradients.
 
-    **Law and bias.** The posterior for one local step a round and a small step size; with
-    ``num_local_steps`` of T the variance that silos make is T times as large. What leaves a silo:
-    the global position.
+    **Law and bias.** Draws follow the posterior for one local step per round and a small step size.
+    With ``num_local_steps`` of T, the variance that silos add is T times as large.
+
+    **What leaves a silo.** The global position.
 
     :param preconditioner: ``"surrogate"`` fits surrogates for the whitening alone.
 

@@ -1,13 +1,16 @@
-r"""FSGLD: federated stochastic gradient Langevin dynamics with conducive gradients.
+r"""Federated stochastic gradient Langevin dynamics with conducive gradients (FSGLD).
 
 Target: the posterior of the pooled model. Update: :mod:`numpyro_fed.mcmc.langevin` with
 :math:`\alpha = 1`,
 
-.. math:: \theta \leftarrow \theta + \tfrac h2 \left( \nabla \log p(\theta) + \tfrac{N_s}{f_s m} \nabla \log p(y_s^{(m)} \mid \theta)
-          + \alpha g_s(\theta) \right) + N(0, h), \qquad g_s = \nabla \log q - \tfrac1{f_s} \nabla \log q_s .
+.. math::
+    \theta &\leftarrow \theta + \tfrac h2 \left( \nabla \log p(\theta)
+    + \tfrac{N_s}{f_s m} \nabla \log p(y_s^{(m)} \mid \theta)
+    + \alpha g_s(\theta) \right) + N(0, h), \\
+    g_s &= \nabla \log q - \tfrac1{f_s} \nabla \log q_s .
 
-The next silo is drawn from Categorical(f). Since :math:`\sum_s f_s g_s = 0` for :math:`q = \prod_s
-q_s`, the estimator is unbiased for any surrogates and any alpha (FSGLD lemma 1).
+The chain draws the next silo from Categorical(f). Since :math:`\sum_s f_s g_s = 0` for :math:`q =
+\prod_s q_s`, the estimator is unbiased for any surrogates and any alpha (FSGLD lemma 1).
 """
 
 from collections.abc import Callable, Sequence
@@ -25,62 +28,67 @@ __all__ = ["FSGLD"]
 class FSGLD(LangevinKernel):
     """Federated SGLD with conducive gradients, a kernel for :class:`numpyro.infer.MCMC`.
 
-    **Law and bias.** The posterior, up to a bias of order ``step_size`` in the variance. With
-    ``step_size="auto"`` it is held to a factor ``1 + bias_target`` in the sds; the prediction is in
-    the extra field ``inflation``. One ``sample()`` is one communication round: a stay of
-    ``num_local_steps`` steps at one silo.
+    **Law and bias.** Draws follow the posterior, up to a bias of order ``step_size`` in the
+    variance. With ``step_size="auto"`` the pilot limits the bias to a factor ``1 + bias_target`` in
+    the standard deviations (sds). The extra field ``inflation`` holds the predicted factor. One
+    ``sample()`` is one communication round: the chain visits one silo for ``num_local_steps``
+    steps.
 
-    **What leaves a silo.** A round: the global position and the mean of e (``d`` numbers each), the
-    step count and four statistics. Before the first: for the surrogates, in about ten rounds, ``d +
-    d^2`` numbers, a misfit, and log marginal likelihoods at 64 or 256 values of theta; for the
-    pilot, in two rounds, 64 means of e and its norms. Rows, local latents and their coordinates
-    never do. ``kernel.ledger(mcmc.last_state)`` has the bytes.
+    **What leaves a silo.** In a round, the global position and the mean of the conducive residual e
+    (``d`` numbers each), the step count and four statistics. For the surrogates, in about ten
+    rounds before the first: ``d + d^2`` numbers, a misfit, and log marginal likelihoods at 64 or
+    256 values of theta. For the pilot, in two rounds: 64 means of e and its norms. Rows, local
+    latents and their coordinates never leave a silo. ``kernel.ledger(mcmc.last_state)`` returns the
+    bytes.
 
-    **Local latents** move by Metropolis steps while the chain is at their silo, in coordinates that
-    travel with the global parameters: element by element where elements are independent given
-    those, together otherwise.
+    **Local latents** move by Metropolis steps while the chain visits their silo, in coordinates
+    that move with the global parameters. Elements that are independent given the global parameters
+    move one by one, other latents move together.
 
     :param model: a NumPyro model with at least one silo plate.
     :param step_size: h, in preconditioned units: a number, an optax schedule of the number of local
         steps, or ``"auto"``.
-    :param num_local_steps: T, local steps a round, or ``"auto"``: those at which effective draws
-        are most for what rounds and steps cost.
-    :param batch_size: m, rows of a minibatch (with replacement), or, where plate elements have
-        latents, m of these elements with their rows (without); ``None``: all rows of the silo.
+    :param num_local_steps: T, local steps per round, or ``"auto"``: the T with the most effective
+        draws for the price of rounds and steps.
+    :param batch_size: m, rows of a minibatch, drawn with replacement; ``None``: all rows of the
+        silo. Where plate elements have latents, m is a number of elements, drawn without
+        replacement, and the minibatch has all their rows.
     :param surrogate: ``"score"``, ``"laplace"``, ``"moments"``, or a
         :class:`~numpyro_fed.surrogates.Surrogates` (analytic, of low rank).
     :param alpha: weight of the conducive gradient (FSGLD remark 1), or ``"auto"``: its coefficient
         as a control variate.
     :param selection: f, probabilities of the silos; equal by default; ``"size"``: in proportion to
-        their rows; ``"auto"``: those at which the silos' noise N is least.
+        their rows; ``"auto"``: the probabilities at which silos add the least noise.
     :param preconditioner: ``"surrogate"``: the covariance of the surrogate posterior; ``None``:
         none, as in the papers.
-    :param num_kept: draws kept of a round, at equal distances. ``num_warmup`` and ``num_samples``
-        then count draws, ``num_kept`` a round.
-    :param refresh_every: rounds after which, before the warm-up and as often as they go into it,
-        surrogates, local map and step size are settled again around 64 chains made for it;
-        ``None``: never.
-    :param distinct_silos: vectorised chains are at different silos in every round (where no f
-        exceeds one over their number), so that none waits for another; each chain's own silos are
-        independent draws from f all the same.
-    :param control_variates: take from a minibatch's gradient what the same rows give at the
-        surrogates' centre, and add the whole silo's there, which is computed once (Baker et al.
-        2019). Two gradients a step; where rows are many its noise is far smaller.
-    :param no_answer: probability that the silo chosen does not answer, in simulations: the chain
-        waits, its draw counts again, and the next silo is chosen as if nothing had been, which
-        keeps the selection unbiased. (Asking another silo instead would not.)
+    :param num_kept: draws kept per round, at equal distances. ``num_warmup`` and ``num_samples``
+        then count draws.
+    :param refresh_every: number of rounds, or ``None``: no refits. Before the warm-up, 64 separate
+        chains run for so many rounds, and the kernel fits surrogates, local map and step size again
+        around them. It does so ``num_warmup // refresh_every`` times.
+    :param distinct_silos: let vectorized chains visit different silos in every round, so that none
+        waits for another. This holds where no f exceeds one over the number of chains. The silos of
+        each chain remain independent draws from f.
+    :param control_variates: subtract from a minibatch's gradient the gradient of the same rows at
+        the surrogates' center, and add the whole silo's gradient there (Baker et al. 2019). The
+        latter is computed once. A step takes two gradients; with many rows, its noise is far
+        smaller.
+    :param no_answer: probability that the chosen silo does not answer, in simulations. The chain
+        then waits, its draw counts again, and the next silo does not depend on the failure. This
+        keeps the selection unbiased, which asking another silo instead would not.
     :param init_from: the result of :class:`~numpyro_fed.SFVI` or :class:`~numpyro_fed.SFVIAvg` on
-        the same model: the surrogates' fit starts at its q(theta) and saves the rounds that would
-        lead there; all but the four in which they are made (two beyond 16 dimensions), where q is
-        full and conducive rounds have settled.
+        the same model. The fit of the surrogates starts at its q(theta) and saves the rounds that
+        would lead there. Where q is full and conducive rounds have converged, only the four rounds
+        that make the surrogates remain (two beyond 16 dimensions).
     :param bias_target: accepted relative inflation of the sds under ``step_size="auto"``.
-    :param noise_correction: inject less noise where the silos' own makes up for it: four times the
-        step at the same inflation. No longer the paper's update.
-    :param round_price: what a round costs besides its local steps, in these
+    :param noise_correction: inject less noise, by the amount of the silos' noise. This allows four
+        times the step at the same inflation, and is no longer the paper's update.
+    :param round_price: price of a round besides its local steps, in units of one local step
         (``num_local_steps="auto"``).
     :param public: observed sites outside every silo plate whose data all silos know.
-    :param validate: make the proof check before the first round.
-    :raises ValueError: for arguments, data and model structures it cannot use, before compilation.
+    :param validate: check the factorization before the first round.
+    :raises ValueError: for arguments, data and models that the kernel cannot use, before
+        compilation.
 
     **Reference.** el Mekkaoui, Mesquita, Blomstedt, Kaski: Federated stochastic gradient Langevin
     dynamics, UAI 2021, equations 5-7 and algorithm 1.
@@ -128,6 +136,7 @@ class FSGLD(LangevinKernel):
             Options(
                 step_size, num_local_steps, batch_size, surrogate, alpha, selection, preconditioner,
                 bias_target, public, validate, round_price, noise_correction, num_kept,
-                refresh_every, distinct_silos, no_answer, control_variates=control_variates, init_from=init_from,
+                refresh_every, distinct_silos, no_answer, control_variates=control_variates,
+                init_from=init_from,
             ),
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""At one silo: the terms of its density that a step needs, and their gradients.
+"""Terms of a silo's density that a step needs, and their gradients.
 
 Symbols are those of :mod:`numpyro_fed.mcmc.langevin`, whose steps take these gradients.
 """
@@ -17,10 +17,7 @@ __all__ = ["OpenSilo", "drift", "open_silo", "pull_back", "push", "residual", "t
 
 
 class OpenSilo(NamedTuple):
-    """What the steps at one silo share.
-
-    Its arguments, weights of its terms, the coordinates of its latents, surrogates.
-    """
+    """Arguments, weights, latent coordinates and surrogates that all steps at one silo share."""
 
     kwargs: dict[str, Any]
     weights: dict[str, Array]
@@ -35,8 +32,8 @@ def open_silo(plan: Plan, tuning: Tuning, state: Any, view: SiloView) -> OpenSil
     number = view.number
     of_all: Any = (
         number if len(tuning.selection) > 1 else 0
-    )  # a silo that is told of itself alone is the first
-    if tuning.members is not None:  # rows come with their elements, in each step
+    )  # a silo that receives its own numbers alone finds them first
+    if tuning.members is not None:  # each step gathers rows with their elements
         kwargs = dict(view.silos.shared)
         weights: dict[str, Array] = {}
     elif plan.batch is not None:
@@ -71,7 +68,7 @@ def pull_back(tuning: Tuning, gradient: Array) -> Array:
 
 
 def _server_gradient(plan: Plan, tuning: Tuning, theta: Array, view: SiloView) -> Array:
-    """grad log p(theta) + alpha grad log q(theta): what needs no silo."""
+    """Return grad log p(theta) + alpha grad log q(theta), which needs no silo."""
     gradient = _prior_slope(plan, theta, view)
     if tuning.conducive is not None:
         gradient = gradient + tuning.alpha * tuning.conducive.total_score(theta, tuning.loc)
@@ -86,16 +83,15 @@ def _prior_slope(plan: Plan, theta: Array, view: SiloView) -> Array:
 def drift(
     plan: Plan, tuning: Tuning, theta: Array, eps: Array | None, silo: OpenSilo, view: SiloView
 ) -> tuple[Array, Array | None, Array | None]:
-    """What h / 2 multiplies in a step, in preconditioned units ``(d,)``.
+    """Return the drift of a step, which h / 2 multiplies, in preconditioned units ``(d,)``.
 
-    Where e is separated also e, and whether it had to be cut.
+    If the plan separates e, also return e and whether it was cut; else return ``None`` for both.
     """
     if plan.cut:
         e, cut = residual(plan, tuning, theta, eps, silo, view)
         return pull_back(tuning, _server_gradient(plan, tuning, theta, view)) + e, e, cut
-    # the same sum with every factor once: one product with a precision. The prior's slope is added
-    # last and not differentiated with the silo's terms: XLA would add it inside the product with
-    # the rows, which it then copies first, in each step
+    # the same sum, with one product with a precision; the prior's gradient is added last, since XLA
+    # would otherwise copy the rows in each step to add it inside their product
     gradient = jax.grad(lambda t: terms(plan, t, eps, silo, view)[1])(theta)
     if silo.anchor is not None:
         gradient = gradient + _correction(plan, tuning, silo, view)
@@ -112,7 +108,7 @@ def drift(
 def residual(
     plan: Plan, tuning: Tuning, theta: Array, eps: Array | None, silo: OpenSilo, view: SiloView
 ) -> tuple[Array, Array]:
-    """e of the module's docstring in preconditioned units ``(d,)``, and 1 where it had to be cut."""
+    """Return the conducive residual e, in preconditioned units ``(d,)``, and 1 if it was cut."""
     gradient = jax.grad(lambda t: terms(plan, t, eps, silo, view)[1])(theta)
     if silo.anchor is not None:
         gradient = gradient + _correction(plan, tuning, silo, view)
@@ -127,7 +123,7 @@ def residual(
 
 
 def _correction(plan: Plan, tuning: Tuning, silo: OpenSilo, view: SiloView | SiloRows) -> Array:
-    """What a minibatch's gradient lacks of the silo's at ``loc``: its control variate."""
+    """Return the silo's gradient at ``loc`` minus its minibatch's there, a control variate."""
     return silo.anchor - jax.grad(lambda t: terms(plan, t, None, silo, view)[1])(tuning.loc)
 
 
@@ -138,7 +134,7 @@ def terms(
     silo: OpenSilo,
     view: SiloView | SiloRows,
 ) -> tuple[Array, Array]:
-    """``log p(theta)``, and ``log p(y_s, z | theta) + log |dz/deps|`` at fixed eps."""
+    """Return ``log p(theta)``, and ``log p(y_s, z | theta) + log |dz/deps|`` at fixed eps."""
     factors = plan.factors
     sites = factors.unravel(theta)
     z: dict[str, Array] = {}
@@ -146,7 +142,7 @@ def terms(
     if plan.units is not None and eps is not None and silo.latents is not None:
         u = silo.latents.u(theta)
         z = plan.units.to_sites(silo.latents.rows.forward(u, eps))
-        # a minibatch's elements count for those they stand for
+        # a minibatch's elements also count for the elements outside it
         counted = (
             plan.units.owned(view)
             if plan.units.group is None

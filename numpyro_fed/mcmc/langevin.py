@@ -1,24 +1,25 @@
-r"""One stay of a chain at a silo: T local Langevin steps.
+r"""Local Langevin steps of a chain that visits a silo.
 
-Every Langevin kernel of the library takes it.
-
-With :math:`\delta = \theta - \mu` and L the preconditioner's factor (:math:`L = I` without one),
-each local step is
+:class:`SGLD`, :class:`DSGLD` and :class:`FSGLD` all make these steps. With :math:`\delta = \theta -
+\mu` and L the preconditioner's factor (:math:`L = I` without one), each local step is
 
 .. math::
     g &= \nabla_\theta \Big[ \tfrac{N_s}{m} \log p(y_s^{(m)}, z(\theta, \epsilon) \mid \theta)
-         + \sum_g \log \left| \tfrac{\partial z_g}{\partial \epsilon_g} \right| \Big] \quad\text{at fixed } \epsilon \\
+         + \sum_g \log \left| \tfrac{\partial z_g}{\partial \epsilon_g} \right| \Big]
+         \quad\text{at fixed } \epsilon \\
     e &= L^\top \left( g - \alpha \nabla \log q_s(\theta) \right) / f_s \\
-    \theta &\leftarrow \theta + L \Big( \tfrac h2 \left[ L^\top (\nabla \log p(\theta) + \alpha \nabla \log q(\theta)) + e
-         \right] + \sqrt h\, \xi \Big), \qquad \xi \sim N(0, I)
+    \theta &\leftarrow \theta + L \Big( \tfrac h2 \left[ L^\top (\nabla \log p(\theta)
+         + \alpha \nabla \log q(\theta)) + e \right] + \sqrt h\, \xi \Big),
+         \qquad \xi \sim N(0, I)
 
-which is FSGLD equations 5 and 7 (DSGLD, equation 3, for :math:`\alpha = 0`). The gradient at fixed
-:math:`\epsilon` differs from the one at fixed z by a term of mean zero, and moves z along with
-theta. Before each step :math:`\epsilon` makes a Metropolis move that leaves :math:`p(z_s \mid y_s,
-\theta)` invariant.
+which is FSGLD equations 5 and 7 (DSGLD, equation 3, for :math:`\alpha = 0`). The vector e is the
+*conducive residual*. The gradient at fixed :math:`\epsilon` differs from the gradient at fixed z by
+a term of mean zero, and moves z along with theta. Before each step, a Metropolis move of
+:math:`\epsilon` leaves :math:`p(z_s \mid y_s, \theta)` invariant.
 
-Law: for a fixed silo schedule and small h the chain's stationary law is the posterior up to O(h)
-(the discretisation's bias, and the variance of e between silos, which the surrogates reduce).
+Law: for a fixed silo schedule and small h, the chain's stationary law is the posterior up to O(h).
+The bias comes from discretization and from the variance of e between silos, which the surrogates
+reduce.
 """
 
 from typing import Any, NamedTuple
@@ -51,28 +52,26 @@ __all__ = [
 ]
 
 
-_FARTHEST = (
-    1e18  # whose square float32 still has: a chain beyond has left, though its numbers are finite
-)
+_FARTHEST = 1e18  # float32 still holds its square; a chain beyond counts as not finite
 
 
 @wire_name("Chain")
 class Chain(NamedTuple):
-    """What travels: the global position ``(d,)`` and the number of local steps made."""
+    """State of a chain that travels: global position ``(d,)`` and number of local steps made."""
 
     theta: Array
     num_steps: Array
 
 
 class StayStats(NamedTuple):
-    """What a silo says of a stay.
+    """Statistics of a visit, which a silo sends with the chain.
 
     :param cut_rate: fraction of steps whose e was cut.
     :param accept_prob: mean acceptance of the local moves (1 without any).
-    :param stuck: fraction of the local latents that never moved, of the level where most are (0
-        without any).
-    :param finite: whether all stayed finite.
-    :param residual: mean of e, as cut, ``(d,)``; ``None`` where e is not separated.
+    :param stuck: fraction of the local latents that never moved, at the level with the largest
+        fraction (0 without local latents).
+    :param finite: whether all numbers remained finite.
+    :param residual: mean of e after the cut, ``(d,)``; ``None`` if the plan does not separate e.
     """
 
     cut_rate: Array
@@ -83,7 +82,10 @@ class StayStats(NamedTuple):
 
 
 def federated(plan: Plan, tuning: Tuning) -> Federated:
-    """The chain as a federated algorithm: one silo a round, chosen by the engine's caller."""
+    """Return the chain as a federated algorithm that visits one silo per round.
+
+    The engine's caller chooses the silo.
+    """
 
     def broadcast(key: Array, chain: Chain) -> Chain:
         return chain
@@ -109,12 +111,12 @@ def stay(
     state: tuple[Array, LocalMap] | None,
     view: SiloView,
 ) -> tuple[tuple[Chain, StayStats], Any]:
-    """T local steps at one silo.
+    """Make a chain's local steps at one silo, up to the next draw.
 
     :param state: the silo's private rows: coordinates ``(E, k)`` and local map; ``None`` without
         local latents.
-    :return: the chain and the stay's statistics (they leave the silo), and the private rows (they
-        do not).
+    :return: the chain and the visit's statistics, which leave the silo, and the private rows, which
+        do not.
     """
     silo = open_silo(plan, tuning, state, view)
     eps = None if state is None else state[0]
@@ -138,15 +140,15 @@ def stay(
     if plan.units is not None and eps is not None and new_eps is not None:
         owned = plan.units.owned(view)
         finite &= jnp.isfinite(jnp.where(owned, new_eps, 0.0)).all()
-        still = (new_eps == eps) & owned & (plan.batch is None)  # a minibatch's others do not move
-        # of the level where most are: the outer elements are few beside the inner ones
+        still = (new_eps == eps) & owned & (plan.batch is None)  # a minibatch leaves others unmoved
+        # the level with the largest fraction, since outer elements are few beside inner ones
         levels = zip(plan.units.levels(still), plan.units.levels(owned), strict=True)
         stuck = jnp.stack([jnp.sum(s) / jnp.sum(o) for s, o in levels]).max()
         accept = accepted / steps
         new_eps = jnp.where(finite, new_eps, eps)
     theta = jnp.where(
         finite, theta, chain.theta
-    )  # a stay that left the reals is undone, and counted
+    )  # a visit with numbers that are not finite is undone, and counts
     cuts = jnp.where(finite, cuts, 0.0)
     mean_e = None if sum_e is None else jnp.where(finite, sum_e, 0.0) / steps
     stats = StayStats(cuts / steps, accept, stuck, finite, mean_e)
@@ -162,7 +164,7 @@ def _run_block(
     carry: tuple,
     length: int,
 ) -> tuple:
-    """Draw everything random of ``length`` steps at once, then scan over them."""
+    """Draw all random numbers of ``length`` steps at once, then scan over the steps."""
     key_noise, key_batch, key_local = keys
     theta, eps, count = carry[:3]
     noise = random.normal(key_noise, (length, theta.shape[0]), theta.dtype)
@@ -176,7 +178,7 @@ def _run_block(
         step_size = step_sizes[:, None]
     if tuning.inject is not None:
         noise = noise @ tuning.inject
-    noise = jnp.sqrt(step_size) * noise  # here and not in the step: one operation less there
+    noise = jnp.sqrt(step_size) * noise  # here, to save an operation in each step
 
     def step(carry: tuple, x: tuple) -> tuple[tuple, None]:
         theta, eps, cuts, accepted, sum_e = carry
@@ -200,8 +202,9 @@ def _run_block(
 def local_noise(
     plan: Plan, key: Array, eps: Any, view: SiloView, length: int
 ) -> tuple[MoveNoise, Array | None]:
-    """Random numbers of ``length`` moves of the silo's latents, and of minibatches of elements
-    which are moved.
+    """Draw random numbers of ``length`` moves of the silo's latents.
+
+    With minibatches of elements, also draw the elements that move.
     """
     assert plan.units is not None
     if plan.batch is None:
@@ -225,8 +228,8 @@ def local_step(
 ) -> tuple[Any, Array, tuple[Any, OpenSilo, SiloView]]:
     """Move the silo's local latents, or those of a minibatch of elements.
 
-    :return: all coordinates, the mean acceptance, and what the gradient takes: coordinates, silo
-        and view of the elements seen.
+    :return: all coordinates, the mean acceptance, and the gradient's inputs: coordinates, silo and
+        view of the elements that moved.
     """
     if plan.units is None:
         return eps, jnp.zeros(()), (eps, silo._replace(kwargs={**silo.kwargs, **batch}), view)
@@ -254,10 +257,9 @@ def batches(plan: Plan, key: Array, view: SiloView, shape: tuple[int, ...]) -> d
 
 
 def pick_rows(key: Array, shape: tuple[int, ...], size: Array) -> Array:
-    """Rows 0 ...
+    """Draw row numbers in 0 ... size - 1 with replacement, as unsigned integers.
 
-    size - 1 with replacement, unsigned: 32 random bits modulo N_s, with a bias against a row below
-    N_s / 2^32.
+    They are 32 random bits modulo N_s, with a bias against a row below N_s / 2^32.
     """
     return random.bits(key, shape, jnp.uint32) % size.astype(jnp.uint32)
 
@@ -270,7 +272,10 @@ def move(
     view: SiloView | SiloRows,
     noise: MoveNoise,
 ) -> tuple[Array, Array]:
-    """A Metropolis move of the silo's local latents given theta; its mean acceptance."""
+    """Make a Metropolis move of the silo's local latents given theta.
+
+    :return: the new coordinates and the mean acceptance.
+    """
     units, latents = plan.units, silo.latents
     assert units is not None
     assert latents is not None

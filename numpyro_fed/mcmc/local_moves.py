@@ -1,11 +1,12 @@
-r"""Metropolis moves of a silo's local latents given the global parameters, in the local map's
-coordinates.
+r"""Metropolis moves of a silo's local latents given the global parameters.
 
-Law: they leave :math:`p(z_s \\mid y_s, \\theta)` invariant exactly, whatever the map. Where
-elements are independent given theta each proposes from the map's own law N(0, I), in a quarter of
-the steps from N(0, 1.5^2 I) (an independence sampler whose proposal has lighter tails than its
-target is stuck in them), and accepts for itself; where they are not, all latents of the silo move
-together by MALA. Nested plates: :mod:`numpyro_fed.mcmc.nested_moves`.
+The moves propose in the local map's coordinates. Law: they leave :math:`p(z_s \mid y_s, \theta)`
+invariant exactly, for any map.
+
+Elements that are independent given theta propose and accept one by one, by an independence sampler.
+The proposal is the map's own law N(0, I), and in a quarter of the steps N(0, 1.5^2 I), since a
+proposal with lighter tails than its target gets stuck in them. Where elements are dependent, all
+latents of the silo move together by MALA. Nested plates: :mod:`numpyro_fed.mcmc.nested_moves`.
 """
 
 from collections.abc import Callable
@@ -22,14 +23,15 @@ from numpyro_fed.density.nested import NestedUnits
 __all__ = ["MoveNoise", "free_move_noise", "metropolis", "move_noise"]
 
 
-_WIDE = 1.5  # sds of the wide proposals
-_EVERY = 4  # steps between them, on average
+_WIDE = 1.5  # sd of the wide proposals
+_EVERY = 4  # steps from one wide proposal to the next, on average
 
 
 class MoveNoise(NamedTuple):
-    """Random numbers of moves: ``(..., E, k)`` and ``(..., E)`` (nested.
+    """Random numbers of moves: normals, log uniforms, and the proposals' sd.
 
-    ``(..., 1, n0 + n1)``), and the proposals' sd, ``(...,)``.
+    Their shapes are ``(..., E, k)``, ``(..., E)`` (for nested plates ``(..., 1, n0 + n1)``) and
+    ``(...,)``.
     """
 
     normal: Array
@@ -40,9 +42,10 @@ class MoveNoise(NamedTuple):
 def move_noise(
     units: Units, key: Array, eps: Array, view: SiloView | SiloRows, length: int
 ) -> MoveNoise:
-    """Noise of ``length`` moves, folded by each unit's pooled place.
+    """Draw the noise of ``length`` moves.
 
-    It does not depend on the partition.
+    Each unit's key comes from its place in the pooled data, so the noise does not depend on the
+    partition into silos.
     """
 
     key_units, key_width = random.split(key)
@@ -61,7 +64,7 @@ def move_noise(
 
 
 def free_move_noise(key: Array, shape: tuple[int, int], dim: int, dtype: Any) -> MoveNoise:
-    """Noise of ``(length, E)`` moves, for units that change from move to move."""
+    """Draw the noise of ``(length, E)`` moves, for units that change from move to move."""
     key_normal, key_uniform, key_width = random.split(key, 3)
     wide = random.bernoulli(key_width, 1 / _EVERY, shape[:1])
     return MoveNoise(
@@ -74,10 +77,10 @@ def free_move_noise(key: Array, shape: tuple[int, int], dim: int, dtype: Any) ->
 def metropolis(
     log_target: Callable[[Array], Array], eps: Array, noise: MoveNoise, owned: Array, *, joint: bool
 ) -> tuple[Array, Array]:
-    """One Metropolis move of every unit.
+    """Make one Metropolis move of every unit.
 
     :param log_target: log density of each unit ``(E,)`` as a function of eps ``(E, k)``.
-    :param owned: which latents are the silo's own.
+    :param owned: which latents belong to the silo; the others are padding.
     :param joint: propose by MALA rather than from N(0, I).
     :return: the new eps, and the mean acceptance probability of the silo's units.
     """
@@ -90,7 +93,7 @@ def metropolis(
             - log_target(eps)
             + 0.5 * jnp.sum(proposal**2 - eps**2, -1) / noise.width**2
         )
-    accept = noise.log_uniform < log_ratio  # NaN refuses
+    accept = noise.log_uniform < log_ratio  # NaN rejects
     mask = owned.any(1)
     probability = jnp.nan_to_num(jnp.exp(jnp.minimum(log_ratio, 0.0)))
     return jnp.where(accept[:, None], proposal, eps), jnp.sum(
@@ -101,7 +104,7 @@ def metropolis(
 def _mala(
     log_target: Callable[[Array], Array], eps: Array, noise: Array, owned: Array
 ) -> tuple[Array, Array]:
-    """A Metropolis-adjusted Langevin proposal for a silo's latents together, and its log ratio.
+    """Propose a MALA move of all of a silo's latents together, and return its log ratio too.
 
     eps is about standard normal, so the step follows from the dimension alone (Roberts & Rosenthal
     1998).
@@ -112,7 +115,7 @@ def _mala(
     def mean(e: Array, g: Array) -> Array:
         return e + 0.5 * step**2 * g
 
-    # padding neither moves nor counts: the step is chosen for the silo's own latents
+    # padding neither moves nor counts, since the step is for the silo's own latents
     noise = jnp.where(owned, noise, 0.0)
 
     here = slope(eps)

@@ -1,9 +1,10 @@
-r"""Minibatches where plate elements have latents: some elements, with all rows that point to them.
+r"""Minibatches of plate elements with latents, each element with all rows that point to it.
 
-An element's Metropolis move needs its own rows only. Of a silo's N_s elements m are taken, element
-:math:`\lfloor (j N_s + b) / m \rfloor` of the silo's for j = 0 ... m - 1 with one b, uniform on 0
-... N_s - 1: each with probability m / N_s, none twice. They move, and the gradient is that of their
-terms with weight N_s / m. A step costs as many rows as m elements have at most.
+An element's Metropolis move needs its own rows only. A minibatch takes m of a silo's N_s elements:
+element :math:`\lfloor (j N_s + b) / m \rfloor` for j = 0 ... m - 1, with one integer b uniform
+below N_s. Each element has probability m / N_s, and none appears twice. These elements move, and
+the gradient is that of their terms with weight N_s / m. A step costs m times the rows of the
+largest element.
 """
 
 from typing import NamedTuple
@@ -22,8 +23,9 @@ __all__ = ["Members", "find_members", "pick_elements", "pointing_groups", "rows_
 
 @wire_name("Members")
 class Members(NamedTuple):
-    """Rows of another group that point to each element, as flat positions ``(G, R)``, the first one
-    repeated, and their number ``(G,)``.
+    """Rows of another group that point to each element, and their number.
+
+    They are flat positions ``(G, R)``, padded by the last one, and numbers ``(G,)``.
     """
 
     positions: Array
@@ -31,9 +33,9 @@ class Members(NamedTuple):
 
 
 def pointing_groups(factors: Factors, group: str) -> dict[str, str]:
-    """The row groups that point to ``group``, and by which argument.
+    """Return the row groups that point to ``group``, each with the argument that points.
 
-    :raises ValueError: where a row group of the model does not.
+    :raises ValueError: if a row group of the model does not point to it.
     """
     groups = {leaf: g for leaf, g, _ in factors.rows}
     pointing = {groups[leaf]: leaf for leaf, target in factors.index if target == group}
@@ -41,21 +43,21 @@ def pointing_groups(factors: Factors, group: str) -> dict[str, str]:
         if target != group:
             raise ValueError(
                 f"batch_size takes elements of {group!r} with the rows that point to them, but "
-                f"{leaf!r} points to {target!r}, of which a minibatch "
-                "has some rows only; expected batch_size=None"
+                f"{leaf!r} points to {target!r}, and a minibatch has only some rows of that "
+                "group; expected batch_size=None"
             )
     for other in dict.fromkeys(groups.values()):
         if other not in (group, *pointing):
             raise ValueError(
-                f"batch_size takes elements of {group!r}, whose latents are theirs, with the rows "
-                f"that point to them; rows of {other!r} do not "
-                "point there. Expected index= for them, or batch_size=None"
+                f"batch_size takes elements of {group!r}, which have latents, with the rows that "
+                f"point to them, but rows of {other!r} do not point there; expected index= for "
+                "these rows, or batch_size=None"
             )
     return pointing
 
 
 def find_members(factors: Factors, silos: Silos, group: str) -> dict[str, Members]:
-    """The rows of every group that points to ``group``."""
+    """Return the rows of every group that points to ``group``."""
     total, out = sum(silos.sizes[group]), {}
     for other, leaf in pointing_groups(factors, group).items():
         sizes = np.asarray(silos.sizes[other])
@@ -71,7 +73,7 @@ def find_members(factors: Factors, silos: Silos, group: str) -> dict[str, Member
 
 
 def pick_elements(key: Array, length: int, size: int, total: Array) -> Array:
-    """Elements of a silo for ``length`` steps, counted inside it, ``(length, size)``."""
+    """Draw elements for ``length`` steps, numbered within the silo, ``(length, size)``."""
     start = random.randint(key, (length, 1), 0, total)
     j = jnp.arange(size)
     return j * (total // size) + (j * (total % size) + start) // size
@@ -80,9 +82,9 @@ def pick_elements(key: Array, length: int, size: int, total: Array) -> Array:
 def rows_of(
     factors: Factors, members: dict[str, Members], group: str, view: SiloView, index: Array
 ) -> tuple[SiloView, dict[str, Array], dict[str, Array]]:
-    """A silo's elements ``index`` as a silo of their own.
+    """Return a silo's elements ``index`` as a silo of their own.
 
-    The view that masks are asked of, row arguments, and weights (0: padding).
+    :return: the view for the masks, row arguments, and weights (0 for padding).
     """
     silos, m = view.silos, len(index)
     flat = view.start(group) + index

@@ -1,10 +1,11 @@
-r"""Metropolis moves of the local latents of two nested plates given the global parameters, in the
-local map's coordinates.
+r"""Metropolis moves of the local latents of two nested plates given the global parameters.
 
-Law: they leave :math:`p(z_s \mid y_s, \theta)` invariant exactly. Each inner element proposes, and
-accepts, for itself given its outer element's latents. Then each outer element proposes coordinates
-for itself, and its inner elements move along at fixed coordinates: all their terms, and the change
-of their scales, decide.
+The moves propose in the local map's coordinates. Law: they leave :math:`p(z_s \mid y_s, \theta)`
+invariant exactly.
+
+Each inner element proposes and accepts on its own, given its outer element's latents. Then each
+outer element proposes on its own, and its inner elements move along at fixed coordinates. All terms
+of an outer element and its inner ones decide, with the change of their scales.
 """
 
 from collections.abc import Callable
@@ -27,12 +28,12 @@ def nested_metropolis(
     parent: Array,
     masks: tuple[Array, Array],
 ) -> tuple[Array, Array]:
-    """A move of all inner elements, then one of all outer ones.
+    """Move all inner elements, then all outer ones.
 
     :param log_terms: log densities in eps ``(1, dim)`` of outer ``(n0,)`` and inner elements
         ``(n1,)``, scales included.
     :param parent: the outer element of each inner one.
-    :param masks: which elements are the silo's own, ``(n0, 1)`` and ``(n1, 1)``.
+    :param masks: which elements belong to the silo, ``(n0, 1)`` and ``(n1, 1)``.
     :return: the new eps, and the mean acceptance probability of the silo's elements.
     """
     (outer, inner), proposals = units.levels(eps), units.levels(noise.width * noise.normal)
@@ -40,13 +41,13 @@ def nested_metropolis(
     uniform = noise.log_uniform[0, : len(outer)], noise.log_uniform[0, len(outer) :]
 
     def weight(x: Array) -> Array:
-        """Minus the log density of a proposal."""
+        """Return minus the log density of a proposal, up to a constant."""
         return 0.5 * jnp.sum(x**2, -1) / noise.width**2
 
     own, below = log_terms(eps)
     proposed = log_terms(join_levels(outer, proposals[1])[None])[1]
     log_ratio = proposed - below + weight(proposals[1]) - weight(inner)
-    accept = uniform[1] < log_ratio  # NaN refuses
+    accept = uniform[1] < log_ratio  # NaN rejects
     inner, below = (
         jnp.where(accept[:, None], proposals[1], inner),
         jnp.where(accept, proposed, below),
@@ -56,7 +57,7 @@ def nested_metropolis(
     new_own, new_below = log_terms(join_levels(proposals[0], inner)[None])
     change = jnp.where(
         owned[1], new_below - below, 0.0
-    )  # padding moves along with the last element's
+    )  # padding moves along with the last outer element, but must not count
     log_ratio = new_own - own + jax.ops.segment_sum(change, parent, num_segments=len(outer))
     log_ratio += weight(proposals[0]) - weight(outer)
     outer = jnp.where((uniform[0] < log_ratio)[:, None], proposals[0], outer)

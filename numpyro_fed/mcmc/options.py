@@ -1,4 +1,4 @@
-"""A kernel's arguments, and what of them is refused before any data are seen."""
+"""Arguments of a kernel, and their checks before it sees any data."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ __all__ = ["Options"]
 
 @dataclass(frozen=True)
 class Options:
-    """A kernel's arguments as the user gave them; see :class:`numpyro_fed.FSGLD`."""
+    """Arguments of a kernel as the user wrote them; see :class:`numpyro_fed.FSGLD`."""
 
     step_size: float | str | Callable
     num_local_steps: int | str
@@ -40,7 +40,7 @@ class Options:
     init_from: Any = None
 
     def checked(self) -> "Options":
-        """Refuse what can be refused before any data are seen."""
+        """Return the arguments after all checks that need no data."""
         if isinstance(self.public, str):
             raise ValueError(
                 f"public: expected a sequence of site names, got {self.public!r}; write "
@@ -57,8 +57,7 @@ class Options:
         if not isinstance(first, str) and self.preconditioner is not None and not first < 4:
             raise ValueError(
                 "step_size: in preconditioned units a step of 4 or more diverges by itself, got "
-                f"{first:g}; "
-                'expected "auto" or about 0.001 to 0.1'
+                f'{first:g}; expected "auto" or about 0.001 to 0.1'
             )
         self._check_stay()
         size = self.batch_size
@@ -82,8 +81,7 @@ class Options:
         if not (named or self.surrogate is None or isinstance(self.surrogate, Surrogates)):
             raise ValueError(
                 'surrogate: expected "score", "laplace", "moments", a fed.surrogates.Surrogates or '
-                "None, "
-                f"got {self.surrogate!r}"
+                f"None, got {self.surrogate!r}"
             )
         if not (
             self.preconditioner is None
@@ -97,8 +95,8 @@ class Options:
         if self.conducive and self.surrogate is None:
             raise ValueError(
                 "alpha > 0 weights the conducive gradient of the surrogates; expected "
-                'surrogate="score" (or '
-                '"laplace", or a Surrogates), got None. DSGLD is the kernel without surrogates'
+                'surrogate="score" (or "laplace", or a Surrogates), got None. DSGLD is the kernel '
+                "without surrogates"
             )
         return self
 
@@ -115,20 +113,20 @@ class Options:
             )
         if not (isinstance(self.surrogate, str) and self.surrogate == "score"):
             raise ValueError(
-                'init_from: the start of a fit of score surrogates; expected surrogate="score", '
+                'init_from starts a fit of score surrogates; expected surrogate="score", '
                 f"got {self.surrogate!r}"
             )
 
     @property
     def conducive(self) -> bool:
-        """Whether conducive gradients are wanted."""
+        """True if the kernel uses conducive gradients."""
         return isinstance(self.alpha, str) or self.alpha > 0
 
     @property
     def separates(self) -> bool:
-        """Whether a step's e is known by itself.
+        """True if a step computes its conducive residual e by itself.
 
-        Where there are conducive gradients and whitened coordinates to cut it in.
+        This takes conducive gradients, and whitened coordinates in which to cut e.
         """
         return self.preconditioner is not None and self.conducive
 
@@ -149,8 +147,8 @@ class Options:
         if self.noise_correction and (self.preconditioner is None or callable(self.step_size)):
             raise ValueError(
                 "noise_correction=True needs whitened coordinates and one step size; expected "
-                'preconditioner="surrogate" and a number or '
-                f'"auto", got preconditioner={self.preconditioner!r}, step_size={self.step_size!r}'
+                'preconditioner="surrogate" and step_size= a number or "auto", '
+                f"got preconditioner={self.preconditioner!r}, step_size={self.step_size!r}"
             )
         if not isinstance(self.round_price, Real) or not 0 <= self.round_price < np.inf:
             raise ValueError(
@@ -162,7 +160,7 @@ class Options:
             )
         if self.control_variates and self.surrogate is None:
             raise ValueError(
-                "control_variates=True needs a place to centre gradients at; expected "
+                "control_variates=True needs a point at which to center gradients; expected "
                 'surrogate="score", got None'
             )
         if not isinstance(self.no_answer, Real) or not 0 <= self.no_answer < 1:
@@ -178,13 +176,13 @@ class Options:
             if self.surrogate != "score" or self.alpha == "auto" or not self.separates:
                 raise ValueError(
                     'refresh_every fits score surrogates again; expected surrogate="score", '
-                    'preconditioner="surrogate" and a number alpha '
-                    f"> 0, got {self.surrogate!r}, {self.preconditioner!r} and {self.alpha!r}"
+                    'preconditioner="surrogate" and a number alpha > 0, '
+                    f"got {self.surrogate!r}, {self.preconditioner!r} and {self.alpha!r}"
                 )
         if not isinstance(steps, str) and steps % self.num_kept:
             raise ValueError(
-                f"num_kept={self.num_kept} draws of a stay need stays of a multiple of as many "
-                f"steps; got num_local_steps={steps}"
+                f"num_kept={self.num_kept} does not divide the steps of a visit; expected a "
+                f"divisor of num_local_steps={steps}"
             )
 
 
