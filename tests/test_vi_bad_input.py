@@ -72,7 +72,7 @@ def no_rsample(y):
             other_support,
             r"guide site 'mu': expected the support of the model's, Real\(\), got Positive",
         ),
-        (no_rsample, r"guide site 'z': its distribution cannot be reparametrised"),
+        (no_rsample, r"guide site 'z': its distribution cannot be reparametrized"),
     ],
 )
 def test_guides_that_do_not_match(guide, message):

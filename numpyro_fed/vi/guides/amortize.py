@@ -1,12 +1,12 @@
-r"""Inference networks.
+r"""Inference networks that amortize local latents.
 
-Location and log scale of a local latent as functions of its element's own data.
+A network computes location and log scale of a local latent from its element's own data:
 
 .. math:: z_g = m_\psi(y_g) + e^{l_\psi(y_g)} \odot \epsilon_g, \qquad \epsilon_g \sim N(0, I)
 
 in unconstrained space, for each element g of the site's silo plate. The weights :math:`\psi` are
-global parameters of the guide: every silo is told them and returns its gradient in them; data and
-latents stay. A new element has its approximation at once.
+global parameters of the guide. The server sends them to every silo, and each silo returns its
+gradient in them; data and latents stay. A new element has its approximation at once.
 
 Reference: *Federated Variational Inference Methods for Structured Latent Variable Models*, Hassan,
 Salomone & Mengersen (2023), remark "Amortized inference".
@@ -32,7 +32,7 @@ __all__ = ["Encoder", "arrays_of", "as_float", "registered"]
 
 @dataclass(frozen=True, eq=False)
 class _Module:
-    """A network object as a function with its weights declared by ``numpyro.contrib.module``."""
+    """A network object as a function that declares its weights by ``numpyro.contrib.module``."""
 
     name: str
     network: Any
@@ -44,15 +44,15 @@ class _Module:
 
 @dataclass(frozen=True)
 class Encoder:
-    """One site's network; equal encoders share compiled programs.
+    """The network of one site; equal encoders share compiled programs.
 
     :param site: the local site.
-    :param shape: of one element in unconstrained space.
+    :param shape: shape of one element in unconstrained space.
     :param network: a function of one element's rows, with its weights in ``numpyro.param``
         statements.
-    :param inputs: the model's arguments whose rows it is called with.
+    :param inputs: names of the model's arguments whose rows it takes.
     :param start: first values of the weights, by parameter name; pytrees.
-    :param supports: their supports.
+    :param supports: the weights' supports.
     """
 
     site: str
@@ -71,11 +71,14 @@ class Encoder:
         rows: Mapping[str, Any],
         plate: str,
     ) -> "Encoder":
-        """A network with its inputs found among the arguments that have a row for each element, and
-        its weights at their first values.
+        """Build an encoder, with its inputs and the first values of its weights.
 
-        :param rows: such arguments, by name (at least one row of each).
+        Inputs are found among the arguments that have a row for each element.
+
+        :param rows: these arguments, by name (at least one row of each).
         :param plate: their plate, for the messages.
+        :raises ValueError: for a network with noise, mutable state, no parameters or a wrong
+            output.
         """
         encoder = cls(site, shape, network, _inputs(site, network, rows, plate))
         one = [jnp.asarray(rows[name])[0] for name in encoder.inputs]
@@ -102,7 +105,7 @@ class Encoder:
         return replace(encoder, start=start, supports=supports)
 
     def __call__(self, weights: Mapping[str, Any], rows: Mapping[str, Any]) -> tuple[Array, Array]:
-        """Location and log scale of each element, ``(E, *shape)``, unconstrained."""
+        """Return each element's location and log scale, ``(E, *shape)``, unconstrained."""
 
         def one(*args: Array) -> tuple[Array, Array]:
             with block():
@@ -114,9 +117,9 @@ class Encoder:
 
 
 def registered(site: str, network: Any, prefix: str) -> Callable:
-    """An equinox or flax.nnx module as a function that declares its weights.
+    """Return a network as a function that declares its weights.
 
-    A function as it is.
+    This is for an equinox or flax.nnx module; a function is returned as it is.
     """
     for library, declare in (("equinox", eqx_module), ("flax.nnx", nnx_module)):
         module = sys.modules.get(library)
@@ -131,7 +134,7 @@ def registered(site: str, network: Any, prefix: str) -> Callable:
 
 
 def arrays_of(model: Callable, args: tuple, kwargs: dict[str, Any]) -> dict[str, Array]:
-    """A model's arguments that are arrays, by name."""
+    """Return the arguments of a model that are arrays, by name."""
     given = inspect.signature(model).bind_partial(*args, **kwargs)
     flat: dict[str, Any] = {}
     for name, value in given.arguments.items():
@@ -141,15 +144,15 @@ def arrays_of(model: Callable, args: tuple, kwargs: dict[str, Any]) -> dict[str,
 
 
 def as_float(x: Any) -> Array:
-    """An array that can be learned."""
+    """Return an array of floating type, which can be learned."""
     x = jnp.asarray(x)
     return x.astype(jnp.result_type(x, float))
 
 
 def _inputs(site: str, network: Callable, rows: Collection[str], plate: str) -> tuple[str, ...]:
-    """The arguments that a network names.
+    """Return the names of the arguments that a network takes.
 
-    Where it names them otherwise and there is one only, that one.
+    If there is only one argument, the network may name it differently.
     """
     called = network.network if isinstance(network, _Module) else network
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)

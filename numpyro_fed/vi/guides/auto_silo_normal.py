@@ -1,4 +1,4 @@
-r"""``AutoSiloNormal``: the structured Gaussian family as an ordinary NumPyro guide.
+"""``AutoSiloNormal``: the structured Gaussian family as an ordinary NumPyro guide.
 
 The law is that of :mod:`numpyro_fed.vi.guides.normal`. On pooled data, with
 :class:`numpyro.infer.SVI`, the guide draws the same noise and follows the same
@@ -40,10 +40,11 @@ class AutoSiloNormal(AutoGuide):
 
     .. math:: \theta = \mu + L u, \qquad z_g = m_g + C_g u + T_g (e^{l_g + b_g u} \odot \epsilon_g).
 
-    :math:`\mu, L` are the server's; :math:`m, C, T, l, b`, a row for each unit g, stay in the silo.
-    The family holds the exact posterior of conjugate hierarchical Gaussians with known variances;
-    for other models its error is what ``num_local_particles`` of :class:`~numpyro_fed.SFVI` mends.
-    Works with :class:`numpyro.infer.SVI` on pooled data as any guide does.
+    :math:`\mu, L` are the server's. :math:`m, C, T, l, b`, a row for each unit g, stay in the silo.
+    A unit is a plate element, or all latents of a silo together. The family holds the exact
+    posterior of conjugate hierarchical Gaussians with known variances. For other models,
+    ``num_local_particles`` of :class:`~numpyro_fed.SFVI` corrects its error. The guide works with
+    :class:`numpyro.infer.SVI` on pooled data as any guide does.
 
     :param model: a model with at least one silo plate.
     :param global_cov: covariance of q(theta): ``"full"``, ``"diag"``, or an integer, the rank of a
@@ -51,21 +52,23 @@ class AutoSiloNormal(AutoGuide):
     :param local_cov: T: ``"diag"`` (the identity), ``"element"`` (lower triangular for each element
         of a silo plate, e.g. one child's random effects), ``"full"`` (for all latents of a silo
         together).
-    :param coupling: C; without it (mean field between theta and z) sds come out up to two times too
-        small.
-    :param scale_coupling: b; costs ``d`` numbers for each latent.
-    :param amortize: for a local site's name its encoder: an equinox or flax.nnx module, or a
-        function whose weights are declared with ``numpyro.contrib.module`` or ``numpyro.param``
-        inside. It is called for one element, with the model's arguments that it names and that have
-        a row for each element of the site's plate (or with the only such argument), and returns
-        ``(loc, log_scale)`` in unconstrained space, each of the shape of one element, or one array
-        with both. Such a site has no C, b and T. The weights are global parameters, of a module
-        under the name ``<prefix>_<site>_encoder$params``: silos return gradients in them.
-    :param prefix: of the parameters' names.
+    :param coupling: whether the guide has C. Without it (mean field between theta and z) sds come
+        out up to two times too small.
+    :param scale_coupling: whether the guide has b, which costs ``d`` numbers for each latent.
+    :param amortize: an encoder for each amortized local site, by the site's name: an equinox or
+        flax.nnx module, or a function that declares its weights inside with
+        ``numpyro.contrib.module`` or ``numpyro.param``. It is called for one element, with the
+        model's arguments that it names and that have a row for each element of the site's plate. If
+        there is only one such argument, its name does not matter. It returns ``(loc, log_scale)``
+        in unconstrained space, each of the shape of one element, or one array with both. An
+        amortized site has no C, b and T. The weights are global parameters, and silos return
+        gradients in them. Those of a module are named ``<prefix>_<site>_encoder$params``.
+    :param prefix: prefix of the parameters' names.
     :param init_loc_fn: start of the global sites; the local ones start at 0 in unconstrained space.
-    :param init_scale: sd at the start, of all latents in unconstrained space, local ones too: far
-        below their posterior sds it costs many steps of minibatches, where each element's turn
-        comes seldom.
+    :param init_scale: sd at the start, of all latents in unconstrained space, local ones too. A
+        value far below their posterior sds costs many steps of minibatches, since each element's
+        turn comes seldom.
+    :raises TypeError: for a model that is not callable, and for encoders that are not networks.
     :raises ValueError: for unknown options, and at the first call for a model without silo plate or
         with discrete latents.
 
@@ -76,7 +79,8 @@ class AutoSiloNormal(AutoGuide):
 
     Example::
 
-        >>> import jax, jax.numpy as jnp, numpyro, numpyro.distributions as dist, optax, numpyro_fed as fed
+        >>> import jax, jax.numpy as jnp, numpyro, numpyro.distributions as dist, optax
+        >>> import numpyro_fed as fed
         >>> def model(y):
         ...     mu = numpyro.sample("mu", dist.Normal(0, 1))
         ...     with fed.silo_plate("patients", y.shape[0]):
@@ -138,11 +142,12 @@ class AutoSiloNormal(AutoGuide):
     def family(
         self, factors: Factors, rows: Mapping[str, Mapping[str, Any]], independent: bool = True
     ) -> SiloNormal:
-        """The guide as a family over factors.
+        """Return the guide as a family over factors.
 
         :param rows: for each row group the arguments that have a row for each of its elements.
-        :param independent: whether elements are independent given theta; where not, a silo's
-            latents are one unit.
+        :param independent: whether elements are independent given theta; if not, a silo's latents
+            are one unit.
+        :raises ValueError: for a rank that is not below the number of global latents.
         """
         if isinstance(self.global_cov, int) and self.global_cov >= factors.dim:
             raise ValueError(
@@ -183,11 +188,14 @@ class AutoSiloNormal(AutoGuide):
         return self._built
 
     def encode(self, params: Mapping[str, Any], **rows: Any) -> dict[str, tuple[Array, Array]]:
-        """Location and log scale ``(n, *site)`` in unconstrained space of each amortised site, for
-        rows of the fit or new ones.
+        """Return location and log scale of each amortized site, ``(n, *site)``, unconstrained.
+
+        The rows may be those of the fit or new ones.
 
         :param params: a fit's parameters.
         :param rows: the model's arguments that the encoders take, ``(n, ...)``.
+        :raises RuntimeError: before the guide has been called or fitted.
+        :raises ValueError: where an argument of an encoder is missing.
         """
         if self.amortize and not self._built:
             raise RuntimeError(
@@ -220,7 +228,7 @@ class AutoSiloNormal(AutoGuide):
         )
 
     def _with_data(self, args: tuple, kwargs: dict[str, Any]) -> SiloRows:
-        """The rows that encoders see: those of this call."""
+        """Return the rows of this call for the encoders."""
         if not self.amortize:
             return self._rows
         arrays = arrays_of(self.model, args, kwargs)
@@ -282,7 +290,7 @@ class AutoSiloNormal(AutoGuide):
     def _split(
         self, params: Mapping[str, Array]
     ) -> tuple[dict[str, Array], LocalMap | None, dict[str, Array]]:
-        """Global, local and the model's own parameters."""
+        """Return the global, the local and the model's learned parameters."""
         if self._family is None:
             raise RuntimeError(
                 "expected a guide that has been called; run SVI or call guide(...) under a seed "
@@ -309,8 +317,9 @@ class AutoSiloNormal(AutoGuide):
         sample_shape: tuple[int, ...] = (),
         **kwargs: Any,
     ) -> dict[str, Array]:
-        """Draws of all latent sites (constrained) and of deterministic ones, shape
-        ``(*sample_shape, *site)``.
+        """Draw all latent sites (constrained) and deterministic ones.
+
+        :return: draws by site, ``(*sample_shape, *site)``.
         """
         own, local, learned = self._split(params)
         rows = self._with_data(args, kwargs)
@@ -325,9 +334,9 @@ class AutoSiloNormal(AutoGuide):
         return jax.tree.map(lambda x: x.reshape(*sample_shape, *x.shape[1:]), draws)
 
     def median(self, params: dict, *args: Any, **kwargs: Any) -> dict[str, Array]:
-        """Marginal medians of all latent sites.
+        """Return the marginal medians of all latent sites (constrained).
 
-        Arguments as the model's, where a site is amortised.
+        For amortized sites it takes the model's arguments.
         """
         return {
             name: value[0] for name, value in self.quantiles(params, [0.5], *args, **kwargs).items()
@@ -336,11 +345,11 @@ class AutoSiloNormal(AutoGuide):
     def quantiles(
         self, params: dict, quantiles: Any, *args: Any, **kwargs: Any
     ) -> dict[str, Array]:
-        """Marginal quantiles of all latent sites, shape ``(len(quantiles), *site)``.
+        """Return marginal quantiles of all latent sites, ``(len(quantiles), *site)``.
 
-        Componentwise in unconstrained space, then constrained. Of global sites they are exact, of
-        local ones (mixtures over theta) to the accuracy of 512 quasi-random draws of theta.
-        Arguments as the model's, where a site is amortised.
+        They are computed componentwise in unconstrained space, then constrained. Those of global
+        sites are exact. Those of local sites (mixtures over theta) have the accuracy of 512 Sobol
+        points for theta. For amortized sites it takes the model's arguments.
         """
         own, local, learned = self._split(params)
         family, rows = self._family, self._with_data(args, kwargs)
@@ -369,7 +378,7 @@ class AutoSiloNormal(AutoGuide):
 
 
 def _placed(family: SiloNormal, theta: Array, z: Array | None, rows: SiloRows) -> dict[str, Array]:
-    """All latent sites, unconstrained, where the model has their axes."""
+    """Return all latent sites, unconstrained, with the axes that they have in the model."""
     sites = family.factors.unravel(theta)
     if z is None:
         return sites
@@ -387,8 +396,9 @@ def _draw(
     rows: SiloRows,
     key: Array,
 ) -> tuple[dict[str, Array], Array]:
-    """A draw of all latent sites and its log density, parameters frozen in the latter (sticking the
-    landing).
+    """Draw all latent sites, and return them with their log density.
+
+    Parameters are frozen in the log density (sticking the landing).
     """
     assert family is not None
     key_theta, key_local = random.split(key)

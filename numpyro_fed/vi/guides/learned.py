@@ -1,7 +1,4 @@
-"""What a model learns beside its latent sites.
-
-Its ``numpyro.param`` statements, their supports and first values.
-"""
+"""Learned parameters of a model: its ``numpyro.param`` sites, their supports and first values."""
 
 from collections.abc import Callable
 from typing import Any
@@ -23,8 +20,10 @@ __all__ = ["factored", "probe"]
 def factored(
     model: Callable, parts: tuple[Silos, ...]
 ) -> tuple[dict[str, Any], tuple[Silos, ...], list[Factors]]:
-    """Support and first value of each learned parameter, the silos with these among their shared
-    arguments, and the factors of each structure.
+    """Factorize the model over each structure of silos, with its learned parameters.
+
+    :return: support and first value of each learned parameter; the silos, with these values among
+        their shared arguments; and the factors of each structure.
     """
     learned: dict[str, Any] = {}
     for part in reversed(parts):
@@ -37,8 +36,9 @@ def factored(
 
 
 def probe(model: Callable, silos: Silos, key: Array, init: Callable) -> dict[str, Any]:
-    """A trace of the model on one made-up row of everything, latent sites (which may have improper
-    priors) as an initialisation strategy says.
+    """Trace the model on one made-up row of everything.
+
+    :param init: an initialization strategy for the latent sites, which may have improper priors.
     """
     specs = tuple(
         (k, silos.group[k], jax.ShapeDtypeStruct(v.shape[1:], v.dtype))
@@ -49,7 +49,7 @@ def probe(model: Callable, silos: Silos, key: Array, init: Callable) -> dict[str
 
 
 def _learned(model: Callable, silos: Silos) -> dict[str, tuple[Any, Any]]:
-    """Support and first value of the model's ``numpyro.param`` sites."""
+    """Return support and first value of the model's ``numpyro.param`` sites."""
     factors = factorise(model, silos)
     plates = dict(factors.plates)
     if not factors.undrawn:
@@ -65,7 +65,7 @@ def _learned(model: Callable, silos: Silos) -> dict[str, tuple[Any, Any]]:
                 )
             value = jax.tree.map(as_float, site["value"])  # a network's weights are a pytree
             if not jax.tree.leaves(value):
-                continue  # a network whose weights are all drawn
+                continue  # a network whose weights all have priors
             out[name] = (site["kwargs"].get("constraint", constraints.real), value)
         elif site["type"] == "mutable":
             raise ValueError(f"mutable site {name!r}: expected a model without mutable state")

@@ -1,13 +1,14 @@
-r"""The structured Gaussian family.
+r"""The structured Gaussian family: :math:`q(\theta)`, and a local map in every silo.
 
-:math:`q(\theta)`, and a local map for :math:`q(z_s \mid \theta)` in every silo.
+.. math::
 
-.. math:: \theta = \mu + L u, \quad u \sim N(0, I), \qquad z_g = m_g + C_g u + T_g (e^{l_g + b_g u} \odot \epsilon_g)
+    \theta = \mu + L u, \quad u \sim N(0, I), \qquad
+    z_g = m_g + C_g u + T_g (e^{l_g + b_g u} \odot \epsilon_g)
 
-The paper's family (section 3.1) has :math:`C_g (\theta - \mu)`, constant log scales and one T for
-each silo; here the coupling is in whitened coordinates (so that the local parameters have the scale
-of the latents whatever L is), the log scales are linear in u, and T may be one for each plate
-element. Every function is pure and sees one silo.
+The local map defines :math:`q(z_s \mid \theta)`. The paper's family (section 3.1) has :math:`C_g
+(\theta - \mu)`, constant log scales and one T for each silo. Here the coupling is in whitened
+coordinates, so that the local parameters have the scale of the latents for every L. The log scales
+are linear in u, and T may differ between plate elements. Every function is pure and sees one silo.
 
 Reference: *Federated Variational Inference Methods for Structured Latent Variable Models*, Hassan,
 Salomone & Mengersen (2023), equations 7-8 and section 3.1.
@@ -45,11 +46,11 @@ _LOCAL = {
 
 @wire_name("NormalContext")
 class Context(NamedTuple):
-    """What every silo is told of a draw of the global latents.
+    """Message to every silo about a draw of the global latents.
 
     :param theta: flat position in unconstrained space, ``(d,)``.
-    :param u: the same, whitened by q.
-    :param params: weights of the networks that amortise local latents.
+    :param u: theta, whitened by q, ``(d,)``.
+    :param params: weights of the networks that amortize local latents.
     """
 
     theta: Array
@@ -59,9 +60,9 @@ class Context(NamedTuple):
 
 @dataclass(frozen=True)
 class SiloNormal:
-    """The family as a static description with pure methods.
+    """The structured Gaussian family as a static description with pure methods.
 
-    Parameters are dicts (global) and maps (local).
+    Global parameters are dicts, and local parameters are maps.
 
     :param factors: the model's factors (of the model alone, or as a plain guide sees it).
     :param group: the row group whose elements are the units of the local map; ``None``: a silo is
@@ -70,9 +71,9 @@ class SiloNormal:
     :param local_cov: ``"diag"``, ``"element"`` or ``"full"``.
     :param coupling: whether the location of the local latents moves with theta.
     :param scale_coupling: whether their log scales do.
-    :param prefix: of the parameters' names.
+    :param prefix: prefix of the parameters' names.
     :param init_scale: sd of all latents at the start.
-    :param encoders: networks in place of the local map's rows, of some sites or all.
+    :param encoders: networks in place of the local map's rows, for some or all sites.
     """
 
     factors: Factors
@@ -87,11 +88,11 @@ class SiloNormal:
 
     @property
     def has_local(self) -> bool:
-        """Whether the model has local latents."""
+        """Presence of local latents in the model."""
         return bool(self.factors.local_sites)
 
     def units(self, rows: SiloRows) -> Units:
-        """How the latents of the silos in a stack are cut."""
+        """Return the partition of the latents of a stack's silos into units."""
         return Units(self.factors, self.group, rows.pad)
 
     @property
@@ -102,7 +103,7 @@ class SiloNormal:
     # q(theta)
 
     def constraints(self) -> dict[str, Any]:
-        """Support of each global parameter."""
+        """Return the support of each global parameter."""
         out: dict[str, Any] = {f"{self.prefix}_loc": constraints.real}
         for encoder in self.encoders:
             out |= encoder.supports
@@ -114,7 +115,7 @@ class SiloNormal:
         return out
 
     def init(self, loc: Array) -> dict[str, Any]:
-        """Global parameters of independent components around ``loc``."""
+        """Return global parameters of independent components around ``loc``."""
         d = self.factors.dim
         out = {f"{self.prefix}_loc": loc} | {
             k: v for encoder in self.encoders for k, v in encoder.start.items()
@@ -132,7 +133,7 @@ class SiloNormal:
         return out
 
     def scale(self, params: Mapping[str, Array]) -> Scale:
-        """The square root L of the covariance of q(theta)."""
+        """Return the square root L of the covariance of q(theta)."""
         if self.global_cov == "full":
             return Triangular(params[f"{self.prefix}_scale_tril"])
         if self.global_cov == "diag":
@@ -140,22 +141,23 @@ class SiloNormal:
         return LowRank(params[f"{self.prefix}_scale"], params[f"{self.prefix}_factor"])
 
     def global_noise(self, key: Array) -> Array:
-        """The noise of a draw of theta."""
+        """Draw the noise of theta, ``(d,)``."""
         return random.normal(key, (self.factors.dim,))
 
     def context(self, params: Mapping[str, Array], noise: Array) -> Context:
-        """The draw for standard normal ``noise``.
+        """Return the draw of theta for standard normal ``noise``.
 
-        Its gradients are those of a path through frozen parameters.
+        ``u`` is computed with frozen parameters, so that its gradients flow through ``theta``
+        alone.
         """
         theta = params[f"{self.prefix}_loc"] + self.scale(params).apply(noise)
         weights = {name: params[name] for name in self.shared_params}
         return Context(theta, self.whiten(lax.stop_gradient(params), theta), weights)
 
     def from_moments(self, mean: Array, covariance: Array) -> dict[str, Array]:
-        """Global parameters of a Gaussian.
+        """Return the global parameters of a Gaussian (not of the low-rank form).
 
-        The covariance full, or its diagonal (not for the low-rank form).
+        :param covariance: the full covariance, or its diagonal for a diagonal q.
         """
         out = {f"{self.prefix}_loc": mean}
         if self.global_cov == "full":
@@ -163,11 +165,14 @@ class SiloNormal:
         return {**out, f"{self.prefix}_scale": jnp.sqrt(covariance)}
 
     def whiten(self, params: Mapping[str, Array], theta: Array) -> Array:
-        """``u`` of a position."""
+        """Return ``u`` of a position."""
         return self.scale(params).solve(theta - params[f"{self.prefix}_loc"])
 
     def whitening(self, params: Mapping[str, Array]) -> tuple[np.ndarray, np.ndarray]:
-        """Mean of q(theta), and a square root of its covariance, triangular or the diagonal of one."""
+        """Return the mean of q(theta) and a square root of its covariance.
+
+        The root is triangular ``(d, d)``, or for a diagonal q its diagonal ``(d,)``.
+        """
         loc, scale = np.asarray(params[f"{self.prefix}_loc"]), self.scale(params)
         if isinstance(scale, Triangular):
             return loc, np.asarray(scale.tril)
@@ -176,7 +181,7 @@ class SiloNormal:
         return loc, np.linalg.cholesky(np.asarray(scale.covariance()))
 
     def log_global(self, params: Mapping[str, Array], context: Context) -> Array:
-        """``log q(theta)``, a scalar."""
+        """Return ``log q(theta)``, a scalar."""
         return (
             -0.5 * jnp.sum(context.u**2)
             - self.scale(params).log_det()
@@ -186,12 +191,12 @@ class SiloNormal:
     # q(z_s | theta)
 
     def init_local(self, rows: SiloRows) -> LocalMap:
-        """One silo's map: standard normal times ``init_scale``, whatever theta."""
+        """Return a silo's first map: standard normal times ``init_scale``, for every theta."""
         units = self.units(rows)
         count = 1 if self.group is None else dict(rows.pad)[self.group]
         k, d = int(self._free(units).sum()), self.factors.dim
         shape = (count, k)
-        # each only where it is there: of many latents and globals it may be larger than memory
+        # absent fields are not even made: with many latents and globals one may exceed memory
         return LocalMap(
             mean=jnp.zeros(shape),
             log_scale=jnp.full(shape, math.log(self.init_scale), jnp.result_type(float)),
@@ -201,7 +206,7 @@ class SiloNormal:
         )
 
     def effective(self, local: LocalMap, rows: SiloRows) -> LocalMap:
-        """The map with its triangular factors held to the entries that the family has."""
+        """Return the map with its triangular factors masked to the entries that the family has."""
         if local.tril is None:
             return local
         mask = jnp.asarray(self._tril_mask(self.units(rows)))
@@ -211,15 +216,18 @@ class SiloNormal:
     def rebased(
         self, local: LocalMap, base: Mapping[str, Array], params: Mapping[str, Array]
     ) -> LocalMap:
-        """The map of the same q(z | theta), from coordinates whitened by ``base`` to those whitened
-        by ``params``.
+        """Rewrite the map of a q(z | theta) for another q(theta).
+
+        :param local: the map in coordinates whitened by ``base``.
+        :return: the map in coordinates whitened by ``params``.
         """
         shift = self.whiten(base, params[f"{self.prefix}_loc"])
         return local.rebased(shift, relative(self.scale(base), self.scale(params)))
 
     def noise(self, key: Array, rows: SiloRows, num: int) -> Array:
-        """Standard normal coordinates ``(num, E, k)`` of a silo's units, folded by the elements'
-        pooled places.
+        """Draw standard normal coordinates ``(num, E, k)`` of a silo's units.
+
+        Keys are folded by the elements' places in the pooled data.
         """
         units = self.units(rows)
         parts = []
@@ -233,19 +241,20 @@ class SiloNormal:
         return jnp.where(units.owned(rows), jnp.concatenate(parts, axis=-1), 0.0)
 
     def latents(self, local: LocalMap, context: Context, eps: Array, rows: SiloRows) -> Array:
-        """Latents ``(num, E, k)`` of coordinates of this shape."""
+        """Return the latents ``(num, E, k)`` for coordinates ``eps`` of this shape."""
         local = self.completed(local, context.params, rows)
         return jax.vmap(lambda e: local.forward(context.u, e))(eps)
 
     def log_local(self, local: LocalMap, context: Context, z: Array, rows: SiloRows) -> Array:
-        """``log q(z | theta)`` of each unit, ``(E,)``."""
+        """Return ``log q(z | theta)`` of each unit, ``(E,)``."""
         local = self.completed(local, lax.stop_gradient(context.params), rows)
         return local.log_density(context.u, z, self.units(rows).owned(rows))
 
     def completed(self, local: LocalMap, weights: Mapping[str, Any], rows: SiloRows) -> LocalMap:
-        """The map of all latents.
+        """Return the map of all latents.
 
-        A silo's own rows, and the networks' outputs for the others, which do not move with theta.
+        It has a silo's own rows, and the networks' outputs for the others. The latter do not move
+        with theta.
         """
         if not self.encoders:
             return local
@@ -285,19 +294,19 @@ class SiloNormal:
         )
 
     def local_names(self) -> dict[str, str]:
-        """The name of the parameter that each field of the local map is."""
+        """Return the parameter name of each field of the local map."""
         return {field: f"{self.prefix}_{name}" for field, name in _LOCAL.items()}
 
     def named(self, local: LocalMap) -> dict[str, tuple[Array, str | None]]:
-        """Local parameters by name, each with the row group of its elements (``None``.
+        """Return local parameters by name, each with the row group of its elements.
 
-        The silo).
+        The row group is ``None`` where the units are silos.
         """
         parts = {name: getattr(local, field) for field, name in self.local_names().items()}
         return {name: (x, self.group) for name, x in parts.items() if x is not None and x.size}
 
     def from_named(self, params: Mapping[str, Array]) -> LocalMap:
-        """The inverse of :meth:`named`."""
+        """Invert :meth:`named`."""
         if self.local_names()["mean"] not in params:  # every latent is amortised
             return LocalMap(jnp.zeros((1, 0)), jnp.zeros((1, 0)))
         return LocalMap(
@@ -305,14 +314,16 @@ class SiloNormal:
         )
 
     def reply(self, direct: Context, path: Context, path_doubly: Context) -> Context:
-        r"""A silo's gradient in the context, from its parts.
+        r"""Combine a silo's gradient in the context from its parts.
 
-        Of the bound at fixed z, and through z.
+        At fixed noise z does not depend on :math:`\mu, L`, so there is no path through ``theta``.
+        Through ``u`` only a term of mean zero is added: the path's gradient minus its doubly
+        reparametrized form. At the exact posterior no noise is left. The networks' weights are
+        reached through z alone.
 
-        At fixed noise z does not depend on :math:`\mu, L`, so through ``theta`` there is no path,
-        and through ``u`` only what has mean zero is added: the path's gradient less its doubly
-        reparametrised form. At the exact posterior nothing is left of the noise. The networks'
-        weights are reached through z alone.
+        :param direct: gradient of the bound at fixed z.
+        :param path: gradient through z.
+        :param path_doubly: gradient through z, doubly reparametrized.
         """
         return Context(direct.theta, direct.u + path.u - path_doubly.u, path_doubly.params)
 
@@ -320,7 +331,7 @@ class SiloNormal:
         return self.local_cov != "diag" and bool(self._tril_mask(units).any())
 
     def _free(self, units: Units) -> np.ndarray:
-        """Which latents of a unit have parameters of their own, ``(k,)``."""
+        """Return which latents of a unit have parameters of their own, ``(k,)``."""
         amortised = {encoder.site for encoder in self.encoders}
         if not amortised:
             return np.ones(units.dim, bool)
@@ -335,8 +346,9 @@ class SiloNormal:
             return np.asarray(units.from_sites(own)[0])
 
     def _tril_mask(self, units: Units) -> np.ndarray:
-        """Which entries of T are free, ``(k, k)``, of the latents that have parameters of their
-        own.
+        """Return which entries of T are free.
+
+        T covers the latents that have parameters of their own.
         """
         free = np.tri(units.dim, k=-1, dtype=bool)
         own = np.flatnonzero(self._free(units))

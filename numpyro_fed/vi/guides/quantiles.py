@@ -1,9 +1,9 @@
 r"""Marginal quantiles of the structured Gaussian family.
 
-A global latent is Gaussian. A local one is a mixture over theta: given u, latent i of unit g is
+A global latent is Gaussian. A local latent is a mixture over theta: given u, latent i of unit g is
 Gaussian with mean :math:`m_{gi} + C_{gi} u` and variance :math:`\sum_j T_{gij}^2 e^{2 l_{gj} + 2
-b_{gj} u}`; its quantile solves :math:`E_u \Phi((x - \text{mean}) / \text{sd}) = p`, with the
-expectation over quasi-random u, by bisection.
+b_{gj} u}`. Its quantile x solves :math:`E_u \Phi((x - \text{mean}) / \text{sd}) = p`. The
+expectation is over Sobol points u, and bisection finds the solution.
 """
 
 from collections.abc import Mapping
@@ -26,8 +26,9 @@ _BISECTIONS = 50
 def latent_quantiles(
     family: SiloNormal, params: Mapping[str, Array], local: LocalMap | None, probs: Array
 ) -> tuple[Array, Array | None]:
-    """Quantiles ``(Q, d)`` of the global latents and ``(Q, G, k)`` of the local ones,
-    unconstrained.
+    """Return quantiles of the global latents ``(Q, d)`` and the local ones ``(Q, G, k)``.
+
+    All are unconstrained; without local latents the second is ``None``.
     """
     loc = params[f"{family.prefix}_loc"]
     theta = loc + ndtri(probs)[:, None] * family.scale(params).sd()

@@ -1,12 +1,11 @@
-"""A guide that a user wrote, over silos.
+"""Guides that users write, over silos.
 
-Its sites and parameters sorted into the server's and the silos'.
+Sites outside silo plates are drawn by the server, with the parameters outside them. Sites inside
+are drawn by each silo, with the parameters inside (``numpyro.param(..., event_dim=k)`` in the
+plate), which stay there. The guide is called in every silo with that silo's arguments.
 
-Sites outside silo plates are drawn by the server, with the parameters outside them; sites inside by
-each silo, with the parameters inside (``numpyro.param(..., event_dim=k)`` in the plate), which stay
-there. The guide is called in every silo with that silo's arguments. What leaves a silo: gradients
-in the global sites and in all global parameters of the guide (of a network that amortises q(z),
-say).
+What leaves a silo: gradients in the global sites and in all global parameters of the guide (e.g. of
+a network that amortizes q(z)).
 """
 
 import copy
@@ -45,9 +44,10 @@ class LocalParam(NamedTuple):
 
 @wire_name("GuideContext")
 class Context(NamedTuple):
-    """What every silo is told of a draw.
+    """Message to every silo about a draw of theta.
 
-    The flat unconstrained position, and the guide's global parameters.
+    :param theta: flat position in unconstrained space, ``(d,)``.
+    :param params: the guide's global parameters.
     """
 
     theta: Array
@@ -56,9 +56,9 @@ class Context(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Shared:
-    """Shared arguments.
+    """Shared arguments of all silos.
 
-    Hashed by identity, since their arrays are constants of the compiled program.
+    They are hashed by identity, since their arrays are constants of the compiled program.
     """
 
     kwargs: dict[str, Any]
@@ -70,7 +70,7 @@ class GuideFamily:
 
     :param factors: the model's factors.
     :param guide: the guide.
-    :param guide_factors: the guide's own factors: its log density, unconstrained, as that of a
+    :param guide_factors: the factors of the guide's log density, unconstrained, as those of a
         model.
     :param group: the row group whose elements are the units; ``None``: a silo is one unit.
     :param local_params: the parameters inside silo plates.
@@ -90,24 +90,24 @@ class GuideFamily:
 
     @property
     def has_local(self) -> bool:
-        """Whether the model has local latents."""
+        """Presence of local latents in the model."""
         return bool(self.factors.local_sites)
 
     def units(self, rows: SiloRows) -> Units:
-        """How the latents of the silos in a stack are cut."""
+        """Return the partition of the latents of a stack's silos into units."""
         return Units(self.factors, self.group, rows.pad)
 
     def constraints(self) -> dict[str, Any]:
-        """Support of each global parameter."""
+        """Return the support of each global parameter."""
         local = {p.name for p in self.local_params}
         return {name: support for name, support in self.supports.items() if name not in local}
 
     def global_noise(self, key: Array) -> Array:
-        """The noise of a draw of theta: a key."""
+        """Return the noise of a draw of theta: a key."""
         return random.key_data(key)
 
     def context(self, params: Mapping[str, Array], noise: Array) -> Context:
-        """The draw for a key, by the guide on one made-up row."""
+        """Return the draw of theta for a key: the guide's, on one made-up row."""
         own = {k: params[k] for k in self.start}
         rows = made_up_rows(self.factors.rows, dict(self.factors.index))
         sites = self._trace(own, {}, {**self.shared.kwargs, **rows}, random.wrap_key_data(noise))
@@ -115,7 +115,7 @@ class GuideFamily:
         return Context(self.factors.ravel(theta), own)
 
     def log_global(self, params: Mapping[str, Array], context: Context) -> Array:
-        """``log q(theta)`` in unconstrained space, a scalar."""
+        """Return ``log q(theta)`` in unconstrained space, a scalar."""
         own = {k: params[k] for k in self.start}
         model = replace(self.guide_factors, model=LearnedModel(self.guide))
         return model.log_prior(
@@ -123,7 +123,7 @@ class GuideFamily:
         )
 
     def init_local(self, rows: SiloRows) -> dict[str, Array]:
-        """A silo's first parameters, unconstrained, rows first."""
+        """Return a silo's first parameters, unconstrained, rows first."""
         kwargs, _ = rows.whole()
         sites = trace(seed(self.guide, random.key(0))).get_trace(**kwargs)
         out = {}
@@ -134,7 +134,7 @@ class GuideFamily:
         return out or {"": jnp.zeros((1, 0))}
 
     def effective(self, local: dict[str, Array], rows: SiloRows) -> dict[str, Array]:
-        """The parameters in their supports, where the guide has their axes."""
+        """Return the parameters in their supports, with the axes that they have in the guide."""
         del rows
         return {p.name: self._placed(local[p.name], p) for p in self.local_params}
 
@@ -146,7 +146,7 @@ class GuideFamily:
         return rows_first if self.group is not None else rows_first[None]
 
     def noise(self, key: Array, rows: SiloRows, num: int) -> Array:
-        """Keys of a silo's draws."""
+        """Return the keys of a silo's draws."""
         return jax.vmap(random.key_data)(
             random.split(random.fold_in(random.fold_in(key, rows.part), rows.number), num)
         )
@@ -154,7 +154,7 @@ class GuideFamily:
     def latents(
         self, local: dict[str, Array], context: Context, eps: Array, rows: SiloRows
     ) -> Array:
-        """Latents ``(num, E, k)`` by the guide given theta."""
+        """Draw latents ``(num, E, k)`` from the guide given theta."""
         kwargs, _ = rows.whole()
         theta = self.factors.unravel(context.theta)
 
@@ -174,7 +174,7 @@ class GuideFamily:
     def log_local(
         self, local: dict[str, Array], context: Context, z: Array, rows: SiloRows
     ) -> Array:
-        """``log q(z | theta)`` of each unit, ``(E,)``; parameters are frozen."""
+        """Return ``log q(z | theta)`` of each unit, ``(E,)``; parameters are frozen."""
         kwargs, weights = rows.whole()
         params = {**lax.stop_gradient(context.params), **local}
         model = replace(self.guide_factors, model=LearnedModel(self.guide))
@@ -186,14 +186,18 @@ class GuideFamily:
         return terms[self.group]
 
     def reply(self, direct: Context, path: Context, path_doubly: Context) -> Context:
-        """A silo's gradient in the context.
+        """Combine a silo's gradient in the context from its parts.
 
-        Theta's along every path, the parameters' through z, doubly reparametrised.
+        Theta's gradient is along every path. The parameters' gradient is through z, doubly
+        reparametrized.
         """
         return Context(direct.theta + path.theta, path_doubly.params)
 
     def named(self, local: dict[str, Array]) -> dict[str, tuple[Array, str | None]]:
-        """Local parameters by name with the row group of their elements, in their supports."""
+        """Return local parameters by name, with the row group of their elements.
+
+        They are in their supports.
+        """
         out: dict[str, tuple[Array, str | None]] = {}
         for p in self.local_params:
             # stacked silos: the axis of silos is first
@@ -204,7 +208,7 @@ class GuideFamily:
         return out
 
     def from_named(self, params: Mapping[str, Array]) -> dict[str, Array]:
-        """The inverse of :meth:`named`."""
+        """Invert :meth:`named`."""
         out = {}
         for p in self.local_params:
 
@@ -218,7 +222,11 @@ class GuideFamily:
     def _trace(
         self, params: dict, theta: Mapping[str, Array], kwargs: dict, key: Array
     ) -> dict[str, Any]:
-        """The guide's sites, global ones at theta (unconstrained) where given."""
+        """Trace the guide.
+
+        :param params: values of its parameters.
+        :param theta: values of global sites, unconstrained; empty: they are drawn.
+        """
         guide = _compat.unconstrained(self.guide, theta) if theta else self.guide
         return trace(seed(substitute(guide, data=params), key)).get_trace(**kwargs)
 
@@ -246,10 +254,11 @@ class _WithPlates:
 def guide_family(
     guide: Callable, factors: Factors, silos: Silos, independent: bool, measured: bool = True
 ) -> GuideFamily:
-    """Sort a guide's sites and parameters, or say in words what does not match the model.
+    """Sort a guide's sites and parameters into the server's and the silos'.
 
-    :param independent: whether the model's elements are.
-    :param measured: whether it is looked at whether the guide's are, too.
+    :param independent: whether the model's elements are independent given theta.
+    :param measured: whether to check that the guide's are, too.
+    :raises ValueError: where sites, supports or parameters do not match the model.
     """
     one_row = {**silos.shared, **made_up_rows(factors.rows, silos.index)}
     learned = one_row.pop(PARAMS, {})
@@ -298,7 +307,7 @@ def guide_family(
 
 
 def without_params(silos: Silos) -> Silos:
-    """The silos without the values of the model's learned parameters."""
+    """Return the silos without the values of the model's learned parameters."""
     if PARAMS not in silos.shared:
         return silos
     part = copy.copy(silos)
@@ -319,10 +328,9 @@ def _check_sites(model: Factors, guide: Factors) -> None:
         expected = {k: own.get(k, "no such site") for k in wrong}
         got = {k: other.get(k, "no such site") for k in wrong}
         raise ValueError(
-            f"the guide does not match the model at {wrong}: expected (silo plate, shape of an "
-            "element; or the shape of a global site) "
-            f"{expected}, got {got}. Draw each latent site of the model, the local ones inside "
-            "fed.silo_plate of the same name"
+            f"the guide does not match the model at {wrong}: expected {expected}, got {got} (the "
+            "shape of a global site, or silo plate and shape of an element). Draw each latent site "
+            "of the model in the guide, the local ones inside a fed.silo_plate of the same name"
         )
 
 
@@ -331,7 +339,7 @@ def _check_supports(factors: Factors, guide: Mapping[str, Any], one_row: dict[st
     for name in [*dict(factors.global_sites), *(s.name for s in factors.local_sites)]:
         if not guide[name]["fn"].has_rsample:
             raise ValueError(
-                f"guide site {name!r}: its distribution cannot be reparametrised; expected one "
+                f"guide site {name!r}: its distribution cannot be reparametrized; expected one "
                 "with rsample"
             )
         own, other = (biject_to(sites[name]["fn"].support) for sites in (model, guide))
@@ -344,7 +352,7 @@ def _check_supports(factors: Factors, guide: Mapping[str, Any], one_row: dict[st
 
 
 def _same_map(own: Any, other: Any, value: Array) -> bool:
-    """Whether two transforms send the same unconstrained numbers to the same values."""
+    """Return whether two transforms send the same unconstrained numbers to the same values."""
     start = jnp.zeros_like(own.inv(value))
     x = 0.3 + 0.1 * jnp.arange(start.size, dtype=start.dtype).reshape(start.shape)
     if jax.eval_shape(other.inv, value).shape != x.shape:
