@@ -1,6 +1,6 @@
 """Federated Bayesian inference for NumPyro.
 
-Pooled NUTS's posterior from data that stay in their silos.
+Its methods draw from the pooled posterior while the data stay in their silos.
 """
 
 from numpyro_fed import surrogates

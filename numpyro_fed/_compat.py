@@ -1,4 +1,4 @@
-"""The only door to NumPyro's private names, and to what will differ with ArviZ 1.x."""
+"""Access to NumPyro's private names, and to functions that differ in ArviZ 1.x."""
 
 import os
 import warnings
@@ -12,34 +12,31 @@ import numpy as np
 from jax import Array
 from numpyro.handlers import substitute
 
-# _unconstrain_reparam: substitutes unconstrained values and adds each Jacobian as a factor site
-# inside the site's own plates, scales and masks; potential_energy is built on it, so our factors
-# agree with it term by term. _transforms_from_trace: whether transforms alone constrain a draw or
-# the model must be replayed.
+# _unconstrain_reparam substitutes unconstrained values, and adds each Jacobian as a factor site
+# inside the site's own plates, scales and masks. NumPyro's potential_energy uses it too, so that
+# the factors here agree with that energy term by term. _transforms_from_trace says if transforms
+# alone constrain a draw, or the model must run again.
 from numpyro.infer.util import _transforms_from_trace, _unconstrain_reparam
 
-# XLA's CPU client has as many threads as the machine has cores. LAPACK's batched solves, which a
-# model's MultivariateNormal is enough for, split their work over these threads and wait for it in
-# one of them: on two cores two such calls can wait for each other for ever (jaxlib 0.10.1). The
-# client reads these variables when it starts, which importing JAX does not yet do.
+# XLA's CPU client has as many threads as the machine has cores. LAPACK's batched solves (one
+# MultivariateNormal in a model suffices) split their work over these threads, and wait for it in
+# one of them. On two cores two such calls can wait for each other for ever (jaxlib 0.10.1). The
+# client reads these variables when it starts, which is after the import of JAX.
 for _variable in ("NPROC", "PJRT_NPROC"):
     os.environ.setdefault(_variable, str(max(8, os.cpu_count() or 1)))
 
 
 def unconstrained(model: Callable, values: Mapping[str, Array]) -> Callable:
-    """The model with latent sites set to ``values``, given in unconstrained space, Jacobians as
-    factors.
-    """
+    """Return the model at unconstrained ``values`` of latent sites, with Jacobians as factors."""
     return substitute(model, substitute_fn=partial(_unconstrain_reparam, values))
 
 
 def transforms(trace: Any) -> dict[str, Any] | None:
-    """Transforms that constrain each latent site of a trace, or ``None`` where a draw needs the
-    model.
+    """Return the transforms that constrain the latent sites of a trace.
 
-    (It does for deterministic sites, for supports that depend on values, and for supports that hold
-    arrays made inside the model, which would be tracers here: NumPyro does not look for those
-    inside ``Independent``.)
+    Return ``None`` where a draw needs the model. It does for deterministic sites, for supports that
+    depend on values, and for supports with arrays that the model makes. Such arrays would be
+    tracers here, and NumPyro does not look for them inside ``Independent``.
     """
     info = _transforms_from_trace(trace, raise_warnings=False)
     traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(info.inv_transforms))
@@ -47,7 +44,7 @@ def transforms(trace: Any) -> dict[str, Any] | None:
 
 
 def fill_mcmc(mcmc: Any, states: dict[str, Any], last_state: Any, args: tuple) -> None:
-    """Hand an ``MCMC`` the draws ``(chains, draws, ...)`` of rounds that it has not run itself."""
+    """Give an ``MCMC`` the draws ``(chains, draws, ...)`` of rounds that it has not run itself."""
     mcmc._states, mcmc._states_flat, mcmc._last_state = states, None, last_state
     mcmc._args, mcmc._kwargs = args, {}
 
@@ -62,7 +59,7 @@ _STATISTICS = {
 
 
 def import_arviz() -> ModuleType:
-    """ArviZ, without the notice of 1.x that 0.23 gives daily (an error where warnings are)."""
+    """Import ArviZ without the notice of 1.x, a daily warning of 0.23 that can be an error."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", r"\s*ArviZ is undergoing", FutureWarning)
         import arviz
@@ -70,7 +67,7 @@ def import_arviz() -> ModuleType:
 
 
 def infer_dims(model: Callable, model_args: tuple) -> dict[str, list[str]]:
-    """Names of the dimensions of a model's sites, from its plates (private in 0.23)."""
+    """Return the names of the dimensions of a model's sites, from its plates (private in 0.23)."""
     import_arviz()
     from arviz.data.io_numpyro import infer_dims as infer
 
@@ -78,28 +75,31 @@ def infer_dims(model: Callable, model_args: tuple) -> dict[str, list[str]]:
 
 
 def posterior_dataset(obj: Any) -> Any:
-    """The posterior group as an xarray Dataset (1.x: ``convert_to_datatree``, a DataTree node)."""
+    """Return the posterior group as an xarray Dataset.
+
+    ArviZ 1.x has ``convert_to_datatree`` instead, which gives a DataTree node.
+    """
     data = import_arviz().convert_to_inference_data(obj)
     if "posterior" not in data.groups():
         raise ValueError(
             f"expected a posterior group, got the groups {list(data.groups())}; "
             "convert the fit with arviz.from_numpyro(mcmc) or pass a dict of draws"
         )
-    # arviz sorts a dict's names where the package dm-tree is installed
+    # ArviZ sorts a dict's names where the package dm-tree is installed
     ordered = isinstance(obj, Mapping) and set(obj) == set(data.posterior.data_vars)
     return data.posterior[list(obj)] if ordered else data.posterior
 
 
 def chain_statistic(name: str, draws: np.ndarray) -> float:
-    """One of arviz's diagnostics of one scalar, draws of shape (chains, draws); NaN if too few."""
-    if name == "r_hat" and len(draws) < 2:  # it compares chains
+    """Return an ArviZ diagnostic of a scalar's draws ``(chains, draws)``; NaN if too few."""
+    if name == "r_hat" and len(draws) < 2:  # R-hat compares chains
         return float("nan")
     function, options = _STATISTICS[name]
-    # Chains that never move divide by their variance, zero: R-hat inf is then the answer.
+    # The variance of chains that never move is zero, and an R-hat of inf is right for them.
     with np.errstate(all="ignore"):
         return float(getattr(import_arviz(), function)(draws, **options))
 
 
 def density_curve(draws: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Grid and kernel density of flat, finite draws (1.x keeps ``kde`` in arviz-stats)."""
+    """Return grid and kernel density of flat, finite draws (1.x has ``kde`` in arviz-stats)."""
     return import_arviz().kde(draws)

@@ -1,7 +1,4 @@
-"""``fit``.
-
-A posterior in one call, with a word on how it was found and whether its own checks hold.
-"""
+"""Fit of a posterior in one call, with a report and a verdict of its own checks."""
 
 import json
 from collections.abc import Callable
@@ -33,8 +30,8 @@ if TYPE_CHECKING:
 __all__ = ["TOL", "fit"]
 
 _MOST_ROUNDS = 40
-TOL = 1e-3  # nats that the bound moves in a round
-_START_TOL = 0.1  # the same, where chains start there
+TOL = 1e-3  # change of the bound in a round, in nats, below which rounds may end
+_START_TOL = 0.1  # the same, for rounds that only give chains a start
 _CHAINS, _WARMUP = 4, 200
 
 
@@ -47,25 +44,30 @@ def fit(
     rng_key: Any = None,
     progress_bar: bool = True,
 ) -> "InferenceData":
-    """The posterior of a model over silos, in one call.
+    """Fit a model over silos, and return its posterior.
 
-    ``method="vi"``: conducive rounds of :class:`SFVIAvg` until they settle, ten or so, and one in
-    which the silos' likelihoods at public draws of theta weigh these (Pareto-smoothed importance
-    sampling). ``method="fsgld"``: then :class:`FSGLD`, started there, whose draws are the result.
+    With ``method="vi"`` conducive rounds of :class:`SFVIAvg` run until they converge, about ten. In
+    one more round the silos' likelihoods weight public draws of theta (Pareto-smoothed importance
+    sampling). With ``method="fsgld"`` :class:`FSGLD` starts from the result of the conducive
+    rounds, and its draws are the posterior.
 
-    What leaves the silos: see :mod:`numpyro_fed.vi.conducive.rounds` and :class:`FSGLD`. Bias: of
-    ``"vi"`` that of the importance sampling, judged by Pareto's k, of theta's weights and of those
-    of each element's latents; of ``"fsgld"`` 2 % of the sds, judged by :func:`diagnose`.
+    What leaves the silos: see :mod:`numpyro_fed.vi.conducive.rounds` and :class:`FSGLD`.
+
+    Bias: ``"vi"`` has that of importance sampling. Pareto's k judges it, for theta's weights and
+    for those of each element's latents. ``"fsgld"`` has 2 % of the sds, and :func:`diagnose` judges
+    it.
 
     :param model: a NumPyro model with at least one silo plate.
-    :param silos: the data, or :class:`RemoteSilos`: then local latents stay where they are.
-    :param num_draws: of the result; of ``"fsgld"`` rounded up to four chains' rounds.
+    :param silos: the data. Local latents of :class:`RemoteSilos` stay in their silos.
+    :param method: ``"vi"`` or ``"fsgld"``.
+    :param num_draws: draws of the result. ``"fsgld"`` rounds them up to a multiple of its four
+        chains.
     :param rng_key: seed; ``jax.random.key(0)`` by default.
     :param progress_bar: show rounds, and print the report.
-    :return: as :func:`to_inference_data`; the attributes of ``posterior`` have the ledger of all
-        rounds, ``report`` (what was done and whether its checks hold, in words), and ``verdict``:
-        ``"sound"``, ``"undecided"`` or ``"unsound"``.
-    :raises ValueError: for models and data that the methods do not cover, in words.
+    :return: the ``InferenceData`` of :func:`to_inference_data`. The attributes of ``posterior``
+        hold the ledger of all rounds, ``report`` (a text on the rounds and the checks) and
+        ``verdict``: ``"sound"``, ``"undecided"`` or ``"unsound"``.
+    :raises ValueError: for models and data that the methods do not cover.
 
     Example::
 
@@ -120,21 +122,26 @@ def _last_round(
     key: Any,
     settled: bool,
 ) -> tuple["InferenceData", str, str, str]:
-    """Weighed draws, what was done in words, the verdict, and what to do about it."""
+    """Return weighted draws, a text on their round, the verdict, and a mend of a bad verdict."""
     idata = to_inference_data(avg, result, silos, num_draws=num_draws, rng_key=key, resample=True)
     attrs = idata.posterior.attrs
     k, unit = float(attrs["pareto_k"]), float(attrs.get("pareto_k_unit", -np.inf))
-    words = f"the last round weighed {CANDIDATES * num_draws:,} public draws by the silos' likelihoods: Pareto's k {k:.2f} ({attrs['pareto_k_of']}: {'good' if k <= POOR else 'too large'})"
+    words = (
+        f"the last round weighted {CANDIDATES * num_draws:,} public draws by the silos' "
+        f"likelihoods: Pareto's k {k:.2f} "
+        f"({attrs['pareto_k_of']}: {'good' if k <= POOR else 'too large'})"
+    )
     if "pareto_k_unit" in attrs:
         words += f", of the latents' candidates at worst {unit:.2f} ({attrs['pareto_k_unit_at']})"
     stayed = json.loads(attrs.get("elsewhere", "[]"))
     if stayed:
-        words += (
-            f"; of the candidates of {', '.join(stayed)}, which stay in the silos, there is none"
-        )
+        words += f"; none for the candidates of {', '.join(stayed)}, which stay in the silos"
     if settled and max(k, unit) <= POOR:
         return idata, words, "sound", ""
-    mend = '. Expected k <= 0.7 and rounds that settle: take method="fsgld", or reparametrise the model'
+    mend = (
+        ". Expected k <= 0.7 and rounds that converge: "
+        'take method="fsgld", or reparameterize the model'
+    )
     return idata, words, "unsound", mend
 
 
@@ -146,7 +153,7 @@ def _chains(
     key: Any,
     progress_bar: bool,
 ) -> tuple["InferenceData", str, str, str]:
-    """The same by FSGLD."""
+    """Run FSGLD from the result, and return what :func:`_last_round` returns."""
     kind = (
         RemoteMCMC if isinstance(silos, RemoteSilos) else partial(MCMC, chain_method="vectorized")
     )
@@ -157,7 +164,7 @@ def _chains(
         num_chains=_CHAINS,
         progress_bar=progress_bar,
     )
-    mcmc.run(key, silos)  # type: ignore[arg-type]  # each kind its own silos
+    mcmc.run(key, silos)  # type: ignore[arg-type]  # each class has its own type of silos
     idata = to_inference_data(mcmc, silos)
     diagnosis = diagnose(mcmc)
     _add_ledger(idata, result)
@@ -166,9 +173,10 @@ def _chains(
 
 
 def _settable(model: Callable, silos: Silos | MixedSilos) -> SFVIAvg:
-    """The method with a guide that fits the model.
+    """Return the method with a guide that covers the model.
 
-    One unit an element of the silo plate, or, where that is not enough, one a silo.
+    The guide's unit is an element of the silo plate, or a silo where its elements depend on each
+    other.
     """
     try:
         avg = SFVIAvg(model, AutoSiloNormal(model), conducive=True)
@@ -192,7 +200,7 @@ def _of_rounds(result: VIResult) -> tuple[str, bool]:
 
 
 def _add_ledger(idata: "InferenceData", result: VIResult) -> None:
-    """Count the variational rounds among what the silos did."""
+    """Add the variational rounds to the ledger of the chains."""
     attrs = idata.posterior.attrs
     for name in ("rounds", "gradient_evaluations", "bytes_down", "bytes_up"):
         attrs[name] = json.dumps(

@@ -1,1 +1,1 @@
-"""The command ``numpyro-fed``."""
+"""Command ``numpyro-fed``."""

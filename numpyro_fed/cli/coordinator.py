@@ -1,7 +1,4 @@
-"""The coordinator's side of a deployment with Flower.
-
-A SuperLink on this machine, and the run that it hosts.
-"""
+"""Coordinator of a deployment with Flower: a SuperLink, and the run that it hosts."""
 
 import json
 import os
@@ -35,9 +32,9 @@ _MOST_ROUNDS = 1000
 
 
 def _draw(grid: Any, context: Any) -> None:
-    """What SuperLink runs: meet the silos, draw, write the posterior.
+    """Connect to the silos, draw, and write the posterior, inside SuperLink.
 
-    What happened is told by files in the run's folder.
+    Files in the run's folder report the end: ``done``, or ``failed`` and ``error.log``.
     """
     told = dict(context.run_config)
     folder = Path(told["folder"])
@@ -86,10 +83,12 @@ def _draw(grid: Any, context: Any) -> None:
 def posterior(
     module: ModuleType, silos: RemoteSilos, told: dict[str, Any], checkpoint: Path
 ) -> tuple[Any, str]:
-    """The result by the study's method, ``svi`` or ``kernel`` of its module, FSGLD where it has
-    neither, and what it cost in words.
+    """Return the posterior by the study's method, and a text on its cost.
+
+    The method is ``svi`` or ``kernel`` of the module, or FSGLD where it has neither.
 
     :param told: ``chains``, ``warmup``, ``samples``, ``rounds`` (0: a default) and ``seed``.
+    :raises RuntimeError: when the variational fit stopped early.
     """
     key, svi = jax.random.key(told["seed"]), module.svi
     if svi is None:
@@ -111,13 +110,12 @@ def posterior(
         tol=TOL if conducive else None,
         progress_bar=False,
         checkpoint=checkpoint,
-        checkpoint_every=1
-        if conducive
-        else 10,  # of which there are ten or so, and of others thousands
+        # about ten conducive rounds, and thousands of others
+        checkpoint_every=1 if conducive else 10,
     )
     if result.stopped is not None:
         raise RuntimeError(
-            f"{result.stopped}; started again with the same folder the run goes on from its "
+            f"{result.stopped}; started again with the same folder, the run goes on from its "
             "checkpoint"
         )
     num_draws = told["chains"] * told["samples"]
@@ -131,7 +129,8 @@ def posterior(
 
 
 server = flower.server_app(_draw)
-client = flower.client_app(lambda _: None)  # type: ignore[arg-type, return-value]  # silos answer by their own
+# silos answer with their own app
+client = flower.client_app(lambda _: None)  # type: ignore[arg-type, return-value]
 
 
 def coordinate(
@@ -145,12 +144,12 @@ def coordinate(
     address: str,
     **settings: Any,
 ) -> str:
-    """Start a SuperLink and the run, wait for its end, and end both.
+    """Start a SuperLink and the run, wait for its end, and stop both.
 
     :param settings: ``chains``, ``warmup``, ``samples``, ``rounds``, ``seed``, ``wait`` and
         ``patience``.
-    :return: what the run cost, in words.
-    :raises RuntimeError: with the reason, where the run or SuperLink failed.
+    :return: a text on the cost of the run.
+    :raises RuntimeError: with the reason, when the run or SuperLink failed.
     """
     folder, tls = folder.resolve(), tls.resolve()
     folder.mkdir(parents=True, exist_ok=True)
@@ -223,7 +222,7 @@ def coordinate(
 
 
 def _is_gone(place: Path) -> bool:
-    """Whether a process that wrote down its number is there no more, and had time to say why."""
+    """Return True if the process with the number in ``place`` ended without a report."""
     try:
         os.kill(int(place.read_text()), 0)
     except (FileNotFoundError, ValueError):
@@ -248,7 +247,7 @@ def _wait_for(link: subprocess.Popen, host: str, port: int, folder: Path) -> Non
 def _flwr(
     folder: Path, tls: Path, address: str, environment: dict[str, str], *arguments: str
 ) -> None:
-    """Flower's own command, as the coordinator of this machine."""
+    """Run Flower's command ``flwr`` against the SuperLink of this machine."""
     home = folder / "flower"
     home.mkdir(exist_ok=True)
     lines = ["[superlink]", 'default = "link"', "[superlink.link]", f'address = "{address}"']

@@ -1,6 +1,4 @@
-"""The commands ``numpyro-fed silo``, for the person at a silo, and ``numpyro-fed run``, for the
-coordinator.
-"""
+"""Commands ``numpyro-fed silo``, for a person at a silo, and ``run``, for the coordinator."""
 
 import sys
 import tempfile
@@ -29,7 +27,7 @@ _FOLDER = click.Path(file_okay=False, path_type=Path)
 @click.group()
 @click.version_option(package_name="numpyro-fed")
 def main() -> None:
-    """Bayesian inference over data that may not be pooled."""
+    """Run Bayesian inference over data that may not be pooled."""
 
 
 @main.command()
@@ -92,21 +90,21 @@ def main() -> None:
 )
 @click.option(
     "--columns",
-    help="Guard: the only columns of the table that the study may use, with commas between.",
+    help="Guard: the columns of the table that the study may use, separated by commas.",
 )
 @click.option(
     "--ceiling",
     "ceilings",
     multiple=True,
-    help="KIND=N: how many calls of a kind are answered at most; repeatable.",
+    help="KIND=N: largest number of calls of a kind that are answered; repeatable.",
 )
 @click.option(
     "--own-keys/--server-keys",
     default=True,
     show_default=True,
     help=(
-        "Draw latents and noise by keys of this silo. By the server's, draws are those at hand, "
-        "but a server that lies can solve for rows."
+        "Draw latents and noise by this silo's keys. With the server's keys draws equal those of "
+        "inline silos, but a server that lies can solve for rows."
     ),
 )
 @click.option("--check", is_flag=True, help="Show what would leave, and connect to nobody.")
@@ -129,9 +127,7 @@ def silo(
     check: bool,
     yes: bool,
 ) -> None:
-    """Check this silo's data against the model, show what will leave, ask, and answer until
-    interrupted.
-    """
+    """Check this silo's data, show what will leave, ask, and answer until interrupted."""
     if not check and (server is None or ca is None):
         raise click.UsageError("expected --server and --ca, or --check")
     try:
@@ -142,9 +138,8 @@ def silo(
             None if columns is None else tuple(column.strip() for column in columns.split(","))
         )
         guards = Guards(min_rows or None, min_level_rows or None, max_parameters or None)
-        with (
-            tempfile.TemporaryDirectory() as nothing
-        ):  # a check does not look at what former runs left
+        # a check ignores the state that former runs left
+        with tempfile.TemporaryDirectory() as nothing:
             side = SiloSide(
                 silo_of_file(module, name, data, allowed),
                 module.model,
@@ -155,12 +150,12 @@ def silo(
                 ceilings=_ceilings(ceilings),
                 own_keys=own_keys,
             )
-        # the density at the silo's own rows, and what the fit asks of a model
+        # check the factorization at the silo's rows, and the fit's demands on a model
         if module.svi is None:
             prove_own(side.factors, side.silos)
         else:
             module.svi.proved(side.silos)
-    except Exception as error:  # of a program that the person did not write
+    except Exception as error:  # the study's file may raise anything
         raise click.ClickException(
             str(error)
             if isinstance(error, ValueError)
@@ -190,11 +185,11 @@ def what_leaves(
     guards: Guards | None = None,
     columns: tuple[str, ...] | None = None,
 ) -> str:
-    """Return what of a silo's data will leave it, in words and numbers.
+    """Return a text on what of a silo's data will leave it.
 
-    :param folder: where its record will be.
-    :param guards: those that the silo has passed.
-    :param columns: the only ones of its table that the study may use.
+    :param folder: the folder of its record.
+    :param guards: the guards that the silo has passed.
+    :param columns: the columns of its table that the study may use. ``None``: all.
     """
     d = side.factors.dim
     sizes = ", ".join(f"{n[0]:,} rows of {group!r}" for group, n in side.silos.sizes.items())
@@ -229,7 +224,8 @@ def what_leaves(
     lines += [
         "Latents and noise are drawn by this silo's own keys."
         if side.own_keys
-        else "Latents and noise are drawn by the server's keys: a server that lies can solve for single rows.",
+        else "Latents and noise are drawn by the server's keys: a server that lies can solve for "
+        "single rows.",
         *(
             ()
             if guards is None
@@ -244,7 +240,7 @@ def what_leaves(
 
 
 def _shared(side: SiloSide) -> list[str]:
-    """The arguments that are as many rows as no plate has elements: they are compared here."""
+    """Return a line on arguments that are no rows of a plate, which are compared here."""
     shared = ", ".join(f"{k} {list(np.shape(v))}" for k, v in sorted(side.silos.shared.items()))
     return (
         [
@@ -262,7 +258,7 @@ def _check_name(name: str) -> None:
 
 
 class _Counted:
-    """A side that shows how many messages it has answered."""
+    """Side of a silo that shows how many messages it has answered."""
 
     def __init__(self, side: SiloSide) -> None:
         self.side, self.name = side, side.name
@@ -307,13 +303,13 @@ def _flower() -> Any:
 
 
 def _check_fit(svi: Any, num_silos: int, rounds: int) -> None:
-    """What the coordinator can say of a study's fit before any silo is there."""
+    """Raise for a fit that cannot run, before any silo is there."""
     if svi is None:
         return
     if svi.secure_sum and num_silos < FEWEST_SILOS:
         raise ValueError(
-            f"the study's secure_sum=True wants three silos at least, got {num_silos}: of two, "
-            "each would know the other's"
+            f"the study's secure_sum=True wants three silos at least, got {num_silos}: each of two "
+            "silos would know the other's answer"
         )
     if svi.privacy is not None and rounds > svi.privacy.num_rounds:
         raise ValueError(
@@ -325,7 +321,7 @@ def _check_fit(svi: Any, num_silos: int, rounds: int) -> None:
 @click.option(
     "--model", "model_file", type=_FILE, required=True, help="Python file with the study's model."
 )
-@click.option("--silos", "names", required=True, help="Names of all silos, with commas between.")
+@click.option("--silos", "names", required=True, help="Names of all silos, separated by commas.")
 @click.option(
     "--address",
     default="127.0.0.1:9092",
@@ -339,7 +335,7 @@ def _check_fit(svi: Any, num_silos: int, rounds: int) -> None:
     "--keys",
     type=_FOLDER,
     required=True,
-    help="Folder with the silos' public keys, NAME.pub: who has no key of these is not let in.",
+    help="Folder with the silos' public keys, NAME.pub; nobody else is let in.",
 )
 @click.option(
     "--out",
@@ -352,7 +348,7 @@ def _check_fit(svi: Any, num_silos: int, rounds: int) -> None:
     type=_FOLDER,
     default=Path("numpyro-fed-run"),
     show_default=True,
-    help="Logs and the checkpoint, from which a run goes on.",
+    help="Folder for logs and the checkpoint, from which a run goes on.",
 )
 @click.option("--chains", type=click.IntRange(1), default=4, show_default=True)
 @click.option(
@@ -360,20 +356,20 @@ def _check_fit(svi: Any, num_silos: int, rounds: int) -> None:
     type=click.IntRange(0),
     default=200,
     show_default=True,
-    help="Rounds that are not kept, of chains.",
+    help="Warmup rounds of each chain, which are not kept.",
 )
 @click.option(
     "--samples",
     type=click.IntRange(1),
     default=1000,
     show_default=True,
-    help="Draws of each chain; of variational fits so many times the number of chains.",
+    help="Draws of each chain; a variational fit has as many in all as all chains.",
 )
 @click.option(
     "--rounds",
     type=click.IntRange(0),
     default=0,
-    help="Of variational fits, at most so many.  [default: those of its privacy's budget, or 1000]",
+    help="Most rounds of a variational fit.  [default: those of its privacy's budget, or 1000]",
 )
 @click.option("--seed", type=click.IntRange(0, 2**32 - 1), default=0, show_default=True)
 @click.option(
@@ -389,8 +385,8 @@ def _check_fit(svi: Any, num_silos: int, rounds: int) -> None:
     default=600.0,
     show_default=True,
     help=(
-        "Seconds that a round waits for a silo that is away; of variational fits and networks "
-        "five times over."
+        "Seconds that a round waits for a silo that is away; variational fits and networks wait "
+        "five times."
     ),
 )
 def run(
@@ -398,7 +394,7 @@ def run(
 ) -> None:
     """Wait for the silos, draw from the posterior of all of them together, and write it.
 
-    By the model file's `kernel` or `svi`, which is an SFVI or SFVIAvg; without them by FSGLD.
+    The method is the model file's `kernel` or `svi` (an SFVI or SFVIAvg), or else FSGLD.
     """
     try:
         module = load_model_file(model_file)
@@ -420,7 +416,7 @@ def run(
         nodes, chains = isinstance(module.kernel, NetworkKernel), options["chains"]
         if nodes and chains % len(silos):
             raise ValueError(
-                f"--chains {chains}: of a network every silo has one; expected a multiple of "
+                f"--chains {chains}: in a network every silo has a chain; expected a multiple of "
                 f"{len(silos)}"
             )
         if missing:

@@ -1,4 +1,4 @@
-"""A model file, and a silo's data as its model takes them."""
+"""Loader of a model file, and of a silo's table as arguments of its model."""
 
 import importlib.util
 import inspect
@@ -18,14 +18,17 @@ __all__ = ["load_model_file", "public_of", "silo_of_file"]
 
 
 def load_model_file(place: str | Path) -> ModuleType:
-    """The module of a file that has a marked ``model``.
+    """Load the module of a file that has a marked ``model``.
 
-    It may also have ``silo(table)``, which makes the model's arguments of a silo's table,
-    ``SHARED``, the values of arguments that are the same everywhere, ``ROWS`` and ``INDEX`` as of
-    :class:`~numpyro_fed.Silos`, and one of ``svi``, an :class:`~numpyro_fed.SFVI` or
-    :class:`~numpyro_fed.SFVIAvg` of the model, and ``kernel``, one of the Langevin kernels.
+    The file may also have:
 
-    :raises ValueError: in words, for a file that is none.
+    * ``silo(table)``, a function that makes the model's arguments from a silo's table;
+    * ``SHARED``, the values of arguments that are the same in all silos;
+    * ``ROWS`` and ``INDEX``, the arguments of :class:`~numpyro_fed.Silos`;
+    * either ``svi``, an :class:`~numpyro_fed.SFVI` or :class:`~numpyro_fed.SFVIAvg` of the model,
+      or ``kernel``, a Langevin kernel of the model.
+
+    :raises ValueError: for a file that is not such a module.
     """
     place = Path(place)
     if not place.is_file():
@@ -34,7 +37,7 @@ def load_model_file(place: str | Path) -> ModuleType:
     if spec is None or spec.loader is None:
         raise ValueError(f"{place}: expected a Python file with a function model")
     module = importlib.util.module_from_spec(spec)
-    if str(place.resolve().parent) not in sys.path:  # for what it imports from beside it
+    if str(place.resolve().parent) not in sys.path:  # the file may import its neighbors
         sys.path.insert(0, str(place.resolve().parent))
     sys.modules.setdefault(place.stem, module)
     try:
@@ -67,26 +70,25 @@ def load_model_file(place: str | Path) -> ModuleType:
         raise ValueError(
             f"{place}: SHARED: expected a dict, {{argument: value}}, got {type(shared).__name__}"
         )
-    vars(module).update(svi=svi, kernel=kernel, SHARED=shared)  # None where it has none
+    vars(module).update(svi=svi, kernel=kernel, SHARED=shared)  # None where the file has none
     return module
 
 
 def public_of(module: ModuleType) -> tuple[str, ...]:
-    """Observed sites that all silos know, as the file's kernel says."""
+    """Return the observed sites that all silos know, as the file's kernel says."""
     return () if module.kernel is None else tuple(module.kernel._options.public)
 
 
 def silo_of_file(
     module: ModuleType, name: str, place: str | Path, columns: tuple[str, ...] | None = None
 ) -> Silos:
-    """One silo, of its table in a CSV or Parquet file.
+    """Return one silo, from its table in a CSV or Parquet file.
 
     Without a ``silo(table)`` in the model file, each argument of the model is the column of its
     name.
 
-    :param columns: the only ones that the study may use; of others the model file sees nothing.
-
-    :raises ValueError: in words, for a file that is no table, or lacks columns.
+    :param columns: the columns that the study may use; the model file does not see the others.
+    :raises ValueError: for a file that is no table, or lacks columns.
     """
     place = Path(place)
     if not place.is_file():
@@ -134,7 +136,7 @@ def silo_of_file(
 
 
 def _columns(module: ModuleType, table: pd.DataFrame) -> dict[str, np.ndarray]:
-    """The model's arguments, each the column of its name."""
+    """Return the model's arguments, each from the column of its name."""
     out = {}
     for name in inspect.signature(module.model).parameters:
         if name in module.SHARED:

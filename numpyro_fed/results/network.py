@@ -18,10 +18,8 @@ from numpyro_fed.rounds.remote import RemoteSilos
 __all__ = ["average_of_nodes", "label_nodes", "take_node", "warn_of_nodes"]
 
 _OFF = 0.1  # largest accepted distance from the nodes' average, in sds
-_SMALL_WEIGHT = {
-    True: 1e-4,
-    False: 0.02,
-}  # smallest accepted push-sum weight, with gradients tracked and without
+# smallest accepted push-sum weight, with gradients tracked and without
+_SMALL_WEIGHT = {True: 1e-4, False: 0.02}
 _FEWEST = 20  # fewest draws by which a mean is judged
 
 
@@ -124,7 +122,8 @@ def warn_of_nodes(mcmc: MCMC, silos: Silos) -> None:
             f"the push-sum weight of node {silos.names[int(least.argmin())]!r} fell to "
             f"{least.min():.1g} (of a mean of 1): the node sent more than it received, and its "
             f"draws, quotients by this weight, have heavy tails{f'; {lost}' if lost else ''}. "
-            "Let more nodes send to it, let fewer links fail, or track gradients (gradient_tracking=True)",
+            "Let more nodes send to it, let fewer links fail, or "
+            "track gradients (gradient_tracking=True)",
             stacklevel=4,
         )
     elif lost:
