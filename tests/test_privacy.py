@@ -958,7 +958,7 @@ def test_a_silo_checks_its_own_rows(tmp_path):
     fit = fed.SFVI(counts, fed.AutoSiloNormal(counts), ADAM, privacy=fed.Privacy(4.0, 1e-5, 1.0, 5))
     with pytest.raises(
         ValueError,
-        match=r"silo 'rome': proof check: its log density is not finite at a typical position.*errors.log has more",
+        match=r"silo 'rome': factorization check: its log density is not finite at a typical position.*errors.log has more",
     ):
         connect(Fits(silos, fit, tmp_path), counts, fit=fit)
     assert "the log density is -inf" in (tmp_path / "rome" / "errors.log").read_text()
@@ -1065,7 +1065,7 @@ def test_fits_in_words():
         fed.SFVI(linear, guide, ADAM, num_particles=2, privacy=privacy)
     with pytest.raises(TypeError, match="secure_sum: expected True or False, got 3"):
         fed.SFVI(linear, guide, ADAM, secure_sum=3)
-    with pytest.raises(ValueError, match="barycentre of the silos' covariances is no sum"):
+    with pytest.raises(ValueError, match="barycenter of the silos' covariances is no sum"):
         fed.SFVIAvg(linear, guide, ADAM, secure_sum=True)
     svi = fed.SFVI(linear, guide, ADAM, privacy=privacy)
     with pytest.raises(ValueError, match="num_rounds=11: the budget of privacy is for 10 rounds"):

@@ -187,7 +187,7 @@ def test_local_parameters_and_optimiser_states_stay():
 
 def test_what_it_cannot_average_is_refused():
     with pytest.raises(
-        ValueError, match=r"global_cov=1: a barycentre of low-rank Gaussians is of full rank"
+        ValueError, match=r"global_cov=1: a barycenter of low-rank Gaussians is of full rank"
     ):
         fed.SFVIAvg(wheeze, fed.AutoSiloNormal(wheeze, global_cov=1), optax.adam(0.02), 3)
     with pytest.raises(

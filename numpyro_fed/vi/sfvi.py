@@ -1,16 +1,16 @@
 r"""Structured federated variational inference (SFVI).
 
-A round: the server draws :math:`\theta \sim q(\theta)`; every silo draws its latents, and returns
-the gradient of its own part of the bound in theta; the server adds the prior's, and both take a
-step of their optimiser. With F_s of :mod:`numpyro_fed.vi.bound`
+In a round the server draws :math:`\theta \sim q(\theta)`. Every silo draws its latents, and returns
+the gradient of its own part of the bound in theta. The server adds the prior's gradient; server and
+silos each take a step of their optimizer. With F_s of :mod:`numpyro_fed.vi.bound`, the bound is
 
 .. math:: \mathcal L = E_q \left[ \log p(\theta) - \log q(\theta) + \sum_s F_s(\theta) \right],
 
-which is the evidence lower bound for K = 1. The estimator sticks the landing: parameters inside log
-q are frozen, so at the exact posterior it has no noise. One silo with all rows takes the same steps
-as any partition of them.
+the evidence lower bound for K = 1. The estimator sticks the landing: parameters inside log q are
+frozen, so at the exact posterior it has no noise. One silo with all rows takes the same steps as
+any partition of them.
 
-What leaves a silo: the gradients in theta, in its whitened form, and in the learned parameters, and
+What leaves a silo: the gradients in theta, in whitened theta, and in the learned parameters, and
 the value of F_s.
 
 Reference: *Federated Variational Inference Methods for Structured Latent Variable Models*, Hassan,
@@ -43,8 +43,8 @@ _TAIL = 8  # round t of T has weight proportional to t^8: about the last ninth c
 class Server(NamedTuple):
     """The server's state.
 
-    :param params: parameters of q(theta) and learned ones, unconstrained.
-    :param optim_state: the optimiser's.
+    :param params: parameters of q(theta) and learned parameters, unconstrained.
+    :param optim_state: the optimizer's state.
     :param average: tail average of ``params``.
     :param i: rounds made.
     :param rng_key: key of the next round.
@@ -59,9 +59,12 @@ class Server(NamedTuple):
 
 @wire_name("SFVISiloState")
 class SiloState(NamedTuple):
-    """What never leaves a silo.
+    """State of a silo, which never leaves it.
 
-    Its variational parameters, their optimiser's state, their tail average, steps made.
+    :param params: its own variational parameters.
+    :param optim_state: the state of their optimizer.
+    :param average: tail average of ``params``.
+    :param i: steps made.
     """
 
     params: Any
@@ -72,10 +75,12 @@ class SiloState(NamedTuple):
 
 @wire_name("SFVIMessage")
 class Message(NamedTuple):
-    """To every silo: draws of theta (leading axis.
+    """Message to every silo.
 
-    Particles), learned parameters, keys of the silos' noise, and under privacy q's scale, in which
-    gradients are cut.
+    :param context: draws of theta, leading axis: particles.
+    :param params: the learned parameters.
+    :param key: keys of the silos' noise, one for each draw.
+    :param scale: under privacy q's scale, in which gradients are clipped; else ``None``.
     """
 
     context: Any
@@ -85,10 +90,12 @@ class Message(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """From a silo.
+    """Reply of a silo.
 
-    F_s, and its gradients in the draws of theta (one each) and in the learned parameters (mean over
-    draws).
+    :param value: F_s.
+    :param context: its gradients in the draws of theta, leading axis: particles.
+    :param params: its gradient in the learned parameters (mean over draws).
+    :param finite: whether all is finite.
     """
 
     value: Array
@@ -98,9 +105,11 @@ class Reply(NamedTuple):
 
 
 class Info(NamedTuple):
-    """Of a round.
+    """Facts of a round.
 
-    Minus the bound, whether all is finite, and the place of the first silo where it is not (or -1).
+    :param loss: minus the bound.
+    :param finite: whether all is finite.
+    :param silo: the place of the first silo whose numbers are not finite, or -1.
     """
 
     loss: Array
@@ -109,18 +118,18 @@ class Info(NamedTuple):
 
 
 def tail_average(average: Any, new: Any, i: Array) -> Any:
-    """Polynomial-decay averaging (Shamir & Zhang 2013).
+    """Return the polynomial-decay average with a new value (Shamir & Zhang 2013).
 
-    Weights grow as the eighth power of the round i, from 1.
+    Weights grow as the eighth power of the round ``i``, which counts from 1.
     """
     weight = jnp.minimum(1.0, (_TAIL + 1) / (i + _TAIL))
     return jax.tree.map(lambda a, x: a + weight.astype(a.dtype) * (x - a), average, new)
 
 
 def federated(plan: Plan, stacks: list[SiloRows]) -> Federated:
-    """SFVI as ``init / broadcast / local / merge``.
+    """Return SFVI as ``init / broadcast / local / merge``.
 
-    :param stacks: hold the shared arguments, from which the server evaluates the prior.
+    :param stacks: the silos' rows; the server evaluates the prior from their shared arguments.
     """
     return Federated(
         partial(init, plan),
@@ -131,13 +140,16 @@ def federated(plan: Plan, stacks: list[SiloRows]) -> Federated:
 
 
 def init(plan: Plan, key: Array, params: dict[str, Array]) -> Server:
-    """The server's first state; the key is used as :class:`numpyro.infer.SVI` uses it."""
+    """Return the server's first state; the key is used as :class:`numpyro.infer.SVI` uses it."""
     rng_key, _, _ = random.split(key, 3)
     return Server(params, plan.optim.init(params), params, jnp.zeros((), jnp.int32), rng_key)
 
 
 def init_silo(plan: Plan, part: int, params: dict[str, Array], local: Any) -> SiloState:
-    """A silo's first state, from its first variational parameters; the server's are not needed."""
+    """Return a silo's first state from its first variational parameters.
+
+    The server's are not needed.
+    """
     del params
 
     def one(local: Any) -> SiloState:
@@ -147,8 +159,9 @@ def init_silo(plan: Plan, part: int, params: dict[str, Array], local: Any) -> Si
 
 
 def _draws(plan: Plan, rng_key: Array) -> tuple[Array, Array]:
-    """Standard normal noise of theta ``(P, d)`` and keys of the silos' noise, from the keys that
-    SVI would use.
+    """Draw the noise of theta ``(P, d)`` and the keys of the silos' noise.
+
+    The keys are those that SVI would use.
     """
     _, key_step = random.split(rng_key)
     keys = key_step[None] if plan.num_particles == 1 else random.split(key_step, plan.num_particles)
@@ -163,7 +176,7 @@ def _draws(plan: Plan, rng_key: Array) -> tuple[Array, Array]:
 
 
 def broadcast(plan: Plan, key: Array, server: Server) -> Message:
-    """Draw theta; everything is drawn from the server's own key."""
+    """Draw theta from the server's own key, and send it."""
     del key
     noise, key_local = _draws(plan, server.rng_key)
     params = plan.constrain(server.params)
@@ -175,10 +188,9 @@ def broadcast(plan: Plan, key: Array, server: Server) -> Message:
 def local(
     plan: Plan, key: Array, message: Message, state: SiloState, rows: SiloRows, bare: bool = False
 ) -> tuple[Reply, SiloState]:
-    """A silo's gradients, and a step of its own parameters.
+    """Compute a silo's gradients, and make a step of its own parameters.
 
-    :param bare: of a fit with privacy, whether the gradients are neither cut nor noised here, but
-        as they leave.
+    :param bare: in a fit with privacy, whether to leave clipping and noise to the caller.
     """
     family = plan.families[rows.part]
     batch = pick(family, plan.batch, key, rows)
@@ -191,7 +203,7 @@ def local(
 
     if len(message.key) != plan.num_particles:
         raise ValueError(
-            f"it is told {len(message.key)} draws of theta; expected {plan.num_particles}"
+            f"the message has {len(message.key)} draws of theta; expected {plan.num_particles}"
         )
     terms = jax.vmap(one)(message.context, message.key)
     mean = partial(jax.tree.map, lambda x: x.mean(0))
@@ -201,7 +213,7 @@ def local(
         gradient = pull(mean(terms.local))[0]
         usable = all_finite(gradient)
         finite &= usable
-        if plan.noise is not None:  # of which the server does not hear, and the silo goes on
+        if plan.noise is not None:  # the server does not learn of it, and the silo goes on
             gradient = jax.tree.map(lambda x: jnp.where(usable, x, 0.0), gradient)
         state = _step(plan, rows.part, state, batch, gradient)
     scaled = jax.tree.map(lambda x: x / plan.num_particles, terms.context)
@@ -215,7 +227,7 @@ def local(
 
 
 def _whitened(message: Message, reply: Reply) -> Reply:
-    """The reply with gradients in whitened theta, those in theta being zero."""
+    """Return the reply with all gradients in whitened theta, and zero for those in theta."""
 
     def one(gradient: Any) -> Any:
         pull = jax.vjp(message.scale.apply, gradient.theta)[1]
@@ -227,9 +239,9 @@ def _whitened(message: Message, reply: Reply) -> Reply:
 
 
 def private(reply: Reply, noised: Callable[[Any], Any]) -> Reply:
-    """A whitened reply under privacy: noised gradients, and nothing else.
+    """Return a whitened reply under privacy: noised gradients, and nothing else.
 
-    :param noised: cuts a pytree of gradients, and adds noise.
+    :param noised: clips a pytree of gradients, and adds noise.
     """
     context, learned = noised((reply.context._replace(theta=None), reply.params))
     context = context._replace(theta=jnp.zeros_like(reply.context.theta))
@@ -237,7 +249,10 @@ def private(reply: Reply, noised: Callable[[Any], Any]) -> Reply:
 
 
 def _step(plan: Plan, part: int, state: SiloState, batch: Batch, gradient: Any) -> SiloState:
-    """One step of the silo's optimiser, of each unit in the batch where units are subsampled."""
+    """Make one step of the silo's optimizer.
+
+    Where units are subsampled, each unit of the batch makes one.
+    """
 
     def one(state: SiloState, gradient: Any) -> SiloState:
         down = jax.tree.map(jnp.negative, gradient)
@@ -256,8 +271,8 @@ def merge(
 ) -> tuple[Server, Info]:
     """Sum the silos' replies, add the prior's and q's part, and take a step.
 
-    :param weights: of the replies, ``(S,)``: zero for a silo that did not answer, one over its
-        probability of being asked for one that did (Horvitz-Thompson), so that the gradient stays
+    :param weights: weights of the replies, ``(S,)``: zero for a silo that did not answer; for one
+        that did, one over its probability of being asked (Horvitz-Thompson). So the gradient stays
         unbiased. ``None``: all ones.
     """
     noise, _ = _draws(plan, server.rng_key)
@@ -284,8 +299,9 @@ def server_gradient(
     gradients: Any,
     learned: dict[str, Array],
 ) -> tuple[Array, dict[str, Array]]:
-    """The prior's and q's part of the bound, and the whole bound's gradient in the unconstrained
-    global parameters.
+    """Return the prior's and q's part of the bound, and the gradient of the whole bound.
+
+    The gradient is in the unconstrained global parameters.
 
     :param gradients: the silos' sum of gradients in the draws of theta, leading axis: particles.
     :param learned: their sum of gradients in the learned parameters.
@@ -311,7 +327,7 @@ def server_gradient(
 
 
 def _weighted_sum(x: Array, weights: Array | None) -> Array:
-    """Sum over silos; a reply of weight zero does not count even where it is NaN."""
+    """Sum over silos; a reply of weight zero does not count, even where it is NaN."""
     if weights is None:
         return x.sum(0)
     weights = weights.reshape(-1, *[1] * (x.ndim - 1)).astype(x.dtype)
@@ -324,10 +340,10 @@ def _dot(tree: Any, gradient: Any) -> Array:
 
 
 def first_bad(good: Array) -> Array:
-    """The place of the first silo that is not good, or -1."""
+    """Return the place of the first silo that is not good, or -1."""
     return jnp.where(good.all(), -1, jnp.argmin(good)).astype(jnp.int32)
 
 
 def all_finite(tree: Any) -> Array:
-    """Whether no number of a pytree is NaN or infinite."""
+    """Return whether all numbers of a pytree are finite."""
     return jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves(tree)]).all()

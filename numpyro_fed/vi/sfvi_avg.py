@@ -1,19 +1,20 @@
 r"""SFVI-Avg: many local steps between two rounds, and averages in the space of distributions.
 
-A round: every silo takes the server's :math:`q(\theta)` and learned parameters as its own, makes m
-steps of its optimisers on
+In a round every silo takes the server's :math:`q(\theta)` and learned parameters as its own. It
+makes m steps of its optimizers on
 
 .. math:: E_q \left[ \log p(\theta) - \log q(\theta) + \frac{N}{N_s} F_s(\theta) \right],
 
-its term as large as if all data were like its own (the silo's whole local term, latents included,
-is scaled), and returns its q and learned parameters. The server's new q is the Wasserstein-2
-barycentre of the silos' (weights :math:`N_s / N`), its learned parameters their average. N counts
-rows that nothing points to. A silo's local map is rewritten for the new q, so that its q(z | theta)
-stays the same function of theta.
+and returns its q and learned parameters. Its term is scaled as if all data were like its own; this
+is the whole local term, latents included. N counts the rows that no index points to. The server's
+new q is the Wasserstein-2 barycenter of the silos' (weights :math:`N_s / N`), and its learned
+parameters are their average. A silo's local map is rewritten for the new q, so that its q(z |
+theta) stays the same function of theta.
 
-Bias: the silos' optima differ from the pooled one, and their barycentre from it; on hierarchical
-models by more than a posterior sd. It is a cheap start for :class:`SFVI` (``init_from``). What
-leaves a silo in a round: q's parameters, the learned parameters, its bound, a flag.
+Bias: the silos' optima differ from the pooled one, and so does their barycenter, on hierarchical
+models by more than a posterior sd. The result is a cheap start for :class:`SFVI` (``init_from``).
+
+What leaves a silo in a round: q's parameters, the learned parameters, its bound, and a flag.
 
 Reference: *Federated Variational Inference Methods for Structured Latent Variable Models*, Hassan,
 Salomone & Mengersen (2023), algorithm 2 and section 3.2.
@@ -41,7 +42,10 @@ __all__ = ["federated", "init_silo"]
 class Server(NamedTuple):
     """The server's state.
 
-    Parameters of q(theta) and learned ones (unconstrained), rounds made, key; no average is kept.
+    :param params: parameters of q(theta) and learned parameters, unconstrained.
+    :param average: ``None``; no average is kept.
+    :param i: rounds made.
+    :param rng_key: key of the next round.
     """
 
     params: dict[str, Array]
@@ -52,12 +56,12 @@ class Server(NamedTuple):
 
 @wire_name("SFVIAvgSiloState")
 class SiloState(NamedTuple):
-    """What never leaves a silo.
+    """State of a silo, which never leaves it.
 
     :param params: its local variational parameters, in coordinates whitened by ``base``.
     :param base: global parameters (unconstrained).
-    :param optim_state: of the copy of the global parameters.
-    :param local_optim_state: of ``params``.
+    :param optim_state: the optimizer's state of its copy of the global parameters.
+    :param local_optim_state: the optimizer's state of ``params``.
     """
 
     params: Any
@@ -68,19 +72,22 @@ class SiloState(NamedTuple):
 
 @wire_name("SFVIAvgMessage")
 class Message(NamedTuple):
-    """To every silo: the global parameters, and the number of rows in all silos."""
+    """Message to every silo: the global parameters, and the number of rows in all silos."""
 
     params: dict[str, Array]
     total: Array
 
 
 class Reply(NamedTuple):
-    """From a silo.
+    """Reply of a silo.
 
-    Its bound, its copy of the global parameters, its number of rows, and whether all is finite.
+    With secure sums, bound and parameters (in their supports) are multiplied by the silo's share of
+    the rows.
 
-    Where only sums are seen, bound and parameters (in their supports) are multiplied by the silo's
-    share of the rows.
+    :param value: its bound.
+    :param params: its copy of the global parameters.
+    :param count: its number of rows.
+    :param finite: whether all is finite.
     """
 
     value: Array
@@ -90,19 +97,19 @@ class Reply(NamedTuple):
 
 
 def federated(plan: Plan, stacks: list[SiloRows]) -> Federated:
-    """SFVI-Avg as ``init / broadcast / local / merge``."""
+    """Return SFVI-Avg as ``init / broadcast / local / merge``."""
     return Federated(
         init, partial(broadcast, all_rows(plan, stacks)), partial(local, plan), partial(merge, plan)
     )
 
 
 def init(key: Array, params: dict[str, Array]) -> Server:
-    """The server's first state."""
+    """Return the server's first state."""
     return Server(params, None, jnp.zeros((), jnp.int32), key)
 
 
 def init_silo(plan: Plan, part: int, params: dict[str, Array], local: Any) -> SiloState:
-    """A silo's first state, from its first variational parameters and the server's."""
+    """Return a silo's first state, from its first variational parameters and the server's."""
     return SiloState(local, params, *first_optim_states(plan, part, params, local))
 
 
@@ -115,7 +122,7 @@ def broadcast(total: Array, key: Array, server: Server) -> Message:
 def local(
     plan: Plan, key: Array, message: Message, state: SiloState, rows: SiloRows
 ) -> tuple[Reply, SiloState]:
-    """m steps on the silo's own objective, from the server's parameters."""
+    """Make m steps on the silo's own objective, from the server's parameters."""
     family = plan.families[rows.part]
     scale = message.total.astype(jnp.result_type(float)) / row_count(plan, rows)
     old, new = plan.constrain(state.base), plan.constrain(message.params)
@@ -138,11 +145,12 @@ def local(
 def merge(
     plan: Plan, server: Server, replies: Reply, weights: Array | None = None
 ) -> tuple[Server, Info]:
-    """The barycentre of the silos' q and the average of their learned parameters, weighted by rows.
+    """Set q to the barycenter of the silos' q, and average their learned parameters, by rows.
 
-    :param weights: zero for a silo that did not answer; who did is weighted by rows alone.
+    :param weights: zero for a silo that did not answer. Silos that did answer are weighted by rows
+        alone.
     """
-    # shares were multiplied in the silos, and sds of diagonal Gaussians add up in their barycentre
+    # silos have multiplied by their shares, and sds of diagonal Gaussians add up in the barycenter
     if plan.secure_sum:
         value, new = jax.tree.map(lambda x: x.sum(0), (replies.value, replies.params))
         return _settled(plan, server, new, -value, replies.finite)
@@ -151,7 +159,7 @@ def merge(
     share = share / share.sum()
     absent = {
         k: server.params[k] for k in server.params
-    }  # in place of a reply that may be anything
+    }  # replaces a reply whose numbers are arbitrary
     params = jax.tree.map(
         lambda x, y: jnp.where(asked.reshape(-1, *[1] * (x.ndim - 1)), x, y), replies.params, absent
     )
@@ -170,7 +178,7 @@ def merge(
 def _settled(
     plan: Plan, server: Server, new: dict[str, Array], loss: Array, good: Array
 ) -> tuple[Server, Info]:
-    """The server's next state, of parameters in their supports."""
+    """Return the server's next state and the round's facts; ``new`` is constrained."""
     unconstrained = plan.unconstrain(new)
     info = Info(loss, good.all() & all_finite(unconstrained), first_bad(good))
     rng_key, _ = random.split(server.rng_key)

@@ -1,6 +1,4 @@
-"""Variational fits in the shape of :class:`numpyro.infer.SVI`.
-
-Arguments and docstrings, no mathematics.
+"""Variational fits in the shape of :class:`numpyro.infer.SVI`: their arguments and docstrings.
 
 The algorithms are pure functions: :mod:`numpyro_fed.vi.sfvi`, :mod:`numpyro_fed.vi.sfvi_avg` and
 :mod:`numpyro_fed.vi.conducive.rounds`.
@@ -26,39 +24,43 @@ __all__ = ["SFVI", "SFVIAvg"]
 
 
 class SFVI(FederatedVI):
-    r"""Structured federated variational inference, in the shape of :class:`numpyro.infer.SVI`.
+    """Structured federated variational inference, in the shape of :class:`numpyro.infer.SVI`.
 
-    Law: q of the guide at the optimum of the bound (with ``num_local_particles`` K > 1, of the
+    Law: q of the guide at the optimum of the bound. With ``num_local_particles`` K > 1 this is the
     importance-weighted bound inside each unit; draws of the local latents are then resampled with
-    the same weights, see :func:`~numpyro_fed.to_inference_data`). Bias: that of the family; K = 1
-    can be more than a posterior sd off on hierarchical models with few rows a unit, whatever the
-    optimiser. What leaves a silo in a round: ``2 d`` numbers for each draw of theta, the gradients
-    in the learned parameters, its part of the bound and a flag. Local latents, their parameters and
-    optimiser's state stay.
+    the same weights (:func:`~numpyro_fed.to_inference_data`).
 
-    :param model: a model with at least one silo plate; ``numpyro.param`` sites outside of them are
-        learned (empirical Bayes).
+    Bias: that of the family. K = 1 can be more than a posterior sd off on hierarchical models with
+    few rows a unit, whatever the optimizer.
+
+    What leaves a silo in a round: ``2 d`` numbers for each draw of theta, the gradients in the
+    learned parameters, its part of the bound, and a flag. Local latents, their parameters and
+    optimizer state stay.
+
+    :param model: a model with at least one silo plate; ``numpyro.param`` sites outside of silo
+        plates are learned (empirical Bayes).
     :param guide: an :class:`AutoSiloNormal` of the model, or a guide of your own with the same silo
         plates.
     :param optim: an optax transformation for q(theta) and the learned parameters.
     :param num_particles: draws of theta a round.
-    :param num_local_particles: K. A round costs K evaluations of the silos' terms for each draw of
-        theta; without local latents K is one.
-    :param local_optim: an optax transformation for each silo's own parameters (``optim`` if None);
-        elementwise ones (Adam, SGD) keep the fit the same for every partition of the rows.
-    :param batch_size: rows a silo uses in a round (all if None, or if it has fewer), each with the
-        same probability.
-    :param validate: run the proof check (factors sum to the pooled model) before the first round.
+    :param num_local_particles: K, draws of each unit's latents. A round costs K evaluations of the
+        silos' terms for each draw of theta; without local latents K is one.
+    :param local_optim: an optax transformation for each silo's own parameters (``optim`` if None).
+        With elementwise ones (Adam, SGD) the fit is the same for every partition of the rows.
+    :param batch_size: number of rows that a silo uses in a round (all if None, or if it has fewer),
+        each with the same probability.
+    :param validate: whether to check the factorization (factors sum to the pooled model) before the
+        first round.
     :param privacy: a budget of differential privacy for each silo's rows (:class:`Privacy`), for an
-        :class:`AutoSiloNormal`: gradients are cut and noised in the silo, nothing else leaves it,
-        and losses are NaN.
-    :param secure_sum: over a wire, silos mask their replies so that the server sees their sum
-        alone; with ``privacy`` each then adds a share of the noise. Of silos at hand, and engines
-        whose processes trust each other, it changes nothing but that share.
-    :raises TypeError: for a model that is not callable, an optimiser that is not optax's, a guide
+        :class:`AutoSiloNormal`. Gradients are clipped and noised in the silo, nothing else leaves
+        it, and losses are NaN.
+    :param secure_sum: over a wire, silos mask their replies, so that the server sees only their
+        sum. With ``privacy`` each silo then adds a share of the noise. For silos in this process,
+        and for engines whose processes trust each other, only that share changes.
+    :raises TypeError: for a model that is not callable, an optimizer that is not optax's, a guide
         that is not callable.
-    :raises ValueError: for options out of range; at :meth:`init` and :meth:`run` for what does not
-        fit the model or the data.
+    :raises ValueError: for options out of range; at :meth:`init` and :meth:`run` for options that
+        do not fit the model or the data.
 
     **References**
 
@@ -67,7 +69,8 @@ class SFVI(FederatedVI):
 
     Example::
 
-        >>> import jax, jax.numpy as jnp, numpyro, numpyro.distributions as dist, optax, numpyro_fed as fed
+        >>> import jax, jax.numpy as jnp, numpyro, numpyro.distributions as dist, optax
+        >>> import numpyro_fed as fed
         >>> def model(y):
         ...     mu = numpyro.sample("mu", dist.Normal(0, 10))
         ...     with fed.silo_plate("patients", y.shape[0]):
@@ -112,35 +115,38 @@ class SFVI(FederatedVI):
 
 
 class SFVIAvg(FederatedVI):
-    r"""SFVI-Avg: ``num_local_steps`` steps in every silo between two rounds.
+    """SFVI-Avg: many steps in every silo between two rounds, and an average of the silos' q.
 
-    In the shape of :class:`SFVI`.
+    The shape is that of :class:`SFVI`. Law and bias: see :mod:`numpyro_fed.vi.sfvi_avg`. Losses are
+    minus the silos' own objectives (N / N_s times their term), averaged: not comparable with SFVI's
+    on unequal silos.
 
-    Law and bias: see :mod:`numpyro_fed.vi.sfvi_avg`. Losses are minus the silos' own objectives (N
-    / N_s times their term), averaged: not comparable with SFVI's on unequal silos.
+    With ``conducive=True`` the silos keep Gaussian approximate factors, whose product is q, in
+    place of averages. This finds the pooled optimum in about ten rounds
+    (:mod:`numpyro_fed.vi.conducive.rounds`). Without ``optim`` latents are integrated out, and
+    losses are minus the pooled bound. With ``optim``, steps in each round move local maps, networks
+    of amortized guides and learned parameters.
 
     :param model: as for :class:`SFVI`.
     :param guide: an :class:`AutoSiloNormal` with ``global_cov`` full or diagonal.
     :param optim: an optax transformation for each silo's copy of q(theta) and of the learned
-        parameters (conducive: of the latter alone); its state stays in the silo.
-    :param num_local_steps: m, steps between two rounds; conducive: positions of theta at which a
-        silo looks in a round (a power of two, at least so many), and with ``optim`` steps before
-        that.
-    :param num_particles: as for :class:`SFVI`, of each step.
-    :param num_local_particles: likewise; conducive without ``optim``: of the draws of the result
-        alone.
-    :param conducive: the silos keep Gaussian sites, whose product is q, in place of averages: the
-        pooled optimum in about ten rounds (:mod:`numpyro_fed.vi.conducive.rounds`). Without
-        ``optim`` latents are integrated out, and losses are minus the pooled bound; with it,
-        ``num_local_steps`` steps a round move local maps, networks of amortised guides and learned
-        parameters.
-    :param local_optim: likewise.
-    :param batch_size: likewise; conducive: rows at which each pair of points looks, at least so
-        many that all pairs together look at every row.
-    :param validate: likewise.
-    :param secure_sum: likewise, of conducive rounds, and of guides with a diagonal ``global_cov``.
-    :raises TypeError: as :class:`SFVI`.
-    :raises ValueError: as :class:`SFVI`; for a low-rank ``global_cov``, whose barycentres are of
+        parameters (conducive: of networks' weights and learned parameters alone); its state stays
+        in the silo.
+    :param num_local_steps: m, steps between two rounds. Conducive: least number of positions of
+        theta at which a silo evaluates its likelihood in a round (rounded up to a power of two);
+        with ``optim`` also the steps before.
+    :param num_particles: as for :class:`SFVI`, in each step.
+    :param num_local_particles: as for :class:`SFVI`, in each step; conducive without ``optim``: for
+        draws of the result alone.
+    :param conducive: whether the silos keep approximate factors.
+    :param local_optim: as for :class:`SFVI`.
+    :param batch_size: as for :class:`SFVI`, in each step. Conducive: rows that each pair of points
+        uses; so many at least that all pairs together use every row.
+    :param validate: as for :class:`SFVI`.
+    :param secure_sum: as for :class:`SFVI`; for conducive rounds, and guides with a diagonal
+        ``global_cov``.
+    :raises TypeError: as :class:`SFVI`; for a guide that is not an :class:`AutoSiloNormal`.
+    :raises ValueError: as :class:`SFVI`; for a low-rank ``global_cov``, whose barycenters are of
         full rank.
 
     **References**
@@ -150,16 +156,19 @@ class SFVIAvg(FederatedVI):
 
     Example::
 
-        >>> import jax, jax.numpy as jnp, numpyro, numpyro.distributions as dist, optax, numpyro_fed as fed
+        >>> import jax, jax.numpy as jnp, numpyro, numpyro.distributions as dist, optax
+        >>> import numpyro_fed as fed
         >>> def model(y):
         ...     mu = numpyro.sample("mu", dist.Normal(0, 10))
         ...     with fed.silo_plate("patients", y.shape[0]):
         ...         numpyro.sample("y", dist.Normal(mu, 1), obs=y)
         >>> silos = fed.Silos({"oslo": {"y": jnp.ones(3)}, "rome": {"y": jnp.zeros(3)}})
-        >>> avg = fed.SFVIAvg(model, fed.AutoSiloNormal(model), optax.adam(0.05), num_local_steps=20)
+        >>> optim = optax.adam(0.05)
+        >>> avg = fed.SFVIAvg(model, fed.AutoSiloNormal(model), optim, num_local_steps=20)
         >>> start = avg.run(jax.random.key(0), 10, silos, progress_bar=False)
-        >>> svi = fed.SFVI(model, fed.AutoSiloNormal(model), optax.adam(0.05))
-        >>> len(svi.run(jax.random.key(1), 50, silos, progress_bar=False, init_from=start).losses)
+        >>> svi = fed.SFVI(model, fed.AutoSiloNormal(model), optim)
+        >>> result = svi.run(jax.random.key(1), 50, silos, progress_bar=False, init_from=start)
+        >>> len(result.losses)
         50
     """
 
@@ -193,8 +202,8 @@ class SFVIAvg(FederatedVI):
         super().__init__(model, guide, options)
         if secure_sum and not conducive and getattr(guide, "global_cov", "diag") != "diag":
             raise ValueError(
-                "secure_sum=True: the barycentre of the silos' covariances is no sum of them; "
-                "expected conducive=True, whose sites add up, a guide with "
+                "secure_sum=True: the barycenter of the silos' covariances is no sum of them; "
+                "expected conducive=True, whose approximate factors add up, a guide with "
                 'global_cov="diag", or fed.SFVI'
             )
         self.algorithm, self._federated, self._init_silo = (
@@ -215,22 +224,23 @@ class SFVIAvg(FederatedVI):
             )
         if isinstance(guide.global_cov, int):
             raise ValueError(
-                f"global_cov={guide.global_cov}: a barycentre of low-rank Gaussians is of full "
+                f"global_cov={guide.global_cov}: a barycenter of low-rank Gaussians is of full "
                 "rank; expected a guide with "
                 'global_cov="full" or "diag"'
             )
 
     def prepared(self, silos: Silos | MixedSilos) -> Prepared:
-        """As of every variational method; conducive rounds refuse what they do not cover."""
+        """Return the setup before the first round; conducive rounds check it."""
         prepared = super().prepared(silos)
         if self._options.conducive:
             conducive_checks.check(prepared.plan, self.guide, prepared.stacks)
         return prepared
 
     def _taken_from(self, result: Any, prepared: Prepared, params: dict) -> tuple[dict, Any]:
-        """Conducive rounds without optimisers need q(theta) alone, from these silos or others.
+        """Return a result's parameters as a start.
 
-        Sites and local maps are regressed anew.
+        Conducive rounds without optimizers need q(theta) alone, from these silos or others:
+        approximate factors and local maps are regressed anew.
         """
         if self._options.optim is not None or not isinstance(result, VIResult):
             return super()._taken_from(result, prepared, params)
