@@ -244,7 +244,7 @@ def by_labels(x: Any, y: Any = None) -> None:
         ),
         (
             large_by_rows,
-            r"fails on the rows of a silo .* with from and to \{'x': \(30, 40\)\} rows; .* same shapes in all",
+            r"fails on the rows of a silo .* least and most rows are \{'x': \(30, 40\)\}; .* same shapes in all",
         ),
         (
             by_labels,

@@ -39,7 +39,7 @@ def halves():
 @pytest.mark.parametrize("kernel", [fed.SGLD, fed.DSGLD])
 def test_a_model_that_reads_the_number_of_its_rows_is_refused_with_minibatches(kernel):
     with pytest.raises(
-        ValueError, match=r"row's log density in a minibatch of 5|proof check: log p"
+        ValueError, match=r"row's log density in a minibatch of 5|factorization check: log p"
     ):
         run(kernel(reads_size, step_size=1e-3, num_local_steps=2, batch_size=5), halves())
     run(kernel(mean, step_size=1e-3, num_local_steps=2, batch_size=5), halves())  # the control

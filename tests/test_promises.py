@@ -365,7 +365,7 @@ SERIES = fed.Silos(
         for i, n in enumerate(("a", "b", "c"))
     }
 )
-_WORDS = r"proof check: log p\(theta\) \+ sum of.*must not combine rows of different silos"
+_WORDS = r"factorization check: log p\(theta\) \+ sum of.*must not combine rows of different silos"
 
 
 def prepare_over_bytes(model, folder):

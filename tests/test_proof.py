@@ -53,7 +53,7 @@ def pools_only_when_small(y: Array) -> Array:
 WRONG: dict[str, tuple[Callable, str]] = {
     "mean over silos": (
         patients(lambda y: y - y.mean()),
-        "proof check: log p.* gradients differ at .*z \\(silo '0'\\).*must not combine rows of different silos",
+        "factorization check: log p.* gradients differ at .*z \\(silo '0'\\).*must not combine rows of different silos",
     ),
     "position in the silo": (patients(lambda y: y + jnp.arange(len(y))), "must not combine rows"),
     "NaN in one silo": (
@@ -165,7 +165,7 @@ FAULTS: dict[str, tuple[Callable, str]] = {
     "none": (lambda value, gradient, terms: (value, gradient, terms), ""),
     "value": (
         lambda value, gradient, terms: (value * 1.01, gradient, terms),
-        "proof check: log p.*pooled model's",
+        "factorization check: log p.*pooled model's",
     ),
     "NaN value": (
         lambda value, gradient, terms: (value * jnp.nan, gradient, terms),

@@ -1,14 +1,14 @@
-r"""The proof check: before the first round, the factors are shown to sum to the pooled model.
+r"""Check of the factorization: before the first round, the factors must sum to the pooled model.
 
-At two random points the sum :math:`\log p(\theta) + \sum_s \log p(y_s, z_s \mid \theta)` and its
-gradient, evaluated as the fit will evaluate them (jitted, vmapped over silos, padded and masked),
-must equal NumPyro's potential energy of the pooled model. It catches a model that reads across
-silos, a wrong ``rows=`` or ``index=``, a site counted twice, and a compiler that is wrong. The same
-points tell whether elements of a plate are independent given theta.
+At two random points the check compares :math:`\log p(\theta) + \sum_s \log p(y_s, z_s \mid \theta)`
+and its gradient with NumPyro's log density of the pooled model. It evaluates them as the fit will:
+jitted, vmapped over silos, padded and masked. It catches a model that reads across silos, a wrong
+``rows=`` or ``index=``, a site counted twice, and an error of the compiler. At random points, too,
+:func:`elements_are_independent` checks the elements of a plate given theta.
 
-Where rows are elsewhere nobody is asked about them. The server checks the model on rows that are
-made up, of two silos of unequal size. A silo checks it on its own rows, cut in two, before it
-answers anything, and says no more than what kind of thing is wrong.
+Nobody asks remote silos about their rows. The server checks the model on made-up rows of two silos
+of unequal size. A remote silo checks it on its own rows, cut in two, before it answers any call. It
+then reports only the kind of error.
 """
 
 import warnings
@@ -42,13 +42,12 @@ __all__ = [
     "prove_own",
 ]
 
-# whole numbers that are made up, in turn: labels, counts, and one where a count has a total; other
-# numbers lie in (.2, .8) as long as the density is finite there, else they are whole, too
+# ranges of made-up whole numbers, tried in turn: labels, counts, and ones for a count with a total;
+# other numbers lie in (.2, .8), or are whole, too, where the density is not finite there
 _WHOLE = ((0, 2), (1, 3), (1, 2))
 _EQUALITY = (
     "Expected equality: the model must not combine rows of different silos (means, ranks, "
-    "positions "
-    "in other plates without index=), and rows= and index= must be right"
+    "positions in other plates without index=), and rows= and index= must be right"
 )
 _FINITE = (
     "expected a finite one: are all data inside the supports of the sites that observe them "
@@ -57,10 +56,10 @@ _FINITE = (
 
 
 class ProofError(ValueError):
-    """A model or data that the proof check refuses.
+    """Error for a model or data that the check of the factorization refuses.
 
-    :param said: what is wrong, with the numbers.
-    :param plain: what kind of thing is wrong, without any number of a silo's rows.
+    :param said: the message, with numbers.
+    :param plain: the kind of error, without any number that comes from a silo's rows.
     """
 
     def __init__(self, said: str, plain: str) -> None:
@@ -70,7 +69,7 @@ class ProofError(ValueError):
 
 @partial(jax.jit, static_argnames=("factors",))
 def _point(factors: Factors, silos: Silos, key: Array) -> tuple[dict, dict]:
-    """Random global sites, and local sites in flat order (elements first)."""
+    """Draw global sites, and local sites in flat order (elements first)."""
     groups = factors.local_groups()
     keys = random.split(key, len(factors.local_sites) + 1)
     theta = factors.unravel(0.5 * random.normal(keys[0], (factors.dim,)))
@@ -88,7 +87,7 @@ def _own(factors: Factors, z: dict[str, Array], view: SiloView) -> dict[str, Arr
 
 @partial(jax.jit, static_argnames=("factors",))
 def _factored(factors: Factors, theta: dict, z: dict, silos: Silos) -> tuple[Array, Any, Array]:
-    """Sum of the factors, its gradient in (theta, z), and each silo's term."""
+    """Return the sum of the factors, its gradient in (theta, z), and each silo's term."""
 
     def total(theta: dict, z: dict) -> tuple[Array, Array]:
         def local(view: SiloView, _: None) -> tuple[Array, None]:
@@ -119,17 +118,16 @@ def _pooled(factors: Factors, theta: dict, z: dict, silos: Silos) -> tuple[Array
 def prove(factors: Factors, silos: Silos, *, seed: int = 0) -> None:
     """Raise a :class:`ProofError` unless the factors sum to the pooled model, value and gradient.
 
-    Of silos elsewhere the server looks at made-up rows (:func:`prove_made_up`). Their own rows the
-    silos look at themselves (:func:`prove_own`); a carrier within one trust has that done here.
+    For remote silos the server checks made-up rows (:func:`prove_made_up`), and each silo checks
+    its own rows (:func:`prove_own`). A carrier within one trust lets this process check the rows.
 
-    :raises ProofError: naming the sites whose gradients differ, and the silos they live in.
+    :raises ProofError: with the sites whose gradients differ, and their silos.
     :warns UserWarning: for a single silo whose rows depend on each other.
     """
     if isinstance(silos, RemoteSilos):
         prove_made_up(factors, silos, seed=seed)
-        learned = {
-            k: v for k, v in silos.shared.items() if k == PARAMS
-        }  # which a carrier's silos lack
+        # a carrier's silos lack the learned parameters
+        learned = {k: v for k, v in silos.shared.items() if k == PARAMS}
         silos.carrier.check(lambda own: _prove_sum(factors, own.with_shared(**learned), seed))
         return
     _prove_sum(factors, silos, seed)
@@ -139,25 +137,27 @@ def prove(factors: Factors, silos: Silos, *, seed: int = 0) -> None:
         except ProofError:
             warnings.warn(
                 f"the rows of the one silo {silos.names[0]!r} depend on each other given the "
-                "latents (a response of shape (n, 1), a mean, ranks, a column that rows= puts "
-                "elsewhere?): this fit is that of the "
-                "model as written, and silos with some of these rows each will be refused",
+                "latents (a response of shape (n, 1), a mean, ranks, a column that rows= puts into "
+                "another group?): this fit takes the model as written, but several silos with "
+                "these rows will be refused",
                 stacklevel=3,
             )
 
 
 def prove_own(factors: Factors, silos: Silos, *, seed: int = 0) -> None:
-    """Raise a :class:`ProofError` unless one silo's own rows, cut in two, are two silos' rows."""
+    """Raise a :class:`ProofError` unless the two parts of a silo's rows sum to the pooled model.
+
+    Rows that cannot be cut in two are checked as one silo.
+    """
     if not _prove_cut(factors, silos, seed):
         _prove_sum(factors, silos, seed)
 
 
 def prove_made_up(factors: Factors, silos: Silos, *, seed: int = 0) -> None:
-    """Raise a :class:`ProofError` unless two silos of made-up rows are what their rows together
-    are.
+    """Raise a :class:`ProofError` unless two silos of made-up rows sum to the pooled model.
 
-    No row is needed for it. Where the model has no finite density at any rows that are made up,
-    nothing is shown, and the silos' own checks have to do.
+    The check needs no row of a silo. It passes where the model has no finite density at any made-up
+    rows; only the silos' own checks remain then.
     """
     with validation_enabled(False):
         found = _made_up(factors, silos, seed)
@@ -166,7 +166,7 @@ def prove_made_up(factors: Factors, silos: Silos, *, seed: int = 0) -> None:
 
 
 def _prove_cut(factors: Factors, silos: Silos, seed: int) -> bool:
-    """Check one silo's rows, cut in two; False where they cannot be, or are very many."""
+    """Check one silo's rows, cut in two; return whether they could be cut."""
     cut = cut_in_two(silos, seed)
     if cut is not None:
         _prove_sum(factors, cut, seed)
@@ -174,7 +174,7 @@ def _prove_cut(factors: Factors, silos: Silos, seed: int) -> bool:
 
 
 def _made_up(factors: Factors, silos: Silos, seed: int) -> Silos | None:
-    """Two silos of made-up rows at which the pooled density is finite, ``None`` if there are none."""
+    """Return two silos of made-up rows with a finite pooled density, or ``None``."""
     for all_whole, (low, high) in product((False, True), _WHOLE):
         found = made_up_rows(silos, np.random.default_rng(seed), low, high, all_whole)
         theta, z = _point(factors, found, random.key(seed))
@@ -188,7 +188,7 @@ def _made_up(factors: Factors, silos: Silos, seed: int) -> Silos | None:
 
 
 def _not_pooled(error: Exception) -> ProofError:
-    said = "proof check: the model runs for each silo but not on the pooled data"
+    said = "factorization check: the model runs for each silo but not on the pooled data"
     mend = "; expected one that takes the sizes of its plates from the data it is called with"
     return ProofError(f"{said} ({error}){mend}", said + mend)
 
@@ -201,14 +201,14 @@ def _prove_sum(factors: Factors, silos: Silos, seed: int) -> None:
             value, gradient, terms = _factored(factors, theta, z, silos)
         except (TypeError, ValueError, IndexError) as error:
             sizes = {group: (min(own), max(own)) for group, own in silos.sizes.items()}
-            fails = "proof check: the model fails on the rows of a silo"
+            fails = "factorization check: the model fails on the rows of a silo"
             mend = (
                 "; expected latent sites (weights of a network) of the same shapes in all silos, "
                 "whatever the number of their rows: take sizes of layers from constants or from "
                 "the rows' own shape, x.shape[-1]"
             )
             raise ProofError(
-                f"{fails} ({error}), with from and to {sizes} rows{mend}", fails + mend
+                f"{fails} ({error}), where least and most rows are {sizes}{mend}", fails + mend
             ) from error
         try:
             expected, expected_gradient = _pooled(factors, theta, z, silos)
@@ -217,20 +217,20 @@ def _prove_sum(factors: Factors, silos: Silos, seed: int) -> None:
         bad = np.flatnonzero(~np.isfinite(np.asarray(terms)))
         if bad.size and np.isfinite(float(expected)):
             raise ProofError(
-                f"proof check: the log density of silo {silos.names[bad[0]]!r} is "
-                f"{float(terms[bad[0]])} where "
-                "the pooled model's is finite",
-                "proof check: the log density of some of its rows is not finite where that of all "
-                "is",
+                f"factorization check: the log density of silo {silos.names[bad[0]]!r} is "
+                f"{float(terms[bad[0]])} where the pooled model's is finite",
+                "factorization check: the log density of some of its rows is not finite where that "
+                "of all is",
             )
         if not np.isfinite(float(expected)):
             where = f", silo {silos.names[bad[0]]!r}" if bad.size else ""
             raise ProofError(
-                f"proof check: the log density is {float(expected)} at a typical position{where}; "
+                f"factorization check: the log density is {float(expected)} at a typical "
+                f"position{where}; {_FINITE}",
+                "factorization check: its log density is not finite at a typical position; "
                 f"{_FINITE}",
-                f"proof check: its log density is not finite at a typical position; {_FINITE}",
             )
-        # what cancels in a sum decides its rounding: the terms' size, not the sum's
+        # terms may cancel, so their size decides the rounding, not the size of the sum
         size = max(float(np.abs(np.asarray(terms)).sum()), abs(float(expected)), 1.0)
         rounding = float(jnp.finfo(terms.dtype).eps)
         gap = abs(float(value) - float(expected)) / size
@@ -238,19 +238,18 @@ def _prove_sum(factors: Factors, silos: Silos, seed: int) -> None:
         # not (a <= b), so that NaN fails
         if not gap <= 2e3 * rounding or wrong:
             raise ProofError(
-                f"proof check: log p(theta) + sum of the {len(silos)} silos' terms is "
-                f"{float(value):.8g}, the "
-                f"pooled model's log density {float(expected):.8g}"
+                f"factorization check: log p(theta) + sum of the {len(silos)} silos' terms is "
+                f"{float(value):.8g}, the pooled model's log density {float(expected):.8g}"
                 + (f"; gradients differ at {wrong}" if wrong else "")
                 + f". {_EQUALITY}",
-                "proof check: log p(theta) + sum of the terms of its rows, cut in two, is not the "
-                f"log density of all its rows. {_EQUALITY}",
+                "factorization check: log p(theta) + sum of the terms of its rows, cut in two, is "
+                f"not the log density of all its rows. {_EQUALITY}",
             )
 
 
 @dataclass(frozen=True)
 class BatchGap:
-    """Gap between terms of a minibatch and the same rows' terms in the whole silo, relative."""
+    """Relative gap between rows' terms in a minibatch and in the whole silo."""
 
     factors: Factors
     group: str
@@ -267,11 +266,10 @@ class BatchGap:
 
 
 def prove_batch(factors: Factors, silos: Silos, group: str, size: int, *, seed: int = 0) -> None:
-    """Raise a :class:`ValueError` unless a row's term is the same in a minibatch and in its whole
-    silo.
+    """Raise a :class:`ValueError` if a row's term in a minibatch differs from that in its silo.
 
-    It catches a model that reads the number of its rows, their mean or their place. Silos elsewhere
-    are not asked: made-up rows are looked at.
+    The check catches a model that reads the number of its rows, their mean or their place. For
+    remote silos it takes made-up rows.
     """
     if isinstance(silos, RemoteSilos):
         found = _made_up(factors, silos, seed)
@@ -280,18 +278,16 @@ def prove_batch(factors: Factors, silos: Silos, group: str, size: int, *, seed: 
         silos = found
     key_theta, key = random.split(random.key(seed))
     theta = factors.unravel(0.5 * random.normal(key_theta, (factors.dim,)))
-    size = min(
-        size, max(1, min(silos.sizes[group]) - 1)
-    )  # a minibatch of all rows would show nothing
+    # a minibatch of all rows would show nothing
+    size = min(size, max(1, min(silos.sizes[group]) - 1))
     gaps = np.asarray(ask_all(BatchGap(factors, group, size), key, theta, None, silos, None)[0])
     if not (gaps <= 2e3 * float(jnp.finfo(gaps.dtype).eps)).all():
         silo = silos.names[int(np.argmax(np.nan_to_num(gaps, nan=np.inf)))]
         raise ValueError(
-            f"proof check: in silo {silo!r} a row's log density in a minibatch of {size} differs "
-            "from its own among all "
-            "rows. Expected terms that depend on their own row alone: no x.shape[0], mean or "
-            "position of rows; pass such "
-            "numbers as arguments, or take batch_size=None"
+            f"factorization check: in silo {silo!r} a row's log density in a minibatch of {size} "
+            "differs from that among all rows. Expected terms that depend on their own row alone: "
+            "no x.shape[0], mean or position of rows; pass such numbers as arguments, or take "
+            "batch_size=None"
         )
 
 
@@ -299,9 +295,8 @@ def _different_sites(gradient: Any, expected: Any, silos: Silos, factors: Factor
     groups = factors.local_groups()
     out = []
     rounding = float(jnp.finfo(jnp.result_type(float)).eps)
-    gradients = jax.tree.map(
-        np.asarray, (gradient, expected)
-    )  # in NumPy: JAX would compile for each shape of a site
+    # in NumPy, as JAX would compile for each shape of a site
+    gradients = jax.tree.map(np.asarray, (gradient, expected))
     scale = max(float(np.abs(x).max()) for x in jax.tree.leaves(gradients[1]))
     for part, (own, reference) in enumerate(zip(*gradients, strict=True)):
         for name, g in own.items():
@@ -327,7 +322,11 @@ def _local_point(factors: Factors, key: Array, view: SiloView) -> dict[str, Arra
 
 @dataclass(frozen=True)
 class LeakageLocal:
-    """Share by which units' terms move with other units' latents or miss the density, in one silo."""
+    """Relative error of treating one silo's units as independent.
+
+    It is zero if no unit's term depends on another unit's latents, and the terms sum to the silo's
+    log density.
+    """
 
     factors: Factors
     units: Units
@@ -347,7 +346,7 @@ class LeakageLocal:
             pad = 0.5 * jnp.sum(jnp.where(units.owned(view), 0.0, x**2))
             return factors.log_local(theta, units.to_sites(x), kwargs, weights) - pad
 
-        # with a random weight on every term, any term that moves with another unit's latents shows
+        # random weights on the terms expose a term that depends on another unit's latents
         r = random.normal(key, own.shape[:1])
         weighted = jax.grad(lambda x: jnp.sum(r * terms(x)))(own)
         plain = jax.grad(lambda x: jnp.sum(terms(x)))(own)
@@ -366,7 +365,7 @@ def _nested_leakage(
     key: Array,
     view: SiloView,
 ) -> Array:
-    """The same where inner elements' terms may move with their outer element's latents, too."""
+    """Return the error for nested units: inner terms may depend on the outer element's latents."""
     parent = units.parent(kwargs)
     n0, n1 = units.num_elements
     outer, inner = random.normal(key, (n0,)), random.normal(random.fold_in(key, 1), (n1,))
@@ -384,7 +383,7 @@ def _nested_leakage(
         jnp.abs(by_outer[1] - outer[parent, None] * plain[1]).max(),
         jnp.abs(by_inner[1] - inner[:, None] * plain[1]).max(),
     ]
-    # what belongs to no element must not depend on the latents
+    # terms of no element must not depend on the latents
     rest = jax.grad(lambda x: units.level_terms(theta, x, kwargs, weights, view)[2])(own)
     size = 1.0 + jnp.maximum(jnp.abs(plain[0]).max(), jnp.abs(plain[1]).max())
     return jnp.maximum(jnp.abs(rest).max(), jnp.stack(crossed).max()) / size
@@ -393,11 +392,11 @@ def _nested_leakage(
 def elements_are_independent(
     factors: Factors, units: Units, silos: Silos, *, seed: int = 0
 ) -> bool:
-    """Whether, given theta, the density of each silo splits over the elements of the units' plate,
-    or of nested plates as these say.
+    """Return whether, given theta, each silo's density factorizes over the elements of ``units``.
 
-    A random combination of the elements' terms must have, in each element's latents, that element's
-    gradient times its weight. Of silos elsewhere made-up rows are looked at.
+    These are the elements of a plate, or of two nested plates. In an element's latents, a random
+    combination of all terms must have the gradient of that element's term times its weight. For
+    remote silos the check takes made-up rows.
     """
     if isinstance(silos, RemoteSilos):
         found = _made_up(factors, silos, seed)
