@@ -94,7 +94,7 @@ def _mode(log_density: Callable[[Array], Array], start: Array) -> tuple[Array, A
     mode = lax.scan(step, first, None, length=_NEWTON_STEPS)[0][0]
     scale, curvature = scaled(mode)
     values, vectors = jnp.linalg.eigh(curvature)
-    # columns are eigenvectors, so that a flat direction of the law is one coordinate of w
+    # columns are eigenvectors, so that a flat direction of the target is one coordinate of w
     return mode, scale[:, None] * vectors / jnp.sqrt(jnp.maximum(jnp.abs(values), _FLATTEST))
 
 
@@ -140,7 +140,7 @@ def sgld(factors: Factors, power: float, count: int, key: Array, silos: Silos) -
 def nuts(factors: Factors, power: float, count: int, key: Array, silos: Silos) -> LocalDraws:
     """Run NUTS on theta and the local latents of each silo in turn.
 
-    It is compiled once for all silos, with a standard normal law of the padded latents.
+    It is compiled once for all silos; padded latents are standard normal.
     """
     pad, groups, chains = largest(silos), factors.local_groups(), CHAINS["nuts"]
     shapes = {v.name: (dict(pad)[groups[v.name]], *v.shape) for v in factors.local_sites}
@@ -174,7 +174,7 @@ def nuts(factors: Factors, power: float, count: int, key: Array, silos: Silos) -
     for s in range(len(silos)):
         mcmc.run(random.fold_in(key, s), jnp.asarray(s), init_params=start)
         draws = np.asarray(mcmc.get_samples(group_by_chain=True)["theta"], np.float64)
-        # the draws of an improper law are refused later
+        # the draws of an improper target are refused later
         with np.errstate(invalid="ignore", over="ignore"):
             loc, spread = draws.mean((0, 1)), draws.std((0, 1))
             spread = np.where(spread > 0, spread, 1.0)

@@ -1,19 +1,20 @@
-r"""A silo's marginal likelihood of the global parameters, local latents integrated out, and its
-gradient.
+r"""Marginal likelihood of a silo and its gradient, with local latents integrated out.
 
-For each unit g, with :math:`\ell_g(z) = \log p(y_g, z \mid \theta)`, damped Newton steps find the
-mode :math:`\hat z_g` and the curvature :math:`H_g = -\ell_g''(\hat z_g)`. Then either
+It is a function of the global parameters. For each unit g, with :math:`\ell_g(z) = \log p(y_g, z
+\mid \theta)`, damped Newton steps find the mode :math:`\hat z_g` and the curvature :math:`H_g =
+-\ell_g''(\hat z_g)`. Then one of two rules integrates:
 
-* *quadrature* (elements with few latents): nodes :math:`z_j = \hat z + R \epsilon_j`, :math:`R
-  R^\top = H^{-1}`, with importance weights :math:`W_j`. Fisher's identity gives the score,
+* *Quadrature*, for elements with few latents, has nodes :math:`z_j = \hat z + R \epsilon_j` with
+  :math:`R R^\top = H^{-1}` and importance weights :math:`W_j`. Fisher's identity gives the score,
   :math:`\nabla \log p(y_g \mid \theta) = \sum_j W_j \nabla_\theta \ell_g(z_j)`, and the weights
-  give the latents' moments; or
-* *Laplace* (all latents of a silo together): :math:`\ell(\hat z) - \tfrac12 \log\det H + \tfrac k2
-  \log 2\pi`, whose gradient includes the mode's motion and the determinant's. Without the latter
-  every scale parameter comes out several standard deviations wrong.
+  give the latents' moments.
+* *Laplace*, for all latents of a silo together, has the value :math:`\ell(\hat z) - \tfrac12
+  \log\det H + \tfrac k2 \log 2\pi`. Its gradient includes the motion of the mode and the
+  derivative of the determinant. Without the latter every scale parameter is several standard
+  deviations wrong.
 
-With four binary visits a child the Laplace value misplaces the six cities posterior by more than
-one sd; quadrature does not.
+With four binary visits a child, Laplace misplaces the six cities posterior by more than one sd;
+quadrature does not.
 """
 
 from collections.abc import Callable
@@ -42,13 +43,15 @@ __all__ = [
 
 _NEWTON_STEPS = 25
 _SCALAR_NODES = 25  # for one latent
-_SOBOL_NODES = 64  # for several
-_WIDEN = 1.2  # spread of the nodes over the curvature's, against tails wider than Gaussian
+_SOBOL_NODES = 64  # for several latents
+_WIDEN = 1.2  # spread of the nodes relative to the curvature's, for tails wider than Gaussian
 
 
 class Moments(NamedTuple):
-    """Location ``(E, k)`` of the units' latents at one theta, and factors ``(E, k, k)`` of their
-    covariances.
+    """Moments of the units' latents at one theta.
+
+    :param location: shape ``(E, k)``.
+    :param chol: factors of the covariances, ``(E, k, k)``.
     """
 
     location: Array
@@ -58,16 +61,17 @@ class Moments(NamedTuple):
 def nodes(
     dim: int, scalar: int = _SCALAR_NODES, sobol: int = _SOBOL_NODES
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Nodes ``(J, k)`` and weights ``(J,)`` of integrals against the standard normal.
+    """Return nodes ``(J, k)`` and weights ``(J,)`` of integrals against the standard normal.
 
-    For one latent, and for two by products, the trapezoidal rule, on as wide a range as balances
-    what is cut off with what is between nodes: logistic terms have poles near the real line where
-    latents are large, and a Gauss-Hermite rule of as many nodes is then ten times less exact.
+    One latent has the trapezoidal rule, two latents have its products, and more have Sobol points.
+    The range of the trapezoidal rule balances the tails beyond it with the error between nodes.
+    Where latents are large, logistic terms have poles near the real line, and a Gauss-Hermite rule
+    of as many nodes is ten times less exact.
     """
     if dim == 1:
         x = np.linspace(-1.0, 1.0, scalar) * 1.2 * np.sqrt(scalar)
         return x[:, None], (x[1] - x[0]) / np.sqrt(2 * np.pi) * np.exp(-(x**2) / 2)
-    if dim == 2:  # products: far more exact than as many Sobol nodes
+    if dim == 2:  # products are far more exact than as many Sobol points
         side = round(np.sqrt(sobol))
         (x, w), two = nodes(1, scalar=side), np.indices((side, side)).reshape(2, -1)
         return x[two, 0].T, w[two].prod(0)
@@ -78,14 +82,14 @@ def nodes(
 class Nodes(NamedTuple):
     """Nodes ``(J, E, k)``, and log weights ``(J, E)``.
 
-    Integrals of exp(f) are sums of exp(f + log weight) over J, but for ``(2 pi)^(k / 2)``.
+    An integral of exp(f) is the sum of exp(f + log weight) over J, times ``(2 pi)^(k / 2)``.
     """
 
     points: Array
     log_weight: Array
 
     def moments(self, log_values: Array) -> Moments:
-        """Of the law of log densities ``(J, E)`` at the nodes."""
+        """Return moments of the distribution with log densities ``(J, E)`` at the nodes."""
         weight = jax.nn.softmax(log_values + self.log_weight, axis=0)
         mean = jnp.einsum("ne,nei->ei", weight, self.points)
         centred = self.points - mean
@@ -93,11 +97,10 @@ class Nodes(NamedTuple):
 
 
 def place(centre: Array, chol: Array, table: tuple[np.ndarray, np.ndarray]) -> Nodes:
-    """Nodes around centres ``(E, k)``, spread by factors of covariances ``(E, k, k)``.
+    """Place nodes around centers ``(E, k)``, spread by factors of covariances ``(E, k, k)``.
 
-    No gradient passes through them.
-
-    So derivatives of an integral of any order are integrals themselves (Fisher's identity).
+    No gradient passes through them, so that derivatives of an integral, of any order, are integrals
+    themselves (Fisher's identity).
     """
     centre, chol = lax.stop_gradient((centre, _WIDEN * chol))
     eps, base = (jnp.asarray(x, centre.dtype) for x in table)
@@ -112,8 +115,9 @@ def place_at_mode(
     table: tuple[np.ndarray, np.ndarray],
     steps: int,
 ) -> Nodes:
-    """Nodes around each unit's mode, found in Newton steps from ``start``, spread by the curvature
-    there.
+    """Place nodes around each unit's mode, spread by the curvature there.
+
+    Newton steps from ``start`` find the mode.
     """
     mode = _newton(log_density, start, steps)
     return place(mode, inverse_factor(_curvature(log_density, mode)), table)
@@ -122,9 +126,12 @@ def place_at_mode(
 def quadrature_marginal(
     log_density: Callable[[Array, Array], Array], u: Array, start: Array, owned: Array
 ) -> tuple[Array, Array, Moments]:
-    """Marginal log likelihood at ``u``, its score, and the latents' moments.
+    """Integrate local latents out by quadrature.
 
-    Arguments as :func:`laplace_marginal`.
+    Arguments are those of :func:`laplace_marginal`.
+
+    :return: log marginal likelihood at ``u`` (scalar), its score ``(d,)``, and the latents'
+        moments.
     """
     found = place_at_mode(lambda z: log_density(u, z), start, nodes(start.shape[1]), _NEWTON_STEPS)
 
@@ -137,23 +144,27 @@ def quadrature_marginal(
 
 
 def log_normaliser(owned: Array) -> Array:
-    """What the constants of :class:`Nodes` lack, for the latents that count."""
+    """Return the logarithm of the constant that :class:`Nodes` leave out.
+
+    Only the latents in ``owned`` count.
+    """
     return 0.5 * np.log(2 * np.pi) * jnp.sum(owned)
 
 
 def laplace_marginal(
     log_density: Callable[[Array, Array], Array], u: Array, start: Array, owned: Array
 ) -> tuple[Array, Array, Moments]:
-    """Laplace marginal log likelihood at ``u``, its gradient, and the fit.
+    """Integrate local latents out by Laplace's approximation.
 
-    :param log_density: ``(u, z) -> (E,)``, each unit's term depending on its own row of z ``(E,
-        k)`` only, padding standard normal.
+    :param log_density: ``(u, z) -> (E,)``. Each unit's term depends on its own row of z ``(E, k)``
+        only, and padding is standard normal.
     :param u: global position (whitened), shape ``(d,)``.
-    :param start: where to look for the mode, shape ``(E, k)``.
-    :param owned: which latents count, shape ``(E, k)``.
-    :return: value (scalar), gradient ``(d,)``, and the modes with their curvatures.
+    :param start: first position of the search for the mode, shape ``(E, k)``.
+    :param owned: true for latents that are not padding, shape ``(E, k)``.
+    :return: log marginal likelihood at ``u`` (scalar), its gradient ``(d,)``, and the modes with
+        factors of the inverse curvatures.
     """
-    # the mode's own derivative is left in: a Hessian of this function needs it
+    # no stop_gradient here: a Hessian of this function needs the mode's derivative
     mode = _newton(lambda z: log_density(u, z), start, _NEWTON_STEPS)
     hessian = _curvature(lambda z: log_density(u, z), mode)
 
@@ -170,7 +181,7 @@ def laplace_marginal(
 
 
 def _curvature(log_density: Callable[[Array], Array], z: Array) -> Array:
-    """Negative second derivatives of each unit in its own latents, shape ``(E, k, k)``."""
+    """Return negative second derivatives of each unit in its own latents, ``(E, k, k)``."""
     slope = jax.grad(lambda z: jnp.sum(log_density(z)))
     basis = jnp.eye(z.shape[1], dtype=z.dtype)
 
@@ -181,15 +192,15 @@ def _curvature(log_density: Callable[[Array], Array], z: Array) -> Array:
 
 
 def cholesky(matrix: Array) -> Array:
-    """Cholesky factors.
+    """Return Cholesky factors.
 
-    Identity for a unit whose curvature is not positive definite (its weight is small).
+    A unit whose curvature is not positive definite has the identity (its weight is small).
     """
     return small_matrices.cholesky(_positive(matrix))
 
 
 def inverse_factor(matrix: Array) -> Array:
-    """Cholesky factors of the inverses."""
+    """Return Cholesky factors of the inverses."""
     return small_matrices.inverse_cholesky(_positive(matrix))
 
 
@@ -201,7 +212,7 @@ def _positive(matrix: Array) -> Array:
 
 
 def _newton(log_density: Callable[[Array], Array], start: Array, steps: int) -> Array:
-    """Maximise each unit's term by Newton steps, damped unit by unit (Levenberg-Marquardt)."""
+    """Maximize each unit's term by Newton steps, damped unit by unit (Levenberg-Marquardt)."""
     eye = jnp.eye(start.shape[1], dtype=start.dtype)
 
     def step(carry: tuple, _: None) -> tuple[tuple, None]:
@@ -212,7 +223,7 @@ def _newton(log_density: Callable[[Array], Array], start: Array, steps: int) -> 
         factor = small_matrices.cholesky(curvature + damping[:, None, None] * scale * eye)
         proposal = z + small_matrices.solve(factor, slope)
         new = log_density(proposal)
-        better = new >= value  # NaN, where the damped curvature is not positive, is not
+        better = new >= value  # false for NaN, where the damped curvature is not positive definite
         z = jnp.where(better[:, None], proposal, z)
         damping = jnp.where(better, damping * 0.2, jnp.maximum(damping, 1e-3) * 6.0)
         return (z, jnp.where(better, new, value), damping), None

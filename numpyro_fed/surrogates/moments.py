@@ -1,26 +1,26 @@
-r"""Moment-matched surrogates.
+r"""Moment-matched surrogates, from draws of the silos' own posteriors.
 
-Each silo simulates from its own posterior, and sends mean and covariance once.
+Each silo draws from its own posterior, and sends mean and covariance once.
 
-FSGLD 3.1 draws from :math:`p_s \propto p(y_s \mid \theta)` by SGLD and takes the Gaussian with the
-draws' moments for :math:`q_s`. That law is improper wherever a silo alone does not pin
-:math:`\theta` down, so here a silo draws from
+FSGLD 3.1 draws from :math:`p_s \propto p(y_s \mid \theta)` by SGLD, and :math:`q_s` is the Gaussian
+with the draws' moments. That target is improper where a silo alone does not determine
+:math:`\theta`. Here a silo draws from
 
 .. math:: p_s(\theta) \propto p(\theta)^c \, p(y_s \mid \theta),
 
-and the prior is divided out again: with the draws' mean :math:`m_s` and covariance :math:`V_s`,
+and the prior is divided out again. With the draws' mean :math:`m_s` and covariance :math:`V_s`,
 
-.. math:: \Lambda_s = V_s^{-1} - c \Lambda_0, \qquad \eta_s = V_s^{-1} m_s - c \eta_0,
+.. math:: \Lambda_s = V_s^{-1} - c \Lambda_0, \qquad \eta_s = V_s^{-1} m_s - c \eta_0.
 
-where :math:`(\eta_0, \Lambda_0)` is the Gaussian whose score is nearest to the prior's under
-:math:`N(m_s, V_s)` in least squares (a Gaussian prior itself). So :math:`p(\theta) \prod_s
-q_s(\theta)` is the posterior for Gaussian models, whatever c; c = 0 is the paper's own law.
-:math:`V_s^{-1}` is the inverse sample covariance times (n - d - 2) / (n - 1), which makes it
-unbiased for independent draws.
+Here :math:`(\eta_0, \Lambda_0)` is the Gaussian whose score is nearest to the prior's, in least
+squares under :math:`N(m_s, V_s)`. For a Gaussian prior it is the prior itself. For Gaussian models
+:math:`p(\theta) \prod_s q_s(\theta)` is then the posterior for every c; c = 0 is the paper's
+target. The inverse sample covariance times (n - d - 2) / (n - 1) estimates :math:`V_s^{-1}`,
+without bias for independent draws.
 
-The step size rule of the local SGLD is that of :mod:`numpyro_fed.surrogates.local_draws`; what its
-step adds to a Gaussian's variance is taken back, a factor 1 - h/4. Reference: el Mekkaoui et al.
-(2021), Federated stochastic gradient Langevin dynamics, 3.1.
+The local SGLD has the step size of :mod:`numpyro_fed.surrogates.local_draws`. Its steps widen a
+Gaussian's variance, which a factor 1 - h/4 corrects. Reference: el Mekkaoui et al. (2021),
+Federated stochastic gradient Langevin dynamics, 3.1.
 """
 
 import math
@@ -46,9 +46,9 @@ from numpyro_fed.surrogates.sobol import sobol_normal
 
 __all__ = ["fit", "moments", "with_moments"]
 
-_FULL_UP_TO = 500  # dimensions; a kernel takes variances only beyond
-_SETTLED = 1.2  # split R-hat of long chains
-_FEWEST = 20  # draws of each chain
+_FULL_UP_TO = 500  # dimensions; beyond, a kernel takes variances only
+_SETTLED = 1.2  # largest split R-hat of long chains
+_FEWEST = 20  # fewest draws of each chain
 
 
 def moments(
@@ -62,23 +62,24 @@ def moments(
     public: Sequence[str] = (),
     seed: int = 0,
 ) -> Surrogates:
-    """Surrogates with the moments of the silos' own posteriors, the prior divided out.
+    """Match surrogates to the moments of the silos' own posteriors, and divide the prior out.
 
     **What leaves a silo:** ``d + d (d + 1) / 2`` numbers (diagonal: ``2 d``), once.
 
-    :param model: the marked model. Local latents are drawn along, by ``method="nuts"``.
+    :param model: the marked model. Local latents need ``method="nuts"``, which draws them with
+        theta.
     :param silos: the data.
-    :param method: ``"sgld"`` (all rows a step; all silos at once) or ``"nuts"`` (NumPyro's, silo
-        after silo).
-    :param num_samples: draws of each silo, over 16 (``"nuts"``: 4) chains.
-    :param prior: c, the power of the prior in a silo's law. 0 is the paper's, whose law may be
-        improper.
+    :param method: ``"sgld"`` (all rows in each step, all silos at once) or ``"nuts"`` (NumPyro's,
+        silo after silo).
+    :param num_samples: number of draws of each silo, over 16 (``"nuts"``: 4) chains.
+    :param prior: c, the power of the prior in a silo's target. 0 is the paper's, whose target may
+        be improper.
     :param diagonal: take the draws' variances only, as the paper does for neural networks.
     :param public: observed sites outside every silo plate whose data all silos know.
-    :param seed: of the draws.
+    :param seed: seed of the draws.
     :return: the surrogates.
-    :raises ValueError: for arguments it cannot use, and for a silo whose draws do not settle (an
-        improper law).
+    :raises ValueError: for arguments out of range, for local latents with ``"sgld"``, and for a
+        silo whose draws do not converge (an improper target).
 
     Example::
 
@@ -106,10 +107,10 @@ def fit(
     diagonal: bool = False,
     seed: int = 0,
 ) -> tuple[Surrogates, Cost]:
-    """:func:`moments` of a factorised model, and what it cost each silo."""
+    """Return :func:`moments` of a factorized model, and the cost of each silo."""
     _check(factors, method, num_samples, prior)
     chains, dim = CHAINS[method], factors.dim
-    count = -(-num_samples // chains) + (-num_samples // chains) % 2  # even: chains are halved
+    count = -(-num_samples // chains) + (-num_samples // chains) % 2  # even, for half chains
     simulate = sgld if method == "sgld" else nuts
     draws = simulate(factors, float(prior), count, random.key(seed), silos)
     local = []
@@ -127,15 +128,18 @@ def fit(
         parts = laws / Gaussian(
             *(prior * np.stack(x) for x in zip(*((q.eta, q.precision) for q in own), strict=True))
         )
-    passes = gradients(dim, count) if method == "sgld" else 0  # those of NUTS are not counted
+    passes = gradients(dim, count) if method == "sgld" else 0  # NUTS' gradients are not counted
     numbers = 2 * dim if diagonal else dim + dim * (dim + 1) // 2
     cost = Cost(1, passes, 0, numbers * jnp.result_type(float).itemsize)
     return Surrogates(parts, _global_prior(factors, silos, laws, parts)), cost
 
 
 def with_moments(factors: Factors, silos: Silos, fitted: ScoreFit | None) -> ScoreFit:
-    """A kernel's fit with the moments' surrogates (by NUTS where there are local latents) in place
-    of ``fitted``'s own.
+    """Return a kernel's fit with moment-matched surrogates in place of its own.
+
+    The draws are by NUTS where the model has local latents.
+
+    :param fitted: the kernel's fit, or ``None`` without one.
     """
     method = "nuts" if factors.local_sites else "sgld"
     surrogates, cost = fit(
@@ -159,9 +163,9 @@ def _check(factors: Factors, method: str, num_samples: int, prior: float) -> Non
         or num_samples < least
     ):
         raise ValueError(
-            f"num_samples: expected an integer of at least {least} for a covariance in dimension d "
-            f"= {factors.dim} "
-            f"(2 d, and {_FEWEST} for each of {CHAINS[method]} chains), got {num_samples!r}"
+            f"num_samples: expected an integer of at least {least} for a covariance in dimension "
+            f"d = {factors.dim} (2 d, and {_FEWEST} for each of {CHAINS[method]} chains), "
+            f"got {num_samples!r}"
         )
     if isinstance(prior, bool) or not isinstance(prior, Real) or not 0 <= prior <= 1:
         raise ValueError(
@@ -171,31 +175,29 @@ def _check(factors: Factors, method: str, num_samples: int, prior: float) -> Non
         raise ValueError(
             'method="sgld" draws global sites only, but the model has local latents '
             f"{[s.name for s in factors.local_sites]}; "
-            'expected method="nuts", which draws them along (or surrogate="score", which '
+            'expected method="nuts", which draws them, too (or surrogate="score", which '
             "integrates them out)"
         )
 
 
 def _local_moments(draws: LocalDraws, name: str, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Mean and covariance of a silo's draws (``length`` in half a chain), or an error that names
-    the silo.
+    """Return mean and covariance of a silo's draws, or raise an error that names the silo.
+
+    :param length: number of draws in half a chain.
     """
     mend = (
-        "its law p(theta)^c p(y_s | theta) may be improper: expected prior=1.0 and a proper prior, "
-        'or surrogate="score", '
-        "which needs no silo to stand alone"
+        "its target p(theta)^c p(y_s | theta) may be improper: expected prior=1.0 and a proper "
+        'prior, or surrogate="score", which does not draw from this target'
     )
     if not all(np.isfinite(x).all() for x in draws):
         raise ValueError(f"silo {name!r}: the draws of its own posterior are not finite; {mend}")
     between = np.cov(draws.means.T, ddof=1).reshape(draws.within.shape)
     width = np.diag(draws.within)
     r_hat = np.sqrt(1 + np.diag(between) / np.maximum(width, 1e-30)).max()
-    most = math.sqrt(
-        _SETTLED**2 + 3 / length
-    )  # means of few correlated draws differ without any harm
+    most = math.sqrt(_SETTLED**2 + 3 / length)  # means of few correlated draws differ by chance
     if r_hat > most:
         raise ValueError(
-            f"silo {name!r}: the draws of its own posterior have not settled (R-hat {r_hat:.3g}, "
+            f"silo {name!r}: the draws of its own posterior have not converged (R-hat {r_hat:.3g}, "
             f"expected < {most:.3g}); {mend}"
         )
     count = len(draws.means)
@@ -211,7 +213,7 @@ def _local_moments(draws: LocalDraws, name: str, length: int) -> tuple[np.ndarra
 
 
 def _gaussian(mean: np.ndarray, covariance: np.ndarray, count: int, diagonal: bool) -> Gaussian:
-    """The Gaussian of some moments, its precision freed of the bias of an inverse."""
+    """Return the Gaussian of a mean and a covariance, with the bias of the inverse removed."""
     if diagonal:
         precision = (count - 3) / (count - 1) / np.diag(covariance)
         return Gaussian(precision * mean, precision)
@@ -226,7 +228,7 @@ def _prior_scores(factors: Factors, thetas: Array, shared: Any) -> Array:
 
 
 def _prior_under(factors: Factors, silos: Silos, law: Gaussian) -> Gaussian:
-    """The Gaussian whose score is nearest to the prior's under a law, in least squares."""
+    """Fit the Gaussian whose score is nearest to the prior's, in least squares under ``law``."""
     dim, full = factors.dim, not law.is_diagonal
     loc, scale = law.whitening()
     scale = scale if full else np.diag(scale)
@@ -247,9 +249,9 @@ def _prior_under(factors: Factors, silos: Silos, law: Gaussian) -> Gaussian:
 
 
 def _global_prior(factors: Factors, silos: Silos, laws: Gaussian, parts: Gaussian) -> Gaussian:
-    """The prior's factor, fitted where the posterior is.
+    """Fit the prior's factor near the posterior.
 
-    Under the product of all, found in two rounds.
+    Its ``law`` is the product of all factors, after two iterations.
     """
     law = Gaussian(laws.eta.mean(0), laws.precision.mean(0))
     for _ in range(2):

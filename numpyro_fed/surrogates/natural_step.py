@@ -1,11 +1,11 @@
-r"""Gaussian sites.
+r"""Natural-gradient steps of a server, from the silos' approximate factors.
 
-What a server adds, how far it goes at once, and what it remembers of the rounds before.
+The server adds the approximate factors up, limits its step, and accelerates it by earlier rounds.
 
-Sites are natural parameters in coordinates :math:`u = L^{-1}(\theta - \mu)` whitened by the current
-q, in which q is N(0, I) and nothing cancels in float32. :class:`History` is Anderson's acceleration
-of the fixed-point iteration (Walker & Ni 2011), lengths being those of q's Fisher information; for
-full precisions.
+Approximate factors are natural parameters in coordinates :math:`u = L^{-1}(\theta - \mu)` whitened
+by the current q. In these, q is N(0, I), and nothing cancels in float32. :class:`History` is
+Anderson's acceleration of the fixed-point iteration (Walker & Ni 2011), for full precisions. It
+measures lengths by q's Fisher information.
 """
 
 from typing import NamedTuple
@@ -28,21 +28,19 @@ __all__ = [
     "unpacked",
 ]
 
-_FARTHEST = 3.0  # sds of q that it moves in a round, along an axis of its curvature
-_FLATTEST = (
-    0.25  # precision of the new q in units of the old one's: it widens at most twofold in a round
-)
-CAREFUL = 0.7  # share of a step that is taken where silos did not answer
-_OLDEST = 0.1  # weight of the newest sites in the end
-_SLOWLY = 6.0  # rounds after which the part is half, where it falls
-_DEPTH = 3  # rounds that are remembered
+_FARTHEST = 3.0  # largest step of a round, in sds of q along an axis of its curvature
+_FLATTEST = 0.25  # least precision relative to the old q's: a round widens q at most twofold
+CAREFUL = 0.7  # share of a step where silos did not answer
+_OLDEST = 0.1  # least weight of the newest factors, and least share of an averaged step
+_SLOWLY = 6.0  # rounds until the share of an averaged step is half
+_DEPTH = 3  # rounds in the history
 
 
 @wire_name("Site")
 class Site(NamedTuple):
-    """A Gaussian factor in coordinates whitened by q: score ``linear - precision u``.
+    """Approximate factor: Gaussian with score ``linear - precision u`` in q's coordinates.
 
-    Precision ``(d, d)`` or its diagonal.
+    The precision is ``(d, d)`` or its diagonal ``(d,)``.
     """
 
     linear: Array
@@ -51,17 +49,16 @@ class Site(NamedTuple):
 
 @wire_name("History")
 class History(NamedTuple):
-    """Anderson's acceleration.
+    """State of Anderson's acceleration, in q's natural parameters.
 
-    Of the last rounds the steps taken and how the residual changed with them, in q's natural
-    parameters.
+    It holds the steps of the last rounds, and the changes of the residual with them.
 
-    :param steps: the last first, leading axis m.
-    :param changes: likewise.
-    :param residual: the last round's.
-    :param taken: the last round's step.
-    :param known: whether there was one.
-    :param calm: rounds since q was held back last.
+    :param steps: the last rounds' steps, newest first, leading axis m.
+    :param changes: changes of the residual, in the order of ``steps``.
+    :param residual: residual of the last round.
+    :param taken: step of the last round.
+    :param known: true after a first round.
+    :param calm: number of rounds since a limit last held q back.
     """
 
     steps: Site
@@ -73,13 +70,13 @@ class History(NamedTuple):
 
     @staticmethod
     def none(like: Site) -> "History":
-        """Nothing is known."""
+        """Return an empty history."""
         several = jax.tree.map(lambda x: jnp.zeros((_DEPTH, *x.shape), x.dtype), like)
         zero = jax.tree.map(jnp.zeros_like, like)
         return History(several, several, zero, zero, jnp.array(False), jnp.zeros((), jnp.int32))
 
     def step(self, residual: Site) -> tuple[Site, "History"]:
-        """The step for a residual, and the history with it."""
+        """Return the step for a residual, and the history with it."""
 
         def push(several: Array, new: Array) -> Array:
             return jnp.concatenate([jnp.where(self.known, new, 0.0)[None], several[:-1]])
@@ -88,7 +85,7 @@ class History(NamedTuple):
         changes = jax.tree.map(
             lambda x, new, old: push(x, new - old), self.changes, residual, self.residual
         )
-        # lengths in q's Fisher information
+        # the root of 1/2 weighs precisions as q's Fisher information does
         lengths = jnp.concatenate(
             [changes.linear, changes.precision.reshape(_DEPTH, -1) * 0.5**0.5], axis=1
         )
@@ -96,8 +93,7 @@ class History(NamedTuple):
         gram = lengths @ lengths.T
         gram = gram + jnp.diag(jnp.where(jnp.diagonal(gram) > 0, 1e-4 * jnp.diagonal(gram), 1.0))
         share = jnp.linalg.solve(gram, lengths @ of_now)
-        # at the fixed point residuals are rounding errors, and so are their changes: nothing can be
-        # told from them
+        # at the fixed point residuals and their changes are rounding errors, without information
         share = jnp.where(jnp.linalg.norm(of_now) > jnp.finfo(of_now.dtype).eps ** 0.75, share, 0.0)
         step = jax.tree.map(
             lambda r, x, y: r - jnp.tensordot(share, x + y, 1), residual, steps, changes
@@ -105,7 +101,7 @@ class History(NamedTuple):
         return step, History(steps, changes, residual, step, jnp.array(True), self.calm)
 
     def carried(self, shift: Array, factor: Array) -> "History":
-        """In coordinates v, where ``u = shift + factor v``."""
+        """Return the history in coordinates v, where ``u = shift + factor v``."""
 
         def one(site: Site) -> Site:
             return carried(site, shift, factor)
@@ -122,7 +118,7 @@ class History(NamedTuple):
 
 
 def packed(site: Site) -> Site:
-    """With the lower triangle of a full precision in its place."""
+    """Pack a full precision into its lower triangle."""
     d = len(site.linear)
     return (
         site
@@ -132,7 +128,7 @@ def packed(site: Site) -> Site:
 
 
 def unpacked(site: Site, like: Site) -> Site:
-    """The inverse, for a precision of the form of ``like``'s."""
+    """Invert :func:`packed`, for a precision of the form of that of ``like``."""
     if like.precision.ndim == 1:
         return site
     lower = (
@@ -142,7 +138,7 @@ def unpacked(site: Site, like: Site) -> Site:
 
 
 def carried(site: Site, shift: Array, factor: Array) -> Site:
-    """A site in coordinates v, where ``u = shift + factor v``."""
+    """Return an approximate factor in coordinates v, where ``u = shift + factor v``."""
     linear, precision = site
     if precision.ndim == 1:
         return Site(factor * (linear - precision * shift), factor**2 * precision)
@@ -150,8 +146,10 @@ def carried(site: Site, shift: Array, factor: Array) -> Site:
 
 
 def product(site: Site) -> tuple[Array, Array, Array, Array]:
-    """Mean and square root of the new q in the old one's coordinates, how far that is, and whether
-    q was held back.
+    """Return the new q in the old one's coordinates, within the limits of a step.
+
+    :return: mean; square root of the covariance; largest move, in sds and log sds; and true where a
+        limit held q back.
     """
     linear, precision = site
     if precision.ndim == 1:
@@ -159,12 +157,11 @@ def product(site: Site) -> tuple[Array, Array, Array, Array]:
     else:
         values, vectors = jnp.linalg.eigh(0.5 * (precision + precision.T))
         linear = vectors.T @ linear
-    curvature = jnp.maximum(
-        jnp.abs(values), _FLATTEST
-    )  # where q is no density, a step uphill all the same
+    # absolute values, so that the step goes uphill where q is no density
+    curvature = jnp.maximum(jnp.abs(values), _FLATTEST)
     step = linear / curvature
     beyond = jnp.abs(step) / _FARTHEST
-    # the farther it would go the wider q is to look, from as wide as it was to twofold
+    # the farther a step exceeds its limit, the wider q becomes, up to twofold
     curvature = jnp.where(
         beyond > 1, jnp.maximum(jnp.minimum(curvature, beyond**-2), _FLATTEST), curvature
     )
@@ -173,7 +170,7 @@ def product(site: Site) -> tuple[Array, Array, Array, Array]:
     moved = jnp.maximum(jnp.abs(step).max(), 0.5 * jnp.abs(jnp.log(curvature)).max())
     if vectors is None:
         return step, curvature**-0.5, moved, held
-    # a root without squares, which float32 has not the digits for where curvatures differ by 1e8
+    # QR avoids squares, which are too coarse in float32 where curvatures differ by 1e8
     upper = jnp.linalg.qr((vectors * curvature**-0.5).T, mode="r")
     return vectors @ step, (jnp.sign(jnp.diagonal(upper))[:, None] * upper).T, moved, held
 
@@ -181,15 +178,14 @@ def product(site: Site) -> tuple[Array, Array, Array, Array]:
 def natural_step(
     history: History, total: Site, accelerated: Array, averaged: bool = False
 ) -> tuple[Array, Array, Array, Array, History]:
-    """The natural-gradient step of a full q.
+    """Take the natural-gradient step of a full q.
 
-    Where it goes, whitened by what it was, its root, sds, whether it was held back, and the
-    history.
-
-    :param total: the sum of all sites.
-    :param accelerated: whether it is; else a part of the plain step is taken, as some sites are
-        old, or have noise.
-    :param averaged: whether that part falls to a tenth, so that noise averages out over rounds.
+    :param total: the sum of all approximate factors.
+    :param accelerated: take the accelerated step, or else a share of the plain one, for factors
+        that are old or have noise.
+    :param averaged: let that share fall to a tenth, so that noise averages out over rounds.
+    :return: mean and square root of the new q in the old one's coordinates, the move in sds, true
+        where a limit held q back, and the history.
     """
     one = jnp.eye(len(total.linear))
     residual = Site(total.linear, total.precision - one)
@@ -199,8 +195,7 @@ def natural_step(
     loc, root, taken, held = product(Site(step.linear, one + step.precision))
     moved, held_one = product(total)[2:]
     held, moved = (held, taken) if averaged else (held | held_one, moved)
-    # nothing is learned from steps in which old sites stood for silos that did not answer, or from
-    # what was held back
+    # steps with old factors of silos that did not answer, or at a limit, would mislead the history
     later = jax.tree.map(
         lambda x, y: jnp.where(accelerated & ~held, x, y), later, History.none(total)
     )
@@ -209,8 +204,8 @@ def natural_step(
 
 
 def newest(rounds: Array) -> Array:
-    """Weight of a round's sites in the average over rounds, where they have noise.
+    """Return the weight of a round's approximate factors in the average over rounds.
 
-    One, two thirds, a half ... a tenth.
+    The average is for factors with noise; the weights are one, two thirds, a half ... a tenth.
     """
     return jnp.maximum(_OLDEST, 2 / (2.0 + rounds))

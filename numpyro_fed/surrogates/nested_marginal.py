@@ -1,15 +1,17 @@
-r"""A silo's marginal likelihood where its local latents are those of two nested plates.
+r"""Marginal likelihood of a silo whose local latents are those of two nested plates.
 
 With terms :math:`\ell_g(a_g)` of the outer elements and :math:`\ell_i(a_{g(i)}, b_i)` of the inner
-ones,
+ones, it is
 
-.. math:: \log p(y_s \mid \theta) = \sum_g \log \int e^{\ell_g(a)} \prod_{i \in g} \left[ \int e^{\ell_i(a, b)} \, db \right] da
+.. math::
+    \log p(y_s \mid \theta) = \sum_g \log \int e^{\ell_g(a)}
+        \prod_{i \in g} \left[ \int e^{\ell_i(a, b)} \, db \right] da
 
 by quadrature in quadrature (:class:`numpyro_fed.surrogates.marginal.Nodes`). The joint mode and the
-curvature there, which is an arrow (inner blocks, outer blocks, and what couples an inner element to
-its own outer one), place the outer nodes: Schur's complement is the curvature of a once the b are
-maximised out. At each of them a few Newton steps place the inner nodes. No gradient passes through
-nodes, so that of the value is Fisher's identity, twice.
+curvature there place the outer nodes. The curvature is an arrow of inner blocks, outer blocks, and
+blocks that couple an inner element to its outer one. Its Schur complement is the curvature of a
+after the b are maximized out. At each outer node a few Newton steps place the inner nodes. No
+gradient passes through nodes, so that the gradient of the value is Fisher's identity, twice.
 """
 
 from collections.abc import Callable
@@ -34,25 +36,29 @@ from numpyro_fed.surrogates.marginal import (
 __all__ = ["NestedMarginal", "nested_marginal", "num_nodes"]
 
 _MODE_STEPS = 25
-_INNER_STEPS = 4  # from where the joint mode's tangent leads
-_OUTER = {"scalar": 11, "sobol": 32}  # many rows below an outer element make its law nearly normal
+_INNER_STEPS = 4  # from a start on the joint mode's tangent
+_OUTER = {"scalar": 11, "sobol": 32}  # few: outer elements with many rows are nearly normal
 _INNER = {"scalar": 21, "sobol": 32}
 
 Terms = Callable[[Array, Array], tuple[Array, Array]]
 
 
 def num_nodes(outer: int, inner: int) -> int:
-    """Evaluations of the model in a value, for so many latents an outer and an inner element."""
+    """Return the number of evaluations of the model in one value.
+
+    :param outer: number of latents of an outer element.
+    :param inner: number of latents of an inner element.
+    """
     return len(nodes(outer, **_OUTER)[0]) * len(nodes(inner, **_INNER)[0])
 
 
 class NestedMarginal(NamedTuple):
-    """What :func:`nested_marginal` returns.
+    """Result of :func:`nested_marginal`.
 
-    :param value: the log marginal likelihood but for ``2 pi``.
+    :param value: the log marginal likelihood without its constant in ``2 pi``.
     :param score: its gradient ``(d,)``.
     :param outer: moments of the outer latents.
-    :param inner: those of the inner ones, given outer latents ``outer.location + outer.chol @ e``;
+    :param inner: moments of the inner latents at outer latents ``outer.location + outer.chol @ e``;
         ``None`` without e.
     """
 
@@ -72,12 +78,12 @@ def nested_marginal(
     """Integrate outer and inner latents out.
 
     :param log_terms: ``(u, outer, inner) -> (n0,), (n1,), ()``: terms of outer elements, of inner
-        ones, and of none; padding standard normal.
+        ones, and of neither; padding is standard normal.
     :param u: global position (whitened), shape ``(d,)``.
     :param parent: the outer element of each inner one, ``(n1,)``.
-    :param starts: where to look for the mode, ``(n0, k0)`` and ``(n1, k1)``.
-    :param e: standard normal position ``(k0,)``, the same for all outer elements, at which inner
-        moments are wanted.
+    :param starts: first positions of the search for the mode, ``(n0, k0)`` and ``(n1, k1)``.
+    :param e: standard normal position ``(k0,)`` of the inner moments, the same for all outer
+        elements.
     """
     count = len(starts[0])
 
@@ -121,10 +127,10 @@ def nested_marginal(
 
 
 class _Arrow(NamedTuple):
-    """Negative second derivatives.
+    """Blocks of the negative second derivatives.
 
-    Outer ``(n0, k0, k0)``, an inner element's with its outer one's ``(n1, k1, k0)``, inner ``(n1,
-    k1, k1)``.
+    The outer blocks are ``(n0, k0, k0)`` and the inner ones ``(n1, k1, k1)``; the cross blocks of
+    inner elements with their outer ones are ``(n1, k1, k0)``.
     """
 
     outer: Array
@@ -147,14 +153,15 @@ def _arrow(log_terms: Terms, a: Array, b: Array) -> _Arrow:
     return _Arrow(outer, cross, columns(b, a, first=False)[1])
 
 
-_solve = jax.vmap(small_matrices.solve, in_axes=(None, -1), out_axes=-1)  # of factors, for columns
+_solve = jax.vmap(small_matrices.solve, in_axes=(None, -1), out_axes=-1)  # column by column
 
 
 def _mode(
     log_terms: Terms, starts: tuple[Array, Array], parent: Array, up: Callable[[Array], Array]
 ) -> tuple[Array, Array]:
-    """Maximise by Newton steps, damped for each outer element with its inner ones
-    (Levenberg-Marquardt).
+    """Find the joint mode by Newton steps.
+
+    Each outer element is damped together with its inner ones (Levenberg-Marquardt).
     """
     slope = jax.grad(lambda a, b: sum(jnp.sum(x) for x in log_terms(a, b)), argnums=(0, 1))
 
@@ -182,7 +189,7 @@ def _mode(
         )
         new_a, new_b = a + move_a, b + move_b
         new = value_of(new_a, new_b)
-        better = new >= value  # NaN is not
+        better = new >= value  # false for NaN
         a, b = jnp.where(better[:, None], new_a, a), jnp.where(better[parent, None], new_b, b)
         damping = jnp.where(better, damping * 0.2, jnp.maximum(damping, 1e-3) * 6.0)
         return (a, b, jnp.where(better, new, value), damping), None

@@ -1,23 +1,24 @@
-r"""What surrogates leave of the gradients' noise.
+r"""Noise of the gradients with surrogates: the constants of FSGLD's theorems 1 and 2.
 
-The constants of FSGLD's theorems 1 and 2, measured.
-
-At given values of :math:`\theta`, over the rows :math:`x_i` of silo s,
+At some values of :math:`\theta`, over the rows :math:`x_i` of silo s, the constants are
 
 .. math::
-    \gamma_s^2 &= \max_\theta \max_i \| \nabla \log p(x_i \mid \theta) \|^2 \qquad \text{(assumption 1, DSGLD)} \\
-    \epsilon_s^2 &= \max_\theta \frac1{N_s} \sum_i \| \nabla \log p(x_i \mid \theta) - N_s^{-1} \nabla \log q_s(\theta) \|^2
+    \gamma_s^2 &= \max_\theta \max_i \| \nabla \log p(x_i \mid \theta) \|^2
+    \qquad \text{(assumption 1, DSGLD)} \\
+    \epsilon_s^2 &= \max_\theta \frac1{N_s} \sum_i
+    \| \nabla \log p(x_i \mid \theta) - N_s^{-1} \nabla \log q_s(\theta) \|^2
     \qquad \text{(lemma 2, FSGLD)}
 
-where the papers take suprema over all :math:`\theta`. With h the step size, T the number of steps
-that the chain makes in all (not those of a stay: the theorems draw a silo anew every step), m rows
-a minibatch and f the silos' probabilities, the mean squared error of an average over the chain is
-at most a constant times
+where the papers take suprema over all :math:`\theta`. With step size h, T steps of the whole chain,
+m rows in a minibatch and silos' probabilities f, the mean squared error of an average over the
+chain is at most a constant times
 
 .. math:: \frac1{mT} \sum_s \frac{N_s^2}{f_s} \epsilon_s^2 + \frac1{hT} + h^2
 
-(theorem 2; theorem 1, for DSGLD, with :math:`\gamma_s^2` in place of :math:`\epsilon_s^2`). The
-constant does not depend on T and h and is not known: bounds compare settings, they are no error
+(theorem 2). Theorem 1, for DSGLD, has :math:`\gamma_s^2` in place of :math:`\epsilon_s^2`. The
+theorems draw a silo anew at every step, so that T does not count the steps of a visit.
+
+The constant does not depend on T and h, and is unknown: bounds compare settings, and are no error
 bars. Reference: el Mekkaoui et al. (2021), Federated stochastic gradient Langevin dynamics, 4.
 """
 
@@ -46,11 +47,11 @@ _ROWS_AT_ONCE = 1024
 class Noise(NamedTuple):
     """Constants of the silos, each ``(S,)``.
 
-    :param gamma_squared: largest squared norm of a row's gradient, over rows and theta.
-    :param gamma_squared_mean: largest mean over rows of that, over theta: what ``epsilon_squared``
-        is without surrogates.
-    :param epsilon_squared: largest mean over rows of the squared distance to the surrogate's share,
-        over theta.
+    :param gamma_squared: squared norm of a row's gradient, largest over rows and theta.
+    :param gamma_squared_mean: mean over rows of this squared norm, largest over theta: the value of
+        ``epsilon_squared`` without surrogates.
+    :param epsilon_squared: mean over rows of the squared distance between a row's gradient and the
+        surrogate's share, largest over theta.
     :param num_rows: N_s.
     """
 
@@ -61,7 +62,11 @@ class Noise(NamedTuple):
 
 
 class Bounds(NamedTuple):
-    """Bounds of the mean squared error up to the theorems' constant C: theorem 1 and theorem 2."""
+    """Bounds of the mean squared error up to the theorems' constant C.
+
+    :param dsgld: theorem 1.
+    :param fsgld: theorem 2.
+    """
 
     dsgld: float
     fsgld: float
@@ -75,9 +80,9 @@ def noise(
     *,
     public: Sequence[str] = (),
 ) -> Noise:
-    """The constants of FSGLD's theorems 1 and 2 at some values of the global position.
+    """Measure the constants of FSGLD's theorems 1 and 2 at values of the global position.
 
-    Everything is in the coordinates of theta, not in preconditioned ones, as in the paper.
+    As in the paper, everything is in the coordinates of theta, not in preconditioned ones.
 
     :param model: the marked model, without local latents.
     :param silos: the data.
@@ -94,7 +99,9 @@ def noise(
         ...     mu = numpyro.sample("mu", dist.Normal(0, 1))
         ...     with fed.silo_plate("patients", y.shape[0]):
         ...         numpyro.sample("y", dist.Normal(mu, 1), obs=y)
-        >>> silos = fed.Silos({"oslo": {"y": jnp.array([4.0, 6.0])}, "rome": {"y": jnp.array([-1.0, 1.0])}})
+        >>> silos = fed.Silos(
+        ...     {"oslo": {"y": jnp.array([4.0, 6.0])}, "rome": {"y": jnp.array([-1.0, 1.0])}}
+        ... )
         >>> q = fed.surrogates.analytic(silos, [[5.0], [0.0]], [[2.0], [2.0]])
         >>> found = fed.surrogates.noise(model, silos, q, [0.0])
         >>> found.gamma_squared.tolist(), found.epsilon_squared.tolist()
@@ -103,9 +110,9 @@ def noise(
     factors = factorise(model, silos, public=tuple(public))
     if factors.local_sites:
         raise ValueError(
-            f"the model has local latents {[s.name for s in factors.local_sites]}: the theorems' "
-            "gradients are of rows that are "
-            "independent given the global parameters; expected a model without local latents"
+            f"the model has local latents {[s.name for s in factors.local_sites]}: the theorems "
+            "need rows that are independent given the global parameters; expected a model without "
+            "local latents"
         )
     groups = list(dict.fromkeys(group for _, group in factors.plates))
     if len(groups) != 1:
@@ -129,7 +136,7 @@ def noise(
 
 
 def check_fits(surrogates: Surrogates, factors: Factors, silos: Silos) -> None:
-    """Refuse surrogates of other silos or of another dimension."""
+    """Raise an error for surrogates of other silos or of another dimension."""
     if not isinstance(surrogates, Surrogates):
         raise ValueError(f"surrogates: expected a fed.surrogates.Surrogates, got {surrogates!r}")
     if len(surrogates) != len(silos) or surrogates.dim != factors.dim:
@@ -143,8 +150,9 @@ def check_fits(surrogates: Surrogates, factors: Factors, silos: Silos) -> None:
 def _norms(
     factors: Factors, group: str, thetas: Array, shares: Array, silos: Silos
 ) -> tuple[Array, Array, Array]:
-    """Largest and mean squared norm of rows' gradients, and their mean squared distance to
-    ``shares``, ``(S, K)``.
+    """Return statistics of the rows' gradients, each ``(S, K)``.
+
+    They are the largest and the mean squared norm, and the mean squared distance to ``shares``.
     """
 
     def local(view: SiloView, _: None) -> tuple[tuple[Array, ...], None]:
@@ -180,21 +188,26 @@ def mse_bounds(
     batch_size: int,
     selection: Sequence[float] | None = None,
 ) -> Bounds:
-    """The right sides of FSGLD's theorems 1 and 2 without their constant C.
+    """Return the right sides of FSGLD's theorems 1 and 2 without their constant C.
 
     :param noise: constants from :func:`noise`.
     :param step_size: h.
-    :param num_steps: T, the number of steps that the chain makes in all (rounds times steps a
-        round).
-    :param batch_size: m.
+    :param num_steps: T, the number of steps of the whole chain (rounds times steps in a round).
+    :param batch_size: m, the rows of a minibatch.
     :param selection: f; equal by default.
     :return: the bound of DSGLD (theorem 1, with gamma) and of FSGLD (theorem 2, with epsilon).
+    :raises ValueError: for numbers that are not positive, or a selection of another shape or sum.
 
     Example::
 
         >>> import numpy as np
         >>> from numpyro_fed.surrogates.noise import Noise, mse_bounds
-        >>> constants = Noise(np.array([36.0, 1.0]), np.array([26.0, 1.0]), np.array([1.0, 1.0]), np.array([2.0, 2.0]))
+        >>> constants = Noise(
+        ...     gamma_squared=np.array([36.0, 1.0]),
+        ...     gamma_squared_mean=np.array([26.0, 1.0]),
+        ...     epsilon_squared=np.array([1.0, 1.0]),
+        ...     num_rows=np.array([2.0, 2.0]),
+        ... )
         >>> bounds = mse_bounds(constants, step_size=0.1, num_steps=1000, batch_size=1)
         >>> round(bounds.dsgld, 3), round(bounds.fsgld, 3)
         (0.316, 0.036)

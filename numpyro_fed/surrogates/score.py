@@ -1,24 +1,25 @@
-r"""Score-matched surrogates.
+r"""Score-matched surrogates, and the local map that comes with them.
 
-Gaussians fitted to the silos' marginal scores, and the local map with them.
-
-Each round the server sends a centre :math:`\mu`, a factor L of a covariance, and points
+Each round the server sends a center :math:`\mu`, a factor L of a covariance, and points
 :math:`u_k`. A silo returns the natural parameters of the Gaussian whose score is nearest, in least
 squares, to
 
 .. math:: \nabla_u \log \hat p(y_s \mid \mu + L u_k),
 
-the gradient of its marginal likelihood (local latents integrated out). The server adds the prior's,
-and moves :math:`\mu, L` to the product by the accelerated steps of conducive rounds
-(:mod:`numpyro_fed.surrogates.natural_step`). A last fit at wider points, weighted by a power of the
-posterior, settles the Gaussians. In few dimensions another one, at points near the posterior, fits
-bounded corrections (:mod:`numpyro_fed.surrogates.corrections`). The last of them regresses the
-locations and log scales of the local latents on u, which stays in the silo.
+the gradient of its marginal likelihood (local latents integrated out). The server adds the prior's
+parameters. It moves :math:`\mu, L` to the product by the accelerated steps of conducive rounds
+(:mod:`numpyro_fed.surrogates.natural_step`).
 
-Moment-matched local posteriors (FSGLD 3.1) are improper or far from Gaussian exactly in
-hierarchical models; scores are not. What leaves a silo, a round: ``d + d^2`` numbers (diagonal: ``2
-d``), the misfit, and its log marginal likelihood at the points. Related: FSGLD remark 3 asks for
-this criterion (equation 8).
+After these rounds, a last fit of the Gaussians has wider points with weights by a power of the
+posterior. In few dimensions another fit, at points near the posterior, adds bounded corrections
+(:mod:`numpyro_fed.surrogates.corrections`). The last of these fits also regresses the locations and
+log scales of the local latents on u. This regression, the local map, stays in the silo.
+
+**What leaves a silo**, in each round: ``d + d^2`` numbers (diagonal: ``2 d``), the misfit, and its
+log marginal likelihood at the points.
+
+FSGLD 3.1 matches moments of local posteriors, which in hierarchical models are improper or far from
+Gaussian; scores are not. FSGLD remark 3 asks for this criterion (equation 8).
 """
 
 import math
@@ -51,17 +52,14 @@ from numpyro_fed.surrogates.sobol import sobol_normal, wide_points
 __all__ = ["NUM_DRAWS", "ScoreFit", "Whitening", "fit", "fit_at"]
 
 _FULL_UP_TO = 500  # dimensions; beyond, one d x d matrix per silo is too much memory
-_SETTLED = 0.1  # sds the centre moves in a round, and the like for the spread
-# sds that the Gaussians of a settled start may be away from it, and the like for the spread, of
-# which twofold is .69
+_SETTLED = 0.1  # largest move of a converged round: center in sds, spread in log sds
+# largest move of the last fit from a converged start, in sds and log sds (a twofold spread: .69)
 _ELSEWHERE = 0.6
-NUM_DRAWS = 32  # positions that represent the posterior
-# what surrogates leave of log marginals, over what these vary by; honest ones leave less than 2
+NUM_DRAWS = 32  # number of positions that represent the posterior
+# largest ratio of :func:`_contradiction`; those of honest silos are below 2
 _CONTRADICTION = 100.0
-_FLAT = 1e-3  # nats
-_NEAR = (
-    1.3  # sds of the points at which what is not Gaussian is fitted, over the surrogate posterior's
-)
+_FLAT = 1e-3  # least sd of log marginals, in nats
+_NEAR = 1.3  # sd of the points for corrections, relative to the surrogate posterior's
 
 
 class Whitening(NamedTuple):
@@ -75,19 +73,19 @@ class Whitening(NamedTuple):
 
 
 class ScoreFit(NamedTuple):
-    """What :func:`fit` returns.
+    """Result of :func:`fit`.
 
     :param surrogates: the silos' and the prior's factors.
     :param local_map: rows of the local map (private to the silos), or ``None`` without local
         latents.
-    :param map_whitening: the coordinates u of the local map.
-    :param posterior_whitening: those of the product of all factors, its curvature guarded where
-        that is no density.
+    :param map_whitening: whitening of the local map's coordinates u.
+    :param posterior_whitening: whitening of the product of all factors, with a bound of its
+        curvature where that is no density.
     :param misfit: root mean square of the score's misfit per silo ``(S,)``, in whitened units; far
         above 1 the surrogate is poor.
-    :param cost: what the fit cost each silo.
-    :param draws: positions that represent the posterior, ``(32, d)``, or ``None`` where nothing
-        better is known than the Gaussian's.
+    :param cost: cost of the fit for each silo.
+    :param draws: positions that represent the posterior, ``(32, d)``, or ``None`` where they would
+        be no better than the Gaussian's.
     """
 
     surrogates: Surrogates
@@ -100,7 +98,10 @@ class ScoreFit(NamedTuple):
 
 
 class ServerState(NamedTuple):
-    """The server's whitening, and the points and weights of the next round, on the host in float64."""
+    """State of the server: whitening, points and weights of the next round.
+
+    Arrays are on the host, in float64.
+    """
 
     loc: np.ndarray
     scale: np.ndarray
@@ -114,9 +115,10 @@ class ServerState(NamedTuple):
 def algorithm(
     factors: Factors, units: Units | None, silos: Silos, full: bool, at_once: int
 ) -> Federated:
-    """The fit as a federated algorithm; one round refits all surrogates around the last centre.
+    """Return the fit as a federated algorithm.
 
-    Of ``silos`` the server uses the shared arguments only.
+    One round refits all surrogates around the last center. The server uses only the shared
+    arguments of ``silos``.
     """
 
     def init(_: Array) -> ServerState:
@@ -146,7 +148,7 @@ def algorithm(
 
 @partial(jax.jit, static_argnames=("factors",))
 def _prior(factors: Factors, message: Message, silos: Silos) -> tuple[Array, Array]:
-    """Log prior and its whitened score at the points."""
+    """Return log prior and its whitened score at the points."""
 
     def value(u: Array) -> Array:
         theta = factors.unravel(message.loc + matvec(message.scale, u))
@@ -166,7 +168,7 @@ def _prior_fit(factors: Factors, message: Message, silos: Silos) -> tuple[Array,
 def _to_natural(
     state: ServerState, shift: np.ndarray, precision: np.ndarray, prior: list[np.ndarray]
 ) -> Surrogates:
-    """From whitened coordinates to those of theta.
+    """Convert whitened coordinates to those of theta.
 
     ``Lambda = L^-T B L^-1``, ``eta = L^-T a + Lambda mu``.
     """
@@ -185,9 +187,9 @@ def _to_natural(
 
 
 def _move(state: ServerState, shift: np.ndarray, precision: np.ndarray) -> tuple:
-    """The next centre and spread, how far they moved, and the history.
+    """Return the next center and spread, how far they moved, and the history.
 
-    Of full precisions the accelerated step of conducive rounds.
+    Full precisions take the accelerated step of conducive rounds.
     """
     total = Site(
         jnp.asarray(shift, jnp.result_type(float)), jnp.asarray(precision, jnp.result_type(float))
@@ -221,19 +223,22 @@ def fit(
 
     :param factors: the model's factors.
     :param silos: the data.
-    :param units: how local latents are cut into units.
-    :param max_rounds: rounds before giving up on settling; 5 to 10 are usual.
-    :param seed: of the scrambled points. The fit uses no other randomness.
+    :param units: the cut of local latents into units.
+    :param max_rounds: limit of rounds without convergence; 5 to 10 are usual.
+    :param seed: seed of the scrambled points. The fit uses no other randomness.
     :param start: mean and square root ``(d, d)`` or ``(d,)`` of a Gaussian near the posterior, in
-        place of N(0, 1/4), and sds that it still moved when it was found: where these are few and
-        it is full, centre and spread stay as they are, unless the last fit is elsewhere.
-    :param local: another way to make a silo's reply (the Laplace surrogates'); the local map is
+        place of N(0, 1/4), and the sds of its last move. If the root is full and the last move
+        small, center and spread stay as they are, unless the last fit moves far from them.
+    :param local: another computation of a silo's reply (for Laplace surrogates); the local map is
         regressed all the same.
     :return: the fit.
+    :raises ValueError: for replies that are not finite, and for a remote silo whose surrogate
+        contradicts its log likelihood.
+    :warns UserWarning: if the fit does not converge.
     """
     full = factors.dim <= _FULL_UP_TO
     at_once = _at_once(silos, units)
-    # points cost time; a second number of points costs compiling the program again
+    # points cost time, and a second number of points costs another compilation
     num = 64 if at_once < 256 else 256
     if full:
         num = max(num, 2 ** math.ceil(math.log2(4 * factors.dim)))
@@ -265,19 +270,17 @@ def fit(
         state, _ = scheme.merge(state, ask(reply, state)[0])
     if not state.moved <= _SETTLED:
         warnings.warn(
-            f"the surrogates have not settled after {max_rounds} rounds: expected a posterior that "
-            "a Gaussian in "
-            "unconstrained space describes roughly; reparametrise the model or scale its "
-            "covariates",
+            f"the surrogates have not converged after {max_rounds} rounds: expected a posterior "
+            "that a Gaussian in unconstrained space describes roughly; reparametrize the model or "
+            "scale its covariates",
             stacklevel=2,
         )
 
     final_local = ScoreLocal(factors, units, at_once, last=True)
-    inner = (
-        units.blocks()[0][2] if isinstance(units, NestedUnits) else 0
-    )  # coordinates of the inner map beside u
+    # the inner map has outer latents as coordinates beside u
+    inner = units.blocks()[0][2] if isinstance(units, NestedUnits) else 0
     count = _last_points(factors.dim + inner, num)
-    # no acceleration of the last fit: its points and weights are others
+    # no acceleration, since the last fit has other points and weights
     state = state._replace(
         points=wide_points(count, factors.dim, seed + 10_000), weights=np.ones(count), history=None
     )
@@ -290,9 +293,8 @@ def fit(
     if isinstance(silos, RemoteSilos):
         _check_values(state, replies, values, silos)
     final, misfit = scheme.merge(state, replies)
-    if (
-        start is not None and settled and not final.moved <= _ELSEWHERE
-    ):  # a start at other data's posterior
+    # a start from the posterior of other data
+    if start is not None and settled and not final.moved <= _ELSEWHERE:
         start = (*start[:2], math.inf)
         again = fit(
             factors, silos, units, max_rounds=max_rounds, seed=seed, local=local, start=start
@@ -306,7 +308,7 @@ def fit(
         logs = _log_posterior(
             factors, scheme.broadcast(key, near), ask(final_local, near)[0], silos
         )
-        logs += 0.5 * (near.points**2).sum(1) / _NEAR**2  # over the density that they are draws of
+        logs += 0.5 * (near.points**2).sum(1) / _NEAR**2  # divides by the density of the points
         draws, near = (
             _resampled(near, _tempered(logs, 1.0)),
             near._replace(weights=_tempered(logs, 0.5)),
@@ -321,7 +323,7 @@ def fit(
 
 
 def _root(scale: np.ndarray, full: bool) -> np.ndarray:
-    """A square root of a covariance in the form that the fit has."""
+    """Return a square root of a covariance, full or diagonal as the fit is."""
     if full:
         return scale if scale.ndim == 2 else np.diag(scale)
     return scale if scale.ndim == 1 else np.linalg.norm(scale, axis=1)
@@ -330,15 +332,15 @@ def _root(scale: np.ndarray, full: bool) -> np.ndarray:
 def fit_at(
     factors: Factors, silos: Silos, units: Units | None, thetas: np.ndarray, scale: np.ndarray
 ) -> ScoreFit:
-    """Fit surrogates and local map at given positions, all of equal weight: one round.
+    """Fit surrogates and local map at positions of equal weight, in one round.
 
-    At draws of the posterior the least squares fit of the total score has the posterior's mean and
-    covariance (Stein's identity), whatever its shape, and what is left of each silo's is least in
-    the posterior's mean square.
+    At draws of the posterior, the least squares fit of the total score has the posterior's mean and
+    covariance, whatever its shape (Stein's identity). The rest of each silo's score is then least
+    in the posterior's mean square.
 
     :param thetas: positions ``(K, d)``, several times as many as d.
-    :param scale: of the coordinates in which is fitted, ``(d, d)`` or ``(d,)``; the positions'
-        spread, roughly.
+    :param scale: scale of the coordinates of the fit, ``(d, d)`` or ``(d,)``; roughly the
+        positions' spread.
     """
     scheme = algorithm(factors, units, silos, scale.ndim == 2, _at_once(silos, units))
     loc = thetas.mean(0)
@@ -363,14 +365,17 @@ def fit_at(
 
 
 def _last_points(dim: int, num: int) -> int:
-    """Points of the last rounds: for bounded features four times as many as these."""
+    """Return the number of points of the last rounds.
+
+    It is at least four times the number of bounded features, where these are fitted.
+    """
     if dim > MOST_DIMENSIONS:
         return max(256, num)
     return max(256, num, 2 ** math.ceil(math.log2(4 * num_features(dim))))
 
 
 def _at_once(silos: Silos, units: Units | None) -> int:
-    if units is not None and units.group is None:  # all padded to the largest
+    if units is not None and units.group is None:  # all silos are padded to the largest
         return points_at_once(max(len(n) * max(n) for n in silos.sizes.values()), units)
     return points_at_once(max(sum(n) for n in silos.sizes.values()), units)
 
@@ -380,9 +385,9 @@ def _whitening(state: ServerState) -> Whitening:
 
 
 def _bends(state: ServerState, gaussians: Gaussian, regressions: Array) -> Bends:
-    """What the silos' regressions have beside their Gaussians'.
+    """Return the silos' regressions less those of their Gaussians' scores.
 
-    Regression is linear, and the server knows points, weights and Gaussians.
+    Regression is linear, and the server has points, weights and Gaussians.
     """
     thetas = state.loc + state.points @ state.scale.T
     scores = gaussians.scores(thetas) @ state.scale
@@ -396,9 +401,9 @@ def _bends(state: ServerState, gaussians: Gaussian, regressions: Array) -> Bends
 
 
 def _resampled(state: ServerState, weights: np.ndarray) -> np.ndarray | None:
-    """Positions resampled systematically by their weights.
+    """Resample positions systematically by their weights.
 
-    ``None`` where too few points have most of the weight.
+    The result is ``None`` where too few points have most of the weight.
     """
     weights = weights / weights.sum()
     if 1 / (weights**2).sum() < NUM_DRAWS:
@@ -410,7 +415,10 @@ def _resampled(state: ServerState, weights: np.ndarray) -> np.ndarray | None:
 
 
 def _log_posterior(factors: Factors, message: Message, replies: Reply, silos: Silos) -> np.ndarray:
-    """At the points, from the silos' log marginals ``(S, K)`` and the prior."""
+    """Return the log posterior at the points, up to a constant.
+
+    It is the sum of the silos' log marginals ``(S, K)`` and the log prior.
+    """
     prior = np.asarray(_prior(factors, message, silos)[0], np.float64)
     values = np.asarray(replies.values, np.float64)
     logs = values.sum(0) + prior
@@ -418,16 +426,15 @@ def _log_posterior(factors: Factors, message: Message, replies: Reply, silos: Si
         finite = np.isfinite(values).sum(1)
         raise ValueError(
             f"silo {silos.names[int(finite.argmin())]!r}: its log likelihood is finite at "
-            f"{finite.min()} of "
-            f"{len(logs)} positions, and that of all silos at none; expected finite ones near the "
-            "posterior: check its "
-            "rows and the model's scales, or leave it out"
+            f"{finite.min()} of {len(logs)} positions, and the sum over silos at none; expected "
+            "finite ones near the posterior: check the silo's rows and the model's scales, or "
+            "leave the silo out"
         )
     return logs
 
 
 def _check_finite(replies: Reply, silos: Silos) -> None:
-    """Refuse Gaussians whose numbers are not finite, naming their silo."""
+    """Raise an error for Gaussians that are not finite, with the name of their silo."""
     for part in ("shift", "precision", "bend"):
         x = getattr(replies, part)
         if x is None:
@@ -436,18 +443,19 @@ def _check_finite(replies: Reply, silos: Silos) -> None:
         if wrong.any():
             raise ValueError(
                 f"silo {silos.names[int(wrong.argmax())]!r} returned a surrogate with NaN or "
-                f"infinite numbers ({part}); "
-                "expected finite ones: check its rows and its installation, or leave it out"
+                f"infinite numbers ({part}); expected finite ones: check its rows and its "
+                "installation, or leave the silo out"
             )
 
 
 def _contradiction(state: ServerState, replies: Reply, values: np.ndarray) -> np.ndarray:
-    """Return what each silo's Gaussian leaves of its log marginals, over what these vary by.
+    """Compare each silo's log marginals with its Gaussian at the points.
 
-    Sds at the points ``(S,)``.
+    In the coordinates of a false surrogate, which the server believed, log marginals are all but
+    flat.
 
-    A constant that the values lack is no matter. In the coordinates of a surrogate that was
-    believed, values are all but flat.
+    :param values: log marginals ``(S, K)``; a constant does not matter.
+    :return: sd of the difference over sd of the log marginals, ``(S,)``.
     """
     u, values = state.points, np.asarray(values, np.float64)
     shift, precision = (np.asarray(x, np.float64) for x in (replies.shift, replies.precision))
@@ -469,20 +477,22 @@ def _contradiction(state: ServerState, replies: Reply, values: np.ndarray) -> np
 
 
 def _check_values(state: ServerState, replies: Reply, values: np.ndarray, silos: Silos) -> None:
-    """Refuse a surrogate that its silo's own log marginals contradict."""
+    """Raise an error for a surrogate that its silo's own log marginals contradict."""
     found = _contradiction(state, replies, values)
     worst = int(found.argmax())
     if found[worst] > _CONTRADICTION:
         raise ValueError(
             f"silo {silos.names[worst]!r} returned a surrogate that its own log likelihood "
-            "contradicts: what it leaves of "
-            f"that varies {found[worst]:,.0f} times as much as that itself; expected at most "
-            f"{_CONTRADICTION:,.0f}: check "
-            "its installation, or leave it out"
+            "contradicts: the difference of the two varies "
+            f"{found[worst]:,.0f} times as much as the log likelihood; expected at most "
+            f"{_CONTRADICTION:,.0f}: check its installation, or leave the silo out"
         )
 
 
 def _tempered(logs: np.ndarray, power: float) -> np.ndarray:
-    """A power of densities given by their logs, the largest 1, those that are not finite 0."""
+    """Return a power of densities, with largest value 1.
+
+    :param logs: log densities; where these are not finite, the result is 0.
+    """
     logs = np.where(np.isfinite(logs), logs, -np.inf)
     return np.exp(power * (logs - logs.max()))

@@ -1,4 +1,4 @@
-"""Points at which scores are taken and latents integrated, on the host."""
+"""Sobol points for scores and for integrals over latents, on the host."""
 
 import math
 
@@ -10,9 +10,9 @@ __all__ = ["sobol_normal", "wide_points"]
 
 
 def sobol_normal(num: int, dim: int, seed: int) -> np.ndarray:
-    """Antithetic scrambled Sobol points of the standard normal, shape ``(num, dim)``.
+    """Return antithetic pairs of scrambled Sobol points of the standard normal.
 
-    ``num`` even.
+    The shape is ``(num, dim)``, with ``num`` even.
     """
     half = num // 2
     uniform = qmc.Sobol(dim, scramble=True, seed=seed).random_base2(
@@ -23,13 +23,15 @@ def sobol_normal(num: int, dim: int, seed: int) -> np.ndarray:
 
 
 def wide_points(num: int, dim: int, seed: int) -> np.ndarray:
-    """Half N(0, 1.25^2), half with one axis stretched to +-8."""
+    """Return Sobol points that reach into the tails, ``(num, dim)``.
+
+    Half are from N(0, 1.25^2); the others have one axis stretched, up to +-8.
+    """
     u = sobol_normal(num, dim, seed)
-    half = num // 4  # u is (points, mirror images): stretch the same quarter of each
+    half = num // 4  # u is points, then their mirror images: stretch the same half of each
     for start in (0, num // 2):
         rows = np.arange(start, start + half)
-        # shuffled, so that the reach of an axis does not depend on its place; the same for mirror
-        # images
+        # shuffled, so that an axis' reach does not depend on its place; alike for mirror images
         reach = np.random.default_rng(seed).permutation(np.linspace(1, 8, half))
         axis = np.arange(half) % dim
         sign = 1.0 if start == 0 else -1.0

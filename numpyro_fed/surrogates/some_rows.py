@@ -1,15 +1,17 @@
-r"""Surrogates of tall data.
+r"""Surrogates of tall data, from a fit to a subset of the rows.
 
-Fitted to some of the rows, then moved to where the gradients of all rows say.
+A score fit evaluates all rows at hundreds of points. Where rows are many, a subset of them gives
+their curvature: the surrogates of n_s of a silo's N_s rows, times N_s / n_s, have the precisions
+:math:`\Lambda_s`. Then Newton steps with these precisions,
 
-A score fit looks at all rows at hundreds of points. Where rows are many their curvature is known
-from a few of them: the surrogates of n_s of a silo's N_s rows, times N_s / n_s, have the precisions
-:math:`\Lambda_s`. Newton's steps with these,
+.. math::
+    \mu \leftarrow \mu + \Big( \Lambda_0 + \sum_s \Lambda_s \Big)^{-1}
+        \nabla \Big[ \log p(\mu) + \sum_s \log p(y_s \mid \mu) \Big],
 
-.. math:: \mu \leftarrow \mu + \Big( \Lambda_0 + \sum_s \Lambda_s \Big)^{-1} \nabla \Big[ \log p(\mu) + \sum_s \log p(y_s \mid \mu) \Big],
+take a gradient of all rows each. At the last one :math:`\eta_s = \nabla \log p(y_s \mid \mu) +
+\Lambda_s \mu`.
 
-take a gradient of all rows each; at the last one :math:`\eta_s = \nabla \log p(y_s \mid \mu) +
-\Lambda_s \mu`. What leaves a silo: the fit's messages, and ``d`` numbers a step.
+**What leaves a silo:** the fit's messages, and ``d`` numbers a step.
 """
 
 from collections.abc import Callable
@@ -29,15 +31,15 @@ from numpyro_fed.surrogates.score import ScoreFit, Whitening
 
 __all__ = ["ENOUGH", "fit_some", "whole_gradients"]
 
-ENOUGH = 1 << 15  # rows that are fitted to, over all silos; twice as many are fitted to as they are
+ENOUGH = 1 << 15  # rows of the subset, over all silos; up to twice as many are all fitted
 _STEPS = 4  # each divides the distance by about sqrt(ENOUGH)
 
 
 @partial(jax.jit, static_argnames=("factors",))
 def whole_gradients(factors: Factors, theta: Array, silos: Silos) -> Array:
-    """Gradients of the silos' terms at ``theta``, ``(S, d)``.
+    """Return gradients of the silos' terms at ``theta``, ``(S, d)``.
 
-    One pass over all rows of a model without local latents.
+    They take one pass over all rows of a model without local latents.
     """
 
     def local(view: SiloView, _: None) -> tuple[Array, None]:
@@ -50,14 +52,15 @@ def whole_gradients(factors: Factors, theta: Array, silos: Silos) -> Array:
 
 
 def fit_some(fit: Callable[..., ScoreFit], factors: Factors, silos: Silos, group: str) -> ScoreFit:
-    """Fit surrogates of a model without local latents.
+    """Fit surrogates to a subset of the rows, then correct them by gradients of all rows.
+
+    The model has no local latents. Data with few rows are fitted whole.
 
     :param fit: :func:`numpyro_fed.surrogates.score.fit` or
         :func:`numpyro_fed.surrogates.laplace.fit`.
     :param group: the row group that is tall.
-    :return: the fit, without bounded corrections; that of ``fit`` to all rows where they are not
-        many.
-    :raises ValueError: where the surrogates are together no density.
+    :return: the fit, without bounded corrections for a subset.
+    :raises ValueError: where the product of surrogates and prior is no density.
     """
     if sum(silos.sizes[group]) <= 2 * ENOUGH:
         return fit(factors, silos, None)
@@ -75,9 +78,8 @@ def fit_some(fit: Callable[..., ScoreFit], factors: Factors, silos: Silos, group
     except ValueError as error:
         raise ValueError(
             f"the surrogates that were fitted to {ENOUGH} of the rows are together no density "
-            f"({error}); expected a posterior that a Gaussian in "
-            "unconstrained space describes roughly. Reparametrise the model, hand surrogates of "
-            "your own over (surrogate=...), or take DSGLD"
+            f"({error}); expected a posterior that a Gaussian in unconstrained space describes "
+            "roughly. Reparametrize the model, pass other surrogates (surrogate=...), or take DSGLD"
         ) from error
     for _ in range(_STEPS):
         loc = np.asarray(
