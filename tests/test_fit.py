@@ -192,7 +192,7 @@ def test_bad_input(seventy, started):
         fed.FSGLD(wheeze, surrogate="laplace", init_from=started)
     with pytest.raises(
         ValueError,
-        match=r"init_from: expected a fit of the same model, with 1 global latents \['mu'\] unconstrained, got 3",
+        match=r"init_from: expected a fit of the same model, with 1 unconstrained global latents \['mu'\], got 3",
     ):
         fed.FSGLD(hierarchy, init_from=started).init(
             jax.random.key(0), 0, None, (hierarchy_silos(np.arange(9) % 3),), {}

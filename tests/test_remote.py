@@ -281,24 +281,24 @@ def test_inference_data_and_diagnosis(tmp_path):
     [
         (
             {"batch_size": 2},
-            "batch_size=2 is not built for silos that are elsewhere; expected None",
+            "batch_size=2 is not built for remote silos; expected None",
         ),
         (
             {"surrogate": "moments"},
-            'surrogate=\'moments\' is not built for silos that are elsewhere; expected "score", "laplace" or',
+            'surrogate=\'moments\' is not built for remote silos; expected "score", "laplace" or',
         ),
         (
             {"alpha": "auto"},
-            "alpha='auto' is not built for silos that are elsewhere; expected a number",
+            "alpha='auto' is not built for remote silos; expected a number",
         ),
-        ({"num_kept": 2}, "num_kept=2 is not built for silos that are elsewhere; expected 1"),
+        ({"num_kept": 2}, "num_kept=2 is not built for remote silos; expected 1"),
         (
             {"no_answer": 0.5},
-            "no_answer=0.5 is not built for silos that are elsewhere; expected 0.0",
+            "no_answer=0.5 is not built for remote silos; expected 0.0",
         ),
         (
             {"refresh_every": 3},
-            "refresh_every=3 is not built for silos that are elsewhere; expected None",
+            "refresh_every=3 is not built for remote silos; expected None",
         ),
     ],
 )
@@ -313,7 +313,7 @@ def test_wrong_kernels_and_silos():
     mcmc = fed.RemoteMCMC(fed.FSGLD(linear), num_warmup=1, num_samples=1)
     with pytest.raises(
         ValueError,
-        match=r"expected fed\.RemoteSilos, got Silos; for silos at hand use numpyro\.infer\.MCMC",
+        match=r"expected fed\.RemoteSilos, got Silos; for silos in this process use numpyro\.infer\.MCMC",
     ):
         mcmc.run(random.key(0), linear_silos())
 

@@ -292,11 +292,11 @@ def test_global_sites_are_unconstrained_without_rows():
     [
         (
             {},
-            "step_size='adaptive' is not built for silos that are elsewhere; expected a number, or a schedule",
+            "step_size='adaptive' is not built for remote silos; expected a number, or a schedule",
         ),
         (
             {"step_size": 0.01, "batch_size": 2},
-            "batch_size=2 is not built for silos that are elsewhere; expected None",
+            "batch_size=2 is not built for remote silos; expected None",
         ),
     ],
 )

@@ -1,8 +1,8 @@
-"""The noise that silos make, measured in a pilot at about draws of the posterior, and what follows
-from it.
+"""Pilot that measures the silos' noise and chooses the numbers that follow from it.
 
-Each silo walks at fixed theta, its latents and minibatches moving as in a stay; the rule from that
-noise to the step size is :mod:`numpyro_fed.mcmc.step_rule`'s.
+At positions that are about draws of the posterior, each silo walks at fixed theta. Its latents and
+minibatches move as in a visit. The rule from that noise to the step size is in
+:mod:`numpyro_fed.mcmc.step_rule`.
 """
 
 import warnings
@@ -31,24 +31,24 @@ __all__ = ["PilotLocal", "Rule", "cost", "settle", "stay_noise"]
 _WARM = 20  # local moves before counting
 _CUT = 8.0  # norm of e, in whitened units
 _CUT_RATE = 0.005
-_BIAS_TARGET = 0.02  # where a step size is given
-_NO_STEP = 1e-6  # chains of thousands of rounds move by less than an sd
-_LONGEST = 64  # local moves counted; longer stays are extrapolated
+_BIAS_TARGET = 0.02  # if the user sets the step size
+_NO_STEP = 1e-6  # at less, chains of thousands of rounds move by less than an sd
+_LONGEST = 64  # local moves counted, from which longer visits are extrapolated
 
 
 @wire_name("PilotLocal")
 @dataclass(frozen=True)
 class PilotLocal:
-    """A silo's walks at fixed theta.
+    """Walks of a silo at fixed theta.
 
-    Means of e over each half ``(draws, d)``, and its norms ``(draws, steps)``.
+    The silo sends means of e over each half ``(draws, d)``, and norms of e ``(draws, steps)``.
     """
 
     plan: Plan
     length: int
 
     def tell(self, message: tuple[Tuning, Array], number: int) -> tuple[Tuning, Array]:
-        """What one silo is told of it."""
+        """Return the part of the message that one silo receives."""
         return message[0].seen_by(number), message[1]
 
     def __call__(
@@ -67,7 +67,7 @@ class PilotLocal:
 def _stay_means(
     plan: Plan, length: int, key: Array, tuning: Tuning, silos: Silos
 ) -> tuple[Array, Array, Array]:
-    """What :class:`PilotLocal` returns, of all silos: ``(S, draws, ...)``."""
+    """Return the replies of all silos to :class:`PilotLocal`, ``(S, draws, ...)``."""
     shape = (NUM_DRAWS, plan.factors.dim)
     key_theta, key_walks = random.split(key)
     thetas = tuning.draws
@@ -119,7 +119,10 @@ def _length(plan: Plan) -> int:
 
 
 def cost(plan: Plan, tuning: Tuning) -> Cost:
-    """What the pilot costs each silo: the draws of theta down, two means of e for each up."""
+    """Return the pilot's cost for each silo.
+
+    A silo receives the draws of theta, and sends two means of e and its norms for each draw.
+    """
     item = tuning.loc.dtype.itemsize
     steps = _length(plan) + (0 if plan.units is None else _WARM)
     passes = 2 if plan.cut else 1
@@ -128,14 +131,14 @@ def cost(plan: Plan, tuning: Tuning) -> Cost:
 
 
 class Rule(NamedTuple):
-    """What the pilot is to choose.
+    """Choices that the pilot makes.
 
-    :param bias_target: accepted inflation of the sds, or ``None``: the step size is given.
-    :param round_price: what a round costs besides its local steps, in these, or ``None``: the
-        stays' length is given.
+    :param bias_target: accepted inflation of the sds, or ``None`` if the user sets the step size.
+    :param round_price: price of a round besides its local steps, in units of one local step, or
+        ``None`` if the user sets the number of local steps.
     :param selection: whether to choose the silos' probabilities.
-    :param noise_correction: whether what a step injects makes up for the silos' noise.
-    :param num_kept: draws kept of a stay, which divide its length.
+    :param noise_correction: whether the chain injects less noise by the amount of the silos' noise.
+    :param num_kept: draws kept per visit, a divisor of its length.
     """
 
     bias_target: float | None
@@ -148,12 +151,11 @@ class Rule(NamedTuple):
 def settle(
     plan: Plan, tuning: Tuning, silos: Silos, rule: Rule, *, seed: int = 0
 ) -> tuple[Plan, Tuning]:
-    """Settle what the rule asks for, the cut, and the predicted inflation.
+    """Choose what the rule asks for and the cut, and predict the inflation.
 
-    A first walk, uncut, chooses the silos' probabilities, the length of stays, and the cut: 8, or
-    where that would act too often, what leaves one step in 200 to be cut (minibatches and small f_s
-    make e large without its being wrong). A second one, as the chain will be, chooses the step
-    size.
+    A first walk without a cut chooses the silos' probabilities, the length of visits, and the cut.
+    The cut is 8, or larger where 8 would cut more than one step in 200, since minibatches and small
+    f_s make e large without a fault. A second walk, with the chain's cut, chooses the step size.
     """
     dtype = tuning.loc.dtype
     if plan.cut or rule.selection or rule.round_price is not None:
@@ -167,7 +169,7 @@ def settle(
             tuning = tuning._replace(
                 cut=jnp.asarray(max(_CUT, _quantile(norms, weights, 1 - _CUT_RATE)), dtype)
             )
-    if plan.schedule is not None:  # no one step size to predict for
+    if plan.schedule is not None:  # a schedule has no single step size to predict for
         return plan, tuning
     h = float(tuning.step_size)
     at = (
@@ -180,12 +182,10 @@ def settle(
         if h < _NO_STEP:
             worst = at[0].by_silo(np.eye(len(tuning.loc)), plan.num_local_steps).argmax()
             warnings.warn(
-                f"the silos' noise leaves a step of {h:.1g} (0.001 to 0.1 are usual), most of it "
-                "that of silo "
-                f"{silos.names[int(worst)]!r}: chains will hardly move. The surrogates do not fit "
-                "this "
-                "model; fewer latents that depend on each other in a silo, or another "
-                "parametrisation, would help",
+                f"the silos' noise allows a step size of only {h:.1g} (0.001 to 0.1 are usual), "
+                f"and silo {silos.names[int(worst)]!r} makes most of it: chains will hardly move. "
+                "The surrogates do not fit this model; fewer dependent latents in a silo, or "
+                "another parametrization, would help",
                 stacklevel=2,
             )
     if rule.noise_correction:
@@ -212,7 +212,7 @@ def _stay_and_selection(
 
 
 def _quantile(values: np.ndarray, weights: np.ndarray, q: float) -> float:
-    """Weighted quantile of the finite values."""
+    """Return the weighted quantile of the finite values."""
     values, weights = (x[np.isfinite(values)] for x in (values, weights))
     if not values.size:
         return 0.0
@@ -222,13 +222,16 @@ def _quantile(values: np.ndarray, weights: np.ndarray, q: float) -> float:
 
 
 def stay_noise(plan: Plan, tuning: Tuning, silos: Silos, *, seed: int = 0) -> StayNoise:
-    """What the silos' e, cut as in the chain, vary by."""
+    """Measure the noise of the silos' e, cut as in the chain."""
     return _walk_all(plan, tuning, silos, seed)[0]
 
 
 def _walk_all(plan: Plan, tuning: Tuning, silos: Silos, seed: int) -> tuple[StayNoise, np.ndarray]:
-    """The noise at the pilot's draws of theta where all silos are finite, and the norms of e ``(S,
-    draws, steps)``.
+    """Return the noise and the norms of e ``(S, draws, steps)`` at the pilot's positions.
+
+    The noise is at the positions where all silos are finite.
+
+    :raises ValueError: if there is no such position.
     """
     length = _length(plan)
     means = _stay_means(plan, length, random.key(seed), tuning, silos)
@@ -240,9 +243,8 @@ def _walk_all(plan: Plan, tuning: Tuning, silos: Silos, seed: int) -> tuple[Stay
         worst = int(finite.sum(1).argmin())
         raise ValueError(
             f"silo {silos.names[worst]!r}: its gradient is finite at {finite[worst].sum()} of the "
-            f"{len(good)} positions where "
-            "the pilot looks, and that of all silos at none, so no step size can be chosen; "
-            "expected finite ones: check its "
-            "rows and the model's scales, or give step_size= and surrogate="
+            f"pilot's {len(good)} positions, and the gradients of all silos at none, so no step "
+            "size can be chosen; expected finite gradients: check its rows and the model's "
+            "scales, or set step_size= and surrogate="
         )
     return StayNoise(f * first[:, good], f * second[:, good], length), norms

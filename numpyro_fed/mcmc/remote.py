@@ -1,7 +1,7 @@
-"""Langevin dynamics over silos whose rows are elsewhere: the same rounds, driven from the host.
+"""MCMC over remote silos, whose rounds this process drives.
 
-How a round is made is in :mod:`numpyro_fed.mcmc.remote_chains` for chains that travel, and in
-:mod:`numpyro_fed.decentralized.remote` for networks, whose nodes are chains.
+The rounds of chains that travel are in :mod:`numpyro_fed.mcmc.remote_chains`. Those of networks,
+whose nodes are chains, are in :mod:`numpyro_fed.decentralized.remote`.
 """
 
 import hashlib
@@ -32,13 +32,13 @@ from numpyro_fed.rounds.serialization import wire_name
 
 __all__ = ["RemoteMCMC", "TellLocal"]
 
-_UNEVEN = 0.05  # largest difference of the silos' rates of answers that is not spoken of
+_UNEVEN = 0.05  # largest difference of the silos' answer rates without a warning
 
 
 @wire_name("TellLocal")
 @dataclass(frozen=True)
 class TellLocal:
-    """What the silo is told once, and keeps: surrogates and step size."""
+    """Call by which a silo stores the kernel's numbers, among them surrogates and step size."""
 
     def __call__(
         self, key: Array, message: Tuning, state: None, view: SiloView
@@ -47,30 +47,30 @@ class TellLocal:
 
 
 class RemoteMCMC(MCMC):
-    """:class:`numpyro.infer.MCMC` over silos whose rows are elsewhere.
+    """MCMC over remote silos, as :class:`numpyro.infer.MCMC`.
 
-    Rounds are driven from here, and each chain's stay is made where the rows are; draws are those
-    of ``MCMC`` with ``chain_method="vectorized"``. What is local to silos (latents in silo plates)
-    stays there: the draws are of the global sites. A silo that does not answer has its round
-    counted, and the chain waits: unbiased if all are silent equally often, and warned of if not.
+    This process drives the rounds, and each chain makes its local steps where the rows are. Draws
+    are those of ``MCMC`` with ``chain_method="vectorized"``. Local latents (in silo plates) never
+    leave their silos, so the draws are of the global sites. If a silo does not answer, the round
+    counts and the chain waits. This is unbiased if all silos are silent equally often; a warning
+    says if not.
 
-    Kernels over a network make one call of each node in a step, and what nodes send to each other
-    is exchanged here: a relay, which sees every node's position and gradient. A network's step
-    needs all its nodes: one that does not answer is asked five times, then the run ends with the
-    draws so far.
+    Kernels over a network call each node once in a step. This process exchanges what nodes send to
+    each other: it is a relay, which sees every node's position and gradient. A step needs all
+    nodes. The process asks a silent node five times, then ends the run with the draws so far.
 
     :param sampler: a :class:`DSGLD`, :class:`FSGLD`, :class:`PushSumLangevin` or
         :class:`GossipLangevin`.
-    :param num_warmup: rounds before draws are kept.
+    :param num_warmup: rounds before the first draw that is kept.
     :param num_samples: rounds whose draws are kept.
-    :param num_chains: chains; those at different silos are advanced at the same time. Of a network
-        a multiple of its nodes.
-    :param progress_bar: whether to show one.
-    :param checkpoint: a file for the state after every ``checkpoint_every`` rounds. Where it
-        exists, :meth:`run` prepares as before and goes on from there, with the draws that an
-        undisturbed run would have had; delete it to start anew.
-    :param checkpoint_every: so many rounds are lost at most, and what silos keep of them is kept
-        until the next.
+    :param num_chains: number of chains; chains that visit different silos advance at the same time.
+        For a network, a multiple of the number of nodes.
+    :param progress_bar: whether to show a progress bar.
+    :param checkpoint: a file for the state after every ``checkpoint_every`` rounds. If it exists,
+        :meth:`run` prepares as before and continues from it, with the draws of an undisturbed run.
+        Delete the file to start anew.
+    :param checkpoint_every: largest number of rounds that an interruption loses. Silos store the
+        states of these rounds until the next checkpoint.
 
     Example::
 
@@ -81,7 +81,9 @@ class RemoteMCMC(MCMC):
         ...         numpyro.sample("y", dist.Normal(mu, 1), obs=y)
         >>> silos = fed.Silos({"oslo": {"y": jnp.arange(5.0)}, "rome": {"y": jnp.arange(3.0)}})
         >>> remote = fed.RemoteSilos(silos, fed.Loopback(silos))
-        >>> mcmc = fed.RemoteMCMC(fed.FSGLD(model), num_warmup=5, num_samples=10, progress_bar=False)
+        >>> mcmc = fed.RemoteMCMC(
+        ...     fed.FSGLD(model), num_warmup=5, num_samples=10, progress_bar=False
+        ... )
         >>> mcmc.run(jax.random.key(0), remote)
         >>> mcmc.get_samples()["mu"].shape
         (10,)
@@ -120,23 +122,23 @@ class RemoteMCMC(MCMC):
         """Prepare, warm up and draw.
 
         :param rng_key: seed of all draws.
-        :param silos: what is known of the silos, and the carrier that asks them.
+        :param silos: the remote silos, with the carrier that calls them.
         :param extra_fields: further fields of the state to collect.
-        :raises ValueError: in words, for what does not go over silos elsewhere.
-        :raises RuntimeError: naming the silos that did not answer while the fit was prepared, or
-            the one that says that it cannot.
-        :warns UserWarning: after Ctrl-C or an error of any kind once draws are kept: those so far
-            stay; where a reply is NaN or absurdly far, with its silo; where silos answered
-            unequally often, which leans the draws towards the others' data; where a checkpoint
-            could not be written.
+        :raises ValueError: for what remote silos do not support.
+        :raises RuntimeError: during the setup, with the names of the silos that did not answer, or
+            of the silo that replied with an error.
+        :warns UserWarning: after Ctrl-C or an error of any kind, if there are draws, which are
+            kept; for a reply that is NaN or absurdly far, with its silo; if silos answered
+            unequally often, which leans the draws towards the others' data; if a checkpoint could
+            not be written.
         """
         if init_params is not None:
             raise ValueError("init_params: local latents start in their silos; expected None")
         kernel, num_rounds = self.sampler, self.num_warmup + self.num_samples
         if not isinstance(silos, RemoteSilos):
             raise ValueError(
-                f"expected fed.RemoteSilos, got {type(silos).__name__}; for silos at hand use "
-                "numpyro.infer.MCMC"
+                f"expected fed.RemoteSilos, got {type(silos).__name__}; for silos in this process "
+                "use numpyro.infer.MCMC"
             )
         self._steps.check(kernel, silos, self.num_chains)
         with self._checkpoint.held():
@@ -158,7 +160,7 @@ class RemoteMCMC(MCMC):
             fill_mcmc(self, states, going.state, (silos,))
             self._say_who_failed(going, silos)
             if not self._checkpoint.place:
-                with suppress(Exception):  # draws are not lost to a carrier that is gone
+                with suppress(Exception):  # a broken carrier must not lose the draws
                     silos.carrier.forget(
                         [*going.slots.reshape(-1).tolist(), *going.told, *going.spent], now=True
                     )
@@ -171,7 +173,7 @@ class RemoteMCMC(MCMC):
         num_rounds: int,
         facts: dict[str, Any],
     ) -> "_Going":
-        """All rounds that are left, or those until they are interrupted."""
+        """Make all rounds that are left, or those before an interruption."""
         with tqdm(total=num_rounds, initial=going.made, disable=not self.progress_bar) as bar:
             while going.made < num_rounds:
                 try:
@@ -179,7 +181,7 @@ class RemoteMCMC(MCMC):
                 except (
                     KeyboardInterrupt,
                     Exception,
-                ) as error:  # whatever a reply does, draws are kept
+                ) as error:  # no reply may lose the draws
                     if going.made <= self.num_warmup:
                         raise
                     what = (
@@ -207,16 +209,16 @@ class RemoteMCMC(MCMC):
         return going
 
     def warmup(self, *args: Any, **kwargs: Any) -> None:
-        """Refused: the rounds before draws are kept are part of :meth:`run`."""
+        """Raise an error, since the warm-up is part of :meth:`run`."""
         raise NotImplementedError(
-            "warmup() is not built for silos that are elsewhere; expected run(), whose first "
-            "num_warmup rounds are warm-up"
+            "warmup() is not built for remote silos; expected run(), whose first num_warmup rounds "
+            "are warm-up"
         )
 
     def _start(self, rng_key: Array, silos: RemoteSilos) -> "_Going":
-        """All chains' first states.
+        """Return all chains' first states.
 
-        Silos are told surrogates and step size, and make the first local latents.
+        Silos receive surrogates and step size, and draw the first local latents.
         """
         keys = rng_key
         if is_prng_key(rng_key):
@@ -231,7 +233,7 @@ class RemoteMCMC(MCMC):
         return _Going(state, slots, told, 0, {}, [], [])
 
     def _round(self, going: "_Going", silos: RemoteSilos) -> "_Going":
-        """One round of all chains, or one step of all networks."""
+        """Make one round of all chains, or one step of all networks."""
         state, slots, old, bad = self._steps.step(
             self.sampler, going.state, going.slots, going.told, silos
         )
@@ -241,14 +243,14 @@ class RemoteMCMC(MCMC):
         )
 
     def _forgotten(self, spent: list[int], silos: RemoteSilos) -> list[int]:
-        """Have silos forget what is needed no more; where there are checkpoints, after the next."""
+        """Let silos forget the spent slots, and return those that wait for the next checkpoint."""
         if self._checkpoint.place:
             return spent
         silos.carrier.forget(spent)
         return []
 
     def _facts(self, rng_key: Array, silos: RemoteSilos, fields: tuple[str, ...]) -> dict[str, Any]:
-        """What a checkpoint of the same run has."""
+        """Return the facts by which a checkpoint recognizes its run."""
         kernel = self.sampler
         settled = [np.asarray(x) for x in jax.tree.leaves(kernel._tuning.without_rows())]
         return {
@@ -269,9 +271,10 @@ class RemoteMCMC(MCMC):
         }
 
     def _going_on(self, first: "_Going", saved: dict[str, Any], facts: dict[str, Any]) -> "_Going":
-        """Where a checkpoint left off.
+        """Return the run at its checkpoint.
 
-        Silos have been told anew, and their first local latents are not needed.
+        Silos have received the kernel's numbers anew; the first local latents of this start are
+        spent.
         """
         self._checkpoint.same_run(saved, facts)
         going = _Going(**{name: saved[name] for name in _Going._fields})
@@ -301,23 +304,23 @@ class RemoteMCMC(MCMC):
             )
             warnings.warn(
                 f"silos answered unequally often ({often} visits; the others all): the draws lean "
-                "to the data of those that answered; run again when all are up, "
-                "or have the carrier ask again for longer",
+                "towards the data of the silos that answered; run again when all are up, or let "
+                "the carrier ask again for longer",
                 stacklevel=3,
             )
 
 
 class _Going(NamedTuple):
-    """A run after some rounds.
+    """Run after some rounds.
 
-    :param state: of all chains: a :class:`LangevinState`, or a :class:`NetworkState`.
-    :param slots: of each chain's local latents in each silo, ``(C, S)``, of a node's in its own,
-        ``(C, 1)``; ``(C, 0)`` without any.
-    :param told: the silos' slots of what they were told.
-    :param made: rounds made.
-    :param draws: of each field what was collected.
-    :param spent: slots that are needed no more once there is a checkpoint.
-    :param bad: of each reply that does not count the silo's number, and what it was.
+    :param state: the state of all chains: a :class:`LangevinState`, or a :class:`NetworkState`.
+    :param slots: slots of the local latents: ``(C, S)`` for each chain and silo, ``(C, 1)`` for
+        each node in its silo, or ``(C, 0)`` without any.
+    :param told: for each silo, the slot with the kernel's numbers.
+    :param made: number of rounds made.
+    :param draws: the draws of each field so far.
+    :param spent: slots that nothing needs after the next checkpoint.
+    :param bad: for each reply that does not count, the silo's number and what the reply was.
     """
 
     state: Any
@@ -329,9 +332,9 @@ class _Going(NamedTuple):
     bad: list[tuple[int, str]]
 
 
-_SETTLED = ("tuning", "mixing")  # the numbers of a kernel
+_SETTLED = ("tuning", "mixing")  # fields of a state that hold the kernel's numbers
 
 
 def _without_settled(state: Any) -> Any:
-    """What a checkpoint has of a state: the numbers of the kernel are settled anew."""
+    """Return the state without the kernel's numbers, which a continued run settles anew."""
     return state._replace(**dict.fromkeys(set(_SETTLED) & set(state._fields)))

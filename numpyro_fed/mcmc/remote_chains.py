@@ -1,6 +1,6 @@
-"""Chains that travel between silos elsewhere.
+"""Rounds of chains that travel between remote silos.
 
-A round is one call of the silo that each chain goes to.
+In a round, each chain calls the silo that it visits.
 """
 
 import re
@@ -35,18 +35,19 @@ from numpyro_fed.rounds.serialization import wire_name
 
 __all__ = ["RemoteSteps", "StartLocal", "StayLocal", "ask_or_forget", "remote_steps"]
 
-_FARTHEST = 1e3  # sds of the surrogates' posterior that a chain may be away from its center
-_FARTHEST_STAY = 1e6  # times the position, where there are no surrogates
+_FARTHEST = 1e3  # largest distance from the surrogate posterior's center, in its sds
+_FARTHEST_STAY = 1e6  # largest growth of a position in a visit, without surrogates
 
 
 class RemoteSteps(NamedTuple):
     """Functions by which the host drives a kernel's rounds over remote silos.
 
     :param check: ``check(kernel, silos, num_chains)`` raises a ValueError for what is not built.
-    :param start: ``start(kernel, keys, num_chains, silos) -> (state, slots)``, of all chains.
-    :param step: ``step(kernel, state, slots, told, silos) -> (state, slots, spent, bad)``, a round.
-    :param facts: ``facts(kernel)``, by which a checkpoint knows the kernel.
-    :param visits: True if a round visits some silos, so that silent ones may be visited less.
+    :param start: ``start(kernel, keys, num_chains, silos) -> (state, slots)``, for all chains.
+    :param step: ``step(kernel, state, slots, told, silos) -> (state, slots, spent, bad)``, one
+        round.
+    :param facts: ``facts(kernel)`` returns the facts by which a checkpoint recognizes the kernel.
+    :param visits: True if a round visits only some silos, so that silent ones may be visited less.
     """
 
     check: Callable[[Any, RemoteSilos, int], None]
@@ -58,9 +59,11 @@ class RemoteSteps(NamedTuple):
 
 @singledispatch
 def remote_steps(kernel: Any) -> RemoteSteps:
-    """Return what drives a kernel over remote silos; each type of kernel registers its own.
+    """Return the functions that drive a kernel over remote silos.
 
-    :raises TypeError: for what is no such kernel.
+    Each type of kernel registers its own.
+
+    :raises TypeError: for a kernel of another type.
     """
     raise TypeError(
         f"expected a fed.DSGLD or fed.FSGLD, got {type(kernel).__name__}; or a fed.PushSumLangevin "
@@ -71,9 +74,9 @@ def remote_steps(kernel: Any) -> RemoteSteps:
 @wire_name("StartLocal")
 @dataclass(frozen=True)
 class StartLocal:
-    """A chain's first coordinates of the silo's latents.
+    """Call that draws a chain's first coordinates of the silo's latents.
 
-    Its part of what one draw for all silos would be.
+    They are the silo's part of a single draw for all silos.
     """
 
     plan: Plan
@@ -94,7 +97,7 @@ class StartLocal:
 @wire_name("StayLocal")
 @dataclass(frozen=True)
 class StayLocal:
-    """A chain's stay at the silo."""
+    """Call that makes a chain's visit to the silo."""
 
     plan: Plan
 
@@ -109,7 +112,7 @@ class StayLocal:
 def _depart(
     plan: Plan, state: LangevinState, num_silos: int
 ) -> tuple[Departure, list[tuple[Array, Chain]]]:
-    """Of all chains where they go; of each the key of the stay there, and what travels."""
+    """Choose the silos of all chains, and return each visit's key and the chain that travels."""
     axes = chain_axes(False)
     leave = jax.vmap(lambda s: depart(plan, s, num_silos), in_axes=(axes,))(state)
     keys = jax.vmap(key_of)(leave.key, leave.number)
@@ -137,7 +140,7 @@ def _arrive(
 
 
 def _check(kernel: LangevinKernel, silos: RemoteSilos, num_chains: int) -> None:
-    """Refuse what is not built for remote silos."""
+    """Raise an error for options that are not built for remote silos."""
     options = kernel._options
     moments = isinstance(options.surrogate, str) and options.surrogate == "moments"
     refused = {
@@ -154,19 +157,17 @@ def _check(kernel: LangevinKernel, silos: RemoteSilos, num_chains: int) -> None:
     }
     for name, (got, wrong, expected) in refused.items():
         if wrong:
-            raise ValueError(
-                f"{name}={got!r} is not built for silos that are elsewhere; expected {expected}"
-            )
+            raise ValueError(f"{name}={got!r} is not built for remote silos; expected {expected}")
 
 
 def _start(
     kernel: LangevinKernel, keys: Array, num_chains: int, silos: RemoteSilos
 ) -> tuple[LangevinState, np.ndarray]:
-    """All chains' first states, and the slots of their first local latents, which silos make."""
+    """Return all chains' first states, and the slots of the local latents that silos draw."""
     plan, tuning = kernel._plan, kernel._tuning
     starts = start_keys(keys, kernel._options.distinct_silos)
     axes = chain_axes(False)
-    here = replace(plan, units=None)  # of the local latents nothing is here
+    here = replace(plan, units=None)  # the local latents are in the silos
     first = jax.vmap(
         partial(first_state, here), in_axes=(0, 0, None, 0, None, None, None), out_axes=axes
     )
@@ -194,14 +195,14 @@ def _step(
     told: list[int],
     silos: RemoteSilos,
 ) -> tuple[LangevinState, np.ndarray, list[int], list[tuple[int, str]]]:
-    """One round of all chains.
+    """Make one round of all chains.
 
-    New latents are kept beside the old ones, and count once the reply has come.
+    Silos store new latents beside the old ones; the new ones count once the reply has come.
 
-    :param slots: of each chain's local latents in each silo, ``(C, S)``.
-    :param told: the silos' slots of what they were told.
-    :return: the state, the slots, those that are needed no more, and of each reply that does not
-        count the silo's number and what it was.
+    :param slots: slots of each chain's local latents in each silo, ``(C, S)``.
+    :param told: for each silo, the slot with the kernel's numbers.
+    :return: the state, the slots, the spent slots, and for each reply that does not count the
+        silo's number and what the reply was.
     """
     plan, slots = kernel._plan, slots.copy()
     leave, each = _depart(plan, state, len(silos))
@@ -231,7 +232,7 @@ def _step(
         _nothing(plan, chain) if missing else x
         for x, (_, chain), missing in zip(replies, each, silent, strict=True)
     ]
-    # in NumPy, which has no programs to dispatch
+    # NumPy stacks without programs to dispatch
     new_state = _arrive(plan, state, leave, jax.tree.map(lambda *x: np.stack(x), *filled), silent)
     return new_state, slots, spent, bad
 
@@ -252,9 +253,9 @@ def _(kernel: LangevinKernel) -> RemoteSteps:
 
 
 def ask_or_forget(ask: Callable[[list[Call]], Any], calls: list[Call], silos: RemoteSilos) -> Any:
-    """What ``ask`` returns; where it raises, silos forget what they wrote.
+    """Return the replies of ``ask``; if it raises, let silos forget what they wrote.
 
-    No state will name it.
+    No state will name these slots.
     """
     try:
         return ask(calls)
@@ -264,13 +265,13 @@ def ask_or_forget(ask: Callable[[list[Call]], Any], calls: list[Call], silos: Re
 
 
 def _wrong(kernel: LangevinKernel, left: np.ndarray, came: np.ndarray) -> str | None:
-    """Say what is wrong with where a chain came back, or ``None``.
+    """Return what is wrong with the position of a chain that came back, or ``None``.
 
-    A stay that leaves the reals is undone in the silo, so that NaN is none.
+    A silo undoes a visit with numbers that are not finite, so a reply of NaN is wrong.
 
-    Sds are those of the surrogates' posterior, along the kernel's coordinates. Without a
-    preconditioner none are known: a stay may multiply a position by a million, beyond which float32
-    has lost where the chain had been.
+    Distances are in sds of the surrogate posterior, along the kernel's coordinates. Without a
+    preconditioner the sds are unknown. A visit may then multiply a position by a million, beyond
+    which float32 has lost where the chain had been.
     """
     if not np.isfinite(came).all():
         return "NaN"
@@ -289,7 +290,7 @@ def _wrong(kernel: LangevinKernel, left: np.ndarray, came: np.ndarray) -> str | 
 
 
 def _nothing(plan: Plan, chain: Chain) -> tuple[Chain, StayStats]:
-    """In place of a reply that did not come, and not looked at."""
+    """Return a placeholder, which counts as silent, for a reply that did not come."""
     zero: Any = np.zeros((), chain.theta.dtype)
     still: Any = np.zeros(chain.theta.shape, chain.theta.dtype) if plan.cut else None
     finite: Any = np.array(False)

@@ -1,4 +1,4 @@
-r"""Step sizes that diminish, as optax schedules, and what a schedule should fulfil."""
+"""Diminishing step sizes as optax schedules, and the check of a schedule."""
 
 import math
 import warnings
@@ -15,15 +15,15 @@ from numpyro_fed.rounds.serialization import wire_name
 
 __all__ = ["check_step_size", "polynomial_decay"]
 
-_LATE = (10**6, 10**9)  # steps between which a schedule's exponent is read off
+_LATE = (10**6, 10**9)  # steps between which a schedule's exponent is measured
 
 
 def polynomial_decay(scale: float, offset: float, power: float) -> Callable[[Array], Array]:
-    r"""The schedule :math:`\alpha(t) = a / (b + t)^\gamma`, in the shape of an optax schedule.
+    r"""Return the schedule :math:`\alpha(t) = a / (b + t)^\gamma`, in the form of optax.
 
-    Diminishing steps make Langevin dynamics exact in the limit: :math:`\sum_t \alpha(t) = \infty`
-    lets the chain go anywhere (:math:`\gamma \le 1`), and a finite :math:`\sum_t \alpha(t)^2` sums
-    up the noise of gradients (:math:`\gamma > 1/2`).
+    Diminishing steps make Langevin dynamics exact in the limit. An infinite :math:`\sum_t
+    \alpha(t)` (:math:`\gamma \le 1`) lets the chain go anywhere. A finite :math:`\sum_t
+    \alpha(t)^2` (:math:`\gamma > 1/2`) bounds the noise of gradients.
 
     :param scale: a > 0.
     :param offset: b > 0; the step has fallen to :math:`2^{-\gamma}` of its first value after b
@@ -49,7 +49,7 @@ def polynomial_decay(scale: float, offset: float, power: float) -> Callable[[Arr
 @wire_name("PolynomialDecay")
 @dataclass(frozen=True)
 class _PolynomialDecay:
-    """Equal by value, so that kernels with equal schedules share their programs."""
+    """Polynomial schedule, equal by value so that kernels of equal schedules share programs."""
 
     scale: float
     offset: float
@@ -63,13 +63,11 @@ class _PolynomialDecay:
 
 
 def _check_schedule(schedule: Callable) -> None:
-    """Refuse a schedule that is not positive and finite.
+    """Raise an error for a schedule that is not positive and finite, and warn of a bad decay.
 
-    Warn of one that stops the chain, or keeps its noise.
-
-    :raises ValueError: with the step at which it fails.
-    :warns UserWarning: where it looks as if the sum of all steps were finite, or, for one that
-        diminishes, the sum of their squares infinite.
+    :raises ValueError: with the step at which the schedule fails.
+    :warns UserWarning: if the sum of all steps looks finite, or if the schedule diminishes and the
+        sum of squared steps looks infinite.
     """
     counts = [0, *np.unique(np.logspace(0, math.log10(_LATE[1]), 40).astype(int))]
     for count in counts:
@@ -89,21 +87,20 @@ def _check_schedule(schedule: Callable) -> None:
     if exponent > 1.01:
         warnings.warn(
             f"step_size falls like t^-{exponent:.2f}: the sum of all steps looks finite, so the "
-            "chain stops before it has gone "
-            "everywhere; expected an exponent in (0.5, 1]",
+            "chain stops before it has gone everywhere; expected an exponent in (0.5, 1]",
             stacklevel=6,
         )
     elif 0.01 < exponent <= 0.5:
         warnings.warn(
             f"step_size falls like t^-{exponent:.2f}: the sum of its squares looks infinite, so "
-            "the noise of gradients and the "
-            "disagreement of nodes die out, but not summably; expected an exponent in (0.5, 1]",
+            "the noise of gradients and the disagreement of nodes die out, but not summably; "
+            "expected an exponent in (0.5, 1]",
             stacklevel=6,
         )
 
 
 def check_step_size(step_size: Any, named: tuple[str, ...]) -> None:
-    """Refuse a step size that is neither a positive number, nor a schedule, nor one of the names."""
+    """Raise an error unless a step size is a positive number, a schedule or a name in ``named``."""
     if isinstance(step_size, str):
         if step_size not in named:
             words = " or ".join(f'"{name}"' for name in named)

@@ -1,7 +1,4 @@
-"""Everything a Langevin kernel settles before its first round.
-
-Checks, surrogates, local map, step size.
-"""
+"""Setup of a Langevin kernel before its first round: checks, surrogates, local map, step size."""
 
 import warnings
 from collections.abc import Callable
@@ -34,17 +31,17 @@ from numpyro_fed.surrogates.some_rows import fit_some, whole_gradients
 
 __all__ = ["Ground", "Prepared", "groundwork", "prepare", "prepare_again"]
 
-_PILOT_STAY = 40  # local steps of the pilot's stays where their length is still to be chosen
-_PROOF_ROWS = 1 << 13  # rows that the proof check of a fit by minibatches takes, over all silos
+_PILOT_STAY = 40  # local steps of the pilot's walks if it chooses the length of visits
+_PROOF_ROWS = 1 << 13  # rows over all silos that check the factorization of a fit by minibatches
 
 
 class Prepared(NamedTuple):
-    """What a kernel needs for its rounds.
+    """Plan, numbers and surrogates that a kernel needs for its rounds.
 
     :param plan: the static facts.
     :param tuning: the numbers.
-    :param surrogates: ``None`` where none are used.
-    :param cost: what the preparation cost each silo.
+    :param surrogates: the surrogates, or ``None`` without any.
+    :param cost: cost of the setup for each silo.
     """
 
     plan: Plan
@@ -54,7 +51,7 @@ class Prepared(NamedTuple):
 
 
 class Ground(NamedTuple):
-    """What is known of a model and its data once both are checked and the options' fits are made."""
+    """Factors, units and fits of a model and its data, after their checks."""
 
     factors: Factors
     units: Units | None
@@ -65,7 +62,7 @@ class Ground(NamedTuple):
 
 
 def groundwork(model: Callable, silos: Silos, extra: dict[str, Any], options: Options) -> Ground:
-    """Check model and data, prove the factors, and fit surrogates and local map."""
+    """Check model, data and factorization, and fit surrogates and local map."""
     factors = factorise(model, silos, public=tuple(options.public), extra=extra)
     if not factors.dim:
         raise ValueError(
@@ -79,8 +76,7 @@ def groundwork(model: Callable, silos: Silos, extra: dict[str, Any], options: Op
     units = _units(factors, silos)
     batch = _batch(options.batch_size, factors, silos, units)
     if options.validate:
-        # a fit by minibatches never evaluates all rows at once, so neither does its proof: they
-        # might not fit in memory
+        # with minibatches the rows might not fit in memory, so the check takes some of them
         some = silos if batch is None or units is not None else thin(silos, batch[0], _PROOF_ROWS)
         prove(factors, some)
         if batch is not None and units is None:
@@ -99,16 +95,16 @@ def groundwork(model: Callable, silos: Silos, extra: dict[str, Any], options: Op
 
 
 def prepare(model: Callable, silos: Silos, extra: dict[str, Any], options: Options) -> Prepared:
-    """:func:`groundwork`, and the step size."""
+    """Return the result of :func:`groundwork` with the step size."""
     return _settled(groundwork(model, silos, extra, options), silos.with_shared(**extra), options)
 
 
 def prepare_again(before: Prepared, silos: Silos, options: Options, thetas: np.ndarray) -> Prepared:
-    """Fit surrogates and local map again, at positions ``(K, d)`` of chains, and settle the step
-    size.
+    """Fit surrogates and local map again at positions of chains, and choose the step size.
 
-    :param before: what the chains ran with.
+    :param before: the setup with which the chains ran.
     :param silos: the data, with Gibbs's conditioning arguments among the shared ones.
+    :param thetas: the chains' positions ``(K, d)``.
     """
     factors, units = before.plan.factors, before.plan.units
     fitted = score.fit_at(
@@ -163,7 +159,7 @@ def _settled(ground: Ground, silos: Silos, options: Options) -> Prepared:
 def _selection(selection: Any, silos: Silos) -> np.ndarray:
     if selection is None or (isinstance(selection, str) and selection == "auto"):
         return np.full(len(silos), 1 / len(silos))
-    if isinstance(selection, str):  # "size": rows that no others point to
+    if isinstance(selection, str):  # "size" counts rows to which no other rows point
         targets = set(silos.index.values())
         sizes = np.sum(
             [n for group, n in silos.sizes.items() if group not in targets],
@@ -186,7 +182,7 @@ def _selection(selection: Any, silos: Silos) -> np.ndarray:
     if not (f > 0).all():
         raise ValueError(
             f"selection: expected probabilities > 0, got {f[np.argmin(f)]} for silo "
-            f"{silos.names[int(np.argmin(f))]!r}; a silo that is never visited has no say in the "
+            f"{silos.names[int(np.argmin(f))]!r}; a silo that is never visited adds nothing to the "
             "posterior"
         )
     if not abs(f.sum() - 1) <= 1e-6:
@@ -205,8 +201,7 @@ def _batch(
         names = [s.name for s in factors.local_sites]
         raise ValueError(
             f"batch_size={size} with local latents {names} that are one unit in a silo, or nested: "
-            "they need all rows of a silo; "
-            "expected batch_size=None"
+            "they need all rows of a silo; expected batch_size=None"
         )
     group = factors.batch_group() if units is None else str(units.group)
     sizes = silos.sizes[group]
@@ -214,8 +209,7 @@ def _batch(
         small = silos.names[int(np.argmin(sizes))]
         raise ValueError(
             f"batch_size={size} is more than silo {small!r} has: {min(sizes)} rows of {group!r}; "
-            "expected at "
-            f"most {min(sizes)}, or None for all rows"
+            f"expected at most {min(sizes)}, or None for all rows"
         )
     return group, int(size)
 
@@ -234,19 +228,23 @@ def _units(factors: Factors, silos: Silos) -> Units | None:
     names = [s.name for s in factors.local_sites]
     why = f"elements of {groups[0]!r} are not independent given the global sites"
     if len(groups) > 1:
-        why = f"{list(groups)} are not two plates of which the elements of one point to those of the other by index= and are independent given these"
+        why = (
+            f"{list(groups)} are not two plates of which one is nested in the other by index=, "
+            "with elements that are independent given the elements they point to"
+        )
     warnings.warn(
-        f"{why}, so the latents {names} of a silo are one unit: they move "
-        "together (MALA), and are integrated out by a dense Laplace approximation, whose cost "
-        "grows with the cube of their number",
+        f"{why}, so the latents {names} of a silo are one unit: they move together (MALA), and a "
+        "dense Laplace approximation, whose cost grows with the cube of their number, integrates "
+        "them out",
         stacklevel=2,
     )
     return Units(factors, None, pad)
 
 
 def _check_latents(options: Options, factors: Factors) -> None:
-    """Refuse what goes without local latents only, and rows that do not belong to the elements that
-    a minibatch takes.
+    """Raise an error for minibatches that a model with local latents does not support.
+
+    Among these are minibatches of elements to which not all rows point.
     """
     names = [s.name for s in factors.local_sites]
     if not names or options.batch_size is None:
@@ -254,8 +252,7 @@ def _check_latents(options: Options, factors: Factors) -> None:
     if not options.element_batches or options.step_size == "adaptive":
         raise ValueError(
             f"batch_size={options.batch_size} with local latents {names} is for DSGLD, FSGLD, and "
-            "SGLD with a step size that is not adaptive; "
-            "expected batch_size=None"
+            "SGLD without an adaptive step size; expected batch_size=None"
         )
     if options.control_variates:
         raise ValueError(
@@ -267,9 +264,9 @@ def _check_latents(options: Options, factors: Factors) -> None:
 
 
 def _warn_of_params(factors: Factors) -> None:
-    """Chains learn no parameters: these stay as they are, as in NumPyro's own kernels.
+    """Warn of learned parameters, which keep their first values as in NumPyro's own kernels.
 
-    Of networks whose weights are drawn none are left.
+    Networks whose weights are all drawn have no such parameters.
     """
     drawn = {name.split("/")[0] for name, _ in factors.global_sites}
     kept = [
@@ -280,8 +277,8 @@ def _warn_of_params(factors: Factors) -> None:
     if kept:
         warnings.warn(
             f"learned parameters {kept} are kept at their first values, since chains learn none; "
-            "expected numpyro.sample with a prior in place of "
-            "numpyro.param, or fed.SFVI, which learns them",
+            "expected numpyro.sample with a prior in place of numpyro.param, or fed.SFVI, which "
+            "learns them",
             stacklevel=5,
         )
 
@@ -294,21 +291,21 @@ def _check_given(given: str | Surrogates | None, factors: Factors, silos: Silos)
             f"surrogate: expected factors of {len(silos)} silos in dimension {factors.dim} "
             f"({[name for name, _ in factors.global_sites]} unconstrained), got {given!r}"
         )
-    given.posterior()  # positive definite, or an error in words
+    given.posterior()  # raises an error unless it is positive definite
 
 
 def _start(options: Options, factors: Factors) -> tuple[np.ndarray, np.ndarray, float] | None:
-    """The Gaussian of a variational fit and how far, in sds, the last round moved it, which is
-    known of conducive ones.
+    """Return the Gaussian of a variational fit, and how far its last round moved it, in sds.
+
+    The distance is known for conducive rounds alone; it is infinite for others.
     """
     if options.init_from is None:
         return None
     loc, scale = options.init_from.whitening
     if len(loc) != factors.dim:
         raise ValueError(
-            f"init_from: expected a fit of the same model, with {factors.dim} global latents "
-            f"{[n for n, _ in factors.global_sites]} unconstrained, "
-            f"got {len(loc)}"
+            f"init_from: expected a fit of the same model, with {factors.dim} unconstrained global "
+            f"latents {[n for n, _ in factors.global_sites]}, got {len(loc)}"
         )
     return loc, scale, float(getattr(options.init_from.state.server, "moved", np.inf))
 
@@ -327,7 +324,7 @@ def _surrogates(
     if units is not None or (wanted and not moments and not isinstance(given, Surrogates)):
         start, tall = _start(options, factors), batch is not None and units is None
         if start is not None and tall:
-            start = (*start[:2], np.inf)  # what is fitted to some of the rows has a wider posterior
+            start = (*start[:2], np.inf)  # a fit to some of the rows has a wider posterior
         fit = laplace.fit if given == "laplace" else partial(score.fit, start=start)
         if batch is not None and units is None:
             fitted = fit_some(fit, factors, silos, batch[0])

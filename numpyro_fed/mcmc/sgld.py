@@ -1,8 +1,10 @@
-r"""SGLD: stochastic gradient Langevin dynamics on the pooled rows.
+r"""Stochastic gradient Langevin dynamics (SGLD) on the pooled rows.
 
-.. math:: \theta \leftarrow \theta + \tfrac h2 \left( \nabla \log p(\theta) + \tfrac Nm \nabla \log p(y^{(m)} \mid \theta) \right) + N(0, h)
+.. math::
+    \theta \leftarrow \theta + \tfrac h2 \left( \nabla \log p(\theta)
+    + \tfrac Nm \nabla \log p(y^{(m)} \mid \theta) \right) + N(0, h)
 
-It is DSGLD with one silo, and the reference that the federated kernels are compared with.
+It is DSGLD with one silo, and the reference for comparisons of the federated kernels.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,16 +17,16 @@ __all__ = ["SGLD"]
 
 
 class SGLD(LangevinKernel):
-    """Centralised SGLD, a kernel for :class:`numpyro.infer.MCMC`.
+    """Centralized SGLD, a kernel for :class:`numpyro.infer.MCMC`.
 
-    All rows of the silos as one silo.
+    It pools the rows of all silos as one silo, so nothing is federated.
 
-    **Law and bias.** The posterior, up to a bias of order ``step_size``. One ``sample()`` makes
-    ``num_local_steps`` steps. Nothing is federated: the rows of all silos are pooled.
+    **Law and bias.** Draws follow the posterior, up to a bias of order ``step_size``. One
+    ``sample()`` makes ``num_local_steps`` steps.
 
     :param step_size: h: a number, an optax schedule of the number of steps, ``"auto"`` (with a
-        preconditioner), or ``"adaptive"``: learned in warm-up from the curvature and the noise of
-        gradients, so that sds are a factor ``1 + bias_target`` too large
+        preconditioner), or ``"adaptive"``. The last learns in warm-up, from the curvature and the
+        gradient noise, the step at which sds are a factor ``1 + bias_target`` too large
         (:mod:`numpyro_fed.mcmc.adaptation`).
     :param preconditioner: ``"surrogate"`` whitens by a Gaussian fitted to the pooled score.
 

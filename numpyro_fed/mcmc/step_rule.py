@@ -1,21 +1,22 @@
-r"""From the noise that silos make to the step size, the injected noise, the length of stays, and
-the silos' probabilities.
+r"""Rule from the silos' noise to step size, injected noise, visit length and probabilities.
 
-Near its stationary law and in whitened coordinates a chain makes, with :math:`a = 1 - h/2`,
+Near its stationary law, in whitened coordinates and with :math:`a = 1 - h/2`, a chain makes
 
 .. math:: w \leftarrow a w + \tfrac h2 e + \sqrt h\, G \xi, \qquad e = x_s / f_s .
 
-At fixed theta e has a part that stays the same while the chain stays at silo s, of covariance P
-over silos, and a part that is redrawn, of covariance W a step. A stay of T steps makes the former
-:math:`1 - a^T` times as large, so the stationary variance is
+At fixed theta, e has two parts. The first is constant while the chain visits silo s, with
+covariance P over silos. The second is drawn anew in each step, with covariance W per step. Over a
+visit of T steps the first part adds up to :math:`1 - a^T` times itself, so after the last step the
+stationary variance is
 
-.. math:: V (1 - \tfrac h4) = G G^\top + \tfrac h4 N, \qquad N = \frac{4 - h}h\, \frac{1 - a^T}{1 + a^T} P + W
-          \;\to\; T P + W \quad (hT \to 0),
+.. math::
+    V (1 - \tfrac h4) = G G^\top + \tfrac h4 N, \qquad
+    N = \frac{4 - h}h\, \frac{1 - a^T}{1 + a^T} P + W \;\to\; T P + W \quad (hT \to 0).
 
-after a stay's last step. With :math:`G = I` the sds are inflated, in the worst direction, by the
-root of :math:`(1 + \tfrac h4 \lambda_{\max}(N)) / (1 - \tfrac h4)`; with :math:`G G^\top = (1 -
-\tfrac h4) I - \tfrac h4 N` (``noise_correction``) they are right. In f, N is :math:`\sum_s X_s /
-f_s` up to a constant, whose largest eigenvalue is convex.
+With :math:`G = I` the worst direction's sd is inflated by the root of :math:`(1 + \tfrac h4
+\lambda_{\max}(N)) / (1 - \tfrac h4)`. With :math:`G G^\top = (1 - \tfrac h4) I - \tfrac h4 N`
+(``noise_correction``) all sds are right. As a function of f, N is :math:`\sum_s X_s / f_s` up to a
+constant, and its largest eigenvalue is convex.
 """
 
 from dataclasses import dataclass
@@ -34,19 +35,19 @@ __all__ = [
 ]
 
 MAX_STEP_SIZE = 0.1
-_CORRECTED = 4.0  # times the step size, where what is injected makes up for the noise
-_LEAST_INJECTED = 0.5  # of the injected variance, at least this share is left
+_CORRECTED = 4.0  # factor of the step size under noise correction
+_LEAST_INJECTED = 0.5  # least share of the injected variance that a correction leaves
 _STAYS = (1, 2, 4, 8, 12, 20, 30, 40, 60, 100)
-_LEAST_VISITS = 0.25  # of an equal share of the rounds, for each silo
-_NORM = 16  # Schatten norm that stands for the largest eigenvalue
+_LEAST_VISITS = 0.25  # least probability of a silo, as a fraction of an equal share
+_NORM = 16  # order of the Schatten norm that stands for the largest eigenvalue
 
 
 @dataclass(frozen=True)
 class StayNoise:
-    """What silos' gradients differ by, in whitened coordinates, at draws of theta.
+    """Noise of the silos' gradients in whitened coordinates, at draws of theta.
 
-    :param first: means of ``x_s = f_s e_s`` over the first half of a stay, ``(S, draws, d)``.
-    :param second: the same for the second half: what both share persists.
+    :param first: means of ``x_s = f_s e_s`` over the first half of a walk, ``(S, draws, d)``.
+    :param second: the same over the second half; noise common to both halves persists.
     :param length: local steps of both halves together.
     """
 
@@ -57,7 +58,7 @@ class StayNoise:
     def covariance(
         self, selection: np.ndarray, num_local_steps: int, step_size: float = 0.0
     ) -> np.ndarray:
-        """N for given probabilities, length of stays and step size (0: its limit), ``(d, d)``."""
+        """Return N for probabilities, visit length and step size (0: its limit), ``(d, d)``."""
         weight, draws = 1 / selection[:, None, None], self.first.shape[1]
         gap = self.first - self.second
         # the sum over silos is drift, not noise
@@ -68,7 +69,7 @@ class StayNoise:
         return stay * 0.5 * (between + between.T) + self.length / 4 * within
 
     def by_silo(self, matrix: np.ndarray, num_local_steps: int) -> np.ndarray:
-        """``tr(matrix X_s)`` of each silo, for a symmetric matrix; ``(S,)``."""
+        """Return ``tr(matrix X_s)`` of each silo, for a symmetric matrix; ``(S,)``."""
         gap = self.first - self.second
         between = np.einsum("sni,ij,snj->s", self.first, matrix, self.second, optimize=True)
         within = np.einsum("sni,ij,snj->s", gap, matrix, gap, optimize=True)
@@ -76,9 +77,9 @@ class StayNoise:
 
 
 def persistence(num_local_steps: int, step_size: float) -> float:
-    """What a stay of T steps makes of noise that persists.
+    """Return the factor by which a visit of T steps multiplies persistent noise.
 
-    ``T`` for small steps, below ``4 / h``.
+    The factor is ``T`` for small steps, and below ``4 / h``.
     """
     if step_size * num_local_steps < 1e-6:
         return float(num_local_steps)
@@ -93,8 +94,9 @@ def _worst(noise: np.ndarray) -> float:
 def inflation(
     noise: StayNoise, selection: np.ndarray, num_local_steps: int, step_size: float
 ) -> float:
-    """Predicted ratio of the chain's sd to the posterior's, in the worst direction, without
-    correction.
+    """Predict the ratio of the chain's sd to the posterior's, in the worst direction.
+
+    The prediction is for a chain without noise correction.
     """
     worst = _worst(noise.covariance(selection, num_local_steps, step_size))
     return float(np.sqrt((1 + step_size * worst / 4) / (1 - step_size / 4)))
@@ -108,14 +110,13 @@ def step_size(
     *,
     corrected: bool = False,
 ) -> float:
-    """h at which the worst direction's sd is inflated by the factor ``1 + bias_target``.
+    """Return h at which the worst direction's sd is inflated by a factor ``1 + bias_target``.
 
-    Four times it where that is corrected.
+    With noise correction return up to four times this h.
     """
     limit = (1 + bias_target) ** 2
     worst = _worst(noise.covariance(selection, num_local_steps))
-    # (1 + h N / 4) = limit (1 - h / 4), for N at its limit of small steps: never larger than asked
-    # for
+    # solves (1 + h N / 4) = limit (1 - h / 4) with N at its limit of small steps, an upper bound
     h = min(MAX_STEP_SIZE, 4 * (limit - 1) / (worst + limit))
     if not corrected:
         return h
@@ -125,9 +126,9 @@ def step_size(
 def injection(
     noise: StayNoise, selection: np.ndarray, num_local_steps: int, step_size: float
 ) -> np.ndarray:
-    """G of the module's docstring, ``(d, d)``.
+    """Return G of the module's docstring, ``(d, d)``.
 
-    :raises ValueError: for a step size whose noise is more than what may be injected.
+    :raises ValueError: for a step size at which the silos' noise exceeds what a step injects.
     """
     spread = noise.covariance(selection, num_local_steps, step_size)
     values, vectors = np.linalg.eigh(spread)
@@ -135,15 +136,15 @@ def injection(
     if not left.min() > 0:
         raise ValueError(
             f"noise_correction: at step_size={step_size:g} the silos' noise is more than what the "
-            "step injects; expected a step "
-            f'below {4 / (1 + values.max()):.3g}, or "auto"'
+            f'step injects; expected a step below {4 / (1 + values.max()):.3g}, or "auto"'
         )
     return (vectors * np.sqrt(left)) @ vectors.T
 
 
 def best_selection(noise: StayNoise, num_local_steps: int) -> np.ndarray:
-    """The probabilities f at which the largest eigenvalue of N is least, none below a quarter of an
-    equal share, ``(S,)``.
+    """Return the probabilities f that minimize the largest eigenvalue of N, ``(S,)``.
+
+    None is below a quarter of an equal share.
     """
     silos = len(noise.first)
     best = f = np.full(silos, 1 / silos)
@@ -172,11 +173,11 @@ def best_stay(
     *,
     corrected: bool = False,
 ) -> int:
-    """T at which effective draws for a given price are most.
+    """Return the number of local steps T with the most effective draws for a given price.
 
     A round costs ``round_price`` local steps besides its own.
 
-    :param selection: the probabilities f, or ``None``: the best for each T.
+    :param selection: the probabilities f, or ``None`` for the best ones of each T.
     """
 
     def efficiency(steps: int) -> float:

@@ -1,7 +1,4 @@
-"""Rounds of the Langevin kernels.
-
-A chain's state, its start, and what happens to it in a communication round.
-"""
+"""Rounds of the Langevin kernels: the chain's state, its start, and its visits to silos."""
 
 from functools import partial
 from typing import Any, NamedTuple
@@ -33,39 +30,39 @@ __all__ = [
     "wait",
 ]
 
-_ANSWERS = 1 << 30  # sets the draws of answers apart from those of silos
-_EXPLORERS = 64  # chains around which surrogates are fitted again
+_ANSWERS = 1 << 30  # separates the draws of answers from the draws of silos
+_EXPLORERS = 64  # chains around which a kernel fits its surrogates again
 
 
 @wire_name("LangevinState")
 class LangevinState(NamedTuple):
     """State of a Langevin kernel after a round.
 
-    :param i: draws made: rounds, or with ``num_kept=k`` k a round.
+    :param i: number of draws made: rounds, or with ``num_kept=k`` k per round.
     :param z: all latent sites in unconstrained space, local ones in pooled order.
     :param eps: coordinates of the local latents under the local map, ``(units, k)``, or ``None``.
     :param silo: the silo visited in this round.
-    :param diverging: whether a step of this round was cut, or the round was undone because it left
-        the reals.
+    :param diverging: whether a step of this round was cut, or the round was undone because a number
+        was not finite.
     :param cut_rate: fraction of the round's steps whose conducive residual was cut (0 for an undone
         round).
     :param local_accept_prob: mean acceptance of the local latents' moves (1 without any; about 0.95
         where the local map is exact).
-    :param local_stuck: fraction of the silo's local latents that did not move in this round, of the
-        level where most are.
-    :param residual: mean of e over this round's steps, in whitened coordinates, ``(d,)``: what the
-        surrogate of the silo visited lacks; ``None`` where there are no surrogates or no
+    :param local_stuck: fraction of the silo's local latents that did not move in this round, at the
+        level with the largest fraction.
+    :param residual: mean of e over this round's steps, in whitened coordinates, ``(d,)``. It is
+        what the visited silo's surrogate lacks; ``None`` without surrogates or without a
         preconditioner.
     :param step_size: step size of the round's last step.
     :param inflation: predicted ratio of the chain's sd to the posterior's (NaN without a
         preconditioner, and under a schedule).
     :param visits: rounds at each silo so far, ``(S,)``.
-    :param unanswered: those of them in which it did not answer, ``(S,)``.
+    :param unanswered: number of these rounds in which the silo did not answer, ``(S,)``.
     :param rng_key: key of the next draw.
     :param key_silos: key of the silos' numbers; with ``distinct_silos`` one for all chains.
-    :param stratum: this chain's place in [0, 1) among those: chains take silos from different
-        strata of f, and so are at different silos wherever no f exceeds one over their number. Each
-        chain's own silos are independent draws from f.
+    :param stratum: this chain's place in [0, 1) among all chains under ``distinct_silos``. Chains
+        take silos from different strata of f, so they visit different silos where no f exceeds one
+        over their number. The silos of each chain are independent draws from f.
     :param adaptation: memory of ``step_size="adaptive"``, or ``None``.
     :param tuning: the numbers of the kernel, one for all chains. They are part of the state because
         compiled programs outlive the data they were made for (``jit_model_args=True``).
@@ -92,9 +89,9 @@ class LangevinState(NamedTuple):
 
 
 def chain_axes(adaptive: bool) -> LangevinState:
-    """Axes of vectorised chains.
+    """Return the vmap axes of vectorized chains.
 
-    All have their own state, but one tuning, and one count of the adaptations left.
+    Each chain has its own state. All share one tuning and one count of the adaptations left.
     """
     shared = ("left", "price", "bias_target")
     own = (
@@ -106,9 +103,10 @@ def chain_axes(adaptive: bool) -> LangevinState:
 
 
 class Departure(NamedTuple):
-    """A chain that is sent to a silo: where, whether it arrives there or stays, with what.
+    """Chain on its way to a silo.
 
-    Keys of the stay, of a look around, and the next.
+    The number is that of the silo. ``arrives`` is 1 if the chain arrives there, and 0 if it
+    continues a visit. The keys are for the visit, a look, and the next round.
     """
 
     number: Array
@@ -129,7 +127,7 @@ def depart(plan: Plan, state: LangevinState, num_silos: int) -> Departure:
 def arrive(
     plan: Plan, state: LangevinState, leave: Departure, chain: Chain, stats: StayStats
 ) -> LangevinState:
-    """The state after a stay, but for the local latents."""
+    """Return the state after a visit, without new local latents."""
     return state._replace(
         i=state.i + 1,
         z={**state.z, **plan.factors.unravel(chain.theta)},
@@ -147,9 +145,9 @@ def arrive(
 
 @partial(jax.jit, static_argnames=("plan",))
 def one_round(plan: Plan, state: LangevinState, silos: Silos) -> LangevinState:
-    """One communication round: choose a silo, stay there for T local steps.
+    """Make one communication round: choose a silo, and make T local steps there.
 
-    Or one of its ``num_kept`` equal parts.
+    With ``num_kept`` draws per round, make one of its equal parts.
     """
     tuning, adaptation = state.tuning, state.adaptation
     leave = depart(plan, state, len(silos))
@@ -171,7 +169,7 @@ def one_round(plan: Plan, state: LangevinState, silos: Silos) -> LangevinState:
         )
     if not plan.no_answer:
         return new
-    # a stay is answered as a whole: its parts share the draw of their round
+    # a silo answers a visit as a whole, so the visit's parts share one draw
     key = random.fold_in(
         random.fold_in(state.key_silos, _ANSWERS), state.i - state.i % plan.num_kept
     )
@@ -179,16 +177,14 @@ def one_round(plan: Plan, state: LangevinState, silos: Silos) -> LangevinState:
 
 
 def wait(old: LangevinState, new: LangevinState, arrives: Array, silent: Array) -> LangevinState:
-    """The new state, or, where the silo does not answer in this round, the old one with the round
-    counted.
-    """
+    """Return the new state, or the old one with the round counted if the silo is silent."""
     waits = {
         "z": old.z,
         "eps": old.eps,
         "diverging": jnp.zeros((), bool),
         "cut_rate": jnp.zeros_like(new.cut_rate),
     }
-    # of the draw that counts again
+    # the old draw counts again
     waits |= {
         "silo": old.silo,
         "local_accept_prob": old.local_accept_prob,
@@ -206,11 +202,9 @@ def wait(old: LangevinState, new: LangevinState, arrives: Array, silent: Array) 
 
 
 def _next_silo(plan: Plan, state: LangevinState, num_silos: int) -> tuple[Array, Array]:
-    """The number of the silo where the next draw is made, and whether the chain arrives there (1)
-    or stays (0).
-    """
+    """Return the silo of the next draw, and 1 if the chain arrives there or 0 if it continues."""
     arrives = state.i % plan.num_kept == 0
-    if num_silos == 1:  # no draw, which is a tenth of the time of a short stay
+    if num_silos == 1:  # saves a draw, a tenth of the time of a short visit
         return jnp.zeros((), jnp.int32), arrives.astype(jnp.int32)
     f = state.tuning.selection
     place = (
@@ -229,9 +223,9 @@ def _look(
     private: Any,
     silos: Silos,
 ) -> Adaptation:
-    """See the curvature, in preconditioned units, and the noise of gradients where the chain is.
+    """Measure curvature, in preconditioned units, and gradient noise at the chain's position.
 
-    At the one silo of all rows.
+    All rows are in one silo.
     """
     view = SiloView(silos, jnp.zeros((), jnp.int32), largest(silos))
     silo, keys = open_silo(plan, tuning, private, view), random.split(key)
@@ -271,7 +265,7 @@ def _positions(
 
 
 def start_keys(keys: Array, distinct_silos: bool) -> tuple[Array, Array, Array]:
-    """Of several chains' keys ``(C,)``: their own, those of their silos, and their strata."""
+    """Return the chains' own keys, their keys of silos, and their strata, from keys ``(C,)``."""
     split = jax.vmap(random.split)(keys)
     own, of_silos, strata = split[:, 0], split[:, 1], jnp.zeros(len(keys))
     if distinct_silos:
@@ -293,7 +287,10 @@ def first_state(
     silos: Silos,
     adaptation: Adaptation | None,
 ) -> LangevinState:
-    """The initial state: at ``z``, or at a draw of the surrogate posterior."""
+    """Return the initial state, at ``z`` or at a draw of the surrogate posterior.
+
+    Without a preconditioner the draw is uniform on (-2, 2).
+    """
     rng_key, key_theta, key_eps, key_look = random.split(key, 4)
     factors, units = plan.factors, plan.units
     shape, dtype = (factors.dim,), tuning.loc.dtype
@@ -343,9 +340,10 @@ def first_state(
 def explore(
     plan: Plan, rounds: int, key: Array, z: dict[str, Array] | None, tuning: Tuning, silos: Silos
 ) -> tuple[dict[str, Array], Array]:
-    """Rounds of many chains.
+    """Run rounds of 64 chains.
 
-    Where they end, and about 512 of the global positions ``(K, d)`` of their second half.
+    :return: the sites where the chains end, and about 512 global positions ``(K, d)`` of the second
+        half of the rounds.
     """
     keys = random.split(key, (2, _EXPLORERS))
     axes = chain_axes(False)
