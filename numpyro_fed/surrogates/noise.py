@@ -9,9 +9,9 @@ At some values of :math:`\theta`, over the rows :math:`x_i` of silo s, the const
     \| \nabla \log p(x_i \mid \theta) - N_s^{-1} \nabla \log q_s(\theta) \|^2
     \qquad \text{(lemma 2, FSGLD)}
 
-where the papers take suprema over all :math:`\theta`. With step size h, T steps of the whole chain,
-m rows in a minibatch and silos' probabilities f, the mean squared error of an average over the
-chain is at most a constant times
+where the papers take suprema over all :math:`\theta`. Let h be the step size, T the number of steps
+of the whole chain, m the rows of a minibatch, and f the silos' probabilities. The mean squared
+error of an average over the chain is at most a constant times
 
 .. math:: \frac1{mT} \sum_s \frac{N_s^2}{f_s} \epsilon_s^2 + \frac1{hT} + h^2
 
