@@ -545,7 +545,7 @@ def test_bad_input_in_words():
     ):
         with pytest.raises(ValueError, match=message):
             run(svi, remote, 1, **options)
-    with pytest.raises(ValueError, match=r"answering=0\.5: silos at hand always answer"):
+    with pytest.raises(ValueError, match=r"answering=0\.5: silos in this process always answer"):
         run(svi, silos, 1, answering=0.5)
     avg = fed.SFVIAvg(linear, fed.AutoSiloNormal(linear), ADAM, 2, validate=False)
     with pytest.raises(ValueError, match=r"answering=0\.5 is for fed\.SFVI"):
@@ -553,7 +553,7 @@ def test_bad_input_in_words():
     with pytest.raises(ValueError, match=r"init_state: expected a state of the same kind of fit"):
         run(avg, remote, 1, init_state=there.state)
     with pytest.raises(
-        ValueError, match=r"update\(\) and evaluate\(\) are not built for silos that are elsewhere"
+        ValueError, match=r"update\(\) and evaluate\(\) are not built for remote silos"
     ):
         svi.evaluate(there.state, remote)
     with pytest.raises(

@@ -205,7 +205,7 @@ def test_run_arguments():
         fit.run(random.key(0), 0, SILOS)
     with pytest.raises(ValueError, match=r"tol: expected a number of nats > 0, got -1"):
         fit.run(random.key(0), 5, SILOS, tol=-1)
-    with pytest.raises(ValueError, match=r"expected an object that has been initialised"):
+    with pytest.raises(ValueError, match=r"expected an object that has been initialized"):
         svi().get_params(None)
 
 

@@ -486,7 +486,7 @@ def test_a_fit_whose_server_is_killed_goes_on_where_it_was(tmp_path, name):
 def test_silos_at_hand_have_no_checkpoint(tmp_path):
     with pytest.raises(
         ValueError,
-        match=r"checkpoint: silos at hand keep nothing; expected None, and init_state=result.state",
+        match=r"checkpoint: silos in this process keep nothing; expected None, and init_state=result.state",
     ):
         FITS["sfvi"]().run(
             random.key(1), 2, INTERCEPTS, progress_bar=False, checkpoint=tmp_path / "fit.ckpt"

@@ -1,6 +1,6 @@
-"""What SFVI and SFVI-Avg share in the shape of :class:`numpyro.infer.SVI`.
+"""Base of SFVI and SFVI-Avg in the shape of :class:`numpyro.infer.SVI`.
 
-Wiring, no mathematics.
+It wires model, guide, silos and rounds together, and has no mathematics.
 """
 
 import math
@@ -69,53 +69,54 @@ class FederatedVI:
 
     @property
     def privacy(self) -> Privacy | None:
-        """The budget that a silo's rows have."""
+        """Privacy budget of each silo's rows."""
         return self._options.privacy
 
     @property
     def secure_sum(self) -> bool:
-        """Whether over a wire the server hears sums of the silos' replies alone."""
+        """Flag of secure sums: over a wire the server sees only the sum of the replies."""
         return self._options.secure_sum
 
     @property
     def closed(self) -> bool:
-        """Whether silos elsewhere answer rounds alone, and no questions."""
+        """Flag of a closed fit: remote silos answer rounds alone, and no questions."""
         return self._options.closed
 
     def prepared(self, silos: Silos | MixedSilos) -> Prepared:
-        """Everything settled before the first round.
+        """Return the setup before the first round.
 
-        Kept, so that the same data are looked at once.
+        It is kept, so that the same data are examined once.
         """
         if self._prepared is None or self._prepared[0] is not silos:
             self._prepared = (silos, prepare(self.model, self.guide, silos, self._options))
         return self._prepared[1]
 
     def planned(self, known: Silos, independent: bool) -> Plan:
-        """The plan of silos elsewhere as a silo makes it, see
-        :func:`~numpyro_fed.vi.setup.planned_alone`.
+        """Return the plan of a remote silo's fit, as the silo makes it.
+
+        See :func:`~numpyro_fed.vi.setup.planned_alone`.
         """
         return planned_alone(self.model, self.guide, known, self._options, independent)
 
     def factored(self, known: Silos) -> Factors:
-        """The model's factors, with learned parameters as a shared argument."""
+        """Return the model's factors, with learned parameters as a shared argument."""
         return factored(self.model, (known,))[2][0]
 
     def num_learned(self, silos: Silos) -> int:
-        """Return how many numbers the model's learned parameters are."""
+        """Return the total size of the model's learned parameters."""
         learned, _, _ = factored(self.model, (silos,))
         return sum(np.size(x) for x in jax.tree.leaves([value for _, value in learned.values()]))
 
     def proved(self, silos: Silos) -> None:
-        """Check one silo's own rows (:func:`~numpyro_fed.density.check.prove_own`)."""
+        """Check the factorization on one silo's own rows."""
         _, (part,), (factors,) = factored(self.model, (silos,))
         prove_own(factors, part)
 
     def described(self, factors: Factors, shared: dict[str, Any]) -> dict[str, Any]:
-        """What tells this fit from another.
+        """Return the facts that distinguish this fit from another.
 
-        Its options, its guide, and the programs of its optimisers. Of amortised guides networks are
-        not compared.
+        These are its options, its guide, and the programs of its optimizers. Networks of amortized
+        guides are not compared.
         """
         options = {
             k: v
@@ -155,14 +156,13 @@ class FederatedVI:
         }
 
     def init(self, rng_key: Array, silos: Silos | MixedSilos, *, init_from: Any = None) -> VIState:
-        """The state before the first round.
+        """Return the state before the first round.
 
         :param rng_key: seed of all draws.
         :param silos: the data.
         :param init_from: a :class:`VIResult` of the same model, guide and silos (e.g. of a few
-            SFVI-Avg rounds), whose parameters are the start.
-        :raises ValueError: for every structure of model, guide or data that is not covered, in
-            words.
+            SFVI-Avg rounds); its parameters are the start.
+        :raises ValueError: for a structure of model, guide or data that the fit does not cover.
         """
         prepared = self.prepared(silos)
         params = first_params(prepared, self.guide, rng_key)
@@ -183,9 +183,9 @@ class FederatedVI:
         return VIState(server, silo_states, jnp.zeros(len(prepared.names), jnp.int32))
 
     def _taken_from(self, result: Any, prepared: Prepared, params: dict) -> tuple[dict, Any]:
-        """Global parameters of a result, unconstrained, and the silos' own.
+        """Return a result's global parameters, unconstrained, and the silos' own.
 
-        Stacked, or where silos elsewhere keep them.
+        The latter are stacked, or for remote silos the place where they keep them.
         """
         if not isinstance(result, VIResult):
             raise TypeError(f"init_from: expected the result of a run, got {type(result).__name__}")
@@ -210,37 +210,39 @@ class FederatedVI:
         )
 
     def _silo_params(self, prepared: Prepared, state: VIState, averaged: bool) -> list:
-        """The silos' own parameters, in the coordinates of the server's."""
+        """Return the silos' own parameters, in coordinates whitened by the server's q."""
         out = []
         for rows, own in zip(prepared.stacks, state.silos, strict=True):
             one = partial(
                 own_params, prepared.plan, rows.part, params=state.server.params, averaged=averaged
             )
-            axes = jax.tree.map(lambda x: 0 if x.ndim else None, own)  # a clock may be one for all
+            axes = jax.tree.map(
+                lambda x: 0 if x.ndim else None, own
+            )  # one clock may stand for all silos
             out.append(jax.vmap(one, in_axes=(axes,))(own))
         return out
 
     def _say_how_it_ended(self, prepared: Prepared, state: VIState) -> None:
-        """Warn of what only the algorithm knows."""
+        """Warn of problems that are particular to an algorithm."""
 
     def update(self, state: VIState, silos: Silos | MixedSilos) -> tuple[VIState, Array]:
-        """One round of all silos: the new state, and minus the bound before it."""
+        """Make one round of all silos; return the new state, and minus the bound before it."""
         if isinstance(silos, RemoteSilos):
             raise ValueError(
-                "update() and evaluate() are not built for silos that are elsewhere; expected run()"
+                "update() and evaluate() are not built for remote silos; expected run()"
             )
         prepared = self.prepared(silos)
         state, info = _jit_advance(self._federated, prepared.plan, None, state, prepared.stacks)
         return state, info.loss
 
     def evaluate(self, state: VIState, silos: Silos | MixedSilos) -> Array:
-        """Minus the bound, estimated anew; the state is as it was."""
+        """Return a new estimate of minus the bound; the state does not change."""
         return self.update(state, silos)[1]
 
     def get_params(self, state: VIState) -> dict[str, Array]:
-        """Parameters of a state in their supports.
+        """Return the parameters of a state, in their supports.
 
-        The last iterates, under the names that the guide has in SVI.
+        They are the last iterates, under the names that the guide has in SVI.
         """
         if state is not None and not isinstance(state, VIState):
             raise TypeError(
@@ -249,13 +251,13 @@ class FederatedVI:
             )
         if self._prepared is None:
             raise ValueError(
-                "expected an object that has been initialised; call init(rng_key, silos) first"
+                "expected an object that has been initialized; call init(rng_key, silos) first"
             )
         prepared = self._prepared[1]
         return self._named(prepared, state.server.params, state, False)
 
     def fitted(self, result: VIResult, silos: Silos | MixedSilos) -> tuple[dict[str, Array], list]:
-        """A result's global parameters in their supports, and for each stack the silos' own."""
+        """Return a result's global parameters, constrained, and the silos' own for each stack."""
         prepared = self.prepared(silos)
         if result.partition != prepared.partition():
             raise ValueError(
@@ -266,7 +268,11 @@ class FederatedVI:
         return params, [] if prepared.elsewhere else stacked_params(prepared, result.params)
 
     def _checked(self, state: Any, silos: Silos | MixedSilos) -> VIState:
-        """A state to go on from, or an error in words; clocks may be one for each silo."""
+        """Return a state for the fit to go on from; optimizers' clocks may be one for each silo.
+
+        :raises TypeError: where it is no state.
+        :raises ValueError: where it is a state of another fit.
+        """
         if not isinstance(state, VIState):
             raise TypeError(
                 f"init_state: expected result.state, got {type(state).__name__}; a result goes to "
@@ -295,7 +301,7 @@ class FederatedVI:
     def _named(
         self, prepared: Prepared, params: dict[str, Array], state: VIState, averaged: bool
     ) -> dict[str, Array]:
-        """Global parameters in their supports, and those of the silos that are at hand."""
+        """Return global parameters in their supports, and those of inline silos, by name."""
         named = prepared.plan.constrain(params)
         if prepared.elsewhere:
             return named
@@ -316,36 +322,36 @@ class FederatedVI:
         checkpoint: str | Path | None = None,
         checkpoint_every: int = 10,
     ) -> VIResult:
-        """Rounds of communication, each with all silos or some.
+        """Make rounds of communication, with all silos or some in each.
 
         :param rng_key: seed of all draws (unused with ``init_state``).
-        :param num_rounds: how many rounds; with ``tol`` at most so many.
-        :param silos: the data, or :class:`RemoteSilos`: the same rounds where the rows are, of
-            which global parameters are the result.
-        :param participation: the fraction of silos that take part in a round (so many are drawn
-            without replacement), or for each silo's name the probability that it does. Replies are
+        :param num_rounds: number of rounds; with ``tol`` the largest number.
+        :param silos: the data, or :class:`RemoteSilos`: the same rounds, made where the rows are.
+            The result then has global parameters alone.
+        :param participation: the fraction of silos that take part in a round (that many are drawn
+            without replacement), or each silo's probability of taking part, by name. Replies are
             weighted by one over it, so that the gradient stays unbiased; an absent silo keeps its
             state. Default: all.
-        :param tol: stop when the mean loss of the last quarter of the rounds is within ``tol`` nats
-            of that of the quarter before (of at least 250 rounds each); conducive rounds, which
-            have no noise: when the loss moved less than that in a round and q less than .05 sds.
+        :param tol: stop when the mean loss has converged: that of the last quarter of the rounds is
+            within ``tol`` nats of that of the quarter before (at least 250 rounds each). Conducive
+            rounds stop when the loss moved less than ``tol`` in a round, and q less than .05 sds.
         :param init_from: as for :meth:`init`.
-        :param init_state: go on from there.
-        :param answering: of SFVI over silos elsewhere the probability that a silo answers, one for
-            all or by name, where it is known and does not depend on the rounds: missing replies
-            then count zero, the others one over it. Default: silent silos are asked again, and the
-            fit stops if they stay silent.
-        :param checkpoint: of silos elsewhere, a file for the state after every ``checkpoint_every``
-            rounds. Where it exists, the fit goes on from it, as if it had not stopped: the silos
-            keep what it names. Silos that gave up on the server have to be connected again
+        :param init_state: a state to go on from.
+        :param answering: for SFVI over remote silos, the probability that a silo answers, one for
+            all or by name. Use it where this probability is known and does not depend on the
+            rounds. Missing replies then count zero, the others one over it. Default: silent silos
+            are asked again, and the fit stops if they stay silent.
+        :param checkpoint: for remote silos, a file for the state after every ``checkpoint_every``
+            rounds. If it exists, the fit goes on from it, as if it had not stopped: the silos keep
+            the states that it names. Silos that gave up on the server have to be connected again
             (:func:`numpyro_fed.engines.wire.connect`).
-        :param checkpoint_every: so many rounds are lost at most.
-        :raises ValueError: in words, before anything is compiled, for arguments that make no sense.
-        :raises RuntimeError: naming the silos elsewhere that did not answer before the first round
-            was made.
+        :param checkpoint_every: largest number of rounds that an interruption loses.
+        :raises ValueError: for arguments out of range, before anything is compiled.
+        :raises RuntimeError: where remote silos did not answer before the first round was made,
+            naming them.
         :warns UserWarning: when a loss is not finite (naming round and silo; the last finite state
-            is returned), after Ctrl-C (the rounds so far are returned), where silos elsewhere stay
-            silent (likewise), and for silos that never took part.
+            is returned); after Ctrl-C, and where remote silos stay silent (the rounds so far are
+            returned); for silos that never took part.
         """
         if (
             isinstance(num_rounds, bool)
@@ -378,7 +384,7 @@ class FederatedVI:
                 saved = rounds.saved()
             elif checkpoint is not None:
                 raise ValueError(
-                    "checkpoint: silos at hand keep nothing; expected None, and "
+                    "checkpoint: silos in this process keep nothing; expected None, and "
                     "init_state=result.state to go on"
                 )
             if saved is not None:
@@ -399,7 +405,7 @@ class FederatedVI:
                 state, made = self._checked(init_state, silos), np.zeros(0)
             arguments = plan, state, prepared.names, num_rounds, tol, progress_bar
             if rounds is not None:
-                if saved is not None or init_state is None:  # else it is another result's
+                if saved is not None or init_state is None:  # else another result holds the state
                     rounds.owns(state)
                 state, losses, stopped = run_rounds(rounds, *arguments, at_once=1, before=made)
                 rounds.tidy(state)
@@ -421,7 +427,7 @@ class FederatedVI:
         spent: Spent | None,
         stopped: str | None,
     ) -> VIResult:
-        """What a run that has ended returns; costs in the ``order`` of the user's silos."""
+        """Return a run's result; costs are in the ``order`` of the user's silos."""
         plan = prepared.plan
         average = state.server.params if state.server.average is None else state.server.average
         params = self._named(prepared, average, state, True)
@@ -445,7 +451,7 @@ class FederatedVI:
         who: Participation | None,
         known: Participation | None,
     ) -> dict[str, Any]:
-        """What a checkpoint of the same fit has."""
+        """Return the facts that a checkpoint has to share with this fit."""
         drawn = {"participation": who, "answering": known}
         return {
             "model and fit": fingerprint(prepared.plan.factors, prepared.parts[0], self),
@@ -459,7 +465,7 @@ class FederatedVI:
     def _spent(
         self, prepared: Prepared, state: VIState, *drawn: Participation | None
     ) -> Spent | None:
-        """What a fit has spent, where silos took part as drawn."""
+        """Return the privacy that a fit has spent, where silos took part as drawn."""
         if self.privacy is None:
             return None
         rounds, noise = int(state.server.i), prepared.plan.noise

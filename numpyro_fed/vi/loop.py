@@ -1,6 +1,6 @@
-"""Rounds of a variational algorithm: who takes part, when to stop.
+"""Rounds of a variational algorithm: who takes part, and when to stop.
 
-In one process how they are made, and what they cost.
+For silos in this process, also how rounds are made and their costs.
 """
 
 import warnings
@@ -35,9 +35,9 @@ __all__ = [
     "run_rounds",
 ]
 
-_CHUNK = 200  # rounds between two looks at the losses
-_STILL = 0.05  # sds
-_WINDOW = 250  # fewest rounds whose mean losses are compared
+_CHUNK = 200  # rounds between two checks of the losses
+_STILL = 0.05  # sds that q may move in the last of converged conducive rounds
+_WINDOW = 250  # fewest rounds in each of the two mean losses that are compared
 
 
 @wire_name("VIState")
@@ -45,9 +45,10 @@ class VIState(NamedTuple):
     """State of a federated variational algorithm after a round.
 
     :param server: the server's state.
-    :param silos: for each stack of silos their states, which in a federation never leave them; of
-        silos elsewhere a :class:`~numpyro_fed.vi.remote.Elsewhere`.
-    :param visits: rounds in which each silo took part, ``(S,)``, in the order of the stacks.
+    :param silos: for each stack of silos their states, which in a federation never leave them. For
+        remote silos an :class:`~numpyro_fed.vi.remote.Elsewhere`.
+    :param visits: number of rounds in which each silo took part, ``(S,)``, in the order of the
+        stacks.
     """
 
     server: Any
@@ -57,18 +58,21 @@ class VIState(NamedTuple):
 
 @dataclass(frozen=True)
 class Participation:
-    """Which silos take part in a round.
+    """Law of the silos that take part in a round.
 
-    :param count: so many, uniformly without replacement; ``None``: each independently with its
-        probability.
-    :param probability: of each silo's taking part, ``(S,)``.
+    :param count: number of silos, drawn uniformly without replacement; ``None``: each silo takes
+        part independently, with its probability.
+    :param probability: each silo's probability of taking part, ``(S,)``.
     """
 
     count: int | None
     probability: np.ndarray
 
     def weights(self, key: Array) -> Array:
-        """Horvitz-Thompson weights of a round's replies: zero, or one over the probability."""
+        """Draw the Horvitz-Thompson weights of a round's replies.
+
+        A weight is zero, or one over the silo's probability.
+        """
         probability = jnp.asarray(self.probability, jnp.result_type(float))
         if self.count is None:
             asked = random.uniform(key, probability.shape) < probability
@@ -87,22 +91,24 @@ class Participation:
 def answering_of(
     value: Any, names: tuple[str, ...], elsewhere: bool, adds_up: bool
 ) -> Participation | None:
-    """The probabilities that ``answering=`` means, or an error in words.
+    """Return the probabilities that ``answering=`` means.
 
-    :param names: of the silos, in the order of the stacks.
-    :param elsewhere: whether the silos' rows are.
-    :param adds_up: whether replies are added up, and not averaged.
+    :param names: the silos' names, in the order of the stacks.
+    :param elsewhere: whether the silos are remote.
+    :param adds_up: whether the algorithm adds replies up, and does not average them.
+    :raises ValueError: for inline silos, averages, and values out of range.
     """
     if value is None:
         return None
     if not elsewhere:
         raise ValueError(
-            f"answering={value!r}: silos at hand always answer; expected None, or participation="
+            f"answering={value!r}: silos in this process always answer; expected None, or "
+            "participation="
         )
     if not adds_up:
         raise ValueError(
-            f"answering={value!r} is for fed.SFVI; expected None: averages are of the silos that "
-            "answered"
+            f"answering={value!r} is for fed.SFVI; expected None, since other fits average over "
+            "the silos that answered"
         )
     number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
     if not number and not isinstance(value, Mapping):
@@ -115,10 +121,11 @@ def answering_of(
 def participation_of(
     value: Any, names: tuple[str, ...], argument: str = "participation"
 ) -> Participation | None:
-    """The rule that ``participation=`` means, or an error in words.
+    """Return the law that ``participation=`` means.
 
-    :param names: of the silos, in the order of the stacks.
-    :param argument: the name that it was given under.
+    :param names: the silos' names, in the order of the stacks.
+    :param argument: the argument's name, for the messages.
+    :raises ValueError: for names that are not the silos', and for values out of range.
     """
     if value is None:
         return None
@@ -136,7 +143,7 @@ def participation_of(
             raise ValueError(
                 f"{argument}: expected probabilities in (0, 1], got {value[name]} for silo "
                 f"{name!r}; a silo that "
-                "never takes part has no say in the posterior: leave it out of the data"
+                "never takes part does not count in the posterior: leave it out of the data"
             )
         return Participation(None, probability)
     if (
@@ -158,9 +165,10 @@ def participation_of(
 
 
 def in_step(plan: Plan, first: Callable, local: Any) -> Any:
-    """The first states of a stack of silos.
+    """Return the first states of a stack of silos.
 
-    What is one number in each (an optimiser's clock) is one for all, while all take part.
+    An optimizer's clock is the same number in all silos while all take part. It is then stored once
+    for the stack.
     """
     states = jax.jit(jax.vmap(first))(local)
     own = plan.conducive or not (_keeps_time(plan.optim) and _keeps_time(plan.local_optim))
@@ -177,8 +185,9 @@ def _is_clock(x: Any) -> bool:
 
 
 def _keeps_time(optim: Any) -> bool:
-    """Whether an optimiser's clocks do not depend on gradients (those of ``optax.apply_if_finite``
-    do).
+    """Return whether an optimizer's clocks do not depend on gradients.
+
+    Those of ``optax.apply_if_finite`` do.
     """
     params = {"": jnp.zeros((2, 1))}
     try:
@@ -195,13 +204,13 @@ def _keeps_time(optim: Any) -> bool:
         TypeError,
         KeyError,
         AttributeError,
-    ):  # also of one that knows parameters by name: then each silo has its own
+    ):  # also from one that knows parameters by name; then each silo has its own clock
         return False
     return True
 
 
 def _own_clocks(state: VIState, stacks: list[SiloRows]) -> VIState:
-    """The state with a clock for each silo, for rounds in which not all take part."""
+    """Return the state with a clock for each silo, for rounds that not all silos take part in."""
 
     def each(own: Any, rows: SiloRows) -> Any:
         return jax.tree.map(lambda x: x if x.ndim else jnp.broadcast_to(x, rows.number.shape), own)
@@ -212,7 +221,7 @@ def _own_clocks(state: VIState, stacks: list[SiloRows]) -> VIState:
 
 
 def drawn(who: Participation | None, server: Any) -> tuple[Array, Array | None]:
-    """The key of a round, and the weights of the silos' replies in it."""
+    """Return the key of a round, and the weights of the silos' replies in it."""
     key_who, key_round = random.split(random.fold_in(server.rng_key, 1))
     return key_round, None if who is None else who.weights(key_who)
 
@@ -224,7 +233,7 @@ def advance(
     state: VIState,
     stacks: list[SiloRows],
 ) -> tuple[VIState, Any]:
-    """One round."""
+    """Make one round."""
     key_round, weights = drawn(who, state.server)
     algorithm = federated(plan, stacks)
     server, info, silos = round_all(
@@ -245,9 +254,10 @@ def _chunk(
     stacks: list[SiloRows],
     num: Array,
 ) -> tuple[VIState, Array, Array]:
-    """Up to ``_CHUNK`` rounds: the state, each round's loss, and the silo that was not finite (-1.
+    """Make up to ``_CHUNK`` rounds.
 
-    None, -2: the server).
+    :return: the state; each round's loss; and for each round the silo whose numbers were not finite
+        (-1: none, -2: the server).
     """
 
     def body(i: Array, carry: tuple) -> tuple:
@@ -263,9 +273,9 @@ def _chunk(
 def at_hand(
     federated: Callable, plan: Plan, who: Participation | None, stacks: list[SiloRows]
 ) -> Callable:
-    """What makes up to ``_CHUNK`` rounds in this process.
+    """Return a function that makes up to ``_CHUNK`` rounds over silos in this process.
 
-    ``advance_by(state, num) -> (state, losses, bad)``.
+    It is ``advance_by(state, num) -> (state, losses, bad)``.
     """
 
     def advance_by(state: VIState, num: int) -> tuple[VIState, np.ndarray, np.ndarray]:
@@ -287,20 +297,21 @@ def run_rounds(
     at_once: int = _CHUNK,
     before: np.ndarray | None = None,
 ) -> tuple[VIState, np.ndarray, str | None]:
-    """Rounds until ``num_rounds``, until the smoothed loss falls by less than ``tol``, one is not
-    finite, or Ctrl-C.
+    """Make rounds until their number is reached, the loss has converged, or an error occurs.
 
-    :param advance_by: makes so many rounds; returns the state, their losses, and for each the silo
-        that was not finite (-1: none, -2: the server).
+    An error is a number that is not finite, Ctrl-C, or a failure of remote silos.
+
+    :param advance_by: makes that many rounds. It returns the state, the losses, and for each round
+        the silo whose numbers were not finite (-1: none, -2: the server).
+    :param tol: largest change of the smoothed loss in a fit that has converged.
     :param at_once: most rounds that it makes in a call.
-    :param before: of silos elsewhere, losses of rounds that were made before, of ``num_rounds``;
-        there any error after a round keeps what there is.
-    :return: the state, all losses, and where the rounds broke off why, in words.
+    :param before: for remote silos, losses of rounds that were made before; they count toward
+        ``num_rounds``. With it, any error after the first round keeps the rounds so far.
+    :return: the state, all losses, and the reason if the rounds broke off.
     """
     losses, look = np.zeros(0) if before is None else before, 1 if plan.conducive else _CHUNK
 
-    # looked at before a round, so that a fit that goes on from a checkpoint ends where it would
-    # have
+    # checked before a round, so that a fit that goes on from a checkpoint ends at the same round
     def settled() -> bool:
         moved = (
             float(state.server.moved) if plan.conducive else 0.0
@@ -340,7 +351,10 @@ def run_rounds(
                 good = int(np.argmax(bad != -1))
                 part = "the sum" if plan.secure_sum else "the server's part"
                 where = f"silo {names[bad[good]]!r}" if bad[good] >= 0 else part
-                said = f"the loss or its gradient was not finite in round {len(losses) + good + 1}, first in {where}"
+                said = (
+                    "the loss or its gradient was not finite in round "
+                    f"{len(losses) + good + 1}, first in {where}"
+                )
                 warnings.warn(
                     f"{said}; the fit stopped there, and its last finite state is returned. Lower "
                     "the learning rate, or start nearer (init_loc_fn, init_scale)",
@@ -350,14 +364,18 @@ def run_rounds(
                 return state, np.concatenate([losses, new[:good]]), said
             losses = np.concatenate([losses, new])
             bar.update(len(new))
-            if np.isfinite(new).all():  # under privacy no bound is told
+            if np.isfinite(new).all():  # under privacy no bound leaves the silos
                 bar.set_postfix_str(f"loss {new.mean():.4g}", refresh=False)
     return state, losses, None
 
 
 def _settled(losses: np.ndarray, tol: float, least: int = _WINDOW) -> bool:
-    """Whether the mean loss of the last quarter of all rounds, at least so many, is within ``tol``
-    of that of the quarter before.
+    """Return whether the mean loss has converged.
+
+    The mean losses of the last quarter of all rounds and of the quarter before then differ by less
+    than ``tol``.
+
+    :param least: least number of rounds in a quarter.
     """
     window = max(least, len(losses) // 4) if least > 1 else 1
     if len(losses) < 2 * window:
@@ -373,10 +391,10 @@ def ledger(
     names: tuple[str, ...],
     order: tuple[str, ...],
 ) -> Ledger:
-    """What the rounds so far cost each silo.
+    """Return each silo's costs of the rounds so far.
 
-    :param names: of the silos in the order of the stacks.
-    :param order: in which the ledger lists them.
+    :param names: the silos' names, in the order of the stacks.
+    :param order: their order in the ledger.
     """
     algorithm = federated(plan, stacks)
     visits = dict(zip(names, np.asarray(state.visits), strict=True))

@@ -1,7 +1,4 @@
-"""What a variational fit settles before its first round.
-
-The model and guide checked, the factors proved, the silos in stacks.
-"""
+"""Setup of a variational fit: the model and guide checked, the silos stacked."""
 
 import hashlib
 from collections.abc import Callable
@@ -33,19 +30,19 @@ from numpyro_fed.vi.options import Options
 
 __all__ = ["Prepared", "first_params", "planned_alone", "prepare"]
 
-_PROOF_ROWS = 100_000  # of a fit by minibatches, whose rows might not fit into memory at once
+_PROOF_ROWS = 100_000  # rows to check in a fit by minibatches, as all may not fit into memory
 
 
 class Prepared(NamedTuple):
-    """What :func:`prepare` returns.
+    """The setup of a fit, from :func:`prepare`.
 
     :param plan: the static facts.
     :param parts: the silos of each structure, with the first values of learned parameters among
         their shared arguments.
     :param stacks: the silos' rows.
     :param names: the silos' names, in the order of the stacks.
-    :param local: for each stack the silos' first parameters; none where the rows are elsewhere, and
-        stacks have none either.
+    :param local: for each stack the silos' first parameters. Empty for remote silos, whose stacks
+        have no rows either.
     """
 
     plan: Plan
@@ -56,11 +53,14 @@ class Prepared(NamedTuple):
 
     @property
     def elsewhere(self) -> bool:
-        """Whether the rows are not in this process."""
+        """Flag of remote silos: their rows are not in this process."""
         return isinstance(self.parts[0], RemoteSilos)
 
     def partition(self) -> str:
-        """A fingerprint of which pooled row is in which silo; of silos elsewhere, of how many."""
+        """Return a fingerprint of the assignment of pooled rows to silos.
+
+        For remote silos it is one of their numbers of rows.
+        """
         digest = hashlib.sha256()
         for part in self.parts:
             for group, sizes in part.sizes.items():
@@ -70,7 +70,7 @@ class Prepared(NamedTuple):
 
 
 def _parts_of(silos: Silos | MixedSilos) -> tuple[Silos, ...]:
-    """Silos of one structure each."""
+    """Return the silos, sorted into parts of one structure each."""
     if isinstance(silos, MixedSilos):
         return silos.parts
     if not isinstance(silos, Silos):
@@ -83,7 +83,7 @@ def _parts_of(silos: Silos | MixedSilos) -> tuple[Silos, ...]:
 
 
 def prepare(model: Callable, guide: Any, silos: Silos | MixedSilos, options: Options) -> Prepared:
-    """Check model, guide and data, and prove the factors."""
+    """Check model, guide and data, check the factorization, and stack the silos."""
     plan, parts = _planned(model, guide, _parts_of(silos), options)
     if options.validate:
         for family, part in zip(plan.families, parts, strict=True):
@@ -109,12 +109,13 @@ def prepare(model: Callable, guide: Any, silos: Silos | MixedSilos, options: Opt
 def planned_alone(
     model: Callable, guide: Any, known: Silos, options: Options, independent: bool
 ) -> Plan:
-    """The plan of silos elsewhere as each of them makes it for itself.
+    """Return the plan of a remote silo's fit, as the silo makes it for itself.
 
-    From what is known of all, without asking any.
+    It follows from facts about all silos, and asks none.
 
-    :param independent: whether elements are independent given theta, which is found by asking: of
-        the server's plan whether ``families[0].group`` is one.
+    :param known: the silos' facts.
+    :param independent: whether elements are independent given theta. The server finds it by a check
+        in the silos; it holds if ``families[0].group`` of the server's plan is not ``None``.
     """
     return _planned(model, guide, _parts_of(known), options, independent)[0]
 
@@ -126,8 +127,9 @@ def _planned(
     options: Options,
     independent: bool | None = None,
 ) -> tuple[Plan, tuple[Silos, ...]]:
-    """The static facts, and the silos with first values of learned parameters among their shared
-    arguments.
+    """Return the static facts, and the silos with first values of the learned parameters.
+
+    These values are among the silos' shared arguments.
     """
     learned, parts, factors = factored(model, parts)
     _check_globals(factors, parts)
@@ -175,7 +177,7 @@ def _noise(options: Options, families: tuple[Any, ...], num_silos: int) -> Noise
 
 
 def _some(silos: Silos, batch: tuple[str, int] | None) -> Silos:
-    """The rows that checks look at: some where fits do."""
+    """Return the rows for checks: a part of them where the fit uses minibatches."""
     return (
         silos
         if batch is None or isinstance(silos, RemoteSilos)
@@ -184,9 +186,9 @@ def _some(silos: Silos, batch: tuple[str, int] | None) -> Silos:
 
 
 def first_params(prepared: Prepared, guide: Any, key: Array) -> dict[str, Array]:
-    """Where the global parameters start, unconstrained.
+    """Return first values of the global parameters, unconstrained.
 
-    The guide's strategy, and the model's own first values.
+    They come from the guide's strategy and the model's own first values.
     """
     plan, silos = prepared.plan, prepared.parts[0]
     learned = silos.shared.get(PARAMS, {})
@@ -200,7 +202,7 @@ def first_params(prepared: Prepared, guide: Any, key: Array) -> dict[str, Array]
     except (
         jax.errors.JAXTypeError,
         ValueError,
-    ):  # of a strategy that looks at numbers, or has no hash
+    ):  # from a strategy that needs concrete numbers, or has no hash
         loc = _first_position.__wrapped__(*at)  # type: ignore[attr-defined]
     if not bool(jnp.isfinite(loc).all()):
         raise ValueError(
@@ -211,7 +213,7 @@ def first_params(prepared: Prepared, guide: Any, key: Array) -> dict[str, Array]
 
 @partial(jax.jit, static_argnames=("factors", "strategy"))
 def _first_position(factors: Factors, strategy: Callable, silos: Silos, key: Array) -> Array:
-    """The global sites where a strategy starts them, unconstrained ``(d,)``."""
+    """Return the start of the global sites by a strategy, unconstrained ``(d,)``."""
     sites = probe(factors.model, silos, key, strategy)
     return factors.ravel(
         {
@@ -273,9 +275,9 @@ def _family(
     batch: tuple[str, int] | None,
     known: bool | None = None,
 ) -> Any:
-    """The family over one structure's factors.
+    """Return the variational family over one structure's factors.
 
-    :param known: whether elements are independent; ``None``: that is found out where it matters.
+    :param known: whether elements are independent; ``None``: check it where it matters.
     """
     independent = known is not False
     if (
@@ -306,7 +308,7 @@ def _family(
 
 
 def _check_guides_model(guide: AutoSiloNormal, factors: Factors, silos: Silos) -> None:
-    """A guide made for another model has other sites."""
+    """Refuse a guide that was made for a model with other sites."""
     model = factors.model.model if isinstance(factors.model, LearnedModel) else factors.model
     if guide.model is model:
         return
@@ -317,6 +319,6 @@ def _check_guides_model(guide: AutoSiloNormal, factors: Factors, silos: Silos) -
             for f in (factors, other)
         ]
         raise ValueError(
-            f"the guide was made for another model: expected one of the latent sites {names[0]}, "
+            f"the guide was made for another model: expected latent sites {names[0]}, "
             f"got {names[1]}"
         )
