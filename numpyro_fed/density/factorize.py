@@ -1,10 +1,8 @@
-"""Finding the factors of a marked model.
+"""Factorization of a marked model: its global sites, and its local sites with their plates.
 
-Which sites are global, which are local, and to which plate.
-
-The model is traced without data, by :func:`jax.eval_shape`, with made-up numbers of rows that
-nothing else in the model is likely to have, so that a plate's size tells its row group whatever the
-silos' real sizes are.
+The model is traced without data, by :func:`jax.eval_shape`, with made-up numbers of rows. Nothing
+else in the model is likely to have these numbers, so a plate's size identifies its row group,
+whatever the silos' real sizes are.
 """
 
 import warnings
@@ -32,10 +30,8 @@ _NO_PLATE = (
     'fed.silo_plate("patients", x.shape[0]) in place of numpyro.plate, or mark one from outside: '
     'fed.mark_silos(model, "patients")'
 )
-_PROBES = (
-    1009,
-    2003,
-)  # numbers of rows of the first row group in the two traces; the others follow
+# rows of the first row group in each of two traces; every further row group has ten more
+_PROBES = (1009, 2003)
 
 
 def factorise(
@@ -47,18 +43,18 @@ def factorise(
 ) -> Factors:
     """Find the global and local sites of a marked model.
 
-    The model is traced by :func:`jax.eval_shape`; the result is cached by model and shapes, so that
-    fitting the same model again traces nothing.
+    The model is traced by :func:`jax.eval_shape`. The result is cached by model and shapes, so that
+    a second fit of the same model traces nothing.
 
     :param model: a model with at least one silo plate.
     :param silos: the data.
-    :param public: names of observed or factor sites outside every silo plate whose data all silos
-        know; their terms count once.
+    :param public: names of observed or factor sites outside every silo plate. All silos must know
+        their data; their terms count once.
     :param extra: further keyword arguments (Gibbs conditioning).
     :return: the factors.
-    :raises ValueError: in words, for every structure that the factorisation does not cover.
-    :warns UserWarning: where a latent site has the name of an argument with rows, as one has whose
-        ``obs=`` was forgotten.
+    :raises ValueError: for every structure that the factorization does not cover.
+    :warns UserWarning: where a latent site has the name of an argument with rows, as happens where
+        a model lacks ``obs=``.
     """
     specs = tuple(
         (leaf, silos.group[leaf], jax.ShapeDtypeStruct(v.shape[1:], v.dtype))
@@ -81,9 +77,8 @@ def factorise(
         if site.name in silos.rows:
             warnings.warn(
                 f"site {site.name!r} is latent, and the silos have an argument {site.name!r}: was "
-                f"obs={site.name} forgotten? As it stands "
-                "nothing is learned from these data; leave the argument out of the silos, or "
-                "rename the site, if that is meant",
+                f"obs={site.name} forgotten? As it stands nothing is learned from these data; "
+                "leave the argument out of the silos, or rename the site, if that is meant",
                 stacklevel=3,
             )
     for group in silos.guessed:
@@ -92,8 +87,8 @@ def factorise(
         if len(plates) > 1:
             raise ValueError(
                 f"arguments {members} have as many rows as each of the silo plates {plates}; say "
-                "which plate "
-                f'each belongs to: Silos(..., rows={{"{members[0]}": "{plates[0]}", ...}})'
+                "which plate each belongs to: "
+                f'Silos(..., rows={{"{members[0]}": "{plates[0]}", ...}})'
             )
     return factors
 
@@ -101,7 +96,7 @@ def factorise(
 def pooled_factors(
     model: Callable, sites: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
 ) -> Factors:
-    """The factors of a model as a guide on pooled data sees them.
+    """Return the factors of a model as a guide on pooled data sees them.
 
     Each silo plate is a row group of its own.
 
@@ -151,10 +146,9 @@ def _factorise(
     if first != second:
         names = sorted({site[0] for kind in (0, 1) for site in {*first[kind]} ^ {*second[kind]}})
         raise ValueError(
-            f"latent sites {names} change shape with a silo's number of rows; expected global "
-            "sites, and a plate "
-            "element's local ones, to be alike in all silos: put what each row has inside a silo "
-            "plate"
+            f"latent sites {names} change shape with a silo's number of rows; expected equal "
+            "shapes in all silos, of global sites and of the local sites of a plate's element: put "
+            "each row's latents inside a silo plate"
         )
     global_sites, local_sites, plates = first
     return Factors(
@@ -202,9 +196,8 @@ def _probe(
                 raise
             raise ValueError(
                 f"the model fails when traced with as many rows as {sizes} ({error}); expected one "
-                "that takes all "
-                "sizes from its arguments and runs under jax.jit, and rows= that put each argument "
-                "in its group"
+                "that takes all sizes from its arguments and runs under jax.jit, and rows= that "
+                "put each argument in its group"
             ) from error
         unknown = [name for name in public if name not in sites]
         if unknown:
@@ -255,7 +248,7 @@ def _raised_by(error: Exception) -> str:
 
 
 def _silo_plates(sites: Mapping[str, Any], sizes: dict[str, int]) -> dict[str, str]:
-    """Row group of each marked plate, by the number of its elements."""
+    """Return the row group of each marked plate, found by the number of its elements."""
     plates: dict[str, str] = {}
     for name, site in sites.items():
         if not is_silo_plate(site):
@@ -270,8 +263,7 @@ def _silo_plates(sites: Mapping[str, Any], sizes: dict[str, int]) -> dict[str, s
         if not matches:
             raise ValueError(
                 f"silo plate {name!r}: its size is no argument's number of rows. Take it from the "
-                "data, "
-                f"e.g. silo_plate({name!r}, x.shape[0]); the row groups are {sorted(sizes)}"
+                f"data, e.g. silo_plate({name!r}, x.shape[0]); the row groups are {sorted(sizes)}"
             )
         plates[name] = matches[0]
     if not plates:
@@ -280,7 +272,7 @@ def _silo_plates(sites: Mapping[str, Any], sizes: dict[str, int]) -> dict[str, s
 
 
 def _is_delta(fn: Any) -> bool:
-    """Whether a distribution is a Delta, also as expanded by a plate or seen as one event."""
+    """Return whether a distribution is a Delta, or has one as its base distribution."""
     return isinstance(fn, Delta) or (hasattr(fn, "base_dist") and _is_delta(fn.base_dist))
 
 
@@ -299,8 +291,8 @@ def _latent_sites(
             if not frames and name not in public and name not in conditioned:
                 raise ValueError(
                     f"observed site {name!r} is outside every silo plate, so it belongs to no "
-                    "silo; move it "
-                    f'into a silo plate, or, if all silos know its data, say so: public=("{name}",)'
+                    "silo; move it into a silo plate, or, if all silos know its data, say so: "
+                    f'public=("{name}",)'
                 )
             if frames and name in conditioned:
                 raise ValueError(
@@ -311,8 +303,7 @@ def _latent_sites(
         if site["fn"].support.is_discrete:
             raise ValueError(
                 f"latent site {name!r} is discrete; expected continuous latents: sum it out, e.g. "
-                "with "
-                "dist.MixtureSameFamily"
+                "with dist.MixtureSameFamily"
             )
         if _is_delta(site["fn"]):
             raise ValueError(f"latent site {name!r} is a Delta; use numpyro.deterministic for it")

@@ -1,12 +1,12 @@
-r"""The joint density of a marked model, factor by factor.
+r"""Joint density of a marked model, factor by factor.
 
 For every model with silo plates
 
 .. math:: \log p(\theta, z, y) = \log p(\theta) + \sum_s \log p(y_s, z_s \mid \theta),
 
-with the global latents :math:`\theta` and the local latents :math:`z` in unconstrained space,
-Jacobians included, each term counted once. A silo is a call of the model with that silo's own
-arguments; a minibatch is a call with some of its rows. Only this module and
+with the global latents :math:`\theta` and the local latents :math:`z` in unconstrained space. The
+density includes Jacobians, and counts each term once. A silo is a call of the model with that
+silo's arguments; a minibatch is a call with some of its rows. Only this module and
 :mod:`numpyro_fed.density.factorize` look inside a model.
 """
 
@@ -37,16 +37,15 @@ __all__ = [
     "pooled_log_density",
 ]
 
-PARAMS = "_fed_params"  # the argument under which a model that learns parameters takes them
+PARAMS = "_fed_params"  # argument with the values of learned parameters
 
 
 @dataclass(frozen=True)
 class PooledModel:
-    """The model as a function of a :class:`Silos` (its pooled rows) as well as of its own
-    arguments.
+    """Model that accepts a :class:`Silos` (and takes its pooled rows) or its usual arguments.
 
-    This is what ``kernel.model`` is, so that ``arviz.from_numpyro(mcmc)``, ``Predictive`` and the
-    other blocks of :class:`numpyro.infer.Gibbs` can be given the arguments of ``mcmc.run``.
+    It is ``kernel.model``, so that ``arviz.from_numpyro(mcmc)``, ``Predictive`` and the other
+    blocks of :class:`numpyro.infer.Gibbs` accept the arguments of ``mcmc.run``.
     """
 
     model: Callable
@@ -58,9 +57,10 @@ class PooledModel:
 
 
 class LocalSite(NamedTuple):
-    """A latent site inside a silo plate.
+    """Latent site inside a silo plate.
 
-    ``shape`` is that of one element, in unconstrained space.
+    ``shape`` is the unconstrained shape of one element, and ``axis`` is the plate's axis in the
+    unconstrained value.
     """
 
     name: str
@@ -71,10 +71,10 @@ class LocalSite(NamedTuple):
 
 @dataclass(frozen=True)
 class LearnedModel:
-    """A model whose ``numpyro.param`` sites are set to the values of the argument :data:`PARAMS`.
+    """Model whose ``numpyro.param`` sites take their values from the argument :data:`PARAMS`.
 
-    So learned parameters are a shared argument like any other, and densities can be differentiated
-    in them.
+    Learned parameters are then a shared argument like any other, and densities have gradients in
+    them.
     """
 
     model: Callable
@@ -85,17 +85,16 @@ class LearnedModel:
 
 @dataclass(frozen=True)
 class Factors:
-    """What a model's density is made of.
-
-    A static, hashable description with the density as methods.
+    """Factors of a model's density: a static, hashable description with the density as methods.
 
     :param model: the marked model.
     :param global_sites: name and unconstrained shape of each global latent site, sorted by name.
     :param local_sites: the latent sites inside silo plates.
-    :param plates: each silo plate's name and the row group its elements are.
+    :param plates: name and row group of each silo plate.
     :param rows: name, row group and type of one row of each row argument.
     :param index: row arguments that hold positions in another row group.
-    :param transforms: what constrains each latent site, or ``None`` where a draw needs the model.
+    :param transforms: constraining transform of each latent site, or ``None`` where constraining
+        needs the model.
     :param undrawn: name and type of each site that is a learned parameter or mutable state.
     """
 
@@ -115,7 +114,7 @@ class Factors:
 
     @property
     def owners(self) -> tuple[str, ...]:
-        """The site of each coordinate of the flat global position."""
+        """Site of each coordinate of the flat global position."""
         return tuple(name for name, shape in self.global_sites for _ in range(math.prod(shape)))
 
     @property
@@ -124,8 +123,8 @@ class Factors:
         return tuple(dict.fromkeys(dict(self.plates)[s.plate] for s in self.local_sites))
 
     def unravel(self, theta: Array) -> dict[str, Array]:
-        """Global sites of a flat position ``(dim,)``."""
-        # one split and not slices: its gradient is one concatenation
+        """Return the global sites of a flat position ``(dim,)``."""
+        # a split, not slices, as its gradient is one concatenation
         stops = np.cumsum([math.prod(shape) for _, shape in self.global_sites])[:-1]
         parts = jnp.split(theta, stops)
         return {
@@ -134,15 +133,15 @@ class Factors:
         }
 
     def ravel(self, sites: Mapping[str, Array]) -> Array:
-        """The flat position ``(dim,)`` of global sites (other entries are ignored)."""
+        """Return the flat position ``(dim,)`` of global sites; other entries are ignored."""
         return jnp.concatenate([jnp.ravel(sites[name]) for name, _ in self.global_sites])
 
     def leaves(self, group: str) -> list[str]:
-        """The row arguments of a row group."""
+        """Return the row arguments of a row group."""
         return [leaf for leaf, g, _ in self.rows if g == group]
 
     def batch_group(self) -> str:
-        """The row group that a minibatch subsamples: the only one that no index points to."""
+        """Return the row group that a minibatch subsamples, the only one without index into it."""
         targets = {target for _, target in self.index}
         groups = [g for g in dict.fromkeys(g for _, g in self.plates) if g not in targets]
         if len(groups) != 1:
@@ -153,7 +152,7 @@ class Factors:
         return groups[0]
 
     def local_groups(self) -> dict[str, str]:
-        """The row group of each local site."""
+        """Return the row group of each local site."""
         plates = dict(self.plates)
         return {site.name: plates[site.plate] for site in self.local_sites}
 
@@ -164,15 +163,15 @@ class Factors:
         kwargs: Mapping[str, Any],
         weights: Mapping[str, Any],
     ) -> tuple[Array, dict[str, Array]]:
-        """The global log density and the local terms of each element of each row group.
+        """Return the global log density, and each row group's local terms by element.
 
         :param theta: global sites, unconstrained.
         :param z: local sites, unconstrained, elements of their plate first: ``(n, *shape)``.
-        :param kwargs: arguments of the model: of a silo, of a minibatch, or of all data.
+        :param kwargs: keyword arguments of the model: a silo's, a minibatch's, or all data's.
         :param weights: for each row group the weight of its terms: 0 for padding, N_s / m for a
             minibatch; a scalar or shape ``(n,)``.
-        :return: ``log p(theta)`` (scalar), and for each row group a vector ``(n,)`` whose sum over
-            all groups is ``log p(y_s, z_s | theta)``.
+        :return: ``log p(theta)`` (scalar), and for each row group a vector ``(n,)``. All entries of
+            all vectors sum to ``log p(y_s, z_s | theta)``.
         """
         placed = {s.name: jnp.moveaxis(z[s.name], 0, s.axis) for s in self.local_sites}
         model = _compat.unconstrained(self.model, {**theta, **placed})
@@ -205,29 +204,28 @@ class Factors:
         kwargs: Mapping[str, Any],
         weights: Mapping[str, Any],
     ) -> Array:
-        """``log p(y_s, z_s | theta)``, a scalar; arguments as :meth:`terms`."""
+        """Return ``log p(y_s, z_s | theta)``, a scalar; arguments as in :meth:`terms`."""
         return sum(
             (jnp.sum(v) for v in self.terms(theta, z, kwargs, weights)[1].values()), jnp.zeros(())
         )
 
     def log_prior(self, theta: Mapping[str, Array], shared: Mapping[str, Any]) -> Array:
-        """``log p(theta)``, a scalar, from the shared arguments alone: the server has no rows.
+        """Return ``log p(theta)``, a scalar, from the shared arguments alone.
 
-        The model is called with one made-up row of each group; no global term depends on it (the
-        proof check compares the sum of all factors with the pooled model).
+        The server has no rows, so it calls the model with one made-up row of each group. No global
+        term may depend on that row: :mod:`numpyro_fed.density.check` compares the sum of all
+        factors with the pooled model.
         """
         one_row = made_up_rows(self.rows, dict(self.index))
         z = {s.name: jnp.zeros((1, *s.shape)) for s in self.local_sites}
         weights = {group: 1.0 for _, group, _ in self.rows}
-        with validation_enabled(
-            False
-        ):  # the made-up row may well lie outside a likelihood's support
+        with validation_enabled(False):  # a likelihood's support may lack the made-up row
             return self.terms(theta, z, {**shared, **one_row}, weights)[0]
 
     def constrain_globals(
         self, sites: Mapping[str, Array], shared: Mapping[str, Any]
     ) -> dict[str, Array]:
-        """Global sites in their supports, of unconstrained ones, from the shared arguments alone.
+        """Return global sites in their supports from unconstrained sites and shared arguments.
 
         Deterministic sites are left out.
         """
@@ -245,7 +243,7 @@ class Factors:
     def unconstrain_globals(
         self, sites: Mapping[str, Array], shared: Mapping[str, Any]
     ) -> dict[str, Array]:
-        """The inverse of :meth:`constrain_globals`."""
+        """Return unconstrained global sites; the inverse of :meth:`constrain_globals`."""
         own = {name: sites[name] for name, _ in self.global_sites}
         if self.transforms is not None:
             return transform_fn(self.transforms, own, invert=True)
@@ -256,9 +254,9 @@ class Factors:
     def by_element(
         self, group: str, local: Mapping[str, Array], kwargs: Mapping[str, Any]
     ) -> Array:
-        """Local terms collected at the elements of one row group.
+        """Sum local terms at the elements of one row group.
 
-        Their own, and of rows that point to them.
+        An element collects its own terms and those of rows that point to it.
 
         :param group: a row group.
         :param local: vectors of :meth:`terms`.
@@ -269,12 +267,13 @@ class Factors:
     def by_elements(
         self, groups: tuple[str, ...], local: Mapping[str, Array], kwargs: Mapping[str, Any]
     ) -> tuple[list[Array], Array]:
-        """:meth:`by_element` for several row groups at once, and the sum of the terms that belong
-        to none of them.
+        """Sum local terms at the elements of several row groups.
 
-        :param groups: row groups, inner ones after those that they point to: a row belongs to the
-            last of them that it points to, itself or by way of other rows, and to one element only,
-            so that each term counts once.
+        A row points to an element itself or by way of other rows. It belongs to the last of
+        ``groups`` that it points to, and to one element only, so that each term counts once.
+
+        :param groups: row groups, inner ones after those that they point to.
+        :return: a vector over the elements of each of ``groups``, and the sum of all other terms.
         """
         out, rest = [local[group] for group in groups], jnp.zeros(())
         for rows, terms in local.items():
@@ -297,8 +296,9 @@ class Factors:
         kwargs: Mapping[str, Any],
         seen: tuple[str, ...] = (),
     ) -> tuple[int, Array] | None:
-        """Which of ``groups`` a row group's rows belong to, by its place there, and each row's
-        element.
+        """Return the place in ``groups`` of the group that rows belong to, and each row's element.
+
+        The result is ``None`` for rows that point to none of ``groups``.
         """
         leaves, found = self.leaves(rows), []
         for leaf, target in self.index:
@@ -310,16 +310,15 @@ class Factors:
                 found.append((by_way[0], False, by_way[1][kwargs[leaf]]))
         if not found:
             return None
-        level, _, element = max(
-            found, key=lambda x: x[:2]
-        )  # what a row itself points to goes before what it reaches
+        # a row's own index goes before a way through other rows
+        level, _, element = max(found, key=lambda x: x[:2])
         return level, element
 
 
 def made_up_rows(
     rows: tuple[tuple[str, str, Any], ...], index: Mapping[str, str]
 ) -> dict[str, Array]:
-    """One row of every row argument, for calls of a model where no data are."""
+    """Return one row of every row argument, for calls of a model without data."""
     return {
         leaf: (jnp.zeros if leaf in index else jnp.ones)((1, *spec.shape), spec.dtype)
         for leaf, _, spec in rows
@@ -337,7 +336,8 @@ def _site_log_prob(site: Mapping[str, Any]) -> Array:
 
 
 def pooled_log_density(model: Callable, silos: Silos, values: Mapping[str, Array]) -> Array:
-    """NumPyro's own log density of the pooled model at unconstrained ``values`` (local sites in
-    pooled order).
+    """Return NumPyro's own log density of the pooled model at unconstrained ``values``.
+
+    Local sites must be in pooled order.
     """
     return -potential_energy(model, (), silos.pooled, values)

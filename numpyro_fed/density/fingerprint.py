@@ -1,4 +1,4 @@
-"""Descriptions of silos, models and versions that parties tell each other, and checks of them."""
+"""Descriptions of silos, models and versions that parties exchange, and checks of them."""
 
 import hashlib
 import re
@@ -32,7 +32,7 @@ __all__ = [
 
 
 def versions() -> dict[str, Any]:
-    """Return the versions that have to be the same on both sides for the same draws."""
+    """Return the versions that must be equal on both sides for equal draws."""
     return {
         "numpyro_fed": version("numpyro-fed"),
         "numpyro": numpyro.__version__,
@@ -42,7 +42,7 @@ def versions() -> dict[str, Any]:
 
 
 def as_values(silos: Silos) -> dict[str, Any]:
-    """Return all of silos but the rows: what they are, types of the rows, shared arguments."""
+    """Return all of silos but the rows: static facts, types of rows and shared arguments."""
     rows = {k: jax.ShapeDtypeStruct(x.shape, x.dtype) for k, x in silos.rows.items()}
     return {
         "what": silos._aux()[:7],
@@ -52,16 +52,16 @@ def as_values(silos: Silos) -> dict[str, Any]:
 
 
 def from_values(values: dict[str, Any]) -> Silos:
-    """Silos without rows, of :func:`as_values`."""
+    """Build silos without rows from the result of :func:`as_values`."""
     shared = {k: jnp.asarray(v) for k, v in values["shared"].items()}
     return Silos.tree_unflatten(values["what"], (values["rows"], {}, shared))
 
 
 def description(silos: Silos, values: bool = False) -> dict[str, Any]:
-    """Return what is told of silos at first: names, sizes and types.
+    """Return the description of silos that leaves them first: names, sizes and types.
 
-    :param values: whether of shared arguments a hash is told, too, among those who may know them;
-        of a value that can be guessed, a hash is the value.
+    :param values: add a hash of each shared argument, for parties who may know the values. A hash
+        reveals a value that a party can guess.
     """
 
     def outlined(name: str, value: Any) -> list[Any]:
@@ -83,11 +83,12 @@ def description(silos: Silos, values: bool = False) -> dict[str, Any]:
 
 
 def checked(about: Any, who: str, max_rows: int) -> dict[str, Any]:
-    """Return a description that is put together as one.
+    """Check the form of a description, and return its parts.
 
-    :param who: whose, for messages.
-    :param max_rows: most rows of a silo in a row group.
-    :raises ValueError: naming the party.
+    :param about: a description from another party.
+    :param who: name of that party, for messages.
+    :param max_rows: largest number of rows of a silo in a row group.
+    :raises ValueError: with the name of the party.
     """
     parts = {"names": list, "sizes": dict, "rows": dict, "index": dict, "shared": dict}
     if not isinstance(about, dict) or any(
@@ -119,18 +120,18 @@ def checked(about: Any, who: str, max_rows: int) -> dict[str, Any]:
         if wrong:
             raise ValueError(
                 f"{who} says that it has {str(wrong[0])[:30]} rows of {group!r}; expected 1 to "
-                f"{max_rows:,}: if it is right, "
+                f"{max_rows:,}; if the number is right, raise the limit: "
                 "connect(..., max_rows=...)"
             )
     return {part: about[part] for part in parts}
 
 
 def fit_together(told: Sequence[dict[str, Any]], who: Sequence[str]) -> None:
-    """Refuse silos that are not of one kind.
+    """Raise a ``ValueError`` unless all silos have the same arguments and types.
 
-    :param told: descriptions.
-    :param who: whose, for messages.
-    :raises ValueError: naming the party, where they do not fit together.
+    :param told: a description for each party.
+    :param who: names of the parties, for messages.
+    :raises ValueError: with the name of the party whose description differs.
     """
     for party, other in zip(who[1:], told[1:], strict=True):
         wrong = [k for k in told[0] if k not in ("names", "sizes") and told[0][k] != other[k]]
@@ -139,27 +140,27 @@ def fit_together(told: Sequence[dict[str, Any]], who: Sequence[str]) -> None:
             different = sorted(k for k in {*mine, *theirs} if mine.get(k) != theirs.get(k))
             raise ValueError(
                 f"{party} has other values than {who[0]} of {different}, which without rows= count "
-                "as shared arguments, the same everywhere; expected that, or "
-                "an entry in rows= for what is a silo's own"
+                "as shared arguments; expected equal values at all parties, or an entry in rows= "
+                "for arguments that differ between silos"
             )
         if wrong:
             raise ValueError(
                 f"{party} has silos of another kind than {who[0]}: {wrong[0]} {other[wrong[0]]}, "
-                f"expected {told[0][wrong[0]]}; "
-                "give all the same arguments and types, and say with rows= which group each "
-                "argument with rows is of: told by sizes alone, it may differ"
+                f"expected {told[0][wrong[0]]}; give all parties the same arguments and types, and "
+                "name the group of each argument with rows in rows=: groups that follow from "
+                "sizes alone may differ"
             )
 
 
 def known_of(
     told: Sequence[dict[str, Any]], who: Sequence[str], shared: Mapping[str, Any]
 ) -> Silos:
-    """Return what is known of all silos, from what each party says of its own.
+    """Return silos without rows that join all parties' descriptions.
 
-    :param told: descriptions.
-    :param who: whose, for messages.
+    :param told: a description for each party.
+    :param who: names of the parties, for messages.
     :param shared: values of the shared arguments.
-    :raises ValueError: naming the party, where they do not fit together.
+    :raises ValueError: with the name of the party whose description does not fit the others.
     """
     fit_together(told, who)
     names = [name for other in told for name in other["names"]]
@@ -188,10 +189,10 @@ def known_of(
 
 
 def fingerprint(factors: Factors, known: Silos, fit: Any = None) -> dict[str, Any]:
-    """Return what tells a model from another, and a fit.
+    """Return the facts that distinguish a model, and a fit, from another one.
 
-    Of a model these are its sites, and a hash of the program of its log density with all numbers in
-    it.
+    For a model these are its sites, and a hash of the program of its log density with all numbers
+    in it.
     """
     rows = {
         leaf: jax.ShapeDtypeStruct((1, *spec.shape), spec.dtype) for leaf, _, spec in factors.rows
@@ -224,7 +225,7 @@ def fingerprint(factors: Factors, known: Silos, fit: Any = None) -> dict[str, An
 def program_hash(fn: Callable, *args: Any) -> str:
     """Return a hash of a function's program for arguments of some types, with all numbers in it.
 
-    Not of its text: how JAX prints a program depends on what it has traced before.
+    It does not hash the program's text, because that depends on what JAX has traced before.
     """
     digest = hashlib.sha256()
 
@@ -260,8 +261,8 @@ def program_hash(fn: Callable, *args: Any) -> str:
         elif not callable(value):
             digest.update(f"{name}={re.sub('0x[0-9a-f]+', '', repr(value))}".encode())
 
-    # apart: a context that the caller is in, like jax.ensure_compile_time_eval, would change the
-    # program
+    # in another thread, as the caller's context, e.g. jax.ensure_compile_time_eval, would change
+    # the program
     with ThreadPoolExecutor(1) as apart:
         program = apart.submit(jax.make_jaxpr(fn), *args).result()
     walk(program.jaxpr, program.consts)
@@ -269,7 +270,7 @@ def program_hash(fn: Callable, *args: Any) -> str:
 
 
 def rows_hash(silos: Silos) -> str:
-    """A hash of silos' rows."""
+    """Return a hash of silos' rows."""
     digest = hashlib.sha256()
     for name in sorted(silos.rows):
         digest.update(name.encode() + np.asarray(silos.rows[name]).tobytes())

@@ -1,7 +1,7 @@
-"""Silo plates: how a model says which of its sites live in silos.
+"""Silo plates, by which a model marks the sites that live in silos.
 
 A *silo plate* is an ordinary :class:`numpyro.plate` whose message in the trace carries a mark.
-Sites inside a marked plate are *local* to the silo that holds the plate's element, all others are
+Sites inside a marked plate are *local* to the silo that holds the plate's element; all others are
 *global*. Nothing else about the model changes: NUTS, SVI, Predictive and every effect handler see
 plain plates.
 """
@@ -17,21 +17,19 @@ __all__ = ["NO_STEPS", "is_silo_plate", "mark_silos", "silo_plate"]
 _MARK = "silo_plate"
 NO_STEPS = (
     "scan and cond of numpyro.contrib.control_flow go neither inside a silo plate nor around one; "
-    "expected, inside "
-    "it, a Python loop over the steps, or one distribution of the whole path, its steps the last "
-    "axis: "
-    "dist.GaussianRandomWalk, or dist.Normal(...).to_event(1)"
+    "expected, inside it, a Python loop over the steps, or one distribution of the whole path, "
+    "its steps the last axis: dist.GaussianRandomWalk, or dist.Normal(...).to_event(1)"
 )
 
 
 class mark_silos(Messenger):
-    """Mark plates of an existing model as silo plates, without touching the model.
+    """Effect handler that marks plates of a model as silo plates, without a change of the model.
 
-    An effect handler like any of :mod:`numpyro.handlers`; it composes with them in any order.
+    It composes with the handlers of :mod:`numpyro.handlers` in any order.
 
     :param fn: the model.
-    :param plate_names: names of the plates, as the model writes them, whose elements live in silos.
-    :raises ValueError: when the model has run and a named plate was not in it.
+    :param plate_names: names of the model's plates whose elements live in silos.
+    :raises ValueError: for no name, or, after a run of the model, for a name that no plate has.
 
     Example::
 
@@ -62,8 +60,7 @@ class mark_silos(Messenger):
         if missing:
             raise ValueError(
                 f"mark_silos: expected plates {sorted(self.plate_names)} in the model, did not "
-                "find "
-                f"{sorted(missing)}; use the names that the model gives to numpyro.plate"
+                f"find {sorted(missing)}; use the names that the model gives to numpyro.plate"
                 + (f"; {NO_STEPS}" if self._stepped else "")
             )
         return result
@@ -80,13 +77,13 @@ class mark_silos(Messenger):
 def silo_plate(
     name: str, size: int, subsample_size: int | None = None, dim: int | None = None
 ) -> numpyro.plate:
-    """A :class:`numpyro.plate` each of whose elements belongs to exactly one silo.
+    """Return a :class:`numpyro.plate` whose elements each belong to exactly one silo.
 
     :param name: name of the plate.
     :param size: number of elements in the data that the model is called with. Take it from the data
         (``x.shape[0]``): the same model is called with all rows, one silo's rows, and a minibatch.
     :param subsample_size: as in :class:`numpyro.plate`. Leave it out for the kernels of this
-        library: they choose rows themselves (``batch_size=``), which costs nothing per step.
+        library: their ``batch_size=`` subsamples at no cost per step.
     :param dim: as in :class:`numpyro.plate`.
     :return: the plate, to be used as a context manager.
 
@@ -107,5 +104,5 @@ def silo_plate(
 
 
 def is_silo_plate(site: dict) -> bool:
-    """Whether a site of a trace is a marked plate."""
+    """Return whether a site of a trace is a marked plate."""
     return site["type"] == "plate" and bool(site.get("infer", {}).get(_MARK, False))
