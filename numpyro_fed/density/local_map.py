@@ -1,14 +1,15 @@
-r"""The local map: coordinates of a silo's local latents that travel with the global parameters.
+r"""Local map: coordinates in which a silo's local latents move with the global parameters.
 
-.. math:: z_g = m_g + C_g u + T_g \left( e^{l_g + b_g u + c_g \psi} \odot (\epsilon_g + r_g + R_g u + Q_g \psi) \right), \qquad
+.. math:: z_g = m_g + C_g u + T_g \left( e^{l_g + b_g u + c_g \psi} \odot
+          (\epsilon_g + r_g + R_g u + Q_g \psi) \right), \qquad
           \epsilon_g \sim N(0, I), \qquad u = L^{-1} (\theta - \mu)
 
-one row for each *unit* g: an element of a silo plate where elements are independent given
-:math:`\theta`, or all latents of a silo together where they are not. :math:`T` is unit lower
-triangular. With :math:`r, R` locations may go with the scale, as those of non-centred latents do
-(:math:`a / \tau` with a well known); :math:`\psi(u)` are the curved ones of
-:mod:`numpyro_fed.density.bounded_features`. FSGLD keeps :math:`\epsilon` as its state, so that
-moving :math:`\theta` moves :math:`z` along with it. Rows of the map never leave their silo.
+The map has one row for each *unit* g. A unit is an element of a silo plate where elements are
+independent given :math:`\theta`, otherwise all latents of a silo together. :math:`T` is unit lower
+triangular. :math:`r, R` let locations follow the scale, as those of non-centered latents do
+(:math:`a / \tau` where the data determine a). :math:`\psi(u)` are the products and cubes of
+:mod:`numpyro_fed.density.bounded_features`. FSGLD keeps :math:`\epsilon` as its state, so that a
+move of :math:`\theta` moves :math:`z` along with it. Rows of the map never leave their silo.
 """
 
 import math
@@ -36,7 +37,7 @@ _View = TypeVar("_View", bound=SiloView | SiloRows)
 @wire_name("Units")
 @dataclass(frozen=True)
 class Units:
-    """How a silo's local sites are cut into units (static).
+    """Static division of a silo's local sites into units.
 
     :param factors: the model's factors.
     :param group: the row group whose elements are the units, or ``None``: the silo is one unit.
@@ -55,9 +56,10 @@ class Units:
         return sum(width * count for _, count, width in self.blocks())
 
     def blocks(self) -> list[tuple[str, int, int]]:
-        """The row groups with latents.
+        """Return a tuple for each row group with latents.
 
-        Name, number of elements shown, and number of latents of each element.
+        It holds the group's name, the number of elements shown, and the number of latents of each
+        element.
         """
         return [
             (group, dict(self.pad)[group], self._width(group))
@@ -74,18 +76,18 @@ class Units:
         return sum(math.prod(s.shape) for s in self.factors.local_sites if groups[s.name] == group)
 
     def laid_out(self, view: _View) -> _View:
-        """The view of a silo that fits its latents.
+        """Return the view of a silo with the padding that its latents have.
 
-        Where these are one row, padded to the largest silo's, so are its rows.
+        Where all latents of a silo are one row, their padding is that of the largest silo.
         """
         return view if self.group is not None else replace(view, pad=self.pad)
 
     def levels(self, x: Array) -> tuple[Array, ...]:
-        """Latents ``(E, dim)`` level by level: one, but for nested plates."""
+        """Return latents ``(E, dim)`` level by level: one level, except for nested plates."""
         return (x,)
 
     def to_sites(self, z: Array) -> dict[str, Array]:
-        """Local sites, elements first, of units ``(E, dim)``."""
+        """Return local sites, elements first, of units ``(E, dim)``."""
         groups = self.factors.local_groups()
         out, start = {}, 0
         for group, count in self._blocks():
@@ -101,7 +103,7 @@ class Units:
         return out
 
     def from_sites(self, sites: dict[str, Array]) -> Array:
-        """Units ``(E, dim)`` of local sites; the inverse of :meth:`to_sites`."""
+        """Return units ``(E, dim)`` of local sites; the inverse of :meth:`to_sites`."""
         groups = self.factors.local_groups()
         blocks = []
         for group, count in self._blocks():
@@ -114,7 +116,7 @@ class Units:
         return jnp.concatenate(blocks, -1)
 
     def owned(self, view: SiloView | SiloRows) -> Array:
-        """Which of the latents in ``(E, dim)`` are the silo's own; the others are padding."""
+        """Return a mask ``(E, dim)`` of the latents that are not padding."""
         if self.group is not None:
             return jnp.broadcast_to(
                 view.mask(self.group)[:, None], (dict(view.pad)[self.group], self.dim)
@@ -123,9 +125,9 @@ class Units:
         return jnp.concatenate(parts)[None]
 
     def identity(self, view: SiloView | SiloRows) -> Array:
-        """A number for each unit that does not depend on the partition.
+        """Return a number for each unit: its pooled row, or for a joint unit the silo's number.
 
-        Its pooled row (or the silo).
+        The pooled row does not depend on the partition into silos.
         """
         if isinstance(view, SiloRows):
             return view.number[None] if self.group is None else view.order[self.group]
@@ -133,7 +135,7 @@ class Units:
         return positions if self.group is None else view.silos.order[self.group][positions]
 
     def to_pooled(self, z: Array, silos: Silos) -> dict[str, Array]:
-        """All silos' units ``(G, dim)`` as the pooled model's local sites."""
+        """Return all silos' units ``(G, dim)`` as the pooled model's local sites."""
         if self.group is not None:
             flat = self.to_sites(z)
         else:
@@ -150,7 +152,7 @@ class Units:
         }
 
     def from_pooled(self, sites: Mapping[str, Array], silos: Silos) -> Array:
-        """All silos' units ``(G, dim)`` of the pooled model's local sites.
+        """Return all silos' units ``(G, dim)`` from the pooled model's local sites.
 
         The inverse of :meth:`to_pooled`.
         """
@@ -177,9 +179,9 @@ class Units:
         weights: dict,
         view: SiloView | SiloRows,
     ) -> Array:
-        """Log density of each unit ``(E,)`` given theta, latents and rows.
+        """Return the log density ``(E,)`` of each unit given theta, latents and rows.
 
-        Padding is standard normal.
+        Padding is standard normal, without the constant.
         """
         local = self.factors.terms(theta, self.to_sites(z), kwargs, weights)[1]
         if self.group is None:
@@ -206,7 +208,8 @@ class LocalMap:
     :param tril: T, unit lower triangular, shape ``(G, k, k)``, or ``None`` for the identity.
     :param shift: r, shape ``(G, k)``, or ``None`` for zero, and R with it.
     :param shift_coupling: R, shape ``(G, k, d)``.
-    :param shift_bend: Q, shape ``(G, k, p)``, or ``None`` for zero, and c with it.
+    :param shift_bend: Q, shape ``(G, k, p)`` for p products and cubes, or ``None`` for zero, and c
+        with it.
     :param scale_bend: c, shape ``(G, k, p)``.
     """
 
@@ -222,27 +225,28 @@ class LocalMap:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the coordinates, ``(G, k)``."""
+        """Shape of the coordinates, ``(G, k)``."""
         return self.mean.shape
 
     def scale(self, u: Array) -> Array:
-        """Scales at whitened position ``u`` of shape ``(d,)``, or a position for each unit ``(G,
-        d)``; shape ``(G, k)``.
+        """Return the scales ``(G, k)`` at a whitened position.
+
+        ``u`` has shape ``(d,)``, or ``(G, d)`` for a position of each unit.
         """
         return jnp.exp(self.log_scales(u))
 
     def location(self, u: Array) -> Array:
-        """Latents ``(G, k)`` at ``u`` for coordinates zero."""
+        """Return latents ``(G, k)`` at ``u`` for zero coordinates."""
         centre = self._centre(u)
         return centre if self.shift is None else centre + self._turn(self.scale(u) * self._shift(u))
 
     def forward(self, u: Array, eps: Array) -> Array:
-        """Latents ``(G, k)`` at ``u`` for coordinates ``eps`` of shape ``(G, k)``."""
+        """Return latents ``(G, k)`` at ``u`` for coordinates ``eps`` of shape ``(G, k)``."""
         shifted = eps if self.shift is None else eps + self._shift(u)
         return self._centre(u) + self._turn(self.scale(u) * shifted)
 
     def inverse(self, u: Array, z: Array) -> Array:
-        """Coordinates of latents ``z`` at ``u``; the inverse of :meth:`forward`."""
+        """Return coordinates of latents ``z`` at ``u``; the inverse of :meth:`forward`."""
         spread = z - self._centre(u)
         if self.tril is not None:
             spread = solve_lower(self.tril, spread)
@@ -266,8 +270,10 @@ class LocalMap:
         return spread if self.tril is None else jnp.einsum("gij,gj->gi", self.tril, spread)
 
     def log_scales(self, u: Array, eps: Array | None = None) -> Array:
-        """Log scales ``(G, k)``, whatever ``eps`` (nested plates' depend on it, and are called
-        alike); their sum over a unit is the log determinant of dz/deps.
+        """Return log scales ``(G, k)``.
+
+        Their sum over a unit is the log determinant of dz/deps. ``eps`` has no effect here; a
+        :class:`~numpyro_fed.density.nested.NestedMap` needs it and has the same signature.
         """
         linear = (
             self.log_scale
@@ -281,15 +287,17 @@ class LocalMap:
         )
 
     def log_density(self, u: Array, z: Array, owned: Array) -> Array:
-        """Log density ``(G,)`` of each unit's own latents at ``u``, for standard normal
-        coordinates.
+        """Return the log density ``(G,)`` of each unit's latents at ``u``.
+
+        Coordinates are standard normal; latents outside the mask ``owned`` do not count.
         """
         terms = -0.5 * self.inverse(u, z) ** 2 - self.log_scales(u) - 0.5 * math.log(2 * math.pi)
         return jnp.sum(jnp.where(owned, terms, 0.0), axis=1)
 
     def rebased(self, shift: Array, factor: Array) -> "LocalMap":
-        """The same map (of one without r, R, Q and c) in other coordinates v, where ``u = shift +
-        factor v``; ``factor`` full or its diagonal.
+        """Return the same map at other global positions v, where ``u = shift + factor v``.
+
+        ``factor`` is a matrix or its diagonal. The map must not have r, R, Q and c.
         """
 
         def carry(coefficients: Array) -> Array:
@@ -303,13 +311,12 @@ class LocalMap:
         return replace(self, **new)
 
 
-# most columns that are multiplied and summed: a product of matrices for each silo is slow where
-# they are small
+# most columns to multiply and sum elementwise, as many products of small matrices are slow
 _FUSED = 64
 
 
 def _rows_times(matrix: Array, u: Array, most: int = _FUSED) -> Array:
-    """``matrix @ u`` of ``(G, k, d)`` and ``(d,)``, or a u for each of G."""
+    """Return ``matrix @ u`` for ``(G, k, d)`` and one u ``(d,)``, or a u for each of G."""
     if u.ndim == 2:
         return jnp.sum(matrix * u[:, None], axis=-1)
     return matrix @ u if u.shape[0] > most else jnp.sum(matrix * u, axis=-1)

@@ -1,15 +1,16 @@
-r"""Local latents of two plates, one nested in the other: the units of a silo, and their local map.
+r"""Local latents of two nested plates: the units of a silo, and their local map.
 
-Elements of the inner plate (families) point to elements of the outer one (communities). Given
-:math:`\theta` the outer elements are independent, each with its inner ones; given an outer
-element's latents so are its inner elements. The local map of the inner plate takes the outer
-element's coordinates as it takes the whitened global position:
+Elements of the inner plate (families) point to elements of the outer plate (communities). Given
+:math:`\theta`, the outer elements are independent, each together with its inner elements. Given an
+outer element's latents, its inner elements are independent. The local map of the inner plate takes
+the outer element's coordinates as it takes the whitened global position:
 
-.. math:: z^{out}_g = F_g(u, \epsilon^{out}_g), \qquad z^{in}_i = F_i\big((u, \epsilon^{out}_{g(i)}), \epsilon^{in}_i\big)
+.. math:: z^{out}_g = F_g(u, \epsilon^{out}_g), \qquad
+          z^{in}_i = F_i\big((u, \epsilon^{out}_{g(i)}), \epsilon^{in}_i\big)
 
-with F of :mod:`numpyro_fed.density.local_map`. So moving :math:`\epsilon^{out}` at fixed
-:math:`\epsilon^{in}` moves the inner latents along. A silo is one row of coordinates: those of its
-outer elements, then those of its inner ones, padded to the largest silo's.
+with F of :mod:`numpyro_fed.density.local_map`. A move of :math:`\epsilon^{out}` at fixed
+:math:`\epsilon^{in}` then moves the inner latents along. A silo is one row of coordinates: first
+its outer elements', then its inner elements', padded to the largest silo's.
 """
 
 from collections.abc import Mapping
@@ -29,8 +30,9 @@ __all__ = ["NestedMap", "NestedUnits", "join_levels", "nesting"]
 
 
 def nesting(factors: Factors) -> tuple[str, str] | None:
-    """The outer and the inner row group with latents, where there are two and the inner one points
-    to the outer one.
+    """Return the outer and the inner row group with latents, or ``None`` without nesting.
+
+    The model has nesting if two row groups have latents, and one points to the other.
     """
     groups = factors.latent_groups
     if len(groups) != 2:
@@ -42,7 +44,7 @@ def nesting(factors: Factors) -> tuple[str, str] | None:
 
 
 def join_levels(outer: Array, inner: Array) -> Array:
-    """One row ``(dim,)`` of outer ``(n0, k0)`` and inner ``(n1, k1)`` latents.
+    """Join outer ``(n0, k0)`` and inner ``(n1, k1)`` latents in one row ``(dim,)``.
 
     The inverse of :meth:`NestedUnits.levels`.
     """
@@ -52,32 +54,29 @@ def join_levels(outer: Array, inner: Array) -> Array:
 @wire_name("NestedUnits")
 @dataclass(frozen=True)
 class NestedUnits(Units):
-    """How the latents of two nested plates are cut (static); ``group`` is ``None``.
+    """Static division of two nested plates' latents into units; ``group`` is ``None``.
 
     :param outer: row group of the outer plate.
-    :param inner: row group of the inner one.
+    :param inner: row group of the inner plate.
     """
 
     outer: str = ""
     inner: str = ""
 
     def blocks(self) -> list[tuple[str, int, int]]:
-        """Outer and inner row group.
-
-        Name, number of elements shown, and number of latents of each element.
-        """
+        """Return a tuple for the outer and one for the inner row group, as in the base class."""
         return [
             (group, dict(self.pad)[group], self._width(group)) for group in (self.outer, self.inner)
         ]
 
     @property
     def num_elements(self) -> tuple[int, int]:
-        """Outer and inner elements shown."""
+        """Numbers of outer and inner elements shown."""
         (_, outer, _), (_, inner, _) = self.blocks()
         return outer, inner
 
     def parent(self, kwargs: Mapping[str, Any]) -> Array:
-        """The outer element of each inner one, counted inside the silo."""
+        """Return the outer element of each inner one, counted inside the silo."""
         leaves = self.factors.leaves(self.inner)
         leaf = next(
             leaf for leaf, target in self.factors.index if leaf in leaves and target == self.outer
@@ -85,7 +84,7 @@ class NestedUnits(Units):
         return jnp.asarray(kwargs[leaf])
 
     def levels(self, x: Array) -> tuple[Array, Array]:
-        """Outer ``(n0, k0)`` and inner ``(n1, k1)`` latents of a silo's ``(1, dim)``."""
+        """Return outer ``(n0, k0)`` and inner ``(n1, k1)`` latents of a silo's ``(1, dim)``."""
         (_, n0, k0), (_, n1, k1) = self.blocks()
         return x[0, : n0 * k0].reshape(n0, k0), x[0, n0 * k0 :].reshape(n1, k1)
 
@@ -97,8 +96,9 @@ class NestedUnits(Units):
         weights: dict,
         view: SiloView | SiloRows,
     ) -> tuple[Array, Array, Array]:
-        """Log densities of outer ``(n0,)`` and inner elements ``(n1,)``, and what belongs to
-        neither; padding is standard normal.
+        """Return log densities of outer ``(n0,)`` and inner elements ``(n1,)``, and of the rest.
+
+        Padding is standard normal, without the constant.
         """
         local = self.factors.terms(theta, self.to_sites(z), kwargs, weights)[1]
         terms, rest = self.factors.by_elements((self.outer, self.inner), local, kwargs)
@@ -109,7 +109,7 @@ class NestedUnits(Units):
         return terms[0] + idle[0], terms[1] + idle[1], rest
 
     def masks(self, view: SiloView | SiloRows) -> tuple[Array, Array]:
-        """Which outer ``(n0, 1)`` and inner ``(n1, 1)`` elements are the silo's own."""
+        """Return masks of outer ``(n0, 1)`` and inner ``(n1, 1)`` elements that are not padding."""
         return view.mask(self.outer)[:, None], view.mask(self.inner)[:, None]
 
 
@@ -119,9 +119,9 @@ class NestedUnits(Units):
 class NestedMap:
     """Rows of the local map of nested units (leading axis of every leaf: silos).
 
-    :param outer: of the outer elements, ``(S, n0, k0)`` in place of ``(G, k)``.
-    :param inner: of the inner ones, ``(S, n1, k1)``; its position is that of theta with the outer
-        element's coordinates.
+    :param outer: map of the outer elements, with ``(S, n0, k0)`` in place of ``(G, k)``.
+    :param inner: map of the inner elements, with ``(S, n1, k1)``; its position is the whitened
+        global position joined with the outer element's coordinates.
     :param parent: the outer element of each inner one, ``(S, n1)``.
     """
 
@@ -131,13 +131,13 @@ class NestedMap:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the coordinates, ``(S, dim)``."""
+        """Shape of the coordinates, ``(S, dim)``."""
         *silos, n0, k0 = self.outer.shape
         n1, k1 = self.inner.shape[-2:]
         return *silos, n0 * k0 + n1 * k1
 
     def forward(self, u: Array, eps: Array) -> Array:
-        """Latents ``(S, dim)`` at ``u`` of shape ``(d,)`` for coordinates ``eps``."""
+        """Return latents ``(S, dim)`` at ``u`` of shape ``(d,)`` for coordinates ``eps``."""
 
         def one(rows: NestedMap, eps: Array) -> Array:
             outer, inner = rows._levels(eps)
@@ -148,7 +148,7 @@ class NestedMap:
         return jax.vmap(one)(self, eps)
 
     def inverse(self, u: Array, z: Array) -> Array:
-        """Coordinates of latents ``z`` at ``u``; the inverse of :meth:`forward`."""
+        """Return coordinates of latents ``z`` at ``u``; the inverse of :meth:`forward`."""
 
         def one(rows: NestedMap, z: Array) -> Array:
             outer, inner = rows._levels(z)
@@ -158,7 +158,7 @@ class NestedMap:
         return jax.vmap(one)(self, z)
 
     def log_scales(self, u: Array, eps: Array) -> Array:
-        """Log scales ``(S, dim)``; they depend on the outer elements' coordinates."""
+        """Return log scales ``(S, dim)``; they depend on the outer elements' coordinates."""
 
         def one(rows: NestedMap, eps: Array) -> Array:
             outer, _ = rows._levels(eps)
@@ -169,7 +169,7 @@ class NestedMap:
         return jax.vmap(one)(self, eps)
 
     def _levels(self, x: Array) -> tuple[Array, Array]:
-        """Of one silo's row ``(dim,)``, after vmap."""
+        """Split one silo's row ``(dim,)`` into outer and inner coordinates, under vmap."""
         stop = self.outer.mean.size
         return x[:stop].reshape(self.outer.mean.shape), x[stop:].reshape(self.inner.mean.shape)
 

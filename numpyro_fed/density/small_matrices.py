@@ -1,9 +1,9 @@
-"""Factors and solves of many small matrices at once, in elementwise arithmetic over the batch.
+"""Cholesky factors and solves of many small matrices at once, in elementwise arithmetic.
 
-XLA's CPU backend hands a batch of 2 x 2 matrices to LAPACK one by one, which is slow. Worse,
-batches from several threads can wait for each other for ever where threads are few (jaxlib 0.10.1,
-two cores). Up to :data:`UNROLLED` columns factors are written out entry by entry, beyond they are
-LAPACK's; :func:`solve_positive` is a loop over columns at any size.
+XLA's CPU backend hands a batch of 2 x 2 matrices to LAPACK one by one, which is slow. Worse, where
+threads are few, batches from several threads can wait for each other forever (jaxlib 0.10.1, two
+cores). Up to :data:`UNROLLED` columns this module computes factors entry by entry; for more it
+calls LAPACK. :func:`solve_positive` is a loop over columns at any size.
 """
 
 import jax
@@ -17,9 +17,9 @@ UNROLLED = 6
 
 
 def cholesky(matrix: Array) -> Array:
-    """Lower Cholesky factors of matrices ``(..., k, k)``.
+    """Return lower Cholesky factors of matrices ``(..., k, k)``.
 
-    NaN where one is not positive definite.
+    A matrix that is not positive definite has NaN in its factor.
     """
     k = matrix.shape[-1]
     if k > UNROLLED:
@@ -37,7 +37,7 @@ def cholesky(matrix: Array) -> Array:
 
 
 def solve_lower(lower: Array, x: Array) -> Array:
-    """``lower^-1 x`` for vectors ``(..., k)``."""
+    """Return ``lower^-1 x`` for lower triangular matrices and vectors ``(..., k)``."""
     k = x.shape[-1]
     if k > UNROLLED:
         return solve_triangular(lower, x[..., None], lower=True)[..., 0]
@@ -49,16 +49,17 @@ def solve_lower(lower: Array, x: Array) -> Array:
 
 
 def solve(factor: Array, x: Array) -> Array:
-    """``(C C')^-1 x`` for Cholesky factors C and vectors ``(..., k)``."""
+    """Return ``(C C')^-1 x`` for Cholesky factors C and vectors ``(..., k)``."""
     half = solve_lower(factor, x)
     flipped = jnp.swapaxes(factor, -1, -2)[..., ::-1, ::-1]
     return solve_lower(flipped, half[..., ::-1])[..., ::-1]
 
 
 def inverse_cholesky(matrix: Array) -> Array:
-    """Lower Cholesky factors of the inverses.
+    """Return lower Cholesky factors of the inverses of matrices ``(..., k, k)``.
 
-    Of the matrix read backwards, inverted and read backwards again.
+    The function factors each matrix in reverse order, inverts and transposes the factor, and
+    reverses its order again.
     """
     backwards = cholesky(matrix[..., ::-1, ::-1])
     eye = jnp.broadcast_to(jnp.eye(matrix.shape[-1], dtype=matrix.dtype), matrix.shape)
@@ -67,10 +68,10 @@ def inverse_cholesky(matrix: Array) -> Array:
 
 
 def solve_positive(matrix: Array, x: Array) -> Array:
-    """``matrix^-1 x`` for positive definite matrices ``(..., k, k)`` and columns ``(..., k, r)``,
-    by Gauss-Jordan elimination.
+    """Return ``matrix^-1 x`` for positive definite matrices ``(..., k, k)``, x ``(..., k, r)``.
 
-    The diagonal is scaled to one; positive definite matrices need no pivots.
+    Gauss-Jordan elimination runs on matrices with a diagonal scaled to one. Positive definite
+    matrices need no pivots.
     """
     root = jnp.sqrt(jnp.diagonal(matrix, axis1=-2, axis2=-1))[..., None]
     rows = jnp.concatenate([matrix / (root * jnp.swapaxes(root, -1, -2)), x / root], axis=-1)

@@ -1,7 +1,4 @@
-"""Silos that stand in for others in the proof check.
-
-Rows that are made up, or one silo's cut in two.
-"""
+"""Stand-in silos for the check of the factorization: made-up rows, or a silo cut in two."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,14 +9,18 @@ from numpyro_fed.data.silos import Silos
 
 __all__ = ["cut_in_two", "made_up_rows"]
 
-_MADE_UP = (3, 5)  # rows of two silos that are made up; each further row group has two more
-_CUT_ROWS = 1 << 17  # rows of one silo up to which it is cut in two: they are copied
+_MADE_UP = (3, 5)  # rows of the two made-up silos; each further row group has two more
+_CUT_ROWS = 1 << 17  # most rows of a silo to cut in two, as the cut copies them
 
 
 def made_up_rows(
     silos: Silos, rng: np.random.Generator, low: int, high: int, all_whole: bool
 ) -> Silos:
-    """Return two silos of the same kind, whose whole numbers are from ``low`` to below ``high``."""
+    """Return two silos of made-up rows with the arguments and types of ``silos``.
+
+    Whole numbers are from ``low`` to below ``high``. Other numbers are between .2 and .8, unless
+    ``all_whole``.
+    """
     sizes = {g: tuple(n + 2 * i for n in _MADE_UP) for i, g in enumerate(silos.sizes)}
 
     def made(leaf: str) -> np.ndarray:
@@ -40,9 +41,12 @@ def made_up_rows(
 
 
 def cut_in_two(silos: Silos, seed: int) -> Silos | None:
-    """Return one silo's rows as two silos' of unequal size, elements with all that points to them.
+    """Cut one silo's rows into two silos of unequal size.
 
-    :return: ``None`` where a row group has no two parts that no index connects.
+    Each element goes to the same silo as all rows that point to it.
+
+    :return: the two silos. ``None`` where a row group has no two parts that no index connects, or
+        where rows are very many.
     """
     sizes = {group: n[0] for group, n in silos.sizes.items()}
     first = dict(zip(sizes, np.cumsum([0, *sizes.values()]).tolist(), strict=False))
@@ -69,7 +73,7 @@ def cut_in_two(silos: Silos, seed: int) -> Silos | None:
 
 
 def _arranged(silos: Silos, parts: dict[str, tuple[np.ndarray, np.ndarray]]) -> Silos:
-    """Return one silo's rows as two silos', each with those at some places of each row group."""
+    """Return one silo's rows as two silos; ``parts`` has their places by row group."""
     order = {g: np.concatenate(places) for g, places in parts.items()}
     inside = {g: np.empty(len(places), np.int32) for g, places in order.items()}
     for g, places in parts.items():
