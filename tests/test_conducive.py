@@ -375,7 +375,7 @@ def test_what_it_does_not_cover_is_refused():
     ):
         conducive(logistic, batch_size=3).init(random.key(0), many)
     with pytest.raises(
-        ValueError, match=r"learned parameters \['tau'\]: expected an optimiser that moves them"
+        ValueError, match=r"learned parameters \['tau'\]: expected an optimizer that moves them"
     ):
         conducive(learned_scale).init(random.key(0), logistic_silos())
 
@@ -530,7 +530,7 @@ def test_an_amortised_guide_and_learned_parameters_move_by_steps():
     silos = fed.split({"y": y}, by=np.repeat(["a", "b", "c"], [30, 20, 10]))
     with pytest.raises(
         ValueError,
-        match=r"learned parameters \['slope', .*\]: expected an optimiser that moves them",
+        match=r"learned parameters \['slope', .*\]: expected an optimizer that moves them",
     ):
         conducive(model, guide).init(random.key(0), silos)
     optim = optax.adam(optax.exponential_decay(0.02, 3000, 0.1))

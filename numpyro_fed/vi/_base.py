@@ -216,9 +216,8 @@ class FederatedVI:
             one = partial(
                 own_params, prepared.plan, rows.part, params=state.server.params, averaged=averaged
             )
-            axes = jax.tree.map(
-                lambda x: 0 if x.ndim else None, own
-            )  # one clock may stand for all silos
+            # one clock may stand for all silos
+            axes = jax.tree.map(lambda x: 0 if x.ndim else None, own)
             out.append(jax.vmap(one, in_axes=(axes,))(own))
         return out
 
@@ -292,7 +291,7 @@ class FederatedVI:
             jnp.shape(x)[: jnp.ndim(y)] != jnp.shape(y) and jnp.ndim(y) for x, y in pairs
         ):
             raise ValueError(
-                "init_state: expected a state of the same kind of fit, model, guide, optimiser and "
+                "init_state: expected a state of the same kind of fit, model, guide, optimizer and "
                 "silos; to start from another fit "
                 "give its result as init_from="
             )

@@ -175,9 +175,8 @@ def _fixed_point(
         )
 
     start = jnp.linalg.cholesky(jnp.tensordot(weights, covariances, 1))
-    start = jnp.where(
-        jnp.isfinite(start).all(), start, jnp.eye(dim, dtype=dtype)
-    )  # where the mean covariance is singular up to rounding
+    # not finite where the mean covariance is singular up to rounding
+    start = jnp.where(jnp.isfinite(start).all(), start, jnp.eye(dim, dtype=dtype))
     roots, residual = judged(start)
     end = lax.while_loop(
         goes_on, step, _State(start, roots, start, residual, jnp.int32(0), jnp.int32(0))

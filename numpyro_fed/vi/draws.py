@@ -138,9 +138,8 @@ def _positions(
 ) -> tuple[Array, Position]:
     def one(key: Array) -> tuple[Array, Position]:
         theta, at = _position(plan, params, rows, stretched, key)
-        return theta, at._replace(
-            context=at.context._replace(params={})
-        )  # the networks' weights are the same in all draws
+        # the networks' weights are the same in all draws
+        return theta, at._replace(context=at.context._replace(params={}))
 
     return lax.map(one, random.split(key, num))
 

@@ -172,9 +172,8 @@ def in_step(plan: Plan, first: Callable, local: Any) -> Any:
     """
     states = jax.jit(jax.vmap(first))(local)
     own = plan.conducive or not (_keeps_time(plan.optim) and _keeps_time(plan.local_optim))
-    if (
-        plan.optim is not None and own
-    ):  # a conducive silo whose numbers are not finite keeps its clock
+    # clocks may differ: a conducive silo whose numbers are not finite does not advance its clock
+    if plan.optim is not None and own:
         return states
     clocks = jax.tree.map(_is_clock, jax.eval_shape(first, jax.tree.map(lambda x: x[0], local)))
     return jax.tree.map(lambda x, clock: x[0] if clock else x, states, clocks)
@@ -204,7 +203,8 @@ def _keeps_time(optim: Any) -> bool:
         TypeError,
         KeyError,
         AttributeError,
-    ):  # also from one that knows parameters by name; then each silo has its own clock
+    ):
+        # also raised by an optimizer that knows parameters by name; each silo then has its own clock
         return False
     return True
 
@@ -313,9 +313,8 @@ def run_rounds(
 
     # checked before a round, so that a fit that goes on from a checkpoint ends at the same round
     def settled() -> bool:
-        moved = (
-            float(state.server.moved) if plan.conducive else 0.0
-        )  # a bound may stand still while q moves
+        # a bound may be constant while q moves
+        moved = float(state.server.moved) if plan.conducive else 0.0
         least = 1 if plan.conducive else _WINDOW
         return (
             tol is not None

@@ -65,9 +65,8 @@ def wider_candidates(key: Array, eps: Array, width: Array, place: Array) -> tupl
     num = len(eps)
     wide = jnp.arange(num) % 2 == 1
     half = _DEGREES / 2
-    chi = (
-        jax.vmap(lambda i: random.gamma(random.fold_in(key, i), half, (num,)))(place).T / half
-    )  # chi squared over its degrees of freedom of freedom
+    # chi squared over its degrees of freedom
+    chi = jax.vmap(lambda i: random.gamma(random.fold_in(key, i), half, (num,)))(place).T / half
     eps = jnp.where(wide[:, None, None], eps * chi[..., None] ** -0.5, eps)
     square = jnp.sum(eps**2, axis=-1)
     normal = -0.5 * square - 0.5 * width * math.log(2 * math.pi)

@@ -202,7 +202,8 @@ def first_params(prepared: Prepared, guide: Any, key: Array) -> dict[str, Array]
     except (
         jax.errors.JAXTypeError,
         ValueError,
-    ):  # from a strategy that needs concrete numbers, or has no hash
+    ):
+        # some strategies need concrete numbers, or have no hash
         loc = _first_position.__wrapped__(*at)  # type: ignore[attr-defined]
     if not bool(jnp.isfinite(loc).all()):
         raise ValueError(

@@ -157,9 +157,8 @@ def merge(
     asked = jnp.ones_like(replies.finite) if weights is None else weights > 0
     share = jnp.where(asked, replies.count, 0).astype(replies.value.dtype)
     share = share / share.sum()
-    absent = {
-        k: server.params[k] for k in server.params
-    }  # replaces a reply whose numbers are arbitrary
+    # replaces a reply whose numbers are arbitrary
+    absent = {k: server.params[k] for k in server.params}
     params = jax.tree.map(
         lambda x, y: jnp.where(asked.reshape(-1, *[1] * (x.ndim - 1)), x, y), replies.params, absent
     )

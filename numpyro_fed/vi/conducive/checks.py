@@ -27,7 +27,7 @@ def check(plan: Plan, guide: Any, stacks: list[SiloRows]) -> None:
     """Refuse a model, guide or options that conducive rounds do not cover."""
     if plan.optim is None and plan.moving:
         raise ValueError(
-            f"conducive=True with learned parameters {list(plan.moving)}: expected an optimiser "
+            f"conducive=True with learned parameters {list(plan.moving)}: expected an optimizer "
             "that moves them in the silos, e.g. optim=optax.adam(1e-2), or "
             "latent sites alone (numpyro.sample in place of numpyro.param, a guide without "
             "amortize=)"
@@ -39,7 +39,7 @@ def check(plan: Plan, guide: Any, stacks: list[SiloRows]) -> None:
             raise ValueError(
                 f"batch_size={size} with conducive=True and latents in the silos: expected "
                 "batch_size=None, as these are integrated out at all points, or an "
-                "optimiser (optim=optax.adam(1e-2)), which moves their local maps instead"
+                "optimizer (optim=optax.adam(1e-2)), which moves their local maps instead"
             )
         largest = max(dict(rows.pad)[group] for rows in stacks)
         if size < fewest_rows(plan, largest):
@@ -81,9 +81,8 @@ def say_how_it_ended(names: tuple[str, ...], state: VIState, summed: bool = Fals
 
     :param summed: whether the server saw only sums.
     """
-    kept = (
-        state.silos if isinstance(state.silos, tuple) else (state.silos,)
-    )  # for remote silos the server counts
+    # for remote silos the server counts
+    kept = state.silos if isinstance(state.silos, tuple) else (state.silos,)
     missed = np.concatenate([np.ravel(s.missed) for s in kept])
     visits, rounds = np.asarray(state.visits), int(state.server.i)
     if missed.any() and summed:

@@ -326,9 +326,8 @@ def merge(
         )
     else:
         accelerated = everyone & (not noisy)
-        averaged = (
-            noisy and plan.optim is None
-        )  # with optimizers silos' own parameters follow q, and shorter steps would delay them
+        # with optimizers silos' own parameters follow q, and shorter steps would delay them
+        averaged = noisy and plan.optim is None
         shift, factor, moved, held, history = natural_step(
             server.history, total, accelerated, averaged
         )

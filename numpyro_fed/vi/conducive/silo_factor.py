@@ -103,9 +103,8 @@ def _averages(
     plan: Plan, asked: Points, turn: Array | None, score: Callable, at_once: int
 ) -> Averages:
     """Return the averages over all pairs of points."""
-    point: Callable[[Array], Array] = (
-        asked.points.__getitem__
-    )  # the second half of the points mirrors the first
+    # pairs take the first half of the points, which the second half mirrors
+    point: Callable[[Array], Array] = asked.points.__getitem__
     if changing(plan) and turn is not None:
         point = partial(drawn_points, plan.factors.dim, turn, asked.scale.dtype)
     return averages(score, point, plan.num_points // 2, asked.scale.ndim == 2, at_once)

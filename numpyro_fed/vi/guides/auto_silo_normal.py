@@ -247,7 +247,7 @@ class AutoSiloNormal(AutoGuide):
         loc = family.factors.ravel(self._init_locs)
         supports = family.constraints()
         start = family.init(loc)
-        # by a function, as a network's weights may be callable themselves
+        # a function returns each value, as a network's weights may be callable themselves
         params = {
             name: numpyro.param(name, lambda _, x=x: x, constraint=supports[name])
             for name, x in start.items()

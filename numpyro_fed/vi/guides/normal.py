@@ -126,7 +126,7 @@ class SiloNormal:
                 f"{self.prefix}_scale_tril": self.init_scale * jnp.eye(d, dtype=loc.dtype),
             }
         out[f"{self.prefix}_scale"] = jnp.full(d, self.init_scale, loc.dtype)
-        if not isinstance(self.global_cov, str):  # at zero the gradient of A A' is zero
+        if not isinstance(self.global_cov, str):  # random: at A = 0 the gradient of A A' is zero
             out[f"{self.prefix}_factor"] = 0.1 * random.normal(
                 random.key(0), (d, self.global_cov), loc.dtype
             )
@@ -307,7 +307,7 @@ class SiloNormal:
 
     def from_named(self, params: Mapping[str, Array]) -> LocalMap:
         """Invert :meth:`named`."""
-        if self.local_names()["mean"] not in params:  # every latent is amortised
+        if self.local_names()["mean"] not in params:  # every latent is amortized
             return LocalMap(jnp.zeros((1, 0)), jnp.zeros((1, 0)))
         return LocalMap(
             **{field: params[name] for field, name in self.local_names().items() if name in params}

@@ -200,7 +200,7 @@ class GuideFamily:
         """
         out: dict[str, tuple[Array, str | None]] = {}
         for p in self.local_params:
-            # stacked silos: the axis of silos is first
+            # the first axis is that of the stack's silos
             placed = jax.vmap(lambda x, p=p: jnp.moveaxis(self._placed(x, p), p.axis, 0))(
                 local[p.name]
             )
