@@ -143,7 +143,7 @@ def _row_groups(
     spans = {leaf: _span(leaf, column, leaf in told) for leaf, column in table.items()}
     arrays = [leaf for leaf, span in spans.items() if span]
     differ = [leaf for leaf in arrays if leaf in told or _differs(table[leaf])]
-    if num_silos == 1 and not differ:  # nothing differs: rows are as long as the first array
+    if num_silos == 1 and not differ:  # one silo shows no difference: the first array is rows
         differ = arrays[:1]
     named: dict[str, _Span] = {}
     for leaf in differ:
@@ -156,7 +156,8 @@ def _row_groups(
     ):
         _join(guessed, leaf, spans[leaf])
     known = [*named.values(), *(span for _, span in guessed)]
-    for leaf in arrays:  # equal arrays as long as rows are rows, e.g. equal labels
+    # labels may be equal in all silos, so an equal array as long as rows counts as rows
+    for leaf in arrays:
         if leaf not in differ and any(spans[leaf].items() <= span.items() for span in known):
             _join(guessed, leaf, spans[leaf])
     group = {leaf: g for leaf, g in rows.items() if leaf in differ}

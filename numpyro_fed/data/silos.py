@@ -38,7 +38,7 @@ _ALIGNED = 64  # bytes
 
 
 class Silos:
-    """The data of several silos, as keyword arguments of one model.
+    """Data of several silos, as keyword arguments of one model.
 
     :param data: the model's keyword arguments of each silo, by silo name. Arrays (NumPy, JAX,
         pandas or Arrow columns) whose leading axis or values differ between silos are rows.
@@ -48,8 +48,9 @@ class Silos:
     :param index: the row group that an argument of positions points to:
         ``{"district": "districts"}``. The positions count from zero inside each silo.
     :raises ValueError: for an empty silo, an argument that only some silos have, rows whose
-        trailing shapes disagree, NaN or infinite values (naming silo, argument and row), dates and
-        other values that are not numbers, and an index that points outside its silo.
+        trailing shapes disagree, and an index that points outside its silo; also for NaN or
+        infinite values (the message names silo, argument and row), dates, and other values that are
+        not numbers.
     :warns UserWarning: where rounding to float32 moves numbers by much of their spread.
 
     The object is a JAX pytree (its arrays are leaves), so it may be passed through :func:`jax.jit`.
@@ -95,11 +96,11 @@ class Silos:
         told = {*rows, *index}
         differ = [leaf for leaf, values in table.items() if leaf in told or not all_equal(values)]
         row_sizes = {lengths(table[leaf]) for leaf in differ} - {None}
-        # with one silo nothing differs, and rows are as long as the first array
+        # one silo shows no difference: rows are as long as the first array
         if len(names) == 1 and not row_sizes:
             row_sizes = {next((n for n in map(lengths, table.values()) if n is not None), None)}
         for leaf, values in table.items():
-            # equal values are shared, unless they are as long as rows, e.g. equal labels
+            # labels may be equal in all silos, so equal values as long as rows are not shared
             if leaf not in differ and lengths(values) not in row_sizes:
                 shared[leaf] = values[0]
                 continue
@@ -286,7 +287,7 @@ class Silos:
         self.shared = {**arrays, **dict(aux[6])}
         return self
 
-    # numpyro.infer.MCMC caches compiled programs by its arguments; arrays compare by their id
+    # numpyro.infer.MCMC caches compiled programs by its arguments; arrays count by id
 
     def _key(self) -> tuple:
         leaves = jax.tree.leaves(self)

@@ -35,8 +35,8 @@ def split(
         ``{"district": "districts"}``. If ``by`` labels the rows that point, their elements' silos
         follow from them; if ``by`` labels the elements, the rows' silos follow.
     :return: the silos, in the sorted order of their labels.
-    :raises ValueError: where :class:`Silos` raises one; also for labels of another length, and an
-        element that rows of two silos or no row point to.
+    :raises ValueError: where :class:`Silos` raises one; also for labels of another length, an
+        element that rows of two silos point to, and an element that no row points to.
 
     Example::
 

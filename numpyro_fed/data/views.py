@@ -87,8 +87,8 @@ class SiloView:
     def batch(self, group: str, index: Array) -> dict[str, Any]:
         """Return rows ``index`` of one group as keyword arguments.
 
-        ``index`` counts inside the silo and may have any shape, which leads the rows' shape. A
-        minibatch of m rows stands for the silo's N_s: give its terms the weight N_s / m.
+        ``index`` counts inside the silo and may have any leading shape. A minibatch of m rows
+        stands for the silo's N_s: give its terms the weight N_s / m.
         """
         # unsigned, as a gather by signed indices compares and selects for every number it copies
         flat = (self.start(group) + index).astype(jnp.uint32)
@@ -323,7 +323,7 @@ def gather(tree: Any, positions: Array) -> Any:
 
 
 def to_pooled_order(out: Array, rows: SiloRows, group: str, x: Array) -> Array:
-    """Return ``out`` with a stack's elements ``(S, pad, ...)`` written at their pooled places.
+    """Write a stack's elements ``(S, pad, ...)`` to their pooled places in a copy of ``out``.
 
     Padding is dropped.
     """
@@ -341,9 +341,9 @@ def stacked_mask(rows: SiloRows, group: str) -> Array:
 
 
 def scatter(tree: Any, positions: Array, mask: Array, rows: Any) -> Any:
-    """Return ``tree`` with ``rows`` written at ``positions`` where ``mask`` holds.
+    """Write ``rows`` to ``positions`` in a copy of ``tree`` where ``mask`` holds.
 
-    All other rows are dropped, as they are padding.
+    All other rows are padding, and are dropped.
     """
 
     def write(x: Array, new: Array) -> Array:

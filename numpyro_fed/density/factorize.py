@@ -248,7 +248,7 @@ def _raised_by(error: Exception) -> str:
 
 
 def _silo_plates(sites: Mapping[str, Any], sizes: dict[str, int]) -> dict[str, str]:
-    """Return the row group of each marked plate, found by the number of its elements."""
+    """Return the row group of each marked plate by its number of elements."""
     plates: dict[str, str] = {}
     for name, site in sites.items():
         if not is_silo_plate(site):

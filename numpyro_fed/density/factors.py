@@ -141,7 +141,7 @@ class Factors:
         return [leaf for leaf, g, _ in self.rows if g == group]
 
     def batch_group(self) -> str:
-        """Return the row group that a minibatch subsamples, the only one without index into it."""
+        """Return the row group that a minibatch subsamples: the one that no index points to."""
         targets = {target for _, target in self.index}
         groups = [g for g in dict.fromkeys(g for _, g in self.plates) if g not in targets]
         if len(groups) != 1:

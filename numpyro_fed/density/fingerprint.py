@@ -42,7 +42,7 @@ def versions() -> dict[str, Any]:
 
 
 def as_values(silos: Silos) -> dict[str, Any]:
-    """Return all of silos but the rows: static facts, types of rows and shared arguments."""
+    """Return silos without rows: static facts, types of rows and shared arguments."""
     rows = {k: jax.ShapeDtypeStruct(x.shape, x.dtype) for k, x in silos.rows.items()}
     return {
         "what": silos._aux()[:7],
