@@ -402,7 +402,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "unhashable": (
         lambda: MixedSilos(with_new(y=Y, k=[1])),
-        r"silo 'new', argument 'k': expected an array or a hashable value, got list; a tuple in place",
+        r"silo 'new', argument 'k': expected an array or a hashable value, got list; use a tuple in place",
     ),
     "two plates as long": (
         lambda: MixedSilos(with_new(y=Y[:3], d=Y[:3], age=Y[:3])),
