@@ -282,7 +282,11 @@ class FederatedVI:
             server = self._federated(prepared.plan, prepared.stacks).init(
                 key, first_params(prepared, self.guide, key)
             )
-            expected = VIState(server, kept_by(state, prepared, "init_state"), state.visits)  # type: ignore[arg-type]
+            expected = VIState(
+                server,
+                kept_by(state, prepared, "init_state"),  # type: ignore[arg-type]
+                state.visits,
+            )
         else:
             expected = self.init(key, silos)
         same = jax.tree.structure(state) == jax.tree.structure(expected)  # type: ignore[operator]

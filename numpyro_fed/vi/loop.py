@@ -85,7 +85,10 @@ class Participation:
 
     def __eq__(self, other: object) -> bool:
         same = isinstance(other, Participation) and self.count == other.count
-        return same and np.array_equal(self.probability, other.probability)  # type: ignore[attr-defined]
+        return same and np.array_equal(
+            self.probability,
+            other.probability,  # type: ignore[attr-defined]
+        )
 
 
 def answering_of(
@@ -204,7 +207,7 @@ def _keeps_time(optim: Any) -> bool:
         KeyError,
         AttributeError,
     ):
-        # also raised by an optimizer that knows parameters by name; each silo then has its own clock
+        # an optimizer that knows parameters by name also fails; each silo then has its own clock
         return False
     return True
 

@@ -1,15 +1,15 @@
-"""Variational rounds over silos whose rows are elsewhere: the same rounds, driven from the host.
+"""Variational rounds over remote silos: the same rounds, driven from the host.
 
-A round is one call of each silo that takes part. A silo starts from the state that it keeps under
-one number and writes the new one under another, which the server takes for its state when the reply
-has come. So a reply that is lost leaves no trace, a call that is made again has the same answer,
-and what a result holds is not touched by fits that go on from it.
+A round is one call of each silo that takes part. A silo keeps its states under numbers (slots). It
+starts from the state in one slot and writes the new state to another. When the reply has come, the
+server takes the new slot for the silo's state. So a lost reply leaves no trace, and a repeated call
+has the same answer. A result's states are not changed by fits that go on from it.
 
-SFVI adds gradients up, and a silo that is left out without a known probability would bias their
-sum: silos that do not answer are asked again, and the fit stops with what it has if they stay
-silent. Where the probability of an answer is known (``answering``), missing replies count zero and
-the others one over it. SFVI-Avg averages over the silos that answered, as over those that take
-part; conducive rounds let the last sites of the others stand.
+SFVI adds gradients up, and leaving out a silo without a known probability would bias their sum. So
+silos that do not answer are asked again; if they stay silent, the fit stops with the rounds so far.
+Where the probability of an answer is known (``answering``), missing replies count zero and the
+others one over it. SFVI-Avg averages over the silos that answered, as over those that take part. In
+conducive rounds the last approximate factors of the others stay in the product.
 """
 
 from collections.abc import Callable
@@ -44,12 +44,12 @@ __all__ = ["Elsewhere", "InitLocal", "RemoteRounds", "RoundLocal", "kept_by", "l
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Elsewhere:
-    """In place of the silos' states, in the order of the stacks.
+    """Stand-in for the states of remote silos, in the order of the stacks.
 
-    :param slots: under which number each silo keeps its state, ``(S,)``.
-    :param costs: rounds, gradient evaluations, bytes to it and from it, ``(S, 4)``.
-    :param missed: replies that were not finite, ``(S,)``.
-    :param token: the carrier's.
+    :param slots: the number under which each silo keeps its state, ``(S,)``.
+    :param costs: each silo's rounds, gradient evaluations, and bytes to it and from it, ``(S, 4)``.
+    :param missed: number of each silo's replies that were not finite, ``(S,)``.
+    :param token: the carrier's token.
     """
 
     slots: np.ndarray
@@ -64,11 +64,12 @@ _ALGORITHMS: dict[str, Any] = {"sfvi": sfvi, "sfvi_avg": sfvi_avg, "conducive": 
 @wire_name("InitLocal")
 @dataclass(frozen=True)
 class InitLocal:
-    """A silo's first state, from the global parameters that it is told.
+    """The call for a silo's first state, from the global parameters.
 
     :param plan: the static facts.
-    :param algorithm: the module of its functions.
-    :param taken: whether its own parameters are those of the state that it reads, of another fit.
+    :param algorithm: name of the module of its functions.
+    :param taken: whether the silo starts from its own parameters in the state that it reads, which
+        another fit wrote.
     """
 
     plan: Plan
@@ -94,9 +95,9 @@ class InitLocal:
 @wire_name("RoundLocal")
 @dataclass(frozen=True)
 class RoundLocal:
-    """A silo's part of a round; fields as of :class:`InitLocal`.
+    """The call for a silo's part of a round; fields as in :class:`InitLocal`.
 
-    :param bare: of a fit with privacy, whether noise is added by :meth:`private`, in the silo.
+    :param bare: in a fit with privacy, whether :meth:`private` adds the noise, in the silo.
     """
 
     plan: Plan
@@ -105,7 +106,7 @@ class RoundLocal:
 
     @property
     def summed(self) -> bool:
-        """Whether over a wire its replies are masked, and their sum alone is seen."""
+        """Flag of masked replies: over a wire the server sees only their sum."""
         return self.plan.secure_sum
 
     def __call__(self, key: Array, message: Any, state: Any, view: SiloView) -> tuple[Any, Any]:
@@ -117,7 +118,7 @@ class RoundLocal:
     def private(self, reply: Any, key: bytes) -> Any:
         """Return a bare reply as it leaves, exactly noised.
 
-        :param key: 32 secret bytes, of this call alone.
+        :param key: 32 secret bytes, for this call alone.
         """
         assert self.plan.noise is not None
         return _ALGORITHMS[self.algorithm].private(
@@ -129,7 +130,7 @@ class RoundLocal:
 def _leave(
     federated: Callable, plan: Plan, who: Participation | None, server: Any, stacks: list[SiloRows]
 ) -> tuple[Any, list[Array], Array | None]:
-    """What all are told, each silo's key, and the weights of their replies."""
+    """Return the message to all silos, each silo's key, and the weights of their replies."""
     key, weights = drawn(who, server)
     message = federated(plan, stacks).broadcast(key, server)
     keys = [jax.vmap(partial(key_among, key, rows.part))(rows.number) for rows in stacks]
@@ -145,17 +146,18 @@ def _merge(
 
 
 class RemoteRounds:
-    """What makes rounds over silos elsewhere.
+    """Rounds over remote silos: ``rounds(state, num) -> (state, losses, bad)``.
 
-    ``rounds(state, num) -> (state, losses, bad)``, as those at hand.
+    The results are those of :func:`~numpyro_fed.vi.loop.at_hand`.
 
-    :param algorithm: the module of its functions: ``"sfvi"``, ``"sfvi_avg"`` or ``"conducive"``.
+    :param algorithm: name of the module of its functions: ``"sfvi"``, ``"sfvi_avg"`` or
+        ``"conducive"``.
     :param federated: the algorithm.
-    :param prepared: what is settled before the first round.
-    :param who: which silos take part.
+    :param prepared: the setup before the first round.
+    :param who: the law of the silos that take part.
     :param answering: the probability of each silo's answer, where it is known.
-    :param checkpoint: where states are saved.
-    :param facts: what tells this fit from others, for checkpoints.
+    :param checkpoint: the file for states.
+    :param facts: the facts that distinguish this fit from others, for checkpoints.
     """
 
     def __init__(
@@ -180,7 +182,7 @@ class RemoteRounds:
         silos = prepared.parts[0]
         assert isinstance(silos, RemoteSilos)
         self.silos, self.carrier = silos, silos.carrier
-        self.written: set[int] = set()  # slots that are to be forgotten when the state is elsewhere
+        self.written: set[int] = set()  # slots to forget when the state no longer holds them
         self.numbers = np.concatenate(
             [np.asarray(rows.number) for rows in prepared.stacks]
         ).tolist()
@@ -189,17 +191,18 @@ class RemoteRounds:
         self.zeros: Any = None
 
     def start(self, server: Any, params: dict[str, Array], taken: Elsewhere | None) -> VIState:
-        """The state before the first round.
+        """Have all silos write a first state, and return the state before the first round.
 
         :param params: global parameters, unconstrained.
-        :param taken: where the silos find own parameters to start from.
+        :param taken: the slots where silos find their own parameters to start from; ``None``: they
+            start anew.
         """
         num, local = (
             len(self.numbers),
             InitLocal(self.prepared.plan, self.algorithm, taken is not None),
         )
         read = [None] * num if taken is None else taken.slots.tolist()
-        key = jax.random.key(0)  # of which nothing is drawn
+        key = jax.random.key(0)  # unused by the call
         slots = [self.carrier.new_slot() for _ in self.numbers]
         calls = [
             Call(n, local, key, params, *own)
@@ -224,7 +227,7 @@ class RemoteRounds:
         return state, losses, bad
 
     def _save(self, state: VIState, loss: float) -> None:
-        """Write a checkpoint, if one is due; what it names is kept until the next."""
+        """Write a checkpoint, if one is due; silos keep the states that it names until the next."""
         self.losses.append(float(loss))
         if self.checkpoint.due(len(self.losses), 0):
             values = {"state": state, "losses": np.array(self.losses), **self.facts}
@@ -232,9 +235,9 @@ class RemoteRounds:
                 self.saved_slots = set(state.silos.slots.tolist())  # type: ignore[attr-defined]
 
     def saved(self) -> tuple[VIState, np.ndarray] | None:
-        """State and losses of a checkpoint of this fit, or ``None``.
+        """Return state and losses of a checkpoint of this fit, or ``None``.
 
-        :raises ValueError: where it is of another.
+        :raises ValueError: where the checkpoint is of another fit.
         """
         found = self.checkpoint.load(self.carrier)
         if found is None:
@@ -246,20 +249,23 @@ class RemoteRounds:
         return state, losses
 
     def owns(self, state: VIState) -> None:
-        """Take a state that is in nobody else's hands for one that these rounds wrote."""
+        """Take over a state that no one else holds, as one that these rounds wrote."""
         self.written.update(state.silos.slots.tolist())  # type: ignore[attr-defined]
 
     def tidy(self, state: VIState) -> None:
-        """Have silos forget what these rounds wrote and the state does not hold.
+        """Have silos forget states that these rounds wrote and that are no longer needed.
 
-        States of rounds before, and of replies that were lost.
+        These are states of earlier rounds, and of replies that were lost.
         """
-        spent = self.written.difference(state.silos.slots.tolist(), self.saved_slots)  # type: ignore[attr-defined]
+        spent = self.written.difference(
+            state.silos.slots.tolist(),  # type: ignore[attr-defined]
+            self.saved_slots,
+        )
         self.carrier.forget(sorted(spent))
         self.written -= spent
 
     def _round(self, state: VIState) -> tuple[VIState, float, int]:
-        """One round, its loss, and which silo was not finite."""
+        """Make one round; return the state, the loss, and the silo that was not finite."""
         kept: Elsewhere = state.silos  # type: ignore[assignment]
         message, keys, weights = _leave(
             self.federated, self.prepared.plan, self.who, state.server, self._stacks
@@ -276,7 +282,7 @@ class RemoteRounds:
         replies, times = self._answers(calls)
         came = np.zeros(len(keys), bool)
         came[asked] = [reply is not None for reply in replies]
-        # of a silo that keeps nothing of it, where nobody is asked
+        # where no silo is asked, one is asked for its form and keeps no state
         blank = self._blank(
             replies,
             calls or [Call(self.numbers[0], self.local, keys[0], message, int(kept.slots[0]))],
@@ -284,9 +290,7 @@ class RemoteRounds:
         each = [blank] * len(keys)
         for i, reply in zip(asked, replies, strict=True):
             each[i] = blank if reply is None else reply
-        collected = jax.tree.map(
-            lambda *x: np.stack(x), *each
-        )  # in NumPy, which has no programs to dispatch
+        collected = jax.tree.map(lambda *x: np.stack(x), *each)  # in NumPy, to dispatch no program
         collected = opened(collected, np.dtype(jnp.result_type(float)))
         server, info = _merge(
             self.federated,
@@ -301,17 +305,19 @@ class RemoteRounds:
         costs[asked] += self._costs(message, blank, times, came[asked])
         missed = kept.missed + (came & ~collected.finite)
         new = replace(kept, slots=np.where(came, write, kept.slots), costs=costs, missed=missed)
-        alone = self.prepared.plan.secure_sum and len(self.numbers) > len(
-            collected.finite
-        )  # of a sum no silo is known
-        if (
-            not finite and silo < 0 and not alone
-        ):  # a silo that says its numbers are finite may be wrong
-            numbers = jax.tree.leaves(collected._replace(value=()))  # which is NaN under privacy
+        # a sum does not show which silo it was
+        alone = self.prepared.plan.secure_sum and len(self.numbers) > len(collected.finite)
+        if not finite and silo < 0 and not alone:  # a silo may report finite numbers wrongly
+            # under privacy the value is NaN
+            numbers = jax.tree.leaves(collected._replace(value=()))
             odd = np.any([~np.isfinite(x).reshape(len(x), -1).all(1) for x in numbers], axis=0)
             silo = odd.argmax() if odd.any() else silo
         bad = -1 if finite else (-2 if silo < 0 or alone else int(silo))
-        return VIState(server, new, state.visits + came.astype(np.int32)), float(loss), bad  # type: ignore[arg-type]
+        return (
+            VIState(server, new, state.visits + came.astype(np.int32)),  # type: ignore[arg-type]
+            float(loss),
+            bad,
+        )
 
     @property
     def _stacks(self) -> list[SiloRows]:
@@ -319,19 +325,19 @@ class RemoteRounds:
 
     @property
     def _needs_all(self) -> bool:
-        """Whether a round has to have all replies; else one is enough."""
+        """Flag of rounds that need all replies; for the others one is enough."""
         return self.algorithm == "sfvi" or self.prepared.plan.secure_sum
 
     def _answers(self, calls: list[Call]) -> tuple[list[Any], np.ndarray]:
-        """Replies, and how often each silo was asked."""
+        """Return the replies, and the number of times that each silo was asked."""
         if self.answering is not None:
             return list(self.silos.ask(calls)) if calls else [], np.ones(len(calls), np.int64)
         return self.silos.ask_again(calls, all_needed=self._needs_all)
 
     def _blank(self, replies: list[Any], calls: list[Call]) -> Any:
-        """A reply of zeros.
+        """Return a reply of zeros.
 
-        If none has come yet, silos are asked for one whose numbers are not looked at.
+        If no reply has come yet, silos are asked for one whose numbers are not used.
         """
         if self.zeros is None:
             if all(reply is None for reply in replies):
@@ -342,7 +348,7 @@ class RemoteRounds:
         return self.zeros
 
     def _weights(self, weights: np.ndarray, came: np.ndarray) -> np.ndarray | None:
-        """Of the replies; ``None`` where all count once."""
+        """Return the weights of the replies; ``None`` where all count once."""
         if self.answering is not None:
             weights = weights / self.answering
         elif self.who is None and came.all():
@@ -356,11 +362,15 @@ class RemoteRounds:
 
 
 def kept_by(state: Any, prepared: Prepared, name: str) -> Elsewhere:
-    """Where silos keep what a result has of theirs, or an error in words.
+    """Return the slots of a result's local states in the silos.
 
-    :param name: the argument that it was given as.
+    :param name: the argument's name, for the message.
+    :raises ValueError: for a result of other silos, or of silos in this process.
     """
-    kept, carrier = getattr(state, "silos", None), prepared.parts[0].carrier  # type: ignore[attr-defined]
+    kept, carrier = (
+        getattr(state, "silos", None),
+        prepared.parts[0].carrier,  # type: ignore[attr-defined]
+    )
     if (
         isinstance(kept, Elsewhere)
         and kept.token == carrier.token
@@ -369,15 +379,15 @@ def kept_by(state: Any, prepared: Prepared, name: str) -> Elsewhere:
         return kept
     raise ValueError(
         f"{name}: expected a result of a run over the same carrier, whose local parameters the "
-        "silos keep, got one of other silos or of silos at hand"
+        "silos keep, got one of other silos or of silos in this process"
     )
 
 
 def ledger_of_calls(state: VIState, names: tuple[str, ...], order: tuple[str, ...]) -> Ledger:
-    """What the rounds so far cost each silo: calls made, and replies that came.
+    """Return each silo's costs of the rounds so far, from its calls and replies.
 
-    :param names: of the silos in the order of the stacks.
-    :param order: in which the ledger lists them.
+    :param names: the silos' names, in the order of the stacks.
+    :param order: their order in the ledger.
     """
     kept: Elsewhere = state.silos  # type: ignore[assignment]
     costs = {name: Cost(*map(int, row)) for name, row in zip(names, kept.costs, strict=True)}
