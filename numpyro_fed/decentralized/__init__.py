@@ -2,4 +2,4 @@
 
 from numpyro_fed.decentralized import remote
 
-__all__ = ["remote"]  # which registers how networks are driven over remote silos
+__all__ = ["remote"]  # its import registers how this process drives networks of remote silos

@@ -1,6 +1,6 @@
-"""What the kernels over a network of nodes share as :class:`numpyro.infer.mcmc.MCMCKernel`.
+"""Base class of the kernels over a network of nodes as :class:`numpyro.infer.mcmc.MCMCKernel`.
 
-Wiring, no mathematics.
+It connects setup and steps to MCMC and holds no mathematics.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -42,9 +42,9 @@ __all__ = ["NetworkKernel", "NetworkState"]
 
 
 class NetworkKernel(FederatedKernel):
-    """Base of :class:`PushSumLangevin` and :class:`GossipLangevin`.
+    """Base class of the kernels over a network of nodes.
 
-    See there for the parameters.
+    :class:`PushSumLangevin` and :class:`GossipLangevin` document the parameters.
     """
 
     is_ensemble_kernel = True
@@ -78,22 +78,21 @@ class NetworkKernel(FederatedKernel):
         if self._both_ways and not (graph.is_symmetric and graph.weights is None):
             raise ValueError(
                 "graph: gossip needs links that work both ways, and makes its weights itself; "
-                "expected an undirected networkx graph, "
-                "or PushSumLangevin for a directed one"
+                "expected an undirected networkx graph, or PushSumLangevin for a directed one"
             )
         if not self._both_ways:
             least, node = graph.least_weight()
             if not least > LEAST_WEIGHT:
                 raise ValueError(
-                    f"graph: node {node!r} gives away nearly all it has and hears little: its "
-                    f"push-sum weight falls to {least:.1g} of a "
-                    "mean of 1, and a draw is a quotient by it. Expected weights above "
-                    f"{LEAST_WEIGHT:g}: let more nodes send to it"
+                    f"graph: node {node!r} gives away nearly all it has and receives little: its "
+                    f"push-sum weight falls to {least:.1g} (the mean is 1), and draws divide by "
+                    f"it. Expected weights above {LEAST_WEIGHT:g}: let more nodes send to this node"
                 )
         self._graph, self._tracking, self._step_size = graph, tracking, step_size
         needs = "score" if preconditioner is not None else None
         self._options = Options(
-            1.0, 1, batch_size, needs, 0.0, None, preconditioner, bias_target, public, validate, element_batches=False
+            1.0, 1, batch_size, needs, 0.0, None, preconditioner, bias_target, public, validate,
+            element_batches=False,
         ).checked()  # fmt: skip
 
     def __repr__(self) -> str:
@@ -108,27 +107,27 @@ class NetworkKernel(FederatedKernel):
 
     @property
     def mixing(self) -> Mixing | None:
-        """The graph's arrays; ``None`` before :meth:`init`."""
+        """Arrays of the graph; ``None`` before :meth:`init`."""
         return self._mixing
 
     @property
     def batch_size(self) -> int | None:
-        """Rows of a node's minibatch, or ``None``: all."""
+        """Rows of a node's minibatch, or ``None`` for all rows."""
         return self._options.batch_size
 
     @property
     def learns_step_size(self) -> bool:
-        """Whether the step size is learned in warm-up."""
+        """True if the kernel learns its step size in warm-up."""
         return isinstance(self._step_size, str)
 
     @property
     def graph(self) -> TimeVaryingGraph:
-        """The graph."""
+        """Graph of the network."""
         return self._graph
 
     @property
     def tracking(self) -> bool:
-        """Whether gradients are tracked."""
+        """True if nodes track gradients."""
         return self._tracking
 
     def _settle(self, silos: Silos, extra: dict[str, Any]) -> None:
@@ -144,8 +143,9 @@ class NetworkKernel(FederatedKernel):
             tuning = tuning._replace(latents=tuning.latents._replace(rows=rows))
         schedule = self._step_size if callable(self._step_size) else None
         self._plan = NetworkPlan(
-            ground.factors, ground.units, ground.batch, len(silos), schedule, graph.fails, self._both_ways,
-            type(self)._exchange, tuple((g, sum(n)) for g, n in silos.sizes.items()),
+            ground.factors, ground.units, ground.batch, len(silos), schedule, graph.fails,
+            self._both_ways, type(self)._exchange,
+            tuple((g, sum(n)) for g, n in silos.sizes.items()),
         )  # fmt: skip
         self._tuning, self._surrogates, self._setup_cost = tuning, ground.surrogates, ground.cost
         self._mixing = mixing(graph, both_ways=self._both_ways)
@@ -163,12 +163,12 @@ class NetworkKernel(FederatedKernel):
         model_args: tuple = (),
         model_kwargs: Mapping[str, Any] | None = None,
     ) -> NetworkState:
-        """Check the model, the data and the graph, and return the first state.
+        """Prepare the kernel for the data and the graph, and return the first state.
 
         :param rng_key: a key for each chain.
-        :param init_params: unconstrained values of all latent sites, a chain axis first; by default
-            draws of the surrogate posterior, and where nothing was fitted (no preconditioner, no
-            local latents) uniform on (-2, 2), for each node its own.
+        :param init_params: unconstrained values of all latent sites, a chain axis first. By default
+            each node starts at its own draw of the surrogate posterior. Without a fit (no
+            preconditioner, no local latents) the draw is uniform on (-2, 2).
         """
         silos, extra = self._arguments(model_args, model_kwargs)
         if extra:
@@ -183,19 +183,18 @@ class NetworkKernel(FederatedKernel):
         return self.first_state(rng_key, chains, num_warmup, z, silos)[0]
 
     def check_chains(self, chains: int, m: int) -> None:
-        """Refuse a number of chains that is not one of all nodes."""
+        """Raise an error for a number of chains that is not a multiple of the nodes, or is one."""
         if chains == 1 or chains % m:
             raise ValueError(
                 f"num_chains: a node is a chain, so expected a multiple of the {m} nodes, got "
-                f"{chains}; write "
-                f'MCMC(..., num_chains={m}, chain_method="vectorized"), or {4 * m} for four '
-                "independent networks"
+                f'{chains}; write MCMC(..., num_chains={m}, chain_method="vectorized"), or {4 * m} '
+                "for four independent networks"
             )
 
     def first_state(
         self, rng_key: Array, chains: int, num_warmup: int, z: dict[str, Array] | None, silos: Silos
     ) -> tuple[NetworkState, Array]:
-        """The first state of a kernel that is prepared, and the key of the first local latents.
+        """Return a prepared kernel's first state, and the key of the first local latents.
 
         :param rng_key: a key for each chain.
         :param z: unconstrained values of all latent sites, or ``None``.
@@ -212,9 +211,11 @@ class NetworkKernel(FederatedKernel):
         nodes, z = self._start(key_start, chains // m, z, silos)
         zero, none = jnp.zeros(chains, nodes.x.dtype), jnp.zeros(chains, jnp.uint32)
         state = NetworkState(
-            i=jnp.zeros((), jnp.int32), z=z, nodes=nodes, push_sum_weight=zero + 1, consensus_error=zero,
-            diverging=zero > 0, local_accept_prob=zero + 1, step_size=zero, sent=none, received=none,
-            adaptation=self._adaptation(key_learn, num_warmup, nodes, silos), rng_key=key, tuning=self._tuning, mixing=self._mixing,
+            i=jnp.zeros((), jnp.int32), z=z, nodes=nodes, push_sum_weight=zero + 1,
+            consensus_error=zero, diverging=zero > 0, local_accept_prob=zero + 1, step_size=zero,
+            sent=none, received=none,
+            adaptation=self._adaptation(key_learn, num_warmup, nodes, silos), rng_key=key,
+            tuning=self._tuning, mixing=self._mixing,
         )  # fmt: skip
         return state._replace(step_size=zero + current_step_size(self._plan, state)), random.split(
             key_start
@@ -232,7 +233,7 @@ class NetworkKernel(FederatedKernel):
         elif tuning.scale is not None:
             normal = random.normal(key_theta, shape, tuning.loc.dtype)
             x = tuning.loc + jax.vmap(jax.vmap(partial(matvec, tuning.scale)))(normal)
-        elif tuning.latents is not None:  # where the local map was fitted, and so where it is good
+        elif tuning.latents is not None:  # the local map is good where it was fitted
             normal = random.normal(key_theta, shape, tuning.loc.dtype)
             whiten = tuning.latents.whiten
             out = (
@@ -244,7 +245,7 @@ class NetworkKernel(FederatedKernel):
         else:
             x = random.uniform(key_theta, shape, tuning.loc.dtype, -2, 2)
         eps = None
-        if plan.units is not None and not isinstance(silos, RemoteSilos):  # which start their own
+        if plan.units is not None and not isinstance(silos, RemoteSilos):  # these start their own
             eps = self._start_eps(key_eps, x, z, silos)
         zero = jnp.zeros(shape, x.dtype) if self._tracking else None
         nodes = Nodes(x, jnp.ones(shape[:2], x.dtype), zero, zero, eps)
@@ -268,7 +269,7 @@ class NetworkKernel(FederatedKernel):
             )
             own = of_chain[
                 :, rows.number, jnp.arange(len(rows.number))
-            ]  # a silo's latents from its own node's chain
+            ]  # takes a silo's latents from its own node's chain
             u = jax.vmap(jax.vmap(latents.u))(x[:, rows.number])
             inverse = jax.vmap(jax.vmap(lambda m, u, v: m.inverse(u, v)), in_axes=(None, 0, 0))
             out.append(inverse(local_map, u, own))
@@ -293,7 +294,7 @@ class NetworkKernel(FederatedKernel):
         return learned
 
     def _rows(self, silos: Silos) -> list[SiloRows]:
-        """The silos' rows in stacks; kept, so that they are gathered once."""
+        """Return the silos' rows in stacks, gathered once."""
         if self._stacks is not None and self._stacks[0] == silos:
             return self._stacks[1]
         return self._stacked(silos)
@@ -307,7 +308,7 @@ class NetworkKernel(FederatedKernel):
     def sample(
         self, state: NetworkState, model_args: tuple, model_kwargs: Mapping[str, Any] | None
     ) -> NetworkState:
-        """One step of all nodes."""
+        """Make one step of all nodes."""
         assert self._sample_fn is not None, "`init` must be called before `sample`"
         silos, _ = self._arguments(model_args, model_kwargs)
         if len(silos) != state.nodes.x.shape[1]:
@@ -318,17 +319,22 @@ class NetworkKernel(FederatedKernel):
         return advance(self._plan, state, self._rows(silos))
 
     def _diagnostics(self, state: NetworkState) -> str:
-        return f"step size {float(state.step_size[0]):.2e}, consensus error {float(state.consensus_error.mean()):.1e}"
+        return (
+            f"step size {float(state.step_size[0]):.2e}, "
+            f"consensus error {float(state.consensus_error.mean()):.1e}"
+        )
 
     def ledger(self, state: NetworkState) -> Ledger:
-        """Steps, gradient evaluations and bytes of each node up to ``state`` (e.g.
-        ``mcmc.last_state``), all networks.
+        """Return steps, gradient evaluations and bytes of each node, over all networks.
 
-        Down is what a node received of others, up what it sent; surrogates (once) and the looks of
-        ``"adaptive"`` are counted as if there were a server. Gradients are those of the node's part
-        of the potential; a Hessian-vector product counts as one, Metropolis moves do not. Over
-        silos elsewhere it is what crosses: down a node's position, up its gradient and the
-        acceptance of its moves, in each step.
+        Down is what a node receives from others, up what it sends. The one fit of the surrogates
+        and the looks of ``"adaptive"`` count as if there were a server. Gradients are those of the
+        node's part of the potential. A Hessian-vector product counts as one gradient, and
+        Metropolis moves do not count. With remote silos, in each step a node's position goes down,
+        and its gradient and the acceptance of its moves go up.
+
+        :param state: the state up to which to count, for example ``mcmc.last_state``.
+        :raises ValueError: before the kernel has run.
         """
         if self._plan is None or self._prepared_for is None:
             raise ValueError("expected a kernel that has run; call mcmc.run(rng_key, silos) first")
@@ -352,7 +358,7 @@ class NetworkKernel(FederatedKernel):
         return Ledger(self._prepared_for.names, *zip(*costs, strict=True))
 
     def _message_bytes(self) -> int:
-        """A message along one link: X and Y, and the tracker."""
+        """Return the bytes of a message along one link: X, Y of push-sum, and any tracker."""
         numbers = self._plan.factors.dim * (2 if self._tracking else 1) + (
             0 if self._both_ways else 1
         )

@@ -1,9 +1,8 @@
 r"""Langevin dynamics by gossip over an undirected graph.
 
-The baseline of :mod:`numpyro_fed.decentralized.push_sum`.
-
-With the symmetric, doubly stochastic matrix W of Metropolis weights, and the potentials of
-:mod:`numpyro_fed.decentralized.nodes`,
+It is the baseline of :mod:`numpyro_fed.decentralized.push_sum`. W is the symmetric, doubly
+stochastic matrix of Metropolis weights, and :mod:`numpyro_fed.decentralized.nodes` defines the
+potentials. A step is
 
 .. math:: X_i \leftarrow \sum_j W_{ij} X_j - \alpha \nabla U_i(X_i) + \sqrt{2 \alpha}\, \xi_i .
 
@@ -29,24 +28,24 @@ __all__ = ["GossipLangevin", "gossip"]
 
 
 def gossip(links: Links, nodes: Nodes) -> tuple[Nodes, Array]:
-    """One exchange, as :func:`numpyro_fed.decentralized.push_sum.push_sum`.
+    """Exchange once, and return the nodes and the positions of before, where they take gradients.
 
-    Positions are those of before.
+    The exchange is like that of :func:`numpyro_fed.decentralized.push_sum.push_sum`.
     """
     return nodes._replace(x=links.mix(nodes.x)), nodes.x
 
 
 class GossipLangevin(NetworkKernel):
-    """Decentralised Langevin dynamics over an undirected graph (DE-SGLD), an ensemble kernel for
-    :class:`numpyro.infer.MCMC`.
+    """Decentralized Langevin dynamics over an undirected graph (DE-SGLD).
 
-    The baseline of :class:`PushSumLangevin`, whose parameters and chains it has: every link must
-    work both ways (a link that fails fails in both directions), and nodes hold positions rather
-    than numerators and weights.
+    It is an ensemble kernel for :class:`numpyro.infer.MCMC`, and the baseline of
+    :class:`PushSumLangevin`, whose parameters and chains it shares. Every link must work both ways,
+    and a failure stops both directions. Nodes hold positions rather than numerators and weights.
 
-    **Law and bias.** As push-sum with a constant step and without tracking. A draw is what a node
-    holds, its own last noise included, so that nodes are farther apart than push-sum's. What leaves
-    a silo: each step, to each neighbour, d numbers.
+    **Law and bias.** As for push-sum with a constant step and without tracking. A draw is what a
+    node holds, with the node's last noise, so nodes are farther apart than push-sum's.
+
+    **What leaves a silo.** In each step, to each neighbor: d numbers.
 
     **Reference.** Gürbüzbalaban, Gao, Hu, Zhu: Decentralized stochastic gradient Langevin dynamics
     and Hamiltonian Monte Carlo, JMLR 2021.

@@ -1,14 +1,14 @@
-r"""Directed graphs that change with time and lose links: who can send to whom, step by step.
+r"""Directed graphs for networks of nodes, whose links change with time and may fail.
 
-A :class:`TimeVaryingGraph` is a period of directed graphs, repeated, whose links and nodes may fail
-at random. At step t a node with :math:`d_j(t)` links that work (itself included) keeps one share of
-what it holds and sends one along each of the others:
+A :class:`TimeVaryingGraph` repeats a period of directed graphs, whose links and nodes may fail at
+random. At step t, a node j with :math:`d_j(t)` links that work (itself included) keeps one share of
+what it holds and sends one along each of the other links:
 
-.. math:: A_{ij}(t) = 1 / d_j(t) \quad\text{where j sends to i at step t, or } i = j,
+.. math:: A_{ij}(t) = 1 / d_j(t) \quad\text{where j sends to i at step t, or } i = j .
 
-so that the columns of :math:`A(t)` sum to one and a node has to know only how many it sends to.
-Information reaches all nodes where the sequence is *B-strongly connected*: the links of every
-window of B steps together make a strongly connected graph.
+The columns of :math:`A(t)` sum to one, and a node has to know only how many nodes it sends to.
+Information reaches all nodes if the sequence is *B-strongly connected*: the links of every window
+of B steps together make a strongly connected graph.
 
 Reference: Kolesov, Kungurtsev (2020), Decentralized Langevin dynamics over a directed graph,
 section 2; Nedić, Olshevsky (2015), Distributed optimization over time-varying directed graphs, IEEE
@@ -46,9 +46,9 @@ def _num_nodes(num_nodes: int) -> int:
 
 
 def from_networkx(graph: nx.Graph) -> TimeVaryingGraph:
-    """One graph for all steps; an undirected one sends both ways.
+    """Return one graph for all steps; an undirected graph sends both ways.
 
-    Weights of edges are not used, loops are implied.
+    Weights of edges are not used, and loops are implied.
     """
     if not isinstance(graph, nx.Graph):
         raise TypeError(f"expected a networkx graph, got {type(graph).__name__}")
@@ -59,17 +59,18 @@ def from_networkx(graph: nx.Graph) -> TimeVaryingGraph:
 
 
 def periodic(graphs: Sequence[nx.Graph | TimeVaryingGraph]) -> TimeVaryingGraph:
-    """Graphs that follow one another, and begin anew after the last.
+    """Return graphs that follow one another and begin anew after the last.
 
     :param graphs: networkx graphs over the same nodes (as many steps as there are graphs), or
         time-varying ones.
-    :raises ValueError: when there are none, or their nodes differ.
+    :raises ValueError: if there are none, or their nodes differ.
 
     Example::
 
         >>> import networkx as nx
         >>> from numpyro_fed import graphs
-        >>> day, night = nx.DiGraph([("oslo", "rome"), ("rome", "bern")]), nx.DiGraph([("bern", "oslo")])
+        >>> day = nx.DiGraph([("oslo", "rome"), ("rome", "bern")])
+        >>> night = nx.DiGraph([("bern", "oslo")])
         >>> night.add_nodes_from(["rome"])
         >>> graph = graphs.periodic([day, night])
         >>> graph.connectivity()
@@ -90,17 +91,17 @@ def periodic(graphs: Sequence[nx.Graph | TimeVaryingGraph]) -> TimeVaryingGraph:
         if set(part.nodes) != set(nodes):
             raise ValueError(
                 f"graphs: expected the same nodes at every step, {shown(nodes)}, got "
-                f"{shown(part.nodes)} in graph {number}; "
-                "add nodes without links by add_nodes_from"
+                f"{shown(part.nodes)} in graph {number}; add nodes without links by add_nodes_from"
             )
     if len({(p.link_failure, p.node_dropout) for p in parts}) > 1:
         raise ValueError(
-            "graphs: expected equal probabilities of failure at every step; give them to the "
+            "graphs: expected equal probabilities of failure at every step; set them on the "
             "periodic graph"
         )
     if any(p.weights is not None for p in parts):
         raise ValueError(
-            "graphs: matrices follow one another by from_matrices([first, second, ...])"
+            "graphs: expected graphs without matrices; matrices follow one another by "
+            "from_matrices([first, second, ...])"
         )
     places = [[p.nodes.index(node) for node in nodes] for p in parts]
     links = np.concatenate([p.links[:, i][:, :, i] for p, i in zip(parts, places, strict=True)])
@@ -110,7 +111,7 @@ def periodic(graphs: Sequence[nx.Graph | TimeVaryingGraph]) -> TimeVaryingGraph:
 def from_matrices(
     matrices: Sequence[Any], nodes: Sequence[Hashable] | None = None
 ) -> TimeVaryingGraph:
-    """Mixing matrices A of one's own, one for each step of the period.
+    """Return a graph with its own mixing matrices A, one for each step of the period.
 
     ``A[i, j]`` is the share of node j that goes to i.
 
@@ -133,8 +134,7 @@ def from_matrices(
         rows = " Its rows do: take the transpose" if np.allclose(given[t].sum(1), 1) else ""
         raise ValueError(
             "matrices: expected columns that sum to one (what a node keeps and sends is all it "
-            f"has), got {sums[t, j]:.6g} in column "
-            f"{j} of matrix {t}.{rows}"
+            f"has), got {sums[t, j]:.6g} in column {j} of matrix {t}.{rows}"
         )
     kept = np.diagonal(given, axis1=1, axis2=2)
     if not (kept > 0).all():
@@ -152,24 +152,25 @@ def from_matrices(
 
 
 def ring(num_nodes: int) -> TimeVaryingGraph:
-    """Each node sends to the next, the last to the first."""
+    """Return a ring: each node sends to the next, the last to the first."""
     return from_networkx(nx.cycle_graph(_num_nodes(num_nodes), create_using=nx.DiGraph))
 
 
 def star(num_nodes: int) -> TimeVaryingGraph:
-    """Node 0 and the others send to each other; the others do not among themselves."""
+    """Return a star: node 0 and each other node send to each other."""
     return from_networkx(nx.star_graph(_num_nodes(num_nodes) - 1))
 
 
 def complete(num_nodes: int) -> TimeVaryingGraph:
-    """Every node sends to every other."""
+    """Return the complete graph: every node sends to every other."""
     return from_networkx(nx.complete_graph(_num_nodes(num_nodes)))
 
 
 def almost_circular() -> TimeVaryingGraph:
-    """The paper's six nodes (figure 2).
+    """Return the six nodes of Kolesov and Kungurtsev's figure 2.
 
-    At even steps the printed links 0 -> 1, 2 -> 3, 5 -> 0, at odd steps the others of the circle.
+    At even steps the links are those of the figure, 0 -> 1, 2 -> 3, 5 -> 0. At odd steps they are
+    the others of the circle.
     """
     printed, others = nx.empty_graph(6, nx.DiGraph), nx.empty_graph(6, nx.DiGraph)
     printed.add_edges_from([(0, 1), (2, 3), (5, 0)])
@@ -178,8 +179,9 @@ def almost_circular() -> TimeVaryingGraph:
 
 
 def erdos_renyi(num_nodes: int, probability: float) -> TimeVaryingGraph:
-    """At every step each of the m (m - 1) links is there with this probability, anew and
-    independently.
+    """Return a graph whose links are drawn anew and independently at every step.
+
+    Each of the m (m - 1) links is there with this probability.
     """
     if not isinstance(probability, Real) or not 0 < probability <= 1:
         raise ValueError(f"probability: expected a number in (0, 1], got {probability!r}")
@@ -187,7 +189,10 @@ def erdos_renyi(num_nodes: int, probability: float) -> TimeVaryingGraph:
 
 
 def geometric(num_nodes: int, radius: float, seed: int = 0) -> TimeVaryingGraph:
-    """Nodes at random places of the unit square send to those within the radius."""
+    """Return a graph of nodes at random places of the unit square.
+
+    Nodes send to the nodes within the radius.
+    """
     if not isinstance(radius, Real) or not radius > 0:
         raise ValueError(f"radius: expected a number > 0, got {radius!r}")
     return from_networkx(nx.random_geometric_graph(_num_nodes(num_nodes), radius, seed=seed))

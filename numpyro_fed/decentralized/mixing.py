@@ -1,17 +1,16 @@
-r"""One exchange of messages over a graph.
+r"""Mixing matrices of a graph as arrays, by which nodes exchange messages.
 
-Every node receives a weighted sum of what the others sent.
+In an exchange, every node receives a weighted sum of what the others send. :func:`mixing` turns a
+:class:`~numpyro_fed.decentralized.graphs.TimeVaryingGraph` into arrays. :meth:`Mixing.links` draws
+the links that work at a step, and :meth:`Links.mix` applies the step's matrix to anything that
+nodes hold. Two rules make a matrix from links:
 
-:func:`mixing` turns a :class:`~numpyro_fed.decentralized.graphs.TimeVaryingGraph` into arrays,
-:meth:`Mixing.links` draws which links work at a step, and :meth:`Links.mix` applies the step's
-matrix to anything that nodes hold. Two rules make a matrix of links:
-
-* *shares* (push-sum): a node splits what it has evenly over its links that work and itself; columns
-  sum to one;
+* *shares* (push-sum): a node splits what it holds evenly over itself and its links that work;
+  columns sum to one;
 * *Metropolis weights* (gossip): :math:`W_{ij} = 1 / (1 + \max(d_i, d_j))` on links that work both
   ways; rows and columns sum to one.
 
-Dense matrices are multiplied; sparse ones are gathered from each node's in-neighbours, at a cost of
+Dense mixing multiplies matrices. Sparse mixing gathers from each node's in-neighbors, at a cost of
 m times the largest in-degree.
 """
 
@@ -26,15 +25,15 @@ from numpyro_fed.decentralized.graphs import TimeVaryingGraph
 
 __all__ = ["Links", "Mixing", "mixing"]
 
-_SPARSE_BELOW = 1 / 8  # of the nodes as neighbours
+_SPARSE_BELOW = 1 / 8  # largest in-degree of sparse mixing, as a fraction of the nodes
 
 
 class Links(NamedTuple):
-    """The mixing matrix of one step.
+    """Mixing matrix of one step.
 
-    :param matrix: dense: ``(m, m)``; sparse: the weights of in-neighbours, ``(m, K)``.
-    :param own: sparse: the weight of a node's own, ``(m,)``; dense: ``None``.
-    :param senders: sparse: in-neighbours, ``(m, K)``; dense: ``None``.
+    :param matrix: dense: ``(m, m)``; sparse: the weights of in-neighbors, ``(m, K)``.
+    :param own: sparse: each node's weight of itself, ``(m,)``; dense: ``None``.
+    :param senders: sparse: in-neighbors, ``(m, K)``; dense: ``None``.
     :param sent: messages that each node sent, ``(m,)``.
     :param received: messages that each node received, ``(m,)``.
     """
@@ -46,7 +45,7 @@ class Links(NamedTuple):
     received: Array
 
     def mix(self, x: Array) -> Array:
-        """``A x`` for ``x`` of shape ``(m, ...)``."""
+        """Return ``A x`` for ``x`` of shape ``(m, ...)``."""
         if self.senders is None or self.own is None:
             return jnp.tensordot(self.matrix, x, 1, precision=jax.lax.Precision.HIGHEST)
         flat = x.reshape(x.shape[0], -1)
@@ -55,18 +54,18 @@ class Links(NamedTuple):
 
 
 class Mixing(NamedTuple):
-    """A graph as arrays.
+    """Arrays of a graph: each node's in-neighbors at each step of the period.
 
-    For each step of the period every node's in-neighbours, padded to the largest number K.
+    They are padded to the largest number K of in-neighbors.
 
-    :param senders: in-neighbours ``(B, m, K)``; padding has weight zero.
-    :param weights: their weights where nothing fails ``(B, m, K)``.
-    :param own: weight of a node's own ``(B, m)``.
-    :param pair: a number of the pair of nodes that a link joins, the same for both directions ``(B,
-        m, K)``.
-    :param dense: the matrices themselves ``(B, m, m)``, or ``None`` for sparse mixing.
-    :param link_failure: probability.
-    :param node_dropout: probability.
+    :param senders: in-neighbors ``(B, m, K)``; padding has weight zero.
+    :param weights: their weights without failures ``(B, m, K)``.
+    :param own: each node's weight of itself ``(B, m)``.
+    :param pair: number of the pair of nodes that a link joins, equal for both directions ``(B, m,
+        K)``.
+    :param dense: the matrices ``(B, m, m)``, or ``None`` for sparse mixing.
+    :param link_failure: probability that a link fails at a step.
+    :param node_dropout: probability that a node is offline at a step.
     """
 
     senders: Array
@@ -78,12 +77,12 @@ class Mixing(NamedTuple):
     node_dropout: Array
 
     def links(self, key: Array, t: Array, *, fails: bool, both_ways: bool) -> Links:
-        """The matrix of step ``t``.
+        """Return the matrix of step ``t``, with its failures.
 
-        :param key: decides what fails.
-        :param fails: whether anything may (static: without, no random numbers are drawn).
-        :param both_ways: gossip: a link fails in both directions, and matrices keep rows that sum
-            to one.
+        :param key: key of the failures.
+        :param fails: whether anything may fail (static; if not, no random numbers are drawn).
+        :param both_ways: gossip: a link fails in both directions, and rows of the matrix sum to
+            one.
         """
         at = jnp.remainder(t, self.own.shape[0])
         senders, weights, own = self.senders[at], self.weights[at], self.own[at]
@@ -114,7 +113,7 @@ class Mixing(NamedTuple):
     def _works(self, key: Array, at: Array, both_ways: bool) -> Array:
         key_link, key_node = random.split(key)
         m, most = self.senders.shape[1:]
-        # gossip: one draw for both directions of a link
+        # in gossip both directions of a link share one draw
         draws = (
             random.uniform(key_link, (m * m,))[self.pair[at]]
             if both_ways
@@ -125,7 +124,7 @@ class Mixing(NamedTuple):
 
 
 def _renormalised(alive: Array, weights: Array, own: Array, senders: Array) -> tuple[Array, Array]:
-    """Shares of the links that work: each sender's sum to one again."""
+    """Return the shares of the links that work, scaled so that each sender's sum to one again."""
     weights = jnp.where(alive, weights, 0.0)
     total = own.at[senders].add(weights)
     return weights / total[senders], own / total
@@ -138,11 +137,11 @@ def _metropolis(alive: Array, senders: Array) -> tuple[Array, Array]:
 
 
 def mixing(graph: TimeVaryingGraph, *, both_ways: bool, sparse: bool | None = None) -> Mixing:
-    """A graph's arrays.
+    """Return a graph's arrays.
 
-    :param both_ways: Metropolis weights in place of equal shares.
-    :param sparse: gather from in-neighbours, or multiply matrices; ``None``: sparse where no node
-        has an eighth of all as neighbours.
+    :param both_ways: use Metropolis weights in place of equal shares.
+    :param sparse: gather from in-neighbors, rather than multiply matrices; ``None``: sparse if no
+        node has an eighth of all nodes as in-neighbors.
     """
     m, dtype = graph.num_nodes, jnp.result_type(float)
     most = max(1, int(graph.links.sum(2).max()))

@@ -1,4 +1,4 @@
-"""Networks of nodes: their state and its step, whatever the algorithm of the nodes."""
+"""State and step of networks of nodes, for any algorithm of the nodes."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -29,7 +29,7 @@ __all__ = [
     "sites",
 ]
 
-LEAST_WEIGHT = 1e-6  # of a push-sum weight, whose mean is one
+LEAST_WEIGHT = 1e-6  # least push-sum weight, where the mean is one
 
 
 @wire_name("NetworkState")
@@ -38,18 +38,19 @@ class NetworkState(NamedTuple):
 
     Chains are nodes, ``C = R m``, network after network.
 
-    :param i: steps made.
-    :param z: all latent sites in unconstrained space: global ones at each node's own position,
-        local ones in pooled order, each from its own node; ``(C, ...)``.
+    :param i: number of steps made.
+    :param z: all latent sites in unconstrained space ``(C, ...)``: global ones at each node's own
+        position; local ones in pooled order, each from its own node.
     :param nodes: what the nodes hold, ``(R, m, ...)``.
     :param push_sum_weight: Y, ``(C,)``; ones for gossip.
     :param consensus_error: squared distance of each node's global position from the network's
         average, ``(C,)``.
-    :param diverging: whether the step left the reals or a push-sum weight fell below 1e-6; the
-        network's step was undone. ``(C,)``.
+    :param diverging: whether the network's step was undone, since a number was not finite or a
+        push-sum weight fell below 1e-6, ``(C,)``.
     :param local_accept_prob: mean acceptance of a node's local moves (1 without any), ``(C,)``.
     :param step_size: alpha of this step, ``(C,)``.
-    :param sent: messages each node has sent, and received, ``(C,)`` each.
+    :param sent: number of messages that each node has sent, ``(C,)``.
+    :param received: number of messages that each node has received, ``(C,)``.
     :param adaptation: the adaptive step size's memory, or ``None``.
     :param rng_key: one key for all networks.
     :param tuning: the numbers of the kernel.
@@ -73,15 +74,16 @@ class NetworkState(NamedTuple):
 
 
 class Exchanged(NamedTuple):
-    """R networks after an exchange, before their nodes add what is their own.
+    """Networks after an exchange, before their nodes add their own drift and noise.
 
-    :param rng_key: for the steps after this one.
-    :param key_own: of what nodes draw for themselves, one for each network ``(R,)``.
-    :param key_noise: of the noise ``(R,)``.
+    :param rng_key: key of the next steps.
+    :param key_own: key of each network's local moves and minibatches ``(R,)``.
+    :param key_noise: key of each network's noise ``(R,)``.
     :param step_size: alpha of this step.
     :param nodes: what nodes hold, ``(R, m, ...)``.
-    :param position: where their gradients are taken, ``(R, m, d)``.
-    :param sent: messages each node has sent in this exchange ``(R, m)``, and received.
+    :param position: where nodes take their gradients, ``(R, m, d)``.
+    :param sent: number of messages that each node sent in this exchange ``(R, m)``.
+    :param received: number of messages that each node received in this exchange ``(R, m)``.
     """
 
     rng_key: Array
@@ -96,7 +98,7 @@ class Exchanged(NamedTuple):
 
 @partial(jax.jit, static_argnames=("plan",))
 def advance(plan: NetworkPlan, state: NetworkState, stacks: list[SiloRows]) -> NetworkState:
-    """One step of every network."""
+    """Make one step of every network."""
     if state.adaptation is not None:
         _, key = random.split(state.rng_key)
         look = _learn(
@@ -113,7 +115,7 @@ def advance(plan: NetworkPlan, state: NetworkState, stacks: list[SiloRows]) -> N
 
 
 def exchange(plan: NetworkPlan, state: NetworkState) -> Exchanged:
-    """Nodes send and receive."""
+    """Let nodes send and receive."""
     rng_key, key = random.split(state.rng_key)
 
     def one(number: Array, nodes: Nodes) -> tuple:
@@ -137,18 +139,17 @@ def settle(
     eps: list[Array] | None,
     stacks: list[SiloRows],
 ) -> NetworkState:
-    """The state after a step, of what nodes have computed for themselves.
+    """Return the state after a step, from what nodes have computed for themselves.
 
-    :param slope: their gradients ``(R, m, d)``.
+    :param slope: the nodes' gradients ``(R, m, d)``.
     :param accepted: mean acceptances of their local moves ``(R, m)``.
-    :param eps: new coordinates of their local latents, or ``None`` where there are none here.
+    :param eps: new coordinates of their local latents, or ``None`` if this process holds none.
     """
     alpha, position = sent.step_size, sent.position
 
     def one(key: Array, nodes: Nodes, slope: Array) -> tuple[Nodes, Array]:
         new = add(state.tuning, key, alpha, nodes, slope)
-        # a number that is not finite soon reaches all nodes: a network's step is made or undone as
-        # one
+        # a number that is not finite soon reaches all nodes, so undo a network's step as a whole
         return new, jnp.isfinite(new.x).all() & (new.weight > LEAST_WEIGHT).all()
 
     new, good = jax.vmap(one)(sent.key_noise, sent.nodes._replace(eps=eps), slope)
@@ -157,14 +158,14 @@ def settle(
         return jnp.where(good.reshape(-1, *[1] * (new.ndim - 1)), new, old)
 
     nodes = jax.tree.map(kept, new, state.nodes)
-    # columns of A sum to one but for rounding, which adds up to a tenth in 1e6 steps of failing
-    # links; Z does not depend on the common factor
+    # rounding of A's columns adds up to a tenth in 1e6 steps of failing links; Z does not depend on
+    # the common factor
     scale = position.shape[1] / jnp.sum(nodes.weight, 1)
     nodes = nodes._replace(x=nodes.x * scale[:, None, None], weight=nodes.weight * scale[:, None])
     chains = state.push_sum_weight.shape
     old = flat(plan, state.z).reshape(position.shape)
     position = kept(position, old)
-    # of W: Y of this step weighs the positions of this step
+    # the average of W, since Y of this step weighs the positions of this step
     average = jnp.mean(nodes.weight[..., None] * position, axis=1, keepdims=True)
     return state._replace(
         i=state.i + 1,
@@ -196,8 +197,9 @@ def _learn(
     nodes: Nodes,
     stacks: list[SiloRows],
 ) -> Adaptation:
-    """See the curvature, in preconditioned units, and the noise of gradients at the first network's
-    average.
+    """Measure curvature, in preconditioned units, and gradient noise of the first network.
+
+    The look is at the average of its nodes.
     """
     keys = random.split(key)
     first = jax.tree.map(lambda x: x[0], nodes)
@@ -215,7 +217,7 @@ def _learn(
 
 
 def flat(plan: NetworkPlan, z: Mapping[str, Array]) -> Array:
-    """Global positions ``(C, d)``."""
+    """Return the global positions ``(C, d)``."""
     return jax.vmap(plan.factors.ravel)({name: z[name] for name, _ in plan.factors.global_sites})
 
 
@@ -226,7 +228,7 @@ def sites(
     eps: list[Array] | None,
     stacks: list[SiloRows],
 ) -> dict[str, Array]:
-    """All latent sites of positions ``(R, m, d)`` and coordinates, ``(C, ...)``."""
+    """Return all latent sites ``(C, ...)`` at positions ``(R, m, d)`` and coordinates."""
     theta = position.reshape(-1, position.shape[-1])
     shared = jax.vmap(plan.factors.unravel)(theta)
     if plan.units is None or eps is None:

@@ -1,14 +1,11 @@
-r"""What each node of a network computes for itself.
-
-Moves of its local latents, and the gradient of its part of the potential.
+r"""Part of a step that each node of a network computes for itself.
 
 Node i holds silo i. Its part of the pooled log density is
 
 .. math:: -U_i(\theta) = \log p(y_i, z_i \mid \theta) + \tfrac1m \log p(\theta),
 
-so that the parts of all m nodes sum to the pooled one. Local latents are held as in FSGLD, in the
-coordinates of the local map, and move by the same Metropolis steps; the gradient is taken at fixed
-coordinates.
+so that the parts of all m nodes sum to the pooled one. As in FSGLD, local latents are in the
+coordinates of the local map and move by Metropolis steps. The gradient is at fixed coordinates.
 """
 
 from functools import partial
@@ -30,13 +27,13 @@ __all__ = ["Nodes", "add", "gradients", "kick", "node_step", "own_step"]
 
 @wire_name("NodeStates")
 class Nodes(NamedTuple):
-    """What the m nodes of one network hold.
+    """Numbers that the m nodes of one network hold.
 
-    :param x: what they mix: push-sum numerators, or positions of gossip ``(m, d)``.
+    :param x: numbers that they mix: push-sum numerators, or positions of gossip ``(m, d)``.
     :param weight: push-sum weights y, which sum to m ``(m,)``.
     :param tracker: each node's share of the sum of all gradients, in preconditioned units ``(m,
         d)``, or ``None``.
-    :param slope: the gradient that the tracker holds already ``(m, d)``, or ``None``.
+    :param slope: the gradient that the tracker already holds ``(m, d)``, or ``None``.
     :param eps: coordinates of local latents, for each stack of silos ``(S, E, k)``, or ``None``.
         They never leave their node.
     """
@@ -56,9 +53,9 @@ def own_step(
     eps: list[Array] | None,
     stacks: list[SiloRows],
 ) -> tuple[Array, list[Array] | None, Array]:
-    """:func:`node_step` of all nodes.
+    """Make :func:`node_step` for all nodes.
 
-    Gradients ``(m, d)``, coordinates, and mean acceptances ``(m,)``.
+    :return: gradients ``(m, d)``, coordinates, and mean acceptances ``(m,)``.
     """
     parts = _over_stacks(partial(node_step, plan, tuning, key), tuning, positions, eps, stacks)
     new_eps = None if eps is None else [part[1] for part in parts]
@@ -78,12 +75,12 @@ def node_step(
     eps: Array | None,
     local_map: Any,
 ) -> tuple[Array, Array | None, Array]:
-    """A node's local latents move given its own position, then its gradient is taken.
+    """Move a node's local latents given its own position, then take its gradient.
 
-    :param key: the same for all nodes of a network.
+    :param key: one key for all nodes of a network.
     :param theta: the node's position ``(d,)``.
-    :param eps: coordinates of its local latents ``(E, k)``, or ``None``; they and ``local_map`` are
-        the silo's own.
+    :param eps: private coordinates of its local latents ``(E, k)``, or ``None``.
+    :param local_map: the silo's private local map.
     :return: the gradient, in preconditioned units ``(d,)``, the coordinates, and the mean
         acceptance (1 without any).
     """
@@ -93,16 +90,16 @@ def node_step(
         assert plan.units is not None
         silo = _open(
             plan, tuning, key_moves, rows, local_map
-        )  # all rows: local latents and minibatches exclude each other
+        )  # takes all rows, since local latents and minibatches exclude each other
         noise = jax.tree.map(lambda x: x[0], move_noise(plan.units, key_moves, eps, rows, 1))
         eps, accepted = move(plan, theta, eps, silo, rows, noise)
     return _gradient(plan, tuning, key_batch, rows, theta, eps, local_map), eps, accepted
 
 
 def add(tuning: Tuning, key: Array, step_size: Array, nodes: Nodes, slope: Array) -> Nodes:
-    """What nodes hold once each has added its drift and noise to what it heard.
+    """Add each node's drift and noise to what it received.
 
-    :param nodes: after the exchange.
+    :param nodes: the nodes after the exchange.
     :param slope: their gradients ``(m, d)``.
     """
     if nodes.tracker is None or nodes.slope is None:
@@ -115,10 +112,11 @@ def add(tuning: Tuning, key: Array, step_size: Array, nodes: Nodes, slope: Array
 
 
 def kick(tuning: Tuning, key: Array, step_size: Array, drift: Array, share: Array) -> Array:
-    """``L (alpha drift + sqrt(2 alpha share) xi)`` of every node ``(m, d)``, noise from a key of
-    its own for each.
+    """Return ``L (alpha drift + sqrt(2 alpha share) xi)`` of every node ``(m, d)``.
 
-    :param share: of the noise, ``(m,)`` with a sum of m.
+    Each node's noise comes from a key of its own.
+
+    :param share: each node's share of the noise, ``(m,)`` with a sum of m.
     """
 
     def one(number: Array, drift: Array, share: Array) -> Array:
@@ -136,8 +134,9 @@ def gradients(
     eps: list[Array] | None,
     stacks: list[SiloRows],
 ) -> Array:
-    """``- L' grad U_i`` of every node at its own position, ``(m, d)``, from a fresh minibatch where
-    there are any.
+    """Return ``- L' grad U_i`` of every node at its own position, ``(m, d)``.
+
+    Each node draws a fresh minibatch if the plan has minibatches.
     """
     return _in_order(
         _over_stacks(partial(_gradient, plan, tuning, key), tuning, positions, eps, stacks), stacks
@@ -153,7 +152,7 @@ def _gradient(
     eps: Any,
     local_map: Any,
 ) -> Array:
-    """``- L' grad U_i`` of one node ``(d,)``."""
+    """Return ``- L' grad U_i`` of one node ``(d,)``."""
     share = 1.0 / plan.num_nodes
     silo = _open(plan, tuning, random.fold_in(key, rows.number), rows, local_map)
 
@@ -178,7 +177,7 @@ def _open(plan: NodePlan, tuning: Tuning, key: Array, rows: SiloRows, local_map:
 def _over_stacks(
     one: Any, tuning: Tuning, positions: Array, eps: list[Array] | None, stacks: list[SiloRows]
 ) -> list:
-    """``one(rows, theta, eps, local_map)`` for every node, stack by stack."""
+    """Return ``one(rows, theta, eps, local_map)`` of every node, stack by stack."""
     out = []
     for k, rows in enumerate(stacks):
         own = None if eps is None else eps[k]

@@ -1,28 +1,33 @@
-r"""Langevin dynamics by push-sum.
+r"""Langevin dynamics by push-sum over directed links that change with time.
 
-Nodes that send along directed links, which change with time, sample one posterior.
-
-With the column-stochastic matrix A(t) of the links that work at step t, the potential :math:`U =
-\sum_i U_i` of :mod:`numpyro_fed.decentralized.nodes`, and a step size :math:`\alpha`,
+All nodes sample one posterior. A(t) is the column-stochastic matrix of the links that work at step
+t, :math:`U = \sum_i U_i` the potential of :mod:`numpyro_fed.decentralized.nodes`, and
+:math:`\alpha` the step size. A step is
 
 .. math::
     W &= A(t) X, \qquad Y \leftarrow A(t) Y, \qquad Z_i = W_i / Y_i \\
-    X_i &\leftarrow W_i - \alpha \nabla U_i(Z_i) + \sqrt{2 \alpha}\, \xi_i, \qquad \xi_i \sim N(0, I).
+    X_i &\leftarrow W_i - \alpha \nabla U_i(Z_i) + \sqrt{2 \alpha}\, \xi_i,
+    \qquad \xi_i \sim N(0, I).
 
-A draw of node i is :math:`Z_i`. Columns of A summing to one, the average moves by the average of
+A draw of node i is :math:`Z_i`. Since columns of A sum to one, the average moves by the average of
 what the nodes add,
 
-.. math:: \bar X \leftarrow \bar X - \tfrac{\alpha}{m} \sum_i \nabla U_i(Z_i) + \sqrt{2 \alpha / m}\, \bar\xi, \qquad \bar\xi \sim N(0, I),
+.. math::
+    \bar X \leftarrow \bar X - \tfrac{\alpha}{m} \sum_i \nabla U_i(Z_i)
+    + \sqrt{2 \alpha / m}\, \bar\xi, \qquad \bar\xi \sim N(0, I).
 
-Langevin dynamics on U with step :math:`\alpha / m` but for :math:`Z_i \ne \bar X`. With *tracked*
-gradients each node moves along its share :math:`S_i` of the sum of all gradients, :math:`S
-\leftarrow A S + g(Z) - g(Z_{\text{before}})`, as in push-DIGing, and adds noise of variance
-:math:`2 \alpha Y_i` in place of :math:`2 \alpha`: since Y sums to m the average moves as before,
-and a node of small weight is not thrown about.
+If all :math:`Z_i` were :math:`\bar X`, this would be Langevin dynamics on U with step :math:`\alpha
+/ m`.
 
-Law, for a constant step: Gaussian posteriors give the law of a linear recursion
-(tests/test_push_sum.py), O(alpha) from the posterior: the disagreement of nodes adds variance, and
-shifts the mean where silos differ, which tracking removes. For diminishing steps: the posterior.
+With *tracked* gradients each node moves along its share :math:`S_i` of the sum of all gradients,
+:math:`S \leftarrow A S + g(Z) - g(Z_{\text{before}})`, as in push-DIGing. It adds noise of variance
+:math:`2 \alpha Y_i` in place of :math:`2 \alpha`. Since Y sums to m the average moves as before,
+and noise does not throw a node of small weight about.
+
+Law, for a constant step: on Gaussian posteriors the chain is a linear recursion
+(tests/test_push_sum.py), and its law is O(alpha) from the posterior. The disagreement of nodes adds
+variance. Where silos differ it also shifts the mean, which tracking removes. For diminishing steps
+the law is the posterior.
 
 Reference: Kolesov, Kungurtsev (2020), equation 4 (equation 3 is illegible in print;
 docs/push_sum.md derives it). Nedić, Olshevsky, Shi (2017), Achieving geometric convergence for
@@ -43,10 +48,10 @@ __all__ = ["PushSumLangevin", "push_sum"]
 
 
 def push_sum(links: Links, nodes: Nodes) -> tuple[Nodes, Array]:
-    """One exchange.
+    """Exchange once by push-sum.
 
-    W, Y and mixed trackers, which nodes hold before they add their own, and their positions Z ``(m,
-    d)``.
+    :return: the nodes with W, Y and mixed trackers, before each adds its own drift and noise, and
+        their positions Z ``(m, d)``.
     """
     mixed, weight = links.mix(nodes.x), links.mix(nodes.weight)
     tracker = None if nodes.tracker is None else links.mix(nodes.tracker)
@@ -54,49 +59,51 @@ def push_sum(links: Links, nodes: Nodes) -> tuple[Nodes, Array]:
 
 
 class PushSumLangevin(NetworkKernel):
-    """Decentralised Langevin dynamics over a directed, time-varying graph, an ensemble kernel for
-    :class:`numpyro.infer.MCMC`.
+    """Decentralized Langevin dynamics over a directed, time-varying graph.
 
-    There is no server: silo i is node i of the graph and speaks to its out-neighbours alone. One
-    ``sample()`` is one step: each node sends, receives, and takes a Langevin step of its own.
+    It is an ensemble kernel for :class:`numpyro.infer.MCMC`. There is no server: silo i is node i
+    of the graph and sends to its out-neighbors alone. One ``sample()`` is one step: each node
+    sends, receives, and takes a Langevin step of its own.
 
     **Chains.** A node is a chain: ``MCMC(kernel, num_chains=R * m, chain_method="vectorized")``
     runs R independent networks of the m nodes, one after the other in the chain axis. Nodes of one
-    network nearly agree, so they are not independent draws: see
-    :func:`numpyro_fed.to_inference_data`, whose ``node=`` takes one node, or the average, of every
-    network.
+    network nearly agree, so they are not independent draws. With ``node=``,
+    :func:`numpyro_fed.to_inference_data` takes one node, or the average, of every network.
 
-    **Law and bias.** Every node's draws have the posterior's law up to O(step size) with a constant
-    step, where silos differ in the mean too (``gradient_tracking=True`` removes that), and in the
-    limit with a schedule that diminishes. ``step_size="adaptive"`` learns in warm-up the step at
-    which the sd of the worst node is a factor ``1 + bias_target`` too large along the stiffest
-    direction, for silos alike, from what the first network meets; where links fail it is a guide
-    only (``graph.added_variance()``). Fields of ``sample_stats``: ``consensus_error``, the squared
+    **Law and bias.** With a constant step, every node's draws follow the posterior up to O(step
+    size). Where silos differ this is true of the mean too, unless ``gradient_tracking=True``
+    removes its bias. With a schedule that diminishes, draws follow the posterior in the limit.
+
+    ``step_size="adaptive"`` learns a step in warm-up from what the first network meets. At this
+    step the worst node's standard deviation (sd) is a factor ``1 + bias_target`` too large along
+    the stiffest direction, if silos are alike. Where links fail it is a guide only
+    (``graph.added_variance()``). Fields of ``sample_stats``: ``consensus_error``, the squared
     distance of a node from the average in unconstrained space; ``push_sum_weight``; ``step_size``;
     ``local_accept_prob``.
 
-    **What leaves a silo.** Each step, to each out-neighbour: its share of X and Y, d + 1 numbers
-    (with tracking 2 d + 1). Under ``"adaptive"``, in warm-up, all nodes learn the average of X and
-    a direction (2 d numbers) and tell two gradients and a product of the Hessian there (3 d); with
-    a preconditioner or local latents, once, what the fit of :class:`numpyro_fed.FSGLD`'s surrogates
-    sends: averages over nodes, which this engine takes at once and a network without a server would
-    take by push-sum. Rows and local latents never do.
+    **What leaves a silo.** In each step, to each out-neighbor: its share of X and Y, d + 1 numbers
+    (with tracking 2 d + 1). Under ``"adaptive"``, in warm-up, all nodes receive the average of X
+    and a direction (2 d numbers), and send two gradients and a Hessian-vector product there (3 d).
+    With a preconditioner or local latents, once: what the fit of :class:`numpyro_fed.FSGLD`'s
+    surrogates sends. The latter are averages over nodes. This engine takes them at once; a network
+    without a server would take them by push-sum. Rows and local latents never leave a silo.
 
-    **Local latents** stay on their node, and move by Metropolis steps given the node's own
+    **Local latents** never leave their node, and move by Metropolis steps given the node's own
     position. In the result all nodes of a network carry the same ones.
 
     :param model: a NumPyro model with at least one silo plate.
     :param graph: who sends to whom, from :mod:`numpyro_fed.graphs`, or a networkx graph.
     :param step_size: alpha: a number, a schedule of the number of steps
         (:func:`numpyro_fed.polynomial_decay`, or of optax), or ``"adaptive"``.
-    :param batch_size: rows of a node's minibatch (with replacement), or ``None`` for all of them.
+    :param batch_size: rows of a node's minibatch (with replacement), or ``None`` for all rows.
     :param gradient_tracking: let nodes track the sum of all gradients, and weigh their noise by Y.
     :param preconditioner: ``"surrogate"``: steps in the coordinates of the surrogate posterior;
-        ``None``, as in the paper.
+        ``None``: none, as in the paper.
     :param bias_target: accepted relative inflation of the sds under ``step_size="adaptive"``.
     :param public: observed sites outside every silo plate whose data all silos know.
-    :param validate: make the proof check before the first step.
-    :raises ValueError: for arguments, graphs, data and models it cannot use, before compilation.
+    :param validate: check the factorization before the first step.
+    :raises ValueError: for arguments, graphs, data and models that the kernel cannot use, before
+        compilation.
 
     **Reference.** Kolesov, Kungurtsev: Decentralized Langevin dynamics over a directed graph, 2020,
     equation 4.
@@ -109,9 +116,17 @@ class PushSumLangevin(NetworkKernel):
         ...     mu = numpyro.sample("mu", dist.Normal(0, 10))
         ...     with fed.silo_plate("patients", y.shape[0]):
         ...         numpyro.sample("y", dist.Normal(mu, 1), obs=y)
-        >>> silos = fed.Silos({"bern": {"y": jnp.arange(20.0)}, "oslo": {"y": jnp.ones(9)}, "rome": {"y": jnp.zeros(5)}})
-        >>> kernel = fed.PushSumLangevin(model, fed.graphs.ring(3).with_link_failures(0.1), step_size=0.01)
-        >>> mcmc = MCMC(kernel, num_warmup=50, num_samples=100, num_chains=6, chain_method="vectorized", progress_bar=False)
+        >>> silos = fed.Silos({
+        ...     "bern": {"y": jnp.arange(20.0)},
+        ...     "oslo": {"y": jnp.ones(9)},
+        ...     "rome": {"y": jnp.zeros(5)},
+        ... })
+        >>> graph = fed.graphs.ring(3).with_link_failures(0.1)
+        >>> kernel = fed.PushSumLangevin(model, graph, step_size=0.01)
+        >>> mcmc = MCMC(
+        ...     kernel, num_warmup=50, num_samples=100, num_chains=6,
+        ...     chain_method="vectorized", progress_bar=False,
+        ... )
         >>> mcmc.run(jax.random.key(0), silos)
         >>> mcmc.get_samples(group_by_chain=True)["mu"].shape
         (6, 100)

@@ -1,12 +1,11 @@
-"""Networks of nodes whose silos are elsewhere.
+"""Networks of nodes over remote silos: a step calls every node, and this process relays messages.
 
-Each step is one call of every node, and what nodes send to each other is exchanged here.
+The driver holds what nodes mix (X, Y, trackers), and applies A(t) like a relay of all messages. A
+node takes its gradient, and moves its local latents, where its rows are. Keys are those of
+:func:`numpyro_fed.decentralized.networks.advance`, so draws are those of inline silos.
 
-What nodes mix (X, Y, trackers) is held by the driver, which applies A(t) as a relay of all messages
-would; a node's gradient is taken, and its local latents move, where its rows are. Keys are those of
-:func:`numpyro_fed.decentralized.networks.advance`, so draws are those at hand. Who drives sees
-every node's position and gradient at every step; of links without a server only out-neighbours see
-something, and that mixed.
+The driver sees every node's position and gradient at every step. Over links without a server, only
+out-neighbors see something, and they see it mixed.
 """
 
 import hashlib
@@ -36,19 +35,19 @@ __all__ = ["NodeLocal", "NodeStartLocal"]
 @wire_name("NodeStartLocal")
 @dataclass(frozen=True)
 class NodeStartLocal:
-    """A node's first coordinates of its latents: its part of what one draw for all nodes would be.
+    """Call that draws a node's first coordinates of its latents.
 
-    Nothing leaves the silo.
+    They are the node's part of a single draw for all nodes. Nothing leaves the silo.
 
     :param plan: the static facts.
-    :param networks: how many networks there are.
+    :param networks: number of networks.
     """
 
     plan: NodePlan
     networks: int
 
     def __call__(self, key: Array, message: Array, rows: Any, view: SiloView) -> tuple[Array, Any]:
-        """A message is the number of the node's network."""
+        """Draw the coordinates; the message is the number of the node's network."""
         assert self.plan.units is not None
         group, shown = self.plan.units.group, np.arange(rows.shape[0])
         stacks, drawn = np.zeros(len(view.silos), np.int32), []
@@ -67,12 +66,10 @@ class NodeStartLocal:
 @wire_name("NodeLocal")
 @dataclass(frozen=True)
 class NodeLocal:
-    """A node's part of a step.
+    """Call that makes a node's part of a step, at the position ``(d,)`` that it receives.
 
-    :func:`numpyro_fed.decentralized.nodes.node_step` at the position ``(d,)`` that it is told.
-
-    What leaves the silo: its gradient ``(d,)``, in preconditioned units, and the mean acceptance of
-    its local moves.
+    It runs :func:`numpyro_fed.decentralized.nodes.node_step`. What leaves the silo: its gradient
+    ``(d,)``, in preconditioned units, and the mean acceptance of its local moves.
     """
 
     plan: NodePlan
@@ -89,27 +86,26 @@ class NodeLocal:
 
 
 def _check(kernel: NetworkKernel, silos: RemoteSilos, num_chains: int) -> None:
-    """Refuse in words what does not go over silos elsewhere, before any is asked."""
+    """Raise an error, before any call, for what is not built for remote silos."""
     kernel.check_chains(num_chains, len(silos))
     if kernel.learns_step_size:
         raise ValueError(
-            "step_size='adaptive' is not built for silos that are elsewhere; expected a number, or "
-            "a schedule (fed.polynomial_decay): learn one at hand, with "
-            "made-up data of as many silos and rows"
+            "step_size='adaptive' is not built for remote silos; expected a number, or a schedule "
+            "(fed.polynomial_decay). To learn a number, run in this process with synthetic data of "
+            "as many silos and rows"
         )
     if kernel.batch_size is not None:
         raise ValueError(
-            f"batch_size={kernel.batch_size} is not built for silos that are elsewhere; expected "
-            "None"
+            f"batch_size={kernel.batch_size} is not built for remote silos; expected None"
         )
 
 
 def _start(
     kernel: NetworkKernel, rng_key: Array, num_chains: int, silos: RemoteSilos
 ) -> tuple[NetworkState, np.ndarray]:
-    """The first state, and the slots in which nodes keep their local latents.
+    """Return the first state, and the slots in which nodes store their local latents.
 
-    ``(C, 1)``, or ``(C, 0)`` without any.
+    The slots are ``(C, 1)``, or ``(C, 0)`` without any.
     """
     state, key_eps = kernel.first_state(rng_key, num_chains, 0, None, silos)
     plan, m = kernel._plan, len(silos)
@@ -126,7 +122,7 @@ def _start(
 
 @partial(jax.jit, static_argnames=("plan",))
 def _leave(plan: NetworkPlan, state: NetworkState) -> tuple[Exchanged, list[Array]]:
-    """What nodes hold after the exchange; of each network the key of its nodes."""
+    """Exchange, and return what nodes hold, and the key of each network's nodes."""
     sent = exchange(plan, state)
     return sent, [sent.key_own[r] for r in range(len(sent.position))]
 
@@ -145,15 +141,15 @@ def _step(
     told: list[int],
     silos: RemoteSilos,
 ) -> tuple[NetworkState, np.ndarray, list[int], list[tuple[int, str]]]:
-    """One step of every network.
+    """Make one step of every network.
 
-    New latents are kept beside the old ones, and count if their network's step does.
+    Nodes store new latents beside the old ones; the new ones count if their network's step does.
 
-    :param told: the silos' slots of what they were told.
-    :return: the state, the nodes' slots, those that are needed no more, and no silo whose reply
-        does not count: a step that leaves the reals is undone.
-    :raises SiloError: naming silos that did not answer, asked five times: without one node's
-        gradient a network has no step.
+    :param told: for each silo, the slot with the kernel's numbers.
+    :return: the state, the nodes' slots, the spent slots, and an empty list of replies that do not
+        count. A step with numbers that are not finite is undone.
+    :raises SiloError: with the names of silos that did not answer five calls, since a network's
+        step needs all gradients.
     """
     plan, m = kernel._plan, len(silos)
     sent, keys = _leave(plan, state)
@@ -170,7 +166,7 @@ def _step(
     replies, _ = ask_or_forget(silos.ask_again, calls, silos)
     slope, accepted = (np.stack(x) for x in zip(*replies, strict=True))
     shape = sent.position.shape
-    # in NumPy, which has no programs to dispatch
+    # NumPy stacks without programs to dispatch
     state = _arrive(plan, state, sent, slope.reshape(shape), accepted.reshape(shape[:2]))
     if plan.units is None:
         return state, slots, [], []
@@ -181,7 +177,7 @@ def _step(
 
 
 def _facts(kernel: NetworkKernel) -> dict[str, Any]:
-    """Return links with their weights, schedule and algorithm."""
+    """Return the links with their weights, the schedule and the algorithm."""
     arrays = [np.asarray(x) for x in jax.tree.leaves(kernel.mixing)]
     exchanged: Callable = kernel._plan.exchange
     return {

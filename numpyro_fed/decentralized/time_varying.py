@@ -1,4 +1,4 @@
-r"""A sequence of directed graphs, and what can be said of it before anything is sent.
+"""Periodic sequences of directed graphs, and their properties before any message.
 
 :mod:`numpyro_fed.decentralized.graphs` makes them.
 """
@@ -18,24 +18,24 @@ if TYPE_CHECKING:
 
 __all__ = ["TimeVaryingGraph", "shown"]
 
-_SIMULATED = 2000  # steps of a random sequence from which a rate is taken
-_DOUBLINGS = 40  # of the sum over periods
-_SEQUENCES, _STEPS = 9, 100  # random sequences, and their steps before and while averages are taken
+_SIMULATED = 2000  # steps of the random sequence that measures a rate
+_DOUBLINGS = 40  # largest number of doublings of the sum over periods
+_SEQUENCES, _STEPS = 9, 100  # random sequences, and their steps before and during the averages
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class TimeVaryingGraph:
-    """A periodic sequence of directed graphs, whose links and nodes may fail at random.
+    """Periodic sequence of directed graphs, whose links and nodes may fail at random.
 
-    Made by the functions of :mod:`numpyro_fed.graphs`.
+    The functions of :mod:`numpyro_fed.graphs` make it.
 
     :ivar links: which links there are, shape ``(period, m, m)``; ``[t, i, j]``: at steps t, t +
         period, ... node j sends to node i.
-    :ivar nodes: the nodes' labels; a graph whose labels (as text) are silo names is matched to
-        silos by name, else one labelled 0 ... m - 1 by place.
+    :ivar nodes: the nodes' labels. If all labels (as text) are silo names, they match silos by
+        name; otherwise labels 0 ... m - 1 match silos by place.
     :ivar weights: column-stochastic matrices ``(period, m, m)`` in place of equal shares, or
         ``None``.
-    :ivar link_failure: probability that a link does not work at a step, each by itself.
+    :ivar link_failure: probability that a link does not work at a step, independently of others.
     :ivar node_dropout: probability that a node neither sends nor receives at a step.
     """
 
@@ -52,17 +52,17 @@ class TimeVaryingGraph:
 
     @property
     def num_nodes(self) -> int:
-        """m."""
+        """Number m of nodes."""
         return len(self.nodes)
 
     @property
     def fails(self) -> bool:
-        """Whether links or nodes fail at random."""
+        """True if links or nodes fail at random."""
         return self.link_failure > 0 or self.node_dropout > 0
 
     @property
     def is_symmetric(self) -> bool:
-        """Whether every link has its way back at the same step, as gossip needs it."""
+        """True if every link has its way back at the same step, as gossip needs."""
         return bool((self.links == np.swapaxes(self.links, 1, 2)).all())
 
     def __repr__(self) -> str:
@@ -82,8 +82,9 @@ class TimeVaryingGraph:
         )
 
     def with_link_failures(self, probability: float) -> "TimeVaryingGraph":
-        """The same links, each of which fails at each step with this probability, independently,
-        and of failures there were before.
+        """Return the same links, each of which fails at each step with this probability.
+
+        Failures are independent of each other, and of failures that the graph had before.
 
         :raises ValueError: for a probability outside [0, 1).
         """
@@ -93,9 +94,9 @@ class TimeVaryingGraph:
         )
 
     def with_node_dropout(self, probability: float) -> "TimeVaryingGraph":
-        """The same nodes, each of which is offline at each step with this probability.
+        """Return the same nodes, each of which is offline at each step with this probability.
 
-        It keeps what it has, and goes on sampling.
+        An offline node keeps what it holds, and goes on sampling.
 
         :raises ValueError: for a probability outside [0, 1).
         """
@@ -104,16 +105,15 @@ class TimeVaryingGraph:
         )
 
     def ordered(self, names: Sequence[str]) -> "TimeVaryingGraph":
-        """The graph with its nodes in the order of silos of these names.
+        """Return the graph with its nodes in the order of silos of these names.
 
-        :raises ValueError: when the numbers of nodes and silos differ, or labels are neither the
+        :raises ValueError: if the numbers of nodes and silos differ, or labels are neither the
             silos' names nor numbers.
         """
         if self.num_nodes != len(names):
             raise ValueError(
                 f"graph: expected one node for each of the {len(names)} silos, got "
-                f"{self.num_nodes} nodes, "
-                f"{shown(self.nodes)}"
+                f"{self.num_nodes} nodes, {shown(self.nodes)}"
             )
         labels: tuple[Hashable, ...] = tuple(map(str, self.nodes))
         if set(labels) != set(names) and set(self.nodes) == set(range(len(names))):
@@ -122,9 +122,9 @@ class TimeVaryingGraph:
             unknown = [node for node in labels if node not in names]
             missing = [name for name in names if name not in labels]
             raise ValueError(
-                "graph: expected nodes labelled with the silos' names, or with 0 ... "
-                f"{len(names) - 1} in their order; "
-                f"no silo is called {shown(unknown)}, and silos {shown(missing)} are no nodes"
+                "graph: expected nodes labeled with the silos' names, or with 0 ... "
+                f"{len(names) - 1} in their order; no silo is called {shown(unknown)}, and no node "
+                f"{shown(missing)}"
             )
         place = [labels.index(name) for name in names]
         weights = None if self.weights is None else self.weights[:, place][:, :, place]
@@ -133,9 +133,9 @@ class TimeVaryingGraph:
         )
 
     def matrix(self, t: int = 0, *, gossip: bool = False) -> np.ndarray:
-        """The column-stochastic mixing matrix A(t) where nothing fails, ``(m, m)``.
+        """Return the column-stochastic mixing matrix A(t) without failures, ``(m, m)``.
 
-        For gossip that of Metropolis weights.
+        For gossip it is the matrix of Metropolis weights.
         """
         if gossip:
             return metropolis(self.links[t % self.period])
@@ -146,13 +146,12 @@ class TimeVaryingGraph:
         )
 
     def connectivity(self) -> int:
-        """The smallest B such that the links of steps kB ...
+        """Return the smallest B for which the sequence is B-strongly connected.
 
-        (k + 1)B - 1 are strongly connected for every k >= 0.
+        The links of steps kB ... (k + 1)B - 1 are then strongly connected for every k >= 0. Links
+        that fail at random count, since they work infinitely often.
 
-        Of links that fail at random those count that may work: they do, infinitely often.
-
-        :raises ValueError: when there is no such B, naming the nodes that cannot be reached, and
+        :raises ValueError: if there is no such B, with the nodes that messages cannot reach, and
             from where.
         """
         self._check_union()
@@ -176,18 +175,18 @@ class TimeVaryingGraph:
             if lost:
                 raise ValueError(
                     f"graph: not strongly connected over its period of {self.period} step(s), so "
-                    "it is B-strongly connected for "
-                    f"no B: what node {self.nodes[node]!r} sends never reaches "
+                    f"it is B-strongly connected for no B: what node {self.nodes[node]!r} sends "
+                    "never reaches "
                     f"{shown([self.nodes[i] for i in sorted(lost)])}. Expected a path from every "
                     "node to every other"
                 )
 
     def contraction_rate(self, *, gossip: bool = False) -> float:
-        r"""The factor per step by which disagreement between nodes shrinks, in [0, 1).
+        r"""Return the factor per step by which disagreement of nodes shrinks, in [0, 1).
 
-        For a periodic sequence the modulus of the second eigenvalue of :math:`A(B) \cdots A(1)`, to
-        the power 1/B; with random failures the growth rate of the second singular direction of the
-        product, from 2,000 simulated steps.
+        For a periodic sequence it is the modulus of the second eigenvalue of :math:`A(B) \cdots
+        A(1)`, to the power 1/B. With random failures it is the growth rate of the second singular
+        direction of the product, from 2,000 simulated steps.
         """
         if self.fails:
             rng, vector, growth = (
@@ -196,7 +195,7 @@ class TimeVaryingGraph:
                 0.0,
             )
             for t in range(_SIMULATED):
-                vector -= vector.mean()  # A is column-stochastic: sums of zero stay so
+                vector -= vector.mean()  # A is column-stochastic, so it keeps sums of zero
                 vector = self.draw(rng, t, gossip=gossip) @ vector
                 norm = np.linalg.norm(vector)
                 if norm == 0:
@@ -207,18 +206,18 @@ class TimeVaryingGraph:
         return float(np.sort(np.abs(values))[-2] ** (1 / self.period))
 
     def _product(self, gossip: bool = False) -> np.ndarray:
-        """The matrix of a whole period."""
+        """Return the matrix of a whole period."""
         product = np.eye(self.num_nodes)
         for t in range(self.period):
             product = self.matrix(t, gossip=gossip) @ product
         return product
 
     def _settled(self, product: np.ndarray) -> np.ndarray:
-        """The push-sum weights at which periods of this matrix begin in the long run."""
+        """Return the push-sum weights, in the long run, at the start of this matrix's periods."""
         return np.linalg.matrix_power(product, 1 << 16).mean(1) * self.num_nodes
 
     def draw(self, rng: np.random.Generator, t: int, *, gossip: bool = False) -> np.ndarray:
-        """A random mixing matrix of step t."""
+        """Draw a random mixing matrix of step t."""
         if not self.fails:
             return self.matrix(t, gossip=gossip)
         up = rng.random(self.num_nodes) >= self.node_dropout
@@ -232,26 +231,30 @@ class TimeVaryingGraph:
         return kept / kept.sum(0)
 
     def added_variance(self, *, gossip: bool = False, tracking: bool = False) -> float:
-        r"""What the worst node's variance exceeds the target's by, for small steps, in units of the
-        noise that every node adds at a step.
+        r"""Return the excess variance of the worst node over the target, for small steps.
 
-        Push-sum's nodes are at :math:`Z_i = \bar X + E_i`, with :math:`E = A(X - y \bar X) / y`
-        what is left of earlier noise. With unit noise the covariance of :math:`X - y \bar X`, and
-        its covariance with :math:`\bar X`, are
+        The unit is the noise that every node adds at a step. Push-sum's nodes are at :math:`Z_i =
+        \bar X + E_i`, where :math:`E = A(X - y \bar X) / y` is what is left of earlier noise. With
+        unit noise the covariance C of :math:`X - y \bar X`, and its covariance c with :math:`\bar
+        X`, follow
 
-        .. math:: C \leftarrow A C A^\top + F F^\top, \qquad c \leftarrow A c + F 1 / m, \qquad F = I - y 1^\top / m .
+        .. math::
+            C \leftarrow A C A^\top + F F^\top, \qquad c \leftarrow A c + F 1 / m,
+            \qquad F = I - y 1^\top / m .
 
         Silos alike pull all :math:`X_i` by the same force, however unequal y, which halves the
-        covariance of E with :math:`\bar X`; and since they pull at Z, the variance of :math:`\bar
-        X` is less by the mean of that covariance. In sum, with :math:`c'_i = (A c)_i / y_i`, the
-        variance of node i exceeds the target's by :math:`(A C A^\top)_{ii} / y_i^2 + c'_i -
-        \tfrac1{2m} \sum_j c'_j`, averaged over the period. With tracking the noise has variances y,
-        so that :math:`F F^\top` is :math:`\operatorname{diag}(y) - y y^\top / m` and c vanishes.
-        Gossip's nodes have y = 1, and their last noise too: the largest of C.
+        covariance of E with :math:`\bar X`. Since they pull at Z, the variance of :math:`\bar X` is
+        less by the mean of that covariance. In sum, with :math:`c'_i = (A c)_i / y_i`, the variance
+        of node i exceeds the target's by :math:`(A C A^\top)_{ii} / y_i^2 + c'_i - \tfrac1{2m}
+        \sum_j c'_j`, averaged over the period.
 
-        Where links fail the excess is itself random with a heavy tail (a node cut off for a while
-        has a tiny y): this is then the median over nine drawn sequences of the mean over 100 steps,
-        and no more than a guide.
+        With tracking the noise has variances y, so :math:`F F^\top` is
+        :math:`\operatorname{diag}(y) - y y^\top / m` and c vanishes. Gossip's nodes have y = 1, and
+        their draws include their last noise, so the excess is the largest diagonal entry of C.
+
+        Where links fail, the excess is itself random with a heavy tail, since a node cut off for a
+        while has a tiny y. The result is then the median over nine random sequences of the mean
+        over 100 steps, and no more than a guide.
         """
         m = self.num_nodes
         product = self._product(gossip)
@@ -277,13 +280,13 @@ class TimeVaryingGraph:
         def period() -> list[np.ndarray]:
             return [self.matrix(t, gossip=gossip) for t in range(self.period)]
 
-        # the fixed point of a period, by doubling: after k doublings the sums over 2^k periods
+        # the fixed point of a period by doubling, since k doublings sum over 2^k periods
         _, spread, cross, _ = through(weight, np.zeros((m, m)), np.zeros(m), period())
         for _ in range(_DOUBLINGS):
             more = product @ spread @ product.T
             spread, cross, product = spread + more, cross + product @ cross, product @ product
             if np.abs(more).max() < 1e-12 * np.abs(spread).max():
-                break  # going on would double what rounding adds to the sums
+                break  # further doublings would only double the sums' rounding errors
         if not self.fails:
             return float(through(weight, spread, cross, period())[3].max())
         means = []
@@ -295,11 +298,10 @@ class TimeVaryingGraph:
         return float(np.median(means, axis=0).max())
 
     def least_weight(self) -> tuple[float, Hashable]:
-        """The least push-sum weight that a node has in the long run where nothing fails, and that
-        node.
+        """Return the least push-sum weight in the long run without failures, and its node.
 
-        Weights sum to m. A node that gives away much and hears little has a small one, and its
-        draws are X / Y.
+        Weights sum to m. A node that gives away much and receives little has a small weight, and
+        its draws are X / Y.
         """
         weight = self._settled(self._product())
         least = np.full(self.num_nodes, np.inf)
@@ -309,7 +311,7 @@ class TimeVaryingGraph:
         return float(least.min()), self.nodes[int(least.argmin())]
 
     def plot(self) -> "Figure":
-        """Draw the graphs of the period, one beside the other."""
+        """Draw the graphs of the period side by side."""
         import matplotlib.pyplot as plt
 
         columns = min(self.period, 4)
@@ -329,8 +331,8 @@ class TimeVaryingGraph:
             graph = nx.from_numpy_array(self.links[t].T, create_using=nx.DiGraph)
             style = "dashed" if self.fails else "solid"
             nx.draw_networkx(
-                graph, place, ax=axis, labels=labels, node_size=size, node_color="#cfe0f3", edgecolors="#335", font_size=8,
-                style=style, connectionstyle="arc3,rad=0.12",
+                graph, place, ax=axis, labels=labels, node_size=size, node_color="#cfe0f3",
+                edgecolors="#335", font_size=8, style=style, connectionstyle="arc3,rad=0.12",
             )  # fmt: skip
             axis.margins(0.2)
             if self.period > 1:
@@ -343,18 +345,18 @@ class TimeVaryingGraph:
 
 
 def shares(links: np.ndarray) -> np.ndarray:
-    """Equal shares of a node's out-links and itself.
+    """Return the column-stochastic matrix ``(m, m)`` of equal shares of one graph.
 
-    The column-stochastic matrix of one graph ``(m, m)``.
+    A node's shares go to itself and along its out-links.
     """
     whole = links | np.eye(len(links), dtype=bool)
     return whole / whole.sum(0)
 
 
 def metropolis(links: np.ndarray) -> np.ndarray:
-    """Metropolis weights of links that work both ways.
+    """Return the matrix ``(m, m)`` of Metropolis weights of links that work both ways.
 
-    A symmetric, doubly stochastic matrix ``(m, m)``.
+    It is symmetric and doubly stochastic.
     """
     degree = links.sum(1)
     matrix = links / (1.0 + np.maximum(degree[:, None], degree))
@@ -368,12 +370,12 @@ def _probability(what: str, value: float) -> float:
 
 
 def _either(first: float, second: float) -> float:
-    """Probability of one of two independent failures, or both."""
+    """Return the probability that at least one of two independent failures happens."""
     return 1 - (1 - first) * (1 - second)
 
 
 def shown(items: Iterable) -> str:
-    """The first few of a list, for messages."""
+    """Return the first few items as text, for messages."""
     items = list(items)
     return ", ".join(map(repr, items[:6])) + (
         f" and {len(items) - 6} more" if len(items) > 6 else ""

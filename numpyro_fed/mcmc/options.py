@@ -113,7 +113,7 @@ class Options:
             )
         if not (isinstance(self.surrogate, str) and self.surrogate == "score"):
             raise ValueError(
-                'init_from starts a fit of score surrogates; expected surrogate="score", '
+                'init_from: it starts a fit of score surrogates; expected surrogate="score", '
                 f"got {self.surrogate!r}"
             )
 
