@@ -267,7 +267,9 @@ class FederatedVI:
         return params, [] if prepared.elsewhere else stacked_params(prepared, result.params)
 
     def _checked(self, state: Any, silos: Silos | MixedSilos) -> VIState:
-        """Return a state for the fit to go on from; optimizers' clocks may be one for each silo.
+        """Check a state for the fit to go on from, and return it.
+
+        Optimizers' clocks may be one for each silo, or one for all.
 
         :raises TypeError: where it is no state.
         :raises ValueError: where it is a state of another fit.
@@ -468,7 +470,10 @@ class FederatedVI:
     def _spent(
         self, prepared: Prepared, state: VIState, *drawn: Participation | None
     ) -> Spent | None:
-        """Return the privacy that a fit has spent, where silos took part as drawn."""
+        """Return the privacy that a fit has spent; ``None`` without a budget.
+
+        :param drawn: laws of the silos' participation and answers.
+        """
         if self.privacy is None:
             return None
         rounds, noise = int(state.server.i), prepared.plan.noise

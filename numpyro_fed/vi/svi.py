@@ -141,7 +141,7 @@ class SFVIAvg(FederatedVI):
     :param conducive: whether the silos keep approximate factors.
     :param local_optim: as for :class:`SFVI`.
     :param batch_size: as for :class:`SFVI`, in each step. Conducive: rows that each pair of points
-        uses; so many at least that all pairs together use every row.
+        uses, enough that all pairs together use every row.
     :param validate: as for :class:`SFVI`.
     :param secure_sum: as for :class:`SFVI`; for conducive rounds, and guides with a diagonal
         ``global_cov``.

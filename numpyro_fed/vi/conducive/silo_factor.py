@@ -31,7 +31,7 @@ _NUMBERS_AT_ONCE = 1 << 21
 
 
 def at_once_of(plan: Plan, rows: SiloRows, num_silos: int) -> int:
-    """Return the number of points, or pairs of points, that so many silos evaluate together."""
+    """Return the number of points, or pairs, that ``num_silos`` silos evaluate together."""
     family, most = plan.families[rows.part], max(n for _, n in rows.pad)
     if not by_pairs(plan):
         return points_at_once(num_silos * most, family.units(rows) if family.has_local else None)

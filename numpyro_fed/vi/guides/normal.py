@@ -346,7 +346,7 @@ class SiloNormal:
             return np.asarray(units.from_sites(own)[0])
 
     def _tril_mask(self, units: Units) -> np.ndarray:
-        """Return which entries of T are free.
+        """Return which entries of T are free, ``(k, k)``.
 
         T covers the latents that have parameters of their own.
         """

@@ -237,7 +237,7 @@ class GuideFamily:
 
 @dataclass(frozen=True)
 class _WithPlates:
-    """A guide of global sites alone, with the model's silo plates around nothing."""
+    """A guide of global sites alone, with empty silo plates of the model's names."""
 
     guide: Callable
     plates: tuple[tuple[str, str], ...]
