@@ -235,8 +235,8 @@ class AutoSiloNormal(AutoGuide):
         needed = {name for encoder in self._built for name in encoder.inputs}
         if not needed <= set(arrays):
             raise ValueError(
-                f"the encoders need {sorted(needed)}, got {sorted(arrays)}; expected these arguments "
-                "as the model takes them"
+                f"the encoders need {sorted(needed)}, got {sorted(arrays)}; expected these "
+                "arguments as the model takes them"
             )
         return replace(self._rows, rows={k: arrays[k] for k in needed})
 
