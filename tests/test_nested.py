@@ -160,7 +160,7 @@ def test_plates_that_are_crossed_move_together():
     kernel = fed.FSGLD(crossed)
     with pytest.warns(
         UserWarning,
-        match=r"'rights'\] are not two plates of which .* \['a', 'b'\] of a silo are one unit",
+        match=r"'rights'\] are not two plates nested by .* \['a', 'b'\] of a silo are one unit",
     ):
         kernel.init(random.key(0), 0, model_args=(silos,))
     assert type(kernel._plan.units).__name__ == "Units"

@@ -183,7 +183,7 @@ class NetworkKernel(FederatedKernel):
         return self.first_state(rng_key, chains, num_warmup, z, silos)[0]
 
     def check_chains(self, chains: int, m: int) -> None:
-        """Raise an error for a number of chains that is not a multiple of the nodes, or is one."""
+        """Raise an error unless the number of chains is a multiple of the number of nodes."""
         if chains == 1 or chains % m:
             raise ValueError(
                 f"num_chains: a node is a chain, so expected a multiple of the {m} nodes, got "
@@ -327,11 +327,11 @@ class NetworkKernel(FederatedKernel):
     def ledger(self, state: NetworkState) -> Ledger:
         """Return steps, gradient evaluations and bytes of each node, over all networks.
 
-        Down is what a node receives from others, up what it sends. The one fit of the surrogates
-        and the looks of ``"adaptive"`` count as if there were a server. Gradients are those of the
-        node's part of the potential. A Hessian-vector product counts as one gradient, and
-        Metropolis moves do not count. With remote silos, in each step a node's position goes down,
-        and its gradient and the acceptance of its moves go up.
+        Down counts the messages to a node, up those from it. The one fit of the surrogates,
+        and the curvature measurements of ``"adaptive"``, count as if there were a server. Gradients
+        are those of the node's part of the potential. A Hessian-vector product counts as one
+        gradient, and Metropolis moves do not count. With remote silos, in each step a node's
+        position goes down, and its gradient and the acceptance of its moves go up.
 
         :param state: the state up to which to count, for example ``mcmc.last_state``.
         :raises ValueError: before the kernel has run.

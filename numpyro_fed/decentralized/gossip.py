@@ -28,9 +28,10 @@ __all__ = ["GossipLangevin", "gossip"]
 
 
 def gossip(links: Links, nodes: Nodes) -> tuple[Nodes, Array]:
-    """Exchange once, and return the nodes and the positions of before, where they take gradients.
+    """Exchange once by gossip.
 
-    The exchange is like that of :func:`numpyro_fed.decentralized.push_sum.push_sum`.
+    :return: the nodes after the exchange, and their positions before it, at which they take
+        gradients.
     """
     return nodes._replace(x=links.mix(nodes.x)), nodes.x
 

@@ -1,8 +1,8 @@
 r"""Directed graphs for networks of nodes, whose links change with time and may fail.
 
 A :class:`TimeVaryingGraph` repeats a period of directed graphs, whose links and nodes may fail at
-random. At step t, a node j with :math:`d_j(t)` links that work (itself included) keeps one share of
-what it holds and sends one along each of the other links:
+random. At step t a node j has :math:`d_j(t)` links that work, itself included. It keeps one share
+of its numbers and sends one along each of the other links:
 
 .. math:: A_{ij}(t) = 1 / d_j(t) \quad\text{where j sends to i at step t, or } i = j .
 
@@ -115,8 +115,8 @@ def from_matrices(
 
     ``A[i, j]`` is the share of node j that goes to i.
 
-    :raises ValueError: for matrices that are not square, have negative entries, or columns that do
-        not sum to one.
+    :raises ValueError: for matrices that are not square, or have negative entries or column sums
+        other than one.
     """
     given = np.asarray(matrices, np.float64)
     given = given[None] if given.ndim == 2 else given

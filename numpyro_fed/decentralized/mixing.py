@@ -1,12 +1,12 @@
 r"""Mixing matrices of a graph as arrays, by which nodes exchange messages.
 
-In an exchange, every node receives a weighted sum of what the others send. :func:`mixing` turns a
+In an exchange, every node receives a weighted sum of the others' numbers. :func:`mixing` turns a
 :class:`~numpyro_fed.decentralized.graphs.TimeVaryingGraph` into arrays. :meth:`Mixing.links` draws
-the links that work at a step, and :meth:`Links.mix` applies the step's matrix to anything that
-nodes hold. Two rules make a matrix from links:
+the working links of a step, and :meth:`Links.mix` applies the step's matrix to any numbers of the
+nodes. Two rules make a matrix from links:
 
-* *shares* (push-sum): a node splits what it holds evenly over itself and its links that work;
-  columns sum to one;
+* *shares* (push-sum): a node splits its numbers evenly over itself and its working links; columns
+  sum to one;
 * *Metropolis weights* (gossip): :math:`W_{ij} = 1 / (1 + \max(d_i, d_j))` on links that work both
   ways; rows and columns sum to one.
 
@@ -124,7 +124,7 @@ class Mixing(NamedTuple):
 
 
 def _renormalised(alive: Array, weights: Array, own: Array, senders: Array) -> tuple[Array, Array]:
-    """Return the shares of the links that work, scaled so that each sender's sum to one again."""
+    """Return the shares of the working links, scaled so that each sender's sum to one again."""
     weights = jnp.where(alive, weights, 0.0)
     total = own.at[senders].add(weights)
     return weights / total[senders], own / total

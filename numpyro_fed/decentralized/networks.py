@@ -139,7 +139,7 @@ def settle(
     eps: list[Array] | None,
     stacks: list[SiloRows],
 ) -> NetworkState:
-    """Return the state after a step, from what nodes have computed for themselves.
+    """Return the state after a step, from the nodes' own results.
 
     :param slope: the nodes' gradients ``(R, m, d)``.
     :param accepted: mean acceptances of their local moves ``(R, m)``.
@@ -183,6 +183,7 @@ def settle(
 
 
 def current_step_size(plan: NetworkPlan, state: NetworkState) -> Array:
+    """Return alpha of the next step."""
     if state.adaptation is not None:
         return state.adaptation.step_size
     size = state.tuning.step_size
@@ -261,6 +262,7 @@ def look_around(
     nodes: Nodes,
     stacks: list[SiloRows],
 ) -> Adaptation:
+    """Look at the start, before the first step of the networks."""
     return first_looks(
         first, lambda i, a: _learn(plan, tuning, a, random.fold_in(key, i), nodes, stacks)
     )

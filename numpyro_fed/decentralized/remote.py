@@ -66,7 +66,7 @@ class NodeStartLocal:
 @wire_name("NodeLocal")
 @dataclass(frozen=True)
 class NodeLocal:
-    """Call that makes a node's part of a step, at the position ``(d,)`` that it receives.
+    """Call that makes a node's part of a step, at the position ``(d,)`` in the message.
 
     It runs :func:`numpyro_fed.decentralized.nodes.node_step`. What leaves the silo: its gradient
     ``(d,)``, in preconditioned units, and the mean acceptance of its local moves.

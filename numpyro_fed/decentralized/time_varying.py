@@ -82,7 +82,7 @@ class TimeVaryingGraph:
         )
 
     def with_link_failures(self, probability: float) -> "TimeVaryingGraph":
-        """Return the same links, each of which fails at each step with this probability.
+        """Return a graph whose links each fail at each step with this probability.
 
         Failures are independent of each other, and of failures that the graph had before.
 
@@ -94,7 +94,7 @@ class TimeVaryingGraph:
         )
 
     def with_node_dropout(self, probability: float) -> "TimeVaryingGraph":
-        """Return the same nodes, each of which is offline at each step with this probability.
+        """Return a graph whose nodes are each offline at each step with this probability.
 
         An offline node keeps what it holds, and goes on sampling.
 
@@ -213,7 +213,7 @@ class TimeVaryingGraph:
         return product
 
     def _settled(self, product: np.ndarray) -> np.ndarray:
-        """Return the push-sum weights, in the long run, at the start of this matrix's periods."""
+        """Return the long-run push-sum weights at the start of a period with this matrix."""
         return np.linalg.matrix_power(product, 1 << 16).mean(1) * self.num_nodes
 
     def draw(self, rng: np.random.Generator, t: int, *, gossip: bool = False) -> np.ndarray:
@@ -234,7 +234,7 @@ class TimeVaryingGraph:
         r"""Return the excess variance of the worst node over the target, for small steps.
 
         The unit is the noise that every node adds at a step. Push-sum's nodes are at :math:`Z_i =
-        \bar X + E_i`, where :math:`E = A(X - y \bar X) / y` is what is left of earlier noise. With
+        \bar X + E_i`, where :math:`E = A(X - y \bar X) / y` remains from earlier noise. With
         unit noise the covariance C of :math:`X - y \bar X`, and its covariance c with :math:`\bar
         X`, follow
 

@@ -28,7 +28,7 @@ __all__ = ["FederatedKernel", "check_start"]
 
 
 class FederatedKernel(MCMCKernel):
-    """Base class of all kernels, with a model and all that a kernel settles once per data set.
+    """Base class of all kernels, with a model and a setup that is made once per data set.
 
     The data are the one argument of ``mcmc.run``, a :class:`Silos`.
     """
@@ -149,6 +149,7 @@ class FederatedKernel(MCMCKernel):
         return state
 
     def wrap_model(self, wrapper: Callable) -> "FederatedKernel":
+        """Return a copy of the kernel, before its setup, with the model in a wrapper."""
         kernel = copy.copy(self)
         kernel._model = wrapper(self._model)
         kernel._reset()

@@ -21,8 +21,8 @@ stationarity. There a step of order :math:`g / (\lambda (g + n))` gives the leas
 distance, so n counts with a factor :math:`\lambda / g`. All averages give the state of step t a
 weight of order :math:`t^3`, so that they forget the way to the typical set.
 
-Methods that adapt to an acceptance probability (Titsias, Dellaportas 2019, which the push-sum paper
-uses) do not see the bias of a chain that rejects nothing. The benchmark
+Methods that adapt to an acceptance probability do not see the bias of a chain without rejections.
+The push-sum paper uses such a method (Titsias, Dellaportas 2019). The benchmark
 tests/benchmarks/step_size.py runs both side by side.
 """
 
@@ -67,7 +67,7 @@ class Adaptation(NamedTuple):
 
     @property
     def step_size(self) -> Array:
-        """Step size at which the stiffest direction's sd is ``1 + bias_target`` times too large."""
+        """Step size that inflates the stiffest direction's sd by a factor ``1 + bias_target``."""
         precision = jnp.linalg.norm(self.product)
         # far from the mode a long step is worth its noise; two standard errors of the average (0.44
         # of the looks count) keep noise from passing for distance

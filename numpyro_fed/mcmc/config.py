@@ -1,4 +1,4 @@
-"""Static facts and numbers of a Langevin kernel, settled before its first round."""
+"""Static facts and numbers of a Langevin kernel, fixed before its first round."""
 
 import math
 from collections.abc import Callable

@@ -29,6 +29,7 @@ class OpenSilo(NamedTuple):
 
 
 def open_silo(plan: Plan, tuning: Tuning, state: Any, view: SiloView) -> OpenSilo:
+    """Return the :class:`OpenSilo` of all steps at one silo."""
     number = view.number
     of_all: Any = (
         number if len(tuning.selection) > 1 else 0
@@ -60,10 +61,12 @@ def open_silo(plan: Plan, tuning: Tuning, state: Any, view: SiloView) -> OpenSil
 
 
 def push(tuning: Tuning, vector: Array) -> Array:
+    """Return L times a vector."""
     return vector if tuning.scale is None else matvec(tuning.scale, vector)
 
 
 def pull_back(tuning: Tuning, gradient: Array) -> Array:
+    """Return L transposed times a gradient."""
     return gradient if tuning.scale is None else matvec(tuning.scale.T, gradient)
 
 

@@ -115,8 +115,8 @@ def stay(
 
     :param state: the silo's private rows: coordinates ``(E, k)`` and local map; ``None`` without
         local latents.
-    :return: the chain and the visit's statistics, which leave the silo, and the private rows, which
-        do not.
+    :return: the chain and the visit's statistics (they leave the silo), and the private rows (they
+        do not).
     """
     silo = open_silo(plan, tuning, state, view)
     eps = None if state is None else state[0]
@@ -250,6 +250,7 @@ def local_step(
 
 
 def batches(plan: Plan, key: Array, view: SiloView, shape: tuple[int, ...]) -> dict[str, Array]:
+    """Draw minibatches of rows, one for each index of ``shape``, or none for other plans."""
     if plan.batch is None or plan.units is not None:
         return {}
     group, m = plan.batch

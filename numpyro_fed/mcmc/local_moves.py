@@ -4,9 +4,10 @@ The moves propose in the local map's coordinates. Law: they leave :math:`p(z_s \
 invariant exactly, for any map.
 
 Elements that are independent given theta propose and accept one by one, by an independence sampler.
-The proposal is the map's own law N(0, I), and in a quarter of the steps N(0, 1.5^2 I), since a
-proposal with lighter tails than its target gets stuck in them. Where elements are dependent, all
-latents of the silo move together by MALA. Nested plates: :mod:`numpyro_fed.mcmc.nested_moves`.
+The proposal is the map's own law N(0, I), and in a quarter of the steps N(0, 1.5^2 I). The wide
+proposals help where the target has heavier tails than N(0, I), in which the sampler would get
+stuck. Where elements are dependent, all latents of the silo move together by MALA. Nested plates:
+:mod:`numpyro_fed.mcmc.nested_moves`.
 """
 
 from collections.abc import Callable

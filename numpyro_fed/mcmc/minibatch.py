@@ -33,7 +33,7 @@ class Members(NamedTuple):
 
 
 def pointing_groups(factors: Factors, group: str) -> dict[str, str]:
-    """Return the row groups that point to ``group``, each with the argument that points.
+    """Return the row groups that point to ``group``, each with its pointing argument.
 
     :raises ValueError: if a row group of the model does not point to it.
     """

@@ -1,4 +1,4 @@
-"""Pilot that measures the silos' noise and chooses the numbers that follow from it.
+"""Pilot that measures the silos' noise and derives a kernel's numbers from it.
 
 At positions that are about draws of the posterior, each silo walks at fixed theta. Its latents and
 minibatches move as in a visit. The rule from that noise to the step size is in

@@ -47,7 +47,7 @@ class TellLocal:
 
 
 class RemoteMCMC(MCMC):
-    """MCMC over remote silos, as :class:`numpyro.infer.MCMC`.
+    """MCMC over remote silos, a subclass of :class:`numpyro.infer.MCMC`.
 
     This process drives the rounds, and each chain makes its local steps where the rows are. Draws
     are those of ``MCMC`` with ``chain_method="vectorized"``. Local latents (in silo plates) never
@@ -125,8 +125,8 @@ class RemoteMCMC(MCMC):
         :param silos: the remote silos, with the carrier that calls them.
         :param extra_fields: further fields of the state to collect.
         :raises ValueError: for what remote silos do not support.
-        :raises RuntimeError: during the setup, with the names of the silos that did not answer, or
-            of the silo that replied with an error.
+        :raises RuntimeError: for silos that do not answer during the setup, or refuse a call, with
+            their names.
         :warns UserWarning: after Ctrl-C or an error of any kind, if there are draws, which are
             kept; for a reply that is NaN or absurdly far, with its silo; if silos answered
             unequally often, which leans the draws towards the others' data; if a checkpoint could
@@ -320,7 +320,7 @@ class _Going(NamedTuple):
     :param made: number of rounds made.
     :param draws: the draws of each field so far.
     :param spent: slots that nothing needs after the next checkpoint.
-    :param bad: for each reply that does not count, the silo's number and what the reply was.
+    :param bad: for each faulty reply, the silo's number and the fault.
     """
 
     state: Any
@@ -336,5 +336,5 @@ _SETTLED = ("tuning", "mixing")  # fields of a state that hold the kernel's numb
 
 
 def _without_settled(state: Any) -> Any:
-    """Return the state without the kernel's numbers, which a continued run settles anew."""
+    """Return the state without the kernel's numbers, which a continued run computes anew."""
     return state._replace(**dict.fromkeys(set(_SETTLED) & set(state._fields)))

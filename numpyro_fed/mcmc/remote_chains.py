@@ -40,7 +40,7 @@ _FARTHEST_STAY = 1e6  # largest growth of a position in a visit, without surroga
 
 
 class RemoteSteps(NamedTuple):
-    """Functions by which the host drives a kernel's rounds over remote silos.
+    """Functions by which this process drives a kernel's rounds over remote silos.
 
     :param check: ``check(kernel, silos, num_chains)`` raises a ValueError for what is not built.
     :param start: ``start(kernel, keys, num_chains, silos) -> (state, slots)``, for all chains.
@@ -201,8 +201,8 @@ def _step(
 
     :param slots: slots of each chain's local latents in each silo, ``(C, S)``.
     :param told: for each silo, the slot with the kernel's numbers.
-    :return: the state, the slots, the spent slots, and for each reply that does not count the
-        silo's number and what the reply was.
+    :return: the state, the slots, the spent slots, and for each faulty reply the silo's number and
+        the fault.
     """
     plan, slots = kernel._plan, slots.copy()
     leave, each = _depart(plan, state, len(silos))
@@ -265,13 +265,13 @@ def ask_or_forget(ask: Callable[[list[Call]], Any], calls: list[Call], silos: Re
 
 
 def _wrong(kernel: LangevinKernel, left: np.ndarray, came: np.ndarray) -> str | None:
-    """Return what is wrong with the position of a chain that came back, or ``None``.
+    """Return the fault in the position of a chain that came back, or ``None``.
 
-    A silo undoes a visit with numbers that are not finite, so a reply of NaN is wrong.
+    A silo undoes a visit with numbers that are not finite, so NaN in a reply is a fault.
 
     Distances are in sds of the surrogate posterior, along the kernel's coordinates. Without a
-    preconditioner the sds are unknown. A visit may then multiply a position by a million, beyond
-    which float32 has lost where the chain had been.
+    preconditioner the sds are unknown, and a visit may multiply a position by a million. Beyond
+    that, float32 has lost the position before the visit.
     """
     if not np.isfinite(came).all():
         return "NaN"
@@ -290,7 +290,7 @@ def _wrong(kernel: LangevinKernel, left: np.ndarray, came: np.ndarray) -> str | 
 
 
 def _nothing(plan: Plan, chain: Chain) -> tuple[Chain, StayStats]:
-    """Return a placeholder, which counts as silent, for a reply that did not come."""
+    """Return a placeholder for a missing reply."""
     zero: Any = np.zeros((), chain.theta.dtype)
     still: Any = np.zeros(chain.theta.shape, chain.theta.dtype) if plan.cut else None
     finite: Any = np.array(False)

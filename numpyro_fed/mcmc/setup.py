@@ -95,7 +95,7 @@ def groundwork(model: Callable, silos: Silos, extra: dict[str, Any], options: Op
 
 
 def prepare(model: Callable, silos: Silos, extra: dict[str, Any], options: Options) -> Prepared:
-    """Return the result of :func:`groundwork` with the step size."""
+    """Make the whole setup: :func:`groundwork`, then the step size."""
     return _settled(groundwork(model, silos, extra, options), silos.with_shared(**extra), options)
 
 
@@ -229,8 +229,8 @@ def _units(factors: Factors, silos: Silos) -> Units | None:
     why = f"elements of {groups[0]!r} are not independent given the global sites"
     if len(groups) > 1:
         why = (
-            f"{list(groups)} are not two plates of which one is nested in the other by index=, "
-            "with elements that are independent given the elements they point to"
+            f"{list(groups)} are not two plates nested by index=, with inner elements that are "
+            "independent given the outer ones"
         )
     warnings.warn(
         f"{why}, so the latents {names} of a silo are one unit: they move together (MALA), and a "

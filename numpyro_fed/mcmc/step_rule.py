@@ -110,7 +110,7 @@ def step_size(
     *,
     corrected: bool = False,
 ) -> float:
-    """Return h at which the worst direction's sd is inflated by a factor ``1 + bias_target``.
+    """Return the step size h that inflates the worst direction's sd by ``1 + bias_target``.
 
     With noise correction return up to four times this h.
     """
@@ -128,7 +128,7 @@ def injection(
 ) -> np.ndarray:
     """Return G of the module's docstring, ``(d, d)``.
 
-    :raises ValueError: for a step size at which the silos' noise exceeds what a step injects.
+    :raises ValueError: if the silos' noise at this step size exceeds the noise of a step.
     """
     spread = noise.covariance(selection, num_local_steps, step_size)
     values, vectors = np.linalg.eigh(spread)

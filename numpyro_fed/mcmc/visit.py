@@ -340,7 +340,7 @@ def first_state(
 def explore(
     plan: Plan, rounds: int, key: Array, z: dict[str, Array] | None, tuning: Tuning, silos: Silos
 ) -> tuple[dict[str, Array], Array]:
-    """Run rounds of 64 chains.
+    """Run 64 chains for ``rounds`` rounds.
 
     :return: the sites where the chains end, and about 512 global positions ``(K, d)`` of the second
         half of the rounds.
