@@ -48,8 +48,8 @@ class FSGLD(LangevinKernel):
     :param model: a NumPyro model with at least one silo plate.
     :param step_size: h, in preconditioned units: a number, an optax schedule of the number of local
         steps, or ``"auto"``.
-    :param num_local_steps: T, local steps per round, or ``"auto"``: the T with the most effective
-        draws for the price of rounds and steps.
+    :param num_local_steps: T, local steps per round, or ``"auto"``: the T with the largest number
+        of effective draws for the price of rounds and steps.
     :param batch_size: m, rows of a minibatch, drawn with replacement; ``None``: all rows of the
         silo. Where plate elements have latents, m is a number of elements, drawn without
         replacement, and the minibatch has all their rows.
@@ -78,8 +78,8 @@ class FSGLD(LangevinKernel):
         keeps the selection unbiased, which asking another silo instead would not.
     :param init_from: the result of :class:`~numpyro_fed.SFVI` or :class:`~numpyro_fed.SFVIAvg` on
         the same model. The fit of the surrogates starts at its q(theta) and saves the rounds that
-        would lead there. Where q is full and conducive rounds have converged, only the four rounds
-        that make the surrogates remain (two beyond 16 dimensions).
+        would lead there. If q is full and conducive rounds have converged, four rounds remain (two
+        beyond 16 dimensions), in which silos make the surrogates.
     :param bias_target: accepted relative inflation of the sds under ``step_size="auto"``.
     :param noise_correction: inject less noise, by the amount of the silos' noise. This allows four
         times the step at the same inflation, and is no longer the paper's update.

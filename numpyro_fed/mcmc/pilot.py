@@ -1,7 +1,7 @@
 """Pilot that measures the silos' noise and derives a kernel's numbers from it.
 
-At positions that are about draws of the posterior, each silo walks at fixed theta. Its latents and
-minibatches move as in a visit. The rule from that noise to the step size is in
+At approximate draws of the posterior, each silo walks at fixed theta. Its latents and minibatches
+move as in a visit. The rule from the noise to the step size is in
 :mod:`numpyro_fed.mcmc.step_rule`.
 """
 

@@ -32,7 +32,7 @@ from numpyro_fed.surrogates.some_rows import fit_some, whole_gradients
 __all__ = ["Ground", "Prepared", "groundwork", "prepare", "prepare_again"]
 
 _PILOT_STAY = 40  # local steps of the pilot's walks if it chooses the length of visits
-_PROOF_ROWS = 1 << 13  # rows over all silos that check the factorization of a fit by minibatches
+_PROOF_ROWS = 1 << 13  # rows of all silos in the check of the factorization, with minibatches
 
 
 class Prepared(NamedTuple):

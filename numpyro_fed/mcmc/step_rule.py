@@ -173,7 +173,7 @@ def best_stay(
     *,
     corrected: bool = False,
 ) -> int:
-    """Return the number of local steps T with the most effective draws for a given price.
+    """Return T with the largest number of effective draws for a given price.
 
     A round costs ``round_price`` local steps besides its own.
 
