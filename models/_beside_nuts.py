@@ -1,7 +1,4 @@
-"""What the hierarchical models share.
-
-FSGLD over the silos, NUTS on the pooled rows, and one beside the other.
-"""
+"""Shared run of the hierarchical models: FSGLD over the silos, beside NUTS on the pooled rows."""
 
 import argparse
 import time
@@ -22,7 +19,7 @@ CHAINS: dict[str, Any] = {"num_chains": 4, "chain_method": "vectorized"}
 
 
 def fit(model: Callable, silos: fed.Silos, num_warmup: int = 200, num_samples: int = 1800) -> MCMC:
-    """FSGLD with its defaults."""
+    """Run FSGLD with its defaults."""
     mcmc = MCMC(fed.FSGLD(model), num_warmup=num_warmup, num_samples=num_samples, **CHAINS)
     mcmc.run(jax.random.key(0), silos)
     return mcmc
@@ -36,7 +33,7 @@ def reference(
     target_accept_prob: float = 0.8,
     max_tree_depth: int = 10,
 ) -> MCMC:
-    """NUTS on the pooled rows."""
+    """Run NUTS on the pooled rows."""
     nuts = NUTS(model, target_accept_prob=target_accept_prob, max_tree_depth=max_tree_depth)
     mcmc = MCMC(nuts, num_warmup=num_warmup, num_samples=num_samples, **CHAINS)
     mcmc.run(jax.random.key(1), **silos.pooled, extra_fields=("diverging", "num_steps"))
@@ -44,7 +41,7 @@ def reference(
 
 
 def local_line(fit: az.InferenceData, nuts: az.InferenceData, names: Sequence[str]) -> str:
-    """The local latents in one line: largest error in reference sds, and the extreme sd ratios."""
+    """Return a line on the local latents: largest error in reference sds, and extreme sd ratios."""
 
     def flat(idata: az.InferenceData, name: str) -> np.ndarray:
         draws = idata.posterior[name].values
@@ -73,8 +70,8 @@ def main(
 ) -> fed.Comparison:
     """Fit both, print their comparison, and draw it.
 
-    :param var_names: the sites to compare; all global latents if None.
-    :param nuts_options: of :func:`reference`.
+    :param var_names: sites to compare. ``None``: all global latents.
+    :param nuts_options: options of :func:`reference`.
     """
     parser = argparse.ArgumentParser(description=f"{title}: FSGLD beside pooled NUTS.")
     parser.add_argument("--quick", action="store_true", help="few draws")

@@ -1,6 +1,6 @@
-"""Silos of binary labels whose shares differ.
+"""Silos of binary labels whose shares differ: rows of SUSY, and simulated rows.
 
-SUSY's rows at hand, and simulated ones of a known p(y | x).
+The simulated rows have a known p(y | x).
 """
 
 import zipfile
@@ -17,15 +17,15 @@ Rows = dict[str, np.ndarray]
 
 
 def log_odds(x: np.ndarray) -> np.ndarray:
-    """eta(x): changes its sign with the first two features', so that labels are balanced."""
+    """Return eta(x), which changes sign with the first two features and so balances the labels."""
     return 1.5 * x[:, 0] + 1.5 * x[:, 1] * x[:, 2]
 
 
 def given(rng: np.random.Generator, y: np.ndarray) -> Rows:
-    """A row of p(x | y) for each label.
+    """Draw a row of p(x | y) for each label.
 
-    x of the population has the label 1 with its probability, and -x (in the first two) has the
-    other one.
+    A population row x has label 1 with probability p(y = 1 | x). If its label is not y, its first
+    two features change sign, which exchanges the probabilities of the labels.
     """
     x = rng.standard_normal((len(y), FEATURES), np.float32)
     other = (rng.random(len(y)) < expit(log_odds(x))) != y
@@ -34,7 +34,7 @@ def given(rng: np.random.Generator, y: np.ndarray) -> Rows:
 
 
 def simulated(beta: float, seed: int = 0, size: int = NUM_ROWS) -> tuple[fed.Silos, Rows]:
-    """Silos of ``size`` rows each, and as many balanced ones to test on."""
+    """Draw silos of ``size`` rows each, and as many balanced rows to test on."""
     rng = np.random.default_rng(seed)
     rows = {}
     for s, share in enumerate(rng.beta(beta, beta, NUM_SILOS)):
@@ -43,14 +43,17 @@ def simulated(beta: float, seed: int = 0, size: int = NUM_ROWS) -> tuple[fed.Sil
 
 
 def table() -> Rows:
-    """SUSY's rows at hand: X_train (10000, 8), X_test (1000, 8), and their labels."""
+    """Return the available rows of SUSY: X_train (10000, 8), X_test (1000, 8), and their labels."""
     shapes = {
         "X_train": (10_000, 8),
         "y_train": (10_000,),
         "X_test": (1_000, 8),
         "y_test": (1_000,),
     }
-    source = "github.com/pghysels/STRUMPACK, examples/dense/data/susy_10Kn_*.csv, put together as arrays of these names"
+    source = (
+        "github.com/pghysels/STRUMPACK, examples/dense/data/susy_10Kn_*.csv, put together as "
+        "arrays of these names"
+    )
     place = path("susy", "susy_11k_lowlevel.npz", source, f"arrays {shapes}")
     try:
         with place.open("rb") as opened, np.load(opened) as file:
@@ -69,9 +72,9 @@ def table() -> Rows:
 
 
 def deal(rng: np.random.Generator, y: np.ndarray, shares: np.ndarray) -> np.ndarray:
-    """The silo of each row, -1 for rows of no silo.
+    """Return the silo of each row, -1 for rows of no silo.
 
-    Equal silos, with those shares of ones, as large as the labels allow.
+    Silos have equal sizes and the given shares of ones, and are as large as the labels allow.
     """
     have = np.bincount(y, minlength=2)
     size = int(min(have[0] / (1 - shares).sum(), have[1] / shares.sum()))
@@ -92,7 +95,7 @@ def deal(rng: np.random.Generator, y: np.ndarray, shares: np.ndarray) -> np.ndar
 
 
 def susy(beta: float, seed: int = 0) -> tuple[fed.Silos, Rows]:
-    """The training rows, dealt, and the balanced part of the test rows."""
+    """Return the training rows, dealt to silos, and the balanced part of the test rows."""
     found, rng = table(), np.random.default_rng(seed)
     x, y, tests = (
         found["X_train"],
@@ -109,16 +112,17 @@ def susy(beta: float, seed: int = 0) -> tuple[fed.Silos, Rows]:
 
 
 def sample(silos: fed.Silos, size: int) -> Rows:
-    """``size`` rows of each silo (or all), evenly spaced, (S, size, ...)."""
+    """Return ``size`` rows of each silo (or all), evenly spaced, ``(S, size, ...)``."""
     have = [{k: np.asarray(v) for k, v in silos[name].items()} for name in silos.names]
     which = np.linspace(0, len(have[0]["y"]) - 1, min(size, len(have[0]["y"]))).astype(int)
     return {k: np.stack([rows[k][which] for rows in have]) for k in ("x", "y")}
 
 
 def best(silos: fed.Silos, test: Rows) -> dict[str, float]:
-    """What the truth of simulated rows has: on train rows of all and of each silo, on test rows.
+    """Return the log-likelihoods of the true p(y | x) on train and test rows of simulated silos.
 
-    There also what the train rows' labels teach.
+    Those on train rows use the share of ones in all silos, or in each silo. The last one is on test
+    rows with the train rows' share.
     """
     some = sample(silos, 1_000)
     shares = some["y"].mean(1)

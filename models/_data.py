@@ -1,4 +1,4 @@
-"""Where the models find data that are not shipped with them."""
+"""Paths of data that are not shipped with the models."""
 
 import os
 from pathlib import Path
@@ -7,13 +7,13 @@ VARIABLE = "NUMPYRO_FED_DATA"
 
 
 def path(folder: str, file: str, where_from: str, rows: str) -> Path:
-    """The place of a data file below the folder that ``NUMPYRO_FED_DATA`` names.
+    """Return the place of a data file below the folder that ``NUMPYRO_FED_DATA`` names.
 
     :param folder: subfolder.
     :param file: file name.
-    :param where_from: the source of the file and how to get from there to this file, for the error.
-    :param rows: what the file should hold, for the error.
-    :raises FileNotFoundError: when it is not there, in words that tell how to put it there.
+    :param where_from: source of the file and how to make this file from it, for the error.
+    :param rows: content that the file should hold, for the error.
+    :raises FileNotFoundError: when the file is not there; the text says how to put it there.
     """
     root = os.environ.get(VARIABLE)
     place = Path(root or f"${VARIABLE}") / folder / file

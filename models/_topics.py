@@ -1,6 +1,7 @@
-"""ProdLDA's likelihood, and how good topics are.
+"""Likelihood of ProdLDA, and measures of how good its topics are.
 
-How often the first words of one occur together, and how well they tell new documents.
+The measures are how often the first words of a topic occur together, and how well topics predict
+new documents.
 """
 
 from typing import Any, ClassVar
@@ -13,13 +14,13 @@ import optax
 from numpyro.distributions import constraints
 
 TOP = 10
-STEPS, START = 300, 0.5  # of the fit of held-out documents, and the sds at its start
+STEPS, START = 300, 0.5  # steps and first sds of the fit to held-out documents
 
 
 class Words(dist.Distribution):
-    """The multinomial of all counts, without its factorials.
+    """Multinomial of all counts, without its factorials.
 
-    They take as long as the rest, and depend on no parameter.
+    The factorials depend on no parameter, and would take as long as the rest.
     """
 
     arg_constraints: ClassVar = {"logits": constraints.real_vector}
@@ -36,14 +37,15 @@ class Words(dist.Distribution):
 
 
 def best_words(topics: np.ndarray, top: int = TOP) -> np.ndarray:
-    """Places of each topic's first words, ``(K, top)``."""
+    """Return places of each topic's first words, ``(K, top)``."""
     return np.argsort(-topics, axis=1, kind="stable")[:, :top]
 
 
 def coherence(topics: np.ndarray, documents: np.ndarray, top: int = TOP) -> np.ndarray:
-    """UMass coherence of each topic.
+    """Return the UMass coherence of each topic.
 
-    Of every pair of its top words, how often the commoner's documents have the other.
+    For every pair of its top words it measures how often documents with the commoner word have the
+    other.
     """
     out = []
     for words in best_words(topics, top):
@@ -55,9 +57,9 @@ def coherence(topics: np.ndarray, documents: np.ndarray, top: int = TOP) -> np.n
 
 
 def npmi(topics: np.ndarray, documents: np.ndarray, top: int = TOP) -> np.ndarray:
-    """Mean normalised pointwise mutual information of pairs of each topic's top words.
+    """Return the mean normalized pointwise mutual information of pairs of each topic's top words.
 
-    From -1, never together, to 1.
+    It goes from -1 (never together) to 1.
     """
     out = []
     for words in best_words(topics, top):
@@ -74,7 +76,7 @@ def npmi(topics: np.ndarray, documents: np.ndarray, top: int = TOP) -> np.ndarra
 def minus_bounds(
     q: tuple[jax.Array, jax.Array], topics: jax.Array, counts: jax.Array, key: jax.Array
 ) -> jax.Array:
-    """Minus the bound of each document, one draw of z, at fixed topics."""
+    """Return minus the bound of each document at fixed topics, by one draw of z."""
     loc, log_scale = q
     variance = 1 - 1 / len(topics)
     z = loc + jnp.exp(log_scale) * jax.random.normal(key, loc.shape)
@@ -85,7 +87,7 @@ def minus_bounds(
 
 @jax.jit
 def fitted(topics: jax.Array, counts: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The best diagonal Gaussians of z of documents at fixed topics."""
+    """Fit diagonal Gaussians to the z of documents at fixed topics."""
     shape, optim = (len(counts), len(topics)), optax.adam(0.1)
     first = jnp.zeros(shape), jnp.full(shape, jnp.log(START))
 
@@ -100,8 +102,9 @@ def fitted(topics: jax.Array, counts: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def perplexity(topics: np.ndarray, counts: np.ndarray, q: Any = None) -> float:
-    """``exp(-bound / words)`` of documents at fixed topics, with q of their z as given, or as
-    fitted to them.
+    """Return ``exp(-bound / words)`` of documents at fixed topics.
+
+    The q of their z is the argument, or is fitted to the documents.
     """
     beta, x = jnp.asarray(topics), jnp.asarray(counts)
     q = fitted(beta, x) if q is None else q

@@ -1,33 +1,32 @@
 """Logistic regression on a9a over a directed graph of four nodes.
 
-ROC-AUC within one epoch, and the whole posterior.
-
-a9a: 32,561 people with 123 binary features, and whether they earn above 50,000 dollars. Four fifths
-of the rows, dealt out at random in equal shares, are the nodes'; AUC is taken on the others.
+The runs measure the ROC-AUC within one epoch, and the whole posterior. The data a9a hold 32,561
+people with 123 binary features, and whether they earn above 50,000 dollars. Four fifths of the
+rows, dealt at random in equal shares, belong to the nodes. AUC is taken on the others.
 
 **The paper's run** (:func:`epoch`): prior Laplace(0, 1), alpha(t) = 0.008 / (12 + t)^0.45, 1,632
-steps with minibatches of 4 rows a node, which is an epoch. The paper does not say which links there
-are: here the nodes send around a directed circle, in one order at even steps and in another at odd
-ones. (Where links of such a circle fail, a node that hears nothing for a while has a small push-sum
-weight, and the quotient by it shows as spikes.) The exponent 0.45 is below 1/2, so the squares of
-the steps have an infinite sum, of which the library warns; and with gradients of 4 rows in 6,512
+steps with minibatches of 4 rows per node, which is an epoch. The paper does not say which links
+there are. Here the nodes send around a directed circle, in one order at even steps and in another
+at odd ones. (Where links of such a circle fail, a node that hears nothing for a while has a small
+push-sum weight, and the quotient by it shows as spikes.) The exponent 0.45 is below 1/2, so the
+squares of the steps have an infinite sum, and the library warns. With gradients of 4 rows in 6,512
 the draws of one epoch are far more dispersed than the posterior.
 
-**Which AUC.** A node's *current position* is one draw, and a curve of it the paper's. It does not
-tend to the AUC of the posterior mean w-bar: a draw w-bar + e ranks people by x'w-bar + x'e, and the
-second part is noise to the ranking. An average of draws has less of it, and so does the average of
-nodes as far as their noise differs. Here the *running mean* takes the second half of the draws so
-far. The posterior mean's AUC and that of the posterior-averaged prediction E[sigmoid(x'w)] are
-nearly the same, as the sigmoid changes the order of two people only where their spread of x'w
+**Which AUC.** A node's *current position* is one draw, and the paper shows a curve of it. It does
+not tend to the AUC of the posterior mean w-bar. A draw w-bar + e ranks people by x'w-bar + x'e, and
+the second part is noise to the ranking. An average of draws has less of it, and so does the average
+of nodes as far as their noise differs. Here the *running mean* takes the second half of the draws
+so far. The AUC of the posterior mean and that of the posterior-averaged prediction E[sigmoid(x'w)]
+are nearly the same. The sigmoid changes the order of two people only where their spread of x'w
 differs.
 
-**The reference** is NUTS on all training rows (:func:`reference`), with the covariance of a Laplace
-approximation, under the normal prior of the same variance, as its mass matrix, so that warm-up has
-only the step size to find.
+**The reference** is NUTS on all training rows (:func:`reference`). Its mass matrix is the
+covariance of a Laplace approximation under the normal prior of the same variance, so that warm-up
+has only the step size to find.
 
 **The whole posterior** (:func:`agreement`): 2,000 of the rows, an intercept and 123 coefficients
 with prior Normal(0, 1); full gradients in the coordinates of the surrogate posterior, at a step
-found in warm-up. Every node of 16 networks is held against pooled NUTS.
+size from warm-up. Every node of 16 networks is compared with pooled NUTS.
 
 Reference: Kolesov, Kungurtsev (2020), Decentralized Langevin dynamics over a directed graph,
 section 6.4, figure 5.
@@ -54,7 +53,7 @@ import numpyro_fed as fed
 
 NODES, NUM_FEATURES, BATCH_SIZE = 4, 123, 4
 ALPHA = (0.008, 12.0, 0.45)
-PAPER, PAPER_STEPS = 0.8476, 1632  # AUC of the average of nodes after so many steps
+PAPER, PAPER_STEPS = 0.8476, 1632  # AUC of the nodes' average after PAPER_STEPS
 GRAPH = fed.graphs.periodic(
     [nx.DiGraph([(0, 1), (1, 2), (2, 3), (3, 0)]), nx.DiGraph([(0, 2), (2, 1), (1, 3), (3, 0)])]
 )
@@ -75,7 +74,7 @@ class Curves(NamedTuple):
 class Pooled(NamedTuple):
     """AUCs of the pooled posterior.
 
-    Of its mean, of the averaged prediction, and of single draws (mean, sd).
+    They are those of its mean, of the averaged prediction, and of single draws (mean, sd).
     """
 
     mean: float
@@ -84,9 +83,9 @@ class Pooled(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What :func:`main` found.
+    """Result of :func:`main`.
 
-    Curves, the pooled reference, and a comparison with NUTS for each node.
+    It holds the curves, the pooled reference, and a comparison with NUTS for each node.
     """
 
     curves: Curves
@@ -95,7 +94,7 @@ class Result(NamedTuple):
 
 
 def read_libsvm(lines: Iterable[str], num_features: int) -> Rows:
-    """Dense features and labels 0/1 of LIBSVM text.
+    """Return dense features and labels 0/1 of LIBSVM text.
 
     A line is ``label index:value ...``, indices from 1.
     """
@@ -114,9 +113,9 @@ def read_libsvm(lines: Iterable[str], num_features: int) -> Rows:
 
 
 def data(num_rows: int | None = None, seed: int = 0) -> tuple[Rows, Rows]:
-    """Rows to train on and rows held out.
+    """Return rows to train on and rows held out.
 
-    Four fifths, a multiple of the nodes, and a fifth of a shuffle.
+    They are four fifths (a multiple of the nodes) and a fifth of a shuffle.
     """
     place = path(
         "a9a",
@@ -133,14 +132,15 @@ def data(num_rows: int | None = None, seed: int = 0) -> tuple[Rows, Rows]:
 
 
 def silos(train: Rows) -> fed.Silos:
-    """Equal shares; the rows are shuffled already."""
+    """Return equal shares; the rows are shuffled already."""
     x, y = train
     return fed.split({"x": x, "y": y}, by=np.repeat(np.arange(NODES), len(y) // NODES))
 
 
 def auc(score: np.ndarray, label: np.ndarray) -> float:
-    """Probability that a positive row scores above a negative one, ties counted by half
-    (Mann-Whitney's U).
+    """Return the probability that a positive row scores above a negative one (Mann-Whitney's U).
+
+    Ties count by half.
     """
     _, place, count = np.unique(score, return_inverse=True, return_counts=True)
     rank = np.cumsum(count) - (count - 1) / 2  # mean rank of equal scores, from 1
@@ -163,9 +163,9 @@ def smooth_model(x, y=None):  # type: ignore[no-untyped-def]
 
 
 def epoch(train: Rows, test: Rows, num_steps: int) -> Curves:
-    """The paper's run, one network."""
+    """Run one network as the paper does."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "step_size falls like")  # the paper's exponent
+        warnings.filterwarnings("ignore", "step_size falls like")  # the paper chose this exponent
         kernel = fed.PushSumLangevin(model, GRAPH, fed.polynomial_decay(*ALPHA), BATCH_SIZE)
     mcmc = MCMC(
         kernel, num_warmup=0, num_samples=num_steps, num_chains=NODES, chain_method="vectorized"
@@ -185,7 +185,7 @@ def epoch(train: Rows, test: Rows, num_steps: int) -> Curves:
 
 
 def laplace(x: np.ndarray, y: np.ndarray, variance: float) -> tuple[np.ndarray, np.ndarray]:
-    """Mode and covariance under the prior N(0, variance I), by Newton's method in float64."""
+    """Find mode and covariance under the prior N(0, variance I), by Newton's method in float64."""
     x, w, precision = x.astype(np.float64), np.zeros(x.shape[1]), np.eye(x.shape[1]) / variance
     for _ in range(25):
         p = 1 / (1 + np.exp(-x @ w))
@@ -197,7 +197,7 @@ def laplace(x: np.ndarray, y: np.ndarray, variance: float) -> tuple[np.ndarray, 
 def reference(
     model: Callable, rows: Rows, variance: float, num_warmup: int, num_samples: int, num_chains: int
 ) -> np.ndarray:
-    """Pooled NUTS with the mass matrix of :func:`laplace`, draws (chains, draws, d)."""
+    """Run pooled NUTS with the mass matrix of :func:`laplace`; draws are ``(chains, draws, d)``."""
     mode, covariance = laplace(*rows, variance)
     kernel = NUTS(
         model,
@@ -213,10 +213,9 @@ def reference(
 
 
 def pooled(train: Rows, test: Rows, num_warmup: int, num_samples: int) -> Pooled:
-    """The posterior of all training rows."""
-    draws = reference(model, train, 2.0, num_warmup, num_samples, 1)[0].astype(
-        np.float64
-    )  # 2: of Laplace(0, 1)
+    """Return AUCs of the posterior of all training rows."""
+    # Laplace(0, 1) has variance 2
+    draws = reference(model, train, 2.0, num_warmup, num_samples, 1)[0].astype(np.float64)
     logits = test[0] @ draws.T
     prediction = (1 / (1 + np.exp(-logits))).mean(1)
     each = [auc(one, test[1]) for one in logits.T[:: max(1, num_samples // 100)]]
@@ -230,9 +229,9 @@ def pooled(train: Rows, test: Rows, num_warmup: int, num_samples: int) -> Pooled
 def agreement(
     train: Rows, networks: int, steps: tuple[int, int], thinning: int, nuts_draws: tuple[int, int]
 ) -> dict[str, fed.Comparison]:
-    """Every node of the smooth model beside pooled NUTS.
+    """Compare every node of the smooth model with pooled NUTS.
 
-    ``steps`` and ``nuts_draws`` are of warm-up and after it.
+    ``steps`` and ``nuts_draws`` are pairs: those of warm-up, and those after it.
     """
     train = np.column_stack([np.ones_like(train[1]), train[0]]), train[1]
     rows = silos(train)
@@ -272,7 +271,7 @@ def plot(found: Curves, whole: Pooled, place: Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> Result:
-    """Print both parts, draw the figure."""
+    """Print both parts, and draw the figure."""
     parser = argparse.ArgumentParser(description="a9a over a directed graph of four nodes.")
     parser.add_argument("--quick", action="store_true", help="5,000 rows, few draws")
     parser.add_argument("--figure", type=Path, default=Path("figures/a9a_logistic.png"))

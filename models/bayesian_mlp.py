@@ -1,28 +1,28 @@
-r"""A Bayesian neural network on silos whose labels differ.
+r"""Bayesian neural network on silos whose labels differ: the claims of FSGLD's table 1.
 
-What FSGLD's table 1 says, and what it does not.
+A network of layers 18-18-8 (ReLU) has a softmax over two classes, and N(0, 1) on all weights and
+biases. Its 30 silos of equal size have shares of positive labels from Beta(100, 100) (alike) or
+Beta(0.5, 0.5) (skewed). A chain makes 5,000 rounds of 40 steps on minibatches of 50.
 
-A network of layers 18-18-8 (ReLU) and a softmax over two classes, N(0, 1) on all weights and
-biases, on 30 silos of equal size whose shares of positive labels are drawn from Beta(100, 100)
-(alike) or Beta(0.5, 0.5) (skewed). A chain makes 5,000 rounds of 40 steps on minibatches of 50. Two
-data sets: the 11,000 rows of 8 features of SUSY that are at hand (the papers: 2.7 million of 18),
-and simulated rows in the papers' number, of a known :math:`p(y = 1 \mid x) = 1 / (1 +
-e^{-\eta(x)})`. Simulated rows are drawn given their labels, so that :math:`p(x \mid y)` is that of
-the balanced population in every silo, and what is best depends on where a row is:
+There are two data sets: the 11,000 available rows of 8 features of SUSY (the papers: 2.7 million of
+18), and simulated rows. The simulated rows have the papers' number, and a known :math:`p(y = 1 \mid
+x) = 1 / (1 + e^{-\eta(x)})`. They are drawn given their labels, so that :math:`p(x \mid y)` is that
+of the balanced population in every silo. The best prediction then depends on where a row is:
 
-.. math:: \eta(x) \;\text{(balanced rows)}, \qquad \eta(x) + \mathrm{logit}\, \bar\pi \;\text{(all silos' rows)}, \qquad
-          \eta(x) + \mathrm{logit}\, \pi_s \;\text{(silo s)} .
+.. math:: \eta(x) \;\text{(balanced rows)},
+          \qquad \eta(x) + \mathrm{logit}\, \bar\pi \;\text{(all silos' rows)},
+          \qquad \eta(x) + \mathrm{logit}\, \pi_s \;\text{(silo s)} .
 
-The papers' average over draws of the log-likelihood of a row, :math:`E_\theta[\log p(y \mid x,
-\theta)]`, judges single draws; the log-likelihood of the posterior prediction, :math:`\log
-E_\theta[p(y \mid x, \theta)]`, is never below it. Both are given, and the former on the rows of the
-silo that a draw was made at.
+The papers judge single draws by the average over draws of a row's log-likelihood,
+:math:`E_\theta[\log p(y \mid x, \theta)]`. The log-likelihood of the posterior prediction,
+:math:`\log E_\theta[p(y \mid x, \theta)]`, is never below it. Both are computed. The former is also
+computed on the rows of the silo that made each draw.
 
-The papers' surrogates: Gaussians with the means and variances of 3,000 draws of each silo's own law
-by SGLD. Their prior, the steps of those chains and their starts are not told; here a silo draws
-from :math:`p(\theta)^{1/S} p(y_s \mid \theta)`, whose prior is divided out again. DSGLD is FSGLD
-without conducive gradients (``alpha=0``). Four draws are kept of a round, at equal distances; of
-those that are then thinned by 9 the first tenth is dropped.
+The papers' surrogates are Gaussians with the means and variances of 3,000 draws of each silo's own
+law by SGLD. The papers do not give their prior, nor the steps and starts of those chains. Here a
+silo draws from :math:`p(\theta)^{1/S} p(y_s \mid \theta)`, whose prior is divided out again. DSGLD
+is FSGLD without conducive gradients (``alpha=0``). A round gives four draws, at equal distances.
+These are thinned by 9, and the first tenth is dropped.
 
 References: El Mekkaoui et al. (2021), Federated Stochastic Gradient Langevin Dynamics, section 5.3,
 table 1; (2020) Variance reduction for distributed stochastic gradient MCMC, section 5.3, figures 4
@@ -54,14 +54,11 @@ import numpyro_fed as fed
 
 HIDDEN = (18, 18, 8)
 STAY, BATCH_SIZE, ROUNDS = 40, 50, 5_000
-PARTITIONS = {"alike": 100.0, "skewed": 0.5}  # both parameters of the Beta law of the silos' labels
-STEPS = {"susy": (1e-4, 1e-5), "simulated": (1e-4, 1e-7)}  # the papers' first
-LOCAL_STEP = {"susy": 1e-4, "simulated": 1e-7}  # of a silo's own chain
-KEPT, THINNING, JUDGED = (
-    4,
-    9,
-    100,
-)  # draws of a round; one in so many is stored; and so many of these are judged
+PARTITIONS = {"alike": 100.0, "skewed": 0.5}  # both parameters of the labels' Beta law
+STEPS = {"susy": (1e-4, 1e-5), "simulated": (1e-4, 1e-7)}  # first step sizes of the papers
+LOCAL_STEP = {"susy": 1e-4, "simulated": 1e-7}  # step size of a silo's own chain
+# draws per round; one in THINNING is stored; JUDGED of these are judged
+KEPT, THINNING, JUDGED = 4, 9, 100
 VI_ROUNDS = 40
 METHODS = {"DSGLD": 0.0, "FSGLD": 1.0}  # weight of the conducive gradient
 PAPER = {  # log-likelihood, train and test
@@ -87,7 +84,7 @@ class Network(nnx.Module):
         return self.layers[-1](x)
 
 
-network = cache(Network)  # its own weights are not looked at by the model
+network = cache(Network)  # the model ignores the weights of this object
 
 
 def model(x, y=None):  # type: ignore[no-untyped-def]
@@ -97,13 +94,13 @@ def model(x, y=None):  # type: ignore[no-untyped-def]
 
 
 def start(features: int, seed: int) -> dict[str, np.ndarray]:
-    """Weights as Flax makes them: prior draws saturate the softmax."""
+    """Return weights as Flax makes them, because prior draws saturate the softmax."""
     weights = nnx.to_flat_state(nnx.split(Network(features, seed), nnx.Param)[1])
     return {"net/" + ".".join(map(str, name)): np.asarray(v[...]) for name, v in weights}
 
 
 def flat(draws: dict[str, jax.Array], axes: int) -> np.ndarray:
-    """Positions in the order of the kernels, sites sorted by name, after ``axes`` axes of draws."""
+    """Flatten positions, sites by name (the kernels' order), after ``axes`` axes of draws."""
     return np.concatenate(
         [np.asarray(draws[k]).reshape(*draws[k].shape[:axes], -1) for k in sorted(draws)], -1
     )
@@ -112,10 +109,10 @@ def flat(draws: dict[str, jax.Array], axes: int) -> np.ndarray:
 def surrogates(
     silos: fed.Silos, step_size: float, num_draws: int = 3_000
 ) -> fed.surrogates.Surrogates:
-    """The papers' diagonal Gaussians: moments of a chain in every silo, its prior divided out.
+    """Return the papers' diagonal Gaussians: a chain's moments in every silo, without its prior.
 
-    One chain of the model to the power 1/S stays at each silo: with f = 1/S its gradients there are
-    those of p(theta)^(1/S) p(y_s | theta).
+    One chain of the model to the power 1/S stays in each silo. With f = 1/S its gradients there are
+    those of p(theta)^(1/S) p(y_s | theta). The prior is divided out of its moments.
     """
     count = len(silos)
     kernel = fed.FSGLD(
@@ -128,7 +125,7 @@ def surrogates(
         distinct_silos=True,
         num_kept=num_draws,
     )
-    # a third of the stay is burn-in
+    # a third of the visit is burn-in
     mcmc = MCMC(
         kernel,
         num_warmup=0,
@@ -144,15 +141,15 @@ def surrogates(
     assert sorted(where) == list(range(count))
     draws = draws[np.argsort(where)]
     precision = 1 / np.maximum(draws.var(1), 1e-12)
-    means = (
-        precision * draws.mean(1) / np.maximum(precision - 1 / count, 1e-6)
-    )  # the prior's mean is zero
+    # the prior's mean is zero
+    means = precision * draws.mean(1) / np.maximum(precision - 1 / count, 1e-6)
     return fed.surrogates.analytic(silos, means, np.maximum(precision - 1 / count, 1e-6))
 
 
 class Fit(NamedTuple):
-    """Draws by site, the silo that each was made at, and the share of rounds that left the reals
-    and were undone.
+    """Draws by site, the silo that made each draw, and the share of undone rounds.
+
+    A round is undone when it leaves the reals.
     """
 
     draws: dict[str, np.ndarray]
@@ -168,7 +165,7 @@ def fit(
     q: fed.surrogates.Surrogates | None,
     seed: int = 0,
 ) -> Fit:
-    """The papers' update, from the network's own start."""
+    """Run the papers' update, from the network's own start."""
     settings: dict[str, Any] = {} if q is None else {"surrogate": q}
     kernel = fed.FSGLD(
         model,
@@ -190,7 +187,7 @@ def fit(
 
 
 def judged(found: Fit) -> Fit:
-    """Equally spaced draws after the first tenth."""
+    """Return equally spaced draws after the first tenth."""
     count = len(found.silo)
     which = np.linspace(count // 10, count - 1, JUDGED).astype(int)
     return Fit({k: v[which] for k, v in found.draws.items()}, found.silo[which])
@@ -198,7 +195,7 @@ def judged(found: Fit) -> Fit:
 
 @jax.jit
 def log_probability(draws: dict[str, jax.Array], x: jax.Array) -> jax.Array:
-    """log p(y = 0 or 1 | x, theta), (draws, rows, 2)."""
+    """Return log p(y = 0 or 1 | x, theta), ``(draws, rows, 2)``."""
 
     def one(sites: dict[str, jax.Array]) -> jax.Array:
         seen = handlers.trace(handlers.substitute(handlers.seed(model, 0), sites)).get_trace(x)
@@ -208,13 +205,13 @@ def log_probability(draws: dict[str, jax.Array], x: jax.Array) -> jax.Array:
 
 
 def log_likelihood(draws: dict[str, np.ndarray], rows: Rows) -> np.ndarray:
-    """Of each row by each draw, (draws, rows)."""
+    """Return the log-likelihood of each row by each draw, ``(draws, rows)``."""
     log_p = log_probability(draws, rows["x"])
     return np.asarray(jnp.where(rows["y"] == 1, log_p[..., 1], log_p[..., 0]), np.float64)
 
 
 def judge(found: Fit, silos: fed.Silos, test: Rows) -> dict[str, float]:
-    """Both log-likelihoods on train and test rows, and the papers' at the silo of each draw."""
+    """Return both log-likelihoods on train and test rows, and the papers' at each draw's silo."""
     some, every = sample(silos, 1_000), judged(found)
     pooled = {k: v.reshape(-1, *v.shape[2:]) for k, v in some.items()}
     own = [
@@ -231,9 +228,7 @@ def judge(found: Fit, silos: fed.Silos, test: Rows) -> dict[str, float]:
 
 
 def plot(found: dict[tuple[str, float, str], tuple[Fit, fed.Silos, Rows]], place: Path) -> None:
-    """Figures 4 and 5, log-likelihood by draw, and calibration of the posterior prediction on test
-    rows.
-    """
+    """Draw figures 4 and 5: log-likelihood by draw, and calibration on test rows."""
     cases = list(dict.fromkeys((partition, step) for partition, step, _ in found))
     figure, axes = plt.subplots(
         3, len(cases), figsize=(3.6 * len(cases), 8.5), layout="constrained", squeeze=False
@@ -284,7 +279,7 @@ def compare(
     cases: Sequence[str],
     place: Path,
 ) -> pd.DataFrame:
-    """Both methods, all steps and the partitions ``cases``; a row a run."""
+    """Run both methods with all steps on the partitions ``cases``; return a row per run."""
     rows: list[dict[str, Any]] = []
     shown: dict[tuple[str, float, str], tuple[Fit, fed.Silos, Rows]] = {}
     for seed in range(repetitions):
@@ -326,11 +321,16 @@ def compare(
 
 
 def defaults(silos: fed.Silos, test: Rows, rounds: int) -> tuple[dict[str, float], fed.Diagnosis]:
-    """FSGLD as it comes (of many rows in minibatches), and the library's own verdict."""
+    """Run FSGLD with its defaults (minibatches of many rows), and return the library's verdict."""
     batch = BATCH_SIZE if silos.sizes[silos.group["y"]][0] > 1_000 else None
     mcmc = MCMC(
-        fed.FSGLD(model, batch_size=batch), num_warmup=rounds // 5, num_samples=rounds, num_chains=3, chain_method="vectorized", progress_bar=False
-    )  # fmt: skip
+        fed.FSGLD(model, batch_size=batch),
+        num_warmup=rounds // 5,
+        num_samples=rounds,
+        num_chains=3,
+        chain_method="vectorized",
+        progress_bar=False,
+    )
     firsts = [start(silos.pooled["x"].shape[-1], seed) for seed in range(3)]
     mcmc.run(
         jax.random.key(0),
@@ -345,9 +345,9 @@ def defaults(silos: fed.Silos, test: Rows, rounds: int) -> tuple[dict[str, float
 
 
 def variational(silos: fed.Silos, test: Rows, rounds: int) -> dict[str, float]:
-    """Draws of a diagonal Gaussian, fitted in conducive rounds.
+    """Return draws of a diagonal Gaussian that conducive rounds fit.
 
-    Each pair of points looks at some rows.
+    Each pair of points looks at a minibatch of rows.
     """
     first = start(silos.pooled["x"].shape[-1], 0)
     guide = fed.AutoSiloNormal(

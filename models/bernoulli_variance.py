@@ -1,25 +1,29 @@
-r"""The variance of gradient estimators on Bernoulli silos.
+r"""Variance of gradient estimators on Bernoulli silos.
 
-Of pooled rows (SGLD), of silos (DSGLD), and with conducive gradients (FSGLD).
+The estimators are those of pooled rows (SGLD), of silos (DSGLD), and of silos with conducive
+gradients (FSGLD).
 
-Thirty tosses of a fair coin in three silos of ten, of which 1, 5 and 9 are heads (means 0.1, 0.5
-and 0.9), a uniform prior for the chance theta, minibatches of m = 5 rows with replacement. With D =
-1 / (theta (1 - theta)), the distance between the scores of head and tail, and p_s the silos' means,
-the estimators of N rows' gradient in theta have the variances
+Three silos have ten tosses each, with 1, 5 and 9 heads (means 0.1, 0.5 and 0.9). Together they are
+thirty tosses of a fair coin. The prior of the chance theta is uniform, and minibatches have m = 5
+rows with replacement. Let D = 1 / (theta (1 - theta)) be the distance between the scores of head
+and tail, and p_s the silos' means. The estimators of the gradient in theta over N rows have the
+variances
 
 .. math::
     \text{SGLD} &= N^2 D^2\, \bar p (1 - \bar p) / m \\
-    \text{DSGLD} &= N^2 D^2 \left[ \overline{p_s (1 - p_s)} / m + \operatorname{Var}_s(p_s) \right] \\
-    \text{FSGLD} &= N^2 D^2 \left[ \overline{p_s (1 - p_s)} / m + \operatorname{Var}_s(p_s - r_s(\theta)) \right]
+    \text{DSGLD} &= N^2 D^2 \left[ \overline{p_s (1 - p_s)} / m
+                    + \operatorname{Var}_s(p_s) \right] \\
+    \text{FSGLD} &= N^2 D^2 \left[ \overline{p_s (1 - p_s)} / m
+                    + \operatorname{Var}_s(p_s - r_s(\theta)) \right]
 
 with :math:`r_s` the score of :math:`q_s` in the logit of theta, divided by :math:`N_s`. The kernels
-move in the logit, where the silos' scores :math:`N_s (p_s - \theta)` differ by constants alone:
-Gaussians of equal precision take all of that away, whatever theta is. Score matching finds them;
-then FSGLD's variance is below that of pooled minibatches, which are not balanced over silos.
+move in the logit, where the silos' scores :math:`N_s (p_s - \theta)` differ by constants alone.
+Gaussians of equal precision remove that difference for every theta, and score matching finds them.
+FSGLD's variance is then below that of pooled minibatches, which are not balanced over silos.
 
 Gradients are the library's own. The paper shows means and one sd over theta for the first two. One
-of its two texts has "-0.1, 0.5 and 0.9" for the silos' means (a dash read as a sign), the other has
-each number three times. It does not say whether rows are taken with replacement.
+of its two texts has "-0.1, 0.5 and 0.9" for the silos' means (a dash read as a sign), and the other
+has each number three times. It does not say whether rows are taken with replacement.
 
 References: el Mekkaoui et al. (2021), Federated stochastic gradient Langevin dynamics, figure 1,
 equations 2, 4 and 5.
@@ -65,7 +69,7 @@ def model(y):  # type: ignore[no-untyped-def]
 
 
 class Estimator(NamedTuple):
-    """What a kernel takes gradients with, and the surrogates it uses (``None``: none)."""
+    """Gradient estimator of a kernel, and the surrogates that it uses (``None``: none)."""
 
     plan: Plan
     tuning: Tuning
@@ -75,7 +79,7 @@ class Estimator(NamedTuple):
 
 @cache
 def estimator(method: str) -> Estimator:
-    """Of one of the METHODS; pooled rows are one silo."""
+    """Return the estimator of one of the METHODS; pooled rows are one silo."""
     rows, surrogate = silos(), None
     if method.startswith("FSGLD"):
         surrogate = (
@@ -98,7 +102,7 @@ def estimator(method: str) -> Estimator:
 def gradient(
     plan: Plan, tuning: Tuning, silos: fed.Silos, theta: Array, number: Array, batch: dict | Array
 ) -> Array:
-    """The estimate of the gradient of log p(theta, y) in theta, a scalar, at one silo.
+    """Estimate the gradient of log p(theta, y) in theta, a scalar, at one silo.
 
     :param batch: a minibatch as arguments of the model, or a key to draw one.
     """
@@ -108,16 +112,18 @@ def gradient(
     position = jnp.log(theta) - jnp.log1p(-theta)
     here = silo._replace(kwargs={**silo.kwargs, **rows})
     slope = drift(plan, tuning, position[None], None, here, view)[0][0]
-    return (slope - (1 - 2 * theta)) / (theta * (1 - theta))  # less the logit's own Jacobian
+    return (slope - (1 - 2 * theta)) / (
+        theta * (1 - theta)
+    )  # without the slope of the logit's Jacobian
 
 
 @partial(jax.jit, static_argnames=("plan", "count"))
 def sample(
     plan: Plan, tuning: Tuning, silos: fed.Silos, thetas: Array, key: Array, count: int
 ) -> Array:
-    """Estimates at each theta, ``(K, count)``.
+    """Return estimates at each theta, ``(K, count)``.
 
-    Of silos and minibatches drawn as the kernels draw them.
+    Silos and minibatches are drawn as the kernels draw them.
     """
 
     def one(theta: Array, key: Array) -> Array:
@@ -138,7 +144,7 @@ def sample(
 def variance(
     method: str, thetas: np.ndarray, surrogates: fed.surrogates.Surrogates | None = None
 ) -> np.ndarray:
-    """The closed form of the module's docstring, at each theta."""
+    """Return the closed form of the module's docstring, at each theta."""
     p = np.array(HEADS) / NUM_ROWS
     total = (len(p) * NUM_ROWS / (thetas * (1 - thetas))) ** 2
     if method == "SGLD":
@@ -151,9 +157,10 @@ def variance(
 
 
 def table(count: int) -> pd.DataFrame:
-    """For each theta and method.
+    """Return the table of estimates for each theta and method.
 
-    Mean and sd of ``count`` estimates, the sd of the closed form, and the true gradient.
+    Its columns are mean and sd of ``count`` estimates, the sd of the closed form, and the true
+    gradient.
     """
     heads = sum(HEADS)
     tails = len(HEADS) * NUM_ROWS - heads
@@ -195,7 +202,7 @@ def plot(frame: pd.DataFrame, place: Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> pd.DataFrame:
-    """Print the sds, draw the figure; return the table."""
+    """Print the sds, draw the figure, and return the table."""
     parser = argparse.ArgumentParser(
         description="Variance of gradient estimators on three Bernoulli silos."
     )

@@ -1,9 +1,9 @@
 """Counts of birds at 235 sites in nine years, ten silos of sites: Poisson, or negative binomial.
 
-The log of the expected count is a mean, plus an effect of the year (nine that sum to zero), which
-all silos share, plus an effect of the site, which is local. Sites are the silo plate's coarser
-elements, counts point to them. 43 of 2,115 counts are missing and left out. The negative binomial
-adds variance that sites do not explain.
+The log of the expected count is a mean, plus an effect of the year, plus an effect of the site. All
+silos share the nine effects of years, which sum to zero. The effect of a site is local. Sites are
+the silo plate's coarser elements, and counts point to them. 43 of 2,115 counts are missing and left
+out. The negative binomial adds variance that sites do not explain.
 
 References: Kery & Schaub (2012), Bayesian Population Analysis using WinBUGS, section 4.2 (coal tits
 in Switzerland: data and model); Magnusson et al. (2024), posteriordb (data set GLMM_data).
@@ -26,7 +26,7 @@ NUM_YEARS = 9
 
 
 def data() -> dict[str, np.ndarray]:
-    """Count, site (0 to 234) and year (0 to 8) of each of 2,072 visits."""
+    """Return count, site (0 to 234) and year (0 to 8) of each of 2,072 visits."""
     loaded = json.loads(
         path(
             "posteriordb/data_only", "GLMM_data.json", "posteriordb (GLMM_data)", "2,072 counts"
@@ -40,7 +40,7 @@ def data() -> dict[str, np.ndarray]:
 
 
 def silos() -> fed.Silos:
-    """Ten silos of 23 or 24 neighbouring site numbers."""
+    """Return ten silos of 23 or 24 neighboring site numbers."""
     visits = data()
     sites = np.arange(visits["site"].max() + 1)
     return fed.split(
@@ -52,14 +52,14 @@ def silos() -> fed.Silos:
 
 
 def log_rate(site: Array, year: Array, sites: Array) -> Array:
-    """The log of the expected count at each visit."""
+    """Return the log of the expected count at each visit."""
     mean = numpyro.sample("mean", dist.Normal(0, 5))
     sigma_year = numpyro.sample("sigma_year", dist.HalfNormal(0.5))
-    # they sum to zero, so that they do not move with the mean
+    # a sum of zero keeps the years apart from the mean
     effect = numpyro.sample("year_effect", dist.ZeroSumNormal(sigma_year, event_shape=(NUM_YEARS,)))
     sigma_site = numpyro.sample("sigma_site", dist.HalfNormal(2))
     with fed.silo_plate("sites", sites.shape[0]):
-        # centred at the mean, since nine years say much about a site
+        # centered, since nine years inform a site well
         level = numpyro.sample("level", dist.Normal(mean, sigma_site))
     return level[site] + effect[year]
 

@@ -1,36 +1,34 @@
-r"""Bayesian linear regression on four nodes.
+"""Bayesian linear regression on four nodes: push-sum Langevin's distance from the exact posterior.
 
-Push-sum Langevin's distance from the exact posterior, step by step.
-
-Four nodes of 200 rows each, y = X w + delta, standard normal noise and prior, two weights. The
-posterior is Gaussian and known, and so is the law of everything that the nodes hold at step t,
-given the matrices A(t): the algorithm is linear in it, so that means and covariances follow a
-recursion (:func:`exact_law`). With all rows the law is Gaussian; with minibatches the noise of
-gradients depends on the position, and the recursion has the first two moments only, which bound the
-distance from below (Gelbrich 1990). The kernel itself is run beside it, many independent networks
-at once.
+Four nodes have 200 rows each, y = X w + delta, with standard normal noise and prior, and two
+weights. The posterior is Gaussian and known. The law of all that the nodes hold at step t, given
+the matrices A(t), is known too. The algorithm is linear, so that means and covariances follow a
+recursion (:func:`exact_law`). With all rows the law is Gaussian. With minibatches the noise of
+gradients depends on the position. The recursion then has the first two moments only, which bound
+the distance from below (Gelbrich 1990). The kernel itself runs beside it, as many independent
+networks at once.
 
 W2 is the Wasserstein distance of two Gaussians (:func:`wasserstein`; Bures),
 
     W2^2 = |m1 - m2|^2 + tr(S1 + S2 - 2 (S2^1/2 S1 S2^1/2)^1/2).
 
-The paper prints |m1 - m2| + |S1^1/2 - S2^1/2|: a sum where the root of a sum of squares should be,
-and a second term that is right only where S1 and S2 commute. It is not W2 in general.
+The paper prints |m1 - m2| + |S1^1/2 - S2^1/2|. This is a sum where the root of a sum of squares
+should be, and its second term is right only where S1 and S2 commute. It is not W2 in general.
 
-What rate to expect: the average moves by Langevin steps of alpha / m on U, so with alpha(t) =
-alpha0 / (1 + t) its start is forgotten like t^-c (its covariance like t^-2c), where c = alpha0 mu /
-m and mu is the least eigenvalue of U's Hessian. Steps and disagreement put the covariance off by
-O(alpha) = O(1 / t), and the mean where silos differ. So W2 falls like t^-min(c, 1). The paper's
-theorem 5.7 promises t^-(1/2 - gamma) where c > 1/2 - gamma (in its notation without the 1/m); its
-other condition, alpha0 <= 1 / (2 max(mu, L)), asks for c <= 1/2. Here c = 2: until the 1 / t takes
-over, W2 falls faster.
+**Expected rate.** The average moves by Langevin steps of alpha / m on U. With alpha(t) = alpha0 /
+(1 + t) it forgets its start like t^-c (its covariance like t^-2c). Here c = alpha0 mu / m, and mu
+is the least eigenvalue of U's Hessian. Steps and disagreement put the covariance off by O(alpha) =
+O(1 / t), and the mean where silos differ. So W2 falls like t^-min(c, 1). The paper's theorem 5.7
+promises t^-(1/2 - gamma) where c > 1/2 - gamma (in its notation without the 1/m). Its other
+condition, alpha0 <= 1 / (2 max(mu, L)), asks for c <= 1/2. Here c = 2: until the 1 / t takes over,
+W2 falls faster.
 
-Links that fail at random: one law for each drawn sequence of matrices, and the median over
-sequences is shown. The theorem does not cover them: no window of B steps connects the nodes for
-certain, and a node that hears nothing for k steps while it gives has a push-sum weight of 2^-k and
+**Links that fail at random.** Each drawn sequence of matrices has its own law, and the median over
+sequences is shown. The theorem does not cover them, because no window of B steps connects the nodes
+for certain. A node that hears nothing for k steps while it sends has a push-sum weight of 2^-k, and
 steps 2^k times as long. Such outages become rare faster than steps become small, so almost every
-sequence converges, but a mean of squares over sequences is ruled by the rarest. Hence steps that
-start small (offset b = 50), which minibatches of one row need too.
+sequence converges. The rarest sequences, however, rule a mean of squares over sequences. Hence
+steps start small (offset b = 50), which minibatches of one row need too.
 
 References: Kolesov, Kungurtsev (2020), Decentralized Langevin dynamics over a directed graph,
 section 6.2, figure 3, theorem 5.7; Gelbrich (1990), Math. Nachr. 147, 185-203.
@@ -58,7 +56,7 @@ Decay = tuple[float, float, float]
 
 
 def data(seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Features (800, 2), targets, and the node of each row."""
+    """Return features (800, 2), targets, and the node of each row."""
     rng = np.random.default_rng(seed)
     weights = rng.normal(size=DIM)
     x = rng.normal(size=(NUM_NODES * NUM_ROWS, DIM))
@@ -78,9 +76,9 @@ def model(x, y=None):  # type: ignore[no-untyped-def]
 
 
 def graphs() -> dict[str, fed.graphs.TimeVaryingGraph]:
-    """A ring; two halves of it by turns, neither of which connects the nodes.
+    """Return a ring, its two halves by turns, and a ring with links that fail.
 
-    And the ring with links that fail.
+    Neither half connects the nodes.
     """
     ring = fed.graphs.ring(NUM_NODES)
     halves = [nx.DiGraph([(0, 1), (2, 3)]), nx.DiGraph([(1, 2), (3, 0)])]
@@ -92,7 +90,7 @@ def graphs() -> dict[str, fed.graphs.TimeVaryingGraph]:
 
 
 class Potentials(NamedTuple):
-    """U_i(w) = w' H_i w / 2 - b_i' w of every node, and its rows for the noise of minibatches."""
+    """Potentials U_i(w) = w' H_i w / 2 - b_i' w of every node, and its rows for minibatch noise."""
 
     hessian: np.ndarray
     slope: np.ndarray
@@ -101,17 +99,17 @@ class Potentials(NamedTuple):
 
     @property
     def posterior(self) -> tuple[np.ndarray, np.ndarray]:
-        """Mean and covariance."""
+        """Mean and covariance of the posterior."""
         covariance = np.linalg.inv(self.hessian.sum(0))
         return covariance @ self.slope.sum(0), covariance
 
     @property
     def scale(self) -> float:
-        """The alpha0 of c = 1: m / mu."""
+        """Step constant alpha0 of c = 1: m / mu."""
         return float(NUM_NODES / np.linalg.eigvalsh(self.hessian.sum(0))[0])
 
     def noise(self, node: int, mean: np.ndarray, covariance: np.ndarray) -> np.ndarray:
-        """Covariance of the node's gradient from a single row, at a position of this law."""
+        """Return the covariance of a node's gradient from one row, at positions of this law."""
         x, residual = self.x[node], mean @ self.x[node].T - self.y[node]
         squares = residual**2 + np.einsum("ni,...ij,nj->...n", x, covariance, x)
         gradient = (
@@ -131,13 +129,13 @@ def potentials() -> Potentials:
 
 
 class Law(NamedTuple):
-    """Given each of S sequences of matrices, at T steps.
+    """Law of the draws of m nodes and, last, of their average, at T steps.
 
-    Of the draws of m nodes and, last, of their average.
+    It is the law given each of S sequences of matrices.
 
     :ivar mean: ``(T, S, m + 1, d)``.
     :ivar covariance: ``(T, S, m + 1, d, d)``.
-    :ivar consensus: the mean squared distance of each node from the average ``(T, S, m)``.
+    :ivar consensus: mean squared distance of each node from the average ``(T, S, m)``.
     """
 
     mean: np.ndarray
@@ -152,10 +150,10 @@ def exact_law(
     minibatch: bool = False,
     num_sequences: int = 1,
 ) -> Law:
-    """The law of the first, second, ... draw of chains that start from the prior.
+    """Return the law of the first, second, ... draw of chains that start from the prior.
 
-    :param decay: a, b and gamma of the steps' sizes.
-    :param minibatch: gradients from one row in place of all.
+    :param decay: a, b and gamma of the step sizes.
+    :param minibatch: take gradients from one row in place of all.
     """
     u, m, d, s = potentials(), NUM_NODES, DIM, num_sequences
     rngs = [np.random.default_rng(k) for k in range(s)]
@@ -188,8 +186,9 @@ def exact_law(
 def _positions(
     mean: np.ndarray, covariance: np.ndarray, divide: np.ndarray
 ) -> tuple[np.ndarray, ...]:
-    """The law of each node's X / Y and of the average, and E |Z_i - average|^2, from the law of
-    what nodes mix.
+    """Return the law of each node's X / Y and of the average, and E |Z_i - average|^2.
+
+    They follow from the law of what nodes mix.
     """
     s, m, d = len(mean), NUM_NODES, DIM
     average = np.tile(np.eye(d) / m, (1, m))
@@ -209,7 +208,7 @@ def root(matrix: np.ndarray) -> np.ndarray:
 def wasserstein(
     mean: np.ndarray, covariance: np.ndarray, posterior: tuple[np.ndarray, np.ndarray]
 ) -> np.ndarray:
-    """W2 between Gaussians of these means and covariances and the posterior."""
+    """Return W2 between Gaussians of these means and covariances and the posterior."""
     half = root(posterior[1])
     cross = root(half @ covariance @ half)
     bures = np.trace(covariance + posterior[1] - 2 * cross, axis1=-2, axis2=-1)
@@ -217,17 +216,17 @@ def wasserstein(
 
 
 def distance(law: Law) -> np.ndarray:
-    """W2 of every node and the average given the sequence, a median over sequences.
+    """Return W2 of every node and the average, ``(T, m + 1)``.
 
-    ``(T, m + 1)``.
+    It is the median over sequences of W2 given the sequence.
     """
     return np.median(wasserstein(law.mean, law.covariance, potentials().posterior), 1)
 
 
 def slope(values: np.ndarray) -> np.ndarray:
-    """Slopes of log values (of steps 1, 2, ...
+    """Return slopes of log values against log t over the last decade.
 
-    along the first axis) against log t over the last decade.
+    The values of steps 1, 2, ... are along the first axis.
     """
     start = len(values) // 10
     log_t = np.log(np.arange(start, len(values)) + 1)
@@ -235,10 +234,10 @@ def slope(values: np.ndarray) -> np.ndarray:
 
 
 class Run(NamedTuple):
-    """R networks.
+    """Draws and consensus errors of R networks.
 
-    Draws of the nodes and, last, their average ``(R, m + 1, T, d)``, and consensus errors ``(R, m,
-    T)``.
+    Draws are those of the nodes and, last, their average ``(R, m + 1, T, d)``; consensus errors are
+    ``(R, m, T)``.
     """
 
     draws: np.ndarray
@@ -252,7 +251,7 @@ def simulate(
     num_networks: int,
     minibatch: bool = False,
 ) -> Run:
-    """Networks of the kernel, from starts drawn from the prior."""
+    """Run networks of the kernel, from starts drawn from the prior."""
     kernel = fed.PushSumLangevin(
         model, graph, fed.polynomial_decay(*decay), 1 if minibatch else None
     )
@@ -284,9 +283,9 @@ def simulate(
 
 
 def measured(draws: np.ndarray) -> np.ndarray:
-    """W2 of every node and the average from draws over networks, ``(steps, m + 1)``.
+    """Return W2 of every node and the average, from draws over networks, ``(steps, m + 1)``.
 
-    About :func:`floor` for the posterior itself.
+    It is about :func:`floor` for the posterior itself.
     """
     mean = draws.mean(0)
     apart = draws - mean
@@ -295,17 +294,18 @@ def measured(draws: np.ndarray) -> np.ndarray:
 
 
 def floor(num_networks: int) -> float:
-    """What :func:`measured` sees of R draws from the posterior itself, sd sqrt((d + d (d + 1) / 4)
-    / R) for a round one.
+    """Return the value of :func:`measured` for R draws from the posterior itself.
+
+    It is sd sqrt((d + d (d + 1) / 4) / R) for a round posterior.
     """
     variance = np.trace(potentials().posterior[1]) / DIM
     return float(np.sqrt(variance * (DIM + DIM * (DIM + 1) / 4) / num_networks))
 
 
 def table(laws: dict[str, Law], runs: dict[str, Run]) -> pd.DataFrame:
-    """By graph: W2 of the worst node at t = 10, 100, ..., exact and measured.
+    """Return W2 of the worst node at t = 10, 100, ..., exact and measured, by graph.
 
-    Slopes of the worst node and of the average.
+    Slopes of the worst node and of the average follow.
     """
     rows: dict[str, dict[str, float]] = {}
     for name, law in laws.items():
@@ -327,11 +327,11 @@ def table(laws: dict[str, Law], runs: dict[str, Run]) -> pd.DataFrame:
 
 
 def plot(law: Law, run: Run, title: str, place: Path) -> None:
-    """Figure 3: W2 and consensus error of every node: exact, and of the kernel's networks."""
+    """Draw figure 3: W2 and consensus error of every node, exact and of the kernel's networks."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.8), layout="constrained")
     exact, consensus = distance(law), np.median(law.consensus, 1)
     found, networks, num_networks = measured(run.draws), run.consensus.mean(0).T, len(run.draws)
-    # every second step: weights of push-sum change from one to the next
+    # every second step, as push-sum weights change from one step to the next
     t, few = (
         np.unique(2 * np.geomspace(1, n // 2, k).astype(int))
         for n, k in ((len(exact), 80), (len(found), 20))
@@ -364,10 +364,7 @@ def plot(law: Law, run: Run, title: str, place: Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, pd.DataFrame]:
-    """Print a table by graph for all rows and for minibatches, draw the figure.
-
-    Return the tables.
-    """
+    """Print tables by graph for all rows and minibatches, draw the figure, return the tables."""
     parser = argparse.ArgumentParser(
         description="Decentralised linear regression: W2 to the posterior over steps."
     )

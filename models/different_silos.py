@@ -1,15 +1,15 @@
-"""One question, silos that measured different things: does exposure raise the rate of attacks?
+"""Silos that measured different things: does exposure raise the rate of attacks?
 
-Simulated persons with an exposure x, N(m, s) in the population, and a Poisson number of attacks of
-rate exp(a + b x). One silo measured x itself, one has a noisy proxy of it, one only the counts:
-there x is a latent of each person, and its data say something of a, b, m and s together, as the
-mixture over x does. One function is the model of all three; which branch a silo takes is seen from
-its arguments (:class:`numpyro_fed.MixedSilos`).
+Simulated persons have an exposure x, N(m, s) in the population, and a Poisson number of attacks of
+rate exp(a + b x). One silo measured x itself, one has a noisy proxy of it, and one has only the
+counts. In the last, x is a latent of each person. The data of that silo inform a, b, m and s
+together, as the mixture over x does. One function is the model of all three. The arguments of a
+silo decide which branch it takes (:class:`numpyro_fed.MixedSilos`).
 
     python models/different_silos.py [--quick]
 
 fits all three with :func:`numpyro_fed.fit`, the first alone, and NUTS on everything pooled, and
-prints them beside each other.
+prints them side by side.
 """
 
 import argparse
@@ -29,12 +29,12 @@ import numpyro_fed as fed
 
 GLOBALS = ["a", "b", "m", "s"]
 TRUTH = {"a": -0.5, "b": 0.6, "m": 0.8, "s": 1.0}
-NOISE = 0.7  # sd of the proxy, known
-EXACT, PROXY, COUNTS = 60, 300, 600  # persons
+NOISE = 0.7  # sd of the proxy, which the model knows
+EXACT, PROXY, COUNTS = 60, 300, 600  # numbers of persons
 
 
 def population() -> dict[str, Array]:
-    """The global sites: the rate's intercept and slope, and the law of the exposure."""
+    """Sample the global sites: the rate's intercept and slope, and the law of the exposure."""
     a = numpyro.sample("a", dist.Normal(0, 2))
     b = numpyro.sample("b", dist.Normal(0, 1))
     m = numpyro.sample("m", dist.Normal(0, 2))
@@ -43,9 +43,9 @@ def population() -> dict[str, Array]:
 
 
 def persons(theta, y, x=None, proxy=None, label=""):  # type: ignore[no-untyped-def]
-    """Persons of whom the exposure, a proxy of it, or nothing but the count is known."""
+    """Sample persons with a known exposure, with a proxy of it, or with their count alone."""
     with fed.silo_plate(f"persons{label}", y.shape[0]):
-        if x is None:  # non-centred
+        if x is None:  # non-centered
             x = theta["m"] + theta["s"] * numpyro.sample(f"z{label}", dist.Normal(0, 1))
         else:
             numpyro.sample(f"x{label}", dist.Normal(theta["m"], theta["s"]), obs=x)
@@ -59,14 +59,14 @@ def model(y, x=None, proxy=None):  # type: ignore[no-untyped-def]
 
 
 def pooled(parts):  # type: ignore[no-untyped-def]
-    """The same law of all silos in one program, for NUTS."""
+    """Sample the same law of all silos in one program, for NUTS."""
     theta = population()
     for i, rows in enumerate(parts):
         persons(theta, **rows, label=f"_{i}")
 
 
 def silos(scale: float = 1.0, seed: int = 0) -> fed.MixedSilos:
-    """One silo of each kind, of ``scale`` times the persons."""
+    """Return one silo of each kind, of ``scale`` times the persons."""
     rng = np.random.default_rng(seed)
 
     def persons(count: int) -> tuple[np.ndarray, np.ndarray]:
@@ -86,12 +86,12 @@ def silos(scale: float = 1.0, seed: int = 0) -> fed.MixedSilos:
 
 
 def fit(silos: fed.MixedSilos | fed.Silos, num_draws: int = 4000) -> az.InferenceData:
-    """Conducive rounds and the last one; prints what it did."""
+    """Run conducive rounds and the last round, and print a report."""
     return fed.fit(model, silos, num_draws=num_draws)
 
 
 def reference(silos: fed.MixedSilos, num_warmup: int = 1000, num_samples: int = 4000) -> MCMC:
-    """NUTS on everything."""
+    """Run NUTS on the pooled data."""
     mcmc = MCMC(
         NUTS(pooled),
         num_warmup=num_warmup,
@@ -132,7 +132,9 @@ def _globals(idata: az.InferenceData) -> dict[str, np.ndarray]:
     draws = {name: idata.posterior[name].values for name in GLOBALS}
     if len(draws["a"]) > 1:
         return draws
-    return {k: v.reshape(4, -1) for k, v in draws.items()}  # independent draws, as chains
+    return {
+        k: v.reshape(4, -1) for k, v in draws.items()
+    }  # draws are independent, so any split into chains will do
 
 
 if __name__ == "__main__":

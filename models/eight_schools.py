@@ -1,12 +1,13 @@
-"""Eight schools: does coaching raise test scores? Each school is a silo with one number of its own.
+"""Eight schools: does coaching raise test scores? Each school is a silo with one row.
 
-Estimated effects of coaching in eight schools and their standard errors (Rubin 1981). The schools'
-own effects never leave them; the mean effect and the spread between schools are learned by all. One
-row a silo, and a spread that may be zero: no silo alone says anything about it.
+The data are estimated effects of coaching in eight schools, and their standard errors (Rubin 1981).
+The schools' own effects never leave them. All schools together learn the mean effect and the spread
+between schools. With one row per silo, and a spread that may be zero, no silo alone informs the
+spread.
 
-The posterior of log tau has a long left tail, which no Gaussian has: SFVI finds tau's mean, and an
-sd that is about a fifth too large. Pareto's k says so without a reference, and resampling its draws
-mends it.
+The posterior of log tau has a long left tail, and a Gaussian has none. SFVI finds tau's mean, and
+an sd that is about a fifth too large. Pareto's k says so without a reference, and resampling the
+draws mends it.
 
 References: Rubin (1981), Estimation in parallel randomized experiments, J. Educ. Stat. 6, 377-401
 (the data); Gelman et al. (2013), Bayesian Data Analysis, third edition, section 5.5.
@@ -32,7 +33,7 @@ GLOBALS = ["mu", "tau"]
 
 
 def silos() -> fed.Silos:
-    """One silo a school, A to H."""
+    """Return one silo per school, A to H."""
     return fed.split({"y": EFFECT, "error": ERROR}, by=np.array(list("ABCDEFGH")))
 
 
@@ -40,18 +41,16 @@ def model(y, error):  # type: ignore[no-untyped-def]
     mu = numpyro.sample("mu", dist.Normal(0, 5))
     tau = numpyro.sample("tau", dist.HalfCauchy(5))
     with fed.silo_plate("schools", y.shape[0]):
-        # non-centred: a school's effect is mu + tau * z
+        # non-centered: a school's effect is mu + tau * z
         z = numpyro.sample("z", dist.Normal(0, 1))
         numpyro.sample("y", dist.Normal(mu + tau * z, error), obs=y)
 
 
 def model_centred(y, error):  # type: ignore[no-untyped-def]
-    """The same law in the schools' effects themselves, whose spread goes to zero with tau.
+    """Sample the same law in the schools' effects themselves, whose spread goes to zero with tau.
 
-    A funnel.
-
-    NUTS diverges in its neck; hold a fit of this model against NUTS on :func:`model`, whose mu and
-    tau are the same.
+    This is a funnel, and NUTS diverges in its neck. Compare a fit of this model with NUTS on
+    :func:`model`, whose mu and tau are the same.
     """
     mu = numpyro.sample("mu", dist.Normal(0, 5))
     tau = numpyro.sample("tau", dist.HalfCauchy(5))
@@ -63,9 +62,9 @@ def model_centred(y, error):  # type: ignore[no-untyped-def]
 def fit(
     silos: fed.Silos, num_rounds: int = 4000, num_draws: int = 8000
 ) -> tuple[az.InferenceData, az.InferenceData]:
-    """SFVI with its defaults: its draws as they are, and resampled.
+    """Run SFVI with its defaults; return its draws as they are, and resampled.
 
-    It warns of Pareto's k of both.
+    It warns of Pareto's k for both.
     """
     svi = fed.SFVI(model, fed.AutoSiloNormal(model), optax.adam(0.01))
     result = svi.run(jax.random.key(0), num_rounds, silos)
@@ -80,7 +79,7 @@ def fit(
 
 
 def reference(silos: fed.Silos, num_warmup: int = 1000, num_samples: int = 5000) -> MCMC:
-    """NUTS on the pooled schools, with small steps for the narrow neck at tau near zero."""
+    """Run NUTS on the pooled schools, with small steps for the narrow neck at tau near zero."""
     nuts = NUTS(model, target_accept_prob=0.95)
     mcmc = MCMC(
         nuts,

@@ -1,20 +1,20 @@
-"""The mean of Gaussian data whose silos differ: what long stays do to DSGLD, and not to FSGLD.
+"""Mean of Gaussian data whose silos differ: long stays harm DSGLD, and not FSGLD.
 
-Ten silos of 200 points, each around a centre of its own; the posterior of the overall mean is known
-exactly. Draws are taken every 100 local steps, also within longer stays, as in the paper. The more
-local steps T a chain takes before it moves on, the more DSGLD draws from a mixture of the silos'
-own posteriors. FSGLD with exact surrogates does not depend on T: all it has too much of is the
+Ten silos have 200 points each, around a center of their own. The posterior of the overall mean is
+known exactly. Draws are taken every 100 local steps, also within longer visits, as in the paper.
+The more local steps T a chain takes per visit, the more DSGLD draws from a mixture of the silos'
+own posteriors. FSGLD with exact surrogates does not depend on T: its only excess variance is the
 noise of minibatches.
 
-At this step nine tenths of a position are left after a step and nothing after a hundred, so that
-the law of the draws, and the squared error that the mean of n of them has, are known in closed form
-(:func:`variances`, :func:`expected_mse`). The silos being of equal size, DSGLD's mixture has the
-posterior's mean: its error of the mean does not come to rest, but falls as that of few draws from a
-wide law (one a stay); its spread stays wrong.
+At this step size nine tenths of a position are left after a step, and nothing after a hundred. So
+the law of the draws is known in closed form (:func:`variances`), and so is the squared error of the
+mean of n draws (:func:`expected_mse`). Since the silos have equal sizes, DSGLD's mixture has the
+posterior's mean. Its error of the mean therefore does not level off. It falls like that of few
+draws from a wide law (one per visit), and its spread stays wrong.
 
-The paper prints q_s = N(mean of the silo, I / N) and says that it is the silo's likelihood: its N
-is the silo's 200 rows. Its grid for the constants of the bounds is not given. The gradients of a
-Gaussian are not bounded (assumption 1), so gamma_s^2 is what the grid makes it; it is largest at
+The paper prints q_s = N(mean of the silo, I / N) and says that it is the silo's likelihood, so its
+N is the silo's 200 rows. It does not give its grid for the constants of the bounds. The gradients
+of a Gaussian are not bounded (assumption 1), so the grid determines gamma_s^2, which is largest at
 corners.
 
 Reference: El Mekkaoui et al. (2021), Federated Stochastic Gradient Langevin Dynamics, section 5.1,
@@ -46,7 +46,7 @@ Draws = dict[tuple[str, int], np.ndarray]
 
 
 def data(seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Points, shape (2000, 2), and the silo of each."""
+    """Return points, shape (2000, 2), and the silo of each."""
     rng = np.random.default_rng(seed)
     silo = np.repeat(np.arange(NUM_SILOS), NUM_ROWS)
     centres = rng.uniform(-6, 6, (NUM_SILOS, 2))
@@ -65,19 +65,20 @@ def model(x):  # type: ignore[no-untyped-def]
 
 
 def exact(silos: fed.Silos) -> tuple[np.ndarray, float]:
-    """Mean and sd of the posterior: N(sum x / (N + 1), 1 / (N + 1))."""
+    """Return mean and sd of the posterior N(sum x / (N + 1), 1 / (N + 1))."""
     x = np.asarray(silos.pooled["x"], np.float64)
     return x.sum(0) / (len(x) + 1), (len(x) + 1) ** -0.5
 
 
 def variances(silos: fed.Silos, method: str, stay: int) -> tuple[float, float]:
-    """Of a draw at the paper's step size, averaged over coordinates.
+    """Return the variances of a draw at the paper's step size, averaged over coordinates.
 
-    What differing silos make of it, and what single steps make.
+    The first comes from differing silos, the second from single steps.
 
     With a = 1 - h lam / 2 and lam = N + 1 a step of DSGLD is theta <- a theta + (1 - a) c_s + N(0,
-    h + h^2 V / 4): c_s is the silo's own posterior mean, V = (N_s S)^2 / m times the variance
-    within a silo the minibatch's noise. FSGLD has c, the posterior mean, in place of all c_s.
+    h + h^2 V / 4). Here c_s is the silo's own posterior mean, and V = (N_s S)^2 / m times the
+    variance within a silo is the minibatch's noise. FSGLD has c, the posterior mean, in place of
+    all c_s.
     """
     rows, h = NUM_SILOS * NUM_ROWS, STEP_SIZE
     points = [np.asarray(silos[name]["x"], np.float64) for name in silos]
@@ -92,7 +93,7 @@ def variances(silos: fed.Silos, method: str, stay: int) -> tuple[float, float]:
 
 
 def expected_mse(silos: fed.Silos, method: str, stay: int, num_draws: np.ndarray) -> np.ndarray:
-    """The expectation of :func:`mse`: draws share nothing but the silo of their stay."""
+    """Return the expectation of :func:`mse`; draws share nothing but the silo of their visit."""
     between, noise = variances(silos, method, stay)
     kept = max(1, stay // EVERY)
     stays, rest = np.divmod(num_draws, kept)
@@ -102,9 +103,9 @@ def expected_mse(silos: fed.Silos, method: str, stay: int, num_draws: np.ndarray
 def fit(
     silos: fed.Silos, method: str, stay: int, num_draws: int, burn_in: int = BURN_IN
 ) -> np.ndarray:
-    """Draws every 100 local steps, (chains, draws, 2), with ``stay`` steps a round.
+    """Return draws every 100 local steps, ``(chains, draws, 2)``, with ``stay`` steps per round.
 
-    Of the paper's kernels, or by the library's defaults.
+    They are those of the paper's kernels, or of the library's defaults.
     """
     kept, thinning = max(1, stay // EVERY), max(1, EVERY // stay)
     settings: dict[str, Any] = {"num_local_steps": stay, "num_kept": kept}
@@ -131,24 +132,23 @@ def fit(
 
 
 def mse(draws: np.ndarray, mean: np.ndarray) -> np.ndarray:
-    """|mean of the first n draws - posterior mean|^2 for n = 1, 2, ..., averaged over chains."""
+    """Return |mean of n draws - posterior mean|^2 for n = 1, 2, ..., averaged over chains."""
     running = draws.cumsum(axis=1) / np.arange(1, draws.shape[1] + 1)[:, None]
     return ((running - mean) ** 2).sum(-1).mean(0)
 
 
 def exact_surrogates(silos: fed.Silos) -> fed.surrogates.Surrogates:
-    """N(mean of the silo, 1 / N_s): the silos' likelihoods."""
+    """Return the silos' likelihoods N(mean of the silo, 1 / N_s)."""
     means = np.stack([np.asarray(silos[name]["x"], np.float64).mean(0) for name in silos])
     return fed.surrogates.analytic(silos, means, np.full_like(means, NUM_ROWS))
 
 
 def bounds(silos: fed.Silos) -> tuple[pd.DataFrame, tuple[float, float]]:
-    """gamma_s^2 of theorem 1 and epsilon_s^2 of theorem 2, and the bounds of both after 100,000
-    steps.
+    """Return gamma_s^2 of theorem 1, epsilon_s^2 of theorem 2, and both bounds after 100,000 steps.
 
-    Maxima over a grid on the square of the centres, of all rows (assumption 1) and of the mean over
-    rows, which is all that the theorem's proof needs; and of that mean over a grid of six posterior
-    sds.
+    Maxima are over a grid on the square of the centers: of all rows (assumption 1), and of the mean
+    over rows, which suffices for the theorem's proof. The table also has the maximum of that mean
+    over a grid six posterior sds wide.
     """
     square = np.stack(np.meshgrid(*[np.linspace(-6, 6, 25)] * 2), -1).reshape(-1, 2)
     mean, sd = exact(silos)
@@ -170,9 +170,9 @@ def bounds(silos: fed.Silos) -> tuple[pd.DataFrame, tuple[float, float]]:
 
 
 def table(silos: fed.Silos, draws: Draws) -> pd.DataFrame:
-    """Squared error of the mean of 10, 100, ...
+    """Return squared errors of the mean of 10, 100, ... draws and the sd of draws.
 
-    draws and the sd of draws, beside their closed forms.
+    Their closed forms are beside them.
     """
     rows = {}
     for (method, stay), chains in draws.items():
@@ -240,7 +240,7 @@ def plot(silos: fed.Silos, draws: Draws, place: Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> Draws:
-    """Print tables and a comparison, draw the figure; return the draws by method and T."""
+    """Print tables and a comparison, draw the figure, and return the draws by method and T."""
     parser = argparse.ArgumentParser(description="A Gaussian mean: DSGLD and FSGLD by stay.")
     parser.add_argument("--quick", action="store_true", help="few draws")
     parser.add_argument("--figure", type=Path, default=Path("figures/gaussian_mean.png"))
@@ -264,7 +264,7 @@ def main(arguments: Sequence[str] | None = None) -> Draws:
     )
     plot(points, draws, args.figure)
 
-    # The library's own step size in place of the paper's, against NUTS.
+    # The library's step size in place of the paper's, beside NUTS.
     settings = {"num_samples": 1000, "num_chains": 4, "chain_method": "vectorized"}
     mcmc = MCMC(fed.FSGLD(model), num_warmup=200, **settings)
     mcmc.run(jax.random.key(1), points)

@@ -1,33 +1,31 @@
-r"""The two means of a Gaussian mixture on four nodes.
-
-Push-sum Langevin on a posterior with two modes.
+"""Two means of a Gaussian mixture on four nodes: push-sum Langevin on two modes.
 
     x_i ~ 1/2 N(theta1, 2) + 1/2 N(theta1 + theta2, 2),   theta1 ~ N(0, 10),   theta2 ~ N(0, 1)
     (variances),
 
-800 rows drawn at theta = (0, 1). The likelihood is the same at (1, -1), where the components have
-changed names, so the posterior has two modes of nearly equal weight. The truth is taken from a grid
-(:func:`grid`).
+The 800 rows are drawn at theta = (0, 1). The likelihood is the same at (1, -1), where the
+components have changed names, so the posterior has two modes of nearly equal weight. The truth
+comes from a grid (:func:`grid`).
 
-How hard it is to get from one mode to the other: half of the networks start around one, half around
-the other, and are counted apart, so that no lucky start can give the weights. The average of the
-nodes is Langevin dynamics with steps alpha / m, and by the time s = sum alpha / m that it has run
-it remembers a share exp(-s / tau) of where it began; tau comes from the grid too
-(:func:`relaxation`). Data sets differ: over seeds 0, 1, 2, 3 the log density at theta2 = 0 lies
-0.7, 0.7, 4.9 and 2.7 below the modes'. Seed 3 is taken, whose modes are near the true (0, 1) and
-(1, -1).
+**Moves between modes.** Half of the networks start around one mode, and half around the other. The
+halves are counted apart, so that no lucky start can give the weights. The average of the nodes is
+Langevin dynamics with steps alpha / m. After the time s = sum alpha / m it remembers a share exp(-s
+/ tau) of its start; tau comes from the grid too (:func:`relaxation`). Data sets differ: over seeds
+0, 1, 2, 3 the log density at theta2 = 0 lies 0.7, 0.7, 4.9 and 2.7 below the modes'. Seed 3 is
+chosen, whose modes are near the true (0, 1) and (1, -1).
 
-Step sizes alpha = a / (b + t)^0.65 fall from 0.01 to a last one, 0.0001 in the paper, which does
-not say in how many steps. In 10,000 of them s is a sixth of tau: a network stays in the mode in
-which it began. More time does it, be it steps that fall less or more of them.
+**Step sizes** alpha = a / (b + t)^0.65 fall from 0.01 to a last one. The paper's last step is
+0.0001, and it does not say after how many steps. In 10,000 of them s is a sixth of tau, and a
+network stays in the mode in which it began. More time mends it, by steps that fall less or by more
+steps.
 
-Larger steps have their price: nodes of different silos disagree by O(alpha), more so around (1,
+Larger steps have their price. Nodes of different silos disagree by O(alpha), more so around (1,
 -1), and the average is drawn there. With steps from 0.01 to 0.005, P(theta2 > 0) comes out near
-0.46 where the grid has 0.51 (Monte-Carlo error 0.03 of 128 networks); with
-``gradient_tracking=True``, under which silos' differences cancel, 0.51.
+0.46 where the grid has 0.51 (Monte-Carlo error 0.03 of 128 networks). With
+``gradient_tracking=True``, under which silos' differences cancel, it is 0.51.
 
 Draws are weighted by their step sizes (Welling and Teh), so that means over draws are means over
-the time s; the first half of it is left out.
+the time s. The first half of s is left out.
 
 References: Kolesov, Kungurtsev (2020), Decentralized Langevin dynamics over a directed graph,
 section 6.3, figure 4; Welling, Teh (2011), Bayesian learning via stochastic gradient Langevin
@@ -54,12 +52,12 @@ import numpyro_fed as fed
 
 NUM_NODES, NUM_ROWS = 4, 200
 VARIANCE = 2.0
-FIRST, POWER = 0.01, 0.65  # the first step size; gamma
+FIRST, POWER = 0.01, 0.65  # first step size; gamma
 MODES = np.array([[0.0, 1.0], [1.0, -1.0]])
 
 
 def data(seed: int = 3) -> tuple[np.ndarray, np.ndarray]:
-    """Rows, and the node of each."""
+    """Return rows, and the node of each."""
     rng, n = np.random.default_rng(seed), NUM_NODES * NUM_ROWS
     x = rng.normal(size=n) * np.sqrt(VARIANCE) + rng.integers(0, 2, n)
     return x.astype(np.float32), np.repeat(np.arange(NUM_NODES), NUM_ROWS)
@@ -80,14 +78,14 @@ def model(x):  # type: ignore[no-untyped-def]
 
 
 def graph() -> fed.graphs.TimeVaryingGraph:
-    """Two halves of a ring by turns, neither of which connects the nodes."""
+    """Return two halves of a ring by turns, neither of which connects the nodes."""
     return fed.graphs.periodic([nx.DiGraph([(0, 1), (2, 3)]), nx.DiGraph([(1, 2), (3, 0)])])
 
 
 class Grid(NamedTuple):
-    """The posterior on a grid.
+    """Posterior on a grid.
 
-    Coordinates, and the probability of each of its points ``(n, n)``, theta1 first.
+    It holds coordinates, and the probability of each grid point ``(n, n)``, theta1 first.
     """
 
     theta1: np.ndarray
@@ -101,7 +99,7 @@ class Grid(NamedTuple):
 
     @property
     def sd(self) -> float:
-        """The sd of |theta2|."""
+        """Standard deviation of |theta2|."""
         marginal, size = self.probability.sum(0), np.abs(self.theta2)
         return float(np.sqrt(marginal @ size**2 - (marginal @ size) ** 2))
 
@@ -118,13 +116,12 @@ def grid(n: int = 160) -> Grid:
 
 
 def relaxation(grid: Grid) -> float:
-    """tau.
+    """Return tau, the relaxation time of Langevin diffusion on this posterior.
 
-    Minus one over the largest eigenvalue but 0 of the generator of Langevin diffusion on this
-    posterior.
+    It is minus one over the largest nonzero eigenvalue of the diffusion's generator.
 
-    On the grid a jump process of rates sqrt(p_j / p_i) / h^2 between neighbours, which is
-    reversible: its symmetric form has 1 / h^2 beside the diagonal.
+    On the grid the diffusion is a jump process of rates sqrt(p_j / p_i) / h^2 between neighbors. It
+    is reversible: its symmetric form has 1 / h^2 beside the diagonal.
     """
     inside = grid.probability > 1e-11 * grid.probability.max()
     number, log_p = (
@@ -153,9 +150,9 @@ def relaxation(grid: Grid) -> float:
 
 
 class Setting(NamedTuple):
-    """A run.
+    """Settings of a run: its last step size, its number of steps, and gradient tracking.
 
-    Its last step size and number of steps, and whether nodes track the sum of all gradients.
+    With tracking, nodes track the sum of all gradients.
     """
 
     last: float
@@ -164,7 +161,7 @@ class Setting(NamedTuple):
 
     @property
     def decay(self) -> tuple[float, float, float]:
-        """a, b and gamma of steps that fall from ``FIRST`` to ``last``."""
+        """Constants a, b and gamma of steps that fall from ``FIRST`` to ``last``."""
         offset = self.num_steps / ((FIRST / self.last) ** (1 / POWER) - 1)
         return FIRST * offset**POWER, offset, POWER
 
@@ -174,8 +171,7 @@ class Setting(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Every tenth draw of R networks, of which even ones start around the first mode, odd ones
-    around the second.
+    """Every tenth draw of R networks; even ones start around the first mode, odd ones the second.
 
     :ivar theta: draws ``(R, m, T, 2)``.
     :ivar consensus: squared distances from the average ``(R, m, T)``.
@@ -189,30 +185,31 @@ class Run(NamedTuple):
     time: np.ndarray
 
     def weights(self) -> np.ndarray:
-        """Of draws in means over the second half of the time: ``(T,)``."""
+        """Return weights of draws in means over the second half of the time, ``(T,)``."""
         late = self.step_size * (self.time > self.time[-1] / 2)
         return late / late.sum()
 
     def occupation(self) -> np.ndarray:
-        """The share of its time that each node of each network has theta2 > 0, ``(R, m)``."""
+        """Return the share of time that each node of each network has theta2 > 0, ``(R, m)``."""
         return (self.theta[..., 1] > 0) @ self.weights()
 
     def crossings(self) -> np.ndarray:
-        """How often each network goes from theta2 > 1/2 to theta2 < -1/2 or back, by its first
-        node, ``(R,)``.
+        """Count each network's crossings between theta2 > 1/2 and theta2 < -1/2, ``(R,)``.
+
+        Its first node counts.
         """
         sides = [path[np.abs(path) > 0.5] > 0 for path in self.theta[:, 0, :, 1]]
         return np.array([np.count_nonzero(np.diff(side)) for side in sides])
 
     def sd(self) -> np.ndarray:
-        """The sd of |theta2| at every node."""
+        """Return the sd of |theta2| at every node."""
         size, weights = np.abs(self.theta[..., 1]), self.weights() / len(self.theta)
         mean = np.einsum("rmt,t->m", size, weights)
         return np.sqrt(np.einsum("rmt,t->m", size**2, weights) - mean**2)
 
 
 def simulate(setting: Setting, num_networks: int, thinning: int = 10) -> Run:
-    """Networks of the kernel, each node from a random point of its own around its network's mode."""
+    """Run networks of the kernel, each node from a random point around its network's mode."""
     kernel = fed.PushSumLangevin(
         model, graph(), fed.polynomial_decay(*setting.decay), gradient_tracking=setting.tracked
     )
@@ -239,10 +236,10 @@ def simulate(setting: Setting, num_networks: int, thinning: int = 10) -> Run:
 
 
 def table(runs: dict[Setting, Run], truth: Grid, tau: float) -> pd.DataFrame:
-    """A row a run.
+    """Return a row per run.
 
-    Time in units of tau, crossings, P(theta2 > 0) at each node and by start with Monte-Carlo
-    errors, spread, consensus.
+    Its columns are time in units of tau, crossings, P(theta2 > 0) at each node and by start with
+    Monte-Carlo errors, spread, and consensus.
     """
     rows = {}
     for setting, run in runs.items():
@@ -263,16 +260,16 @@ def table(runs: dict[Setting, Run], truth: Grid, tau: float) -> pd.DataFrame:
 
 
 def plot(runs: dict[Setting, Run], truth: Grid, tau: float, place: Path) -> None:
-    """Figure 4 for the last run: draws of each node on the grid's contours, consensus errors.
+    """Draw figure 4 for the last run: node draws on the grid's contours, and consensus errors.
 
-    And how starts are forgotten.
+    A third part shows how starts are forgotten.
     """
     run = list(runs.values())[-1]
     figure, axes = plt.subplots(2, 3, figsize=(13, 8), layout="constrained")
     rng, networks = np.random.default_rng(0), len(run.theta)
     levels = truth.probability.max() * np.exp([-4.5, -2.0, -0.5])
     for i, axis in enumerate(axes.flat[:NUM_NODES]):
-        # 3,000 draws, each with its weight as its chance
+        # 3,000 draws, by their weights
         some = rng.choice(len(run.time), 3000, p=run.weights())
         theta = run.theta[rng.integers(0, networks, 3000), i, some]
         axis.scatter(theta[:, 0], theta[:, 1], s=3, alpha=0.4, lw=0)
@@ -312,7 +309,7 @@ def plot(runs: dict[Setting, Run], truth: Grid, tau: float, place: Path) -> None
 
 
 def main(arguments: Sequence[str] | None = None) -> tuple[pd.DataFrame, Grid]:
-    """Print a table of runs, draw the figure; return the table and the truth."""
+    """Print a table of runs, draw the figure, and return the table and the truth."""
     parser = argparse.ArgumentParser(description="The means of a Gaussian mixture, on four nodes.")
     parser.add_argument("--quick", action="store_true", help="few steps and networks")
     parser.add_argument("--figure", type=Path, default=Path("figures/gaussian_mixture_means.png"))

@@ -1,11 +1,9 @@
-"""Immunisation in Guatemala.
+"""Immunization in Guatemala: 2,159 children in 1,595 families in 161 communities.
 
-2,159 children in 1,595 families in 161 communities, eight silos of communities.
-
-Whether a child had all immunisations, by logistic regression with a random intercept for each
-family and one for each community. Two local latents, one nested in the other: families point to
-their community, children to their family, and no family is in two communities. Silos are groups of
-neighbouring community numbers, with about as many children each.
+The model is logistic regression of complete immunization, with a random intercept for each family
+and for each community. There are two local latents, one nested in the other: families point to
+their community, and children to their family. No family is in two communities. Eight silos are
+groups of neighboring community numbers, with about as many children each.
 
 References: Pebley, Goldman & Rodriguez (1996), Prenatal and delivery care and childhood
 immunization in Guatemala, Demography 33, 231-247 (the data); Rodriguez & Goldman (2001), JRSS A
@@ -21,7 +19,7 @@ from _data import path
 
 import numpyro_fed as fed
 
-# What each dummy is one for; the first level of each factor is left out.
+# The levels at which each dummy is one; the first level of each factor is left out.
 DUMMIES = {
     "kid2p": "Y",
     "mom25p": "Y",
@@ -36,9 +34,9 @@ NUM_SILOS = 8
 
 
 def data() -> tuple[pd.DataFrame, pd.DataFrame]:
-    """The table as published, and the covariates (2159, 15).
+    """Return the table as published, and the covariates (2159, 15).
 
-    Dummies about 0, and the share of indigenous people, -1 to 1.
+    They are dummies about 0, and the share of indigenous people, -1 to 1.
     """
     table = pd.read_csv(
         path(
@@ -51,14 +49,14 @@ def data() -> tuple[pd.DataFrame, pd.DataFrame]:
         for name, levels in DUMMIES.items()
         for level in levels
     }
-    # centred by round numbers near the shares, fixed in advance
+    # centered by round numbers near the shares, fixed in advance
     x = pd.DataFrame({name: column - round(column.mean(), 1) for name, column in columns.items()})
     x["pcInd81"] = 2 * (table["pcInd81"] - 0.5)
     return table, x.astype(np.float32)
 
 
 def silos() -> fed.Silos:
-    """Eight silos of communities, with about as many children each."""
+    """Return eight silos of communities, with about as many children each."""
     table, x = data()
     communities, community = np.unique(table["comm"], return_inverse=True)
     _, first, family = np.unique(table["mom"], return_index=True, return_inverse=True)
@@ -89,7 +87,7 @@ def model(x, y, family, community, communities):  # type: ignore[no-untyped-def]
     beta = numpyro.sample("beta", dist.Normal(0, 2.5).expand([x.shape[-1]]).to_event(1))
     sigma_family = numpyro.sample("sigma_family", dist.HalfNormal(2))
     sigma_community = numpyro.sample("sigma_community", dist.HalfNormal(2))
-    # non-centred, both
+    # both are non-centered
     with fed.silo_plate("communities", communities.shape[0]):
         u = numpyro.sample("u", dist.Normal(0, 1))
     with fed.silo_plate("families", community.shape[0]):

@@ -1,11 +1,11 @@
 """Heart disease in four hospitals: logistic regression on 740 patients of unequal silos.
 
-Cleveland, Budapest, Zurich and Basel ("switzerland"), Long Beach ("va"); the outcome is any
-narrowing of the coronary arteries. Columns and patients are chosen as in FLamby's
+The hospitals are Cleveland, Budapest, Zurich and Basel ("switzerland"), and Long Beach ("va"). The
+outcome is any narrowing of the coronary arteries. Columns and patients are chosen as in FLamby's
 Fed-Heart-Disease. Beware: a cholesterol of 0 means missing, as for all patients of "switzerland".
 
-References: Detrano et al. (1989), American Journal of Cardiology 64, 304-310 (the data);
-Ogier du Terrail et al. (2022), FLamby (the rule).
+References: Detrano et al. (1989), American Journal of Cardiology 64, 304-310 (the data); Ogier du
+Terrail et al. (2022), FLamby (the rule).
 """
 
 import argparse
@@ -23,8 +23,8 @@ from numpyro.infer import MCMC, NUTS
 
 import numpyro_fed as fed
 
-# Round numbers near the pooled mean and sd, fixed in advance: no hospital need tell its own, and a
-# column that is constant within a hospital does no harm.
+# Round numbers near the pooled mean and sd, fixed in advance, so that no hospital has to send its
+# own, and a column that is constant within a hospital does no harm.
 SCALE = {
     "age": (53.0, 9.0),
     "trestbps": (133.0, 19.0),
@@ -39,7 +39,7 @@ CHAINS = {"num_chains": 4, "chain_method": "vectorized"}
 
 
 def data() -> tuple[pd.DataFrame, np.ndarray, np.ndarray]:
-    """Covariates (740, 13), disease 0/1, and hospital of each patient."""
+    """Return covariates (740, 13), disease 0/1, and hospital of each patient."""
     table = pd.read_csv(
         path(
             "heart_disease",
@@ -56,24 +56,24 @@ def data() -> tuple[pd.DataFrame, np.ndarray, np.ndarray]:
 
 
 def columns(table: pd.DataFrame) -> tuple[pd.DataFrame, np.ndarray]:
-    """Covariates and disease 0/1, of whole rows of the study's table."""
+    """Return covariates and disease 0/1, from complete rows of the study's table."""
     disease = (table["num"] > 0).to_numpy(np.float32)
     x = table.drop(columns="num")
     for column, (centre, scale) in SCALE.items():
         x[column] = (x[column] - centre) / scale
-    for column, kinds in KINDS.items():  # of all hospitals: one alone may not have them all
+    for column, kinds in KINDS.items():  # a hospital may lack some kinds
         x[column] = pd.Categorical(x[column].astype(int), categories=kinds)
     return pd.get_dummies(x, columns=list(KINDS), drop_first=True).astype(np.float32), disease
 
 
 def silo(table: pd.DataFrame) -> dict[str, np.ndarray]:
-    """The model's arguments of one hospital's table, of the study's columns."""
+    """Return the model's arguments from one hospital's table with the study's columns."""
     x, disease = columns(table[[*MEASURED, "num"]].dropna().reset_index(drop=True))
     return {"x": x.to_numpy(), "y": disease}
 
 
 def silos() -> fed.Silos:
-    """The four hospitals."""
+    """Return the four hospitals."""
     x, disease, hospital = data()
     return fed.split({"x": x.to_numpy(), "y": disease}, by=hospital)
 
@@ -86,14 +86,14 @@ def model(x, y=None):  # type: ignore[no-untyped-def]
 
 
 def fit(silos: fed.Silos, num_warmup: int = 200, num_samples: int = 1800) -> MCMC:
-    """FSGLD with its defaults, every local step on all of a hospital's patients."""
+    """Run FSGLD with its defaults, every local step on all of a hospital's patients."""
     mcmc = MCMC(fed.FSGLD(model), num_warmup=num_warmup, num_samples=num_samples, **CHAINS)
     mcmc.run(jax.random.key(0), silos)
     return mcmc
 
 
 def reference(silos: fed.Silos, num_warmup: int = 500, num_samples: int = 2000) -> MCMC:
-    """NUTS on the pooled patients."""
+    """Run NUTS on the pooled patients."""
     mcmc = MCMC(NUTS(model), num_warmup=num_warmup, num_samples=num_samples, **CHAINS)
     mcmc.run(jax.random.key(1), **silos.pooled)
     return mcmc
@@ -108,7 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> fed.Comparison:
     hospitals = silos()
     print(hospitals)
     draws = {"num_warmup": 200, "num_samples": 300} if args.quick else {}
-    # names of the covariates, so that tables and the figure say what beta is
+    # names of the covariates label beta in tables and the figure
     labels = {"coords": {"covariate": list(data()[0].columns)}, "dims": {"beta": ["covariate"]}}
     fed_idata = fed.to_inference_data(
         fit(hospitals, **draws), hospitals, log_likelihood=False, **labels

@@ -1,12 +1,13 @@
-"""Heart disease in four hospitals, each with an intercept and an age slope of its own.
+"""Heart disease in four hospitals, each with its own intercept and age slope.
 
-The patients of ``heart_disease``, in a model that lets hospitals differ: hospital h has an
-intercept and a slope of age around common ones. A silo is one element of the plate of hospitals,
-whose latent is a vector, and many of the plate of patients, which point to it. Four hospitals say
-little about the spread between them, so its prior matters, and its posterior has a long right tail.
+The patients are those of ``heart_disease``, in a model that lets hospitals differ: hospital h has
+an intercept and a slope of age around common ones. A silo is one element of the plate of hospitals,
+whose latent is a vector. It is also many elements of the plate of patients, which point to the
+hospital. Four hospitals inform the spread between them little, so its prior matters, and its
+posterior has a long right tail.
 
-References: Detrano et al. (1989), American Journal of Cardiology 64, 304-310 (the data);
-Gelman (2006), Bayesian Analysis 1, 515-533 (priors of such spreads).
+References: Detrano et al. (1989), American Journal of Cardiology 64, 304-310 (the data); Gelman
+(2006), Bayesian Analysis 1, 515-533 (priors of such spreads).
 """
 
 import numpy as np
@@ -19,9 +20,9 @@ import numpyro_fed as fed
 
 
 def silos() -> fed.Silos:
-    """The four hospitals.
+    """Return the four hospitals.
 
-    The hospital's own intercept takes the place of a silo's, so age is one column of x, too.
+    The hospital's own intercept replaces a silo's, so age is one column of x, too.
     """
     x, disease, hospital = data()
     names, number = np.unique(hospital, return_inverse=True)
@@ -48,12 +49,11 @@ def silos() -> fed.Silos:
 def model(x, age, y, hospital, hospitals):  # type: ignore[no-untyped-def]
     intercept = numpyro.sample("intercept", dist.Normal(0, 2.5))
     beta = numpyro.sample("beta", dist.Normal(0, 2.5).expand([x.shape[-1]]).to_event(1))
-    tau = numpyro.sample(
-        "tau", dist.HalfNormal(1).expand([2]).to_event(1)
-    )  # of the intercepts and of the slopes
+    # sds of the intercepts and of the slopes
+    tau = numpyro.sample("tau", dist.HalfNormal(1).expand([2]).to_event(1))
     with fed.silo_plate("hospitals", hospitals.shape[0]):
-        # non-centred: hospital h has intercept + tau[0] z[h, 0] and slope beta[age] + tau[1] z[h,
-        # 1]
+        # non-centered: hospital h has the intercept  intercept + tau[0] z[h, 0]  and the age slope
+        # beta[age] + tau[1] z[h, 1]
         z = numpyro.sample("z", dist.Normal(0, 1).expand([2]).to_event(1))
     own = tau * z
     with fed.silo_plate("patients", x.shape[0]):

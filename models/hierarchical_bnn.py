@@ -1,20 +1,21 @@
 r"""Personal Bayesian neural networks on MNIST: silos that each see mostly one digit.
 
-Networks of one hidden layer of ``HIDDEN`` units (ReLU) on pixels times ``FIRST``, softmax outputs,
-biases in both layers. In silo s
+Networks have one hidden layer of ``HIDDEN`` units (ReLU) on pixels times ``FIRST``, softmax
+outputs, and biases in both layers. In silo s
 
-.. math:: \text{hierarchical: } W^1_s = \mu + \sigma z_s, \; W^2 = w, \qquad \text{FedPop: } W^1 = w, \; W^2_s = \mu + \sigma z_s,
+.. math:: \text{hierarchical: } W^1_s = \mu + \sigma z_s, \; W^2 = w,
+          \qquad \text{FedPop: } W^1 = w, \; W^2_s = \mu + \sigma z_s,
 
-all elements of mu, w and :math:`z_s` N(0, 1), sigma the same cut to sigma > 0: the first layer's
-weights have a population of silos, or the last layer's, on a representation that all share. Only
-:math:`z_s` is the silo's own. q is a diagonal Gaussian, as in the paper.
+all elements of mu, w and :math:`z_s` are N(0, 1), and sigma is N(0, 1) cut to sigma > 0. So either
+the first layer's weights have a population of silos, or the last layer's do, on a representation
+that all silos share. Only :math:`z_s` is the silo's own. q is a diagonal Gaussian, as in the paper.
 
-Of a silo's rows, those to learn from and those to test on, 90 % show digit s mod 10 and the others
-the other nine alike. The formulas of the paper's text at hand are lost, and so are its hidden
-units, the priors' scales, steps and rates: both models are derived from its words ("sharing a
-Gaussian prior for the weights of the first layer across silos using a non-centered
-parameterization"; FedPop: personal last layer), and what is in capitals below is ours. Steps
-between rounds of SFVI-Avg are few and small: in many, what all share follows a silo's main digit.
+90 % of a silo's training and test rows show digit s mod 10, and the others show the other nine
+digits equally. The available text of the paper lacks its formulas, hidden units, the priors'
+scales, steps and rates. Both models are derived from its words ("sharing a Gaussian prior for the
+weights of the first layer across silos using a non-centered parameterization"; FedPop: personal
+last layer). The constants in capitals below are chosen here. Steps between rounds of SFVI-Avg are
+few and small: with many, the shared weights follow a silo's main digit.
 
 References: Hassan, Salomone & Mengersen (2023), Federated Variational Inference Methods for
 Structured Latent Variable Models, section 4.1, table 1, section S2.1; Kotelevskii et al. (2022),
@@ -42,19 +43,20 @@ from numpyro import handlers
 import numpyro_fed as fed
 
 DIGITS, PIXELS = 10, 784
-MAIN = 0.9  # of a silo's rows are its main digit
+MAIN = 0.9  # share of a silo's rows with its main digit
 HIDDEN = 50
-FIRST = (
-    2 / PIXELS**0.5
-)  # factor of pixels: the prior sd of a first weight; biases and last weights have one of one
+# factor of pixels, which sets the prior sd of first weights; biases and last weights have sd one
+FIRST = 2 / PIXELS**0.5
 INIT_SCALE = 0.03
 SFVI_OPTIM = optax.adam(0.02)
 AVG_OPTIM = optax.adam(0.005)
-AVG_LOCAL_OPTIM = optax.adam(
-    0.03
-)  # a silo's own layer moves faster than its copy of what is shared
+# a silo's own layer moves faster than its copy of the shared weights
+AVG_LOCAL_OPTIM = optax.adam(0.03)
 AVG_STEPS, AVG_ROUNDS = 50, 20
-SIZES = {10: (100, 2000), 50: (50, 1000)}  # silos: rows of a silo in a step, rounds of SFVI
+SIZES = {
+    10: (100, 2000),
+    50: (50, 1000),
+}  # number of silos: rows of a silo per step, rounds of SFVI
 NUM_DRAWS = 32
 METHODS = ("SFVI", "SFVI-Avg")
 PAPER = {  # accuracy in % and its sd, of both models by both METHODS
@@ -64,10 +66,10 @@ PAPER = {  # accuracy in % and its sd, of both models by both METHODS
 
 
 def shares(size: int, num_silos: int) -> np.ndarray:
-    """Rows of each digit in each of the silos of ``size`` rows, ``(S, 10)``.
+    """Return rows of each digit in each of the silos of ``size`` rows, ``(S, 10)``.
 
-    What nine digits cannot share evenly goes to those that follow the main one, so that ten silos
-    use all digits alike.
+    Rows that nine digits cannot share evenly go to those that follow the main digit, so that ten
+    silos use all digits equally.
     """
     main = round(MAIN * size)
     each, left = divmod(size - main, DIGITS - 1)
@@ -76,9 +78,9 @@ def shares(size: int, num_silos: int) -> np.ndarray:
 
 
 def partition(seed: int, digits: np.ndarray, num_silos: int) -> np.ndarray:
-    """The silo of each row, -1 for rows of no silo.
+    """Return the silo of each row, -1 for rows of no silo.
 
-    Silos are as large as equal sizes allow: until the rows of some digit (of MNIST: 5) are used up.
+    Silos are as large as equal sizes allow, until the rows of one digit (of MNIST: 5) are used up.
     """
     have = np.bincount(digits, minlength=DIGITS)
     sizes = range(1, len(digits) // num_silos + 1)
@@ -96,7 +98,7 @@ def partition(seed: int, digits: np.ndarray, num_silos: int) -> np.ndarray:
 
 
 def silos(rows: Rows, num_silos: int, seed: int = 0) -> fed.Silos:
-    """The rows that :func:`partition` uses.
+    """Return silos of the rows that :func:`partition` uses.
 
     A silo is one element of the plate of silos, and many of that of images.
     """
@@ -115,13 +117,13 @@ def normal(*shape: int) -> dist.Distribution:
 
 
 def dense(x: Array, w: Array) -> Array:
-    """A layer; the first row of the weights are biases."""
+    """Apply a layer; the first row of the weights are biases."""
     return x @ w[1:] + w[0]
 
 
 def personal(x: Array, w: Array, silo: Array) -> Array:
-    """A layer with the weights ``w[s]`` of each row's silo, without a copy of them for each row."""
-    if len(w) == 1:  # in a silo
+    """Apply a layer with the weights ``w[s]`` of each row's silo, without a copy per row."""
+    if len(w) == 1:  # the data of a single silo
         return dense(x, w[0])
 
     def add(total: Array, one: tuple[Array, Array]) -> tuple[Array, None]:
@@ -132,7 +134,7 @@ def personal(x: Array, w: Array, silo: Array) -> Array:
 
 
 def hierarchical(x, silo, silos, y=None):  # type: ignore[no-untyped-def]
-    """The first layer is the silo's own."""
+    """Sample the model whose first layer is the silo's own."""
     mu = numpyro.sample("mu", normal(1 + x.shape[-1], HIDDEN))
     sigma = numpyro.sample("sigma", dist.HalfNormal(1))
     w = numpyro.sample("w", normal(1 + HIDDEN, DIGITS))
@@ -144,7 +146,7 @@ def hierarchical(x, silo, silos, y=None):  # type: ignore[no-untyped-def]
 
 
 def fedpop(x, silo, silos, y=None):  # type: ignore[no-untyped-def]
-    """The last layer is the silo's own."""
+    """Sample the model whose last layer is the silo's own."""
     w = numpyro.sample("w", normal(1 + x.shape[-1], HIDDEN))
     mu = numpyro.sample("mu", normal(1 + HIDDEN, DIGITS))
     sigma = numpyro.sample("sigma", dist.HalfNormal(1))
@@ -159,9 +161,9 @@ MODELS: dict[str, Callable] = {"hierarchical": hierarchical, "FedPop": fedpop}
 
 
 def guide(model: Callable) -> fed.AutoSiloNormal:
-    """A diagonal Gaussian.
+    """Return a diagonal Gaussian guide.
 
-    It starts at medians of few draws from the prior, so hidden units differ; all z start at zero.
+    It starts at medians of few draws from the prior, so hidden units differ. All z start at zero.
     """
     return fed.AutoSiloNormal(
         model,
@@ -174,8 +176,8 @@ def guide(model: Callable) -> fed.AutoSiloNormal:
 
 
 def sfvi(model: Callable, rows: fed.Silos, batch: int, rounds: int) -> Any:
-    # one silo's weights at a time is what personal() is fast at: the proof check, on all rows, is
-    # left to a test on few
+    # the check of the factorization is slow on all rows, where personal() copies weights per row; a
+    # test runs it on few rows
     svi = fed.SFVI(model, guide(model), SFVI_OPTIM, 1, 1, batch_size=batch, validate=False)
     return svi.run(jax.random.key(0), rounds, rows, progress_bar=False)
 
@@ -198,9 +200,9 @@ def average(model: Callable, rows: fed.Silos, batch: int, rounds: int) -> Any:
 def predictor(
     model: Callable, num_silos: int, pixels: int
 ) -> Callable[[dict[str, Array], Array], Array]:
-    """Parameters of q and images ``(S, N, pixels)`` to digits ``(S, N)``.
+    """Return a map from parameters of q and images ``(S, N, pixels)`` to digits ``(S, N)``.
 
-    Each silo's own network, the softmax averaged over draws.
+    Each silo has its own network, and the softmax is averaged over draws.
     """
 
     def softmax(sites: dict[str, Array], x: Array) -> Array:
@@ -210,9 +212,8 @@ def predictor(
     @jax.jit
     def predict(params: dict[str, Array], x: Array) -> Array:
         q = guide(model)
-        with handlers.seed(
-            rng_seed=0
-        ):  # a guide draws once it has seen the model: here, where that is traced and dropped
+        # a guide has to see the model before it draws; this first call is traced and dropped
+        with handlers.seed(rng_seed=0):
             q(jnp.zeros((1, pixels)), jnp.zeros(1, int), jnp.arange(num_silos), jnp.zeros(1, int))
 
         def draw(total: Array, key: Array) -> tuple[Array, None]:
@@ -232,13 +233,13 @@ def predictor(
 
 
 def accuracy(model: Callable, params: dict[str, Array], rows: fed.Silos) -> np.ndarray:
-    """Per cent of its images that each silo classifies right."""
+    """Return the percentage of its images that each silo classifies right."""
     x, y = (jnp.stack([rows[name][k] for name in rows.names]) for k in ("x", "y"))
     return 100 * np.asarray(predictor(model, len(rows), x.shape[-1])(params, x) == y).mean(1)
 
 
 def floor(rows: fed.Silos) -> np.ndarray:
-    """Per cent of a silo's images that show its main digit."""
+    """Return the percentage of a silo's images that show its main digit."""
     return np.array(
         [100 * np.bincount(rows[name]["y"]).max() / len(rows[name]["y"]) for name in rows.names]
     )
@@ -247,9 +248,9 @@ def floor(rows: fed.Silos) -> np.ndarray:
 def compare(
     train: fed.Silos, test: fed.Silos, batch: int, rounds: int, average_rounds: int
 ) -> pd.DataFrame:
-    """Both models by both methods.
+    """Run both models by both methods.
 
-    Accuracies of silos, what a silo sent in all, and the time of the fit.
+    Return accuracies of silos, the bytes that a silo sent in all, and the time of the fit.
     """
     found: dict[tuple[str, str], dict[str, float]] = {}
     for name, model in MODELS.items():

@@ -1,16 +1,14 @@
-"""A horseshoe among noise.
+"""Horseshoe regression among noise: concrete's strength on 8 ingredients and 8 noise columns.
 
-Concrete's strength on eight ingredients and eight columns of noise, five silos.
-
-Linear regression with a regularised horseshoe: each coefficient is a normal with a scale of its
-own, half-Cauchy, times one common scale, half-Cauchy as well, and large ones are held by a slab. 35
-global parameters with heavy tails and with funnels between scales and coefficients, no local
-latents; the coefficients are non-centred. Silos are cut at ranks of the age, one of the strongest
-covariates, so that no silo sees it well.
+The model is linear regression with a regularized horseshoe. Each coefficient is a normal with a
+half-Cauchy scale of its own, times one common half-Cauchy scale, and a slab limits large
+coefficients. There are 35 global parameters with heavy tails, with funnels between scales and
+coefficients, and no local latents. The coefficients are non-centered. Five silos are cut at ranks
+of the age, one of the strongest covariates, so that no silo sees its effect well.
 
 References: Yeh (1998), Cement and Concrete Research 28, 1797-1808 (the data); Carvalho, Polson &
 Scott (2010), Biometrika 97, 465-480 (the horseshoe); Piironen & Vehtari (2017), Electronic Journal
-of Statistics 11, 5018-5051 (regularised).
+of Statistics 11, 5018-5051 (regularized).
 """
 
 import jax.numpy as jnp
@@ -28,8 +26,9 @@ NUM_NOISE = 8
 
 
 def data() -> tuple[pd.DataFrame, np.ndarray]:
-    """Covariates (1030, 16), the last eight of them noise, and strength (1030,), all standardised
-    over all rows.
+    """Return covariates (1030, 16), the last eight of them noise, and strength (1030,).
+
+    All are standardized over all rows.
     """
     table = pd.read_csv(
         path(
@@ -51,7 +50,7 @@ def data() -> tuple[pd.DataFrame, np.ndarray]:
 
 
 def silos() -> fed.Silos:
-    """Five silos of 206 mixtures, sorted by age."""
+    """Return five silos of 206 mixtures, sorted by age."""
     x, y = data()
     rank = np.argsort(np.argsort(x["age"].to_numpy(), kind="stable"))
     return fed.split({"x": x.to_numpy(), "y": y}, by=rank * NUM_SILOS // len(rank))
@@ -62,7 +61,7 @@ def model(x, y):  # type: ignore[no-untyped-def]
     z = numpyro.sample("z", dist.Normal(0, 1).expand([d]).to_event(1))
     local = numpyro.sample("local", dist.HalfCauchy(1).expand([d]).to_event(1))
     common = numpyro.sample("common", dist.HalfCauchy(0.1))
-    slab = numpyro.sample("slab", dist.InverseGamma(2, 2))  # the slab's variance
+    slab = numpyro.sample("slab", dist.InverseGamma(2, 2))  # variance of the slab
     sigma = numpyro.sample("sigma", dist.HalfNormal(1))
     scale = common * local * jnp.sqrt(slab / (slab + (common * local) ** 2))
     beta = numpyro.deterministic("beta", scale * z)

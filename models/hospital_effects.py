@@ -1,12 +1,10 @@
-"""Six cities with cities.
+"""Six-cities data with cities: children's own intercepts in silos with an intercept of their own.
 
-Children's own intercepts inside silos that have an intercept of their own.
-
-The wheeze of ``six_cities``, its 537 children in ten silos of 20 to 117. A silo is one element of
-the plate of cities, with a latent, and many of the plate of children, each with a latent: two local
-plates of very different sizes, and children point to their city. The published order (not smoking
-first) makes the silos differ in smoking; the cities are made up (all children lived in
-Steubenville), so that the spread between them should come out small.
+The wheeze of ``six_cities`` is split into ten silos of 20 to 117 of its 537 children. A silo is one
+element of the plate of cities, with a latent. It is also many elements of the plate of children,
+each with a latent. These two local plates have very different sizes, and children point to their
+city. The published order (not smoking first) makes the silos differ in smoking. The cities are made
+up (all children lived in Steubenville), so that the spread between them should come out small.
 
 Reference: Fitzmaurice & Laird (1993), Biometrika 80, 141-151 (the data).
 """
@@ -21,7 +19,7 @@ import numpyro_fed as fed
 
 
 def silos() -> fed.Silos:
-    """Ten cities of 20 to 117 children."""
+    """Return ten cities of 20 to 117 children."""
     y, smoke = data()
     city = np.repeat(np.arange(len(TEN)), TEN)
     return fed.split(
@@ -38,7 +36,7 @@ def model(y, smoke, city, cities):  # type: ignore[no-untyped-def]
     smoking = numpyro.sample("smoke", dist.Normal(0, 2.5))
     sigma_child = numpyro.sample("sigma_child", dist.Exponential(1.0))
     sigma_city = numpyro.sample("sigma_city", dist.Exponential(1.0))
-    # non-centred, both
+    # both are non-centered
     with fed.silo_plate("cities", cities.shape[0]):
         u = numpyro.sample("u", dist.Normal(0, 1))
     level = intercept + smoking * smoke + sigma_city * u[city]

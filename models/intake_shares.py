@@ -1,11 +1,9 @@
-"""Shares of three reading bands at the intake of 65 schools.
+"""Shares of three reading bands at the intake of 65 schools, a local simplex for each school.
 
-A local simplex for each school, eight silos of schools.
-
-A school's pupils fall into bands (bottom 25 %, mid 50 %, top 25 %) with shares of the school's own,
-drawn from a Dirichlet distribution around base shares that all schools have in common: a
-Dirichlet-multinomial. Base shares are a global simplex, and both are sampled in stick-breaking
-coordinates.
+A school's pupils fall into bands (bottom 25 %, mid 50 %, top 25 %). The school's own shares are
+drawn from a Dirichlet distribution around base shares, which all schools have in common: a
+Dirichlet-multinomial. Base shares are a global simplex. Both are sampled in stick-breaking
+coordinates. There are eight silos of schools.
 
 References: Goldstein et al. (1993), Oxford Review of Education 19, 425-433 (the data); Mosimann
 (1962), On the compound multinomial distribution, Biometrika 49, 65-82.
@@ -24,7 +22,7 @@ BANDS = ["bottom 25%", "mid 50%", "top 25%"]
 
 
 def counts() -> np.ndarray:
-    """Pupils of each school in each band, shape (65, 3)."""
+    """Return the number of pupils of each school in each band, shape (65, 3)."""
     table = data()
     bands = np.zeros((65, len(BANDS)), np.float32)
     np.add.at(bands, (school_numbers(table), table["intake"].map(BANDS.index).to_numpy()), 1)
@@ -32,7 +30,7 @@ def counts() -> np.ndarray:
 
 
 def silos() -> fed.Silos:
-    """Neighbouring school numbers together."""
+    """Return silos of neighboring school numbers."""
     bands = counts()
     return fed.split({"bands": bands}, by=np.arange(len(bands)) * NUM_SILOS // len(bands))
 

@@ -1,12 +1,10 @@
-"""Test scores of 434 children at the age of three or four, on their mother's schooling and IQ.
+"""Test scores of 434 children at age three or four, on their mother's schooling and IQ.
 
-Six silos by IQ.
-
-Linear regression without local latents, as posteriordb has it (kidiq-kidscore_momhsiq), so that its
-reference draws hold here: flat priors of the coefficients, half-Cauchy(2.5) of the residual sd. The
-model is written in coefficients around a centre, an affine map of Jacobian one, and ``beta`` is
-computed from them: the intercept at an IQ of zero is correlated with the slope at -0.95. Silos are
-cut at ranks of the mother's IQ, so that no silo sees the slope well.
+The model is linear regression without local latents, as in posteriordb (kidiq-kidscore_momhsiq), so
+that its reference draws apply. The coefficients have flat priors, and the residual sd is
+half-Cauchy(2.5). The model is written in coefficients around a center, an affine map of Jacobian
+one. ``beta`` is computed from them: the intercept at an IQ of zero is correlated with the slope at
+-0.95. Six silos are cut at ranks of the mother's IQ, so that no silo sees the slope well.
 
 References: Gelman & Hill (2006), Data Analysis Using Regression, chapter 3 (the data and the
 model); Magnusson et al. (2024), posteriordb (the reference draws).
@@ -29,7 +27,7 @@ IQ = 100.0
 
 
 def data() -> dict[str, np.ndarray]:
-    """Score of the child, and schooling (0/1) and IQ of the mother, each of shape (434,)."""
+    """Return score of the child, and schooling (0/1) and IQ of the mother, each of shape (434,)."""
     place = path(
         "posteriordb",
         "kidiq-kidscore_momhsiq.data.json",
@@ -41,7 +39,7 @@ def data() -> dict[str, np.ndarray]:
 
 
 def reference_draws() -> dict[str, np.ndarray]:
-    """posteriordb's draws, (10, 1000) or (10, 1000, 3), by the names of this model's sites."""
+    """Return posteriordb's draws, (10, 1000) or (10, 1000, 3), by the names of this model."""
     draws = np.load(
         path(
             "posteriordb",
@@ -54,7 +52,7 @@ def reference_draws() -> dict[str, np.ndarray]:
 
 
 def silos() -> fed.Silos:
-    """Six silos of 72 or 73 children, sorted by the mother's IQ."""
+    """Return six silos of 72 or 73 children, sorted by the mother's IQ."""
     children = data()
     rank = np.argsort(np.argsort(children["mom_iq"], kind="stable"))
     return fed.split(children, by=rank * NUM_SILOS // len(rank))

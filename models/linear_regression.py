@@ -1,26 +1,26 @@
 r"""Bayesian linear regression on UCI data: the test error of DSGLD and FSGLD, draw by draw.
 
-y ~ N(x' beta, 1), beta ~ N(0, I), rows dealt at random to ten silos; 1,000 rounds of 600 local
-steps, h = 1e-5, minibatches of 10, draws every 100 steps after 10,000, surrogates from the silos'
-own sums,
+The model is y ~ N(x' beta, 1), beta ~ N(0, I), with rows dealt at random to ten silos. There are
+1,000 rounds of 600 local steps, h = 1e-5, minibatches of 10, and draws every 100 steps after
+10,000. Surrogates come from the silos' own sums,
 
 .. math:: q_s = N\left((X_s^\top X_s)^{-1} X_s^\top y_s, \; (X_s^\top X_s)^{-1}\right).
 
 (The paper's text prints the mean with the inverse of that covariance.) They are exact for a noise
-variance of one, so that is what the paper must have had; its prior's precision is lost, one is
-ours. The posterior is known, and with it the test error that its draws have (:func:`exact`). The
-average over draws of each draw's mean squared error on the test rows is shown, its mean and
-variance over ten chains on one split: with new splits the variance would be that of the test rows,
-the same for every method.
+variance of one, so that is what the paper must have had. Its prior's precision is lost; here it is
+one. The posterior is known, and with it the test error of its draws (:func:`exact`). The average
+over draws of each draw's mean squared error on the test rows is shown. Its mean and variance are
+over ten chains on one split. With new splits the variance would be that of the test rows, the same
+for every method.
 
-"Normalised" is all that the text says of the columns. With standard scores ("sd") the step is
-beyond the limit of stability on Superconductivity: there h times the largest eigenvalue of the
-Hessian is 4.4 for the pooled rows, before any noise, and has to be below 4. With columns mapped to
-[0, 1] ("range") it is below on all data sets. Both are run.
+The text says only that columns are "normalised". With standard scores ("sd") the step is beyond the
+limit of stability on Superconductivity. There h times the largest eigenvalue of the Hessian is 4.4
+for the pooled rows, before any noise, and has to be below 4. With columns mapped to [0, 1]
+("range") it is below 4 on all data sets. Both are run.
 
-The paper's counts of features are UCI's counts of columns; its 17,389 rows of Superconductivity are
-neither UCI's 21,263 nor 80 % of them, and that many of the 19,137 at hand are drawn. Of CT slices
-("Localization", 53,500 rows; the paper says 535,004) the file must be put in place first. The
+The paper's counts of features are UCI's counts of columns. Its 17,389 rows of Superconductivity are
+neither UCI's 21,263 nor 80 % of them. That many of the 19,137 available rows are drawn. The file of
+CT slices ("Localization", 53,500 rows; the paper says 535,004) must be put in place first. The
 column of patients' numbers is left out.
 
 Reference: el Mekkaoui, Mesquita, Blomstedt, Kaski, Distributed stochastic gradient MCMC for
@@ -57,9 +57,8 @@ TITLES = {
 }
 DATA = ("concrete", "airfoil", "superconductivity")
 NUM_ROWS = {"superconductivity": 17_389}
-SCALINGS: dict[
-    str, Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
-] = {  # shift and unit of each column
+# shift and unit of each column
+SCALINGS: dict[str, Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]] = {
     "sd": lambda x: (x.mean(0), x.std(0)),
     "range": lambda x: (x.min(0), np.ptp(x, 0)),
 }
@@ -68,11 +67,11 @@ Rows = dict[str, np.ndarray]
 
 
 def _table(place: Path, num_rows: int, num_columns: int) -> np.ndarray:
-    """A csv file with a header line; the target is its last column."""
+    """Read a CSV file with a header line; the target is its last column."""
     try:
         table = pd.read_csv(place)
         values = table.to_numpy(np.float64)
-    except (ValueError, EOFError) as error:  # pandas' own errors are of the first kind
+    except (ValueError, EOFError) as error:  # pandas' errors are ValueErrors
         raise ValueError(
             f"{place}: expected {num_rows:,} rows of {num_columns} numbers, got {error}"
         ) from error
@@ -97,7 +96,7 @@ def _checked(
 
 
 def data(name: str) -> tuple[np.ndarray, np.ndarray]:
-    """Features and target as they are in the file."""
+    """Return features and target as they are in the file."""
     if name == "superconductivity":
         words = "19,137 rows of 81 features (X) and a target (y), or all 21,263"
         origin = "the UCI repository, data set 464 (train.csv as arrays X and y of an npz file)"
@@ -123,9 +122,9 @@ def data(name: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def split(name: str, scaling: str, seed: int = 0) -> tuple[Rows, Rows]:
-    """Training (80 %) and test rows in a random order.
+    """Return training (80 %) and test rows in a random order.
 
-    Columns are scaled as the training rows say.
+    The training rows determine the scaling of columns.
     """
     x, y = data(name)
     table = np.column_stack([x, y])[
@@ -139,7 +138,7 @@ def split(name: str, scaling: str, seed: int = 0) -> tuple[Rows, Rows]:
 
 
 def silos(train: Rows) -> fed.Silos:
-    """Ten silos; the rows are in a random order already."""
+    """Return ten silos; the rows are in a random order already."""
     rows = {k: v.astype(np.float32) for k, v in train.items()}
     return fed.split(rows, by=np.arange(len(train["y"])) % NUM_SILOS)
 
@@ -151,9 +150,9 @@ def model(x, y=None):  # type: ignore[no-untyped-def]
 
 
 def surrogates(silos: fed.Silos) -> fed.surrogates.Surrogates:
-    """The silos' likelihoods.
+    """Return the silos' likelihoods.
 
-    Where a silo's columns are dependent its mean is the shortest of many.
+    Where a silo's columns are dependent, its mean is the shortest of many.
     """
     rows = [{k: np.asarray(v, np.float64) for k, v in silos[name].items()} for name in silos]
     means = [np.linalg.lstsq(r["x"], r["y"], rcond=None)[0] for r in rows]
@@ -165,41 +164,41 @@ def surrogates(silos: fed.Silos) -> fed.surrogates.Surrogates:
 
 
 def errors(beta: np.ndarray, test: Rows) -> np.ndarray:
-    """Mean squared error on the test rows of each of the weights ``(..., d)``."""
+    """Return the mean squared error on the test rows of each of the weights ``(..., d)``."""
     x, y = test["x"], test["y"]
     squares = np.einsum("...i,ij,...j->...", beta, x.T @ x, beta, optimize=True)
     return (squares - 2 * beta @ (x.T @ y) + y @ y) / len(y)
 
 
 def exact(train: Rows, test: Rows) -> float:
-    """The expectation of :func:`errors` under the posterior."""
+    """Return the expectation of :func:`errors` under the posterior."""
     covariance = np.linalg.inv(train["x"].T @ train["x"] + np.eye(train["x"].shape[1]))
     mean = covariance @ train["x"].T @ train["y"]
     return float(errors(mean, test) + np.sum(test["x"] @ covariance * test["x"]) / len(test["y"]))
 
 
 class Fit(NamedTuple):
-    """Test errors of draws ``(chains, draws)`` after the burn-in, and how many draws a round has."""
+    """Test errors of draws ``(chains, draws)`` after the burn-in, and draws per round."""
 
     errors: np.ndarray
     kept: int
 
     @property
     def cumulative(self) -> np.ndarray:
-        """The average over the draws so far."""
+        """Average over the draws so far."""
         return self.errors.cumsum(1) / np.arange(1, self.errors.shape[1] + 1)
 
     def after(self, num_rounds: int) -> np.ndarray:
-        """That after some rounds, of each chain."""
+        """Return that average after these rounds, of each chain."""
         return self.cumulative[:, min(num_rounds * self.kept, self.errors.shape[1]) - 1]
 
 
 def fit(
     method: str, silos: fed.Silos, test: Rows, stay: int, num_steps: int, num_chains: int
 ) -> Fit:
-    """A draw every 100 local steps of the paper's kernels.
+    """Return a draw every 100 local steps of the paper's kernels.
 
-    By the library's defaults one a round, in as many rounds.
+    The library's defaults give one draw per round, in as many rounds.
     """
     settings: dict[str, Any] = {
         "step_size": STEP_SIZE,
@@ -223,7 +222,7 @@ def fit(
 
 
 def steepness(train: Rows) -> float:
-    """h times the largest eigenvalue of the Hessian of all rows.
+    """Return h times the largest eigenvalue of the Hessian of all rows.
 
     A step without noise diverges from 4 on.
     """
@@ -231,8 +230,9 @@ def steepness(train: Rows) -> float:
 
 
 def summary(found: dict[str, Fit]) -> pd.DataFrame:
-    """Cumulative error after 1, 10, 100 and all rounds behind the burn-in, and its variance over
-    chains after 10 and all.
+    """Return the cumulative error after 1, 10, 100 and all rounds, and its variance over chains.
+
+    Rounds count from the end of the burn-in. The variance is after 10 rounds and after all.
     """
     rows = {}
     for method, own in found.items():
@@ -250,7 +250,7 @@ def figure_6(
 ) -> dict[tuple[str, str], pd.DataFrame]:
     """Print and draw the errors of the METHODS on each data set.
 
-    Only those are drawn in whose scaling h is stable.
+    The figure has only the scaling in which h is stable.
     """
     panels, tables = {}, {}
     for scaling in scalings:
@@ -296,8 +296,9 @@ def plot(panels: dict[str, tuple[dict[str, Fit], float]], place: Path) -> None:
 
 
 def by_stay(names: Sequence[str], num_steps: int, num_chains: int) -> pd.DataFrame:
-    """Errors relative to the posterior's by the number of local steps a round, at as many steps in
-    all; in the first scaling in which h is stable.
+    """Return errors relative to the posterior's, by the number of local steps per round.
+
+    All runs have as many steps. They use the first scaling in which h is stable.
     """
     found: dict[tuple[str, ...], dict[str, float]] = {}
     for name in names:

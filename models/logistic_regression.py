@@ -1,12 +1,12 @@
 """Logistic regression on Magic and Credit: accuracy over time of DSGLD and FSGLD.
 
-Ten silos, a hundred local steps a stay, a thousand rows held out. The paper deals the rows at
-random; here there are, beside that, silos with skewed labels, where long stays matter more. Its
-surrogates are the moments of 3,000 draws by SGLD in each silo. The text of the paper at hand lost
-its numbers of silos and repetitions, its batch and step size and its prior: those below are ours.
-Silos are chosen in proportion to their rows: with equal chances a chain overshoots in a large silo,
-and at this length of stay FSGLD's may not come back. Beside both stands FSGLD as the library has it
-by default.
+There are ten silos, a hundred local steps per visit, and a thousand rows held out. The paper deals
+the rows at random. Beside that, silos here also have skewed labels, where long visits matter more.
+The paper's surrogates are the moments of 3,000 draws by SGLD in each silo. The available text of
+the paper lacks its numbers of silos and repetitions, its batch and step size, and its prior; those
+below are chosen here. Silos are chosen in proportion to their rows. With equal chances a chain
+overshoots in a large silo, and at this length of visit FSGLD's may not come back. FSGLD with the
+library's defaults runs beside both.
 
 Reference: El Mekkaoui et al. (2020), Variance reduction for distributed stochastic gradient MCMC,
 appendix E.2, figure 7.
@@ -40,7 +40,7 @@ Accuracies = dict[tuple[str, str, str], np.ndarray]
 
 
 def data(name: str) -> tuple[np.ndarray, np.ndarray]:
-    """Features with mean 0 and sd 1, and labels: Magic (19020, 10) or Credit (30000, 23)."""
+    """Return features with mean 0 and sd 1, and labels: Magic (19020, 10) or Credit (30000, 23)."""
     if name == "magic":
         place = path(
             "magic04",
@@ -67,7 +67,10 @@ def data(name: str) -> tuple[np.ndarray, np.ndarray]:
 def silos(
     name: str, partition: str = "iid", seed: int = 0, num_rows: int | None = None
 ) -> tuple[fed.Silos, dict[str, np.ndarray]]:
-    """The training rows in ten silos (the first ``num_rows`` of a shuffle), and the test rows."""
+    """Return the training rows in ten silos, and the test rows.
+
+    The training rows are the first ``num_rows`` of a shuffle.
+    """
     x, y = data(name)
     order = np.random.default_rng(seed).permutation(len(y))
     test, train = order[:NUM_TEST], order[NUM_TEST:][:num_rows]
@@ -86,16 +89,16 @@ def model(x, y=None):  # type: ignore[no-untyped-def]
 
 
 def fit(silos: fed.Silos, kernel: MCMCKernel, num_warmup: int, num_samples: int) -> MCMC:
-    """One draw a stay (a round)."""
+    """Run a kernel with one draw per visit (a round)."""
     mcmc = MCMC(kernel, num_warmup=num_warmup, num_samples=num_samples, **CHAINS)
     mcmc.run(jax.random.key(0), silos)
     return mcmc
 
 
 def kernel(method: str, silos: fed.Silos) -> MCMCKernel:
-    """The paper's two, at a fixed step size, silos chosen in proportion to their size.
+    """Return one of the paper's two kernels, at a fixed step size, or FSGLD with its defaults.
 
-    And FSGLD by default.
+    The paper's kernels choose silos in proportion to their size.
     """
     if method == "defaults":
         return fed.FSGLD(model)
@@ -112,9 +115,9 @@ def kernel(method: str, silos: fed.Silos) -> MCMCKernel:
 
 
 def moments(silos: fed.Silos) -> fed.surrogates.Surrogates:
-    """The paper's surrogates.
+    """Return the paper's surrogates.
 
-    From NUTS's draws where local SGLD does not settle (Credit, skewed labels).
+    They come from NUTS's draws where local SGLD does not converge (Credit, skewed labels).
     """
     try:
         return fed.surrogates.moments(model, silos)
@@ -124,7 +127,7 @@ def moments(silos: fed.Silos) -> fed.surrogates.Surrogates:
 
 
 def accuracy(mcmc: MCMC, test: dict[str, np.ndarray]) -> np.ndarray:
-    """Cumulative average over draws of the accuracy on the test rows, shape (chains, draws)."""
+    """Return the cumulative average over draws of the test accuracy, shape ``(chains, draws)``."""
     draws = mcmc.get_samples(group_by_chain=True)
     logits = draws["intercept"][..., None] + draws["beta"] @ test["x"].T
     right = np.asarray(((logits > 0) == (test["y"] > 0.5)).mean(-1))
@@ -132,7 +135,10 @@ def accuracy(mcmc: MCMC, test: dict[str, np.ndarray]) -> np.ndarray:
 
 
 def figure_7(num_rows: int | None, num_samples: int, repetitions: int, place: Path) -> Accuracies:
-    """Accuracy of the methods on both data sets; the first 30 stays, 3,000 steps, are dropped."""
+    """Draw the accuracy of the methods on both data sets.
+
+    The first 30 visits, 3,000 steps, are dropped.
+    """
     figure, axes = plt.subplots(2, 2, figsize=(9, 6), sharey="row", layout="constrained")
     found = {}
     panels = [(name, partition) for name in DATA for partition in PARTITIONS]
@@ -164,7 +170,7 @@ def main(arguments: Sequence[str] | None = None) -> tuple[Accuracies, fed.Compar
     num_rows, repetitions = (2_000, 1) if args.quick else (None, 3)
     found = figure_7(num_rows, 60 if args.quick else 200, repetitions, args.figure)
 
-    # The library's own step size in place of a fixed one, against NUTS on the pooled rows.
+    # The library's step size in place of a fixed one, beside NUTS on the pooled rows.
     train, test = silos("magic", "skewed", 0, num_rows)
     federated = fit(train, fed.FSGLD(model), 200, 300 if args.quick else 2000)
     nuts = MCMC(NUTS(model), num_warmup=300, num_samples=300 if args.quick else 1000, **CHAINS)

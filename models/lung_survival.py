@@ -1,10 +1,9 @@
-"""Advanced lung cancer.
+"""Survival of 226 patients with advanced lung cancer; 18 institutions are silos with frailties.
 
-Survival of 226 patients of 18 institutions, each a silo with a frailty of its own.
-
-Weibull proportional hazards with right censoring; an institution multiplies the hazard by exp(tau
-z), a log-normal frailty. Two patients are left out: one has no institution, one no performance
-score. The institutions have 2 to 36 patients, and the frailty's spread may be zero.
+The model is Weibull proportional hazards with right censoring. An institution multiplies the hazard
+by exp(tau z), a log-normal frailty of its own. Two patients are left out: one has no institution,
+one no performance score. The institutions have 2 to 36 patients, and the frailty's spread may be
+zero.
 
 References: Loprinzi et al. (1994), J. Clin. Oncol. 12, 601-607 (the data); Therneau & Grambsch
 (2000), Modeling Survival Data, chapter 9 (frailty).
@@ -28,7 +27,7 @@ import numpyro_fed as fed
 class CensoredWeibull(dist.Distribution):
     """Time to death, log hazard ``log k + (k - 1) log t + eta``.
 
-    Where ``died`` is 0, all that is known is that it is later.
+    Where ``died`` is 0, death is only known to be later.
     """
 
     arg_constraints: ClassVar = {
@@ -52,9 +51,9 @@ class CensoredWeibull(dist.Distribution):
 
 
 def data() -> pd.DataFrame:
-    """Complete patients.
+    """Return complete patients.
 
-    Inst, years, died (1 or 0), and the covariates, centred by round numbers.
+    Columns are inst, years, died (1 or 0), and the covariates, centered by round numbers.
     """
     table = pd.read_csv(
         path(
@@ -77,7 +76,7 @@ def data() -> pd.DataFrame:
 
 
 def silos() -> fed.Silos:
-    """One silo an institution."""
+    """Return one silo per institution."""
     table = data()
     institutions, number = np.unique(table["inst"], return_inverse=True)
     return fed.split(
@@ -102,13 +101,12 @@ def silos() -> fed.Silos:
 
 def model(x, years, died, institution, institutions):  # type: ignore[no-untyped-def]
     intercept = numpyro.sample("intercept", dist.Normal(0, 2.5))
-    beta = numpyro.sample(
-        "beta", dist.Normal(0, 1).expand([x.shape[-1]]).to_event(1)
-    )  # age, female, ecog
+    # coefficients of age, female, ecog
+    beta = numpyro.sample("beta", dist.Normal(0, 1).expand([x.shape[-1]]).to_event(1))
     shape = numpyro.sample("shape", dist.LogNormal(0, 0.5))
     tau = numpyro.sample("tau", dist.HalfNormal(0.5))
     with fed.silo_plate("institutions", institutions.shape[0]):
-        z = numpyro.sample("z", dist.Normal(0, 1))  # non-centred
+        z = numpyro.sample("z", dist.Normal(0, 1))  # non-centered
     with fed.silo_plate("patients", x.shape[0]):
         eta = intercept + x @ beta + tau * z[institution]
         numpyro.sample("years", CensoredWeibull(shape, eta, died), obs=years)

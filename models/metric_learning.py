@@ -1,23 +1,24 @@
 r"""Bayesian metric learning on Isolet: silos whose letters do not overlap.
 
-Pairs (i, j) of spoken letters are similar (the same letter) or not. With the distance of a metric
-:math:`A = \sum_k \gamma_k v_k v_k^\top`, v the top K eigenvectors of the features' second moments,
-a pair's law is a logistic regression on its squared differences along them:
+Pairs (i, j) of spoken letters are similar (the same letter) or not. The metric is :math:`A = \sum_k
+\gamma_k v_k v_k^\top`, with v the top K eigenvectors of the features' second moments. With its
+distance a pair's law is a logistic regression on its squared differences along them:
 
-.. math:: P(\text{similar}) = \frac{1}{1 + \exp(\|x_i - x_j\|_A^2 - \mu)}, \qquad \|x_i - x_j\|_A^2 = \sum_k \gamma_k (v_k^\top (x_i - x_j))^2,
+.. math:: P(\text{similar}) = \frac{1}{1 + \exp(\|x_i - x_j\|_A^2 - \mu)},
+          \qquad \|x_i - x_j\|_A^2 = \sum_k \gamma_k (v_k^\top (x_i - x_j))^2,
 
-with normal priors on :math:`\gamma` and the threshold :math:`\mu`; nothing keeps :math:`\gamma`
+with normal priors on :math:`\gamma` and the threshold :math:`\mu`. Nothing keeps :math:`\gamma`
 positive. The paper's text writes Ber(1 / (1 + exp(y (...)))) with y in {0, 1}, which says 1/2 of
-every dissimilar pair: it is Yang et al.'s probability of the label itself, y = 1 or -1.
+every dissimilar pair. It is Yang et al.'s probability of the label itself, y = 1 or -1.
 
-5,000 similar and 5,000 dissimilar pairs; each of ten silos has 500 of either, of two or three
-letters that no other silo has, and 100 pairs more are held out. The paper says h = 1e-3, m = 256,
-equal chances of the silos, surrogates from 3,000 draws of each silo's likelihood by SGLD, or
-Laplace's (appendix F.2, which the text at hand lacks). It does not say K, the priors, the features'
-scale, local steps between rounds (40 where it says, in section 5.3), where chains start and how
-many rounds there are: these are ours, in capitals below. The scale matters: distances of features
-as they come have curvatures of 1.5e6, and a step of 1e-3 leaves the reals above 4e3. Here squared
-distances in the K dimensions are 1 on average.
+There are 5,000 similar and 5,000 dissimilar pairs. Each of ten silos has 500 of either, of two or
+three letters that no other silo has, and 100 more pairs are held out. The paper says h = 1e-3, m =
+256, equal chances of the silos, and surrogates from 3,000 draws of each silo's likelihood by SGLD,
+or Laplace's (appendix F.2, which the available text lacks). It does not say K, the priors, the
+features' scale, where chains start, or how many rounds there are. Local steps between rounds are 40
+where it says (section 5.3). The other values are chosen here, in capitals below. The scale matters:
+distances of unscaled features have curvatures of 1.5e6, and a step of 1e-3 leaves the reals above
+4e3. Here squared distances in the K dimensions are 1 on average.
 
 References: El Mekkaoui et al. (2021), Federated Stochastic Gradient Langevin Dynamics, section 5.2,
 figure 5; Yang, Jin & Sukthankar (2007), Bayesian active distance metric learning.
@@ -51,20 +52,19 @@ ROWS, FEATURES, LETTERS = 7_797, 617, 26
 NUM_SILOS, NUM_PAIRS, NUM_TEST = 10, 1_000, 100  # pairs of each silo; half of them are similar
 STEP_SIZE, BATCH_SIZE, NUM_DRAWS = 1e-3, 256, 3_000
 DIRECTIONS, PRIOR_SD, STAY, ROUNDS = 10, 10.0, 40, 1_000
-NUM_STEPS = 10_000  # at least, where stays are short; a fifth of the rounds is burn-in
+NUM_STEPS = 10_000  # at least, also for short visits; a fifth of the rounds is burn-in
 METHODS = ("DSGLD", "FSGLD, moments", "FSGLD, Laplace", "FSGLD, score", "FSGLD, default", "NUTS")
 SETS = ("learning", "held-out")
-NEAR, LOST = (
-    0.01,
-    -10.0,
-)  # log likelihoods of a pair: as good as NUTS's; a chain has left and does not come back
+# log likelihoods of a pair: largest gap to NUTS that counts as equal, and the level of a chain that
+# has left and does not come back
+NEAR, LOST = 0.01, -10.0
 Pairs = dict[str, np.ndarray]
 
 
 class Curves(NamedTuple):
-    """What :func:`log_likelihoods` says of one method and one set of pairs, ``(seeds, 2, draws)``.
+    """Results of :func:`log_likelihoods` of a method and a set of pairs, ``(seeds, 2, draws)``.
 
-    Of all draws, and of those after the burn-in.
+    They are for all draws, and for those after the burn-in.
     """
 
     whole: np.ndarray
@@ -75,12 +75,18 @@ Found = dict[tuple[str, str], Curves]
 
 
 def data() -> tuple[np.ndarray, np.ndarray]:
-    """Features in [-1, 1], shape (7797, 617), and letters 1 to 26."""
-    rows = f"{ROWS:,} rows: X_int16, {FEATURES} features times 10,000, and y, the letters 1 to {LETTERS}"
-    source = "the UCI repository, data set 54 (isolet1+2+3+4.data, then isolet5.data, saved by numpy.savez_compressed)"
+    """Return features in [-1, 1], shape (7797, 617), and letters 1 to 26."""
+    rows = (
+        f"{ROWS:,} rows: X_int16, {FEATURES} features times 10,000, and y, the letters 1 to "
+        f"{LETTERS}"
+    )
+    source = (
+        "the UCI repository, data set 54 (isolet1+2+3+4.data, then isolet5.data, saved by "
+        "numpy.savez_compressed)"
+    )
     place = path("isolet", "isolet.npz", source, rows)
     try:
-        with place.open("rb") as raw, np.load(raw) as file:  # numpy does not close a broken one
+        with place.open("rb") as raw, np.load(raw) as file:  # NumPy does not close a broken file
             x, y = file["X_int16"], file["y"]
     except (zipfile.BadZipFile, zlib.error, EOFError, KeyError, ValueError) as error:
         raise ValueError(
@@ -96,9 +102,7 @@ def data() -> tuple[np.ndarray, np.ndarray]:
 
 
 def scores(x: np.ndarray) -> np.ndarray:
-    """Coordinates of rows along the eigenvectors of X'X with the largest eigenvalues, the largest
-    first.
-    """
+    """Return coordinates of rows along the top eigenvectors of X'X, largest eigenvalue first."""
     vectors = np.linalg.eigh(x.T @ x)[1]
     return x @ vectors[:, : -DIRECTIONS - 1 : -1]
 
@@ -106,7 +110,7 @@ def scores(x: np.ndarray) -> np.ndarray:
 def choose(
     rng: np.random.Generator, letters: np.ndarray, rows: np.ndarray, similar: bool, count: int
 ) -> np.ndarray:
-    """So many different pairs of the given rows, similar or dissimilar, ``(count, 2)``."""
+    """Return ``count`` different pairs of the given rows, similar or dissimilar, ``(count, 2)``."""
     i, j = (rows[k] for k in np.triu_indices(len(rows), 1))
     found = np.flatnonzero((letters[i] == letters[j]) == similar)
     if len(found) < count:
@@ -127,9 +131,9 @@ def silos(
     num_pairs: int = NUM_PAIRS,
     num_test: int = NUM_TEST,
 ) -> tuple[fed.Silos, Pairs]:
-    """Pairs to learn from, in silos, and pairs held out.
+    """Return pairs to learn from, in silos, and pairs held out.
 
-    The squared differences ``w`` along the directions, and ``similar``.
+    They hold the squared differences ``w`` along the directions, and ``similar``.
     """
     rng = np.random.default_rng(seed)
     silo_of_row = fed.partitioners.disjoint(rng, letters, num_silos, min_labels=2)
@@ -161,21 +165,22 @@ def model(w, similar=None):  # type: ignore[no-untyped-def]
 
 
 def design(silo: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
-    """Covariates of the logits, for gamma and then mu, and 1 for a similar pair, -1 for a
-    dissimilar one.
+    """Return covariates of the logits, for gamma and then mu, and the sign of each pair.
+
+    The sign is 1 for a similar pair and -1 for a dissimilar one.
     """
     covariates = np.insert(-np.asarray(silo["w"], np.float64), DIRECTIONS, 1, axis=1)
     return covariates, 2 * np.asarray(silo["similar"], np.float64) - 1
 
 
 def curvature(covariates: np.ndarray, theta: np.ndarray) -> np.ndarray:
-    """The negative Hessian of a log likelihood."""
+    """Return the negative Hessian of a log likelihood."""
     p = expit(covariates @ theta)
     return covariates.T @ (covariates * (p * (1 - p))[:, None])
 
 
 def mode(silo: Mapping[str, Any]) -> np.ndarray:
-    """The mode of the posterior that a silo (or all pairs) has alone."""
+    """Return the mode of the posterior that a silo (or all pairs) has alone."""
     a, sign = design(silo)
     prior = np.eye(DIRECTIONS + 1) / PRIOR_SD**2
 
@@ -192,8 +197,9 @@ def mode(silo: Mapping[str, Any]) -> np.ndarray:
 
 
 def laplace(silos: fed.Silos) -> fed.surrogates.Surrogates:
-    """Second-order expansions of the silos' likelihoods, each at the mode of the silo's own
-    posterior.
+    """Return second-order expansions of the silos' likelihoods.
+
+    Each is at the mode of the silo's own posterior.
     """
     modes = [mode(silos[name]) for name in silos]
     curvatures = [
@@ -208,12 +214,12 @@ def laplace(silos: fed.Silos) -> fed.surrogates.Surrogates:
 
 
 def growth(silos: fed.Silos, surrogates: fed.surrogates.Surrogates, stay: int) -> float:
-    """The factor by which a stay at the worst silo stretches a small distance from the posterior's
-    mode.
+    """Return the factor by which a visit to the worst silo stretches distances from the mode.
 
-    Above 1 it drives chains away, until other silos draw them back.
+    The mode is the posterior's, and distances are small. A factor above 1 drives chains away, until
+    other silos draw them back.
 
-    There a step multiplies the distance by I - h/2 (L + S (H_s - L_s)), with H_s the silo's
+    Near the mode a step multiplies the distance by I - h/2 (L + S (H_s - L_s)). H_s is the silo's
     curvature, L_s its surrogate's, and L that of all surrogates and the prior.
     """
     theta, own = mode(silos.pooled), np.asarray(surrogates.factors.precision, np.float64)
@@ -227,8 +233,9 @@ def growth(silos: fed.Silos, surrogates: fed.surrogates.Surrogates, stay: int) -
 
 
 def kernel(method: str, silos: fed.Silos, stay: int) -> MCMCKernel:
-    """The paper's DSGLD and FSGLD, with its surrogates or the library's, and FSGLD with nothing but
-    the model.
+    """Return the paper's DSGLD or FSGLD, or FSGLD with nothing but the model.
+
+    The paper's FSGLD has its surrogates or the library's.
     """
     if method == "FSGLD, default":
         return fed.FSGLD(model)
@@ -250,9 +257,9 @@ def kernel(method: str, silos: fed.Silos, stay: int) -> MCMCKernel:
 def fit(
     silos: fed.Silos, method: str, stay: int, rounds: int, seed: int = 0
 ) -> tuple[dict[str, Array], float]:
-    """A draw a round of one chain from gamma = 0, mu = 0 (NUTS.
+    """Return one chain's draws, one per round from gamma = 0, mu = 0, and the :func:`growth`.
 
-    After a warm-up, on all pairs), and the :func:`growth` of a stay.
+    NUTS draws from all pairs after a warm-up, and has no growth.
     """
     start = {"gamma": np.zeros(DIRECTIONS, np.float32), "mu": np.zeros((), np.float32)}
     if method == "NUTS":
@@ -268,9 +275,10 @@ def fit(
 
 @jax.jit
 def log_likelihoods(draws: dict[str, Array], pairs: dict[str, Array]) -> tuple[Array, Array]:
-    """Mean over pairs, for n = 1, 2, ....
+    """Return means over pairs of two log likelihoods, for n = 1, 2, ...
 
-    Of draw n's log likelihood, and of the log of the mean likelihood of draws 1 to n.
+    The first is draw n's log likelihood. The second is the log of the mean likelihood of draws 1 to
+    n.
     """
     sign = 2 * pairs["similar"] - 1
 
@@ -286,8 +294,9 @@ def log_likelihoods(draws: dict[str, Array], pairs: dict[str, Array]) -> tuple[A
 def compare(
     x: np.ndarray, letters: np.ndarray, stay: int, seeds: int, rounds: int, **sizes: int
 ) -> tuple[Found, dict[str, np.ndarray]]:
-    """Curves of every method and set of pairs, each seed with silos and pairs of its own, and
-    stays' growths.
+    """Return curves of every method and set of pairs, and growths of visits.
+
+    Each seed has its own silos and pairs.
     """
     found: dict[tuple[str, str], list[Curves]] = {
         (method, name): [] for method in METHODS for name in SETS
@@ -313,12 +322,12 @@ def compare(
 
 
 def kept(found: Found, method: str) -> np.ndarray:
-    """Which seeds' chains did not leave."""
-    return np.asarray(found[method, "held-out"].whole[:, 0].min(-1) > LOST)  # not so for NaN
+    """Return the mask of seeds whose chains did not leave."""
+    return np.asarray(found[method, "held-out"].whole[:, 0].min(-1) > LOST)  # NaN counts as left
 
 
 def reached(curve: np.ndarray, level: float) -> float:
-    """The round from which a curve stays at a level or above; infinite where it ends below."""
+    """Return the round from which a curve stays at a level or above; infinite if it ends below."""
     below = np.flatnonzero(curve < level)
     return (
         1.0 if not below.size else np.inf if below[-1] == len(curve) - 1 else float(below[-1] + 2)
@@ -332,7 +341,7 @@ def spread(values: np.ndarray) -> str:
 
 
 def table(found: Found, growths: dict[str, np.ndarray]) -> pd.DataFrame:
-    """Means (sds) over the seeds whose chain did not leave, and how many did."""
+    """Return means (sds) over the seeds whose chain did not leave, and the number that did."""
     rows: dict[str, dict[str, str]] = {method: {} for method in METHODS}
     levels = found["NUTS", "held-out"].late[:, 1, -1] - NEAR
     floor = found["DSGLD", "held-out"].late[:, 0].mean(-1)
@@ -364,9 +373,9 @@ def table(found: Found, growths: dict[str, np.ndarray]) -> pd.DataFrame:
 
 
 def plot(found: Found, place: Path) -> None:
-    """Figure 5, less NUTS's level of the same seed, mean and sd over seeds.
+    """Draw figure 5, less NUTS's level of the same seed: mean and sd over seeds.
 
-    Averages of samples so far; below, the log of their mean likelihood.
+    Above are averages of samples so far; below, the log of their mean likelihood.
     """
     figure, axes = plt.subplots(
         2, 2, figsize=(10, 7), sharex=True, sharey="row", layout="constrained"

@@ -1,14 +1,15 @@
 r"""Multinomial regression on MNIST with learned prior scales.
 
-Silos alone, SFVI-Avg once, fifty times, SFVI.
+The methods are silos alone, SFVI-Avg with one round or fifty, and SFVI.
 
-.. math:: w_{jk} \sim N(0, \sigma_w^2), \quad b_k \sim N(0, \sigma_b^2), \quad y_n \sim \text{Categorical}(\text{softmax}(W' x_n + b))
+.. math:: w_{jk} \sim N(0, \sigma_w^2), \quad b_k \sim N(0, \sigma_b^2),
+          \quad y_n \sim \text{Categorical}(\text{softmax}(W' x_n + b))
 
 for images x (784 pixels in [0, 1]) of the digits 0 to 9. The two scales are learned (empirical
-Bayes); q of the 7,850 weights is a diagonal Gaussian. The formulas of the paper's text at hand are
-lost: these are derived from its words. So is its number of silos in the first half of table S1 ("25
-200"): both are run. It gives no optimiser, number of steps or batch size: here every method makes
-``STEPS`` steps of Adam on all rows of a silo, one draw of the weights each.
+Bayes), and q of the 7,850 weights is a diagonal Gaussian. The available text of the paper lacks its
+formulas: these are derived from its words. It also lacks its number of silos in the first half of
+table S1 ("25 200"): both are run. It gives no optimizer, number of steps or batch size. Here every
+method makes ``STEPS`` steps of Adam on all rows of a silo, with one draw of the weights each.
 
 Reference: Hassan, Salomone & Mengersen (2023), Federated Variational Inference Methods for
 Structured Latent Variable Models, section S3.2, table S1, figure S2.
@@ -38,7 +39,7 @@ NUM_SILOS = (5, 25, 200)
 STEPS, ROUNDS = 300, 50
 WARM_ROUNDS, WARM_STEPS = 5, 50
 NUM_DRAWS = 32
-MOST_ALONE = 10  # so many silos are fitted on their own
+MOST_ALONE = 10  # largest number of silos that are fitted alone
 OPTIM = optax.adam(0.02)
 LOOKS = (2, 5, 10, 20, 30, 50, 75, 100, 150, 200, 250)  # rounds after which SFVI is tested
 METHODS = ("independent", "SFVI-Avg once", "SFVI-Avg", "SFVI")
@@ -50,7 +51,7 @@ Rows = dict[str, Any]
 
 
 def images(part: str, count: int) -> Rows:
-    """Pixels ``(count, 784)`` in [0, 1] and digits of ``train`` or ``t10k``."""
+    """Return pixels ``(count, 784)`` in [0, 1] and digits of ``train`` or ``t10k``."""
     out = []
     for kind, header in (("images-idx3", 16), ("labels-idx1", 8)):
         place = path(
@@ -76,14 +77,14 @@ def images(part: str, count: int) -> Rows:
 
 
 def data(num_rows: int | None = None, seed: int = 0) -> tuple[Rows, Rows]:
-    """Training and test rows; of the training rows the first ``num_rows`` of a shuffle."""
+    """Return training and test rows; the training rows are the first ``num_rows`` of a shuffle."""
     train, test = images("train", 60_000), images("t10k", 10_000)
     order = np.random.default_rng(seed).permutation(len(train["y"]))[:num_rows]
     return {k: v[order] for k, v in train.items()}, test
 
 
 def silos(train: Rows, num_silos: int) -> fed.Silos:
-    """The rows, dealt at random in equal parts."""
+    """Return the rows, dealt at random in equal parts."""
     return fed.split(train, by=fed.partitioners.iid(1, len(train["y"]), num_silos))
 
 
@@ -102,12 +103,13 @@ def guide() -> fed.AutoSiloNormal:
 
 @cache
 def predictor() -> Callable[[dict[str, jax.Array], np.ndarray], jax.Array]:
-    """Parameters of q and images to the digits of highest posterior-predictive probability (softmax
-    averaged over draws).
+    """Return a map from parameters of q and images to the digits of highest predictive probability.
+
+    That probability is a softmax averaged over draws.
     """
     q = guide()
     with numpyro.handlers.seed(rng_seed=0):
-        q(jnp.zeros((1, 784)), jnp.zeros(1, int))  # a guide draws once it has seen the model
+        q(jnp.zeros((1, 784)), jnp.zeros(1, int))  # a guide draws only after it has seen the model
 
     @jax.jit
     def predict(params: dict[str, jax.Array], x: np.ndarray) -> jax.Array:
@@ -119,14 +121,14 @@ def predictor() -> Callable[[dict[str, jax.Array], np.ndarray], jax.Array]:
 
 
 def accuracy(params: dict[str, jax.Array], rows: Rows) -> float:
-    """Per cent of digits predicted right."""
+    """Return the percentage of digits predicted right."""
     return 100 * float(np.mean(np.asarray(predictor()(params, rows["x"])) == np.asarray(rows["y"])))
 
 
 def independent(rows: fed.Silos, steps: int, test: Rows) -> tuple[float, float]:
-    """Silos that never communicate.
+    """Fit silos that never communicate.
 
-    Mean accuracies on a silo's own rows and on the test rows, of the first ten silos.
+    Return mean accuracies of the first ten silos, on their own rows and on the test rows.
     """
     svi = fed.SFVI(model, guide(), OPTIM, validate=False)
     found = []
@@ -144,7 +146,7 @@ def average(rows: fed.Silos, rounds: int, local_steps: int) -> Any:
 
 
 class Course(NamedTuple):
-    """SFVI over rounds: its result, minus its bound in each round, and test accuracy after some."""
+    """SFVI over rounds: its result, minus its bound in each round, and test accuracy at times."""
 
     result: Any
     losses: np.ndarray
@@ -152,7 +154,7 @@ class Course(NamedTuple):
 
 
 def sfvi(rows: fed.Silos, rounds: int, test: Rows, init_from: Any = None) -> Course:
-    """SFVI, looked at on its way."""
+    """Run SFVI, and test it on its way."""
     svi = fed.SFVI(model, guide(), OPTIM)
     state = svi.init(jax.random.key(0), rows, init_from=init_from)
     losses, seen = np.zeros(0), {0: accuracy(svi.get_params(state), test)}
@@ -166,7 +168,7 @@ def sfvi(rows: fed.Silos, rounds: int, test: Rows, init_from: Any = None) -> Cou
 
 
 def smooth(losses: np.ndarray, width: int = 21) -> np.ndarray:
-    """Running median (single draws of the weights are noisy), shorter at the ends."""
+    """Return a running median (single draws of the weights are noisy), shorter at the ends."""
     half = width // 2
     return np.array(
         [np.median(losses[max(0, i - half) : i + half + 1]) for i in range(len(losses))]
@@ -176,8 +178,9 @@ def smooth(losses: np.ndarray, width: int = 21) -> np.ndarray:
 def savings(
     cold: np.ndarray, warm: np.ndarray, targets: Sequence[int], before: int
 ) -> dict[int, tuple[int, float]]:
-    """Rounds that a warm start needs, ``before`` included, for the bound that a cold one has after
-    each of ``targets``.
+    """Return the rounds that a warm start needs, and how many times fewer they are.
+
+    They end at the bound that a cold start has after each of ``targets``, and include ``before``.
     """
     cold, warm = smooth(cold), smooth(warm)
     out = {}
@@ -190,7 +193,7 @@ def savings(
 
 
 def figure_s2(paths: dict[int, tuple[Course, Course]], place: Path) -> None:
-    """Minus the bound and test accuracy over rounds, from a cold and from a warm start."""
+    """Draw minus the bound and test accuracy over rounds, from a cold and from a warm start."""
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
     for i, (num_silos, (cold, warm)) in enumerate(paths.items()):
         for label, run, before, style in (
@@ -223,9 +226,7 @@ def figure_s2(paths: dict[int, tuple[Course, Course]], place: Path) -> None:
 def compare(
     count: int, train: Rows, test: Rows, steps: int, rounds: int
 ) -> tuple[pd.DataFrame, tuple[Course, Course]]:
-    """The four methods on so many silos, beside the paper, and SFVI from a cold and from a warm
-    start.
-    """
+    """Run the four methods on ``count`` silos, beside the paper, and SFVI from both starts."""
     rows = silos(train, count)
     found = [independent(rows, steps, test)]
     print(f"{count} silos of {len(train['y']) // count} rows", flush=True)

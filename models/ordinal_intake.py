@@ -1,9 +1,8 @@
-"""Reading bands of 4,059 pupils at the intake of 65 schools.
+"""Reading bands of 4,059 pupils at the intake of 65 schools: ordered logistic regression.
 
-Ordered logistic regression, eight silos of schools.
-
-The band (bottom 25 %, mid 50 %, top 25 %) on the score at 11, with an intercept of each school. The
-two cut points are global and ordered; they take the place of an intercept.
+The model regresses the band (bottom 25 %, mid 50 %, top 25 %) on the score at 11, with an intercept
+of each school. The two cut points are global and ordered, and replace an intercept. There are eight
+silos of schools.
 
 References: Goldstein et al. (1993), Oxford Review of Education 19, 425-433 (the data); McCullagh
 (1980), Regression models for ordinal data, JRSS B 42, 109-142.
@@ -22,7 +21,7 @@ BANDS = ["bottom 25%", "mid 50%", "top 25%"]
 
 
 def silos() -> fed.Silos:
-    """Neighbouring school numbers together."""
+    """Return silos of neighboring school numbers."""
     table = data()
     school = school_numbers(table)
     schools = np.arange(school.max() + 1)
@@ -40,7 +39,7 @@ def silos() -> fed.Silos:
 
 
 def model(band, before, school, schools):  # type: ignore[no-untyped-def]
-    # the lower cut and the log of the distance to the upper one are normal
+    # normal priors: the lower cut, and the log of the distance to the upper cut
     cuts = numpyro.sample(
         "cuts",
         dist.TransformedDistribution(dist.Normal(0, 2).expand([2]).to_event(1), OrderedTransform()),
@@ -48,9 +47,8 @@ def model(band, before, school, schools):  # type: ignore[no-untyped-def]
     slope = numpyro.sample("slope", dist.Normal(0, 2))
     tau = numpyro.sample("tau", dist.HalfNormal(1))
     with fed.silo_plate("schools", schools.shape[0]):
-        own = numpyro.sample(
-            "own", dist.Normal(0, tau)
-        )  # centred, since 60 pupils say much about their school
+        # centered, since 60 pupils inform their school well
+        own = numpyro.sample("own", dist.Normal(0, tau))
     with fed.silo_plate("pupils", band.shape[0]):
         numpyro.sample("band", dist.OrderedLogistic(slope * before + own[school], cuts), obs=band)
 

@@ -5,12 +5,12 @@ r"""Topics of 20 Newsgroups by ProdLDA in three silos: SFVI, SFVI-Avg, and each 
 
 for the counts x of V = 2,000 words in document n and K = 50 topics: a product of experts, where LDA
 has a mixture. The prior of z is the Laplace approximation of a symmetric Dirichlet with parameter
-one. The formulas of the paper's text at hand are lost: these are derived from its words and from
+one. The available text of the paper lacks its formulas: these are derived from its words and from
 Srivastava & Sutton. Its q is a diagonal Gaussian in all latents, topics included, and so is the one
-here; sigma is our choice. Neither batch normalisation (which would tie the documents of a batch
-together) nor lemmas: words are as they are written.
+here; sigma is chosen here. There is no batch normalization, which would tie the documents of a
+batch together. Words are not lemmatized.
 
-UMass coherence is highest where all topics are alike and consist of the commonest words; so the
+UMass coherence is highest where all topics are alike and consist of the commonest words. So the
 number of different top words is printed beside it, and NPMI, which divides by how common words are.
 ``--amortised`` adds SFVI with a network from a document's counts to its q(z), which all silos
 learn. Losses of SFVI-Avg are the silos' own objectives.
@@ -48,15 +48,13 @@ SILOS, BATCH = 3, 200
 EPOCHS, ROUNDS = 80, 20
 HELD_OUT = 2_000
 HIDDEN, LEAST_SD = 100, 0.05
-INPUT_LENGTH, GAIN = (
-    10.0,
-    3.0,
-)  # of a network's input, and of its locations: so that it tells documents apart early
-START_SD, INIT_SCALE = {False: 1.0, True: 2.0}, 0.5  # amortised: topics farther apart
+# length of a network's input, and factor of its locations, so that it tells documents apart early
+INPUT_LENGTH, GAIN = 10.0, 3.0
+START_SD, INIT_SCALE = {False: 1.0, True: 2.0}, 0.5  # with a network topics start farther apart
 
 
 def is_network(params: Any) -> Any:
-    """Which parameters are the weights of a network: they learn at a rate of their own."""
+    """Return True for the weights of a network, which learn at a rate of their own."""
     return jax.tree_util.tree_map_with_path(
         lambda at, _: "encoder" in jax.tree_util.keystr(at), params
     )
@@ -75,9 +73,9 @@ class Corpus(NamedTuple):
 
 
 def corpus(num_documents: int | None = None, num_words: int | None = None) -> Corpus:
-    """Documents that have a word.
+    """Return documents that have a word.
 
-    ``num_documents`` of a shuffle, and the ``num_words`` found in most of them.
+    They are ``num_documents`` of a shuffle, with the ``num_words`` words that are in most of them.
     """
     place = path(
         "20newsgroups",
@@ -116,7 +114,7 @@ def corpus(num_documents: int | None = None, num_words: int | None = None) -> Co
 
 
 def silos(counts: np.ndarray) -> fed.Silos:
-    """The documents, dealt at random in equal parts."""
+    """Return the documents, dealt at random in equal parts."""
     return fed.split({"counts": counts}, by=fed.partitioners.iid(1, len(counts), SILOS))
 
 
@@ -132,17 +130,17 @@ def model(counts, num_topics=NUM_TOPICS):  # type: ignore[no-untyped-def]
 
 @cache
 def sized(num_topics: int) -> Any:
-    """The model with so many topics.
+    """Return the model with ``num_topics`` topics.
 
-    One object, so that silos of equal size share a compiled program.
+    It is one object, so that silos of equal size share a compiled program.
     """
     return partial(model, num_topics=num_topics)
 
 
 class Encoder(eqx.Module):
-    """Location and log scale of a document's z, from its counts.
+    """Network from a document's counts to location and log scale of its z.
 
-    The scale between ``LEAST_SD`` and one, lest it run away early.
+    The scale is between ``LEAST_SD`` and one, lest it run away early.
     """
 
     layers: eqx.nn.MLP
@@ -152,9 +150,8 @@ class Encoder(eqx.Module):
 
     def __call__(self, counts: jax.Array) -> tuple[jax.Array, jax.Array]:
         seen = jnp.log1p(counts)
-        seen = (
-            INPUT_LENGTH * seen / jnp.sqrt(1e-6 + jnp.sum(seen**2))
-        )  # of a batch's padding, which has no words, too
+        # 1e-6, because a batch's padding has no words
+        seen = INPUT_LENGTH * seen / jnp.sqrt(1e-6 + jnp.sum(seen**2))
         loc, scale = jnp.split(self.layers(seen), 2)
         return GAIN * loc, jnp.log(LEAST_SD + (1 - LEAST_SD) * jax.nn.sigmoid(scale))
 
@@ -162,7 +159,7 @@ class Encoder(eqx.Module):
 def guide(
     model: Any, num_topics: int, num_words: int, amortised: bool = False
 ) -> fed.AutoSiloNormal:
-    """q: independent in all latents, or that of the documents' by a network.
+    """Return q: independent in all latents, or amortized for documents by a network.
 
     Topics start at draws of ``START_SD``.
     """
@@ -179,8 +176,10 @@ def guide(
 
 
 class Fit(NamedTuple):
-    """Means of the topics ``(K, V)``, the held-out documents' perplexity with q fitted to them and
-    by the network, if there is one, and minus the bound after so many steps of a silo.
+    """Means of the topics ``(K, V)``, perplexities of held-out documents, and minus the bound.
+
+    Perplexities are with q fitted to the documents, and by the network, if there is one. The bound
+    is after several numbers of steps of a silo.
     """
 
     topics: np.ndarray
@@ -191,7 +190,7 @@ class Fit(NamedTuple):
 
 
 class Task(NamedTuple):
-    """Documents, and how long to look at them."""
+    """Documents, and the length of a fit."""
 
     corpus: Corpus
     num_topics: int
@@ -201,13 +200,13 @@ class Task(NamedTuple):
 
     @property
     def steps(self) -> int:
-        """Of a silo, of any method; whole rounds of SFVI-Avg."""
+        """Number of steps of a silo by any method; whole rounds of SFVI-Avg."""
         all_steps = self.epochs * len(self.corpus.train) // (SILOS * self.batch)
         return all_steps // self.rounds * self.rounds
 
 
 def fit(task: Task, rows: fed.Silos, averaged: bool = False, amortised: bool = False) -> Fit:
-    """SFVI of the silos given, or SFVI-Avg."""
+    """Run SFVI of the given silos, or SFVI-Avg."""
     held_out, num_words = task.corpus.test[:HELD_OUT], len(task.corpus.words)
     own = sized(task.num_topics)
     q = guide(own, task.num_topics, num_words, amortised)
@@ -233,7 +232,7 @@ def fit(task: Task, rows: fed.Silos, averaged: bool = False, amortised: bool = F
 
 
 def figure_2(fits: dict[str, Fit], documents: np.ndarray, place: Path) -> None:
-    """Coherence of the topics by method, and minus the bound over the steps of a silo."""
+    """Draw coherence of the topics by method, and minus the bound over the steps of a silo."""
     figure, axes = plt.subplots(1, 2, figsize=(10, 3.8), layout="constrained")
     found = [coherence(fit.topics, documents) for fit in fits.values()]
     axes[0].boxplot(found, showfliers=False, medianprops={"color": "C3"})
@@ -257,10 +256,10 @@ def figure_2(fits: dict[str, Fit], documents: np.ndarray, place: Path) -> None:
 
 
 def measures(fit: Fit, corpus: Corpus) -> dict[str, float]:
-    """Of a fit's topics.
+    """Return measures of a fit's topics.
 
-    Quartiles of UMass, different top words, median NPMI in documents held out, perplexities of
-    these.
+    They are quartiles of UMass, different top words, median NPMI in documents held out, and
+    perplexities of these.
     """
     low, median, high = np.quantile(coherence(fit.topics, corpus.train), [0.25, 0.5, 0.75])
     return {
@@ -275,7 +274,7 @@ def measures(fit: Fit, corpus: Corpus) -> dict[str, float]:
 
 
 def compare(task: Task, amortised: bool = False) -> tuple[pd.DataFrame, dict[str, Fit]]:
-    """All methods: their measures, and their fits."""
+    """Run all methods; return their measures and their fits."""
     rows = silos(task.corpus.train)
     methods = {
         "SFVI": partial(fit, task, rows),

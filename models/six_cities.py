@@ -1,17 +1,17 @@
 """Six cities: does a mother's smoking make her child wheeze? 537 children, two silos or ten.
 
-Wheeze (yes or no) of 537 children of Steubenville, Ohio, at the ages of 7 to 10, with a random
-intercept for each child; smoke: whether the mother smoked in the first year. A child's intercept
-never leaves the child's silo. Maximum likelihood (lme4, 25-point quadrature) gives -3.128, -0.216,
-0.462, 0.105 and a standard deviation of the intercepts of 2.167.
+The data are wheeze (yes or no) of 537 children of Steubenville, Ohio, at the ages of 7 to 10. The
+model has a random intercept for each child, and ``smoke`` says if the mother smoked in the first
+year. A child's intercept never leaves the child's silo. Maximum likelihood (lme4, 25-point
+quadrature) gives -3.128, -0.216, 0.462, 0.105 and a standard deviation of the intercepts of 2.167.
 
-The run fits by FSGLD and by SFVI and holds both against pooled NUTS. With ``--alone`` it splits the
-children at random and shows what each silo would know without the other (figure S1 of the second
-reference).
+The run fits by FSGLD and by SFVI, and compares both with pooled NUTS. With ``--alone`` it splits
+the children at random, and shows what each silo would learn without the other (figure S1 of the
+second reference).
 
-References: Fitzmaurice & Laird (1993), Biometrika 80, 141-151 (the data);
-Hassan, Salomone & Mengersen (2023), Federated Variational Inference Methods for Structured Latent
-Variable Models, section S3.1 (as two silos).
+References: Fitzmaurice & Laird (1993), Biometrika 80, 141-151 (the data); Hassan, Salomone &
+Mengersen (2023), Federated Variational Inference Methods for Structured Latent Variable Models,
+section S3.1 (as two silos).
 """
 
 import argparse
@@ -42,7 +42,7 @@ LABELS = ["intercept", "age", "smoking", "age x smoking", "log sd of the interce
 
 
 def data() -> tuple[np.ndarray, np.ndarray]:
-    """Wheeze of each child at each visit, shape (537, 4), and mother's smoking, shape (537,)."""
+    """Return wheeze of each child at each visit, (537, 4), and mother's smoking, (537,)."""
     patterns = np.arange(16)[:, None] // np.array([8, 4, 2, 1]) % 2
     y = np.concatenate([np.repeat(patterns, n, axis=0) for n in COUNTS])
     smoke = np.repeat([0, 1], [sum(n) for n in COUNTS])
@@ -50,9 +50,7 @@ def data() -> tuple[np.ndarray, np.ndarray]:
 
 
 def silos(sizes: Sequence[int] = TWO, shuffled: bool = False) -> fed.Silos:
-    """The children in the published order (not smoking first), cut into silos of these sizes, or
-    dealt out at random.
-    """
+    """Return silos of these sizes, in the published order (not smoking first) or at random."""
     y, smoke = data()
     by = np.repeat(np.arange(len(sizes)), sizes)
     return fed.split(
@@ -68,7 +66,7 @@ def model(y, smoke):  # type: ignore[no-untyped-def]
     sigma = numpyro.sample("sigma", dist.Exponential(1.0))
     smoke = smoke[:, None]
     with fed.silo_plate("children", y.shape[0], dim=-2):
-        # non-centred: a child's intercept is sigma * z
+        # non-centered: a child's intercept is sigma * z
         z = numpyro.sample("z", dist.Normal(0, 1))
         logits = intercept + age * AGE + (smoking + product * AGE) * smoke + sigma * z
         with numpyro.plate("visits", 4, dim=-1):
@@ -76,14 +74,14 @@ def model(y, smoke):  # type: ignore[no-untyped-def]
 
 
 def fit(silos: fed.Silos, num_warmup: int = 200, num_samples: int = 1800) -> MCMC:
-    """FSGLD with its defaults: score-matched surrogates, step size from the noise of a pilot."""
+    """Run FSGLD with its defaults: score-matched surrogates, step size from a pilot's noise."""
     mcmc = MCMC(fed.FSGLD(model), num_warmup=num_warmup, num_samples=num_samples, **CHAINS)
     mcmc.run(jax.random.key(0), silos)
     return mcmc
 
 
 def fit_sfvi(silos: fed.Silos, num_rounds: int = 6000, num_draws: int = 4000) -> az.InferenceData:
-    """SFVI with its defaults, and draws of what it found."""
+    """Run SFVI with its defaults, and return draws of its result."""
     svi = fed.SFVI(model, fed.AutoSiloNormal(model), optax.adam(0.01))
     result = svi.run(jax.random.key(2), num_rounds, silos)
     print(result)
@@ -93,14 +91,14 @@ def fit_sfvi(silos: fed.Silos, num_rounds: int = 6000, num_draws: int = 4000) ->
 def reference(
     children: Mapping[str, np.ndarray], num_warmup: int = 500, num_samples: int = 3000
 ) -> MCMC:
-    """NUTS on children's rows: those of all silos, or those of one."""
+    """Run NUTS on children's rows: those of all silos, or those of one."""
     mcmc = MCMC(NUTS(model), num_warmup=num_warmup, num_samples=num_samples, **CHAINS)
     mcmc.run(jax.random.key(1), **children)
     return mcmc
 
 
 def compared(name: str, fit: az.InferenceData, nuts: az.InferenceData) -> fed.Comparison:
-    """Print how a fit compares with pooled NUTS."""
+    """Print the comparison of a fit with pooled NUTS."""
     comparison = fed.compare(fit, nuts, var_names=GLOBALS)
     print(f"\n{name} beside pooled NUTS\n{comparison}")
     (mean, sd), (mean_ref, sd_ref) = (
@@ -116,7 +114,7 @@ def compared(name: str, fit: az.InferenceData, nuts: az.InferenceData) -> fed.Co
 
 
 def federated(args: argparse.Namespace) -> dict[str, fed.Comparison]:
-    """FSGLD and SFVI beside pooled NUTS."""
+    """Run FSGLD and SFVI beside pooled NUTS."""
     children = silos(TEN if args.ten else TWO)
     print(children)
     draws = {"num_warmup": 200, "num_samples": 300} if args.quick else {}
@@ -130,7 +128,7 @@ def federated(args: argparse.Namespace) -> dict[str, fed.Comparison]:
 
 
 def save_figure(fits: Mapping[str, az.InferenceData], nuts: az.InferenceData, path: Path) -> None:
-    """Each fit beside pooled NUTS, one below the other."""
+    """Draw each fit beside pooled NUTS, one below the other."""
     from matplotlib import pyplot
 
     whole = pyplot.figure(figsize=(10, 5 * len(fits)))
@@ -144,7 +142,7 @@ def save_figure(fits: Mapping[str, az.InferenceData], nuts: az.InferenceData, pa
 
 
 def alone(args: argparse.Namespace) -> dict[str, fed.Comparison]:
-    """SFVI on both silos and NUTS on all children, beside NUTS on the children of each silo alone."""
+    """Run SFVI on both silos and NUTS on all children, beside NUTS on each silo alone."""
     children = silos(shuffled=True)
     print(children)
     draws = {"num_warmup": 200, "num_samples": 300} if args.quick else {}
@@ -161,7 +159,7 @@ def alone(args: argparse.Namespace) -> dict[str, fed.Comparison]:
 
 
 def draw_alone(posteriors: Mapping[str, az.InferenceData], path: Path) -> None:
-    """Posterior densities of the regression coefficients and of the log sd of the intercepts."""
+    """Draw posterior densities of the regression coefficients and of log sd of the intercepts."""
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(1, len(GLOBALS), figsize=(13, 2.9), layout="constrained")

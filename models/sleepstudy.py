@@ -1,11 +1,11 @@
 """Sleep deprivation: reaction times of 18 subjects over ten days, six silos of three subjects.
 
-A subject's reaction time starts from an intercept and grows with each day of three hours in bed;
-intercept and slope of a subject are drawn from a bivariate normal with an LKJ prior on its
-correlation. Units: 100 ms. Maximum likelihood (lme4) gives 2.514 and 0.1047 for the mean intercept
-and slope, sds of 0.238 and 0.0572, a correlation of 0.08, and a residual sd of 0.256.
+A subject's reaction time starts from an intercept, and grows with each day of three hours in bed.
+Intercept and slope of a subject are drawn from a bivariate normal with an LKJ prior on its
+correlation. Units are 100 ms. Maximum likelihood (lme4) gives 2.514 and 0.1047 for the mean
+intercept and slope, sds of 0.238 and 0.0572, a correlation of 0.08, and a residual sd of 0.256.
 
-Ten days say much about each subject, so that the centred form is the better conditioned one.
+Ten days inform each subject well, so that the centered form is the better conditioned one.
 
 References: Belenky et al. (2003), Journal of Sleep Research 12, 1-12 (the data); Bates et al.
 (2015), Fitting linear mixed-effects models using lme4, J. Stat. Softw. 67 (this model).
@@ -26,7 +26,7 @@ DAYS = np.arange(10.0, dtype=np.float32)
 
 
 def data() -> np.ndarray:
-    """Reaction times of each subject on days 0 to 9, in 100 ms, shape (18, 10)."""
+    """Return reaction times of each subject on days 0 to 9, in 100 ms, shape (18, 10)."""
     table = pd.read_csv(
         path(
             "mixed_models",
@@ -41,7 +41,7 @@ def data() -> np.ndarray:
 
 
 def silos() -> fed.Silos:
-    """Six silos of three subjects, in the published order."""
+    """Return six silos of three subjects, in the published order."""
     y = data()
     return fed.split({"y": y}, by=np.arange(len(y)) // PER_SILO)
 
@@ -54,7 +54,7 @@ def model(y):  # type: ignore[no-untyped-def]
     root = numpyro.sample("correlation_cholesky", dist.LKJCholesky(2, 2.0))
     sigma = numpyro.sample("sigma", dist.HalfNormal(0.5))
     with fed.silo_plate("subjects", y.shape[0], dim=-2):
-        # centred: intercept and slope of each subject
+        # centered: intercept and slope of each subject
         coefficients = numpyro.sample(
             "coefficients", dist.MultivariateNormal(mean, scale_tril=tau[:, None] * root)
         )
