@@ -192,7 +192,7 @@ def fits() -> dict[str, Callable[[], Any]]:
             linear,
         ),
     }
-    for kind in ("laplace", "analytic", "moments"):
+    for kind in ("laplace", "moments"):
         make = partial(fed.FSGLD, small.linear, 1e-2, surrogate=kind)
         out[f"fsgld, {kind}"] = chains(make, linear)
     for name in ENTRIES:

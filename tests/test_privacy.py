@@ -569,11 +569,11 @@ CLOSED = {"privacy": private_fit, "sums": sums_fit, "both": private_sums}
 def asked_again(side, data, **changed):
     """The answer to a call of a captured message, changed."""
     request = unpack(data)
-    (values,) = unpack(request["calls"].tobytes(), side._own)
+    (values,) = unpack(request["calls"].tobytes(), side.checks.own)
     call = Call(0, *values)
     for name, change in changed.items():
         call = call._replace(**{name: change(getattr(call, name))})
-    inside = pack([(call.local, call.key, call.message, call.read, call.write)], side._own)
+    inside = pack([(call.local, call.key, call.message, call.read, call.write)], side.checks.own)
     return unpack(side.answer(pack({**request, "calls": np.frombuffer(inside, np.uint8)})))
 
 
@@ -1148,7 +1148,7 @@ def test_a_silo_draws_by_no_key_that_the_server_has_sent(tmp_path, name, kind):
         if n == who and b"RoundLocal" in d
     ]
     told = set().union(
-        *(keys_in(values[1:3]) for data in sent for values in unpack(data, side._own))
+        *(keys_in(values[1:3]) for data in sent for values in unpack(data, side.checks.own))
     )
     drawn = set().union(*(keys_in(one) for one in asked))
     assert len(told) >= (6 if name == "latents" else 3)

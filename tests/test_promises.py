@@ -148,14 +148,14 @@ def test_gradients_at_latents_of_the_servers_keys_give_no_row(tmp_path, own_keys
     fit.run(random.key(1), 1, connect(messenger, visits, fit=fit), progress_bar=False)
     data = next(x for who, x, _ in messenger.sent if who == "oslo" and b"RoundLocal" in x)
     side = messenger.sides["oslo"]
-    ((local, key, message, read, _),) = unpack(unpack(data)["calls"].tobytes(), side._own)
+    ((local, key, message, read, _),) = unpack(unpack(data)["calls"].tobytes(), side.checks.own)
     like = fed.Silos(
         {"oslo": {k: jnp.zeros(60) for k in ("age", "y")}}
     )  # rows that the server makes up
     rows, design, slopes = rows_of(SiloView(like, 0, side.site.pad)), [], []
     for seed in range(100):
         keys = random.split(random.key(seed), 1)
-        inside = pack([(local, key, message._replace(key=keys), read, None)], side._own)
+        inside = pack([(local, key, message._replace(key=keys), read, None)], side.checks.own)
         answer = unpack(
             side.answer(
                 pack({**unpack(data), "forget": [], "calls": np.frombuffer(inside, np.uint8)})
@@ -269,9 +269,9 @@ def test_a_server_that_was_refused_is_not_answered(tmp_path):
     assert (
         fit.planned(many, True).noise.sd < 0.2 * fit.planned(LINEAR, True).noise.sd
     )  # what it was for
-    (values,) = unpack(unpack(data)["calls"].tobytes(), side._own)
+    (values,) = unpack(unpack(data)["calls"].tobytes(), side.checks.own)
     nearby = values[2]._replace(context=jax.tree.map(lambda x: x + 1, values[2].context))
-    inside = pack([(*values[:2], nearby, values[3], None)], side._own)
+    inside = pack([(*values[:2], nearby, values[3], None)], side.checks.own)
     other = pack({**unpack(data), "server": 7, "calls": np.frombuffer(inside, np.uint8)})
     opened = {"what": "open", "server": 7, "fresh": False, "silos": as_values(many)}
     assert "it has public keys of" in unpack(side.answer(pack(opened)))["error"]

@@ -19,6 +19,7 @@ from numpyro_fed.rounds.serialization import name_of, outline
 
 __all__ = ["Record", "outlined"]
 
+_MAX_PATH = 200  # letters of a place within a message, whose keys the server chooses
 _MAX_LISTED = 1_000  # numbers of an array that the record lists; of 10,000 that takes 10 ms
 _MAX_RECORDED = 10_000  # numbers of an array that the record has in full
 
@@ -123,7 +124,7 @@ def outlined(call: Call, own: Mapping[str, Any]) -> dict[str, Any]:
         "read": call.read,
         "write": call.write,
         "key": told(call.key),
-        "told": {jax.tree_util.keystr(path): told(x) for path, x in leaves},
+        "told": {jax.tree_util.keystr(path)[:_MAX_PATH]: told(x) for path, x in leaves},
     }
 
 

@@ -3,7 +3,6 @@
 It has the rows, answers calls, and keeps a record of all that left it.
 """
 
-import dataclasses
 import time
 import traceback
 from collections import Counter
@@ -17,7 +16,6 @@ import numpy as np
 from numpyro_fed.data.silos import Silos
 from numpyro_fed.density.check import ProofError, prove_own
 from numpyro_fed.density.factorize import factorise
-from numpyro_fed.density.factors import Factors
 from numpyro_fed.density.fingerprint import (
     checked,
     description,
@@ -26,31 +24,26 @@ from numpyro_fed.density.fingerprint import (
     rows_hash,
     versions,
 )
-from numpyro_fed.density.local_map import Units
 from numpyro_fed.engines.answers import (
     ANSWERED,
     FIT_CALLS,
+    MAX_KEPT,
     MAX_MESSAGE,
-    MAX_POINTS,
     MAX_REFUSED,
     MAX_ROWS,
-    MAX_SETTINGS,
     MAX_SLOTS,
 )
+from numpyro_fed.engines.call_checks import CallChecks, Kept, Refusal, parsed, slot_number
 from numpyro_fed.engines.record import Record, outlined
 from numpyro_fed.engines.wire import PROTOCOL, owned
 from numpyro_fed.privacy.data_guards import Guards
 from numpyro_fed.privacy.guard import Closed
 from numpyro_fed.privacy.own_keys import hashed, secret_of, with_own_keys
-from numpyro_fed.rounds.files import read_sealed, write_sealed
-from numpyro_fed.rounds.remote import Call, Site, nowhere, resized, site_of, types_of
+from numpyro_fed.rounds.files import locked, read_sealed, write_sealed
+from numpyro_fed.rounds.remote import Call, Site, nowhere, resized, site_of
 from numpyro_fed.rounds.serialization import name_of, pack, unpack
 
 __all__ = ["Refusal", "SiloSide"]
-
-
-class Refusal(ValueError):
-    """Words that a silo says in place of an answer."""
 
 
 class SiloSide:
@@ -122,8 +115,7 @@ class SiloSide:
         )
         self.secret = secret_of(self.folder) if own_keys and self.closed is None else None
         self.site: Site | None = None
-        self._kinds: dict[int, Any] = {}  # of each slot the types, were there a row more
-        self._grows: dict[Any, Any] = {}
+        self.checks: CallChecks | None = None  # with the site
         self._asked: list[Any] = []
         if (self.folder / "open.bin").exists():
             self._reopen(unpack(read_sealed(self.folder / "open.bin", "open")))
@@ -134,6 +126,10 @@ class SiloSide:
         Of an unforeseen error only its type leaves; the rest is in ``errors.log`` of the folder,
         since its text might quote rows.
         """
+        with locked(self.folder / "answer", wait=True):  # ceilings count all processes' calls
+            return self._answer(data)
+
+    def _answer(self, data: bytes) -> bytes:
         started, what = time.time(), "?"
         try:
             self._asked = []
@@ -268,15 +264,16 @@ class SiloSide:
             self._log()
             said = "the server says of the silos what does not fit the model; its own errors.log has more"
             raise Refusal(said) from error
-        kinds: dict[int, Any] = {}
+        rows = sum(sum(sizes) for sizes in known.sizes.values())
+        checks = CallChecks(site, wide, both, rows, getattr(self.fit, "algorithm", None))
         for place in self.folder.glob("slot-*.bin"):
-            slot = int(place.stem.removeprefix("slot-"))
-            site.kept[slot], kinds[slot] = unpack(read_sealed(place, "slot"))
+            slot, data = int(place.stem.removeprefix("slot-")), read_sealed(place, "slot")
+            site.kept[slot], kinds, kind = unpack(data)
+            checks.kept[slot] = Kept(kind, kinds, len(data))
         if self.closed is not None:
             self._worded(self.closed.join, known.names, pack(request["silos"]))
         # all or nothing: a server that was refused must not have its calls answered
-        self.site, self._kinds, self._own, self._wide = site, kinds, both, wide
-        self._grows = {}  # types of another roster's padding
+        self.site, self.checks = site, checks
         self._known, self._server = known, request["server"]
         self._plan_for: bool | None = None
         return model
@@ -303,7 +300,7 @@ class SiloSide:
             log.write(traceback.format_exc())
 
     def _calls(self, request: dict[str, Any]) -> dict[str, Any]:
-        if self.site is None:
+        if self.site is None or self.checks is None:
             raise Refusal("it was asked before it was told of the others; connect first")
         if request.get("server") != self._server:
             raise Refusal("another server has connected since; expected one at a time")
@@ -320,28 +317,29 @@ class SiloSide:
             )
         if independent is not None and self._plan_for is not independent:
             self._plan_for = independent
-            self._own["plan"] = self.fit.planned(self._known, self._plan_for)
+            self.checks.own["plan"] = self.fit.planned(self._known, self._plan_for)
+        own = self.checks.own
         try:
-            inside, forget = request["calls"].tobytes(), [_slot(n) for n in request["forget"]]
-            wide = {**self._own, "pad": self._wide.pad}
-            calls = [_call(self.site.number, values) for values in unpack(inside, self._own)]
+            inside, forget = request["calls"].tobytes(), [slot_number(n) for n in request["forget"]]
+            wide = {**own, "pad": self.checks.wide.pad}
+            calls = [parsed(self.site.number, values) for values in unpack(inside, own)]
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise Refusal(f"its calls are not put together as calls ({error})") from error
         replies = []
         for i, call in enumerate(calls):
             self._within_ceilings(call)
-            self._asked.append(outlined(call, self._own))
-            state = self._kept(call)
-            kind = self._allow(call, lambda i=i: unpack(inside, wide)[i][0], state)
+            self._asked.append(outlined(call, own))
+            state = self.checks.state(call)
+            kinds = self._allowed(call, lambda i=i: unpack(inside, wide)[i][0], state)
             ticket: Any = None
             if self.closed is not None:
                 if independent is None and name_of(type(call.local)) in self.closed.allowed:
                     raise Refusal(
                         "it is not told whether elements are independent; expected True or False"
                     )
-                call, ticket = self._worded(self.closed.admit, call, self._own, state, independent)
+                call, ticket = self._worded(self.closed.admit, call, own, state, independent)
             elif self.secret is not None:
-                told = pack((call.local, call.key, call.message, independent), self._own)
+                told = pack((call.local, call.key, call.message, independent), own)
                 call = with_own_keys(call, self.secret, hashed(told, pack(state)))
             reply, new = self.site.reply(call, state)
             if self.closed is None:
@@ -349,8 +347,7 @@ class SiloSide:
             else:
                 replies.append(self._worded(self.closed.let_out, call.local, reply, ticket))
             if call.write is not None:
-                write_sealed(self.folder / f"slot-{call.write}.bin", pack((new, kind)), "slot")
-                self.site.kept[call.write], self._kinds[call.write] = new, kind
+                self._keep(call, new, kinds)
         for slot in forget:
             self._drop(slot)
         return {"replies": replies}
@@ -373,6 +370,35 @@ class SiloSide:
             )
         self.counts[kind] += 1
 
+    def _allowed(self, call: Call, wider: Callable, state: Any) -> Any:
+        """Return types of the state that a call writes, or refuse it."""
+        assert self.checks is not None
+        try:
+            return self.checks.allow(call, wider, state)
+        except Refusal:
+            raise
+        except Exception as error:  # of types alone: no number of its rows is read
+            self._log()
+            raise Refusal(
+                f"what it is told does not fit {type(call.local).__name__} (numbers, shapes or "
+                "settings that are not those of its model); its own errors.log has more"
+            ) from error
+
+    def _keep(self, call: Call, new: Any, kinds: Any) -> None:
+        """Write a new state to disk, with the kind of call that made it."""
+        assert self.site is not None
+        assert self.checks is not None
+        assert call.write is not None
+        kind = name_of(type(call.local))
+        data = pack((new, kinds, kind))
+        if len(data) + sum(kept.size for kept in self.checks.kept.values()) > MAX_KEPT:
+            raise Refusal(
+                f"it keeps {MAX_KEPT >> 20:,} MiB; expected a server that has it forget some"
+            )
+        write_sealed(self.folder / f"slot-{call.write}.bin", data, "slot")
+        self.site.kept[call.write] = new
+        self.checks.kept[call.write] = Kept(kind, kinds, len(data))
+
     @staticmethod
     def _worded(check: Callable, *args: Any) -> Any:
         """Return what a check does; its error in words is the silo's answer."""
@@ -381,117 +407,12 @@ class SiloSide:
         except ValueError as error:
             raise Refusal(str(error)) from error
 
-    def _kept(self, call: Call) -> Any:
-        assert self.site is not None
-        lost = [slot for slot in jax.tree.leaves(call.read) if slot not in self.site.kept]
-        if lost:
-            raise Refusal("what it kept for this run is gone; expected the folder of before")
-        return jax.tree.map(self.site.kept.__getitem__, call.read)
-
-    def _allow(self, call: Call, wider: Callable, state: Any) -> Any:
-        """Refuse a call of some rows alone, and one whose reply would be longer with one row more.
-
-        :param wider: makes its ``local``, were there a row more.
-        :param state: what it starts from.
-        :return: types of what it writes, were there a row more.
-        """
-        assert self.site is not None
-        self._all_rows(call.local)
-        spec, wide = types_of(call.message), jax.tree.map(self._kinds.__getitem__, call.read)
-        key = (call.local, str((spec, wide)))
-        if key not in self._grows:
-            try:
-                now = self.site.type_of(call.local, spec, types_of(state))[0]
-                then, new = self._wide.type_of(wider(), spec, wide)
-            except Exception as error:  # of types alone: no number of its rows is looked at
-                self._log()
-                raise Refusal(
-                    f"what it is told does not fit {type(call.local).__name__} (numbers, shapes or "
-                    "settings that are "
-                    "not those of its model); its own errors.log has more"
-                ) from error
-            grown = [
-                f"{a.shape} for {b.shape}"
-                for a, b in zip(jax.tree.leaves(then), jax.tree.leaves(now), strict=True)
-                if a.shape != b.shape
-            ]
-            if grown:
-                raise Refusal(
-                    f"the reply to {type(call.local).__name__} would be longer with one row more "
-                    f"({grown[0]}); expected replies that are as long for any number of rows"
-                )
-            self._grows[key] = new
-        return self._grows[key]
-
-    def _all_rows(self, part: Any) -> None:
-        """Refuse settings that would single out rows.
-
-        Another model's factors, fewer elements, minibatches of the server's choosing.
-        """
-        assert self.site is not None
-        why = None
-        if isinstance(part, Factors) and not any(part is own for own in self._own.values()):
-            why = "a model"
-        elif isinstance(part, Units) and part.pad != self.site.pad:
-            why = "a number of elements"
-        elif getattr(part, "algorithm", None) not in (None, getattr(self.fit, "algorithm", None)):
-            why = "an algorithm"
-        elif hasattr(part, "families"):
-            if part is not self._own.get("plan"):
-                why = "a plan of a fit"
-            return self._refused(why)
-        elif hasattr(part, "batch") and (
-            part.batch is not None or getattr(part, "num_kept", 1) != 1
-        ):
-            why = "a minibatch"
-        self._refused(why)
-        for setting, most in MAX_SETTINGS.items():
-            value = getattr(part, setting, 0)
-            if isinstance(value, int | float) and not 0 <= value <= most:
-                raise Refusal(f"it is asked with {setting}={value:,}; expected at most {most:,}")
-        if dataclasses.is_dataclass(part) and not isinstance(part, Factors):
-            for one in dataclasses.fields(part):
-                self._all_rows(getattr(part, one.name))
-
-    @staticmethod
-    def _refused(why: str | None) -> None:
-        if why is not None:
-            raise Refusal(
-                f"it is asked with {why} that is not its own; expected calls of all its rows"
-            )
-
     def _drop(self, slot: int) -> None:
         assert self.site is not None
+        assert self.checks is not None
         self.site.kept.pop(slot, None)
-        self._kinds.pop(slot, None)
+        self.checks.kept.pop(slot, None)
         (self.folder / f"slot-{slot}.bin").unlink(missing_ok=True)
-
-
-def _slot(value: Any) -> int:
-    if type(value) is not int or not 0 <= value < 1 << 63:
-        raise ValueError(f"a slot is {str(value)[:30]}, expected a whole number")
-    return value
-
-
-def _call(number: int, values: Any) -> Call:
-    """A call whose slots are numbers, of as many points as may be asked about at one time."""
-    call = Call(number, *values)
-    name_of(type(call.local))
-    jax.tree.map(_slot, call.read)
-    if call.write is not None:
-        _slot(call.write)
-    if not all(
-        isinstance(x, np.ndarray | jax.Array | int | float) for x in jax.tree.leaves(call.message)
-    ):
-        raise ValueError("it is told what are no arrays of numbers")
-    if any(isinstance(x, int) and abs(x) >= 1 << 31 for x in jax.tree.leaves(call.message)):
-        raise ValueError("it is told whole numbers beyond 32 bits")
-    sizes = [np.shape(x)[0] for x in jax.tree.leaves(call.message) if np.ndim(x)]
-    if max(sizes, default=0) > MAX_POINTS:
-        raise ValueError(
-            f"it is asked about {max(sizes):,} points, expected at most {MAX_POINTS:,}"
-        )
-    return call
 
 
 def _checked_ceilings(ceilings: Mapping[str, int] | None) -> dict[str, int]:

@@ -28,6 +28,7 @@ from numpyro_fed.rounds.serialization import pack, unpack
 __all__ = ["Messenger", "Traffic", "Wire", "connect", "owned"]
 
 PROTOCOL = 2
+_MAX_ANSWER = 1 << 22  # bytes in which a silo says what it is
 _LONGEST = 2000  # letters of a silo's text that an error quotes
 
 
@@ -302,6 +303,8 @@ def _all(messenger: Messenger, messages: dict[str, bytes]) -> dict[str, Any]:
     out = {}
     for name in messages:
         try:
+            if len(answers[name]) > _MAX_ANSWER:
+                raise ValueError(f"{len(answers[name]):,} bytes, expected at most {_MAX_ANSWER:,}")
             answer = unpack(answers[name])
         except ValueError as error:
             raise ValueError(f"silo {name!r} sent what is no answer: {error}") from error

@@ -84,14 +84,15 @@ def read_sealed(place: Path, kind: str) -> bytes:
 
 
 @contextmanager
-def locked(place: Path) -> Iterator[None]:
-    """Hold a file for this process alone, by a lock on a file beside it, without waiting.
+def locked(place: Path, *, wait: bool = False) -> Iterator[None]:
+    """Hold a file for this process alone, by a lock on a file beside it.
 
+    :param wait: wait while another process or run has it.
     :raises ValueError: naming the file, where another process or run has it.
     """
     with place.with_name(place.name + ".lock").open("w") as lock:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except OSError as error:
             mend = "wait for the other, or give another file"
             raise ValueError(

@@ -26,6 +26,7 @@ _MARK = b"fed2"
 _CHECKSUM = 16  # bytes
 _START = len(_MARK) + _CHECKSUM + 8  # where the text begins
 _MAX_TEXT = 8 << 20  # bytes; a text of so many numbers takes some ten times as much memory
+_MAX_KEY_SHAPES = 8
 WIRE_DTYPES = (
     *("bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"),
     *("float16", "float32", "float64", "complex64", "complex128"),
@@ -146,6 +147,7 @@ def unpack(data: bytes, own: Mapping[str, Any] | None = None) -> Any:
         AttributeError,
         OverflowError,
         RecursionError,
+        ImportError,
     ) as error:
         raise ValueError(
             f"a packed value is not put together as one ({type(error).__name__}: {error})"
@@ -212,6 +214,7 @@ class _Reader:
 
     def __init__(self, data: bytes, place: int, own: Mapping[str, Any]) -> None:
         self.data, self.place, self.own = data, place, own
+        self.key_shapes: set[tuple[int, ...]] = set()
 
     def value(self, tree: Any) -> Any:
         if not isinstance(tree, dict):
@@ -266,6 +269,12 @@ class _Reader:
         words = self.value(data)
         if impl not in _KEYS or not isinstance(words, np.ndarray) or words.dtype != np.uint32:
             raise ValueError("a packed random key is none")
+        self.key_shapes.add(words.shape)  # JAX compiles a program for each
+        if words.size == 0 or words.ndim > 3 or len(self.key_shapes) > _MAX_KEY_SHAPES:
+            raise ValueError(
+                f"packed random keys are of {len(self.key_shapes)} shapes, one of them {words.shape}; "
+                f"expected at most {_MAX_KEY_SHAPES}, none of them empty"
+            )
         return random.wrap_key_data(jax.numpy.asarray(words), impl=impl)
 
     def _instance(self, name: Any, fields: Any) -> Any:

@@ -242,7 +242,9 @@ class Snapshot:
         self.side.record, self.site = copy.copy(side.record), side.site
         self.side.record.counts = Counter(side.counts)
         self.kept = None if self.site is None else dict(self.site.kept)
-        self.kinds, self.own = dict(self.side._kinds), dict(getattr(self.side, "_own", {}))
+        self.checks = copy.copy(self.side.checks)
+        if self.checks is not None:
+            self.checks.kept, self.checks.own = dict(self.checks.kept), dict(self.checks.own)
         self.histories = None if self.side.closed is None else dict(self.side.closed.histories)
         self.files = {
             p.name: (p.read_bytes(), p.stat().st_ino) for p in folder.iterdir() if p.is_file()
@@ -254,20 +256,17 @@ class Snapshot:
         :param earnest: whether its numbers are computed; else they are zeros.
         """
         side = copy.copy(self.side)
-        side.record, side._kinds, side._own = (
-            copy.copy(self.side.record),
-            dict(self.kinds),
-            dict(self.own),
-        )
-        side.record.place, side.record.counts = (
-            self.folder / "audit.jsonl",
-            Counter(self.side.counts),
-        )
+        side.record = copy.copy(self.side.record)
+        side.record.place = self.folder / "audit.jsonl"
+        side.record.counts = Counter(self.side.counts)
         if self.site is not None:
             side.site = copy.copy(self.site)
             side.site.kept = dict(self.kept)
             if not earnest:
                 side.site.reply = partial(zeros, side.site)
+            side.checks = copy.copy(self.checks)
+            side.checks.site = side.site
+            side.checks.kept, side.checks.own = dict(self.checks.kept), dict(self.checks.own)
         if side.closed is not None:
             side.closed = copy.copy(side.closed)
             side.closed.folder, side.closed.histories = self.folder, dict(self.histories)

@@ -1,0 +1,217 @@
+"""Checks of a call before a silo answers it: its settings, what it tells, and what it starts from."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from numpyro_fed.density.factors import Factors
+from numpyro_fed.density.local_map import Units
+from numpyro_fed.engines.answers import (
+    ANSWERED,
+    MAX_EVALUATIONS,
+    MAX_LATENTS,
+    MAX_LEAVES,
+    MAX_POINTS,
+    MAX_SETTINGS,
+)
+from numpyro_fed.rounds.remote import Call, Site, types_of
+from numpyro_fed.rounds.serialization import name_of
+
+__all__ = ["CallChecks", "Kept", "Refusal", "parsed", "slot_number"]
+
+
+class Refusal(ValueError):
+    """Error whose text a silo sends in place of an answer."""
+
+
+class Kept(NamedTuple):
+    """Facts about a state that a silo keeps in a slot.
+
+    :param kind: the kind of call that wrote it.
+    :param wide: types of its arrays, were there a row more.
+    :param size: bytes on disk.
+    """
+
+    kind: str
+    wide: Any
+    size: int
+
+
+class CallChecks:
+    """Checks of calls by the types of their arrays; no number of the silo's rows is read.
+
+    :param site: the silo, with its rows.
+    :param wide: a site of types alone, of silos that have one row more.
+    :param own: parts that server and silo have by name.
+    :param rows: number of rows of all silos.
+    :param algorithm: the algorithm of the silo's fit, or ``None``.
+    """
+
+    def __init__(
+        self, site: Site, wide: Site, own: dict[str, Any], rows: int, algorithm: str | None
+    ) -> None:
+        self.site, self.wide, self.own = site, wide, own
+        self.rows, self.algorithm = rows, algorithm
+        self.kept: dict[int, Kept] = {}
+        self._grows: dict[Any, Any] = {}
+
+    def state(self, call: Call) -> Any:
+        """Return the state that a call starts from; only certain kinds of call may have written it.
+
+        A server may otherwise write a state by one kind of call, and have another kind read it.
+        """
+        slots = call.read if isinstance(call.read, tuple) else (call.read,)
+        writers = ANSWERED[name_of(type(call.local))].reads
+        if call.read is not None and len(slots) != len(writers):
+            raise Refusal(f"it starts from {len(slots)} states, expected {len(writers)}")
+        for slot, kinds in zip(slots, writers, strict=False):
+            if slot is None:
+                continue
+            if slot not in self.kept or slot not in self.site.kept:
+                raise Refusal("what it kept for this run is gone; expected the folder of before")
+            if self.kept[slot].kind not in kinds:
+                raise Refusal(
+                    f"it starts from a state that {self.kept[slot].kind} wrote; "
+                    f"expected one of {', '.join(kinds)}"
+                )
+        return jax.tree.map(self.site.kept.__getitem__, call.read)
+
+    def allow(self, call: Call, wider: Callable[[], Any], state: Any) -> Any:
+        """Refuse calls of some rows alone, and those whose reply grows with the number of rows.
+
+        :param wider: returns the call's ``local``, were there a row more.
+        :param state: the state that it starts from.
+        :return: types of the state that it writes, were there a row more.
+        """
+        kind = name_of(type(call.local))
+        self._settings(call.local)
+        odd = sorted(set(_classes(call.message)) - set(ANSWERED[kind].told))
+        if odd:
+            raise Refusal(
+                f"it tells {odd[0]}, which is no part of {kind}; expected one of "
+                f"{', '.join(ANSWERED[kind].told) or 'numbers alone'}"
+            )
+        spec = types_of(call.message)
+        wide = jax.tree.map(lambda slot: self.kept[slot].wide, call.read)
+        key = (call.local, str((spec, wide)))
+        if key not in self._grows:
+            now = self.site.type_of(call.local, spec, types_of(state))[0]
+            then, new = self.wide.type_of(wider(), spec, wide)
+            pairs = zip(jax.tree.leaves(then), jax.tree.leaves(now), strict=True)
+            grown = [f"{a.shape} for {b.shape}" for a, b in pairs if a.shape != b.shape]
+            if grown:
+                raise Refusal(
+                    f"the reply to {kind} would be longer with one row more ({grown[0]}); "
+                    "expected replies that are as long for any number of rows"
+                )
+            self._grows[key] = new
+        return self._grows[key]
+
+    def _settings(self, part: Any) -> None:
+        """Refuse settings that single out rows, or that take the silo's memory or time.
+
+        Another model's factors, fewer elements, and minibatches of the server single out rows.
+        """
+        if hasattr(part, "families"):
+            return self._refused("a plan of a fit" if part is not self.own.get("plan") else None)
+        why = None
+        if isinstance(part, Factors) and not any(part is own for own in self.own.values()):
+            why = "a model"
+        elif isinstance(part, Units) and part.pad != self.site.pad:
+            why = "a number of elements"
+        elif getattr(part, "algorithm", None) not in (None, self.algorithm):
+            why = "an algorithm"
+        elif hasattr(part, "batch"):
+            whole = part.batch is None and getattr(part, "num_kept", 1) == 1
+            why = None if whole else "a minibatch"
+        self._refused(why)
+        padded = max(n for _, n in self.site.pad)
+        limits = {
+            **MAX_SETTINGS,
+            "networks": max(1, MAX_LATENTS // self.rows),
+            "points_at_once": max(1, MAX_EVALUATIONS // padded),
+        }
+        for setting, limit in limits.items():
+            value = getattr(part, setting, 0)
+            if isinstance(value, int | float) and not 0 <= value <= limit:
+                raise Refusal(f"it is asked with {setting}={value:,}; expected at most {limit:,}")
+        if dataclasses.is_dataclass(part) and not isinstance(part, Factors):
+            for one in dataclasses.fields(part):
+                self._settings(getattr(part, one.name))
+
+    @staticmethod
+    def _refused(why: str | None) -> None:
+        if why is not None:
+            raise Refusal(
+                f"it is asked with {why} that is not its own; expected calls of all its rows"
+            )
+
+
+def _classes(value: Any) -> Iterator[str]:
+    """Yield wire names of the classes within a value."""
+    if isinstance(value, dict):
+        for inside in value.values():
+            yield from _classes(inside)
+    elif isinstance(value, list) or type(value) is tuple:
+        for inside in value:
+            yield from _classes(inside)
+    elif dataclasses.is_dataclass(value) or hasattr(value, "_fields"):
+        yield name_of(type(value))
+        fields = value._fields if hasattr(value, "_fields") else value.__dataclass_fields__
+        for name in fields:
+            yield from _classes(getattr(value, name))
+
+
+def slot_number(value: Any) -> int:
+    """Return a slot's number.
+
+    :raises ValueError: for what is no whole number.
+    """
+    if type(value) is not int or not 0 <= value < 1 << 63:
+        raise ValueError(f"a slot is {str(value)[:30]}, expected a whole number")
+    return value
+
+
+def parsed(number: int, values: Any) -> Call:
+    """Return a call of whole slots, one typed key, and few enough numbers of the right types.
+
+    JAX takes arrays of ``uint32`` for random keys, which a silo would not replace by its own. So
+    keys are typed, and no other unsigned numbers are taken.
+
+    :raises ValueError: for anything else.
+    """
+    call = Call(number, *values)
+    name_of(type(call.local))
+    slots = call.read if type(call.read) is tuple else (call.read,)
+    for slot in (*slots, call.write):
+        if slot is not None:
+            slot_number(slot)
+    if not _is_key(call.key) or call.key.shape != ():
+        raise ValueError("its key is none; expected one typed random key")
+    leaves = jax.tree.leaves(call.message)
+    if len(leaves) > MAX_LEAVES:
+        raise ValueError(f"it is told {len(leaves):,} arrays, expected at most {MAX_LEAVES:,}")
+    for x in leaves:
+        if not isinstance(x, np.ndarray | jax.Array | int | float):
+            raise ValueError("it is told what are no arrays of numbers")
+        if isinstance(x, int) and abs(x) >= 1 << 31:
+            raise ValueError("it is told whole numbers beyond 32 bits")
+        if not _is_key(x) and np.asarray(x).dtype.kind not in "bif":
+            raise ValueError(
+                f"it is told numbers of type {np.asarray(x).dtype}, expected signed ones"
+            )
+        if np.ndim(x) and np.shape(x)[0] > MAX_POINTS:
+            raise ValueError(
+                f"it is asked about {np.shape(x)[0]:,} points, expected at most {MAX_POINTS:,}"
+            )
+        if math.prod(np.shape(x)) == 0 and max(np.shape(x), default=0) > MAX_POINTS:
+            raise ValueError(f"it is told an array of shape {np.shape(x)}, which has no numbers")
+    return call
+
+
+def _is_key(x: Any) -> bool:
+    return jax.dtypes.issubdtype(getattr(x, "dtype", None), jax.dtypes.prng_key)
