@@ -1,4 +1,4 @@
-"""Mean of Gaussian data whose silos differ: long stays harm DSGLD, and not FSGLD.
+"""Mean of Gaussian data whose silos differ: long visits harm DSGLD, and not FSGLD.
 
 Ten silos have 200 points each, around a center of their own. The posterior of the overall mean is
 known exactly. Draws are taken every 100 local steps, also within longer visits, as in the paper.

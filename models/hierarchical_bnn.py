@@ -176,7 +176,7 @@ def guide(model: Callable) -> fed.AutoSiloNormal:
 
 
 def sfvi(model: Callable, rows: fed.Silos, batch: int, rounds: int) -> Any:
-    # the check of the factorization is slow on all rows, where personal() copies weights per row; a
+    # the check of the factorization is slow on all rows, which personal() computes once per silo; a
     # test runs it on few rows
     svi = fed.SFVI(model, guide(model), SFVI_OPTIM, 1, 1, batch_size=batch, validate=False)
     return svi.run(jax.random.key(0), rounds, rows, progress_bar=False)

@@ -110,7 +110,7 @@ def scores(x: np.ndarray) -> np.ndarray:
 def choose(
     rng: np.random.Generator, letters: np.ndarray, rows: np.ndarray, similar: bool, count: int
 ) -> np.ndarray:
-    """Return ``count`` different pairs of the given rows, similar or dissimilar, ``(count, 2)``."""
+    """Return ``count`` different pairs of these rows, similar or dissimilar, ``(count, 2)``."""
     i, j = (rows[k] for k in np.triu_indices(len(rows), 1))
     found = np.flatnonzero((letters[i] == letters[j]) == similar)
     if len(found) < count:

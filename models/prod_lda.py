@@ -206,7 +206,7 @@ class Task(NamedTuple):
 
 
 def fit(task: Task, rows: fed.Silos, averaged: bool = False, amortised: bool = False) -> Fit:
-    """Run SFVI of the given silos, or SFVI-Avg."""
+    """Run SFVI or SFVI-Avg on these silos."""
     held_out, num_words = task.corpus.test[:HELD_OUT], len(task.corpus.words)
     own = sized(task.num_topics)
     q = guide(own, task.num_topics, num_words, amortised)

@@ -140,7 +140,7 @@ class Comparison:
             f"{DIFFER_SE:g}."
         )
         if undecided:
-            text += " More draws, of the fit and of the reference, settle what is undecided."
+            text += " More draws, of the fit and of the reference, decide what is undecided."
         return text + self._approximation()
 
     def closing_line(self) -> str:
