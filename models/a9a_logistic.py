@@ -7,8 +7,8 @@ rows, dealt at random in equal shares, belong to the nodes. AUC is taken on the 
 **The paper's run** (:func:`epoch`): prior Laplace(0, 1), alpha(t) = 0.008 / (12 + t)^0.45, 1,632
 steps with minibatches of 4 rows per node, which is an epoch. The paper does not say which links
 there are. Here the nodes send around a directed circle, in one order at even steps and in another
-at odd ones. (Where links of such a circle fail, a node that hears nothing for a while has a small
-push-sum weight, and the quotient by it shows as spikes.) The exponent 0.45 is below 1/2, so the
+at odd ones. Where links of such a circle fail, a node that hears nothing for a while has a small
+push-sum weight, and the quotient by it shows as spikes. The exponent 0.45 is below 1/2, so the
 squares of the steps have an infinite sum, and the library warns. With gradients of 4 rows in 6,512
 the draws of one epoch are far more dispersed than the posterior.
 

@@ -171,7 +171,7 @@ class Setting(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Every tenth draw of R networks; even ones start around the first mode, odd ones the second.
+    """Draws of R networks, every tenth; even ones start around the first mode, odd ones the second.
 
     :ivar theta: draws ``(R, m, T, 2)``.
     :ivar consensus: squared distances from the average ``(R, m, T)``.

@@ -312,7 +312,7 @@ def test_a_network_and_public_sites(study):
     options = ["--model", str(study / "study.py"), "--silos", ",".join(SIZES), "--tls", str(study)]
     options += ["--keys", str(study)]
     found = CliRunner().invoke(main, ["run", *options, "--out", str(study / "fit.nc")])
-    assert "--chains 4: of a network every silo has one; expected a multiple of 3" in found.output
+    assert "--chains 4: a network has one per silo; expected a multiple of 3" in found.output
 
 
 def test_a_fit_with_privacy_has_no_k(study):

@@ -98,9 +98,9 @@ class Comparison:
         smoothed away. Scalars that are constant in the reference, or not finite there, are left
         out.
 
-        The distance is NaN where no scalar is left, where a draw of the fit is not finite, and
-        where the fit has fewer than 2 draws or the reference fewer than 4. No verdict depends on
-        it. The first access computes it, which takes seconds.
+        The distance is NaN where no scalar is left, or where a draw of the fit is not finite. It is
+        also NaN where the fit has fewer than 2 draws, or the reference fewer than 4. No verdict
+        depends on it. The first access computes it, which takes seconds.
         """
         kept = [
             (fed, ref)

@@ -65,9 +65,9 @@ def to_inference_data(fit: Any, *args: Any, **options: Any) -> "InferenceData":
         draw, on the pooled rows); for remote silos the last two are absent.
     :raises TypeError: when ``result`` is not the result of a variational run.
     :raises ValueError: when the run is over another kernel, has not run, or ran on other silos.
-    :warns UserWarning: when more than 1 % of local steps were cut, a chain left the reals, the sds
-        are predicted to be more than 1.1 times too large, or Pareto's k is above 0.7. For a
-        network: when a node broke down, or is off the average of all nodes.
+    :warns UserWarning: when more than 1 % of local steps were cut, or a chain left the reals; when
+        the sds are predicted to be more than 1.1 times too large; when Pareto's k is above 0.7;
+        when a node of a network broke down, or is off the average of all nodes.
 
     Example::
 

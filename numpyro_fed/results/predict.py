@@ -100,7 +100,7 @@ def predict(
     }
     if not found:
         raise ValueError(
-            f"expected data with something to predict, got values of all observed sites "
+            f"expected data with something to predict, got values of all that is observed, "
             f"{sorted(given)}: leave out the arguments to predict, or set them to None"
         )
     return {name: np.asarray(x) for name, x in found.items()}
@@ -132,7 +132,7 @@ def _learned(draws: Any) -> dict[str, Array]:
     if networks:
         raise ValueError(
             f"params: expected the learned networks {networks}, which an InferenceData does not "
-            "hold; pass params=result.params"
+            "hold; give result.params"
         )
     return {k: jnp.asarray(v) for k, v in json.loads(draws.attrs.get("learned", "{}")).items()}
 
