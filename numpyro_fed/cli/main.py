@@ -416,7 +416,8 @@ def run(
         nodes, chains = isinstance(module.kernel, NetworkKernel), options["chains"]
         if nodes and chains % len(silos):
             raise ValueError(
-                f"--chains {chains}: a network has one per silo; expected a multiple of {len(silos)}"
+                f"--chains {chains}: a network has one per silo; expected a multiple of "
+                f"{len(silos)}"
             )
         if missing:
             raise ValueError(f"there are no files {missing}; docs/flower.md says how to make them")

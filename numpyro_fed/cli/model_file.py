@@ -24,7 +24,7 @@ def load_model_file(place: str | Path) -> ModuleType:
 
     * ``silo(table)``, a function that makes the model's arguments from a silo's table;
     * ``SHARED``, the values of arguments that are the same in all silos;
-    * ``ROWS`` and ``INDEX``, the arguments of :class:`~numpyro_fed.Silos`;
+    * ``ROWS`` and ``INDEX``, the arguments ``rows`` and ``index`` of :class:`~numpyro_fed.Silos`;
     * either ``svi``, an :class:`~numpyro_fed.SFVI` or :class:`~numpyro_fed.SFVIAvg` of the model,
       or ``kernel``, a Langevin kernel of the model.
 
