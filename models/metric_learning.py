@@ -15,8 +15,8 @@ There are 5,000 similar and 5,000 dissimilar pairs. Each of ten silos has 500 of
 three letters that no other silo has, and 100 more pairs are held out. The paper says h = 1e-3, m =
 256, equal chances of the silos. Its surrogates come from 3,000 draws of each silo's likelihood by
 SGLD, or are Laplace's (appendix F.2, which the available text lacks). It does not say K, the
-priors, the features' scale, where chains start, or how many rounds there are. Local steps between
-rounds are 40 where it says (section 5.3). The other values are chosen here, in capitals below. The
+priors, the features' scale, where chains start, or how many rounds there are. It gives local steps
+between rounds only in section 5.3 (40). The other values are chosen here, in capitals below. The
 scale matters: distances of unscaled features have curvatures of 1.5e6, and a step of 1e-3 leaves
 the reals above 4e3. Here squared distances in the K dimensions are 1 on average.
 

@@ -48,8 +48,8 @@ def fit(
 
     With ``method="vi"`` conducive rounds of :class:`SFVIAvg` run until they converge, after about
     ten rounds. In one more round the silos' likelihoods weight public draws of theta
-    (Pareto-smoothed importance sampling). With ``method="fsgld"`` :class:`FSGLD` starts from the result of the conducive
-    rounds, and its draws are the posterior.
+    (Pareto-smoothed importance sampling). With ``method="fsgld"`` :class:`FSGLD` starts from the
+    result of the conducive rounds, and its draws are the posterior.
 
     What leaves the silos: see :mod:`numpyro_fed.vi.conducive.rounds` and :class:`FSGLD`.
 
