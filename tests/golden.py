@@ -255,7 +255,11 @@ def main() -> None:
         if args.only not in name:
             continue
         started = time.monotonic()
-        now = {f"{name}|{k}": v for k, v in plain(make()).items()}
+        try:
+            made = make()
+        except ValueError as error:  # a refusal is a result, too; its words may change
+            made = {"refused": type(error).__name__}
+        now = {f"{name}|{k}": v for k, v in plain(made).items()}
         old = {k: v for k, v in before.items() if k.startswith(f"{name}|")}
         odd = [k for k in {*now, *old} if args.check and not same(now.get(k), old.get(k))]
         wrong += sorted(odd)

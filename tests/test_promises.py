@@ -2,9 +2,13 @@
 
 import hashlib
 import json
+import sys
+import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -21,15 +25,21 @@ from test_wire import LINEAR, Fits, Messages, alone, run
 
 import numpyro_fed as fed
 from numpyro_fed.data.views import SiloView
+from numpyro_fed.decentralized.remote import NodeStartLocal
 from numpyro_fed.density.check import BatchGap, prove
 from numpyro_fed.density.factorize import factorise
 from numpyro_fed.density.fingerprint import as_values, description
-from numpyro_fed.engines import answers
+from numpyro_fed.density.local_map import Units
+from numpyro_fed.engines import answers, call_checks
+from numpyro_fed.engines.call_checks import CallChecks
 from numpyro_fed.engines.silo_side import SiloSide
 from numpyro_fed.engines.wire import connect
+from numpyro_fed.mcmc.config import NodePlan
+from numpyro_fed.mcmc.remote import TellLocal
 from numpyro_fed.mcmc.remote_chains import StayLocal
 from numpyro_fed.rounds.remote import Call, rows_of, site_of
 from numpyro_fed.rounds.serialization import pack, unpack, wire_name
+from numpyro_fed.surrogates.local_score import Message, ScoreLocal
 
 # Questions about rows
 
@@ -168,6 +178,158 @@ def test_gradients_at_latents_of_the_servers_keys_give_no_row(tmp_path, own_keys
     found = np.linalg.lstsq(np.stack(design), np.stack(slopes), rcond=None)[0][:60]
     nearest = max(abs(np.corrcoef(AGES, column)[0, 1]) for column in found.T if column.std() > 0)
     assert nearest < 0.6 if own_keys else nearest > 0.9999, nearest
+
+
+def answered(side, data, calls):
+    """The answer to other calls in the place of a message's own."""
+    inside = np.frombuffer(pack(calls, side.checks.own), np.uint8)
+    return unpack(side.answer(pack({**unpack(data), "forget": [], "calls": inside})))
+
+
+def one_round(folder, **options):
+    """A silo after one round of a fit, that round's message, and its call."""
+
+    def make():
+        adam = optax.adam(0.01)
+        return fed.SFVI(visits, fed.AutoSiloNormal(visits), adam, num_local_particles=1, **options)
+
+    messenger = Fits(PATIENTS, make(), folder, make, own_keys=True)
+    make().run(random.key(1), 1, connect(messenger, visits, fit=make()), progress_bar=False)
+    data = next(x for who, x, _ in messenger.sent if who == "oslo" and b"RoundLocal" in x)
+    side = messenger.sides["oslo"]
+    return side, data, *unpack(unpack(data)["calls"].tobytes(), side.checks.own)
+
+
+def test_raw_words_in_the_place_of_a_key_are_refused(tmp_path):
+    """JAX takes them for a key, and a silo would not replace it by its own."""
+    side, data, (local, key, message, read, _) = one_round(tmp_path)
+    raw = np.asarray(random.key_data(key))
+    np.testing.assert_array_equal(random.normal(raw, (3,)), random.normal(key, (3,)))  # the danger
+    told = message._replace(key=np.asarray(random.key_data(message.key)))
+    assert "replies" in answered(side, data, [(local, key, message, read, None)])
+    assert "its key is none" in answered(side, data, [(local, raw, message, read, None)])["error"]
+    assert "of type uint32" in answered(side, data, [(local, key, told, read, None)])["error"]
+    keys = random.split(key, 2)
+    assert "its key is none" in answered(side, data, [(local, keys, message, read, None)])["error"]
+
+
+@pytest.mark.parametrize("guarded", [True, False])
+def test_no_server_writes_the_state_that_a_round_starts_from(tmp_path, monkeypatch, guarded):
+    """Each row's latent, with a scale of nothing: least squares over a hundred states give the ages."""
+    side, data, (local, key, message, read, _) = one_round(tmp_path, batch_size=60)
+    state = jax.tree.map(np.zeros_like, jax.device_get(side.site.kept[read]))
+    rng, design, slopes = np.random.default_rng(5), [], []
+    if not guarded:
+        monkeypatch.setattr(call_checks, "_classes", lambda message: ())
+        monkeypatch.setattr(CallChecks, "state", lambda self, call: read_any(self, call))
+
+    def read_any(self, call):
+        return jax.tree.map(self.site.kept.__getitem__, call.read)
+
+    for slot in range(10**6, 10**6 + (100 if not guarded else 1)):
+        z = rng.normal(size=(60, 1)).astype(np.float32)
+        params = replace(state.params, mean=z, log_scale=np.full((60, 1), -20, np.float32))
+        forged = answered(
+            side, data, [(TellLocal(), key, state._replace(params=params), None, slot)]
+        )
+        answer = answered(side, data, [(local, key, message, slot, None)])
+        if guarded:
+            assert "it tells" in forged["error"]
+            assert "it kept for this run is gone" in answer["error"]
+            told = answered(side, data, [(TellLocal(), key, np.zeros(2, np.float32), None, slot)])
+            assert "replies" in told
+            answer = answered(side, data, [(local, key, message, slot, None)])
+            assert "a state that TellLocal wrote; expected one of InitLocal" in answer["error"]
+            return
+        design.append(np.append(z.ravel(), 1.0))
+        slopes.append(np.concatenate([np.ravel(x) for x in answer["replies"][0][1:]]))
+    found = np.linalg.lstsq(np.stack(design), np.stack(slopes), rcond=None)[0][:60]
+    assert max(abs(np.corrcoef(AGES, c)[0, 1]) for c in found.T if c.std() > 1e-3) > 0.9999
+
+
+def test_what_a_call_starts_from_is_a_slot_or_some(tmp_path):
+    """Else it would be answered, and no line of it written."""
+    side, data, (local, key, message, read, _) = one_round(tmp_path)
+    lines = len((side.folder / "audit.jsonl").read_text().splitlines())
+    for odd in ([read], {"a": read}, (read, read)):
+        assert "error" in answered(side, data, [(local, key, message, odd, None)])
+    assert len((side.folder / "audit.jsonl").read_text().splitlines()) == lines + 3
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        (lambda f, u: (NodeStartLocal(NodePlan(f, u, None, 2), 1 << 20), np.int32(0)), "networks="),
+        (lambda f, u: (ScoreLocal(f, u, 1 << 17), points(8)), "points_at_once="),
+        (lambda f, u: (TellLocal(), np.zeros((0, 1 << 20), np.float32)), "has no numbers"),
+        (lambda f, u: (TellLocal(), [0.0] * 2000), "2,000 arrays"),
+    ],
+)
+def test_small_messages_do_not_take_the_memory_of_large_ones(tmp_path, kind, why):
+    messenger = Messages(PATIENTS, visits, tmp_path)
+    connect(messenger, visits)
+    side = messenger.sides["oslo"]
+    factors = side.checks.own["factors"]
+    local, message = kind(factors, Units(factors, "age", side.site.pad))
+    data = pack({"what": "calls", "server": side._server})
+    before = sum(f.stat().st_size for f in side.folder.iterdir())
+    assert why in answered(side, data, [(local, random.key(0), message, None, 1)])["error"]
+    assert sum(f.stat().st_size for f in side.folder.iterdir()) - before < 100_000
+
+
+def points(n):
+    return Message(*(np.ones(s, np.float32) for s in ((2,), (2,), (n, 2), (n,))))
+
+
+def packed_text(tree):
+    head = json.dumps(tree).encode()
+    body = len(head).to_bytes(8, "little") + head
+    return b"fed2" + hashlib.blake2b(body, digest_size=16).digest() + body
+
+
+def test_keys_of_many_shapes_are_refused():
+    """JAX compiles a program for each: a message of 22 kB took 15 s and 540 MiB."""
+    zeros = [random.split(random.key(0), n) for n in range(1, 20)]
+    with pytest.raises(ValueError, match="expected at most 8, none of them empty"):
+        unpack(pack(zeros))
+    empty = {"key": ["threefry2x32", {"array": ["uint32", [0, 9, 2]]}]}
+    with pytest.raises(ValueError, match=r"one of them \(0, 9, 2\)"):
+        unpack(packed_text(empty))
+    assert len(unpack(pack(zeros[:8]))) == 8
+
+
+def test_two_processes_of_a_silo_have_one_ceiling(tmp_path):
+    """Each counts what the other answers, also while that computes."""
+    messenger = Messages(PATIENTS, visits, tmp_path)
+    connect(messenger, visits)
+    side = messenger.sides["oslo"]
+    other = SiloSide(alone(PATIENTS, "oslo"), visits, side.folder, own_keys=False)
+    for one in (side, other):
+        one.ceilings["TellLocal"] = 4
+        one.site.reply = partial(slowly, one.site.reply)
+    data = pack({"what": "calls", "server": side._server})
+
+    def ask(one, slots):
+        calls = [(TellLocal(), random.key(0), 0.0, None, slot) for slot in slots]
+        return [answered(one, data, [call]) for call in calls]
+
+    with ThreadPoolExecutor(2) as pool:
+        both = [pool.submit(ask, *x) for x in ((side, range(4)), (other, range(10, 14)))]
+        answers_of = [answer for found in both for answer in found.result()]
+    assert sum("replies" in answer for answer in answers_of) == 4
+    assert sum("its ceiling for a study" in answer.get("error", "") for answer in answers_of) == 4
+
+
+def slowly(reply, *args):
+    time.sleep(0.05)
+    return reply(*args)
+
+
+def test_a_message_that_needs_a_package_that_is_not_there_is_none(monkeypatch):
+    data = pack(fed.Privacy(1.0, 1e-5, 1.0, 3))
+    monkeypatch.setitem(sys.modules, "dp_accounting", None)
+    with pytest.raises(ValueError, match="not put together as one"):
+        unpack(data)
 
 
 # Shared arguments
