@@ -53,7 +53,7 @@ from numpyro.infer import MCMC, init_to_value
 import numpyro_fed as fed
 
 HIDDEN = (18, 18, 8)
-STAY, BATCH_SIZE, ROUNDS = 40, 50, 5_000
+VISIT, BATCH_SIZE, ROUNDS = 40, 50, 5_000
 PARTITIONS = {"alike": 100.0, "skewed": 0.5}  # both parameters of the labels' Beta law
 STEPS = {"susy": (1e-4, 1e-5), "simulated": (1e-4, 1e-7)}  # first step sizes of the papers
 LOCAL_STEP = {"susy": 1e-4, "simulated": 1e-7}  # step size of a silo's own chain
@@ -170,7 +170,7 @@ def fit(
     kernel = fed.FSGLD(
         model,
         step_size,
-        STAY,
+        VISIT,
         BATCH_SIZE,
         alpha=METHODS[method],
         preconditioner=None,
@@ -234,7 +234,7 @@ def plot(found: dict[tuple[str, float, str], tuple[Fit, fed.Silos, Rows]], place
         3, len(cases), figsize=(3.6 * len(cases), 8.5), layout="constrained", squeeze=False
     )
     for column, (partition, step) in zip(axes.T, cases, strict=True):
-        for method, colour in zip(METHODS, ("C1", "C0"), strict=True):
+        for method, color in zip(METHODS, ("C1", "C0"), strict=True):
             one, silos, test = found[partition, step, method]
             which = np.unique(np.linspace(0, len(one.silo) - 1, 150).astype(int))
             draws = {k: v[which] for k, v in one.draws.items()}
@@ -245,7 +245,7 @@ def plot(found: dict[tuple[str, float, str], tuple[Fit, fed.Silos, Rows]], place
                 ax.plot(
                     which * THINNING / KEPT,
                     np.maximum(np.nan_to_num(value, nan=-99), -3),
-                    color=colour,
+                    color=color,
                     label=method,
                     lw=1,
                 )
@@ -256,7 +256,7 @@ def plot(found: dict[tuple[str, float, str], tuple[Fit, fed.Silos, Rows]], place
                 [p[bins == b].mean() for b in shown],
                 [few["y"][bins == b].mean() for b in shown],
                 "o-",
-                color=colour,
+                color=color,
             )
         column[0].set(title=f"{partition}, step {step:g}", ylabel="train", ylim=(-3, 0))
         column[1].set(xlabel="round", ylabel="test", ylim=(-3, 0))

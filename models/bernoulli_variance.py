@@ -46,11 +46,11 @@ from jax import Array, random
 
 import numpyro_fed as fed
 from numpyro_fed.data.views import SiloView, largest
-from numpyro_fed.mcmc.config import Plan, Tuning
+from numpyro_fed.mcmc.config import LangevinConfig, Tuning
 from numpyro_fed.mcmc.gradients import drift, open_silo
 from numpyro_fed.mcmc.langevin import batches
 from numpyro_fed.mcmc.options import Options
-from numpyro_fed.mcmc.setup import prepare
+from numpyro_fed.mcmc.setup import make_setup
 
 HEADS, NUM_ROWS, BATCH_SIZE = (1, 5, 9), 10, 5
 THETA = np.linspace(0.05, 0.95, 19)
@@ -71,7 +71,7 @@ def model(y):  # type: ignore[no-untyped-def]
 class Estimator(NamedTuple):
     """Gradient estimator of a kernel, and the surrogates that it uses (``None``: none)."""
 
-    plan: Plan
+    config: LangevinConfig
     tuning: Tuning
     silos: fed.Silos
     surrogates: fed.surrogates.Surrogates | None
@@ -95,31 +95,36 @@ def estimator(method: str) -> Estimator:
         "validate": False,
     }
     options = Options(step_size=1e-4, num_local_steps=1, batch_size=BATCH_SIZE, **own).checked()
-    found = prepare(model, data, {}, options)
-    return Estimator(found.plan, found.tuning, data, found.surrogates)
+    found = make_setup(model, data, {}, options)
+    return Estimator(found.config, found.tuning, data, found.surrogates)
 
 
 def gradient(
-    plan: Plan, tuning: Tuning, silos: fed.Silos, theta: Array, number: Array, batch: dict | Array
+    config: LangevinConfig,
+    tuning: Tuning,
+    silos: fed.Silos,
+    theta: Array,
+    number: Array,
+    batch: dict | Array,
 ) -> Array:
     """Estimate the gradient of log p(theta, y) in theta, a scalar, at one silo.
 
     :param batch: a minibatch as arguments of the model, or a key to draw one.
     """
     view = SiloView(silos, number, largest(silos))
-    silo = open_silo(plan, tuning, None, view)
-    rows = batch if isinstance(batch, dict) else batches(plan, batch, view, ())
+    silo = open_silo(config, tuning, None, view)
+    rows = batch if isinstance(batch, dict) else batches(config, batch, view, ())
     position = jnp.log(theta) - jnp.log1p(-theta)
     here = silo._replace(kwargs={**silo.kwargs, **rows})
-    slope = drift(plan, tuning, position[None], None, here, view)[0][0]
+    slope = drift(config, tuning, position[None], None, here, view)[0][0]
     return (slope - (1 - 2 * theta)) / (
         theta * (1 - theta)
     )  # without the slope of the logit's Jacobian
 
 
-@partial(jax.jit, static_argnames=("plan", "count"))
+@partial(jax.jit, static_argnames=("config", "count"))
 def sample(
-    plan: Plan, tuning: Tuning, silos: fed.Silos, thetas: Array, key: Array, count: int
+    config: LangevinConfig, tuning: Tuning, silos: fed.Silos, thetas: Array, key: Array, count: int
 ) -> Array:
     """Return estimates at each theta, ``(K, count)``.
 
@@ -129,7 +134,7 @@ def sample(
     def one(theta: Array, key: Array) -> Array:
         key_silo, key_batch = random.split(key)
         return gradient(
-            plan,
+            config,
             tuning,
             silos,
             theta,

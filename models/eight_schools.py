@@ -46,7 +46,7 @@ def model(y, error):  # type: ignore[no-untyped-def]
         numpyro.sample("y", dist.Normal(mu + tau * z, error), obs=y)
 
 
-def model_centred(y, error):  # type: ignore[no-untyped-def]
+def model_centered(y, error):  # type: ignore[no-untyped-def]
     """Sample the same law in the schools' effects themselves, whose spread goes to zero with tau.
 
     This is a funnel, and NUTS diverges in its neck. Compare a fit of this model with NUTS on

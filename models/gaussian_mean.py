@@ -39,7 +39,7 @@ import numpyro_fed as fed
 
 NUM_SILOS, NUM_ROWS = 10, 200
 STEP_SIZE, BATCH_SIZE = 1e-4, 10
-STAYS, EVERY, BURN_IN = (1, 10, 100, 1000), 100, 20_000
+VISITS, EVERY, BURN_IN = (1, 10, 100, 1000), 100, 20_000
 NUM_CHAINS = 8
 METHODS = ("DSGLD", "FSGLD", "FSGLD, defaults")
 Draws = dict[tuple[str, int], np.ndarray]
@@ -49,8 +49,8 @@ def data(seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
     """Return points, shape (2000, 2), and the silo of each."""
     rng = np.random.default_rng(seed)
     silo = np.repeat(np.arange(NUM_SILOS), NUM_ROWS)
-    centres = rng.uniform(-6, 6, (NUM_SILOS, 2))
-    return (centres[silo] + rng.normal(size=(len(silo), 2))).astype(np.float32), silo
+    centers = rng.uniform(-6, 6, (NUM_SILOS, 2))
+    return (centers[silo] + rng.normal(size=(len(silo), 2))).astype(np.float32), silo
 
 
 def silos(seed: int = 0) -> fed.Silos:
@@ -82,14 +82,14 @@ def variances(silos: fed.Silos, method: str, stay: int) -> tuple[float, float]:
     """
     rows, h = NUM_SILOS * NUM_ROWS, STEP_SIZE
     points = [np.asarray(silos[name]["x"], np.float64) for name in silos]
-    within, centres = (
+    within, centers = (
         np.mean([x.var(0) for x in points]),
         np.stack([x.mean(0) for x in points]) * rows / (rows + 1),
     )
     left = 1 - h * (rows + 1) / 2
     noise = (h + h**2 / 4 * rows**2 / BATCH_SIZE * within) / (1 - left**2)
     share = (1 - left**stay) / (1 + left**stay) if method == "DSGLD" else 0.0
-    return float(share * centres.var(0).mean()), float(noise)
+    return float(share * centers.var(0).mean()), float(noise)
 
 
 def expected_mse(silos: fed.Silos, method: str, stay: int, num_draws: np.ndarray) -> np.ndarray:
@@ -248,7 +248,7 @@ def main(arguments: Sequence[str] | None = None) -> Draws:
 
     points = silos()
     num_draws, burn_in = (100, 2_000) if args.quick else (1_000, BURN_IN)
-    methods, stays = (METHODS[:2], (1, 100)) if args.quick else (METHODS, STAYS)
+    methods, stays = (METHODS[:2], (1, 100)) if args.quick else (METHODS, VISITS)
     runs = [(method, stay) for method in methods for stay in stays]
     draws = {run: fit(points, *run, num_draws, burn_in) for run in runs}
     print(

@@ -288,17 +288,17 @@ def plot(runs: dict[Setting, Run], truth: Grid, tau: float, place: Path) -> None
     axes[1, 1].set(xlabel="t", title="E |node - average|²")
     axes[1, 1].legend()
     every = max(1, len(run.time) // 200)
-    for k, (colour, mode) in enumerate(zip(("C0", "C1"), MODES, strict=True)):
+    for k, (color, mode) in enumerate(zip(("C0", "C1"), MODES, strict=True)):
         right = (run.theta[k::2, 0, :, 1] > 0).mean(0)
         forgets = truth.weight + (1 - k - truth.weight) * np.exp(-run.time / tau)
         axes[1, 2].plot(
             run.time[::every],
             right[::every],
-            color=colour,
+            color=color,
             lw=1,
             label=f"start at ({mode[0]:g}, {mode[1]:g})",
         )
-        axes[1, 2].plot(run.time[::every], forgets[::every], color=colour, ls="--", lw=1)
+        axes[1, 2].plot(run.time[::every], forgets[::every], color=color, ls="--", lw=1)
     paper = next(iter(runs.values()))
     axes[1, 2].axvline(paper.time[-1], color="grey", ls=":", label="end of the paper's steps")
     axes[1, 2].set(xlabel="time s", ylim=(0, 1), title="θ2 > 0 by start (dashed: diffusion)")

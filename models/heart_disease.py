@@ -59,8 +59,8 @@ def columns(table: pd.DataFrame) -> tuple[pd.DataFrame, np.ndarray]:
     """Return covariates and disease 0/1, from complete rows of the study's table."""
     disease = (table["num"] > 0).to_numpy(np.float32)
     x = table.drop(columns="num")
-    for column, (centre, scale) in SCALE.items():
-        x[column] = (x[column] - centre) / scale
+    for column, (center, scale) in SCALE.items():
+        x[column] = (x[column] - center) / scale
     for column, kinds in KINDS.items():  # a hospital may lack some kinds
         x[column] = pd.Categorical(x[column].astype(int), categories=kinds)
     return pd.get_dummies(x, columns=list(KINDS), drop_first=True).astype(np.float32), disease

@@ -59,11 +59,11 @@ def silos() -> fed.Silos:
 
 
 def model(kid_score, mom_hs, mom_iq):  # type: ignore[no-untyped-def]
-    centred = numpyro.sample("centred", dist.ImproperUniform(constraints.real_vector, (), (3,)))
+    centered = numpyro.sample("centered", dist.ImproperUniform(constraints.real_vector, (), (3,)))
     sigma = numpyro.sample("sigma", dist.HalfCauchy(2.5))
-    numpyro.deterministic("beta", centred - jnp.array([IQ, 0.0, 0.0]) * centred[..., 2:])
+    numpyro.deterministic("beta", centered - jnp.array([IQ, 0.0, 0.0]) * centered[..., 2:])
     with fed.silo_plate("children", kid_score.shape[0]):
-        means = centred[0] + centred[1] * mom_hs + centred[2] * (mom_iq - IQ)
+        means = centered[0] + centered[1] * mom_hs + centered[2] * (mom_iq - IQ)
         numpyro.sample("kid_score", dist.Normal(means, sigma), obs=kid_score)
 
 

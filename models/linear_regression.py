@@ -13,7 +13,7 @@ over draws of each draw's mean squared error on the test rows is shown. Its mean
 over ten chains on one split. With new splits the variance would be that of the test rows, the same
 for every method.
 
-The text says only that columns are "normalised". With standard scores ("sd") the step is beyond the
+The text says only that columns are "normalized". With standard scores ("sd") the step is beyond the
 limit of stability on Superconductivity. There h times the largest eigenvalue of the Hessian is 4.4
 for the pooled rows, before any noise, and has to be below 4. With columns mapped to [0, 1]
 ("range") it is below 4 on all data sets. Both are run.
@@ -46,9 +46,9 @@ from numpyro.infer.mcmc import MCMCKernel
 
 import numpyro_fed as fed
 
-NUM_SILOS, ROUNDS, STAY, EVERY, BURN_IN = 10, 1_000, 600, 100, 10_000
+NUM_SILOS, ROUNDS, VISIT, EVERY, BURN_IN = 10, 1_000, 600, 100, 10_000
 STEP_SIZE, BATCH_SIZE = 1e-5, 10
-STAYS = (10, 100, 600, 6_000)
+VISITS = (10, 100, 600, 6_000)
 TITLES = {
     "concrete": "Concrete",
     "airfoil": "Noise",
@@ -262,7 +262,7 @@ def figure_6(
                 f"{steepness(train):.2g}"
             )
             found = {
-                method: fit(method, rows, test, STAY, num_steps, num_chains) for method in METHODS
+                method: fit(method, rows, test, VISIT, num_steps, num_chains) for method in METHODS
             }
             tables[name, scaling] = summary(found)
             print(tables[name, scaling].map("{:.5g}".format).to_string(), flush=True)
@@ -295,7 +295,7 @@ def plot(panels: dict[str, tuple[dict[str, Fit], float]], place: Path) -> None:
     plt.close(figure)
 
 
-def by_stay(names: Sequence[str], num_steps: int, num_chains: int) -> pd.DataFrame:
+def by_visit(names: Sequence[str], num_steps: int, num_chains: int) -> pd.DataFrame:
     """Return errors relative to the posterior's, by the number of local steps per round.
 
     All runs have as many steps. They use the first scaling in which h is stable.
@@ -308,7 +308,7 @@ def by_stay(names: Sequence[str], num_steps: int, num_chains: int) -> pd.DataFra
         for method in METHODS[:2]:
             ends = {
                 stay: fit(method, rows, test, stay, num_steps, num_chains).cumulative[:, -1]
-                for stay in STAYS
+                for stay in VISITS
             }
             found[TITLES[name], scaling, method] = {
                 f"T = {k:,}": v.mean() / best for k, v in ends.items()
@@ -326,7 +326,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[tuple[str, str], pd.Dat
     parser.add_argument("--figure", type=Path, default=Path("figures/linear_regression.png"))
     args = parser.parse_args(arguments)
 
-    num_steps, num_chains = (60 * STAY, 3) if args.quick else (ROUNDS * STAY, 10)
+    num_steps, num_chains = (60 * VISIT, 3) if args.quick else (ROUNDS * VISIT, 10)
     scalings = list(SCALINGS)[: 1 if args.quick else None]
     print(
         "cumulative test error after 1, 10, 100, all rounds behind the burn-in, and its variance "
@@ -335,7 +335,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[tuple[str, str], pd.Dat
     tables = figure_6(args.data, scalings, num_steps, num_chains, args.figure)
     print(f"figure written to {args.figure}")
     if args.stays:
-        frame = by_stay(args.data, num_steps // 4, num_chains)
+        frame = by_visit(args.data, num_steps // 4, num_chains)
         print(
             f"by stay, {num_steps // 4:,} steps: error relative to the posterior's, and its "
             "variance over chains"

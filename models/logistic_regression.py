@@ -31,7 +31,7 @@ from numpyro.infer.mcmc import MCMCKernel
 import numpyro_fed as fed
 
 NUM_SILOS, NUM_TEST = 10, 1000
-STEP_SIZE, BATCH_SIZE, STAY = 1e-5, 100, 100
+STEP_SIZE, BATCH_SIZE, VISIT = 1e-5, 100, 100
 DATA = ("magic", "credit")
 PARTITIONS = ("iid", "skewed")
 METHODS = ("DSGLD", "FSGLD", "defaults")
@@ -105,7 +105,7 @@ def kernel(method: str, silos: fed.Silos) -> MCMCKernel:
     sizes = np.array(silos.sizes[silos.group["y"]])
     settings: dict[str, Any] = {
         "step_size": STEP_SIZE,
-        "num_local_steps": STAY,
+        "num_local_steps": VISIT,
         "batch_size": BATCH_SIZE,
         "selection": sizes / sizes.sum(),
     }

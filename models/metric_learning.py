@@ -51,7 +51,7 @@ import numpyro_fed as fed
 ROWS, FEATURES, LETTERS = 7_797, 617, 26
 NUM_SILOS, NUM_PAIRS, NUM_TEST = 10, 1_000, 100  # pairs of each silo; half of them are similar
 STEP_SIZE, BATCH_SIZE, NUM_DRAWS = 1e-3, 256, 3_000
-DIRECTIONS, PRIOR_SD, STAY, ROUNDS = 10, 10.0, 40, 1_000
+DIRECTIONS, PRIOR_SD, VISIT, ROUNDS = 10, 10.0, 40, 1_000
 NUM_STEPS = 10_000  # at least, also for short visits; a fifth of the rounds is burn-in
 METHODS = ("DSGLD", "FSGLD, moments", "FSGLD, Laplace", "FSGLD, score", "FSGLD, default", "NUTS")
 SETS = ("learning", "held-out")
@@ -385,7 +385,7 @@ def plot(found: Found, place: Path) -> None:
     ):
         ax, late = axes[row, column], found["NUTS", name].late
         level = late[:, 1, -1:] if row else late[:, 0].mean(-1, keepdims=True)
-        for colour, method in enumerate(METHODS[:-1]):
+        for color, method in enumerate(METHODS[:-1]):
             own = kept(found, method)
             if not own.any():
                 continue
@@ -395,9 +395,9 @@ def plot(found: Found, place: Path) -> None:
             mean, sd = curves.mean(0), curves.std(0)
             left = "" if own.all() else f" ({own.sum()} of {len(own)} seeds)"
             style = "--" if method == "FSGLD, Laplace" else "-"
-            ax.plot(samples, mean, style, color=f"C{colour}", label=method + left)
+            ax.plot(samples, mean, style, color=f"C{color}", label=method + left)
             ax.fill_between(
-                samples, mean - sd, mean + sd, alpha=0.2, linewidth=0, color=f"C{colour}"
+                samples, mean - sd, mean + sd, alpha=0.2, linewidth=0, color=f"C{color}"
             )
         ax.axhline(0, color="black", linestyle=":", label="NUTS")
         ax.set(
@@ -422,7 +422,7 @@ def main(arguments: Sequence[str] | None = None) -> pd.DataFrame:
     parser.add_argument(
         "--seeds", type=int, default=10, help="repetitions, each with silos and pairs of its own"
     )
-    parser.add_argument("--stay", type=int, default=STAY, help="local steps between rounds")
+    parser.add_argument("--stay", type=int, default=VISIT, help="local steps between rounds")
     parser.add_argument("--figure", type=Path, default=Path("figures/metric_learning.png"))
     args = parser.parse_args(arguments)
 

@@ -200,19 +200,19 @@ def figure_s2(paths: dict[int, tuple[Course, Course]], place: Path) -> None:
             ("cold", cold, 0, "--"),
             ("warm", warm, WARM_ROUNDS, "-"),
         ):
-            label, colour = f"{num_silos} silos, {label}", f"C{i}"
+            label, color = f"{num_silos} silos, {label}", f"C{i}"
             axes[0].plot(
                 before + 1 + np.arange(len(run.losses)),
                 smooth(run.losses),
                 style,
-                color=colour,
+                color=color,
                 label=label,
             )
             axes[1].plot(
                 [before + n for n in run.accuracy],
                 run.accuracy.values(),
                 style,
-                color=colour,
+                color=color,
                 label=label,
             )
     axes[0].set(xlabel="rounds", ylabel="minus the bound (nats)", yscale="log")

@@ -12,7 +12,7 @@ batch together. Words are not lemmatized.
 
 UMass coherence is highest where all topics are alike and consist of the commonest words. So the
 number of different top words is printed beside it, and NPMI, which divides by how common words are.
-``--amortised`` adds SFVI with a network from a document's counts to its q(z), which all silos
+``--amortized`` adds SFVI with a network from a document's counts to its q(z), which all silos
 learn. Losses of SFVI-Avg are the silos' own objectives.
 
 Reference: Hassan, Salomone & Mengersen (2023), Federated Variational Inference Methods for
@@ -157,18 +157,18 @@ class Encoder(eqx.Module):
 
 
 def guide(
-    model: Any, num_topics: int, num_words: int, amortised: bool = False
+    model: Any, num_topics: int, num_words: int, amortized: bool = False
 ) -> fed.AutoSiloNormal:
     """Return q: independent in all latents, or amortized for documents by a network.
 
     Topics start at draws of ``START_SD``.
     """
-    start = START_SD[amortised] * jax.random.normal(jax.random.key(0), (num_topics, num_words))
+    start = START_SD[amortized] * jax.random.normal(jax.random.key(0), (num_topics, num_words))
     settings: dict[str, Any] = {
         "init_scale": INIT_SCALE,
         "init_loc_fn": init_to_value(values={"topics": start}),
     }
-    if amortised:
+    if amortized:
         settings["amortize"] = {"z": Encoder(num_words, num_topics, jax.random.key(1))}
     return fed.AutoSiloNormal(
         model, "diag", "diag", coupling=False, scale_coupling=False, **settings
@@ -205,11 +205,11 @@ class Task(NamedTuple):
         return all_steps // self.rounds * self.rounds
 
 
-def fit(task: Task, rows: fed.Silos, averaged: bool = False, amortised: bool = False) -> Fit:
+def fit(task: Task, rows: fed.Silos, averaged: bool = False, amortized: bool = False) -> Fit:
     """Run SFVI or SFVI-Avg on these silos."""
     held_out, num_words = task.corpus.test[:HELD_OUT], len(task.corpus.words)
     own = sized(task.num_topics)
-    q = guide(own, task.num_topics, num_words, amortised)
+    q = guide(own, task.num_topics, num_words, amortized)
     options: dict[str, Any] = {
         "num_local_particles": 1,
         "local_optim": LOCAL_OPTIM,
@@ -226,7 +226,7 @@ def fit(task: Task, rows: fed.Silos, averaged: bool = False, amortised: bool = F
     topics = np.asarray(result.params["auto_loc"]).reshape(task.num_topics, num_words)
     steps = np.arange(1, rounds + 1) * (task.steps // rounds)
     by_network = np.nan
-    if amortised:
+    if amortized:
         by_network = perplexity(topics, held_out, q.encode(result.params, counts=held_out)["z"])
     return Fit(topics, perplexity(topics, held_out), by_network, steps, result.losses)
 
@@ -273,7 +273,7 @@ def measures(fit: Fit, corpus: Corpus) -> dict[str, float]:
     }
 
 
-def compare(task: Task, amortised: bool = False) -> tuple[pd.DataFrame, dict[str, Fit]]:
+def compare(task: Task, amortized: bool = False) -> tuple[pd.DataFrame, dict[str, Fit]]:
     """Run all methods; return their measures and their fits."""
     rows = silos(task.corpus.train)
     methods = {
@@ -284,8 +284,8 @@ def compare(task: Task, amortised: bool = False) -> tuple[pd.DataFrame, dict[str
         f"silo {name} alone": partial(fit, task, fed.Silos({name: rows[name]}))
         for name in rows.names
     }
-    if amortised:
-        methods["SFVI, amortised"] = partial(fit, task, rows, amortised=True)
+    if amortized:
+        methods["SFVI, amortized"] = partial(fit, task, rows, amortized=True)
     fits, found = {}, {}
     for name, method in methods.items():
         fits[name] = method()
@@ -304,7 +304,7 @@ def main(arguments: Sequence[str] | None = None) -> pd.DataFrame:
     parser.add_argument("--quick", action="store_true", help="600 documents, 300 words, 8 topics")
     parser.add_argument("--epochs", type=int, default=EPOCHS, help="of each method")
     parser.add_argument(
-        "--amortised", action="store_true", help="also SFVI with a network for q(z)"
+        "--amortized", action="store_true", help="also SFVI with a network for q(z)"
     )
     parser.add_argument("--figure", type=Path, default=Path("figures/prod_lda.png"))
     args = parser.parse_args(arguments)
@@ -313,7 +313,7 @@ def main(arguments: Sequence[str] | None = None) -> pd.DataFrame:
         task = Task(corpus(600, 300), 8, 50, 40, 8)
     else:
         task = Task(corpus(), NUM_TOPICS, BATCH, args.epochs, ROUNDS)
-    table, fits = compare(task, args.amortised)
+    table, fits = compare(task, args.amortized)
     figure_2(fits, task.corpus.train, args.figure)
     topics = fits["SFVI"].topics
     each = coherence(topics, task.corpus.train)

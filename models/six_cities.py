@@ -170,12 +170,12 @@ def draw_alone(posteriors: Mapping[str, az.InferenceData], path: Path) -> None:
         ("#009E73", "-.", 1.4),
     )
     for axis, name, label in zip(axes, GLOBALS, LABELS, strict=True):
-        for (posterior, idata), (colour, line, width) in zip(
+        for (posterior, idata), (color, line, width) in zip(
             posteriors.items(), styles, strict=True
         ):
             draws = idata.posterior[name].values.ravel()
             x, density = az.kde(np.log(draws) if name == "sigma" else draws)
-            axis.plot(x, density, line, color=colour, lw=width, label=posterior)
+            axis.plot(x, density, line, color=color, lw=width, label=posterior)
         axis.set(xlabel=label, yticks=[], ylim=(0, None))
         axis.spines[["left", "right", "top"]].set_visible(False)
     axes[0].set_ylabel("posterior density")

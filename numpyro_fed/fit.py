@@ -18,7 +18,7 @@ from numpyro_fed.results.diagnose import diagnose
 from numpyro_fed.results.inference_data import to_inference_data
 from numpyro_fed.results.vi_inference_data import CANDIDATES, check_num_draws
 from numpyro_fed.rounds.remote import RemoteSilos
-from numpyro_fed.vi.conducive.checks import SETTLED, JointUnits
+from numpyro_fed.vi.conducive.checks import CONVERGED, JointUnits
 from numpyro_fed.vi.guides.auto_silo_normal import AutoSiloNormal
 from numpyro_fed.vi.importance import POOR
 from numpyro_fed.vi.result import VIResult
@@ -100,9 +100,11 @@ def fit(
         tol=TOL if method == "vi" else _START_TOL,
         progress_bar=progress_bar,
     )
-    words, settled = _of_rounds(result)
+    words, converged = _of_rounds(result)
     if method == "vi":
-        idata, more, verdict, mend = _last_round(avg, result, silos, num_draws, key_draws, settled)
+        idata, more, verdict, mend = _last_round(
+            avg, result, silos, num_draws, key_draws, converged
+        )
     else:
         idata, more, verdict, mend = _chains(
             model, result, silos, num_draws, key_chains, progress_bar
@@ -120,7 +122,7 @@ def _last_round(
     silos: Silos | MixedSilos,
     num_draws: int,
     key: Any,
-    settled: bool,
+    converged: bool,
 ) -> tuple["InferenceData", str, str, str]:
     """Return weighted draws, a text on their round, the verdict, and a mend of a bad verdict."""
     idata = to_inference_data(avg, result, silos, num_draws=num_draws, rng_key=key, resample=True)
@@ -133,10 +135,10 @@ def _last_round(
     )
     if "pareto_k_unit" in attrs:
         words += f", of the latents' candidates at worst {unit:.2f} ({attrs['pareto_k_unit_at']})"
-    stayed = json.loads(attrs.get("elsewhere", "[]"))
-    if stayed:
-        words += f"; none for the candidates of {', '.join(stayed)}, which stay in the silos"
-    if settled and max(k, unit) <= POOR:
+    visited = json.loads(attrs.get("remote", "[]"))
+    if visited:
+        words += f"; none for the candidates of {', '.join(visited)}, which stay in the silos"
+    if converged and max(k, unit) <= POOR:
         return idata, words, "sound", ""
     mend = (
         ". Expected k <= 0.7 and rounds that converge: "
@@ -180,22 +182,22 @@ def _settable(model: Callable, silos: Silos | MixedSilos) -> SFVIAvg:
     """
     try:
         avg = SFVIAvg(model, AutoSiloNormal(model), conducive=True)
-        avg.prepared(silos)
+        avg.setup(silos)
     except JointUnits:
         avg = SFVIAvg(model, AutoSiloNormal(model, local_cov="full"), conducive=True)
-        avg.prepared(silos)
+        avg.setup(silos)
     return avg
 
 
 def _of_rounds(result: VIResult) -> tuple[str, bool]:
     moved = float(result.state.server.moved)
     names, up = result.ledger.silos, sum(result.ledger.bytes_up) / 1e3
-    how = "settled" if moved <= SETTLED else "has not settled"
+    how = "settled" if moved <= CONVERGED else "has not settled"
     return (
         f"q(theta) {how} in {len(result.losses)} conducive rounds of {len(names)} "
         f"silo{'' if len(names) == 1 else 's'}, {up:.1f} kB up in all "
         f"(it moved by {moved:.2g} sds in the last; bound {-result.losses[-1]:.2f})",
-        moved <= SETTLED,
+        moved <= CONVERGED,
     )
 
 

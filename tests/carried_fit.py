@@ -39,8 +39,8 @@ def drawn(remote):
     return np.asarray(mcmc.get_samples(group_by_chain=True)["beta"])
 
 
-def run(messenger):
+def run(transport):
     """The server's part: draws, as the bytes of a ``.npy``."""
     out = io.BytesIO()
-    np.save(out, drawn(connect(messenger, linear)))
+    np.save(out, drawn(connect(transport, linear)))
     return out.getvalue()

@@ -113,17 +113,17 @@ class ManySides:
 
 
 class Marked:
-    """A messenger whose messages are of one fit."""
+    """A transport whose messages are of one fit."""
 
-    def __init__(self, messenger: Any, name: str) -> None:
-        self.messenger, self.names, self.mark = (
-            messenger,
-            messenger.names,
+    def __init__(self, transport: Any, name: str) -> None:
+        self.transport, self.names, self.mark = (
+            transport,
+            transport.names,
             bytes([tuple(FITS).index(name)]),
         )
 
     def exchange(self, messages: dict[str, bytes]) -> dict[str, bytes]:
-        return self.messenger.exchange({name: self.mark + data for name, data in messages.items()})
+        return self.transport.exchange({name: self.mark + data for name, data in messages.items()})
 
 
 def make_side(name, directory):
@@ -131,12 +131,12 @@ def make_side(name, directory):
     return ManySides(name, directory)
 
 
-def over(messenger: Any, rounds: int, algorithms: list[str]) -> dict[str, dict[str, np.ndarray]]:
-    """All fits over a messenger."""
+def over(transport: Any, rounds: int, algorithms: list[str]) -> dict[str, dict[str, np.ndarray]]:
+    """All fits over a transport."""
     out = {}
     for name in algorithms:
         fit = FITS[name]()
-        where = connect(Marked(messenger, name), model, fit=fit if name in VARIATIONAL else None)
+        where = connect(Marked(transport, name), model, fit=fit if name in VARIATIONAL else None)
         out[name] = fitted(name, where, rounds, fit)
     return out
 
@@ -157,6 +157,6 @@ def unpacked(data: bytes) -> dict[str, dict[str, np.ndarray]]:
     return out
 
 
-def run(messenger, rounds, algorithms):
+def run(transport, rounds, algorithms):
     """The server's part of a job."""
-    return packed(over(messenger, rounds, algorithms))
+    return packed(over(transport, rounds, algorithms))

@@ -98,7 +98,7 @@ def carried(name: str, how: str) -> dict[str, Any]:
 
 
 class InProcess:
-    """A messenger to silos of this process."""
+    """A transport to silos of this process."""
 
     def __init__(self, folder: Path) -> None:
         self.names = every_fit.NAMES

@@ -37,30 +37,30 @@ def make_broken(name, directory):
     raise ValueError("row 17 is 42.5")
 
 
-def run(messenger, rounds=3):
+def run(transport, rounds=3):
     """A hash of all answers of all rounds."""
     total = hashlib.sha256()
     for n in range(1, rounds + 1):
-        replies = messenger.exchange(
-            {name: f"{n} {total.hexdigest()}".encode() for name in messenger.names}
+        replies = transport.exchange(
+            {name: f"{n} {total.hexdigest()}".encode() for name in transport.names}
         )
-        for name in messenger.names:
+        for name in transport.names:
             total.update(replies.get(name, b"absent"))
     return total.hexdigest().encode()
 
 
-def who_answers(messenger, rounds):
+def who_answers(transport, rounds):
     """The silos that answered, by round."""
-    messages = [dict.fromkeys(messenger.names, f"{n} x".encode()) for n in range(1, rounds + 1)]
-    return json.dumps([sorted(messenger.exchange(asked)) for asked in messages]).encode()
+    messages = [dict.fromkeys(transport.names, f"{n} x".encode()) for n in range(1, rounds + 1)]
+    return json.dumps([sorted(transport.exchange(asked)) for asked in messages]).encode()
 
 
-def fail(messenger):
+def fail(transport):
     raise ValueError("the fit has no rounds")
 
 
-def ask_a_stranger(messenger):
-    messenger.exchange({"paris": b""})
+def ask_a_stranger(transport):
+    transport.exchange({"paris": b""})
 
 
 def private_fit():
@@ -98,7 +98,7 @@ def make_echo(name, directory):
     return Echo(name, directory)
 
 
-def time_rounds(messenger, sizes, rounds):
+def time_rounds(transport, sizes, rounds):
     """Seconds of each round, by the number of float32 that go each way."""
     times = {}
     for size in sizes:
@@ -106,7 +106,7 @@ def time_rounds(messenger, sizes, rounds):
         times[size] = []
         for _ in range(rounds + 2):
             start = time.perf_counter()
-            replies = messenger.exchange(dict.fromkeys(messenger.names, data))
+            replies = transport.exchange(dict.fromkeys(transport.names, data))
             times[size].append(time.perf_counter() - start)
-            assert all(replies[name] == data for name in messenger.names)
+            assert all(replies[name] == data for name in transport.names)
     return json.dumps({size: x[2:] for size, x in times.items()}).encode()

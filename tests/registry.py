@@ -35,7 +35,7 @@ class Entry:
     """A marked model, its pooled data, and what else :func:`numpyro_fed.split` is to know.
 
     :param by: a default partition of the units, ragged, with a silo of a single row.
-    :param unit: the unit of each labelled row.
+    :param unit: the unit of each labeled row.
     """
 
     name: str
@@ -68,11 +68,11 @@ def constrained_globals(x: Array, y: Array, df: float) -> None:
         numpyro.sample("y", dist.StudentT(df, x @ beta, sigma + rate), obs=y)
 
 
-def dirichlet(y: Array, centres: Array) -> None:
-    """A simplex; ``centres`` is a shared array."""
+def dirichlet(y: Array, centers: Array) -> None:
+    """A simplex; ``centers`` is a shared array."""
     weights = numpyro.sample("weights", dist.Dirichlet(jnp.ones(3)))
     with fed.silo_plate("patients", y.shape[0]):
-        components = dist.Normal(centres, 1.0)
+        components = dist.Normal(centers, 1.0)
         numpyro.sample(
             "y", dist.MixtureSameFamily(dist.Categorical(probs=weights), components), obs=y
         )
@@ -228,7 +228,7 @@ _ROOM = np.array([4, 0, 2, 1, 3, 0, 4, 2])
 _ONE_PLATE = {
     "logistic": (logistic, {"x": X, "y": BINARY}),
     "constrained_globals": (constrained_globals, {"x": X, "y": Y, "df": 4.0}),
-    "dirichlet": (dirichlet, {"y": Y, "centres": np.array([-1.0, 0.0, 2.0])}),
+    "dirichlet": (dirichlet, {"y": Y, "centers": np.array([-1.0, 0.0, 2.0])}),
     "cholesky": (cholesky, {"x": X, "y": Y}),
     "ordered": (ordered, {"x": X, "level": np.clip(COUNT, 0, 3)}),
     "loc_scale_reparam": (loc_scale, {"y": Y}),

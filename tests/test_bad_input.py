@@ -12,9 +12,9 @@ from numpyro.infer import MCMC, NUTS, Gibbs
 from small_models import intercepts, intercepts_silos, linear, linear_silos
 
 import numpyro_fed as fed
-from numpyro_fed.density.factorize import factorise
+from numpyro_fed.density.factorize import factorize
 from numpyro_fed.mcmc import _kernel
-from numpyro_fed.mcmc import setup as prepare
+from numpyro_fed.mcmc import setup as make_setup
 from numpyro_fed.surrogates import Gaussian, Surrogates
 
 SILOS = linear_silos()
@@ -28,10 +28,10 @@ def nothing_is_compiled(monkeypatch):
         raise AssertionError("compilation began before the input was refused")
 
     for owner, name in [
-        (prepare, "prove"),
-        (prepare.score, "fit"),
-        (prepare.laplace, "fit"),
-        (prepare.pilot, "settle"),
+        (make_setup, "prove"),
+        (make_setup.score, "fit"),
+        (make_setup.laplace, "fit"),
+        (make_setup.pilot, "settle"),
         (_kernel, "one_round"),
         (_kernel, "first_state"),
     ]:
@@ -345,7 +345,7 @@ def test_scan_of_global_sites_and_a_loop_in_a_silo_plate():
                 at = numpyro.sample(f"at {t}", dist.Normal(at + level[t], 1))
                 numpyro.sample(f"y {t}", dist.Normal(at, 1), obs=y[:, t])
 
-    factors = factorise(model, PATHS)
+    factors = factorize(model, PATHS)
     assert factors.global_sites == (("level", (2,)),)
     assert [site.name for site in factors.local_sites] == ["at 0", "at 1"]
 

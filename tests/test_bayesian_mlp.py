@@ -19,8 +19,8 @@ from numpyro.infer.util import log_density
 from scipy import special, stats
 
 import numpyro_fed as fed
-from numpyro_fed.density.check import prove
-from numpyro_fed.density.factorize import factorise
+from numpyro_fed.density.check import check_factorization
+from numpyro_fed.density.factorize import factorize
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
 
@@ -136,7 +136,7 @@ def equinox_model(x: Any, y: Any = None) -> None:
 @pytest.mark.parametrize("model", [mlp.model, equinox_model])
 def test_kernels_run_modules_of_flax_and_equinox(model: Callable) -> None:
     silos = few()
-    prove(factorise(model, silos), silos)
+    check_factorization(factorize(model, silos), silos)
     flat = fed.surrogates.analytic(silos, np.zeros((2, DIM)), np.ones((2, DIM)))
     for kernel in (
         fed.DSGLD(model, 1e-4, 5, 10, validate=False),

@@ -28,10 +28,10 @@ def test_the_silos_tosses_are_those_of_a_fair_coin() -> None:
     assert rows.pooled["y"].sum() == 15
 
 
-@partial(jax.jit, static_argnames=("plan",))
-def gradients(plan, tuning, silos, thetas, numbers, batches):
+@partial(jax.jit, static_argnames=("config",))
+def gradients(config, tuning, silos, thetas, numbers, batches):
     def one(theta, number, y):
-        return bernoulli.gradient(plan, tuning, silos, theta, number, {"y": y})
+        return bernoulli.gradient(config, tuning, silos, theta, number, {"y": y})
 
     over_batches = jax.vmap(one, in_axes=(None, None, 0))
     over_silos = jax.vmap(over_batches, in_axes=(None, 0, None))

@@ -1,4 +1,4 @@
-"""The importance-weighted bound of a silo and its doubly reparametrised gradients, against plain ones."""
+"""The importance-weighted bound of a silo and its doubly reparametrized gradients, against plain ones."""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from vi_models import GROUP_SD, ROW_SD, hierarchy, hierarchy_silos, wheeze, whee
 
 import numpyro_fed as fed
 from numpyro_fed.data.views import stack
-from numpyro_fed.density.factorize import factorise
+from numpyro_fed.density.factorize import factorize
 from numpyro_fed.density.local_map import LocalMap
 from numpyro_fed.vi.bound import silo_bound, unit_terms
 from numpyro_fed.vi.guides.normal import Context
@@ -21,7 +21,7 @@ from numpyro_fed.vi.minibatch import pick
 
 def setup(model, silos, **options):
     """A family, the rows of the only silo, and its batch."""
-    family = fed.AutoSiloNormal(model, **options).family(factorise(model, silos), {})
+    family = fed.AutoSiloNormal(model, **options).family(factorize(model, silos), {})
     rows = jax.tree.map(lambda x: x[0], stack(silos)[0])
     return family, rows, pick(family, None, random.key(0), rows)
 
@@ -220,7 +220,7 @@ def test_rows_that_reach_an_element_by_way_of_others_count_once():
 def test_padding_has_no_part_in_the_bound():
     silos = hierarchy_silos(np.array([0] * 3 + [1] * 7))
     rows = stack(silos)[0]
-    family = fed.AutoSiloNormal(hierarchy).family(factorise(hierarchy, silos), {})
+    family = fed.AutoSiloNormal(hierarchy).family(factorize(hierarchy, silos), {})
     context = Context(jnp.array([0.3]), jnp.array([0.2]), {})
 
     def bound(rows, num):

@@ -45,16 +45,16 @@ def test_draws_over_nvflares_simulator(expected, tmp_path, monkeypatch):
     np.testing.assert_array_equal(np.load(io.BytesIO(data)), expected)
 
 
-def refused_in_words(messenger):
+def refused_in_words(transport):
     """What is said of each model that reads across rows, once silos of another model are met."""
     from test_promises import WRONG, right
 
     from numpyro_fed.engines.wire import connect
 
-    silos, said = connect(messenger, right), []
+    silos, said = connect(transport, right), []
     for model in WRONG:
         try:
-            fed.FSGLD(model)._prepare(silos, {})
+            fed.FSGLD(model)._set_up(silos, {})
         except ValueError as error:
             said.append(str(error))
     return json.dumps(said).encode()

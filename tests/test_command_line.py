@@ -56,7 +56,7 @@ def study(tmp_path):
     return tmp_path
 
 
-def at_hand(study, method="", model=MODEL):
+def inline_rounds(study, method="", model=MODEL):
     """The study's module, of which the method is written into its file, and its silos in this process."""
     (study / "study.py").write_text(model + method)
     module = load_model_file(study / "study.py")
@@ -77,15 +77,15 @@ def test_a_silo_is_shown_what_will_leave(study):
     found = silo(study, "--check")
     assert found.exit_code == 0, found.output
     assert "Silo 'oslo': 37 rows of" in found.output
-    assert "StayLocal      a chain's position after its stay" in found.output
+    assert "VisitLocal      a chain's position after its stay" in found.output
     assert "2 global parameters" in found.output
 
 
 @pytest.mark.parametrize(
     ("line", "shown", "hidden"),
     [
-        ("", ["StayLocal", "ScoreLocal"], ["RoundLocal", "Masked", "noise:"]),
-        (f"{SVI}", ["StayLocal", "RoundLocal", "EstimateLocal"], ["Masked", "noise:"]),
+        ("", ["VisitLocal", "ScoreLocal"], ["RoundLocal", "Masked", "noise:"]),
+        (f"{SVI}", ["VisitLocal", "RoundLocal", "EstimateLocal"], ["Masked", "noise:"]),
         (
             "import optax\nnoise = fed.Privacy(epsilon=8, delta=1e-5, clip=1.0, num_rounds=50)\n"
             "svi = fed.SFVI(model, fed.AutoSiloNormal(model), optax.adam(0.1), privacy=noise, secure_sum=True)",
@@ -94,7 +94,7 @@ def test_a_silo_is_shown_what_will_leave(study):
                 "With noise: epsilon 8, delta 1e-05, spent after 50 rounds",
                 "Masked: of the answers",
             ],
-            ["StayLocal", "ScoreLocal", "EstimateLocal"],
+            ["VisitLocal", "ScoreLocal", "EstimateLocal"],
         ),
     ],
     ids=["chains", "fit", "closed fit"],
@@ -130,7 +130,7 @@ def test_columns_are_arguments_where_the_model_file_says_nothing(study):
         ),
         (("--columns", "other"), "guard columns: the study wants 'y' of"),
         (("--columns", "y,z"), "guard columns: .* has no columns"),
-        (("--ceiling", "StayLocal"), "--ceiling StayLocal: expected KIND=N"),
+        (("--ceiling", "VisitLocal"), "--ceiling VisitLocal: expected KIND=N"),
     ],
 )
 def test_guards_and_ceilings_of_the_command(study, options, words):
@@ -231,13 +231,13 @@ def test_the_method_is_the_model_files(study):
         {"chains": 2, "warmup": 5, "samples": 50, "rounds": 0, "seed": 3},
         study / "checkpoint",
     )
-    module, silos = at_hand(study)
+    module, silos = inline_rounds(study)
     found, words = posterior(
         module, fed.RemoteSilos(silos, fed.Loopback(silos)), told, study / "chains"
     )
     assert found.posterior["beta"].shape == (2, 50, 2)
     assert "MB up" in words
-    module, silos = at_hand(study, SVI)
+    module, silos = inline_rounds(study, SVI)
     remote = fed.RemoteSilos(silos, fed.Loopback(silos))
     found, words = posterior(module, remote, told, checkpoint)
     assert "Pareto's k" in words
@@ -276,7 +276,7 @@ def test_a_fit_that_breaks_off_is_no_result(study):
     from numpyro_fed.cli.coordinator import posterior
 
     line = "import optax\nsvi = fed.SFVI(model, fed.AutoSiloNormal(model), optax.adam(0.1))\n"
-    module, silos = at_hand(study, line)
+    module, silos = inline_rounds(study, line)
     told = {"chains": 1, "warmup": 0, "samples": 50, "rounds": 12, "seed": 3}
     with (
         pytest.warns(UserWarning, match="did not answer"),
@@ -301,7 +301,7 @@ def test_a_network_and_public_sites(study):
         "    with fed", "    numpyro.sample('c', dist.Normal(beta[0], 1), obs=0.5)\n    with fed"
     )
     line = "\nkernel = fed.PushSumLangevin(model, fed.graphs.complete(3), 0.001, public=('c',))\n"
-    module, silos = at_hand(study, line, public)
+    module, silos = inline_rounds(study, line, public)
     found = silo(study, "--check")
     assert found.exit_code == 0, found.output
     told = {"chains": 3, "warmup": 5, "samples": 20, "rounds": 0, "seed": 3}
@@ -323,7 +323,7 @@ def test_a_fit_with_privacy_has_no_k(study):
         "import optax\nnoise = fed.Privacy(epsilon=8, delta=1e-5, clip=1.0, num_rounds=5)\n"
         "svi = fed.SFVI(model, fed.AutoSiloNormal(model), optax.adam(0.1), privacy=noise)\n"
     )
-    module, silos = at_hand(study, line)
+    module, silos = inline_rounds(study, line)
     told = {"chains": 1, "warmup": 0, "samples": 20, "rounds": 0, "seed": 3}
     found, words = posterior(
         module, fed.RemoteSilos(silos, fed.Loopback(silos)), told, study / "fit"
@@ -370,7 +370,7 @@ def test_the_coordinator_is_told_at_once(study, options, message):
         "import optax\nnoise = fed.Privacy(epsilon=8, delta=1e-5, clip=1.0, num_rounds=5)\n"
         "svi = fed.SFVI(model, fed.AutoSiloNormal(model), optax.adam(0.1), privacy=noise, secure_sum=True)\n"
     )
-    at_hand(study, line)
+    inline_rounds(study, line)
     for name in ("server.crt", "server.key", "ca.crt", *(f"{name}.pub" for name in SIZES)):
         (study / name).write_text("")
     given = {
@@ -530,7 +530,7 @@ class Federation:
 
 def stays(study, name):
     place = study / f"private-{name}" / "audit.jsonl"
-    return place.read_text().count("StayLocal") if place.exists() else 0
+    return place.read_text().count("VisitLocal") if place.exists() else 0
 
 
 @pytest.mark.slow
@@ -555,7 +555,7 @@ def test_a_silo_that_is_killed_and_started_again_changes_no_draw(study):
     log = (study / "run.log").read_text()
     assert "posterior written to fit.nc" in log
     # the undisturbed run, within this process
-    module, silos = at_hand(study)
+    module, silos = inline_rounds(study)
     mcmc = fed.RemoteMCMC(
         fed.FSGLD(module.model),
         num_warmup=WARMUP,
@@ -584,7 +584,7 @@ def test_a_variational_fit_through_the_proxy(study):
     import requests
     from jax import random
 
-    module, silos = at_hand(study, SVI)
+    module, silos = inline_rounds(study, SVI)
     with Federation(study) as fit:
         fit.proxy()
         coordinator = fit.run("fit.nc")

@@ -23,8 +23,8 @@ from vi_models import (
 )
 
 import numpyro_fed as fed
-from numpyro_fed.surrogates.natural_step import Site
-from numpyro_fed.vi.conducive.pairs import rows_of_pair, shuffled
+from numpyro_fed.surrogates.natural_step import ApproxFactor
+from numpyro_fed.vi.conducive.antithetic import rows_of_pair, shuffled
 from numpyro_fed.vi.conducive.quasi_newton import Memory
 from numpyro_fed.vi.conducive.rounds import Reply, SiloState, merge
 
@@ -77,7 +77,7 @@ def test_a_gaussian_hierarchy_is_exact(silo_of):
 
 
 def test_rounds_do_not_depend_on_the_partition():
-    """The same numbers in every round; a barycentre of the silos' own optima depends on it."""
+    """The same numbers in every round; a barycenter of the silos' own optima depends on it."""
     with jax.enable_x64(True):
         partitions = [np.zeros(20, int), (np.arange(20) ** 2) % 7, np.arange(20)]
         results = [
@@ -100,7 +100,7 @@ def test_rounds_do_not_depend_on_the_partition():
 
 
 def best_gaussian(kwargs):
-    """The Gaussian of largest pooled bound, by quadrature and a general optimiser."""
+    """The Gaussian of largest pooled bound, by quadrature and a general optimizer."""
     nodes, weights = np.polynomial.hermite_e.hermegauss(12)
     u = jnp.asarray(np.stack(np.meshgrid(nodes, nodes), -1).reshape(-1, 2))
     w = jnp.asarray(np.outer(weights, weights).ravel() / weights.sum() ** 2)
@@ -247,10 +247,10 @@ def test_what_leaves_a_silo():
         "finite",
         "params",
         "share",
-    )  # the last two where optimisers move something
+    )  # the last two where optimizers move something
     with pytest.warns(UserWarning, match=r"q has not converged: it moved by"):
         result = fit.run(random.key(0), 2, silos, **QUIET)
-    d = fit.prepared(silos).plan.factors.dim
+    d = fit.setup(silos).config.factors.dim
     assert result.ledger.bytes_up == (2 * (4 + 4 * (d + d * (d + 1) // 2) + 1),) * 2
     assert result.ledger.gradient_evaluations == (2 * 256,) * 2
 
@@ -463,34 +463,44 @@ def test_hundreds_of_dimensions_from_points_that_change():
 def test_a_step_after_which_the_bound_is_lower_is_taken_back():
     memory, one = Memory.none(2), jnp.ones(2)
     move, memory = memory.move(
-        jnp.zeros(2), one, Site(one, one), jnp.array(0.0), jnp.array(True), noisy=False
+        jnp.zeros(2), one, ApproxFactor(one, one), jnp.array(0.0), jnp.array(True), noisy=False
     )
     assert (move.loc > 0).all()
     assert not move.held
     back, memory = memory.move(
-        move.loc, move.scale, Site(-9 * one, one), jnp.array(-50.0), jnp.array(True), noisy=False
+        move.loc,
+        move.scale,
+        ApproxFactor(-9 * one, one),
+        jnp.array(-50.0),
+        jnp.array(True),
+        noisy=False,
     )
     assert back.held
     np.testing.assert_allclose(back.loc, 0.3 * move.loc, rtol=1e-6)
     again, _ = memory.move(
-        back.loc, back.scale, Site(-9 * one, one), jnp.array(-40.0), jnp.array(True), noisy=False
+        back.loc,
+        back.scale,
+        ApproxFactor(-9 * one, one),
+        jnp.array(-40.0),
+        jnp.array(True),
+        noisy=False,
     )
     np.testing.assert_allclose(again.loc, 0.09 * move.loc, rtol=1e-6)
     # a bound that stays lower is that of noise, and is believed in the end
     _, memory = memory.move(
-        back.loc, back.scale, Site(one, one), jnp.array(-50.0), jnp.array(True), noisy=True
+        back.loc, back.scale, ApproxFactor(one, one), jnp.array(-50.0), jnp.array(True), noisy=True
     )
     _, memory = memory.move(
-        0.1 * one, back.scale, Site(one, one), jnp.array(-50.0), jnp.array(True), noisy=True
+        0.1 * one, back.scale, ApproxFactor(one, one), jnp.array(-50.0), jnp.array(True), noisy=True
     )
     last, memory = memory.move(
-        0.1 * one, one, Site(one, one), jnp.array(-50.0), jnp.array(True), noisy=True
+        0.1 * one, one, ApproxFactor(one, one), jnp.array(-50.0), jnp.array(True), noisy=True
     )
     assert not last.held
     assert float(memory.bound) == -50.0
     # where a silo did not answer bounds are not compared
     assert not memory.move(
-        move.loc, one, Site(one, one), jnp.array(-50.0), jnp.array(False), noisy=False
+        move.loc, one, ApproxFactor(one, one), jnp.array(-50.0), jnp.array(False), noisy=False
     )[0].held
 
 
@@ -523,7 +533,7 @@ def test_local_maps_by_steps_reach_the_exact_posterior():
     assert -result.losses[0] < evidence - 1
 
 
-def test_an_amortised_guide_and_learned_parameters_move_by_steps():
+def test_an_amortized_guide_and_learned_parameters_move_by_steps():
     n, model, linear = 60, unit_hierarchy, linear_encoder
     y = random.normal(random.key(0), (n,)) * 1.4 + 1.5
     guide = fed.AutoSiloNormal(model, coupling=False, scale_coupling=False, amortize={"z": linear})
@@ -562,7 +572,7 @@ def test_rows_of_pairs():
         by=np.repeat([0, 1], [140, 10]),
     )
     for size, often in ((3, (1, 19)), (11, (5, 64)), (200, (64, 64))):
-        plan, _, stacks, *_ = conducive(logistic, batch_size=size, num_local_steps=128).prepared(
+        config, _, stacks, *_ = conducive(logistic, batch_size=size, num_local_steps=128).setup(
             silos
         )
         for rows in stacks:
@@ -573,9 +583,9 @@ def test_rows_of_pairs():
                     rows.axes,
                     is_leaf=lambda x: x is None,
                 )
-                order, seen = shuffled(plan, one, random.key(3)), np.zeros(150)
+                order, seen = shuffled(config, one, random.key(3)), np.zeros(150)
                 for pair in range(64):
-                    batch = rows_of_pair(plan, one, order, 64, jnp.array(pair))
+                    batch = rows_of_pair(config, one, order, 64, jnp.array(pair))
                     x = (
                         np.asarray(batch.rows.rows["x"])[
                             : int(next(iter(batch.rows.sizes.values()))), 0
@@ -650,11 +660,11 @@ def test_a_reply_that_is_not_finite_does_not_count_in_the_bound():
     """With a diagonal q, in a sum: its flag is heard."""
     silos = logistic_silos()
     fit = conducive(logistic, fed.AutoSiloNormal(logistic, global_cov="diag"), secure_sum=True)
-    plan, _, stacks, *_ = fit.prepared(silos)
+    config, _, stacks, *_ = fit.setup(silos)
     state = fit.init(random.key(0), silos).server
-    d = plan.factors.dim
-    zero = Site(jnp.zeros((3, d)), jnp.zeros((3, d)))
+    d = config.factors.dim
+    zero = ApproxFactor(jnp.zeros((3, d)), jnp.zeros((3, d)))
     for finite in (True, False):
         replies = Reply(jnp.array([-5.0, -5.0, 0.0]), zero, jnp.array([True, True, finite]))
-        merged, _ = merge(plan, stacks[0], state, replies)
+        merged, _ = merge(config, stacks[0], state, replies)
         assert bool(merged.history.known) is finite

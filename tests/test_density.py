@@ -30,7 +30,7 @@ import numpyro_fed as fed
 from numpyro_fed import split
 from numpyro_fed.data import views as storage
 from numpyro_fed.data.views import SiloView, buckets, largest, sweep
-from numpyro_fed.density.factorize import factorise
+from numpyro_fed.density.factorize import factorize
 from numpyro_fed.density.factors import Factors, PooledModel, pooled_log_density
 
 ALL = pytest.mark.parametrize("entry", ENTRIES.values(), ids=ENTRIES)
@@ -56,7 +56,7 @@ def random_point(factors: Factors, silos: fed.Silos, seed: int = 0) -> tuple[dic
 
 def parts(entry: Entry) -> tuple[fed.Silos, Factors, dict, dict]:
     silos = entry.silos()
-    factors = factorise(entry.model, silos)
+    factors = factorize(entry.model, silos)
     theta, z = jax.tree.map(jnp.asarray, random_point(factors, silos))
     return silos, factors, theta, z
 
@@ -73,7 +73,7 @@ def programs(name: str, double: bool) -> tuple:
     """An entry's factors, a point, densities of the pooled model and the prior there, and the term of a silo."""
     entry = ENTRIES[name]
     silos = entry.silos()
-    factors = factorise(entry.model, silos)
+    factors = factorize(entry.model, silos)
     theta, pooled = random_point(factors, silos)
 
     def whole(theta: dict, z: dict) -> Array:

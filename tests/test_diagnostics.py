@@ -45,7 +45,7 @@ def run(kernel, num_samples=1500, silos=SILOS):
     return mcmc
 
 
-def prepared(**options):
+def setup(**options):
     kernel = fed.FSGLD(logistic, **options)
     kernel.init(random.key(0), 0, model_args=(SILOS,))
     return kernel
@@ -78,7 +78,7 @@ def test_a_run_without_surrogates_is_judged_by_what_it_has():
 
 
 def test_a_step_ten_times_too_large_is_flagged():
-    h = float(prepared(batch_size=20)._tuning.step_size)
+    h = float(setup(batch_size=20)._tuning.step_size)
     found, bad = failed(run(fed.FSGLD(logistic, 10 * h, batch_size=20)))
     assert {"inflation predicted", "inflation met"} <= bad
     assert found.verdict == "unsound"
@@ -86,7 +86,7 @@ def test_a_step_ten_times_too_large_is_flagged():
 
 
 def test_a_wrong_surrogate_is_flagged_with_its_silo():
-    kernel = prepared()
+    kernel = setup()
     conducive = kernel._tuning.conducive
     scale = np.asarray(kernel._tuning.scale)
     off = conducive.shift.at[1].add(
@@ -101,27 +101,27 @@ def test_a_wrong_surrogate_is_flagged_with_its_silo():
 
 
 def test_stays_of_a_thousand_steps_are_flagged():
-    kernel = prepared(surrogate="laplace")
-    kernel._plan = dataclasses.replace(kernel._plan, num_local_steps=1000)
+    kernel = setup(surrogate="laplace")
+    kernel._config = dataclasses.replace(kernel._config, num_local_steps=1000)
     conducive = kernel._tuning.conducive
     scale = np.linalg.inv(np.asarray(kernel._tuning.scale)).T
     off = conducive.shift + jnp.asarray(np.array([[0.3, 0], [0, 0.3], [-0.3, -0.3]]) @ scale.T)
     kernel._tuning = kernel._tuning._replace(
         conducive=conducive._replace(shift=off, total_shift=off.sum(0))
     )
-    short = dataclasses.replace(kernel._plan, num_local_steps=4)
+    short = dataclasses.replace(kernel._config, num_local_steps=4)
     found, bad = failed(run(kernel, 600))
     assert "inflation met" in bad
     reach = 1000 * float(kernel._tuning.step_size)
     assert found.table.loc["steps cut", "limit"] == f"<= {0.04 / reach:.3g}"
-    kernel._plan = short
+    kernel._config = short
     found, bad = failed(run(kernel, 6000))
     assert "inflation met" not in bad  # the same noise in short stays
     assert found.table.loc["steps cut", "limit"] == "<= 0.01"
 
 
 def test_silos_that_are_not_visited_as_weighted_are_flagged(monkeypatch):
-    def equal(plan, state, num_silos):
+    def equal(config, state, num_silos):
         number = random.randint(random.fold_in(state.key_silos, state.i), (), 0, num_silos)
         return number, jnp.ones((), jnp.int32)
 

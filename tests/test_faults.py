@@ -16,7 +16,7 @@ from small_models import linear, linear_silos
 import numpyro_fed as fed
 from numpyro_fed.mcmc import remote_chains
 from numpyro_fed.mcmc.pilot import PilotLocal
-from numpyro_fed.mcmc.remote_chains import StayLocal
+from numpyro_fed.mcmc.remote_chains import VisitLocal
 from numpyro_fed.rounds import files
 from numpyro_fed.rounds.files import locked, read_sealed, write_sealed
 from numpyro_fed.surrogates.laplace import LaplaceLocal
@@ -131,7 +131,7 @@ class FullFrom(fed.Loopback):
         self.patch, self.full, self.dies, self.stays = monkeypatch, full, dies, 0
 
     def ask(self, calls):
-        self.stays += isinstance(calls[0].local, StayLocal)
+        self.stays += isinstance(calls[0].local, VisitLocal)
         if self.stays == self.full:
             self.patch.setattr(files.os, "fsync", full_disk)
         if self.stays == self.dies:
@@ -169,7 +169,7 @@ def test_silos_keep_what_the_last_checkpoint_needs_while_the_disk_is_full(tmp_pa
 
 def test_the_second_server_on_a_checkpoint_asks_nothing(tmp_path):
     place = tmp_path / "run.ckpt"
-    carrier = Lying(StayLocal, lambda reply: reply)
+    carrier = Lying(VisitLocal, lambda reply: reply)
     svi = fed.SFVI(linear, fed.AutoSiloNormal(linear), optax.adam(0.05), validate=False)
     with locked(place):
         with pytest.raises(
@@ -205,11 +205,11 @@ def test_no_error_costs_the_draws(expected):
         UserWarning,
         match=r"interrupted \(SyntaxError: no such type.*\): the first \d+ draws are kept",
     ):
-        got = run(Lying(StayLocal, raised, after=8))
+        got = run(Lying(VisitLocal, raised, after=8))
     assert 6 <= got.shape[1] < 20
     np.testing.assert_array_equal(got, expected[:, : got.shape[1]])
     with pytest.raises(SyntaxError):  # before there is any
-        run(Lying(StayLocal, raised, after=0))
+        run(Lying(VisitLocal, raised, after=0))
 
 
 def test_no_error_costs_the_rounds_of_a_fit():
@@ -261,19 +261,19 @@ def test_a_position_that_is_absurdly_far_is_not_taken(monkeypatch):
         pytest.warns(UserWarning, match=said),
         pytest.warns(UserWarning, match="answered unequally often"),
     ):
-        got = run(Lying(StayLocal, far))
+        got = run(Lying(VisitLocal, far))
     assert np.abs(got).max() < 10
     said = r"silo 'silo 1' returned positions more than 1,000,000 times as far as they had been \d+ times"
     with (
         pytest.warns(UserWarning, match=said),
         pytest.warns(UserWarning, match="answered unequally often"),
     ):
-        got = run(Lying(StayLocal, far), kernel=fed.DSGLD(linear, step_size=0.01))
+        got = run(Lying(VisitLocal, far), kernel=fed.DSGLD(linear, step_size=0.01))
     assert np.abs(got).max() < 10
     monkeypatch.setattr(remote_chains, "_wrong", lambda *_: None)  # the control: it would be taken
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        assert not np.abs(run(Lying(StayLocal, far))).max() < 1e20
+        assert not np.abs(run(Lying(VisitLocal, far))).max() < 1e20
 
 
 # Before the first round

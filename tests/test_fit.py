@@ -122,7 +122,7 @@ def a_tenth(pooled):
 
 @pytest.mark.parametrize("made", [other_outcomes, a_tenth])
 def test_a_start_at_other_data_is_left(seventy, started, made):
-    """Its centre, or its spread, is elsewhere: q's last round moved it by little, and yet the fit does not end around it."""
+    """Its center, or its spread, is elsewhere: q's last round moved it by little, and yet the fit does not end around it."""
     other = made(seventy.pooled)
     kernels = fed.FSGLD(wheeze), fed.FSGLD(wheeze, init_from=started)
     for kernel in kernels:

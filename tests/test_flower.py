@@ -82,26 +82,26 @@ def up(names=NAMES, **settings):
 )
 def test_bytes_come_back_as_they_were(size):
     data = os.urandom(size)
-    _, messenger = up()
-    assert messenger.exchange(dict.fromkeys(NAMES, data)) == {
+    _, transport = up()
+    assert transport.exchange(dict.fromkeys(NAMES, data)) == {
         name: name.encode() + b":" + data for name in NAMES
     }
 
 
 def test_order_is_the_coordinators_and_only_the_named_are_asked():
-    grid, messenger = up()
-    messenger = Flower(grid, ["rome", "bern", "oslo"], wait=5)
-    assert messenger.names == ("rome", "bern", "oslo")
-    assert messenger.exchange({"bern": b"1", "rome": b"2"}) == {
+    grid, transport = up()
+    transport = Flower(grid, ["rome", "bern", "oslo"], wait=5)
+    assert transport.names == ("rome", "bern", "oslo")
+    assert transport.exchange({"bern": b"1", "rome": b"2"}) == {
         "bern": b"bern:1",
         "rome": b"rome:2",
     }
-    assert messenger.exchange({}) == {}
+    assert transport.exchange({}) == {}
 
 
 def test_nothing_but_bytes_crosses():
-    grid, messenger = up()
-    messenger.exchange(dict.fromkeys(NAMES, b"round"))
+    grid, transport = up()
+    transport.exchange(dict.fromkeys(NAMES, b"round"))
     assert len(grid.crossed) == 12  # questions for names, messages, and the replies to both
     for content in grid.crossed:
         assert isinstance(content, RecordDict)
@@ -114,11 +114,11 @@ def test_nothing_but_bytes_crosses():
 
 
 def test_a_name_that_is_no_silos_is_refused():
-    _, messenger = up()
+    _, transport = up()
     with pytest.raises(
         ValueError, match=r"no silos \['paris'\]; expected some of \['oslo', 'rome', 'bern'\]"
     ):
-        messenger.exchange({"paris": b""})
+        transport.exchange({"paris": b""})
 
 
 @pytest.mark.parametrize("names", [(), ("oslo", "oslo")])
@@ -172,23 +172,23 @@ def test_a_silo_may_appear_late():
 
 
 def test_a_stranger_that_comes_later_is_told_and_not_asked():
-    grid, messenger = up()
+    grid, transport = up()
     grid.apps[9] = echo("paris")
-    messenger.registry._looked -= 9
+    transport.registry._looked -= 9
     with pytest.warns(UserWarning, match="silo 'paris' is unknown here, and not asked"):
-        messenger.exchange(dict.fromkeys(NAMES, b""))
-    assert len(messenger.exchange(dict.fromkeys(NAMES, b""))) == 3
+        transport.exchange(dict.fromkeys(NAMES, b""))
+    assert len(transport.exchange(dict.fromkeys(NAMES, b""))) == 3
 
 
 def test_a_second_node_of_a_name_that_comes_later_is_refused():
-    grid, messenger = up()
+    grid, transport = up()
     grid.apps[9] = echo("rome")
-    messenger.registry._looked -= 9
-    messenger.exchange(
+    transport.registry._looked -= 9
+    transport.exchange(
         dict.fromkeys(NAMES, b"")
     )  # the new node is asked for its name, then the old one for its own
     with pytest.raises(ValueError, match="two nodes are silo 'rome': 2 and 9"):
-        messenger.exchange(dict.fromkeys(NAMES, b""))
+        transport.exchange(dict.fromkeys(NAMES, b""))
 
 
 def test_a_name_that_the_node_was_registered_with_is_not_asked_for():
@@ -200,19 +200,19 @@ def test_a_name_that_the_node_was_registered_with_is_not_asked_for():
             ]
 
     grid = Registered([echo(name) for name in NAMES])
-    messenger = Flower(grid, NAMES, wait=5)
+    transport = Flower(grid, NAMES, wait=5)
     assert not grid.crossed
-    assert messenger.exchange({"rome": b""}) == {"rome": b"rome:"}
+    assert transport.exchange({"rome": b""}) == {"rome": b"rome:"}
 
 
 def test_a_message_for_another_silo_is_not_answered():
-    _, messenger = up()
-    messenger.registry.nodes["oslo"], messenger.registry.nodes["rome"] = (
-        messenger.registry.nodes["rome"],
-        messenger.registry.nodes["oslo"],
+    _, transport = up()
+    transport.registry.nodes["oslo"], transport.registry.nodes["rome"] = (
+        transport.registry.nodes["rome"],
+        transport.registry.nodes["oslo"],
     )
     with pytest.warns(UserWarning, match="message for silo 'oslo' came to silo 'rome'"):
-        assert messenger.exchange({"oslo": b""}) == {}
+        assert transport.exchange({"oslo": b""}) == {}
 
 
 # Silos that are late, fail, die and come back
@@ -220,22 +220,22 @@ def test_a_message_for_another_silo_is_not_answered():
 
 def test_a_late_reply_is_a_missing_one():
     grid = InProcessGrid([echo("oslo"), echo("rome", lambda: time.sleep(0.8))])
-    messenger = Flower(grid, ["oslo", "rome"], wait=5, timeout=0.5)
-    assert messenger.exchange({"oslo": b"", "rome": b""}) == {"oslo": b"oslo:"}
-    assert set(messenger.reasons) == {"rome"}
-    assert "no answer" in messenger.reasons["rome"]
+    transport = Flower(grid, ["oslo", "rome"], wait=5, timeout=0.5)
+    assert transport.exchange({"oslo": b"", "rome": b""}) == {"oslo": b"oslo:"}
+    assert set(transport.reasons) == {"rome"}
+    assert "no answer" in transport.reasons["rome"]
 
 
 def test_an_exception_in_a_silo_is_a_missing_reply_and_its_words_stay_there(tmp_path, caplog):
     grid = Listening([hashing(tmp_path, "oslo"), hashing(tmp_path, "rome")])
-    messenger = Flower(grid, ["oslo", "rome"], wait=5)
+    transport = Flower(grid, ["oslo", "rome"], wait=5)
     data = message(0, b"x", do="raise", **{"for": "rome"})
     with (
         pytest.warns(UserWarning, match="silo 'rome' failed: ValueError"),
         caplog.at_level(logging.ERROR),
     ):
-        assert set(messenger.exchange({"oslo": data, "rome": data})) == {"oslo"}
-    assert messenger.reasons == {"rome": "its app failed: ValueError"}
+        assert set(transport.exchange({"oslo": data, "rome": data})) == {"oslo"}
+    assert transport.reasons == {"rome": "its app failed: ValueError"}
     assert "ValueError" in grid.crossed
     assert "37.25" not in repr(grid.crossed)
     assert "37.25" in caplog.text  # the control: the silo's own log has it
@@ -244,10 +244,10 @@ def test_an_exception_in_a_silo_is_a_missing_reply_and_its_words_stay_there(tmp_
 def replies_of(directory, rounds=4, disturb=None, restart=None, **settings):
     """The last replies of some rounds, of which one may be disturbed."""
     grid = InProcessGrid([hashing(directory, name) for name in NAMES])
-    messenger = Flower(grid, NAMES, wait=5, **settings)
+    transport = Flower(grid, NAMES, wait=5, **settings)
     for number in range(rounds):
         what = disturb if number == 2 and disturb else {}
-        got = messenger.exchange(dict.fromkeys(NAMES, message(number, b"round", **what)))
+        got = transport.exchange(dict.fromkeys(NAMES, message(number, b"round", **what)))
         if number == 1 and restart:
             restart(grid)
     return got
@@ -278,7 +278,7 @@ def test_a_node_that_comes_back_as_another_goes_on(tmp_path):
 
 def test_a_new_node_takes_the_place_of_one_that_is_silent():
     grid = InProcessGrid([echo("oslo"), echo("rome")])
-    messenger = Flower(grid, ["oslo", "rome"], wait=5, timeout=0.5, patience=20, grace=0.2)
+    transport = Flower(grid, ["oslo", "rome"], wait=5, timeout=0.5, patience=20, grace=0.2)
     grid.apps[2] = echo("rome", lambda: time.sleep(0.6))
     grid._contexts.clear()
 
@@ -287,25 +287,25 @@ def test_a_new_node_takes_the_place_of_one_that_is_silent():
         return old(message, context)
 
     old, grid.apps[2], grid.apps[3] = grid.apps[2], silent, echo("rome")
-    assert messenger.exchange({"oslo": b"", "rome": b""}) == {"oslo": b"oslo:", "rome": b"rome:"}
-    assert messenger.registry.nodes["rome"] == 3
+    assert transport.exchange({"oslo": b"", "rome": b""}) == {"oslo": b"oslo:", "rome": b"rome:"}
+    assert transport.registry.nodes["rome"] == 3
 
 
 def test_a_dead_node_is_a_missing_reply_at_once():
-    grid, messenger = up()
+    grid, transport = up()
     del grid.apps[2]
     start = time.monotonic()
-    assert set(messenger.exchange(dict.fromkeys(NAMES, b""))) == {"oslo", "bern"}
+    assert set(transport.exchange(dict.fromkeys(NAMES, b""))) == {"oslo", "bern"}
     assert time.monotonic() - start < 5  # of a timeout of ten minutes
-    assert "not there" in messenger.reasons["rome"]
-    assert set(messenger.exchange(dict.fromkeys(NAMES, b""))) == {"oslo", "bern"}
+    assert "not there" in transport.reasons["rome"]
+    assert set(transport.exchange(dict.fromkeys(NAMES, b""))) == {"oslo", "bern"}
 
 
 def test_messages_that_the_server_refuses_are_an_error():
-    grid, messenger = up()
+    grid, transport = up()
     grid.push_messages = lambda messages: []  # as Flower's does where a body is too large
     with pytest.raises(RuntimeError, match="refused the messages as too large"):
-        messenger.exchange({"oslo": b""})
+        transport.exchange({"oslo": b""})
 
 
 # Apps and commands
@@ -314,9 +314,9 @@ def test_messages_that_the_server_refuses_are_an_error():
 def test_a_side_is_made_once():
     made = []
     app = client_app(lambda context: made.append(context.node_config["site"]) or Echo("oslo"))
-    messenger = Flower(InProcessGrid([app], {"site": 3}), ["oslo"], wait=5)
+    transport = Flower(InProcessGrid([app], {"site": 3}), ["oslo"], wait=5)
     for _ in range(3):
-        messenger.exchange({"oslo": b""})
+        transport.exchange({"oslo": b""})
     assert made == [3]
 
 
@@ -407,9 +407,9 @@ def start_node(lasting, tmp_path, address, ca, key=None):
 @pytest.mark.parametrize("lasting", [True, False], ids=["lasting node", "SuperNode"])
 def test_killed_and_started_again_a_node_loses_nothing(tmp_path, lasting):
     expected = replies_of(tmp_path / "undisturbed")
-    plan = {"2": {"do": "sleep", "seconds": 6, "for": "rome"}}
+    config = {"2": {"do": "sleep", "seconds": 6, "for": "rome"}}
     with Deployment(tmp_path / "deployed", NAMES, lasting=lasting) as deployed:
-        out = deployed.run(rounds=4, timeout=40.0, patience=400.0, plan=json.dumps(plan))
+        out = deployed.run(rounds=4, timeout=40.0, patience=400.0, config=json.dumps(config))
         begun = deployed.root / "rome" / "private" / "rome.2"
         end = time.monotonic() + 300
         while not begun.exists() and time.monotonic() < end:

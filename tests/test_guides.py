@@ -130,9 +130,9 @@ def test_full_local_covariance_holds_correlated_latents():
         assert -result.losses[-200:].mean() == pytest.approx(evidence, abs=0.01)
         assert float(result.params["auto_loc"][0]) == pytest.approx(shift / precision, abs=0.01)
         # elements are not independent here: weights inside elements would be wrong, so the silo is the unit
-        assert svi.prepared(silos).plan.families[0].group is None
+        assert svi.setup(silos).config.families[0].group is None
         element = fed.SFVI(walk, fed.AutoSiloNormal(walk), optim, 1, 4, validate=False)
-        assert element.prepared(silos).plan.families[0].group is None
+        assert element.setup(silos).config.families[0].group is None
 
 
 @pytest.mark.parametrize(

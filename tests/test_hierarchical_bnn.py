@@ -15,8 +15,8 @@ from numpyro.infer.util import log_density
 from scipy import special, stats
 
 import numpyro_fed as fed
-from numpyro_fed.density.check import prove
-from numpyro_fed.density.factorize import factorise
+from numpyro_fed.density.check import check_factorization
+from numpyro_fed.density.factorize import factorize
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
 
@@ -114,7 +114,7 @@ def test_the_pooled_density_is_that_of_each_rows_own_network(name: str) -> None:
 @pytest.mark.parametrize("model", bnn.MODELS.values(), ids=bnn.MODELS)
 def test_silos_terms_sum_to_the_pooled_density(model: Callable) -> None:
     silos, _ = small()
-    prove(factorise(model, silos), silos)
+    check_factorization(factorize(model, silos), silos)
 
 
 def relabelled(silos: fed.Silos, y: np.ndarray) -> fed.Silos:

@@ -16,7 +16,7 @@ import numpyro_fed as fed
 from numpyro_fed.density.factors import pooled_log_density
 from numpyro_fed.mcmc import gradients
 from numpyro_fed.mcmc.options import Options
-from numpyro_fed.mcmc.setup import prepare
+from numpyro_fed.mcmc.setup import make_setup
 from numpyro_fed.surrogates import Gaussian, Surrogates
 
 
@@ -71,26 +71,26 @@ def logistic_silos():
     )
 
 
-@partial(jax.jit, static_argnames=("plan",))
-def mean_over_single_rows(plan, tuning, theta, silos, number):
+@partial(jax.jit, static_argnames=("config",))
+def mean_over_single_rows(config, tuning, theta, silos, number):
     """Mean of the residual e over a silo's minibatches of one row, in preconditioned units."""
     view = view_of(silos, number)
-    silo = gradients.open_silo(plan, tuning, None, view)
-    group, _ = plan.batch
+    silo = gradients.open_silo(config, tuning, None, view)
+    group, _ = config.batch
 
     def one(row):
         here = silo._replace(kwargs={**silo.kwargs, **view.batch(group, row[None])})
-        return gradients.residual(plan, tuning, theta, None, here, view)[0]
+        return gradients.residual(config, tuning, theta, None, here, view)[0]
 
     weights = view.mask(group) / view.size(group)
     return weights @ jax.vmap(one)(jnp.arange(dict(view.pad)[group]) % view.size(group))
 
 
-@partial(jax.jit, static_argnames=("plan",))
-def residual_and_cut(plan, tuning, theta, silos, number):
+@partial(jax.jit, static_argnames=("config",))
+def residual_and_cut(config, tuning, theta, silos, number):
     view = view_of(silos, number)
     return gradients.residual(
-        plan, tuning, theta, None, gradients.open_silo(plan, tuning, None, view), view
+        config, tuning, theta, None, gradients.open_silo(config, tuning, None, view), view
     )
 
 
@@ -98,19 +98,19 @@ def full_batch_residual(*args):
     return residual_and_cut(*args)[0]
 
 
-@partial(jax.jit, static_argnames=("plan",))
-def server_drift(plan, tuning, theta, silos):
-    gradient = gradients._server_gradient(plan, tuning, theta, view_of(silos, 0))
+@partial(jax.jit, static_argnames=("config",))
+def server_drift(config, tuning, theta, silos):
+    gradient = gradients._server_gradient(config, tuning, theta, view_of(silos, 0))
     return gradients.pull_back(tuning, gradient)
 
 
-def expected_drift(plan, tuning, theta, silos, residual):
+def expected_drift(config, tuning, theta, silos, residual):
     """The drift averaged over the silos, each with its probability of being visited."""
     parts = [
-        np.asarray(residual(plan, tuning, theta, silos, s), np.float64) for s in range(len(silos))
+        np.asarray(residual(config, tuning, theta, silos, s), np.float64) for s in range(len(silos))
     ]
     return np.asarray(tuning.selection) @ np.stack(parts) + np.asarray(
-        server_drift(plan, tuning, theta, silos)
+        server_drift(config, tuning, theta, silos)
     )
 
 
@@ -129,24 +129,26 @@ def test_lemma_1_the_estimator_averages_to_the_full_gradient(seed, preconditione
     rng = np.random.default_rng(seed)
     silos = logistic_silos()
     alpha = float(rng.uniform(0.1, 3))
-    plan, tuning, *_ = prepare(
+    config, tuning, *_ = make_setup(
         logistic, silos, {},
         options(batch_size=1, alpha=alpha, selection=rng.dirichlet([2, 2, 2]), preconditioner=preconditioner,
                 surrogate=random_surrogates(rng, 3, 3, diagonal)),
     )  # fmt: skip
-    plan = dataclasses.replace(plan, cut=False)
+    config = dataclasses.replace(config, cut=False)
     theta = jnp.asarray(rng.normal(size=3), jnp.float32)
     gradient = logistic_gradient(silos, theta)
     expected = np.asarray(gradients.pull_back(tuning, gradient))
     for residual in (mean_over_single_rows, full_batch_residual):
-        one = plan if residual is mean_over_single_rows else dataclasses.replace(plan, batch=None)
+        one = (
+            config if residual is mean_over_single_rows else dataclasses.replace(config, batch=None)
+        )
         got = expected_drift(one, tuning, theta, silos, residual)
         np.testing.assert_allclose(got, expected, rtol=1e-4, atol=2e-4 * np.abs(expected).max())
     # negative control: a product of surrogates that lacks one factor is biased
     conducive = tuning.conducive
     lacking = conducive._replace(total_shift=conducive.total_shift - conducive.shift[0])
     wrong = expected_drift(
-        plan, tuning._replace(conducive=lacking), theta, silos, mean_over_single_rows
+        config, tuning._replace(conducive=lacking), theta, silos, mean_over_single_rows
     )
     assert np.abs(wrong - expected).max() > 0.01 * np.abs(expected).max()
 
@@ -156,21 +158,21 @@ def test_lemma_1_the_estimator_averages_to_the_full_gradient(seed, preconditione
 def test_a_step_without_a_cut_has_the_same_drift_in_one_call_of_the_model(preconditioner, diagonal):
     rng = np.random.default_rng(5)
     silos = logistic_silos()
-    plan, tuning, *_ = prepare(
+    config, tuning, *_ = make_setup(
         logistic, silos, {},
         options(alpha=0.7, selection=rng.dirichlet([2, 2, 2]), preconditioner=preconditioner,
                 surrogate=random_surrogates(rng, 3, 3, diagonal)),
     )  # fmt: skip
-    plan = dataclasses.replace(plan, cut=False)
+    config = dataclasses.replace(config, cut=False)
     theta = jnp.asarray(rng.normal(size=3), jnp.float32)
-    server = np.asarray(server_drift(plan, tuning, theta, silos))
+    server = np.asarray(server_drift(config, tuning, theta, silos))
     drift = jax.jit(gradients.drift, static_argnums=0)
     for s in range(3):
         view = view_of(silos, s)
         got, separate, cut = drift(
-            plan, tuning, theta, None, gradients.open_silo(plan, tuning, None, view), view
+            config, tuning, theta, None, gradients.open_silo(config, tuning, None, view), view
         )
-        e = np.asarray(full_batch_residual(plan, tuning, theta, silos, s))
+        e = np.asarray(full_batch_residual(config, tuning, theta, silos, s))
         assert separate is None
         assert cut is None
         np.testing.assert_allclose(got, server + e, rtol=1e-4, atol=1e-4 * np.abs(e).max())
@@ -179,16 +181,16 @@ def test_a_step_without_a_cut_has_the_same_drift_in_one_call_of_the_model(precon
 
 def test_exact_surrogates_leave_no_residual():
     silos = linear_silos()
-    plan, tuning, *_ = prepare(
+    config, tuning, *_ = make_setup(
         linear, silos, {},
         options(alpha=1.0, surrogate=exact_surrogates(silos), preconditioner="surrogate", selection=[0.1, 0.2, 0.3, 0.4]),
     )  # fmt: skip
     theta = jnp.asarray([0.7, -2.0])
     for s in range(4):
-        assert np.abs(full_batch_residual(plan, tuning, theta, silos, s)).max() < 2e-4
+        assert np.abs(full_batch_residual(config, tuning, theta, silos, s)).max() < 2e-4
         # negative control: DSGLD's residual at the same point is not small
         alone = tuning._replace(alpha=jnp.asarray(0.0))
-        assert np.abs(full_batch_residual(plan, alone, theta, silos, s)).max() > 0.3
+        assert np.abs(full_batch_residual(config, alone, theta, silos, s)).max() > 0.3
 
 
 def test_residual_of_a_silo_does_not_depend_on_the_order_or_size_of_the_others():
@@ -208,13 +210,13 @@ def test_residual_of_a_silo_does_not_depend_on_the_order_or_size_of_the_others()
             surrogate=Surrogates(factors, given.prior),
             selection=f[order] / f[order].sum(),
         )
-        plan, tuning, *_ = prepare(linear, part, {}, settings)
+        config, tuning, *_ = make_setup(linear, part, {}, settings)
         tuning = tuning._replace(
             loc=jnp.zeros(2), conducive=tuning.conducive._replace(shift=jnp.asarray(factors.eta))
         )
         tuning = tuning._replace(selection=jnp.asarray(f[order]))
         return {
-            part.names[i]: np.asarray(full_batch_residual(plan, tuning, theta, part, i))
+            part.names[i]: np.asarray(full_batch_residual(config, tuning, theta, part, i))
             for i in range(len(order))
         }
 
@@ -226,19 +228,19 @@ def test_residual_of_a_silo_does_not_depend_on_the_order_or_size_of_the_others()
 
 def test_the_cut_shortens_the_residual_and_is_counted():
     silos = linear_silos()
-    plan, tuning, *_ = prepare(
+    config, tuning, *_ = make_setup(
         linear,
         silos,
         {},
         options(alpha=1.0, surrogate=exact_surrogates(silos), preconditioner="surrogate"),
     )
-    assert plan.cut
+    assert config.cut
     assert float(tuning.cut) == 8
     tuning = tuning._replace(alpha=jnp.asarray(0.0))
     for distance, cut in ((0.1, 0), (300.0, 1)):
         theta = tuning.loc + distance
-        e, was_cut = residual_and_cut(plan, tuning, theta, silos, 3)
-        whole, _ = residual_and_cut(dataclasses.replace(plan, cut=False), tuning, theta, silos, 3)
+        e, was_cut = residual_and_cut(config, tuning, theta, silos, 3)
+        whole, _ = residual_and_cut(dataclasses.replace(config, cut=False), tuning, theta, silos, 3)
         assert int(was_cut) == cut
         length = np.linalg.norm(whole)
         np.testing.assert_allclose(e, np.asarray(whole) * (8 / length if cut else 1.0), rtol=1e-5)
@@ -324,15 +326,15 @@ def test_every_local_step_is_made_once_with_its_own_step_size(steps, batch):
 def test_blocks_are_bounded_by_memory():
     rows = np.zeros((50, 1000), np.float32)
     wide = fed.Silos({"a": {"x": rows, "y": rows[:, 0]}, "b": {"x": rows[:40], "y": rows[:40, 0]}})
-    plan, *_ = prepare(linear, wide, {}, options(num_local_steps=500, batch_size=40))
+    config, *_ = make_setup(linear, wide, {}, options(num_local_steps=500, batch_size=40))
     assert (8 << 20) // (40 * 4 * 1001) == 52  # steps whose rows fit
-    assert plan.block == 50
-    assert dataclasses.replace(plan, num_local_steps=40).block == 40
+    assert config.block == 50
+    assert dataclasses.replace(config, num_local_steps=40).block == 40
     assert (
-        dataclasses.replace(plan, num_local_steps=53).block == 27
+        dataclasses.replace(config, num_local_steps=53).block == 27
     )  # 53 is prime: two blocks that differ by one step
-    plan, *_ = prepare(linear, wide, {}, options(num_local_steps=500))
-    assert plan.block == 125
+    config, *_ = make_setup(linear, wide, {}, options(num_local_steps=500))
+    assert config.block == 125
 
 
 def quartic(y):

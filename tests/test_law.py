@@ -1,4 +1,4 @@
-"""The law of the chains: against the exact law of the *discretised* chain, within 4 Monte-Carlo s.e.
+"""The law of the chains: against the exact law of the *discretized* chain, within 4 Monte-Carlo s.e.
 
 For Gaussian models every step of every Langevin kernel is affine in theta, with random coefficients. So mean and
 covariance of its stationary law, whatever the silos, minibatches, surrogates, step size and number of local steps,
@@ -47,15 +47,15 @@ def run(kernel, silos, num_samples=300, num_warmup=100, seed=0):
 def uncut(kernel, silos):
     """The kernel without the cut, which is not affine in theta."""
     kernel.init(random.key(0), 0, model_args=(silos,))
-    kernel._plan = dataclasses.replace(kernel._plan, cut=False)
+    kernel._config = dataclasses.replace(kernel._config, cut=False)
     return kernel
 
 
 def errors(draws, mean, covariance):
     """Errors of mean and covariance in Monte-Carlo s.e., from independent chains; draws ``(C, N, d)``."""
-    centred = draws - mean
-    first = centred.mean(1)
-    second = np.einsum("cni,cnj->cij", centred, centred) / draws.shape[1] - covariance
+    centered = draws - mean
+    first = centered.mean(1)
+    second = np.einsum("cni,cnj->cij", centered, centered) / draws.shape[1] - covariance
     upper = np.triu_indices(draws.shape[2])
     each = np.concatenate([first, second[:, upper[0], upper[1]]], axis=1)
     return each.mean(0) / (each.std(0, ddof=1) / np.sqrt(len(draws)))
@@ -148,7 +148,7 @@ def test_exact_law_is_that_of_the_closed_form():
         np.testing.assert_allclose(got[1], expected, rtol=1e-6)
 
 
-# The step size h is large, so that the discretisation is far above the Monte-Carlo error.
+# The step size h is large, so that the discretization is far above the Monte-Carlo error.
 CASES = {
     "FSGLD, exact surrogates": (
         lambda: fed.FSGLD(linear, 0.02, 10, None, exact_surrogates(SILOS), 1.0, F, None),
@@ -171,17 +171,17 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_chain_has_the_law_of_the_discretised_chain(name):
+def test_chain_has_the_law_of_the_discretized_chain(name):
     make, settings = CASES[name]
     mean, covariance = exact_law(SILOS, **settings)
     draws = run(uncut(make(), SILOS), SILOS)["beta"]
     assert np.abs(errors(draws, mean, covariance)).max() < 4
-    # negative controls: 1.3 x the variance, and the posterior's own law without the discretisation
+    # negative controls: 1.3 x the variance, and the posterior's own law without the discretization
     assert np.abs(errors(draws, mean, 1.3 * covariance)).max() > 8
     assert np.abs(errors(draws, *posterior_of(SILOS))).max() > 8
 
 
-def test_sgld_has_the_law_of_the_discretised_chain():
+def test_sgld_has_the_law_of_the_discretized_chain():
     pooled = SILOS.as_one()
     mean, covariance = exact_law(pooled, 0.02, 10, batch=5)
     draws = run(fed.SGLD(linear, 0.02, 10, 5), SILOS)["beta"]
@@ -291,7 +291,7 @@ def test_the_law_does_not_depend_on_the_local_map(intercepts_run):
         + 0.1 * rng.normal(size=rows.coupling.shape).astype(np.float32),
     )
     kernel._tuning = tuning._replace(latents=tuning.latents._replace(rows=wrong))
-    noise = pilot.stay_noise(kernel._plan, kernel._tuning, silos)
+    noise = pilot.visit_noise(kernel._config, kernel._tuning, silos)
     inflated = step_rule.inflation(noise, np.full(3, 1 / 3), 5, 0.01) ** 2
     assert 1.02 < inflated < 1.1
     draws = flat(run(kernel, silos, num_samples=400), "mu", "a")
@@ -361,7 +361,7 @@ def test_joint_units_have_their_exact_posterior():
     )
     kernel = fed.FSGLD(schools, num_local_steps=10)
     draws = flat(run(kernel, silos, num_samples=600), "mu", "a", "b")
-    assert kernel._plan.units.group is None
+    assert kernel._config.units.group is None
     mean, covariance = schools_posterior(silos.pooled)
     h = float(kernel._tuning.step_size)
     means, sds = local_errors(draws, mean, covariance, h)

@@ -202,7 +202,7 @@ def test_elements_that_depend_on_each_other_are_said_to_move_together():
     )
     with pytest.warns(UserWarning, match=said):
         kernel.init(random.key(0), 0, model_args=(silos,))
-    assert kernel._plan.units.group is None
+    assert kernel._config.units.group is None
 
 
 def test_more_silos_than_rows():

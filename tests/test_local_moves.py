@@ -14,7 +14,7 @@ from small_models import intercepts, intercepts_silos, run_kernel, view_of
 
 import numpyro_fed as fed
 from numpyro_fed.data.views import largest
-from numpyro_fed.density.factorize import factorise
+from numpyro_fed.density.factorize import factorize
 from numpyro_fed.density.local_map import LocalMap, Units
 from numpyro_fed.mcmc import gradients, langevin
 from numpyro_fed.mcmc.config import LatentCoordinates, Tuning
@@ -54,17 +54,17 @@ def random_map(rng, units, k, dim):
 def slopes_kernel(rng):
     """Plan, tuning and silos of the model above with a local map that is as wrong as can be."""
     silos = slopes_silos()
-    factors = factorise(slopes, silos)
+    factors = factorize(slopes, silos)
     units = Units(factors, "x", largest(silos))
     assert units.dim == 2
-    plan = langevin.Plan(factors, units, 1, None, False, None)
+    config = langevin.LangevinConfig(factors, units, 1, None, False, None)
     whiten = jnp.asarray(np.eye(2) + 0.3 * rng.normal(size=(2, 2)), jnp.float32)
     latents = LatentCoordinates(
         jnp.asarray(rng.normal(size=2), jnp.float32), whiten, random_map(rng, 5, 2, 2)
     )
     zero = jnp.zeros(())
     tuning = Tuning(zero, zero, jnp.array([0.4, 0.6]), jnp.zeros(2), None, None, latents, zero)
-    return plan, tuning, silos
+    return config, tuning, silos
 
 
 def exact_conditional(theta, x, y):
@@ -87,25 +87,25 @@ def exact_marginal_gradient(theta, x, y):
     return jax.vmap(one)(x, y).sum()
 
 
-@partial(jax.jit, static_argnames=("plan",))
-def residuals_at(plan, tuning, theta, silos, number, latents):
+@partial(jax.jit, static_argnames=("config",))
+def residuals_at(config, tuning, theta, silos, number, latents):
     """The residual of a silo for each of some standard normal positions ``(nodes, E, k)`` of its latents."""
     view = view_of(silos, number)
     positions, _ = view.units("x")
     rows = jax.tree.map(lambda v: v[positions], tuning.latents.rows)
-    silo = gradients.open_silo(plan, tuning, (None, rows), view)
+    silo = gradients.open_silo(config, tuning, (None, rows), view)
     mean, covariance = jax.vmap(partial(exact_conditional, theta))(
         silo.kwargs["x"], silo.kwargs["y"]
     )
     z = mean + jnp.einsum("eij,nej->nei", jnp.linalg.cholesky(covariance), latents)
     eps = jax.vmap(partial(rows.inverse, tuning.latents.u(theta)))(z)
-    return jax.vmap(lambda e: gradients.residual(plan, tuning, theta, e, silo, view)[0])(eps)
+    return jax.vmap(lambda e: gradients.residual(config, tuning, theta, e, silo, view)[0])(eps)
 
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_gradient_at_fixed_eps_has_the_marginal_gradient_as_its_mean(seed):
     rng = np.random.default_rng(seed)
-    plan, tuning, silos = slopes_kernel(rng)
+    config, tuning, silos = slopes_kernel(rng)
     theta = jnp.asarray(0.5 * rng.normal(size=2), jnp.float32)
     x, w = np.polynomial.hermite_e.hermegauss(
         6
@@ -113,7 +113,7 @@ def test_gradient_at_fixed_eps_has_the_marginal_gradient_as_its_mean(seed):
     nodes = np.stack(np.meshgrid(x, x), -1).reshape(-1, 1, 2).astype(np.float32)
     weights = np.outer(w, w).reshape(-1) / w.sum() ** 2
     for s in range(2):
-        values = residuals_at(plan, tuning, theta, silos, s, jnp.tile(nodes, (1, 3, 1)))
+        values = residuals_at(config, tuning, theta, silos, s, jnp.tile(nodes, (1, 3, 1)))
         values = np.asarray(values, np.float64) * float(tuning.selection[s])
         own = silos[silos.names[s]]
         expected = exact_marginal_gradient(theta, own["x"], own["y"])
@@ -122,15 +122,17 @@ def test_gradient_at_fixed_eps_has_the_marginal_gradient_as_its_mean(seed):
 
 
 def test_units_that_are_padding_do_not_touch_the_gradient():
-    plan, tuning, silos = slopes_kernel(np.random.default_rng(7))
+    config, tuning, silos = slopes_kernel(np.random.default_rng(7))
     theta = jnp.asarray([0.2, -0.3])
     mask = np.asarray(view_of(silos, 0).mask("x"))
     np.testing.assert_array_equal(mask, [True, True, False])
     latents = np.random.default_rng(8).normal(size=(36, 3, 2)).astype(np.float32)
-    first = residuals_at(plan, tuning, theta, silos, 0, latents)
-    second = residuals_at(plan, tuning, theta, silos, 0, latents + 10 * ~mask[:, None].astype(bool))
+    first = residuals_at(config, tuning, theta, silos, 0, latents)
+    second = residuals_at(
+        config, tuning, theta, silos, 0, latents + 10 * ~mask[:, None].astype(bool)
+    )
     np.testing.assert_array_equal(first, second)
-    third = residuals_at(plan, tuning, theta, silos, 0, latents + 10 * mask[:, None])
+    third = residuals_at(config, tuning, theta, silos, 0, latents + 10 * mask[:, None])
     assert np.abs(np.asarray(first - third)).max() > 1  # negative control
 
 
@@ -202,7 +204,7 @@ def test_moves_keep_the_conditional_law_of_the_latents():
     rng, count = np.random.default_rng(10), 4000
     x, y = (np.tile(rng.normal(size=(1, 4)).astype(np.float32), (count, 1)) for _ in range(2))
     silos = fed.Silos({"all": {"x": x, "y": y}})
-    units = Units(factorise(slopes, silos), "x", largest(silos))
+    units = Units(factorize(slopes, silos), "x", largest(silos))
     rows = jax.tree.map(
         lambda v: jnp.tile(v, (count,) + (1,) * (v.ndim - 1)), random_map(rng, 1, 2, 2)
     )
@@ -231,7 +233,7 @@ def test_noise_of_the_moves_follows_the_pooled_row_and_not_the_partition():
     found = []
     for by in (labels, np.zeros(7, int)):
         silos = fed.split({"x": x, "y": x}, by=by)
-        units = Units(factorise(slopes, silos), "rows", largest(silos))
+        units = Units(factorize(slopes, silos), "rows", largest(silos))
         normal = np.full((7, 2), np.nan)
         for s in range(len(silos)):
             view = view_of(silos, s)
@@ -248,8 +250,8 @@ def test_noise_of_the_moves_follows_the_pooled_row_and_not_the_partition():
 
 
 def test_a_stay_that_leaves_the_reals_restores_local_latents():
-    plan, tuning, silos = slopes_kernel(np.random.default_rng(16))
-    plan = dataclasses.replace(plan, num_local_steps=3)
+    config, tuning, silos = slopes_kernel(np.random.default_rng(16))
+    config = dataclasses.replace(config, num_local_steps=3)
     view = view_of(silos, 1)
     rows = jax.tree.map(lambda v: np.asarray(v)[2:], tuning.latents.rows)
     eps = jnp.asarray(np.random.default_rng(17).normal(size=(3, 2)), jnp.float32)
@@ -257,7 +259,7 @@ def test_a_stay_that_leaves_the_reals_restores_local_latents():
     for step_size, finite in ((1e30, False), (1e-4, True)):
         tuned = tuning._replace(step_size=jnp.asarray(step_size))
         chain = Chain(jnp.array([0.1, 0.2]), jnp.zeros((), jnp.int32))
-        (end, stats), (after, _) = stay(plan, tuned, random.key(0), chain, (eps, rows), view)
+        (end, stats), (after, _) = stay(config, tuned, random.key(0), chain, (eps, rows), view)
         assert bool(stats.finite) == finite
         assert np.array_equal(end.theta, chain.theta) == (not finite)
         assert np.array_equal(after, eps) == (not finite)
@@ -300,6 +302,6 @@ def test_local_latents_keep_their_pooled_places_and_stay_in_their_silos(intercep
         slope = (np.asarray(new.z["a"]) - np.asarray(state.z["a"])) / float(
             new.z["mu"] - state.z["mu"]
         )
-        elsewhere = owner != int(new.silo)
-        np.testing.assert_allclose(slope[elsewhere], slope[elsewhere][0], rtol=1e-3)
+        remote = owner != int(new.silo)
+        np.testing.assert_allclose(slope[remote], slope[remote][0], rtol=1e-3)
         state = new

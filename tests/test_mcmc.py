@@ -216,7 +216,7 @@ def test_one_kernel_serves_several_data_sets(fresh, jit_model_args):
     assert_same_draws(mcmc, fresh[1])
     mcmc.sampler.init(
         random.split(random.key(0), 2), 0, model_args=(OTHER,)
-    )  # as vectorised chains do
+    )  # as vectorized chains do
     mcmc.run(random.key(0), SILOS)
     assert_same_draws(mcmc, fresh[0])
     gap = (
@@ -383,7 +383,7 @@ def two_blocks(x, y):
 
 @pytest.mark.slow
 def test_gibbs_block_beside_nuts_has_the_exact_posterior():
-    """Within 4 Monte-Carlo s.e. (16 independent chains) and the discretisation's 1.3 % of sd."""
+    """Within 4 Monte-Carlo s.e. (16 independent chains) and the discretization's 1.3 % of sd."""
     rng = np.random.default_rng(0)
     x = (rng.normal(size=20) + 0.4).astype(np.float32)
     y = (0.5 + 0.8 * x + rng.normal(size=20)).astype(np.float32)

@@ -25,7 +25,7 @@ K = ml.DIRECTIONS
 def made_up(
     rows: int = 780, features: int = 12, noise: float = 0.7
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Letters at centres of their own, under noise."""
+    """Letters at centers of their own, under noise."""
     rng = np.random.default_rng(0)
     letters = 1 + np.arange(rows) % 26
     return rng.normal(size=(26, features))[letters - 1] + noise * rng.normal(
@@ -239,8 +239,8 @@ def test_laplace_has_each_silos_score_and_curvature_at_its_own_mode() -> None:
         np.testing.assert_allclose(
             surrogates.factors.precision[s], ml.curvature(a, theta), rtol=1e-5
         )
-        elsewhere = surrogates.scores(ml.mode(learn.pooled)[None])[s, 0]
-        assert abs(elsewhere - score).max() > 0.1  # negative control
+        remote = surrogates.scores(ml.mode(learn.pooled)[None])[s, 0]
+        assert abs(remote - score).max() > 0.1  # negative control
 
 
 def test_growth_of_a_stay() -> None:

@@ -15,7 +15,7 @@ from jax import Array
 from scipy import stats
 
 from numpyro_fed import MixedSilos, Silos, silo_plate
-from numpyro_fed.density.factorize import factorise
+from numpyro_fed.density.factorize import factorize
 
 Y = np.arange(5.0)
 Data = dict[str, dict[str, Any]]
@@ -93,7 +93,7 @@ def test_parts_have_the_density_of_their_branch() -> None:
     silos = MixedSilos(three_structures())
     theta = {"beta": jnp.array(0.3)}
     for name, (part, _) in zip(silos, silos.places, strict=True):
-        factors = factorise(model, silos.parts[part])
+        factors = factorize(model, silos.parts[part])
         assert factors.plates == (("patients", "x"),)
         _, local = factors.terms(theta, {}, silos[name], {"x": 1.0})
         own = {
@@ -195,7 +195,7 @@ def test_rows_of_a_part_of_one_silo_are_told_by_the_others() -> None:
     # in rome everything has 3 rows; only the other silos tell the plates, and what is shared
     def city(n: int, k: int, **more: Any) -> dict[str, Any]:
         return {
-            "centres": np.arange(3.0),
+            "centers": np.arange(3.0),
             "y": np.arange(n) + 10.0 * n,
             "d": np.arange(k) - 10.0 * k,
             **more,
@@ -205,9 +205,9 @@ def test_rows_of_a_part_of_one_silo_are_told_by_the_others() -> None:
     assert partition(silos) == [("oslo", "bern"), ("rome",)]
     for part in silos.parts:
         assert part.group == {"y": "y", "d": "d"}
-        np.testing.assert_array_equal(part.shared["centres"], np.arange(3.0))
+        np.testing.assert_array_equal(part.shared["centers"], np.arange(3.0))
     alone = Silos({"rome": city(3, 3, kind="new")})
-    assert set(alone.group.values()) == {"centres"}  # the guess that is avoided
+    assert set(alone.group.values()) == {"centers"}  # the guess that is avoided
 
 
 def test_equal_labels_in_one_part_are_rows() -> None:
@@ -296,37 +296,37 @@ def test_index_to_districts_inside_silos() -> None:
 
 
 def test_shared_arrays_are_the_same_in_all_parts() -> None:
-    centre = np.array([1.0, 2.0])
+    center = np.array([1.0, 2.0])
     silos = MixedSilos(
-        {name: {**kwargs, "centre": centre} for name, kwargs in three_structures().items()}
+        {name: {**kwargs, "center": center} for name, kwargs in three_structures().items()}
     )
     assert len(silos.parts) == 3
     for part in silos.parts:
-        assert "centre" not in part.group
-        np.testing.assert_array_equal(part.shared["centre"], centre)
+        assert "center" not in part.group
+        np.testing.assert_array_equal(part.shared["center"], center)
 
 
 # As a value
 
 
 def test_repr() -> None:
-    data = {name: {**kwargs, "centre": np.ones(2)} for name, kwargs in three_structures().items()}
+    data = {name: {**kwargs, "center": np.ones(2)} for name, kwargs in three_structures().items()}
     assert repr(MixedSilos(data, rows={"x": "patients", "y": "patients"})).splitlines() == [
         "MixedSilos: 6 silos, 3 structures",
         "  0: 3 silos (oslo, bern, pisa), 13 rows of 'patients'",
         "    x: float32['patients']",
         "    y: float32['patients']",
-        "    centre: shared",
+        "    center: shared",
         "    proxy: None",
         "  1: 1 silo (rome), 3 rows of 'patients', 3 rows of 'proxy'",
         "    x: float32['patients']",
         "    y: float32['patients']",
         "    proxy: float32['proxy']",
-        "    centre: shared",
+        "    center: shared",
         "  2: 2 silos (lyon, nice), 7 rows of 'patients'",
         "    x: float32['patients']",
         "    y: float32['patients']",
-        "    centre: shared",
+        "    center: shared",
         "    proxy: None",
         "    kind: 'laplace'",
     ]

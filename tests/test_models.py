@@ -207,12 +207,12 @@ def gaussian_chains(stay: int, num_chains: int, num_draws: int) -> np.ndarray:
     x, silo = gaussian_mean.data()
     rng, h, lam = np.random.default_rng(1), gaussian_mean.STEP_SIZE, 2001
     rows = np.stack([x[silo == s].astype(float) for s in range(10)])
-    centres, sds = rows.mean(1), rows.std(1)
+    centers, sds = rows.mean(1), rows.std(1)
     theta, out = np.zeros((num_chains, 2)), []
     for step in range(2000 + 100 * num_draws):
         if step % stay == 0:
             at = rng.integers(10, size=num_chains)
-        seen = centres[at] + sds[at] * rng.normal(size=theta.shape) / gaussian_mean.BATCH_SIZE**0.5
+        seen = centers[at] + sds[at] * rng.normal(size=theta.shape) / gaussian_mean.BATCH_SIZE**0.5
         theta = theta + h / 2 * (2000 * seen - lam * theta) + h**0.5 * rng.normal(size=theta.shape)
         if step >= 2000 and step % 100 == 99:
             out.append(theta)
@@ -253,7 +253,7 @@ def test_gaussian_mean_quick(tmp_path: Path) -> None:
         assert (abs(chains.mean((0, 1)) - mean) < 4 * predicted / count**0.5).all()
         ratio = chains.var((0, 1)).mean() ** 0.5 / predicted
         assert abs(ratio - 1) < 4 / (4 * count) ** 0.5 + 0.03, (method, stay, ratio)
-    # negative controls: in long stays DSGLD's draws spread with the silos' centres; what is predicted
+    # negative controls: in long stays DSGLD's draws spread with the silos' centers; what is predicted
     # is not the posterior's sd
     assert draws["DSGLD", 100].std((0, 1)).min() > 20 * draws["FSGLD", 100].std((0, 1)).max()
     assert sum(gaussian_mean.variances(points, "FSGLD", 100)) ** 0.5 > 2 * sd

@@ -207,10 +207,10 @@ def test_lung_survival() -> None:
 
 
 @pytest.mark.parametrize("tau", [0.5, 6.0])
-def test_eight_schools_centred_is_the_same_law(tau: float) -> None:
-    """In z = (effect - mu) / tau it is the non-centred model, with the Jacobian of eight effects."""
+def test_eight_schools_centered_is_the_same_law(tau: float) -> None:
+    """In z = (effect - mu) / tau it is the non-centered model, with the Jacobian of eight effects."""
     z, silos = rng().normal(size=8), eight_schools.silos()
-    found = density(eight_schools.model_centred, silos, mu=4.0, tau=tau, effect=4.0 + tau * z)
+    found = density(eight_schools.model_centered, silos, mu=4.0, tau=tau, effect=4.0 + tau * z)
     np.testing.assert_allclose(
         found + 8 * np.log(tau),
         density(eight_schools.model, silos, mu=4.0, tau=tau, z=z),
@@ -225,7 +225,7 @@ def test_kidiq() -> None:
     # sorted: the silos' ranges of the mother's IQ do not overlap
     bounds = [(float(np.min(silos[s]["mom_iq"])), float(np.max(silos[s]["mom_iq"]))) for s in silos]
     assert all(high <= low for (_, high), (low, _) in zip(bounds, bounds[1:], strict=False))
-    # posteriordb's beta, through the centre: the density is the one that its draws are from
+    # posteriordb's beta, through the center: the density is the one that its draws are from
     draws = kidiq.reference_draws()
     assert draws["beta"].shape == (10, 1000, 3)
     beta, sigma = draws["beta"][0, 0].astype(float), float(draws["sigma"][0, 0])
@@ -233,9 +233,9 @@ def test_kidiq() -> None:
         beta[0] + beta[1] * rows["mom_hs"].astype(float) + beta[2] * rows["mom_iq"].astype(float)
     )
     expected = stats.halfcauchy.logpdf(sigma, scale=2.5) + norm(rows["kid_score"], means, sigma)
-    centred = beta + np.array([kidiq.IQ * beta[2], 0, 0])
+    centered = beta + np.array([kidiq.IQ * beta[2], 0, 0])
     np.testing.assert_allclose(
-        density(kidiq.model, silos, centred=centred, sigma=sigma), expected, rtol=1e-5
+        density(kidiq.model, silos, centered=centered, sigma=sigma), expected, rtol=1e-5
     )
 
 

@@ -16,14 +16,14 @@ import numpyro_fed as fed
 from numpyro_fed.data import views as storage
 from numpyro_fed.data.views import largest
 from numpyro_fed.density.check import elements_are_independent
-from numpyro_fed.density.factorize import factorise
+from numpyro_fed.density.factorize import factorize
 from numpyro_fed.density.local_map import LocalMap
 from numpyro_fed.density.nested import NestedMap, NestedUnits, nesting
 from numpyro_fed.mcmc import pilot
-from numpyro_fed.mcmc.config import Plan
+from numpyro_fed.mcmc.config import LangevinConfig
 from numpyro_fed.mcmc.local_moves import MoveNoise, move_noise
 from numpyro_fed.mcmc.nested_moves import nested_metropolis
-from numpyro_fed.mcmc.setup import groundwork
+from numpyro_fed.mcmc.setup import model_setup
 from numpyro_fed.surrogates.local_score import Message, marginal_score
 from numpyro_fed.surrogates.nested_marginal import nested_marginal
 
@@ -70,7 +70,7 @@ def pupils_posterior(silos):
 
 
 def units_of(model, silos):
-    factors = factorise(model, silos)
+    factors = factorize(model, silos)
     return NestedUnits(factors, None, largest(silos), *nesting(factors))
 
 
@@ -89,7 +89,7 @@ def test_who_is_inside_whom():
 
 def test_rows_belong_to_the_innermost_element_also_by_way_of_others():
     silos = pupils_silos()
-    factors = factorise(pupils, silos)
+    factors = factorize(pupils, silos)
     kwargs = {"klass": jnp.array([0, 1, 1, 2]), "school": jnp.array([0, 0, 1])}
     local = {
         "pupils": jnp.array([1.0, 2, 4, 8]),
@@ -132,7 +132,7 @@ def test_what_a_row_points_to_itself_goes_before_what_it_reaches(names):
         "schools": "schools",
     }
     index = {klass: "classes", own: "schools", "school": "schools", "friend": "pupils"}
-    factors = factorise(model, fed.Silos({"one": part}, rows=rows, index=index))
+    factors = factorize(model, fed.Silos({"one": part}, rows=rows, index=index))
     (terms,), rest = factors.by_elements(
         ("schools",), {"pupils": jnp.array([1.0, 2, 4]), "schools": jnp.array([8.0, 16])}, part
     )
@@ -163,7 +163,7 @@ def test_plates_that_are_crossed_move_together():
         match=r"'rights'\] are not two plates nested by .* \['a', 'b'\] of a silo are one unit",
     ):
         kernel.init(random.key(0), 0, model_args=(silos,))
-    assert type(kernel._plan.units).__name__ == "Units"
+    assert type(kernel._config.units).__name__ == "Units"
 
 
 def test_inner_elements_that_depend_on_each_other_are_found_out():
@@ -206,7 +206,7 @@ def test_marginal_value_and_score_are_exact_for_gaussians(width):
             jnp.exp(2 * log_inner) + noise**2
         ) * jnp.eye(5)
         r = y - mean
-        # the terms above leave the rows' normalisation out, log_normaliser the latents'
+        # the terms above leave the rows' normalization out, log_normalizer the latents'
         scale = 5 * jnp.log(noise)
         return (
             -0.5 * r @ jnp.linalg.solve(covariance, r)
@@ -297,7 +297,7 @@ def test_terms_of_rows_without_latents_count():
     }
     rows = {"y": "rows", "group": "rows", "groups": "groups", "free": "free"}
     silos = fed.Silos({"one": part}, rows=rows, index={"group": "groups"})
-    ground = groundwork(model, silos, {}, fed.FSGLD(model)._options)
+    ground = model_setup(model, silos, {}, fed.FSGLD(model)._options)
     precision = 2 / (ROW_SD**2 + 2 * SCHOOL_SD**2) + 3 / 0.25
     assert ground.units.group == "groups"
     np.testing.assert_allclose(
@@ -496,9 +496,9 @@ def test_silos_of_very_different_size_share_one_layout(monkeypatch):
         {"large": dict(pupils_silos()["north"]), "small": small}, rows=ROWS, index=INDEX
     )
     assert len(storage.buckets(silos)) == 2
-    ground = groundwork(pupils, silos, {}, fed.FSGLD(pupils)._options)
-    plan = Plan(ground.factors, ground.units, 4, None, True, None)
-    noise = pilot.stay_noise(plan, ground.tuning, silos)
+    ground = model_setup(pupils, silos, {}, fed.FSGLD(pupils)._options)
+    config = LangevinConfig(ground.factors, ground.units, 4, None, True, None)
+    noise = pilot.visit_noise(config, ground.tuning, silos)
     assert np.abs(noise.first).max() < 5e-3
     network = MCMC(
         fed.PushSumLangevin(pupils, fed.graphs.complete(2), 0.02), num_warmup=0, num_samples=3, num_chains=2, chain_method="vectorized",

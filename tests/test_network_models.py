@@ -66,7 +66,12 @@ def test_gradients_of_nodes_sum_to_the_pooled_one(name):
     theta = 0.3 * random.normal(random.key(1), (factors.dim,))
     positions = jnp.broadcast_to(theta, (m, factors.dim))
     total = gradients(
-        kernel._plan, kernel._tuning, random.key(0), positions, state.nodes.eps, kernel._rows(silos)
+        kernel._config,
+        kernel._tuning,
+        random.key(0),
+        positions,
+        state.nodes.eps,
+        kernel._rows(silos),
     ).sum(0)
     expected = jax.grad(lambda t: pooled_log_density(entry.model, silos, factors.unravel(t)))(theta)
     np.testing.assert_allclose(

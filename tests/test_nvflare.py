@@ -113,7 +113,7 @@ def test_a_kit_is_prepared_once(tmp_path):
         assert resources["components"][0]["path"] == "numpyro_fed.engines.nvflare.Rejoin"
         assert not resources["allow_log_streaming"]
     with pytest.raises(ValueError, match="nvflare provision"):
-        carrier.prepare_kit(tmp_path / "elsewhere")
+        carrier.prepare_kit(tmp_path / "remote")
 
 
 class Sending:
@@ -140,40 +140,40 @@ class Sending:
         self.cancelled.append(task.targets)
 
 
-def messenger(answers, patience=5.0, stopped=False):
+def transport(answers, patience=5.0, stopped=False):
     controller = Sending(answers)
-    return controller, carrier.Messenger(
+    return controller, carrier.Transport(
         controller, None, SimpleNamespace(triggered=stopped), answers, patience
     )
 
 
 def test_replies_by_name():
-    controller, silos = messenger({"a": [b"1"], "b": [b"2"]})
+    controller, silos = transport({"a": [b"1"], "b": [b"2"]})
     assert silos.names == ("a", "b")
     assert silos.exchange({"b": b"x"}) == {"b": b"2"}
     assert controller.sent == ["b"]
 
 
 def test_a_message_is_sent_again_after_an_error():
-    controller, silos = messenger({"a": [RuntimeError, b"1"], "b": [b"2"]})
+    controller, silos = transport({"a": [RuntimeError, b"1"], "b": [b"2"]})
     assert silos.exchange({"a": b"x", "b": b"y"}) == {"a": b"1", "b": b"2"}
     assert sorted(controller.sent) == ["a", "a", "b"]
 
 
 def test_a_silent_silo_is_absent():
-    controller, silos = messenger({"a": [], "b": [b"2"]}, patience=0.3)
+    controller, silos = transport({"a": [], "b": [b"2"]}, patience=0.3)
     assert silos.exchange({"a": b"x", "b": b"y"}) == {"b": b"2"}
     assert len(controller.cancelled) == 1
 
 
 def test_a_stranger_is_refused():
     with pytest.raises(ValueError, match=r"\['c'\] are not of this job; expected some of \['a'\]"):
-        messenger({"a": []})[1].exchange({"c": b""})
+        transport({"a": []})[1].exchange({"c": b""})
 
 
 def test_a_stopped_job_ends_the_wait():
     with pytest.raises(RuntimeError, match="stopped"):
-        messenger({"a": []}, stopped=True)[1].exchange({"a": b""})
+        transport({"a": []}, stopped=True)[1].exchange({"a": b""})
 
 
 class Context:

@@ -269,7 +269,7 @@ def test_of_a_sum_each_silo_adds_its_share():
             privacy=fed.Privacy(1.0, 1e-5, 1.0, 10),
             secure_sum=secure_sum,
         )
-        return svi.prepared(LINEAR).plan.noise.sd
+        return svi.setup(LINEAR).config.noise.sd
 
     assert sd(False) / sd(True) == pytest.approx(math.sqrt(len(LINEAR)), rel=1e-4)
     noise = Noise(1.0, sd(True))
@@ -411,11 +411,11 @@ def test_a_fit_of_sums_is_the_fit(tmp_path, name):
     fit, rounds = FITS[name](secure_sum=True), 20 if name == "sfvi" else 5
     plain = FITS[name]()
     expected = plain.run(random.key(1), rounds, INTERCEPTS, progress_bar=False)
-    messenger = Fits(INTERCEPTS, fit, tmp_path, lambda: FITS[name](secure_sum=True))
+    transport = Fits(INTERCEPTS, fit, tmp_path, lambda: FITS[name](secure_sum=True))
     introduce(tmp_path, INTERCEPTS.names)
-    remote = connect(messenger, intercepts, fit=fit)
+    remote = connect(transport, intercepts, fit=fit)
     if name != "conducive":  # silos draw by keys of their own
-        return _sums_are_those_of_the_replies(messenger, fit, remote, rounds)
+        return _sums_are_those_of_the_replies(transport, fit, remote, rounds)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # conducive rounds have not settled after five
         got = fit.run(random.key(1), rounds, remote, progress_bar=False)
@@ -425,7 +425,7 @@ def test_a_fit_of_sums_is_the_fit(tmp_path, name):
     np.testing.assert_allclose(got.losses, expected.losses, rtol=1e-4)
     # what left a silo alone is no number of its own
     rounds_sent = [
-        unpack(answer)["replies"] for _, data, answer in messenger.sent if b"RoundLocal" in data
+        unpack(answer)["replies"] for _, data, answer in transport.sent if b"RoundLocal" in data
     ]
     leaves = [x for replies in rounds_sent for leaves in replies for x in leaves]
     numbers = (
@@ -444,11 +444,11 @@ def test_a_fit_of_sums_is_the_fit(tmp_path, name):
     assert abs(weights[0].mean() - weights[1].mean()) < error
 
 
-def _sums_are_those_of_the_replies(messenger, fit, remote, rounds):
+def _sums_are_those_of_the_replies(transport, fit, remote, rounds):
     """What the server opens is the sum of what the silos' own programs said."""
     said, heard = [], []
-    for side in messenger.sides.values():
-        reply = side.site.reply
+    for side in transport.sides.values():
+        reply = side.worker.reply
 
         def wrapped(call, state, reply=reply):
             got, new = reply(call, state)
@@ -458,12 +458,12 @@ def _sums_are_those_of_the_replies(messenger, fit, remote, rounds):
                 )
             return got, new
 
-        side.site.reply = wrapped
+        side.worker.reply = wrapped
     result = fit.run(random.key(1), rounds, remote, progress_bar=False)
-    for _, data, answer in messenger.sent:
+    for _, data, answer in transport.sent:
         if b"RoundLocal" in data:
             heard.append([x for x in unpack(answer)["replies"][0] if x.dtype == np.uint64])
-    num = len(messenger.names)
+    num = len(transport.names)
     for start in range(0, len(said), num):
         pairs = (zip(*each[start : start + num], strict=True) for each in (said, heard))
         for own, masked_ones in zip(*pairs, strict=True):
@@ -481,8 +481,8 @@ def private_fit():
 
 def test_a_fit_with_privacy_over_a_wire(tmp_path):
     fit = private_fit()
-    messenger = Fits(LINEAR, fit, tmp_path, private_fit)
-    remote = connect(messenger, linear, fit=fit)
+    transport = Fits(LINEAR, fit, tmp_path, private_fit)
+    remote = connect(transport, linear, fit=fit)
     result = fit.run(random.key(1), 5, remote, progress_bar=False)
     assert result.privacy.rounds == 5
     idata = fed.to_inference_data(fit, result, remote, num_draws=50)
@@ -498,15 +498,15 @@ def test_a_fit_with_privacy_over_a_wire(tmp_path):
     ]
     asked = {call["kind"] for line in told for call in line.get("calls", [])}
     assert asked == {"InitLocal", "RoundLocal"}
-    replies = [unpack(a)["replies"][0] for _, d, a in messenger.sent if b"RoundLocal" in d]
+    replies = [unpack(a)["replies"][0] for _, d, a in transport.sent if b"RoundLocal" in d]
     assert all(np.isnan(leaves[0]).all() for leaves in replies)
-    noise = fit.prepared(remote).plan.noise
+    noise = fit.setup(remote).config.noise
     assert all(
         (np.rint(x / noise.grid) == x / noise.grid).all() for leaves in replies for x in leaves[2:4]
     )
     assert not result.privacy.simulated
     # noise is the silo's own: the same bytes to the same folder with another secret have another reply
-    name, data, answer = next(x for x in reversed(messenger.sent) if b"RoundLocal" in x[1])
+    name, data, answer = next(x for x in reversed(transport.sent) if b"RoundLocal" in x[1])
     shutil.copytree(tmp_path / name, tmp_path / "copy" / name)
 
     def make():
@@ -530,23 +530,23 @@ def test_a_fit_with_privacy_over_a_wire(tmp_path):
 
 def test_a_round_that_is_asked_for_again_spends_nothing(tmp_path):
     fit = private_fit()
-    messenger = Fits(LINEAR, fit, tmp_path, private_fit)
-    remote = connect(messenger, linear, fit=fit)
+    transport = Fits(LINEAR, fit, tmp_path, private_fit)
+    remote = connect(transport, linear, fit=fit)
     fit.run(random.key(1), 2, remote, progress_bar=False)
-    name, data, answer = next(x for x in reversed(messenger.sent) if b"RoundLocal" in x[1])
+    name, data, answer = next(x for x in reversed(transport.sent) if b"RoundLocal" in x[1])
     lines = (tmp_path / name / "answered.txt").read_text()
     assert len(lines.split()) == 2 * 2
-    assert messenger.sides[name].answer(data) == answer
-    assert messenger.make[name]().answer(data) == answer  # nor of a new process
+    assert transport.sides[name].answer(data) == answer
+    assert transport.make[name]().answer(data) == answer  # nor of a new process
     assert (tmp_path / name / "answered.txt").read_text() == lines
     # what was answered is not forgotten by a file that lost its end
     (tmp_path / name / "answered.txt").write_text(lines[: len(lines) // 2])
     assert (
         "its answered.txt lacks rounds that its sent.txt has"
-        in unpack(messenger.sides[name].answer(data))["error"]
+        in unpack(transport.sides[name].answer(data))["error"]
     )
     (tmp_path / name / "answered.txt").write_text(lines)
-    assert messenger.sides[name].answer(data) == answer
+    assert transport.sides[name].answer(data) == answer
 
 
 def sums_fit():
@@ -581,22 +581,22 @@ def asked_again(side, data, **changed):
 def test_a_fit_whose_server_is_killed_spends_no_round_twice(tmp_path, name):
     place, make = tmp_path / "fit.ckpt", CLOSED[name]
     fit = make()
-    messenger = DyingFits(LINEAR, fit, tmp_path, make)
+    transport = DyingFits(LINEAR, fit, tmp_path, make)
     if fit.secure_sum:
         introduce(tmp_path, LINEAR.names)
-    remote = connect(messenger, linear, fit=fit)
-    fit.prepared(remote)
-    messenger.left, messenger.after = (
+    remote = connect(transport, linear, fit=fit)
+    fit.setup(remote)
+    transport.left, transport.after = (
         5,
         True,
     )  # the first states, then three rounds and the replies of a fourth
     with pytest.raises(Killed):
         fit.run(random.key(1), 5, remote, progress_bar=False, checkpoint=place, checkpoint_every=2)
-    messenger.left = -1
+    transport.left = -1
     got = fit.run(
         random.key(1),
         5,
-        connect(messenger, linear, fit=fit),
+        connect(transport, linear, fit=fit),
         progress_bar=False,
         checkpoint=place,
         checkpoint_every=2,
@@ -604,7 +604,7 @@ def test_a_fit_whose_server_is_killed_spends_no_round_twice(tmp_path, name):
     for silo in LINEAR.names:
         assert len((tmp_path / silo / "answered.txt").read_text().split()) == 2 * 5
     # and the same fit once more, whose rounds have been answered
-    again = fit.run(random.key(1), 5, connect(messenger, linear, fit=fit), progress_bar=False)
+    again = fit.run(random.key(1), 5, connect(transport, linear, fit=fit), progress_bar=False)
     for k, v in again.params.items():
         np.testing.assert_array_equal(got.params[k], v)
 
@@ -614,16 +614,16 @@ def test_a_server_that_cheats_learns_nothing(tmp_path, name):
     """Each of these gave a silo's numbers away once."""
     make = CLOSED[name]
     fit = make()
-    messenger = Fits(LINEAR, fit, tmp_path, make)
+    transport = Fits(LINEAR, fit, tmp_path, make)
     if fit.secure_sum:
         introduce(tmp_path, LINEAR.names)
-    remote = connect(messenger, linear, fit=fit)
+    remote = connect(transport, linear, fit=fit)
     fit.run(random.key(1), 2, remote, progress_bar=False)
-    silo, data, answer = next(x for x in reversed(messenger.sent) if b"RoundLocal" in x[1])
-    side = messenger.sides[silo]
+    silo, data, answer = next(x for x in reversed(transport.sent) if b"RoundLocal" in x[1])
+    side = transport.sides[silo]
     count = len((tmp_path / silo / "answered.txt").read_text().split())
     # another algorithm, whose replies have no noise
-    wrong = asked_again(side, data, local=lambda local: type(local)(local.plan, "conducive"))
+    wrong = asked_again(side, data, local=lambda local: type(local)(local.config, "conducive"))
     assert "with an algorithm that is not its own" in wrong["error"]
     # numbers so coarse that noise on their grid shows them
     coarse = asked_again(
@@ -645,7 +645,7 @@ def test_a_server_that_cheats_learns_nothing(tmp_path, name):
         side,
         data,
         read=lambda slot: None,
-        local=lambda local: InitLocal(local.plan, "sfvi"),
+        local=lambda local: InitLocal(local.config, "sfvi"),
         message=lambda m: remote_params(fit, remote),
         write=lambda slot: 10**6,
     )
@@ -670,7 +670,7 @@ def test_a_server_that_cheats_learns_nothing(tmp_path, name):
 def remote_params(fit, remote):
     from numpyro_fed.vi.setup import first_params
 
-    return jax.tree.map(np.asarray, first_params(fit.prepared(remote), fit.guide, random.key(5)))
+    return jax.tree.map(np.asarray, first_params(fit.setup(remote), fit.guide, random.key(5)))
 
 
 def test_shared_arguments_are_the_silos_own(tmp_path):
@@ -706,11 +706,11 @@ def alone_with(silos, name):
 def test_budgets_are_counted_by_all_processes_of_a_folder(tmp_path):
     """Also where a line was broken off, and where another process has answered meanwhile."""
     fit = private_fit()
-    messenger = Fits(LINEAR, fit, tmp_path, private_fit)
-    remote = connect(messenger, linear, fit=fit)
+    transport = Fits(LINEAR, fit, tmp_path, private_fit)
+    remote = connect(transport, linear, fit=fit)
     result = fit.run(random.key(1), 3, remote, progress_bar=False)
-    name, data, answer = next(x for x in reversed(messenger.sent) if b"RoundLocal" in x[1])
-    other = messenger.make[name]()
+    name, data, answer = next(x for x in reversed(transport.sent) if b"RoundLocal" in x[1])
+    other = transport.make[name]()
     assert other.answer(data) == answer
     fit.run(random.key(1), 2, remote, progress_bar=False, init_state=result.state)
     another = {
@@ -720,8 +720,8 @@ def test_budgets_are_counted_by_all_processes_of_a_folder(tmp_path):
     assert "budget of privacy is spent" in asked_again(other, data, **another)["error"]
     with (tmp_path / name / "answered.txt").open("a") as file:
         file.write("broken o")
-    name, data, answer = next(x for x in reversed(messenger.sent) if b"RoundLocal" in x[1])
-    other = messenger.make[name]()
+    name, data, answer = next(x for x in reversed(transport.sent) if b"RoundLocal" in x[1])
+    other = transport.make[name]()
     assert other.answer(data) == answer
     assert "budget of privacy is spent" in asked_again(other, data, **another)["error"]
 
@@ -751,7 +751,7 @@ def test_closed_fits_answer_no_questions(tmp_path):
 # What a lying server could take from sums
 
 
-def sum_of(messenger, tweak, **changed):
+def sum_of(transport, tweak, **changed):
     """The sum of the silos' answers to the last round, asked for anew with another label.
 
     :param tweak: added to what is told, so that the sum is another.
@@ -759,13 +759,13 @@ def sum_of(messenger, tweak, **changed):
     :return: what the server opens, and what each silo's own program said.
     """
     total, own = 0, []
-    for i, (silo, side) in enumerate(messenger.sides.items()):
+    for i, (silo, side) in enumerate(transport.sides.items()):
         data = next(
             data
-            for name, data, _ in reversed(messenger.sent)
+            for name, data, _ in reversed(transport.sent)
             if name == silo and b"RoundLocal" in data
         )
-        reply, said = side.site.reply, []
+        reply, said = side.worker.reply, []
 
         def wrapped(call, state, reply=reply, said=said):
             got, new = reply(call, state)
@@ -774,14 +774,14 @@ def sum_of(messenger, tweak, **changed):
             )
             return got, new
 
-        side.site.reply = wrapped
+        side.worker.reply = wrapped
         nearby = partial(jax.tree.map, partial(np.add, np.float32(tweak)))
         told = {
             "message": lambda m, nearby=nearby: m._replace(context=nearby(m.context)),
             "write": lambda slot: None,
         }
         answer = asked_again(side, data, **told, **(changed if i == 0 else {}))
-        side.site.reply = reply
+        side.worker.reply = reply
         assert "replies" in answer, answer
         numbers = [x.ravel() for x in answer["replies"][0] if x.dtype == np.uint64]
         total = total + np.concatenate(numbers)
@@ -798,30 +798,30 @@ def keep_the_servers_key(monkeypatch):
 def test_sums_of_silos_in_other_states_open_none(tmp_path, forgetful, monkeypatch):
     """Two sums that differ in the state of one silo gave its numbers away, where a slot's history was empty."""
     fit = FITS["sfvi"](secure_sum=True)
-    messenger = Fits(INTERCEPTS, fit, tmp_path, lambda: FITS["sfvi"](secure_sum=True))
+    transport = Fits(INTERCEPTS, fit, tmp_path, lambda: FITS["sfvi"](secure_sum=True))
     introduce(tmp_path, INTERCEPTS.names)
-    remote = connect(messenger, intercepts, fit=fit)
+    remote = connect(transport, intercepts, fit=fit)
     fit.run(random.key(1), 3, remote, progress_bar=False)
-    first = messenger.sides[INTERCEPTS.names[0]]
+    first = transport.sides[INTERCEPTS.names[0]]
     data = next(
-        data for name, data, _ in messenger.sent if name == first.name and b"RoundLocal" in data
+        data for name, data, _ in transport.sent if name == first.name and b"RoundLocal" in data
     )
     start = {
         "read": lambda slot: None,
-        "local": lambda local: InitLocal(local.plan, "sfvi"),
+        "local": lambda local: InitLocal(local.config, "sfvi"),
         "message": lambda m: remote_params(fit, remote),
         "write": lambda slot: 10**6,
     }
     assert "replies" in asked_again(first, data, **start)
     if forgetful:
         keep_the_servers_key(monkeypatch)
-        for side in messenger.sides.values():
-            lines, slots = side.closed._lines, [(str(slot), "") for slot in side.site.kept]
-            side.closed._lines = lambda name, lines=lines, slots=slots: (
+        for side in transport.sides.values():
+            lines, slots = side.guard._lines, [(str(slot), "") for slot in side.worker.kept]
+            side.guard._lines = lambda name, lines=lines, slots=slots: (
                 slots if name == "history.txt" else lines(name)
             )
-    one, own = sum_of(messenger, 1e-6)
-    other, its = sum_of(messenger, 2e-6, read=lambda slot: 10**6)
+    one, own = sum_of(transport, 1e-6)
+    other, its = sum_of(transport, 2e-6, read=lambda slot: 10**6)
     taken, truth = other - one, its[0] - own[0]
     assert np.abs(truth).max() > 0.05
     assert (np.abs(taken - truth).max() < 1e-2) == forgetful
@@ -834,16 +834,16 @@ def test_sums_whose_minibatches_the_server_chooses_give_no_rows(tmp_path, old, m
     """Two sums that differ in one silo's key gave the difference of two of its minibatches."""
     make = lambda: fed.SFVI(linear, fed.AutoSiloNormal(linear), ADAM, batch_size=1, secure_sum=True)  # noqa: E731
     fit = make()
-    messenger = Fits(LINEAR, fit, tmp_path, make)
+    transport = Fits(LINEAR, fit, tmp_path, make)
     introduce(tmp_path, LINEAR.names)
-    remote = connect(messenger, linear, fit=fit)
+    remote = connect(transport, linear, fit=fit)
     fit.run(random.key(1), 2, remote, progress_bar=False)
     if old:
         keep_the_servers_key(monkeypatch)
     right = []
     for i in range(20):
-        one, own = sum_of(messenger, 1e-6 * (2 * i + 1), key=lambda key, i=i: random.key(i))
-        other, its = sum_of(messenger, 1e-6 * (2 * i + 2), key=lambda key, i=i: random.key(100 + i))
+        one, own = sum_of(transport, 1e-6 * (2 * i + 1), key=lambda key, i=i: random.key(i))
+        other, its = sum_of(transport, 1e-6 * (2 * i + 2), key=lambda key, i=i: random.key(100 + i))
         taken, truth = other - one, its[0] - own[0]
         right.append(np.abs(taken - truth).max() < 1e-2)
     # today others' rows change, too: all four silos have the same rows in both sums about never
@@ -854,27 +854,27 @@ def test_sums_whose_minibatches_the_server_chooses_give_no_rows(tmp_path, old, m
 def test_a_call_that_fails_leaves_no_state_with_another_history(tmp_path, old):
     """A slot that was written twice had the second call's history with the first one's state, where the second failed."""
     fit = FITS["sfvi"](secure_sum=True)
-    messenger = Fits(INTERCEPTS, fit, tmp_path, lambda: FITS["sfvi"](secure_sum=True))
+    transport = Fits(INTERCEPTS, fit, tmp_path, lambda: FITS["sfvi"](secure_sum=True))
     introduce(tmp_path, INTERCEPTS.names)
-    remote = connect(messenger, intercepts, fit=fit)
+    remote = connect(transport, intercepts, fit=fit)
     fit.run(random.key(1), 3, remote, progress_bar=False)
     params, slot, total = remote_params(fit, remote), 10**6, 0
-    for i, (name, side) in enumerate(messenger.sides.items()):
+    for i, (name, side) in enumerate(transport.sides.items()):
         data = next(
-            data for n, data, _ in reversed(messenger.sent) if n == name and b"RoundLocal" in data
+            data for n, data, _ in reversed(transport.sent) if n == name and b"RoundLocal" in data
         )
         if i == 0:
             start = {
-                "local": lambda local: InitLocal(local.plan, "sfvi"),
+                "local": lambda local: InitLocal(local.config, "sfvi"),
                 "message": lambda m: params,
             }
             assert "replies" in asked_again(
                 side, data, read=lambda _: None, write=lambda _: slot, **start
             )
-            reply, side.site.reply = side.site.reply, None  # which fails
+            reply, side.worker.reply = side.worker.reply, None  # which fails
             if old:
-                lines = side.closed._lines
-                side.closed._lines = lambda n, lines=lines: (
+                lines = side.guard._lines
+                side.guard._lines = lambda n, lines=lines: (
                     x for x in lines(n) if (n, x[0]) != ("history.txt", str(slot))
                 )
         nearby = {
@@ -884,9 +884,9 @@ def test_a_call_that_fails_leaves_no_state_with_another_history(tmp_path, old):
         }
         assert ("error" in asked_again(side, data, write=lambda _: slot, **nearby)) == (i == 0)
         if i == 0:
-            side.site.reply = reply
+            side.worker.reply = reply
             if old:
-                side.closed._lines = lines
+                side.guard._lines = lines
         answer = asked_again(side, data, read=lambda _: slot, write=lambda _: None)
         total = total + np.concatenate(
             [x.ravel() for x in answer["replies"][0] if x.dtype == np.uint64]
@@ -900,21 +900,21 @@ def test_the_same_call_has_the_same_numbers_or_none(tmp_path, name):
     """On another machine the program may round otherwise: the difference of two replies has no noise, and no masks."""
     make = CLOSED[name]
     fit = make()
-    messenger = Fits(LINEAR, fit, tmp_path, make)
+    transport = Fits(LINEAR, fit, tmp_path, make)
     introduce(tmp_path, LINEAR.names) if fit.secure_sum else None
-    fit.run(random.key(1), 2, connect(messenger, linear, fit=fit), progress_bar=False)
-    silo, data, answer = next(x for x in reversed(messenger.sent) if b"RoundLocal" in x[1])
-    side = messenger.sides[silo]
-    reply = side.site.reply
+    fit.run(random.key(1), 2, connect(transport, linear, fit=fit), progress_bar=False)
+    silo, data, answer = next(x for x in reversed(transport.sent) if b"RoundLocal" in x[1])
+    side = transport.sides[silo]
+    reply = side.worker.reply
 
-    def elsewhere(call, state):
+    def remote(call, state):
         got, new = reply(call, state)
         context = jax.tree.map(
             lambda x: x * np.linspace(0.9, 1.1, x.size, dtype=x.dtype), got.context
         )
         return got._replace(context=context), new
 
-    side.site.reply = elsewhere
+    side.worker.reply = remote
     assert (
         "the same call has other numbers than the first time" in unpack(side.answer(data))["error"]
     )
@@ -929,19 +929,19 @@ def test_the_same_call_has_the_same_numbers_or_none(tmp_path, name):
         if x.dtype in (np.uint64, np.float32)
     ]
     assert 0 < np.nanmax(np.abs(np.concatenate([np.ravel(x) for x in differ]))) < 100
-    side.site.reply = reply
+    side.worker.reply = reply
 
 
 @pytest.mark.parametrize("slot", [7.0, True, "7", -1])
 def test_slots_are_whole_numbers(tmp_path, slot):
     fit = sums_fit()
-    messenger = Fits(LINEAR, fit, tmp_path, sums_fit)
+    transport = Fits(LINEAR, fit, tmp_path, sums_fit)
     introduce(tmp_path, LINEAR.names)
-    fit.run(random.key(1), 2, connect(messenger, linear, fit=fit), progress_bar=False)
-    silo, data, _ = next(x for x in reversed(messenger.sent) if b"RoundLocal" in x[1])
-    answer = asked_again(messenger.sides[silo], data, read=lambda _: slot)
+    fit.run(random.key(1), 2, connect(transport, linear, fit=fit), progress_bar=False)
+    silo, data, _ = next(x for x in reversed(transport.sent) if b"RoundLocal" in x[1])
+    answer = asked_again(transport.sides[silo], data, read=lambda _: slot)
     assert "expected a whole number" in answer["error"]
-    answer = asked_again(messenger.sides[silo], data, read=lambda _: 12345)
+    answer = asked_again(transport.sides[silo], data, read=lambda _: 12345)
     assert "what it kept for this run is gone" in answer["error"]
 
 
@@ -966,35 +966,35 @@ def test_a_silo_checks_its_own_rows(tmp_path):
 
 def test_keys_that_are_missing_or_broken_are_named(tmp_path):
     fit = FITS["sfvi"](secure_sum=True)
-    messenger = Fits(INTERCEPTS, fit, tmp_path)
+    transport = Fits(INTERCEPTS, fit, tmp_path)
     with pytest.raises(
         ValueError,
         match=r"silo '0': it has public keys of \[\], and the server names \['1'.*expected the same: each one's NAME\.pub",
     ):
-        connect(messenger, intercepts, fit=fit)
+        connect(transport, intercepts, fit=fit)
     introduce(tmp_path, INTERCEPTS.names)
     (tmp_path / "0" / "peers" / "1.pub").write_text("no key")
     with pytest.raises(
         ValueError, match=r"silo '0': peers/1\.pub is no public key; expected 64 hexadecimal digits"
     ):
-        connect(messenger, intercepts, fit=fit)
+        connect(transport, intercepts, fit=fit)
 
 
 def test_two_silos_hide_nothing_from_each_other(tmp_path):
     two = fed.Silos({n: {k: np.asarray(v) for k, v in LINEAR[n].items()} for n in LINEAR.names[:2]})
     fit = fed.SFVI(linear, fed.AutoSiloNormal(linear), ADAM, secure_sum=True)
-    messenger = Fits(two, fit, tmp_path)
+    transport = Fits(two, fit, tmp_path)
     introduce(tmp_path, two.names)
     with pytest.raises(ValueError, match="secure_sum with 2 silos; expected 3 to 8192"):
-        connect(messenger, linear, fit=fit)
+        connect(transport, linear, fit=fit)
 
 
 def test_numbers_that_are_not_finite_end_a_fit_of_sums(tmp_path):
     """Whose they are nobody hears: it would be a question to one silo."""
     fit = fed.SFVI(linear, fed.AutoSiloNormal(linear), optax.sgd(1e12), secure_sum=True)
-    messenger = Fits(LINEAR, fit, tmp_path)
+    transport = Fits(LINEAR, fit, tmp_path)
     introduce(tmp_path, LINEAR.names)
-    remote = connect(messenger, linear, fit=fit)
+    remote = connect(transport, linear, fit=fit)
     with pytest.warns(
         UserWarning, match=r"the loss or its gradient was not finite in round \d, first in the sum"
     ):
@@ -1006,12 +1006,12 @@ def test_one_reply_that_is_not_finite_costs_a_sum_of_sites_nothing_but_time(tmp_
     fit = fed.SFVIAvg(linear, fed.AutoSiloNormal(linear), conducive=True, secure_sum=True)
     found = []
     for place in ("whole", "broken"):
-        messenger = Fits(LINEAR, fit, tmp_path / place)
+        transport = Fits(LINEAR, fit, tmp_path / place)
         introduce(tmp_path / place, LINEAR.names)
-        remote = connect(messenger, linear, fit=fit)
+        remote = connect(transport, linear, fit=fit)
         if place == "broken":
-            side = messenger.sides[LINEAR.names[0]]
-            whole, rounds = side.site.reply, []
+            side = transport.sides[LINEAR.names[0]]
+            whole, rounds = side.worker.reply, []
 
             def reply(call, state, whole=whole, rounds=rounds):
                 got, new = whole(call, state)
@@ -1023,7 +1023,7 @@ def test_one_reply_that_is_not_finite_costs_a_sum_of_sites_nothing_but_time(tmp_
                     return nothing._replace(finite=jnp.zeros_like(got.finite)), state
                 return got, new
 
-            monkeypatch.setattr(side.site, "reply", reply)
+            monkeypatch.setattr(side.worker, "reply", reply)
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always", UserWarning)
             found.append(fit.run(random.key(0), 30, remote, tol=1e-3, progress_bar=False))
@@ -1126,25 +1126,25 @@ def test_a_silo_draws_by_no_key_that_the_server_has_sent(tmp_path, name, kind):
     """Sums at latents of the server's choosing, or at its pairs of rows and points, gave every row."""
     make = partial(KEYED[name], secure_sum=kind == "sums")
     fit, silos = make(), INTERCEPTS if name == "latents" else LINEAR
-    messenger = Fits(silos, fit, tmp_path, make, own_keys=kind != "control")
+    transport = Fits(silos, fit, tmp_path, make, own_keys=kind != "control")
     if kind == "sums":
         introduce(tmp_path, silos.names)
     who = silos.names[0]
-    side, asked = messenger.sides[who], []
-    remote = connect(messenger, fit.model, fit=fit)
-    reply = side.site.reply
+    side, asked = transport.sides[who], []
+    remote = connect(transport, fit.model, fit=fit)
+    reply = side.worker.reply
 
     def kept(call, state):
         asked.append((call.key, call.message))
         return reply(call, state)
 
-    side.site.reply = kept
+    side.worker.reply = kept
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # of fits so short
         fit.run(random.key(1), 3, remote, progress_bar=False)
     sent = [
         unpack(d)["calls"].tobytes()
-        for n, d, _ in messenger.sent
+        for n, d, _ in transport.sent
         if n == who and b"RoundLocal" in d
     ]
     told = set().union(
@@ -1157,16 +1157,16 @@ def test_a_silo_draws_by_no_key_that_the_server_has_sent(tmp_path, name, kind):
 
 def test_a_round_has_as_many_draws_as_the_study(tmp_path):
     fit = sums_fit()
-    messenger = Fits(LINEAR, fit, tmp_path, sums_fit)
+    transport = Fits(LINEAR, fit, tmp_path, sums_fit)
     introduce(tmp_path, LINEAR.names)
-    fit.run(random.key(1), 2, connect(messenger, linear, fit=fit), progress_bar=False)
-    silo, data, _ = next(x for x in reversed(messenger.sent) if b"RoundLocal" in x[1])
+    fit.run(random.key(1), 2, connect(transport, linear, fit=fit), progress_bar=False)
+    silo, data, _ = next(x for x in reversed(transport.sent) if b"RoundLocal" in x[1])
     more = {"message": lambda m: m._replace(key=random.split(random.key(0), 64))}
     assert (
         "what it is told does not fit RoundLocal"
-        in asked_again(messenger.sides[silo], data, **more)["error"]
+        in asked_again(transport.sides[silo], data, **more)["error"]
     )
     request = unpack(data)
     del request["independent"]
-    answer = unpack(messenger.sides[silo].answer(pack(request)))
+    answer = unpack(transport.sides[silo].answer(pack(request)))
     assert "not told whether elements are independent" in answer["error"]

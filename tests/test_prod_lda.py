@@ -147,18 +147,18 @@ def likeness(found: np.ndarray, true: np.ndarray) -> float:
     return float(np.corrcoef(true, found)[: len(true), len(true) :].max(1).mean())
 
 
-@pytest.mark.parametrize("amortised", [False, True])
-def test_topics_are_found_again(amortised: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("amortized", [False, True])
+def test_topics_are_found_again(amortized: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     # what documents do not determine stays where it began: far from it with the start of 50 topics of 2,000 words
     monkeypatch.setattr(prod_lda, "START_SD", {False: 1.0, True: 1.0})
     counts, topics = simulated(900, 1)
     new, _ = simulated(200, 2)
     task = prod_lda.Task(prod_lda.Corpus(counts, new, np.arange(60)), 5, 100, 120, 6)
-    fit = prod_lda.fit(task, prod_lda.silos(counts), amortised=amortised)
+    fit = prod_lda.fit(task, prod_lda.silos(counts), amortized=amortized)
     assert likeness(fit.topics, topics) > 0.6
     best = prod_lda.perplexity(topics, new)
     assert 0.98 * best < fit.perplexity < 1.12 * best
-    if amortised:
+    if amortized:
         assert fit.perplexity < fit.by_network < 1.12 * fit.perplexity
     # negative control: topics that are not learned
     other = np.random.default_rng(3).normal(size=(5, 60)).astype(np.float32)

@@ -26,18 +26,18 @@ from test_wire import LINEAR, Fits, Messages, alone, run
 import numpyro_fed as fed
 from numpyro_fed.data.views import SiloView
 from numpyro_fed.decentralized.remote import NodeStartLocal
-from numpyro_fed.density.check import BatchGap, prove
-from numpyro_fed.density.factorize import factorise
+from numpyro_fed.density.check import BatchGap, check_factorization
+from numpyro_fed.density.factorize import factorize
 from numpyro_fed.density.fingerprint import as_values, description
 from numpyro_fed.density.local_map import Units
 from numpyro_fed.engines import answers, call_checks
 from numpyro_fed.engines.call_checks import CallChecks
 from numpyro_fed.engines.silo_side import SiloSide
 from numpyro_fed.engines.wire import connect
-from numpyro_fed.mcmc.config import NodePlan
+from numpyro_fed.mcmc.config import NodeConfig
 from numpyro_fed.mcmc.remote import TellLocal
-from numpyro_fed.mcmc.remote_chains import StayLocal
-from numpyro_fed.rounds.remote import Call, rows_of, site_of
+from numpyro_fed.mcmc.remote_chains import VisitLocal
+from numpyro_fed.rounds.remote import Call, rows_of, worker_of
 from numpyro_fed.rounds.serialization import pack, unpack, wire_name
 from numpyro_fed.surrogates.local_score import Message, ScoreLocal
 
@@ -92,8 +92,8 @@ def ages_from_terms(ask, pad, n):
 
 
 def test_no_silo_says_its_term_at_latents_of_the_servers_choice(tmp_path, monkeypatch):
-    messenger = Messages(PATIENTS, visits, tmp_path)
-    remote = connect(messenger, visits)
+    transport = Messages(PATIENTS, visits, tmp_path)
+    remote = connect(transport, visits)
     local = OldOwnTerm(remote.carrier.factors)
 
     def ask(key, theta):
@@ -103,7 +103,7 @@ def test_no_silo_says_its_term_at_latents_of_the_servers_choice(tmp_path, monkey
         ages_from_terms(ask, 60, 60)
     # the control: a silo that answers gives every age away
     monkeypatch.setitem(answers.ANSWERED, "test OwnTerm", answers.Answer("", "1", 1000))
-    messenger.sides["oslo"].ceilings["test OwnTerm"] = 1000
+    transport.sides["oslo"].ceilings["test OwnTerm"] = 1000
     found = ages_from_terms(ask, 60, 60)
     assert (np.rint(50 * found) == np.rint(50 * AGES)).all()
 
@@ -136,8 +136,8 @@ def row_from_gaps(ask):
 def test_no_silo_says_how_far_a_minibatch_is_from_its_rows(tmp_path, monkeypatch):
     y = np.random.default_rng(1).normal(3, 2, 500).astype(np.float32)
     silos = fed.Silos({"oslo": {"y": y}, "rome": {"y": y[:300]}})
-    messenger = Messages(silos, gaussian, tmp_path)
-    remote = connect(messenger, gaussian)
+    transport = Messages(silos, gaussian, tmp_path)
+    remote = connect(transport, gaussian)
     local = OldBatchGap(remote.carrier.factors, "y", 1)
 
     def ask(theta):
@@ -146,7 +146,7 @@ def test_no_silo_says_how_far_a_minibatch_is_from_its_rows(tmp_path, monkeypatch
     with pytest.raises(RuntimeError, match="silo 'oslo': it does not answer test BatchGap"):
         row_from_gaps(ask)
     monkeypatch.setitem(answers.ANSWERED, "test BatchGap", answers.Answer("", "1", 1000))
-    messenger.sides["oslo"].ceilings["test BatchGap"] = 1000
+    transport.sides["oslo"].ceilings["test BatchGap"] = 1000
     assert row_from_gaps(ask) == pytest.approx(float(y[0]), abs=1e-3)  # the control
 
 
@@ -154,15 +154,15 @@ def test_no_silo_says_how_far_a_minibatch_is_from_its_rows(tmp_path, monkeypatch
 def test_gradients_at_latents_of_the_servers_keys_give_no_row(tmp_path, own_keys):
     """A hundred keys for one round, whose latents the server computes, and least squares: every age, or none."""
     fit = fed.SFVI(visits, fed.AutoSiloNormal(visits), optax.adam(0.01), num_local_particles=1)
-    messenger = Fits(PATIENTS, fit, tmp_path, own_keys=own_keys)
-    fit.run(random.key(1), 1, connect(messenger, visits, fit=fit), progress_bar=False)
-    data = next(x for who, x, _ in messenger.sent if who == "oslo" and b"RoundLocal" in x)
-    side = messenger.sides["oslo"]
+    transport = Fits(PATIENTS, fit, tmp_path, own_keys=own_keys)
+    fit.run(random.key(1), 1, connect(transport, visits, fit=fit), progress_bar=False)
+    data = next(x for who, x, _ in transport.sent if who == "oslo" and b"RoundLocal" in x)
+    side = transport.sides["oslo"]
     ((local, key, message, read, _),) = unpack(unpack(data)["calls"].tobytes(), side.checks.own)
     like = fed.Silos(
         {"oslo": {k: jnp.zeros(60) for k in ("age", "y")}}
     )  # rows that the server makes up
-    rows, design, slopes = rows_of(SiloView(like, 0, side.site.pad)), [], []
+    rows, design, slopes = rows_of(SiloView(like, 0, side.worker.pad)), [], []
     for seed in range(100):
         keys = random.split(random.key(seed), 1)
         inside = pack([(local, key, message._replace(key=keys), read, None)], side.checks.own)
@@ -172,7 +172,7 @@ def test_gradients_at_latents_of_the_servers_keys_give_no_row(tmp_path, own_keys
             )
         )
         assert "error" not in answer, answer
-        noise = local.plan.families[0].noise(keys[0], rows, 1)
+        noise = local.config.families[0].noise(keys[0], rows, 1)
         design.append(np.append(noise.ravel()[:60], 1.0))
         slopes.append(np.concatenate([np.ravel(x) for x in answer["replies"][0][1:]]))
     found = np.linalg.lstsq(np.stack(design), np.stack(slopes), rcond=None)[0][:60]
@@ -193,10 +193,10 @@ def one_round(folder, **options):
         adam = optax.adam(0.01)
         return fed.SFVI(visits, fed.AutoSiloNormal(visits), adam, num_local_particles=1, **options)
 
-    messenger = Fits(PATIENTS, make(), folder, make, own_keys=True)
-    make().run(random.key(1), 1, connect(messenger, visits, fit=make()), progress_bar=False)
-    data = next(x for who, x, _ in messenger.sent if who == "oslo" and b"RoundLocal" in x)
-    side = messenger.sides["oslo"]
+    transport = Fits(PATIENTS, make(), folder, make, own_keys=True)
+    make().run(random.key(1), 1, connect(transport, visits, fit=make()), progress_bar=False)
+    data = next(x for who, x, _ in transport.sent if who == "oslo" and b"RoundLocal" in x)
+    side = transport.sides["oslo"]
     return side, data, *unpack(unpack(data)["calls"].tobytes(), side.checks.own)
 
 
@@ -217,14 +217,14 @@ def test_raw_words_in_the_place_of_a_key_are_refused(tmp_path):
 def test_no_server_writes_the_state_that_a_round_starts_from(tmp_path, monkeypatch, guarded):
     """Each row's latent, with a scale of nothing: least squares over a hundred states give the ages."""
     side, data, (local, key, message, read, _) = one_round(tmp_path, batch_size=60)
-    state = jax.tree.map(np.zeros_like, jax.device_get(side.site.kept[read]))
+    state = jax.tree.map(np.zeros_like, jax.device_get(side.worker.kept[read]))
     rng, design, slopes = np.random.default_rng(5), [], []
     if not guarded:
         monkeypatch.setattr(call_checks, "_classes", lambda message: ())
         monkeypatch.setattr(CallChecks, "state", lambda self, call: read_any(self, call))
 
     def read_any(self, call):
-        return jax.tree.map(self.site.kept.__getitem__, call.read)
+        return jax.tree.map(self.worker.kept.__getitem__, call.read)
 
     for slot in range(10**6, 10**6 + (100 if not guarded else 1)):
         z = rng.normal(size=(60, 1)).astype(np.float32)
@@ -259,18 +259,21 @@ def test_what_a_call_starts_from_is_a_slot_or_some(tmp_path):
 @pytest.mark.parametrize(
     ("kind", "why"),
     [
-        (lambda f, u: (NodeStartLocal(NodePlan(f, u, None, 2), 1 << 20), np.int32(0)), "networks="),
+        (
+            lambda f, u: (NodeStartLocal(NodeConfig(f, u, None, 2), 1 << 20), np.int32(0)),
+            "networks=",
+        ),
         (lambda f, u: (ScoreLocal(f, u, 1 << 17), points(8)), "points_at_once="),
         (lambda f, u: (TellLocal(), np.zeros((0, 1 << 20), np.float32)), "has no numbers"),
         (lambda f, u: (TellLocal(), [0.0] * 2000), "2,000 arrays"),
     ],
 )
 def test_small_messages_do_not_take_the_memory_of_large_ones(tmp_path, kind, why):
-    messenger = Messages(PATIENTS, visits, tmp_path)
-    connect(messenger, visits)
-    side = messenger.sides["oslo"]
+    transport = Messages(PATIENTS, visits, tmp_path)
+    connect(transport, visits)
+    side = transport.sides["oslo"]
     factors = side.checks.own["factors"]
-    local, message = kind(factors, Units(factors, "age", side.site.pad))
+    local, message = kind(factors, Units(factors, "age", side.worker.pad))
     data = pack({"what": "calls", "server": side._server})
     before = sum(f.stat().st_size for f in side.folder.iterdir())
     assert why in answered(side, data, [(local, random.key(0), message, None, 1)])["error"]
@@ -300,9 +303,9 @@ def test_keys_of_many_shapes_are_refused():
 
 def test_two_processes_of_a_silo_have_one_ceiling(tmp_path):
     """Each counts what the other answers, also while that computes."""
-    messenger = Messages(PATIENTS, visits, tmp_path)
-    connect(messenger, visits)
-    side = messenger.sides["oslo"]
+    transport = Messages(PATIENTS, visits, tmp_path)
+    connect(transport, visits)
+    side = transport.sides["oslo"]
     other = SiloSide(alone(PATIENTS, "oslo"), visits, side.folder, own_keys=False)
     for one in (side, other):
         one.ceilings["TellLocal"] = 4
@@ -385,10 +388,10 @@ def test_guesses_at_shared_arguments_come_to_an_end(tmp_path):
 
     silos = fed.Silos({"oslo": {"y": np.arange(5.0, dtype=np.float32), "age": np.float32(61)}})
 
-    def guess(messenger, ages):
+    def guess(transport, ages):
         for age in ages:
             try:
-                connect(messenger, model, shared={"age": np.asarray(age, np.float32)})
+                connect(transport, model, shared={"age": np.asarray(age, np.float32)})
             except ValueError as error:
                 if "has refused 20 connections" in str(error):
                     return None
@@ -418,13 +421,13 @@ def test_guesses_at_shared_arguments_come_to_an_end(tmp_path):
 def test_a_server_that_was_refused_is_not_answered(tmp_path):
     """A list of 400 silos was refused, but from then on each silo's share of the noise was that of 400."""
     fit = private_sums()
-    messenger = Fits(LINEAR, fit, tmp_path, private_sums)
+    transport = Fits(LINEAR, fit, tmp_path, private_sums)
     introduce(tmp_path, LINEAR.names)
-    remote = connect(messenger, linear, fit=fit)
+    remote = connect(transport, linear, fit=fit)
     fit.run(random.key(1), 2, remote, progress_bar=False)
-    silo, data, answer = next(x for x in reversed(messenger.sent) if b"RoundLocal" in x[1])
+    silo, data, answer = next(x for x in reversed(transport.sent) if b"RoundLocal" in x[1])
     side, rows = (
-        messenger.sides[silo],
+        transport.sides[silo],
         {name: {k: np.asarray(v) for k, v in LINEAR[name].items()} for name in LINEAR.names},
     )
     many = fed.Silos({**rows, **{f"silo {i}": rows["silo 0"] for i in range(len(rows), 400)}})
@@ -531,12 +534,12 @@ _WORDS = r"factorization check: log p\(theta\) \+ sum of.*must not combine rows 
 
 
 def prepare_over_bytes(model, folder):
-    fed.FSGLD(model)._prepare(connect(Messages(SERIES, model, folder), model), {})
+    fed.FSGLD(model)._set_up(connect(Messages(SERIES, model, folder), model), {})
 
 
 WAYS = {
-    "at hand": lambda model, folder: fed.FSGLD(model)._prepare(SERIES, {}),
-    "elsewhere": lambda model, folder: fed.FSGLD(model)._prepare(
+    "at hand": lambda model, folder: fed.FSGLD(model)._set_up(SERIES, {}),
+    "remote": lambda model, folder: fed.FSGLD(model)._set_up(
         fed.RemoteSilos(SERIES, fed.Loopback(SERIES)), {}
     ),
     "bytes": prepare_over_bytes,
@@ -566,15 +569,15 @@ def test_the_server_needs_no_row_for_that(model):
 
     remote = fed.RemoteSilos(SERIES, Nobody(SERIES))
     with pytest.raises(ValueError, match=_WORDS):
-        fed.FSGLD(model)._prepare(remote, {})
+        fed.FSGLD(model)._set_up(remote, {})
     with pytest.raises(AssertionError, match="somebody was asked"):  # the control
-        fed.FSGLD(right)._prepare(remote, {})
+        fed.FSGLD(right)._set_up(remote, {})
 
 
 def test_one_silo_whose_rows_depend_on_each_other_is_spoken_of():
     one = fed.Silos({"all": {"y": np.random.default_rng(0).normal(size=9)}})
     with pytest.warns(UserWarning, match="rows of the one silo 'all' depend on each other"):
-        prove(factorise(broadcast, one), one)
+        check_factorization(factorize(broadcast, one), one)
 
 
 # Sizes
@@ -597,50 +600,50 @@ def test_a_size_that_is_none_is_refused_by_name(tmp_path, claim):
 
 def test_a_claimed_size_costs_the_others_nothing():
     silos = fed.Silos({"oslo": {"y": np.ones(10)}, "rome": {"y": np.arange(9_000.0)}})
-    assert dict(site_of(silos, "oslo").pad) == {"y": 8192}
-    assert dict(site_of(silos, "rome").pad) == {"y": 9000}
+    assert dict(worker_of(silos, "oslo").pad) == {"y": 8192}
+    assert dict(worker_of(silos, "rome").pad) == {"y": 9000}
     small = fed.Silos({"oslo": {"y": np.ones(10)}, "rome": {"y": np.arange(30.0)}})
-    assert dict(site_of(small, "oslo").pad) == {"y": 30}  # one program for both
+    assert dict(worker_of(small, "oslo").pad) == {"y": 30}  # one program for both
 
 
 # Ceilings, settings, and the record
 
 
 def test_a_silo_answers_no_more_calls_than_its_ceiling(tmp_path):
-    messenger = Messages(LINEAR, linear, tmp_path)
+    transport = Messages(LINEAR, linear, tmp_path)
 
     def make(name):
-        return SiloSide(alone(LINEAR, name), linear, tmp_path / name, ceilings={"StayLocal": 6})
+        return SiloSide(alone(LINEAR, name), linear, tmp_path / name, ceilings={"VisitLocal": 6})
 
-    messenger.sides = {name: make(name) for name in LINEAR.names}
+    transport.sides = {name: make(name) for name in LINEAR.names}
     with pytest.warns(
-        UserWarning, match=r"has answered 6 calls of kind StayLocal.*the first \d+ draws are kept"
+        UserWarning, match=r"has answered 6 calls of kind VisitLocal.*the first \d+ draws are kept"
     ):
-        mcmc = run(LINEAR, linear, messenger, 60)
+        mcmc = run(LINEAR, linear, transport, 60)
     assert len(mcmc.get_samples()["beta"]) > 0
     again = {name: make(name) for name in LINEAR.names}  # new processes count on
-    assert {name: side.counts["StayLocal"] for name, side in again.items()} == {
-        name: side.counts["StayLocal"] for name, side in messenger.sides.items()
+    assert {name: side.counts["VisitLocal"] for name, side in again.items()} == {
+        name: side.counts["VisitLocal"] for name, side in transport.sides.items()
     }
-    assert max(side.counts["StayLocal"] for side in again.values()) == 6
+    assert max(side.counts["VisitLocal"] for side in again.values()) == 6
 
 
 def test_a_line_that_was_broken_off_hides_no_other(tmp_path):
-    messenger = Messages(LINEAR, linear, tmp_path)
-    fed.FSGLD(linear)._prepare(connect(messenger, linear), {})
-    side = messenger.sides["silo 0"]
+    transport = Messages(LINEAR, linear, tmp_path)
+    fed.FSGLD(linear)._set_up(connect(transport, linear), {})
+    side = transport.sides["silo 0"]
     before = side.counts["ScoreLocal"]
     data = next(
-        data for name, data, _ in messenger.sent if name == "silo 0" and b"ScoreLocal" in data
+        data for name, data, _ in transport.sent if name == "silo 0" and b"ScoreLocal" in data
     )
     with (tmp_path / "silo 0" / "audit.jsonl").open("a") as file:
         file.write('{"what": "calls", "calls": [')
     assert "replies" in unpack(side.answer(data))
-    assert messenger.make["silo 0"]().counts["ScoreLocal"] > before
+    assert transport.make["silo 0"]().counts["ScoreLocal"] > before
 
 
 def test_ceilings_in_words(tmp_path):
-    for wrong in ({"Nothing": 3}, {"StayLocal": -1}, {"StayLocal": 2.0}):
+    for wrong in ({"Nothing": 3}, {"VisitLocal": -1}, {"VisitLocal": 2.0}):
         with pytest.raises(ValueError, match="ceilings: expected whole numbers for some of"):
             SiloSide(alone(LINEAR, "silo 0"), linear, tmp_path, ceilings=wrong)
 
@@ -655,18 +658,24 @@ def asked(side, remote, *calls):
 
 
 def test_settings_that_would_take_for_ever_are_refused(tmp_path):
-    messenger = Messages(LINEAR, linear, tmp_path)
-    remote = connect(messenger, linear)
+    transport = Messages(LINEAR, linear, tmp_path)
+    remote = connect(transport, linear)
     kernel = fed.FSGLD(linear)
-    kernel._prepare(remote, {})
-    side = messenger.sides["silo 0"]
-    for_ever = StayLocal(replace(kernel._plan, num_local_steps=10**9))
+    kernel._set_up(remote, {})
+    side = transport.sides["silo 0"]
+    for_ever = VisitLocal(replace(kernel._config, num_local_steps=10**9))
     answer = asked(side, remote, (for_ever, random.key(0), None, None, None))
     assert "num_local_steps=1,000,000,000; expected at most 10,000" in answer["error"]
-    many = (StayLocal(kernel._plan), random.key(0), np.zeros((200_000, 2), np.float32), None, None)
+    many = (
+        VisitLocal(kernel._config),
+        random.key(0),
+        np.zeros((200_000, 2), np.float32),
+        None,
+        None,
+    )
     assert "asked about 200,000 points, expected at most" in asked(side, remote, many)["error"]
     for slot in (7.0, True, -1, "7", [3]):
-        answer = asked(side, remote, (StayLocal(kernel._plan), random.key(0), None, None, slot))
+        answer = asked(side, remote, (VisitLocal(kernel._config), random.key(0), None, None, slot))
         assert "not put together as calls" in answer["error"]
 
 
@@ -677,7 +686,7 @@ def test_the_record_has_the_positions_that_were_asked_about(tmp_path):
     calls = []
     for line in (tmp_path / "silo 1" / "audit.jsonl").read_text().splitlines():
         calls += json.loads(line).get("calls", [])
-    stays = [call for call in calls if call["kind"] == "StayLocal"]
+    stays = [call for call in calls if call["kind"] == "VisitLocal"]
     assert stays
     assert all(len(call["told"][".theta"]) == 2 and len(call["key"]) == 2 for call in stays)
 
@@ -734,15 +743,15 @@ def test_guards_let_pass(tmp_path):
 
 
 def test_two_processes_of_a_folder_count_together(tmp_path):
-    messenger = Messages(LINEAR, linear, tmp_path)
-    remote = connect(messenger, linear)
-    fed.FSGLD(linear)._prepare(remote, {})
-    side = messenger.sides["silo 0"]
-    other = messenger.make["silo 0"]()
+    transport = Messages(LINEAR, linear, tmp_path)
+    remote = connect(transport, linear)
+    fed.FSGLD(linear)._set_up(remote, {})
+    side = transport.sides["silo 0"]
+    other = transport.make["silo 0"]()
     before = other.counts["ScoreLocal"]
     assert before == side.counts["ScoreLocal"] > 0
     data = next(
-        data for name, data, _ in messenger.sent if name == "silo 0" and b"ScoreLocal" in data
+        data for name, data, _ in transport.sent if name == "silo 0" and b"ScoreLocal" in data
     )
     for one in (side, other, side, other):
         assert "replies" in unpack(one.answer(data))
@@ -752,18 +761,18 @@ def test_two_processes_of_a_folder_count_together(tmp_path):
 
 
 def test_an_array_of_no_numbers_costs_the_record_nothing(tmp_path):
-    messenger = Messages(LINEAR, linear, tmp_path)
-    remote = connect(messenger, linear)
+    transport = Messages(LINEAR, linear, tmp_path)
+    remote = connect(transport, linear)
     kernel = fed.FSGLD(linear)
-    kernel._prepare(remote, {})
+    kernel._set_up(remote, {})
     empty = np.zeros((1, 3_000_000, 0), np.float32)
     asked(
-        messenger.sides["silo 0"],
+        transport.sides["silo 0"],
         remote,
-        (StayLocal(kernel._plan), random.key(0), empty, None, None),
+        (VisitLocal(kernel._config), random.key(0), empty, None, None),
     )
     assert (tmp_path / "silo 0" / "audit.jsonl").stat().st_size < 1e6
-    long = messenger.sides["silo 0"].answer(
+    long = transport.sides["silo 0"].answer(
         pack({"what": "open", "silos": 1, "server": 1, "fresh": "x" * 10**6})
     )
     assert len(long) < 10_000

@@ -174,12 +174,12 @@ def test_a_minibatch_is_unbiased_and_full_gradients_sum_to_the_pooled_one():
     for kernel in (full, batch):
         kernel.init(random.split(random.key(0), M), 0, model_args=(SILOS,))
     stacks = full._rows(SILOS)
-    exact = np.asarray(gradients(full._plan, full._tuning, random.key(0), theta, None, stacks))
+    exact = np.asarray(gradients(full._config, full._tuning, random.key(0), theta, None, stacks))
     eta, precision = linear_precisions(SILOS)
     expected = eta - np.einsum("ijk,ik->ij", precision, theta) - np.asarray(theta) / M
     np.testing.assert_allclose(exact, expected, rtol=1e-4, atol=1e-4)
     many = jax.jit(
-        jax.vmap(lambda k: gradients(batch._plan, batch._tuning, k, theta, None, stacks))
+        jax.vmap(lambda k: gradients(batch._config, batch._tuning, k, theta, None, stacks))
     )
     draws = np.asarray(many(random.split(random.key(1), 20_000)), np.float64)
     error = draws.std(0) / np.sqrt(len(draws))
@@ -246,10 +246,10 @@ def errors(mcmc, law, networks):
     mean, cov = law
     beta = np.asarray(mcmc.get_samples(group_by_chain=True)["beta"], np.float64)
     draws = np.moveaxis(beta.reshape(networks, M, -1, D), 1, 2).reshape(networks, -1, M * D)
-    centred = draws - mean
-    second = np.einsum("cni,cnj->cij", centred, centred) / draws.shape[1] - cov
+    centered = draws - mean
+    second = np.einsum("cni,cnj->cij", centered, centered) / draws.shape[1] - cov
     upper = np.triu_indices(M * D)
-    each = np.concatenate([centred.mean(1), second[:, upper[0], upper[1]]], axis=1)
+    each = np.concatenate([centered.mean(1), second[:, upper[0], upper[1]]], axis=1)
     return each.mean(0) / (each.std(0, ddof=1) / np.sqrt(networks)), draws
 
 
@@ -285,8 +285,8 @@ def test_every_node_and_the_average_have_the_law_of_the_linear_recursion(name):
     assert np.abs(deviations).max() < 4
     # the average over nodes (gossip: exactly; push-sum: of Z, unweighted) by the same covariance
     pick = np.kron(np.ones(M) / M, np.eye(D))
-    centred = draws @ pick.T - pick @ mean
-    second = np.einsum("cni,cnj->cij", centred, centred) / draws.shape[1] - pick @ cov @ pick.T
+    centered = draws @ pick.T - pick @ mean
+    second = np.einsum("cni,cnj->cij", centered, centered) / draws.shape[1] - pick @ cov @ pick.T
     assert (np.abs(second.mean(0)) < 4 * second.std(0, ddof=1) / np.sqrt(NETWORKS)).all()
 
 

@@ -20,7 +20,7 @@ from spmd_processes import saved_by
 
 import numpyro_fed as fed
 from numpyro_fed.engines import spmd
-from numpyro_fed.mcmc.remote_chains import StartLocal, StayLocal
+from numpyro_fed.mcmc.remote_chains import StartLocal, VisitLocal
 from numpyro_fed.rounds.federated import message_bytes
 from numpyro_fed.rounds.remote import Kept
 
@@ -33,21 +33,21 @@ class Listening(fed.Loopback):
     def __init__(self, silos: fed.Silos, lost: set[int] = frozenset()) -> None:
         super().__init__(silos)
         self.crossed: list[np.ndarray] = []
-        self.lost, self.asked, self.lost_stays = lost, 0, frozenset()
+        self.lost, self.asked, self.lost_visits = lost, 0, frozenset()
 
     def ask(self, calls):
         replies = super().ask(calls)
         leaves = jax.tree.leaves([[call.message for call in calls], replies])
         self.crossed += [np.asarray(x) for x in leaves]
         self.asked += 1
-        lost = self.lost | (self.lost_stays if isinstance(calls[0].local, StayLocal) else set())
+        lost = self.lost | (self.lost_visits if isinstance(calls[0].local, VisitLocal) else set())
         return [
             None if call.number in lost else reply
             for call, reply in zip(calls, replies, strict=True)
         ]
 
 
-def at_hand(kernel, silos, samples=SAMPLES):
+def inline_rounds(kernel, silos, samples=SAMPLES):
     mcmc = MCMC(
         kernel, num_warmup=WARMUP, num_samples=samples, num_chains=CHAINS, chain_method="vectorized"
     )
@@ -55,7 +55,7 @@ def at_hand(kernel, silos, samples=SAMPLES):
     return mcmc
 
 
-def elsewhere(kernel, silos, carrier=None):
+def remote(kernel, silos, carrier=None):
     mcmc = fed.RemoteMCMC(kernel, num_warmup=WARMUP, num_samples=SAMPLES, num_chains=CHAINS)
     mcmc.run(random.key(3), fed.RemoteSilos(silos, carrier or fed.Loopback(silos)))
     return mcmc
@@ -86,7 +86,7 @@ def same_draws(one, other, rtol):
     ids=["fsgld", "distinct", "dsgld", "element latents"],
 )
 def test_draws_are_those_of_mcmc(kernel, silos):
-    ours, theirs = elsewhere(kernel(), silos), at_hand(kernel(), silos)
+    ours, theirs = remote(kernel(), silos), inline_rounds(kernel(), silos)
     same_draws(ours, theirs, 1e-5)
     fields, expected = (m.get_extra_fields(group_by_chain=True) for m in (ours, theirs))
     np.testing.assert_array_equal(fields["silo"], expected["silo"])
@@ -106,7 +106,7 @@ def test_another_seed_gives_other_draws():
     )
     ours.run(random.key(4), fed.RemoteSilos(silos, fed.Loopback(silos)))
     with pytest.raises(AssertionError):
-        same_draws(ours, at_hand(fed.FSGLD(linear), silos), 1e-5)
+        same_draws(ours, inline_rounds(fed.FSGLD(linear), silos), 1e-5)
 
 
 @pytest.mark.slow
@@ -120,8 +120,8 @@ def test_draws_of_other_model_shapes(name):
             "ignore", UserWarning
         )  # of dense units, and of surrogates that have not settled
         ours, theirs = (
-            elsewhere(fed.FSGLD(entry.model), entry.silos()),
-            at_hand(fed.FSGLD(entry.model), entry.silos()),
+            remote(fed.FSGLD(entry.model), entry.silos()),
+            inline_rounds(fed.FSGLD(entry.model), entry.silos()),
         )
     same_draws(ours, theirs, 1e-3)
 
@@ -132,13 +132,13 @@ def test_draws_of_other_model_shapes(name):
 def test_nothing_as_long_as_rows_and_no_local_latent_crosses():
     silos = intercepts_silos()
     carrier = Listening(silos)
-    mcmc = elsewhere(fed.FSGLD(intercepts), silos, carrier)
+    mcmc = remote(fed.FSGLD(intercepts), silos, carrier)
     assert set(mcmc.get_samples()) == {"mu"}
     rows, groups = set(silos.sizes["rows"]) | {72}, set(silos.sizes["groups"]) | {18}
     seen = {n for x in carrier.crossed for n in x.shape}
     assert len(carrier.crossed) > 100
     assert not seen & (rows | groups)
-    private = [leaf for site in carrier.sites.values() for leaf in jax.tree.leaves(site.kept)]
+    private = [leaf for site in carrier.workers.values() for leaf in jax.tree.leaves(site.kept)]
     assert any(len(x) in groups for x in private)  # the control: sites do hold such
 
 
@@ -147,7 +147,7 @@ def test_planted_values_are_not_among_what_crosses():
     data = {name: {k: np.array(v) for k, v in silos[name].items()} for name in silos}
     data["silo 0"]["y"][1] = planted = np.float32(1.2345679)
     carrier = Listening(fed.Silos(data))
-    elsewhere(fed.FSGLD(linear), fed.Silos(data), carrier)
+    remote(fed.FSGLD(linear), fed.Silos(data), carrier)
     raw = b"".join(x.tobytes() for x in carrier.crossed if x.dtype != object)
     assert planted.tobytes() not in raw
     assert (
@@ -175,8 +175,8 @@ def test_chains_wait_where_a_silo_is_silent():
     carrier = Listening(silos)
     mcmc = fed.RemoteMCMC(fed.FSGLD(linear), num_warmup=0, num_samples=30, num_chains=3)
     kernel, remote = mcmc.sampler, fed.RemoteSilos(silos, carrier)
-    kernel._prepare(remote, {})
-    carrier.lost_stays = {2}
+    kernel._set_up(remote, {})
+    carrier.lost_visits = {2}
     with pytest.warns(UserWarning, match="answered unequally often"):
         mcmc.run(random.key(0), remote)
     last, fields = mcmc.last_state, mcmc.get_extra_fields(group_by_chain=True)
@@ -196,8 +196,8 @@ def test_all_silent_is_a_round_too():
     carrier = Listening(silos)
     mcmc = fed.RemoteMCMC(fed.FSGLD(linear), num_warmup=0, num_samples=3, num_chains=2)
     remote = fed.RemoteSilos(silos, carrier)
-    mcmc.sampler._prepare(remote, {})
-    carrier.lost_stays = {0, 1, 2, 3}
+    mcmc.sampler._set_up(remote, {})
+    carrier.lost_visits = {0, 1, 2, 3}
     mcmc.run(random.key(0), remote)
     draws = np.asarray(mcmc.get_samples(group_by_chain=True)["beta"])
     np.testing.assert_array_equal(draws, np.broadcast_to(draws[:, :1], draws.shape))
@@ -212,7 +212,7 @@ class Deaf(fed.Loopback):
         self.computes, self.rounds = computes, 0
 
     def ask(self, calls):
-        stays = isinstance(calls[0].local, StayLocal)
+        stays = isinstance(calls[0].local, VisitLocal)
         self.rounds += stays
         silent = stays and 10 <= self.rounds < 30
         asked = [c for c in calls if not (silent and c.number == 1 and not self.computes)]
@@ -236,7 +236,7 @@ def test_draws_so_far_are_kept_after_an_interruption():
         stays = 0
 
         def ask(self, calls):
-            self.stays += isinstance(calls[0].local, StayLocal)
+            self.stays += isinstance(calls[0].local, VisitLocal)
             if self.stays == 8:
                 raise KeyboardInterrupt
             return super().ask(calls)
@@ -255,7 +255,7 @@ def test_preparation_needs_all_silos():
     with pytest.raises(
         RuntimeError, match=r"silos \['silo 1'\] did not answer while the fit was prepared"
     ):
-        elsewhere(fed.FSGLD(linear), silos, Listening(silos, {1}))
+        remote(fed.FSGLD(linear), silos, Listening(silos, {1}))
 
 
 # Results and bad input
@@ -263,13 +263,13 @@ def test_preparation_needs_all_silos():
 
 def test_inference_data_and_diagnosis(tmp_path):
     silos = linear_silos()
-    mcmc = elsewhere(fed.FSGLD(linear), silos)
-    remote = mcmc.sampler.silos
-    idata = fed.to_inference_data(mcmc, remote)
+    mcmc = remote(fed.FSGLD(linear), silos)
+    where = mcmc.sampler.silos
+    idata = fed.to_inference_data(mcmc, where)
     assert idata.posterior["beta"].shape == (CHAINS, SAMPLES, 2)
     assert "cut_rate" in idata.sample_stats
     idata.to_netcdf(tmp_path / "fit.nc")
-    expected = fed.diagnose(at_hand(fed.FSGLD(linear), silos)).table
+    expected = fed.diagnose(inline_rounds(fed.FSGLD(linear), silos)).table
     ours = fed.diagnose(mcmc).table
     assert list(ours.index) == list(expected.index)
     # ranks of draws that differ in their last digits
@@ -304,7 +304,7 @@ def test_inference_data_and_diagnosis(tmp_path):
 )
 def test_what_is_not_built_is_refused(options, message):
     with pytest.raises(ValueError, match=message):
-        elsewhere(fed.FSGLD(linear, **options), linear_silos())
+        remote(fed.FSGLD(linear, **options), linear_silos())
 
 
 def test_wrong_kernels_and_silos():
@@ -331,7 +331,7 @@ def test_data_outside_a_support_name_their_silo():
         ValueError,
         match=r"log density is -inf at a typical position, silo 'rome'; expected a finite one",
     ):
-        elsewhere(fed.FSGLD(model), silos)
+        remote(fed.FSGLD(model), silos)
 
 
 def test_a_prior_that_reads_rows_is_refused():
@@ -347,21 +347,23 @@ def test_a_prior_that_reads_rows_is_refused():
         ValueError,
         match=r"log p\(theta\) \+ sum of the 2 silos' terms is .*gradients differ at \['mu'\]",
     ):
-        elsewhere(fed.FSGLD(model), silos)
+        remote(fed.FSGLD(model), silos)
 
 
 def test_two_fits_over_one_carrier_do_not_meet():
     silos = intercepts_silos()
     carrier = fed.Loopback(silos)
     kernel = fed.FSGLD(intercepts)
-    first = elsewhere(kernel, silos, carrier)
-    slots = {n: set(site.kept) for n, site in carrier.sites.items()}
-    elsewhere(fed.FSGLD(intercepts, num_local_steps=3), silos, carrier)
+    first = remote(kernel, silos, carrier)
+    slots = {n: set(site.kept) for n, site in carrier.workers.items()}
+    remote(fed.FSGLD(intercepts, num_local_steps=3), silos, carrier)
     again = fed.RemoteMCMC(kernel, num_warmup=WARMUP, num_samples=SAMPLES, num_chains=CHAINS)
     again.run(random.key(3), first.sampler.silos)
     np.testing.assert_array_equal(again.get_samples()["mu"], first.get_samples()["mu"])
     # a fit leaves its local map, and nothing of its chains
-    assert {len(site.kept) - len(slots[n]) for n, site in carrier.sites.items()} == {len(slots[0])}
+    assert {len(site.kept) - len(slots[n]) for n, site in carrier.workers.items()} == {
+        len(slots[0])
+    }
 
 
 def test_a_batch_of_keys():
@@ -370,7 +372,7 @@ def test_a_batch_of_keys():
         fed.FSGLD(linear), num_warmup=WARMUP, num_samples=SAMPLES, num_chains=CHAINS
     )
     ours.run(keys, fed.RemoteSilos(silos, fed.Loopback(silos)))
-    same_draws(ours, at_hand(fed.FSGLD(linear), silos), 1e-5)
+    same_draws(ours, inline_rounds(fed.FSGLD(linear), silos), 1e-5)
 
 
 def test_a_silo_that_is_silent_at_the_start_is_named():
@@ -385,7 +387,7 @@ def test_a_silo_that_is_silent_at_the_start_is_named():
 
     silos = intercepts_silos()
     with pytest.raises(RuntimeError, match=rf"silos \['{silos.names[2]}'\] did not answer"):
-        elsewhere(fed.FSGLD(intercepts), silos, Late(silos))
+        remote(fed.FSGLD(intercepts), silos, Late(silos))
 
 
 def test_what_runs_at_hand_alone_says_so():
@@ -436,7 +438,7 @@ def test_processes_draw_what_one_draws(tmp_path, processes, rounds):
         name: {k: np.asarray(v) for k, v in silos[name].items()} for name in one["names"].tolist()
     }
     expected = np.asarray(
-        at_hand(fed.FSGLD(linear), fed.Silos(data), rounds - WARMUP).get_samples(True)["beta"]
+        inline_rounds(fed.FSGLD(linear), fed.Silos(data), rounds - WARMUP).get_samples(True)["beta"]
     )
     np.testing.assert_allclose(one["beta"], expected, atol=1e-5 * np.abs(expected).max(), rtol=0)
 

@@ -23,7 +23,7 @@ from test_wire import INTERCEPTS, Messages
 import numpyro_fed as fed
 from numpyro_fed.data import views as storage
 from numpyro_fed.decentralized.remote import NodeLocal
-from numpyro_fed.density.factorize import factorise
+from numpyro_fed.density.factorize import factorize
 from numpyro_fed.engines.wire import connect
 
 WARMUP, SAMPLES, NETWORKS = 3, 17, 2
@@ -39,13 +39,13 @@ def settings(silos):
     }
 
 
-def at_hand(kernel, silos):
+def inline_rounds(kernel, silos):
     mcmc = MCMC(kernel, chain_method="vectorized", **settings(silos))
     mcmc.run(random.key(3), silos)
     return mcmc
 
 
-def elsewhere(kernel, silos, carrier=None, **options):
+def remote(kernel, silos, carrier=None, **options):
     mcmc = fed.RemoteMCMC(kernel, **settings(silos), **options)
     mcmc.run(random.key(3), fed.RemoteSilos(silos, carrier or fed.Loopback(silos)))
     return mcmc
@@ -116,7 +116,7 @@ CASES = {
 )
 def test_draws_are_those_of_mcmc(case):
     kernel, silos = CASES[case]
-    ours, theirs = elsewhere(kernel(), silos), at_hand(kernel(), silos)
+    ours, theirs = remote(kernel(), silos), inline_rounds(kernel(), silos)
     same_draws(ours, theirs)
     fields, expected = (m.get_extra_fields(group_by_chain=True) for m in (ours, theirs))
     assert set(fields) == set(expected)
@@ -165,7 +165,7 @@ def test_draws_over_bytes_are_those_without(tmp_path):
     wired = connect(Messages(silos, intercepts, tmp_path), intercepts)
     ours = fed.RemoteMCMC(kernel(), **settings(silos))
     ours.run(random.key(3), wired)
-    theirs = elsewhere(kernel(), silos)
+    theirs = remote(kernel(), silos)
     for name, draws in ours.get_samples().items():
         np.testing.assert_array_equal(draws, theirs.get_samples()[name])
     assert min(traffic.messages for traffic in wired.carrier.traffic.values()) > WARMUP + SAMPLES
@@ -177,11 +177,11 @@ def test_draws_over_bytes_are_those_without(tmp_path):
 def test_a_step_sends_a_position_and_brings_a_gradient():
     silos = intercepts_silos()
     carrier, kernel = Listening(silos), CASES["element latents"][0]()
-    kernel._prepare(fed.RemoteSilos(silos, carrier), {})
-    kept = {number: set(site.kept) for number, site in carrier.sites.items()}
-    mcmc = elsewhere(kernel, silos, carrier)
+    kernel._set_up(fed.RemoteSilos(silos, carrier), {})
+    kept = {number: set(site.kept) for number, site in carrier.workers.items()}
+    mcmc = remote(kernel, silos, carrier)
     assert {
-        number: set(site.kept) for number, site in carrier.sites.items()
+        number: set(site.kept) for number, site in carrier.workers.items()
     } == kept  # of its chains nothing is left
     assert {x.shape for x in carrier.down} == {(1,)}
     assert {x.shape for x in carrier.up} == {(1,), ()}
@@ -200,7 +200,7 @@ def test_a_silo_that_is_silent_for_a_while_is_asked_again():
     silos = intercepts_silos()
     kernel = CASES["element latents"][0]
     carrier = Listening(silos, (1, 4))
-    same_draws(elsewhere(kernel(), silos, carrier), elsewhere(kernel(), silos), 0.0)
+    same_draws(remote(kernel(), silos, carrier), remote(kernel(), silos), 0.0)
     assert carrier.steps > WARMUP + SAMPLES  # the control: steps were made again
 
 
@@ -210,7 +210,7 @@ def test_a_silo_that_stays_silent_ends_the_run_with_the_draws_so_far():
         UserWarning,
         match=r"interrupted \(SiloError: silos \['silo 1'\] did not answer, asked 5 times\): the first 4",
     ):
-        mcmc = elsewhere(CASES["push-sum"][0](), silos, Listening(silos, (1, 99)))
+        mcmc = remote(CASES["push-sum"][0](), silos, Listening(silos, (1, 99)))
     assert mcmc.get_samples(group_by_chain=True)["beta"].shape == (8, 4, 2)
 
 
@@ -221,7 +221,7 @@ def test_a_step_that_leaves_the_reals_is_undone_as_at_hand():
 
     silos = intercepts_silos()
     kernels = [fed.PushSumLangevin(intercepts, fed.graphs.ring(3), far) for _ in range(2)]
-    ours, theirs = elsewhere(kernels[0], silos), at_hand(kernels[1], silos)
+    ours, theirs = remote(kernels[0], silos), inline_rounds(kernels[1], silos)
     same_draws(ours, theirs)
     undone = [
         np.asarray(m.get_extra_fields(group_by_chain=True)["diverging"]) for m in (ours, theirs)
@@ -247,12 +247,12 @@ def test_a_server_that_dies_goes_on_from_its_checkpoint(tmp_path):
     silos, place = intercepts_silos(), tmp_path / "run.ckpt"
     kernel, carrier = CASES["element latents"][0], Dying(silos)
     with pytest.raises(Killed, match="gone"):
-        elsewhere(kernel(), silos, carrier, checkpoint=place, checkpoint_every=5)
-    again = elsewhere(kernel(), silos, carrier, checkpoint=place, checkpoint_every=5)
-    same_draws(again, elsewhere(kernel(), silos), 0.0)
+        remote(kernel(), silos, carrier, checkpoint=place, checkpoint_every=5)
+    again = remote(kernel(), silos, carrier, checkpoint=place, checkpoint_every=5)
+    same_draws(again, remote(kernel(), silos), 0.0)
     other = fed.PushSumLangevin(intercepts, fed.graphs.complete(3), 0.01)
     with pytest.raises(ValueError, match="is the checkpoint of another run: graph"):
-        elsewhere(other, silos, carrier, checkpoint=place)
+        remote(other, silos, carrier, checkpoint=place)
 
 
 # Results and bad input
@@ -260,13 +260,13 @@ def test_a_server_that_dies_goes_on_from_its_checkpoint(tmp_path):
 
 def test_inference_data_names_nodes_and_averages(tmp_path):
     kernel, silos = CASES["push-sum"]
-    ours, theirs = elsewhere(kernel(), silos), at_hand(kernel(), silos)
-    remote = ours.sampler.silos
-    idata = fed.to_inference_data(ours, remote)
+    ours, theirs = remote(kernel(), silos), inline_rounds(kernel(), silos)
+    where = ours.sampler.silos
+    idata = fed.to_inference_data(ours, where)
     assert idata.posterior.node.values.tolist() == list(silos.names) * NETWORKS
     idata.to_netcdf(tmp_path / "fit.nc")
     for node in (silos.names[1], "average"):
-        mine = fed.to_inference_data(ours, remote, node=node)
+        mine = fed.to_inference_data(ours, where, node=node)
         expected = fed.to_inference_data(theirs, silos, node=node, log_likelihood=False)
         assert mine.posterior.sizes["chain"] == NETWORKS
         np.testing.assert_allclose(
@@ -278,7 +278,7 @@ def test_inference_data_names_nodes_and_averages(tmp_path):
 def test_global_sites_are_unconstrained_without_rows():
     # with a deterministic site, so that draws are constrained by the model
     silos = scale_silos()
-    factors = factorise(scale_model, fed.RemoteSilos(silos, fed.Loopback(silos)))
+    factors = factorize(scale_model, fed.RemoteSilos(silos, fed.Loopback(silos)))
     assert factors.transforms is None
     z = {"mu": jnp.asarray(0.3), "sigma": jnp.asarray(-1.2)}
     back = factors.unconstrain_globals(factors.constrain_globals(z, silos.shared), silos.shared)
@@ -305,7 +305,7 @@ def test_what_is_not_built_is_refused(options, message):
     carrier = Listening(silos)
     carrier.ask = None  # before any silo is asked
     with pytest.raises(ValueError, match=message):
-        elsewhere(fed.PushSumLangevin(linear, fed.graphs.ring(4), **options), silos, carrier)
+        remote(fed.PushSumLangevin(linear, fed.graphs.ring(4), **options), silos, carrier)
 
 
 def test_a_number_of_chains_that_is_not_of_all_nodes_is_refused():
@@ -320,7 +320,7 @@ def test_at_hand_says_what_is_for_silos_elsewhere():
     with pytest.raises(
         ValueError, match=r"remote silos; expected fed\.RemoteMCMC\(kernel, \.\.\.\) in place of"
     ):
-        at_hand(CASES["push-sum"][0](), fed.RemoteSilos(silos, fed.Loopback(silos)))
+        inline_rounds(CASES["push-sum"][0](), fed.RemoteSilos(silos, fed.Loopback(silos)))
 
 
 # Over processes
@@ -349,5 +349,5 @@ def test_two_processes_draw_what_one_draws(tmp_path):
     names = one["names"].tolist()
     data = {name: {k: np.asarray(v) for k, v in INTERCEPTS[name].items()} for name in names}
     silos = fed.Silos(data, rows=dict(INTERCEPTS.group), index=dict(INTERCEPTS.index))
-    expected = np.asarray(at_hand(kernel(), silos).get_samples(group_by_chain=True)["mu"])
+    expected = np.asarray(inline_rounds(kernel(), silos).get_samples(group_by_chain=True)["mu"])
     np.testing.assert_allclose(one["mu"], expected, atol=1e-5 * np.abs(expected).max(), rtol=0)

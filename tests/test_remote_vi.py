@@ -134,7 +134,7 @@ SLOW_CASES = {
         {},
     ),
     "a user's guide": (lambda: fed.SFVI(hierarchy, hierarchy_guide, ADAM, 1, 2), HIERARCHY, {}),
-    "amortised": (
+    "amortized": (
         lambda: fed.SFVI(wheeze, fed.AutoSiloNormal(wheeze, amortize={"z": encoder}), ADAM, 1, 2),
         WHEEZE,
         {},
@@ -173,7 +173,7 @@ def check_case(make, silos, options):
     theirs, ours = run(make(), silos, **options), run(make(), over(silos), **options)
     # fixed-point iterations carry rounding on
     same(ours, theirs, 1e-4 if make()._options.conducive else 1e-5)
-    assert set(ours.params) == set(make().prepared(silos).plan.supports)
+    assert set(ours.params) == set(make().setup(silos).config.supports)
     assert repr(ours.ledger) == repr(theirs.ledger)
     for mine, other in zip(ours.whitening or (), theirs.whitening or (), strict=True):
         np.testing.assert_allclose(mine, other, rtol=1e-3, atol=1e-5)
@@ -260,7 +260,7 @@ def test_nothing_as_long_as_rows_crosses(method):
     assert len(carrier.crossed) > 50
     assert not seen & (rows | groups)
     assert set(result.params) == {"auto_loc", "auto_scale_tril"}
-    private = [leaf for site in carrier.sites.values() for leaf in jax.tree.leaves(site.kept)]
+    private = [leaf for site in carrier.workers.values() for leaf in jax.tree.leaves(site.kept)]
     assert any(
         np.shape(x)[:1] and len(x) in groups for x in private
     )  # the control: sites do hold such
@@ -449,7 +449,7 @@ def test_preparation_needs_all_silos():
         RuntimeError, match=r"silos \['silo 2'\] did not answer while the fit was prepared"
     ):
         run(plain(), over(silos, carrier))
-    assert not any(site.kept for site in carrier.sites.values())
+    assert not any(site.kept for site in carrier.workers.values())
 
 
 @pytest.mark.slow
@@ -628,11 +628,11 @@ class Nobody(fed.Loopback):
     ids=["elements", "joint", "learned"],
 )
 def test_a_silo_makes_the_servers_plan_without_asking(svi, silos):
-    plan = svi.prepared(over(silos)).plan
-    alone = svi.planned(over(silos, Nobody(silos)), plan.families[0].group is not None)
-    assert alone == plan
-    assert hash(alone) == hash(plan)
-    assert alone.supports == plan.supports
+    config = svi.setup(over(silos)).config
+    alone = svi.planned(over(silos, Nobody(silos)), config.families[0].group is not None)
+    assert alone == config
+    assert hash(alone) == hash(config)
+    assert alone.supports == config.supports
     with pytest.raises(AssertionError, match="somebody was asked"):  # the control
         over(silos, Nobody(silos)).ask([])
 
@@ -691,7 +691,7 @@ def test_checkpoints_in_words(tmp_path):
         ),
         (
             {"fit": fed.SFVI(linear, fed.AutoSiloNormal(linear), optax.adam(0.3))},
-            r"another run: model and fit \{'optimisers': ",
+            r"another run: model and fit \{'optimizers': ",
         ),
     ):
         with pytest.raises(ValueError, match=message):

@@ -28,9 +28,9 @@ from vi_models import (
 )
 
 import numpyro_fed as fed
-from numpyro_fed.vi import setup as prepare
+from numpyro_fed.vi import setup as make_setup
 from numpyro_fed.vi.bound import silo_bound
-from numpyro_fed.vi.loop import Participation, _settled
+from numpyro_fed.vi.loop import Participation, _converged
 from numpyro_fed.vi.minibatch import systematic
 
 N = 70
@@ -114,9 +114,9 @@ def test_masked_rows_contribute_nothing():
         by = PARTITIONS["unequal"]
         silos = wheeze_silos(by)
         svi = fed.SFVI(wheeze, fed.AutoSiloNormal(wheeze), optax.adam(0.02), num_local_particles=2)
-        prepared = svi.prepared(silos)
-        assert len(prepared.stacks) == 1
-        assert dict(prepared.stacks[0].pad) == {"rows": 40}
+        setup = svi.setup(silos)
+        assert len(setup.stacks) == 1
+        assert dict(setup.stacks[0].pad) == {"rows": 40}
         state = svi.init(random.key(0), silos)
         state, _ = svi.update(state, silos)
         for number, size in enumerate(silos.sizes["rows"]):
@@ -162,10 +162,10 @@ def test_the_starts_program_does_not_hold_the_rows():
     moved = fed.split({"y": silos.pooled["y"], "x": silos.pooled["x"] + 1}, by=PARTITIONS["two"])
     svi = fed.SFVI(wheeze, fed.AutoSiloNormal(wheeze), optax.adam(0.02), num_local_particles=2)
     svi.init(random.key(1), silos)
-    programs = prepare._first_position._cache_size()
+    programs = make_setup._first_position._cache_size()
     svi.init(random.key(2), moved)
     assert programs
-    assert prepare._first_position._cache_size() == programs
+    assert make_setup._first_position._cache_size() == programs
 
 
 # the exact posterior
@@ -235,7 +235,7 @@ def test_a_users_guide_finds_the_exact_posterior_too():
         assert -result.losses[-200:].mean() == pytest.approx(evidence, abs=0.01)
 
 
-def test_learned_scale_maximises_the_marginal_likelihood():
+def test_learned_scale_maximizes_the_marginal_likelihood():
     with jax.enable_x64(True):
         rng = np.random.default_rng(2)
         x = rng.normal(size=(40, 3))
@@ -291,13 +291,13 @@ def test_structures_draw_their_own_noise_and_learn_all_parameters():
     svi = fed.SFVI(
         both_latent, fed.AutoSiloNormal(both_latent), optax.adam(0.02), 1, 2, validate=False
     )
-    prepared = svi.prepared(silos)
-    assert prepared.plan.learned == ("scale",)
+    setup = svi.setup(silos)
+    assert setup.config.learned == ("scale",)
     noise = [
         np.asarray(
-            prepared.plan.families[r.part].noise(random.key(0), jax.tree.map(lambda x: x[0], r), 2)
+            setup.config.families[r.part].noise(random.key(0), jax.tree.map(lambda x: x[0], r), 2)
         )
-        for r in prepared.stacks
+        for r in setup.stacks
     ]
     assert not np.isclose(noise[0][:, :2], noise[1][:, :2]).any()
     avg = fed.SFVIAvg(
@@ -306,7 +306,7 @@ def test_structures_draw_their_own_noise_and_learn_all_parameters():
     assert np.isfinite(avg.run(random.key(0), 3, silos, progress_bar=False).losses).all()
 
 
-def test_optimisers_whose_clocks_depend_on_gradients():
+def test_optimizers_whose_clocks_depend_on_gradients():
     silos = hierarchy_silos(np.arange(9) % 2)
     optim = optax.apply_if_finite(optax.adam(0.02), 3)
     svi = fed.SFVI(hierarchy, fed.AutoSiloNormal(hierarchy), optim, 1, 1, validate=False)
@@ -415,20 +415,20 @@ def test_minibatch_gradients_are_exact_on_average(case, monkeypatch):
             batch_size=size,
             validate=False,
         )
-        prepared = svi.prepared(silos)
-        family, group = prepared.plan.families[0], prepared.plan.batch[0]
+        setup = svi.setup(silos)
+        family, group = setup.config.families[0], setup.config.batch[0]
         rows = jax.tree.map(
-            lambda x, axis: x if axis is None else x[0], prepared.stacks[0], prepared.stacks[0].axes
+            lambda x, axis: x if axis is None else x[0], setup.stacks[0], setup.stacks[0].axes
         )
         state = svi.init(random.key(0), silos)
-        params = prepared.plan.constrain(state.server.params)
+        params = setup.config.constrain(state.server.params)
         context = family.context(params, jnp.linspace(-0.5, 0.8, family.factors.dim))
         own = jax.tree.map(
             lambda x: x[0],
             svi.run(random.key(0), 3, silos, progress_bar=False).state.silos[0].params,
         )
         eps = family.noise(random.key(1), rows, num) if family.has_local else None
-        learned = {k: params[k] for k in prepared.plan.learned}
+        learned = {k: params[k] for k in setup.config.learned}
 
         def bound(batch):
             def own_noise(_key, _rows, _num):
@@ -512,9 +512,9 @@ def test_tol_stops_when_the_loss_is_flat():
     svi = fed.SFVI(hierarchy, fed.AutoSiloNormal(hierarchy), optax.adam(0.05), 1, 1)
     result = svi.run(random.key(0), 20_000, silos, progress_bar=False, tol=0.05)
     assert 500 <= len(result.losses) < 5000
-    assert not _settled(np.linspace(100, 0, 2000), 1.0)
-    assert not _settled(np.linspace(0, 100, 2000), 1.0)
-    assert _settled(np.concatenate([np.linspace(100, 0, 500), np.zeros(1500)]), 1.0)
+    assert not _converged(np.linspace(100, 0, 2000), 1.0)
+    assert not _converged(np.linspace(0, 100, 2000), 1.0)
+    assert _converged(np.concatenate([np.linspace(100, 0, 500), np.zeros(1500)]), 1.0)
 
 
 def test_a_loss_that_is_not_finite_stops_the_fit_and_keeps_the_last_state():

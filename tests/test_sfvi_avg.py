@@ -16,7 +16,7 @@ from vi_models import (
 )
 
 import numpyro_fed as fed
-from numpyro_fed.vi.barycenter import barycentre
+from numpyro_fed.vi.barycenter import barycenter
 from numpyro_fed.vi.sfvi_avg import Reply, SiloState, federated, row_count
 
 OPTIM = optax.adam(optax.exponential_decay(0.05, 500, 0.3))
@@ -48,7 +48,7 @@ def silo_posterior(kwargs, factor):
 
 
 @pytest.mark.parametrize("kind", ["full", "diag"])
-def test_one_round_is_the_barycentre_of_the_silos_rescaled_posteriors(kind):
+def test_one_round_is_the_barycenter_of_the_silos_rescaled_posteriors(kind):
     with jax.enable_x64(True):
         silos = gaussian_silos((12, 30), (0.5, 1.5))
         guide = fed.AutoSiloNormal(linear, global_cov=kind)
@@ -58,17 +58,17 @@ def test_one_round_is_the_barycentre_of_the_silos_rescaled_posteriors(kind):
         weights = jnp.array([12 / 42, 30 / 42])
         means = jnp.stack([m for m, _ in own])
         if kind == "full":
-            expected = barycentre(means, jnp.stack([c for _, c in own]), weights)
+            expected = barycenter(means, jnp.stack([c for _, c in own]), weights)
             found = params["auto_scale_tril"] @ params["auto_scale_tril"].T
             np.testing.assert_allclose(found, expected.covariance, rtol=0.02, atol=2e-4)
         else:  # the best diagonal Gaussian has the diagonal of the precision
             variances = jnp.stack([1 / np.diag(np.linalg.inv(c)) for _, c in own])
-            expected = barycentre(means, variances, weights)
+            expected = barycenter(means, variances, weights)
             np.testing.assert_allclose(params["auto_scale"] ** 2, expected.covariance, rtol=0.05)
         sd = np.sqrt(np.diag(own[0][1])).min()
         assert np.abs(params["auto_loc"] - expected.mean).max() < 0.05 * sd
         # a control: equal weights would be elsewhere
-        other = barycentre(means, jnp.stack([c for _, c in own]))
+        other = barycenter(means, jnp.stack([c for _, c in own]))
         assert np.abs(other.mean - expected.mean).max() > 0.2 * sd
 
 
@@ -95,17 +95,17 @@ def test_local_maps_are_rewritten_for_the_average():
             wheeze, fed.AutoSiloNormal(wheeze), optax.adam(0.02), 30, 1, 4, validate=False
         )
         result = avg.run(random.key(0), 2, silos, progress_bar=False)
-        prepared = avg.prepared(silos)
-        family, plan = prepared.plan.families[0], prepared.plan
+        setup = avg.setup(silos)
+        family, config = setup.config.families[0], setup.config
         theta, eps = jnp.array([0.3, -0.2, 0.1]), jnp.ones((10, 1))
         new = avg.fitted(result, silos)[1][0]
         for number in range(2):
             silo = result.state.silos[0]
             local, base = jax.tree.map(lambda x, s=number: x[s], (silo.params, silo.base))
-            own = local.forward(family.whiten(plan.constrain(base), theta), eps)
+            own = local.forward(family.whiten(config.constrain(base), theta), eps)
             there = jax.tree.map(lambda x, s=number: x[s], new)
             again = there.forward(
-                family.whiten(plan.constrain(result.state.server.params), theta), eps
+                family.whiten(config.constrain(result.state.server.params), theta), eps
             )
             np.testing.assert_allclose(again, own, rtol=1e-8)
 
@@ -142,8 +142,8 @@ def test_absent_silos_and_learned_parameters_in_the_merge():
         )
         guide = fed.AutoSiloNormal(learned_scale, global_cov="diag")
         avg = fed.SFVIAvg(learned_scale, guide, optax.adam(0.02), 2, validate=False)
-        prepared = avg.prepared(silos)
-        algorithm = federated(prepared.plan, prepared.stacks)
+        setup = avg.setup(silos)
+        algorithm = federated(setup.config, setup.stacks)
         state = avg.init(random.key(0), silos)
         tau = jnp.array([1.0, 2.0, 4.0])
         constrained = {
@@ -151,15 +151,15 @@ def test_absent_silos_and_learned_parameters_in_the_merge():
             "auto_loc": jnp.arange(6.0).reshape(3, 2),
             "auto_scale": jnp.array([[1.0, 1.0], [2.0, 3.0], [jnp.nan, 1.0]]),
         }
-        params = jax.vmap(prepared.plan.unconstrain)(constrained)
-        count = jnp.concatenate([row_count(prepared.plan, rows) for rows in prepared.stacks])
+        params = jax.vmap(setup.config.unconstrain)(constrained)
+        count = jnp.concatenate([row_count(setup.config, rows) for rows in setup.stacks])
         assert count.tolist() == [12, 9, 6]
         replies = Reply(
             jnp.array([1.0, 2.0, jnp.nan]), params, count, jnp.array([True, True, False])
         )
         merge = jax.jit(algorithm.merge)
         server, info = merge(state.server, replies, jnp.array([1.0, 1.0, 0.0]))
-        new = prepared.plan.constrain(server.params)
+        new = setup.config.constrain(server.params)
         share = np.array([12, 9]) / 21
         assert float(new["tau"]) == pytest.approx(share @ [1, 2])
         np.testing.assert_allclose(new["auto_loc"], share @ np.arange(6.0).reshape(3, 2)[:2])
@@ -170,16 +170,16 @@ def test_absent_silos_and_learned_parameters_in_the_merge():
         assert int(info.silo) == 2
 
 
-def test_local_parameters_and_optimiser_states_stay():
+def test_local_parameters_and_optimizer_states_stay():
     """What crosses the border is listed: q's parameters, phi, a value, a count, a flag; nothing as long as rows."""
     silos = wheeze_silos(np.arange(20) % 2)
     avg = fed.SFVIAvg(wheeze, fed.AutoSiloNormal(wheeze), optax.adam(0.02), 3, 1, 4, validate=False)
-    prepared = avg.prepared(silos)
+    setup = avg.setup(silos)
     state = avg.init(random.key(0), silos)
     assert isinstance(state.silos[0], SiloState)
     assert Reply._fields == ("value", "params", "count", "finite")
     result = avg.run(random.key(0), 5, silos, progress_bar=False)
-    dim = prepared.plan.factors.dim
+    dim = setup.config.factors.dim
     q = 4 * (dim + dim * (dim + 1) // 2)
     assert result.ledger.bytes_up == (5 * (q + 4 + 4 + 1),) * 2
     assert result.ledger.gradient_evaluations == (5 * 3 * 4,) * 2

@@ -37,7 +37,7 @@ def test_rows_and_shared_arguments() -> None:
         two(
             y=(Y[:3], Y[3:]),
             scale=(2.0, 2.0),
-            centres=(np.ones(4), np.ones(4)),
+            centers=(np.ones(4), np.ones(4)),
             link=("log", "log"),
         )
     )
@@ -48,9 +48,9 @@ def test_rows_and_shared_arguments() -> None:
     assert set(silos.rows) == {"y"}
     assert silos.shared["scale"] == 2.0
     assert silos.shared["link"] == "log"
-    assert set(silos["rome"]) == {"y", "scale", "centres", "link"}
+    assert set(silos["rome"]) == {"y", "scale", "centers", "link"}
     np.testing.assert_array_equal(silos["rome"]["y"], Y[3:])
-    np.testing.assert_array_equal(silos["rome"]["centres"], np.ones(4))
+    np.testing.assert_array_equal(silos["rome"]["centers"], np.ones(4))
     np.testing.assert_array_equal(silos.pooled["y"], Y)
     np.testing.assert_array_equal(silos.offsets("y"), [0, 3])
     np.testing.assert_array_equal(silos.silo_of_row("y"), [0, 0, 0, 1, 1])
@@ -266,7 +266,7 @@ def test_hash_and_equality() -> None:
 
 def test_silos_pass_through_jit() -> None:
     silos = split(
-        {"y": Y, "centres": np.array([1.0, 2.0]), "link": "log"}, by=np.array([0, 1, 0, 1, 1])
+        {"y": Y, "centers": np.array([1.0, 2.0]), "link": "log"}, by=np.array([0, 1, 0, 1, 1])
     )
     traced = []
 
@@ -274,7 +274,7 @@ def test_silos_pass_through_jit() -> None:
     def total(silos: Silos) -> tuple[jax.Array, Silos]:
         traced.append(silos.shared["link"])
         assert isinstance(silos.pooled["y"], jax.core.Tracer)
-        return silos.pooled["y"] @ jnp.arange(5.0) + silos.shared["centres"].sum(), silos
+        return silos.pooled["y"] @ jnp.arange(5.0) + silos.shared["centers"].sum(), silos
 
     value, same = total(silos)
     assert value == Y @ Y + 3
@@ -289,13 +289,13 @@ def test_silos_pass_through_jit() -> None:
 
 
 def test_with_shared() -> None:
-    silos = split({"y": Y, "centre": 0.0}, by=np.array([0, 1, 0, 1, 1]))
+    silos = split({"y": Y, "center": 0.0}, by=np.array([0, 1, 0, 1, 1]))
     sites = {"beta": jnp.ones(2)}
-    more = silos.with_shared(_gibbs_sites=sites, centre=jnp.array(1.0))
+    more = silos.with_shared(_gibbs_sites=sites, center=jnp.array(1.0))
     assert more["0"]["_gibbs_sites"] is sites
-    assert more.pooled["centre"] == 1
+    assert more.pooled["center"] == 1
     assert len(jax.tree.leaves(more)) == len(jax.tree.leaves(silos)) + 2
-    assert silos.shared == {"centre": 0.0}
+    assert silos.shared == {"center": 0.0}
 
 
 # What is refused

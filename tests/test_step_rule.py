@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from numpyro_fed.mcmc import step_rule
-from numpyro_fed.mcmc.step_rule import StayNoise
+from numpyro_fed.mcmc.step_rule import VisitNoise
 
 
 def noise(persistent, fresh, draws=4000, length=40, seed=0):
@@ -21,7 +21,7 @@ def noise(persistent, fresh, draws=4000, length=40, seed=0):
 
     kept = normal(persistent)
     halves = [kept + normal(fresh) * np.sqrt(2 / length) for _ in range(2)]
-    return StayNoise(*halves, length)
+    return VisitNoise(*halves, length)
 
 
 def stationary(a, h, steps, persistent, fresh, injected):
@@ -109,7 +109,7 @@ def test_stays_grow_with_the_price_of_a_round_and_shrink_with_what_persists():
         noise([np.eye(1) * 0.01] * 2, [np.eye(1)] * 2),
     )
     found = [
-        step_rule.best_stay(n, f, 0.02, price) for n in (loud, quiet) for price in (1.0, 100.0)
+        step_rule.best_visit(n, f, 0.02, price) for n in (loud, quiet) for price in (1.0, 100.0)
     ]
     assert found[0] < found[1] < found[3]
     assert found[0] < found[2]

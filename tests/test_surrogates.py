@@ -15,7 +15,7 @@ from registry import ENTRIES
 
 import numpyro_fed as fed
 from numpyro_fed.data.views import SiloView, largest
-from numpyro_fed.density.factorize import factorise
+from numpyro_fed.density.factorize import factorize
 from numpyro_fed.density.factors import Factors
 from numpyro_fed.density.local_map import LocalMap, Units
 from numpyro_fed.surrogates import Gaussian, Surrogates, laplace, score
@@ -180,7 +180,7 @@ INTERCEPTS = fed.split({"y": Y + 2}, by=BY)
 
 @pytest.mark.parametrize("fit", [score.fit, laplace.fit], ids=["score", "laplace"])
 def test_fit_of_a_linear_gaussian_model_is_exact(fit: Callable) -> None:
-    found = fit(factorise(linear, LINEAR), LINEAR)
+    found = fit(factorize(linear, LINEAR), LINEAR)
     for s in range(3):
         x, y = X[s == BY], Y[s == BY]
         np.testing.assert_allclose(
@@ -210,7 +210,7 @@ def test_fit_of_a_linear_gaussian_model_is_exact(fit: Callable) -> None:
 )
 def test_fit_of_random_intercepts_is_exact(fit: Callable, group: str | None) -> None:
     """Marginally y ~ N(mu, 1 + 1/4), and z given mu ~ N((mu + 4 y) / 5, 1/5)."""
-    factors = factorise(intercepts, INTERCEPTS)
+    factors = factorize(intercepts, INTERCEPTS)
     units = Units(factors, group, largest(INTERCEPTS))
     found = fit(factors, INTERCEPTS, units)
     y = np.asarray(INTERCEPTS.rows["y"])
@@ -245,7 +245,7 @@ def test_a_silo_with_one_label() -> None:
         {"x": x, "y": y}, by=np.where((y == 1) & (np.arange(60) % 2 == 0), 0, 1 + np.arange(60) % 2)
     )
     assert set(silos["0"]["y"].tolist()) == {1}
-    found = score.fit(factorise(logistic, silos), silos)
+    found = score.fit(factorize(logistic, silos), silos)
     assert all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(found.surrogates))
     posterior = found.surrogates.posterior()
     axis = np.linspace(-4, 4, 401)
@@ -456,7 +456,7 @@ UNITS = [
 
 def units_of(name: str, group: str | None) -> tuple[fed.Silos, Factors, Units, Any]:
     silos = ENTRIES[name].silos()
-    factors = factorise(ENTRIES[name].model, silos)
+    factors = factorize(ENTRIES[name].model, silos)
     units = Units(factors, group, largest(silos))
     count = len(silos) if group is None else sum(silos.sizes[group])
     return (

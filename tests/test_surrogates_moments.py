@@ -13,7 +13,7 @@ from jax import Array
 from numpyro.infer import MCMC, NUTS
 
 import numpyro_fed as fed
-from numpyro_fed.density.factorize import factorise
+from numpyro_fed.density.factorize import factorize
 from numpyro_fed.surrogates import local_draws, score
 
 RNG = np.random.default_rng(11)
@@ -47,9 +47,9 @@ def errors(found: Any, power: float, divided: bool = True) -> tuple[float, float
     own = np.asarray(found.factors.precision, np.float64) + (prior if divided else 0)
     variances = np.diagonal(law, axis1=1, axis2=2)
     se = np.sqrt((variances[:, :, None] * variances[:, None] + law**2) / EFFECTIVE)
-    centre = np.linalg.solve(law, (eta + prior @ np.full(2, PRIOR_MEAN))[..., None])[..., 0]
+    center = np.linalg.solve(law, (eta + prior @ np.full(2, PRIOR_MEAN))[..., None])[..., 0]
     shift = prior @ np.full(2, PRIOR_MEAN) if divided else 0
-    gap = np.linalg.solve(own, (found.factors.eta + shift)[..., None])[..., 0] - centre
+    gap = np.linalg.solve(own, (found.factors.eta + shift)[..., None])[..., 0] - center
     distance = np.sqrt(EFFECTIVE * np.einsum("si,sij,sj->s", gap, law, gap))
     return (abs(own - law) / se).max(), distance.max()
 
@@ -179,7 +179,7 @@ def test_with_the_prior_a_silo_with_one_label_gives_a_density() -> None:
     assert set(silos["ones"]["y"].tolist()) == {1}
     found = fed.surrogates.moments(logistic, silos)
     moments = found.posterior()
-    scores = score.fit(factorise(logistic, silos), silos).surrogates.posterior()
+    scores = score.fit(factorize(logistic, silos), silos).surrogates.posterior()
     nuts = MCMC(NUTS(logistic), num_warmup=300, num_samples=2000, progress_bar=False)
     nuts.run(jax.random.key(0), **silos.pooled)
     draws = np.asarray(nuts.get_samples()["beta"])

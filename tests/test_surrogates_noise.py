@@ -35,7 +35,7 @@ def points(x: Array) -> None:
 
 
 def heterogeneous(num_silos: int = 10, num_rows: int = 50, seed: int = 0) -> fed.Silos:
-    """The papers' experiment 5.1: each silo around a centre of its own in [-6, 6]^2."""
+    """The papers' experiment 5.1: each silo around a center of its own in [-6, 6]^2."""
     rng = np.random.default_rng(seed)
     silo = np.repeat(np.arange(num_silos), num_rows)
     return fed.split(
@@ -239,7 +239,7 @@ def test_alpha_of_useless_surrogates_is_about_zero() -> None:
     assert fed.surrogates.optimal_alpha(points, silos, own) == pytest.approx(1, rel=1e-4)
 
 
-def test_alpha_minimises_the_variance_of_minibatches() -> None:
+def test_alpha_minimizes_the_variance_of_minibatches() -> None:
     """By enumeration of silos and minibatches of one row, f unequal, at given theta."""
     silos = fed.split({"x": X, "y": LABELS}, by=BY)
     surrogates = some_surrogates(silos, True)

@@ -11,7 +11,7 @@ from jax import random
 from numpyro.infer import MCMC
 
 import numpyro_fed as fed
-from numpyro_fed.density.factorize import factorise
+from numpyro_fed.density.factorize import factorize
 from numpyro_fed.surrogates import laplace, score, some_rows
 from numpyro_fed.surrogates.gaussian import Gaussian
 
@@ -36,7 +36,7 @@ def silos():
 @pytest.mark.parametrize("fit", [score.fit, laplace.fit], ids=["score", "laplace"])
 def test_the_posterior_is_that_of_all_rows(silos, fit, monkeypatch):
     """Means within .1 sd of a fit to all rows; sds, whose curvature is that of 900 rows, within 20 %; after one step alone the means are off."""
-    factors = factorise(logistic, silos)
+    factors = factorize(logistic, silos)
     whole = fit(factors, silos).surrogates.posterior()
     monkeypatch.setattr(some_rows, "ENOUGH", 900)
 
@@ -62,16 +62,16 @@ def test_surrogates_that_are_no_density_are_refused_in_words(silos, monkeypatch)
         )
 
     monkeypatch.setattr(some_rows, "ENOUGH", 900)
-    factors = factorise(logistic, silos)
+    factors = factorize(logistic, silos)
     with pytest.raises(
         ValueError, match=r"fitted to 900 of the rows are together no density .*or take DSGLD"
     ):
         some_rows.fit_some(bent, factors, silos, factors.batch_group())
 
 
-def test_each_silo_s_gradient_is_matched_at_the_centre(silos, monkeypatch):
+def test_each_silo_s_gradient_is_matched_at_the_center(silos, monkeypatch):
     monkeypatch.setattr(some_rows, "ENOUGH", 900)
-    factors = factorise(logistic, silos)
+    factors = factorize(logistic, silos)
     found = some_rows.fit_some(score.fit, factors, silos, factors.batch_group())
     mean = np.asarray(found.surrogates.posterior().mean)
     expected = some_rows.whole_gradients(factors, jnp.asarray(mean, jnp.float32), silos)
@@ -82,7 +82,7 @@ def test_each_silo_s_gradient_is_matched_at_the_centre(silos, monkeypatch):
 
 
 def test_few_rows_are_fitted_to_as_they_are(silos):
-    factors = factorise(logistic, silos)
+    factors = factorize(logistic, silos)
     found = some_rows.fit_some(score.fit, factors, silos, factors.batch_group()).surrogates
     np.testing.assert_array_equal(
         found.factors.eta, score.fit(factors, silos).surrogates.factors.eta

@@ -438,7 +438,7 @@ def losses(values: Any) -> SVIRunResult:
     return SVIRunResult(params={}, state=None, losses=np.asarray(values))
 
 
-def test_running_mean_is_centred_and_cut_at_the_ends() -> None:
+def test_running_mean_is_centered_and_cut_at_the_ends() -> None:
     x = np.array([1.0, 2.0, 6.0, np.nan, 4.0])
     np.testing.assert_allclose(running_mean(x, 1), x)
     np.testing.assert_allclose(running_mean(x, 2), [1.5, 4, 6, 4, 4])

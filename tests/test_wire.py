@@ -19,13 +19,13 @@ from small_models import intercepts, intercepts_posterior, intercepts_silos, lin
 
 import numpyro_fed as fed
 from numpyro_fed.data.views import largest
-from numpyro_fed.density.factorize import factorise
+from numpyro_fed.density.factorize import factorize
 from numpyro_fed.density.fingerprint import as_values, fingerprint
 from numpyro_fed.density.local_map import Units
 from numpyro_fed.engines import silo_side, wire
 from numpyro_fed.engines.silo_side import SiloSide
 from numpyro_fed.engines.wire import connect
-from numpyro_fed.mcmc.remote_chains import StayLocal
+from numpyro_fed.mcmc.remote_chains import VisitLocal
 from numpyro_fed.privacy.own_keys import with_own_keys
 from numpyro_fed.rounds.remote import Call
 from numpyro_fed.rounds.serialization import pack, unpack
@@ -48,7 +48,7 @@ def alone(silos, name):
 
 
 class Messages:
-    """A messenger within one process, which keeps all bytes.
+    """A transport within one process, which keeps all bytes.
 
     :param fresh: whether every message finds a new process, which has nothing but the silo's folder.
     :param own_keys: as of the silos.
@@ -78,7 +78,7 @@ class Messages:
         return side.answer(data)
 
 
-def run(silos, model, messenger, rounds=12, **options):
+def run(silos, model, transport, rounds=12, **options):
     mcmc = fed.RemoteMCMC(
         fed.FSGLD(model),
         num_warmup=2,
@@ -89,7 +89,7 @@ def run(silos, model, messenger, rounds=12, **options):
     )
     mcmc.run(
         random.key(3),
-        messenger if isinstance(messenger, fed.RemoteSilos) else connect(messenger, model),
+        transport if isinstance(transport, fed.RemoteSilos) else connect(transport, model),
     )
     return mcmc
 
@@ -214,7 +214,7 @@ def test_draws_are_those_without_bytes(undisturbed, tmp_path, name, fresh):
     mcmc = fed.RemoteMCMC(
         fed.FSGLD(model), num_warmup=2, num_samples=12, num_chains=2, progress_bar=False
     )
-    mcmc.sampler._prepare(remote, {})
+    mcmc.sampler._set_up(remote, {})
 
     def kept():
         return [len(list((tmp_path / n).glob("slot-*.bin"))) for n in silos.names]
@@ -267,11 +267,11 @@ class Dies(Messages):
 @pytest.mark.parametrize(("at", "after"), [(3, False), (6, True), (9, False), (13, True)])
 def test_a_server_that_is_killed_goes_on_where_it_was(undisturbed, tmp_path, at, after):
     place = tmp_path / "run.ckpt"
-    messenger = Dies(INTERCEPTS, intercepts, tmp_path)
-    remote = connect(messenger, intercepts)
+    transport = Dies(INTERCEPTS, intercepts, tmp_path)
+    remote = connect(transport, intercepts)
     kernel = fed.FSGLD(intercepts)
-    kernel._prepare(remote, {})
-    messenger.left, messenger.after = at, after
+    kernel._set_up(remote, {})
+    transport.left, transport.after = at, after
 
     def one(remote):
         mcmc = fed.RemoteMCMC(
@@ -351,8 +351,8 @@ def test_checkpoints_of_other_runs_are_refused(tmp_path):
 
 
 def mu_of(folder, rounds=120):
-    messenger = Messages(INTERCEPTS, intercepts, folder, own_keys=True)
-    mcmc = run(INTERCEPTS, intercepts, messenger, rounds=rounds)
+    transport = Messages(INTERCEPTS, intercepts, folder, own_keys=True)
+    mcmc = run(INTERCEPTS, intercepts, transport, rounds=rounds)
     return mcmc.get_samples(group_by_chain=True)["mu"]
 
 
@@ -434,8 +434,8 @@ def test_fits_are_those_without_bytes(tmp_path, name):
     there = fed.RemoteSilos(INTERCEPTS, fed.Loopback(INTERCEPTS))
     expected = FITS[name]().run(random.key(1), rounds, there, progress_bar=False)
     # silos have a fit of their own, which is made of the same numbers
-    messenger = Fits(INTERCEPTS, fit, tmp_path, FITS[name], fresh=name == "sfvi")
-    remote = connect(messenger, intercepts, fit=fit)
+    transport = Fits(INTERCEPTS, fit, tmp_path, FITS[name], fresh=name == "sfvi")
+    remote = connect(transport, intercepts, fit=fit)
     got = fit.run(random.key(1), rounds, remote, progress_bar=False)
     np.testing.assert_array_equal(got.losses, expected.losses)
     assert set(got.params) == set(expected.params)
@@ -457,19 +457,19 @@ def test_a_fit_whose_server_is_killed_goes_on_where_it_was(tmp_path, name):
             return fit.run(random.key(1), rounds, remote, progress_bar=False, **more)
 
     expected = one(fed.RemoteSilos(INTERCEPTS, fed.Loopback(INTERCEPTS)))
-    messenger = DyingFits(INTERCEPTS, fit, tmp_path, FITS[name])
-    remote = connect(messenger, intercepts, fit=fit)
-    fit.prepared(remote)
-    messenger.left, messenger.after = (
+    transport = DyingFits(INTERCEPTS, fit, tmp_path, FITS[name])
+    remote = connect(transport, intercepts, fit=fit)
+    fit.setup(remote)
+    transport.left, transport.after = (
         5,
         True,
     )  # the first states, then three rounds and the replies of a fourth
     with pytest.raises(Killed):
         one(remote, checkpoint=place, checkpoint_every=2)
-    messenger.left = -1
-    before = len(messenger.sent)
-    got = one(connect(messenger, intercepts, fit=fit), checkpoint=place, checkpoint_every=2)
-    asked = [data for n, data, _ in messenger.sent[before:] if n == "0" and b"RoundLocal" in data]
+    transport.left = -1
+    before = len(transport.sent)
+    got = one(connect(transport, intercepts, fit=fit), checkpoint=place, checkpoint_every=2)
+    asked = [data for n, data, _ in transport.sent[before:] if n == "0" and b"RoundLocal" in data]
     assert len(asked) == 3  # two were in the checkpoint
     np.testing.assert_array_equal(got.losses, expected.losses)
     for k, v in expected.params.items():
@@ -478,7 +478,7 @@ def test_a_fit_whose_server_is_killed_goes_on_where_it_was(tmp_path, name):
         fit.run(
             random.key(2),
             rounds,
-            connect(messenger, intercepts, fit=fit),
+            connect(transport, intercepts, fit=fit),
             progress_bar=False,
             checkpoint=place,
         )
@@ -502,7 +502,7 @@ def test_silos_at_hand_have_no_checkpoint(tmp_path):
             lambda: fed.SFVI(
                 intercepts, fed.AutoSiloNormal(intercepts), optax.adam(0.01), num_local_particles=3
             ),
-            "has another model: optimisers",
+            "has another model: optimizers",
         ),
         (
             lambda: fed.SFVI(
@@ -523,7 +523,7 @@ def test_a_fit_that_silos_were_not_told_of_is_named(tmp_path):
     remote = connect(Messages(INTERCEPTS, intercepts, tmp_path), intercepts)
     with pytest.raises(
         RuntimeError,
-        match=r"silo '0': it has no such fit; expected connect\(messenger, model, fit=\.\.\.\)",
+        match=r"silo '0': it has no such fit; expected connect\(transport, model, fit=\.\.\.\)",
     ):
         FITS["sfvi"]().run(random.key(1), 2, remote, progress_bar=False)
 
@@ -536,19 +536,19 @@ def test_the_audit_lists_every_byte_and_planted_values_are_in_none(tmp_path):
     first = LINEAR.names[0]
     data[first]["y"][1] = planted = np.float32(1.2345679)
     silos = fed.Silos(data)
-    messenger = Messages(silos, linear, tmp_path)
-    remote = connect(messenger, linear)
+    transport = Messages(silos, linear, tmp_path)
+    remote = connect(transport, linear)
     run(silos, linear, remote, 4)
-    raw = b"".join(data + answer for _, data, answer in messenger.sent)
+    raw = b"".join(data + answer for _, data, answer in transport.sent)
     assert planted.tobytes() not in raw
     assert (
-        messenger.sides[first].site.rows.rows["y"][1].tobytes() == planted.tobytes()
+        transport.sides[first].site.rows.rows["y"][1].tobytes() == planted.tobytes()
     )  # the control: the silo has it
-    crossed = [answer for _, data, answer in messenger.sent if b"StayLocal" in data][-1]
+    crossed = [answer for _, data, answer in transport.sent if b"VisitLocal" in data][-1]
     kept = unpack(crossed)["replies"][0][0]
     assert kept.tobytes() in raw  # the control: what crosses is found
     for name in silos.names:
-        own = [(data, answer) for n, data, answer in messenger.sent if n == name]
+        own = [(data, answer) for n, data, answer in transport.sent if n == name]
         lines = [
             json.loads(line) for line in (tmp_path / name / "audit.jsonl").read_text().splitlines()
         ]
@@ -582,15 +582,15 @@ def test_silos_refuse_other_calls_and_replies_as_long_as_rows(tmp_path, monkeypa
     from numpyro_fed.engines import answers
     from numpyro_fed.rounds import serialization as packing
 
-    messenger = Messages(LINEAR, linear, tmp_path)
-    remote = connect(messenger, linear)
+    transport = Messages(LINEAR, linear, tmp_path)
+    remote = connect(transport, linear)
     monkeypatch.setitem(packing._CLASSES, "Leak", Leak)
     monkeypatch.setattr(Leak, "_fields", (), raising=False)
     call = fed.engines.remote.Call(0, Leak(), random.key(0), None)
     with pytest.raises(RuntimeError, match="silo 'silo 0': it does not answer Leak"):
         remote.ask([call])
     monkeypatch.setitem(answers.ANSWERED, "Leak", answers.Answer("rows", "", 10))
-    for side in messenger.sides.values():
+    for side in transport.sides.values():
         side.ceilings["Leak"] = 10
     with pytest.raises(
         RuntimeError,
@@ -600,8 +600,8 @@ def test_silos_refuse_other_calls_and_replies_as_long_as_rows(tmp_path, monkeypa
 
 
 def test_silos_refuse_settings_that_single_out_rows(tmp_path):
-    messenger = Messages(INTERCEPTS, intercepts, tmp_path)
-    remote = connect(messenger, intercepts)
+    transport = Messages(INTERCEPTS, intercepts, tmp_path)
+    remote = connect(transport, intercepts)
     factors = remote.carrier.factors
     own = Units(factors, "groups", largest(remote))
     few = replace(own, pad=tuple((group, 1) for group, _ in own.pad))
@@ -618,9 +618,10 @@ def test_silos_refuse_settings_that_single_out_rows(tmp_path):
         return str(error.value)
 
     kernel = fed.FSGLD(intercepts)
-    kernel._prepare(remote, {})
+    kernel._set_up(remote, {})
     batch, kept = (
-        StayLocal(replace(kernel._plan, **x)) for x in ({"batch": ("groups", 1)}, {"num_kept": 2})
+        VisitLocal(replace(kernel._config, **x))
+        for x in ({"batch": ("groups", 1)}, {"num_kept": 2})
     )
     for local in (batch, kept):
         # what it would start from does not matter: the server's own look at types would fail first
@@ -629,7 +630,7 @@ def test_silos_refuse_settings_that_single_out_rows(tmp_path):
         data = pack({**head, "calls": np.frombuffer(pack([call], remote.carrier._own), np.uint8)})
         assert (
             "a minibatch that is not its own; expected calls of all its rows"
-            in unpack(messenger.sides["0"].answer(data))["error"]
+            in unpack(transport.sides["0"].answer(data))["error"]
         )
     assert "a number of elements that is not its own" in ask(ScoreLocal(factors, few, 1), point)
     assert (
@@ -655,12 +656,12 @@ def test_a_hostile_reply_is_refused_with_the_silos_name_and_the_run_goes_on(tmp_
     class Hostile(Messages):
         def exchange(self, messages):
             out = super().exchange(messages)
-            if "silo 1" in out and b"StayLocal" in messages["silo 1"]:
+            if "silo 1" in out and b"VisitLocal" in messages["silo 1"]:
                 out["silo 1"] = bad(out["silo 1"])
             return out
 
-    messenger = Hostile(LINEAR, linear, tmp_path)
-    remote = connect(messenger, linear)
+    transport = Hostile(LINEAR, linear, tmp_path)
+    remote = connect(transport, linear)
     refused = f"silo 'silo 1' sent what is no reply .*{message}.*; it counts as not answered"
     with pytest.warns(UserWarning, match=_UNEVEN), pytest.warns(UserWarning, match=refused):
         mcmc = run(LINEAR, linear, remote)
@@ -675,7 +676,7 @@ def test_a_silo_that_returns_nan_counts_as_not_answered(tmp_path):
     class Nan(Messages):
         def exchange(self, messages):
             out = super().exchange(messages)
-            if "silo 1" in out and b"StayLocal" in messages["silo 1"]:
+            if "silo 1" in out and b"VisitLocal" in messages["silo 1"]:
                 answer = unpack(out["silo 1"])
                 answer["replies"] = [
                     [np.full_like(r[0], np.nan), *r[1:]] for r in answer["replies"]
@@ -707,9 +708,9 @@ def narrower(x, y):
 
 def swapped(tmp_path, silos, model=linear, name="silo 1"):
     """Silos of which one is another."""
-    messenger = Messages(LINEAR, linear, tmp_path)
-    messenger.sides[name] = SiloSide(silos, model, tmp_path / "other")
-    return messenger
+    transport = Messages(LINEAR, linear, tmp_path)
+    transport.sides[name] = SiloSide(silos, model, tmp_path / "other")
+    return transport
 
 
 def changed(name, **columns):
@@ -749,24 +750,24 @@ def changed(name, **columns):
 )
 def test_silos_that_do_not_fit_are_named(tmp_path, silos, model, message):
     try:
-        messenger = swapped(tmp_path, silos(), model)
+        transport = swapped(tmp_path, silos(), model)
     except ValueError:  # the model itself does not run on such rows
         pytest.fail("the silo's own side should start")
     with pytest.raises(ValueError, match=message):
-        connect(messenger, linear)
+        connect(transport, linear)
 
 
 def test_another_version_is_named(tmp_path, monkeypatch):
-    messenger = Messages(LINEAR, linear, tmp_path)
+    transport = Messages(LINEAR, linear, tmp_path)
     monkeypatch.setattr(silo_side, "versions", lambda: {**wire.versions(), "jax": "0.1"})
     with pytest.raises(ValueError, match=r"silo 'silo 0' has another version: jax 0.1, expected"):
-        connect(messenger, linear)
+        connect(transport, linear)
     monkeypatch.setattr(wire, "PROTOCOL", 7)
     with pytest.raises(
         ValueError,
         match="silo 'silo 0': the server speaks protocol 7, expected 2; install one version",
     ):
-        connect(messenger, linear)
+        connect(transport, linear)
 
 
 def scaled(matrix):
@@ -786,18 +787,18 @@ def scaled(matrix):
 
 def test_arrays_inside_compiled_functions_are_part_of_the_fingerprint():
     one, other = (
-        fingerprint(factorise(m, LINEAR), LINEAR)
+        fingerprint(factorize(m, LINEAR), LINEAR)
         for m in (scaled(np.eye(2)), scaled(2 * np.eye(2)))
     )
     assert one["program"] != other["program"]
-    assert one == fingerprint(factorise(scaled(np.eye(2)), LINEAR), LINEAR)
+    assert one == fingerprint(factorize(scaled(np.eye(2)), LINEAR), LINEAR)
 
 
 def test_the_fingerprint_does_not_depend_on_what_was_traced_before():
-    factors = factorise(intercepts, INTERCEPTS)
+    factors = factorize(intercepts, INTERCEPTS)
     first = fingerprint(factors, INTERCEPTS)
     kernel = fed.FSGLD(intercepts)
-    kernel._prepare(INTERCEPTS, {})  # which traces the same functions for other shapes
+    kernel._set_up(INTERCEPTS, {})  # which traces the same functions for other shapes
     assert fingerprint(factors, INTERCEPTS) == first
     with jax.ensure_compile_time_eval():
         assert fingerprint(factors, INTERCEPTS) == first
@@ -810,9 +811,9 @@ def test_what_differs_between_silos_does_not_leave_before_it_is_seen(tmp_path):
             numpyro.sample("y", dist.Normal(mu + level, 1), obs=y)
 
     planted = [np.float32(1.2345679), np.float32(7.6543210)]
-    messenger = Messages(LINEAR, linear, tmp_path)
-    messenger.names = ("a", "b")
-    messenger.sides = {
+    transport = Messages(LINEAR, linear, tmp_path)
+    transport.names = ("a", "b")
+    transport.sides = {
         name: SiloSide(
             fed.Silos({name: {"y": np.ones(4, np.float32), "level": jnp.asarray(v)}}),
             model,
@@ -824,12 +825,12 @@ def test_what_differs_between_silos_does_not_leave_before_it_is_seen(tmp_path):
         ValueError,
         match=r"has the shared arguments \['level'\], the server \[\].*shared={argument: value}",
     ):
-        connect(messenger, model)
+        connect(transport, model)
     with pytest.raises(
         ValueError, match=r"silo 'b': the server has other values than it of \['level'\]"
     ) as error:
-        connect(messenger, model, shared={"level": jnp.asarray(planted[0])})
-    raw = b"".join(answer for *_, answer in messenger.sent) + str(error.value).encode()
+        connect(transport, model, shared={"level": jnp.asarray(planted[0])})
+    raw = b"".join(answer for *_, answer in transport.sent) + str(error.value).encode()
     assert not any(v.tobytes() in raw or str(v).encode() in raw for v in planted)
 
 
@@ -852,8 +853,8 @@ def test_a_silo_that_is_another_after_a_restart_is_refused(tmp_path):
 
 
 def test_one_server_at_a_time(tmp_path):
-    messenger = Messages(LINEAR, linear, tmp_path)
-    first, second = connect(messenger, linear), connect(messenger, linear)
+    transport = Messages(LINEAR, linear, tmp_path)
+    first, second = connect(transport, linear), connect(transport, linear)
     with pytest.raises(
         RuntimeError, match="another server has connected since; expected one at a time"
     ):
@@ -862,12 +863,12 @@ def test_one_server_at_a_time(tmp_path):
 
 
 def test_a_fresh_start_leaves_nothing_of_servers_before(tmp_path):
-    messenger = Messages(INTERCEPTS, intercepts, tmp_path)
-    run(INTERCEPTS, intercepts, connect(messenger, intercepts), 2)
+    transport = Messages(INTERCEPTS, intercepts, tmp_path)
+    run(INTERCEPTS, intercepts, connect(transport, intercepts), 2)
     assert list(tmp_path.glob("*/slot-*.bin"))
-    connect(messenger, intercepts)
+    connect(transport, intercepts)
     assert list(tmp_path.glob("*/slot-*.bin"))  # a checkpoint may need them
-    connect(messenger, intercepts, fresh=True)
+    connect(transport, intercepts, fresh=True)
     assert not list(tmp_path.glob("*/slot-*.bin"))
 
 
@@ -876,7 +877,7 @@ def test_draws_so_far_are_kept_where_a_silo_cannot_go_on(tmp_path):
         rounds = 0
 
         def answer(self, side, data):
-            self.rounds += b"StayLocal" in data
+            self.rounds += b"VisitLocal" in data
             if self.rounds > 12:
                 return pack({"error": "OSError while it answered; its own errors.log has more"})
             return side.answer(data)
@@ -890,15 +891,15 @@ def test_draws_so_far_are_kept_where_a_silo_cannot_go_on(tmp_path):
 
 
 def test_silos_that_are_silent_at_first_are_named(tmp_path):
-    messenger = Messages(LINEAR, linear, tmp_path)
-    messenger.exchange = lambda messages: {
-        k: messenger.sides[k].answer(v) for k, v in messages.items() if k != "silo 2"
+    transport = Messages(LINEAR, linear, tmp_path)
+    transport.exchange = lambda messages: {
+        k: transport.sides[k].answer(v) for k, v in messages.items() if k != "silo 2"
     }
     with pytest.raises(
         RuntimeError,
         match=r"silos \['silo 2'\] did not answer; expected silos that are up, under these names",
     ):
-        connect(messenger, linear)
+        connect(transport, linear)
 
 
 def test_a_silo_says_in_words_what_is_wrong_and_quotes_no_rows(tmp_path):
@@ -928,19 +929,19 @@ def test_a_silo_says_in_words_what_is_wrong_and_quotes_no_rows(tmp_path):
 
 
 def test_a_folder_that_was_emptied_is_said(tmp_path):
-    messenger = Messages(LINEAR, linear, tmp_path)
-    remote = connect(messenger, linear)
+    transport = Messages(LINEAR, linear, tmp_path)
+    remote = connect(transport, linear)
     kernel = fed.FSGLD(linear)
-    kernel._prepare(remote, {})
-    original = messenger.exchange
+    kernel._set_up(remote, {})
+    original = transport.exchange
 
     def exchange(messages):
-        if any(b"StayLocal" in data for data in messages.values()):
+        if any(b"VisitLocal" in data for data in messages.values()):
             for name in messages:
-                messenger.sides[name].site.kept.clear()
+                transport.sides[name].site.kept.clear()
         return original(messages)
 
-    messenger.exchange = exchange
+    transport.exchange = exchange
     mcmc = fed.RemoteMCMC(kernel, num_warmup=0, num_samples=2, progress_bar=False)
     with pytest.raises(
         RuntimeError,

@@ -147,7 +147,7 @@ def mean_field(y: Array) -> float:
 
 
 def best_scale(x: np.ndarray, y: np.ndarray) -> float:
-    """The ``tau`` of :func:`learned_scale` that maximises the marginal likelihood."""
+    """The ``tau`` of :func:`learned_scale` that maximizes the marginal likelihood."""
 
     def evidence(tau: float) -> float:
         marginal = tau**2 * x @ x.T + np.eye(len(y))

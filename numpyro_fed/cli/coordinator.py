@@ -42,7 +42,7 @@ def _draw(grid: Any, context: Any) -> None:
     try:
         module = load_model_file(told["model"])
         names = json.loads(told["silos"])
-        messenger = flower.Flower(
+        transport = flower.Flower(
             grid,
             names,
             timeout=told["patience"],
@@ -52,7 +52,7 @@ def _draw(grid: Any, context: Any) -> None:
         )
         fresh = not (folder / "checkpoint").exists()
         silos = connect(
-            messenger,
+            transport,
             module.model,
             shared=module.SHARED,
             public=public_of(module),

@@ -11,7 +11,7 @@ import numpy as np
 
 from numpyro_fed.cli.model_file import load_model_file, public_of, silo_of_file
 from numpyro_fed.decentralized._kernel import NetworkKernel
-from numpyro_fed.density.check import prove_own
+from numpyro_fed.density.check import check_own_factorization
 from numpyro_fed.engines.answers import ANSWERED
 from numpyro_fed.engines.nvflare_jobs import NAME
 from numpyro_fed.engines.silo_side import SiloSide
@@ -152,9 +152,9 @@ def silo(
             )
         # check the factorization at the silo's rows, and the fit's demands on a model
         if module.svi is None:
-            prove_own(side.factors, side.silos)
+            check_own_factorization(side.factors, side.silos)
         else:
-            module.svi.proved(side.silos)
+            module.svi.check_factors(side.silos)
     except Exception as error:  # the study's file may raise anything
         raise click.ClickException(
             str(error)
@@ -212,12 +212,12 @@ def what_leaves(
             + (f"; {answer.numbers}" if answer.numbers else "")
             + ceiling
         )
-    if side.closed is not None and (privacy := side.closed.privacy) is not None:
+    if side.guard is not None and (privacy := side.guard.privacy) is not None:
         lines.append(
             f"With noise: epsilon {privacy.epsilon:g}, delta {privacy.delta:g}, spent after "
             f"{privacy.num_rounds:,} rounds; then no more is answered."
         )
-    if side.closed is not None and side.closed.sums:
+    if side.guard is not None and side.guard.sums:
         lines.append(
             "Masked: of the answers to rounds the server sees the sum over all silos alone."
         )

@@ -166,8 +166,8 @@ def _silo_numbers(
     unique = np.unique(labels[kept])
     names = tuple(str(u) for u in unique)
     numbers = np.where(kept, np.searchsorted(unique, labels), -1)
-    labelled = {g for leaf, g in group.items() if len(columns[leaf]) == len(labels)}
-    silo_of = dict.fromkeys(labelled - set(index.values()) or labelled, numbers)
+    labeled = {g for leaf, g in group.items() if len(columns[leaf]) == len(labels)}
+    silo_of = dict.fromkeys(labeled - set(index.values()) or labeled, numbers)
     pending = {leaf for leaf in index}
     while pending:
         ready = sorted(leaf for leaf in pending if group[leaf] in silo_of)

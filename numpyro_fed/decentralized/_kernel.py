@@ -30,10 +30,10 @@ from numpyro_fed.decentralized.networks import (
 from numpyro_fed.decentralized.nodes import Nodes
 from numpyro_fed.mcmc._base import FederatedKernel, check_start
 from numpyro_fed.mcmc.adaptation import Adaptation, begin, check_seen, look_cost
-from numpyro_fed.mcmc.config import NetworkPlan
+from numpyro_fed.mcmc.config import NetworkConfig
 from numpyro_fed.mcmc.options import Options
 from numpyro_fed.mcmc.schedules import check_step_size
-from numpyro_fed.mcmc.setup import groundwork
+from numpyro_fed.mcmc.setup import model_setup
 from numpyro_fed.rounds.federated import Cost, Ledger
 from numpyro_fed.rounds.remote import RemoteSilos
 from numpyro_fed.surrogates.gaussian import matvec
@@ -132,7 +132,7 @@ class NetworkKernel(FederatedKernel):
 
     def _settle(self, silos: Silos, extra: dict[str, Any]) -> None:
         graph = self._graph.ordered(silos.names)
-        ground = groundwork(self._model, silos, extra, self._options)
+        ground = model_setup(self._model, silos, extra, self._options)
         constant = not callable(self._step_size) and self._step_size != "adaptive"
         tuning = ground.tuning._replace(
             step_size=jnp.asarray(self._step_size if constant else jnp.nan, ground.tuning.loc.dtype)
@@ -142,7 +142,7 @@ class NetworkKernel(FederatedKernel):
             rows = stack_states(tuning.latents.rows, silos, group)
             tuning = tuning._replace(latents=tuning.latents._replace(rows=rows))
         schedule = self._step_size if callable(self._step_size) else None
-        self._plan = NetworkPlan(
+        self._config = NetworkConfig(
             ground.factors, ground.units, ground.batch, len(silos), schedule, graph.fails,
             self._both_ways, type(self)._exchange,
             tuple((g, sum(n)) for g, n in silos.sizes.items()),
@@ -177,7 +177,7 @@ class NetworkKernel(FederatedKernel):
             )
         chains = 1 if is_prng_key(rng_key) else len(rng_key)
         self.check_chains(chains, len(silos))
-        self._prepare(silos, extra)
+        self._set_up(silos, extra)
         self._sample_fn = self.sample
         z = self._given(init_params, model_args, extra)
         return self.first_state(rng_key, chains, num_warmup, z, silos)[0]
@@ -217,19 +217,19 @@ class NetworkKernel(FederatedKernel):
             adaptation=self._adaptation(key_learn, num_warmup, nodes, silos), rng_key=key,
             tuning=self._tuning, mixing=self._mixing,
         )  # fmt: skip
-        return state._replace(step_size=zero + current_step_size(self._plan, state)), random.split(
-            key_start
-        )[1]
+        return state._replace(
+            step_size=zero + current_step_size(self._config, state)
+        ), random.split(key_start)[1]
 
     def _start(
         self, key: Array, networks: int, z: dict[str, Array] | None, silos: Silos
     ) -> tuple[Nodes, dict]:
-        plan, tuning, stacks = self._plan, self._tuning, self._rows(silos)
+        config, tuning, stacks = self._config, self._tuning, self._rows(silos)
         assert tuning is not None
-        shape = (networks, len(silos), plan.factors.dim)
+        shape = (networks, len(silos), config.factors.dim)
         key_theta, key_eps = random.split(key)
         if z is not None:
-            x = flat(plan, z).reshape(shape).astype(tuning.loc.dtype)
+            x = flat(config, z).reshape(shape).astype(tuning.loc.dtype)
         elif tuning.scale is not None:
             normal = random.normal(key_theta, shape, tuning.loc.dtype)
             x = tuning.loc + jax.vmap(jax.vmap(partial(matvec, tuning.scale)))(normal)
@@ -245,21 +245,21 @@ class NetworkKernel(FederatedKernel):
         else:
             x = random.uniform(key_theta, shape, tuning.loc.dtype, -2, 2)
         eps = None
-        if plan.units is not None and not isinstance(silos, RemoteSilos):  # these start their own
+        if config.units is not None and not isinstance(silos, RemoteSilos):  # these start their own
             eps = self._start_eps(key_eps, x, z, silos)
         zero = jnp.zeros(shape, x.dtype) if self._tracking else None
         nodes = Nodes(x, jnp.ones(shape[:2], x.dtype), zero, zero, eps)
-        return nodes, sites(plan, tuning, x, eps, stacks)
+        return nodes, sites(config, tuning, x, eps, stacks)
 
     def _start_eps(
         self, key: Array, x: Array, z: dict[str, Array] | None, silos: Silos
     ) -> list[Array]:
-        units, latents = self._plan.units, self._tuning.latents
+        units, latents = self._config.units, self._tuning.latents
         if z is None:
             shapes = [(len(x), *rows.shape) for rows in latents.rows]
             return [random.normal(random.fold_in(key, k), s, x.dtype) for k, s in enumerate(shapes)]
         m, networks = len(silos), len(x)
-        local = {s.name: z[s.name] for s in self._plan.factors.local_sites}
+        local = {s.name: z[s.name] for s in self._config.factors.local_sites}
         every = jax.vmap(lambda chain: units.from_pooled(chain, silos))(local)
         stacked = stack_states(jnp.moveaxis(every, 0, -1), silos, units.group)
         out = []
@@ -289,7 +289,7 @@ class NetworkKernel(FederatedKernel):
             num_warmup,
             nodes.x.dtype,
         )
-        learned = look_around(self._plan, self._tuning, first, key_look, nodes, self._rows(silos))
+        learned = look_around(self._config, self._tuning, first, key_look, nodes, self._rows(silos))
         check_seen(learned)
         return learned
 
@@ -302,7 +302,7 @@ class NetworkKernel(FederatedKernel):
     def _stacked(self, silos: Silos) -> list[SiloRows]:
         if isinstance(silos, RemoteSilos):
             return []
-        units = self._plan.units
+        units = self._config.units
         return stack(silos, pad=None if units is None or units.group is not None else units.pad)
 
     def sample(
@@ -316,7 +316,7 @@ class NetworkKernel(FederatedKernel):
                 f"the state has {state.nodes.x.shape[1]} nodes, the data {len(silos)} silos; start "
                 "a new MCMC"
             )
-        return advance(self._plan, state, self._rows(silos))
+        return advance(self._config, state, self._rows(silos))
 
     def _diagnostics(self, state: NetworkState) -> str:
         return (
@@ -336,15 +336,15 @@ class NetworkKernel(FederatedKernel):
         :param state: the state up to which to count, for example ``mcmc.last_state``.
         :raises ValueError: before the kernel has run.
         """
-        if self._plan is None or self._prepared_for is None:
+        if self._config is None or self._prepared_for is None:
             raise ValueError("expected a kernel that has run; call mcmc.run(rng_key, silos) first")
         networks, m = state.nodes.x.shape[:2]
         message = self._message_bytes()
         once = self._setup_cost + Cost(int(state.i), int(state.i)).times(networks)
         if state.adaptation is not None:
-            once += look_cost(state.adaptation, self._plan.factors.dim)
+            once += look_cost(state.adaptation, self._config.factors.dim)
         if isinstance(self._prepared_for, RemoteSilos):
-            steps, numbers = int(state.i) * networks, self._plan.factors.dim
+            steps, numbers = int(state.i) * networks, self._config.factors.dim
             size = self._tuning.loc.dtype.itemsize
             costs = [once + Cost(0, 0, steps * size * numbers, steps * size * (numbers + 1))] * m
             return Ledger(self._prepared_for.names, *zip(*costs, strict=True))
@@ -359,7 +359,7 @@ class NetworkKernel(FederatedKernel):
 
     def _message_bytes(self) -> int:
         """Return the bytes of a message along one link: X, Y of push-sum, and any tracker."""
-        numbers = self._plan.factors.dim * (2 if self._tracking else 1) + (
+        numbers = self._config.factors.dim * (2 if self._tracking else 1) + (
             0 if self._both_ways else 1
         )
         return numbers * self._tuning.loc.dtype.itemsize

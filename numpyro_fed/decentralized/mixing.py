@@ -91,7 +91,7 @@ class Mixing(NamedTuple):
             weights, own = (
                 _metropolis(alive, senders)
                 if both_ways
-                else _renormalised(alive, weights, own, senders)
+                else _renormalized(alive, weights, own, senders)
             )
         alive = weights > 0
         received = jnp.sum(alive, 1, dtype=jnp.uint32)
@@ -123,7 +123,7 @@ class Mixing(NamedTuple):
         return (draws >= self.link_failure) & up[:, None] & up[self.senders[at]]
 
 
-def _renormalised(alive: Array, weights: Array, own: Array, senders: Array) -> tuple[Array, Array]:
+def _renormalized(alive: Array, weights: Array, own: Array, senders: Array) -> tuple[Array, Array]:
     """Return the shares of the working links, scaled so that each sender's sum to one again."""
     weights = jnp.where(alive, weights, 0.0)
     total = own.at[senders].add(weights)

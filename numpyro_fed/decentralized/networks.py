@@ -12,7 +12,7 @@ from numpyro_fed.data.views import SiloRows, to_pooled_order
 from numpyro_fed.decentralized.mixing import Mixing
 from numpyro_fed.decentralized.nodes import Nodes, add, gradients, own_step
 from numpyro_fed.mcmc.adaptation import Adaptation, adapt, first_looks
-from numpyro_fed.mcmc.config import NetworkPlan, Tuning
+from numpyro_fed.mcmc.config import NetworkConfig, Tuning
 from numpyro_fed.mcmc.gradients import push
 from numpyro_fed.rounds.serialization import wire_name
 
@@ -25,7 +25,7 @@ __all__ = [
     "exchange",
     "flat",
     "look_around",
-    "settle",
+    "next_state",
     "sites",
 ]
 
@@ -96,42 +96,44 @@ class Exchanged(NamedTuple):
     received: Array
 
 
-@partial(jax.jit, static_argnames=("plan",))
-def advance(plan: NetworkPlan, state: NetworkState, stacks: list[SiloRows]) -> NetworkState:
+@partial(jax.jit, static_argnames=("config",))
+def advance(config: NetworkConfig, state: NetworkState, stacks: list[SiloRows]) -> NetworkState:
     """Make one step of every network."""
     if state.adaptation is not None:
         _, key = random.split(state.rng_key)
         look = _learn(
-            plan, state.tuning, state.adaptation, random.fold_in(key, 0), state.nodes, stacks
+            config, state.tuning, state.adaptation, random.fold_in(key, 0), state.nodes, stacks
         )
         state = state._replace(adaptation=look)
-    sent = exchange(plan, state)
+    sent = exchange(config, state)
 
     def own(key: Array, position: Array, eps: list[Array] | None) -> tuple:
-        return own_step(plan, state.tuning, key, position, eps, stacks)
+        return own_step(config, state.tuning, key, position, eps, stacks)
 
     slope, eps, accepted = jax.vmap(own)(sent.key_own, sent.position, state.nodes.eps)
-    return settle(plan, state, sent, slope, accepted, eps, stacks)
+    return next_state(config, state, sent, slope, accepted, eps, stacks)
 
 
-def exchange(plan: NetworkPlan, state: NetworkState) -> Exchanged:
+def exchange(config: NetworkConfig, state: NetworkState) -> Exchanged:
     """Let nodes send and receive."""
     rng_key, key = random.split(state.rng_key)
 
     def one(number: Array, nodes: Nodes) -> tuple:
         key_links, key_step = random.split(random.fold_in(key, number + 1))
         key_own, key_noise = random.split(key_step)
-        links = state.mixing.links(key_links, state.i, fails=plan.fails, both_ways=plan.both_ways)
-        return key_own, key_noise, *plan.exchange(links, nodes), links.sent, links.received
+        links = state.mixing.links(
+            key_links, state.i, fails=config.fails, both_ways=config.both_ways
+        )
+        return key_own, key_noise, *config.exchange(links, nodes), links.sent, links.received
 
     networks = jnp.arange(state.nodes.x.shape[0])
     key_own, key_noise, nodes, position, sent, received = jax.vmap(one)(networks, state.nodes)
-    alpha = current_step_size(plan, state)
+    alpha = current_step_size(config, state)
     return Exchanged(rng_key, key_own, key_noise, alpha, nodes, position, sent, received)
 
 
-def settle(
-    plan: NetworkPlan,
+def next_state(
+    config: NetworkConfig,
     state: NetworkState,
     sent: Exchanged,
     slope: Array,
@@ -163,13 +165,13 @@ def settle(
     scale = position.shape[1] / jnp.sum(nodes.weight, 1)
     nodes = nodes._replace(x=nodes.x * scale[:, None, None], weight=nodes.weight * scale[:, None])
     chains = state.push_sum_weight.shape
-    old = flat(plan, state.z).reshape(position.shape)
+    old = flat(config, state.z).reshape(position.shape)
     position = kept(position, old)
     # the average of W, since Y of this step weighs the positions of this step
     average = jnp.mean(nodes.weight[..., None] * position, axis=1, keepdims=True)
     return state._replace(
         i=state.i + 1,
-        z=sites(plan, state.tuning, position, nodes.eps, stacks),
+        z=sites(config, state.tuning, position, nodes.eps, stacks),
         nodes=nodes,
         push_sum_weight=nodes.weight.reshape(chains),
         consensus_error=jnp.sum((position - average) ** 2, -1).reshape(chains),
@@ -182,16 +184,16 @@ def settle(
     )
 
 
-def current_step_size(plan: NetworkPlan, state: NetworkState) -> Array:
+def current_step_size(config: NetworkConfig, state: NetworkState) -> Array:
     """Return alpha of the next step."""
     if state.adaptation is not None:
         return state.adaptation.step_size
     size = state.tuning.step_size
-    return size if plan.schedule is None else jnp.asarray(plan.schedule(state.i), size.dtype)
+    return size if config.schedule is None else jnp.asarray(config.schedule(state.i), size.dtype)
 
 
 def _learn(
-    plan: NetworkPlan,
+    config: NetworkConfig,
     tuning: Tuning,
     adaptation: Adaptation,
     key: Array,
@@ -208,22 +210,24 @@ def _learn(
 
     def estimate(u: Array) -> tuple[Array, Array]:
         theta = average + push(tuning, u)
-        positions = jnp.broadcast_to(theta, (plan.num_nodes, *theta.shape))
+        positions = jnp.broadcast_to(theta, (config.num_nodes, *theta.shape))
         both = [
-            gradients(plan, tuning, keys[k], positions, first.eps, stacks).sum(0) for k in (0, 1)
+            gradients(config, tuning, keys[k], positions, first.eps, stacks).sum(0) for k in (0, 1)
         ]
         return both[0], both[1]
 
     return adapt(adaptation, estimate, jnp.zeros_like(average))
 
 
-def flat(plan: NetworkPlan, z: Mapping[str, Array]) -> Array:
+def flat(config: NetworkConfig, z: Mapping[str, Array]) -> Array:
     """Return the global positions ``(C, d)``."""
-    return jax.vmap(plan.factors.ravel)({name: z[name] for name, _ in plan.factors.global_sites})
+    return jax.vmap(config.factors.ravel)(
+        {name: z[name] for name, _ in config.factors.global_sites}
+    )
 
 
 def sites(
-    plan: NetworkPlan,
+    config: NetworkConfig,
     tuning: Tuning,
     position: Array,
     eps: list[Array] | None,
@@ -231,13 +235,13 @@ def sites(
 ) -> dict[str, Array]:
     """Return all latent sites ``(C, ...)`` at positions ``(R, m, d)`` and coordinates."""
     theta = position.reshape(-1, position.shape[-1])
-    shared = jax.vmap(plan.factors.unravel)(theta)
-    if plan.units is None or eps is None:
+    shared = jax.vmap(config.factors.unravel)(theta)
+    if config.units is None or eps is None:
         return shared
-    units, latents = plan.units, tuning.latents
+    units, latents = config.units, tuning.latents
     assert latents is not None
-    groups = plan.factors.local_groups()
-    size = dict(plan.totals)
+    groups = config.factors.local_groups()
+    size = dict(config.totals)
 
     def one(position: Array, eps: list[Array]) -> dict[str, Array]:
         out: dict[str, Array] = {}
@@ -247,15 +251,15 @@ def sites(
             for name, x in jax.vmap(units.to_sites)(z).items():
                 empty = jnp.zeros((size[groups[name]], *x.shape[2:]), x.dtype)
                 out[name] = to_pooled_order(out.get(name, empty), rows, groups[name], x)
-        return {s.name: jnp.moveaxis(out[s.name], 0, s.axis) for s in plan.factors.local_sites}
+        return {s.name: jnp.moveaxis(out[s.name], 0, s.axis) for s in config.factors.local_sites}
 
     local = jax.vmap(one)(position, eps)
     return {**shared, **{k: jnp.repeat(v, position.shape[1], axis=0) for k, v in local.items()}}
 
 
-@partial(jax.jit, static_argnames=("plan",))
+@partial(jax.jit, static_argnames=("config",))
 def look_around(
-    plan: NetworkPlan,
+    config: NetworkConfig,
     tuning: Tuning,
     first: Adaptation,
     key: Array,
@@ -264,5 +268,5 @@ def look_around(
 ) -> Adaptation:
     """Look at the start, before the first step of the networks."""
     return first_looks(
-        first, lambda i, a: _learn(plan, tuning, a, random.fold_in(key, i), nodes, stacks)
+        first, lambda i, a: _learn(config, tuning, a, random.fold_in(key, i), nodes, stacks)
     )

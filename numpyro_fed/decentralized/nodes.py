@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import Array, random
 
 from numpyro_fed.data.views import SiloRows
-from numpyro_fed.mcmc.config import NodePlan, Tuning
+from numpyro_fed.mcmc.config import NodeConfig, Tuning
 from numpyro_fed.mcmc.gradients import OpenSilo, pull_back, push, terms
 from numpyro_fed.mcmc.langevin import move, pick_rows
 from numpyro_fed.mcmc.local_moves import move_noise
@@ -46,7 +46,7 @@ class Nodes(NamedTuple):
 
 
 def own_step(
-    plan: NodePlan,
+    config: NodeConfig,
     tuning: Tuning,
     key: Array,
     positions: Array,
@@ -57,7 +57,7 @@ def own_step(
 
     :return: gradients ``(m, d)``, coordinates, and mean acceptances ``(m,)``.
     """
-    parts = _over_stacks(partial(node_step, plan, tuning, key), tuning, positions, eps, stacks)
+    parts = _over_stacks(partial(node_step, config, tuning, key), tuning, positions, eps, stacks)
     new_eps = None if eps is None else [part[1] for part in parts]
     return (
         _in_order([part[0] for part in parts], stacks),
@@ -67,7 +67,7 @@ def own_step(
 
 
 def node_step(
-    plan: NodePlan,
+    config: NodeConfig,
     tuning: Tuning,
     key: Array,
     rows: SiloRows,
@@ -87,13 +87,13 @@ def node_step(
     key_moves, key_batch = random.split(key)
     accepted = jnp.ones((), theta.dtype)
     if eps is not None:
-        assert plan.units is not None
+        assert config.units is not None
         silo = _open(
-            plan, tuning, key_moves, rows, local_map
+            config, tuning, key_moves, rows, local_map
         )  # takes all rows, since local latents and minibatches exclude each other
-        noise = jax.tree.map(lambda x: x[0], move_noise(plan.units, key_moves, eps, rows, 1))
-        eps, accepted = move(plan, theta, eps, silo, rows, noise)
-    return _gradient(plan, tuning, key_batch, rows, theta, eps, local_map), eps, accepted
+        noise = jax.tree.map(lambda x: x[0], move_noise(config.units, key_moves, eps, rows, 1))
+        eps, accepted = move(config, theta, eps, silo, rows, noise)
+    return _gradient(config, tuning, key_batch, rows, theta, eps, local_map), eps, accepted
 
 
 def add(tuning: Tuning, key: Array, step_size: Array, nodes: Nodes, slope: Array) -> Nodes:
@@ -127,7 +127,7 @@ def kick(tuning: Tuning, key: Array, step_size: Array, drift: Array, share: Arra
 
 
 def gradients(
-    plan: NodePlan,
+    config: NodeConfig,
     tuning: Tuning,
     key: Array,
     positions: Array,
@@ -139,12 +139,13 @@ def gradients(
     Each node draws a fresh minibatch if the plan has minibatches.
     """
     return _in_order(
-        _over_stacks(partial(_gradient, plan, tuning, key), tuning, positions, eps, stacks), stacks
+        _over_stacks(partial(_gradient, config, tuning, key), tuning, positions, eps, stacks),
+        stacks,
     )
 
 
 def _gradient(
-    plan: NodePlan,
+    config: NodeConfig,
     tuning: Tuning,
     key: Array,
     rows: SiloRows,
@@ -153,22 +154,24 @@ def _gradient(
     local_map: Any,
 ) -> Array:
     """Return ``- L' grad U_i`` of one node ``(d,)``."""
-    share = 1.0 / plan.num_nodes
-    silo = _open(plan, tuning, random.fold_in(key, rows.number), rows, local_map)
+    share = 1.0 / config.num_nodes
+    silo = _open(config, tuning, random.fold_in(key, rows.number), rows, local_map)
 
     def log_density(theta: Array) -> Array:
-        log_prior, local = terms(plan, theta, eps, silo, rows)
+        log_prior, local = terms(config, theta, eps, silo, rows)
         return share * log_prior + local
 
     return pull_back(tuning, jax.grad(log_density)(theta))
 
 
-def _open(plan: NodePlan, tuning: Tuning, key: Array, rows: SiloRows, local_map: Any) -> OpenSilo:
+def _open(
+    config: NodeConfig, tuning: Tuning, key: Array, rows: SiloRows, local_map: Any
+) -> OpenSilo:
     kwargs, weights = rows.whole()
-    if plan.batch is not None:
-        group, size = plan.batch
+    if config.batch is not None:
+        group, size = config.batch
         index = pick_rows(key, (size,), rows.size(group))
-        kwargs |= rows.take(plan.factors.leaves(group), index)
+        kwargs |= rows.take(config.factors.leaves(group), index)
         weights[group] = rows.size(group).astype(weights[group].dtype) / size
     latents = None if tuning.latents is None else tuning.latents._replace(rows=local_map)
     return OpenSilo(kwargs, weights, latents)

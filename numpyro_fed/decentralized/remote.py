@@ -22,9 +22,9 @@ from jax import Array, random
 
 from numpyro_fed.data.views import SiloView, buckets
 from numpyro_fed.decentralized._kernel import NetworkKernel
-from numpyro_fed.decentralized.networks import Exchanged, NetworkState, exchange, settle
+from numpyro_fed.decentralized.networks import Exchanged, NetworkState, exchange, next_state
 from numpyro_fed.decentralized.nodes import node_step
-from numpyro_fed.mcmc.config import NetworkPlan, NodePlan, Tuning
+from numpyro_fed.mcmc.config import NetworkConfig, NodeConfig, Tuning
 from numpyro_fed.mcmc.remote_chains import RemoteSteps, ask_or_forget, remote_steps
 from numpyro_fed.rounds.remote import Call, RemoteSilos, rows_of
 from numpyro_fed.rounds.serialization import wire_name
@@ -39,17 +39,17 @@ class NodeStartLocal:
 
     They are the node's part of a single draw for all nodes. Nothing leaves the silo.
 
-    :param plan: the static facts.
+    :param config: the static facts.
     :param networks: number of networks.
     """
 
-    plan: NodePlan
+    config: NodeConfig
     networks: int
 
     def __call__(self, key: Array, message: Array, rows: Any, view: SiloView) -> tuple[Array, Any]:
         """Draw the coordinates; the message is the number of the node's network."""
-        assert self.plan.units is not None
-        group, shown = self.plan.units.group, np.arange(rows.shape[0])
+        assert self.config.units is not None
+        group, shown = self.config.units.group, np.arange(rows.shape[0])
         stacks, drawn = np.zeros(len(view.silos), np.int32), []
         for k, (numbers, pad) in enumerate(buckets(view.silos)):
             count = 1 if group is None else dict(pad)[group]
@@ -72,7 +72,7 @@ class NodeLocal:
     ``(d,)``, in preconditioned units, and the mean acceptance of its local moves.
     """
 
-    plan: NodePlan
+    config: NodeConfig
 
     def __call__(
         self, key: Array, message: Array, state: tuple[Tuning, Any], view: SiloView
@@ -80,7 +80,7 @@ class NodeLocal:
         tuning, own = state
         eps, local_map = (None, None) if own is None else own
         slope, eps, accepted = node_step(
-            self.plan, tuning, key, rows_of(view), message, eps, local_map
+            self.config, tuning, key, rows_of(view), message, eps, local_map
         )
         return (slope, accepted), (None if own is None else (eps, local_map))
 
@@ -108,11 +108,11 @@ def _start(
     The slots are ``(C, 1)``, or ``(C, 0)`` without any.
     """
     state, key_eps = kernel.first_state(rng_key, num_chains, 0, None, silos)
-    plan, m = kernel._plan, len(silos)
-    if plan.units is None:
+    config, m = kernel._config, len(silos)
+    if config.units is None:
         return state, np.zeros((num_chains, 0), np.int64)
     slots = np.array([[silos.carrier.new_slot()] for _ in range(num_chains)])
-    local, rows = NodeStartLocal(plan.node, num_chains // m), kernel._tuning.latents.rows.slot
+    local, rows = NodeStartLocal(config.node, num_chains // m), kernel._tuning.latents.rows.slot
     nodes = enumerate(slots[:, 0].tolist())
     silos.ask_for_sure(
         [Call(c % m, local, key_eps, np.int32(c // m), rows, slot) for c, slot in nodes]
@@ -120,18 +120,18 @@ def _start(
     return state, slots
 
 
-@partial(jax.jit, static_argnames=("plan",))
-def _leave(plan: NetworkPlan, state: NetworkState) -> tuple[Exchanged, list[Array]]:
+@partial(jax.jit, static_argnames=("config",))
+def _leave(config: NetworkConfig, state: NetworkState) -> tuple[Exchanged, list[Array]]:
     """Exchange, and return what nodes hold, and the key of each network's nodes."""
-    sent = exchange(plan, state)
+    sent = exchange(config, state)
     return sent, [sent.key_own[r] for r in range(len(sent.position))]
 
 
-@partial(jax.jit, static_argnames=("plan",))
+@partial(jax.jit, static_argnames=("config",))
 def _arrive(
-    plan: NetworkPlan, state: NetworkState, sent: Exchanged, slope: Array, accepted: Array
+    config: NetworkConfig, state: NetworkState, sent: Exchanged, slope: Array, accepted: Array
 ) -> NetworkState:
-    return settle(plan, state, sent, slope, accepted, None, [])
+    return next_state(config, state, sent, slope, accepted, None, [])
 
 
 def _step(
@@ -151,24 +151,24 @@ def _step(
     :raises SiloError: with the names of silos that did not answer five calls, since a network's
         step needs all gradients.
     """
-    plan, m = kernel._plan, len(silos)
-    sent, keys = _leave(plan, state)
+    config, m = kernel._config, len(silos)
+    sent, keys = _leave(config, state)
     positions, local, calls = (
         np.asarray(sent.position).reshape(len(slots), -1),
-        NodeLocal(plan.node),
+        NodeLocal(config.node),
         [],
     )
     for c, position in enumerate(positions):
         own, new = (
-            (None, None) if plan.units is None else (int(slots[c, 0]), silos.carrier.new_slot())
+            (None, None) if config.units is None else (int(slots[c, 0]), silos.carrier.new_slot())
         )
         calls.append(Call(c % m, local, keys[c // m], position, (told[c % m], own), new))
     replies, _ = ask_or_forget(silos.ask_again, calls, silos)
     slope, accepted = (np.stack(x) for x in zip(*replies, strict=True))
     shape = sent.position.shape
     # NumPy stacks without programs to dispatch
-    state = _arrive(plan, state, sent, slope.reshape(shape), accepted.reshape(shape[:2]))
-    if plan.units is None:
+    state = _arrive(config, state, sent, slope.reshape(shape), accepted.reshape(shape[:2]))
+    if config.units is None:
         return state, slots, [], []
     written = np.array([[call.write] for call in calls])
     undone = np.asarray(state.diverging)[:, None]
@@ -179,11 +179,11 @@ def _step(
 def _facts(kernel: NetworkKernel) -> dict[str, Any]:
     """Return the links with their weights, the schedule and the algorithm."""
     arrays = [np.asarray(x) for x in jax.tree.leaves(kernel.mixing)]
-    exchanged: Callable = kernel._plan.exchange
+    exchanged: Callable = kernel._config.exchange
     return {
         "graph": hashlib.sha256(b"".join(x.tobytes() for x in arrays)).hexdigest(),
         "algorithm": [exchanged.__name__, kernel.tracking],
-        "stays": re.sub(r"0x[0-9a-f]+", "", repr((kernel._plan.schedule,))),
+        "stays": re.sub(r"0x[0-9a-f]+", "", repr((kernel._config.schedule,))),
     }
 
 

@@ -212,7 +212,7 @@ class TimeVaryingGraph:
             product = self.matrix(t, gossip=gossip) @ product
         return product
 
-    def _settled(self, product: np.ndarray) -> np.ndarray:
+    def _stationary_weight(self, product: np.ndarray) -> np.ndarray:
         """Return the long-run push-sum weights at the start of a period with this matrix."""
         return np.linalg.matrix_power(product, 1 << 16).mean(1) * self.num_nodes
 
@@ -258,7 +258,7 @@ class TimeVaryingGraph:
         """
         m = self.num_nodes
         product = self._product(gossip)
-        weight = self._settled(product)
+        weight = self._stationary_weight(product)
 
         def through(
             weight: np.ndarray, spread: np.ndarray, cross: np.ndarray, matrices: Iterable
@@ -303,7 +303,7 @@ class TimeVaryingGraph:
         Weights sum to m. A node that gives away much and receives little has a small weight, and
         its draws are X / Y.
         """
-        weight = self._settled(self._product())
+        weight = self._stationary_weight(self._product())
         least = np.full(self.num_nodes, np.inf)
         for t in range(self.period):
             weight = self.matrix(t) @ weight

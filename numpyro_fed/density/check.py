@@ -33,13 +33,13 @@ from numpyro_fed.rounds.inline import ask_all
 from numpyro_fed.rounds.remote import RemoteSilos
 
 __all__ = [
+    "FactorizationError",
     "LeakageLocal",
-    "ProofError",
+    "check_batch",
+    "check_factorization",
+    "check_own_factorization",
     "elements_are_independent",
-    "prove",
-    "prove_batch",
     "prove_made_up",
-    "prove_own",
 ]
 
 # ranges of made-up whole numbers, tried in turn: labels, counts, and ones for a count with a total;
@@ -55,7 +55,7 @@ _FINITE = (
 )
 
 
-class ProofError(ValueError):
+class FactorizationError(ValueError):
     """Error for a model or data that the check of the factorization refuses.
 
     :param said: the message, with numbers.
@@ -115,26 +115,26 @@ def _pooled(factors: Factors, theta: dict, z: dict, silos: Silos) -> tuple[Array
     return jax.value_and_grad(total, argnums=(0, 1))(theta, z)
 
 
-def prove(factors: Factors, silos: Silos, *, seed: int = 0) -> None:
-    """Raise a :class:`ProofError` unless the factors sum to the pooled model, value and gradient.
+def check_factorization(factors: Factors, silos: Silos, *, seed: int = 0) -> None:
+    """Raise a :class:`FactorizationError` unless the factors sum to the pooled model, value and gradient.
 
     For remote silos the server checks made-up rows (:func:`prove_made_up`), and each silo checks
-    its own rows (:func:`prove_own`). A carrier within one trust lets this process check the rows.
+    its own rows (:func:`check_own_factorization`). A carrier within one trust lets this process check the rows.
 
-    :raises ProofError: with the sites whose gradients differ, and their silos.
+    :raises FactorizationError: with the sites whose gradients differ, and their silos.
     :warns UserWarning: for a single silo whose rows depend on each other.
     """
     if isinstance(silos, RemoteSilos):
         prove_made_up(factors, silos, seed=seed)
         # a carrier's silos lack the learned parameters
         learned = {k: v for k, v in silos.shared.items() if k == PARAMS}
-        silos.carrier.check(lambda own: _prove_sum(factors, own.with_shared(**learned), seed))
+        silos.carrier.check(lambda own: _check_sum(factors, own.with_shared(**learned), seed))
         return
-    _prove_sum(factors, silos, seed)
+    _check_sum(factors, silos, seed)
     if len(silos) == 1:
         try:
-            _prove_cut(factors, silos, seed)
-        except ProofError:
+            _check_cut(factors, silos, seed)
+        except FactorizationError:
             warnings.warn(
                 f"the rows of the one silo {silos.names[0]!r} depend on each other given the "
                 "latents (a response of shape (n, 1), a mean, ranks, a column that rows= puts into "
@@ -144,17 +144,17 @@ def prove(factors: Factors, silos: Silos, *, seed: int = 0) -> None:
             )
 
 
-def prove_own(factors: Factors, silos: Silos, *, seed: int = 0) -> None:
-    """Raise a :class:`ProofError` unless the two parts of a silo's rows sum to the pooled model.
+def check_own_factorization(factors: Factors, silos: Silos, *, seed: int = 0) -> None:
+    """Raise a :class:`FactorizationError` unless the two parts of a silo's rows sum to the pooled model.
 
     Rows that cannot be cut in two are checked as one silo.
     """
-    if not _prove_cut(factors, silos, seed):
-        _prove_sum(factors, silos, seed)
+    if not _check_cut(factors, silos, seed):
+        _check_sum(factors, silos, seed)
 
 
 def prove_made_up(factors: Factors, silos: Silos, *, seed: int = 0) -> None:
-    """Raise a :class:`ProofError` unless two silos of made-up rows sum to the pooled model.
+    """Raise a :class:`FactorizationError` unless two silos of made-up rows sum to the pooled model.
 
     The check needs no row of a silo. It passes where the model has no finite density at any made-up
     rows; only the silos' own checks remain then.
@@ -162,14 +162,14 @@ def prove_made_up(factors: Factors, silos: Silos, *, seed: int = 0) -> None:
     with validation_enabled(False):
         found = _made_up(factors, silos, seed)
         if found is not None:
-            _prove_sum(factors, found, seed)
+            _check_sum(factors, found, seed)
 
 
-def _prove_cut(factors: Factors, silos: Silos, seed: int) -> bool:
+def _check_cut(factors: Factors, silos: Silos, seed: int) -> bool:
     """Check one silo's rows, cut in two; return whether they could be cut."""
     cut = cut_in_two(silos, seed)
     if cut is not None:
-        _prove_sum(factors, cut, seed)
+        _check_sum(factors, cut, seed)
     return cut is not None
 
 
@@ -187,13 +187,13 @@ def _made_up(factors: Factors, silos: Silos, seed: int) -> Silos | None:
     return None
 
 
-def _not_pooled(error: Exception) -> ProofError:
+def _not_pooled(error: Exception) -> FactorizationError:
     said = "factorization check: the model runs for each silo but not on the pooled data"
     mend = "; expected one that takes the sizes of its plates from the data it is called with"
-    return ProofError(f"{said} ({error}){mend}", said + mend)
+    return FactorizationError(f"{said} ({error}){mend}", said + mend)
 
 
-def _prove_sum(factors: Factors, silos: Silos, seed: int) -> None:
+def _check_sum(factors: Factors, silos: Silos, seed: int) -> None:
     """Compare the sum of the factors with the pooled model at two random points."""
     for point in range(2):
         theta, z = _point(factors, silos, random.key(seed + point))
@@ -207,7 +207,7 @@ def _prove_sum(factors: Factors, silos: Silos, seed: int) -> None:
                 "whatever the number of their rows: take sizes of layers from constants or from "
                 "the rows' own shape, x.shape[-1]"
             )
-            raise ProofError(
+            raise FactorizationError(
                 f"{fails} ({error}), where least and most rows are {sizes}{mend}", fails + mend
             ) from error
         try:
@@ -216,7 +216,7 @@ def _prove_sum(factors: Factors, silos: Silos, seed: int) -> None:
             raise _not_pooled(error) from error
         bad = np.flatnonzero(~np.isfinite(np.asarray(terms)))
         if bad.size and np.isfinite(float(expected)):
-            raise ProofError(
+            raise FactorizationError(
                 f"factorization check: the log density of silo {silos.names[bad[0]]!r} is "
                 f"{float(terms[bad[0]])} where the pooled model's is finite",
                 "factorization check: the log density of some of its rows is not finite where that "
@@ -224,7 +224,7 @@ def _prove_sum(factors: Factors, silos: Silos, seed: int) -> None:
             )
         if not np.isfinite(float(expected)):
             where = f", silo {silos.names[bad[0]]!r}" if bad.size else ""
-            raise ProofError(
+            raise FactorizationError(
                 f"factorization check: the log density is {float(expected)} at a typical "
                 f"position{where}; {_FINITE}",
                 "factorization check: its log density is not finite at a typical position; "
@@ -237,7 +237,7 @@ def _prove_sum(factors: Factors, silos: Silos, seed: int) -> None:
         wrong = _different_sites(gradient, expected_gradient, silos, factors)
         # not (a <= b), so that NaN fails
         if not gap <= 2e3 * rounding or wrong:
-            raise ProofError(
+            raise FactorizationError(
                 f"factorization check: log p(theta) + sum of the {len(silos)} silos' terms is "
                 f"{float(value):.8g}, the pooled model's log density {float(expected):.8g}"
                 + (f"; gradients differ at {wrong}" if wrong else "")
@@ -265,7 +265,7 @@ class BatchGap:
         return jnp.abs(batch - whole).max() / (1.0 + jnp.abs(whole).max()), None
 
 
-def prove_batch(factors: Factors, silos: Silos, group: str, size: int, *, seed: int = 0) -> None:
+def check_batch(factors: Factors, silos: Silos, group: str, size: int, *, seed: int = 0) -> None:
     """Raise a :class:`ValueError` if a row's term in a minibatch differs from that in its silo.
 
     The check catches a model that reads the number of its rows, their mean or their place. For

@@ -23,7 +23,7 @@ from numpyro_fed.data.silos import Silos
 from numpyro_fed.density.factors import Factors, LocalSite
 from numpyro_fed.density.handlers import NO_STEPS, is_silo_plate
 
-__all__ = ["factorise", "pooled_factors"]
+__all__ = ["factorize", "pooled_factors"]
 
 _NO_PLATE = (
     "the model has no silo plate, so it does not say which data live in silos; write "
@@ -34,7 +34,7 @@ _NO_PLATE = (
 _PROBES = (1009, 2003)
 
 
-def factorise(
+def factorize(
     model: Callable,
     silos: Silos,
     *,
@@ -70,7 +70,7 @@ def factorise(
         )
     )
     conditioned = tuple(sorted((extra or {}).get("_gibbs_sites", {})))
-    factors = _factorise(
+    factors = _factorize(
         model, specs, (tuple(leaves), tree), tuple(sorted(silos.index.items())), public, conditioned
     )
     for site in factors.local_sites:
@@ -127,7 +127,7 @@ def _sorted_sites(
 
 
 @lru_cache(maxsize=256)
-def _factorise(
+def _factorize(
     model: Callable,
     specs: tuple[tuple[str, str, jax.ShapeDtypeStruct], ...],
     shared: tuple[tuple, Any],

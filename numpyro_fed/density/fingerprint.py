@@ -24,7 +24,7 @@ __all__ = [
     "fingerprint",
     "fit_together",
     "from_values",
-    "known_of",
+    "joined_spec",
     "program_hash",
     "rows_hash",
     "versions",
@@ -152,7 +152,7 @@ def fit_together(told: Sequence[dict[str, Any]], who: Sequence[str]) -> None:
             )
 
 
-def known_of(
+def joined_spec(
     told: Sequence[dict[str, Any]], who: Sequence[str], shared: Mapping[str, Any]
 ) -> Silos:
     """Return silos without rows that join all parties' descriptions.

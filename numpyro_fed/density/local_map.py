@@ -208,9 +208,9 @@ class LocalMap:
     :param tril: T, unit lower triangular, shape ``(G, k, k)``, or ``None`` for the identity.
     :param shift: r, shape ``(G, k)``, or ``None`` for zero, and R with it.
     :param shift_coupling: R, shape ``(G, k, d)``.
-    :param shift_bend: Q, shape ``(G, k, p)`` for p products and cubes, or ``None`` for zero, and c
+    :param shift_curvature: Q, shape ``(G, k, p)`` for p products and cubes, or ``None`` for zero, and c
         with it.
-    :param scale_bend: c, shape ``(G, k, p)``.
+    :param scale_curvature: c, shape ``(G, k, p)``.
     """
 
     mean: Array
@@ -220,8 +220,8 @@ class LocalMap:
     tril: Array | None = None
     shift: Array | None = None
     shift_coupling: Array | None = None
-    shift_bend: Array | None = None
-    scale_bend: Array | None = None
+    shift_curvature: Array | None = None
+    scale_curvature: Array | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -237,23 +237,23 @@ class LocalMap:
 
     def location(self, u: Array) -> Array:
         """Return latents ``(G, k)`` at ``u`` for zero coordinates."""
-        centre = self._centre(u)
-        return centre if self.shift is None else centre + self._turn(self.scale(u) * self._shift(u))
+        center = self._center(u)
+        return center if self.shift is None else center + self._turn(self.scale(u) * self._shift(u))
 
     def forward(self, u: Array, eps: Array) -> Array:
         """Return latents ``(G, k)`` at ``u`` for coordinates ``eps`` of shape ``(G, k)``."""
         shifted = eps if self.shift is None else eps + self._shift(u)
-        return self._centre(u) + self._turn(self.scale(u) * shifted)
+        return self._center(u) + self._turn(self.scale(u) * shifted)
 
     def inverse(self, u: Array, z: Array) -> Array:
         """Return coordinates of latents ``z`` at ``u``; the inverse of :meth:`forward`."""
-        spread = z - self._centre(u)
+        spread = z - self._center(u)
         if self.tril is not None:
             spread = solve_lower(self.tril, spread)
         eps = spread / self.scale(u)
         return eps if self.shift is None else eps - self._shift(u)
 
-    def _centre(self, u: Array) -> Array:
+    def _center(self, u: Array) -> Array:
         return self.mean if self.coupling is None else self.mean + _rows_times(self.coupling, u)
 
     def _shift(self, u: Array) -> Array:
@@ -262,8 +262,8 @@ class LocalMap:
             shift = shift + _rows_times(self.shift_coupling, u)
         return (
             shift
-            if self.shift_bend is None
-            else shift + _rows_times(self.shift_bend, curved(u), most=0)
+            if self.shift_curvature is None
+            else shift + _rows_times(self.shift_curvature, curved(u), most=0)
         )
 
     def _turn(self, spread: Array) -> Array:
@@ -282,8 +282,8 @@ class LocalMap:
         )
         return (
             linear
-            if self.scale_bend is None
-            else linear + _rows_times(self.scale_bend, curved(u), most=0)
+            if self.scale_curvature is None
+            else linear + _rows_times(self.scale_curvature, curved(u), most=0)
         )
 
     def log_density(self, u: Array, z: Array, owned: Array) -> Array:

@@ -54,7 +54,7 @@ class Answer(NamedTuple):
 
 
 _MAP = ("ScoreLocal",)  # writes the local map
-_TUNING = ("Tuning", "Conducive", "Bends", "LatentCoordinates", "LowRankMatrix")
+_TUNING = ("Tuning", "Conducive", "Corrections", "LatentCoordinates", "LowRankMatrix")
 _FIT = ("NormalContext", "GuideContext", "Triangular", "Diagonal", "LowRankScale")
 _FIT_STATES = ("InitLocal", "RoundLocal")
 
@@ -113,13 +113,13 @@ ANSWERED = {
     "StartLocal": Answer(
         "nothing: it draws its first local latents, and keeps them", "", 100_000, reads=(_MAP,)
     ),
-    "StayLocal": Answer(
+    "VisitLocal": Answer(
         "a chain's position after its stay, four statistics, and the mean of what its surrogate "
         "lacks",
         "2 d + 5 in each visit",
         1_000_000,
         told=("Chain",),
-        reads=(("TellLocal",), ("StartLocal", "StayLocal")),
+        reads=(("TellLocal",), ("StartLocal", "VisitLocal")),
     ),
     "NodeStartLocal": Answer(
         "nothing: it draws its first local latents, and keeps them", "", 100_000, reads=(_MAP,)

@@ -18,7 +18,7 @@ from numpyro_fed.engines.answers import (
     MAX_POINTS,
     MAX_SETTINGS,
 )
-from numpyro_fed.rounds.remote import Call, Site, types_of
+from numpyro_fed.rounds.remote import Call, SiloWorker, types_of
 from numpyro_fed.rounds.serialization import name_of
 
 __all__ = ["CallChecks", "Kept", "Refusal", "parsed", "slot_number"]
@@ -44,17 +44,22 @@ class Kept(NamedTuple):
 class CallChecks:
     """Checks of calls by the types of their arrays; no number of the silo's rows is read.
 
-    :param site: the silo, with its rows.
-    :param wide: a site of types alone, of silos that have one row more.
+    :param worker: the silo, with its rows.
+    :param wide: a worker of types alone, of silos that have one row more.
     :param own: parts that server and silo have by name.
     :param rows: number of rows of all silos.
     :param algorithm: the algorithm of the silo's fit, or ``None``.
     """
 
     def __init__(
-        self, site: Site, wide: Site, own: dict[str, Any], rows: int, algorithm: str | None
+        self,
+        worker: SiloWorker,
+        wide: SiloWorker,
+        own: dict[str, Any],
+        rows: int,
+        algorithm: str | None,
     ) -> None:
-        self.site, self.wide, self.own = site, wide, own
+        self.worker, self.wide, self.own = worker, wide, own
         self.rows, self.algorithm = rows, algorithm
         self.kept: dict[int, Kept] = {}
         self._grows: dict[Any, Any] = {}
@@ -71,14 +76,14 @@ class CallChecks:
         for slot, kinds in zip(slots, writers, strict=False):
             if slot is None:
                 continue
-            if slot not in self.kept or slot not in self.site.kept:
+            if slot not in self.kept or slot not in self.worker.kept:
                 raise Refusal("what it kept for this run is gone; expected the folder of before")
             if self.kept[slot].kind not in kinds:
                 raise Refusal(
                     f"it starts from a state that {self.kept[slot].kind} wrote; "
                     f"expected one of {', '.join(kinds)}"
                 )
-        return jax.tree.map(self.site.kept.__getitem__, call.read)
+        return jax.tree.map(self.worker.kept.__getitem__, call.read)
 
     def allow(self, call: Call, wider: Callable[[], Any], state: Any) -> Any:
         """Refuse calls of some rows alone, and those whose reply grows with the number of rows.
@@ -99,7 +104,7 @@ class CallChecks:
         wide = jax.tree.map(lambda slot: self.kept[slot].wide, call.read)
         key = (call.local, str((spec, wide)))
         if key not in self._grows:
-            now = self.site.type_of(call.local, spec, types_of(state))[0]
+            now = self.worker.type_of(call.local, spec, types_of(state))[0]
             then, new = self.wide.type_of(wider(), spec, wide)
             pairs = zip(jax.tree.leaves(then), jax.tree.leaves(now), strict=True)
             grown = [f"{a.shape} for {b.shape}" for a, b in pairs if a.shape != b.shape]
@@ -117,11 +122,11 @@ class CallChecks:
         Another model's factors, fewer elements, and minibatches of the server single out rows.
         """
         if hasattr(part, "families"):
-            return self._refused("a plan of a fit" if part is not self.own.get("plan") else None)
+            return self._refused("a plan of a fit" if part is not self.own.get("config") else None)
         why = None
         if isinstance(part, Factors) and not any(part is own for own in self.own.values()):
             why = "a model"
-        elif isinstance(part, Units) and part.pad != self.site.pad:
+        elif isinstance(part, Units) and part.pad != self.worker.pad:
             why = "a number of elements"
         elif getattr(part, "algorithm", None) not in (None, self.algorithm):
             why = "an algorithm"
@@ -129,7 +134,7 @@ class CallChecks:
             whole = part.batch is None and getattr(part, "num_kept", 1) == 1
             why = None if whole else "a minibatch"
         self._refused(why)
-        padded = max(n for _, n in self.site.pad)
+        padded = max(n for _, n in self.worker.pad)
         limits = {
             **MAX_SETTINGS,
             "networks": max(1, MAX_LATENTS // self.rows),

@@ -1,4 +1,4 @@
-"""Flower carries the messages: silos of several organisations, each behind a SuperNode of its own.
+"""Flower carries the messages: silos of several organizations, each behind a SuperNode of its own.
 
 At a silo a *side* answers: ``answer(data: bytes) -> bytes``, and a ``name``. At the server
 :class:`Flower` brings one message to each of some silos and their replies back. Bytes are all that
@@ -119,7 +119,7 @@ def server_app(run: Callable[[Grid, Context], Any]) -> ServerApp:
 
 
 class Flower:
-    """The messenger: brings messages to silos by name, and replies back.
+    """The transport: brings messages to silos by name, and replies back.
 
     A silo's name is the one its node's key was registered with, or else the one that its side tells
     when it is asked.

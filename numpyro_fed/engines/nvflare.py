@@ -1,8 +1,8 @@
-"""NVFLARE as the carrier of messages between organisations.
+"""NVFLARE as the carrier of messages between organizations.
 
 One controller, one executor, a job folder and the simulator.
 
-The server's part is a function ``run(messenger)``; a silo's is an object with ``name`` and
+The server's part is a function ``run(transport)``; a silo's is an object with ``name`` and
 ``answer(data: bytes) -> bytes`` that ``make_side(name, directory)`` makes. Both are named by import
 path (``"package.module:function"`` or ``"/path/file.py:function"``), and what crosses is bytes:
 nothing is pickled. Answers have to be idempotent: a message may reach a silo more than once.
@@ -62,9 +62,9 @@ from numpyro_fed.engines.nvflare_jobs import (
 
 __all__ = [
     "FedController",
-    "Messenger",
     "Rejoin",
     "SideExecutor",
+    "Transport",
     "prepare_kit",
     "simulate",
     "write_job",
@@ -133,7 +133,7 @@ def _settings(fl_ctx: Any) -> tuple[dict[str, Any], Workspace, str]:
     )
 
 
-class Messenger:
+class Transport:
     """What the server's part of a fit asks silos through.
 
     :param controller: sends the tasks.
@@ -210,7 +210,7 @@ class Messenger:
 class FedController(Controller):
     """The server's side of the job.
 
-    Calls ``run(messenger)``, and keeps what it returned as ``result.bin`` in its run directory.
+    Calls ``run(transport)``, and keeps what it returned as ``result.bin`` in its run directory.
     """
 
     def __init__(self) -> None:
@@ -235,8 +235,8 @@ class FedController(Controller):
                 raise ValueError(
                     f"expected silos {absent} did not appear; this job has {sorted(here)}"
                 )
-            messenger = Messenger(self, fl_ctx, abort_signal, told["names"], told["patience"])
-            result = load_allowed(told["run"])(messenger, **told["arguments"])
+            transport = Transport(self, fl_ctx, abort_signal, told["names"], told["patience"])
+            result = load_allowed(told["run"])(transport, **told["arguments"])
             if result is not None and not isinstance(result, bytes):
                 raise TypeError(
                     f"{told['run']} returned {type(result).__name__}; expected bytes or None"

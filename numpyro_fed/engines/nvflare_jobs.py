@@ -66,7 +66,7 @@ def write_job(
     """A job folder, to be submitted to a server (``nvflare job submit -j folder``) or simulated.
 
     :param folder: is made; its last part is the job's name.
-    :param run: import path of ``run(messenger, **run_arguments)``, which returns bytes or ``None``.
+    :param run: import path of ``run(transport, **run_arguments)``, which returns bytes or ``None``.
     :param make_side: import path of ``make_side(name, directory)``, called at each site that allows
         it; of its arguments the job says nothing.
     :param names: the silos, which are the names of the clients.

@@ -14,8 +14,8 @@ import jax
 import numpy as np
 
 from numpyro_fed.data.silos import Silos
-from numpyro_fed.density.check import ProofError, prove_own
-from numpyro_fed.density.factorize import factorise
+from numpyro_fed.density.check import FactorizationError, check_own_factorization
+from numpyro_fed.density.factorize import factorize
 from numpyro_fed.density.fingerprint import (
     checked,
     description,
@@ -37,10 +37,10 @@ from numpyro_fed.engines.call_checks import CallChecks, Kept, Refusal, parsed, s
 from numpyro_fed.engines.record import Record, outlined
 from numpyro_fed.engines.wire import PROTOCOL, owned
 from numpyro_fed.privacy.data_guards import Guards
-from numpyro_fed.privacy.guard import Closed
+from numpyro_fed.privacy.guard import RoundGuard
 from numpyro_fed.privacy.own_keys import hashed, secret_of, with_own_keys
 from numpyro_fed.rounds.files import locked, read_sealed, write_sealed
-from numpyro_fed.rounds.remote import Call, Site, nowhere, resized, site_of
+from numpyro_fed.rounds.remote import Call, SiloWorker, resized, typed_worker, worker_of
 from numpyro_fed.rounds.serialization import name_of, pack, unpack
 
 __all__ = ["Refusal", "SiloSide"]
@@ -102,20 +102,20 @@ class SiloSide:
         self.name = silos.names[0]
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.factors = factorise(model, silos, public=self.public)
+        self.factors = factorize(model, silos, public=self.public)
         if guards is not None:
             guards.check(silos, self.factors.dim + (0 if fit is None else fit.num_learned(silos)))
         self.ceilings = {
             kind: answer.most for kind, answer in ANSWERED.items()
         } | _checked_ceilings(ceilings)
         self.record = Record(self.folder / "audit.jsonl")
-        self._proved = False
-        self.closed = (
-            Closed(self.folder, self.name, fit) if fit is not None and fit.closed else None
+        self._factors_checked = False
+        self.guard = (
+            RoundGuard(self.folder, self.name, fit) if fit is not None and fit.rounds_only else None
         )
-        self.secret = secret_of(self.folder) if own_keys and self.closed is None else None
-        self.site: Site | None = None
-        self.checks: CallChecks | None = None  # with the site
+        self.secret = secret_of(self.folder) if own_keys and self.guard is None else None
+        self.worker: SiloWorker | None = None
+        self.checks: CallChecks | None = None  # with the worker
         self._asked: list[Any] = []
         if (self.folder / "open.bin").exists():
             self._reopen(unpack(read_sealed(self.folder / "open.bin", "open")))
@@ -167,13 +167,13 @@ class SiloSide:
     @property
     def own_keys(self) -> bool:
         """True where it draws by keys that no server knows."""
-        return self.closed is not None or self.secret is not None
+        return self.guard is not None or self.secret is not None
 
     @property
     def answered(self) -> tuple[str, ...]:
         """The kinds of call that this silo answers, with its fit or without one."""
-        if self.closed is not None:
-            return tuple(kind for kind in ANSWERED if kind in self.closed.allowed)
+        if self.guard is not None:
+            return tuple(kind for kind in ANSWERED if kind in self.guard.allowed)
         return tuple(kind for kind in ANSWERED if self.fit is not None or kind not in FIT_CALLS)
 
     def _hello(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -192,14 +192,14 @@ class SiloSide:
                 "it has; expected a "
                 "person at the silo to look at its audit.jsonl, and to start it with a new folder"
             )
-        self._prove()
+        self._check_factors()
         model = self._open(request)
-        assert self.site is not None
+        assert self.worker is not None
         write_sealed(
             self.folder / "open.bin", pack({"request": request, **self._same(model)}), "open"
         )
         if request["fresh"]:
-            for slot in list(self.site.kept):
+            for slot in list(self.worker.kept):
                 self._drop(slot)
         return {"model": model}
 
@@ -250,9 +250,9 @@ class SiloSide:
             raise Refusal(f"it has {mine} rows, the server says {theirs}")
         try:
             model = fingerprint(self.factors, known, self.fit)
-            site = site_of(self.silos, self.name, known)
-            both = owned(self.factors, known, self.fit, site.pad)
-            wide = nowhere(
+            worker = worker_of(self.silos, self.name, known)
+            both = owned(self.factors, known, self.fit, worker.pad)
+            wide = typed_worker(
                 resized(known, {g: [n + 1 for n in sizes] for g, sizes in known.sizes.items()})
             )
         except (
@@ -265,48 +265,48 @@ class SiloSide:
             said = "the server says of the silos what does not fit the model; its own errors.log has more"
             raise Refusal(said) from error
         rows = sum(sum(sizes) for sizes in known.sizes.values())
-        checks = CallChecks(site, wide, both, rows, getattr(self.fit, "algorithm", None))
+        checks = CallChecks(worker, wide, both, rows, getattr(self.fit, "algorithm", None))
         for place in self.folder.glob("slot-*.bin"):
             slot, data = int(place.stem.removeprefix("slot-")), read_sealed(place, "slot")
-            site.kept[slot], kinds, kind = unpack(data)
+            worker.kept[slot], kinds, kind = unpack(data)
             checks.kept[slot] = Kept(kind, kinds, len(data))
-        if self.closed is not None:
-            self._worded(self.closed.join, known.names, pack(request["silos"]))
+        if self.guard is not None:
+            self._worded(self.guard.join, known.names, pack(request["silos"]))
         # all or nothing: a server that was refused must not have its calls answered
-        self.site, self.checks = site, checks
+        self.worker, self.checks = worker, checks
         self._known, self._server = known, request["server"]
         self._plan_for: bool | None = None
         return model
 
-    def _prove(self) -> None:
+    def _check_factors(self) -> None:
         """Check the model on its own rows, once.
 
         What kind of thing is wrong leaves, and no number.
         """
-        if self._proved:
+        if self._factors_checked:
             return
         try:
             if self.fit is None:
-                prove_own(self.factors, self.silos)
+                check_own_factorization(self.factors, self.silos)
             else:
-                self.fit.proved(self.silos)
-        except ProofError as error:
+                self.fit.check_factors(self.silos)
+        except FactorizationError as error:
             self._log()
             raise Refusal(f"{error.plain}; its own errors.log has more") from error
-        self._proved = True
+        self._factors_checked = True
 
     def _log(self) -> None:
         with (self.folder / "errors.log").open("a") as log:
             log.write(traceback.format_exc())
 
     def _calls(self, request: dict[str, Any]) -> dict[str, Any]:
-        if self.site is None or self.checks is None:
+        if self.worker is None or self.checks is None:
             raise Refusal("it was asked before it was told of the others; connect first")
         if request.get("server") != self._server:
             raise Refusal("another server has connected since; expected one at a time")
         if "independent" in request and self.fit is None:
             raise Refusal(
-                "it has no such fit; expected connect(messenger, model, fit=...), and "
+                "it has no such fit; expected connect(transport, model, fit=...), and "
                 "SiloSide(..., fit=...) of the same"
             )
         independent = request.get("independent")
@@ -317,12 +317,12 @@ class SiloSide:
             )
         if independent is not None and self._plan_for is not independent:
             self._plan_for = independent
-            self.checks.own["plan"] = self.fit.planned(self._known, self._plan_for)
+            self.checks.own["config"] = self.fit.planned(self._known, self._plan_for)
         own = self.checks.own
         try:
             inside, forget = request["calls"].tobytes(), [slot_number(n) for n in request["forget"]]
             wide = {**own, "pad": self.checks.wide.pad}
-            calls = [parsed(self.site.number, values) for values in unpack(inside, own)]
+            calls = [parsed(self.worker.number, values) for values in unpack(inside, own)]
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise Refusal(f"its calls are not put together as calls ({error})") from error
         replies = []
@@ -332,20 +332,20 @@ class SiloSide:
             state = self.checks.state(call)
             kinds = self._allowed(call, lambda i=i: unpack(inside, wide)[i][0], state)
             ticket: Any = None
-            if self.closed is not None:
-                if independent is None and name_of(type(call.local)) in self.closed.allowed:
+            if self.guard is not None:
+                if independent is None and name_of(type(call.local)) in self.guard.allowed:
                     raise Refusal(
                         "it is not told whether elements are independent; expected True or False"
                     )
-                call, ticket = self._worded(self.closed.admit, call, own, state, independent)
+                call, ticket = self._worded(self.guard.admit, call, own, state, independent)
             elif self.secret is not None:
                 told = pack((call.local, call.key, call.message, independent), own)
                 call = with_own_keys(call, self.secret, hashed(told, pack(state)))
-            reply, new = self.site.reply(call, state)
-            if self.closed is None:
+            reply, new = self.worker.reply(call, state)
+            if self.guard is None:
                 replies.append([np.asarray(x) for x in jax.tree.leaves(reply)])
             else:
-                replies.append(self._worded(self.closed.let_out, call.local, reply, ticket))
+                replies.append(self._worded(self.guard.let_out, call.local, reply, ticket))
             if call.write is not None:
                 self._keep(call, new, kinds)
         for slot in forget:
@@ -354,7 +354,7 @@ class SiloSide:
 
     def _within_ceilings(self, call: Call) -> None:
         """Count a call, or refuse it."""
-        assert self.site is not None
+        assert self.worker is not None
         kind = name_of(type(call.local))
         if kind not in ANSWERED or (self.fit is None and kind in FIT_CALLS):
             raise Refusal(f"it does not answer {kind}; expected one of the calls that it knows")
@@ -364,7 +364,7 @@ class SiloSide:
                 "study; expected fewer, or a "
                 f"person at the silo who allows more (numpyro-fed silo --ceiling {kind}=N)"
             )
-        if call.write is not None and len(self.site.kept) >= MAX_SLOTS:
+        if call.write is not None and len(self.worker.kept) >= MAX_SLOTS:
             raise Refusal(
                 f"it keeps {MAX_SLOTS:,} states; expected a server that has it forget some"
             )
@@ -386,7 +386,7 @@ class SiloSide:
 
     def _keep(self, call: Call, new: Any, kinds: Any) -> None:
         """Write a new state to disk, with the kind of call that made it."""
-        assert self.site is not None
+        assert self.worker is not None
         assert self.checks is not None
         assert call.write is not None
         kind = name_of(type(call.local))
@@ -396,7 +396,7 @@ class SiloSide:
                 f"it keeps {MAX_KEPT >> 20:,} MiB; expected a server that has it forget some"
             )
         write_sealed(self.folder / f"slot-{call.write}.bin", data, "slot")
-        self.site.kept[call.write] = new
+        self.worker.kept[call.write] = new
         self.checks.kept[call.write] = Kept(kind, kinds, len(data))
 
     @staticmethod
@@ -408,9 +408,9 @@ class SiloSide:
             raise Refusal(str(error)) from error
 
     def _drop(self, slot: int) -> None:
-        assert self.site is not None
+        assert self.worker is not None
         assert self.checks is not None
-        self.site.kept.pop(slot, None)
+        self.worker.kept.pop(slot, None)
         self.checks.kept.pop(slot, None)
         (self.folder / f"slot-{slot}.bin").unlink(missing_ok=True)
 

@@ -1,4 +1,4 @@
-"""Silos spread over JAX processes: of one organisation, on one machine or several.
+"""Silos spread over JAX processes: of one organization, on one machine or several.
 
 Every process runs the same program and holds the rows of its own silos. What the server does, each
 does for itself; a call is answered by the process that has the silo, and its reply is gathered by
@@ -30,8 +30,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from numpyro_fed.data.silos import Silos
-from numpyro_fed.density.fingerprint import description, known_of
-from numpyro_fed.rounds.remote import Call, Carrier, RemoteSilos, Site, site_of
+from numpyro_fed.density.fingerprint import description, joined_spec
+from numpyro_fed.rounds.remote import Call, Carrier, RemoteSilos, SiloWorker, worker_of
 
 __all__ = ["Spmd", "connect", "initialize"]
 
@@ -53,8 +53,8 @@ class Spmd(Carrier):
     :param silos: this process's own.
     """
 
-    def __init__(self, sites: dict[int, Site], owner: list[int], silos: Silos) -> None:
-        super().__init__(sites)
+    def __init__(self, workers: dict[int, SiloWorker], owner: list[int], silos: Silos) -> None:
+        super().__init__(workers)
         self.owner, self.silos = owner, silos
 
     def check(self, check: Callable[[Silos], None]) -> None:
@@ -76,14 +76,16 @@ class Spmd(Carrier):
 
         :raises RuntimeError: where the processes do not make the same calls.
         """
-        site = next(iter(self.sites.values()))
+        site = next(iter(self.workers.values()))
         kinds = [self.type_of(call, site) for call in calls]  # of all: what each writes is noted
         leaves, tree = jax.tree.flatten(kinds[0])
         size = sum(x.size * x.dtype.itemsize for x in leaves)
         sent = np.zeros((len(calls), _HEAD.itemsize + size), np.uint8)
         # all are under way before the first is waited for
         answers = {
-            i: self.sites[c.number].answer(c) for i, c in enumerate(calls) if c.number in self.sites
+            i: self.workers[c.number].answer(c)
+            for i, c in enumerate(calls)
+            if c.number in self.workers
         }
         for i, call in enumerate(calls):
             sent[i, : _HEAD.itemsize] = _head(call)
@@ -155,9 +157,9 @@ def connect(silos: Silos) -> RemoteSilos:
     :raises ValueError: naming the process, where silos do not fit together.
     """
     told = [json.loads(text) for text in _gather_text(json.dumps(description(silos, values=True)))]
-    known = known_of(told, [f"process {i}" for i in range(len(told))], silos.shared)
+    known = joined_spec(told, [f"process {i}" for i in range(len(told))], silos.shared)
     owner = [process for process, other in enumerate(told) for _ in other["names"]]
-    sites = {known.names.index(name): site_of(silos, name, known) for name in silos.names}
+    sites = {known.names.index(name): worker_of(silos, name, known) for name in silos.names}
     return RemoteSilos(known, Spmd(sites, owner, silos))
 
 

@@ -1,6 +1,6 @@
 """The wire contract: what the server of a federation says to silos and hears from them, as bytes.
 
-A carrier between organizations brings bytes to a silo by name, and bytes back (:class:`Messenger`).
+A carrier between organizations brings bytes to a silo by name, and bytes back (:class:`Transport`).
 First silos say what they are: names, numbers of rows, names and types of arguments, versions. Then
 each is told of the others and of the shared arguments' values, and says which model it has. After
 that all messages are calls, of :data:`~numpyro_fed.engines.answers.ANSWERED` alone, and replies,
@@ -18,21 +18,21 @@ import numpy as np
 
 from numpyro_fed.data.silos import Silos
 from numpyro_fed.data.views import largest
-from numpyro_fed.density.factorize import factorise
+from numpyro_fed.density.factorize import factorize
 from numpyro_fed.density.factors import Factors
-from numpyro_fed.density.fingerprint import as_values, checked, fingerprint, known_of, versions
+from numpyro_fed.density.fingerprint import as_values, checked, fingerprint, joined_spec, versions
 from numpyro_fed.privacy.secure_sum import types_masked
-from numpyro_fed.rounds.remote import Call, Carrier, RemoteSilos, SiloError, nowhere
+from numpyro_fed.rounds.remote import Call, Carrier, RemoteSilos, SiloError, typed_worker
 from numpyro_fed.rounds.serialization import pack, unpack
 
-__all__ = ["Messenger", "Traffic", "Wire", "connect", "owned"]
+__all__ = ["Traffic", "Transport", "Wire", "connect", "owned"]
 
 PROTOCOL = 2
 _MAX_ANSWER = 1 << 22  # bytes in which a silo says what it is
 _LONGEST = 2000  # letters of a silo's text that an error quotes
 
 
-class Messenger(Protocol):
+class Transport(Protocol):
     """Carrier of bytes: one message to each named silo, and replies by name.
 
     Of a silo that did not answer in time there is none. A message may arrive twice: silos then
@@ -69,7 +69,7 @@ class Wire(Carrier):
     A reply of another type than the call's, or one that cannot be read, counts as none, with a
     warning that names the silo.
 
-    :param messenger: what carries bytes.
+    :param transport: what carries bytes.
     :param known: what is known of all silos.
     :param model: the marked model, as every silo has it.
     :param public: as of the kernel.
@@ -82,19 +82,19 @@ class Wire(Carrier):
 
     def __init__(
         self,
-        messenger: Messenger,
+        transport: Transport,
         known: Silos,
         model: Callable,
         public: tuple[str, ...] = (),
         fit: Any = None,
     ) -> None:
         super().__init__({})
-        self.messenger, self.names = messenger, known.names
+        self.transport, self.names = transport, known.names
         self.traffic = {name: Traffic() for name in known.names}
         self.refused: dict[str, list[str]] = {name: [] for name in known.names}
-        self.factors = factorise(model, known, public=public)
+        self.factors = factorize(model, known, public=public)
         self._own = owned(self.factors, known, fit, largest(known))
-        self._any = nowhere(known)
+        self._any = typed_worker(known)
         self.server = secrets.randbits(31)
         self.next_slot = self.server << 32  # so that slots of two servers do not meet
         self._owners: dict[int, list[int]] = {}  # silos that keep something under a slot
@@ -130,7 +130,7 @@ class Wire(Carrier):
 
     def messages(self, messages: dict[str, bytes]) -> dict[str, bytes]:
         """Exchange messages, and count them."""
-        answers = self.messenger.exchange(messages)
+        answers = self.transport.exchange(messages)
         for name, data in messages.items():
             old, up = self.traffic[name], len(answers.get(name, b""))
             self.traffic[name] = Traffic(
@@ -163,17 +163,17 @@ class Wire(Carrier):
         }
         own = self._own
         for call in calls:
-            plan: Any = getattr(call.local, "plan", None)
-            if hasattr(plan, "families"):  # of a variational fit, which silos make for themselves
-                own = {**own, "plan": plan}
-                head["independent"] = plan.families[0].group is not None
+            config: Any = getattr(call.local, "config", None)
+            if hasattr(config, "families"):  # of a variational fit, which silos make for themselves
+                own = {**own, "config": config}
+                head["independent"] = config.families[0].group is not None
         try:
             inside = pack([(c.local, c.key, c.message, c.read, c.write) for c in calls], own)
         except TypeError as error:
             raise ValueError(
                 f"what {type(calls[0].local).__name__} needs cannot go over a wire ({error}); "
                 "expected the model, and the fit, that silos were connected "
-                "with: connect(messenger, model, fit=...), and step sizes that are numbers or "
+                "with: connect(transport, model, fit=...), and step sizes that are numbers or "
                 "schedules of fed, not functions"
             ) from error
         return pack({**head, "calls": np.frombuffer(inside, np.uint8)})
@@ -221,7 +221,7 @@ def _checked(leaves: Any, kind: Any) -> Any:
 
 
 def connect(
-    messenger: Messenger,
+    transport: Transport,
     model: Callable,
     *,
     shared: Mapping[str, Any] | None = None,
@@ -232,7 +232,7 @@ def connect(
 ) -> RemoteSilos:
     """Meet the silos: what they are, and whether they have the same model and versions.
 
-    :param messenger: brings bytes to silos of known names.
+    :param transport: brings bytes to silos of known names.
     :param model: the marked model.
     :param shared: values of the shared arguments (without rows, the same everywhere), which silos
         compare with their own; none leaves a silo.
@@ -247,7 +247,7 @@ def connect(
     """
     mine, shared = versions(), dict(shared or {})
     hello = _all(
-        messenger, {name: pack({"what": "hello", "protocol": PROTOCOL}) for name in messenger.names}
+        transport, {name: pack({"what": "hello", "protocol": PROTOCOL}) for name in transport.names}
     )
     for name, answer in hello.items():
         _same("version", name, answer.get("versions"), mine)
@@ -268,13 +268,13 @@ def connect(
                 "same: connect(..., shared={argument: value}), or an entry in rows= for what is a "
                 "silo's own"
             )
-    known = known_of(told, who, shared)
-    carrier = Wire(messenger, known, model, public, fit)
+    known = joined_spec(told, who, shared)
+    carrier = Wire(transport, known, model, public, fit)
     model_here = fingerprint(carrier.factors, known, fit)
     told_all = pack(
         {"what": "open", "silos": as_values(known), "server": carrier.server, "fresh": fresh}
     )
-    opened = _all(messenger, dict.fromkeys(known.names, told_all))
+    opened = _all(transport, dict.fromkeys(known.names, told_all))
     for name, answer in opened.items():
         _same("model", name, answer.get("model"), model_here)
     return RemoteSilos(known, carrier)
@@ -292,9 +292,9 @@ def _same(what: str, name: str, theirs: Any, mine: dict[str, Any]) -> None:
             )
 
 
-def _all(messenger: Messenger, messages: dict[str, bytes]) -> dict[str, Any]:
+def _all(transport: Transport, messages: dict[str, bytes]) -> dict[str, Any]:
     """Answers of all silos, in their order."""
-    answers = messenger.exchange(messages)
+    answers = transport.exchange(messages)
     lost = [name for name in messages if name not in answers]
     if lost:
         raise RuntimeError(

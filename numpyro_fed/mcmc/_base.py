@@ -42,7 +42,7 @@ class FederatedKernel(MCMCKernel):
         self._reset()
 
     def _reset(self) -> None:
-        self._plan: Any = None
+        self._config: Any = None
         self._tuning: Any = None
         self._surrogates: Surrogates | None = None
         self._setup_cost = Cost()
@@ -51,7 +51,7 @@ class FederatedKernel(MCMCKernel):
         self._shown = (-1.0, "")
 
     def _settle(self, silos: Silos, extra: dict[str, Any]) -> None:
-        """Set ``_plan``, ``_tuning``, ``_surrogates`` and ``_setup_cost``."""
+        """Set ``_config``, ``_tuning``, ``_surrogates`` and ``_setup_cost``."""
         raise NotImplementedError
 
     @property
@@ -70,7 +70,7 @@ class FederatedKernel(MCMCKernel):
     @property
     def factors(self) -> Factors | None:
         """Factors of the model; ``None`` before :meth:`init`."""
-        return None if self._plan is None else self._plan.factors
+        return None if self._config is None else self._config.factors
 
     @property
     def silos(self) -> Silos | None:
@@ -101,7 +101,7 @@ class FederatedKernel(MCMCKernel):
             )
         return model_args[0], extra
 
-    def _prepare(self, silos: Silos, extra: dict[str, Any]) -> None:
+    def _set_up(self, silos: Silos, extra: dict[str, Any]) -> None:
         key = silos.with_shared(**extra)
         if self._prepared_for is not None and self._prepared_for == key:
             return
@@ -136,9 +136,9 @@ class FederatedKernel(MCMCKernel):
 
     def postprocess_fn(self, model_args: tuple, model_kwargs: Mapping[str, Any] | None) -> Callable:
         """Return the map from unconstrained to constrained values and deterministic sites."""
-        if self._plan is None:
+        if self._config is None:
             return lambda z: z
-        factors: Factors = self._plan.factors
+        factors: Factors = self._config.factors
         if factors.transforms is not None:
             return partial(transform_fn, factors.transforms)
         kwargs = dict(model_kwargs or {})

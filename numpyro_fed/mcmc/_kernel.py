@@ -17,7 +17,7 @@ from numpyro_fed.data.silos import Silos
 from numpyro_fed.mcmc._base import FederatedKernel, check_start
 from numpyro_fed.mcmc.adaptation import Adaptation, begin, check_seen, look_cost
 from numpyro_fed.mcmc.options import Options
-from numpyro_fed.mcmc.setup import prepare, prepare_again
+from numpyro_fed.mcmc.setup import make_setup, set_up_again
 from numpyro_fed.mcmc.visit import (
     LangevinState,
     chain_axes,
@@ -71,15 +71,15 @@ class LangevinKernel(FederatedKernel):
         self._num_warmup = 0
 
     def _settle(self, silos: Silos, extra: dict[str, Any]) -> None:
-        prepared, every = (
-            prepare(self._model, silos, extra, self._options),
+        setup, every = (
+            make_setup(self._model, silos, extra, self._options),
             self._options.refresh_every,
         )
         silos, z = silos.with_shared(**extra), None
         for part in range(0 if every is None else self._num_warmup // every):
-            z, thetas = explore(prepared.plan, every, random.key(part), z, prepared.tuning, silos)
-            prepared = prepare_again(prepared, silos, self._options, np.asarray(thetas, np.float64))
-        self._plan, self._tuning, self._surrogates, self._setup_cost = prepared
+            z, thetas = explore(setup.config, every, random.key(part), z, setup.tuning, silos)
+            setup = set_up_again(setup, silos, self._options, np.asarray(thetas, np.float64))
+        self._config, self._tuning, self._surrogates, self._setup_cost = setup
 
     def init(
         self,
@@ -99,10 +99,10 @@ class LangevinKernel(FederatedKernel):
         """
         silos, extra = self._arguments(model_args, model_kwargs)
         self._num_warmup = num_warmup
-        self._prepare(silos, extra)
+        self._set_up(silos, extra)
         silos = silos.with_shared(**extra)
         adaptation = self._adaptation(num_warmup)
-        start = partial(first_state, self._plan)
+        start = partial(first_state, self._config)
         z = self._given(init_params, model_args, extra)
         if z is not None:
             chains = () if is_prng_key(rng_key) else (len(rng_key),)
@@ -126,9 +126,9 @@ class LangevinKernel(FederatedKernel):
         else:
             axes = chain_axes(adaptation is not None)
             self._sample_fn = jax.vmap(self._one, in_axes=(axes, None, None), out_axes=axes)
-            vectorised = jax.vmap(start, in_axes=(0, 0, 0, 0, None, None, None), out_axes=axes)
+            vectorized = jax.vmap(start, in_axes=(0, 0, 0, 0, None, None, None), out_axes=axes)
             own, of_silos, strata = start_keys(rng_key, self._options.distinct_silos)
-            state = vectorised(own, of_silos, z, strata, self._tuning, silos, adaptation)
+            state = vectorized(own, of_silos, z, strata, self._tuning, silos, adaptation)
         if state.adaptation is not None:
             check_seen(state.adaptation)
         return state
@@ -136,7 +136,7 @@ class LangevinKernel(FederatedKernel):
     def _adaptation(self, num_warmup: int) -> Adaptation | None:
         if self._options.step_size != "adaptive":
             return None
-        dim, dtype = self._plan.factors.dim, self._tuning.loc.dtype
+        dim, dtype = self._config.factors.dim, self._tuning.loc.dtype
         return begin(
             random.key(0), dim, (1 / 8, 1 / 8), self._options.bias_target, num_warmup, dtype
         )
@@ -155,7 +155,7 @@ class LangevinKernel(FederatedKernel):
                 f"the state has visited {state.visits.shape[-1]} silos, the data have "
                 f"{len(silos)}; start a new MCMC"
             )
-        return one_round(self._plan, state, silos.with_shared(**extra))
+        return one_round(self._config, state, silos.with_shared(**extra))
 
     def _arguments(
         self, model_args: tuple, model_kwargs: Mapping[str, Any] | None
@@ -174,9 +174,9 @@ class LangevinKernel(FederatedKernel):
 
     def _diagnostics(self, state: LangevinState) -> str:
         parts = [f"step size {float(state.step_size):.2e}", f"silo {int(state.silo)}"]
-        if self._plan is not None and self._plan.units is not None:
+        if self._config is not None and self._config.units is not None:
             parts.append(f"local acc. {float(state.local_accept_prob):.2f}")
-        if self._plan is not None and self._plan.cut:
+        if self._config is not None and self._config.cut:
             parts.append(f"cut {float(state.cut_rate):.3f}")
         return ", ".join(parts)
 
@@ -192,19 +192,19 @@ class LangevinKernel(FederatedKernel):
         :param state: the state up to which to count, for example ``mcmc.last_state``.
         :raises ValueError: before the kernel has run.
         """
-        if self._plan is None or self._prepared_for is None:
+        if self._config is None or self._prepared_for is None:
             raise ValueError("expected a kernel that has run; call mcmc.run(rng_key, silos) first")
         visits, silent = (
             np.asarray(x).reshape(-1, x.shape[-1]).sum(0) for x in (state.visits, state.unanswered)
         )
-        plan, item = self._plan, self._tuning.loc.dtype.itemsize
-        chain = plan.factors.dim * item + 4
-        draw = chain + (4 + (plan.factors.dim if plan.cut else 0)) * item
-        gradients = plan.num_local_steps * (1 if self._tuning.anchor is None else 2)
-        visit = Cost(1, gradients, chain, plan.num_kept * draw)
+        config, item = self._config, self._tuning.loc.dtype.itemsize
+        chain = config.factors.dim * item + 4
+        draw = chain + (4 + (config.factors.dim if config.cut else 0)) * item
+        gradients = config.num_local_steps * (1 if self._tuning.anchor is None else 2)
+        visit = Cost(1, gradients, chain, config.num_kept * draw)
         once = self._setup_cost
         if state.adaptation is not None:  # such a kernel pools all rows in one silo
-            once += look_cost(state.adaptation, self._plan.factors.dim)
+            once += look_cost(state.adaptation, self._config.factors.dim)
         asked = Cost(1, 0, chain, 0)
         costs = [
             once + visit.times(int(v - n)) + asked.times(int(n))

@@ -13,10 +13,17 @@ from numpyro_fed.density.factors import Factors
 from numpyro_fed.density.local_map import Units
 from numpyro_fed.mcmc.minibatch import Members
 from numpyro_fed.rounds.serialization import wire_name
-from numpyro_fed.surrogates.corrections import Bends
+from numpyro_fed.surrogates.corrections import Corrections
 from numpyro_fed.surrogates.gaussian import matvec
 
-__all__ = ["Conducive", "LatentCoordinates", "NetworkPlan", "NodePlan", "Plan", "Tuning"]
+__all__ = [
+    "Conducive",
+    "LangevinConfig",
+    "LatentCoordinates",
+    "NetworkConfig",
+    "NodeConfig",
+    "Tuning",
+]
 
 _BLOCK_STEPS = 200  # local steps whose random numbers and rows are drawn together
 _BLOCK_BYTES = 8 << 20
@@ -24,7 +31,7 @@ _BLOCK_BYTES = 8 << 20
 
 @wire_name("ChainPlan")
 @dataclass(frozen=True)
-class Plan:
+class LangevinConfig:
     """Static facts of a kernel; kernels of equal plans share their compiled programs.
 
     :param factors: the model's factors.
@@ -74,9 +81,9 @@ class Plan:
         )
 
 
-@wire_name("NodePlan")
+@wire_name("NodeConfig")
 @dataclass(frozen=True)
-class NodePlan:
+class NodeConfig:
     """Static facts that a node of a network needs for its part of a step.
 
     They tell a node nothing of the graph.
@@ -94,7 +101,7 @@ class NodePlan:
 
 
 @dataclass(frozen=True)
-class NetworkPlan(NodePlan):
+class NetworkConfig(NodeConfig):
     """Static facts of a kernel over a network of nodes.
 
     :param schedule: step size by number of steps made, or ``None`` for a constant one.
@@ -112,9 +119,9 @@ class NetworkPlan(NodePlan):
     totals: tuple[tuple[str, int], ...]
 
     @property
-    def node(self) -> NodePlan:
+    def node(self) -> NodeConfig:
         """Plan of each node."""
-        return NodePlan(self.factors, self.units, self.batch, self.num_nodes)
+        return NodeConfig(self.factors, self.units, self.batch, self.num_nodes)
 
 
 @wire_name("Conducive")
@@ -129,24 +136,32 @@ class Conducive(NamedTuple):
     precision: Array
     total_shift: Array
     total_precision: Array
-    bends: Bends | None = None
-    total_bends: Bends | None = None
+    corrections: Corrections | None = None
+    total_corrections: Corrections | None = None
 
     def of(self, number: Array) -> "Conducive":
         """Return one silo's surrogate, with the sums over all silos."""
         shift, precision = jax.tree.map(lambda x: x[number], (self.shift, self.precision))
-        bends = None if self.bends is None else self.bends.of(self.bends.coefficients[number])
-        return self._replace(shift=shift, precision=precision, bends=bends)
+        corrections = (
+            None
+            if self.corrections is None
+            else self.corrections.of(self.corrections.coefficients[number])
+        )
+        return self._replace(shift=shift, precision=precision, corrections=corrections)
 
     def score(self, theta: Array, loc: Array) -> Array:
         """Return the gradient of one silo's log surrogate, after :meth:`of`."""
         gradient = self.shift - matvec(self.precision, theta - loc)
-        return gradient if self.bends is None else gradient + self.bends.score(theta)
+        return gradient if self.corrections is None else gradient + self.corrections.score(theta)
 
     def total_score(self, theta: Array, loc: Array) -> Array:
         """Return the gradient of the sum of all log surrogates."""
         gradient = self.total_shift - matvec(self.total_precision, theta - loc)
-        return gradient if self.total_bends is None else gradient + self.total_bends.score(theta)
+        return (
+            gradient
+            if self.total_corrections is None
+            else gradient + self.total_corrections.score(theta)
+        )
 
 
 # in sds; farther out, a linear map would carry latents of silos that the chain does not visit to
@@ -221,7 +236,11 @@ class Tuning(NamedTuple):
             shift, precision = jax.tree.map(
                 lambda x: x[own], (conducive.shift, conducive.precision)
             )
-            bends = conducive.bends
-            bends = None if bends is None else bends.of(bends.coefficients[own])
-            conducive = conducive._replace(shift=shift, precision=precision, bends=bends)
+            corrections = conducive.corrections
+            corrections = (
+                None if corrections is None else corrections.of(corrections.coefficients[own])
+            )
+            conducive = conducive._replace(
+                shift=shift, precision=precision, corrections=corrections
+            )
         return told._replace(selection=self.selection[own], conducive=conducive)

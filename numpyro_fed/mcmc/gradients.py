@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from numpyro_fed.data.views import SiloRows, SiloView
-from numpyro_fed.mcmc.config import Conducive, LatentCoordinates, NodePlan, Plan, Tuning
+from numpyro_fed.mcmc.config import Conducive, LangevinConfig, LatentCoordinates, NodeConfig, Tuning
 from numpyro_fed.surrogates.gaussian import matvec
 
 __all__ = ["OpenSilo", "drift", "open_silo", "pull_back", "push", "residual", "terms"]
@@ -28,7 +28,7 @@ class OpenSilo(NamedTuple):
     anchor: Array | None = None
 
 
-def open_silo(plan: Plan, tuning: Tuning, state: Any, view: SiloView) -> OpenSilo:
+def open_silo(config: LangevinConfig, tuning: Tuning, state: Any, view: SiloView) -> OpenSilo:
     """Return the :class:`OpenSilo` of all steps at one silo."""
     number = view.number
     of_all: Any = (
@@ -37,8 +37,8 @@ def open_silo(plan: Plan, tuning: Tuning, state: Any, view: SiloView) -> OpenSil
     if tuning.members is not None:  # each step gathers rows with their elements
         kwargs = dict(view.silos.shared)
         weights: dict[str, Array] = {}
-    elif plan.batch is not None:
-        group, m = plan.batch
+    elif config.batch is not None:
+        group, m = config.batch
         kwargs, weights = SiloView(
             view.silos, number, tuple((g, 1 if g == group else n) for g, n in view.pad)
         ).whole()
@@ -51,7 +51,7 @@ def open_silo(plan: Plan, tuning: Tuning, state: Any, view: SiloView) -> OpenSil
     if conducive is not None:
         conducive = conducive.of(of_all)
         weight = tuning.alpha / tuning.selection[of_all]
-        if conducive.bends is None:  # alpha g_s as one Gaussian score
+        if conducive.corrections is None:  # alpha g_s as one Gaussian score
             net = (
                 tuning.alpha * conducive.total_shift - weight * conducive.shift,
                 tuning.alpha * conducive.total_precision - weight * conducive.precision,
@@ -70,35 +70,40 @@ def pull_back(tuning: Tuning, gradient: Array) -> Array:
     return gradient if tuning.scale is None else matvec(tuning.scale.T, gradient)
 
 
-def _server_gradient(plan: Plan, tuning: Tuning, theta: Array, view: SiloView) -> Array:
+def _server_gradient(config: LangevinConfig, tuning: Tuning, theta: Array, view: SiloView) -> Array:
     """Return grad log p(theta) + alpha grad log q(theta), which needs no silo."""
-    gradient = _prior_slope(plan, theta, view)
+    gradient = _prior_slope(config, theta, view)
     if tuning.conducive is not None:
         gradient = gradient + tuning.alpha * tuning.conducive.total_score(theta, tuning.loc)
     return gradient
 
 
-def _prior_slope(plan: Plan, theta: Array, view: SiloView) -> Array:
-    factors = plan.factors
+def _prior_slope(config: LangevinConfig, theta: Array, view: SiloView) -> Array:
+    factors = config.factors
     return jax.grad(lambda t: factors.log_prior(factors.unravel(t), view.silos.shared))(theta)
 
 
 def drift(
-    plan: Plan, tuning: Tuning, theta: Array, eps: Array | None, silo: OpenSilo, view: SiloView
+    config: LangevinConfig,
+    tuning: Tuning,
+    theta: Array,
+    eps: Array | None,
+    silo: OpenSilo,
+    view: SiloView,
 ) -> tuple[Array, Array | None, Array | None]:
     """Return the drift of a step, which h / 2 multiplies, in preconditioned units ``(d,)``.
 
     If the plan separates e, also return e and whether it was cut; else return ``None`` for both.
     """
-    if plan.cut:
-        e, cut = residual(plan, tuning, theta, eps, silo, view)
-        return pull_back(tuning, _server_gradient(plan, tuning, theta, view)) + e, e, cut
+    if config.cut:
+        e, cut = residual(config, tuning, theta, eps, silo, view)
+        return pull_back(tuning, _server_gradient(config, tuning, theta, view)) + e, e, cut
     # the same sum, with one product with a precision; the prior's gradient is added last, since XLA
     # would otherwise copy the rows in each step to add it inside their product
-    gradient = jax.grad(lambda t: terms(plan, t, eps, silo, view)[1])(theta)
+    gradient = jax.grad(lambda t: terms(config, t, eps, silo, view)[1])(theta)
     if silo.anchor is not None:
-        gradient = gradient + _correction(plan, tuning, silo, view)
-    gradient = gradient / silo.selection + _prior_slope(plan, theta, view)
+        gradient = gradient + _correction(config, tuning, silo, view)
+    gradient = gradient / silo.selection + _prior_slope(config, theta, view)
     if silo.net is not None:
         shift, precision = silo.net
         gradient = gradient + shift - matvec(precision, theta - tuning.loc)
@@ -109,47 +114,54 @@ def drift(
 
 
 def residual(
-    plan: Plan, tuning: Tuning, theta: Array, eps: Array | None, silo: OpenSilo, view: SiloView
+    config: LangevinConfig,
+    tuning: Tuning,
+    theta: Array,
+    eps: Array | None,
+    silo: OpenSilo,
+    view: SiloView,
 ) -> tuple[Array, Array]:
     """Return the conducive residual e, in preconditioned units ``(d,)``, and 1 if it was cut."""
-    gradient = jax.grad(lambda t: terms(plan, t, eps, silo, view)[1])(theta)
+    gradient = jax.grad(lambda t: terms(config, t, eps, silo, view)[1])(theta)
     if silo.anchor is not None:
-        gradient = gradient + _correction(plan, tuning, silo, view)
+        gradient = gradient + _correction(config, tuning, silo, view)
     if silo.conducive is not None:
         gradient = gradient - tuning.alpha * silo.conducive.score(theta, tuning.loc)
     e = pull_back(tuning, gradient) / silo.selection
-    if not plan.cut:
+    if not config.cut:
         return e, jnp.zeros(())
     norm = jnp.linalg.norm(e)
     factor = jnp.where(norm > tuning.cut, tuning.cut / norm, 1.0)
     return e * factor, (norm > tuning.cut).astype(e.dtype)
 
 
-def _correction(plan: Plan, tuning: Tuning, silo: OpenSilo, view: SiloView | SiloRows) -> Array:
+def _correction(
+    config: LangevinConfig, tuning: Tuning, silo: OpenSilo, view: SiloView | SiloRows
+) -> Array:
     """Return the silo's gradient at ``loc`` minus its minibatch's there, a control variate."""
-    return silo.anchor - jax.grad(lambda t: terms(plan, t, None, silo, view)[1])(tuning.loc)
+    return silo.anchor - jax.grad(lambda t: terms(config, t, None, silo, view)[1])(tuning.loc)
 
 
 def terms(
-    plan: Plan | NodePlan,
+    config: LangevinConfig | NodeConfig,
     theta: Array,
     eps: Array | None,
     silo: OpenSilo,
     view: SiloView | SiloRows,
 ) -> tuple[Array, Array]:
     """Return ``log p(theta)``, and ``log p(y_s, z | theta) + log |dz/deps|`` at fixed eps."""
-    factors = plan.factors
+    factors = config.factors
     sites = factors.unravel(theta)
     z: dict[str, Array] = {}
     log_det = jnp.zeros(())
-    if plan.units is not None and eps is not None and silo.latents is not None:
+    if config.units is not None and eps is not None and silo.latents is not None:
         u = silo.latents.u(theta)
-        z = plan.units.to_sites(silo.latents.rows.forward(u, eps))
+        z = config.units.to_sites(silo.latents.rows.forward(u, eps))
         # a minibatch's elements also count for the elements outside it
         counted = (
-            plan.units.owned(view)
-            if plan.units.group is None
-            else silo.weights[plan.units.group][:, None]
+            config.units.owned(view)
+            if config.units.group is None
+            else silo.weights[config.units.group][:, None]
         )
         log_det = jnp.sum(counted * silo.latents.rows.log_scales(u, eps))
     log_prior, local = factors.terms(sites, z, silo.kwargs, silo.weights)

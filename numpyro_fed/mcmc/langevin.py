@@ -31,7 +31,7 @@ from jax import Array, lax, random
 from numpyro_fed.data.views import SiloRows, SiloView, gather
 from numpyro_fed.density.local_map import LocalMap
 from numpyro_fed.density.nested import NestedUnits
-from numpyro_fed.mcmc.config import NodePlan, Plan, Tuning
+from numpyro_fed.mcmc.config import LangevinConfig, NodeConfig, Tuning
 from numpyro_fed.mcmc.gradients import OpenSilo, drift, open_silo, push
 from numpyro_fed.mcmc.local_moves import MoveNoise, free_move_noise, metropolis, move_noise
 from numpyro_fed.mcmc.minibatch import pick_elements, rows_of
@@ -41,7 +41,7 @@ from numpyro_fed.rounds.serialization import wire_name
 
 __all__ = [
     "Chain",
-    "StayStats",
+    "VisitStats",
     "batches",
     "federated",
     "local_noise",
@@ -63,7 +63,7 @@ class Chain(NamedTuple):
     num_steps: Array
 
 
-class StayStats(NamedTuple):
+class VisitStats(NamedTuple):
     """Statistics of a visit, which a silo sends with the chain.
 
     :param cut_rate: fraction of steps whose e was cut.
@@ -81,7 +81,7 @@ class StayStats(NamedTuple):
     residual: Array | None
 
 
-def federated(plan: Plan, tuning: Tuning) -> Federated:
+def federated(config: LangevinConfig, tuning: Tuning) -> Federated:
     """Return the chain as a federated algorithm that visits one silo per round.
 
     The engine's caller chooses the silo.
@@ -92,10 +92,10 @@ def federated(plan: Plan, tuning: Tuning) -> Federated:
 
     def local(
         key: Array, chain: Chain, state: tuple[Array, LocalMap] | None, view: SiloView
-    ) -> tuple[tuple[Chain, StayStats], Any]:
-        return stay(plan, tuning, key, chain, state, view)
+    ) -> tuple[tuple[Chain, VisitStats], Any]:
+        return stay(config, tuning, key, chain, state, view)
 
-    def merge(chain: Chain, reply: tuple[Chain, StayStats]) -> tuple[Chain, StayStats]:
+    def merge(chain: Chain, reply: tuple[Chain, VisitStats]) -> tuple[Chain, VisitStats]:
         return reply
 
     return Federated(
@@ -104,13 +104,13 @@ def federated(plan: Plan, tuning: Tuning) -> Federated:
 
 
 def stay(
-    plan: Plan,
+    config: LangevinConfig,
     tuning: Tuning,
     key: Array,
     chain: Chain,
     state: tuple[Array, LocalMap] | None,
     view: SiloView,
-) -> tuple[tuple[Chain, StayStats], Any]:
+) -> tuple[tuple[Chain, VisitStats], Any]:
     """Make a chain's local steps at one silo, up to the next draw.
 
     :param state: the silo's private rows: coordinates ``(E, k)`` and local map; ``None`` without
@@ -118,31 +118,33 @@ def stay(
     :return: the chain and the visit's statistics (they leave the silo), and the private rows (they
         do not).
     """
-    silo = open_silo(plan, tuning, state, view)
+    silo = open_silo(config, tuning, state, view)
     eps = None if state is None else state[0]
-    steps = plan.steps_a_draw
-    blocks, rest = divmod(steps, plan.block)
+    steps = config.steps_a_draw
+    blocks, rest = divmod(steps, config.block)
     keys = random.split(key, (blocks + 1, 3))
 
     def run(carry: tuple, keys: Array, length: int) -> tuple:
-        return _run_block(plan, tuning, keys, silo, view, carry, length)
+        return _run_block(config, tuning, keys, silo, view, carry, length)
 
-    sum_e = jnp.zeros_like(chain.theta) if plan.cut else None
+    sum_e = jnp.zeros_like(chain.theta) if config.cut else None
     carry = (chain.theta, eps, chain.num_steps, jnp.zeros(()), jnp.zeros(()), sum_e)
     if blocks == 1:
-        carry = run(carry, keys[0], plan.block)
+        carry = run(carry, keys[0], config.block)
     else:
-        carry, _ = lax.scan(lambda c, k: (run(c, k, plan.block), None), carry, keys[:blocks])
+        carry, _ = lax.scan(lambda c, k: (run(c, k, config.block), None), carry, keys[:blocks])
     if rest:
         carry = run(carry, keys[blocks], rest)
     theta, new_eps, count, cuts, accepted, sum_e = carry
     finite, stuck, accept = (jnp.abs(theta) < _FARTHEST).all(), jnp.zeros(()), jnp.ones(())
-    if plan.units is not None and eps is not None and new_eps is not None:
-        owned = plan.units.owned(view)
+    if config.units is not None and eps is not None and new_eps is not None:
+        owned = config.units.owned(view)
         finite &= jnp.isfinite(jnp.where(owned, new_eps, 0.0)).all()
-        still = (new_eps == eps) & owned & (plan.batch is None)  # a minibatch leaves others unmoved
+        still = (
+            (new_eps == eps) & owned & (config.batch is None)
+        )  # a minibatch leaves others unmoved
         # the level with the largest fraction, since outer elements are few beside inner ones
-        levels = zip(plan.units.levels(still), plan.units.levels(owned), strict=True)
+        levels = zip(config.units.levels(still), config.units.levels(owned), strict=True)
         stuck = jnp.stack([jnp.sum(s) / jnp.sum(o) for s, o in levels]).max()
         accept = accepted / steps
         new_eps = jnp.where(finite, new_eps, eps)
@@ -151,12 +153,12 @@ def stay(
     )  # a visit with numbers that are not finite is undone, and counts
     cuts = jnp.where(finite, cuts, 0.0)
     mean_e = None if sum_e is None else jnp.where(finite, sum_e, 0.0) / steps
-    stats = StayStats(cuts / steps, accept, stuck, finite, mean_e)
+    stats = VisitStats(cuts / steps, accept, stuck, finite, mean_e)
     return (Chain(theta, count), stats), (None if state is None else (new_eps, state[1]))
 
 
 def _run_block(
-    plan: Plan,
+    config: LangevinConfig,
     tuning: Tuning,
     keys: Array,
     silo: OpenSilo,
@@ -168,13 +170,13 @@ def _run_block(
     key_noise, key_batch, key_local = keys
     theta, eps, count = carry[:3]
     noise = random.normal(key_noise, (length, theta.shape[0]), theta.dtype)
-    rows = batches(plan, key_batch, view, (length,))
-    moves = None if plan.units is None else local_noise(plan, key_local, eps, view, length)
+    rows = batches(config, key_batch, view, (length,))
+    moves = None if config.units is None else local_noise(config, key_local, eps, view, length)
     step_size = tuning.step_size
     step_sizes = None
-    if plan.schedule is not None:
+    if config.schedule is not None:
         counts = count + jnp.arange(length, dtype=count.dtype)
-        step_sizes = jnp.asarray(jax.vmap(plan.schedule)(counts), theta.dtype)
+        step_sizes = jnp.asarray(jax.vmap(config.schedule)(counts), theta.dtype)
         step_size = step_sizes[:, None]
     if tuning.inject is not None:
         noise = noise @ tuning.inject
@@ -184,10 +186,10 @@ def _run_block(
         theta, eps, cuts, accepted, sum_e = carry
         xi, batch, move_draws, h = x
         eps, probability, (own, here, seen) = local_step(
-            plan, tuning, theta, eps, silo, view, batch, move_draws
+            config, tuning, theta, eps, silo, view, batch, move_draws
         )
         accepted += probability
-        slope, e, cut = drift(plan, tuning, theta, own, here, seen)
+        slope, e, cut = drift(config, tuning, theta, own, here, seen)
         if e is not None:
             cuts, sum_e = cuts + cut, sum_e + e
         h = tuning.step_size if h is None else h
@@ -200,16 +202,16 @@ def _run_block(
 
 
 def local_noise(
-    plan: Plan, key: Array, eps: Any, view: SiloView, length: int
+    config: LangevinConfig, key: Array, eps: Any, view: SiloView, length: int
 ) -> tuple[MoveNoise, Array | None]:
     """Draw random numbers of ``length`` moves of the silo's latents.
 
     With minibatches of elements, also draw the elements that move.
     """
-    assert plan.units is not None
-    if plan.batch is None:
-        return move_noise(plan.units, key, eps, view, length), None
-    group, m = plan.batch
+    assert config.units is not None
+    if config.batch is None:
+        return move_noise(config.units, key, eps, view, length), None
+    group, m = config.batch
     key_pick, key_move = random.split(key)
     shape = (length, m)
     moves = free_move_noise(key_move, shape, eps.shape[1], eps.dtype)
@@ -217,7 +219,7 @@ def local_noise(
 
 
 def local_step(
-    plan: Plan,
+    config: LangevinConfig,
     tuning: Tuning,
     theta: Array,
     eps: Any,
@@ -231,29 +233,31 @@ def local_step(
     :return: all coordinates, the mean acceptance, and the gradient's inputs: coordinates, silo and
         view of the elements that moved.
     """
-    if plan.units is None:
+    if config.units is None:
         return eps, jnp.zeros(()), (eps, silo._replace(kwargs={**silo.kwargs, **batch}), view)
     moves, index = noise
     if index is None:
-        eps, probability = move(plan, theta, eps, silo, view, moves)
+        eps, probability = move(config, theta, eps, silo, view, moves)
         return eps, probability, (eps, silo, view)
-    assert plan.batch is not None
+    assert config.batch is not None
     assert silo.latents is not None
-    group, m = plan.batch
-    seen, rows, weights = rows_of(plan.factors, tuning.members or {}, group, view, index)
+    group, m = config.batch
+    seen, rows, weights = rows_of(config.factors, tuning.members or {}, group, view, index)
     latents = silo.latents._replace(rows=gather(silo.latents.rows, index))
     here = silo._replace(kwargs={**silo.kwargs, **rows}, weights=weights, latents=latents)
-    own, probability = move(plan, theta, eps[index], here, seen, moves)
+    own, probability = move(config, theta, eps[index], here, seen, moves)
     stands_for = view.size(group).astype(own.dtype) / m
     here = here._replace(weights={g: stands_for * w for g, w in weights.items()})
     return eps.at[index].set(own), probability, (own, here, seen)
 
 
-def batches(plan: Plan, key: Array, view: SiloView, shape: tuple[int, ...]) -> dict[str, Array]:
+def batches(
+    config: LangevinConfig, key: Array, view: SiloView, shape: tuple[int, ...]
+) -> dict[str, Array]:
     """Draw minibatches of rows, one for each index of ``shape``, or none for other plans."""
-    if plan.batch is None or plan.units is not None:
+    if config.batch is None or config.units is not None:
         return {}
-    group, m = plan.batch
+    group, m = config.batch
     return view.batch(group, pick_rows(key, (*shape, m), view.size(group)).astype(jnp.int32))
 
 
@@ -266,7 +270,7 @@ def pick_rows(key: Array, shape: tuple[int, ...], size: Array) -> Array:
 
 
 def move(
-    plan: Plan | NodePlan,
+    config: LangevinConfig | NodeConfig,
     theta: Array,
     eps: Array,
     silo: OpenSilo,
@@ -277,10 +281,10 @@ def move(
 
     :return: the new coordinates and the mean acceptance.
     """
-    units, latents = plan.units, silo.latents
+    units, latents = config.units, silo.latents
     assert units is not None
     assert latents is not None
-    sites, u = plan.factors.unravel(theta), latents.u(theta)
+    sites, u = config.factors.unravel(theta), latents.u(theta)
 
     if isinstance(units, NestedUnits):
         return _nested_move(units, sites, u, eps, silo, view, noise)

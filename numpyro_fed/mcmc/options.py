@@ -59,7 +59,7 @@ class Options:
                 "step_size: in preconditioned units a step of 4 or more diverges by itself, got "
                 f'{first:g}; expected "auto" or about 0.001 to 0.1'
             )
-        self._check_stay()
+        self._check_visit()
         size = self.batch_size
         if size is not None and (
             isinstance(size, bool) or not isinstance(size, int | np.integer) or size < 1
@@ -130,7 +130,7 @@ class Options:
         """
         return self.preconditioner is not None and self.conducive
 
-    def _check_stay(self) -> None:
+    def _check_visit(self) -> None:
         steps, auto = self.num_local_steps, self.num_local_steps == "auto"
         if not auto and not _is_count(steps):
             raise ValueError(f'num_local_steps: expected an integer >= 1 or "auto", got {steps!r}')

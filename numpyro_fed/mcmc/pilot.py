@@ -19,14 +19,14 @@ from numpyro_fed.data.silos import Silos
 from numpyro_fed.data.views import SiloView
 from numpyro_fed.density.local_map import LocalMap
 from numpyro_fed.mcmc import gradients, langevin, step_rule
-from numpyro_fed.mcmc.config import Plan, Tuning
-from numpyro_fed.mcmc.step_rule import StayNoise
+from numpyro_fed.mcmc.config import LangevinConfig, Tuning
+from numpyro_fed.mcmc.step_rule import VisitNoise
 from numpyro_fed.rounds.federated import Cost
 from numpyro_fed.rounds.inline import ask_all
 from numpyro_fed.rounds.serialization import wire_name
 from numpyro_fed.surrogates.score import NUM_DRAWS
 
-__all__ = ["PilotLocal", "Rule", "cost", "settle", "stay_noise"]
+__all__ = ["PilotLocal", "Rule", "choose_step_size", "cost", "visit_noise"]
 
 _WARM = 20  # local moves before counting
 _CUT = 8.0  # norm of e, in whitened units
@@ -44,7 +44,7 @@ class PilotLocal:
     The silo sends means of e over each half ``(draws, d)``, and norms of e ``(draws, steps)``.
     """
 
-    plan: Plan
+    config: LangevinConfig
     length: int
 
     def tell(self, message: tuple[Tuning, Array], number: int) -> tuple[Tuning, Array]:
@@ -54,35 +54,35 @@ class PilotLocal:
     def __call__(
         self, key: Array, message: tuple[Tuning, Array], rows: LocalMap | None, view: SiloView
     ) -> tuple[tuple[Array, ...], None]:
-        plan, (tuning, thetas) = self.plan, message
-        view = view if plan.units is None else plan.units.laid_out(view)
+        config, (tuning, thetas) = self.config, message
+        view = view if config.units is None else config.units.laid_out(view)
 
         def at(args: tuple[Array, Array]) -> tuple[Array, ...]:
             theta, key = args
-            return _walk(plan, tuning, theta, key, rows, view, self.length)
+            return _walk(config, tuning, theta, key, rows, view, self.length)
 
         return lax.map(at, (thetas, random.split(key, len(thetas)))), None
 
 
-def _stay_means(
-    plan: Plan, length: int, key: Array, tuning: Tuning, silos: Silos
+def _visit_means(
+    config: LangevinConfig, length: int, key: Array, tuning: Tuning, silos: Silos
 ) -> tuple[Array, Array, Array]:
     """Return the replies of all silos to :class:`PilotLocal`, ``(S, draws, ...)``."""
-    shape = (NUM_DRAWS, plan.factors.dim)
+    shape = (NUM_DRAWS, config.factors.dim)
     key_theta, key_walks = random.split(key)
     thetas = tuning.draws
     if thetas is None:
         normal = random.normal(key_theta, shape, tuning.loc.dtype)
         thetas = tuning.loc + jax.vmap(partial(gradients.push, tuning))(normal)
-    group = None if plan.units is None else plan.units.group
+    group = None if config.units is None else config.units.group
     rows = None if tuning.latents is None else tuning.latents.rows
     return ask_all(
-        PilotLocal(plan, length), key_walks, (tuning.without_rows(), thetas), rows, silos, group
+        PilotLocal(config, length), key_walks, (tuning.without_rows(), thetas), rows, silos, group
     )[0]
 
 
 def _walk(
-    plan: Plan,
+    config: LangevinConfig,
     tuning: Tuning,
     theta: Array,
     key: Array,
@@ -95,17 +95,19 @@ def _walk(
     if rows is not None:
         state = (random.normal(random.fold_in(key, 0), rows.shape, theta.dtype), rows)
         warm = _WARM
-    silo = gradients.open_silo(plan, tuning, state, view)
+    silo = gradients.open_silo(config, tuning, state, view)
 
     def step(eps: Array | None, i: Array) -> tuple[Array | None, Array]:
         key_step = random.fold_in(key, i + 1)
-        batch, noise = langevin.batches(plan, key_step, view, ()), None
-        if plan.units is not None and eps is not None:
-            noise = jax.tree.map(lambda x: x[0], langevin.local_noise(plan, key_step, eps, view, 1))
+        batch, noise = langevin.batches(config, key_step, view, ()), None
+        if config.units is not None and eps is not None:
+            noise = jax.tree.map(
+                lambda x: x[0], langevin.local_noise(config, key_step, eps, view, 1)
+            )
         eps, _, (own, here, seen) = langevin.local_step(
-            plan, tuning, theta, eps, silo, view, batch, noise
+            config, tuning, theta, eps, silo, view, batch, noise
         )
-        return eps, gradients.residual(plan, tuning, theta, own, here, seen)[0]
+        return eps, gradients.residual(config, tuning, theta, own, here, seen)[0]
 
     eps = None if state is None else state[0]
     _, e = lax.scan(step, eps, jnp.arange(warm + length))
@@ -113,21 +115,21 @@ def _walk(
     return e[: length // 2].mean(0), e[length // 2 :].mean(0), jnp.linalg.norm(e, axis=-1)
 
 
-def _length(plan: Plan) -> int:
-    still = plan.units is None and plan.batch is None  # e is then constant at fixed theta
-    return 2 if still else 2 * max(1, min(plan.num_local_steps, _LONGEST) // 2)
+def _length(config: LangevinConfig) -> int:
+    still = config.units is None and config.batch is None  # e is then constant at fixed theta
+    return 2 if still else 2 * max(1, min(config.num_local_steps, _LONGEST) // 2)
 
 
-def cost(plan: Plan, tuning: Tuning) -> Cost:
+def cost(config: LangevinConfig, tuning: Tuning) -> Cost:
     """Return the pilot's cost for each silo.
 
     A silo receives the draws of theta, and sends two means of e and its norms for each draw.
     """
     item = tuning.loc.dtype.itemsize
-    steps = _length(plan) + (0 if plan.units is None else _WARM)
-    passes = 2 if plan.cut else 1
-    up = NUM_DRAWS * (2 * plan.factors.dim + _length(plan)) * item
-    return Cost(1, NUM_DRAWS * steps, NUM_DRAWS * plan.factors.dim * item, up).times(passes)
+    steps = _length(config) + (0 if config.units is None else _WARM)
+    passes = 2 if config.cut else 1
+    up = NUM_DRAWS * (2 * config.factors.dim + _length(config)) * item
+    return Cost(1, NUM_DRAWS * steps, NUM_DRAWS * config.factors.dim * item, up).times(passes)
 
 
 class Rule(NamedTuple):
@@ -148,9 +150,9 @@ class Rule(NamedTuple):
     num_kept: int = 1
 
 
-def settle(
-    plan: Plan, tuning: Tuning, silos: Silos, rule: Rule, *, seed: int = 0
-) -> tuple[Plan, Tuning]:
+def choose_step_size(
+    config: LangevinConfig, tuning: Tuning, silos: Silos, rule: Rule, *, seed: int = 0
+) -> tuple[LangevinConfig, Tuning]:
     """Choose what the rule asks for and the cut, and predict the inflation.
 
     A first walk without a cut chooses the silos' probabilities, the length of visits, and the cut.
@@ -158,29 +160,29 @@ def settle(
     f_s make e large without a fault. A second walk, with the chain's cut, chooses the step size.
     """
     dtype = tuning.loc.dtype
-    if plan.cut or rule.selection or rule.round_price is not None:
-        noise, norms = _walk_all(plan, tuning, silos, seed)
+    if config.cut or rule.selection or rule.round_price is not None:
+        noise, norms = _walk_all(config, tuning, silos, seed)
         old = np.asarray(tuning.selection, np.float64)
-        plan, f = _stay_and_selection(plan, old, noise, rule)
+        config, f = _visit_and_selection(config, old, noise, rule)
         tuning = tuning._replace(selection=jnp.asarray(f, dtype))
-        if plan.cut:
+        if config.cut:
             norms = norms * (old / f)[:, None, None]
             weights = np.broadcast_to(f[:, None, None], norms.shape)
             tuning = tuning._replace(
                 cut=jnp.asarray(max(_CUT, _quantile(norms, weights, 1 - _CUT_RATE)), dtype)
             )
-    if plan.schedule is not None:  # a schedule has no single step size to predict for
-        return plan, tuning
+    if config.schedule is not None:  # a schedule has no single step size to predict for
+        return config, tuning
     h = float(tuning.step_size)
     at = (
-        stay_noise(plan, tuning, silos, seed=seed),
+        visit_noise(config, tuning, silos, seed=seed),
         np.asarray(tuning.selection, np.float64),
-        plan.num_local_steps,
+        config.num_local_steps,
     )
     if rule.bias_target is not None:
         h = step_rule.step_size(*at, rule.bias_target, corrected=rule.noise_correction)
         if h < _NO_STEP:
-            worst = at[0].by_silo(np.eye(len(tuning.loc)), plan.num_local_steps).argmax()
+            worst = at[0].by_silo(np.eye(len(tuning.loc)), config.num_local_steps).argmax()
             warnings.warn(
                 f"the silos' noise allows a step size of only {h:.1g} (0.001 to 0.1 are usual), "
                 f"and silo {silos.names[int(worst)]!r} makes most of it: chains will hardly move. "
@@ -193,22 +195,22 @@ def settle(
         tuning = tuning._replace(inject=jnp.asarray(step_rule.injection(*at, h), dtype))
     else:
         inflation = step_rule.inflation(*at, h)
-    return plan, tuning._replace(
+    return config, tuning._replace(
         step_size=jnp.asarray(h, dtype), inflation=jnp.asarray(inflation, dtype)
     )
 
 
-def _stay_and_selection(
-    plan: Plan, f: np.ndarray, noise: StayNoise, rule: Rule
-) -> tuple[Plan, np.ndarray]:
+def _visit_and_selection(
+    config: LangevinConfig, f: np.ndarray, noise: VisitNoise, rule: Rule
+) -> tuple[LangevinConfig, np.ndarray]:
     if rule.round_price is not None:
         b = _BIAS_TARGET if rule.bias_target is None else rule.bias_target
         fixed = None if rule.selection else f
-        steps = step_rule.best_stay(
+        steps = step_rule.best_visit(
             noise, fixed, b, rule.round_price, corrected=rule.noise_correction
         )
-        plan = replace(plan, num_local_steps=-(-steps // rule.num_kept) * rule.num_kept)
-    return plan, step_rule.best_selection(noise, plan.num_local_steps) if rule.selection else f
+        config = replace(config, num_local_steps=-(-steps // rule.num_kept) * rule.num_kept)
+    return config, step_rule.best_selection(noise, config.num_local_steps) if rule.selection else f
 
 
 def _quantile(values: np.ndarray, weights: np.ndarray, q: float) -> float:
@@ -221,20 +223,24 @@ def _quantile(values: np.ndarray, weights: np.ndarray, q: float) -> float:
     return float(values[order][np.searchsorted(cumulative, q * cumulative[-1])])
 
 
-def stay_noise(plan: Plan, tuning: Tuning, silos: Silos, *, seed: int = 0) -> StayNoise:
+def visit_noise(
+    config: LangevinConfig, tuning: Tuning, silos: Silos, *, seed: int = 0
+) -> VisitNoise:
     """Measure the noise of the silos' e, cut as in the chain."""
-    return _walk_all(plan, tuning, silos, seed)[0]
+    return _walk_all(config, tuning, silos, seed)[0]
 
 
-def _walk_all(plan: Plan, tuning: Tuning, silos: Silos, seed: int) -> tuple[StayNoise, np.ndarray]:
+def _walk_all(
+    config: LangevinConfig, tuning: Tuning, silos: Silos, seed: int
+) -> tuple[VisitNoise, np.ndarray]:
     """Return the noise and the norms of e ``(S, draws, steps)`` at the pilot's positions.
 
     The noise is at the positions where all silos are finite.
 
     :raises ValueError: if there is no such position.
     """
-    length = _length(plan)
-    means = _stay_means(plan, length, random.key(seed), tuning, silos)
+    length = _length(config)
+    means = _visit_means(config, length, random.key(seed), tuning, silos)
     first, second, norms = (np.asarray(x, np.float64) for x in means)
     f = np.asarray(tuning.selection, np.float64)[:, None, None]
     finite = np.all(np.isfinite(first) & np.isfinite(second), axis=2)
@@ -247,4 +253,4 @@ def _walk_all(plan: Plan, tuning: Tuning, silos: Silos, seed: int) -> tuple[Stay
             "size can be chosen; expected finite gradients: check its rows and the model's "
             "scales, or set step_size= and surrogate="
         )
-    return StayNoise(f * first[:, good], f * second[:, good], length), norms
+    return VisitNoise(f * first[:, good], f * second[:, good], length), norms

@@ -143,7 +143,7 @@ class RemoteMCMC(MCMC):
         self._steps.check(kernel, silos, self.num_chains)
         with self._checkpoint.held():
             saved = self._checkpoint.load(silos.carrier)
-            kernel._prepare(silos, {})
+            kernel._set_up(silos, {})
             going = self._start(rng_key, silos)
             fields = tuple(dict.fromkeys((*kernel.default_fields, *extra_fields)))
             facts = self._facts(rng_key, silos, fields) if self._checkpoint.place else {}
@@ -202,7 +202,7 @@ class RemoteMCMC(MCMC):
                             jax.tree.map(np.asarray, getattr(going.state, f))
                         )
                 if self._checkpoint.due(going.made, num_rounds):
-                    values = {**going._asdict(), "state": _without_settled(going.state), **facts}
+                    values = {**going._asdict(), "state": _without_kernel(going.state), **facts}
                     if self._checkpoint.save(values, silos.carrier):
                         silos.carrier.forget(going.spent)
                         going.spent.clear()
@@ -252,7 +252,7 @@ class RemoteMCMC(MCMC):
     def _facts(self, rng_key: Array, silos: RemoteSilos, fields: tuple[str, ...]) -> dict[str, Any]:
         """Return the facts by which a checkpoint recognizes its run."""
         kernel = self.sampler
-        settled = [np.asarray(x) for x in jax.tree.leaves(kernel._tuning.without_rows())]
+        numbers = [np.asarray(x) for x in jax.tree.leaves(kernel._tuning.without_rows())]
         return {
             "kernel": type(kernel).__name__,
             **self._steps.facts(kernel),
@@ -266,7 +266,7 @@ class RemoteMCMC(MCMC):
             **facts_of_run(rng_key, silos),
             "model": fingerprint(kernel.factors, silos)["program"],
             "surrogates and step size": hashlib.sha256(
-                b"".join(x.tobytes() for x in settled)
+                b"".join(x.tobytes() for x in numbers)
             ).hexdigest(),
         }
 
@@ -279,10 +279,12 @@ class RemoteMCMC(MCMC):
         self._checkpoint.same_run(saved, facts)
         going = _Going(**{name: saved[name] for name in _Going._fields})
         spent = [*going.spent, *going.told, *first.slots.reshape(-1).tolist()]
-        settled = {
-            name: getattr(first.state, name) for name in _SETTLED if name in going.state._fields
+        numbers = {
+            name: getattr(first.state, name)
+            for name in _KERNEL_FIELDS
+            if name in going.state._fields
         }
-        return going._replace(state=going.state._replace(**settled), told=first.told, spent=spent)
+        return going._replace(state=going.state._replace(**numbers), told=first.told, spent=spent)
 
     def _say_who_failed(self, going: "_Going", silos: RemoteSilos) -> None:
         for (n, what), times in sorted(Counter(going.bad).items()):
@@ -332,9 +334,9 @@ class _Going(NamedTuple):
     bad: list[tuple[int, str]]
 
 
-_SETTLED = ("tuning", "mixing")  # fields of a state that hold the kernel's numbers
+_KERNEL_FIELDS = ("tuning", "mixing")  # fields of a state that hold the kernel's numbers
 
 
-def _without_settled(state: Any) -> Any:
+def _without_kernel(state: Any) -> Any:
     """Return the state without the kernel's numbers, which a continued run computes anew."""
-    return state._replace(**dict.fromkeys(set(_SETTLED) & set(state._fields)))
+    return state._replace(**dict.fromkeys(set(_KERNEL_FIELDS) & set(state._fields)))

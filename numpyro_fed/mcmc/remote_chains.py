@@ -17,8 +17,8 @@ from scipy.linalg import solve_triangular
 
 from numpyro_fed.data.views import SiloView
 from numpyro_fed.mcmc._kernel import LangevinKernel
-from numpyro_fed.mcmc.config import Plan, Tuning
-from numpyro_fed.mcmc.langevin import Chain, StayStats, federated
+from numpyro_fed.mcmc.config import LangevinConfig, Tuning
+from numpyro_fed.mcmc.langevin import Chain, VisitStats, federated
 from numpyro_fed.mcmc.visit import (
     Departure,
     LangevinState,
@@ -33,10 +33,10 @@ from numpyro_fed.rounds.inline import key_of
 from numpyro_fed.rounds.remote import Call, RemoteSilos
 from numpyro_fed.rounds.serialization import wire_name
 
-__all__ = ["RemoteSteps", "StartLocal", "StayLocal", "ask_or_forget", "remote_steps"]
+__all__ = ["RemoteSteps", "StartLocal", "VisitLocal", "ask_or_forget", "remote_steps"]
 
 _FARTHEST = 1e3  # largest distance from the surrogate posterior's center, in its sds
-_FARTHEST_STAY = 1e6  # largest growth of a position in a visit, without surrogates
+_FARTHEST_VISIT = 1e6  # largest growth of a position in a visit, without surrogates
 
 
 class RemoteSteps(NamedTuple):
@@ -79,10 +79,10 @@ class StartLocal:
     They are the silo's part of a single draw for all silos.
     """
 
-    plan: Plan
+    config: LangevinConfig
 
     def __call__(self, key: Array, message: None, rows: Any, view: SiloView) -> tuple[Array, Any]:
-        units, silos = self.plan.units, view.silos
+        units, silos = self.config.units, view.silos
         assert units is not None
         if units.group is None:
             count, own = len(silos), view.number[None]
@@ -94,47 +94,47 @@ class StartLocal:
         return jnp.zeros(()), (eps, rows)
 
 
-@wire_name("StayLocal")
+@wire_name("VisitLocal")
 @dataclass(frozen=True)
-class StayLocal:
+class VisitLocal:
     """Call that makes a chain's visit to the silo."""
 
-    plan: Plan
+    config: LangevinConfig
 
     def __call__(
         self, key: Array, message: Chain, state: tuple[Tuning, Any], view: SiloView
     ) -> tuple[Any, Any]:
         tuning, own = state
-        return federated(self.plan, tuning).local(key, message, own, view)
+        return federated(self.config, tuning).local(key, message, own, view)
 
 
-@partial(jax.jit, static_argnames=("plan", "num_silos"))
+@partial(jax.jit, static_argnames=("config", "num_silos"))
 def _depart(
-    plan: Plan, state: LangevinState, num_silos: int
+    config: LangevinConfig, state: LangevinState, num_silos: int
 ) -> tuple[Departure, list[tuple[Array, Chain]]]:
     """Choose the silos of all chains, and return each visit's key and the chain that travels."""
     axes = chain_axes(False)
-    leave = jax.vmap(lambda s: depart(plan, s, num_silos), in_axes=(axes,))(state)
+    leave = jax.vmap(lambda s: depart(config, s, num_silos), in_axes=(axes,))(state)
     keys = jax.vmap(key_of)(leave.key, leave.number)
     return leave, [
         (keys[c], jax.tree.map(lambda x, c=c: x[c], leave.chain)) for c in range(len(keys))
     ]
 
 
-@partial(jax.jit, static_argnames=("plan",))
+@partial(jax.jit, static_argnames=("config",))
 def _arrive(
-    plan: Plan,
+    config: LangevinConfig,
     state: LangevinState,
     leave: Departure,
-    reply: tuple[Chain, StayStats],
+    reply: tuple[Chain, VisitStats],
     silent: Array,
 ) -> LangevinState:
     axes = chain_axes(False)
 
     def one(
-        state: LangevinState, leave: Departure, reply: tuple[Chain, StayStats], silent: Array
+        state: LangevinState, leave: Departure, reply: tuple[Chain, VisitStats], silent: Array
     ) -> LangevinState:
-        return wait(state, arrive(plan, state, leave, *reply), leave.arrives, silent)
+        return wait(state, arrive(config, state, leave, *reply), leave.arrives, silent)
 
     return jax.vmap(one, in_axes=(axes, 0, 0, 0), out_axes=axes)(state, leave, reply, silent)
 
@@ -164,19 +164,19 @@ def _start(
     kernel: LangevinKernel, keys: Array, num_chains: int, silos: RemoteSilos
 ) -> tuple[LangevinState, np.ndarray]:
     """Return all chains' first states, and the slots of the local latents that silos draw."""
-    plan, tuning = kernel._plan, kernel._tuning
+    config, tuning = kernel._config, kernel._tuning
     starts = start_keys(keys, kernel._options.distinct_silos)
     axes = chain_axes(False)
-    here = replace(plan, units=None)  # the local latents are in the silos
+    here = replace(config, units=None)  # the local latents are in the silos
     first = jax.vmap(
         partial(first_state, here), in_axes=(0, 0, None, 0, None, None, None), out_axes=axes
     )
     state = first(starts[0], starts[1], None, starts[2], tuning, silos, None)
     slots = np.zeros((len(keys), 0), np.int64)
-    if plan.units is not None:
+    if config.units is not None:
         keys_eps = jax.vmap(lambda key: random.split(key, 4)[2])(starts[0])
         slots = np.array([[silos.carrier.new_slot() for _ in silos.names] for _ in keys])
-        local, rows = StartLocal(plan), tuning.latents.rows.slot
+        local, rows = StartLocal(config), tuning.latents.rows.slot
         pairs = zip(keys_eps, slots.tolist(), strict=True)
         silos.ask_for_sure(
             [
@@ -204,12 +204,12 @@ def _step(
     :return: the state, the slots, the spent slots, and for each faulty reply the silo's number and
         the fault.
     """
-    plan, slots = kernel._plan, slots.copy()
-    leave, each = _depart(plan, state, len(silos))
-    numbers, local, calls = np.asarray(leave.number).tolist(), StayLocal(plan), []
+    config, slots = kernel._config, slots.copy()
+    leave, each = _depart(config, state, len(silos))
+    numbers, local, calls = np.asarray(leave.number).tolist(), VisitLocal(config), []
     for c, (n, (key, chain)) in enumerate(zip(numbers, each, strict=True)):
         own, new = (
-            (None, None) if plan.units is None else (int(slots[c, n]), silos.carrier.new_slot())
+            (None, None) if config.units is None else (int(slots[c, n]), silos.carrier.new_slot())
         )
         calls.append(Call(n, local, key, chain, (told[n], own), new))
     replies = ask_or_forget(silos.ask, calls, silos)
@@ -224,24 +224,26 @@ def _step(
         [reply is None or what is not None for reply, what in zip(replies, wrong, strict=True)]
     )
     spent: list[int] = []
-    if plan.units is not None:
+    if config.units is not None:
         for c, (call, missing) in enumerate(zip(calls, silent.tolist(), strict=True)):
             spent.append(call.write if missing else call.read[1])  # type: ignore[arg-type]
             slots[c, call.number] = call.read[1] if missing else call.write
     filled = [
-        _nothing(plan, chain) if missing else x
+        _nothing(config, chain) if missing else x
         for x, (_, chain), missing in zip(replies, each, silent, strict=True)
     ]
     # NumPy stacks without programs to dispatch
-    new_state = _arrive(plan, state, leave, jax.tree.map(lambda *x: np.stack(x), *filled), silent)
+    new_state = _arrive(config, state, leave, jax.tree.map(lambda *x: np.stack(x), *filled), silent)
     return new_state, slots, spent, bad
 
 
 def _facts(kernel: LangevinKernel) -> dict[str, Any]:
     """Return the numbers of a visit."""
-    plan = kernel._plan
+    config = kernel._config
     return {
-        "stays": re.sub(r"0x[0-9a-f]+", "", repr((plan.num_local_steps, plan.cut, plan.schedule)))
+        "stays": re.sub(
+            r"0x[0-9a-f]+", "", repr((config.num_local_steps, config.cut, config.schedule))
+        )
     }
 
 
@@ -277,9 +279,9 @@ def _wrong(kernel: LangevinKernel, left: np.ndarray, came: np.ndarray) -> str | 
         return "NaN"
     loc, scale = kernel._tuning.loc, kernel._tuning.scale
     if scale is None:
-        far = np.abs(came - left).max() > _FARTHEST_STAY * max(1.0, float(np.abs(left).max()))
+        far = np.abs(came - left).max() > _FARTHEST_VISIT * max(1.0, float(np.abs(left).max()))
         return (
-            f"positions more than {_FARTHEST_STAY:,.0f} times as far as they had been"
+            f"positions more than {_FARTHEST_VISIT:,.0f} times as far as they had been"
             if far
             else None
         )
@@ -289,9 +291,9 @@ def _wrong(kernel: LangevinKernel, left: np.ndarray, came: np.ndarray) -> str | 
     return f"positions farther than {_FARTHEST:,.0f} sds" if np.abs(sds).max() > _FARTHEST else None
 
 
-def _nothing(plan: Plan, chain: Chain) -> tuple[Chain, StayStats]:
+def _nothing(config: LangevinConfig, chain: Chain) -> tuple[Chain, VisitStats]:
     """Return a placeholder for a missing reply."""
     zero: Any = np.zeros((), chain.theta.dtype)
-    still: Any = np.zeros(chain.theta.shape, chain.theta.dtype) if plan.cut else None
+    still: Any = np.zeros(chain.theta.shape, chain.theta.dtype) if config.cut else None
     finite: Any = np.array(False)
-    return chain, StayStats(zero, zero, zero, finite, still)
+    return chain, VisitStats(zero, zero, zero, finite, still)

@@ -13,13 +13,13 @@ from jax import Array
 
 from numpyro_fed.data.silos import Silos
 from numpyro_fed.data.views import largest, thin
-from numpyro_fed.density.check import elements_are_independent, prove, prove_batch
-from numpyro_fed.density.factorize import factorise
+from numpyro_fed.density.check import check_batch, check_factorization, elements_are_independent
+from numpyro_fed.density.factorize import factorize
 from numpyro_fed.density.factors import Factors
 from numpyro_fed.density.local_map import Units
 from numpyro_fed.density.nested import NestedUnits, nesting
 from numpyro_fed.mcmc import pilot
-from numpyro_fed.mcmc.config import Conducive, LatentCoordinates, Plan, Tuning
+from numpyro_fed.mcmc.config import Conducive, LangevinConfig, LatentCoordinates, Tuning
 from numpyro_fed.mcmc.minibatch import find_members, pointing_groups
 from numpyro_fed.mcmc.options import Options
 from numpyro_fed.rounds.federated import Cost
@@ -29,28 +29,28 @@ from numpyro_fed.surrogates.gaussian import Surrogates
 from numpyro_fed.surrogates.moments import with_moments
 from numpyro_fed.surrogates.some_rows import fit_some, whole_gradients
 
-__all__ = ["Ground", "Prepared", "groundwork", "prepare", "prepare_again"]
+__all__ = ["ModelSetup", "Setup", "make_setup", "model_setup", "set_up_again"]
 
-_PILOT_STAY = 40  # local steps of the pilot's walks if it chooses the length of visits
-_PROOF_ROWS = 1 << 13  # rows of all silos in the check of the factorization, with minibatches
+_PILOT_VISIT = 40  # local steps of the pilot's walks if it chooses the length of visits
+_CHECK_ROWS = 1 << 13  # rows of all silos in the check of the factorization, with minibatches
 
 
-class Prepared(NamedTuple):
+class Setup(NamedTuple):
     """Plan, numbers and surrogates that a kernel needs for its rounds.
 
-    :param plan: the static facts.
+    :param config: the static facts.
     :param tuning: the numbers.
     :param surrogates: the surrogates, or ``None`` without any.
     :param cost: cost of the setup for each silo.
     """
 
-    plan: Plan
+    config: LangevinConfig
     tuning: Tuning
     surrogates: Surrogates | None
     cost: Cost
 
 
-class Ground(NamedTuple):
+class ModelSetup(NamedTuple):
     """Factors, units and fits of a model and its data, after their checks."""
 
     factors: Factors
@@ -61,9 +61,11 @@ class Ground(NamedTuple):
     cost: Cost
 
 
-def groundwork(model: Callable, silos: Silos, extra: dict[str, Any], options: Options) -> Ground:
+def model_setup(
+    model: Callable, silos: Silos, extra: dict[str, Any], options: Options
+) -> ModelSetup:
     """Check model, data and factorization, and fit surrogates and local map."""
-    factors = factorise(model, silos, public=tuple(options.public), extra=extra)
+    factors = factorize(model, silos, public=tuple(options.public), extra=extra)
     if not factors.dim:
         raise ValueError(
             "the model has no global latent site: its silos have nothing in common to learn"
@@ -77,10 +79,10 @@ def groundwork(model: Callable, silos: Silos, extra: dict[str, Any], options: Op
     batch = _batch(options.batch_size, factors, silos, units)
     if options.validate:
         # with minibatches the rows might not fit in memory, so the check takes some of them
-        some = silos if batch is None or units is not None else thin(silos, batch[0], _PROOF_ROWS)
-        prove(factors, some)
+        some = silos if batch is None or units is not None else thin(silos, batch[0], _CHECK_ROWS)
+        check_factorization(factors, some)
         if batch is not None and units is None:
-            prove_batch(factors, some, *batch)
+            check_batch(factors, some, *batch)
     surrogates, fitted = _surrogates(factors, silos, units, batch, options)
     if options.alpha == "auto" and surrogates is not None:
         options = replace(
@@ -89,24 +91,26 @@ def groundwork(model: Callable, silos: Silos, extra: dict[str, Any], options: Op
     tuning = _tuning(factors, options, selection, surrogates, fitted)
     if batch is not None and units is not None:
         tuning = tuning._replace(members=find_members(factors, silos, batch[0]))
-    return Ground(
+    return ModelSetup(
         factors, units, batch, tuning, surrogates, Cost() if fitted is None else fitted.cost
     )
 
 
-def prepare(model: Callable, silos: Silos, extra: dict[str, Any], options: Options) -> Prepared:
-    """Make the whole setup: :func:`groundwork`, then the step size."""
-    return _settled(groundwork(model, silos, extra, options), silos.with_shared(**extra), options)
+def make_setup(model: Callable, silos: Silos, extra: dict[str, Any], options: Options) -> Setup:
+    """Make the whole setup: :func:`model_setup`, then the step size."""
+    return _with_step_size(
+        model_setup(model, silos, extra, options), silos.with_shared(**extra), options
+    )
 
 
-def prepare_again(before: Prepared, silos: Silos, options: Options, thetas: np.ndarray) -> Prepared:
+def set_up_again(before: Setup, silos: Silos, options: Options, thetas: np.ndarray) -> Setup:
     """Fit surrogates and local map again at positions of chains, and choose the step size.
 
     :param before: the setup with which the chains ran.
     :param silos: the data, with Gibbs's conditioning arguments among the shared ones.
     :param thetas: the chains' positions ``(K, d)``.
     """
-    factors, units = before.plan.factors, before.plan.units
+    factors, units = before.config.factors, before.config.units
     fitted = score.fit_at(
         factors, silos, units, thetas, np.asarray(before.tuning.scale, np.float64)
     )
@@ -114,24 +118,24 @@ def prepare_again(before: Prepared, silos: Silos, options: Options, thetas: np.n
         factors, options, _selection(options.selection, silos), fitted.surrogates, fitted
     )
     tuning = tuning._replace(members=before.tuning.members)
-    ground = Ground(
-        factors, units, before.plan.batch, tuning, fitted.surrogates, before.cost + fitted.cost
+    ground = ModelSetup(
+        factors, units, before.config.batch, tuning, fitted.surrogates, before.cost + fitted.cost
     )
-    return _settled(ground, silos, options)
+    return _with_step_size(ground, silos, options)
 
 
-def _settled(ground: Ground, silos: Silos, options: Options) -> Prepared:
+def _with_step_size(ground: ModelSetup, silos: Silos, options: Options) -> Setup:
     factors, units, batch, tuning, surrogates, cost = ground
     if options.control_variates:
         tuning = tuning._replace(anchor=whole_gradients(factors, tuning.loc, silos))
     schedule = options.step_size if callable(options.step_size) else None
     auto = options.num_local_steps == "auto"
     steps = (
-        options.num_kept * -(-_PILOT_STAY // options.num_kept)
+        options.num_kept * -(-_PILOT_VISIT // options.num_kept)
         if auto
         else int(options.num_local_steps)
     )
-    plan = Plan(
+    config = LangevinConfig(
         factors,
         units,
         steps,
@@ -144,7 +148,7 @@ def _settled(ground: Ground, silos: Silos, options: Options) -> Prepared:
     if options.step_size == "adaptive":
         tuning = tuning._replace(inflation=jnp.asarray(1 + options.bias_target, tuning.loc.dtype))
     elif options.preconditioner is not None:
-        cost += pilot.cost(plan, tuning)
+        cost += pilot.cost(config, tuning)
         rule = pilot.Rule(
             options.bias_target if options.step_size == "auto" else None,
             options.round_price if auto else None,
@@ -152,8 +156,8 @@ def _settled(ground: Ground, silos: Silos, options: Options) -> Prepared:
             options.noise_correction,
             options.num_kept,
         )
-        plan, tuning = pilot.settle(plan, tuning, silos, rule)
-    return Prepared(plan, tuning, surrogates, cost)
+        config, tuning = pilot.choose_step_size(config, tuning, silos, rule)
+    return Setup(config, tuning, surrogates, cost)
 
 
 def _selection(selection: Any, silos: Silos) -> np.ndarray:
@@ -396,7 +400,10 @@ def _with_surrogates(
     shift = factors.eta - at_loc
     parts = (shift, factors.precision, shift.sum(0), factors.precision.sum(0))
     conducive = Conducive(*jax.tree.map(array, parts))  # a precision of low rank is a tree
-    if surrogates.bends is not None:
-        bends = jax.tree.map(array, surrogates.bends)
-        conducive = conducive._replace(bends=bends, total_bends=bends.of(bends.coefficients.sum(0)))
+    if surrogates.corrections is not None:
+        corrections = jax.tree.map(array, surrogates.corrections)
+        conducive = conducive._replace(
+            corrections=corrections,
+            total_corrections=corrections.of(corrections.coefficients.sum(0)),
+        )
     return tuning._replace(conducive=conducive)

@@ -25,9 +25,9 @@ import numpy as np
 
 __all__ = [
     "MAX_STEP_SIZE",
-    "StayNoise",
+    "VisitNoise",
     "best_selection",
-    "best_stay",
+    "best_visit",
     "inflation",
     "injection",
     "persistence",
@@ -37,13 +37,13 @@ __all__ = [
 MAX_STEP_SIZE = 0.1
 _CORRECTED = 4.0  # factor of the step size under noise correction
 _LEAST_INJECTED = 0.5  # least share of the injected variance that a correction leaves
-_STAYS = (1, 2, 4, 8, 12, 20, 30, 40, 60, 100)
+_VISITS = (1, 2, 4, 8, 12, 20, 30, 40, 60, 100)
 _LEAST_VISITS = 0.25  # least probability of a silo, as a fraction of an equal share
 _NORM = 16  # order of the Schatten norm that stands for the largest eigenvalue
 
 
 @dataclass(frozen=True)
-class StayNoise:
+class VisitNoise:
     """Noise of the silos' gradients in whitened coordinates, at draws of theta.
 
     :param first: means of ``x_s = f_s e_s`` over the first half of a walk, ``(S, draws, d)``.
@@ -92,7 +92,7 @@ def _worst(noise: np.ndarray) -> float:
 
 
 def inflation(
-    noise: StayNoise, selection: np.ndarray, num_local_steps: int, step_size: float
+    noise: VisitNoise, selection: np.ndarray, num_local_steps: int, step_size: float
 ) -> float:
     """Predict the ratio of the chain's sd to the posterior's, in the worst direction.
 
@@ -103,7 +103,7 @@ def inflation(
 
 
 def step_size(
-    noise: StayNoise,
+    noise: VisitNoise,
     selection: np.ndarray,
     num_local_steps: int,
     bias_target: float,
@@ -124,7 +124,7 @@ def step_size(
 
 
 def injection(
-    noise: StayNoise, selection: np.ndarray, num_local_steps: int, step_size: float
+    noise: VisitNoise, selection: np.ndarray, num_local_steps: int, step_size: float
 ) -> np.ndarray:
     """Return G of the module's docstring, ``(d, d)``.
 
@@ -141,7 +141,7 @@ def injection(
     return (vectors * np.sqrt(left)) @ vectors.T
 
 
-def best_selection(noise: StayNoise, num_local_steps: int) -> np.ndarray:
+def best_selection(noise: VisitNoise, num_local_steps: int) -> np.ndarray:
     """Return the probabilities f that minimize the largest eigenvalue of N, ``(S,)``.
 
     None is below a quarter of an equal share.
@@ -165,8 +165,8 @@ def best_selection(noise: StayNoise, num_local_steps: int) -> np.ndarray:
     return best
 
 
-def best_stay(
-    noise: StayNoise,
+def best_visit(
+    noise: VisitNoise,
     selection: np.ndarray | None,
     bias_target: float,
     round_price: float,
@@ -188,4 +188,4 @@ def best_stay(
             / (round_price + steps)
         )
 
-    return max(_STAYS, key=efficiency)
+    return max(_VISITS, key=efficiency)

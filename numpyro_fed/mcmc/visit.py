@@ -10,9 +10,9 @@ from jax import Array, lax, random
 from numpyro_fed.data.silos import Silos
 from numpyro_fed.data.views import SiloView, largest
 from numpyro_fed.mcmc.adaptation import Adaptation, adapt, first_looks
-from numpyro_fed.mcmc.config import Plan, Tuning
+from numpyro_fed.mcmc.config import LangevinConfig, Tuning
 from numpyro_fed.mcmc.gradients import drift, open_silo, push
-from numpyro_fed.mcmc.langevin import Chain, StayStats, batches, federated
+from numpyro_fed.mcmc.langevin import Chain, VisitStats, batches, federated
 from numpyro_fed.rounds.inline import round_one
 from numpyro_fed.rounds.serialization import wire_name
 from numpyro_fed.surrogates.gaussian import matvec
@@ -117,63 +117,65 @@ class Departure(NamedTuple):
     rng_key: Array
 
 
-def depart(plan: Plan, state: LangevinState, num_silos: int) -> Departure:
+def depart(config: LangevinConfig, state: LangevinState, num_silos: int) -> Departure:
     """Choose the silo of a round."""
     rng_key, key, key_look = random.split(state.rng_key, 3)
-    chain = Chain(plan.factors.ravel(state.z), state.i * plan.steps_a_draw)
-    return Departure(*_next_silo(plan, state, num_silos), chain, key, key_look, rng_key)
+    chain = Chain(config.factors.ravel(state.z), state.i * config.steps_a_draw)
+    return Departure(*_next_silo(config, state, num_silos), chain, key, key_look, rng_key)
 
 
 def arrive(
-    plan: Plan, state: LangevinState, leave: Departure, chain: Chain, stats: StayStats
+    config: LangevinConfig, state: LangevinState, leave: Departure, chain: Chain, stats: VisitStats
 ) -> LangevinState:
     """Return the state after a visit, without new local latents."""
     return state._replace(
         i=state.i + 1,
-        z={**state.z, **plan.factors.unravel(chain.theta)},
+        z={**state.z, **config.factors.unravel(chain.theta)},
         silo=leave.number.astype(jnp.int32),
         diverging=~stats.finite | (stats.cut_rate > 0),
         cut_rate=stats.cut_rate,
         local_accept_prob=stats.accept_prob,
         local_stuck=stats.stuck,
         residual=stats.residual,
-        step_size=_step_size(plan, state.tuning, chain.num_steps - 1, state.adaptation),
+        step_size=_step_size(config, state.tuning, chain.num_steps - 1, state.adaptation),
         visits=state.visits.at[leave.number].add(leave.arrives),
         rng_key=leave.rng_key,
     )
 
 
-@partial(jax.jit, static_argnames=("plan",))
-def one_round(plan: Plan, state: LangevinState, silos: Silos) -> LangevinState:
+@partial(jax.jit, static_argnames=("config",))
+def one_round(config: LangevinConfig, state: LangevinState, silos: Silos) -> LangevinState:
     """Make one communication round: choose a silo, and make T local steps there.
 
     With ``num_kept`` draws per round, make one of its equal parts.
     """
     tuning, adaptation = state.tuning, state.adaptation
-    leave = depart(plan, state, len(silos))
+    leave = depart(config, state, len(silos))
     if adaptation is not None:
         tuning = tuning._replace(step_size=adaptation.step_size)
     private = None if tuning.latents is None else (state.eps, tuning.latents.rows)
-    group = None if plan.units is None else plan.units.group
-    algorithm = federated(plan, tuning)
+    group = None if config.units is None else config.units.group
+    algorithm = federated(config, tuning)
     chain, stats, private = round_one(
         algorithm, leave.key, leave.chain, private, silos, leave.number, group
     )
     eps = None if private is None else private[0]
-    new = arrive(plan, state, leave, chain, stats)._replace(
-        z=_positions(plan, tuning, chain.theta, eps, silos), eps=eps
+    new = arrive(config, state, leave, chain, stats)._replace(
+        z=_positions(config, tuning, chain.theta, eps, silos), eps=eps
     )
     if adaptation is not None:
         new = new._replace(
-            adaptation=_look(plan, tuning, adaptation, leave.key_look, chain.theta, private, silos)
+            adaptation=_look(
+                config, tuning, adaptation, leave.key_look, chain.theta, private, silos
+            )
         )
-    if not plan.no_answer:
+    if not config.no_answer:
         return new
     # a silo answers a visit as a whole, so the visit's parts share one draw
     key = random.fold_in(
-        random.fold_in(state.key_silos, _ANSWERS), state.i - state.i % plan.num_kept
+        random.fold_in(state.key_silos, _ANSWERS), state.i - state.i % config.num_kept
     )
-    return wait(state, new, leave.arrives, random.bernoulli(key, plan.no_answer))
+    return wait(state, new, leave.arrives, random.bernoulli(key, config.no_answer))
 
 
 def wait(old: LangevinState, new: LangevinState, arrives: Array, silent: Array) -> LangevinState:
@@ -201,9 +203,9 @@ def wait(old: LangevinState, new: LangevinState, arrives: Array, silent: Array) 
     )
 
 
-def _next_silo(plan: Plan, state: LangevinState, num_silos: int) -> tuple[Array, Array]:
+def _next_silo(config: LangevinConfig, state: LangevinState, num_silos: int) -> tuple[Array, Array]:
     """Return the silo of the next draw, and 1 if the chain arrives there or 0 if it continues."""
-    arrives = state.i % plan.num_kept == 0
+    arrives = state.i % config.num_kept == 0
     if num_silos == 1:  # saves a draw, a tenth of the time of a short visit
         return jnp.zeros((), jnp.int32), arrives.astype(jnp.int32)
     f = state.tuning.selection
@@ -215,7 +217,7 @@ def _next_silo(plan: Plan, state: LangevinState, num_silos: int) -> tuple[Array,
 
 
 def _look(
-    plan: Plan,
+    config: LangevinConfig,
     tuning: Tuning,
     adaptation: Adaptation,
     key: Array,
@@ -228,12 +230,12 @@ def _look(
     All rows are in one silo.
     """
     view = SiloView(silos, jnp.zeros((), jnp.int32), largest(silos))
-    silo, keys = open_silo(plan, tuning, private, view), random.split(key)
+    silo, keys = open_silo(config, tuning, private, view), random.split(key)
 
     def gradient(u: Array, key: Array) -> Array:
-        here = silo._replace(kwargs={**silo.kwargs, **batches(plan, key, view, ())})
+        here = silo._replace(kwargs={**silo.kwargs, **batches(config, key, view, ())})
         return drift(
-            plan,
+            config,
             tuning,
             theta + push(tuning, u),
             None if private is None else private[0],
@@ -246,22 +248,24 @@ def _look(
     )
 
 
-def _step_size(plan: Plan, tuning: Tuning, count: Array, adaptation: Adaptation | None) -> Array:
+def _step_size(
+    config: LangevinConfig, tuning: Tuning, count: Array, adaptation: Adaptation | None
+) -> Array:
     if adaptation is not None:
         return adaptation.step_size
-    if plan.schedule is None:
+    if config.schedule is None:
         return tuning.step_size
-    return jnp.asarray(plan.schedule(count), tuning.step_size.dtype)
+    return jnp.asarray(config.schedule(count), tuning.step_size.dtype)
 
 
 def _positions(
-    plan: Plan, tuning: Tuning, theta: Array, eps: Array | None, silos: Silos
+    config: LangevinConfig, tuning: Tuning, theta: Array, eps: Array | None, silos: Silos
 ) -> dict[str, Array]:
-    sites = plan.factors.unravel(theta)
-    if plan.units is None or tuning.latents is None or eps is None:
+    sites = config.factors.unravel(theta)
+    if config.units is None or tuning.latents is None or eps is None:
         return sites
     z = tuning.latents.rows.forward(tuning.latents.u(theta), eps)
-    return {**sites, **plan.units.to_pooled(z, silos)}
+    return {**sites, **config.units.to_pooled(z, silos)}
 
 
 def start_keys(keys: Array, distinct_silos: bool) -> tuple[Array, Array, Array]:
@@ -276,9 +280,9 @@ def start_keys(keys: Array, distinct_silos: bool) -> tuple[Array, Array, Array]:
     return own, of_silos, strata
 
 
-@partial(jax.jit, static_argnames=("plan",))
+@partial(jax.jit, static_argnames=("config",))
 def first_state(
-    plan: Plan,
+    config: LangevinConfig,
     key: Array,
     key_silos: Array,
     z: dict[str, Array] | None,
@@ -292,7 +296,7 @@ def first_state(
     Without a preconditioner the draw is uniform on (-2, 2).
     """
     rng_key, key_theta, key_eps, key_look = random.split(key, 4)
-    factors, units = plan.factors, plan.units
+    factors, units = config.factors, config.units
     shape, dtype = (factors.dim,), tuning.loc.dtype
     eps = None
     if z is not None:
@@ -311,20 +315,22 @@ def first_state(
         private = None if tuning.latents is None else (eps, tuning.latents.rows)
         adaptation = first_looks(
             adaptation,
-            lambda i, a: _look(plan, tuning, a, random.fold_in(key_look, i), theta, private, silos),
+            lambda i, a: _look(
+                config, tuning, a, random.fold_in(key_look, i), theta, private, silos
+            ),
         )
     zero = jnp.zeros((), dtype)
     return LangevinState(
         i=jnp.zeros((), jnp.int32),
-        z=_positions(plan, tuning, theta, eps, silos),
+        z=_positions(config, tuning, theta, eps, silos),
         eps=eps,
         silo=jnp.zeros((), jnp.int32),
         diverging=jnp.zeros((), bool),
         cut_rate=zero,
         local_accept_prob=zero + 1,
         local_stuck=zero,
-        residual=jnp.zeros(shape, dtype) if plan.cut else None,
-        step_size=_step_size(plan, tuning, jnp.zeros((), jnp.int32), adaptation).astype(dtype),
+        residual=jnp.zeros(shape, dtype) if config.cut else None,
+        step_size=_step_size(config, tuning, jnp.zeros((), jnp.int32), adaptation).astype(dtype),
         inflation=tuning.inflation,
         visits=jnp.zeros(len(silos), jnp.int32),
         unanswered=jnp.zeros(len(silos), jnp.int32),
@@ -336,9 +342,14 @@ def first_state(
     )
 
 
-@partial(jax.jit, static_argnames=("plan", "rounds"))
+@partial(jax.jit, static_argnames=("config", "rounds"))
 def explore(
-    plan: Plan, rounds: int, key: Array, z: dict[str, Array] | None, tuning: Tuning, silos: Silos
+    config: LangevinConfig,
+    rounds: int,
+    key: Array,
+    z: dict[str, Array] | None,
+    tuning: Tuning,
+    silos: Silos,
 ) -> tuple[dict[str, Array], Array]:
     """Run 64 chains for ``rounds`` rounds.
 
@@ -348,15 +359,15 @@ def explore(
     keys = random.split(key, (2, _EXPLORERS))
     axes = chain_axes(False)
     start = jax.vmap(
-        partial(first_state, plan), in_axes=(0, 0, 0, None, None, None, None), out_axes=axes
+        partial(first_state, config), in_axes=(0, 0, 0, None, None, None, None), out_axes=axes
     )
     state = start(*keys, z, jnp.zeros(()), tuning, silos, None)
-    one = jax.vmap(lambda s: one_round(plan, s, silos), in_axes=(axes,), out_axes=axes)
+    one = jax.vmap(lambda s: one_round(config, s, silos), in_axes=(axes,), out_axes=axes)
 
     def step(state: LangevinState, _: None) -> tuple[LangevinState, Array]:
         state = one(state)
-        return state, jax.vmap(plan.factors.ravel)(state.z)
+        return state, jax.vmap(config.factors.ravel)(state.z)
 
-    state, thetas = lax.scan(step, state, None, length=rounds * plan.num_kept)
+    state, thetas = lax.scan(step, state, None, length=rounds * config.num_kept)
     late = thetas[len(thetas) // 2 :]
-    return state.z, late[:: max(1, len(late) * _EXPLORERS // 512)].reshape(-1, plan.factors.dim)
+    return state.z, late[:: max(1, len(late) * _EXPLORERS // 512)].reshape(-1, config.factors.dim)

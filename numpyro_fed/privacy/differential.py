@@ -237,7 +237,7 @@ def expected_error(noise: Noise, num_silos: float, rounds: int) -> float:
 
     In coordinates whitened by q the bound's curvature at its optimum is one, so that a mean
     gradient of e moves the optimum by e; the parameters' average over the last rounds sees the
-    noise of these. The optimiser has to be fast enough to follow: one that is slow stays where it
+    noise of these. The optimizer has to be fast enough to follow: one that is slow stays where it
     started.
 
     :param num_silos: where not all take part, the sum of one over their probabilities: replies are

@@ -32,7 +32,7 @@ from numpyro_fed.rounds.files import write_whole
 from numpyro_fed.rounds.remote import Call
 from numpyro_fed.rounds.serialization import pack
 
-__all__ = ["Closed", "Ticket"]
+__all__ = ["RoundGuard", "Ticket"]
 
 _INIT, _ROUND, _ESTIMATE = "InitLocal", "RoundLocal", "EstimateLocal"
 
@@ -50,7 +50,7 @@ class Ticket(NamedTuple):
     noise: bytes
 
 
-class Closed:
+class RoundGuard:
     """A silo's guard of one fit.
 
     It has these files in the silo's folder:

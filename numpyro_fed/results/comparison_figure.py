@@ -57,13 +57,13 @@ def draw_comparison(
         top=1 - _TOP / height,
         bottom=_BOTTOM / height,
     )
-    standardised = [_standardise(*pair) for pair in draws]
+    standardized = [_standardize(*pair) for pair in draws]
     forest = figure.add_subplot(grid[:, 0])
-    limit = _draw_forest(forest, standardised)
+    limit = _draw_forest(forest, standardized)
     for i, (name, (_, row)) in enumerate(zip(names, table.iterrows(), strict=True)):
         _draw_label(forest, i, name, row)
         panel = figure.add_subplot(grid[i, 1])
-        _draw_densities(panel, *standardised[i], max(4.0, limit), last=i == rows - 1)
+        _draw_densities(panel, *standardized[i], max(4.0, limit), last=i == rows - 1)
         _draw_verdict(panel, row)
     figure.text(0.25 / width, 1 - 0.18 / height, title, size=13, weight="bold", va="top")
     figure.text(0.25 / width, 1 - 0.45 / height, subtitle, size=9, color=_QUIET, va="top")
@@ -94,7 +94,7 @@ def _short(name: str) -> str:
     return f"{name[: _MAX_LABEL // 2 - 1]}…{name[-_MAX_LABEL // 2 :]}"
 
 
-def _standardise(fed: np.ndarray, ref: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _standardize(fed: np.ndarray, ref: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Standardize both by the reference, without draws of the fit that are not finite."""
     fed, ref = fed.astype(float), ref.astype(float)
     mean, sd = ref.mean(), ref.std(ddof=1)
@@ -107,10 +107,8 @@ def _draw_forest(ax: "Axes", pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> 
     limit = min(_REACH, max(2.4, 1.12 * float(np.abs(ends).max())))
     ax.axvline(0, color="#BBBBBB", lw=0.8, zorder=1)
     for i, pair in enumerate(pairs):
-        for x, colour, marker, y in zip(
-            pair, (_FED, _REF), "os", (i - 0.15, i + 0.15), strict=True
-        ):
-            _draw_interval(ax, x, y, colour, marker, limit)
+        for x, color, marker, y in zip(pair, (_FED, _REF), "os", (i - 0.15, i + 0.15), strict=True):
+            _draw_interval(ax, x, y, color, marker, limit)
     ax.axvspan(-0.1, 0.1, color=_BAND, lw=0, zorder=0)
     ax.set(xlim=(-limit, limit), ylim=(len(pairs) - 0.5, -0.5), yticks=[])
     for y in range(1, len(pairs)):
@@ -121,7 +119,7 @@ def _draw_forest(ax: "Axes", pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> 
 
 
 def _draw_interval(
-    ax: "Axes", x: np.ndarray, y: float, colour: str, marker: str, limit: float
+    ax: "Axes", x: np.ndarray, y: float, color: str, marker: str, limit: float
 ) -> None:
     """Draw the mean, 50 % and 94 % interval, or an arrow and the mean where it is off the axis."""
     if not x.size:
@@ -130,7 +128,7 @@ def _draw_interval(
     mean = float(x.mean())
     if abs(mean) > limit:
         side = 1 if mean > 0 else -1
-        ax.plot(side * 0.98 * limit, y, ">" if side > 0 else "<", color=colour, ms=6)
+        ax.plot(side * 0.98 * limit, y, ">" if side > 0 else "<", color=color, ms=6)
         ax.annotate(
             f"{mean:+.3g} sd",
             (side * 0.98 * limit, y),
@@ -139,13 +137,13 @@ def _draw_interval(
             ha="right" if side > 0 else "left",
             va="center",
             size=8,
-            color=colour,
+            color=color,
         )
         return
     low, q1, q3, high = np.clip(np.quantile(x, _LEVELS), -limit, limit)
-    ax.plot([low, high], [y, y], color=colour, lw=1.1, solid_capstyle="butt")
-    ax.plot([q1, q3], [y, y], color=colour, lw=3.6, solid_capstyle="butt")
-    ax.plot(mean, y, marker, color=colour, ms=6, mec="white", mew=0.9, zorder=3)
+    ax.plot([low, high], [y, y], color=color, lw=1.1, solid_capstyle="butt")
+    ax.plot([q1, q3], [y, y], color=color, lw=3.6, solid_capstyle="butt")
+    ax.plot(mean, y, marker, color=color, ms=6, mec="white", mew=0.9, zorder=3)
 
 
 def _draw_label(ax: "Axes", y: int, name: str, row: Any) -> None:
@@ -184,13 +182,13 @@ def _draw_verdict(ax: "Axes", row: Any) -> None:
         "textcoords": "offset points",
         "annotation_clip": False,
     }
-    colour = _VERDICT_COLOURS[row["verdict"]]
+    color = _VERDICT_COLOURS[row["verdict"]]
     weight = "bold" if row["verdict"] == "differs" else "normal"
     head: dict[str, Any] = {
         "xytext": (8, 1),
         "va": "bottom",
         "size": 9,
-        "color": colour,
+        "color": color,
         "weight": weight,
     }
     ax.annotate(row["verdict"], (1, 0.5), **head, **place)

@@ -246,13 +246,13 @@ def _guards(kernel: LangevinKernel, fields: dict[str, np.ndarray]) -> list[tuple
         )
 
     out = [by_chain("rounds undone", (fields["diverging"] & (fields["cut_rate"] == 0)).mean(1))]
-    if kernel._plan.cut:
+    if kernel._config.cut:
         # a long visit may take a chain far from where the pilot looked, so fewer cut steps matter
-        reach = float(fields["step_size"].max()) * kernel._plan.num_local_steps
+        reach = float(fields["step_size"].max()) * kernel._config.num_local_steps
         out.append(
             by_chain("steps cut", fields["cut_rate"].mean(1), _RATE * min(1.0, _REST / reach))
         )
-    if kernel._plan.units is not None:
+    if kernel._config.units is not None:
         silo, stuck = fields["silo"].ravel(), fields["local_stuck"].ravel()
         share = np.array(
             [
@@ -305,7 +305,7 @@ def _by_round(
     mcmc: MCMC, kernel: LangevinKernel, fields: dict[str, np.ndarray]
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return means of e ``(chains, rounds, d)`` and silos ``(chains, rounds)`` of whole rounds."""
-    kept = kernel._plan.num_kept
+    kept = kernel._config.num_kept
     residual, silo = fields["residual"].astype(float), fields["silo"]
     made = int(np.ravel(mcmc.last_state.i)[0])  # warm-up included, which may end inside a round
     start = -(made - silo.shape[1]) % kept
@@ -317,15 +317,15 @@ def _by_round(
 
 def _noise(mcmc: MCMC, kernel: LangevinKernel, fields: dict[str, np.ndarray]) -> list[tuple]:
     residual, silo = _by_round(mcmc, kernel, fields)
-    tuning, steps = kernel._tuning, kernel._plan.num_local_steps
+    tuning, steps = kernel._tuning, kernel._config.num_local_steps
     f = np.asarray(tuning.selection, float)
     out = []
-    if residual.shape[1] > 2 and kernel._plan.schedule is None:
+    if residual.shape[1] > 2 and kernel._config.schedule is None:
         h, dim = float(tuning.step_size), residual.shape[2]
-        centred = residual - residual.mean((0, 1))
-        now, lagged = centred[:, :-1].reshape(-1, dim), centred[:, 1:].reshape(-1, dim)
+        centered = residual - residual.mean((0, 1))
+        now, lagged = centered[:, :-1].reshape(-1, dim), centered[:, 1:].reshape(-1, dim)
         # what e shares with the next round's e, at another silo, is drift
-        spread = (centred.reshape(-1, dim).T @ centred.reshape(-1, dim)) / centred.size * dim
+        spread = (centered.reshape(-1, dim).T @ centered.reshape(-1, dim)) / centered.size * dim
         shared = now.T @ lagged / len(now)
         noise = persistence(steps, h) * (spread - 0.5 * (shared + shared.T))
         injected = np.eye(dim) if tuning.inject is None else np.asarray(tuning.inject, float)

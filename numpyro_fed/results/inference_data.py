@@ -154,9 +154,7 @@ def _remote_inference_data(
         label_nodes(idata, silos)
         idata = idata if node is None else take_node(idata, node, silos)
     idata.posterior.attrs.update(ledger_attrs(ledger))
-    idata.posterior.attrs["elsewhere"] = json.dumps(
-        [s.name for s in mcmc.sampler.factors.local_sites]
-    )
+    idata.posterior.attrs["remote"] = json.dumps([s.name for s in mcmc.sampler.factors.local_sites])
     return idata
 
 

@@ -56,8 +56,8 @@ def average_of_nodes(mcmc: MCMC, silos: Silos, idata: Any, log_lik: bool) -> Any
     az, kernel = import_arviz(), mcmc.sampler
     m, latent = len(silos), [name for name, _ in kernel.factors.global_sites]
     draws = mcmc.get_samples(group_by_chain=True)
-    elsewhere = isinstance(silos, RemoteSilos)  # remote silos keep their latents
-    sites = latent + [s.name for s in kernel.factors.local_sites if not elsewhere]
+    remote = isinstance(silos, RemoteSilos)  # remote silos keep their latents
+    sites = latent + [s.name for s in kernel.factors.local_sites if not remote]
     weight = jnp.asarray(mcmc.get_extra_fields(group_by_chain=True)["push_sum_weight"])
     z = jax.vmap(jax.vmap(_unconstrain(kernel, silos)))({k: draws[k] for k in sites})
 
@@ -68,7 +68,7 @@ def average_of_nodes(mcmc: MCMC, silos: Silos, idata: Any, log_lik: bool) -> Any
         share = weight.reshape(-1, m, weight.shape[1], *[1] * (x.ndim - 2))
         return jnp.mean(share * grouped, 1)
 
-    here = None if elsewhere else kernel.postprocess_fn((silos,), {})
+    here = None if remote else kernel.postprocess_fn((silos,), {})
     constrain = here or (lambda z: kernel.factors.constrain_globals(z, silos.shared))
     posterior = jax.vmap(jax.vmap(constrain))({k: average(k, v) for k, v in z.items()})
     options = {"dims": {k: list(v.dims[2:]) for k, v in idata.posterior.items()}}

@@ -79,10 +79,10 @@ def predict(
         raise ValueError(
             f"silo={silo!r}: expected a silo of the fit, {known}, or None for a new one"
         )
-    stayed = json.loads(draws.attrs.get("elsewhere", "[]"))
-    if silo is not None and stayed:
+    visited = json.loads(draws.attrs.get("remote", "[]"))
+    if silo is not None and visited:
         raise ValueError(
-            f"silo={silo!r}: its own latents {stayed} stayed there, and the fit has none; expected "
+            f"silo={silo!r}: its own latents {visited} stayed there, and the fit has none; expected "
             "None, for a new silo"
         )
     values = _draws_of(silo, draws, plates)

@@ -17,12 +17,12 @@ from numpyro_fed.density.factors import PARAMS
 from numpyro_fed.results.silo_coords import ledger_attrs, silo_coords
 from numpyro_fed.rounds.remote import RemoteSilos
 from numpyro_fed.vi._base import FederatedVI
-from numpyro_fed.vi.draws import Draws, constrained, draw, draw_elsewhere, globals_of
+from numpyro_fed.vi.draws import Draws, constrained, draw, draw_remote, globals_of
 from numpyro_fed.vi.guides.normal import SiloNormal
 from numpyro_fed.vi.importance import POOR, smoothed, tail_of_spreads, worst_tail
 from numpyro_fed.vi.remote import kept_by
 from numpyro_fed.vi.result import VIResult
-from numpyro_fed.vi.setup import Prepared
+from numpyro_fed.vi.setup import Setup
 
 if TYPE_CHECKING:
     from arviz import InferenceData
@@ -50,33 +50,33 @@ def vi_inference_data(
     if not isinstance(silos, Silos | MixedSilos) or silos.names != result.ledger.silos:
         got = list(silos.names) if isinstance(silos, Silos | MixedSilos) else type(silos).__name__
         raise ValueError(f"expected the silos of the run, {list(result.ledger.silos)}, got {got}")
-    prepared = svi.prepared(silos)
-    plan = prepared.plan
+    setup = svi.setup(silos)
+    config = setup.config
     params, local = svi.fitted(result, silos)
-    totals = tuple(tuple((g, sum(n)) for g, n in part.sizes.items()) for part in prepared.parts)
+    totals = tuple(tuple((g, sum(n)) for g, n in part.sizes.items()) for part in setup.parts)
     key = random.key(0) if rng_key is None else rng_key
     num = CANDIDATES * num_draws if resample else num_draws
-    stretched = resample and isinstance(plan.families[0], SiloNormal)
-    unweighed = prepared.elsewhere and plan.noise is not None
+    stretched = resample and isinstance(config.families[0], SiloNormal)
+    unweighed = setup.remote and config.noise is not None
     if unweighed and resample:
         raise ValueError(
             "resample=True: silos of a fit with privacy do not weigh draws; expected resample=False"
         )
     if isinstance(silos, RemoteSilos):
-        slots = kept_by(result.state, prepared, "result").slots.tolist()
-        draws = draw_elsewhere(plan, params, slots, silos, prepared.stacks, key, num, stretched)
+        slots = kept_by(result.state, setup, "result").slots.tolist()
+        draws = draw_remote(config, params, slots, silos, setup.stacks, key, num, stretched)
     else:
-        draws = draw(plan, params, local, prepared.stacks, totals, key, num, stretched)
-    weight, k, judged = _judged(plan, draws, stretched)
+        draws = draw(config, params, local, setup.stacks, totals, key, num, stretched)
+    weight, k, judged = _judged(config, draws, stretched)
     if resample:
         chosen = _chosen(weight, num_draws, random.fold_in(key, 1))
         draws = jax.tree.map(lambda x: x[chosen], draws)
-    suffixes = [plan.suffix(i) for i in range(len(prepared.parts))]
+    suffixes = [config.suffix(i) for i in range(len(setup.parts))]
     pieces = [
-        (globals_of(plan, part, draws, params), {}, {}, {})
-        if prepared.elsewhere
-        else _part(plan, i, part, draws, params, log_likelihood, suffix)
-        for i, (part, suffix) in enumerate(zip(prepared.parts, suffixes, strict=True))
+        (globals_of(config, part, draws, params), {}, {}, {})
+        if setup.remote
+        else _part(config, i, part, draws, params, log_likelihood, suffix)
+        for i, (part, suffix) in enumerate(zip(setup.parts, suffixes, strict=True))
     ]
     posterior, likelihood, observed, dims = (
         {k: v for one in kind for k, v in one.items()} for kind in zip(*pieces, strict=True)
@@ -96,10 +96,10 @@ def vi_inference_data(
     )
     idata.add_groups({"optimization": bound}, warn_on_custom_groups=False)
     for i, (part, suffix) in enumerate(
-        zip(() if prepared.elsewhere else prepared.parts, suffixes, strict=False)
+        zip(() if setup.remote else setup.parts, suffixes, strict=False)
     ):
-        silo_coords(idata, plan.families[i].factors, part, suffix)
-    idata.posterior.attrs |= _told(prepared, params, draws, result)
+        silo_coords(idata, config.families[i].factors, part, suffix)
+    idata.posterior.attrs |= _told(setup, params, draws, result)
     if not unweighed:
         idata.posterior.attrs |= {"pareto_k": k, "pareto_k_of": judged}
     if not unweighed and not k <= POOR:
@@ -118,7 +118,7 @@ def check_num_draws(num_draws: Any) -> None:
         raise ValueError(f"num_draws: expected a whole number >= 1, got {num_draws!r}")
 
 
-def _judged(plan: Any, draws: Draws, stretched: bool) -> tuple[np.ndarray, float, str]:
+def _judged(config: Any, draws: Draws, stretched: bool) -> tuple[np.ndarray, float, str]:
     """Return smoothed weights, the worst Pareto's k, and a text of what it is the k of.
 
     It is the largest of the weights' own k and of those of the coordinates' variances under them.
@@ -134,11 +134,11 @@ def _judged(plan: Any, draws: Draws, stretched: bool) -> tuple[np.ndarray, float
     of_spread, place = tail_of_spreads(weight[inside], np.asarray(draws.theta)[inside])
     if of_spread <= k:
         return weight, k, "its weights"
-    return weight, of_spread, f"the spread of {plan.factors.owners[place]}"
+    return weight, of_spread, f"the spread of {config.factors.owners[place]}"
 
 
 def _part(
-    plan: Any,
+    config: Any,
     number: int,
     silos: Silos,
     draws: Any,
@@ -147,11 +147,11 @@ def _part(
     suffix: str,
 ) -> tuple[dict, dict, dict, dict]:
     """Return draws, pointwise log likelihood, observed values and dimensions of one structure."""
-    factors = plan.families[number].factors
-    learned = {k: params[k] for k in plan.learned}
+    factors = config.families[number].factors
+    learned = {k: params[k] for k in config.learned}
     kwargs = {**silos.pooled, PARAMS: learned} if learned else silos.pooled
     bound_model = _Called(factors.model, kwargs)
-    sites = constrained(plan, number, silos, draws, params)
+    sites = constrained(config, number, silos, draws, params)
     dims = infer_dims(bound_model, ())
     plates = dict(factors.plates)
 
@@ -198,35 +198,37 @@ class _Called:
         }
 
 
-def _told(prepared: Prepared, params: dict, draws: Draws, result: VIResult) -> dict[str, Any]:
+def _told(setup: Setup, params: dict, draws: Draws, result: VIResult) -> dict[str, Any]:
     """Return the attributes of the posterior that describe the fit.
 
     They are its ledger, learned parameters, the unit with the worst Pareto's k, the latents that
     stay in remote silos, and privacy.
     """
-    plan = prepared.plan
+    config = setup.config
     arrays = {
-        k: np.asarray(params[k]).tolist() for k in plan.learned if isinstance(params[k], jax.Array)
+        k: np.asarray(params[k]).tolist()
+        for k in config.learned
+        if isinstance(params[k], jax.Array)
     }
-    networks = [k for k in plan.learned if k not in arrays]  # too large for an attribute
-    told: dict[str, Any] = {**ledger_attrs(result.ledger), "structures": len(prepared.parts)}
+    networks = [k for k in config.learned if k not in arrays]  # too large for an attribute
+    told: dict[str, Any] = {**ledger_attrs(result.ledger), "structures": len(setup.parts)}
     told |= {"learned": json.dumps(arrays), "networks": json.dumps(networks)}
-    if prepared.elsewhere:
-        told["elsewhere"] = json.dumps([s.name for s in plan.factors.local_sites])
-    elif plan.num_local_particles > 1:
-        told |= _worst_unit(plan, draws.ratios, prepared.parts)
+    if setup.remote:
+        told["remote"] = json.dumps([s.name for s in config.factors.local_sites])
+    elif config.num_local_particles > 1:
+        told |= _worst_unit(config, draws.ratios, setup.parts)
     if result.privacy is not None:
         told |= {"privacy": str(result.privacy), "privacy_error": result.privacy.error}
     return told
 
 
-def _worst_unit(plan: Any, ratios: list, parts: tuple[Silos, ...]) -> dict[str, Any]:
+def _worst_unit(config: Any, ratios: list, parts: tuple[Silos, ...]) -> dict[str, Any]:
     """Return the largest Pareto's k of the weights of a unit's candidates, and name the unit.
 
     Only the units whose weights vary most are judged.
     """
     worst: dict[str, Any] = {}
-    for family, found, part in zip(plan.families, ratios, parts, strict=True):
+    for family, found, part in zip(config.families, ratios, parts, strict=True):
         if not family.has_local or len(found) < _FEWEST:
             continue
         k, unit = worst_tail(np.asarray(found, np.float64).T)

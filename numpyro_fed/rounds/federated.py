@@ -11,7 +11,7 @@ is
 
 Only ``message`` and ``reply`` cross a silo's border. ``silo_state`` (local latents, their
 coordinates) stays. An engine (:mod:`numpyro_fed.engines`) decides where ``local`` runs: it may
-address all silos in a round, or the one that a travelling chain visits.
+address all silos in a round, or the one that a traveling chain visits.
 """
 
 import math

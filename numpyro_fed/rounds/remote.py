@@ -4,7 +4,7 @@ What the server knows of them, how it asks them, and what answers there.
 
 The server knows names, numbers of rows, and the types of a row: :class:`RemoteSilos`. All that it
 wants of the rows it asks for by *calls*: an algorithm's ``local``, a key, a message. A
-:class:`Site` answers them from its own rows; what is private to it (local latents, the local map)
+:class:`SiloWorker` answers them from its own rows; what is private to it (local latents, the local map)
 it keeps in numbered slots, of which the server only ever sees the numbers. A carrier brings calls
 and replies across: :class:`Loopback` in one process, :mod:`numpyro_fed.engines.spmd` over JAX
 processes.
@@ -31,12 +31,12 @@ __all__ = [
     "Loopback",
     "RemoteSilos",
     "SiloError",
-    "Site",
-    "nowhere",
+    "SiloWorker",
     "resized",
     "rows_of",
-    "site_of",
+    "typed_worker",
     "types_of",
+    "worker_of",
 ]
 
 
@@ -85,8 +85,8 @@ class Carrier:
 
     guarded = False  # whether silos have guards, which add exact noise
 
-    def __init__(self, sites: dict[int, "Site"]) -> None:
-        self.sites = sites
+    def __init__(self, workers: dict[int, "SiloWorker"]) -> None:
+        self.workers = workers
         self.token = uuid.uuid4().hex
         self.next_slot = 0
         self._kinds: dict[int, Any] = {}  # of what each slot holds
@@ -115,7 +115,7 @@ class Carrier:
         """
         for slot in slots:
             self._kinds.pop(slot, None)
-            for site in self.sites.values():
+            for site in self.workers.values():
                 site.kept.pop(slot, None)
 
     def position(self) -> dict[str, Any]:
@@ -127,7 +127,7 @@ class Carrier:
         self.next_slot = max(self.next_slot, position["next"])
         self._kinds |= dict(position["kinds"])
 
-    def type_of(self, call: Call, site: "Site") -> Any:
+    def type_of(self, call: Call, site: "SiloWorker") -> Any:
         """Shapes and types of the reply to a call, which any silo's site tells, without asking it.
 
         What the call writes is noted.
@@ -184,7 +184,7 @@ def rows_of(view: SiloView) -> SiloRows:
     return SiloRows(silos.rows, shared, sizes, silos.order, view.number, static, view.pad)
 
 
-class Site:
+class SiloWorker:
     """A silo's side: its rows, and what it keeps for itself.
 
     :param number: its place among all silos.
@@ -226,7 +226,7 @@ class Site:
         return reply
 
 
-def site_of(silos: Silos, name: str, known: Silos | None = None) -> Site:
+def worker_of(silos: Silos, name: str, known: Silos | None = None) -> SiloWorker:
     """The site of one of the silos at hand.
 
     :param known: what is known of all silos, in whose order it is numbered; by default ``silos``
@@ -248,7 +248,7 @@ def site_of(silos: Silos, name: str, known: Silos | None = None) -> Site:
         )
         rows |= {leaf: x[own] for leaf, x in silos.rows.items() if silos.group[leaf] == group}
     shared = {k: silos.shared[k] for k in silos._arrays}
-    return Site(
+    return SiloWorker(
         number, SiloAlone.tree_unflatten(tuple(known._aux()[:7]), (rows, order, shared)), pad
     )
 
@@ -265,7 +265,7 @@ def resized(known: Silos, sizes: Mapping[str, Sequence[int]]) -> Silos:
     return known.like(known.names, sizes, rows, {})
 
 
-def nowhere(known: Silos) -> Site:
+def typed_worker(known: Silos) -> SiloWorker:
     """A site of which types alone are known.
 
     What it would answer to a call has shapes and types.
@@ -278,7 +278,9 @@ def nowhere(known: Silos) -> Site:
     }
     order = {g: jax.ShapeDtypeStruct((n,), jnp.int32) for g, n in pad.items()}
     shared = {k: known.shared[k] for k in known._arrays}
-    return Site(0, SiloAlone.tree_unflatten(tuple(known._aux()[:7]), (rows, order, shared)), most)
+    return SiloWorker(
+        0, SiloAlone.tree_unflatten(tuple(known._aux()[:7]), (rows, order, shared)), most
+    )
 
 
 class Loopback(Carrier):
@@ -288,14 +290,14 @@ class Loopback(Carrier):
     """
 
     def __init__(self, silos: Silos) -> None:
-        super().__init__({n: site_of(silos, name) for n, name in enumerate(silos.names)})
+        super().__init__({n: worker_of(silos, name) for n, name in enumerate(silos.names)})
         self.silos = silos
 
     def check(self, check: Callable[[Silos], None]) -> None:
         check(self.silos)
 
     def ask(self, calls: list[Call]) -> list[Any]:
-        return [self.sites[call.number].answer(call) for call in calls]
+        return [self.workers[call.number].answer(call) for call in calls]
 
 
 class RemoteSilos(Silos):

@@ -25,7 +25,7 @@ from jax.typing import ArrayLike
 
 from numpyro_fed.data.silos import Silos
 from numpyro_fed.data.views import SiloView, sweep
-from numpyro_fed.density.factorize import factorise
+from numpyro_fed.density.factorize import factorize
 from numpyro_fed.density.factors import Factors
 from numpyro_fed.density.local_map import Units
 from numpyro_fed.surrogates.gaussian import Surrogates
@@ -78,7 +78,7 @@ def optimal_alpha(
         >>> round(fed.surrogates.optimal_alpha(model, silos, q), 4)
         0.5
     """
-    factors = factorise(model, silos, public=tuple(public))
+    factors = factorize(model, silos, public=tuple(public))
     if factors.local_sites:
         raise ValueError(
             f"the model has local latents {[s.name for s in factors.local_sites]}; expected a "

@@ -24,7 +24,7 @@ from numpyro_fed.density.bounded_features import features
 from numpyro_fed.density.small_matrices import solve_positive
 from numpyro_fed.rounds.serialization import wire_name
 
-__all__ = ["Bends", "regress"]
+__all__ = ["Corrections", "regress"]
 
 
 def regress(points: Array, scores: Array, weights: Array) -> Array:
@@ -41,10 +41,10 @@ def regress(points: Array, scores: Array, weights: Array) -> Array:
     return solve_positive(normal, psi.T @ (weights * scores))
 
 
-@wire_name("Bends")
+@wire_name("Corrections")
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Bends:
+class Corrections:
     """Corrections of all silos.
 
     :param loc: the position at which u is zero, ``(d,)``.
@@ -64,7 +64,7 @@ class Bends:
         psi = features(self.whiten @ (theta - self.loc))
         return (psi @ self.coefficients) @ self.whiten
 
-    def of(self, coefficients: Array) -> "Bends":
+    def of(self, coefficients: Array) -> "Corrections":
         """Return corrections in the same coordinates with other coefficients.
 
         :param coefficients: those of one silo, or a sum over silos.

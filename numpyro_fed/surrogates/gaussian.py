@@ -17,7 +17,7 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from numpyro_fed.rounds.serialization import wire_name
-from numpyro_fed.surrogates.corrections import Bends
+from numpyro_fed.surrogates.corrections import Corrections
 
 __all__ = ["Gaussian", "LowRank", "Surrogates", "matvec"]
 
@@ -200,7 +200,7 @@ class Surrogates:
 
     factors: Gaussian
     prior: Gaussian
-    bends: Bends | None = None
+    corrections: Corrections | None = None
 
     def __len__(self) -> int:
         return self.factors.eta.shape[0]
@@ -213,14 +213,20 @@ class Surrogates:
     def score(self, theta: ArrayLike) -> Array:
         """Return gradients of the silos' surrogates at ``theta`` ``(d,)``, shape ``(S, d)``."""
         score = self.factors.score(theta)
-        return score if self.bends is None else score + self.bends.score(jnp.asarray(theta))
+        return (
+            score
+            if self.corrections is None
+            else score + self.corrections.score(jnp.asarray(theta))
+        )
 
     def scores(self, thetas: np.ndarray) -> np.ndarray:
         """Return :meth:`score` at positions ``(K, d)``, in float64; shape ``(S, K, d)``."""
         scores = self.factors.scores(thetas)
-        if self.bends is None:
+        if self.corrections is None:
             return scores
-        bent = jax.vmap(self.bends.score, out_axes=1)(jnp.asarray(thetas, jnp.result_type(float)))
+        bent = jax.vmap(self.corrections.score, out_axes=1)(
+            jnp.asarray(thetas, jnp.result_type(float))
+        )
         return scores + np.asarray(bent, np.float64)
 
     def posterior(self) -> Gaussian:
@@ -244,5 +250,5 @@ class Surrogates:
         form = f"rank {precision.rank}" if isinstance(precision, LowRank) else form
         return (
             f"Surrogates({len(self)} silos, dimension {self.dim}, "
-            f"{form}{'' if self.bends is None else ', bent'})"
+            f"{form}{'' if self.corrections is None else ', bent'})"
         )

@@ -43,12 +43,12 @@ class LaplaceLocal:
         self, key: Array, message: Message, state: Any, view: SiloView
     ) -> tuple[Reply, LocalMap | None]:
         gradient = marginal_score(self.factors, self.units, message, view)
-        centre = jnp.zeros_like(message.loc)
-        hessian = jax.jacfwd(lambda u: gradient(u)[1])(centre)
+        center = jnp.zeros_like(message.loc)
+        hessian = jax.jacfwd(lambda u: gradient(u)[1])(center)
         precision = -0.5 * (hessian + hessian.T)
         if message.scale.ndim == 1:
             precision = jnp.diagonal(precision)
-        value, shift = gradient(centre)[:2]
+        value, shift = gradient(center)[:2]
         return Reply(shift, precision, jnp.zeros(()), value[None], None), None
 
 

@@ -66,31 +66,33 @@ def fit_map(
     tril = jnp.einsum("k,keij->eij", weights, jnp.nan_to_num(chols / scales[..., None, :]))
     linear = jnp.concatenate([jnp.ones((points.shape[0], 1), points.dtype), points], axis=1)
     bent = bent and points.shape[1] <= MOST_DIMENSIONS
-    bends = curved(points) if bent else points[:, :0]
+    corrections = curved(points) if bent else points[:, :0]
     modes, log_scales = jnp.nan_to_num(modes), jnp.nan_to_num(jnp.log(scales))
-    of_scale = _solve(jnp.concatenate([linear, bends], axis=1), weights, log_scales)
-    log_scale, scale_coupling, scale_bend = jnp.split(of_scale, [1, linear.shape[1]], axis=-1)
+    of_scale = _solve(jnp.concatenate([linear, corrections], axis=1), weights, log_scales)
+    log_scale, scale_coupling, scale_curvature = jnp.split(of_scale, [1, linear.shape[1]], axis=-1)
     found = {"tril": tril, "log_scale": log_scale[..., 0], "scale_coupling": scale_coupling}
     if not bent:
         mean = _solve(linear, weights, modes)
         return LocalMap(mean=mean[..., 0], coupling=mean[..., 1:], **found)
 
     def locations(args: tuple[Array, Array]) -> tuple[Array, Array]:
-        return _locations(linear, bends, weights, *args)
+        return _locations(linear, corrections, weights, *args)
 
     units = (jnp.moveaxis(solve_lower(tril, modes), 0, -1), of_scale)
     flat = jax.tree.map(lambda x: x.reshape(-1, x.shape[-1]), units)
-    at_once = max(1, _NUMBERS_AT_ONCE // (len(points) * (2 * linear.shape[1] + bends.shape[1])))
+    at_once = max(
+        1, _NUMBERS_AT_ONCE // (len(points) * (2 * linear.shape[1] + corrections.shape[1]))
+    )
     turned, shift = (
         x.reshape(*modes.shape[1:], -1)
         for x in lax.map(locations, flat, batch_size=min(at_once, len(flat[0])))
     )
-    centre = jnp.einsum("eij,ejp->eip", tril, turned)
-    shift, shift_coupling, shift_bend = jnp.split(shift, [1, linear.shape[1]], axis=-1)
+    center = jnp.einsum("eij,ejp->eip", tril, turned)
+    shift, shift_coupling, shift_curvature = jnp.split(shift, [1, linear.shape[1]], axis=-1)
     return LocalMap(
-        mean=centre[..., 0], coupling=centre[..., 1:],
-        shift=shift[..., 0], shift_coupling=shift_coupling, shift_bend=shift_bend,
-        scale_bend=scale_bend, **found,
+        mean=center[..., 0], coupling=center[..., 1:],
+        shift=shift[..., 0], shift_coupling=shift_coupling, shift_curvature=shift_curvature,
+        scale_curvature=scale_curvature, **found,
     )  # fmt: skip
 
 
@@ -108,7 +110,7 @@ def _solve(design: Array, weights: Array, x: Array) -> Array:
 
 
 def _locations(
-    linear: Array, bends: Array, weights: Array, x: Array, of_scale: Array
+    linear: Array, corrections: Array, weights: Array, x: Array, of_scale: Array
 ) -> tuple[Array, Array]:
     """Fit ``A (1, u) + e^(log scale) S (1, u, psi)`` to one latent's locations ``(K,)``.
 
@@ -118,9 +120,9 @@ def _locations(
     :return: A ``(1 + d,)`` and S ``(1 + d + p,)``.
     """
     columns = linear.shape[1]
-    grown = jnp.concatenate([linear, bends], axis=1)[:, 1:] @ of_scale[1:]
+    grown = jnp.concatenate([linear, corrections], axis=1)[:, 1:] @ of_scale[1:]
     shrink = jnp.exp(-jnp.clip(grown, -_MOST_STRETCHED, _MOST_STRETCHED))
-    design = jnp.concatenate([linear, bends, (shrink - 1)[:, None] * linear], axis=1)
+    design = jnp.concatenate([linear, corrections, (shrink - 1)[:, None] * linear], axis=1)
     normal = design.T @ (weights[:, None] * design)
     ridge = 1e-5 * jnp.mean(jnp.diagonal(normal)) * jnp.eye(len(normal), dtype=normal.dtype)
     target = weights * x * jnp.exp(-of_scale[0]) * shrink

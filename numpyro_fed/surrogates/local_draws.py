@@ -105,8 +105,8 @@ def _summary(w: Array) -> tuple[Array, Array]:
     """
     halves = w.reshape(2 * w.shape[0], -1, w.shape[2])
     means = halves.mean(1)
-    centred = (halves - means[:, None]).reshape(-1, w.shape[2])
-    return means, centred.T @ centred / centred.shape[0]
+    centered = (halves - means[:, None]).reshape(-1, w.shape[2])
+    return means, centered.T @ centered / centered.shape[0]
 
 
 @partial(jax.jit, static_argnames=("factors", "power", "count"))

@@ -23,7 +23,7 @@ from numpyro_fed.surrogates.least_squares import fit_map, fit_score
 from numpyro_fed.surrogates.marginal import (
     Moments,
     laplace_marginal,
-    log_normaliser,
+    log_normalizer,
     nodes,
     quadrature_marginal,
 )
@@ -61,7 +61,7 @@ class Reply(NamedTuple):
     precision: Array
     misfit: Array
     values: Array
-    bend: Array | None
+    correction: Array | None
 
 
 @wire_name("ScoreLocal")
@@ -96,15 +96,15 @@ class ScoreLocal:
             self.factors, self.units, message, view, self.points_at_once, beside
         )
         shift, precision, misfit = fit_score(points, scores, weights, message.scale.ndim == 2)
-        bend = None
+        correction = None
         if self.last and self.factors.dim <= MOST_DIMENSIONS:
-            bend = regress(points, scores, weights)
+            correction = regress(points, scores, weights)
         rows = (
             self._local_map(points, beside, latents, weights, view)
             if self.last and self.units is not None
             else None
         )
-        return Reply(shift, precision, misfit, values, bend), rows
+        return Reply(shift, precision, misfit, values, correction), rows
 
     def _local_map(
         self,
@@ -202,7 +202,7 @@ def marginal_score(
 
             found = nested_marginal(log_terms, u, units.parent(kwargs), units.levels(start), beside)
             return (
-                found.value + log_normaliser(owned),
+                found.value + log_normalizer(owned),
                 found.score,
                 [m for m in found[2:] if m is not None],
             )

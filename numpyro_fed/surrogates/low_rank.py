@@ -29,7 +29,7 @@ from jax import Array
 
 from numpyro_fed.data.silos import Silos
 from numpyro_fed.data.views import SiloView, largest
-from numpyro_fed.density.factorize import factorise
+from numpyro_fed.density.factorize import factorize
 from numpyro_fed.density.factors import Factors
 from numpyro_fed.surrogates.gaussian import Gaussian, LowRank, Surrogates
 
@@ -74,7 +74,7 @@ def low_rank(
         >>> fed.surrogates.low_rank(model, silos, rank=1)
         Surrogates(2 silos, dimension 3, rank 1)
     """
-    factors = factorise(model, silos, public=tuple(public))
+    factors = factorize(model, silos, public=tuple(public))
     if factors.local_sites:
         raise ValueError(
             f"the model has local latents {[s.name for s in factors.local_sites]}: expected a "

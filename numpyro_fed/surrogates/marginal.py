@@ -30,11 +30,11 @@ from numpyro_fed.surrogates.sobol import sobol_normal
 
 __all__ = [
     "Moments",
-    "Nodes",
+    "Quadrature",
     "cholesky",
     "inverse_factor",
     "laplace_marginal",
-    "log_normaliser",
+    "log_normalizer",
     "nodes",
     "place",
     "place_at_mode",
@@ -79,7 +79,7 @@ def nodes(
     return x, np.full(len(x), 1 / len(x))
 
 
-class Nodes(NamedTuple):
+class Quadrature(NamedTuple):
     """Nodes ``(J, E, k)``, and log weights ``(J, E)``.
 
     An integral of exp(f) is the sum of exp(f + log weight) over J, times ``(2 pi)^(k / 2)``.
@@ -92,21 +92,21 @@ class Nodes(NamedTuple):
         """Return moments of the distribution with log densities ``(J, E)`` at the nodes."""
         weight = jax.nn.softmax(log_values + self.log_weight, axis=0)
         mean = jnp.einsum("ne,nei->ei", weight, self.points)
-        centred = self.points - mean
-        return Moments(mean, cholesky(jnp.einsum("ne,nei,nej->eij", weight, centred, centred)))
+        centered = self.points - mean
+        return Moments(mean, cholesky(jnp.einsum("ne,nei,nej->eij", weight, centered, centered)))
 
 
-def place(centre: Array, chol: Array, table: tuple[np.ndarray, np.ndarray]) -> Nodes:
+def place(center: Array, chol: Array, table: tuple[np.ndarray, np.ndarray]) -> Quadrature:
     """Place nodes around centers ``(E, k)``, spread by factors of covariances ``(E, k, k)``.
 
     No gradient passes through them, so that derivatives of an integral, of any order, are integrals
     themselves (Fisher's identity).
     """
-    centre, chol = lax.stop_gradient((centre, _WIDEN * chol))
-    eps, base = (jnp.asarray(x, centre.dtype) for x in table)
+    center, chol = lax.stop_gradient((center, _WIDEN * chol))
+    eps, base = (jnp.asarray(x, center.dtype) for x in table)
     log_det = jnp.sum(jnp.log(jnp.diagonal(chol, axis1=-2, axis2=-1)), -1)
-    points = centre + jnp.einsum("eij,nj->nei", chol, eps)
-    return Nodes(points, (0.5 * jnp.sum(eps**2, -1) + jnp.log(base))[:, None] + log_det)
+    points = center + jnp.einsum("eij,nj->nei", chol, eps)
+    return Quadrature(points, (0.5 * jnp.sum(eps**2, -1) + jnp.log(base))[:, None] + log_det)
 
 
 def place_at_mode(
@@ -114,7 +114,7 @@ def place_at_mode(
     start: Array,
     table: tuple[np.ndarray, np.ndarray],
     steps: int,
-) -> Nodes:
+) -> Quadrature:
     """Place nodes around each unit's mode, spread by the curvature there.
 
     Newton steps from ``start`` find the mode.
@@ -140,11 +140,11 @@ def quadrature_marginal(
         return jnp.sum(jax.nn.logsumexp(values + found.log_weight, axis=0)), values
 
     (value, values), score = jax.value_and_grad(marginal, has_aux=True)(u)
-    return value + log_normaliser(owned), score, found.moments(values)
+    return value + log_normalizer(owned), score, found.moments(values)
 
 
-def log_normaliser(owned: Array) -> Array:
-    """Return the logarithm of the constant that :class:`Nodes` leave out.
+def log_normalizer(owned: Array) -> Array:
+    """Return the logarithm of the constant that :class:`Quadrature` leave out.
 
     Only the latents in ``owned`` count.
     """
@@ -174,7 +174,7 @@ def laplace_marginal(
         z = mode + small_matrices.solve(cholesky(hessian), slope)
         chol = cholesky(_curvature(lambda z: log_density(u, z), z))
         log_det = 2 * jnp.sum(jnp.log(jnp.diagonal(chol, axis1=-2, axis2=-1)))
-        return jnp.sum(log_density(u, z)) - 0.5 * log_det + log_normaliser(owned)
+        return jnp.sum(log_density(u, z)) - 0.5 * log_det + log_normalizer(owned)
 
     value, gradient = jax.value_and_grad(marginal)(u)
     return value, gradient, Moments(mode, inverse_factor(hessian))

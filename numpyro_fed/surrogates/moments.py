@@ -35,7 +35,7 @@ import numpy as np
 from jax import Array, random
 
 from numpyro_fed.data.silos import Silos
-from numpyro_fed.density.factorize import factorise
+from numpyro_fed.density.factorize import factorize
 from numpyro_fed.density.factors import Factors
 from numpyro_fed.rounds.federated import Cost
 from numpyro_fed.surrogates.gaussian import Gaussian, Surrogates
@@ -93,7 +93,7 @@ def moments(
         >>> bool(abs(q.factors.precision[0, 0, 0] - 4) < 0.5)
         True
     """
-    factors = factorise(model, silos, public=tuple(public))
+    factors = factorize(model, silos, public=tuple(public))
     return fit(factors, silos, method, num_samples, prior=prior, diagonal=diagonal, seed=seed)[0]
 
 

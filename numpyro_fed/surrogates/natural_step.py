@@ -18,8 +18,8 @@ from numpyro_fed.rounds.serialization import wire_name
 
 __all__ = [
     "CAREFUL",
+    "ApproxFactor",
     "History",
-    "Site",
     "carried",
     "natural_step",
     "newest",
@@ -36,8 +36,8 @@ _SLOWLY = 6.0  # rounds until the share of an averaged step is half
 _DEPTH = 3  # rounds in the history
 
 
-@wire_name("Site")
-class Site(NamedTuple):
+@wire_name("ApproxFactor")
+class ApproxFactor(NamedTuple):
     """Approximate factor: Gaussian with score ``linear - precision u`` in q's coordinates.
 
     The precision is ``(d, d)`` or its diagonal ``(d,)``.
@@ -61,21 +61,21 @@ class History(NamedTuple):
     :param calm: number of rounds since a limit last held q back.
     """
 
-    steps: Site
-    changes: Site
-    residual: Site
-    taken: Site
+    steps: ApproxFactor
+    changes: ApproxFactor
+    residual: ApproxFactor
+    taken: ApproxFactor
     known: Array
     calm: Array
 
     @staticmethod
-    def none(like: Site) -> "History":
+    def none(like: ApproxFactor) -> "History":
         """Return an empty history."""
         several = jax.tree.map(lambda x: jnp.zeros((_DEPTH, *x.shape), x.dtype), like)
         zero = jax.tree.map(jnp.zeros_like, like)
         return History(several, several, zero, zero, jnp.array(False), jnp.zeros((), jnp.int32))
 
-    def step(self, residual: Site) -> tuple[Site, "History"]:
+    def step(self, residual: ApproxFactor) -> tuple[ApproxFactor, "History"]:
         """Return the step for a residual, and the history with it."""
 
         def push(several: Array, new: Array) -> Array:
@@ -103,7 +103,7 @@ class History(NamedTuple):
     def carried(self, shift: Array, factor: Array) -> "History":
         """Return the history in coordinates v, where ``u = shift + factor v``."""
 
-        def one(site: Site) -> Site:
+        def one(site: ApproxFactor) -> ApproxFactor:
             return carried(site, shift, factor)
 
         several = jax.vmap(one)
@@ -117,7 +117,7 @@ class History(NamedTuple):
         )
 
 
-def packed(site: Site) -> Site:
+def packed(site: ApproxFactor) -> ApproxFactor:
     """Pack a full precision into its lower triangle."""
     d = len(site.linear)
     return (
@@ -127,7 +127,7 @@ def packed(site: Site) -> Site:
     )
 
 
-def unpacked(site: Site, like: Site) -> Site:
+def unpacked(site: ApproxFactor, like: ApproxFactor) -> ApproxFactor:
     """Invert :func:`packed`, for a precision of the form of that of ``like``."""
     if like.precision.ndim == 1:
         return site
@@ -137,15 +137,15 @@ def unpacked(site: Site, like: Site) -> Site:
     return site._replace(precision=lower + jnp.tril(lower, -1).T)
 
 
-def carried(site: Site, shift: Array, factor: Array) -> Site:
+def carried(site: ApproxFactor, shift: Array, factor: Array) -> ApproxFactor:
     """Return an approximate factor in coordinates v, where ``u = shift + factor v``."""
     linear, precision = site
     if precision.ndim == 1:
-        return Site(factor * (linear - precision * shift), factor**2 * precision)
-    return Site(factor.T @ (linear - precision @ shift), factor.T @ precision @ factor)
+        return ApproxFactor(factor * (linear - precision * shift), factor**2 * precision)
+    return ApproxFactor(factor.T @ (linear - precision @ shift), factor.T @ precision @ factor)
 
 
-def product(site: Site) -> tuple[Array, Array, Array, Array]:
+def product(site: ApproxFactor) -> tuple[Array, Array, Array, Array]:
     """Return the new q in the old one's coordinates, within the limits of a step.
 
     :return: mean; square root of the covariance; largest move, in sds and log sds; and true where a
@@ -176,7 +176,7 @@ def product(site: Site) -> tuple[Array, Array, Array, Array]:
 
 
 def natural_step(
-    history: History, total: Site, accelerated: Array, averaged: bool = False
+    history: History, total: ApproxFactor, accelerated: Array, averaged: bool = False
 ) -> tuple[Array, Array, Array, Array, History]:
     """Take the natural-gradient step of a full q.
 
@@ -188,11 +188,11 @@ def natural_step(
         where a limit held q back, and the history.
     """
     one = jnp.eye(len(total.linear))
-    residual = Site(total.linear, total.precision - one)
+    residual = ApproxFactor(total.linear, total.precision - one)
     step, later = history.step(residual)
     part = jnp.clip(_SLOWLY / (_SLOWLY + history.calm), _OLDEST, CAREFUL) if averaged else CAREFUL
     step = jax.tree.map(lambda x, y: jnp.where(accelerated, x, part * y), step, residual)
-    loc, root, taken, held = product(Site(step.linear, one + step.precision))
+    loc, root, taken, held = product(ApproxFactor(step.linear, one + step.precision))
     moved, held_one = product(total)[2:]
     held, moved = (held, taken) if averaged else (held | held_one, moved)
     # steps with old factors of silos that did not answer, or at a limit, would mislead the history

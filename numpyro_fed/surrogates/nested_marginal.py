@@ -25,7 +25,7 @@ from jax import Array, lax
 from numpyro_fed.density import small_matrices
 from numpyro_fed.surrogates.marginal import (
     Moments,
-    Nodes,
+    Quadrature,
     cholesky,
     inverse_factor,
     nodes,
@@ -99,7 +99,7 @@ def nested_marginal(
     chol = inverse_factor(arrow.outer + up(jnp.swapaxes(arrow.cross, -1, -2) @ tangent))
     outer = place(a, chol, nodes(a.shape[1], **_OUTER))
 
-    def inner_nodes(at: Array) -> Nodes:
+    def inner_nodes(at: Array) -> Quadrature:
         start = b + jnp.einsum("eij,ej->ei", tangent, (at - a)[parent])
         return place_at_mode(
             lambda x: here(at, x)[1], start, nodes(b.shape[1], **_INNER), _INNER_STEPS
@@ -108,7 +108,7 @@ def nested_marginal(
     inner = jax.vmap(inner_nodes)(outer.points)
 
     def marginal(u: Array) -> tuple[Array, Array]:
-        def given(at: Array, inner: Nodes) -> tuple[Array, Array]:
+        def given(at: Array, inner: Quadrature) -> tuple[Array, Array]:
             own, below, rest = jax.vmap(lambda x: log_terms(u, at, x))(inner.points)
             return own[0] + up(jax.nn.logsumexp(below + inner.log_weight, axis=0)), rest[0]
 

@@ -35,7 +35,7 @@ from jax.typing import ArrayLike
 
 from numpyro_fed.data.silos import Silos
 from numpyro_fed.data.views import SiloView, sweep
-from numpyro_fed.density.factorize import factorise
+from numpyro_fed.density.factorize import factorize
 from numpyro_fed.density.factors import Factors
 from numpyro_fed.surrogates.gaussian import Surrogates
 
@@ -107,7 +107,7 @@ def noise(
         >>> found.gamma_squared.tolist(), found.epsilon_squared.tolist()
         ([36.0, 1.0], [1.0, 1.0])
     """
-    factors = factorise(model, silos, public=tuple(public))
+    factors = factorize(model, silos, public=tuple(public))
     if factors.local_sites:
         raise ValueError(
             f"the model has local latents {[s.name for s in factors.local_sites]}: the theorems "

@@ -42,11 +42,11 @@ from numpyro_fed.density.nested import NestedUnits
 from numpyro_fed.rounds.federated import Cost, Federated, message_bytes
 from numpyro_fed.rounds.inline import ask_all
 from numpyro_fed.rounds.remote import RemoteSilos
-from numpyro_fed.surrogates.corrections import Bends, regress
+from numpyro_fed.surrogates.corrections import Corrections, regress
 from numpyro_fed.surrogates.gaussian import Gaussian, Surrogates, matvec
 from numpyro_fed.surrogates.least_squares import fit_score
 from numpyro_fed.surrogates.local_score import Message, Reply, ScoreLocal, points_at_once
-from numpyro_fed.surrogates.natural_step import History, Site, natural_step, product
+from numpyro_fed.surrogates.natural_step import ApproxFactor, History, natural_step, product
 from numpyro_fed.surrogates.sobol import sobol_normal, wide_points
 
 __all__ = ["NUM_DRAWS", "ScoreFit", "Whitening", "fit", "fit_at"]
@@ -125,7 +125,10 @@ def algorithm(
         d = factors.dim
         scale, history = np.full(d, 0.5), None  # precision 4 I
         if full:
-            scale, history = np.diag(scale), History.none(Site(jnp.zeros(d), jnp.zeros((d, d))))
+            scale, history = (
+                np.diag(scale),
+                History.none(ApproxFactor(jnp.zeros(d), jnp.zeros((d, d)))),
+            )
         return ServerState(np.zeros(d), scale, np.zeros((0, d)), np.zeros(0), history=history)
 
     def broadcast(_: Array, state: ServerState) -> Message:
@@ -191,7 +194,7 @@ def _move(state: ServerState, shift: np.ndarray, precision: np.ndarray) -> tuple
 
     Full precisions take the accelerated step of conducive rounds.
     """
-    total = Site(
+    total = ApproxFactor(
         jnp.asarray(shift, jnp.result_type(float)), jnp.asarray(precision, jnp.result_type(float))
     )
     if state.history is None:
@@ -205,7 +208,7 @@ def _move(state: ServerState, shift: np.ndarray, precision: np.ndarray) -> tuple
 
 
 @jax.jit
-def _accelerated(history: History, total: Site) -> tuple:
+def _accelerated(history: History, total: ApproxFactor) -> tuple:
     return natural_step(history, total, jnp.array(True))
 
 
@@ -258,12 +261,12 @@ def fit(
         )
         return replies, rows
 
-    state, settled = scheme.init(key), False
+    state, converged = scheme.init(key), False
     if start is not None:
         loc, scale = (np.asarray(x, np.float64) for x in start[:2])
-        settled = full and scale.ndim == 2 and start[2] <= _SETTLED
+        converged = full and scale.ndim == 2 and start[2] <= _SETTLED
         state = state._replace(
-            loc=loc, scale=_root(scale, full), moved=start[2] if settled else math.inf
+            loc=loc, scale=_root(scale, full), moved=start[2] if converged else math.inf
         )
     state = state._replace(points=sobol_normal(num, factors.dim, seed), weights=np.ones(num))
     while not state.moved <= _SETTLED and cost.rounds < max_rounds:
@@ -294,7 +297,7 @@ def fit(
         _check_values(state, replies, values, silos)
     final, misfit = scheme.merge(state, replies)
     # a start from the posterior of other data
-    if start is not None and settled and not final.moved <= _ELSEWHERE:
+    if start is not None and converged and not final.moved <= _ELSEWHERE:
         start = (*start[:2], math.inf)
         again = fit(
             factors, silos, units, max_rounds=max_rounds, seed=seed, local=local, start=start
@@ -316,7 +319,9 @@ def fit(
         replies, local_map = ask(final_local, near)
         of_map = _whitening(near)
         if local is None:
-            surrogates = replace(surrogates, bends=_bends(near, surrogates.factors, replies.bend))
+            surrogates = replace(
+                surrogates, corrections=_bends(near, surrogates.factors, replies.correction)
+            )
     return ScoreFit(
         surrogates, local_map, of_map, _whitening(final), jnp.asarray(misfit), cost, draws
     )
@@ -355,8 +360,10 @@ def fit_at(
     )
     final, misfit = scheme.merge(state, replies)
     surrogates = final.surrogates
-    if surrogates is not None and replies.bend is not None:
-        surrogates = replace(surrogates, bends=_bends(state, surrogates.factors, replies.bend))
+    if surrogates is not None and replies.correction is not None:
+        surrogates = replace(
+            surrogates, corrections=_bends(state, surrogates.factors, replies.correction)
+        )
     cost = Cost(1, len(points), message_bytes(message), message_bytes(replies) // len(silos))
     some = thetas[np.linspace(0, len(thetas) - 1, NUM_DRAWS).astype(int)]
     return ScoreFit(
@@ -384,7 +391,7 @@ def _whitening(state: ServerState) -> Whitening:
     return Whitening(jnp.asarray(state.loc), jnp.asarray(state.scale))
 
 
-def _bends(state: ServerState, gaussians: Gaussian, regressions: Array) -> Bends:
+def _bends(state: ServerState, gaussians: Gaussian, regressions: Array) -> Corrections:
     """Return the silos' regressions less those of their Gaussians' scores.
 
     Regression is linear, and the server has points, weights and Gaussians.
@@ -393,7 +400,7 @@ def _bends(state: ServerState, gaussians: Gaussian, regressions: Array) -> Bends
     scores = gaussians.scores(thetas) @ state.scale
     points, weights = jnp.asarray(state.points), jnp.asarray(state.weights)
     known = jax.vmap(lambda s: regress(points, s, weights))(jnp.asarray(scores))
-    return Bends(
+    return Corrections(
         state.loc,
         np.linalg.inv(state.scale),
         np.asarray(regressions, np.float64) - np.asarray(known, np.float64),

@@ -18,13 +18,13 @@ from numpyro.handlers import seed, trace
 
 from numpyro_fed.data.mixed import MixedSilos
 from numpyro_fed.data.silos import Silos
-from numpyro_fed.density.check import prove_own
+from numpyro_fed.density.check import check_own_factorization
 from numpyro_fed.density.factors import Factors
 from numpyro_fed.density.fingerprint import fingerprint, program_hash
 from numpyro_fed.privacy.differential import Privacy, Spent, expected_error
 from numpyro_fed.rounds.checkpoint import Checkpoint, facts_of_run
 from numpyro_fed.rounds.remote import RemoteSilos
-from numpyro_fed.vi.config import Plan, own_params
+from numpyro_fed.vi.config import FitConfig, own_params
 from numpyro_fed.vi.guides.auto_silo_normal import AutoSiloNormal
 from numpyro_fed.vi.guides.learned import factored
 from numpyro_fed.vi.guides.normal import SiloNormal
@@ -33,8 +33,8 @@ from numpyro_fed.vi.loop import (
     VIState,
     advance,
     answering_of,
-    at_hand,
     in_step,
+    inline_rounds,
     ledger,
     participation_of,
     run_rounds,
@@ -42,11 +42,11 @@ from numpyro_fed.vi.loop import (
 from numpyro_fed.vi.options import Options
 from numpyro_fed.vi.remote import RemoteRounds, kept_by, ledger_of_calls
 from numpyro_fed.vi.result import VIResult, global_params, local_params, shape_of, stacked_params
-from numpyro_fed.vi.setup import Prepared, first_params, planned_alone, prepare
+from numpyro_fed.vi.setup import Setup, first_params, make_setup, planned_alone
 
 __all__ = ["FederatedVI"]
 
-_jit_advance = partial(jax.jit, static_argnames=("federated", "plan", "who"))(advance)
+_jit_advance = partial(jax.jit, static_argnames=("federated", "config", "who"))(advance)
 
 
 class FederatedVI:
@@ -65,7 +65,7 @@ class FederatedVI:
             )
         self.model, self.guide = model, guide
         self._options = options.checked()
-        self._prepared: tuple[Any, Prepared] | None = None
+        self._setup: tuple[Any, Setup] | None = None
 
     @property
     def privacy(self) -> Privacy | None:
@@ -78,20 +78,20 @@ class FederatedVI:
         return self._options.secure_sum
 
     @property
-    def closed(self) -> bool:
+    def rounds_only(self) -> bool:
         """Flag of a closed fit: remote silos answer rounds alone, and no questions."""
-        return self._options.closed
+        return self._options.rounds_only
 
-    def prepared(self, silos: Silos | MixedSilos) -> Prepared:
+    def setup(self, silos: Silos | MixedSilos) -> Setup:
         """Return the setup before the first round.
 
         It is kept, so that the same data are examined once.
         """
-        if self._prepared is None or self._prepared[0] is not silos:
-            self._prepared = (silos, prepare(self.model, self.guide, silos, self._options))
-        return self._prepared[1]
+        if self._setup is None or self._setup[0] is not silos:
+            self._setup = (silos, make_setup(self.model, self.guide, silos, self._options))
+        return self._setup[1]
 
-    def planned(self, known: Silos, independent: bool) -> Plan:
+    def planned(self, known: Silos, independent: bool) -> FitConfig:
         """Return the plan of a remote silo's fit, as the silo makes it.
 
         See :func:`~numpyro_fed.vi.setup.planned_alone`.
@@ -107,10 +107,10 @@ class FederatedVI:
         learned, _, _ = factored(self.model, (silos,))
         return sum(np.size(x) for x in jax.tree.leaves([value for _, value in learned.values()]))
 
-    def proved(self, silos: Silos) -> None:
+    def check_factors(self, silos: Silos) -> None:
         """Check the factorization on one silo's own rows."""
         _, (part,), (factors,) = factored(self.model, (silos,))
-        prove_own(factors, part)
+        check_own_factorization(factors, part)
 
     def described(self, factors: Factors, shared: dict[str, Any]) -> dict[str, Any]:
         """Return the facts that distinguish this fit from another.
@@ -152,7 +152,7 @@ class FederatedVI:
             "fit": type(self).__name__,
             "options": options,
             "guide": guide,
-            "optimisers": programs,
+            "optimizers": programs,
         }
 
     def init(self, rng_key: Array, silos: Silos | MixedSilos, *, init_from: Any = None) -> VIState:
@@ -164,37 +164,33 @@ class FederatedVI:
             SFVI-Avg rounds); its parameters are the start.
         :raises ValueError: for a structure of model, guide or data that the fit does not cover.
         """
-        prepared = self.prepared(silos)
-        params = first_params(prepared, self.guide, rng_key)
-        start: Any = None if prepared.elsewhere else prepared.local
+        setup = self.setup(silos)
+        params = first_params(setup, self.guide, rng_key)
+        start: Any = None if setup.remote else setup.local
         if init_from is not None:
-            params, start = self._taken_from(init_from, prepared, params)
-        server = self._federated(prepared.plan, prepared.stacks).init(rng_key, params)
-        if prepared.elsewhere:
-            return RemoteRounds(self.algorithm, self._federated, prepared).start(
-                server, params, start
-            )
+            params, start = self._taken_from(init_from, setup, params)
+        server = self._federated(setup.config, setup.stacks).init(rng_key, params)
+        if setup.remote:
+            return RemoteRounds(self.algorithm, self._federated, setup).start(server, params, start)
         silo_states = tuple(
-            in_step(
-                prepared.plan, partial(self._init_silo, prepared.plan, rows.part, params), local
-            )
-            for rows, local in zip(prepared.stacks, start, strict=True)
+            in_step(setup.config, partial(self._init_silo, setup.config, rows.part, params), local)
+            for rows, local in zip(setup.stacks, start, strict=True)
         )
-        return VIState(server, silo_states, jnp.zeros(len(prepared.names), jnp.int32))
+        return VIState(server, silo_states, jnp.zeros(len(setup.names), jnp.int32))
 
-    def _taken_from(self, result: Any, prepared: Prepared, params: dict) -> tuple[dict, Any]:
+    def _taken_from(self, result: Any, setup: Setup, params: dict) -> tuple[dict, Any]:
         """Return a result's global parameters, unconstrained, and the silos' own.
 
         The latter are stacked, or for remote silos the place where they keep them.
         """
         if not isinstance(result, VIResult):
             raise TypeError(f"init_from: expected the result of a run, got {type(result).__name__}")
-        if prepared.elsewhere:
-            own = prepared.plan.families[0].has_local
-            return global_params(result, prepared, params), kept_by(
-                result.state, prepared, "init_from"
+        if setup.remote:
+            own = setup.config.families[0].has_local
+            return global_params(result, setup, params), kept_by(
+                result.state, setup, "init_from"
             ) if own else None
-        expected = {**prepared.plan.constrain(params), **local_params(prepared, prepared.local)}
+        expected = {**setup.config.constrain(params), **local_params(setup, setup.local)}
         got = {k: shape_of(v) for k, v in result.params.items()}
         shapes = {k: shape_of(v) for k, v in expected.items()}
         wrong = sorted(k for k in {*shapes, *got} if got.get(k) != shapes.get(k))
@@ -205,23 +201,21 @@ class FederatedVI:
                 f"{ {k: shapes.get(k) for k in wrong} }, got { {k: got.get(k) for k in wrong} }"
             )
         given = jax.tree.map(jnp.asarray, {k: result.params[k] for k in expected})
-        return prepared.plan.unconstrain({k: given[k] for k in params}), stacked_params(
-            prepared, given
-        )
+        return setup.config.unconstrain({k: given[k] for k in params}), stacked_params(setup, given)
 
-    def _silo_params(self, prepared: Prepared, state: VIState, averaged: bool) -> list:
+    def _silo_params(self, setup: Setup, state: VIState, averaged: bool) -> list:
         """Return the silos' own parameters, in coordinates whitened by the server's q."""
         out = []
-        for rows, own in zip(prepared.stacks, state.silos, strict=True):
+        for rows, own in zip(setup.stacks, state.silos, strict=True):
             one = partial(
-                own_params, prepared.plan, rows.part, params=state.server.params, averaged=averaged
+                own_params, setup.config, rows.part, params=state.server.params, averaged=averaged
             )
             # one clock may stand for all silos
             axes = jax.tree.map(lambda x: 0 if x.ndim else None, own)
             out.append(jax.vmap(one, in_axes=(axes,))(own))
         return out
 
-    def _say_how_it_ended(self, prepared: Prepared, state: VIState) -> None:
+    def _say_how_it_ended(self, setup: Setup, state: VIState) -> None:
         """Warn of problems that are particular to an algorithm."""
 
     def update(self, state: VIState, silos: Silos | MixedSilos) -> tuple[VIState, Array]:
@@ -230,8 +224,8 @@ class FederatedVI:
             raise ValueError(
                 "update() and evaluate() are not built for remote silos; expected run()"
             )
-        prepared = self.prepared(silos)
-        state, info = _jit_advance(self._federated, prepared.plan, None, state, prepared.stacks)
+        setup = self.setup(silos)
+        state, info = _jit_advance(self._federated, setup.config, None, state, setup.stacks)
         return state, info.loss
 
     def evaluate(self, state: VIState, silos: Silos | MixedSilos) -> Array:
@@ -248,23 +242,23 @@ class FederatedVI:
                 f"expected a state, e.g. result.state, got {type(state).__name__}; a result has "
                 ".params"
             )
-        if self._prepared is None:
+        if self._setup is None:
             raise ValueError(
                 "expected an object that has been initialized; call init(rng_key, silos) first"
             )
-        prepared = self._prepared[1]
-        return self._named(prepared, state.server.params, state, False)
+        setup = self._setup[1]
+        return self._named(setup, state.server.params, state, False)
 
     def fitted(self, result: VIResult, silos: Silos | MixedSilos) -> tuple[dict[str, Array], list]:
         """Return a result's global parameters, constrained, and the silos' own for each stack."""
-        prepared = self.prepared(silos)
-        if result.partition != prepared.partition():
+        setup = self.setup(silos)
+        if result.partition != setup.partition():
             raise ValueError(
                 "expected the silos of the run, got others of the same names: their rows are other "
                 "rows of the pooled data"
             )
-        params = jax.tree.map(jnp.asarray, {k: result.params[k] for k in prepared.plan.supports})
-        return params, [] if prepared.elsewhere else stacked_params(prepared, result.params)
+        params = jax.tree.map(jnp.asarray, {k: result.params[k] for k in setup.config.supports})
+        return params, [] if setup.remote else stacked_params(setup, result.params)
 
     def _checked(self, state: Any, silos: Silos | MixedSilos) -> VIState:
         """Check a state for the fit to go on from, and return it.
@@ -279,14 +273,14 @@ class FederatedVI:
                 f"init_state: expected result.state, got {type(state).__name__}; a result goes to "
                 "init_from="
             )
-        prepared, key = self.prepared(silos), jax.random.key(0)
-        if prepared.elsewhere:
-            server = self._federated(prepared.plan, prepared.stacks).init(
-                key, first_params(prepared, self.guide, key)
+        setup, key = self.setup(silos), jax.random.key(0)
+        if setup.remote:
+            server = self._federated(setup.config, setup.stacks).init(
+                key, first_params(setup, self.guide, key)
             )
             expected = VIState(
                 server,
-                kept_by(state, prepared, "init_state"),  # type: ignore[arg-type]
+                kept_by(state, setup, "init_state"),  # type: ignore[arg-type]
                 state.visits,
             )
         else:
@@ -304,13 +298,13 @@ class FederatedVI:
         return state
 
     def _named(
-        self, prepared: Prepared, params: dict[str, Array], state: VIState, averaged: bool
+        self, setup: Setup, params: dict[str, Array], state: VIState, averaged: bool
     ) -> dict[str, Array]:
         """Return global parameters in their supports, and those of inline silos, by name."""
-        named = prepared.plan.constrain(params)
-        if prepared.elsewhere:
+        named = setup.config.constrain(params)
+        if setup.remote:
             return named
-        return {**named, **local_params(prepared, self._silo_params(prepared, state, averaged))}
+        return {**named, **local_params(setup, self._silo_params(setup, state, averaged))}
 
     def run(
         self,
@@ -369,22 +363,18 @@ class FederatedVI:
         if init_from is not None and init_state is not None:
             raise ValueError("init_from and init_state: expected one of them, got both")
         self._options.check_rounds(num_rounds, tol, participation, answering, init_state)
-        prepared = self.prepared(silos)
-        who = participation_of(participation, prepared.names)
-        known = answering_of(
-            answering, prepared.names, prepared.elsewhere, self.algorithm == "sfvi"
-        )
-        plan, keeper = prepared.plan, Checkpoint(checkpoint, checkpoint_every)
+        setup = self.setup(silos)
+        who = participation_of(participation, setup.names)
+        known = answering_of(answering, setup.names, setup.remote, self.algorithm == "sfvi")
+        config, keeper = setup.config, Checkpoint(checkpoint, checkpoint_every)
         rounds = saved = None
         with keeper.held():
-            if prepared.elsewhere:
+            if setup.remote:
                 facts = (
-                    self._facts(rng_key, prepared, silos, who, known)
-                    if checkpoint is not None
-                    else {}
+                    self._facts(rng_key, setup, silos, who, known) if checkpoint is not None else {}
                 )
                 rounds = RemoteRounds(
-                    self.algorithm, self._federated, prepared, who, known, keeper, facts
+                    self.algorithm, self._federated, setup, who, known, keeper, facts
                 )
                 saved = rounds.saved()
             elif checkpoint is not None:
@@ -408,7 +398,7 @@ class FederatedVI:
                 state, made = self.init(rng_key, silos, init_from=init_from), np.zeros(0)
             else:
                 state, made = self._checked(init_state, silos), np.zeros(0)
-            arguments = plan, state, prepared.names, num_rounds, tol, progress_bar
+            arguments = config, state, setup.names, num_rounds, tol, progress_bar
             if rounds is not None:
                 if saved is not None or init_state is None:  # else another result holds the state
                     rounds.owns(state)
@@ -416,16 +406,16 @@ class FederatedVI:
                 rounds.tidy(state)
             else:
                 state, losses, stopped = run_rounds(
-                    at_hand(self._federated, plan, who, prepared.stacks), *arguments
+                    inline_rounds(self._federated, config, who, setup.stacks), *arguments
                 )
-        self._say_how_it_ended(prepared, state)
-        _warn_of_absent(prepared, state)
-        spent = self._spent(prepared, state, who, known)
-        return self._result(prepared, state, losses, silos.names, spent, stopped)
+        self._say_how_it_ended(setup, state)
+        _warn_of_absent(setup, state)
+        spent = self._spent(setup, state, who, known)
+        return self._result(setup, state, losses, silos.names, spent, stopped)
 
     def _result(
         self,
-        prepared: Prepared,
+        setup: Setup,
         state: VIState,
         losses: np.ndarray,
         order: tuple[str, ...],
@@ -433,25 +423,23 @@ class FederatedVI:
         stopped: str | None,
     ) -> VIResult:
         """Return a run's result; costs are in the ``order`` of the user's silos."""
-        plan = prepared.plan
+        config = setup.config
         average = state.server.params if state.server.average is None else state.server.average
-        params = self._named(prepared, average, state, True)
-        if prepared.elsewhere:
-            costs = ledger_of_calls(state, prepared.names, order)
+        params = self._named(setup, average, state, True)
+        if setup.remote:
+            costs = ledger_of_calls(state, setup.names, order)
         else:
-            costs = ledger(self._federated, plan, state, prepared.stacks, prepared.names, order)
-        family = plan.families[0]
+            costs = ledger(self._federated, config, state, setup.stacks, setup.names, order)
+        family = config.families[0]
         whitening = (
-            family.whitening(plan.constrain(average)) if isinstance(family, SiloNormal) else None
+            family.whitening(config.constrain(average)) if isinstance(family, SiloNormal) else None
         )
-        return VIResult(
-            params, state, losses, costs, prepared.partition(), whitening, spent, stopped
-        )
+        return VIResult(params, state, losses, costs, setup.partition(), whitening, spent, stopped)
 
     def _facts(
         self,
         rng_key: Array,
-        prepared: Prepared,
+        setup: Setup,
         silos: Any,
         who: Participation | None,
         known: Participation | None,
@@ -459,7 +447,7 @@ class FederatedVI:
         """Return the facts that a checkpoint has to share with this fit."""
         drawn = {"participation": who, "answering": known}
         return {
-            "model and fit": fingerprint(prepared.plan.factors, prepared.parts[0], self),
+            "model and fit": fingerprint(setup.config.factors, setup.parts[0], self),
             **facts_of_run(rng_key, silos),
             **{
                 name: None if p is None else np.asarray(p.probability).tolist()
@@ -467,36 +455,32 @@ class FederatedVI:
             },
         }
 
-    def _spent(
-        self, prepared: Prepared, state: VIState, *drawn: Participation | None
-    ) -> Spent | None:
+    def _spent(self, setup: Setup, state: VIState, *drawn: Participation | None) -> Spent | None:
         """Return the privacy that a fit has spent; ``None`` without a budget.
 
         :param drawn: laws of the silos' participation and answers.
         """
         if self.privacy is None:
             return None
-        rounds, noise = int(state.server.i), prepared.plan.noise
+        rounds, noise = int(state.server.i), setup.config.noise
         assert noise is not None
-        counts = np.ones(len(prepared.names))
+        counts = np.ones(len(setup.names))
         for who in drawn:
             counts = counts if who is None else counts / who.probability
         error = expected_error(noise, float(counts.sum()), max(rounds, 1))
-        silos, epsilon = prepared.parts[0], self.privacy.spent(rounds)
+        silos, epsilon = setup.parts[0], self.privacy.spent(rounds)
         simulated = not (isinstance(silos, RemoteSilos) and silos.carrier.guarded)
         return Spent(
             epsilon, self.privacy.delta, noise.clip, rounds, self.privacy.epsilon, error, simulated
         )
 
 
-def _warn_of_absent(prepared: Prepared, state: VIState) -> None:
-    never = [
-        name for name, n in zip(prepared.names, np.asarray(state.visits), strict=True) if n == 0
-    ]
+def _warn_of_absent(setup: Setup, state: VIState) -> None:
+    never = [name for name, n in zip(setup.names, np.asarray(state.visits), strict=True) if n == 0]
     if never:
         shown = ", ".join(map(repr, never[:5])) + (", ..." if len(never) > 5 else "")
         warnings.warn(
-            f"{len(never)} of {len(prepared.names)} silos never took part ({shown}): their data "
+            f"{len(never)} of {len(setup.names)} silos never took part ({shown}): their data "
             "are not in the fit. Run more "
             "rounds, or raise participation",
             stacklevel=3,

@@ -30,13 +30,13 @@ from jax import Array, lax
 from jax.scipy.linalg import solve_triangular
 from jax.typing import ArrayLike
 
-__all__ = ["Barycentre", "barycentre"]
+__all__ = ["Barycenter", "barycenter"]
 
 _PATIENCE = 3  # steps without a smaller residual that end the iteration
 
 
-class Barycentre(NamedTuple):
-    """The result of :func:`barycentre`.
+class Barycenter(NamedTuple):
+    """The result of :func:`barycenter`.
 
     :param mean: shape ``(d,)``.
     :param covariance: shape ``(d, d)``; for diagonal Gaussians the variances, shape ``(d,)``.
@@ -62,14 +62,14 @@ class _State(NamedTuple):
     num_steps: Array
 
 
-def barycentre(
+def barycenter(
     means: ArrayLike,
     covariances: ArrayLike,
     weights: ArrayLike | None = None,
     *,
     tol: float = 1e-6,
     max_steps: int = 100,
-) -> Barycentre:
+) -> Barycenter:
     r"""Return the Wasserstein-2 barycenter of Gaussians.
 
     Diagonal Gaussians have a closed form. The others are iterated from the weighted mean of the
@@ -103,8 +103,8 @@ def barycentre(
     Example::
 
         >>> import jax.numpy as jnp
-        >>> from numpyro_fed.vi.barycenter import barycentre
-        >>> found = barycentre(jnp.array([[0.0], [2.0]]), jnp.array([[1.0], [9.0]]))  # sds 1 and 3
+        >>> from numpyro_fed.vi.barycenter import barycenter
+        >>> found = barycenter(jnp.array([[0.0], [2.0]]), jnp.array([[1.0], [9.0]]))  # sds 1 and 3
         >>> found.mean.tolist(), found.covariance.tolist()
         ([1.0], [4.0])
     """
@@ -131,13 +131,13 @@ def barycentre(
     weights = weights / weights.sum()
     mean = weights @ means
     if covariances.ndim == 2:
-        return Barycentre(
+        return Barycenter(
             mean,
             (weights @ jnp.sqrt(covariances)) ** 2,
             jnp.zeros((), dtype),
             jnp.zeros((), jnp.int32),
         )
-    return Barycentre(mean, *_fixed_point(covariances, weights, tol, max_steps))
+    return Barycenter(mean, *_fixed_point(covariances, weights, tol, max_steps))
 
 
 @jax.jit

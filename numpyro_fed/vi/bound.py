@@ -128,8 +128,8 @@ def silo_bound(
     num = z.shape[0]
     (lw, rest), pull = jax.vjp(log_weights, context, params, z)
     value = batch.scale * jnp.sum(unit_bounds(family, lw, batch)) + jnp.mean(rest)
-    normalised = jax.nn.softmax(lw, axis=0)
-    direct, learned, slope = pull((batch.scale * normalised, jnp.full_like(rest, 1 / num)))
-    own, path_doubly = pull_path(normalised[..., None] * slope)
+    normalized = jax.nn.softmax(lw, axis=0)
+    direct, learned, slope = pull((batch.scale * normalized, jnp.full_like(rest, 1 / num)))
+    own, path_doubly = pull_path(normalized[..., None] * slope)
     path = path_doubly if num == 1 else pull_path(slope)[1]
     return SiloTerm(value, family.reply(direct, path, path_doubly), learned, own)

@@ -12,13 +12,13 @@ from numpyro_fed.data.views import SiloRows
 from numpyro_fed.density.factors import PARAMS, Factors
 from numpyro_fed.privacy.differential import Noise
 
-__all__ = ["MOST_DIAGONAL", "Plan", "own_params"]
+__all__ = ["MOST_DIAGONAL", "FitConfig", "own_params"]
 
 MOST_DIAGONAL = 1024  # most points for a diagonal precision
 
 
 @dataclass(frozen=True)
-class Plan:
+class FitConfig:
     """Static facts of a fit; fits of equal plans share their compiled programs.
 
     :param families: the variational family over each structure's factors.
@@ -114,17 +114,17 @@ class Plan:
 
 # jitted: called outside of a trace each is one program; inside of one it is inlined
 @partial(jax.jit, static_argnums=0, inline=True)
-def _constrained(plan: Plan, params: dict[str, Any]) -> dict[str, Any]:
-    return {k: biject_to(plan.supports[k])(v) for k, v in params.items()}
+def _constrained(config: FitConfig, params: dict[str, Any]) -> dict[str, Any]:
+    return {k: biject_to(config.supports[k])(v) for k, v in params.items()}
 
 
 @partial(jax.jit, static_argnums=0, inline=True)
-def _unconstrained(plan: Plan, params: dict[str, Any]) -> dict[str, Any]:
-    return {k: biject_to(plan.supports[k]).inv(v) for k, v in params.items()}
+def _unconstrained(config: FitConfig, params: dict[str, Any]) -> dict[str, Any]:
+    return {k: biject_to(config.supports[k]).inv(v) for k, v in params.items()}
 
 
 def own_params(
-    plan: Plan, part: int, state: Any, params: dict[str, Array], averaged: bool = True
+    config: FitConfig, part: int, state: Any, params: dict[str, Array], averaged: bool = True
 ) -> Any:
     """Return a silo's own parameters.
 
@@ -136,7 +136,7 @@ def own_params(
     """
     if hasattr(state, "average"):
         return state.average if averaged else state.params
-    family = plan.families[part]
+    family = config.families[part]
     if not family.has_local:
         return state.params
-    return family.rebased(state.params, plan.constrain(state.base), plan.constrain(params))
+    return family.rebased(state.params, config.constrain(state.base), config.constrain(params))

@@ -34,11 +34,11 @@ from numpyro_fed.privacy.secure_sum import opened
 from numpyro_fed.rounds.remote import Call, RemoteSilos, rows_of
 from numpyro_fed.rounds.serialization import wire_name
 from numpyro_fed.vi.bound import candidate_weights, unit_bounds, unit_terms
-from numpyro_fed.vi.config import Plan, own_params
+from numpyro_fed.vi.config import FitConfig, own_params
 from numpyro_fed.vi.minibatch import pick
 from numpyro_fed.vi.proposals import stretched_normal, wider_candidates
 
-__all__ = ["Draws", "EstimateLocal", "constrained", "draw", "draw_elsewhere", "globals_of"]
+__all__ = ["Draws", "EstimateLocal", "constrained", "draw", "draw_remote", "globals_of"]
 
 _REACH = 3.0  # sds of q at which a stretched draw's u is clipped for the local maps
 _NUMBERS_AT_ONCE = 1 << 22  # latents' candidates evaluated together
@@ -78,19 +78,19 @@ class Position(NamedTuple):
 
 
 def _position(
-    plan: Plan, params: dict[str, Array], rows: SiloRows, stretched: bool, key: Array
+    config: FitConfig, params: dict[str, Array], rows: SiloRows, stretched: bool, key: Array
 ) -> tuple[Array, Position]:
     """Draw theta, and return it with the message for the silos.
 
     With wider tails theta may be farther out than the position that the silos' maps use.
     """
     key_theta, key_local, key_choice = random.split(key, 3)
-    noise, log_ratio = plan.families[0].global_noise(key_theta), jnp.zeros(())
+    noise, log_ratio = config.families[0].global_noise(key_theta), jnp.zeros(())
     if stretched:
         noise, log_ratio = stretched_normal(random.fold_in(key_theta, 1), noise)
-    context = plan.families[0].context(params, noise)
-    log_q = plan.families[0].log_global(params, context) + log_ratio
-    log_weight = plan.log_prior(context.theta, params, rows) - log_q
+    context = config.families[0].context(params, noise)
+    log_q = config.families[0].log_global(params, context) + log_ratio
+    log_weight = config.log_prior(context.theta, params, rows) - log_q
     theta = context.theta
     if stretched:  # any law of candidates is valid, and far out the map extrapolates badly
         context = context._replace(u=jnp.clip(context.u, -_REACH, _REACH))
@@ -102,50 +102,55 @@ def _position(
 class EstimateLocal:
     """A silo's estimates of its log likelihood at draws of theta, one number each.
 
-    :param plan: the static facts.
+    :param config: the static facts.
     :param stretched: whether the draws, and candidates, come from proposals with wider tails.
     """
 
-    plan: Plan
+    config: FitConfig
     stretched: bool
 
     @property
     def summed(self) -> bool:
         """Flag of masked replies: over a wire the server sees only their sum."""
-        return self.plan.secure_sum
+        return self.config.secure_sum
 
     def __call__(
         self, key: Array, message: tuple, state: Any, view: SiloView
     ) -> tuple[Array, None]:
         told, weights, learned, params = message
-        rows, plan = rows_of(view), self.plan
-        own = own_params(plan, 0, state, params)
+        rows, config = rows_of(view), self.config
+        own = own_params(config, 0, state, params)
 
         def one(at: Position) -> Array:
             context = at.context._replace(params=weights)
             return _candidate(
-                plan, self.stretched, context, learned, at.key_local, at.key_choice, rows, own
+                config, self.stretched, context, learned, at.key_local, at.key_choice, rows, own
             )[0]
 
-        units = sum(x.size for x in jax.tree.leaves(own)) * plan.num_local_particles
+        units = sum(x.size for x in jax.tree.leaves(own)) * config.num_local_particles
         numbers = units + max(n for _, n in rows.pad)
         return lax.map(one, told, batch_size=at_once(len(told.log_weight), numbers)), None
 
 
-@partial(jax.jit, static_argnames=("plan", "num", "stretched"))
+@partial(jax.jit, static_argnames=("config", "num", "stretched"))
 def _positions(
-    plan: Plan, params: dict[str, Array], rows: SiloRows, key: Array, num: int, stretched: bool
+    config: FitConfig,
+    params: dict[str, Array],
+    rows: SiloRows,
+    key: Array,
+    num: int,
+    stretched: bool,
 ) -> tuple[Array, Position]:
     def one(key: Array) -> tuple[Array, Position]:
-        theta, at = _position(plan, params, rows, stretched, key)
+        theta, at = _position(config, params, rows, stretched, key)
         # the networks' weights are the same in all draws
         return theta, at._replace(context=at.context._replace(params={}))
 
     return lax.map(one, random.split(key, num))
 
 
-def draw_elsewhere(
-    plan: Plan,
+def draw_remote(
+    config: FitConfig,
     params: dict[str, Array],
     slots: list[int],
     silos: RemoteSilos,
@@ -161,18 +166,18 @@ def draw_elsewhere(
 
     :param slots: the number under which each silo keeps its state, in the order of the stacks.
     """
-    theta, told = _positions(plan, params, stacks[0], key, num, stretched)
-    own = {k: params[k] for k in getattr(plan.families[0], "shared_params", params)}
-    if plan.noise is not None:  # under privacy no silo weighs draws
+    theta, told = _positions(config, params, stacks[0], key, num, stretched)
+    own = {k: params[k] for k in getattr(config.families[0], "shared_params", params)}
+    if config.noise is not None:  # under privacy no silo weighs draws
         return Draws(theta, [{}], jnp.full(num, jnp.nan), [jnp.zeros((num, 0))])
-    learned = {k: params[k] for k in plan.learned}
+    learned = {k: params[k] for k in config.learned}
     message = (
         told,
-        {k: v for k, v in own.items() if k not in plan.learned},
+        {k: v for k, v in own.items() if k not in config.learned},
         learned,
-        plan.unconstrain(params),
+        config.unconstrain(params),
     )
-    local = EstimateLocal(plan, stretched)
+    local = EstimateLocal(config, stretched)
     numbers = np.concatenate([np.asarray(rows.number) for rows in stacks]).tolist()
     calls = [Call(n, local, key, message, slot) for n, slot in zip(numbers, slots, strict=True)]
     replies, _ = silos.ask_again(calls)
@@ -181,9 +186,9 @@ def draw_elsewhere(
     return Draws(theta, [{}], told.log_weight + total, [jnp.zeros((num, 0))])
 
 
-@partial(jax.jit, static_argnames=("plan", "totals", "num", "stretched"))
+@partial(jax.jit, static_argnames=("config", "totals", "num", "stretched"))
 def draw(
-    plan: Plan,
+    config: FitConfig,
     params: dict[str, Array],
     local: list,
     stacks: list[SiloRows],
@@ -204,16 +209,17 @@ def draw(
 
     def one(key: Array) -> Draws:
         theta, (context, log_weight, key_local, key_choice) = _position(
-            plan, params, stacks[0], stretched, key
+            config, params, stacks[0], stretched, key
         )
-        learned = {k: params[k] for k in plan.learned}
-        latents: list[dict[str, Array]] = [{} for _ in plan.families]
+        learned = {k: params[k] for k in config.learned}
+        latents: list[dict[str, Array]] = [{} for _ in config.families]
         ratios = [
-            jnp.zeros(_num_units(plan, part, stacks, totals)) for part in range(len(plan.families))
+            jnp.zeros(_num_units(config, part, stacks, totals))
+            for part in range(len(config.families))
         ]
         for rows, own in zip(stacks, local, strict=True):
-            family = plan.families[rows.part]
-            silo = partial(_candidate, plan, stretched, context, learned, key_local, key_choice)
+            family = config.families[rows.part]
+            silo = partial(_candidate, config, stretched, context, learned, key_local, key_choice)
             terms, sites, ratio = jax.vmap(silo, in_axes=(rows.axes, 0))(rows, own)
             log_weight = log_weight + jnp.sum(terms)
             if family.has_local and family.group is not None:
@@ -229,7 +235,7 @@ def draw(
                 latents[rows.part][site] = to_pooled_order(out, rows, group, x)
         return Draws(theta, latents, log_weight, ratios)
 
-    units = sum(x.size for x in jax.tree.leaves(local)) * plan.num_local_particles
+    units = sum(x.size for x in jax.tree.leaves(local)) * config.num_local_particles
     numbers = units + sum(len(rows.number) * max(n for _, n in rows.pad) for rows in stacks)
     return lax.map(one, random.split(key, num), batch_size=at_once(num, numbers))
 
@@ -247,22 +253,22 @@ def at_once(num: int, numbers: int) -> int:
 
 
 def globals_of(
-    plan: Plan, silos: Silos, draws: Draws, params: dict[str, Array]
+    config: FitConfig, silos: Silos, draws: Draws, params: dict[str, Array]
 ) -> dict[str, Array]:
     """Return the global sites in their supports, draws first.
 
     They follow from the shared arguments alone.
     """
-    factors = plan.families[0].factors
-    learned = {PARAMS: {k: params[k] for k in plan.learned}} if plan.learned else {}
+    factors = config.families[0].factors
+    learned = {PARAMS: {k: params[k] for k in config.learned}} if config.learned else {}
     shared = {**silos.shared, **learned}
     return lax.map(
         lambda theta: factors.constrain_globals(factors.unravel(theta), shared), draws.theta
     )
 
 
-def _num_units(plan: Plan, part: int, stacks: list[SiloRows], totals: tuple) -> int:
-    family = plan.families[part]
+def _num_units(config: FitConfig, part: int, stacks: list[SiloRows], totals: tuple) -> int:
+    family = config.families[part]
     if not family.has_local:
         return 1  # lax.map has no use for an empty array
     if family.group is not None:
@@ -271,7 +277,7 @@ def _num_units(plan: Plan, part: int, stacks: list[SiloRows], totals: tuple) -> 
 
 
 def _candidate(
-    plan: Plan,
+    config: FitConfig,
     widened: bool,
     context: Any,
     learned: dict[str, Array],
@@ -286,7 +292,7 @@ def _candidate(
 
     :param widened: whether every other candidate comes from a law with wider tails.
     """
-    family = plan.families[rows.part]
+    family = config.families[rows.part]
     key_choice = random.fold_in(key_choice, rows.part)
     batch = pick(family, None, key, rows)
     if not family.has_local:
@@ -297,7 +303,7 @@ def _candidate(
         )
     own = family.effective(own, rows)
     units = family.units(rows)
-    eps = family.noise(key, rows, plan.num_local_particles)
+    eps = family.noise(key, rows, config.num_local_particles)
     place = rows.order[family.group] if family.group is not None else rows.number[None]
     log_ratio: Array | float = 0.0
     if widened:
@@ -330,11 +336,11 @@ def _over_the_others(log_weight: Array, which: Array) -> Array:
 
 
 def constrained(
-    plan: Plan, part: int, silos: Silos, draws: Draws, params: dict[str, Array]
+    config: FitConfig, part: int, silos: Silos, draws: Draws, params: dict[str, Array]
 ) -> dict[str, Array]:
     """Return a structure's latent and deterministic sites in their supports, draws first."""
-    factors = plan.families[part].factors
-    learned = {k: params[k] for k in plan.learned}
+    factors = config.families[part].factors
+    learned = {k: params[k] for k in config.learned}
     kwargs = {**silos.pooled, PARAMS: learned} if learned else silos.pooled
     constrain: Callable
     if factors.transforms is not None:

@@ -20,16 +20,16 @@ from numpyro_fed.rounds.federated import Cost, Ledger, message_bytes
 from numpyro_fed.rounds.inline import round_all
 from numpyro_fed.rounds.remote import SiloError
 from numpyro_fed.rounds.serialization import wire_name
-from numpyro_fed.vi.config import Plan
+from numpyro_fed.vi.config import FitConfig
 
 __all__ = [
     "Participation",
     "VIState",
     "advance",
     "answering_of",
-    "at_hand",
     "drawn",
     "in_step",
+    "inline_rounds",
     "ledger",
     "participation_of",
     "run_rounds",
@@ -92,18 +92,18 @@ class Participation:
 
 
 def answering_of(
-    value: Any, names: tuple[str, ...], elsewhere: bool, adds_up: bool
+    value: Any, names: tuple[str, ...], remote: bool, adds_up: bool
 ) -> Participation | None:
     """Return the probabilities that ``answering=`` means.
 
     :param names: the silos' names, in the order of the stacks.
-    :param elsewhere: whether the silos are remote.
+    :param remote: whether the silos are remote.
     :param adds_up: whether the algorithm adds replies up, and does not average them.
     :raises ValueError: for inline silos, averages, and values out of range.
     """
     if value is None:
         return None
-    if not elsewhere:
+    if not remote:
         raise ValueError(
             f"answering={value!r}: silos in this process always answer; expected None, or "
             "participation="
@@ -167,16 +167,16 @@ def participation_of(
     )
 
 
-def in_step(plan: Plan, first: Callable, local: Any) -> Any:
+def in_step(config: FitConfig, first: Callable, local: Any) -> Any:
     """Return the first states of a stack of silos.
 
     An optimizer's clock is the same number in all silos while all take part. It is then stored once
     for the stack.
     """
     states = jax.jit(jax.vmap(first))(local)
-    own = plan.conducive or not (_keeps_time(plan.optim) and _keeps_time(plan.local_optim))
+    own = config.conducive or not (_keeps_time(config.optim) and _keeps_time(config.local_optim))
     # clocks may differ: a conducive silo whose numbers are not finite does not advance its clock
-    if plan.optim is not None and own:
+    if config.optim is not None and own:
         return states
     clocks = jax.tree.map(_is_clock, jax.eval_shape(first, jax.tree.map(lambda x: x[0], local)))
     return jax.tree.map(lambda x, clock: x[0] if clock else x, states, clocks)
@@ -231,14 +231,14 @@ def drawn(who: Participation | None, server: Any) -> tuple[Array, Array | None]:
 
 def advance(
     federated: Callable,
-    plan: Plan,
+    config: FitConfig,
     who: Participation | None,
     state: VIState,
     stacks: list[SiloRows],
 ) -> tuple[VIState, Any]:
     """Make one round."""
     key_round, weights = drawn(who, state.server)
-    algorithm = federated(plan, stacks)
+    algorithm = federated(config, stacks)
     server, info, silos = round_all(
         algorithm, key_round, state.server, list(state.silos), stacks, weights
     )
@@ -248,10 +248,10 @@ def advance(
     return VIState(server, tuple(silos), state.visits + asked), info
 
 
-@partial(jax.jit, static_argnames=("federated", "plan", "who"))
+@partial(jax.jit, static_argnames=("federated", "config", "who"))
 def _chunk(
     federated: Callable,
-    plan: Plan,
+    config: FitConfig,
     who: Participation | None,
     state: VIState,
     stacks: list[SiloRows],
@@ -265,7 +265,7 @@ def _chunk(
 
     def body(i: Array, carry: tuple) -> tuple:
         state, losses, bad = carry
-        state, info = advance(federated, plan, who, state, stacks)
+        state, info = advance(federated, config, who, state, stacks)
         where = jnp.where(info.finite, -1, jnp.where(info.silo < 0, -2, info.silo))
         return state, losses.at[i].set(info.loss), bad.at[i].set(where)
 
@@ -273,8 +273,8 @@ def _chunk(
     return lax.fori_loop(0, num, body, (state, losses, bad))
 
 
-def at_hand(
-    federated: Callable, plan: Plan, who: Participation | None, stacks: list[SiloRows]
+def inline_rounds(
+    federated: Callable, config: FitConfig, who: Participation | None, stacks: list[SiloRows]
 ) -> Callable:
     """Return a function that makes up to ``_CHUNK`` rounds over silos in this process.
 
@@ -283,7 +283,7 @@ def at_hand(
 
     def advance_by(state: VIState, num: int) -> tuple[VIState, np.ndarray, np.ndarray]:
         state = state if who is None else _own_clocks(state, stacks)
-        state, new, bad = _chunk(federated, plan, who, state, stacks, jnp.asarray(num, jnp.int32))
+        state, new, bad = _chunk(federated, config, who, state, stacks, jnp.asarray(num, jnp.int32))
         return state, np.asarray(new)[:num], np.asarray(bad)[:num]
 
     return advance_by
@@ -291,7 +291,7 @@ def at_hand(
 
 def run_rounds(
     advance_by: Callable,
-    plan: Plan,
+    config: FitConfig,
     state: VIState,
     names: tuple[str, ...],
     num_rounds: int,
@@ -312,22 +312,22 @@ def run_rounds(
         ``num_rounds``. With it, any error after the first round keeps the rounds so far.
     :return: the state, all losses, and the reason if the rounds broke off.
     """
-    losses, look = np.zeros(0) if before is None else before, 1 if plan.conducive else _CHUNK
+    losses, look = np.zeros(0) if before is None else before, 1 if config.conducive else _CHUNK
 
     # checked before a round, so that a fit that goes on from a checkpoint ends at the same round
-    def settled() -> bool:
+    def converged() -> bool:
         # a bound may be constant while q moves
-        moved = float(state.server.moved) if plan.conducive else 0.0
-        least = 1 if plan.conducive else _WINDOW
+        moved = float(state.server.moved) if config.conducive else 0.0
+        least = 1 if config.conducive else _WINDOW
         return (
             tol is not None
             and moved < _STILL
             and len(losses) % look == 0
-            and _settled(losses, tol, least)
+            and _converged(losses, tol, least)
         )
 
     with tqdm(total=num_rounds, initial=len(losses), disable=not progress_bar) as bar:
-        while len(losses) < num_rounds and not settled():
+        while len(losses) < num_rounds and not converged():
             last = state
             try:
                 state, new, bad = advance_by(last, min(look, at_once, num_rounds - len(losses)))
@@ -351,7 +351,7 @@ def run_rounds(
                 return last, losses, said
             if (bad != -1).any():
                 good = int(np.argmax(bad != -1))
-                part = "the sum" if plan.secure_sum else "the server's part"
+                part = "the sum" if config.secure_sum else "the server's part"
                 where = f"silo {names[bad[good]]!r}" if bad[good] >= 0 else part
                 said = (
                     "the loss or its gradient was not finite in round "
@@ -371,7 +371,7 @@ def run_rounds(
     return state, losses, None
 
 
-def _settled(losses: np.ndarray, tol: float, least: int = _WINDOW) -> bool:
+def _converged(losses: np.ndarray, tol: float, least: int = _WINDOW) -> bool:
     """Return whether the mean loss has converged.
 
     The mean losses of the last quarter of all rounds and of the quarter before then differ by less
@@ -387,7 +387,7 @@ def _settled(losses: np.ndarray, tol: float, least: int = _WINDOW) -> bool:
 
 def ledger(
     federated: Callable,
-    plan: Plan,
+    config: FitConfig,
     state: VIState,
     stacks: list[SiloRows],
     names: tuple[str, ...],
@@ -398,7 +398,7 @@ def ledger(
     :param names: the silos' names, in the order of the stacks.
     :param order: their order in the ledger.
     """
-    algorithm = federated(plan, stacks)
+    algorithm = federated(config, stacks)
     visits = dict(zip(names, np.asarray(state.visits), strict=True))
     costs: dict[str, Cost] = {}
     start = 0
@@ -416,7 +416,7 @@ def ledger(
             return message, algorithm.local(random.key(0), message, own, alone)[0]
 
         message, reply = jax.eval_shape(one, state.server, first)
-        each = Cost(1, plan.evaluations(rows.part), message_bytes(message), message_bytes(reply))
+        each = Cost(1, config.evaluations(rows.part), message_bytes(message), message_bytes(reply))
         count = rows.number.shape[0]
         costs |= {name: each.times(int(visits[name])) for name in names[start : start + count]}
         start += count

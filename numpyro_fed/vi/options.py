@@ -27,7 +27,7 @@ class Options:
     secure_sum: bool = False
 
     @property
-    def closed(self) -> bool:
+    def rounds_only(self) -> bool:
         """Flag of a closed fit: remote silos answer rounds alone, and no questions."""
         return self.privacy is not None or self.secure_sum
 

@@ -33,17 +33,17 @@ from numpyro_fed.rounds.remote import Call, RemoteSilos, rows_of
 from numpyro_fed.rounds.serialization import wire_name
 from numpyro_fed.vi import sfvi, sfvi_avg
 from numpyro_fed.vi.conducive import rounds as conducive
-from numpyro_fed.vi.config import Plan, own_params
+from numpyro_fed.vi.config import FitConfig, own_params
 from numpyro_fed.vi.loop import Participation, VIState, drawn
-from numpyro_fed.vi.setup import Prepared
+from numpyro_fed.vi.setup import Setup
 
-__all__ = ["Elsewhere", "InitLocal", "RemoteRounds", "RoundLocal", "kept_by", "ledger_of_calls"]
+__all__ = ["InitLocal", "RemoteRounds", "RemoteStates", "RoundLocal", "kept_by", "ledger_of_calls"]
 
 
-@wire_name("Elsewhere")
+@wire_name("RemoteStates")
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Elsewhere:
+class RemoteStates:
     """Stand-in for the states of remote silos, in the order of the stacks.
 
     :param slots: the number under which each silo keeps its state, ``(S,)``.
@@ -66,22 +66,22 @@ _ALGORITHMS: dict[str, Any] = {"sfvi": sfvi, "sfvi_avg": sfvi_avg, "conducive": 
 class InitLocal:
     """The call for a silo's first state, from the global parameters.
 
-    :param plan: the static facts.
+    :param config: the static facts.
     :param algorithm: name of the module of its functions.
     :param taken: whether the silo starts from its own parameters in the state that it reads, which
         another fit wrote.
     """
 
-    plan: Plan
+    config: FitConfig
     algorithm: str
     taken: bool = False
 
     def __call__(
         self, key: Array, message: dict[str, Array], state: Any, view: SiloView
     ) -> tuple[Array, Any]:
-        local = self.plan.families[0].init_local(rows_of(view))
+        local = self.config.families[0].init_local(rows_of(view))
         if self.taken:
-            own = own_params(self.plan, 0, state, message)
+            own = own_params(self.config, 0, state, message)
             got, expected = (jax.tree.map(jnp.shape, x) for x in (own, local))
             if got != expected:
                 raise ValueError(
@@ -89,7 +89,7 @@ class InitLocal:
                     f"parameters of shapes {expected}, got {got}"
                 )
             local = own
-        return jnp.zeros(()), _ALGORITHMS[self.algorithm].init_silo(self.plan, 0, message, local)
+        return jnp.zeros(()), _ALGORITHMS[self.algorithm].init_silo(self.config, 0, message, local)
 
 
 @wire_name("RoundLocal")
@@ -100,19 +100,19 @@ class RoundLocal:
     :param bare: in a fit with privacy, whether :meth:`private` adds the noise, in the silo.
     """
 
-    plan: Plan
+    config: FitConfig
     algorithm: str
     bare: bool = False
 
     @property
     def summed(self) -> bool:
         """Flag of masked replies: over a wire the server sees only their sum."""
-        return self.plan.secure_sum
+        return self.config.secure_sum
 
     def __call__(self, key: Array, message: Any, state: Any, view: SiloView) -> tuple[Any, Any]:
-        options = {"bare": True} if self.bare and self.plan.noise is not None else {}
+        options = {"bare": True} if self.bare and self.config.noise is not None else {}
         return _ALGORITHMS[self.algorithm].local(
-            self.plan, key, message, state, rows_of(view), **options
+            self.config, key, message, state, rows_of(view), **options
         )
 
     def private(self, reply: Any, key: bytes) -> Any:
@@ -120,35 +120,44 @@ class RoundLocal:
 
         :param key: 32 secret bytes, for this call alone.
         """
-        assert self.plan.noise is not None
+        assert self.config.noise is not None
         return _ALGORITHMS[self.algorithm].private(
-            reply, partial(noised_exactly, self.plan.noise, Words(key))
+            reply, partial(noised_exactly, self.config.noise, Words(key))
         )
 
 
-@partial(jax.jit, static_argnames=("federated", "plan", "who"))
+@partial(jax.jit, static_argnames=("federated", "config", "who"))
 def _leave(
-    federated: Callable, plan: Plan, who: Participation | None, server: Any, stacks: list[SiloRows]
+    federated: Callable,
+    config: FitConfig,
+    who: Participation | None,
+    server: Any,
+    stacks: list[SiloRows],
 ) -> tuple[Any, list[Array], Array | None]:
     """Return the message to all silos, each silo's key, and the weights of their replies."""
     key, weights = drawn(who, server)
-    message = federated(plan, stacks).broadcast(key, server)
+    message = federated(config, stacks).broadcast(key, server)
     keys = [jax.vmap(partial(key_among, key, rows.part))(rows.number) for rows in stacks]
     return message, [one[i] for one in keys for i in range(len(one))], weights
 
 
-@partial(jax.jit, static_argnames=("federated", "plan"))
+@partial(jax.jit, static_argnames=("federated", "config"))
 def _merge(
-    federated: Callable, plan: Plan, server: Any, replies: Any, weights: Any, stacks: list[SiloRows]
+    federated: Callable,
+    config: FitConfig,
+    server: Any,
+    replies: Any,
+    weights: Any,
+    stacks: list[SiloRows],
 ) -> tuple[Any, Any]:
-    merge = federated(plan, stacks).merge
+    merge = federated(config, stacks).merge
     return merge(server, replies) if weights is None else merge(server, replies, weights)
 
 
 class RemoteRounds:
     """Rounds over remote silos: ``rounds(state, num) -> (state, losses, bad)``.
 
-    The results are those of :func:`~numpyro_fed.vi.loop.at_hand`.
+    The results are those of :func:`~numpyro_fed.vi.loop.inline_rounds`.
 
     :param algorithm: name of the module of its functions: ``"sfvi"``, ``"sfvi_avg"`` or
         ``"conducive"``.
@@ -164,7 +173,7 @@ class RemoteRounds:
         self,
         algorithm: str,
         federated: Callable,
-        prepared: Prepared,
+        setup: Setup,
         who: Participation | None = None,
         answering: Participation | None = None,
         checkpoint: Checkpoint | None = None,
@@ -173,24 +182,22 @@ class RemoteRounds:
         self.checkpoint, self.facts = checkpoint or Checkpoint(None, 1), facts or {}
         self.losses: list[float] = []
         self.saved_slots: set[int] = set()
-        self.algorithm, self.federated, self.prepared, self.who = (
+        self.algorithm, self.federated, self.setup, self.who = (
             algorithm,
             federated,
-            prepared,
+            setup,
             who,
         )
-        silos = prepared.parts[0]
+        silos = setup.parts[0]
         assert isinstance(silos, RemoteSilos)
         self.silos, self.carrier = silos, silos.carrier
         self.written: set[int] = set()  # slots to forget when the state no longer holds them
-        self.numbers = np.concatenate(
-            [np.asarray(rows.number) for rows in prepared.stacks]
-        ).tolist()
-        self.local = RoundLocal(prepared.plan, algorithm)
+        self.numbers = np.concatenate([np.asarray(rows.number) for rows in setup.stacks]).tolist()
+        self.local = RoundLocal(setup.config, algorithm)
         self.answering = None if answering is None else answering.probability
         self.zeros: Any = None
 
-    def start(self, server: Any, params: dict[str, Array], taken: Elsewhere | None) -> VIState:
+    def start(self, server: Any, params: dict[str, Array], taken: RemoteStates | None) -> VIState:
         """Have all silos write a first state, and return the state before the first round.
 
         :param params: global parameters, unconstrained.
@@ -199,7 +206,7 @@ class RemoteRounds:
         """
         num, local = (
             len(self.numbers),
-            InitLocal(self.prepared.plan, self.algorithm, taken is not None),
+            InitLocal(self.setup.config, self.algorithm, taken is not None),
         )
         read = [None] * num if taken is None else taken.slots.tolist()
         key = jax.random.key(0)  # unused by the call
@@ -214,7 +221,9 @@ class RemoteRounds:
             self.carrier.forget(slots)
             raise
         zeros = np.zeros(num, np.int64)
-        kept = Elsewhere(np.array(slots), np.zeros((num, 4), np.int64), zeros, self.carrier.token)
+        kept = RemoteStates(
+            np.array(slots), np.zeros((num, 4), np.int64), zeros, self.carrier.token
+        )
         return VIState(server, kept, np.zeros(num, np.int32))  # type: ignore[arg-type]
 
     def __call__(self, state: VIState, num: int) -> tuple[VIState, np.ndarray, np.ndarray]:
@@ -266,9 +275,9 @@ class RemoteRounds:
 
     def _round(self, state: VIState) -> tuple[VIState, float, int]:
         """Make one round; return the state, the loss, and the silo that was not finite."""
-        kept: Elsewhere = state.silos  # type: ignore[assignment]
+        kept: RemoteStates = state.silos  # type: ignore[assignment]
         message, keys, weights = _leave(
-            self.federated, self.prepared.plan, self.who, state.server, self._stacks
+            self.federated, self.setup.config, self.who, state.server, self._stacks
         )
         weights = np.ones(len(keys)) if weights is None else np.asarray(weights)
         asked = np.flatnonzero(weights > 0).tolist()
@@ -294,7 +303,7 @@ class RemoteRounds:
         collected = opened(collected, np.dtype(jnp.result_type(float)))
         server, info = _merge(
             self.federated,
-            self.prepared.plan,
+            self.setup.config,
             state.server,
             collected,
             self._weights(weights, came),
@@ -306,7 +315,7 @@ class RemoteRounds:
         missed = kept.missed + (came & ~collected.finite)
         new = replace(kept, slots=np.where(came, write, kept.slots), costs=costs, missed=missed)
         # a sum does not show which silo it was
-        alone = self.prepared.plan.secure_sum and len(self.numbers) > len(collected.finite)
+        alone = self.setup.config.secure_sum and len(self.numbers) > len(collected.finite)
         if not finite and silo < 0 and not alone:  # a silo may report finite numbers wrongly
             # under privacy the value is NaN
             numbers = jax.tree.leaves(collected._replace(value=()))
@@ -321,12 +330,12 @@ class RemoteRounds:
 
     @property
     def _stacks(self) -> list[SiloRows]:
-        return self.prepared.stacks
+        return self.setup.stacks
 
     @property
     def _needs_all(self) -> bool:
         """Flag of rounds that need all replies; for the others one is enough."""
-        return self.algorithm == "sfvi" or self.prepared.plan.secure_sum
+        return self.algorithm == "sfvi" or self.setup.config.secure_sum
 
     def _answers(self, calls: list[Call]) -> tuple[list[Any], np.ndarray]:
         """Return the replies, and the number of times that each silo was asked."""
@@ -357,11 +366,11 @@ class RemoteRounds:
 
     def _costs(self, message: Any, reply: Any, times: np.ndarray, came: np.ndarray) -> np.ndarray:
         down, up = message_bytes(message), message_bytes(reply)
-        evaluations = self.prepared.plan.evaluations(0)
+        evaluations = self.setup.config.evaluations(0)
         return np.stack([times, came * evaluations, times * down, came * up], axis=1)
 
 
-def kept_by(state: Any, prepared: Prepared, name: str) -> Elsewhere:
+def kept_by(state: Any, setup: Setup, name: str) -> RemoteStates:
     """Return the slots of a result's local states in the silos.
 
     :param name: the argument's name, for the message.
@@ -369,12 +378,12 @@ def kept_by(state: Any, prepared: Prepared, name: str) -> Elsewhere:
     """
     kept, carrier = (
         getattr(state, "silos", None),
-        prepared.parts[0].carrier,  # type: ignore[attr-defined]
+        setup.parts[0].carrier,  # type: ignore[attr-defined]
     )
     if (
-        isinstance(kept, Elsewhere)
+        isinstance(kept, RemoteStates)
         and kept.token == carrier.token
-        and len(kept.slots) == len(prepared.names)
+        and len(kept.slots) == len(setup.names)
     ):
         return kept
     raise ValueError(
@@ -389,6 +398,6 @@ def ledger_of_calls(state: VIState, names: tuple[str, ...], order: tuple[str, ..
     :param names: the silos' names, in the order of the stacks.
     :param order: their order in the ledger.
     """
-    kept: Elsewhere = state.silos  # type: ignore[assignment]
+    kept: RemoteStates = state.silos  # type: ignore[assignment]
     costs = {name: Cost(*map(int, row)) for name, row in zip(names, kept.costs, strict=True)}
     return Ledger(order, *zip(*(costs[name] for name in order), strict=True))

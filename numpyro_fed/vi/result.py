@@ -16,7 +16,7 @@ from numpyro_fed.data.views import stacked_mask, to_pooled_order
 from numpyro_fed.privacy.differential import Spent
 from numpyro_fed.rounds.federated import Ledger
 from numpyro_fed.vi.loop import VIState
-from numpyro_fed.vi.setup import Prepared
+from numpyro_fed.vi.setup import Setup
 
 __all__ = ["VIResult", "global_params", "local_params", "shape_of", "stacked_params"]
 
@@ -65,19 +65,19 @@ class VIResult:
         return f"VIResult: {len(self.losses):,} rounds, {loss}\n  params: {shapes}\n{self.ledger}"
 
 
-def global_params(result: VIResult, prepared: Prepared, params: dict) -> dict:
+def global_params(result: VIResult, setup: Setup, params: dict) -> dict:
     """Return a result's global parameters, unconstrained.
 
     :raises ValueError: where their names or shapes are not those of the fit.
     """
-    shapes = {k: shape_of(v) for k, v in prepared.plan.constrain(params).items()}
+    shapes = {k: shape_of(v) for k, v in setup.config.constrain(params).items()}
     got = {k: shape_of(result.params[k]) for k in shapes if k in result.params}
     if got != shapes:
         raise ValueError(
             "init_from: expected a result of the same model and guide, with global parameters of "
             f"shapes {shapes}, got {got}"
         )
-    return prepared.plan.unconstrain(
+    return setup.config.unconstrain(
         jax.tree.map(jnp.asarray, {k: result.params[k] for k in params})
     )
 
@@ -91,38 +91,36 @@ def shape_of(value: Any) -> list:
     )
 
 
-def local_params(prepared: Prepared, local: list) -> dict[str, Array]:
+def local_params(setup: Setup, local: list) -> dict[str, Array]:
     """Return the silos' parameters as arrays over their plate's elements, in pooled order.
 
     Where silos are the units, the arrays are over silos.
     """
-    plan, out = prepared.plan, {}
-    for part, family in enumerate(plan.families):
+    config, out = setup.config, {}
+    for part, family in enumerate(config.families):
         if not family.has_local:
             continue
         mine = [
-            (r, family.named(p))
-            for r, p in zip(prepared.stacks, local, strict=True)
-            if r.part == part
+            (r, family.named(p)) for r, p in zip(setup.stacks, local, strict=True) if r.part == part
         ]
         for name, (_, group) in mine[0][1].items():
-            out[name + plan.suffix(part)] = _in_order(
-                [(r, p[name][0]) for r, p in mine], group, prepared.parts[part]
+            out[name + config.suffix(part)] = _in_order(
+                [(r, p[name][0]) for r, p in mine], group, setup.parts[part]
             )
     return out
 
 
-def stacked_params(prepared: Prepared, params: dict[str, Array]) -> list:
+def stacked_params(setup: Setup, params: dict[str, Array]) -> list:
     """Invert :func:`local_params`; padding gets its first values."""
-    plan, out = prepared.plan, []
-    for rows, first in zip(prepared.stacks, prepared.local, strict=True):
-        family = plan.families[rows.part]
+    config, out = setup.config, []
+    for rows, first in zip(setup.stacks, setup.local, strict=True):
+        family = config.families[rows.part]
         if not family.has_local or not family.named(first):
             out.append(first)
             continue
         new = {}
         for name, (x, group) in family.named(first).items():
-            given = params[name + plan.suffix(rows.part)]
+            given = params[name + config.suffix(rows.part)]
             if group is None:
                 new[name] = given[(rows.number, *[slice(n) for n in x.shape[2:]])][:, None]
             else:

@@ -15,28 +15,28 @@ from numpyro.distributions.transforms import biject_to
 from numpyro_fed.data.mixed import MixedSilos
 from numpyro_fed.data.silos import Silos
 from numpyro_fed.data.views import SiloRows, largest, outlines, stack, thin
-from numpyro_fed.density.check import elements_are_independent, prove, prove_batch
-from numpyro_fed.density.factorize import factorise
+from numpyro_fed.density.check import check_batch, check_factorization, elements_are_independent
+from numpyro_fed.density.factorize import factorize
 from numpyro_fed.density.factors import PARAMS, Factors, LearnedModel, made_up_rows
 from numpyro_fed.density.local_map import Units
 from numpyro_fed.privacy.differential import Noise
 from numpyro_fed.rounds.remote import RemoteSilos
-from numpyro_fed.vi.config import Plan
+from numpyro_fed.vi.config import FitConfig
 from numpyro_fed.vi.guides.auto_silo_normal import AutoSiloNormal
 from numpyro_fed.vi.guides.learned import factored, probe
 from numpyro_fed.vi.guides.normal import SiloNormal
 from numpyro_fed.vi.guides.user_guide import GuideFamily, guide_family, without_params
 from numpyro_fed.vi.options import Options
 
-__all__ = ["Prepared", "first_params", "planned_alone", "prepare"]
+__all__ = ["Setup", "first_params", "make_setup", "planned_alone"]
 
-_PROOF_ROWS = 100_000  # rows to check in a fit by minibatches, as all may not fit into memory
+_CHECK_ROWS = 100_000  # rows to check in a fit by minibatches, as all may not fit into memory
 
 
-class Prepared(NamedTuple):
-    """The setup of a fit, from :func:`prepare`.
+class Setup(NamedTuple):
+    """The setup of a fit, from :func:`make_setup`.
 
-    :param plan: the static facts.
+    :param config: the static facts.
     :param parts: the silos of each structure, with the first values of learned parameters among
         their shared arguments.
     :param stacks: the silos' rows.
@@ -45,14 +45,14 @@ class Prepared(NamedTuple):
         have no rows either.
     """
 
-    plan: Plan
+    config: FitConfig
     parts: tuple[Silos, ...]
     stacks: list[SiloRows]
     names: tuple[str, ...]
     local: list
 
     @property
-    def elsewhere(self) -> bool:
+    def remote(self) -> bool:
         """Flag of remote silos: their rows are not in this process."""
         return isinstance(self.parts[0], RemoteSilos)
 
@@ -64,7 +64,7 @@ class Prepared(NamedTuple):
         digest = hashlib.sha256()
         for part in self.parts:
             for group, sizes in part.sizes.items():
-                order = b"" if self.elsewhere else np.asarray(part.order[group]).tobytes()
+                order = b"" if self.remote else np.asarray(part.order[group]).tobytes()
                 digest.update(repr((part.names, group, sizes)).encode() + order)
         return digest.hexdigest()
 
@@ -82,15 +82,15 @@ def _parts_of(silos: Silos | MixedSilos) -> tuple[Silos, ...]:
     return (silos,)
 
 
-def prepare(model: Callable, guide: Any, silos: Silos | MixedSilos, options: Options) -> Prepared:
+def make_setup(model: Callable, guide: Any, silos: Silos | MixedSilos, options: Options) -> Setup:
     """Check model, guide and data, check the factorization, and stack the silos."""
-    plan, parts = _planned(model, guide, _parts_of(silos), options)
+    config, parts = _planned(model, guide, _parts_of(silos), options)
     if options.validate:
-        for family, part in zip(plan.families, parts, strict=True):
-            some = _some(part, plan.batch)
-            prove(family.factors, some)
-            if plan.batch is not None and not family.has_local:
-                prove_batch(family.factors, some, *plan.batch)
+        for family, part in zip(config.families, parts, strict=True):
+            some = _some(part, config.batch)
+            check_factorization(family.factors, some)
+            if config.batch is not None and not family.has_local:
+                check_batch(family.factors, some, *config.batch)
     stacks, names = [], []
     for i, part in enumerate(parts):
         for rows in outlines(part, i) if isinstance(part, RemoteSilos) else stack(part, i):
@@ -100,15 +100,15 @@ def prepare(model: Callable, guide: Any, silos: Silos | MixedSilos, options: Opt
             names += [part.names[n] for n in np.asarray(rows.number)]
     here = [] if isinstance(parts[0], RemoteSilos) else stacks
     local = [
-        jax.jit(jax.vmap(plan.families[rows.part].init_local, in_axes=(rows.axes,)))(rows)
+        jax.jit(jax.vmap(config.families[rows.part].init_local, in_axes=(rows.axes,)))(rows)
         for rows in here
     ]
-    return Prepared(plan, parts, stacks, tuple(names), local)
+    return Setup(config, parts, stacks, tuple(names), local)
 
 
 def planned_alone(
     model: Callable, guide: Any, known: Silos, options: Options, independent: bool
-) -> Plan:
+) -> FitConfig:
     """Return the plan of a remote silo's fit, as the silo makes it for itself.
 
     It follows from facts about all silos, and asks none.
@@ -126,7 +126,7 @@ def _planned(
     parts: tuple[Silos, ...],
     options: Options,
     independent: bool | None = None,
-) -> tuple[Plan, tuple[Silos, ...]]:
+) -> tuple[FitConfig, tuple[Silos, ...]]:
     """Return the static facts, and the silos with first values of the learned parameters.
 
     These values are among the silos' shared arguments.
@@ -148,7 +148,7 @@ def _planned(
         raise ValueError(
             f"parameters {twice} are in the model and in the guide; expected different names"
         )
-    plan = Plan(
+    config = FitConfig(
         families,
         options.optim,
         options.local_optim,
@@ -162,7 +162,7 @@ def _planned(
         options.conducive,
         {name: support for name, (support, _) in learned.items()} | families[0].constraints(),
     )
-    return plan, parts
+    return config, parts
 
 
 def _noise(options: Options, families: tuple[Any, ...], num_silos: int) -> Noise | None:
@@ -181,22 +181,22 @@ def _some(silos: Silos, batch: tuple[str, int] | None) -> Silos:
     return (
         silos
         if batch is None or isinstance(silos, RemoteSilos)
-        else thin(silos, batch[0], _PROOF_ROWS)
+        else thin(silos, batch[0], _CHECK_ROWS)
     )
 
 
-def first_params(prepared: Prepared, guide: Any, key: Array) -> dict[str, Array]:
+def first_params(setup: Setup, guide: Any, key: Array) -> dict[str, Array]:
     """Return first values of the global parameters, unconstrained.
 
     They come from the guide's strategy and the model's own first values.
     """
-    plan, silos = prepared.plan, prepared.parts[0]
+    config, silos = setup.config, setup.parts[0]
     learned = silos.shared.get(PARAMS, {})
-    family = plan.families[0]
+    family = config.families[0]
     if isinstance(family, GuideFamily):
-        return plan.unconstrain({**family.start, **learned})
+        return config.unconstrain({**family.start, **learned})
 
-    at = (plan.factors, guide.init_loc_fn, silos, key)
+    at = (config.factors, guide.init_loc_fn, silos, key)
     try:
         loc = _first_position(*at)
     except (
@@ -209,7 +209,7 @@ def first_params(prepared: Prepared, guide: Any, key: Array) -> dict[str, Array]
         raise ValueError(
             "init_loc_fn: expected finite values of the global sites, got NaN or infinity"
         )
-    return plan.unconstrain({**family.init(loc), **learned})
+    return config.unconstrain({**family.init(loc), **learned})
 
 
 @partial(jax.jit, static_argnames=("factors", "strategy"))
@@ -313,7 +313,7 @@ def _check_guides_model(guide: AutoSiloNormal, factors: Factors, silos: Silos) -
     model = factors.model.model if isinstance(factors.model, LearnedModel) else factors.model
     if guide.model is model:
         return
-    other = factorise(guide.model, without_params(silos))
+    other = factorize(guide.model, without_params(silos))
     if (other.global_sites, other.local_sites) != (factors.global_sites, factors.local_sites):
         names = [
             [n for n, _ in f.global_sites] + [s.name for s in f.local_sites]

@@ -31,7 +31,7 @@ from numpyro_fed.privacy.differential import noised
 from numpyro_fed.rounds.federated import Federated
 from numpyro_fed.rounds.serialization import wire_name
 from numpyro_fed.vi.bound import silo_bound
-from numpyro_fed.vi.config import Plan
+from numpyro_fed.vi.config import FitConfig
 from numpyro_fed.vi.minibatch import Batch, pick
 
 __all__ = ["Info", "Message", "Reply", "Server", "SiloState", "federated", "tail_average"]
@@ -126,26 +126,26 @@ def tail_average(average: Any, new: Any, i: Array) -> Any:
     return jax.tree.map(lambda a, x: a + weight.astype(a.dtype) * (x - a), average, new)
 
 
-def federated(plan: Plan, stacks: list[SiloRows]) -> Federated:
+def federated(config: FitConfig, stacks: list[SiloRows]) -> Federated:
     """Return SFVI as ``init / broadcast / local / merge``.
 
     :param stacks: the silos' rows; the server evaluates the prior from their shared arguments.
     """
     return Federated(
-        partial(init, plan),
-        partial(broadcast, plan),
-        partial(local, plan),
-        partial(merge, plan, stacks[0]),
+        partial(init, config),
+        partial(broadcast, config),
+        partial(local, config),
+        partial(merge, config, stacks[0]),
     )
 
 
-def init(plan: Plan, key: Array, params: dict[str, Array]) -> Server:
+def init(config: FitConfig, key: Array, params: dict[str, Array]) -> Server:
     """Return the server's first state; the key is used as :class:`numpyro.infer.SVI` uses it."""
     rng_key, _, _ = random.split(key, 3)
-    return Server(params, plan.optim.init(params), params, jnp.zeros((), jnp.int32), rng_key)
+    return Server(params, config.optim.init(params), params, jnp.zeros((), jnp.int32), rng_key)
 
 
-def init_silo(plan: Plan, part: int, params: dict[str, Array], local: Any) -> SiloState:
+def init_silo(config: FitConfig, part: int, params: dict[str, Array], local: Any) -> SiloState:
     """Return a silo's first state from its first variational parameters.
 
     The server's are not needed.
@@ -153,57 +153,68 @@ def init_silo(plan: Plan, part: int, params: dict[str, Array], local: Any) -> Si
     del params
 
     def one(local: Any) -> SiloState:
-        return SiloState(local, plan.local_optim.init(local), local, jnp.zeros((), jnp.int32))
+        return SiloState(local, config.local_optim.init(local), local, jnp.zeros((), jnp.int32))
 
-    return jax.vmap(one)(local) if plan.unit_clocks(part) else one(local)
+    return jax.vmap(one)(local) if config.unit_clocks(part) else one(local)
 
 
-def _draws(plan: Plan, rng_key: Array) -> tuple[Array, Array]:
+def _draws(config: FitConfig, rng_key: Array) -> tuple[Array, Array]:
     """Draw the noise of theta ``(P, d)`` and the keys of the silos' noise.
 
     The keys are those that SVI would use.
     """
     _, key_step = random.split(rng_key)
-    keys = key_step[None] if plan.num_particles == 1 else random.split(key_step, plan.num_particles)
+    keys = (
+        key_step[None]
+        if config.num_particles == 1
+        else random.split(key_step, config.num_particles)
+    )
 
     def one(key: Array) -> tuple[Array, Array]:
         _, guide_seed = random.split(key)
         _, key_draw = random.split(guide_seed)
         key_theta, key_local = random.split(key_draw)
-        return plan.families[0].global_noise(key_theta), key_local
+        return config.families[0].global_noise(key_theta), key_local
 
     return jax.vmap(one)(keys)
 
 
-def broadcast(plan: Plan, key: Array, server: Server) -> Message:
+def broadcast(config: FitConfig, key: Array, server: Server) -> Message:
     """Draw theta from the server's own key, and send it."""
     del key
-    noise, key_local = _draws(plan, server.rng_key)
-    params = plan.constrain(server.params)
-    context = jax.vmap(lambda e: plan.families[0].context(params, e))(noise)
-    scale = None if plan.noise is None else plan.families[0].scale(params)
-    return Message(context, {k: params[k] for k in plan.learned}, key_local, scale)
+    noise, key_local = _draws(config, server.rng_key)
+    params = config.constrain(server.params)
+    context = jax.vmap(lambda e: config.families[0].context(params, e))(noise)
+    scale = None if config.noise is None else config.families[0].scale(params)
+    return Message(context, {k: params[k] for k in config.learned}, key_local, scale)
 
 
 def local(
-    plan: Plan, key: Array, message: Message, state: SiloState, rows: SiloRows, bare: bool = False
+    config: FitConfig,
+    key: Array,
+    message: Message,
+    state: SiloState,
+    rows: SiloRows,
+    bare: bool = False,
 ) -> tuple[Reply, SiloState]:
     """Compute a silo's gradients, and make a step of its own parameters.
 
     :param bare: in a fit with privacy, whether to leave clipping and noise to the caller.
     """
-    family = plan.families[rows.part]
-    batch = pick(family, plan.batch, key, rows)
+    family = config.families[rows.part]
+    batch = pick(family, config.batch, key, rows)
     held = batch.take(state.params)
     own, pull = jax.vjp(lambda params: family.effective(params, batch.rows), held)
 
     def one(context: Any, key: Array) -> Any:
-        eps = family.noise(key, batch.rows, plan.num_local_particles) if family.has_local else None
+        eps = (
+            family.noise(key, batch.rows, config.num_local_particles) if family.has_local else None
+        )
         return silo_bound(family, own, context, message.params, eps, batch)
 
-    if len(message.key) != plan.num_particles:
+    if len(message.key) != config.num_particles:
         raise ValueError(
-            f"the message has {len(message.key)} draws of theta; expected {plan.num_particles}"
+            f"the message has {len(message.key)} draws of theta; expected {config.num_particles}"
         )
     terms = jax.vmap(one)(message.context, message.key)
     mean = partial(jax.tree.map, lambda x: x.mean(0))
@@ -213,16 +224,16 @@ def local(
         gradient = pull(mean(terms.local))[0]
         usable = all_finite(gradient)
         finite &= usable
-        if plan.noise is not None:  # the server does not learn of it, and the silo goes on
+        if config.noise is not None:  # the server does not learn of it, and the silo goes on
             gradient = jax.tree.map(lambda x: jnp.where(usable, x, 0.0), gradient)
-        state = _step(plan, rows.part, state, batch, gradient)
-    scaled = jax.tree.map(lambda x: x / plan.num_particles, terms.context)
+        state = _step(config, rows.part, state, batch, gradient)
+    scaled = jax.tree.map(lambda x: x / config.num_particles, terms.context)
     reply = Reply(value, scaled, learned, finite)
-    if plan.noise is None:
+    if config.noise is None:
         return reply, state
     reply = _whitened(message, reply)
     return (
-        reply if bare else private(reply, partial(noised, plan.noise, random.fold_in(key, 1)))
+        reply if bare else private(reply, partial(noised, config.noise, random.fold_in(key, 1)))
     ), state
 
 
@@ -248,7 +259,7 @@ def private(reply: Reply, noised: Callable[[Any], Any]) -> Reply:
     return Reply(jnp.full_like(reply.value, jnp.nan), context, learned, jnp.ones_like(reply.finite))
 
 
-def _step(plan: Plan, part: int, state: SiloState, batch: Batch, gradient: Any) -> SiloState:
+def _step(config: FitConfig, part: int, state: SiloState, batch: Batch, gradient: Any) -> SiloState:
     """Make one step of the silo's optimizer.
 
     Where units are subsampled, each unit of the batch makes one.
@@ -256,18 +267,18 @@ def _step(plan: Plan, part: int, state: SiloState, batch: Batch, gradient: Any) 
 
     def one(state: SiloState, gradient: Any) -> SiloState:
         down = jax.tree.map(jnp.negative, gradient)
-        updates, optim_state = plan.local_optim.update(down, state.optim_state, state.params)
+        updates, optim_state = config.local_optim.update(down, state.optim_state, state.params)
         params = optax.apply_updates(state.params, updates)
         i = state.i + 1
         return SiloState(params, optim_state, tail_average(state.average, params, i), i)
 
-    if plan.unit_clocks(part):
+    if config.unit_clocks(part):
         return batch.put(state, jax.vmap(one)(batch.take(state), gradient))
     return one(state, gradient)
 
 
 def merge(
-    plan: Plan, rows: SiloRows, server: Server, replies: Reply, weights: Array | None = None
+    config: FitConfig, rows: SiloRows, server: Server, replies: Reply, weights: Array | None = None
 ) -> tuple[Server, Info]:
     """Sum the silos' replies, add the prior's and q's part, and take a step.
 
@@ -275,14 +286,14 @@ def merge(
         that did, one over its probability of being asked (Horvitz-Thompson). So the gradient stays
         unbiased. ``None``: all ones.
     """
-    noise, _ = _draws(plan, server.rng_key)
+    noise, _ = _draws(config, server.rng_key)
     value, gradients, learned = (
         jax.tree.map(lambda x: _weighted_sum(x, weights), part) for part in replies[:3]
     )
 
-    own, gradient = server_gradient(plan, rows, server.params, noise, gradients, learned)
+    own, gradient = server_gradient(config, rows, server.params, noise, gradients, learned)
     down = jax.tree.map(jnp.negative, gradient)
-    updates, optim_state = plan.optim.update(down, server.optim_state, server.params)
+    updates, optim_state = config.optim.update(down, server.optim_state, server.params)
     params = optax.apply_updates(server.params, updates)
     i = server.i + 1
     rng_key, _ = random.split(server.rng_key)
@@ -292,7 +303,7 @@ def merge(
 
 
 def server_gradient(
-    plan: Plan,
+    config: FitConfig,
     rows: SiloRows,
     params: dict[str, Array],
     noise: Array,
@@ -306,20 +317,20 @@ def server_gradient(
     :param gradients: the silos' sum of gradients in the draws of theta, leading axis: particles.
     :param learned: their sum of gradients in the learned parameters.
     """
-    family = plan.families[0]
+    family = config.families[0]
 
     def objective(params: dict[str, Array]) -> tuple[Array, Array]:
-        params = plan.constrain(params)
+        params = config.constrain(params)
         frozen = lax.stop_gradient(params)
 
         def one(e: Array, gradient: Any) -> tuple[Array, Array]:
             context = family.context(params, e)
-            own = plan.log_prior(context.theta, params, rows) - family.log_global(frozen, context)
+            own = config.log_prior(context.theta, params, rows) - family.log_global(frozen, context)
             return own, _dot(context, gradient)
 
         own, paths = jax.vmap(one)(noise, gradients)
         return own.mean() + paths.sum() + _dot(
-            {k: params[k] for k in plan.learned}, learned
+            {k: params[k] for k in config.learned}, learned
         ), own.mean()
 
     (_, own), gradient = jax.value_and_grad(objective, has_aux=True)(params)

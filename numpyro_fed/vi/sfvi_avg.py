@@ -30,8 +30,8 @@ from jax import Array, random
 from numpyro_fed.data.views import SiloRows
 from numpyro_fed.rounds.federated import Federated
 from numpyro_fed.rounds.serialization import wire_name
-from numpyro_fed.vi.barycenter import barycentre
-from numpyro_fed.vi.config import Plan
+from numpyro_fed.vi.barycenter import barycenter
+from numpyro_fed.vi.config import FitConfig
 from numpyro_fed.vi.local_steps import all_rows, first_optim_states, row_count, steps
 from numpyro_fed.vi.sfvi import Info, all_finite, first_bad
 
@@ -96,10 +96,13 @@ class Reply(NamedTuple):
     finite: Array
 
 
-def federated(plan: Plan, stacks: list[SiloRows]) -> Federated:
+def federated(config: FitConfig, stacks: list[SiloRows]) -> Federated:
     """Return SFVI-Avg as ``init / broadcast / local / merge``."""
     return Federated(
-        init, partial(broadcast, all_rows(plan, stacks)), partial(local, plan), partial(merge, plan)
+        init,
+        partial(broadcast, all_rows(config, stacks)),
+        partial(local, config),
+        partial(merge, config),
     )
 
 
@@ -108,9 +111,9 @@ def init(key: Array, params: dict[str, Array]) -> Server:
     return Server(params, None, jnp.zeros((), jnp.int32), key)
 
 
-def init_silo(plan: Plan, part: int, params: dict[str, Array], local: Any) -> SiloState:
+def init_silo(config: FitConfig, part: int, params: dict[str, Array], local: Any) -> SiloState:
     """Return a silo's first state, from its first variational parameters and the server's."""
-    return SiloState(local, params, *first_optim_states(plan, part, params, local))
+    return SiloState(local, params, *first_optim_states(config, part, params, local))
 
 
 def broadcast(total: Array, key: Array, server: Server) -> Message:
@@ -120,30 +123,30 @@ def broadcast(total: Array, key: Array, server: Server) -> Message:
 
 
 def local(
-    plan: Plan, key: Array, message: Message, state: SiloState, rows: SiloRows
+    config: FitConfig, key: Array, message: Message, state: SiloState, rows: SiloRows
 ) -> tuple[Reply, SiloState]:
     """Make m steps on the silo's own objective, from the server's parameters."""
-    family = plan.families[rows.part]
-    scale = message.total.astype(jnp.result_type(float)) / row_count(plan, rows)
-    old, new = plan.constrain(state.base), plan.constrain(message.params)
+    family = config.families[rows.part]
+    scale = message.total.astype(jnp.result_type(float)) / row_count(config, rows)
+    old, new = config.constrain(state.base), config.constrain(message.params)
     own = family.rebased(state.params, old, new) if family.has_local else state.params
 
     done = steps(
-        plan, message.params, own, state.optim_state, state.local_optim_state, scale, key, rows
+        config, message.params, own, state.optim_state, state.local_optim_state, scale, key, rows
     )
     finite, value, told = (
         all_finite((done.params, done.own, done.values)),
         done.values.mean(),
         done.params,
     )
-    if plan.secure_sum:
-        told, value = jax.tree.map(lambda x: x / scale, (plan.constrain(told), value))
-    reply = Reply(value, told, row_count(plan, rows), finite)
+    if config.secure_sum:
+        told, value = jax.tree.map(lambda x: x / scale, (config.constrain(told), value))
+    reply = Reply(value, told, row_count(config, rows), finite)
     return reply, SiloState(done.own, done.params, done.optim_state, done.local_optim_state)
 
 
 def merge(
-    plan: Plan, server: Server, replies: Reply, weights: Array | None = None
+    config: FitConfig, server: Server, replies: Reply, weights: Array | None = None
 ) -> tuple[Server, Info]:
     """Set q to the barycenter of the silos' q, and average their learned parameters, by rows.
 
@@ -151,9 +154,9 @@ def merge(
         alone.
     """
     # silos have multiplied by their shares, and sds of diagonal Gaussians add up in the barycenter
-    if plan.secure_sum:
+    if config.secure_sum:
         value, new = jax.tree.map(lambda x: x.sum(0), (replies.value, replies.params))
-        return _settled(plan, server, new, -value, replies.finite)
+        return _next_server(config, server, new, -value, replies.finite)
     asked = jnp.ones_like(replies.finite) if weights is None else weights > 0
     share = jnp.where(asked, replies.count, 0).astype(replies.value.dtype)
     share = share / share.sum()
@@ -162,23 +165,23 @@ def merge(
     params = jax.tree.map(
         lambda x, y: jnp.where(asked.reshape(-1, *[1] * (x.ndim - 1)), x, y), replies.params, absent
     )
-    constrained = jax.vmap(plan.constrain)(params)
-    family = plan.families[0]
+    constrained = jax.vmap(config.constrain)(params)
+    family = config.families[0]
     covariances = jax.vmap(lambda p: family.scale(p).covariance())(constrained)
-    mean, covariance, _, _ = barycentre(constrained[f"{family.prefix}_loc"], covariances, share)
+    mean, covariance, _, _ = barycenter(constrained[f"{family.prefix}_loc"], covariances, share)
     new = family.from_moments(mean, covariance)
-    averaged = {k: constrained[k] for k in (*plan.learned, *family.shared_params)}
+    averaged = {k: constrained[k] for k in (*config.learned, *family.shared_params)}
     new |= jax.tree.map(lambda x: jnp.tensordot(share, x, 1), averaged)
     good = replies.finite | ~asked
     loss = -jnp.sum(jnp.where(asked, share * replies.value, 0.0))
-    return _settled(plan, server, new, loss, good)
+    return _next_server(config, server, new, loss, good)
 
 
-def _settled(
-    plan: Plan, server: Server, new: dict[str, Array], loss: Array, good: Array
+def _next_server(
+    config: FitConfig, server: Server, new: dict[str, Array], loss: Array, good: Array
 ) -> tuple[Server, Info]:
     """Return the server's next state and the round's facts; ``new`` is constrained."""
-    unconstrained = plan.unconstrain(new)
+    unconstrained = config.unconstrain(new)
     info = Info(loss, good.all() & all_finite(unconstrained), first_bad(good))
     rng_key, _ = random.split(server.rng_key)
     return Server(unconstrained, None, server.i + 1, rng_key), info

@@ -18,7 +18,7 @@ from numpyro_fed.vi.guides.auto_silo_normal import AutoSiloNormal
 from numpyro_fed.vi.loop import VIState
 from numpyro_fed.vi.options import Options
 from numpyro_fed.vi.result import VIResult, global_params
-from numpyro_fed.vi.setup import Prepared
+from numpyro_fed.vi.setup import Setup
 
 __all__ = ["SFVI", "SFVIAvg"]
 
@@ -229,26 +229,24 @@ class SFVIAvg(FederatedVI):
                 'global_cov="full" or "diag"'
             )
 
-    def prepared(self, silos: Silos | MixedSilos) -> Prepared:
+    def setup(self, silos: Silos | MixedSilos) -> Setup:
         """Return the setup before the first round; conducive rounds check it."""
-        prepared = super().prepared(silos)
+        setup = super().setup(silos)
         if self._options.conducive:
-            conducive_checks.check(prepared.plan, self.guide, prepared.stacks)
-        return prepared
+            conducive_checks.check(setup.config, self.guide, setup.stacks)
+        return setup
 
-    def _taken_from(self, result: Any, prepared: Prepared, params: dict) -> tuple[dict, Any]:
+    def _taken_from(self, result: Any, setup: Setup, params: dict) -> tuple[dict, Any]:
         """Return a result's parameters as a start.
 
         Conducive rounds without optimizers need q(theta) alone, from these silos or others:
         approximate factors and local maps are regressed anew.
         """
         if self._options.optim is not None or not isinstance(result, VIResult):
-            return super()._taken_from(result, prepared, params)
-        return global_params(
-            result, prepared, params
-        ), None if prepared.elsewhere else prepared.local
+            return super()._taken_from(result, setup, params)
+        return global_params(result, setup, params), None if setup.remote else setup.local
 
-    def _say_how_it_ended(self, prepared: Prepared, state: VIState) -> None:
+    def _say_how_it_ended(self, setup: Setup, state: VIState) -> None:
         if self._options.conducive:
-            summed = prepared.elsewhere and prepared.plan.secure_sum
-            conducive_checks.say_how_it_ended(prepared.names, state, summed)
+            summed = setup.remote and setup.config.secure_sum
+            conducive_checks.say_how_it_ended(setup.names, state, summed)

@@ -28,7 +28,7 @@ from numpyro.infer import MCMC, NUTS
 import numpyro_fed as fed
 
 CHAINS: dict[str, Any] = {"num_chains": 4, "chain_method": "vectorized", "progress_bar": False}
-STAYS = (1, 10, 40, 100, 400)
+VISITS = (1, 10, 40, 100, 400)
 CLOSE = 0.1
 
 
@@ -58,8 +58,8 @@ def row(label: str, mcmc: MCMC, names: list[str], reference: np.ndarray) -> dict
     rounds = int(outside[-1]) + 2 if len(outside) else 1
     reached = rounds <= count
     ledger, setup = mcmc.sampler.ledger(mcmc.last_state), mcmc.sampler._setup_cost
-    prepared = len(ledger.silos) * setup.bytes_up
-    up = (sum(ledger.bytes_up) - prepared) / (4 * count)
+    setup = len(ledger.silos) * setup.bytes_up
+    up = (sum(ledger.bytes_up) - setup) / (4 * count)
     ratio = draws.std((0, 1)) / sd
     return {
         "kernel": label,
@@ -71,7 +71,7 @@ def row(label: str, mcmc: MCMC, names: list[str], reference: np.ndarray) -> dict
         ),
         "rounds to 0.1 sd": 4 * rounds if reached else f"> {4 * count}",
         "MB up": round(4 * rounds * up / 1e6, 3) if reached else f"> {4 * count * up / 1e6:.3f}",
-        "prepared": round(prepared / 1e6, 3),
+        "prepared": round(setup / 1e6, 3),
     }
 
 
@@ -98,9 +98,9 @@ def run(name: str, steps: int, nuts_draws: int) -> pd.DataFrame:
 
     whitened = {"preconditioner": "surrogate"}
     steps_found = [
-        add(f"FSGLD, T = {stay}", fed.FSGLD(model, num_local_steps=stay), stay) for stay in STAYS
+        add(f"FSGLD, T = {stay}", fed.FSGLD(model, num_local_steps=stay), stay) for stay in VISITS
     ]
-    for stay in STAYS:
+    for stay in VISITS:
         add(f"DSGLD, T = {stay}", fed.DSGLD(model, steps_found[0], stay, **whitened), stay)
     for stay in (1, 40):
         add(f"DSGLD, T = {stay}, own step", fed.DSGLD(model, "auto", stay, **whitened), stay)

@@ -129,12 +129,12 @@ def law(name: str, w: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def errors_of_law(name: str, w: np.ndarray) -> list[float]:
     """Errors of mean and sd of the worst node, then of the average of nodes."""
     mean, sd = exact(*data())
-    centre, covariance = law(name, w)
+    center, covariance = law(name, w)
     found: list[float] = []
     for part in (np.eye(2 * NODES), np.kron(np.ones((1, NODES)) / NODES, np.eye(2))):
         spread = np.sqrt(np.diag(part @ covariance @ part.T)).reshape(-1, 2)
         found += [
-            np.abs(((part @ centre).reshape(-1, 2) - mean) / sd).max(),
+            np.abs(((part @ center).reshape(-1, 2) - mean) / sd).max(),
             np.abs(spread / sd - 1).max(),
         ]
     return found

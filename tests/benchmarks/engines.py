@@ -42,7 +42,7 @@ ENGINES = {
 }
 
 
-def at_hand(rounds: int, algorithms: list[str], folder: Path) -> dict:
+def inline_rounds(rounds: int, algorithms: list[str], folder: Path) -> dict:
     import every_fit
 
     return {name: every_fit.fitted(name, every_fit.silos(), rounds) for name in algorithms}
@@ -108,7 +108,7 @@ def processes(count: int, rounds: int, algorithms: list[str], folder: Path) -> d
 
 
 class InProcess:
-    """A messenger within this process."""
+    """A transport within this process."""
 
     def __init__(self, folder: Path) -> None:
         import every_fit
@@ -155,7 +155,7 @@ def nvflare(rounds: int, algorithms: list[str], folder: Path) -> dict:
 def over_engine(engine: str, rounds: int, algorithms: list[str]) -> dict | str:
     """What all fits found, or why there is nothing."""
     kinds = {
-        "at hand": at_hand,
+        "at hand": inline_rounds,
         "loopback": loopback,
         "wire": wire,
         "flower": flower,

@@ -103,7 +103,7 @@ def serve(name: str, place: Path, folder: Path) -> None:
 
 
 class Sockets:
-    """A messenger that tries until a silo answers, or for some seconds."""
+    """A transport that tries until a silo answers, or for some seconds."""
 
     def __init__(self, folder: Path) -> None:
         self.names, self.folder = NAMES, folder

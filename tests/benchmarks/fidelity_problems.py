@@ -85,7 +85,7 @@ def site(name: str) -> Callable[[Draws], Draws]:
 
 
 def scaled(**pairs: str) -> Callable[[Draws], Draws]:
-    """Non-centred sites times their scale: ``z="sigma"`` is sigma z."""
+    """Non-centered sites times their scale: ``z="sigma"`` is sigma z."""
 
     def local(draws: Draws) -> Draws:
         out = {}
@@ -103,7 +103,7 @@ def scaled(**pairs: str) -> Callable[[Draws], Draws]:
 
 
 def _school(draws: Draws) -> Draws:
-    """A school's effect, centred or not."""
+    """A school's effect, centered or not."""
     if "effect" in draws:
         return {"effect": draws["effect"]}
     return {"effect": draws["mu"][..., None] + draws["tau"][..., None] * draws["z"]}
@@ -169,7 +169,9 @@ PROBLEMS: dict[str, Problem] = {
         target_accept_prob=0.95,
     ),
     "eight_schools": Problem(eight_schools.model, eight_schools.silos, **_SCHOOLS),
-    "eight_schools_centred": Problem(eight_schools.model_centred, eight_schools.silos, **_SCHOOLS),
+    "eight_schools_centered": Problem(
+        eight_schools.model_centered, eight_schools.silos, **_SCHOOLS
+    ),
     "kidiq": Problem(
         kidiq.model, kidiq.silos, ("beta",), ("sigma",), reference_draws=kidiq.reference_draws
     ),

@@ -49,7 +49,7 @@ from test_wire import INTERCEPTS, LINEAR, Fits, Messages
 
 import numpyro_fed as fed
 from numpyro_fed.engines import wire
-from numpyro_fed.rounds.remote import Call, Site, types_of
+from numpyro_fed.rounds.remote import Call, SiloWorker, types_of
 from numpyro_fed.rounds.serialization import _CLASSES, WIRE_DTYPES, pack, unpack
 
 LIMIT = 30  # seconds for one message
@@ -169,7 +169,7 @@ def structured(rng: np.random.Generator, data: bytes, other: bytes) -> bytes:
                 "<f8",
                 *_CLASSES,
                 "factors",
-                "plan",
+                "config",
                 "pad",
                 "hello",
                 "open",
@@ -225,9 +225,9 @@ def kind_of(data: bytes) -> str:
     return found.group(1).decode() if found else "forget"
 
 
-def zeros(site: Site, call: Call, state: Any) -> Any:
+def zeros(worker: SiloWorker, call: Call, state: Any) -> Any:
     """Return a reply and a new state of the right shapes."""
-    types = site.type_of(call.local, types_of(call.message), types_of(state))
+    types = worker.type_of(call.local, types_of(call.message), types_of(state))
     return jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), types)
 
 
@@ -239,13 +239,13 @@ class Snapshot:
         shutil.copytree(side.folder, folder)
         self.side.folder = folder
         # what an answer may change
-        self.side.record, self.site = copy.copy(side.record), side.site
+        self.side.record, self.worker = copy.copy(side.record), side.worker
         self.side.record.counts = Counter(side.counts)
-        self.kept = None if self.site is None else dict(self.site.kept)
+        self.kept = None if self.worker is None else dict(self.worker.kept)
         self.checks = copy.copy(self.side.checks)
         if self.checks is not None:
             self.checks.kept, self.checks.own = dict(self.checks.kept), dict(self.checks.own)
-        self.histories = None if self.side.closed is None else dict(self.side.closed.histories)
+        self.histories = None if self.side.guard is None else dict(self.side.guard.histories)
         self.files = {
             p.name: (p.read_bytes(), p.stat().st_ino) for p in folder.iterdir() if p.is_file()
         }
@@ -259,17 +259,17 @@ class Snapshot:
         side.record = copy.copy(self.side.record)
         side.record.place = self.folder / "audit.jsonl"
         side.record.counts = Counter(self.side.counts)
-        if self.site is not None:
-            side.site = copy.copy(self.site)
-            side.site.kept = dict(self.kept)
+        if self.worker is not None:
+            side.worker = copy.copy(self.worker)
+            side.worker.kept = dict(self.kept)
             if not earnest:
-                side.site.reply = partial(zeros, side.site)
+                side.worker.reply = partial(zeros, side.worker)
             side.checks = copy.copy(self.checks)
-            side.checks.site = side.site
+            side.checks.worker = side.worker
             side.checks.kept, side.checks.own = dict(self.checks.kept), dict(self.checks.own)
-        if side.closed is not None:
-            side.closed = copy.copy(side.closed)
-            side.closed.folder, side.closed.histories = self.folder, dict(self.histories)
+        if side.guard is not None:
+            side.guard = copy.copy(side.guard)
+            side.guard.folder, side.guard.histories = self.folder, dict(self.histories)
         answer = side.answer(data)
         self._restore()
         return answer
@@ -291,7 +291,7 @@ class Snapshot:
 
 
 class Recorder:
-    """A messenger around one that keeps of each type one message with its silo, and its reply."""
+    """A transport around one that keeps of each type one message with its silo, and its reply."""
 
     def __init__(self, name: str, inner: Messages, folder: Path) -> None:
         self.name, self.inner, self.folder, self.names = name, inner, folder, inner.names
@@ -513,7 +513,7 @@ def fuzz(case: Case, count: int, seed: int, seconds: float = float("inf")) -> Ta
 
 
 class Liar(Messages):
-    """A messenger one of whose silos' replies are now and then others."""
+    """A transport one of whose silos' replies are now and then others."""
 
     def __init__(self, *args: Any, seed: int, share: float) -> None:
         super().__init__(*args)
@@ -522,7 +522,7 @@ class Liar(Messages):
     def exchange(self, messages: dict[str, bytes]) -> dict[str, bytes]:
         out = super().exchange(messages)
         who = self.names[0]
-        stays = who in messages and kind_of(messages[who]) == "StayLocal"
+        stays = who in messages and kind_of(messages[who]) == "VisitLocal"
         if who in messages and self.rng.random() < (
             self.share if stays else self.share / 10
         ):  # all others are needed
@@ -533,14 +533,14 @@ class Liar(Messages):
 
 def whole_run(folder: Path, seed: int, share: float = 0.3) -> str:
     """Run chains over a silo whose replies are changed; return how it ended."""
-    messenger = Liar(INTERCEPTS, intercepts, folder, seed=seed, share=share)
+    transport = Liar(INTERCEPTS, intercepts, folder, seed=seed, share=share)
     mcmc = fed.RemoteMCMC(
         fed.FSGLD(intercepts), num_warmup=2, num_samples=20, num_chains=2, progress_bar=False
     )
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)
-            mcmc.run(random.key(3), wire.connect(messenger, intercepts))
+            mcmc.run(random.key(3), wire.connect(transport, intercepts))
     except (ValueError, RuntimeError) as error:
         if "silo" not in str(error):
             raise

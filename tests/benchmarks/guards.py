@@ -52,11 +52,11 @@ def ratios(name: str) -> str:
     guarded = fed.FSGLD(module.model)
     guarded.init(jax.random.key(0), 0, model_args=(silos,))
     bare = copy.copy(guarded)
-    assert guarded._plan is not None
-    bare._plan = replace(guarded._plan, cut=False)
+    assert guarded._config is not None
+    bare._config = replace(guarded._config, cut=False)
     forms = {"guarded": compiled(guarded, silos), "bare": compiled(bare, silos)}
     times = in_turn(forms, TURNS)
-    assert not bare._plan.cut  # nothing was prepared again
+    assert not bare._config.cut  # nothing was prepared again
     each = {form: 1e6 * np.median(seconds) / (ROUNDS * 40 * 4) for form, seconds in times.items()}
     return (
         f"{name}: guarded / bare {quartiles(times['guarded'] / times['bare'])}; "

@@ -40,8 +40,8 @@ def model(x):  # type: ignore[no-untyped-def]
 
 def data() -> fed.Silos:
     rng = np.random.default_rng(0)
-    centres = rng.uniform(-6, 6, (NUM_SILOS, 1, DIM))
-    x = (centres + rng.normal(size=(NUM_SILOS, ROWS, DIM))).reshape(-1, DIM)
+    centers = rng.uniform(-6, 6, (NUM_SILOS, 1, DIM))
+    x = (centers + rng.normal(size=(NUM_SILOS, ROWS, DIM))).reshape(-1, DIM)
     return fed.split({"x": x}, by=np.repeat(np.arange(NUM_SILOS), ROWS))
 
 

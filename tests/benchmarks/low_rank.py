@@ -83,9 +83,9 @@ def main() -> None:
         start = time.perf_counter()
         mcmc.run(jax.random.key(1), silos)
         seconds = (time.perf_counter() - start) / 250
-        plan, tuning = kernel._plan, kernel._tuning
-        noise = pilot.stay_noise(plan, tuning, silos).covariance(
-            np.asarray(tuning.selection, float), plan.num_local_steps
+        config, tuning = kernel._config, kernel._tuning
+        noise = pilot.visit_noise(config, tuning, silos).covariance(
+            np.asarray(tuning.selection, float), config.num_local_steps
         )
         size = sum(np.asarray(v).size for v in jax.tree.leaves(given.factors)) // NUM_SILOS
         cut = 100 * float(mcmc.get_extra_fields()["cut_rate"].mean())

@@ -37,15 +37,15 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "models"))
 import _binary_silos as labels
 import bayesian_mlp as network
 
-STAY, BATCH, STEP = network.STAY, network.BATCH_SIZE, 1e-8
+VISIT, BATCH, STEP = network.VISIT, network.BATCH_SIZE, 1e-8
 
 
 def kernel_of(name: str, silos: fed.Silos) -> fed.DSGLD | fed.FSGLD:
     if name == "DSGLD":
-        return fed.DSGLD(network.model, STEP, STAY, BATCH)
+        return fed.DSGLD(network.model, STEP, VISIT, BATCH)
     shape = (len(silos), sum(v.size for v in network.start(labels.FEATURES, 0).values()))
     flat = fed.surrogates.analytic(silos, np.zeros(shape), np.ones(shape))
-    return fed.FSGLD(network.model, STEP, STAY, BATCH, surrogate=flat, preconditioner=None)
+    return fed.FSGLD(network.model, STEP, VISIT, BATCH, surrogate=flat, preconditioner=None)
 
 
 def child(name: str, size: int) -> None:
@@ -92,10 +92,10 @@ def by_hand(silos: fed.Silos, rounds: int, conducive: bool) -> Callable[[Array],
         def stay(theta: Array, key: Array) -> tuple[Array, Array]:
             key_silo, key_rows, key_noise = random.split(key, 3)
             s = random.randint(key_silo, (), 0, count)
-            index = random.bits(key_rows, (STAY, BATCH), jnp.uint32) % size
+            index = random.bits(key_rows, (VISIT, BATCH), jnp.uint32) % size
             rows, xi = (
                 {k: v[s, index] for k, v in data.items()},
-                random.normal(key_noise, (STAY, theta.size)),
+                random.normal(key_noise, (VISIT, theta.size)),
             )
             net_shift, net_precision = sums[0] - count * shift[s], sums[1] - count * precision[s]
 
@@ -124,7 +124,7 @@ def steps(size: int, rounds: int, turns: int) -> None:
     }
     times = in_turn(forms, turns)
     for name, own in times.items():
-        print(f"{name:<18}{1e6 * np.median(own) / (rounds * STAY):8.1f} us a step")
+        print(f"{name:<18}{1e6 * np.median(own) / (rounds * VISIT):8.1f} us a step")
     for name in ("DSGLD", "FSGLD"):
         ratio = times[f"{name}, by hand"] / times[name]
         print(

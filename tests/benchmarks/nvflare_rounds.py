@@ -5,7 +5,7 @@
 
 A server and three clients are provisioned and started on this machine (mutual TLS, loopback).
 "Empty" is a plain controller's ``broadcast_and_wait`` of an empty Shareable to an executor that
-replies with one, with NVFLARE's own periods and with ours. "Ours" is ``Messenger.exchange`` of so
+replies with one, with NVFLARE's own periods and with ours. "Ours" is ``Transport.exchange`` of so
 many float32 each way. Medians of rounds after the first two. `--simulator` times the same in
 NVFLARE's simulator instead.
 """

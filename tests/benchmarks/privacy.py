@@ -59,7 +59,7 @@ def made_up(num: int) -> fed.Silos:
 def fit_of(
     num_silos: int, rounds: int, privacy: fed.Privacy | None = None, *, secure_sum: bool = False
 ) -> fed.SFVI:
-    """A start as far off as the prior's centre is, as wide as about the posterior."""
+    """A start as far off as the prior's center is, as wide as about the posterior."""
     guide = fed.AutoSiloNormal(
         model,
         init_scale=2 / np.sqrt(num_silos * ROWS / 5),
@@ -70,7 +70,7 @@ def fit_of(
 
 
 class InProcess:
-    """A messenger within this process, whose silos have met."""
+    """A transport within this process, whose silos have met."""
 
     def __init__(self, silos: fed.Silos, fit: fed.SFVI, folder: Path) -> None:
         self.names = silos.names

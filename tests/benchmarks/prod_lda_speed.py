@@ -4,7 +4,7 @@ SFVI over three silos beside NumPyro's SVI on the pooled documents.
 
     NUMPYRO_FED_DATA=... python tests/benchmarks/prod_lda_speed.py [--documents N] [--turns 9]
 
-The same model, network, optimiser and number of documents in a step (200 of each silo, 600 of the
+The same model, network, optimizer and number of documents in a step (200 of each silo, 600 of the
 pool). NumPyro's epoch is written in the manner of its ProdLDA example: a shuffle, and a compiled
 loop of ``SVI.update`` over the batches. Both are compiled whole, called once to warm up, and timed
 in turn in one process; ratios are taken within each turn.
@@ -86,22 +86,22 @@ def ours(silos: fed.Silos, batch: int) -> tuple[Any, Epoch]:
     """A first state, and an epoch of SFVI's rounds as ``run`` makes them."""
     own = partial(prod_lda.model, num_topics=TOPICS)
     num, num_words = silos.pooled["counts"].shape
-    guide = prod_lda.guide(own, TOPICS, num_words, amortised=True)
+    guide = prod_lda.guide(own, TOPICS, num_words, amortized=True)
     svi = fed.SFVI(own, guide, prod_lda.OPTIM, 1, 1, batch_size=batch, validate=False)
-    prepared = svi.prepared(silos)
+    setup = svi.setup(silos)
     rounds = num // (len(silos) * batch)
 
     @jax.jit
     def epoch(state: Any, stacks: Any) -> Any:
         return lax.scan(
-            lambda s, _: advance(fed.SFVI._federated, prepared.plan, None, s, stacks),
+            lambda s, _: advance(fed.SFVI._federated, setup.config, None, s, stacks),
             state,
             length=rounds,
         )
 
     def run(state: Any, key: Array) -> Any:
         del key  # the state has its own
-        return epoch(state, prepared.stacks)
+        return epoch(state, setup.stacks)
 
     return svi.init(random.key(0), silos), run
 

@@ -4,7 +4,7 @@ Slopes of W2 against log t, for graphs and schedules, without Monte Carlo.
 
     python tests/benchmarks/push_sum_rate.py [--quick]
 
-The linear regression of models/decentralised_linear_regression.py, whose law at every step is
+The linear regression of models/decentralized_linear_regression.py, whose law at every step is
 known: all rows, Gaussian laws, from the prior. A row per schedule and graph; "c" is a mu / m.
 Slopes are those of log W2 (the worst node's, and the average's) and of the log consensus error over
 the last decade of t. "limit" is what they tend to: -min(c, 1) for steps a / (b + t), and -gamma for
@@ -24,7 +24,7 @@ import pandas as pd
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "models"))
 
-from decentralised_linear_regression import Decay, distance, exact_law, graphs, potentials, slope
+from decentralized_linear_regression import Decay, distance, exact_law, graphs, potentials, slope
 
 
 def schedules() -> dict[str, tuple[Decay, str, str]]:

@@ -62,18 +62,18 @@ def pooled(rows: dict, rounds: int):
 def ours(silos: fed.Silos, rounds: int):
     """SFVI's rounds, as ``run`` makes them (without its progress bar)."""
     svi = fed.SFVI(model, fed.AutoSiloNormal(model), OPTIM, 1, 1, validate=False)
-    prepared = svi.prepared(silos)
+    setup = svi.setup(silos)
     state = svi.init(random.key(0), silos)
 
     @jax.jit
     def scan(state, stacks):
         return lax.scan(
-            lambda s, _: advance(fed.SFVI._federated, prepared.plan, None, s, stacks),
+            lambda s, _: advance(fed.SFVI._federated, setup.config, None, s, stacks),
             state,
             length=rounds,
         )
 
-    return partial(scan, state, prepared.stacks)
+    return partial(scan, state, setup.stacks)
 
 
 def by_hand(rows: dict, num_silos: int, rounds: int):

@@ -68,7 +68,7 @@ def run_with_bar(kernel: MCMCKernel, silos: fed.Silos, num_samples: int) -> Call
     mcmc = MCMC(kernel, num_warmup=0, num_samples=num_samples, progress_bar=True)
 
     def run(key: Array) -> Any:
-        with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere):
+        with open(os.devnull, "w") as typed_worker, contextlib.redirect_stderr(typed_worker):
             mcmc.run(key, silos)
         return mcmc.get_samples()
 
@@ -170,7 +170,10 @@ def repeats(task: Task, num_local_steps: int) -> Iterator[str]:
             before = calls
 
             def run(key: Array, one: MCMC = one) -> Any:
-                with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere):
+                with (
+                    open(os.devnull, "w") as typed_worker,
+                    contextlib.redirect_stderr(typed_worker),
+                ):
                     one.run(key, task.silos)
                 return one.get_samples()
 

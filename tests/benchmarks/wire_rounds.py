@@ -29,7 +29,7 @@ from numpyro_fed.rounds.remote import Call
 
 
 class InProcess:
-    """A messenger within this process."""
+    """A transport within this process."""
 
     def __init__(self, names: tuple[str, ...], folder: Path) -> None:
         self.names = names

@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 
 from numpyro_fed.data.views import SiloRows
-from numpyro_fed.vi.conducive.pairs import fewest_rows
-from numpyro_fed.vi.config import Plan
+from numpyro_fed.vi.conducive.antithetic import fewest_rows
+from numpyro_fed.vi.config import FitConfig
 from numpyro_fed.vi.loop import VIState
 
-__all__ = ["SETTLED", "JointUnits", "check", "say_how_it_ended"]
+__all__ = ["CONVERGED", "JointUnits", "check", "say_how_it_ended"]
 
-SETTLED = 0.1  # sds that q may move in the last round of a fit that has converged
+CONVERGED = 0.1  # sds that q may move in the last round of a fit that has converged
 
 
 class JointUnits(ValueError):
@@ -23,39 +23,39 @@ class JointUnits(ValueError):
     """
 
 
-def check(plan: Plan, guide: Any, stacks: list[SiloRows]) -> None:
+def check(config: FitConfig, guide: Any, stacks: list[SiloRows]) -> None:
     """Refuse a model, guide or options that conducive rounds do not cover."""
-    if plan.optim is None and plan.moving:
+    if config.optim is None and config.moving:
         raise ValueError(
-            f"conducive=True with learned parameters {list(plan.moving)}: expected an optimizer "
+            f"conducive=True with learned parameters {list(config.moving)}: expected an optimizer "
             "that moves them in the silos, e.g. optim=optax.adam(1e-2), or "
             "latent sites alone (numpyro.sample in place of numpyro.param, a guide without "
             "amortize=)"
         )
-    local = [f for f in plan.families if f.has_local]
-    if plan.batch is not None:
-        group, size = plan.batch
-        if local and plan.optim is None:
+    local = [f for f in config.families if f.has_local]
+    if config.batch is not None:
+        group, size = config.batch
+        if local and config.optim is None:
             raise ValueError(
                 f"batch_size={size} with conducive=True and latents in the silos: expected "
                 "batch_size=None, as these are integrated out at all points, or an "
                 "optimizer (optim=optax.adam(1e-2)), which moves their local maps instead"
             )
         largest = max(dict(rows.pad)[group] for rows in stacks)
-        if size < fewest_rows(plan, largest):
+        if size < fewest_rows(config, largest):
             raise ValueError(
                 f"batch_size={size} with conducive=True: expected at least "
-                f"{fewest_rows(plan, largest):,}, so that {plan.num_points // 2} pairs of points "
+                f"{fewest_rows(config, largest):,}, so that {config.num_points // 2} pairs of points "
                 "together "
                 f"look at each of the {largest:,} rows of the largest silo, and at enough for "
-                f"{plan.factors.dim} dimensions; or a larger num_local_steps: it makes more pairs"
+                f"{config.factors.dim} dimensions; or a larger num_local_steps: it makes more pairs"
             )
-    if plan.optim is not None and not (plan.moving or local):
+    if config.optim is not None and not (config.moving or local):
         raise ValueError(
             "optim: expected None with conducive=True and a model that has neither latents in the "
             "silos nor learned parameters, as there is nothing for it to move"
         )
-    if plan.optim is not None:
+    if config.optim is not None:
         return
     if local and not (guide.coupling and guide.scale_coupling):
         raise ValueError(
@@ -104,7 +104,7 @@ def say_how_it_ended(names: tuple[str, ...], state: VIState, summed: bool = Fals
             stacklevel=3,
         )
     moved = float(state.server.moved)
-    if moved > SETTLED:
+    if moved > CONVERGED:
         held = int(state.server.held)
         why = (
             f"; in {held} of them the product of the approximate factors was no Gaussian near q, "
@@ -114,7 +114,7 @@ def say_how_it_ended(names: tuple[str, ...], state: VIState, summed: bool = Fals
         )
         warnings.warn(
             f"q has not converged: it moved by {moved:.2g} sds in the last of {rounds} rounds, "
-            f"expected at most {SETTLED}{why}. Go on with "
+            f"expected at most {CONVERGED}{why}. Go on with "
             "init_state=result.state, or start nearer (init_loc_fn, init_scale)",
             stacklevel=3,
         )

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from numpyro_fed.rounds.serialization import wire_name
-from numpyro_fed.surrogates.natural_step import CAREFUL, Site, newest
+from numpyro_fed.surrogates.natural_step import CAREFUL, ApproxFactor, newest
 
 __all__ = ["Memory", "Move"]
 
@@ -88,7 +88,7 @@ class Memory(NamedTuple):
         self,
         loc: Array,
         scale: Array,
-        total: Site,
+        total: ApproxFactor,
         bound: Array,
         everyone: Array,
         noisy: bool,

@@ -32,7 +32,7 @@ on the same points.
 
 For diagonal factors of more than 256 dimensions, averages over 512 pairs of points replace the
 regression; each round has new points. With ``batch_size`` each pair uses that many of a silo's
-rows, which change from round to round (:mod:`numpyro_fed.vi.conducive.pairs`).
+rows, which change from round to round (:mod:`numpyro_fed.vi.conducive.antithetic`).
 
 With optimizers (:mod:`numpyro_fed.vi.local_steps`) a silo's latents follow its local map. In each
 round steps first move the local map, and the silo's copies of networks' weights and learned
@@ -65,8 +65,8 @@ from numpyro_fed.rounds.federated import Federated
 from numpyro_fed.rounds.serialization import wire_name
 from numpyro_fed.surrogates.gaussian import matvec
 from numpyro_fed.surrogates.natural_step import (
+    ApproxFactor,
     History,
-    Site,
     carried,
     natural_step,
     packed,
@@ -75,12 +75,12 @@ from numpyro_fed.surrogates.natural_step import (
 from numpyro_fed.vi.conducive.quasi_newton import Memory
 from numpyro_fed.vi.conducive.silo_factor import (
     at_once_of,
-    by_pairs,
-    prior_site,
-    silo_site,
+    prior_factor,
+    silo_factor,
+    uses_pairs,
     whitening,
 )
-from numpyro_fed.vi.config import Plan
+from numpyro_fed.vi.config import FitConfig
 from numpyro_fed.vi.guides.scales import relative
 from numpyro_fed.vi.local_steps import all_rows, first_optim_states, row_count, steps
 from numpyro_fed.vi.sfvi import Info, all_finite
@@ -108,7 +108,7 @@ class Server(NamedTuple):
 
     params: dict[str, Array]
     average: None
-    sites: Site
+    sites: ApproxFactor
     history: History | Memory
     moved: Array
     held: Array
@@ -130,7 +130,7 @@ class SiloState(NamedTuple):
 
     params: Any
     base: dict[str, Array]
-    site: Site
+    site: ApproxFactor
     missed: Array
     optim_state: Any = None
     local_optim_state: Any = None
@@ -162,42 +162,44 @@ class Reply(NamedTuple):
     """
 
     value: Array
-    gained: Site
+    gained: ApproxFactor
     finite: Array
     params: dict[str, Array] | None = None
     share: Array | None = None
 
 
-def federated(plan: Plan, stacks: list[SiloRows]) -> Federated:
+def federated(config: FitConfig, stacks: list[SiloRows]) -> Federated:
     """Return the algorithm as ``init / broadcast / local / merge``."""
-    total = all_rows(plan, stacks)
-    at_once = min(at_once_of(plan, rows, len(rows.number)) for rows in stacks)
+    total = all_rows(config, stacks)
+    at_once = min(at_once_of(config, rows, len(rows.number)) for rows in stacks)
     return Federated(
-        partial(init, plan),
-        partial(broadcast, plan, total),
-        partial(local, plan, at_once=at_once),
-        partial(merge, plan, stacks[0]),
+        partial(init, config),
+        partial(broadcast, config, total),
+        partial(local, config, at_once=at_once),
+        partial(merge, config, stacks[0]),
     )
 
 
-def _no_site(plan: Plan) -> Site:
-    d = plan.factors.dim
-    return Site(jnp.zeros(d), jnp.zeros((d, d) if plan.families[0].global_cov == "full" else d))
+def _no_site(config: FitConfig) -> ApproxFactor:
+    d = config.factors.dim
+    return ApproxFactor(
+        jnp.zeros(d), jnp.zeros((d, d) if config.families[0].global_cov == "full" else d)
+    )
 
 
-def _nothing_known(plan: Plan) -> History | Memory:
-    full = plan.families[0].global_cov == "full"
-    return History.none(_no_site(plan)) if full else Memory.none(plan.factors.dim)
+def _nothing_known(config: FitConfig) -> History | Memory:
+    full = config.families[0].global_cov == "full"
+    return History.none(_no_site(config)) if full else Memory.none(config.factors.dim)
 
 
-def init(plan: Plan, key: Array, params: dict[str, Array]) -> Server:
+def init(config: FitConfig, key: Array, params: dict[str, Array]) -> Server:
     """Return the server's first state, in which no silo has replied."""
     zero = jnp.zeros((), jnp.int32)
     return Server(
         params,
         None,
-        _no_site(plan),
-        _nothing_known(plan),
+        _no_site(config),
+        _nothing_known(config),
         jnp.full((), jnp.inf, jnp.result_type(float)),
         zero,
         zero,
@@ -205,25 +207,27 @@ def init(plan: Plan, key: Array, params: dict[str, Array]) -> Server:
     )
 
 
-def init_silo(plan: Plan, part: int, params: dict[str, Array], local: Any) -> SiloState:
+def init_silo(config: FitConfig, part: int, params: dict[str, Array], local: Any) -> SiloState:
     """Return a silo's first state."""
-    first = SiloState(local, params, _no_site(plan), jnp.zeros(1, jnp.int32))
-    if plan.optim is None:
+    first = SiloState(local, params, _no_site(config), jnp.zeros(1, jnp.int32))
+    if config.optim is None:
         return first
-    moving, own = first_optim_states(plan, part, params, local)
+    moving, own = first_optim_states(config, part, params, local)
     return first._replace(optim_state=moving, local_optim_state=own)
 
 
-def broadcast(plan: Plan, total: Array, key: Array, server: Server) -> Message:
+def broadcast(config: FitConfig, total: Array, key: Array, server: Server) -> Message:
     """Send q and the other global parameters."""
     del key
     return Message(
-        server.params, server.i if by_pairs(plan) else None, None if plan.optim is None else total
+        server.params,
+        server.i if uses_pairs(config) else None,
+        None if config.optim is None else total,
     )
 
 
 def local(
-    plan: Plan,
+    config: FitConfig,
     key: Array,
     message: Message,
     state: SiloState,
@@ -234,9 +238,9 @@ def local(
 
     :param at_once: number of points evaluated together; ``None``: as many as for one silo alone.
     """
-    at_once = at_once_of(plan, rows, 1) if at_once is None else at_once
-    family, own = plan.families[rows.part], state.params
-    old, now = plan.constrain(state.base), plan.constrain(message.params)
+    at_once = at_once_of(config, rows, 1) if at_once is None else at_once
+    family, own = config.families[rows.part], state.params
+    old, now = config.constrain(state.base), config.constrain(message.params)
     moved = (
         family.whiten(old, now[f"{family.prefix}_loc"]),
         relative(family.scale(old), family.scale(now)),
@@ -244,11 +248,11 @@ def local(
     key_steps, key_site = random.split(key)
     told: dict[str, Any] = {}
     new_state = state
-    if plan.optim is not None:
-        share = row_count(plan, rows) / jnp.asarray(message.total)
+    if config.optim is not None:
+        share = row_count(config, rows) / jnp.asarray(message.total)
         own = family.rebased(own, old, now) if family.has_local else own
         done = steps(
-            plan,
+            config,
             message.params,
             own,
             state.optim_state,
@@ -261,14 +265,14 @@ def local(
         new_state = state._replace(
             optim_state=done.optim_state, local_optim_state=done.local_optim_state
         )
-        if plan.moving:
-            copies = plan.constrain(done.params)
+        if config.moving:
+            copies = config.constrain(done.params)
             told = {
-                "params": {k: jax.tree.map(lambda x: share * x, copies[k]) for k in plan.moving},
+                "params": {k: jax.tree.map(lambda x: share * x, copies[k]) for k in config.moving},
                 "share": share,
             }
-    value, new, fine, own = silo_site(
-        plan, message.params, message.turn, own, key_site, rows, at_once
+    value, new, fine, own = silo_factor(
+        config, message.params, message.turn, own, key_site, rows, at_once
     )
     site = carried(state.site, *moved)
     finite = all_finite((new, value, own, told)) & (fine >= 1 - _MOST_MISSING)
@@ -283,29 +287,29 @@ def local(
 
 
 def merge(
-    plan: Plan, rows: SiloRows, server: Server, replies: Reply, weights: Array | None = None
+    config: FitConfig, rows: SiloRows, server: Server, replies: Reply, weights: Array | None = None
 ) -> tuple[Server, Info]:
     """Set q to the product of all approximate factors and the prior's.
 
     :param weights: zero for a silo that did not answer; its factor stays. Other silos count once,
         whatever their probability.
     """
-    family = plan.families[0]
+    family = config.families[0]
     # gain and value of a silo whose numbers are not finite are zero; in a sum one flag stands for
     # all silos, and must not discard the others' gains
-    heard = jnp.ones_like(replies.finite) if plan.secure_sum else replies.finite
+    heard = jnp.ones_like(replies.finite) if config.secure_sum else replies.finite
     heard = heard if weights is None else heard & (weights > 0)
     gained = jax.tree.map(
         lambda x: jnp.where(heard.reshape(-1, *[1] * (x.ndim - 1)), x, 0.0).sum(0), replies.gained
     )
     sites = jax.tree.map(jnp.add, server.sites, unpacked(gained, server.sites))
-    asked = whitening(plan, server.params)
-    prior, own = prior_site(plan, server.params, asked, server.i, rows)
+    asked = whitening(config, server.params)
+    prior, own = prior_factor(config, server.params, asked, server.i, rows)
     total = jax.tree.map(jnp.add, sites, prior)
     loss = -(own + jnp.sum(jnp.where(heard, replies.value, 0.0)))
     everyone = jnp.array(True) if weights is None else (weights > 0).all()
-    noisy = by_pairs(plan)
-    mean = plan.constrain(server.params)[f"{family.prefix}_loc"]
+    noisy = uses_pairs(config)
+    mean = config.constrain(server.params)[f"{family.prefix}_loc"]
     history: History | Memory
     if isinstance(server.history, Memory):
         move, history = server.history.move(
@@ -315,7 +319,7 @@ def merge(
             -loss,
             everyone & replies.finite.all(),
             noisy,
-            plan.optim is not None,
+            config.optim is not None,
         )
         new = {f"{family.prefix}_loc": move.loc, f"{family.prefix}_scale": move.scale}
         shift, factor, moved, held = (
@@ -327,7 +331,7 @@ def merge(
     else:
         accelerated = everyone & (not noisy)
         # with optimizers silos' own parameters follow q, and shorter steps would delay them
-        averaged = noisy and plan.optim is None
+        averaged = noisy and config.optim is None
         shift, factor, moved, held, history = natural_step(
             server.history, total, accelerated, averaged
         )
@@ -336,8 +340,8 @@ def merge(
             f"{family.prefix}_scale_tril": asked.scale @ factor,
         }
     if replies.params is not None:
-        new |= _averaged(plan, server.params, replies, heard)
-    params, sites = plan.unconstrain(new), carried(sites, shift, factor)
+        new |= _averaged(config, server.params, replies, heard)
+    params, sites = config.unconstrain(new), carried(sites, shift, factor)
     state = Server(
         params,
         None,
@@ -352,7 +356,7 @@ def merge(
 
 
 def _averaged(
-    plan: Plan, params: dict[str, Array], replies: Reply, heard: Array
+    config: FitConfig, params: dict[str, Array], replies: Reply, heard: Array
 ) -> dict[str, Array]:
     """Return the silos' moved parameters, averaged by rows over the silos that replied."""
     share = jnp.sum(jnp.where(heard, jnp.asarray(replies.share), 0.0))
@@ -361,4 +365,6 @@ def _averaged(
         total = jnp.where(heard.reshape(-1, *[1] * last.ndim), several, 0.0).sum(0)
         return jnp.where(share > 0, total / jnp.where(share > 0, share, 1.0), last)
 
-    return jax.tree.map(one, replies.params, {k: plan.constrain(params)[k] for k in plan.moving})
+    return jax.tree.map(
+        one, replies.params, {k: config.constrain(params)[k] for k in config.moving}
+    )

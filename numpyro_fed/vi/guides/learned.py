@@ -10,7 +10,7 @@ from numpyro.handlers import seed, substitute, trace
 from numpyro.infer.initialization import init_to_uniform
 
 from numpyro_fed.data.silos import Silos
-from numpyro_fed.density.factorize import factorise
+from numpyro_fed.density.factorize import factorize
 from numpyro_fed.density.factors import PARAMS, Factors, LearnedModel, made_up_rows
 from numpyro_fed.vi.guides.amortize import as_float
 
@@ -32,7 +32,7 @@ def factored(
         start = {name: value for name, (_, value) in learned.items()}
         parts = tuple(part.with_shared(**{PARAMS: start}) for part in parts)
         model = LearnedModel(model)
-    return learned, parts, [factorise(model, part) for part in parts]
+    return learned, parts, [factorize(model, part) for part in parts]
 
 
 def probe(model: Callable, silos: Silos, key: Array, init: Callable) -> dict[str, Any]:
@@ -50,7 +50,7 @@ def probe(model: Callable, silos: Silos, key: Array, init: Callable) -> dict[str
 
 def _learned(model: Callable, silos: Silos) -> dict[str, tuple[Any, Any]]:
     """Return support and first value of the model's ``numpyro.param`` sites."""
-    factors = factorise(model, silos)
+    factors = factorize(model, silos)
     plates = dict(factors.plates)
     if not factors.undrawn:
         return {}

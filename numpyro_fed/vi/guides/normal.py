@@ -332,14 +332,14 @@ class SiloNormal:
 
     def _free(self, units: Units) -> np.ndarray:
         """Return which latents of a unit have parameters of their own, ``(k,)``."""
-        amortised = {encoder.site for encoder in self.encoders}
-        if not amortised:
+        amortized = {encoder.site for encoder in self.encoders}
+        if not amortized:
             return np.ones(units.dim, bool)
         groups = self.factors.local_groups()
         with jax.ensure_compile_time_eval():
             own = {
                 s.name: jnp.full(
-                    (dict(units.pad)[groups[s.name]], *s.shape), s.name not in amortised
+                    (dict(units.pad)[groups[s.name]], *s.shape), s.name not in amortized
                 )
                 for s in self.factors.local_sites
             }

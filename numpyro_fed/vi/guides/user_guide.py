@@ -24,7 +24,7 @@ from numpyro_fed import _compat
 from numpyro_fed.data.silos import Silos
 from numpyro_fed.data.views import SiloRows, largest
 from numpyro_fed.density.check import elements_are_independent
-from numpyro_fed.density.factorize import factorise
+from numpyro_fed.density.factorize import factorize
 from numpyro_fed.density.factors import PARAMS, Factors, LearnedModel, made_up_rows
 from numpyro_fed.density.handlers import is_silo_plate, silo_plate
 from numpyro_fed.density.local_map import Units
@@ -268,7 +268,7 @@ def guide_family(
         leaves = tuple((leaf, group) for leaf, group, _ in factors.rows)
         guide = _WithPlates(guide, factors.plates, leaves)
         sites = trace(seed(guide, random.key(0))).get_trace(**one_row)
-    guide_factors = factorise(guide, without_params(silos))
+    guide_factors = factorize(guide, without_params(silos))
     _check_sites(factors, guide_factors)
     _check_supports(factors, sites, {**one_row, **({PARAMS: learned} if learned else {})})
     plates = dict(guide_factors.plates)

@@ -25,8 +25,8 @@ import numpy as np
 from jax import Array, lax, random
 
 from numpyro_fed.data.views import SiloRows
-from numpyro_fed.surrogates.natural_step import Site
-from numpyro_fed.vi.config import Plan
+from numpyro_fed.surrogates.natural_step import ApproxFactor
+from numpyro_fed.vi.config import FitConfig
 from numpyro_fed.vi.minibatch import Batch, rows_at, whole
 
 __all__ = ["Averages", "averages", "drawn_points", "fewest_rows", "rows_of_pair", "shuffled"]
@@ -45,7 +45,7 @@ class Averages(NamedTuple):
     """
 
     value: Array
-    site: Site
+    site: ApproxFactor
     fine: Array
 
 
@@ -57,28 +57,28 @@ def drawn_points(dim: int, turn: Array, dtype: jnp.dtype, pair: Array) -> Array:
     return random.normal(random.fold_in(random.fold_in(random.key(0), turn), pair), (dim,), dtype)
 
 
-def shuffled(plan: Plan, rows: SiloRows, key: Array) -> Array | None:
+def shuffled(config: FitConfig, rows: SiloRows, key: Array) -> Array | None:
     """Return the order in which pairs go through a silo's rows; padding is last.
 
     Each key gives another order. Without minibatches it is ``None``.
     """
-    if plan.batch is None:
+    if config.batch is None:
         return None
-    group = plan.batch[0]
+    group = config.batch[0]
     uniform = random.uniform(random.fold_in(key, 1 << 20), (dict(rows.pad)[group],))
     return jnp.argsort(jnp.where(rows.mask(group), uniform, 2.0))
 
 
 def rows_of_pair(
-    plan: Plan, rows: SiloRows, order: Array | None, num_pairs: int, pair: Array
+    config: FitConfig, rows: SiloRows, order: Array | None, num_pairs: int, pair: Array
 ) -> Batch:
     """Return the rows that a pair uses: the next ones in this order.
 
     Over all pairs each row comes equally often.
     """
-    if plan.batch is None or order is None:
+    if config.batch is None or order is None:
         return whole(rows)
-    group, most = plan.batch
+    group, most = config.batch
     total, shown = rows.sizes[group], min(most, len(order))
     often = jnp.clip(shown * num_pairs // total, 1, num_pairs)
     each, more = often * total // num_pairs, often * total % num_pairs
@@ -87,18 +87,20 @@ def rows_of_pair(
         pair * (each % total) + jnp.minimum(pair, more) + jnp.minimum(jnp.arange(shown), count - 1)
     )
     return rows_at(
-        plan.families[rows.part], group, order[number % total], count, num_pairs / often, rows
+        config.families[rows.part], group, order[number % total], count, num_pairs / often, rows
     )
 
 
-def fewest_rows(plan: Plan, largest: int) -> int:
+def fewest_rows(config: FitConfig, largest: int) -> int:
     """Return the least number of rows of a pair for which the averages are usable.
 
     All pairs together then use every row of a silo once. For a full precision they use enough rows
     that the noise of its curvature is small.
     """
-    dim, full = plan.factors.dim, plan.families[0].global_cov == "full"
-    return min(largest, -(-max(largest, _LOOKS * dim**2 if full else 0) // (plan.num_points // 2)))
+    dim, full = config.factors.dim, config.families[0].global_cov == "full"
+    return min(
+        largest, -(-max(largest, _LOOKS * dim**2 if full else 0) // (config.num_points // 2))
+    )
 
 
 def averages(
@@ -146,4 +148,4 @@ def averages(
     known = jnp.maximum(count, 1.0)
     tiny = np.finfo(np.float32).tiny
     precision = -0.5 * (slope + slope.T) / known if full else -slope / jnp.maximum(square, tiny)
-    return Averages(value / known, Site(shift / known, precision), count / num_pairs)
+    return Averages(value / known, ApproxFactor(shift / known, precision), count / num_pairs)

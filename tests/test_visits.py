@@ -135,20 +135,20 @@ def test_length_of_stays_from_the_price_of_a_round():
             round_price=price,
         )
         kernel.init(random.key(0), 0, model_args=(SILOS,))
-        found[price] = kernel._plan.num_local_steps
+        found[price] = kernel._config.num_local_steps
     assert found[1.0] < found[1000.0]
     kernel = fed.FSGLD(
         linear, surrogate=exact_surrogates(SILOS, 0.3), num_local_steps="auto", num_kept=7
     )
     kernel.init(random.key(0), 0, model_args=(SILOS,))
-    assert kernel._plan.num_local_steps % 7 == 0
+    assert kernel._config.num_local_steps % 7 == 0
 
 
 # What is injected
 
 
 def test_noise_correction_gives_the_right_sds():
-    """The exact discretised law at a step that inflates the sds by an eighth without it."""
+    """The exact discretized law at a step that inflates the sds by an eighth without it."""
     given = exact_surrogates(SILOS, 0.3)
     scale = np.linalg.cholesky(given.posterior().covariance)
     kernel = uncut(
@@ -269,36 +269,36 @@ def test_rounds_without_an_answer_are_lost_and_change_no_law():
 
 
 def test_control_variates_are_unbiased_and_quieter():
-    """By enumeration of minibatches of one row: the same mean as without, and no noise at the centre."""
+    """By enumeration of minibatches of one row: the same mean as without, and no noise at the center."""
     found = {}
     for wanted in (True, False):
         kernel = fed.FSGLD(linear, 0.05, 2, 1, exact_surrogates(SILOS), control_variates=wanted)
         kernel.init(random.key(0), 0, model_args=(SILOS,))
-        plan, tuning = kernel._plan, kernel._tuning._replace(cut=jnp.asarray(jnp.inf))
+        config, tuning = kernel._config, kernel._tuning._replace(cut=jnp.asarray(jnp.inf))
         for place, theta in (
-            ("centre", tuning.loc),
+            ("center", tuning.loc),
             ("one sd off", tuning.loc + gradients.push(tuning, jnp.ones(2) / 2**0.5)),
         ):
             for s in range(4):
                 view = view_of(SILOS, s)
-                silo = gradients.open_silo(plan, tuning, None, view)
+                silo = gradients.open_silo(config, tuning, None, view)
                 each = []
                 for i in range(len(SILOS[SILOS.names[s]]["x"])):
-                    rows = view.batch(plan.batch[0], jnp.array([i]))
+                    rows = view.batch(config.batch[0], jnp.array([i]))
                     here = silo._replace(kwargs={**silo.kwargs, **rows})
                     each.append(
                         np.asarray(
-                            gradients.residual(plan, tuning, theta, None, here, view)[0], float
+                            gradients.residual(config, tuning, theta, None, here, view)[0], float
                         )
                     )
                 found[wanted, place, s] = np.stack(each)
-    for place in ("centre", "one sd off"):
+    for place in ("center", "one sd off"):
         for s in range(4):
             with_, without = found[True, place, s], found[False, place, s]
             np.testing.assert_allclose(
                 with_.mean(0), without.mean(0), atol=2e-3 * np.abs(without).max()
             )
-            assert with_.var(0).sum() < (1e-6 if place == "centre" else 1.0) * without.var(0).sum()
+            assert with_.var(0).sum() < (1e-6 if place == "center" else 1.0) * without.var(0).sum()
 
 
 def test_control_variates_have_the_posterior_and_allow_larger_steps():

@@ -15,8 +15,8 @@ from registry import ENTRIES, Entry
 import numpyro_fed as fed
 from numpyro_fed.data.views import largest
 from numpyro_fed.density import check as proof
-from numpyro_fed.density.check import elements_are_independent, prove
-from numpyro_fed.density.factorize import factorise
+from numpyro_fed.density.check import check_factorization, elements_are_independent
+from numpyro_fed.density.factorize import factorize
 from numpyro_fed.density.local_map import Units
 
 Y = np.array([0.3, -1.0, 2.0, 0.1, 0.7, -0.4])
@@ -26,7 +26,7 @@ BY = np.array([0, 1, 2, 1, 1, 2])
 @pytest.mark.parametrize("entry", ENTRIES.values(), ids=ENTRIES)
 def test_every_model_shape_passes(entry: Entry) -> None:
     silos = entry.silos()
-    prove(factorise(entry.model, silos), silos)
+    check_factorization(factorize(entry.model, silos), silos)
 
 
 # Models that read across silos
@@ -76,7 +76,7 @@ def test_wrong_model(case: str) -> None:
     model, words = WRONG[case]
     silos = fed.split({"y": Y}, by=BY)
     with pytest.raises(ValueError, match=words):
-        prove(factorise(model, silos), silos)
+        check_factorization(factorize(model, silos), silos)
 
 
 # Data whose rows= or index= are wrong
@@ -101,17 +101,17 @@ def split_towns(**changes: str) -> fed.Silos:
 
 def test_wrong_rows() -> None:
     silos = split_towns()
-    prove(factorise(towns, silos), silos)
+    check_factorization(factorize(towns, silos), silos)
     silos = split_towns(height="people")
     with pytest.raises(ValueError, match="rows= and index= must be right"):
-        prove(factorise(towns, silos), silos)
+        check_factorization(factorize(towns, silos), silos)
 
 
 def test_missing_index() -> None:
     silos = split_towns()
     by_hand = fed.Silos({name: silos[name] for name in silos}, rows=ROWS)
     with pytest.raises(ValueError, match="rows= and index= must be right"):
-        prove(factorise(towns, by_hand), by_hand)
+        check_factorization(factorize(towns, by_hand), by_hand)
 
 
 def test_wrong_index() -> None:
@@ -139,12 +139,12 @@ def test_wrong_index() -> None:
     }
     rows = {"y": "people", "town": "people", "towns": "towns", "villages": "villages"}
     silos = fed.Silos(data, rows=rows, index={"town": "towns"})
-    prove(factorise(model, silos), silos)
+    check_factorization(factorize(model, silos), silos)
     data["a"]["town"] = np.array([0, 1, 0])
     data["a"]["villages"] = rng.normal(size=3)
     silos = fed.Silos(data, rows=rows, index={"town": "villages"})
     with pytest.raises(ValueError, match="rows= and index= must be right"):
-        prove(factorise(model, silos), silos)
+        check_factorization(factorize(model, silos), silos)
 
 
 # Planted faults: a compiler that is wrong
@@ -194,12 +194,12 @@ FAULTS: dict[str, tuple[Callable, str]] = {
 def test_planted_fault(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     change, words = FAULTS[case]
     silos = fed.split({"y": Y}, by=BY)
-    factors = factorise(RIGHT, silos)
+    factors = factorize(RIGHT, silos)
     plant(monkeypatch, change)
     if not words:
-        return prove(factors, silos)
+        return check_factorization(factors, silos)
     with pytest.raises(ValueError, match=words):
-        prove(factors, silos)
+        check_factorization(factors, silos)
 
 
 RIGHT = patients(lambda y: y)
@@ -209,7 +209,7 @@ RIGHT = patients(lambda y: y)
 
 
 def independent(model: Callable, silos: fed.Silos, group: str) -> bool:
-    factors = factorise(model, silos)
+    factors = factorize(model, silos)
     return elements_are_independent(factors, Units(factors, group, largest(silos)), silos)
 
 
@@ -258,7 +258,7 @@ def test_elements_that_are_not() -> None:
     data = {"school": np.array([1, 0, 1, 0]), "schools": np.array([0.3, -1.0])}
     rows = {"school": "classes", "schools": "schools"}
     silos = fed.split(data, by=np.array([0, 1, 0, 1]), rows=rows, index={"school": "schools"})
-    prove(factorise(classes, silos), silos)
+    check_factorization(factorize(classes, silos), silos)
     assert not independent(classes, silos, "classes")
 
 
@@ -266,5 +266,5 @@ def test_rows_reach_an_element_by_way_of_others() -> None:
     """Pupils point to classes, classes to schools, and schools alone have latents."""
     entry = ENTRIES["pupils_in_classes_in_schools"]
     silos = entry.silos()
-    prove(factorise(pupils, silos), silos)
+    check_factorization(factorize(pupils, silos), silos)
     assert independent(pupils, silos, "schools")

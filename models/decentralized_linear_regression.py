@@ -337,11 +337,11 @@ def plot(law: Law, run: Run, title: str, place: Path) -> None:
         for n, k in ((len(exact), 80), (len(found), 20))
     )
     for i in range(NUM_NODES):
-        colour = f"C{i}"
-        left.loglog(t, exact[t - 1, i], color=colour, lw=1, label=f"node {i}")
-        left.loglog(few, found[few - 1, i], "o", ms=4, mfc="none", color=colour)
-        right.loglog(t, consensus[t - 1, i], color=colour, lw=1, label=f"node {i}")
-        right.loglog(few, networks[few - 1, i], "o", ms=4, mfc="none", color=colour)
+        color = f"C{i}"
+        left.loglog(t, exact[t - 1, i], color=color, lw=1, label=f"node {i}")
+        left.loglog(few, found[few - 1, i], "o", ms=4, mfc="none", color=color)
+        right.loglog(t, consensus[t - 1, i], color=color, lw=1, label=f"node {i}")
+        right.loglog(few, networks[few - 1, i], "o", ms=4, mfc="none", color=color)
     left.loglog(t, exact[t - 1, -1], "k--", lw=1, label="average")
     left.axhline(
         floor(num_networks), color="grey", ls=":", label=f"{num_networks} exact draws would show"
@@ -366,11 +366,11 @@ def plot(law: Law, run: Run, title: str, place: Path) -> None:
 def main(arguments: Sequence[str] | None = None) -> dict[str, pd.DataFrame]:
     """Print tables by graph for all rows and minibatches, draw the figure, return the tables."""
     parser = argparse.ArgumentParser(
-        description="Decentralised linear regression: W2 to the posterior over steps."
+        description="Decentralized linear regression: W2 to the posterior over steps."
     )
     parser.add_argument("--quick", action="store_true", help="few steps and networks")
     parser.add_argument(
-        "--figure", type=Path, default=Path("figures/decentralised_linear_regression.png")
+        "--figure", type=Path, default=Path("figures/decentralized_linear_regression.png")
     )
     args = parser.parse_args(arguments)
     num_steps, run_steps, num_networks, num_sequences = (

@@ -1,4 +1,4 @@
-"""The models of decentralised Langevin dynamics: their references against other forms, and quick runs against the references."""
+"""The models of decentralized Langevin dynamics: their references against other forms, and quick runs against the references."""
 
 import sys
 from pathlib import Path
@@ -10,7 +10,7 @@ from scipy import stats
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
 
-import decentralised_linear_regression as regression
+import decentralized_linear_regression as regression
 import gaussian_mixture_means as mixture
 
 # Linear regression

@@ -18,7 +18,7 @@ from vi_models import unit_hierarchy as model
 import numpyro_fed as fed
 from numpyro_fed.vi.bound import candidate_weights, silo_bound
 from numpyro_fed.vi.minibatch import pick
-from numpyro_fed.vi.setup import prepare
+from numpyro_fed.vi.setup import make_setup
 
 rng = np.random.default_rng(0)
 Y = (rng.normal(size=60) + rng.normal(size=60) + 1.5).astype(np.float32)
@@ -96,7 +96,7 @@ def test_silos_take_the_steps_of_svi_on_pooled_data():
         same_as_plain_svi({"z": OnScalars(mlp(2))}, model, silos, **WIDE)
 
 
-def test_one_site_amortised_and_one_not():
+def test_one_site_amortized_and_one_not():
     def encoder(x, y):
         out = eqx_module("net", eqx.nn.MLP(2, 4, 8, 1, activation=jnp.tanh, key=jax.random.key(0)))(
             jnp.stack([x, y])
@@ -116,11 +116,11 @@ def test_one_site_amortised_and_one_not():
         assert joint["auto_local_tril"].shape == (1, 60, 60)
 
 
-def test_gradient_of_the_weights_is_the_doubly_reparametrised_one():
+def test_gradient_of_the_weights_is_the_doubly_reparametrized_one():
     guide = fed.AutoSiloNormal(model, **WIDE, amortize={"z": linear})
     svi = fed.SFVI(model, guide, optax.adam(0.1), num_local_particles=3)
-    prepared = prepare(model, guide, SILOS, svi._options)
-    family, rows = prepared.plan.families[0], jax.tree.map(lambda x: x[0], prepared.stacks[0])
+    setup = make_setup(model, guide, SILOS, svi._options)
+    family, rows = setup.config.families[0], jax.tree.map(lambda x: x[0], setup.stacks[0])
     params = family.init(jnp.array([0.4]))
     context = family.context(params, jnp.array([0.3]))
     batch = pick(family, None, jax.random.key(0), rows)
@@ -140,9 +140,9 @@ def test_gradient_of_the_weights_is_the_doubly_reparametrised_one():
 def test_minibatches_are_unbiased():
     guide = fed.AutoSiloNormal(model, **WIDE, amortize={"z": linear})
     svi = fed.SFVI(model, guide, optax.sgd(1.0), num_local_particles=1, batch_size=5)
-    prepared = prepare(model, guide, fed.Silos({"a": {"y": Y[:10]}}), svi._options)
-    plan, rows = prepared.plan, jax.tree.map(lambda x: x[0], prepared.stacks[0])
-    family = plan.families[0]
+    setup = make_setup(model, guide, fed.Silos({"a": {"y": Y[:10]}}), svi._options)
+    config, rows = setup.config, jax.tree.map(lambda x: x[0], setup.stacks[0])
+    family = config.families[0]
     context = family.context(family.init(jnp.array([0.4])), jnp.array([0.3]))
 
     def gradient(batch):
@@ -152,7 +152,7 @@ def test_minibatches_are_unbiased():
         ).context
 
     keys = jax.random.split(jax.random.key(2), 1000)
-    some = jax.vmap(lambda k: gradient(pick(family, plan.batch, k, rows)))(keys)
+    some = jax.vmap(lambda k: gradient(pick(family, config.batch, k, rows)))(keys)
     whole = gradient(pick(family, None, keys[0], rows))
     for x, y in zip(jax.tree.leaves(some), jax.tree.leaves(whole), strict=True):
         assert np.all(np.abs(x.mean(0) - y) <= 5 * x.std(0) / np.sqrt(len(x)) + 1e-4)
@@ -330,7 +330,7 @@ def test_conducive_rounds_refuse_encoders():
 
 
 def test_a_step_size_of_their_own_for_weights():
-    """An optimiser that knows parameters by name."""
+    """An optimizer that knows parameters by name."""
 
     def labels(params):
         return {k: "net" if k.endswith("$params") else "q" for k in params}

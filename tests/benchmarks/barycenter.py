@@ -1,6 +1,6 @@
-"""Seconds of the barycentre of ten random Gaussians, ours and that of ott-jax.
+"""Seconds of the barycenter of ten random Gaussians, ours and that of ott-jax.
 
-    python tests/benchmarks/barycentre.py [--dims 100,784] [--double] [--turns 5]
+    python tests/benchmarks/barycenter.py [--dims 100,784] [--double] [--turns 5]
 
 Both are compiled beforehand and run in turn in one process; the fastest turn counts, above d = 500
 a single one of ott's. Ours is told to reach a relative residual of 1e-5. That of ott-jax 0.6 makes
@@ -20,7 +20,7 @@ import numpy as np
 from jax import Array
 from ott.geometry import costs
 
-from numpyro_fed.vi.barycenter import barycentre
+from numpyro_fed.vi.barycenter import barycenter
 
 NUMBER, RESIDUAL = 10, 1e-5
 GOALS = {100: 2.0, 784: 5.0}
@@ -59,7 +59,7 @@ def report(dim: int, turns: int) -> str:
 
     @jax.jit
     def own(means: Array, covariances: Array) -> Array:
-        return barycentre(means, covariances, tol=RESIDUAL).covariance
+        return barycenter(means, covariances, tol=RESIDUAL).covariance
 
     jax.block_until_ready(own(means, covariances))
     points = jnp.concatenate([means, covariances.reshape(NUMBER, -1)], axis=1)
@@ -92,7 +92,7 @@ def report(dim: int, turns: int) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Speed of the barycentre of Gaussians.")
+    parser = argparse.ArgumentParser(description="Speed of the barycenter of Gaussians.")
     parser.add_argument("--dims", default="100,784", help="dimensions, with commas between")
     parser.add_argument("--double", action="store_true", help="in float64")
     parser.add_argument("--turns", type=int, default=5, help="how often each is timed")

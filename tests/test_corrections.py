@@ -12,7 +12,7 @@ from small_models import view_of
 import numpyro_fed as fed
 from numpyro_fed.density.bounded_features import features, num_features
 from numpyro_fed.mcmc import gradients, pilot
-from numpyro_fed.surrogates.corrections import Bends, regress
+from numpyro_fed.surrogates.corrections import Corrections, regress
 
 
 def counts(y):
@@ -24,7 +24,7 @@ def counts(y):
 
 
 @pytest.fixture(scope="module")
-def prepared():
+def setup():
     y = np.random.default_rng(0).poisson(2, size=(30, 2))
     silos = fed.split({"y": y}, by=np.repeat([0, 1, 2], [3, 9, 18]))
     kernel = fed.FSGLD(counts, selection=[0.2, 0.3, 0.5])
@@ -56,25 +56,29 @@ def test_regression_finds_what_is_in_the_span():
 def test_scores_are_those_of_the_coordinates():
     rng = np.random.default_rng(1)
     whiten, loc = rng.normal(size=(2, 2)), rng.normal(size=2)
-    bends = Bends(
+    corrections = Corrections(
         jnp.asarray(loc), jnp.asarray(whiten), jnp.asarray(rng.normal(size=(3, num_features(2), 2)))
     )
     theta = rng.normal(size=2)
     psi = np.asarray(features(jnp.asarray(whiten @ (theta - loc))))
-    expected = [whiten.T @ (psi @ np.asarray(c)) for c in bends.coefficients]
-    np.testing.assert_allclose(bends.score(jnp.asarray(theta)), expected, rtol=1e-4)
+    expected = [whiten.T @ (psi @ np.asarray(c)) for c in corrections.coefficients]
+    np.testing.assert_allclose(corrections.score(jnp.asarray(theta)), expected, rtol=1e-4)
     np.testing.assert_allclose(
-        bends.of(bends.coefficients[1]).score(jnp.asarray(theta)), expected[1], rtol=1e-4
+        corrections.of(corrections.coefficients[1]).score(jnp.asarray(theta)),
+        expected[1],
+        rtol=1e-4,
     )
 
 
-def test_they_cancel_in_the_mean_over_silos(prepared):
+def test_they_cancel_in_the_mean_over_silos(setup):
     """sum_s f_s drift_s with and without them is the same, at a point well inside and one far away."""
-    kernel, silos = prepared
-    plan, tuning = kernel._plan, kernel._tuning._replace(cut=jnp.asarray(jnp.inf))
-    assert kernel.surrogates.bends is not None
+    kernel, silos = setup
+    config, tuning = kernel._config, kernel._tuning._replace(cut=jnp.asarray(jnp.inf))
+    assert kernel.surrogates.corrections is not None
     assert "bent" in repr(kernel.surrogates)
-    straight = tuning._replace(conducive=tuning.conducive._replace(bends=None, total_bends=None))
+    straight = tuning._replace(
+        conducive=tuning.conducive._replace(corrections=None, total_corrections=None)
+    )
     f = np.asarray(tuning.selection)
     for theta in (tuning.loc, tuning.loc + 3 * gradients.push(tuning, jnp.ones(3))):
         means, parts = [], []
@@ -82,10 +86,10 @@ def test_they_cancel_in_the_mean_over_silos(prepared):
             each = []
             for s in range(3):
                 view = view_of(silos, s)
-                silo = gradients.open_silo(plan, numbers, None, view)
+                silo = gradients.open_silo(config, numbers, None, view)
                 each.append(
                     np.asarray(
-                        gradients.drift(plan, numbers, theta, None, silo, view)[0], np.float64
+                        gradients.drift(config, numbers, theta, None, silo, view)[0], np.float64
                     )
                 )
             means.append(f @ np.stack(each))
@@ -96,23 +100,25 @@ def test_they_cancel_in_the_mean_over_silos(prepared):
         )  # negative control: silo by silo they differ
 
 
-def test_they_take_away_noise(prepared):
-    kernel, silos = prepared
-    plan, tuning = kernel._plan, kernel._tuning
-    straight = tuning._replace(conducive=tuning.conducive._replace(bends=None, total_bends=None))
+def test_they_take_away_noise(setup):
+    kernel, silos = setup
+    config, tuning = kernel._config, kernel._tuning
+    straight = tuning._replace(
+        conducive=tuning.conducive._replace(corrections=None, total_corrections=None)
+    )
     f = np.asarray(tuning.selection, float)
     bent, plain = (
-        np.linalg.eigvalsh(pilot.stay_noise(plan, t, silos).covariance(f, 40))[-1]
+        np.linalg.eigvalsh(pilot.visit_noise(config, t, silos).covariance(f, 40))[-1]
         for t in (tuning, straight)
     )
     assert bent < 0.5 * plain
 
 
-def test_surrogates_scores_have_them(prepared):
-    kernel, _ = prepared
+def test_surrogates_scores_have_them(setup):
+    kernel, _ = setup
     surrogates, theta = kernel.surrogates, kernel._tuning.loc
     expected = np.asarray(surrogates.factors.score(theta)) + np.asarray(
-        surrogates.bends.score(theta)
+        surrogates.corrections.score(theta)
     )
     np.testing.assert_allclose(surrogates.score(theta), expected, rtol=1e-5)
     two = np.stack([np.asarray(theta, float), np.zeros(3)])
@@ -120,4 +126,4 @@ def test_surrogates_scores_have_them(prepared):
     np.testing.assert_allclose(
         surrogates.scores(two)[:, 1], surrogates.score(np.zeros(3)), rtol=1e-4, atol=1e-4
     )
-    assert jax.tree.leaves(surrogates.bends)[2].shape == (3, num_features(3), 3)
+    assert jax.tree.leaves(surrogates.corrections)[2].shape == (3, num_features(3), 3)

@@ -1,6 +1,6 @@
 """What the silos' noise is made of, and what bounded corrections of the surrogates take away.
 
-    python tests/benchmarks/stay_noise.py lung_survival sleepstudy heart_disease_hospitals
+    python tests/benchmarks/visit_noise.py lung_survival sleepstudy heart_disease_hospitals
 
 Per model of `models/`: the largest eigenvalue of N (a stay of 40 steps, `selection="auto"`) with
 the surrogates as fitted and with their bounded corrections dropped, what is redrawn in every step
@@ -32,12 +32,14 @@ def row(name: str) -> dict[str, Any]:
     start = time.perf_counter()
     kernel.init(jax.random.key(0), 0, model_args=(silos,))
     seconds = time.perf_counter() - start
-    plan, tuning = kernel._plan, kernel._tuning
-    f, steps = np.asarray(tuning.selection, float), plan.num_local_steps
-    out: dict[str, Any] = {"model": name, "silos": len(silos), "d": plan.factors.dim}
-    straight = tuning._replace(conducive=tuning.conducive._replace(bends=None, total_bends=None))
+    config, tuning = kernel._config, kernel._tuning
+    f, steps = np.asarray(tuning.selection, float), config.num_local_steps
+    out: dict[str, Any] = {"model": name, "silos": len(silos), "d": config.factors.dim}
+    straight = tuning._replace(
+        conducive=tuning.conducive._replace(corrections=None, total_corrections=None)
+    )
     for label, numbers in (("Gaussian", straight), ("bent", tuning)):
-        noise = pilot.stay_noise(plan, numbers, silos)
+        noise = pilot.visit_noise(config, numbers, silos)
         out[f"N, {label}"] = round(float(np.linalg.eigvalsh(noise.covariance(f, steps))[-1]), 2)
         out[f"h, {label}"] = round(step_rule.step_size(noise, f, steps, 0.02), 4)
     gap = noise.first - noise.second

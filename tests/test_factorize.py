@@ -13,7 +13,7 @@ from numpyro.handlers import condition, seed, trace
 from registry import ENTRIES
 
 import numpyro_fed as fed
-from numpyro_fed.density.factorize import factorise
+from numpyro_fed.density.factorize import factorize
 from numpyro_fed.density.factors import Factors, LocalSite, pooled_log_density
 
 BY = np.array([0, 1, 1, 0, 1])
@@ -56,7 +56,7 @@ def test_marks_of_plates_that_are_not_there() -> None:
 
 
 def test_sites_of_a_model() -> None:
-    factors = factorise(ENTRIES["women_in_districts"].model, ENTRIES["women_in_districts"].silos())
+    factors = factorize(ENTRIES["women_in_districts"].model, ENTRIES["women_in_districts"].silos())
     assert factors.global_sites == (("beta", (2,)), ("tau", ()))
     assert factors.local_sites == (LocalSite("rate", "districts", 0, ()),)
     assert dict(factors.plates) == {"districts": "districts", "women": "women"}
@@ -79,14 +79,14 @@ def test_sites_of_a_model() -> None:
 def test_local_sites_have_their_element_axis_and_unconstrained_shape(
     name: str, shapes: dict
 ) -> None:
-    factors = factorise(ENTRIES[name].model, ENTRIES[name].silos())
+    factors = factorize(ENTRIES[name].model, ENTRIES[name].silos())
     assert {s.name: (s.axis, s.shape) for s in factors.local_sites} == shapes
 
 
 def test_flat_positions() -> None:
-    factors = factorise(ENTRIES["dirichlet"].model, ENTRIES["dirichlet"].silos())
+    factors = factorize(ENTRIES["dirichlet"].model, ENTRIES["dirichlet"].silos())
     assert factors.global_sites == (("weights", (2,)),)
-    factors = factorise(
+    factors = factorize(
         ENTRIES["constrained_globals"].model, ENTRIES["constrained_globals"].silos()
     )
     theta = random.normal(random.key(0), (factors.dim,))
@@ -103,7 +103,7 @@ def test_public_observations_count_once() -> None:
         with fed.silo_plate("patients", y.shape[0]):
             numpyro.sample("y", dist.Normal(mu, 1), obs=y)
 
-    factors = factorise(model, ONE, public=("census", "penalty"))
+    factors = factorize(model, ONE, public=("census", "penalty"))
     theta = {"mu": jnp.array(0.7)}
     local = sum(factors.log_local(theta, {}, ONE[s], {"rows": 1.0}) for s in ONE)
     np.testing.assert_allclose(
@@ -127,28 +127,28 @@ class Counted:
     def __init__(self) -> None:
         self.calls: list[Array] = []
 
-    def __call__(self, y: Array, centre: Array, link: str) -> None:
+    def __call__(self, y: Array, center: Array, link: str) -> None:
         self.calls.append(y)
         assert link == "identity"
-        mu = numpyro.sample("mu", dist.Normal(centre.sum(), 1))
+        mu = numpyro.sample("mu", dist.Normal(center.sum(), 1))
         with fed.silo_plate("patients", y.shape[0]):
             z = numpyro.sample("z", dist.Normal(mu, 1))
             numpyro.sample("y", dist.Normal(z, 1), obs=y)
 
 
 def test_the_model_is_traced_without_data_and_once() -> None:
-    def silos(n: int, centre: np.ndarray) -> fed.Silos:
-        data = {"y": np.arange(float(n)), "centre": centre, "link": "identity"}
+    def silos(n: int, center: np.ndarray) -> fed.Silos:
+        data = {"y": np.arange(float(n)), "center": center, "link": "identity"}
         return fed.split(data, by=np.arange(n) % 3)
 
     model = Counted()
-    first = factorise(model, silos(10, np.zeros(2)))
+    first = factorize(model, silos(10, np.zeros(2)))
     assert len(model.calls) == 2  # two numbers of rows, to tell sizes apart
     assert all(isinstance(y, jax.core.Tracer) and len(y) > 1000 for y in model.calls)
-    assert factorise(model, silos(10, np.zeros(2))) is first
-    assert factorise(model, silos(7, np.ones(2))) is first  # other values, other sizes
+    assert factorize(model, silos(10, np.zeros(2))) is first
+    assert factorize(model, silos(7, np.ones(2))) is first  # other values, other sizes
     assert len(model.calls) == 2
-    assert factorise(model, silos(7, np.ones(4))) == first
+    assert factorize(model, silos(7, np.ones(4))) == first
     assert len(model.calls) == 4
     assert isinstance(hash(first), int)
 
@@ -282,7 +282,7 @@ REFUSED: dict[str, tuple[Callable, str]] = {
 def test_refused(case: str) -> None:
     model, words = REFUSED[case]
     with pytest.raises(ValueError, match=words):
-        factorise(model, ONE)
+        factorize(model, ONE)
 
 
 def groups(deaths: Array, births: Array) -> None:
@@ -300,8 +300,8 @@ def test_two_plates_of_one_guessed_group() -> None:
     }
     words = r"arguments \['deaths', 'births'\] have as many rows as each of the silo plates .*rows={.deaths.: .deaths."
     with pytest.raises(ValueError, match=words):
-        factorise(groups, fed.Silos(data))
-    factors = factorise(groups, fed.Silos(data, rows={"births": "births"}))
+        factorize(groups, fed.Silos(data))
+    factors = factorize(groups, fed.Silos(data, rows={"births": "births"}))
     assert dict(factors.plates) == {"deaths": "deaths", "births": "births"}
 
 
@@ -313,13 +313,13 @@ def test_local_sites_belong_to_the_federated_block() -> None:
             with_latent(lambda mu, y: numpyro.sample("z", dist.Normal(mu, 1))), _gibbs_sites
         )(y)
 
-    factors = factorise(model, ONE, extra={"_gibbs_sites": {"mu": jnp.ones(())}})
+    factors = factorize(model, ONE, extra={"_gibbs_sites": {"mu": jnp.ones(())}})
     assert factors.global_sites == ()
     assert [s.name for s in factors.local_sites] == ["z"]
     with pytest.raises(
         ValueError, match="site 'z' lives in a silo plate and is owned by another Gibbs block"
     ):
-        factorise(model, ONE, extra={"_gibbs_sites": {"z": jnp.ones(5)}})
+        factorize(model, ONE, extra={"_gibbs_sites": {"z": jnp.ones(5)}})
 
 
 # A forgotten obs=
@@ -335,7 +335,7 @@ def test_a_latent_site_named_as_an_argument_is_warned_of() -> None:
     with pytest.warns(
         UserWarning, match=r"site 'y' is latent, .* was obs=y forgotten\? .* rename the site"
     ):
-        assert factorise(forgetful, ONE).local_sites[0].name == "y"
+        assert factorize(forgetful, ONE).local_sites[0].name == "y"
 
 
 def test_other_latent_sites_are_not(recwarn: pytest.WarningsRecorder) -> None:
@@ -345,5 +345,5 @@ def test_other_latent_sites_are_not(recwarn: pytest.WarningsRecorder) -> None:
             level = numpyro.sample("level", dist.Normal(mu, 1))
             numpyro.sample("y", dist.Normal(level, 1), obs=y)
 
-    assert factorise(renamed, ONE).local_sites[0].name == "level"
+    assert factorize(renamed, ONE).local_sites[0].name == "level"
     assert not recwarn

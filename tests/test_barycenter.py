@@ -1,4 +1,4 @@
-"""The Wasserstein-2 barycentre of Gaussians against closed forms, its own equation and another implementation."""
+"""The Wasserstein-2 barycenter of Gaussians against closed forms, its own equation and another implementation."""
 
 import warnings
 
@@ -10,7 +10,7 @@ from jax import Array
 from scipy.linalg import sqrtm
 from scipy.stats import ortho_group
 
-from numpyro_fed.vi.barycenter import Barycentre, barycentre
+from numpyro_fed.vi.barycenter import Barycenter, barycenter
 
 with warnings.catch_warnings():  # ott imports jaxopt, which announces its end
     warnings.filterwarnings("ignore", "JAXopt is no longer maintained", DeprecationWarning)
@@ -52,7 +52,7 @@ def fixed_point_residual(
 
 
 def test_diagonal_is_the_squared_mean_of_the_sds() -> None:
-    found = barycentre(
+    found = barycenter(
         jnp.array([[0.0, 1.0], [4.0, 1.0]]),
         jnp.array([[1.0, 4.0], [25.0, 4.0]]),
         jnp.array([3.0, 1.0]),
@@ -73,8 +73,8 @@ def test_commuting_covariances_have_the_closed_form_after_one_step(
     )
     rotation = ortho_group.rvs(dim, random_state=rng) if dim > 1 else np.eye(1)
     with jax.enable_x64(True):
-        found = barycentre(means, (rotation * variances[:, None]) @ rotation.T, weights)
-        diagonal = barycentre(means, variances, weights)
+        found = barycenter(means, (rotation * variances[:, None]) @ rotation.T, weights)
+        diagonal = barycenter(means, variances, weights)
     expected = (weights / weights.sum() @ np.sqrt(variances)) ** 2
     np.testing.assert_allclose(diagonal.covariance, expected, rtol=1e-12)
     np.testing.assert_allclose(found.covariance, (rotation * expected) @ rotation.T, atol=1e-11)
@@ -85,8 +85,8 @@ def test_commuting_covariances_have_the_closed_form_after_one_step(
 def test_one_gaussian_and_one_hot_weights_return_their_own(rng: np.random.Generator) -> None:
     means, covariances, _ = gaussians(rng, 6)
     with jax.enable_x64(True):
-        alone = barycentre(means[2:3], covariances[2:3])
-        one_hot = barycentre(means, covariances, np.eye(NUMBER)[2])
+        alone = barycenter(means[2:3], covariances[2:3])
+        one_hot = barycenter(means, covariances, np.eye(NUMBER)[2])
     for found in (alone, one_hot):
         np.testing.assert_allclose(found.mean, means[2], rtol=1e-14)
         np.testing.assert_allclose(found.covariance, covariances[2], rtol=1e-11, atol=1e-11)
@@ -99,7 +99,7 @@ def test_one_gaussian_and_one_hot_weights_return_their_own(rng: np.random.Genera
 def test_residual_is_the_equations_and_small(rng: np.random.Generator, dim: int) -> None:
     means, covariances, weights = gaussians(rng, dim)
     with jax.enable_x64(True):
-        found = barycentre(means, covariances, weights)
+        found = barycenter(means, covariances, weights)
     covariance = np.asarray(found.covariance)
     assert float(found.residual) <= 1e-6
     np.testing.assert_allclose(
@@ -108,7 +108,7 @@ def test_residual_is_the_equations_and_small(rng: np.random.Generator, dim: int)
     np.testing.assert_allclose(
         covariance, covariance.T, rtol=0, atol=1e-14 * np.abs(covariance).max()
     )
-    # negative control: the mean of the covariances is not the barycentre
+    # negative control: the mean of the covariances is not the barycenter
     assert fixed_point_residual(covariances.mean(0), covariances, weights) > 1e-2
 
 
@@ -116,7 +116,7 @@ def test_residual_is_the_equations_and_small(rng: np.random.Generator, dim: int)
 def test_equals_ott(rng: np.random.Generator, dim: int) -> None:
     means, covariances, weights = gaussians(rng, dim)
     with jax.enable_x64(True):
-        found = barycentre(means, covariances, weights, tol=1e-10)
+        found = barycenter(means, covariances, weights, tol=1e-10)
         points = jnp.concatenate([means, covariances.reshape(NUMBER, -1)], axis=1)
         # told how many steps: its tolerance ends it after five whatever it is
         bures = costs.Bures(dim, sqrtm_kw={"threshold": 1e-12})
@@ -132,8 +132,8 @@ def test_a_common_rotation_and_shift_carry_over(rng: np.random.Generator) -> Non
     means, covariances, weights = gaussians(rng, 5)
     rotation, shift = ortho_group.rvs(5, random_state=rng), rng.normal(size=5)
     with jax.enable_x64(True):
-        plain = barycentre(means, covariances, weights, tol=1e-12)
-        moved = barycentre(
+        plain = barycenter(means, covariances, weights, tol=1e-12)
+        moved = barycenter(
             means @ rotation.T + shift, rotation @ covariances @ rotation.T, weights, tol=1e-12
         )
     np.testing.assert_allclose(moved.mean, rotation @ np.asarray(plain.mean) + shift, atol=1e-12)
@@ -146,8 +146,8 @@ def test_a_common_rotation_and_shift_carry_over(rng: np.random.Generator) -> Non
 def test_float32_at_any_scale(rng: np.random.Generator, scale: float) -> None:
     means, covariances, weights = gaussians(rng, 10)
     with jax.enable_x64(True):
-        exact = barycentre(means, covariances, weights, tol=1e-12).covariance
-    found = barycentre(means, jnp.asarray(scale * covariances, jnp.float32), weights)
+        exact = barycenter(means, covariances, weights, tol=1e-12).covariance
+    found = barycenter(means, jnp.asarray(scale * covariances, jnp.float32), weights)
     assert found.covariance.dtype == found.mean.dtype == jnp.float32
     assert float(found.residual) <= 4 * np.finfo(np.float32).eps * 10**0.5
     np.testing.assert_allclose(
@@ -158,7 +158,7 @@ def test_float32_at_any_scale(rng: np.random.Generator, scale: float) -> None:
 def test_ill_conditioned_float32_ends_before_max_steps(rng: np.random.Generator) -> None:
     rotations = ortho_group.rvs(10, size=NUMBER, random_state=rng)
     covariances = (rotations * np.geomspace(1e-6, 1, 10)) @ rotations.swapaxes(1, 2)
-    found = barycentre(
+    found = barycenter(
         np.zeros((NUMBER, 10)), jnp.asarray(covariances, jnp.float32), tol=0.0, max_steps=100_000
     )
     assert np.isfinite(found.covariance).all()
@@ -169,7 +169,7 @@ def test_ill_conditioned_float32_ends_before_max_steps(rng: np.random.Generator)
 def test_max_steps_ends_the_iteration_with_its_residual(rng: np.random.Generator) -> None:
     means, covariances, weights = gaussians(rng, 10)
     with jax.enable_x64(True):
-        found = barycentre(means, covariances, weights, tol=0.0, max_steps=2)
+        found = barycenter(means, covariances, weights, tol=0.0, max_steps=2)
     assert found.num_steps == 2
     expected = fixed_point_residual(np.asarray(found.covariance), covariances, weights)
     np.testing.assert_allclose(found.residual, expected, rtol=1e-6)
@@ -180,15 +180,15 @@ def test_inside_jit_and_vmap(rng: np.random.Generator) -> None:
     means, covariances, weights = gaussians(rng, 3)
 
     @jax.jit
-    def inside(means: Array, covariances: Array, weights: Array) -> Barycentre:
-        return barycentre(means, covariances, weights)
+    def inside(means: Array, covariances: Array, weights: Array) -> Barycenter:
+        return barycenter(means, covariances, weights)
 
     with jax.enable_x64(True):
-        plain, jitted = (f(means, covariances, weights) for f in (barycentre, inside))
+        plain, jitted = (f(means, covariances, weights) for f in (barycenter, inside))
         batch = jax.vmap(inside, in_axes=(None, None, 0))(
             means, covariances, jnp.stack([weights, jnp.ones(NUMBER)])
         )
-        equal = barycentre(means, covariances)
+        equal = barycenter(means, covariances)
     np.testing.assert_allclose(jitted.covariance, plain.covariance, rtol=1e-10)
     np.testing.assert_allclose(
         batch.covariance, jnp.stack([plain.covariance, equal.covariance]), rtol=1e-10
@@ -201,24 +201,24 @@ def test_inside_jit_and_vmap(rng: np.random.Generator) -> None:
 def test_shapes_are_checked_also_inside_jit() -> None:
     means, covariances = np.zeros((3, 2)), np.tile(np.eye(2), (3, 1, 1))
     with pytest.raises(ValueError, match=r"means of shape \(S, d\).*got \(2,\)"):
-        barycentre(means[0], covariances)
+        barycenter(means[0], covariances)
     with pytest.raises(
         ValueError,
         match=r"covariances of shape \(3, 2, 2\), or variances of shape \(3, 2\).*got \(2, 2, 2\)",
     ):
-        barycentre(means, covariances[:2])
+        barycenter(means, covariances[:2])
     with pytest.raises(
         ValueError, match=r"one weight for each of the 3 Gaussians, got shape \(2,\)"
     ):
-        barycentre(means, covariances, np.ones(2))
+        barycenter(means, covariances, np.ones(2))
     with pytest.raises(ValueError, match=r"got \(2, 2, 2\)"):
-        jax.jit(barycentre)(means, covariances[:2])
+        jax.jit(barycenter)(means, covariances[:2])
 
 
 @pytest.mark.parametrize("weights", [[1.0, -0.1, 1.0], [0.0, 0.0, 0.0]])
 def test_weights_are_checked(weights: list[float]) -> None:
     with pytest.raises(ValueError, match=r"weights >= 0 with a positive sum, got \["):
-        barycentre(np.zeros((3, 2)), np.ones((3, 2)), weights)
+        barycenter(np.zeros((3, 2)), np.ones((3, 2)), weights)
 
 
 def test_the_offending_gaussian_is_named() -> None:
@@ -232,14 +232,14 @@ def test_the_offending_gaussian_is_named() -> None:
     with pytest.raises(
         ValueError, match=r"positive definite.*covariances\[1\] with smallest eigenvalue -2"
     ):
-        barycentre(means, changed((1, 0, 0), -2.0))
+        barycenter(means, changed((1, 0, 0), -2.0))
     with pytest.raises(ValueError, match=r"symmetric.*covariances\[2\].*up to 0\.5 away"):
-        barycentre(means, changed((2, 0, 1), 0.5))
+        barycenter(means, changed((2, 0, 1), 0.5))
     with pytest.raises(ValueError, match=r"finite covariances, got nan at covariances\[0, 1, 1\]"):
-        barycentre(means, changed((0, 1, 1), np.nan))
+        barycenter(means, changed((0, 1, 1), np.nan))
     with pytest.raises(ValueError, match=r"finite means, got inf at means\[2, 0\]"):
-        barycentre(np.array([[0.0, 0.0], [0.0, 0.0], [np.inf, 0.0]]), good)
+        barycenter(np.array([[0.0, 0.0], [0.0, 0.0], [np.inf, 0.0]]), good)
     with pytest.raises(ValueError, match=r"finite weights, got nan at weights\[1\]"):
-        barycentre(means, good, [1.0, np.nan, 1.0])
+        barycenter(means, good, [1.0, np.nan, 1.0])
     with pytest.raises(ValueError, match=r"positive variances, got 0\.0 in variances\[2\]"):
-        barycentre(means, np.array([[1.0, 1.0], [1.0, 1.0], [1.0, 0.0]]))
+        barycenter(means, np.array([[1.0, 1.0], [1.0, 1.0], [1.0, 0.0]]))
