@@ -28,10 +28,10 @@ def nothing_is_compiled(monkeypatch):
         raise AssertionError("compilation began before the input was refused")
 
     for owner, name in [
-        (make_setup, "prove"),
+        (make_setup, "check_factorization"),
         (make_setup.score, "fit"),
         (make_setup.laplace, "fit"),
-        (make_setup.pilot, "settle"),
+        (make_setup.pilot, "choose_step_size"),
         (_kernel, "one_round"),
         (_kernel, "first_state"),
     ]:

@@ -117,7 +117,7 @@ LINEAR_MAP = {
     "scale_coupling": (5, 3, 2),
 }
 SHIFTED = {"shift": (5, 3), "shift_coupling": (5, 3, 2)}
-BENT = {"shift_bend": (5, 3, 5), "scale_bend": (5, 3, 5)}
+BENT = {"shift_curvature": (5, 3, 5), "scale_curvature": (5, 3, 5)}
 
 
 @pytest.mark.parametrize(

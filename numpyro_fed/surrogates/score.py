@@ -442,7 +442,7 @@ def _log_posterior(factors: Factors, message: Message, replies: Reply, silos: Si
 
 def _check_finite(replies: Reply, silos: Silos) -> None:
     """Raise an error for Gaussians that are not finite, with the name of their silo."""
-    for part in ("shift", "precision", "bend"):
+    for part in ("shift", "precision", "correction"):
         x = getattr(replies, part)
         if x is None:
             continue
