@@ -333,6 +333,9 @@ def together(sent):
     ]
 
 
+SECRET = bytes(32)
+
+
 def test_masks_cancel_in_the_sum_of_all_and_in_no_other(tmp_path):
     names, rng = ("bern", "oslo", "rome", "york"), np.random.default_rng(0)
     keys = keys_of(tmp_path, names)
@@ -340,7 +343,7 @@ def test_masks_cancel_in_the_sum_of_all_and_in_no_other(tmp_path):
         n: [rng.normal(size=(2, 3)).astype(np.float32) * 10**k, np.array(True)]
         for k, n in enumerate(names)
     }
-    sent = {n: masked(plain[n], n, keys[n].shared(names), b"round 1") for n in names}
+    sent = {n: masked(plain[n], n, keys[n].shared(names), b"round 1", SECRET) for n in names}
     total, flag = opened(together(list(sent.values())), np.dtype(np.float64))
     expected = sum(plain[n][0].astype(np.float64) for n in names)
     # each is rounded by at most half of 2^-20
@@ -356,8 +359,8 @@ def test_masks_cancel_in_the_sum_of_all_and_in_no_other(tmp_path):
         numbers = np.add.reduce([sent[n][0] for n in names if n != left_out], dtype=np.uint64)
         assert (np.abs(numbers.astype(np.int64)) * 2.0**-20 > 1e6).all()
     # another sum has other masks, and the same the same
-    again = masked(plain["oslo"], "oslo", keys["oslo"].shared(names), b"round 1")
-    other = masked(plain["oslo"], "oslo", keys["oslo"].shared(names), b"round 2")
+    again = masked(plain["oslo"], "oslo", keys["oslo"].shared(names), b"round 1", SECRET)
+    other = masked(plain["oslo"], "oslo", keys["oslo"].shared(names), b"round 2", SECRET)
     for x, y, z in zip(sent["oslo"], again, other, strict=True):
         np.testing.assert_array_equal(x, y)
         assert (x != z).all()
@@ -366,9 +369,9 @@ def test_masks_cancel_in_the_sum_of_all_and_in_no_other(tmp_path):
 def test_a_masked_number_is_uniform(tmp_path):
     keys = keys_of(tmp_path, ("a", "b", "c"))
     numbers, flags = masked(
-        [np.zeros(100_000, np.float32)], "a", keys["a"].shared(("a", "b", "c")), b"1"
+        [np.zeros(100_000, np.float32)], "a", keys["a"].shared(("a", "b", "c")), b"1", SECRET
     )
-    for sent, shift in ((numbers, 60), (flags, 12)):
+    for sent, shift in ((numbers, 60), (flags, 28)):
         share = np.bincount((sent >> sent.dtype.type(shift)).astype(int), minlength=16) / len(sent)
         np.testing.assert_allclose(share, 1 / 16, atol=4 * math.sqrt(1 / 16 / len(sent)))
     assert len(set(numbers.tolist())) == len(numbers)
@@ -381,11 +384,30 @@ def test_what_has_no_place_in_a_sum_makes_it_nan(tmp_path, bad):
     each = {
         n: [np.array([LARGEST, bad if n == "b" else -LARGEST]), np.array(n != "b")] for n in names
     }
-    sent = [masked(each[n], n, keys[n].shared(names), b"1") for n in names]
+    sent = [masked(each[n], n, keys[n].shared(names), b"1", SECRET) for n in names]
     (total,), flag = opened(together(sent), np.dtype(np.float64))
     assert total[0] == 3 * LARGEST
     assert np.isnan(total[1])
     assert not flag.any()
+
+
+def test_a_sum_tells_neither_how_many_silos_have_no_number_nor_the_sum_of_the_others(tmp_path):
+    """Else two sums, with one silo more that has none, gave that silo's number."""
+    names = ("a", "b", "c")
+    keys = keys_of(tmp_path, names)
+    found = []
+    for bad in ((), ("b",), ("b", "c")):
+        each = {n: [np.full(50, np.nan if n in bad else 1.0), np.array(True)] for n in names}
+        sent = [masked(each[n], n, keys[n].shared(names), b"1", n.encode()) for n in names]
+        sums = [np.add.reduce([x[k] for x in sent], dtype=sent[0][k].dtype) for k in (0, 1)]
+        found.append((sums[0].astype(np.int64) * 2.0**-20, sums[1]))
+    (plain, none), *others = found
+    assert (plain == 3).all()
+    assert not none.any()
+    for numbers, marks in others:
+        assert (np.abs(numbers) > 1e6).mean() > 0.99  # uniform: 2^20 of 2^44 numbers are as small
+        assert len(set(marks.tolist())) == 50
+        assert marks.min() > 3  # the count of silos
 
 
 FITS = {
@@ -432,7 +454,7 @@ def test_a_fit_of_sums_is_the_fit(tmp_path, name):
         np.concatenate([x.ravel() for x in leaves if x.dtype == np.uint64]).astype(np.int64)
         * 2.0**-20
     )
-    assert {x.dtype for x in leaves} == {np.dtype(np.uint64), np.dtype(np.uint16)}
+    assert {x.dtype for x in leaves} == {np.dtype(np.uint64), np.dtype(np.uint32)}
     assert np.mean(np.abs(numbers) > 1e6) > 0.99
     one, other = (
         fed.to_inference_data(f, r, s, num_draws=100, resample=True)

@@ -25,7 +25,7 @@ from test_wire import LINEAR, Fits, Messages, alone, run
 
 import numpyro_fed as fed
 from numpyro_fed.data.views import SiloView
-from numpyro_fed.decentralized.remote import NodeStartLocal
+from numpyro_fed.decentralized.remote import NodeLocal, NodeStartLocal
 from numpyro_fed.density.check import BatchGap, check_factorization
 from numpyro_fed.density.factorize import factorize
 from numpyro_fed.density.fingerprint import as_values, description
@@ -34,9 +34,11 @@ from numpyro_fed.engines import answers, call_checks
 from numpyro_fed.engines.call_checks import CallChecks
 from numpyro_fed.engines.silo_side import SiloSide
 from numpyro_fed.engines.wire import connect
-from numpyro_fed.mcmc.config import NodeConfig
+from numpyro_fed.mcmc.config import LangevinConfig, LatentCoordinates, NodeConfig, Tuning
+from numpyro_fed.mcmc.pilot import PilotLocal
 from numpyro_fed.mcmc.remote import TellLocal
 from numpyro_fed.mcmc.remote_chains import VisitLocal
+from numpyro_fed.privacy.guard import RoundGuard
 from numpyro_fed.rounds.remote import Call, rows_of, worker_of
 from numpyro_fed.rounds.serialization import pack, unpack, wire_name
 from numpyro_fed.surrogates.local_score import Message, ScoreLocal
@@ -247,6 +249,70 @@ def test_no_server_writes_the_state_that_a_round_starts_from(tmp_path, monkeypat
     assert max(abs(np.corrcoef(AGES, c)[0, 1]) for c in found.T if c.std() > 1e-3) > 0.9999
 
 
+def test_a_map_of_all_latents_together_is_none_of_each(tmp_path, monkeypatch):
+    """Read by rows, it has the first row's coefficients for all: that row's age."""
+    messenger = Messages(PATIENTS, visits, tmp_path, own_keys=True)
+    connect(messenger, visits)
+    side, key = messenger.sides["oslo"], random.key(0)
+    factors, data = side.checks.own["factors"], pack({"what": "calls", "server": side._server})
+    joint, single = (Units(factors, group, side.worker.pad) for group in (None, "age"))
+    theta = np.random.default_rng(0).normal(size=(16, 2)).astype(np.float32)
+    message = Message(
+        *(np.asarray(x, np.float32) for x in (np.zeros(2), np.eye(2), theta, np.ones(16)))
+    )
+    fit = ScoreLocal(factors, joint, 16, last=True)
+    assert "replies" in answered(side, data, [(fit, key, message, None, 1)])
+    config = NodeConfig(factors, single, None, 2)
+    start = (NodeStartLocal(config, 1), key, np.int32(0), 1, 2)
+    assert "other units of latents" in answered(side, data, [start])["error"]
+    monkeypatch.setattr(CallChecks, "units", lambda self, local: "")  # the control
+    side.checks.kept[1] = side.checks.kept[1]._replace(units="")
+    assert "replies" in answered(side, data, [start])
+    zero, one = np.zeros(2, np.float32), np.ones((), np.float32)
+    latents = LatentCoordinates(zero, 1e4 * np.eye(2, dtype=np.float32), None)
+    tuning = Tuning(one, one, np.ones(1, np.float32), zero, None, None, latents, one)
+    assert "replies" in answered(side, data, [(TellLocal(), key, tuning, None, 3)])
+    near = np.full(2, 1e-7, np.float32)
+    slope = answered(side, data, [(NodeLocal(config), key, near, (3, 2), 4)])["replies"][0][0]
+    assert 50 * slope[1] / slope[0] == pytest.approx(50 * AGES[0], abs=0.5)
+
+
+@pytest.mark.parametrize("guarded", [True, False])
+def test_equal_states_with_other_histories_have_other_noise(tmp_path, monkeypatch, guarded):
+    """Else the same noise tells that they are equal: which it is where a row's gradient overflows."""
+
+    def make():
+        privacy = fed.Privacy(1.0, 1e-5, 1.0, 60)
+        adam = optax.adam(0.01)
+        return fed.SFVI(visits, fed.AutoSiloNormal(visits), adam, privacy=privacy)
+
+    if not guarded:
+        monkeypatch.setattr(RoundGuard, "_drawn", lambda self, label, digest: digest)
+    messenger = Fits(PATIENTS, make(), tmp_path, make)
+    make().run(random.key(1), 1, connect(messenger, visits, fit=make()), progress_bar=False)
+    data = next(x for who, x, _ in messenger.sent if who == "oslo" and b"RoundLocal" in x)
+    side = messenger.sides["oslo"]
+    ((local, key, message, read, _),) = unpack(unpack(data)["calls"].tobytes(), side.checks.own)
+
+    def call(theta, start, write):
+        context = message.context._replace(theta=np.asarray([theta], np.float32))
+        calls = [(local, key, message._replace(context=context), start, write)]
+        return answered(side, data, calls)["replies"][0]
+
+    def after(theta, slot):
+        """A round's reply after one whose gradient in the latents may not be finite."""
+        call(theta, read, slot)
+        return call([0.0, 0.0], slot, None)
+
+    never = after([np.nan, np.nan], 10**6)
+    limit = 1.8446743e19 / AGES.max()  # where the oldest one's overflows
+    same = [
+        all(np.array_equal(x, y, equal_nan=True) for x, y in zip(never, reply, strict=True))
+        for reply in (after([0.0, 1.01 * limit], 10**6 + 1), after([0.0, 0.99 * limit], 10**6 + 2))
+    ]
+    assert same == ([False, False] if guarded else [True, False])
+
+
 def test_what_a_call_starts_from_is_a_slot_or_some(tmp_path):
     """Else it would be answered, and no line of it written."""
     side, data, (local, key, message, read, _) = one_round(tmp_path)
@@ -266,9 +332,12 @@ def test_what_a_call_starts_from_is_a_slot_or_some(tmp_path):
         (lambda f, u: (ScoreLocal(f, u, 1 << 17), points(8)), "points_at_once="),
         (lambda f, u: (TellLocal(), np.zeros((0, 1 << 20), np.float32)), "has no numbers"),
         (lambda f, u: (TellLocal(), [0.0] * 2000), "2,000 arrays"),
+        (lambda f, u: (PilotLocal(LangevinConfig(f, u, 1, None, False, None), 2), walks), "walks"),
+        (lambda f, u: (ScoreLocal(f, u, 1, last=True), points(1 << 17)), "a local map at"),
     ],
 )
-def test_small_messages_do_not_take_the_memory_of_large_ones(tmp_path, kind, why):
+def test_small_messages_do_not_take_the_memory_of_large_ones(tmp_path, monkeypatch, kind, why):
+    monkeypatch.setattr(call_checks, "MAX_MAP", 1 << 20)
     transport = Messages(PATIENTS, visits, tmp_path)
     connect(transport, visits)
     side = transport.sides["oslo"]
@@ -278,6 +347,9 @@ def test_small_messages_do_not_take_the_memory_of_large_ones(tmp_path, kind, why
     before = sum(f.stat().st_size for f in side.folder.iterdir())
     assert why in answered(side, data, [(local, random.key(0), message, None, 1)])["error"]
     assert sum(f.stat().st_size for f in side.folder.iterdir()) - before < 100_000
+
+
+walks = (np.zeros(1, np.float32), np.zeros((300, 2), np.float32))
 
 
 def points(n):

@@ -8,16 +8,17 @@ from typing import NamedTuple
 __all__ = [
     "ANSWERED",
     "FIT_CALLS",
-    "MAX_EVALUATIONS",
     "MAX_KEPT",
     "MAX_LATENTS",
     "MAX_LEAVES",
+    "MAX_MAP",
     "MAX_MESSAGE",
     "MAX_POINTS",
     "MAX_REFUSED",
     "MAX_ROWS",
     "MAX_SETTINGS",
     "MAX_SLOTS",
+    "MAX_WALKS",
     "Answer",
 ]
 
@@ -30,8 +31,9 @@ MAX_SLOTS = 100_000  # states that a silo keeps at one time
 MAX_POINTS = 1 << 17  # positions that one call may ask about
 # settings of a call that decide how long it takes
 MAX_SETTINGS = {"num_local_steps": 10_000, "length": 128}
-MAX_LATENTS = 1 << 24  # networks x rows of all silos: first latents of all are drawn
-MAX_EVALUATIONS = 1 << 20  # points x rows that a silo evaluates together
+MAX_LATENTS = 1 << 21  # networks x rows of all silos: first latents of all are drawn
+MAX_MAP = 1 << 25  # points x rows of which a local map is fitted: all are in memory
+MAX_WALKS = 256  # positions at which one pilot walks
 MAX_LEAVES = 1_000  # arrays that one call tells
 MAX_KEPT = 1 << 32  # bytes of the states that a silo keeps at one time
 

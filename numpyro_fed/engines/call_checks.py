@@ -1,6 +1,7 @@
 """Checks of a call before a silo answers it: its settings, what it tells, and what it starts from."""
 
 import dataclasses
+import json
 import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -12,14 +13,16 @@ from numpyro_fed.density.factors import Factors
 from numpyro_fed.density.local_map import Units
 from numpyro_fed.engines.answers import (
     ANSWERED,
-    MAX_EVALUATIONS,
     MAX_LATENTS,
     MAX_LEAVES,
+    MAX_MAP,
     MAX_POINTS,
     MAX_SETTINGS,
+    MAX_WALKS,
 )
 from numpyro_fed.rounds.remote import Call, SiloWorker, types_of
-from numpyro_fed.rounds.serialization import name_of
+from numpyro_fed.rounds.serialization import name_of, outline
+from numpyro_fed.surrogates.local_score import points_at_once
 
 __all__ = ["CallChecks", "Kept", "Refusal", "parsed", "slot_number"]
 
@@ -34,11 +37,13 @@ class Kept(NamedTuple):
     :param kind: the kind of call that wrote it.
     :param wide: types of its arrays, were there a row more.
     :param size: bytes on disk.
+    :param units: the units of latents that it was written for, as text.
     """
 
     kind: str
     wide: Any
     size: int
+    units: str
 
 
 class CallChecks:
@@ -83,7 +88,21 @@ class CallChecks:
                     f"it starts from a state that {self.kept[slot].kind} wrote; "
                     f"expected one of {', '.join(kinds)}"
                 )
+            units = self.units(call.local)
+            if self.kept[slot].units not in ("", units):
+                raise Refusal(
+                    "it starts from a state of other units of latents; expected those of the call "
+                    "that wrote it"
+                )
         return jax.tree.map(self.worker.kept.__getitem__, call.read)
+
+    def units(self, local: Any) -> str:
+        """Return the units of latents that a call is made for, as text; empty without any."""
+        config: Any = getattr(local, "config", None)
+        if hasattr(config, "families"):
+            return f"independent: {config.families[0].group}"
+        units = getattr(local, "units", getattr(config, "units", None))
+        return "" if units is None else json.dumps(outline(units, self.own))
 
     def allow(self, call: Call, wider: Callable[[], Any], state: Any) -> Any:
         """Refuse calls of some rows alone, and those whose reply grows with the number of rows.
@@ -99,6 +118,16 @@ class CallChecks:
             raise Refusal(
                 f"it tells {odd[0]}, which is no part of {kind}; expected one of "
                 f"{', '.join(ANSWERED[kind].told) or 'numbers alone'}"
+            )
+        if kind == "PilotLocal" and len(call.message[1]) > MAX_WALKS:
+            raise Refusal(
+                f"it is asked for {len(call.message[1]):,} walks; expected at most {MAX_WALKS}"
+            )
+        padded = max(n for _, n in self.worker.pad)
+        if getattr(call.local, "last", False) and len(call.message.points) * padded > MAX_MAP:
+            raise Refusal(
+                f"it is asked for a local map at {len(call.message.points):,} points; expected at "
+                f"most {MAX_MAP // padded:,}"
             )
         spec = types_of(call.message)
         wide = jax.tree.map(lambda slot: self.kept[slot].wide, call.read)
@@ -138,7 +167,7 @@ class CallChecks:
         limits = {
             **MAX_SETTINGS,
             "networks": max(1, MAX_LATENTS // self.rows),
-            "points_at_once": max(1, MAX_EVALUATIONS // padded),
+            "points_at_once": points_at_once(padded, getattr(part, "units", None)),
         }
         for setting, limit in limits.items():
             value = getattr(part, setting, 0)

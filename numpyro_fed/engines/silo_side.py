@@ -268,8 +268,8 @@ class SiloSide:
         checks = CallChecks(worker, wide, both, rows, getattr(self.fit, "algorithm", None))
         for place in self.folder.glob("slot-*.bin"):
             slot, data = int(place.stem.removeprefix("slot-")), read_sealed(place, "slot")
-            worker.kept[slot], kinds, kind = unpack(data)
-            checks.kept[slot] = Kept(kind, kinds, len(data))
+            worker.kept[slot], kinds, kind, units = unpack(data)
+            checks.kept[slot] = Kept(kind, kinds, len(data), units)
         if self.guard is not None:
             self._worded(self.guard.join, known.names, pack(request["silos"]))
         # all or nothing: a server that was refused must not have its calls answered
@@ -390,14 +390,15 @@ class SiloSide:
         assert self.checks is not None
         assert call.write is not None
         kind = name_of(type(call.local))
-        data = pack((new, kinds, kind))
+        units = self.checks.units(call.local)
+        data = pack((new, kinds, kind, units))
         if len(data) + sum(kept.size for kept in self.checks.kept.values()) > MAX_KEPT:
             raise Refusal(
                 f"it keeps {MAX_KEPT >> 20:,} MiB; expected a server that has it forget some"
             )
         write_sealed(self.folder / f"slot-{call.write}.bin", data, "slot")
         self.worker.kept[call.write] = new
-        self.checks.kept[call.write] = Kept(kind, kinds, len(data))
+        self.checks.kept[call.write] = Kept(kind, kinds, len(data), units)
 
     @staticmethod
     def _worded(check: Callable, *args: Any) -> Any:

@@ -171,16 +171,23 @@ class RoundGuard:
                 self._append("history.txt", str(call.write), label)
         if kind == _INIT:
             return call, Ticket("", "", b"")
-        drawn = label if self.privacy is None else digest
+        drawn = self._drawn(label, digest)
         call = with_own_keys(call, self.secret, drawn)
-        return call, Ticket(
-            label, drawn, hashlib.sha256(self.secret + b"noise" + digest.encode()).digest()
-        )
+        noise = hashlib.sha256(self.secret + b"noise" + drawn.encode()).digest()
+        return call, Ticket(label, drawn, noise)
+
+    def _drawn(self, label: str, digest: str) -> str:
+        """Return the name by which noise and draws are made.
+
+        With privacy it has the history too. By the digest alone, two histories that lead to one
+        state would have one noise, and equal replies would tell that the states are equal.
+        """
+        return label if self.privacy is None else hashed(label.encode(), digest.encode())
 
     def _count(self, label: str, digest: str) -> None:
         """Note a round before it is answered, or refuse it."""
         answered = list(self._lines("answered.txt"))
-        noted = {digest if self.privacy is not None else label for label, digest in answered}
+        noted = {self._drawn(*pair) for pair in answered}
         if any(drawn not in noted for drawn, _ in self._lines("sent.txt")):
             raise ValueError(
                 "its answered.txt lacks rounds that its sent.txt has: some of it was lost; "
@@ -194,7 +201,7 @@ class RoundGuard:
                 "it was asked for this sum before, from another state; expected each sum to be "
                 "asked for once"
             )
-        spent = len({digest for _, digest in answered} - {digest})
+        spent = len(set(answered) - {(label, digest)})
         if self.privacy is not None and spent >= self.privacy.num_rounds:
             raise ValueError(
                 f"its budget of privacy is spent: it has answered {spent} rounds, expected at most "
@@ -226,7 +233,7 @@ class RoundGuard:
             if before is None:
                 self._append("sent.txt", ticket.drawn, told)
         if self.sums:  # of float64, in which whole units of the grid are exact
-            return masked(leaves, self.name, self.shared, ticket.label.encode())
+            return masked(leaves, self.name, self.shared, ticket.label.encode(), self.secret)
         return [x.astype(dtype) for x, dtype in zip(leaves, types, strict=True)]
 
     def _lines(self, name: str) -> Iterator[tuple[str, str]]:

@@ -16,6 +16,7 @@ is asked for again. The protocol is the one-round core of Bonawitz et al. (2017)
 aggregation for privacy-preserving machine learning, CCS, without its recovery of lost silos.
 """
 
+import hashlib
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -135,30 +136,44 @@ def _stream(secret: bytes, info: bytes, like: np.ndarray) -> np.ndarray:
     return np.frombuffer(encryptor.update(bytes(like.nbytes)), like.dtype).reshape(like.shape)
 
 
-def _fixed(x: np.ndarray) -> list[np.ndarray]:
-    """Numbers in fixed point, and which have no such form; of flags, which are not set."""
+def _fixed(x: np.ndarray, seed: bytes) -> list[np.ndarray]:
+    """Return numbers in fixed point, and marks of those that have no such form; or of flags.
+
+    A mark is zero, or a random number. So a sum of marks tells that a silo has marked it, and not
+    how many have; and a marked number is random, so that the sum of the others is not told.
+
+    :param seed: of random numbers, the same if the same call comes again.
+    """
+    bad = ~x if x.dtype == bool else ~(np.isfinite(x) & (np.abs(x) <= LARGEST))
+    words = np.frombuffer(hashlib.shake_256(seed).digest(12 * x.size), np.uint32).reshape(
+        3, *x.shape
+    )
+    marks = np.where(bad, np.maximum(words[0], 1), 0).astype(np.uint32)
     if x.dtype == bool:
-        return [(~x).astype(np.uint16)]
-    usable = np.isfinite(x) & (np.abs(x) <= LARGEST)
-    number = np.rint(np.where(usable, x, 0.0).astype(np.float64) / _RESOLUTION).astype(np.int64)
-    return [number.astype(np.uint64), (~usable).astype(np.uint16)]
+        return [marks]
+    number = np.rint(np.where(bad, 0.0, x).astype(np.float64) / _RESOLUTION).astype(np.int64)
+    chosen = words[1].astype(np.uint64) << np.uint64(32) | words[2]
+    return [np.where(bad, chosen, number.astype(np.uint64)), marks]
 
 
 def masked(
-    leaves: list[np.ndarray], name: str, shared: Mapping[str, bytes], label: bytes
+    leaves: list[np.ndarray], name: str, shared: Mapping[str, bytes], label: bytes, secret: bytes
 ) -> list[np.ndarray]:
     """A silo's arrays of numbers and flags with masks.
 
     :param shared: the secret shared with each of the others, by name.
     :param label: of this sum alone.
+    :param secret: the silo's own, for what stands in the place of numbers that are not finite.
     """
+    seed = hashlib.sha256(secret + b"marks" + label).digest()
+    parts = [x for i, leaf in enumerate(leaves) for x in _fixed(leaf, seed + str(i).encode())]
     out = []
-    for place, x in enumerate(part for leaf in leaves for part in _fixed(leaf)):
+    for place, x in enumerate(parts):
         total = x
-        for other, secret in shared.items():
+        for other, common in shared.items():
             first, second = sorted((name, other))
             info = b"\0".join([first.encode(), second.encode(), label, str(place).encode()])
-            mask = _stream(secret, info, x)
+            mask = _stream(common, info, x)
             total = total + mask if name == first else total - mask
         out.append(total)
     return out
@@ -168,7 +183,7 @@ def types_masked(kind: Any) -> Any:
     """Types of a masked reply, of those of the plain one: numbers become pairs."""
 
     def one(x: Any) -> Any:
-        flags = jax.ShapeDtypeStruct(x.shape, np.uint16)
+        flags = jax.ShapeDtypeStruct(x.shape, np.uint32)
         return flags if x.dtype == bool else (jax.ShapeDtypeStruct(x.shape, np.uint64), flags)
 
     return jax.tree.map(one, kind)
@@ -190,12 +205,12 @@ def opened(replies: Any, like: np.dtype) -> Any:
 
     def one(x: Any) -> np.ndarray:
         if not _is_pair(x):
-            return np.asarray(np.add.reduce(x, axis=0, keepdims=True, dtype=np.uint16) == 0)
+            return np.asarray(np.add.reduce(x, axis=0, keepdims=True, dtype=np.uint32) == 0)
         total = (
             np.add.reduce(x[0], axis=0, keepdims=True, dtype=np.uint64).astype(np.int64)
             * _RESOLUTION
         )
-        unusable = np.add.reduce(x[1], axis=0, keepdims=True, dtype=np.uint16)
+        unusable = np.add.reduce(x[1], axis=0, keepdims=True, dtype=np.uint32)
         return np.where(unusable > 0, np.nan, total).astype(like)
 
     return jax.tree.map(one, replies, is_leaf=_is_pair)
