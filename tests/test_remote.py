@@ -160,10 +160,10 @@ def test_the_server_holds_no_rows():
     assert all(isinstance(x, jax.ShapeDtypeStruct) for x in remote.rows.values())
     assert jax.tree.leaves(remote) == []
     with pytest.raises(
-        ValueError, match=r"rows of \['silo 0', .*\] are elsewhere, and are not pooled"
+        ValueError, match=r"silos \['silo 0', .*\] are remote, and their rows are not pooled"
     ):
         _ = remote.pooled
-    with pytest.raises(ValueError, match="rows of silo 'silo 1' are elsewhere"):
+    with pytest.raises(ValueError, match="silo 'silo 1' is remote"):
         _ = remote["silo 1"]
 
 

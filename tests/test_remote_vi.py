@@ -558,7 +558,7 @@ def test_bad_input_in_words():
         svi.evaluate(there.state, remote)
     with pytest.raises(
         ValueError,
-        match=r"expected fed\.Silos, got MixedSilos: silos elsewhere are of one structure",
+        match=r"expected fed\.Silos, got MixedSilos: remote silos of several structures",
     ):
         fed.RemoteSilos(three_kinds_silos(), fed.Loopback(silos))
     same(
@@ -698,7 +698,7 @@ def test_checkpoints_in_words(tmp_path):
             go_on(**options)
     # silos that have lost what they kept: another carrier
     with pytest.warns(
-        UserWarning, match=r"has nothing of what this run kept there; expected the carrier"
+        UserWarning, match=r"no longer has the states of this run; expected the carrier"
     ):
         assert len(go_on(8, over(silos)).losses) == 6
     data = place.read_bytes()

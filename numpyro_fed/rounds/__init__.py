@@ -1,4 +1,1 @@
-"""A round between a server and its silos.
-
-The contract, silos at hand and remote, bytes and files.
-"""
+"""Rounds between a server and its silos: the contract, inline and remote silos, bytes, files."""

@@ -1,4 +1,4 @@
-"""The server's checkpoint of a run: one file, replaced as a whole."""
+"""Checkpoint of a run at the server: one file, which each write replaces as a whole."""
 
 import warnings
 from contextlib import AbstractContextManager, nullcontext
@@ -18,10 +18,12 @@ __all__ = ["Checkpoint", "facts_of_run"]
 
 
 class Checkpoint:
-    """A file that holds a run after some rounds.
+    """File with the state of a run.
 
-    :param place: its name, or ``None``: there is none.
-    :param every: rounds from one to the next.
+    :param place: its path, or ``None`` for no checkpoint.
+    :param every: number of rounds from one write to the next.
+    :raises ValueError: for an ``every`` that is no positive whole number.
+    :raises FileNotFoundError: if the folder of the file does not exist.
     """
 
     def __init__(self, place: str | Path | None, every: int) -> None:
@@ -36,21 +38,22 @@ class Checkpoint:
         self._warned = False
 
     def held(self) -> AbstractContextManager[None]:
-        """Hold the file while a run uses it.
+        """Return a context in which no other run can use the file.
 
-        :raises ValueError: naming the file, where another run uses it.
+        :raises ValueError: naming the file, if another run uses it.
         """
         return nullcontext() if self.place is None else locked(self.place)
 
     def due(self, made: int, total: int) -> bool:
-        """Whether one is to be written after so many rounds."""
+        """Return whether the file is due after ``made`` of ``total`` rounds."""
         return self.place is not None and (made % self.every == 0 or made == total)
 
     def save(self, values: dict[str, Any], carrier: Carrier) -> bool:
-        """Write what a run has.
+        """Write the state of a run and the position of its carrier.
 
-        :return: whether it was written; if not, silos have to keep what the last one names.
-        :warns UserWarning: once, where it cannot be written.
+        :return: whether the file was written. If not, silos have to keep the slots that the last
+            one names.
+        :warns UserWarning: the first time that the file cannot be written.
         """
         assert self.place is not None
         data = pack({**values, "carrier": carrier.position()})
@@ -61,7 +64,7 @@ class Checkpoint:
                 warnings.warn(
                     f"{self.place}: the checkpoint could not be written ({error}); the run goes "
                     "on, its results are kept in memory, "
-                    "and the next that is due is tried again: make room on the disk",
+                    "and it tries again when the next checkpoint is due: make room on the disk",
                     stacklevel=4,
                 )
             self._warned = True
@@ -69,9 +72,11 @@ class Checkpoint:
         return True
 
     def load(self, carrier: Carrier) -> dict[str, Any] | None:
-        """What was saved, or ``None``; the carrier goes on counting where it was.
+        """Return the saved state, or ``None`` without a file.
 
-        :raises ValueError: in words, where the file is no checkpoint, or a broken one.
+        The carrier continues from its saved position.
+
+        :raises ValueError: naming the file, if it is no checkpoint or a damaged one.
         """
         if self.place is None or not self.place.exists():
             return None
@@ -87,11 +92,11 @@ class Checkpoint:
         return dict(values)
 
     def same_run(self, saved: dict[str, Any], facts: dict[str, Any]) -> None:
-        """Refuse a checkpoint whose facts are others, in words."""
+        """Raise a ``ValueError`` if the facts of a saved state are not those of this run."""
         for name, expected in facts.items():
             got = saved.get(name)
             if got != expected:
-                if isinstance(got, dict) and isinstance(expected, dict):  # which are long
+                if isinstance(got, dict) and isinstance(expected, dict):  # long: show differences
                     differ = [k for k in {**got, **expected} if got.get(k) != expected.get(k)]
                     got, expected = ({k: x.get(k) for k in differ} for x in (got, expected))
                 raise ValueError(
@@ -101,7 +106,7 @@ class Checkpoint:
 
 
 def facts_of_run(rng_key: Array, silos: Silos) -> dict[str, Any]:
-    """What checkpoints of the same run have, whatever runs: the seed, and the silos' sizes."""
+    """Return the facts by which the checkpoints of any run are told apart: seed and silo sizes."""
     key = random.key_data(rng_key) if jnp.issubdtype(rng_key.dtype, dtypes.prng_key) else rng_key
     return {
         "silos": {

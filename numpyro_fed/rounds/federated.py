@@ -1,4 +1,4 @@
-r"""The contract between an algorithm and whatever carries its messages.
+r"""Contract between an algorithm and the engine that carries its messages.
 
 Every algorithm of the library is a :class:`Federated`: four pure functions over pytrees. A *round*
 is
@@ -6,12 +6,12 @@ is
 .. code-block:: text
 
     server    message = broadcast(key, server_state)
-    silo s    reply, silo_state = local(key_s, message, silo_state, view)        where the data are
+    silo s    reply, silo_state = local(key_s, message, silo_state, view)        beside the data
     server    server_state, info = merge(server_state, replies)
 
-Only ``message`` and ``reply`` cross a silo's border. ``silo_state`` (local latents, their
-coordinates) stays. An engine (:mod:`numpyro_fed.engines`) decides where ``local`` runs: it may
-address all silos in a round, or the one that a traveling chain visits.
+Only ``message`` and ``reply`` enter and leave a silo. ``silo_state`` (local latents, their
+coordinates) stays in it. An engine (:mod:`numpyro_fed.engines`) decides where ``local`` runs. A
+round addresses all silos, or the one that a chain visits.
 """
 
 import math
@@ -25,15 +25,15 @@ __all__ = ["Cost", "Federated", "Ledger", "message_bytes"]
 
 
 class Federated(NamedTuple):
-    """An algorithm as ``init / broadcast / local / merge``.
+    """Algorithm as ``init / broadcast / local / merge``.
 
     * ``init(key, ...) -> server_state``
     * ``broadcast(key, server_state) -> message``
     * ``local(key, message, silo_state, view) -> (reply, silo_state)``, with ``view`` a
       :class:`~numpyro_fed.data.views.SiloView` or :class:`~numpyro_fed.data.views.SiloRows`
-    * ``merge(server_state, replies) -> (server_state, info)``; ``replies`` have a leading axis over
-      silos where all were addressed, and none where one was. An algorithm for all silos takes
-      ``weights`` of the replies as a third argument, zero for a silo that did not answer.
+    * ``merge(server_state, replies) -> (server_state, info)``. If the round addressed all silos,
+      ``replies`` have a leading axis over silos. An algorithm for all silos can take ``weights`` of
+      the replies ``(S,)`` as a third argument, zero for a silo that did not answer.
     """
 
     init: Callable[..., Any]
@@ -43,7 +43,7 @@ class Federated(NamedTuple):
 
 
 def message_bytes(message: Any) -> int:
-    """Size of a message in bytes: the sum over its array leaves (shapes suffice)."""
+    """Return the size of a message's arrays in bytes; shapes and types suffice."""
     return sum(
         math.prod(x.shape) * x.dtype.itemsize
         for x in jax.tree.leaves(message)
@@ -52,7 +52,7 @@ def message_bytes(message: Any) -> int:
 
 
 class Cost(NamedTuple):
-    """What something cost each silo: rounds, gradient evaluations, bytes sent to it and from it."""
+    """Cost of a step of a fit to each silo: rounds, gradient evaluations, bytes both ways."""
 
     rounds: int = 0
     gradient_evaluations: int = 0
@@ -63,18 +63,18 @@ class Cost(NamedTuple):
         return Cost(*(a + b for a, b in zip(self, other, strict=True)))
 
     def times(self, number: int) -> "Cost":
-        """The cost of so many."""
+        """Return the cost of ``number`` such steps."""
         return Cost(*(number * a for a in self))
 
 
 @dataclass(frozen=True)
 class Ledger:
-    """What a fit cost each silo: lists in the order of ``silos``.
+    """Costs of a fit to each silo, in the order of ``silos``.
 
     :param silos: names of the silos.
     :param rounds: rounds in which the silo was addressed.
-    :param gradient_evaluations: evaluations of the gradient of the silo's term (a minibatch counts
-        as one).
+    :param gradient_evaluations: evaluations of the gradient of the silo's term; a minibatch counts
+        as one.
     :param bytes_down: bytes sent to the silo.
     :param bytes_up: bytes that left the silo.
     """

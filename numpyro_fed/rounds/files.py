@@ -1,6 +1,4 @@
-"""Files that are whole or not there at all, that say what they are, and that one process has at a
-time.
-"""
+"""Files that are written as a whole, have a header and a checksum, and can be locked."""
 
 import fcntl
 import hashlib
@@ -18,7 +16,7 @@ _HEADER = len(_MARK) + 1 + _KIND + 8 + 32
 
 
 def write_whole(place: Path, data: bytes) -> None:
-    """Write a file as a whole, or not at all, also where the power fails."""
+    """Write a file as a whole or not at all, even if the power fails."""
     beside = place.with_name(f"{place.name}.{os.getpid()}.new")
     try:
         with beside.open("wb") as out:
@@ -37,9 +35,9 @@ def write_whole(place: Path, data: bytes) -> None:
 
 
 def write_sealed(place: Path, data: bytes, kind: str) -> None:
-    """Write a file as a whole, with a header of what it is and a checksum.
+    """Write a file as a whole, with a header and a checksum.
 
-    :param kind: at most 16 letters, which :func:`read_sealed` has to be given too.
+    :param kind: the kind of file, at most 16 letters; :func:`read_sealed` expects the same.
     """
     seal = bytes([_VERSION]) + kind.encode().ljust(_KIND) + len(data).to_bytes(8, "little")
     checksum = hashlib.sha256(seal + data).digest()
@@ -47,9 +45,9 @@ def write_sealed(place: Path, data: bytes, kind: str) -> None:
 
 
 def read_sealed(place: Path, kind: str) -> bytes:
-    """Return the data of :func:`write_sealed`.
+    """Return the data that :func:`write_sealed` wrote.
 
-    :raises ValueError: in words, for a file that is missing, cut off, changed, or another.
+    :raises ValueError: naming the file, if it is missing, cut off, changed, or of another kind.
     """
     try:
         whole = place.read_bytes()
@@ -85,10 +83,10 @@ def read_sealed(place: Path, kind: str) -> bytes:
 
 @contextmanager
 def locked(place: Path, *, wait: bool = False) -> Iterator[None]:
-    """Hold a file for this process alone, by a lock on a file beside it.
+    """Hold a file for this run alone, by a lock on a second file beside it.
 
-    :param wait: wait while another process or run has it.
-    :raises ValueError: naming the file, where another process or run has it.
+    :param wait: wait until the other run releases the file, instead of raising.
+    :raises ValueError: naming the file, if another process or run holds it.
     """
     with place.with_name(place.name + ".lock").open("w") as lock:
         try:

@@ -1,7 +1,7 @@
-"""The default engine: all silos in this process, rounds traced into one program.
+"""Default engine: all silos in this process, rounds traced into one program.
 
-Keys are folded from the round's key and the silo's number, never from the order of execution, so
-that other engines draw the same.
+A silo's key depends on the round's key and the silo's number, and not on the order of execution.
+Other engines therefore draw the same.
 """
 
 from collections.abc import Callable
@@ -25,8 +25,8 @@ def ask_all(
 ) -> tuple[Any, Any]:
     """Send a message to every silo and collect the replies, vmapped over buckets of similar size.
 
-    :param local: the algorithm's ``local``; hashable by value, so that equal algorithms share a
-        program.
+    :param local: the algorithm's ``local``. It is hashable by value, so that equal algorithms share
+        a program.
     :param silo_states: as for :func:`~numpyro_fed.data.views.sweep`.
     :return: replies stacked over silos, and the new silo states.
     """
@@ -54,10 +54,10 @@ def round_one(
     number: Array,
     group: str | None,
 ) -> tuple[Any, Any, Any]:
-    """One round that addresses one silo, whose number may be traced.
+    """Run a round that addresses one silo; its number may be traced.
 
-    :param silo_states: a pytree of rows: with a leading axis over the elements of ``group``, silo
-        after silo, or over silos where ``group`` is ``None``.
+    :param silo_states: a pytree of rows. Its leading axis is over the elements of ``group``, silo
+        after silo; if ``group`` is ``None``, over silos.
     :return: the new server state, the merge's info, and the silo states with the visited silo's
         rows replaced.
     """
@@ -76,15 +76,15 @@ def round_one(
 
 
 def key_of(key: Array, number: Array) -> Array:
-    """The key that a silo uses in a round that addresses it alone."""
+    """Return the key of a silo in a round that addresses it alone."""
     return random.fold_in(random.split(key)[1], number)
 
 
 def key_among(key: Array, part: int, number: Array) -> Array:
-    """The key that a silo uses in a round that addresses all.
+    """Return the key of a silo in a round that addresses all silos.
 
-    :param part: of its structure.
-    :param number: its own, there.
+    :param part: number of the silo's structure.
+    :param number: number of the silo within its structure.
     """
     return random.fold_in(random.fold_in(key, part), number)
 
@@ -97,15 +97,16 @@ def round_all(
     stacks: list[SiloRows],
     weights: Array | None = None,
 ) -> tuple[Any, Any, list]:
-    """One round that addresses all silos, or those of nonzero weight, vmapped over stacks of equal
-    shape.
+    """Run a round that addresses all silos, or those of nonzero weight.
+
+    The silos are vmapped over stacks of equal shape.
 
     :param silo_states: for each stack a pytree with a leading axis over its silos; a scalar is the
         same in all of them.
     :param stacks: the silos' rows, from :func:`~numpyro_fed.data.views.stack`.
-    :param weights: of the silos' replies, in the order of the stacks, ``(S,)``; a silo of weight
-        zero is not addressed, and keeps its state (in this engine it is computed all the same).
-        ``None``: all silos, ``merge`` is called without weights.
+    :param weights: weights of the silos' replies, in the order of the stacks, ``(S,)``. A silo of
+        weight zero keeps its state; this engine computes its reply nevertheless. ``None`` addresses
+        all silos, and calls ``merge`` without weights.
     :return: the new server state, the merge's info, and the silo states.
     """
     message = algorithm.broadcast(key, server_state)
@@ -115,7 +116,7 @@ def round_all(
         def one(rows: SiloRows, own: Any) -> tuple[Any, Any]:
             return algorithm.local(key_among(key, rows.part, rows.number), message, own, rows)
 
-        # what is one number for all silos (the clock of silos in step) stays one
+        # a scalar is the same for all silos, and stays a scalar
         axes = jax.tree.map(lambda x: 0 if x.ndim else None, own)
         reply, new = jax.vmap(one, in_axes=(rows.axes, axes), out_axes=(0, axes))(rows, own)
         count = rows.number.shape[0]

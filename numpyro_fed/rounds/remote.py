@@ -1,13 +1,10 @@
-"""Silos whose rows are elsewhere.
+"""Remote silos, whose rows the server does not have: calls, carriers and the workers of the silos.
 
-What the server knows of them, how it asks them, and what answers there.
-
-The server knows names, numbers of rows, and the types of a row: :class:`RemoteSilos`. All that it
-wants of the rows it asks for by *calls*: an algorithm's ``local``, a key, a message. A
-:class:`SiloWorker` answers them from its own rows; what is private to it (local latents, the local map)
-it keeps in numbered slots, of which the server only ever sees the numbers. A carrier brings calls
-and replies across: :class:`Loopback` in one process, :mod:`numpyro_fed.engines.spmd` over JAX
-processes.
+The server knows the silos' names, numbers of rows, and the types of a row: :class:`RemoteSilos`. It
+sends *calls* to the silos: an algorithm's ``local``, a key, a message. A :class:`SiloWorker`
+answers them from its own rows. The worker keeps private states (local latents, the local map) in
+numbered slots, and the server sees only the numbers. A carrier brings calls and replies across:
+:class:`Loopback` in one process, :mod:`numpyro_fed.engines.spmd` over JAX processes.
 """
 
 import uuid
@@ -43,21 +40,22 @@ __all__ = [
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Kept:
-    """Number that stands, at the server, for what silos keep for themselves."""
+    """Number of a slot, in place of the private states that silos keep in it."""
 
     slot: int = field(metadata={"static": True})
 
 
 class Call(NamedTuple):
-    """Question to one silo.
+    """Call of one silo.
 
-    :param number: the silo's.
+    :param number: number of the silo.
     :param local: hashable ``local(key, message, state, view) -> (reply, state)``.
-    :param key: as the silo is to use it.
-    :param message: what it is told.
-    :param read: slots of what it starts from, as a pytree: a number, some numbers, or ``None``.
-    :param write: slot where it keeps its new private state. A slot is written once, so that a call
-        may be made again.
+    :param key: key for ``local``.
+    :param message: message for ``local``.
+    :param read: slots of the states that the call starts from, as a pytree: one number, a tuple of
+        numbers, or ``None``.
+    :param write: slot for the silo's new private state, or ``None``. A slot is written once, so
+        that a call may be made again.
     """
 
     number: int
@@ -69,49 +67,49 @@ class Call(NamedTuple):
 
 
 _SMALL = 1 << 13  # rows up to which a silo is padded to the largest, so that silos share a program
-TRIES = 5  # times that a silo is asked that a round cannot do without
+TRIES = 5  # calls of a silent silo that the round needs
 
 
 class SiloError(RuntimeError):
-    """Error of a silo that says in words why it does not answer, or stays silent."""
+    """Error of a silo that refuses a call, with its reason, or that does not answer."""
 
 
 class Carrier:
-    """Brings calls to silos and replies back.
+    """Carrier of calls to silos and of their replies.
 
-    :param sites: those of this process, by number.
-    :ivar token: a name of its own, by which states that are kept under its slots are known.
+    :param workers: workers of the silos in this process, by number.
+    :ivar token: random name of the carrier; states in its slots are recognized by it.
     """
 
-    guarded = False  # whether silos have guards, which add exact noise
+    guarded = False  # True if silos have guards, which add exact noise
 
     def __init__(self, workers: dict[int, "SiloWorker"]) -> None:
         self.workers = workers
         self.token = uuid.uuid4().hex
         self.next_slot = 0
-        self._kinds: dict[int, Any] = {}  # of what each slot holds
+        self._kinds: dict[int, Any] = {}  # types of the state in each slot
         self._types: dict[Any, Any] = {}
 
     def ask(self, calls: list[Call]) -> list[Any]:
-        """The replies in the order of the calls; ``None`` for a silo that did not answer."""
+        """Return the replies in the order of the calls; ``None`` for a silo that did not answer."""
         raise NotImplementedError
 
     def new_slot(self) -> int:
-        """A number under which a silo keeps something; no two calls that write have the same."""
+        """Return a new slot's number; each call that writes needs one of its own."""
         self.next_slot += 1
         return self.next_slot - 1
 
     def check(self, check: Callable[[Silos], None]) -> None:
-        """Have the silos' rows checked where they are trusted with it.
+        """Have each process check the rows of its own silos.
 
-        :param check: raises a ValueError for silos whose rows are wrong.
+        :param check: a function that raises a ``ValueError`` for silos with wrong rows.
         """
         raise NotImplementedError
 
     def forget(self, slots: list[int], *, now: bool = False) -> None:
-        """Have silos forget what they keep under some numbers.
+        """Have silos forget the states in some slots.
 
-        :param now: not only when they are asked next.
+        :param now: whether to tell them at once, and not with their next call.
         """
         for slot in slots:
             self._kinds.pop(slot, None)
@@ -119,20 +117,20 @@ class Carrier:
                 site.kept.pop(slot, None)
 
     def position(self) -> dict[str, Any]:
-        """The count of slots and what they hold, for a checkpoint."""
+        """Return the number of the next slot and the types in all slots, for a checkpoint."""
         return {"next": self.next_slot, "kinds": list(self._kinds.items())}
 
     def go_on(self, position: dict[str, Any]) -> None:
-        """Count on from a checkpoint."""
+        """Continue from the position in a checkpoint."""
         self.next_slot = max(self.next_slot, position["next"])
         self._kinds |= dict(position["kinds"])
 
     def type_of(self, call: Call, site: "SiloWorker") -> Any:
-        """Shapes and types of the reply to a call, which any silo's site tells, without asking it.
+        """Return shapes and types of the reply to a call, without making the call.
 
-        What the call writes is noted.
+        The carrier notes the types of the state that the call writes.
 
-        :param site: one whose rows may be types alone.
+        :param site: the worker of any silo; its rows may be types alone.
         """
         state = jax.tree.map(self._kinds.__getitem__, call.read)
         spec = types_of(call.message)
@@ -150,15 +148,12 @@ class Carrier:
 
 
 def types_of(tree: Any) -> Any:
-    """Shapes and types of arrays."""
+    """Return shapes and types of a pytree's arrays."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.asarray(x).dtype), tree)
 
 
 class SiloAlone(Silos):
-    """The rows of one silo, padded to the largest, under its own number.
-
-    Of the others their sizes are known.
-    """
+    """Rows of one silo, padded to the largest, and the sizes of all silos."""
 
     def offsets(self, group: str) -> np.ndarray:
         return np.zeros(len(self), int)
@@ -177,7 +172,7 @@ def _answer(
 
 
 def rows_of(view: SiloView) -> SiloRows:
-    """Return a site's rows, which lie padded already, as arrays of their own."""
+    """Return the rows of a worker's silo, padded, as arrays of their own."""
     silos = view.silos
     shared, static = split_shared(silos.shared)
     sizes = {group: view.size(group) for group, _ in view.pad}
@@ -185,11 +180,11 @@ def rows_of(view: SiloView) -> SiloRows:
 
 
 class SiloWorker:
-    """A silo's side: its rows, and what it keeps for itself.
+    """Worker of a silo, which has its rows and keeps its private states.
 
-    :param number: its place among all silos.
+    :param number: number of the silo among all silos.
     :param rows: its rows.
-    :param pad: to how many rows of each row group they are padded.
+    :param pad: number of rows in each row group after padding.
     """
 
     def __init__(self, number: int, rows: SiloAlone, pad: tuple[tuple[str, int], ...]) -> None:
@@ -197,13 +192,16 @@ class SiloWorker:
         self.kept: dict[int, Any] = {}
 
     def reply(self, call: Call, state: Any) -> tuple[Any, Any]:
-        """The reply to a call, and the new private state."""
-        number = np.int32(self.number)  # an array of JAX's would be one more program to dispatch
+        """Return the reply to a call, and the new private state."""
+        number = np.int32(self.number)  # a JAX array would dispatch one more program
         return _answer(call.local, self.pad, call.key, call.message, state, self.rows, number)
 
     def type_of(self, local: Callable, message: Any, state: Any) -> tuple[Any, Any]:
-        """Shapes and types of a reply and of the new private state, of a message's and of the old
-        one's.
+        """Return shapes and types of the reply and of the new private state.
+
+        :param local: the call's ``local``.
+        :param message: shapes and types of its message.
+        :param state: shapes and types of the state that it starts from.
         """
         number = jax.ShapeDtypeStruct((), jnp.int32)
         ask = partial(_answer, local, self.pad)
@@ -213,11 +211,14 @@ class SiloWorker:
         return found
 
     def answer(self, call: Call) -> Any:
-        """The reply to a call; the new private state stays here."""
+        """Return the reply to a call, and keep the new private state.
+
+        :raises SiloError: naming the silo, if a state that the call starts from is gone.
+        """
         if any(slot not in self.kept for slot in jax.tree.leaves(call.read)):
             raise SiloError(
-                f"silo {self.rows.names[self.number]!r} has nothing of what this run kept there; "
-                "expected the carrier, or the silo's folder, of before: delete the "
+                f"silo {self.rows.names[self.number]!r} no longer has the states of this run; "
+                "expected the carrier, or the silo's folder, with which the run began: delete the "
                 "checkpoint to start anew"
             )
         reply, new = self.reply(call, jax.tree.map(self.kept.__getitem__, call.read))
@@ -227,16 +228,16 @@ class SiloWorker:
 
 
 def worker_of(silos: Silos, name: str, known: Silos | None = None) -> SiloWorker:
-    """The site of one of the silos at hand.
+    """Return the worker of one of the silos in this process.
 
-    :param known: what is known of all silos, in whose order it is numbered; by default ``silos``
-        are all there are.
+    :param known: the facts about all silos, in whose order silos are numbered; by default
+        ``silos``.
     """
     here, known = silos.names.index(name), silos if known is None else known
     number = known.names.index(name)
     rows: dict[str, Array] = {}
     order: dict[str, Array] = {}
-    # what another silo says of its size costs this one no more than a small silo's time
+    # a false size of another silo costs this one the time of a small silo at most
     pad = tuple((g, max(n[number], min(max(n), _SMALL))) for g, n in known.sizes.items())
     for group, count in pad:
         inside = np.minimum(np.arange(count), known.sizes[group][number] - 1)
@@ -254,9 +255,9 @@ def worker_of(silos: Silos, name: str, known: Silos | None = None) -> SiloWorker
 
 
 def resized(known: Silos, sizes: Mapping[str, Sequence[int]]) -> Silos:
-    """Return what is known of silos, were they of other sizes; of rows types alone.
+    """Return the facts about silos with other sizes and no rows.
 
-    :param sizes: of each row group, by silo.
+    :param sizes: number of rows in each row group, by silo.
     """
     rows = {
         k: jax.ShapeDtypeStruct((sum(sizes[known.group[k]]), *x.shape[1:]), x.dtype)
@@ -266,10 +267,7 @@ def resized(known: Silos, sizes: Mapping[str, Sequence[int]]) -> Silos:
 
 
 def typed_worker(known: Silos) -> SiloWorker:
-    """A site of which types alone are known.
-
-    What it would answer to a call has shapes and types.
-    """
+    """Return a worker without rows, which gives shapes and types of replies alone."""
     most = largest(known)
     pad = dict(most)
     rows = {
@@ -284,10 +282,7 @@ def typed_worker(known: Silos) -> SiloWorker:
 
 
 class Loopback(Carrier):
-    """Carrier to silos that are all in this process, each with its own rows and state.
-
-    For tests.
-    """
+    """Carrier to silos in this process, each with its own rows and states, for tests."""
 
     def __init__(self, silos: Silos) -> None:
         super().__init__({n: worker_of(silos, name) for n, name in enumerate(silos.names)})
@@ -301,10 +296,11 @@ class Loopback(Carrier):
 
 
 class RemoteSilos(Silos):
-    """Silos whose rows are elsewhere, as the server knows them. Takes the place of :class:`Silos`.
+    """Remote silos, in place of :class:`Silos` at a server that does not have the rows.
 
-    :param known: names, sizes, row types and shared arguments; of its rows nothing is kept.
-    :param carrier: what asks the silos.
+    :param known: names, sizes, row types and shared arguments of the silos; its rows are dropped.
+    :param carrier: the carrier of calls and replies.
+    :raises ValueError: for silos of several structures.
     """
 
     carrier: Carrier
@@ -312,24 +308,26 @@ class RemoteSilos(Silos):
     def __init__(self, known: Silos, carrier: Carrier) -> None:
         if not isinstance(known, Silos):
             raise ValueError(
-                f"expected fed.Silos, got {type(known).__name__}: silos elsewhere are of one "
-                "structure, as what differs between structures is not built there"
+                f"expected fed.Silos, got {type(known).__name__}: remote silos of several "
+                "structures are not built; give all silos one structure"
             )
         self.__dict__.update(known.__dict__)
-        self.rows = {leaf: jax.ShapeDtypeStruct(x.shape, x.dtype) for leaf, x in known.rows.items()}  # type: ignore[misc]
+        self.rows = {  # type: ignore[misc]
+            leaf: jax.ShapeDtypeStruct(x.shape, x.dtype) for leaf, x in known.rows.items()
+        }
         self.order, self.carrier = {}, carrier
 
     def ask(self, calls: list[Call]) -> list[Any]:
-        """Replies to calls, ``None`` where a silo did not answer."""
+        """Return the replies to calls; ``None`` for a silo that did not answer."""
         return self.carrier.ask(calls)
 
     def ask_again(self, calls: list[Call], all_needed: bool = True) -> tuple[list[Any], np.ndarray]:
-        """Return replies, and how often each call was made: silent silos are asked five times.
+        """Return replies, and how often each call was made; silent silos are called five times.
 
-        The calls have to have the same answers when they are made again.
+        A call that is made again must have the same reply.
 
-        :param all_needed: whether each has to be answered, or one is enough.
-        :raises SiloError: naming the silos that did not.
+        :param all_needed: whether every call needs a reply; otherwise one reply is enough.
+        :raises SiloError: naming the silos that did not answer.
         """
         replies, times = list(self.ask(calls)) if calls else [], np.ones(len(calls), np.int64)
         for left in range(TRIES - 1, -1, -1):
@@ -345,9 +343,9 @@ class RemoteSilos(Silos):
         return replies, times
 
     def ask_for_sure(self, calls: list[Call]) -> list[Any]:
-        """Replies to calls that have to be answered while a fit is prepared.
+        """Return the replies to calls of a fit's setup, which needs every silo.
 
-        :raises RuntimeError: naming the silos that did not.
+        :raises RuntimeError: naming the silos that did not answer.
         """
         replies = self.ask(calls)
         lost = sorted(
@@ -367,9 +365,9 @@ class RemoteSilos(Silos):
     def ask_all(
         self, local: Callable, key: Array, message: Any, states: Kept | None
     ) -> tuple[Any, Kept | None]:
-        """Ask all silos, as :func:`numpyro_fed.rounds.inline.ask_all` does.
+        """Call all silos, as :func:`numpyro_fed.rounds.inline.ask_all` does.
 
-        New states stay in the silos, of a ``local`` that ``keeps`` them.
+        New states stay in the silos, if ``local.keeps`` is true.
         """
         tell = getattr(local, "tell", lambda message, number: message)
         slot = self.carrier.new_slot() if getattr(local, "keeps", False) else None
@@ -383,16 +381,18 @@ class RemoteSilos(Silos):
 
     @property
     def pooled(self) -> dict[str, Any]:
-        """Refused: rows stay where they are."""
+        """Raise a ``ValueError``: the rows of remote silos are not pooled."""
         raise ValueError(
-            f"the rows of {list(self.names)} are elsewhere, and are not pooled; expected fed.Silos "
-            "at hand"
+            f"silos {list(self.names)} are remote, and their rows are not pooled; expected "
+            "fed.Silos with its rows in this process"
         )
 
     def __getitem__(self, name: str) -> dict[str, Any]:
-        raise ValueError(f"the rows of silo {name!r} are elsewhere; expected fed.Silos at hand")
+        raise ValueError(
+            f"silo {name!r} is remote; expected fed.Silos with its rows in this process"
+        )
 
-    # As a pytree only its shared arguments are arrays.
+    # In this pytree the shared arguments alone are arrays.
 
     def _aux(self) -> tuple:
         specs = tuple(sorted(self.rows.items()))
