@@ -586,7 +586,7 @@ def test_silos_refuse_other_calls_and_replies_as_long_as_rows(tmp_path, monkeypa
     remote = connect(transport, linear)
     monkeypatch.setitem(packing._CLASSES, "Leak", Leak)
     monkeypatch.setattr(Leak, "_fields", (), raising=False)
-    call = fed.engines.remote.Call(0, Leak(), random.key(0), None)
+    call = Call(0, Leak(), random.key(0), None)
     with pytest.raises(RuntimeError, match="silo 'silo 0': it does not answer Leak"):
         remote.ask([call])
     monkeypatch.setitem(answers.ANSWERED, "Leak", answers.Answer("rows", "", 10))
@@ -614,7 +614,7 @@ def test_silos_refuse_settings_that_single_out_rows(tmp_path):
 
     def ask(local, message):
         with pytest.raises(RuntimeError) as error:
-            remote.ask([fed.engines.remote.Call(0, local, random.key(0), message)])
+            remote.ask([Call(0, local, random.key(0), message)])
         return str(error.value)
 
     kernel = fed.FSGLD(intercepts)
@@ -634,10 +634,7 @@ def test_silos_refuse_settings_that_single_out_rows(tmp_path):
         )
     assert "a number of elements that is not its own" in ask(ScoreLocal(factors, few, 1), point)
     assert (
-        remote.ask([fed.engines.remote.Call(0, ScoreLocal(factors, own, 1), random.key(0), point)])[
-            0
-        ]
-        is not None
+        remote.ask([Call(0, ScoreLocal(factors, own, 1), random.key(0), point)])[0] is not None
     )  # the control
 
 
