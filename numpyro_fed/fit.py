@@ -192,7 +192,7 @@ def _settable(model: Callable, silos: Silos | MixedSilos) -> SFVIAvg:
 def _of_rounds(result: VIResult) -> tuple[str, bool]:
     moved = float(result.state.server.moved)
     names, up = result.ledger.silos, sum(result.ledger.bytes_up) / 1e3
-    how = "settled" if moved <= CONVERGED else "has not settled"
+    how = "converged" if moved <= CONVERGED else "has not converged"
     return (
         f"q(theta) {how} in {len(result.losses)} conducive rounds of {len(names)} "
         f"silo{'' if len(names) == 1 else 's'}, {up:.1f} kB up in all "

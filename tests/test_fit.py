@@ -56,7 +56,7 @@ def test_draws_are_the_exact_posteriors():
     assert sd[0] < 0.5 * PRIOR_SD
     attrs = idata.posterior.attrs
     assert attrs["verdict"] == "sound"
-    assert "settled in" in attrs["report"]
+    assert "converged in" in attrs["report"]
     assert "Pareto's k" in attrs["report"]
 
 

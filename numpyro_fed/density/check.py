@@ -39,7 +39,7 @@ __all__ = [
     "check_factorization",
     "check_own_factorization",
     "elements_are_independent",
-    "prove_made_up",
+    "check_made_up",
 ]
 
 # ranges of made-up whole numbers, tried in turn: labels, counts, and ones for a count with a total;
@@ -118,14 +118,14 @@ def _pooled(factors: Factors, theta: dict, z: dict, silos: Silos) -> tuple[Array
 def check_factorization(factors: Factors, silos: Silos, *, seed: int = 0) -> None:
     """Raise a :class:`FactorizationError` unless the factors sum to the pooled model, value and gradient.
 
-    For remote silos the server checks made-up rows (:func:`prove_made_up`), and each silo checks
+    For remote silos the server checks made-up rows (:func:`check_made_up`), and each silo checks
     its own rows (:func:`check_own_factorization`). A carrier within one trust lets this process check the rows.
 
     :raises FactorizationError: with the sites whose gradients differ, and their silos.
     :warns UserWarning: for a single silo whose rows depend on each other.
     """
     if isinstance(silos, RemoteSilos):
-        prove_made_up(factors, silos, seed=seed)
+        check_made_up(factors, silos, seed=seed)
         # a carrier's silos lack the learned parameters
         learned = {k: v for k, v in silos.shared.items() if k == PARAMS}
         silos.carrier.check(lambda own: _check_sum(factors, own.with_shared(**learned), seed))
@@ -153,7 +153,7 @@ def check_own_factorization(factors: Factors, silos: Silos, *, seed: int = 0) ->
         _check_sum(factors, silos, seed)
 
 
-def prove_made_up(factors: Factors, silos: Silos, *, seed: int = 0) -> None:
+def check_made_up(factors: Factors, silos: Silos, *, seed: int = 0) -> None:
     """Raise a :class:`FactorizationError` unless two silos of made-up rows sum to the pooled model.
 
     The check needs no row of a silo. It passes where the model has no finite density at any made-up

@@ -29,7 +29,7 @@ _BLOCK_STEPS = 200  # local steps whose random numbers and rows are drawn togeth
 _BLOCK_BYTES = 8 << 20
 
 
-@wire_name("ChainPlan")
+@wire_name("LangevinConfig")
 @dataclass(frozen=True)
 class LangevinConfig:
     """Static facts of a kernel; kernels of equal plans share their compiled programs.

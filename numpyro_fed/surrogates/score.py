@@ -320,7 +320,7 @@ def fit(
         of_map = _whitening(near)
         if local is None:
             surrogates = replace(
-                surrogates, corrections=_bends(near, surrogates.factors, replies.correction)
+                surrogates, corrections=_corrections(near, surrogates.factors, replies.correction)
             )
     return ScoreFit(
         surrogates, local_map, of_map, _whitening(final), jnp.asarray(misfit), cost, draws
@@ -362,7 +362,7 @@ def fit_at(
     surrogates = final.surrogates
     if surrogates is not None and replies.correction is not None:
         surrogates = replace(
-            surrogates, corrections=_bends(state, surrogates.factors, replies.correction)
+            surrogates, corrections=_corrections(state, surrogates.factors, replies.correction)
         )
     cost = Cost(1, len(points), message_bytes(message), message_bytes(replies) // len(silos))
     some = thetas[np.linspace(0, len(thetas) - 1, NUM_DRAWS).astype(int)]
@@ -391,7 +391,7 @@ def _whitening(state: ServerState) -> Whitening:
     return Whitening(jnp.asarray(state.loc), jnp.asarray(state.scale))
 
 
-def _bends(state: ServerState, gaussians: Gaussian, regressions: Array) -> Corrections:
+def _corrections(state: ServerState, gaussians: Gaussian, regressions: Array) -> Corrections:
     """Return the silos' regressions less those of their Gaussians' scores.
 
     Regression is linear, and the server has points, weights and Gaussians.

@@ -42,7 +42,7 @@ from numpyro_fed.vi.loop import (
 from numpyro_fed.vi.options import Options
 from numpyro_fed.vi.remote import RemoteRounds, kept_by, ledger_of_calls
 from numpyro_fed.vi.result import VIResult, global_params, local_params, shape_of, stacked_params
-from numpyro_fed.vi.setup import Setup, first_params, make_setup, planned_alone
+from numpyro_fed.vi.setup import Setup, first_params, make_setup, config_of_silo
 
 __all__ = ["FederatedVI"]
 
@@ -94,9 +94,9 @@ class FederatedVI:
     def planned(self, known: Silos, independent: bool) -> FitConfig:
         """Return the plan of a remote silo's fit, as the silo makes it.
 
-        See :func:`~numpyro_fed.vi.setup.planned_alone`.
+        See :func:`~numpyro_fed.vi.setup.config_of_silo`.
         """
-        return planned_alone(self.model, self.guide, known, self._options, independent)
+        return config_of_silo(self.model, self.guide, known, self._options, independent)
 
     def factored(self, known: Silos) -> Factors:
         """Return the model's factors, with learned parameters as a shared argument."""

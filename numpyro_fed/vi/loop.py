@@ -46,7 +46,7 @@ class VIState(NamedTuple):
 
     :param server: the server's state.
     :param silos: for each stack of silos their states, which in a federation never leave them. For
-        remote silos an :class:`~numpyro_fed.vi.remote.Elsewhere`.
+        remote silos an :class:`~numpyro_fed.vi.remote.RemoteStates`.
     :param visits: number of rounds in which each silo took part, ``(S,)``, in the order of the
         stacks.
     """

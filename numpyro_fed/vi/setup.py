@@ -28,7 +28,7 @@ from numpyro_fed.vi.guides.normal import SiloNormal
 from numpyro_fed.vi.guides.user_guide import GuideFamily, guide_family, without_params
 from numpyro_fed.vi.options import Options
 
-__all__ = ["Setup", "first_params", "make_setup", "planned_alone"]
+__all__ = ["Setup", "first_params", "make_setup", "config_of_silo"]
 
 _CHECK_ROWS = 100_000  # rows to check in a fit by minibatches, as all may not fit into memory
 
@@ -106,7 +106,7 @@ def make_setup(model: Callable, guide: Any, silos: Silos | MixedSilos, options: 
     return Setup(config, parts, stacks, tuple(names), local)
 
 
-def planned_alone(
+def config_of_silo(
     model: Callable, guide: Any, known: Silos, options: Options, independent: bool
 ) -> FitConfig:
     """Return the plan of a remote silo's fit, as the silo makes it for itself.
