@@ -37,9 +37,9 @@ __all__ = [
     "LeakageLocal",
     "check_batch",
     "check_factorization",
+    "check_made_up",
     "check_own_factorization",
     "elements_are_independent",
-    "check_made_up",
 ]
 
 # ranges of made-up whole numbers, tried in turn: labels, counts, and ones for a count with a total;

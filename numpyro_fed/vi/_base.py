@@ -42,7 +42,7 @@ from numpyro_fed.vi.loop import (
 from numpyro_fed.vi.options import Options
 from numpyro_fed.vi.remote import RemoteRounds, kept_by, ledger_of_calls
 from numpyro_fed.vi.result import VIResult, global_params, local_params, shape_of, stacked_params
-from numpyro_fed.vi.setup import Setup, first_params, make_setup, config_of_silo
+from numpyro_fed.vi.setup import Setup, config_of_silo, first_params, make_setup
 
 __all__ = ["FederatedVI"]
 

@@ -28,7 +28,7 @@ from numpyro_fed.vi.guides.normal import SiloNormal
 from numpyro_fed.vi.guides.user_guide import GuideFamily, guide_family, without_params
 from numpyro_fed.vi.options import Options
 
-__all__ = ["Setup", "first_params", "make_setup", "config_of_silo"]
+__all__ = ["Setup", "config_of_silo", "first_params", "make_setup"]
 
 _CHECK_ROWS = 100_000  # rows to check in a fit by minibatches, as all may not fit into memory
 
