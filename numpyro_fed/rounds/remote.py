@@ -312,9 +312,7 @@ class RemoteSilos(Silos):
                 "structures are not built; give all silos one structure"
             )
         self.__dict__.update(known.__dict__)
-        self.rows = {  # type: ignore[misc]
-            leaf: jax.ShapeDtypeStruct(x.shape, x.dtype) for leaf, x in known.rows.items()
-        }
+        self.rows = types_of(known.rows)
         self.order, self.carrier = {}, carrier
 
     def ask(self, calls: list[Call]) -> list[Any]:
