@@ -147,6 +147,11 @@ class Carrier:
         return reply
 
 
+def _type(x: Any) -> Any:
+    """Return the type of an array, or of a type."""
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+
 def types_of(tree: Any) -> Any:
     """Return shapes and types of a pytree's arrays."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.asarray(x).dtype), tree)
@@ -312,7 +317,7 @@ class RemoteSilos(Silos):
                 "structures are not built; give all silos one structure"
             )
         self.__dict__.update(known.__dict__)
-        self.rows = types_of(known.rows)
+        self.rows = {leaf: _type(x) for leaf, x in known.rows.items()}
         self.order, self.carrier = {}, carrier
 
     def ask(self, calls: list[Call]) -> list[Any]:
