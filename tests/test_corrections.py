@@ -75,7 +75,7 @@ def test_they_cancel_in_the_mean_over_silos(setup):
     kernel, silos = setup
     config, tuning = kernel._config, kernel._tuning._replace(cut=jnp.asarray(jnp.inf))
     assert kernel.surrogates.corrections is not None
-    assert "bent" in repr(kernel.surrogates)
+    assert "corrected" in repr(kernel.surrogates)
     straight = tuning._replace(
         conducive=tuning.conducive._replace(corrections=None, total_corrections=None)
     )

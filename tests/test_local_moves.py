@@ -255,11 +255,11 @@ def test_a_stay_that_leaves_the_reals_restores_local_latents():
     view = view_of(silos, 1)
     rows = jax.tree.map(lambda v: np.asarray(v)[2:], tuning.latents.rows)
     eps = jnp.asarray(np.random.default_rng(17).normal(size=(3, 2)), jnp.float32)
-    stay = jax.jit(langevin.stay, static_argnums=0)
+    visit = jax.jit(langevin.visit, static_argnums=0)
     for step_size, finite in ((1e30, False), (1e-4, True)):
         tuned = tuning._replace(step_size=jnp.asarray(step_size))
         chain = Chain(jnp.array([0.1, 0.2]), jnp.zeros((), jnp.int32))
-        (end, stats), (after, _) = stay(config, tuned, random.key(0), chain, (eps, rows), view)
+        (end, stats), (after, _) = visit(config, tuned, random.key(0), chain, (eps, rows), view)
         assert bool(stats.finite) == finite
         assert np.array_equal(end.theta, chain.theta) == (not finite)
         assert np.array_equal(after, eps) == (not finite)

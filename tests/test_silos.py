@@ -318,12 +318,12 @@ REFUSED_BY_SILOS: dict[str, tuple[Callable[[], Any], str]] = {
     "missing argument": (
         lambda: Silos({"oslo": {"y": Y, "x": Y}, "rome": {"y": Y}}),
         "silo 'rome': expected the arguments \\['x', 'y'\\] as in silo 'oslo', got \\['y'\\]; "
-        r"silos of different structure: fed\.MixedSilos \(SFVI only\)$",
+        r"silos of different structure: fed\.MixedSilos \(variational fits alone\)$",
     ),
     "differing scalar": (
         lambda: Silos(two(y=(Y, Y + 1), k=(1, 2))),
         r"argument 'k' differs between silos.*silo 'oslo' has 1\. .*or the same value everywhere; "
-        r"silos of different structure: fed\.MixedSilos \(SFVI only\)$",
+        r"silos of different structure: fed\.MixedSilos \(variational fits alone\)$",
     ),
     "differing scalar array": (
         lambda: Silos(two(y=(Y, Y + 1), k=(np.float64(1), np.float64(2)))),

@@ -30,7 +30,7 @@ __all__ = [
 
 _PIECE = 1 << 16  # numbers that a check copies at a time: copying all would double the memory
 _MOST_MOVED = 1e-3  # most that rounding may move a number, in standard deviations of its column
-_MIXED = "silos of different structure: fed.MixedSilos (SFVI only)"
+_MIXED = "silos of different structure: fed.MixedSilos (variational fits alone)"
 
 
 def check_key(rng_key: Any) -> None:

@@ -48,7 +48,7 @@ __all__ = [
     "local_step",
     "move",
     "pick_rows",
-    "stay",
+    "visit",
 ]
 
 
@@ -93,7 +93,7 @@ def federated(config: LangevinConfig, tuning: Tuning) -> Federated:
     def local(
         key: Array, chain: Chain, state: tuple[Array, LocalMap] | None, view: SiloView
     ) -> tuple[tuple[Chain, VisitStats], Any]:
-        return stay(config, tuning, key, chain, state, view)
+        return visit(config, tuning, key, chain, state, view)
 
     def merge(chain: Chain, reply: tuple[Chain, VisitStats]) -> tuple[Chain, VisitStats]:
         return reply
@@ -103,7 +103,7 @@ def federated(config: LangevinConfig, tuning: Tuning) -> Federated:
     )
 
 
-def stay(
+def visit(
     config: LangevinConfig,
     tuning: Tuning,
     key: Array,

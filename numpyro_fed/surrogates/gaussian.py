@@ -250,5 +250,5 @@ class Surrogates:
         form = f"rank {precision.rank}" if isinstance(precision, LowRank) else form
         return (
             f"Surrogates({len(self)} silos, dimension {self.dim}, "
-            f"{form}{'' if self.corrections is None else ', bent'})"
+            f"{form}{'' if self.corrections is None else ', corrected'})"
         )
