@@ -1,1 +1,1 @@
-"""Noise, masks, keys and guards: what keeps a silo's replies from telling its rows."""
+"""Noise, masks, keys and guards, which keep a silo's rows from being read off its replies."""

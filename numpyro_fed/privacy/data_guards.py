@@ -1,4 +1,4 @@
-"""Guards of a silo: what its data must be before it takes part in any study."""
+"""Guards of a silo: conditions on its data, which it checks before it joins a study."""
 
 import math
 from dataclasses import dataclass
@@ -12,16 +12,17 @@ __all__ = ["Guards"]
 
 @dataclass(frozen=True)
 class Guards:
-    """Conditions that a data holder sets, as DataSHIELD and vantage6 have them; None turns one off.
+    """Conditions that a data holder sets, like those of DataSHIELD and vantage6.
 
-    They look at one silo's rows, in the silo, before anything leaves it. They are the silo's own
-    settings: no server can change them. ``numpyro-fed silo`` has them on.
+    They check one silo's rows, in the silo, before anything leaves it. They are the silo's own
+    settings: no server can change them. ``numpyro-fed silo`` has them on. ``None`` turns a
+    condition off.
 
-    :param min_rows: least rows of a silo, in each row group that no index points to.
-    :param min_level_rows: least rows of each level of a column with two values.
-    :param max_parameters_per_row: most global and learned parameters (unconstrained) for each such
-        row.
-    :param columns: the only arguments with rows that a model may use.
+    :param min_rows: smallest number of rows of a silo, in each row group that no index points to.
+    :param min_level_rows: smallest number of rows at each level of a column with two values.
+    :param max_parameters_per_row: largest number of global and learned parameters (unconstrained)
+        for each row, in each row group that no index points to.
+    :param columns: arguments with rows that a model may use; others are refused.
     :raises ValueError: for numbers out of range.
 
     Example::
@@ -46,11 +47,11 @@ class Guards:
                 raise ValueError(f"{name}: expected a number > 0, or None, got {value!r}")
 
     def check(self, silos: Silos, dim: int) -> None:
-        """Refuse a silo.
+        """Raise a ``ValueError`` if a silo does not meet the conditions.
 
         :param silos: one silo, with its rows.
-        :param dim: number of global parameters, unconstrained.
-        :raises ValueError: naming the guard, the silo, what is there and what is expected.
+        :param dim: number of global and learned parameters, unconstrained.
+        :raises ValueError: with the guard, the silo, the number that it has and the limit.
         """
         name, targets = silos.names[0], set(silos.index.values())
         sizes = {group: n[0] for group, n in silos.sizes.items() if group not in targets}
@@ -81,7 +82,7 @@ class Guards:
 
 
 def _check_levels(leaf: str, x: np.ndarray, name: str, least: int) -> None:
-    """Refuse an indicator column one of whose two levels has too few rows."""
+    """Raise a ``ValueError`` if a level of a column with two values has too few rows."""
     for place, column in enumerate(x.reshape(len(x), -1).T):
         low, high = column.min(), column.max()
         count = np.array([(column == low).sum(), (column == high).sum()])

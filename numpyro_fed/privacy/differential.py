@@ -1,34 +1,34 @@
-r"""Differential privacy of a silo's rows in SFVI: its gradient is cut and noised before it leaves.
+r"""Differential privacy of a silo's rows in SFVI, by clipping its gradient and adding noise to it.
 
-What a silo says in a round is the gradient g of its part of the bound in theta, in the coordinates
-whitened by q, and in the learned parameters. With privacy it says
+In a round without privacy, a silo sends the gradient g of its part of the bound in theta, in the
+coordinates whitened by q, and in the learned parameters. With privacy it sends
 
 .. math:: h \, (k + Z), \qquad k = \lfloor g \min(1, C / |g|) / h \rfloor \text{ towards zero},
 
-with a grid h that is a power of two and draws Z of the discrete Gaussian
-(:mod:`~numpyro_fed.privacy.discrete_gaussian`), and nothing else: not its part of the bound, nor
-whether its numbers are finite. That |k| is at most C / h is checked in whole numbers, so if all
-rows of a silo were others (so many, though: their number is told), k would move by at most 2 C / h.
-Whole numbers plus whole numbers have no low bits that give reals away, as floating point has
+and nothing else: neither its part of the bound, nor whether its numbers are finite. The grid h is a
+power of two, and Z are draws of the discrete Gaussian
+(:mod:`~numpyro_fed.privacy.discrete_gaussian`). The silo checks in whole numbers that |k| is at
+most C / h. If all rows of the silo changed, and not their number, k would therefore move by at most
+2 C / h. Sums of whole numbers have no low bits that reveal real numbers; floating point has
 (Mironov 2012).
 
-With noise of sd sigma C a round is rho-zCDP with :math:`\rho = 2 / \sigma^2`, in any dimension
-and also where a round depends on the replies before; rounds add up (Canonne, Kamath & Steinke
-2020). dp-accounting turns that into an epsilon at a delta. Where only sums are seen each of S
-silos adds a share of variance 1 / S. A sum of discrete Gaussians is one of the summed variance, but
-for terms of :math:`10 S \exp(-\pi^2 t^2)` with t a share's sd in units of h (Kairouz, Liu & Steinke
-2021): t is at least 100.
+With noise of sd sigma C a round is rho-zCDP with :math:`\rho = 2 / \sigma^2`. This holds in any
+dimension, and if a round depends on the replies before it; the rho of rounds add up (Canonne,
+Kamath & Steinke 2020). dp-accounting turns the sum into an epsilon at a delta. If the server sees
+sums alone, each of S silos adds a share of variance 1 / S. A sum of discrete Gaussians is a
+discrete Gaussian of the summed variance, up to terms of :math:`10 S \exp(-\pi^2 t^2)` with t a
+share's sd in units of h (Kairouz, Liu & Steinke 2021); t is at least 100.
 
-Silos at hand, in one process, have JAX's noise of the same sd (:func:`noised`): it shows what a
-federation would get, and promises nothing.
+Inline silos, in one process, have JAX's noise of the same sd (:func:`noised`). It shows the result
+of a federation, and protects nothing.
 
-What it costs: a gradient of norm above C is cut, which moves the optimum towards that of silos that
-weigh alike; and the noise of the averaged rounds moves q's mean, in its sds by about
-:func:`expected_error`. That number does not depend on T, as noise for more rounds is larger, and
-grows with the root of the number of silos, unless only their sum is seen (``secure_sum``): then
-each adds its share, and it falls.
+**Costs.** A gradient of norm above C is clipped, which moves the optimum towards that of silos with
+equal weights. The noise of the averaged rounds moves q's mean by about :func:`expected_error` of
+its sds. This number does not depend on T, since noise for more rounds is larger. It grows with the
+root of the number of silos. If the server sees their sum alone (``secure_sum``), each silo adds a
+share, and the number falls.
 
-References: Canonne, Kamath & Steinke (2020), The discrete Gaussian for differential privacy,
+**References.** Canonne, Kamath & Steinke (2020), The discrete Gaussian for differential privacy,
 NeurIPS; Kairouz, Liu & Steinke (2021), The distributed discrete Gaussian mechanism for federated
 learning with secure aggregation, ICML; Mironov (2012), On significance of the least significant
 bits for differential privacy, CCS; clipped and noised updates of a whole client: McMahan, Ramage,
@@ -52,10 +52,10 @@ from numpyro_fed.rounds.serialization import wire_name
 
 __all__ = ["Noise", "Privacy", "Spent", "expected_error", "noised", "noised_exactly"]
 
-_FINE = 13  # bits of C in units of the grid: what cutting towards zero moves is 1e-4 of C
+_FINE = 13  # bits of C in units of the grid: rounding towards zero moves a gradient by 1e-4 of C
 _SUMMED = 2.0**-20  # the grid of sums: secure_sum's fixed point
-_FEWEST = 256  # units of the grid that C has at least
-_LEAST_SHARE = 100  # units that the sd of a share of the noise has at least
+_FEWEST = 256  # smallest C in units of the grid
+_LEAST_SHARE = 100  # smallest sd of a share of the noise in units of the grid
 _ORDERS = (*(1 + i / 20 for i in range(1, 200)), *range(11, 512))  # of Renyi divergences
 
 _TAIL_VARIANCE = 81 / 17  # of the average with weights t^8, times the number of rounds
@@ -79,7 +79,7 @@ def _epsilon(rho: float, delta: float) -> float:
 
 @lru_cache(maxsize=64)
 def _rho(epsilon: float, delta: float) -> float:
-    """Return the largest rho whose epsilon at a delta is at most ``epsilon``, to 1e-9 of it."""
+    """Return the largest rho with at most ``epsilon`` at ``delta``, to a relative 1e-9."""
     low, high = 1e-12, 1e6
     while high > low * (1 + 1e-9):
         middle = math.sqrt(low * high)
@@ -88,11 +88,11 @@ def _rho(epsilon: float, delta: float) -> float:
 
 
 class Noise(NamedTuple):
-    """What a silo does to its gradient.
+    """Clipping norm and noise of a silo's gradient.
 
-    :param clip: the largest norm.
-    :param sd: of what it adds to each number; a whole number of units of ``grid``.
-    :param grid: on which its numbers are, a power of two.
+    :param clip: largest norm of the gradient.
+    :param sd: sd of the noise in each number; a whole multiple of ``grid``.
+    :param grid: spacing of the numbers that leave the silo, a power of two.
     """
 
     clip: float
@@ -103,21 +103,20 @@ class Noise(NamedTuple):
 @wire_name("Privacy")
 @dataclass(frozen=True)
 class Privacy:
-    """A budget of (epsilon, delta)-differential privacy for the rows of each silo, all of them
-    together.
+    """Budget of (epsilon, delta)-differential privacy for all rows of each silo together.
 
-    A silo whose rows were all others would send replies whose probabilities differ by at most a
-    factor ``exp(epsilon)``, but for events of probability ``delta``. That holds against whoever
-    sees all replies of ``num_rounds`` rounds, whatever else he knows; of numbers of rows, names,
-    types and shared arguments it says nothing.
+    If all rows of a silo changed, the probabilities of its replies would change by at most a factor
+    ``exp(epsilon)``, up to events of probability ``delta``. This holds against an observer who sees
+    all replies of ``num_rounds`` rounds, with any other knowledge. The budget does not cover
+    numbers of rows, names, types and shared arguments.
 
-    :param epsilon: the budget of a silo.
-    :param delta: likewise; below one over the number of persons, as a rule far below.
+    :param epsilon: epsilon of a silo.
+    :param delta: delta of a silo; choose it far below one over the number of persons.
     :param clip: C, the largest norm of a silo's gradient in coordinates whitened by q (nats per
-        posterior sd). Near the optimum of S silos alike with d global numbers these norms are about
-        ``sqrt(2 d / S)``: a start for it. Choosing it by looking at the rows spends privacy that
-        nobody counts.
-    :param num_rounds: rounds that the budget is for; a fit may make fewer and have spent less.
+        posterior sd). Near the optimum of S equal silos with d global numbers these norms are about
+        ``sqrt(2 d / S)``, a value to start with. A choice by looking at the rows spends privacy
+        outside the budget.
+    :param num_rounds: number of rounds in the budget; a fit with fewer spends less.
     :raises ValueError: for numbers out of range.
     :raises ImportError: without dp-accounting.
 
@@ -159,28 +158,27 @@ class Privacy:
 
     @property
     def noise_multiplier(self) -> float:
-        """Sigma: sd of the noise in each number of a round's reply, over ``clip``."""
+        """Ratio sigma of the sd of the noise in each number of a round's reply to ``clip``."""
         return math.sqrt(2 * self.num_rounds / _rho(self.epsilon, self.delta))
 
     def spent(self, num_rounds: int) -> float:
-        """Return epsilon after so many rounds, at ``delta``."""
+        """Return the epsilon that ``num_rounds`` rounds spend, at ``delta``."""
         return (
             _epsilon(2 * num_rounds / self.noise_multiplier**2, self.delta) if num_rounds else 0.0
         )
 
     def noise(self, num_sharing: int) -> Noise:
-        """Return what a silo does.
+        """Return clipping norm, sd and grid of a silo's noise.
 
-        :param num_sharing: silos that add a share each to a sum of which nobody sees the terms,
-            else one.
-        :raises ValueError: where ``clip`` or a share is too small for the grid of sums.
+        :param num_sharing: number of silos that each add a share of the noise to a secure sum; one
+            without secure sums.
+        :raises ValueError: if ``clip`` or a share is too small for the grid of sums, or the noise
+            too large.
         """
         grid = 2.0 ** (math.floor(math.log2(self.clip)) - _FINE)
         grid = max(grid, _SUMMED) if num_sharing > 1 else grid
         real = self.noise_multiplier * self.clip / math.sqrt(num_sharing)
-        while (
-            real / grid > MOST_SD
-        ):  # of a tiny epsilon, beside whose noise a coarser grid is nothing
+        while real / grid > MOST_SD:  # noise of a tiny epsilon is far larger than a coarser grid
             grid *= 2
         sd = math.ceil(real / grid)
         if num_sharing > 1 and self.clip + 40 * sd * grid > LARGEST:
@@ -190,25 +188,24 @@ class Privacy:
             )
         if self.clip / grid < _FEWEST or (num_sharing > 1 and sd < _LEAST_SHARE):
             raise ValueError(
-                f"clip={self.clip:g}: numbers are on a grid of {grid:.3g}, on which that is too "
-                "little to be cut to, or noise shared by "
-                f"{num_sharing} silos too little to be drawn; expected a clip of "
-                f"{_FEWEST * grid:.3g} at least, and epsilon smaller"
+                f"clip={self.clip:g}: numbers are on a grid of {grid:.3g}, where that norm, or the "
+                f"noise shared by {num_sharing} silos, is too small; expected a clip of "
+                f"{_FEWEST * grid:.3g} at least, and a smaller epsilon"
             )
         return Noise(float(self.clip), sd * grid, grid)
 
 
 class Spent(NamedTuple):
-    """What a fit spent of a budget, and what it paid for it.
+    """Privacy that a fit spent of its budget, and the error that the noise causes.
 
-    :param epsilon: of a silo that was asked in every round, at ``delta``. A round that was broken
-        off is in the silo's own count and not here.
-    :param delta: as of the budget.
-    :param clip: likewise.
-    :param rounds: of the fit.
+    :param epsilon: epsilon that a silo with a call in every round spent, at ``delta``. A round that
+        was interrupted is in the silo's own count and not here.
+    :param delta: delta of the budget.
+    :param clip: largest norm of a silo's gradient.
+    :param rounds: number of rounds of the fit.
     :param budget: epsilon of the budget.
-    :param error: about how many of its sds the noise moves q's mean, in each direction.
-    :param simulated: whether the noise is that of silos at hand, which promises nothing.
+    :param error: typical shift of q's mean by the noise, in its sds, in each direction.
+    :param simulated: whether the noise is that of inline silos, which protects nothing.
     """
 
     epsilon: float
@@ -233,23 +230,25 @@ class Spent(NamedTuple):
 
 
 def expected_error(noise: Noise, num_silos: float, rounds: int) -> float:
-    """About how many of its sds the noise of so many rounds moves q's mean, in each direction.
+    """Return the approximate sd of q's mean due to the noise, in q's sds, in each direction.
 
-    In coordinates whitened by q the bound's curvature at its optimum is one, so that a mean
-    gradient of e moves the optimum by e; the parameters' average over the last rounds sees the
-    noise of these. The optimizer has to be fast enough to follow: one that is slow stays where it
-    started.
+    In coordinates whitened by q the bound's curvature at its optimum is one, so a mean gradient of
+    e moves the optimum by e. The average of the parameters over the last rounds has the noise of
+    these rounds. The optimizer must be fast enough to converge in these rounds.
 
-    :param num_silos: where not all take part, the sum of one over their probabilities: replies are
-        weighted by these.
+    :param noise: clipping norm and noise of each silo.
+    :param num_silos: number of silos; with partial participation, the sum of one over the silos'
+        probabilities, by which replies are weighted.
+    :param rounds: number of rounds.
     """
     return noise.sd * math.sqrt(num_silos * _TAIL_VARIANCE / rounds)
 
 
 def noised(noise: Noise, key: Array, gradient: Any) -> Any:
-    """Cut a pytree to a norm and add JAX's normal noise: for silos at hand.
+    """Clip a pytree to a norm and add JAX's normal noise, for inline silos.
 
-    A gradient that is not finite counts as zero. Its low bits give more away than the noise hides.
+    A gradient that is not finite counts as zero. The low bits of the result reveal more than the
+    noise hides.
     """
     gradient = jax.tree.map(lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32)), gradient)
     norm = optax.tree.norm(gradient)
@@ -265,9 +264,9 @@ def noised(noise: Noise, key: Array, gradient: Any) -> Any:
 
 
 def noised_exactly(noise: Noise, words: Words, gradient: Any) -> Any:
-    """Cut a pytree of arrays to a norm, on the grid, and add the discrete Gaussian: in the silo.
+    """Clip a pytree of arrays to a norm on the grid and add the discrete Gaussian, in a silo.
 
-    :param words: of one call alone.
+    :param words: random words for one call alone.
     :return: float64 numbers, each a whole multiple of the grid.
     """
     leaves, tree = jax.tree.flatten(gradient)
@@ -282,22 +281,24 @@ def noised_exactly(noise: Noise, words: Words, gradient: Any) -> Any:
 
 
 def cut_to_grid(noise: Noise, x: np.ndarray) -> np.ndarray:
-    """Return whole numbers of the grid, towards zero, whose norm is at most ``clip``.
+    """Return a clipped array as whole multiples of the grid, rounded towards zero.
 
-    Zeros for NaN.
+    The result has a norm of at most ``clip``. It is zero if the norm is not finite.
+
+    :raises ValueError: if the result's norm exceeds ``clip``, by an error of the arithmetic.
     """
     with np.errstate(over="ignore", invalid="ignore"):
         norm = float(np.linalg.norm(x))
     if not math.isfinite(norm):
         return np.zeros(len(x), np.int64)
-    # a hair below, so that rounding does not matter; in one step, whose time tells nothing of the
-    # rows
+    # slightly below, so that rounding does not matter; in one step, whose time does not depend on
+    # the rows
     most = math.floor(noise.clip / noise.grid)
     scale = min(1.0, most * noise.grid * (1 - 1e-12) / norm) if norm > 0 else 1.0
     whole = np.trunc(x * scale / noise.grid).astype(np.int64)
     if (
         sum(k * k for k in whole.tolist()) > most * most
-    ):  # of whole numbers, whatever was rounded before
+    ):  # in whole numbers, which no rounding before can spoil
         raise ValueError(
             "a gradient is longer than it was cut to; expected float64 arithmetic as IEEE has it"
         )

@@ -1,9 +1,9 @@
-r"""Exact draws of the discrete Gaussian, :math:`P(k) \propto \exp(-k^2 / 2 t^2)` on the whole
-numbers.
+r"""Exact draws of the discrete Gaussian.
 
-Algorithms 1 to 3 of Canonne, Kamath & Steinke (2020), The discrete Gaussian for differential
-privacy, NeurIPS, for a whole sd t. All is done in whole numbers of 64 bits: no number is rounded,
-and the law is the stated one but for the random words, which come of a keyed stream (SHAKE-256).
+Its law is :math:`P(k) \propto \exp(-k^2 / 2 t^2)` on the whole numbers. The draws are made by
+algorithms 1 to 3 of Canonne, Kamath & Steinke (2020), The discrete Gaussian for differential
+privacy, NeurIPS, for a whole t. All arithmetic is in whole numbers of 64 bits and rounds nothing.
+The law is exact up to the random words, which are a keyed stream (SHAKE-256).
 """
 
 import hashlib
@@ -16,9 +16,9 @@ MOST_SD = 2**25  # squares of draws then fit into 63 bits, but for one draw in e
 
 
 class Words:
-    """Random words of 64 bits, which a key determines.
+    """Stream of random words of 64 bits, which a key determines.
 
-    :param key: 32 secret bytes, used for one stream alone.
+    :param key: 32 secret bytes, for this stream alone.
     """
 
     def __init__(self, key: bytes) -> None:
@@ -34,7 +34,7 @@ class Words:
 def _below(words: Words, bound: int, num: int) -> np.ndarray:
     """Draw uniform whole numbers in [0, bound).
 
-    Words beyond the last whole multiple are left out.
+    Words at or beyond the largest multiple of ``bound`` are rejected.
     """
     out, left = np.empty(num, np.int64), np.arange(num)
     while len(left):
@@ -46,7 +46,7 @@ def _below(words: Words, bound: int, num: int) -> np.ndarray:
 
 
 def _bernoulli_exp(words: Words, a: np.ndarray, b: int) -> np.ndarray:
-    """Tell for each of ``a``, true with probability exp(-a / b)."""
+    """Draw a truth value for each of ``a``, true with probability exp(-a / b)."""
     whole = a // b
     out = np.ones(len(a), bool)
     (some,) = np.nonzero(whole)
@@ -61,7 +61,7 @@ def _bernoulli_exp(words: Words, a: np.ndarray, b: int) -> np.ndarray:
 
 
 def _geometric(words: Words, num: int) -> np.ndarray:
-    """Count successes of probability exp(-1) before the first failure."""
+    """Draw numbers of successes of probability exp(-1) before the first failure."""
     out, left = np.zeros(num, np.int64), np.arange(num)
     while len(left):
         on, still, k = np.zeros(len(left), bool), np.arange(len(left)), 2  # at k = 1 all go on
@@ -75,11 +75,12 @@ def _geometric(words: Words, num: int) -> np.ndarray:
 
 
 def discrete_gaussian(words: Words, sd: int, num: int) -> np.ndarray:
-    """Draw whole numbers of the discrete Gaussian.
+    """Draw whole numbers from the discrete Gaussian, ``(num,)``.
 
+    :param words: stream of random words.
     :param sd: t, a whole number from 0 (all draws are zero) to 2^25.
-    :param num: how many.
-    :raises ValueError: for another sd.
+    :param num: number of draws.
+    :raises ValueError: for another ``sd``.
     """
     if not 0 <= sd <= MOST_SD:
         raise ValueError(
@@ -90,7 +91,7 @@ def discrete_gaussian(words: Words, sd: int, num: int) -> np.ndarray:
         tried = 16 + 23 * missing // 10  # one in 2.1 is taken
         near = _below(words, sd, tried)
         near = near[_bernoulli_exp(words, near, sd)]
-        size = near + sd * _geometric(words, len(near))  # a discrete Laplace's, but for the sign
+        size = near + sd * _geometric(words, len(near))  # magnitude of a discrete Laplace
         minus = words.take(len(size)) >> np.uint64(63) == 1
         one = ~(minus & (size == 0))
         size, minus = size[one], minus[one]

@@ -1,8 +1,8 @@
-"""Keys of a silo's own, in place of those that a server sends: it must not know what a silo draws.
+"""Random keys of a silo, in place of the server's, so that the server does not know its draws.
 
-A server that knows the keys knows the latents and noise that are drawn by them. With gradients at
-known latents it can solve for single rows. A silo's keys come from its secret and from the whole
-call: a call that comes again has the same draws, and any other call has others.
+A server with the keys can compute the latents and the noise that a silo draws by them. From
+gradients at these latents it can solve for single rows. A silo's keys are hashes of its secret and
+of the whole call. The same call therefore has the same draws, and any other call has other draws.
 """
 
 import hashlib
@@ -21,12 +21,12 @@ __all__ = ["hashed", "secret_of", "with_own_keys"]
 
 
 def secret_of(folder: Path) -> bytes:
-    """Return the silo's secret of 32 bytes, made when its folder is first used."""
+    """Return the silo's secret of 32 bytes; the first call for a folder makes it."""
     return secret_file(folder / "secret.key", lambda: os.urandom(32))
 
 
 def hashed(*parts: bytes) -> str:
-    """Return a hash of some bytes that tells where each ends."""
+    """Return a hash of several byte strings, which depends on where each ends."""
     digest = hashlib.sha256()
     for part in parts:
         digest.update(hashlib.sha256(part).digest())
@@ -34,10 +34,10 @@ def hashed(*parts: bytes) -> str:
 
 
 def with_own_keys(call: Call, secret: bytes, drawn: str) -> Call:
-    """Return a call whose every key, also in what is told, is the silo's own.
+    """Return a call with the silo's keys in place of all the server's, also in its message.
 
-    :param secret: the silo's, 32 bytes.
-    :param drawn: a name for the call; calls of another name have other keys.
+    :param secret: the silo's secret, 32 bytes.
+    :param drawn: a name for the call; calls with other names have other keys.
     """
 
     def own(number: int, leaf: Any) -> Any:

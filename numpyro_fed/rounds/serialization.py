@@ -1,10 +1,10 @@
-"""Values as bytes and back, for wires and files.
+"""Conversion of values to bytes and back, for wires and files.
 
-Bytes are a mark, a checksum, a text that says how the value is put together, and the arrays'
-bytes. Packed may be: numbers, texts, ``None``, lists, tuples, dictionaries with texts as keys,
-arrays, random keys, types of arrays, and instances of the classes that are registered under a name
-(:func:`wire_name`). Nothing that is read is run, and no module is imported because it is named.
-What both sides have of their own (the model's factors) goes by name.
+The bytes are a mark, a checksum, a text with the structure of the value, and the arrays' bytes. A
+value may hold numbers, texts, ``None``, lists, tuples, dictionaries with texts as keys, arrays,
+random keys, types of arrays, and instances of registered classes (:func:`wire_name`). The reader
+runs nothing of the bytes, and imports no module that they name. Objects that both sides have (the
+model's factors) are sent as names.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ __all__ = ["WIRE_DTYPES", "name_of", "outline", "pack", "unpack", "wire_name"]
 _MARK = b"fed2"
 _CHECKSUM = 16  # bytes
 _START = len(_MARK) + _CHECKSUM + 8  # where the text begins
-_MAX_TEXT = 8 << 20  # bytes; a text of so many numbers takes some ten times as much memory
+_MAX_TEXT = 8 << 20  # bytes; parsing a text of numbers takes some ten times as much memory
 _MAX_KEY_SHAPES = 8
 WIRE_DTYPES = (
     *("bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"),
@@ -38,7 +38,7 @@ _Class = TypeVar("_Class", bound=type)
 
 
 def wire_name(name: str) -> Callable[[_Class], _Class]:
-    """Register a named tuple or data class under a name of its own, which never changes."""
+    """Register a named tuple or data class under its own name on the wire, which never changes."""
 
     def register(kind: _Class) -> _Class:
         if name in _CLASSES:
@@ -51,13 +51,13 @@ def wire_name(name: str) -> Callable[[_Class], _Class]:
 
 @lru_cache(maxsize=1)
 def _names(count: int) -> dict[type, str]:
-    """Return the name of each class of which ``count`` are registered."""
+    """Return the name of each registered class; ``count``, their number, is the cache's key."""
     return {kind: name for name, kind in _CLASSES.items()}
 
 
 @lru_cache(maxsize=1)
 def _optax_states(modules: int) -> dict[str, type]:
-    """Return named tuples of the modules of optax that this process has, for states in files."""
+    """Return the named tuples of the loaded modules of optax, for optimizer states in files."""
     out = {}
     for name, module in list(sys.modules.items()):
         if name.split(".")[0] == "optax":
@@ -81,7 +81,7 @@ def name_of(kind: type) -> str:
         name = f"{kind.__module__}:{kind.__qualname__}"
         if _optax_states(len(sys.modules)).get(name) is not kind:
             raise TypeError(
-                f"{name} has no wire name; expected a class of fed that has one, or a state of "
+                f"{name} has no wire name; expected a class with one (wire_name), or a state of "
                 "optax"
             )
     return name
@@ -90,8 +90,8 @@ def name_of(kind: type) -> str:
 def pack(value: Any, own: Mapping[str, Any] | None = None) -> bytes:
     """Return a value as bytes.
 
-    :param own: what the reader has, by name; hashable.
-    :raises TypeError: naming the type of what cannot be packed.
+    :param own: objects that the reader has too, by name; they are hashable.
+    :raises TypeError: naming the type of a part that cannot be packed.
     """
     arrays: list[np.ndarray] = []
     head = json.dumps(_described(value, _by_value(own), arrays), separators=(",", ":")).encode()
@@ -110,14 +110,15 @@ def _by_value(own: Mapping[str, Any] | None) -> dict[Any, str]:
 
 
 def outline(value: Any, own: Mapping[str, Any] | None = None) -> Any:
-    """Return what :func:`pack` says of a value beside its arrays, for a record."""
+    """Return the structure of a value, which :func:`pack` writes as text, for a record."""
     return _described(value, _by_value(own), [])
 
 
 def unpack(data: bytes, own: Mapping[str, Any] | None = None) -> Any:
-    """Return the value of :func:`pack`; arrays are NumPy's.
+    """Return the value that :func:`pack` turned into bytes, with NumPy's arrays.
 
-    :raises ValueError: for bytes that are none of it.
+    :param own: objects for the names in the bytes.
+    :raises ValueError: for other bytes.
     """
     if len(data) < _START or data[: len(_MARK)] != _MARK:
         raise ValueError(
@@ -126,12 +127,12 @@ def unpack(data: bytes, own: Mapping[str, Any] | None = None) -> Any:
     body = len(_MARK) + _CHECKSUM
     if _checksum(memoryview(data)[body:]) != data[len(_MARK) : body]:
         raise ValueError(
-            "a packed value is not what was sent: its checksum is another; send it again"
+            "a packed value does not match its checksum: it was changed on the way; send it again"
         )
     stop = _START + int.from_bytes(data[body:_START], "little")
     if stop > len(data) or stop - _START > _MAX_TEXT:
         raise ValueError(
-            "a packed value has a text of another length than it says, or a longer one"
+            "a packed value has a text of another length than it says, or beyond the limit"
         )
     try:
         tree = json.loads(data[_START:stop])
@@ -158,7 +159,7 @@ def unpack(data: bytes, own: Mapping[str, Any] | None = None) -> Any:
 
 
 def _described(value: Any, own: Mapping[Any, str], arrays: list[np.ndarray]) -> Any:
-    """Return what the text says of a value, whose arrays are appended."""
+    """Return the structure of a value, and append its arrays to ``arrays``."""
     if own and _hashable(value) and value in own:
         return {"own": own[value]}
     if value is None or isinstance(value, bool | int | float | str):
@@ -210,7 +211,7 @@ def _hashable(value: Any) -> bool:
 
 
 class _Reader:
-    """Reads values in the order in which they were described."""
+    """Reader of values, in the order in which they were written."""
 
     def __init__(self, data: bytes, place: int, own: Mapping[str, Any]) -> None:
         self.data, self.place, self.own = data, place, own
@@ -219,7 +220,7 @@ class _Reader:
     def value(self, tree: Any) -> Any:
         if not isinstance(tree, dict):
             if isinstance(tree, list):
-                raise ValueError("a packed value has a list of no kind")
+                raise ValueError("a packed value has a bare list; expected a list with its type")
             return tree
         if "of" in tree:
             return self._instance(tree["of"], tree["fields"])
@@ -253,7 +254,7 @@ class _Reader:
     def _shape(shape: Any) -> tuple[int, ...]:
         whole = isinstance(shape, list) and all(type(n) is int and 0 <= n < 2**48 for n in shape)
         if not whole or len(shape) > 32:
-            raise ValueError("a packed array has a shape that is none")
+            raise ValueError("a packed array has no valid shape; expected whole numbers >= 0")
         return tuple(shape)
 
     def _array(self, dtype: Any, shape: Any) -> np.ndarray:
@@ -268,12 +269,12 @@ class _Reader:
     def _key(self, impl: Any, data: Any) -> jax.Array:
         words = self.value(data)
         if impl not in _KEYS or not isinstance(words, np.ndarray) or words.dtype != np.uint32:
-            raise ValueError("a packed random key is none")
+            raise ValueError("a packed random key is not valid; expected words of uint32")
         self.key_shapes.add(words.shape)  # JAX compiles a program for each
         if words.size == 0 or words.ndim > 3 or len(self.key_shapes) > _MAX_KEY_SHAPES:
             raise ValueError(
-                f"packed random keys are of {len(self.key_shapes)} shapes, one of them {words.shape}; "
-                f"expected at most {_MAX_KEY_SHAPES}, none of them empty"
+                f"packed random keys are of {len(self.key_shapes)} shapes, one of them "
+                f"{words.shape}; expected at most {_MAX_KEY_SHAPES}, none of them empty"
             )
         return random.wrap_key_data(jax.numpy.asarray(words), impl=impl)
 
