@@ -1,17 +1,18 @@
-"""Guard of what a silo lets out of a fit with privacy, or of which only sums are to be seen.
+"""Guard of a silo's replies in a fit with privacy or with secure sums.
 
-A silo decides which calls it answers, how often, and what becomes of their replies. A reply is a
-function of the silo's rows, its secret and the call's *digest*: a hash of what was asked, what was
-told, the state that the call started from and the silos of the fit, which stay those of the first
-time. A call that comes again, from whichever server, has the same reply, with the same noise and
-masks. A call of another digest is another round of the budget, with other noise and masks. If a
-call that comes again has other numbers than the first time (another machine, or a device that adds
-up in any order), it is refused: the difference of the two would have no noise.
+The guard decides which calls the silo answers and how often, and adds noise and masks to the
+replies. It knows a call by two hashes, and both include the silos of the fit. The *label* is a hash
+of the call, its message, and the labels of the calls that led to its state. The *digest* is a hash
+of the call, its message, and the numbers in its state.
 
-Masks are of the *label*: a hash of what was asked and told now, and in all calls that led to the
-state. Silos that were told different things have masks that do not cancel. The server's keys are of
-no use to it: the silo draws by keys that it makes of its secret and the label (with privacy: the
-digest), so that no two sums can be made to differ in one silo's draws.
+The same call from any server has the same reply, with the same noise and masks. A call with another
+label or digest is another round of the budget. If the same call gives other numbers than the first
+time, the silo refuses it: the difference of the two replies would have no noise. This happens on
+another machine, or on a device that adds in random order.
+
+Masks come from the label: the masks of silos with different messages do not cancel. The silo does
+not use the server's keys. It draws by keys from its secret and the label (with privacy also the
+digest), so that no two sums differ in one silo's draws alone.
 """
 
 import hashlib
@@ -38,11 +39,11 @@ _INIT, _ROUND, _ESTIMATE = "InitLocal", "RoundLocal", "EstimateLocal"
 
 
 class Ticket(NamedTuple):
-    """Names and secrets of a call that is answered.
+    """Names and secrets of a call that the silo answers.
 
-    :param label: of its masks; empty for a call whose reply is nothing.
-    :param drawn: the hash of the call that its key and noise come from.
-    :param noise: 32 secret bytes, of its noise.
+    :param label: label of its masks; empty for a call with an empty reply.
+    :param drawn: hash from which its keys and noise come.
+    :param noise: 32 secret bytes for its noise.
     """
 
     label: str
@@ -51,19 +52,20 @@ class Ticket(NamedTuple):
 
 
 class RoundGuard:
-    """A silo's guard of one fit.
+    """Guard of a silo for one fit.
 
     It has these files in the silo's folder:
 
-    * ``secret.key``, what noise and keys come from;
+    * ``secret.key``, the secret of noise and keys;
     * ``joined.txt``, a hash of the silos of the fit;
-    * ``answered.txt``, a line with label and digest of each round answered;
-    * ``sent.txt``, a line with label (with privacy: digest) and a hash of the reply's numbers;
+    * ``answered.txt``, a line with label and digest of each round that the silo answered;
+    * ``sent.txt``, a line with the label (with privacy: a hash of label and digest) and a hash of
+      the reply's numbers;
     * ``history.txt``, for each slot the label of the call that wrote it.
 
-    :param folder: the silo's.
-    :param name: the silo's.
-    :param fit: with ``privacy`` or ``secure_sum``.
+    :param folder: folder of the silo.
+    :param name: name of the silo.
+    :param fit: the fit, with ``privacy`` or ``secure_sum``.
     """
 
     def __init__(self, folder: Path, name: str, fit: Any) -> None:
@@ -77,17 +79,18 @@ class RoundGuard:
 
     @property
     def allowed(self) -> tuple[str, ...]:
-        """The calls that it answers."""
+        """Kinds of call that the silo answers."""
         return (_INIT, _ROUND) if self.privacy is not None else (_INIT, _ROUND, _ESTIMATE)
 
     def join(self, names: tuple[str, ...], roster: bytes) -> None:
-        """Settle which silos are in the fit, and the masks' keys with them.
+        """Fix the silos of the fit, and the masks' keys with them.
 
-        Refused, nothing changes.
+        An error leaves the guard as it was.
 
-        :param roster: what is known of all silos, as bytes.
-        :raises ValueError: in words, where they are too few, others than before, or public keys are
-            missing.
+        :param names: names of all silos.
+        :param roster: the facts about all silos, as bytes.
+        :raises ValueError: if the silos are too few, differ from the first time, or lack public
+            keys.
         """
         if len(set(names)) != len(names):
             raise ValueError(f"expected each silo's name once, got {list(names)}")
@@ -96,7 +99,7 @@ class RoundGuard:
             if not FEWEST_SILOS <= len(names) <= MOST_SILOS:
                 raise ValueError(
                     f"secure_sum with {len(names)} silos; expected {FEWEST_SILOS} to {MOST_SILOS}: "
-                    "of two, each would know the other's"
+                    "with two, each would learn the other's numbers"
                 )
             shared = self.keys.shared(names)
         place = self.folder / "joined.txt"
@@ -106,25 +109,25 @@ class RoundGuard:
         if place.read_text().strip() != told:
             raise ValueError(
                 f"it has joined a fit of other silos, or of other sizes, than {list(names)}; "
-                "expected the same as the first time, as two sums of different silos, and two "
-                "budgets, would tell more than either; a new folder is a new consent"
+                "expected the same as the first time, because two sums over different silos would "
+                "tell more than either; a new folder is a new consent"
             )
         self.shared, self.roster = shared, told
 
     def admit(
         self, call: Call, own: dict[str, Any], state: Any, independent: bool
     ) -> tuple[Call, Ticket]:
-        """Return the call as it is to be answered, with a key of the silo's own, and its ticket.
+        """Return the call with the silo's keys in place of the server's, and its ticket.
 
-        :param own: what goes by name in :func:`~numpyro_fed.rounds.serialization.pack`.
-        :param state: what the call starts from.
-        :param independent: what the plan was made with.
-        :raises ValueError: in words, for other calls, a budget that is spent, and a label that was
-            used otherwise.
+        :param own: objects that :func:`~numpyro_fed.rounds.serialization.pack` writes as names.
+        :param state: the state that the call starts from.
+        :param independent: whether the fit treats elements as independent.
+        :raises ValueError: for other kinds of call, a spent budget, and a second use of a slot or
+            of a sum.
         """
         kind = type(call.local).__name__
         if kind not in self.allowed:
-            what = "with privacy" if self.privacy is not None else "of which sums alone are seen"
+            what = "with privacy" if self.privacy is not None else "with secure sums"
             raise ValueError(
                 f"it takes part in a fit {what}, and does not answer {kind}; expected calls of its "
                 "rounds"
@@ -134,20 +137,22 @@ class RoundGuard:
         odd = {str(x) for x in types if jnp.issubdtype(x, jnp.floating)} - {str(real)}
         if odd:
             raise ValueError(
-                f"it is told numbers of type {sorted(odd)}; expected {real}, in which noise is "
-                "drawn"
+                f"it is told numbers of type {sorted(odd)}; expected {real}, in which noise "
+                "is drawn"
             )
-        if kind == _ROUND:  # whatever the server said
-            call = call._replace(local=replace(call.local, bare=self.privacy is not None))  # type: ignore[type-var]
+        if kind == _ROUND:  # noise is added here, whatever the server asks for
+            bare = replace(call.local, bare=self.privacy is not None)  # type: ignore[type-var]
+            call = call._replace(local=bare)
         told = pack((call.local, call.message, independent), own)
         slots = [*jax.tree.leaves(call.read), *([] if call.write is None else [call.write])]
         odd_slots = [slot for slot in slots if type(slot) is not int or slot < 0]
         if odd_slots:
-            raise ValueError(f"it is asked with slots {odd_slots}; expected whole numbers")
+            raise ValueError(f"its slots are {odd_slots}; expected whole numbers >= 0")
         unknown = [slot for slot in jax.tree.leaves(call.read) if str(slot) not in self.histories]
         if unknown:
             raise ValueError(
-                f"it has no record of what led to its states {unknown}; expected states of this fit"
+                f"it has no record of the calls that led to the states {unknown}; expected states "
+                "of this fit"
             )
         led = [self.histories[str(slot)].encode() for slot in jax.tree.leaves(call.read)]
         label = hashed(self.roster.encode(), told, *led)
@@ -158,15 +163,13 @@ class RoundGuard:
             if before not in (
                 None,
                 label,
-            ):  # if the call failed, its state would have the other's history
+            ):  # a second call that failed would leave the first one's state a false history
                 raise ValueError(
                     f"slot {call.write} is another call's; expected each slot to be written once"
                 )
             if kind != _INIT:
                 self._count(label, digest)
-            if (
-                call.write is not None and before is None
-            ):  # of a call that is refused nothing is written
+            if call.write is not None and before is None:  # a refused call writes nothing
                 self.histories[str(call.write)] = label
                 self._append("history.txt", str(call.write), label)
         if kind == _INIT:
@@ -177,22 +180,21 @@ class RoundGuard:
         return call, Ticket(label, drawn, noise)
 
     def _drawn(self, label: str, digest: str) -> str:
-        """Return the name by which noise and draws are made.
+        """Return the hash from which noise and draws come: the label, with privacy also the digest.
 
-        With privacy it has the history too. By the digest alone, two histories that lead to one
-        state would have one noise, and equal replies would tell that the states are equal.
+        By the digest alone, two histories that lead to the same state would have the same noise.
+        Equal replies would then reveal that the states are equal.
         """
         return label if self.privacy is None else hashed(label.encode(), digest.encode())
 
     def _count(self, label: str, digest: str) -> None:
-        """Note a round before it is answered, or refuse it."""
+        """Write down a round before the silo answers it, or raise a ``ValueError``."""
         answered = list(self._lines("answered.txt"))
         noted = {self._drawn(*pair) for pair in answered}
         if any(drawn not in noted for drawn, _ in self._lines("sent.txt")):
             raise ValueError(
                 "its answered.txt lacks rounds that its sent.txt has: some of it was lost; "
-                "expected the folder as it "
-                "was, or a new one, which is a new consent"
+                "expected the folder as it was, or a new one, which is a new consent"
             )
         if (label, digest) in answered:
             return
@@ -210,10 +212,12 @@ class RoundGuard:
         self._append("answered.txt", label, digest)
 
     def let_out(self, local: Any, reply: Any, ticket: Ticket) -> list[np.ndarray]:
-        """Return a reply's arrays as they leave: the only way out.
+        """Return a reply's arrays with noise and masks, as they leave the silo.
 
-        :param local: what made it.
-        :raises ValueError: where it is not what the same call had before.
+        Replies leave by this method alone.
+
+        :param local: the call's ``local``.
+        :raises ValueError: if the same call had another reply before.
         """
         leaves = [np.asarray(x) for x in jax.tree.leaves(reply)]
         if not ticket.label:
@@ -227,19 +231,19 @@ class RoundGuard:
             if before not in (None, told):
                 raise ValueError(
                     "the same call has other numbers than the first time, with the same noise or "
-                    "masks; expected the "
-                    "machine and versions of before: connect anew, and start the fit again"
+                    "masks; expected the machine and versions of the first time: connect anew, and "
+                    "start the fit again"
                 )
             if before is None:
                 self._append("sent.txt", ticket.drawn, told)
-        if self.sums:  # of float64, in which whole units of the grid are exact
+        if self.sums:  # in float64, which holds whole units of the grid exactly
             return masked(leaves, self.name, self.shared, ticket.label.encode(), self.secret)
         return [x.astype(dtype) for x, dtype in zip(leaves, types, strict=True)]
 
     def _lines(self, name: str) -> Iterator[tuple[str, str]]:
-        """Pairs of words of a file; a line that was broken off is none.
+        """Yield the pairs of words in a file's lines, and skip lines that were cut off.
 
-        Nothing was answered after it.
+        The silo answered nothing after it wrote part of a line.
         """
         place = self.folder / name
         for line in place.read_text().splitlines() if place.exists() else ():
@@ -249,13 +253,13 @@ class RoundGuard:
 
     def _append(self, name: str, *words: str) -> None:
         with (self.folder / name).open("a") as file:
-            file.write("\n" + " ".join(words) + "\n")  # the line before may be broken off
+            file.write("\n" + " ".join(words) + "\n")  # the last line may be cut off
             file.flush()
             os.fsync(file.fileno())
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Keep other processes from counting meanwhile."""
+        """Hold the silo's files for this process alone."""
         import fcntl
 
         with (self.folder / "lock").open("w") as file:

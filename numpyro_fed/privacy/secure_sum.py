@@ -1,19 +1,20 @@
-r"""Sums of which nobody sees the terms.
+r"""Secure sums: the server learns the sum of the silos' replies and no single reply.
 
-Silos add masks to their replies that cancel in the sum over all of them.
-
-Two silos i < j share a key of which the server knows nothing (X25519, of public keys that persons
-exchanged). For every sum each pair derives from it a fresh stream :math:`m_{ij}` (HKDF-SHA256,
-ChaCha20), and silo i sends its numbers in fixed point, modulo :math:`2^{64}`, as
+Silos add masks to their replies, and the masks cancel in the sum over all silos. Two silos i < j
+share a key that the server does not know (X25519, from public keys that persons exchanged). For
+every sum each pair derives a fresh stream :math:`m_{ij}` from its key (HKDF-SHA256, ChaCha20). Silo
+i sends its numbers in fixed point, modulo :math:`2^{64}`, as
 
 .. math:: \lfloor 2^{20} x_i \rceil + \sum_{j > i} m_{ij} - \sum_{j < i} m_{ji} \mod 2^{64},
 
-and beside each, in 16 bits that are masked alike, whether it has no such form (not finite, or
-beyond :data:`LARGEST`). One reply alone is uniform whatever :math:`x_i` is; the sum over all silos
-is that of the numbers, each rounded to :math:`2^{-20}`. Masks of silos that do not answer would not
-cancel: the sum needs all of them, and as they answer again what they answered before, a lost reply
-is asked for again. The protocol is the one-round core of Bonawitz et al. (2017), Practical secure
-aggregation for privacy-preserving machine learning, CCS, without its recovery of lost silos.
+Beside each number it sends a mark of 32 bits, with a mask of its own. The mark is nonzero if the
+number has no fixed point: it is not finite, or beyond :data:`LARGEST`. One reply alone is uniform
+for any :math:`x_i`. The sum over all silos is that of the numbers, each rounded to
+:math:`2^{-20}`. The masks of a silent silo do not cancel, so a sum needs all silos. A silo repeats
+its reply if the call is made again, so a lost reply does no harm.
+
+**Reference.** Bonawitz et al. (2017), Practical secure aggregation for privacy-preserving machine
+learning, CCS: the one-round core, without the recovery of lost silos.
 """
 
 import hashlib
@@ -37,9 +38,9 @@ __all__ = [
 ]
 
 _RESOLUTION = 2.0**-20
-LARGEST = 2.0**30  # of a silo's number
-FEWEST_SILOS = 3  # of a sum: of two, each knows the other's
-MOST_SILOS = 2**13  # the sum of so many has room in 64 bits
+LARGEST = 2.0**30  # magnitude of a silo's number
+FEWEST_SILOS = 3  # with two, each silo could subtract its own number from the sum
+MOST_SILOS = 2**13  # the largest sum that fits in 64 bits
 
 
 def _cryptography() -> Any:
@@ -53,11 +54,12 @@ def _cryptography() -> Any:
 
 
 def secret_file(place: Path, make: Callable[[], bytes]) -> bytes:
-    """32 secret bytes that a file holds, made when it is not there.
+    """Return the 32 secret bytes in a file, and make the file if it does not exist.
 
-    Readable to its owner alone, and never half written.
+    The file is readable to its owner alone, and never half written.
 
-    :raises ValueError: where the file holds something else.
+    :param make: returns 32 new bytes.
+    :raises ValueError: if the file does not have 32 bytes.
     """
     if not place.exists():
         beside = place.with_name(f"{place.name}.{os.getpid()}")
@@ -66,7 +68,7 @@ def secret_file(place: Path, make: Callable[[], bytes]) -> bytes:
             file.flush()
             os.fsync(file.fileno())
         try:
-            os.link(beside, place)  # which fails where another process was first
+            os.link(beside, place)  # fails if another process was first
         except FileExistsError:
             pass
         finally:
@@ -80,11 +82,11 @@ def secret_file(place: Path, make: Callable[[], bytes]) -> bytes:
 
 
 class Keys:
-    """A silo's own key, made when its folder is first used, and the others' public ones.
+    """Private key of a silo, and the public keys of the other silos.
 
-    :param folder: the silo's: ``sum.key``, and ``NAME.pub``, a copy of which every other silo is to
-        put into its own ``peers`` folder.
-    :param name: the silo's.
+    :param folder: folder of the silo, with ``sum.key`` and ``NAME.pub``; the first use makes both.
+        Every other silo has to put a copy of ``NAME.pub`` into its own ``peers`` folder.
+    :param name: name of the silo.
     """
 
     def __init__(self, folder: Path, name: str) -> None:
@@ -99,10 +101,11 @@ class Keys:
         )
 
     def shared(self, names: tuple[str, ...]) -> dict[str, bytes]:
-        """The secret shared with each of the others.
+        """Return the secrets that the silo shares with each other silo, by name.
 
-        :raises ValueError: where the public keys in ``peers`` are not those of exactly the other
-            silos, or one is none.
+        :param names: names of all silos.
+        :raises ValueError: if ``peers`` does not have the public keys of exactly the other silos,
+            or a file is no public key.
         """
         x25519 = _cryptography()
         found = {p.stem: p for p in self.peers.glob("*.pub") if p.stem != self.name}
@@ -110,8 +113,8 @@ class Keys:
         if set(found) != others:
             raise ValueError(
                 f"it has public keys of {sorted(found)}, and the server names {sorted(others)}; "
-                "expected the same: each one's NAME.pub in its folder 'peers', "
-                "got from that silo itself and not by way of the server, and of no others"
+                "expected the same: each one's NAME.pub in its folder 'peers', and no others, got "
+                "from that silo itself and not by way of the server"
             )
         out = {}
         for name, place in found.items():
@@ -126,7 +129,7 @@ class Keys:
 
 
 def _stream(secret: bytes, info: bytes, like: np.ndarray) -> np.ndarray:
-    """The stream that two silos share, as long as an array."""
+    """Return the stream that two silos share, in the shape and type of an array."""
     from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
     from cryptography.hazmat.primitives.hashes import SHA256
     from cryptography.hazmat.primitives.kdf.hkdf import HKDF
@@ -137,12 +140,13 @@ def _stream(secret: bytes, info: bytes, like: np.ndarray) -> np.ndarray:
 
 
 def _fixed(x: np.ndarray, seed: bytes) -> list[np.ndarray]:
-    """Return numbers in fixed point, and marks of those that have no such form; or of flags.
+    """Return numbers in fixed point with their marks, or for flags the marks alone.
 
-    A mark is zero, or a random number. So a sum of marks tells that a silo has marked it, and not
-    how many have; and a marked number is random, so that the sum of the others is not told.
+    A mark is zero for a number in fixed point and for a true flag, and random otherwise. A sum of
+    marks therefore tells that some silo has marked a number, and not how many have. A marked number
+    is random, so that the sum of the others stays secret.
 
-    :param seed: of random numbers, the same if the same call comes again.
+    :param seed: seed of the random numbers, the same if the same call comes again.
     """
     bad = ~x if x.dtype == bool else ~(np.isfinite(x) & (np.abs(x) <= LARGEST))
     words = np.frombuffer(hashlib.shake_256(seed).digest(12 * x.size), np.uint32).reshape(
@@ -159,11 +163,12 @@ def _fixed(x: np.ndarray, seed: bytes) -> list[np.ndarray]:
 def masked(
     leaves: list[np.ndarray], name: str, shared: Mapping[str, bytes], label: bytes, secret: bytes
 ) -> list[np.ndarray]:
-    """A silo's arrays of numbers and flags with masks.
+    """Return a silo's arrays of numbers and flags with masks.
 
-    :param shared: the secret shared with each of the others, by name.
-    :param label: of this sum alone.
-    :param secret: the silo's own, for what stands in the place of numbers that are not finite.
+    :param name: name of the silo.
+    :param shared: the secrets that it shares with each other silo, by name.
+    :param label: label of this sum alone.
+    :param secret: the silo's own secret, for marks and marked numbers.
     """
     seed = hashlib.sha256(secret + b"marks" + label).digest()
     parts = [x for i, leaf in enumerate(leaves) for x in _fixed(leaf, seed + str(i).encode())]
@@ -180,7 +185,7 @@ def masked(
 
 
 def types_masked(kind: Any) -> Any:
-    """Types of a masked reply, of those of the plain one: numbers become pairs."""
+    """Return the types of a masked reply from those of the plain one; numbers become pairs."""
 
     def one(x: Any) -> Any:
         flags = jax.ShapeDtypeStruct(x.shape, np.uint32)
@@ -194,11 +199,11 @@ def _is_pair(x: Any) -> bool:
 
 
 def opened(replies: Any, like: np.dtype) -> Any:
-    """The sum over silos of stacked replies ``(S, ...)``, as of one silo ``(1, ...)``.
+    """Return the sum ``(1, ...)`` over silos of stacked replies ``(S, ...)``.
 
-    NaN where a term had no form; replies that are not masked stay as they are.
+    A sum is NaN if a silo marked its number. Replies without masks stay as they are.
 
-    :param like: type of numbers.
+    :param like: type of the sums.
     """
     if not any(_is_pair(x) for x in jax.tree.leaves(replies, is_leaf=_is_pair)):
         return replies
