@@ -1,1 +1,4 @@
-"""Engines: where the rounds of an algorithm run. ``inline`` is the default: one process, jitted."""
+"""Engines for rounds over several processes or organizations.
+
+The default engine, :mod:`numpyro_fed.rounds.inline`, runs them in one process.
+"""

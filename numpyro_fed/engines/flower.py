@@ -1,9 +1,9 @@
-"""Flower carries the messages: silos of several organizations, each behind a SuperNode of its own.
+"""Flower as the transport: silos of several organizations, each with its own SuperNode.
 
-At a silo a *side* answers: ``answer(data: bytes) -> bytes``, and a ``name``. At the server
-:class:`Flower` brings one message to each of some silos and their replies back. Bytes are all that
-crosses, in Flower's records; nothing is pickled. :class:`InProcessGrid` takes the place of
-SuperLink and SuperNodes within one process. See ``docs/flower.md`` for a deployment.
+At a silo a *side* answers: an object with a ``name`` and ``answer(data: bytes) -> bytes``. At the
+server :class:`Flower` brings one message to each silo and the replies back. Bytes alone cross, in
+Flower's records; nothing is pickled. :class:`InProcessGrid` takes the place of SuperLink and
+SuperNodes within one process. See ``docs/flower.md`` for a deployment.
 """
 
 import logging
@@ -48,12 +48,12 @@ _log = logging.getLogger(__name__)
 
 
 class Side(Protocol):
-    """A silo's side, which keeps what is private to it on its own disk."""
+    """Side of a silo, which keeps its private states on its own disk."""
 
     name: str
 
     def answer(self, data: bytes) -> bytes:
-        """The reply to a message; the same one to the same message."""
+        """Return the reply to a message; the same message has the same reply."""
         ...
 
 
@@ -61,13 +61,13 @@ class Side(Protocol):
 
 
 def client_app(make_side: Callable[[Context], Side]) -> ClientApp:
-    """What a SuperNode runs.
+    """Return the app that a SuperNode runs.
 
-    Of an exception only the type's name is told to the server, since its words may hold values of
-    rows; the words are in the silo's own log.
+    If the side raises an exception, the server receives the name of its type alone. Its text may
+    hold values of rows, and goes to the silo's own log.
 
-    :param make_side: called once in a process, with Flower's context;
-        ``context.node_config["name"]`` is what the node was started with.
+    :param make_side: a function of Flower's context, called once in a process;
+        ``context.node_config["name"]`` is the name with which the node was started.
     """
     app, sides = ClientApp(), {}
 
@@ -108,7 +108,7 @@ def client_app(make_side: Callable[[Context], Side]) -> ClientApp:
 
 
 def server_app(run: Callable[[Grid, Context], Any]) -> ServerApp:
-    """What SuperLink runs: ``run(grid, context)``."""
+    """Return the app that a SuperLink runs, which calls ``run(grid, context)``."""
     app = ServerApp()
 
     @app.main()
@@ -119,19 +119,20 @@ def server_app(run: Callable[[Grid, Context], Any]) -> ServerApp:
 
 
 class Flower:
-    """The transport: brings messages to silos by name, and replies back.
+    """Transport over Flower: messages to silos by name, and replies back.
 
-    A silo's name is the one its node's key was registered with, or else the one that its side tells
-    when it is asked.
+    A silo's name is the one under which its node's key was registered. Without one, the transport
+    asks the node's side for its name.
 
-    :param grid: Flower's, or an :class:`InProcessGrid`.
-    :param names: all silos, in the order of the coordinator.
-    :param timeout: seconds that an answer may take; a message that is older is not waited for.
-    :param patience: a message is sent again to a silo that did not answer until so many seconds
-        have passed since it was first sent.
-    :param wait: seconds that silos have to appear in.
-    :param grace: seconds that a node has to tell its name in, also where another one claims it.
-    :param poll: most seconds between looks for replies.
+    :param grid: Flower's grid, or an :class:`InProcessGrid`.
+    :param names: names of all silos, in the coordinator's order.
+    :param timeout: longest time for one reply, in seconds.
+    :param patience: time in which a silent silo is sent its message again, in seconds from the
+        first time.
+    :param wait: time in which all silos have to appear, in seconds.
+    :param grace: time in which a node has to tell its name, in seconds, also if another node claims
+        the same name.
+    :param poll: longest time between two looks for replies, in seconds.
     :raises TimeoutError: naming the silos that did not appear.
     :raises ValueError: for a silo that is not among ``names``, and two nodes with one name.
     """
@@ -151,19 +152,19 @@ class Flower:
         if len(set(self.names)) < len(self.names) or not self.names:
             raise ValueError(f"names={list(self.names)}; expected each name once, and at least one")
         self.timeout, self.patience, self.poll = timeout, patience, poll
-        #: Why silos did not answer in the last exchange.
+        #: Reasons for which silos did not answer in the last exchange, by name.
         self.reasons: dict[str, str] = {}
         self.registry = Registry(grid, self.names, grace)
         self.registry.find(wait, poll)
 
     def exchange(self, messages: Mapping[str, bytes]) -> dict[str, bytes]:
-        """One message to each of the silos named; the replies of those that answered in time.
+        """Send one message to each silo in ``messages``, and return the replies that came in time.
 
-        :raises ValueError: for a name that is not a silo's, and when two nodes turn out to have one
-            name.
-        :raises RuntimeError: where the server refuses messages as too large.
-        :warns UserWarning: where a silo's app failed; other silences are told by :attr:`reasons`
-            alone.
+        :param messages: the message to each silo, by name.
+        :raises ValueError: for a name that is not a silo's, and two nodes with one name.
+        :raises RuntimeError: if the SuperLink refuses the messages as too large.
+        :warns UserWarning: if a silo's app failed. :attr:`reasons` has the reasons of all silos
+            that did not answer.
         """
         strange = sorted(set(messages) - set(self.names))
         if strange:
@@ -204,10 +205,7 @@ class Flower:
     def _push(
         self, messages: Mapping[str, bytes], sent: dict[str, tuple[str, int, float]], end: float
     ) -> None:
-        """Send messages, all at once.
-
-        What is the same for several silos, Flower sends to the server once.
-        """
+        """Send messages to their silos all at once; Flower uploads equal parts once."""
         if not messages:
             return
         now = time.monotonic()
@@ -225,14 +223,14 @@ class Flower:
                 "bodies of 5 MB to be let through"
             )
         for name, number in zip(messages, numbers, strict=True):
-            if number is None:  # the SuperLink does not know the node any more
+            if number is None:  # the SuperLink no longer knows the node
                 self.registry.nodes.pop(name)
                 self.reasons[name] = "its node is not there"
             else:
                 sent[number] = name, self.registry.nodes[name], now + ttl
 
     def _pull(self, sent: dict[str, tuple[str, int, float]], replies: dict[str, bytes]) -> bool:
-        """Take in what has come; whether anything has."""
+        """Take in the replies that have come, and return whether there were any."""
         waiting = [number for number, (name, _, _) in sent.items() if name not in replies]
         came = list(self.grid.pull_messages(waiting)) if waiting else []
         for message in came:
@@ -250,7 +248,7 @@ class Flower:
         return bool(came)
 
     def _note(self, name: str, error: Error) -> None:
-        """A silo's error: one of its app is told aloud."""
+        """Write down the reason of a silo's error, and warn if its app failed."""
         if error.code in UNAVAILABLE:
             self.reasons[name] = f"no answer: {error.reason}"
             return

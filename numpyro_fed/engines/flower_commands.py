@@ -1,4 +1,4 @@
-"""The command lines of a deployment with Flower, which needs no Flower to be told."""
+"""Command lines of a deployment with Flower; they are made without Flower installed."""
 
 import json
 import sys
@@ -8,8 +8,7 @@ from typing import Any
 
 __all__ = ["QUIET", "link_command", "node_command", "write_app"]
 
-#: Environment of every process of Flower's: it tells nobody of itself, installs nothing, and looks
-#: for work often.
+#: Environment of every process of Flower: no telemetry, no installation, frequent polling.
 QUIET = {
     "FLWR_TELEMETRY_ENABLED": "0",
     "FLWR_DISABLE_UPDATE_CHECK": "1",
@@ -27,10 +26,14 @@ def link_command(
     host: str = "127.0.0.1",
     authentication: bool = True,
 ) -> list[str]:
-    """The command that starts a SuperLink, of which the environment is to hold :data:`QUIET`.
+    """Return the command that starts a SuperLink; its environment has to include :data:`QUIET`.
 
-    :param certificate: the server's, in PEM, with ``key`` and the authority ``ca`` that signed it.
-    :param authentication: only nodes whose public keys are registered are let in.
+    :param port: port at which it listens.
+    :param certificate: certificate of the server, in PEM.
+    :param key: private key of the certificate.
+    :param ca: certificate of the authority that signed it.
+    :param host: address at which it listens.
+    :param authentication: whether to let in registered nodes alone.
     """
     command = [_script("flower-superlink"), "--host", host, "--port", str(port)]
     command += [
@@ -58,17 +61,16 @@ def node_command(
     give_up: float | None = None,
     **config: Any,
 ) -> list[str]:
-    """The command that starts a silo's SuperNode, of which the environment is to hold
-    :data:`QUIET`.
+    """Return the command that starts a silo's SuperNode, in an environment with :data:`QUIET`.
 
-    :param server: the SuperLink, ``host:port``.
-    :param name: the silo's.
-    :param ca: the authority that signed the server's certificate, in PEM.
-    :param key: private key of this node, in OpenSSH's form.
-    :param port: of this machine, for the node and the apps it starts.
-    :param give_up: seconds after which the node ends with exit code 1 if the server does not
-        answer; by default never.
-    :param config: further ``context.node_config``: numbers, truth values, words.
+    :param server: address of the SuperLink, ``host:port``.
+    :param name: name of the silo.
+    :param ca: certificate of the authority that signed the server's, in PEM.
+    :param key: private key of this node, in OpenSSH's format.
+    :param port: port on this machine, for the node and the apps that it starts.
+    :param give_up: time after which the node ends with exit code 1 if the server does not answer,
+        in seconds; by default it never ends.
+    :param config: further entries of ``context.node_config``: numbers, truth values, texts.
     """
     pairs = " ".join(f"{k}={json.dumps(v)}" for k, v in {"name": name, **config}.items())
     command = [_script("flower-supernode"), "--superlink", server, "--root-certificates", str(ca)]
@@ -80,13 +82,14 @@ def node_command(
 def write_app(
     directory: str | Path, server: str, client: str, config: Mapping[str, Any] | None = None
 ) -> Path:
-    """The folder that ``flwr run`` sends to the SuperLink.
+    """Write the folder that ``flwr run`` sends to the SuperLink, and return its path.
 
-    Two names of importable objects, and no code.
+    The folder has the names of two importable objects, and no code.
 
-    :param server: ``module:object`` of a :func:`server_app`, for the SuperLink's machine.
-    :param client: ``module:object`` of a :func:`client_app`, for the silos'.
-    :param config: becomes ``context.run_config`` everywhere.
+    :param directory: path of the folder.
+    :param server: ``module:object`` of a :func:`server_app` on the SuperLink's machine.
+    :param client: ``module:object`` of a :func:`client_app` on the silos' machines.
+    :param config: entries of ``context.run_config`` at all parties.
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
@@ -114,6 +117,6 @@ def write_app(
 
 
 def _script(name: str) -> str:
-    """A command that is installed beside this Python."""
+    """Return the path of a command beside this Python, or else its name."""
     beside = Path(sys.executable).with_name(name)
     return str(beside) if beside.exists() else name

@@ -1,7 +1,4 @@
-"""Flower without processes: real ClientApps, called in this one.
-
-For trying things out and for tests.
-"""
+"""Flower in one process, which calls real ClientApps itself, for experiments and tests."""
 
 import itertools
 import time
@@ -20,13 +17,13 @@ _RAISED, _NODE_UNAVAILABLE = 2, 5  # Flower's codes of errors
 
 
 class InProcessGrid(Grid):
-    """ClientApps in this process in place of SuperNodes, asked one after another.
+    """Grid of ClientApps in this process, in place of SuperNodes, called one after another.
 
-    A reply that took longer than its message's ttl is lost.
+    A reply that takes longer than its message's ttl is lost.
 
-    :param apps: by node, or numbered from 1; :attr:`apps` may be changed: a node taken out of it is
-        dead.
-    :param config: what every node was started with.
+    :param apps: the app of each node, by node or in a list, which is numbered from 1. A node that
+        is removed from :attr:`apps` is dead.
+    :param config: ``context.node_config`` of every node.
     """
 
     def __init__(
@@ -42,9 +39,7 @@ class InProcessGrid(Grid):
         self._run = Run.create_empty(1)
         try:
             _ = TaskIdentity.run_id
-        except (
-            RuntimeError
-        ):  # this process is none of Flower's, which makes no messages without an identity
+        except RuntimeError:  # this is no process of Flower's, and messages need an identity
             TaskIdentity.task_id = TaskIdentity.run_id = TaskIdentity.node_id = 1
 
     def set_run(self, run: Run) -> None:

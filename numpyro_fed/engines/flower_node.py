@@ -1,10 +1,10 @@
-"""A silo's node in one lasting process, in place of Flower's SuperNode.
+"""Node of a silo in one lasting process, in place of Flower's SuperNode.
 
-Flower's SuperNode starts a process for every message, and runs in it what the coordinator's app
-names. This one asks the SuperLink in the same words and with the same keys, but has its own app
-answer, in this process: data, compiled programs and latents stay in memory, and the app that the
-coordinator sends is not even fetched. It stands on parts of Flower that are not its public
-interface, hence the pinned versions.
+Flower's SuperNode starts a process for every message, and runs in it the objects that the
+coordinator's app names. This node speaks to the SuperLink by the same protocol and with the same
+keys, but its own app answers in this process. Data, compiled programs and latents stay in memory,
+and the coordinator's app is never fetched. The node uses parts of Flower outside its public
+interface; therefore the versions of Flower are pinned.
 """
 
 import logging
@@ -25,9 +25,9 @@ from flwr.supernode import fleet_http_connection
 
 __all__ = ["serve"]
 
-# the key is not registered, or the server takes its node to be there until it misses heartbeats
+# the key is not registered, or the server still counts on a former process of the node
 _NOT_IN = "[code: 2004]"
-_EXPIRES, _AGAIN = 150.0, 5.0  # seconds that this may last, and between questions
+_EXPIRES, _AGAIN = 150.0, 5.0  # seconds that this may last, and seconds between attempts
 _log = logging.getLogger(__name__)
 
 
@@ -42,31 +42,32 @@ def serve(
     give_up: float | None = None,
     **config: Any,
 ) -> None:
-    """Answer messages until the process is ended.
+    """Answer messages until the process ends.
 
-    :param app: :func:`~numpyro_fed.engines.flower.client_app`.
-    :param server: the SuperLink, ``host:port``.
-    :param name: the silo's, as ``context.node_config["name"]``.
-    :param ca: the authority that signed the server's certificate, in PEM.
-    :param key: private key of this node, in OpenSSH's form; without one the server has to let in
-        nodes that it does not know.
-    :param poll: most seconds between questions for messages.
-    :param give_up: seconds in which the server has to answer and to let this node in; by default it
-        is waited for, and has 150 s to miss a former process of this node that was killed.
-    :param config: further ``context.node_config``.
-    :raises ConnectionError: in words, where the server does not answer, does not let this node in,
-        or shows a certificate that ``ca`` did not sign.
+    :param app: app of the silo, from :func:`~numpyro_fed.engines.flower.client_app`.
+    :param server: address of the SuperLink, ``host:port``.
+    :param name: name of the silo, for ``context.node_config["name"]``.
+    :param ca: certificate of the authority that signed the server's, in PEM.
+    :param key: private key of this node, in OpenSSH's format. Without a key the server has to let
+        in nodes that are not registered.
+    :param poll: longest time between two questions for messages, in seconds.
+    :param give_up: time in which the server has to answer and to let this node in, in seconds. By
+        default the node waits for the server forever. The server then has 150 s to notice that a
+        former process of this node was killed.
+    :param config: further entries of ``context.node_config``.
+    :raises ConnectionError: if the server does not answer, does not let this node in, or shows a
+        certificate that ``ca`` did not sign.
     """
-    fleet_http_connection.flwr_exit = _refused  # which else ends the process
+    fleet_http_connection.flwr_exit = _refused  # Flower's own function ends the process
     if (
         threading.current_thread() is threading.main_thread()
         and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     ):
         signal.signal(
             signal.SIGTERM, lambda *_: sys.exit(0)
-        )  # so that the server is told on the way out
+        )  # leaves the connection, which tells the server
     keys, patience = None if key is None else _keys(key), _EXPIRES if give_up is None else give_up
-    since = None  # when this node was first not let in
+    since = None  # time of the first refusal
     while True:
         try:
             with fleet_http_connection.http_request_response(
@@ -85,8 +86,8 @@ def serve(
                     f"(flwr supernode register), and no other node with this key: {error}"
                 ) from error
             _log.warning(
-                "not let in: this key is not registered, or its former process is not missed yet; "
-                "asking again"
+                "the server does not let this node in: its key is not registered, or the server "
+                "still counts on a former process of the node; trying again"
             )
             time.sleep(_AGAIN)
 
@@ -134,8 +135,8 @@ def _received(receive: Callable, pull: Callable, confirm: Callable) -> Message |
         return None
     head, tree = got
     run = head.metadata.run_id
-    # a message is seen before all of it is at the server: the first wait for the rest is a second,
-    # if nothing is said
+    # a message shows before all of it is at the server, and Flower's first wait is a second by
+    # default
     whole = inflatable_utils.pull_and_inflate_object_from_tree(
         tree,
         lambda number: pull(run, number),

@@ -1,6 +1,7 @@
-"""Which of Flower's nodes is which silo.
+"""Registry of silos and their nodes in Flower.
 
-By the name that its key was registered with, or else by asking it.
+A node is known by the name under which its key was registered. Without one, it is asked for its
+name.
 """
 
 import time
@@ -13,12 +14,12 @@ from flwr.serverapp import Grid
 __all__ = ["UNAVAILABLE", "Registry", "bytes_of", "records_of"]
 
 UNAVAILABLE = (3, 4, 5)  # Flower's codes of errors: a message, a reply or a node is not there
-_PIECE = 4 << 20  # bytes of a message that are sent as one object
+_PIECE = 4 << 20  # bytes of a message in one object
 _LOOK = 1.0  # seconds between looks for nodes that are new or gone
 
 
 def records_of(data: bytes) -> RecordDict:
-    """Bytes as content of a message of Flower's."""
+    """Return bytes as the content of a Flower message."""
     pieces = range(0, max(len(data), 1), _PIECE)
     return RecordDict(
         {f"{i:06}": ConfigRecord({"bytes": data[k : k + _PIECE]}) for i, k in enumerate(pieces)}
@@ -26,33 +27,30 @@ def records_of(data: bytes) -> RecordDict:
 
 
 def bytes_of(content: RecordDict) -> bytes:
-    """What :func:`records_of` was given."""
+    """Return the bytes that :func:`records_of` put into a message."""
     return b"".join(content.config_records[key]["bytes"] for key in sorted(content.config_records))
 
 
 class Registry:
-    """Nodes by silo, kept up to date by :meth:`look`.
+    """Registry of nodes by silo; :meth:`look` brings it up to date.
 
-    :param names: all silos.
-    :param grace: seconds that a node has to tell its name in. Where another node claims a silo's
-        name, its node is asked again, and keeps the name if it answers.
+    :param grid: Flower's grid.
+    :param names: names of all silos.
+    :param grace: time in which a node has to tell its name, in seconds. If another node claims a
+        silo's name, the registry asks the silo's node again, which keeps the name if it answers.
     """
 
     def __init__(self, grid: Grid, names: Sequence[str], grace: float) -> None:
         self.grid, self.names, self.grace = grid, names, grace
         #: The node of each silo that is there.
         self.nodes: dict[str, int] = {}
-        #: What nodes that failed to tell their name said.
+        #: Errors of nodes that did not tell their names.
         self.failed: dict[int, str] = {}
-        #: Names that are not silos', by node.
+        #: Names of nodes that are no silos.
         self.strangers: dict[int, str] = {}
-        self._claims: dict[str, int] = {}  # nodes with a name that another node has
-        self._asked: dict[
-            str, tuple[int, float]
-        ] = {}  # questions: node, and until when it may answer
-        self._silent: dict[
-            int, float
-        ] = {}  # nodes that did not tell, and when they are asked again
+        self._claims: dict[str, int] = {}  # second nodes that claim a silo's name
+        self._asked: dict[str, tuple[int, float]] = {}  # questions: node, and the time limit
+        self._silent: dict[int, float] = {}  # nodes without an answer: time of the next question
         self._looked = -_LOOK
 
     def find(self, wait: float, poll: float) -> None:
@@ -85,9 +83,9 @@ class Registry:
             time.sleep(0.0 if moved else poll)
 
     def look(self, soon: bool = False) -> bool:
-        """Take in answers, and once a second what nodes there are; whether there were answers.
+        """Take in answers, list the nodes once a second, and return whether answers came.
 
-        :param soon: twice a second.
+        :param soon: whether to list the nodes twice a second.
         """
         now = time.monotonic()
         if now - self._looked >= _LOOK / (1 + soon):
@@ -128,7 +126,7 @@ class Registry:
                 self._asked[number] = node, time.monotonic() + self.grace
 
     def _told(self, node: int, message: Message | None) -> None:
-        """A node has told its name, or has not."""
+        """Enter the name that a node told; ``None`` stands for a node that told none in time."""
         if message is not None and not message.has_error():
             self.failed.pop(node, None)
             self._silent.pop(node, None)
@@ -140,7 +138,7 @@ class Registry:
         for name in [n for n in self._claims if self.nodes.get(n) == node]:
             self.nodes[name] = self._claims.pop(
                 name
-            )  # the old one is silent: the new one takes its place
+            )  # the old node is silent, so the new one takes its place
 
     def _claim(self, node: int, name: str) -> None:
         if name not in self.names:

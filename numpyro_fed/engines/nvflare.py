@@ -1,11 +1,9 @@
-"""NVFLARE as the carrier of messages between organizations.
+"""NVFLARE as the transport: a controller, an executor, a job folder and the simulator.
 
-One controller, one executor, a job folder and the simulator.
-
-The server's part is a function ``run(transport)``; a silo's is an object with ``name`` and
-``answer(data: bytes) -> bytes`` that ``make_side(name, directory)`` makes. Both are named by import
-path (``"package.module:function"`` or ``"/path/file.py:function"``), and what crosses is bytes:
-nothing is pickled. Answers have to be idempotent: a message may reach a silo more than once.
+The server's part is a function ``run(transport)``. A silo's part is an object with ``name`` and
+``answer(data: bytes) -> bytes``, which ``make_side(name, directory)`` returns. A job names both by
+import path (``"package.module:function"`` or ``"/path/file.py:function"``). Bytes alone cross;
+nothing is pickled. A message may reach a silo more than once, and must then have the same answer.
 
     from numpyro_fed.engines.nvflare import simulate
     result = simulate("my_study:run", "my_study:make_side", ["oslo", "rome"], "workspace")
@@ -75,10 +73,10 @@ _logger = logging.getLogger("nvflare.numpyro_fed")
 
 
 def load(path: str) -> Callable:
-    """The function of an import path.
+    """Return the function at an import path.
 
     :param path: ``"package.module:function"`` or ``"/path/file.py:function"``.
-    :raises ValueError: in words, where there is none.
+    :raises ValueError: if there is no such function.
     """
     where, _, name = path.rpartition(":")
     if not where or not name:
@@ -108,11 +106,11 @@ def load(path: str) -> Callable:
 
 
 def load_allowed(path: str) -> Callable:
-    """The function of an import path that a job asks for, if the site lists it in its environment
-    variable ``NUMPYRO_FED_ALLOWED``.
+    """Return the function at an import path of a job, if this machine allows it.
 
-    :raises PermissionError: if it does not: who may submit a job may not therefore call what is
-        installed here.
+    The environment variable ``NUMPYRO_FED_ALLOWED`` lists the paths that jobs may name.
+
+    :raises PermissionError: if the path is not in the list.
     """
     allowed = [x for x in os.environ.get(ALLOWED, "").split(",") if x]
     if path not in allowed:
@@ -124,7 +122,7 @@ def load_allowed(path: str) -> Callable:
 
 
 def _settings(fl_ctx: Any) -> tuple[dict[str, Any], Workspace, str]:
-    """What the job says, the site's workspace, and the job's id."""
+    """Return the job's settings, the workspace, and the job's id."""
     workspace, job = fl_ctx.get_prop(FLContextKey.WORKSPACE_OBJECT), fl_ctx.get_job_id()
     return (
         json.loads((Path(workspace.get_app_config_dir(job)) / SETTINGS).read_text()),
@@ -134,11 +132,13 @@ def _settings(fl_ctx: Any) -> tuple[dict[str, Any], Workspace, str]:
 
 
 class Transport:
-    """What the server's part of a fit asks silos through.
+    """Transport over NVFLARE, for the server's part of a fit.
 
-    :param controller: sends the tasks.
-    :param names: the silos, as the coordinator listed them.
-    :param patience: seconds after which a silo that has not answered is left out.
+    :param controller: the controller, which sends the tasks.
+    :param fl_ctx: NVFLARE's context.
+    :param abort: NVFLARE's signal that stops the job.
+    :param names: names of the silos, in the coordinator's order.
+    :param patience: time after which an exchange continues without silent silos, in seconds.
     """
 
     def __init__(
@@ -153,12 +153,13 @@ class Transport:
         )
 
     def exchange(self, messages: dict[str, bytes]) -> dict[str, bytes]:
-        """One message to each named silo; replies by name.
+        """Send one message to each silo in ``messages``, and return the replies by name.
 
-        A silo that was restarted is sent its message again. One that has not answered within
-        ``patience`` is absent.
+        A silo that restarted is sent its message again. A silo without a reply within ``patience``
+        is missing from the result.
 
-        :raises ValueError: naming silos that are not of this job.
+        :param messages: the message to each silo, by name.
+        :raises ValueError: naming the silos that are not in this job.
         :raises RuntimeError: if the job was stopped.
         """
         unknown = sorted(set(messages) - set(self.names))
@@ -197,7 +198,7 @@ class Transport:
             done.put((client_task.task, name, reply if isinstance(reply, bytes) else None))
             client_task.result = None
 
-        def ended(task: Any, fl_ctx: Any) -> None:  # also where NVFLARE has given the silo up
+        def ended(task: Any, fl_ctx: Any) -> None:  # also if NVFLARE has given up the silo
             done.put((task, name, None))
 
         task = Task(
@@ -208,9 +209,9 @@ class Transport:
 
 
 class FedController(Controller):
-    """The server's side of the job.
+    """Controller of a job, which calls ``run(transport)`` at the server.
 
-    Calls ``run(transport)``, and keeps what it returned as ``result.bin`` in its run directory.
+    It writes the bytes that ``run`` returns to ``result.bin`` in the job's run directory.
     """
 
     def __init__(self) -> None:
@@ -223,7 +224,7 @@ class FedController(Controller):
         pass
 
     def process_result_of_unknown_task(self, *args: Any, **kwargs: Any) -> None:
-        """A reply that came too late."""
+        """Ignore a reply that comes too late."""
 
     def control_flow(self, abort_signal: Any, fl_ctx: Any) -> None:
         told, workspace, job = _settings(fl_ctx)
@@ -251,11 +252,12 @@ class FedController(Controller):
 
 
 class SideExecutor(Executor):
-    """A silo's side of the job: made at the first message, kept in memory while the job lasts.
+    """Executor of a job at a silo, whose first message makes the silo's side.
 
-    The job names an allowed function, and nothing else of it is used at the site. Errors are
-    written to ``error.txt`` in the silo's folder, and before it is made in the job's own. The
-    server is told that there was one, and no more: its text may hold data.
+    The side stays in memory until the job ends. The silo takes from the job the name of an allowed
+    function, and nothing else. Errors are written to ``error.txt`` in the silo's folder, or in the
+    job's folder before the function is allowed. The server receives no text of an error, which may
+    hold data.
     """
 
     def __init__(self) -> None:
@@ -299,36 +301,35 @@ class SideExecutor(Executor):
 
 
 def silo_directory(root: str | Path, make_side: str, name: str) -> Path:
-    """Return where a silo's private state is: one folder for each function that the site allows.
+    """Return the folder of a silo's private state; each allowed function has one of its own.
 
-    :param root: of the site's workspace, whose ``_silos`` is used without ``NUMPYRO_FED_SILOS``.
-        NVFLARE takes no such name for a job's, whose folders a server may have deleted.
+    The folder is in ``NUMPYRO_FED_SILOS``, or else in ``_silos`` of the workspace. NVFLARE has no
+    job of this name; a server may have the folders of jobs deleted.
+
+    :param root: root of the silo's workspace.
     :param make_side: import path of the function.
-    :param name: of the client.
-    :raises ValueError: for a name that could lead elsewhere.
+    :param name: name of the client.
+    :raises ValueError: for a name that could lead out of the folder.
     """
     if not NAME.fullmatch(name):
         raise ValueError(
             f"the client's name is {name!r}; expected letters, digits, '.', '_' and '-', a letter "
-            "or "
-            "digit first, as its certificate is to have it"
+            "or digit first, as in its certificate"
         )
     slug = re.sub(r"[^A-Za-z0-9._-]", "_", make_side)
     return Path(os.environ.get(SILOS) or Path(root) / "_silos") / slug / name
 
 
 class Rejoin(ClientProcessJobLauncher):
-    """Of a site, not of a job.
+    """Launcher of a silo's process, which restarts it if it was killed or the client restarted.
 
-    Starts a silo's process, and starts it again where it was killed or the client was restarted.
+    NVFLARE itself ends the job if the process dies, and does not start a process for a client that
+    comes back. :func:`prepare_kit` puts this launcher in place of ``ClientProcessJobLauncher``. It
+    belongs to a client's installation, not to a job.
 
-    It starts no job that brings code, and takes from NVFLARE's client the commands by which a
-    server reads the site's files (``cat``, ``grep``, ``ls``).
-
-    NVFLARE itself ends the job where the process dies, and does not start one for a client that
-    comes back. :func:`prepare_kit` puts it in place of ``ClientProcessJobLauncher``. The token that
-    the job knows the site by is kept beside the job, readable to the owner only, and removed when
-    the job ends.
+    It refuses jobs that bring code. It removes from NVFLARE's client the commands by which a server
+    reads the client's files (``cat``, ``grep``, ``ls``). The token of the client in the job lies
+    beside the job, readable to the owner alone, until the job ends.
     """
 
     def handle_event(self, event_type: str, fl_ctx: Any) -> None:
@@ -344,7 +345,7 @@ class Rejoin(ClientProcessJobLauncher):
         elif event_type == EventType.SYSTEM_START:
             for kept in sorted(Path(engine.args.workspace).glob(f"*/{REJOIN}")):
                 meta = json.loads((kept.parent / "meta.json").read_text())
-                known = copy.copy(engine.client)  # by the token that the job's server process knows
+                known = copy.copy(engine.client)  # with the token that the job's server knows
                 known.token, known.token_signature, known.ssid = json.loads(kept.read_text())
                 _logger.warning("silo %r goes back to job %s", known.client_name, kept.parent.name)
                 executor, context = engine.client_executor, engine.new_context()
@@ -353,7 +354,7 @@ class Rejoin(ClientProcessJobLauncher):
                 )
 
     def launch_job(self, job_meta: dict, fl_ctx: Any) -> "Lasting":
-        if job_meta.get(AppValidationKey.BYOC):  # as this site's client found it to be
+        if job_meta.get(AppValidationKey.BYOC):  # this client itself has looked for code
             raise PermissionError(
                 "the job brings code; expected one that names what the site has installed and "
                 "allows, as write_job makes it"
@@ -376,10 +377,11 @@ class Rejoin(ClientProcessJobLauncher):
 
 
 class Lasting(ProcessHandle):
-    """A process that is started again where a signal ended it, unless it did so three times within
-    half a minute of its start.
+    """Process that starts again after a signal ended it.
 
-    :param launch: starts it.
+    It stays down after three ends in a row, each within half a minute of its start.
+
+    :param launch: starts the process and returns its adapter.
     """
 
     adapter: Any

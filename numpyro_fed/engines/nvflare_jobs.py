@@ -1,7 +1,6 @@
-"""What is written for NVFLARE.
+"""Files and commands for NVFLARE: kits, jobs, and the simulator.
 
-A prepared kit, a job's folder, and its simulator, which is started in processes of its own. Needs
-no NVFLARE to be imported.
+The module can be imported without NVFLARE; the simulator runs in processes of its own.
 """
 
 import json
@@ -16,7 +15,7 @@ from typing import Any
 
 __all__ = ["prepare_kit", "simulate", "write_job"]
 
-# names that the two parts of a job, and its folder, have in common
+# names that the controller, the executor and the job folder share
 TASK, SETTINGS, RESULT, ERROR = "answer", "fed.json", "result.bin", "error.txt"
 PACKAGE = "numpyro_fed.engines.nvflare."
 CLASSES = [PACKAGE + "FedController", PACKAGE + "SideExecutor"]  # all that a job may build
@@ -26,12 +25,14 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 def prepare_kit(kit: str | Path) -> Path:
-    """Write once what a provisioned site says in its ``local/resources.json``.
+    """Write ``local/resources.json`` of a provisioned kit, once, and return its path.
 
-    Of a job our two components are built, and no more of ours or of NVFLARE's; what else the list
-    has stays. A silo's process is started by ``Rejoin``, and a silo's log stays where it is.
+    Jobs may then build :class:`FedController` and :class:`SideExecutor`, and no other class of
+    numpyro_fed or of NVFLARE. Other entries of the kit's list of allowed classes stay.
+    :class:`Rejoin` starts a silo's process. A silo's log does not go to the server.
 
-    :param kit: the server's or a site's folder.
+    :param kit: folder of the server or of a silo.
+    :raises ValueError: if the folder is not from ``nvflare provision``.
     """
     local = Path(kit) / "local"
     written = local / "resources.json"
@@ -63,17 +64,18 @@ def write_job(
     patience: float = 600.0,
     period: float | None = None,
 ) -> Path:
-    """A job folder, to be submitted to a server (``nvflare job submit -j folder``) or simulated.
+    """Write a job folder, for ``nvflare job submit -j folder`` or the simulator; return its path.
 
-    :param folder: is made; its last part is the job's name.
+    :param folder: path of the folder; its last part is the job's name.
     :param run: import path of ``run(transport, **run_arguments)``, which returns bytes or ``None``.
-    :param make_side: import path of ``make_side(name, directory)``, called at each site that allows
-        it; of its arguments the job says nothing.
-    :param names: the silos, which are the names of the clients.
-    :param run_arguments: what JSON holds.
-    :param patience: seconds after which a silo that has not answered is left out of a round.
-    :param period: seconds between a silo's questions for a message; by default 0.05, and more with
-        above five silos, for a hundred questions a second in all.
+    :param make_side: import path of ``make_side(name, directory)``. Each silo that allows it calls
+        it with arguments of its own.
+    :param names: names of the silos, which are those of the clients.
+    :param run_arguments: arguments of ``run``, as JSON can hold them.
+    :param patience: time after which a round continues without silent silos, in seconds.
+    :param period: time between a silo's questions for a message, in seconds. By default it is 0.05,
+        or with more than five silos a hundredth of their number.
+    :raises ValueError: for names that are not valid, and times that are not positive.
     """
     _check_names(names)
     period = max(PERIOD, 0.01 * len(names)) if period is None else period
@@ -84,7 +86,7 @@ def write_job(
     server = {
         "format_version": 2,
         "server": {"task_request_interval": period},
-        # that a silo is away is for ``run`` to judge, not for NVFLARE
+        # ``run`` decides what to do without a silo, and not NVFLARE
         "dead_client_grace_period": 1e9,
         "workflows": [{"id": "fed", "path": PACKAGE + "FedController", "args": {}}],
         "components": [],
@@ -147,18 +149,21 @@ def simulate(
     timeout: float | None = None,
     **settings: Any,
 ) -> bytes:
-    """Run a job in NVFLARE's simulator: all on this machine, offline, each silo a process.
+    """Run a job in NVFLARE's simulator, offline on this machine, and return the result of ``run``.
 
-    Returns what ``run`` returned.
+    Each silo is a process.
 
-    :param workspace: for the job and logs; ``nvflare`` in it is emptied first. The silos' private
-        state is in ``silos``.
-    :param keep: go on from that state; by default ``silos`` is emptied first.
-    :param threads: silos in memory at one time; by default all. With fewer, a silo's process is
-        started for each message, and its state read from disk.
-    :param timeout: seconds after which the simulation is ended.
-    :param settings: further ones of :func:`write_job`.
-    :raises RuntimeError: with the reason, where ``run`` failed.
+    :param run: import path, as for :func:`write_job`.
+    :param make_side: import path, as for :func:`write_job`.
+    :param names: names of the silos.
+    :param workspace: folder for the job and logs; its folder ``nvflare`` is emptied first. The
+        silos' private states are in its folder ``silos``.
+    :param keep: whether to continue from these states; by default ``silos`` is emptied first.
+    :param threads: number of silos in memory at one time; by default all. With fewer, each message
+        starts a process of the silo, which reads its state from disk.
+    :param timeout: time after which the simulation is stopped, in seconds.
+    :param settings: further arguments of :func:`write_job`.
+    :raises RuntimeError: with the reason, if ``run`` failed.
     """
     workspace = Path(workspace).resolve()
     job = write_job(workspace / "job", run, make_side, names, **settings)

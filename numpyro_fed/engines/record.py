@@ -1,4 +1,4 @@
-"""Record of a silo: a line for every message, of which calls are counted."""
+"""Record of a silo: a file with a line for every message, and counts of its calls."""
 
 import base64
 import hashlib
@@ -19,26 +19,26 @@ from numpyro_fed.rounds.serialization import name_of, outline
 
 __all__ = ["Record", "outlined"]
 
-_MAX_PATH = 200  # letters of a place within a message, whose keys the server chooses
-_MAX_LISTED = 1_000  # numbers of an array that the record lists; of 10,000 that takes 10 ms
-_MAX_RECORDED = 10_000  # numbers of an array that the record has in full
+_MAX_PATH = 200  # letters of an array's path in a message; the server chooses the keys
+_MAX_LISTED = 1_000  # numbers of an array that the record lists; 10,000 would take 10 ms
+_MAX_RECORDED = 10_000  # numbers of an array that the record has in full, as base64
 
 
 class Record:
-    """File with a line for every message, and counts of its calls, also of other processes.
+    """File with a line for every message, and counts of the calls of all processes.
 
-    :param place: the file.
-    :ivar counts: calls of each kind, and ``"refused"`` connections.
+    :param place: path of the file.
+    :ivar counts: number of calls of each kind, and of ``"refused"`` connections.
     """
 
     def __init__(self, place: Path) -> None:
         self.place, self.counts = place, Counter[str]()
         self._messages = 0
-        self._recorded = -1  # bytes of the file that the counts are of
+        self._recorded = -1  # bytes of the file when its calls were counted
         self.look()
 
     def look(self) -> None:
-        """Count anew, where another process has written since."""
+        """Count again if another process has written to the file."""
         size = self.place.stat().st_size if self.place.exists() else 0
         if size != self._recorded:
             self._recorded, self.counts = size, _counted(self.place)
@@ -54,9 +54,12 @@ class Record:
     ) -> None:
         """Write a message's line, before its answer leaves.
 
-        :param started: when it came, in seconds since 1970.
+        :param started: time of its arrival, in seconds since 1970.
         :param what: its kind.
-        :param asked: its calls, as of :func:`outlined`.
+        :param data: the message.
+        :param sent: the answer as bytes.
+        :param answer: the answer.
+        :param asked: its calls, as :func:`outlined` returns them.
         """
         self._messages += 1
         line = {
@@ -80,16 +83,14 @@ class Record:
         with self.place.open("a+b") as log:
             if log.tell():
                 log.seek(-1, os.SEEK_END)
-                if (
-                    log.read() != b"\n"
-                ):  # a line was broken off, which this one must not be a part of
+                if log.read() != b"\n":  # the last line was cut off; begin a new one
                     log.write(b"\n")
             log.write(json.dumps(line).encode() + b"\n")
             self._recorded = log.tell()
 
 
 def _arrays(answer: dict[str, Any]) -> list[list[Any]]:
-    """Name, type and shape of every array of an answer."""
+    """Return name, type and shape of every array of an answer."""
     leaves = jax.tree_util.tree_leaves_with_path(answer)
     return [
         [jax.tree_util.keystr(path), str(x.dtype), list(x.shape)]
@@ -99,16 +100,16 @@ def _arrays(answer: dict[str, Any]) -> list[list[Any]]:
 
 
 def outlined(call: Call, own: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a call as the silo's record has it.
+    """Return a call for the silo's record: settings, slots, key and message.
 
-    Settings, and what it was told, in full if short.
+    Arrays of up to 1,000 numbers are lists, those of up to 10,000 base64, longer ones hashes.
     """
 
     def told(x: Any) -> Any:
         if jax.dtypes.issubdtype(getattr(x, "dtype", None), jax.dtypes.prng_key):
             x = jax.random.key_data(x)
         x = np.asarray(x)
-        # of an array of no numbers the lists alone could be many
+        # an empty array of a long shape would have many lists
         count = math.prod(max(n, 1) for n in x.shape)
         if count <= _MAX_LISTED and x.dtype.kind in "biuf":
             return x.tolist()
@@ -134,7 +135,7 @@ def _counted(record: Path) -> Counter[str]:
     for text in record.read_text().splitlines() if record.exists() else ():
         try:
             line = json.loads(text)
-        except ValueError:  # broken off: nothing was answered after it
+        except ValueError:  # cut off: the silo answered nothing after it
             continue
         counts.update(call["kind"] for call in line.get("calls", ()))
         counts["refused"] += line["what"] == "open" and "error" in line

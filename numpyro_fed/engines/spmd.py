@@ -1,14 +1,14 @@
-"""Silos spread over JAX processes: of one organization, on one machine or several.
+"""Silos over several JAX processes of one organization, on one machine or several.
 
-Every process runs the same program and holds the rows of its own silos. What the server does, each
-does for itself; a call is answered by the process that has the silo, and its reply is gathered by
-all. Private states stay where the rows are. The processes trust each other: replies are not hidden
-from any of them. A process that dies ends the others after JAX's heartbeat.
+Every process runs the same program and has the rows of its own silos. Each process does the work of
+the server. The process that has a silo answers its calls, and all processes receive the reply.
+Private states stay in the process that has the rows. The processes trust each other: each sees all
+replies. A process that dies ends the others after JAX's heartbeat.
 
     python -m numpyro_fed.engines.spmd --processes 2 models/heart_disease.py
 
-starts so many processes on this machine, deals the silos of the file's ``silos()`` to them in turn,
-and runs FSGLD on its ``model``.
+starts two processes on this machine, deals the silos of the file's ``silos()`` to them in turn, and
+runs FSGLD on its ``model``.
 """
 
 import argparse
@@ -37,20 +37,20 @@ __all__ = ["Spmd", "connect", "initialize"]
 
 
 def initialize(coordinator_address: str, num_processes: int, process_id: int) -> None:
-    """``jax.distributed.initialize`` with collectives that CPUs have.
+    """Call ``jax.distributed.initialize`` with collectives for CPUs.
 
-    Before anything else of JAX is used.
+    The call has to precede any other use of JAX.
     """
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(coordinator_address, num_processes, process_id)
 
 
 class Spmd(Carrier):
-    """The carrier: replies gathered over all processes.
+    """Carrier that gathers replies over all processes.
 
-    :param sites: this process's, by their number among all.
+    :param workers: workers of this process's silos, by number among all silos.
     :param owner: the process of each silo.
-    :param silos: this process's own.
+    :param silos: silos of this process.
     """
 
     def __init__(self, workers: dict[int, SiloWorker], owner: list[int], silos: Silos) -> None:
@@ -60,7 +60,7 @@ class Spmd(Carrier):
     def check(self, check: Callable[[Silos], None]) -> None:
         """Have each process check its own silos.
 
-        :raises ValueError: in every process, where one's rows are wrong.
+        :raises ValueError: in every process, if the rows of one are wrong.
         """
         said = " "
         try:
@@ -72,16 +72,18 @@ class Spmd(Carrier):
             raise ValueError(wrong[0])
 
     def ask(self, calls: list[Call]) -> list[Any]:
-        """Replies in the order of the calls, which are to be of one type.
+        """Return the replies in the order of the calls, which must have replies of one type.
 
-        :raises RuntimeError: where the processes do not make the same calls.
+        :raises RuntimeError: if the processes do not make the same calls.
         """
         site = next(iter(self.workers.values()))
-        kinds = [self.type_of(call, site) for call in calls]  # of all: what each writes is noted
+        kinds = [
+            self.type_of(call, site) for call in calls
+        ]  # of all, to note the types that each call writes
         leaves, tree = jax.tree.flatten(kinds[0])
         size = sum(x.size * x.dtype.itemsize for x in leaves)
         sent = np.zeros((len(calls), _HEAD.itemsize + size), np.uint8)
-        # all are under way before the first is waited for
+        # JAX dispatches all before the first result is read
         answers = {
             i: self.workers[c.number].answer(c)
             for i, c in enumerate(calls)
@@ -111,9 +113,7 @@ class Spmd(Carrier):
 
 @cache
 def _gathering() -> tuple[Any, NamedSharding, Callable]:
-    """This process's device, how an array lies that has a row a process, and the program that hands
-    all rows to all.
-    """
+    """Return the device, a sharding with a row in each process, and a program that gathers rows."""
     first = {d.process_index: d for d in reversed(jax.devices())}
     mesh = Mesh(np.array([first[p] for p in sorted(first)]), ("process",))
     spread, whole = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (("process",), ()))
@@ -121,9 +121,9 @@ def _gathering() -> tuple[Any, NamedSharding, Callable]:
 
 
 def _gathered(own: np.ndarray) -> np.ndarray:
-    """An array of each process, ``(processes, ...)``.
+    """Return the arrays of all processes, ``(processes, ...)``.
 
-    As ``process_allgather``, which makes program and sharding anew and takes five times as long.
+    ``process_allgather`` makes program and sharding anew, and takes five times as long.
     """
     device, spread, to_all = _gathering()
     part = jax.device_put(own[None], device)
@@ -151,10 +151,10 @@ def _unpacked(data: np.ndarray, leaves: list, tree: Any) -> Any:
 
 
 def connect(silos: Silos) -> RemoteSilos:
-    """What every process gets in place of all silos.
+    """Return all silos as remote silos; every process calls this with its own.
 
-    :param silos: this process's own.
-    :raises ValueError: naming the process, where silos do not fit together.
+    :param silos: silos of this process.
+    :raises ValueError: naming the process, if its silos do not fit the others.
     """
     told = [json.loads(text) for text in _gather_text(json.dumps(description(silos, values=True)))]
     known = joined_spec(told, [f"process {i}" for i in range(len(told))], silos.shared)
@@ -164,7 +164,7 @@ def connect(silos: Silos) -> RemoteSilos:
 
 
 def _gather_text(text: str) -> list[str]:
-    """A text of each process."""
+    """Return the texts of all processes."""
     data = np.frombuffer(text.encode(), np.uint8)
     sizes = _gathered(np.array(len(data), np.int32))
     padded = np.zeros(int(sizes.max()), np.uint8)
@@ -174,7 +174,10 @@ def _gather_text(text: str) -> list[str]:
 
 
 def dealt(silos: Silos, process: int, num_processes: int) -> Silos:
-    """A process's own of silos that are dealt in turn."""
+    """Return the silos of one process, if silos are dealt to processes in turn.
+
+    :raises ValueError: if there are more processes than silos.
+    """
     names = silos.names[process::num_processes]
     if not names:
         raise ValueError(
@@ -217,10 +220,7 @@ def _one_process(args: argparse.Namespace) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Start the processes on this machine, and wait for them.
-
-    The first exit code that is not zero.
-    """
+    """Start the processes on this machine, wait, and return the first exit code other than zero."""
     parser = argparse.ArgumentParser(
         description="FSGLD of a model file over several JAX processes on this machine."
     )
@@ -251,7 +251,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     started = [subprocess.Popen([*command, "--process", str(i)]) for i in range(args.processes)]
     try:
         while any(p.poll() is None for p in started) and not any(p.poll() for p in started):
-            time.sleep(0.2)  # one that failed would leave the others waiting for it
+            time.sleep(0.2)  # the others would wait forever for one that failed
         return next((code for code in [p.poll() for p in started] if code), 0)
     finally:
         for process in started:
@@ -259,9 +259,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _share_cores(process: int, processes: int) -> None:
-    """Hold this process to its share of the machine's cores, where there are as many as processes.
+    """Bind this process to its share of the cores, so that processes do not slow each other down.
 
-    Else the threads of all are in each other's way.
+    A process stays unbound if there are more processes than cores.
     """
     if hasattr(os, "sched_setaffinity"):
         own = sorted(os.sched_getaffinity(0))[process::processes]
