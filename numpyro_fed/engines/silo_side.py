@@ -1,7 +1,4 @@
-"""A silo's side of the wire.
-
-It has the rows, answers calls, and keeps a record of all that left it.
-"""
+"""Side of a silo at the wire: it has the rows, answers calls, and records every message."""
 
 import time
 import traceback
@@ -47,33 +44,35 @@ __all__ = ["Refusal", "SiloSide"]
 
 
 class SiloSide:
-    """Answers the server's messages from one silo's rows.
+    """Side of a silo, which answers the server's messages from the silo's rows.
 
-    What it keeps for itself (local latents, the local map, what it was told) lies in its folder, so
-    that a new process with the same arguments goes on where another was killed. A message that
-    comes twice is answered twice alike. A call is answered if its kind is in
-    :data:`~numpyro_fed.engines.answers.ANSWERED`, its ceiling is not reached in this folder, and no
-    array of its reply would grow with the number of rows. Before the first call the silo checks the
-    model on its own rows, cut in two. ``audit.jsonl`` in the folder has a line for every message,
-    with the positions that were asked about.
+    Its folder holds its private states (local latents, the local map) and the kernel's numbers from
+    the server. A new process with the same arguments therefore continues after another was killed.
+    The same message has the same answer. The silo answers a call under three conditions. Its kind
+    is in :data:`~numpyro_fed.engines.answers.ANSWERED`. The folder's record has fewer calls of this
+    kind than the ceiling. No array of its reply grows with the number of rows. Before the first
+    call the silo checks the model on its own rows, split in two. ``audit.jsonl`` in the folder has
+    a line for every message, with the positions in its calls.
 
     :param silos: one silo, with its rows.
-    :param model: the marked model, as the server has it.
-    :param folder: where it keeps its state; made if need be.
-    :param public: as of the kernel.
-    :param fit: the :class:`SFVI` or :class:`SFVIAvg` that it takes part in, as the server has it;
+    :param model: the marked model, which the server has too.
+    :param folder: folder for its files, which is made if it does not exist.
+    :param public: public arguments, as in the kernel.
+    :param fit: the :class:`SFVI` or :class:`SFVIAvg` of the study, which the server has too;
         chains need none.
-    :param guards: what the rows must be (:class:`Guards`); by default nothing.
-    :param ceilings: for a kind of call, how many are answered in all; by default those of the list.
-    :param own_keys: whether the silo draws by keys of its own, which gives draws of the same law as
-        at hand. By the server's keys draws are those at hand, but a server that lies can solve for
-        single rows. Fits with privacy or sums always draw by the silo's own.
-    :raises ValueError: for more than one silo, rows that a guard refuses, and a folder of other
-        rows, another model or other versions, with which a run that had begun must not go on.
+    :param guards: conditions on the rows (:class:`Guards`); by default none.
+    :param ceilings: largest number of calls to answer, by kind of call; by default those in
+        ``ANSWERED``.
+    :param own_keys: whether the silo draws by its own keys. The draws then have the law of inline
+        silos. By the server's keys they are those of inline silos, but a server that lies can solve
+        for single rows. Fits with privacy or secure sums always use the silo's own keys.
+    :raises ValueError: for more than one silo, and rows that a guard refuses. Also for a folder
+        with a run of other rows, another model or other versions.
 
     Example::
 
-        >>> import tempfile, jax.numpy as jnp, numpyro, numpyro.distributions as dist, numpyro_fed as fed
+        >>> import tempfile, jax.numpy as jnp, numpyro, numpyro.distributions as dist
+        >>> import numpyro_fed as fed
         >>> from numpyro_fed.engines.silo_side import SiloSide
         >>> def model(y):
         ...     mu = numpyro.sample("mu", dist.Normal(0, 10))
@@ -121,12 +120,12 @@ class SiloSide:
             self._reopen(unpack(read_sealed(self.folder / "open.bin", "open")))
 
     def answer(self, data: bytes) -> bytes:
-        """The answer to a message; an error in words where there is none.
+        """Return the answer to a message, or the text of an error.
 
-        Of an unforeseen error only its type leaves; the rest is in ``errors.log`` of the folder,
-        since its text might quote rows.
+        Only the type of an unforeseen error leaves. Its text might quote rows, and goes to
+        ``errors.log`` in the folder.
         """
-        with locked(self.folder / "answer", wait=True):  # ceilings count all processes' calls
+        with locked(self.folder / "answer", wait=True):  # ceilings hold for all processes together
             return self._answer(data)
 
     def _answer(self, data: bytes) -> bytes:
@@ -141,7 +140,7 @@ class SiloSide:
             except ValueError as error:
                 raise Refusal(str(error)) from error
             answers = {"hello": self._hello, "open": self._opened, "calls": self._calls}
-            # a list: what a stranger sends need not be hashable
+            # a list, since a value from the wire need not be hashable
             if not isinstance(request, dict) or request.get("what") not in list(answers):
                 raise Refusal(f"expected a message of one of the kinds {list(answers)}")
             what = request["what"]
@@ -153,7 +152,7 @@ class SiloSide:
             answer = {
                 "error": f"{type(error).__name__} while it answered; its own errors.log has more"
             }
-        if "error" in answer:  # which may quote what it was sent
+        if "error" in answer:  # the text may quote the message
             answer["error"] = answer["error"][:2000]
         sent = pack(answer)
         self.record.add(started, what, data, sent, answer, self._asked)
@@ -161,17 +160,17 @@ class SiloSide:
 
     @property
     def counts(self) -> Counter[str]:
-        """Calls of each kind that the record has, and refused connections."""
+        """Numbers of calls of each kind in the record, and of refused connections."""
         return self.record.counts
 
     @property
     def own_keys(self) -> bool:
-        """True where it draws by keys that no server knows."""
+        """Flag of a silo that draws by keys that no server knows."""
         return self.guard is not None or self.secret is not None
 
     @property
     def answered(self) -> tuple[str, ...]:
-        """The kinds of call that this silo answers, with its fit or without one."""
+        """Kinds of call that this silo answers, with its fit or without one."""
         if self.guard is not None:
             return tuple(kind for kind in ANSWERED if kind in self.guard.allowed)
         return tuple(kind for kind in ANSWERED if self.fit is not None or kind not in FIT_CALLS)
@@ -180,17 +179,16 @@ class SiloSide:
         if request.get("protocol") != PROTOCOL:
             raise Refusal(
                 f"the server speaks protocol {str(request.get('protocol'))[:20]}, expected "
-                f"{PROTOCOL}; install one "
-                "version of numpyro_fed everywhere"
+                f"{PROTOCOL}; install one version of numpyro_fed everywhere"
             )
         return {"about": description(self.silos), "versions": versions()}
 
     def _opened(self, request: dict[str, Any]) -> dict[str, Any]:
         if self.counts["refused"] >= MAX_REFUSED:
             raise Refusal(
-                f"it has refused {MAX_REFUSED} connections, each of which could be a guess at what "
-                "it has; expected a "
-                "person at the silo to look at its audit.jsonl, and to start it with a new folder"
+                f"it has refused {MAX_REFUSED} connections, each of which could be a guess at its "
+                "data; expected a person at the silo to look at its audit.jsonl, and to start it "
+                "with a new folder"
             )
         self._check_factors()
         model = self._open(request)
@@ -204,12 +202,15 @@ class SiloSide:
         return {"model": model}
 
     def _same(self, model: dict[str, Any]) -> dict[str, Any]:
-        """Return what has to be the same where a run goes on."""
+        """Return the facts that a new process must share with the one before it."""
         return {"rows": rows_hash(self.silos), "model": model, "versions": versions()}
 
     def _reopen(self, before: dict[str, Any]) -> None:
-        """Go on where a former process was, from what it wrote when a server connected."""
-        hint = f"; expected those of the run that its folder {self.folder} is of: give another folder, or delete this one"
+        """Continue the run of a former process, from the file that it wrote at connection."""
+        hint = (
+            f"; expected those of the run that its folder {self.folder} holds: give another folder, "
+            "or delete this one"
+        )
         try:
             same = self._same(self._open(before["request"]))
         except Refusal as error:
@@ -219,18 +220,19 @@ class SiloSide:
                 raise ValueError(f"silo {self.name!r}: other {what} than before{hint}")
 
     def _open(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Take the place that it has among all silos."""
+        """Take the silo's place among all silos, and return its model's fingerprint.
+
+        :raises Refusal: if the server's list of silos does not agree with the silo's own facts.
+        """
         try:
             known = from_values(request["silos"])
             other = checked(description(known, values=True), "the server's list", MAX_ROWS)
             if sum(sum(n) for n in known.sizes.values()) > MAX_ROWS:
                 raise ValueError("too many rows")
         except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
-            raise Refusal(
-                "the server says of the silos what is not put together as that"
-            ) from error
+            raise Refusal("the server's list of silos is not put together as one") from error
         if type(request.get("server")) is not int or type(request.get("fresh")) is not bool:
-            raise Refusal("the server says of itself what is not put together as that")
+            raise Refusal("the server's facts about itself are not put together as expected")
         if self.name not in known.names:
             raise Refusal(f"expected to be among the silos, got {list(known.names)}")
         for what, own in description(self.silos, values=True).items():
@@ -238,9 +240,8 @@ class SiloSide:
                 odd = sorted(k for k in {*own, *other[what]} if own.get(k) != other[what].get(k))
                 raise Refusal(
                     f"the server has other values than it of {odd}, which without rows= count as "
-                    "shared arguments, the "
-                    "same everywhere; expected the same value, or an entry in rows= for what is a "
-                    "silo's own"
+                    "shared arguments, the same everywhere; expected the same value, or an entry "
+                    "in rows= for what is a silo's own"
                 )
             if what not in ("names", "sizes") and other[what] != own:
                 raise Refusal(f"the server says {what} {other[what]}, it has {own}")
@@ -260,9 +261,9 @@ class SiloSide:
             KeyError,
             IndexError,
             AttributeError,
-        ) as error:  # of what the server says
+        ) as error:  # caused by the server's list
             self._log()
-            said = "the server says of the silos what does not fit the model; its own errors.log has more"
+            said = "the server's list of silos does not fit the model; its own errors.log has more"
             raise Refusal(said) from error
         rows = sum(sum(sizes) for sizes in known.sizes.values())
         checks = CallChecks(worker, wide, both, rows, getattr(self.fit, "algorithm", None))
@@ -272,16 +273,16 @@ class SiloSide:
             checks.kept[slot] = Kept(kind, kinds, len(data), units)
         if self.guard is not None:
             self._worded(self.guard.join, known.names, pack(request["silos"]))
-        # all or nothing: a server that was refused must not have its calls answered
+        # set last: a refused server must not have its calls answered
         self.worker, self.checks = worker, checks
         self._known, self._server = known, request["server"]
         self._plan_for: bool | None = None
         return model
 
     def _check_factors(self) -> None:
-        """Check the model on its own rows, once.
+        """Check the model on the silo's own rows, once.
 
-        What kind of thing is wrong leaves, and no number.
+        The kind of error leaves the silo, and no number.
         """
         if self._factors_checked:
             return
@@ -301,7 +302,7 @@ class SiloSide:
 
     def _calls(self, request: dict[str, Any]) -> dict[str, Any]:
         if self.worker is None or self.checks is None:
-            raise Refusal("it was asked before it was told of the others; connect first")
+            raise Refusal("it was called before a server connected; connect first")
         if request.get("server") != self._server:
             raise Refusal("another server has connected since; expected one at a time")
         if "independent" in request and self.fit is None:
@@ -312,8 +313,7 @@ class SiloSide:
         independent = request.get("independent")
         if independent is not None and type(independent) is not bool:
             raise Refusal(
-                "it is told what is no answer to whether elements are independent; expected True "
-                "or False"
+                "its call does not say whether elements are independent; expected True or False"
             )
         if independent is not None and self._plan_for is not independent:
             self._plan_for = independent
@@ -353,7 +353,7 @@ class SiloSide:
         return {"replies": replies}
 
     def _within_ceilings(self, call: Call) -> None:
-        """Count a call, or refuse it."""
+        """Count a call, or raise a :class:`Refusal` if its kind has reached the ceiling."""
         assert self.worker is not None
         kind = name_of(type(call.local))
         if kind not in ANSWERED or (self.fit is None and kind in FIT_CALLS):
@@ -361,8 +361,8 @@ class SiloSide:
         if self.counts[kind] >= self.ceilings[kind]:
             raise Refusal(
                 f"it has answered {self.counts[kind]:,} calls of kind {kind}, its ceiling for a "
-                "study; expected fewer, or a "
-                f"person at the silo who allows more (numpyro-fed silo --ceiling {kind}=N)"
+                "study; expected fewer, or a person at the silo who allows more (numpyro-fed silo "
+                f"--ceiling {kind}=N)"
             )
         if call.write is not None and len(self.worker.kept) >= MAX_SLOTS:
             raise Refusal(
@@ -371,13 +371,13 @@ class SiloSide:
         self.counts[kind] += 1
 
     def _allowed(self, call: Call, wider: Callable, state: Any) -> Any:
-        """Return types of the state that a call writes, or refuse it."""
+        """Return types of the state that a call writes, or raise a :class:`Refusal`."""
         assert self.checks is not None
         try:
             return self.checks.allow(call, wider, state)
         except Refusal:
             raise
-        except Exception as error:  # of types alone: no number of its rows is read
+        except Exception as error:  # caused by types: the checks read no row
             self._log()
             raise Refusal(
                 f"what it is told does not fit {type(call.local).__name__} (numbers, shapes or "
@@ -385,7 +385,7 @@ class SiloSide:
             ) from error
 
     def _keep(self, call: Call, new: Any, kinds: Any) -> None:
-        """Write a new state to disk, with the kind of call that made it."""
+        """Write a new state to disk, with the kind of call that wrote it."""
         assert self.worker is not None
         assert self.checks is not None
         assert call.write is not None
@@ -402,7 +402,7 @@ class SiloSide:
 
     @staticmethod
     def _worded(check: Callable, *args: Any) -> Any:
-        """Return what a check does; its error in words is the silo's answer."""
+        """Return the result of ``check``, and turn its ``ValueError`` into the silo's answer."""
         try:
             return check(*args)
         except ValueError as error:

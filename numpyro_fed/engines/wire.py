@@ -1,10 +1,10 @@
-"""The wire contract: what the server of a federation says to silos and hears from them, as bytes.
+"""Wire between the server of a federation and its silos: the messages, as bytes.
 
-A carrier between organizations brings bytes to a silo by name, and bytes back (:class:`Transport`).
-First silos say what they are: names, numbers of rows, names and types of arguments, versions. Then
-each is told of the others and of the shared arguments' values, and says which model it has. After
-that all messages are calls, of :data:`~numpyro_fed.engines.answers.ANSWERED` alone, and replies,
-whose shapes and types the server knows beforehand. Nothing is pickled. The silo's side is
+A :class:`Transport` brings bytes to a silo by name, and bytes back. First each silo describes
+itself: name, numbers of rows, names and types of arguments, versions. Then the server sends each
+the list of all silos and the values of shared arguments, and the silo answers with its model's
+fingerprint. All further messages are calls in :data:`~numpyro_fed.engines.answers.ANSWERED`, and
+replies with shapes and types that the server expects. Nothing is pickled. The silo's side is
 :mod:`numpyro_fed.engines.silo_side`.
 """
 
@@ -28,26 +28,25 @@ from numpyro_fed.rounds.serialization import pack, unpack
 __all__ = ["Traffic", "Transport", "Wire", "connect", "owned"]
 
 PROTOCOL = 2
-_MAX_ANSWER = 1 << 22  # bytes in which a silo says what it is
-_LONGEST = 2000  # letters of a silo's text that an error quotes
+_MAX_ANSWER = 1 << 22  # bytes of a silo's answer while it connects
+_LONGEST = 2000  # letters of a silo's text in an error
 
 
 class Transport(Protocol):
-    """Carrier of bytes: one message to each named silo, and replies by name.
+    """Transport of bytes: one message to each silo, and replies by name.
 
-    Of a silo that did not answer in time there is none. A message may arrive twice: silos then
-    answer the same.
+    A message may arrive twice; the silo then answers the same.
     """
 
     names: tuple[str, ...]
 
     def exchange(self, messages: dict[str, bytes]) -> dict[str, bytes]:
-        """Replies to messages."""
+        """Return the replies by name, without those of silos that did not answer in time."""
         ...
 
 
 class Traffic(NamedTuple):
-    """Counts of what went over the wire to one silo and back: messages, and bytes both ways."""
+    """Traffic of one silo over the wire: number of messages, and bytes both ways."""
 
     messages: int = 0
     bytes_down: int = 0
@@ -55,27 +54,30 @@ class Traffic(NamedTuple):
 
 
 def owned(factors: Factors, known: Silos, fit: Any, pad: tuple) -> dict[str, Any]:
-    """Return what both sides have of their own, by the name that it has on the wire.
+    """Return the objects that both sides have, by their names on the wire.
 
-    :param pad: to how many rows of each row group a silo's are padded, or would be at the server.
+    :param factors: factors of the model.
+    :param known: the facts about all silos.
+    :param fit: the variational fit, or ``None``.
+    :param pad: number of rows in each row group after padding.
     """
     learned = {} if fit is None else {"factors of the fit": fit.factored(known)}
     return {**learned, "factors": factors, "pad": pad}
 
 
 class Wire(Carrier):
-    """The server's side of the wire.
+    """Carrier over a wire, at the server.
 
-    A reply of another type than the call's, or one that cannot be read, counts as none, with a
-    warning that names the silo.
+    A reply of another type than the call's counts as none, and so does a reply that cannot be read.
+    The first of a silo raises a warning.
 
-    :param transport: what carries bytes.
-    :param known: what is known of all silos.
-    :param model: the marked model, as every silo has it.
-    :param public: as of the kernel.
-    :param fit: the :class:`SFVI` or :class:`SFVIAvg` that goes over this wire, if one does.
-    :ivar traffic: by silo, messages and bytes that went over the wire.
-    :ivar refused: by silo, why replies were refused.
+    :param transport: transport of bytes.
+    :param known: the facts about all silos.
+    :param model: the marked model, which every silo has.
+    :param public: public arguments, as in the kernel.
+    :param fit: the :class:`SFVI` or :class:`SFVIAvg` over this wire, or ``None``.
+    :ivar traffic: messages and bytes over the wire, by silo.
+    :ivar refused: reasons for which replies did not count, by silo.
     """
 
     guarded = True
@@ -97,14 +99,14 @@ class Wire(Carrier):
         self._any = typed_worker(known)
         self.server = secrets.randbits(31)
         self.next_slot = self.server << 32  # so that slots of two servers do not meet
-        self._owners: dict[int, list[int]] = {}  # silos that keep something under a slot
+        self._owners: dict[int, list[int]] = {}  # silos with a state in each slot
         self._forget: dict[int, list[int]] = {n: [] for n in range(len(self.names))}
 
     def check(self, check: Callable[[Silos], None]) -> None:
-        """Do nothing: silos check their own rows when they are met."""
+        """Do nothing, since silos check their own rows when a server connects."""
 
     def ask(self, calls: list[Call]) -> list[Any]:
-        """Send the calls of each silo in one message."""
+        """Send each silo its calls in one message, and return the replies."""
         kinds = [self.type_of(call, self._any) for call in calls]
         kinds = [
             types_masked(k) if getattr(c.local, "summed", False) else k
@@ -124,12 +126,14 @@ class Wire(Carrier):
             name = self.names[n]
             if name in answers:
                 self._take(name, answers[name], mine, kinds, replies)
-                if all(replies[i] is not None for i in mine):  # else it may not have forgotten
+                if all(
+                    replies[i] is not None for i in mine
+                ):  # otherwise it may not have received the list
                     self._forget[n].clear()
         return replies
 
     def messages(self, messages: dict[str, bytes]) -> dict[str, bytes]:
-        """Exchange messages, and count them."""
+        """Exchange messages, count them, and return the answers."""
         answers = self.transport.exchange(messages)
         for name, data in messages.items():
             old, up = self.traffic[name], len(answers.get(name, b""))
@@ -164,7 +168,7 @@ class Wire(Carrier):
         own = self._own
         for call in calls:
             config: Any = getattr(call.local, "config", None)
-            if hasattr(config, "families"):  # of a variational fit, which silos make for themselves
+            if hasattr(config, "families"):  # a variational fit's config, which silos have
                 own = {**own, "config": config}
                 head["independent"] = config.families[0].group is not None
         try:
@@ -172,16 +176,16 @@ class Wire(Carrier):
         except TypeError as error:
             raise ValueError(
                 f"what {type(calls[0].local).__name__} needs cannot go over a wire ({error}); "
-                "expected the model, and the fit, that silos were connected "
-                "with: connect(transport, model, fit=...), and step sizes that are numbers or "
-                "schedules of fed, not functions"
+                "expected the model, and the fit, that silos were connected with: "
+                "connect(transport, model, fit=...), and step sizes that are numbers or schedules "
+                "of fed, not functions"
             ) from error
         return pack({**head, "calls": np.frombuffer(inside, np.uint8)})
 
     def _take(
         self, name: str, data: bytes, mine: list[int], kinds: list[Any], replies: list[Any]
     ) -> None:
-        """Put a silo's replies in their places, or none of them."""
+        """Put all replies of a silo in their places, or none if one is wrong."""
         most = (
             sum(x.size * x.dtype.itemsize + 200 for i in mine for x in jax.tree.leaves(kinds[i]))
             + 10_000
@@ -208,7 +212,10 @@ class Wire(Carrier):
 
 
 def _checked(leaves: Any, kind: Any) -> Any:
-    """A reply whose arrays are of the types expected, in their tree."""
+    """Return a reply as a pytree.
+
+    :raises ValueError: if its arrays are not of the expected shapes and types.
+    """
     expected, tree = jax.tree.flatten(kind)
     got = [
         (str(np.dtype(x.dtype)), x.shape) if isinstance(x, np.ndarray) else type(x).__name__
@@ -230,20 +237,21 @@ def connect(
     fresh: bool = False,
     max_rows: int = 10_000_000,
 ) -> RemoteSilos:
-    """Meet the silos: what they are, and whether they have the same model and versions.
+    """Connect to silos over a transport, and check that all have the same model and versions.
 
-    :param transport: brings bytes to silos of known names.
+    :param transport: transport of bytes to silos by name.
     :param model: the marked model.
-    :param shared: values of the shared arguments (without rows, the same everywhere), which silos
-        compare with their own; none leaves a silo.
-    :param public: as of the kernel.
-    :param fit: the :class:`SFVI` or :class:`SFVIAvg` that is to go over this wire, which silos
-        have, too; with the model as ``fit.model``.
-    :param fresh: whether silos are to forget what they keep for servers before this one, whose
-        checkpoints are of no use then.
-    :param max_rows: most rows that a silo may say it has in a row group.
-    :raises ValueError: naming the silo and what is different.
-    :raises RuntimeError: naming silos that did not answer.
+    :param shared: values of the shared arguments (without rows, the same in all silos). Silos
+        compare them with their own, and send none.
+    :param public: public arguments, as in the kernel.
+    :param fit: the :class:`SFVI` or :class:`SFVIAvg` over this wire, with the model as
+        ``fit.model``. Silos have the same one.
+    :param fresh: whether silos forget their states for servers before this one. Checkpoints of
+        these servers are then of no use.
+    :param max_rows: largest number of rows in a row group that a silo may report.
+    :return: the silos, in place of :class:`Silos`.
+    :raises ValueError: naming the silo and the difference.
+    :raises RuntimeError: naming the silos that did not answer.
     """
     mine, shared = versions(), dict(shared or {})
     hello = _all(
@@ -264,9 +272,9 @@ def connect(
         if set(about["shared"]) != set(shared):
             raise ValueError(
                 f"silo {name!r} has the shared arguments {sorted(about['shared'])}, the server "
-                f"{sorted(shared)}; expected the "
-                "same: connect(..., shared={argument: value}), or an entry in rows= for what is a "
-                "silo's own"
+                f"{sorted(shared)}; expected the same: "
+                "connect(..., shared={argument: value}), or an entry in rows= for what is a silo's "
+                "own"
             )
     known = joined_spec(told, who, shared)
     carrier = Wire(transport, known, model, public, fit)
@@ -287,13 +295,16 @@ def _same(what: str, name: str, theirs: Any, mine: dict[str, Any]) -> None:
         if theirs.get(key) != expected:
             raise ValueError(
                 f"silo {name!r} has another {what}: {key} {str(theirs.get(key))[:_LONGEST]}, "
-                f"expected {expected}; "
-                "give all parties the same"
+                f"expected {expected}; give all parties the same"
             )
 
 
 def _all(transport: Transport, messages: dict[str, bytes]) -> dict[str, Any]:
-    """Answers of all silos, in their order."""
+    """Return the answers of all silos, in the order of the messages.
+
+    :raises ValueError: naming the silo, for an error of a silo or an answer that cannot be read.
+    :raises RuntimeError: naming the silos that did not answer.
+    """
     answers = transport.exchange(messages)
     lost = [name for name in messages if name not in answers]
     if lost:
