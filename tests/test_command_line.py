@@ -77,7 +77,7 @@ def test_a_silo_is_shown_what_will_leave(study):
     found = silo(study, "--check")
     assert found.exit_code == 0, found.output
     assert "Silo 'oslo': 37 rows of" in found.output
-    assert "VisitLocal      a chain's position after its stay" in found.output
+    assert "VisitLocal      The silo sends a chain's position" in found.output
     assert "2 global parameters" in found.output
 
 

@@ -1,7 +1,4 @@
-"""List of what a silo answers over a wire.
-
-For each kind of call what leaves, and how often at most.
-"""
+"""List of the calls that a silo answers over a wire, with their replies and limits."""
 
 from typing import NamedTuple
 
@@ -24,26 +21,24 @@ __all__ = [
 
 FIT_CALLS = ("InitLocal", "RoundLocal", "EstimateLocal")  # of variational fits
 MAX_MESSAGE = 1 << 28  # bytes
-MAX_REFUSED = 20  # refused connections of a study: each tells whether a guess was right
-# of all silos together: first latents are drawn for all, and each silo's are picked
-MAX_ROWS = 100_000_000
+MAX_REFUSED = 20  # refused connections in a study: each can test a guess at the silo's data
+MAX_ROWS = 100_000_000  # rows in all silos, since each silo draws the first latents of all
 MAX_SLOTS = 100_000  # states that a silo keeps at one time
-MAX_POINTS = 1 << 17  # positions that one call may ask about
-# settings of a call that decide how long it takes
-MAX_SETTINGS = {"num_local_steps": 10_000, "length": 128}
-MAX_LATENTS = 1 << 21  # networks x rows of all silos: first latents of all are drawn
-MAX_MAP = 1 << 25  # points x rows of which a local map is fitted: all are in memory
-MAX_WALKS = 256  # positions at which one pilot walks
-MAX_LEAVES = 1_000  # arrays that one call tells
+MAX_POINTS = 1 << 17  # positions in one call
+MAX_SETTINGS = {"num_local_steps": 10_000, "length": 128}  # settings that make a call slow
+MAX_LATENTS = 1 << 21  # networks times rows in all silos, since each silo draws for all
+MAX_MAP = 1 << 25  # points times rows for a local map, which are in memory at one time
+MAX_WALKS = 256  # positions of one pilot
+MAX_LEAVES = 1_000  # arrays in the message of one call
 MAX_KEPT = 1 << 32  # bytes of the states that a silo keeps at one time
 
 
 class Answer(NamedTuple):
-    """A kind of call.
+    """Kind of call, with its reply and limits.
 
-    :param leaves: what its reply holds.
-    :param numbers: how many numbers that is, for d global parameters.
-    :param most: calls of this kind that a silo answers in one study, by default.
+    :param leaves: contents of its reply, as a sentence for a person at the silo.
+    :param numbers: count of the numbers in its reply, for d global parameters.
+    :param most: default for the largest number of such calls that a silo answers in one study.
     :param told: wire names of the classes that its message may hold, beside numbers.
     :param reads: for each state that it starts from, the kinds of call that may have written it.
     """
@@ -63,73 +58,86 @@ _FIT_STATES = ("InitLocal", "RoundLocal")
 
 ANSWERED = {
     "ScoreLocal": Answer(
-        "its surrogate: gradient and precision of its log marginal likelihood, fitted at the "
-        "server's points, and "
-        "its values there",
-        "d + d^2 (beyond 500 dimensions 2 d), one for each point; where d <= 16 in the last rounds "
-        "d (1 + 2 d + d (d "
-        "+ 1) / 2) more",
+        "The silo sends its surrogate, which is a gradient and a precision fitted to its log "
+        "marginal likelihood at the server's points, the error of this fit, and the values at the "
+        "points",
+        "d + d^2 + 1 numbers (beyond 500 dimensions 2 d + 1) and one for each point; in the last "
+        "rounds with d <= 16, d (1 + 2 d + d (d + 1) / 2) more",
         1_000,
         told=("ScoreMessage",),
     ),
     "LaplaceLocal": Answer(
-        "gradient and precision of its log marginal likelihood at one point, and its value",
-        "d + d^2",
+        "The silo sends the value, gradient and precision of its log marginal likelihood at one "
+        "point",
+        "d + d^2 + 2 numbers (beyond 500 dimensions 2 d + 2)",
         1_000,
         told=("ScoreMessage",),
     ),
     "PilotLocal": Answer(
-        "means and norms of what its surrogate lacks, on walks from the server's positions",
-        "2 d for each position, and up to 64",
+        "The silo sends means and norms of the difference between its gradient and its "
+        "surrogate's at the server's positions",
+        "2 d numbers for each position, and one for each of up to 128 steps",
         100,
         told=_TUNING,
         reads=(_MAP,),
     ),
     "InitLocal": Answer(
-        "nothing: it makes its own first parameters, and keeps them",
+        "The silo makes its own first parameters, keeps them, and sends only a zero",
         "",
         1_000,
         reads=(_FIT_STATES,),
     ),
     "RoundLocal": Answer(
-        "SFVI: its part of the bound and of its gradient; SFVI-Avg: global parameters after its "
-        "steps; conducive "
-        "rounds: its site's natural parameters, its part of the bound, and with optimizers its "
-        "copies of learned "
-        "parameters",
-        "2 d for each draw, and as many as learned parameters; as many as global parameters; d + d "
-        "(d + 1) / 2 "
-        "(diagonal: 2 d)",
+        "The silo sends, in SFVI, its part of the bound and of the bound's gradient; in SFVI-Avg, "
+        "its bound, its number of rows and the global parameters after its steps; in conducive "
+        "rounds, its expected log likelihood, the change of its approximate factor, and with "
+        "optimizers its copies of the learned parameters and its share of the rows; and in each, "
+        "whether all is finite",
+        "for SFVI, up to 2 d numbers and the gradient in the message's network weights or guide "
+        "parameters for each draw, and one for each learned parameter; for SFVI-Avg, one for each "
+        "global parameter; for conducive rounds, d + d (d + 1) / 2 (diagonal: 2 d) and one for "
+        "each learned parameter; and up to 3 more",
         100_000,
         told=("SFVIMessage", "SFVIAvgMessage", "ConduciveMessage", *_FIT),
         reads=(_FIT_STATES,),
     ),
     "EstimateLocal": Answer(
-        "estimates of its log likelihood at the server's draws",
-        "1 for each draw",
+        "The silo sends estimates of its log likelihood at the server's draws",
+        "1 number for each draw",
         1_000,
         told=("Position", *_FIT),
         reads=(_FIT_STATES,),
     ),
-    "TellLocal": Answer("nothing: it keeps surrogates and step size", "", 1_000, told=_TUNING),
+    "TellLocal": Answer(
+        "The silo keeps the server's surrogates and step size, and sends only a zero",
+        "",
+        1_000,
+        told=_TUNING,
+    ),
     "StartLocal": Answer(
-        "nothing: it draws its first local latents, and keeps them", "", 100_000, reads=(_MAP,)
+        "The silo draws its first local latents, keeps them, and sends only a zero",
+        "",
+        100_000,
+        reads=(_MAP,),
     ),
     "VisitLocal": Answer(
-        "a chain's position after its stay, four statistics, and the mean of what its surrogate "
-        "lacks",
-        "2 d + 5 in each visit",
+        "The silo sends a chain's position and count of steps after the visit, four statistics of "
+        "the visit, and the mean difference between its gradient and its surrogate's",
+        "2 d + 5 numbers in each visit",
         1_000_000,
         told=("Chain",),
         reads=(("TellLocal",), ("StartLocal", "VisitLocal")),
     ),
     "NodeStartLocal": Answer(
-        "nothing: it draws its first local latents, and keeps them", "", 100_000, reads=(_MAP,)
+        "The silo draws its first local latents, keeps them, and sends only a zero",
+        "",
+        100_000,
+        reads=(_MAP,),
     ),
     "NodeLocal": Answer(
-        "gradient of its part of the potential at its node's position, and the acceptance of its "
-        "local moves",
-        "d + 1 in each step of each network",
+        "The silo sends the gradient of its part of the potential at its node's position, and the "
+        "mean acceptance of its local moves",
+        "d + 1 numbers in each step of each network",
         1_000_000,
         reads=(("TellLocal",), ("NodeStartLocal", "NodeLocal")),
     ),

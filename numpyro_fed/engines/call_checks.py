@@ -1,4 +1,4 @@
-"""Checks of a call before a silo answers it: its settings, what it tells, and what it starts from."""
+"""Checks of a call before a silo answers it: settings, message, and the state that it reads."""
 
 import dataclasses
 import json
@@ -28,16 +28,16 @@ __all__ = ["CallChecks", "Kept", "Refusal", "parsed", "slot_number"]
 
 
 class Refusal(ValueError):
-    """Error whose text a silo sends in place of an answer."""
+    """Error with a text that the silo sends in place of an answer."""
 
 
 class Kept(NamedTuple):
     """Facts about a state that a silo keeps in a slot.
 
     :param kind: the kind of call that wrote it.
-    :param wide: types of its arrays, were there a row more.
+    :param wide: shapes and types that its arrays would have with one row more.
     :param size: bytes on disk.
-    :param units: the units of latents that it was written for, as text.
+    :param units: the units of latents of that call, as text.
     """
 
     kind: str
@@ -47,13 +47,13 @@ class Kept(NamedTuple):
 
 
 class CallChecks:
-    """Checks of calls by the types of their arrays; no number of the silo's rows is read.
+    """Checks of calls by shapes and types, which read no number of the silo's rows.
 
-    :param worker: the silo, with its rows.
-    :param wide: a worker of types alone, of silos that have one row more.
-    :param own: parts that server and silo have by name.
-    :param rows: number of rows of all silos.
-    :param algorithm: the algorithm of the silo's fit, or ``None``.
+    :param worker: worker of the silo, with its rows.
+    :param wide: worker without rows, for silos with one row more each.
+    :param own: objects that the server and the silo have, by name.
+    :param rows: number of rows in all silos.
+    :param algorithm: algorithm of the silo's fit, or ``None``.
     """
 
     def __init__(
@@ -70,9 +70,12 @@ class CallChecks:
         self._grows: dict[Any, Any] = {}
 
     def state(self, call: Call) -> Any:
-        """Return the state that a call starts from; only certain kinds of call may have written it.
+        """Return the state that a call starts from.
 
-        A server may otherwise write a state by one kind of call, and have another kind read it.
+        Each kind of call reads states of certain kinds alone. Otherwise a server could write a
+        state by one kind of call, and read it by another.
+
+        :raises Refusal: if the state is gone, or is of another kind or other units.
         """
         slots = call.read if isinstance(call.read, tuple) else (call.read,)
         writers = ANSWERED[name_of(type(call.local))].reads
@@ -97,7 +100,7 @@ class CallChecks:
         return jax.tree.map(self.worker.kept.__getitem__, call.read)
 
     def units(self, local: Any) -> str:
-        """Return the units of latents that a call is made for, as text; empty without any."""
+        """Return the units of a call's latents as text; empty for a call without any."""
         config: Any = getattr(local, "config", None)
         if hasattr(config, "families"):
             return f"independent: {config.families[0].group}"
@@ -105,11 +108,12 @@ class CallChecks:
         return "" if units is None else json.dumps(outline(units, self.own))
 
     def allow(self, call: Call, wider: Callable[[], Any], state: Any) -> Any:
-        """Refuse calls of some rows alone, and those whose reply grows with the number of rows.
+        """Refuse a call on some rows alone, and a call with a reply that grows with the rows.
 
-        :param wider: returns the call's ``local``, were there a row more.
-        :param state: the state that it starts from.
-        :return: types of the state that it writes, were there a row more.
+        :param wider: a function that returns the call's ``local`` for one row more.
+        :param state: the state that the call starts from.
+        :return: types of the state that the call would write with one row more.
+        :raises Refusal: with the reason.
         """
         kind = name_of(type(call.local))
         self._settings(call.local)
@@ -146,12 +150,14 @@ class CallChecks:
         return self._grows[key]
 
     def _settings(self, part: Any) -> None:
-        """Refuse settings that single out rows, or that take the silo's memory or time.
+        """Refuse settings that single out rows, or that take too much memory or time.
 
-        Another model's factors, fewer elements, and minibatches of the server single out rows.
+        The factors of another model, fewer elements, and minibatches can single out rows.
         """
         if hasattr(part, "families"):
-            return self._refused("a plan of a fit" if part is not self.own.get("config") else None)
+            return self._refused(
+                "a config of a fit" if part is not self.own.get("config") else None
+            )
         why = None
         if isinstance(part, Factors) and not any(part is own for own in self.own.values()):
             why = "a model"
@@ -186,7 +192,7 @@ class CallChecks:
 
 
 def _classes(value: Any) -> Iterator[str]:
-    """Yield wire names of the classes within a value."""
+    """Yield the wire names of the classes in a value."""
     if isinstance(value, dict):
         for inside in value.values():
             yield from _classes(inside)
@@ -201,9 +207,9 @@ def _classes(value: Any) -> Iterator[str]:
 
 
 def slot_number(value: Any) -> int:
-    """Return a slot's number.
+    """Return the number of a slot.
 
-    :raises ValueError: for what is no whole number.
+    :raises ValueError: for a value that is no whole number >= 0.
     """
     if type(value) is not int or not 0 <= value < 1 << 63:
         raise ValueError(f"a slot is {str(value)[:30]}, expected a whole number")
@@ -211,12 +217,12 @@ def slot_number(value: Any) -> int:
 
 
 def parsed(number: int, values: Any) -> Call:
-    """Return a call of whole slots, one typed key, and few enough numbers of the right types.
+    """Return a call from its parts, after checks of slots, key, and the numbers in its message.
 
-    JAX takes arrays of ``uint32`` for random keys, which a silo would not replace by its own. So
-    keys are typed, and no other unsigned numbers are taken.
+    JAX accepts arrays of ``uint32`` as random keys, and the silo would not replace these by its
+    own. The message may therefore have typed keys, and no unsigned numbers.
 
-    :raises ValueError: for anything else.
+    :raises ValueError: naming the part that is wrong.
     """
     call = Call(number, *values)
     name_of(type(call.local))
@@ -231,7 +237,7 @@ def parsed(number: int, values: Any) -> Call:
         raise ValueError(f"it is told {len(leaves):,} arrays, expected at most {MAX_LEAVES:,}")
     for x in leaves:
         if not isinstance(x, np.ndarray | jax.Array | int | float):
-            raise ValueError("it is told what are no arrays of numbers")
+            raise ValueError("it is told values that are no arrays of numbers")
         if isinstance(x, int) and abs(x) >= 1 << 31:
             raise ValueError("it is told whole numbers beyond 32 bits")
         if not _is_key(x) and np.asarray(x).dtype.kind not in "bif":

@@ -208,8 +208,8 @@ class SiloSide:
     def _reopen(self, before: dict[str, Any]) -> None:
         """Continue the run of a former process, from the file that it wrote at connection."""
         hint = (
-            f"; expected those of the run that its folder {self.folder} holds: give another folder, "
-            "or delete this one"
+            f"; expected those of the run that its folder {self.folder} holds: give another "
+            "folder, or delete this one"
         )
         try:
             same = self._same(self._open(before["request"]))
