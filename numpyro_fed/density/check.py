@@ -116,10 +116,11 @@ def _pooled(factors: Factors, theta: dict, z: dict, silos: Silos) -> tuple[Array
 
 
 def check_factorization(factors: Factors, silos: Silos, *, seed: int = 0) -> None:
-    """Raise a :class:`FactorizationError` unless the factors sum to the pooled model, value and gradient.
+    """Raise a :class:`FactorizationError` unless the factors sum to the pooled model.
 
-    For remote silos the server checks made-up rows (:func:`check_made_up`), and each silo checks
-    its own rows (:func:`check_own_factorization`). A carrier within one trust lets this process check the rows.
+    Values and gradients have to agree. For remote silos the server checks made-up rows
+    (:func:`check_made_up`), and each silo checks its own rows (:func:`check_own_factorization`). A
+    carrier between processes that trust each other has the rows themselves checked.
 
     :raises FactorizationError: with the sites whose gradients differ, and their silos.
     :warns UserWarning: for a single silo whose rows depend on each other.
@@ -145,9 +146,9 @@ def check_factorization(factors: Factors, silos: Silos, *, seed: int = 0) -> Non
 
 
 def check_own_factorization(factors: Factors, silos: Silos, *, seed: int = 0) -> None:
-    """Raise a :class:`FactorizationError` unless the two parts of a silo's rows sum to the pooled model.
+    """Raise a :class:`FactorizationError` unless two parts of a silo sum to the pooled model.
 
-    Rows that cannot be cut in two are checked as one silo.
+    The parts are its rows, cut in two. Rows that cannot be cut in two are checked as one silo.
     """
     if not _check_cut(factors, silos, seed):
         _check_sum(factors, silos, seed)

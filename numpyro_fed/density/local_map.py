@@ -208,8 +208,8 @@ class LocalMap:
     :param tril: T, unit lower triangular, shape ``(G, k, k)``, or ``None`` for the identity.
     :param shift: r, shape ``(G, k)``, or ``None`` for zero, and R with it.
     :param shift_coupling: R, shape ``(G, k, d)``.
-    :param shift_curvature: Q, shape ``(G, k, p)`` for p products and cubes, or ``None`` for zero, and c
-        with it.
+    :param shift_curvature: Q, shape ``(G, k, p)`` for p products and cubes, or ``None`` for zero,
+        and c with it.
     :param scale_curvature: c, shape ``(G, k, p)``.
     """
 

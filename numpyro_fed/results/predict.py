@@ -82,8 +82,8 @@ def predict(
     visited = json.loads(draws.attrs.get("remote", "[]"))
     if silo is not None and visited:
         raise ValueError(
-            f"silo={silo!r}: its own latents {visited} stayed there, and the fit has none; expected "
-            "None, for a new silo"
+            f"silo={silo!r}: its own latents {visited} stayed there, and the fit has none; "
+            "expected None, for a new silo"
         )
     values = _draws_of(silo, draws, plates)
     params = _learned(draws) if params is None else params

@@ -191,8 +191,8 @@ class Surrogates:
 
     :param factors: the silos' factors, batch ``(S,)`` in the order of ``silos.names``.
     :param prior: the prior's factor, for the whitening only: gradients use the prior itself.
-    :param corrections: bounded corrections of the silos' scores, or ``None``. Gradients include them,
-        :meth:`posterior` does not.
+    :param corrections: bounded corrections of the silos' scores, or ``None``. Gradients include
+        them, :meth:`posterior` does not.
 
     A silo's factor is ``d + d (d + 1) / 2`` different numbers (diagonal: ``2 d``; of rank r: ``d (r
     + 2) + r``).

@@ -53,8 +53,8 @@ class Reply(NamedTuple):
     :param precision: B, full or diagonal.
     :param misfit: root mean square misfit of the score.
     :param values: log marginal likelihoods at the points, ``(K,)``.
-    :param correction: regression ``(p, d)`` of the score on the bounded features, in the last rounds
-        where dimensions are few; or ``None``.
+    :param correction: regression ``(p, d)`` of the score on the bounded features, in the last
+        rounds if dimensions are few; or ``None``.
     """
 
     shift: Array
