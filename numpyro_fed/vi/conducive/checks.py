@@ -47,8 +47,8 @@ def check(config: FitConfig, guide: Any, stacks: list[SiloRows]) -> None:
                 f"batch_size={size} with conducive=True: expected at least "
                 f"{fewest_rows(config, largest):,}, so that {config.num_points // 2} pairs of "
                 f"points together look at each of the {largest:,} rows of the largest silo, and at "
-                f"enough for {config.factors.dim} dimensions; or a larger num_local_steps: it makes "
-                "more pairs"
+                f"enough for {config.factors.dim} dimensions; or a larger num_local_steps: it "
+                "makes more pairs"
             )
     if config.optim is not None and not (config.moving or local):
         raise ValueError(
