@@ -902,8 +902,7 @@ def test_silos_that_are_silent_at_first_are_named(tmp_path):
 def test_a_silo_says_in_words_what_is_wrong_and_quotes_no_rows(tmp_path):
     side = SiloSide(alone(LINEAR, "silo 0"), linear, tmp_path / "a")
     assert (
-        "called before a server connected"
-        in unpack(side.answer(pack({"what": "calls"})))["error"]
+        "called before a server connected" in unpack(side.answer(pack({"what": "calls"})))["error"]
     )
     assert "expected a packed value" in unpack(side.answer(b"nothing"))["error"]
     with pytest.raises(ValueError, match=r"expected fed\.Silos of one silo"):
