@@ -426,7 +426,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "no rows": (
         lambda: MixedSilos(with_new(other=Y[:4])),
         r"silos \['new'\]: expected at least one argument with rows, got only shared or static ones "
-        r"\['kind', 'other'\]; where .* rows= says",
+        r"\['kind', 'other'\]; name an argument in rows= ",
     ),
     "empty silo": (
         lambda: MixedSilos(with_new(y=Y[:0])),

@@ -381,7 +381,7 @@ def test_two_processes_of_a_silo_have_one_ceiling(tmp_path):
     other = SiloSide(alone(PATIENTS, "oslo"), visits, side.folder, own_keys=False)
     for one in (side, other):
         one.ceilings["TellLocal"] = 4
-        one.site.reply = partial(slowly, one.site.reply)
+        one.worker.reply = partial(slowly, one.worker.reply)
     data = pack({"what": "calls", "server": side._server})
 
     def ask(one, slots):

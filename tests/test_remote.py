@@ -494,7 +494,7 @@ def test_dealt_silos_are_not_guessed_anew():
 
 def test_processes_that_make_other_calls_are_told(monkeypatch):
     silos = linear_silos()
-    carrier = spmd.Spmd(fed.Loopback(silos).sites, [0, 0, 0, 0], silos)
+    carrier = spmd.Spmd(fed.Loopback(silos).workers, [0, 0, 0, 0], silos)
     remote = fed.RemoteSilos(silos, carrier)
 
     def differing(sent):
