@@ -313,6 +313,26 @@ def test_equal_states_with_other_histories_have_other_noise(tmp_path, monkeypatc
     assert same == ([False, False] if guarded else [True, False])
 
 
+def test_an_absurd_reply_ends_a_fit_and_its_silo_is_named():
+    """Its square is infinite in float32: the optimizer would never move again, without a word."""
+    carrier = fed.Loopback(PATIENTS)
+    fit = fed.SFVI(visits, fed.AutoSiloNormal(visits), optax.adam(0.01), num_local_particles=1)
+    whole, asked = carrier.workers[1].reply, []
+
+    def reply(call, state):
+        got, new = whole(call, state)
+        asked.append(type(call.local).__name__ == "RoundLocal")
+        if sum(asked) == 3:
+            got = got._replace(context=jax.tree.map(lambda x: x * 0 + 1e25, got.context))
+        return got, new
+
+    carrier.workers[1].reply = reply
+    silos = fed.RemoteSilos(PATIENTS, carrier)
+    with pytest.warns(UserWarning, match="not finite in round 3, first in silo 'rome'"):
+        result = fit.run(random.key(0), 5, silos, progress_bar=False)
+    assert len(result.losses) == 2
+
+
 def test_what_a_call_starts_from_is_a_slot_or_some(tmp_path):
     """Else it would be answered, and no line of it written."""
     side, data, (local, key, message, read, _) = one_round(tmp_path)
@@ -334,10 +354,12 @@ def test_what_a_call_starts_from_is_a_slot_or_some(tmp_path):
         (lambda f, u: (TellLocal(), [0.0] * 2000), "2,000 arrays"),
         (lambda f, u: (PilotLocal(LangevinConfig(f, u, 1, None, False, None), 2), walks), "walks"),
         (lambda f, u: (ScoreLocal(f, u, 1, last=True), points(1 << 17)), "a local map at"),
+        (lambda f, u: (ScoreLocal(f, replace(u, group=None), 1), points(8)), "latents as one unit"),
     ],
 )
 def test_small_messages_do_not_take_the_memory_of_large_ones(tmp_path, monkeypatch, kind, why):
     monkeypatch.setattr(call_checks, "MAX_MAP", 1 << 20)
+    monkeypatch.setattr(call_checks, "MAX_JOINT", 50)  # the silo has 60 patients
     transport = Messages(PATIENTS, visits, tmp_path)
     connect(transport, visits)
     side = transport.sides["oslo"]

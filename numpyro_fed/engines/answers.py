@@ -5,6 +5,8 @@ from typing import NamedTuple
 __all__ = [
     "ANSWERED",
     "FIT_CALLS",
+    "MAX_CALLS",
+    "MAX_JOINT",
     "MAX_KEPT",
     "MAX_LATENTS",
     "MAX_LEAVES",
@@ -29,6 +31,8 @@ MAX_SETTINGS = {"num_local_steps": 10_000, "length": 128}  # settings that make 
 MAX_LATENTS = 1 << 21  # networks times rows in all silos, since each silo draws for all
 MAX_MAP = 1 << 25  # points times rows for a local map, which are in memory at one time
 MAX_WALKS = 256  # positions of one pilot
+MAX_CALLS = 4_096  # in one message
+MAX_JOINT = 1_000  # latents of one unit, padded as the largest silo claims: time is cubic
 MAX_LEAVES = 1_000  # arrays in the message of one call
 MAX_KEPT = 1 << 32  # bytes of the states that a silo keeps at one time
 

@@ -13,6 +13,7 @@ from numpyro_fed.density.factors import Factors
 from numpyro_fed.density.local_map import Units
 from numpyro_fed.engines.answers import (
     ANSWERED,
+    MAX_JOINT,
     MAX_LATENTS,
     MAX_LEAVES,
     MAX_MAP,
@@ -163,6 +164,13 @@ class CallChecks:
             why = "a model"
         elif isinstance(part, Units) and part.pad != self.worker.pad:
             why = "a number of elements"
+        elif type(part) is Units and part.group is None:
+            most = min(MAX_JOINT, MAX_LATENTS // len(self.worker.rows))
+            if part.dim > most:
+                raise Refusal(
+                    f"it is asked about {part.dim:,} latents as one unit, padded to the largest "
+                    f"silo; expected at most {most:,}"
+                )
         elif getattr(part, "algorithm", None) not in (None, self.algorithm):
             why = "an algorithm"
         elif hasattr(part, "batch"):

@@ -24,6 +24,7 @@ from numpyro_fed.density.fingerprint import (
 from numpyro_fed.engines.answers import (
     ANSWERED,
     FIT_CALLS,
+    MAX_CALLS,
     MAX_KEPT,
     MAX_MESSAGE,
     MAX_REFUSED,
@@ -325,6 +326,10 @@ class SiloSide:
             calls = [parsed(self.worker.number, values) for values in unpack(inside, own)]
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise Refusal(f"its calls are not put together as calls ({error})") from error
+        if len(calls) > MAX_CALLS:
+            raise Refusal(
+                f"it is asked {len(calls):,} calls at once; expected at most {MAX_CALLS:,}"
+            )
         replies = []
         for i, call in enumerate(calls):
             self._within_ceilings(call)

@@ -51,6 +51,7 @@ from numpyro_fed.surrogates.sobol import sobol_normal, wide_points
 
 __all__ = ["NUM_DRAWS", "ScoreFit", "Whitening", "fit", "fit_at"]
 
+_LARGEST = 1e18  # of a reply in whitened units: larger ones make the sum singular
 _FULL_UP_TO = 500  # dimensions; beyond, one d x d matrix per silo is too much memory
 _SETTLED = 0.1  # largest move of a converged round: center in sds, spread in log sds
 # largest move of the last fit from a converged start, in sds and log sds (a twofold spread: .69)
@@ -446,7 +447,7 @@ def _check_finite(replies: Reply, silos: Silos) -> None:
         x = getattr(replies, part)
         if x is None:
             continue
-        wrong = ~np.isfinite(np.asarray(x)).reshape(len(silos), -1).all(1)
+        wrong = ~(np.abs(np.asarray(x)) < _LARGEST).reshape(len(silos), -1).all(1)  # or NaN
         if wrong.any():
             raise ValueError(
                 f"silo {silos.names[int(wrong.argmax())]!r} returned a surrogate with NaN or "

@@ -126,6 +126,14 @@ class RoundLocal:
         )
 
 
+_LARGEST = 1e18  # of a reply's numbers: optimizers square them, in float32
+
+
+def _bounded(x: np.ndarray) -> np.ndarray:
+    """Return numbers, with NaN in the place of those that are absurdly large."""
+    return np.where(np.abs(x) > _LARGEST, np.nan, x) if x.dtype.kind == "f" else x
+
+
 @partial(jax.jit, static_argnames=("federated", "config", "who"))
 def _leave(
     federated: Callable,
@@ -301,6 +309,7 @@ class RemoteRounds:
             each[i] = blank if reply is None else reply
         collected = jax.tree.map(lambda *x: np.stack(x), *each)  # in NumPy, to dispatch no program
         collected = opened(collected, np.dtype(jnp.result_type(float)))
+        collected = jax.tree.map(_bounded, collected)
         server, info = _merge(
             self.federated,
             self.setup.config,

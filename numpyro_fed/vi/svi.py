@@ -248,5 +248,4 @@ class SFVIAvg(FederatedVI):
 
     def _say_how_it_ended(self, setup: Setup, state: VIState) -> None:
         if self._options.conducive:
-            summed = setup.remote and setup.config.secure_sum
-            conducive_checks.say_how_it_ended(setup.names, state, summed)
+            conducive_checks.say_how_it_ended(setup.names, state)

@@ -76,24 +76,13 @@ def check(config: FitConfig, guide: Any, stacks: list[SiloRows]) -> None:
         )
 
 
-def say_how_it_ended(names: tuple[str, ...], state: VIState, summed: bool = False) -> None:
-    """Warn of silos whose replies were not finite, and of a fit that has not converged.
-
-    :param summed: whether the server saw only sums.
-    """
+def say_how_it_ended(names: tuple[str, ...], state: VIState) -> None:
+    """Warn of silos whose replies were not finite, and of a fit that has not converged."""
     # for remote silos the server counts
     kept = state.silos if isinstance(state.silos, tuple) else (state.silos,)
     missed = np.concatenate([np.ravel(s.missed) for s in kept])
     visits, rounds = np.asarray(state.visits), int(state.server.i)
-    if missed.any() and summed:
-        warnings.warn(
-            f"in {missed.max()} of {rounds} rounds the reply of one silo or more was not finite, "
-            "and its approximate factor did not change; a sum does not say which silo it was. Have "
-            "the silos look for NaN in their data, or for positions of theta at which their "
-            "likelihood is not finite",
-            stacklevel=3,
-        )
-    elif missed.any():
+    if missed.any():
         each = ", ".join(
             f"{name!r} {m} of {n}" for name, m, n in zip(names, missed, visits, strict=True) if m
         )

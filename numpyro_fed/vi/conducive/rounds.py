@@ -277,13 +277,15 @@ def local(
     site = carried(state.site, *moved)
     finite = all_finite((new, value, own, told)) & (fine >= 1 - _MOST_MISSING)
     kept = new_state._replace(params=own, base=message.params, site=new)
-    # a silo whose numbers are not finite contributes nothing in this round and keeps its state
+    # A silo whose numbers are not finite contributes nothing in this round and keeps its state. In
+    # a sum it sends NaN, which ends the fit: without it the sum would be that of the other silos.
+    nothing = jnp.nan if config.secure_sum else 0.0
     kept = jax.tree.map(lambda x, y: jnp.where(finite, x, y), kept, state)._replace(
         missed=state.missed + ~finite
     )
-    gained = jax.tree.map(lambda x, y: jnp.where(finite, x - y, 0.0), new, site)
-    told = jax.tree.map(lambda x: jnp.where(finite, x, 0.0), told)
-    return Reply(jnp.where(finite, value, 0.0), packed(gained), finite, **told), kept
+    gained = jax.tree.map(lambda x, y: jnp.where(finite, x - y, nothing), new, site)
+    told = jax.tree.map(lambda x: jnp.where(finite, x, nothing), told)
+    return Reply(jnp.where(finite, value, nothing), packed(gained), finite, **told), kept
 
 
 def merge(
@@ -295,8 +297,7 @@ def merge(
         whatever their probability.
     """
     family = config.families[0]
-    # gain and value of a silo whose numbers are not finite are zero; in a sum one flag stands for
-    # all silos, and must not discard the others' gains
+    # gain and value of a silo whose numbers are not finite are zero; a sum is then NaN, and shall be
     heard = jnp.ones_like(replies.finite) if config.secure_sum else replies.finite
     heard = heard if weights is None else heard & (weights > 0)
     gained = jax.tree.map(
