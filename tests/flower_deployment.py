@@ -205,7 +205,7 @@ class Deployment:
             "timeout": 60.0,
             "patience": 0.0,
             "wait": 120.0,
-            "config": "{}",
+            "plan": "{}",
         }
         settings |= {"names": " ".join(self.names), "out": str(out), **config}
         app = write_app(

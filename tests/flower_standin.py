@@ -81,10 +81,10 @@ def run(grid, context):
         grace=10,
         wait=config["wait"],
     )
-    config, replies, seconds = json.loads(config["config"]), [], []
+    plan, replies, seconds = json.loads(config["plan"]), [], []
     for number in range(config["rounds"]):
         start = time.perf_counter()
-        what = config.get(str(number), {}) | ({"echo": True} if config["echo"] else {})
+        what = plan.get(str(number), {}) | ({"echo": True} if config["echo"] else {})
         data = message(number, os.urandom(config["size"]) if config["echo"] else b"round", **what)
         got = flower.exchange(dict.fromkeys(flower.names, data))
         seconds.append(time.perf_counter() - start)

@@ -407,9 +407,9 @@ def start_node(lasting, tmp_path, address, ca, key=None):
 @pytest.mark.parametrize("lasting", [True, False], ids=["lasting node", "SuperNode"])
 def test_killed_and_started_again_a_node_loses_nothing(tmp_path, lasting):
     expected = replies_of(tmp_path / "undisturbed")
-    config = {"2": {"do": "sleep", "seconds": 6, "for": "rome"}}
+    plan = {"2": {"do": "sleep", "seconds": 6, "for": "rome"}}
     with Deployment(tmp_path / "deployed", NAMES, lasting=lasting) as deployed:
-        out = deployed.run(rounds=4, timeout=40.0, patience=400.0, config=json.dumps(config))
+        out = deployed.run(rounds=4, timeout=40.0, patience=400.0, plan=json.dumps(plan))
         begun = deployed.root / "rome" / "private" / "rome.2"
         end = time.monotonic() + 300
         while not begun.exists() and time.monotonic() < end:
