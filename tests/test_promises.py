@@ -30,7 +30,7 @@ from numpyro_fed.density.check import BatchGap, check_factorization
 from numpyro_fed.density.factorize import factorize
 from numpyro_fed.density.fingerprint import as_values, description
 from numpyro_fed.density.local_map import Units
-from numpyro_fed.engines import answers, call_checks
+from numpyro_fed.engines import call_checks
 from numpyro_fed.engines.call_checks import CallChecks
 from numpyro_fed.engines.silo_side import SiloSide
 from numpyro_fed.engines.wire import connect
@@ -40,7 +40,8 @@ from numpyro_fed.mcmc.remote import TellLocal
 from numpyro_fed.mcmc.remote_chains import VisitLocal
 from numpyro_fed.privacy.guard import RoundGuard
 from numpyro_fed.rounds.remote import Call, rows_of, worker_of
-from numpyro_fed.rounds.serialization import pack, unpack, wire_name
+from numpyro_fed.rounds.serialization import pack, unpack
+from numpyro_fed.rounds.task import TASKS, SiloTask
 from numpyro_fed.surrogates.local_score import Message, ScoreLocal
 
 # Questions about rows
@@ -66,10 +67,11 @@ PATIENTS = fed.Silos(
 )
 
 
-@wire_name("test OwnTerm")
 @dataclass(frozen=True)
-class OldOwnTerm:
+class OldOwnTerm(SiloTask):
     """A silo's log density at latents of the server's key: what a silo once answered."""
+
+    wire_name = "test OwnTerm"
 
     factors: Any
 
@@ -104,15 +106,20 @@ def test_no_silo_says_its_term_at_latents_of_the_servers_choice(tmp_path, monkey
     with pytest.raises(RuntimeError, match="silo 'oslo': it does not answer test OwnTerm"):
         ages_from_terms(ask, 60, 60)
     # the control: a silo that answers gives every age away
-    monkeypatch.setitem(answers.ANSWERED, "test OwnTerm", answers.Answer("", "1", 1000))
+    monkeypatch.setitem(TASKS, "test OwnTerm", OldOwnTerm)
     transport.sides["oslo"].ceilings["test OwnTerm"] = 1000
     found = ages_from_terms(ask, 60, 60)
     assert (np.rint(50 * found) == np.rint(50 * AGES)).all()
 
 
-@wire_name("test BatchGap")
 class OldBatchGap(BatchGap):
     """What a silo once answered, too."""
+
+    wire_name = "test BatchGap"
+
+
+for kind in ("test OwnTerm", "test BatchGap"):
+    del TASKS[kind]  # silos know them by name, and do not answer them
 
 
 def gaussian(y):
@@ -147,7 +154,7 @@ def test_no_silo_says_how_far_a_minibatch_is_from_its_rows(tmp_path, monkeypatch
 
     with pytest.raises(RuntimeError, match="silo 'oslo': it does not answer test BatchGap"):
         row_from_gaps(ask)
-    monkeypatch.setitem(answers.ANSWERED, "test BatchGap", answers.Answer("", "1", 1000))
+    monkeypatch.setitem(TASKS, "test BatchGap", OldBatchGap)
     transport.sides["oslo"].ceilings["test BatchGap"] = 1000
     assert row_from_gaps(ask) == pytest.approx(float(y[0]), abs=1e-3)  # the control
 

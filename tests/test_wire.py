@@ -3,8 +3,9 @@
 import hashlib
 import json
 import pickle
+import re
 import warnings
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jax
@@ -29,6 +30,7 @@ from numpyro_fed.mcmc.remote_chains import VisitLocal
 from numpyro_fed.privacy.own_keys import with_own_keys
 from numpyro_fed.rounds.remote import Call
 from numpyro_fed.rounds.serialization import pack, unpack
+from numpyro_fed.rounds.task import TASKS, SiloTask
 from numpyro_fed.surrogates.local_score import Message, ScoreLocal
 
 
@@ -565,31 +567,72 @@ def test_the_audit_lists_every_byte_and_planted_values_are_in_none(tmp_path):
         assert remote.carrier.traffic[name].bytes_up == sum(calls)
 
 
-class Leak:
+def asked(kernel, model, silos, folder, num_chains):
+    """Return the calls of a short run, each with the number of numbers in its reply."""
+    remote, seen = connect(Messages(silos, model, folder), model), []
+    ask = remote.carrier.ask
+
+    def ask_and_note(calls):
+        replies = ask(calls)
+        for call, reply in zip(calls, replies, strict=True):
+            seen.append((call, sum(np.size(x) for x in jax.tree.leaves(reply))))
+        return replies
+
+    remote.carrier.ask = ask_and_note
+    mcmc = fed.RemoteMCMC(
+        kernel, num_warmup=1, num_samples=1, num_chains=num_chains, progress_bar=False
+    )
+    mcmc.run(random.key(3), remote)
+    return seen
+
+
+def test_replies_have_as_many_numbers_as_a_person_at_the_silo_reads(tmp_path):
+    """The count at the start of ``numbers``; times or plus what the call itself says."""
+    ring = fed.graphs.ring(3)
+    runs = [
+        (fed.FSGLD(intercepts), intercepts, INTERCEPTS, 1),
+        (fed.FSGLD(linear, 0.01, surrogate="laplace"), linear, LINEAR, 1),
+        (fed.PushSumLangevin(intercepts, ring, 0.01), intercepts, INTERCEPTS, 3),
+    ]
+    seen = set()
+    for n, (kernel, model, silos, num_chains) in enumerate(runs):
+        for call, found in asked(kernel, model, silos, tmp_path / str(n), num_chains):
+            task, d = call.local, kernel.factors.dim
+            formula = re.match(r"[\d d+^]*(?= numbers)|", task.numbers).group() or "1"
+            count = eval(re.sub(r"(\d) d", r"\1 * d", formula).replace("^", "**"), {"d": d})
+            match task.wire_name:
+                case "ScoreLocal":
+                    last = d * (1 + 2 * d + d * (d + 1) // 2) if task.last else 0
+                    count += len(call.message.points) + last
+                case "PilotLocal":
+                    count = len(call.message[1]) * (count + task.length)
+            assert found == count, (task.wire_name, found, count)
+            seen.add(task.wire_name)
+    fits = {name for name, task in TASKS.items() if task.needs_fit}
+    assert seen == set(TASKS) - fits
+
+
+@dataclass(frozen=True)
+class Leak(SiloTask):
     """A call whose reply is as long as the silo has rows."""
+
+    wire_name = "Leak"
+    leaves, numbers, ceiling = "rows", "", 10
 
     def __call__(self, key, message, state, view):
         return view.whole()[0]["y"], None
 
-    def __eq__(self, other):
-        return isinstance(other, Leak)
 
-    def __hash__(self):
-        return 1
+del TASKS["Leak"]  # silos know it by name, and do not answer it
 
 
 def test_silos_refuse_other_calls_and_replies_as_long_as_rows(tmp_path, monkeypatch):
-    from numpyro_fed.engines import answers
-    from numpyro_fed.rounds import serialization as packing
-
     transport = Messages(LINEAR, linear, tmp_path)
     remote = connect(transport, linear)
-    monkeypatch.setitem(packing._CLASSES, "Leak", Leak)
-    monkeypatch.setattr(Leak, "_fields", (), raising=False)
     call = Call(0, Leak(), random.key(0), None)
     with pytest.raises(RuntimeError, match="silo 'silo 0': it does not answer Leak"):
         remote.ask([call])
-    monkeypatch.setitem(answers.ANSWERED, "Leak", answers.Answer("rows", "", 10))
+    monkeypatch.setitem(TASKS, "Leak", Leak)
     for side in transport.sides.values():
         side.ceilings["Leak"] = 10
     with pytest.raises(

@@ -12,11 +12,11 @@ import numpy as np
 from numpyro_fed.cli.model_file import load_model_file, public_of, silo_of_file
 from numpyro_fed.decentralized._kernel import NetworkKernel
 from numpyro_fed.density.check import check_own_factorization
-from numpyro_fed.engines.answers import ANSWERED
 from numpyro_fed.engines.nvflare_jobs import NAME
 from numpyro_fed.engines.silo_side import SiloSide
 from numpyro_fed.privacy.data_guards import Guards
 from numpyro_fed.privacy.secure_sum import FEWEST_SILOS
+from numpyro_fed.rounds.task import TASKS
 
 __all__ = ["main"]
 
@@ -173,8 +173,8 @@ def _ceilings(given: tuple[str, ...]) -> dict[str, int]:
     out = {}
     for text in given:
         kind, _, number = text.partition("=")
-        if kind not in ANSWERED or not number.isdigit():
-            raise ValueError(f"--ceiling {text}: expected KIND=N, with a kind of {list(ANSWERED)}")
+        if kind not in TASKS or not number.isdigit():
+            raise ValueError(f"--ceiling {text}: expected KIND=N, with a kind of {list(TASKS)}")
         out[kind] = int(number)
     return out
 
@@ -203,14 +203,12 @@ def what_leaves(
         f"Leaves, in answer to the server ({d} global parameters, numbers of 4 bytes):",
     ]
     for kind in side.answered:
-        answer, ceiling = (
-            ANSWERED[kind],
+        task, ceiling = (
+            TASKS[kind],
             f" (at most {side.ceilings[kind]:,} times; {side.counts[kind]:,} so far)",
         )
         lines.append(
-            f"  {kind:<14} {answer.leaves}"
-            + (f"; {answer.numbers}" if answer.numbers else "")
-            + ceiling
+            f"  {kind:<14} {task.leaves}" + (f"; {task.numbers}" if task.numbers else "") + ceiling
         )
     if side.guard is not None and (privacy := side.guard.privacy) is not None:
         lines.append(

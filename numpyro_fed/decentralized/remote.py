@@ -27,14 +27,13 @@ from numpyro_fed.decentralized.nodes import node_step
 from numpyro_fed.mcmc.config import NetworkConfig, NodeConfig, Tuning
 from numpyro_fed.mcmc.remote_chains import RemoteSteps, ask_or_forget, remote_steps
 from numpyro_fed.rounds.remote import Call, RemoteSilos, rows_of
-from numpyro_fed.rounds.serialization import wire_name
+from numpyro_fed.rounds.task import SiloTask
 
 __all__ = ["NodeLocal", "NodeStartLocal"]
 
 
-@wire_name("NodeStartLocal")
 @dataclass(frozen=True)
-class NodeStartLocal:
+class NodeStartLocal(SiloTask):
     """Call that draws a node's first coordinates of its latents.
 
     They are the node's part of a single draw for all nodes. Nothing leaves the silo.
@@ -43,8 +42,18 @@ class NodeStartLocal:
     :param networks: number of networks.
     """
 
+    wire_name = "NodeStartLocal"
+    leaves = "The silo draws its first local latents, keeps them, and sends only a zero"
+    numbers = ""
+    ceiling = 100_000
+    reads = (("ScoreLocal",),)
+
     config: NodeConfig
     networks: int
+
+    @property
+    def latent_units(self) -> Any:
+        return self.config.units
 
     def __call__(self, key: Array, message: Array, rows: Any, view: SiloView) -> tuple[Array, Any]:
         """Draw the coordinates; the message is the number of the node's network."""
@@ -63,16 +72,28 @@ class NodeStartLocal:
         return jnp.zeros(()), (jnp.stack(drawn)[jnp.asarray(stacks)[view.number]], rows)
 
 
-@wire_name("NodeLocal")
 @dataclass(frozen=True)
-class NodeLocal:
+class NodeLocal(SiloTask):
     """Call that makes a node's part of a step, at the position ``(d,)`` in the message.
 
     It runs :func:`numpyro_fed.decentralized.nodes.node_step`. What leaves the silo: its gradient
     ``(d,)``, in preconditioned units, and the mean acceptance of its local moves.
     """
 
+    wire_name = "NodeLocal"
+    leaves = (
+        "The silo sends the gradient of its part of the potential at its node's position, and the mean "
+        "acceptance of its local moves"
+    )
+    numbers = "d + 1 numbers in each step of each network"
+    ceiling = 1_000_000
+    reads = (("TellLocal",), ("NodeStartLocal", "NodeLocal"))
+
     config: NodeConfig
+
+    @property
+    def latent_units(self) -> Any:
+        return self.config.units
 
     def __call__(
         self, key: Array, message: Array, state: tuple[Tuning, Any], view: SiloView

@@ -31,6 +31,7 @@ from numpyro_fed.density.nested import NestedUnits
 from numpyro_fed.density.stand_ins import cut_in_two, made_up_rows
 from numpyro_fed.rounds.inline import ask_all
 from numpyro_fed.rounds.remote import RemoteSilos
+from numpyro_fed.rounds.task import SiloTask
 
 __all__ = [
     "FactorizationError",
@@ -249,7 +250,7 @@ def _check_sum(factors: Factors, silos: Silos, seed: int) -> None:
 
 
 @dataclass(frozen=True)
-class BatchGap:
+class BatchGap(SiloTask):
     """Relative gap between rows' terms in a minibatch and in the whole silo."""
 
     factors: Factors
@@ -322,7 +323,7 @@ def _local_point(factors: Factors, key: Array, view: SiloView) -> dict[str, Arra
 
 
 @dataclass(frozen=True)
-class LeakageLocal:
+class LeakageLocal(SiloTask):
     """Relative error of treating one silo's units as independent.
 
     It is zero if no unit's term depends on another unit's latents, and the terms sum to the silo's

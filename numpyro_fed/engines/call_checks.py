@@ -11,8 +11,7 @@ import numpy as np
 
 from numpyro_fed.density.factors import Factors
 from numpyro_fed.density.local_map import Units
-from numpyro_fed.engines.answers import (
-    ANSWERED,
+from numpyro_fed.engines.limits import (
     MAX_JOINT,
     MAX_LATENTS,
     MAX_LEAVES,
@@ -23,6 +22,7 @@ from numpyro_fed.engines.answers import (
 )
 from numpyro_fed.rounds.remote import Call, SiloWorker, types_of
 from numpyro_fed.rounds.serialization import name_of, outline
+from numpyro_fed.rounds.task import SiloTask
 from numpyro_fed.surrogates.local_score import points_at_once
 
 __all__ = ["CallChecks", "Kept", "Refusal", "parsed", "slot_number"]
@@ -79,7 +79,7 @@ class CallChecks:
         :raises Refusal: if the state is gone, or is of another kind or other units.
         """
         slots = call.read if isinstance(call.read, tuple) else (call.read,)
-        writers = ANSWERED[name_of(type(call.local))].reads
+        writers = call.local.reads
         if call.read is not None and len(slots) != len(writers):
             raise Refusal(f"it starts from {len(slots)} states, expected {len(writers)}")
         for slot, kinds in zip(slots, writers, strict=False):
@@ -100,12 +100,11 @@ class CallChecks:
                 )
         return jax.tree.map(self.worker.kept.__getitem__, call.read)
 
-    def units(self, local: Any) -> str:
+    def units(self, task: SiloTask) -> str:
         """Return the units of a call's latents as text; empty for a call without any."""
-        config: Any = getattr(local, "config", None)
-        if hasattr(config, "families"):
-            return f"independent: {config.families[0].group}"
-        units = getattr(local, "units", getattr(config, "units", None))
+        if task.fit_config is not None:
+            return f"independent: {task.fit_config.families[0].group}"
+        units = task.latent_units
         return "" if units is None else json.dumps(outline(units, self.own))
 
     def allow(self, call: Call, wider: Callable[[], Any], state: Any) -> Any:
@@ -117,19 +116,22 @@ class CallChecks:
         :raises Refusal: with the reason.
         """
         kind = name_of(type(call.local))
+        fit = call.local.fit_config
+        if fit is not None and fit is not self.own.get("config"):
+            self._refused("a config of a fit")
         self._settings(call.local)
-        odd = sorted(set(_classes(call.message)) - set(ANSWERED[kind].told))
+        odd = sorted(set(_classes(call.message)) - set(call.local.message_classes))
         if odd:
             raise Refusal(
                 f"it tells {odd[0]}, which is no part of {kind}; expected one of "
-                f"{', '.join(ANSWERED[kind].told) or 'numbers alone'}"
+                f"{', '.join(call.local.message_classes) or 'numbers alone'}"
             )
         if kind == "PilotLocal" and len(call.message[1]) > MAX_WALKS:
             raise Refusal(
                 f"it is asked for {len(call.message[1]):,} walks; expected at most {MAX_WALKS}"
             )
         padded = max(n for _, n in self.worker.pad)
-        if getattr(call.local, "last", False) and len(call.message.points) * padded > MAX_MAP:
+        if call.local.keeps and len(call.message.points) * padded > MAX_MAP:
             raise Refusal(
                 f"it is asked for a local map at {len(call.message.points):,} points; expected at "
                 f"most {MAX_MAP // padded:,}"
@@ -155,10 +157,13 @@ class CallChecks:
 
         The factors of another model, fewer elements, and minibatches can single out rows.
         """
-        if hasattr(part, "families"):
-            return self._refused(
-                "a config of a fit" if part is not self.own.get("config") else None
-            )
+        if part is self.own.get("config"):
+            return
+        fields = (
+            {f.name: getattr(part, f.name) for f in dataclasses.fields(part)}
+            if dataclasses.is_dataclass(part)
+            else {}
+        )
         why = None
         if isinstance(part, Factors) and not any(part is own for own in self.own.values()):
             why = "a model"
@@ -171,25 +176,24 @@ class CallChecks:
                     f"it is asked about {part.dim:,} latents as one unit, padded to the largest "
                     f"silo; expected at most {most:,}"
                 )
-        elif getattr(part, "algorithm", None) not in (None, self.algorithm):
+        elif fields.get("algorithm", self.algorithm) != self.algorithm:
             why = "an algorithm"
-        elif hasattr(part, "batch"):
-            whole = part.batch is None and getattr(part, "num_kept", 1) == 1
-            why = None if whole else "a minibatch"
+        elif fields.get("batch") is not None or fields.get("num_kept", 1) != 1:
+            why = "a minibatch"
         self._refused(why)
         padded = max(n for _, n in self.worker.pad)
         limits = {
             **MAX_SETTINGS,
             "networks": max(1, MAX_LATENTS // self.rows),
-            "points_at_once": points_at_once(padded, getattr(part, "units", None)),
+            "points_at_once": points_at_once(padded, fields.get("units")),
         }
         for setting, limit in limits.items():
-            value = getattr(part, setting, 0)
+            value = fields.get(setting, 0)
             if isinstance(value, int | float) and not 0 <= value <= limit:
                 raise Refusal(f"it is asked with {setting}={value:,}; expected at most {limit:,}")
-        if dataclasses.is_dataclass(part) and not isinstance(part, Factors):
-            for one in dataclasses.fields(part):
-                self._settings(getattr(part, one.name))
+        if not isinstance(part, Factors):
+            for value in fields.values():
+                self._settings(value)
 
     @staticmethod
     def _refused(why: str | None) -> None:

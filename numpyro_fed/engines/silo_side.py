@@ -21,9 +21,8 @@ from numpyro_fed.density.fingerprint import (
     rows_hash,
     versions,
 )
-from numpyro_fed.engines.answers import (
-    ANSWERED,
-    FIT_CALLS,
+from numpyro_fed.engines.call_checks import CallChecks, Kept, Refusal, parsed, slot_number
+from numpyro_fed.engines.limits import (
     MAX_CALLS,
     MAX_KEPT,
     MAX_MESSAGE,
@@ -31,7 +30,6 @@ from numpyro_fed.engines.answers import (
     MAX_ROWS,
     MAX_SLOTS,
 )
-from numpyro_fed.engines.call_checks import CallChecks, Kept, Refusal, parsed, slot_number
 from numpyro_fed.engines.record import Record, outlined
 from numpyro_fed.engines.wire import PROTOCOL, owned
 from numpyro_fed.privacy.data_guards import Guards
@@ -40,6 +38,7 @@ from numpyro_fed.privacy.own_keys import hashed, secret_of, with_own_keys
 from numpyro_fed.rounds.files import locked, read_sealed, write_sealed
 from numpyro_fed.rounds.remote import Call, SiloWorker, resized, typed_worker, worker_of
 from numpyro_fed.rounds.serialization import name_of, pack, unpack
+from numpyro_fed.rounds.task import TASKS
 
 __all__ = ["Refusal", "SiloSide"]
 
@@ -50,7 +49,7 @@ class SiloSide:
     Its folder holds its private states (local latents, the local map) and the kernel's numbers from
     the server. A new process with the same arguments therefore continues after another was killed.
     The same message has the same answer. The silo answers a call under three conditions. Its kind
-    is in :data:`~numpyro_fed.engines.answers.ANSWERED`. The folder's record has fewer calls of this
+    is in :data:`~numpyro_fed.rounds.task.TASKS`. The folder's record has fewer calls of this
     kind than the ceiling. No array of its reply grows with the number of rows. Before the first
     call the silo checks the model on its own rows, split in two. ``audit.jsonl`` in the folder has
     a line for every message, with the positions in its calls.
@@ -63,7 +62,7 @@ class SiloSide:
         chains need none.
     :param guards: conditions on the rows (:class:`Guards`); by default none.
     :param ceilings: largest number of calls to answer, by kind of call; by default those in
-        ``ANSWERED``.
+        :data:`~numpyro_fed.rounds.task.TASKS`.
     :param own_keys: whether the silo draws by its own keys. The draws then have the law of inline
         silos. By the server's keys they are those of inline silos, but a server that lies can solve
         for single rows. Fits with privacy or secure sums always use the silo's own keys.
@@ -105,9 +104,9 @@ class SiloSide:
         self.factors = factorize(model, silos, public=self.public)
         if guards is not None:
             guards.check(silos, self.factors.dim + (0 if fit is None else fit.num_learned(silos)))
-        self.ceilings = {
-            kind: answer.most for kind, answer in ANSWERED.items()
-        } | _checked_ceilings(ceilings)
+        self.ceilings = {kind: task.ceiling for kind, task in TASKS.items()} | _checked_ceilings(
+            ceilings
+        )
         self.record = Record(self.folder / "audit.jsonl")
         self._factors_checked = False
         self.guard = (
@@ -173,8 +172,8 @@ class SiloSide:
     def answered(self) -> tuple[str, ...]:
         """Kinds of call that this silo answers, with its fit or without one."""
         if self.guard is not None:
-            return tuple(kind for kind in ANSWERED if kind in self.guard.allowed)
-        return tuple(kind for kind in ANSWERED if self.fit is not None or kind not in FIT_CALLS)
+            return tuple(kind for kind in TASKS if kind in self.guard.allowed)
+        return tuple(kind for kind, task in TASKS.items() if self.fit or not task.needs_fit)
 
     def _hello(self, request: dict[str, Any]) -> dict[str, Any]:
         if request.get("protocol") != PROTOCOL:
@@ -361,7 +360,7 @@ class SiloSide:
         """Count a call, or raise a :class:`Refusal` if its kind has reached the ceiling."""
         assert self.worker is not None
         kind = name_of(type(call.local))
-        if kind not in ANSWERED or (self.fit is None and kind in FIT_CALLS):
+        if kind not in TASKS or (self.fit is None and TASKS[kind].needs_fit):
             raise Refusal(f"it does not answer {kind}; expected one of the calls that it knows")
         if self.counts[kind] >= self.ceilings[kind]:
             raise Refusal(
@@ -423,9 +422,9 @@ class SiloSide:
 
 def _checked_ceilings(ceilings: Mapping[str, int] | None) -> dict[str, int]:
     for kind, most in (ceilings or {}).items():
-        if kind not in ANSWERED or type(most) is not int or most < 0:
+        if kind not in TASKS or type(most) is not int or most < 0:
             raise ValueError(
-                f"ceilings: expected whole numbers for some of {list(ANSWERED)}, got {kind!r}: "
+                f"ceilings: expected whole numbers for some of {list(TASKS)}, got {kind!r}: "
                 f"{most!r}"
             )
     return dict(ceilings or {})

@@ -3,7 +3,7 @@
 A :class:`Transport` brings bytes to a silo by name, and bytes back. First each silo describes
 itself: name, numbers of rows, names and types of arguments, versions. Then the server sends each
 the list of all silos and the values of shared arguments, and the silo answers with its model's
-fingerprint. All further messages are calls in :data:`~numpyro_fed.engines.answers.ANSWERED`, and
+fingerprint. All further messages are calls in :data:`~numpyro_fed.rounds.task.TASKS`, and
 replies with shapes and types that the server expects. Nothing is pickled. The silo's side is
 :mod:`numpyro_fed.engines.silo_side`.
 """
@@ -109,8 +109,7 @@ class Wire(Carrier):
         """Send each silo its calls in one message, and return the replies."""
         kinds = [self.type_of(call, self._any) for call in calls]
         kinds = [
-            types_masked(k) if getattr(c.local, "summed", False) else k
-            for c, k in zip(calls, kinds, strict=True)
+            types_masked(k) if c.local.summed else k for c, k in zip(calls, kinds, strict=True)
         ]
         of: dict[int, list[int]] = {}
         for i, call in enumerate(calls):
@@ -167,8 +166,8 @@ class Wire(Carrier):
         }
         own = self._own
         for call in calls:
-            config: Any = getattr(call.local, "config", None)
-            if hasattr(config, "families"):  # a variational fit's config, which silos have
+            config = call.local.fit_config
+            if config is not None:  # silos have it, too
                 own = {**own, "config": config}
                 head["independent"] = config.families[0].group is not None
         try:

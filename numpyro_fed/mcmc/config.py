@@ -17,6 +17,7 @@ from numpyro_fed.surrogates.corrections import Corrections
 from numpyro_fed.surrogates.gaussian import matvec
 
 __all__ = [
+    "TUNING_CLASSES",
     "Conducive",
     "LangevinConfig",
     "LatentCoordinates",
@@ -25,6 +26,8 @@ __all__ = [
     "Tuning",
 ]
 
+# wire names of a kernel's numbers and their parts
+TUNING_CLASSES = ("Tuning", "Conducive", "Corrections", "LatentCoordinates", "LowRankMatrix")
 _BLOCK_STEPS = 200  # local steps whose random numbers and rows are drawn together
 _BLOCK_BYTES = 8 << 20
 

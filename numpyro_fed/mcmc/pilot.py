@@ -8,7 +8,7 @@ move as in a visit. The rule from the noise to the step size is in
 import warnings
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,11 +19,11 @@ from numpyro_fed.data.silos import Silos
 from numpyro_fed.data.views import SiloView
 from numpyro_fed.density.local_map import LocalMap
 from numpyro_fed.mcmc import gradients, langevin, step_rule
-from numpyro_fed.mcmc.config import LangevinConfig, Tuning
+from numpyro_fed.mcmc.config import TUNING_CLASSES, LangevinConfig, Tuning
 from numpyro_fed.mcmc.step_rule import VisitNoise
 from numpyro_fed.rounds.federated import Cost
 from numpyro_fed.rounds.inline import ask_all
-from numpyro_fed.rounds.serialization import wire_name
+from numpyro_fed.rounds.task import SiloTask
 from numpyro_fed.surrogates.score import NUM_DRAWS
 
 __all__ = ["PilotLocal", "Rule", "choose_step_size", "cost", "visit_noise"]
@@ -36,20 +36,32 @@ _NO_STEP = 1e-6  # at less, chains of thousands of rounds move by less than an s
 _LONGEST = 64  # local moves counted, from which longer visits are extrapolated
 
 
-@wire_name("PilotLocal")
 @dataclass(frozen=True)
-class PilotLocal:
+class PilotLocal(SiloTask):
     """Walks of a silo at fixed theta.
 
     The silo sends means of e over each half ``(draws, d)``, and norms of e ``(draws, steps)``.
     """
 
+    wire_name = "PilotLocal"
+    leaves = (
+        "The silo sends means and norms of the difference between its gradient and its surrogate's at "
+        "the server's positions"
+    )
+    numbers = "2 d numbers for each position, and one for each of up to 128 steps"
+    ceiling = 100
+    message_classes = TUNING_CLASSES
+    reads = (("ScoreLocal",),)
+
     config: LangevinConfig
     length: int
 
     def tell(self, message: tuple[Tuning, Array], number: int) -> tuple[Tuning, Array]:
-        """Return the part of the message that one silo receives."""
         return message[0].seen_by(number), message[1]
+
+    @property
+    def latent_units(self) -> Any:
+        return self.config.units
 
     def __call__(
         self, key: Array, message: tuple[Tuning, Array], rows: LocalMap | None, view: SiloView

@@ -24,21 +24,26 @@ from numpyro_fed._compat import fill_mcmc
 from numpyro_fed.data.views import SiloView
 from numpyro_fed.density.fingerprint import fingerprint
 from numpyro_fed.mcmc._base import FederatedKernel
-from numpyro_fed.mcmc.config import Tuning
+from numpyro_fed.mcmc.config import TUNING_CLASSES, Tuning
 from numpyro_fed.mcmc.remote_chains import remote_steps
 from numpyro_fed.rounds.checkpoint import Checkpoint, facts_of_run
 from numpyro_fed.rounds.remote import Call, RemoteSilos
-from numpyro_fed.rounds.serialization import wire_name
+from numpyro_fed.rounds.task import SiloTask
 
 __all__ = ["RemoteMCMC", "TellLocal"]
 
 _UNEVEN = 0.05  # largest difference of the silos' answer rates without a warning
 
 
-@wire_name("TellLocal")
 @dataclass(frozen=True)
-class TellLocal:
+class TellLocal(SiloTask):
     """Call by which a silo stores the kernel's numbers, among them surrogates and step size."""
+
+    wire_name = "TellLocal"
+    leaves = "The silo keeps the server's surrogates and step size, and sends only a zero"
+    numbers = ""
+    ceiling = 1_000
+    message_classes = TUNING_CLASSES
 
     def __call__(
         self, key: Array, message: Tuning, state: None, view: SiloView

@@ -31,7 +31,7 @@ from numpyro_fed.mcmc.visit import (
 )
 from numpyro_fed.rounds.inline import key_of
 from numpyro_fed.rounds.remote import Call, RemoteSilos
-from numpyro_fed.rounds.serialization import wire_name
+from numpyro_fed.rounds.task import SiloTask
 
 __all__ = ["RemoteSteps", "StartLocal", "VisitLocal", "ask_or_forget", "remote_steps"]
 
@@ -71,15 +71,24 @@ def remote_steps(kernel: Any) -> RemoteSteps:
     )
 
 
-@wire_name("StartLocal")
 @dataclass(frozen=True)
-class StartLocal:
+class StartLocal(SiloTask):
     """Call that draws a chain's first coordinates of the silo's latents.
 
     They are the silo's part of a single draw for all silos.
     """
 
+    wire_name = "StartLocal"
+    leaves = "The silo draws its first local latents, keeps them, and sends only a zero"
+    numbers = ""
+    ceiling = 100_000
+    reads = (("ScoreLocal",),)
+
     config: LangevinConfig
+
+    @property
+    def latent_units(self) -> Any:
+        return self.config.units
 
     def __call__(self, key: Array, message: None, rows: Any, view: SiloView) -> tuple[Array, Any]:
         units, silos = self.config.units, view.silos
@@ -94,12 +103,25 @@ class StartLocal:
         return jnp.zeros(()), (eps, rows)
 
 
-@wire_name("VisitLocal")
 @dataclass(frozen=True)
-class VisitLocal:
+class VisitLocal(SiloTask):
     """Call that makes a chain's visit to the silo."""
 
+    wire_name = "VisitLocal"
+    leaves = (
+        "The silo sends a chain's position and count of steps after the visit, four statistics of the "
+        "visit, and the mean difference between its gradient and its surrogate's"
+    )
+    numbers = "2 d + 5 numbers in each visit"
+    ceiling = 1_000_000
+    message_classes = ("Chain",)
+    reads = (("TellLocal",), ("StartLocal", "VisitLocal"))
+
     config: LangevinConfig
+
+    @property
+    def latent_units(self) -> Any:
+        return self.config.units
 
     def __call__(
         self, key: Array, message: Chain, state: tuple[Tuning, Any], view: SiloView

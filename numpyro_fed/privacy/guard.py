@@ -32,6 +32,7 @@ from numpyro_fed.privacy.secure_sum import FEWEST_SILOS, MOST_SILOS, Keys, maske
 from numpyro_fed.rounds.files import write_whole
 from numpyro_fed.rounds.remote import Call
 from numpyro_fed.rounds.serialization import pack
+from numpyro_fed.rounds.task import SiloTask
 
 __all__ = ["RoundGuard", "Ticket"]
 
@@ -125,7 +126,7 @@ class RoundGuard:
         :raises ValueError: for other kinds of call, a spent budget, and a second use of a slot or
             of a sum.
         """
-        kind = type(call.local).__name__
+        kind = call.local.wire_name
         if kind not in self.allowed:
             what = "with privacy" if self.privacy is not None else "with secure sums"
             raise ValueError(
@@ -211,12 +212,12 @@ class RoundGuard:
             )
         self._append("answered.txt", label, digest)
 
-    def let_out(self, local: Any, reply: Any, ticket: Ticket) -> list[np.ndarray]:
+    def let_out(self, local: SiloTask, reply: Any, ticket: Ticket) -> list[np.ndarray]:
         """Return a reply's arrays with noise and masks, as they leave the silo.
 
         Replies leave by this method alone.
 
-        :param local: the call's ``local``.
+        :param local: the call's task.
         :raises ValueError: if the same call had another reply before.
         """
         leaves = [np.asarray(x) for x in jax.tree.leaves(reply)]

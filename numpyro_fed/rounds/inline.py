@@ -4,7 +4,6 @@ A silo's key depends on the round's key and the silo's number, and not on the or
 Other engines therefore draw the same.
 """
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -16,17 +15,17 @@ from numpyro_fed.data.silos import Silos
 from numpyro_fed.data.views import SiloRows, SiloView, gather, largest, scatter, sweep
 from numpyro_fed.rounds.federated import Federated
 from numpyro_fed.rounds.remote import RemoteSilos
+from numpyro_fed.rounds.task import SiloTask
 
 __all__ = ["ask_all", "key_among", "key_of", "round_all", "round_one"]
 
 
 def ask_all(
-    local: Callable, key: Array, message: Any, silo_states: Any, silos: Silos, group: str | None
+    local: SiloTask, key: Array, message: Any, silo_states: Any, silos: Silos, group: str | None
 ) -> tuple[Any, Any]:
     """Send a message to every silo and collect the replies, vmapped over buckets of similar size.
 
-    :param local: the algorithm's ``local``. It is hashable by value, so that equal algorithms share
-        a program.
+    :param local: the task of each silo.
     :param silo_states: as for :func:`~numpyro_fed.data.views.sweep`.
     :return: replies stacked over silos, and the new silo states.
     """
@@ -37,7 +36,7 @@ def ask_all(
 
 @partial(jax.jit, static_argnames=("local", "group"))
 def _ask_here(
-    local: Callable, key: Array, message: Any, silo_states: Any, silos: Silos, group: str | None
+    local: SiloTask, key: Array, message: Any, silo_states: Any, silos: Silos, group: str | None
 ) -> tuple[Any, Any]:
     def one(view: SiloView, own: Any) -> tuple[Any, Any]:
         return local(random.fold_in(key, view.number), message, own, view)

@@ -20,6 +20,7 @@ from jax import Array, random
 
 from numpyro_fed.data.silos import Silos
 from numpyro_fed.data.views import SiloRows, SiloView, largest, split_shared
+from numpyro_fed.rounds.task import SiloTask
 
 __all__ = [
     "Call",
@@ -49,9 +50,9 @@ class Call(NamedTuple):
     """Call of one silo.
 
     :param number: number of the silo.
-    :param local: hashable ``local(key, message, state, view) -> (reply, state)``.
-    :param key: key for ``local``.
-    :param message: message for ``local``.
+    :param local: the task of the silo.
+    :param key: key for the task.
+    :param message: message for the task.
     :param read: slots of the states that the call starts from, as a pytree: one number, a tuple of
         numbers, or ``None``.
     :param write: slot for the silo's new private state, or ``None``. A slot is written once, so
@@ -59,7 +60,7 @@ class Call(NamedTuple):
     """
 
     number: int
-    local: Callable
+    local: SiloTask
     key: Array
     message: Any
     read: Any = None
@@ -171,7 +172,7 @@ jax.tree_util.register_pytree_node(
 
 @partial(jax.jit, static_argnames=("local", "pad"))
 def _answer(
-    local: Callable, pad: tuple, key: Array, message: Any, state: Any, rows: SiloAlone, number: Any
+    local: SiloTask, pad: tuple, key: Array, message: Any, state: Any, rows: SiloAlone, number: Any
 ) -> Any:
     return local(key, message, state, SiloView(rows, number, pad))
 
@@ -201,7 +202,7 @@ class SiloWorker:
         number = np.int32(self.number)  # a JAX array would dispatch one more program
         return _answer(call.local, self.pad, call.key, call.message, state, self.rows, number)
 
-    def type_of(self, local: Callable, message: Any, state: Any) -> tuple[Any, Any]:
+    def type_of(self, local: SiloTask, message: Any, state: Any) -> tuple[Any, Any]:
         """Return shapes and types of the reply and of the new private state.
 
         :param local: the call's ``local``.
@@ -366,17 +367,16 @@ class RemoteSilos(Silos):
         return replies
 
     def ask_all(
-        self, local: Callable, key: Array, message: Any, states: Kept | None
+        self, local: SiloTask, key: Array, message: Any, states: Kept | None
     ) -> tuple[Any, Kept | None]:
         """Call all silos, as :func:`numpyro_fed.rounds.inline.ask_all` does.
 
         New states stay in the silos, if ``local.keeps`` is true.
         """
-        tell = getattr(local, "tell", lambda message, number: message)
-        slot = self.carrier.new_slot() if getattr(local, "keeps", False) else None
+        slot = self.carrier.new_slot() if local.keeps else None
         read = None if states is None else states.slot
         calls = [
-            Call(n, local, random.fold_in(key, n), tell(message, n), read, slot)
+            Call(n, local, random.fold_in(key, n), local.tell(message, n), read, slot)
             for n in range(len(self))
         ]
         replies = self.ask_for_sure(calls)

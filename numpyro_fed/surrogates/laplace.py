@@ -21,23 +21,32 @@ from numpyro_fed.data.silos import Silos
 from numpyro_fed.data.views import SiloView
 from numpyro_fed.density.factors import Factors
 from numpyro_fed.density.local_map import LocalMap, Units
-from numpyro_fed.rounds.serialization import wire_name
+from numpyro_fed.rounds.task import SiloTask
 from numpyro_fed.surrogates import score
 from numpyro_fed.surrogates.local_score import Message, Reply, marginal_score
 
 __all__ = ["fit"]
 
 
-@wire_name("LaplaceLocal")
 @dataclass(frozen=True)
-class LaplaceLocal:
+class LaplaceLocal(SiloTask):
     """Part of a silo in a round of the Laplace fit.
 
     It returns gradient and negative Hessian at the center, in whitened coordinates.
     """
 
+    wire_name = "LaplaceLocal"
+    leaves = "The silo sends the value, gradient and precision of its log marginal likelihood at one point"
+    numbers = "d + d^2 + 2 numbers (beyond 500 dimensions 2 d + 2)"
+    ceiling = 1_000
+    message_classes = ("ScoreMessage",)
+
     factors: Factors
     units: Units | None
+
+    @property
+    def latent_units(self) -> Units | None:
+        return self.units
 
     def __call__(
         self, key: Array, message: Message, state: Any, view: SiloView

@@ -17,6 +17,7 @@ from numpyro_fed.density.factors import Factors
 from numpyro_fed.density.local_map import LocalMap, Units
 from numpyro_fed.density.nested import NestedMap, NestedUnits, join_levels
 from numpyro_fed.rounds.serialization import wire_name
+from numpyro_fed.rounds.task import SiloTask
 from numpyro_fed.surrogates.corrections import regress
 from numpyro_fed.surrogates.gaussian import matvec
 from numpyro_fed.surrogates.least_squares import fit_map, fit_score
@@ -64,9 +65,8 @@ class Reply(NamedTuple):
     correction: Array | None
 
 
-@wire_name("ScoreLocal")
 @dataclass(frozen=True)
-class ScoreLocal:
+class ScoreLocal(SiloTask):
     """Part of a silo in a round of the score fit.
 
     It is hashable, so that equal fits share compiled programs.
@@ -75,6 +75,18 @@ class ScoreLocal:
     :param last: regress the local map and the bounded corrections, too.
     """
 
+    wire_name = "ScoreLocal"
+    leaves = (
+        "The silo sends its surrogate, which is a gradient and a precision fitted to its log marginal "
+        "likelihood at the server's points, the error of this fit, and the values at the points"
+    )
+    numbers = (
+        "d + d^2 + 1 numbers (beyond 500 dimensions 2 d + 1) and one for each point; in the last "
+        "rounds with d <= 16, d (1 + 2 d + d (d + 1) / 2) more"
+    )
+    ceiling = 1_000
+    message_classes = ("ScoreMessage",)
+
     factors: Factors
     units: Units | None
     points_at_once: int
@@ -82,8 +94,11 @@ class ScoreLocal:
 
     @property
     def keeps(self) -> bool:
-        """Flag of a silo that keeps its rows of the local map."""
         return self.last and self.units is not None
+
+    @property
+    def latent_units(self) -> Units | None:
+        return self.units
 
     def __call__(
         self, key: Array, message: Message, state: Any, view: SiloView

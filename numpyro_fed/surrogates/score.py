@@ -24,7 +24,6 @@ Gaussian; scores are not. FSGLD remark 3 asks for this criterion (equation 8).
 
 import math
 import warnings
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -42,6 +41,7 @@ from numpyro_fed.density.nested import NestedUnits
 from numpyro_fed.rounds.federated import Cost, Federated, message_bytes
 from numpyro_fed.rounds.inline import ask_all
 from numpyro_fed.rounds.remote import RemoteSilos
+from numpyro_fed.rounds.task import SiloTask
 from numpyro_fed.surrogates.corrections import Corrections, regress
 from numpyro_fed.surrogates.gaussian import Gaussian, Surrogates, matvec
 from numpyro_fed.surrogates.least_squares import fit_score
@@ -220,7 +220,7 @@ def fit(
     *,
     max_rounds: int = 40,
     seed: int = 0,
-    local: Callable | None = None,
+    local: SiloTask | None = None,
     start: tuple[np.ndarray, np.ndarray, float] | None = None,
 ) -> ScoreFit:
     """Fit score-matched surrogates, and the local map where the model has local latents.
@@ -247,12 +247,12 @@ def fit(
     if full:
         num = max(num, 2 ** math.ceil(math.log2(4 * factors.dim)))
     scheme = algorithm(factors, units, silos, full, at_once)
-    reply = scheme.local if local is None else local
+    reply = ScoreLocal(factors, units, at_once) if local is None else local
     key = random.key(seed)
     group = None if units is None else units.group
     cost = Cost()
 
-    def ask(local: Callable, state: ServerState) -> tuple[Any, Any]:
+    def ask(local: SiloTask, state: ServerState) -> tuple[Any, Any]:
         nonlocal cost
         message = scheme.broadcast(key, state)
         replies, rows = ask_all(local, key, message, None, silos, group)

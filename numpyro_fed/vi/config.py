@@ -12,7 +12,11 @@ from numpyro_fed.data.views import SiloRows
 from numpyro_fed.density.factors import PARAMS, Factors
 from numpyro_fed.privacy.differential import Noise
 
-__all__ = ["MOST_DIAGONAL", "FitConfig", "own_params"]
+__all__ = ["FIT_CLASSES", "FIT_TASKS", "MOST_DIAGONAL", "FitConfig", "own_params"]
+
+FIT_TASKS = ("InitLocal", "RoundLocal")  # wire names of the tasks that write a silo's state
+# wire names of the classes that carry a draw of theta
+FIT_CLASSES = ("NormalContext", "GuideContext", "Triangular", "Diagonal", "LowRankScale")
 
 MOST_DIAGONAL = 1024  # most points for a diagonal precision
 

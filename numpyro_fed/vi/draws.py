@@ -33,8 +33,9 @@ from numpyro_fed.density.factors import PARAMS
 from numpyro_fed.privacy.secure_sum import opened
 from numpyro_fed.rounds.remote import Call, RemoteSilos, rows_of
 from numpyro_fed.rounds.serialization import wire_name
+from numpyro_fed.rounds.task import SiloTask
 from numpyro_fed.vi.bound import candidate_weights, unit_bounds, unit_terms
-from numpyro_fed.vi.config import FitConfig, own_params
+from numpyro_fed.vi.config import FIT_CLASSES, FIT_TASKS, FitConfig, own_params
 from numpyro_fed.vi.minibatch import pick
 from numpyro_fed.vi.proposals import stretched_normal, wider_candidates
 
@@ -97,22 +98,32 @@ def _position(
     return theta, Position(context, log_weight, key_local, key_choice)
 
 
-@wire_name("EstimateLocal")
 @dataclass(frozen=True)
-class EstimateLocal:
+class EstimateLocal(SiloTask):
     """A silo's estimates of its log likelihood at draws of theta, one number each.
 
     :param config: the static facts.
     :param stretched: whether the draws, and candidates, come from proposals with wider tails.
     """
 
+    wire_name = "EstimateLocal"
+    leaves = "The silo sends estimates of its log likelihood at the server's draws"
+    numbers = "1 number for each draw"
+    ceiling = 1_000
+    message_classes = ("Position", *FIT_CLASSES)
+    reads = (FIT_TASKS,)
+    needs_fit = True
+
     config: FitConfig
     stretched: bool
 
     @property
     def summed(self) -> bool:
-        """Flag of masked replies: over a wire the server sees only their sum."""
         return self.config.secure_sum
+
+    @property
+    def fit_config(self) -> FitConfig:
+        return self.config
 
     def __call__(
         self, key: Array, message: tuple, state: Any, view: SiloView

@@ -31,9 +31,10 @@ from numpyro_fed.rounds.federated import Cost, Ledger, message_bytes
 from numpyro_fed.rounds.inline import key_among
 from numpyro_fed.rounds.remote import Call, RemoteSilos, rows_of
 from numpyro_fed.rounds.serialization import wire_name
+from numpyro_fed.rounds.task import SiloTask
 from numpyro_fed.vi import sfvi, sfvi_avg
 from numpyro_fed.vi.conducive import rounds as conducive
-from numpyro_fed.vi.config import FitConfig, own_params
+from numpyro_fed.vi.config import FIT_CLASSES, FIT_TASKS, FitConfig, own_params
 from numpyro_fed.vi.loop import Participation, VIState, drawn
 from numpyro_fed.vi.setup import Setup
 
@@ -61,9 +62,8 @@ class RemoteStates:
 _ALGORITHMS: dict[str, Any] = {"sfvi": sfvi, "sfvi_avg": sfvi_avg, "conducive": conducive}
 
 
-@wire_name("InitLocal")
 @dataclass(frozen=True)
-class InitLocal:
+class InitLocal(SiloTask):
     """The call for a silo's first state, from the global parameters.
 
     :param config: the static facts.
@@ -72,9 +72,20 @@ class InitLocal:
         another fit wrote.
     """
 
+    wire_name = "InitLocal"
+    leaves = "The silo makes its own first parameters, keeps them, and sends only a zero"
+    numbers = ""
+    ceiling = 1_000
+    reads = (FIT_TASKS,)
+    needs_fit = True
+
     config: FitConfig
     algorithm: str
     taken: bool = False
+
+    @property
+    def fit_config(self) -> FitConfig:
+        return self.config
 
     def __call__(
         self, key: Array, message: dict[str, Array], state: Any, view: SiloView
@@ -92,13 +103,30 @@ class InitLocal:
         return jnp.zeros(()), _ALGORITHMS[self.algorithm].init_silo(self.config, 0, message, local)
 
 
-@wire_name("RoundLocal")
 @dataclass(frozen=True)
-class RoundLocal:
+class RoundLocal(SiloTask):
     """The call for a silo's part of a round; fields as in :class:`InitLocal`.
 
     :param bare: in a fit with privacy, whether :meth:`private` adds the noise, in the silo.
     """
+
+    wire_name = "RoundLocal"
+    leaves = (
+        "The silo sends, in SFVI, its part of the bound and of the bound's gradient; in SFVI-Avg, its "
+        "bound, its number of rows and the global parameters after its steps; in conducive rounds, its "
+        "expected log likelihood, the change of its approximate factor, and with optimizers its copies "
+        "of the learned parameters and its share of the rows; and in each, whether all is finite"
+    )
+    numbers = (
+        "for SFVI, up to 2 d numbers and the gradient in the message's network weights or guide "
+        "parameters for each draw, and one for each learned parameter; for SFVI-Avg, one for each "
+        "global parameter; for conducive rounds, d + d (d + 1) / 2 (diagonal: 2 d) and one for each "
+        "learned parameter; and up to 3 more"
+    )
+    ceiling = 100_000
+    message_classes = ("SFVIMessage", "SFVIAvgMessage", "ConduciveMessage", *FIT_CLASSES)
+    reads = (FIT_TASKS,)
+    needs_fit = True
 
     config: FitConfig
     algorithm: str
@@ -106,8 +134,11 @@ class RoundLocal:
 
     @property
     def summed(self) -> bool:
-        """Flag of masked replies: over a wire the server sees only their sum."""
         return self.config.secure_sum
+
+    @property
+    def fit_config(self) -> FitConfig:
+        return self.config
 
     def __call__(self, key: Array, message: Any, state: Any, view: SiloView) -> tuple[Any, Any]:
         options = {"bare": True} if self.bare and self.config.noise is not None else {}
@@ -116,10 +147,6 @@ class RoundLocal:
         )
 
     def private(self, reply: Any, key: bytes) -> Any:
-        """Return a bare reply as it leaves, exactly noised.
-
-        :param key: 32 secret bytes, for this call alone.
-        """
         assert self.config.noise is not None
         return _ALGORITHMS[self.algorithm].private(
             reply, partial(noised_exactly, self.config.noise, Words(key))

@@ -1,0 +1,80 @@
+"""Work of a silo in one call: the base class of all tasks, and their registry."""
+
+import abc
+from typing import Any, ClassVar
+
+from jax import Array
+
+from numpyro_fed.data.views import SiloView
+from numpyro_fed.rounds import serialization
+
+__all__ = ["TASKS", "SiloTask"]
+
+TASKS: dict[str, type["SiloTask"]] = {}  # what a silo answers over a wire, by wire name
+
+
+class SiloTask(abc.ABC):
+    """Task of a silo in a call.
+
+    Subclasses are frozen data classes, whose fields are settings. Equal tasks share a program.
+
+    A task with a ``wire_name`` is in the registry :data:`TASKS`, and silos answer it over a wire.
+    Its class attributes are what a silo checks, and what a person at the silo reads.
+
+    :cvar wire_name: name on the wire and in files, which never changes.
+    :cvar leaves: contents of the reply, as a sentence for a person at the silo.
+    :cvar numbers: count of the numbers in the reply, for d global parameters.
+    :cvar ceiling: default for the largest number of such calls that a silo answers in one study.
+    :cvar message_classes: wire names of the classes that the message may hold, beside numbers.
+    :cvar reads: for each state that it starts from, the tasks that may have written it.
+    :cvar needs_fit: whether silos answer it in variational fits alone.
+    """
+
+    wire_name: ClassVar[str]
+    leaves: ClassVar[str]
+    numbers: ClassVar[str]
+    ceiling: ClassVar[int]
+    message_classes: ClassVar[tuple[str, ...]] = ()
+    reads: ClassVar[tuple[tuple[str, ...], ...]] = ((),)
+    needs_fit: ClassVar[bool] = False
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "wire_name" in vars(cls):
+            TASKS[cls.wire_name] = serialization.wire_name(cls.wire_name)(cls)
+
+    @abc.abstractmethod
+    def __call__(self, key: Array, message: Any, state: Any, view: SiloView) -> tuple[Any, Any]:
+        """Return the reply, which leaves the silo, and the new state, which stays there."""
+
+    def tell(self, message: Any, number: int) -> Any:
+        """Return the part of a message to all silos that one silo receives."""
+        return message
+
+    def private(self, reply: Any, key: bytes) -> Any:
+        """Return a reply with exact noise, as it leaves a silo in a fit with privacy.
+
+        :param key: 32 secret bytes, for this call alone.
+        :raises NotImplementedError: for a task that such a fit does not have.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no private reply")
+
+    @property
+    def keeps(self) -> bool:
+        """Flag of a task whose new state the silo keeps, if all silos are asked at once."""
+        return False
+
+    @property
+    def summed(self) -> bool:
+        """Flag of masked replies: over a wire the server sees only their sum."""
+        return False
+
+    @property
+    def latent_units(self) -> Any:
+        """Units of latents that the task moves or integrates out, or ``None``."""
+        return None
+
+    @property
+    def fit_config(self) -> Any:
+        """Static facts of the variational fit, which the silo has too; otherwise ``None``."""
+        return None
