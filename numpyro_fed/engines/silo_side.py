@@ -173,7 +173,9 @@ class SiloSide:
         """Kinds of call that this silo answers, with its fit or without one."""
         if self.guard is not None:
             return tuple(kind for kind in TASKS if kind in self.guard.allowed)
-        return tuple(kind for kind, task in TASKS.items() if self.fit or not task.needs_fit)
+        return tuple(
+            kind for kind, task in TASKS.items() if self.fit is not None or not task.needs_fit
+        )
 
     def _hello(self, request: dict[str, Any]) -> dict[str, Any]:
         if request.get("protocol") != PROTOCOL:
