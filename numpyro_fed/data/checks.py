@@ -7,12 +7,13 @@ row, and says how to mend it. Values must be columns: NumPy arrays, or objects t
 import datetime
 import warnings
 from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
-from typing import Any
 
 import jax
 import numpy as np
 from jax import Array
 from numpyro.util import is_prng_key
+
+from numpyro_fed._typing import Column
 
 __all__ = [
     "all_equal",
@@ -33,13 +34,13 @@ _MOST_MOVED = 1e-3  # most that rounding may move a number, in standard deviatio
 _MIXED = "silos of different structure: fed.MixedSilos (variational fits alone)"
 
 
-def check_key(rng_key: Any) -> None:
+def check_key(rng_key: object) -> None:
     """Raise a ``ValueError`` unless the seed is a JAX random key."""
     if not is_prng_key(rng_key):
         raise ValueError(f"rng_key: expected one key, e.g. jax.random.key(0), got {rng_key!r}")
 
 
-def silo_names(data: Any) -> tuple[str, ...]:
+def silo_names(data: object) -> tuple[str, ...]:
     """Return the names of the silos in ``{silo name: {argument: value}}``, as strings."""
     if not isinstance(data, Mapping) or not all(
         isinstance(kwargs, Mapping) for kwargs in data.values()
@@ -56,7 +57,7 @@ def silo_names(data: Any) -> tuple[str, ...]:
     return names
 
 
-def check_same_arguments(data: Mapping[str, Mapping[str, Any]]) -> None:
+def check_same_arguments(data: Mapping[str, Mapping[str, Column]]) -> None:
     """Raise a ``ValueError`` unless every silo has the arguments of the first one."""
     first = next(iter(data))
     for name, kwargs in data.items():
@@ -74,7 +75,7 @@ def check_told(rows: Iterable[str], index: Iterable[str], known: Container[str])
         raise ValueError(f"rows= and index= name arguments that data lack: {sorted(unknown)}")
 
 
-def check_numbers(leaf: str, values: Iterable[Any]) -> None:
+def check_numbers(leaf: str, values: Iterable[Column]) -> None:
     """Raise a ``ValueError`` for an array of dates, durations, text or other objects."""
     for value in values:
         if not isinstance(value, np.ndarray) or value.dtype.kind not in "OUSMm":
@@ -93,7 +94,7 @@ def check_numbers(leaf: str, values: Iterable[Any]) -> None:
         raise ValueError(f"argument {leaf!r}: expected numbers, got {kind}; {mend}")
 
 
-def check_shared(leaf: str, value: Any) -> None:
+def check_shared(leaf: str, value: Column) -> None:
     """Raise a ``ValueError`` unless a shared argument is a finite array or a hashable value.
 
     Compiled programs may depend on a hashable value.
@@ -107,7 +108,7 @@ def check_shared(leaf: str, value: Any) -> None:
         )
 
 
-def all_equal(values: Sequence[Any]) -> bool:
+def all_equal(values: Sequence[Column]) -> bool:
     """Return whether all silos have equal values; objects must also agree in type."""
     first = values[0]
     if isinstance(first, np.ndarray):
@@ -115,14 +116,14 @@ def all_equal(values: Sequence[Any]) -> bool:
     return all(type(v) is type(first) and v == first for v in values)
 
 
-def lengths(values: Sequence[Any]) -> tuple[int, ...] | None:
+def lengths(values: Sequence[Column]) -> tuple[int, ...] | None:
     """Return the number of rows in each silo, or ``None`` if a value has no leading axis."""
     if all(isinstance(v, np.ndarray) and v.ndim for v in values):
         return tuple(len(v) for v in values)
     return None
 
 
-def check_rows(leaf: str, names: tuple[str, ...], values: Sequence[Any]) -> None:
+def check_rows(leaf: str, names: tuple[str, ...], values: Sequence[Column]) -> None:
     """Raise a ``ValueError`` unless the silos' values are arrays of rows of one shape."""
     for name, v in zip(names, values, strict=True):
         if not isinstance(v, np.ndarray) or v.ndim == 0:
@@ -144,7 +145,7 @@ def check_sizes(
     others: Sequence[str],
     group: str,
     names: tuple[str, ...],
-    table: Mapping[str, Sequence[Any]],
+    table: Mapping[str, Sequence[Column]],
 ) -> None:
     """Raise a ``ValueError`` unless, in every silo, one group's arguments have equally many rows.
 

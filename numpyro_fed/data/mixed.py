@@ -12,18 +12,18 @@ rows, and of which plate, because a single silo shows no differences.
 """
 
 from collections.abc import Hashable, Iterator, Mapping
-from typing import Any
 
 import jax
 import numpy as np
 
+from numpyro_fed._typing import Column, ModelArgs
 from numpyro_fed.data.checks import all_equal, check_numbers, check_sizes, check_told, silo_names
 from numpyro_fed.data.silos import Silos, as_column, put_together
 
 __all__ = ["MixedSilos"]
 
 _SHOWN_NAMES = 8
-_Table = dict[str, dict[str, Any]]  # argument -> silo that has it -> column
+_Table = dict[str, dict[str, Column]]  # argument -> silo that has it -> column
 _Span = dict[str, int]  # number of rows in each silo that has the argument
 
 
@@ -65,7 +65,7 @@ class MixedSilos:
 
     def __init__(
         self,
-        data: Mapping[str, Mapping[str, Any]],
+        data: Mapping[str, Mapping[str, Column]],
         *,
         rows: Mapping[str, str] | None = None,
         index: Mapping[str, str] | None = None,
@@ -108,7 +108,7 @@ class MixedSilos:
     def __iter__(self) -> Iterator[str]:
         return iter(self.names)
 
-    def __getitem__(self, name: str) -> dict[str, Any]:
+    def __getitem__(self, name: str) -> ModelArgs:
         """Return the keyword arguments of one silo."""
         name = str(name)
         if name not in self.names:
@@ -167,12 +167,12 @@ def _row_groups(
     return group, frozenset(g for leaf, g in group.items() if leaf not in rows)
 
 
-def _differs(column: Mapping[str, Any]) -> bool:
+def _differs(column: Mapping[str, Column]) -> bool:
     values = list(column.values())
     return len({isinstance(v, np.ndarray) for v in values}) > 1 or not all_equal(values)
 
 
-def _span(leaf: str, column: Mapping[str, Any], told: bool) -> _Span:
+def _span(leaf: str, column: Mapping[str, Column], told: bool) -> _Span:
     """Return the number of rows in every silo where the argument is an array.
 
     The result is empty where the argument is a scalar in every silo.
@@ -252,7 +252,7 @@ def _part(
 ) -> Silos:
     """Return the silos of one structure, with rows in the groups of all silos."""
     own = {leaf: [column[n] for n in names] for leaf, column in table.items() if names[0] in column}
-    shared: dict[str, Any] = {}
+    shared: ModelArgs = {}
     groups: dict[str, list[str]] = {}
     for leaf in table:
         if leaf not in own:
@@ -271,8 +271,8 @@ def _part(
             f"ones {sorted(shared)}; name an argument in rows= if it is rows but equal in all silos"
         )
     parts_index = {leaf: g for leaf, g in index.items() if leaf in own}
-    return Silos._from_flat(
-        *put_together(
+    return Silos.from_flat(
+        put_together(
             tuple(names), own, groups, shared, parts_index, tuple(sorted(guessed & groups.keys()))
         )
     )

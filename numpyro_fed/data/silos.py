@@ -10,15 +10,17 @@ An *index* argument holds positions in another row group (each row's district). 
 count from the silo's first element; in :attr:`Silos.pooled` they count over all pooled elements.
 """
 
+import copy
 import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from typing import Any, Self
+from typing import NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from numpyro_fed._typing import Column, ModelArgs, PyTree
 from numpyro_fed.data.checks import (
     all_equal,
     check_flat,
@@ -32,9 +34,22 @@ from numpyro_fed.data.checks import (
     silo_names,
 )
 
-__all__ = ["Silos"]
+__all__ = ["Flat", "Silos"]
 
 _ALIGNED = 64  # bytes
+
+
+class Flat(NamedTuple):
+    """Parts of a :class:`Silos`: flat columns, silo after silo, and their groups."""
+
+    names: tuple[str, ...]
+    rows: dict[str, np.ndarray]
+    shared: ModelArgs
+    group: dict[str, str]
+    sizes: dict[str, tuple[int, ...]]
+    order: dict[str, np.ndarray]
+    targets: dict[str, str]  # the row group that each index argument points to
+    guessed: tuple[str, ...] = ()
 
 
 class Silos:
@@ -65,7 +80,7 @@ class Silos:
 
     names: tuple[str, ...]
     rows: dict[str, Array]
-    shared: dict[str, Any]
+    shared: ModelArgs
     order: dict[str, Array]
     group: dict[str, str]
     sizes: dict[str, tuple[int, ...]]
@@ -75,7 +90,7 @@ class Silos:
 
     def __init__(
         self,
-        data: Mapping[str, Mapping[str, Any]],
+        data: Mapping[str, Mapping[str, Column]],
         *,
         rows: Mapping[str, str] | None = None,
         index: Mapping[str, str] | None = None,
@@ -92,7 +107,7 @@ class Silos:
         check_told(rows, index, table)
         groups: dict[str, list[str]] = {}
         by_sizes: dict[tuple[int, ...], str] = {}
-        shared: dict[str, Any] = {}
+        shared: ModelArgs = {}
         told = {*rows, *index}
         differ = [leaf for leaf, values in table.items() if leaf in told or not all_equal(values)]
         row_sizes = {lengths(table[leaf]) for leaf in differ} - {None}
@@ -112,26 +127,18 @@ class Silos:
             check_sizes(leaf, sizes, groups.get(name, []), name, names, table)
             groups.setdefault(name, []).append(leaf)
         self._set(
-            *put_together(names, table, groups, shared, index, tuple(sorted(by_sizes.values())))
+            put_together(names, table, groups, shared, index, tuple(sorted(by_sizes.values())))
         )
 
     @classmethod
-    def _from_flat(cls, *parts: Any) -> Self:
+    def from_flat(cls, flat: Flat) -> Self:
+        """Return silos of flat columns, after the checks of their values."""
         self = cls.__new__(cls)
-        self._set(*parts)
+        self._set(flat)
         return self
 
-    def _set(
-        self,
-        names: tuple[str, ...],
-        rows: dict[str, np.ndarray],
-        shared: dict[str, Any],
-        group: dict[str, str],
-        sizes: dict[str, tuple[int, ...]],
-        order: dict[str, np.ndarray],
-        index: dict[str, str],
-        guessed: tuple[str, ...] = (),
-    ) -> None:
+    def _set(self, flat: Flat) -> None:
+        names, rows, shared, group, sizes, order, index, guessed = flat
         if not rows:
             raise ValueError(
                 "expected at least one argument with rows that differ between silos, got only "
@@ -169,7 +176,7 @@ class Silos:
         """Return the silo number of each flat row of a group."""
         return np.repeat(np.arange(len(self)), self.sizes[group])
 
-    def __getitem__(self, name: str) -> dict[str, Any]:
+    def __getitem__(self, name: str) -> ModelArgs:
         """Return the keyword arguments of one silo."""
         name = str(name)
         if name not in self.names:
@@ -187,7 +194,7 @@ class Silos:
         return jnp.zeros_like(order).at[order].set(jnp.arange(len(order), dtype=order.dtype))
 
     @property
-    def pooled(self) -> dict[str, Any]:
+    def pooled(self) -> ModelArgs:
         """Keyword arguments of the model for all data at once, rows in their original order."""
         out = dict(self.shared)
         for leaf, flat in self.rows.items():
@@ -227,28 +234,38 @@ class Silos:
             lines.append(f"{leaf}: {flat.dtype}[{', '.join(shape)}]{note}")
         return lines
 
-    def with_shared(self, **values: Any) -> Self:
+    @property
+    def shared_arrays(self) -> dict[str, PyTree]:
+        """Shared arguments that are arrays, or pytrees of arrays."""
+        return {k: self.shared[k] for k in self._arrays}
+
+    def with_shared(self, **values: PyTree) -> Self:
         """Return these silos with further shared arguments (pytrees of arrays)."""
         names = tuple(sorted({*self._arrays, *values}))
-        arrays = {**{k: self.shared[k] for k in self._arrays}, **values}
+        arrays = {**self.shared_arrays, **values}
         aux = list(self._aux())
         aux[1] = names
         aux[6] = tuple((k, v) for k, v in aux[6] if k not in values)
         return self.tree_unflatten(tuple(aux), (self.rows, self.order, arrays))
 
+    def without_shared(self, name: str) -> Self:
+        """Return these silos without one of their shared arguments."""
+        part = copy.copy(self)
+        part.shared = {k: v for k, v in self.shared.items() if k != name}
+        part._arrays = tuple(k for k in self._arrays if k != name)
+        return part
+
     def like(
         self,
         names: tuple[str, ...],
         sizes: Mapping[str, Sequence[int]],
-        rows: dict[str, Any],
+        rows: dict[str, PyTree],
         order: dict[str, Array],
     ) -> "Silos":
         """Return silos of other names, sizes and rows, with these silos' shared arguments."""
         aux = list(Silos._aux(self))
         aux[0], aux[4] = names, tuple(sorted((g, tuple(n)) for g, n in sizes.items()))
-        return Silos.tree_unflatten(
-            tuple(aux), (rows, order, {k: self.shared[k] for k in self._arrays})
-        )
+        return Silos.tree_unflatten(tuple(aux), (rows, order, self.shared_arrays))
 
     def as_one(self) -> Self:
         """Return a single silo that has all rows, in their flat order."""
@@ -259,8 +276,7 @@ class Silos:
         for leaf, target in self.index.items():
             start = self.offsets(target)[self.silo_of_row(self.group[leaf])]
             rows[leaf] = rows[leaf] + start.astype(rows[leaf].dtype)
-        arrays = {k: self.shared[k] for k in self._arrays}
-        return self.tree_unflatten(tuple(aux), (rows, self.order, arrays))
+        return self.tree_unflatten(tuple(aux), (rows, self.order, self.shared_arrays))
 
     # JAX pytree: arrays are children, and all that shapes depend on is static
 
@@ -275,8 +291,7 @@ class Silos:
         )
 
     def tree_flatten(self) -> tuple[tuple, tuple]:
-        arrays = {k: self.shared[k] for k in self._arrays}
-        return (self.rows, self.order, arrays), self._aux()
+        return (self.rows, self.order, self.shared_arrays), self._aux()
 
     @classmethod
     def tree_unflatten(cls, aux: tuple, children: tuple) -> Self:
@@ -305,7 +320,7 @@ jax.tree_util.register_pytree_node(
 )
 
 
-def as_column(value: Any) -> Any:
+def as_column(value: Column) -> Column:
     """Return a column of any library as a NumPy array, and any other object unchanged."""
     if np.ma.is_masked(value):
         raise ValueError(
@@ -318,15 +333,15 @@ def as_column(value: Any) -> Any:
 
 def put_together(
     names: tuple[str, ...],
-    table: Mapping[str, Sequence[Any]],
+    table: Mapping[str, Sequence[Column]],
     groups: Mapping[str, Sequence[str]],
-    shared: dict[str, Any],
+    shared: ModelArgs,
     index: dict[str, str],
     guessed: tuple[str, ...],
-) -> tuple:
-    """Return what :class:`Silos` stores: flat columns, silo after silo, and their groups."""
+) -> Flat:
+    """Return the parts of a :class:`Silos` from the silos' columns."""
     sizes = {g: tuple(len(v) for v in table[leaves[0]]) for g, leaves in groups.items()}
-    return (
+    return Flat(
         names,
         {leaf: _concatenated(table[leaf]) for leaves in groups.values() for leaf in leaves},
         shared,

@@ -4,17 +4,19 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
+from numpyro_fed._typing import Column, ModelArgs
 from numpyro_fed.data.checks import check_numbers
-from numpyro_fed.data.silos import Silos, as_column
+from numpyro_fed.data.silos import Flat, Silos, as_column
 
 __all__ = ["split"]
 
 
 def split(
-    data: Mapping[str, Any],
+    data: Mapping[str, Column],
     *,
-    by: Any,
+    by: ArrayLike,
     rows: Mapping[str, str] | None = None,
     index: Mapping[str, str] | None = None,
 ) -> Silos:
@@ -90,7 +92,7 @@ def split(
     # pooled positions count only the rows that are not left out
     position = {g: np.argsort(np.argsort(o)) for g, o in order.items()}
     shared = {k: v for k, v in columns.items() if k not in group}
-    return Silos._from_flat(names, flat, shared, group, sizes, position, index)
+    return Silos.from_flat(Flat(names, flat, shared, group, sizes, position, index))
 
 
 def _check_labels(labels: np.ndarray) -> None:
@@ -114,14 +116,14 @@ def _check_labels(labels: np.ndarray) -> None:
         )
 
 
-def _columns(data: Any) -> dict[str, Any]:
-    if hasattr(data, "column_names") and hasattr(data, "column"):  # pyarrow.Table
-        return {name: as_column(data.column(name)) for name in data.column_names}
-    return {str(k): as_column(v) for k, v in data.items()}
+def _columns(data: Any) -> ModelArgs:
+    if hasattr(data, "items"):
+        return {str(k): as_column(v) for k, v in data.items()}
+    return {name: as_column(data.column(name)) for name in data.column_names}  # pyarrow.Table
 
 
 def _row_groups(
-    columns: dict[str, Any], rows: dict[str, str], index: dict[str, str], n: int
+    columns: ModelArgs, rows: dict[str, str], index: dict[str, str], n: int
 ) -> dict[str, str]:
     group = dict(rows)
     for leaf in rows:
@@ -159,7 +161,7 @@ def _row_groups(
 
 
 def _silo_numbers(
-    columns: dict[str, Any], labels: np.ndarray, group: dict[str, str], index: dict[str, str]
+    columns: ModelArgs, labels: np.ndarray, group: dict[str, str], index: dict[str, str]
 ) -> tuple[tuple[str, ...], dict[str, np.ndarray]]:
     """Return silo names, and by group the silo number of each pooled row (-1: left out)."""
     kept = labels != -1 if np.issubdtype(labels.dtype, np.integer) else np.ones(len(labels), bool)
@@ -207,7 +209,7 @@ def _silo_numbers(
 def _follow(
     leaf: str,
     target: str,
-    columns: dict[str, Any],
+    columns: ModelArgs,
     group: dict[str, str],
     silo: np.ndarray,
     names: tuple[str, ...],
@@ -243,7 +245,7 @@ def _follow(
     return found
 
 
-def _positions(leaf: str, target: str, columns: dict[str, Any], num: int) -> np.ndarray:
+def _positions(leaf: str, target: str, columns: ModelArgs, num: int) -> np.ndarray:
     """Return an index argument after a check that it points to a group of ``num`` elements."""
     values = columns[leaf]
     if values.ndim != 1 or len(values) == 0:

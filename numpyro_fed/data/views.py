@@ -8,13 +8,14 @@ densities.)
 import copy
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from numpyro_fed._typing import Column, ModelArgs, PyTree
 from numpyro_fed.data.silos import Silos
 
 __all__ = [
@@ -78,13 +79,13 @@ class SiloView:
             return jnp.asarray(self.number)[None], jnp.ones(1, bool)
         return self.positions(group), self.mask(group)
 
-    def whole(self) -> tuple[dict[str, Any], dict[str, Array]]:
+    def whole(self) -> tuple[ModelArgs, dict[str, Array]]:
         """Return keyword arguments with all rows, and each row's weight (1, or 0 for padding)."""
         return self._select({g: self.positions(g) for g, _ in self.pad}), {
             g: self.mask(g).astype(jnp.result_type(float)) for g, _ in self.pad
         }
 
-    def batch(self, group: str, index: Array) -> dict[str, Any]:
+    def batch(self, group: str, index: Array) -> dict[str, Array]:
         """Return rows ``index`` of one group as keyword arguments.
 
         ``index`` counts inside the silo and may have any leading shape. A minibatch of m rows
@@ -94,7 +95,7 @@ class SiloView:
         flat = (self.start(group) + index).astype(jnp.uint32)
         return {k: v[flat] for k, v in self.silos.rows.items() if self.silos.group[k] == group}
 
-    def _select(self, positions: dict[str, Array]) -> dict[str, Any]:
+    def _select(self, positions: dict[str, Array]) -> ModelArgs:
         rows = {k: v[positions[self.silos.group[k]]] for k, v in self.silos.rows.items()}
         return {**self.silos.shared, **rows}
 
@@ -118,11 +119,11 @@ class SiloRows:
     """
 
     rows: dict[str, Array]
-    shared: dict[str, Any]
+    shared: dict[str, PyTree]
     sizes: dict[str, Array]
     order: dict[str, Array]
     number: Array
-    static: tuple[tuple[str, Any], ...] = field(metadata={"static": True})
+    static: tuple[tuple[str, Hashable], ...] = field(metadata={"static": True})
     pad: tuple[tuple[str, int], ...] = field(metadata={"static": True})
     part: int = field(default=0, metadata={"static": True})
 
@@ -138,7 +139,7 @@ class SiloRows:
         """Return rows ``index`` of some row arguments (of one group) as keyword arguments."""
         return {leaf: self.rows[leaf][index.astype(jnp.uint32)] for leaf in leaves}
 
-    def whole(self) -> tuple[dict[str, Any], dict[str, Array]]:
+    def whole(self) -> tuple[ModelArgs, dict[str, Array]]:
         """Return keyword arguments with all rows, and each row's weight (1, or 0 for padding)."""
         weights = {g: self.mask(g).astype(jnp.result_type(float)) for g, _ in self.pad}
         return {**dict(self.static), **self.shared, **self.rows}, weights
@@ -190,7 +191,9 @@ def outlines(
     return out
 
 
-def split_shared(shared: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[tuple[str, Any], ...]]:
+def split_shared(
+    shared: Mapping[str, Column],
+) -> tuple[dict[str, PyTree], tuple[tuple[str, Hashable], ...]]:
     """Split shared arguments into arrays and other values, as :class:`SiloRows` has them."""
     static = {
         k: v for k, v in shared.items() if isinstance(v, Hashable) and not isinstance(v, Array)
@@ -198,7 +201,7 @@ def split_shared(shared: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[tuple
     return {k: v for k, v in shared.items() if k not in static}, tuple(sorted(static.items()))
 
 
-def stack_states(states: Any, silos: Silos, group: str | None) -> list:
+def stack_states(states: PyTree, silos: Silos, group: str | None) -> list:
     """Return a pytree of rows in the stacks of :func:`stack`, each of shape ``(S, pad, ...)``.
 
     The rows are elements of ``group``, or silos where it is ``None``.
@@ -253,8 +256,11 @@ def buckets(silos: Silos) -> list[Bucket]:
 
 
 def sweep(
-    fn: Callable[[SiloView, Any], tuple[Any, Any]], silos: Silos, states: Any, group: str | None
-) -> tuple[Any, Any]:
+    fn: Callable[[SiloView, PyTree], tuple[PyTree, PyTree]],
+    silos: Silos,
+    states: PyTree,
+    group: str | None,
+) -> tuple[PyTree, PyTree]:
     """Evaluate ``fn(view, own_states) -> (reply, own_states)`` for every silo.
 
     Calls are vmapped over the silos of each of :func:`buckets`.
@@ -266,7 +272,7 @@ def sweep(
     replies, order, places, rows = [], [], [], []
     for numbers, pad in buckets(silos):
 
-        def one(number: Array, pad: tuple = pad) -> Any:
+        def one(number: Array, pad: tuple = pad) -> tuple[PyTree, PyTree, Array]:
             view = SiloView(silos, number, pad)
             positions, mask = view.units(group)
             reply, own = fn(view, gather(states, positions))
@@ -317,7 +323,7 @@ def thin(silos: Silos, group: str, most: int) -> Silos:
     return part
 
 
-def gather(tree: Any, positions: Array) -> Any:
+def gather(tree: PyTree, positions: Array) -> PyTree:
     """Return rows ``positions`` of every leaf."""
     return jax.tree.map(lambda x: x[positions], tree)
 
@@ -340,7 +346,7 @@ def stacked_mask(rows: SiloRows, group: str) -> Array:
     return jnp.arange(dict(rows.pad)[group]) < rows.sizes[group][:, None]
 
 
-def scatter(tree: Any, positions: Array, mask: Array, rows: Any) -> Any:
+def scatter(tree: PyTree, positions: Array, mask: Array, rows: PyTree) -> PyTree:
     """Write ``rows`` to ``positions`` in a copy of ``tree`` where ``mask`` holds.
 
     All other rows are padding, and are dropped.

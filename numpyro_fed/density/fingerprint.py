@@ -45,9 +45,9 @@ def as_values(silos: Silos) -> dict[str, Any]:
     """Return silos without rows: static facts, types of rows and shared arguments."""
     rows = {k: jax.ShapeDtypeStruct(x.shape, x.dtype) for k, x in silos.rows.items()}
     return {
-        "what": silos._aux()[:7],
+        "what": silos.tree_flatten()[1][:7],
         "rows": rows,
-        "shared": {k: silos.shared[k] for k in silos._arrays},
+        "shared": silos.shared_arrays,
     }
 
 
@@ -65,7 +65,7 @@ def description(silos: Silos, values: bool = False) -> dict[str, Any]:
     """
 
     def outlined(name: str, value: Any) -> list[Any]:
-        if name not in silos._arrays:
+        if name not in silos.shared_arrays:
             return [type(value).__name__, _hash(repr(value)) if values else ""]
         x = np.asarray(value)
         return [f"{x.dtype}{list(x.shape)}", _hash(x.tobytes()) if values else ""]
@@ -197,7 +197,7 @@ def fingerprint(factors: Factors, known: Silos, fit: Any = None) -> dict[str, An
     rows = {
         leaf: jax.ShapeDtypeStruct((1, *spec.shape), spec.dtype) for leaf, _, spec in factors.rows
     }
-    arrays = {k: known.shared[k] for k in known._arrays}
+    arrays = known.shared_arrays
     static = {k: v for k, v in known.shared.items() if k not in arrays}
     theta = {
         name: jax.ShapeDtypeStruct(shape, jnp.result_type(float))

@@ -186,13 +186,9 @@ def dealt(silos: Silos, process: int, num_processes: int) -> Silos:
     where = np.isin(np.arange(len(silos)), np.arange(process, len(silos), num_processes))
     sizes = {g: tuple(np.asarray(n)[where].tolist()) for g, n in silos.sizes.items()}
     own = {g: np.flatnonzero(where[silos.silo_of_row(g)]) for g in silos.sizes}
-    aux = list(silos._aux())
-    aux[0], aux[4] = names, tuple(sorted(sizes.items()))
     rows = {leaf: x[own[silos.group[leaf]]] for leaf, x in silos.rows.items()}
     order = {g: jnp.arange(len(kept), dtype=jnp.int32) for g, kept in own.items()}
-    return Silos.tree_unflatten(
-        tuple(aux), (rows, order, {k: silos.shared[k] for k in silos._arrays})
-    )
+    return silos.like(names, sizes, rows, order)
 
 
 def _one_process(args: argparse.Namespace) -> None:

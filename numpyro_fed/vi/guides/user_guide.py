@@ -8,7 +8,6 @@ What leaves a silo: gradients in the global sites and in all global parameters o
 a network that amortizes q(z)).
 """
 
-import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -308,12 +307,7 @@ def guide_family(
 
 def without_params(silos: Silos) -> Silos:
     """Return the silos without the values of the model's learned parameters."""
-    if PARAMS not in silos.shared:
-        return silos
-    part = copy.copy(silos)
-    part.shared = {k: v for k, v in silos.shared.items() if k != PARAMS}
-    part._arrays = tuple(k for k in silos._arrays if k != PARAMS)
-    return part
+    return silos.without_shared(PARAMS) if PARAMS in silos.shared else silos
 
 
 def _check_sites(model: Factors, guide: Factors) -> None:

@@ -1,0 +1,23 @@
+"""Names of types that say what the most used values are."""
+
+from typing import Any, TypeAlias
+
+import numpy as np
+from jax import Array
+
+__all__ = ["AnyArray", "Column", "Facts", "ModelArgs", "PyTree"]
+
+PyTree: TypeAlias = Any
+"""Pytree of arrays, or of the arrays' types; ``None`` is the empty pytree."""
+
+AnyArray: TypeAlias = np.ndarray | Array
+"""Array of NumPy on the server, or of JAX inside a program."""
+
+Column: TypeAlias = Any
+"""Value of one argument of the model in one silo: an array of rows, or any value without rows."""
+
+ModelArgs: TypeAlias = dict[str, Column]
+"""Keyword arguments of the model, of one silo, of a minibatch or of all data."""
+
+Facts: TypeAlias = dict[str, Any]
+"""Texts, numbers, and lists and dicts of them by name: whatever JSON can hold."""
