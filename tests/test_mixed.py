@@ -143,7 +143,7 @@ def test_one_structure_is_what_silos_makes_of_it() -> None:
     for rows in ({}, {"x": "patients"}, {"d": "districts", "label": "patients"}):
         (part,) = MixedSilos(data, rows=rows).parts
         whole = Silos(data, rows=rows)
-        assert part._aux() == whole._aux()
+        assert part.spec == whole.spec
         for leaf in whole.rows:
             np.testing.assert_array_equal(part.rows[leaf], whole.rows[leaf])
         np.testing.assert_array_equal(part.shared["c"], whole.shared["c"])
@@ -153,7 +153,7 @@ def test_one_structure_is_what_silos_makes_of_it() -> None:
 def test_a_single_silo_is_what_silos_makes_of_it() -> None:
     data = {"all": {"scale": 2.0, "y": Y, "label": np.ones(5), "c": np.ones(2)}}
     (part,) = MixedSilos(data).parts
-    assert part._aux() == Silos(data)._aux()
+    assert part.spec == Silos(data).spec
     assert part.group == {"y": "y", "label": "y"}
 
 

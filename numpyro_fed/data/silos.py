@@ -13,7 +13,8 @@ count from the silo's first element; in :attr:`Silos.pooled` they count over all
 import copy
 import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from typing import NamedTuple, Self
+from dataclasses import replace
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +34,7 @@ from numpyro_fed.data.checks import (
     lengths,
     silo_names,
 )
+from numpyro_fed.data.spec import SilosSpec
 
 __all__ = ["Flat", "Silos"]
 
@@ -239,21 +241,48 @@ class Silos:
         """Shared arguments that are arrays, or pytrees of arrays."""
         return {k: self.shared[k] for k in self._arrays}
 
+    @property
+    def spec(self) -> SilosSpec:
+        """Facts on which shapes and compiled programs depend."""
+        static = {k: v for k, v in self.shared.items() if k not in self._arrays}
+        mappings = (self.group, self.sizes, self.index, static)
+        return SilosSpec.of_mappings(self.names, self._arrays, self.guessed, *mappings)
+
+    @classmethod
+    def from_spec(
+        cls,
+        spec: SilosSpec,
+        rows: dict[str, PyTree],
+        order: dict[str, PyTree],
+        shared_arrays: dict[str, PyTree],
+    ) -> Self:
+        """Return silos of these facts, rows and shared arrays, which are not checked."""
+        return cls.__new__(cls)._filled(spec, rows, order, shared_arrays)
+
+    def _filled(
+        self,
+        spec: SilosSpec,
+        rows: dict[str, PyTree],
+        order: dict[str, PyTree],
+        shared_arrays: dict[str, PyTree],
+    ) -> Self:
+        self.names, self._arrays, self.guessed = spec.names, spec.arrays, spec.guessed
+        self.group, self.sizes, self.index = map(dict, (spec.group, spec.sizes, spec.index))
+        self.rows, self.order = rows, order
+        self.shared = {**shared_arrays, **dict(spec.static)}
+        return self
+
     def with_shared(self, **values: PyTree) -> Self:
         """Return these silos with further shared arguments (pytrees of arrays)."""
-        names = tuple(sorted({*self._arrays, *values}))
+        spec = self.spec.without(*values)
+        spec = replace(spec, arrays=tuple(sorted({*spec.arrays, *values})))
         arrays = {**self.shared_arrays, **values}
-        aux = list(self._aux())
-        aux[1] = names
-        aux[6] = tuple((k, v) for k, v in aux[6] if k not in values)
-        return self.tree_unflatten(tuple(aux), (self.rows, self.order, arrays))
+        return copy.copy(self)._filled(spec, self.rows, self.order, arrays)
 
     def without_shared(self, name: str) -> Self:
         """Return these silos without one of their shared arguments."""
-        part = copy.copy(self)
-        part.shared = {k: v for k, v in self.shared.items() if k != name}
-        part._arrays = tuple(k for k in self._arrays if k != name)
-        return part
+        arrays = {k: v for k, v in self.shared_arrays.items() if k != name}
+        return copy.copy(self)._filled(self.spec.without(name), self.rows, self.order, arrays)
 
     def like(
         self,
@@ -263,50 +292,34 @@ class Silos:
         order: dict[str, Array],
     ) -> "Silos":
         """Return silos of other names, sizes and rows, with these silos' shared arguments."""
-        aux = list(Silos._aux(self))
-        aux[0], aux[4] = names, tuple(sorted((g, tuple(n)) for g, n in sizes.items()))
-        return Silos.tree_unflatten(tuple(aux), (rows, order, self.shared_arrays))
+        return Silos.from_spec(self.spec.of(names, sizes), rows, order, self.shared_arrays)
 
     def as_one(self) -> Self:
         """Return a single silo that has all rows, in their flat order."""
-        aux = list(self._aux())
-        aux[0] = ("all",)
-        aux[4] = tuple((g, (sum(n),)) for g, n in self.sizes.items())
         rows = dict(self.rows)
         for leaf, target in self.index.items():
             start = self.offsets(target)[self.silo_of_row(self.group[leaf])]
             rows[leaf] = rows[leaf] + start.astype(rows[leaf].dtype)
-        return self.tree_unflatten(tuple(aux), (rows, self.order, self.shared_arrays))
+        spec = self.spec.of(("all",), {g: (sum(n),) for g, n in self.sizes.items()})
+        return copy.copy(self)._filled(spec, rows, self.order, self.shared_arrays)
 
     # JAX pytree: arrays are children, and all that shapes depend on is static
 
-    def _aux(self) -> tuple:
-        static = {k: v for k, v in self.shared.items() if k not in self._arrays}
-        return (
-            self.names,
-            self._arrays,
-            self.guessed,
-            *(tuple(sorted(d.items())) for d in (self.group, self.sizes, self.index)),
-            tuple(sorted(static.items())),
-        )
-
-    def tree_flatten(self) -> tuple[tuple, tuple]:
-        return (self.rows, self.order, self.shared_arrays), self._aux()
+    def tree_flatten(self) -> tuple[tuple, Any]:
+        return (self.rows, self.order, self.shared_arrays), self.spec
 
     @classmethod
-    def tree_unflatten(cls, aux: tuple, children: tuple) -> Self:
-        self = cls.__new__(cls)
-        self.names, self._arrays, self.guessed = aux[:3]
-        self.group, self.sizes, self.index = (dict(pairs) for pairs in aux[3:6])
-        self.rows, self.order, arrays = children
-        self.shared = {**arrays, **dict(aux[6])}
-        return self
+    def tree_unflatten(cls, spec: Any, children: tuple) -> Self:
+        return cls.from_spec(spec, *children)
 
     # numpyro.infer.MCMC caches compiled programs by its arguments; arrays count by id
 
     def _key(self) -> tuple:
         leaves = jax.tree.leaves(self)
-        return (self._aux(), tuple(x if isinstance(x, Hashable) else id(x) for x in leaves))
+        return (
+            self.tree_flatten()[1],
+            tuple(x if isinstance(x, Hashable) else id(x) for x in leaves),
+        )
 
     def __hash__(self) -> int:
         return hash(self._key())
@@ -316,7 +329,7 @@ class Silos:
 
 
 jax.tree_util.register_pytree_node(
-    Silos, Silos.tree_flatten, lambda aux, children: Silos.tree_unflatten(aux, children)
+    Silos, Silos.tree_flatten, lambda spec, children: Silos.tree_unflatten(spec, children)
 )
 
 

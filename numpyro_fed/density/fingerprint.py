@@ -14,6 +14,7 @@ import numpyro
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from numpyro_fed.data.silos import Silos
+from numpyro_fed.data.spec import SilosSpec
 from numpyro_fed.density.factors import Factors
 from numpyro_fed.rounds.serialization import WIRE_DTYPES
 
@@ -45,7 +46,7 @@ def as_values(silos: Silos) -> dict[str, Any]:
     """Return silos without rows: static facts, types of rows and shared arguments."""
     rows = {k: jax.ShapeDtypeStruct(x.shape, x.dtype) for k, x in silos.rows.items()}
     return {
-        "what": silos.tree_flatten()[1][:7],
+        "what": silos.spec.values(),
         "rows": rows,
         "shared": silos.shared_arrays,
     }
@@ -54,7 +55,7 @@ def as_values(silos: Silos) -> dict[str, Any]:
 def from_values(values: dict[str, Any]) -> Silos:
     """Build silos without rows from the result of :func:`as_values`."""
     shared = {k: jnp.asarray(v) for k, v in values["shared"].items()}
-    return Silos.tree_unflatten(values["what"], (values["rows"], {}, shared))
+    return Silos.from_spec(SilosSpec(*values["what"]), values["rows"], {}, shared)
 
 
 def description(silos: Silos, values: bool = False) -> dict[str, Any]:
@@ -174,18 +175,11 @@ def joined_spec(
         for k, (group, dtype, shape) in first["rows"].items()
     }
     arrays = {k: jnp.asarray(v) for k, v in shared.items() if isinstance(v, np.ndarray | jax.Array)}
-    static = tuple(sorted((k, v) for k, v in shared.items() if k not in arrays))
-    group = tuple(sorted((k, g) for k, (g, _, _) in first["rows"].items()))
-    aux = (
-        tuple(names),
-        tuple(sorted(arrays)),
-        (),
-        group,
-        tuple(sorted(sizes.items())),
-        tuple(sorted(first["index"].items())),
-        static,
-    )
-    return Silos.tree_unflatten(aux, (rows, {}, arrays))
+    static = {k: v for k, v in shared.items() if k not in arrays}
+    group = {k: g for k, (g, _, _) in first["rows"].items()}
+    mappings = (group, sizes, first["index"], static)
+    spec = SilosSpec.of_mappings(tuple(names), tuple(sorted(arrays)), (), *mappings)
+    return Silos.from_spec(spec, rows, {}, arrays)
 
 
 def fingerprint(factors: Factors, known: Silos, fit: Any = None) -> dict[str, Any]:

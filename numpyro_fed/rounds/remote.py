@@ -254,10 +254,8 @@ def worker_of(silos: Silos, name: str, known: Silos | None = None) -> SiloWorker
             else jnp.asarray(known.offsets(group)[number] + inside, jnp.int32)
         )
         rows |= {leaf: x[own] for leaf, x in silos.rows.items() if silos.group[leaf] == group}
-    shared = {k: silos.shared[k] for k in silos._arrays}
-    return SiloWorker(
-        number, SiloAlone.tree_unflatten(tuple(known._aux()[:7]), (rows, order, shared)), pad
-    )
+    alone = SiloAlone.from_spec(known.spec, rows, order, silos.shared_arrays)
+    return SiloWorker(number, alone, pad)
 
 
 def resized(known: Silos, sizes: Mapping[str, Sequence[int]]) -> Silos:
@@ -281,10 +279,7 @@ def typed_worker(known: Silos) -> SiloWorker:
         for k, x in known.rows.items()
     }
     order = {g: jax.ShapeDtypeStruct((n,), jnp.int32) for g, n in pad.items()}
-    shared = {k: known.shared[k] for k in known._arrays}
-    return SiloWorker(
-        0, SiloAlone.tree_unflatten(tuple(known._aux()[:7]), (rows, order, shared)), most
-    )
+    return SiloWorker(0, SiloAlone.from_spec(known.spec, rows, order, known.shared_arrays), most)
 
 
 class Loopback(Carrier):
@@ -397,18 +392,15 @@ class RemoteSilos(Silos):
 
     # In this pytree the shared arguments alone are arrays.
 
-    def _aux(self) -> tuple:
-        specs = tuple(sorted(self.rows.items()))
-        return (*super()._aux(), (specs, self.carrier))
-
-    def tree_flatten(self) -> tuple[tuple, tuple]:
-        return ({}, {}, {k: self.shared[k] for k in self._arrays}), self._aux()
+    def tree_flatten(self) -> tuple[tuple, Any]:
+        types = tuple(sorted(self.rows.items()))
+        return ({}, {}, self.shared_arrays), (self.spec, types, self.carrier)
 
     @classmethod
-    def tree_unflatten(cls, aux: tuple, children: tuple) -> Self:
-        self = super().tree_unflatten(aux[:-1], children)
-        specs, self.carrier = aux[-1]
-        self.rows, self.order = dict(specs), {}
+    def tree_unflatten(cls, aux: Any, children: tuple) -> Self:
+        spec, types, carrier = aux
+        self = cls.from_spec(spec, dict(types), {}, children[2])
+        self.carrier = carrier
         return self
 
 
