@@ -32,8 +32,8 @@ from numpyro_fed.privacy.differential import (
 )
 from numpyro_fed.privacy.discrete_gaussian import Words
 from numpyro_fed.privacy.secure_sum import LARGEST, Keys, masked, opened
-from numpyro_fed.rounds.remote import Call
 from numpyro_fed.rounds.serialization import pack, unpack
+from numpyro_fed.rounds.worker import Call
 from numpyro_fed.vi.remote import InitLocal
 
 ADAM = optax.adam(0.05)

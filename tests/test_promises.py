@@ -39,9 +39,9 @@ from numpyro_fed.mcmc.pilot import PilotLocal
 from numpyro_fed.mcmc.remote import TellLocal
 from numpyro_fed.mcmc.remote_chains import VisitLocal
 from numpyro_fed.privacy.guard import RoundGuard
-from numpyro_fed.rounds.remote import Call, rows_of, worker_of
 from numpyro_fed.rounds.serialization import pack, unpack
 from numpyro_fed.rounds.task import TASKS, SiloTask
+from numpyro_fed.rounds.worker import Call, rows_of, worker_of
 from numpyro_fed.surrogates.local_score import Message, ScoreLocal
 
 # Questions about rows

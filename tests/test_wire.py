@@ -28,9 +28,9 @@ from numpyro_fed.engines.silo_side import SiloSide
 from numpyro_fed.engines.wire import connect
 from numpyro_fed.mcmc.remote_chains import VisitLocal
 from numpyro_fed.privacy.own_keys import with_own_keys
-from numpyro_fed.rounds.remote import Call
 from numpyro_fed.rounds.serialization import pack, unpack
 from numpyro_fed.rounds.task import TASKS, SiloTask
+from numpyro_fed.rounds.worker import Call
 from numpyro_fed.surrogates.local_score import Message, ScoreLocal
 
 

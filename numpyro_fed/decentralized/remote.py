@@ -26,8 +26,9 @@ from numpyro_fed.decentralized.networks import Exchanged, NetworkState, exchange
 from numpyro_fed.decentralized.nodes import node_step
 from numpyro_fed.mcmc.config import NetworkConfig, NodeConfig, Tuning
 from numpyro_fed.mcmc.remote_chains import RemoteSteps, ask_or_forget, remote_steps
-from numpyro_fed.rounds.remote import Call, RemoteSilos, rows_of
+from numpyro_fed.rounds.remote import RemoteSilos
 from numpyro_fed.rounds.task import SiloTask
+from numpyro_fed.rounds.worker import Call, rows_of
 
 __all__ = ["NodeLocal", "NodeStartLocal"]
 

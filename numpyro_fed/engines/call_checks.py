@@ -20,9 +20,9 @@ from numpyro_fed.engines.limits import (
     MAX_SETTINGS,
     MAX_WALKS,
 )
-from numpyro_fed.rounds.remote import Call, SiloWorker, types_of
 from numpyro_fed.rounds.serialization import name_of, outline
 from numpyro_fed.rounds.task import SiloTask
+from numpyro_fed.rounds.worker import Call, SiloWorker, types_of
 from numpyro_fed.surrogates.local_score import points_at_once
 
 __all__ = ["CallChecks", "Kept", "Refusal", "parsed", "slot_number"]

@@ -14,8 +14,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from numpyro_fed.rounds.remote import Call
 from numpyro_fed.rounds.serialization import name_of, outline
+from numpyro_fed.rounds.worker import Call
 
 __all__ = ["Record", "outlined"]
 

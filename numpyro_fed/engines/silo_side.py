@@ -36,9 +36,15 @@ from numpyro_fed.privacy.data_guards import Guards
 from numpyro_fed.privacy.guard import RoundGuard
 from numpyro_fed.privacy.own_keys import hashed, secret_of, with_own_keys
 from numpyro_fed.rounds.files import locked, read_sealed, write_sealed
-from numpyro_fed.rounds.remote import Call, SiloWorker, resized, typed_worker, worker_of
 from numpyro_fed.rounds.serialization import name_of, pack, unpack
 from numpyro_fed.rounds.task import TASKS
+from numpyro_fed.rounds.worker import (
+    Call,
+    SiloWorker,
+    resized,
+    typed_worker,
+    worker_of,
+)
 
 __all__ = ["Refusal", "SiloSide"]
 

@@ -31,7 +31,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from numpyro_fed.data.silos import Silos
 from numpyro_fed.density.fingerprint import description, joined_spec
-from numpyro_fed.rounds.remote import Call, Carrier, RemoteSilos, SiloWorker, worker_of
+from numpyro_fed.rounds.remote import Carrier, RemoteSilos
+from numpyro_fed.rounds.worker import Call, SiloWorker, worker_of
 
 __all__ = ["Spmd", "connect", "initialize"]
 

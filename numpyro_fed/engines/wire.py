@@ -22,8 +22,9 @@ from numpyro_fed.density.factorize import factorize
 from numpyro_fed.density.factors import Factors
 from numpyro_fed.density.fingerprint import as_values, checked, fingerprint, joined_spec, versions
 from numpyro_fed.privacy.secure_sum import types_masked
-from numpyro_fed.rounds.remote import Call, Carrier, RemoteSilos, SiloError, typed_worker
+from numpyro_fed.rounds.remote import Carrier, RemoteSilos
 from numpyro_fed.rounds.serialization import pack, unpack
+from numpyro_fed.rounds.worker import Call, SiloError, typed_worker
 
 __all__ = ["Traffic", "Transport", "Wire", "connect", "owned"]
 

@@ -27,8 +27,9 @@ from numpyro_fed.mcmc._base import FederatedKernel
 from numpyro_fed.mcmc.config import TUNING_CLASSES, Tuning
 from numpyro_fed.mcmc.remote_chains import remote_steps
 from numpyro_fed.rounds.checkpoint import Checkpoint, facts_of_run
-from numpyro_fed.rounds.remote import Call, RemoteSilos
+from numpyro_fed.rounds.remote import RemoteSilos
 from numpyro_fed.rounds.task import SiloTask
+from numpyro_fed.rounds.worker import Call
 
 __all__ = ["RemoteMCMC", "TellLocal"]
 

@@ -30,8 +30,9 @@ from numpyro_fed.mcmc.visit import (
     wait,
 )
 from numpyro_fed.rounds.inline import key_of
-from numpyro_fed.rounds.remote import Call, RemoteSilos
+from numpyro_fed.rounds.remote import RemoteSilos
 from numpyro_fed.rounds.task import SiloTask
+from numpyro_fed.rounds.worker import Call
 
 __all__ = ["RemoteSteps", "StartLocal", "VisitLocal", "ask_or_forget", "remote_steps"]
 

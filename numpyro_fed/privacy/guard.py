@@ -30,9 +30,9 @@ import numpy as np
 from numpyro_fed.privacy.own_keys import hashed, secret_of, with_own_keys
 from numpyro_fed.privacy.secure_sum import FEWEST_SILOS, MOST_SILOS, Keys, masked
 from numpyro_fed.rounds.files import write_whole
-from numpyro_fed.rounds.remote import Call
 from numpyro_fed.rounds.serialization import pack
 from numpyro_fed.rounds.task import SiloTask
+from numpyro_fed.rounds.worker import Call
 
 __all__ = ["RoundGuard", "Ticket"]
 

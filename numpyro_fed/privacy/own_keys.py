@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from numpyro_fed.privacy.secure_sum import secret_file
-from numpyro_fed.rounds.remote import Call
+from numpyro_fed.rounds.worker import Call
 
 __all__ = ["hashed", "secret_of", "with_own_keys"]
 

@@ -31,9 +31,10 @@ from numpyro_fed.data.silos import Silos
 from numpyro_fed.data.views import SiloRows, SiloView, to_pooled_order
 from numpyro_fed.density.factors import PARAMS
 from numpyro_fed.privacy.secure_sum import opened
-from numpyro_fed.rounds.remote import Call, RemoteSilos, rows_of
+from numpyro_fed.rounds.remote import RemoteSilos
 from numpyro_fed.rounds.serialization import wire_name
 from numpyro_fed.rounds.task import SiloTask
+from numpyro_fed.rounds.worker import Call, rows_of
 from numpyro_fed.vi.bound import candidate_weights, unit_bounds, unit_terms
 from numpyro_fed.vi.config import FIT_CLASSES, FIT_TASKS, FitConfig, own_params
 from numpyro_fed.vi.minibatch import pick

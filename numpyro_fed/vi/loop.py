@@ -18,8 +18,8 @@ from tqdm.auto import tqdm
 from numpyro_fed.data.views import SiloRows
 from numpyro_fed.rounds.federated import Cost, Ledger, message_bytes
 from numpyro_fed.rounds.inline import round_all
-from numpyro_fed.rounds.remote import SiloError
 from numpyro_fed.rounds.serialization import wire_name
+from numpyro_fed.rounds.worker import SiloError
 from numpyro_fed.vi.config import FitConfig
 
 __all__ = [

@@ -29,9 +29,10 @@ from numpyro_fed.privacy.secure_sum import opened
 from numpyro_fed.rounds.checkpoint import Checkpoint
 from numpyro_fed.rounds.federated import Cost, Ledger, message_bytes
 from numpyro_fed.rounds.inline import key_among
-from numpyro_fed.rounds.remote import Call, RemoteSilos, rows_of
+from numpyro_fed.rounds.remote import RemoteSilos
 from numpyro_fed.rounds.serialization import wire_name
 from numpyro_fed.rounds.task import SiloTask
+from numpyro_fed.rounds.worker import Call, rows_of
 from numpyro_fed.vi import sfvi, sfvi_avg
 from numpyro_fed.vi.conducive import rounds as conducive
 from numpyro_fed.vi.config import FIT_CLASSES, FIT_TASKS, FitConfig, own_params

@@ -49,8 +49,8 @@ from test_wire import INTERCEPTS, LINEAR, Fits, Messages
 
 import numpyro_fed as fed
 from numpyro_fed.engines import wire
-from numpyro_fed.rounds.remote import Call, SiloWorker, types_of
 from numpyro_fed.rounds.serialization import _CLASSES, WIRE_DTYPES, pack, unpack
+from numpyro_fed.rounds.worker import Call, SiloWorker, types_of
 
 LIMIT = 30  # seconds for one message
 MEMORY = 64 << 20  # bytes beyond the message

@@ -25,7 +25,7 @@ from small_models import linear
 import numpyro_fed as fed
 from numpyro_fed.engines.wire import connect
 from numpyro_fed.mcmc.remote import TellLocal
-from numpyro_fed.rounds.remote import Call
+from numpyro_fed.rounds.worker import Call
 
 
 class InProcess:
