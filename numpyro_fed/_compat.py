@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
@@ -17,6 +17,13 @@ from numpyro.handlers import substitute
 # the factors here agree with that energy term by term. _transforms_from_trace says if transforms
 # alone constrain a draw, or the model must run again.
 from numpyro.infer.util import _transforms_from_trace, _unconstrain_reparam
+
+from numpyro_fed._typing import PyTree
+
+if TYPE_CHECKING:
+    from numpyro.distributions.transforms import Transform
+    from numpyro.infer import MCMC
+    from xarray import Dataset
 
 # XLA's CPU client has as many threads as the machine has cores. LAPACK's batched solves (one
 # MultivariateNormal in a model suffices) split their work over these threads, and wait for it in
@@ -31,7 +38,7 @@ def unconstrained(model: Callable, values: Mapping[str, Array]) -> Callable:
     return substitute(model, substitute_fn=partial(_unconstrain_reparam, values))
 
 
-def transforms(trace: Any) -> dict[str, Any] | None:
+def transforms(trace: Mapping[str, dict]) -> "dict[str, Transform] | None":
     """Return the transforms that constrain the latent sites of a trace.
 
     Return ``None`` where a draw needs the model. It does for deterministic sites, for supports that
@@ -43,7 +50,7 @@ def transforms(trace: Any) -> dict[str, Any] | None:
     return None if info.has_deterministic or info.dynamic_support or traced else info.inv_transforms
 
 
-def fill_mcmc(mcmc: Any, states: dict[str, Any], last_state: Any, args: tuple) -> None:
+def fill_mcmc(mcmc: "MCMC", states: dict[str, PyTree], last_state: PyTree, args: tuple) -> None:
     """Give an ``MCMC`` the draws ``(chains, draws, ...)`` of rounds that it has not run itself."""
     mcmc._states, mcmc._states_flat, mcmc._last_state = states, None, last_state
     mcmc._args, mcmc._kwargs = args, {}
@@ -74,7 +81,7 @@ def infer_dims(model: Callable, model_args: tuple) -> dict[str, list[str]]:
     return infer(model, model_args, {})
 
 
-def posterior_dataset(obj: Any) -> Any:
+def posterior_dataset(obj: object) -> "Dataset":
     """Return the posterior group as an xarray Dataset.
 
     ArviZ 1.x has ``convert_to_datatree`` instead, which gives a DataTree node.
@@ -86,8 +93,9 @@ def posterior_dataset(obj: Any) -> Any:
             "convert the fit with arviz.from_numpyro(mcmc) or pass a dict of draws"
         )
     # ArviZ sorts a dict's names where the package dm-tree is installed
-    ordered = isinstance(obj, Mapping) and set(obj) == set(data.posterior.data_vars)
-    return data.posterior[list(obj)] if ordered else data.posterior
+    if isinstance(obj, Mapping) and set(obj) == set(data.posterior.data_vars):
+        return data.posterior[list(obj)]
+    return data.posterior
 
 
 def chain_statistic(name: str, draws: np.ndarray) -> float:

@@ -2,11 +2,13 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
+from jax import Array
 from numpyro.infer import MCMC
 
 from numpyro_fed.data.checks import check_key
@@ -41,7 +43,7 @@ def fit(
     *,
     method: str = "vi",
     num_draws: int = 4000,
-    rng_key: Any = None,
+    rng_key: Array | None = None,
     progress_bar: bool = True,
 ) -> "InferenceData":
     """Fit a model over silos, and return its posterior.
@@ -121,7 +123,7 @@ def _last_round(
     result: VIResult,
     silos: Silos | MixedSilos,
     num_draws: int,
-    key: Any,
+    key: Array,
     converged: bool,
 ) -> tuple["InferenceData", str, str, str]:
     """Return weighted draws, a text on their round, the verdict, and a mend of a bad verdict."""
@@ -152,7 +154,7 @@ def _chains(
     result: VIResult,
     silos: Silos | MixedSilos,
     num_draws: int,
-    key: Any,
+    key: Array,
     progress_bar: bool,
 ) -> tuple["InferenceData", str, str, str]:
     """Run FSGLD from the result, and return what :func:`_last_round` returns."""
@@ -203,8 +205,6 @@ def _of_rounds(result: VIResult) -> tuple[str, bool]:
 
 def _add_ledger(idata: "InferenceData", result: VIResult) -> None:
     """Add the variational rounds to the ledger of the chains."""
-    attrs = idata.posterior.attrs
+    attrs, added = idata.posterior.attrs, asdict(result.ledger)
     for name in ("rounds", "gradient_evaluations", "bytes_down", "bytes_up"):
-        attrs[name] = json.dumps(
-            [int(x) for x in np.add(json.loads(attrs[name]), getattr(result.ledger, name))]
-        )
+        attrs[name] = json.dumps(np.add(json.loads(attrs[name]), added[name]).tolist())

@@ -54,7 +54,7 @@ def refused_in_words(transport):
     silos, said = connect(transport, right), []
     for model in WRONG:
         try:
-            fed.FSGLD(model)._set_up(silos, {})
+            fed.FSGLD(model).set_up(silos, {})
         except ValueError as error:
             said.append(str(error))
     return json.dumps(said).encode()

@@ -635,12 +635,12 @@ _WORDS = r"factorization check: log p\(theta\) \+ sum of.*must not combine rows 
 
 
 def prepare_over_bytes(model, folder):
-    fed.FSGLD(model)._set_up(connect(Messages(SERIES, model, folder), model), {})
+    fed.FSGLD(model).set_up(connect(Messages(SERIES, model, folder), model), {})
 
 
 WAYS = {
-    "at hand": lambda model, folder: fed.FSGLD(model)._set_up(SERIES, {}),
-    "remote": lambda model, folder: fed.FSGLD(model)._set_up(
+    "at hand": lambda model, folder: fed.FSGLD(model).set_up(SERIES, {}),
+    "remote": lambda model, folder: fed.FSGLD(model).set_up(
         fed.RemoteSilos(SERIES, fed.Loopback(SERIES)), {}
     ),
     "bytes": prepare_over_bytes,
@@ -670,9 +670,9 @@ def test_the_server_needs_no_row_for_that(model):
 
     remote = fed.RemoteSilos(SERIES, Nobody(SERIES))
     with pytest.raises(ValueError, match=_WORDS):
-        fed.FSGLD(model)._set_up(remote, {})
+        fed.FSGLD(model).set_up(remote, {})
     with pytest.raises(AssertionError, match="somebody was asked"):  # the control
-        fed.FSGLD(right)._set_up(remote, {})
+        fed.FSGLD(right).set_up(remote, {})
 
 
 def test_one_silo_whose_rows_depend_on_each_other_is_spoken_of():
@@ -731,7 +731,7 @@ def test_a_silo_answers_no_more_calls_than_its_ceiling(tmp_path):
 
 def test_a_line_that_was_broken_off_hides_no_other(tmp_path):
     transport = Messages(LINEAR, linear, tmp_path)
-    fed.FSGLD(linear)._set_up(connect(transport, linear), {})
+    fed.FSGLD(linear).set_up(connect(transport, linear), {})
     side = transport.sides["silo 0"]
     before = side.counts["ScoreLocal"]
     data = next(
@@ -762,7 +762,7 @@ def test_settings_that_would_take_for_ever_are_refused(tmp_path):
     transport = Messages(LINEAR, linear, tmp_path)
     remote = connect(transport, linear)
     kernel = fed.FSGLD(linear)
-    kernel._set_up(remote, {})
+    kernel.set_up(remote, {})
     side = transport.sides["silo 0"]
     for_ever = VisitLocal(replace(kernel._config, num_local_steps=10**9))
     answer = asked(side, remote, (for_ever, random.key(0), None, None, None))
@@ -846,7 +846,7 @@ def test_guards_let_pass(tmp_path):
 def test_two_processes_of_a_folder_count_together(tmp_path):
     transport = Messages(LINEAR, linear, tmp_path)
     remote = connect(transport, linear)
-    fed.FSGLD(linear)._set_up(remote, {})
+    fed.FSGLD(linear).set_up(remote, {})
     side = transport.sides["silo 0"]
     other = transport.make["silo 0"]()
     before = other.counts["ScoreLocal"]
@@ -865,7 +865,7 @@ def test_an_array_of_no_numbers_costs_the_record_nothing(tmp_path):
     transport = Messages(LINEAR, linear, tmp_path)
     remote = connect(transport, linear)
     kernel = fed.FSGLD(linear)
-    kernel._set_up(remote, {})
+    kernel.set_up(remote, {})
     empty = np.zeros((1, 3_000_000, 0), np.float32)
     asked(
         transport.sides["silo 0"],

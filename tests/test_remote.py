@@ -175,7 +175,7 @@ def test_chains_wait_where_a_silo_is_silent():
     carrier = Listening(silos)
     mcmc = fed.RemoteMCMC(fed.FSGLD(linear), num_warmup=0, num_samples=30, num_chains=3)
     kernel, remote = mcmc.sampler, fed.RemoteSilos(silos, carrier)
-    kernel._set_up(remote, {})
+    kernel.set_up(remote, {})
     carrier.lost_visits = {2}
     with pytest.warns(UserWarning, match="answered unequally often"):
         mcmc.run(random.key(0), remote)
@@ -196,7 +196,7 @@ def test_all_silent_is_a_round_too():
     carrier = Listening(silos)
     mcmc = fed.RemoteMCMC(fed.FSGLD(linear), num_warmup=0, num_samples=3, num_chains=2)
     remote = fed.RemoteSilos(silos, carrier)
-    mcmc.sampler._set_up(remote, {})
+    mcmc.sampler.set_up(remote, {})
     carrier.lost_visits = {0, 1, 2, 3}
     mcmc.run(random.key(0), remote)
     draws = np.asarray(mcmc.get_samples(group_by_chain=True)["beta"])

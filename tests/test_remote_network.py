@@ -177,7 +177,7 @@ def test_draws_over_bytes_are_those_without(tmp_path):
 def test_a_step_sends_a_position_and_brings_a_gradient():
     silos = intercepts_silos()
     carrier, kernel = Listening(silos), CASES["element latents"][0]()
-    kernel._set_up(fed.RemoteSilos(silos, carrier), {})
+    kernel.set_up(fed.RemoteSilos(silos, carrier), {})
     kept = {number: set(site.kept) for number, site in carrier.workers.items()}
     mcmc = remote(kernel, silos, carrier)
     assert {

@@ -216,7 +216,7 @@ def test_draws_are_those_without_bytes(undisturbed, tmp_path, name, fresh):
     mcmc = fed.RemoteMCMC(
         fed.FSGLD(model), num_warmup=2, num_samples=12, num_chains=2, progress_bar=False
     )
-    mcmc.sampler._set_up(remote, {})
+    mcmc.sampler.set_up(remote, {})
 
     def kept():
         return [len(list((tmp_path / n).glob("slot-*.bin"))) for n in silos.names]
@@ -272,7 +272,7 @@ def test_a_server_that_is_killed_goes_on_where_it_was(undisturbed, tmp_path, at,
     transport = Dies(INTERCEPTS, intercepts, tmp_path)
     remote = connect(transport, intercepts)
     kernel = fed.FSGLD(intercepts)
-    kernel._set_up(remote, {})
+    kernel.set_up(remote, {})
     transport.left, transport.after = at, after
 
     def one(remote):
@@ -661,7 +661,7 @@ def test_silos_refuse_settings_that_single_out_rows(tmp_path):
         return str(error.value)
 
     kernel = fed.FSGLD(intercepts)
-    kernel._set_up(remote, {})
+    kernel.set_up(remote, {})
     batch, kept = (
         VisitLocal(replace(kernel._config, **x))
         for x in ({"batch": ("groups", 1)}, {"num_kept": 2})
@@ -838,7 +838,7 @@ def test_the_fingerprint_does_not_depend_on_what_was_traced_before():
     factors = factorize(intercepts, INTERCEPTS)
     first = fingerprint(factors, INTERCEPTS)
     kernel = fed.FSGLD(intercepts)
-    kernel._set_up(INTERCEPTS, {})  # which traces the same functions for other shapes
+    kernel.set_up(INTERCEPTS, {})  # which traces the same functions for other shapes
     assert fingerprint(factors, INTERCEPTS) == first
     with jax.ensure_compile_time_eval():
         assert fingerprint(factors, INTERCEPTS) == first
@@ -971,7 +971,7 @@ def test_a_folder_that_was_emptied_is_said(tmp_path):
     transport = Messages(LINEAR, linear, tmp_path)
     remote = connect(transport, linear)
     kernel = fed.FSGLD(linear)
-    kernel._set_up(remote, {})
+    kernel.set_up(remote, {})
     original = transport.exchange
 
     def exchange(messages):

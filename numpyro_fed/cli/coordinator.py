@@ -10,10 +10,11 @@ import traceback
 import warnings
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
+from numpyro_fed._typing import Facts
 from numpyro_fed.cli.model_file import load_model_file, public_of
 from numpyro_fed.engines import flower
 from numpyro_fed.engines.flower_commands import QUIET, link_command, write_app
@@ -25,13 +26,18 @@ from numpyro_fed.results.inference_data import to_inference_data
 from numpyro_fed.rounds.files import write_whole
 from numpyro_fed.rounds.remote import RemoteSilos
 
+if TYPE_CHECKING:
+    from arviz import InferenceData
+    from flwr.app import Context
+    from flwr.serverapp import Grid
+
 __all__ = ["client", "coordinate", "posterior", "server"]
 
 _START = 60.0  # seconds for SuperLink to start
 _MOST_ROUNDS = 1000
 
 
-def _draw(grid: Any, context: Any) -> None:
+def _draw(grid: "Grid", context: "Context") -> None:
     """Connect to the silos, draw, and write the posterior, inside SuperLink.
 
     Files in the run's folder report the end: ``done``, or ``failed`` and ``error.log``.
@@ -81,8 +87,8 @@ def _draw(grid: Any, context: Any) -> None:
 
 
 def posterior(
-    module: ModuleType, silos: RemoteSilos, told: dict[str, Any], checkpoint: Path
-) -> tuple[Any, str]:
+    module: ModuleType, silos: RemoteSilos, told: Facts, checkpoint: Path
+) -> tuple["InferenceData", str]:
     """Return the posterior by the study's method, and a text on its cost.
 
     The method is ``svi`` or ``kernel`` of the module, or FSGLD where it has neither.

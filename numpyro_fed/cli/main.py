@@ -4,6 +4,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import click
@@ -17,6 +18,7 @@ from numpyro_fed.engines.silo_side import SiloSide
 from numpyro_fed.privacy.data_guards import Guards
 from numpyro_fed.privacy.secure_sum import FEWEST_SILOS
 from numpyro_fed.rounds.task import TASKS
+from numpyro_fed.vi._base import FederatedVI
 
 __all__ = ["main"]
 
@@ -292,7 +294,7 @@ def _serve(side: SiloSide, server: str, ca: Path, key: Path | None, give_up: flo
         click.echo(f"\nended; {counted.messages:,} messages were answered", err=True)
 
 
-def _flower() -> Any:
+def _flower() -> ModuleType:
     try:
         from numpyro_fed.engines import flower
     except ImportError as error:
@@ -300,7 +302,7 @@ def _flower() -> Any:
     return flower
 
 
-def _check_fit(svi: Any, num_silos: int, rounds: int) -> None:
+def _check_fit(svi: FederatedVI | None, num_silos: int, rounds: int) -> None:
     """Raise for a fit that cannot run, before any silo is there."""
     if svi is None:
         return

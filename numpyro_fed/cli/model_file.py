@@ -44,11 +44,12 @@ def load_model_file(place: str | Path) -> ModuleType:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         raise ValueError(f"{place}: {type(error).__name__}: {error}") from error
-    if not callable(getattr(module, "model", None)):
+    names = vars(module)
+    if not callable(names.get("model")):
         raise ValueError(
             f"{place}: it has no function model; expected one whose silo plates are marked"
         )
-    svi, kernel = getattr(module, "svi", None), getattr(module, "kernel", None)
+    svi, kernel = names.get("svi"), names.get("kernel")
     if svi is not None and kernel is not None:
         raise ValueError(
             f"{place}: it has svi and kernel; expected one of them, for one study has one method"
@@ -60,23 +61,23 @@ def load_model_file(place: str | Path) -> ModuleType:
     known = isinstance(kernel, NetworkKernel) or (
         isinstance(kernel, LangevinKernel) and not kernel.pooled
     )
-    if kernel is not None and not (known and kernel._model is module.model):
+    if kernel is not None and not (known and kernel.model.model is module.model):
         raise ValueError(
             f"{place}: kernel: expected fed.FSGLD or another kernel of fed, of this file's model, "
             f"got {kernel!r}"
         )
-    shared = getattr(module, "SHARED", {})
+    shared = names.get("SHARED", {})
     if not isinstance(shared, dict):
         raise ValueError(
             f"{place}: SHARED: expected a dict, {{argument: value}}, got {type(shared).__name__}"
         )
-    vars(module).update(svi=svi, kernel=kernel, SHARED=shared)  # None where the file has none
+    names.update(svi=svi, kernel=kernel, SHARED=shared)  # None where the file has none
     return module
 
 
 def public_of(module: ModuleType) -> tuple[str, ...]:
     """Return the observed sites that all silos know, as the file's kernel says."""
-    return () if module.kernel is None else tuple(module.kernel._options.public)
+    return () if module.kernel is None else tuple(module.kernel.options.public)
 
 
 def silo_of_file(
@@ -107,7 +108,7 @@ def silo_of_file(
             )
         table = table[list(columns)]
     try:
-        arguments = module.silo(table) if hasattr(module, "silo") else _columns(module, table)
+        arguments = module.silo(table) if "silo" in vars(module) else _columns(module, table)
     except KeyError as error:
         if columns is not None:
             raise ValueError(
@@ -128,8 +129,8 @@ def silo_of_file(
     try:
         return Silos(
             {name: {**module.SHARED, **arguments}},
-            rows=getattr(module, "ROWS", None),
-            index=getattr(module, "INDEX", None),
+            rows=vars(module).get("ROWS"),
+            index=vars(module).get("INDEX"),
         )
     except (ValueError, TypeError, AttributeError) as error:
         raise ValueError(f"{place}, as silo(table) of {module.__file__} has it: {error}") from error

@@ -5,7 +5,7 @@ It connects setup and steps to MCMC and holds no mathematics.
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ import numpy as np
 from jax import Array, random
 from numpyro.util import is_prng_key
 
+from numpyro_fed._typing import ModelArgs
 from numpyro_fed.data.silos import Silos
 from numpyro_fed.data.views import SiloRows, stack, stack_states
 from numpyro_fed.decentralized.graphs import TimeVaryingGraph, from_networkx
@@ -106,6 +107,11 @@ class NetworkKernel(FederatedKernel):
         self._price = (0.0, 0.0)
 
     @property
+    def config(self) -> NetworkConfig:
+        """Static facts of the kernel, made by its setup; ``None`` before it."""
+        return self._config
+
+    @property
     def mixing(self) -> Mixing | None:
         """Arrays of the graph; ``None`` before :meth:`init`."""
         return self._mixing
@@ -130,7 +136,7 @@ class NetworkKernel(FederatedKernel):
         """True if nodes track gradients."""
         return self._tracking
 
-    def _settle(self, silos: Silos, extra: dict[str, Any]) -> None:
+    def _settle(self, silos: Silos, extra: ModelArgs) -> None:
         graph = self._graph.ordered(silos.names)
         ground = model_setup(self._model, silos, extra, self._options)
         constant = not callable(self._step_size) and self._step_size != "adaptive"
@@ -161,7 +167,7 @@ class NetworkKernel(FederatedKernel):
         num_warmup: int,
         init_params: Mapping[str, Array] | None = None,
         model_args: tuple = (),
-        model_kwargs: Mapping[str, Any] | None = None,
+        model_kwargs: ModelArgs | None = None,
     ) -> NetworkState:
         """Prepare the kernel for the data and the graph, and return the first state.
 
@@ -177,7 +183,7 @@ class NetworkKernel(FederatedKernel):
             )
         chains = 1 if is_prng_key(rng_key) else len(rng_key)
         self.check_chains(chains, len(silos))
-        self._set_up(silos, extra)
+        self.set_up(silos, extra)
         self._sample_fn = self.sample
         z = self._given(init_params, model_args, extra)
         return self.first_state(rng_key, chains, num_warmup, z, silos)[0]
@@ -306,7 +312,7 @@ class NetworkKernel(FederatedKernel):
         return stack(silos, pad=None if units is None or units.group is not None else units.pad)
 
     def sample(
-        self, state: NetworkState, model_args: tuple, model_kwargs: Mapping[str, Any] | None
+        self, state: NetworkState, model_args: tuple, model_kwargs: ModelArgs | None
     ) -> NetworkState:
         """Make one step of all nodes."""
         assert self._sample_fn is not None, "`init` must be called before `sample`"

@@ -18,10 +18,10 @@ TAC 60(3).
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from numbers import Integral, Real
-from typing import Any
 
 import networkx as nx
 import numpy as np
+from numpy.typing import ArrayLike
 
 from numpyro_fed.decentralized.time_varying import TimeVaryingGraph, shown
 
@@ -109,7 +109,7 @@ def periodic(graphs: Sequence[nx.Graph | TimeVaryingGraph]) -> TimeVaryingGraph:
 
 
 def from_matrices(
-    matrices: Sequence[Any], nodes: Sequence[Hashable] | None = None
+    matrices: Sequence[ArrayLike], nodes: Sequence[Hashable] | None = None
 ) -> TimeVaryingGraph:
     """Return a graph with its own mixing matrices A, one for each step of the period.
 

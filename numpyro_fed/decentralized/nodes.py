@@ -8,13 +8,15 @@ so that the parts of all m nodes sum to the pooled one. As in FSGLD, local laten
 coordinates of the local map and move by Metropolis steps. The gradient is at fixed coordinates.
 """
 
+from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, random
 
+from numpyro_fed._typing import PyTree
 from numpyro_fed.data.views import SiloRows
 from numpyro_fed.mcmc.config import NodeConfig, Tuning
 from numpyro_fed.mcmc.gradients import OpenSilo, pull_back, push, terms
@@ -73,7 +75,7 @@ def node_step(
     rows: SiloRows,
     theta: Array,
     eps: Array | None,
-    local_map: Any,
+    local_map: PyTree,
 ) -> tuple[Array, Array | None, Array]:
     """Move a node's local latents given its own position, then take its gradient.
 
@@ -150,8 +152,8 @@ def _gradient(
     key: Array,
     rows: SiloRows,
     theta: Array,
-    eps: Any,
-    local_map: Any,
+    eps: Array | None,
+    local_map: PyTree,
 ) -> Array:
     """Return ``- L' grad U_i`` of one node ``(d,)``."""
     share = 1.0 / config.num_nodes
@@ -165,7 +167,7 @@ def _gradient(
 
 
 def _open(
-    config: NodeConfig, tuning: Tuning, key: Array, rows: SiloRows, local_map: Any
+    config: NodeConfig, tuning: Tuning, key: Array, rows: SiloRows, local_map: PyTree
 ) -> OpenSilo:
     kwargs, weights = rows.whole()
     if config.batch is not None:
@@ -178,7 +180,7 @@ def _open(
 
 
 def _over_stacks(
-    one: Any, tuning: Tuning, positions: Array, eps: list[Array] | None, stacks: list[SiloRows]
+    one: Callable, tuning: Tuning, positions: Array, eps: list[Array] | None, stacks: list[SiloRows]
 ) -> list:
     """Return ``one(rows, theta, eps, local_map)`` of every node, stack by stack."""
     out = []

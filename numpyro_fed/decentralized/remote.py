@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, random
 
+from numpyro_fed._typing import Facts
 from numpyro_fed.data.views import SiloView, buckets
 from numpyro_fed.decentralized._kernel import NetworkKernel
 from numpyro_fed.decentralized.networks import Exchanged, NetworkState, exchange, next_state
@@ -130,11 +131,11 @@ def _start(
     The slots are ``(C, 1)``, or ``(C, 0)`` without any.
     """
     state, key_eps = kernel.first_state(rng_key, num_chains, 0, None, silos)
-    config, m = kernel._config, len(silos)
-    if config.units is None:
+    config, latents, m = kernel.config, kernel.tuning.latents, len(silos)
+    if config.units is None or latents is None:
         return state, np.zeros((num_chains, 0), np.int64)
     slots = np.array([[silos.carrier.new_slot()] for _ in range(num_chains)])
-    local, rows = NodeStartLocal(config.node, num_chains // m), kernel._tuning.latents.rows.slot
+    local, rows = NodeStartLocal(config.node, num_chains // m), latents.rows.slot
     nodes = enumerate(slots[:, 0].tolist())
     silos.ask_for_sure(
         [Call(c % m, local, key_eps, np.int32(c // m), rows, slot) for c, slot in nodes]
@@ -173,7 +174,7 @@ def _step(
     :raises SiloError: with the names of silos that did not answer five calls, since a network's
         step needs all gradients.
     """
-    config, m = kernel._config, len(silos)
+    config, m = kernel.config, len(silos)
     sent, keys = _leave(config, state)
     positions, local, calls = (
         np.asarray(sent.position).reshape(len(slots), -1),
@@ -198,14 +199,14 @@ def _step(
     return state, np.where(undone, slots, written), spent[:, 0].tolist(), []
 
 
-def _facts(kernel: NetworkKernel) -> dict[str, Any]:
+def _facts(kernel: NetworkKernel) -> Facts:
     """Return the links with their weights, the schedule and the algorithm."""
     arrays = [np.asarray(x) for x in jax.tree.leaves(kernel.mixing)]
-    exchanged: Callable = kernel._config.exchange
+    exchanged: Callable = kernel.config.exchange
     return {
         "graph": hashlib.sha256(b"".join(x.tobytes() for x in arrays)).hexdigest(),
         "algorithm": [exchanged.__name__, kernel.tracking],
-        "stays": re.sub(r"0x[0-9a-f]+", "", repr((kernel._config.schedule,))),
+        "stays": re.sub(r"0x[0-9a-f]+", "", repr((kernel.config.schedule,))),
     }
 
 

@@ -18,8 +18,11 @@ from jax import Array
 from numpyro.infer.mcmc import MCMCKernel
 from numpyro.infer.util import constrain_fn, transform_fn, unconstrain_fn
 
+from numpyro_fed._typing import ModelArgs, PyTree
 from numpyro_fed.data.silos import Silos
 from numpyro_fed.density.factors import Factors, PooledModel
+from numpyro_fed.mcmc.config import Tuning
+from numpyro_fed.mcmc.options import Options
 from numpyro_fed.rounds.federated import Cost
 from numpyro_fed.rounds.remote import RemoteSilos
 from numpyro_fed.surrogates.gaussian import Surrogates
@@ -34,6 +37,7 @@ class FederatedKernel(MCMCKernel):
     """
 
     sample_field = "z"
+    _options: Options
 
     def __init__(self, model: Callable) -> None:
         if not callable(model):
@@ -50,7 +54,7 @@ class FederatedKernel(MCMCKernel):
         self._sample_fn: Callable | None = None
         self._shown = (-1.0, "")
 
-    def _settle(self, silos: Silos, extra: dict[str, Any]) -> None:
+    def _settle(self, silos: Silos, extra: ModelArgs) -> None:
         """Set ``_config``, ``_tuning``, ``_surrogates`` and ``_setup_cost``."""
         raise NotImplementedError
 
@@ -68,6 +72,16 @@ class FederatedKernel(MCMCKernel):
         return self._surrogates
 
     @property
+    def options(self) -> Options:
+        """Arguments as the user wrote them."""
+        return self._options
+
+    @property
+    def tuning(self) -> Tuning:
+        """Numbers of the kernel, made by its setup; ``None`` before it."""
+        return self._tuning
+
+    @property
     def factors(self) -> Factors | None:
         """Factors of the model; ``None`` before :meth:`init`."""
         return None if self._config is None else self._config.factors
@@ -78,8 +92,8 @@ class FederatedKernel(MCMCKernel):
         return self._prepared_for
 
     def _arguments(
-        self, model_args: tuple, model_kwargs: Mapping[str, Any] | None
-    ) -> tuple[Silos, dict[str, Any]]:
+        self, model_args: tuple, model_kwargs: ModelArgs | None
+    ) -> tuple[Silos, ModelArgs]:
         if len(model_args) != 1 or not isinstance(model_args[0], Silos):
             got = ", ".join(type(a).__name__ for a in model_args) or "no positional argument"
             raise ValueError(
@@ -101,7 +115,11 @@ class FederatedKernel(MCMCKernel):
             )
         return model_args[0], extra
 
-    def _set_up(self, silos: Silos, extra: dict[str, Any]) -> None:
+    def set_up(self, silos: Silos, extra: ModelArgs) -> None:
+        """Make the setup for these data, unless the last one was for them.
+
+        :param extra: further keyword arguments of the model (Gibbs conditioning).
+        """
         key = silos.with_shared(**extra)
         if self._prepared_for is not None and self._prepared_for == key:
             return
@@ -119,7 +137,7 @@ class FederatedKernel(MCMCKernel):
         self._prepared_for = key
 
     def _given(
-        self, init_params: Mapping[str, Array] | None, model_args: tuple, extra: dict[str, Any]
+        self, init_params: Mapping[str, Array] | None, model_args: tuple, extra: ModelArgs
     ) -> dict[str, Array] | None:
         """Return ``init_params`` as unconstrained arrays, or ``None``."""
         if init_params is None:
@@ -134,7 +152,7 @@ class FederatedKernel(MCMCKernel):
             z = unconstrain_fn(self.model, model_args, extra, z)
         return z
 
-    def postprocess_fn(self, model_args: tuple, model_kwargs: Mapping[str, Any] | None) -> Callable:
+    def postprocess_fn(self, model_args: tuple, model_kwargs: ModelArgs | None) -> Callable:
         """Return the map from unconstrained to constrained values and deterministic sites."""
         if self._config is None:
             return lambda z: z
@@ -144,7 +162,7 @@ class FederatedKernel(MCMCKernel):
         kwargs = dict(model_kwargs or {})
         return partial(constrain_fn, self.model, model_args, kwargs, return_deterministic=True)
 
-    def refresh(self, state: Any, model_args: tuple, model_kwargs: Any) -> Any:
+    def refresh(self, state: PyTree, model_args: tuple, model_kwargs: ModelArgs | None) -> PyTree:
         """Return the state unchanged, since it caches nothing of the conditioning sites."""
         return state
 
@@ -155,17 +173,17 @@ class FederatedKernel(MCMCKernel):
         kernel._reset()
         return kernel
 
-    def get_diagnostics_str(self, state: Any) -> str:
+    def get_diagnostics_str(self, state: PyTree) -> str:
         # a number is ready only after its round, so read no more often than the bar is drawn
         now = time.monotonic()
         if now >= self._shown[0] + 0.1:
             self._shown = (now, self._diagnostics(state))
         return self._shown[1]
 
-    def _diagnostics(self, state: Any) -> str:
+    def _diagnostics(self, state: PyTree) -> str:
         raise NotImplementedError
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         state = self.__dict__.copy()
         state["_sample_fn"] = None
         state["_shown"] = (-math.inf, "")  # another machine has another clock

@@ -5,7 +5,7 @@ It connects setup and rounds to MCMC and holds no mathematics.
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +13,11 @@ import numpy as np
 from jax import Array, random
 from numpyro.util import is_prng_key
 
+from numpyro_fed._typing import ModelArgs
 from numpyro_fed.data.silos import Silos
 from numpyro_fed.mcmc._base import FederatedKernel, check_start
 from numpyro_fed.mcmc.adaptation import Adaptation, begin, check_seen, look_cost
+from numpyro_fed.mcmc.config import LangevinConfig
 from numpyro_fed.mcmc.options import Options
 from numpyro_fed.mcmc.setup import make_setup, set_up_again
 from numpyro_fed.mcmc.visit import (
@@ -51,6 +53,11 @@ class LangevinKernel(FederatedKernel):
             )
 
     @property
+    def config(self) -> LangevinConfig:
+        """Static facts of the kernel, made by its setup; ``None`` before it."""
+        return self._config
+
+    @property
     def default_fields(self) -> tuple[str, ...]:
         """Fields of :class:`LangevinState` that :class:`numpyro.infer.MCMC` collects."""
         fields = (
@@ -70,7 +77,7 @@ class LangevinKernel(FederatedKernel):
         self._merged: tuple[Silos, Silos] | None = None
         self._num_warmup = 0
 
-    def _settle(self, silos: Silos, extra: dict[str, Any]) -> None:
+    def _settle(self, silos: Silos, extra: ModelArgs) -> None:
         setup, every = (
             make_setup(self._model, silos, extra, self._options),
             self._options.refresh_every,
@@ -87,7 +94,7 @@ class LangevinKernel(FederatedKernel):
         num_warmup: int,
         init_params: Mapping[str, Array] | None = None,
         model_args: tuple = (),
-        model_kwargs: Mapping[str, Any] | None = None,
+        model_kwargs: ModelArgs | None = None,
     ) -> LangevinState:
         """Prepare the kernel for the data, and return the first state.
 
@@ -99,7 +106,7 @@ class LangevinKernel(FederatedKernel):
         """
         silos, extra = self._arguments(model_args, model_kwargs)
         self._num_warmup = num_warmup
-        self._set_up(silos, extra)
+        self.set_up(silos, extra)
         silos = silos.with_shared(**extra)
         adaptation = self._adaptation(num_warmup)
         start = partial(first_state, self._config)
@@ -142,13 +149,15 @@ class LangevinKernel(FederatedKernel):
         )
 
     def sample(
-        self, state: LangevinState, model_args: tuple, model_kwargs: Mapping[str, Any] | None
+        self, state: LangevinState, model_args: tuple, model_kwargs: ModelArgs | None
     ) -> LangevinState:
         """Run one communication round, or one of its ``num_kept`` equal parts."""
         assert self._sample_fn is not None, "`init` must be called before `sample`"
         return self._sample_fn(state, model_args, model_kwargs)
 
-    def _one(self, state: LangevinState, model_args: tuple, model_kwargs: Any) -> LangevinState:
+    def _one(
+        self, state: LangevinState, model_args: tuple, model_kwargs: ModelArgs | None
+    ) -> LangevinState:
         silos, extra = self._arguments(model_args, model_kwargs)
         if len(silos) != state.visits.shape[-1]:
             raise ValueError(
@@ -158,8 +167,8 @@ class LangevinKernel(FederatedKernel):
         return one_round(self._config, state, silos.with_shared(**extra))
 
     def _arguments(
-        self, model_args: tuple, model_kwargs: Mapping[str, Any] | None
-    ) -> tuple[Silos, dict[str, Any]]:
+        self, model_args: tuple, model_kwargs: ModelArgs | None
+    ) -> tuple[Silos, ModelArgs]:
         silos, extra = super()._arguments(model_args, model_kwargs)
         return (self._as_one(silos) if self.pooled else silos), extra
 

@@ -27,12 +27,13 @@ tests/benchmarks/step_size.py runs both side by side.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax, random
+from jax.typing import DTypeLike
 
 from numpyro_fed.rounds.federated import Cost
 
@@ -77,7 +78,12 @@ class Adaptation(NamedTuple):
 
 
 def begin(
-    key: Array, dim: int, price: tuple[float, float], bias_target: float, rounds: int, dtype: Any
+    key: Array,
+    dim: int,
+    price: tuple[float, float],
+    bias_target: float,
+    rounds: int,
+    dtype: DTypeLike,
 ) -> Adaptation:
     """Return the initial memory, with ``rounds`` adaptations left to make."""
     return Adaptation(

@@ -3,12 +3,14 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.typing import ArrayLike
 
+from numpyro_fed._typing import PyTree
 from numpyro_fed.density.factors import Factors
 from numpyro_fed.density.local_map import Units
 from numpyro_fed.mcmc.minibatch import Members
@@ -53,7 +55,7 @@ class LangevinConfig:
     num_local_steps: int
     batch: tuple[str, int] | None
     cut: bool
-    schedule: Callable[[Array], Any] | None
+    schedule: Callable[[Array], ArrayLike] | None
     num_kept: int = 1
     no_answer: float = 0.0
 
@@ -115,10 +117,10 @@ class NetworkConfig(NodeConfig):
     :param totals: rows of each row group over all silos.
     """
 
-    schedule: Callable[[Array], Any] | None
+    schedule: Callable[[Array], ArrayLike] | None
     fails: bool
     both_ways: bool
-    exchange: Callable[..., Any]
+    exchange: Callable
     totals: tuple[tuple[str, int], ...]
 
     @property
@@ -142,7 +144,7 @@ class Conducive(NamedTuple):
     corrections: Corrections | None = None
     total_corrections: Corrections | None = None
 
-    def of(self, number: Array) -> "Conducive":
+    def of(self, number: Array | int) -> "Conducive":
         """Return one silo's surrogate, with the sums over all silos."""
         shift, precision = jax.tree.map(lambda x: x[number], (self.shift, self.precision))
         corrections = (
@@ -178,7 +180,7 @@ class LatentCoordinates(NamedTuple):
 
     loc: Array
     whiten: Array
-    rows: Any
+    rows: PyTree
 
     def u(self, theta: Array) -> Array:
         """Return the whitened global position, with each coordinate clipped to +-6."""

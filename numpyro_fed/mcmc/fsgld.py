@@ -14,12 +14,11 @@ The chain draws the next silo from Categorical(f). Since :math:`\sum_s f_s g_s =
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from jax import Array
 
 from numpyro_fed.mcmc._kernel import LangevinKernel
-from numpyro_fed.mcmc.options import Options
+from numpyro_fed.mcmc.options import Options, Whitened
 from numpyro_fed.surrogates.gaussian import Surrogates
 
 __all__ = ["FSGLD"]
@@ -124,7 +123,7 @@ class FSGLD(LangevinKernel):
         distinct_silos: bool = False,
         no_answer: float = 0.0,
         control_variates: bool = False,
-        init_from: Any = None,
+        init_from: Whitened | None = None,
         bias_target: float = 0.02,
         noise_correction: bool = False,
         round_price: float = 40.0,

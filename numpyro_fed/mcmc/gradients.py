@@ -3,12 +3,13 @@
 Symbols are those of :mod:`numpyro_fed.mcmc.langevin`, whose steps take these gradients.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
+from numpyro_fed._typing import ModelArgs, PyTree
 from numpyro_fed.data.views import SiloRows, SiloView
 from numpyro_fed.mcmc.config import Conducive, LangevinConfig, LatentCoordinates, NodeConfig, Tuning
 from numpyro_fed.surrogates.gaussian import matvec
@@ -19,7 +20,7 @@ __all__ = ["OpenSilo", "drift", "open_silo", "pull_back", "push", "residual", "t
 class OpenSilo(NamedTuple):
     """Arguments, weights, latent coordinates and surrogates that all steps at one silo share."""
 
-    kwargs: dict[str, Any]
+    kwargs: ModelArgs
     weights: dict[str, Array]
     latents: LatentCoordinates | None
     conducive: Conducive | None = None
@@ -28,10 +29,10 @@ class OpenSilo(NamedTuple):
     anchor: Array | None = None
 
 
-def open_silo(config: LangevinConfig, tuning: Tuning, state: Any, view: SiloView) -> OpenSilo:
+def open_silo(config: LangevinConfig, tuning: Tuning, state: PyTree, view: SiloView) -> OpenSilo:
     """Return the :class:`OpenSilo` of all steps at one silo."""
     number = view.number
-    of_all: Any = (
+    of_all: Array | int = (
         number if len(tuning.selection) > 1 else 0
     )  # a silo that receives its own numbers alone finds them first
     if tuning.members is not None:  # each step gathers rows with their elements

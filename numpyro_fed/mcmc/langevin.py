@@ -22,12 +22,13 @@ The bias comes from discretization and from the variance of e between silos, whi
 reduce.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax, random
 
+from numpyro_fed._typing import PyTree
 from numpyro_fed.data.views import SiloRows, SiloView, gather
 from numpyro_fed.density.local_map import LocalMap
 from numpyro_fed.density.nested import NestedUnits
@@ -92,7 +93,7 @@ def federated(config: LangevinConfig, tuning: Tuning) -> Federated:
 
     def local(
         key: Array, chain: Chain, state: tuple[Array, LocalMap] | None, view: SiloView
-    ) -> tuple[tuple[Chain, VisitStats], Any]:
+    ) -> tuple[tuple[Chain, VisitStats], PyTree]:
         return visit(config, tuning, key, chain, state, view)
 
     def merge(chain: Chain, reply: tuple[Chain, VisitStats]) -> tuple[Chain, VisitStats]:
@@ -110,7 +111,7 @@ def visit(
     chain: Chain,
     state: tuple[Array, LocalMap] | None,
     view: SiloView,
-) -> tuple[tuple[Chain, VisitStats], Any]:
+) -> tuple[tuple[Chain, VisitStats], PyTree]:
     """Make a chain's local steps at one silo, up to the next draw.
 
     :param state: the silo's private rows: coordinates ``(E, k)`` and local map; ``None`` without
@@ -202,7 +203,7 @@ def _run_block(
 
 
 def local_noise(
-    config: LangevinConfig, key: Array, eps: Any, view: SiloView, length: int
+    config: LangevinConfig, key: Array, eps: PyTree, view: SiloView, length: int
 ) -> tuple[MoveNoise, Array | None]:
     """Draw random numbers of ``length`` moves of the silo's latents.
 
@@ -222,12 +223,12 @@ def local_step(
     config: LangevinConfig,
     tuning: Tuning,
     theta: Array,
-    eps: Any,
+    eps: PyTree,
     silo: OpenSilo,
     view: SiloView,
     batch: dict,
-    noise: Any,
-) -> tuple[Any, Array, tuple[Any, OpenSilo, SiloView]]:
+    noise: PyTree,
+) -> tuple[PyTree, Array, tuple[PyTree, OpenSilo, SiloView]]:
     """Move the silo's local latents, or those of a minibatch of elements.
 
     :return: all coordinates, the mean acceptance, and the gradient's inputs: coordinates, silo and
@@ -272,7 +273,7 @@ def pick_rows(key: Array, shape: tuple[int, ...], size: Array) -> Array:
 def move(
     config: LangevinConfig | NodeConfig,
     theta: Array,
-    eps: Array,
+    eps: PyTree,
     silo: OpenSilo,
     view: SiloView | SiloRows,
     noise: MoveNoise,
@@ -301,7 +302,7 @@ def _nested_move(
     units: NestedUnits,
     sites: dict,
     u: Array,
-    eps: Array,
+    eps: PyTree,
     silo: OpenSilo,
     view: SiloView | SiloRows,
     noise: MoveNoise,

@@ -11,11 +11,12 @@ stuck. Where elements are dependent, all latents of the silo move together by MA
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, random
+from jax.typing import DTypeLike
 
 from numpyro_fed.data.views import SiloRows, SiloView
 from numpyro_fed.density.local_map import Units
@@ -64,7 +65,7 @@ def move_noise(
     )
 
 
-def free_move_noise(key: Array, shape: tuple[int, int], dim: int, dtype: Any) -> MoveNoise:
+def free_move_noise(key: Array, shape: tuple[int, int], dim: int, dtype: DTypeLike) -> MoveNoise:
     """Draw the noise of ``(length, E)`` moves, for units that change from move to move."""
     key_normal, key_uniform, key_width = random.split(key, 3)
     wide = random.bernoulli(key_width, 1 / _EVERY, shape[:1])

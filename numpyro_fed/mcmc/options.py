@@ -3,16 +3,30 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any
+from typing import Protocol, runtime_checkable
 
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from numpyro_fed._typing import PyTree
 from numpyro_fed.mcmc.schedules import check_step_size
 from numpyro_fed.surrogates.gaussian import Surrogates
 
-__all__ = ["Options"]
+__all__ = ["Options", "Whitened"]
+
+
+@runtime_checkable
+class Whitened(Protocol):
+    """Result of a variational fit whose q(theta) can start a fit of surrogates."""
+
+    @property
+    def state(self) -> PyTree:
+        """State after the last round."""
+
+    @property
+    def whitening(self) -> tuple[np.ndarray, np.ndarray] | None:
+        """Mean and square root of the covariance of a Gaussian q(theta), else ``None``."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +51,7 @@ class Options:
     no_answer: float = 0.0
     element_batches: bool = True
     control_variates: bool = False
-    init_from: Any = None
+    init_from: Whitened | None = None
 
     def checked(self) -> "Options":
         """Return the arguments after all checks that need no data."""
@@ -101,12 +115,9 @@ class Options:
         return self
 
     def _check_start(self) -> None:
-        if getattr(self.init_from, "whitening", None) is None:
-            got = (
-                "one of another guide"
-                if hasattr(self.init_from, "whitening")
-                else type(self.init_from).__name__
-            )
+        known = isinstance(self.init_from, Whitened)
+        if self.init_from is None or not known or self.init_from.whitening is None:
+            got = "one of another guide" if known else type(self.init_from).__name__
             raise ValueError(
                 "init_from: expected the result of a variational fit with fed.AutoSiloNormal, got "
                 f"{got}"
@@ -186,5 +197,5 @@ class Options:
             )
 
 
-def _is_count(n: Any) -> bool:
+def _is_count(n: object) -> bool:
     return isinstance(n, int | np.integer) and not isinstance(n, bool) and bool(n >= 1)

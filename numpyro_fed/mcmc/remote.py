@@ -9,8 +9,9 @@ import warnings
 from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,7 @@ from numpyro.util import is_prng_key
 from tqdm.auto import tqdm
 
 from numpyro_fed._compat import fill_mcmc
+from numpyro_fed._typing import Facts, PyTree
 from numpyro_fed.data.views import SiloView
 from numpyro_fed.density.fingerprint import fingerprint
 from numpyro_fed.mcmc._base import FederatedKernel
@@ -149,7 +151,7 @@ class RemoteMCMC(MCMC):
         self._steps.check(kernel, silos, self.num_chains)
         with self._checkpoint.held():
             saved = self._checkpoint.load(silos.carrier)
-            kernel._set_up(silos, {})
+            kernel.set_up(silos, {})
             going = self._start(rng_key, silos)
             fields = tuple(dict.fromkeys((*kernel.default_fields, *extra_fields)))
             facts = self._facts(rng_key, silos, fields) if self._checkpoint.place else {}
@@ -177,7 +179,7 @@ class RemoteMCMC(MCMC):
         silos: RemoteSilos,
         fields: tuple[str, ...],
         num_rounds: int,
-        facts: dict[str, Any],
+        facts: Facts,
     ) -> "_Going":
         """Make all rounds that are left, or those before an interruption."""
         with tqdm(total=num_rounds, initial=going.made, disable=not self.progress_bar) as bar:
@@ -205,7 +207,7 @@ class RemoteMCMC(MCMC):
                 if going.made > self.num_warmup:
                     for f in fields:
                         going.draws.setdefault(f, []).append(
-                            jax.tree.map(np.asarray, getattr(going.state, f))
+                            jax.tree.map(np.asarray, attrgetter(f)(going.state))
                         )
                 if self._checkpoint.due(going.made, num_rounds):
                     values = {**going._asdict(), "state": _without_kernel(going.state), **facts}
@@ -214,7 +216,7 @@ class RemoteMCMC(MCMC):
                         going.spent.clear()
         return going
 
-    def warmup(self, *args: Any, **kwargs: Any) -> None:
+    def warmup(self, *args: object, **kwargs: object) -> None:
         """Raise an error, since the warm-up is part of :meth:`run`."""
         raise NotImplementedError(
             "warmup() is not built for remote silos; expected run(), whose first num_warmup rounds "
@@ -230,7 +232,7 @@ class RemoteMCMC(MCMC):
         if is_prng_key(rng_key):
             keys = random.split(rng_key, self.num_chains) if self.num_chains > 1 else rng_key[None]
         state, slots = self._steps.start(self.sampler, keys, self.num_chains, silos)
-        carrier, every, tuning = silos.carrier, range(len(silos)), self.sampler._tuning
+        carrier, every, tuning = silos.carrier, range(len(silos)), self.sampler.tuning
         told = [carrier.new_slot() for _ in every]
         calls = [
             Call(n, TellLocal(), random.key(0), tuning.seen_by(n), None, told[n]) for n in every
@@ -255,10 +257,10 @@ class RemoteMCMC(MCMC):
         silos.carrier.forget(spent)
         return []
 
-    def _facts(self, rng_key: Array, silos: RemoteSilos, fields: tuple[str, ...]) -> dict[str, Any]:
+    def _facts(self, rng_key: Array, silos: RemoteSilos, fields: tuple[str, ...]) -> Facts:
         """Return the facts by which a checkpoint recognizes its run."""
         kernel = self.sampler
-        numbers = [np.asarray(x) for x in jax.tree.leaves(kernel._tuning.without_rows())]
+        numbers = [np.asarray(x) for x in jax.tree.leaves(kernel.tuning.without_rows())]
         return {
             "kernel": type(kernel).__name__,
             **self._steps.facts(kernel),
@@ -276,7 +278,7 @@ class RemoteMCMC(MCMC):
             ).hexdigest(),
         }
 
-    def _going_on(self, first: "_Going", saved: dict[str, Any], facts: dict[str, Any]) -> "_Going":
+    def _going_on(self, first: "_Going", saved: dict[str, PyTree], facts: Facts) -> "_Going":
         """Return the run at its checkpoint.
 
         Silos have received the kernel's numbers anew; the first local latents of this start are
@@ -285,11 +287,7 @@ class RemoteMCMC(MCMC):
         self._checkpoint.same_run(saved, facts)
         going = _Going(**{name: saved[name] for name in _Going._fields})
         spent = [*going.spent, *going.told, *first.slots.reshape(-1).tolist()]
-        numbers = {
-            name: getattr(first.state, name)
-            for name in _KERNEL_FIELDS
-            if name in going.state._fields
-        }
+        numbers = {k: v for k, v in first.state._asdict().items() if k in _KERNEL_FIELDS}
         return going._replace(state=going.state._replace(**numbers), told=first.told, spent=spent)
 
     def _say_who_failed(self, going: "_Going", silos: RemoteSilos) -> None:
@@ -331,7 +329,7 @@ class _Going(NamedTuple):
     :param bad: for each faulty reply, the silo's number and the fault.
     """
 
-    state: Any
+    state: PyTree
     slots: np.ndarray
     told: list[int]
     made: int
@@ -343,6 +341,6 @@ class _Going(NamedTuple):
 _KERNEL_FIELDS = ("tuning", "mixing")  # fields of a state that hold the kernel's numbers
 
 
-def _without_kernel(state: Any) -> Any:
+def _without_kernel(state: PyTree) -> PyTree:
     """Return the state without the kernel's numbers, which a continued run computes anew."""
     return state._replace(**dict.fromkeys(set(_KERNEL_FIELDS) & set(state._fields)))

@@ -15,6 +15,7 @@ import numpy as np
 from jax import Array, random
 from scipy.linalg import solve_triangular
 
+from numpyro_fed._typing import Facts, PyTree
 from numpyro_fed.data.views import SiloView
 from numpyro_fed.mcmc._kernel import LangevinKernel
 from numpyro_fed.mcmc.config import LangevinConfig, Tuning
@@ -51,15 +52,15 @@ class RemoteSteps(NamedTuple):
     :param visits: True if a round visits only some silos, so that silent ones may be visited less.
     """
 
-    check: Callable[[Any, RemoteSilos, int], None]
-    start: Callable[..., tuple[Any, np.ndarray]]
-    step: Callable[..., tuple[Any, np.ndarray, list[int], list[tuple[int, str]]]]
-    facts: Callable[[Any], dict[str, Any]]
+    check: Callable[..., None]
+    start: Callable[..., tuple[PyTree, np.ndarray]]
+    step: Callable[..., tuple[PyTree, np.ndarray, list[int], list[tuple[int, str]]]]
+    facts: Callable[..., Facts]
     visits: bool
 
 
 @singledispatch
-def remote_steps(kernel: Any) -> RemoteSteps:
+def remote_steps(kernel: object) -> RemoteSteps:
     """Return the functions that drive a kernel over remote silos.
 
     Each type of kernel registers its own.
@@ -164,7 +165,7 @@ def _arrive(
 
 def _check(kernel: LangevinKernel, silos: RemoteSilos, num_chains: int) -> None:
     """Raise an error for options that are not built for remote silos."""
-    options = kernel._options
+    options = kernel.options
     moments = isinstance(options.surrogate, str) and options.surrogate == "moments"
     refused = {
         "batch_size": (options.batch_size, options.batch_size is not None, "None"),
@@ -187,8 +188,8 @@ def _start(
     kernel: LangevinKernel, keys: Array, num_chains: int, silos: RemoteSilos
 ) -> tuple[LangevinState, np.ndarray]:
     """Return all chains' first states, and the slots of the local latents that silos draw."""
-    config, tuning = kernel._config, kernel._tuning
-    starts = start_keys(keys, kernel._options.distinct_silos)
+    config, tuning = kernel.config, kernel.tuning
+    starts = start_keys(keys, kernel.options.distinct_silos)
     axes = chain_axes(False)
     here = replace(config, units=None)  # the local latents are in the silos
     first = jax.vmap(
@@ -197,6 +198,7 @@ def _start(
     state = first(starts[0], starts[1], None, starts[2], tuning, silos, None)
     slots = np.zeros((len(keys), 0), np.int64)
     if config.units is not None:
+        assert tuning.latents is not None
         keys_eps = jax.vmap(lambda key: random.split(key, 4)[2])(starts[0])
         slots = np.array([[silos.carrier.new_slot() for _ in silos.names] for _ in keys])
         local, rows = StartLocal(config), tuning.latents.rows.slot
@@ -227,7 +229,7 @@ def _step(
     :return: the state, the slots, the spent slots, and for each faulty reply the silo's number and
         the fault.
     """
-    config, slots = kernel._config, slots.copy()
+    config, slots = kernel.config, slots.copy()
     leave, each = _depart(config, state, len(silos))
     numbers, local, calls = np.asarray(leave.number).tolist(), VisitLocal(config), []
     for c, (n, (key, chain)) in enumerate(zip(numbers, each, strict=True)):
@@ -260,9 +262,9 @@ def _step(
     return new_state, slots, spent, bad
 
 
-def _facts(kernel: LangevinKernel) -> dict[str, Any]:
+def _facts(kernel: LangevinKernel) -> Facts:
     """Return the numbers of a visit."""
-    config = kernel._config
+    config = kernel.config
     return {
         "stays": re.sub(
             r"0x[0-9a-f]+", "", repr((config.num_local_steps, config.cut, config.schedule))
@@ -277,7 +279,9 @@ def _(kernel: LangevinKernel) -> RemoteSteps:
     return RemoteSteps(_check, _start, _step, _facts, True)
 
 
-def ask_or_forget(ask: Callable[[list[Call]], Any], calls: list[Call], silos: RemoteSilos) -> Any:
+def ask_or_forget(
+    ask: Callable[[list[Call]], PyTree], calls: list[Call], silos: RemoteSilos
+) -> PyTree:
     """Return the replies of ``ask``; if it raises, let silos forget what they wrote.
 
     No state will name these slots.
@@ -300,7 +304,7 @@ def _wrong(kernel: LangevinKernel, left: np.ndarray, came: np.ndarray) -> str | 
     """
     if not np.isfinite(came).all():
         return "NaN"
-    loc, scale = kernel._tuning.loc, kernel._tuning.scale
+    loc, scale = kernel.tuning.loc, kernel.tuning.scale
     if scale is None:
         far = np.abs(came - left).max() > _FARTHEST_VISIT * max(1.0, float(np.abs(left).max()))
         return (
@@ -316,7 +320,7 @@ def _wrong(kernel: LangevinKernel, left: np.ndarray, came: np.ndarray) -> str | 
 
 def _nothing(config: LangevinConfig, chain: Chain) -> tuple[Chain, VisitStats]:
     """Return a placeholder for a missing reply."""
-    zero: Any = np.zeros((), chain.theta.dtype)
-    still: Any = np.zeros(chain.theta.shape, chain.theta.dtype) if config.cut else None
-    finite: Any = np.array(False)
+    zero: PyTree = np.zeros((), chain.theta.dtype)
+    still: PyTree = np.zeros(chain.theta.shape, chain.theta.dtype) if config.cut else None
+    finite: PyTree = np.array(False)
     return chain, VisitStats(zero, zero, zero, finite, still)

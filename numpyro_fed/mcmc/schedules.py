@@ -5,7 +5,6 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -58,7 +57,7 @@ class _PolynomialDecay:
     def __repr__(self) -> str:
         return f"polynomial_decay({self.scale:g}, {self.offset:g}, {self.power:g})"
 
-    def __call__(self, count: Any) -> Array:
+    def __call__(self, count: Array) -> Array:
         return self.scale / (self.offset + count) ** jnp.asarray(self.power, jnp.result_type(float))
 
 
@@ -99,7 +98,7 @@ def _check_schedule(schedule: Callable) -> None:
         )
 
 
-def check_step_size(step_size: Any, named: tuple[str, ...]) -> None:
+def check_step_size(step_size: float | str | Callable | None, named: tuple[str, ...]) -> None:
     """Raise an error unless a step size is a positive number, a schedule or a name in ``named``."""
     if isinstance(step_size, str):
         if step_size not in named:
@@ -118,7 +117,7 @@ def check_step_size(step_size: Any, named: tuple[str, ...]) -> None:
         raise ValueError(f"step_size: expected a finite number > 0, got {step_size!r}")
 
 
-def _is_positive(number: Any) -> bool:
+def _is_positive(number: object) -> bool:
     try:
         return bool(0 < float(np.asarray(number, jnp.result_type(float))) < math.inf)
     except TypeError:

@@ -1,7 +1,7 @@
 """Setup of a Langevin kernel before its first round: checks, surrogates, local map, step size."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from numpyro_fed._typing import ModelArgs
 from numpyro_fed.data.silos import Silos
 from numpyro_fed.data.views import largest, thin
 from numpyro_fed.density.check import check_batch, check_factorization, elements_are_independent
@@ -61,9 +62,7 @@ class ModelSetup(NamedTuple):
     cost: Cost
 
 
-def model_setup(
-    model: Callable, silos: Silos, extra: dict[str, Any], options: Options
-) -> ModelSetup:
+def model_setup(model: Callable, silos: Silos, extra: ModelArgs, options: Options) -> ModelSetup:
     """Check model, data and factorization, and fit surrogates and local map."""
     factors = factorize(model, silos, public=tuple(options.public), extra=extra)
     if not factors.dim:
@@ -96,7 +95,7 @@ def model_setup(
     )
 
 
-def make_setup(model: Callable, silos: Silos, extra: dict[str, Any], options: Options) -> Setup:
+def make_setup(model: Callable, silos: Silos, extra: ModelArgs, options: Options) -> Setup:
     """Make the whole setup: :func:`model_setup`, then the step size."""
     return _with_step_size(
         model_setup(model, silos, extra, options), silos.with_shared(**extra), options
@@ -160,7 +159,7 @@ def _with_step_size(ground: ModelSetup, silos: Silos, options: Options) -> Setup
     return Setup(config, tuning, surrogates, cost)
 
 
-def _selection(selection: Any, silos: Silos) -> np.ndarray:
+def _selection(selection: str | Sequence[float] | Array | None, silos: Silos) -> np.ndarray:
     if selection is None or (isinstance(selection, str) and selection == "auto"):
         return np.full(len(silos), 1 / len(silos))
     if isinstance(selection, str):  # "size" counts rows to which no other rows point
@@ -303,7 +302,7 @@ def _start(options: Options, factors: Factors) -> tuple[np.ndarray, np.ndarray, 
 
     The distance is known for conducive rounds alone; it is infinite for others.
     """
-    if options.init_from is None:
+    if options.init_from is None or options.init_from.whitening is None:
         return None
     loc, scale = options.init_from.whitening
     if len(loc) != factors.dim:
@@ -311,7 +310,7 @@ def _start(options: Options, factors: Factors) -> tuple[np.ndarray, np.ndarray, 
             f"init_from: expected a fit of the same model, with {factors.dim} unconstrained global "
             f"latents {[n for n, _ in factors.global_sites]}, got {len(loc)}"
         )
-    return loc, scale, float(getattr(options.init_from.state.server, "moved", np.inf))
+    return loc, scale, float(options.init_from.state.server._asdict().get("moved", np.inf))
 
 
 def _surrogates(

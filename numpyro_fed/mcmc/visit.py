@@ -1,12 +1,13 @@
 """Rounds of the Langevin kernels: the chain's state, its start, and its visits to silos."""
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax, random
 
+from numpyro_fed._typing import PyTree
 from numpyro_fed.data.silos import Silos
 from numpyro_fed.data.views import SiloView, largest
 from numpyro_fed.mcmc.adaptation import Adaptation, adapt, first_looks
@@ -195,7 +196,7 @@ def wait(old: LangevinState, new: LangevinState, arrives: Array, silent: Array) 
     if old.residual is not None:
         waits["residual"] = old.residual
     kept = {
-        k: jax.tree.map(lambda a, b: jnp.where(silent, a, b), v, getattr(new, k))
+        k: jax.tree.map(lambda a, b: jnp.where(silent, a, b), v, new._asdict()[k])
         for k, v in waits.items()
     }
     return new._replace(
@@ -222,7 +223,7 @@ def _look(
     adaptation: Adaptation,
     key: Array,
     theta: Array,
-    private: Any,
+    private: PyTree,
     silos: Silos,
 ) -> Adaptation:
     """Measure curvature, in preconditioned units, and gradient noise at the chain's position.

@@ -8,10 +8,12 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+from jax import Array
 
+from numpyro_fed._compat import import_arviz
 from numpyro_fed.results.compare_scalars import (
     AGREE_SE,
     COLUMNS,
@@ -26,7 +28,7 @@ from numpyro_fed.vi.importance import POOR
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-    from pandas import DataFrame
+    from pandas import DataFrame, Series
 
 __all__ = ["Comparison", "JointDistance", "compare", "plot_compare"]
 
@@ -201,8 +203,8 @@ class Comparison:
 
 
 def compare(
-    fed: Any,
-    reference: Any,
+    fed: object,
+    reference: object,
     *,
     var_names: str | Sequence[str] | None = None,
     mean_tolerance: float = 0.1,
@@ -264,8 +266,8 @@ def compare(
 
 
 def plot_compare(
-    fed: Any,
-    reference: Any,
+    fed: object,
+    reference: object,
     *,
     var_names: str | Sequence[str] | None = None,
     max_rows: int = 12,
@@ -309,9 +311,11 @@ def plot_compare(
     return draw_comparison(draws, table.assign(units=units), (title, subtitle), labels, figure)
 
 
-def _said_of_itself(fit: Any) -> tuple[float | None, str | None]:
+def _said_of_itself(fit: object) -> tuple[float | None, str | None]:
     """Return Pareto's k and the cost of privacy, where a fit's ``InferenceData`` has them."""
-    attrs = getattr(getattr(fit, "posterior", None), "attrs", {})
+    if not isinstance(fit, import_arviz().InferenceData) or "posterior" not in fit.groups():
+        return None, None
+    attrs = fit.posterior.attrs
     k = attrs.get("pareto_k")
     privacy = attrs.get("privacy")
     if privacy is not None:
@@ -321,7 +325,7 @@ def _said_of_itself(fit: Any) -> tuple[float | None, str | None]:
 
 
 def _compare(
-    scalars: list[Scalar], mean_tolerance: float, sd_tolerance: float, fit: Any
+    scalars: list[Scalar], mean_tolerance: float, sd_tolerance: float, fit: object
 ) -> Comparison:
     import pandas as pd
 
@@ -341,7 +345,7 @@ def _sinkhorn_distance(x: np.ndarray, y: np.ndarray) -> float:
 
 
 @cache
-def _divergence() -> Callable[..., Any]:
+def _divergence() -> Callable[..., Array]:
     """Return the Sinkhorn divergence of three cost matrices, compiled once for each shape."""
     import jax
 
@@ -366,7 +370,7 @@ def _by_severity(table: "DataFrame") -> np.ndarray:
     return np.lexsort((-table["error"].fillna(np.inf).to_numpy(), -rank))
 
 
-def _shown(row: Any) -> dict[str, str]:
+def _shown(row: "Series") -> dict[str, str]:
     """Return one row of the table as printed."""
     return {
         "reference": _rounded(row["mean_ref"], row["sd_ref"], row["sd_ref"]),

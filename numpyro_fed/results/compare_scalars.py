@@ -2,11 +2,14 @@
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from numpyro_fed._compat import chain_statistic, posterior_dataset
+
+if TYPE_CHECKING:
+    from xarray import DataArray
 
 COLUMNS = ["mean_ref", "sd_ref", "mean_fed", "sd_fed", "error", "mcse", "sd_ratio"]
 COLUMNS += ["sd_ratio_mcse", "w2", "ess_bulk", "ess_tail", "r_hat", "verdict", "note"]
@@ -17,7 +20,9 @@ _MIN_DRAWS = 4  # ArviZ has no diagnostics for shorter chains
 Scalar = tuple[str, np.ndarray, np.ndarray]
 
 
-def paired_scalars(fed: Any, reference: Any, var_names: str | Sequence[str] | None) -> list[Scalar]:
+def paired_scalars(
+    fed: object, reference: object, var_names: str | Sequence[str] | None
+) -> list[Scalar]:
     """Pair the scalar parameters of both fits, with labels; raise where the fits do not match."""
     pair = posterior_dataset(fed), posterior_dataset(reference)
     in_fed, in_ref = (set(map(str, posterior.data_vars)) for posterior in pair)
@@ -40,7 +45,7 @@ def paired_scalars(fed: Any, reference: Any, var_names: str | Sequence[str] | No
     return scalars
 
 
-def _of_site(name: str, fed: Any, ref: Any) -> list[Scalar]:
+def _of_site(name: str, fed: "DataArray", ref: "DataArray") -> list[Scalar]:
     for side, array in (("fit", fed), ("reference", ref)):
         if not {"chain", "draw"} <= set(array.dims):
             raise ValueError(

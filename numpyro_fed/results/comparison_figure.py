@@ -1,7 +1,8 @@
 """Figure of two posteriors side by side, from arrays of draws."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -10,7 +11,7 @@ from numpyro_fed._compat import density_curve
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-    from pandas import DataFrame
+    from pandas import DataFrame, Series
 
 # Blue and vermilion of Okabe and Ito, distinct in every form of color blindness, and dark gray.
 _FED, _REF, _DIFFERS, _QUIET = "#0072B2", "#4D4D4D", "#B24700", "#6B6B6B"
@@ -146,14 +147,12 @@ def _draw_interval(
     ax.plot(mean, y, marker, color=color, ms=6, mec="white", mew=0.9, zorder=3)
 
 
-def _draw_label(ax: "Axes", y: int, name: str, row: Any) -> None:
-    place: dict[str, Any] = {
-        "xycoords": ax.get_yaxis_transform(),
-        "ha": "right",
-        "textcoords": "offset points",
-    }
-    ax.annotate(name, (0, y), xytext=(-8, 1), va="bottom", size=10, **place)
-    ax.annotate(row["units"], (0, y), xytext=(-8, -1), va="top", size=8, color=_QUIET, **place)
+def _draw_label(ax: "Axes", y: int, name: str, row: "Series") -> None:
+    write = partial(
+        ax.annotate, xycoords=ax.get_yaxis_transform(), ha="right", textcoords="offset points"
+    )
+    write(name, (0, y), xytext=(-8, 1), va="bottom", size=10)
+    write(row["units"], (0, y), xytext=(-8, -1), va="top", size=8, color=_QUIET)
 
 
 def _draw_densities(
@@ -176,25 +175,15 @@ def _draw_densities(
         ax.tick_params(labelbottom=False, length=0)
 
 
-def _draw_verdict(ax: "Axes", row: Any) -> None:
-    place: dict[str, Any] = {
-        "xycoords": "axes fraction",
-        "textcoords": "offset points",
-        "annotation_clip": False,
-    }
+def _draw_verdict(ax: "Axes", row: "Series") -> None:
+    write = partial(
+        ax.annotate, xycoords="axes fraction", textcoords="offset points", annotation_clip=False
+    )
     color = _VERDICT_COLOURS[row["verdict"]]
     weight = "bold" if row["verdict"] == "differs" else "normal"
-    head: dict[str, Any] = {
-        "xytext": (8, 1),
-        "va": "bottom",
-        "size": 9,
-        "color": color,
-        "weight": weight,
-    }
-    ax.annotate(row["verdict"], (1, 0.5), **head, **place)
+    write(row["verdict"], (1, 0.5), xytext=(8, 1), va="bottom", size=9, color=color, weight=weight)
     numbers = row["note"] or f"Δ {row['error']:.2f} sd, sd ratio {row['sd_ratio']:.2f}"
-    tail: dict[str, Any] = {"xytext": (8, -1), "va": "top", "size": 8, "color": _QUIET}
-    ax.annotate(numbers, (1, 0.5), **tail, **place)
+    write(numbers, (1, 0.5), xytext=(8, -1), va="top", size=8, color=_QUIET)
 
 
 def _quiet_axis(ax: "Axes") -> None:

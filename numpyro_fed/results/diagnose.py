@@ -153,7 +153,7 @@ def diagnose(mcmc: MCMC) -> Diagnosis:
         >>> fed.diagnose(mcmc).verdict
         'sound'
     """
-    kernel = getattr(mcmc, "sampler", None)
+    kernel = mcmc.sampler if isinstance(mcmc, MCMC) else None
     if not isinstance(kernel, LangevinKernel):
         raise ValueError(
             "expected an MCMC that has run over SGLD, DSGLD or FSGLD, got "
@@ -246,13 +246,13 @@ def _guards(kernel: LangevinKernel, fields: dict[str, np.ndarray]) -> list[tuple
         )
 
     out = [by_chain("rounds undone", (fields["diverging"] & (fields["cut_rate"] == 0)).mean(1))]
-    if kernel._config.cut:
+    if kernel.config.cut:
         # a long visit may take a chain far from where the pilot looked, so fewer cut steps matter
-        reach = float(fields["step_size"].max()) * kernel._config.num_local_steps
+        reach = float(fields["step_size"].max()) * kernel.config.num_local_steps
         out.append(
             by_chain("steps cut", fields["cut_rate"].mean(1), _RATE * min(1.0, _REST / reach))
         )
-    if kernel._config.units is not None:
+    if kernel.config.units is not None:
         silo, stuck = fields["silo"].ravel(), fields["local_stuck"].ravel()
         share = np.array(
             [
@@ -283,7 +283,7 @@ def _guards(kernel: LangevinKernel, fields: dict[str, np.ndarray]) -> list[tuple
 def _visits(mcmc: MCMC, kernel: LangevinKernel) -> list[tuple]:
     from scipy.stats import chi2
 
-    f = np.asarray(kernel._tuning.selection, float)
+    f = np.asarray(kernel.tuning.selection, float)
     if len(f) < 2:
         return []
     visits = np.asarray(mcmc.last_state.visits, float).reshape(-1, len(f)).sum(0)
@@ -305,7 +305,7 @@ def _by_round(
     mcmc: MCMC, kernel: LangevinKernel, fields: dict[str, np.ndarray]
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return means of e ``(chains, rounds, d)`` and silos ``(chains, rounds)`` of whole rounds."""
-    kept = kernel._config.num_kept
+    kept = kernel.config.num_kept
     residual, silo = fields["residual"].astype(float), fields["silo"]
     made = int(np.ravel(mcmc.last_state.i)[0])  # warm-up included, which may end inside a round
     start = -(made - silo.shape[1]) % kept
@@ -317,10 +317,10 @@ def _by_round(
 
 def _noise(mcmc: MCMC, kernel: LangevinKernel, fields: dict[str, np.ndarray]) -> list[tuple]:
     residual, silo = _by_round(mcmc, kernel, fields)
-    tuning, steps = kernel._tuning, kernel._config.num_local_steps
+    tuning, steps = kernel.tuning, kernel.config.num_local_steps
     f = np.asarray(tuning.selection, float)
     out = []
-    if residual.shape[1] > 2 and kernel._config.schedule is None:
+    if residual.shape[1] > 2 and kernel.config.schedule is None:
         h, dim = float(tuning.step_size), residual.shape[2]
         centered = residual - residual.mean((0, 1))
         now, lagged = centered[:, :-1].reshape(-1, dim), centered[:, 1:].reshape(-1, dim)
@@ -374,7 +374,7 @@ def _surrogate_mass(mcmc: MCMC, kernel: LangevinKernel) -> list[tuple]:
     """
     from scipy.stats import norm
 
-    factors, tuning = kernel.factors, kernel._tuning
+    factors, tuning = kernel.factors, kernel.tuning
     assert factors is not None
     if factors.transforms is None:  # the inverse of the transforms needs the model
         return []

@@ -1,8 +1,12 @@
 """Figure of a variational run's evidence lower bound, round by round."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
+from numpyro.infer.svi import SVIRunResult
+
+from numpyro_fed._compat import import_arviz
+from numpyro_fed.vi.result import VIResult
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -17,7 +21,7 @@ _MARGIN = 0.1
 
 
 def plot_elbo(
-    result: Any, *, smooth: int | None = None, figure: "Figure | None" = None
+    result: object, *, smooth: int | None = None, figure: "Figure | None" = None
 ) -> "Figure":
     """Draw the estimated bound of every round, and its running mean.
 
@@ -84,11 +88,11 @@ def running_mean(x: np.ndarray, window: int) -> np.ndarray:
     return np.where(counts > 0, sums(np.where(finite, x, 0.0)) / np.maximum(counts, 1), np.nan)
 
 
-def _trace(result: Any) -> np.ndarray:
-    if hasattr(result, "losses"):
+def _trace(result: object) -> np.ndarray:
+    if isinstance(result, VIResult | SVIRunResult):
         return -np.asarray(result.losses, np.float64)
     if (
-        hasattr(result, "groups")
+        isinstance(result, import_arviz().InferenceData)
         and "optimization" in result.groups()
         and "elbo" in result.optimization
     ):

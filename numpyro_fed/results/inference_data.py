@@ -8,8 +8,10 @@ import numpy as np
 from numpyro.infer import MCMC
 
 from numpyro_fed._compat import import_arviz, infer_dims
+from numpyro_fed._typing import Facts
 from numpyro_fed.data.silos import Silos
 from numpyro_fed.decentralized._kernel import NetworkKernel
+from numpyro_fed.mcmc._base import FederatedKernel
 from numpyro_fed.results.network import average_of_nodes, label_nodes, take_node, warn_of_nodes
 from numpyro_fed.results.silo_coords import ledger_attrs, silo_coords
 from numpyro_fed.results.vi_inference_data import vi_inference_data
@@ -26,7 +28,7 @@ _TOO_WIDE = 1.1  # predicted inflation of the sds above which a warning is due
 _TOO_OFTEN = 0.01  # share of local steps cut above which a warning is due
 
 
-def to_inference_data(fit: Any, *args: Any, **options: Any) -> "InferenceData":
+def to_inference_data(fit: FederatedVI | MCMC, *args: Any, **options: Any) -> "InferenceData":
     """Convert a federated fit to ArviZ ``InferenceData``.
 
     ``to_inference_data(mcmc, silos, log_likelihood=True, node=None, **options)`` takes an
@@ -98,7 +100,7 @@ def _mcmc_inference_data(
     **options: Any,
 ) -> "InferenceData":
     kernel = mcmc.sampler
-    factors = getattr(kernel, "factors", None)
+    factors = kernel.factors if isinstance(kernel, FederatedKernel) else None
     if factors is None:
         raise ValueError(
             "expected an MCMC that has run over a kernel of numpyro_fed, got one over "
@@ -142,7 +144,7 @@ def _mcmc_inference_data(
 
 
 def _remote_inference_data(
-    mcmc: MCMC, silos: RemoteSilos, node: str | None, ledger: Ledger, options: dict[str, Any]
+    mcmc: MCMC, silos: RemoteSilos, node: str | None, ledger: Ledger, options: Facts
 ) -> "InferenceData":
     """Return the draws of the global sites of a run over remote silos, without data."""
     fields = {k: np.asarray(v) for k, v in mcmc.get_extra_fields(group_by_chain=True).items()}

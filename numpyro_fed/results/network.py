@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,11 @@ from numpyro.infer.util import transform_fn, unconstrain_fn
 
 from numpyro_fed._compat import import_arviz
 from numpyro_fed.data.silos import Silos
+from numpyro_fed.mcmc._base import FederatedKernel
 from numpyro_fed.rounds.remote import RemoteSilos
+
+if TYPE_CHECKING:
+    from arviz import InferenceData
 
 __all__ = ["average_of_nodes", "label_nodes", "take_node", "warn_of_nodes"]
 
@@ -23,7 +27,7 @@ _SMALL_WEIGHT = {True: 1e-4, False: 0.02}
 _FEWEST = 20  # fewest draws by which a mean is judged
 
 
-def label_nodes(idata: Any, silos: Silos) -> None:
+def label_nodes(idata: "InferenceData", silos: Silos) -> None:
     """Set each chain's coordinates ``node``, its silo's name, and ``network``, a number."""
     networks = idata.posterior.sizes["chain"] // len(silos)
     nodes = np.tile(np.array(silos.names), networks)
@@ -37,7 +41,7 @@ def label_nodes(idata: Any, silos: Silos) -> None:
             )
 
 
-def take_node(idata: Any, node: str, silos: Silos) -> Any:
+def take_node(idata: "InferenceData", node: str, silos: Silos) -> "InferenceData":
     """Return the chains of one node, one for each network."""
     chains = np.arange(silos.names.index(node), idata.posterior.sizes["chain"], len(silos))
     part = idata.sel(chain=chains)
@@ -47,7 +51,9 @@ def take_node(idata: Any, node: str, silos: Silos) -> Any:
     return part
 
 
-def average_of_nodes(mcmc: MCMC, silos: Silos, idata: Any, log_lik: bool) -> Any:
+def average_of_nodes(
+    mcmc: MCMC, silos: Silos, idata: "InferenceData", log_lik: bool
+) -> "InferenceData":
     """Return the draws of every network's average of its nodes.
 
     The average is that of ``push_sum_weight * position`` in unconstrained space. It follows
@@ -93,11 +99,13 @@ def average_of_nodes(mcmc: MCMC, silos: Silos, idata: Any, log_lik: bool) -> Any
     return result
 
 
-def _unconstrain(kernel: Any, silos: Silos) -> Callable:
+def _unconstrain(kernel: FederatedKernel, silos: Silos) -> Callable:
+    factors = kernel.factors
+    assert factors is not None
     if isinstance(silos, RemoteSilos):
-        return lambda sites: kernel.factors.unconstrain_globals(sites, silos.shared)
-    if kernel.factors.transforms is not None:
-        return partial(transform_fn, kernel.factors.transforms, invert=True)
+        return lambda sites: factors.unconstrain_globals(sites, silos.shared)
+    if factors.transforms is not None:
+        return partial(transform_fn, factors.transforms, invert=True)
     return partial(unconstrain_fn, kernel.model, (silos,), {})
 
 

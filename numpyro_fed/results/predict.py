@@ -1,8 +1,8 @@
 """Posterior predictive draws for a silo of the fit, for new rows in it, or for a new silo."""
 
 import json
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Hashable, Mapping
+from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 import numpy as np
@@ -11,19 +11,23 @@ from numpyro.handlers import seed, substitute, trace
 from numpyro.infer import Predictive
 
 from numpyro_fed._compat import posterior_dataset
+from numpyro_fed._typing import Column, PyTree
 from numpyro_fed.data.checks import check_key
+
+if TYPE_CHECKING:
+    from xarray import Dataset
 
 __all__ = ["predict"]
 
 
 def predict(
     model: Callable,
-    posterior: Any,
+    posterior: object,
     rng_key: Array,
-    data: Mapping[str, Any],
+    data: Mapping[str, Column],
     *,
     silo: str | None = None,
-    params: Mapping[str, Any] | None = None,
+    params: Mapping[str, PyTree] | None = None,
 ) -> dict[str, np.ndarray]:
     """Draw from the posterior predictive of a model, given a fit.
 
@@ -68,7 +72,7 @@ def predict(
     check_key(rng_key)
     draws = posterior_dataset(posterior)
     plates = {
-        name.removesuffix("_silo"): names.values
+        str(name).removesuffix("_silo"): names.values
         for name, names in draws.coords.items()
         if _is_silos(name, draws)
     }
@@ -106,7 +110,9 @@ def predict(
     return {name: np.asarray(x) for name, x in found.items()}
 
 
-def _draws_of(silo: str | None, draws: Any, plates: Mapping[str, np.ndarray]) -> dict[str, Array]:
+def _draws_of(
+    silo: str | None, draws: "Dataset", plates: Mapping[str, np.ndarray]
+) -> dict[str, Array]:
     """Return draws ``(draws, *site)`` of the global latents and of one silo's latents."""
     values = {}
     for name, x in draws.data_vars.items():
@@ -126,7 +132,7 @@ def _draws_of(silo: str | None, draws: Any, plates: Mapping[str, np.ndarray]) ->
     return values
 
 
-def _learned(draws: Any) -> dict[str, Array]:
+def _learned(draws: "Dataset") -> dict[str, Array]:
     """Return the learned parameters that a fit's draws hold."""
     networks = json.loads(draws.attrs.get("networks", "[]"))
     if networks:
@@ -137,7 +143,7 @@ def _learned(draws: Any) -> dict[str, Array]:
     return {k: jnp.asarray(v) for k, v in json.loads(draws.attrs.get("learned", "{}")).items()}
 
 
-def _observed(model: Callable, data: Mapping[str, Any]) -> set[str]:
+def _observed(model: Callable, data: Mapping[str, Column]) -> set[str]:
     """Return the names of sites whose values are in the data, which are not predicted."""
     sites = trace(seed(model, random.key(0))).get_trace(**data)
     return {
@@ -145,7 +151,7 @@ def _observed(model: Callable, data: Mapping[str, Any]) -> set[str]:
     }
 
 
-def _check_positions(data: Mapping[str, Any], index: Mapping[str, list[str]]) -> None:
+def _check_positions(data: Mapping[str, Column], index: Mapping[str, list[str]]) -> None:
     """Raise for positions outside their target, which JAX would silently move inside it."""
     for leaf, targets in index.items():
         given = [t for t in targets if data.get(t) is not None]
@@ -162,7 +168,7 @@ def _check_positions(data: Mapping[str, Any], index: Mapping[str, list[str]]) ->
 
 
 def _check_sizes(
-    model: Callable, data: Mapping[str, Any], plates: Mapping[str, np.ndarray], silo: str
+    model: Callable, data: Mapping[str, Column], plates: Mapping[str, np.ndarray], silo: str
 ) -> None:
     """Raise for a plate with latents in the fit and another number of elements in the data."""
     for name, site in trace(seed(model, random.key(0))).get_trace(**data).items():
@@ -175,10 +181,10 @@ def _check_sizes(
                 )
 
 
-def _is_silos(name: Any, draws: Any) -> bool:
+def _is_silos(name: Hashable, draws: "Dataset") -> bool:
     dim = str(name).removesuffix("_silo")
     return str(name).endswith("_silo") and dim in draws.dims and draws.coords[name].dims == (dim,)
 
 
-def _attribute(draws: Any) -> set[str]:
+def _attribute(draws: "Dataset") -> set[str]:
     return set(json.loads(draws.attrs.get("silos", "[]")))

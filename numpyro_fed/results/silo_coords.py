@@ -1,7 +1,8 @@
 """Names of silos as ArviZ coordinates, and the ledger as ArviZ attributes."""
 
 import json
-from typing import Any
+from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -9,10 +10,13 @@ from numpyro_fed.data.silos import Silos
 from numpyro_fed.density.factors import Factors
 from numpyro_fed.rounds.federated import Ledger
 
+if TYPE_CHECKING:
+    from arviz import InferenceData
+
 __all__ = ["ledger_attrs", "silo_coords"]
 
 
-def silo_coords(idata: Any, factors: Factors, silos: Silos, suffix: str = "") -> None:
+def silo_coords(idata: "InferenceData", factors: Factors, silos: Silos, suffix: str = "") -> None:
     """Set the coordinate ``<plate>_silo`` of each silo plate to the silos' names.
 
     Also set the attribute ``index``, which maps each argument that holds positions to the arguments
@@ -33,5 +37,4 @@ def silo_coords(idata: Any, factors: Factors, silos: Silos, suffix: str = "") ->
 
 def ledger_attrs(ledger: Ledger) -> dict[str, str]:
     """Return the ledger as attributes that netCDF can hold."""
-    entries = ("silos", "rounds", "gradient_evaluations", "bytes_down", "bytes_up")
-    return {entry: json.dumps(getattr(ledger, entry)) for entry in entries}
+    return {entry: json.dumps(value) for entry, value in asdict(ledger).items()}

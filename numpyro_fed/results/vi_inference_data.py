@@ -2,21 +2,24 @@
 
 import json
 import warnings
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import random
+from jax import Array, random
 from numpyro.infer import log_likelihood as log_likelihood_of
 
 from numpyro_fed._compat import import_arviz, infer_dims
+from numpyro_fed._typing import Facts
 from numpyro_fed.data.mixed import MixedSilos
 from numpyro_fed.data.silos import Silos
 from numpyro_fed.density.factors import PARAMS
 from numpyro_fed.results.silo_coords import ledger_attrs, silo_coords
 from numpyro_fed.rounds.remote import RemoteSilos
 from numpyro_fed.vi._base import FederatedVI
+from numpyro_fed.vi.config import FitConfig
 from numpyro_fed.vi.draws import Draws, constrained, draw, draw_remote, globals_of
 from numpyro_fed.vi.guides.normal import SiloNormal
 from numpyro_fed.vi.importance import POOR, smoothed, tail_of_spreads, worst_tail
@@ -39,7 +42,7 @@ def vi_inference_data(
     silos: Silos | MixedSilos,
     *,
     num_draws: int = 1000,
-    rng_key: Any = None,
+    rng_key: Array | None = None,
     log_likelihood: bool = True,
     resample: bool = False,
 ) -> "InferenceData":
@@ -112,13 +115,13 @@ def vi_inference_data(
     return idata
 
 
-def check_num_draws(num_draws: Any) -> None:
+def check_num_draws(num_draws: object) -> None:
     """Raise unless ``num_draws`` is a whole number >= 1."""
     if isinstance(num_draws, bool) or not isinstance(num_draws, int | np.integer) or num_draws < 1:
         raise ValueError(f"num_draws: expected a whole number >= 1, got {num_draws!r}")
 
 
-def _judged(config: Any, draws: Draws, stretched: bool) -> tuple[np.ndarray, float, str]:
+def _judged(config: FitConfig, draws: Draws, stretched: bool) -> tuple[np.ndarray, float, str]:
     """Return smoothed weights, the worst Pareto's k, and a text of what it is the k of.
 
     It is the largest of the weights' own k and of those of the coordinates' variances under them.
@@ -138,10 +141,10 @@ def _judged(config: Any, draws: Draws, stretched: bool) -> tuple[np.ndarray, flo
 
 
 def _part(
-    config: Any,
+    config: FitConfig,
     number: int,
     silos: Silos,
-    draws: Any,
+    draws: Draws,
     params: dict,
     log_likelihood: bool,
     suffix: str,
@@ -176,10 +179,10 @@ def _part(
 class _Called:
     """Model that is called without arguments."""
 
-    def __init__(self, model: Any, kwargs: dict) -> None:
+    def __init__(self, model: Callable, kwargs: dict) -> None:
         self.model, self.kwargs = model, kwargs
 
-    def __call__(self) -> Any:
+    def __call__(self) -> object:
         return self.model(**self.kwargs)
 
     def observed(self) -> dict[str, jax.Array]:
@@ -198,7 +201,7 @@ class _Called:
         }
 
 
-def _told(setup: Setup, params: dict, draws: Draws, result: VIResult) -> dict[str, Any]:
+def _told(setup: Setup, params: dict, draws: Draws, result: VIResult) -> Facts:
     """Return the attributes of the posterior that describe the fit.
 
     They are its ledger, learned parameters, the unit with the worst Pareto's k, the latents that
@@ -211,7 +214,7 @@ def _told(setup: Setup, params: dict, draws: Draws, result: VIResult) -> dict[st
         if isinstance(params[k], jax.Array)
     }
     networks = [k for k in config.learned if k not in arrays]  # too large for an attribute
-    told: dict[str, Any] = {**ledger_attrs(result.ledger), "structures": len(setup.parts)}
+    told: Facts = {**ledger_attrs(result.ledger), "structures": len(setup.parts)}
     told |= {"learned": json.dumps(arrays), "networks": json.dumps(networks)}
     if setup.remote:
         told["remote"] = json.dumps([s.name for s in config.factors.local_sites])
@@ -222,12 +225,12 @@ def _told(setup: Setup, params: dict, draws: Draws, result: VIResult) -> dict[st
     return told
 
 
-def _worst_unit(config: Any, ratios: list, parts: tuple[Silos, ...]) -> dict[str, Any]:
+def _worst_unit(config: FitConfig, ratios: list, parts: tuple[Silos, ...]) -> Facts:
     """Return the largest Pareto's k of the weights of a unit's candidates, and name the unit.
 
     Only the units whose weights vary most are judged.
     """
-    worst: dict[str, Any] = {}
+    worst: Facts = {}
     for family, found, part in zip(config.families, ratios, parts, strict=True):
         if not family.has_local or len(found) < _FEWEST:
             continue
@@ -242,7 +245,7 @@ def _worst_unit(config: Any, ratios: list, parts: tuple[Silos, ...]) -> dict[str
     return worst
 
 
-def _chosen(weight: np.ndarray, num: int, key: Any) -> np.ndarray:
+def _chosen(weight: np.ndarray, num: int, key: Array) -> np.ndarray:
     """Resample candidates systematically, and return their positions in random order.
 
     The number of copies of a candidate is ``num`` times its weight, rounded up or down.
