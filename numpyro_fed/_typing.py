@@ -5,7 +5,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from jax import Array
 
-__all__ = ["AnyArray", "Column", "Facts", "ModelArgs", "PyTree"]
+__all__ = ["AnyArray", "Column", "Facts", "ModelArgs", "PyTree", "Site"]
 
 PyTree: TypeAlias = Any
 """Pytree of arrays, or of the arrays' types; ``None`` is the empty pytree."""
@@ -18,6 +18,9 @@ Column: TypeAlias = Any
 
 ModelArgs: TypeAlias = dict[str, Column]
 """Keyword arguments of the model, of one silo, of a minibatch or of all data."""
+
+Site: TypeAlias = dict[str, Any]
+"""Message of a site in a NumPyro trace: its name, type, distribution, value and plates."""
 
 Facts: TypeAlias = dict[str, Any]
 """Texts, numbers, and lists and dicts of them by name: whatever JSON can hold."""

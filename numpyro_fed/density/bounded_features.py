@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from numpyro_fed._typing import AnyArray
+
 __all__ = ["MOST_DIMENSIONS", "curved", "features", "num_features"]
 
 MOST_DIMENSIONS = 16  # with more, the features are too many for the points of a fit
@@ -19,13 +21,13 @@ def num_features(dim: int) -> int:
     return 1 + 2 * dim + dim * (dim + 1) // 2
 
 
-def features(u: Array) -> Array:
+def features(u: AnyArray) -> Array:
     """Return :math:`\\psi` at whitened positions ``(..., d)``, of shape ``(..., p)``."""
     c = _REACH * jnp.tanh(u / _REACH)
     return jnp.concatenate([jnp.ones_like(c[..., :1]), c, curved(u)], axis=-1)
 
 
-def curved(u: Array) -> Array:
+def curved(u: AnyArray) -> Array:
     """Return the products and cubes among :func:`features`."""
     c = _REACH * jnp.tanh(u / _REACH)
     first, second = np.tril_indices(u.shape[-1])

@@ -87,7 +87,9 @@ def _own(factors: Factors, z: dict[str, Array], view: SiloView) -> dict[str, Arr
 
 
 @partial(jax.jit, static_argnames=("factors",))
-def _factored(factors: Factors, theta: dict, z: dict, silos: Silos) -> tuple[Array, Any, Array]:
+def _factored(
+    factors: Factors, theta: dict, z: dict, silos: Silos
+) -> tuple[Array, tuple[dict, dict], Array]:
     """Return the sum of the factors, its gradient in (theta, z), and each silo's term."""
 
     def total(theta: dict, z: dict) -> tuple[Array, Array]:
@@ -103,7 +105,9 @@ def _factored(factors: Factors, theta: dict, z: dict, silos: Silos) -> tuple[Arr
 
 
 @partial(jax.jit, static_argnames=("factors",))
-def _pooled(factors: Factors, theta: dict, z: dict, silos: Silos) -> tuple[Array, Any]:
+def _pooled(
+    factors: Factors, theta: dict, z: dict, silos: Silos
+) -> tuple[Array, tuple[dict, dict]]:
     groups = factors.local_groups()
 
     def total(theta: dict, z: dict) -> Array:
@@ -293,7 +297,9 @@ def check_batch(factors: Factors, silos: Silos, group: str, size: int, *, seed: 
         )
 
 
-def _different_sites(gradient: Any, expected: Any, silos: Silos, factors: Factors) -> list[str]:
+def _different_sites(
+    gradient: tuple[dict, dict], expected: tuple[dict, dict], silos: Silos, factors: Factors
+) -> list[str]:
     groups = factors.local_groups()
     out = []
     rounding = float(jnp.finfo(jnp.result_type(float)).eps)

@@ -12,13 +12,15 @@ from typing import Any
 
 import jax
 import numpy as np
+import numpyro
 from jax import Array
-from numpyro.distributions import Delta
+from numpyro.distributions import Delta, Distribution
 from numpyro.distributions.transforms import biject_to
 from numpyro.handlers import seed, substitute, trace
 from numpyro.infer.initialization import init_to_sample
 
 from numpyro_fed import _compat
+from numpyro_fed._typing import ModelArgs, Site
 from numpyro_fed.data.silos import Silos
 from numpyro_fed.density.factors import Factors, LocalSite
 from numpyro_fed.density.handlers import NO_STEPS, is_silo_plate
@@ -39,7 +41,7 @@ def factorize(
     silos: Silos,
     *,
     public: tuple[str, ...] = (),
-    extra: Mapping[str, Any] | None = None,
+    extra: ModelArgs | None = None,
 ) -> Factors:
     """Find the global and local sites of a marked model.
 
@@ -94,7 +96,7 @@ def factorize(
 
 
 def pooled_factors(
-    model: Callable, sites: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
+    model: Callable, sites: Mapping[str, Site], shapes: Mapping[str, tuple[int, ...]]
 ) -> Factors:
     """Return the factors of a model as a guide on pooled data sees them.
 
@@ -113,7 +115,8 @@ def pooled_factors(
 
 
 def _sorted_sites(
-    latent: list[tuple[str, str | None, Any]], shapes: Mapping[str, tuple[int, ...]]
+    latent: list[tuple[str, str | None, Callable[[int], int]]],
+    shapes: Mapping[str, tuple[int, ...]],
 ) -> tuple[tuple, tuple]:
     global_sites, local_sites = [], []
     for name, plate, dim in latent:
@@ -130,7 +133,7 @@ def _sorted_sites(
 def _factorize(
     model: Callable,
     specs: tuple[tuple[str, str, jax.ShapeDtypeStruct], ...],
-    shared: tuple[tuple, Any],
+    shared: tuple[tuple, jax.tree_util.PyTreeDef],
     index: tuple[tuple[str, str], ...],
     public: tuple[str, ...],
     conditioned: tuple[str, ...],
@@ -166,7 +169,7 @@ def _factorize(
 def _probe(
     model: Callable,
     rows: dict[str, jax.ShapeDtypeStruct],
-    shared: tuple[tuple, Any],
+    shared: tuple[tuple, jax.tree_util.PyTreeDef],
     sizes: dict[str, int],
     public: tuple[str, ...],
     conditioned: tuple[str, ...],
@@ -244,10 +247,11 @@ def _raised_by(error: Exception) -> str:
     step = error.__traceback__
     while step is not None and step.tb_next is not None:
         step = step.tb_next
-    return getattr(step and step.tb_frame.f_locals.get("self"), "name", "?")
+    owner = None if step is None else step.tb_frame.f_locals.get("self")
+    return owner.name if isinstance(owner, numpyro.plate) else "?"
 
 
-def _silo_plates(sites: Mapping[str, Any], sizes: dict[str, int]) -> dict[str, str]:
+def _silo_plates(sites: Mapping[str, Site], sizes: dict[str, int]) -> dict[str, str]:
     """Return the row group of each marked plate by its number of elements."""
     plates: dict[str, str] = {}
     for name, site in sites.items():
@@ -271,18 +275,18 @@ def _silo_plates(sites: Mapping[str, Any], sizes: dict[str, int]) -> dict[str, s
     return plates
 
 
-def _is_delta(fn: Any) -> bool:
+def _is_delta(fn: Distribution) -> bool:
     """Return whether a distribution is a Delta, or has one as its base distribution."""
     return isinstance(fn, Delta) or (hasattr(fn, "base_dist") and _is_delta(fn.base_dist))
 
 
 def _latent_sites(
-    sites: Mapping[str, Any],
+    sites: Mapping[str, Site],
     plates: dict[str, str],
     public: tuple[str, ...],
     conditioned: tuple[str, ...],
-) -> list[tuple[str, str | None, Any]]:
-    latent: list[tuple[str, str | None, Any]] = []
+) -> list[tuple[str, str | None, Callable[[int], int]]]:
+    latent: list[tuple[str, str | None, Callable[[int], int]]] = []
     for name, site in sites.items():
         if site["type"] != "sample":
             continue

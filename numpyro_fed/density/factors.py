@@ -13,18 +13,20 @@ silo's arguments; a minibatch is a call with some of its rows. Only this module 
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from numpyro import validation_enabled
+from numpyro.distributions.transforms import Transform
 from numpyro.distributions.util import is_identically_one
 from numpyro.handlers import seed, substitute, trace
 from numpyro.infer.util import constrain_fn, potential_energy, transform_fn, unconstrain_fn
 
 from numpyro_fed import _compat
+from numpyro_fed._typing import ModelArgs, Site
 from numpyro_fed.data.silos import Silos
 
 __all__ = [
@@ -50,7 +52,7 @@ class PooledModel:
 
     model: Callable
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         if args and isinstance(args[0], Silos):
             return self.model(*args[1:], **{**args[0].pooled, **kwargs})
         return self.model(*args, **kwargs)
@@ -79,7 +81,7 @@ class LearnedModel:
 
     model: Callable
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         return substitute(self.model, data=kwargs.pop(PARAMS))(*args, **kwargs)
 
 
@@ -104,7 +106,7 @@ class Factors:
     plates: tuple[tuple[str, str], ...]
     rows: tuple[tuple[str, str, jax.ShapeDtypeStruct], ...]
     index: tuple[tuple[str, str], ...]
-    transforms: dict[str, Any] | None = field(compare=False, repr=False)
+    transforms: dict[str, Transform] | None = field(compare=False, repr=False)
     undrawn: tuple[tuple[str, str], ...] = ()
 
     @property
@@ -160,8 +162,8 @@ class Factors:
         self,
         theta: Mapping[str, Array],
         z: Mapping[str, Array],
-        kwargs: Mapping[str, Any],
-        weights: Mapping[str, Any],
+        kwargs: ModelArgs,
+        weights: Mapping[str, Array | float],
     ) -> tuple[Array, dict[str, Array]]:
         """Return the global log density, and each row group's local terms by element.
 
@@ -201,15 +203,15 @@ class Factors:
         self,
         theta: Mapping[str, Array],
         z: Mapping[str, Array],
-        kwargs: Mapping[str, Any],
-        weights: Mapping[str, Any],
+        kwargs: ModelArgs,
+        weights: Mapping[str, Array | float],
     ) -> Array:
         """Return ``log p(y_s, z_s | theta)``, a scalar; arguments as in :meth:`terms`."""
         return sum(
             (jnp.sum(v) for v in self.terms(theta, z, kwargs, weights)[1].values()), jnp.zeros(())
         )
 
-    def log_prior(self, theta: Mapping[str, Array], shared: Mapping[str, Any]) -> Array:
+    def log_prior(self, theta: Mapping[str, Array], shared: ModelArgs) -> Array:
         """Return ``log p(theta)``, a scalar, from the shared arguments alone.
 
         The server has no rows, so it calls the model with one made-up row of each group. No global
@@ -222,9 +224,7 @@ class Factors:
         with validation_enabled(False):  # a likelihood's support may lack the made-up row
             return self.terms(theta, z, {**shared, **one_row}, weights)[0]
 
-    def constrain_globals(
-        self, sites: Mapping[str, Array], shared: Mapping[str, Any]
-    ) -> dict[str, Array]:
+    def constrain_globals(self, sites: Mapping[str, Array], shared: ModelArgs) -> dict[str, Array]:
         """Return global sites in their supports from unconstrained sites and shared arguments.
 
         Deterministic sites are left out.
@@ -241,7 +241,7 @@ class Factors:
         return {name: out[name] for name, _ in self.global_sites}
 
     def unconstrain_globals(
-        self, sites: Mapping[str, Array], shared: Mapping[str, Any]
+        self, sites: Mapping[str, Array], shared: ModelArgs
     ) -> dict[str, Array]:
         """Return unconstrained global sites; the inverse of :meth:`constrain_globals`."""
         own = {name: sites[name] for name, _ in self.global_sites}
@@ -251,9 +251,7 @@ class Factors:
         with validation_enabled(False):
             return unconstrain_fn(seed(self.model, 0), (), kwargs, own)
 
-    def by_element(
-        self, group: str, local: Mapping[str, Array], kwargs: Mapping[str, Any]
-    ) -> Array:
+    def by_element(self, group: str, local: Mapping[str, Array], kwargs: ModelArgs) -> Array:
         """Sum local terms at the elements of one row group.
 
         An element collects its own terms and those of rows that point to it.
@@ -265,7 +263,7 @@ class Factors:
         return self.by_elements((group,), local, kwargs)[0][0]
 
     def by_elements(
-        self, groups: tuple[str, ...], local: Mapping[str, Array], kwargs: Mapping[str, Any]
+        self, groups: tuple[str, ...], local: Mapping[str, Array], kwargs: ModelArgs
     ) -> tuple[list[Array], Array]:
         """Sum local terms at the elements of several row groups.
 
@@ -293,7 +291,7 @@ class Factors:
         self,
         rows: str,
         groups: tuple[str, ...],
-        kwargs: Mapping[str, Any],
+        kwargs: ModelArgs,
         seen: tuple[str, ...] = (),
     ) -> tuple[int, Array] | None:
         """Return the place in ``groups`` of the group that rows belong to, and each row's element.
@@ -316,7 +314,7 @@ class Factors:
 
 
 def made_up_rows(
-    rows: tuple[tuple[str, str, Any], ...], index: Mapping[str, str]
+    rows: tuple[tuple[str, str, jax.ShapeDtypeStruct], ...], index: Mapping[str, str]
 ) -> dict[str, Array]:
     """Return one row of every row argument, for calls of a model without data."""
     return {
@@ -325,7 +323,7 @@ def made_up_rows(
     }
 
 
-def _site_log_prob(site: Mapping[str, Any]) -> Array:
+def _site_log_prob(site: Site) -> Array:
     intermediates = site["intermediates"]
     if intermediates:
         log_prob = site["fn"].log_prob(site["value"], intermediates)

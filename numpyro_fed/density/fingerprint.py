@@ -2,17 +2,19 @@
 
 import hashlib
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import numpyro
+from jax import Array
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
+from numpyro_fed._typing import Column, Facts, ModelArgs, PyTree
 from numpyro_fed.data.silos import Silos
 from numpyro_fed.data.spec import SilosSpec
 from numpyro_fed.density.factors import Factors
@@ -32,7 +34,14 @@ __all__ = [
 ]
 
 
-def versions() -> dict[str, Any]:
+class Described(Protocol):
+    """Variational fit that tells its facts."""
+
+    def described(self, factors: Factors, shared: ModelArgs) -> Facts:
+        """Return the facts that distinguish the fit from another one of the same model."""
+
+
+def versions() -> dict[str, str]:
     """Return the versions that must be equal on both sides for equal draws."""
     return {
         "numpyro_fed": version("numpyro-fed"),
@@ -58,14 +67,14 @@ def from_values(values: dict[str, Any]) -> Silos:
     return Silos.from_spec(SilosSpec(*values["what"]), values["rows"], {}, shared)
 
 
-def description(silos: Silos, values: bool = False) -> dict[str, Any]:
+def description(silos: Silos, values: bool = False) -> Facts:
     """Return the description of silos that leaves them first: names, sizes and types.
 
     :param values: add a hash of each shared argument, for parties who may know the values. A hash
         reveals a value that a party can guess.
     """
 
-    def outlined(name: str, value: Any) -> list[Any]:
+    def outlined(name: str, value: Column) -> list[str]:
         if name not in silos.shared_arrays:
             return [type(value).__name__, _hash(repr(value)) if values else ""]
         x = np.asarray(value)
@@ -83,7 +92,7 @@ def description(silos: Silos, values: bool = False) -> dict[str, Any]:
     }
 
 
-def checked(about: Any, who: str, max_rows: int) -> dict[str, Any]:
+def checked(about: object, who: str, max_rows: int) -> Facts:
     """Check the form of a description, and return its parts.
 
     :param about: a description from another party.
@@ -127,7 +136,7 @@ def checked(about: Any, who: str, max_rows: int) -> dict[str, Any]:
     return {part: about[part] for part in parts}
 
 
-def fit_together(told: Sequence[dict[str, Any]], who: Sequence[str]) -> None:
+def fit_together(told: Sequence[Facts], who: Sequence[str]) -> None:
     """Raise a ``ValueError`` unless all silos have the same arguments and types.
 
     :param told: a description for each party.
@@ -153,9 +162,7 @@ def fit_together(told: Sequence[dict[str, Any]], who: Sequence[str]) -> None:
             )
 
 
-def joined_spec(
-    told: Sequence[dict[str, Any]], who: Sequence[str], shared: Mapping[str, Any]
-) -> Silos:
+def joined_spec(told: Sequence[Facts], who: Sequence[str], shared: ModelArgs) -> Silos:
     """Return silos without rows that join all parties' descriptions.
 
     :param told: a description for each party.
@@ -174,7 +181,7 @@ def joined_spec(
         k: jax.ShapeDtypeStruct((sum(sizes[group]), *shape), jnp.dtype(dtype))
         for k, (group, dtype, shape) in first["rows"].items()
     }
-    arrays = {k: jnp.asarray(v) for k, v in shared.items() if isinstance(v, np.ndarray | jax.Array)}
+    arrays = {k: jnp.asarray(v) for k, v in shared.items() if isinstance(v, np.ndarray | Array)}
     static = {k: v for k, v in shared.items() if k not in arrays}
     group = {k: g for k, (g, _, _) in first["rows"].items()}
     mappings = (group, sizes, first["index"], static)
@@ -182,7 +189,7 @@ def joined_spec(
     return Silos.from_spec(spec, rows, {}, arrays)
 
 
-def fingerprint(factors: Factors, known: Silos, fit: Any = None) -> dict[str, Any]:
+def fingerprint(factors: Factors, known: Silos, fit: Described | None = None) -> Facts:
     """Return the facts that distinguish a model, and a fit, from another one.
 
     For a model these are its sites, and a hash of the program of its log density with all numbers
@@ -202,7 +209,7 @@ def fingerprint(factors: Factors, known: Silos, fit: Any = None) -> dict[str, An
         for s in factors.local_sites
     }
 
-    def density(theta: dict, z: dict, rows: dict, arrays: dict) -> Any:
+    def density(theta: dict, z: dict, rows: dict, arrays: dict) -> PyTree:
         with numpyro.validation_enabled(False):
             return factors.terms(
                 theta, z, {**static, **arrays, **rows}, {g: 1.0 for _, g, _ in factors.rows}
@@ -216,14 +223,14 @@ def fingerprint(factors: Factors, known: Silos, fit: Any = None) -> dict[str, An
     }
 
 
-def program_hash(fn: Callable, *args: Any) -> str:
+def program_hash(fn: Callable, *args: PyTree) -> str:
     """Return a hash of a function's program for arguments of some types, with all numbers in it.
 
     It does not hash the program's text, because that depends on what JAX has traced before.
     """
     digest = hashlib.sha256()
 
-    def walk(jaxpr: Jaxpr, consts: Sequence[Any] = ()) -> None:
+    def walk(jaxpr: Jaxpr, consts: Sequence[Array] = ()) -> None:
         places = {var: i for i, var in enumerate([*jaxpr.constvars, *jaxpr.invars])}
         for value in consts:
             digest.update(np.asarray(value).tobytes())
@@ -242,7 +249,7 @@ def program_hash(fn: Callable, *args: Any) -> str:
         ]
         digest.update(" ".join(out).encode())
 
-    def setting(name: str, value: Any) -> None:
+    def setting(name: str, value: object) -> None:
         if isinstance(value, ClosedJaxpr):
             walk(value.jaxpr, value.consts)
         elif isinstance(value, Jaxpr):
@@ -250,7 +257,7 @@ def program_hash(fn: Callable, *args: Any) -> str:
         elif isinstance(value, list | tuple):
             for one in value:
                 setting(name, one)
-        elif isinstance(value, np.ndarray | jax.Array):
+        elif isinstance(value, np.ndarray | Array):
             digest.update(np.asarray(value).tobytes())
         elif not callable(value):
             digest.update(f"{name}={re.sub('0x[0-9a-f]+', '', repr(value))}".encode())

@@ -7,7 +7,6 @@ plain plates.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import numpyro
 from numpyro.primitives import Messenger
@@ -50,7 +49,7 @@ class mark_silos(Messenger):
         self.plate_names = frozenset(plate_names)
         super().__init__(fn)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         if self.fn is None:  # used as a decorator
             return super().__call__(*args, **kwargs)
         self._seen: set[str] = set()

@@ -13,14 +13,13 @@ with F of :mod:`numpyro_fed.density.local_map`. A move of :math:`\epsilon^{out}`
 its outer elements', then its inner elements', padded to the largest silo's.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
+from numpyro_fed._typing import ModelArgs
 from numpyro_fed.data.views import SiloRows, SiloView
 from numpyro_fed.density.factors import Factors
 from numpyro_fed.density.local_map import LocalMap, Units
@@ -75,7 +74,7 @@ class NestedUnits(Units):
         (_, outer, _), (_, inner, _) = self.blocks()
         return outer, inner
 
-    def parent(self, kwargs: Mapping[str, Any]) -> Array:
+    def parent(self, kwargs: ModelArgs) -> Array:
         """Return the outer element of each inner one, counted inside the silo."""
         leaves = self.factors.leaves(self.inner)
         leaf = next(

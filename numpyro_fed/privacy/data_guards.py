@@ -41,8 +41,12 @@ class Guards:
     columns: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("min_rows", "min_level_rows", "max_parameters_per_row"):
-            value = getattr(self, name)
+        limits = {
+            "min_rows": self.min_rows,
+            "min_level_rows": self.min_level_rows,
+            "max_parameters_per_row": self.max_parameters_per_row,
+        }
+        for name, value in limits.items():
             if value is not None and (isinstance(value, bool) or not 0 < value < math.inf):
                 raise ValueError(f"{name}: expected a number > 0, or None, got {value!r}")
 

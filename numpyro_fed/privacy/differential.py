@@ -38,7 +38,8 @@ Talwar & Zhang (2018), ICLR.
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from types import ModuleType
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -46,6 +47,7 @@ import numpy as np
 import optax
 from jax import Array, random
 
+from numpyro_fed._typing import PyTree
 from numpyro_fed.privacy.discrete_gaussian import MOST_SD, Words, discrete_gaussian
 from numpyro_fed.privacy.secure_sum import LARGEST
 from numpyro_fed.rounds.serialization import wire_name
@@ -61,7 +63,7 @@ _ORDERS = (*(1 + i / 20 for i in range(1, 200)), *range(11, 512))  # of Renyi di
 _TAIL_VARIANCE = 81 / 17  # of the average with weights t^8, times the number of rounds
 
 
-def _accounting() -> Any:
+def _accounting() -> ModuleType:
     try:
         import dp_accounting
     except ImportError as error:
@@ -134,8 +136,7 @@ class Privacy:
     num_rounds: int
 
     def __post_init__(self) -> None:
-        for name in ("epsilon", "clip"):
-            value = getattr(self, name)
+        for name, value in (("epsilon", self.epsilon), ("clip", self.clip)):
             if (
                 isinstance(value, bool)
                 or not isinstance(value, int | float)
@@ -244,7 +245,7 @@ def expected_error(noise: Noise, num_silos: float, rounds: int) -> float:
     return noise.sd * math.sqrt(num_silos * _TAIL_VARIANCE / rounds)
 
 
-def noised(noise: Noise, key: Array, gradient: Any) -> Any:
+def noised(noise: Noise, key: Array, gradient: PyTree) -> PyTree:
     """Clip a pytree to a norm and add JAX's normal noise, for inline silos.
 
     A gradient that is not finite counts as zero. The low bits of the result reveal more than the
@@ -263,7 +264,7 @@ def noised(noise: Noise, key: Array, gradient: Any) -> Any:
     return jax.tree.unflatten(tree, out)
 
 
-def noised_exactly(noise: Noise, words: Words, gradient: Any) -> Any:
+def noised_exactly(noise: Noise, words: Words, gradient: PyTree) -> PyTree:
     """Clip a pytree of arrays to a norm on the grid and add the discrete Gaussian, in a silo.
 
     :param words: random words for one call alone.

@@ -26,7 +26,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
+from numpyro_fed._typing import PyTree
 from numpyro_fed.privacy.own_keys import hashed, secret_of, with_own_keys
 from numpyro_fed.privacy.secure_sum import FEWEST_SILOS, MOST_SILOS, Keys, masked
 from numpyro_fed.rounds.files import write_whole
@@ -116,7 +118,7 @@ class RoundGuard:
         self.shared, self.roster = shared, told
 
     def admit(
-        self, call: Call, own: dict[str, Any], state: Any, independent: bool
+        self, call: Call, own: dict[str, object], state: PyTree, independent: bool
     ) -> tuple[Call, Ticket]:
         """Return the call with the silo's keys in place of the server's, and its ticket.
 
@@ -134,7 +136,11 @@ class RoundGuard:
                 "rounds"
             )
         real = jnp.result_type(float)
-        types = [x.dtype for x in jax.tree.leaves(call.message) if hasattr(x, "dtype")]
+        types = [
+            x.dtype
+            for x in jax.tree.leaves(call.message)
+            if isinstance(x, Array | np.generic | np.ndarray)
+        ]
         odd = {str(x) for x in types if jnp.issubdtype(x, jnp.floating)} - {str(real)}
         if odd:
             raise ValueError(
@@ -212,7 +218,7 @@ class RoundGuard:
             )
         self._append("answered.txt", label, digest)
 
-    def let_out(self, local: SiloTask, reply: Any, ticket: Ticket) -> list[np.ndarray]:
+    def let_out(self, local: SiloTask, reply: PyTree, ticket: Ticket) -> list[np.ndarray]:
         """Return a reply's arrays with noise and masks, as they leave the silo.
 
         Replies leave by this method alone.

@@ -8,12 +8,13 @@ of the whole call. The same call therefore has the same draws, and any other cal
 import hashlib
 import os
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
+from numpyro_fed._typing import PyTree
 from numpyro_fed.privacy.secure_sum import secret_file
 from numpyro_fed.rounds.worker import Call
 
@@ -40,8 +41,8 @@ def with_own_keys(call: Call, secret: bytes, drawn: str) -> Call:
     :param drawn: a name for the call; calls with other names have other keys.
     """
 
-    def own(number: int, leaf: Any) -> Any:
-        if not jax.dtypes.issubdtype(getattr(leaf, "dtype", None), jax.dtypes.prng_key):
+    def own(number: int, leaf: PyTree) -> PyTree:
+        if not isinstance(leaf, Array) or not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             return leaf
         seed = secret + drawn.encode() + number.to_bytes(4, "little")
         words = np.frombuffer(hashlib.shake_256(seed).digest(8 * leaf.size), np.uint32)

@@ -21,10 +21,12 @@ import hashlib
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from types import ModuleType
 
 import jax
 import numpy as np
+
+from numpyro_fed._typing import PyTree
 
 __all__ = [
     "FEWEST_SILOS",
@@ -43,7 +45,7 @@ FEWEST_SILOS = 3  # with two, each silo could subtract its own number from the s
 MOST_SILOS = 2**13  # the largest sum that fits in 64 bits
 
 
-def _cryptography() -> Any:
+def _cryptography() -> ModuleType:
     try:
         from cryptography.hazmat.primitives.asymmetric import x25519
     except ImportError as error:
@@ -184,21 +186,23 @@ def masked(
     return out
 
 
-def types_masked(kind: Any) -> Any:
+def types_masked(kind: PyTree) -> PyTree:
     """Return the types of a masked reply from those of the plain one; numbers become pairs."""
 
-    def one(x: Any) -> Any:
+    def one(x: jax.ShapeDtypeStruct) -> PyTree:
         flags = jax.ShapeDtypeStruct(x.shape, np.uint32)
         return flags if x.dtype == bool else (jax.ShapeDtypeStruct(x.shape, np.uint64), flags)
 
     return jax.tree.map(one, kind)
 
 
-def _is_pair(x: Any) -> bool:
-    return type(x) is tuple and len(x) == 2 and getattr(x[0], "dtype", None) == np.uint64
+def _is_pair(x: object) -> bool:
+    if type(x) is not tuple or len(x) != 2 or not isinstance(x[0], np.ndarray):
+        return False
+    return x[0].dtype == np.uint64
 
 
-def opened(replies: Any, like: np.dtype) -> Any:
+def opened(replies: PyTree, like: np.dtype) -> PyTree:
     """Return the sum ``(1, ...)`` over silos of stacked replies ``(S, ...)``.
 
     A sum is NaN if a silo marked its number. Replies without masks stay as they are.
@@ -208,7 +212,7 @@ def opened(replies: Any, like: np.dtype) -> Any:
     if not any(_is_pair(x) for x in jax.tree.leaves(replies, is_leaf=_is_pair)):
         return replies
 
-    def one(x: Any) -> np.ndarray:
+    def one(x: PyTree) -> np.ndarray:
         if not _is_pair(x):
             return np.asarray(np.add.reduce(x, axis=0, keepdims=True, dtype=np.uint32) == 0)
         total = (

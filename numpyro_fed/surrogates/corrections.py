@@ -14,12 +14,12 @@ the other. No Gaussian has this shape, and the difference is most of the silos' 
 """
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
+from numpyro_fed._typing import AnyArray
 from numpyro_fed.density.bounded_features import features
 from numpyro_fed.density.small_matrices import solve_positive
 from numpyro_fed.rounds.serialization import wire_name
@@ -52,9 +52,9 @@ class Corrections:
     :param coefficients: D for scores in u, ``(S, p, d)``.
     """
 
-    loc: Any
-    whiten: Any
-    coefficients: Any
+    loc: AnyArray
+    whiten: AnyArray
+    coefficients: AnyArray
 
     def score(self, theta: Array) -> Array:
         """Return the corrections at ``theta`` of shape ``(d,)``, in the coordinates of theta.
@@ -64,7 +64,7 @@ class Corrections:
         psi = features(self.whiten @ (theta - self.loc))
         return (psi @ self.coefficients) @ self.whiten
 
-    def of(self, coefficients: Array) -> "Corrections":
+    def of(self, coefficients: AnyArray) -> "Corrections":
         """Return corrections in the same coordinates with other coefficients.
 
         :param coefficients: those of one silo, or a sum over silos.

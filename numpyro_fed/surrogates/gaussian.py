@@ -16,6 +16,7 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
+from numpyro_fed._typing import PyTree
 from numpyro_fed.rounds.serialization import wire_name
 from numpyro_fed.surrogates.corrections import Corrections
 
@@ -121,7 +122,7 @@ class Gaussian:
     """
 
     eta: Array | np.ndarray
-    precision: Any
+    precision: PyTree
 
     @property
     def is_diagonal(self) -> bool:

@@ -14,7 +14,7 @@ target has the variance 1 / (1 - h/4).
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,7 @@ from jax import Array, lax, random
 from numpyro.handlers import block
 from numpyro.infer import MCMC, NUTS
 
+from numpyro_fed._typing import AnyArray
 from numpyro_fed.data.silos import Silos
 from numpyro_fed.data.views import SiloView, largest, sweep
 from numpyro_fed.density.factors import Factors
@@ -46,10 +47,10 @@ class LocalDraws(NamedTuple):
     It holds the means of w over half chains, and the mean of the half chains' covariances.
     """
 
-    loc: Any
-    scale: Any
-    means: Any
-    within: Any
+    loc: AnyArray
+    scale: AnyArray
+    means: AnyArray
+    within: AnyArray
 
 
 def _log_target(
@@ -121,17 +122,17 @@ def sgld(factors: Factors, power: float, count: int, key: Array, silos: Silos) -
         loc, scale = _mode(lambda t: log_target(t, {}), jnp.zeros(factors.dim))
         slope = jax.vmap(jax.grad(lambda w: log_target(loc + scale @ w, {})))
 
-        def step(w: Any, key: Array) -> tuple[Any, None]:
+        def step(w: Array, key: Array) -> tuple[Array, None]:
             noise = random.normal(key, w.shape, w.dtype)
             return w + 0.5 * STEP_SIZE * slope(w) + math.sqrt(STEP_SIZE) * noise, None
 
-        def draw(w: Any, key: Array) -> tuple[Any, Array]:
+        def draw(w: Array, key: Array) -> tuple[Array, Array]:
             w, _ = lax.scan(step, w, random.split(key, _THINNING))
             return w, w
 
         key_start, key_draws = random.split(random.fold_in(key, view.number))
-        start: Any = random.normal(key_start, (CHAINS["sgld"], factors.dim))
-        _, draws = lax.scan(draw, start, random.split(key_draws, _BURN_IN + count))
+        start = random.normal(key_start, (CHAINS["sgld"], factors.dim))
+        draws = lax.scan(draw, start, random.split(key_draws, _BURN_IN + count))[1]
         return LocalDraws(loc, scale, *_summary(jnp.swapaxes(draws[_BURN_IN:], 0, 1))), None
 
     return sweep(local, silos, None, None)[0]

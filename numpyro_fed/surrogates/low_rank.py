@@ -20,13 +20,13 @@ principal factors: Harman (1976), Modern factor analysis, chapter 8.
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from numpyro_fed._typing import ModelArgs
 from numpyro_fed.data.silos import Silos
 from numpyro_fed.data.views import SiloView, largest
 from numpyro_fed.density.factorize import factorize
@@ -150,7 +150,7 @@ def _expansion(value: Callable[[Array], Array], theta: Array) -> tuple[Array, Ar
 
 
 @partial(jax.jit, static_argnames=("factors",))
-def _prior(factors: Factors, theta: Array, shared: Any) -> tuple[Array, Array, Array]:
+def _prior(factors: Factors, theta: Array, shared: ModelArgs) -> tuple[Array, Array, Array]:
     return _expansion(lambda t: factors.log_prior(factors.unravel(t), shared), theta)
 
 

@@ -27,13 +27,13 @@ import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from numbers import Real
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, random
 
+from numpyro_fed._typing import ModelArgs
 from numpyro_fed.data.silos import Silos
 from numpyro_fed.density.factorize import factorize
 from numpyro_fed.density.factors import Factors
@@ -223,7 +223,7 @@ def _gaussian(mean: np.ndarray, covariance: np.ndarray, count: int, diagonal: bo
 
 
 @partial(jax.jit, static_argnames=("factors",))
-def _prior_scores(factors: Factors, thetas: Array, shared: Any) -> Array:
+def _prior_scores(factors: Factors, thetas: Array, shared: ModelArgs) -> Array:
     return jax.vmap(jax.grad(lambda t: factors.log_prior(factors.unravel(t), shared)))(thetas)
 
 

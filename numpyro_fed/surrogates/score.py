@@ -26,13 +26,14 @@ import math
 import warnings
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, random
 
+from numpyro_fed._typing import PyTree
 from numpyro_fed.data.silos import Silos
 from numpyro_fed.density.bounded_features import MOST_DIMENSIONS, num_features
 from numpyro_fed.density.factors import Factors
@@ -252,7 +253,7 @@ def fit(
     group = None if units is None else units.group
     cost = Cost()
 
-    def ask(local: SiloTask, state: ServerState) -> tuple[Any, Any]:
+    def ask(local: SiloTask, state: ServerState) -> tuple[PyTree, PyTree]:
         nonlocal cost
         message = scheme.broadcast(key, state)
         replies, rows = ask_all(local, key, message, None, silos, group)
@@ -444,7 +445,7 @@ def _log_posterior(factors: Factors, message: Message, replies: Reply, silos: Si
 def _check_finite(replies: Reply, silos: Silos) -> None:
     """Raise an error for Gaussians that are not finite, with the name of their silo."""
     for part in ("shift", "precision", "correction"):
-        x = getattr(replies, part)
+        x = replies._asdict()[part]
         if x is None:
             continue
         wrong = ~(np.abs(np.asarray(x)) < _LARGEST).reshape(len(silos), -1).all(1)  # or NaN
