@@ -23,6 +23,10 @@ def test_the_picture_stays_small():
     assert len(architecture.arrows()) <= 75
 
 
+def test_nothing_reaches_into_another_objects_underscore():
+    assert not architecture.reaches()
+
+
 def test_private_names_of_numpyro_only_in_compat():
     for name, path in files().items():
         for node in ast.walk(ast.parse(path.read_text())):
