@@ -235,7 +235,7 @@ def agreement(
     """
     train = np.column_stack([np.ones_like(train[1]), train[0]]), train[1]
     rows = silos(train)
-    kernel = fed.PushSumLangevin(smooth_model, fed.graphs.ring(NODES), preconditioner="surrogate")
+    kernel = fed.PushSumLangevin(smooth_model, fed.graphs.ring(NODES), fed.Step("adaptive"))
     settings = {"num_chains": networks * NODES, "chain_method": "vectorized"}
     mcmc = MCMC(kernel, num_warmup=steps[0], num_samples=steps[1], thinning=thinning, **settings)
     mcmc.run(jax.random.key(2), rows)

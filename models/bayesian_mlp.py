@@ -117,12 +117,11 @@ def surrogates(
     count = len(silos)
     kernel = fed.FSGLD(
         handlers.scale(model, scale=1 / count),
-        step_size,
+        fed.Step(step_size, preconditioner=None),
         5 * num_draws,
         BATCH_SIZE,
         alpha=0.0,
-        preconditioner=None,
-        distinct_silos=True,
+        selection="distinct",
         num_kept=num_draws,
     )
     # a third of the visit is burn-in
@@ -169,11 +168,10 @@ def fit(
     settings: dict[str, Any] = {} if q is None else {"surrogate": q}
     kernel = fed.FSGLD(
         model,
-        step_size,
+        fed.Step(step_size, preconditioner=None),
         VISIT,
         BATCH_SIZE,
         alpha=METHODS[method],
-        preconditioner=None,
         num_kept=KEPT,
         **settings,
     )

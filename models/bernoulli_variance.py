@@ -87,14 +87,9 @@ def estimator(method: str) -> Estimator:
         )
     data = rows.as_one() if method == "SGLD" else rows
     own: dict[str, Any] = {"surrogate": surrogate, "alpha": float(surrogate is not None)}
-    own |= {
-        "selection": None,
-        "preconditioner": None,
-        "bias_target": 0.02,
-        "public": (),
-        "validate": False,
-    }
-    options = Options(step_size=1e-4, num_local_steps=1, batch_size=BATCH_SIZE, **own).checked()
+    own |= {"selection": None, "public": (), "validate": False}
+    step = fed.Step(1e-4, preconditioner=None)
+    options = Options(step, num_local_steps=1, batch_size=BATCH_SIZE, **own).checked()
     found = make_setup(model, data, {}, options)
     return Estimator(found.config, found.tuning, data, found.surrogates)
 

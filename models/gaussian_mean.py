@@ -110,9 +110,8 @@ def fit(
     kept, thinning = max(1, stay // EVERY), max(1, EVERY // stay)
     settings: dict[str, Any] = {"num_local_steps": stay, "num_kept": kept}
     paper: dict[str, Any] = {
-        "step_size": STEP_SIZE,
+        "step_size": fed.Step(STEP_SIZE, preconditioner=None),
         "batch_size": BATCH_SIZE,
-        "preconditioner": None,
     }
     if method == "DSGLD":
         kernel: fed.DSGLD | fed.FSGLD = fed.DSGLD(model, **settings, **paper)

@@ -201,7 +201,7 @@ def fit(
     The library's defaults give one draw per round, in as many rounds.
     """
     settings: dict[str, Any] = {
-        "step_size": STEP_SIZE,
+        "step_size": fed.Step(STEP_SIZE, preconditioner=None),
         "num_local_steps": stay,
         "batch_size": BATCH_SIZE,
     }
@@ -209,7 +209,7 @@ def fit(
     settings["num_kept"] = kept
     kernel: MCMCKernel = fed.DSGLD(model, **settings)
     if method == "FSGLD":
-        kernel = fed.FSGLD(model, surrogate=surrogates(silos), preconditioner=None, **settings)
+        kernel = fed.FSGLD(model, surrogate=surrogates(silos), **settings)
     warm_up, samples = (kept * n // stay for n in (BURN_IN, num_steps - BURN_IN))
     if method == "FSGLD, defaults":
         kernel, kept, thinning = fed.FSGLD(model), 1, 1

@@ -104,14 +104,14 @@ def kernel(method: str, silos: fed.Silos) -> MCMCKernel:
         return fed.FSGLD(model)
     sizes = np.array(silos.sizes[silos.group["y"]])
     settings: dict[str, Any] = {
-        "step_size": STEP_SIZE,
+        "step_size": fed.Step(STEP_SIZE, preconditioner=None),
         "num_local_steps": VISIT,
         "batch_size": BATCH_SIZE,
         "selection": sizes / sizes.sum(),
     }
     if method == "DSGLD":
         return fed.DSGLD(model, **settings)
-    return fed.FSGLD(model, surrogate=moments(silos), preconditioner=None, **settings)
+    return fed.FSGLD(model, surrogate=moments(silos), **settings)
 
 
 def moments(silos: fed.Silos) -> fed.surrogates.Surrogates:

@@ -240,7 +240,7 @@ def kernel(method: str, silos: fed.Silos, stay: int) -> MCMCKernel:
     if method == "FSGLD, default":
         return fed.FSGLD(model)
     paper: dict[str, Any] = {
-        "step_size": STEP_SIZE,
+        "step_size": fed.Step(STEP_SIZE, preconditioner=None),
         "num_local_steps": stay,
         "batch_size": BATCH_SIZE,
     }
@@ -251,7 +251,7 @@ def kernel(method: str, silos: fed.Silos, stay: int) -> MCMCKernel:
         surrogate = fed.surrogates.moments(model, silos, num_samples=NUM_DRAWS)
     elif method == "FSGLD, Laplace":
         surrogate = laplace(silos)
-    return fed.FSGLD(model, surrogate=surrogate, preconditioner=None, **paper)
+    return fed.FSGLD(model, surrogate=surrogate, **paper)
 
 
 def fit(

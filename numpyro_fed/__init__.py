@@ -16,6 +16,7 @@ from numpyro_fed.density.handlers import mark_silos, silo_plate
 from numpyro_fed.fit import fit
 from numpyro_fed.mcmc.dsgld import DSGLD
 from numpyro_fed.mcmc.fsgld import FSGLD
+from numpyro_fed.mcmc.options import Step
 from numpyro_fed.mcmc.remote import RemoteMCMC
 from numpyro_fed.mcmc.schedules import polynomial_decay
 from numpyro_fed.mcmc.sgld import SGLD
@@ -50,6 +51,7 @@ __all__ = [
     "RemoteSilos",
     "SFVIAvg",
     "Silos",
+    "Step",
     "compare",
     "diagnose",
     "fit",

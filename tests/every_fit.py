@@ -51,9 +51,7 @@ def guide():
 
 
 FITS = {
-    "DSGLD": lambda: fed.DSGLD(
-        model, step_size=1e-2, num_local_steps=5, preconditioner="surrogate"
-    ),
+    "DSGLD": lambda: fed.DSGLD(model, step_size=fed.Step(1e-2), num_local_steps=5),
     "FSGLD": lambda: fed.FSGLD(model),
     "SFVI": lambda: fed.SFVI(model, guide(), optax.adam(0.02)),
     "SFVI-Avg": lambda: fed.SFVIAvg(model, guide(), optax.adam(0.02), 5),

@@ -124,12 +124,12 @@ def fits() -> dict[str, Callable[[], Any]]:
         "sgld": chains(lambda: fed.SGLD(small.linear, 1e-2, 5, 4), linear),
         "dsgld": chains(lambda: fed.DSGLD(small.linear, 1e-2, 5, num_kept=5), linear),
         "dsgld, scales": chains(
-            lambda: fed.DSGLD(small.scale_model, "auto", 5, preconditioner="surrogate"),
+            lambda: fed.DSGLD(small.scale_model, "auto", 5),
             small.scale_silos,
         ),
         "fsgld": chains(lambda: fed.FSGLD(small.intercepts), intercepts),
         "fsgld, minibatches": chains(
-            lambda: fed.FSGLD(small.linear, batch_size=3, control_variates=True), linear
+            lambda: fed.FSGLD(small.linear, fed.Step(control_variates=True), batch_size=3), linear
         ),
         "fsgld, wheeze": chains(lambda: fed.FSGLD(vi.wheeze), wheeze),
         "push-sum": chains(lambda: fed.PushSumLangevin(small.linear, fed.graphs.ring(4)), linear),

@@ -4,6 +4,7 @@ session.
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import numpyro
@@ -12,9 +13,30 @@ from jax import Array, random
 
 import numpyro_fed as fed
 from numpyro_fed.data.views import SiloView, largest
+from numpyro_fed.mcmc.visit import LangevinState, chain_axes, wait
 
 INTERCEPTS_CALLS: list[int] = []  # one entry for each call of the model in Python
 GROUP_SD, ROW_SD, PRIOR_SD = 0.8, 1.5, 2.0
+
+
+class SilentSilos(fed.FSGLD):
+    """FSGLD for vectorized chains, whose silo does not answer with a given probability.
+
+    The chain then waits, as over remote silos, and the next silo does not depend on the failure.
+    """
+
+    def __init__(self, model: Any, *args: Any, silence: float, **settings: Any) -> None:
+        super().__init__(model, *args, **settings)
+        self.silence = silence
+
+    def sample(self, state: LangevinState, model_args: tuple, model_kwargs: Any) -> LangevinState:
+        def one(old: LangevinState, new: LangevinState) -> LangevinState:
+            key = random.fold_in(random.fold_in(old.key_silos, 1 << 30), old.i)
+            return wait(old, new, jnp.ones((), jnp.int32), random.bernoulli(key, self.silence))
+
+        axes = chain_axes(False)
+        new = super().sample(state, model_args, model_kwargs)
+        return jax.vmap(one, in_axes=(axes, axes), out_axes=axes)(state, new)
 
 
 def linear(x: Array, y: Array | None = None) -> None:

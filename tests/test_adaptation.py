@@ -52,7 +52,9 @@ def start(chains):
 
 def test_curvature_of_a_gaussian_is_found_exactly():
     values, vectors = np.linalg.eigh(curvature())
-    kernel = fed.PushSumLangevin(linear, fed.graphs.ring(M), bias_target=0.03)
+    kernel = fed.PushSumLangevin(
+        linear, fed.graphs.ring(M), fed.Step("adaptive", bias_target=0.03, preconditioner=None)
+    )
     state = warm(kernel, M, 200).last_state
     learned = np.asarray(state.adaptation.product)
     np.testing.assert_allclose(np.linalg.norm(learned), values[-1], rtol=1e-3)
@@ -60,7 +62,8 @@ def test_curvature_of_a_gaussian_is_found_exactly():
     assert float(state.adaptation.noise) < 1e-3
     price = fed.graphs.ring(M).added_variance() + 1 / (4 * M)
     assert float(state.step_size[0]) == pytest.approx(0.03 / (price * values[-1]), rel=1e-3)
-    sgld = warm(fed.SGLD(linear, "adaptive", 5, bias_target=0.03), 4, 200).last_state
+    step = fed.Step("adaptive", bias_target=0.03, preconditioner=None)
+    sgld = warm(fed.SGLD(linear, step, 5), 4, 200).last_state
     np.testing.assert_allclose(np.asarray(sgld.step_size), 8 * 0.03 / values[-1], rtol=1e-3)
     assert float(sgld.inflation[0] if sgld.inflation.ndim else sgld.inflation) == pytest.approx(
         1.03
@@ -140,11 +143,12 @@ def test_the_worst_node_is_as_inflated_as_it_was_aimed_at(name):
     assert worst(small, 40_000) / (2 * small * values[-1]) == pytest.approx(k, rel=0.01)
     # the step that is chosen
     target = 0.02
+    step = fed.Step("adaptive", bias_target=target, preconditioner=None)
     if options.get("gossip"):
-        kernel = fed.GossipLangevin(linear, graph, bias_target=target)
+        kernel = fed.GossipLangevin(linear, graph, step)
     else:
         kernel = fed.PushSumLangevin(
-            linear, graph, bias_target=target, gradient_tracking=options.get("tracking", False)
+            linear, graph, step, gradient_tracking=options.get("tracking", False)
         )
     state = kernel.init(random.split(random.key(0), M), 0, model_args=(silos,))
     alpha = float(kernel.sample(state, (silos,), {}).step_size[0])
@@ -172,8 +176,8 @@ def test_a_start_far_away_does_not_freeze_the_chain():
 def test_local_latents_and_preconditioner():
     silos = intercepts_silos()
     for kernel, chains in (
-        (fed.SGLD(intercepts, "adaptive", 5, preconditioner="surrogate"), 2),
-        (fed.PushSumLangevin(intercepts, fed.graphs.ring(3), preconditioner="surrogate"), 3),
+        (fed.SGLD(intercepts, fed.Step("adaptive"), 5), 2),
+        (fed.PushSumLangevin(intercepts, fed.graphs.ring(3), fed.Step("adaptive")), 3),
     ):
         mcmc = MCMC(
             kernel,

@@ -140,7 +140,9 @@ def test_kernels_run_modules_of_flax_and_equinox(model: Callable) -> None:
     flat = fed.surrogates.analytic(silos, np.zeros((2, DIM)), np.ones((2, DIM)))
     for kernel in (
         fed.DSGLD(model, 1e-4, 5, 10, validate=False),
-        fed.FSGLD(model, 1e-4, 5, 10, surrogate=flat, preconditioner=None, validate=False),
+        fed.FSGLD(
+            model, fed.Step(1e-4, preconditioner=None), 5, 10, surrogate=flat, validate=False
+        ),
     ):
         mcmc = MCMC(kernel, num_warmup=0, num_samples=3, progress_bar=False)
         mcmc.run(jax.random.key(0), silos)

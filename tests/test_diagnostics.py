@@ -58,7 +58,12 @@ def failed(mcmc):
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"selection": "auto", "noise_correction": True}, {"num_kept": 4}, {"batch_size": 20}],
+    [
+        {},
+        {"selection": "auto", "step_size": fed.Step(noise_correction=True)},
+        {"num_kept": 4},
+        {"batch_size": 20},
+    ],
     ids=str,
 )
 def test_sound_runs_pass(options):

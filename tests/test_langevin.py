@@ -19,13 +19,16 @@ from numpyro_fed.mcmc.options import Options
 from numpyro_fed.mcmc.setup import make_setup
 from numpyro_fed.surrogates import Gaussian, Surrogates
 
+PLAIN = fed.Step(0.01, preconditioner=None)
+
 
 def options(**given):
     settings = {
-        "step_size": 0.01, "num_local_steps": 1, "batch_size": None, "surrogate": None, "alpha": 0.0,
-        "selection": None, "preconditioner": None, "bias_target": 0.02, "public": (), "validate": False,
+        "num_local_steps": 1, "batch_size": None, "surrogate": None, "alpha": 0.0, "selection": None,
+        "public": (), "validate": False,
     }  # fmt: skip
-    return Options(**{**settings, **given})
+    step = fed.Step(0.01, preconditioner=given.pop("preconditioner", None))
+    return Options(step, **{**settings, **given})
 
 
 def random_surrogates(rng, num, dim, diagonal=False):
@@ -264,9 +267,7 @@ def test_fsgld_with_one_silo_is_sgld():
     silos = linear_silos().as_one()
     given = random_surrogates(np.random.default_rng(15), 1, 2)
     start = {"beta": jnp.array([0.3, 0.1])}
-    fsgld = run_kernel(
-        fed.FSGLD(linear, 0.01, 7, surrogate=given, preconditioner=None), silos, init_params=start
-    )
+    fsgld = run_kernel(fed.FSGLD(linear, PLAIN, 7, surrogate=given), silos, init_params=start)
     sgld = run_kernel(fed.SGLD(linear, 0.01, 7), silos, init_params=start)
     np.testing.assert_allclose(fsgld.z["beta"], sgld.z["beta"], rtol=1e-4)
 
@@ -274,14 +275,10 @@ def test_fsgld_with_one_silo_is_sgld():
 def test_dsgld_is_fsgld_with_alpha_zero():
     silos = linear_silos()
     dsgld = run_kernel(fed.DSGLD(linear, 0.01, 7, 3), silos)
-    fsgld = run_kernel(
-        fed.FSGLD(linear, 0.01, 7, 3, alpha=0.0, surrogate=None, preconditioner=None), silos
-    )
+    fsgld = run_kernel(fed.FSGLD(linear, PLAIN, 7, 3, alpha=0.0, surrogate=None), silos)
     np.testing.assert_array_equal(dsgld.z["beta"], fsgld.z["beta"])
     other = run_kernel(
-        fed.FSGLD(
-            linear, 0.01, 7, 3, alpha=0.5, surrogate=exact_surrogates(silos), preconditioner=None
-        ),
+        fed.FSGLD(linear, PLAIN, 7, 3, alpha=0.5, surrogate=exact_surrogates(silos)),
         silos,
     )
     assert np.abs(np.asarray(dsgld.z["beta"] - other.z["beta"])).max() > 1e-3  # negative control

@@ -210,9 +210,9 @@ def test_step_size_auto_reaches_the_accepted_inflation(name):
     """The predicted inflation of sds, about 1.2, against the exact law at the step size that was chosen."""
     silos, batch, error = AUTO[name]
     given = exact_surrogates(silos, error)
-    kernel = fed.FSGLD(linear, "auto", 10, batch, given, bias_target=0.2)
+    kernel = fed.FSGLD(linear, fed.Step(bias_target=0.2), 10, batch, given)
     if len(silos) == 1:
-        kernel = fed.SGLD(linear, "auto", 10, batch, "surrogate", surrogate=given, bias_target=0.2)
+        kernel = fed.SGLD(linear, fed.Step(bias_target=0.2), 10, batch, surrogate=given)
     state = kernel.init(random.key(0), 0, model_args=(silos,))
     h = float(state.step_size)
     assert h < step_rule.MAX_STEP_SIZE

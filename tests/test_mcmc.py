@@ -246,7 +246,7 @@ def test_the_model_is_called_only_while_tracing():
     mcmc.run(random.key(1), silos)
     run(fed.FSGLD(counted, num_local_steps=5), silos)
     other = fed.Silos({"a": {"y": 2 + jnp.arange(3.0)}, "b": {"y": jnp.ones(4)}})
-    run(fed.FSGLD(counted, num_local_steps=5, bias_target=0.05), other)
+    run(fed.FSGLD(counted, fed.Step(bias_target=0.05), num_local_steps=5), other)
     assert not CALLS
 
 

@@ -214,7 +214,12 @@ def test_tracking_has_light_tails_where_links_fail(tracking):
     y = np.asarray(silos.pooled["y"], np.float64)
     graph = fed.graphs.ring(4).with_link_failures(0.3)
     mcmc = run(
-        fed.PushSumLangevin(location, graph, gradient_tracking=tracking, bias_target=0.1),
+        fed.PushSumLangevin(
+            location,
+            graph,
+            fed.Step("adaptive", bias_target=0.1, preconditioner=None),
+            gradient_tracking=tracking,
+        ),
         silos,
         4,
         30_000,
@@ -331,8 +336,7 @@ def test_local_latents_stay_on_their_node_and_have_their_posterior():
     kernel = fed.PushSumLangevin(
         intercepts,
         fed.graphs.ring(3).with_link_failures(0.2),
-        0.1,
-        preconditioner="surrogate",
+        fed.Step(0.1),
         gradient_tracking=True,
     )
     mcmc = run(kernel, silos, networks, 2000)

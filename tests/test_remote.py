@@ -77,7 +77,7 @@ def same_draws(one, other, rtol):
     [
         (lambda: fed.FSGLD(linear), linear_silos()),
         (
-            lambda: fed.FSGLD(linear, distinct_silos=True, selection="size", num_local_steps=7),
+            lambda: fed.FSGLD(linear, selection="distinct", num_local_steps=7),
             linear_silos(),
         ),
         (lambda: fed.DSGLD(linear, step_size=1e-2, num_local_steps=5), linear_silos()),
@@ -287,19 +287,7 @@ def test_inference_data_and_diagnosis(tmp_path):
             {"surrogate": "moments"},
             'surrogate=\'moments\' is not built for remote silos; expected "score", "laplace" or',
         ),
-        (
-            {"alpha": "auto"},
-            "alpha='auto' is not built for remote silos; expected a number",
-        ),
         ({"num_kept": 2}, "num_kept=2 is not built for remote silos; expected 1"),
-        (
-            {"no_answer": 0.5},
-            "no_answer=0.5 is not built for remote silos; expected 0.0",
-        ),
-        (
-            {"refresh_every": 3},
-            "refresh_every=3 is not built for remote silos; expected None",
-        ),
     ],
 )
 def test_what_is_not_built_is_refused(options, message):

@@ -95,9 +95,7 @@ CASES = {
         linear_silos(),
     ),
     "preconditioned": (
-        lambda: fed.PushSumLangevin(
-            linear, FAILING, 0.02, gradient_tracking=True, preconditioner="surrogate"
-        ),
+        lambda: fed.PushSumLangevin(linear, FAILING, fed.Step(0.02), gradient_tracking=True),
         linear_silos(),
     ),
     "gossip": (

@@ -100,21 +100,3 @@ def test_probabilities_go_with_the_root_of_a_silos_noise():
     # no silo is left out, however quiet
     lonely = noise([np.zeros((1, 1))] * 3, [np.eye(1) * x for x in (1e-9, 1.0, 1.0)])
     assert step_rule.best_selection(lonely, 10)[0] == pytest.approx(0.25 / 3, rel=0.1)
-
-
-def test_stays_grow_with_the_price_of_a_round_and_shrink_with_what_persists():
-    f = np.array([0.5, 0.5])
-    loud, quiet = (
-        noise([np.eye(1)] * 2, [np.eye(1)] * 2),
-        noise([np.eye(1) * 0.01] * 2, [np.eye(1)] * 2),
-    )
-    found = [
-        step_rule.best_visit(n, f, 0.02, price) for n in (loud, quiet) for price in (1.0, 100.0)
-    ]
-    assert found[0] < found[1] < found[3]
-    assert found[0] < found[2]
-    persistent = (loud.covariance(f, 2) - loud.covariance(f, 1))[0, 0]
-    fresh = loud.covariance(f, 1)[0, 0] - persistent
-    # in closed form sqrt(price (1 + W) / P), of the stays that are tried
-    assert found[1] in (12, 20)
-    assert 12 < np.sqrt(100 * (1 + fresh) / persistent) < 20

@@ -92,7 +92,10 @@ def test_few_rows_are_fitted_to_as_they_are(silos):
 def test_a_run_by_minibatches_has_the_posterior(silos, monkeypatch):
     """Means within 4 standard errors + .02 sd of a run on all rows, sds within 8 %."""
     runs = []
-    for enough, options in ((900, {"batch_size": 100, "control_variates": True}), (1 << 15, {})):
+    for enough, options in (
+        (900, {"batch_size": 100, "step_size": fed.Step(control_variates=True)}),
+        (1 << 15, {}),
+    ):
         monkeypatch.setattr(some_rows, "ENOUGH", enough)
         mcmc = MCMC(
             fed.FSGLD(logistic, **options), num_warmup=50, num_samples=500, num_chains=4, chain_method="vectorized", progress_bar=False,

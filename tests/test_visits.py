@@ -1,11 +1,11 @@
-"""What a round is: how long, at which silo, how many draws are kept of it, and what is fitted again before it."""
+"""What a round is: how long, at which silo, and how many draws are kept of it."""
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import random
 from numpyro.infer import MCMC
-from small_models import intercepts, intercepts_silos, linear, linear_silos, view_of
+from small_models import SilentSilos, intercepts, intercepts_silos, linear, linear_silos, view_of
 from test_law import errors, exact_law, exact_surrogates, posterior_of, run, uncut, whitened_sd
 
 import numpyro_fed as fed
@@ -67,7 +67,8 @@ def test_dsgld_keeps_the_draws_that_fsgld_without_weight_keeps():
     mcmc = chains(fed.DSGLD(linear, **settings))
     silo = np.asarray(mcmc.get_extra_fields(group_by_chain=True)["silo"]).reshape(4, 10, 4)
     assert (silo == silo[..., :1]).all()
-    same = chains(fed.FSGLD(linear, alpha=0.0, surrogate=None, preconditioner=None, **settings))
+    plain = {**settings, "step_size": fed.Step(0.01, preconditioner=None)}
+    same = chains(fed.FSGLD(linear, alpha=0.0, surrogate=None, **plain))
     draws = mcmc.get_samples()["beta"]
     np.testing.assert_array_equal(draws, same.get_samples()["beta"])
     once = chains(fed.DSGLD(linear, step_size=0.01, num_local_steps=8)).get_samples()["beta"]
@@ -80,13 +81,9 @@ def test_dsgld_keeps_the_draws_that_fsgld_without_weight_keeps():
 
 
 def test_distinct_silos():
-    f = np.array([0.15, 0.25, 0.2, 0.4])
+    f = np.full(4, 1 / 4)
     kernel = fed.FSGLD(
-        linear,
-        num_local_steps=2,
-        surrogate=exact_surrogates(SILOS),
-        selection=f,
-        distinct_silos=True,
+        linear, num_local_steps=2, surrogate=exact_surrogates(SILOS), selection="distinct"
     )
     mcmc = chains(kernel, num_samples=4000, num_chains=2)
     silo = np.asarray(mcmc.get_extra_fields(group_by_chain=True)["silo"])
@@ -125,25 +122,6 @@ def test_selection_by_size_and_by_noise():
     assert float(auto._tuning.step_size) > 1.5 * float(equal._tuning.step_size)
 
 
-def test_length_of_stays_from_the_price_of_a_round():
-    found = {}
-    for price in (1.0, 1000.0):
-        kernel = fed.FSGLD(
-            linear,
-            surrogate=exact_surrogates(SILOS, 0.3),
-            num_local_steps="auto",
-            round_price=price,
-        )
-        kernel.init(random.key(0), 0, model_args=(SILOS,))
-        found[price] = kernel._config.num_local_steps
-    assert found[1.0] < found[1000.0]
-    kernel = fed.FSGLD(
-        linear, surrogate=exact_surrogates(SILOS, 0.3), num_local_steps="auto", num_kept=7
-    )
-    kernel.init(random.key(0), 0, model_args=(SILOS,))
-    assert kernel._config.num_local_steps % 7 == 0
-
-
 # What is injected
 
 
@@ -152,7 +130,7 @@ def test_noise_correction_gives_the_right_sds():
     given = exact_surrogates(SILOS, 0.3)
     scale = np.linalg.cholesky(given.posterior().covariance)
     kernel = uncut(
-        fed.FSGLD(linear, "auto", 5, None, given, bias_target=0.05, noise_correction=True), SILOS
+        fed.FSGLD(linear, fed.Step(bias_target=0.05, noise_correction=True), 5, None, given), SILOS
     )
     h = float(kernel._tuning.step_size)
     inject = np.asarray(kernel._tuning.inject, float)
@@ -168,66 +146,39 @@ def test_noise_correction_gives_the_right_sds():
     assert np.abs(errors(draws, *without)).max() > 8  # negative control
 
 
-# Surrogates fitted again
-
-
-def test_refresh_fits_around_the_chains():
-    kernel = fed.FSGLD(linear, num_local_steps=5, refresh_every=2)
-    once = fed.FSGLD(linear, num_local_steps=5)
-    for k in (kernel, once):
-        k.init(random.key(0), 4, model_args=(SILOS,))
-    for fitted in (kernel, once):
-        got = fitted.surrogates.posterior()
-        mean, covariance = posterior_of(SILOS)
-        np.testing.assert_allclose(got.mean, mean, atol=1e-3)
-        np.testing.assert_allclose(got.covariance, covariance, rtol=1e-2)
-    gained = np.subtract(kernel._setup_cost.bytes_up, once._setup_cost.bytes_up)
-    assert gained > 0
-    with pytest.raises(
-        ValueError, match='refresh_every fits score surrogates again; expected surrogate="score"'
-    ):
-        fed.FSGLD(linear, surrogate="laplace", refresh_every=3)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (
             {"num_local_steps": "long"},
-            "num_local_steps: expected an integer >= 1 or .auto., got 'long'",
+            "num_local_steps: expected an integer >= 1, got 'long'",
         ),
         (
             {"selection": "best"},
-            "selection: expected .auto., .size., probabilities or None, got 'best'",
+            "selection: expected .auto., .distinct., .size., probabilities or None, got 'best'",
         ),
         (
-            {"selection": "auto", "preconditioner": None, "step_size": 0.1},
+            {"selection": "auto", "step_size": fed.Step(0.1, preconditioner=None)},
             'selection="auto" needs whitened coordinates',
         ),
-        (
-            {"num_local_steps": "auto", "preconditioner": None, "step_size": 0.1},
-            'num_local_steps="auto" needs whitened',
-        ),
-        (
-            {"noise_correction": True, "preconditioner": None, "step_size": 0.1},
-            "noise_correction=True needs whitened",
-        ),
-        (
-            {"noise_correction": True, "step_size": lambda t: 0.1},
-            "noise_correction=True needs whitened .* one step size",
-        ),
-        ({"round_price": -1.0}, "round_price: expected a number of local steps >= 0, got -1.0"),
         ({"num_kept": 0}, "num_kept: expected an integer >= 1, got 0"),
         (
             {"num_kept": 7},
             "num_kept=7 does not divide the steps of a visit; expected a divisor of num_local_steps=40",
         ),
-        ({"refresh_every": 0}, "refresh_every: expected a number of rounds >= 1, or None, got 0"),
     ],
 )
 def test_bad_options(options, message):
     with pytest.raises(ValueError, match=message):
         fed.FSGLD(linear, **options)
+
+
+@pytest.mark.parametrize(
+    "options", [{"size": 0.1, "preconditioner": None}, {"size": lambda t: 0.1}]
+)
+def test_noise_correction_wants_whitened_coordinates_and_one_size(options):
+    with pytest.raises(ValueError, match=r"noise_correction=True needs whitened .* one step size"):
+        fed.Step(**options, noise_correction=True)
 
 
 # Silos that do not answer
@@ -236,7 +187,7 @@ def test_bad_options(options, message):
 def test_rounds_without_an_answer_are_lost_and_change_no_law():
     given = exact_surrogates(SILOS, 0.2)
     scale = np.linalg.cholesky(given.posterior().covariance)
-    kernel = uncut(fed.FSGLD(linear, 0.05, 8, None, given, no_answer=0.3), SILOS)
+    kernel = uncut(SilentSilos(linear, 0.05, 8, None, given, silence=0.3), SILOS)
     mcmc = chains(kernel, num_samples=600, num_chains=64)
     draws = np.asarray(mcmc.get_samples(group_by_chain=True)["beta"], float)
     law = exact_law(SILOS, 0.05, 8, alpha=1.0, surrogates=given, scale=scale)
@@ -261,8 +212,6 @@ def test_rounds_without_an_answer_are_lost_and_change_no_law():
     np.testing.assert_array_equal(
         np.subtract(ledger.gradient_evaluations, before.gradient_evaluations), 8 * (visits - silent)
     )
-    with pytest.raises(ValueError, match=r"no_answer: expected a probability in \[0, 1\), got 1.0"):
-        fed.FSGLD(linear, no_answer=1.0)
 
 
 # Minibatches with control variates
@@ -272,7 +221,9 @@ def test_control_variates_are_unbiased_and_quieter():
     """By enumeration of minibatches of one row: the same mean as without, and no noise at the center."""
     found = {}
     for wanted in (True, False):
-        kernel = fed.FSGLD(linear, 0.05, 2, 1, exact_surrogates(SILOS), control_variates=wanted)
+        kernel = fed.FSGLD(
+            linear, fed.Step(0.05, control_variates=wanted), 2, 1, exact_surrogates(SILOS)
+        )
         kernel.init(random.key(0), 0, model_args=(SILOS,))
         config, tuning = kernel._config, kernel._tuning._replace(cut=jnp.asarray(jnp.inf))
         for place, theta in (
@@ -306,7 +257,8 @@ def test_control_variates_have_the_posterior_and_allow_larger_steps():
     x = rng.normal(size=(3000, 2)).astype(np.float32)
     y = (x @ [0.5, -1.0] + rng.normal(size=3000)).astype(np.float32)
     silos = fed.split({"x": x, "y": y}, by=np.arange(3000) % 3)
-    kernels = [fed.FSGLD(linear, batch_size=20, control_variates=c) for c in (True, False)]
+    steps = [fed.Step(control_variates=c) for c in (True, False)]
+    kernels = [fed.FSGLD(linear, step, batch_size=20) for step in steps]
     for kernel in kernels:
         kernel.init(random.key(0), 0, model_args=(silos,))
     steps = [float(k._tuning.step_size) for k in kernels]
@@ -325,8 +277,8 @@ def test_control_variates_want_minibatches():
         ValueError,
         match=r"control_variates=True is for minibatches; expected batch_size=\.\.\., got None",
     ):
-        fed.FSGLD(linear, control_variates=True)
-    kernel = fed.FSGLD(intercepts, batch_size=2, control_variates=True)
+        fed.FSGLD(linear, fed.Step(control_variates=True))
+    kernel = fed.FSGLD(intercepts, fed.Step(control_variates=True), batch_size=2)
     with pytest.raises(
         ValueError, match=r"control_variates=True is for models without local latents, got \['a'\]"
     ):

@@ -4,6 +4,7 @@ It connects setup and steps to MCMC and holds no mathematics.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import ClassVar
 
@@ -32,8 +33,7 @@ from numpyro_fed.decentralized.nodes import Nodes
 from numpyro_fed.mcmc._base import FederatedKernel, check_start
 from numpyro_fed.mcmc.adaptation import Adaptation, begin, check_seen, look_cost
 from numpyro_fed.mcmc.config import NetworkConfig
-from numpyro_fed.mcmc.options import Options
-from numpyro_fed.mcmc.schedules import check_step_size
+from numpyro_fed.mcmc.options import Options, Step, as_step
 from numpyro_fed.mcmc.setup import model_setup
 from numpyro_fed.rounds.federated import Cost, Ledger
 from numpyro_fed.rounds.remote import RemoteSilos
@@ -59,10 +59,8 @@ class NetworkKernel(FederatedKernel):
         self,
         model: Callable,
         graph: TimeVaryingGraph | nx.Graph,
-        step_size: float | str | Callable,
+        step_size: float | str | Callable | Step,
         batch_size: int | None,
-        preconditioner: str | None,
-        bias_target: float,
         public: Sequence[str],
         validate: bool,
         tracking: bool = False,
@@ -74,7 +72,17 @@ class NetworkKernel(FederatedKernel):
             raise TypeError(
                 f"graph: expected one of numpyro_fed.graphs or networkx, got {type(graph).__name__}"
             )
-        check_step_size(step_size, ("adaptive",))
+        step = as_step(step_size)
+        if isinstance(step.size, str) and step.size != "adaptive":
+            raise ValueError(
+                'step_size: expected a positive number, a schedule or "adaptive" for a network, got '
+                f"{step.size!r}"
+            )
+        if step.noise_correction or step.control_variates:
+            raise ValueError(
+                "step_size: noise_correction and control_variates are for FSGLD, not for networks; "
+                f"expected False, got {step!r}"
+            )
         graph.connectivity()
         if self._both_ways and not (graph.is_symmetric and graph.weights is None):
             raise ValueError(
@@ -89,16 +97,16 @@ class NetworkKernel(FederatedKernel):
                     f"push-sum weight falls to {least:.1g} (the mean is 1), and draws divide by "
                     f"it. Expected weights above {LEAST_WEIGHT:g}: let more nodes send to this node"
                 )
-        self._graph, self._tracking, self._step_size = graph, tracking, step_size
-        needs = "score" if preconditioner is not None else None
+        self._graph, self._tracking, self._step = graph, tracking, step
+        needs = "score" if step.preconditioner is not None else None
+        unit = replace(step, size=1.0)  # alpha of networks is checked above
         self._options = Options(
-            1.0, 1, batch_size, needs, 0.0, None, preconditioner, bias_target, public, validate,
-            element_batches=False,
-        ).checked()  # fmt: skip
+            unit, 1, batch_size, needs, 0.0, None, public, validate, element_batches=False
+        ).checked()
 
     def __repr__(self) -> str:
         name = getattr(self._model, "__name__", type(self._model).__name__)
-        return f"{type(self).__name__}({name}, {self._graph!r}, step_size={self._step_size!r})"
+        return f"{type(self).__name__}({name}, {self._graph!r}, step_size={self._step.size!r})"
 
     def _reset(self) -> None:
         super()._reset()
@@ -124,7 +132,7 @@ class NetworkKernel(FederatedKernel):
     @property
     def learns_step_size(self) -> bool:
         """True if the kernel learns its step size in warm-up."""
-        return isinstance(self._step_size, str)
+        return self._step.learned
 
     @property
     def graph(self) -> TimeVaryingGraph:
@@ -139,15 +147,15 @@ class NetworkKernel(FederatedKernel):
     def _settle(self, silos: Silos, extra: ModelArgs) -> None:
         graph = self._graph.ordered(silos.names)
         ground = model_setup(self._model, silos, extra, self._options)
-        constant = not callable(self._step_size) and self._step_size != "adaptive"
+        h, schedule = self._step.size, self._step.schedule
+        constant = schedule is None and not self._step.learned
         tuning = ground.tuning._replace(
-            step_size=jnp.asarray(self._step_size if constant else jnp.nan, ground.tuning.loc.dtype)
+            step_size=jnp.asarray(h if constant else jnp.nan, ground.tuning.loc.dtype)
         )
         if tuning.latents is not None and not isinstance(silos, RemoteSilos):
             group = None if ground.units is None else ground.units.group
             rows = stack_states(tuning.latents.rows, silos, group)
             tuning = tuning._replace(latents=tuning.latents._replace(rows=rows))
-        schedule = self._step_size if callable(self._step_size) else None
         self._config = NetworkConfig(
             ground.factors, ground.units, ground.batch, len(silos), schedule, graph.fails,
             self._both_ways, type(self)._exchange,
@@ -156,7 +164,7 @@ class NetworkKernel(FederatedKernel):
         self._tuning, self._surrogates, self._setup_cost = tuning, ground.surrogates, ground.cost
         self._mixing = mixing(graph, both_ways=self._both_ways)
         self._stacks = (silos, self._stacked(silos))
-        if self._step_size == "adaptive":
+        if self._step.learned:
             m = len(silos)
             added = graph.added_variance(gossip=self._both_ways, tracking=self._tracking)
             self._price = (added + 1 / (4 * m), 1 / (4 * m))
@@ -284,14 +292,14 @@ class NetworkKernel(FederatedKernel):
     def _adaptation(
         self, key: Array, num_warmup: int, nodes: Nodes, silos: Silos
     ) -> Adaptation | None:
-        if self._step_size != "adaptive":
+        if not self._step.learned:
             return None
         key_first, key_look = random.split(key)
         first = begin(
             key_first,
             nodes.x.shape[-1],
             self._price,
-            self._options.bias_target,
+            self._step.bias_target,
             num_warmup,
             nodes.x.dtype,
         )

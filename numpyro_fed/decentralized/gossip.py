@@ -23,6 +23,7 @@ from numpyro_fed.decentralized._kernel import NetworkKernel
 from numpyro_fed.decentralized.graphs import TimeVaryingGraph
 from numpyro_fed.decentralized.mixing import Links
 from numpyro_fed.decentralized.nodes import Nodes
+from numpyro_fed.mcmc.options import Step
 
 __all__ = ["GossipLangevin", "gossip"]
 
@@ -64,14 +65,10 @@ class GossipLangevin(NetworkKernel):
         self,
         model: Callable,
         graph: TimeVaryingGraph | nx.Graph,
-        step_size: float | str | Callable = "adaptive",
+        step_size: float | str | Callable | Step = "adaptive",
         batch_size: int | None = None,
         *,
-        preconditioner: str | None = None,
-        bias_target: float = 0.02,
         public: Sequence[str] = (),
         validate: bool = True,
     ) -> None:
-        super().__init__(
-            model, graph, step_size, batch_size, preconditioner, bias_target, public, validate
-        )
+        super().__init__(model, graph, step_size, batch_size, public, validate)

@@ -43,6 +43,7 @@ from numpyro_fed.decentralized._kernel import NetworkKernel
 from numpyro_fed.decentralized.graphs import TimeVaryingGraph
 from numpyro_fed.decentralized.mixing import Links
 from numpyro_fed.decentralized.nodes import Nodes
+from numpyro_fed.mcmc.options import Step
 
 __all__ = ["PushSumLangevin", "push_sum"]
 
@@ -94,12 +95,11 @@ class PushSumLangevin(NetworkKernel):
     :param model: a NumPyro model with at least one silo plate.
     :param graph: who sends to whom, from :mod:`numpyro_fed.graphs`, or a networkx graph.
     :param step_size: alpha: a number, a schedule of the number of steps
-        (:func:`numpyro_fed.polynomial_decay`, or of optax), or ``"adaptive"``.
+        (:func:`numpyro_fed.polynomial_decay`, or of optax), or ``"adaptive"``. A :class:`Step` also
+        sets ``bias_target``, and whitens steps by a fit of surrogates unless its
+        ``preconditioner`` is ``None``.
     :param batch_size: rows of a node's minibatch (with replacement), or ``None`` for all rows.
     :param gradient_tracking: let nodes track the sum of all gradients, and weigh their noise by Y.
-    :param preconditioner: ``"surrogate"``: steps in the coordinates of the surrogate posterior;
-        ``None``: none, as in the paper.
-    :param bias_target: accepted relative inflation of the sds under ``step_size="adaptive"``.
     :param public: observed sites outside every silo plate whose data all silos know.
     :param validate: check the factorization before the first step.
     :raises ValueError: for arguments, graphs, data and models that the kernel cannot use, before
@@ -138,23 +138,11 @@ class PushSumLangevin(NetworkKernel):
         self,
         model: Callable,
         graph: TimeVaryingGraph | nx.Graph,
-        step_size: float | str | Callable = "adaptive",
+        step_size: float | str | Callable | Step = "adaptive",
         batch_size: int | None = None,
         *,
         gradient_tracking: bool = False,
-        preconditioner: str | None = None,
-        bias_target: float = 0.02,
         public: Sequence[str] = (),
         validate: bool = True,
     ) -> None:
-        super().__init__(
-            model,
-            graph,
-            step_size,
-            batch_size,
-            preconditioner,
-            bias_target,
-            public,
-            validate,
-            gradient_tracking,
-        )
+        super().__init__(model, graph, step_size, batch_size, public, validate, gradient_tracking)

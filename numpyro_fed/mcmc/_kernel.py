@@ -19,11 +19,10 @@ from numpyro_fed.mcmc._base import FederatedKernel, check_start
 from numpyro_fed.mcmc.adaptation import Adaptation, begin, check_seen, look_cost
 from numpyro_fed.mcmc.config import LangevinConfig
 from numpyro_fed.mcmc.options import Options
-from numpyro_fed.mcmc.setup import make_setup, set_up_again
+from numpyro_fed.mcmc.setup import make_setup
 from numpyro_fed.mcmc.visit import (
     LangevinState,
     chain_axes,
-    explore,
     first_state,
     one_round,
     start_keys,
@@ -45,7 +44,7 @@ class LangevinKernel(FederatedKernel):
     def __init__(self, model: Callable, options: Options) -> None:
         super().__init__(model)
         self._options = options.checked()
-        if options.step_size == "adaptive" and not self.pooled:
+        if options.step.learned and not self.pooled:
             raise ValueError(
                 'step_size="adaptive" measures the noise of single steps, but a visit keeps its '
                 'silo\'s noise for num_local_steps; expected "auto", whose pilot measures whole '
@@ -75,17 +74,9 @@ class LangevinKernel(FederatedKernel):
     def _reset(self) -> None:
         super()._reset()
         self._merged: tuple[Silos, Silos] | None = None
-        self._num_warmup = 0
 
     def _settle(self, silos: Silos, extra: ModelArgs) -> None:
-        setup, every = (
-            make_setup(self._model, silos, extra, self._options),
-            self._options.refresh_every,
-        )
-        silos, z = silos.with_shared(**extra), None
-        for part in range(0 if every is None else self._num_warmup // every):
-            z, thetas = explore(setup.config, every, random.key(part), z, setup.tuning, silos)
-            setup = set_up_again(setup, silos, self._options, np.asarray(thetas, np.float64))
+        setup = make_setup(self._model, silos, extra, self._options)
         self._config, self._tuning, self._surrogates, self._setup_cost = setup
 
     def init(
@@ -105,7 +96,6 @@ class LangevinKernel(FederatedKernel):
             default draws of the surrogate posterior (without surrogates: uniform on (-2, 2)).
         """
         silos, extra = self._arguments(model_args, model_kwargs)
-        self._num_warmup = num_warmup
         self.set_up(silos, extra)
         silos = silos.with_shared(**extra)
         adaptation = self._adaptation(num_warmup)
@@ -134,19 +124,18 @@ class LangevinKernel(FederatedKernel):
             axes = chain_axes(adaptation is not None)
             self._sample_fn = jax.vmap(self._one, in_axes=(axes, None, None), out_axes=axes)
             vectorized = jax.vmap(start, in_axes=(0, 0, 0, 0, None, None, None), out_axes=axes)
-            own, of_silos, strata = start_keys(rng_key, self._options.distinct_silos)
+            own, of_silos, strata = start_keys(rng_key, self._options.distinct)
             state = vectorized(own, of_silos, z, strata, self._tuning, silos, adaptation)
         if state.adaptation is not None:
             check_seen(state.adaptation)
         return state
 
     def _adaptation(self, num_warmup: int) -> Adaptation | None:
-        if self._options.step_size != "adaptive":
+        if not self._options.step.learned:
             return None
         dim, dtype = self._config.factors.dim, self._tuning.loc.dtype
-        return begin(
-            random.key(0), dim, (1 / 8, 1 / 8), self._options.bias_target, num_warmup, dtype
-        )
+        target = self._options.step.bias_target
+        return begin(random.key(0), dim, (1 / 8, 1 / 8), target, num_warmup, dtype)
 
     def sample(
         self, state: LangevinState, model_args: tuple, model_kwargs: ModelArgs | None

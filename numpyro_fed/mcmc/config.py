@@ -47,7 +47,6 @@ class LangevinConfig:
     :param cut: whether the conducive residual e is separated and cut.
     :param schedule: step size by number of local steps made, or ``None`` for a constant one.
     :param num_kept: draws kept per visit, a divisor of T.
-    :param no_answer: probability that the chosen silo does not answer.
     """
 
     factors: Factors
@@ -57,7 +56,6 @@ class LangevinConfig:
     cut: bool
     schedule: Callable[[Array], ArrayLike] | None
     num_kept: int = 1
-    no_answer: float = 0.0
 
     @property
     def steps_a_draw(self) -> int:

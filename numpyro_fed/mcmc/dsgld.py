@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from jax import Array
 
 from numpyro_fed.mcmc._kernel import LangevinKernel
-from numpyro_fed.mcmc.options import Options
+from numpyro_fed.mcmc.options import Options, Step, as_step
 from numpyro_fed.surrogates.gaussian import Surrogates
 
 __all__ = ["DSGLD"]
@@ -32,7 +32,8 @@ class DSGLD(LangevinKernel):
 
     **What leaves a silo.** The global position.
 
-    :param preconditioner: ``"surrogate"`` fits surrogates for the whitening alone.
+    :param step_size: h: a number or an optax schedule, in the coordinates of the model; or
+        ``"auto"`` or a :class:`Step`, whose whitening alone needs the surrogates.
 
     The other parameters are those of :class:`numpyro_fed.FSGLD`.
 
@@ -48,22 +49,20 @@ class DSGLD(LangevinKernel):
     def __init__(
         self,
         model: Callable,
-        step_size: float | str | Callable,
+        step_size: float | str | Callable | Step,
         num_local_steps: int = 40,
         batch_size: int | None = None,
         selection: Sequence[float] | Array | None = None,
-        preconditioner: str | None = None,
         *,
         surrogate: str | Surrogates | None = "score",
         num_kept: int = 1,
-        bias_target: float = 0.02,
         public: Sequence[str] = (),
         validate: bool = True,
     ) -> None:
         super().__init__(
             model,
             Options(
-                step_size, num_local_steps, batch_size, surrogate, 0.0, selection, preconditioner,
-                bias_target, public, validate, num_kept=num_kept,
+                as_step(step_size), num_local_steps, batch_size, surrogate, 0.0, selection, public,
+                validate, num_kept,
             ),
         )  # fmt: skip

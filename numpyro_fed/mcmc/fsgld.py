@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from jax import Array
 
 from numpyro_fed.mcmc._kernel import LangevinKernel
-from numpyro_fed.mcmc.options import Options, Whitened
+from numpyro_fed.mcmc.options import Options, Step, Whitened, as_step
 from numpyro_fed.surrogates.gaussian import Surrogates
 
 __all__ = ["FSGLD"]
@@ -29,7 +29,7 @@ class FSGLD(LangevinKernel):
 
     **Law and bias.** Draws follow the posterior, up to a bias of order ``step_size`` in the
     variance. With ``step_size="auto"`` the pilot limits the bias to a factor ``1 + bias_target`` in
-    the standard deviations (sds). The extra field ``inflation`` holds the predicted factor. One
+    the standard deviations (:class:`Step`). The extra field ``inflation`` holds this factor. One
     ``sample()`` is one communication round: the chain visits one silo for ``num_local_steps``
     steps.
 
@@ -45,45 +45,26 @@ class FSGLD(LangevinKernel):
     move one by one, other latents move together.
 
     :param model: a NumPyro model with at least one silo plate.
-    :param step_size: h, in preconditioned units: a number, an optax schedule of the number of local
-        steps, or ``"auto"``.
-    :param num_local_steps: T, local steps per round, or ``"auto"``: the T with the largest number
-        of effective draws for the price of rounds and steps.
+    :param step_size: h, in whitened units: a number, an optax schedule of the number of local
+        steps, or ``"auto"``. A :class:`Step` also sets ``bias_target``, ``noise_correction``,
+        ``control_variates`` and ``preconditioner``.
+    :param num_local_steps: T, local steps per round.
     :param batch_size: m, rows of a minibatch, drawn with replacement; ``None``: all rows of the
         silo. Where plate elements have latents, m is a number of elements, drawn without
         replacement, and the minibatch has all their rows.
     :param surrogate: ``"score"``, ``"laplace"``, ``"moments"``, or a
-        :class:`~numpyro_fed.surrogates.Surrogates` (analytic, of low rank).
-    :param alpha: weight of the conducive gradient (FSGLD remark 1), or ``"auto"``: its coefficient
-        as a control variate.
+        :class:`~numpyro_fed.surrogates.Surrogates`.
+    :param alpha: weight of the conducive gradient (FSGLD remark 1).
     :param selection: f, probabilities of the silos; equal by default; ``"size"``: in proportion to
-        their rows; ``"auto"``: the probabilities at which silos add the least noise.
-    :param preconditioner: ``"surrogate"``: the covariance of the surrogate posterior; ``None``:
-        none, as in the papers.
+        their rows; ``"auto"``: the probabilities at which silos add the least noise;
+        ``"distinct"``: equal, and vectorized chains visit different silos in every round, so that
+        none waits for another. The silos of each chain remain independent draws from f.
     :param num_kept: draws kept per round, at equal distances. ``num_warmup`` and ``num_samples``
         then count draws.
-    :param refresh_every: number of rounds, or ``None``: no refits. Before the warm-up, 64 separate
-        chains run for so many rounds, and the kernel fits surrogates, local map and step size again
-        around them. It does so ``num_warmup // refresh_every`` times.
-    :param distinct_silos: let vectorized chains visit different silos in every round, so that none
-        waits for another. This holds where no f exceeds one over the number of chains. The silos of
-        each chain remain independent draws from f.
-    :param control_variates: subtract from a minibatch's gradient the gradient of the same rows at
-        the surrogates' center, and add the whole silo's gradient there (Baker et al. 2019). The
-        latter is computed once. A step takes two gradients; with many rows, its noise is far
-        smaller.
-    :param no_answer: probability that the chosen silo does not answer, in simulations. The chain
-        then waits, its draw counts again, and the next silo does not depend on the failure. This
-        keeps the selection unbiased, which asking another silo instead would not.
     :param init_from: the result of :class:`~numpyro_fed.SFVI` or :class:`~numpyro_fed.SFVIAvg` on
         the same model. The fit of the surrogates starts at its q(theta) and saves the rounds that
         would lead there. If q is full and conducive rounds have converged, four rounds remain (two
         beyond 16 dimensions), in which silos make the surrogates.
-    :param bias_target: accepted relative inflation of the sds under ``step_size="auto"``.
-    :param noise_correction: inject less noise, by the amount of the silos' noise. This allows four
-        times the step at the same inflation, and is no longer the paper's update.
-    :param round_price: price of a round besides its local steps, in units of one local step
-        (``num_local_steps="auto"``).
     :param public: observed sites outside every silo plate whose data all silos know.
     :param validate: check the factorization before the first round.
     :raises ValueError: for arguments, data and models that the kernel cannot use, before
@@ -110,32 +91,22 @@ class FSGLD(LangevinKernel):
     def __init__(
         self,
         model: Callable,
-        step_size: float | str | Callable = "auto",
-        num_local_steps: int | str = 40,
+        step_size: float | str | Callable | Step = "auto",
+        num_local_steps: int = 40,
         batch_size: int | None = None,
         surrogate: str | Surrogates = "score",
-        alpha: float | str = 1.0,
+        alpha: float = 1.0,
         selection: str | Sequence[float] | Array | None = None,
-        preconditioner: str | None = "surrogate",
         *,
         num_kept: int = 1,
-        refresh_every: int | None = None,
-        distinct_silos: bool = False,
-        no_answer: float = 0.0,
-        control_variates: bool = False,
         init_from: Whitened | None = None,
-        bias_target: float = 0.02,
-        noise_correction: bool = False,
-        round_price: float = 40.0,
         public: Sequence[str] = (),
         validate: bool = True,
     ) -> None:
         super().__init__(
             model,
             Options(
-                step_size, num_local_steps, batch_size, surrogate, alpha, selection, preconditioner,
-                bias_target, public, validate, round_price, noise_correction, num_kept,
-                refresh_every, distinct_silos, no_answer, control_variates=control_variates,
-                init_from=init_from,
+                as_step(step_size, whitened=True), num_local_steps, batch_size, surrogate, alpha,
+                selection, public, validate, num_kept, init_from=init_from,
             ),
         )  # fmt: skip

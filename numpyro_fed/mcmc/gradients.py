@@ -3,6 +3,7 @@
 Symbols are those of :mod:`numpyro_fed.mcmc.langevin`, whose steps take these gradients.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -14,7 +15,16 @@ from numpyro_fed.data.views import SiloRows, SiloView
 from numpyro_fed.mcmc.config import Conducive, LangevinConfig, LatentCoordinates, NodeConfig, Tuning
 from numpyro_fed.surrogates.gaussian import matvec
 
-__all__ = ["OpenSilo", "drift", "open_silo", "pull_back", "push", "residual", "terms"]
+__all__ = [
+    "OpenSilo",
+    "drift",
+    "open_silo",
+    "pull_back",
+    "push",
+    "residual",
+    "terms",
+    "with_control_variate",
+]
 
 
 class OpenSilo(NamedTuple):
@@ -101,9 +111,7 @@ def drift(
         return pull_back(tuning, _server_gradient(config, tuning, theta, view)) + e, e, cut
     # the same sum, with one product with a precision; the prior's gradient is added last, since XLA
     # would otherwise copy the rows in each step to add it inside their product
-    gradient = jax.grad(lambda t: terms(config, t, eps, silo, view)[1])(theta)
-    if silo.anchor is not None:
-        gradient = gradient + _correction(config, tuning, silo, view)
+    gradient = _silo_slope(config, tuning, eps, silo, view)(theta)
     gradient = gradient / silo.selection + _prior_slope(config, theta, view)
     if silo.net is not None:
         shift, precision = silo.net
@@ -123,9 +131,7 @@ def residual(
     view: SiloView,
 ) -> tuple[Array, Array]:
     """Return the conducive residual e, in preconditioned units ``(d,)``, and 1 if it was cut."""
-    gradient = jax.grad(lambda t: terms(config, t, eps, silo, view)[1])(theta)
-    if silo.anchor is not None:
-        gradient = gradient + _correction(config, tuning, silo, view)
+    gradient = _silo_slope(config, tuning, eps, silo, view)(theta)
     if silo.conducive is not None:
         gradient = gradient - tuning.alpha * silo.conducive.score(theta, tuning.loc)
     e = pull_back(tuning, gradient) / silo.selection
@@ -136,11 +142,23 @@ def residual(
     return e * factor, (norm > tuning.cut).astype(e.dtype)
 
 
-def _correction(
-    config: LangevinConfig, tuning: Tuning, silo: OpenSilo, view: SiloView | SiloRows
-) -> Array:
-    """Return the silo's gradient at ``loc`` minus its minibatch's there, a control variate."""
-    return silo.anchor - jax.grad(lambda t: terms(config, t, None, silo, view)[1])(tuning.loc)
+def _silo_slope(
+    config: LangevinConfig, tuning: Tuning, eps: Array | None, silo: OpenSilo, view: SiloView
+) -> Callable[[Array], Array]:
+    """Return the gradient of a silo's term, or of its minibatch, as a function of theta."""
+    slope = jax.grad(lambda t: terms(config, t, eps, silo, view)[1])
+    return slope if silo.anchor is None else with_control_variate(slope, tuning.loc, silo.anchor)
+
+
+def with_control_variate(
+    slope: Callable[[Array], Array], center: Array, whole: Array
+) -> Callable[[Array], Array]:
+    """Return a minibatch's gradient plus what it lacks of the silo's at the center.
+
+    :param slope: the minibatch's gradient, a function of theta.
+    :param whole: the silo's gradient at the center.
+    """
+    return lambda theta: slope(theta) + (whole - slope(center))
 
 
 def terms(

@@ -1,7 +1,7 @@
 """Arguments of a kernel, and their checks before it sees any data."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from numbers import Real
 from typing import Protocol, runtime_checkable
 
@@ -13,7 +13,7 @@ from numpyro_fed._typing import PyTree
 from numpyro_fed.mcmc.schedules import check_step_size
 from numpyro_fed.surrogates.gaussian import Surrogates
 
-__all__ = ["Options", "Whitened"]
+__all__ = ["Options", "Step", "Whitened", "as_step"]
 
 
 @runtime_checkable
@@ -30,27 +30,93 @@ class Whitened(Protocol):
 
 
 @dataclass(frozen=True)
+class Step:
+    """Size, coordinates and noise of a kernel's steps, in place of a plain ``step_size``.
+
+    :param size: h: a number, an optax schedule of the number of steps, ``"auto"``, or
+        ``"adaptive"`` (:class:`SGLD` and kernels over networks).
+    :param bias_target: accepted relative inflation of the standard deviations (sds), under
+        ``"auto"`` and ``"adaptive"``.
+    :param noise_correction: inject less noise, by the amount of the silos' noise
+        (:class:`FSGLD`). This allows four times the step at the same inflation, and is no longer
+        the paper's update.
+    :param control_variates: subtract from a minibatch's gradient the gradient of the same rows at
+        the surrogates' center, and add the whole silo's gradient there (:class:`FSGLD`; Baker et
+        al. 2019). The latter is computed once. A step takes two gradients; with many rows, its
+        noise is far smaller.
+    :param preconditioner: ``"surrogate"``: steps in the coordinates that the covariance of the
+        surrogate posterior whitens; ``None``: in those of the model, as in the papers.
+    :raises ValueError: for values that no kernel can use.
+
+    **Example**::
+
+        >>> import numpyro_fed as fed
+        >>> careful = fed.FSGLD(lambda y: None, step_size=fed.Step(bias_target=0.01))
+        >>> as_printed = fed.FSGLD(lambda y: None, step_size=fed.Step(1e-4, preconditioner=None))
+    """
+
+    size: float | str | Callable = "auto"
+    _: KW_ONLY
+    bias_target: float = 0.02
+    noise_correction: bool = False
+    control_variates: bool = False
+    preconditioner: str | None = "surrogate"
+
+    def __post_init__(self) -> None:
+        check_step_size(self.size)
+        whitening = self.preconditioner
+        if whitening is not None and not (isinstance(whitening, str) and whitening == "surrogate"):
+            raise ValueError(f'preconditioner: expected "surrogate" or None, got {whitening!r}')
+        if isinstance(self.size, str) and self.size == "auto" and whitening is None:
+            raise ValueError(
+                'step_size="auto" needs whitened coordinates; expected preconditioner="surrogate", '
+                "got None"
+            )
+        if not isinstance(self.bias_target, Real) or not 0 < self.bias_target < 1:
+            raise ValueError(f"bias_target: expected a number in (0, 1), got {self.bias_target!r}")
+        if self.noise_correction and (whitening is None or callable(self.size)):
+            raise ValueError(
+                "noise_correction=True needs whitened coordinates and one step size; expected "
+                'preconditioner="surrogate" and a number or "auto", '
+                f"got preconditioner={whitening!r}, a step of {self.size!r}"
+            )
+
+    @property
+    def learned(self) -> bool:
+        """True if the kernel learns the size in its warm-up."""
+        return isinstance(self.size, str) and self.size == "adaptive"
+
+    @property
+    def schedule(self) -> Callable | None:
+        """Size by number of steps, or ``None`` for a constant one."""
+        return self.size if callable(self.size) else None
+
+
+def as_step(step_size: "float | str | Callable | Step", *, whitened: bool = False) -> Step:
+    """Return a kernel's ``step_size`` as a :class:`Step`.
+
+    ``"auto"`` is in whitened coordinates, and other sizes are if ``whitened``.
+    """
+    if isinstance(step_size, Step):
+        return step_size
+    whitened = whitened or (isinstance(step_size, str) and step_size == "auto")
+    return Step(step_size, preconditioner="surrogate" if whitened else None)
+
+
+@dataclass(frozen=True)
 class Options:
     """Arguments of a kernel as the user wrote them; see :class:`numpyro_fed.FSGLD`."""
 
-    step_size: float | str | Callable
-    num_local_steps: int | str
+    step: Step
+    num_local_steps: int
     batch_size: int | None
     surrogate: str | Surrogates | None
-    alpha: float | str
+    alpha: float
     selection: str | Sequence[float] | Array | None
-    preconditioner: str | None
-    bias_target: float
     public: Sequence[str]
     validate: bool
-    round_price: float = 40.0
-    noise_correction: bool = False
     num_kept: int = 1
-    refresh_every: int | None = None
-    distinct_silos: bool = False
-    no_answer: float = 0.0
     element_batches: bool = True
-    control_variates: bool = False
     init_from: Whitened | None = None
 
     def checked(self) -> "Options":
@@ -60,59 +126,49 @@ class Options:
                 f"public: expected a sequence of site names, got {self.public!r}; write "
                 f"({self.public!r},)"
             )
-        h = self.step_size
-        check_step_size(h, ("auto", "adaptive"))
-        if h == "auto" and self.preconditioner is None:
-            raise ValueError(
-                'step_size="auto" needs whitened coordinates; expected preconditioner="surrogate", '
-                "got None"
-            )
+        h = self.step.size
         first = float(h(jnp.zeros((), jnp.int32))) if callable(h) else h
-        if not isinstance(first, str) and self.preconditioner is not None and not first < 4:
+        if not isinstance(first, str) and self.step.preconditioner is not None and not first < 4:
             raise ValueError(
                 "step_size: in preconditioned units a step of 4 or more diverges by itself, got "
                 f'{first:g}; expected "auto" or about 0.001 to 0.1'
             )
         self._check_visit()
         size = self.batch_size
-        if size is not None and (
-            isinstance(size, bool) or not isinstance(size, int | np.integer) or size < 1
-        ):
+        if size is not None and not _is_count(size):
             raise ValueError(
                 f"batch_size: expected an integer >= 1 or None (all rows), got {size!r}"
             )
-        if not isinstance(self.bias_target, Real) or not 0 < self.bias_target < 1:
-            raise ValueError(f"bias_target: expected a number in (0, 1), got {self.bias_target!r}")
-        if self.alpha != "auto" and (
-            not isinstance(self.alpha, Real) or not 0 <= self.alpha < np.inf
-        ):
-            raise ValueError(f'alpha: expected a finite number >= 0, got {self.alpha!r}; or "auto"')
-        named = isinstance(self.surrogate, str) and self.surrogate in (
-            "score",
-            "laplace",
-            "moments",
-        )
-        if not (named or self.surrogate is None or isinstance(self.surrogate, Surrogates)):
+        if not isinstance(self.alpha, Real) or not 0 <= self.alpha < np.inf:
+            raise ValueError(f"alpha: expected a finite number >= 0, got {self.alpha!r}")
+        self._check_surrogate()
+        return self
+
+    def _check_surrogate(self) -> None:
+        given = self.surrogate
+        named = isinstance(given, str) and given in ("score", "laplace", "moments")
+        if not (named or given is None or isinstance(given, Surrogates)):
             raise ValueError(
                 'surrogate: expected "score", "laplace", "moments", a fed.surrogates.Surrogates or '
-                f"None, got {self.surrogate!r}"
-            )
-        if not (
-            self.preconditioner is None
-            or (isinstance(self.preconditioner, str) and self.preconditioner == "surrogate")
-        ):
-            raise ValueError(
-                f'preconditioner: expected "surrogate" or None, got {self.preconditioner!r}'
+                f"None, got {given!r}"
             )
         if self.init_from is not None:
             self._check_start()
-        if self.conducive and self.surrogate is None:
+        if self.conducive and given is None:
             raise ValueError(
                 "alpha > 0 weights the conducive gradient of the surrogates; expected "
                 'surrogate="score" (or "laplace", or a Surrogates), got None. DSGLD is the kernel '
                 "without surrogates"
             )
-        return self
+        if self.step.control_variates and self.batch_size is None:
+            raise ValueError(
+                "control_variates=True is for minibatches; expected batch_size=..., got None"
+            )
+        if self.step.control_variates and given is None:
+            raise ValueError(
+                "control_variates=True needs a point at which to center gradients; expected "
+                'surrogate="score", got None'
+            )
 
     def _check_start(self) -> None:
         known = isinstance(self.init_from, Whitened)
@@ -131,7 +187,7 @@ class Options:
     @property
     def conducive(self) -> bool:
         """True if the kernel uses conducive gradients."""
-        return isinstance(self.alpha, str) or self.alpha > 0
+        return self.alpha > 0
 
     @property
     def separates(self) -> bool:
@@ -139,58 +195,29 @@ class Options:
 
         This takes conducive gradients, and whitened coordinates in which to cut e.
         """
-        return self.preconditioner is not None and self.conducive
+        return self.step.preconditioner is not None and self.conducive
+
+    @property
+    def distinct(self) -> bool:
+        """True if vectorized chains visit different silos."""
+        return isinstance(self.selection, str) and self.selection == "distinct"
 
     def _check_visit(self) -> None:
-        steps, auto = self.num_local_steps, self.num_local_steps == "auto"
-        if not auto and not _is_count(steps):
-            raise ValueError(f'num_local_steps: expected an integer >= 1 or "auto", got {steps!r}')
-        if isinstance(self.selection, str) and self.selection not in ("auto", "size"):
+        steps, f = self.num_local_steps, self.selection
+        if not _is_count(steps):
+            raise ValueError(f"num_local_steps: expected an integer >= 1, got {steps!r}")
+        if isinstance(f, str) and f not in ("auto", "distinct", "size"):
             raise ValueError(
-                f'selection: expected "auto", "size", probabilities or None, got {self.selection!r}'
+                f'selection: expected "auto", "distinct", "size", probabilities or None, got {f!r}'
             )
-        for name, value in (("num_local_steps", steps), ("selection", self.selection)):
-            if isinstance(value, str) and value == "auto" and self.preconditioner is None:
-                raise ValueError(
-                    f'{name}="auto" needs whitened coordinates; expected '
-                    'preconditioner="surrogate", got None'
-                )
-        if self.noise_correction and (self.preconditioner is None or callable(self.step_size)):
+        if isinstance(f, str) and f == "auto" and self.step.preconditioner is None:
             raise ValueError(
-                "noise_correction=True needs whitened coordinates and one step size; expected "
-                'preconditioner="surrogate" and step_size= a number or "auto", '
-                f"got preconditioner={self.preconditioner!r}, step_size={self.step_size!r}"
+                'selection="auto" needs whitened coordinates; expected '
+                'preconditioner="surrogate", got None'
             )
-        if not isinstance(self.round_price, Real) or not 0 <= self.round_price < np.inf:
-            raise ValueError(
-                f"round_price: expected a number of local steps >= 0, got {self.round_price!r}"
-            )
-        if self.control_variates and (size := self.batch_size) is None:
-            raise ValueError(
-                f"control_variates=True is for minibatches; expected batch_size=..., got {size}"
-            )
-        if self.control_variates and self.surrogate is None:
-            raise ValueError(
-                "control_variates=True needs a point at which to center gradients; expected "
-                'surrogate="score", got None'
-            )
-        if not isinstance(self.no_answer, Real) or not 0 <= self.no_answer < 1:
-            raise ValueError(f"no_answer: expected a probability in [0, 1), got {self.no_answer!r}")
         if not _is_count(self.num_kept):
             raise ValueError(f"num_kept: expected an integer >= 1, got {self.num_kept!r}")
-        if self.refresh_every is not None:
-            if not _is_count(self.refresh_every):
-                raise ValueError(
-                    "refresh_every: expected a number of rounds >= 1, or None, got "
-                    f"{self.refresh_every!r}"
-                )
-            if self.surrogate != "score" or self.alpha == "auto" or not self.separates:
-                raise ValueError(
-                    'refresh_every fits score surrogates again; expected surrogate="score", '
-                    'preconditioner="surrogate" and a number alpha > 0, '
-                    f"got {self.surrogate!r}, {self.preconditioner!r} and {self.alpha!r}"
-                )
-        if not isinstance(steps, str) and steps % self.num_kept:
+        if steps % self.num_kept:
             raise ValueError(
                 f"num_kept={self.num_kept} does not divide the steps of a visit; expected a "
                 f"divisor of num_local_steps={steps}"

@@ -6,7 +6,7 @@ move as in a visit. The rule from the noise to the step size is in
 """
 
 import warnings
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -31,7 +31,6 @@ __all__ = ["PilotLocal", "Rule", "choose_step_size", "cost", "visit_noise"]
 _WARM = 20  # local moves before counting
 _CUT = 8.0  # norm of e, in whitened units
 _CUT_RATE = 0.005
-_BIAS_TARGET = 0.02  # if the user sets the step size
 _NO_STEP = 1e-6  # at less, chains of thousands of rounds move by less than an sd
 _LONGEST = 64  # local moves counted, from which longer visits are extrapolated
 
@@ -148,34 +147,30 @@ class Rule(NamedTuple):
     """Choices that the pilot makes.
 
     :param bias_target: accepted inflation of the sds, or ``None`` if the user sets the step size.
-    :param round_price: price of a round besides its local steps, in units of one local step, or
-        ``None`` if the user sets the number of local steps.
     :param selection: whether to choose the silos' probabilities.
     :param noise_correction: whether the chain injects less noise by the amount of the silos' noise.
-    :param num_kept: draws kept per visit, a divisor of its length.
     """
 
     bias_target: float | None
-    round_price: float | None
     selection: bool
     noise_correction: bool
-    num_kept: int = 1
 
 
 def choose_step_size(
     config: LangevinConfig, tuning: Tuning, silos: Silos, rule: Rule, *, seed: int = 0
-) -> tuple[LangevinConfig, Tuning]:
+) -> Tuning:
     """Choose what the rule asks for and the cut, and predict the inflation.
 
-    A first walk without a cut chooses the silos' probabilities, the length of visits, and the cut.
+    A first walk without a cut chooses the silos' probabilities and the cut.
     The cut is 8, or larger where 8 would cut more than one step in 200, since minibatches and small
     f_s make e large without a fault. A second walk, with the chain's cut, chooses the step size.
     """
     dtype = tuning.loc.dtype
-    if config.cut or rule.selection or rule.round_price is not None:
+    if config.cut or rule.selection:
         noise, norms = _walk_all(config, tuning, silos, seed)
-        old = np.asarray(tuning.selection, np.float64)
-        config, f = _visit_and_selection(config, old, noise, rule)
+        old = f = np.asarray(tuning.selection, np.float64)
+        if rule.selection:
+            f = step_rule.best_selection(noise, config.num_local_steps)
         tuning = tuning._replace(selection=jnp.asarray(f, dtype))
         if config.cut:
             norms = norms * (old / f)[:, None, None]
@@ -184,7 +179,7 @@ def choose_step_size(
                 cut=jnp.asarray(max(_CUT, _quantile(norms, weights, 1 - _CUT_RATE)), dtype)
             )
     if config.schedule is not None:  # a schedule has no single step size to predict for
-        return config, tuning
+        return tuning
     h = float(tuning.step_size)
     at = (
         visit_noise(config, tuning, silos, seed=seed),
@@ -207,22 +202,7 @@ def choose_step_size(
         tuning = tuning._replace(inject=jnp.asarray(step_rule.injection(*at, h), dtype))
     else:
         inflation = step_rule.inflation(*at, h)
-    return config, tuning._replace(
-        step_size=jnp.asarray(h, dtype), inflation=jnp.asarray(inflation, dtype)
-    )
-
-
-def _visit_and_selection(
-    config: LangevinConfig, f: np.ndarray, noise: VisitNoise, rule: Rule
-) -> tuple[LangevinConfig, np.ndarray]:
-    if rule.round_price is not None:
-        b = _BIAS_TARGET if rule.bias_target is None else rule.bias_target
-        fixed = None if rule.selection else f
-        steps = step_rule.best_visit(
-            noise, fixed, b, rule.round_price, corrected=rule.noise_correction
-        )
-        config = replace(config, num_local_steps=-(-steps // rule.num_kept) * rule.num_kept)
-    return config, step_rule.best_selection(noise, config.num_local_steps) if rule.selection else f
+    return tuning._replace(step_size=jnp.asarray(h, dtype), inflation=jnp.asarray(inflation, dtype))
 
 
 def _quantile(values: np.ndarray, weights: np.ndarray, q: float) -> float:

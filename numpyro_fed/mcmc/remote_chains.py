@@ -169,9 +169,6 @@ def _check(kernel: LangevinKernel, silos: RemoteSilos, num_chains: int) -> None:
     moments = isinstance(options.surrogate, str) and options.surrogate == "moments"
     refused = {
         "batch_size": (options.batch_size, options.batch_size is not None, "None"),
-        "alpha": (options.alpha, isinstance(options.alpha, str), "a number"),
-        "refresh_every": (options.refresh_every, options.refresh_every is not None, "None"),
-        "no_answer": (options.no_answer, options.no_answer != 0, "0.0"),
         "num_kept": (options.num_kept, options.num_kept != 1, "1"),
         "surrogate": (
             options.surrogate,
@@ -189,7 +186,7 @@ def _start(
 ) -> tuple[LangevinState, np.ndarray]:
     """Return all chains' first states, and the slots of the local latents that silos draw."""
     config, tuning = kernel.config, kernel.tuning
-    starts = start_keys(keys, kernel.options.distinct_silos)
+    starts = start_keys(keys, kernel.options.distinct)
     axes = chain_axes(False)
     here = replace(config, units=None)  # the local latents are in the silos
     first = jax.vmap(

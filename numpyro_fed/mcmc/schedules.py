@@ -87,24 +87,24 @@ def _check_schedule(schedule: Callable) -> None:
         warnings.warn(
             f"step_size falls like t^-{exponent:.2f}: the sum of all steps looks finite, so the "
             "chain stops before it has gone everywhere; expected an exponent in (0.5, 1]",
-            stacklevel=6,
+            stacklevel=7,
         )
     elif 0.01 < exponent <= 0.5:
         warnings.warn(
             f"step_size falls like t^-{exponent:.2f}: the sum of its squares looks infinite, so "
             "the noise of gradients and the disagreement of nodes die out, but not summably; "
             "expected an exponent in (0.5, 1]",
-            stacklevel=6,
+            stacklevel=7,
         )
 
 
-def check_step_size(step_size: float | str | Callable | None, named: tuple[str, ...]) -> None:
-    """Raise an error unless a step size is a positive number, a schedule or a name in ``named``."""
+def check_step_size(step_size: float | str | Callable | None) -> None:
+    """Raise an error unless a step size is a positive number, a schedule or a name."""
     if isinstance(step_size, str):
-        if step_size not in named:
-            words = " or ".join(f'"{name}"' for name in named)
+        if step_size not in ("auto", "adaptive"):
             raise ValueError(
-                f"step_size: expected a positive number, a schedule, {words}, got {step_size!r}"
+                'step_size: expected a positive number, a schedule, "auto" or "adaptive", got '
+                f"{step_size!r}"
             )
     elif callable(step_size):
         _check_schedule(step_size)

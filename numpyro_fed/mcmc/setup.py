@@ -2,7 +2,6 @@
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -25,14 +24,12 @@ from numpyro_fed.mcmc.minibatch import find_members, pointing_groups
 from numpyro_fed.mcmc.options import Options
 from numpyro_fed.rounds.federated import Cost
 from numpyro_fed.surrogates import laplace, score
-from numpyro_fed.surrogates.alpha import best as best_alpha
 from numpyro_fed.surrogates.gaussian import Surrogates
 from numpyro_fed.surrogates.moments import with_moments
 from numpyro_fed.surrogates.some_rows import fit_some, whole_gradients
 
-__all__ = ["ModelSetup", "Setup", "make_setup", "model_setup", "set_up_again"]
+__all__ = ["ModelSetup", "Setup", "make_setup", "model_setup"]
 
-_PILOT_VISIT = 40  # local steps of the pilot's walks if it chooses the length of visits
 _CHECK_ROWS = 1 << 13  # rows of all silos in the check of the factorization, with minibatches
 
 
@@ -83,10 +80,6 @@ def model_setup(model: Callable, silos: Silos, extra: ModelArgs, options: Option
         if batch is not None and units is None:
             check_batch(factors, some, *batch)
     surrogates, fitted = _surrogates(factors, silos, units, batch, options)
-    if options.alpha == "auto" and surrogates is not None:
-        options = replace(
-            options, alpha=max(0.0, best_alpha(factors, silos, units, surrogates, selection))
-        )
     tuning = _tuning(factors, options, selection, surrogates, fitted)
     if batch is not None and units is not None:
         tuning = tuning._replace(members=find_members(factors, silos, batch[0]))
@@ -102,65 +95,35 @@ def make_setup(model: Callable, silos: Silos, extra: ModelArgs, options: Options
     )
 
 
-def set_up_again(before: Setup, silos: Silos, options: Options, thetas: np.ndarray) -> Setup:
-    """Fit surrogates and local map again at positions of chains, and choose the step size.
-
-    :param before: the setup with which the chains ran.
-    :param silos: the data, with Gibbs's conditioning arguments among the shared ones.
-    :param thetas: the chains' positions ``(K, d)``.
-    """
-    factors, units = before.config.factors, before.config.units
-    fitted = score.fit_at(
-        factors, silos, units, thetas, np.asarray(before.tuning.scale, np.float64)
-    )
-    tuning = _tuning(
-        factors, options, _selection(options.selection, silos), fitted.surrogates, fitted
-    )
-    tuning = tuning._replace(members=before.tuning.members)
-    ground = ModelSetup(
-        factors, units, before.config.batch, tuning, fitted.surrogates, before.cost + fitted.cost
-    )
-    return _with_step_size(ground, silos, options)
-
-
 def _with_step_size(ground: ModelSetup, silos: Silos, options: Options) -> Setup:
     factors, units, batch, tuning, surrogates, cost = ground
-    if options.control_variates:
+    if options.step.control_variates:
         tuning = tuning._replace(anchor=whole_gradients(factors, tuning.loc, silos))
-    schedule = options.step_size if callable(options.step_size) else None
-    auto = options.num_local_steps == "auto"
-    steps = (
-        options.num_kept * -(-_PILOT_VISIT // options.num_kept)
-        if auto
-        else int(options.num_local_steps)
-    )
     config = LangevinConfig(
         factors,
         units,
-        steps,
+        int(options.num_local_steps),
         batch,
         options.separates,
-        schedule,
+        options.step.schedule,
         options.num_kept,
-        float(options.no_answer),
     )
-    if options.step_size == "adaptive":
-        tuning = tuning._replace(inflation=jnp.asarray(1 + options.bias_target, tuning.loc.dtype))
-    elif options.preconditioner is not None:
+    if options.step.learned:
+        inflation = 1 + options.step.bias_target
+        tuning = tuning._replace(inflation=jnp.asarray(inflation, tuning.loc.dtype))
+    elif options.step.preconditioner is not None:
         cost += pilot.cost(config, tuning)
         rule = pilot.Rule(
-            options.bias_target if options.step_size == "auto" else None,
-            options.round_price if auto else None,
+            options.step.bias_target if options.step.size == "auto" else None,
             isinstance(options.selection, str) and options.selection == "auto",
-            options.noise_correction,
-            options.num_kept,
+            options.step.noise_correction,
         )
-        config, tuning = pilot.choose_step_size(config, tuning, silos, rule)
+        tuning = pilot.choose_step_size(config, tuning, silos, rule)
     return Setup(config, tuning, surrogates, cost)
 
 
 def _selection(selection: str | Sequence[float] | Array | None, silos: Silos) -> np.ndarray:
-    if selection is None or (isinstance(selection, str) and selection == "auto"):
+    if selection is None or (isinstance(selection, str) and selection != "size"):
         return np.full(len(silos), 1 / len(silos))
     if isinstance(selection, str):  # "size" counts rows to which no other rows point
         targets = set(silos.index.values())
@@ -252,12 +215,12 @@ def _check_latents(options: Options, factors: Factors) -> None:
     names = [s.name for s in factors.local_sites]
     if not names or options.batch_size is None:
         return
-    if not options.element_batches or options.step_size == "adaptive":
+    if not options.element_batches or options.step.learned:
         raise ValueError(
             f"batch_size={options.batch_size} with local latents {names} is for DSGLD, FSGLD, and "
             "SGLD without an adaptive step size; expected batch_size=None"
         )
-    if options.control_variates:
+    if options.step.control_variates:
         raise ValueError(
             f"control_variates=True is for models without local latents, got {names}; expected "
             "False"
@@ -321,7 +284,7 @@ def _surrogates(
     options: Options,
 ) -> tuple[Surrogates | None, score.ScoreFit | None]:
     given = options.surrogate
-    wanted = options.conducive or options.preconditioner is not None
+    wanted = options.conducive or options.step.preconditioner is not None
     moments = wanted and given == "moments"
     fitted = None
     if units is not None or (wanted and not moments and not isinstance(given, Surrogates)):
@@ -352,9 +315,9 @@ def _tuning(
     def array(x: Any) -> Array:
         return jnp.asarray(x, dtype)
 
-    number = not callable(options.step_size) and not isinstance(options.step_size, str)
+    h = options.step.size
     tuning = Tuning(
-        step_size=array(options.step_size if number else 0.0),
+        step_size=array(0.0 if callable(h) or isinstance(h, str) else h),
         alpha=array(options.alpha),
         selection=array(selection),
         loc=jnp.zeros(factors.dim, dtype),
@@ -386,7 +349,7 @@ def _with_surrogates(
         loc, scale = (np.asarray(x, np.float64) for x in fitted.posterior_whitening)
     else:
         loc, scale = surrogates.posterior().whitening()
-    if options.preconditioner is not None:
+    if options.step.preconditioner is not None:
         tuning = tuning._replace(scale=array(scale))
     tuning = tuning._replace(loc=array(loc))
     if fitted is not None and fitted.draws is not None:

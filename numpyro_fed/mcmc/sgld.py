@@ -10,7 +10,7 @@ It is DSGLD with one silo, and the reference for comparisons of the federated ke
 from collections.abc import Callable, Sequence
 
 from numpyro_fed.mcmc._kernel import LangevinKernel
-from numpyro_fed.mcmc.options import Options
+from numpyro_fed.mcmc.options import Options, Step, as_step
 from numpyro_fed.surrogates.gaussian import Surrogates
 
 __all__ = ["SGLD"]
@@ -24,11 +24,11 @@ class SGLD(LangevinKernel):
     **Law and bias.** Draws follow the posterior, up to a bias of order ``step_size``. One
     ``sample()`` makes ``num_local_steps`` steps.
 
-    :param step_size: h: a number, an optax schedule of the number of steps, ``"auto"`` (with a
-        preconditioner), or ``"adaptive"``. The last learns in warm-up, from the curvature and the
-        gradient noise, the step at which sds are a factor ``1 + bias_target`` too large
+    :param step_size: h: a number or an optax schedule, in the coordinates of the model;
+        ``"auto"``, whitened by a Gaussian fitted to the pooled score; ``"adaptive"``; or a
+        :class:`Step`. ``"adaptive"`` learns in warm-up, from the curvature and the gradient noise,
+        the step at which sds are a factor ``1 + bias_target`` too large
         (:mod:`numpyro_fed.mcmc.adaptation`).
-    :param preconditioner: ``"surrogate"`` whitens by a Gaussian fitted to the pooled score.
 
     The other parameters are those of :class:`numpyro_fed.FSGLD`.
 
@@ -46,20 +46,18 @@ class SGLD(LangevinKernel):
     def __init__(
         self,
         model: Callable,
-        step_size: float | str | Callable,
+        step_size: float | str | Callable | Step,
         num_local_steps: int = 40,
         batch_size: int | None = None,
-        preconditioner: str | None = None,
         *,
         surrogate: str | Surrogates | None = "score",
-        bias_target: float = 0.02,
         public: Sequence[str] = (),
         validate: bool = True,
     ) -> None:
         super().__init__(
             model,
             Options(
-                step_size, num_local_steps, batch_size, surrogate, 0.0, None, preconditioner,
-                bias_target, public, validate,
+                as_step(step_size), num_local_steps, batch_size, surrogate, 0.0, None, public,
+                validate,
             ),
         )  # fmt: skip

@@ -1,4 +1,4 @@
-r"""Rule from the silos' noise to step size, injected noise, visit length and probabilities.
+r"""Rule from the silos' noise to step size, injected noise and probabilities.
 
 Near its stationary law, in whitened coordinates and with :math:`a = 1 - h/2`, a chain makes
 
@@ -27,7 +27,6 @@ __all__ = [
     "MAX_STEP_SIZE",
     "VisitNoise",
     "best_selection",
-    "best_visit",
     "inflation",
     "injection",
     "persistence",
@@ -37,7 +36,6 @@ __all__ = [
 MAX_STEP_SIZE = 0.1
 _CORRECTED = 4.0  # factor of the step size under noise correction
 _LEAST_INJECTED = 0.5  # least share of the injected variance that a correction leaves
-_VISITS = (1, 2, 4, 8, 12, 20, 30, 40, 60, 100)
 _LEAST_VISITS = 0.25  # least probability of a silo, as a fraction of an equal share
 _NORM = 16  # order of the Schatten norm that stands for the largest eigenvalue
 
@@ -163,29 +161,3 @@ def best_selection(noise: VisitNoise, num_local_steps: int) -> np.ndarray:
         if worst < least:
             best, least = f, worst
     return best
-
-
-def best_visit(
-    noise: VisitNoise,
-    selection: np.ndarray | None,
-    bias_target: float,
-    round_price: float,
-    *,
-    corrected: bool = False,
-) -> int:
-    """Return T with the largest number of effective draws for a given price.
-
-    A round costs ``round_price`` local steps besides its own.
-
-    :param selection: the probabilities f, or ``None`` for the best ones of each T.
-    """
-
-    def efficiency(steps: int) -> float:
-        f = best_selection(noise, steps) if selection is None else selection
-        return (
-            steps
-            * step_size(noise, f, steps, bias_target, corrected=corrected)
-            / (round_price + steps)
-        )
-
-    return max(_VISITS, key=efficiency)

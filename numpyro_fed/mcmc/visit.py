@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax, random
+from jax import Array, random
 
 from numpyro_fed._typing import PyTree
 from numpyro_fed.data.silos import Silos
@@ -24,15 +24,11 @@ __all__ = [
     "arrive",
     "chain_axes",
     "depart",
-    "explore",
     "first_state",
     "one_round",
     "start_keys",
     "wait",
 ]
-
-_ANSWERS = 1 << 30  # separates the draws of answers from the draws of silos
-_EXPLORERS = 64  # chains around which a kernel fits its surrogates again
 
 
 @wire_name("LangevinState")
@@ -60,8 +56,8 @@ class LangevinState(NamedTuple):
     :param visits: rounds at each silo so far, ``(S,)``.
     :param unanswered: number of these rounds in which the silo did not answer, ``(S,)``.
     :param rng_key: key of the next draw.
-    :param key_silos: key of the silos' numbers; with ``distinct_silos`` one for all chains.
-    :param stratum: this chain's place in [0, 1) among all chains under ``distinct_silos``. Chains
+    :param key_silos: key of the silos' numbers; with ``"distinct"`` silos one for all chains.
+    :param stratum: this chain's place in [0, 1) among all chains under ``"distinct"``. Chains
         take silos from different strata of f, so they visit different silos where no f exceeds one
         over their number. The silos of each chain are independent draws from f.
     :param adaptation: memory of ``step_size="adaptive"``, or ``None``.
@@ -164,19 +160,10 @@ def one_round(config: LangevinConfig, state: LangevinState, silos: Silos) -> Lan
     new = arrive(config, state, leave, chain, stats)._replace(
         z=_positions(config, tuning, chain.theta, eps, silos), eps=eps
     )
-    if adaptation is not None:
-        new = new._replace(
-            adaptation=_look(
-                config, tuning, adaptation, leave.key_look, chain.theta, private, silos
-            )
-        )
-    if not config.no_answer:
+    if adaptation is None:
         return new
-    # a silo answers a visit as a whole, so the visit's parts share one draw
-    key = random.fold_in(
-        random.fold_in(state.key_silos, _ANSWERS), state.i - state.i % config.num_kept
-    )
-    return wait(state, new, leave.arrives, random.bernoulli(key, config.no_answer))
+    looked = _look(config, tuning, adaptation, leave.key_look, chain.theta, private, silos)
+    return new._replace(adaptation=looked)
 
 
 def wait(old: LangevinState, new: LangevinState, arrives: Array, silent: Array) -> LangevinState:
@@ -269,11 +256,11 @@ def _positions(
     return {**sites, **config.units.to_pooled(z, silos)}
 
 
-def start_keys(keys: Array, distinct_silos: bool) -> tuple[Array, Array, Array]:
+def start_keys(keys: Array, distinct: bool) -> tuple[Array, Array, Array]:
     """Return the chains' own keys, their keys of silos, and their strata, from keys ``(C,)``."""
     split = jax.vmap(random.split)(keys)
     own, of_silos, strata = split[:, 0], split[:, 1], jnp.zeros(len(keys))
-    if distinct_silos:
+    if distinct:
         of_silos, strata = (
             jnp.broadcast_to(of_silos[0], of_silos.shape),
             jnp.arange(len(keys)) / len(keys),
@@ -341,34 +328,3 @@ def first_state(
         adaptation=adaptation,
         tuning=tuning,
     )
-
-
-@partial(jax.jit, static_argnames=("config", "rounds"))
-def explore(
-    config: LangevinConfig,
-    rounds: int,
-    key: Array,
-    z: dict[str, Array] | None,
-    tuning: Tuning,
-    silos: Silos,
-) -> tuple[dict[str, Array], Array]:
-    """Run 64 chains for ``rounds`` rounds.
-
-    :return: the sites where the chains end, and about 512 global positions ``(K, d)`` of the second
-        half of the rounds.
-    """
-    keys = random.split(key, (2, _EXPLORERS))
-    axes = chain_axes(False)
-    start = jax.vmap(
-        partial(first_state, config), in_axes=(0, 0, 0, None, None, None, None), out_axes=axes
-    )
-    state = start(*keys, z, jnp.zeros(()), tuning, silos, None)
-    one = jax.vmap(lambda s: one_round(config, s, silos), in_axes=(axes,), out_axes=axes)
-
-    def step(state: LangevinState, _: None) -> tuple[LangevinState, Array]:
-        state = one(state)
-        return state, jax.vmap(config.factors.ravel)(state.z)
-
-    state, thetas = lax.scan(step, state, None, length=rounds * config.num_kept)
-    late = thetas[len(thetas) // 2 :]
-    return state.z, late[:: max(1, len(late) * _EXPLORERS // 512)].reshape(-1, config.factors.dim)

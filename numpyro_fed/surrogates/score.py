@@ -50,7 +50,7 @@ from numpyro_fed.surrogates.local_score import Message, Reply, ScoreLocal, point
 from numpyro_fed.surrogates.natural_step import ApproxFactor, History, natural_step, product
 from numpyro_fed.surrogates.sobol import sobol_normal, wide_points
 
-__all__ = ["NUM_DRAWS", "ScoreFit", "Whitening", "fit", "fit_at"]
+__all__ = ["NUM_DRAWS", "ScoreFit", "Whitening", "fit"]
 
 _LARGEST = 1e18  # of a reply in whitened units: larger ones make the sum singular
 _FULL_UP_TO = 500  # dimensions; beyond, one d x d matrix per silo is too much memory
@@ -334,43 +334,6 @@ def _root(scale: np.ndarray, full: bool) -> np.ndarray:
     if full:
         return scale if scale.ndim == 2 else np.diag(scale)
     return scale if scale.ndim == 1 else np.linalg.norm(scale, axis=1)
-
-
-def fit_at(
-    factors: Factors, silos: Silos, units: Units | None, thetas: np.ndarray, scale: np.ndarray
-) -> ScoreFit:
-    """Fit surrogates and local map at positions of equal weight, in one round.
-
-    At draws of the posterior, the least squares fit of the total score has the posterior's mean and
-    covariance, whatever its shape (Stein's identity). The rest of each silo's score is then least
-    in the posterior's mean square.
-
-    :param thetas: positions ``(K, d)``, several times as many as d.
-    :param scale: scale of the coordinates of the fit, ``(d, d)`` or ``(d,)``; roughly the
-        positions' spread.
-    """
-    scheme = algorithm(factors, units, silos, scale.ndim == 2, _at_once(silos, units))
-    loc = thetas.mean(0)
-    shifted = thetas - loc
-    points = shifted / scale if scale.ndim == 1 else np.linalg.solve(scale, shifted.T).T
-    state = ServerState(loc, scale, points, np.ones(len(points)))
-    key = random.key(0)
-    message = scheme.broadcast(key, state)
-    local = ScoreLocal(factors, units, _at_once(silos, units), last=True)
-    replies, local_map = ask_all(
-        local, key, message, None, silos, None if units is None else units.group
-    )
-    final, misfit = scheme.merge(state, replies)
-    surrogates = final.surrogates
-    if surrogates is not None and replies.correction is not None:
-        surrogates = replace(
-            surrogates, corrections=_corrections(state, surrogates.factors, replies.correction)
-        )
-    cost = Cost(1, len(points), message_bytes(message), message_bytes(replies) // len(silos))
-    some = thetas[np.linspace(0, len(thetas) - 1, NUM_DRAWS).astype(int)]
-    return ScoreFit(
-        surrogates, local_map, _whitening(state), _whitening(final), jnp.asarray(misfit), cost, some
-    )
 
 
 def _last_points(dim: int, num: int) -> int:

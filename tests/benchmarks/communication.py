@@ -16,6 +16,7 @@ last row has FSGLD at T = 40 with three rounds in ten unanswered.
 
 import argparse
 import sys
+from pathlib import Path
 from typing import Any
 
 import arviz as az
@@ -26,6 +27,9 @@ from fidelity_problems import PROBLEMS
 from numpyro.infer import MCMC, NUTS
 
 import numpyro_fed as fed
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from small_models import SilentSilos
 
 CHAINS: dict[str, Any] = {"num_chains": 4, "chain_method": "vectorized", "progress_bar": False}
 VISITS = (1, 10, 40, 100, 400)
@@ -96,16 +100,15 @@ def run(name: str, steps: int, nuts_draws: int) -> pd.DataFrame:
         print(f"{name} {rows[-1]}", file=sys.stderr, flush=True)
         return float(mcmc.last_state.step_size.ravel()[0])
 
-    whitened = {"preconditioner": "surrogate"}
     steps_found = [
         add(f"FSGLD, T = {stay}", fed.FSGLD(model, num_local_steps=stay), stay) for stay in VISITS
     ]
     for stay in VISITS:
-        add(f"DSGLD, T = {stay}", fed.DSGLD(model, steps_found[0], stay, **whitened), stay)
+        add(f"DSGLD, T = {stay}", fed.DSGLD(model, fed.Step(steps_found[0]), stay), stay)
     for stay in (1, 40):
-        add(f"DSGLD, T = {stay}, own step", fed.DSGLD(model, "auto", stay, **whitened), stay)
-    add("SGLD, a round a step", fed.SGLD(model, "auto", 1, **whitened), 1)
-    add("FSGLD, T = 40, 30 % unanswered", fed.FSGLD(model, no_answer=0.3), 40)
+        add(f"DSGLD, T = {stay}, own step", fed.DSGLD(model, "auto", stay), stay)
+    add("SGLD, a round a step", fed.SGLD(model, "auto", 1), 1)
+    add("FSGLD, T = 40, 30 % unanswered", SilentSilos(model, silence=0.3), 40)
     return pd.DataFrame(rows)
 
 

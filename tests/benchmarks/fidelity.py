@@ -340,12 +340,12 @@ def run(name: str, baselines: bool, start: bool, folder: Path | None) -> None:
     plain = fed.FSGLD(problem.model)
     kernels = {
         "FSGLD": plain,
-        "FSGLD, auto": fed.FSGLD(problem.model, selection="auto", noise_correction=True),
+        "FSGLD, auto": fed.FSGLD(problem.model, fed.Step(noise_correction=True), selection="auto"),
     }
     if start:
         kernels["FSGLD, started"] = started(problem, silos, name in NESTED)
     if baselines:
-        kernels["DSGLD"] = fed.DSGLD(problem.model, step_size="auto", preconditioner="surrogate")
+        kernels["DSGLD"] = fed.DSGLD(problem.model, step_size="auto")
     for method, kernel in kernels.items():
 
         def fit(kernel: Any = kernel, method: str = method, rounds: tuple = SHORT) -> Row:

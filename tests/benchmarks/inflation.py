@@ -133,9 +133,7 @@ def measure(
     model: Callable, silos: fed.Silos, exact: tuple[np.ndarray, np.ndarray], kind: str, surrogate: Any,
     batch: int | None, steps: int, num: int, target: float = 0.1,
 ) -> dict[str, Any]:  # fmt: skip
-    kernel = fed.FSGLD(
-        model, num_local_steps=steps, batch_size=batch, surrogate=surrogate, bias_target=target
-    )
+    kernel = fed.FSGLD(model, fed.Step(bias_target=target), steps, batch, surrogate)
     mcmc = MCMC(kernel, num_warmup=200, num_samples=num, num_chains=8, **CHAINS)
     mcmc.run(jax.random.key(2), silos)
     sd, error = sds(mcmc)

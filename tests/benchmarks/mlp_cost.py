@@ -45,7 +45,9 @@ def kernel_of(name: str, silos: fed.Silos) -> fed.DSGLD | fed.FSGLD:
         return fed.DSGLD(network.model, STEP, VISIT, BATCH)
     shape = (len(silos), sum(v.size for v in network.start(labels.FEATURES, 0).values()))
     flat = fed.surrogates.analytic(silos, np.zeros(shape), np.ones(shape))
-    return fed.FSGLD(network.model, STEP, VISIT, BATCH, surrogate=flat, preconditioner=None)
+    return fed.FSGLD(
+        network.model, fed.Step(STEP, preconditioner=None), VISIT, BATCH, surrogate=flat
+    )
 
 
 def child(name: str, size: int) -> None:

@@ -36,7 +36,7 @@ Forms = dict[str, Callable[[Array], Any]]
 def kernel_of(name: str, task: Task, num_local_steps: int) -> MCMCKernel:
     """SGLD, DSGLD, or FSGLD with surrogates that cost nothing to fit."""
     settings: dict[str, Any] = {
-        "step_size": task.step_size,
+        "step_size": fed.Step(task.step_size, preconditioner=None),
         "num_local_steps": num_local_steps,
         "batch_size": task.batch_size,
     }
@@ -47,7 +47,7 @@ def kernel_of(name: str, task: Task, num_local_steps: int) -> MCMCKernel:
         np.ones(shape) if name == "FSGLD diagonal" else np.tile(np.eye(task.dim), (shape[0], 1, 1))
     )
     surrogates = fed.surrogates.analytic(task.silos, np.zeros(shape), precision)
-    return fed.FSGLD(task.model, surrogate=surrogates, preconditioner=None, **settings)
+    return fed.FSGLD(task.model, surrogate=surrogates, **settings)
 
 
 def compiled_run(kernel: MCMCKernel, silos: fed.Silos, num_samples: int) -> Callable[[Array], Any]:

@@ -35,7 +35,7 @@ def one(process: int, processes: int, port: str, rounds: int, stay: int, in_mcmc
     silos = fed.split(
         {k: np.asarray(v) for k, v in pooled.items()}, by=np.where(rows % 2, "one", "two")
     )
-    kernel = fed.FSGLD(logistic_model, num_local_steps=stay, distinct_silos=True)
+    kernel = fed.FSGLD(logistic_model, num_local_steps=stay, selection="distinct")
     settings = {"num_warmup": 0, "num_samples": rounds, "num_chains": 4, "progress_bar": False}
     if in_mcmc:
         mcmc, where = MCMC(kernel, chain_method="vectorized", **settings), silos

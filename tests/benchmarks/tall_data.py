@@ -106,7 +106,9 @@ def seconds_to(
 def rows_of(count: int, most: float) -> list[dict[str, Any]]:
     silos = data(count)
     law = reference(silos)
-    kernel = fed.FSGLD(model, batch_size=100, control_variates=True, noise_correction=True)
+    kernel = fed.FSGLD(
+        model, fed.Step(control_variates=True, noise_correction=True), batch_size=100
+    )
     langevin = MCMC(kernel, num_warmup=0, num_samples=1000, progress_bar=False, jit_model_args=True)
     found = seconds_to(langevin, lambda key: langevin.run(key, silos), law, most)
     out = [{"rows": count, "kernel": "FSGLD", **found}]
