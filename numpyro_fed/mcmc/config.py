@@ -5,7 +5,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
@@ -29,7 +28,7 @@ __all__ = [
 ]
 
 # wire names of a kernel's numbers and their parts
-TUNING_CLASSES = ("Tuning", "Conducive", "Corrections", "LatentCoordinates", "LowRankMatrix")
+TUNING_CLASSES = ("Tuning", "Conducive", "Corrections", "LatentCoordinates")
 _BLOCK_STEPS = 200  # local steps whose random numbers and rows are drawn together
 _BLOCK_BYTES = 8 << 20
 
@@ -144,13 +143,14 @@ class Conducive(NamedTuple):
 
     def of(self, number: Array | int) -> "Conducive":
         """Return one silo's surrogate, with the sums over all silos."""
-        shift, precision = jax.tree.map(lambda x: x[number], (self.shift, self.precision))
         corrections = (
             None
             if self.corrections is None
             else self.corrections.of(self.corrections.coefficients[number])
         )
-        return self._replace(shift=shift, precision=precision, corrections=corrections)
+        return self._replace(
+            shift=self.shift[number], precision=self.precision[number], corrections=corrections
+        )
 
     def score(self, theta: Array, loc: Array) -> Array:
         """Return the gradient of one silo's log surrogate, after :meth:`of`."""
@@ -236,14 +236,5 @@ class Tuning(NamedTuple):
         own, told = slice(number, number + 1), self.without_rows()._replace(draws=None)
         conducive = told.conducive
         if conducive is not None:
-            shift, precision = jax.tree.map(
-                lambda x: x[own], (conducive.shift, conducive.precision)
-            )
-            corrections = conducive.corrections
-            corrections = (
-                None if corrections is None else corrections.of(corrections.coefficients[own])
-            )
-            conducive = conducive._replace(
-                shift=shift, precision=precision, corrections=corrections
-            )
+            conducive = conducive.of(own)
         return told._replace(selection=self.selection[own], conducive=conducive)

@@ -357,11 +357,10 @@ def _with_surrogates(
     if options.alpha == 0:
         return tuning
     # expanded around loc in float64: eta - Lambda theta would cancel in float32
-    factors = jax.tree.map(lambda x: np.asarray(x, np.float64), surrogates.factors)
-    at_loc = factors.precision * loc if surrogates.factors.is_diagonal else factors.precision @ loc
-    shift = factors.eta - at_loc
-    parts = (shift, factors.precision, shift.sum(0), factors.precision.sum(0))
-    conducive = Conducive(*jax.tree.map(array, parts))  # a precision of low rank is a tree
+    factors = surrogates.factors
+    eta, precision = (np.asarray(x, np.float64) for x in (factors.eta, factors.precision))
+    shift = eta - (precision * loc if factors.is_diagonal else precision @ loc)
+    conducive = Conducive(*map(array, (shift, precision, shift.sum(0), precision.sum(0))))
     if surrogates.corrections is not None:
         corrections = jax.tree.map(array, surrogates.corrections)
         conducive = conducive._replace(

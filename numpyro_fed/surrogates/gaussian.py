@@ -8,7 +8,6 @@ under products (FSGLD 3.1), so that :math:`q = \prod_s q_s` costs nothing.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,90 +15,14 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-from numpyro_fed._typing import PyTree
-from numpyro_fed.rounds.serialization import wire_name
 from numpyro_fed.surrogates.corrections import Corrections
 
-__all__ = ["Gaussian", "LowRank", "Surrogates", "matvec"]
+__all__ = ["Gaussian", "Surrogates", "matvec"]
 
 
 def matvec(matrix: Array, vector: Array) -> Array:
     """Return ``matrix @ vector`` for a matrix that is full or stored as its diagonal."""
     return matrix @ vector if matrix.ndim == 2 else matrix * vector
-
-
-@wire_name("LowRankMatrix")
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class LowRank:
-    """Symmetric matrices ``diag(diagonal) + factor @ diag(weight) @ factor.T``.
-
-    Leading axes are a batch.
-
-    An instance replaces full precisions: it has ``matrix @ vector``, ``matrix[s]``,
-    ``matrix.sum(0)`` and sums with full matrices. The sums are full matrices.
-    """
-
-    __array_ufunc__ = None  # NumPy then leaves sums and products to this class
-
-    diagonal: Any
-    factor: Any
-    weight: Any
-
-    @property
-    def ndim(self) -> int:
-        """Number of axes of the matrices, batch axes included."""
-        return self.factor.ndim
-
-    @property
-    def rank(self) -> int:
-        """Number of directions."""
-        return self.factor.shape[-1]
-
-    def __matmul__(self, vector: Any) -> Any:
-        """Return products with one vector ``(d,)``, or with the columns of ``(..., d, K)``."""
-        if vector.ndim == 1:
-            inner = (self.factor.swapaxes(-1, -2) @ vector) * self.weight
-            return self.diagonal * vector + (self.factor @ inner[..., None])[..., 0]
-        return self.diagonal[..., None] * vector + self.factor @ (
-            self.weight[..., None] * (self.factor.swapaxes(-1, -2) @ vector)
-        )
-
-    def __getitem__(self, index: Any) -> "LowRank":
-        return LowRank(self.diagonal[index], self.factor[index], self.weight[index])
-
-    def __mul__(self, number: Any) -> "LowRank":
-        return LowRank(self.diagonal * number, self.factor, self.weight * number)
-
-    __rmul__ = __mul__
-
-    def __add__(self, matrix: Any) -> Any:
-        return self.dense() + (matrix.dense() if isinstance(matrix, LowRank) else matrix)
-
-    __radd__ = __add__
-
-    def __sub__(self, matrix: Any) -> Any:
-        return self + (-1.0) * matrix
-
-    def __rsub__(self, matrix: Any) -> Any:
-        return matrix + (-1.0) * self
-
-    def sum(self, axis: int) -> Any:
-        """Return the full sum over the leading axis, without a full matrix of any one term."""
-        assert axis == 0
-        dim = self.diagonal.shape[-1]
-        wide = np.moveaxis(np.asarray(self.factor), 0, 1).reshape(dim, -1)
-        return (
-            np.diag(np.asarray(self.diagonal).sum(0))
-            + (wide * np.asarray(self.weight).reshape(-1)) @ wide.T
-        )
-
-    def dense(self) -> Any:
-        """Return the full matrices, ``(..., d, d)``."""
-        eye = np.eye(self.diagonal.shape[-1], dtype=self.diagonal.dtype)
-        return self.diagonal[..., None] * eye + (
-            self.factor * self.weight[..., None, :]
-        ) @ self.factor.swapaxes(-1, -2)
 
 
 @jax.tree_util.register_dataclass
@@ -109,7 +32,7 @@ class Gaussian:
 
     :param eta: precision times mean, shape ``(..., d)``. NumPy arrays in float64 are accepted, and
         avoid cancellation.
-    :param precision: full ``(..., d, d)``, diagonal ``(..., d)``, or :class:`LowRank`.
+    :param precision: full ``(..., d, d)``, or diagonal ``(..., d)``.
 
     Example::
 
@@ -122,7 +45,7 @@ class Gaussian:
     """
 
     eta: Array | np.ndarray
-    precision: PyTree
+    precision: Array | np.ndarray
 
     @property
     def is_diagonal(self) -> bool:
@@ -150,9 +73,7 @@ class Gaussian:
 
         The shape is ``(S, K, d)`` for a batch ``(S,)``. In float32, two large terms may cancel.
         """
-        eta, precision = jax.tree.map(
-            lambda x: np.asarray(x, np.float64), (self.eta, self.precision)
-        )
+        eta, precision = (np.asarray(x, np.float64) for x in (self.eta, self.precision))
         if self.is_diagonal:
             return np.asarray(eta[:, None] - thetas * precision[:, None])
         return np.asarray(eta[:, None] - np.swapaxes(precision @ thetas.T, 1, 2))
@@ -173,16 +94,14 @@ class Gaussian:
         """Mean, shape ``(..., d)``; the factor must be a density."""
         if self.is_diagonal:
             return jnp.asarray(self.eta / self.precision)
-        return jnp.linalg.solve(self._full, self.eta[..., None])[..., 0]
+        return jnp.linalg.solve(self.precision, self.eta[..., None])[..., 0]
 
     @property
     def covariance(self) -> Array:
         """Covariance, full or diagonal as the precision is."""
-        return jnp.asarray(1 / self.precision) if self.is_diagonal else jnp.linalg.inv(self._full)
-
-    @property
-    def _full(self) -> Array:
-        return self.precision.dense() if isinstance(self.precision, LowRank) else self.precision
+        return jnp.asarray(
+            1 / self.precision if self.is_diagonal else jnp.linalg.inv(self.precision)
+        )
 
 
 @jax.tree_util.register_dataclass
@@ -195,8 +114,7 @@ class Surrogates:
     :param corrections: bounded corrections of the silos' scores, or ``None``. Gradients include
         them, :meth:`posterior` does not.
 
-    A silo's factor is ``d + d (d + 1) / 2`` different numbers (diagonal: ``2 d``; of rank r: ``d (r
-    + 2) + r``).
+    A silo's factor is ``d + d (d + 1) / 2`` different numbers (diagonal: ``2 d``).
     """
 
     factors: Gaussian
@@ -246,9 +164,7 @@ class Surrogates:
         return whole
 
     def __repr__(self) -> str:
-        precision = self.factors.precision
         form = "diagonal" if self.factors.is_diagonal else "full"
-        form = f"rank {precision.rank}" if isinstance(precision, LowRank) else form
         return (
             f"Surrogates({len(self)} silos, dimension {self.dim}, "
             f"{form}{'' if self.corrections is None else ', corrected'})"
