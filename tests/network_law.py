@@ -21,9 +21,13 @@ PERIODIC = fed.graphs.periodic([LOPSIDED, LOPSIDED.reverse(), nx.DiGraph(nx.star
 
 def run(kernel, silos, networks, num_samples, num_warmup=300, seed=0):
     mcmc = MCMC(
-        kernel, num_warmup=num_warmup, num_samples=num_samples, num_chains=networks * len(silos), chain_method="vectorized",
+        kernel,
+        num_warmup=num_warmup,
+        num_samples=num_samples,
+        num_chains=networks * len(silos),
+        chain_method="vectorized",
         progress_bar=False,
-    )  # fmt: skip
+    )
     mcmc.run(random.key(seed), silos)
     return mcmc
 

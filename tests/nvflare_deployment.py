@@ -34,7 +34,8 @@ participants:
   - {{name: s2, type: client, org: lab}}
   - {{name: admin@lab.org, type: admin, org: lab, role: project_admin}}
 builders:
-  - {{path: nvflare.lighter.impl.workspace.WorkspaceBuilder, args: {{template_file: [master_template.yml]}}}}
+  - path: nvflare.lighter.impl.workspace.WorkspaceBuilder
+    args: {{template_file: [master_template.yml]}}
   - {{path: nvflare.lighter.impl.static_file.StaticFileBuilder, args: {{config_folder: config}}}}
   - {{path: nvflare.lighter.impl.cert.CertBuilder}}
   - {{path: nvflare.lighter.impl.signature.SignatureBuilder}}

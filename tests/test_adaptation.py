@@ -25,8 +25,13 @@ def curvature():
 
 def warm(kernel, chains, num_warmup, num_samples=10, **options):
     mcmc = MCMC(
-        kernel, num_warmup=num_warmup, num_samples=num_samples, num_chains=chains, chain_method="vectorized", progress_bar=False
-    )  # fmt: skip
+        kernel,
+        num_warmup=num_warmup,
+        num_samples=num_samples,
+        num_chains=chains,
+        chain_method="vectorized",
+        progress_bar=False,
+    )
     mcmc.run(random.key(0), SILOS, **options)
     return mcmc
 

@@ -290,17 +290,41 @@ def stateful(y):
 @pytest.mark.parametrize(
     ("amortize", "error", "message"),
     [
-        ({"mu": linear}, ValueError, r"\['mu'\] are no latent sites inside a silo plate; expected some of \['z'\]"),
-        ({"z": 3}, TypeError, r"expected an equinox or flax.nnx module, or a function, for 'z', got int"),
+        (
+            {"mu": linear},
+            ValueError,
+            r"\['mu'\] are no latent sites inside a silo plate; expected some of \['z'\]",
+        ),
+        (
+            {"z": 3},
+            TypeError,
+            r"expected an equinox or flax.nnx module, or a function, for 'z', got int",
+        ),
         ([linear], TypeError, "expected a dict of encoders by site, got list"),
         ({"z": lambda y: (y, y)}, ValueError, "declares no parameters"),
-        ({"z": OnScalars(mlp(3))}, ValueError, r"encoder of 'z' returns \(3,\) for one element; expected a pair"),
-        ({"z": lambda y: (numpyro.param("w", 0.0) * y,)}, ValueError, r"returns \[\(\)\] for one element"),
-        ({"z": lambda x, w: (x, w)}, ValueError, r"takes \['x', 'w'\]; expected .* row for each element of 'patients'.*\['y'\]"),
+        (
+            {"z": OnScalars(mlp(3))},
+            ValueError,
+            r"encoder of 'z' returns \(3,\) for one element; expected a pair",
+        ),
+        (
+            {"z": lambda y: (numpyro.param("w", 0.0) * y,)},
+            ValueError,
+            r"returns \[\(\)\] for one element",
+        ),
+        (
+            {"z": lambda x, w: (x, w)},
+            ValueError,
+            r"takes \['x', 'w'\]; expected .* row for each element of 'patients'.*\['y'\]",
+        ),
         ({"z": stateful}, ValueError, "mutable site 'count'"),
-        ({"z": lambda y: (numpyro.param("w", 0.0), numpyro.sample("e", dist.Normal(0, 1)))}, ValueError, "sample site 'e'"),
+        (
+            {"z": lambda y: (numpyro.param("w", 0.0), numpyro.sample("e", dist.Normal(0, 1)))},
+            ValueError,
+            "sample site 'e'",
+        ),
     ],
-)  # fmt: skip
+)
 def test_bad_encoders_are_refused(amortize, error, message):
     with pytest.raises(error, match=message):
         fed.SFVI(model, fed.AutoSiloNormal(model, **WIDE, amortize=amortize), optax.adam(0.1)).init(

@@ -68,11 +68,13 @@ def run(kernel, *args, **kwargs):
         ({"step_size": float("inf")}, "step_size: expected a finite number > 0, got inf"),
         (
             {"surrogate": "median"},
-            'surrogate: expected "score", "laplace", "moments", a fed.surrogates.Surrogates or None, got \'median\'',
+            'surrogate: expected "score", "laplace", "moments", a fed.surrogates.Surrogates or '
+            "None, got 'median'",
         ),
         (
             {"surrogate": 3},
-            'surrogate: expected "score", "laplace", "moments", a fed.surrogates.Surrogates or None, got 3',
+            'surrogate: expected "score", "laplace", "moments", a fed.surrogates.Surrogates or '
+            "None, got 3",
         ),
         ({"preconditioner": np.eye(2)}, 'preconditioner: expected "surrogate" or None, got array'),
         (
@@ -169,7 +171,8 @@ def test_selection(selection, message):
 def test_batch_size_above_a_silos_rows_names_the_silo():
     with pytest.raises(
         ValueError,
-        match=r"batch_size=4 is more than silo 'silo 0' has: 3 rows of .*; expected at most 3, or None",
+        match=r"batch_size=4 is more than silo 'silo 0' has: 3 rows of .*; expected at most 3, or "
+        r"None",
     ):
         run(fed.FSGLD(linear, batch_size=4), SILOS)
 
@@ -211,7 +214,8 @@ def test_batch_size_with_latents_that_depend_on_each_other():
         pytest.warns(UserWarning, match="not independent"),
         pytest.raises(
             ValueError,
-            match=r"latents \['z'\] that are one unit in a silo, or nested: they need all rows of a silo; expected batch_size=None",
+            match=r"latents \['z'\] that are one unit in a silo, or nested: they need all rows of "
+            r"a silo; expected batch_size=None",
         ),
     ):
         run(fed.FSGLD(walk, batch_size=2), silos)
@@ -242,12 +246,15 @@ def surrogates(num=4, dim=2, prior=1.0, precision=1.0):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (surrogates(dim=3), r"surrogate: expected factors of 4 silos in dimension 2 \(\['beta'\] unconstrained\), got "
-                            r"Surrogates\(4 silos, dimension 3"),
+        (
+            surrogates(dim=3),
+            r"surrogate: expected factors of 4 silos in dimension 2 \(\['beta'\] unconstrained\), "
+            r"got Surrogates\(4 silos, dimension 3",
+        ),
         (surrogates(num=3), r"expected factors of 4 silos .* got Surrogates\(3 silos, dimension 2"),
         (surrogates(precision=-1.0), "not positive definite: smallest eigenvalue -3; expected > 0"),
     ],
-)  # fmt: skip
+)
 def test_given_surrogates(given, message):
     with pytest.raises(ValueError, match=message):
         run(fed.FSGLD(linear, surrogate=given), SILOS)

@@ -246,7 +246,8 @@ def by_labels(x: Any, y: Any = None) -> None:
         ),
         (
             large_by_rows,
-            r"fails on the rows of a silo .* least and most rows are \{'x': \(30, 40\)\}; .* same shapes in all",
+            r"fails on the rows of a silo .* least and most rows are \{'x': \(30, 40\)\}; .* same "
+            r"shapes in all",
         ),
         (
             by_labels,

@@ -203,8 +203,11 @@ def test_rows_that_reach_an_element_by_way_of_others_count_once():
             numpyro.sample("y", dist.Normal(a[school[klass]], 0.5), obs=y)
 
     part = {
-        "y": np.array([0.2, 1.0, 0.4, 2.0], np.float32), "klass": np.array([0, 1, 1, 2]), "school": np.array([0, 1, 1]), "schools": np.arange(2),
-    }  # fmt: skip
+        "y": np.array([0.2, 1.0, 0.4, 2.0], np.float32),
+        "klass": np.array([0, 1, 1, 2]),
+        "school": np.array([0, 1, 1]),
+        "schools": np.arange(2),
+    }
     rows = {"y": "pupils", "klass": "pupils", "school": "classes", "schools": "schools"}
     silos = fed.Silos({"one": part}, rows=rows, index={"klass": "classes", "school": "schools"})
     family, rows, batch = setup(model, silos)

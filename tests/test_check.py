@@ -53,7 +53,8 @@ def pools_only_when_small(y: Array) -> Array:
 WRONG: dict[str, tuple[Callable, str]] = {
     "mean over silos": (
         patients(lambda y: y - y.mean()),
-        "factorization check: log p.* gradients differ at .*z \\(silo '0'\\).*must not combine rows of different silos",
+        "factorization check: log p.* gradients differ at .*z \\(silo '0'\\).*must not combine "
+        "rows of different silos",
     ),
     "position in the silo": (patients(lambda y: y + jnp.arange(len(y))), "must not combine rows"),
     "NaN in one silo": (

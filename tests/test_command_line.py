@@ -28,7 +28,8 @@ def model(x, y):
         numpyro.sample("y", dist.Bernoulli(logits=x @ beta), obs=y)
 
 def silo(table):
-    return {"x": table[["age", "chol"]].to_numpy(np.float32), "y": table["disease"].to_numpy(np.float32)}
+    x, y = table[["age", "chol"]], table["disease"]
+    return {"x": x.to_numpy(np.float32), "y": y.to_numpy(np.float32)}
 """
 PLAIN = """
 import numpyro, numpyro.distributions as dist, numpyro_fed as fed
@@ -88,7 +89,8 @@ def test_a_silo_is_shown_what_will_leave(study):
         (f"{SVI}", ["VisitLocal", "RoundLocal", "EstimateLocal"], ["Masked", "noise:"]),
         (
             "import optax\nnoise = fed.Privacy(epsilon=8, delta=1e-5, clip=1.0, num_rounds=50)\n"
-            "svi = fed.SFVI(model, fed.AutoSiloNormal(model), optax.adam(0.1), privacy=noise, secure_sum=True)",
+            "svi = fed.SFVI(model, fed.AutoSiloNormal(model), optax.adam(0.1), privacy=noise, "
+            "secure_sum=True)",
             [
                 "RoundLocal",
                 "With noise: epsilon 8, delta 1e-05, spent after 50 rounds",
@@ -368,7 +370,8 @@ def test_a_table_that_the_fit_would_refuse_is_refused_at_once(study, change, mes
 def test_the_coordinator_is_told_at_once(study, options, message):
     line = (
         "import optax\nnoise = fed.Privacy(epsilon=8, delta=1e-5, clip=1.0, num_rounds=5)\n"
-        "svi = fed.SFVI(model, fed.AutoSiloNormal(model), optax.adam(0.1), privacy=noise, secure_sum=True)\n"
+        "svi = fed.SFVI(model, fed.AutoSiloNormal(model), optax.adam(0.1), privacy=noise, "
+        "secure_sum=True)\n"
     )
     inline_rounds(study, line)
     for name in ("server.crt", "server.key", "ca.crt", *(f"{name}.pub" for name in SIZES)):
@@ -399,7 +402,8 @@ def test_the_coordinator_is_told_at_once(study, options, message):
             "svi: expected fed.SFVI or fed.SFVIAvg of this file's model, got",
         ),
         (
-            "other = lambda x, y: None\nsvi = fed.SFVIAvg(other, fed.AutoSiloNormal(other), conducive=True)",
+            "other = lambda x, y: None\nsvi = fed.SFVIAvg(other, fed.AutoSiloNormal(other), "
+            "conducive=True)",
             "this file's model",
         ),
         ("kernel = fed.FSGLD", "kernel: expected fed.FSGLD or another kernel of fed"),

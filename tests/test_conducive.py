@@ -365,13 +365,15 @@ def test_what_it_does_not_cover_is_refused():
         )
     with pytest.raises(
         ValueError,
-        match=r"batch_size=3 with conducive=True and latents in the silos: expected batch_size=None",
+        match=r"batch_size=3 with conducive=True and latents in the silos: expected "
+        r"batch_size=None",
     ):
         conducive(hierarchy, batch_size=3).init(random.key(0), hierarchy_silos(np.arange(9) % 2))
     many = fed.split({"x": np.ones((1000, 2)), "y": np.ones(1000)}, by=np.arange(1000) % 2)
     with pytest.raises(
         ValueError,
-        match=r"batch_size=3 .* at least 4, so that 128 pairs of points together look at each of the 500 rows .* enough for 2 dim",
+        match=r"batch_size=3 .* at least 4, so that 128 pairs of points together look at each of "
+        r"the 500 rows .* enough for 2 dim",
     ):
         conducive(logistic, batch_size=3).init(random.key(0), many)
     with pytest.raises(

@@ -257,7 +257,8 @@ REFUSED: dict[str, tuple[Callable, str]] = {
     ),
     "fails": (
         with_latent(lambda mu, y: y + jnp.ones(5)),
-        "the model fails when traced with as many rows as {'rows': 1009} .*takes all sizes from its arguments",
+        "the model fails when traced with as many rows as {'rows': 1009} .*takes all sizes from "
+        "its arguments",
     ),
     "reads values": (reads_values, "(?s)the model fails when traced .*runs under jax.jit"),
     "global per row": (
@@ -298,7 +299,10 @@ def test_two_plates_of_one_guessed_group() -> None:
         "oslo": {"deaths": np.arange(3.0), "births": np.ones(3)},
         "rome": {"deaths": np.ones(2), "births": np.ones(2)},
     }
-    words = r"arguments \['deaths', 'births'\] have as many rows as each of the silo plates .*rows={.deaths.: .deaths."
+    words = (
+        r"arguments \['deaths', 'births'\] have as many rows as each of the silo plates "
+        r".*rows={.deaths.: .deaths."
+    )
     with pytest.raises(ValueError, match=words):
         factorize(groups, fed.Silos(data))
     factors = factorize(groups, fed.Silos(data, rows={"births": "births"}))

@@ -256,14 +256,20 @@ def far(reply):
 
 
 def test_a_position_that_is_absurdly_far_is_not_taken(monkeypatch):
-    said = r"silo 'silo 1' returned positions farther than 1,000 sds \d+ times; these visits count as not answered"
+    said = (
+        r"silo 'silo 1' returned positions farther than 1,000 sds \d+ times; these visits count "
+        r"as not answered"
+    )
     with (
         pytest.warns(UserWarning, match=said),
         pytest.warns(UserWarning, match="answered unequally often"),
     ):
         got = run(Lying(VisitLocal, far))
     assert np.abs(got).max() < 10
-    said = r"silo 'silo 1' returned positions more than 1,000,000 times as far as they had been \d+ times"
+    said = (
+        r"silo 'silo 1' returned positions more than 1,000,000 times as far as they had been \d+ "
+        r"times"
+    )
     with (
         pytest.warns(UserWarning, match=said),
         pytest.warns(UserWarning, match="answered unequally often"),

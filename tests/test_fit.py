@@ -183,7 +183,8 @@ def test_bad_input(seventy, started):
         fed.fit(three_kinds, three_kinds_silos(), method="fsgld")
     with pytest.raises(
         ValueError,
-        match=r"init_from: expected the result of a variational fit with fed.AutoSiloNormal, got dict",
+        match=r"init_from: expected the result of a variational fit with fed.AutoSiloNormal, got "
+        r"dict",
     ):
         fed.FSGLD(wheeze, init_from={})
     with pytest.raises(
@@ -192,7 +193,8 @@ def test_bad_input(seventy, started):
         fed.FSGLD(wheeze, surrogate="laplace", init_from=started)
     with pytest.raises(
         ValueError,
-        match=r"init_from: expected a fit of the same model, with 1 unconstrained global latents \['mu'\], got 3",
+        match=r"init_from: expected a fit of the same model, with 1 unconstrained global latents "
+        r"\['mu'\], got 3",
     ):
         fed.FSGLD(hierarchy, init_from=started).init(
             jax.random.key(0), 0, None, (hierarchy_silos(np.arange(9) % 3),), {}

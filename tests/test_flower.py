@@ -350,7 +350,10 @@ def test_without_flower_the_extra_is_named(monkeypatch):
 
 
 def test_flower_is_quiet():
-    code = "import numpyro_fed.engines.flower, flwr.supercore.telemetry as t; print(t.FLWR_TELEMETRY_ENABLED)"
+    code = (
+        "import numpyro_fed.engines.flower, flwr.supercore.telemetry as t; "
+        "print(t.FLWR_TELEMETRY_ENABLED)"
+    )
     env = {k: v for k, v in os.environ.items() if not k.startswith("FLWR_")}
     assert (
         subprocess.run(

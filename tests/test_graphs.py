@@ -155,29 +155,52 @@ def test_a_plot_has_a_panel_for_each_step():
 
 REFUSED = {
     "unreachable": (
-        lambda: graphs.from_networkx(nx.DiGraph([("a", "b"), ("b", "c"), ("c", "b")])).connectivity(),
+        lambda: graphs.from_networkx(
+            nx.DiGraph([("a", "b"), ("b", "c"), ("c", "b")])
+        ).connectivity(),
         r"what node 'b' sends never reaches 'a'",
     ),
     "no graph": (lambda: graphs.periodic([]), "at least one graph"),
-    "other nodes": (lambda: graphs.periodic([nx.DiGraph([(0, 1)]), nx.DiGraph([(0, 2)])]), r"got 0, 2 in graph 1"),
+    "other nodes": (
+        lambda: graphs.periodic([nx.DiGraph([(0, 1)]), nx.DiGraph([(0, 2)])]),
+        r"got 0, 2 in graph 1",
+    ),
     "columns": (
         lambda: graphs.from_matrices([[[0.5, 0.5], [0.5, 0.6]]]),
         r"columns that sum to one .* got 1.1 in column 1 of matrix 0",
     ),
     "rows instead": (lambda: graphs.from_matrices([[0.5, 0.5], [0.2, 0.8]]), "take the transpose"),
-    "nothing kept": (lambda: graphs.from_matrices([[0.0, 1.0], [1.0, 0.0]]), "0 on the diagonal for node 0 of matrix 0"),
+    "nothing kept": (
+        lambda: graphs.from_matrices([[0.0, 1.0], [1.0, 0.0]]),
+        "0 on the diagonal for node 0 of matrix 0",
+    ),
     "negative": (lambda: graphs.from_matrices([[1.5, 0.0], [-0.5, 1.0]]), "shares >= 0, got -0.5"),
     "not square": (lambda: graphs.from_matrices([[1.0, 0.0]]), "square matrices"),
     "one node": (lambda: graphs.ring(1), "integer >= 2, got 1"),
     "text for a number": (lambda: graphs.ring("4"), "integer >= 2, got '4'"),
-    "text for a probability": (lambda: graphs.ring(4).with_node_dropout("a"), "probability in .0, 1., got 'a'"),
-    "one graph": (lambda: graphs.periodic(nx.DiGraph([(0, 1), (1, 0)])), "a sequence of graphs, got one"),
+    "text for a probability": (
+        lambda: graphs.ring(4).with_node_dropout("a"),
+        "probability in .0, 1., got 'a'",
+    ),
+    "one graph": (
+        lambda: graphs.periodic(nx.DiGraph([(0, 1), (1, 0)])),
+        "a sequence of graphs, got one",
+    ),
     "radius": (lambda: graphs.geometric(4, -1.0), "radius: expected a number > 0, got -1.0"),
     "probability": (lambda: graphs.ring(3).with_link_failures(1.0), r"\[0, 1\), got 1.0"),
-    "labels": (lambda: graphs.from_networkx(nx.DiGraph([("a", "b"), ("b", "a")])).ordered(("a", "c")), "no silo is called 'b'"),
-    "number of nodes": (lambda: graphs.ring(3).ordered(("a", "b")), "each of the 2 silos, got 3 nodes"),
-    "no networkx graph": (lambda: graphs.from_networkx([(0, 1)]), "expected a networkx graph, got list"),
-}  # fmt: skip
+    "labels": (
+        lambda: graphs.from_networkx(nx.DiGraph([("a", "b"), ("b", "a")])).ordered(("a", "c")),
+        "no silo is called 'b'",
+    ),
+    "number of nodes": (
+        lambda: graphs.ring(3).ordered(("a", "b")),
+        "each of the 2 silos, got 3 nodes",
+    ),
+    "no networkx graph": (
+        lambda: graphs.from_networkx([(0, 1)]),
+        "expected a networkx graph, got list",
+    ),
+}
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -133,10 +133,17 @@ def test_lemma_1_the_estimator_averages_to_the_full_gradient(seed, preconditione
     silos = logistic_silos()
     alpha = float(rng.uniform(0.1, 3))
     config, tuning, *_ = make_setup(
-        logistic, silos, {},
-        options(batch_size=1, alpha=alpha, selection=rng.dirichlet([2, 2, 2]), preconditioner=preconditioner,
-                surrogate=random_surrogates(rng, 3, 3, diagonal)),
-    )  # fmt: skip
+        logistic,
+        silos,
+        {},
+        options(
+            batch_size=1,
+            alpha=alpha,
+            selection=rng.dirichlet([2, 2, 2]),
+            preconditioner=preconditioner,
+            surrogate=random_surrogates(rng, 3, 3, diagonal),
+        ),
+    )
     config = dataclasses.replace(config, cut=False)
     theta = jnp.asarray(rng.normal(size=3), jnp.float32)
     gradient = logistic_gradient(silos, theta)
@@ -162,10 +169,16 @@ def test_a_step_without_a_cut_has_the_same_drift_in_one_call_of_the_model(precon
     rng = np.random.default_rng(5)
     silos = logistic_silos()
     config, tuning, *_ = make_setup(
-        logistic, silos, {},
-        options(alpha=0.7, selection=rng.dirichlet([2, 2, 2]), preconditioner=preconditioner,
-                surrogate=random_surrogates(rng, 3, 3, diagonal)),
-    )  # fmt: skip
+        logistic,
+        silos,
+        {},
+        options(
+            alpha=0.7,
+            selection=rng.dirichlet([2, 2, 2]),
+            preconditioner=preconditioner,
+            surrogate=random_surrogates(rng, 3, 3, diagonal),
+        ),
+    )
     config = dataclasses.replace(config, cut=False)
     theta = jnp.asarray(rng.normal(size=3), jnp.float32)
     server = np.asarray(server_drift(config, tuning, theta, silos))
@@ -185,9 +198,16 @@ def test_a_step_without_a_cut_has_the_same_drift_in_one_call_of_the_model(precon
 def test_exact_surrogates_leave_no_residual():
     silos = linear_silos()
     config, tuning, *_ = make_setup(
-        linear, silos, {},
-        options(alpha=1.0, surrogate=exact_surrogates(silos), preconditioner="surrogate", selection=[0.1, 0.2, 0.3, 0.4]),
-    )  # fmt: skip
+        linear,
+        silos,
+        {},
+        options(
+            alpha=1.0,
+            surrogate=exact_surrogates(silos),
+            preconditioner="surrogate",
+            selection=[0.1, 0.2, 0.3, 0.4],
+        ),
+    )
     theta = jnp.asarray([0.7, -2.0])
     for s in range(4):
         assert np.abs(full_batch_residual(config, tuning, theta, silos, s)).max() < 2e-4

@@ -156,8 +156,15 @@ CASES = {
     ),
     "FSGLD, preconditioned, minibatches": (
         lambda: fed.FSGLD(linear, 0.1, 10, 2, exact_surrogates(SILOS), 1.0, F),
-        {"h": 0.1, "steps": 10, "alpha": 1.0, "f": F, "batch": 2, "surrogates": exact_surrogates(SILOS),
-         "scale": np.linalg.cholesky(posterior_of(SILOS)[1])},
+        {
+            "h": 0.1,
+            "steps": 10,
+            "alpha": 1.0,
+            "f": F,
+            "batch": 2,
+            "surrogates": exact_surrogates(SILOS),
+            "scale": np.linalg.cholesky(posterior_of(SILOS)[1]),
+        },
     ),
     "FSGLD, poor surrogates, alpha 0.8": (
         lambda: fed.FSGLD(linear, 0.005, 10, None, exact_surrogates(SILOS, 0.3), 0.8, None, None),
@@ -167,7 +174,7 @@ CASES = {
         lambda: fed.DSGLD(linear, 0.002, 10, 3, F),
         {"h": 0.002, "steps": 10, "f": F, "batch": 3},
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -51,7 +51,10 @@ def flat(theta: dict[str, jax.Array]) -> np.ndarray:
 
 def test_real_isolet_or_the_words_of_its_absence() -> None:
     if not HAVE_DATA:
-        words = r"NUMPYRO_FED_DATA is not set.*UCI repository, data set 54.*7,797 rows.*617 features.*isolet/"
+        words = (
+            r"NUMPYRO_FED_DATA is not set.*UCI repository, data set 54.*7,797 rows.*617 "
+            r"features.*isolet/"
+        )
         with pytest.raises(FileNotFoundError, match=words):
             ml.main(["--quick"])
         return

@@ -394,7 +394,8 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: MixedSilos(
             {"oslo": {"y": Y, "k": np.float64(1)}, "rome": {"y": Y, "k": np.float64(2)}}
         ),
-        r"silo 'oslo', argument 'k': expected an array with a leading axis.*got array\(1\.\).*plain Python value",
+        r"silo 'oslo', argument 'k': expected an array with a leading axis.*got "
+        r"array\(1\.\).*plain Python value",
     ),
     "scalar array beside a number": (
         lambda: MixedSilos({"oslo": {"y": Y, "k": np.float64(1)}, "rome": {"y": Y[1:], "k": 1.0}}),
@@ -402,7 +403,8 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "unhashable": (
         lambda: MixedSilos(with_new(y=Y, k=[1])),
-        r"silo 'new', argument 'k': expected an array or a hashable value, got list; use a tuple in place",
+        r"silo 'new', argument 'k': expected an array or a hashable value, got list; use a tuple "
+        r"in place",
     ),
     "two plates as long": (
         lambda: MixedSilos(with_new(y=Y[:3], d=Y[:3], age=Y[:3])),
@@ -425,7 +427,8 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "no rows": (
         lambda: MixedSilos(with_new(other=Y[:4])),
-        r"silos \['new'\]: expected at least one argument with rows, got only shared or static ones "
+        r"silos \['new'\]: expected at least one argument with rows, got only shared or static "
+        r"ones "
         r"\['kind', 'other'\]; name an argument in rows= ",
     ),
     "empty silo": (

@@ -120,9 +120,13 @@ def test_what_a_row_points_to_itself_goes_before_what_it_reaches(names):
             numpyro.sample("y", dist.Normal(a[index[own]] + 0.1 * y[friend], 1), obs=y)
 
     part = {
-        "y": np.ones(3, np.float32), klass: np.array([0, 0, 0]), own: np.array([0, 0, 1]), "school": np.array([0]), "schools": np.arange(2),
+        "y": np.ones(3, np.float32),
+        klass: np.array([0, 0, 0]),
+        own: np.array([0, 0, 1]),
+        "school": np.array([0]),
+        "schools": np.arange(2),
         "friend": np.array([1, 2, 0]),
-    }  # fmt: skip
+    }
     rows = {
         "y": "pupils",
         klass: "pupils",
@@ -151,8 +155,12 @@ def test_plates_that_are_crossed_move_together():
             numpyro.sample("y", dist.Normal(a[left] + b[right], 1), obs=y)
 
     part = {
-        "y": np.ones(4, np.float32), "left": np.array([0, 0, 1, 1]), "right": np.array([0, 1, 0, 1]), "lefts": np.arange(2), "rights": np.arange(2),
-    }  # fmt: skip
+        "y": np.ones(4, np.float32),
+        "left": np.array([0, 0, 1, 1]),
+        "right": np.array([0, 1, 0, 1]),
+        "lefts": np.arange(2),
+        "rights": np.arange(2),
+    }
     rows = {"y": "rows", "left": "rows", "right": "rows", "lefts": "lefts", "rights": "rights"}
     silos = fed.Silos(
         {"one": part, "two": part}, rows=rows, index={"left": "lefts", "right": "rights"}
@@ -501,9 +509,13 @@ def test_silos_of_very_different_size_share_one_layout(monkeypatch):
     noise = pilot.visit_noise(config, ground.tuning, silos)
     assert np.abs(noise.first).max() < 5e-3
     network = MCMC(
-        fed.PushSumLangevin(pupils, fed.graphs.complete(2), 0.02), num_warmup=0, num_samples=3, num_chains=2, chain_method="vectorized",
+        fed.PushSumLangevin(pupils, fed.graphs.complete(2), 0.02),
+        num_warmup=0,
+        num_samples=3,
+        num_chains=2,
+        chain_method="vectorized",
         progress_bar=False,
-    )  # fmt: skip
+    )
     network.run(random.key(0), silos)
     assert network.get_samples()["b"].shape == (6, 4)
 

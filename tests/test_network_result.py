@@ -91,8 +91,14 @@ def test_one_kernel_serves_other_silos():
 def test_data_given_as_arguments_make_the_same_draws(jit_model_args):
     kernel = fed.PushSumLangevin(linear, PERIODIC, 1e-3, 2)
     mcmc = MCMC(
-        kernel, num_warmup=5, num_samples=5, num_chains=M, chain_method="vectorized", progress_bar=False, jit_model_args=jit_model_args
-    )  # fmt: skip
+        kernel,
+        num_warmup=5,
+        num_samples=5,
+        num_chains=M,
+        chain_method="vectorized",
+        progress_bar=False,
+        jit_model_args=jit_model_args,
+    )
     for seed in (0, 5):
         silos = linear_silos(seed=seed)
         mcmc.run(random.key(0), silos)

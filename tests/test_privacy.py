@@ -283,7 +283,11 @@ def test_the_result_says_what_was_spent_and_compare_prints_it(tmp_path):
     privacy = fed.Privacy(4.0, 1e-5, 1.0, 40)
     svi = fed.SFVI(gaussian, fed.AutoSiloNormal(gaussian), ADAM, privacy=privacy)
     result = svi.run(random.key(0), 10, silos, progress_bar=False)
-    words = r"privacy of each silo's rows, simulated \(silos at hand.*promises nothing\): epsilon \S+ of 4 at delta 1e-05, gradients cut to norm 1; its noise moves means by about \S+ posterior sds"
+    words = (
+        r"privacy of each silo's rows, simulated \(silos at hand.*promises nothing\): epsilon \S+ "
+        r"of 4 at delta 1e-05, gradients cut to norm 1; its noise moves means by about \S+ "
+        r"posterior sds"
+    )
     assert re.search(words, repr(result))
     assert result.privacy.epsilon == pytest.approx(privacy.spent(10))
     on = svi.run(random.key(0), 30, silos, progress_bar=False, init_state=result.state)
@@ -854,7 +858,11 @@ def test_sums_of_silos_in_other_states_open_none(tmp_path, forgetful, monkeypatc
 @pytest.mark.parametrize("old", [False, True], ids=["today", "control"])
 def test_sums_whose_minibatches_the_server_chooses_give_no_rows(tmp_path, old, monkeypatch):
     """Two sums that differ in one silo's key gave the difference of two of its minibatches."""
-    make = lambda: fed.SFVI(linear, fed.AutoSiloNormal(linear), ADAM, batch_size=1, secure_sum=True)  # noqa: E731
+
+    def make():
+        guide = fed.AutoSiloNormal(linear)
+        return fed.SFVI(linear, guide, ADAM, batch_size=1, secure_sum=True)
+
     fit = make()
     transport = Fits(LINEAR, fit, tmp_path, make)
     introduce(tmp_path, LINEAR.names)
@@ -980,7 +988,8 @@ def test_a_silo_checks_its_own_rows(tmp_path):
     fit = fed.SFVI(counts, fed.AutoSiloNormal(counts), ADAM, privacy=fed.Privacy(4.0, 1e-5, 1.0, 5))
     with pytest.raises(
         ValueError,
-        match=r"silo 'rome': factorization check: its log density is not finite at a typical position.*errors.log has more",
+        match=r"silo 'rome': factorization check: its log density is not finite at a typical "
+        r"position.*errors.log has more",
     ):
         connect(Fits(silos, fit, tmp_path), counts, fit=fit)
     assert "the log density is -inf" in (tmp_path / "rome" / "errors.log").read_text()
@@ -991,7 +1000,8 @@ def test_keys_that_are_missing_or_broken_are_named(tmp_path):
     transport = Fits(INTERCEPTS, fit, tmp_path)
     with pytest.raises(
         ValueError,
-        match=r"silo '0': it has public keys of \[\], and the server names \['1'.*expected the same: each one's NAME\.pub",
+        match=r"silo '0': it has public keys of \[\], and the server names \['1'.*expected the "
+        r"same: each one's NAME\.pub",
     ):
         connect(transport, intercepts, fit=fit)
     introduce(tmp_path, INTERCEPTS.names)

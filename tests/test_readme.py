@@ -30,6 +30,9 @@ def test_linked_pages_exist():
 
 
 def test_import_is_light():
-    code = "import numpyro_fed, sys; print([m for m in ('arviz', 'matplotlib', 'ott', 'flwr') if m in sys.modules])"
+    code = (
+        "import numpyro_fed, sys; print([m for m in ('arviz', 'matplotlib', 'ott', 'flwr') if m "
+        "in sys.modules])"
+    )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "[]"

@@ -301,7 +301,8 @@ def test_wrong_kernels_and_silos():
     mcmc = fed.RemoteMCMC(fed.FSGLD(linear), num_warmup=1, num_samples=1)
     with pytest.raises(
         ValueError,
-        match=r"expected fed\.RemoteSilos, got Silos; for silos in this process use numpyro\.infer\.MCMC",
+        match=r"expected fed\.RemoteSilos, got Silos; for silos in this process use "
+        r"numpyro\.infer\.MCMC",
     ):
         mcmc.run(random.key(0), linear_silos())
 
@@ -404,9 +405,11 @@ import numpy as np, numpyro_fed as fed
 from jax import random
 from small_models import linear, linear_silos
 silos = spmd.connect(spmd.dealt(linear_silos(), process, {processes}))
-mcmc = fed.RemoteMCMC(fed.FSGLD(linear), num_warmup={warmup}, num_samples={samples}, num_chains={chains}, progress_bar=False)
+lengths = {{"num_warmup": {warmup}, "num_samples": {samples}, "num_chains": {chains}}}
+mcmc = fed.RemoteMCMC(fed.FSGLD(linear), **lengths, progress_bar=False)
 mcmc.run(random.key(3), silos)
-np.savez(sys.argv[3] + str(process), beta=np.asarray(mcmc.get_samples(group_by_chain=True)["beta"]), names=np.array(silos.names))
+beta = np.asarray(mcmc.get_samples(group_by_chain=True)["beta"])
+np.savez(sys.argv[3] + str(process), beta=beta, names=np.array(silos.names))
 """
 
 

@@ -206,7 +206,8 @@ def test_a_silo_that_stays_silent_ends_the_run_with_the_draws_so_far():
     silos = linear_silos()
     with pytest.warns(
         UserWarning,
-        match=r"interrupted \(SiloError: silos \['silo 1'\] did not answer, asked 5 times\): the first 4",
+        match=r"interrupted \(SiloError: silos \['silo 1'\] did not answer, asked 5 times\): the "
+        r"first 4",
     ):
         mcmc = remote(CASES["push-sum"][0](), silos, Listening(silos, (1, 99)))
     assert mcmc.get_samples(group_by_chain=True)["beta"].shape == (8, 4, 2)
@@ -335,7 +336,8 @@ from test_remote_network import CASES, settings
 kernel, silos = CASES["element latents"]
 mcmc = fed.RemoteMCMC(kernel(), **settings(silos))
 mcmc.run(random.key(3), spmd.connect(spmd.dealt(silos, process, 2)))
-np.savez(sys.argv[3] + str(process), mu=np.asarray(mcmc.get_samples(group_by_chain=True)["mu"]), names=np.array(mcmc.sampler.silos.names))
+mu = np.asarray(mcmc.get_samples(group_by_chain=True)["mu"])
+np.savez(sys.argv[3] + str(process), mu=mu, names=np.array(mcmc.sampler.silos.names))
 """
 
 

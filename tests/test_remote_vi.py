@@ -338,7 +338,8 @@ def test_a_silo_that_stays_silent_ends_the_fit_which_can_go_on():
     svi, remote = plain(), over(silos, carrier)
     with pytest.warns(
         UserWarning,
-        match=r"silos \['silo 1', 'silo 3'\] did not answer, asked 5 times, in round 4: the result of the first 3 rounds is returned",
+        match=r"silos \['silo 1', 'silo 3'\] did not answer, asked 5 times, in round 4: the result "
+        r"of the first 3 rounds is returned",
     ):
         half = run(svi, remote)
     carrier.rounds = set()
@@ -653,7 +654,8 @@ from vi_models import wheeze, wheeze_silos
 silos = spmd.connect(spmd.dealt(wheeze_silos(np.repeat(np.arange(3), [2, 5, 9])), process, 2))
 svi = fed.SFVI(wheeze, fed.AutoSiloNormal(wheeze), optax.adam(0.02), 1, 3, validate=False)
 result = svi.run(random.key(3), {rounds}, silos, progress_bar=False)
-np.savez(sys.argv[3] + str(process), losses=result.losses, loc=np.asarray(result.params["auto_loc"]), names=np.array(silos.names))
+fit = {{"losses": result.losses, "loc": np.asarray(result.params["auto_loc"])}}
+np.savez(sys.argv[3] + str(process), **fit, names=np.array(silos.names))
 """
 
 

@@ -381,6 +381,9 @@ def test_figure_leaves_constants_out_and_draws_into_a_subfigure(rng):
 
 
 def test_import_leaves_arviz_and_matplotlib_alone():
-    code = "import sys, numpyro_fed.results.compare; print(sorted({'arviz', 'matplotlib', 'ott', 'pandas', 'xarray'} & set(sys.modules)))"
+    code = (
+        "import sys, numpyro_fed.results.compare; print(sorted({'arviz', 'matplotlib', 'ott', "
+        "'pandas', 'xarray'} & set(sys.modules)))"
+    )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ran.stdout.strip() == "[]"

@@ -335,7 +335,8 @@ REFUSED_BY_SILOS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "only shared": (
         lambda: Silos(two(k=(1, 1))),
-        "at least one argument with rows that differ between silos, got only shared arguments \\['k'\\]",
+        "at least one argument with rows that differ between silos, got only shared arguments "
+        "\\['k'\\]",
     ),
     "unhashable": (
         lambda: Silos(two(y=(Y, Y[:2]), k=([1], [1]))),
@@ -369,7 +370,8 @@ REFUSED_BY_SILOS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "points of time": (
         lambda: Silos(two(y=(Y, Y[:3]), t=(DAYS, DAYS[:3]))),
-        r"argument 't': expected numbers, got datetime64\[D\]; subtract an origin and make it a number of days, "
+        r"argument 't': expected numbers, got datetime64\[D\]; subtract an origin and make it a "
+        r"number of days, "
         r"e.g. \(x - x.min\(\)\) / np.timedelta64\(1, 'D'\)",
     ),
     "a shared point of time": (
@@ -382,7 +384,8 @@ REFUSED_BY_SILOS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "durations": (
         lambda: Silos(two(y=(DAYS - DAYS[0], DAYS[:3] - DAYS[0]))),
-        r"argument 'y': expected numbers, got timedelta64\[D\]; make it a number of days, e.g. x / np.timedelta64",
+        r"argument 'y': expected numbers, got timedelta64\[D\]; make it a number of days, e.g. x "
+        r"/ np.timedelta64",
     ),
     "pandas": (
         lambda: Silos(two(y=(pd.Series(DAYS), pd.Series(DAYS[:3])))),
@@ -614,7 +617,8 @@ SECONDS = 1.7e9 + 3600.0 * np.arange(50.0)  # of two days: float32 has every 128
 def test_rounding_is_told_where_it_moves_numbers_by_much_of_their_spread() -> None:
     with pytest.warns(
         UserWarning,
-        match=r"^argument 't': stored as float32, its numbers move by up to 0.001 of their .*; subtract",
+        match=r"^argument 't': stored as float32, its numbers move by up to 0.001 of their .*; "
+        r"subtract",
     ) as told:
         Silos(two(t=(SECONDS, SECONDS[:20]), y=(SECONDS - 1.7e9, SECONDS[:20] - 1.7e9)))
     assert len(told) == 1

@@ -162,7 +162,10 @@ def one_label() -> fed.Silos:
 @pytest.mark.parametrize("method", ["sgld", "nuts"])
 def test_an_improper_law_is_refused_by_the_silo_s_name(method: str) -> None:
     """One label and the paper's law: the silo's likelihood has no mode."""
-    message = r"silo 'ones': the draws of its own posterior (have not converged|are not finite).*surrogate=\"score\""
+    message = (
+        r"silo 'ones': the draws of its own posterior (have not converged|are not "
+        r"finite).*surrogate=\"score\""
+    )
     with pytest.raises(ValueError, match=message):
         fed.surrogates.moments(logistic, one_label(), method=method, prior=0.0)
     few = fed.split({"x": X, "y": Y}, by=np.repeat(["one row", "others"], [1, 39]))

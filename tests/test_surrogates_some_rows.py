@@ -98,8 +98,13 @@ def test_a_run_by_minibatches_has_the_posterior(silos, monkeypatch):
     ):
         monkeypatch.setattr(some_rows, "ENOUGH", enough)
         mcmc = MCMC(
-            fed.FSGLD(logistic, **options), num_warmup=50, num_samples=500, num_chains=4, chain_method="vectorized", progress_bar=False,
-        )  # fmt: skip
+            fed.FSGLD(logistic, **options),
+            num_warmup=50,
+            num_samples=500,
+            num_chains=4,
+            chain_method="vectorized",
+            progress_bar=False,
+        )
         mcmc.run(random.key(1), silos)
         runs.append(np.asarray(mcmc.get_samples(group_by_chain=True)["beta"]))
     sd = runs[1].std((0, 1))

@@ -64,7 +64,8 @@ def no_rsample(y):
     [
         (
             other_plate,
-            r"the guide does not match the model at \['z'\].*\('patients', \(\)\).*got.*\('people', \(\)\)",
+            r"the guide does not match the model at \['z'\].*\('patients', "
+            r"\(\)\).*got.*\('people', \(\)\)",
         ),
         (no_plate, r"silo plate"),
         (missing_site, r"the guide does not match the model at \['mu'\]"),
@@ -118,7 +119,8 @@ def local_only(y):
         (discrete, r"latent site 'k' is discrete; expected continuous latents"),
         (
             local_param,
-            r"learned parameter 'shift' is inside a silo plate; expected parameters that all silos share",
+            r"learned parameter 'shift' is inside a silo plate; expected parameters that all "
+            r"silos share",
         ),
         (local_only, r"the model has no global latent site"),
     ],
@@ -134,7 +136,8 @@ def test_structures_must_share_the_global_sites():
     )
     with pytest.raises(
         ValueError,
-        match=r"silo 'rome' and silo 'oslo' differ in structure and in the global sites \['offset'\]",
+        match=r"silo 'rome' and silo 'oslo' differ in structure and in the global sites "
+        r"\['offset'\]",
     ):
         svi(branching).init(random.key(0), silos)
 
@@ -147,11 +150,13 @@ def test_structures_must_share_the_global_sites():
         ("half", r"got 'half'"),
         (
             {"0": 0.5},
-            r"participation: expected a probability for every silo, got unknown silos \[\], none for \['1'\]",
+            r"participation: expected a probability for every silo, got unknown silos \[\], none "
+            r"for \['1'\]",
         ),
         (
             {"0": 0.5, "1": 0.0},
-            r"expected probabilities in \(0, 1\], got 0.0 for silo '1'; a silo that never takes part",
+            r"expected probabilities in \(0, 1\], got 0.0 for silo '1'; a silo that never takes "
+            r"part",
         ),
     ],
 )
@@ -181,7 +186,8 @@ def test_options(options, message):
 def test_types():
     with pytest.raises(
         TypeError,
-        match=r"optim: expected an optax transformation, e.g. optax.adam\(1e-2\), got (_NumPyroOptim|Adam)",
+        match=r"optim: expected an optax transformation, e.g. optax.adam\(1e-2\), got "
+        r"(_NumPyroOptim|Adam)",
     ):
         svi(optim=numpyro.optim.Adam(0.01))
     with pytest.raises(TypeError, match=r"local_optim: expected an optax transformation"):
@@ -194,7 +200,8 @@ def test_types():
         fed.SFVI(hierarchy, "guide", ADAM)
     with pytest.raises(
         ValueError,
-        match=r"expected silos = fed.split\(...\), fed.Silos\(...\) or fed.MixedSilos\(...\), got dict",
+        match=r"expected silos = fed.split\(...\), fed.Silos\(...\) or fed.MixedSilos\(...\), got "
+        r"dict",
     ):
         svi().init(random.key(0), {"y": np.zeros(3)})
 

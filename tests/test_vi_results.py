@@ -408,7 +408,10 @@ def test_positions_outside_their_plate_are_refused(exact: Any) -> None:
     data = {"y": None, "group": np.array([0, 0, 1]), "groups": np.asarray(SILOS["1"]["groups"])}
     size = len(data["groups"])
     data["group"][1] = size
-    message = rf"'group' points to the rows of 'groups': expected positions from 0 to {size - 1}, got {size} in row 1"
+    message = (
+        rf"'group' points to the rows of 'groups': expected positions from 0 to {size - 1}, got "
+        rf"{size} in row 1"
+    )
     with pytest.raises(ValueError, match=message):
         fed.predict(intercepts, exact[2], jax.random.key(4), data, silo="1")
 

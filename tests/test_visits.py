@@ -164,7 +164,8 @@ def test_noise_correction_gives_the_right_sds():
         ({"num_kept": 0}, "num_kept: expected an integer >= 1, got 0"),
         (
             {"num_kept": 7},
-            "num_kept=7 does not divide the steps of a visit; expected a divisor of num_local_steps=40",
+            "num_kept=7 does not divide the steps of a visit; expected a divisor of "
+            "num_local_steps=40",
         ),
     ],
 )

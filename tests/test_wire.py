@@ -305,7 +305,8 @@ def test_checkpoints_of_other_runs_are_refused(tmp_path):
     run(LINEAR, linear, remote, 3, checkpoint=place)
     with pytest.raises(
         ValueError,
-        match=r"checkpoint of another run: num_chains, num_warmup, num_samples \[2, 2, 3\], expected \[2, 2, 4\]",
+        match=r"checkpoint of another run: num_chains, num_warmup, num_samples \[2, 2, 3\], "
+        r"expected \[2, 2, 4\]",
     ):
         run(LINEAR, linear, remote, 4, checkpoint=place)
     other = fed.RemoteMCMC(
@@ -489,7 +490,8 @@ def test_a_fit_whose_server_is_killed_goes_on_where_it_was(tmp_path, name):
 def test_silos_at_hand_have_no_checkpoint(tmp_path):
     with pytest.raises(
         ValueError,
-        match=r"checkpoint: silos in this process keep nothing; expected None, and init_state=result.state",
+        match=r"checkpoint: silos in this process keep nothing; expected None, and "
+        r"init_state=result.state",
     ):
         FITS["sfvi"]().run(
             random.key(1), 2, INTERCEPTS, progress_bar=False, checkpoint=tmp_path / "fit.ckpt"
@@ -637,7 +639,8 @@ def test_silos_refuse_other_calls_and_replies_as_long_as_rows(tmp_path, monkeypa
         side.ceilings["Leak"] = 10
     with pytest.raises(
         RuntimeError,
-        match=r"silo 'silo 0': the reply to Leak would be longer with one row more \(\(\d+,\) for \(\d+,\)\)",
+        match=r"silo 'silo 0': the reply to Leak would be longer with one row more \(\(\d+,\) for "
+        r"\(\d+,\)\)",
     ):
         remote.ask([call])
 
@@ -924,7 +927,8 @@ def test_draws_so_far_are_kept_where_a_silo_cannot_go_on(tmp_path):
 
     with pytest.warns(
         UserWarning,
-        match=r"interrupted \(SiloError: silo 'silo .': OSError while it answered.*\): the first \d+ draws are kept",
+        match=r"interrupted \(SiloError: silo 'silo .': OSError while it answered.*\): the first "
+        r"\d+ draws are kept",
     ):
         mcmc = run(LINEAR, linear, Full(LINEAR, linear, tmp_path), 30)
     assert 0 < len(mcmc.get_samples(group_by_chain=True)["beta"][0]) < 30
@@ -993,7 +997,8 @@ def test_another_model_or_a_function_does_not_go_over_the_wire(tmp_path):
     remote = connect(Messages(LINEAR, linear, tmp_path), linear)
     with pytest.raises(
         ValueError,
-        match=r"needs cannot go over a wire .*; expected the model, and the fit, that silos were connected with",
+        match=r"needs cannot go over a wire .*; expected the model, and the fit, that silos were "
+        r"connected with",
     ):
         fed.RemoteMCMC(fed.FSGLD(narrower), num_warmup=0, num_samples=2, progress_bar=False).run(
             random.key(0), remote

@@ -84,7 +84,10 @@ def report(dim: int, turns: int) -> str:
     ]
     fastest = {name: min(all_times) for name, all_times in times.items()}
     ratio = fastest["ott"] / fastest["own"]
-    line = f"d = {dim:4d} {covariances.dtype}  ours {fastest['own']:8.4f} s (residual {reached[0]:.1e})  "
+    line = (
+        f"d = {dim:4d} {covariances.dtype}  ours {fastest['own']:8.4f} s (residual "
+        f"{reached[0]:.1e})  "
+    )
     line += f"ott {fastest['ott']:8.4f} s (residual {reached[1]:.1e})  ratio {ratio:6.2f}"
     if dim in GOALS:
         line += f"   goal {GOALS[dim]:g}: {'reached' if ratio >= GOALS[dim] else 'NOT reached'}"

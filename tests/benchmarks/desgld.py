@@ -62,7 +62,9 @@ x, y, networks, steps = given["x"], given["y"], int(given["networks"]), int(give
 np.random.seed(0)
 random.seed(0)
 w = getattr(NetworkArchitecture(len(x)), str(given["architecture"]))()
-sampler = DeSGLD(len(x), networks, 1.0, float(given["eta"]), steps, x.shape[-1], x.shape[1], float(given["lam"]), x, y, w, None, "linear")
+eta, lam = float(given["eta"]), float(given["lam"])
+shape = x.shape[-1], x.shape[1]
+sampler = DeSGLD(len(x), networks, 1.0, eta, steps, *shape, lam, x, y, w, None, "linear")
 start = time.perf_counter()
 history, _ = sampler.vanila_desgld()
 np.savez(sys.argv[2], seconds=time.perf_counter() - start, history=history, w=w)

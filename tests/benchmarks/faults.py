@@ -208,7 +208,12 @@ class Trial:
         if who == "server":
 
             def run() -> None:
-                draw(connect(Sockets(self.place), intercepts), self.place / "draws.npy", self.rounds, folder / "checkpoint")  # fmt: skip
+                draw(
+                    connect(Sockets(self.place), intercepts),
+                    self.place / "draws.npy",
+                    self.rounds,
+                    folder / "checkpoint",
+                )
 
             return process(run, log)
         return process(lambda: serve(who, self.place / f"{who}.door", folder), log)
@@ -267,7 +272,11 @@ class Trial:
         place = self.place / "draws.npy"
         if not place.exists():
             log = (self.place / "server.log").read_text().strip().splitlines()
-            return f"refused: {log[-1]}" if log and log[-1].startswith(("ValueError", "RuntimeError", "SiloError")) else f"NO WORDS: {log[-1:]}"  # fmt: skip
+            return (
+                f"refused: {log[-1]}"
+                if log and log[-1].startswith(("ValueError", "RuntimeError", "SiloError"))
+                else f"NO WORDS: {log[-1:]}"
+            )
         got = np.load(place)
         if got.shape == expected.shape:
             return "the undisturbed draws" if (got == expected).all() else "WRONG DRAWS"

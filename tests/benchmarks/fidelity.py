@@ -87,7 +87,10 @@ def reference(problem: Problem, name: str, folder: Path | None) -> tuple[Draws, 
     with jax.enable_x64(True):  # in float32 chains of 75,000 draws differed by ten standard errors
         draws, divergences = nuts_draws(problem, start)
     seconds = time.perf_counter() - start
-    made = f"NUTS: 8 x {next(iter(draws.values())).shape[1]} draws, {divergences} divergences, {seconds:.0f} s"
+    made = (
+        f"NUTS: 8 x {next(iter(draws.values())).shape[1]} draws, {divergences} divergences, "
+        f"{seconds:.0f} s"
+    )
     print(made, flush=True)
     if place is not None:
         place.parent.mkdir(parents=True, exist_ok=True)

@@ -150,7 +150,10 @@ def law(task: Task) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 def check_draws(task: Task, found: dict[str, Program], draws: dict[str, int]) -> Iterator[str]:
     mean, sd, posterior_sd = law(task)
-    yield f"  law of SGLD's draws: mean {mean.round(4)}, sd {sd.round(4)} (of the posterior: {posterior_sd.round(4)})"
+    yield (
+        f"  law of SGLD's draws: mean {mean.round(4)}, sd {sd.round(4)} (of the posterior: "
+        f"{posterior_sd.round(4)})"
+    )
     run = compiled_run(kernel_of("SGLD", task, 40), task.silos, draws[OURS])
     for name in (OURS, *found):
         number = draws.get(name, draws["C"])
@@ -175,7 +178,10 @@ def check_noise(task: Task, found: dict[str, Program]) -> Iterator[str]:
     for name, program in found.items():
         xi = np.delete(program.ask("steps 16"), last_biases) / (16 * task.step_size) ** 0.5
         errors = np.abs([xi.mean(), (xi.std() - 1) * 2**0.5]) * len(xi) ** 0.5
-        yield f"  noise of {name:<34} mean {xi.mean():.3f}, sd {xi.std():.3f}: at most {errors.max():.1f} standard errors off"
+        yield (
+            f"  noise of {name:<34} mean {xi.mean():.3f}, sd {xi.std():.3f}: at most "
+            f"{errors.max():.1f} standard errors off"
+        )
         if not errors.max() < SURE:
             raise SystemExit(f"the noise of {name} is wrong")
 
@@ -204,12 +210,18 @@ def table(
     for name, program in found.items():
         forms[name] = asking(program, f"steps {steps[name]}")
     times = {name: own / steps[name] for name, own in in_turn(forms, turns).items()}
-    yield f"{task.name}, T = {num_local_steps}: us/step; for posteriors its time over ours, for C ours over its"
+    yield (
+        f"{task.name}, T = {num_local_steps}: us/step; for posteriors its time over ours, for C "
+        "ours over its"
+    )
     for name, own in times.items():
         line = f"  {name:<34}{1e6 * np.median(own):10.3f} us/step"
         if name == TORCH:
             ratios, goal = own / times[OURS], OVER_TORCH[task.name]
-            line += f"  {quartiles(ratios)}   {verdict(bool(np.median(ratios) >= goal), f'at least {goal:.0f}')}"
+            line += (
+                f"  {quartiles(ratios)}   "
+                f"{verdict(bool(np.median(ratios) >= goal), f'at least {goal:.0f}')}"
+            )
         elif name != OURS:
             ratios = times[OURS] / own
             line += f"  {quartiles(ratios)}"

@@ -113,7 +113,9 @@ def speed(task: Task, num_local_steps: int, steps: int, repetitions: int) -> Ite
         ),
     }
     times = in_turn(forms, repetitions)
-    yield f"{task.name}, T = {num_local_steps}: steps/s over the block form's, over the plain scan's"
+    yield (
+        f"{task.name}, T = {num_local_steps}: steps/s over the block form's, over the plain scan's"
+    )
     for name, own in times.items():
         over_block, over_plain = (
             times[f"hand-written, {form}"] / own for form in ("block form", "plain scan")
@@ -143,7 +145,10 @@ def kernels(task: Task, num_local_steps: int, steps: int, repetitions: int) -> I
     yield f"{task.name}, T = {num_local_steps}: time over SGLD's"
     for name, own in times.items():
         ratios = own / times["SGLD"]
-        line = f"  {name:<26}{1e6 * np.median(own) / (num_samples * num_local_steps):9.3f} us/step  {quartiles(ratios)}"
+        line = (
+            f"  {name:<26}{1e6 * np.median(own) / (num_samples * num_local_steps):9.3f} us/step  "
+            f"{quartiles(ratios)}"
+        )
         if name != "SGLD":
             line += "   " + verdict(bool(np.median(ratios) <= goals[name]), f"{goals[name]}")
         yield line
@@ -163,7 +168,10 @@ def repeats(task: Task, num_local_steps: int) -> Iterator[str]:
         kernel = kernel_of("SGLD", task._replace(model=counted), num_local_steps)
         return MCMC(kernel, num_warmup=0, num_samples=10, progress_bar=bar)
 
-    yield f"{task.name}: seconds of 10 rounds of {num_local_steps} steps (almost all is compiling), calls of the model"
+    yield (
+        f"{task.name}: seconds of 10 rounds of {num_local_steps} steps (almost all is compiling), "
+        "calls of the model"
+    )
     for bar in (False, True):
         same = mcmc(bar)
         for name, one in (("first run", same), ("second run", same), ("new object", mcmc(bar))):
@@ -177,7 +185,10 @@ def repeats(task: Task, num_local_steps: int) -> Iterator[str]:
                     one.run(key, task.silos)
                 return one.get_samples()
 
-            line = f"  {name + (', with bar' if bar else ''):<26}{seconds(run, random.key(0)):9.2f} s   {calls - before:3d} calls"
+            line = (
+                f"  {name + (', with bar' if bar else ''):<26}{seconds(run, random.key(0)):9.2f} "
+                f"s   {calls - before:3d} calls"
+            )
             if name != "first run" or bar:
                 line += "   " + verdict(calls == before, "0 calls")
             yield line
