@@ -1,4 +1,4 @@
-"""Silos that measured different things: does exposure raise the rate of attacks?
+"""Silos that measured different things, on whether exposure raises the rate of attacks.
 
 Simulated persons have an exposure x, N(m, s) in the population, and a Poisson number of attacks of
 rate exp(a + b x). One silo measured x itself, one has a noisy proxy of it, and one has only the

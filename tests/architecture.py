@@ -76,7 +76,7 @@ def imports() -> dict[str, set[str]]:
 
 
 def arrows() -> set[tuple[str, str]]:
-    """Return pairs of rooms of which the first imports from the second."""
+    """Return pairs of rooms; the first imports from the second."""
     pairs = {(room_of(a), room_of(b)) for a, others in imports().items() for b in others}
     return {(a, b) for a, b in pairs if a != b}
 

@@ -40,7 +40,7 @@ def drawn(remote):
 
 
 def run(transport):
-    """The server's part: draws, as the bytes of a ``.npy``."""
+    """Run the server's part; return draws, as the bytes of a ``.npy``."""
     out = io.BytesIO()
     np.save(out, drawn(connect(transport, linear)))
     return out.getvalue()

@@ -1,4 +1,4 @@
-"""One small fit by each algorithm of the library, at hand and over silos elsewhere.
+"""One small fit by each algorithm of the library, over inline and remote silos.
 
 Functions of a module, as carriers want them.
 
@@ -37,7 +37,7 @@ def model(y):
 
 
 def rows(name):
-    """A silo's own."""
+    """Return a silo's own rows."""
     rng = np.random.default_rng(NAMES.index(name))
     return {"y": (1 + rng.normal(size=SIZES[name]) * 2.5).astype(np.float32)}
 
@@ -63,9 +63,9 @@ VARIATIONAL = ("SFVI", "SFVI-Avg", "SFVI-Avg, conducive")
 
 
 def fitted(name: str, where: fed.Silos, rounds: int, fit: Any = None) -> dict[str, np.ndarray]:
-    """Draws of the global sites, or global parameters and losses, and the seconds that they took.
+    """Return draws of the global sites, or global parameters and losses, and the seconds they took.
 
-    :param where: silos at hand, or elsewhere.
+    :param where: inline or remote silos.
     :param fit: of the variational ones the one that goes over a wire.
     """
     start, fit = time.perf_counter(), FITS[name]() if fit is None else fit
@@ -140,14 +140,14 @@ def over(transport: Any, rounds: int, algorithms: list[str]) -> dict[str, dict[s
 
 
 def packed(found: dict[str, dict[str, np.ndarray]]) -> bytes:
-    """What fits found, as the bytes of a ``.npz``."""
+    """Return the results of fits, as the bytes of a ``.npz``."""
     out = io.BytesIO()
     np.savez(out, **{f"{name}/{k}": v for name, one in found.items() for k, v in one.items()})
     return out.getvalue()
 
 
 def unpacked(data: bytes) -> dict[str, dict[str, np.ndarray]]:
-    """The inverse of :func:`packed`."""
+    """Invert :func:`packed`."""
     out: dict[str, dict[str, np.ndarray]] = {}
     for key, value in np.load(io.BytesIO(data)).items():
         name, _, k = key.partition("/")
@@ -156,5 +156,5 @@ def unpacked(data: bytes) -> dict[str, dict[str, np.ndarray]]:
 
 
 def run(transport, rounds, algorithms):
-    """The server's part of a job."""
+    """Run the server's part of a job."""
     return packed(over(transport, rounds, algorithms))

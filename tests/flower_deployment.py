@@ -1,5 +1,6 @@
-"""A SuperLink and SuperNodes on this machine, with TLS and node authentication, each with a folder
-of its own.
+"""A SuperLink and SuperNodes on this machine, with TLS and node authentication.
+
+Each has a folder of its own.
 """
 
 import datetime
@@ -61,7 +62,7 @@ def make_certificates(directory):
 
 
 def make_key(path):
-    """A node's private key, and its public one beside it."""
+    """Write a node's private key, and its public one beside it."""
     key = ec.generate_private_key(ec.SECP384R1())
     path.write_bytes(key.private_bytes(PEM, serialization.PrivateFormat.OpenSSH, PLAIN))
     path.with_suffix(".pub").write_bytes(
@@ -153,7 +154,7 @@ class Deployment:
                 raise RuntimeError(f"{name} was not registered: {out}")
 
     def flwr(self, *arguments):
-        """The coordinator's command; its exit is waited for by the caller."""
+        """Start the coordinator's command; the caller waits for its exit."""
         home = self.root / "coordinator"
         env = environment(home)
         lines = [
@@ -218,7 +219,7 @@ class Deployment:
         return out
 
     def result(self, out, rounds, seconds):
-        """What the run wrote after so many rounds."""
+        """Return the result that the run wrote after so many rounds."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             for name in [name for name, node in self.nodes.items() if node.poll() is not None]:

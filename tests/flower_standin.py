@@ -71,7 +71,7 @@ def side(context):
 
 
 def run(grid, context):
-    """Rounds as the run's configuration says; replies and seconds go to a file."""
+    """Make rounds as the run's configuration says; replies and seconds go to a file."""
     config = context.run_config
     flower = Flower(
         grid,

@@ -1,5 +1,4 @@
-"""Draws and parameters of every kind of fit, and every public signature, before a change and after
-it.
+"""Draws and parameters of every kind of fit, and public signatures, before and after a change.
 
 A change that must not change results is made between two calls, on one machine:
 
@@ -87,7 +86,7 @@ def one_call(method: str) -> dict[str, Any]:
 
 
 def carried(name: str, how: str) -> dict[str, Any]:
-    """Run one fit over silos elsewhere, at hand (``loopback``) or over bytes."""
+    """Run one fit over remote silos, in this process (``loopback``) or over bytes."""
     with tempfile.TemporaryDirectory() as folder:
         if how == "loopback":
             silos = every_fit.silos()

@@ -39,12 +39,11 @@ def posterior(silos):
 
 
 def exact_law(silos, graph, alpha, *, tracking=False, gossip=False, steps=8000):
-    """Stationary mean ``(m d,)`` and covariance of all nodes' positions, averaged over the graph's
-    period.
+    """Return stationary mean ``(m d,)`` and covariance of all nodes' positions.
 
-    The state is (X, tracker, gradient held); a step is state <- F state + c + G noise, so that with
-    the covariance S of the last period's states S <- F S F' + G G', the discrete Lyapunov
-    recursion.
+    Both are averaged over the graph's period. The state is (X, tracker, gradient held); a step is
+    state <- F state + c + G noise. So with the covariance S of the last period's states S <- F S F'
+    + G G', the discrete Lyapunov recursion.
     """
     eta, precision = linear_precisions(silos)
     m, d = eta.shape

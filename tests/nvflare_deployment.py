@@ -93,14 +93,14 @@ class Deployment:
         return psutil.Process(self.processes[site].pid).children(recursive=True)
 
     def kill(self, site):
-        """The client and the job's process of it, with SIGKILL."""
+        """End the client and the job's process of it by SIGKILL."""
         for process in [self.processes[site], *self.workers(site)]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGKILL)
         self.processes.pop(site).wait()
 
     def admin(self, *arguments):
-        """What an admin does, in a process of its own."""
+        """Do the work of an admin, in a process of its own."""
         command = [sys.executable, __file__, str(self.kits / "admin@lab.org"), *map(str, arguments)]
         return subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -118,7 +118,10 @@ class Deployment:
                 raise AssertionError(f"connected are {here}; expected {expected}")
 
     def fit(self, job, disturb=None, after=12, limit=200):
-        """A job's status and result; ``disturb`` is called once s1 has answered some messages."""
+        """Return a job's status and result.
+
+        :param disturb: is called once s1 has answered some messages.
+        """
         for name in NAMES:  # as the person at a site does for a new study
             shutil.rmtree(self.kits / name / "_silos", ignore_errors=True)
         end = time.monotonic() + limit

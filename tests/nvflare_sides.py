@@ -38,7 +38,7 @@ def make_broken(name, directory):
 
 
 def run(transport, rounds=3):
-    """A hash of all answers of all rounds."""
+    """Return a hash of all answers of all rounds."""
     total = hashlib.sha256()
     for n in range(1, rounds + 1):
         replies = transport.exchange(
@@ -50,7 +50,7 @@ def run(transport, rounds=3):
 
 
 def who_answers(transport, rounds):
-    """The silos that answered, by round."""
+    """Return the silos that answered, by round."""
     messages = [dict.fromkeys(transport.names, f"{n} x".encode()) for n in range(1, rounds + 1)]
     return json.dumps([sorted(transport.exchange(asked)) for asked in messages]).encode()
 
@@ -64,7 +64,7 @@ def ask_a_stranger(transport):
 
 
 def private_fit():
-    """A fit whose budget of privacy is two rounds."""
+    """Return a fit whose budget of privacy is two rounds."""
     import optax
     from small_models import linear
 
@@ -85,7 +85,7 @@ def make_private(name, directory):
 
 
 class Echo:
-    """Answers with what it was told."""
+    """Side that answers with the message it received."""
 
     def __init__(self, name, directory):
         self.name = name

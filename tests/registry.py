@@ -47,7 +47,7 @@ class Entry:
     index: dict[str, str] = field(default_factory=dict)
 
     def silos(self, by: np.ndarray | None = None) -> fed.Silos:
-        """The data with unit ``u`` in silo ``by[u]``."""
+        """Return the data with unit ``u`` in silo ``by[u]``."""
         by = self.by if by is None else np.asarray(by)
         return fed.split(self.data, by=by[self.unit], rows=self.rows, index=self.index)
 
@@ -69,7 +69,7 @@ def constrained_globals(x: Array, y: Array, df: float) -> None:
 
 
 def dirichlet(y: Array, centers: Array) -> None:
-    """A simplex; ``centers`` is a shared array."""
+    """Sample a simplex; ``centers`` is a shared array."""
     weights = numpyro.sample("weights", dist.Dirichlet(jnp.ones(3)))
     with fed.silo_plate("patients", y.shape[0]):
         components = dist.Normal(centers, 1.0)
@@ -152,7 +152,7 @@ def scaled(x: Array, y: Array, weight: Array) -> None:
 
 
 def nested(visits: Array) -> None:
-    """An ordinary plate inside the silo plate, with latents in both."""
+    """Sample latents in the silo plate, and in an ordinary plate inside it."""
     tau = numpyro.sample("tau", dist.HalfNormal(1.0))
     with fed.silo_plate("patients", visits.shape[0], dim=-2):
         a = numpyro.sample("a", dist.Normal(0, tau))
@@ -162,7 +162,7 @@ def nested(visits: Array) -> None:
 
 
 def items(visits: Array) -> None:
-    """The silo plate innermost: elements run along the last axis of local sites."""
+    """Put the silo plate innermost: elements run along the last axis of local sites."""
     ability = numpyro.sample("ability", dist.Normal(0, 1).expand([visits.shape[1]]).to_event(1))
     with (
         numpyro.plate("times", visits.shape[1], dim=-2),

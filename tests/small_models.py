@@ -1,5 +1,6 @@
-"""Small models and silos that several test files share, so that their programs are compiled once a
-session.
+"""Small models and silos that several test files share.
+
+So their programs are compiled once a session.
 """
 
 from typing import Any
@@ -116,8 +117,9 @@ def intercepts_posterior(silos: fed.Silos) -> tuple[np.ndarray, np.ndarray]:
 
 
 def scale_model(y: Array | None, n: Array) -> None:
-    """A location and a scale, with a deterministic site, for which draws are constrained by the
-    model.
+    """Sample a location and a scale, with a deterministic site.
+
+    The model constrains its draws.
     """
     mu = numpyro.sample("mu", dist.Normal(0, 3))
     sigma = numpyro.sample("sigma", dist.HalfNormal(2))
@@ -136,12 +138,12 @@ def scale_silos(seed: int = 2, shift: float = 1.0) -> fed.Silos:
 
 
 def view_of(silos: fed.Silos, number: Any) -> SiloView:
-    """A silo's rows, as a step sees them."""
+    """Return a silo's rows, as a step sees them."""
     return SiloView(silos, jnp.asarray(number), largest(silos))
 
 
 def run_kernel(kernel: Any, silos: fed.Silos, rounds: int = 3, **init: Any) -> Any:
-    """The state of a kernel after some rounds, without MCMC around it."""
+    """Return the state of a kernel after some rounds, without MCMC around it."""
     state = kernel.init(random.key(0), 0, model_args=(silos,), **init)
     for _ in range(rounds):
         state = kernel.sample(state, (silos,), {})

@@ -10,7 +10,7 @@ from numpyro_fed.engines import spmd
 
 
 def saved_by(code, count, folder, timeout=480):
-    """What each process saved in ``sys.argv[3] + sys.argv[1] + ".npz"``.
+    """Return the arrays that each process saved in ``sys.argv[3] + sys.argv[1] + ".npz"``.
 
     Its number and the port are ``sys.argv[1:3]``.
     """

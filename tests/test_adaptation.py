@@ -37,8 +37,9 @@ def warm(kernel, chains, num_warmup, num_samples=10, **options):
 
 
 def batch_noise(batch, pooled):
-    """Covariance of the gradient's estimate at the posterior mean from minibatches with
-    replacement, summed over silos.
+    """Return the covariance of the gradient's estimate at the posterior mean, summed over silos.
+
+    Minibatches are drawn with replacement.
     """
     mean, total = posterior(SILOS)[0], 0.0
     rows = [{k: np.asarray(v, np.float64) for k, v in SILOS[name].items()} for name in SILOS]

@@ -1,4 +1,7 @@
-"""Inference networks in the guide: the exact optimum of a linear one, plain SVI's steps, gradients by hand, and what is refused."""
+"""Inference networks in the guide: the exact optimum of a linear one, and what is refused.
+
+Also plain SVI's steps, and gradients by hand.
+"""
 
 import equinox as eqx
 import jax

@@ -1,4 +1,4 @@
-"""Imports point down, without circles; private names stay where they are."""
+"""Imports point down, without circles; private names of NumPyro have one place."""
 
 import ast
 

@@ -1,4 +1,7 @@
-"""What the kernels refuse, in words that name the silo, site or argument and the mend, before anything is compiled."""
+"""Kernels refuse bad input before anything is compiled.
+
+The error names the silo, site or argument, and the mend.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +25,7 @@ SILOS = linear_silos()
 
 @pytest.fixture(autouse=True)
 def nothing_is_compiled(monkeypatch):
-    """The fits, the pilot and the rounds: none may begin before the error."""
+    """Fail if a fit, the pilot or a round begins before the error."""
 
     def begun(*args, **kwargs):
         raise AssertionError("compilation began before the input was refused")

@@ -1,4 +1,7 @@
-"""The Wasserstein-2 barycenter of Gaussians against closed forms, its own equation and another implementation."""
+"""The Wasserstein-2 barycenter of Gaussians.
+
+Against closed forms, its own equation and another implementation.
+"""
 
 import warnings
 
@@ -39,7 +42,7 @@ def gaussians(
 def fixed_point_residual(
     covariance: np.ndarray, covariances: np.ndarray, weights: np.ndarray
 ) -> float:
-    """The equation's relative residual, by the square roots of SciPy."""
+    """Return the equation's relative residual, by the square roots of SciPy."""
     root = sqrtm(covariance)
     mean = sum(
         w * sqrtm(root @ v @ root)
@@ -118,7 +121,7 @@ def test_equals_ott(rng: np.random.Generator, dim: int) -> None:
     with jax.enable_x64(True):
         found = barycenter(means, covariances, weights, tol=1e-10)
         points = jnp.concatenate([means, covariances.reshape(NUMBER, -1)], axis=1)
-        # told how many steps: its tolerance ends it after five whatever it is
+        # a number of steps is given: its tolerance ends it after five whatever it is
         bures = costs.Bures(dim, sqrtm_kw={"threshold": 1e-12})
         theirs, _ = bures.barycenter(
             jnp.asarray(weights), points, min_iterations=30, max_iterations=30

@@ -1,4 +1,7 @@
-"""A Bayesian network on silos whose labels differ: its data, its density, its judgement, its surrogates, and modules that do not fit."""
+"""A Bayesian network on silos whose labels differ.
+
+Its data, its density, its judgement, its surrogates, and modules that do not fit.
+"""
 
 import sys
 from collections.abc import Callable
@@ -38,7 +41,7 @@ def weights(seed: int = 0, features: int = 18) -> dict[str, np.ndarray]:
 
 
 def logits(sites: dict[str, np.ndarray], x: np.ndarray) -> np.ndarray:
-    """The network, in NumPy."""
+    """Evaluate the network in NumPy."""
     for i in range(4):
         x = x @ sites[f"net/layers.{i}.kernel"] + sites[f"net/layers.{i}.bias"]
         x = np.maximum(x, 0) if i < 3 else x
@@ -153,7 +156,10 @@ def test_kernels_run_modules_of_flax_and_equinox(model: Callable) -> None:
 
 
 def test_draws_are_judged_by_both_log_likelihoods_and_at_their_own_silo() -> None:
-    """Networks that say the same of every row: p(y = 1) = 1 / (1 + exp(-b)), b by turns -1 and 2."""
+    """Networks that say the same of every row.
+
+    The rows have p(y = 1) = 1 / (1 + exp(-b)), b by turns -1 and 2.
+    """
     silos = fed.Silos(
         {f"s{s}": {"x": np.ones((20, 18), np.float32), "y": np.arange(20) < 5 * s} for s in (1, 3)}
     )
@@ -193,7 +199,10 @@ def test_the_best_log_likelihood_depends_on_whose_rows_they_are() -> None:
 
 
 def test_surrogates_are_the_silos_own() -> None:
-    """A silo of ones alone, and one of zeros: each chain's last bias leaves for its silo's label."""
+    """A silo of ones alone, and one of zeros.
+
+    Each chain's last bias leaves for its silo's label.
+    """
     rng = np.random.default_rng(0)
     silos = fed.Silos(
         {

@@ -1,4 +1,7 @@
-"""Gradient estimators on Bernoulli silos: the library's own, enumerated over all minibatches, against closed forms."""
+"""Gradient estimators on Bernoulli silos.
+
+The library's own, enumerated over all minibatches, against closed forms.
+"""
 
 import sys
 from functools import partial
@@ -39,7 +42,10 @@ def gradients(config, tuning, silos, thetas, numbers, batches):
 
 
 def enumerated(own: bernoulli.Estimator) -> tuple[np.ndarray, np.ndarray]:
-    """Mean and variance at each THETA over the silos and over the numbers of heads among five tosses with replacement."""
+    """Return mean and variance at each THETA.
+
+    They are over the silos, and over the numbers of heads among five tosses with replacement.
+    """
     heads = np.arange(6)
     batches = (np.arange(5) < heads[:, None]).astype(np.float32)
     found = gradients(
@@ -67,7 +73,10 @@ def test_the_librarys_estimators_have_the_closed_forms_mean_and_variance(method:
 
 
 def test_closed_forms_by_hand_at_one_half() -> None:
-    """D = 4, N = 30, m = 5: p(1 - p) is 1/4 in the pool, 0.43 / 3 in silos, whose means have variance 0.32 / 3."""
+    """With D = 4, N = 30 and m = 5, p(1 - p) is 1/4 in the pool and 0.43 / 3 in silos.
+
+    The silos' means have variance 0.32 / 3.
+    """
     half = np.array([0.5])
     assert bernoulli.variance("SGLD", half) == pytest.approx(120**2 * 0.25 / 5)
     assert bernoulli.variance("DSGLD", half) == pytest.approx(120**2 * (0.43 / 15 + 0.32 / 3))
@@ -90,7 +99,8 @@ def test_quick(tmp_path: Path) -> None:
     assert (tmp_path / "figure.png").stat().st_size > 0
     assert isinstance(frame, pd.DataFrame)
     count = 1_000
-    # sums of few tosses: kurtosis is below that of a normal, whose sample variance has relative sd sqrt(2 / n)
+    # sums of few tosses: kurtosis is below that of a normal, whose sample variance has relative sd
+    # sqrt(2 / n)
     ratio = (frame["sd"] / frame["closed form"]) ** 2
     assert (abs(ratio - 1) < 4.5 * (2 / count) ** 0.5).all(), ratio
     assert (

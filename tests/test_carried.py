@@ -46,7 +46,10 @@ def test_draws_over_nvflares_simulator(expected, tmp_path, monkeypatch):
 
 
 def refused_in_words(transport):
-    """What is said of each model that reads across rows, once silos of another model are met."""
+    """Return the error for each model that reads across rows.
+
+    It comes once silos of another model are met.
+    """
     from test_promises import WRONG, right
 
     from numpyro_fed.engines.wire import connect

@@ -33,7 +33,7 @@ def test_every_model_shape_passes(entry: Entry) -> None:
 
 
 def patients(change: Callable[[Array], Any]) -> Callable:
-    """A random-intercept model of ``change(y)``."""
+    """Return a random-intercept model of ``change(y)``."""
 
     def model(y: Array) -> None:
         mu = numpyro.sample("mu", dist.Normal(0, 1))

@@ -1,4 +1,7 @@
-"""The commands: what a silo is shown, what is refused in words, and a federation of processes in which one is killed."""
+"""The commands: what a silo is shown, what is refused, and with which text.
+
+Also a federation of processes, one of which is killed.
+"""
 
 import json
 import os
@@ -45,7 +48,7 @@ SIZES = {"oslo": 37, "rome": 61, "bern": 23}
 
 @pytest.fixture
 def study(tmp_path):
-    """A model file, and three silos' tables."""
+    """Write a model file, and three silos' tables."""
     (tmp_path / "study.py").write_text(MODEL)
     (tmp_path / "plain.py").write_text(PLAIN)
     rng = np.random.default_rng(0)
@@ -58,7 +61,7 @@ def study(tmp_path):
 
 
 def inline_rounds(study, method="", model=MODEL):
-    """The study's module, of which the method is written into its file, and its silos in this process."""
+    """Return the study's module with the method in its file, and its silos in this process."""
     (study / "study.py").write_text(model + method)
     module = load_model_file(study / "study.py")
     tables = {name: silo_of_file(module, name, study / f"{name}.csv")[name] for name in SIZES}
@@ -252,7 +255,7 @@ def test_the_method_is_the_model_files(study):
     np.testing.assert_array_equal(found.posterior["beta"], expected.posterior["beta"])
     again, same = posterior(
         module, remote, told, checkpoint
-    )  # it has settled, and makes no further round
+    )  # it has converged, and makes no further round
     np.testing.assert_array_equal(again.posterior["beta"], found.posterior["beta"])
     assert same == words
 
@@ -454,7 +457,7 @@ class Federation:
         return process
 
     def proxy(self):
-        """The proxy of docs/flower.md, on a port of its own."""
+        """Start the proxy of docs/flower.md, on a port of its own."""
         from flower_deployment import free_port
 
         page = (Path(__file__).parent.parent / "docs" / "flower.md").read_text()
@@ -497,7 +500,7 @@ class Federation:
             100,
             "--yes",
         ]
-        options += ["--server-keys"]  # so that draws are those at hand
+        options += ["--server-keys"]  # so that draws are those of the inline run
         self.silos[name] = self.start(name, "silo", "--model", "study.py", *options)
 
     def run(self, out, *more):

@@ -1,4 +1,7 @@
-"""Conducive rounds: exact on Gaussian models, the same for every partition, the pooled bound's optimum on others, whoever does not answer."""
+"""Conducive rounds: exact on Gaussian models, and the same for every partition.
+
+On other models they reach the pooled bound's optimum, whoever does not answer.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -57,7 +60,10 @@ def logistic_silos(sizes=(9, 4, 20)):
 
 @pytest.mark.parametrize("silo_of", [np.zeros(9, int), np.arange(9) % 4, np.arange(9)])
 def test_a_gaussian_hierarchy_is_exact(silo_of):
-    """q(theta), q(z | theta) and the bound, which is the log evidence; all are reached in a few rounds and stay."""
+    """Here q(theta), q(z | theta) and the bound, which is the log evidence, are exact.
+
+    All are reached in a few rounds, and then do not change.
+    """
     with jax.enable_x64(True):
         mean, covariance, evidence = hierarchy_posterior()
         fit = conducive(hierarchy)
@@ -100,7 +106,7 @@ def test_rounds_do_not_depend_on_the_partition():
 
 
 def best_gaussian(kwargs):
-    """The Gaussian of largest pooled bound, by quadrature and a general optimizer."""
+    """Return the Gaussian of largest pooled bound, by quadrature and a general optimizer."""
     nodes, weights = np.polynomial.hermite_e.hermegauss(12)
     u = jnp.asarray(np.stack(np.meshgrid(nodes, nodes), -1).reshape(-1, 2))
     w = jnp.asarray(np.outer(weights, weights).ravel() / weights.sum() ** 2)
@@ -138,7 +144,7 @@ def test_the_fixed_point_is_the_optimum_of_the_pooled_bound():
         np.testing.assert_allclose(
             found / np.outer(sd, sd), root @ root.T / np.outer(sd, sd), atol=0.01
         )
-        # a control: the posterior's mode is elsewhere
+        # a control: the posterior's mode is another
         mode = minimize(
             lambda b: float(
                 np.sum(
@@ -169,7 +175,7 @@ def test_a_diagonal_family_has_the_precisions_diagonal():
 
 
 def test_missing_replies_do_not_move_the_fixed_point():
-    """30 % of them; a control: the fit of the silos that answered first is elsewhere."""
+    """30 % of them are missing; a control: the fit of the silos that answered first is another."""
     with jax.enable_x64(True):
         silos = wheeze_silos(np.arange(20) % 5)
         fit = conducive(wheeze, validate=False)
@@ -269,7 +275,10 @@ def test_it_stops_where_the_loss_does_and_goes_on():
 
 @pytest.mark.parametrize("x64", [False, True])
 def test_it_stays_where_it_has_settled(x64):
-    """Rounding errors are no residuals to accelerate: such steps had left the fixed point by .2 sds after twenty rounds there."""
+    """Rounding errors are no residuals to accelerate.
+
+    Such steps had left the fixed point by .2 sds after twenty rounds there.
+    """
     with jax.enable_x64(x64):
         silos, state, far = logistic_silos(), None, []
         for _ in range(12):
@@ -289,7 +298,10 @@ def two_latents(y):
 
 
 def test_two_latents_an_element_are_exact():
-    """z - mu and y - mu are normal with variances 1 and 2: the posterior of mu is that of the mean of y."""
+    """The posterior of mu is that of the mean of y.
+
+    For z - mu and y - mu are normal with variances 1 and 2.
+    """
     with jax.enable_x64(True):
         y = np.random.default_rng(0).normal([1.0, -1.0], 1.0, (7, 2))
         result = conducive(two_latents).run(
@@ -302,7 +314,7 @@ def test_two_latents_an_element_are_exact():
 
 
 def skewed(x, y):
-    """A gamma law of exp(t) with few counts: t has a long left tail."""
+    """Return a gamma law of exp(t) with few counts: t has a long left tail."""
     t = numpyro.sample("t", dist.Normal(0, 3))
     with fed.silo_plate("rows", x.shape[0]):
         numpyro.sample("y", dist.Poisson(x * jnp.exp(t)), obs=y)
@@ -383,7 +395,10 @@ def test_what_it_does_not_cover_is_refused():
 
 
 def test_diagonal_sites_where_coordinates_pull_together():
-    """Equal correlations of .8 between eight covariates: Jacobi's steps of length one diverge (largest eigenvalue 6.6)."""
+    """Eight covariates have equal correlations of .8.
+
+    There Jacobi's steps of length one diverge (largest eigenvalue 6.6).
+    """
     rng = np.random.default_rng(0)
     x = rng.normal(size=(400, 8)) * 0.2**0.5 + rng.normal(size=(400, 1)) * 0.8**0.5
     y = x @ np.arange(8.0) + rng.normal(size=400)
@@ -408,7 +423,10 @@ def test_diagonal_sites_where_coordinates_pull_together():
 
 
 def test_pairs_of_points_that_look_at_some_rows_each():
-    """Rows of equal curvature: exactly the fit of all rows; else near it, and the nearer the more rows a pair has."""
+    """Rows of equal curvature give exactly the fit of all rows.
+
+    Other rows give one near it, and the nearer the more rows a pair has.
+    """
 
     def mean(y):
         mu = numpyro.sample("mu", dist.Normal(0, 10))
@@ -437,7 +455,10 @@ def test_pairs_of_points_that_look_at_some_rows_each():
 
 
 def test_hundreds_of_dimensions_from_points_that_change():
-    """Beyond 256 a diagonal q is fitted from 1,024 points: exact means of a Gaussian posterior, precisions up to noise. Jacobi's steps would diverge."""
+    """Beyond 256 dimensions a diagonal q is fitted from 1,024 points.
+
+    Means of a Gaussian posterior are exact, precisions up to noise. Jacobi's steps would diverge.
+    """
     rng = np.random.default_rng(1)
     x = (rng.normal(size=(900, 300)) + 0.5 * rng.normal(size=(900, 1))).astype(np.float32)
     y = (x @ rng.normal(size=300) / 10 + rng.normal(size=900)).astype(np.float32)
@@ -488,7 +509,7 @@ def test_a_step_after_which_the_bound_is_lower_is_taken_back():
         noisy=False,
     )
     np.testing.assert_allclose(again.loc, 0.09 * move.loc, rtol=1e-6)
-    # a bound that stays lower is that of noise, and is believed in the end
+    # a lower bound that persists is that of noise, and is believed in the end
     _, memory = memory.move(
         back.loc, back.scale, ApproxFactor(one, one), jnp.array(-50.0), jnp.array(True), noisy=True
     )
@@ -507,7 +528,11 @@ def test_a_step_after_which_the_bound_is_lower_is_taken_back():
 
 
 def test_local_maps_by_steps_reach_the_exact_posterior():
-    """In place of quadrature; a diagonal q(theta) of one dimension is exact, too. Without steps enough latents are not where they should be."""
+    """Local maps by steps are as exact as quadrature.
+
+    A diagonal q(theta) of one dimension is exact, too. Without enough steps latents are not where
+    they should be.
+    """
     mean, covariance, evidence = hierarchy_posterior()
     sd, silos = covariance[0, 0] ** 0.5, hierarchy_silos(np.arange(9) % 3)
     settings = {
@@ -568,7 +593,10 @@ def test_a_learned_scale_by_steps():
 
 
 def test_rows_of_pairs():
-    """Over all pairs each row comes equally often, in a pair once at most; with as many rows as a silo has a pair looks at all."""
+    """Over all pairs each row comes equally often, in a pair once at most.
+
+    With as many rows as a silo has, a pair looks at all.
+    """
     silos = fed.split(
         {"x": np.arange(2.0 * 150).reshape(150, 2), "y": np.ones(150)},
         by=np.repeat([0, 1], [140, 10]),
@@ -604,7 +632,10 @@ def test_rows_of_pairs():
 
 
 def test_a_full_covariance_from_some_rows():
-    """Whose noise averages out over rounds: within 15 % of the exact one in all directions, from as few rows as are accepted."""
+    """Its noise averages out over rounds.
+
+    It is within 15 % of the exact one in all directions, from as few rows as are accepted.
+    """
     rng = np.random.default_rng(0)
     x, d = rng.normal(size=(2000, 10)), 10
 

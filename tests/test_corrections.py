@@ -1,4 +1,7 @@
-"""Bounded corrections of surrogates: their fit, their place in the kernel, and that they change no law."""
+"""Bounded corrections of surrogates: their fit and their place in the kernel.
+
+They change no law.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +19,7 @@ from numpyro_fed.surrogates.corrections import Corrections, regress
 
 
 def counts(y):
-    """A mean and the scale of its prior: flat in log tau on one side."""
+    """Sample a mean and the scale of its prior: flat in log tau on one side."""
     tau = numpyro.sample("tau", dist.HalfNormal(1))
     mu = numpyro.sample("mu", dist.Normal(0, tau).expand([2]).to_event(1))
     with fed.silo_plate("rows", y.shape[0]):
@@ -71,7 +74,10 @@ def test_scores_are_those_of_the_coordinates():
 
 
 def test_they_cancel_in_the_mean_over_silos(setup):
-    """sum_s f_s drift_s with and without them is the same, at a point well inside and one far away."""
+    """With and without them sum_s f_s drift_s is the same.
+
+    At a point well inside, and at one far away.
+    """
     kernel, silos = setup
     config, tuning = kernel._config, kernel._tuning._replace(cut=jnp.asarray(jnp.inf))
     assert kernel.surrogates.corrections is not None

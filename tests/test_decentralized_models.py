@@ -1,4 +1,7 @@
-"""The models of decentralized Langevin dynamics: their references against other forms, and quick runs against the references."""
+"""The models of decentralized Langevin dynamics.
+
+Their references against other forms, and quick runs against the references.
+"""
 
 import sys
 from pathlib import Path
@@ -55,7 +58,10 @@ def moments(law: regression.Law) -> tuple[np.ndarray, np.ndarray]:
 @pytest.mark.parametrize("minibatch", [False, True], ids=["all rows", "minibatch"])
 @pytest.mark.parametrize("name", list(regression.graphs()))
 def test_the_recursion_is_the_kernels_law(name: str, minibatch: bool) -> None:
-    """Means and variances of nodes and average over 500 networks, 4 s.e. (48 numbers of each); and the consensus error."""
+    """Means and variances of nodes and average over 500 networks are within 4 s.e.
+
+    There are 48 numbers of each; and the consensus error.
+    """
     size, steps, at = 500, 40, np.array([0, 2, 9, 39])
     decay = (regression.potentials().scale, 50.0, 1.0)
     graph = regression.graphs()[name]
@@ -148,7 +154,10 @@ def test_steps_fall_from_the_first_to_the_last() -> None:
 
 
 def test_gaussian_mixture_quick(tmp_path: Path) -> None:
-    """Weights of the modes by start and by node: 4 s.e., beside what the diffusion itself still remembers of the start."""
+    """Weights of the modes by start and by node are within 4 s.e.
+
+    Beside that is what the diffusion itself still remembers of the start.
+    """
     table, truth = mixture.main(["--quick", "--figure", str(tmp_path / "figure.png")])
     plt.close("all")
     assert (tmp_path / "figure.png").stat().st_size > 10_000
@@ -172,7 +181,7 @@ def test_gaussian_mixture_quick(tmp_path: Path) -> None:
     assert (
         table["consensus"].diff().dropna() > 0
     ).all()  # the smaller last step has the smaller error
-    # negative control: few steps stay where they began, and weights are those of the start
+    # negative control: few steps end where they began, and weights are those of the start
     short = table.iloc[0]
     assert short["crossings"] < 0.2
     assert abs(short["start at (0, 1)"] - short["start at (1, -1)"]) > 0.9

@@ -1,7 +1,7 @@
 """The sum of the factors is NumPyro's density of the pooled model, value and gradient.
 
-Partitions are drawn by hypothesis. So that a drawn partition compiles nothing, every silo is shown padded to
-the number of all rows: shapes are then the same in all of them.
+Partitions are drawn by hypothesis. Every silo is shown padded to the number of all rows. So shapes
+are the same in all partitions, and a drawn partition compiles nothing.
 """
 
 from collections.abc import Callable
@@ -70,7 +70,10 @@ def own(factors: Factors, z: dict, view: SiloView) -> dict[str, Array]:
 
 @lru_cache
 def programs(name: str, double: bool) -> tuple:
-    """An entry's factors, a point, densities of the pooled model and the prior there, and the term of a silo."""
+    """Return an entry's factors, a point, and densities there.
+
+    These are of the pooled model, of the prior, and of a silo's term.
+    """
     entry = ENTRIES[name]
     silos = entry.silos()
     factors = factorize(entry.model, silos)
@@ -322,7 +325,7 @@ def test_minibatches_average_to_the_full_term(entry: Entry, size: int) -> None:
 
 @pytest.fixture
 def plain(monkeypatch: pytest.MonkeyPatch) -> Callable:
-    """Runs a function with ordinary plates in place of silo plates."""
+    """Run a function with ordinary plates in place of silo plates."""
 
     def run(fn: Callable) -> Any:
         with monkeypatch.context() as patch:

@@ -1,4 +1,7 @@
-"""A run judged by itself: sound ones pass, and each way to break one is flagged by the check that is there for it."""
+"""A run judged by itself: sound ones pass.
+
+Each way to break one is flagged by the check that is there for it.
+"""
 
 import dataclasses
 
@@ -121,7 +124,7 @@ def test_stays_of_a_thousand_steps_are_flagged():
     assert found.table.loc["steps cut", "limit"] == f"<= {0.04 / reach:.3g}"
     kernel._config = short
     found, bad = failed(run(kernel, 6000))
-    assert "inflation met" not in bad  # the same noise in short stays
+    assert "inflation met" not in bad  # the same noise in short visits
     assert found.table.loc["steps cut", "limit"] == "<= 0.01"
 
 

@@ -1,4 +1,7 @@
-"""Marks and factors: what is found in a model, what is refused, and how often the model is called."""
+"""Marks and factors: what is found in a model, and what is refused.
+
+Also how often the model is called.
+"""
 
 from collections.abc import Callable
 
@@ -157,7 +160,7 @@ def test_the_model_is_traced_without_data_and_once() -> None:
 
 
 def with_latent(sample: Callable[[Array, Array], None]) -> Callable:
-    """A model with something more in its silo plate."""
+    """Return a model with something more in its silo plate."""
 
     def model(y: Array) -> None:
         mu = numpyro.sample("mu", dist.Normal(0, 1))

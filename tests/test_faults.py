@@ -1,4 +1,7 @@
-"""What faults cost: errors in replies, disks that are full, two servers, silos that lie or send what is no number."""
+"""Costs of faults: errors in replies, full disks, and two servers.
+
+Also silos that lie, or send numbers that are not finite.
+"""
 
 import errno
 import subprocess
@@ -28,7 +31,7 @@ NAMES = LINEAR.names
 
 
 class Lying(fed.Loopback):
-    """A carrier in which the replies of one silo to one kind of call are changed, from the n-th question on."""
+    """Carrier that changes one silo's replies to one kind of call, from the n-th question on."""
 
     def __init__(self, kind, lie, silo=1, after=0):
         super().__init__(LINEAR)
@@ -302,7 +305,7 @@ def times(factor):
 def test_a_surrogate_that_its_own_values_contradict_names_its_silo(kind):
     kernel = fed.FSGLD(linear, surrogate="laplace" if kind is LaplaceLocal else "score")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # such surrogates do not settle
+        warnings.simplefilter("ignore")  # such surrogates do not converge
         with pytest.raises(
             ValueError,
             match="silo 'silo 2' returned a surrogate that its own log likelihood contradicts",

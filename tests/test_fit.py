@@ -74,9 +74,11 @@ def test_it_saves_and_has_the_silos(tmp_path, seventy, capsys):
 
 
 def test_fsgld_in_one_call():
-    """Against pooled NUTS, within four standard errors of both and the accepted bias; the ledger has the rounds of both.
+    """Compare with pooled NUTS, within four standard errors of both and the accepted bias.
 
-    140 children: with 70 sigma has a tail to 0 in which steps are cut, and whether ``diagnose`` lets that pass is chance."""
+    The ledger has the rounds of both. There are 140 children, because with 70 sigma has a tail to 0
+    in which steps are cut, and whether ``diagnose`` lets that pass is chance.
+    """
     silos = wheeze_silos(np.arange(140) % 4)
     idata = fed.fit(wheeze, silos, method="fsgld", num_draws=4000, progress_bar=False)
     nuts = MCMC(
@@ -100,7 +102,10 @@ def test_fsgld_in_one_call():
 
 
 def test_surrogates_from_a_start_are_those_from_none(seventy, started):
-    """In four rounds and the pilot's two: the fit begins where q is, and ends at the same Gaussians up to what is left of its last round."""
+    """In four rounds and the pilot's two: the fit begins where q is.
+
+    It ends at the same Gaussians, up to the remainder of its last round.
+    """
     kernels = fed.FSGLD(wheeze), fed.FSGLD(wheeze, init_from=started)
     for kernel in kernels:
         kernel.init(random.key(0), 0, None, (seventy,), {})
@@ -122,7 +127,10 @@ def a_tenth(pooled):
 
 @pytest.mark.parametrize("made", [other_outcomes, a_tenth])
 def test_a_start_at_other_data_is_left(seventy, started, made):
-    """Its center, or its spread, is elsewhere: q's last round moved it by little, and yet the fit does not end around it."""
+    """Its center, or its spread, is another.
+
+    The last round of q moved it by little, and yet the fit does not end around it.
+    """
     other = made(seventy.pooled)
     kernels = fed.FSGLD(wheeze), fed.FSGLD(wheeze, init_from=started)
     for kernel in kernels:

@@ -1,4 +1,7 @@
-"""Flower: what crosses, who is who, silos that are late, fail, die and come back; and a real deployment on this machine."""
+"""Flower: what crosses, who is who, and silos that are late, fail, die and come back.
+
+Also a real deployment on this machine.
+"""
 
 import importlib
 import json
@@ -33,7 +36,7 @@ NAMES = ("oslo", "rome", "bern")
 
 
 class Echo:
-    """Answers with its name and the message; it does what it is told on the way."""
+    """Side that answers with its name and the message, which may ask for an error or a delay."""
 
     def __init__(self, name, does=lambda: None):
         self.name, self.does = name, does
@@ -242,7 +245,7 @@ def test_an_exception_in_a_silo_is_a_missing_reply_and_its_words_stay_there(tmp_
 
 
 def replies_of(directory, rounds=4, disturb=None, restart=None, **settings):
-    """The last replies of some rounds, of which one may be disturbed."""
+    """Return the last replies of some rounds, one of which may be disturbed."""
     grid = InProcessGrid([hashing(directory, name) for name in NAMES])
     transport = Flower(grid, NAMES, wait=5, **settings)
     for number in range(rounds):
@@ -391,13 +394,14 @@ def test_node_command_says_what_flower_reads():
 
 
 def start_node(lasting, tmp_path, address, ca, key=None):
-    """A node that ends: its exit code, and what it printed."""
+    """Run a node that ends; return its exit code, and its output."""
     if lasting:
         own = [address, "oslo", str(tmp_path / "private"), str(ca), str(key or "")]
         command = [sys.executable, str(Path(__file__).with_name("flower_standin.py")), *own]
     else:
         command = node_command(address, "oslo", ca=ca, key=key, port=free_port(), give_up=3)
-    # to a file: a SuperNode's own child holds a pipe open for as long as nobody has noticed that the SuperNode ended
+    # to a file: a SuperNode's own child holds a pipe open for as long as nobody has noticed that
+    # the SuperNode ended
     with (tmp_path / "said.log").open("w+") as said:
         ended = subprocess.run(
             command, env=environment(tmp_path / "oslo"), stdout=said, stderr=said, timeout=120

@@ -150,7 +150,8 @@ def test_latents_of_other_silos_are_carried_no_further_than_the_map_was_fitted()
 
 
 def test_a_chain_that_grows_without_end_has_left_before_its_numbers_overflow():
-    # each step multiplies the distance by 1 - h / 2 * 40 = -3: beyond 1e18 after 4 rounds of 10, and still finite then
+    # each step multiplies the distance by 1 - h / 2 * 40 = -3: beyond 1e18 after 4 rounds of 10,
+    # and still finite then
     grown = MCMC(
         fed.DSGLD(mean, step_size=0.2, num_local_steps=10),
         num_warmup=0,

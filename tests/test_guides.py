@@ -95,7 +95,10 @@ def test_one_round_is_the_same_in_one_silo_and_in_several(name):
 
 
 def test_full_local_covariance_holds_correlated_latents():
-    """Latents of a silo that depend on each other given theta: one unit, with a triangular factor."""
+    """Latents of a silo that depend on each other given theta are one unit.
+
+    Its factor is triangular.
+    """
 
     def walk(y):
         mu = numpyro.sample("mu", dist.Normal(0, 1))
@@ -129,7 +132,8 @@ def test_full_local_covariance_holds_correlated_latents():
         evidence += 0.5 * shift**2 / precision - 0.5 * np.log(precision)
         assert -result.losses[-200:].mean() == pytest.approx(evidence, abs=0.01)
         assert float(result.params["auto_loc"][0]) == pytest.approx(shift / precision, abs=0.01)
-        # elements are not independent here: weights inside elements would be wrong, so the silo is the unit
+        # elements are not independent here: weights inside elements would be wrong, so the silo is
+        # the unit
         assert svi.setup(silos).config.families[0].group is None
         element = fed.SFVI(walk, fed.AutoSiloNormal(walk), optim, 1, 4, validate=False)
         assert element.setup(silos).config.families[0].group is None

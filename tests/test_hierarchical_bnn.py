@@ -1,4 +1,7 @@
-"""Personal Bayesian neural networks on MNIST: the partition, both densities, prediction by a known q, and short fits."""
+"""Personal Bayesian neural networks on MNIST.
+
+The partition, both densities, prediction by a known q, and short fits.
+"""
 
 import gzip
 import os
@@ -65,7 +68,10 @@ def test_a_digit_that_no_row_shows_is_said() -> None:
 
 
 def small() -> tuple[fed.Silos, dict[str, np.ndarray]]:
-    """Four silos of few rows of three pixels, and a position: latents of the right shapes are made of it in tests."""
+    """Return four silos of few rows of three pixels, and a position.
+
+    Tests make latents of the right shapes of it.
+    """
     rng, by = np.random.default_rng(2), np.array([2, 0, 1, 3, 3, 0, 2, 1, 0])
     x, y = rng.normal(size=(9, 3)).astype(np.float32), rng.integers(0, 10, 9)
     rows = {"x": "images", "y": "images", "silo": "images", "silos": "silos"}
@@ -118,7 +124,7 @@ def test_silos_terms_sum_to_the_pooled_density(model: Callable) -> None:
 
 
 def relabelled(silos: fed.Silos, y: np.ndarray) -> fed.Silos:
-    """The same silos, each image with another digit."""
+    """Return the same silos, each image with another digit."""
     pooled = silos.pooled
     told = {"x": "images", "y": "images", "silo": "images", "silos": "silos"}
     return fed.split(

@@ -1,4 +1,7 @@
-"""What one step and one stay of the Langevin kernels do, exactly: sums, quadratures and detailed balance."""
+"""One step and one visit of the Langevin kernels, exactly.
+
+By sums, quadratures and detailed balance.
+"""
 
 import dataclasses
 from functools import partial
@@ -32,7 +35,10 @@ def options(**given):
 
 
 def random_surrogates(rng, num, dim, diagonal=False):
-    """Symmetric, not necessarily positive definite precisions: only their product with the prior must be."""
+    """Return symmetric, not necessarily positive definite precisions.
+
+    Only their product with the prior must be positive definite.
+    """
     root = rng.normal(size=(num, dim, dim))
     precision = root + np.swapaxes(root, 1, 2)
     prior = np.eye(dim) * (1 - np.linalg.eigvalsh(precision.sum(0)).min())
@@ -108,7 +114,7 @@ def server_drift(config, tuning, theta, silos):
 
 
 def expected_drift(config, tuning, theta, silos, residual):
-    """The drift averaged over the silos, each with its probability of being visited."""
+    """Return the drift averaged over the silos, each with its probability of being visited."""
     parts = [
         np.asarray(residual(config, tuning, theta, silos, s), np.float64) for s in range(len(silos))
     ]
@@ -269,7 +275,7 @@ def test_the_cut_shortens_the_residual_and_is_counted():
         np.testing.assert_allclose(e, np.asarray(whole) * (8 / length if cut else 1.0), rtol=1e-5)
 
 
-# Stays
+# Visits
 
 
 def test_sgld_is_dsgld_with_one_silo():
@@ -331,7 +337,7 @@ def test_every_local_step_is_made_once_with_its_own_step_size(steps, batch):
         counts = np.arange(r * steps, (r + 1) * steps)
         gradient = [8e7, 8.8e7][int(state.silo)]
         moved = gradient / 2 * float(rising(counts).sum())
-        # one step more or less would be 2 / 250 of a stay
+        # one step more or less would be 2 / 250 of a visit
         noise = 4 * np.sqrt(float(rising(counts).sum()))
         assert float(state.z["mu"]) - before == pytest.approx(moved, rel=1e-4, abs=noise)
         assert noise < 0.002 * moved or steps < 100

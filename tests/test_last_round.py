@@ -1,4 +1,7 @@
-"""The last round: laws with wider tails have the density they say, and what they cannot mend is flagged."""
+"""The last round: laws with wider tails have the density they say.
+
+What they cannot mend is flagged.
+"""
 
 import warnings
 from dataclasses import replace
@@ -24,7 +27,10 @@ def conducive(model):
 
 @pytest.mark.parametrize("dim", [1, 2, 5])
 def test_draws_with_wider_tails_have_the_density_they_say(dim):
-    """Weighed by the standard normal's density over theirs they are standard normal: mass, squares, products of squares."""
+    """Weighed by the standard normal's density over theirs they are standard normal.
+
+    That holds for mass, squares, and products of squares.
+    """
     keys = random.split(random.key(0), 40_000)
     noise = random.normal(random.key(1), (len(keys), dim))
     u, log_ratio = jax.vmap(stretched_normal)(keys, noise)
@@ -55,7 +61,10 @@ def test_candidates_with_wider_tails_have_the_density_they_say(dim):
 
 
 def test_a_units_candidates_are_judged():
-    """Exact maps have equal weights; maps a third as wide leave tails unseen, and the worst child is named."""
+    """Exact maps have equal weights.
+
+    Maps a third as wide leave tails unseen, and the worst child is named.
+    """
     silos = hierarchy_silos(np.arange(9) % 4)
     fit = conducive(hierarchy)
     result = fit.run(random.key(0), 6, silos, **QUIET)

@@ -1,8 +1,9 @@
-"""The law of the chains: against the exact law of the *discretized* chain, within 4 Monte-Carlo s.e.
+"""The law of the chains: within 4 Monte-Carlo s.e. of the exact law of the *discretized* chain.
 
-For Gaussian models every step of every Langevin kernel is affine in theta, with random coefficients. So mean and
-covariance of its stationary law, whatever the silos, minibatches, surrogates, step size and number of local steps,
-follow from a linear recursion of second moments. Monte-Carlo errors come from independent chains.
+For Gaussian models every step of every Langevin kernel is affine in theta, with random
+coefficients. So mean and covariance of its stationary law, whatever the silos, minibatches,
+surrogates, step size and number of local steps, follow from a linear recursion of second moments.
+Monte-Carlo errors come from independent chains.
 """
 
 import dataclasses
@@ -45,14 +46,17 @@ def run(kernel, silos, num_samples=300, num_warmup=100, seed=0):
 
 
 def uncut(kernel, silos):
-    """The kernel without the cut, which is not affine in theta."""
+    """Return the kernel without the cut, which is not affine in theta."""
     kernel.init(random.key(0), 0, model_args=(silos,))
     kernel._config = dataclasses.replace(kernel._config, cut=False)
     return kernel
 
 
 def errors(draws, mean, covariance):
-    """Errors of mean and covariance in Monte-Carlo s.e., from independent chains; draws ``(C, N, d)``."""
+    """Return errors of mean and covariance in Monte-Carlo s.e., from independent chains.
+
+    :param draws: ``(C, N, d)``.
+    """
     centered = draws - mean
     first = centered.mean(1)
     second = np.einsum("cni,cnj->cij", centered, centered) / draws.shape[1] - covariance
@@ -66,8 +70,8 @@ def exact_law(
 ):
     """Stationary mean and covariance of the chain for the model ``linear``, in float64.
 
-    With v = (theta, 1), a step at silo s is v <- B v + noise, B = B_0 + (the rows' part, averaged over a
-    minibatch), so that E[v v'] moves linearly.
+    With v = (theta, 1), a step at silo s is v <- B v + noise, B = B_0 + (the rows' part, averaged
+    over a minibatch), so that E[v v'] moves linearly.
     """
     eta, precision = linear_precisions(silos)
     num, d = eta.shape
@@ -117,7 +121,7 @@ def exact_law(
 
 
 def exact_surrogates(silos, error=0.0, seed=0):
-    """The exact factors, or with errors that differ between silos."""
+    """Return the exact factors, or with errors that differ between silos."""
     eta, precision = linear_precisions(silos)
     rng = np.random.default_rng(seed)
     eta = eta * (1 + error * rng.normal(size=eta.shape))
@@ -138,7 +142,10 @@ SILOS = linear_silos()
 
 
 def test_exact_law_is_that_of_the_closed_form():
-    """theta += h/2 grad + N(0, h) has variance 1 / (lam (1 - h lam / 4)) in a direction of precision lam."""
+    """In a direction of precision lam the variance is 1 / (lam (1 - h lam / 4)).
+
+    That is of theta += h/2 grad + N(0, h).
+    """
     mean, covariance = posterior_of(SILOS)
     for steps in (1, 10):
         got = exact_law(SILOS, 0.01, steps, alpha=1.0, f=F, surrogates=exact_surrogates(SILOS))
@@ -214,7 +221,7 @@ AUTO = {
 
 @pytest.mark.parametrize("name", AUTO)
 def test_step_size_auto_reaches_the_accepted_inflation(name):
-    """The predicted inflation of sds, about 1.2, against the exact law at the step size that was chosen."""
+    """The predicted inflation of sds, about 1.2, is that of the exact law at the chosen step."""
     silos, batch, error = AUTO[name]
     given = exact_surrogates(silos, error)
     kernel = fed.FSGLD(linear, fed.Step(bias_target=0.2), 10, batch, given)
@@ -238,7 +245,10 @@ def test_step_size_auto_reaches_the_accepted_inflation(name):
 
 
 def local_errors(draws, mean, covariance, h):
-    """Errors in s.e. of the means, and how far outside [1, predicted] the sds are, in s.e. of the sd ratio."""
+    """Return errors in s.e. of the means, and the sds' distance from [1, predicted].
+
+    The distance is in s.e. of the sd ratio.
+    """
     sd = np.sqrt(np.diag(covariance))
     z = (draws - mean) / sd
     means = z.mean((0, 1)) / (z.mean(1).std(0, ddof=1) / np.sqrt(len(z)))
@@ -283,7 +293,8 @@ def test_local_latents_have_their_exact_posterior(intercepts_run):
 def test_the_law_does_not_depend_on_the_local_map(intercepts_run):
     """A map whose every part is wrong costs noise and acceptance, not the law.
 
-    Its scales are too wide: moves from a map that is too narrow leave the law invariant, but seldom reach its tails.
+    Its scales are too wide: moves from a map that is too narrow leave the law invariant, but seldom
+    reach its tails.
     """
     _, silos, _ = intercepts_run
     kernel = uncut(fed.FSGLD(intercepts, 0.01, num_local_steps=5), silos)

@@ -1,4 +1,7 @@
-"""Linear regression on UCI data: loaders, density, surrogates and test errors exactly; short fits against the posterior."""
+"""Linear regression on UCI data: loaders, density, surrogates and test errors exactly.
+
+Short fits are compared with the posterior.
+"""
 
 import os
 import sys

@@ -1,4 +1,7 @@
-"""Local latents a statistician brings: vectors, simplices, one observation a silo; prediction for old and new silos."""
+"""Local latents a statistician brings: vectors, simplices, one observation a silo.
+
+Also prediction for old and new silos.
+"""
 
 import jax.numpy as jnp
 import numpy as np
@@ -140,7 +143,10 @@ def test_simplices_and_silos_of_one_observation():
 
 @pytest.mark.parametrize("model", ["rows point to elements", "rows are elements"])
 def test_minibatches_of_elements_have_the_law_of_all(model):
-    """Random intercepts with known variances: means within 4 s.e., sds no further off than the step's inflation."""
+    """Random intercepts with known variances: means are within 4 s.e.
+
+    The sds are no further off than the step's inflation.
+    """
     silos = intercepts_silos()
     mean, covariance = intercepts_posterior(silos)
     if model == "rows are elements":  # the same data, four to a row

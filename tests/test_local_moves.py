@@ -1,4 +1,7 @@
-"""Local latents: the gradient at fixed eps, the moves, and their places, exactly: quadrature and detailed balance."""
+"""Local latents: the gradient at fixed eps, the moves, and their places, exactly.
+
+By quadrature and detailed balance.
+"""
 
 import dataclasses
 from functools import partial
@@ -89,7 +92,10 @@ def exact_marginal_gradient(theta, x, y):
 
 @partial(jax.jit, static_argnames=("config",))
 def residuals_at(config, tuning, theta, silos, number, latents):
-    """The residual of a silo for each of some standard normal positions ``(nodes, E, k)`` of its latents."""
+    """Return the residual of a silo for some standard normal positions of its latents.
+
+    :param positions: ``(nodes, E, k)``.
+    """
     view = view_of(silos, number)
     positions, _ = view.units("x")
     rows = jax.tree.map(lambda v: v[positions], tuning.latents.rows)
@@ -140,7 +146,7 @@ def test_units_that_are_padding_do_not_touch_the_gradient():
 
 
 def bent_density(eps):
-    """A density that is neither Gaussian nor symmetric, one term a unit."""
+    """Return a density that is neither Gaussian nor symmetric, one term a unit."""
     return jnp.sum(-0.3 * eps**4 + 0.5 * eps - 0.2 * (eps - 1) ** 2, -1) + 0.3 * jnp.sin(eps).prod(
         -1
     )
@@ -200,7 +206,10 @@ def twenty_moves(units, theta, latents, eps, silos, key, accept):
 
 
 def test_moves_keep_the_conditional_law_of_the_latents():
-    """4,000 equal elements start from exact draws; after 20 moves mean and covariance are within 4 s.e."""
+    """4,000 equal elements start from exact draws.
+
+    After 20 moves mean and covariance are within 4 s.e.
+    """
     rng, count = np.random.default_rng(10), 4000
     x, y = (np.tile(rng.normal(size=(1, 4)).astype(np.float32), (count, 1)) for _ in range(2))
     silos = fed.Silos({"all": {"x": x, "y": y}})
@@ -246,7 +255,7 @@ def test_noise_of_the_moves_follows_the_pooled_row_and_not_the_partition():
     assert len(np.unique(found[0])) == found[0].size
 
 
-# Stays
+# Visits
 
 
 def test_a_stay_that_leaves_the_reals_restores_local_latents():

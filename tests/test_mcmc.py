@@ -1,4 +1,7 @@
-"""The Langevin kernels inside numpyro.infer.MCMC, Gibbs, Predictive and arviz: nothing of NumPyro's may notice."""
+"""The Langevin kernels inside numpyro.infer.MCMC, Gibbs, Predictive and arviz.
+
+Nothing of NumPyro's may notice.
+"""
 
 import pickle
 import time
@@ -209,7 +212,7 @@ def fresh():
 
 @pytest.mark.parametrize("jit_model_args", [False, True])
 def test_one_kernel_serves_several_data_sets(fresh, jit_model_args):
-    """A second fit on data of the same shapes must not use the first fit's surrogates and step size."""
+    """A second fit on data of the same shapes must not use the first's surrogates and step size."""
     mcmc = run(fsgld(), jit_model_args=jit_model_args)
     assert_same_draws(mcmc, fresh[0])
     mcmc.run(random.key(0), OTHER)

@@ -1,4 +1,7 @@
-"""Metric learning on Isolet: the loader, pairs and silos, density, Laplace's surrogates, what a stay does, and short fits."""
+"""Metric learning on Isolet: the loader, pairs and silos, density, Laplace's surrogates.
+
+Also what a visit does, and short fits.
+"""
 
 import os
 import sys
@@ -257,9 +260,10 @@ def test_growth_of_a_stay() -> None:
             learn, fed.surrogates.analytic(learn, np.zeros((4, K + 1)), precisions), stay
         )
 
-    # the silos' own curvatures: all silos alike, a step contracts as the posterior's smallest curvature does
+    # the silos' own curvatures: all silos alike, a step contracts as the posterior's smallest
+    # curvature does
     assert abs(of(exact, 40) - (1 - ml.STEP_SIZE / 2 * values[0]) ** 40) < 1e-5
-    # a silo whose surrogate is too sure by c in all directions: c - 4 c is left in its own stays
+    # a silo whose surrogate is too sure by c in all directions: c - 4 c is left in its own visits
     wrong = exact.copy()
     wrong[2] += 50 * np.eye(K + 1)
     assert abs(of(wrong, 40) - (1 - ml.STEP_SIZE / 2 * (values[0] - 150)) ** 40) < 1e-3

@@ -1,4 +1,7 @@
-"""MixedSilos: how silos are grouped by structure, which arguments become rows, and what is refused."""
+"""MixedSilos: how silos are grouped by structure, and which arguments become rows.
+
+Also what is refused.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -39,7 +42,10 @@ def hospital(n: int, seed: int, **more: Any) -> dict[str, Any]:
 
 
 def three_structures() -> Data:
-    """Plain hospitals (oslo, bern, pisa), one with a proxy (rome), two with another outcome (lyon, nice)."""
+    """Return plain hospitals (oslo, bern, pisa), one with a proxy, two with another outcome.
+
+    The proxy is at rome; lyon and nice have the other outcome.
+    """
     return {
         "oslo": hospital(4, 0),
         "rome": hospital(3, 1, proxy=Y[:3]),
@@ -255,7 +261,7 @@ def test_groups_are_linked_by_an_argument_that_silos_have_in_common() -> None:
         {"oslo": a, "rome": {"x": Y[1:], "y": Y[1:]}, "bern": b, "pisa": {"y": Y[:2], "z": Y[:2]}}
     )
     assert [part.group for part in silos.parts] == [{"x": "x", "y": "x"}, {"y": "x", "z": "x"}]
-    # without a common argument, equal lengths elsewhere tie nothing
+    # without a common argument, equal lengths in other silos tie nothing
     apart = MixedSilos(
         {"oslo": {"x": Y}, "rome": {"x": Y[1:]}, "bern": {"z": Y[:2]}, "pisa": {"z": Y[:1]}}
     )

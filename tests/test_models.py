@@ -64,7 +64,7 @@ def test_six_cities_likelihood_is_that_of_lme4() -> None:
         return float(np.log(np.exp(each.sum(-1)).T @ weights).sum())
 
     assert abs(marginal(2.166582) + 797.3592) < 2e-3
-    # negative control: elsewhere the likelihood is lower by far more than that
+    # negative control: at other values the likelihood is lower by far more than that
     assert marginal(1.9) < -798.3
 
 
@@ -73,7 +73,8 @@ def test_six_cities_dealt_out_at_random() -> None:
     assert children.sizes[children.group["y"]] == six_cities.TWO
     for name, value in zip(("y", "smoke"), six_cities.data(), strict=True):
         np.testing.assert_array_equal(children.pooled[name], value)
-    # about as many smoke in either silo (187 of 537); in the published order nobody does in the first
+    # about as many smoke in either silo (187 of 537); in the published order nobody does in the
+    # first
     assert all(abs(np.mean(children[name]["smoke"]) - 187 / 537) < 0.06 for name in children)
     assert not np.any(cut["0"]["smoke"])
 
@@ -126,7 +127,7 @@ def test_six_cities_alone_quick(tmp_path: Path) -> None:
 
 
 def eight_schools_density(mu: np.ndarray, tau: np.ndarray) -> np.ndarray:
-    """The log posterior of mu and tau, the schools' effects integrated out, up to a constant."""
+    """Return the log posterior of mu and tau up to a constant, schools' effects integrated out."""
     spread = np.hypot(tau[..., None], eight_schools.ERROR.astype(float))
     likelihood = stats.norm.logpdf(eight_schools.EFFECT.astype(float), mu[..., None], spread).sum(
         -1
@@ -170,7 +171,8 @@ def test_eight_schools_quick(tmp_path: Path) -> None:
     assert abs(np.log(tau["sd_fed"] / sd)) < 0.15, tau
     plain = found["SFVI"].table
     assert (plain["error"] - 4 * plain["mcse"]).max() < 0.1, plain
-    # what a Gaussian of log tau cannot hold: tau's sd comes out too large, and k is far from that of a good fit
+    # what a Gaussian of log tau cannot hold: tau's sd comes out too large, and k is far from that
+    # of a good fit
     assert plain.loc["tau", "sd_fed"] > 1.02 * sd
     assert found["SFVI"].pareto_k > 0.5
 
@@ -186,7 +188,8 @@ def test_gaussian_mean_posterior_and_bounds() -> None:
     np.testing.assert_allclose(mean, x.sum(0) / 2001, rtol=1e-5)
     assert sd == 2001**-0.5
     constants, (dsgld, fsgld) = gaussian_mean.bounds(points)
-    # epsilon_s^2 does not depend on theta: it is the trace of the silo's covariance; gamma_s^2 is largest in a corner
+    # epsilon_s^2 does not depend on theta: it is the trace of the silo's covariance; gamma_s^2 is
+    # largest in a corner
     rows = [x[silo == s].astype(float) for s in range(10)]
     variances = [own.var(0).sum() for own in rows]
     np.testing.assert_allclose(constants["ε²"], variances, rtol=1e-5)
@@ -203,7 +206,10 @@ def test_gaussian_mean_posterior_and_bounds() -> None:
 
 
 def gaussian_chains(stay: int, num_chains: int, num_draws: int) -> np.ndarray:
-    """DSGLD on the points in NumPy, every minibatch's mean from all rows' normal approximation: (chains, draws, 2)."""
+    """Run DSGLD on the points in NumPy; return ``(chains, draws, 2)``.
+
+    Every minibatch's mean comes from all rows' normal approximation.
+    """
     x, silo = gaussian_mean.data()
     rng, h, lam = np.random.default_rng(1), gaussian_mean.STEP_SIZE, 2001
     rows = np.stack([x[silo == s].astype(float) for s in range(10)])
@@ -233,7 +239,7 @@ def test_gaussian_mean_closed_forms_are_those_of_simulated_chains(stay: int) -> 
     assert abs(draws.var((0, 1)).mean() / (between + noise) - 1) < 0.1
     other = gaussian_mean.expected_mse(
         points, "DSGLD", 1000, numbers
-    )  # negative control: draws of one stay
+    )  # negative control: draws of one visit
     assert abs(each.mean(0) - other)[-1] > 8 * each.std(0)[-1] / count**0.5
     assert gaussian_mean.variances(points, "FSGLD", stay) == (0, noise)
 
@@ -253,7 +259,8 @@ def test_gaussian_mean_quick(tmp_path: Path) -> None:
         assert (abs(chains.mean((0, 1)) - mean) < 4 * predicted / count**0.5).all()
         ratio = chains.var((0, 1)).mean() ** 0.5 / predicted
         assert abs(ratio - 1) < 4 / (4 * count) ** 0.5 + 0.03, (method, stay, ratio)
-    # negative controls: in long stays DSGLD's draws spread with the silos' centers; what is predicted
+    # negative controls: in long visits DSGLD's draws spread with the silos' centers; what is
+    # predicted
     # is not the posterior's sd
     assert draws["DSGLD", 100].std((0, 1)).min() > 20 * draws["FSGLD", 100].std((0, 1)).max()
     assert sum(gaussian_mean.variances(points, "FSGLD", 100)) ** 0.5 > 2 * sd

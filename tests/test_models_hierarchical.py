@@ -1,4 +1,7 @@
-"""The hierarchical models: their data against published facts, and each density against SciPy at one point."""
+"""The hierarchical models: their data against published facts.
+
+Each density is compared with SciPy at one point.
+"""
 
 import os
 import sys
@@ -32,12 +35,13 @@ needs_data = pytest.mark.skipif(
     "NUMPYRO_FED_DATA" not in os.environ, reason="the data are not shipped"
 )
 ROOT = np.array([[1.0, 0.0], [0.3, np.sqrt(1 - 0.09)]])  # a correlation of 0.3
-# LKJ(2) in two dimensions has density proportional to 1 - r^2, which is 3/4 of it, and dr / d(the factor's entry) = 1
+# LKJ(2) in two dimensions has density proportional to 1 - r^2, which is 3/4 of it, and dr / d(the
+# factor's entry) = 1
 LKJ = np.log(0.75 * (1 - 0.09))
 
 
 def density(model: Callable, silos: fed.Silos, **values: Any) -> float:
-    """The pooled log density in the constrained space."""
+    """Return the pooled log density in the constrained space."""
     point = {name: np.asarray(value, np.float32) for name, value in values.items()}
     return float(log_density(model, (), silos.pooled, point)[0])
 
@@ -208,7 +212,7 @@ def test_lung_survival() -> None:
 
 @pytest.mark.parametrize("tau", [0.5, 6.0])
 def test_eight_schools_centered_is_the_same_law(tau: float) -> None:
-    """In z = (effect - mu) / tau it is the non-centered model, with the Jacobian of eight effects."""
+    """In z = (effect - mu) / tau it is the non-centered model, with eight effects' Jacobian."""
     z, silos = rng().normal(size=8), eight_schools.silos()
     found = density(eight_schools.model_centered, silos, mu=4.0, tau=tau, effect=4.0 + tau * z)
     np.testing.assert_allclose(

@@ -1,4 +1,7 @@
-"""The server's step: diagonal precisions as full ones, the spread where a step is cut, and precisions that float32 cannot square."""
+"""The server's step: diagonal precisions as full ones, and the spread where a step is cut.
+
+Also precisions that float32 cannot square.
+"""
 
 import jax.numpy as jnp
 import numpy as np
@@ -30,7 +33,10 @@ def test_a_step_that_is_cut_leaves_the_spread_at_least_as_wide(sds, precision):
 
 
 def test_curvatures_that_differ_by_a_billion_have_a_root():
-    """In float32 the covariance is not positive definite, as rounded; there is a root all the same, right where curvature is large."""
+    """In float32 the covariance is not positive definite, as rounded.
+
+    There is a root all the same, right where curvature is large.
+    """
     vectors = np.linalg.qr(np.random.default_rng(0).normal(size=(6, 6)))[0]
     values = np.array([0.3, 1.0, 1e3, 1e5, 1e8, 3e8])
     precision = (vectors * values) @ vectors.T

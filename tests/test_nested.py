@@ -1,4 +1,7 @@
-"""Latents of two nested plates: marginal, map, moves and whole runs, exactly, on a model where everything is Gaussian."""
+"""Latents of two nested plates: marginal, map, moves and whole runs.
+
+All are exact, on a model where everything is Gaussian.
+"""
 
 from dataclasses import replace
 
@@ -109,7 +112,11 @@ def test_rows_belong_to_the_innermost_element_also_by_way_of_others():
 
 @pytest.mark.parametrize("names", [("klass", "own_school"), ("own_klass", "a_school")])
 def test_what_a_row_points_to_itself_goes_before_what_it_reaches(names):
-    """Whatever the names: by way of its class the last pupil would be in school 0. Rows that point to their like are no way."""
+    """The order does not depend on names.
+
+    By way of its class the last pupil would be in school 0. Rows that point to their like are no
+    way.
+    """
     klass, own = names
 
     def model(y, school, schools, friend, **index):
@@ -196,7 +203,10 @@ PARENT = jnp.array([0, 0, 0, 1, 1])
 
 @pytest.mark.parametrize("width", [1, 2])
 def test_marginal_value_and_score_are_exact_for_gaussians(width):
-    """Scalars: trapezoidal rules; two latents an outer element: quasi-Monte-Carlo, which is less exact."""
+    """Scalars have trapezoidal rules.
+
+    Two latents an outer element have quasi-Monte-Carlo, which is less exact.
+    """
     y = jnp.asarray(np.random.default_rng(1).normal(size=5), jnp.float32)
     x = jnp.asarray(np.random.default_rng(2).normal(size=(5, width)), jnp.float32).at[:, 0].set(1)
     noise = 0.7
@@ -254,7 +264,10 @@ def test_marginal_of_two_inner_latents():
 
 
 def test_marginal_of_binary_data_is_that_of_fine_grids():
-    """One outer element with three inner ones, two of them with equal answers: integrated by brute force."""
+    """One outer element has three inner ones, two of them with equal answers.
+
+    The marginal is integrated by brute force.
+    """
     counts = np.array([0.0, 2.0, 4.0])  # of 4
     parent = jnp.zeros(3, int)
 
@@ -350,7 +363,10 @@ def test_the_map_s_inverse_and_its_volume(bent):
 
 @pytest.mark.parametrize("control", [False, True])
 def test_moves_keep_the_conditional_law(control):
-    """8,000 copies start from exact draws; after 20 moves means and covariances are within 4 s.e.; without the inner scales they are not."""
+    """8,000 copies start from exact draws.
+
+    After 20 moves means and covariances are within 4 s.e.; without the inner scales they are not.
+    """
     silos = pupils_silos()
     units, view = units_of(pupils, silos), view_of(silos, 0)
     kwargs, weights = view.whole()
@@ -454,7 +470,10 @@ def test_a_gaussian_model_leaves_no_residual_and_accepts_every_move(pupils_run):
 
 
 def test_the_posterior_is_exact_also_for_elements_without_rows(pupils_run):
-    """Five latents of schools, seven of classes, in pooled order, within 4.5 s.e.; sds within 5 %."""
+    """Latents of five schools and seven classes are within 4.5 s.e., in pooled order.
+
+    The sds are within 5 %.
+    """
     mcmc, silos = pupils_run
     mean, covariance = pupils_posterior(silos)
     draws = mcmc.get_samples(group_by_chain=True)

@@ -1,4 +1,4 @@
-"""What kernels over a network refuse, in words, before anything is compiled."""
+"""Kernels over a network refuse bad input before anything is compiled; the errors name the mend."""
 
 import warnings
 

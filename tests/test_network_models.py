@@ -1,4 +1,7 @@
-"""Kernels over networks on the model shapes of the registry: starts, positions and draws of all sites."""
+"""Kernels over networks on the model shapes of the registry.
+
+Starts, positions and draws of all sites.
+"""
 
 import jax
 import jax.numpy as jnp

@@ -135,7 +135,8 @@ def test_run_goes_on_from_the_last_state():
     state = half.last_state
     half.post_warmup_state = state
     half.run(state.rng_key, SILOS)
-    # MCMC splits the key it is given, so that what comes after differs in its noise: time, weights and counts go on
+    # MCMC splits the key it is given, so that what comes after differs in its noise: time, weights
+    # and counts go on
     assert int(half.last_state.i) == int(whole.last_state.i) == 8
     first = half.sampler.sample(
         state._replace(rng_key=random.split(state.rng_key, M)[0]), (SILOS,), {}

@@ -1,4 +1,7 @@
-"""The NVFLARE carrier: its two sides by themselves, the simulator, and a deployment with TLS whose processes are killed."""
+"""The NVFLARE carrier: its two sides by themselves, and the simulator.
+
+Also a deployment with TLS whose processes are killed.
+"""
 
 import json
 import os
@@ -39,7 +42,7 @@ BROKEN, PRIVATE = f"{SIDES}:make_broken", f"{SIDES}:make_private"
 
 
 def undisturbed(directory, names, rounds):
-    """What ``run`` returns with silos that are in this process."""
+    """Return the result of ``run`` with silos that are in this process."""
     sides = {}
     for name in names:
         (directory / name).mkdir(parents=True)
@@ -117,7 +120,7 @@ def test_a_kit_is_prepared_once(tmp_path):
 
 
 class Sending:
-    """A controller whose clients answer at once, as told: bytes, an error, or not at all."""
+    """Controller whose clients answer at once: with bytes, an error, or not at all."""
 
     def __init__(self, answers):
         self.answers, self.sent, self.cancelled = answers, [], []
@@ -177,7 +180,7 @@ def test_a_stopped_job_ends_the_wait():
 
 
 class Context:
-    """What an executor is told of its site."""
+    """Context of an executor, with the facts of its site."""
 
     def __init__(self, root, name="s0"):
         self.root, self.name = root, name
@@ -316,7 +319,10 @@ def builds(kit, path):
 
 
 def test_a_job_builds_nothing_else_at_a_site(tmp_path):
-    """NVFLARE calls whatever a job names with arguments of the job's: `simulate` runs any function as allowed."""
+    """NVFLARE calls whatever a job names with arguments of the job's.
+
+    Here `simulate` runs any function, as if it were allowed.
+    """
     (tmp_path / "local").mkdir()
     place = tmp_path / "local" / "resources.json"
     place.write_text(
@@ -365,7 +371,10 @@ def test_a_server_reads_no_file_of_a_site(tmp_path, monkeypatch):
     monkeypatch.setattr(ClientRequestProcessors, "request_processors", stock)
 
     def answers():
-        """What a client answers, as it registers them, to a server that asks for a file."""
+        """Return a client's answer to a server that asks for a file.
+
+        The client registers its answers.
+        """
         asked = Message(SysCommandTopic.SHELL, f"cat {tmp_path / 'rows.csv'}")
         return [x.process(asked, None).body for x in stock if asked.topic in x.get_topics()]
 
@@ -379,7 +388,10 @@ def test_a_server_reads_no_file_of_a_site(tmp_path, monkeypatch):
 
 
 def test_no_job_has_the_name_of_the_silos_folder(tmp_path):
-    """A server has a site's folder of a job deleted, by the job's name, when it deploys one of that name."""
+    """A server has a site's folder of a job deleted when it deploys one of that name.
+
+    The folder goes by the job's name.
+    """
     for folder in ("startup", "local"):
         (tmp_path / folder).mkdir()
     place = carrier.silo_directory(tmp_path, MAKE_SIDE, "s0").relative_to(tmp_path).parts[0]
@@ -390,7 +402,7 @@ def test_no_job_has_the_name_of_the_silos_folder(tmp_path):
 
 
 def controlled(tmp_path, told, here):
-    """What a job's server process panics with."""
+    """Return the message that a job's server process panics with."""
     (tmp_path / "config").mkdir()
     (tmp_path / "config" / "fed.json").write_text(
         json.dumps({"arguments": {}, "patience": 1, **told})

@@ -97,7 +97,7 @@ def test_dirichlet_label_shares_have_the_dirichlet_moments() -> None:
             return (num_silos - 1) / num_silos**2 / (num_silos * c + 1)
 
         assert abs(squared.mean() - variance(concentration)) < 4 * error
-        # negative control: the law at another concentration is told apart
+        # negative control: the law at another concentration is distinguished
         assert abs(squared.mean() - variance(3 * concentration)) > 4 * error
 
 
@@ -115,7 +115,7 @@ def test_beta_silos_are_equal_and_as_large_as_labels_allow() -> None:
 
 
 def test_beta_proportions_follow_their_law() -> None:
-    """pi ~ Beta(a, b) has mean a/(a+b); the silos are large, so rounding is small."""
+    """The mean of pi ~ Beta(a, b) is a/(a+b); the silos are large, so rounding is small."""
     labels = np.repeat([0, 1], [20_000, 20_000])
 
     def shares(seed: int) -> np.ndarray:

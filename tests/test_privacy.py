@@ -1,4 +1,7 @@
-"""Differential privacy and sums of which nobody sees the terms: laws, accounts, and what a silo refuses."""
+"""Differential privacy, and sums whose terms nobody sees.
+
+Their laws and accounts, and what a silo refuses.
+"""
 
 import json
 import math
@@ -73,11 +76,14 @@ def test_the_noise_is_normal_of_the_sd_that_was_accounted_for():
 
 
 def test_the_account_is_no_less_than_that_of_the_discrete_mechanism():
-    """In one dimension dp-accounting has the discrete Gaussian's own losses; zCDP bounds them in any."""
+    """In one dimension dp-accounting has the discrete Gaussian's own losses.
+
+    Their bound zCDP holds in any.
+    """
     from dp_accounting.pld.privacy_loss_distribution import from_discrete_gaussian_mechanism
 
     privacy = fed.Privacy(epsilon=2.5, delta=1e-6, clip=0.3, num_rounds=4)
-    sigma = 20 * privacy.noise_multiplier / 2  # in units of which cut gradients are 20 apart
+    sigma = 20 * privacy.noise_multiplier / 2  # in units that put cut gradients 20 apart
     losses = from_discrete_gaussian_mechanism(sigma, 20, value_discretization_interval=1e-3)
     for rounds in (1, 4):
         exact = losses.self_compose(rounds).get_epsilon_for_delta(1e-6)
@@ -158,7 +164,10 @@ def reachable(reply, gradient, noise):
 
 
 def test_of_two_guesses_a_reply_tells_neither():
-    """An adversary knows all rows but one and has two guesses for it: he is right in half of 400 replies."""
+    """An adversary knows all rows but one and has two guesses for it.
+
+    He is right in half of 400 replies.
+    """
     rng, num, clip = np.random.default_rng(0), 20, 0.5
     budget = fed.Privacy(epsilon=0.08, delta=1e-6, clip=clip, num_rounds=1)
     noise = budget.noise(1)
@@ -183,7 +192,7 @@ def test_of_two_guesses_a_reply_tells_neither():
     for tell in (told_by_bits, told_by_distance):
         right = np.mean([tell(reply, truth) for reply, truth in zip(replies, truths, strict=True)])
         assert abs(right - 0.5) <= 3 * 0.5 / math.sqrt(400), tell.__name__
-    # the control: JAX's noise, which silos at hand have, tells every time
+    # the control: JAX's noise, which inline silos have, tells every time
     control = [noised(noise, random.key(i), guesses[truth]) for i, truth in enumerate(truths[:100])]
     assert all(
         told_by_bits(np.asarray(reply), truth)
@@ -233,7 +242,10 @@ def gaussian_silos(num, rows=25):
 
 
 def test_the_mean_is_off_by_what_was_said_beforehand():
-    """Errors of q's mean over seeds, in posterior sds, against the formula; the control is the budget's own noise left out."""
+    """Errors of q's mean over seeds, in posterior sds, agree with the formula.
+
+    In the control the budget's own noise is left out.
+    """
     num, rounds = 50, 1500
     silos = gaussian_silos(num)
     pooled = np.concatenate([silos[n]["y"] for n in silos.names])
@@ -330,7 +342,7 @@ def introduce(folder, names):
 
 
 def together(sent):
-    """Replies of one array and one flag as the server has them."""
+    """Combine replies of one array and one flag as the server has them."""
     return [
         (np.stack([x[0] for x in sent]), np.stack([x[1] for x in sent])),
         np.stack([x[2] for x in sent]),
@@ -443,7 +455,9 @@ def test_a_fit_of_sums_is_the_fit(tmp_path, name):
     if name != "conducive":  # silos draw by keys of their own
         return _sums_are_those_of_the_replies(transport, fit, remote, rounds)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # conducive rounds have not settled after five
+        warnings.simplefilter(
+            "ignore", UserWarning
+        )  # conducive rounds have not converged after five
         got = fit.run(random.key(1), rounds, remote, progress_bar=False)
     for k, v in got.params.items():
         scale = np.abs(expected.params[k]).max()
@@ -471,7 +485,7 @@ def test_a_fit_of_sums_is_the_fit(tmp_path, name):
 
 
 def _sums_are_those_of_the_replies(transport, fit, remote, rounds):
-    """What the server opens is the sum of what the silos' own programs said."""
+    """Assert that the server opens the sum of the replies that the silos' own programs returned."""
     said, heard = [], []
     for side in transport.sides.values():
         reply = side.worker.reply
@@ -531,7 +545,8 @@ def test_a_fit_with_privacy_over_a_wire(tmp_path):
         (np.rint(x / noise.grid) == x / noise.grid).all() for leaves in replies for x in leaves[2:4]
     )
     assert not result.privacy.simulated
-    # noise is the silo's own: the same bytes to the same folder with another secret have another reply
+    # noise is the silo's own: the same bytes to the same folder with another secret have another
+    # reply
     name, data, answer = next(x for x in reversed(transport.sent) if b"RoundLocal" in x[1])
     shutil.copytree(tmp_path / name, tmp_path / "copy" / name)
 
@@ -593,7 +608,7 @@ CLOSED = {"privacy": private_fit, "sums": sums_fit, "both": private_sums}
 
 
 def asked_again(side, data, **changed):
-    """The answer to a call of a captured message, changed."""
+    """Return the answer to a call of a captured message, changed."""
     request = unpack(data)
     (values,) = unpack(request["calls"].tobytes(), side.checks.own)
     call = Call(0, *values)
@@ -666,7 +681,7 @@ def test_a_server_that_cheats_learns_nothing(tmp_path, name):
         for x, y in zip(same["replies"][0], unpack(answer)["replies"][0], strict=True):
             np.testing.assert_array_equal(x, y)
     assert len((tmp_path / silo / "answered.txt").read_text().split()) == count
-    # another state under the same number: the same told, from what other calls led to
+    # another state under the same number: the same message, from what other calls led to
     fresh = asked_again(
         side,
         data,
@@ -778,11 +793,11 @@ def test_closed_fits_answer_no_questions(tmp_path):
 
 
 def sum_of(transport, tweak, **changed):
-    """The sum of the silos' answers to the last round, asked for anew with another label.
+    """Return the sum of the silos' answers to the last round, asked for anew with another label.
 
-    :param tweak: added to what is told, so that the sum is another.
-    :param changed: what is asked otherwise of the first silo.
-    :return: what the server opens, and what each silo's own program said.
+    :param tweak: added to the message, so that the sum is another.
+    :param changed: arguments that differ for the first silo.
+    :return: the sum that the server opens, and each reply that a silo's own program returned.
     """
     total, own = 0, []
     for i, (silo, side) in enumerate(transport.sides.items()):
@@ -822,7 +837,10 @@ def keep_the_servers_key(monkeypatch):
 
 @pytest.mark.parametrize("forgetful", [False, True], ids=["today", "control"])
 def test_sums_of_silos_in_other_states_open_none(tmp_path, forgetful, monkeypatch):
-    """Two sums that differ in the state of one silo gave its numbers away, where a slot's history was empty."""
+    """Two sums that differ in the state of one silo gave its numbers away.
+
+    That was so where a slot's history was empty.
+    """
     fit = FITS["sfvi"](secure_sum=True)
     transport = Fits(INTERCEPTS, fit, tmp_path, lambda: FITS["sfvi"](secure_sum=True))
     introduce(tmp_path, INTERCEPTS.names)
@@ -882,7 +900,10 @@ def test_sums_whose_minibatches_the_server_chooses_give_no_rows(tmp_path, old, m
 
 @pytest.mark.parametrize("old", [False, True], ids=["today", "control"])
 def test_a_call_that_fails_leaves_no_state_with_another_history(tmp_path, old):
-    """A slot that was written twice had the second call's history with the first one's state, where the second failed."""
+    """A slot that was written twice had the second call's history with the first one's state.
+
+    That was so where the second call failed.
+    """
     fit = FITS["sfvi"](secure_sum=True)
     transport = Fits(INTERCEPTS, fit, tmp_path, lambda: FITS["sfvi"](secure_sum=True))
     introduce(tmp_path, INTERCEPTS.names)
@@ -927,7 +948,10 @@ def test_a_call_that_fails_leaves_no_state_with_another_history(tmp_path, old):
 
 @pytest.mark.parametrize("name", ["privacy", "sums"])
 def test_the_same_call_has_the_same_numbers_or_none(tmp_path, name):
-    """On another machine the program may round otherwise: the difference of two replies has no noise, and no masks."""
+    """On another machine the program may round otherwise.
+
+    The difference of two replies then has no noise, and no masks.
+    """
     make = CLOSED[name]
     fit = make()
     transport = Fits(LINEAR, fit, tmp_path, make)
@@ -948,9 +972,7 @@ def test_the_same_call_has_the_same_numbers_or_none(tmp_path, name):
     assert (
         "the same call has other numbers than the first time" in unpack(side.answer(data))["error"]
     )
-    (
-        tmp_path / silo / "sent.txt"
-    ).unlink()  # the control: without the record the difference is told
+    (tmp_path / silo / "sent.txt").unlink()  # the control: without the record the difference shows
     one, other = (unpack(x)["replies"][0] for x in (side.answer(data), answer))
     unit = 2.0**-20 if fit.secure_sum else 1.0
     differ = [
@@ -1145,7 +1167,10 @@ KEYED = {
 @pytest.mark.parametrize("kind", ["sums", "own keys", "control"])
 @pytest.mark.parametrize("name", KEYED)
 def test_a_silo_draws_by_no_key_that_the_server_has_sent(tmp_path, name, kind):
-    """Sums at latents of the server's choosing, or at its pairs of rows and points, gave every row."""
+    """Sums at latents of the server's choosing gave every row.
+
+    So did sums at its pairs of rows and points.
+    """
     make = partial(KEYED[name], secure_sum=kind == "sums")
     fit, silos = make(), INTERCEPTS if name == "latents" else LINEAR
     transport = Fits(silos, fit, tmp_path, make, own_keys=kind != "control")

@@ -34,7 +34,8 @@ def test_coherence_is_counted_by_hand() -> None:
         np.log((1 + 1) / 3) + np.log((0 + 1) / 3) + np.log((0 + 1) / 1)
     )  # (3, 1), (2, 1), (2, 3)
     np.testing.assert_allclose(coherence(topics, TOY, 3), [first, second], rtol=1e-12)
-    # negative control: the order of the words counts, since the commoner one's documents are divided by
+    # negative control: the order of the words counts, since the commoner one's documents are
+    # divided by
     assert coherence(topics[1:, [0, 3, 2, 1]], TOY, 3) != pytest.approx(second, abs=0.1)
 
 
@@ -79,7 +80,10 @@ def test_perplexity_of_topics_that_are_all_alike() -> None:
 
 @pytest.fixture
 def made_up_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> np.ndarray:
-    """A file in the form of the real one: 40 words in four themes, a tenth of the documents empty."""
+    """Write a file in the form of the real one.
+
+    It has 40 words in four themes, a tenth of the documents empty.
+    """
     rng = np.random.default_rng(0)
     share = np.exp(2.5 * np.eye(4)[rng.integers(0, 4, 1500)]) @ np.kron(np.eye(4), np.ones(10))
     counts = rng.poisson(25 * share / share.sum(1, keepdims=True)).astype(np.uint16)
@@ -143,13 +147,14 @@ def simulated(num_documents: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def likeness(found: np.ndarray, true: np.ndarray) -> float:
-    """The mean over true topics of their largest correlation with one that was found."""
+    """Return the mean over true topics of their largest correlation with one that was found."""
     return float(np.corrcoef(true, found)[: len(true), len(true) :].max(1).mean())
 
 
 @pytest.mark.parametrize("amortized", [False, True])
 def test_topics_are_found_again(amortized: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    # what documents do not determine stays where it began: far from it with the start of 50 topics of 2,000 words
+    # what documents do not determine remains where it began: far from it with the start of 50
+    # topics of 2,000 words
     monkeypatch.setattr(prod_lda, "START_SD", {False: 1.0, True: 1.0})
     counts, topics = simulated(900, 1)
     new, _ = simulated(200, 2)

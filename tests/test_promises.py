@@ -1,4 +1,7 @@
-"""Attacks on what the docs promise to a hospital: each succeeded once, and a control shows that the test would notice."""
+"""Attacks on what the docs promise to a hospital: each succeeded once.
+
+A control shows that the test would notice.
+"""
 
 import hashlib
 import json
@@ -82,7 +85,10 @@ class OldOwnTerm(SiloTask):
 
 
 def ages_from_terms(ask, pad, n):
-    """Least squares over a hundred keys at two values of b: residuals, and their difference the ages."""
+    """Solve least squares over a hundred keys at two values of b.
+
+    They give residuals, whose difference gives the ages.
+    """
     residuals = []
     for b in (0.0, 1.0):
         theta, rows = {"a": jnp.zeros(()), "b": jnp.asarray(b)}, []
@@ -130,7 +136,10 @@ def gaussian(y):
 
 
 def row_from_gaps(ask):
-    """Bisection: a row's term overflows, and the gap is no number, where the row is farther than 1.8e19 sigma."""
+    """Find a row by bisection.
+
+    A row's term overflows, and the gap is no number, where the row is farther than 1.8e19 sigma.
+    """
     low, high = -64.0, 64.0
     for _ in range(30):
         middle, width = (low + high) / 2, (high - low) / 4
@@ -161,7 +170,10 @@ def test_no_silo_says_how_far_a_minibatch_is_from_its_rows(tmp_path, monkeypatch
 
 @pytest.mark.parametrize("own_keys", [True, False])
 def test_gradients_at_latents_of_the_servers_keys_give_no_row(tmp_path, own_keys):
-    """A hundred keys for one round, whose latents the server computes, and least squares: every age, or none."""
+    """A hundred keys for one round, whose latents the server computes, and least squares.
+
+    They give every age, or none.
+    """
     fit = fed.SFVI(visits, fed.AutoSiloNormal(visits), optax.adam(0.01), num_local_particles=1)
     transport = Fits(PATIENTS, fit, tmp_path, own_keys=own_keys)
     fit.run(random.key(1), 1, connect(transport, visits, fit=fit), progress_bar=False)
@@ -190,13 +202,13 @@ def test_gradients_at_latents_of_the_servers_keys_give_no_row(tmp_path, own_keys
 
 
 def answered(side, data, calls):
-    """The answer to other calls in the place of a message's own."""
+    """Return the answer to other calls in the place of a message's own."""
     inside = np.frombuffer(pack(calls, side.checks.own), np.uint8)
     return unpack(side.answer(pack({**unpack(data), "forget": [], "calls": inside})))
 
 
 def one_round(folder, **options):
-    """A silo after one round of a fit, that round's message, and its call."""
+    """Return a silo after one round of a fit, that round's message, and its call."""
 
     def make():
         adam = optax.adam(0.01)
@@ -224,7 +236,10 @@ def test_raw_words_in_the_place_of_a_key_are_refused(tmp_path):
 
 @pytest.mark.parametrize("guarded", [True, False])
 def test_no_server_writes_the_state_that_a_round_starts_from(tmp_path, monkeypatch, guarded):
-    """Each row's latent, with a scale of nothing: least squares over a hundred states give the ages."""
+    """With a scale of nothing for each row's latent, a hundred states give the ages.
+
+    They are found by least squares.
+    """
     side, data, (local, key, message, read, _) = one_round(tmp_path, batch_size=60)
     state = jax.tree.map(np.zeros_like, jax.device_get(side.worker.kept[read]))
     rng, design, slopes = np.random.default_rng(5), [], []
@@ -286,7 +301,7 @@ def test_a_map_of_all_latents_together_is_none_of_each(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("guarded", [True, False])
 def test_equal_states_with_other_histories_have_other_noise(tmp_path, monkeypatch, guarded):
-    """Else the same noise tells that they are equal: which it is where a row's gradient overflows."""
+    """Else the same noise tells that they are equal: so it is where a row's gradient overflows."""
 
     def make():
         privacy = fed.Privacy(1.0, 1e-5, 1.0, 60)
@@ -307,7 +322,7 @@ def test_equal_states_with_other_histories_have_other_noise(tmp_path, monkeypatc
         return answered(side, data, calls)["replies"][0]
 
     def after(theta, slot):
-        """A round's reply after one whose gradient in the latents may not be finite."""
+        """Return a round's reply after one whose gradient in the latents may not be finite."""
         call(theta, read, slot)
         return call([0.0, 0.0], slot, None)
 
@@ -440,7 +455,10 @@ def test_a_message_that_needs_a_package_that_is_not_there_is_none(monkeypatch):
 
 
 def test_no_shared_argument_leaves_a_silo(tmp_path):
-    """Neither its value nor a hash, of which a number that can be guessed is found at once."""
+    """Neither its value nor a hash leaves.
+
+    A number that can be guessed is found from its hash at once.
+    """
 
     def model(y, ages):
         mu = numpyro.sample("mu", dist.Normal(0, 1))
@@ -520,7 +538,7 @@ def test_guesses_at_shared_arguments_come_to_an_end(tmp_path):
 
 
 def test_a_server_that_was_refused_is_not_answered(tmp_path):
-    """A list of 400 silos was refused, but from then on each silo's share of the noise was that of 400."""
+    """A list of 400 silos was refused, but then each silo's share of the noise was that of 400."""
     fit = private_sums()
     transport = Fits(LINEAR, fit, tmp_path, private_sums)
     introduce(tmp_path, LINEAR.names)
@@ -585,7 +603,7 @@ def test_a_description_that_is_none_is_refused_by_name(tmp_path, change, words):
         connect(Odd(LINEAR, linear, tmp_path), linear)
 
 
-# Models that read across rows, over every way to silos elsewhere
+# Models that read across rows, over every way to remote silos
 
 
 def standardized(y):

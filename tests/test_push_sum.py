@@ -1,4 +1,7 @@
-"""Push-sum and gossip: the update as printed, conservation, and the law of every node against the exact one."""
+"""Push-sum and gossip: the update as printed, and conservation.
+
+The law of every node is compared with the exact one.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -109,7 +112,7 @@ def keys_of_a_step(state, networks):
 
 @pytest.mark.parametrize("kind", ["push-sum", "tracking", "gossip"])
 def test_steps_are_those_of_the_equations(kind):
-    """Equation 4, push-DIGing and DE-SGLD written out in NumPy, with the kernel's own normal numbers."""
+    """Equation 4, push-DIGing and DE-SGLD in NumPy, with the kernel's own normal numbers."""
     alpha, networks = 0.004, 2
     gossip = kind == "gossip"
     graph = fed.graphs.periodic([nx.star_graph(3), nx.path_graph(4)]) if gossip else PERIODIC
@@ -206,7 +209,10 @@ def location(y):
 
 @pytest.mark.parametrize("tracking", [False, True])
 def test_tracking_has_light_tails_where_links_fail(tracking):
-    """A ring of four at 30 %: as printed in the paper its draws nearly lack a variance, and a warning says so."""
+    """On a ring of four at 30 %, as printed in the paper, its draws nearly lack a variance.
+
+    A warning says so.
+    """
     rng = np.random.default_rng(0)
     silos = fed.Silos(
         {f"s{i}": {"y": rng.normal(size=40 + i).astype(np.float32)} for i in range(4)}
@@ -247,7 +253,10 @@ def test_tracking_has_light_tails_where_links_fail(tracking):
 
 
 def errors(mcmc, law, networks):
-    """Errors of means and covariances of all nodes in Monte-Carlo s.e., from independent networks."""
+    """Return errors of means and covariances of all nodes in Monte-Carlo s.e.
+
+    They come from independent networks.
+    """
     mean, cov = law
     beta = np.asarray(mcmc.get_samples(group_by_chain=True)["beta"], np.float64)
     draws = np.moveaxis(beta.reshape(networks, M, -1, D), 1, 2).reshape(networks, -1, M * D)

@@ -1,4 +1,7 @@
-"""Silos whose rows are elsewhere: the same draws as at hand, nothing of the rows across, and what happens when one is silent."""
+"""Remote silos: the same draws as inline, and nothing of the rows across.
+
+Also what happens when one is silent.
+"""
 
 import importlib
 import subprocess
@@ -118,7 +121,7 @@ def test_draws_of_other_model_shapes(name):
     with warnings.catch_warnings():
         warnings.simplefilter(
             "ignore", UserWarning
-        )  # of dense units, and of surrogates that have not settled
+        )  # of dense units, and of surrogates that have not converged
         ours, theirs = (
             remote(fed.FSGLD(entry.model), entry.silos()),
             inline_rounds(fed.FSGLD(entry.model), entry.silos()),
@@ -205,7 +208,10 @@ def test_all_silent_is_a_round_too():
 
 
 class Deaf(fed.Loopback):
-    """From its 10th to its 30th round silo 1 does not answer: it has computed its reply, or it was never asked."""
+    """Carrier in which silo 1 does not answer from its 10th to its 30th round.
+
+    It has computed its reply, or it was never asked.
+    """
 
     def __init__(self, silos, computes):
         super().__init__(silos)
@@ -510,7 +516,7 @@ def test_the_launcher_names_a_missing_file(capsys):
 
 
 def test_the_module_is_not_imported_with_the_package():
-    # a carrier's own dependencies stay out of the way; of a fresh interpreter, since this one has it
+    # a carrier's own dependencies are not imported; in a fresh interpreter, since this one has them
     code = "import sys, numpyro_fed; sys.exit('numpyro_fed.engines.spmd' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
     assert importlib.import_module("numpyro_fed.engines.spmd") is spmd

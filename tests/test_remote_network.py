@@ -1,4 +1,7 @@
-"""Networks of nodes whose silos are elsewhere: the draws of the same network at hand, what crosses, and what is refused."""
+"""Networks of nodes with remote silos: the draws of the same inline network.
+
+Also what crosses, and what is refused.
+"""
 
 from pathlib import Path
 
@@ -60,9 +63,9 @@ def same_draws(ours, theirs, rtol=1e-5):
 
 
 class Listening(fed.Loopback):
-    """A carrier that notes what crosses, and in which some replies of nodes get lost.
+    """Carrier that notes what crosses, and in which some replies of nodes get lost.
 
-    :param lost: of which silo, and how many of its answers to a step in a row, from the 8th step on.
+    :param lost: a silo, and how many of its answers to a step in a row, from the 8th step on.
     """
 
     def __init__(self, silos, lost=(None, 0)):
@@ -130,7 +133,7 @@ def test_draws_are_those_of_mcmc(case):
 
 @pytest.mark.slow
 def test_first_latents_of_silos_in_several_stacks(monkeypatch):
-    """Silos whose sizes are far apart lie at hand in stacks of their own, each with a draw of its own."""
+    """Inline silos whose sizes are far apart lie in stacks of their own, each with its own draw."""
     monkeypatch.setattr(storage, "_SMALL", 1)
     rng = np.random.default_rng(0)
     data = {}

@@ -1,4 +1,7 @@
-"""Variational fits over silos whose rows are elsewhere: the same rounds as at hand, nothing of the rows across, and silos that are silent."""
+"""Variational fits over remote silos: the same rounds as inline, and nothing of the rows across.
+
+Also silos that are silent.
+"""
 
 import itertools
 import warnings
@@ -54,7 +57,7 @@ def over(silos, carrier=None):
 
 
 def plain(optim=ADAM, **options):
-    """The fit that most tests make, whose programs they share."""
+    """Return the fit that most tests make, whose programs they share."""
     return fed.SFVI(linear, fed.AutoSiloNormal(linear), optim, validate=False, **options)
 
 
@@ -287,7 +290,10 @@ def test_planted_values_are_not_among_what_crosses():
 
 
 class Deaf(fed.Loopback):
-    """In the rounds given some silos do not answer when they are first asked: their reply is lost, or the call is."""
+    """Carrier in which, in the rounds given, some silos do not answer when they are first asked.
+
+    Their reply is lost, or the call is.
+    """
 
     def __init__(self, silos, rounds, deaf=(1,), *, computes=True, again=False):
         super().__init__(silos)
@@ -353,7 +359,10 @@ def test_a_silo_that_stays_silent_ends_the_fit_which_can_go_on():
 
 
 def test_known_probabilities_of_answers_leave_the_gradient_unbiased():
-    """Over all patterns of silence, by their probabilities, the step of gradient descent is that of all replies."""
+    """Over all patterns of silence the mean step of gradient descent is that of all replies.
+
+    Patterns count by their probabilities.
+    """
     silos, svi = linear_silos(), plain(optax.sgd(1e-2))
     answering = {"silo 0": 1.0, "silo 1": 0.5, "silo 2": 0.8, "silo 3": 0.3}
     start = svi.init(random.key(0), over(silos))
@@ -516,7 +525,7 @@ def test_a_fit_by_chains_in_one_call():
     )
     # chains that differ by rounding part in time: as laws
     np.testing.assert_allclose(ours.posterior["mu"].mean(), theirs.posterior["mu"].mean(), atol=0.1)
-    assert set(ours.posterior.data_vars) < set(theirs.posterior.data_vars)  # latents stay
+    assert set(ours.posterior.data_vars) < set(theirs.posterior.data_vars)  # latents do not leave
     assert "from there FSGLD, 4 chains" in ours.posterior.attrs["report"]
 
 

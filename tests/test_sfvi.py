@@ -1,4 +1,7 @@
-"""SFVI: the same for every partition, NumPyro's own steps on one silo, the exact posterior where the family holds it."""
+"""SFVI: the same for every partition, and NumPyro's own steps on one silo.
+
+It reaches the exact posterior where the family holds it.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -109,7 +112,7 @@ def test_steps_are_those_of_numpyros_svi(options, particles):
 
 
 def test_masked_rows_contribute_nothing():
-    """Silos of 1 to 40 children share a stack of 40: the parameters of what is padding never move."""
+    """Silos of 1 to 40 children share a stack of 40: the parameters of padding never move."""
     with jax.enable_x64(True):
         by = PARTITIONS["unequal"]
         silos = wheeze_silos(by)
@@ -250,7 +253,7 @@ def test_learned_scale_maximizes_the_marginal_likelihood():
 
 
 def test_three_structures_in_one_federation():
-    """All three branches are conjugate given theta: the posterior of beta is known by quadrature."""
+    """The three branches are conjugate given theta: beta's posterior is known by quadrature."""
     with jax.enable_x64(True):
         silos = three_kinds_silos()
         svi = fed.SFVI(three_kinds, fed.AutoSiloNormal(three_kinds), optax.adam(0.02), 4, 32)
@@ -278,7 +281,10 @@ def test_three_structures_in_one_federation():
 
 
 def test_structures_draw_their_own_noise_and_learn_all_parameters():
-    """Elements of different structures have the same place in their parts: their noise must differ all the same."""
+    """Elements of different structures have the same place in their parts.
+
+    Their noise must differ all the same.
+    """
 
     def both_latent(y, kind="a"):
         scale = numpyro.param("scale", 1.0, constraint=constraints.positive) if kind == "b" else 1.0
@@ -317,7 +323,10 @@ def test_optimizers_whose_clocks_depend_on_gradients():
 
 
 def test_weights_of_a_round_are_one_on_average():
-    """Over all keys of a long run, and exactly in their support: a control with wrong weights would be off by 1 / f."""
+    """Over all keys of a long run, and exactly in their support.
+
+    A control with wrong weights would be off by 1 / f.
+    """
     fixed = Participation(2, np.full(5, 0.4))
     draws = np.stack([fixed.weights(random.key(i)) for i in range(200)])
     assert ((draws > 0).sum(1) == 2).all()
@@ -399,8 +408,10 @@ def learned_case():
 
 @pytest.mark.parametrize("case", [wheeze_case, intercepts_case, learned_case])
 def test_minibatch_gradients_are_exact_on_average(case, monkeypatch):
-    """The mean over all starts of the systematic sample is the whole silo's bound and gradient: latents of the batch's rows, of
-    a coarser plate, and none. Terms without their weight would be a third of it.
+    """The mean over all starts of the systematic sample is the whole silo's bound and gradient.
+
+    There are latents of the batch's rows, of a coarser plate, and none. Terms without their weight
+    would be a third of it.
     """
     from numpyro_fed.vi import minibatch
 
@@ -481,8 +492,9 @@ def test_units_outside_the_batch_do_not_move():
 
 
 def test_minibatches_reach_the_optimum():
-    """Three seed-to-seed standard deviations of the mean (0.03, from four seeds); without their weights the rows of a batch would give
-    sds at least 1.2 times too large.
+    """Within three seed-to-seed standard deviations of the mean (0.03, from four seeds).
+
+    Without their weights the rows of a batch would give sds at least 1.2 times too large.
     """
     with jax.enable_x64(True):
         silos = hierarchy_silos(np.array([0, 1, 1, 1, 0, 1, 1, 1, 0]))

@@ -1,4 +1,7 @@
-"""SFVI-Avg: SFVI's own steps in one silo, exact averages of exact silos, the same conditional law after each average."""
+"""SFVI-Avg: SFVI's own steps in one silo, and exact averages of exact silos.
+
+The conditional law is the same after each average.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -67,7 +70,7 @@ def test_one_round_is_the_barycenter_of_the_silos_rescaled_posteriors(kind):
             np.testing.assert_allclose(params["auto_scale"] ** 2, expected.covariance, rtol=0.05)
         sd = np.sqrt(np.diag(own[0][1])).min()
         assert np.abs(params["auto_loc"] - expected.mean).max() < 0.05 * sd
-        # a control: equal weights would be elsewhere
+        # a control: equal weights would give another
         other = barycenter(means, jnp.stack([c for _, c in own]))
         assert np.abs(other.mean - expected.mean).max() > 0.2 * sd
 
@@ -88,7 +91,7 @@ def test_one_silo_reaches_the_exact_posterior():
 
 
 def test_local_maps_are_rewritten_for_the_average():
-    """After a round q(z | theta) of a silo is the same function of theta, in the new whitened coordinates."""
+    """After a round a silo's q(z | theta) is the same function of theta, in the new coordinates."""
     with jax.enable_x64(True):
         silos = wheeze_silos(np.arange(20) % 2)
         avg = fed.SFVIAvg(
@@ -133,7 +136,10 @@ def test_a_warm_start_is_the_result_it_comes_from():
 
 
 def test_absent_silos_and_learned_parameters_in_the_merge():
-    """phi is the average weighted by rows; whatever an absent silo sends, NaN included, does not count."""
+    """The average weighted by rows is phi.
+
+    Whatever an absent silo sends, NaN included, does not count.
+    """
     with jax.enable_x64(True):
         rng = np.random.default_rng(1)
         x = rng.normal(size=(12, 2))
@@ -171,7 +177,10 @@ def test_absent_silos_and_learned_parameters_in_the_merge():
 
 
 def test_local_parameters_and_optimizer_states_stay():
-    """What crosses the border is listed: q's parameters, phi, a value, a count, a flag; nothing as long as rows."""
+    """What crosses the border is listed: q's parameters, phi, a value, a count, a flag.
+
+    Nothing is as long as rows.
+    """
     silos = wheeze_silos(np.arange(20) % 2)
     avg = fed.SFVIAvg(wheeze, fed.AutoSiloNormal(wheeze), optax.adam(0.02), 3, 1, 4, validate=False)
     setup = avg.setup(silos)

@@ -69,7 +69,10 @@ def test_equal_values_as_long_as_rows_are_rows() -> None:
 
 
 def test_rows_are_the_silos_own() -> None:
-    """Arrays that are changed later, of one silo and of two, and of every alignment, leave the silos as they were."""
+    """Arrays that are changed later leave the silos as they were.
+
+    They are of one silo and of two, and of every alignment.
+    """
     space = np.zeros(40, np.float32)
     for start in range(16):
         y = space[start : start + 4]
@@ -635,7 +638,7 @@ def test_rounding_is_told_where_it_moves_numbers_by_much_of_their_spread() -> No
 def test_rounding_that_matters_little_is_not_told() -> None:
     for y in (
         SECONDS - 1.7e9,
-        SECONDS.astype(np.int64),  # stays whole
+        SECONDS.astype(np.int64),  # remains whole
         SECONDS.astype(np.float32),  # was rounded before
         np.full(50, 0.1),
         1 + np.arange(50.0) / 1000,

@@ -8,7 +8,10 @@ from numpyro_fed.mcmc.step_rule import VisitNoise
 
 
 def noise(persistent, fresh, draws=4000, length=40, seed=0):
-    """Silos whose e have exactly these covariances of what persists and of what is redrawn: x_s of equal probability."""
+    """Return silos whose e have exactly these covariances of what persists and of what is redrawn.
+
+    The x_s have equal probability.
+    """
     rng = np.random.default_rng(seed)
     silos, dim = len(persistent), persistent[0].shape[0]
 
@@ -25,7 +28,10 @@ def noise(persistent, fresh, draws=4000, length=40, seed=0):
 
 
 def stationary(a, h, steps, persistent, fresh, injected):
-    """Variance after a stay of v <- a v + h/2 (p + w) + sqrt(h) g xi, p drawn once a stay, by summing the series."""
+    """Return the variance after a visit of v <- a v + h/2 (p + w) + sqrt(h) g xi.
+
+    It is the sum of the series, with p drawn once a visit.
+    """
     variance = 0.0
     for _ in range(20_000):
         within = sum(a ** (2 * k) * (h**2 / 4 * fresh + h * injected) for k in range(steps))
@@ -44,7 +50,7 @@ def test_the_variance_is_that_of_the_linear_chain(steps):
         assert stationary(1 - h / 2, h, steps, persistent, fresh, injected) == pytest.approx(
             1, rel=1e-9
         )
-    # negative control: stays that persist without relaxing
+    # negative control: visits that persist without relaxing
     if steps == 1000:
         assert step_rule.persistence(steps, h) < steps / 10
 
@@ -82,7 +88,7 @@ def test_steps_reach_the_accepted_inflation():
         assert h < step_rule.MAX_STEP_SIZE
         limit = np.sqrt((1 + h / 4 * found.covariance(f, 20)[0, 0]) / (1 - h / 4))
         assert limit == pytest.approx(1 + b, rel=1e-6)
-        assert 1 < step_rule.inflation(found, f, 20, h) < 1 + b  # a stay of finite length relaxes
+        assert 1 < step_rule.inflation(found, f, 20, h) < 1 + b  # a visit of finite length relaxes
     h = step_rule.step_size(found, f, 20, 0.02)
     assert step_rule.step_size(found, f, 20, 0.02, corrected=True) == pytest.approx(4 * h)
     quiet = noise([np.zeros((1, 1))] * 2, [np.zeros((1, 1))] * 2)

@@ -1,4 +1,7 @@
-"""Gaussian surrogates, marginal likelihoods and the local map, against closed forms and fine grids."""
+"""Gaussian surrogates, marginal likelihoods and the local map.
+
+Against closed forms and fine grids.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -124,7 +127,10 @@ BENT = {"shift_curvature": (5, 3, 5), "scale_curvature": (5, 3, 5)}
     "extra", [{}, SHIFTED, {**SHIFTED, **BENT}], ids=["linear", "shifted", "bent"]
 )
 def test_a_local_map_is_fitted_as_a_function(extra: dict) -> None:
-    """Locations to 2 % of the scale in weighted mean square (the ridge), log scales to 0.01; the parameters themselves are not unique."""
+    """Locations are right to 2 % of the scale in weighted mean square (the ridge).
+
+    Log scales are right to 0.01. The parameters themselves are not unique.
+    """
     with jax.enable_x64(True):
         rng = np.random.default_rng(0)
         points, weights = jnp.asarray(rng.normal(size=(200, 2))), jnp.asarray(rng.random(200))
@@ -372,7 +378,10 @@ def test_laplace_gradient_is_that_of_its_value() -> None:
 
 
 def test_quadrature_over_two_latents() -> None:
-    """Intercept and slope, conjugate: 64 antithetic points have the mean exactly, the rest to some percent."""
+    """Intercept and slope, conjugate: 64 antithetic points have the mean exactly.
+
+    The rest is right to some percent.
+    """
     with jax.enable_x64(True):
         x = jnp.asarray(X[:6].reshape(2, 3, 2))
         y = jnp.asarray(Y[:6].reshape(2, 3))

@@ -31,7 +31,7 @@ def linear(x: Array, y: Array) -> None:
 
 
 def exact() -> tuple[np.ndarray, np.ndarray]:
-    """eta and precision of the silos' likelihoods."""
+    """Return eta and precision of the silos' likelihoods."""
     parts = [
         (np.asarray(SILOS[name]["x"], np.float64), np.asarray(SILOS[name]["y"], np.float64))
         for name in SILOS
@@ -40,7 +40,10 @@ def exact() -> tuple[np.ndarray, np.ndarray]:
 
 
 def errors(found: Any, power: float, divided: bool = True) -> tuple[float, float]:
-    """Largest errors of precisions and of means, in Monte-Carlo standard errors of the draws' law."""
+    """Return largest errors of precisions and of means.
+
+    They are in Monte-Carlo standard errors of the draws' law.
+    """
     eta, precision = exact()
     prior = power * np.eye(2) / PRIOR_SD**2
     law = precision + prior
@@ -81,7 +84,10 @@ def test_the_prior_has_to_be_divided_out() -> None:
 
 
 def test_the_step_of_local_sgld_leaves_no_bias() -> None:
-    """60,000 draws tell a variance 1 / (1 - h/4) too large; negative control: without the factor."""
+    """60,000 draws tell a variance 1 / (1 - h/4) too large.
+
+    The negative control is without the factor.
+    """
     found = fed.surrogates.moments(linear, SILOS, num_samples=60_000, seed=2)
     law = exact()[1] + np.eye(2) / PRIOR_SD**2
     own = np.asarray(found.factors.precision) + np.eye(2) / PRIOR_SD**2

@@ -35,7 +35,10 @@ def silos():
 
 @pytest.mark.parametrize("fit", [score.fit, laplace.fit], ids=["score", "laplace"])
 def test_the_posterior_is_that_of_all_rows(silos, fit, monkeypatch):
-    """Means within .1 sd of a fit to all rows; sds, whose curvature is that of 900 rows, within 20 %; after one step alone the means are off."""
+    """Means are within .1 sd of a fit to all rows, and sds within 20 %.
+
+    The curvature of the sds is that of 900 rows. After one step alone the means are off.
+    """
     factors = factorize(logistic, silos)
     whole = fit(factors, silos).surrogates.posterior()
     monkeypatch.setattr(some_rows, "ENOUGH", 900)

@@ -1,4 +1,4 @@
-"""Errors in words, before anything is compiled, for what SFVI and its guides cannot take."""
+"""Errors, before anything is compiled, for what SFVI and its guides cannot take."""
 
 import jax.numpy as jnp
 import numpy as np

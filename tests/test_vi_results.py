@@ -1,6 +1,7 @@
-"""What a variational fit becomes: ArviZ groups, importance weights, predictions, the figure of the bound.
+"""Results of variational fits: ArviZ groups, importance weights, predictions, the bound's figure.
 
-The approximations are written down, not fitted: Gaussian models, whose posterior the family holds exactly.
+The approximations are written down, not fitted: Gaussian models, whose posterior the family holds
+exactly.
 """
 
 import json
@@ -56,7 +57,7 @@ def with_particles(particles: int) -> fed.SFVI:
 
 @cache
 def three_rounds() -> Any:
-    """A result of which only the parameters' shapes, the losses and the ledger count."""
+    """Return a result in which only the parameters' shapes, the losses and the ledger count."""
     return with_particles(1).run(jax.random.key(0), 3, SILOS, progress_bar=False)
 
 
@@ -67,7 +68,10 @@ def fitted(
     local_widen: float = 1.0,
     particles: int = 1,
 ) -> Any:
-    """SFVI and a result of it: the exact posterior, with q(mu) or every q(a | mu) moved and widened by so many sds."""
+    """Return SFVI and a result of it: the exact posterior.
+
+    In it q(mu) or every q(a | mu) is moved and widened by so many sds.
+    """
     svi, result = with_particles(particles), three_rounds()
     params = {
         "auto_loc": MEAN[:1] + shift * SD[0],
@@ -95,7 +99,7 @@ def flat(idata: Any) -> np.ndarray:
 
 
 def log_evidence() -> float:
-    """log p(y) of the random intercepts."""
+    """Return log p(y) of the random intercepts."""
     y, group = np.asarray(SILOS.pooled["y"], float), np.asarray(SILOS.pooled["group"])
     same = group[:, None] == group
     return stats.multivariate_normal.logpdf(
@@ -238,7 +242,10 @@ def test_pareto_k_judges_no_noise() -> None:
 
 
 def test_pareto_k_of_a_variance():
-    """Weights of the tail index a, times the square of a normal tail, have k = 1 / a; of a position that grows with them, three times that: its variance is judged."""
+    """Weights of the tail index a, times the square of a normal tail, have k = 1 / a.
+
+    Weights of a position that grows with them have three times that: its variance is judged.
+    """
     rng = np.random.default_rng(0)
     log_weight = rng.exponential(size=40_000) * 0.3  # Pareto's law, k = .3
     calm, wide = rng.normal(size=40_000), rng.choice([-1, 1], 40_000) * np.exp(log_weight)
@@ -298,7 +305,7 @@ def test_latents_are_resampled_inside_the_silos(exact: Any) -> None:
 
 
 def heavy(y: Any) -> None:
-    """The data say nothing: the posterior is a Cauchy, whose tails no Gaussian has."""
+    """Sample with data that say nothing: the posterior is a Cauchy, whose tails no Gaussian has."""
     mu = numpyro.sample("mu", dist.Cauchy(0, 1))
     with fed.silo_plate("rows", y.shape[0]):
         numpyro.sample("y", dist.Normal(0 * mu, 1), obs=y)

@@ -27,7 +27,7 @@ def chains(kernel, num_samples=40, num_chains=4, silos=SILOS):
     return mcmc
 
 
-# Draws inside a stay
+# Draws inside a visit
 
 
 def test_kept_draws_are_of_one_stay():
@@ -50,7 +50,10 @@ def test_kept_draws_are_of_one_stay():
 
 
 def test_kept_draws_have_the_law_of_the_chain():
-    """The last draw of each stay has the exact law of a chain that keeps no others; those before have no more noise."""
+    """The last draw of each visit has the exact law of a chain that keeps no others.
+
+    The draws before have no more noise.
+    """
     given = exact_surrogates(SILOS, 0.2)
     kernel = uncut(fed.FSGLD(linear, 0.05, 8, None, given, num_kept=4), SILOS)
     draws = run(kernel, SILOS, num_samples=1200)["beta"]
@@ -219,7 +222,10 @@ def test_rounds_without_an_answer_are_lost_and_change_no_law():
 
 
 def test_control_variates_are_unbiased_and_quieter():
-    """By enumeration of minibatches of one row: the same mean as without, and no noise at the center."""
+    """The mean is the same as without, and there is no noise at the center.
+
+    By enumeration of minibatches of one row.
+    """
     found = {}
     for wanted in (True, False):
         kernel = fed.FSGLD(

@@ -1,4 +1,7 @@
-"""Bytes between a server and its silos: the same draws, nothing but what was declared, and what happens when either side is killed."""
+"""Bytes between a server and its silos: the same draws, and nothing that was not declared.
+
+Also what happens when either side is killed.
+"""
 
 import hashlib
 import json
@@ -35,7 +38,10 @@ from numpyro_fed.surrogates.local_score import Message, ScoreLocal
 
 
 def in_order(silos):
-    """The same silos with their rows one silo after the other, as parties that do not know each other's rows have them."""
+    """Return the same silos with their rows one silo after the other.
+
+    Parties that do not know each other's rows have them so.
+    """
     data = {name: {k: np.asarray(v) for k, v in silos[name].items()} for name in silos.names}
     return fed.Silos(data, rows=dict(silos.group), index=dict(silos.index))
 
@@ -52,8 +58,9 @@ def alone(silos, name):
 class Messages:
     """A transport within one process, which keeps all bytes.
 
-    :param fresh: whether every message finds a new process, which has nothing but the silo's folder.
-    :param own_keys: as of the silos.
+    :param fresh: whether every message finds a new process, which has nothing but the silo's
+        folder.
+    :param own_keys: the option of the silos.
     """
 
     def __init__(self, silos, model, folder: Path, *, fresh=False, own_keys=False) -> None:
@@ -252,7 +259,10 @@ class Killed(BaseException):
 
 
 class Dies(Messages):
-    """The server dies when it has sent so many messages, before or after the silos have answered."""
+    """Transport whose server dies after so many messages.
+
+    It dies before or after the silos have answered.
+    """
 
     left, after = -1, False
 
@@ -360,7 +370,10 @@ def mu_of(folder, rounds=120):
 
 
 def test_draws_by_the_silos_own_keys_have_the_law_of_those_at_hand(tmp_path, monkeypatch):
-    """Mean and sd of mu within 4 Monte-Carlo standard errors; not so where each call has the same noise."""
+    """The mean and sd of mu are within 4 Monte-Carlo standard errors.
+
+    They are not where each call has the same noise.
+    """
     mean, cov = intercepts_posterior(INTERCEPTS)
 
     def errors(found):
@@ -456,7 +469,7 @@ def test_a_fit_whose_server_is_killed_goes_on_where_it_was(tmp_path, name):
 
     def one(remote, **more):
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # conducive rounds have not settled
+            warnings.simplefilter("ignore", UserWarning)  # conducive rounds have not converged
             return fit.run(random.key(1), rounds, remote, progress_bar=False, **more)
 
     expected = one(fed.RemoteSilos(INTERCEPTS, fed.Loopback(INTERCEPTS)))
@@ -750,7 +763,7 @@ def narrower(x, y):
 
 
 def swapped(tmp_path, silos, model=linear, name="silo 1"):
-    """Silos of which one is another."""
+    """Return a transport whose silo of this name is another."""
     transport = Messages(LINEAR, linear, tmp_path)
     transport.sides[name] = SiloSide(silos, model, tmp_path / "other")
     return transport
@@ -814,7 +827,7 @@ def test_another_version_is_named(tmp_path, monkeypatch):
 
 
 def scaled(matrix):
-    """A model with an array inside a function that is compiled by itself."""
+    """Sample a model with an array inside a function that is compiled by itself."""
 
     @jax.jit
     def mean(x, beta):

@@ -15,7 +15,10 @@ GROUP_SD, ROW_SD, PRIOR_SD = 0.8, 1.5, 2.0
 
 
 def wheeze(y: Array, x: Array) -> None:
-    """Binary rows of each element (visits of children), an intercept for each, a spread that is learned."""
+    """Sample binary rows of each element (visits of children).
+
+    Each has an intercept; their spread is learned.
+    """
     beta = numpyro.sample("beta", dist.Normal(0, 2).expand([2]).to_event(1))
     sigma = numpyro.sample("sigma", dist.Exponential(1.0))
     with fed.silo_plate("children", y.shape[0], dim=-2):
@@ -41,7 +44,7 @@ def wheeze_silos(by: np.ndarray) -> fed.Silos:
 
 
 def hierarchy(y: Array) -> None:
-    """A row for each element, known variances: the posterior of (mu, z) is Gaussian."""
+    """Sample a row for each element, known variances: the posterior of (mu, z) is Gaussian."""
     mu = numpyro.sample("mu", dist.Normal(0, PRIOR_SD))
     with fed.silo_plate("patients", y.shape[0]):
         z = numpyro.sample("z", dist.Normal(mu, GROUP_SD))
@@ -76,7 +79,10 @@ def hierarchy_posterior(n: int = 9) -> tuple[np.ndarray, np.ndarray, float]:
 
 
 def learned_scale(x: Array, y: Array) -> None:
-    """Empirical Bayes: the prior's scale is a parameter, the model's marginal likelihood in it is known."""
+    """Sample with the prior's scale as a parameter (empirical Bayes).
+
+    The model's marginal likelihood in it is known.
+    """
     tau = numpyro.param("tau", 1.0, constraint=constraints.positive)
     beta = numpyro.sample("beta", dist.Normal(0, tau).expand([x.shape[1]]).to_event(1))
     with fed.silo_plate("rows", x.shape[0]):
@@ -84,7 +90,10 @@ def learned_scale(x: Array, y: Array) -> None:
 
 
 def three_kinds(x: Array, y: Array, proxy: Array | None = None, kind: str = "plain") -> None:
-    """Silos that measured different things: exactly, by a noisy proxy with a latent of its own, or with heavier tails."""
+    """Sample silos that measured different things.
+
+    They measure exactly, by a noisy proxy with a latent of its own, or with heavier tails.
+    """
     beta = numpyro.sample("beta", dist.Normal(0, 2))
     with fed.silo_plate("rows", x.shape[0]):
         if proxy is not None:
@@ -113,7 +122,7 @@ def three_kinds_silos() -> fed.MixedSilos:
 
 
 def hierarchy_guide(y: Array) -> None:
-    """The exact posterior's form, written by hand."""
+    """Sample the exact posterior's form, written by hand."""
     loc = numpyro.param("loc", jnp.zeros(()))
     scale = numpyro.param("scale", jnp.ones(()), constraint=constraints.positive)
     mu = numpyro.sample("mu", dist.Normal(loc, scale))
@@ -125,7 +134,7 @@ def hierarchy_guide(y: Array) -> None:
 
 
 def unit_hierarchy(y: Array) -> None:
-    """A row for each element, variances of one."""
+    """Sample a row for each element, variances of one."""
     mu = numpyro.sample("mu", dist.Normal(0, 10))
     with fed.silo_plate("patients", y.shape[0]):
         z = numpyro.sample("z", dist.Normal(mu, 1))
@@ -133,7 +142,10 @@ def unit_hierarchy(y: Array) -> None:
 
 
 def linear_encoder(y: Array) -> tuple[Array, Array]:
-    """An encoder of :func:`unit_hierarchy`'s latents whose family holds the mean-field optimum."""
+    """Return an encoder of :func:`unit_hierarchy`'s latents.
+
+    Its family holds the mean-field optimum.
+    """
     slope, intercept, log_scale = (
         numpyro.param(n, 0.1) for n in ("slope", "intercept", "log_scale")
     )
@@ -141,13 +153,17 @@ def linear_encoder(y: Array) -> tuple[Array, Array]:
 
 
 def mean_field(y: Array) -> float:
-    """Mean of mu at that optimum: z_g ~ N((y_g + E mu) / 2, 1 / 2), mu's precision is n + 1 / 100, its mean that of all z."""
+    """Return the mean of mu at that optimum.
+
+    There z_g ~ N((y_g + E mu) / 2, 1 / 2), and mu's precision is n + 1 / 100, its mean that of all
+    z.
+    """
     n = len(y)
     return float(n * y.mean() / 2 / (n + 0.01 - n / 2))
 
 
 def best_scale(x: np.ndarray, y: np.ndarray) -> float:
-    """The ``tau`` of :func:`learned_scale` that maximizes the marginal likelihood."""
+    """Return the ``tau`` of :func:`learned_scale` that maximizes the marginal likelihood."""
 
     def evidence(tau: float) -> float:
         marginal = tau**2 * x @ x.T + np.eye(len(y))

@@ -3,7 +3,7 @@
     python tests/benchmarks/barycenter.py [--dims 100,784] [--double] [--turns 5]
 
 Both are compiled beforehand and run in turn in one process; the fastest turn counts, above d = 500
-a single one of ott's. Ours is told to reach a relative residual of 1e-5. That of ott-jax 0.6 makes
+a single one of ott's. Ours has to reach a relative residual of 1e-5. That of ott-jax 0.6 makes
 five steps whatever its tolerance is (it looks for the change of the step that comes next), which is
 enough here for 1e-5, if one more than it needs; the residuals that both reached are printed, from
 one and the same formula in float64.
@@ -35,7 +35,7 @@ def gaussians(dim: int) -> tuple[Array, Array]:
 
 
 def residual_of(covariance: Array, covariances: Array) -> float:
-    """The relative residual of the fixed-point equation, in float64."""
+    """Return the relative residual of the fixed-point equation, in float64."""
 
     def root(matrix: np.ndarray) -> np.ndarray:
         values, vectors = np.linalg.eigh(matrix)

@@ -7,11 +7,11 @@ not answer.
 
 For T = 1, 10, 40, 100 and 400: largest error of the global sites in sds of pooled NUTS after as
 many local steps (four chains), with its Monte-Carlo standard error, and the rounds and megabytes
-up, all chains and silos, after which every running mean of the four chains is, and stays, within
-0.1 sd. "Prepared": megabytes up before the first round. FSGLD chooses its step for each T; DSGLD
-has FSGLD's step at T = 1 in the same whitened coordinates, and then its own; SGLD, on one silo with
-all rows, makes a round of each step (in a federation each silo would have to send its part). The
-last row has FSGLD at T = 40 with three rounds in ten unanswered.
+up, all chains and silos, after which every running mean of the four chains is within 0.1 sd for
+good. "Prepared": megabytes up before the first round. FSGLD chooses its step for each T; DSGLD has
+FSGLD's step at T = 1 in the same whitened coordinates, and then its own; SGLD, on one silo with all
+rows, makes a round of each step (in a federation each silo would have to send its part). The last
+row has FSGLD at T = 40 with three rounds in ten unanswered.
 """
 
 import argparse

@@ -10,7 +10,7 @@ and goals these are. For each: rounds from a cold start until q is within 0.1 sd
 the rounds end, and until the bound is within a nat of its end; kilobytes up in these, all silos.
 Then two rows beside NUTS: draws of q, and those of the last round, in which the silos' likelihoods
 at public draws weigh them (``resample=True``), with Pareto's k. ``--sfvi``: as many rounds of SFVI
-with Adam(0.01), and after how many the running mean of 100 losses stays within a nat of the same
+with Adam(0.01), and after how many the running mean of 100 losses is within a nat of the same
 bound. ``--missing``: the rounds again with that share of silos absent.
 """
 
@@ -33,7 +33,10 @@ MOST_ROUNDS, DRAWS = 30, 4000
 
 
 def trace(fit: fed.SFVIAvg, silos: fed.Silos, **who: Any) -> tuple[Any, list, list, list[float]]:
-    """Rounds one by one: the last result, q's means and sds after each, and the losses before."""
+    """Run round by round; return the last result, q's means and sds, and the losses before.
+
+    Means and sds are those after each round.
+    """
     state, means, sds, losses = None, [], [], []
     for _ in range(MOST_ROUNDS):
         with warnings.catch_warnings():
@@ -51,7 +54,7 @@ def trace(fit: fed.SFVIAvg, silos: fed.Silos, **who: Any) -> tuple[Any, list, li
 
 
 def first_close(means: list, sds: list, mean: np.ndarray, sd: np.ndarray) -> int | str:
-    """Rounds after which q stays within 0.1 sd and 5 % of a Gaussian."""
+    """Return the rounds after which q remains within 0.1 sd and 5 % of a Gaussian."""
     off = [
         np.abs((m - mean) / sd).max() > 0.1 or np.abs(s / sd - 1).max() > 0.05
         for m, s in zip(means, sds, strict=True)

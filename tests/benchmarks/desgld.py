@@ -165,8 +165,10 @@ def theirs(
 
 
 def ours(kernel: MCMCKernel, networks: int, steps: int) -> tuple[float, float, np.ndarray]:
-    """Seconds of a run, seconds more that the first took (compiling), and draws as of
-    :func:`theirs`.
+    """Time a run of ours.
+
+    :return: seconds of a run, seconds more that the first took (compiling), and draws in the form
+        of :func:`theirs`.
     """
     x, y = data()
     silos = fed.split({"x": x.reshape(-1, 2), "y": y.ravel()}, by=np.repeat(np.arange(NODES), ROWS))

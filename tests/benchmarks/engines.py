@@ -1,16 +1,16 @@
 """Every algorithm over every engine.
 
-How far draws and parameters are from those at hand, and seconds.
+How far draws and parameters are from those of the inline fit, and seconds.
 
     python tests/benchmarks/engines.py [--rounds 50] [--engines loopback spmd2 spmd4 wire flower
     nvflare] [--algorithms FSGLD push-sum ...]
 
 Four silos, a model with a latent for each patient (tests/every_fit.py), four chains (of push-sum
 and gossip the four nodes of one network); variational fits by their global parameters and losses. A
-cell is the largest difference to the fit at hand of the same seed over all rounds, relative to the
+cell is the largest difference to the inline fit of the same seed over all rounds, relative to the
 largest entry, and the seconds of the fit with its preparation and compilation (programs that
 another process has compiled come from JAX's cache on disk); those of one engine follow each other
-in one process. Above 1e-5 the exit code is 1. With ``--keep`` what was found stays in a folder, and
+in one process. Above 1e-5 the exit code is 1. ``--keep`` leaves results in a folder, and
 what is there is not run again; with ``--show`` nothing is run, and what is not there is said to be
 missing.
 """
@@ -63,7 +63,7 @@ def loopback(rounds: int, algorithms: list[str], folder: Path) -> dict:
 def one_process(
     process: int, processes: int, port: str, rounds: int, algorithms: list[str], out: str
 ) -> None:
-    """A process's part; the silos are dealt so that they keep their order."""
+    """Run a process's part; the silos are dealt so that they keep their order."""
     from numpyro_fed.engines import spmd
 
     spmd.initialize(f"127.0.0.1:{port}", processes, process)
@@ -153,7 +153,7 @@ def nvflare(rounds: int, algorithms: list[str], folder: Path) -> dict:
 
 
 def over_engine(engine: str, rounds: int, algorithms: list[str]) -> dict | str:
-    """What all fits found, or why there is nothing."""
+    """Return the results of all fits over one engine, or why there are none."""
     kinds = {
         "at hand": inline_rounds,
         "loopback": loopback,
@@ -182,7 +182,7 @@ def difference(found: dict, expected: dict) -> float:
 
 
 def cell(name: str, found: dict | str, expected: dict) -> tuple[str, bool]:
-    """What the table says, and whether it is as it should be."""
+    """Return the text of a table's cell, and whether it is as it should be."""
     if isinstance(found, str):
         return found, found.startswith("not installed")
     if name not in found:

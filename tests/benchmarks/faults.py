@@ -1,8 +1,10 @@
-"""Silos and servers that are killed at random moments, some with a full disk: are the draws those of an undisturbed run?
+"""Kill silos and servers at random moments, some with a full disk, and compare the draws.
 
-Server and silos are processes of their own, which speak over sockets. In each trial a silo, the server, or both are ended by SIGKILL at a random moment, and started
-again with the folders of before; in some the disk of the server, or of one silo, is full from a random moment on, for some seconds. A trial ends well if the draws are those of
-the undisturbed run, bit for bit, or where the run says in words that it did not end, and the draws that it kept are the first of these.
+Server and silos are processes of their own, which speak over sockets. In each trial a silo, the
+server, or both are ended by SIGKILL at a random moment, and started again with the folders of
+before. In some the disk of the server, or of one silo, is full from a random moment on, for some
+seconds. A trial ends well if the draws are those of the undisturbed run, bit for bit. It also ends
+well if the run's error says that it did not end, and its draws are the first of these.
 
     python tests/benchmarks/faults.py --trials 40
 """
@@ -41,7 +43,7 @@ SLOWLY = 0.03  # seconds that a message takes, so that moments are many
 
 
 def silos() -> fed.Silos:
-    """Groups with intercepts of their own, so that silos have a state to lose."""
+    """Return groups with intercepts of their own, so that silos have a state to lose."""
     pooled = intercepts_silos()
     data = {name: {k: np.asarray(v) for k, v in pooled[name].items()} for name in pooled.names}
     return fed.Silos(data, rows=dict(pooled.group), index=dict(pooled.index))
@@ -156,7 +158,11 @@ def undisturbed(out: Path, rounds: int) -> None:
 
 
 class Disk:
-    """A folder whose disk is filled: a small file system of its own where it may be mounted, else no process may write files there."""
+    """Folder whose disk is filled.
+
+    It is a small file system of its own where one may be mounted. Otherwise no process may write
+    files there.
+    """
 
     def __init__(self, place: Path) -> None:
         self.place = place
@@ -237,7 +243,10 @@ class Trial:
             self.pids[who] = 0
 
     def go(self, victims: list[str], full: str | None) -> None:
-        """Until the server has ended for good: every process that ended is started again, a server four times."""
+        """Run until the server has ended for good.
+
+        Every process that ended is started again, a server four times.
+        """
         begin, starts, freed = time.monotonic(), 0, 0.0
         kills = [(self.rng.uniform(0, self.messages), who) for who in victims]
         fill = math.inf if full is None else self.rng.uniform(0, 0.8 * self.messages)
@@ -268,7 +277,7 @@ class Trial:
             time.sleep(0.01)
 
     def outcome(self, expected: np.ndarray) -> str:
-        """What came of it."""
+        """Return the outcome of the trial."""
         place = self.place / "draws.npy"
         if not place.exists():
             log = (self.place / "server.log").read_text().strip().splitlines()

@@ -49,13 +49,14 @@ AGREEMENT, BLOCK, REFERENCE_SECONDS = (
     300,
 )  # of the reference's halves; draws before they are looked at
 ROUNDS_SECONDS, PROCESS_SECONDS = 180, 2400
-NOTED = 6  # parameters in words, worst first
+NOTED = 6  # parameters by name, worst first
 MOST_SILOS, OWN_DRAWS = 20, 1000  # of baselines that run NUTS, and compile it, in each silo
 
 
 def halves_apart(draws: dict[str, Draws]) -> dict[str, float]:
-    """Largest difference of means between two halves of the chains, in sds, of global and of local
-    quantities.
+    """Return the largest difference of means between two halves of the chains, in sds.
+
+    :return: the differences of global and of local quantities.
     """
     out = {}
     for label, groups in (("global", ("fixed", "scales")), ("local", ("local",))):
@@ -225,11 +226,11 @@ class Row:
 
     @property
     def undecided(self) -> bool:
-        """Whether more draws may settle it."""
+        """Return True if more draws may decide it."""
         return "undecided" in self.verdicts and "missed" not in self.verdicts
 
     def finish(self) -> dict[str, Any]:
-        """The line with its verdict."""
+        """Return the line with its verdict."""
         counts = {v: self.verdicts.count(v) for v in ("missed", "undecided")}
         self.cells["goals"] = ", ".join(f"{n} {v}" for v, n in counts.items() if n) or "met"
         return self.cells
@@ -247,7 +248,7 @@ def per_cost(ess: float, seconds: float, sent: float) -> dict[str, str]:
 
 
 def nuts(problem: Problem, silos: fed.Silos, draws: Draws, seconds: float) -> dict[str, Any]:
-    """The reference's own line; the megabytes are those of the rows, sent once."""
+    """Return the reference's own line; the megabytes are those of the rows, sent once."""
     groups = problem.read(draws)
     ess = az.ess(az.convert_to_dataset({**groups["fixed"], **groups["scales"]}))
     least = min(float(v.min()) for v in ess.data_vars.values())
@@ -300,7 +301,7 @@ def langevin(
 
 
 def attempt(method: str, rows: list[dict], notes: list[str], make: Any) -> Row | None:
-    """A row, or what went wrong in its place."""
+    """Return a row, or the error in its place."""
     try:
         row = make()
     except Exception as error:
@@ -329,7 +330,7 @@ def started(problem: Problem, silos: fed.Silos, nested: bool) -> fed.FSGLD:
 
 
 def run(name: str, baselines: bool, start: bool, folder: Path | None) -> None:
-    """The table of one problem."""
+    """Print the table of one problem."""
     problem, rows, notes = PROBLEMS[name], [], []
     print(f"\n=== {name}", flush=True)
     silos = problem.silos()

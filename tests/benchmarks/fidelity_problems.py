@@ -80,7 +80,7 @@ class Problem:
 
 
 def site(name: str) -> Callable[[Draws], Draws]:
-    """The model's own local site."""
+    """Return the model's own local site."""
     return lambda draws: {name: draws[name]}
 
 
@@ -103,7 +103,7 @@ def scaled(**pairs: str) -> Callable[[Draws], Draws]:
 
 
 def _school(draws: Draws) -> Draws:
-    """A school's effect, centered or not."""
+    """Sample a school's effect, centered or not."""
     if "effect" in draws:
         return {"effect": draws["effect"]}
     return {"effect": draws["mu"][..., None] + draws["tau"][..., None] * draws["z"]}

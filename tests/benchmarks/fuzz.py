@@ -1,4 +1,4 @@
-"""Messages and replies that are not what was sent: what do a silo and a server make of them?
+"""Messages and replies that are not what was sent, and what a silo and a server make of them.
 
 A short fit of each kind is made over bytes in this process, and of every type of message (hello,
 open, each kind of call) one is kept with its reply and with the silo as it was before it answered.
@@ -7,7 +7,7 @@ and the parts of their text replaced by other numbers, types, shapes and classes
 10,000 deep, or left out. In most cases the checksum is made right again, so that what is behind it
 is reached.
 
-A silo must return bytes for each; the server may raise ``ValueError`` or ``RuntimeError`` in words.
+A silo must return bytes for each; the server may raise ``ValueError`` or ``RuntimeError``.
 One request in fifty is answered in earnest. In the answers to the others all numbers are zeros of
 the right shapes, so that no program is compiled.
 
@@ -127,7 +127,7 @@ def places(tree: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def raw(rng: np.random.Generator, data: bytes, other: bytes) -> bytes:
-    """Return bytes of which some are others, fewer or more."""
+    """Return bytes with some changed, cut off or added."""
     at = int(rng.integers(len(data))) if data else 0
     kind = rng.integers(4)
     if kind == 0:

@@ -5,8 +5,8 @@ FSGLD as it is beside the same kernel without its cut, its automatic step and it
     python tests/benchmarks/guards.py [MODEL ...]
 
 Per model of `models/`: time of a run of 4 chains, guarded over bare, median and quartiles of runs
-taken in turn in one process, each compiled once; for stays of 40 local steps. The bare kernel has e
-and the server's gradient in one call of the model.
+taken in turn in one process, each compiled once, with visits of 40 steps. The bare kernel has e and
+the server's gradient in one call of the model.
 """
 
 import argparse

@@ -79,7 +79,7 @@ def one_row(x, y):  # type: ignore[no-untyped-def]
 
 
 def regression(rows: int, heavy: bool) -> fed.Silos:
-    """An intercept and two covariates, whose means differ between silos."""
+    """Return an intercept and two covariates, whose means differ between silos."""
     rng = np.random.default_rng(2)
     by = np.repeat(np.arange(NUM_SILOS), rows)
     x = rng.normal(size=(len(by), 3)) + rng.normal(size=(NUM_SILOS, 3))[by]
@@ -120,7 +120,7 @@ def exact_sds(model: Callable, silos: fed.Silos, num: int) -> tuple[np.ndarray, 
 
 
 def flags(mcmc: MCMC) -> list[str]:
-    """Checks of ``diagnose`` that fail, but the one that only repeats what was asked for here."""
+    """Return the checks of ``diagnose`` that fail, without the one that only repeats the target."""
     table = fed.diagnose(mcmc).table
     return [
         str(check)

@@ -1,8 +1,8 @@
-"""Many silos: at hand, and as clients of Flower in this process.
+"""Many silos: in this process (inline), and as clients of Flower in this process.
 
 The same draws, seconds and memory of each.
 
-python tests/benchmarks/many_silos.py --silos 100      # needs numpyro-fed[flower]
+    python tests/benchmarks/many_silos.py --silos 100      # needs numpyro-fed[flower]
 """
 
 import argparse
@@ -40,7 +40,7 @@ def made_up(num: int) -> fed.Silos:
 
 
 def memory() -> float:
-    """The most that this process has had so far, MiB."""
+    """Return the most memory that this process has had so far, in MiB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 

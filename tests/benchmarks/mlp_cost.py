@@ -8,7 +8,7 @@ Memory and compiling are those of ``models/bayesian_mlp.py``'s model, a flax.nnx
 process of its own for each kernel, run as ``memory.py`` says (JAX's simplified constants). Steps
 are timed in turn in one process: DSGLD and FSGLD with diagonal surrogates through NumPyro's MCMC on
 the nnx module, and both updates of the same model in hand-written JAX in block form (rows of the
-silo, noise of a stay drawn in one go), as in ``tasks.py``.
+silo, noise of a visit drawn in one go), as in ``tasks.py``.
 """
 
 import argparse
@@ -71,7 +71,7 @@ def child(name: str, size: int) -> None:
 
 
 def by_hand(silos: fed.Silos, rounds: int, conducive: bool) -> Callable[[Array], Any]:
-    """Stays at silos of equal size: the block form of tasks.py, one silo's rows a block."""
+    """Run visits to silos of equal size: the block form of tasks.py, one silo's rows a block."""
     data = {k: jnp.stack([jnp.asarray(silos[name][k]) for name in silos.names]) for k in ("x", "y")}
     count, size = data["y"].shape
     pairs = [("kernel", "bias")] * 4

@@ -1,5 +1,6 @@
-"""Steps per second of SGLD on the models of the papers' experiments, against the same models in
-hand-written JAX.
+"""Steps per second of SGLD on the models of the papers' experiments.
+
+Beside them are the same models in hand-written JAX.
 
     python tests/benchmarks/model_steps.py [--models metric_learning,...] [--stay T] [--quick]
 
@@ -66,7 +67,7 @@ MODELS: dict[str, Callable[[int], Task]] = {"metric_learning": metric_learning_t
 def steps_per_second(
     task: Task, num_local_steps: int, steps: int, turns: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Steps per second of the library's SGLD, and of the hand-written block form, in every turn."""
+    """Return steps per second of the library's SGLD and of the hand-written block form, by turn."""
     num_samples = max(2, steps // num_local_steps)
     data, hand = pooled_rows(task), block_form(task, num_local_steps, num_samples)
     times = in_turn(

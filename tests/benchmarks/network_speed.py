@@ -1,5 +1,6 @@
-r"""Steps per second of PushSumLangevin by number of nodes, and against push-sum Langevin dynamics
-written by hand in JAX.
+r"""Steps per second of PushSumLangevin by number of nodes.
+
+Beside them is push-sum Langevin dynamics written by hand in JAX.
 
     python tests/benchmarks/network_speed.py [--quick] [--nodes 4,16,64,256] [--turns 7]
 
@@ -8,7 +9,10 @@ minibatches of 10. Node j sends to j + 1, j + 2 and j + 4 (modulo m); mixing by 
 gathers; links fail one time in ten, or never. A step of the hand-written loop is
 (numpyro_fed/decentralized/push_sum.py)
 
-.. math:: W = A X, \quad Y \leftarrow A Y, \quad Z = W / Y, \quad X \leftarrow W - \alpha \nabla U(Z) + \sqrt{2 \alpha}\, \xi
+.. math::
+
+    W = A X, \quad Y \leftarrow A Y, \quad Z = W / Y, \quad
+    X \leftarrow W - \alpha \nabla U(Z) + \sqrt{2 \alpha}\, \xi
 
 and nothing else: no sites, no diagnostics, no count of messages, no look for what is not finite.
 Both forms are compiled whole, timed in turn in one process, and ratios taken within each turn; the
@@ -62,7 +66,7 @@ def graph_of(nodes: int, fails: bool) -> fed.graphs.TimeVaryingGraph:
 
 
 def library(nodes: int, batch: int | None, sparse: bool, fails: bool, steps: int) -> Run:
-    """A run of MCMC, one program."""
+    """Return a run of MCMC, one program."""
     x, y = data(nodes)
     silos = fed.split(
         {"x": x.reshape(-1, DIM), "y": y.ravel()}, by=np.repeat(np.arange(nodes), ROWS)
@@ -82,7 +86,7 @@ def library(nodes: int, batch: int | None, sparse: bool, fails: bool, steps: int
 
 
 def by_hand(nodes: int, batch: int | None, sparse: bool, fails: bool, steps: int) -> Run:
-    """The same by a scan."""
+    """Return the same run by a scan."""
     x, y = map(jnp.asarray, data(nodes))
     graph = graph_of(nodes, fails)
     full = graph.matrix()

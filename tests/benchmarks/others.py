@@ -1,8 +1,8 @@
 """Microseconds of an SGLD step: numpyro_fed, the package `posteriors` (PyTorch), and C.
 
-    python -m venv ELSEWHERE && ELSEWHERE/bin/pip install torch posteriors taskset -c 0 python
-    tests/benchmarks/others.py --torch-python ELSEWHERE/bin/python [--tasks a,b,c] [--quick]
-    [--turns 31]
+    python -m venv ELSEWHERE && ELSEWHERE/bin/pip install torch posteriors
+    taskset -c 0 python tests/benchmarks/others.py --torch-python ELSEWHERE/bin/python
+        [--tasks a,b,c] [--quick] [--turns 31]
 
 The tasks are those of tasks.py, from the same data, with the same minibatch sizes and step sizes,
 each on one core by taskset. `posteriors` lives in an environment of its own, outside the checkout,
@@ -79,7 +79,7 @@ class Program:
 
 
 def write(task: Task, folder: Path) -> tuple[Array, np.ndarray]:
-    """Data for both programs; return the position and minibatch of the gradient."""
+    """Write data for both programs; return the position and minibatch of the gradient."""
     rows: dict[str, Any] = {k: np.asarray(v) for k, v in pooled_rows(task).items()}
     rng = np.random.default_rng(0)
     theta = rng.normal(0, 0.3, task.dim).astype(np.float32)

@@ -59,7 +59,7 @@ def made_up(num: int) -> fed.Silos:
 def fit_of(
     num_silos: int, rounds: int, privacy: fed.Privacy | None = None, *, secure_sum: bool = False
 ) -> fed.SFVI:
-    """A start as far off as the prior's center is, as wide as about the posterior."""
+    """Start as far off as the prior's center is, about as wide as the posterior."""
     guide = fed.AutoSiloNormal(
         model,
         init_scale=2 / np.sqrt(num_silos * ROWS / 5),

@@ -41,7 +41,7 @@ Epoch = Callable[[Any, Array], Any]
 
 
 def pooled(counts: Array, batch: int) -> tuple[Any, Epoch]:
-    """A first state, and an epoch of NumPyro's SVI."""
+    """Return a first state, and an epoch of NumPyro's SVI."""
     num, num_words = counts.shape
     scale = num / batch
     network = prod_lda.Encoder(num_words, TOPICS, random.key(1))
@@ -83,7 +83,7 @@ def pooled(counts: Array, batch: int) -> tuple[Any, Epoch]:
 
 
 def ours(silos: fed.Silos, batch: int) -> tuple[Any, Epoch]:
-    """A first state, and an epoch of SFVI's rounds as ``run`` makes them."""
+    """Return a first state, and an epoch of SFVI's rounds as ``run`` makes them."""
     own = partial(prod_lda.model, num_topics=TOPICS)
     num, num_words = silos.pooled["counts"].shape
     guide = prod_lda.guide(own, TOPICS, num_words, amortized=True)

@@ -11,7 +11,7 @@ the last decade of t. "limit" is what they tend to: -min(c, 1) for steps a / (b 
 a / (b + t)^gamma, gamma < 1. Before it, W2 may fall faster: the mean of the start is forgotten like
 t^-c, its covariance like t^-2c. "theorem" is -min(c, 1/2), the least that theorem 5.7 of Kolesov
 and Kungurtsev allows. Of links that fail, medians over sequences. The constant step is the control:
-its W2 stays.
+its W2 does not fall.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from decentralized_linear_regression import Decay, distance, exact_law, graphs, 
 
 
 def schedules() -> dict[str, tuple[Decay, str, str]]:
-    """The schedule, the slope in the limit, and the theorem's."""
+    """Return the schedule, the slope in the limit, and the theorem's."""
     scale = potentials().scale
     values = np.linalg.eigvalsh(potentials().hessian.sum(0))
     largest = values[0] / values[-1] / 2  # c of alpha0 = m / (2 L), the theorem's largest

@@ -1,5 +1,6 @@
-r"""SFVI's cost of a round as the number of silos grows, at constant total rows, beside the pooled
-``SVI.update`` of the same guide.
+r"""SFVI's cost of a round as the number of silos grows, at constant total rows.
+
+Beside it is the pooled ``SVI.update`` of the same guide.
 
     python tests/benchmarks/sfvi_speed.py [--rows 10000] [--rounds 400]
 
@@ -77,7 +78,7 @@ def ours(silos: fed.Silos, rounds: int):
 
 
 def by_hand(rows: dict, num_silos: int, rounds: int):
-    """What one would write for this model and guide.
+    """Write this model and guide by hand.
 
     Silos vmapped, K = 1, sticking the landing, Adam.
     """

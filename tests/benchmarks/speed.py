@@ -28,7 +28,7 @@ from tasks import TASKS, Task, block_form, plain, pooled_rows
 import numpyro_fed as fed
 
 STEPS = {"a": 80_000, "b": 6_000, "c": 2_000}  # in one timed call
-LONG = {"a": 1000, "b": 200, "c": 200}  # local steps of a long stay
+LONG = {"a": 1000, "b": 200, "c": 200}  # local steps of a long visit
 AGAINST_PLAIN = {"a": 10.0, "b": 1.5, "c": 1.4}
 Forms = dict[str, Callable[[Array], Any]]
 
@@ -51,7 +51,7 @@ def kernel_of(name: str, task: Task, num_local_steps: int) -> MCMCKernel:
 
 
 def compiled_run(kernel: MCMCKernel, silos: fed.Silos, num_samples: int) -> Callable[[Array], Any]:
-    """A run of MCMC without the bar, one program."""
+    """Return a run of MCMC without the bar, one program."""
     kernel.init(random.key(0), 0, model_args=(silos,))
 
     @jax.jit
@@ -64,7 +64,7 @@ def compiled_run(kernel: MCMCKernel, silos: fed.Silos, num_samples: int) -> Call
 
 
 def run_with_bar(kernel: MCMCKernel, silos: fed.Silos, num_samples: int) -> Callable[[Array], Any]:
-    """A run of MCMC with the bar, drawn to nowhere."""
+    """Return a run of MCMC with the bar, drawn to nowhere."""
     mcmc = MCMC(kernel, num_warmup=0, num_samples=num_samples, progress_bar=True)
 
     def run(key: Array) -> Any:

@@ -51,7 +51,7 @@ def one(process: int, processes: int, port: str, rounds: int, stay: int, in_mcmc
 
 
 def measured(processes: int, rounds: int, stay: int, pinned: bool, in_mcmc: bool = False) -> float:
-    """Rounds a second, of all chains together."""
+    """Return rounds a second, of all chains together."""
     from numpyro_fed.engines.spmd import _free_port
 
     own = [

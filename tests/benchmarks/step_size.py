@@ -53,8 +53,9 @@ def data(model: Any, dim: int) -> fed.Silos:
 
 
 def titsias(model: Any, silos: fed.Silos, dim: int, steps: int) -> float:
-    """The squared scale that gradient-based adaptive MCMC learns, in the mean over chains and the
-    second half of its steps.
+    """Return the squared scale that gradient-based adaptive MCMC learns.
+
+    It is the mean over chains and over the second half of the steps.
     """
 
     def log_density(w: jax.Array) -> jax.Array:

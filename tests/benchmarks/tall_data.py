@@ -1,6 +1,6 @@
 """Tall data.
 
-When is every posterior mean within 0.1 sd, and stays there? FSGLD by minibatches beside NUTS on the
+When is every posterior mean within 0.1 sd for good? FSGLD by minibatches beside NUTS on the
 pooled rows.
 
     python tests/benchmarks/tall_data.py [--rows 10000 100000 1000000] [--seconds 260]
@@ -47,8 +47,9 @@ def data(rows: int) -> fed.Silos:
 
 
 def reference(silos: fed.Silos) -> tuple[np.ndarray, np.ndarray]:
-    """Mean and sds by importance sampling from the Laplace approximation, by antithetic pairs, in
-    float64 without the library.
+    """Return mean and sds by importance sampling from the Laplace approximation.
+
+    By antithetic pairs, in float64, without the library.
     """
     x, y = (np.asarray(silos.pooled[k], float) for k in ("x", "y"))
     mode = np.zeros(DIM)

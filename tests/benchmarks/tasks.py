@@ -8,7 +8,10 @@ a9a), m = 100. c: an MLP 18-18-18-8-2, 854 parameters, 30 silos of 90,000 rows, 
 numbers drawn and rows gathered for a block of steps in one go. Both make SGLD steps on the pooled
 rows,
 
-.. math:: \theta \leftarrow \theta + \tfrac h2 \left( \nabla \log p(\theta) + \tfrac Nm \nabla \log p(y^{(m)} \mid \theta) \right) + N(0, h) .
+.. math::
+
+    \theta \leftarrow \theta + \tfrac h2 \left( \nabla \log p(\theta)
+    + \tfrac Nm \nabla \log p(y^{(m)} \mid \theta) \right) + N(0, h) .
 """
 
 from collections.abc import Callable
@@ -128,7 +131,7 @@ def mlp(layers: list[tuple[Array, Array]], x: Array) -> Array:
 
 
 def mlp_layers(theta: Array) -> list[tuple[Array, Array]]:
-    """The layers of a flat position (sites sorted by name: all biases, then all weights)."""
+    """Return the layers of a flat position (sites sorted by name: all biases, then all weights)."""
     pairs = list(zip(LAYERS[:-1], LAYERS[1:], strict=True))
     shapes = [(o,) for _, o in pairs] + pairs
     parts = jnp.split(theta, np.cumsum([int(np.prod(s)) for s in shapes])[:-1])
@@ -137,7 +140,7 @@ def mlp_layers(theta: Array) -> list[tuple[Array, Array]]:
 
 
 def task_c(shrink: int = 1) -> Task:
-    """A small network for two classes on many rows."""
+    """Return a small network for two classes on many rows."""
     rng = np.random.default_rng(2)
     rows = 90_000 // shrink
     data = {}
@@ -176,7 +179,7 @@ def _langevin(task: Task, theta: Array, rows: dict[str, Array], xi: Array, num_r
 
 
 def _chain(round: Callable, key: Array, theta: Array, num_samples: int) -> Array:
-    """The positions after each of ``num_samples`` calls of ``round(theta, key)``."""
+    """Return the positions after each of ``num_samples`` calls of ``round(theta, key)``."""
 
     def one(theta: Array, key: Array) -> tuple[Array, Array]:
         theta = round(theta, key)
@@ -247,5 +250,5 @@ def block_form(
 
 
 def pooled_rows(task: Task) -> dict[str, Array]:
-    """The rows of all silos, as the hand-written forms take them."""
+    """Return the rows of all silos, as the hand-written forms take them."""
     return dict(task.silos.rows)

@@ -2,7 +2,7 @@
 
     python tests/benchmarks/visit_noise.py lung_survival sleepstudy heart_disease_hospitals
 
-Per model of `models/`: the largest eigenvalue of N (a stay of 40 steps, `selection="auto"`) with
+Per model of `models/`: the largest eigenvalue of N (a visit of 40 steps, `selection="auto"`) with
 the surrogates as fitted and with their bounded corrections dropped, what is redrawn in every step
 of it (local latents), and the step sizes that follow.
 """

@@ -41,7 +41,7 @@ def data(dim: int) -> dict[str, np.ndarray]:
 
 
 def curvature(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """The posterior's precision at its mode."""
+    """Return the posterior's precision at its mode."""
     beta = np.zeros(x.shape[1])
     for _ in range(30):
         p = 1 / (1 + np.exp(-x @ beta))
@@ -55,7 +55,7 @@ def row(dim: int, cov: str, rounds: int) -> dict[str, Any]:
     silos = fed.split(rows, by=np.arange(NUM_SILOS).repeat(2 * dim))
     avg = fed.SFVIAvg(model, fed.AutoSiloNormal(model, global_cov=cov), conducive=True)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a fit that has not settled says so; the table does
+        warnings.simplefilter("ignore")  # a fit that has not converged says so; the table does
         start = time.perf_counter()
         result = avg.run(jax.random.key(0), rounds, silos, progress_bar=False, tol=0.01)
         seconds = time.perf_counter() - start

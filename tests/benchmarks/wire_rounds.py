@@ -1,8 +1,7 @@
-"""What the wire contract costs a message, beside the same call without bytes, in one process and
-without a network.
+"""Cost of the wire contract for a message, in one process and without a network.
 
-A silo is told n floats, which it keeps (on disk, over the wire); and FSGLD's rounds of two chains
-on a small model.
+Beside it is the same call without bytes. A silo receives n floats, which it keeps (on disk, over
+the wire); and FSGLD's rounds of two chains on a small model.
 
     python tests/benchmarks/wire_rounds.py
 """
