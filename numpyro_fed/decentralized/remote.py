@@ -100,6 +100,7 @@ class NodeLocal(SiloTask):
     def __call__(
         self, key: Array, message: Array, state: tuple[Tuning, Any], view: SiloView
     ) -> tuple[Any, Any]:
+        """Return gradient and acceptance, and the local latents after their moves."""
         tuning, own = state
         eps, local_map = (None, None) if own is None else own
         slope, eps, accepted = node_step(

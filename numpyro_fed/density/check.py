@@ -340,6 +340,7 @@ class LeakageLocal(SiloTask):
     units: Units
 
     def __call__(self, key: Array, theta: dict, state: Any, view: SiloView) -> tuple[Array, None]:
+        """Return the error at a random point, relative to the gradient."""
         factors, units = self.factors, self.units
         view = units.laid_out(view)
         kwargs, weights = view.whole()

@@ -65,6 +65,7 @@ class mark_silos(Messenger):
         return result
 
     def process_message(self, msg: dict) -> None:
+        """Write the mark into the message of a plate that has one of the names."""
         if msg["type"] == "plate" and msg["name"] in self.plate_names:
             msg["infer"] = {**msg.get("infer", {}), _MARK: True}
             if self.fn is not None:

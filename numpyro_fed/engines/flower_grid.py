@@ -43,10 +43,12 @@ class InProcessGrid(Grid):
             TaskIdentity.task_id = TaskIdentity.run_id = TaskIdentity.node_id = 1
 
     def set_run(self, run: Run) -> None:
+        """Store the run, whose number becomes that of every context."""
         self._run = run
 
     @property
     def run(self) -> Run:
+        """Run that was set, or an empty one."""
         return self._run
 
     def create_message(
@@ -57,12 +59,15 @@ class InProcessGrid(Grid):
         group_id: str,
         ttl: float | None = None,
     ) -> Message:
+        """Return a message to one node."""
         return Message(content, dst_node_id, message_type, ttl=ttl, group_id=group_id)
 
     def get_node_ids(self) -> Iterable[int]:
+        """Return the nodes that are alive."""
         return list(self.apps)
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        """Have the apps answer at once, one after another; return the messages' ids."""
         return [self._push(message) for message in messages]
 
     def _push(self, message: Message) -> str:
@@ -88,9 +93,11 @@ class InProcessGrid(Grid):
         return number
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        """Return the replies to these messages, each of them once."""
         return [self._replies.pop(number) for number in message_ids if number in self._replies]
 
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
     ) -> Iterable[Message]:
+        """Return the replies to messages; a message's own ttl counts, and ``timeout`` does not."""
         return self.pull_messages(self.push_messages(messages))

@@ -218,15 +218,16 @@ class FedController(Controller):
         super().__init__(task_check_period=PERIOD)
 
     def start_controller(self, fl_ctx: Any) -> None:
-        pass
+        """Start nothing: :meth:`control_flow` does all."""
 
     def stop_controller(self, fl_ctx: Any) -> None:
-        pass
+        """Stop nothing."""
 
     def process_result_of_unknown_task(self, *args: Any, **kwargs: Any) -> None:
         """Ignore a reply that comes too late."""
 
     def control_flow(self, abort_signal: Any, fl_ctx: Any) -> None:
+        """Call ``run`` if all silos are there; an error ends the job, and goes to ``error.txt``."""
         told, workspace, job = _settings(fl_ctx)
         kept = Path(workspace.get_run_dir(job))
         try:
@@ -265,6 +266,7 @@ class SideExecutor(Executor):
         self._side: Any = None
 
     def execute(self, task_name: str, shareable: Any, fl_ctx: Any, abort_signal: Any) -> Any:
+        """Answer a message by the side; the reply to one that fails has a return code alone."""
         if task_name != TASK:
             return make_reply(ReturnCode.TASK_UNKNOWN)
         name = fl_ctx.get_identity_name()
@@ -333,6 +335,7 @@ class Rejoin(ClientProcessJobLauncher):
     """
 
     def handle_event(self, event_type: str, fl_ctx: Any) -> None:
+        """Remove the commands that read files, and go back to unfinished jobs after a restart."""
         super().handle_event(event_type, fl_ctx)
         engine = fl_ctx.get_engine()
         if event_type == EventType.SYSTEM_BOOTSTRAP:  # before the client answers anything
@@ -354,6 +357,10 @@ class Rejoin(ClientProcessJobLauncher):
                 )
 
     def launch_job(self, job_meta: dict, fl_ctx: Any) -> "Lasting":
+        """Start a silo's process, and write the token that it needs to come back.
+
+        :raises PermissionError: for a job that brings code.
+        """
         if job_meta.get(AppValidationKey.BYOC):  # this client itself has looked for code
             raise PermissionError(
                 "the job brings code; expected one that names what the site has installed and "

@@ -143,6 +143,7 @@ class Wire(Carrier):
         return answers
 
     def forget(self, slots: list[int], *, now: bool = False) -> None:
+        """Note slots for the next message to their silos, or send them ``now``."""
         super().forget(slots)
         for slot in slots:
             for number in set(self._owners.pop(slot, [])):
@@ -153,9 +154,11 @@ class Wire(Carrier):
             )
 
     def position(self) -> dict[str, Any]:
+        """Return the carrier's position with the silos of each slot."""
         return {**super().position(), "owners": list(self._owners.items())}
 
     def go_on(self, position: dict[str, Any]) -> None:
+        """Continue from a checkpoint, but with the slots that this connection was given."""
         super().go_on({**position, "next": self.next_slot})
         self._owners |= dict(position["owners"])
 

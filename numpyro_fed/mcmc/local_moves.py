@@ -49,7 +49,6 @@ def move_noise(
     Each unit's key comes from its place in the pooled data, so the noise does not depend on the
     partition into silos.
     """
-
     key_units, key_width = random.split(key)
     uniforms = (sum(units.num_elements),) if isinstance(units, NestedUnits) else ()
 

@@ -65,6 +65,7 @@ class PilotLocal(SiloTask):
     def __call__(
         self, key: Array, message: tuple[Tuning, Array], rows: LocalMap | None, view: SiloView
     ) -> tuple[tuple[Array, ...], None]:
+        """Return means and norms of e along a walk at each theta of the message."""
         config, (tuning, thetas) = self.config, message
         view = view if config.units is None else config.units.laid_out(view)
 

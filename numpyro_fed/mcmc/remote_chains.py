@@ -93,6 +93,7 @@ class StartLocal(SiloTask):
         return self.config.units
 
     def __call__(self, key: Array, message: None, rows: Any, view: SiloView) -> tuple[Array, Any]:
+        """Return nothing but a zero, and the coordinates with the local map as the silo's state."""
         units, silos = self.config.units, view.silos
         assert units is not None
         if units.group is None:
@@ -128,6 +129,7 @@ class VisitLocal(SiloTask):
     def __call__(
         self, key: Array, message: Chain, state: tuple[Tuning, Any], view: SiloView
     ) -> tuple[Any, Any]:
+        """Return the chain after its local steps, and its coordinates of the silo's latents."""
         tuning, own = state
         return federated(self.config, tuning).local(key, message, own, view)
 

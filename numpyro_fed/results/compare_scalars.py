@@ -151,5 +151,6 @@ def _rounding(*draws: np.ndarray) -> float:
 
 
 def is_constant(draws: np.ndarray) -> bool:
+    """Return True if draws differ by rounding alone."""
     with np.errstate(invalid="ignore"):  # inf - inf
         return bool(np.ptp(draws) <= _rounding(draws))

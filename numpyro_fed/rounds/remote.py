@@ -123,9 +123,11 @@ class Loopback(Carrier):
         self.silos = silos
 
     def check(self, check: Callable[[Silos], None]) -> None:
+        """Check all silos in one call."""
         check(self.silos)
 
     def ask(self, calls: list[Call]) -> list[Any]:
+        """Answer the calls one after another; every silo answers."""
         return [self.workers[call.number].answer(call) for call in calls]
 
 

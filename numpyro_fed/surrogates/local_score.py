@@ -103,6 +103,7 @@ class ScoreLocal(SiloTask):
     def __call__(
         self, key: Array, message: Message, state: Any, view: SiloView
     ) -> tuple[Reply, Any]:
+        """Return the regression of the score, and in the last round the rows of the local map."""
         points, beside = message.points, None
         if self.last and isinstance(self.units, NestedUnits):
             shape = (len(points), self.units.blocks()[0][2])

@@ -129,6 +129,7 @@ class EstimateLocal(SiloTask):
     def __call__(
         self, key: Array, message: tuple, state: Any, view: SiloView
     ) -> tuple[Array, None]:
+        """Return an estimate at each draw of the message; there is no state."""
         told, weights, learned, params = message
         rows, config = rows_of(view), self.config
         own = own_params(config, 0, state, params)

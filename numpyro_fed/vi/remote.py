@@ -91,6 +91,10 @@ class InitLocal(SiloTask):
     def __call__(
         self, key: Array, message: dict[str, Array], state: Any, view: SiloView
     ) -> tuple[Array, Any]:
+        """Return nothing but a zero, and the silo's first state.
+
+        :raises ValueError: if the state that it reads has parameters of other shapes.
+        """
         local = self.config.families[0].init_local(rows_of(view))
         if self.taken:
             own = own_params(self.config, 0, state, message)
@@ -142,6 +146,7 @@ class RoundLocal(SiloTask):
         return self.config
 
     def __call__(self, key: Array, message: Any, state: Any, view: SiloView) -> tuple[Any, Any]:
+        """Return the reply of the algorithm's ``local``, and the silo's new state."""
         options = {"bare": True} if self.bare and self.config.noise is not None else {}
         return _ALGORITHMS[self.algorithm].local(
             self.config, key, message, state, rows_of(view), **options
@@ -263,6 +268,7 @@ class RemoteRounds:
         return VIState(server, kept, np.zeros(num, np.int32))  # type: ignore[arg-type]
 
     def __call__(self, state: VIState, num: int) -> tuple[VIState, np.ndarray, np.ndarray]:
+        """Make ``num`` rounds, and write the checkpoints that are due between them."""
         losses, bad = np.zeros(num), np.full(num, -1)
         for i in range(num):
             self.tidy(state)

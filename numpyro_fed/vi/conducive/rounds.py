@@ -297,7 +297,7 @@ def merge(
         whatever their probability.
     """
     family = config.families[0]
-    # gain and value of a silo whose numbers are not finite are zero; a sum is then NaN, and shall be
+    # where numbers are not finite, gain and value of a silo count as zero; a masked sum stays NaN
     heard = jnp.ones_like(replies.finite) if config.secure_sum else replies.finite
     heard = heard if weights is None else heard & (weights > 0)
     gained = jax.tree.map(
