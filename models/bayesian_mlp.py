@@ -261,7 +261,7 @@ def plot(found: dict[tuple[str, float, str], tuple[Fit, fed.Silos, Rows]], place
         column[2].plot([0, 1], [0, 1], ":k", lw=1)
         column[2].set(xlabel="predicted probability", ylabel="share of positives, test")
         for ax in column[:2]:
-            ax.axhline(-np.log(2), color="grey", lw=0.8, ls="--")
+            ax.axhline(-np.log(2), color="gray", lw=0.8, ls="--")
     axes[0, 0].legend(loc="lower right")
     place.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(place, dpi=130)

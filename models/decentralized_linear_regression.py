@@ -344,14 +344,14 @@ def plot(law: Law, run: Run, title: str, place: Path) -> None:
         right.loglog(few, networks[few - 1, i], "o", ms=4, mfc="none", color=color)
     left.loglog(t, exact[t - 1, -1], "k--", lw=1, label="average")
     left.axhline(
-        floor(num_networks), color="grey", ls=":", label=f"{num_networks} exact draws would show"
+        floor(num_networks), color="gray", ls=":", label=f"{num_networks} exact draws would show"
     )
     late = t >= 200
     left.loglog(
-        t[late], 2 * exact[199, 0] * (t[late] / 200.0) ** -0.5, color="grey", lw=1, label="t^(-1/2)"
+        t[late], 2 * exact[199, 0] * (t[late] / 200.0) ** -0.5, color="gray", lw=1, label="t^(-1/2)"
     )
     right.loglog(
-        t[late], 3 * consensus[199, 0] * 200.0 / t[late], color="grey", lw=1, label="1 / t"
+        t[late], 3 * consensus[199, 0] * 200.0 / t[late], color="gray", lw=1, label="1 / t"
     )
     left.set(xlabel="t", title="W2 to the posterior (circles: networks of the kernel)")
     right.set(xlabel="t", title="E |node - average|²")

@@ -300,7 +300,7 @@ def plot(runs: dict[Setting, Run], truth: Grid, tau: float, place: Path) -> None
         )
         axes[1, 2].plot(run.time[::every], forgets[::every], color=color, ls="--", lw=1)
     paper = next(iter(runs.values()))
-    axes[1, 2].axvline(paper.time[-1], color="grey", ls=":", label="end of the paper's steps")
+    axes[1, 2].axvline(paper.time[-1], color="gray", ls=":", label="end of the paper's steps")
     axes[1, 2].set(xlabel="time s", ylim=(0, 1), title="θ2 > 0 by start (dashed: diffusion)")
     axes[1, 2].legend()
     place.parent.mkdir(parents=True, exist_ok=True)

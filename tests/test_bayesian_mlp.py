@@ -1,6 +1,6 @@
 """A Bayesian network on silos whose labels differ.
 
-Its data, its density, its judgement, its surrogates, and modules that do not fit.
+Its data, its density, its judgment, its surrogates, and modules that do not fit.
 """
 
 import sys

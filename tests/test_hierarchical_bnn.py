@@ -123,7 +123,7 @@ def test_silos_terms_sum_to_the_pooled_density(model: Callable) -> None:
     check_factorization(factorize(model, silos), silos)
 
 
-def relabelled(silos: fed.Silos, y: np.ndarray) -> fed.Silos:
+def relabeled(silos: fed.Silos, y: np.ndarray) -> fed.Silos:
     """Return the same silos, each image with another digit."""
     pooled = silos.pooled
     told = {"x": "images", "y": "images", "silo": "images", "silos": "silos"}
@@ -148,7 +148,7 @@ def test_a_silo_is_judged_by_its_own_network() -> None:
     z = jnp.asarray(z.reshape(4, -1), jnp.float32)
     q = {"auto_loc": loc, "auto_scale": jnp.full(loc.shape, 1e-6)}
     local = {"auto_local_loc": z, "auto_local_log_scale": jnp.full(z.shape, -14.0)}
-    silos = relabelled(drawn, (y + silo) % 10)
+    silos = relabeled(drawn, (y + silo) % 10)
     found = bnn.accuracy(bnn.fedpop, q | local, silos)
     assert right > 90
     assert abs(found.mean() - right) < 0.2, found
@@ -167,7 +167,7 @@ def test_a_short_fit_learns_from_images_not_from_frequencies_alone() -> None:
         y[silo == s] = rng.permutation(y[silo == s])
     found, control = (
         bnn.accuracy(bnn.fedpop, bnn.sfvi(bnn.fedpop, rows, 50, 400).params, tested).mean()
-        for rows in (learned, relabelled(learned, y))
+        for rows in (learned, relabeled(learned, y))
     )
     floor = bnn.floor(tested).mean()
     assert 89 < floor < 91

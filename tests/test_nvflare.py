@@ -123,7 +123,7 @@ class Sending:
     """Controller whose clients answer at once: with bytes, an error, or not at all."""
 
     def __init__(self, answers):
-        self.answers, self.sent, self.cancelled = answers, [], []
+        self.answers, self.sent, self.canceled = answers, [], []
 
     def broadcast(self, task, fl_ctx, targets, min_responses):
         (name,) = targets
@@ -140,7 +140,7 @@ class Sending:
         task.task_done_cb(task, fl_ctx)
 
     def cancel_task(self, task, completion_status, fl_ctx):
-        self.cancelled.append(task.targets)
+        self.canceled.append(task.targets)
 
 
 def transport(answers, patience=5.0, stopped=False):
@@ -166,7 +166,7 @@ def test_a_message_is_sent_again_after_an_error():
 def test_a_silent_silo_is_absent():
     controller, silos = transport({"a": [], "b": [b"2"]}, patience=0.3)
     assert silos.exchange({"a": b"x", "b": b"y"}) == {"b": b"2"}
-    assert len(controller.cancelled) == 1
+    assert len(controller.canceled) == 1
 
 
 def test_a_stranger_is_refused():

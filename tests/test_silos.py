@@ -162,7 +162,7 @@ def test_a_chain_of_indices() -> None:
 
 @FAST
 @given(st.lists(st.integers(-1, 3), min_size=5, max_size=5))
-def test_elements_are_labelled_as_well_as_the_rows_that_point_to_them(by: list[int]) -> None:
+def test_elements_are_labeled_as_well_as_the_rows_that_point_to_them(by: list[int]) -> None:
     by[2] = 1
     labels = np.array(by)
     by_rows, by_elements = (
@@ -184,7 +184,7 @@ def test_labels_go_down_a_chain_of_indices() -> None:
         )
 
 
-def test_a_labelled_element_may_have_no_row() -> None:
+def test_a_labeled_element_may_have_no_row() -> None:
     silos = pointing(to=np.array([0, 1, 0, 1, 1]), by=np.array([0, 1, 0]))
     assert silos.sizes == {"rows": (2, 3), "ds": (2, 1)}
     assert (

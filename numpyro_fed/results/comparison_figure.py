@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 # Blue and vermilion of Okabe and Ito, distinct in every form of color blindness, and dark gray.
 _FED, _REF, _DIFFERS, _QUIET = "#0072B2", "#4D4D4D", "#B24700", "#6B6B6B"
 _BAND = "#DCE9F2"
-_VERDICT_COLOURS = {"agrees": _QUIET, "undecided": "#8A6100", "differs": _DIFFERS}
+_VERDICT_COLORS = {"agrees": _QUIET, "undecided": "#8A6100", "differs": _DIFFERS}
 _WIDTH, _ROW, _TOP, _BOTTOM, _RIGHT = 10.0, 0.62, 1.05, 0.62, 1.9  # inches
 _REACH = 5.0  # largest limit of an axis, in sds from the reference's mean
 _MAX_LABEL = 26
