@@ -27,6 +27,12 @@ def test_nothing_reaches_into_another_objects_underscore():
     assert not architecture.reaches()
 
 
+def test_lines_are_within_100_columns():
+    """The linter holds Python files, but for long words, and no pages."""
+    rooms = ("numpyro_fed", "models", "tests")
+    assert not architecture.wide(*(f"{r}/**/*.py" for r in rooms), "docs/**/*.md", "*.md")
+
+
 def test_private_names_of_numpyro_only_in_compat():
     for name, path in files().items():
         for node in ast.walk(ast.parse(path.read_text())):

@@ -27,8 +27,8 @@ PLAIN = fed.Step(0.01, preconditioner=None)
 
 def options(**given):
     settings = {
-        "num_local_steps": 1, "batch_size": None, "surrogate": None, "alpha": 0.0, "selection": None,
-        "public": (), "validate": False,
+        "num_local_steps": 1, "batch_size": None, "surrogate": None, "alpha": 0.0,
+        "selection": None, "public": (), "validate": False,
     }  # fmt: skip
     step = fed.Step(0.01, preconditioner=given.pop("preconditioner", None))
     return Options(step, **{**settings, **given})

@@ -40,16 +40,38 @@ REFUSED = {
         "finite number > 0, got None",
     ),
     "steps of a list": (lambda: fed.SGLD(linear, [0.1, 0.2]), "finite number > 0, got .0.1, 0.2."),
-    "schedule of SGLD": (lambda: fed.SGLD(linear, lambda t: -1.0), "finite numbers > 0, got -1 at step 0"),
-    "step of another kernel": (lambda: fed.PushSumLangevin(linear, RING, "auto"), 'a schedule or "adaptive" for a network, got \'auto\''),
-    "schedule that ends": (lambda: fed.PushSumLangevin(linear, RING, optax.linear_schedule(0.1, 0.0, 100)), "finite numbers > 0, got 0 at step 1"),
-    "schedule of arrays": (lambda: fed.PushSumLangevin(linear, RING, lambda t: jnp.ones(2)), r"got an array of shape \(2,\) at step 0"),
-    "schedule that fails": (lambda: fed.PushSumLangevin(linear, RING, lambda: 0.1), "the schedule fails at step 0 .TypeError"),
+    "schedule of SGLD": (
+        lambda: fed.SGLD(linear, lambda t: -1.0),
+        "finite numbers > 0, got -1 at step 0",
+    ),
+    "step of another kernel": (
+        lambda: fed.PushSumLangevin(linear, RING, "auto"),
+        "a schedule or \"adaptive\" for a network, got 'auto'",
+    ),
+    "schedule that ends": (
+        lambda: fed.PushSumLangevin(linear, RING, optax.linear_schedule(0.1, 0.0, 100)),
+        "finite numbers > 0, got 0 at step 1",
+    ),
+    "schedule of arrays": (
+        lambda: fed.PushSumLangevin(linear, RING, lambda t: jnp.ones(2)),
+        r"got an array of shape \(2,\) at step 0",
+    ),
+    "schedule that fails": (
+        lambda: fed.PushSumLangevin(linear, RING, lambda: 0.1),
+        "the schedule fails at step 0 .TypeError",
+    ),
     "bias target": (
-        lambda: fed.PushSumLangevin(linear, RING, fed.Step("adaptive", bias_target=1.0)), r"\(0, 1\), got 1.0"),
+        lambda: fed.PushSumLangevin(linear, RING, fed.Step("adaptive", bias_target=1.0)),
+        r"\(0, 1\), got 1.0",
+    ),
     "noise correction": (
-        lambda: fed.GossipLangevin(linear, RING, fed.Step(0.1, noise_correction=True)), "are for FSGLD, not for networks"),
-    "batch": (lambda: start(fed.PushSumLangevin(linear, RING, 0.01, 4)), "more than silo 'silo 0' has: 3 rows"),
+        lambda: fed.GossipLangevin(linear, RING, fed.Step(0.1, noise_correction=True)),
+        "are for FSGLD, not for networks",
+    ),
+    "batch": (
+        lambda: start(fed.PushSumLangevin(linear, RING, 0.01, 4)),
+        "more than silo 'silo 0' has: 3 rows",
+    ),
     "batch of elements": (
         lambda: start(
             fed.PushSumLangevin(intercepts, fed.graphs.ring(3), 0.01, 2), intercepts_silos(), 3

@@ -306,10 +306,12 @@ class Silos:
     # JAX pytree: arrays are children, and all that shapes depend on is static
 
     def tree_flatten(self) -> tuple[tuple, Any]:
+        """Return arrays and static facts: programs are compiled anew where the facts differ."""
         return (self.rows, self.order, self.shared_arrays), self.spec
 
     @classmethod
     def tree_unflatten(cls, spec: Any, children: tuple) -> Self:
+        """Rebuild silos without the checks of ``__init__``, because leaves may be tracers."""
         return cls.from_spec(spec, *children)
 
     # numpyro.infer.MCMC caches compiled programs by its arguments; arrays count by id

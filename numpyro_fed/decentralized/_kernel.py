@@ -75,8 +75,8 @@ class NetworkKernel(FederatedKernel):
         step = as_step(step_size)
         if isinstance(step.size, str) and step.size != "adaptive":
             raise ValueError(
-                'step_size: expected a positive number, a schedule or "adaptive" for a network, got '
-                f"{step.size!r}"
+                'step_size: expected a positive number, a schedule or "adaptive" for a network, '
+                f"got {step.size!r}"
             )
         if step.noise_correction or step.control_variates:
             raise ValueError(

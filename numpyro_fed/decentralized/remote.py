@@ -55,6 +55,7 @@ class NodeStartLocal(SiloTask):
 
     @property
     def latent_units(self) -> Any:
+        """Units of the latents, from the static facts."""
         return self.config.units
 
     def __call__(self, key: Array, message: Array, rows: Any, view: SiloView) -> tuple[Array, Any]:
@@ -84,8 +85,8 @@ class NodeLocal(SiloTask):
 
     wire_name = "NodeLocal"
     leaves = (
-        "The silo sends the gradient of its part of the potential at its node's position, and the mean "
-        "acceptance of its local moves"
+        "The silo sends the gradient of its part of the potential at its node's position, and "
+        "the mean acceptance of its local moves"
     )
     numbers = "d + 1 numbers in each step of each network"
     ceiling = 1_000_000
@@ -95,6 +96,7 @@ class NodeLocal(SiloTask):
 
     @property
     def latent_units(self) -> Any:
+        """Units of the latents, from the static facts."""
         return self.config.units
 
     def __call__(

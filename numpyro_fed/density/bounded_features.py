@@ -22,7 +22,7 @@ def num_features(dim: int) -> int:
 
 
 def features(u: AnyArray) -> Array:
-    """Return :math:`\\psi` at whitened positions ``(..., d)``, of shape ``(..., p)``."""
+    r"""Return :math:`\psi` at whitened positions ``(..., d)``, of shape ``(..., p)``."""
     c = _REACH * jnp.tanh(u / _REACH)
     return jnp.concatenate([jnp.ones_like(c[..., :1]), c, curved(u)], axis=-1)
 

@@ -53,6 +53,7 @@ class PooledModel:
     model: Callable
 
     def __call__(self, *args: object, **kwargs: object) -> object:
+        """Run the model; the rest of the arguments replaces pooled ones of the same name."""
         if args and isinstance(args[0], Silos):
             return self.model(*args[1:], **{**args[0].pooled, **kwargs})
         return self.model(*args, **kwargs)
@@ -82,6 +83,7 @@ class LearnedModel:
     model: Callable
 
     def __call__(self, *args: object, **kwargs: object) -> object:
+        """Run the model with the parameters' values substituted."""
         return substitute(self.model, data=kwargs.pop(PARAMS))(*args, **kwargs)
 
 

@@ -50,6 +50,7 @@ class mark_silos(Messenger):
         super().__init__(fn)
 
     def __call__(self, *args: object, **kwargs: object) -> object:
+        """Run the model, and look whether it had plates of all names."""
         if self.fn is None:  # used as a decorator
             return super().__call__(*args, **kwargs)
         self._seen: set[str] = set()

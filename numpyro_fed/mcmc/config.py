@@ -141,7 +141,7 @@ class Conducive(NamedTuple):
     corrections: Corrections | None = None
     total_corrections: Corrections | None = None
 
-    def of(self, number: Array | int) -> "Conducive":
+    def of(self, number: Array | int | slice) -> "Conducive":
         """Return one silo's surrogate, with the sums over all silos."""
         corrections = (
             None

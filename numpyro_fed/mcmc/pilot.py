@@ -44,8 +44,8 @@ class PilotLocal(SiloTask):
 
     wire_name = "PilotLocal"
     leaves = (
-        "The silo sends means and norms of the difference between its gradient and its surrogate's at "
-        "the server's positions"
+        "The silo sends means and norms of the difference between its gradient and its "
+        "surrogate's at the server's positions"
     )
     numbers = "2 d numbers for each position, and one for each of up to 128 steps"
     ceiling = 100
@@ -56,10 +56,12 @@ class PilotLocal(SiloTask):
     length: int
 
     def tell(self, message: tuple[Tuning, Array], number: int) -> tuple[Tuning, Array]:
+        """Return the numbers without other silos' surrogates, and the positions."""
         return message[0].seen_by(number), message[1]
 
     @property
     def latent_units(self) -> Any:
+        """Units of the latents, from the static facts."""
         return self.config.units
 
     def __call__(

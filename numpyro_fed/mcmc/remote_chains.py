@@ -90,6 +90,7 @@ class StartLocal(SiloTask):
 
     @property
     def latent_units(self) -> Any:
+        """Units of the latents, from the static facts."""
         return self.config.units
 
     def __call__(self, key: Array, message: None, rows: Any, view: SiloView) -> tuple[Array, Any]:
@@ -112,8 +113,8 @@ class VisitLocal(SiloTask):
 
     wire_name = "VisitLocal"
     leaves = (
-        "The silo sends a chain's position and count of steps after the visit, four statistics of the "
-        "visit, and the mean difference between its gradient and its surrogate's"
+        "The silo sends a chain's position and count of steps after the visit, four statistics "
+        "of the visit, and the mean difference between its gradient and its surrogate's"
     )
     numbers = "2 d + 5 numbers in each visit"
     ceiling = 1_000_000
@@ -124,6 +125,7 @@ class VisitLocal(SiloTask):
 
     @property
     def latent_units(self) -> Any:
+        """Units of the latents, from the static facts."""
         return self.config.units
 
     def __call__(

@@ -179,7 +179,7 @@ def _draw_verdict(ax: "Axes", row: "Series") -> None:
     write = partial(
         ax.annotate, xycoords="axes fraction", textcoords="offset points", annotation_clip=False
     )
-    color = _VERDICT_COLOURS[row["verdict"]]
+    color = _VERDICT_COLORS[row["verdict"]]
     weight = "bold" if row["verdict"] == "differs" else "normal"
     write(row["verdict"], (1, 0.5), xytext=(8, 1), va="bottom", size=9, color=color, weight=weight)
     numbers = row["note"] or f"Δ {row['error']:.2f} sd, sd ratio {row['sd_ratio']:.2f}"

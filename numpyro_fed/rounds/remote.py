@@ -228,11 +228,13 @@ class RemoteSilos(Silos):
     # In this pytree the shared arguments alone are arrays.
 
     def tree_flatten(self) -> tuple[tuple, Any]:
+        """Return shared arrays alone as leaves; types of rows and the carrier are static."""
         types = tuple(sorted(self.rows.items()))
         return ({}, {}, self.shared_arrays), (self.spec, types, self.carrier)
 
     @classmethod
     def tree_unflatten(cls, aux: Any, children: tuple) -> Self:
+        """Rebuild remote silos with types of rows in place of rows."""
         spec, types, carrier = aux
         self = cls.from_spec(spec, dict(types), {}, children[2])
         self.carrier = carrier

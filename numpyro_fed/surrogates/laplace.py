@@ -36,7 +36,10 @@ class LaplaceLocal(SiloTask):
     """
 
     wire_name = "LaplaceLocal"
-    leaves = "The silo sends the value, gradient and precision of its log marginal likelihood at one point"
+    leaves = (
+        "The silo sends the value, gradient and precision of its log marginal likelihood at one "
+        "point"
+    )
     numbers = "d + d^2 + 2 numbers (beyond 500 dimensions 2 d + 2)"
     ceiling = 1_000
     message_classes = ("ScoreMessage",)
@@ -46,6 +49,7 @@ class LaplaceLocal(SiloTask):
 
     @property
     def latent_units(self) -> Units | None:
+        """Units of the latents, from the static facts."""
         return self.units
 
     def __call__(

@@ -77,8 +77,9 @@ class ScoreLocal(SiloTask):
 
     wire_name = "ScoreLocal"
     leaves = (
-        "The silo sends its surrogate, which is a gradient and a precision fitted to its log marginal "
-        "likelihood at the server's points, the error of this fit, and the values at the points"
+        "The silo sends its surrogate, which is a gradient and a precision fitted to its log "
+        "marginal likelihood at the server's points, the error of this fit, and the values at "
+        "the points"
     )
     numbers = (
         "d + d^2 + 1 numbers (beyond 500 dimensions 2 d + 1) and one for each point; in the last "
@@ -94,10 +95,12 @@ class ScoreLocal(SiloTask):
 
     @property
     def keeps(self) -> bool:
+        """Flag of a silo that keeps its rows of the local map."""
         return self.last and self.units is not None
 
     @property
     def latent_units(self) -> Units | None:
+        """Units of the latents, from the static facts."""
         return self.units
 
     def __call__(

@@ -120,10 +120,12 @@ class EstimateLocal(SiloTask):
 
     @property
     def summed(self) -> bool:
+        """Flag of masked replies, in fits with secure sums."""
         return self.config.secure_sum
 
     @property
     def fit_config(self) -> FitConfig:
+        """Static facts of the fit, which are those of the call."""
         return self.config
 
     def __call__(

@@ -86,6 +86,7 @@ class InitLocal(SiloTask):
 
     @property
     def fit_config(self) -> FitConfig:
+        """Static facts of the fit, which are those of the call."""
         return self.config
 
     def __call__(
@@ -117,16 +118,17 @@ class RoundLocal(SiloTask):
 
     wire_name = "RoundLocal"
     leaves = (
-        "The silo sends, in SFVI, its part of the bound and of the bound's gradient; in SFVI-Avg, its "
-        "bound, its number of rows and the global parameters after its steps; in conducive rounds, its "
-        "expected log likelihood, the change of its approximate factor, and with optimizers its copies "
-        "of the learned parameters and its share of the rows; and in each, whether all is finite"
+        "The silo sends, in SFVI, its part of the bound and of the bound's gradient; in SFVI- "
+        "Avg, its bound, its number of rows and the global parameters after its steps; in "
+        "conducive rounds, its expected log likelihood, the change of its approximate factor, "
+        "and with optimizers its copies of the learned parameters and its share of the rows; and "
+        "in each, whether all is finite"
     )
     numbers = (
         "for SFVI, up to 2 d numbers and the gradient in the message's network weights or guide "
-        "parameters for each draw, and one for each learned parameter; for SFVI-Avg, one for each "
-        "global parameter; for conducive rounds, d + d (d + 1) / 2 (diagonal: 2 d) and one for each "
-        "learned parameter; and up to 3 more"
+        "parameters for each draw, and one for each learned parameter; for SFVI-Avg, one for "
+        "each global parameter; for conducive rounds, d + d (d + 1) / 2 (diagonal: 2 d) and one "
+        "for each learned parameter; and up to 3 more"
     )
     ceiling = 100_000
     message_classes = ("SFVIMessage", "SFVIAvgMessage", "ConduciveMessage", *FIT_CLASSES)
@@ -139,10 +141,12 @@ class RoundLocal(SiloTask):
 
     @property
     def summed(self) -> bool:
+        """Flag of masked replies, in fits with secure sums."""
         return self.config.secure_sum
 
     @property
     def fit_config(self) -> FitConfig:
+        """Static facts of the fit, which are those of the call."""
         return self.config
 
     def __call__(self, key: Array, message: Any, state: Any, view: SiloView) -> tuple[Any, Any]:
@@ -153,6 +157,7 @@ class RoundLocal(SiloTask):
         )
 
     def private(self, reply: Any, key: bytes) -> Any:
+        """Return a bare reply with exact noise."""
         assert self.config.noise is not None
         return _ALGORITHMS[self.algorithm].private(
             reply, partial(noised_exactly, self.config.noise, Words(key))

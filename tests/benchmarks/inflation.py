@@ -130,8 +130,8 @@ def flags(mcmc: MCMC) -> list[str]:
 
 
 def measure(
-    model: Callable, silos: fed.Silos, exact: tuple[np.ndarray, np.ndarray], kind: str, surrogate: Any,
-    batch: int | None, steps: int, num: int, target: float = 0.1,
+    model: Callable, silos: fed.Silos, exact: tuple[np.ndarray, np.ndarray], kind: str,
+    surrogate: Any, batch: int | None, steps: int, num: int, target: float = 0.1,
 ) -> dict[str, Any]:  # fmt: skip
     kernel = fed.FSGLD(model, fed.Step(bias_target=target), steps, batch, surrogate)
     mcmc = MCMC(kernel, num_warmup=200, num_samples=num, num_chains=8, **CHAINS)
