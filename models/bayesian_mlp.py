@@ -352,7 +352,7 @@ def variational(silos: fed.Silos, test: Rows, rounds: int) -> dict[str, float]:
         model, global_cov="diag", init_scale=0.05, init_loc_fn=init_to_value(values=first)
     )
     size = max(16, silos.sizes[silos.group["y"]][0] // 256)
-    avg = fed.SFVIAvg(model, guide, conducive=True, batch_size=size)
+    avg = fed.ConduciveSFVI(model, guide, batch_size=size)
     result = avg.run(jax.random.key(0), rounds, silos, progress_bar=False)
     idata = fed.to_inference_data(avg, result, silos, num_draws=JUDGED, log_likelihood=False)
     draws = {k: v.to_numpy()[0] for k, v in idata.posterior.data_vars.items()}

@@ -29,7 +29,7 @@ from numpyro_fed.results.inference_data import to_inference_data
 from numpyro_fed.results.predict import predict
 from numpyro_fed.rounds.remote import Loopback, RemoteSilos
 from numpyro_fed.vi.guides.auto_silo_normal import AutoSiloNormal
-from numpyro_fed.vi.svi import SFVI, SFVIAvg
+from numpyro_fed.vi.svi import SFVI, ConduciveSFVI, SFVIAvg
 
 __version__ = "0.1.0"
 
@@ -40,6 +40,7 @@ __all__ = [
     "SGLD",
     "AutoSiloNormal",
     "Comparison",
+    "ConduciveSFVI",
     "Diagnosis",
     "GossipLangevin",
     "Guards",

@@ -24,7 +24,7 @@ from numpyro_fed.vi.conducive.checks import CONVERGED, JointUnits
 from numpyro_fed.vi.guides.auto_silo_normal import AutoSiloNormal
 from numpyro_fed.vi.importance import POOR
 from numpyro_fed.vi.result import VIResult
-from numpyro_fed.vi.svi import SFVIAvg
+from numpyro_fed.vi.svi import ConduciveSFVI
 
 if TYPE_CHECKING:
     from arviz import InferenceData
@@ -48,8 +48,8 @@ def fit(
 ) -> "InferenceData":
     """Fit a model over silos, and return its posterior.
 
-    With ``method="vi"`` conducive rounds of :class:`SFVIAvg` run until they converge, after about
-    ten rounds. In one more round the silos' likelihoods weight public draws of theta
+    With ``method="vi"`` conducive rounds (:class:`ConduciveSFVI`) run until they converge, after
+    about ten. In one more round the silos' likelihoods weight public draws of theta
     (Pareto-smoothed importance sampling). With ``method="fsgld"`` :class:`FSGLD` starts from the
     result of the conducive rounds, and its draws are the posterior.
 
@@ -94,8 +94,8 @@ def fit(
             'MixedSilos; take method="vi"'
         )
     key_rounds, key_draws, key_chains = jax.random.split(rng_key, 3)
-    avg = _settable(model, silos)
-    result = avg.run(
+    svi = _settable(model, silos)
+    result = svi.run(
         key_rounds,
         _MOST_ROUNDS,
         silos,
@@ -105,7 +105,7 @@ def fit(
     words, converged = _of_rounds(result)
     if method == "vi":
         idata, more, verdict, mend = _last_round(
-            avg, result, silos, num_draws, key_draws, converged
+            svi, result, silos, num_draws, key_draws, converged
         )
     else:
         idata, more, verdict, mend = _chains(
@@ -119,7 +119,7 @@ def fit(
 
 
 def _last_round(
-    avg: SFVIAvg,
+    svi: ConduciveSFVI,
     result: VIResult,
     silos: Silos | MixedSilos,
     num_draws: int,
@@ -127,7 +127,7 @@ def _last_round(
     converged: bool,
 ) -> tuple["InferenceData", str, str, str]:
     """Return weighted draws, a text on their round, the verdict, and a mend of a bad verdict."""
-    idata = to_inference_data(avg, result, silos, num_draws=num_draws, rng_key=key, resample=True)
+    idata = to_inference_data(svi, result, silos, num_draws=num_draws, rng_key=key, resample=True)
     attrs = idata.posterior.attrs
     k, unit = float(attrs["pareto_k"]), float(attrs.get("pareto_k_unit", -np.inf))
     words = (
@@ -176,19 +176,19 @@ def _chains(
     return idata, words, diagnosis.verdict, f". {diagnosis.summary()}"
 
 
-def _settable(model: Callable, silos: Silos | MixedSilos) -> SFVIAvg:
+def _settable(model: Callable, silos: Silos | MixedSilos) -> ConduciveSFVI:
     """Return the method with a guide that covers the model.
 
     The guide's unit is an element of the silo plate, or a silo where its elements depend on each
     other.
     """
     try:
-        avg = SFVIAvg(model, AutoSiloNormal(model), conducive=True)
-        avg.setup(silos)
+        svi = ConduciveSFVI(model, AutoSiloNormal(model))
+        svi.setup(silos)
     except JointUnits:
-        avg = SFVIAvg(model, AutoSiloNormal(model, local_cov="full"), conducive=True)
-        avg.setup(silos)
-    return avg
+        svi = ConduciveSFVI(model, AutoSiloNormal(model, local_cov="full"))
+        svi.setup(silos)
+    return svi
 
 
 def _of_rounds(result: VIResult) -> tuple[str, bool]:

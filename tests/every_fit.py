@@ -55,7 +55,7 @@ FITS = {
     "FSGLD": lambda: fed.FSGLD(model),
     "SFVI": lambda: fed.SFVI(model, guide(), optax.adam(0.02)),
     "SFVI-Avg": lambda: fed.SFVIAvg(model, guide(), optax.adam(0.02), 5),
-    "SFVI-Avg, conducive": lambda: fed.SFVIAvg(model, guide(), conducive=True),
+    "SFVI-Avg, conducive": lambda: fed.ConduciveSFVI(model, guide()),
     "push-sum": lambda: fed.PushSumLangevin(model, RING, 1e-2),
     "gossip": lambda: fed.GossipLangevin(model, STAR, 1e-2),
 }

@@ -182,12 +182,10 @@ def fits() -> dict[str, Callable[[], Any]]:
             lambda: fed.SFVIAvg(vi.wheeze, fed.AutoSiloNormal(vi.wheeze), ADAM, 5), wheeze
         ),
         "conducive": rounds(
-            lambda: fed.SFVIAvg(vi.wheeze, fed.AutoSiloNormal(vi.wheeze), conducive=True), wheeze
+            lambda: fed.ConduciveSFVI(vi.wheeze, fed.AutoSiloNormal(vi.wheeze)), wheeze
         ),
         "conducive, diagonal": rounds(
-            lambda: fed.SFVIAvg(
-                small.linear, fed.AutoSiloNormal(small.linear, "diag"), conducive=True
-            ),
+            lambda: fed.ConduciveSFVI(small.linear, fed.AutoSiloNormal(small.linear, "diag")),
             linear,
         ),
     }

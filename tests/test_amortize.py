@@ -351,7 +351,7 @@ def test_one_name_for_a_network_of_the_model_and_one_of_the_guide():
 
 
 def test_conducive_rounds_refuse_encoders():
-    avg = fed.SFVIAvg(model, fed.AutoSiloNormal(model, amortize={"z": linear}), conducive=True)
+    avg = fed.ConduciveSFVI(model, fed.AutoSiloNormal(model, amortize={"z": linear}))
     with pytest.raises(ValueError, match="without amortize="):
         avg.init(jax.random.key(0), SILOS)
 

@@ -42,7 +42,7 @@ def model(y):
     with fed.silo_plate("patients", y.shape[0]):
         numpyro.sample("y", dist.Normal(mu, 1), obs=y)
 """
-SVI = "svi = fed.SFVIAvg(model, fed.AutoSiloNormal(model), conducive=True)\n"
+SVI = "svi = fed.ConduciveSFVI(model, fed.AutoSiloNormal(model))\n"
 SIZES = {"oslo": 37, "rome": 61, "bern": 23}
 
 
@@ -402,11 +402,10 @@ def test_the_coordinator_is_told_at_once(study, options, message):
         ("svi = fed.SFVI(model, fed.AutoSiloNormal(model), 3)", "study.py: TypeError"),
         (
             "svi = fed.AutoSiloNormal(model)",
-            "svi: expected fed.SFVI or fed.SFVIAvg of this file's model, got",
+            "svi: expected fed.SFVI, fed.SFVIAvg or fed.ConduciveSFVI of this file's model, got",
         ),
         (
-            "other = lambda x, y: None\nsvi = fed.SFVIAvg(other, fed.AutoSiloNormal(other), "
-            "conducive=True)",
+            "other = lambda x, y: None\nsvi = fed.ConduciveSFVI(other, fed.AutoSiloNormal(other))",
             "this file's model",
         ),
         ("kernel = fed.FSGLD", "kernel: expected fed.FSGLD or another kernel of fed"),

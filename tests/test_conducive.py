@@ -35,8 +35,8 @@ QUIET = {"progress_bar": False}
 
 
 def conducive(model, guide=None, **settings):
-    return fed.SFVIAvg(
-        model, fed.AutoSiloNormal(model) if guide is None else guide, conducive=True, **settings
+    return fed.ConduciveSFVI(
+        model, fed.AutoSiloNormal(model) if guide is None else guide, **settings
     )
 
 
@@ -137,7 +137,7 @@ def test_the_fixed_point_is_the_optimum_of_the_pooled_bound():
     with jax.enable_x64(True):
         silos = logistic_silos()
         loc, root = best_gaussian(silos.pooled)
-        result = conducive(logistic, num_local_steps=1024).run(random.key(0), 15, silos, **QUIET)
+        result = conducive(logistic, num_points=1024).run(random.key(0), 15, silos, **QUIET)
         sd = np.linalg.norm(root, axis=1)
         assert np.abs((result.params["auto_loc"] - loc) / sd).max() < 0.01
         found = result.params["auto_scale_tril"] @ result.params["auto_scale_tril"].T
@@ -162,9 +162,7 @@ def test_a_diagonal_family_has_the_precisions_diagonal():
     with jax.enable_x64(True):
         silos = logistic_silos()
         guide = fed.AutoSiloNormal(logistic, global_cov="diag")
-        result = conducive(logistic, guide, num_local_steps=4096).run(
-            random.key(0), 15, silos, **QUIET
-        )
+        result = conducive(logistic, guide, num_points=4096).run(random.key(0), 15, silos, **QUIET)
         loc, sd = (np.asarray(result.params[k]) for k in ("auto_loc", "auto_scale"))
         theta = loc + sd * np.random.default_rng(0).normal(size=(200_000, 2))
         p = 1 / (1 + np.exp(-theta @ np.asarray(silos.pooled["x"]).T))
@@ -357,12 +355,16 @@ def test_what_it_does_not_cover_is_refused():
         TypeError,
         match=r"optim: expected an optax transformation, e.g. optax.adam\(1e-2\), got NoneType",
     ):
-        fed.SFVIAvg(wheeze, guide, None, conducive=True, local_optim=optax.adam(0.1))
+        fed.ConduciveSFVI(wheeze, guide, None, local_optim=optax.adam(0.1))
     with pytest.raises(
         TypeError,
         match=r"optim: expected an optax transformation, e.g. optax.adam\(1e-2\), got NoneType",
     ):
         fed.SFVIAvg(wheeze, guide)
+    with pytest.raises(TypeError, match=r"expected fed.ConduciveSFVI\(model, guide, ...\)"):
+        fed.SFVIAvg(wheeze, guide, conducive=True)
+    with pytest.raises(TypeError, match="conducive rounds multiply Gaussians: expected"):
+        fed.ConduciveSFVI(wheeze, lambda **kwargs: None)
     silos = wheeze_silos(np.arange(20) % 2)
     with pytest.raises(
         ValueError, match=r"expected a guide with coupling=True and scale_coupling=True"
@@ -377,7 +379,7 @@ def test_what_it_does_not_cover_is_refused():
         )
     with pytest.raises(
         ValueError,
-        match=r"batch_size=3 with conducive=True and latents in the silos: expected "
+        match=r"batch_size=3 in conducive rounds with latents in the silos: expected "
         r"batch_size=None",
     ):
         conducive(hierarchy, batch_size=3).init(random.key(0), hierarchy_silos(np.arange(9) % 2))
@@ -412,7 +414,7 @@ def test_diagonal_sites_where_coordinates_pull_together():
     step = np.eye(8) - precision / np.diag(precision)[:, None]
     assert np.abs(np.linalg.eigvals(step)).max() > 5  # the control
     silos = fed.split({"x": x.astype(np.float32), "y": y.astype(np.float32)}, by=np.arange(400) % 3)
-    avg = fed.SFVIAvg(model, fed.AutoSiloNormal(model, global_cov="diag"), conducive=True)
+    avg = fed.ConduciveSFVI(model, fed.AutoSiloNormal(model, global_cov="diag"))
     result = avg.run(random.key(0), 100, silos, progress_bar=False, tol=1e-5)
     assert len(result.losses) < 40
     sd = np.diag(precision) ** -0.5
@@ -436,7 +438,7 @@ def test_pairs_of_points_that_look_at_some_rows_each():
     with jax.enable_x64(True):
         y = np.random.default_rng(0).normal(2, 1, 384)
         silos = fed.split({"y": y}, by=np.repeat([0, 1, 2], [64, 128, 192]))
-        result = conducive(mean, batch_size=3, num_local_steps=128).run(
+        result = conducive(mean, batch_size=3, num_points=128).run(
             random.key(0), 60, silos, **QUIET
         )
         np.testing.assert_allclose(
@@ -445,7 +447,7 @@ def test_pairs_of_points_that_look_at_some_rows_each():
         np.testing.assert_allclose(result.params["auto_loc"][0], y.sum() / 384.01, rtol=1e-5)
         silos = logistic_silos()
         whole, some = (
-            conducive(logistic, batch_size=size, num_local_steps=256).run(
+            conducive(logistic, batch_size=size, num_points=256).run(
                 random.key(0), 30, silos, **QUIET
             )
             for size in (None, 1)
@@ -541,12 +543,11 @@ def test_local_maps_by_steps_reach_the_exact_posterior():
     }
     for cov, size in (("full", None), ("diag", 2)):
         guide = fed.AutoSiloNormal(hierarchy, global_cov=cov)
-        fit = fed.SFVIAvg(
+        fit = fed.ConduciveSFVI(
             hierarchy,
             guide,
             optax.adam(0.05),
-            150,
-            conducive=True,
+            num_local_steps=150,
             batch_size=size,
             validate=False,
             **settings,
@@ -571,7 +572,7 @@ def test_an_amortized_guide_and_learned_parameters_move_by_steps():
     ):
         conducive(model, guide).init(random.key(0), silos)
     optim = optax.adam(optax.exponential_decay(0.02, 3000, 0.1))
-    fit = fed.SFVIAvg(model, guide, optim, 300, conducive=True, num_local_particles=1)
+    fit = fed.ConduciveSFVI(model, guide, optim, num_local_steps=300, num_local_particles=1)
     params = fit.run(random.key(0), 25, silos, **QUIET).params
     mean = mean_field(y)
     np.testing.assert_allclose(params["slope"], 0.5, atol=0.03)
@@ -587,7 +588,9 @@ def test_a_learned_scale_by_steps():
     y = x @ [1.5, -2.0, 0.5] + rng.normal(size=40)
     silos = fed.split({"x": x, "y": y}, by=np.arange(40) % 3)
     optim = optax.adam(optax.exponential_decay(0.03, 1000, 0.3))
-    fit = fed.SFVIAvg(learned_scale, fed.AutoSiloNormal(learned_scale), optim, 100, conducive=True)
+    fit = fed.ConduciveSFVI(
+        learned_scale, fed.AutoSiloNormal(learned_scale), optim, num_local_steps=100
+    )
     params = fit.run(random.key(0), 25, silos, **QUIET).params
     assert float(params["tau"]) == pytest.approx(best_scale(x, y), rel=0.02)
 
@@ -602,9 +605,7 @@ def test_rows_of_pairs():
         by=np.repeat([0, 1], [140, 10]),
     )
     for size, often in ((3, (1, 19)), (11, (5, 64)), (200, (64, 64))):
-        config, _, stacks, *_ = conducive(logistic, batch_size=size, num_local_steps=128).setup(
-            silos
-        )
+        config, _, stacks, *_ = conducive(logistic, batch_size=size, num_points=128).setup(silos)
         for rows in stacks:
             for i, n in enumerate(np.asarray(next(iter(rows.sizes.values())))):
                 one = jax.tree.map(
@@ -674,7 +675,7 @@ def test_what_silos_learn_apart_does_not_bend_q():
         with fed.silo_plate("rows", y.shape[0]):
             numpyro.sample("y", dist.Normal(mu, sd), obs=y)
 
-    fit = fed.SFVIAvg(model, fed.AutoSiloNormal(model), optax.sgd(1e-3), 20, conducive=True)
+    fit = fed.ConduciveSFVI(model, fed.AutoSiloNormal(model), optax.sgd(1e-3), num_local_steps=20)
     params = fit.run(
         random.key(0), 30, fed.split({"y": y}, by=np.repeat([0, 1], 50)), **QUIET
     ).params
@@ -684,7 +685,7 @@ def test_what_silos_learn_apart_does_not_bend_q():
     )
     assert float(params["auto_scale_tril"][0, 0]) == pytest.approx(precision**-0.5, rel=0.03)
     with pytest.raises(ValueError, match="nothing for it to move"):
-        fed.SFVIAvg(logistic, fed.AutoSiloNormal(logistic), optax.sgd(1e-3), conducive=True).init(
+        fed.ConduciveSFVI(logistic, fed.AutoSiloNormal(logistic), optax.sgd(1e-3)).init(
             random.key(0), logistic_silos()
         )
 

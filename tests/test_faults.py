@@ -241,7 +241,7 @@ def test_nan_in_a_fit_that_is_said_to_be_finite_names_its_silo(algorithm):
         "sfvi_avg": lambda: fed.SFVIAvg(
             linear, guide, optax.adam(0.05), num_local_steps=2, validate=False
         ),
-        "conducive": lambda: fed.SFVIAvg(linear, guide, conducive=True, validate=False),
+        "conducive": lambda: fed.ConduciveSFVI(linear, guide, validate=False),
     }[algorithm]()
     remote = fed.RemoteSilos(
         LINEAR,

@@ -25,7 +25,7 @@ import numpyro_fed as fed
 
 
 def vi(model, silos, rounds=12):
-    return fed.SFVIAvg(model, fed.AutoSiloNormal(model), conducive=True).run(
+    return fed.ConduciveSFVI(model, fed.AutoSiloNormal(model)).run(
         random.key(0), rounds, silos, progress_bar=False
     )
 
@@ -146,9 +146,7 @@ def test_a_start_at_other_data_is_left(seventy, started, made):
 
 def test_a_diagonal_start_is_taken(seventy):
     guide = fed.AutoSiloNormal(wheeze, global_cov="diag")
-    result = fed.SFVIAvg(wheeze, guide, conducive=True).run(
-        random.key(0), 15, seventy, progress_bar=False
-    )
+    result = fed.ConduciveSFVI(wheeze, guide).run(random.key(0), 15, seventy, progress_bar=False)
     loc, scale = result.whitening
     assert loc.shape == scale.shape == (3,)
     kernel = fed.FSGLD(wheeze, init_from=result)

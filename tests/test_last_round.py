@@ -22,7 +22,7 @@ QUIET = {"progress_bar": False}
 
 
 def conducive(model):
-    return fed.SFVIAvg(model, fed.AutoSiloNormal(model), conducive=True)
+    return fed.ConduciveSFVI(model, fed.AutoSiloNormal(model))
 
 
 @pytest.mark.parametrize("dim", [1, 2, 5])

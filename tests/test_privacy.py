@@ -438,9 +438,7 @@ FITS = {
         num_local_particles=3,
         **o,
     ),
-    "conducive": lambda **o: fed.SFVIAvg(
-        intercepts, fed.AutoSiloNormal(intercepts), conducive=True, **o
-    ),
+    "conducive": lambda **o: fed.ConduciveSFVI(intercepts, fed.AutoSiloNormal(intercepts), **o),
 }
 
 
@@ -1057,7 +1055,7 @@ def test_numbers_that_are_not_finite_end_a_fit_of_sums(tmp_path):
 
 def test_a_reply_that_is_not_finite_ends_a_sum_of_factors(tmp_path, monkeypatch):
     """Zeros in its place made the sum that of the others: every silo's numbers, in 71 sums."""
-    fit = fed.SFVIAvg(linear, fed.AutoSiloNormal(linear), conducive=True, secure_sum=True)
+    fit = fed.ConduciveSFVI(linear, fed.AutoSiloNormal(linear), secure_sum=True)
     transport = Fits(LINEAR, fit, tmp_path)
     introduce(tmp_path, LINEAR.names)
     remote, first = connect(transport, linear, fit=fit), transport.sides[LINEAR.names[0]]
@@ -1158,8 +1156,8 @@ KEYED = {
     "latents": lambda **o: fed.SFVI(
         intercepts, fed.AutoSiloNormal(intercepts), ADAM, num_local_particles=3, **o
     ),
-    "rows of pairs": lambda **o: fed.SFVIAvg(
-        linear, fed.AutoSiloNormal(linear), conducive=True, batch_size=2, **o
+    "rows of pairs": lambda **o: fed.ConduciveSFVI(
+        linear, fed.AutoSiloNormal(linear), batch_size=2, **o
     ),
 }
 

@@ -112,7 +112,7 @@ SLOW_CASES = {
         {},
     ),
     "conducive": (
-        lambda: fed.SFVIAvg(hierarchy, fed.AutoSiloNormal(hierarchy), conducive=True),
+        lambda: fed.ConduciveSFVI(hierarchy, fed.AutoSiloNormal(hierarchy)),
         HIERARCHY,
         {},
     ),
@@ -148,23 +148,23 @@ SLOW_CASES = {
         {"participation": 0.75},
     ),
     "conducive, diagonal": (
-        lambda: fed.SFVIAvg(wheeze, fed.AutoSiloNormal(wheeze, "diag"), conducive=True),
+        lambda: fed.ConduciveSFVI(wheeze, fed.AutoSiloNormal(wheeze, "diag")),
         WHEEZE,
         {"participation": 0.7},
     ),
     "conducive, some rows": (
-        lambda: fed.SFVIAvg(linear, fed.AutoSiloNormal(linear), conducive=True, batch_size=2),
+        lambda: fed.ConduciveSFVI(linear, fed.AutoSiloNormal(linear), batch_size=2),
         linear_silos(),
         {},
     ),
     "conducive, by steps": (
-        lambda: fed.SFVIAvg(
+        lambda: fed.ConduciveSFVI(
             wheeze,
             fed.AutoSiloNormal(wheeze, amortize={"z": encoder}),
             ADAM,
-            5,
+            num_points=64,
+            num_local_steps=5,
             num_local_particles=2,
-            conducive=True,
         ),
         WHEEZE,
         {},
@@ -255,7 +255,7 @@ def test_nothing_as_long_as_rows_crosses(method):
     svi = (
         fed.SFVI(intercepts, guide, ADAM, 1, 2)
         if method == "sfvi"
-        else fed.SFVIAvg(intercepts, guide, conducive=True)
+        else fed.ConduciveSFVI(intercepts, guide)
     )
     result = run(svi, over(silos, carrier), 8)
     rows, groups = set(silos.sizes["rows"]) | {72}, set(silos.sizes["groups"]) | {18}
@@ -410,7 +410,7 @@ def test_averages_go_on_without_silent_silos():
 
 
 def test_silence_does_not_move_the_fixed_point_of_conducive_rounds():
-    avg = fed.SFVIAvg(hierarchy, fed.AutoSiloNormal(hierarchy), conducive=True)
+    avg = fed.ConduciveSFVI(hierarchy, fed.AutoSiloNormal(hierarchy))
     ours, theirs = (
         run(avg, over(HIERARCHY, Deaf(HIERARCHY, {2, 4, 5})), 25),
         run(avg, HIERARCHY, 25),

@@ -425,7 +425,7 @@ FITS = {
     "sfvi_avg": lambda: fed.SFVIAvg(
         intercepts, fed.AutoSiloNormal(intercepts), ADAM, num_local_steps=5
     ),
-    "conducive": lambda: fed.SFVIAvg(intercepts, fed.AutoSiloNormal(intercepts), conducive=True),
+    "conducive": lambda: fed.ConduciveSFVI(intercepts, fed.AutoSiloNormal(intercepts)),
 }
 
 

@@ -394,7 +394,7 @@ def run(
 ) -> None:
     """Wait for the silos, draw from the posterior of all of them together, and write it.
 
-    The method is the model file's `kernel` or `svi` (an SFVI or SFVIAvg), or else FSGLD.
+    The method is the model file's `kernel` or `svi` (a variational fit), or else FSGLD.
     """
     try:
         module = load_model_file(model_file)

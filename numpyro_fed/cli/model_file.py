@@ -25,8 +25,7 @@ def load_model_file(place: str | Path) -> ModuleType:
     * ``silo(table)``, a function that makes the model's arguments from a silo's table;
     * ``SHARED``, the values of arguments that are the same in all silos;
     * ``ROWS`` and ``INDEX``, the arguments ``rows`` and ``index`` of :class:`~numpyro_fed.Silos`;
-    * either ``svi``, an :class:`~numpyro_fed.SFVI` or :class:`~numpyro_fed.SFVIAvg` of the model,
-      or ``kernel``, a Langevin kernel of the model.
+    * either ``svi``, a variational fit of the model, or ``kernel``, a Langevin kernel of it.
 
     :raises ValueError: for a file that is not such a module.
     """
@@ -56,7 +55,8 @@ def load_model_file(place: str | Path) -> ModuleType:
         )
     if svi is not None and not (isinstance(svi, FederatedVI) and svi.model is module.model):
         raise ValueError(
-            f"{place}: svi: expected fed.SFVI or fed.SFVIAvg of this file's model, got {svi!r}"
+            f"{place}: svi: expected fed.SFVI, fed.SFVIAvg or fed.ConduciveSFVI of this file's "
+            f"model, got {svi!r}"
         )
     known = isinstance(kernel, NetworkKernel) or (
         isinstance(kernel, LangevinKernel) and not kernel.pooled

@@ -64,7 +64,7 @@ class SiloSide:
     :param model: the marked model, which the server has too.
     :param folder: folder for its files, which is made if it does not exist.
     :param public: public arguments, as in the kernel.
-    :param fit: the :class:`SFVI` or :class:`SFVIAvg` of the study, which the server has too;
+    :param fit: the variational fit of the study, which the server has too;
         chains need none.
     :param guards: conditions on the rows (:class:`Guards`); by default none.
     :param ceilings: largest number of calls to answer, by kind of call; by default those in

@@ -76,7 +76,7 @@ class Wire(Carrier):
     :param known: the facts about all silos.
     :param model: the marked model, which every silo has.
     :param public: public arguments, as in the kernel.
-    :param fit: the :class:`SFVI` or :class:`SFVIAvg` over this wire, or ``None``.
+    :param fit: the variational fit over this wire, or ``None``.
     :ivar traffic: messages and bytes over the wire, by silo.
     :ivar refused: reasons for which replies did not count, by silo.
     """
@@ -247,7 +247,7 @@ def connect(
     :param shared: values of the shared arguments (without rows, the same in all silos). Silos
         compare them with their own, and send none.
     :param public: public arguments, as in the kernel.
-    :param fit: the :class:`SFVI` or :class:`SFVIAvg` over this wire, with the model as
+    :param fit: the variational fit over this wire, with the model as
         ``fit.model``. Silos have the same one.
     :param fresh: whether silos forget their states for servers before this one. Checkpoints of
         these servers are then of no use.

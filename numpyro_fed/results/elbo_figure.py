@@ -29,7 +29,7 @@ def plot_elbo(
     it. The running mean is centered; at the ends, and beside rounds that are not finite, it
     averages fewer rounds. It levels off where more rounds bring nothing.
 
-    :param result: the result of ``run`` of :class:`SFVI`, :class:`SFVIAvg` or
+    :param result: the result of ``run`` of :class:`SFVI` and its kin, or of
         :class:`numpyro.infer.SVI`, or the ``InferenceData`` of :func:`to_inference_data`.
     :param smooth: rounds in a window of the running mean. ``None``: a fiftieth of all rounds.
     :param figure: an empty figure (or subfigure) to draw in. ``None``: a new one.

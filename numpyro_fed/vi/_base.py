@@ -24,10 +24,10 @@ from numpyro_fed.density.fingerprint import fingerprint, program_hash
 from numpyro_fed.privacy.differential import Privacy, Spent, expected_error
 from numpyro_fed.rounds.checkpoint import Checkpoint, facts_of_run
 from numpyro_fed.rounds.remote import RemoteSilos
-from numpyro_fed.vi.config import FitConfig, own_params
+from numpyro_fed.vi.algorithms import ALGORITHMS, own_params
+from numpyro_fed.vi.config import FitConfig
 from numpyro_fed.vi.guides.auto_silo_normal import AutoSiloNormal
 from numpyro_fed.vi.guides.learned import factored
-from numpyro_fed.vi.guides.normal import SiloNormal
 from numpyro_fed.vi.loop import (
     Participation,
     VIState,
@@ -53,8 +53,6 @@ class FederatedVI:
     """Base of :class:`SFVI` and :class:`SFVIAvg`; see there for the parameters."""
 
     algorithm: str
-    _federated: Callable
-    _init_silo: Callable
 
     def __init__(self, model: Callable, guide: Any, options: Options) -> None:
         if not callable(model):
@@ -81,6 +79,10 @@ class FederatedVI:
     def rounds_only(self) -> bool:
         """Flag of a closed fit: remote silos answer rounds alone, and no questions."""
         return self._options.rounds_only
+
+    @property
+    def _federated(self) -> Callable:
+        return ALGORITHMS[self.algorithm].federated
 
     def setup(self, silos: Silos | MixedSilos) -> Setup:
         """Return the setup before the first round.
@@ -164,16 +166,18 @@ class FederatedVI:
             SFVI-Avg rounds); its parameters are the start.
         :raises ValueError: for a structure of model, guide or data that the fit does not cover.
         """
-        setup = self.setup(silos)
+        setup, algorithm = self.setup(silos), ALGORITHMS[self.algorithm]
         params = first_params(setup, self.guide, rng_key)
         start: Any = None if setup.remote else setup.local
         if init_from is not None:
             params, start = self._taken_from(init_from, setup, params)
-        server = self._federated(setup.config, setup.stacks).init(rng_key, params)
+        server = algorithm.federated(setup.config, setup.stacks).init(rng_key, params)
         if setup.remote:
             return RemoteRounds(self.algorithm, self._federated, setup).start(server, params, start)
         silo_states = tuple(
-            in_step(setup.config, partial(self._init_silo, setup.config, rows.part, params), local)
+            in_step(
+                setup.config, partial(algorithm.init_silo, setup.config, rows.part, params), local
+            )
             for rows, local in zip(setup.stacks, start, strict=True)
         )
         return VIState(server, silo_states, jnp.zeros(len(setup.names), jnp.int32))
@@ -430,10 +434,7 @@ class FederatedVI:
             costs = ledger_of_calls(state, setup.names, order)
         else:
             costs = ledger(self._federated, config, state, setup.stacks, setup.names, order)
-        family = config.families[0]
-        whitening = (
-            family.whitening(config.constrain(average)) if isinstance(family, SiloNormal) else None
-        )
+        whitening = config.families[0].whitening(config.constrain(average))
         return VIResult(params, state, losses, costs, setup.partition(), whitening, spent, stopped)
 
     def _facts(

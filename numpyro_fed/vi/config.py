@@ -8,17 +8,18 @@ import jax
 from jax import Array
 from numpyro.distributions.transforms import biject_to
 
+from numpyro_fed._typing import PyTree
 from numpyro_fed.data.views import SiloRows
 from numpyro_fed.density.factors import PARAMS, Factors
 from numpyro_fed.privacy.differential import Noise
+from numpyro_fed.vi.guides.family import Family
+from numpyro_fed.vi.guides.normal import SiloNormal
 
-__all__ = ["FIT_CLASSES", "FIT_TASKS", "MOST_DIAGONAL", "FitConfig", "own_params"]
+__all__ = ["FIT_CLASSES", "FIT_TASKS", "FitConfig"]
 
 FIT_TASKS = ("InitLocal", "RoundLocal")  # wire names of the tasks that write a silo's state
 # wire names of the classes that carry a draw of theta
 FIT_CLASSES = ("NormalContext", "GuideContext", "Triangular", "Diagonal", "LowRankScale")
-
-MOST_DIAGONAL = 1024  # most points for a diagonal precision
 
 
 @dataclass(frozen=True)
@@ -33,14 +34,15 @@ class FitConfig:
     :param num_local_particles: K, draws of each unit's latents for each draw of theta.
     :param batch: row group and number of rows of a minibatch, or ``None`` for all rows.
     :param learned: names of the model's learned parameters.
-    :param num_local_steps: of SFVI-Avg; 1 in SFVI.
+    :param num_local_steps: steps between two rounds; 1 in SFVI.
+    :param num_points: in conducive rounds, number of positions of theta at which silos evaluate
+        their likelihood; else 0.
     :param noise: the noise added to a silo's gradients; ``None`` for no noise.
     :param secure_sum: whether the server sees only sums of the remote silos' replies.
-    :param conducive: whether silos keep approximate factors, whose product is q.
     :param supports: support of each global variational and learned parameter.
     """
 
-    families: tuple[Any, ...]
+    families: tuple[Family, ...]
     optim: Any
     local_optim: Any
     num_particles: int
@@ -48,9 +50,9 @@ class FitConfig:
     batch: tuple[str, int] | None
     learned: tuple[str, ...]
     num_local_steps: int
+    num_points: int
     noise: Noise | None
     secure_sum: bool
-    conducive: bool
     supports: dict[str, Any] = field(compare=False, repr=False)
 
     @property
@@ -60,27 +62,26 @@ class FitConfig:
         In conducive rounds these do not include q(theta)'s, which follow from the approximate
         factors.
         """
-        names = (*self.learned, *getattr(self.families[0], "shared_params", ()))
+        names = (*self.learned, *self.families[0].shared_params)
         return names if self.conducive else tuple(self.supports)
 
     @property
-    def num_points(self) -> int:
-        """Number of positions of theta at which conducive silos evaluate their likelihood.
+    def conducive(self) -> bool:
+        """Flag of conducive rounds: silos keep approximate factors, whose product is q."""
+        return self.num_points > 0
 
-        It is the least power of two that is at least ``num_local_steps``, 64, and four times the
-        number of dimensions (for a diagonal q at least the smaller of this and 1,024).
-        """
-        dim, full = self.factors.dim, self.families[0].global_cov == "full"
-        wanted = 4 * dim if full else min(4 * dim, MOST_DIAGONAL)
-        return 1 << (max(64, self.num_local_steps, wanted) - 1).bit_length()
+    def normal(self, part: int = 0) -> SiloNormal:
+        """Return a structure's family, in fits that need a Gaussian one."""
+        family = self.families[part]
+        assert isinstance(family, SiloNormal)
+        return family
 
     def evaluations(self, part: int) -> int:
         """Return the number of gradients of a silo's term in a round."""
         if self.optim is None:  # the gradients are of its marginal likelihood
             return self.num_points
         candidates = self.num_local_particles if self.families[part].has_local else 1
-        points = self.num_points if self.conducive else 0
-        return candidates * (self.num_particles * self.num_local_steps + points)
+        return candidates * (self.num_particles * self.num_local_steps + self.num_points)
 
     @property
     def factors(self) -> Factors:
@@ -118,29 +119,10 @@ class FitConfig:
 
 # jitted: called outside of a trace each is one program; inside of one it is inlined
 @partial(jax.jit, static_argnums=0, inline=True)
-def _constrained(config: FitConfig, params: dict[str, Any]) -> dict[str, Any]:
+def _constrained(config: FitConfig, params: dict[str, PyTree]) -> dict[str, PyTree]:
     return {k: biject_to(config.supports[k])(v) for k, v in params.items()}
 
 
 @partial(jax.jit, static_argnums=0, inline=True)
-def _unconstrained(config: FitConfig, params: dict[str, Any]) -> dict[str, Any]:
+def _unconstrained(config: FitConfig, params: dict[str, PyTree]) -> dict[str, PyTree]:
     return {k: biject_to(config.supports[k]).inv(v) for k, v in params.items()}
-
-
-def own_params(
-    config: FitConfig, part: int, state: Any, params: dict[str, Array], averaged: bool = True
-) -> Any:
-    """Return a silo's own parameters.
-
-    They are the tail average where the algorithm keeps one, else those of the silo's last round.
-    The latter are rewritten for coordinates whitened by ``params``.
-
-    :param params: global parameters, unconstrained.
-    :param averaged: whether to take the tail average where there is one.
-    """
-    if hasattr(state, "average"):
-        return state.average if averaged else state.params
-    family = config.families[part]
-    if not family.has_local:
-        return state.params
-    return family.rebased(state.params, config.constrain(state.base), config.constrain(params))

@@ -35,8 +35,9 @@ from numpyro_fed.rounds.remote import RemoteSilos
 from numpyro_fed.rounds.serialization import wire_name
 from numpyro_fed.rounds.task import SiloTask
 from numpyro_fed.rounds.worker import Call, rows_of
+from numpyro_fed.vi.algorithms import own_params
 from numpyro_fed.vi.bound import candidate_weights, unit_bounds, unit_terms
-from numpyro_fed.vi.config import FIT_CLASSES, FIT_TASKS, FitConfig, own_params
+from numpyro_fed.vi.config import FIT_CLASSES, FIT_TASKS, FitConfig
 from numpyro_fed.vi.minibatch import pick
 from numpyro_fed.vi.proposals import stretched_normal, wider_candidates
 
@@ -182,13 +183,12 @@ def draw_remote(
     :param slots: the number under which each silo keeps its state, in the order of the stacks.
     """
     theta, told = _positions(config, params, stacks[0], key, num, stretched)
-    own = {k: params[k] for k in getattr(config.families[0], "shared_params", params)}
     if config.noise is not None:  # under privacy no silo weighs draws
         return Draws(theta, [{}], jnp.full(num, jnp.nan), [jnp.zeros((num, 0))])
     learned = {k: params[k] for k in config.learned}
     message = (
         told,
-        {k: v for k, v in own.items() if k not in config.learned},
+        {k: params[k] for k in config.families[0].shared_params},
         learned,
         config.unconstrain(params),
     )

@@ -1,6 +1,6 @@
 """Options of the variational fits, checked."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,10 @@ __all__ = ["Options"]
 
 @dataclass(frozen=True)
 class Options:
-    """Options of a variational fit, as :class:`~numpyro_fed.SFVI` and its kin take them."""
+    """Options of a variational fit, as :class:`~numpyro_fed.SFVI` and its kin take them.
+
+    :param num_points: of conducive rounds; ``None`` in other fits.
+    """
 
     optim: Any
     local_optim: Any
@@ -21,10 +24,10 @@ class Options:
     num_local_particles: int
     batch_size: int | None
     validate: bool
+    secure_sum: bool
     num_local_steps: int = 1
-    conducive: bool = False
+    num_points: int | None = None
     privacy: Privacy | None = None
-    secure_sum: bool = False
 
     @property
     def rounds_only(self) -> bool:
@@ -34,21 +37,29 @@ class Options:
     def checked(self) -> "Options":
         """Return these options, or raise an error that names the one out of range.
 
+        ``optim`` takes the place of a ``local_optim`` that is None.
+
         :raises TypeError: for optimizers that are not optax's, and other wrong types.
         :raises ValueError: for numbers out of range.
         """
-        without = self.conducive and self.optim is None and self.local_optim is None
-        for name in () if without else ("optim", "local_optim"):
-            value = getattr(self, name)
+        own = self.optim if self.local_optim is None else self.local_optim
+        without = self.num_points is not None and own is None
+        for name, value in () if without else (("optim", self.optim), ("local_optim", own)):
             if not isinstance(value, optax.GradientTransformation):
                 raise TypeError(
                     f"{name}: expected an optax transformation, e.g. optax.adam(1e-2), got "
                     f"{type(value).__name__}"
                 )
-        for name in ("num_particles", "num_local_particles", "batch_size", "num_local_steps"):
-            value = getattr(self, name)
+        numbers = {
+            "num_particles": self.num_particles,
+            "num_local_particles": self.num_local_particles,
+            "num_local_steps": self.num_local_steps,
+        }
+        optional = {"batch_size": self.batch_size, "num_points": self.num_points}
+        numbers |= {name: value for name, value in optional.items() if value is not None}
+        for name, value in numbers.items():
             whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
-            if not (value is None and name == "batch_size") and not (whole and value >= 1):
+            if not (whole and value >= 1):
                 raise ValueError(f"{name}: expected a whole number >= 1, got {value!r}")
         if self.privacy is not None and not isinstance(self.privacy, Privacy):
             raise TypeError(
@@ -61,7 +72,7 @@ class Options:
             )
         if not isinstance(self.secure_sum, bool):
             raise TypeError(f"secure_sum: expected True or False, got {self.secure_sum!r}")
-        return self
+        return replace(self, local_optim=own)
 
     def check_rounds(
         self, num_rounds: int, tol: Any, participation: Any, answering: Any, state: Any

@@ -33,9 +33,9 @@ from numpyro_fed.rounds.remote import RemoteSilos
 from numpyro_fed.rounds.serialization import wire_name
 from numpyro_fed.rounds.task import SiloTask
 from numpyro_fed.rounds.worker import Call, rows_of
-from numpyro_fed.vi import sfvi, sfvi_avg
-from numpyro_fed.vi.conducive import rounds as conducive
-from numpyro_fed.vi.config import FIT_CLASSES, FIT_TASKS, FitConfig, own_params
+from numpyro_fed.vi import sfvi
+from numpyro_fed.vi.algorithms import ALGORITHMS, own_params
+from numpyro_fed.vi.config import FIT_CLASSES, FIT_TASKS, FitConfig
 from numpyro_fed.vi.loop import Participation, VIState, drawn
 from numpyro_fed.vi.setup import Setup
 
@@ -58,9 +58,6 @@ class RemoteStates:
     costs: np.ndarray
     missed: np.ndarray
     token: str = field(metadata={"static": True})
-
-
-_ALGORITHMS: dict[str, Any] = {"sfvi": sfvi, "sfvi_avg": sfvi_avg, "conducive": conducive}
 
 
 @dataclass(frozen=True)
@@ -106,7 +103,7 @@ class InitLocal(SiloTask):
                     f"parameters of shapes {expected}, got {got}"
                 )
             local = own
-        return jnp.zeros(()), _ALGORITHMS[self.algorithm].init_silo(self.config, 0, message, local)
+        return jnp.zeros(()), ALGORITHMS[self.algorithm].init_silo(self.config, 0, message, local)
 
 
 @dataclass(frozen=True)
@@ -151,17 +148,15 @@ class RoundLocal(SiloTask):
 
     def __call__(self, key: Array, message: Any, state: Any, view: SiloView) -> tuple[Any, Any]:
         """Return the reply of the algorithm's ``local``, and the silo's new state."""
-        options = {"bare": True} if self.bare and self.config.noise is not None else {}
-        return _ALGORITHMS[self.algorithm].local(
-            self.config, key, message, state, rows_of(view), **options
-        )
+        local = ALGORITHMS[self.algorithm].local
+        if self.bare and self.config.noise is not None:
+            local = partial(sfvi.local, bare=True)
+        return local(self.config, key, message, state, rows_of(view))
 
     def private(self, reply: Any, key: bytes) -> Any:
         """Return a bare reply with exact noise."""
         assert self.config.noise is not None
-        return _ALGORITHMS[self.algorithm].private(
-            reply, partial(noised_exactly, self.config.noise, Words(key))
-        )
+        return sfvi.private(reply, partial(noised_exactly, self.config.noise, Words(key)))
 
 
 _LARGEST = 1e18  # of a reply's numbers: optimizers square them, in float32

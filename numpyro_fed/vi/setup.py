@@ -21,8 +21,10 @@ from numpyro_fed.density.factors import PARAMS, Factors, LearnedModel, made_up_r
 from numpyro_fed.density.local_map import Units
 from numpyro_fed.privacy.differential import Noise
 from numpyro_fed.rounds.remote import RemoteSilos
+from numpyro_fed.vi.conducive.silo_factor import number_of_points
 from numpyro_fed.vi.config import FitConfig
 from numpyro_fed.vi.guides.auto_silo_normal import AutoSiloNormal
+from numpyro_fed.vi.guides.family import Family
 from numpyro_fed.vi.guides.learned import factored, probe
 from numpyro_fed.vi.guides.normal import SiloNormal
 from numpyro_fed.vi.guides.user_guide import GuideFamily, guide_family, without_params
@@ -157,15 +159,22 @@ def _planned(
         batch,
         tuple(sorted(learned)),
         int(options.num_local_steps),
+        _num_points(options, families[0]),
         _noise(options, families, sum(map(len, parts))),
         options.secure_sum,
-        options.conducive,
         {name: support for name, (support, _) in learned.items()} | families[0].constraints(),
     )
     return config, parts
 
 
-def _noise(options: Options, families: tuple[Any, ...], num_silos: int) -> Noise | None:
+def _num_points(options: Options, family: Family) -> int:
+    if options.num_points is None:
+        return 0
+    assert isinstance(family, SiloNormal)
+    return number_of_points(family, options.num_points)
+
+
+def _noise(options: Options, families: tuple[Family, ...], num_silos: int) -> Noise | None:
     if options.privacy is None:
         return None
     if not isinstance(families[0], SiloNormal):
@@ -209,7 +218,7 @@ def first_params(setup: Setup, guide: Any, key: Array) -> dict[str, Array]:
         raise ValueError(
             "init_loc_fn: expected finite values of the global sites, got NaN or infinity"
         )
-    return config.unconstrain({**family.init(loc), **learned})
+    return config.unconstrain({**config.normal().init(loc), **learned})
 
 
 @partial(jax.jit, static_argnames=("factors", "strategy"))
@@ -275,7 +284,7 @@ def _family(
     options: Options,
     batch: tuple[str, int] | None,
     known: bool | None = None,
-) -> Any:
+) -> Family:
     """Return the variational family over one structure's factors.
 
     :param known: whether elements are independent; ``None``: check it where it matters.
@@ -296,7 +305,7 @@ def _family(
             g: {k: one[k] for k in factors.leaves(g) if k not in silos.index}
             for g in factors.latent_groups
         }
-        family: Any = guide.family(factors, own, independent)
+        family: Family = guide.family(factors, own, independent)
     else:
         family = guide_family(guide, factors, silos, independent, known is None)
     if batch is not None and family.group is None and batch[0] in factors.latent_groups:

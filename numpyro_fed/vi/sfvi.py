@@ -185,7 +185,7 @@ def broadcast(config: FitConfig, key: Array, server: Server) -> Message:
     noise, key_local = _draws(config, server.rng_key)
     params = config.constrain(server.params)
     context = jax.vmap(lambda e: config.families[0].context(params, e))(noise)
-    scale = None if config.noise is None else config.families[0].scale(params)
+    scale = None if config.noise is None else config.normal().scale(params)
     return Message(context, {k: params[k] for k in config.learned}, key_local, scale)
 
 

@@ -126,7 +126,7 @@ def local(
     config: FitConfig, key: Array, message: Message, state: SiloState, rows: SiloRows
 ) -> tuple[Reply, SiloState]:
     """Make m steps on the silo's own objective, from the server's parameters."""
-    family = config.families[rows.part]
+    family = config.normal(rows.part)
     scale = message.total.astype(jnp.result_type(float)) / row_count(config, rows)
     old, new = config.constrain(state.base), config.constrain(message.params)
     own = family.rebased(state.params, old, new) if family.has_local else state.params
@@ -166,7 +166,7 @@ def merge(
         lambda x, y: jnp.where(asked.reshape(-1, *[1] * (x.ndim - 1)), x, y), replies.params, absent
     )
     constrained = jax.vmap(config.constrain)(params)
-    family = config.families[0]
+    family = config.normal()
     covariances = jax.vmap(lambda p: family.scale(p).covariance())(constrained)
     mean, covariance, _, _ = barycenter(constrained[f"{family.prefix}_loc"], covariances, share)
     new = family.from_moments(mean, covariance)

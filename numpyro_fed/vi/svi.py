@@ -10,17 +10,15 @@ from typing import Any
 from numpyro_fed.data.mixed import MixedSilos
 from numpyro_fed.data.silos import Silos
 from numpyro_fed.privacy.differential import Privacy
-from numpyro_fed.vi import sfvi, sfvi_avg
 from numpyro_fed.vi._base import FederatedVI
-from numpyro_fed.vi.conducive import checks as conducive_checks
-from numpyro_fed.vi.conducive import rounds as conducive_rounds
+from numpyro_fed.vi.conducive import checks
 from numpyro_fed.vi.guides.auto_silo_normal import AutoSiloNormal
 from numpyro_fed.vi.loop import VIState
 from numpyro_fed.vi.options import Options
 from numpyro_fed.vi.result import VIResult, global_params
 from numpyro_fed.vi.setup import Setup
 
-__all__ = ["SFVI", "SFVIAvg"]
+__all__ = ["SFVI", "ConduciveSFVI", "SFVIAvg"]
 
 
 class SFVI(FederatedVI):
@@ -83,8 +81,6 @@ class SFVI(FederatedVI):
     """
 
     algorithm = "sfvi"
-    _federated = staticmethod(sfvi.federated)
-    _init_silo = staticmethod(sfvi.init_silo)
 
     def __init__(
         self,
@@ -100,7 +96,6 @@ class SFVI(FederatedVI):
         privacy: Privacy | None = None,
         secure_sum: bool = False,
     ) -> None:
-        local_optim = optim if local_optim is None else local_optim
         options = Options(
             optim,
             local_optim,
@@ -108,8 +103,8 @@ class SFVI(FederatedVI):
             num_local_particles,
             batch_size,
             validate,
+            secure_sum,
             privacy=privacy,
-            secure_sum=secure_sum,
         )
         super().__init__(model, guide, options)
 
@@ -121,31 +116,20 @@ class SFVIAvg(FederatedVI):
     minus the silos' own objectives (N / N_s times their term), averaged: not comparable with SFVI's
     on unequal silos.
 
-    With ``conducive=True`` the silos keep Gaussian approximate factors, whose product is q, in
-    place of averages. This finds the pooled optimum in about ten rounds
-    (:mod:`numpyro_fed.vi.conducive.rounds`). Without ``optim`` latents are integrated out, and
-    losses are minus the pooled bound. With ``optim``, steps in each round move local maps, networks
-    of amortized guides and learned parameters.
-
     :param model: as for :class:`SFVI`.
     :param guide: an :class:`AutoSiloNormal` with ``global_cov`` full or diagonal.
     :param optim: an optax transformation for each silo's copy of q(theta) and of the learned
-        parameters (conducive: of networks' weights and learned parameters alone); its state stays
-        in the silo.
-    :param num_local_steps: m, steps between two rounds. Conducive: least number of positions of
-        theta at which a silo evaluates its likelihood in a round (rounded up to a power of two);
-        with ``optim`` also the steps before.
+        parameters; its state stays in the silo.
+    :param num_local_steps: m, steps between two rounds.
     :param num_particles: as for :class:`SFVI`, in each step.
-    :param num_local_particles: as for :class:`SFVI`, in each step; conducive without ``optim``: for
-        draws of the result alone.
-    :param conducive: whether the silos keep approximate factors.
+    :param num_local_particles: as for :class:`SFVI`, in each step.
     :param local_optim: as for :class:`SFVI`.
-    :param batch_size: as for :class:`SFVI`, in each step. Conducive: rows that each pair of points
-        uses, enough that all pairs together use every row.
+    :param batch_size: as for :class:`SFVI`, in each step.
     :param validate: as for :class:`SFVI`.
-    :param secure_sum: as for :class:`SFVI`; for conducive rounds, and guides with a diagonal
-        ``global_cov``.
-    :raises TypeError: as :class:`SFVI`; for a guide that is not an :class:`AutoSiloNormal`.
+    :param secure_sum: as for :class:`SFVI`; for guides with a diagonal ``global_cov``.
+    :param conducive: gone; see :class:`ConduciveSFVI`.
+    :raises TypeError: as :class:`SFVI`; for a guide that is not an :class:`AutoSiloNormal`, and for
+        ``conducive=True``.
     :raises ValueError: as :class:`SFVI`; for a low-rank ``global_cov``, whose barycenters are of
         full rank.
 
@@ -172,6 +156,8 @@ class SFVIAvg(FederatedVI):
         50
     """
 
+    algorithm = "sfvi_avg"
+
     def __init__(
         self,
         model: Callable,
@@ -181,13 +167,17 @@ class SFVIAvg(FederatedVI):
         num_particles: int = 1,
         num_local_particles: int = 32,
         *,
-        conducive: bool = False,
         local_optim: Any = None,
         batch_size: int | None = None,
         validate: bool = True,
         secure_sum: bool = False,
+        conducive: bool = False,
     ) -> None:
-        local_optim = optim if local_optim is None else local_optim
+        if conducive:
+            raise TypeError(
+                "SFVIAvg(conducive=True) is a class of its own; expected fed.ConduciveSFVI(model, "
+                "guide, ...), whose num_points was num_local_steps"
+            )
         options = Options(
             optim,
             local_optim,
@@ -195,57 +185,123 @@ class SFVIAvg(FederatedVI):
             num_local_particles,
             batch_size,
             validate,
+            secure_sum,
             num_local_steps,
-            bool(conducive),
-            secure_sum=secure_sum,
         )
         super().__init__(model, guide, options)
-        if secure_sum and not conducive and getattr(guide, "global_cov", "diag") != "diag":
+        _check_gaussian(guide, "SFVI-Avg averages Gaussians", "a barycenter")
+        if secure_sum and guide.global_cov != "diag":
             raise ValueError(
                 "secure_sum=True: the barycenter of the silos' covariances is no sum of them; "
-                "expected conducive=True, whose approximate factors add up, a guide with "
+                "expected fed.ConduciveSFVI, whose approximate factors add up, a guide with "
                 'global_cov="diag", or fed.SFVI'
             )
-        self.algorithm, self._federated, self._init_silo = (
-            "sfvi_avg",
-            sfvi_avg.federated,
-            sfvi_avg.init_silo,
+
+
+class ConduciveSFVI(FederatedVI):
+    """Conducive rounds, which find the pooled optimum in about ten.
+
+    The silos keep Gaussian approximate factors of their likelihoods, and q(theta) is the product of
+    these and the prior's. The shape is that of :class:`SFVI`.
+
+    Law, bias and what leaves a silo: see :mod:`numpyro_fed.vi.conducive.rounds`. Without ``optim``
+    latents are integrated out, and losses are minus the pooled bound. With ``optim``, steps in each
+    round move local maps, networks of amortized guides and learned parameters.
+
+    :param model: as for :class:`SFVI`.
+    :param guide: an :class:`AutoSiloNormal` with ``global_cov`` full or diagonal.
+    :param optim: an optax transformation for each silo's copy of networks' weights and learned
+        parameters; its state stays in the silo.
+    :param num_points: least number of positions of theta at which a silo evaluates its likelihood
+        in a round. It is rounded up to a power of two, of at least 64 and four times the dimensions
+        (for a diagonal q at least the smaller of this and 1,024).
+    :param num_local_steps: with ``optim``, steps in each round.
+    :param num_particles: as for :class:`SFVI`, in each step.
+    :param num_local_particles: as for :class:`SFVI`, in each step and at each point; without
+        ``optim``, for draws of the result alone.
+    :param local_optim: as for :class:`SFVI`.
+    :param batch_size: as for :class:`SFVI`, in each step; also the rows that each pair of points
+        uses, enough that all pairs together use every row.
+    :param validate: as for :class:`SFVI`.
+    :param secure_sum: as for :class:`SFVI`.
+    :raises TypeError: as :class:`SFVI`; for a guide that is not an :class:`AutoSiloNormal`.
+    :raises ValueError: as :class:`SFVI`; for a low-rank ``global_cov``, since a product of
+        Gaussians is of full rank.
+
+    Example::
+
+        >>> import jax, jax.numpy as jnp, numpyro, numpyro.distributions as dist
+        >>> import numpyro_fed as fed
+        >>> def model(y):
+        ...     mu = numpyro.sample("mu", dist.Normal(0, 10))
+        ...     with fed.silo_plate("patients", y.shape[0]):
+        ...         numpyro.sample("y", dist.Normal(mu, 1), obs=y)
+        >>> silos = fed.Silos({"oslo": {"y": jnp.ones(3)}, "rome": {"y": jnp.zeros(3)}})
+        >>> svi = fed.ConduciveSFVI(model, fed.AutoSiloNormal(model))
+        >>> result = svi.run(jax.random.key(0), 30, silos, tol=1e-3, progress_bar=False)
+        >>> len(result.losses) < 10, round(float(result.params["auto_loc"][0]), 2)
+        (True, 0.5)
+    """
+
+    algorithm = "conducive"
+
+    def __init__(
+        self,
+        model: Callable,
+        guide: Any,
+        optim: Any = None,
+        *,
+        num_points: int = 256,
+        num_local_steps: int = 200,
+        num_particles: int = 1,
+        num_local_particles: int = 32,
+        local_optim: Any = None,
+        batch_size: int | None = None,
+        validate: bool = True,
+        secure_sum: bool = False,
+    ) -> None:
+        options = Options(
+            optim,
+            local_optim,
+            num_particles,
+            num_local_particles,
+            batch_size,
+            validate,
+            secure_sum,
+            num_local_steps,
+            num_points,
         )
-        if conducive:
-            self.algorithm = "conducive"
-            self._federated, self._init_silo = (
-                conducive_rounds.federated,
-                conducive_rounds.init_silo,
-            )
-        if not isinstance(guide, AutoSiloNormal):
-            raise TypeError(
-                "SFVI-Avg averages Gaussians: expected fed.AutoSiloNormal(model), got "
-                f"{type(guide).__name__}; fed.SFVI takes any guide"
-            )
-        if isinstance(guide.global_cov, int):
-            raise ValueError(
-                f"global_cov={guide.global_cov}: a barycenter of low-rank Gaussians is of full "
-                "rank; expected a guide with "
-                'global_cov="full" or "diag"'
-            )
+        super().__init__(model, guide, options)
+        _check_gaussian(guide, "conducive rounds multiply Gaussians", "a product")
 
     def setup(self, silos: Silos | MixedSilos) -> Setup:
-        """Return the setup before the first round; conducive rounds check it."""
+        """Return the setup before the first round, checked."""
         setup = super().setup(silos)
-        if self._options.conducive:
-            conducive_checks.check(setup.config, self.guide, setup.stacks)
+        checks.check(setup.config, self.guide, setup.stacks)
         return setup
 
     def _taken_from(self, result: Any, setup: Setup, params: dict) -> tuple[dict, Any]:
         """Return a result's parameters as a start.
 
-        Conducive rounds without optimizers need q(theta) alone, from these silos or others:
-        approximate factors and local maps are regressed anew.
+        Without optimizers q(theta) alone is needed, from these silos or others: approximate factors
+        and local maps are regressed anew.
         """
         if self._options.optim is not None or not isinstance(result, VIResult):
             return super()._taken_from(result, setup, params)
         return global_params(result, setup, params), None if setup.remote else setup.local
 
     def _say_how_it_ended(self, setup: Setup, state: VIState) -> None:
-        if self._options.conducive:
-            conducive_checks.say_how_it_ended(setup.names, state)
+        checks.say_how_it_ended(setup.names, state)
+
+
+def _check_gaussian(guide: Any, why: str, what: str) -> None:
+    if not isinstance(guide, AutoSiloNormal):
+        raise TypeError(
+            f"{why}: expected fed.AutoSiloNormal(model), got {type(guide).__name__}; fed.SFVI "
+            "takes any guide"
+        )
+    if isinstance(guide.global_cov, int):
+        raise ValueError(
+            f"global_cov={guide.global_cov}: {what} of low-rank Gaussians is of full rank; "
+            'expected a guide with global_cov="full" or "diag"'
+        )

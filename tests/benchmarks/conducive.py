@@ -68,7 +68,7 @@ def run(name: str, args: argparse.Namespace) -> None:
     print(f"\n=== {name}", flush=True)
     silos = problem.silos()
     wanted = reference(problem, name, args.references)[0]
-    fit = fed.SFVIAvg(problem.model, fed.AutoSiloNormal(problem.model), conducive=True)
+    fit = fed.ConduciveSFVI(problem.model, fed.AutoSiloNormal(problem.model))
     start = time.perf_counter()
     result, means, sds, losses = trace(fit, silos)
     seconds = time.perf_counter() - start

@@ -38,9 +38,7 @@ def multinomial() -> tuple[fed.Silos, dict[str, Any]]:
     train, _ = softmax.data()
     guide, model = softmax.guide(), softmax.model
     plain = fed.SFVI(model, guide, softmax.OPTIM)
-    conducive = fed.SFVIAvg(
-        model, guide, softmax.OPTIM, num_local_steps=20, conducive=True, batch_size=96
-    )
+    conducive = fed.ConduciveSFVI(model, guide, softmax.OPTIM, num_local_steps=20, batch_size=96)
     return softmax.silos(train, 5), {"SFVI": plain, "conducive": conducive}
 
 
@@ -51,13 +49,12 @@ def network() -> tuple[fed.Silos, dict[str, Any]]:
     optim = optax.adam(
         optax.exponential_decay(0.03, 10_000, 0.1, end_value=0.002)
     )  # of a silo's own layer
-    conducive = fed.SFVIAvg(
+    conducive = fed.ConduciveSFVI(
         model,
         guide,
         optim,
-        300,
+        num_local_steps=300,
         num_local_particles=1,
-        conducive=True,
         batch_size=24,
         validate=False,
     )

@@ -319,7 +319,7 @@ def started(problem: Problem, silos: fed.Silos, nested: bool) -> fed.FSGLD:
     """FSGLD at the end of conducive rounds, those of `fed.fit`."""
     guide = fed.AutoSiloNormal(problem.model, local_cov="full" if nested else "element")
     start = time.perf_counter()
-    result = fed.SFVIAvg(problem.model, guide, conducive=True).run(
+    result = fed.ConduciveSFVI(problem.model, guide).run(
         jax.random.key(0), 40, silos, tol=0.1, progress_bar=False
     )
     print(

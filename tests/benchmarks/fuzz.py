@@ -334,7 +334,7 @@ def _fit(kind: str) -> Any:
         return fed.SFVI(linear, fed.AutoSiloNormal(linear), ADAM, privacy=privacy, secure_sum=True)
     if kind == "averaging":
         return fed.SFVIAvg(intercepts, fed.AutoSiloNormal(intercepts), ADAM, num_local_steps=5)
-    return fed.SFVIAvg(intercepts, fed.AutoSiloNormal(intercepts), conducive=True)
+    return fed.ConduciveSFVI(intercepts, fed.AutoSiloNormal(intercepts))
 
 
 SETTINGS: dict[str, tuple[Callable, Callable, Any]] = {

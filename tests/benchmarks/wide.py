@@ -53,7 +53,7 @@ def curvature(x: np.ndarray, y: np.ndarray) -> np.ndarray:
 def row(dim: int, cov: str, rounds: int) -> dict[str, Any]:
     rows = data(dim)
     silos = fed.split(rows, by=np.arange(NUM_SILOS).repeat(2 * dim))
-    avg = fed.SFVIAvg(model, fed.AutoSiloNormal(model, global_cov=cov), conducive=True)
+    avg = fed.ConduciveSFVI(model, fed.AutoSiloNormal(model, global_cov=cov))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a fit that has not converged says so; the table does
         start = time.perf_counter()

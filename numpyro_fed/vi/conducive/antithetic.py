@@ -97,7 +97,7 @@ def fewest_rows(config: FitConfig, largest: int) -> int:
     All pairs together then use every row of a silo once. For a full precision they use enough rows
     that the noise of its curvature is small.
     """
-    dim, full = config.factors.dim, config.families[0].global_cov == "full"
+    dim, full = config.factors.dim, config.normal().global_cov == "full"
     return min(
         largest, -(-max(largest, _LOOKS * dim**2 if full else 0) // (config.num_points // 2))
     )

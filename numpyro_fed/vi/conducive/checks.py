@@ -27,7 +27,7 @@ def check(config: FitConfig, guide: Any, stacks: list[SiloRows]) -> None:
     """Refuse a model, guide or options that conducive rounds do not cover."""
     if config.optim is None and config.moving:
         raise ValueError(
-            f"conducive=True with learned parameters {list(config.moving)}: expected an optimizer "
+            f"conducive rounds of learned parameters {list(config.moving)}: expected an optimizer "
             "that moves them in the silos, e.g. optim=optax.adam(1e-2), or "
             "latent sites alone (numpyro.sample in place of numpyro.param, a guide without "
             "amortize=)"
@@ -37,41 +37,40 @@ def check(config: FitConfig, guide: Any, stacks: list[SiloRows]) -> None:
         group, size = config.batch
         if local and config.optim is None:
             raise ValueError(
-                f"batch_size={size} with conducive=True and latents in the silos: expected "
+                f"batch_size={size} in conducive rounds with latents in the silos: expected "
                 "batch_size=None, as these are integrated out at all points, or an "
                 "optimizer (optim=optax.adam(1e-2)), which moves their local maps instead"
             )
         largest = max(dict(rows.pad)[group] for rows in stacks)
         if size < fewest_rows(config, largest):
             raise ValueError(
-                f"batch_size={size} with conducive=True: expected at least "
+                f"batch_size={size} in conducive rounds: expected at least "
                 f"{fewest_rows(config, largest):,}, so that {config.num_points // 2} pairs of "
                 f"points together look at each of the {largest:,} rows of the largest silo, and at "
-                f"enough for {config.factors.dim} dimensions; or a larger num_local_steps: it "
-                "makes more pairs"
+                f"enough for {config.factors.dim} dimensions; or a larger num_points"
             )
     if config.optim is not None and not (config.moving or local):
         raise ValueError(
-            "optim: expected None with conducive=True and a model that has neither latents in the "
+            "optim: expected None in conducive rounds of a model that has neither latents in the "
             "silos nor learned parameters, as there is nothing for it to move"
         )
     if config.optim is not None:
         return
     if local and not (guide.coupling and guide.scale_coupling):
         raise ValueError(
-            "conducive=True: expected a guide with coupling=True and scale_coupling=True, as its "
+            "conducive rounds: expected a guide with coupling=True and scale_coupling=True, as its "
             "local maps are regressed on theta, got "
             f"coupling={guide.coupling}, scale_coupling={guide.scale_coupling}"
         )
     if guide.local_cov != "full" and any(f.group is None for f in local):
         raise JointUnits(
-            "conducive=True with latents that are one unit in a silo: expected a guide with "
+            "conducive rounds of latents that are one unit in a silo: expected a guide with "
             f'local_cov="full", got {guide.local_cov!r}'
         )
     width = max((sum(math.prod(s.shape) for s in f.factors.local_sites) for f in local), default=1)
     if width > 1 and guide.local_cov == "diag":
         raise ValueError(
-            f"conducive=True with {width} latents an element: expected a guide with "
+            f"conducive rounds of {width} latents an element: expected a guide with "
             'local_cov="element", got "diag"'
         )
 

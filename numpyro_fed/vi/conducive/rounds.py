@@ -1,4 +1,4 @@
-r"""Conducive rounds of SFVI-Avg, which reach the pooled optimum in about ten rounds.
+r"""Conducive rounds of SFVI, which reach the pooled optimum in about ten rounds.
 
 :math:`q(\theta) = N(\mu, L L^\top)` is the product of Gaussian approximate factors: :math:`t_0` for
 the prior, and one, :math:`t_s`, for each silo. In a round each silo integrates its latents out at
@@ -183,12 +183,12 @@ def federated(config: FitConfig, stacks: list[SiloRows]) -> Federated:
 def _no_site(config: FitConfig) -> ApproxFactor:
     d = config.factors.dim
     return ApproxFactor(
-        jnp.zeros(d), jnp.zeros((d, d) if config.families[0].global_cov == "full" else d)
+        jnp.zeros(d), jnp.zeros((d, d) if config.normal().global_cov == "full" else d)
     )
 
 
 def _nothing_known(config: FitConfig) -> History | Memory:
-    full = config.families[0].global_cov == "full"
+    full = config.normal().global_cov == "full"
     return History.none(_no_site(config)) if full else Memory.none(config.factors.dim)
 
 
@@ -239,7 +239,7 @@ def local(
     :param at_once: number of points evaluated together; ``None``: as many as for one silo alone.
     """
     at_once = at_once_of(config, rows, 1) if at_once is None else at_once
-    family, own = config.families[rows.part], state.params
+    family, own = config.normal(rows.part), state.params
     old, now = config.constrain(state.base), config.constrain(message.params)
     moved = (
         family.whiten(old, now[f"{family.prefix}_loc"]),
@@ -296,7 +296,7 @@ def merge(
     :param weights: zero for a silo that did not answer; its factor stays. Other silos count once,
         whatever their probability.
     """
-    family = config.families[0]
+    family = config.normal()
     # where numbers are not finite, gain and value of a silo count as zero; a masked sum stays NaN
     heard = jnp.ones_like(replies.finite) if config.secure_sum else replies.finite
     heard = heard if weights is None else heard & (weights > 0)

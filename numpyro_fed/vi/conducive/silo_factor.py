@@ -29,12 +29,14 @@ from numpyro_fed.vi.conducive.antithetic import (
     rows_of_pair,
     shuffled,
 )
-from numpyro_fed.vi.config import MOST_DIAGONAL, FitConfig
+from numpyro_fed.vi.config import FitConfig
+from numpyro_fed.vi.guides.normal import SiloNormal
 
 __all__ = [
     "Points",
     "at_once_of",
     "changes_points",
+    "number_of_points",
     "prior_factor",
     "silo_factor",
     "uses_pairs",
@@ -42,6 +44,19 @@ __all__ = [
 ]
 
 _NUMBERS_AT_ONCE = 1 << 21
+_MIN_POINTS = 64
+_MAX_DIAGONAL = 1024  # most points that a diagonal precision needs
+
+
+def number_of_points(family: SiloNormal, least: int) -> int:
+    """Return the number of positions of theta at which silos evaluate their likelihood.
+
+    It is the least power of two that is at least ``least``, 64, and four times the number of
+    dimensions (for a diagonal q at least the smaller of this and 1,024).
+    """
+    wanted = 4 * family.factors.dim
+    wanted = wanted if family.global_cov == "full" else min(wanted, _MAX_DIAGONAL)
+    return 1 << (max(_MIN_POINTS, least, wanted) - 1).bit_length()
 
 
 def at_once_of(config: FitConfig, rows: SiloRows, num_silos: int) -> int:
@@ -62,7 +77,7 @@ def _pairs_at_once(config: FitConfig, num_silos: int, rows: int) -> int:
     :param rows: number of rows that one point uses.
     """
     d = config.factors.dim
-    numbers = 2 * num_silos * (rows + d * (d if config.families[0].global_cov == "full" else 1))
+    numbers = 2 * num_silos * (rows + d * (d if config.normal().global_cov == "full" else 1))
     return 1 << (min(config.num_points // 2, max(1, _NUMBERS_AT_ONCE // numbers)).bit_length() - 1)
 
 
@@ -72,7 +87,7 @@ def whitening(config: FitConfig, params: dict[str, Array]) -> Points:
     Points are the same in every round and silo, so that rounds are a fixed-point iteration. Where
     points change from round to round (:func:`changes_points`), none are returned.
     """
-    family, constrained = config.families[0], config.constrain(params)
+    family, constrained = config.normal(), config.constrain(params)
     d, full = config.factors.dim, family.global_cov == "full"
     scale = constrained[f"{family.prefix}_scale_tril" if full else f"{family.prefix}_scale"]
     loc = constrained[f"{family.prefix}_loc"]
@@ -99,8 +114,8 @@ def changes_points(config: FitConfig) -> bool:
 
     This holds for a diagonal q of more than 256 dimensions, unless silos integrate latents out.
     """
-    family = config.families[0]
-    few = family.global_cov != "full" and config.factors.dim > MOST_DIAGONAL // 4
+    family = config.normal()
+    few = family.global_cov != "full" and config.factors.dim > _MAX_DIAGONAL // 4
     return few and (config.optim is not None or not family.has_local)
 
 
@@ -190,7 +205,7 @@ def prior_factor(
     config: FitConfig, params: dict[str, Array], asked: Points, turn: Array, rows: SiloRows
 ) -> tuple[ApproxFactor, Array]:
     """Return the prior's approximate factor, and ``E_q[log p(theta) - log q(theta)]``."""
-    family, d = config.families[0], config.factors.dim
+    family, d = config.normal(), config.factors.dim
     constrained = config.constrain(params)
 
     def log_prior(u: Array) -> Array:

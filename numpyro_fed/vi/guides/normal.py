@@ -26,10 +26,10 @@ from jax import Array, lax, random
 from numpyro.distributions import constraints
 
 from numpyro_fed.data.views import SiloRows
-from numpyro_fed.density.factors import Factors
 from numpyro_fed.density.local_map import LocalMap, Units
 from numpyro_fed.rounds.serialization import wire_name
 from numpyro_fed.vi.guides.amortize import Encoder
+from numpyro_fed.vi.guides.family import Family
 from numpyro_fed.vi.guides.scales import Diagonal, LowRank, Scale, Triangular, relative
 
 __all__ = ["Context", "SiloNormal"]
@@ -59,14 +59,9 @@ class Context(NamedTuple):
 
 
 @dataclass(frozen=True)
-class SiloNormal:
-    """The structured Gaussian family as a static description with pure methods.
+class SiloNormal(Family):
+    """The structured Gaussian family; a silo's own parameters are its local map.
 
-    Global parameters are dicts, and local parameters are maps.
-
-    :param factors: the model's factors (of the model alone, or as a plain guide sees it).
-    :param group: the row group whose elements are the units of the local map; ``None``: a silo is
-        one unit.
     :param global_cov: ``"full"``, ``"diag"`` or the rank of a low-rank form.
     :param local_cov: ``"diag"``, ``"element"`` or ``"full"``.
     :param coupling: whether the location of the local latents moves with theta.
@@ -76,8 +71,6 @@ class SiloNormal:
     :param encoders: networks in place of the local map's rows, for some or all sites.
     """
 
-    factors: Factors
-    group: str | None
     global_cov: str | int
     local_cov: str
     coupling: bool
@@ -87,23 +80,13 @@ class SiloNormal:
     encoders: tuple[Encoder, ...] = ()
 
     @property
-    def has_local(self) -> bool:
-        """Presence of local latents in the model."""
-        return bool(self.factors.local_sites)
-
-    def units(self, rows: SiloRows) -> Units:
-        """Return the partition of the latents of a stack's silos into units."""
-        return Units(self.factors, self.group, rows.pad)
-
-    @property
     def shared_params(self) -> tuple[str, ...]:
-        """Names of the global parameters that are not q(theta)'s: the networks' weights."""
+        """Names of the networks' weights."""
         return tuple(name for encoder in self.encoders for name in encoder.start)
 
     # q(theta)
 
     def constraints(self) -> dict[str, Any]:
-        """Return the support of each global parameter."""
         out: dict[str, Any] = {f"{self.prefix}_loc": constraints.real}
         for encoder in self.encoders:
             out |= encoder.supports
@@ -141,7 +124,6 @@ class SiloNormal:
         return LowRank(params[f"{self.prefix}_scale"], params[f"{self.prefix}_factor"])
 
     def global_noise(self, key: Array) -> Array:
-        """Draw the noise of theta, ``(d,)``."""
         return random.normal(key, (self.factors.dim,))
 
     def context(self, params: Mapping[str, Array], noise: Array) -> Context:
@@ -181,7 +163,6 @@ class SiloNormal:
         return loc, np.linalg.cholesky(np.asarray(scale.covariance()))
 
     def log_global(self, params: Mapping[str, Array], context: Context) -> Array:
-        """Return ``log q(theta)``, a scalar."""
         return (
             -0.5 * jnp.sum(context.u**2)
             - self.scale(params).log_det()
@@ -241,12 +222,10 @@ class SiloNormal:
         return jnp.where(units.owned(rows), jnp.concatenate(parts, axis=-1), 0.0)
 
     def latents(self, local: LocalMap, context: Context, eps: Array, rows: SiloRows) -> Array:
-        """Return the latents ``(num, E, k)`` for coordinates ``eps`` of this shape."""
         local = self.completed(local, context.params, rows)
         return jax.vmap(lambda e: local.forward(context.u, e))(eps)
 
     def log_local(self, local: LocalMap, context: Context, z: Array, rows: SiloRows) -> Array:
-        """Return ``log q(z | theta)`` of each unit, ``(E,)``."""
         local = self.completed(local, lax.stop_gradient(context.params), rows)
         return local.log_density(context.u, z, self.units(rows).owned(rows))
 
@@ -298,15 +277,10 @@ class SiloNormal:
         return {field: f"{self.prefix}_{name}" for field, name in _LOCAL.items()}
 
     def named(self, local: LocalMap) -> dict[str, tuple[Array, str | None]]:
-        """Return local parameters by name, each with the row group of its elements.
-
-        The row group is ``None`` where the units are silos.
-        """
         parts = {name: getattr(local, field) for field, name in self.local_names().items()}
         return {name: (x, self.group) for name, x in parts.items() if x is not None and x.size}
 
     def from_named(self, params: Mapping[str, Array]) -> LocalMap:
-        """Invert :meth:`named`."""
         if self.local_names()["mean"] not in params:  # every latent is amortized
             return LocalMap(jnp.zeros((1, 0)), jnp.zeros((1, 0)))
         return LocalMap(
@@ -320,10 +294,6 @@ class SiloNormal:
         Through ``u`` only a term of mean zero is added: the path's gradient minus its doubly
         reparametrized form. At the exact posterior no noise is left. The networks' weights are
         reached through z alone.
-
-        :param direct: gradient of the bound at fixed z.
-        :param path: gradient through z.
-        :param path_doubly: gradient through z, doubly reparametrized.
         """
         return Context(direct.theta, direct.u + path.u - path_doubly.u, path_doubly.params)
 

@@ -29,6 +29,7 @@ from numpyro_fed.density.handlers import is_silo_plate, silo_plate
 from numpyro_fed.density.local_map import Units
 from numpyro_fed.rounds.serialization import wire_name
 from numpyro_fed.vi.guides.amortize import as_float
+from numpyro_fed.vi.guides.family import Family
 
 __all__ = ["GuideFamily", "LocalParam", "guide_family"]
 
@@ -64,40 +65,31 @@ class Shared:
 
 
 @dataclass(frozen=True)
-class GuideFamily:
-    """A user's guide with the methods of :class:`~numpyro_fed.vi.guides.normal.SiloNormal`.
+class GuideFamily(Family):
+    """A user's guide as a family.
 
-    :param factors: the model's factors.
     :param guide: the guide.
     :param guide_factors: the factors of the guide's log density, unconstrained, as those of a
         model.
-    :param group: the row group whose elements are the units; ``None``: a silo is one unit.
     :param local_params: the parameters inside silo plates.
     :param supports: support of every parameter.
     :param start: first values of the global parameters, in their supports.
     :param shared: arguments that all silos share.
     """
 
-    factors: Factors
     guide: Callable
     guide_factors: Factors
-    group: str | None
     local_params: tuple[LocalParam, ...]
     supports: dict[str, Any] = field(compare=False, repr=False)
     start: dict[str, Array] = field(compare=False, repr=False)
     shared: Shared = field(repr=False)
 
     @property
-    def has_local(self) -> bool:
-        """Presence of local latents in the model."""
-        return bool(self.factors.local_sites)
-
-    def units(self, rows: SiloRows) -> Units:
-        """Return the partition of the latents of a stack's silos into units."""
-        return Units(self.factors, self.group, rows.pad)
+    def shared_params(self) -> tuple[str, ...]:
+        """Names of all global parameters of the guide."""
+        return tuple(self.start)
 
     def constraints(self) -> dict[str, Any]:
-        """Return the support of each global parameter."""
         local = {p.name for p in self.local_params}
         return {name: support for name, support in self.supports.items() if name not in local}
 
@@ -114,7 +106,6 @@ class GuideFamily:
         return Context(self.factors.ravel(theta), own)
 
     def log_global(self, params: Mapping[str, Array], context: Context) -> Array:
-        """Return ``log q(theta)`` in unconstrained space, a scalar."""
         own = {k: params[k] for k in self.start}
         model = replace(self.guide_factors, model=LearnedModel(self.guide))
         return model.log_prior(
@@ -122,7 +113,6 @@ class GuideFamily:
         )
 
     def init_local(self, rows: SiloRows) -> dict[str, Array]:
-        """Return a silo's first parameters, unconstrained, rows first."""
         kwargs, _ = rows.whole()
         sites = trace(seed(self.guide, random.key(0))).get_trace(**kwargs)
         out = {}
@@ -193,10 +183,6 @@ class GuideFamily:
         return Context(direct.theta + path.theta, path_doubly.params)
 
     def named(self, local: dict[str, Array]) -> dict[str, tuple[Array, str | None]]:
-        """Return local parameters by name, with the row group of their elements.
-
-        They are in their supports.
-        """
         out: dict[str, tuple[Array, str | None]] = {}
         for p in self.local_params:
             # the first axis is that of the stack's silos
@@ -207,7 +193,6 @@ class GuideFamily:
         return out
 
     def from_named(self, params: Mapping[str, Array]) -> dict[str, Array]:
-        """Invert :meth:`named`."""
         out = {}
         for p in self.local_params:
 
@@ -302,7 +287,7 @@ def guide_family(
             guide_factors, Units(guide_factors, groups[0], largest(own)), own
         )
     group = groups[0] if alone else None
-    return GuideFamily(factors, guide, guide_factors, group, tuple(local), supports, start, shared)
+    return GuideFamily(factors, group, guide, guide_factors, tuple(local), supports, start, shared)
 
 
 def without_params(silos: Silos) -> Silos:
