@@ -14,10 +14,8 @@ from numpyro_fed.data.silos import Silos
 from numpyro_fed.density.check import FactorizationError, check_own_factorization
 from numpyro_fed.density.factorize import factorize
 from numpyro_fed.density.fingerprint import (
-    checked,
     description,
     fingerprint,
-    from_values,
     rows_hash,
     versions,
 )
@@ -27,9 +25,9 @@ from numpyro_fed.engines.limits import (
     MAX_KEPT,
     MAX_MESSAGE,
     MAX_REFUSED,
-    MAX_ROWS,
     MAX_SLOTS,
 )
+from numpyro_fed.engines.opening import agreed_silos
 from numpyro_fed.engines.record import Record, outlined
 from numpyro_fed.engines.wire import PROTOCOL, owned
 from numpyro_fed.privacy.data_guards import Guards
@@ -228,35 +226,8 @@ class SiloSide:
                 raise ValueError(f"silo {self.name!r}: other {what} than before{hint}")
 
     def _open(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Take the silo's place among all silos, and return its model's fingerprint.
-
-        :raises Refusal: if the server's list of silos does not agree with the silo's own facts.
-        """
-        try:
-            known = from_values(request["silos"])
-            other = checked(description(known, values=True), "the server's list", MAX_ROWS)
-            if sum(sum(n) for n in known.sizes.values()) > MAX_ROWS:
-                raise ValueError("too many rows")
-        except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
-            raise Refusal("the server's list of silos is not put together as one") from error
-        if type(request.get("server")) is not int or type(request.get("fresh")) is not bool:
-            raise Refusal("the server's facts about itself are not put together as expected")
-        if self.name not in known.names:
-            raise Refusal(f"expected to be among the silos, got {list(known.names)}")
-        for what, own in description(self.silos, values=True).items():
-            if what == "shared" and other[what] != own:
-                odd = sorted(k for k in {*own, *other[what]} if own.get(k) != other[what].get(k))
-                raise Refusal(
-                    f"the server has other values than it of {odd}, which without rows= count as "
-                    "shared arguments, the same everywhere; expected the same value, or an entry "
-                    "in rows= for what is a silo's own"
-                )
-            if what not in ("names", "sizes") and other[what] != own:
-                raise Refusal(f"the server says {what} {other[what]}, it has {own}")
-        mine = {g: n[0] for g, n in self.silos.sizes.items()}
-        theirs = {g: n[known.names.index(self.name)] for g, n in known.sizes.items()}
-        if mine != theirs:
-            raise Refusal(f"it has {mine} rows, the server says {theirs}")
+        """Take the silo's place among all silos, and return its model's fingerprint."""
+        known = agreed_silos(request, self.silos)
         try:
             model = fingerprint(self.factors, known, self.fit)
             worker = worker_of(self.silos, self.name, known)
