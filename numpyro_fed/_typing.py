@@ -14,7 +14,7 @@ AnyArray: TypeAlias = np.ndarray | Array
 """Array of NumPy on the server, or of JAX inside a program."""
 
 Column: TypeAlias = Any
-"""Value of one argument of the model in one silo: an array of rows, or any value without rows."""
+"""Value of one argument of the model: an array of rows, or any value without rows."""
 
 ModelArgs: TypeAlias = dict[str, Column]
 """Keyword arguments of the model, of one silo, of a minibatch or of all data."""

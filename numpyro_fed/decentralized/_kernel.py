@@ -116,7 +116,7 @@ class NetworkKernel(FederatedKernel):
 
     @property
     def config(self) -> NetworkConfig:
-        """Static facts of the kernel, made by its setup; ``None`` before it."""
+        """Static facts of the kernel, which its setup makes."""
         return self._config
 
     @property

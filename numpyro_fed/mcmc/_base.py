@@ -78,7 +78,7 @@ class FederatedKernel(MCMCKernel):
 
     @property
     def tuning(self) -> Tuning:
-        """Numbers of the kernel, made by its setup; ``None`` before it."""
+        """Numbers of the kernel, which its setup makes."""
         return self._tuning
 
     @property

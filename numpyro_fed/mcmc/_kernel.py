@@ -53,7 +53,7 @@ class LangevinKernel(FederatedKernel):
 
     @property
     def config(self) -> LangevinConfig:
-        """Static facts of the kernel, made by its setup; ``None`` before it."""
+        """Static facts of the kernel, which its setup makes."""
         return self._config
 
     @property

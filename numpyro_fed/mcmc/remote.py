@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -279,7 +279,7 @@ class RemoteMCMC(MCMC):
             ).hexdigest(),
         }
 
-    def _going_on(self, first: "_Going", saved: dict[str, PyTree], facts: Facts) -> "_Going":
+    def _going_on(self, first: "_Going", saved: dict[str, Any], facts: Facts) -> "_Going":
         """Return the run at its checkpoint.
 
         Silos have received the kernel's numbers anew; the first local latents of this start are

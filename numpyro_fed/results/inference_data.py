@@ -8,7 +8,6 @@ import numpy as np
 from numpyro.infer import MCMC
 
 from numpyro_fed._compat import import_arviz, infer_dims
-from numpyro_fed._typing import Facts
 from numpyro_fed.data.silos import Silos
 from numpyro_fed.decentralized._kernel import NetworkKernel
 from numpyro_fed.mcmc._base import FederatedKernel
@@ -144,7 +143,7 @@ def _mcmc_inference_data(
 
 
 def _remote_inference_data(
-    mcmc: MCMC, silos: RemoteSilos, node: str | None, ledger: Ledger, options: Facts
+    mcmc: MCMC, silos: RemoteSilos, node: str | None, ledger: Ledger, options: dict[str, object]
 ) -> "InferenceData":
     """Return the draws of the global sites of a run over remote silos, without data."""
     fields = {k: np.asarray(v) for k, v in mcmc.get_extra_fields(group_by_chain=True).items()}
