@@ -1,6 +1,5 @@
 """Graphs that change with time: matrices, connectivity, rates, and what is refused."""
 
-import matplotlib.pyplot as plt
 import networkx as nx
 import numpy as np
 import pytest
@@ -144,13 +143,6 @@ def test_nodes_are_matched_to_silos_by_name():
     assert graphs.ring(3).ordered(("x", "y", "z")).nodes == ("x", "y", "z")
     weights = graphs.from_matrices([[0.5, 0.2], [0.5, 0.8]], nodes=["b", "a"]).ordered(("a", "b"))
     np.testing.assert_allclose(weights.matrix(), [[0.8, 0.5], [0.2, 0.5]])
-
-
-def test_a_plot_has_a_panel_for_each_step():
-    for graph, panels in ((graphs.almost_circular(), 2), (graphs.erdos_renyi(4, 0.5), 1)):
-        figure = graph.plot()
-        assert len(figure.axes) == panels
-        plt.close(figure)
 
 
 REFUSED = {

@@ -25,11 +25,10 @@ from numpyro_fed.decentralized.networks import (
     NetworkState,
     advance,
     current_step_size,
-    flat,
     look_around,
-    sites,
 )
 from numpyro_fed.decentralized.nodes import Nodes
+from numpyro_fed.decentralized.start import first_nodes
 from numpyro_fed.mcmc._base import FederatedKernel, check_start
 from numpyro_fed.mcmc.adaptation import Adaptation, begin, check_seen, look_cost
 from numpyro_fed.mcmc.config import NetworkConfig
@@ -37,7 +36,6 @@ from numpyro_fed.mcmc.options import Options, Step, as_step
 from numpyro_fed.mcmc.setup import model_setup
 from numpyro_fed.rounds.federated import Cost, Ledger
 from numpyro_fed.rounds.remote import RemoteSilos
-from numpyro_fed.surrogates.gaussian import matvec
 
 __all__ = ["NetworkKernel", "NetworkState"]
 
@@ -217,12 +215,16 @@ class NetworkKernel(FederatedKernel):
         assert self._mixing is not None
         m = len(silos)
         key, key_start, key_learn = random.split(rng_key[0], 3)
-        template = jax.eval_shape(lambda k: self._start(k, chains // m, None, silos)[1], key_start)
+        start = partial(
+            first_nodes, self._config, self._tuning, self._rows(silos), silos, chains // m,
+            self._tracking,
+        )  # fmt: skip
+        template = jax.eval_shape(lambda key: start(key, None)[1], key_start)
         if z is not None:
             check_start(
                 {k: v.shape for k, v in z.items()}, {k: v.shape for k, v in template.items()}
             )
-        nodes, z = self._start(key_start, chains // m, z, silos)
+        nodes, z = start(key_start, z)
         zero, none = jnp.zeros(chains, nodes.x.dtype), jnp.zeros(chains, jnp.uint32)
         state = NetworkState(
             i=jnp.zeros((), jnp.int32), z=z, nodes=nodes, push_sum_weight=zero + 1,
@@ -234,60 +236,6 @@ class NetworkKernel(FederatedKernel):
         return state._replace(
             step_size=zero + current_step_size(self._config, state)
         ), random.split(key_start)[1]
-
-    def _start(
-        self, key: Array, networks: int, z: dict[str, Array] | None, silos: Silos
-    ) -> tuple[Nodes, dict]:
-        config, tuning, stacks = self._config, self._tuning, self._rows(silos)
-        assert tuning is not None
-        shape = (networks, len(silos), config.factors.dim)
-        key_theta, key_eps = random.split(key)
-        if z is not None:
-            x = flat(config, z).reshape(shape).astype(tuning.loc.dtype)
-        elif tuning.scale is not None:
-            normal = random.normal(key_theta, shape, tuning.loc.dtype)
-            x = tuning.loc + jax.vmap(jax.vmap(partial(matvec, tuning.scale)))(normal)
-        elif tuning.latents is not None:  # the local map is good where it was fitted
-            normal = random.normal(key_theta, shape, tuning.loc.dtype)
-            whiten = tuning.latents.whiten
-            out = (
-                jnp.linalg.solve(whiten, normal[..., None])[..., 0]
-                if whiten.ndim == 2
-                else normal / whiten
-            )
-            x = tuning.latents.loc + out
-        else:
-            x = random.uniform(key_theta, shape, tuning.loc.dtype, -2, 2)
-        eps = None
-        if config.units is not None and not isinstance(silos, RemoteSilos):  # these start their own
-            eps = self._start_eps(key_eps, x, z, silos)
-        zero = jnp.zeros(shape, x.dtype) if self._tracking else None
-        nodes = Nodes(x, jnp.ones(shape[:2], x.dtype), zero, zero, eps)
-        return nodes, sites(config, tuning, x, eps, stacks)
-
-    def _start_eps(
-        self, key: Array, x: Array, z: dict[str, Array] | None, silos: Silos
-    ) -> list[Array]:
-        units, latents = self._config.units, self._tuning.latents
-        if z is None:
-            shapes = [(len(x), *rows.shape) for rows in latents.rows]
-            return [random.normal(random.fold_in(key, k), s, x.dtype) for k, s in enumerate(shapes)]
-        m, networks = len(silos), len(x)
-        local = {s.name: z[s.name] for s in self._config.factors.local_sites}
-        every = jax.vmap(lambda chain: units.from_pooled(chain, silos))(local)
-        stacked = stack_states(jnp.moveaxis(every, 0, -1), silos, units.group)
-        out = []
-        for rows, local_map, values in zip(self._rows(silos), latents.rows, stacked, strict=True):
-            of_chain = (
-                jnp.moveaxis(values, -1, 0).reshape(networks, m, *values.shape[:-1]).astype(x.dtype)
-            )
-            own = of_chain[
-                :, rows.number, jnp.arange(len(rows.number))
-            ]  # takes a silo's latents from its own node's chain
-            u = jax.vmap(jax.vmap(latents.u))(x[:, rows.number])
-            inverse = jax.vmap(jax.vmap(lambda m, u, v: m.inverse(u, v)), in_axes=(None, 0, 0))
-            out.append(inverse(local_map, u, own))
-        return out
 
     def _adaptation(
         self, key: Array, num_warmup: int, nodes: Nodes, silos: Silos

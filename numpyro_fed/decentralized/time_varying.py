@@ -4,23 +4,24 @@
 """
 
 import math
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 from numbers import Real
-from typing import TYPE_CHECKING
 
 import networkx as nx
 import numpy as np
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from numpyro_fed.decentralized.added_variance import (
+    SEEN_STEPS,
+    excess_variance,
+    product,
+    stationary_weight,
+)
 
 __all__ = ["TimeVaryingGraph", "shown"]
 
 _SIMULATED = 2000  # steps of the random sequence that measures a rate
-_DOUBLINGS = 40  # largest number of doublings of the sum over periods
-_SEQUENCES, _STEPS = 9, 100  # random sequences, and their steps before and during the averages
+_SEQUENCES = 9  # random sequences whose median stands for the added variance
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -202,19 +203,17 @@ class TimeVaryingGraph:
                     return 0.0
                 growth, vector = growth + math.log(norm), vector / norm
             return math.exp(growth / _SIMULATED)
-        values = np.linalg.eigvals(self._product(gossip))
+        values = np.linalg.eigvals(product(self._period(gossip)))
         return float(np.sort(np.abs(values))[-2] ** (1 / self.period))
 
-    def _product(self, gossip: bool = False) -> np.ndarray:
-        """Return the matrix of a whole period."""
-        product = np.eye(self.num_nodes)
-        for t in range(self.period):
-            product = self.matrix(t, gossip=gossip) @ product
-        return product
+    def _period(self, gossip: bool = False) -> list[np.ndarray]:
+        return [self.matrix(t, gossip=gossip) for t in range(self.period)]
 
-    def _stationary_weight(self, product: np.ndarray) -> np.ndarray:
-        """Return the long-run push-sum weights at the start of a period with this matrix."""
-        return np.linalg.matrix_power(product, 1 << 16).mean(1) * self.num_nodes
+    def _sequence(self, seed: int, num_steps: int, gossip: bool) -> Iterator[np.ndarray]:
+        """Draw the random mixing matrices of some steps, one by one."""
+        rng = np.random.default_rng(seed)
+        for t in range(num_steps):
+            yield self.draw(rng, t, gossip=gossip)
 
     def draw(self, rng: np.random.Generator, t: int, *, gossip: bool = False) -> np.ndarray:
         """Draw a random mixing matrix of step t."""
@@ -231,71 +230,16 @@ class TimeVaryingGraph:
         return kept / kept.sum(0)
 
     def added_variance(self, *, gossip: bool = False, tracking: bool = False) -> float:
-        r"""Return the excess variance of the worst node over the target, for small steps.
+        """Return the excess variance of the worst node over the target, for small steps.
 
-        The unit is the noise that every node adds at a step. Push-sum's nodes are at :math:`Z_i =
-        \bar X + E_i`, where :math:`E = A(X - y \bar X) / y` remains from earlier noise. With
-        unit noise the covariance C of :math:`X - y \bar X`, and its covariance c with :math:`\bar
-        X`, follow
-
-        .. math::
-            C \leftarrow A C A^\top + F F^\top, \qquad c \leftarrow A c + F 1 / m,
-            \qquad F = I - y 1^\top / m .
-
-        Silos alike pull all :math:`X_i` by the same force, however unequal y, which halves the
-        covariance of E with :math:`\bar X`. Since they pull at Z, the variance of :math:`\bar X` is
-        less by the mean of that covariance. In sum, with :math:`c'_i = (A c)_i / y_i`, the variance
-        of node i exceeds the target's by :math:`(A C A^\top)_{ii} / y_i^2 + c'_i - \tfrac1{2m}
-        \sum_j c'_j`, averaged over the period.
-
-        With tracking the noise has variances y, so :math:`F F^\top` is
-        :math:`\operatorname{diag}(y) - y y^\top / m` and c vanishes. Gossip's nodes have y = 1, and
-        their draws include their last noise, so the excess is the largest diagonal entry of C.
-
+        The unit is the noise that every node adds at a step; :mod:`.added_variance` derives it.
         Where links fail, the excess is itself random with a heavy tail, since a node cut off for a
-        while has a tiny y. The result is then the median over nine random sequences of the mean
-        over 100 steps, and no more than a guide.
+        while has a tiny weight. The result is then the median over nine random sequences of the
+        mean over 100 steps, and no more than a guide.
         """
-        m = self.num_nodes
-        product = self._product(gossip)
-        weight = self._stationary_weight(product)
-
-        def through(
-            weight: np.ndarray, spread: np.ndarray, cross: np.ndarray, matrices: Iterable
-        ) -> tuple:
-            seen = []
-            for matrix in matrices:
-                weight, spread, cross = matrix @ weight, matrix @ spread @ matrix.T, matrix @ cross
-                along = cross / weight
-                if not gossip:
-                    seen.append(np.diag(spread) / weight**2 + along - along.mean() / 2)
-                variance = weight if tracking else np.ones(m)
-                fresh = np.eye(m) - np.outer(weight, np.ones(m)) / m
-                spread = spread + (fresh * variance) @ fresh.T
-                cross = cross + fresh @ variance / m
-                if gossip:
-                    seen.append(np.diag(spread))
-            return weight, spread, cross, np.mean(seen, axis=0)
-
-        def period() -> list[np.ndarray]:
-            return [self.matrix(t, gossip=gossip) for t in range(self.period)]
-
-        # the fixed point of a period by doubling, since k doublings sum over 2^k periods
-        _, spread, cross, _ = through(weight, np.zeros((m, m)), np.zeros(m), period())
-        for _ in range(_DOUBLINGS):
-            more = product @ spread @ product.T
-            spread, cross, product = spread + more, cross + product @ cross, product @ product
-            if np.abs(more).max() < 1e-12 * np.abs(spread).max():
-                break  # further doublings would only double the sums' rounding errors
-        if not self.fails:
-            return float(through(weight, spread, cross, period())[3].max())
-        means = []
-        for seed in range(_SEQUENCES):
-            rng = np.random.default_rng(seed)
-            drawn = (self.draw(rng, t, gossip=gossip) for t in range(2 * _STEPS))
-            y, c, x, _ = through(weight, spread, cross, islice(drawn, _STEPS))
-            means.append(through(y, c, x, drawn)[3])
-        return float(np.median(means, axis=0).max())
+        seeds = range(_SEQUENCES if self.fails else 0)
+        sequences = [self._sequence(seed, 2 * SEEN_STEPS, gossip) for seed in seeds]
+        return excess_variance(self._period(gossip), sequences, gossip=gossip, tracking=tracking)
 
     def least_weight(self) -> tuple[float, Hashable]:
         """Return the least push-sum weight in the long run without failures, and its node.
@@ -303,45 +247,12 @@ class TimeVaryingGraph:
         Weights sum to m. A node that gives away much and receives little has a small weight, and
         its draws are X / Y.
         """
-        weight = self._stationary_weight(self._product())
+        weight = stationary_weight(product(self._period()))
         least = np.full(self.num_nodes, np.inf)
-        for t in range(self.period):
-            weight = self.matrix(t) @ weight
+        for matrix in self._period():
+            weight = matrix @ weight
             least = np.minimum(least, weight)
         return float(least.min()), self.nodes[int(least.argmin())]
-
-    def plot(self) -> "Figure":
-        """Draw the graphs of the period side by side."""
-        import matplotlib.pyplot as plt
-
-        columns = min(self.period, 4)
-        rows = -(-self.period // columns)
-        figure, axes = plt.subplots(
-            rows, columns, figsize=(3 * columns, 3 * rows), squeeze=False, layout="constrained"
-        )
-        labels = dict(enumerate(map(str, self.nodes)))
-        place = nx.circular_layout(range(self.num_nodes))
-        size = min(
-            4000, max(500, 22 * max(map(len, labels.values())) ** 2)
-        )  # a label fits into its node
-        for t, axis in enumerate(axes.flat):
-            axis.set_axis_off()
-            if t >= self.period:
-                continue
-            graph = nx.from_numpy_array(self.links[t].T, create_using=nx.DiGraph)
-            style = "dashed" if self.fails else "solid"
-            nx.draw_networkx(
-                graph, place, ax=axis, labels=labels, node_size=size, node_color="#cfe0f3",
-                edgecolors="#335", font_size=8, style=style, connectionstyle="arc3,rad=0.12",
-            )  # fmt: skip
-            axis.margins(0.2)
-            if self.period > 1:
-                axis.set_title(f"t = {t}" + (", ..." if t == self.period - 1 else ""))
-        if self.fails:
-            chances = {"links": self.link_failure, "nodes": self.node_dropout}
-            fail = ", ".join(f"{what} fail: p = {p:g}" for what, p in chances.items() if p)
-            figure.suptitle(fail, fontsize="medium")
-        return figure
 
 
 def shares(links: np.ndarray) -> np.ndarray:

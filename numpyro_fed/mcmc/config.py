@@ -142,7 +142,7 @@ class Conducive(NamedTuple):
     total_corrections: Corrections | None = None
 
     def of(self, number: Array | int | slice) -> "Conducive":
-        """Return one silo's surrogate, with the sums over all silos."""
+        """Return the surrogates of some silos, with the sums over all silos."""
         corrections = (
             None
             if self.corrections is None

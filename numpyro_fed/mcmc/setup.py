@@ -1,7 +1,6 @@
 """Setup of a Langevin kernel before its first round: checks, surrogates, local map, step size."""
 
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -12,15 +11,22 @@ from jax import Array
 
 from numpyro_fed._typing import ModelArgs
 from numpyro_fed.data.silos import Silos
-from numpyro_fed.data.views import largest, thin
-from numpyro_fed.density.check import check_batch, check_factorization, elements_are_independent
+from numpyro_fed.data.views import thin
+from numpyro_fed.density.check import check_batch, check_factorization
 from numpyro_fed.density.factorize import factorize
 from numpyro_fed.density.factors import Factors
 from numpyro_fed.density.local_map import Units
-from numpyro_fed.density.nested import NestedUnits, nesting
 from numpyro_fed.mcmc import pilot
+from numpyro_fed.mcmc.checks import (
+    batch_of,
+    check_latents,
+    check_surrogates,
+    selection_of,
+    units_of,
+    warn_of_params,
+)
 from numpyro_fed.mcmc.config import Conducive, LangevinConfig, LatentCoordinates, Tuning
-from numpyro_fed.mcmc.minibatch import find_members, pointing_groups
+from numpyro_fed.mcmc.minibatch import find_members
 from numpyro_fed.mcmc.options import Options
 from numpyro_fed.rounds.federated import Cost
 from numpyro_fed.surrogates import laplace, score
@@ -66,13 +72,13 @@ def model_setup(model: Callable, silos: Silos, extra: ModelArgs, options: Option
         raise ValueError(
             "the model has no global latent site: its silos have nothing in common to learn"
         )
-    selection = _selection(options.selection, silos)
-    _check_latents(options, factors)
-    _warn_of_params(factors)
-    _check_given(options.surrogate, factors, silos)
+    selection = selection_of(options.selection, silos)
+    check_latents(options, factors)
+    warn_of_params(factors)
+    check_surrogates(options.surrogate, factors, silos)
     silos = silos.with_shared(**extra)
-    units = _units(factors, silos)
-    batch = _batch(options.batch_size, factors, silos, units)
+    units = units_of(factors, silos)
+    batch = batch_of(options.batch_size, factors, silos, units)
     if options.validate:
         # with minibatches the rows might not fit in memory, so the check takes some of them
         some = silos if batch is None or units is not None else thin(silos, batch[0], _CHECK_ROWS)
@@ -120,144 +126,6 @@ def _with_step_size(ground: ModelSetup, silos: Silos, options: Options) -> Setup
         )
         tuning = pilot.choose_step_size(config, tuning, silos, rule)
     return Setup(config, tuning, surrogates, cost)
-
-
-def _selection(selection: str | Sequence[float] | Array | None, silos: Silos) -> np.ndarray:
-    if selection is None or (isinstance(selection, str) and selection != "size"):
-        return np.full(len(silos), 1 / len(silos))
-    if isinstance(selection, str):  # "size" counts rows to which no other rows point
-        targets = set(silos.index.values())
-        sizes = np.sum(
-            [n for group, n in silos.sizes.items() if group not in targets],
-            axis=0,
-            dtype=np.float64,
-        )
-        return sizes / sizes.sum()
-    try:
-        f = np.asarray(selection, np.float64)
-    except (TypeError, ValueError) as error:
-        raise ValueError(
-            f"selection: expected numbers, one for each of the silos {list(silos.names)} in this "
-            f"order, got {selection!r}"
-        ) from error
-    if f.shape != (len(silos),):
-        raise ValueError(
-            f"selection: expected one probability for each of the {len(silos)} silos, got shape "
-            f"{f.shape}"
-        )
-    if not (f > 0).all():
-        raise ValueError(
-            f"selection: expected probabilities > 0, got {f[np.argmin(f)]} for silo "
-            f"{silos.names[int(np.argmin(f))]!r}; a silo that is never visited adds nothing to the "
-            "posterior"
-        )
-    if not abs(f.sum() - 1) <= 1e-6:
-        raise ValueError(
-            f"selection: expected probabilities that sum to one, got a sum of {f.sum():.6g}"
-        )
-    return f / f.sum()
-
-
-def _batch(
-    size: int | None, factors: Factors, silos: Silos, units: Units | None
-) -> tuple[str, int] | None:
-    if size is None:
-        return None
-    if units is not None and units.group is None:
-        names = [s.name for s in factors.local_sites]
-        raise ValueError(
-            f"batch_size={size} with local latents {names} that are one unit in a silo, or nested: "
-            "they need all rows of a silo; expected batch_size=None"
-        )
-    group = factors.batch_group() if units is None else str(units.group)
-    sizes = silos.sizes[group]
-    if size > min(sizes):
-        small = silos.names[int(np.argmin(sizes))]
-        raise ValueError(
-            f"batch_size={size} is more than silo {small!r} has: {min(sizes)} rows of {group!r}; "
-            f"expected at most {min(sizes)}, or None for all rows"
-        )
-    return group, int(size)
-
-
-def _units(factors: Factors, silos: Silos) -> Units | None:
-    groups, pad = factors.latent_groups, largest(silos)
-    if not groups:
-        return None
-    pair, units = nesting(factors), None
-    if len(groups) == 1:
-        units = Units(factors, groups[0], pad)
-    elif pair is not None:
-        units = NestedUnits(factors, None, pad, *pair)
-    if units is not None and elements_are_independent(factors, units, silos):
-        return units
-    names = [s.name for s in factors.local_sites]
-    why = f"elements of {groups[0]!r} are not independent given the global sites"
-    if len(groups) > 1:
-        why = (
-            f"{list(groups)} are not two plates nested by index=, with inner elements that are "
-            "independent given the outer ones"
-        )
-    warnings.warn(
-        f"{why}, so the latents {names} of a silo are one unit: they move together (MALA), and a "
-        "dense Laplace approximation, whose cost grows with the cube of their number, integrates "
-        "them out",
-        stacklevel=2,
-    )
-    return Units(factors, None, pad)
-
-
-def _check_latents(options: Options, factors: Factors) -> None:
-    """Raise an error for minibatches that a model with local latents does not support.
-
-    Among these are minibatches of elements to which not all rows point.
-    """
-    names = [s.name for s in factors.local_sites]
-    if not names or options.batch_size is None:
-        return
-    if not options.element_batches or options.step.learned:
-        raise ValueError(
-            f"batch_size={options.batch_size} with local latents {names} is for DSGLD, FSGLD, and "
-            "SGLD without an adaptive step size; expected batch_size=None"
-        )
-    if options.step.control_variates:
-        raise ValueError(
-            f"control_variates=True is for models without local latents, got {names}; expected "
-            "False"
-        )
-    if len(factors.latent_groups) == 1:
-        pointing_groups(factors, factors.latent_groups[0])
-
-
-def _warn_of_params(factors: Factors) -> None:
-    """Warn of learned parameters, which keep their first values as in NumPyro's own kernels.
-
-    Networks whose weights are all drawn have no such parameters.
-    """
-    drawn = {name.split("/")[0] for name, _ in factors.global_sites}
-    kept = [
-        n
-        for n, kind in factors.undrawn
-        if kind == "param" and n.removesuffix("$params") not in drawn
-    ]
-    if kept:
-        warnings.warn(
-            f"learned parameters {kept} are kept at their first values, since chains learn none; "
-            "expected numpyro.sample with a prior in place of numpyro.param, or fed.SFVI, which "
-            "learns them",
-            stacklevel=5,
-        )
-
-
-def _check_given(given: str | Surrogates | None, factors: Factors, silos: Silos) -> None:
-    if not isinstance(given, Surrogates):
-        return
-    if len(given) != len(silos) or given.dim != factors.dim:
-        raise ValueError(
-            f"surrogate: expected factors of {len(silos)} silos in dimension {factors.dim} "
-            f"({[name for name, _ in factors.global_sites]} unconstrained), got {given!r}"
-        )
-    given.posterior()  # raises an error unless it is positive definite
 
 
 def _start(options: Options, factors: Factors) -> tuple[np.ndarray, np.ndarray, float] | None:
