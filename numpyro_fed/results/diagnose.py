@@ -45,11 +45,11 @@ _MENDS = {
     "effective draws": "run longer",
     "R-hat of latents": "run longer: a latent moves in its silo's rounds alone",
     "effective draws of latents": "run longer: a latent moves in its silo's rounds alone",
-    "rounds undone": "lower step_size or bias_target",
-    "steps cut": 'lower step_size (under "auto": bias_target), or take fewer num_local_steps',
+    "rounds undone": "lower step_size, or the bias_target of fed.Step",
+    "steps cut": "lower step_size or fed.Step(bias_target=), or take fewer num_local_steps",
     "inflation predicted": 'lower step_size, or leave it "auto"',
     "inflation met": (
-        'lower step_size (under "auto": bias_target), take fewer num_local_steps, or '
+        "lower step_size or fed.Step(bias_target=), take fewer num_local_steps, or "
         'surrogate="score"'
     ),
     "silos' pull": (

@@ -174,7 +174,7 @@ def _warn_of_cuts(mcmc: MCMC, _: Silos) -> None:
         if undone[chain]:
             warnings.warn(
                 f"chain {chain} left the reals in {undone[chain]} rounds, which were undone: do "
-                "not trust its draws. Lower step_size (or bias_target), or take fewer "
+                "not trust its draws. Lower step_size or fed.Step(bias_target=), or take fewer "
                 "num_local_steps",
                 stacklevel=4,
             )
@@ -182,6 +182,6 @@ def _warn_of_cuts(mcmc: MCMC, _: Silos) -> None:
             warnings.warn(
                 f"{100 * cut[chain]:.1f} % of chain {chain}'s local steps were cut, which pulls "
                 "its tails towards the surrogates. Take fewer num_local_steps, or lower step_size "
-                '(under "auto": bias_target)',
+                "or fed.Step(bias_target=)",
                 stacklevel=4,
             )
