@@ -187,21 +187,14 @@ class RemoteMCMC(MCMC):
             while going.made < num_rounds:
                 try:
                     going = self._round(going, silos)
-                except (
-                    KeyboardInterrupt,
-                    Exception,
-                ) as error:  # no reply may lose the draws
+                except (KeyboardInterrupt, Exception) as error:  # no reply may lose the draws
                     if going.made <= self.num_warmup:
                         raise
-                    what = (
-                        ""
-                        if isinstance(error, KeyboardInterrupt)
-                        else f" ({type(error).__name__}: {error})"
-                    )
-                    why = f"interrupted{what}"
+                    known = isinstance(error, KeyboardInterrupt)
+                    why = "" if known else f" ({type(error).__name__}: {error})"
+                    kept = going.made - self.num_warmup
                     warnings.warn(
-                        f"{why}: the first {going.made - self.num_warmup} draws are kept",
-                        stacklevel=3,
+                        f"interrupted{why}: the first {kept} draws are kept", stacklevel=3
                     )
                     break
                 bar.update()
@@ -260,17 +253,13 @@ class RemoteMCMC(MCMC):
 
     def _facts(self, rng_key: Array, silos: RemoteSilos, fields: tuple[str, ...]) -> Facts:
         """Return the facts by which a checkpoint recognizes its run."""
-        kernel = self.sampler
+        kernel, counts = self.sampler, [self.num_chains, self.num_warmup, self.num_samples]
         numbers = [np.asarray(x) for x in jax.tree.leaves(kernel.tuning.without_rows())]
         return {
             "kernel": type(kernel).__name__,
             **self._steps.facts(kernel),
             "sites": [[name, list(shape)] for name, shape in kernel.factors.global_sites],
-            "num_chains, num_warmup, num_samples": [
-                self.num_chains,
-                self.num_warmup,
-                self.num_samples,
-            ],
+            "num_chains, num_warmup, num_samples": counts,
             "extra_fields": list(fields),
             **facts_of_run(rng_key, silos),
             "model": fingerprint(kernel.factors, silos)["program"],

@@ -32,6 +32,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, random
 
+from numpyro_fed._typing import PyTree
 from numpyro_fed.data.silos import Silos
 from numpyro_fed.density.bounded_features import MOST_DIMENSIONS, num_features
 from numpyro_fed.density.factors import Factors
