@@ -33,8 +33,9 @@ from numpyro_fed.density.check import BatchGap, check_factorization
 from numpyro_fed.density.factorize import factorize
 from numpyro_fed.density.fingerprint import as_values, description
 from numpyro_fed.density.local_map import Units
-from numpyro_fed.engines import call_checks
+from numpyro_fed.engines import call_checks, silo_side
 from numpyro_fed.engines.call_checks import CallChecks
+from numpyro_fed.engines.record import outlines
 from numpyro_fed.engines.silo_side import SiloSide
 from numpyro_fed.engines.wire import connect
 from numpyro_fed.mcmc.config import LangevinConfig, LatentCoordinates, NodeConfig, Tuning
@@ -911,3 +912,86 @@ def test_learned_parameters_count_as_parameters(tmp_path):
         match="guard max_parameters_per_row: the model has 31 global parameters for 30 rows",
     ):
         SiloSide(silos, model, tmp_path, fit=fit, guards=fed.Guards())
+
+
+def test_a_guides_weights_count_as_parameters(tmp_path):
+    """Each weight of a network is a number that a server sets, and whose gradient leaves."""
+
+    def network(age, y):
+        w = numpyro.param("w", 0.1 * jnp.ones(10))
+        return jnp.stack([w.sum() * y, jnp.log(0.3)])
+
+    def make(**options):
+        guide = fed.AutoSiloNormal(visits, global_cov="diag", **options)
+        return fed.SFVI(visits, guide, optax.adam(0.01))
+
+    alone = fed.Silos({"oslo": PATIENTS["oslo"]}, rows={"age": "patients", "y": "patients"})
+    amortized = make(coupling=False, amortize={"z": network})
+    with pytest.raises(ValueError, match="the model has 12 global parameters for 60 rows"):
+        SiloSide(alone, visits, tmp_path / "a", fit=amortized, guards=fed.Guards())
+    SiloSide(alone, visits, tmp_path / "b", fit=make(), guards=fed.Guards())  # the control
+
+
+def test_a_message_of_other_shapes_is_refused(tmp_path):
+    """Wider networks, or more draws, would be more questions in one call."""
+    side, data, (local, key, message, read, _) = one_round(tmp_path)
+    assert "replies" in answered(side, data, [(local, key, message, read, None)])
+    twice = jax.tree.map(lambda x: jnp.concatenate([x, x]), message)
+    other = message._replace(context=message.context._replace(params={"w": np.ones((1, 160))}))
+    for changed in (twice, other):
+        answer = answered(side, data, [(local, key, changed, read, None)])
+        assert "other parts or shapes than those of its fit" in answer["error"]
+
+
+def test_other_sizes_of_other_silos_draw_other_latents(tmp_path, monkeypatch):
+    """The same draws at shifted places tell each latent, and with it each age."""
+    drawn = []
+    keys = silo_side.with_own_keys
+    monkeypatch.setattr(silo_side, "with_own_keys", lambda *a: (drawn.append(a[-1]), keys(*a))[1])
+    side, data, call = one_round(tmp_path)
+    for count in (30, 31, 30):
+        sizes = {"oslo": 60, "rome": count}
+        columns = {k: np.zeros(0, np.float32) for k in ("age", "y")}
+        like = fed.Silos(
+            {s: {k: np.zeros(n, np.float32) for k in columns} for s, n in sizes.items()},
+            rows={"age": "age", "y": "age"},
+        )
+        opened = {"what": "open", "silos": as_values(like), "server": count, "fresh": False}
+        assert "error" not in unpack(side.answer(pack(opened)))
+        local, key, message, read, _ = call
+        again = pack(
+            [(local, key, message, read, None)], {**side.checks.own, "config": local.config}
+        )
+        request = {**unpack(data), "server": count, "forget": []}
+        answer = side.answer(pack({**request, "calls": np.frombuffer(again, np.uint8)}))
+        assert "replies" in unpack(answer), unpack(answer)
+    first, other, same = drawn[-3:]
+    assert first == same != other
+
+
+def test_a_connection_that_cannot_be_written_down_changes_nothing(tmp_path):
+    transport = Messages(LINEAR, linear, tmp_path)
+    connect(transport, linear)
+    side = transport.sides["silo 0"]
+    before = side.worker
+    silos = as_values(LINEAR)
+    request = {"what": "open", "silos": silos, "server": 8, "fresh": False, "more": "MORE"}
+    # 4 MB of text, which would be 12 MB in the silo's own file
+    body = pack(request)[20:].replace(b"MORE", "é".encode() * 2_000_000)
+    head = int.from_bytes(body[:8], "little") + 4_000_000 - 4
+    body = head.to_bytes(8, "little") + body[8:]
+    short = b"fed2" + hashlib.blake2b(body, digest_size=16).digest() + body
+    answer = unpack(side.answer(short))
+    # what the silo does not need it does not keep, so that nothing is left to fail
+    assert "error" not in answer
+    assert side.worker is not before
+    assert (tmp_path / "silo 0" / "open.bin").stat().st_size < 100_000
+
+
+def test_the_record_of_one_message_has_a_limit():
+    arrays = {str(i): np.zeros(1_000, bool) for i in range(1_000)}
+    calls = [Call(0, TellLocal(), random.key(0), arrays) for _ in range(16)]
+    lines = outlines([calls[0]._replace(message=np.arange(3.0)), *calls], {})
+    assert lines[0]["told"] == {"": [0.0, 1.0, 2.0]}
+    assert all(list(line["told"]) == ["sha256"] for line in lines[1:])
+    assert len(json.dumps(lines)) < 10_000

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from numpyro_fed._typing import PyTree
 from numpyro_fed.density.factors import Factors
 from numpyro_fed.density.local_map import Units
 from numpyro_fed.engines.limits import (
@@ -68,6 +69,7 @@ class CallChecks:
         self.worker, self.wide, self.own = worker, wide, own
         self.rows, self.algorithm = rows, algorithm
         self.kept: dict[int, Kept] = {}
+        self.messages: dict[str, PyTree] = {}  # types of a fit's messages, by kind of call
         self._grows: dict[Any, Any] = {}
 
     def state(self, call: Call) -> Any:
@@ -125,6 +127,11 @@ class CallChecks:
             raise Refusal(
                 f"it tells {odd[0]}, which is no part of {kind}; expected one of "
                 f"{', '.join(call.local.message_classes) or 'numbers alone'}"
+            )
+        if kind in self.messages and not _agrees(types_of(call.message), self.messages[kind]):
+            raise Refusal(
+                f"the message of {kind} has other parts or shapes than those of its fit; expected "
+                "the guide, and the numbers of draws and parameters, that the silo has, too"
             )
         if kind == "PilotLocal" and len(call.message[1]) > MAX_WALKS:
             raise Refusal(
@@ -216,6 +223,18 @@ def _classes(value: Any) -> Iterator[str]:
         fields = value._fields if hasattr(value, "_fields") else value.__dataclass_fields__
         for name in fields:
             yield from _classes(getattr(value, name))
+
+
+def _agrees(got: PyTree, expected: PyTree) -> bool:
+    """Return whether shapes are the expected ones; where ``None`` is expected, any will do."""
+    if type(expected) is tuple:
+        pairs = zip(got, expected, strict=True)
+        return type(got) is tuple and len(got) == len(expected) and all(_agrees(*x) for x in pairs)
+    return expected is None or _shapes(got) == _shapes(expected)
+
+
+def _shapes(tree: PyTree) -> list[tuple[Any, tuple[int, ...]]]:
+    return [(path, x.shape) for path, x in jax.tree_util.tree_leaves_with_path(tree)]
 
 
 def slot_number(value: Any) -> int:

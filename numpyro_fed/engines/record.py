@@ -7,21 +7,23 @@ import math
 import os
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from numpyro_fed.rounds.serialization import name_of, outline
+from numpyro_fed.rounds.serialization import name_of, outline, pack
 from numpyro_fed.rounds.worker import Call
 
-__all__ = ["Record", "outlined"]
+__all__ = ["Record", "outlines"]
 
 _MAX_PATH = 200  # letters of an array's path in a message; the server chooses the keys
 _MAX_LISTED = 1_000  # numbers of an array that the record lists; 10,000 would take 10 ms
 _MAX_RECORDED = 10_000  # numbers of an array that the record has in full, as base64
+_MAX_NUMBERS = 200_000  # numbers of a message that the record lists or has in full
+_ENTRY = 16  # numbers that take as much room as an array's name and type
 
 
 class Record:
@@ -59,7 +61,7 @@ class Record:
         :param data: the message.
         :param sent: the answer as bytes.
         :param answer: the answer.
-        :param asked: its calls, as :func:`outlined` returns them.
+        :param asked: its calls, as :func:`outlines` returns them.
         """
         self._messages += 1
         line = {
@@ -99,11 +101,20 @@ def _arrays(answer: dict[str, Any]) -> list[list[Any]]:
     ]
 
 
-def outlined(call: Call, own: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a call for the silo's record: settings, slots, key and message.
+def outlines(calls: Sequence[Call], own: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return a message's calls for the silo's record: settings, slots, keys and messages.
 
-    Arrays of up to 1,000 numbers are lists, those of up to 10,000 base64, longer ones hashes.
+    Arrays of up to 1,000 numbers are lists, those of up to 10,000 base64, longer ones hashes. After
+    200,000 numbers of one message, each call's message is one hash.
     """
+    out, left = [], _MAX_NUMBERS
+    for call in calls:
+        left -= sum(_ENTRY + np.size(x) for x in jax.tree.leaves(call.message))
+        out.append(_outlined(call, own, in_full=left >= 0))
+    return out
+
+
+def _outlined(call: Call, own: Mapping[str, Any], in_full: bool) -> dict[str, Any]:
 
     def told(x: Any) -> Any:
         if jax.dtypes.issubdtype(getattr(x, "dtype", None), jax.dtypes.prng_key):
@@ -118,25 +129,32 @@ def outlined(call: Call, own: Mapping[str, Any]) -> dict[str, Any]:
             return {**what, "base64": base64.b64encode(x.tobytes()).decode()}
         return {**what, "sha256": hashlib.sha256(x.tobytes()).hexdigest()}
 
-    leaves = jax.tree_util.tree_leaves_with_path(call.message)
+    if in_full:
+        leaves = jax.tree_util.tree_leaves_with_path(call.message)
+        message = {jax.tree_util.keystr(path)[:_MAX_PATH]: told(x) for path, x in leaves}
+    else:
+        message = {"sha256": hashlib.sha256(pack(call.message)).hexdigest()}
     return {
         "kind": name_of(type(call.local)),
         "settings": outline(call.local, own),
         "read": call.read,
         "write": call.write,
         "key": told(call.key),
-        "told": {jax.tree_util.keystr(path)[:_MAX_PATH]: told(x) for path, x in leaves},
+        "told": message,
     }
 
 
 def _counted(record: Path) -> Counter[str]:
     """Count a record's calls of each kind, and refused connections."""
     counts: Counter[str] = Counter()
-    for text in record.read_text().splitlines() if record.exists() else ():
-        try:
-            line = json.loads(text)
-        except ValueError:  # cut off: the silo answered nothing after it
-            continue
-        counts.update(call["kind"] for call in line.get("calls", ()))
-        counts["refused"] += line["what"] == "open" and "error" in line
+    if not record.exists():
+        return counts
+    with record.open() as lines:
+        for text in lines:
+            try:
+                line = json.loads(text)
+            except ValueError:  # cut off: the silo answered nothing after it
+                continue
+            counts.update(call["kind"] for call in line.get("calls", ()))
+            counts["refused"] += line["what"] == "open" and "error" in line
     return counts

@@ -28,7 +28,7 @@ from numpyro_fed.engines.limits import (
     MAX_SLOTS,
 )
 from numpyro_fed.engines.opening import agreed_silos
-from numpyro_fed.engines.record import Record, outlined
+from numpyro_fed.engines.record import Record, outlines
 from numpyro_fed.engines.wire import PROTOCOL, owned
 from numpyro_fed.privacy.data_guards import Guards
 from numpyro_fed.privacy.guard import RoundGuard
@@ -107,7 +107,7 @@ class SiloSide:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.factors = factorize(model, silos, public=self.public)
         if guards is not None:
-            guards.check(silos, self.factors.dim + (0 if fit is None else fit.num_learned(silos)))
+            guards.check(silos, self.factors.dim if fit is None else fit.num_parameters(silos))
         self.ceilings = {kind: task.ceiling for kind, task in TASKS.items()} | _checked_ceilings(
             ceilings
         )
@@ -197,11 +197,8 @@ class SiloSide:
                 "with a new folder"
             )
         self._check_factors()
-        model = self._open(request)
+        model = self._open({k: request.get(k) for k in ("silos", "server", "fresh")}, write=True)
         assert self.worker is not None
-        write_sealed(
-            self.folder / "open.bin", pack({"request": request, **self._same(model)}), "open"
-        )
         if request["fresh"]:
             for slot in list(self.worker.kept):
                 self._drop(slot)
@@ -218,15 +215,18 @@ class SiloSide:
             "folder, or delete this one"
         )
         try:
-            same = self._same(self._open(before["request"]))
+            same = self._same(self._open(before["request"], write=False))
         except Refusal as error:
             raise ValueError(f"silo {self.name!r}: {error}{hint}") from error
         for what, now in same.items():
             if before[what] != now:
                 raise ValueError(f"silo {self.name!r}: other {what} than before{hint}")
 
-    def _open(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Take the silo's place among all silos, and return its model's fingerprint."""
+    def _open(self, request: dict[str, Any], write: bool) -> dict[str, Any]:
+        """Take the silo's place among all silos, and return its model's fingerprint.
+
+        :param write: whether to write the request for processes to come.
+        """
         known = agreed_silos(request, self.silos)
         try:
             model = fingerprint(self.factors, known, self.fit)
@@ -252,9 +252,13 @@ class SiloSide:
             checks.kept[slot] = Kept(kind, kinds, len(data), units)
         if self.guard is not None:
             self._worded(self.guard.join, known.names, pack(request["silos"]))
+        if write:
+            file = {"request": request, **self._same(model)}
+            write_sealed(self.folder / "open.bin", pack(file), "open")
         # set last: a refused server must not have its calls answered
         self.worker, self.checks = worker, checks
         self._known, self._server = known, request["server"]
+        self._list = hashed(pack(request["silos"]))
         self._plan_for: bool | None = None
         return model
 
@@ -296,7 +300,9 @@ class SiloSide:
             )
         if independent is not None and self._plan_for is not independent:
             self._plan_for = independent
-            self.checks.own["config"] = self.fit.planned(self._known, self._plan_for)
+            config = self.fit.planned(self._known, self._plan_for)
+            self.checks.own["config"] = config
+            self.checks.messages = self.fit.messages(config, self._known)
         own = self.checks.own
         try:
             inside, forget = request["calls"].tobytes(), [slot_number(n) for n in request["forget"]]
@@ -309,9 +315,9 @@ class SiloSide:
                 f"it is asked {len(calls):,} calls at once; expected at most {MAX_CALLS:,}"
             )
         replies = []
-        for i, call in enumerate(calls):
+        for i, (call, line) in enumerate(zip(calls, outlines(calls, own), strict=True)):
             self._within_ceilings(call)
-            self._asked.append(outlined(call, own))
+            self._asked.append(line)
             state = self.checks.state(call)
             kinds = self._allowed(call, lambda i=i: unpack(inside, wide)[i][0], state)
             ticket: Any = None
@@ -323,7 +329,8 @@ class SiloSide:
                 call, ticket = self._worded(self.guard.admit, call, own, state, independent)
             elif self.secret is not None:
                 told = pack((call.local, call.key, call.message, independent), own)
-                call = with_own_keys(call, self.secret, hashed(told, pack(state)))
+                drawn = hashed(self._list.encode(), told, pack(state))
+                call = with_own_keys(call, self.secret, drawn)
             reply, new = self.worker.reply(call, state)
             if self.guard is None:
                 replies.append([np.asarray(x) for x in jax.tree.leaves(reply)])

@@ -16,6 +16,7 @@ import numpy as np
 from jax import Array
 from numpyro.handlers import seed, trace
 
+from numpyro_fed._typing import PyTree
 from numpyro_fed.data.mixed import MixedSilos
 from numpyro_fed.data.silos import Silos
 from numpyro_fed.density.check import check_own_factorization
@@ -26,6 +27,7 @@ from numpyro_fed.rounds.checkpoint import Checkpoint, facts_of_run
 from numpyro_fed.rounds.remote import RemoteSilos
 from numpyro_fed.vi.algorithms import ALGORITHMS, own_params
 from numpyro_fed.vi.config import FitConfig
+from numpyro_fed.vi.expected import expected_messages, num_parameters
 from numpyro_fed.vi.guides.auto_silo_normal import AutoSiloNormal
 from numpyro_fed.vi.guides.learned import factored
 from numpyro_fed.vi.loop import (
@@ -104,10 +106,14 @@ class FederatedVI:
         """Return the model's factors, with learned parameters as a shared argument."""
         return factored(self.model, (known,))[2][0]
 
-    def num_learned(self, silos: Silos) -> int:
-        """Return the total size of the model's learned parameters."""
-        learned, _, _ = factored(self.model, (silos,))
-        return sum(np.size(x) for x in jax.tree.leaves([value for _, value in learned.values()]))
+    def num_parameters(self, silos: Silos) -> int:
+        """Return how many numbers silos see: of theta, and of learned and shared parameters."""
+        config = self.planned(silos, True)
+        return num_parameters(config, self.messages(config, silos))
+
+    def messages(self, config: FitConfig, known: Silos) -> dict[str, PyTree]:
+        """Return shapes and types of the messages that a silo of this fit receives."""
+        return expected_messages(self.algorithm, config, self.model, known)
 
     def check_factors(self, silos: Silos) -> None:
         """Check the factorization on one silo's own rows."""

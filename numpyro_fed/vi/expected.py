@@ -1,0 +1,61 @@
+"""Messages that a silo of a fit expects, as shapes and types, and how many numbers it sees."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+
+from numpyro_fed._typing import PyTree
+from numpyro_fed.data.silos import Silos
+from numpyro_fed.data.views import outlines
+from numpyro_fed.density.factors import PARAMS
+from numpyro_fed.vi.algorithms import ALGORITHMS
+from numpyro_fed.vi.config import FitConfig
+from numpyro_fed.vi.guides.learned import factored
+from numpyro_fed.vi.guides.user_guide import GuideFamily
+
+__all__ = ["expected_messages", "num_parameters"]
+
+
+def expected_messages(
+    algorithm: str, config: FitConfig, model: Callable, known: Silos
+) -> dict[str, PyTree]:
+    """Return shapes and types of the messages of a fit, by wire name of the task.
+
+    ``None`` stands for a part of any shape: draws of theta, of which a server may send any number.
+
+    :param algorithm: name of the fit's algorithm.
+    :param config: the plan of the silo's fit.
+    :param model: the fit's model.
+    :param known: facts about all silos.
+    """
+    _, (part,), _ = factored(model, (known,))
+    family, learned = config.families[0], part.shared.get(PARAMS, {})
+    stacks = [
+        replace(rows, shared={k: v for k, v in rows.shared.items() if k != PARAMS})
+        for rows in outlines(part)
+    ]
+    rounds = ALGORITHMS[algorithm].federated(config, stacks)
+
+    def types() -> tuple[PyTree, PyTree, PyTree]:
+        first = (
+            family.start
+            if isinstance(family, GuideFamily)
+            else config.normal().init(jnp.zeros(family.factors.dim))
+        )
+        params, key = config.unconstrain({**first, **learned}), jax.random.key(0)
+        return params, config.constrain(params), rounds.broadcast(key, rounds.init(key, params))
+
+    params, named, message = jax.eval_shape(types)
+    weights = {k: named[k] for k in family.shared_params}
+    estimate = (None, weights, {k: named[k] for k in config.learned}, params)
+    return {"InitLocal": params, "RoundLocal": message, "EstimateLocal": estimate}
+
+
+def num_parameters(config: FitConfig, messages: dict[str, PyTree]) -> int:
+    """Return how many numbers of a draw silos see: theta, learned and shared parameters."""
+    _, weights, learned, _ = messages["EstimateLocal"]
+    sizes = [math.prod(x.shape) for x in jax.tree.leaves((weights, learned))]
+    return config.families[0].factors.dim + sum(sizes)
