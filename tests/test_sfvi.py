@@ -33,8 +33,9 @@ from vi_models import (
 import numpyro_fed as fed
 from numpyro_fed.vi import setup as make_setup
 from numpyro_fed.vi.bound import silo_bound
-from numpyro_fed.vi.loop import Participation, _converged
+from numpyro_fed.vi.loop import _converged
 from numpyro_fed.vi.minibatch import systematic
+from numpyro_fed.vi.participation import Participation
 
 N = 70
 PARTITIONS = {

@@ -11,14 +11,24 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from numpyro_fed._typing import PyTree
 from numpyro_fed.data.silos import Silos
 from numpyro_fed.data.views import stacked_mask, to_pooled_order
-from numpyro_fed.privacy.differential import Spent
+from numpyro_fed.privacy.differential import Privacy, Spent, expected_error
 from numpyro_fed.rounds.federated import Ledger
+from numpyro_fed.rounds.remote import RemoteSilos
 from numpyro_fed.vi.loop import VIState
+from numpyro_fed.vi.participation import Participation
 from numpyro_fed.vi.setup import Setup
 
-__all__ = ["VIResult", "global_params", "local_params", "shape_of", "stacked_params"]
+__all__ = [
+    "VIResult",
+    "global_params",
+    "local_params",
+    "shape_of",
+    "spent_privacy",
+    "stacked_params",
+]
 
 
 @dataclass(frozen=True, repr=False)
@@ -82,13 +92,32 @@ def global_params(result: VIResult, setup: Setup, params: dict) -> dict:
     )
 
 
-def shape_of(value: Any) -> list:
-    """Return the shape of an array, or the shapes of a network's arrays."""
-    return (
-        list(value.shape)
-        if hasattr(value, "shape")
-        else [list(x.shape) for x in jax.tree.leaves(value)]
+def spent_privacy(
+    privacy: Privacy | None, setup: Setup, rounds: int, *drawn: Participation | None
+) -> Spent | None:
+    """Return the privacy that a fit has spent after ``rounds``; ``None`` without a budget.
+
+    :param drawn: laws of the silos' participation and answers.
+    """
+    if privacy is None:
+        return None
+    silos, noise = setup.parts[0], setup.config.noise
+    assert noise is not None
+    counts = np.ones(len(setup.names))
+    for who in drawn:
+        counts = counts if who is None else counts / who.probability
+    error = expected_error(noise, float(counts.sum()), max(rounds, 1))
+    simulated = not (isinstance(silos, RemoteSilos) and silos.carrier.guarded)
+    return Spent(
+        privacy.spent(rounds), privacy.delta, noise.clip, rounds, privacy.epsilon, error, simulated
     )
+
+
+def shape_of(value: PyTree) -> list:
+    """Return the shape of an array, or the shapes of a network's arrays."""
+    if isinstance(value, Array | np.ndarray):
+        return list(value.shape)
+    return [list(x.shape) for x in jax.tree.leaves(value)]
 
 
 def local_params(setup: Setup, local: list) -> dict[str, Array]:

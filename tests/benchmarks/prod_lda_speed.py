@@ -33,7 +33,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "models"))
 import prod_lda
 
 import numpyro_fed as fed
-from numpyro_fed.vi.loop import advance
+from numpyro_fed.vi import sfvi
+from numpyro_fed.vi.inline import advance
 
 GOAL = 1.2
 TOPICS = prod_lda.NUM_TOPICS
@@ -94,7 +95,7 @@ def ours(silos: fed.Silos, batch: int) -> tuple[Any, Epoch]:
     @jax.jit
     def epoch(state: Any, stacks: Any) -> Any:
         return lax.scan(
-            lambda s, _: advance(fed.SFVI._federated, setup.config, None, s, stacks),
+            lambda s, _: advance(sfvi.federated, setup.config, None, s, stacks),
             state,
             length=rounds,
         )

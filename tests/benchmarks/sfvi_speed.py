@@ -25,7 +25,8 @@ from jax import Array, lax, random
 from numpyro.infer import SVI, Trace_ELBO
 
 import numpyro_fed as fed
-from numpyro_fed.vi.loop import advance
+from numpyro_fed.vi import sfvi
+from numpyro_fed.vi.inline import advance
 
 SILOS = (1, 2, 10, 100, 1000, 10_000)
 OPTIM = optax.adam(1e-3)
@@ -69,7 +70,7 @@ def ours(silos: fed.Silos, rounds: int):
     @jax.jit
     def scan(state, stacks):
         return lax.scan(
-            lambda s, _: advance(fed.SFVI._federated, setup.config, None, s, stacks),
+            lambda s, _: advance(sfvi.federated, setup.config, None, s, stacks),
             state,
             length=rounds,
         )

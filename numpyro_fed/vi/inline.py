@@ -1,0 +1,173 @@
+"""Rounds over silos in this process: many rounds in one program."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax, random
+
+from numpyro_fed._typing import PyTree
+from numpyro_fed.data.views import SiloRows
+from numpyro_fed.rounds.federated import Cost, Ledger, message_bytes
+from numpyro_fed.rounds.inline import round_all
+from numpyro_fed.vi.algorithms import ALGORITHMS
+from numpyro_fed.vi.config import FitConfig
+from numpyro_fed.vi.loop import CHUNK, Rounds, VIState
+from numpyro_fed.vi.participation import Participation, drawn
+from numpyro_fed.vi.sfvi import Info
+
+__all__ = ["InlineRounds", "advance"]
+
+
+class InlineRounds(Rounds):
+    """Rounds over silos in this process."""
+
+    def start(self, rng_key: Array, params: dict[str, PyTree], own: list[PyTree]) -> VIState:
+        """Return the state before the first round.
+
+        :param own: the silos' first parameters, for each stack.
+        """
+        config, stacks = self.setup.config, self.setup.stacks
+        init_silo = ALGORITHMS[self.algorithm].init_silo
+        silos = tuple(
+            _in_step(config, partial(init_silo, config, rows.part, params), local)
+            for rows, local in zip(stacks, own, strict=True)
+        )
+        visits = jnp.zeros(len(self.setup.names), jnp.int32)
+        return VIState(self.first_server(rng_key, params), silos, visits)
+
+    def __call__(self, state: VIState, num: int) -> tuple[VIState, np.ndarray, np.ndarray]:
+        config, stacks = self.setup.config, self.setup.stacks
+        state = state if self.who is None else _own_clocks(state, stacks)
+        state, losses, bad = _chunk(
+            self.federated, config, self.who, state, stacks, jnp.asarray(num, jnp.int32)
+        )
+        return state, np.asarray(losses)[:num], np.asarray(bad)[:num]
+
+    def ledger(self, state: VIState, order: tuple[str, ...]) -> Ledger:
+        config, names, algorithm = self.setup.config, self.setup.names, self.functions()
+        visits = dict(zip(names, np.asarray(state.visits), strict=True))
+        costs: dict[str, Cost] = {}
+        for rows, own in zip(self.setup.stacks, state.silos, strict=True):
+            first = jax.tree.map(lambda x: x[0] if x.ndim else x, own)
+
+            def one(server: PyTree, own: PyTree, rows: SiloRows = rows) -> tuple[PyTree, PyTree]:
+                alone = jax.tree.map(
+                    lambda x, axis: x if axis is None else x[0],
+                    rows,
+                    rows.axes,
+                    is_leaf=lambda x: x is None,
+                )
+                message = algorithm.broadcast(random.key(0), server)
+                return message, algorithm.local(random.key(0), message, own, alone)[0]
+
+            message, reply = jax.eval_shape(one, state.server, first)
+            each = Cost(
+                1, config.evaluations(rows.part), message_bytes(message), message_bytes(reply)
+            )
+            mine = names[len(costs) : len(costs) + len(rows.number)]
+            costs |= {name: each.times(int(visits[name])) for name in mine}
+        return Ledger(order, *zip(*(costs[name] for name in order), strict=True))
+
+
+def advance(
+    federated: Callable,
+    config: FitConfig,
+    who: Participation | None,
+    state: VIState,
+    stacks: list[SiloRows],
+) -> tuple[VIState, Info]:
+    """Make one round."""
+    key_round, weights = drawn(who, state.server.rng_key)
+    algorithm = federated(config, stacks)
+    server, info, silos = round_all(
+        algorithm, key_round, state.server, list(state.silos), stacks, weights
+    )
+    asked = (
+        jnp.ones_like(state.visits) if weights is None else (weights > 0).astype(state.visits.dtype)
+    )
+    return VIState(server, tuple(silos), state.visits + asked), info
+
+
+@partial(jax.jit, static_argnames=("federated", "config", "who"))
+def _chunk(
+    federated: Callable,
+    config: FitConfig,
+    who: Participation | None,
+    state: VIState,
+    stacks: list[SiloRows],
+    num: Array,
+) -> tuple[VIState, Array, Array]:
+    """Make up to ``CHUNK`` rounds.
+
+    :return: the state; each round's loss; and for each round the silo whose numbers were not finite
+        (-1: none, -2: the server).
+    """
+
+    def body(i: Array, carry: tuple) -> tuple:
+        state, losses, bad = carry
+        state, info = advance(federated, config, who, state, stacks)
+        where = jnp.where(info.finite, -1, jnp.where(info.silo < 0, -2, info.silo))
+        return state, losses.at[i].set(info.loss), bad.at[i].set(where)
+
+    losses, bad = jnp.zeros(CHUNK, jnp.result_type(float)), jnp.full(CHUNK, -1, jnp.int32)
+    return lax.fori_loop(0, num, body, (state, losses, bad))
+
+
+def _in_step(config: FitConfig, first: Callable, local: Any) -> Any:
+    """Return the first states of a stack of silos.
+
+    An optimizer's clock is the same number in all silos while all take part. It is then stored once
+    for the stack.
+    """
+    states = jax.jit(jax.vmap(first))(local)
+    own = config.conducive or not (_keeps_time(config.optim) and _keeps_time(config.local_optim))
+    # clocks may differ: a conducive silo whose numbers are not finite does not advance its clock
+    if config.optim is not None and own:
+        return states
+    clocks = jax.tree.map(_is_clock, jax.eval_shape(first, jax.tree.map(lambda x: x[0], local)))
+    return jax.tree.map(lambda x, clock: x[0] if clock else x, states, clocks)
+
+
+def _is_clock(x: Any) -> bool:
+    return x.ndim == 0 and jnp.issubdtype(x.dtype, jnp.integer)
+
+
+def _keeps_time(optim: Any) -> bool:
+    """Return whether an optimizer's clocks do not depend on gradients.
+
+    Those of ``optax.apply_if_finite`` do.
+    """
+    params = {"": jnp.zeros((2, 1))}
+    try:
+        clocks = jax.tree.map(_is_clock, optim.init({"": params[""][0]}))
+        state = jax.tree.map(
+            lambda x, clock: x[0] if clock else x, jax.vmap(optim.init)(params), clocks
+        )
+        axes = jax.tree.map(lambda clock: None if clock else 0, clocks)
+        jax.eval_shape(
+            jax.vmap(optim.update, in_axes=(0, axes, 0), out_axes=(0, axes)), params, state, params
+        )
+    except (
+        ValueError,
+        TypeError,
+        KeyError,
+        AttributeError,
+    ):
+        # an optimizer that knows parameters by name also fails; each silo then has its own clock
+        return False
+    return True
+
+
+def _own_clocks(state: VIState, stacks: list[SiloRows]) -> VIState:
+    """Return the state with a clock for each silo, for rounds that not all silos take part in."""
+
+    def each(own: Any, rows: SiloRows) -> Any:
+        return jax.tree.map(lambda x: x if x.ndim else jnp.broadcast_to(x, rows.number.shape), own)
+
+    return state._replace(
+        silos=tuple(each(own, rows) for own, rows in zip(state.silos, stacks, strict=True))
+    )

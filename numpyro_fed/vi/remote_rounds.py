@@ -1,0 +1,272 @@
+"""Variational rounds over remote silos: the same rounds, driven from the host.
+
+A round is one call of each silo that takes part. A silo keeps its states under numbers (slots). It
+starts from the state in one slot and writes the new state to another. When the reply has come, the
+server takes the new slot for the silo's state. So a lost reply leaves no trace, and a repeated call
+has the same answer. A result's states are not changed by fits that go on from it.
+
+SFVI adds gradients up, and leaving out a silo without a known probability would bias their sum. So
+silos that do not answer are asked again; if they stay silent, the fit stops with the rounds so far.
+Where the probability of an answer is known (``answering``), missing replies count zero and the
+others one over it. SFVI-Avg averages over the silos that answered, as over those that take part. In
+conducive rounds the last approximate factors of the others stay in the product.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from numpyro_fed._typing import PyTree
+from numpyro_fed.data.views import SiloRows
+from numpyro_fed.privacy.secure_sum import opened
+from numpyro_fed.rounds.checkpoint import Checkpoint
+from numpyro_fed.rounds.federated import Cost, Ledger, message_bytes
+from numpyro_fed.rounds.inline import key_among
+from numpyro_fed.rounds.remote import RemoteSilos
+from numpyro_fed.rounds.worker import Call
+from numpyro_fed.vi.config import FitConfig
+from numpyro_fed.vi.loop import Rounds, VIState
+from numpyro_fed.vi.participation import Participation, drawn
+from numpyro_fed.vi.remote import InitLocal, RemoteStates, RoundLocal
+from numpyro_fed.vi.setup import Setup
+
+__all__ = ["RemoteRounds"]
+
+_LARGEST = 1e18  # of a reply's numbers: optimizers square them, in float32
+
+
+def _bounded(x: np.ndarray) -> np.ndarray:
+    """Return numbers, with NaN in the place of those that are absurdly large."""
+    return np.where(np.abs(x) > _LARGEST, np.nan, x) if x.dtype.kind == "f" else x
+
+
+@partial(jax.jit, static_argnames=("federated", "config", "who"))
+def _leave(
+    federated: Callable,
+    config: FitConfig,
+    who: Participation | None,
+    server: Any,
+    stacks: list[SiloRows],
+) -> tuple[Any, list[Array], Array | None]:
+    """Return the message to all silos, each silo's key, and the weights of their replies."""
+    key, weights = drawn(who, server.rng_key)
+    message = federated(config, stacks).broadcast(key, server)
+    keys = [jax.vmap(partial(key_among, key, rows.part))(rows.number) for rows in stacks]
+    return message, [one[i] for one in keys for i in range(len(one))], weights
+
+
+@partial(jax.jit, static_argnames=("federated", "config"))
+def _merge(
+    federated: Callable,
+    config: FitConfig,
+    server: Any,
+    replies: Any,
+    weights: Any,
+    stacks: list[SiloRows],
+) -> tuple[Any, Any]:
+    merge = federated(config, stacks).merge
+    return merge(server, replies) if weights is None else merge(server, replies, weights)
+
+
+class RemoteRounds(Rounds):
+    """Rounds over remote silos, with these parameters beside those of :class:`Rounds`.
+
+    :param answering: the probability of each silo's answer, where it is known.
+    :param checkpoint: the file for states.
+    :param facts: the facts that distinguish this fit from others, for checkpoints.
+    """
+
+    at_once = 1
+
+    def __init__(
+        self,
+        algorithm: str,
+        setup: Setup,
+        who: Participation | None = None,
+        answering: Participation | None = None,
+        checkpoint: Checkpoint | None = None,
+        facts: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__(algorithm, setup, who)
+        silos = setup.parts[0]
+        assert isinstance(silos, RemoteSilos)
+        self.silos, self.carrier, self.config = silos, silos.carrier, setup.config
+        self.checkpoint, self.facts = checkpoint or Checkpoint(None, 1), facts or {}
+        self.answering = None if answering is None else answering.probability
+        self.numbers = np.concatenate([np.asarray(rows.number) for rows in setup.stacks]).tolist()
+        self.local = RoundLocal(setup.config, algorithm)
+        self.saved_slots: set[int] = set()
+        self.written: set[int] = set()  # slots to forget when the state no longer holds them
+        self.zeros: PyTree = None
+
+    def start(self, rng_key: Array, params: dict[str, PyTree], own: RemoteStates | None) -> VIState:
+        """Have all silos write a first state, and return the state before the first round.
+
+        :param own: the slots where silos find their own parameters to start from; ``None``: they
+            start anew.
+        """
+        num, local = len(self.numbers), InitLocal(self.config, self.algorithm, own is not None)
+        read = [None] * num if own is None else own.slots.tolist()
+        key = jax.random.key(0)  # unused by the call
+        slots = [self.carrier.new_slot() for _ in self.numbers]
+        calls = [
+            Call(n, local, key, params, *places)
+            for n, *places in zip(self.numbers, read, slots, strict=True)
+        ]
+        try:
+            self.silos.ask_for_sure(calls)
+        except BaseException:
+            self.carrier.forget(slots)
+            raise
+        zeros = np.zeros(num, np.int64)
+        kept = RemoteStates(
+            np.array(slots), np.zeros((num, 4), np.int64), zeros, self.carrier.token
+        )
+        return VIState(self.first_server(rng_key, params), kept, np.zeros(num, np.int32))
+
+    def __call__(self, state: VIState, num: int) -> tuple[VIState, np.ndarray, np.ndarray]:
+        losses, bad = np.zeros(num), np.full(num, -1)
+        for i in range(num):
+            self.tidy(state)
+            state, losses[i], bad[i] = self._round(state)
+            if bad[i] == -1:
+                self._save(state, losses[i])
+        return state, losses, bad
+
+    def ledger(self, state: VIState, order: tuple[str, ...]) -> Ledger:
+        rows = zip(self.setup.names, state.silos.costs, strict=True)
+        costs = {name: Cost(*map(int, row)) for name, row in rows}
+        return Ledger(order, *zip(*(costs[name] for name in order), strict=True))
+
+    def _save(self, state: VIState, loss: float) -> None:
+        """Write a checkpoint, if one is due; silos keep the states that it names until the next."""
+        self.losses.append(float(loss))
+        if self.checkpoint.due(len(self.losses), 0):
+            values = {"state": state, "losses": np.array(self.losses), **self.facts}
+            if self.checkpoint.save(values, self.carrier):
+                self.saved_slots = set(state.silos.slots.tolist())
+
+    def saved(self) -> VIState | None:
+        """Return the state of a checkpoint of this fit, or ``None``.
+
+        :raises ValueError: where the checkpoint is of another fit.
+        """
+        found = self.checkpoint.load(self.carrier)
+        if found is None:
+            return None
+        self.checkpoint.same_run(found, self.facts)
+        state = found["state"]
+        state = state._replace(silos=replace(state.silos, token=self.carrier.token))
+        self.losses = np.array(found["losses"]).tolist()
+        self.saved_slots = set(state.silos.slots.tolist())
+        return state
+
+    def owns(self, state: VIState) -> None:
+        self.written.update(state.silos.slots.tolist())
+
+    def tidy(self, state: VIState) -> None:
+        """Have silos forget states that these rounds wrote and that are no longer needed.
+
+        These are states of earlier rounds, and of replies that were lost.
+        """
+        spent = self.written.difference(state.silos.slots.tolist(), self.saved_slots)
+        self.carrier.forget(sorted(spent))
+        self.written -= spent
+
+    def _round(self, state: VIState) -> tuple[VIState, float, int]:
+        """Make one round; return the state, the loss, and the silo that was not finite."""
+        kept, stacks = state.silos, self.setup.stacks
+        message, keys, weights = _leave(self.federated, self.config, self.who, state.server, stacks)
+        weights = np.ones(len(keys)) if weights is None else np.asarray(weights)
+        asked = np.flatnonzero(weights > 0).tolist()
+        write = kept.slots.copy()
+        write[asked] = [self.carrier.new_slot() for _ in asked]
+        self.written.update(write[asked].tolist())
+        calls = [
+            Call(self.numbers[i], self.local, keys[i], message, int(kept.slots[i]), int(write[i]))
+            for i in asked
+        ]
+        replies, times = self._answers(calls)
+        came = np.zeros(len(keys), bool)
+        came[asked] = [reply is not None for reply in replies]
+        # where no silo is asked, one is asked for its form and keeps no state
+        blank = self._blank(
+            replies,
+            calls or [Call(self.numbers[0], self.local, keys[0], message, int(kept.slots[0]))],
+        )
+        each = [blank] * len(keys)
+        for i, reply in zip(asked, replies, strict=True):
+            each[i] = blank if reply is None else reply
+        collected = jax.tree.map(lambda *x: np.stack(x), *each)  # in NumPy, to dispatch no program
+        collected = opened(collected, np.dtype(jnp.result_type(float)))
+        collected = jax.tree.map(_bounded, collected)
+        known = self._weights(weights, came)
+        server, info = _merge(self.federated, self.config, state.server, collected, known, stacks)
+        costs = kept.costs.copy()
+        costs[asked] += self._costs(message, blank, times, came[asked])
+        new = replace(
+            kept,
+            slots=np.where(came, write, kept.slots),
+            costs=costs,
+            missed=kept.missed + (came & ~collected.finite),
+        )
+        bad = -1 if info.finite else self._first_bad(int(info.silo), collected)
+        return VIState(server, new, state.visits + came.astype(np.int32)), float(info.loss), bad
+
+    def _first_bad(self, silo: int, replies: PyTree) -> int:
+        """Return the silo whose numbers were not finite; -2 for the server, and for a sum.
+
+        :param silo: the first silo that says so, or -1.
+        """
+        # a sum does not show which silo it was
+        if self.config.secure_sum and len(self.numbers) > len(replies.finite):
+            return -2
+        if silo < 0:  # a silo may report finite numbers wrongly
+            # under privacy the value is NaN
+            numbers = jax.tree.leaves(replies._replace(value=()))
+            odd = np.any([~np.isfinite(x).reshape(len(x), -1).all(1) for x in numbers], axis=0)
+            silo = int(odd.argmax()) if odd.any() else -2
+        return silo
+
+    @property
+    def _needs_all(self) -> bool:
+        """Flag of rounds that need all replies; for the others one is enough."""
+        return self.algorithm == "sfvi" or self.config.secure_sum
+
+    def _answers(self, calls: list[Call]) -> tuple[list[Any], np.ndarray]:
+        """Return the replies, and the number of times that each silo was asked."""
+        if self.answering is not None:
+            return list(self.silos.ask(calls)) if calls else [], np.ones(len(calls), np.int64)
+        return self.silos.ask_again(calls, all_needed=self._needs_all)
+
+    def _blank(self, replies: list[Any], calls: list[Call]) -> Any:
+        """Return a reply of zeros.
+
+        If no reply has come yet, silos are asked for one whose numbers are not used.
+        """
+        if self.zeros is None:
+            if all(reply is None for reply in replies):
+                replies, _ = self.silos.ask_again(calls, all_needed=False)
+            self.zeros = jax.tree.map(
+                np.zeros_like, next(reply for reply in replies if reply is not None)
+            )
+        return self.zeros
+
+    def _weights(self, weights: np.ndarray, came: np.ndarray) -> np.ndarray | None:
+        """Return the weights of the replies; ``None`` where all count once."""
+        if self.answering is not None:
+            weights = weights / self.answering
+        elif self.who is None and came.all():
+            return None
+        return np.where(came, weights, 0.0).astype(jnp.result_type(float))
+
+    def _costs(self, message: Any, reply: Any, times: np.ndarray, came: np.ndarray) -> np.ndarray:
+        down, up = message_bytes(message), message_bytes(reply)
+        evaluations = self.config.evaluations(0)
+        return np.stack([times, came * evaluations, times * down, came * up], axis=1)
