@@ -27,7 +27,7 @@ from numpyro_fed.vi.guides.auto_silo_normal import AutoSiloNormal
 from numpyro_fed.vi.guides.family import Family
 from numpyro_fed.vi.guides.learned import factored, probe
 from numpyro_fed.vi.guides.normal import SiloNormal
-from numpyro_fed.vi.guides.user_guide import GuideFamily, guide_family, without_params
+from numpyro_fed.vi.guides.user_guide import GuideFamily, guide_family
 from numpyro_fed.vi.options import Options
 
 __all__ = ["Setup", "config_of_silo", "first_params", "make_setup"]
@@ -133,11 +133,14 @@ def _planned(
 
     These values are among the silos' shared arguments.
     """
-    learned, parts, factors = factored(model, parts)
+    plain = parts
+    learned, parts, factors = factored(model, plain)
     _check_globals(factors, parts)
     batch = _batch(options, factors, parts)
-    both = zip(factors, parts, strict=True)
-    families = tuple(_family(guide, f, part, options, batch, independent) for f, part in both)
+    families = tuple(
+        _family(guide, f, part, own, options, batch, independent)
+        for f, part, own in zip(factors, parts, plain, strict=True)
+    )
     for family in families:
         if set(family.constraints()) != set(families[0].constraints()):
             one, other = set(family.constraints()), set(families[0].constraints())
@@ -281,12 +284,14 @@ def _family(
     guide: Any,
     factors: Factors,
     silos: Silos,
+    plain: Silos,
     options: Options,
     batch: tuple[str, int] | None,
     known: bool | None = None,
 ) -> Family:
     """Return the variational family over one structure's factors.
 
+    :param plain: the silos without the model's learned parameters.
     :param known: whether elements are independent; ``None``: check it where it matters.
     """
     independent = known is not False
@@ -299,7 +304,7 @@ def _family(
         units = Units(factors, factors.latent_groups[0], largest(some))
         independent = elements_are_independent(factors, units, some)
     if isinstance(guide, AutoSiloNormal):
-        _check_guides_model(guide, factors, silos)
+        _check_guides_model(guide, factors, plain)
         one = made_up_rows(factors.rows, silos.index)
         own = {
             g: {k: one[k] for k in factors.leaves(g) if k not in silos.index}
@@ -307,7 +312,9 @@ def _family(
         }
         family: Family = guide.family(factors, own, independent)
     else:
-        family = guide_family(guide, factors, silos, independent, known is None)
+        family = guide_family(
+            guide, factors, plain, silos.shared.get(PARAMS, {}), independent, known is None
+        )
     if batch is not None and family.group is None and batch[0] in factors.latent_groups:
         raise ValueError(
             f"batch_size={batch[1]} of {batch[0]!r}: their latents are one unit in each silo "
@@ -322,7 +329,7 @@ def _check_guides_model(guide: AutoSiloNormal, factors: Factors, silos: Silos) -
     model = factors.model.model if isinstance(factors.model, LearnedModel) else factors.model
     if guide.model is model:
         return
-    other = factorize(guide.model, without_params(silos))
+    other = factorize(guide.model, silos)
     if (other.global_sites, other.local_sites) != (factors.global_sites, factors.local_sites):
         names = [
             [n for n, _ in f.global_sites] + [s.name for s in f.local_sites]

@@ -7,7 +7,6 @@ The law is that of :mod:`numpyro_fed.vi.guides.normal`. On pooled data, with
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import jax
@@ -28,7 +27,6 @@ from numpyro_fed.density.handlers import is_silo_plate
 from numpyro_fed.density.local_map import LocalMap
 from numpyro_fed.vi.guides.amortize import Encoder, arrays_of, registered
 from numpyro_fed.vi.guides.normal import SiloNormal
-from numpyro_fed.vi.guides.quantiles import latent_quantiles
 
 __all__ = ["AutoSiloNormal"]
 
@@ -333,48 +331,10 @@ class AutoSiloNormal(AutoGuide):
         draws = lax.map(one, random.split(rng_key, sample_shape).reshape(-1))
         return jax.tree.map(lambda x: x.reshape(*sample_shape, *x.shape[1:]), draws)
 
-    def median(self, params: dict, *args: Any, **kwargs: Any) -> dict[str, Array]:
-        """Return the marginal medians of all latent sites (constrained).
-
-        For amortized sites it takes the model's arguments.
-        """
-        return {
-            name: value[0] for name, value in self.quantiles(params, [0.5], *args, **kwargs).items()
-        }
-
-    def quantiles(
-        self, params: dict, quantiles: Any, *args: Any, **kwargs: Any
-    ) -> dict[str, Array]:
-        """Return marginal quantiles of all latent sites, ``(len(quantiles), *site)``.
-
-        They are computed componentwise in unconstrained space, then constrained. Those of global
-        sites are exact. Those of local sites (mixtures over theta) have the accuracy of 512 Sobol
-        points for theta. For amortized sites it takes the model's arguments.
-        """
-        own, local, learned = self._split(params)
-        family, rows = self._family, self._with_data(args, kwargs)
-        assert family is not None
-        probs = jnp.atleast_1d(jnp.asarray(quantiles, jnp.result_type(float)))
-        if local is not None:
-            local = family.completed(family.effective(local, rows), own, rows)
-        theta, z = latent_quantiles(family, own, local, probs)
-        constrain = partial(self._constrained, learned=learned, deterministic=False)
-        sites = [
-            constrain(_placed(family, t, None if z is None else z[i], rows))
-            for i, t in enumerate(theta)
-        ]
-        return jax.tree.map(lambda *x: jnp.stack(x), *sites)
-
-    def _constrained(
-        self, sites: dict[str, Array], learned: dict[str, Array], deterministic: bool = True
-    ) -> dict[str, Array]:
+    def _constrained(self, sites: dict[str, Array], learned: dict[str, Array]) -> dict[str, Array]:
         values = self._postprocess_fn({**sites, **learned})
         kinds = {k: self.prototype_trace[k]["type"] for k in values if k in self.prototype_trace}
-        return {
-            k: values[k]
-            for k, kind in kinds.items()
-            if kind != "param" and (deterministic or k in sites)
-        }
+        return {k: values[k] for k, kind in kinds.items() if kind != "param"}
 
 
 def _placed(family: SiloNormal, theta: Array, z: Array | None, rows: SiloRows) -> dict[str, Array]:

@@ -20,6 +20,7 @@ from numpyro.distributions.transforms import biject_to
 from numpyro.handlers import seed, substitute, trace
 
 from numpyro_fed import _compat
+from numpyro_fed._typing import PyTree
 from numpyro_fed.data.silos import Silos
 from numpyro_fed.data.views import SiloRows, largest
 from numpyro_fed.density.check import elements_are_independent
@@ -236,23 +237,27 @@ class _WithPlates:
 
 
 def guide_family(
-    guide: Callable, factors: Factors, silos: Silos, independent: bool, measured: bool = True
+    guide: Callable,
+    factors: Factors,
+    silos: Silos,
+    learned: dict[str, PyTree],
+    independent: bool,
+    measured: bool = True,
 ) -> GuideFamily:
     """Sort a guide's sites and parameters into the server's and the silos'.
 
+    :param learned: first values of the model's learned parameters.
     :param independent: whether the model's elements are independent given theta.
     :param measured: whether to check that the guide's are, too.
     :raises ValueError: where sites, supports or parameters do not match the model.
     """
     one_row = {**silos.shared, **made_up_rows(factors.rows, silos.index)}
-    learned = one_row.pop(PARAMS, {})
-    shared = Shared({k: v for k, v in silos.shared.items() if k != PARAMS})
     sites = trace(seed(guide, random.key(0))).get_trace(**one_row)
     if not factors.local_sites and not any(is_silo_plate(site) for site in sites.values()):
         leaves = tuple((leaf, group) for leaf, group, _ in factors.rows)
         guide = _WithPlates(guide, factors.plates, leaves)
         sites = trace(seed(guide, random.key(0))).get_trace(**one_row)
-    guide_factors = factorize(guide, without_params(silos))
+    guide_factors = factorize(guide, silos)
     _check_sites(factors, guide_factors)
     _check_supports(factors, sites, {**one_row, **({PARAMS: learned} if learned else {})})
     plates = dict(guide_factors.plates)
@@ -282,17 +287,12 @@ def guide_family(
     groups = factors.latent_groups
     alone = independent and len(groups) == 1 and all(p.group == groups[0] for p in local)
     if alone and measured:
-        own = without_params(silos)
-        alone = elements_are_independent(
-            guide_factors, Units(guide_factors, groups[0], largest(own)), own
-        )
+        units = Units(guide_factors, groups[0], largest(silos))
+        alone = elements_are_independent(guide_factors, units, silos)
     group = groups[0] if alone else None
-    return GuideFamily(factors, group, guide, guide_factors, tuple(local), supports, start, shared)
-
-
-def without_params(silos: Silos) -> Silos:
-    """Return the silos without the values of the model's learned parameters."""
-    return silos.without_shared(PARAMS) if PARAMS in silos.shared else silos
+    return GuideFamily(
+        factors, group, guide, guide_factors, tuple(local), supports, start, Shared(silos.shared)
+    )
 
 
 def _check_sites(model: Factors, guide: Factors) -> None:
