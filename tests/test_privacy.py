@@ -707,7 +707,7 @@ def test_a_server_that_cheats_learns_nothing(tmp_path, name):
 
 
 def remote_params(fit, remote):
-    from numpyro_fed.vi.setup import first_params
+    from numpyro_fed.vi.first_params import first_params
 
     return jax.tree.map(np.asarray, first_params(fit.setup(remote), fit.guide, random.key(5)))
 

@@ -20,12 +20,13 @@ from numpyro_fed.results.silo_coords import ledger_attrs, silo_coords
 from numpyro_fed.rounds.remote import RemoteSilos
 from numpyro_fed.vi._base import FederatedVI
 from numpyro_fed.vi.config import FitConfig
-from numpyro_fed.vi.draws import Draws, constrained, draw, draw_remote, globals_of
+from numpyro_fed.vi.draws import Draws, draw, draw_remote
 from numpyro_fed.vi.guides.normal import SiloNormal
 from numpyro_fed.vi.importance import POOR, smoothed, tail_of_spreads, worst_tail
 from numpyro_fed.vi.remote import kept_by
 from numpyro_fed.vi.result import VIResult
 from numpyro_fed.vi.setup import Setup
+from numpyro_fed.vi.sites import constrained, globals_of
 
 if TYPE_CHECKING:
     from arviz import InferenceData

@@ -1,6 +1,5 @@
 """Variational fits in the shape of :class:`numpyro.infer.SVI`: wiring without mathematics."""
 
-import math
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from numpyro_fed.rounds.checkpoint import Checkpoint, facts_of_run
 from numpyro_fed.rounds.remote import RemoteSilos
 from numpyro_fed.vi.algorithms import ALGORITHMS, own_params
 from numpyro_fed.vi.definition import FitDefinition
+from numpyro_fed.vi.first_params import first_params
 from numpyro_fed.vi.inline import InlineRounds, advance
 from numpyro_fed.vi.loop import Rounds, VIState, run_rounds
 from numpyro_fed.vi.participation import (
@@ -35,7 +35,7 @@ from numpyro_fed.vi.result import (
     spent_privacy,
     stacked_params,
 )
-from numpyro_fed.vi.setup import Setup, first_params
+from numpyro_fed.vi.setup import Setup
 
 __all__ = ["FederatedVI"]
 
@@ -245,7 +245,8 @@ class FederatedVI(FitDefinition):
             is returned); after Ctrl-C, and where remote silos stay silent (the rounds so far are
             returned); for silos that never took part.
         """
-        _check_run(num_rounds, tol, init_from, init_state)
+        if init_from is not None and init_state is not None:
+            raise ValueError("init_from and init_state: expected one of them, got both")
         self._options.check_rounds(num_rounds, tol, participation, answering, init_state)
         setup = self.setup(silos)
         who = participation_of(participation, setup.names)
@@ -301,16 +302,6 @@ class FederatedVI(FitDefinition):
                 for name, p in drawn.items()
             },
         }
-
-
-def _check_run(num_rounds: Any, tol: Any, init_from: Any, init_state: Any) -> None:
-    whole = isinstance(num_rounds, int | np.integer) and not isinstance(num_rounds, bool)
-    if not whole or num_rounds < 1:
-        raise ValueError(f"num_rounds: expected a whole number >= 1, got {num_rounds!r}")
-    if tol is not None and not (math.isfinite(tol) and tol > 0):
-        raise ValueError(f"tol: expected a number of nats > 0, got {tol!r}")
-    if init_from is not None and init_state is not None:
-        raise ValueError("init_from and init_state: expected one of them, got both")
 
 
 def _check_saved(

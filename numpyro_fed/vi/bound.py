@@ -1,4 +1,4 @@
-r"""A silo's part of the importance-weighted evidence bound, and its gradients.
+r"""The importance-weighted evidence bound: a silo's part, the server's, and their gradients.
 
 .. math::
 
@@ -20,16 +20,27 @@ each unit.
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from numpyro_fed._typing import PyTree
+from numpyro_fed.data.views import SiloRows
 from numpyro_fed.density.factors import PARAMS
+from numpyro_fed.vi.config import FitConfig
+from numpyro_fed.vi.guides.family import Family
 from numpyro_fed.vi.minibatch import Batch
 
-__all__ = ["SiloTerm", "candidate_weights", "silo_bound", "unit_bounds", "unit_terms"]
+__all__ = [
+    "SiloTerm",
+    "candidate_weights",
+    "server_gradient",
+    "silo_bound",
+    "unit_bounds",
+    "unit_terms",
+]
 
 
 class SiloTerm(NamedTuple):
@@ -42,13 +53,13 @@ class SiloTerm(NamedTuple):
     """
 
     value: Array
-    context: Any
-    params: Any
-    local: Any
+    context: PyTree
+    params: PyTree
+    local: PyTree
 
 
 def unit_terms(
-    family: Any, theta: Array, z: Array, params: Any, batch: Batch
+    family: Family, theta: Array, z: Array, params: PyTree, batch: Batch
 ) -> tuple[Array, Array]:
     """Return each unit's ``log p(y_g, z_g | theta)``, ``(E,)``, and the sum of the other terms."""
     factors, units = family.factors, family.units(batch.rows)
@@ -68,7 +79,7 @@ def unit_terms(
 
 
 def candidate_weights(
-    family: Any, local: Any, context: Any, params: Any, z: Array, batch: Batch
+    family: Family, local: PyTree, context: PyTree, params: PyTree, z: Array, batch: Batch
 ) -> tuple[Array, Array]:
     """Return the log weights ``(K, E)`` of candidates, and the terms outside units, ``(K,)``.
 
@@ -83,12 +94,12 @@ def candidate_weights(
     return jax.vmap(one)(z)
 
 
-def real_units(family: Any, batch: Batch) -> Array:
+def real_units(family: Family, batch: Batch) -> Array:
     """Return which units are not padding, ``(E,)``."""
     return jnp.any(family.units(batch.rows).owned(batch.rows), axis=1)
 
 
-def unit_bounds(family: Any, log_weight: Array, batch: Batch) -> Array:
+def unit_bounds(family: Family, log_weight: Array, batch: Batch) -> Array:
     """Return ``log 1/K sum_k w_gk`` of each unit ``(E,)``, zero for padding."""
     num = len(log_weight)
     if num == 1:
@@ -99,7 +110,7 @@ def unit_bounds(family: Any, log_weight: Array, batch: Batch) -> Array:
 
 
 def silo_bound(
-    family: Any, local: Any, context: Any, params: Any, eps: Array | None, batch: Batch
+    family: Family, local: PyTree, context: PyTree, params: PyTree, eps: Array | None, batch: Batch
 ) -> SiloTerm:
     """Return a silo's part of the bound and its gradients at one draw of theta.
 
@@ -112,14 +123,14 @@ def silo_bound(
     """
     if eps is None:
 
-        def plain(context: Any, params: Any) -> Array:
+        def plain(context: PyTree, params: PyTree) -> Array:
             return unit_terms(family, context.theta, jnp.zeros((0, 0)), params, batch)[1]
 
         value, (direct, learned) = jax.value_and_grad(plain, argnums=(0, 1))(context, params)
         zero = jax.tree.map(jnp.zeros_like, direct)
         return SiloTerm(value, family.reply(direct, zero, zero), learned, local)
 
-    def log_weights(context: Any, params: Any, z: Array) -> tuple[Array, Array]:
+    def log_weights(context: PyTree, params: PyTree, z: Array) -> tuple[Array, Array]:
         return candidate_weights(family, lax.stop_gradient(local), context, params, z, batch)
 
     z, pull_path = jax.vjp(
@@ -133,3 +144,43 @@ def silo_bound(
     own, path_doubly = pull_path(normalized[..., None] * slope)
     path = path_doubly if num == 1 else pull_path(slope)[1]
     return SiloTerm(value, family.reply(direct, path, path_doubly), learned, own)
+
+
+def server_gradient(
+    config: FitConfig,
+    rows: SiloRows,
+    params: dict[str, Array],
+    noise: Array,
+    gradients: PyTree,
+    learned: dict[str, Array],
+) -> tuple[Array, dict[str, Array]]:
+    """Return the prior's and q's part of the bound, and the gradient of the whole bound.
+
+    The gradient is in the unconstrained global parameters.
+
+    :param gradients: the silos' sum of gradients in the draws of theta, leading axis: particles.
+    :param learned: their sum of gradients in the learned parameters.
+    """
+    family = config.families[0]
+
+    def objective(params: dict[str, Array]) -> tuple[Array, Array]:
+        params = config.constrain(params)
+        frozen = lax.stop_gradient(params)
+
+        def one(e: Array, gradient: PyTree) -> tuple[Array, Array]:
+            context = family.context(params, e)
+            own = config.log_prior(context.theta, params, rows) - family.log_global(frozen, context)
+            return own, _dot(context, gradient)
+
+        own, paths = jax.vmap(one)(noise, gradients)
+        return own.mean() + paths.sum() + _dot(
+            {k: params[k] for k in config.learned}, learned
+        ), own.mean()
+
+    (_, own), gradient = jax.value_and_grad(objective, has_aux=True)(params)
+    return own, gradient
+
+
+def _dot(tree: PyTree, gradient: PyTree) -> Array:
+    products = jax.tree.map(jnp.vdot, tree, gradient)
+    return sum(jax.tree.leaves(products), jnp.zeros(()))

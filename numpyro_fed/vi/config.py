@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 from jax import Array
+from numpyro.distributions.constraints import Constraint
 from numpyro.distributions.transforms import biject_to
 
 from numpyro_fed._typing import PyTree
@@ -53,7 +54,7 @@ class FitConfig:
     num_points: int
     noise: Noise | None
     secure_sum: bool
-    supports: dict[str, Any] = field(compare=False, repr=False)
+    supports: dict[str, Constraint] = field(compare=False, repr=False)
 
     @property
     def moving(self) -> tuple[str, ...]:

@@ -16,20 +16,17 @@ candidates. The kept latents stay, except where one process holds all silos.
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax, random
-from numpyro.infer.util import constrain_fn, transform_fn
 
-from numpyro_fed.data.silos import Silos
+from numpyro_fed._typing import PyTree
 from numpyro_fed.data.views import SiloRows, SiloView, to_pooled_order
-from numpyro_fed.density.factors import PARAMS
 from numpyro_fed.privacy.secure_sum import opened
 from numpyro_fed.rounds.remote import RemoteSilos
 from numpyro_fed.rounds.serialization import wire_name
@@ -41,7 +38,7 @@ from numpyro_fed.vi.config import FIT_CLASSES, FIT_TASKS, FitConfig
 from numpyro_fed.vi.minibatch import pick
 from numpyro_fed.vi.proposals import stretched_normal, wider_candidates
 
-__all__ = ["Draws", "EstimateLocal", "constrained", "draw", "draw_remote", "globals_of"]
+__all__ = ["Draws", "EstimateLocal", "draw", "draw_remote"]
 
 _REACH = 3.0  # sds of q at which a stretched draw's u is clipped for the local maps
 _NUMBERS_AT_ONCE = 1 << 22  # latents' candidates evaluated together
@@ -74,7 +71,7 @@ class Position(NamedTuple):
     :param key_choice: key of the choice among them.
     """
 
-    context: Any
+    context: PyTree
     log_weight: Array
     key_local: Array
     key_choice: Array
@@ -130,7 +127,7 @@ class EstimateLocal(SiloTask):
         return self.config
 
     def __call__(
-        self, key: Array, message: tuple, state: Any, view: SiloView
+        self, key: Array, message: tuple, state: PyTree, view: SiloView
     ) -> tuple[Array, None]:
         """Return an estimate at each draw of the message; there is no state."""
         told, weights, learned, params = message
@@ -267,21 +264,6 @@ def at_once(num: int, numbers: int) -> int:
     return next((n for n in range(most, most // 2, -1) if num % n == 0), most)
 
 
-def globals_of(
-    config: FitConfig, silos: Silos, draws: Draws, params: dict[str, Array]
-) -> dict[str, Array]:
-    """Return the global sites in their supports, draws first.
-
-    They follow from the shared arguments alone.
-    """
-    factors = config.families[0].factors
-    learned = {PARAMS: {k: params[k] for k in config.learned}} if config.learned else {}
-    shared = {**silos.shared, **learned}
-    return lax.map(
-        lambda theta: factors.constrain_globals(factors.unravel(theta), shared), draws.theta
-    )
-
-
 def _num_units(config: FitConfig, part: int, stacks: list[SiloRows], totals: tuple) -> int:
     family = config.families[part]
     if not family.has_local:
@@ -294,12 +276,12 @@ def _num_units(config: FitConfig, part: int, stacks: list[SiloRows], totals: tup
 def _candidate(
     config: FitConfig,
     widened: bool,
-    context: Any,
+    context: PyTree,
     learned: dict[str, Array],
     key: Array,
     key_choice: Array,
     rows: SiloRows,
-    own: Any,
+    own: PyTree,
 ) -> tuple[Array, dict[str, Array], Array]:
     """Return a silo's log likelihood estimate at theta, its latents, and each unit's ratio.
 
@@ -348,23 +330,3 @@ def _over_the_others(log_weight: Array, which: Array) -> Array:
         return jnp.zeros_like(log_weight[0])
     others = jnp.where((jnp.arange(num) == which)[:, None], -jnp.inf, log_weight)
     return log_weight[which] - jax.nn.logsumexp(others, axis=0) + math.log(num - 1)
-
-
-def constrained(
-    config: FitConfig, part: int, silos: Silos, draws: Draws, params: dict[str, Array]
-) -> dict[str, Array]:
-    """Return a structure's latent and deterministic sites in their supports, draws first."""
-    factors = config.families[part].factors
-    learned = {k: params[k] for k in config.learned}
-    kwargs = {**silos.pooled, PARAMS: learned} if learned else silos.pooled
-    constrain: Callable
-    if factors.transforms is not None:
-        constrain = partial(transform_fn, factors.transforms)
-    else:
-        constrain = partial(constrain_fn, factors.model, (), kwargs, return_deterministic=True)
-
-    def one(theta: Array, latents: dict[str, Array]) -> dict[str, Array]:
-        placed = {s.name: jnp.moveaxis(latents[s.name], 0, s.axis) for s in factors.local_sites}
-        return constrain({**factors.unravel(theta), **placed})
-
-    return lax.map(lambda x: one(*x), (draws.theta, draws.latents[part]))

@@ -2,11 +2,11 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax import Array, lax, random
 
 from numpyro_fed._typing import PyTree
@@ -117,7 +117,7 @@ def _chunk(
     return lax.fori_loop(0, num, body, (state, losses, bad))
 
 
-def _in_step(config: FitConfig, first: Callable, local: Any) -> Any:
+def _in_step(config: FitConfig, first: Callable, local: PyTree) -> PyTree:
     """Return the first states of a stack of silos.
 
     An optimizer's clock is the same number in all silos while all take part. It is then stored once
@@ -132,11 +132,11 @@ def _in_step(config: FitConfig, first: Callable, local: Any) -> Any:
     return jax.tree.map(lambda x, clock: x[0] if clock else x, states, clocks)
 
 
-def _is_clock(x: Any) -> bool:
+def _is_clock(x: PyTree) -> bool:
     return x.ndim == 0 and jnp.issubdtype(x.dtype, jnp.integer)
 
 
-def _keeps_time(optim: Any) -> bool:
+def _keeps_time(optim: optax.GradientTransformation) -> bool:
     """Return whether an optimizer's clocks do not depend on gradients.
 
     Those of ``optax.apply_if_finite`` do.
@@ -165,7 +165,7 @@ def _keeps_time(optim: Any) -> bool:
 def _own_clocks(state: VIState, stacks: list[SiloRows]) -> VIState:
     """Return the state with a clock for each silo, for rounds that not all silos take part in."""
 
-    def each(own: Any, rows: SiloRows) -> Any:
+    def each(own: PyTree, rows: SiloRows) -> PyTree:
         return jax.tree.map(lambda x: x if x.ndim else jnp.broadcast_to(x, rows.number.shape), own)
 
     return state._replace(

@@ -4,18 +4,18 @@ A silo's optimizers work on the silo's own part of the bound, scaled as if all d
 own.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import Array, lax, random
 
+from numpyro_fed._typing import PyTree
 from numpyro_fed.data.views import SiloRows
-from numpyro_fed.vi.bound import silo_bound
+from numpyro_fed.vi.bound import server_gradient, silo_bound
 from numpyro_fed.vi.config import FitConfig
 from numpyro_fed.vi.minibatch import Batch, pick
-from numpyro_fed.vi.sfvi import server_gradient
 
 __all__ = ["Steps", "all_rows", "first_optim_states", "row_count", "steps"]
 
@@ -31,9 +31,9 @@ class Steps(NamedTuple):
     """
 
     params: dict[str, Array]
-    own: Any
-    optim_state: Any
-    local_optim_state: Any
+    own: PyTree
+    optim_state: PyTree
+    local_optim_state: PyTree
     values: Array
 
 
@@ -49,8 +49,8 @@ def all_rows(config: FitConfig, stacks: list[SiloRows]) -> Array:
 
 
 def first_optim_states(
-    config: FitConfig, part: int, params: dict[str, Array], own: Any
-) -> tuple[Any, Any]:
+    config: FitConfig, part: int, params: dict[str, Array], own: PyTree
+) -> tuple[PyTree, PyTree]:
     """Return first optimizer states: of the global parameters that move, and of the silo's own."""
     first = (
         jax.vmap(config.local_optim.init) if config.unit_clocks(part) else config.local_optim.init
@@ -61,9 +61,9 @@ def first_optim_states(
 def steps(
     config: FitConfig,
     params: dict[str, Array],
-    own: Any,
-    optim_state: Any,
-    local_state: Any,
+    own: PyTree,
+    optim_state: PyTree,
+    local_state: PyTree,
     scale: Array,
     key: Array,
     rows: SiloRows,
@@ -104,8 +104,13 @@ def steps(
 
 
 def _gradients(
-    config: FitConfig, params: dict[str, Array], own: Any, scale: Array, key: Array, rows: SiloRows
-) -> tuple[Array, Any, Any, Batch]:
+    config: FitConfig,
+    params: dict[str, Array],
+    own: PyTree,
+    scale: Array,
+    key: Array,
+    rows: SiloRows,
+) -> tuple[Array, PyTree, PyTree, Batch]:
     """Return a silo's objective, its gradients and the batch.
 
     The gradients are those in the silo's copy of the global parameters and in its own parameters.
@@ -119,7 +124,7 @@ def _gradients(
     effective, pull = jax.vjp(lambda own: family.effective(own, batch.rows), batch.take(own))
     learned = {k: constrained[k] for k in config.learned}
 
-    def one(context: Any, key: Array) -> Any:
+    def one(context: PyTree, key: Array) -> PyTree:
         eps = (
             family.noise(key, batch.rows, config.num_local_particles) if family.has_local else None
         )

@@ -9,13 +9,14 @@ latents of other row groups stay whole.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, random
 
+from numpyro_fed._typing import PyTree
 from numpyro_fed.data.views import SiloRows, gather
+from numpyro_fed.vi.guides.family import Family
 
 __all__ = ["Batch", "pick", "rows_at", "systematic", "whole"]
 
@@ -34,8 +35,8 @@ class Batch:
     rows: SiloRows
     weights: dict[str, Array]
     scale: Array | float
-    take: Callable[[Any], Any]
-    put: Callable[[Any, Any], Any]
+    take: Callable[[PyTree], PyTree]
+    put: Callable[[PyTree, PyTree], PyTree]
 
 
 def systematic(start: Array, total: Array, count: Array, shown: int) -> Array:
@@ -49,7 +50,7 @@ def whole(rows: SiloRows) -> Batch:
     return Batch(rows, {}, 1.0, lambda tree: tree, lambda _, new: new)
 
 
-def pick(family: Any, size: tuple[str, int] | None, key: Array, rows: SiloRows) -> Batch:
+def pick(family: Family, size: tuple[str, int] | None, key: Array, rows: SiloRows) -> Batch:
     """Draw the batch of a step: all rows, or a minibatch.
 
     :param size: row group and number of rows, or ``None`` for all rows.
@@ -67,7 +68,7 @@ def pick(family: Any, size: tuple[str, int] | None, key: Array, rows: SiloRows) 
 
 
 def rows_at(
-    family: Any, group: str, place: Array, count: Array, stands_for: Array, rows: SiloRows
+    family: Family, group: str, place: Array, count: Array, stands_for: Array, rows: SiloRows
 ) -> Batch:
     """Return the batch of a row group's rows at these places.
 
@@ -90,7 +91,7 @@ def rows_at(
         return replace(whole(batch), weights={group: stands_for})
     inside = jnp.where(jnp.arange(shown) < count, place, pad)
 
-    def put(tree: Any, new: Any) -> Any:
+    def put(tree: PyTree, new: PyTree) -> PyTree:
         return jax.tree.map(lambda x, y: x.at[inside].set(y, mode="drop"), tree, new)
 
     return Batch(batch, {}, stands_for, lambda tree: gather(tree, place), put)

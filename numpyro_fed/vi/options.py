@@ -1,5 +1,6 @@
 """Options of the variational fits, checked."""
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -77,7 +78,12 @@ class Options:
     def check_rounds(
         self, num_rounds: int, tol: Any, participation: Any, answering: Any, state: Any
     ) -> None:
-        """Refuse arguments of a run that exclude a privacy budget or secure sums."""
+        """Refuse arguments of a run that are out of range, or that privacy or sums exclude."""
+        whole = isinstance(num_rounds, int | np.integer) and not isinstance(num_rounds, bool)
+        if not whole or num_rounds < 1:
+            raise ValueError(f"num_rounds: expected a whole number >= 1, got {num_rounds!r}")
+        if tol is not None and not (math.isfinite(tol) and tol > 0):
+            raise ValueError(f"tol: expected a number of nats > 0, got {tol!r}")
         if self.secure_sum and not (participation is None and answering is None):
             raise ValueError(
                 "secure_sum=True: a sum needs the replies of all silos; expected "

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from numpyro_fed._typing import PyTree
 from numpyro_fed.data.views import SiloView
 from numpyro_fed.privacy.differential import noised_exactly
 from numpyro_fed.privacy.discrete_gaussian import Words
@@ -70,12 +71,8 @@ class InitLocal(SiloTask):
         return self.config
 
     def __call__(
-        self, key: Array, message: dict[str, Array], state: Any, view: SiloView
-    ) -> tuple[Array, Any]:
-        """Return nothing but a zero, and the silo's first state.
-
-        :raises ValueError: if the state that it reads has parameters of other shapes.
-        """
+        self, key: Array, message: dict[str, Array], state: PyTree, view: SiloView
+    ) -> tuple[Array, PyTree]:
         local = self.config.families[0].init_local(rows_of(view))
         if self.taken:
             own = own_params(self.config, 0, state, message)
@@ -129,15 +126,15 @@ class RoundLocal(SiloTask):
         """Static facts of the fit, which are those of the call."""
         return self.config
 
-    def __call__(self, key: Array, message: Any, state: Any, view: SiloView) -> tuple[Any, Any]:
-        """Return the reply of the algorithm's ``local``, and the silo's new state."""
+    def __call__(
+        self, key: Array, message: PyTree, state: PyTree, view: SiloView
+    ) -> tuple[PyTree, PyTree]:
         local = ALGORITHMS[self.algorithm].local
         if self.bare and self.config.noise is not None:
             local = partial(sfvi.local, bare=True)
         return local(self.config, key, message, state, rows_of(view))
 
-    def private(self, reply: Any, key: bytes) -> Any:
-        """Return a bare reply with exact noise."""
+    def private(self, reply: PyTree, key: bytes) -> PyTree:
         assert self.config.noise is not None
         return sfvi.private(reply, partial(noised_exactly, self.config.noise, Words(key)))
 

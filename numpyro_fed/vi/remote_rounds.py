@@ -51,9 +51,9 @@ def _leave(
     federated: Callable,
     config: FitConfig,
     who: Participation | None,
-    server: Any,
+    server: PyTree,
     stacks: list[SiloRows],
-) -> tuple[Any, list[Array], Array | None]:
+) -> tuple[PyTree, list[Array], Array | None]:
     """Return the message to all silos, each silo's key, and the weights of their replies."""
     key, weights = drawn(who, server.rng_key)
     message = federated(config, stacks).broadcast(key, server)
@@ -65,11 +65,11 @@ def _leave(
 def _merge(
     federated: Callable,
     config: FitConfig,
-    server: Any,
-    replies: Any,
-    weights: Any,
+    server: PyTree,
+    replies: PyTree,
+    weights: PyTree,
     stacks: list[SiloRows],
-) -> tuple[Any, Any]:
+) -> tuple[PyTree, PyTree]:
     merge = federated(config, stacks).merge
     return merge(server, replies) if weights is None else merge(server, replies, weights)
 
@@ -239,13 +239,13 @@ class RemoteRounds(Rounds):
         """Flag of rounds that need all replies; for the others one is enough."""
         return self.algorithm == "sfvi" or self.config.secure_sum
 
-    def _answers(self, calls: list[Call]) -> tuple[list[Any], np.ndarray]:
+    def _answers(self, calls: list[Call]) -> tuple[list[PyTree], np.ndarray]:
         """Return the replies, and the number of times that each silo was asked."""
         if self.answering is not None:
             return list(self.silos.ask(calls)) if calls else [], np.ones(len(calls), np.int64)
         return self.silos.ask_again(calls, all_needed=self._needs_all)
 
-    def _blank(self, replies: list[Any], calls: list[Call]) -> Any:
+    def _blank(self, replies: list[PyTree], calls: list[Call]) -> PyTree:
         """Return a reply of zeros.
 
         If no reply has come yet, silos are asked for one whose numbers are not used.
@@ -266,7 +266,9 @@ class RemoteRounds(Rounds):
             return None
         return np.where(came, weights, 0.0).astype(jnp.result_type(float))
 
-    def _costs(self, message: Any, reply: Any, times: np.ndarray, came: np.ndarray) -> np.ndarray:
+    def _costs(
+        self, message: PyTree, reply: PyTree, times: np.ndarray, came: np.ndarray
+    ) -> np.ndarray:
         down, up = message_bytes(message), message_bytes(reply)
         evaluations = self.config.evaluations(0)
         return np.stack([times, came * evaluations, times * down, came * up], axis=1)

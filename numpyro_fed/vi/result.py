@@ -4,7 +4,6 @@ Local parameters are either stacked by silo, or over a plate's elements in poole
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -51,7 +50,7 @@ class VIResult:
         d)`` or its diagonal, in unconstrained space; else ``None``.
     """
 
-    params: dict[str, Any]
+    params: dict[str, PyTree]
     state: VIState
     losses: np.ndarray
     ledger: Ledger

@@ -3,14 +3,10 @@
 import hashlib
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import Array
-from numpyro.distributions.transforms import biject_to
 
 from numpyro_fed.data.mixed import MixedSilos
 from numpyro_fed.data.silos import Silos
@@ -25,12 +21,12 @@ from numpyro_fed.vi.conducive.silo_factor import number_of_points
 from numpyro_fed.vi.config import FitConfig
 from numpyro_fed.vi.guides.auto_silo_normal import AutoSiloNormal
 from numpyro_fed.vi.guides.family import Family
-from numpyro_fed.vi.guides.learned import factored, probe
+from numpyro_fed.vi.guides.learned import factored
 from numpyro_fed.vi.guides.normal import SiloNormal
-from numpyro_fed.vi.guides.user_guide import GuideFamily, guide_family
+from numpyro_fed.vi.guides.user_guide import guide_family
 from numpyro_fed.vi.options import Options
 
-__all__ = ["Setup", "config_of_silo", "first_params", "make_setup"]
+__all__ = ["Setup", "config_of_silo", "make_setup"]
 
 _CHECK_ROWS = 100_000  # rows to check in a fit by minibatches, as all may not fit into memory
 
@@ -84,7 +80,9 @@ def _parts_of(silos: Silos | MixedSilos) -> tuple[Silos, ...]:
     return (silos,)
 
 
-def make_setup(model: Callable, guide: Any, silos: Silos | MixedSilos, options: Options) -> Setup:
+def make_setup(
+    model: Callable, guide: Callable, silos: Silos | MixedSilos, options: Options
+) -> Setup:
     """Check model, guide and data, check the factorization, and stack the silos."""
     config, parts = _planned(model, guide, _parts_of(silos), options)
     if options.validate:
@@ -109,7 +107,7 @@ def make_setup(model: Callable, guide: Any, silos: Silos | MixedSilos, options: 
 
 
 def config_of_silo(
-    model: Callable, guide: Any, known: Silos, options: Options, independent: bool
+    model: Callable, guide: Callable, known: Silos, options: Options, independent: bool
 ) -> FitConfig:
     """Return the plan of a remote silo's fit, as the silo makes it for itself.
 
@@ -124,7 +122,7 @@ def config_of_silo(
 
 def _planned(
     model: Callable,
-    guide: Any,
+    guide: Callable,
     parts: tuple[Silos, ...],
     options: Options,
     independent: bool | None = None,
@@ -197,45 +195,6 @@ def _some(silos: Silos, batch: tuple[str, int] | None) -> Silos:
     )
 
 
-def first_params(setup: Setup, guide: Any, key: Array) -> dict[str, Array]:
-    """Return first values of the global parameters, unconstrained.
-
-    They come from the guide's strategy and the model's own first values.
-    """
-    config, silos = setup.config, setup.parts[0]
-    learned = silos.shared.get(PARAMS, {})
-    family = config.families[0]
-    if isinstance(family, GuideFamily):
-        return config.unconstrain({**family.start, **learned})
-
-    at = (config.factors, guide.init_loc_fn, silos, key)
-    try:
-        loc = _first_position(*at)
-    except (
-        jax.errors.JAXTypeError,
-        ValueError,
-    ):
-        # some strategies need concrete numbers, or have no hash
-        loc = _first_position.__wrapped__(*at)  # type: ignore[attr-defined]
-    if not bool(jnp.isfinite(loc).all()):
-        raise ValueError(
-            "init_loc_fn: expected finite values of the global sites, got NaN or infinity"
-        )
-    return config.unconstrain({**config.normal().init(loc), **learned})
-
-
-@partial(jax.jit, static_argnames=("factors", "strategy"))
-def _first_position(factors: Factors, strategy: Callable, silos: Silos, key: Array) -> Array:
-    """Return the start of the global sites by a strategy, unconstrained ``(d,)``."""
-    sites = probe(factors.model, silos, key, strategy)
-    return factors.ravel(
-        {
-            n: biject_to(sites[n]["fn"].support).inv(sites[n]["value"])
-            for n, _ in factors.global_sites
-        }
-    )
-
-
 def _check_globals(factors: list[Factors], parts: tuple[Silos, ...]) -> None:
     if not factors[0].dim:
         raise ValueError(
@@ -281,7 +240,7 @@ def _batch(
 
 
 def _family(
-    guide: Any,
+    guide: Callable,
     factors: Factors,
     silos: Silos,
     plain: Silos,

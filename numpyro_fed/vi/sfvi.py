@@ -19,18 +19,19 @@ Salomone & Mengersen (2023), algorithm 1 and supplement S1.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax import Array, lax, random
+from jax import Array, random
 
+from numpyro_fed._typing import PyTree
 from numpyro_fed.data.views import SiloRows
 from numpyro_fed.privacy.differential import noised
 from numpyro_fed.rounds.federated import Federated
 from numpyro_fed.rounds.serialization import wire_name
-from numpyro_fed.vi.bound import silo_bound
+from numpyro_fed.vi.bound import server_gradient, silo_bound
 from numpyro_fed.vi.config import FitConfig
 from numpyro_fed.vi.minibatch import Batch, pick
 
@@ -51,7 +52,7 @@ class Server(NamedTuple):
     """
 
     params: dict[str, Array]
-    optim_state: Any
+    optim_state: PyTree
     average: dict[str, Array]
     i: Array
     rng_key: Array
@@ -67,9 +68,9 @@ class SiloState(NamedTuple):
     :param i: steps made.
     """
 
-    params: Any
-    optim_state: Any
-    average: Any
+    params: PyTree
+    optim_state: PyTree
+    average: PyTree
     i: Array
 
 
@@ -83,10 +84,10 @@ class Message(NamedTuple):
     :param scale: under privacy q's scale, in which gradients are clipped; else ``None``.
     """
 
-    context: Any
+    context: PyTree
     params: dict[str, Array]
     key: Array
-    scale: Any = None
+    scale: PyTree = None
 
 
 class Reply(NamedTuple):
@@ -99,7 +100,7 @@ class Reply(NamedTuple):
     """
 
     value: Array
-    context: Any
+    context: PyTree
     params: dict[str, Array]
     finite: Array
 
@@ -117,7 +118,7 @@ class Info(NamedTuple):
     silo: Array
 
 
-def tail_average(average: Any, new: Any, i: Array) -> Any:
+def tail_average(average: PyTree, new: PyTree, i: Array) -> PyTree:
     """Return the polynomial-decay average with a new value (Shamir & Zhang 2013).
 
     Weights grow as the eighth power of the round ``i``, which counts from 1.
@@ -145,14 +146,14 @@ def init(config: FitConfig, key: Array, params: dict[str, Array]) -> Server:
     return Server(params, config.optim.init(params), params, jnp.zeros((), jnp.int32), rng_key)
 
 
-def init_silo(config: FitConfig, part: int, params: dict[str, Array], local: Any) -> SiloState:
+def init_silo(config: FitConfig, part: int, params: dict[str, Array], local: PyTree) -> SiloState:
     """Return a silo's first state from its first variational parameters.
 
     The server's are not needed.
     """
     del params
 
-    def one(local: Any) -> SiloState:
+    def one(local: PyTree) -> SiloState:
         return SiloState(local, config.local_optim.init(local), local, jnp.zeros((), jnp.int32))
 
     return jax.vmap(one)(local) if config.unit_clocks(part) else one(local)
@@ -206,7 +207,7 @@ def local(
     held = batch.take(state.params)
     own, pull = jax.vjp(lambda params: family.effective(params, batch.rows), held)
 
-    def one(context: Any, key: Array) -> Any:
+    def one(context: PyTree, key: Array) -> PyTree:
         eps = (
             family.noise(key, batch.rows, config.num_local_particles) if family.has_local else None
         )
@@ -240,7 +241,7 @@ def local(
 def _whitened(message: Message, reply: Reply) -> Reply:
     """Return the reply with all gradients in whitened theta, and zero for those in theta."""
 
-    def one(gradient: Any) -> Any:
+    def one(gradient: PyTree) -> PyTree:
         pull = jax.vjp(message.scale.apply, gradient.theta)[1]
         return gradient._replace(
             theta=jnp.zeros_like(gradient.theta), u=gradient.u + pull(gradient.theta)[0]
@@ -249,7 +250,7 @@ def _whitened(message: Message, reply: Reply) -> Reply:
     return reply._replace(context=jax.vmap(one)(reply.context))
 
 
-def private(reply: Reply, noised: Callable[[Any], Any]) -> Reply:
+def private(reply: Reply, noised: Callable[[PyTree], PyTree]) -> Reply:
     """Return a whitened reply under privacy: noised gradients, and nothing else.
 
     :param noised: clips a pytree of gradients, and adds noise.
@@ -259,13 +260,15 @@ def private(reply: Reply, noised: Callable[[Any], Any]) -> Reply:
     return Reply(jnp.full_like(reply.value, jnp.nan), context, learned, jnp.ones_like(reply.finite))
 
 
-def _step(config: FitConfig, part: int, state: SiloState, batch: Batch, gradient: Any) -> SiloState:
+def _step(
+    config: FitConfig, part: int, state: SiloState, batch: Batch, gradient: PyTree
+) -> SiloState:
     """Make one step of the silo's optimizer.
 
     Where units are subsampled, each unit of the batch makes one.
     """
 
-    def one(state: SiloState, gradient: Any) -> SiloState:
+    def one(state: SiloState, gradient: PyTree) -> SiloState:
         down = jax.tree.map(jnp.negative, gradient)
         updates, optim_state = config.local_optim.update(down, state.optim_state, state.params)
         params = optax.apply_updates(state.params, updates)
@@ -302,41 +305,6 @@ def merge(
     return Server(params, optim_state, tail_average(server.average, params, i), i, rng_key), info
 
 
-def server_gradient(
-    config: FitConfig,
-    rows: SiloRows,
-    params: dict[str, Array],
-    noise: Array,
-    gradients: Any,
-    learned: dict[str, Array],
-) -> tuple[Array, dict[str, Array]]:
-    """Return the prior's and q's part of the bound, and the gradient of the whole bound.
-
-    The gradient is in the unconstrained global parameters.
-
-    :param gradients: the silos' sum of gradients in the draws of theta, leading axis: particles.
-    :param learned: their sum of gradients in the learned parameters.
-    """
-    family = config.families[0]
-
-    def objective(params: dict[str, Array]) -> tuple[Array, Array]:
-        params = config.constrain(params)
-        frozen = lax.stop_gradient(params)
-
-        def one(e: Array, gradient: Any) -> tuple[Array, Array]:
-            context = family.context(params, e)
-            own = config.log_prior(context.theta, params, rows) - family.log_global(frozen, context)
-            return own, _dot(context, gradient)
-
-        own, paths = jax.vmap(one)(noise, gradients)
-        return own.mean() + paths.sum() + _dot(
-            {k: params[k] for k in config.learned}, learned
-        ), own.mean()
-
-    (_, own), gradient = jax.value_and_grad(objective, has_aux=True)(params)
-    return own, gradient
-
-
 def _weighted_sum(x: Array, weights: Array | None) -> Array:
     """Sum over silos; a reply of weight zero does not count, even where it is NaN."""
     if weights is None:
@@ -345,16 +313,11 @@ def _weighted_sum(x: Array, weights: Array | None) -> Array:
     return jnp.sum(jnp.where(weights > 0, weights * x, 0.0), axis=0)
 
 
-def _dot(tree: Any, gradient: Any) -> Array:
-    products = jax.tree.map(jnp.vdot, tree, gradient)
-    return sum(jax.tree.leaves(products), jnp.zeros(()))
-
-
 def first_bad(good: Array) -> Array:
     """Return the place of the first silo that is not good, or -1."""
     return jnp.where(good.all(), -1, jnp.argmin(good)).astype(jnp.int32)
 
 
-def all_finite(tree: Any) -> Array:
+def all_finite(tree: PyTree) -> Array:
     """Return whether all numbers of a pytree are finite."""
     return jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves(tree)]).all()

@@ -21,12 +21,13 @@ Salomone & Mengersen (2023), algorithm 2 and section 3.2.
 """
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, random
 
+from numpyro_fed._typing import PyTree
 from numpyro_fed.data.views import SiloRows
 from numpyro_fed.rounds.federated import Federated
 from numpyro_fed.rounds.serialization import wire_name
@@ -64,10 +65,10 @@ class SiloState(NamedTuple):
     :param local_optim_state: the optimizer's state of ``params``.
     """
 
-    params: Any
+    params: PyTree
     base: dict[str, Array]
-    optim_state: Any
-    local_optim_state: Any
+    optim_state: PyTree
+    local_optim_state: PyTree
 
 
 @wire_name("SFVIAvgMessage")
@@ -111,7 +112,7 @@ def init(key: Array, params: dict[str, Array]) -> Server:
     return Server(params, None, jnp.zeros((), jnp.int32), key)
 
 
-def init_silo(config: FitConfig, part: int, params: dict[str, Array], local: Any) -> SiloState:
+def init_silo(config: FitConfig, part: int, params: dict[str, Array], local: PyTree) -> SiloState:
     """Return a silo's first state, from its first variational parameters and the server's."""
     return SiloState(local, params, *first_optim_states(config, part, params, local))
 

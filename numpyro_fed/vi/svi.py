@@ -97,15 +97,9 @@ class SFVI(FederatedVI):
         secure_sum: bool = False,
     ) -> None:
         options = Options(
-            optim,
-            local_optim,
-            num_particles,
-            num_local_particles,
-            batch_size,
-            validate,
-            secure_sum,
-            privacy=privacy,
-        )
+            optim, local_optim, num_particles, num_local_particles, batch_size, validate,
+            secure_sum, privacy=privacy,
+        )  # fmt: skip
         super().__init__(model, guide, options)
 
 
@@ -179,15 +173,9 @@ class SFVIAvg(FederatedVI):
                 "guide, ...), whose num_points was num_local_steps"
             )
         options = Options(
-            optim,
-            local_optim,
-            num_particles,
-            num_local_particles,
-            batch_size,
-            validate,
-            secure_sum,
-            num_local_steps,
-        )
+            optim, local_optim, num_particles, num_local_particles, batch_size, validate,
+            secure_sum, num_local_steps,
+        )  # fmt: skip
         super().__init__(model, guide, options)
         _check_gaussian(guide, "SFVI-Avg averages Gaussians", "a barycenter")
         if secure_sum and guide.global_cov != "diag":
@@ -261,16 +249,9 @@ class ConduciveSFVI(FederatedVI):
         secure_sum: bool = False,
     ) -> None:
         options = Options(
-            optim,
-            local_optim,
-            num_particles,
-            num_local_particles,
-            batch_size,
-            validate,
-            secure_sum,
-            num_local_steps,
-            num_points,
-        )
+            optim, local_optim, num_particles, num_local_particles, batch_size, validate,
+            secure_sum, num_local_steps, num_points,
+        )  # fmt: skip
         super().__init__(model, guide, options)
         _check_gaussian(guide, "conducive rounds multiply Gaussians", "a product")
 

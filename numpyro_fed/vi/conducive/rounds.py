@@ -54,15 +54,15 @@ References: the approximate factors are those of partitioned variational inferen
 """
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, random
 
+from numpyro_fed._typing import PyTree
 from numpyro_fed.data.views import SiloRows
 from numpyro_fed.rounds.federated import Federated
-from numpyro_fed.rounds.serialization import wire_name
 from numpyro_fed.surrogates.gaussian import matvec
 from numpyro_fed.surrogates.natural_step import (
     ApproxFactor,
@@ -74,12 +74,14 @@ from numpyro_fed.surrogates.natural_step import (
 )
 from numpyro_fed.vi.conducive.quasi_newton import Memory
 from numpyro_fed.vi.conducive.silo_factor import (
+    Points,
     at_once_of,
     prior_factor,
     silo_factor,
     uses_pairs,
     whitening,
 )
+from numpyro_fed.vi.conducive.states import Message, Reply, Server, SiloState
 from numpyro_fed.vi.config import FitConfig
 from numpyro_fed.vi.guides.scales import relative
 from numpyro_fed.vi.local_steps import all_rows, first_optim_states, row_count, steps
@@ -88,84 +90,6 @@ from numpyro_fed.vi.sfvi import Info, all_finite
 __all__ = ["federated", "init_silo"]
 
 _MOST_MISSING = 0.5  # largest share of a silo's points whose numbers may be not finite
-
-
-@wire_name("ConduciveServer")
-class Server(NamedTuple):
-    """The server's state.
-
-    :param params: global parameters (q(theta)'s, networks' and learned ones), unconstrained.
-    :param average: ``None``; no average is kept.
-    :param sites: the sum of the silos' approximate factors, whitened by q.
-    :param history: record of the steps before, for the acceleration.
-    :param moved: sds that the last round's factors alone would move q, or a like measure of its
-        spread, whichever is larger.
-    :param held: rounds whose step was shortened, because the product of the factors was no Gaussian
-        or too far away.
-    :param i: rounds made.
-    :param rng_key: key of the next round.
-    """
-
-    params: dict[str, Array]
-    average: None
-    sites: ApproxFactor
-    history: History | Memory
-    moved: Array
-    held: Array
-    i: Array
-    rng_key: Array
-
-
-@wire_name("ConduciveSiloState")
-class SiloState(NamedTuple):
-    """State of a silo, which never leaves it.
-
-    :param params: its local map.
-    :param base: the global parameters of its last round.
-    :param site: its approximate factor, whitened by the q of its last round.
-    :param missed: rounds without a finite reply.
-    :param optim_state: the state of the optimizer of its copy of the global parameters.
-    :param local_optim_state: the state of the optimizer of its own parameters.
-    """
-
-    params: Any
-    base: dict[str, Array]
-    site: ApproxFactor
-    missed: Array
-    optim_state: Any = None
-    local_optim_state: Any = None
-
-
-@wire_name("ConduciveMessage")
-class Message(NamedTuple):
-    """Message to every silo.
-
-    :param params: the global parameters.
-    :param turn: the round's number, where points or rows change from round to round.
-    :param total: the number of rows in all silos, in rounds with optimizers.
-    """
-
-    params: dict[str, Array]
-    turn: Array | None
-    total: Array | None
-
-
-class Reply(NamedTuple):
-    """Reply of a silo.
-
-    :param value: ``E_q[log p(y_s | theta)]``.
-    :param gained: the change of its approximate factor (of the precision the lower triangle).
-    :param finite: whether all is finite.
-    :param params: the global parameters that its optimizers move: its copy times its share of the
-        rows.
-    :param share: its share of the rows.
-    """
-
-    value: Array
-    gained: ApproxFactor
-    finite: Array
-    params: dict[str, Array] | None = None
-    share: Array | None = None
 
 
 def federated(config: FitConfig, stacks: list[SiloRows]) -> Federated:
@@ -207,7 +131,7 @@ def init(config: FitConfig, key: Array, params: dict[str, Array]) -> Server:
     )
 
 
-def init_silo(config: FitConfig, part: int, params: dict[str, Array], local: Any) -> SiloState:
+def init_silo(config: FitConfig, part: int, params: dict[str, Array], local: PyTree) -> SiloState:
     """Return a silo's first state."""
     first = SiloState(local, params, _no_site(config), jnp.zeros(1, jnp.int32))
     if config.optim is None:
@@ -246,7 +170,7 @@ def local(
         relative(family.scale(old), family.scale(now)),
     )
     key_steps, key_site = random.split(key)
-    told: dict[str, Any] = {}
+    told: dict[str, PyTree] = {}
     new_state = state
     if config.optim is not None:
         share = row_count(config, rows) / jnp.asarray(message.total)
@@ -296,8 +220,7 @@ def merge(
     :param weights: zero for a silo that did not answer; its factor stays. Other silos count once,
         whatever their probability.
     """
-    family = config.normal()
-    # where numbers are not finite, gain and value of a silo count as zero; a masked sum stays NaN
+    # gain and value of a silo whose numbers are not finite are zero; a sum of replies is then NaN
     heard = jnp.ones_like(replies.finite) if config.secure_sum else replies.finite
     heard = heard if weights is None else heard & (weights > 0)
     gained = jax.tree.map(
@@ -309,51 +232,67 @@ def merge(
     total = jax.tree.map(jnp.add, sites, prior)
     loss = -(own + jnp.sum(jnp.where(heard, replies.value, 0.0)))
     everyone = jnp.array(True) if weights is None else (weights > 0).all()
-    noisy = uses_pairs(config)
-    mean = config.constrain(server.params)[f"{family.prefix}_loc"]
-    history: History | Memory
-    if isinstance(server.history, Memory):
-        move, history = server.history.move(
-            mean,
-            asked.scale,
-            total,
-            -loss,
-            everyone & replies.finite.all(),
-            noisy,
-            config.optim is not None,
-        )
-        new = {f"{family.prefix}_loc": move.loc, f"{family.prefix}_scale": move.scale}
-        shift, factor, moved, held = (
-            (move.loc - mean) / asked.scale,
-            move.scale / asked.scale,
-            move.moved,
-            move.held,
-        )
-    else:
-        accelerated = everyone & (not noisy)
-        # with optimizers silos' own parameters follow q, and shorter steps would delay them
-        averaged = noisy and config.optim is None
-        shift, factor, moved, held, history = natural_step(
-            server.history, total, accelerated, averaged
-        )
-        new = {
-            f"{family.prefix}_loc": mean + matvec(asked.scale, shift),
-            f"{family.prefix}_scale_tril": asked.scale @ factor,
-        }
+    new, step, history = _step(config, server, asked, total, -loss, everyone, replies.finite.all())
     if replies.params is not None:
         new |= _averaged(config, server.params, replies, heard)
-    params, sites = config.unconstrain(new), carried(sites, shift, factor)
+    params, sites = config.unconstrain(new), carried(sites, step.shift, step.factor)
     state = Server(
         params,
         None,
         sites,
         history,
-        moved,
-        server.held + held,
+        step.moved,
+        server.held + step.held,
         server.i + 1,
         random.split(server.rng_key)[0],
     )
     return state, Info(loss, all_finite((params, sites, loss)), jnp.array(-1))
+
+
+class _Step(NamedTuple):
+    """Step of q, whitened by the q of before."""
+
+    shift: Array
+    factor: Array
+    moved: Array
+    held: Array
+
+
+def _step(
+    config: FitConfig,
+    server: Server,
+    asked: Points,
+    total: ApproxFactor,
+    bound: Array,
+    everyone: Array,
+    finite: Array,
+) -> tuple[dict[str, Array], _Step, History | Memory]:
+    """Return q's next parameters, in their supports, the step to them and the record of steps.
+
+    :param asked: q before the step.
+    :param total: the sum of all approximate factors.
+    :param everyone: whether all silos answered.
+    :param finite: whether all replies are finite.
+    """
+    prefix, noisy = config.normal().prefix, uses_pairs(config)
+    mean = asked.loc
+    if isinstance(server.history, Memory):
+        move, memory = server.history.move(
+            mean, asked.scale, total, bound, everyone & finite, noisy, config.optim is not None
+        )
+        step = _Step(
+            (move.loc - mean) / asked.scale, move.scale / asked.scale, move.moved, move.held
+        )
+        return {f"{prefix}_loc": move.loc, f"{prefix}_scale": move.scale}, step, memory
+    # with optimizers silos' own parameters follow q, and shorter steps would delay them
+    averaged = noisy and config.optim is None
+    *found, history = natural_step(server.history, total, everyone & (not noisy), averaged)
+    step = _Step(*found)
+    new = {
+        f"{prefix}_loc": mean + matvec(asked.scale, step.shift),
+        f"{prefix}_scale_tril": asked.scale @ step.factor,
+    }
+    return new, step, history
 
 
 def _averaged(

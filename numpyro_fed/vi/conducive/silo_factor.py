@@ -7,13 +7,13 @@ points.
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, random
 
+from numpyro_fed._typing import PyTree
 from numpyro_fed.data.views import SiloRows
 from numpyro_fed.surrogates.gaussian import matvec
 from numpyro_fed.surrogates.least_squares import fit_map, fit_score
@@ -143,11 +143,11 @@ def silo_factor(
     config: FitConfig,
     params: dict[str, Array],
     turn: Array | None,
-    own: Any,
+    own: PyTree,
     key: Array,
     rows: SiloRows,
     at_once: int,
-) -> tuple[Array, ApproxFactor, Array, Any]:
+) -> tuple[Array, ApproxFactor, Array, PyTree]:
     """Compute a silo's approximate factor by regression or by averages over pairs.
 
     :param params: global parameters, unconstrained.
@@ -184,8 +184,8 @@ def silo_factor(
 
 
 def _regressed(
-    config: FitConfig, asked: Points, own: Any, rows: SiloRows, at_once: int
-) -> tuple[Array, ApproxFactor, Array, Any]:
+    config: FitConfig, asked: Points, own: PyTree, rows: SiloRows, at_once: int
+) -> tuple[Array, ApproxFactor, Array, PyTree]:
     """Compute the results of :func:`silo_factor` by regression on all points, from all rows."""
     family = config.families[rows.part]
     units = family.units(rows) if family.has_local else None
@@ -196,7 +196,7 @@ def _regressed(
     if units is not None:
         rows_of_map = fit_map(asked.points, *found.latents[0], weights, bent=False)
         own = type(own)(
-            **{k: None if v is None else getattr(rows_of_map, k) for k, v in vars(own).items()}
+            **{k: None if v is None else vars(rows_of_map)[k] for k, v in vars(own).items()}
         )
     return value, new, jnp.mean(found.weights > 0), own
 

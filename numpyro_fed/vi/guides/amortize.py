@@ -27,7 +27,9 @@ from numpyro.contrib.module import eqx_module, nnx_module
 from numpyro.distributions import constraints
 from numpyro.handlers import block, seed, substitute, trace
 
-__all__ = ["Encoder", "arrays_of", "as_float", "registered"]
+from numpyro_fed.density.factors import Factors
+
+__all__ = ["Encoder", "arrays_of", "as_float", "encoders_of", "registered"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,6 +118,27 @@ class Encoder:
         return jax.vmap(one)(*(jnp.asarray(rows[name]) for name in self.inputs))
 
 
+def encoders_of(
+    networks: Mapping[str, Callable], factors: Factors, rows: Mapping[str, Mapping[str, Any]]
+) -> tuple[Encoder, ...]:
+    """Return the encoders of a model's local sites.
+
+    :param networks: a network for each amortized site, by name.
+    :param rows: for each row group the arguments that have a row for each of its elements.
+    """
+    sites, groups = {s.name: s for s in factors.local_sites}, factors.local_groups()
+    unknown = sorted(set(networks) - set(sites))
+    if unknown:
+        raise ValueError(
+            f"amortize: {unknown} are no latent sites inside a silo plate; expected some of "
+            f"{sorted(sites)}"
+        )
+    return tuple(
+        Encoder.of(name, sites[name].shape, network, rows.get(groups[name], {}), sites[name].plate)
+        for name, network in networks.items()
+    )
+
+
 def registered(site: str, network: Any, prefix: str) -> Callable:
     """Return a network as a function that declares its weights.
 
@@ -176,16 +199,13 @@ def _halves(out: Any) -> tuple[Array, Array]:
 
 
 def _check_output(site: str, shape: tuple[int, ...], out: Any) -> None:
-    size = math.prod(shape)
-    if isinstance(out, tuple | list):
-        good = len(out) == 2 and all(getattr(x, "size", None) == size for x in out)
-        got: Any = [getattr(x, "shape", type(x).__name__) for x in out]
-    else:
-        good = getattr(out, "size", None) == 2 * size
-        got = getattr(out, "shape", type(out).__name__)
-    if not good:
+    size, pair = math.prod(shape), isinstance(out, tuple | list)
+    parts = list(out) if pair else [out]
+    sizes = [[x.size for x in jax.tree.leaves(part)] for part in parts]
+    if sizes != ([[size], [size]] if pair else [[2 * size]]):
+        shapes = [jax.tree.map(lambda x: x.shape, part) for part in parts]
         raise ValueError(
-            f"amortize: the encoder of {site!r} returns {got} for one element; expected a pair "
-            f"(loc, log_scale), each of shape {shape}, or one array "
-            f"of {2 * size} numbers, the location first (unconstrained)"
+            f"amortize: the encoder of {site!r} returns {shapes if pair else shapes[0]} for one "
+            f"element; expected a pair (loc, log_scale), each of shape {shape}, or one array of "
+            f"{2 * size} numbers, the location first (unconstrained)"
         )

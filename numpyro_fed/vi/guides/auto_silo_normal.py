@@ -20,13 +20,15 @@ from numpyro.distributions.util import sum_rightmost
 from numpyro.infer.autoguide import AutoGuide
 from numpyro.infer.initialization import init_to_median
 
+from numpyro_fed._typing import PyTree
 from numpyro_fed.data.views import SiloRows
 from numpyro_fed.density.factorize import pooled_factors
 from numpyro_fed.density.factors import Factors
 from numpyro_fed.density.handlers import is_silo_plate
 from numpyro_fed.density.local_map import LocalMap
-from numpyro_fed.vi.guides.amortize import Encoder, arrays_of, registered
+from numpyro_fed.vi.guides.amortize import Encoder, arrays_of, encoders_of, registered
 from numpyro_fed.vi.guides.normal import SiloNormal
+from numpyro_fed.vi.guides.pooled_draw import draw
 
 __all__ = ["AutoSiloNormal"]
 
@@ -153,6 +155,7 @@ class AutoSiloNormal(AutoGuide):
                 "latents; take "
                 'global_cov="full"'
             )
+        self._built = encoders_of(self.amortize, factors, rows)
         groups = factors.latent_groups
         alone = independent and len(groups) == 1 and self.local_cov != "full"
         return SiloNormal(
@@ -164,26 +167,8 @@ class AutoSiloNormal(AutoGuide):
             self.scale_coupling,
             self.prefix,
             self.init_scale,
-            self._encoders(factors, rows),
+            self._built,
         )
-
-    def _encoders(
-        self, factors: Factors, rows: Mapping[str, Mapping[str, Any]]
-    ) -> tuple[Encoder, ...]:
-        sites, groups = {s.name: s for s in factors.local_sites}, factors.local_groups()
-        unknown = sorted(set(self.amortize) - set(sites))
-        if unknown:
-            raise ValueError(
-                f"amortize: {unknown} are no latent sites inside a silo plate; expected some of "
-                f"{sorted(sites)}"
-            )
-        self._built = tuple(
-            Encoder.of(
-                name, sites[name].shape, network, rows.get(groups[name], {}), sites[name].plate
-            )
-            for name, network in self.amortize.items()
-        )
-        return self._built
 
     def encode(self, params: Mapping[str, Any], **rows: Any) -> dict[str, tuple[Array, Array]]:
         """Return location and log scale of each amortized site, ``(n, *site)``, unconstrained.
@@ -266,7 +251,7 @@ class AutoSiloNormal(AutoGuide):
         family, rows = self._family, self._with_data(args, kwargs)
         assert family is not None
         params, local = self._parameters()
-        sites, log_density = _draw(family, params, local, rows, numpyro.prng_key())
+        sites, log_density = draw(family, params, local, rows, numpyro.prng_key())
         numpyro.sample(
             f"_{self.prefix}_log_density",
             dist.Delta(jnp.zeros(()), log_density=log_density),
@@ -286,26 +271,19 @@ class AutoSiloNormal(AutoGuide):
         return numpyro.sample(name, dist.Delta(value, log_density=log_density, event_dim=event_dim))
 
     def _split(
-        self, params: Mapping[str, Array]
-    ) -> tuple[dict[str, Array], LocalMap | None, dict[str, Array]]:
-        """Return the global, the local and the model's learned parameters."""
-        if self._family is None:
+        self, params: Mapping[str, PyTree]
+    ) -> tuple[SiloNormal, dict[str, PyTree], LocalMap | None, dict[str, PyTree]]:
+        """Return the family, and the global, the local and the model's learned parameters."""
+        family = self._family
+        if family is None:
             raise RuntimeError(
                 "expected a guide that has been called; run SVI or call guide(...) under a seed "
                 "first"
             )
-        has_local = self._family.has_local
-        own = set(self._family.constraints())
-        learned = {
-            k: v
-            for k, v in params.items()
-            if k in self.prototype_trace and self.prototype_trace[k]["type"] == "param"
-        }
-        return (
-            {k: params[k] for k in own},
-            self._family.from_named(params) if has_local else None,
-            learned,
-        )
+        sites = self.prototype_trace
+        learned = {k: v for k, v in params.items() if sites.get(k, {}).get("type") == "param"}
+        own = {k: params[k] for k in family.constraints()}
+        return family, own, family.from_named(params) if family.has_local else None, learned
 
     def sample_posterior(
         self,
@@ -319,11 +297,11 @@ class AutoSiloNormal(AutoGuide):
 
         :return: draws by site, ``(*sample_shape, *site)``.
         """
-        own, local, learned = self._split(params)
+        family, own, local, learned = self._split(params)
         rows = self._with_data(args, kwargs)
 
         def one(key: Array) -> dict[str, Array]:
-            sites, _ = _draw(self._family, own, local, rows, key)
+            sites, _ = draw(family, own, local, rows, key)
             return self._constrained(sites, learned)
 
         if not sample_shape:
@@ -335,41 +313,3 @@ class AutoSiloNormal(AutoGuide):
         values = self._postprocess_fn({**sites, **learned})
         kinds = {k: self.prototype_trace[k]["type"] for k in values if k in self.prototype_trace}
         return {k: values[k] for k, kind in kinds.items() if kind != "param"}
-
-
-def _placed(family: SiloNormal, theta: Array, z: Array | None, rows: SiloRows) -> dict[str, Array]:
-    """Return all latent sites, unconstrained, with the axes that they have in the model."""
-    sites = family.factors.unravel(theta)
-    if z is None:
-        return sites
-    flat = family.units(rows).to_sites(z)
-    return {
-        **sites,
-        **{s.name: jnp.moveaxis(flat[s.name], 0, s.axis) for s in family.factors.local_sites},
-    }
-
-
-def _draw(
-    family: SiloNormal | None,
-    params: Mapping[str, Array],
-    local: LocalMap | None,
-    rows: SiloRows,
-    key: Array,
-) -> tuple[dict[str, Array], Array]:
-    """Draw all latent sites, and return them with their log density.
-
-    Parameters are frozen in the log density (sticking the landing).
-    """
-    assert family is not None
-    key_theta, key_local = random.split(key)
-    noise = family.global_noise(key_theta)
-    context = family.context(params, noise)
-    log_density = family.log_global(lax.stop_gradient(dict(params)), context)
-    if local is None:
-        return _placed(family, context.theta, None, rows), log_density
-    local = family.effective(local, rows)
-    z = family.latents(local, context._replace(u=noise), family.noise(key_local, rows, 1), rows)[0]
-    log_density = log_density + jnp.sum(
-        family.log_local(lax.stop_gradient(local), context, z, rows)
-    )
-    return _placed(family, context.theta, z, rows), log_density

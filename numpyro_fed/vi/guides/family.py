@@ -3,10 +3,10 @@
 import abc
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from jax import Array
+from numpyro.distributions.constraints import Constraint
 
 from numpyro_fed._typing import PyTree
 from numpyro_fed.data.views import SiloRows
@@ -50,7 +50,7 @@ class Family(abc.ABC):
         return None
 
     @abc.abstractmethod
-    def constraints(self) -> dict[str, Any]:
+    def constraints(self) -> dict[str, Constraint]:
         """Return the support of each global parameter."""
 
     @abc.abstractmethod

@@ -17,14 +17,16 @@ Salomone & Mengersen (2023), equations 7-8 and section 3.1.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax, random
 from numpyro.distributions import constraints
+from numpyro.distributions.constraints import Constraint
 
+from numpyro_fed._typing import PyTree
 from numpyro_fed.data.views import SiloRows
 from numpyro_fed.density.local_map import LocalMap, Units
 from numpyro_fed.rounds.serialization import wire_name
@@ -55,7 +57,7 @@ class Context(NamedTuple):
 
     theta: Array
     u: Array
-    params: dict[str, Any]
+    params: dict[str, PyTree]
 
 
 @dataclass(frozen=True)
@@ -86,8 +88,8 @@ class SiloNormal(Family):
 
     # q(theta)
 
-    def constraints(self) -> dict[str, Any]:
-        out: dict[str, Any] = {f"{self.prefix}_loc": constraints.real}
+    def constraints(self) -> dict[str, Constraint]:
+        out: dict[str, Constraint] = {f"{self.prefix}_loc": constraints.real}
         for encoder in self.encoders:
             out |= encoder.supports
         if self.global_cov == "full":
@@ -97,7 +99,7 @@ class SiloNormal(Family):
             out[f"{self.prefix}_factor"] = constraints.real
         return out
 
-    def init(self, loc: Array) -> dict[str, Any]:
+    def init(self, loc: Array) -> dict[str, PyTree]:
         """Return global parameters of independent components around ``loc``."""
         d = self.factors.dim
         out = {f"{self.prefix}_loc": loc} | {
@@ -229,7 +231,7 @@ class SiloNormal(Family):
         local = self.completed(local, lax.stop_gradient(context.params), rows)
         return local.log_density(context.u, z, self.units(rows).owned(rows))
 
-    def completed(self, local: LocalMap, weights: Mapping[str, Any], rows: SiloRows) -> LocalMap:
+    def completed(self, local: LocalMap, weights: Mapping[str, PyTree], rows: SiloRows) -> LocalMap:
         """Return the map of all latents.
 
         It has a silo's own rows, and the networks' outputs for the others. The latter do not move
@@ -272,20 +274,15 @@ class SiloNormal(Family):
             tril,
         )
 
-    def local_names(self) -> dict[str, str]:
-        """Return the parameter name of each field of the local map."""
-        return {field: f"{self.prefix}_{name}" for field, name in _LOCAL.items()}
-
     def named(self, local: LocalMap) -> dict[str, tuple[Array, str | None]]:
-        parts = {name: getattr(local, field) for field, name in self.local_names().items()}
+        parts = {f"{self.prefix}_{name}": vars(local)[field] for field, name in _LOCAL.items()}
         return {name: (x, self.group) for name, x in parts.items() if x is not None and x.size}
 
     def from_named(self, params: Mapping[str, Array]) -> LocalMap:
-        if self.local_names()["mean"] not in params:  # every latent is amortized
+        names = {field: f"{self.prefix}_{name}" for field, name in _LOCAL.items()}
+        if names["mean"] not in params:  # every latent is amortized
             return LocalMap(jnp.zeros((1, 0)), jnp.zeros((1, 0)))
-        return LocalMap(
-            **{field: params[name] for field, name in self.local_names().items() if name in params}
-        )
+        return LocalMap(**{field: params[name] for field, name in names.items() if name in params})
 
     def reply(self, direct: Context, path: Context, path_doubly: Context) -> Context:
         r"""Combine a silo's gradient in the context from its parts.

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax, random
 from numpyro.distributions import constraints
+from numpyro.distributions.constraints import Constraint
 from numpyro.distributions.transforms import biject_to
 from numpyro.handlers import seed, substitute, trace
 
@@ -81,7 +82,7 @@ class GuideFamily(Family):
     guide: Callable
     guide_factors: Factors
     local_params: tuple[LocalParam, ...]
-    supports: dict[str, Any] = field(compare=False, repr=False)
+    supports: dict[str, Constraint] = field(compare=False, repr=False)
     start: dict[str, Array] = field(compare=False, repr=False)
     shared: Shared = field(repr=False)
 
@@ -90,7 +91,7 @@ class GuideFamily(Family):
         """Names of all global parameters of the guide."""
         return tuple(self.start)
 
-    def constraints(self) -> dict[str, Any]:
+    def constraints(self) -> dict[str, Constraint]:
         local = {p.name for p in self.local_params}
         return {name: support for name, support in self.supports.items() if name not in local}
 
@@ -125,7 +126,6 @@ class GuideFamily(Family):
 
     def effective(self, local: dict[str, Array], rows: SiloRows) -> dict[str, Array]:
         """Return the parameters in their supports, with the axes that they have in the guide."""
-        del rows
         return {p.name: self._placed(local[p.name], p) for p in self.local_params}
 
     def _placed(self, x: Array, p: LocalParam) -> Array:
@@ -296,12 +296,10 @@ def guide_family(
 
 
 def _check_sites(model: Factors, guide: Factors) -> None:
-    own: dict[str, Any] = dict(model.global_sites) | {
-        s.name: (s.plate, s.shape) for s in model.local_sites
-    }
-    other: dict[str, Any] = dict(guide.global_sites) | {
-        s.name: (s.plate, s.shape) for s in guide.local_sites
-    }
+    own, other = (
+        {**dict(f.global_sites), **{s.name: (s.plate, s.shape) for s in f.local_sites}}
+        for f in (model, guide)
+    )
     wrong = sorted(k for k in {*own, *other} if own.get(k) != other.get(k))
     if wrong:
         expected = {k: own.get(k, "no such site") for k in wrong}

@@ -1,0 +1,58 @@
+"""First values of the global parameters of a variational fit."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from numpyro.distributions.transforms import biject_to
+
+from numpyro_fed._typing import PyTree
+from numpyro_fed.data.silos import Silos
+from numpyro_fed.density.factors import PARAMS, Factors
+from numpyro_fed.vi.guides.learned import probe
+from numpyro_fed.vi.guides.user_guide import GuideFamily
+from numpyro_fed.vi.setup import Setup
+
+__all__ = ["first_params"]
+
+
+def first_params(setup: Setup, guide: Any, key: Array) -> dict[str, PyTree]:
+    """Return first values of the global parameters, unconstrained.
+
+    They come from the guide's strategy and the model's own first values.
+    """
+    config, silos = setup.config, setup.parts[0]
+    learned = silos.shared.get(PARAMS, {})
+    family = config.families[0]
+    if isinstance(family, GuideFamily):
+        return config.unconstrain({**family.start, **learned})
+
+    at = (config.factors, guide.init_loc_fn, silos, key)
+    try:
+        loc = _first_position(*at)
+    except (
+        jax.errors.JAXTypeError,
+        ValueError,
+    ):
+        # some strategies need concrete numbers, or have no hash
+        loc = _first_position.__wrapped__(*at)  # type: ignore[attr-defined]
+    if not bool(jnp.isfinite(loc).all()):
+        raise ValueError(
+            "init_loc_fn: expected finite values of the global sites, got NaN or infinity"
+        )
+    return config.unconstrain({**config.normal().init(loc), **learned})
+
+
+@partial(jax.jit, static_argnames=("factors", "strategy"))
+def _first_position(factors: Factors, strategy: Callable, silos: Silos, key: Array) -> Array:
+    """Return the start of the global sites by a strategy, unconstrained ``(d,)``."""
+    sites = probe(factors.model, silos, key, strategy)
+    return factors.ravel(
+        {
+            n: biject_to(sites[n]["fn"].support).inv(sites[n]["value"])
+            for n, _ in factors.global_sites
+        }
+    )
