@@ -29,6 +29,7 @@ def test_draws_over_flower_in_one_process(expected, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.ci
 def test_draws_over_nvflares_simulator(expected, tmp_path, monkeypatch):
     pytest.importorskip("nvflare")
     from numpyro_fed.engines.nvflare import simulate
@@ -80,6 +81,7 @@ def test_models_that_read_across_rows_are_refused_over_flower(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.ci
 def test_models_that_read_across_rows_are_refused_over_nvflares_simulator_draws(
     tmp_path, monkeypatch
 ):

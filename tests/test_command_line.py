@@ -540,6 +540,7 @@ def stays(study, name):
 
 
 @pytest.mark.slow
+@pytest.mark.ci
 def test_a_silo_that_is_killed_and_started_again_changes_no_draw(study):
     pytest.importorskip("flwr")
     import arviz as az
@@ -580,6 +581,7 @@ def test_a_silo_that_is_killed_and_started_again_changes_no_draw(study):
 
 
 @pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.skipif(
     shutil.which("nginx") is None,
     reason="the proxy of docs/flower.md is nginx, which is not installed",

@@ -410,6 +410,15 @@ def start_node(lasting, tmp_path, address, ca, key=None):
         return ended.returncode, said.read()
 
 
+KINDS_OF_NODE = pytest.mark.parametrize(
+    "lasting",
+    [
+        pytest.param(True, id="lasting node", marks=pytest.mark.ci),
+        pytest.param(False, id="SuperNode"),
+    ],
+)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("lasting", [True, False], ids=["lasting node", "SuperNode"])
 def test_killed_and_started_again_a_node_loses_nothing(tmp_path, lasting):
@@ -430,7 +439,7 @@ def test_killed_and_started_again_a_node_loses_nothing(tmp_path, lasting):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lasting", [True, False], ids=["lasting node", "SuperNode"])
+@KINDS_OF_NODE
 def test_a_node_that_is_not_to_be_let_in_ends_in_words(tmp_path, lasting):
     other = make_certificates(tmp_path / "other") / "ca.crt"
     with Deployment(tmp_path / "deployed", []) as deployed:
@@ -451,7 +460,7 @@ def test_a_node_that_is_not_to_be_let_in_ends_in_words(tmp_path, lasting):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lasting", [True, False], ids=["lasting node", "SuperNode"])
+@KINDS_OF_NODE
 def test_a_server_that_does_not_answer_ends_a_node_that_is_to_give_up(tmp_path, lasting):
     ca = make_certificates(tmp_path / "tls") / "ca.crt"
     code, said = start_node(lasting, tmp_path, f"127.0.0.1:{free_port()}", ca)

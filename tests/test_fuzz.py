@@ -19,7 +19,10 @@ COUNT, SECONDS = 5_000, 1.5  # of each type: as many as there is time for
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=[] if n == "private sums" else pytest.mark.slow) for n in fuzz.SETTINGS],
+    [
+        pytest.param(n, marks=[] if n == "private sums" else [pytest.mark.slow, pytest.mark.ci])
+        for n in fuzz.SETTINGS
+    ],
 )
 def test_changed_messages_and_replies(name, tmp_path):
     cases = fuzz.recorded(name, tmp_path)

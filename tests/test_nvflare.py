@@ -533,6 +533,7 @@ def deployment(tmp_path_factory):
 
 
 @pytest.mark.slow
+@pytest.mark.ci
 def test_a_certificate_of_another_authority_is_refused(deployment, tmp_path):
     deployment.wait_for(["s0", "s2"])
     forged = tmp_path / "forged"
@@ -552,7 +553,12 @@ def test_a_certificate_of_another_authority_is_refused(deployment, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "killed", ["nothing", "the silo's process", "the client and the silo's process"]
+    "killed",
+    [
+        "nothing",
+        pytest.param("the silo's process", marks=pytest.mark.ci),
+        pytest.param("the client and the silo's process", marks=pytest.mark.ci),
+    ],
 )
 def test_a_deployment_whose_processes_are_killed(deployment, tmp_path, killed):
     if "s1" not in deployment.processes:
