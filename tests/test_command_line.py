@@ -31,8 +31,8 @@ def model(x, y):
         numpyro.sample("y", dist.Bernoulli(logits=x @ beta), obs=y)
 
 def silo(table):
-    x, y = table[["age", "chol"]], table["disease"]
-    return {"x": x.to_numpy(np.float32), "y": y.to_numpy(np.float32)}
+    x = table[["age", "chol"]].to_numpy(np.float32)
+    return {"x": x, "y": table["disease"].to_numpy(np.float32)}
 """
 PLAIN = """
 import numpyro, numpyro.distributions as dist, numpyro_fed as fed
