@@ -8,6 +8,7 @@ import sys
 import time
 import traceback
 import warnings
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -178,16 +179,12 @@ def coordinate(
     try:
         near = "127.0.0.1" if host in ("", "0.0.0.0") else host
         _wait_for(link, near, int(port), folder)
+        flwr = partial(_flwr, folder, tls, f"{near}:{port}", environment)
         for name in names:
-            key = str((keys / f"{name}.pub").resolve())
-            _flwr(
-                folder,
-                tls,
-                f"{near}:{port}",
-                environment,
+            flwr(
                 "supernode",
                 "register",
-                key,
+                str((keys / f"{name}.pub").resolve()),
                 "link",
                 "--name",
                 name,
@@ -205,26 +202,29 @@ def coordinate(
             "numpyro_fed.cli.coordinator:client",
             config,
         )
-        _flwr(folder, tls, f"{near}:{port}", environment, "run", str(app), "link")
-        while not (folder / "done").exists():
-            if (folder / "failed").exists():
-                raise RuntimeError(
-                    (folder / "failed").read_text()
-                    + f" (the whole error is in {folder / 'error.log'})"
-                )
-            if link.poll() is not None or _is_gone(folder / "process"):
-                raise RuntimeError(
-                    "SuperLink, or the run in it, ended without a result; see "
-                    f"{folder / 'link.log'}"
-                )
-            time.sleep(0.2)
-        return f"{(folder / 'done').read_text()}\nposterior written to {out}"
+        flwr("run", str(app), "link")
+        return f"{_report(link, folder)}\nposterior written to {out}"
     finally:
         link.terminate()
         try:
             link.wait(15)
         except subprocess.TimeoutExpired:
             link.kill()
+
+
+def _report(link: subprocess.Popen, folder: Path) -> str:
+    """Wait for the end of the run, and return its text."""
+    while not (folder / "done").exists():
+        if (folder / "failed").exists():
+            raise RuntimeError(
+                (folder / "failed").read_text() + f" (the whole error is in {folder / 'error.log'})"
+            )
+        if link.poll() is not None or _is_gone(folder / "process"):
+            raise RuntimeError(
+                f"SuperLink, or the run in it, ended without a result; see {folder / 'link.log'}"
+            )
+        time.sleep(0.2)
+    return (folder / "done").read_text()
 
 
 def _is_gone(place: Path) -> bool:

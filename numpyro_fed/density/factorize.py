@@ -184,24 +184,7 @@ def _probe(
         kwargs = jax.tree.unflatten(
             tree, [next(fill) if isinstance(x, jax.ShapeDtypeStruct) else x for x in leaves]
         )
-        try:
-            sites = trace(substitute(seed(model, key), substitute_fn=init_to_sample)).get_trace(
-                **rows, **kwargs
-            )
-        except NotImplementedError as error:
-            if "control flow" not in str(error):
-                raise
-            raise ValueError(
-                f"plate {_raised_by(error)!r} has a scan or a cond inside it: {NO_STEPS}"
-            ) from error
-        except (TypeError, ValueError, IndexError) as error:
-            if str(error).startswith("mark_silos"):
-                raise
-            raise ValueError(
-                f"the model fails when traced with as many rows as {sizes} ({error}); expected one "
-                "that takes all sizes from its arguments and runs under jax.jit, and rows= that "
-                "put each argument in its group"
-            ) from error
+        sites = _sites(model, key, {**rows, **kwargs}, sizes)
         unknown = [name for name in public if name not in sites]
         if unknown:
             raise ValueError(
@@ -240,6 +223,30 @@ def _probe(
     )
     plates = tuple(seen["plates"].items())
     return global_sites, local_sites, plates, seen["undrawn"], seen["transforms"]
+
+
+def _sites(
+    model: Callable, key: Array, kwargs: ModelArgs, sizes: dict[str, int]
+) -> dict[str, Site]:
+    """Return the sites of a model's trace, with errors that say what the model must be like."""
+    try:
+        drawn = substitute(seed(model, key), substitute_fn=init_to_sample)
+        sites: dict[str, Site] = trace(drawn).get_trace(**kwargs)
+    except NotImplementedError as error:
+        if "control flow" not in str(error):
+            raise
+        raise ValueError(
+            f"plate {_raised_by(error)!r} has a scan or a cond inside it: {NO_STEPS}"
+        ) from error
+    except (TypeError, ValueError, IndexError) as error:
+        if str(error).startswith("mark_silos"):
+            raise
+        raise ValueError(
+            f"the model fails when traced with as many rows as {sizes} ({error}); expected one "
+            "that takes all sizes from its arguments and runs under jax.jit, and rows= that "
+            "put each argument in its group"
+        ) from error
+    return sites
 
 
 def _raised_by(error: Exception) -> str:

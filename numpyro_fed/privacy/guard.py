@@ -129,38 +129,11 @@ class RoundGuard:
             of a sum.
         """
         kind = call.local.wire_name
-        if kind not in self.allowed:
-            what = "with privacy" if self.privacy is not None else "with secure sums"
-            raise ValueError(
-                f"it takes part in a fit {what}, and does not answer {kind}; expected calls of its "
-                "rounds"
-            )
-        real = jnp.result_type(float)
-        types = [
-            x.dtype
-            for x in jax.tree.leaves(call.message)
-            if isinstance(x, Array | np.generic | np.ndarray)
-        ]
-        odd = {str(x) for x in types if jnp.issubdtype(x, jnp.floating)} - {str(real)}
-        if odd:
-            raise ValueError(
-                f"it is told numbers of type {sorted(odd)}; expected {real}, in which noise "
-                "is drawn"
-            )
+        self._check(call)
         if kind == _ROUND:  # noise is added here, whatever the server asks for
             bare = replace(call.local, bare=self.privacy is not None)  # type: ignore[type-var]
             call = call._replace(local=bare)
         told = pack((call.local, call.message, independent), own)
-        slots = [*jax.tree.leaves(call.read), *([] if call.write is None else [call.write])]
-        odd_slots = [slot for slot in slots if type(slot) is not int or slot < 0]
-        if odd_slots:
-            raise ValueError(f"its slots are {odd_slots}; expected whole numbers >= 0")
-        unknown = [slot for slot in jax.tree.leaves(call.read) if str(slot) not in self.histories]
-        if unknown:
-            raise ValueError(
-                f"it has no record of the calls that led to the states {unknown}; expected states "
-                "of this fit"
-            )
         led = [self.histories[str(slot)].encode() for slot in jax.tree.leaves(call.read)]
         label = hashed(self.roster.encode(), told, *led)
         digest = hashed(self.roster.encode(), told, pack(state))
@@ -185,6 +158,38 @@ class RoundGuard:
         call = with_own_keys(call, self.secret, drawn)
         noise = hashlib.sha256(self.secret + b"noise" + drawn.encode()).digest()
         return call, Ticket(label, drawn, noise)
+
+    def _check(self, call: Call) -> None:
+        """Raise a ``ValueError`` for a call that no such fit makes."""
+        kind = call.local.wire_name
+        if kind not in self.allowed:
+            what = "with privacy" if self.privacy is not None else "with secure sums"
+            raise ValueError(
+                f"it takes part in a fit {what}, and does not answer {kind}; expected calls of its "
+                "rounds"
+            )
+        real = jnp.result_type(float)
+        types = [
+            x.dtype
+            for x in jax.tree.leaves(call.message)
+            if isinstance(x, Array | np.generic | np.ndarray)
+        ]
+        odd = {str(x) for x in types if jnp.issubdtype(x, jnp.floating)} - {str(real)}
+        if odd:
+            raise ValueError(
+                f"it is told numbers of type {sorted(odd)}; expected {real}, in which noise "
+                "is drawn"
+            )
+        slots = [*jax.tree.leaves(call.read), *([] if call.write is None else [call.write])]
+        odd_slots = [slot for slot in slots if type(slot) is not int or slot < 0]
+        if odd_slots:
+            raise ValueError(f"its slots are {odd_slots}; expected whole numbers >= 0")
+        unknown = [slot for slot in jax.tree.leaves(call.read) if str(slot) not in self.histories]
+        if unknown:
+            raise ValueError(
+                f"it has no record of the calls that led to the states {unknown}; expected states "
+                "of this fit"
+            )
 
     def _drawn(self, label: str, digest: str) -> str:
         """Return the hash from which noise and draws come: the label, with privacy also the digest.
