@@ -196,12 +196,8 @@ def coordinate(
             "out": str(out.resolve()),
             "folder": str(folder),
         }
-        app = write_app(
-            folder / "app",
-            "numpyro_fed.cli.coordinator:server",
-            "numpyro_fed.cli.coordinator:client",
-            config,
-        )
+        here = "numpyro_fed.cli.coordinator"
+        app = write_app(folder / "app", f"{here}:server", f"{here}:client", config)
         flwr("run", str(app), "link")
         return f"{_report(link, folder)}\nposterior written to {out}"
     finally:

@@ -212,12 +212,14 @@ def simulate(
             os.killpg(process.pid, 9)
             process.wait()
             raise
-    kept = where / "server" / "simulate_job"
+    return _result_of(where / "server" / "simulate_job", run, process.returncode, log)
+
+
+def _result_of(kept: Path, run: str, code: int, log: Path) -> bytes:
+    """Return what a simulation left in a folder; ``code`` is its exit code."""
     if (kept / ERROR).is_file():
         reason = (kept / ERROR).read_text().strip()
         raise RuntimeError(f"{run} failed: {reason.splitlines()[-1]}\n{reason}")
     if not (kept / RESULT).is_file():
-        raise RuntimeError(
-            f"the simulation ended without a result (exit code {process.returncode}); see {log}"
-        )
+        raise RuntimeError(f"the simulation ended without a result (exit code {code}); see {log}")
     return (kept / RESULT).read_bytes()

@@ -82,6 +82,28 @@ def vi_inference_data(
         else _part(config, i, part, draws, params, log_likelihood, suffix)
         for i, (part, suffix) in enumerate(zip(setup.parts, suffixes, strict=True))
     ]
+    idata = _groups(pieces, draws, result)
+    for i, (part, suffix) in enumerate(
+        zip(() if setup.remote else setup.parts, suffixes, strict=False)
+    ):
+        silo_coords(idata, config.families[i].factors, part, suffix)
+    idata.posterior.attrs |= _told(setup, params, draws, result)
+    if not unweighed:
+        idata.posterior.attrs |= {"pareto_k": k, "pareto_k_of": judged}
+    if not unweighed and not k <= POOR:
+        warnings.warn(
+            f"Pareto's k of the approximation is {k:.2f} ({judged}), above {POOR}: q(theta) misses "
+            'part of the posterior. Run more rounds, take global_cov="full" and more '
+            "num_local_particles, or resample=True; and compare the fit with pooled NUTS or FSGLD",
+            stacklevel=3,
+        )
+    return idata
+
+
+def _groups(
+    pieces: list[tuple[dict, dict, dict, dict]], draws: Draws, result: VIResult
+) -> "InferenceData":
+    """Return the groups of all parts together, with the bound in each round."""
     posterior, likelihood, observed, dims = (
         {k: v for one in kind for k, v in one.items()} for kind in zip(*pieces, strict=True)
     )
@@ -99,20 +121,6 @@ def vi_inference_data(
         .squeeze("chain", drop=True)
     )
     idata.add_groups({"optimization": bound}, warn_on_custom_groups=False)
-    for i, (part, suffix) in enumerate(
-        zip(() if setup.remote else setup.parts, suffixes, strict=False)
-    ):
-        silo_coords(idata, config.families[i].factors, part, suffix)
-    idata.posterior.attrs |= _told(setup, params, draws, result)
-    if not unweighed:
-        idata.posterior.attrs |= {"pareto_k": k, "pareto_k_of": judged}
-    if not unweighed and not k <= POOR:
-        warnings.warn(
-            f"Pareto's k of the approximation is {k:.2f} ({judged}), above {POOR}: q(theta) misses "
-            'part of the posterior. Run more rounds, take global_cov="full" and more '
-            "num_local_particles, or resample=True; and compare the fit with pooled NUTS or FSGLD",
-            stacklevel=3,
-        )
     return idata
 
 
