@@ -54,3 +54,8 @@ def test_a_circle_and_an_arrow_up_would_be_seen(monkeypatch):
         "data.views",
     ]
     assert "data.silos imports mcmc.remote" in architecture.upward()
+
+
+def test_functions_are_short():
+    """The limit is 60 lines without the docstring."""
+    assert not architecture.large()[1]
