@@ -1,0 +1,148 @@
+"""Command ``numpyro-fed run``, for the coordinator."""
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from numpyro_fed.cli.common import FILE, FOLDER, check_name, flower_engine
+from numpyro_fed.cli.model_file import load_model_file
+from numpyro_fed.decentralized._kernel import NetworkKernel
+from numpyro_fed.privacy.secure_sum import FEWEST_SILOS
+from numpyro_fed.vi._base import FederatedVI
+
+__all__ = ["run"]
+
+
+def _check_fit(svi: FederatedVI | None, num_silos: int, rounds: int) -> None:
+    """Raise for a fit that cannot run, before any silo is there."""
+    if svi is None:
+        return
+    if svi.secure_sum and num_silos < FEWEST_SILOS:
+        raise ValueError(
+            f"the study's secure_sum=True wants three silos at least, got {num_silos}: each of two "
+            "silos would know the other's answer"
+        )
+    if svi.privacy is not None and rounds > svi.privacy.num_rounds:
+        raise ValueError(
+            f"--rounds {rounds}: the study's budget of privacy is for {svi.privacy.num_rounds}"
+        )
+
+
+@click.command()
+@click.option(
+    "--model", "model_file", type=FILE, required=True, help="Python file with the study's model."
+)
+@click.option("--silos", "names", required=True, help="Names of all silos, separated by commas.")
+@click.option(
+    "--address",
+    default="127.0.0.1:9092",
+    show_default=True,
+    help="Where this machine listens, host:port; silos come through a proxy (docs/flower.md).",
+)
+@click.option(
+    "--tls", type=FOLDER, required=True, help="Folder with server.crt, server.key and ca.crt."
+)
+@click.option(
+    "--keys",
+    type=FOLDER,
+    required=True,
+    help="Folder with the silos' public keys, NAME.pub; nobody else is let in.",
+)
+@click.option(
+    "--out",
+    type=click.Path(dir_okay=False, path_type=Path),
+    required=True,
+    help="netCDF file for the posterior.",
+)
+@click.option(
+    "--folder",
+    type=FOLDER,
+    default=Path("numpyro-fed-run"),
+    show_default=True,
+    help="Folder for logs and the checkpoint, from which a run goes on.",
+)
+@click.option("--chains", type=click.IntRange(1), default=4, show_default=True)
+@click.option(
+    "--warmup",
+    type=click.IntRange(0),
+    default=200,
+    show_default=True,
+    help="Warmup rounds of each chain, which are not kept.",
+)
+@click.option(
+    "--samples",
+    type=click.IntRange(1),
+    default=1000,
+    show_default=True,
+    help="Draws of each chain; a variational fit has as many in all as all chains.",
+)
+@click.option(
+    "--rounds",
+    type=click.IntRange(0),
+    default=0,
+    help="Most rounds of a variational fit.  [default: those of its privacy's budget, or 1000]",
+)
+@click.option("--seed", type=click.IntRange(0, 2**32 - 1), default=0, show_default=True)
+@click.option(
+    "--wait",
+    type=click.FloatRange(0, min_open=True),
+    default=600.0,
+    show_default=True,
+    help="Seconds in which all silos have to appear.",
+)
+@click.option(
+    "--patience",
+    type=click.FloatRange(0, min_open=True),
+    default=600.0,
+    show_default=True,
+    help=(
+        "Seconds that a round waits for a silo that is away; variational fits and networks wait "
+        "five times."
+    ),
+)
+def run(
+    model_file: Path, names: str, tls: Path, keys: Path, out: Path, folder: Path, **options: Any
+) -> None:
+    """Wait for the silos, draw from the posterior of all of them together, and write it.
+
+    The method is the model file's `kernel` or `svi` (a variational fit), or else FSGLD.
+    """
+    try:
+        module = load_model_file(model_file)
+        silos = [name.strip() for name in names.split(",")]
+        for name in silos:
+            check_name(name)
+        if len(set(silos)) < len(silos):
+            raise ValueError(f"--silos {names}: expected each name once")
+        _check_fit(module.svi, len(silos), options["rounds"])
+        _, _, port = options["address"].rpartition(":")
+        if not (port.isdigit() and 0 < int(port) < 2**16):
+            raise ValueError(
+                f"--address {options['address']}: expected host:port, a port from 1 to 65535"
+            )
+        missing = [
+            str(tls / f) for f in ("server.crt", "server.key", "ca.crt") if not (tls / f).is_file()
+        ]
+        missing += [str(keys / f"{n}.pub") for n in silos if not (keys / f"{n}.pub").is_file()]
+        nodes, chains = isinstance(module.kernel, NetworkKernel), options["chains"]
+        if nodes and chains % len(silos):
+            raise ValueError(
+                f"--chains {chains}: a network has one per silo; expected a multiple of "
+                f"{len(silos)}"
+            )
+        if missing:
+            raise ValueError(f"there are no files {missing}; docs/flower.md says how to make them")
+        if not out.resolve().parent.is_dir():
+            raise ValueError(f"--out {out}: there is no folder {out.resolve().parent}")
+        if out.suffix != ".nc":
+            raise ValueError(f"--out {out}: expected a netCDF file, NAME.nc")
+    except ValueError as error:
+        raise click.ClickException(str(error)) from error
+    flower_engine()
+    from numpyro_fed.cli.coordinator import coordinate
+
+    try:
+        click.echo(coordinate(model_file, silos, tls, keys, out, folder, **options))
+    except (RuntimeError, TimeoutError) as error:
+        raise click.ClickException(str(error)) from error
