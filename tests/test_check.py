@@ -15,8 +15,9 @@ from registry import ENTRIES, Entry
 import numpyro_fed as fed
 from numpyro_fed.data.views import largest
 from numpyro_fed.density import check as proof
-from numpyro_fed.density.check import check_factorization, elements_are_independent
+from numpyro_fed.density.check import check_factorization
 from numpyro_fed.density.factorize import factorize
+from numpyro_fed.density.independence import elements_are_independent
 from numpyro_fed.density.local_map import Units
 
 Y = np.array([0.3, -1.0, 2.0, 0.1, 0.7, -0.4])

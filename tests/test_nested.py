@@ -18,8 +18,8 @@ from small_models import view_of
 import numpyro_fed as fed
 from numpyro_fed.data import views as storage
 from numpyro_fed.data.views import largest
-from numpyro_fed.density.check import elements_are_independent
 from numpyro_fed.density.factorize import factorize
+from numpyro_fed.density.independence import elements_are_independent
 from numpyro_fed.density.local_map import LocalMap
 from numpyro_fed.density.nested import NestedMap, NestedUnits, nesting
 from numpyro_fed.mcmc import pilot

@@ -3,8 +3,7 @@ r"""Check of the factorization: before the first round, the factors must sum to 
 At two random points the check compares :math:`\log p(\theta) + \sum_s \log p(y_s, z_s \mid \theta)`
 and its gradient with NumPyro's log density of the pooled model. It evaluates them as the fit will:
 jitted, vmapped over silos, padded and masked. It catches a model that reads across silos, a wrong
-``rows=`` or ``index=``, a site counted twice, and an error of the compiler. At random points, too,
-:func:`elements_are_independent` checks the elements of a plate given theta.
+``rows=`` or ``index=``, a site counted twice, and an error of the compiler.
 
 Nobody asks remote silos about their rows. The server checks the model on made-up rows of two silos
 of unequal size. A remote silo checks it on its own rows, cut in two, before it answers any call. It
@@ -12,7 +11,7 @@ then reports only the kind of error.
 """
 
 import warnings
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from typing import Any
@@ -24,10 +23,8 @@ from jax import Array, random
 from numpyro import validation_enabled
 
 from numpyro_fed.data.silos import Silos
-from numpyro_fed.data.views import SiloView, largest, sweep
+from numpyro_fed.data.views import SiloView, sweep
 from numpyro_fed.density.factors import PARAMS, Factors, pooled_log_density
-from numpyro_fed.density.local_map import Units
-from numpyro_fed.density.nested import NestedUnits
 from numpyro_fed.density.stand_ins import cut_in_two, made_up_rows
 from numpyro_fed.rounds.inline import ask_all
 from numpyro_fed.rounds.remote import RemoteSilos
@@ -35,12 +32,11 @@ from numpyro_fed.rounds.task import SiloTask
 
 __all__ = [
     "FactorizationError",
-    "LeakageLocal",
     "check_batch",
     "check_factorization",
     "check_made_up",
     "check_own_factorization",
-    "elements_are_independent",
+    "made_up_silos",
 ]
 
 # ranges of made-up whole numbers, tried in turn: labels, counts, and ones for a count with a total;
@@ -166,7 +162,7 @@ def check_made_up(factors: Factors, silos: Silos, *, seed: int = 0) -> None:
     rows; only the silos' own checks remain then.
     """
     with validation_enabled(False):
-        found = _made_up(factors, silos, seed)
+        found = made_up_silos(factors, silos, seed)
         if found is not None:
             _check_sum(factors, found, seed)
 
@@ -179,7 +175,7 @@ def _check_cut(factors: Factors, silos: Silos, seed: int) -> bool:
     return cut is not None
 
 
-def _made_up(factors: Factors, silos: Silos, seed: int) -> Silos | None:
+def made_up_silos(factors: Factors, silos: Silos, seed: int) -> Silos | None:
     """Return two silos of made-up rows with a finite pooled density, or ``None``."""
     for all_whole, (low, high) in product((False, True), _WHOLE):
         found = made_up_rows(silos, np.random.default_rng(seed), low, high, all_whole)
@@ -278,7 +274,7 @@ def check_batch(factors: Factors, silos: Silos, group: str, size: int, *, seed: 
     remote silos it takes made-up rows.
     """
     if isinstance(silos, RemoteSilos):
-        found = _made_up(factors, silos, seed)
+        found = made_up_silos(factors, silos, seed)
         if found is None:
             return
         silos = found
@@ -317,105 +313,3 @@ def _different_sites(
                     where = f" (silo {silos.names[silos.silo_of_row(groups[name])[row]]!r})"
                 out.append(name + where)
     return out
-
-
-def _local_point(factors: Factors, key: Array, view: SiloView) -> dict[str, Array]:
-    groups = factors.local_groups()
-    keys = random.split(key, len(factors.local_sites))
-    return {
-        s.name: 0.5 * random.normal(k, (dict(view.pad)[groups[s.name]], *s.shape))
-        for s, k in zip(factors.local_sites, keys, strict=True)
-    }
-
-
-@dataclass(frozen=True)
-class LeakageLocal(SiloTask):
-    """Relative error of treating one silo's units as independent.
-
-    It is zero if no unit's term depends on another unit's latents, and the terms sum to the silo's
-    log density.
-    """
-
-    factors: Factors
-    units: Units
-
-    def __call__(self, key: Array, theta: dict, state: Any, view: SiloView) -> tuple[Array, None]:
-        """Return the error at a random point, relative to the gradient."""
-        factors, units = self.factors, self.units
-        view = units.laid_out(view)
-        kwargs, weights = view.whole()
-        own, key = units.from_sites(_local_point(factors, key, view)), random.fold_in(key, 1)
-        if isinstance(units, NestedUnits):
-            return _nested_leakage(units, theta, own, kwargs, weights, key, view), None
-
-        def terms(x: Array) -> Array:
-            return units.log_density(theta, x, kwargs, weights, view)
-
-        def whole(x: Array) -> Array:
-            pad = 0.5 * jnp.sum(jnp.where(units.owned(view), 0.0, x**2))
-            return factors.log_local(theta, units.to_sites(x), kwargs, weights) - pad
-
-        # random weights on the terms expose a term that depends on another unit's latents
-        r = random.normal(key, own.shape[:1])
-        weighted = jax.grad(lambda x: jnp.sum(r * terms(x)))(own)
-        plain = jax.grad(lambda x: jnp.sum(terms(x)))(own)
-        crossed = jnp.abs(weighted - r[:, None] * plain).max()
-        missed = jnp.abs(plain - jax.grad(whole)(own)).max()
-        size = 1.0 + jnp.abs(jax.grad(whole)(own)).max()
-        return jnp.maximum(crossed, missed) / size, None
-
-
-def _nested_leakage(
-    units: NestedUnits,
-    theta: dict,
-    own: Array,
-    kwargs: dict,
-    weights: dict,
-    key: Array,
-    view: SiloView,
-) -> Array:
-    """Return the error for nested units: inner terms may depend on the outer element's latents."""
-    parent = units.parent(kwargs)
-    n0, n1 = units.num_elements
-    outer, inner = random.normal(key, (n0,)), random.normal(random.fold_in(key, 1), (n1,))
-
-    def weighted(x: Array, r0: Array, r1: Array) -> Array:
-        terms = units.level_terms(theta, x, kwargs, weights, view)
-        return jnp.sum(r0 * terms[0]) + jnp.sum(r1 * terms[1]) + terms[2]
-
-    slope = jax.grad(weighted)
-    plain = units.levels(slope(own, jnp.ones(n0), jnp.ones(n1)))
-    by_outer = units.levels(slope(own, outer, outer[parent]))
-    by_inner = units.levels(slope(own, jnp.zeros(n0), inner))
-    crossed = [
-        jnp.abs(by_outer[0] - outer[:, None] * plain[0]).max(),
-        jnp.abs(by_outer[1] - outer[parent, None] * plain[1]).max(),
-        jnp.abs(by_inner[1] - inner[:, None] * plain[1]).max(),
-    ]
-    # terms of no element must not depend on the latents
-    rest = jax.grad(lambda x: units.level_terms(theta, x, kwargs, weights, view)[2])(own)
-    size = 1.0 + jnp.maximum(jnp.abs(plain[0]).max(), jnp.abs(plain[1]).max())
-    return jnp.maximum(jnp.abs(rest).max(), jnp.stack(crossed).max()) / size
-
-
-def elements_are_independent(
-    factors: Factors, units: Units, silos: Silos, *, seed: int = 0
-) -> bool:
-    """Return whether, given theta, each silo's density factorizes over the elements of ``units``.
-
-    These are the elements of a plate, or of two nested plates. In an element's latents, a random
-    combination of all terms must have the gradient of that element's term times its weight. For
-    remote silos the check takes made-up rows.
-    """
-    if isinstance(silos, RemoteSilos):
-        found = _made_up(factors, silos, seed)
-        if found is None:
-            return False
-        silos, units = found, replace(units, pad=largest(found))
-    for trial in range(2):
-        key_theta, key = random.split(random.key(seed + trial))
-        theta = factors.unravel(0.5 * random.normal(key_theta, (factors.dim,)))
-        leaks = np.asarray(ask_all(LeakageLocal(factors, units), key, theta, None, silos, None)[0])
-        if not (leaks <= 1e3 * float(jnp.finfo(leaks.dtype).eps)).all():
-            return False
-    return True

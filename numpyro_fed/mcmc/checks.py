@@ -7,8 +7,8 @@ import numpy as np
 
 from numpyro_fed.data.silos import Silos
 from numpyro_fed.data.views import largest
-from numpyro_fed.density.check import elements_are_independent
 from numpyro_fed.density.factors import Factors
+from numpyro_fed.density.independence import elements_are_independent
 from numpyro_fed.density.local_map import Units
 from numpyro_fed.density.nested import NestedUnits, nesting
 from numpyro_fed.mcmc.minibatch import pointing_groups

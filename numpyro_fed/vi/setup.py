@@ -11,9 +11,10 @@ import numpy as np
 from numpyro_fed.data.mixed import MixedSilos
 from numpyro_fed.data.silos import Silos
 from numpyro_fed.data.views import SiloRows, largest, outlines, stack, thin
-from numpyro_fed.density.check import check_batch, check_factorization, elements_are_independent
+from numpyro_fed.density.check import check_batch, check_factorization
 from numpyro_fed.density.factorize import factorize
 from numpyro_fed.density.factors import PARAMS, Factors, LearnedModel, made_up_rows
+from numpyro_fed.density.independence import elements_are_independent
 from numpyro_fed.density.local_map import Units
 from numpyro_fed.privacy.differential import Noise
 from numpyro_fed.rounds.remote import RemoteSilos

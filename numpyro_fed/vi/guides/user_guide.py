@@ -24,10 +24,10 @@ from numpyro_fed import _compat
 from numpyro_fed._typing import PyTree
 from numpyro_fed.data.silos import Silos
 from numpyro_fed.data.views import SiloRows, largest
-from numpyro_fed.density.check import elements_are_independent
 from numpyro_fed.density.factorize import factorize
 from numpyro_fed.density.factors import PARAMS, Factors, LearnedModel, made_up_rows
 from numpyro_fed.density.handlers import is_silo_plate, silo_plate
+from numpyro_fed.density.independence import elements_are_independent
 from numpyro_fed.density.local_map import Units
 from numpyro_fed.rounds.serialization import wire_name
 from numpyro_fed.vi.guides.amortize import as_float
