@@ -21,7 +21,7 @@ from numpyro_fed.engines.limits import (
     MAX_SETTINGS,
     MAX_WALKS,
 )
-from numpyro_fed.rounds.serialization import name_of, outline
+from numpyro_fed.rounds.serialization import fields_of, is_key, name_of, outline
 from numpyro_fed.rounds.task import SiloTask
 from numpyro_fed.rounds.worker import Call, SiloWorker, types_of
 from numpyro_fed.surrogates.local_score import points_at_once
@@ -166,11 +166,7 @@ class CallChecks:
         """
         if part is self.own.get("config"):
             return
-        fields = (
-            {f.name: getattr(part, f.name) for f in dataclasses.fields(part)}
-            if dataclasses.is_dataclass(part)
-            else {}
-        )
+        fields = (fields_of(part) or {}) if dataclasses.is_dataclass(part) else {}
         why = None
         if isinstance(part, Factors) and not any(part is own for own in self.own.values()):
             why = "a model"
@@ -218,11 +214,10 @@ def _classes(value: Any) -> Iterator[str]:
     elif isinstance(value, list) or type(value) is tuple:
         for inside in value:
             yield from _classes(inside)
-    elif dataclasses.is_dataclass(value) or hasattr(value, "_fields"):
+    elif (fields := fields_of(value)) is not None:
         yield name_of(type(value))
-        fields = value._fields if hasattr(value, "_fields") else value.__dataclass_fields__
-        for name in fields:
-            yield from _classes(getattr(value, name))
+        for inside in fields.values():
+            yield from _classes(inside)
 
 
 def _agrees(got: PyTree, expected: PyTree) -> bool:
@@ -261,7 +256,7 @@ def parsed(number: int, values: Any) -> Call:
     for slot in (*slots, call.write):
         if slot is not None:
             slot_number(slot)
-    if not _is_key(call.key) or call.key.shape != ():
+    if not is_key(call.key) or call.key.shape != ():
         raise ValueError("its key is none; expected one typed random key")
     leaves = jax.tree.leaves(call.message)
     if len(leaves) > MAX_LEAVES:
@@ -271,7 +266,7 @@ def parsed(number: int, values: Any) -> Call:
             raise ValueError("it is told values that are no arrays of numbers")
         if isinstance(x, int) and abs(x) >= 1 << 31:
             raise ValueError("it is told whole numbers beyond 32 bits")
-        if not _is_key(x) and np.asarray(x).dtype.kind not in "bif":
+        if not is_key(x) and np.asarray(x).dtype.kind not in "bif":
             raise ValueError(
                 f"it is told numbers of type {np.asarray(x).dtype}, expected signed ones"
             )
@@ -282,7 +277,3 @@ def parsed(number: int, values: Any) -> Call:
         if math.prod(np.shape(x)) == 0 and max(np.shape(x), default=0) > MAX_POINTS:
             raise ValueError(f"it is told an array of shape {np.shape(x)}, which has no numbers")
     return call
-
-
-def _is_key(x: Any) -> bool:
-    return jax.dtypes.issubdtype(getattr(x, "dtype", None), jax.dtypes.prng_key)

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from numpyro_fed.rounds.serialization import name_of, outline, pack
+from numpyro_fed.rounds.serialization import is_key, name_of, outline, pack
 from numpyro_fed.rounds.worker import Call
 
 __all__ = ["Record", "outlines"]
@@ -97,7 +97,7 @@ def _arrays(answer: dict[str, Any]) -> list[list[Any]]:
     return [
         [jax.tree_util.keystr(path), str(x.dtype), list(x.shape)]
         for path, x in leaves
-        if hasattr(x, "dtype")
+        if isinstance(x, np.ndarray)
     ]
 
 
@@ -117,7 +117,7 @@ def outlines(calls: Sequence[Call], own: Mapping[str, Any]) -> list[dict[str, An
 def _outlined(call: Call, own: Mapping[str, Any], in_full: bool) -> dict[str, Any]:
 
     def told(x: Any) -> Any:
-        if jax.dtypes.issubdtype(getattr(x, "dtype", None), jax.dtypes.prng_key):
+        if is_key(x):
             x = jax.random.key_data(x)
         x = np.asarray(x)
         # an empty array of a long shape would have many lists

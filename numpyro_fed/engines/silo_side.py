@@ -245,7 +245,8 @@ class SiloSide:
             said = "the server's list of silos does not fit the model; its own errors.log has more"
             raise Refusal(said) from error
         rows = sum(sum(sizes) for sizes in known.sizes.values())
-        checks = CallChecks(worker, wide, both, rows, getattr(self.fit, "algorithm", None))
+        algorithm = None if self.fit is None else self.fit.algorithm
+        checks = CallChecks(worker, wide, both, rows, algorithm)
         for place in self.folder.glob("slot-*.bin"):
             slot, data = int(place.stem.removeprefix("slot-")), read_sealed(place, "slot")
             worker.kept[slot], kinds, kind, units = unpack(data)

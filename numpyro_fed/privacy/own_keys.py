@@ -12,10 +12,10 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
 
 from numpyro_fed._typing import PyTree
 from numpyro_fed.privacy.secure_sum import secret_file
+from numpyro_fed.rounds.serialization import is_key
 from numpyro_fed.rounds.worker import Call
 
 __all__ = ["hashed", "secret_of", "with_own_keys"]
@@ -42,7 +42,7 @@ def with_own_keys(call: Call, secret: bytes, drawn: str) -> Call:
     """
 
     def own(number: int, leaf: PyTree) -> PyTree:
-        if not isinstance(leaf, Array) or not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        if not is_key(leaf):
             return leaf
         seed = secret + drawn.encode() + number.to_bytes(4, "little")
         words = np.frombuffer(hashlib.shake_256(seed).digest(8 * leaf.size), np.uint32)

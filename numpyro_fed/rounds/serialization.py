@@ -20,7 +20,16 @@ import jax
 import numpy as np
 from jax import random
 
-__all__ = ["WIRE_DTYPES", "name_of", "outline", "pack", "unpack", "wire_name"]
+__all__ = [
+    "WIRE_DTYPES",
+    "fields_of",
+    "is_key",
+    "name_of",
+    "outline",
+    "pack",
+    "unpack",
+    "wire_name",
+]
 
 _MARK = b"fed2"
 _CHECKSUM = 16  # bytes
@@ -166,7 +175,7 @@ def _described(value: Any, own: Mapping[Any, str], arrays: list[np.ndarray]) -> 
         return value
     if isinstance(value, jax.ShapeDtypeStruct):
         return {"type": [_dtype_name(value.dtype), list(value.shape)]}
-    if isinstance(value, jax.Array) and jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
+    if is_key(value):
         data = _described(random.key_data(value), own, arrays)
         return {"key": [str(random.key_impl(value)), data]}
     if isinstance(value, jax.Array | np.ndarray | np.generic):
@@ -174,17 +183,10 @@ def _described(value: Any, own: Mapping[Any, str], arrays: list[np.ndarray]) -> 
         name = _dtype_name(x.dtype)
         arrays.append(np.ascontiguousarray(x, x.dtype.newbyteorder("<")))
         return {"array": [name, list(x.shape)]}
-    if dataclasses.is_dataclass(value) or hasattr(value, "_fields"):
-        name = name_of(type(value))
-        fields = (
-            [f.name for f in dataclasses.fields(value)]
-            if dataclasses.is_dataclass(value)
-            else value._fields
-        )
-        return {
-            "of": name,
-            "fields": {k: _described(getattr(value, k), own, arrays) for k in fields},
-        }
+    fields = fields_of(value)
+    if fields is not None:
+        inside = {k: _described(x, own, arrays) for k, x in fields.items()}
+        return {"of": name_of(type(value)), "fields": inside}
     if isinstance(value, list | tuple):
         return {type(value).__name__: [_described(x, own, arrays) for x in value]}
     if isinstance(value, dict):
@@ -194,6 +196,19 @@ def _described(value: Any, own: Mapping[Any, str], arrays: list[np.ndarray]) -> 
     raise TypeError(
         f"expected numbers, texts, arrays and what is made of them, got {type(value).__name__}"
     )
+
+
+def fields_of(value: Any) -> dict[str, Any] | None:
+    """Return the fields of a data class or of a named tuple; ``None`` for other values."""
+    if dataclasses.is_dataclass(value):
+        return {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+    named: Any = value
+    return named._asdict() if isinstance(value, tuple) and hasattr(value, "_fields") else None
+
+
+def is_key(x: Any) -> bool:
+    """Return whether a value is an array of typed random keys."""
+    return isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 def _dtype_name(dtype: Any) -> str:
