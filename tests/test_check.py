@@ -1,4 +1,4 @@
-"""The proof check passes on every model shape of the registry, and fails where it must."""
+"""The check of the factorization passes on the registry's models, and fails where it must."""
 
 from collections.abc import Callable
 from typing import Any

@@ -55,7 +55,7 @@ def random_map(rng, units, k, dim):
 
 
 def slopes_kernel(rng):
-    """Plan, tuning and silos of the model above with a local map that is as wrong as can be."""
+    """Config, tuning and silos of the model above with a local map that is as wrong as can be."""
     silos = slopes_silos()
     factors = factorize(slopes, silos)
     units = Units(factors, "x", largest(silos))

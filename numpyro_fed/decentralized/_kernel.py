@@ -43,7 +43,8 @@ __all__ = ["NetworkKernel", "NetworkState"]
 class NetworkKernel(FederatedKernel):
     """Base class of the kernels over a network of nodes.
 
-    :class:`PushSumLangevin` and :class:`GossipLangevin` document the parameters.
+    :class:`~numpyro_fed.PushSumLangevin` and :class:`~numpyro_fed.GossipLangevin` document the
+    parameters.
     """
 
     is_ensemble_kernel = True

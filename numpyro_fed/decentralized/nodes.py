@@ -138,7 +138,7 @@ def gradients(
 ) -> Array:
     """Return ``- L' grad U_i`` of every node at its own position, ``(m, d)``.
 
-    Each node draws a fresh minibatch if the plan has minibatches.
+    Each node draws a fresh minibatch if the config has minibatches.
     """
     return _in_order(
         _over_stacks(partial(_gradient, config, tuning, key), tuning, positions, eps, stacks),

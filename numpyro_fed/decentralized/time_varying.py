@@ -232,10 +232,11 @@ class TimeVaryingGraph:
     def added_variance(self, *, gossip: bool = False, tracking: bool = False) -> float:
         """Return the excess variance of the worst node over the target, for small steps.
 
-        The unit is the noise that every node adds at a step; :mod:`.added_variance` derives it.
-        Where links fail, the excess is itself random with a heavy tail, since a node cut off for a
-        while has a tiny weight. The result is then the median over nine random sequences of the
-        mean over 100 steps, and no more than a guide.
+        The unit is the noise that every node adds at a step;
+        :mod:`numpyro_fed.decentralized.added_variance` derives it. Where links fail, the excess is
+        itself random with a heavy tail, since a node cut off for a while has a tiny weight. The
+        result is then the median over nine random sequences of the mean over 100 steps, and no more
+        than a guide.
         """
         seeds = range(_SEQUENCES if self.fails else 0)
         sequences = [self._sequence(seed, 2 * SEEN_STEPS, gossip) for seed in seeds]

@@ -35,7 +35,8 @@ __all__ = ["LangevinKernel", "LangevinState"]
 class LangevinKernel(FederatedKernel):
     """Base class of the Langevin kernels.
 
-    :class:`SGLD`, :class:`DSGLD` and :class:`FSGLD` document the parameters.
+    :class:`~numpyro_fed.SGLD`, :class:`~numpyro_fed.DSGLD` and :class:`~numpyro_fed.FSGLD`
+    document the parameters.
     """
 
     is_ensemble_kernel = False

@@ -36,7 +36,7 @@ _BLOCK_BYTES = 8 << 20
 @wire_name("LangevinConfig")
 @dataclass(frozen=True)
 class LangevinConfig:
-    """Static facts of a kernel; kernels of equal plans share their compiled programs.
+    """Static facts of a kernel; kernels of equal configs share their compiled programs.
 
     :param factors: the model's factors.
     :param units: the units of the local latents, or ``None`` without any.
@@ -122,7 +122,7 @@ class NetworkConfig(NodeConfig):
 
     @property
     def node(self) -> NodeConfig:
-        """Plan of each node."""
+        """Config of each node."""
         return NodeConfig(self.factors, self.units, self.batch, self.num_nodes)
 
 

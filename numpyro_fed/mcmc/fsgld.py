@@ -61,10 +61,11 @@ class FSGLD(LangevinKernel):
         none waits for another. The silos of each chain remain independent draws from f.
     :param num_kept: draws kept per round, at equal distances. ``num_warmup`` and ``num_samples``
         then count draws.
-    :param init_from: the result of :class:`~numpyro_fed.SFVI` or :class:`~numpyro_fed.SFVIAvg` on
-        the same model. The fit of the surrogates starts at its q(theta) and saves the rounds that
-        would lead there. If q is full and conducive rounds have converged, four rounds remain (two
-        beyond 16 dimensions), in which silos make the surrogates.
+    :param init_from: the result of :class:`~numpyro_fed.ConduciveSFVI`, :class:`~numpyro_fed.SFVI`
+        or :class:`~numpyro_fed.SFVIAvg` on the same model. The fit of the surrogates starts at its
+        q(theta) and saves the rounds that would lead there. If q is full and conducive rounds have
+        converged, four rounds remain (two beyond 16 dimensions), in which silos make the
+        surrogates.
     :param public: observed sites outside every silo plate whose data all silos know.
     :param validate: check the factorization before the first round.
     :raises ValueError: for arguments, data and models that the kernel cannot use, before

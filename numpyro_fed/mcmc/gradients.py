@@ -104,7 +104,7 @@ def drift(
 ) -> tuple[Array, Array | None, Array | None]:
     """Return the drift of a step, which h / 2 multiplies, in preconditioned units ``(d,)``.
 
-    If the plan separates e, also return e and whether it was cut; else return ``None`` for both.
+    If the config separates e, also return e and whether it was cut; else return ``None`` for both.
     """
     if config.cut:
         e, cut = residual(config, tuning, theta, eps, silo, view)

@@ -1,7 +1,8 @@
 r"""Local Langevin steps of a chain that visits a silo.
 
-:class:`SGLD`, :class:`DSGLD` and :class:`FSGLD` all make these steps. With :math:`\delta = \theta -
-\mu` and L the preconditioner's factor (:math:`L = I` without one), each local step is
+:class:`~numpyro_fed.SGLD`, :class:`~numpyro_fed.DSGLD` and :class:`~numpyro_fed.FSGLD` all make
+these steps. With :math:`\delta = \theta - \mu` and L the preconditioner's factor (:math:`L = I` without
+one), each local step is
 
 .. math::
     g &= \nabla_\theta \Big[ \tfrac{N_s}{m} \log p(y_s^{(m)}, z(\theta, \epsilon) \mid \theta)
@@ -72,7 +73,7 @@ class VisitStats(NamedTuple):
     :param stuck: fraction of the local latents that never moved, at the level with the largest
         fraction (0 without local latents).
     :param finite: whether all numbers remained finite.
-    :param residual: mean of e after the cut, ``(d,)``; ``None`` if the plan does not separate e.
+    :param residual: mean of e after the cut, ``(d,)``; ``None`` if the config does not separate e.
     """
 
     cut_rate: Array
@@ -255,7 +256,7 @@ def local_step(
 def batches(
     config: LangevinConfig, key: Array, view: SiloView, shape: tuple[int, ...]
 ) -> dict[str, Array]:
-    """Draw minibatches of rows, one for each index of ``shape``, or none for other plans."""
+    """Draw minibatches of rows, one for each index of ``shape``, or none for other configs."""
     if config.batch is None or config.units is not None:
         return {}
     group, m = config.batch

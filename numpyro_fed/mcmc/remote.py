@@ -309,7 +309,8 @@ class RemoteMCMC(MCMC):
 class _Going(NamedTuple):
     """Run after some rounds.
 
-    :param state: the state of all chains: a :class:`LangevinState`, or a :class:`NetworkState`.
+    :param state: the state of all chains, a :class:`~numpyro_fed.mcmc.visit.LangevinState` or a
+        :class:`~numpyro_fed.decentralized.networks.NetworkState`.
     :param slots: slots of the local latents: ``(C, S)`` for each chain and silo, ``(C, 1)`` for
         each node in its silo, or ``(C, 0)`` without any.
     :param told: for each silo, the slot with the kernel's numbers.

@@ -40,7 +40,7 @@ _CHECK_ROWS = 1 << 13  # rows of all silos in the check of the factorization, wi
 
 
 class Setup(NamedTuple):
-    """Plan, numbers and surrogates that a kernel needs for its rounds.
+    """Config, numbers and surrogates that a kernel needs for its rounds.
 
     :param config: the static facts.
     :param tuning: the numbers.

@@ -43,7 +43,7 @@ _jit_advance = partial(jax.jit, static_argnames=("federated", "config", "who"))(
 
 
 class FederatedVI(FitDefinition):
-    """Base of :class:`SFVI` and its kin; see there for the parameters.
+    """Base of :class:`~numpyro_fed.SFVI` and its kin; see there for the parameters.
 
     :cvar algorithm: name in :data:`numpyro_fed.vi.algorithms.ALGORITHMS`.
     """

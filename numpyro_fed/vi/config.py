@@ -25,7 +25,7 @@ FIT_CLASSES = ("NormalContext", "GuideContext", "Triangular", "Diagonal", "LowRa
 
 @dataclass(frozen=True)
 class FitConfig:
-    """Static facts of a fit; fits of equal plans share their compiled programs.
+    """Static facts of a fit; fits of equal configs share their compiled programs.
 
     :param families: the variational family over each structure's factors.
     :param optim: for q(theta) and the learned parameters; ``None`` in conducive rounds without

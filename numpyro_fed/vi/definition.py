@@ -69,7 +69,7 @@ class FitDefinition:
         return self._setup[1]
 
     def planned(self, known: Silos, independent: bool) -> FitConfig:
-        """Return the plan of a remote silo's fit, as the silo makes it.
+        """Return the config of a remote silo's fit, as the silo makes it.
 
         See :func:`~numpyro_fed.vi.setup.config_of_silo`.
         """

@@ -27,7 +27,7 @@ def expected_messages(
     ``None`` stands for a part of any shape: draws of theta, of which a server may send any number.
 
     :param algorithm: name of the fit's algorithm.
-    :param config: the plan of the silo's fit.
+    :param config: the static facts of the silo's fit.
     :param model: the fit's model.
     :param known: facts about all silos.
     """

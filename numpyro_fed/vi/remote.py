@@ -95,8 +95,8 @@ class RoundLocal(SiloTask):
 
     wire_name = "RoundLocal"
     leaves = (
-        "The silo sends, in SFVI, its part of the bound and of the bound's gradient; in SFVI- "
-        "Avg, its bound, its number of rows and the global parameters after its steps; in "
+        "The silo sends, in SFVI, its part of the bound and of the bound's gradient; in "
+        "SFVI-Avg, its bound, its number of rows and the global parameters after its steps; in "
         "conducive rounds, its expected log likelihood, the change of its approximate factor, "
         "and with optimizers its copies of the learned parameters and its share of the rows; and "
         "in each, whether all is finite"

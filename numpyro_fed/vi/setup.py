@@ -110,13 +110,13 @@ def make_setup(
 def config_of_silo(
     model: Callable, guide: Callable, known: Silos, options: Options, independent: bool
 ) -> FitConfig:
-    """Return the plan of a remote silo's fit, as the silo makes it for itself.
+    """Return the config of a remote silo's fit, as the silo makes it for itself.
 
     It follows from facts about all silos, and asks none.
 
     :param known: the silos' facts.
     :param independent: whether elements are independent given theta. The server finds it by a check
-        in the silos; it holds if ``families[0].group`` of the server's plan is not ``None``.
+        in the silos; it holds if ``families[0].group`` of the server's config is not ``None``.
     """
     return _planned(model, guide, _parts_of(known), options, independent)[0]
 

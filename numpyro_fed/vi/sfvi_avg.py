@@ -12,7 +12,7 @@ parameters are their average. A silo's local map is rewritten for the new q, so 
 theta) stays the same function of theta.
 
 Bias: the silos' optima differ from the pooled one, and so does their barycenter, on hierarchical
-models by more than a posterior sd. The result is a cheap start for :class:`SFVI` (``init_from``).
+models by more than a posterior sd. The result is a cheap start for SFVI (``init_from``).
 
 What leaves a silo in a round: q's parameters, the learned parameters, its bound, and a flag.
 

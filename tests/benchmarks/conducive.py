@@ -1,4 +1,4 @@
-"""Conducive SFVI-Avg beside pooled NUTS and SFVI.
+"""Conducive rounds beside pooled NUTS and SFVI.
 
 How many rounds and bytes to the pooled optimum, and how right it is.
 

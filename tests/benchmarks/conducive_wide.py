@@ -1,10 +1,11 @@
-"""Conducive SFVI-Avg beside SFVI on models of thousands of dimensions.
+"""Conducive rounds beside SFVI on models of thousands of dimensions.
 
 Rounds and megabytes to the bound that SFVI ends at.
 
     NUMPYRO_FED_DATA=... python tests/benchmarks/conducive_wide.py multinomial [--sfvi 4000]
-    [--rounds 60] NUMPYRO_FED_DATA=... python tests/benchmarks/conducive_wide.py network [--sfvi
-    2000] [--rounds 76]
+        [--rounds 60]
+    NUMPYRO_FED_DATA=... python tests/benchmarks/conducive_wide.py network [--sfvi 2000]
+        [--rounds 76]
 
 multinomial: softmax regression on MNIST in five silos (`models/multinomial_regression.py`: 7,850
 weights, two learned prior scales). network: the hierarchical network of
