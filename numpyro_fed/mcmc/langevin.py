@@ -1,8 +1,8 @@
 r"""Local Langevin steps of a chain that visits a silo.
 
 :class:`~numpyro_fed.SGLD`, :class:`~numpyro_fed.DSGLD` and :class:`~numpyro_fed.FSGLD` all make
-these steps. With :math:`\delta = \theta - \mu` and L the preconditioner's factor (:math:`L = I` without
-one), each local step is
+these steps. With :math:`\delta = \theta - \mu` and L the preconditioner's factor (:math:`L = I`
+without one), each local step is
 
 .. math::
     g &= \nabla_\theta \Big[ \tfrac{N_s}{m} \log p(y_s^{(m)}, z(\theta, \epsilon) \mid \theta)

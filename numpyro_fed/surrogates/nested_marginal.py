@@ -7,11 +7,12 @@ ones, it is
     \log p(y_s \mid \theta) = \sum_g \log \int e^{\ell_g(a)}
         \prod_{i \in g} \left[ \int e^{\ell_i(a, b)} \, db \right] da
 
-by quadrature in quadrature (:class:`numpyro_fed.surrogates.marginal.Quadrature`). The joint mode and the
-curvature there place the outer nodes. The curvature is an arrow of inner blocks, outer blocks, and
-blocks that couple an inner element to its outer one. Its Schur complement is the curvature of a
-after the b are maximized out. At each outer node a few Newton steps place the inner nodes. No
-gradient passes through nodes, so that the gradient of the value is Fisher's identity, twice.
+by quadrature in quadrature (:class:`numpyro_fed.surrogates.marginal.Quadrature`). The joint mode
+and the curvature there place the outer nodes. The curvature is an arrow of inner blocks, outer
+blocks, and blocks that couple an inner element to its outer one. Its Schur complement is the
+curvature of a after the b are maximized out. At each outer node a few Newton steps place the
+inner nodes. No gradient passes through nodes, so that the gradient of the value is Fisher's
+identity, twice.
 """
 
 from collections.abc import Callable
