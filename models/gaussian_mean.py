@@ -245,7 +245,7 @@ def plot(silos: fed.Silos, draws: Draws, place: Path) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> Draws:
     """Print tables and a comparison, draw the figure, and return the draws by method and T."""
-    parser = argparse.ArgumentParser(description="A Gaussian mean: DSGLD and FSGLD by stay.")
+    parser = argparse.ArgumentParser(description="A Gaussian mean: DSGLD and FSGLD by visit.")
     parser.add_argument("--quick", action="store_true", help="few draws")
     parser.add_argument("--figure", type=Path, default=Path("figures/gaussian_mean.png"))
     args = parser.parse_args(arguments)

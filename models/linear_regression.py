@@ -322,7 +322,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[tuple[str, str], pd.Dat
         "--quick", action="store_true", help="3 chains of 60 rounds, standard scores only"
     )
     parser.add_argument("--data", nargs="+", choices=sorted(TITLES), default=DATA)
-    parser.add_argument("--stays", action="store_true", help="then also by the length of stays")
+    parser.add_argument("--stays", action="store_true", help="then also by the length of visits")
     parser.add_argument("--figure", type=Path, default=Path("figures/linear_regression.png"))
     args = parser.parse_args(arguments)
 

@@ -8,7 +8,7 @@ How far draws and parameters are from those of the inline fit, and seconds.
 Four silos, a model with a latent for each patient (tests/every_fit.py), four chains (of push-sum
 and gossip the four nodes of one network); variational fits by their global parameters and losses. A
 cell is the largest difference to the inline fit of the same seed over all rounds, relative to the
-largest entry, and the seconds of the fit with its preparation and compilation (programs that
+largest entry, and the seconds of the fit with its setup and compilation (programs that
 another process has compiled come from JAX's cache on disk); those of one engine follow each other
 in one process. Above 1e-5 the exit code is 1. ``--keep`` leaves results in a folder, and
 what is there is not run again; with ``--show`` nothing is run, and what is not there is said to be

@@ -6,7 +6,7 @@ Without a problem all of them, each in a process of its own. A row a method, a c
 largest error of a mean (reference sds) ± its Monte-Carlo standard error, and range of the sd
 ratios, of fixed effects and of log scales with correlations; local latents on the scale that is
 read: share within 0.25 sd, largest error, ratios; megabytes that the busiest silo sent; seconds of
-preparation and of rounds (compilation included); least effective draws per chain-round, per second
+setup and of rounds (compilation included); least effective draws per chain-round, per second
 of both, and per megabyte of all silos; share of steps cut; what `diagnose` says. In the row of NUTS
 the megabytes are the pooled rows. Below: what misses the goals
 
