@@ -601,16 +601,23 @@ def asked(kernel, model, silos, folder, num_chains):
     return seen
 
 
+RUNS = [  # all tasks of kernels
+    (lambda: fed.FSGLD(intercepts), intercepts, INTERCEPTS, 1),
+    (lambda: fed.FSGLD(linear, 0.01, surrogate="laplace"), linear, LINEAR, 1),
+    (
+        lambda: fed.PushSumLangevin(intercepts, fed.graphs.ring(3), 0.01),
+        intercepts,
+        INTERCEPTS,
+        3,
+    ),
+]
+
+
 def test_replies_have_as_many_numbers_as_a_person_at_the_silo_reads(tmp_path):
     """The count at the start of ``numbers``; times or plus what the call itself says."""
-    ring = fed.graphs.ring(3)
-    runs = [
-        (fed.FSGLD(intercepts), intercepts, INTERCEPTS, 1),
-        (fed.FSGLD(linear, 0.01, surrogate="laplace"), linear, LINEAR, 1),
-        (fed.PushSumLangevin(intercepts, ring, 0.01), intercepts, INTERCEPTS, 3),
-    ]
     seen = set()
-    for n, (kernel, model, silos, num_chains) in enumerate(runs):
+    for n, (make, model, silos, num_chains) in enumerate(RUNS):
+        kernel = make()
         for call, found in asked(kernel, model, silos, tmp_path / str(n), num_chains):
             task, d = call.local, kernel.factors.dim
             formula = re.match(r"[\d d+^]*(?= numbers)|", task.numbers).group() or "1"

@@ -110,9 +110,9 @@ class CallChecks:
         return "" if units is None else json.dumps(outline(units, self.own))
 
     def allow(self, call: Call, wider: Callable[[], Any], state: Any) -> Any:
-        """Refuse a call on some rows alone, and a call with a reply that grows with the rows.
+        """Refuse a call for its settings, its message, or a reply that grows with the rows.
 
-        :param wider: a function that returns the call's ``local`` for one row more.
+        :param wider: a function that returns the call's task for one row more.
         :param state: the state that the call starts from.
         :return: types of the state that the call would write with one row more.
         :raises Refusal: with the reason.

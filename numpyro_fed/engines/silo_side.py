@@ -52,11 +52,11 @@ class SiloSide:
 
     Its folder holds its private states (local latents, the local map) and the kernel's numbers from
     the server. A new process with the same arguments therefore continues after another was killed.
-    The same message has the same answer. The silo answers a call under three conditions. Its kind
-    is in :data:`~numpyro_fed.rounds.task.TASKS`. The folder's record has fewer calls of this
-    kind than the ceiling. No array of its reply grows with the number of rows. Before the first
-    call the silo checks the model on its own rows, split in two. ``audit.jsonl`` in the folder has
-    a line for every message, with the positions in its calls.
+    The same message has the same answer. The silo answers the tasks in
+    :data:`~numpyro_fed.rounds.task.TASKS`, each no more often than its ceiling allows.
+    :class:`~numpyro_fed.engines.call_checks.CallChecks` says which calls it refuses. Before the
+    first call the silo checks the model on its own rows, split in two. ``audit.jsonl`` has a line
+    for every message, with the positions in its calls.
 
     :param silos: one silo, with its rows.
     :param model: the marked model, which the server has too.
@@ -67,9 +67,9 @@ class SiloSide:
     :param guards: conditions on the rows (:class:`Guards`); by default none.
     :param ceilings: largest number of calls to answer, by kind of call; by default those in
         :data:`~numpyro_fed.rounds.task.TASKS`.
-    :param own_keys: whether the silo draws by its own keys. The draws then have the law of inline
-        silos. By the server's keys they are those of inline silos, but a server that lies can solve
-        for single rows. Fits with privacy or secure sums always use the silo's own keys.
+    :param own_keys: ``True``: draw by the silo's own keys, with the same law as inline silos.
+        ``False``: draw by the server's keys, with the very draws of inline silos. A server that
+        lies can then solve for single rows. Fits with privacy or secure sums ignore ``False``.
     :raises ValueError: for more than one silo, and rows that a guard refuses. Also for a folder
         with a run of other rows, another model or other versions.
 

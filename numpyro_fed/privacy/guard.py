@@ -215,7 +215,7 @@ class RoundGuard:
                 "it was asked for this sum before, from another state; expected each sum to be "
                 "asked for once"
             )
-        spent = len(set(answered) - {(label, digest)})
+        spent = len(set(answered))
         if self.privacy is not None and spent >= self.privacy.num_rounds:
             raise ValueError(
                 f"its budget of privacy is spent: it has answered {spent} rounds, expected at most "

@@ -39,7 +39,7 @@ class Kept:
     slot: int = field(metadata={"static": True})
 
 
-TRIES = 5  # calls of a silent silo that the round needs
+TRIES = 5  # times in all that a call without a reply is made
 
 
 class Carrier:
@@ -156,9 +156,10 @@ class RemoteSilos(Silos):
         return self.carrier.ask(calls)
 
     def ask_again(self, calls: list[Call], all_needed: bool = True) -> tuple[list[Any], np.ndarray]:
-        """Return replies, and how often each call was made; silent silos are called five times.
+        """Return replies, and how often each call was made.
 
-        A call that is made again must have the same reply.
+        A call without a reply is made up to five times in all. Each time it must have the same
+        reply.
 
         :param all_needed: whether every call needs a reply; otherwise one reply is enough.
         :raises SiloError: naming the silos that did not answer.

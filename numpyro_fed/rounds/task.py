@@ -61,7 +61,7 @@ class SiloTask(abc.ABC):
 
     @property
     def keeps(self) -> bool:
-        """Flag of a task whose new state the silo keeps, if all silos are asked at once."""
+        """True if :func:`ask_all` has the silo keep the new state; other calls name a slot."""
         return False
 
     @property

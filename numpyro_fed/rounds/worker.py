@@ -64,7 +64,10 @@ def types_of(tree: Any) -> Any:
 
 
 class SiloAlone(Silos):
-    """Rows of one silo, padded to the largest, and the sizes of all silos."""
+    """Rows of one silo, and the sizes of all silos.
+
+    Rows are padded to those of the largest silo, up to 8,192.
+    """
 
     def offsets(self, group: str) -> np.ndarray:
         return np.zeros(len(self), int)

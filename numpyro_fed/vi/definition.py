@@ -26,7 +26,7 @@ __all__ = ["FitDefinition"]
 
 
 class FitDefinition:
-    """Model, guide and options, and what server and silos of a wire make of them.
+    """Model, guide and options of a fit, and the facts that server and silos derive from them.
 
     :cvar algorithm: name of the algorithm.
     """
@@ -56,7 +56,7 @@ class FitDefinition:
 
     @property
     def rounds_only(self) -> bool:
-        """Flag of a closed fit: remote silos answer rounds alone, and no questions."""
+        """True under privacy or secure sums: a guard in each silo decides what it answers."""
         return self._options.rounds_only
 
     def setup(self, silos: Silos | MixedSilos) -> Setup:
@@ -80,7 +80,7 @@ class FitDefinition:
         return factored(self.model, (known,))[2][0]
 
     def num_parameters(self, silos: Silos) -> int:
-        """Return how many numbers silos see: of theta, and of learned and shared parameters."""
+        """Return the number of global parameters, which the guard of parameters limits."""
         config = self.planned(silos, True)
         return num_parameters(config, self.messages(config, silos))
 

@@ -1,4 +1,4 @@
-"""Messages that a silo of a fit expects, as shapes and types, and how many numbers it sees."""
+"""Shapes and types of the messages that a silo of a fit expects."""
 
 import math
 from collections.abc import Callable
@@ -55,7 +55,7 @@ def expected_messages(
 
 
 def num_parameters(config: FitConfig, messages: dict[str, PyTree]) -> int:
-    """Return how many numbers of a draw silos see: theta, learned and shared parameters."""
+    """Return the number of global parameters that silos see: of theta, learned and shared."""
     _, weights, learned, _ = messages["EstimateLocal"]
     sizes = [math.prod(x.shape) for x in jax.tree.leaves((weights, learned))]
     return config.families[0].factors.dim + sum(sizes)

@@ -32,7 +32,7 @@ class Options:
 
     @property
     def rounds_only(self) -> bool:
-        """Flag of a closed fit: remote silos answer rounds alone, and no questions."""
+        """True under privacy or secure sums: a guard in each silo decides what it answers."""
         return self.privacy is not None or self.secure_sum
 
     def checked(self) -> "Options":

@@ -53,8 +53,8 @@ class SFVI(FederatedVI):
         :class:`AutoSiloNormal`. Gradients are clipped and noised in the silo, nothing else leaves
         it, and losses are NaN.
     :param secure_sum: over a wire, silos mask their replies, so that the server sees only their
-        sum. With ``privacy`` each silo then adds a share of the noise. For silos in this process,
-        and for engines whose processes trust each other, only that share changes.
+        sum. With ``privacy`` each silo then adds a share of the noise. Inline silos, and those of
+        :mod:`numpyro_fed.engines.spmd`, send no masks: there it only divides the noise.
     :raises TypeError: for a model that is not callable, an optimizer that is not optax's, a guide
         that is not callable.
     :raises ValueError: for options out of range; at :meth:`init` and :meth:`run` for options that
@@ -201,15 +201,15 @@ class ConduciveSFVI(FederatedVI):
     :param optim: an optax transformation for each silo's copy of networks' weights and learned
         parameters; its state stays in the silo.
     :param num_points: least number of positions of theta at which a silo evaluates its likelihood
-        in a round. It is rounded up to a power of two, of at least 64 and four times the dimensions
-        (for a diagonal q at least the smaller of this and 1,024).
+        in a round. It is raised to ``max(64, 4 d)``, then to a power of two. For a diagonal q it
+        is raised to ``max(64, min(4 d, 1024))``.
     :param num_local_steps: with ``optim``, steps in each round.
     :param num_particles: as for :class:`SFVI`, in each step.
     :param num_local_particles: as for :class:`SFVI`, in each step and at each point; without
         ``optim``, for draws of the result alone.
     :param local_optim: as for :class:`SFVI`.
     :param batch_size: as for :class:`SFVI`, in each step; also the rows that each pair of points
-        uses, enough that all pairs together use every row.
+        uses, so many that all pairs together use every row.
     :param validate: as for :class:`SFVI`.
     :param secure_sum: as for :class:`SFVI`.
     :raises TypeError: as :class:`SFVI`; for a guide that is not an :class:`AutoSiloNormal`.
