@@ -35,7 +35,7 @@ from numpyro_fed.density.fingerprint import as_values, description
 from numpyro_fed.density.local_map import Units
 from numpyro_fed.engines import call_checks, silo_side
 from numpyro_fed.engines.call_checks import CallChecks
-from numpyro_fed.engines.record import outlines
+from numpyro_fed.engines.record import call_records
 from numpyro_fed.engines.silo_side import SiloSide
 from numpyro_fed.engines.wire import connect
 from numpyro_fed.mcmc.config import LangevinConfig, LatentCoordinates, NodeConfig, Tuning
@@ -991,7 +991,7 @@ def test_a_connection_that_cannot_be_written_down_changes_nothing(tmp_path):
 def test_the_record_of_one_message_has_a_limit():
     arrays = {str(i): np.zeros(1_000, bool) for i in range(1_000)}
     calls = [Call(0, TellLocal(), random.key(0), arrays) for _ in range(16)]
-    lines = outlines([calls[0]._replace(message=np.arange(3.0)), *calls], {})
+    lines = call_records([calls[0]._replace(message=np.arange(3.0)), *calls], {})
     assert lines[0]["told"] == {"": [0.0, 1.0, 2.0]}
     assert all(list(line["told"]) == ["sha256"] for line in lines[1:])
     assert len(json.dumps(lines)) < 10_000

@@ -559,7 +559,7 @@ def test_the_audit_lists_every_byte_and_planted_values_are_in_none(tmp_path):
     raw = b"".join(data + answer for _, data, answer in transport.sent)
     assert planted.tobytes() not in raw
     assert (
-        transport.sides[first].worker.rows.rows["y"][1].tobytes() == planted.tobytes()
+        transport.sides[first].worker.silos.rows["y"][1].tobytes() == planted.tobytes()
     )  # the control: the silo has it
     crossed = [answer for _, data, answer in transport.sent if b"VisitLocal" in data][-1]
     kept = unpack(crossed)["replies"][0][0]

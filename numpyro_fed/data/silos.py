@@ -279,11 +279,6 @@ class Silos:
         arrays = {**self.shared_arrays, **values}
         return copy.copy(self)._filled(spec, self.rows, self.order, arrays)
 
-    def without_shared(self, name: str) -> Self:
-        """Return these silos without one of their shared arguments."""
-        arrays = {k: v for k, v in self.shared_arrays.items() if k != name}
-        return copy.copy(self)._filled(self.spec.without(name), self.rows, self.order, arrays)
-
     def like(
         self,
         names: tuple[str, ...],

@@ -25,7 +25,7 @@ from numpyro import validation_enabled
 from numpyro_fed.data.silos import Silos
 from numpyro_fed.data.views import SiloView, sweep
 from numpyro_fed.density.factors import PARAMS, Factors, pooled_log_density
-from numpyro_fed.density.stand_ins import cut_in_two, made_up_rows
+from numpyro_fed.density.stand_ins import cut_in_two, random_silos
 from numpyro_fed.rounds.inline import ask_all
 from numpyro_fed.rounds.remote import RemoteSilos
 from numpyro_fed.rounds.task import SiloTask
@@ -178,7 +178,7 @@ def _check_cut(factors: Factors, silos: Silos, seed: int) -> bool:
 def made_up_silos(factors: Factors, silos: Silos, seed: int) -> Silos | None:
     """Return two silos of made-up rows with a finite pooled density, or ``None``."""
     for all_whole, (low, high) in product((False, True), _WHOLE):
-        found = made_up_rows(silos, np.random.default_rng(seed), low, high, all_whole)
+        found = random_silos(silos, np.random.default_rng(seed), low, high, all_whole)
         theta, z = _point(factors, found, random.key(seed))
         try:
             value = float(_pooled(factors, theta, z, found)[0])

@@ -7,13 +7,13 @@ from scipy.sparse.csgraph import connected_components
 
 from numpyro_fed.data.silos import Silos
 
-__all__ = ["cut_in_two", "made_up_rows"]
+__all__ = ["cut_in_two", "random_silos"]
 
 _MADE_UP = (3, 5)  # rows of the two made-up silos; each further row group has two more
 _CUT_ROWS = 1 << 17  # most rows of a silo to cut in two, as the cut copies them
 
 
-def made_up_rows(
+def random_silos(
     silos: Silos, rng: np.random.Generator, low: int, high: int, all_whole: bool
 ) -> Silos:
     """Return two silos of made-up rows with the arguments and types of ``silos``.

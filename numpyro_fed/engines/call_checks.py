@@ -26,14 +26,14 @@ from numpyro_fed.rounds.task import SiloTask
 from numpyro_fed.rounds.worker import Call, SiloWorker, types_of
 from numpyro_fed.surrogates.local_score import points_at_once
 
-__all__ = ["CallChecks", "Kept", "Refusal", "parsed", "slot_number"]
+__all__ = ["CallChecks", "KeptState", "Refusal", "parsed", "slot_number"]
 
 
 class Refusal(ValueError):
     """Error with a text that the silo sends in place of an answer."""
 
 
-class Kept(NamedTuple):
+class KeptState(NamedTuple):
     """Facts about a state that a silo keeps in a slot.
 
     :param kind: the kind of call that wrote it.
@@ -68,7 +68,7 @@ class CallChecks:
     ) -> None:
         self.worker, self.wide, self.own = worker, wide, own
         self.rows, self.algorithm = rows, algorithm
-        self.kept: dict[int, Kept] = {}
+        self.kept: dict[int, KeptState] = {}
         self.messages: dict[str, PyTree] = {}  # types of a fit's messages, by kind of call
         self._grows: dict[Any, Any] = {}
 
@@ -173,7 +173,7 @@ class CallChecks:
         elif isinstance(part, Units) and part.pad != self.worker.pad:
             why = "a number of elements"
         elif type(part) is Units and part.group is None:
-            most = min(MAX_JOINT, MAX_LATENTS // len(self.worker.rows))
+            most = min(MAX_JOINT, MAX_LATENTS // len(self.worker.silos))
             if part.dim > most:
                 raise Refusal(
                     f"it is asked about {part.dim:,} latents as one unit, padded to the largest "

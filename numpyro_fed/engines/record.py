@@ -17,7 +17,7 @@ import numpy as np
 from numpyro_fed.rounds.serialization import is_key, name_of, outline, pack
 from numpyro_fed.rounds.worker import Call
 
-__all__ = ["Record", "outlines"]
+__all__ = ["Record", "call_records"]
 
 _MAX_PATH = 200  # letters of an array's path in a message; the server chooses the keys
 _MAX_LISTED = 1_000  # numbers of an array that the record lists; 10,000 would take 10 ms
@@ -61,7 +61,7 @@ class Record:
         :param data: the message.
         :param sent: the answer as bytes.
         :param answer: the answer.
-        :param asked: its calls, as :func:`outlines` returns them.
+        :param asked: its calls, as :func:`call_records` returns them.
         """
         self._messages += 1
         line = {
@@ -101,7 +101,7 @@ def _arrays(answer: dict[str, Any]) -> list[list[Any]]:
     ]
 
 
-def outlines(calls: Sequence[Call], own: Mapping[str, Any]) -> list[dict[str, Any]]:
+def call_records(calls: Sequence[Call], own: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return a message's calls for the silo's record: settings, slots, keys and messages.
 
     Arrays of up to 1,000 numbers are lists, those of up to 10,000 base64, longer ones hashes. After

@@ -19,7 +19,7 @@ from numpyro_fed.density.fingerprint import (
     rows_hash,
     versions,
 )
-from numpyro_fed.engines.call_checks import CallChecks, Kept, Refusal, parsed, slot_number
+from numpyro_fed.engines.call_checks import CallChecks, KeptState, Refusal, parsed, slot_number
 from numpyro_fed.engines.limits import (
     MAX_CALLS,
     MAX_KEPT,
@@ -28,7 +28,7 @@ from numpyro_fed.engines.limits import (
     MAX_SLOTS,
 )
 from numpyro_fed.engines.opening import agreed_silos
-from numpyro_fed.engines.record import Record, outlines
+from numpyro_fed.engines.record import Record, call_records
 from numpyro_fed.engines.wire import PROTOCOL, owned
 from numpyro_fed.privacy.data_guards import Guards
 from numpyro_fed.privacy.guard import RoundGuard
@@ -250,7 +250,7 @@ class SiloSide:
         for place in self.folder.glob("slot-*.bin"):
             slot, data = int(place.stem.removeprefix("slot-")), read_sealed(place, "slot")
             worker.kept[slot], kinds, kind, units = unpack(data)
-            checks.kept[slot] = Kept(kind, kinds, len(data), units)
+            checks.kept[slot] = KeptState(kind, kinds, len(data), units)
         if self.guard is not None:
             self._worded(self.guard.join, known.names, pack(request["silos"]))
         if write:
@@ -316,7 +316,7 @@ class SiloSide:
                 f"it is asked {len(calls):,} calls at once; expected at most {MAX_CALLS:,}"
             )
         replies = []
-        for i, (call, line) in enumerate(zip(calls, outlines(calls, own), strict=True)):
+        for i, (call, line) in enumerate(zip(calls, call_records(calls, own), strict=True)):
             self._within_ceilings(call)
             self._asked.append(line)
             state = self.checks.state(call)
@@ -389,7 +389,7 @@ class SiloSide:
             )
         write_sealed(self.folder / f"slot-{call.write}.bin", data, "slot")
         self.worker.kept[call.write] = new
-        self.checks.kept[call.write] = Kept(kind, kinds, len(data), units)
+        self.checks.kept[call.write] = KeptState(kind, kinds, len(data), units)
 
     @staticmethod
     def _worded(check: Callable, *args: Any) -> Any:

@@ -97,18 +97,18 @@ class SiloWorker:
     """Worker of a silo, which has its rows and keeps its private states.
 
     :param number: number of the silo among all silos.
-    :param rows: its rows.
+    :param silos: its rows, and the sizes of all silos.
     :param pad: number of rows in each row group after padding.
     """
 
-    def __init__(self, number: int, rows: SiloAlone, pad: tuple[tuple[str, int], ...]) -> None:
-        self.number, self.rows, self.pad = number, rows, pad
+    def __init__(self, number: int, silos: SiloAlone, pad: tuple[tuple[str, int], ...]) -> None:
+        self.number, self.silos, self.pad = number, silos, pad
         self.kept: dict[int, Any] = {}
 
     def reply(self, call: Call, state: Any) -> tuple[Any, Any]:
         """Return the reply to a call, and the new private state."""
         number = np.int32(self.number)  # a JAX array would dispatch one more program
-        return _answer(call.local, self.pad, call.key, call.message, state, self.rows, number)
+        return _answer(call.local, self.pad, call.key, call.message, state, self.silos, number)
 
     def type_of(self, local: SiloTask, message: Any, state: Any) -> tuple[Any, Any]:
         """Return shapes and types of the reply and of the new private state.
@@ -120,7 +120,7 @@ class SiloWorker:
         number = jax.ShapeDtypeStruct((), jnp.int32)
         ask = partial(_answer, local, self.pad)
         found: tuple[Any, Any] = jax.eval_shape(
-            ask, random.key(0), message, state, self.rows, number
+            ask, random.key(0), message, state, self.silos, number
         )
         return found
 
@@ -131,7 +131,7 @@ class SiloWorker:
         """
         if any(slot not in self.kept for slot in jax.tree.leaves(call.read)):
             raise SiloError(
-                f"silo {self.rows.names[self.number]!r} no longer has the states of this run; "
+                f"silo {self.silos.names[self.number]!r} no longer has the states of this run; "
                 "expected the carrier, or the silo's folder, with which the run began: delete the "
                 "checkpoint to start anew"
             )
