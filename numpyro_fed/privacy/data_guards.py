@@ -20,8 +20,9 @@ class Guards:
 
     :param min_rows: smallest number of rows of a silo, in each row group that no index points to.
     :param min_level_rows: smallest number of rows at each level of a column with two values.
-    :param max_parameters_per_row: largest number of global and learned parameters (unconstrained)
-        for each row, in each row group that no index points to.
+    :param max_parameters_per_row: largest number of global parameters (unconstrained) for each row,
+        in each row group that no index points to. Learned parameters count, and weights of a guide
+        that silos receive.
     :param columns: arguments with rows that a model may use; others are refused.
     :raises ValueError: for numbers out of range.
 
@@ -54,7 +55,7 @@ class Guards:
         """Raise a ``ValueError`` if a silo does not meet the conditions.
 
         :param silos: one silo, with its rows.
-        :param dim: number of global and learned parameters, unconstrained.
+        :param dim: number of global parameters, as for ``max_parameters_per_row``.
         :raises ValueError: with the guard, the silo, the number that it has and the limit.
         """
         name, targets = silos.names[0], set(silos.index.values())
