@@ -212,8 +212,8 @@ class Options:
             )
         if isinstance(f, str) and f == "auto" and self.step.preconditioner is None:
             raise ValueError(
-                'selection="auto" needs whitened coordinates; expected '
-                'preconditioner="surrogate", got None'
+                'selection="auto" needs whitened coordinates; expected step_size="auto" or '
+                'fed.Step(..., preconditioner="surrogate"), got coordinates of the model'
             )
         if not _is_count(self.num_kept):
             raise ValueError(f"num_kept: expected an integer >= 1, got {self.num_kept!r}")
