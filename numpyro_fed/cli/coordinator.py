@@ -181,14 +181,8 @@ def coordinate(
         _wait_for(link, near, int(port), folder)
         flwr = partial(_flwr, folder, tls, f"{near}:{port}", environment)
         for name in names:
-            flwr(
-                "supernode",
-                "register",
-                str((keys / f"{name}.pub").resolve()),
-                "link",
-                "--name",
-                name,
-            )
+            key = str((keys / f"{name}.pub").resolve())
+            flwr("supernode", "register", key, "link", "--name", name)
         config = {
             **settings,
             "model": str(model.resolve()),

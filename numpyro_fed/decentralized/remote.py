@@ -25,17 +25,16 @@ from numpyro_fed.data.views import SiloView, buckets
 from numpyro_fed.decentralized._kernel import NetworkKernel
 from numpyro_fed.decentralized.networks import Exchanged, NetworkState, exchange, next_state
 from numpyro_fed.decentralized.nodes import node_step
-from numpyro_fed.mcmc.config import NetworkConfig, NodeConfig, Tuning
+from numpyro_fed.mcmc.config import KernelTask, NetworkConfig, NodeConfig, Tuning
 from numpyro_fed.mcmc.remote_chains import RemoteSteps, ask_or_forget, remote_steps
 from numpyro_fed.rounds.remote import RemoteSilos
-from numpyro_fed.rounds.task import SiloTask
 from numpyro_fed.rounds.worker import Call, rows_of
 
 __all__ = ["NodeLocal", "NodeStartLocal"]
 
 
 @dataclass(frozen=True)
-class NodeStartLocal(SiloTask):
+class NodeStartLocal(KernelTask):
     """Call that draws a node's first coordinates of its latents.
 
     They are the node's part of a single draw for all nodes. Nothing leaves the silo.
@@ -52,11 +51,6 @@ class NodeStartLocal(SiloTask):
 
     config: NodeConfig
     networks: int
-
-    @property
-    def latent_units(self) -> Any:
-        """Units of the latents, from the static facts."""
-        return self.config.units
 
     def __call__(self, key: Array, message: Array, rows: Any, view: SiloView) -> tuple[Array, Any]:
         """Draw the coordinates; the message is the number of the node's network."""
@@ -76,7 +70,7 @@ class NodeStartLocal(SiloTask):
 
 
 @dataclass(frozen=True)
-class NodeLocal(SiloTask):
+class NodeLocal(KernelTask):
     """Call that makes a node's part of a step, at the position ``(d,)`` in the message.
 
     It runs :func:`numpyro_fed.decentralized.nodes.node_step`. What leaves the silo: its gradient
@@ -93,11 +87,6 @@ class NodeLocal(SiloTask):
     reads = (("TellLocal",), ("NodeStartLocal", "NodeLocal"))
 
     config: NodeConfig
-
-    @property
-    def latent_units(self) -> Any:
-        """Units of the latents, from the static facts."""
-        return self.config.units
 
     def __call__(
         self, key: Array, message: Array, state: tuple[Tuning, Any], view: SiloView

@@ -227,7 +227,7 @@ class SiloSide:
 
         :param write: whether to write the request for processes to come.
         """
-        known = agreed_silos(request, self.silos)
+        known, listed = agreed_silos(request, self.silos), pack(request["silos"])
         try:
             model = fingerprint(self.factors, known, self.fit)
             worker = worker_of(self.silos, self.name, known)
@@ -252,14 +252,14 @@ class SiloSide:
             worker.kept[slot], kinds, kind, units = unpack(data)
             checks.kept[slot] = KeptState(kind, kinds, len(data), units)
         if self.guard is not None:
-            self._worded(self.guard.join, known.names, pack(request["silos"]))
+            self._worded(self.guard.join, known.names, listed)
         if write:
             file = {"request": request, **self._same(model)}
             write_sealed(self.folder / "open.bin", pack(file), "open")
         # set last: a refused server must not have its calls answered
         self.worker, self.checks = worker, checks
         self._known, self._server = known, request["server"]
-        self._list = hashed(pack(request["silos"]))
+        self._list = hashed(listed)
         self._plan_for: bool | None = None
         return model
 

@@ -14,12 +14,14 @@ from numpyro_fed.density.factors import Factors
 from numpyro_fed.density.local_map import Units
 from numpyro_fed.mcmc.minibatch import Members
 from numpyro_fed.rounds.serialization import wire_name
+from numpyro_fed.rounds.task import SiloTask
 from numpyro_fed.surrogates.corrections import Corrections
 from numpyro_fed.surrogates.gaussian import matvec
 
 __all__ = [
     "TUNING_CLASSES",
     "Conducive",
+    "KernelTask",
     "LangevinConfig",
     "LatentCoordinates",
     "NetworkConfig",
@@ -124,6 +126,17 @@ class NetworkConfig(NodeConfig):
     def node(self) -> NodeConfig:
         """Config of each node."""
         return NodeConfig(self.factors, self.units, self.batch, self.num_nodes)
+
+
+class KernelTask(SiloTask):
+    """Task of a kernel, whose config says into which units the latents are cut."""
+
+    config: LangevinConfig | NodeConfig
+
+    @property
+    def latent_units(self) -> Units | None:
+        """Units of the latents, from the config."""
+        return self.config.units
 
 
 @wire_name("Conducive")

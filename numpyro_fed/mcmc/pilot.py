@@ -8,7 +8,7 @@ move as in a visit. The rule from the noise to the step size is in
 import warnings
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,11 +19,10 @@ from numpyro_fed.data.silos import Silos
 from numpyro_fed.data.views import SiloView
 from numpyro_fed.density.local_map import LocalMap
 from numpyro_fed.mcmc import gradients, langevin, step_rule
-from numpyro_fed.mcmc.config import TUNING_CLASSES, LangevinConfig, Tuning
+from numpyro_fed.mcmc.config import TUNING_CLASSES, KernelTask, LangevinConfig, Tuning
 from numpyro_fed.mcmc.step_rule import VisitNoise
 from numpyro_fed.rounds.federated import Cost
 from numpyro_fed.rounds.inline import ask_all
-from numpyro_fed.rounds.task import SiloTask
 from numpyro_fed.surrogates.score import NUM_DRAWS
 
 __all__ = ["PilotLocal", "Rule", "choose_step_size", "cost", "visit_noise"]
@@ -36,7 +35,7 @@ _LONGEST = 64  # local moves counted, from which longer visits are extrapolated
 
 
 @dataclass(frozen=True)
-class PilotLocal(SiloTask):
+class PilotLocal(KernelTask):
     """Walks of a silo at fixed theta.
 
     The silo sends means of e over each half ``(draws, d)``, and norms of e ``(draws, steps)``.
@@ -58,11 +57,6 @@ class PilotLocal(SiloTask):
     def tell(self, message: tuple[Tuning, Array], number: int) -> tuple[Tuning, Array]:
         """Return the numbers without other silos' surrogates, and the positions."""
         return message[0].seen_by(number), message[1]
-
-    @property
-    def latent_units(self) -> Any:
-        """Units of the latents, from the static facts."""
-        return self.config.units
 
     def __call__(
         self, key: Array, message: tuple[Tuning, Array], rows: LocalMap | None, view: SiloView

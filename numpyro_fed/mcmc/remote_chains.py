@@ -18,7 +18,7 @@ from scipy.linalg import solve_triangular
 from numpyro_fed._typing import Facts, PyTree
 from numpyro_fed.data.views import SiloView
 from numpyro_fed.mcmc._kernel import LangevinKernel
-from numpyro_fed.mcmc.config import LangevinConfig, Tuning
+from numpyro_fed.mcmc.config import KernelTask, LangevinConfig, Tuning
 from numpyro_fed.mcmc.langevin import Chain, VisitStats, federated
 from numpyro_fed.mcmc.visit import (
     Departure,
@@ -32,7 +32,6 @@ from numpyro_fed.mcmc.visit import (
 )
 from numpyro_fed.rounds.inline import key_of
 from numpyro_fed.rounds.remote import RemoteSilos
-from numpyro_fed.rounds.task import SiloTask
 from numpyro_fed.rounds.worker import Call
 
 __all__ = ["RemoteSteps", "StartLocal", "VisitLocal", "ask_or_forget", "remote_steps"]
@@ -74,7 +73,7 @@ def remote_steps(kernel: object) -> RemoteSteps:
 
 
 @dataclass(frozen=True)
-class StartLocal(SiloTask):
+class StartLocal(KernelTask):
     """Call that draws a chain's first coordinates of the silo's latents.
 
     They are the silo's part of a single draw for all silos.
@@ -87,11 +86,6 @@ class StartLocal(SiloTask):
     reads = (("ScoreLocal",),)
 
     config: LangevinConfig
-
-    @property
-    def latent_units(self) -> Any:
-        """Units of the latents, from the static facts."""
-        return self.config.units
 
     def __call__(self, key: Array, message: None, rows: Any, view: SiloView) -> tuple[Array, Any]:
         """Return nothing but a zero, and the coordinates with the local map as the silo's state."""
@@ -108,7 +102,7 @@ class StartLocal(SiloTask):
 
 
 @dataclass(frozen=True)
-class VisitLocal(SiloTask):
+class VisitLocal(KernelTask):
     """Call that makes a chain's visit to the silo."""
 
     wire_name = "VisitLocal"
@@ -122,11 +116,6 @@ class VisitLocal(SiloTask):
     reads = (("TellLocal",), ("StartLocal", "VisitLocal"))
 
     config: LangevinConfig
-
-    @property
-    def latent_units(self) -> Any:
-        """Units of the latents, from the static facts."""
-        return self.config.units
 
     def __call__(
         self, key: Array, message: Chain, state: tuple[Tuning, Any], view: SiloView

@@ -13,10 +13,11 @@ from numpyro_fed._typing import PyTree
 from numpyro_fed.data.views import SiloRows
 from numpyro_fed.density.factors import PARAMS, Factors
 from numpyro_fed.privacy.differential import Noise
+from numpyro_fed.rounds.task import SiloTask
 from numpyro_fed.vi.guides.family import Family
 from numpyro_fed.vi.guides.normal import SiloNormal
 
-__all__ = ["FIT_CLASSES", "FIT_TASKS", "FitConfig"]
+__all__ = ["FIT_CLASSES", "FIT_TASKS", "FitConfig", "FitTask"]
 
 FIT_TASKS = ("InitLocal", "RoundLocal")  # wire names of the tasks that write a silo's state
 # wire names of the classes that carry a draw of theta
@@ -116,6 +117,20 @@ class FitConfig:
             shared = {**shared, PARAMS: learned}
         factors = self.families[rows.part].factors
         return factors.log_prior(factors.unravel(theta), shared)
+
+
+class FitTask(SiloTask):
+    """Task of a variational fit, whose config the silo has, too."""
+
+    reads = (FIT_TASKS,)
+    needs_fit = True
+
+    config: FitConfig
+
+    @property
+    def fit_config(self) -> FitConfig:
+        """Static facts of the fit, which are those of the call."""
+        return self.config
 
 
 # jitted: called outside of a trace each is one program; inside of one it is inlined

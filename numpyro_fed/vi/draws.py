@@ -30,11 +30,10 @@ from numpyro_fed.data.views import SiloRows, SiloView, to_pooled_order
 from numpyro_fed.privacy.secure_sum import opened
 from numpyro_fed.rounds.remote import RemoteSilos
 from numpyro_fed.rounds.serialization import wire_name
-from numpyro_fed.rounds.task import SiloTask
 from numpyro_fed.rounds.worker import Call, rows_of
 from numpyro_fed.vi.algorithms import own_params
 from numpyro_fed.vi.bound import candidate_weights, unit_bounds, unit_terms
-from numpyro_fed.vi.config import FIT_CLASSES, FIT_TASKS, FitConfig
+from numpyro_fed.vi.config import FIT_CLASSES, FitConfig, FitTask
 from numpyro_fed.vi.minibatch import pick
 from numpyro_fed.vi.proposals import stretched_normal, wider_candidates
 
@@ -98,7 +97,7 @@ def _position(
 
 
 @dataclass(frozen=True)
-class EstimateLocal(SiloTask):
+class EstimateLocal(FitTask):
     """A silo's estimates of its log likelihood at draws of theta, one number each.
 
     :param config: the static facts.
@@ -110,8 +109,6 @@ class EstimateLocal(SiloTask):
     numbers = "1 number for each draw"
     ceiling = 1_000
     message_classes = ("Position", *FIT_CLASSES)
-    reads = (FIT_TASKS,)
-    needs_fit = True
 
     config: FitConfig
     stretched: bool
@@ -120,11 +117,6 @@ class EstimateLocal(SiloTask):
     def summed(self) -> bool:
         """Flag of masked replies, in fits with secure sums."""
         return self.config.secure_sum
-
-    @property
-    def fit_config(self) -> FitConfig:
-        """Static facts of the fit, which are those of the call."""
-        return self.config
 
     def __call__(
         self, key: Array, message: tuple, state: PyTree, view: SiloView

@@ -2,19 +2,17 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 
 import jax
-import jax.numpy as jnp
 
 from numpyro_fed._typing import PyTree
 from numpyro_fed.data.silos import Silos
 from numpyro_fed.data.views import outlines
-from numpyro_fed.density.factors import PARAMS
 from numpyro_fed.vi.algorithms import ALGORITHMS
 from numpyro_fed.vi.config import FitConfig
+from numpyro_fed.vi.first_params import params_at
 from numpyro_fed.vi.guides.learned import factored
-from numpyro_fed.vi.guides.user_guide import GuideFamily
+from numpyro_fed.vi.setup import without_params
 
 __all__ = ["expected_messages", "num_parameters"]
 
@@ -32,24 +30,14 @@ def expected_messages(
     :param known: facts about all silos.
     """
     _, (part,), _ = factored(model, (known,))
-    family, learned = config.families[0], part.shared.get(PARAMS, {})
-    stacks = [
-        replace(rows, shared={k: v for k, v in rows.shared.items() if k != PARAMS})
-        for rows in outlines(part)
-    ]
-    rounds = ALGORITHMS[algorithm].federated(config, stacks)
+    rounds = ALGORITHMS[algorithm].federated(config, [without_params(x) for x in outlines(part)])
 
     def types() -> tuple[PyTree, PyTree, PyTree]:
-        first = (
-            family.start
-            if isinstance(family, GuideFamily)
-            else config.normal().init(jnp.zeros(family.factors.dim))
-        )
-        params, key = config.unconstrain({**first, **learned}), jax.random.key(0)
+        params, key = params_at(config, part), jax.random.key(0)
         return params, config.constrain(params), rounds.broadcast(key, rounds.init(key, params))
 
     params, named, message = jax.eval_shape(types)
-    weights = {k: named[k] for k in family.shared_params}
+    weights = {k: named[k] for k in config.families[0].shared_params}
     estimate = (None, weights, {k: named[k] for k in config.learned}, params)
     return {"InitLocal": params, "RoundLocal": message, "EstimateLocal": estimate}
 

@@ -12,11 +12,12 @@ from numpyro.distributions.transforms import biject_to
 from numpyro_fed._typing import PyTree
 from numpyro_fed.data.silos import Silos
 from numpyro_fed.density.factors import PARAMS, Factors
+from numpyro_fed.vi.config import FitConfig
 from numpyro_fed.vi.guides.learned import probe
 from numpyro_fed.vi.guides.user_guide import GuideFamily
 from numpyro_fed.vi.setup import Setup
 
-__all__ = ["first_params"]
+__all__ = ["first_params", "params_at"]
 
 
 def first_params(setup: Setup, guide: Any, key: Array) -> dict[str, PyTree]:
@@ -25,10 +26,8 @@ def first_params(setup: Setup, guide: Any, key: Array) -> dict[str, PyTree]:
     They come from the guide's strategy and the model's own first values.
     """
     config, silos = setup.config, setup.parts[0]
-    learned = silos.shared.get(PARAMS, {})
-    family = config.families[0]
-    if isinstance(family, GuideFamily):
-        return config.unconstrain({**family.start, **learned})
+    if isinstance(config.families[0], GuideFamily):
+        return params_at(config, silos)
 
     at = (config.factors, guide.init_loc_fn, silos, key)
     try:
@@ -43,7 +42,22 @@ def first_params(setup: Setup, guide: Any, key: Array) -> dict[str, PyTree]:
         raise ValueError(
             "init_loc_fn: expected finite values of the global sites, got NaN or infinity"
         )
-    return config.unconstrain({**config.normal().init(loc), **learned})
+    return params_at(config, silos, loc)
+
+
+def params_at(config: FitConfig, silos: Silos, loc: Array | None = None) -> dict[str, PyTree]:
+    """Return global parameters, unconstrained, from the model's own first values.
+
+    :param silos: the silos, with first values of the learned parameters.
+    :param loc: location of a Gaussian q(theta); zeros by default. A guide of one's own has its
+        first values instead.
+    """
+    family = config.families[0]
+    if isinstance(family, GuideFamily):
+        first = family.start
+    else:
+        first = config.normal().init(jnp.zeros(family.factors.dim) if loc is None else loc)
+    return config.unconstrain({**first, **silos.shared.get(PARAMS, {})})
 
 
 @partial(jax.jit, static_argnames=("factors", "strategy"))

@@ -15,11 +15,10 @@ from numpyro_fed.privacy.differential import noised_exactly
 from numpyro_fed.privacy.discrete_gaussian import Words
 from numpyro_fed.rounds.remote import RemoteSilos
 from numpyro_fed.rounds.serialization import wire_name
-from numpyro_fed.rounds.task import SiloTask
 from numpyro_fed.rounds.worker import rows_of
 from numpyro_fed.vi import sfvi
 from numpyro_fed.vi.algorithms import ALGORITHMS, own_params
-from numpyro_fed.vi.config import FIT_CLASSES, FIT_TASKS, FitConfig
+from numpyro_fed.vi.config import FIT_CLASSES, FitConfig, FitTask
 from numpyro_fed.vi.loop import VIState
 from numpyro_fed.vi.setup import Setup
 
@@ -45,7 +44,7 @@ class RemoteStates:
 
 
 @dataclass(frozen=True)
-class InitLocal(SiloTask):
+class InitLocal(FitTask):
     """The call for a silo's first state, from the global parameters.
 
     :param config: the static facts.
@@ -58,17 +57,10 @@ class InitLocal(SiloTask):
     leaves = "The silo makes its own first parameters, keeps them, and sends only a zero"
     numbers = ""
     ceiling = 1_000
-    reads = (FIT_TASKS,)
-    needs_fit = True
 
     config: FitConfig
     algorithm: str
     taken: bool = False
-
-    @property
-    def fit_config(self) -> FitConfig:
-        """Static facts of the fit, which are those of the call."""
-        return self.config
 
     def __call__(
         self, key: Array, message: dict[str, Array], state: PyTree, view: SiloView
@@ -87,7 +79,7 @@ class InitLocal(SiloTask):
 
 
 @dataclass(frozen=True)
-class RoundLocal(SiloTask):
+class RoundLocal(FitTask):
     """The call for a silo's part of a round; fields as in :class:`InitLocal`.
 
     :param bare: in a fit with privacy, whether :meth:`private` adds the noise, in the silo.
@@ -109,8 +101,6 @@ class RoundLocal(SiloTask):
     )
     ceiling = 100_000
     message_classes = ("SFVIMessage", "SFVIAvgMessage", "ConduciveMessage", *FIT_CLASSES)
-    reads = (FIT_TASKS,)
-    needs_fit = True
 
     config: FitConfig
     algorithm: str
@@ -120,11 +110,6 @@ class RoundLocal(SiloTask):
     def summed(self) -> bool:
         """Flag of masked replies, in fits with secure sums."""
         return self.config.secure_sum
-
-    @property
-    def fit_config(self) -> FitConfig:
-        """Static facts of the fit, which are those of the call."""
-        return self.config
 
     def __call__(
         self, key: Array, message: PyTree, state: PyTree, view: SiloView

@@ -27,7 +27,7 @@ from numpyro_fed.vi.guides.normal import SiloNormal
 from numpyro_fed.vi.guides.user_guide import guide_family
 from numpyro_fed.vi.options import Options
 
-__all__ = ["Setup", "config_of_silo", "make_setup"]
+__all__ = ["Setup", "config_of_silo", "make_setup", "without_params"]
 
 _CHECK_ROWS = 100_000  # rows to check in a fit by minibatches, as all may not fit into memory
 
@@ -95,9 +95,7 @@ def make_setup(
     stacks, names = [], []
     for i, part in enumerate(parts):
         for rows in outlines(part, i) if isinstance(part, RemoteSilos) else stack(part, i):
-            stacks.append(
-                replace(rows, shared={k: v for k, v in rows.shared.items() if k != PARAMS})
-            )
+            stacks.append(without_params(rows))
             names += [part.names[n] for n in np.asarray(rows.number)]
     here = [] if isinstance(parts[0], RemoteSilos) else stacks
     local = [
@@ -105,6 +103,11 @@ def make_setup(
         for rows in here
     ]
     return Setup(config, parts, stacks, tuple(names), local)
+
+
+def without_params(rows: SiloRows) -> SiloRows:
+    """Return a stack of silos without the values of the model's learned parameters."""
+    return replace(rows, shared={k: v for k, v in rows.shared.items() if k != PARAMS})
 
 
 def config_of_silo(
