@@ -158,7 +158,9 @@ def test_exact_law_is_that_of_the_closed_form():
 # The step size h is large, so that the discretization is far above the Monte-Carlo error.
 CASES = {
     "FSGLD, exact surrogates": (
-        lambda: fed.FSGLD(linear, 0.02, 10, None, exact_surrogates(SILOS), 1.0, F, None),
+        lambda: fed.FSGLD(
+            linear, fed.Step(0.02, preconditioner=None), 10, None, exact_surrogates(SILOS), 1.0, F
+        ),
         {"h": 0.02, "steps": 10, "alpha": 1.0, "f": F, "surrogates": exact_surrogates(SILOS)},
     ),
     "FSGLD, preconditioned, minibatches": (
@@ -174,7 +176,14 @@ CASES = {
         },
     ),
     "FSGLD, poor surrogates, alpha 0.8": (
-        lambda: fed.FSGLD(linear, 0.005, 10, None, exact_surrogates(SILOS, 0.3), 0.8, None, None),
+        lambda: fed.FSGLD(
+            linear,
+            fed.Step(0.005, preconditioner=None),
+            10,
+            None,
+            exact_surrogates(SILOS, 0.3),
+            0.8,
+        ),
         {"h": 0.005, "steps": 10, "alpha": 0.8, "surrogates": exact_surrogates(SILOS, 0.3)},
     ),
     "DSGLD, minibatches": (

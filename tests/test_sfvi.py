@@ -31,7 +31,7 @@ from vi_models import (
 )
 
 import numpyro_fed as fed
-from numpyro_fed.vi import setup as make_setup
+from numpyro_fed.vi import first_params, inline
 from numpyro_fed.vi.bound import silo_bound
 from numpyro_fed.vi.loop import _converged
 from numpyro_fed.vi.minibatch import systematic
@@ -166,10 +166,10 @@ def test_the_starts_program_does_not_hold_the_rows():
     moved = fed.split({"y": silos.pooled["y"], "x": silos.pooled["x"] + 1}, by=PARTITIONS["two"])
     svi = fed.SFVI(wheeze, fed.AutoSiloNormal(wheeze), optax.adam(0.02), num_local_particles=2)
     svi.init(random.key(1), silos)
-    programs = make_setup._first_position._cache_size()
+    programs = first_params._first_position._cache_size()
     svi.init(random.key(2), moved)
     assert programs
-    assert make_setup._first_position._cache_size() == programs
+    assert first_params._first_position._cache_size() == programs
 
 
 # the exact posterior
@@ -545,14 +545,12 @@ def test_a_loss_that_is_not_finite_stops_the_fit_and_keeps_the_last_state():
 
 
 def test_an_interrupted_run_returns_what_it_has(monkeypatch):
-    from numpyro_fed.vi import loop as rounds
-
     silos = wheeze_silos(PARTITIONS["two"])
     svi = fed.SFVI(
         wheeze, fed.AutoSiloNormal(wheeze), optax.adam(0.02), num_local_particles=2, validate=False
     )
     whole = svi.run(random.key(1), 200, silos, progress_bar=False)
-    chunk, calls = rounds._chunk, []
+    chunk, calls = inline._chunk, []
 
     def interrupted(*args):
         calls.append(1)
@@ -560,7 +558,7 @@ def test_an_interrupted_run_returns_what_it_has(monkeypatch):
             raise KeyboardInterrupt
         return chunk(*args)
 
-    monkeypatch.setattr(rounds, "_chunk", interrupted)
+    monkeypatch.setattr(inline, "_chunk", interrupted)
     with pytest.warns(
         UserWarning, match=r"interrupted: the result of the first 200 rounds is returned"
     ):
