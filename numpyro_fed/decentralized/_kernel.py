@@ -145,22 +145,22 @@ class NetworkKernel(FederatedKernel):
 
     def _settle(self, silos: Silos, extra: ModelArgs) -> None:
         graph = self._graph.ordered(silos.names)
-        ground = model_setup(self._model, silos, extra, self._options)
+        made = model_setup(self._model, silos, extra, self._options)
         h, schedule = self._step.size, self._step.schedule
         constant = schedule is None and not self._step.learned
-        tuning = ground.tuning._replace(
-            step_size=jnp.asarray(h if constant else jnp.nan, ground.tuning.loc.dtype)
+        tuning = made.tuning._replace(
+            step_size=jnp.asarray(h if constant else jnp.nan, made.tuning.loc.dtype)
         )
         if tuning.latents is not None and not isinstance(silos, RemoteSilos):
-            group = None if ground.units is None else ground.units.group
+            group = None if made.units is None else made.units.group
             rows = stack_states(tuning.latents.rows, silos, group)
             tuning = tuning._replace(latents=tuning.latents._replace(rows=rows))
         self._config = NetworkConfig(
-            ground.factors, ground.units, ground.batch, len(silos), schedule, graph.fails,
+            made.factors, made.units, made.batch, len(silos), schedule, graph.fails,
             self._both_ways, type(self)._exchange,
             tuple((g, sum(n)) for g, n in silos.sizes.items()),
         )  # fmt: skip
-        self._tuning, self._surrogates, self._setup_cost = tuning, ground.surrogates, ground.cost
+        self._tuning, self._surrogates, self._setup_cost = tuning, made.surrogates, made.cost
         self._mixing = mixing(graph, both_ways=self._both_ways)
         self._stacks = (silos, self._stacked(silos))
         if self._step.learned:

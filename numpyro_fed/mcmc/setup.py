@@ -95,37 +95,42 @@ def model_setup(model: Callable, silos: Silos, extra: ModelArgs, options: Option
 
 
 def make_setup(model: Callable, silos: Silos, extra: ModelArgs, options: Options) -> Setup:
-    """Make the whole setup: :func:`model_setup`, then the step size."""
-    return _with_step_size(
-        model_setup(model, silos, extra, options), silos.with_shared(**extra), options
-    )
-
-
-def _with_step_size(ground: ModelSetup, silos: Silos, options: Options) -> Setup:
-    factors, units, batch, tuning, surrogates, cost = ground
-    if options.step.control_variates:
-        tuning = tuning._replace(anchor=whole_gradients(factors, tuning.loc, silos))
+    """Make the whole setup: :func:`model_setup`, then the config and the step size."""
+    made = model_setup(model, silos, extra, options)
     config = LangevinConfig(
-        factors,
-        units,
+        made.factors,
+        made.units,
         int(options.num_local_steps),
-        batch,
+        made.batch,
         options.separates,
         options.step.schedule,
         options.num_kept,
     )
+    tuning, cost = _step_size(config, made.tuning, silos.with_shared(**extra), options)
+    return Setup(config, tuning, made.surrogates, made.cost + cost)
+
+
+def _step_size(
+    config: LangevinConfig, tuning: Tuning, silos: Silos, options: Options
+) -> tuple[Tuning, Cost]:
+    """Return the tuning with the pilot's step size, and the cost of the pilot for each silo.
+
+    Steps that are learned in warm-up, and steps in the coordinates of the model, need no pilot.
+    """
+    if options.step.control_variates:
+        tuning = tuning._replace(anchor=whole_gradients(config.factors, tuning.loc, silos))
     if options.step.learned:
         inflation = 1 + options.step.bias_target
-        tuning = tuning._replace(inflation=jnp.asarray(inflation, tuning.loc.dtype))
-    elif options.step.preconditioner is not None:
-        cost += pilot.cost(config, tuning)
-        rule = pilot.Rule(
-            options.step.bias_target if options.step.size == "auto" else None,
-            isinstance(options.selection, str) and options.selection == "auto",
-            options.step.noise_correction,
-        )
-        tuning = pilot.choose_step_size(config, tuning, silos, rule)
-    return Setup(config, tuning, surrogates, cost)
+        return tuning._replace(inflation=jnp.asarray(inflation, tuning.loc.dtype)), Cost()
+    if options.step.preconditioner is None:
+        return tuning, Cost()
+    cost = pilot.cost(config, tuning)
+    rule = pilot.Rule(
+        options.step.bias_target if options.step.size == "auto" else None,
+        isinstance(options.selection, str) and options.selection == "auto",
+        options.step.noise_correction,
+    )
+    return pilot.choose_step_size(config, tuning, silos, rule), cost
 
 
 def _start(options: Options, factors: Factors) -> tuple[np.ndarray, np.ndarray, float] | None:

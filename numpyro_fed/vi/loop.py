@@ -19,7 +19,7 @@ from numpyro_fed.vi.setup import Setup
 __all__ = ["CHUNK", "Rounds", "VIState", "run_rounds"]
 
 CHUNK = 200  # rounds between two checks of the losses
-_STILL = 0.05  # sds that q may move in the last of converged conducive rounds
+_LAST_MOVE = 0.05  # sds of q at which `tol` may end conducive rounds: half of CONVERGED
 _WINDOW = 250  # fewest rounds in each of the two mean losses that are compared
 
 
@@ -170,7 +170,7 @@ def _settled(setup: Setup, state: VIState, losses: np.ndarray, tol: float) -> bo
     if not setup.config.conducive:
         return _converged(losses, tol)
     # a bound may be constant while q moves
-    return float(state.server.moved) < _STILL and _converged(losses, tol, 1)
+    return float(state.server.moved) < _LAST_MOVE and _converged(losses, tol, 1)
 
 
 def _converged(losses: np.ndarray, tol: float, least: int = _WINDOW) -> bool:

@@ -85,7 +85,7 @@ def make_setup(
     model: Callable, guide: Callable, silos: Silos | MixedSilos, options: Options
 ) -> Setup:
     """Check model, guide and data, check the factorization, and stack the silos."""
-    config, parts = _planned(model, guide, _parts_of(silos), options)
+    config, parts = _config_and_parts(model, guide, _parts_of(silos), options)
     if options.validate:
         for family, part in zip(config.families, parts, strict=True):
             some = _some(part, config.batch)
@@ -121,10 +121,10 @@ def config_of_silo(
     :param independent: whether elements are independent given theta. The server finds it by a check
         in the silos; it holds if ``families[0].group`` of the server's config is not ``None``.
     """
-    return _planned(model, guide, _parts_of(known), options, independent)[0]
+    return _config_and_parts(model, guide, _parts_of(known), options, independent)[0]
 
 
-def _planned(
+def _config_and_parts(
     model: Callable,
     guide: Callable,
     parts: tuple[Silos, ...],
