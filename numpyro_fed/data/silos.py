@@ -198,15 +198,7 @@ class Silos:
     @property
     def pooled(self) -> ModelArgs:
         """Keyword arguments of the model for all data at once, rows in their original order."""
-        out = dict(self.shared)
-        for leaf, flat in self.rows.items():
-            group = self.group[leaf]
-            if leaf in self.index:
-                target = self.index[leaf]
-                start = jnp.asarray(self.offsets(target))[self.silo_of_row(group)]
-                flat = self.order[target][flat + start].astype(flat.dtype)
-            out[leaf] = flat[self.pooled_position(group)]
-        return out
+        return {**self.shared, **_pooled_rows(self)}
 
     def __repr__(self) -> str:
         total = {g: sum(n) for g, n in self.sizes.items()}
@@ -328,6 +320,20 @@ class Silos:
 jax.tree_util.register_pytree_node(
     Silos, Silos.tree_flatten, lambda spec, children: Silos.tree_unflatten(spec, children)
 )
+
+
+@jax.jit
+def _pooled_rows(silos: Silos) -> dict[str, Array]:
+    """Return the rows in their pooled order, and indices as pooled positions."""
+    out = {}
+    for leaf, flat in silos.rows.items():
+        group = silos.group[leaf]
+        if leaf in silos.index:
+            target = silos.index[leaf]
+            start = jnp.asarray(silos.offsets(target))[silos.silo_of_row(group)]
+            flat = silos.order[target][flat + start].astype(flat.dtype)
+        out[leaf] = flat[silos.pooled_position(group)]
+    return out
 
 
 def as_column(value: Column) -> Column:

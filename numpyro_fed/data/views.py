@@ -8,6 +8,7 @@ densities.)
 import copy
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -161,15 +162,26 @@ def stack(
     :param pad: padding of all stacks, needed where a silo's latents are one row; with ``None`` each
         bucket has its own padding.
     """
+    return [
+        replace(known, rows=rows, order=order)
+        for known, (rows, order) in zip(
+            outlines(silos, part, pad), _stacked_rows(silos, pad), strict=True
+        )
+    ]
+
+
+@partial(jax.jit, static_argnames=("pad",))
+def _stacked_rows(
+    silos: Silos, pad: tuple[tuple[str, int], ...] | None
+) -> list[tuple[dict[str, Array], dict[str, Array]]]:
+    """Return each stack's rows, and their pooled places."""
     out = []
-    # numbers from buckets, because outlines' are traced under jit
-    for (numbers, _), known in zip(buckets(silos), outlines(silos, part, pad), strict=True):
+    for numbers, own in buckets(silos):
         shown = {
-            group: _stacked_positions(silos, group, numbers, count) for group, count in known.pad
+            group: _stacked_positions(silos, group, numbers, count) for group, count in pad or own
         }
         order = {group: silos.order[group][place] for group, place in shown.items()}
-        rows = {k: v[shown[silos.group[k]]] for k, v in silos.rows.items()}
-        out.append(replace(known, rows=rows, order=order))
+        out.append(({k: v[shown[silos.group[k]]] for k, v in silos.rows.items()}, order))
     return out
 
 
@@ -328,6 +340,7 @@ def gather(tree: PyTree, positions: Array) -> PyTree:
     return jax.tree.map(lambda x: x[positions], tree)
 
 
+@partial(jax.jit, static_argnames=("group",))
 def to_pooled_order(out: Array, rows: SiloRows, group: str, x: Array) -> Array:
     """Write a stack's elements ``(S, pad, ...)`` to their pooled places in a copy of ``out``.
 

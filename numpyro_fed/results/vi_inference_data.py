@@ -3,6 +3,7 @@
 import json
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import jax
@@ -12,9 +13,10 @@ from jax import Array, random
 from numpyro.infer import log_likelihood as log_likelihood_of
 
 from numpyro_fed._compat import import_arviz, infer_dims
-from numpyro_fed._typing import Facts
+from numpyro_fed._typing import Facts, ModelArgs
 from numpyro_fed.data.mixed import MixedSilos
 from numpyro_fed.data.silos import Silos
+from numpyro_fed.data.views import gather, split_shared
 from numpyro_fed.density.factors import PARAMS
 from numpyro_fed.results.silo_coords import ledger_attrs, silo_coords
 from numpyro_fed.rounds.remote import RemoteSilos
@@ -74,7 +76,7 @@ def vi_inference_data(
     weight, k, judged = _judged(config, draws, stretched)
     if resample:
         chosen = _chosen(weight, num_draws, random.fold_in(key, 1))
-        draws = jax.tree.map(lambda x: x[chosen], draws)
+        draws = jax.jit(gather)(draws, chosen)
     suffixes = [config.suffix(i) for i in range(len(setup.parts))]
     pieces = [
         (globals_of(config, part, draws, params), {}, {}, {})
@@ -199,15 +201,20 @@ class _Called:
         from numpyro.handlers import seed, substitute, trace
         from numpyro.infer.initialization import init_to_median
 
+        arrays, static = split_shared(self.kwargs)
+
         # improper priors cannot be sampled, so a strategy of initialization sets the latents
-        sites = trace(
-            substitute(seed(self, random.key(0)), substitute_fn=init_to_median)
-        ).get_trace()
-        return {
-            name: jnp.asarray(s["value"])
-            for name, s in sites.items()
-            if s["type"] == "sample" and s["is_observed"] and type(s["fn"]).__name__ != "Unit"
-        }
+        @jax.jit
+        def values(arrays: ModelArgs) -> dict[str, jax.Array]:
+            model = partial(self.model, **arrays, **dict(static))
+            filled = substitute(seed(model, random.key(0)), substitute_fn=init_to_median)
+            return {
+                name: jnp.asarray(s["value"])
+                for name, s in trace(filled).get_trace().items()
+                if s["type"] == "sample" and s["is_observed"] and type(s["fn"]).__name__ != "Unit"
+            }
+
+        return values(arrays)
 
 
 def _told(setup: Setup, params: dict, draws: Draws, result: VIResult) -> Facts:

@@ -52,9 +52,9 @@ class InlineRounds(Rounds):
         visits = dict(zip(names, np.asarray(state.visits), strict=True))
         costs: dict[str, Cost] = {}
         for rows, own in zip(self.setup.stacks, state.silos, strict=True):
-            first = jax.tree.map(lambda x: x[0] if x.ndim else x, own)
 
             def one(server: PyTree, own: PyTree, rows: SiloRows = rows) -> tuple[PyTree, PyTree]:
+                own = jax.tree.map(lambda x: x[0] if x.ndim else x, own)
                 alone = jax.tree.map(
                     lambda x, axis: x if axis is None else x[0],
                     rows,
@@ -64,7 +64,7 @@ class InlineRounds(Rounds):
                 message = algorithm.broadcast(random.key(0), server)
                 return message, algorithm.local(random.key(0), message, own, alone)[0]
 
-            message, reply = jax.eval_shape(one, state.server, first)
+            message, reply = jax.eval_shape(one, state.server, own)
             each = Cost(
                 1, config.evaluations(rows.part), message_bytes(message), message_bytes(reply)
             )
@@ -123,13 +123,17 @@ def _in_step(config: FitConfig, first: Callable, local: PyTree) -> PyTree:
     An optimizer's clock is the same number in all silos while all take part. It is then stored once
     for the stack.
     """
-    states = jax.jit(jax.vmap(first))(local)
     own = config.conducive or not (_keeps_time(config.optim) and _keeps_time(config.local_optim))
     # clocks may differ: a conducive silo whose numbers are not finite does not advance its clock
     if config.optim is not None and own:
-        return states
-    clocks = jax.tree.map(_is_clock, jax.eval_shape(first, jax.tree.map(lambda x: x[0], local)))
-    return jax.tree.map(lambda x, clock: x[0] if clock else x, states, clocks)
+        return jax.jit(jax.vmap(first))(local)
+
+    def states(local: PyTree) -> PyTree:
+        one = jax.eval_shape(first, jax.tree.map(lambda x: x[0], local))
+        clocks = jax.tree.map(_is_clock, one)
+        return jax.tree.map(lambda x, clock: x[0] if clock else x, jax.vmap(first)(local), clocks)
+
+    return jax.jit(states)(local)
 
 
 def _is_clock(x: PyTree) -> bool:

@@ -4,6 +4,7 @@ Local parameters are either stacked by silo, or over a plate's elements in poole
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ from jax import Array
 
 from numpyro_fed._typing import PyTree
 from numpyro_fed.data.silos import Silos
-from numpyro_fed.data.views import stacked_mask, to_pooled_order
+from numpyro_fed.data.views import SiloRows, stacked_mask, to_pooled_order
 from numpyro_fed.privacy.differential import Privacy, Spent, expected_error
 from numpyro_fed.rounds.federated import Ledger
 from numpyro_fed.rounds.remote import RemoteSilos
@@ -149,15 +150,20 @@ def stacked_params(setup: Setup, params: dict[str, Array]) -> list:
         new = {}
         for name, (x, group) in family.named(first).items():
             given = params[name + config.suffix(rows.part)]
-            if group is None:
-                new[name] = given[(rows.number, *[slice(n) for n in x.shape[2:]])][:, None]
-            else:
-                own = stacked_mask(rows, group)
-                new[name] = jnp.where(
-                    own.reshape(*own.shape, *[1] * (x.ndim - 2)), given[rows.order[group]], x
-                )
+            new[name] = _in_stack(rows, given, x, group)
         out.append(family.from_named(new))
     return out
+
+
+@partial(jax.jit, static_argnames=("group",))
+def _in_stack(rows: SiloRows, given: Array, first: Array, group: str | None) -> Array:
+    """Return a stack's part of a parameter in pooled order; padding has its first values."""
+    if group is None:
+        return given[(rows.number, *[slice(n) for n in first.shape[2:]])][:, None]
+    own = stacked_mask(rows, group)
+    return jnp.where(
+        own.reshape(*own.shape, *[1] * (first.ndim - 2)), given[rows.order[group]], first
+    )
 
 
 def _in_order(rows: list, group: str | None, silos: Silos) -> Array:

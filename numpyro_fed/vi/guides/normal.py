@@ -108,9 +108,9 @@ class SiloNormal(Family):
         if self.global_cov == "full":
             return {
                 **out,
-                f"{self.prefix}_scale_tril": self.init_scale * jnp.eye(d, dtype=loc.dtype),
+                f"{self.prefix}_scale_tril": jnp.asarray(self.init_scale * np.eye(d), loc.dtype),
             }
-        out[f"{self.prefix}_scale"] = jnp.full(d, self.init_scale, loc.dtype)
+        out[f"{self.prefix}_scale"] = jnp.asarray(np.full(d, self.init_scale), loc.dtype)
         if not isinstance(self.global_cov, str):  # random: at A = 0 the gradient of A A' is zero
             out[f"{self.prefix}_factor"] = 0.1 * random.normal(
                 random.key(0), (d, self.global_cov), loc.dtype
