@@ -38,7 +38,7 @@ from numpyro_fed.mcmc.gradients import OpenSilo, drift, open_silo, push
 from numpyro_fed.mcmc.local_moves import MoveNoise, free_move_noise, metropolis, move_noise
 from numpyro_fed.mcmc.minibatch import pick_elements, rows_of
 from numpyro_fed.mcmc.nested_moves import nested_metropolis
-from numpyro_fed.rounds.federated import Federated
+from numpyro_fed.rounds.federated import LARGEST_FINITE, Federated
 from numpyro_fed.rounds.serialization import wire_name
 
 __all__ = [
@@ -52,9 +52,6 @@ __all__ = [
     "pick_rows",
     "visit",
 ]
-
-
-_FARTHEST = 1e18  # float32 still holds its square; a chain beyond counts as not finite
 
 
 @wire_name("Chain")
@@ -138,7 +135,7 @@ def visit(
     if rest:
         carry = run(carry, keys[blocks], rest)
     theta, new_eps, count, cuts, accepted, sum_e = carry
-    finite, stuck, accept = (jnp.abs(theta) < _FARTHEST).all(), jnp.zeros(()), jnp.ones(())
+    finite, stuck, accept = (jnp.abs(theta) < LARGEST_FINITE).all(), jnp.zeros(()), jnp.ones(())
     if config.units is not None and eps is not None and new_eps is not None:
         owned = config.units.owned(view)
         finite &= jnp.isfinite(jnp.where(owned, new_eps, 0.0)).all()

@@ -21,7 +21,10 @@ from typing import Any, NamedTuple
 
 import jax
 
-__all__ = ["Cost", "Federated", "Ledger", "message_bytes"]
+__all__ = ["LARGEST_FINITE", "Cost", "Federated", "Ledger", "message_bytes"]
+
+# larger numbers of a silo count as not finite: float32 still holds the square, 1e36 of 3e38
+LARGEST_FINITE = 1e18
 
 
 class Federated(NamedTuple):

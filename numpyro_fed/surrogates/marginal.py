@@ -29,6 +29,7 @@ from numpyro_fed.density import small_matrices
 from numpyro_fed.surrogates.sobol import sobol_normal
 
 __all__ = [
+    "NEWTON_STEPS",
     "Moments",
     "Quadrature",
     "cholesky",
@@ -41,10 +42,16 @@ __all__ = [
     "quadrature_marginal",
 ]
 
-_NEWTON_STEPS = 25
-_SCALAR_NODES = 25  # for one latent
+# from 0 to a mode's hundredth of an sd, binomial terms took up to 9 steps, and Poisson terms with
+# counts up to 1e5 and prior sds of .1 to 30 up to 19
+NEWTON_STEPS = 25
+# for one latent; the worst error of a score in its log scale, of binomial elements with 1 to 40
+# rows and prior sds of .3 to 6, was .006 (15 nodes: .035, 35 nodes: .001)
+_SCALAR_NODES = 25
 _SOBOL_NODES = 64  # for several latents
-_WIDEN = 1.2  # spread of the nodes relative to the curvature's, for tails wider than Gaussian
+# spread of the nodes relative to the curvature's, for tails wider than Gaussian; the error above is
+# .024 for a spread of 1, and .007 for 1.5
+_WIDEN = 1.2
 
 
 class Moments(NamedTuple):
@@ -133,7 +140,7 @@ def quadrature_marginal(
     :return: log marginal likelihood at ``u`` (scalar), its score ``(d,)``, and the latents'
         moments.
     """
-    found = place_at_mode(lambda z: log_density(u, z), start, nodes(start.shape[1]), _NEWTON_STEPS)
+    found = place_at_mode(lambda z: log_density(u, z), start, nodes(start.shape[1]), NEWTON_STEPS)
 
     def marginal(u: Array) -> tuple[Array, Array]:
         values = jax.vmap(lambda z: log_density(u, z))(found.points)
@@ -165,7 +172,7 @@ def laplace_marginal(
         factors of the inverse curvatures.
     """
     # no stop_gradient here: a Hessian of this function needs the mode's derivative
-    mode = _newton(lambda z: log_density(u, z), start, _NEWTON_STEPS)
+    mode = _newton(lambda z: log_density(u, z), start, NEWTON_STEPS)
     hessian = _curvature(lambda z: log_density(u, z), mode)
 
     def marginal(u: Array) -> Array:

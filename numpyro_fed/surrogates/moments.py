@@ -38,7 +38,7 @@ from numpyro_fed.data.silos import Silos
 from numpyro_fed.density.factorize import factorize
 from numpyro_fed.density.factors import Factors
 from numpyro_fed.rounds.federated import Cost
-from numpyro_fed.surrogates.gaussian import Gaussian, Surrogates
+from numpyro_fed.surrogates.gaussian import FULL_UP_TO, Gaussian, Surrogates
 from numpyro_fed.surrogates.least_squares import fit_score
 from numpyro_fed.surrogates.local_draws import CHAINS, STEP_SIZE, LocalDraws, gradients, nuts, sgld
 from numpyro_fed.surrogates.score import ScoreFit, Whitening
@@ -46,9 +46,10 @@ from numpyro_fed.surrogates.sobol import sobol_normal
 
 __all__ = ["fit", "moments", "with_moments"]
 
-_FULL_UP_TO = 500  # dimensions; beyond, a kernel takes variances only
-_SETTLED = 1.2  # largest split R-hat of long chains
-_FEWEST = 20  # fewest draws of each chain
+# largest split R-hat of long chains: the means of half chains then scatter by .66 sds; 16 chains of
+# a Gaussian have about 1.01, a silo whose law does not settle had 1.8 (docs/results.md)
+_SETTLED = 1.2
+_FEWEST = 20  # fewest draws of each chain: R-hat and covariance are of its halves, ten draws each
 
 
 def moments(
@@ -143,7 +144,7 @@ def with_moments(factors: Factors, silos: Silos, fitted: ScoreFit | None) -> Sco
     """
     method = "nuts" if factors.local_sites else "sgld"
     surrogates, cost = fit(
-        factors, silos, method, max(3000, 4 * factors.dim), diagonal=factors.dim > _FULL_UP_TO
+        factors, silos, method, max(3000, 4 * factors.dim), diagonal=factors.dim > FULL_UP_TO
     )
     whitening = Whitening(*map(jnp.asarray, surrogates.posterior().whitening()))
     if fitted is None:

@@ -18,6 +18,7 @@ from numpyro_fed.rounds.serialization import wire_name
 
 __all__ = [
     "CAREFUL",
+    "CONVERGED",
     "ApproxFactor",
     "History",
     "carried",
@@ -28,12 +29,23 @@ __all__ = [
     "unpacked",
 ]
 
-_FARTHEST = 3.0  # largest step of a round, in sds of q along an axis of its curvature
+# largest move of a converged fit's last round, in sds and log sds; 15 models moved by .001 two to
+# four rounds after q was within .1 sds (docs/results.md)
+CONVERGED = 0.1
+# largest step of a round, in sds of q along an axis of its curvature: the outermost of 256 points,
+# at which silos evaluate their scores, are that far
+_FARTHEST = 3.0
 _FLATTEST = 0.25  # least precision relative to the old q's: a round widens q at most twofold
-CAREFUL = 0.7  # share of a step where silos did not answer
-_OLDEST = 0.1  # least weight of the newest factors, and least share of an averaged step
-_SLOWLY = 6.0  # rounds until the share of an averaged step is half
-_DEPTH = 3  # rounds in the history
+# share of a step where silos did not answer; with 30 % missing, full steps took up to 18 rounds and
+# more on five models, this share up to 12 (docs/results.md)
+CAREFUL = 0.7
+# least weight of the newest factors, and least share of an averaged step: the noise of such steps
+# is sqrt(.1 / 1.9) = .23 of a round's
+_OLDEST = 0.1
+# rounds until the share of an averaged step is half; ten rounds still divide the distance from the
+# start by 6,600, the product of 1 / (1 - share)
+_SLOWLY = 6.0
+_DEPTH = 3  # rounds in the history; steps may overshoot with period two
 
 
 @wire_name("ApproxFactor")

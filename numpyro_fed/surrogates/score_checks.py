@@ -3,14 +3,15 @@
 import numpy as np
 
 from numpyro_fed.data.silos import Silos
+from numpyro_fed.rounds.federated import LARGEST_FINITE
 from numpyro_fed.surrogates.local_score import Reply
 
 __all__ = ["check_finite", "check_values"]
 
-_LARGEST = 1e18  # of a reply in whitened units: larger ones make the sum singular
 # largest ratio of :func:`_contradiction`; those of honest silos are below 2
 _CONTRADICTION = 100.0
-_FLAT = 1e-3  # least sd of log marginals, in nats
+# least sd of log marginals, in nats: float32 rounds a log likelihood of 10,000 to .0005
+_FLAT = 1e-3
 
 
 def check_finite(replies: Reply, silos: Silos) -> None:
@@ -19,7 +20,7 @@ def check_finite(replies: Reply, silos: Silos) -> None:
         x = replies._asdict()[part]
         if x is None:
             continue
-        wrong = ~(np.abs(np.asarray(x)) < _LARGEST).reshape(len(silos), -1).all(1)  # or NaN
+        wrong = ~(np.abs(np.asarray(x)) < LARGEST_FINITE).reshape(len(silos), -1).all(1)  # or NaN
         if wrong.any():
             raise ValueError(
                 f"silo {silos.names[int(wrong.argmax())]!r} returned a surrogate with NaN or "

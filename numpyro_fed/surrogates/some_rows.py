@@ -31,8 +31,12 @@ from numpyro_fed.surrogates.score import ScoreFit, Whitening
 
 __all__ = ["ENOUGH", "fit_some", "whole_gradients"]
 
-ENOUGH = 1 << 15  # rows of the subset, over all silos; up to twice as many are all fitted
-_STEPS = 4  # each divides the distance by about sqrt(ENOUGH)
+# rows of the subset, over all silos; up to twice as many are all fitted. Their curvature has a
+# relative error of about sqrt(d / ENOUGH): 2.5 % for d = 20
+ENOUGH = 1 << 15
+# Newton steps, each of which multiplies the distance by that error; a subset of a million rows
+# starts sqrt(30) sds away, and is 2e-6 sds away after four
+_STEPS = 4
 
 
 @partial(jax.jit, static_argnames=("factors",))
