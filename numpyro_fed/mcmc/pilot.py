@@ -27,11 +27,16 @@ from numpyro_fed.surrogates.score import NUM_DRAWS
 
 __all__ = ["PilotLocal", "Rule", "choose_step_size", "cost", "visit_noise"]
 
-_WARM = 20  # local moves before counting
-_CUT = 8.0  # norm of e, in whitened units
-_CUT_RATE = 0.005
+# local moves before counting; of latents that start at the map's draws, and move with probability
+# .2, one in a hundred has not moved then
+_WARM = 20
+# norm of e, in whitened units; without a cut chains of two models of five diverged, with it none
+_CUT = 8.0
+_CUT_RATE = 0.005  # half of the share of cut steps that `diagnose` accepts
 _NO_STEP = 1e-6  # at less, chains of thousands of rounds move by less than an sd
-_LONGEST = 64  # local moves counted, from which longer visits are extrapolated
+# local moves counted, from which longer visits are extrapolated; halves of 32 are long beside the
+# memory of independence moves, which is 2 / a - 1 moves at acceptance a
+_LONGEST = 64
 
 
 @dataclass(frozen=True)
