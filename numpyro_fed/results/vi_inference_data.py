@@ -35,8 +35,10 @@ if TYPE_CHECKING:
 
 __all__ = ["CANDIDATES", "check_num_draws", "vi_inference_data"]
 
-CANDIDATES = 4  # draws of q for each resampled draw
-_FEWEST = 100  # fewest draws by which Pareto's k is judged
+# draws of q for each resampled draw: with an effective share of a quarter or more (.6 is usual) the
+# resampled draws are worth their number
+CANDIDATES = 4
+_FEWEST = 100  # fewest draws by which Pareto's k is judged: its fit is to a fifth of them, 20
 
 
 def vi_inference_data(

@@ -31,7 +31,9 @@ from jax.typing import ArrayLike
 
 __all__ = ["Barycenter", "barycenter"]
 
-_PATIENCE = 3  # steps without a smaller residual that end the iteration
+# steps without a smaller residual that end the iteration: residuals fall in each step until they
+# are rounding errors, which may rise once by chance
+_PATIENCE = 3
 
 
 class Barycenter(NamedTuple):

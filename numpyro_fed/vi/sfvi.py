@@ -37,7 +37,9 @@ from numpyro_fed.vi.minibatch import Batch, pick
 
 __all__ = ["Info", "Message", "Reply", "Server", "SiloState", "federated", "tail_average"]
 
-_TAIL = 8  # round t of T has weight proportional to t^8: about the last ninth counts
+# round t of T has weight proportional to t^8: about the last ninth counts. With Adam's steps of .01
+# six cities' log scale is .05 sds off, in the last round .2
+_TAIL = 8
 
 
 @wire_name("SFVIServer")

@@ -7,13 +7,12 @@ from typing import Any
 import numpy as np
 
 from numpyro_fed.data.views import SiloRows
+from numpyro_fed.surrogates.natural_step import CONVERGED
 from numpyro_fed.vi.conducive.antithetic import fewest_rows
 from numpyro_fed.vi.config import FitConfig
 from numpyro_fed.vi.loop import VIState
 
-__all__ = ["CONVERGED", "JointUnits", "check", "say_how_it_ended"]
-
-CONVERGED = 0.1  # sds that q may move in the last round of a fit that has converged
+__all__ = ["JointUnits", "check", "say_how_it_ended"]
 
 
 class JointUnits(ValueError):

@@ -21,12 +21,18 @@ from numpyro_fed.surrogates.natural_step import CAREFUL, ApproxFactor, newest
 
 __all__ = ["Memory", "Move"]
 
+# pairs of steps and changes in the memory; with 3 to 20 logistic regression in 100 dimensions took
+# nine rounds, with ten 7,850 weights of a softmax took forty
 _DEPTH = 10
-_FARTHEST = 3.0  # most sds that q moves in a round, root mean square over dimensions
-_WIDEST = 1.5  # largest factor by which an sd grows or shrinks in a round
-_BACK = 0.3
+# most sds that q moves in a round, root mean square over dimensions: as for a full q, beyond which
+# scores were not evaluated
+_FARTHEST = 3.0
+_WIDEST = 1.5  # largest factor by which an sd grows or shrinks in a round: 57 in ten rounds
+_BACK = 0.3  # share of a step that is tried after it failed; at most .3^3 of the step is
 _OWN_NOISE = 0.05  # noise from the silos' own parameters, as a share of the bound
-_SHORTEST = 0.05  # share of a step at which it is no longer taken back
+# share of a step at which it is no longer taken back: a bound that is lower however short the step
+# is noise
+_SHORTEST = 0.05
 
 
 class Move(NamedTuple):

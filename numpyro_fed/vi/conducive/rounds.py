@@ -89,7 +89,9 @@ from numpyro_fed.vi.sfvi import Info, all_finite
 
 __all__ = ["federated", "init_silo"]
 
-_MOST_MISSING = 0.5  # largest share of a silo's points whose numbers may be not finite
+# largest share of a silo's points whose numbers may be not finite: of 4 d points 2 d are left, for
+# d + 1 coefficients of a score
+_MOST_MISSING = 0.5
 
 
 def federated(config: FitConfig, stacks: list[SiloRows]) -> Federated:

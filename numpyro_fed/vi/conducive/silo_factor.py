@@ -43,9 +43,11 @@ __all__ = [
     "whitening",
 ]
 
-_NUMBERS_AT_ONCE = 1 << 21
-_MIN_POINTS = 64
-_MAX_DIAGONAL = 1024  # most points that a diagonal precision needs
+_NUMBERS_AT_ONCE = 1 << 21  # 8 MiB in float32
+_MIN_POINTS = 64  # four for each of 16 dimensions, as a full precision has
+# most points that a diagonal precision needs: from their 512 pairs a curvature has a relative error
+# of about sqrt(2 / 512) = 6 %, and an sd half of that
+_MAX_DIAGONAL = 1024
 
 
 def number_of_points(family: SiloNormal, least: int) -> int:
