@@ -32,7 +32,8 @@ _NO_PLATE = (
     'fed.silo_plate("patients", x.shape[0]) in place of numpyro.plate, or mark one from outside: '
     'fed.mark_silos(model, "patients")'
 )
-# rows of the first row group in each of two traces; every further row group has ten more
+# rows of the first row group in each of two traces; every further row group has ten more. Primes,
+# which no product of a model's own sizes gives
 _PROBES = (1009, 2003)
 
 

@@ -9,8 +9,11 @@ from numpyro_fed.data.silos import Silos
 
 __all__ = ["cut_in_two", "random_silos"]
 
-_MADE_UP = (3, 5)  # rows of the two made-up silos; each further row group has two more
-_CUT_ROWS = 1 << 17  # most rows of a silo to cut in two, as the cut copies them
+# rows of the two made-up silos; each further row group has two more. They are unequal, so that a
+# model shows that it reads its number of rows
+_MADE_UP = (3, 5)
+# most rows of a silo to cut in two, as the cut copies them: 52 MB of 100 numbers a row
+_CUT_ROWS = 1 << 17
 
 
 def random_silos(
