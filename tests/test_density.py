@@ -189,7 +189,7 @@ def test_traced_silo_padded_in_any_way(entry: Entry, monkeypatch: pytest.MonkeyP
     numbers = jnp.arange(len(silos))
     np.testing.assert_allclose([jitted(n) for n in numbers], expected, rtol=3e-6)
     np.testing.assert_allclose(jax.jit(jax.vmap(padded))(numbers), expected, rtol=3e-6)
-    monkeypatch.setattr(storage, "_SMALL", 0)
+    monkeypatch.setattr(storage, "SMALL", 0)
     assert len(buckets(silos)) > 1
     swept, state = jax.jit(lambda: sweep(lambda view, _: (term(view), None), silos, None, None))()
     assert state is None
@@ -201,7 +201,7 @@ def test_traced_silo_padded_in_any_way(entry: Entry, monkeypatch: pytest.MonkeyP
 def test_sweep_gives_each_silo_its_own_states(
     small: int, group: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(storage, "_SMALL", small)
+    monkeypatch.setattr(storage, "SMALL", small)
     # two buckets: of the last silo, then of the first two, one of them padded
     silos = fed.split({"y": np.arange(13.0)}, by=np.repeat([0, 1, 2], [2, 3, 8]))
     assert (len(buckets(silos)) > 1) == (small == 0)
@@ -229,7 +229,7 @@ def test_buckets_hold_every_silo_once_and_pad_below_twofold(sizes: list[tuple[in
     data = {str(s): {"y": np.full(n, s), "d": np.zeros(k)} for s, (n, k) in enumerate(sizes)}
     silos = fed.Silos(data, rows={"y": "rows", "d": "ds"})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(storage, "_SMALL", 0)
+        patch.setattr(storage, "SMALL", 0)
         found = buckets(silos)
     assert sorted(s for numbers, _ in found for s in numbers) == list(range(len(silos)))
     for numbers, pad in found:

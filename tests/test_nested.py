@@ -512,7 +512,7 @@ def test_the_marginal_has_the_scores_of_a_silo_s_exact_likelihood():
 
 def test_silos_of_very_different_size_share_one_layout(monkeypatch):
     """Buckets of silos are padded differently; the row of a silo's latents is not."""
-    monkeypatch.setattr(storage, "_SMALL", 1)
+    monkeypatch.setattr(storage, "SMALL", 1)
     small = {
         "y": np.ones(1, np.float32),
         "klass": np.zeros(1, int),

@@ -134,7 +134,7 @@ def test_draws_are_those_of_mcmc(case):
 @pytest.mark.slow
 def test_first_latents_of_silos_in_several_stacks(monkeypatch):
     """Inline silos whose sizes are far apart lie in stacks of their own, each with its own draw."""
-    monkeypatch.setattr(storage, "_SMALL", 1)
+    monkeypatch.setattr(storage, "SMALL", 1)
     rng = np.random.default_rng(0)
     data = {}
     for name, groups in (("a", 5), ("b", 2), ("c", 9)):

@@ -38,7 +38,7 @@ from numpyro_fed.data.spec import SilosSpec
 
 __all__ = ["Flat", "Silos"]
 
-_ALIGNED = 64  # bytes
+_ALIGNED = 64  # bytes; JAX uses NumPy's memory without a copy where it is so aligned
 
 
 class Flat(NamedTuple):

@@ -10,7 +10,7 @@ import numpy as np
 from jax import Array, random
 
 from numpyro_fed.data.silos import Silos
-from numpyro_fed.data.views import SiloRows, SiloView, largest, split_shared
+from numpyro_fed.data.views import SMALL, SiloRows, SiloView, largest, split_shared
 from numpyro_fed.rounds.task import SiloTask
 
 __all__ = [
@@ -24,8 +24,6 @@ __all__ = [
     "types_of",
     "worker_of",
 ]
-
-_SMALL = 1 << 13  # rows up to which a silo is padded to the largest, so that silos share a program
 
 
 class Call(NamedTuple):
@@ -151,8 +149,9 @@ def worker_of(silos: Silos, name: str, known: Silos | None = None) -> SiloWorker
     number = known.names.index(name)
     rows: dict[str, Array] = {}
     order: dict[str, Array] = {}
-    # a false size of another silo costs this one the time of a small silo at most
-    pad = tuple((g, max(n[number], min(max(n), _SMALL))) for g, n in known.sizes.items())
+    # silos are padded to the largest up to SMALL rows, so that they share a program; a false size
+    # of another silo costs this one the time of so many rows at most
+    pad = tuple((g, max(n[number], min(max(n), SMALL))) for g, n in known.sizes.items())
     for group, count in pad:
         inside = np.minimum(np.arange(count), known.sizes[group][number] - 1)
         own = silos.offsets(group)[here] + inside
