@@ -20,8 +20,12 @@ from numpyro_fed.decentralized.added_variance import (
 
 __all__ = ["TimeVaryingGraph", "shown"]
 
-_SIMULATED = 2000  # steps of the random sequence that measures a rate
-_SEQUENCES = 9  # random sequences whose median stands for the added variance
+# steps of the random sequence that measures a rate: from seed to seed the rate of four nodes, .73,
+# has an sd of .002, that of eight, .93, of .0005
+_SIMULATED = 2000
+# random sequences whose median stands for the added variance: other nine moved it by 10 % (sd) for
+# four nodes, by 2 % for eight
+_SEQUENCES = 9
 
 
 @dataclass(frozen=True, eq=False, repr=False)
