@@ -32,6 +32,7 @@ __all__ = [
     "FEWEST_SILOS",
     "LARGEST",
     "MOST_SILOS",
+    "RESOLUTION",
     "Keys",
     "masked",
     "opened",
@@ -39,8 +40,9 @@ __all__ = [
     "types_masked",
 ]
 
-_RESOLUTION = 2.0**-20
-LARGEST = 2.0**30  # magnitude of a silo's number
+# grid of sums: the spacing of float32's own numbers from 8 to 16
+RESOLUTION = 2.0**-20
+LARGEST = 2.0**30  # magnitude of a silo's number: 2^50 steps of the grid
 FEWEST_SILOS = 3  # with two, each silo could subtract its own number from the sum
 MOST_SILOS = 2**13  # the largest sum that fits in 64 bits
 
@@ -157,7 +159,7 @@ def _fixed(x: np.ndarray, seed: bytes) -> list[np.ndarray]:
     marks = np.where(bad, np.maximum(words[0], 1), 0).astype(np.uint32)
     if x.dtype == bool:
         return [marks]
-    number = np.rint(np.where(bad, 0.0, x).astype(np.float64) / _RESOLUTION).astype(np.int64)
+    number = np.rint(np.where(bad, 0.0, x).astype(np.float64) / RESOLUTION).astype(np.int64)
     chosen = words[1].astype(np.uint64) << np.uint64(32) | words[2]
     return [np.where(bad, chosen, number.astype(np.uint64)), marks]
 
@@ -217,7 +219,7 @@ def opened(replies: PyTree, like: np.dtype) -> PyTree:
             return np.asarray(np.add.reduce(x, axis=0, keepdims=True, dtype=np.uint32) == 0)
         total = (
             np.add.reduce(x[0], axis=0, keepdims=True, dtype=np.uint64).astype(np.int64)
-            * _RESOLUTION
+            * RESOLUTION
         )
         unusable = np.add.reduce(x[1], axis=0, keepdims=True, dtype=np.uint32)
         return np.where(unusable > 0, np.nan, total).astype(like)
