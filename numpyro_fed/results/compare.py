@@ -33,8 +33,11 @@ if TYPE_CHECKING:
 __all__ = ["Comparison", "JointDistance", "compare", "plot_compare"]
 
 _SHOWN_ROWS = 16
-_JOINT_DRAWS = 1000  # largest number of draws of each of the two laws
-_EPSILON = 1.0  # entropic regularization, in squared reference sds per scalar
+# largest number of draws of each of the two laws: costs of 1,000 x 1,000 pairs, a second or two
+_JOINT_DRAWS = 1000
+# entropic regularization, in squared reference sds per scalar: features finer than an sd are
+# smoothed away, and with them the noise that grows with the dimension
+_EPSILON = 1.0
 _SENTENCES = {
     "agrees": "The fit agrees with the reference",
     "undecided": "Whether the fit agrees with the reference is undecided",

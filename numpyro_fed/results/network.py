@@ -21,10 +21,12 @@ if TYPE_CHECKING:
 
 __all__ = ["average_of_nodes", "label_nodes", "take_node", "warn_of_nodes"]
 
-_OFF = 0.1  # largest accepted distance from the nodes' average, in sds
-# smallest accepted push-sum weight, with gradients tracked and without
+# largest accepted distance from the nodes' average, in sds: the tolerance of `compare`
+_OFF = 0.1
+# smallest accepted push-sum weight y, with gradients tracked and without: a step's noise then
+# counts y^-1/2 = 100 and 1 / y = 50 times in a draw
 _SMALL_WEIGHT = {True: 1e-4, False: 0.02}
-_FEWEST = 20  # fewest draws by which a mean is judged
+_FEWEST = 20  # fewest draws by which a mean is judged: they know the sd to 1 / sqrt(40) = 16 %
 
 
 def label_nodes(idata: "InferenceData", silos: Silos) -> None:
