@@ -27,7 +27,9 @@ __all__ = ["serve"]
 
 # the key is not registered, or the server still counts on a former process of the node
 _NOT_IN = "[code: 2004]"
-_EXPIRES, _AGAIN = 150.0, 5.0  # seconds that this may last, and seconds between attempts
+# seconds that this may last, and seconds between attempts; the server misses a dead process's
+# heartbeats after about a minute (docs/flower.md)
+_EXPIRES, _AGAIN = 150.0, 5.0
 _log = logging.getLogger(__name__)
 
 

@@ -20,7 +20,7 @@ TASK, SETTINGS, RESULT, ERROR = "answer", "fed.json", "result.bin", "error.txt"
 PACKAGE = "numpyro_fed.engines.nvflare."
 CLASSES = [PACKAGE + "FedController", PACKAGE + "SideExecutor"]  # all that a job may build
 ALLOWED, SILOS = "NUMPYRO_FED_ALLOWED", "NUMPYRO_FED_SILOS"  # a site's environment variables
-PERIOD = 0.05
+PERIOD = 0.05  # seconds between requests: a round then takes .2 s, with NVFLARE's own periods 2 s
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 

@@ -21,8 +21,10 @@ __all__ = ["Record", "call_records"]
 
 _MAX_PATH = 200  # letters of an array's path in a message; the server chooses the keys
 _MAX_LISTED = 1_000  # numbers of an array that the record lists; 10,000 would take 10 ms
-_MAX_RECORDED = 10_000  # numbers of an array that the record has in full, as base64
-_MAX_NUMBERS = 200_000  # numbers of a message that the record lists or has in full
+_MAX_RECORDED = 10_000  # numbers of an array that the record has in full, as base64: 53 kB
+# numbers of a message that the record lists or has in full, in 2 to 4 MB; without the limit a
+# message of 30 MiB made 223 MiB
+_MAX_NUMBERS = 200_000
 _ENTRY = 16  # numbers that take as much room as an array's name and type
 
 

@@ -29,7 +29,9 @@ from numpyro_fed.rounds.worker import Call, SiloError, typed_worker
 __all__ = ["Traffic", "Transport", "Wire", "connect", "owned"]
 
 PROTOCOL = 2
-_MAX_ANSWER = 1 << 22  # bytes of a silo's answer while it connects
+# bytes of a silo's answer while it connects: about 100 for each argument and site, of which there
+# are tens
+_MAX_ANSWER = 1 << 22
 _LONGEST = 2000  # letters of a silo's text in an error
 
 
