@@ -39,7 +39,8 @@ TOL = 1e-3
 # the same, for rounds that only give chains a start: the fit of surrogates goes on from there, and
 # chains were as right as from a cold start on 19 models (docs/results.md)
 _START_TOL = 0.1
-# as in the comparison with NUTS (docs/results.md): a step of .01 forgets its start in five visits
+# as in the comparison with NUTS (docs/results.md): five visits at a step of .01
+# leave 1 / e of the start
 _CHAINS, _WARMUP = 4, 200
 
 

