@@ -5,7 +5,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from jax import Array
 
-__all__ = ["AnyArray", "Column", "Facts", "ModelArgs", "PyTree", "Site"]
+__all__ = ["AnyArray", "Column", "Facts", "Json", "ModelArgs", "PyTree", "Site", "Values"]
 
 PyTree: TypeAlias = Any
 """Pytree of arrays, or of the arrays' types; ``None`` is the empty pytree."""
@@ -24,3 +24,9 @@ Site: TypeAlias = dict[str, Any]
 
 Facts: TypeAlias = dict[str, Any]
 """Texts, numbers, and lists and dicts of them by name: whatever JSON can hold."""
+
+Json: TypeAlias = bool | int | float | str | list["Json"] | dict[str, "Json"] | None
+"""Tree that JSON can hold."""
+
+Values: TypeAlias = dict[str, Any]
+"""Values of a message or a file by name: facts, arrays, and instances with a wire name."""

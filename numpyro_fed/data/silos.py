@@ -14,7 +14,7 @@ import copy
 import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -259,7 +259,7 @@ class Silos:
         shared_arrays: dict[str, PyTree],
     ) -> Self:
         self.names, self._arrays, self.guessed = spec.names, spec.arrays, spec.guessed
-        self.group, self.sizes, self.index = map(dict, (spec.group, spec.sizes, spec.index))
+        self.group, self.sizes, self.index = dict(spec.group), dict(spec.sizes), dict(spec.index)
         self.rows, self.order = rows, order
         self.shared = {**shared_arrays, **dict(spec.static)}
         return self
@@ -292,12 +292,12 @@ class Silos:
 
     # JAX pytree: arrays are children, and all that shapes depend on is static
 
-    def tree_flatten(self) -> tuple[tuple, Any]:
+    def tree_flatten(self) -> tuple[tuple, SilosSpec]:
         """Return arrays and static facts: programs are compiled anew where the facts differ."""
         return (self.rows, self.order, self.shared_arrays), self.spec
 
     @classmethod
-    def tree_unflatten(cls, spec: Any, children: tuple) -> Self:
+    def tree_unflatten(cls, spec: SilosSpec, children: tuple) -> Self:
         """Rebuild silos without the checks of ``__init__``, because leaves may be tracers."""
         return cls.from_spec(spec, *children)
 

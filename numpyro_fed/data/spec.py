@@ -4,9 +4,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
+from numpyro_fed._typing import Column
+
 __all__ = ["SilosSpec"]
 
-Pairs = tuple[tuple[str, Any], ...]
+Names = tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True)
@@ -25,10 +27,10 @@ class SilosSpec:
     names: tuple[str, ...]
     arrays: tuple[str, ...]
     guessed: tuple[str, ...]
-    group: Pairs
-    sizes: Pairs
-    index: Pairs
-    static: Pairs
+    group: Names
+    sizes: tuple[tuple[str, tuple[int, ...]], ...]
+    index: Names
+    static: tuple[tuple[str, Column], ...]
 
     @classmethod
     def of_mappings(
@@ -41,7 +43,7 @@ class SilosSpec:
         """Return the facts; ``mappings`` are group, sizes, index and static."""
         return cls(names, arrays, guessed, *(tuple(sorted(x.items())) for x in mappings))
 
-    def values(self) -> tuple[Any, ...]:
+    def values(self) -> tuple[tuple, ...]:
         """Return all fields in their order, to be sent."""
         return tuple(vars(self).values())
 

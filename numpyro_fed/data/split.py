@@ -1,7 +1,7 @@
 """Split of pooled data into silos by a column of labels."""
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -116,8 +116,23 @@ def _check_labels(labels: np.ndarray) -> None:
         )
 
 
-def _columns(data: Any) -> ModelArgs:
-    if hasattr(data, "items"):
+@runtime_checkable
+class _Items(Protocol):
+    """Columns of a dict or of a pandas table."""
+
+    def items(self) -> Iterable[tuple[str, Column]]: ...
+
+
+class _Arrow(Protocol):
+    """Columns of an Arrow table."""
+
+    column_names: list[str]
+
+    def column(self, name: str) -> Column: ...
+
+
+def _columns(data: _Items | _Arrow) -> ModelArgs:
+    if isinstance(data, _Items):
         return {str(k): as_column(v) for k, v in data.items()}
     return {name: as_column(data.column(name)) for name in data.column_names}  # pyarrow.Table
 
