@@ -3,12 +3,12 @@
 import warnings
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, dtypes, random
 
+from numpyro_fed._typing import Facts, Values
 from numpyro_fed.data.silos import Silos
 from numpyro_fed.rounds.files import locked, read_sealed, write_sealed
 from numpyro_fed.rounds.remote import Carrier
@@ -48,7 +48,7 @@ class Checkpoint:
         """Return whether the file is due after ``made`` of ``total`` rounds."""
         return self.place is not None and (made % self.every == 0 or made == total)
 
-    def save(self, values: dict[str, Any], carrier: Carrier) -> bool:
+    def save(self, values: Values, carrier: Carrier) -> bool:
         """Write the state of a run and the position of its carrier.
 
         :return: whether the file was written. If not, silos have to keep the slots that the last
@@ -71,7 +71,7 @@ class Checkpoint:
             return False
         return True
 
-    def load(self, carrier: Carrier) -> dict[str, Any] | None:
+    def load(self, carrier: Carrier) -> Values | None:
         """Return the saved state, or ``None`` without a file.
 
         The carrier continues from its saved position.
@@ -91,7 +91,7 @@ class Checkpoint:
             ) from error
         return dict(values)
 
-    def same_run(self, saved: dict[str, Any], facts: dict[str, Any]) -> None:
+    def same_run(self, saved: Values, facts: Facts) -> None:
         """Raise a ``ValueError`` if the facts of a saved state are not those of this run."""
         for name, expected in facts.items():
             got = saved.get(name)
@@ -105,7 +105,7 @@ class Checkpoint:
                 )
 
 
-def facts_of_run(rng_key: Array, silos: Silos) -> dict[str, Any]:
+def facts_of_run(rng_key: Array, silos: Silos) -> Facts:
     """Return the facts by which the checkpoints of any run are told apart: seed and silo sizes."""
     key = random.key_data(rng_key) if jnp.issubdtype(rng_key.dtype, dtypes.prng_key) else rng_key
     return {

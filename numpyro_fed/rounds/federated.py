@@ -17,9 +17,12 @@ round addresses all silos, or the one that a chain visits.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
+import numpy as np
+
+from numpyro_fed._typing import AnyArray, PyTree
 
 __all__ = ["LARGEST_FINITE", "Cost", "Federated", "Ledger", "message_bytes"]
 
@@ -39,18 +42,18 @@ class Federated(NamedTuple):
       the replies ``(S,)`` as a third argument, zero for a silo that did not answer.
     """
 
-    init: Callable[..., Any]
-    broadcast: Callable[..., Any]
-    local: Callable[..., Any]
-    merge: Callable[..., Any]
+    init: Callable[..., PyTree]
+    broadcast: Callable[..., PyTree]
+    local: Callable[..., tuple[PyTree, PyTree]]
+    merge: Callable[..., tuple[PyTree, PyTree]]
 
 
-def message_bytes(message: Any) -> int:
+def message_bytes(message: PyTree) -> int:
     """Return the size of a message's arrays in bytes; shapes and types suffice."""
     return sum(
         math.prod(x.shape) * x.dtype.itemsize
         for x in jax.tree.leaves(message)
-        if hasattr(x, "dtype")
+        if isinstance(x, AnyArray | np.generic | jax.ShapeDtypeStruct)
     )
 
 

@@ -5,12 +5,12 @@ Other engines therefore draw the same.
 """
 
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, random
 
+from numpyro_fed._typing import PyTree
 from numpyro_fed.data.silos import Silos
 from numpyro_fed.data.views import SiloRows, SiloView, gather, largest, scatter, sweep
 from numpyro_fed.rounds.federated import Federated
@@ -21,8 +21,13 @@ __all__ = ["ask_all", "key_among", "key_of", "round_all", "round_one"]
 
 
 def ask_all(
-    local: SiloTask, key: Array, message: Any, silo_states: Any, silos: Silos, group: str | None
-) -> tuple[Any, Any]:
+    local: SiloTask,
+    key: Array,
+    message: PyTree,
+    silo_states: PyTree,
+    silos: Silos,
+    group: str | None,
+) -> tuple[PyTree, PyTree]:
     """Send a message to every silo and collect the replies, vmapped over buckets of similar size.
 
     :param local: the task of each silo.
@@ -36,9 +41,14 @@ def ask_all(
 
 @partial(jax.jit, static_argnames=("local", "group"))
 def _ask_here(
-    local: SiloTask, key: Array, message: Any, silo_states: Any, silos: Silos, group: str | None
-) -> tuple[Any, Any]:
-    def one(view: SiloView, own: Any) -> tuple[Any, Any]:
+    local: SiloTask,
+    key: Array,
+    message: PyTree,
+    silo_states: PyTree,
+    silos: Silos,
+    group: str | None,
+) -> tuple[PyTree, PyTree]:
+    def one(view: SiloView, own: PyTree) -> tuple[PyTree, PyTree]:
         return local(random.fold_in(key, view.number), message, own, view)
 
     return sweep(one, silos, silo_states, group)
@@ -47,12 +57,12 @@ def _ask_here(
 def round_one(
     algorithm: Federated,
     key: Array,
-    server_state: Any,
-    silo_states: Any,
+    server_state: PyTree,
+    silo_states: PyTree,
     silos: Silos,
     number: Array,
     group: str | None,
-) -> tuple[Any, Any, Any]:
+) -> tuple[PyTree, PyTree, PyTree]:
     """Run a round that addresses one silo; its number may be traced.
 
     :param silo_states: a pytree of rows. Its leading axis is over the elements of ``group``, silo
@@ -91,11 +101,11 @@ def key_among(key: Array, part: int, number: Array) -> Array:
 def round_all(
     algorithm: Federated,
     key: Array,
-    server_state: Any,
+    server_state: PyTree,
     silo_states: list,
     stacks: list[SiloRows],
     weights: Array | None = None,
-) -> tuple[Any, Any, list]:
+) -> tuple[PyTree, PyTree, list]:
     """Run a round that addresses all silos, or those of nonzero weight.
 
     The silos are vmapped over stacks of equal shape.
@@ -112,7 +122,7 @@ def round_all(
     replies, states, start = [], [], 0
     for rows, own in zip(stacks, silo_states, strict=True):
 
-        def one(rows: SiloRows, own: Any) -> tuple[Any, Any]:
+        def one(rows: SiloRows, own: PyTree) -> tuple[PyTree, PyTree]:
             return algorithm.local(key_among(key, rows.part, rows.number), message, own, rows)
 
         # a scalar is the same for all silos, and stays a scalar

@@ -12,13 +12,15 @@ import hashlib
 import json
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 import jax
 import numpy as np
 from jax import random
+
+from numpyro_fed._typing import Json
 
 __all__ = [
     "WIRE_DTYPES",
@@ -72,7 +74,7 @@ def _optax_states(modules: int) -> dict[str, type]:
     for name, module in list(sys.modules.items()):
         if name.split(".")[0] == "optax":
             for kind in vars(module).values():
-                if isinstance(kind, type) and issubclass(kind, tuple) and hasattr(kind, "_fields"):
+                if isinstance(kind, type) and _names_fields(kind):
                     out[f"{kind.__module__}:{kind.__qualname__}"] = kind
     return out
 
@@ -97,7 +99,7 @@ def name_of(kind: type) -> str:
     return name
 
 
-def pack(value: Any, own: Mapping[str, Any] | None = None) -> bytes:
+def pack(value: object, own: Mapping[str, Hashable] | None = None) -> bytes:
     """Return a value as bytes.
 
     :param own: objects that the reader has too, by name; they are hashable.
@@ -115,16 +117,16 @@ def _checksum(data: bytes | memoryview) -> bytes:
     return hashlib.blake2b(data, digest_size=_CHECKSUM).digest()
 
 
-def _by_value(own: Mapping[str, Any] | None) -> dict[Any, str]:
+def _by_value(own: Mapping[str, Hashable] | None) -> dict[Hashable, str]:
     return {v: k for k, v in (own or {}).items()}
 
 
-def outline(value: Any, own: Mapping[str, Any] | None = None) -> Any:
+def outline(value: object, own: Mapping[str, Hashable] | None = None) -> Json:
     """Return the structure of a value, which :func:`pack` writes as text, for a record."""
     return _described(value, _by_value(own), [])
 
 
-def unpack(data: bytes, own: Mapping[str, Any] | None = None) -> Any:
+def unpack(data: bytes, own: Mapping[str, Hashable] | None = None) -> Any:
     """Return the value that :func:`pack` turned into bytes, with NumPy's arrays.
 
     :param own: objects for the names in the bytes.
@@ -168,7 +170,7 @@ def unpack(data: bytes, own: Mapping[str, Any] | None = None) -> Any:
     return value
 
 
-def _described(value: Any, own: Mapping[Any, str], arrays: list[np.ndarray]) -> Any:
+def _described(value: object, own: Mapping[Hashable, str], arrays: list[np.ndarray]) -> Json:
     """Return the structure of a value, and append its arrays to ``arrays``."""
     if own and _hashable(value) and value in own:
         return {"own": own[value]}
@@ -199,26 +201,30 @@ def _described(value: Any, own: Mapping[Any, str], arrays: list[np.ndarray]) -> 
     )
 
 
-def fields_of(value: Any) -> dict[str, Any] | None:
+def fields_of(value: object) -> dict[str, Any] | None:
     """Return the fields of a data class or of a named tuple; ``None`` for other values."""
     if dataclasses.is_dataclass(value):
         return {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
     named: Any = value
-    return named._asdict() if isinstance(value, tuple) and hasattr(value, "_fields") else None
+    return named._asdict() if _names_fields(type(value)) else None
 
 
-def is_key(x: Any) -> bool:
+def _names_fields(kind: type) -> bool:
+    return issubclass(kind, tuple) and hasattr(kind, "_fields")
+
+
+def is_key(x: object) -> TypeGuard[jax.Array]:
     """Return whether a value is an array of typed random keys."""
     return isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
-def _dtype_name(dtype: Any) -> str:
+def _dtype_name(dtype: np.dtype) -> str:
     if str(dtype) not in WIRE_DTYPES:
         raise TypeError(f"expected arrays of numbers, got one of {dtype}")
     return str(dtype)
 
 
-def _hashable(value: Any) -> bool:
+def _hashable(value: object) -> TypeGuard[Hashable]:
     try:
         hash(value)
     except TypeError:
@@ -229,7 +235,7 @@ def _hashable(value: Any) -> bool:
 class _Reader:
     """Reader of values, in the order in which they were written."""
 
-    def __init__(self, data: bytes, place: int, own: Mapping[str, Any]) -> None:
+    def __init__(self, data: bytes, place: int, own: Mapping[str, Hashable]) -> None:
         self.data, self.place, self.own = data, place, own
         self.key_shapes: set[tuple[int, ...]] = set()
 
@@ -259,7 +265,7 @@ class _Reader:
         raise ValueError(f"a packed value has a part {str(kind)[:50]!r} of no known kind")
 
     @staticmethod
-    def _dtype(name: Any) -> np.dtype:
+    def _dtype(name: Json) -> np.dtype:
         if name not in WIRE_DTYPES:
             raise ValueError(
                 f"a packed array is of type {str(name)[:50]!r}; expected one of {WIRE_DTYPES}"
@@ -273,7 +279,7 @@ class _Reader:
             raise ValueError("a packed array has no valid shape; expected whole numbers >= 0")
         return tuple(shape)
 
-    def _array(self, dtype: Any, shape: Any) -> np.ndarray:
+    def _array(self, dtype: Json, shape: Any) -> np.ndarray:
         kind, shape = self._dtype(dtype), self._shape(shape)
         size = math.prod(shape)
         if self.place + size * kind.itemsize > len(self.data):
@@ -282,7 +288,7 @@ class _Reader:
         self.place += size * kind.itemsize
         return x
 
-    def _key(self, impl: Any, data: Any) -> jax.Array:
+    def _key(self, impl: Json, data: Json) -> jax.Array:
         words = self.value(data)
         if impl not in _KEYS or not isinstance(words, np.ndarray) or words.dtype != np.uint32:
             raise ValueError("a packed random key is not valid; expected words of uint32")
@@ -294,7 +300,7 @@ class _Reader:
             )
         return random.wrap_key_data(jax.numpy.asarray(words), impl=impl)
 
-    def _instance(self, name: Any, fields: Any) -> Any:
+    def _instance(self, name: Json, fields: Json) -> Any:
         kind = _class_of(name) if isinstance(name, str) else None
         if kind is None or not isinstance(fields, dict):
             raise ValueError(

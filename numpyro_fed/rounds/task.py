@@ -1,16 +1,32 @@
 """Work of a silo in one call: the base class of all tasks, and their registry."""
 
 import abc
-from typing import Any, ClassVar
+from collections.abc import Hashable, Sequence
+from typing import ClassVar, Protocol
 
 from jax import Array
 
+from numpyro_fed._typing import PyTree
 from numpyro_fed.data.views import SiloView
 from numpyro_fed.rounds import serialization
 
-__all__ = ["TASKS", "SiloTask"]
+__all__ = ["TASKS", "FitFacts", "SiloTask"]
 
 TASKS: dict[str, type["SiloTask"]] = {}  # what a silo answers over a wire, by wire name
+
+
+class Grouped(Protocol):
+    """Variational family, by what a wire tells of it: the row group of its units."""
+
+    @property
+    def group(self) -> str | None: ...
+
+
+class FitFacts(Hashable, Protocol):
+    """Static facts of a variational fit, by what a wire tells of them."""
+
+    @property
+    def families(self) -> Sequence[Grouped]: ...
 
 
 class SiloTask(abc.ABC):
@@ -44,14 +60,16 @@ class SiloTask(abc.ABC):
             TASKS[cls.wire_name] = serialization.wire_name(cls.wire_name)(cls)
 
     @abc.abstractmethod
-    def __call__(self, key: Array, message: Any, state: Any, view: SiloView) -> tuple[Any, Any]:
+    def __call__(
+        self, key: Array, message: PyTree, state: PyTree, view: SiloView
+    ) -> tuple[PyTree, PyTree]:
         """Return the reply, which leaves the silo, and the new state, which stays there."""
 
-    def tell(self, message: Any, number: int) -> Any:
+    def tell(self, message: PyTree, number: int) -> PyTree:
         """Return the part of a message to all silos that one silo receives."""
         return message
 
-    def private(self, reply: Any, key: bytes) -> Any:
+    def private(self, reply: PyTree, key: bytes) -> PyTree:
         """Return a reply with exact noise, as it leaves a silo in a fit with privacy.
 
         :param key: 32 secret bytes, for this call alone.
@@ -70,11 +88,11 @@ class SiloTask(abc.ABC):
         return False
 
     @property
-    def latent_units(self) -> Any:
+    def latent_units(self) -> Hashable | None:
         """Units of latents that the task moves or integrates out, or ``None``."""
         return None
 
     @property
-    def fit_config(self) -> Any:
+    def fit_config(self) -> FitFacts | None:
         """Static facts of the variational fit, which the silo has too; otherwise ``None``."""
         return None

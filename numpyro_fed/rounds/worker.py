@@ -2,13 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, random
 
+from numpyro_fed._typing import AnyArray, PyTree
 from numpyro_fed.data.silos import Silos
 from numpyro_fed.data.views import SMALL, SiloRows, SiloView, largest, split_shared
 from numpyro_fed.rounds.task import SiloTask
@@ -42,8 +43,8 @@ class Call(NamedTuple):
     number: int
     local: SiloTask
     key: Array
-    message: Any
-    read: Any = None
+    message: PyTree
+    read: PyTree = None
     write: int | None = None
 
 
@@ -51,12 +52,12 @@ class SiloError(RuntimeError):
     """Error of a silo that refuses a call, with its reason, or that does not answer."""
 
 
-def type_of_array(x: Any) -> Any:
+def type_of_array(x: AnyArray | jax.ShapeDtypeStruct) -> PyTree:
     """Return the type of an array, or of a type."""
     return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
 
-def types_of(tree: Any) -> Any:
+def types_of(tree: PyTree) -> PyTree:
     """Return shapes and types of a pytree's arrays."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.asarray(x).dtype), tree)
 
@@ -78,8 +79,14 @@ jax.tree_util.register_pytree_node(
 
 @partial(jax.jit, static_argnames=("local", "pad"))
 def _answer(
-    local: SiloTask, pad: tuple, key: Array, message: Any, state: Any, rows: SiloAlone, number: Any
-) -> Any:
+    local: SiloTask,
+    pad: tuple,
+    key: Array,
+    message: PyTree,
+    state: PyTree,
+    rows: SiloAlone,
+    number: Array,
+) -> tuple[PyTree, PyTree]:
     return local(key, message, state, SiloView(rows, number, pad))
 
 
@@ -101,14 +108,14 @@ class SiloWorker:
 
     def __init__(self, number: int, silos: SiloAlone, pad: tuple[tuple[str, int], ...]) -> None:
         self.number, self.silos, self.pad = number, silos, pad
-        self.kept: dict[int, Any] = {}
+        self.kept: dict[int, PyTree] = {}
 
-    def reply(self, call: Call, state: Any) -> tuple[Any, Any]:
+    def reply(self, call: Call, state: PyTree) -> tuple[PyTree, PyTree]:
         """Return the reply to a call, and the new private state."""
         number = np.int32(self.number)  # a JAX array would dispatch one more program
         return _answer(call.local, self.pad, call.key, call.message, state, self.silos, number)
 
-    def type_of(self, local: SiloTask, message: Any, state: Any) -> tuple[Any, Any]:
+    def type_of(self, local: SiloTask, message: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
         """Return shapes and types of the reply and of the new private state.
 
         :param local: the call's ``local``.
@@ -117,12 +124,12 @@ class SiloWorker:
         """
         number = jax.ShapeDtypeStruct((), jnp.int32)
         ask = partial(_answer, local, self.pad)
-        found: tuple[Any, Any] = jax.eval_shape(
+        found: tuple[PyTree, PyTree] = jax.eval_shape(
             ask, random.key(0), message, state, self.silos, number
         )
         return found
 
-    def answer(self, call: Call) -> Any:
+    def answer(self, call: Call) -> PyTree:
         """Return the reply to a call, and keep the new private state.
 
         :raises SiloError: naming the silo, if a state that the call starts from is gone.
