@@ -14,7 +14,6 @@ import warnings
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -257,7 +256,7 @@ class BatchGap(SiloTask):
     group: str
     size: int
 
-    def __call__(self, key: Array, theta: dict, state: Any, view: SiloView) -> tuple[Array, None]:
+    def __call__(self, key: Array, theta: dict, state: None, view: SiloView) -> tuple[Array, None]:
         kwargs, weights = view.whole()
         whole = self.factors.terms(theta, {}, kwargs, weights)[1][self.group][: self.size]
         rows = view.batch(self.group, jnp.arange(self.size))

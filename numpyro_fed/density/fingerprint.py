@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ import numpyro
 from jax import Array
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
-from numpyro_fed._typing import Column, Facts, ModelArgs, PyTree
+from numpyro_fed._typing import Column, Facts, ModelArgs, PyTree, Values
 from numpyro_fed.data.silos import Silos
 from numpyro_fed.data.spec import SilosSpec
 from numpyro_fed.density.factors import Factors
@@ -51,7 +51,7 @@ def versions() -> dict[str, str]:
     }
 
 
-def as_values(silos: Silos) -> dict[str, Any]:
+def as_values(silos: Silos) -> Values:
     """Return silos without rows: static facts, types of rows and shared arguments."""
     rows = {k: jax.ShapeDtypeStruct(x.shape, x.dtype) for k, x in silos.rows.items()}
     return {
@@ -61,7 +61,7 @@ def as_values(silos: Silos) -> dict[str, Any]:
     }
 
 
-def from_values(values: dict[str, Any]) -> Silos:
+def from_values(values: Values) -> Silos:
     """Build silos without rows from the result of :func:`as_values`."""
     shared = {k: jnp.asarray(v) for k, v in values["shared"].items()}
     return Silos.from_spec(SilosSpec(*values["what"]), values["rows"], {}, shared)

@@ -1,7 +1,6 @@
 """Check at random points that a plate's elements are independent given theta."""
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -41,7 +40,7 @@ class LeakageLocal(SiloTask):
     factors: Factors
     units: Units
 
-    def __call__(self, key: Array, theta: dict, state: Any, view: SiloView) -> tuple[Array, None]:
+    def __call__(self, key: Array, theta: dict, state: None, view: SiloView) -> tuple[Array, None]:
         """Return the error at a random point, relative to the gradient."""
         factors, units = self.factors, self.units
         view = units.laid_out(view)
