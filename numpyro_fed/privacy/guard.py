@@ -17,11 +17,11 @@ digest), so that no two sums differ in one silo's draws alone.
 
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +29,7 @@ import numpy as np
 from jax import Array
 
 from numpyro_fed._typing import PyTree
+from numpyro_fed.privacy.differential import Privacy
 from numpyro_fed.privacy.own_keys import hashed, secret_of, with_own_keys
 from numpyro_fed.privacy.secure_sum import FEWEST_SILOS, MOST_SILOS, Keys, masked
 from numpyro_fed.rounds.files import write_whole
@@ -54,6 +55,16 @@ class Ticket(NamedTuple):
     noise: bytes
 
 
+class Guarded(Protocol):
+    """Variational fit, by what its guard has to know."""
+
+    @property
+    def privacy(self) -> Privacy | None: ...
+
+    @property
+    def secure_sum(self) -> bool: ...
+
+
 class RoundGuard:
     """Guard of a silo for one fit.
 
@@ -71,7 +82,7 @@ class RoundGuard:
     :param fit: the fit, with ``privacy`` or ``secure_sum``.
     """
 
-    def __init__(self, folder: Path, name: str, fit: Any) -> None:
+    def __init__(self, folder: Path, name: str, fit: Guarded) -> None:
         self.folder, self.name = folder, name
         self.privacy, self.sums = fit.privacy, fit.secure_sum
         self.keys = Keys(folder, name) if self.sums else None
@@ -118,7 +129,7 @@ class RoundGuard:
         self.shared, self.roster = shared, told
 
     def admit(
-        self, call: Call, own: dict[str, object], state: PyTree, independent: bool
+        self, call: Call, own: dict[str, Hashable], state: PyTree, independent: bool
     ) -> tuple[Call, Ticket]:
         """Return the call with the silo's keys in place of the server's, and its ticket.
 
