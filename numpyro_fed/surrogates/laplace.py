@@ -11,7 +11,6 @@ for Gaussian models; for other models score matching looks further than one poin
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -53,7 +52,7 @@ class LaplaceLocal(SiloTask):
         return self.units
 
     def __call__(
-        self, key: Array, message: Message, state: Any, view: SiloView
+        self, key: Array, message: Message, state: None, view: SiloView
     ) -> tuple[Reply, LocalMap | None]:
         gradient = marginal_score(self.factors, self.units, message, view)
         center = jnp.zeros_like(message.loc)

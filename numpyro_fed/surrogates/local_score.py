@@ -5,7 +5,7 @@ A silo evaluates its marginal score at the server's points, and regresses it on 
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -107,8 +107,8 @@ class ScoreLocal(SiloTask):
         return self.units
 
     def __call__(
-        self, key: Array, message: Message, state: Any, view: SiloView
-    ) -> tuple[Reply, Any]:
+        self, key: Array, message: Message, state: None, view: SiloView
+    ) -> tuple[Reply, LocalMap | NestedMap | None]:
         """Return the regression of the score, and in the last round the rows of the local map."""
         points, beside = message.points, None
         if self.last and isinstance(self.units, NestedUnits):
