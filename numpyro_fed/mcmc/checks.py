@@ -1,9 +1,10 @@
 """What a kernel's options mean for one model and its data, with their checks."""
 
 import warnings
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
+from jax import Array
 
 from numpyro_fed.data.silos import Silos
 from numpyro_fed.data.views import largest
@@ -25,7 +26,7 @@ __all__ = [
 ]
 
 
-def selection_of(selection: Any, silos: Silos) -> np.ndarray:
+def selection_of(selection: str | Sequence[float] | Array | None, silos: Silos) -> np.ndarray:
     """Return the silos' probabilities with which the setup begins, ``(S,)``."""
     if selection is None or (isinstance(selection, str) and selection != "size"):
         return np.full(len(silos), 1 / len(silos))
