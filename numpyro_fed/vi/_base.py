@@ -1,14 +1,15 @@
 """Variational fits in the shape of :class:`numpyro.infer.SVI`: wiring without mathematics."""
 
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from numpyro_fed._typing import Facts, PyTree
 from numpyro_fed.data.mixed import MixedSilos
 from numpyro_fed.data.silos import Silos
 from numpyro_fed.density.fingerprint import fingerprint
@@ -48,7 +49,9 @@ class FederatedVI(FitDefinition):
     :cvar algorithm: name in :data:`numpyro_fed.vi.algorithms.ALGORITHMS`.
     """
 
-    def init(self, rng_key: Array, silos: Silos | MixedSilos, *, init_from: Any = None) -> VIState:
+    def init(
+        self, rng_key: Array, silos: Silos | MixedSilos, *, init_from: VIResult | None = None
+    ) -> VIState:
         """Return the state before the first round.
 
         :param rng_key: seed of all draws.
@@ -59,7 +62,7 @@ class FederatedVI(FitDefinition):
         """
         setup = self.setup(silos)
         params = first_params(setup, self.guide, rng_key)
-        own: Any = None if setup.remote else setup.local
+        own: PyTree = None if setup.remote else setup.local
         if init_from is not None:
             params, own = self._taken_from(init_from, setup, params)
         return self._rounds(setup).start(rng_key, params, own)
@@ -70,13 +73,13 @@ class FederatedVI(FitDefinition):
         who: Participation | None = None,
         known: Participation | None = None,
         keeper: Checkpoint | None = None,
-        facts: dict[str, Any] | None = None,
+        facts: Facts | None = None,
     ) -> Rounds:
         if setup.remote:
             return RemoteRounds(self.algorithm, setup, who, known, keeper, facts)
         return InlineRounds(self.algorithm, setup, who)
 
-    def _taken_from(self, result: Any, setup: Setup, params: dict) -> tuple[dict, Any]:
+    def _taken_from(self, result: VIResult, setup: Setup, params: dict) -> tuple[dict, PyTree]:
         """Return a result's global parameters, unconstrained, and the silos' own.
 
         The latter are stacked, or for remote silos the place where they keep them.
@@ -159,7 +162,7 @@ class FederatedVI(FitDefinition):
         params = jax.tree.map(jnp.asarray, {k: result.params[k] for k in setup.config.supports})
         return params, [] if setup.remote else stacked_params(setup, result.params)
 
-    def _checked(self, state: Any, silos: Silos | MixedSilos) -> VIState:
+    def _checked(self, state: VIState, silos: Silos | MixedSilos) -> VIState:
         """Check a state for the fit to go on from, and return it.
 
         Optimizers' clocks may be one for each silo, or one for all.
@@ -206,11 +209,11 @@ class FederatedVI(FitDefinition):
         silos: Silos | MixedSilos,
         *,
         progress_bar: bool = True,
-        participation: Any = None,
+        participation: float | Mapping[str, float] | None = None,
         tol: float | None = None,
-        init_from: Any = None,
+        init_from: VIResult | None = None,
         init_state: VIState | None = None,
-        answering: Any = None,
+        answering: float | Mapping[str, float] | None = None,
         checkpoint: str | Path | None = None,
         checkpoint_every: int = 10,
     ) -> VIResult:
@@ -280,10 +283,10 @@ class FederatedVI(FitDefinition):
         self,
         rng_key: Array,
         setup: Setup,
-        silos: Any,
+        silos: Silos | MixedSilos,
         who: Participation | None,
         known: Participation | None,
-    ) -> dict[str, Any]:
+    ) -> Facts:
         """Return the facts that a checkpoint has to share with this fit.
 
         :raises ValueError: for silos in this process.
@@ -293,6 +296,7 @@ class FederatedVI(FitDefinition):
                 "checkpoint: silos in this process keep nothing; expected None, and "
                 "init_state=result.state to go on"
             )
+        assert isinstance(silos, Silos)
         drawn = {"participation": who, "answering": known}
         return {
             "model and fit": fingerprint(setup.config.factors, setup.parts[0], self),
@@ -305,7 +309,11 @@ class FederatedVI(FitDefinition):
 
 
 def _check_saved(
-    keeper: Checkpoint, rounds: Rounds, num_rounds: int, init_from: Any, init_state: Any
+    keeper: Checkpoint,
+    rounds: Rounds,
+    num_rounds: int,
+    init_from: VIResult | None,
+    init_state: VIState | None,
 ) -> None:
     """Refuse arguments of a run that exclude the checkpoint from which it goes on."""
     if init_from is not None or init_state is not None:

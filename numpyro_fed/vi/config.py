@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import jax
+import optax
 from jax import Array
 from numpyro.distributions.constraints import Constraint
 from numpyro.distributions.transforms import biject_to
@@ -45,8 +45,8 @@ class FitConfig:
     """
 
     families: tuple[Family, ...]
-    optim: Any
-    local_optim: Any
+    optim: optax.GradientTransformation | None
+    local_optim: optax.GradientTransformation | None
     num_particles: int
     num_local_particles: int
     batch: tuple[str, int] | None

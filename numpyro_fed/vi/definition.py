@@ -1,14 +1,14 @@
 """Definition of a variational fit: its model, guide and options."""
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax import Array
 from numpyro.handlers import seed, trace
 
-from numpyro_fed._typing import PyTree
+from numpyro_fed._typing import Facts, ModelArgs, PyTree
 from numpyro_fed.data.mixed import MixedSilos
 from numpyro_fed.data.silos import Silos
 from numpyro_fed.density.check import check_own_factorization
@@ -33,7 +33,7 @@ class FitDefinition:
 
     algorithm: str
 
-    def __init__(self, model: Callable, guide: Any, options: Options) -> None:
+    def __init__(self, model: Callable, guide: Callable, options: Options) -> None:
         if not callable(model):
             raise TypeError(f"expected a model (a callable), got {type(model).__name__}")
         if not callable(guide) or isinstance(guide, type):
@@ -42,7 +42,7 @@ class FitDefinition:
             )
         self.model, self.guide = model, guide
         self._options = options.checked()
-        self._setup: tuple[Any, Setup] | None = None
+        self._setup: tuple[Silos | MixedSilos, Setup] | None = None
 
     @property
     def privacy(self) -> Privacy | None:
@@ -93,7 +93,7 @@ class FitDefinition:
         _, (part,), (factors,) = factored(self.model, (silos,))
         check_own_factorization(factors, part)
 
-    def described(self, factors: Factors, shared: dict[str, Any]) -> dict[str, Any]:
+    def described(self, factors: Factors, shared: ModelArgs) -> Facts:
         """Return the facts that distinguish this fit from another.
 
         These are its options, its guide, and the programs of its optimizers. Networks of amortized
@@ -106,7 +106,7 @@ class FitDefinition:
         }
         x = jax.ShapeDtypeStruct((2,), jnp.result_type(float))
 
-        def program(optim: Any) -> str:
+        def program(optim: optax.GradientTransformation | None) -> str:
             return (
                 ""
                 if optim is None

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +12,7 @@ from numpyro_fed._typing import PyTree
 from numpyro_fed.data.silos import Silos
 from numpyro_fed.density.factors import PARAMS, Factors
 from numpyro_fed.vi.config import FitConfig
+from numpyro_fed.vi.guides.auto_silo_normal import AutoSiloNormal
 from numpyro_fed.vi.guides.learned import probe
 from numpyro_fed.vi.guides.user_guide import GuideFamily
 from numpyro_fed.vi.setup import Setup
@@ -20,7 +20,7 @@ from numpyro_fed.vi.setup import Setup
 __all__ = ["first_params", "params_at"]
 
 
-def first_params(setup: Setup, guide: Any, key: Array) -> dict[str, PyTree]:
+def first_params(setup: Setup, guide: Callable, key: Array) -> dict[str, PyTree]:
     """Return first values of the global parameters, unconstrained.
 
     They come from the guide's strategy and the model's own first values.
@@ -29,6 +29,7 @@ def first_params(setup: Setup, guide: Any, key: Array) -> dict[str, PyTree]:
     if isinstance(config.families[0], GuideFamily):
         return params_at(config, silos)
 
+    assert isinstance(guide, AutoSiloNormal)
     at = (config.factors, guide.init_loc_fn, silos, key)
     try:
         loc = _first_position(*at)

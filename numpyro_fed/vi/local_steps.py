@@ -52,6 +52,8 @@ def first_optim_states(
     config: FitConfig, part: int, params: dict[str, Array], own: PyTree
 ) -> tuple[PyTree, PyTree]:
     """Return first optimizer states: of the global parameters that move, and of the silo's own."""
+    assert config.optim is not None
+    assert config.local_optim is not None
     first = (
         jax.vmap(config.local_optim.init) if config.unit_clocks(part) else config.local_optim.init
     )
@@ -76,6 +78,8 @@ def steps(
     still = {k: v for k, v in params.items() if k not in config.moving}
 
     def step(carry: tuple, key: Array) -> tuple[tuple, Array]:
+        assert config.optim is not None
+        assert config.local_optim is not None
         moving, own, optim_state, local_state = carry
         value, gradient, gradient_own, batch = _gradients(
             config, {**still, **moving}, own, scale, key, rows

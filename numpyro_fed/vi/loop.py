@@ -2,7 +2,7 @@
 
 import abc
 import warnings
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from jax import Array
@@ -71,7 +71,7 @@ class Rounds(abc.ABC):
         return self.functions().init(rng_key, params)
 
     @abc.abstractmethod
-    def start(self, rng_key: Array, params: dict[str, PyTree], own: Any) -> VIState:
+    def start(self, rng_key: Array, params: dict[str, PyTree], own: PyTree) -> VIState:
         """Return the state before the first round.
 
         :param params: global parameters, unconstrained.

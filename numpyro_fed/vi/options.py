@@ -1,12 +1,13 @@
 """Options of the variational fits, checked."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import optax
 
+from numpyro_fed._typing import PyTree
 from numpyro_fed.privacy.differential import Privacy
 
 __all__ = ["Options"]
@@ -19,8 +20,8 @@ class Options:
     :param num_points: of conducive rounds; ``None`` in other fits.
     """
 
-    optim: Any
-    local_optim: Any
+    optim: optax.GradientTransformation | None
+    local_optim: optax.GradientTransformation | None
     num_particles: int
     num_local_particles: int
     batch_size: int | None
@@ -76,7 +77,12 @@ class Options:
         return replace(self, local_optim=own)
 
     def check_rounds(
-        self, num_rounds: int, tol: Any, participation: Any, answering: Any, state: Any
+        self,
+        num_rounds: int,
+        tol: float | None,
+        participation: float | Mapping[str, float] | None,
+        answering: float | Mapping[str, float] | None,
+        state: PyTree,
     ) -> None:
         """Refuse arguments of a run that are out of range, or that privacy or sums exclude."""
         whole = isinstance(num_rounds, int | np.integer) and not isinstance(num_rounds, bool)

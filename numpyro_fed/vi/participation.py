@@ -3,7 +3,6 @@
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -48,7 +47,10 @@ class Participation:
 
 
 def answering_of(
-    value: Any, names: tuple[str, ...], remote: bool, adds_up: bool
+    value: float | Mapping[str, float] | None,
+    names: tuple[str, ...],
+    remote: bool,
+    adds_up: bool,
 ) -> Participation | None:
     """Return the probabilities that ``answering=`` means.
 
@@ -74,11 +76,14 @@ def answering_of(
         raise ValueError(
             f"answering: expected a probability, or one for each silo's name, got {value!r}"
         )
-    return participation_of(dict.fromkeys(names, value) if number else value, names, "answering")
+    each = value if isinstance(value, Mapping) else dict.fromkeys(names, value)
+    return participation_of(each, names, "answering")
 
 
 def participation_of(
-    value: Any, names: tuple[str, ...], argument: str = "participation"
+    value: float | Mapping[str, float] | None,
+    names: tuple[str, ...],
+    argument: str = "participation",
 ) -> Participation | None:
     """Return the law that ``participation=`` means.
 

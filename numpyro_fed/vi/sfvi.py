@@ -144,6 +144,7 @@ def federated(config: FitConfig, stacks: list[SiloRows]) -> Federated:
 
 def init(config: FitConfig, key: Array, params: dict[str, Array]) -> Server:
     """Return the server's first state; the key is used as :class:`numpyro.infer.SVI` uses it."""
+    assert config.optim is not None
     rng_key, _, _ = random.split(key, 3)
     return Server(params, config.optim.init(params), params, jnp.zeros((), jnp.int32), rng_key)
 
@@ -156,6 +157,7 @@ def init_silo(config: FitConfig, part: int, params: dict[str, Array], local: PyT
     del params
 
     def one(local: PyTree) -> SiloState:
+        assert config.local_optim is not None
         return SiloState(local, config.local_optim.init(local), local, jnp.zeros((), jnp.int32))
 
     return jax.vmap(one)(local) if config.unit_clocks(part) else one(local)
@@ -271,6 +273,7 @@ def _step(
     """
 
     def one(state: SiloState, gradient: PyTree) -> SiloState:
+        assert config.local_optim is not None
         down = jax.tree.map(jnp.negative, gradient)
         updates, optim_state = config.local_optim.update(down, state.optim_state, state.params)
         params = optax.apply_updates(state.params, updates)
@@ -291,6 +294,7 @@ def merge(
         that did, one over its probability of being asked (Horvitz-Thompson). So the gradient stays
         unbiased. ``None``: all ones.
     """
+    assert config.optim is not None
     noise, _ = _draws(config, server.rng_key)
     value, gradients, learned = (
         jax.tree.map(lambda x: _weighted_sum(x, weights), part) for part in replies[:3]

@@ -5,8 +5,10 @@ The algorithms are pure functions: :mod:`numpyro_fed.vi.sfvi`, :mod:`numpyro_fed
 """
 
 from collections.abc import Callable
-from typing import Any
 
+import optax
+
+from numpyro_fed._typing import PyTree
 from numpyro_fed.data.mixed import MixedSilos
 from numpyro_fed.data.silos import Silos
 from numpyro_fed.privacy.differential import Privacy
@@ -85,12 +87,12 @@ class SFVI(FederatedVI):
     def __init__(
         self,
         model: Callable,
-        guide: Any,
-        optim: Any,
+        guide: Callable,
+        optim: optax.GradientTransformation,
         num_particles: int = 1,
         num_local_particles: int = 32,
         *,
-        local_optim: Any = None,
+        local_optim: optax.GradientTransformation | None = None,
         batch_size: int | None = None,
         validate: bool = True,
         privacy: Privacy | None = None,
@@ -155,13 +157,13 @@ class SFVIAvg(FederatedVI):
     def __init__(
         self,
         model: Callable,
-        guide: Any,
-        optim: Any = None,
+        guide: AutoSiloNormal,
+        optim: optax.GradientTransformation | None = None,
         num_local_steps: int = 200,
         num_particles: int = 1,
         num_local_particles: int = 32,
         *,
-        local_optim: Any = None,
+        local_optim: optax.GradientTransformation | None = None,
         batch_size: int | None = None,
         validate: bool = True,
         secure_sum: bool = False,
@@ -232,18 +234,19 @@ class ConduciveSFVI(FederatedVI):
     """
 
     algorithm = "conducive"
+    guide: AutoSiloNormal
 
     def __init__(
         self,
         model: Callable,
-        guide: Any,
-        optim: Any = None,
+        guide: AutoSiloNormal,
+        optim: optax.GradientTransformation | None = None,
         *,
         num_points: int = 256,
         num_local_steps: int = 200,
         num_particles: int = 1,
         num_local_particles: int = 32,
-        local_optim: Any = None,
+        local_optim: optax.GradientTransformation | None = None,
         batch_size: int | None = None,
         validate: bool = True,
         secure_sum: bool = False,
@@ -261,7 +264,7 @@ class ConduciveSFVI(FederatedVI):
         checks.check(setup.config, self.guide, setup.stacks)
         return setup
 
-    def _taken_from(self, result: Any, setup: Setup, params: dict) -> tuple[dict, Any]:
+    def _taken_from(self, result: VIResult, setup: Setup, params: dict) -> tuple[dict, PyTree]:
         """Return a result's parameters as a start.
 
         Without optimizers q(theta) alone is needed, from these silos or others: approximate factors
@@ -275,7 +278,7 @@ class ConduciveSFVI(FederatedVI):
         checks.say_how_it_ended(setup.names, state)
 
 
-def _check_gaussian(guide: Any, why: str, what: str) -> None:
+def _check_gaussian(guide: Callable, why: str, what: str) -> None:
     if not isinstance(guide, AutoSiloNormal):
         raise TypeError(
             f"{why}: expected fed.AutoSiloNormal(model), got {type(guide).__name__}; fed.SFVI "

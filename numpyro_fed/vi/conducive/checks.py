@@ -2,7 +2,6 @@
 
 import math
 import warnings
-from typing import Any
 
 import numpy as np
 
@@ -10,6 +9,7 @@ from numpyro_fed.data.views import SiloRows
 from numpyro_fed.surrogates.natural_step import CONVERGED
 from numpyro_fed.vi.conducive.antithetic import fewest_rows
 from numpyro_fed.vi.config import FitConfig
+from numpyro_fed.vi.guides.auto_silo_normal import AutoSiloNormal
 from numpyro_fed.vi.loop import VIState
 
 __all__ = ["JointUnits", "check", "say_how_it_ended"]
@@ -22,7 +22,7 @@ class JointUnits(ValueError):
     """
 
 
-def check(config: FitConfig, guide: Any, stacks: list[SiloRows]) -> None:
+def check(config: FitConfig, guide: AutoSiloNormal, stacks: list[SiloRows]) -> None:
     """Refuse a model, guide or options that conducive rounds do not cover."""
     if config.optim is None and config.moving:
         raise ValueError(

@@ -17,16 +17,18 @@ import math
 import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, random
+from jax.typing import ArrayLike
 from numpyro.contrib.module import eqx_module, nnx_module
 from numpyro.distributions import constraints
+from numpyro.distributions.constraints import Constraint
 from numpyro.handlers import block, seed, substitute, trace
 
+from numpyro_fed._typing import AnyArray, ModelArgs, PyTree
 from numpyro_fed.density.factors import Factors
 
 __all__ = ["Encoder", "arrays_of", "as_float", "encoders_of", "registered"]
@@ -37,10 +39,10 @@ class _Module:
     """A network object as a function that declares its weights by ``numpyro.contrib.module``."""
 
     name: str
-    network: Any
+    network: Callable
     declare: Callable
 
-    def __call__(self, *args: Array) -> Any:
+    def __call__(self, *args: Array) -> PyTree:
         return self.declare(self.name, self.network)(*args)
 
 
@@ -61,8 +63,8 @@ class Encoder:
     shape: tuple[int, ...]
     network: Callable
     inputs: tuple[str, ...]
-    start: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
-    supports: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    start: dict[str, PyTree] = field(default_factory=dict, compare=False, repr=False)
+    supports: dict[str, Constraint] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
     def of(
@@ -70,7 +72,7 @@ class Encoder:
         site: str,
         shape: tuple[int, ...],
         network: Callable,
-        rows: Mapping[str, Any],
+        rows: Mapping[str, AnyArray],
         plate: str,
     ) -> "Encoder":
         """Build an encoder, with its inputs and the first values of its weights.
@@ -106,7 +108,9 @@ class Encoder:
         supports = {k: s["kwargs"].get("constraint", constraints.real) for k, s in weights.items()}
         return replace(encoder, start=start, supports=supports)
 
-    def __call__(self, weights: Mapping[str, Any], rows: Mapping[str, Any]) -> tuple[Array, Array]:
+    def __call__(
+        self, weights: Mapping[str, PyTree], rows: Mapping[str, AnyArray]
+    ) -> tuple[Array, Array]:
         """Return each element's location and log scale, ``(E, *shape)``, unconstrained."""
 
         def one(*args: Array) -> tuple[Array, Array]:
@@ -119,7 +123,9 @@ class Encoder:
 
 
 def encoders_of(
-    networks: Mapping[str, Callable], factors: Factors, rows: Mapping[str, Mapping[str, Any]]
+    networks: Mapping[str, Callable],
+    factors: Factors,
+    rows: Mapping[str, Mapping[str, AnyArray]],
 ) -> tuple[Encoder, ...]:
     """Return the encoders of a model's local sites.
 
@@ -139,7 +145,7 @@ def encoders_of(
     )
 
 
-def registered(site: str, network: Any, prefix: str) -> Callable:
+def registered(site: str, network: Callable, prefix: str) -> Callable:
     """Return a network as a function that declares its weights.
 
     This is for an equinox or flax.nnx module; a function is returned as it is.
@@ -156,17 +162,17 @@ def registered(site: str, network: Any, prefix: str) -> Callable:
     return network
 
 
-def arrays_of(model: Callable, args: tuple, kwargs: dict[str, Any]) -> dict[str, Array]:
+def arrays_of(model: Callable, args: tuple, kwargs: ModelArgs) -> dict[str, Array]:
     """Return the arguments of a model that are arrays, by name."""
     given = inspect.signature(model).bind_partial(*args, **kwargs)
-    flat: dict[str, Any] = {}
+    flat: ModelArgs = {}
     for name, value in given.arguments.items():
         named = given.signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD
         flat |= value if named else {name: value}
     return {k: jnp.asarray(v) for k, v in flat.items() if isinstance(v, Array | np.ndarray)}
 
 
-def as_float(x: Any) -> Array:
+def as_float(x: ArrayLike) -> Array:
     """Return an array of floating type, which can be learned."""
     x = jnp.asarray(x)
     return x.astype(jnp.result_type(x, float))
@@ -192,13 +198,13 @@ def _inputs(site: str, network: Callable, rows: Collection[str], plate: str) -> 
     )
 
 
-def _halves(out: Any) -> tuple[Array, Array]:
+def _halves(out: Array | tuple[Array, ...] | list[Array]) -> tuple[Array, Array]:
     if isinstance(out, tuple | list):
         return jnp.asarray(out[0]), jnp.asarray(out[1])
     return tuple(jnp.split(jnp.ravel(out), 2))  # type: ignore[return-value]
 
 
-def _check_output(site: str, shape: tuple[int, ...], out: Any) -> None:
+def _check_output(site: str, shape: tuple[int, ...], out: PyTree) -> None:
     size, pair = math.prod(shape), isinstance(out, tuple | list)
     parts = list(out) if pair else [out]
     sizes = [[x.size for x in jax.tree.leaves(part)] for part in parts]

@@ -7,7 +7,6 @@ The law is that of :mod:`numpyro_fed.vi.guides.normal`. On pooled data, with
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +19,7 @@ from numpyro.distributions.util import sum_rightmost
 from numpyro.infer.autoguide import AutoGuide
 from numpyro.infer.initialization import init_to_median
 
-from numpyro_fed._typing import PyTree
+from numpyro_fed._typing import AnyArray, Column, ModelArgs, PyTree
 from numpyro_fed.data.views import SiloRows
 from numpyro_fed.density.factorize import pooled_factors
 from numpyro_fed.density.factors import Factors
@@ -101,7 +100,7 @@ class AutoSiloNormal(AutoGuide):
         coupling: bool = True,
         scale_coupling: bool = True,
         *,
-        amortize: Mapping[str, Any] | None = None,
+        amortize: Mapping[str, Callable] | None = None,
         prefix: str = "auto",
         init_loc_fn: Callable = init_to_median,
         init_scale: float = 0.3,
@@ -140,7 +139,7 @@ class AutoSiloNormal(AutoGuide):
         )
 
     def family(
-        self, factors: Factors, rows: Mapping[str, Mapping[str, Any]], independent: bool = True
+        self, factors: Factors, rows: Mapping[str, Mapping[str, AnyArray]], independent: bool = True
     ) -> SiloNormal:
         """Return the guide as a family over factors.
 
@@ -170,7 +169,9 @@ class AutoSiloNormal(AutoGuide):
             self._built,
         )
 
-    def encode(self, params: Mapping[str, Any], **rows: Any) -> dict[str, tuple[Array, Array]]:
+    def encode(
+        self, params: Mapping[str, PyTree], **rows: AnyArray
+    ) -> dict[str, tuple[Array, Array]]:
         """Return location and log scale of each amortized site, ``(n, *site)``, unconstrained.
 
         The rows may be those of the fit or new ones.
@@ -190,7 +191,7 @@ class AutoSiloNormal(AutoGuide):
             raise ValueError(f"encode: expected the encoders' arguments, got none of {lacking}")
         return {encoder.site: encoder(params, rows) for encoder in self._built}
 
-    def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
+    def _setup_prototype(self, *args: Column, **kwargs: Column) -> None:
         super()._setup_prototype(*args, **kwargs)
         shapes = {name: jnp.shape(x) for name, x in self._init_locs.items()}
         factors = pooled_factors(self.model, self.prototype_trace, shapes)
@@ -210,7 +211,7 @@ class AutoSiloNormal(AutoGuide):
             pad=tuple(sizes.items()),
         )
 
-    def _with_data(self, args: tuple, kwargs: dict[str, Any]) -> SiloRows:
+    def _with_data(self, args: tuple, kwargs: ModelArgs) -> SiloRows:
         """Return the rows of this call for the encoders."""
         if not self.amortize:
             return self._rows
@@ -244,7 +245,7 @@ class AutoSiloNormal(AutoGuide):
         }
         return params, family.from_named(local)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Array]:
+    def __call__(self, *args: Column, **kwargs: Column) -> dict[str, Array]:
         """Draw all latent sites; arguments as the model's."""
         if self.prototype_trace is None:
             self._setup_prototype(*args, **kwargs)
@@ -289,9 +290,9 @@ class AutoSiloNormal(AutoGuide):
         self,
         rng_key: Array,
         params: dict,
-        *args: Any,
+        *args: Column,
         sample_shape: tuple[int, ...] = (),
-        **kwargs: Any,
+        **kwargs: Column,
     ) -> dict[str, Array]:
         """Draw all latent sites (constrained) and deterministic ones.
 

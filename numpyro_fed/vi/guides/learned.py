@@ -1,14 +1,15 @@
 """Learned parameters of a model: its ``numpyro.param`` sites, their supports and first values."""
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 from jax import Array, random
 from numpyro.distributions import constraints
+from numpyro.distributions.constraints import Constraint
 from numpyro.handlers import seed, substitute, trace
 from numpyro.infer.initialization import init_to_uniform
 
+from numpyro_fed._typing import PyTree, Site
 from numpyro_fed.data.silos import Silos
 from numpyro_fed.density.factorize import factorize
 from numpyro_fed.density.factors import PARAMS, Factors, LearnedModel, made_up_rows
@@ -19,13 +20,13 @@ __all__ = ["factored", "probe"]
 
 def factored(
     model: Callable, parts: tuple[Silos, ...]
-) -> tuple[dict[str, Any], tuple[Silos, ...], list[Factors]]:
+) -> tuple[dict[str, tuple[Constraint, PyTree]], tuple[Silos, ...], list[Factors]]:
     """Factorize the model over each structure of silos, with its learned parameters.
 
     :return: support and first value of each learned parameter; the silos, with these values among
         their shared arguments; and the factors of each structure.
     """
-    learned: dict[str, Any] = {}
+    learned: dict[str, tuple[Constraint, PyTree]] = {}
     for part in reversed(parts):
         learned |= _learned(model, part)
     if learned:
@@ -35,7 +36,7 @@ def factored(
     return learned, parts, [factorize(model, part) for part in parts]
 
 
-def probe(model: Callable, silos: Silos, key: Array, init: Callable) -> dict[str, Any]:
+def probe(model: Callable, silos: Silos, key: Array, init: Callable) -> dict[str, Site]:
     """Trace the model on one made-up row of everything.
 
     :param init: an initialization strategy for the latent sites, which may have improper priors.
@@ -48,7 +49,7 @@ def probe(model: Callable, silos: Silos, key: Array, init: Callable) -> dict[str
     return trace(substitute(seed(model, key), substitute_fn=init)).get_trace(**kwargs)
 
 
-def _learned(model: Callable, silos: Silos) -> dict[str, tuple[Any, Any]]:
+def _learned(model: Callable, silos: Silos) -> dict[str, tuple[Constraint, PyTree]]:
     """Return support and first value of the model's ``numpyro.param`` sites."""
     factors = factorize(model, silos)
     plates = dict(factors.plates)

@@ -10,18 +10,18 @@ a network that amortizes q(z)).
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax, random
 from numpyro.distributions import constraints
 from numpyro.distributions.constraints import Constraint
-from numpyro.distributions.transforms import biject_to
+from numpyro.distributions.transforms import Transform, biject_to
 from numpyro.handlers import seed, substitute, trace
 
 from numpyro_fed import _compat
-from numpyro_fed._typing import PyTree
+from numpyro_fed._typing import Column, ModelArgs, PyTree, Site
 from numpyro_fed.data.silos import Silos
 from numpyro_fed.data.views import SiloRows, largest
 from numpyro_fed.density.factorize import factorize
@@ -63,7 +63,7 @@ class Shared:
     They are hashed by identity, since their arrays are constants of the compiled program.
     """
 
-    kwargs: dict[str, Any]
+    kwargs: ModelArgs
 
 
 @dataclass(frozen=True)
@@ -206,7 +206,7 @@ class GuideFamily(Family):
 
     def _trace(
         self, params: dict, theta: Mapping[str, Array], kwargs: dict, key: Array
-    ) -> dict[str, Any]:
+    ) -> dict[str, Site]:
         """Trace the guide.
 
         :param params: values of its parameters.
@@ -216,7 +216,7 @@ class GuideFamily(Family):
         return trace(seed(substitute(guide, data=params), key)).get_trace(**kwargs)
 
     @staticmethod
-    def _unconstrained(site: Mapping[str, Any]) -> Array:
+    def _unconstrained(site: Site) -> Array:
         return biject_to(site["fn"].support).inv(site["value"])
 
 
@@ -228,7 +228,7 @@ class _WithPlates:
     plates: tuple[tuple[str, str], ...]
     leaves: tuple[tuple[str, str], ...]
 
-    def __call__(self, **kwargs: Any) -> Any:
+    def __call__(self, **kwargs: Column) -> PyTree:
         leaf = {group: name for name, group in self.leaves}
         for name, group in self.plates:
             with silo_plate(name, kwargs[leaf[group]].shape[0]):
@@ -311,7 +311,7 @@ def _check_sites(model: Factors, guide: Factors) -> None:
         )
 
 
-def _check_supports(factors: Factors, guide: Mapping[str, Any], one_row: dict[str, Any]) -> None:
+def _check_supports(factors: Factors, guide: Mapping[str, Site], one_row: ModelArgs) -> None:
     model = trace(seed(factors.model, random.key(0))).get_trace(**one_row)
     for name in [*dict(factors.global_sites), *(s.name for s in factors.local_sites)]:
         if not guide[name]["fn"].has_rsample:
@@ -328,7 +328,7 @@ def _check_supports(factors: Factors, guide: Mapping[str, Any], one_row: dict[st
             )
 
 
-def _same_map(own: Any, other: Any, value: Array) -> bool:
+def _same_map(own: Transform, other: Transform, value: Array) -> bool:
     """Return whether two transforms send the same unconstrained numbers to the same values."""
     start = jnp.zeros_like(own.inv(value))
     x = 0.3 + 0.1 * jnp.arange(start.size, dtype=start.dtype).reshape(start.shape)
