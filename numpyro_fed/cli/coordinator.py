@@ -151,7 +151,7 @@ def coordinate(
     folder: Path,
     *,
     address: str,
-    **settings: Any,
+    **settings: float,
 ) -> str:
     """Start a SuperLink and the run, wait for its end, and stop both.
 
@@ -185,7 +185,7 @@ def coordinate(
         for name in names:
             key = str((keys / f"{name}.pub").resolve())
             flwr("supernode", "register", key, "link", "--name", name)
-        config = {
+        config: dict[str, float | str] = {
             **settings,
             "model": str(model.resolve()),
             "silos": json.dumps(names),

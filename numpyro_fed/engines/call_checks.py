@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -43,7 +43,7 @@ class KeptState(NamedTuple):
     """
 
     kind: str
-    wide: Any
+    wide: PyTree
     size: int
     units: str
 
@@ -62,7 +62,7 @@ class CallChecks:
         self,
         worker: SiloWorker,
         wide: SiloWorker,
-        own: dict[str, Any],
+        own: dict[str, Hashable],
         rows: int,
         algorithm: str | None,
     ) -> None:
@@ -70,9 +70,9 @@ class CallChecks:
         self.rows, self.algorithm = rows, algorithm
         self.kept: dict[int, KeptState] = {}
         self.messages: dict[str, PyTree] = {}  # types of a fit's messages, by kind of call
-        self._grows: dict[Any, Any] = {}
+        self._grows: dict[tuple[SiloTask, str], PyTree] = {}
 
-    def state(self, call: Call) -> Any:
+    def state(self, call: Call) -> PyTree:
         """Return the state that a call starts from.
 
         Each kind of call reads states of certain kinds alone. Otherwise a server could write a
@@ -109,7 +109,7 @@ class CallChecks:
         units = task.latent_units
         return "" if units is None else json.dumps(outline(units, self.own))
 
-    def allow(self, call: Call, wider: Callable[[], Any], state: Any) -> Any:
+    def allow(self, call: Call, wider: Callable[[], SiloTask], state: PyTree) -> PyTree:
         """Refuse a call for its settings, its message, or a reply that grows with the rows.
 
         :param wider: a function that returns the call's task for one row more.
@@ -159,7 +159,7 @@ class CallChecks:
             self._grows[key] = new
         return self._grows[key]
 
-    def _settings(self, part: Any) -> None:
+    def _settings(self, part: object) -> None:
         """Refuse settings that single out rows, or that take too much memory or time.
 
         The factors of another model, fewer elements, and minibatches can single out rows.
@@ -206,7 +206,7 @@ class CallChecks:
             )
 
 
-def _classes(value: Any) -> Iterator[str]:
+def _classes(value: object) -> Iterator[str]:
     """Yield the wire names of the classes in a value."""
     if isinstance(value, dict):
         for inside in value.values():
@@ -228,11 +228,11 @@ def _agrees(got: PyTree, expected: PyTree) -> bool:
     return expected is None or _shapes(got) == _shapes(expected)
 
 
-def _shapes(tree: PyTree) -> list[tuple[Any, tuple[int, ...]]]:
+def _shapes(tree: PyTree) -> list[tuple[tuple, tuple[int, ...]]]:
     return [(path, x.shape) for path, x in jax.tree_util.tree_leaves_with_path(tree)]
 
 
-def slot_number(value: Any) -> int:
+def slot_number(value: object) -> int:
     """Return the number of a slot.
 
     :raises ValueError: for a value that is no whole number >= 0.

@@ -12,9 +12,9 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
 
 from numpyro_fed.engines.flower_commands import QUIET, link_command, node_command, write_app
+from numpyro_fed.engines.side import Side
 
 for _key, _value in QUIET.items():
     os.environ.setdefault(_key, _value)
@@ -45,16 +45,6 @@ _RAISED = 2  # Flower's code of an error: the app raised an exception
 _FIRST = 1e-3  # seconds between the first looks for replies
 _PAUSE = 0.5  # seconds before a silo that failed is asked again
 _log = logging.getLogger(__name__)
-
-
-class Side(Protocol):
-    """Side of a silo, which keeps its private states on its own disk."""
-
-    name: str
-
-    def answer(self, data: bytes) -> bytes:
-        """Return the reply to a message; the same message has the same reply."""
-        ...
 
 
 # The silo
@@ -107,7 +97,7 @@ def client_app(make_side: Callable[[Context], Side]) -> ClientApp:
 # The server
 
 
-def server_app(run: Callable[[Grid, Context], Any]) -> ServerApp:
+def server_app(run: Callable[[Grid, Context], None]) -> ServerApp:
     """Return the app that a SuperLink runs, which calls ``run(grid, context)``."""
     app = ServerApp()
 

@@ -4,7 +4,6 @@ import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 __all__ = ["QUIET", "link_command", "node_command", "write_app"]
 
@@ -59,7 +58,7 @@ def node_command(
     key: str | Path | None = None,
     port: int = 9094,
     give_up: float | None = None,
-    **config: Any,
+    **config: float | str,
 ) -> list[str]:
     """Return the command that starts a silo's SuperNode, in an environment with :data:`QUIET`.
 
@@ -80,7 +79,7 @@ def node_command(
 
 
 def write_app(
-    directory: str | Path, server: str, client: str, config: Mapping[str, Any] | None = None
+    directory: str | Path, server: str, client: str, config: Mapping[str, float | str] | None = None
 ) -> Path:
     """Write the folder that ``flwr run`` sends to the SuperLink, and return its path.
 

@@ -3,7 +3,6 @@
 import itertools
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
@@ -29,7 +28,7 @@ class InProcessGrid(Grid):
     def __init__(
         self,
         apps: Mapping[int, ClientApp] | Sequence[ClientApp],
-        config: Mapping[str, Any] | None = None,
+        config: Mapping[str, float | str] | None = None,
     ) -> None:
         self.apps = dict(apps) if isinstance(apps, Mapping) else dict(enumerate(apps, 1))
         self.config = dict(config or {})

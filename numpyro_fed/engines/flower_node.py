@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from numpyro_fed.engines.flower import ClientApp, Context, Message, RecordDict
 
@@ -22,6 +22,12 @@ from numpyro_fed.engines.flower import ClientApp, Context, Message, RecordDict
 from flwr.supercore.inflatable import inflatable_object, inflatable_utils
 from flwr.supercore.run import RunNotRunningException
 from flwr.supernode import fleet_http_connection
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ec import (
+        EllipticCurvePrivateKey,
+        EllipticCurvePublicKey,
+    )
 
 __all__ = ["serve"]
 
@@ -42,7 +48,7 @@ def serve(
     key: str | Path | None = None,
     poll: float = 0.25,
     give_up: float | None = None,
-    **config: Any,
+    **config: float | str,
 ) -> None:
     """Answer messages until the process ends.
 
@@ -94,11 +100,11 @@ def serve(
             time.sleep(_AGAIN)
 
 
-def _refused(code: int, message: str | None = None, *_: Any, **__: Any) -> None:
+def _refused(code: int, message: str | None = None, *_: object, **__: object) -> None:
     raise ConnectionError(f"{message} (Flower's exit code {code})")
 
 
-def _answer(app: ClientApp, connection: tuple, config: dict[str, Any], poll: float) -> None:
+def _answer(app: ClientApp, connection: tuple, config: dict[str, float | str], poll: float) -> None:
     node, receive, send, _, _, pull, push, confirm = connection
     _log.info("silo %s is node %s", config["name"], node)
     contexts: dict[int, Context] = {}
@@ -119,7 +125,7 @@ def _answer(app: ClientApp, connection: tuple, config: dict[str, Any], poll: flo
             _log.warning("the run has ended; its message is not answered")
 
 
-def _keys(path: str | Path) -> tuple[Any, Any]:
+def _keys(path: str | Path) -> "tuple[EllipticCurvePrivateKey, EllipticCurvePublicKey]":
     from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
     from cryptography.hazmat.primitives.serialization import load_ssh_private_key
 

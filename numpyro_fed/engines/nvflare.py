@@ -22,28 +22,31 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 try:
     from nvflare.apis.app_validation import AppValidationKey
-    from nvflare.apis.controller_spec import Task, TaskCompletionStatus
+    from nvflare.apis.controller_spec import ClientTask, Task, TaskCompletionStatus
     from nvflare.apis.event_type import EventType
     from nvflare.apis.executor import Executor
     from nvflare.apis.fl_constant import FLContextKey, ReturnCode
+    from nvflare.apis.fl_context import FLContext
     from nvflare.apis.impl.controller import Controller
     from nvflare.apis.job_launcher_spec import JobProcessArgs
     from nvflare.apis.shareable import Shareable, make_reply
+    from nvflare.apis.signal import Signal
     from nvflare.apis.workspace import Workspace
     from nvflare.app_common.job_launcher.client_process_launcher import ClientProcessJobLauncher
     from nvflare.app_common.job_launcher.process_launcher import ProcessHandle
     from nvflare.private.fed.client.client_req_processors import ClientRequestProcessors
     from nvflare.private.fed.client.shell_cmd import ShellCommandProcessor
+    from nvflare.utils.process_utils import ProcessAdapter
 except ImportError as error:
     raise ImportError(
         "numpyro_fed.engines.nvflare needs NVFLARE, which is not installed: pip install "
         '"numpyro-fed[nvflare]"'
     ) from error
 
+from numpyro_fed._typing import Facts
 from numpyro_fed.engines.nvflare_jobs import (
     ALLOWED,
     ERROR,
@@ -57,6 +60,7 @@ from numpyro_fed.engines.nvflare_jobs import (
     simulate,
     write_job,
 )
+from numpyro_fed.engines.side import Side
 
 __all__ = [
     "FedController",
@@ -121,7 +125,7 @@ def load_allowed(path: str) -> Callable:
     return load(path)
 
 
-def _settings(fl_ctx: Any) -> tuple[dict[str, Any], Workspace, str]:
+def _settings(fl_ctx: FLContext) -> tuple[Facts, Workspace, str]:
     """Return the job's settings, the workspace, and the job's id."""
     workspace, job = fl_ctx.get_prop(FLContextKey.WORKSPACE_OBJECT), fl_ctx.get_job_id()
     return (
@@ -142,7 +146,12 @@ class Transport:
     """
 
     def __init__(
-        self, controller: Any, fl_ctx: Any, abort: Any, names: Sequence[str], patience: float
+        self,
+        controller: Controller,
+        fl_ctx: FLContext,
+        abort: Signal,
+        names: Sequence[str],
+        patience: float,
     ) -> None:
         self.names = tuple(names)
         self._controller, self._fl_ctx, self._abort, self._patience = (
@@ -192,13 +201,13 @@ class Transport:
         return {name: replies[name] for name in messages if name in replies}
 
     def _send(self, name: str, data: bytes, done: queue.Queue) -> Task:
-        def received(client_task: Any, fl_ctx: Any) -> None:
+        def received(client_task: ClientTask, fl_ctx: FLContext) -> None:
             result = client_task.result
             reply = result.get(DATA) if result.get_return_code() == ReturnCode.OK else None
             done.put((client_task.task, name, reply if isinstance(reply, bytes) else None))
             client_task.result = None
 
-        def ended(task: Any, fl_ctx: Any) -> None:  # also if NVFLARE has given up the silo
+        def ended(task: Task, fl_ctx: FLContext) -> None:  # also if NVFLARE has given up the silo
             done.put((task, name, None))
 
         task = Task(
@@ -217,16 +226,16 @@ class FedController(Controller):
     def __init__(self) -> None:
         super().__init__(task_check_period=PERIOD)
 
-    def start_controller(self, fl_ctx: Any) -> None:
+    def start_controller(self, fl_ctx: FLContext) -> None:
         """Start nothing: :meth:`control_flow` does all."""
 
-    def stop_controller(self, fl_ctx: Any) -> None:
+    def stop_controller(self, fl_ctx: FLContext) -> None:
         """Stop nothing."""
 
-    def process_result_of_unknown_task(self, *args: Any, **kwargs: Any) -> None:
+    def process_result_of_unknown_task(self, *args: object, **kwargs: object) -> None:
         """Ignore a reply that comes too late."""
 
-    def control_flow(self, abort_signal: Any, fl_ctx: Any) -> None:
+    def control_flow(self, abort_signal: Signal, fl_ctx: FLContext) -> None:
         """Call ``run`` if all silos are there; an error ends the job, and goes to ``error.txt``."""
         told, workspace, job = _settings(fl_ctx)
         kept = Path(workspace.get_run_dir(job))
@@ -263,9 +272,11 @@ class SideExecutor(Executor):
 
     def __init__(self) -> None:
         super().__init__()
-        self._side: Any = None
+        self._side: Side | None = None
 
-    def execute(self, task_name: str, shareable: Any, fl_ctx: Any, abort_signal: Any) -> Any:
+    def execute(
+        self, task_name: str, shareable: Shareable, fl_ctx: FLContext, abort_signal: Signal
+    ) -> Shareable:
         """Answer a message by the side; the reply to one that fails has a return code alone."""
         if task_name != TASK:
             return make_reply(ReturnCode.TASK_UNKNOWN)
@@ -293,7 +304,7 @@ class SideExecutor(Executor):
         return reply
 
     @staticmethod
-    def _made(make_side: Callable, name: str, directory: Path) -> Any:
+    def _made(make_side: Callable, name: str, directory: Path) -> Side:
         side = make_side(name, directory)
         if side.name != name:
             raise ValueError(
@@ -334,7 +345,7 @@ class Rejoin(ClientProcessJobLauncher):
     beside the job, readable to the owner alone, until the job ends.
     """
 
-    def handle_event(self, event_type: str, fl_ctx: Any) -> None:
+    def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
         """Remove the commands that read files, and go back to unfinished jobs after a restart."""
         super().handle_event(event_type, fl_ctx)
         engine = fl_ctx.get_engine()
@@ -356,7 +367,7 @@ class Rejoin(ClientProcessJobLauncher):
                     known, kept.parent.name, meta, engine.args, None, None, None, context
                 )
 
-    def launch_job(self, job_meta: dict, fl_ctx: Any) -> "Lasting":
+    def launch_job(self, job_meta: dict, fl_ctx: FLContext) -> "Lasting":
         """Start a silo's process, and write the token that it needs to come back.
 
         :raises PermissionError: for a job that brings code.
@@ -391,9 +402,9 @@ class Lasting(ProcessHandle):
     :param launch: starts the process and returns its adapter.
     """
 
-    adapter: Any
+    adapter: ProcessAdapter
 
-    def __init__(self, launch: Callable[[], Any]) -> None:
+    def __init__(self, launch: Callable[[], ProcessAdapter]) -> None:
         super().__init__(process_adapter=launch())
         self._launch, self._stopped = launch, False
 

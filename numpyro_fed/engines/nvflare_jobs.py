@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from numpyro_fed._typing import Facts
+
 __all__ = ["prepare_kit", "simulate", "write_job"]
 
 # names that the controller, the executor and the job folder share
@@ -60,7 +62,7 @@ def write_job(
     make_side: str,
     names: Sequence[str],
     *,
-    run_arguments: dict[str, Any] | None = None,
+    run_arguments: Facts | None = None,
     patience: float = 600.0,
     period: float | None = None,
 ) -> Path:

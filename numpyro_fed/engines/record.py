@@ -7,13 +7,14 @@ import math
 import os
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
+from jax.typing import ArrayLike
 
+from numpyro_fed._typing import Facts, Json, Values
 from numpyro_fed.rounds.serialization import is_key, name_of, outline, pack
 from numpyro_fed.rounds.worker import Call
 
@@ -53,8 +54,8 @@ class Record:
         what: str,
         data: bytes,
         sent: bytes,
-        answer: dict[str, Any],
-        asked: list[dict[str, Any]],
+        answer: Values,
+        asked: list[Facts],
     ) -> None:
         """Write a message's line, before its answer leaves.
 
@@ -93,7 +94,7 @@ class Record:
             self._recorded = log.tell()
 
 
-def _arrays(answer: dict[str, Any]) -> list[list[Any]]:
+def _arrays(answer: Values) -> list[Json]:
     """Return name, type and shape of every array of an answer."""
     leaves = jax.tree_util.tree_leaves_with_path(answer)
     return [
@@ -103,7 +104,7 @@ def _arrays(answer: dict[str, Any]) -> list[list[Any]]:
     ]
 
 
-def call_records(calls: Sequence[Call], own: Mapping[str, Any]) -> list[dict[str, Any]]:
+def call_records(calls: Sequence[Call], own: Mapping[str, Hashable]) -> list[Facts]:
     """Return a message's calls for the silo's record: settings, slots, keys and messages.
 
     Arrays of up to 1,000 numbers are lists, those of up to 10,000 base64, longer ones hashes. After
@@ -116,9 +117,9 @@ def call_records(calls: Sequence[Call], own: Mapping[str, Any]) -> list[dict[str
     return out
 
 
-def _outlined(call: Call, own: Mapping[str, Any], in_full: bool) -> dict[str, Any]:
+def _outlined(call: Call, own: Mapping[str, Hashable], in_full: bool) -> Facts:
 
-    def told(x: Any) -> Any:
+    def told(x: ArrayLike) -> Json:
         if is_key(x):
             x = jax.random.key_data(x)
         x = np.asarray(x)
@@ -126,7 +127,7 @@ def _outlined(call: Call, own: Mapping[str, Any], in_full: bool) -> dict[str, An
         count = math.prod(max(n, 1) for n in x.shape)
         if count <= _MAX_LISTED and x.dtype.kind in "biuf":
             return x.tolist()
-        what = {"type": str(x.dtype), "shape": list(x.shape)}
+        what: Facts = {"type": str(x.dtype), "shape": list(x.shape)}
         if count <= _MAX_RECORDED:
             return {**what, "base64": base64.b64encode(x.tobytes()).decode()}
         return {**what, "sha256": hashlib.sha256(x.tobytes()).hexdigest()}

@@ -5,11 +5,12 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import ParamSpec, TypeVar
 
 import jax
 import numpy as np
 
+from numpyro_fed._typing import Facts, PyTree, Values
 from numpyro_fed.data.silos import Silos
 from numpyro_fed.density.check import FactorizationError, check_own_factorization
 from numpyro_fed.density.factorize import factorize
@@ -29,9 +30,9 @@ from numpyro_fed.engines.limits import (
 )
 from numpyro_fed.engines.opening import agreed_silos
 from numpyro_fed.engines.record import Record, call_records
-from numpyro_fed.engines.wire import PROTOCOL, owned
+from numpyro_fed.engines.wire import PROTOCOL, Fit, owned
 from numpyro_fed.privacy.data_guards import Guards
-from numpyro_fed.privacy.guard import RoundGuard
+from numpyro_fed.privacy.guard import RoundGuard, Ticket
 from numpyro_fed.privacy.own_keys import hashed, secret_of, with_own_keys
 from numpyro_fed.rounds.files import locked, read_sealed, write_sealed
 from numpyro_fed.rounds.serialization import name_of, pack, unpack
@@ -45,6 +46,9 @@ from numpyro_fed.rounds.worker import (
 )
 
 __all__ = ["Refusal", "SiloSide"]
+
+_Asked = ParamSpec("_Asked")
+_Answer = TypeVar("_Answer")
 
 
 class SiloSide:
@@ -94,7 +98,7 @@ class SiloSide:
         folder: str | Path,
         *,
         public: tuple[str, ...] = (),
-        fit: Any = None,
+        fit: Fit | None = None,
         guards: Guards | None = None,
         ceilings: Mapping[str, int] | None = None,
         own_keys: bool = True,
@@ -119,7 +123,7 @@ class SiloSide:
         self.secret = secret_of(self.folder) if own_keys and self.guard is None else None
         self.worker: SiloWorker | None = None
         self.checks: CallChecks | None = None  # with the worker
-        self._asked: list[Any] = []
+        self._asked: list[Facts] = []
         if (self.folder / "open.bin").exists():
             self._reopen(unpack(read_sealed(self.folder / "open.bin", "open")))
 
@@ -181,7 +185,7 @@ class SiloSide:
             kind for kind, task in TASKS.items() if self.fit is not None or not task.needs_fit
         )
 
-    def _hello(self, request: dict[str, Any]) -> dict[str, Any]:
+    def _hello(self, request: Values) -> Values:
         if request.get("protocol") != PROTOCOL:
             raise Refusal(
                 f"the server speaks protocol {str(request.get('protocol'))[:20]}, expected "
@@ -189,7 +193,7 @@ class SiloSide:
             )
         return {"about": description(self.silos), "versions": versions()}
 
-    def _opened(self, request: dict[str, Any]) -> dict[str, Any]:
+    def _opened(self, request: Values) -> Values:
         if self.counts["refused"] >= MAX_REFUSED:
             raise Refusal(
                 f"it has refused {MAX_REFUSED} connections, each of which could be a guess at its "
@@ -204,11 +208,11 @@ class SiloSide:
                 self._drop(slot)
         return {"model": model}
 
-    def _same(self, model: dict[str, Any]) -> dict[str, Any]:
+    def _same(self, model: Facts) -> Facts:
         """Return the facts that a new process must share with the one before it."""
         return {"rows": rows_hash(self.silos), "model": model, "versions": versions()}
 
-    def _reopen(self, before: dict[str, Any]) -> None:
+    def _reopen(self, before: Values) -> None:
         """Continue the run of a former process, from the file that it wrote at connection."""
         hint = (
             f"; expected those of the run that its folder {self.folder} holds: give another "
@@ -222,7 +226,7 @@ class SiloSide:
             if before[what] != now:
                 raise ValueError(f"silo {self.name!r}: other {what} than before{hint}")
 
-    def _open(self, request: dict[str, Any], write: bool) -> dict[str, Any]:
+    def _open(self, request: Values, write: bool) -> Facts:
         """Take the silo's place among all silos, and return its model's fingerprint.
 
         :param write: whether to write the request for processes to come.
@@ -284,7 +288,7 @@ class SiloSide:
         with (self.folder / "errors.log").open("a") as log:
             log.write(traceback.format_exc())
 
-    def _calls(self, request: dict[str, Any]) -> dict[str, Any]:
+    def _calls(self, request: Values) -> Values:
         if self.worker is None or self.checks is None:
             raise Refusal("it was called before a server connected; connect first")
         if request.get("server") != self._server:
@@ -300,6 +304,7 @@ class SiloSide:
                 "its call does not say whether elements are independent; expected True or False"
             )
         if independent is not None and self._plan_for is not independent:
+            assert self.fit is not None
             self._plan_for = independent
             config = self.fit.planned(self._known, self._plan_for)
             self.checks.own["config"] = config
@@ -321,7 +326,7 @@ class SiloSide:
             self._asked.append(line)
             state = self.checks.state(call)
             kinds = self._allowed(call, lambda i=i: unpack(inside, wide)[i][0], state)
-            ticket: Any = None
+            ticket: Ticket | None = None
             if self.guard is not None:
                 if independent is None and name_of(type(call.local)) in self.guard.allowed:
                     raise Refusal(
@@ -336,6 +341,7 @@ class SiloSide:
             if self.guard is None:
                 replies.append([np.asarray(x) for x in jax.tree.leaves(reply)])
             else:
+                assert ticket is not None
                 replies.append(self._worded(self.guard.let_out, call.local, reply, ticket))
             if call.write is not None:
                 self._keep(call, new, kinds)
@@ -361,7 +367,7 @@ class SiloSide:
             )
         self.counts[kind] += 1
 
-    def _allowed(self, call: Call, wider: Callable, state: Any) -> Any:
+    def _allowed(self, call: Call, wider: Callable, state: PyTree) -> PyTree:
         """Return types of the state that a call writes, or raise a :class:`Refusal`."""
         assert self.checks is not None
         try:
@@ -375,7 +381,7 @@ class SiloSide:
                 "settings that are not those of its model); its own errors.log has more"
             ) from error
 
-    def _keep(self, call: Call, new: Any, kinds: Any) -> None:
+    def _keep(self, call: Call, new: PyTree, kinds: PyTree) -> None:
         """Write a new state to disk, with the kind of call that wrote it."""
         assert self.worker is not None
         assert self.checks is not None
@@ -392,10 +398,12 @@ class SiloSide:
         self.checks.kept[call.write] = KeptState(kind, kinds, len(data), units)
 
     @staticmethod
-    def _worded(check: Callable, *args: Any) -> Any:
+    def _worded(
+        check: Callable[_Asked, _Answer], *args: _Asked.args, **kwargs: _Asked.kwargs
+    ) -> _Answer:
         """Return the result of ``check``, and turn its ``ValueError`` into the silo's answer."""
         try:
-            return check(*args)
+            return check(*args, **kwargs)
         except ValueError as error:
             raise Refusal(str(error)) from error
 

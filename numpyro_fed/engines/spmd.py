@@ -22,13 +22,13 @@ import time
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from numpyro_fed._typing import PyTree
 from numpyro_fed.data.silos import Silos
 from numpyro_fed.density.fingerprint import description, joined_spec
 from numpyro_fed.rounds.remote import Carrier, RemoteSilos
@@ -72,7 +72,7 @@ class Spmd(Carrier):
         if wrong:
             raise ValueError(wrong[0])
 
-    def ask(self, calls: list[Call]) -> list[Any]:
+    def ask(self, calls: list[Call]) -> list[PyTree]:
         """Return the replies in the order of the calls, which must have replies of one type.
 
         :raises RuntimeError: if the processes do not make the same calls.
@@ -113,7 +113,7 @@ class Spmd(Carrier):
 
 
 @cache
-def _gathering() -> tuple[Any, NamedSharding, Callable]:
+def _gathering() -> tuple[jax.Device, NamedSharding, Callable]:
     """Return the device, a sharding with a row in each process, and a program that gathers rows."""
     first = {d.process_index: d for d in reversed(jax.devices())}
     mesh = Mesh(np.array([first[p] for p in sorted(first)]), ("process",))
@@ -142,7 +142,7 @@ def _head(call: Call) -> np.ndarray:
     return np.array([call.number, *slots[:3]], np.int64).view(np.uint8)
 
 
-def _unpacked(data: np.ndarray, leaves: list, tree: Any) -> Any:
+def _unpacked(data: np.ndarray, leaves: list, tree: jax.tree_util.PyTreeDef) -> PyTree:
     out, start = [], 0
     for x in leaves:
         stop = start + x.size * x.dtype.itemsize

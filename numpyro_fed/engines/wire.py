@@ -10,23 +10,33 @@ replies with shapes and types that the server expects. Nothing is pickled. The s
 
 import secrets
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
 
+from numpyro_fed._typing import Column, Facts, PyTree, Values
 from numpyro_fed.data.silos import Silos
 from numpyro_fed.data.views import largest
 from numpyro_fed.density.factorize import factorize
 from numpyro_fed.density.factors import Factors
-from numpyro_fed.density.fingerprint import as_values, checked, fingerprint, joined_spec, versions
+from numpyro_fed.density.fingerprint import (
+    Described,
+    as_values,
+    checked,
+    fingerprint,
+    joined_spec,
+    versions,
+)
+from numpyro_fed.privacy.guard import Guarded
 from numpyro_fed.privacy.secure_sum import types_masked
 from numpyro_fed.rounds.remote import Carrier, RemoteSilos
 from numpyro_fed.rounds.serialization import pack, unpack
+from numpyro_fed.rounds.task import FitFacts
 from numpyro_fed.rounds.worker import Call, SiloError, typed_worker
 
-__all__ = ["Traffic", "Transport", "Wire", "connect", "owned"]
+__all__ = ["Fit", "Traffic", "Transport", "Wire", "connect", "owned"]
 
 PROTOCOL = 2
 # bytes of a silo's answer while it connects: about 100 for each argument and site, of which there
@@ -48,6 +58,25 @@ class Transport(Protocol):
         ...
 
 
+class Fit(Described, Guarded, Protocol):
+    """Variational fit, by what a wire's two sides ask of it."""
+
+    algorithm: str
+
+    @property
+    def rounds_only(self) -> bool: ...
+
+    def factored(self, known: Silos) -> Factors: ...
+
+    def planned(self, known: Silos, independent: bool) -> FitFacts: ...
+
+    def messages(self, config: Any, known: Silos) -> dict[str, PyTree]: ...
+
+    def num_parameters(self, silos: Silos) -> int: ...
+
+    def check_factors(self, silos: Silos) -> None: ...
+
+
 class Traffic(NamedTuple):
     """Traffic of one silo over the wire: number of messages, and bytes both ways."""
 
@@ -56,7 +85,7 @@ class Traffic(NamedTuple):
     bytes_up: int = 0
 
 
-def owned(factors: Factors, known: Silos, fit: Any, pad: tuple) -> dict[str, Any]:
+def owned(factors: Factors, known: Silos, fit: Fit | None, pad: tuple) -> dict[str, Hashable]:
     """Return the objects that both sides have, by their names on the wire.
 
     :param factors: factors of the model.
@@ -91,7 +120,7 @@ class Wire(Carrier):
         known: Silos,
         model: Callable,
         public: tuple[str, ...] = (),
-        fit: Any = None,
+        fit: Fit | None = None,
     ) -> None:
         super().__init__({})
         self.transport, self.names = transport, known.names
@@ -108,7 +137,7 @@ class Wire(Carrier):
     def check(self, check: Callable[[Silos], None]) -> None:
         """Do nothing, since silos check their own rows when a server connects."""
 
-    def ask(self, calls: list[Call]) -> list[Any]:
+    def ask(self, calls: list[Call]) -> list[PyTree]:
         """Send each silo its calls in one message, and return the replies."""
         kinds = [self.type_of(call, self._any) for call in calls]
         kinds = [
@@ -123,7 +152,7 @@ class Wire(Carrier):
             self.names[n]: self._message(n, [calls[i] for i in mine]) for n, mine in of.items()
         }
         answers = self.messages(messages)
-        replies: list[Any] = [None] * len(calls)
+        replies: list[PyTree] = [None] * len(calls)
         for n, mine in of.items():
             name = self.names[n]
             if name in answers:
@@ -155,17 +184,17 @@ class Wire(Carrier):
                 {self.names[n]: self._message(n, []) for n, own in self._forget.items() if own}
             )
 
-    def position(self) -> dict[str, Any]:
+    def position(self) -> Values:
         """Return the carrier's position with the silos of each slot."""
         return {**super().position(), "owners": list(self._owners.items())}
 
-    def go_on(self, position: dict[str, Any]) -> None:
+    def go_on(self, position: Values) -> None:
         """Continue from a checkpoint, but with the slots that this connection was given."""
         super().go_on({**position, "next": self.next_slot})
         self._owners |= dict(position["owners"])
 
     def _message(self, number: int, calls: list[Call]) -> bytes:
-        head: dict[str, Any] = {
+        head: Values = {
             "what": "calls",
             "server": self.server,
             "forget": list(self._forget[number]),
@@ -188,7 +217,7 @@ class Wire(Carrier):
         return pack({**head, "calls": np.frombuffer(inside, np.uint8)})
 
     def _take(
-        self, name: str, data: bytes, mine: list[int], kinds: list[Any], replies: list[Any]
+        self, name: str, data: bytes, mine: list[int], kinds: list[PyTree], replies: list[PyTree]
     ) -> None:
         """Put all replies of a silo in their places, or none if one is wrong."""
         most = (
@@ -216,7 +245,7 @@ class Wire(Carrier):
             self.refused[name].append(str(error))
 
 
-def _checked(leaves: Any, kind: Any) -> Any:
+def _checked(leaves: list, kind: PyTree) -> PyTree:
     """Return a reply as a pytree.
 
     :raises ValueError: if its arrays are not of the expected shapes and types.
@@ -236,9 +265,9 @@ def connect(
     transport: Transport,
     model: Callable,
     *,
-    shared: Mapping[str, Any] | None = None,
+    shared: Mapping[str, Column] | None = None,
     public: tuple[str, ...] = (),
-    fit: Any = None,
+    fit: Fit | None = None,
     fresh: bool = False,
     max_rows: int = 10_000_000,
 ) -> RemoteSilos:
@@ -293,7 +322,7 @@ def connect(
     return RemoteSilos(known, carrier)
 
 
-def _same(what: str, name: str, theirs: Any, mine: dict[str, Any]) -> None:
+def _same(what: str, name: str, theirs: object, mine: Facts) -> None:
     if not isinstance(theirs, dict):
         raise ValueError(f"silo {name!r} does not say which {what} it has; expected {sorted(mine)}")
     for key, expected in mine.items():
@@ -304,7 +333,7 @@ def _same(what: str, name: str, theirs: Any, mine: dict[str, Any]) -> None:
             )
 
 
-def _all(transport: Transport, messages: dict[str, bytes]) -> dict[str, Any]:
+def _all(transport: Transport, messages: dict[str, bytes]) -> dict[str, Values]:
     """Return the answers of all silos, in the order of the messages.
 
     :raises ValueError: naming the silo, for an error of a silo or an answer that cannot be read.

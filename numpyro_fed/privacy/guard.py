@@ -37,7 +37,7 @@ from numpyro_fed.rounds.serialization import pack
 from numpyro_fed.rounds.task import SiloTask
 from numpyro_fed.rounds.worker import Call
 
-__all__ = ["RoundGuard", "Ticket"]
+__all__ = ["Guarded", "RoundGuard", "Ticket"]
 
 _INIT, _ROUND, _ESTIMATE = "InitLocal", "RoundLocal", "EstimateLocal"
 
@@ -129,7 +129,7 @@ class RoundGuard:
         self.shared, self.roster = shared, told
 
     def admit(
-        self, call: Call, own: dict[str, Hashable], state: PyTree, independent: bool
+        self, call: Call, own: dict[str, Hashable], state: PyTree, independent: bool | None
     ) -> tuple[Call, Ticket]:
         """Return the call with the silo's keys in place of the server's, and its ticket.
 
