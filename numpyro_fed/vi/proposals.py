@@ -41,9 +41,11 @@ def stretched_normal(key: Array, noise: Array) -> tuple[Array, Array]:
     key_kind, key_axes, key_wide = random.split(key, 3)
     d = noise.shape[0]
     kind = random.uniform(key_kind)
-    rank = random.permutation(key_axes, d)
-    wide = (rank < 1) & (kind < 0.5) | (rank < 2) & (kind < 0.25)
-    u = jnp.where(wide, _STRETCH * random.t(key_wide, _DEGREES, (d,)), noise)
+    first, step = random.randint(key_axes, (2,), 0, jnp.array([d, max(d - 1, 1)]))
+    second = (first + 1 + step) % d
+    axis = jnp.arange(d)
+    wide = (axis == first) & (kind < 0.5) | (axis == second) & (kind < 0.25)
+    u = jnp.where(wide, _STRETCH * _student(key_wide, (d,)), noise)
     tails = stats.t.logpdf(u, _DEGREES, 0, _STRETCH) - stats.norm.logpdf(u)
     one = jax.nn.logsumexp(tails) - math.log(d)
     if d == 1:
@@ -53,6 +55,12 @@ def stretched_normal(key: Array, noise: Array) -> tuple[Array, Array]:
     two = jax.nn.logsumexp(before + tails[1:]) - math.log(d * (d - 1) / 2)
     parts = jnp.stack([jnp.zeros(()), one, two])
     return u, jax.nn.logsumexp(parts, b=jnp.array([0.5, 0.25, 0.25]))
+
+
+def _student(key: Array, shape: tuple[int, ...]) -> Array:
+    """Draw from Student's law; four normals cost a fifth of a draw by a gamma's loop."""
+    normals = random.normal(key, (1 + _DEGREES, *shape))
+    return normals[0] * jnp.mean(normals[1:] ** 2, axis=0) ** -0.5
 
 
 def wider_candidates(key: Array, eps: Array, width: Array, place: Array) -> tuple[Array, Array]:
