@@ -26,7 +26,8 @@ from numpyro_fed.decentralized._kernel import NetworkKernel
 from numpyro_fed.decentralized.networks import Exchanged, NetworkState, exchange, next_state
 from numpyro_fed.decentralized.nodes import node_step
 from numpyro_fed.mcmc.config import KernelTask, NetworkConfig, NodeConfig, Tuning
-from numpyro_fed.mcmc.remote_chains import RemoteSteps, ask_or_forget, remote_steps
+from numpyro_fed.mcmc.remote_chains import RemoteSteps, remote_steps
+from numpyro_fed.rounds.driver import Run
 from numpyro_fed.rounds.remote import RemoteSilos
 from numpyro_fed.rounds.worker import Call, rows_of
 
@@ -92,12 +93,12 @@ class NodeLocal(KernelTask):
         self, key: Array, message: Array, state: tuple[Tuning, Any], view: SiloView
     ) -> tuple[Any, Any]:
         """Return gradient and acceptance, and the local latents after their moves."""
-        tuning, own = state
-        eps, local_map = (None, None) if own is None else own
+        tuning, latents = state
+        eps, local_map = (None, None) if latents is None else latents
         slope, eps, accepted = node_step(
             self.config, tuning, key, rows_of(view), message, eps, local_map
         )
-        return (slope, accepted), (None if own is None else (eps, local_map))
+        return (slope, accepted), (None if latents is None else (eps, local_map))
 
 
 def _check(kernel: NetworkKernel, silos: RemoteSilos, num_chains: int) -> None:
@@ -115,9 +116,7 @@ def _check(kernel: NetworkKernel, silos: RemoteSilos, num_chains: int) -> None:
         )
 
 
-def _start(
-    kernel: NetworkKernel, rng_key: Array, num_chains: int, silos: RemoteSilos
-) -> tuple[NetworkState, np.ndarray]:
+def _start(kernel: NetworkKernel, rng_key: Array, num_chains: int, silos: RemoteSilos) -> Run:
     """Return the first state, and the slots in which nodes store their local latents.
 
     The slots are ``(C, 1)``, or ``(C, 0)`` without any.
@@ -125,14 +124,14 @@ def _start(
     state, key_eps = kernel.first_state(rng_key, num_chains, 0, None, silos)
     config, latents, m = kernel.config, kernel.tuning.latents, len(silos)
     if config.units is None or latents is None:
-        return state, np.zeros((num_chains, 0), np.int64)
+        return Run(state, np.zeros((num_chains, 0), np.int64))
     slots = np.array([[silos.carrier.new_slot()] for _ in range(num_chains)])
     local, rows = NodeStartLocal(config.node, num_chains // m), latents.rows.slot
     nodes = enumerate(slots[:, 0].tolist())
     silos.ask_for_sure(
         [Call(c % m, local, key_eps, np.int32(c // m), rows, slot) for c, slot in nodes]
     )
-    return state, slots
+    return Run(state, slots)
 
 
 @partial(jax.jit, static_argnames=("config",))
@@ -149,46 +148,36 @@ def _arrive(
     return next_state(config, state, sent, slope, accepted, None, [])
 
 
-def _step(
-    kernel: NetworkKernel,
-    state: NetworkState,
-    slots: np.ndarray,
-    told: list[int],
-    silos: RemoteSilos,
-) -> tuple[NetworkState, np.ndarray, list[int], list[tuple[int, str]]]:
+def _step(kernel: NetworkKernel, run: Run, silos: RemoteSilos) -> Run:
     """Make one step of every network.
 
-    Nodes store new latents beside the old ones; the new ones count if their network's step does.
+    Nodes store new latents beside the old ones; the new ones count if their network's step does. A
+    step with numbers that are not finite is undone.
 
-    :param told: for each silo, the slot with the kernel's numbers.
-    :return: the state, the nodes' slots, the spent slots, and an empty list of replies that do not
-        count. A step with numbers that are not finite is undone.
     :raises SiloError: with the names of silos that did not answer five calls, since a network's
         step needs all gradients.
     """
-    config, m = kernel.config, len(silos)
-    sent, keys = _leave(config, state)
+    config, m, slots, tuning_slots = kernel.config, len(silos), run.slots, run.record["told"]
+    sent, keys = _leave(config, run.state)
     positions, local, calls = (
         np.asarray(sent.position).reshape(len(slots), -1),
         NodeLocal(config.node),
         [],
     )
     for c, position in enumerate(positions):
-        own, new = (
+        old, new = (
             (None, None) if config.units is None else (int(slots[c, 0]), silos.carrier.new_slot())
         )
-        calls.append(Call(c % m, local, keys[c // m], position, (told[c % m], own), new))
-    replies, _ = ask_or_forget(silos.ask_again, calls, silos)
+        calls.append(Call(c % m, local, keys[c // m], position, (tuning_slots[c % m], old), new))
+    replies, _ = silos.ask_again(calls)
     slope, accepted = (np.stack(x) for x in zip(*replies, strict=True))
     shape = sent.position.shape
     # NumPy stacks without programs to dispatch
-    state = _arrive(config, state, sent, slope.reshape(shape), accepted.reshape(shape[:2]))
-    if config.units is None:
-        return state, slots, [], []
-    written = np.array([[call.write] for call in calls])
-    undone = np.asarray(state.diverging)[:, None]
-    spent = np.where(undone, written, slots)
-    return state, np.where(undone, slots, written), spent[:, 0].tolist(), []
+    state = _arrive(config, run.state, sent, slope.reshape(shape), accepted.reshape(shape[:2]))
+    if config.units is not None:
+        written = np.array([[call.write] for call in calls])
+        slots = np.where(np.asarray(state.diverging)[:, None], slots, written)
+    return run.after(state, slots)
 
 
 def _facts(kernel: NetworkKernel) -> Facts:

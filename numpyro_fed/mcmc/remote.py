@@ -8,10 +8,11 @@ import hashlib
 import warnings
 from collections import Counter
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,6 @@ import numpy as np
 from jax import Array, random
 from numpyro.infer import MCMC
 from numpyro.util import is_prng_key
-from tqdm.auto import tqdm
 
 from numpyro_fed._compat import fill_mcmc
 from numpyro_fed._typing import Facts, PyTree
@@ -29,6 +29,7 @@ from numpyro_fed.mcmc._base import FederatedKernel
 from numpyro_fed.mcmc.config import TUNING_CLASSES, Tuning
 from numpyro_fed.mcmc.remote_chains import remote_steps
 from numpyro_fed.rounds.checkpoint import Checkpoint, facts_of_run
+from numpyro_fed.rounds.driver import Run, Slots, drive
 from numpyro_fed.rounds.remote import RemoteSilos
 from numpyro_fed.rounds.task import SiloTask
 from numpyro_fed.rounds.worker import Call
@@ -153,62 +154,34 @@ class RemoteMCMC(MCMC):
         with self._checkpoint.held():
             saved = self._checkpoint.load(silos.carrier)
             kernel.set_up(silos, {})
-            going = self._start(rng_key, silos)
             fields = tuple(dict.fromkeys((*kernel.default_fields, *extra_fields)))
             facts = self._facts(rng_key, silos, fields) if self._checkpoint.place else {}
+            slots = Slots(silos.carrier, self._checkpoint, facts, _without_kernel)
+            with slots.writing():
+                run = self._start(rng_key, silos)
             if saved is not None:
-                going = self._going_on(going, saved, facts)
-            going = self._rounds(going, silos, fields, num_rounds, facts)
-            states = {
-                f: jax.tree.map(lambda *x: jnp.asarray(np.stack(x, 1)), *going.draws[f])
+                run = self._resumed(run, saved, slots)
+            step = partial(self._round, silos=silos, fields=fields)
+            run, error = drive(run, step, num_rounds, slots=slots, progress_bar=self.progress_bar)
+            num_draws = run.made - self.num_warmup
+            if error is not None:
+                self._say_interrupted(num_draws, error)
+            states = {  # an interrupted round may have left a draw behind
+                f: jax.tree.map(
+                    lambda *x: jnp.asarray(np.stack(x, 1)), *run.record["draws"][f][:num_draws]
+                )
                 for f in fields
             }
             states["z"] = jax.vmap(
                 jax.vmap(lambda z: kernel.factors.constrain_globals(z, silos.shared))
             )(states["z"])
-            fill_mcmc(self, states, going.state, (silos,))
-            self._say_who_failed(going, silos)
+            fill_mcmc(self, states, run.state, (silos,))
+            self._say_who_failed(run, silos)
             if not self._checkpoint.place:
                 with suppress(Exception):  # a broken carrier must not lose the draws
                     silos.carrier.forget(
-                        [*going.slots.reshape(-1).tolist(), *going.told, *going.spent], now=True
+                        [*run.slots.reshape(-1).tolist(), *run.record["told"]], now=True
                     )
-
-    def _rounds(
-        self,
-        going: "_Going",
-        silos: RemoteSilos,
-        fields: tuple[str, ...],
-        num_rounds: int,
-        facts: Facts,
-    ) -> "_Going":
-        """Make all rounds that are left, or those before an interruption."""
-        with tqdm(total=num_rounds, initial=going.made, disable=not self.progress_bar) as bar:
-            while going.made < num_rounds:
-                try:
-                    going = self._round(going, silos)
-                except (KeyboardInterrupt, Exception) as error:  # no reply may lose the draws
-                    if going.made <= self.num_warmup:
-                        raise
-                    known = isinstance(error, KeyboardInterrupt)
-                    why = "" if known else f" ({type(error).__name__}: {error})"
-                    kept = going.made - self.num_warmup
-                    warnings.warn(
-                        f"interrupted{why}: the first {kept} draws are kept", stacklevel=3
-                    )
-                    break
-                bar.update()
-                if going.made > self.num_warmup:
-                    for f in fields:
-                        going.draws.setdefault(f, []).append(
-                            jax.tree.map(np.asarray, attrgetter(f)(going.state))
-                        )
-                if self._checkpoint.due(going.made, num_rounds):
-                    values = {**going._asdict(), "state": _without_kernel(going.state), **facts}
-                    if self._checkpoint.save(values, silos.carrier):
-                        silos.carrier.forget(going.spent)
-                        going.spent.clear()
-        return going
 
     def warmup(self, *args: object, **kwargs: object) -> None:
         """Raise an error, since the warm-up is part of :meth:`run`."""
@@ -217,7 +190,7 @@ class RemoteMCMC(MCMC):
             "are warm-up"
         )
 
-    def _start(self, rng_key: Array, silos: RemoteSilos) -> "_Going":
+    def _start(self, rng_key: Array, silos: RemoteSilos) -> Run:
         """Return all chains' first states.
 
         Silos receive surrogates and step size, and draw the first local latents.
@@ -225,31 +198,23 @@ class RemoteMCMC(MCMC):
         keys = rng_key
         if is_prng_key(rng_key):
             keys = random.split(rng_key, self.num_chains) if self.num_chains > 1 else rng_key[None]
-        state, slots = self._steps.start(self.sampler, keys, self.num_chains, silos)
-        carrier, every, tuning = silos.carrier, range(len(silos)), self.sampler.tuning
-        told = [carrier.new_slot() for _ in every]
+        run = self._steps.start(self.sampler, keys, self.num_chains, silos)
+        tuning, tuning_slots = self.sampler.tuning, [silos.carrier.new_slot() for _ in silos.names]
         calls = [
-            Call(n, TellLocal(), random.key(0), tuning.seen_by(n), None, told[n]) for n in every
+            Call(n, TellLocal(), random.key(0), tuning.seen_by(n), None, slot)
+            for n, slot in enumerate(tuning_slots)
         ]
         silos.ask_for_sure(calls)
-        return _Going(state, slots, told, 0, {}, [], [])
+        return replace(run, record={"told": tuning_slots, "draws": {}, "bad": []})
 
-    def _round(self, going: "_Going", silos: RemoteSilos) -> "_Going":
-        """Make one round of all chains, or one step of all networks."""
-        state, slots, old, bad = self._steps.step(
-            self.sampler, going.state, going.slots, going.told, silos
-        )
-        spent = self._forgotten([*going.spent, *old], silos)
-        return going._replace(
-            state=state, slots=slots, made=going.made + 1, spent=spent, bad=[*going.bad, *bad]
-        )
-
-    def _forgotten(self, spent: list[int], silos: RemoteSilos) -> list[int]:
-        """Let silos forget the spent slots, and return those that wait for the next checkpoint."""
-        if self._checkpoint.place:
-            return spent
-        silos.carrier.forget(spent)
-        return []
+    def _round(self, run: Run, silos: RemoteSilos, fields: tuple[str, ...]) -> Run:
+        """Make one round of all chains, or one step of all networks, and note its draws."""
+        run = self._steps.step(self.sampler, run, silos)
+        if run.made > self.num_warmup:
+            for f in fields:
+                draw = jax.tree.map(np.asarray, attrgetter(f)(run.state))
+                run.record["draws"].setdefault(f, []).append(draw)
+        return run
 
     def _facts(self, rng_key: Array, silos: RemoteSilos, fields: tuple[str, ...]) -> Facts:
         """Return the facts by which a checkpoint recognizes its run."""
@@ -268,20 +233,29 @@ class RemoteMCMC(MCMC):
             ).hexdigest(),
         }
 
-    def _going_on(self, first: "_Going", saved: dict[str, Any], facts: Facts) -> "_Going":
+    def _resumed(self, first: Run, saved: dict[str, Any], slots: Slots) -> Run:
         """Return the run at its checkpoint.
 
         Silos have received the kernel's numbers anew; the first local latents of this start are
         spent.
         """
-        self._checkpoint.same_run(saved, facts)
-        going = _Going(**{name: saved[name] for name in _Going._fields})
-        spent = [*going.spent, *going.told, *first.slots.reshape(-1).tolist()]
+        self._checkpoint.same_run(saved, slots.facts)
+        spent = [*saved["spent"], *saved["told"], *first.slots.reshape(-1).tolist()]
+        slots.resume(saved["slots"], spent)
         numbers = {k: v for k, v in first.state._asdict().items() if k in _KERNEL_FIELDS}
-        return going._replace(state=going.state._replace(**numbers), told=first.told, spent=spent)
+        record = {**first.record, "draws": saved["draws"], "bad": saved["bad"]}
+        return Run(saved["state"]._replace(**numbers), saved["slots"], saved["made"], record)
 
-    def _say_who_failed(self, going: "_Going", silos: RemoteSilos) -> None:
-        for (n, what), times in sorted(Counter(going.bad).items()):
+    def _say_interrupted(self, num_draws: int, error: BaseException) -> None:
+        """Warn of an error after the first draw; raise one before it."""
+        if num_draws <= 0:
+            raise error
+        known = isinstance(error, KeyboardInterrupt)
+        why = "" if known else f" ({type(error).__name__}: {error})"
+        warnings.warn(f"interrupted{why}: the first {num_draws} draws are kept", stacklevel=3)
+
+    def _say_who_failed(self, run: Run, silos: RemoteSilos) -> None:
+        for (n, what), times in sorted(Counter(run.record["bad"]).items()):
             warnings.warn(
                 f"silo {silos.names[n]!r} returned {what} {times} times; these visits count as "
                 "not answered",
@@ -289,9 +263,7 @@ class RemoteMCMC(MCMC):
             )
         if not self._steps.visits:
             return
-        visits, silent = (
-            np.asarray(x).sum(0) for x in (going.state.visits, going.state.unanswered)
-        )
+        visits, silent = (np.asarray(x).sum(0) for x in (run.state.visits, run.state.unanswered))
         rates = np.where(visits > 0, 1 - silent / np.maximum(visits, 1), np.nan)
         if np.nanmax(rates) - np.nanmin(rates) > _UNEVEN:
             often = ", ".join(
@@ -304,29 +276,6 @@ class RemoteMCMC(MCMC):
                 "the carrier ask again for longer",
                 stacklevel=3,
             )
-
-
-class _Going(NamedTuple):
-    """Run after some rounds.
-
-    :param state: the state of all chains, a :class:`~numpyro_fed.mcmc.visit.LangevinState` or a
-        :class:`~numpyro_fed.decentralized.networks.NetworkState`.
-    :param slots: slots of the local latents: ``(C, S)`` for each chain and silo, ``(C, 1)`` for
-        each node in its silo, or ``(C, 0)`` without any.
-    :param told: for each silo, the slot with the kernel's numbers.
-    :param made: number of rounds made.
-    :param draws: the draws of each field so far.
-    :param spent: slots that nothing needs after the next checkpoint.
-    :param bad: for each faulty reply, the silo's number and the fault.
-    """
-
-    state: PyTree
-    slots: np.ndarray
-    told: list[int]
-    made: int
-    draws: dict[str, list]
-    spent: list[int]
-    bad: list[tuple[int, str]]
 
 
 _KERNEL_FIELDS = ("tuning", "mixing")  # fields of a state that hold the kernel's numbers

@@ -30,11 +30,12 @@ from numpyro_fed.mcmc.visit import (
     start_keys,
     wait,
 )
+from numpyro_fed.rounds.driver import Run
 from numpyro_fed.rounds.inline import key_of
 from numpyro_fed.rounds.remote import RemoteSilos
 from numpyro_fed.rounds.worker import Call
 
-__all__ = ["RemoteSteps", "StartLocal", "VisitLocal", "ask_or_forget", "remote_steps"]
+__all__ = ["RemoteSteps", "StartLocal", "VisitLocal", "remote_steps"]
 
 _FARTHEST = 1e3  # largest distance from the surrogate posterior's center, in its sds
 _FARTHEST_VISIT = 1e6  # largest growth of a position in a visit, without surrogates
@@ -44,16 +45,19 @@ class RemoteSteps(NamedTuple):
     """Functions by which this process drives a kernel's rounds over remote silos.
 
     :param check: ``check(kernel, silos, num_chains)`` raises a ValueError for what is not built.
-    :param start: ``start(kernel, keys, num_chains, silos) -> (state, slots)``, for all chains.
-    :param step: ``step(kernel, state, slots, told, silos) -> (state, slots, spent, bad)``, one
-        round.
+    :param start: ``start(kernel, keys, num_chains, silos) -> run``, for all chains. Slots are those
+        of local latents: ``(C, S)`` for each chain and silo, ``(C, 1)`` for each node in its silo,
+        or ``(C, 0)`` without any.
+    :param step: ``step(kernel, run, silos) -> run``, one round. In ``run.record``, ``"told"`` has
+        for each silo the slot with the kernel's numbers, and ``"bad"`` for each reply that does not
+        count the silo's number and the fault.
     :param facts: ``facts(kernel)`` returns the facts by which a checkpoint recognizes the kernel.
     :param visits: True if a round visits only some silos, so that silent ones may be visited less.
     """
 
     check: Callable[..., None]
-    start: Callable[..., tuple[PyTree, np.ndarray]]
-    step: Callable[..., tuple[PyTree, np.ndarray, list[int], list[tuple[int, str]]]]
+    start: Callable[..., Run]
+    step: Callable[..., Run]
     facts: Callable[..., Facts]
     visits: bool
 
@@ -92,12 +96,13 @@ class StartLocal(KernelTask):
         units, silos = self.config.units, view.silos
         assert units is not None
         if units.group is None:
-            count, own = len(silos), view.number[None]
+            count, places = len(silos), view.number[None]
         else:
             sizes = np.asarray(silos.sizes[units.group])
             count = int(sizes.sum())
-            own = jnp.asarray(np.cumsum(sizes) - sizes)[view.number] + view.positions(units.group)
-        eps = random.normal(key, (count, *rows.shape[1:]), jnp.result_type(float))[own]
+            first = jnp.asarray(np.cumsum(sizes) - sizes)[view.number]
+            places = first + view.positions(units.group)
+        eps = random.normal(key, (count, *rows.shape[1:]), jnp.result_type(float))[places]
         return jnp.zeros(()), (eps, rows)
 
 
@@ -121,8 +126,8 @@ class VisitLocal(KernelTask):
         self, key: Array, message: Chain, state: tuple[Tuning, Any], view: SiloView
     ) -> tuple[Any, Any]:
         """Return the chain after its local steps, and its coordinates of the silo's latents."""
-        tuning, own = state
-        return federated(self.config, tuning).local(key, message, own, view)
+        tuning, latents = state
+        return federated(self.config, tuning).local(key, message, latents, view)
 
 
 @partial(jax.jit, static_argnames=("config", "num_silos"))
@@ -174,9 +179,7 @@ def _check(kernel: LangevinKernel, silos: RemoteSilos, num_chains: int) -> None:
             raise ValueError(f"{name}={got!r} is not built for remote silos; expected {expected}")
 
 
-def _start(
-    kernel: LangevinKernel, keys: Array, num_chains: int, silos: RemoteSilos
-) -> tuple[LangevinState, np.ndarray]:
+def _start(kernel: LangevinKernel, keys: Array, num_chains: int, silos: RemoteSilos) -> Run:
     """Return all chains' first states, and the slots of the local latents that silos draw."""
     config, tuning = kernel.config, kernel.tuning
     starts = start_keys(keys, kernel.options.distinct)
@@ -196,60 +199,47 @@ def _start(
         silos.ask_for_sure(
             [
                 Call(n, local, key, None, rows, slot)
-                for key, own in pairs
-                for n, slot in enumerate(own)
+                for key, row in pairs
+                for n, slot in enumerate(row)
             ]
         )
-    return state, slots
+    return Run(state, slots)
 
 
-def _step(
-    kernel: LangevinKernel,
-    state: LangevinState,
-    slots: np.ndarray,
-    told: list[int],
-    silos: RemoteSilos,
-) -> tuple[LangevinState, np.ndarray, list[int], list[tuple[int, str]]]:
+def _step(kernel: LangevinKernel, run: Run, silos: RemoteSilos) -> Run:
     """Make one round of all chains.
 
     Silos store new latents beside the old ones; the new ones count once the reply has come.
-
-    :param slots: slots of each chain's local latents in each silo, ``(C, S)``.
-    :param told: for each silo, the slot with the kernel's numbers.
-    :return: the state, the slots, the spent slots, and for each faulty reply the silo's number and
-        the fault.
     """
-    config, slots = kernel.config, slots.copy()
-    leave, each = _depart(config, state, len(silos))
+    config, slots, tuning_slots = kernel.config, run.slots.copy(), run.record["told"]
+    leave, each = _depart(config, run.state, len(silos))
     numbers, local, calls = np.asarray(leave.number).tolist(), VisitLocal(config), []
     for c, (n, (key, chain)) in enumerate(zip(numbers, each, strict=True)):
-        own, new = (
+        old, new = (
             (None, None) if config.units is None else (int(slots[c, n]), silos.carrier.new_slot())
         )
-        calls.append(Call(n, local, key, chain, (told[n], own), new))
-    replies = ask_or_forget(silos.ask, calls, silos)
+        calls.append(Call(n, local, key, chain, (tuning_slots[n], old), new))
+    replies = silos.ask(calls)
     wrong = [
         None
         if reply is None
         else _wrong(kernel, np.asarray(chain.theta), np.asarray(reply[0].theta))
         for reply, (_, chain) in zip(replies, each, strict=True)
     ]
-    bad = [(n, what) for n, what in zip(numbers, wrong, strict=True) if what]
+    faults = [(n, what) for n, what in zip(numbers, wrong, strict=True) if what]
     silent = np.array(
         [reply is None or what is not None for reply, what in zip(replies, wrong, strict=True)]
     )
-    spent: list[int] = []
     if config.units is not None:
         for c, (call, missing) in enumerate(zip(calls, silent.tolist(), strict=True)):
-            spent.append(call.write if missing else call.read[1])  # type: ignore[arg-type]
             slots[c, call.number] = call.read[1] if missing else call.write
     filled = [
         _nothing(config, chain) if missing else x
         for x, (_, chain), missing in zip(replies, each, silent, strict=True)
     ]
     # NumPy stacks without programs to dispatch
-    new_state = _arrive(config, state, leave, jax.tree.map(lambda *x: np.stack(x), *filled), silent)
-    return new_state, slots, spent, bad
+    state = _arrive(config, run.state, leave, jax.tree.map(lambda *x: np.stack(x), *filled), silent)
+    return run.after(state, slots, bad=[*run.record["bad"], *faults])
 
 
 def _facts(kernel: LangevinKernel) -> Facts:
@@ -269,21 +259,7 @@ def _(kernel: LangevinKernel) -> RemoteSteps:
     return RemoteSteps(_check, _start, _step, _facts, True)
 
 
-def ask_or_forget(
-    ask: Callable[[list[Call]], PyTree], calls: list[Call], silos: RemoteSilos
-) -> PyTree:
-    """Return the replies of ``ask``; if it raises, let silos forget what they wrote.
-
-    No state will name these slots.
-    """
-    try:
-        return ask(calls)
-    except BaseException:
-        silos.carrier.forget([call.write for call in calls if call.write is not None])
-        raise
-
-
-def _wrong(kernel: LangevinKernel, left: np.ndarray, came: np.ndarray) -> str | None:
+def _wrong(kernel: LangevinKernel, before: np.ndarray, after: np.ndarray) -> str | None:
     """Return the fault in the position of a chain that came back, or ``None``.
 
     A silo undoes a visit with numbers that are not finite, so NaN in a reply is a fault.
@@ -292,17 +268,17 @@ def _wrong(kernel: LangevinKernel, left: np.ndarray, came: np.ndarray) -> str | 
     preconditioner the sds are unknown, and a visit may multiply a position by a million. Beyond
     that, float32 has lost the position before the visit.
     """
-    if not np.isfinite(came).all():
+    if not np.isfinite(after).all():
         return "NaN"
     loc, scale = kernel.tuning.loc, kernel.tuning.scale
     if scale is None:
-        far = np.abs(came - left).max() > _FARTHEST_VISIT * max(1.0, float(np.abs(left).max()))
+        far = np.abs(after - before).max() > _FARTHEST_VISIT * max(1.0, float(np.abs(before).max()))
         return (
             f"positions more than {_FARTHEST_VISIT:,.0f} times as far as they had been"
             if far
             else None
         )
-    away = came.astype(np.float64) - np.asarray(loc)
+    away = after.astype(np.float64) - np.asarray(loc)
     root = np.asarray(scale, np.float64)
     sds = away / root if root.ndim == 1 else solve_triangular(root, away, lower=True)
     return f"positions farther than {_FARTHEST:,.0f} sds" if np.abs(sds).max() > _FARTHEST else None

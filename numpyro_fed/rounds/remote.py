@@ -155,26 +155,27 @@ class RemoteSilos(Silos):
         """Return the replies to calls; ``None`` for a silo that did not answer."""
         return self.carrier.ask(calls)
 
-    def ask_again(self, calls: list[Call], all_needed: bool = True) -> tuple[list[Any], np.ndarray]:
+    def ask_again(
+        self, calls: list[Call], least: int | None = None
+    ) -> tuple[list[Any], np.ndarray]:
         """Return replies, and how often each call was made.
 
-        A call without a reply is made up to five times in all. Each time it must have the same
-        reply.
+        Calls without a reply are made up to five times in all, until enough replies have come. Each
+        time a call must have the same reply.
 
-        :param all_needed: whether every call needs a reply; otherwise one reply is enough.
+        :param least: number of replies that are enough; by default all.
         :raises SiloError: naming the silos that did not answer.
         """
-        replies, times = list(self.ask(calls)) if calls else [], np.ones(len(calls), np.int64)
-        for left in range(TRIES - 1, -1, -1):
-            silent = [i for i, reply in enumerate(replies) if reply is None]
-            if not silent or not (all_needed or len(silent) == len(calls)):
-                break
-            if not left:
-                lost = sorted({self.names[calls[i].number] for i in silent})
+        replies, times = [None] * len(calls), np.zeros(len(calls), np.int64)
+        silent, enough = [*range(len(calls))], len(calls) if least is None else least
+        while silent and (not times.any() or len(calls) - len(silent) < enough):
+            if times.max() == TRIES:
+                lost = self._names_of([calls[i] for i in silent])
                 raise SiloError(f"silos {lost} did not answer, asked {TRIES} times")
             for i, reply in zip(silent, self.ask([calls[i] for i in silent]), strict=True):
                 replies[i] = reply
                 times[i] += 1
+            silent = [i for i in silent if replies[i] is None]
         return replies, times
 
     def ask_for_sure(self, calls: list[Call]) -> list[Any]:
@@ -183,19 +184,16 @@ class RemoteSilos(Silos):
         :raises RuntimeError: naming the silos that did not answer.
         """
         replies = self.ask(calls)
-        lost = sorted(
-            {
-                self.names[call.number]
-                for call, reply in zip(calls, replies, strict=True)
-                if reply is None
-            }
-        )
-        if lost:
+        silent = [call for call, reply in zip(calls, replies, strict=True) if reply is None]
+        if silent:
             raise RuntimeError(
-                f"silos {lost} did not answer while the fit was prepared, which needs all of them; "
-                "expected silos that are up: start again"
+                f"silos {self._names_of(silent)} did not answer while the fit was prepared, which "
+                "needs all of them; expected silos that are up: start again"
             )
         return replies
+
+    def _names_of(self, calls: list[Call]) -> list[str]:
+        return sorted({self.names[call.number] for call in calls})
 
     def ask_all(
         self, local: SiloTask, key: Array, message: Any, states: Kept | None

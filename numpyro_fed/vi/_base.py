@@ -253,23 +253,22 @@ class FederatedVI(FitDefinition):
         self._options.check_rounds(num_rounds, tol, participation, answering, init_state)
         setup = self.setup(silos)
         who = participation_of(participation, setup.names)
-        known = answering_of(answering, setup.names, setup.remote, self.algorithm == "sfvi")
+        adds_up = ALGORITHMS[self.algorithm].adds_up
+        known = answering_of(answering, setup.names, setup.remote, adds_up)
         keeper, facts = Checkpoint(checkpoint, checkpoint_every), None
         if checkpoint is not None:
             facts = self._facts(rng_key, setup, silos, who, known)
         with keeper.held():
             rounds = self._rounds(setup, who, known, keeper, facts)
-            state = rounds.saved()
-            if state is not None:
-                _check_saved(keeper, rounds, num_rounds, init_from, init_state)
+            run = rounds.saved()
+            if run is not None:
+                _check_saved(keeper, run.made, num_rounds, init_from, init_state)
             elif init_state is not None:
-                state = self._checked(init_state, silos)
+                run = rounds.run_of(self._checked(init_state, silos))
             else:
-                state = self.init(rng_key, silos, init_from=init_from)
-            if init_state is None:  # else another result holds the state
-                rounds.owns(state)
-            state, losses, stopped = run_rounds(rounds, state, num_rounds, tol, progress_bar)
-            rounds.tidy(state)
+                run = rounds.run_of(self.init(rng_key, silos, init_from=init_from))
+            run = run_rounds(rounds, run, num_rounds, tol, progress_bar)
+        state = run.state
         self._say_how_it_ended(setup, state)
         warn_of_absent(setup.names, state.visits)
         costs = rounds.ledger(state, silos.names)
@@ -277,7 +276,8 @@ class FederatedVI(FitDefinition):
         average = state.server.params if state.server.average is None else state.server.average
         params = self._named(setup, average, state, True)
         whitening = setup.config.families[0].whitening(setup.config.constrain(average))
-        return VIResult(params, state, losses, costs, setup.partition(), whitening, spent, stopped)
+        losses, partition = run.record["losses"], setup.partition()
+        return VIResult(params, state, losses, costs, partition, whitening, spent, run.stopped)
 
     def _facts(
         self,
@@ -310,7 +310,7 @@ class FederatedVI(FitDefinition):
 
 def _check_saved(
     keeper: Checkpoint,
-    rounds: Rounds,
+    made: int,
     num_rounds: int,
     init_from: VIResult | None,
     init_state: VIState | None,
@@ -321,8 +321,8 @@ def _check_saved(
             f"checkpoint: {keeper.place} is there, and the fit goes on from it; expected no "
             "init_from or init_state beside it"
         )
-    if len(rounds.losses) > num_rounds:
+    if made > num_rounds:
         raise ValueError(
-            f"num_rounds={num_rounds}: {keeper.place} is of {len(rounds.losses)} rounds; expected "
+            f"num_rounds={num_rounds}: {keeper.place} is of {made} rounds; expected "
             "as many or more, or another file"
         )

@@ -21,17 +21,20 @@ class Algorithm(NamedTuple):
     :param federated: returns ``init / broadcast / local / merge`` for a config and stacks of silos.
     :param init_silo: returns a silo's first state from the global parameters and its own.
     :param local: makes a silo's part of a round.
+    :param adds_up: True if a round adds replies up, and so needs those of all silos. Averages and
+        products need one.
     """
 
     federated: Callable[[FitConfig, list[SiloRows]], Federated]
     init_silo: Callable[[FitConfig, int, dict[str, Array], PyTree], PyTree]
     local: Callable[[FitConfig, Array, PyTree, PyTree, SiloRows], tuple[PyTree, PyTree]]
+    adds_up: bool
 
 
 ALGORITHMS = {
-    "sfvi": Algorithm(sfvi.federated, sfvi.init_silo, sfvi.local),
-    "sfvi_avg": Algorithm(sfvi_avg.federated, sfvi_avg.init_silo, sfvi_avg.local),
-    "conducive": Algorithm(conducive.federated, conducive.init_silo, conducive.local),
+    "sfvi": Algorithm(sfvi.federated, sfvi.init_silo, sfvi.local, True),
+    "sfvi_avg": Algorithm(sfvi_avg.federated, sfvi_avg.init_silo, sfvi_avg.local, False),
+    "conducive": Algorithm(conducive.federated, conducive.init_silo, conducive.local, False),
 }
 
 

@@ -2,14 +2,16 @@
 
 import abc
 import warnings
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 from jax import Array
-from tqdm.auto import tqdm
 
 from numpyro_fed._typing import PyTree
+from numpyro_fed.rounds.driver import Run, Slots, drive
 from numpyro_fed.rounds.federated import Federated, Ledger
+from numpyro_fed.rounds.remote import Carrier
 from numpyro_fed.rounds.serialization import wire_name
 from numpyro_fed.rounds.worker import SiloError
 from numpyro_fed.vi.algorithms import ALGORITHMS
@@ -52,7 +54,7 @@ class Rounds(abc.ABC):
     :param setup: the setup before the first round.
     :param who: the law of the silos that take part; ``None``: all do.
     :ivar at_once: most rounds that it makes in a call.
-    :ivar losses: losses of the rounds that a checkpoint has.
+    :ivar slots: the fit's slots in remote silos.
     """
 
     at_once = CHUNK
@@ -60,7 +62,7 @@ class Rounds(abc.ABC):
     def __init__(self, algorithm: str, setup: Setup, who: Participation | None = None) -> None:
         self.algorithm, self.setup, self.who = algorithm, setup, who
         self.federated = ALGORITHMS[algorithm].federated
-        self.losses: list[float] = []
+        self.slots = Slots(Carrier({}))
 
     def functions(self) -> Federated:
         """Return the algorithm as ``init / broadcast / local / merge``."""
@@ -90,66 +92,67 @@ class Rounds(abc.ABC):
     def ledger(self, state: VIState, order: tuple[str, ...]) -> Ledger:
         """Return each silo's costs of the rounds so far, in this order of names."""
 
-    def saved(self) -> VIState | None:
-        """Return the state of a checkpoint of this fit, or ``None``."""
+    def run_of(self, state: VIState) -> Run:
+        """Return a run before its first round."""
+        return Run(state, self.slots_of(state), 0, {"losses": np.zeros(0)})
+
+    def slots_of(self, state: VIState) -> np.ndarray:
+        """Return the slots of a state in remote silos."""
+        return state.silos.slots if self.setup.remote else np.zeros(0, np.int64)
+
+    def saved(self) -> Run | None:
+        """Return the fit at its checkpoint, or ``None``."""
         return None
-
-    def owns(self, state: VIState) -> None:
-        """Take over a state that no one else holds, as one that these rounds wrote."""
-        del state
-
-    def tidy(self, state: VIState) -> None:
-        """Forget what silos keep for states before this one."""
-        del state
 
 
 def run_rounds(
-    rounds: Rounds, state: VIState, num_rounds: int, tol: float | None, progress_bar: bool
-) -> tuple[VIState, np.ndarray, str | None]:
+    rounds: Rounds, run: Run, num_rounds: int, tol: float | None, progress_bar: bool
+) -> Run:
     """Make rounds until their number is reached, the loss has converged, or an error occurs.
 
     An error is a number that is not finite, Ctrl-C, or a failure of remote silos. Over remote silos
     any error after the first round keeps the rounds so far.
 
+    :param run: the fit before these rounds.
     :param num_rounds: number of rounds, those of a checkpoint included.
     :param tol: largest change of the smoothed loss in a fit that has converged.
-    :return: the state, all losses, and the reason if the rounds broke off.
     """
-    losses, setup = np.array(rounds.losses), rounds.setup
-    look = 1 if setup.config.conducive else CHUNK
+    setup, look = rounds.setup, 1 if rounds.setup.config.conducive else CHUNK
 
-    # checked before a round, so that a fit that goes on from a checkpoint ends at the same round
-    def ended() -> bool:
-        return tol is not None and len(losses) % look == 0 and _settled(setup, state, losses, tol)
+    def ended(run: Run) -> bool:
+        return tol is not None and run.made % look == 0 and _settled(setup, run, tol)
 
-    with tqdm(total=num_rounds, initial=len(losses), disable=not progress_bar) as bar:
-        while len(losses) < num_rounds and not ended():
-            last, num = state, min(look, rounds.at_once, num_rounds - len(losses))
-            try:
-                state, new, bad = rounds(last, num)
-            except (KeyboardInterrupt, Exception) as error:
-                said = _reason(error, len(losses), setup.remote)
-                warnings.warn(
-                    f"{said}: the result of the first {len(losses)} rounds is returned; go on "
-                    "with init_state=result.state",
-                    stacklevel=3,
-                )
-                return last, losses, said
-            if (bad != -1).any():
-                good = int(np.argmax(bad != -1))
-                said = _not_finite(setup, int(bad[good]), len(losses) + good + 1)
-                warnings.warn(
-                    f"{said}; the fit stopped there, and its last finite state is returned. Lower "
-                    "the learning rate, or start nearer (init_loc_fn, init_scale)",
-                    stacklevel=3,
-                )
-                state, _, _ = rounds(last, good)
-                return state, np.concatenate([losses, new[:good]]), said
-            losses = np.concatenate([losses, new])
-            bar.update(len(new))
-            if np.isfinite(new).all():  # under privacy no bound leaves the silos
-                bar.set_postfix_str(f"loss {new.mean():.4g}", refresh=False)
-    return state, losses, None
+    def step(run: Run) -> Run:
+        num = min(look, rounds.at_once, num_rounds - run.made)
+        state, new, bad = rounds(run.state, num)
+        stopped, note = None, run.note
+        if (bad != -1).any():
+            good = int(np.argmax(bad != -1))
+            stopped = _not_finite(setup, int(bad[good]), run.made + good + 1)
+            new, (state, _, _) = new[:good], rounds(run.state, good)
+        elif np.isfinite(new).all():  # under privacy no bound leaves the silos
+            note = f"loss {new.mean():.4g}"
+        losses = np.concatenate([run.record["losses"], new])
+        run = run.after(state, rounds.slots_of(state), len(new), losses=losses)
+        return replace(run, stopped=stopped, note=note)
+
+    run, error = drive(
+        run, step, num_rounds, slots=rounds.slots, progress_bar=progress_bar, ended=ended
+    )
+    if error is not None:
+        run = replace(run, stopped=_reason(error, run.made, setup.remote))
+        warnings.warn(
+            f"{run.stopped}: the result of the first {run.made} rounds is returned; go on "
+            "with init_state=result.state",
+            stacklevel=3,
+        )
+    elif run.stopped is not None:
+        warnings.warn(
+            f"{run.stopped}; the fit stopped there, and its last finite state is returned. Lower "
+            "the learning rate, or start nearer (init_loc_fn, init_scale)",
+            stacklevel=3,
+        )
+    return run
 
 
 def _reason(error: BaseException, made: int, remote: bool) -> str:
@@ -172,11 +175,11 @@ def _not_finite(setup: Setup, silo: int, number: int) -> str:
     return f"the loss or its gradient was not finite in round {number}, first in {where}"
 
 
-def _settled(setup: Setup, state: VIState, losses: np.ndarray, tol: float) -> bool:
+def _settled(setup: Setup, run: Run, tol: float) -> bool:
     if not setup.config.conducive:
-        return _converged(losses, tol)
+        return _converged(run.record["losses"], tol)
     # a bound may be constant while q moves
-    return float(state.server.moved) < _LAST_MOVE and _converged(losses, tol, 1)
+    return float(run.state.server.moved) < _LAST_MOVE and _converged(run.record["losses"], tol, 1)
 
 
 def _converged(losses: np.ndarray, tol: float, least: int = _WINDOW) -> bool:

@@ -26,10 +26,12 @@ from numpyro_fed._typing import PyTree
 from numpyro_fed.data.views import SiloRows
 from numpyro_fed.privacy.secure_sum import opened
 from numpyro_fed.rounds.checkpoint import Checkpoint
+from numpyro_fed.rounds.driver import Run, Slots
 from numpyro_fed.rounds.federated import Cost, Ledger, message_bytes
 from numpyro_fed.rounds.inline import key_among
 from numpyro_fed.rounds.remote import RemoteSilos
 from numpyro_fed.rounds.worker import Call
+from numpyro_fed.vi.algorithms import ALGORITHMS
 from numpyro_fed.vi.config import FitConfig
 from numpyro_fed.vi.loop import Rounds, VIState
 from numpyro_fed.vi.participation import Participation, drawn
@@ -97,12 +99,11 @@ class RemoteRounds(Rounds):
         silos = setup.parts[0]
         assert isinstance(silos, RemoteSilos)
         self.silos, self.carrier, self.config = silos, silos.carrier, setup.config
-        self.checkpoint, self.facts = checkpoint or Checkpoint(None, 1), facts or {}
+        self.slots = Slots(self.carrier, checkpoint, facts)
         self.answering = None if answering is None else answering.probability
         self.numbers = np.concatenate([np.asarray(rows.number) for rows in setup.stacks]).tolist()
         self.local = RoundLocal(setup.config, algorithm)
-        self.saved_slots: set[int] = set()
-        self.written: set[int] = set()  # slots to forget when the state no longer holds them
+        self.needs_all = ALGORITHMS[algorithm].adds_up or setup.config.secure_sum
         self.zeros: PyTree = None
 
     def start(self, rng_key: Array, params: dict[str, PyTree], own: RemoteStates | None) -> VIState:
@@ -114,16 +115,13 @@ class RemoteRounds(Rounds):
         num, local = len(self.numbers), InitLocal(self.config, self.algorithm, own is not None)
         read = [None] * num if own is None else own.slots.tolist()
         key = jax.random.key(0)  # unused by the call
-        slots = [self.carrier.new_slot() for _ in self.numbers]
-        calls = [
-            Call(n, local, key, params, *places)
-            for n, *places in zip(self.numbers, read, slots, strict=True)
-        ]
-        try:
+        with self.slots.writing():
+            slots = [self.carrier.new_slot() for _ in self.numbers]
+            calls = [
+                Call(n, local, key, params, *places)
+                for n, *places in zip(self.numbers, read, slots, strict=True)
+            ]
             self.silos.ask_for_sure(calls)
-        except BaseException:
-            self.carrier.forget(slots)
-            raise
         zeros = np.zeros(num, np.int64)
         kept = RemoteStates(
             np.array(slots), np.zeros((num, 4), np.int64), zeros, self.carrier.token
@@ -133,10 +131,7 @@ class RemoteRounds(Rounds):
     def __call__(self, state: VIState, num: int) -> tuple[VIState, np.ndarray, np.ndarray]:
         losses, bad = np.zeros(num), np.full(num, -1)
         for i in range(num):
-            self.tidy(state)
             state, losses[i], bad[i] = self._round(state)
-            if bad[i] == -1:
-                self._save(state, losses[i])
         return state, losses, bad
 
     def ledger(self, state: VIState, order: tuple[str, ...]) -> Ledger:
@@ -144,40 +139,20 @@ class RemoteRounds(Rounds):
         costs = {name: Cost(*map(int, row)) for name, row in rows}
         return Ledger(order, *zip(*(costs[name] for name in order), strict=True))
 
-    def _save(self, state: VIState, loss: float) -> None:
-        """Write a checkpoint, if one is due; silos keep the states that it names until the next."""
-        self.losses.append(float(loss))
-        if self.checkpoint.due(len(self.losses), 0):
-            values = {"state": state, "losses": np.array(self.losses), **self.facts}
-            if self.checkpoint.save(values, self.carrier):
-                self.saved_slots = set(state.silos.slots.tolist())
-
-    def saved(self) -> VIState | None:
-        """Return the state of a checkpoint of this fit, or ``None``.
+    def saved(self) -> Run | None:
+        """Return the fit at its checkpoint, or ``None``.
 
         :raises ValueError: where the checkpoint is of another fit.
         """
-        found = self.checkpoint.load(self.carrier)
-        if found is None:
+        values = self.slots.checkpoint.load(self.carrier)
+        if values is None:
             return None
-        self.checkpoint.same_run(found, self.facts)
-        state = found["state"]
+        self.slots.checkpoint.same_run(values, self.slots.facts)
+        state = values["state"]
         state = state._replace(silos=replace(state.silos, token=self.carrier.token))
-        self.losses = np.array(found["losses"]).tolist()
-        self.saved_slots = set(state.silos.slots.tolist())
-        return state
-
-    def owns(self, state: VIState) -> None:
-        self.written.update(state.silos.slots.tolist())
-
-    def tidy(self, state: VIState) -> None:
-        """Have silos forget states that these rounds wrote and that are no longer needed.
-
-        These are states of earlier rounds, and of replies that were lost.
-        """
-        spent = self.written.difference(state.silos.slots.tolist(), self.saved_slots)
-        self.carrier.forget(sorted(spent))
-        self.written -= spent
+        self.slots.resume(state.silos.slots, values.get("spent", []))
+        losses = np.array(values["losses"])
+        return Run(state, state.silos.slots, len(losses), {"losses": losses})
 
     def _round(self, state: VIState) -> tuple[VIState, float, int]:
         """Make one round; return the state, the loss, and the silo that was not finite."""
@@ -187,12 +162,12 @@ class RemoteRounds(Rounds):
         asked = np.flatnonzero(weights > 0).tolist()
         write = kept.slots.copy()
         write[asked] = [self.carrier.new_slot() for _ in asked]
-        self.written.update(write[asked].tolist())
         calls = [
             Call(self.numbers[i], self.local, keys[i], message, int(kept.slots[i]), int(write[i]))
             for i in asked
         ]
-        replies, times = self._answers(calls)
+        least = 0 if self.answering is not None else len(calls) if self.needs_all else 1
+        replies, times = self.silos.ask_again(calls, least)
         came = np.zeros(len(keys), bool)
         came[asked] = [reply is not None for reply in replies]
         # where no silo is asked, one is asked for its form and keeps no state
@@ -234,17 +209,6 @@ class RemoteRounds(Rounds):
             silo = int(odd.argmax()) if odd.any() else -2
         return silo
 
-    @property
-    def _needs_all(self) -> bool:
-        """Flag of rounds that need all replies; for the others one is enough."""
-        return self.algorithm == "sfvi" or self.config.secure_sum
-
-    def _answers(self, calls: list[Call]) -> tuple[list[PyTree], np.ndarray]:
-        """Return the replies, and the number of times that each silo was asked."""
-        if self.answering is not None:
-            return list(self.silos.ask(calls)) if calls else [], np.ones(len(calls), np.int64)
-        return self.silos.ask_again(calls, all_needed=self._needs_all)
-
     def _blank(self, replies: list[PyTree], calls: list[Call]) -> PyTree:
         """Return a reply of zeros.
 
@@ -252,7 +216,7 @@ class RemoteRounds(Rounds):
         """
         if self.zeros is None:
             if all(reply is None for reply in replies):
-                replies, _ = self.silos.ask_again(calls, all_needed=False)
+                replies, _ = self.silos.ask_again(calls, 1)
             self.zeros = jax.tree.map(
                 np.zeros_like, next(reply for reply in replies if reply is not None)
             )
