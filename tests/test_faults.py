@@ -21,6 +21,8 @@ from numpyro_fed.mcmc import remote_chains
 from numpyro_fed.mcmc.pilot import PilotLocal
 from numpyro_fed.mcmc.remote_chains import VisitLocal
 from numpyro_fed.rounds import files
+from numpyro_fed.rounds.checkpoint import Checkpoint
+from numpyro_fed.rounds.driver import Run, Slots, drive
 from numpyro_fed.rounds.files import locked, read_sealed, write_sealed
 from numpyro_fed.surrogates.laplace import LaplaceLocal
 from numpyro_fed.surrogates.local_score import ScoreLocal
@@ -168,6 +170,27 @@ def test_silos_keep_what_the_last_checkpoint_needs_while_the_disk_is_full(tmp_pa
             one(carrier, place)
     carrier.full = carrier.dies = -1
     np.testing.assert_array_equal(one(carrier, place), expected)
+
+
+def test_slots_are_forgotten_when_neither_run_nor_checkpoint_needs_them(tmp_path):
+    carrier, forgotten = fed.Loopback(LINEAR), []
+    theirs = carrier.new_slot()
+    carrier.forget = lambda slots: forgotten.extend(slots)
+    slots = Slots(carrier, Checkpoint(tmp_path / "run.ckpt", 2))
+    left = []  # forgotten after each round
+
+    def step(run):
+        left.append(list(forgotten))
+        new, _ = carrier.new_slot(), carrier.new_slot()  # the second is of a reply that was lost
+        if run.made == 4:
+            raise RuntimeError("broken")
+        return run.after(None, np.array([new]))
+
+    run, error = drive(Run(None, np.array([theirs])), step, 9, slots=slots, progress_bar=False)
+    assert (run.made, run.slots.tolist(), str(error)) == (4, [7], "broken")
+    # slot 3 is in the checkpoint of two rounds, until that of four has slot 7
+    assert left == [[], [2], [2, 1, 4], [2, 1, 4, 6], [2, 1, 4, 6, 3, 5, 8]]
+    assert forgotten == [*left[-1], 9, 10]
 
 
 def test_the_second_server_on_a_checkpoint_asks_nothing(tmp_path):

@@ -159,11 +159,8 @@ def _step(kernel: NetworkKernel, run: Run, silos: RemoteSilos) -> Run:
     """
     config, m, slots, tuning_slots = kernel.config, len(silos), run.slots, run.record["told"]
     sent, keys = _leave(config, run.state)
-    positions, local, calls = (
-        np.asarray(sent.position).reshape(len(slots), -1),
-        NodeLocal(config.node),
-        [],
-    )
+    positions = np.asarray(sent.position).reshape(len(slots), -1)
+    local, calls = NodeLocal(config.node), []
     for c, position in enumerate(positions):
         old, new = (
             (None, None) if config.units is None else (int(slots[c, 0]), silos.carrier.new_slot())

@@ -80,7 +80,7 @@ class RemoteMCMC(MCMC):
         :meth:`run` prepares as before and continues from it, with the draws of an undisturbed run.
         Delete the file to start anew.
     :param checkpoint_every: largest number of rounds that an interruption loses. Silos store the
-        states of these rounds until the next checkpoint.
+        states that the checkpoint names until the next one.
 
     Example::
 
@@ -178,10 +178,9 @@ class RemoteMCMC(MCMC):
             fill_mcmc(self, states, run.state, (silos,))
             self._say_who_failed(run, silos)
             if not self._checkpoint.place:
+                used = [*run.slots.reshape(-1).tolist(), *run.record["told"]]
                 with suppress(Exception):  # a broken carrier must not lose the draws
-                    silos.carrier.forget(
-                        [*run.slots.reshape(-1).tolist(), *run.record["told"]], now=True
-                    )
+                    silos.carrier.forget(used, now=True)
 
     def warmup(self, *args: object, **kwargs: object) -> None:
         """Raise an error, since the warm-up is part of :meth:`run`."""
@@ -250,8 +249,7 @@ class RemoteMCMC(MCMC):
         """Warn of an error after the first draw; raise one before it."""
         if num_draws <= 0:
             raise error
-        known = isinstance(error, KeyboardInterrupt)
-        why = "" if known else f" ({type(error).__name__}: {error})"
+        why = "" if isinstance(error, KeyboardInterrupt) else f" ({type(error).__name__}: {error})"
         warnings.warn(f"interrupted{why}: the first {num_draws} draws are kept", stacklevel=3)
 
     def _say_who_failed(self, run: Run, silos: RemoteSilos) -> None:

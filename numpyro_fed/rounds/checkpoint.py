@@ -65,7 +65,7 @@ class Checkpoint:
                     f"{self.place}: the checkpoint could not be written ({error}); the run goes "
                     "on, its results are kept in memory, "
                     "and it tries again when the next checkpoint is due: make room on the disk",
-                    stacklevel=4,
+                    stacklevel=5,
                 )
             self._warned = True
             return False

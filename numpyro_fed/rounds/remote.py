@@ -81,8 +81,8 @@ class Carrier:
         """
         for slot in slots:
             self._kinds.pop(slot, None)
-            for site in self.workers.values():
-                site.kept.pop(slot, None)
+            for worker in self.workers.values():
+                worker.kept.pop(slot, None)
 
     def position(self) -> dict[str, Any]:
         """Return the number of the next slot and the types in all slots, for a checkpoint."""
@@ -93,12 +93,12 @@ class Carrier:
         self.next_slot = max(self.next_slot, position["next"])
         self._kinds |= dict(position["kinds"])
 
-    def type_of(self, call: Call, site: "SiloWorker") -> Any:
+    def type_of(self, call: Call, worker: "SiloWorker") -> Any:
         """Return shapes and types of the reply to a call, without making the call.
 
         The carrier notes the types of the state that the call writes.
 
-        :param site: the worker of any silo; its rows may be types alone.
+        :param worker: the worker of any silo; its rows may be types alone.
         """
         state = jax.tree.map(self._kinds.__getitem__, call.read)
         spec = types_of(call.message)
@@ -108,7 +108,7 @@ class Carrier:
             tuple((x.shape, x.dtype) for x in jax.tree.leaves((spec, state))),
         )
         if key not in self._types:
-            self._types[key] = site.type_of(call.local, spec, state)
+            self._types[key] = worker.type_of(call.local, spec, state)
         reply, new = self._types[key]
         if call.write is not None:
             self._kinds[call.write] = new

@@ -124,10 +124,8 @@ class SiloWorker:
         """
         number = jax.ShapeDtypeStruct((), jnp.int32)
         ask = partial(_answer, local, self.pad)
-        found: tuple[PyTree, PyTree] = jax.eval_shape(
-            ask, random.key(0), message, state, self.silos, number
-        )
-        return found
+        reply, new = jax.eval_shape(ask, random.key(0), message, state, self.silos, number)
+        return reply, new
 
     def answer(self, call: Call) -> PyTree:
         """Return the reply to a call, and keep the new private state.
@@ -161,13 +159,13 @@ def worker_of(silos: Silos, name: str, known: Silos | None = None) -> SiloWorker
     pad = tuple((g, max(n[number], min(max(n), SMALL))) for g, n in known.sizes.items())
     for group, count in pad:
         inside = np.minimum(np.arange(count), known.sizes[group][number] - 1)
-        own = silos.offsets(group)[here] + inside
+        places = silos.offsets(group)[here] + inside
         order[group] = (
-            silos.order[group][own]
+            silos.order[group][places]
             if known is silos
             else jnp.asarray(known.offsets(group)[number] + inside, jnp.int32)
         )
-        rows |= {leaf: x[own] for leaf, x in silos.rows.items() if silos.group[leaf] == group}
+        rows |= {leaf: x[places] for leaf, x in silos.rows.items() if silos.group[leaf] == group}
     alone = SiloAlone.from_spec(known.spec, rows, order, silos.shared_arrays)
     return SiloWorker(number, alone, pad)
 

@@ -237,9 +237,9 @@ class FederatedVI(FitDefinition):
             rounds. Missing replies then count zero, the others one over it. Default: silent silos
             are asked again, and the fit stops if they stay silent.
         :param checkpoint: for remote silos, a file for the state after every ``checkpoint_every``
-            rounds. If it exists, the fit goes on from it, as if it had not stopped: the silos keep
-            the states that it names. Silos that gave up on the server have to be connected again
-            (:func:`numpyro_fed.engines.wire.connect`).
+            rounds and after the last. If it exists, the fit goes on from it, as if it had not
+            stopped: the silos keep the states that it names. Silos that gave up on the server have
+            to be connected again (:func:`numpyro_fed.engines.wire.connect`).
         :param checkpoint_every: largest number of rounds that an interruption loses.
         :raises ValueError: for arguments out of range, before anything is compiled.
         :raises RuntimeError: where remote silos did not answer before the first round was made,

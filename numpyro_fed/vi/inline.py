@@ -25,16 +25,18 @@ __all__ = ["InlineRounds", "advance"]
 class InlineRounds(Rounds):
     """Rounds over silos in this process."""
 
-    def start(self, rng_key: Array, params: dict[str, PyTree], own: list[PyTree]) -> VIState:
+    def start(
+        self, rng_key: Array, params: dict[str, PyTree], local_params: list[PyTree]
+    ) -> VIState:
         """Return the state before the first round.
 
-        :param own: the silos' first parameters, for each stack.
+        :param local_params: the silos' first parameters, for each stack.
         """
         config, stacks = self.setup.config, self.setup.stacks
         init_silo = ALGORITHMS[self.algorithm].init_silo
         silos = tuple(
             _in_step(config, partial(init_silo, config, rows.part, params), local)
-            for rows, local in zip(stacks, own, strict=True)
+            for rows, local in zip(stacks, local_params, strict=True)
         )
         visits = jnp.zeros(len(self.setup.names), jnp.int32)
         return VIState(self.first_server(rng_key, params), silos, visits)

@@ -73,11 +73,11 @@ class Rounds(abc.ABC):
         return self.functions().init(rng_key, params)
 
     @abc.abstractmethod
-    def start(self, rng_key: Array, params: dict[str, PyTree], own: PyTree) -> VIState:
+    def start(self, rng_key: Array, params: dict[str, PyTree], local_params: PyTree) -> VIState:
         """Return the state before the first round.
 
         :param params: global parameters, unconstrained.
-        :param own: the silos' own parameters.
+        :param local_params: the silos' own parameters.
         """
 
     @abc.abstractmethod

@@ -67,14 +67,14 @@ class InitLocal(FitTask):
     ) -> tuple[Array, PyTree]:
         local = self.config.families[0].init_local(rows_of(view))
         if self.taken:
-            own = own_params(self.config, 0, state, message)
-            got, expected = (jax.tree.map(jnp.shape, x) for x in (own, local))
+            taken = own_params(self.config, 0, state, message)
+            got, expected = (jax.tree.map(jnp.shape, x) for x in (taken, local))
             if got != expected:
                 raise ValueError(
                     "init_from: expected a result of the same model and guide, with local "
                     f"parameters of shapes {expected}, got {got}"
                 )
-            local = own
+            local = taken
         return jnp.zeros(()), ALGORITHMS[self.algorithm].init_silo(self.config, 0, message, local)
 
 
@@ -130,14 +130,14 @@ def kept_by(state: Any, setup: Setup, name: str) -> RemoteStates:
     :param name: the argument's name, for the message.
     :raises ValueError: for a result of other silos, or of silos in this process.
     """
-    kept, silos = state.silos if isinstance(state, VIState) else None, setup.parts[0]
+    states, silos = state.silos if isinstance(state, VIState) else None, setup.parts[0]
     assert isinstance(silos, RemoteSilos)
     if (
-        isinstance(kept, RemoteStates)
-        and kept.token == silos.carrier.token
-        and len(kept.slots) == len(setup.names)
+        isinstance(states, RemoteStates)
+        and states.token == silos.carrier.token
+        and len(states.slots) == len(setup.names)
     ):
-        return kept
+        return states
     raise ValueError(
         f"{name}: expected a result of a run over the same carrier, whose local parameters the "
         "silos keep, got one of other silos or of silos in this process"

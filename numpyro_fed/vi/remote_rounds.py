@@ -106,14 +106,17 @@ class RemoteRounds(Rounds):
         self.needs_all = ALGORITHMS[algorithm].adds_up or setup.config.secure_sum
         self.zeros: PyTree = None
 
-    def start(self, rng_key: Array, params: dict[str, PyTree], own: RemoteStates | None) -> VIState:
+    def start(
+        self, rng_key: Array, params: dict[str, PyTree], local_params: RemoteStates | None
+    ) -> VIState:
         """Have all silos write a first state, and return the state before the first round.
 
-        :param own: the slots where silos find their own parameters to start from; ``None``: they
-            start anew.
+        :param local_params: the slots where silos find their own parameters to start from;
+            ``None``: they start anew.
         """
-        num, local = len(self.numbers), InitLocal(self.config, self.algorithm, own is not None)
-        read = [None] * num if own is None else own.slots.tolist()
+        num = len(self.numbers)
+        local = InitLocal(self.config, self.algorithm, local_params is not None)
+        read = [None] * num if local_params is None else local_params.slots.tolist()
         key = jax.random.key(0)  # unused by the call
         with self.slots.writing():
             slots = [self.carrier.new_slot() for _ in self.numbers]
@@ -122,11 +125,9 @@ class RemoteRounds(Rounds):
                 for n, *places in zip(self.numbers, read, slots, strict=True)
             ]
             self.silos.ask_for_sure(calls)
-        zeros = np.zeros(num, np.int64)
-        kept = RemoteStates(
-            np.array(slots), np.zeros((num, 4), np.int64), zeros, self.carrier.token
-        )
-        return VIState(self.first_server(rng_key, params), kept, np.zeros(num, np.int32))
+        costs, missed = np.zeros((num, 4), np.int64), np.zeros(num, np.int64)
+        states = RemoteStates(np.array(slots), costs, missed, self.carrier.token)
+        return VIState(self.first_server(rng_key, params), states, np.zeros(num, np.int32))
 
     def __call__(self, state: VIState, num: int) -> tuple[VIState, np.ndarray, np.ndarray]:
         losses, bad = np.zeros(num), np.full(num, -1)
@@ -156,43 +157,43 @@ class RemoteRounds(Rounds):
 
     def _round(self, state: VIState) -> tuple[VIState, float, int]:
         """Make one round; return the state, the loss, and the silo that was not finite."""
-        kept, stacks = state.silos, self.setup.stacks
+        old, stacks = state.silos, self.setup.stacks
         message, keys, weights = _leave(self.federated, self.config, self.who, state.server, stacks)
         weights = np.ones(len(keys)) if weights is None else np.asarray(weights)
-        asked = np.flatnonzero(weights > 0).tolist()
-        write = kept.slots.copy()
-        write[asked] = [self.carrier.new_slot() for _ in asked]
+        called = np.flatnonzero(weights > 0).tolist()
+        write = old.slots.copy()
+        write[called] = [self.carrier.new_slot() for _ in called]
         calls = [
-            Call(self.numbers[i], self.local, keys[i], message, int(kept.slots[i]), int(write[i]))
-            for i in asked
+            Call(self.numbers[i], self.local, keys[i], message, int(old.slots[i]), int(write[i]))
+            for i in called
         ]
         least = 0 if self.answering is not None else len(calls) if self.needs_all else 1
         replies, times = self.silos.ask_again(calls, least)
-        came = np.zeros(len(keys), bool)
-        came[asked] = [reply is not None for reply in replies]
-        # where no silo is asked, one is asked for its form and keeps no state
+        answered = np.zeros(len(keys), bool)
+        answered[called] = [reply is not None for reply in replies]
+        # where no silo is called, one is asked for its form and keeps no state
         blank = self._blank(
             replies,
-            calls or [Call(self.numbers[0], self.local, keys[0], message, int(kept.slots[0]))],
+            calls or [Call(self.numbers[0], self.local, keys[0], message, int(old.slots[0]))],
         )
         each = [blank] * len(keys)
-        for i, reply in zip(asked, replies, strict=True):
+        for i, reply in zip(called, replies, strict=True):
             each[i] = blank if reply is None else reply
         collected = jax.tree.map(lambda *x: np.stack(x), *each)  # in NumPy, to dispatch no program
         collected = opened(collected, np.dtype(jnp.result_type(float)))
         collected = jax.tree.map(_bounded, collected)
-        known = self._weights(weights, came)
+        known = self._weights(weights, answered)
         server, info = _merge(self.federated, self.config, state.server, collected, known, stacks)
-        costs = kept.costs.copy()
-        costs[asked] += self._costs(message, blank, times, came[asked])
+        costs = old.costs.copy()
+        costs[called] += self._costs(message, blank, times, answered[called])
         new = replace(
-            kept,
-            slots=np.where(came, write, kept.slots),
+            old,
+            slots=np.where(answered, write, old.slots),
             costs=costs,
-            missed=kept.missed + (came & ~collected.finite),
+            missed=old.missed + (answered & ~collected.finite),
         )
         bad = -1 if info.finite else self._first_bad(int(info.silo), collected)
-        return VIState(server, new, state.visits + came.astype(np.int32)), float(info.loss), bad
+        return VIState(server, new, state.visits + answered.astype(np.int32)), float(info.loss), bad
 
     def _first_bad(self, silo: int, replies: PyTree) -> int:
         """Return the silo whose numbers were not finite; -2 for the server, and for a sum.
@@ -222,17 +223,17 @@ class RemoteRounds(Rounds):
             )
         return self.zeros
 
-    def _weights(self, weights: np.ndarray, came: np.ndarray) -> np.ndarray | None:
+    def _weights(self, weights: np.ndarray, answered: np.ndarray) -> np.ndarray | None:
         """Return the weights of the replies; ``None`` where all count once."""
         if self.answering is not None:
             weights = weights / self.answering
-        elif self.who is None and came.all():
+        elif self.who is None and answered.all():
             return None
-        return np.where(came, weights, 0.0).astype(jnp.result_type(float))
+        return np.where(answered, weights, 0.0).astype(jnp.result_type(float))
 
     def _costs(
-        self, message: PyTree, reply: PyTree, times: np.ndarray, came: np.ndarray
+        self, message: PyTree, reply: PyTree, times: np.ndarray, answered: np.ndarray
     ) -> np.ndarray:
         down, up = message_bytes(message), message_bytes(reply)
         evaluations = self.config.evaluations(0)
-        return np.stack([times, came * evaluations, times * down, came * up], axis=1)
+        return np.stack([times, answered * evaluations, times * down, answered * up], axis=1)
