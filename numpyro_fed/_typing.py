@@ -5,8 +5,6 @@ from typing import Any, TypeAlias
 import numpy as np
 from jax import Array
 
-__all__ = ["AnyArray", "Column", "Facts", "Json", "ModelArgs", "PyTree", "Site", "Values"]
-
 PyTree: TypeAlias = Any
 """Pytree of arrays, or of the arrays' types; ``None`` is the empty pytree."""
 

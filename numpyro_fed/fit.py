@@ -30,7 +30,6 @@ from numpyro_fed.vi.svi import ConduciveSFVI
 if TYPE_CHECKING:
     from arviz import InferenceData
 
-__all__ = ["TOL", "fit"]
 
 _MOST_ROUNDS = 40  # 15 models took 6 to 28 (docs/results.md)
 # change of the bound in a round, in nats, below which rounds may end; a mean that is .045 sds off

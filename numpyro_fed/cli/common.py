@@ -7,8 +7,6 @@ import click
 
 from numpyro_fed.engines.nvflare_jobs import NAME
 
-__all__ = ["FILE", "FOLDER", "check_name", "flower_engine"]
-
 FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 FOLDER = click.Path(file_okay=False, path_type=Path)
 

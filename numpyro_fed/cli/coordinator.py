@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from flwr.app import Context
     from flwr.serverapp import Grid
 
-__all__ = ["client", "coordinate", "posterior", "server"]
 
 _START = 60.0  # seconds for SuperLink to start
 # SFVI came within a nat of its bound in about so many on five models, conducive rounds end by

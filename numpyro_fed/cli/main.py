@@ -5,8 +5,6 @@ import click
 from numpyro_fed.cli.run import run
 from numpyro_fed.cli.silo import silo
 
-__all__ = ["main"]
-
 
 @click.group()
 @click.version_option(package_name="numpyro-fed")

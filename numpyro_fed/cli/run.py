@@ -11,8 +11,6 @@ from numpyro_fed.decentralized._kernel import NetworkKernel
 from numpyro_fed.privacy.secure_sum import FEWEST_SILOS
 from numpyro_fed.vi._base import FederatedVI
 
-__all__ = ["run"]
-
 
 def _check_fit(svi: FederatedVI | None, num_silos: int, rounds: int) -> None:
     """Raise for a fit that cannot run, before any silo is there."""

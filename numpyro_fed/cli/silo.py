@@ -15,8 +15,6 @@ from numpyro_fed.engines.silo_side import SiloSide
 from numpyro_fed.privacy.data_guards import Guards
 from numpyro_fed.rounds.task import TASKS
 
-__all__ = ["silo", "what_leaves"]
-
 
 @click.command()
 @click.option(

@@ -15,20 +15,6 @@ from numpyro.util import is_prng_key
 
 from numpyro_fed._typing import Column
 
-__all__ = [
-    "all_equal",
-    "check_flat",
-    "check_key",
-    "check_numbers",
-    "check_rows",
-    "check_same_arguments",
-    "check_shared",
-    "check_sizes",
-    "check_told",
-    "lengths",
-    "silo_names",
-]
-
 # numbers that a check copies at a time (.5 MB in float64): copying all would double the memory
 _PIECE = 1 << 16
 # most that rounding may move a number, in standard deviations of its column; float32 moves numbers

@@ -20,8 +20,6 @@ from numpyro_fed._typing import Column, ModelArgs
 from numpyro_fed.data.checks import all_equal, check_numbers, check_sizes, check_told, silo_names
 from numpyro_fed.data.silos import Silos, as_column, put_together
 
-__all__ = ["MixedSilos"]
-
 _SHOWN_NAMES = 8
 _Table = dict[str, dict[str, Column]]  # argument -> silo that has it -> column
 _Span = dict[str, int]  # number of rows in each silo that has the argument

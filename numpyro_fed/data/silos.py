@@ -36,8 +36,6 @@ from numpyro_fed.data.checks import (
 )
 from numpyro_fed.data.spec import SilosSpec
 
-__all__ = ["Flat", "Silos"]
-
 _ALIGNED = 64  # bytes; JAX uses NumPy's memory without a copy where it is so aligned
 
 

@@ -6,8 +6,6 @@ from typing import Any, Self
 
 from numpyro_fed._typing import Column
 
-__all__ = ["SilosSpec"]
-
 Names = tuple[tuple[str, str], ...]
 
 

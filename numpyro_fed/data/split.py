@@ -10,8 +10,6 @@ from numpyro_fed._typing import Column, ModelArgs
 from numpyro_fed.data.checks import check_numbers
 from numpyro_fed.data.silos import Flat, Silos, as_column
 
-__all__ = ["split"]
-
 
 def split(
     data: Mapping[str, Column],

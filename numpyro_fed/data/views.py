@@ -19,25 +19,6 @@ from jax import Array
 from numpyro_fed._typing import Column, ModelArgs, PyTree
 from numpyro_fed.data.silos import Silos
 
-__all__ = [
-    "SMALL",
-    "Bucket",
-    "SiloRows",
-    "SiloView",
-    "buckets",
-    "gather",
-    "largest",
-    "outlines",
-    "scatter",
-    "split_shared",
-    "stack",
-    "stack_states",
-    "stacked_mask",
-    "sweep",
-    "thin",
-    "to_pooled_order",
-]
-
 # rows, padding included, that cost less than another program: a gradient of 8,192 rows of 20
 # numbers takes .4 ms, its compilation a second. Up to so many, all silos form a single bucket
 SMALL = 1 << 13

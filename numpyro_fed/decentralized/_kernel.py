@@ -37,8 +37,6 @@ from numpyro_fed.mcmc.setup import model_setup
 from numpyro_fed.rounds.federated import Cost, Ledger
 from numpyro_fed.rounds.remote import RemoteSilos
 
-__all__ = ["NetworkKernel", "NetworkState"]
-
 
 class NetworkKernel(FederatedKernel):
     """Base class of the kernels over a network of nodes.

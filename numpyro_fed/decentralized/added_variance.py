@@ -24,8 +24,6 @@ from itertools import islice
 
 import numpy as np
 
-__all__ = ["SEEN_STEPS", "excess_variance", "product", "stationary_weight"]
-
 # largest number of doublings of the sum over periods: 2^40 periods forget a start by e^-11 even if
 # one shrinks disagreement by a factor 1 - 1e-11 only
 _DOUBLINGS = 40

@@ -25,8 +25,6 @@ from numpyro_fed.decentralized.mixing import Links
 from numpyro_fed.decentralized.nodes import Nodes
 from numpyro_fed.mcmc.options import Step
 
-__all__ = ["GossipLangevin", "gossip"]
-
 
 def gossip(links: Links, nodes: Nodes) -> tuple[Nodes, Array]:
     """Exchange once by gossip.

@@ -23,8 +23,6 @@ from jax import Array, random
 
 from numpyro_fed.decentralized.graphs import TimeVaryingGraph
 
-__all__ = ["Links", "Mixing", "mixing"]
-
 # largest in-degree of sparse mixing, as a fraction of the nodes: with 256 nodes and 20 dimensions
 # it took .7 of a dense product's time at 1/16, and 1.8 times it at 1/8; with 64 nodes .8 at 1/8
 _SPARSE_BELOW = 1 / 8

@@ -16,19 +16,6 @@ from numpyro_fed.mcmc.config import NetworkConfig, Tuning
 from numpyro_fed.mcmc.gradients import push
 from numpyro_fed.rounds.serialization import wire_name
 
-__all__ = [
-    "LEAST_WEIGHT",
-    "Exchanged",
-    "NetworkState",
-    "advance",
-    "current_step_size",
-    "exchange",
-    "flat",
-    "look_around",
-    "next_state",
-    "sites",
-]
-
 # least push-sum weight, where the mean is one: float32 rounds what comes from nodes of weight one
 # by 6e-8, 6 % of so small a weight
 LEAST_WEIGHT = 1e-6

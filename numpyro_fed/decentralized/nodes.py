@@ -24,8 +24,6 @@ from numpyro_fed.mcmc.langevin import move, pick_rows
 from numpyro_fed.mcmc.local_moves import move_noise
 from numpyro_fed.rounds.serialization import wire_name
 
-__all__ = ["Nodes", "add", "gradients", "kick", "node_step", "own_step"]
-
 
 @wire_name("NodeStates")
 class Nodes(NamedTuple):

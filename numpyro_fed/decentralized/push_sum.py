@@ -45,8 +45,6 @@ from numpyro_fed.decentralized.mixing import Links
 from numpyro_fed.decentralized.nodes import Nodes
 from numpyro_fed.mcmc.options import Step
 
-__all__ = ["PushSumLangevin", "push_sum"]
-
 
 def push_sum(links: Links, nodes: Nodes) -> tuple[Nodes, Array]:
     """Exchange once by push-sum.

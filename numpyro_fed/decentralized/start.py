@@ -14,8 +14,6 @@ from numpyro_fed.mcmc.config import NetworkConfig, Tuning
 from numpyro_fed.rounds.remote import RemoteSilos
 from numpyro_fed.surrogates.gaussian import matvec
 
-__all__ = ["first_nodes"]
-
 
 def first_nodes(
     config: NetworkConfig,

@@ -18,8 +18,6 @@ from numpyro_fed.decentralized.added_variance import (
     stationary_weight,
 )
 
-__all__ = ["TimeVaryingGraph", "shown"]
-
 # steps of the random sequence that measures a rate: from seed to seed the rate of four nodes, .73,
 # has an sd of .002, that of eight, .93, of .0005
 _SIMULATED = 2000

@@ -10,8 +10,6 @@ from jax import Array
 
 from numpyro_fed._typing import AnyArray
 
-__all__ = ["MOST_DIMENSIONS", "curved", "features", "num_features"]
-
 # with more, the features are too many for the points of a fit: 16 dimensions have 169 features,
 # fitted at 1,024 points, and 30 dimensions would have 526 and 4,096
 MOST_DIMENSIONS = 16

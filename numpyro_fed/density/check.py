@@ -29,15 +29,6 @@ from numpyro_fed.rounds.inline import ask_all
 from numpyro_fed.rounds.remote import RemoteSilos
 from numpyro_fed.rounds.task import SiloTask
 
-__all__ = [
-    "FactorizationError",
-    "check_batch",
-    "check_factorization",
-    "check_made_up",
-    "check_own_factorization",
-    "made_up_silos",
-]
-
 # ranges of made-up whole numbers, tried in turn: labels, counts, and ones for a count with a total;
 # other numbers lie in (.2, .8), or are whole, too, where the density is not finite there
 _WHOLE = ((0, 2), (1, 3), (1, 2))

@@ -25,8 +25,6 @@ from numpyro_fed.data.silos import Silos
 from numpyro_fed.density.factors import Factors, LocalSite
 from numpyro_fed.density.handlers import NO_STEPS, is_silo_plate
 
-__all__ = ["factorize", "pooled_factors"]
-
 _NO_PLATE = (
     "the model has no silo plate, so it does not say which data live in silos; write "
     'fed.silo_plate("patients", x.shape[0]) in place of numpyro.plate, or mark one from outside: '

@@ -29,16 +29,6 @@ from numpyro_fed import _compat
 from numpyro_fed._typing import ModelArgs, Site
 from numpyro_fed.data.silos import Silos
 
-__all__ = [
-    "PARAMS",
-    "Factors",
-    "LearnedModel",
-    "LocalSite",
-    "PooledModel",
-    "made_up_rows",
-    "pooled_log_density",
-]
-
 PARAMS = "_fed_params"  # argument with the values of learned parameters
 
 

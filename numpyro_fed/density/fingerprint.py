@@ -20,19 +20,6 @@ from numpyro_fed.data.spec import SilosSpec
 from numpyro_fed.density.factors import Factors
 from numpyro_fed.rounds.serialization import WIRE_DTYPES
 
-__all__ = [
-    "as_values",
-    "checked",
-    "description",
-    "fingerprint",
-    "fit_together",
-    "from_values",
-    "joined_spec",
-    "program_hash",
-    "rows_hash",
-    "versions",
-]
-
 
 class Described(Protocol):
     """Variational fit that tells its facts."""

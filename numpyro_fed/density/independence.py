@@ -17,8 +17,6 @@ from numpyro_fed.rounds.inline import ask_all
 from numpyro_fed.rounds.remote import RemoteSilos
 from numpyro_fed.rounds.task import SiloTask
 
-__all__ = ["LeakageLocal", "elements_are_independent"]
-
 
 def _local_point(factors: Factors, key: Array, view: SiloView) -> dict[str, Array]:
     groups = factors.local_groups()

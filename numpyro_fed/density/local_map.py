@@ -29,8 +29,6 @@ from numpyro_fed.density.factors import Factors
 from numpyro_fed.density.small_matrices import solve_lower
 from numpyro_fed.rounds.serialization import wire_name
 
-__all__ = ["LocalMap", "Units"]
-
 _View = TypeVar("_View", bound=SiloView | SiloRows)
 
 

@@ -25,8 +25,6 @@ from numpyro_fed.density.factors import Factors
 from numpyro_fed.density.local_map import LocalMap, Units
 from numpyro_fed.rounds.serialization import wire_name
 
-__all__ = ["NestedMap", "NestedUnits", "join_levels", "nesting"]
-
 
 def nesting(factors: Factors) -> tuple[str, str] | None:
     """Return the outer and the inner row group with latents, or ``None`` without nesting.

@@ -11,8 +11,6 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.scipy.linalg import solve_triangular
 
-__all__ = ["UNROLLED", "cholesky", "inverse_cholesky", "solve", "solve_lower", "solve_positive"]
-
 # most columns that are written out: 2,000 matrices of 6 x 6 take a quarter of LAPACK's time and
 # 2.6 s of compiling, those of 10 x 10 a sixth and 8 s
 UNROLLED = 6

@@ -7,8 +7,6 @@ from scipy.sparse.csgraph import connected_components
 
 from numpyro_fed.data.silos import Silos
 
-__all__ = ["cut_in_two", "random_silos"]
-
 # rows of the two made-up silos; each further row group has two more. They are unequal, so that a
 # model shows that it reads its number of rows
 _MADE_UP = (3, 5)

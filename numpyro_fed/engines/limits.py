@@ -1,21 +1,5 @@
 """Limits of what a silo answers over a wire, in numbers, bytes and latents."""
 
-__all__ = [
-    "MAX_CALLS",
-    "MAX_JOINT",
-    "MAX_KEPT",
-    "MAX_LATENTS",
-    "MAX_LEAVES",
-    "MAX_MAP",
-    "MAX_MESSAGE",
-    "MAX_POINTS",
-    "MAX_REFUSED",
-    "MAX_ROWS",
-    "MAX_SETTINGS",
-    "MAX_SLOTS",
-    "MAX_WALKS",
-]
-
 # Limits are above what the runs in docs/results.md ask for, and what a silo can bear of a liar.
 MAX_MESSAGE = 1 << 28  # bytes, of 67 million float32 numbers: 100 MB were tried
 MAX_REFUSED = 20  # refused connections in a study: each can test a guess at the silo's data

@@ -15,8 +15,6 @@ from typing import Any
 
 from numpyro_fed._typing import Facts
 
-__all__ = ["prepare_kit", "simulate", "write_job"]
-
 # names that the controller, the executor and the job folder share
 TASK, SETTINGS, RESULT, ERROR = "answer", "fed.json", "result.bin", "error.txt"
 PACKAGE = "numpyro_fed.engines.nvflare."

@@ -6,8 +6,6 @@ from numpyro_fed.density.fingerprint import checked, description, from_values
 from numpyro_fed.engines.call_checks import Refusal
 from numpyro_fed.engines.limits import MAX_ROWS
 
-__all__ = ["agreed_silos"]
-
 
 def agreed_silos(request: Facts, silos: Silos) -> Silos:
     """Return the server's silos without rows, after comparison with a silo's own facts.

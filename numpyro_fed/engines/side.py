@@ -2,8 +2,6 @@
 
 from typing import Protocol
 
-__all__ = ["Side"]
-
 
 class Side(Protocol):
     """Side of a silo, which keeps its private states on its own disk."""

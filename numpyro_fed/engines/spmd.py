@@ -34,8 +34,6 @@ from numpyro_fed.density.fingerprint import description, joined_spec
 from numpyro_fed.rounds.remote import Carrier, RemoteSilos
 from numpyro_fed.rounds.worker import Call, SiloWorker, worker_of
 
-__all__ = ["Spmd", "connect", "initialize"]
-
 
 def initialize(coordinator_address: str, num_processes: int, process_id: int) -> None:
     """Call ``jax.distributed.initialize`` with collectives for CPUs.

@@ -36,8 +36,6 @@ from numpyro_fed.rounds.serialization import pack, unpack
 from numpyro_fed.rounds.task import FitFacts
 from numpyro_fed.rounds.worker import Call, SiloError, typed_worker
 
-__all__ = ["Fit", "Traffic", "Transport", "Wire", "connect", "owned"]
-
 PROTOCOL = 2
 # bytes of a silo's answer while it connects: about 100 for each argument and site, of which there
 # are tens

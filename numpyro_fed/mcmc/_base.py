@@ -27,8 +27,6 @@ from numpyro_fed.rounds.federated import Cost
 from numpyro_fed.rounds.remote import RemoteSilos
 from numpyro_fed.surrogates.gaussian import Surrogates
 
-__all__ = ["FederatedKernel", "check_start"]
-
 
 class FederatedKernel(MCMCKernel):
     """Base class of all kernels, with a model and a setup that is made once per data set.

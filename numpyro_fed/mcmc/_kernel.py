@@ -29,8 +29,6 @@ from numpyro_fed.mcmc.visit import (
 )
 from numpyro_fed.rounds.federated import Cost, Ledger
 
-__all__ = ["LangevinKernel", "LangevinState"]
-
 
 class LangevinKernel(FederatedKernel):
     """Base class of the Langevin kernels.

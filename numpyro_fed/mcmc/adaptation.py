@@ -37,8 +37,6 @@ from jax.typing import DTypeLike
 
 from numpyro_fed.rounds.federated import Cost
 
-__all__ = ["Adaptation", "adapt", "begin", "check_seen", "first_looks", "look_cost"]
-
 # look n has weight 4 / (n + 4) when it comes, so of order n^3 in the end: the first half of the
 # looks has 6 % of the weight, and 7/16 of all looks are effective
 _FORGET = 4.0

@@ -16,15 +16,6 @@ from numpyro_fed.mcmc.minibatch import pointing_groups
 from numpyro_fed.mcmc.options import Options
 from numpyro_fed.surrogates.gaussian import Surrogates
 
-__all__ = [
-    "batch_of",
-    "check_latents",
-    "check_surrogates",
-    "selection_of",
-    "units_of",
-    "warn_of_params",
-]
-
 
 def selection_of(selection: str | Sequence[float] | Array | None, silos: Silos) -> np.ndarray:
     """Return the silos' probabilities with which the setup begins, ``(S,)``."""

@@ -18,17 +18,6 @@ from numpyro_fed.rounds.task import SiloTask
 from numpyro_fed.surrogates.corrections import Corrections
 from numpyro_fed.surrogates.gaussian import matvec
 
-__all__ = [
-    "TUNING_CLASSES",
-    "Conducive",
-    "KernelTask",
-    "LangevinConfig",
-    "LatentCoordinates",
-    "NetworkConfig",
-    "NodeConfig",
-    "Tuning",
-]
-
 # wire names of a kernel's numbers and their parts
 TUNING_CLASSES = ("Tuning", "Conducive", "Corrections", "LatentCoordinates")
 # local steps whose random numbers and rows are drawn together, and the bytes of their rows: blocks

@@ -19,8 +19,6 @@ from numpyro_fed.mcmc._kernel import LangevinKernel
 from numpyro_fed.mcmc.options import Options, Step, as_step
 from numpyro_fed.surrogates.gaussian import Surrogates
 
-__all__ = ["DSGLD"]
-
 
 class DSGLD(LangevinKernel):
     """Distributed SGLD, a kernel for :class:`numpyro.infer.MCMC`.

@@ -21,8 +21,6 @@ from numpyro_fed.mcmc._kernel import LangevinKernel
 from numpyro_fed.mcmc.options import Options, Step, Whitened, as_step
 from numpyro_fed.surrogates.gaussian import Surrogates
 
-__all__ = ["FSGLD"]
-
 
 class FSGLD(LangevinKernel):
     """Federated SGLD with conducive gradients, a kernel for :class:`numpyro.infer.MCMC`.

@@ -15,17 +15,6 @@ from numpyro_fed.data.views import SiloRows, SiloView
 from numpyro_fed.mcmc.config import Conducive, LangevinConfig, LatentCoordinates, NodeConfig, Tuning
 from numpyro_fed.surrogates.gaussian import matvec
 
-__all__ = [
-    "OpenSilo",
-    "drift",
-    "open_silo",
-    "pull_back",
-    "push",
-    "residual",
-    "terms",
-    "with_control_variate",
-]
-
 
 class OpenSilo(NamedTuple):
     """Arguments, weights, latent coordinates and surrogates that all steps at one silo share."""

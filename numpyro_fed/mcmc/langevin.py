@@ -41,18 +41,6 @@ from numpyro_fed.mcmc.nested_moves import nested_metropolis
 from numpyro_fed.rounds.federated import LARGEST_FINITE, Federated
 from numpyro_fed.rounds.serialization import wire_name
 
-__all__ = [
-    "Chain",
-    "VisitStats",
-    "batches",
-    "federated",
-    "local_noise",
-    "local_step",
-    "move",
-    "pick_rows",
-    "visit",
-]
-
 
 @wire_name("Chain")
 class Chain(NamedTuple):

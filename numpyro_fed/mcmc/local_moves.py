@@ -22,9 +22,6 @@ from numpyro_fed.data.views import SiloRows, SiloView
 from numpyro_fed.density.local_map import Units
 from numpyro_fed.density.nested import NestedUnits
 
-__all__ = ["MoveNoise", "free_move_noise", "metropolis", "move_noise"]
-
-
 # sd of the wide proposals, and steps from one to the next, on average. For a target 1.4 times as
 # wide as its map a latent stood still for 23 of 200,000 moves at most, without wide proposals for
 # 374; where the map is exact three in four are accepted, so acceptance falls by 6 %

@@ -18,8 +18,6 @@ from numpyro_fed.data.views import SiloView
 from numpyro_fed.density.factors import Factors
 from numpyro_fed.rounds.serialization import wire_name
 
-__all__ = ["Members", "find_members", "pick_elements", "pointing_groups", "rows_of"]
-
 
 @wire_name("Members")
 class Members(NamedTuple):

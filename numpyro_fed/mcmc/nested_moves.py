@@ -17,8 +17,6 @@ from jax import Array
 from numpyro_fed.density.nested import NestedUnits, join_levels
 from numpyro_fed.mcmc.local_moves import MoveNoise
 
-__all__ = ["nested_metropolis"]
-
 
 def nested_metropolis(
     units: NestedUnits,

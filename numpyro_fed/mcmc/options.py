@@ -13,8 +13,6 @@ from numpyro_fed._typing import PyTree
 from numpyro_fed.mcmc.schedules import check_step_size
 from numpyro_fed.surrogates.gaussian import Surrogates
 
-__all__ = ["Options", "Step", "Whitened", "as_step"]
-
 
 @runtime_checkable
 class Whitened(Protocol):

@@ -25,8 +25,6 @@ from numpyro_fed.rounds.federated import Cost
 from numpyro_fed.rounds.inline import ask_all
 from numpyro_fed.surrogates.score import NUM_DRAWS
 
-__all__ = ["PilotLocal", "Rule", "choose_step_size", "cost", "visit_noise"]
-
 # local moves before counting; of latents that start at the map's draws, and move with probability
 # .2, one in a hundred has not moved then
 _WARM = 20

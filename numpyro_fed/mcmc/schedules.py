@@ -12,8 +12,6 @@ from jax import Array
 
 from numpyro_fed.rounds.serialization import wire_name
 
-__all__ = ["check_step_size", "polynomial_decay"]
-
 # steps between which a schedule's exponent is measured: an offset of up to 10^5 steps changes it by
 # 1.4 %
 _LATE = (10**6, 10**9)

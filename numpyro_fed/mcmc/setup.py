@@ -34,8 +34,6 @@ from numpyro_fed.surrogates.gaussian import Surrogates
 from numpyro_fed.surrogates.moments import with_moments
 from numpyro_fed.surrogates.some_rows import fit_some, whole_gradients
 
-__all__ = ["ModelSetup", "Setup", "make_setup", "model_setup"]
-
 # rows of all silos in the check of the factorization, with minibatches: a wrong term shows in any
 # row, and 8,192 rows of 784 numbers take 26 MB in float32
 _CHECK_ROWS = 1 << 13

@@ -13,8 +13,6 @@ from numpyro_fed.mcmc._kernel import LangevinKernel
 from numpyro_fed.mcmc.options import Options, Step, as_step
 from numpyro_fed.surrogates.gaussian import Surrogates
 
-__all__ = ["SGLD"]
-
 
 class SGLD(LangevinKernel):
     """Centralized SGLD, a kernel for :class:`numpyro.infer.MCMC`.

@@ -23,16 +23,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-__all__ = [
-    "MAX_STEP_SIZE",
-    "VisitNoise",
-    "best_selection",
-    "inflation",
-    "injection",
-    "persistence",
-    "step_size",
-]
-
 # without noise from silos it inflates sds by (1 - h/4)^(-1/2): 1.3 %; a visit of 40 steps forgets
 # 87 % of its start
 MAX_STEP_SIZE = 0.1

@@ -18,18 +18,6 @@ from numpyro_fed.rounds.inline import round_one
 from numpyro_fed.rounds.serialization import wire_name
 from numpyro_fed.surrogates.gaussian import matvec
 
-__all__ = [
-    "Departure",
-    "LangevinState",
-    "arrive",
-    "chain_axes",
-    "depart",
-    "first_state",
-    "one_round",
-    "start_keys",
-    "wait",
-]
-
 
 @wire_name("LangevinState")
 class LangevinState(NamedTuple):

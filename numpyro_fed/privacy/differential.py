@@ -52,8 +52,6 @@ from numpyro_fed.privacy.discrete_gaussian import MOST_SD, Words, discrete_gauss
 from numpyro_fed.privacy.secure_sum import LARGEST, RESOLUTION
 from numpyro_fed.rounds.serialization import wire_name
 
-__all__ = ["Noise", "Privacy", "Spent", "expected_error", "noised", "noised_exactly"]
-
 _FINE = 13  # bits of C in units of the grid: rounding towards zero moves a gradient by 1e-4 of C
 # smallest C in units of the grid: rounding towards zero moves a gradient by at most .4 % of C
 _FEWEST = 256

@@ -10,8 +10,6 @@ import hashlib
 
 import numpy as np
 
-__all__ = ["MOST_SD", "Words", "discrete_gaussian"]
-
 MOST_SD = 2**25  # squares of draws then fit into 63 bits, but for one draw in e^90
 
 

@@ -18,8 +18,6 @@ from numpyro_fed.privacy.secure_sum import secret_file
 from numpyro_fed.rounds.serialization import is_key
 from numpyro_fed.rounds.worker import Call
 
-__all__ = ["hashed", "secret_of", "with_own_keys"]
-
 
 def secret_of(folder: Path) -> bytes:
     """Return the silo's secret of 32 bytes; the first call for a folder makes it."""

@@ -28,18 +28,6 @@ import numpy as np
 
 from numpyro_fed._typing import PyTree
 
-__all__ = [
-    "FEWEST_SILOS",
-    "LARGEST",
-    "MOST_SILOS",
-    "RESOLUTION",
-    "Keys",
-    "masked",
-    "opened",
-    "secret_file",
-    "types_masked",
-]
-
 # grid of sums: the spacing of float32's own numbers from 8 to 16
 RESOLUTION = 2.0**-20
 LARGEST = 2.0**30  # magnitude of a silo's number: 2^50 steps of the grid

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from pandas import DataFrame, Series
 
-__all__ = ["Comparison", "JointDistance", "compare", "plot_compare"]
 
 _SHOWN_ROWS = 16
 # largest number of draws of each of the two laws: costs of 1,000 x 1,000 pairs, a second or two

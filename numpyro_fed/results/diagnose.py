@@ -27,7 +27,6 @@ from numpyro_fed.results.compare_scalars import MAX_R_HAT
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-__all__ = ["MOST_CUT", "Diagnosis", "diagnose"]
 
 _SD_RATIO = 1.07  # largest accepted ratio of sds, in either direction: the tolerance of `compare`
 # largest accepted share of cut steps, undone rounds, stuck units; where it was exceeded, 1.3 % of

@@ -11,7 +11,6 @@ from numpyro_fed.vi.result import VIResult
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["plot_elbo"]
 
 _RAW, _MEAN, _QUIET = "#A9CCE3", "#0072B2", "#6B6B6B"
 _WINDOWS = 50  # windows of the running mean in a run

@@ -22,7 +22,6 @@ from numpyro_fed.vi._base import FederatedVI
 if TYPE_CHECKING:
     from arviz import InferenceData
 
-__all__ = ["to_inference_data"]
 
 # predicted inflation of the sds above which a warning is due: bias_target = .1 is the largest whose
 # prediction was measured (docs/results.md)

@@ -19,7 +19,6 @@ from numpyro_fed.rounds.remote import RemoteSilos
 if TYPE_CHECKING:
     from arviz import InferenceData
 
-__all__ = ["average_of_nodes", "label_nodes", "take_node", "warn_of_nodes"]
 
 # largest accepted distance from the nodes' average, in sds: the tolerance of `compare`
 _OFF = 0.1

@@ -17,8 +17,6 @@ from numpyro_fed.data.checks import check_key
 if TYPE_CHECKING:
     from xarray import Dataset
 
-__all__ = ["predict"]
-
 
 def predict(
     model: Callable,

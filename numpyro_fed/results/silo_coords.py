@@ -13,8 +13,6 @@ from numpyro_fed.rounds.federated import Ledger
 if TYPE_CHECKING:
     from arviz import InferenceData
 
-__all__ = ["ledger_attrs", "silo_coords"]
-
 
 def silo_coords(idata: "InferenceData", factors: Factors, silos: Silos, suffix: str = "") -> None:
     """Set the coordinate ``<plate>_silo`` of each silo plate to the silos' names.

@@ -33,7 +33,6 @@ from numpyro_fed.vi.sites import constrained, globals_of
 if TYPE_CHECKING:
     from arviz import InferenceData
 
-__all__ = ["CANDIDATES", "check_num_draws", "vi_inference_data"]
 
 # draws of q for each resampled draw: with an effective share of a quarter or more (.6 is usual) the
 # resampled draws are worth their number

@@ -24,8 +24,6 @@ import numpy as np
 
 from numpyro_fed._typing import AnyArray, PyTree
 
-__all__ = ["LARGEST_FINITE", "Cost", "Federated", "Ledger", "message_bytes"]
-
 # larger numbers of a silo count as not finite: float32 still holds the square, 1e36 of 3e38
 LARGEST_FINITE = 1e18
 

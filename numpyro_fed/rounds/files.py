@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["locked", "read_sealed", "write_sealed", "write_whole"]
-
 _MARK = b"numpyro_fed file"
 _VERSION = 1
 _KIND = 16  # bytes

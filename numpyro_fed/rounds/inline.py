@@ -17,8 +17,6 @@ from numpyro_fed.rounds.federated import Federated
 from numpyro_fed.rounds.remote import RemoteSilos
 from numpyro_fed.rounds.task import SiloTask
 
-__all__ = ["ask_all", "key_among", "key_of", "round_all", "round_one"]
-
 
 def ask_all(
     local: SiloTask,

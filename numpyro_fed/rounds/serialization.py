@@ -22,17 +22,6 @@ from jax import random
 
 from numpyro_fed._typing import Json
 
-__all__ = [
-    "WIRE_DTYPES",
-    "fields_of",
-    "is_key",
-    "name_of",
-    "outline",
-    "pack",
-    "unpack",
-    "wire_name",
-]
-
 _MARK = b"fed2"
 _CHECKSUM = 16  # bytes
 _START = len(_MARK) + _CHECKSUM + 8  # where the text begins

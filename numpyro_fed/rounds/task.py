@@ -10,8 +10,6 @@ from numpyro_fed._typing import PyTree
 from numpyro_fed.data.views import SiloView
 from numpyro_fed.rounds import serialization
 
-__all__ = ["TASKS", "FitFacts", "SiloTask"]
-
 TASKS: dict[str, type["SiloTask"]] = {}  # what a silo answers over a wire, by wire name
 
 

@@ -14,18 +14,6 @@ from numpyro_fed.data.silos import Silos
 from numpyro_fed.data.views import SMALL, SiloRows, SiloView, largest, split_shared
 from numpyro_fed.rounds.task import SiloTask
 
-__all__ = [
-    "Call",
-    "SiloError",
-    "SiloWorker",
-    "resized",
-    "rows_of",
-    "type_of_array",
-    "typed_worker",
-    "types_of",
-    "worker_of",
-]
-
 
 class Call(NamedTuple):
     """Call of one silo.

@@ -6,8 +6,6 @@ from jax.typing import ArrayLike
 from numpyro_fed.data.silos import Silos
 from numpyro_fed.surrogates.gaussian import Gaussian, Surrogates
 
-__all__ = ["analytic"]
-
 
 def analytic(
     silos: Silos,

@@ -24,8 +24,6 @@ from numpyro_fed.density.bounded_features import features
 from numpyro_fed.density.small_matrices import solve_positive
 from numpyro_fed.rounds.serialization import wire_name
 
-__all__ = ["Corrections", "regress"]
-
 
 def regress(points: Array, scores: Array, weights: Array) -> Array:
     """Regress whitened scores on the bounded features by weighted least squares.

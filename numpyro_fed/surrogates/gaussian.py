@@ -17,8 +17,6 @@ from jax.typing import ArrayLike
 
 from numpyro_fed.surrogates.corrections import Corrections
 
-__all__ = ["FULL_UP_TO", "Gaussian", "Surrogates", "matvec"]
-
 # dimensions of full precisions; beyond, each silo has a d x d matrix of more than 1 MB in float32
 FULL_UP_TO = 500
 

@@ -24,8 +24,6 @@ from numpyro_fed.rounds.task import SiloTask
 from numpyro_fed.surrogates import score
 from numpyro_fed.surrogates.local_score import Message, Reply, marginal_score
 
-__all__ = ["fit"]
-
 
 @dataclass(frozen=True)
 class LaplaceLocal(SiloTask):

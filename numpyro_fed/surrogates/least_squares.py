@@ -11,8 +11,6 @@ from numpyro_fed.density.bounded_features import MOST_DIMENSIONS, curved
 from numpyro_fed.density.local_map import LocalMap
 from numpyro_fed.density.small_matrices import solve_lower, solve_positive
 
-__all__ = ["fit_map", "fit_score"]
-
 _NUMBERS_AT_ONCE = 1 << 18  # bound of the designs that are solved together: 1 MiB in float32
 # bound of a log scale's difference from that at u = 0: the normal equations have squares, and
 # e^12 = 2e5 is within the seven digits of float32

@@ -30,8 +30,6 @@ from numpyro_fed.data.silos import Silos
 from numpyro_fed.data.views import SiloView, largest, sweep
 from numpyro_fed.density.factors import Factors
 
-__all__ = ["CHAINS", "STEP_SIZE", "LocalDraws", "gradients", "nuts", "sgld"]
-
 # in units of the curvature at the mode; it widens a Gaussian's variance by 2.6 %, which the moments
 # divide out
 STEP_SIZE = 0.1

@@ -30,9 +30,6 @@ from numpyro_fed.surrogates.marginal import (
 )
 from numpyro_fed.surrogates.nested_marginal import nested_marginal, num_nodes
 
-__all__ = ["Looked", "Message", "Reply", "ScoreLocal", "look", "marginal_score", "points_at_once"]
-
-
 # rows times points that are evaluated together: 4 MiB in float32 for each number of a row
 _ROWS_AT_ONCE = 1 << 20
 # sd of the standardized outer latents at which inner moments are taken, for regressions on them: 10

@@ -28,20 +28,6 @@ from jax import Array, lax
 from numpyro_fed.density import small_matrices
 from numpyro_fed.surrogates.sobol import sobol_normal
 
-__all__ = [
-    "NEWTON_STEPS",
-    "Moments",
-    "Quadrature",
-    "cholesky",
-    "inverse_factor",
-    "laplace_marginal",
-    "log_normalizer",
-    "nodes",
-    "place",
-    "place_at_mode",
-    "quadrature_marginal",
-]
-
 # from 0 to a mode's hundredth of an sd, binomial terms took up to 9 steps, and Poisson terms with
 # counts up to 1e5 and prior sds of .1 to 30 up to 19
 NEWTON_STEPS = 25

@@ -44,8 +44,6 @@ from numpyro_fed.surrogates.local_draws import CHAINS, STEP_SIZE, LocalDraws, gr
 from numpyro_fed.surrogates.score import ScoreFit, Whitening
 from numpyro_fed.surrogates.sobol import sobol_normal
 
-__all__ = ["fit", "moments", "with_moments"]
-
 # largest split R-hat of long chains: the means of half chains then scatter by .66 sds; 16 chains of
 # a Gaussian have about 1.01, a silo whose law does not settle had 1.8 (docs/results.md)
 _SETTLED = 1.2

@@ -16,19 +16,6 @@ from jax import Array
 
 from numpyro_fed.rounds.serialization import wire_name
 
-__all__ = [
-    "CAREFUL",
-    "CONVERGED",
-    "ApproxFactor",
-    "History",
-    "carried",
-    "natural_step",
-    "newest",
-    "packed",
-    "product",
-    "unpacked",
-]
-
 # largest move of a converged fit's last round, in sds and log sds; 15 models moved by .001 two to
 # four rounds after q was within .1 sds (docs/results.md)
 CONVERGED = 0.1

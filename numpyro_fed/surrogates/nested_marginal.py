@@ -35,8 +35,6 @@ from numpyro_fed.surrogates.marginal import (
     place_at_mode,
 )
 
-__all__ = ["NestedMarginal", "nested_marginal", "num_nodes"]
-
 # from a start on the joint mode's tangent; these steps place nodes, whose weights correct a place
 # that is a part of an sd off
 _INNER_STEPS = 4

@@ -50,8 +50,6 @@ from numpyro_fed.surrogates.score_checks import check_finite, check_values
 from numpyro_fed.surrogates.score_server import ServerState, algorithm, log_posterior
 from numpyro_fed.surrogates.sobol import sobol_normal, wide_points
 
-__all__ = ["NUM_DRAWS", "ScoreFit", "Whitening", "fit"]
-
 # largest move of the last fit from a converged start, in sds and log sds (a twofold spread: .69)
 _ELSEWHERE = 0.6
 # number of positions that represent the posterior. The noise of S silos is known to a relative

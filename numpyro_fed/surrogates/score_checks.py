@@ -6,8 +6,6 @@ from numpyro_fed.data.silos import Silos
 from numpyro_fed.rounds.federated import LARGEST_FINITE
 from numpyro_fed.surrogates.local_score import Reply
 
-__all__ = ["check_finite", "check_values"]
-
 # largest ratio of :func:`_contradiction`; those of honest silos are below 2
 _CONTRADICTION = 100.0
 # least sd of log marginals, in nats: float32 rounds a log likelihood of 10,000 to .0005

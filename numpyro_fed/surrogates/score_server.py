@@ -21,8 +21,6 @@ from numpyro_fed.surrogates.least_squares import fit_score
 from numpyro_fed.surrogates.local_score import Message, Reply, ScoreLocal
 from numpyro_fed.surrogates.natural_step import ApproxFactor, History, natural_step, product
 
-__all__ = ["ServerState", "algorithm", "log_posterior"]
-
 
 class ServerState(NamedTuple):
     """State of the server: whitening, points and weights of the next round.

@@ -6,8 +6,6 @@ import numpy as np
 from scipy.special import ndtri
 from scipy.stats import qmc
 
-__all__ = ["sobol_normal", "wide_points"]
-
 
 def sobol_normal(num: int, dim: int, seed: int) -> np.ndarray:
     """Return antithetic pairs of scrambled Sobol points of the standard normal.

@@ -29,8 +29,6 @@ from numpyro_fed.rounds.federated import Cost
 from numpyro_fed.surrogates.gaussian import Gaussian, Surrogates
 from numpyro_fed.surrogates.score import ScoreFit, Whitening
 
-__all__ = ["ENOUGH", "fit_some", "whole_gradients"]
-
 # rows of the subset, over all silos; up to twice as many are all fitted. Their curvature has a
 # relative error of about sqrt(d / ENOUGH): 2.5 % for d = 20
 ENOUGH = 1 << 15

@@ -38,8 +38,6 @@ from numpyro_fed.vi.result import (
 )
 from numpyro_fed.vi.setup import Setup
 
-__all__ = ["FederatedVI"]
-
 _jit_advance = partial(jax.jit, static_argnames=("federated", "config", "who"))(advance)
 
 

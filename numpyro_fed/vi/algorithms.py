@@ -12,8 +12,6 @@ from numpyro_fed.vi import sfvi, sfvi_avg
 from numpyro_fed.vi.conducive import rounds as conducive
 from numpyro_fed.vi.config import FitConfig
 
-__all__ = ["ALGORITHMS", "Algorithm", "own_params"]
-
 
 class Algorithm(NamedTuple):
     """Functions of an algorithm.

@@ -29,8 +29,6 @@ from jax import Array, lax
 from jax.scipy.linalg import solve_triangular
 from jax.typing import ArrayLike
 
-__all__ = ["Barycenter", "barycenter"]
-
 # steps without a smaller residual that end the iteration: of ten covariances in float32 it fell in
 # every step down to 2e-7, and from there rose in every third
 _PATIENCE = 3

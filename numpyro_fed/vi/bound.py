@@ -33,15 +33,6 @@ from numpyro_fed.vi.config import FitConfig
 from numpyro_fed.vi.guides.family import Family
 from numpyro_fed.vi.minibatch import Batch
 
-__all__ = [
-    "SiloTerm",
-    "candidate_weights",
-    "server_gradient",
-    "silo_bound",
-    "unit_bounds",
-    "unit_terms",
-]
-
 
 class SiloTerm(NamedTuple):
     """A silo's part of the bound.

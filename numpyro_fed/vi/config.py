@@ -17,8 +17,6 @@ from numpyro_fed.rounds.task import SiloTask
 from numpyro_fed.vi.guides.family import Family
 from numpyro_fed.vi.guides.normal import SiloNormal
 
-__all__ = ["FIT_CLASSES", "FIT_TASKS", "FitConfig", "FitTask"]
-
 FIT_TASKS = ("InitLocal", "RoundLocal")  # wire names of the tasks that write a silo's state
 # wire names of the classes that carry a draw of theta
 FIT_CLASSES = ("NormalContext", "GuideContext", "Triangular", "Diagonal", "LowRankScale")

@@ -22,8 +22,6 @@ from numpyro_fed.vi.guides.learned import factored
 from numpyro_fed.vi.options import Options
 from numpyro_fed.vi.setup import Setup, config_of_silo, make_setup
 
-__all__ = ["FitDefinition"]
-
 
 class FitDefinition:
     """Model, guide and options of a fit, and the facts that server and silos derive from them.

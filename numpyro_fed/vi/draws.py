@@ -37,8 +37,6 @@ from numpyro_fed.vi.config import FIT_CLASSES, FitConfig, FitTask
 from numpyro_fed.vi.minibatch import pick
 from numpyro_fed.vi.proposals import stretched_normal, wider_candidates
 
-__all__ = ["Draws", "EstimateLocal", "draw", "draw_remote"]
-
 # sds of q at which a stretched draw's u is clipped for the local maps: the outermost of the 256
 # points to which these are fitted
 _REACH = 3.0

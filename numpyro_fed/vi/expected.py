@@ -14,8 +14,6 @@ from numpyro_fed.vi.first_params import params_at
 from numpyro_fed.vi.guides.learned import factored
 from numpyro_fed.vi.setup import without_params
 
-__all__ = ["expected_messages", "num_parameters"]
-
 
 def expected_messages(
     algorithm: str, config: FitConfig, model: Callable, known: Silos

@@ -17,8 +17,6 @@ from numpyro_fed.vi.guides.learned import probe
 from numpyro_fed.vi.guides.user_guide import GuideFamily
 from numpyro_fed.vi.setup import Setup
 
-__all__ = ["first_params", "params_at"]
-
 
 def first_params(setup: Setup, guide: Callable, key: Array) -> dict[str, PyTree]:
     """Return first values of the global parameters, unconstrained.

@@ -10,8 +10,6 @@ import numpy as np
 
 from numpyro_fed._compat import import_arviz
 
-__all__ = ["POOR", "smoothed", "tail_of_spreads", "worst_tail"]
-
 POOR = 0.7  # Pareto's k above which importance weights have no useful mean (Vehtari et al. 2024)
 # most tails that are examined: those whose terms vary most. A tail of 16,000 draws takes 5 ms
 _LOOKED_AT = 50

@@ -19,8 +19,6 @@ from numpyro_fed.vi.loop import CHUNK, Rounds, VIState
 from numpyro_fed.vi.participation import Participation, drawn
 from numpyro_fed.vi.sfvi import Info
 
-__all__ = ["InlineRounds", "advance"]
-
 
 class InlineRounds(Rounds):
     """Rounds over silos in this process."""

@@ -17,8 +17,6 @@ from numpyro_fed.vi.bound import server_gradient, silo_bound
 from numpyro_fed.vi.config import FitConfig
 from numpyro_fed.vi.minibatch import Batch, pick
 
-__all__ = ["Steps", "all_rows", "first_optim_states", "row_count", "steps"]
-
 
 class Steps(NamedTuple):
     """State after the local steps.

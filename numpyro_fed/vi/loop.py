@@ -18,8 +18,6 @@ from numpyro_fed.vi.algorithms import ALGORITHMS
 from numpyro_fed.vi.participation import Participation
 from numpyro_fed.vi.setup import Setup
 
-__all__ = ["CHUNK", "Rounds", "VIState", "run_rounds"]
-
 # rounds in one program, between two checks of the losses: .1 to .3 s of six cities. If one is not
 # finite, they are made again up to that round
 CHUNK = 200

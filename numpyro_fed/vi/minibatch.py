@@ -18,8 +18,6 @@ from numpyro_fed._typing import PyTree
 from numpyro_fed.data.views import SiloRows, gather
 from numpyro_fed.vi.guides.family import Family
 
-__all__ = ["Batch", "pick", "rows_at", "systematic", "whole"]
-
 
 @dataclass(frozen=True)
 class Batch:

@@ -10,8 +10,6 @@ import optax
 from numpyro_fed._typing import PyTree
 from numpyro_fed.privacy.differential import Privacy
 
-__all__ = ["Options"]
-
 
 @dataclass(frozen=True)
 class Options:

@@ -8,8 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, random
 
-__all__ = ["Participation", "answering_of", "drawn", "participation_of", "warn_of_absent"]
-
 
 @dataclass(frozen=True)
 class Participation:

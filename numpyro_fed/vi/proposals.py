@@ -25,8 +25,6 @@ import jax.numpy as jnp
 from jax import Array, random
 from jax.scipy import special, stats
 
-__all__ = ["stretched_normal", "wider_candidates"]
-
 # of a wide coordinate: scale and degrees of freedom, the fewest whole ones with a variance; half of
 # its draws are beyond 2.3 sds of q
 _STRETCH, _DEGREES = 3.0, 3

@@ -21,15 +21,6 @@ from numpyro_fed.vi.loop import VIState
 from numpyro_fed.vi.participation import Participation
 from numpyro_fed.vi.setup import Setup
 
-__all__ = [
-    "VIResult",
-    "global_params",
-    "local_params",
-    "shape_of",
-    "spent_privacy",
-    "stacked_params",
-]
-
 
 @dataclass(frozen=True, repr=False)
 class VIResult:

@@ -27,8 +27,6 @@ from numpyro_fed.vi.guides.normal import SiloNormal
 from numpyro_fed.vi.guides.user_guide import guide_family
 from numpyro_fed.vi.options import Options
 
-__all__ = ["Setup", "config_of_silo", "make_setup", "without_params"]
-
 # rows to check in a fit by minibatches, as all may not fit into memory: 60,000 images of 784 pixels
 # (190 MB in float32) are checked whole
 _CHECK_ROWS = 100_000

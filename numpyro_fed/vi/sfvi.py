@@ -35,8 +35,6 @@ from numpyro_fed.vi.bound import server_gradient, silo_bound
 from numpyro_fed.vi.config import FitConfig
 from numpyro_fed.vi.minibatch import Batch, pick
 
-__all__ = ["Info", "Message", "Reply", "Server", "SiloState", "federated", "tail_average"]
-
 # round t of T has weight proportional to t^8: about the last ninth counts. With Adam's steps of .01
 # six cities' log scale is .05 sds off, in the last round .2
 _TAIL = 8

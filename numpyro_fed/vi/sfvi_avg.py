@@ -36,8 +36,6 @@ from numpyro_fed.vi.config import FitConfig
 from numpyro_fed.vi.local_steps import all_rows, first_optim_states, row_count, steps
 from numpyro_fed.vi.sfvi import Info, all_finite, first_bad
 
-__all__ = ["federated", "init_silo"]
-
 
 @wire_name("SFVIAvgServer")
 class Server(NamedTuple):

@@ -12,8 +12,6 @@ from numpyro_fed.density.factors import PARAMS
 from numpyro_fed.vi.config import FitConfig
 from numpyro_fed.vi.draws import Draws
 
-__all__ = ["constrained", "globals_of"]
-
 
 def globals_of(
     config: FitConfig, silos: Silos, draws: Draws, params: dict[str, Array]

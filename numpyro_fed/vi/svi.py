@@ -20,8 +20,6 @@ from numpyro_fed.vi.options import Options
 from numpyro_fed.vi.result import VIResult, global_params
 from numpyro_fed.vi.setup import Setup
 
-__all__ = ["SFVI", "ConduciveSFVI", "SFVIAvg"]
-
 
 class SFVI(FederatedVI):
     """Structured federated variational inference, in the shape of :class:`numpyro.infer.SVI`.

@@ -29,8 +29,6 @@ from numpyro_fed.surrogates.natural_step import ApproxFactor
 from numpyro_fed.vi.config import FitConfig
 from numpyro_fed.vi.minibatch import Batch, rows_at, whole
 
-__all__ = ["Averages", "averages", "drawn_points", "fewest_rows", "rows_of_pair", "shuffled"]
-
 # evaluations of rows in a round for each number of a full precision: noise of .4 in a round, .1 in
 # the average of rounds
 _LOOKS = 25

@@ -12,8 +12,6 @@ from numpyro_fed.vi.config import FitConfig
 from numpyro_fed.vi.guides.auto_silo_normal import AutoSiloNormal
 from numpyro_fed.vi.loop import VIState
 
-__all__ = ["JointUnits", "check", "say_how_it_ended"]
-
 
 class JointUnits(ValueError):
     """Error of a guide that treats elements apart, although they depend on each other.

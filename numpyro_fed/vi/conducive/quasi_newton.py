@@ -19,8 +19,6 @@ from jax import Array
 from numpyro_fed.rounds.serialization import wire_name
 from numpyro_fed.surrogates.natural_step import CAREFUL, ApproxFactor, newest
 
-__all__ = ["Memory", "Move"]
-
 # pairs of steps and changes in the memory: logistic regression with 60 correlated coefficients took
 # 54 rounds with 3, 52 with 10, 49 with 20, which keep twice the numbers
 _DEPTH = 10

@@ -87,8 +87,6 @@ from numpyro_fed.vi.guides.scales import relative
 from numpyro_fed.vi.local_steps import all_rows, first_optim_states, row_count, steps
 from numpyro_fed.vi.sfvi import Info, all_finite
 
-__all__ = ["federated", "init_silo"]
-
 # largest share of a silo's points whose numbers may be not finite: of 4 d points 2 d are left, for
 # d + 1 coefficients of a score
 _MOST_MISSING = 0.5

@@ -32,17 +32,6 @@ from numpyro_fed.vi.conducive.antithetic import (
 from numpyro_fed.vi.config import FitConfig
 from numpyro_fed.vi.guides.normal import SiloNormal
 
-__all__ = [
-    "Points",
-    "at_once_of",
-    "changes_points",
-    "number_of_points",
-    "prior_factor",
-    "silo_factor",
-    "uses_pairs",
-    "whitening",
-]
-
 _NUMBERS_AT_ONCE = 1 << 21  # 8 MiB in float32
 _MIN_POINTS = 64  # four for each of 16 dimensions, as a full precision has
 # most points that a diagonal precision needs: from their 512 pairs a curvature has a relative error

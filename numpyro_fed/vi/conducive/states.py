@@ -9,8 +9,6 @@ from numpyro_fed.rounds.serialization import wire_name
 from numpyro_fed.surrogates.natural_step import ApproxFactor, History
 from numpyro_fed.vi.conducive.quasi_newton import Memory
 
-__all__ = ["Message", "Reply", "Server", "SiloState"]
-
 
 @wire_name("ConduciveServer")
 class Server(NamedTuple):

@@ -31,8 +31,6 @@ from numpyro.handlers import block, seed, substitute, trace
 from numpyro_fed._typing import AnyArray, ModelArgs, PyTree
 from numpyro_fed.density.factors import Factors
 
-__all__ = ["Encoder", "arrays_of", "as_float", "encoders_of", "registered"]
-
 
 @dataclass(frozen=True, eq=False)
 class _Module:

@@ -29,8 +29,6 @@ from numpyro_fed.vi.guides.amortize import Encoder, arrays_of, encoders_of, regi
 from numpyro_fed.vi.guides.normal import SiloNormal
 from numpyro_fed.vi.guides.pooled_draw import draw
 
-__all__ = ["AutoSiloNormal"]
-
 
 class AutoSiloNormal(AutoGuide):
     r"""Gaussian guide whose local latents depend on the global ones, unit by unit.

@@ -13,8 +13,6 @@ from numpyro_fed.data.views import SiloRows
 from numpyro_fed.density.factors import Factors
 from numpyro_fed.density.local_map import Units
 
-__all__ = ["Family"]
-
 
 @dataclass(frozen=True)
 class Family(abc.ABC):

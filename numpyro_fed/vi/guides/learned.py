@@ -15,8 +15,6 @@ from numpyro_fed.density.factorize import factorize
 from numpyro_fed.density.factors import PARAMS, Factors, LearnedModel, made_up_rows
 from numpyro_fed.vi.guides.amortize import as_float
 
-__all__ = ["factored", "probe"]
-
 
 def factored(
     model: Callable, parts: tuple[Silos, ...]

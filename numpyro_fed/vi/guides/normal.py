@@ -34,9 +34,6 @@ from numpyro_fed.vi.guides.amortize import Encoder
 from numpyro_fed.vi.guides.family import Family
 from numpyro_fed.vi.guides.scales import Diagonal, LowRank, Scale, Triangular, relative
 
-__all__ = ["Context", "SiloNormal"]
-
-
 _LOCAL = {
     "mean": "local_loc",
     "log_scale": "local_log_scale",

@@ -10,8 +10,6 @@ from numpyro_fed.data.views import SiloRows
 from numpyro_fed.density.local_map import LocalMap
 from numpyro_fed.vi.guides.normal import SiloNormal
 
-__all__ = ["draw"]
-
 
 def draw(
     family: SiloNormal,

@@ -17,8 +17,6 @@ from jax.scipy.linalg import solve_triangular
 
 from numpyro_fed.rounds.serialization import wire_name
 
-__all__ = ["Diagonal", "LowRank", "Scale", "Triangular", "relative"]
-
 
 @wire_name("Triangular")
 @jax.tree_util.register_dataclass

@@ -33,8 +33,6 @@ from numpyro_fed.rounds.serialization import wire_name
 from numpyro_fed.vi.guides.amortize import as_float
 from numpyro_fed.vi.guides.family import Family
 
-__all__ = ["GuideFamily", "LocalParam", "guide_family"]
-
 
 class LocalParam(NamedTuple):
     """A parameter inside a silo plate: its row group, and the axis of its rows."""
