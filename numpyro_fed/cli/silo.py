@@ -73,8 +73,7 @@ from numpyro_fed.rounds.task import TASKS
     help="Guard: most global parameters for each row; 0 turns it off.",
 )
 @click.option(
-    "--columns",
-    help="Guard: the columns of the table that the study may use, separated by commas.",
+    "--columns", help="Guard: the columns of the table that the study may use, separated by commas."
 )
 @click.option(
     "--ceiling",

@@ -72,11 +72,7 @@ def quantity(
 
 
 def dirichlet(
-    seed: Seed,
-    labels: ArrayLike,
-    num_silos: int,
-    concentration: float = 0.5,
-    min_rows: int = 1,
+    seed: Seed, labels: ArrayLike, num_silos: int, concentration: float = 0.5, min_rows: int = 1
 ) -> np.ndarray:
     r"""Deal rows to silos with different shares of the labels (Dirichlet label skew).
 
@@ -233,10 +229,7 @@ def beta(
             "silos or a larger a and b"
         )
     by = np.full(len(labels), -1)
-    for rows, counts in (
-        (positives, positives_of(size)),
-        (negatives, size - positives_of(size)),
-    ):
+    for rows, counts in ((positives, positives_of(size)), (negatives, size - positives_of(size))):
         by[rows[: counts.sum()]] = np.repeat(np.arange(num_silos), counts)
     return by
 

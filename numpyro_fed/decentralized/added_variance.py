@@ -47,11 +47,7 @@ def stationary_weight(product: np.ndarray) -> np.ndarray:
 
 
 def excess_variance(
-    period: list[np.ndarray],
-    sequences: list[Iterator[np.ndarray]],
-    *,
-    gossip: bool,
-    tracking: bool,
+    period: list[np.ndarray], sequences: list[Iterator[np.ndarray]], *, gossip: bool, tracking: bool
 ) -> float:
     """Return the excess of the worst node.
 

@@ -36,11 +36,7 @@ _PROBES = (1009, 2003)
 
 
 def factorize(
-    model: Callable,
-    silos: Silos,
-    *,
-    public: tuple[str, ...] = (),
-    extra: ModelArgs | None = None,
+    model: Callable, silos: Silos, *, public: tuple[str, ...] = (), extra: ModelArgs | None = None
 ) -> Factors:
     """Find the global and local sites of a marked model.
 
@@ -153,16 +149,7 @@ def _factorize(
             "each row's latents inside a silo plate"
         )
     global_sites, local_sites, plates = first
-    return Factors(
-        model,
-        global_sites,
-        local_sites,
-        plates,
-        specs,
-        index,
-        transforms,
-        undrawn,
-    )
+    return Factors(model, global_sites, local_sites, plates, specs, index, transforms, undrawn)
 
 
 def _probe(

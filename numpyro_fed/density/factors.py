@@ -280,11 +280,7 @@ class Factors:
         return out, rest
 
     def _element_of(
-        self,
-        rows: str,
-        groups: tuple[str, ...],
-        kwargs: ModelArgs,
-        seen: tuple[str, ...] = (),
+        self, rows: str, groups: tuple[str, ...], kwargs: ModelArgs, seen: tuple[str, ...] = ()
     ) -> tuple[int, Array] | None:
         """Return the place in ``groups`` of the group that rows belong to, and each row's element.
 

@@ -41,11 +41,7 @@ def versions() -> dict[str, str]:
 def as_values(silos: Silos) -> Values:
     """Return silos without rows: static facts, types of rows and shared arguments."""
     rows = {k: jax.ShapeDtypeStruct(x.shape, x.dtype) for k, x in silos.rows.items()}
-    return {
-        "what": silos.spec.values(),
-        "rows": rows,
-        "shared": silos.shared_arrays,
-    }
+    return {"what": silos.spec.values(), "rows": rows, "shared": silos.shared_arrays}
 
 
 def from_values(values: Values) -> Silos:

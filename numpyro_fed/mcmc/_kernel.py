@@ -20,13 +20,7 @@ from numpyro_fed.mcmc.adaptation import Adaptation, begin, check_seen, look_cost
 from numpyro_fed.mcmc.config import LangevinConfig
 from numpyro_fed.mcmc.options import Options
 from numpyro_fed.mcmc.setup import make_setup
-from numpyro_fed.mcmc.visit import (
-    LangevinState,
-    chain_axes,
-    first_state,
-    one_round,
-    start_keys,
-)
+from numpyro_fed.mcmc.visit import LangevinState, chain_axes, first_state, one_round, start_keys
 from numpyro_fed.rounds.federated import Cost, Ledger
 
 

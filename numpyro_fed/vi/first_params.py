@@ -31,10 +31,7 @@ def first_params(setup: Setup, guide: Callable, key: Array) -> dict[str, PyTree]
     at = (config.factors, guide.init_loc_fn, silos, key)
     try:
         loc = _first_position(*at)
-    except (
-        jax.errors.JAXTypeError,
-        ValueError,
-    ):
+    except (jax.errors.JAXTypeError, ValueError):
         # some strategies need concrete numbers, or have no hash
         loc = _first_position.__wrapped__(*at)  # type: ignore[attr-defined]
     if not bool(jnp.isfinite(loc).all()):

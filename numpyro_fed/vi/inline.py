@@ -155,12 +155,7 @@ def _keeps_time(optim: optax.GradientTransformation) -> bool:
         jax.eval_shape(
             jax.vmap(optim.update, in_axes=(0, axes, 0), out_axes=(0, axes)), params, state, params
         )
-    except (
-        ValueError,
-        TypeError,
-        KeyError,
-        AttributeError,
-    ):
+    except (ValueError, TypeError, KeyError, AttributeError):
         # an optimizer that knows parameters by name also fails; each silo then has its own clock
         return False
     return True
