@@ -9,20 +9,9 @@ t, :math:`U = \sum_i U_i` the potential of :mod:`numpyro_fed.decentralized.nodes
     X_i &\leftarrow W_i - \alpha \nabla U_i(Z_i) + \sqrt{2 \alpha}\, \xi_i,
     \qquad \xi_i \sim N(0, I).
 
-A draw of node i is :math:`Z_i`. Since columns of A sum to one, the average moves by the average of
-what the nodes add,
-
-.. math::
-    \bar X \leftarrow \bar X - \tfrac{\alpha}{m} \sum_i \nabla U_i(Z_i)
-    + \sqrt{2 \alpha / m}\, \bar\xi, \qquad \bar\xi \sim N(0, I).
-
-If all :math:`Z_i` were :math:`\bar X`, this would be Langevin dynamics on U with step :math:`\alpha
-/ m`.
-
-With *tracked* gradients each node moves along its share :math:`S_i` of the sum of all gradients,
-:math:`S \leftarrow A S + g(Z) - g(Z_{\text{before}})`, as in push-DIGing. It adds noise of variance
-:math:`2 \alpha Y_i` in place of :math:`2 \alpha`. Since Y sums to m the average moves as before,
-and noise does not throw a node of small weight about.
+A draw of node i is :math:`Z_i`. With *tracked* gradients each node moves along its share of the sum
+of all gradients, :math:`S \leftarrow A S + g(Z) - g(Z_{\text{before}})`, with noise of variance
+:math:`2 \alpha Y_i`. Derived in docs/derivations/push_sum.md.
 
 Law, for a constant step: on Gaussian posteriors the chain is a linear recursion
 (tests/test_push_sum.py), and its law is O(alpha) from the posterior. The disagreement of nodes adds
@@ -30,7 +19,7 @@ variance. Where silos differ it also shifts the mean, which tracking removes. Fo
 the law is the posterior.
 
 Reference: Kolesov, Kungurtsev (2020), equation 4 (equation 3 is illegible in print;
-docs/push_sum.md derives it). Nedić, Olshevsky, Shi (2017), Achieving geometric convergence for
+that page derives it). Nedić, Olshevsky, Shi (2017), Achieving geometric convergence for
 distributed optimization over time-varying graphs, SIAM J. Optim. 27(4), push-DIGing.
 """
 

@@ -13,10 +13,7 @@ stationary variance is
     V (1 - \tfrac h4) = G G^\top + \tfrac h4 N, \qquad
     N = \frac{4 - h}h\, \frac{1 - a^T}{1 + a^T} P + W \;\to\; T P + W \quad (hT \to 0).
 
-With :math:`G = I` the worst direction's sd is inflated by the root of :math:`(1 + \tfrac h4
-\lambda_{\max}(N)) / (1 - \tfrac h4)`. With :math:`G G^\top = (1 - \tfrac h4) I - \tfrac h4 N`
-(``noise_correction``) all sds are right. As a function of f, N is :math:`\sum_s X_s / f_s` up to a
-constant, and its largest eigenvalue is convex.
+Step sizes, injected noise and probabilities follow in docs/derivations/langevin.md.
 """
 
 from dataclasses import dataclass

@@ -12,27 +12,16 @@ most C / h. If all rows of the silo changed, and not their number, k would there
 2 C / h. Sums of whole numbers have no low bits that reveal real numbers; floating point has
 (Mironov 2012).
 
-With noise of sd sigma C a round is rho-zCDP with :math:`\rho = 2 / \sigma^2`. This holds in any
-dimension, and if a round depends on the replies before it; the rho of rounds add up (Canonne,
-Kamath & Steinke 2020). dp-accounting turns the sum into an epsilon at a delta. If the server sees
-sums alone, each of S silos adds a share of variance 1 / S. A sum of discrete Gaussians is a
-discrete Gaussian of the summed variance, up to terms of :math:`10 S \exp(-\pi^2 t^2)` with t a
-share's sd in units of h (Kairouz, Liu & Steinke 2021); t is at least 100.
+With noise of sd sigma C a round is rho-zCDP with :math:`\rho = 2 / \sigma^2`. If the server sees
+sums alone (``secure_sum``), each of S silos adds a share of variance 1 / S.
 
 Inline silos, in one process, have JAX's noise of the same sd (:func:`noised`). It shows the result
 of a federation, and protects nothing.
 
 **Costs.** A gradient of norm above C is clipped, which moves the optimum towards that of silos with
 equal weights. The noise of the averaged rounds moves q's mean by about :func:`expected_error` of
-its sds. This number does not depend on T, since noise for more rounds is larger. It grows with the
-root of the number of silos. If the server sees their sum alone (``secure_sum``), each silo adds a
-share, and the number falls.
-
-**References.** Canonne, Kamath & Steinke (2020), The discrete Gaussian for differential privacy,
-NeurIPS; Kairouz, Liu & Steinke (2021), The distributed discrete Gaussian mechanism for federated
-learning with secure aggregation, ICML; Mironov (2012), On significance of the least significant
-bits for differential privacy, CCS; clipped and noised updates of a whole client: McMahan, Ramage,
-Talwar & Zhang (2018), ICLR.
+its sds. Derived in docs/derivations/privacy.md, which has the references. Clipped and noised
+updates of a whole client: McMahan, Ramage, Talwar & Zhang (2018), ICLR.
 """
 
 import math

@@ -8,9 +8,6 @@ with the bounded features :math:`\psi` of :mod:`numpyro_fed.density.bounded_feat
 be the gradient of any function. Conducive gradients subtract the mean over silos, and are therefore
 unbiased for any functions of theta. The correction is bounded, so that it cannot open a tail that
 the Gaussian closes.
-
-Scale parameters need it: in the logarithm of a scale, a likelihood is flat on one side and falls on
-the other. No Gaussian has this shape, and the difference is most of the silos' noise.
 """
 
 from dataclasses import dataclass, replace

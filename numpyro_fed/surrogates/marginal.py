@@ -12,9 +12,6 @@ It is a function of the global parameters. For each unit g, with :math:`\ell_g(z
   \log\det H + \tfrac k2 \log 2\pi`. Its gradient includes the motion of the mode and the
   derivative of the determinant. Without the latter every scale parameter is several standard
   deviations wrong.
-
-With four binary visits a child, Laplace misplaces the six cities posterior by more than one sd;
-quadrature does not.
 """
 
 from collections.abc import Callable

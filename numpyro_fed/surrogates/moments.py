@@ -2,25 +2,17 @@ r"""Moment-matched surrogates, from draws of the silos' own posteriors.
 
 Each silo draws from its own posterior, and sends mean and covariance once.
 
-FSGLD 3.1 draws from :math:`p_s \propto p(y_s \mid \theta)` by SGLD, and :math:`q_s` is the Gaussian
-with the draws' moments. That target is improper where a silo alone does not determine
-:math:`\theta`. Here a silo draws from
-
-.. math:: p_s(\theta) \propto p(\theta)^c \, p(y_s \mid \theta),
-
-and the prior is divided out again. With the draws' mean :math:`m_s` and covariance :math:`V_s`,
+The posterior of a silo is :math:`p_s(\theta) \propto p(\theta)^c \, p(y_s \mid \theta)`, and the
+prior is divided out again. With the draws' mean :math:`m_s` and covariance :math:`V_s`,
 
 .. math:: \Lambda_s = V_s^{-1} - c \Lambda_0, \qquad \eta_s = V_s^{-1} m_s - c \eta_0.
 
 Here :math:`(\eta_0, \Lambda_0)` is the Gaussian whose score is nearest to the prior's, in least
-squares under :math:`N(m_s, V_s)`. For a Gaussian prior it is the prior itself. For Gaussian models
-:math:`p(\theta) \prod_s q_s(\theta)` is then the posterior for every c; c = 0 is the paper's
-target. The inverse sample covariance times (n - d - 2) / (n - 1) estimates :math:`V_s^{-1}`,
-without bias for independent draws.
+squares under :math:`N(m_s, V_s)`. The inverse sample covariance times (n - d - 2) / (n - 1)
+estimates :math:`V_s^{-1}`, without bias for independent draws. Docs/surrogates.md compares c = 1
+with the paper's target, c = 0.
 
-The local SGLD has the step size of :mod:`numpyro_fed.surrogates.local_draws`. Its steps widen a
-Gaussian's variance, which a factor 1 - h/4 corrects. Reference: el Mekkaoui et al. (2021),
-Federated stochastic gradient Langevin dynamics, 3.1.
+Reference: el Mekkaoui et al. (2021), Federated stochastic gradient Langevin dynamics, 3.1.
 """
 
 import math

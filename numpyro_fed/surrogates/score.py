@@ -7,13 +7,9 @@ squares, to
 .. math:: \nabla_u \log \hat p(y_s \mid \mu + L u_k),
 
 the gradient of its marginal likelihood (local latents integrated out). The server adds the prior's
-parameters. It moves :math:`\mu, L` to the product by the accelerated steps of conducive rounds
-(:mod:`numpyro_fed.surrogates.natural_step`).
-
-After these rounds, a last fit of the Gaussians has wider points with weights by a power of the
-posterior. In few dimensions another fit, at points near the posterior, adds bounded corrections
-(:mod:`numpyro_fed.surrogates.corrections`). The last of these fits also regresses the locations and
-log scales of the local latents on u. This regression, the local map, stays in the silo.
+parameters, and moves :math:`\mu, L` to the product by the accelerated steps of conducive rounds
+(:mod:`numpyro_fed.surrogates.natural_step`). Last rounds, and the bounded corrections and the local
+map that they make: see docs/derivations/surrogates.md. The local map stays in the silo.
 
 **What leaves a silo**, in each round: ``d + d^2`` numbers (diagonal: ``2 d``), the misfit, and its
 log marginal likelihood at the points.

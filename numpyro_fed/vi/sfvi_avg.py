@@ -5,8 +5,7 @@ makes m steps of its optimizers on
 
 .. math:: E_q \left[ \log p(\theta) - \log q(\theta) + \frac{N}{N_s} F_s(\theta) \right],
 
-and returns its q and learned parameters. Its term is scaled as if all data were like its own; this
-is the whole local term, latents included. N counts the rows that no index points to. The server's
+and returns its q and learned parameters. N counts the rows that no index points to. The server's
 new q is the Wasserstein-2 barycenter of the silos' (weights :math:`N_s / N`), and its learned
 parameters are their average. A silo's local map is rewritten for the new q, so that its q(z |
 theta) stays the same function of theta.

@@ -11,33 +11,11 @@ likelihood:
     \min_{a, B} \; E_{u \sim N(0, I)}
     \left| \nabla_u \log p(y_s \mid \mu + L u) - (a_s - B_s u) \right|^2 .
 
-By Stein's lemma :math:`B_s = -E_q \nabla_u^2 \log p(y_s \mid \theta)` and :math:`a_s = E_q \nabla_u
-\log p(y_s \mid \theta)`. So the product of the new factors is a natural-gradient step of length one
-on the pooled bound
+The product of the new factors is a natural-gradient step of length one on the pooled bound
 
 .. math:: E_q \Big[ \log p(\theta) + \sum_s \log p(y_s \mid \theta) - \log q(\theta) \Big],
 
-whatever the partition. Near the optimum it is a Newton step. Where the posterior is skewed, such
-steps overshoot by turns. The server corrects them by Anderson's acceleration of the fixed-point
-iteration (Walker & Ni 2011), which costs no message.
-
-With diagonal factors this step would be one of Jacobi's method, far too long where coordinates are
-correlated. The server then learns the correlations from its own last rounds
-(:mod:`numpyro_fed.vi.conducive.quasi_newton`), and needs tens of rounds.
-
-Each silo contributes the likelihood of its data, and the factors of all others stand in for theirs,
-as conducive gradients do for Langevin steps. A silo that does not answer keeps its factor. So
-missing replies slow the rounds and do not move their fixed point. A silo's local map is regressed
-on the same points.
-
-For diagonal factors of more than 256 dimensions, averages over 512 pairs of points replace the
-regression; each round has new points. With ``batch_size`` each pair uses that many of a silo's
-rows, which change from round to round (:mod:`numpyro_fed.vi.conducive.antithetic`).
-
-With optimizers (:mod:`numpyro_fed.vi.local_steps`) a silo's latents follow its local map. In each
-round steps first move the local map, and the silo's copies of networks' weights and learned
-parameters; the server averages the copies. The approximate factor is then that of the silo's bound,
-at the server's learned parameters.
+whatever the partition; the server accelerates it. Derived in docs/derivations/conducive.md.
 
 Law and bias: the Gaussian nearest to the posterior of theta in KL(q || p). Latents are integrated
 by quadrature (several together: Laplace), or with optimizers by the guide's law. The only
@@ -49,8 +27,7 @@ What leaves a silo in a round: the change of its approximate factor, ``d + d (d 
 copies leave too, times its share of the rows.
 
 References: the approximate factors are those of partitioned variational inference (Ashman et al.
-2022), where each silo goes to its own optimum. The step is the natural gradient of Khan & Lin
-(2017), with Stein's lemma as in Lin, Khan & Schmidt (2019). Derived in docs/conducive.md.
+2022), and the step is the natural gradient of Khan & Lin (2017), as in Lin, Khan & Schmidt (2019).
 """
 
 from functools import partial
