@@ -20,9 +20,10 @@ pytest.importorskip("flwr")
 
 from flower_deployment import Deployment, environment, free_port, make_certificates, make_key
 from flower_standin import Hashing, message
-from flwr.app import ConfigRecord, Context, RecordDict
+from flwr.app import ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
+from flwr.supercore.inflatable import inflatable_object
 
-from numpyro_fed.engines import flower_registry
+from numpyro_fed.engines import flower_node, flower_registry
 from numpyro_fed.engines.flower import (
     Flower,
     InProcessGrid,
@@ -206,6 +207,109 @@ def test_a_name_that_the_node_was_registered_with_is_not_asked_for():
     transport = Flower(grid, NAMES, wait=5)
     assert not grid.crossed
     assert transport.exchange({"rome": b""}) == {"rome": b"rome:"}
+
+
+class Registered(InProcessGrid):
+    """SuperLink whose nodes have the names that their keys were registered under."""
+
+    def __init__(self, apps, registered):
+        super().__init__(apps)
+        self.registered = registered
+
+    def get_nodes(self):
+        return [type("NodeInfo", (), {"node_id": n, "name": self.registered[n]}) for n in self.apps]
+
+
+def test_a_node_with_another_registered_name_is_not_believed():
+    """It said that it was a silo, and its answers counted as that silo's."""
+    names = {1: "rome", 2: "bergen"}
+    with pytest.raises(ValueError, match=r"\['bergen'\] are unknown here; .*\['oslo'\]"):
+        Flower(Registered({1: echo("rome"), 2: echo("oslo")}, names), ["oslo", "rome"], wait=5)
+    grid = Registered({1: echo("rome"), 2: echo("oslo")}, {**names, 2: ""})
+    assert Flower(grid, ["oslo", "rome"], wait=5).registry.nodes["oslo"] == 2  # the control
+
+
+NO_BYTES = {
+    "another name": RecordDict({"000000": ConfigRecord({"x": b""})}),
+    "a text": RecordDict({"000000": ConfigRecord({"bytes": "text"})}),
+    "a number": RecordDict({"000000": MetricRecord({"bytes": 1.0})}),
+    "nothing": RecordDict(),
+}
+
+
+@pytest.mark.parametrize("content", NO_BYTES.values(), ids=NO_BYTES)
+def test_a_reply_that_is_no_bytes_is_a_missing_one(content):
+    grid, transport = up()
+    grid.apps[2] = lambda message, context: Message(content, reply_to=message)
+    with pytest.warns(UserWarning, match="silo 'rome' failed: its message has other content"):
+        assert set(transport.exchange(dict.fromkeys(NAMES, b""))) == {"oslo", "bern"}
+    assert "other content than bytes" in transport.reasons["rome"]
+
+
+@pytest.mark.parametrize(
+    "content", [NO_BYTES["another name"], flower_registry.records_of(b"\xff\xfe")]
+)
+def test_a_node_whose_name_is_none_ends_no_run(content):
+    grid, transport = up()
+    grid.apps[9] = lambda message, context: Message(content, reply_to=message)
+    transport.registry._looked -= 9
+    for _ in range(2):
+        assert len(transport.exchange(dict.fromkeys(NAMES, b""))) == 3
+    assert set(transport.registry.failed) == {9}
+
+
+def test_pieces_are_counted_before_they_are_joined(monkeypatch):
+    """One object under many names took 4 MiB on the wire, and any memory."""
+    monkeypatch.setattr(flower_registry, "MAX_MESSAGE", 1000)
+    piece = ConfigRecord({"bytes": bytes(100)})
+    content = {n: RecordDict({str(i): piece for i in range(n)}) for n in (10, 11)}
+    assert len(flower_registry.bytes_of(content[10])) == 1000
+    with pytest.raises(ValueError, match="a message of 1,100 bytes; expected at most 1,000"):
+        flower_registry.bytes_of(content[11])
+
+
+def test_words_of_a_silo_do_not_command_the_terminal():
+    grid, transport = up()
+    grid.apps[2] = lambda message, context: Message(Error(2, "\x1b[2J done"), reply_to=message)
+    with pytest.warns(UserWarning, match="its own log says more") as warned:
+        transport.exchange({"rome": b""})
+    assert "[2J done" in str(warned[0].message)
+    assert "\x1b" not in str(warned[0].message) + transport.reasons["rome"]
+
+
+def told_by_a_node(kind):
+    """Return a node's replies to one message, after which the node went on."""
+    up()  # so that this process has an identity of Flower's
+    head = Message(RecordDict(), 1, kind, ttl=60)
+    head.metadata.__dict__["_message_id"] = head.object_id
+    tree = inflatable_object.get_object_tree(head)
+    objects = {k: x.deflate() for k, x in inflatable_object.get_all_nested_objects(head).items()}
+    came, sent = [(head, tree)], []
+
+    def receive():
+        if not came:
+            raise ConnectionError("no further message")
+        return came.pop()
+
+    def send(reply, tree, seconds):
+        sent.append(reply)
+        return [], 0
+
+    def pull(run, number):
+        return objects[number]
+
+    def done(*args):
+        return None
+
+    connection = (1, receive, send, None, None, pull, done, done)
+    with pytest.raises(ConnectionError, match="no further message"):
+        flower_node._answer(echo("oslo"), connection, {"name": "oslo"}, 0.01)
+    return [reply.error.reason if reply.has_error() else "answered" for reply in sent]
+
+
+@pytest.mark.parametrize("kind", ["train", "query.other"])
+def test_a_message_of_no_known_kind_does_not_end_a_node(kind):
+    assert told_by_a_node(kind) == ["ValueError"]
 
 
 def test_a_message_for_another_silo_is_not_answered():

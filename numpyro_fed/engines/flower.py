@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 
 from numpyro_fed.engines.flower_commands import QUIET, link_command, node_command, write_app
-from numpyro_fed.engines.side import Side
+from numpyro_fed.engines.side import Side, printable
 
 for _key, _value in QUIET.items():
     os.environ.setdefault(_key, _value)
@@ -25,7 +25,13 @@ try:
     from flwr.serverapp import Grid, ServerApp
 
     from numpyro_fed.engines.flower_grid import InProcessGrid
-    from numpyro_fed.engines.flower_registry import UNAVAILABLE, Registry, bytes_of, records_of
+    from numpyro_fed.engines.flower_registry import (
+        RAISED,
+        UNAVAILABLE,
+        Registry,
+        bytes_of,
+        records_of,
+    )
 except ImportError as error:
     raise ImportError('Flower is not installed; pip install "numpyro-fed[flower]"') from error
 
@@ -41,7 +47,6 @@ __all__ = [
     "write_app",
 ]
 
-_RAISED = 2  # Flower's code of an error: the app raised an exception
 _FIRST = 1e-3  # seconds between the first looks for replies
 _PAUSE = 0.5  # seconds before a silo that failed is asked again
 _log = logging.getLogger(__name__)
@@ -76,7 +81,7 @@ def client_app(make_side: Callable[[Context], Side]) -> ClientApp:
                 _log.exception(
                     "this silo could not answer; the server is told the type of the exception alone"
                 )
-                return Message(Error(_RAISED, type(exception).__name__), reply_to=message)
+                return Message(Error(RAISED, type(exception).__name__), reply_to=message)
 
         return handler
 
@@ -86,7 +91,7 @@ def client_app(make_side: Callable[[Context], Side]) -> ClientApp:
     def answer(message: Message, side: Side) -> RecordDict | Error:
         meant = message.metadata.group_id
         if meant != side.name:
-            return Error(_RAISED, f"message for silo {meant!r} came to silo {side.name!r}")
+            return Error(RAISED, f"message for silo {meant!r} came to silo {side.name!r}")
         return records_of(side.answer(bytes_of(message.content)))
 
     app.query("who")(guarded(who))
@@ -230,7 +235,10 @@ class Flower:
                 if message.has_error():
                     self._note(name, message.error)
                 else:
-                    replies[name] = bytes_of(message.content)
+                    try:
+                        replies[name] = bytes_of(message.content)
+                    except ValueError as error:
+                        self._note(name, Error(RAISED, str(error)))
         now = time.monotonic()
         for number in [n for n, (_, _, until) in sent.items() if until < now]:
             name, _, _ = sent.pop(number)
@@ -239,8 +247,9 @@ class Flower:
 
     def _note(self, name: str, error: Error) -> None:
         """Write down the reason of a silo's error, and warn if its app failed."""
+        reason = printable(error.reason)
         if error.code in UNAVAILABLE:
-            self.reasons[name] = f"no answer: {error.reason}"
+            self.reasons[name] = f"no answer: {reason}"
             return
-        self.reasons[name] = f"its app failed: {error.reason}"
-        warnings.warn(f"silo {name!r} failed: {error.reason}; its own log says more", stacklevel=4)
+        self.reasons[name] = f"its app failed: {reason}"
+        warnings.warn(f"silo {name!r} failed: {reason}; its own log says more", stacklevel=4)

@@ -16,7 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from numpyro_fed.engines.flower import ClientApp, Context, Message, RecordDict
+from numpyro_fed.engines.flower import ClientApp, Context, Error, Message, RecordDict
+from numpyro_fed.engines.flower_registry import RAISED
 
 # isort: split
 from flwr.supercore.inflatable import inflatable_object, inflatable_utils
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
         EllipticCurvePrivateKey,
         EllipticCurvePublicKey,
     )
+    from flwr.proto.message_pb2 import ObjectTree
 
 __all__ = ["serve"]
 
@@ -111,15 +113,23 @@ def _answer(app: ClientApp, connection: tuple, config: dict[str, float | str], p
     pause = poll / 64
     while True:
         try:
-            came = _received(receive, pull, confirm)
-            if came is None:
+            got = receive()
+            if got is None:
                 pause = min(2 * pause, poll)
                 time.sleep(pause)
                 continue
-            run, pause = came.metadata.run_id, poll / 64
+            head, tree = got
+            run, pause = head.metadata.run_id, poll / 64
             context = contexts.setdefault(run, Context(run, node, config, RecordDict(), {}))
             start = time.monotonic()
-            reply = app(came, context)
+            try:
+                reply = app(_whole(head, tree, pull, confirm), context)
+            except (ConnectionError, RunNotRunningException):
+                raise
+            except Exception as error:  # a message of no known kind must not end the node
+                _log.exception("a message could not be answered")
+                head.metadata.__dict__["_message_id"] = tree.object_id
+                reply = Message(Error(RAISED, type(error).__name__), reply_to=head)
             _send(reply, time.monotonic() - start, send, push)
         except RunNotRunningException:
             _log.warning("the run has ended; its message is not answered")
@@ -137,11 +147,7 @@ def _keys(path: str | Path) -> "tuple[EllipticCurvePrivateKey, EllipticCurvePubl
     return key, key.public_key()
 
 
-def _received(receive: Callable, pull: Callable, confirm: Callable) -> Message | None:
-    got = receive()
-    if got is None:
-        return None
-    head, tree = got
+def _whole(head: Message, tree: "ObjectTree", pull: Callable, confirm: Callable) -> Message:
     run = head.metadata.run_id
     # a message shows before all of it is at the server, and Flower's first wait is a second by
     # default

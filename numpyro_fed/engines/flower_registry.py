@@ -11,8 +11,12 @@ from collections.abc import Sequence
 from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 
-__all__ = ["UNAVAILABLE", "Registry", "bytes_of", "records_of"]
+from numpyro_fed.engines.limits import MAX_MESSAGE
+from numpyro_fed.engines.side import printable
 
+__all__ = ["RAISED", "UNAVAILABLE", "Registry", "bytes_of", "records_of"]
+
+RAISED = 2  # Flower's code of an error: the app raised an exception
 UNAVAILABLE = (3, 4, 5)  # Flower's codes of errors: a message, a reply or a node is not there
 _PIECE = 4 << 20  # bytes of a message in one object
 _LOOK = 1.0  # seconds between looks for nodes that are new or gone
@@ -27,8 +31,18 @@ def records_of(data: bytes) -> RecordDict:
 
 
 def bytes_of(content: RecordDict) -> bytes:
-    """Return the bytes that :func:`records_of` put into a message."""
-    return b"".join(content.config_records[key]["bytes"] for key in sorted(content.config_records))
+    """Return the bytes that :func:`records_of` put into a message.
+
+    :raises ValueError: for other content, and for bytes above the limit, before they are joined.
+    """
+    records = content.config_records
+    pieces = [x for key in sorted(records) if isinstance(x := records[key].get("bytes"), bytes)]
+    if not pieces or len(pieces) < len(content):
+        raise ValueError("its message has other content than bytes")
+    size = sum(map(len, pieces))
+    if size > MAX_MESSAGE:
+        raise ValueError(f"a message of {size:,} bytes; expected at most {MAX_MESSAGE:,}")
+    return b"".join(pieces)
 
 
 class Registry:
@@ -113,7 +127,7 @@ class Registry:
         asked = {node for node, _ in self._asked.values()}
         known = {*self.nodes.values(), *self._claims.values(), *self.strangers, *asked}
         for node, name in there.items():
-            if node not in known and name in self.names:
+            if node not in known and name:
                 self._claim(node, name)
             elif node not in known and now >= self._silent.get(node, now):
                 self._ask(node)
@@ -127,14 +141,23 @@ class Registry:
 
     def _told(self, node: int, message: Message | None) -> None:
         """Enter the name that a node told; ``None`` stands for a node that told none in time."""
-        if message is not None and not message.has_error():
-            self.failed.pop(node, None)
-            self._silent.pop(node, None)
-            self._claim(node, bytes_of(message.content).decode())
-            return
+        failed = None
+        if message is not None and message.has_error():
+            if message.error.code not in UNAVAILABLE:
+                failed = printable(message.error.reason)
+        elif message is not None:
+            try:
+                name = bytes_of(message.content).decode()
+            except ValueError as error:  # also a text that is no UTF-8
+                failed = str(error)
+            else:
+                self.failed.pop(node, None)
+                self._silent.pop(node, None)
+                self._claim(node, name)
+                return
         self._silent[node] = time.monotonic() + self.grace / 3
-        if message is not None and message.error.code not in UNAVAILABLE:
-            self.failed[node] = str(message.error.reason)
+        if failed is not None:
+            self.failed[node] = failed
         for name in [n for n in self._claims if self.nodes.get(n) == node]:
             self.nodes[name] = self._claims.pop(
                 name
