@@ -125,6 +125,23 @@ def test_columns_are_arguments_where_the_model_file_says_nothing(study):
     assert "3 rows" in found.output
 
 
+def test_a_model_file_sees_the_allowed_columns_and_nothing_beside_them(tmp_path):
+    """An index of a Parquet file, and its attrs, are columns that nobody allowed."""
+    table = pd.DataFrame({"y": np.arange(12.0), "age": np.arange(30.0, 42.0)}).set_index("age")
+    table.attrs["ages"] = list(range(30, 42))
+    table.to_parquet(tmp_path / "data.parquet")
+    (tmp_path / "study.py").write_text(
+        "def silo(table):\n    SEEN.append(table)\n    return {'y': table['y'].to_numpy()}\n"
+        "SEEN = []\ndef model(y): pass\n"
+    )
+    module = load_model_file(tmp_path / "study.py")
+    for columns in (None, ("y",)):
+        silo_of_file(module, "oslo", tmp_path / "data.parquet", columns)
+    everything, allowed = module.SEEN
+    assert everything.index[0] == 30  # the control
+    assert (list(allowed), list(allowed.index), allowed.attrs) == (["y"], list(range(12)), {})
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

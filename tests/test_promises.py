@@ -43,6 +43,7 @@ from numpyro_fed.mcmc.pilot import PilotLocal
 from numpyro_fed.mcmc.remote import TellLocal
 from numpyro_fed.mcmc.remote_chains import VisitLocal
 from numpyro_fed.privacy.guard import RoundGuard
+from numpyro_fed.privacy.own_keys import secret_of
 from numpyro_fed.rounds.serialization import pack, unpack
 from numpyro_fed.rounds.task import TASKS, SiloTask
 from numpyro_fed.rounds.worker import Call, rows_of, worker_of
@@ -995,3 +996,102 @@ def test_the_record_of_one_message_has_a_limit():
     assert lines[0]["told"] == {"": [0.0, 1.0, 2.0]}
     assert all(list(line["told"]) == ["sha256"] for line in lines[1:])
     assert len(json.dumps(lines)) < 10_000
+
+
+@pytest.mark.parametrize("index", [{"before": "visits"}, {"before": "others", "back": "visits"}])
+def test_indices_that_point_in_a_circle_turn_no_guard_off(index):
+    """A group that an index points to has no guards: here no group had any."""
+    columns = {"y": np.array([1.5, 2.5, 4.0], np.float32), "before": np.array([0, 0, 1])}
+    groups = {"y": "visits", "before": "visits"}
+    if "back" in index:
+        columns, groups = {**columns, "back": np.array([0, 1])}, {**groups, "back": "others"}
+    silos = fed.Silos({"oslo": columns}, rows=groups, index=index)
+    with pytest.raises(ValueError, match=r"guard min_rows: silo 'oslo' has [23] rows"):
+        fed.Guards().check(silos, 3)
+
+
+def test_elements_to_which_rows_point_may_be_few():
+    """The control: twelve visits of two patients in one hospital, with a chain of indices."""
+    columns = {"y": np.arange(12.0), "patient": np.arange(12) % 2, "hospital": np.array([0, 0])}
+    columns["size"] = np.array([3.0])
+    groups = {"y": "visits", "patient": "visits", "hospital": "patients", "size": "hospitals"}
+    index = {"patient": "patients", "hospital": "hospitals"}
+    fed.Guards().check(fed.Silos({"oslo": columns}, rows=groups, index=index), 1)
+
+
+def test_silos_with_copied_folders_have_other_noise(tmp_path, monkeypatch):
+    """A folder from an image of machines had one secret for all silos, whose noise canceled."""
+
+    def make():
+        privacy = fed.Privacy(epsilon=0.5, delta=1e-6, clip=200.0, num_rounds=9)
+        return fed.SFVI(gaussian, fed.AutoSiloNormal(gaussian), optax.adam(0.01), privacy=privacy)
+
+    def replies(folder):
+        """Of two silos with rows of one sum, and the same file, in the first round."""
+        y = np.arange(20.0) / 8
+        silos = fed.Silos({"oslo": {"y": y}, "rome": {"y": y[::-1]}}, rows={"y": "patients"})
+        for name in silos.names:
+            (folder / name).mkdir(parents=True)
+            (folder / name / "secret.key").write_bytes(b"k" * 32)
+        transport = Fits(silos, make(), folder, make)
+        remote = connect(transport, gaussian, fit=make())
+        make().run(random.key(1), 1, remote, progress_bar=False)
+        told = [unpack(x)["replies"][0] for _, data, x in transport.sent if b"RoundLocal" in data]
+        return [np.concatenate([x.ravel() for x in told[i]]) for i in (0, 1)]
+
+    oslo, rome = replies(tmp_path / "a")
+    assert (abs(oslo - rome) > 1).sum() == 2  # the gradient
+    monkeypatch.setattr(silo_side, "secret_of", lambda folder, *_: b"k" * 32)
+    oslo, rome = replies(tmp_path / "b")
+    np.testing.assert_allclose(oslo, rome, atol=1e-2)  # the control: what they say is the same
+    assert np.nanmax(abs(oslo)) > 100  # with much noise
+
+
+def test_a_secret_is_of_one_folder_name_and_rows(tmp_path):
+    made = secret_of(tmp_path, "oslo", "rows")
+    assert made == secret_of(tmp_path, "oslo", "rows")
+    others = (tmp_path, "rome", "rows"), (tmp_path, "oslo", "other rows")
+    assert len({made, *(secret_of(*other) for other in others)}) == 3
+
+
+def test_whitening_has_the_models_dimensions(tmp_path):
+    """With p columns it took p^2 numbers of memory, and p^3 of time, for a message of p."""
+    transport = Messages(LINEAR, linear, tmp_path)
+    remote = connect(transport, linear)
+    side = transport.sides["silo 0"]
+    task = ScoreLocal(remote.carrier.factors, None, 1)
+
+    def told(p):
+        message = Message(*(np.ones(n, np.float32) for n in (2, (2, p), (1, p), 1)))
+        return asked(side, remote, (task, random.key(0), message, None, None))
+
+    assert "replies" in told(2)
+    assert "ScoreLocal has not 2 dimensions everywhere" in told(3)["error"]
+
+
+def test_programs_of_other_settings_come_to_an_end(tmp_path, monkeypatch):
+    """Each schedule of other numbers is a program of 4 MiB, which stays."""
+    monkeypatch.setattr(call_checks, "MAX_PROGRAMS", 3)
+    transport = Messages(LINEAR, linear, tmp_path)
+    points = np.zeros((1, 2), np.float32)
+    eye = np.eye(2, dtype=np.float32)
+    message = Message(points[0], eye, points, np.ones(1, np.float32))
+    for _ in range(2):  # another connection does not begin to count anew
+        remote = connect(transport, linear)
+        side, factors = transport.sides["silo 0"], remote.carrier.factors
+        answers = [
+            asked(side, remote, (ScoreLocal(factors, None, n), random.key(0), message, None, None))
+            for n in (1, 2, 4, 1, 8)
+        ]
+        assert ["replies" in answer for answer in answers] == [True] * 4 + [False]
+        assert "compiled 3 programs" in answers[-1]["error"]
+
+
+def test_words_of_a_silo_do_not_command_the_terminal(tmp_path):
+    class Lying(Messages):
+        def exchange(self, messages):
+            return dict.fromkeys(messages, pack({"error": "\x1b[2J\x1b]0;x\x07all is well"}))
+
+    with pytest.raises(ValueError, match="all is well") as caught:
+        connect(Lying(LINEAR, linear, tmp_path), linear)
+    assert all(x.isprintable() for x in str(caught.value))

@@ -390,7 +390,7 @@ def test_draws_by_the_silos_own_keys_have_the_law_of_those_at_hand(tmp_path, mon
     np.testing.assert_array_equal(again[0], again[1])  # the same folder, so the same keys
     assert (again[0] != again[2]).any()
     monkeypatch.setattr(silo_side, "hashed", lambda *parts: "")
-    monkeypatch.setattr(silo_side, "secret_of", lambda folder: bytes(32))  # else this is by chance
+    monkeypatch.setattr(silo_side, "secret_of", lambda *_: bytes(32))  # else this is by chance
     constant = mu_of(tmp_path / "b")
     assert max(errors(constant)) > 4
 

@@ -106,7 +106,8 @@ def silo_of_file(
             raise ValueError(
                 f"guard columns: {place} has no columns {lacking}; it has {list(table.columns)}"
             )
-        table = table[list(columns)]
+        # anew: a Parquet file's index and its attrs would go to the model file, too
+        table = pd.DataFrame({name: table[name].array for name in columns})
     try:
         arguments = module.silo(table) if "silo" in vars(module) else _columns(module, table)
     except KeyError as error:

@@ -112,7 +112,7 @@ def checked(about: object, who: str, max_rows: int) -> Facts:
         wrong = [n for n in sizes if type(n) is not int or not 1 <= n <= max_rows]
         if wrong:
             raise ValueError(
-                f"{who} says that it has {str(wrong[0])[:30]} rows of {group!r}; expected 1 to "
+                f"{who} says that it has {repr(wrong[0])[:30]} rows of {group!r}; expected 1 to "
                 f"{max_rows:,}; if the number is right, raise the limit: "
                 "connect(..., max_rows=...)"
             )

@@ -18,13 +18,14 @@ from numpyro_fed.engines.limits import (
     MAX_LEAVES,
     MAX_MAP,
     MAX_POINTS,
+    MAX_PROGRAMS,
     MAX_SETTINGS,
     MAX_WALKS,
 )
 from numpyro_fed.rounds.serialization import fields_of, is_key, name_of, outline
 from numpyro_fed.rounds.task import SiloTask
 from numpyro_fed.rounds.worker import Call, SiloWorker, types_of
-from numpyro_fed.surrogates.local_score import points_at_once
+from numpyro_fed.surrogates.local_score import Message, points_at_once
 
 __all__ = ["CallChecks", "KeptState", "Refusal", "parsed", "slot_number"]
 
@@ -56,6 +57,7 @@ class CallChecks:
     :param own: objects that the server and the silo have, by name.
     :param rows: number of rows in all silos.
     :param algorithm: algorithm of the silo's fit, or ``None``.
+    :param programs: the programs of this process, over all connections.
     """
 
     def __init__(
@@ -65,9 +67,10 @@ class CallChecks:
         own: dict[str, Hashable],
         rows: int,
         algorithm: str | None,
+        programs: set[Hashable],
     ) -> None:
         self.worker, self.wide, self.own = worker, wide, own
-        self.rows, self.algorithm = rows, algorithm
+        self.rows, self.algorithm, self.programs = rows, algorithm, programs
         self.kept: dict[int, KeptState] = {}
         self.messages: dict[str, PyTree] = {}  # types of a fit's messages, by kind of call
         self._grows: dict[tuple[SiloTask, str], PyTree] = {}
@@ -133,6 +136,12 @@ class CallChecks:
                 f"the message of {kind} has other parts or shapes than those of its fit; expected "
                 "the guide, and the numbers of draws and parameters, that the silo has, too"
             )
+        factors: Any = (fields_of(call.local) or {}).get("factors")
+        if isinstance(call.message, Message) and not call.message.has_dim(factors.dim):
+            raise Refusal(
+                f"the message of {kind} has not {factors.dim} dimensions everywhere; expected "
+                "those of its model"
+            )
         if kind == "PilotLocal" and len(call.message[1]) > MAX_WALKS:
             raise Refusal(
                 f"it is asked for {len(call.message[1]):,} walks; expected at most {MAX_WALKS}"
@@ -147,6 +156,7 @@ class CallChecks:
         wide = jax.tree.map(lambda slot: self.kept[slot].wide, call.read)
         key = (call.local, str((spec, wide)))
         if key not in self._grows:
+            self._compiled((*key, self.worker.pad, jax.tree.structure(self.worker.silos)))
             now = self.worker.type_of(call.local, spec, types_of(state))[0]
             then, new = self.wide.type_of(wider(), spec, wide)
             pairs = zip(jax.tree.leaves(then), jax.tree.leaves(now), strict=True)
@@ -158,6 +168,15 @@ class CallChecks:
                 )
             self._grows[key] = new
         return self._grows[key]
+
+    def _compiled(self, program: Hashable) -> None:
+        """Count a program, which takes memory until the process ends."""
+        if program not in self.programs and len(self.programs) >= MAX_PROGRAMS:
+            raise Refusal(
+                f"it has compiled {MAX_PROGRAMS} programs for calls of other settings or shapes; "
+                "expected fewer, or a person at the silo who starts its process anew"
+            )
+        self.programs.add(program)
 
     def _settings(self, part: object) -> None:
         """Refuse settings that single out rows, or that take too much memory or time.

@@ -19,3 +19,5 @@ MAX_CALLS = 4_096  # in one message, which has a call for each chain or node
 MAX_JOINT = 1_000
 MAX_LEAVES = 1_000  # arrays in the message of one call, two for each layer of a learned network
 MAX_KEPT = 1 << 32  # bytes of the states that a silo keeps at one time: 100,000 of 43 kB
+# compiled programs of a silo's process, which are never freed: 4 MiB each, and a study has tens
+MAX_PROGRAMS = 200

@@ -3,7 +3,7 @@
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
@@ -117,13 +117,16 @@ class SiloSide:
         )
         self.record = Record(self.folder / "audit.jsonl")
         self._factors_checked = False
-        self.guard = (
-            RoundGuard(self.folder, self.name, fit) if fit is not None and fit.rounds_only else None
-        )
-        self.secret = secret_of(self.folder) if own_keys and self.guard is None else None
+        self.guard: RoundGuard | None = None
+        self.secret: bytes | None = None
+        if own_keys or (fit is not None and fit.rounds_only):
+            self.secret = secret_of(self.folder, self.name, rows_hash(silos))
+            if fit is not None and fit.rounds_only:
+                self.guard = RoundGuard(self.folder, self.name, fit, self.secret)
         self.worker: SiloWorker | None = None
         self.checks: CallChecks | None = None  # with the worker
         self._asked: list[Facts] = []
+        self._programs: set[Hashable] = set()
         if (self.folder / "open.bin").exists():
             self._reopen(unpack(read_sealed(self.folder / "open.bin", "open")))
 
@@ -174,7 +177,7 @@ class SiloSide:
     @property
     def own_keys(self) -> bool:
         """Flag of a silo that draws by keys that no server knows."""
-        return self.guard is not None or self.secret is not None
+        return self.secret is not None
 
     @property
     def answered(self) -> tuple[str, ...]:
@@ -250,7 +253,7 @@ class SiloSide:
             raise Refusal(said) from error
         rows = sum(sum(sizes) for sizes in known.sizes.values())
         algorithm = None if self.fit is None else self.fit.algorithm
-        checks = CallChecks(worker, wide, both, rows, algorithm)
+        checks = CallChecks(worker, wide, both, rows, algorithm, self._programs)
         for place in self.folder.glob("slot-*.bin"):
             slot, data = int(place.stem.removeprefix("slot-")), read_sealed(place, "slot")
             worker.kept[slot], kinds, kind, units = unpack(data)

@@ -29,6 +29,7 @@ from numpyro_fed.density.fingerprint import (
     joined_spec,
     versions,
 )
+from numpyro_fed.engines.side import printable
 from numpyro_fed.privacy.guard import Guarded
 from numpyro_fed.privacy.secure_sum import types_masked
 from numpyro_fed.rounds.remote import Carrier, RemoteSilos
@@ -40,7 +41,6 @@ PROTOCOL = 2
 # bytes of a silo's answer while it connects: about 100 for each argument and site, of which there
 # are tens
 _MAX_ANSWER = 1 << 22
-_LONGEST = 2000  # letters of a silo's text in an error
 
 
 class Transport(Protocol):
@@ -229,7 +229,7 @@ class Wire(Carrier):
             if not isinstance(answer, dict) or not {"error", "replies"} & set(answer):
                 raise ValueError("neither replies nor an error")
             if "error" in answer:
-                raise SiloError(f"silo {name!r}: {str(answer['error'])[:_LONGEST]}")
+                raise SiloError(f"silo {name!r}: {printable(answer['error'])}")
             for i, leaves in zip(mine, answer["replies"], strict=True):
                 replies[i] = _checked(leaves, kinds[i])
         except (ValueError, TypeError) as error:
@@ -237,10 +237,11 @@ class Wire(Carrier):
                 replies[i] = None
             if not self.refused[name]:
                 warnings.warn(
-                    f"silo {name!r} sent what is no reply ({error}); it counts as not answered",
+                    f"silo {name!r} sent what is no reply ({printable(error)}); it counts as not "
+                    "answered",
                     stacklevel=2,
                 )
-            self.refused[name].append(str(error))
+            self.refused[name].append(printable(error))
 
 
 def _checked(leaves: list, kind: PyTree) -> PyTree:
@@ -326,7 +327,7 @@ def _same(what: str, name: str, theirs: object, mine: Facts) -> None:
     for key, expected in mine.items():
         if theirs.get(key) != expected:
             raise ValueError(
-                f"silo {name!r} has another {what}: {key} {str(theirs.get(key))[:_LONGEST]}, "
+                f"silo {name!r} has another {what}: {key} {printable(theirs.get(key))}, "
                 f"expected {expected}; give all parties the same"
             )
 
@@ -350,14 +351,14 @@ def _all(transport: Transport, messages: dict[str, bytes]) -> dict[str, Values]:
                 raise ValueError(f"{len(answers[name]):,} bytes, expected at most {_MAX_ANSWER:,}")
             answer = unpack(answers[name])
         except ValueError as error:
-            raise ValueError(f"silo {name!r} sent what is no answer: {error}") from error
+            raise ValueError(f"silo {name!r} sent what is no answer: {printable(error)}") from error
         if not isinstance(answer, dict):
             raise ValueError(
                 f"silo {name!r} sent what is no answer: {type(answer).__name__}, expected a "
                 "dictionary"
             )
         if "error" in answer:
-            raise ValueError(f"silo {name!r}: {str(answer['error'])[:_LONGEST]}")
+            raise ValueError(f"silo {name!r}: {printable(answer['error'])}")
         if any(np.ndim(x) for x in jax.tree.leaves(answer)):
             raise ValueError(
                 f"silo {name!r} sent what is no answer: an array, expected texts and numbers"

@@ -58,8 +58,8 @@ class Guards:
         :param dim: number of global parameters, as for ``max_parameters_per_row``.
         :raises ValueError: with the guard, the silo, the number that it has and the limit.
         """
-        name, targets = silos.names[0], set(silos.index.values())
-        sizes = {group: n[0] for group, n in silos.sizes.items() if group not in targets}
+        name, inner = silos.names[0], _inner_groups(silos)
+        sizes = {group: n[0] for group, n in silos.sizes.items() if group not in inner}
         if self.columns is not None:
             odd = sorted(set(silos.rows) - set(self.columns))
             if odd:
@@ -84,6 +84,17 @@ class Guards:
             for leaf, x in silos.rows.items():
                 if leaf not in silos.index:
                     _check_levels(leaf, np.asarray(x), name, self.min_level_rows)
+
+
+def _inner_groups(silos: Silos) -> set[str]:
+    """Return the row groups to which others point, from a group to which none does."""
+    arrows = {(silos.group[leaf], target) for leaf, target in silos.index.items()}
+    new = set(silos.sizes) - {target for group, target in arrows if target != group}
+    inner: set[str] = set()
+    while new:
+        new = {target for group, target in arrows if group in new and target != group} - inner
+        inner |= new
+    return inner
 
 
 def _check_levels(leaf: str, x: np.ndarray, name: str, least: int) -> None:

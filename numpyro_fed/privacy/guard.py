@@ -30,7 +30,7 @@ from jax import Array
 
 from numpyro_fed._typing import PyTree
 from numpyro_fed.privacy.differential import Privacy
-from numpyro_fed.privacy.own_keys import hashed, secret_of, with_own_keys
+from numpyro_fed.privacy.own_keys import hashed, with_own_keys
 from numpyro_fed.privacy.secure_sum import FEWEST_SILOS, MOST_SILOS, Keys, masked
 from numpyro_fed.rounds.files import write_whole
 from numpyro_fed.rounds.serialization import pack
@@ -70,7 +70,7 @@ class RoundGuard:
 
     It has these files in the silo's folder:
 
-    * ``secret.key``, the secret of noise and keys;
+    * ``secret.key``, of which the secret is a hash;
     * ``joined.txt``, a hash of the silos of the fit;
     * ``answered.txt``, a line with label and digest of each round that the silo answered;
     * ``sent.txt``, a line with the label (with privacy: a hash of label and digest) and a hash of
@@ -80,14 +80,14 @@ class RoundGuard:
     :param folder: folder of the silo.
     :param name: name of the silo.
     :param fit: the fit, with ``privacy`` or ``secure_sum``.
+    :param secret: the silo's secret of noise and keys, 32 bytes.
     """
 
-    def __init__(self, folder: Path, name: str, fit: Guarded) -> None:
-        self.folder, self.name = folder, name
+    def __init__(self, folder: Path, name: str, fit: Guarded, secret: bytes) -> None:
+        self.folder, self.name, self.secret = folder, name, secret
         self.privacy, self.sums = fit.privacy, fit.secure_sum
         self.keys = Keys(folder, name) if self.sums else None
         self.shared: dict[str, bytes] = {}
-        self.secret = secret_of(folder)
         self.roster = ""
         self.histories = dict(self._lines("history.txt"))
 

@@ -19,9 +19,16 @@ from numpyro_fed.rounds.serialization import is_key
 from numpyro_fed.rounds.worker import Call
 
 
-def secret_of(folder: Path) -> bytes:
-    """Return the silo's secret of 32 bytes; the first call for a folder makes it."""
-    return secret_file(folder / "secret.key", lambda: os.urandom(32))
+def secret_of(folder: Path, name: str, rows: str) -> bytes:
+    """Return the silo's secret of 32 bytes; the first call for a folder makes its file.
+
+    Silos whose folders are copies of one another have other secrets.
+
+    :param name: name of the silo.
+    :param rows: hash of its rows.
+    """
+    made = secret_file(folder / "secret.key", lambda: os.urandom(32))
+    return bytes.fromhex(hashed(made, name.encode(), rows.encode()))
 
 
 def hashed(*parts: bytes) -> str:

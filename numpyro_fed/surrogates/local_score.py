@@ -46,6 +46,16 @@ class Message(NamedTuple):
     points: Array
     weights: Array
 
+    def has_dim(self, dim: int) -> bool:
+        """Return whether all parts are of so many dimensions."""
+        loc, scale, points, weights = map(jnp.shape, self)
+        return (
+            loc == (dim,)
+            and scale in ((dim,), (dim, dim))
+            and points == (*weights, dim)
+            and len(weights) == 1
+        )
+
 
 class Reply(NamedTuple):
     """Reply of a silo, in whitened coordinates.
