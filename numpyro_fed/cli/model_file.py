@@ -14,8 +14,6 @@ from numpyro_fed.decentralized._kernel import NetworkKernel
 from numpyro_fed.mcmc._kernel import LangevinKernel
 from numpyro_fed.vi._base import FederatedVI
 
-__all__ = ["load_model_file", "public_of", "silo_of_file"]
-
 
 def load_model_file(place: str | Path) -> ModuleType:
     """Load the module of a file that has a marked ``model``.

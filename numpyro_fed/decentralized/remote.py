@@ -31,8 +31,6 @@ from numpyro_fed.rounds.driver import Run
 from numpyro_fed.rounds.remote import RemoteSilos
 from numpyro_fed.rounds.worker import Call, rows_of
 
-__all__ = ["NodeLocal", "NodeStartLocal"]
-
 
 @dataclass(frozen=True)
 class NodeStartLocal(KernelTask):

@@ -27,8 +27,6 @@ from numpyro_fed.rounds.task import SiloTask
 from numpyro_fed.rounds.worker import Call, SiloWorker, types_of
 from numpyro_fed.surrogates.local_score import Message, points_at_once
 
-__all__ = ["CallChecks", "KeptState", "Refusal", "parsed", "slot_number"]
-
 
 class Refusal(ValueError):
     """Error with a text that the silo sends in place of an answer."""

@@ -5,8 +5,6 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-__all__ = ["QUIET", "link_command", "node_command", "write_app"]
-
 #: Environment of every process of Flower: no telemetry, no installation, frequent polling.
 QUIET = {
     "FLWR_TELEMETRY_ENABLED": "0",

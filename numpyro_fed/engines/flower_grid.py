@@ -10,8 +10,6 @@ from flwr.serverapp import Grid
 from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
-__all__ = ["InProcessGrid"]
-
 _RAISED, _NODE_UNAVAILABLE = 2, 5  # Flower's codes of errors
 
 

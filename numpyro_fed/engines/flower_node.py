@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     )
     from flwr.proto.message_pb2 import ObjectTree
 
-__all__ = ["serve"]
-
 # the key is not registered, or the server still counts on a former process of the node
 _NOT_IN = "[code: 2004]"
 # seconds that this may last, and seconds between attempts; the server misses a dead process's

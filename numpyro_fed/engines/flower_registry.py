@@ -14,8 +14,6 @@ from flwr.serverapp import Grid
 from numpyro_fed.engines.limits import MAX_MESSAGE
 from numpyro_fed.engines.side import printable
 
-__all__ = ["RAISED", "UNAVAILABLE", "Registry", "bytes_of", "records_of"]
-
 RAISED = 2  # Flower's code of an error: the app raised an exception
 UNAVAILABLE = (3, 4, 5)  # Flower's codes of errors: a message, a reply or a node is not there
 _PIECE = 4 << 20  # bytes of a message in one object

@@ -18,8 +18,6 @@ from numpyro_fed._typing import Facts, Json, Values
 from numpyro_fed.rounds.serialization import is_key, name_of, outline, pack
 from numpyro_fed.rounds.worker import Call
 
-__all__ = ["Record", "call_records"]
-
 _MAX_PATH = 200  # letters of an array's path in a message; the server chooses the keys
 _MAX_LISTED = 1_000  # numbers of an array that the record lists; 10,000 would take 10 ms
 _MAX_RECORDED = 10_000  # numbers of an array that the record has in full, as base64: 53 kB

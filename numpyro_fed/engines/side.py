@@ -2,7 +2,6 @@
 
 from typing import Protocol
 
-
 _LONGEST = 2000  # letters of a silo's text in an error
 
 

@@ -45,8 +45,6 @@ from numpyro_fed.rounds.worker import (
     worker_of,
 )
 
-__all__ = ["Refusal", "SiloSide"]
-
 _Asked = ParamSpec("_Asked")
 _Answer = TypeVar("_Answer")
 

@@ -34,8 +34,6 @@ from numpyro_fed.rounds.remote import RemoteSilos
 from numpyro_fed.rounds.task import SiloTask
 from numpyro_fed.rounds.worker import Call
 
-__all__ = ["RemoteMCMC", "TellLocal"]
-
 _UNEVEN = 0.05  # largest difference of the silos' answer rates without a warning
 
 

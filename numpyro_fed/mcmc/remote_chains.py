@@ -35,8 +35,6 @@ from numpyro_fed.rounds.inline import key_of
 from numpyro_fed.rounds.remote import RemoteSilos
 from numpyro_fed.rounds.worker import Call
 
-__all__ = ["RemoteSteps", "StartLocal", "VisitLocal", "remote_steps"]
-
 _FARTHEST = 1e3  # largest distance from the surrogate posterior's center, in its sds
 _FARTHEST_VISIT = 1e6  # largest growth of a position in a visit, without surrogates
 

@@ -7,8 +7,6 @@ import numpy as np
 
 from numpyro_fed.data.silos import Silos
 
-__all__ = ["Guards"]
-
 
 @dataclass(frozen=True)
 class Guards:

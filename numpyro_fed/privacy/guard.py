@@ -37,8 +37,6 @@ from numpyro_fed.rounds.serialization import pack
 from numpyro_fed.rounds.task import SiloTask
 from numpyro_fed.rounds.worker import Call
 
-__all__ = ["Guarded", "RoundGuard", "Ticket"]
-
 _INIT, _ROUND, _ESTIMATE = "InitLocal", "RoundLocal", "EstimateLocal"
 
 

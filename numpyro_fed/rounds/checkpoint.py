@@ -14,8 +14,6 @@ from numpyro_fed.rounds.files import locked, read_sealed, write_sealed
 from numpyro_fed.rounds.remote import Carrier
 from numpyro_fed.rounds.serialization import pack, unpack
 
-__all__ = ["Checkpoint", "facts_of_run"]
-
 
 class Checkpoint:
     """File with the state of a run.

@@ -18,8 +18,6 @@ from numpyro_fed._typing import Facts, PyTree
 from numpyro_fed.rounds.checkpoint import Checkpoint
 from numpyro_fed.rounds.remote import Carrier
 
-__all__ = ["Run", "Slots", "drive"]
-
 
 @dataclass(frozen=True)
 class Run:

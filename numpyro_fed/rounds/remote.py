@@ -28,8 +28,6 @@ from numpyro_fed.rounds.worker import (
     worker_of,
 )
 
-__all__ = ["TRIES", "Carrier", "Kept", "Loopback", "RemoteSilos"]
-
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)

@@ -22,8 +22,6 @@ from numpyro_fed.vi.config import FIT_CLASSES, FitConfig, FitTask
 from numpyro_fed.vi.loop import VIState
 from numpyro_fed.vi.setup import Setup
 
-__all__ = ["InitLocal", "RemoteStates", "RoundLocal", "kept_by"]
-
 
 @wire_name("RemoteStates")
 @jax.tree_util.register_dataclass

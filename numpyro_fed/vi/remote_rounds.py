@@ -38,8 +38,6 @@ from numpyro_fed.vi.participation import Participation, drawn
 from numpyro_fed.vi.remote import InitLocal, RemoteStates, RoundLocal
 from numpyro_fed.vi.setup import Setup
 
-__all__ = ["RemoteRounds"]
-
 _LARGEST = 1e18  # of a reply's numbers: optimizers square them, in float32
 
 
