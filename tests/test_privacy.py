@@ -327,7 +327,7 @@ def keys_of(folder, names):
     made = {}
     for name in names:
         (folder / name).mkdir(parents=True, exist_ok=True)
-        made[name] = Keys(folder / name, name)
+        made[name] = Keys(folder / name, name, name.encode())
     introduce(folder, names)
     return made
 
@@ -897,6 +897,39 @@ def test_sums_whose_minibatches_the_server_chooses_give_no_rows(tmp_path, old, m
 
 
 @pytest.mark.parametrize("old", [False, True], ids=["today", "control"])
+def test_a_copied_secret_gives_no_reply_without_its_mask(tmp_path, old, monkeypatch):
+    """Masks had a file of their own: its copy masked other draws in the same way."""
+    if old:
+        keys = closed.Keys
+        monkeypatch.setattr(closed, "Keys", lambda folder, name, _: keys(folder, name, b"own file"))
+
+    def make():
+        return fed.SFVI(linear, fed.AutoSiloNormal(linear), ADAM, batch_size=1, secure_sum=True)
+
+    def reply(folder):
+        """First masked numbers of the first silo in the first round."""
+        fit = make()
+        transport = Fits(LINEAR, fit, folder, make)
+        introduce(folder, LINEAR.names)
+        fit.run(random.key(1), 1, connect(transport, linear, fit=fit), progress_bar=False)
+        leaves = next(
+            unpack(x)["replies"][0] for _, data, x in transport.sent if b"RoundLocal" in data
+        )
+        return np.concatenate([np.ravel(x) for x in leaves if x.dtype == np.uint64])
+
+    first = reply(tmp_path / "first")
+    for name in LINEAR.names if not old else LINEAR.names[1:]:
+        (tmp_path / "second" / name).mkdir(parents=True)
+        shutil.copy(tmp_path / "first" / name / "secret.key", tmp_path / "second" / name)
+    told = (reply(tmp_path / "second") - first).astype(np.int64) * 2.0**-20
+    assert np.abs(told).max() < 1e4  # without a mask
+    assert (told == 0).all() != old
+    if not old:
+        told = (reply(tmp_path / "third") - first).astype(np.int64) * 2.0**-20
+        assert np.abs(told).min() > 1e6  # another secret: other masks
+
+
+@pytest.mark.parametrize("old", [False, True], ids=["today", "control"])
 def test_a_call_that_fails_leaves_no_state_with_another_history(tmp_path, old):
     """A slot that was written twice had the second call's history with the first one's state.
 
@@ -1140,7 +1173,7 @@ def test_missing_packages_are_named(monkeypatch, tmp_path):
         fed.Privacy(1.0, 1e-5, 1.0, 10)
     monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives.asymmetric", None)
     with pytest.raises(ImportError, match=r'pip install "numpyro-fed\[privacy\]"'):
-        Keys(tmp_path, "oslo")
+        Keys(tmp_path, "oslo", bytes(32))
 
 
 def keys_in(tree):

@@ -84,7 +84,7 @@ class RoundGuard:
     def __init__(self, folder: Path, name: str, fit: Guarded, secret: bytes) -> None:
         self.folder, self.name, self.secret = folder, name, secret
         self.privacy, self.sums = fit.privacy, fit.secure_sum
-        self.keys = Keys(folder, name) if self.sums else None
+        self.keys = Keys(folder, name, secret) if self.sums else None
         self.shared: dict[str, bytes] = {}
         self.roster = ""
         self.histories = dict(self._lines("history.txt"))

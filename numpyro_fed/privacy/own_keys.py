@@ -14,9 +14,35 @@ import jax.numpy as jnp
 import numpy as np
 
 from numpyro_fed._typing import PyTree
-from numpyro_fed.privacy.secure_sum import secret_file
 from numpyro_fed.rounds.serialization import is_key
 from numpyro_fed.rounds.worker import Call
+
+
+def _secret_file(place: Path) -> bytes:
+    """Return the 32 secret bytes in a file, and make the file if it does not exist.
+
+    The file is readable to its owner alone, and never half written.
+
+    :raises ValueError: if the file does not have 32 bytes.
+    """
+    if not place.exists():
+        beside = place.with_name(f"{place.name}.{os.getpid()}")
+        with os.fdopen(os.open(beside, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600), "wb") as file:
+            file.write(os.urandom(32))
+            file.flush()
+            os.fsync(file.fileno())
+        try:
+            os.link(beside, place)  # fails if another process was first
+        except FileExistsError:
+            pass
+        finally:
+            beside.unlink()
+    found = place.read_bytes()
+    if len(found) != 32:
+        raise ValueError(
+            f"{place} holds {len(found)} bytes, expected 32 of a key; give another folder"
+        )
+    return found
 
 
 def secret_of(folder: Path, name: str, rows: str) -> bytes:
@@ -27,7 +53,7 @@ def secret_of(folder: Path, name: str, rows: str) -> bytes:
     :param name: name of the silo.
     :param rows: hash of its rows.
     """
-    made = secret_file(folder / "secret.key", lambda: os.urandom(32))
+    made = _secret_file(folder / "secret.key")
     return bytes.fromhex(hashed(made, name.encode(), rows.encode()))
 
 

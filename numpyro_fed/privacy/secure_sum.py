@@ -18,8 +18,7 @@ learning, CCS: the one-round core, without the recovery of lost silos.
 """
 
 import hashlib
-import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 
@@ -45,48 +44,22 @@ def _cryptography() -> ModuleType:
     return x25519
 
 
-def secret_file(place: Path, make: Callable[[], bytes]) -> bytes:
-    """Return the 32 secret bytes in a file, and make the file if it does not exist.
-
-    The file is readable to its owner alone, and never half written.
-
-    :param make: returns 32 new bytes.
-    :raises ValueError: if the file does not have 32 bytes.
-    """
-    if not place.exists():
-        beside = place.with_name(f"{place.name}.{os.getpid()}")
-        with os.fdopen(os.open(beside, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600), "wb") as file:
-            file.write(make())
-            file.flush()
-            os.fsync(file.fileno())
-        try:
-            os.link(beside, place)  # fails if another process was first
-        except FileExistsError:
-            pass
-        finally:
-            beside.unlink()
-    found = place.read_bytes()
-    if len(found) != 32:
-        raise ValueError(
-            f"{place} holds {len(found)} bytes, expected 32 of a key; give another folder"
-        )
-    return found
-
-
 class Keys:
     """Private key of a silo, and the public keys of the other silos.
 
-    :param folder: folder of the silo, with ``sum.key`` and ``NAME.pub``; the first use makes both.
-        Every other silo has to put a copy of ``NAME.pub`` into its own ``peers`` folder.
+    The private key is a hash of the silo's secret, from which its draws come as well. So equal
+    masks hide equal numbers, also where the secret was copied into another folder.
+
+    :param folder: folder of the silo, which gets ``NAME.pub``. Every other silo has to put a copy
+        into its own ``peers`` folder.
     :param name: name of the silo.
+    :param secret: the silo's secret, 32 bytes.
     """
 
-    def __init__(self, folder: Path, name: str) -> None:
+    def __init__(self, folder: Path, name: str, secret: bytes) -> None:
         x25519 = _cryptography()
         self.peers, self.name = folder / "peers", name
-        own = secret_file(
-            folder / "sum.key", lambda: x25519.X25519PrivateKey.generate().private_bytes_raw()
-        )
+        own = hashlib.sha256(secret + b"sums").digest()
         self.private = x25519.X25519PrivateKey.from_private_bytes(own)
         (folder / f"{name}.pub").write_text(
             self.private.public_key().public_bytes_raw().hex() + "\n"
