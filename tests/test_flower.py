@@ -225,8 +225,24 @@ def test_a_node_with_another_registered_name_is_not_believed():
     names = {1: "rome", 2: "bergen"}
     with pytest.raises(ValueError, match=r"\['bergen'\] are unknown here; .*\['oslo'\]"):
         Flower(Registered({1: echo("rome"), 2: echo("oslo")}, names), ["oslo", "rome"], wait=5)
-    grid = Registered({1: echo("rome"), 2: echo("oslo")}, {**names, 2: ""})
+    grid = Registered({1: echo("rome"), 2: echo("oslo")}, dict.fromkeys(names, ""))
     assert Flower(grid, ["oslo", "rome"], wait=5).registry.nodes["oslo"] == 2  # the control
+
+
+def test_a_node_without_a_registered_name_takes_no_silos_place():
+    """It told a silo's name before that silo appeared, and its answers counted."""
+    grid = Registered({1: echo("rome"), 2: echo("oslo")}, {1: "rome", 2: ""})
+    with pytest.raises(
+        TimeoutError, match=r"\['oslo'\] did not .* node 2 failed: it has no regist"
+    ):
+        Flower(grid, ["oslo", "rome"], wait=0.1)
+    grid = Registered({1: echo("rome"), 2: echo("oslo")}, {1: "", 2: "", 3: "oslo"})
+    transport = Flower(grid, ["oslo", "rome"], wait=5)
+    grid.apps[3] = echo("oslo")
+    transport.registry._looked -= 9
+    assert not transport.exchange({"oslo": b""})  # the reply of node 2, which was asked
+    assert transport.exchange({"oslo": b""}) == {"oslo": b"oslo:"}
+    assert transport.registry.nodes == {"oslo": 3}
 
 
 NO_BYTES = {

@@ -116,8 +116,8 @@ def server_app(run: Callable[[Grid, Context], None]) -> ServerApp:
 class Flower:
     """Transport over Flower: messages to silos by name, and replies back.
 
-    A silo's name is the one under which its node's key was registered. Without one, the transport
-    asks the node's side for its name.
+    A silo's name is the one under which its node's key was registered. If no node has one, the
+    transport asks the nodes' sides for their names.
 
     :param grid: Flower's grid, or an :class:`InProcessGrid`.
     :param names: names of all silos, in the coordinator's order.
@@ -231,7 +231,9 @@ class Flower:
         for message in came:
             number = message.metadata.reply_to_message_id
             if number in sent:
-                name = sent.pop(number)[0]
+                name, node, _ = sent.pop(number)
+                if node in self.registry.nameless:
+                    continue
                 if message.has_error():
                     self._note(name, message.error)
                 else:

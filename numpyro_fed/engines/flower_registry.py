@@ -1,7 +1,7 @@
 """Registry of silos and their nodes in Flower.
 
 A node is known by the name under which its key was registered. Without one, it is asked for its
-name.
+name, unless other nodes have one.
 """
 
 import time
@@ -58,6 +58,8 @@ class Registry:
         self.nodes: dict[str, int] = {}
         #: Errors of nodes that did not tell their names.
         self.failed: dict[int, str] = {}
+        #: Nodes without a registered name, where others have one.
+        self.nameless: set[int] = set()
         #: Names of nodes that are no silos.
         self.strangers: dict[int, str] = {}
         self._claims: dict[str, int] = {}  # second nodes that claim a silo's name
@@ -106,7 +108,7 @@ class Registry:
         came = list(self.grid.pull_messages(list(self._asked))) if self._asked else []
         for message in came:
             asked = self._asked.pop(message.metadata.reply_to_message_id, None)
-            if asked is not None:
+            if asked is not None and asked[0] not in self.nameless:
                 self._told(asked[0], message)
         for number in [n for n, (_, until) in self._asked.items() if until < now]:
             self._told(self._asked.pop(number)[0], None)
@@ -115,6 +117,13 @@ class Registry:
     def _list(self, now: float) -> None:
         """Ask nodes that are new for their names, and forget those that are gone."""
         there = {node.node_id: node.name for node in self.grid.get_nodes()}
+        self.nameless = (
+            {n for n, name in there.items() if not name} if any(there.values()) else set()
+        )
+        self.failed |= dict.fromkeys(
+            self.nameless, "it has no registered name, and others have one"
+        )
+        there = {node: name for node, name in there.items() if node not in self.nameless}
         self.nodes = {name: node for name, node in self.nodes.items() if node in there}
         for name in [
             n for n, node in self._claims.items() if n not in self.nodes or node not in there
