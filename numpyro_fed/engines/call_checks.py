@@ -79,8 +79,12 @@ class CallChecks:
         Each kind of call reads states of certain kinds alone. Otherwise a server could write a
         state by one kind of call, and read it by another.
 
-        :raises Refusal: if the state is gone, or is of another kind or other units.
+        :raises Refusal: if the state is gone, or is of another kind or other units, and for the
+            config of another fit.
         """
+        fit = call.local.fit_config
+        if fit is not None and fit is not self.own.get("config"):
+            self._refused("a config of a fit")
         slots = call.read if isinstance(call.read, tuple) else (call.read,)
         writers = call.local.reads
         if call.read is not None and len(slots) != len(writers):
@@ -119,9 +123,6 @@ class CallChecks:
         :raises Refusal: with the reason.
         """
         kind = name_of(type(call.local))
-        fit = call.local.fit_config
-        if fit is not None and fit is not self.own.get("config"):
-            self._refused("a config of a fit")
         self._settings(call.local)
         odd = sorted(set(_classes(call.message)) - set(call.local.message_classes))
         if odd:
