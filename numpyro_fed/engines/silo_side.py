@@ -325,8 +325,7 @@ class SiloSide:
         for i, (call, line) in enumerate(zip(calls, call_records(calls, own), strict=True)):
             self._within_ceilings(call)
             self._asked.append(line)
-            state = self.checks.state(call)
-            kinds = self._allowed(call, lambda i=i: unpack(inside, wide)[i][0], state)
+            state, kinds = self._allowed(call, lambda i=i: unpack(inside, wide)[i][0])
             ticket: Ticket | None = None
             if self.guard is not None:
                 if independent is None and name_of(type(call.local)) in self.guard.allowed:
@@ -368,11 +367,15 @@ class SiloSide:
             )
         self.counts[kind] += 1
 
-    def _allowed(self, call: Call, wider: Callable, state: PyTree) -> PyTree:
-        """Return types of the state that a call writes, or raise a :class:`Refusal`."""
+    def _allowed(self, call: Call, wider: Callable) -> tuple[PyTree, PyTree]:
+        """Return the state that a call starts from, and types of the one that it writes.
+
+        :raises Refusal: for a call that no such silo answers.
+        """
         assert self.checks is not None
         try:
-            return self.checks.allow(call, wider, state)
+            state = self.checks.state(call)
+            return state, self.checks.allow(call, wider, state)
         except Refusal:
             raise
         except Exception as error:  # caused by types: the checks read no row
