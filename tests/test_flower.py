@@ -232,9 +232,7 @@ def test_a_node_with_another_registered_name_is_not_believed():
 def test_a_node_without_a_registered_name_takes_no_silos_place():
     """It told a silo's name before that silo appeared, and its answers counted."""
     grid = Registered({1: echo("rome"), 2: echo("oslo")}, {1: "rome", 2: ""})
-    with pytest.raises(
-        TimeoutError, match=r"\['oslo'\] did not .* node 2 failed: it has no regist"
-    ):
+    with pytest.raises(TimeoutError, match=r"\['oslo'\] did not .* node 2 failed: it has no "):
         Flower(grid, ["oslo", "rome"], wait=0.1)
     grid = Registered({1: echo("rome"), 2: echo("oslo")}, {1: "", 2: "", 3: "oslo"})
     transport = Flower(grid, ["oslo", "rome"], wait=5)

@@ -13,10 +13,12 @@ import numpyro
 import numpyro.distributions as dist
 import pytest
 from jax import random
+from scipy.stats import kstest
 from vi_models import hierarchy, hierarchy_silos
 
 import numpyro_fed as fed
-from numpyro_fed.vi.proposals import stretched_normal, wider_candidates
+from numpyro_fed.vi.importance import smoothed
+from numpyro_fed.vi.proposals import halves, nodes_at, stretched_normal, wider_candidates
 
 QUIET = {"progress_bar": False}
 
@@ -58,6 +60,50 @@ def test_candidates_with_wider_tails_have_the_density_they_say(dim):
             products = weight[:, unit] * (x if x.ndim == 1 else x[unit])
             assert abs(products.mean() - 1) < 4 * products.std() / len(eps) ** 0.5
     assert np.mean(np.asarray(wide) ** 2) > 1.1 / dim  # the control
+
+
+def weighed_nodes(dim, loc, scale, num=20_000):
+    """Return nodes ``(K, num, dim)`` and their log weights where a normal law is to be found."""
+    shift = random.uniform(random.key(5), (num, dim))
+    eps, log_ratio = nodes_at(shift, jnp.ones((num, dim), bool))
+    law = dist.Normal(loc, scale).expand([dim]).to_event(1)
+    base = dist.Normal(0, 1).expand([dim]).to_event(1)
+    return eps, law.log_prob(eps) - base.log_prob(eps) - log_ratio
+
+
+@pytest.mark.parametrize(
+    ("dim", "loc", "scale", "error"),
+    [(1, 0.0, 1.0, 1e-5), (1, 2.0, 0.7, 5e-3), (1, 0.0, 3.0, 5e-4), (2, 0.5, 1.0, 1e-2)],
+)
+def test_nodes_have_the_integral_and_the_law(dim, loc, scale, error):
+    eps, log_weight = weighed_nodes(dim, loc, scale)
+    sums = np.mean(np.exp(np.asarray(log_weight, float)), axis=0)
+    assert np.abs(sums - 1).max() < error
+    chosen = random.categorical(random.key(6), log_weight, axis=0)
+    z = np.asarray(eps)[chosen, np.arange(len(chosen))]
+    assert kstest((z[:, -1] - loc) / scale, "norm").pvalue > 1e-3
+    even = random.randint(random.key(7), chosen.shape, 0, len(eps))  # the control
+    z = np.asarray(eps)[even, np.arange(len(even))]
+    assert kstest((z[:, -1] - loc) / scale, "norm").pvalue < 1e-9
+
+
+@pytest.mark.parametrize("dim", [1, 2])
+def test_nodes_that_are_too_far_apart_are_right_on_average_and_flagged(dim):
+    _, log_weight = weighed_nodes(dim, 0.1, 0.02)
+    sums = np.mean(np.exp(np.asarray(log_weight, float)), axis=0)
+    assert np.std(sums) > 0.5
+    assert abs(np.mean(sums) - 1) < 4 * np.std(sums) / len(sums) ** 0.5
+
+    def k(loc, scale):
+        """Pareto's k of one half of the nodes over the other, chosen at random."""
+        weight = jax.nn.softmax(weighed_nodes(dim, loc, scale)[1], axis=0)
+        pair = np.log(np.asarray(halves(weight, jnp.array(0)), float))
+        sign = np.random.default_rng(0).choice([-1, 1], pair.shape[1])
+        return smoothed((pair[0] - pair[1]) * sign)[1]
+
+    assert k(0.1, 0.02) > 0.7
+    assert k(50.0, 1.0) > 0.7  # all of the law is beyond the outermost node
+    assert k(0.5, 1.0) < 0.5
 
 
 def test_a_units_candidates_are_judged():

@@ -27,6 +27,7 @@ from jax import Array, lax, random
 
 from numpyro_fed._typing import PyTree
 from numpyro_fed.data.views import SiloRows, SiloView, to_pooled_order
+from numpyro_fed.density.nested import NestedUnits
 from numpyro_fed.privacy.secure_sum import opened
 from numpyro_fed.rounds.remote import RemoteSilos
 from numpyro_fed.rounds.serialization import wire_name
@@ -35,7 +36,13 @@ from numpyro_fed.vi.algorithms import own_params
 from numpyro_fed.vi.bound import candidate_weights, unit_bounds, unit_terms
 from numpyro_fed.vi.config import FIT_CLASSES, FitConfig, FitTask
 from numpyro_fed.vi.minibatch import pick
-from numpyro_fed.vi.proposals import stretched_normal, wider_candidates
+from numpyro_fed.vi.proposals import (
+    halves,
+    has_nodes,
+    nodes_at,
+    stretched_normal,
+    wider_candidates,
+)
 
 # sds of q at which a stretched draw's u is clipped for the local maps: the outermost of the 256
 # points to which these are fitted
@@ -50,8 +57,8 @@ class Draws(NamedTuple):
     :param latents: for each structure its local sites in pooled order, leading axis n.
     :param log_weight: unnormalized log weights of the draws of theta, ``(n,)``.
     :param ratios: for each structure, the log ratio of one candidate's weight to the mean weight of
-        its unit's others, ``(n, G)`` in pooled order. It is zero where there are no others, and one
-        zero without latents.
+        its unit's others, ``(n, G)`` in pooled order; for nodes, that of every other node's to the
+        rest. It is zero where there are no others, and one zero without latents.
     """
 
     theta: Array
@@ -292,10 +299,17 @@ def _candidate(
         )
     own = family.effective(own, rows)
     units = family.units(rows)
-    eps = family.noise(key, rows, config.num_local_particles)
     place = rows.order[family.group] if family.group is not None else rows.number[None]
+    by_nodes = widened and not isinstance(units, NestedUnits) and has_nodes(units.dim)
+    uniform = jax.vmap(lambda i: random.uniform(random.fold_in(key_choice, i), (1 + units.dim,)))(
+        place
+    )
     log_ratio: Array | float = 0.0
-    if widened:
+    if by_nodes:
+        eps, log_ratio = nodes_at(uniform[:, 1:], units.owned(rows))
+    else:
+        eps = family.noise(key, rows, config.num_local_particles)
+    if widened and not by_nodes:
         eps, log_ratio = wider_candidates(
             random.fold_in(key, 1), eps, units.owned(rows).sum(1), place
         )
@@ -305,10 +319,14 @@ def _candidate(
     if widened:  # far out a density may overflow; such a candidate gets no weight
         log_weight = jnp.where(jnp.isfinite(log_weight), log_weight, -jnp.inf)
     value = jnp.sum(unit_bounds(family, log_weight, batch))
-    uniform = jax.vmap(lambda i: random.uniform(random.fold_in(key_choice, i)))(place)
-    share = jnp.cumsum(jax.nn.softmax(log_weight, axis=0), axis=0)
-    chosen = jnp.minimum(jnp.sum(share < uniform * share[-1], axis=0), len(z) - 1)
-    ratio = _over_the_others(log_weight, random.randint(random.fold_in(key, 2), (), 0, len(z)))
+    weight = jax.nn.softmax(log_weight, axis=0)
+    share = jnp.cumsum(weight, axis=0)
+    chosen = jnp.minimum(jnp.sum(share < uniform[:, 0] * share[-1], axis=0), len(z) - 1)
+    which, axis = random.uniform(random.fold_in(key, 2), (2,))
+    judged = log_weight
+    if by_nodes:  # a single node's weight is not meant to be even
+        judged = jnp.log(halves(weight, (axis * units.dim).astype(int)))
+    ratio = _over_the_others(judged, (which * len(judged)).astype(int))
     return value + rest.mean(), units.to_sites(z[chosen, jnp.arange(z.shape[1])]), ratio
 
 

@@ -13,15 +13,22 @@ density of this mixture takes the place of q's,
 So the weights see a tail that q cuts off: that of a log scale, or of an effect which widens with
 its scale.
 
-For a unit's latents, every other candidate has its coordinates from the multivariate Student law of
+For one or two latents of a unit, the candidates are the nodes of a trapezoidal rule with a random
+shift, in :math:`t` with :math:`\epsilon = a \sinh t`. Their weights sum to an unbiased estimate of
+the unit's likelihood, whose error falls exponentially with the number of nodes. A node that is
+chosen by its weight has the latents' conditional law, up to this error.
+
+For more latents, every other candidate has its coordinates from the multivariate Student law of
 three degrees. All candidates are weighed by the mixture's density. So no candidate can have more
 than twice its share where the target's tails are lighter.
 """
 
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, random
 from jax.scipy import special, stats
 
@@ -30,16 +37,36 @@ from jax.scipy import special, stats
 _STRETCH, _DEGREES = 3.0, 3
 
 
+class Rule(NamedTuple):
+    """Rule of the nodes in one coordinate.
+
+    :param side: number of nodes.
+    :param spread: a of ``a sinh t``: nodes are about equally far apart within a sds of the map.
+    :param reach: sds of the map at the outermost node.
+    """
+
+    side: int
+    spread: float
+    reach: float
+
+
+# A Gaussian conditional law that is half as wide as the map and centered has a relative error of
+# 1e-5 in one dimension and .007 in two, and .06 and .5 if it is 3 sds off; 64 candidates at random
+# have .1 and .8 in one
+_RULES = {1: Rule(16, 1.5, 12.0), 2: Rule(8, 1.5, 8.0)}
+
+
 def stretched_normal(key: Array, noise: Array) -> tuple[Array, Array]:
     """Draw from the mixture with one or two wide coordinates in half of all draws.
 
     :param noise: standard normal draw ``(d,)``.
     :return: the draw ``(d,)``, and the log density of the mixture over the standard normal's.
     """
-    key_kind, key_axes, key_wide = random.split(key, 3)
+    key_kind, key_wide = random.split(key)
     d = noise.shape[0]
-    kind = random.uniform(key_kind)
-    first, step = random.randint(key_axes, (2,), 0, jnp.array([d, max(d - 1, 1)]))
+    kind, *rest = random.uniform(key_kind, (3,))
+    # a randint compiles four times as long
+    first, step = (jnp.floor(x * n).astype(int) for x, n in zip(rest, (d, d - 1), strict=True))
     second = (first + 1 + step) % d
     axis = jnp.arange(d)
     wide = (axis == first) & (kind < 0.5) | (axis == second) & (kind < 0.25)
@@ -59,6 +86,51 @@ def _student(key: Array, shape: tuple[int, ...]) -> Array:
     """Draw from Student's law; four normals cost a fifth of a draw by a gamma's loop."""
     normals = random.normal(key, (1 + _DEGREES, *shape))
     return normals[0] * jnp.mean(normals[1:] ** 2, axis=0) ** -0.5
+
+
+def has_nodes(dim: int) -> bool:
+    """Return whether units of so many latents have nodes for candidates."""
+    return dim in _RULES
+
+
+def nodes_at(shift: Array, owned: Array) -> tuple[Array, Array]:
+    """Return nodes with a random shift as candidates.
+
+    :param shift: uniform numbers ``(E, k)``.
+    :param owned: mask ``(E, k)`` of the latents that are not padding.
+    :return: the coordinates ``(K, E, k)``, zero for padding, and the log density of a node over the
+        standard normal's, ``(K, E)``.
+    """
+    dim = shift.shape[1]
+    side, spread, reach = _RULES[dim]
+    end = math.asinh(reach / spread)
+    first, beyond = end * (2 * _index(dim)[:, None] / side - 1), end * 2 * shift / side
+    # the functions of a sum, from few of its parts
+    a, b = (jnp.asarray(x, shift.dtype) for x in (np.cosh(first), np.sinh(first)))
+    c, d = jnp.cosh(beyond), jnp.sinh(beyond)
+    cosh, eps = a * c + b * d, spread * (b * c + a * d)
+    normal = -0.5 * eps**2 - 0.5 * math.log(2 * math.pi)
+    log_ratio = -jnp.log(2 * end * spread * cosh) - normal
+    return jnp.where(owned, eps, 0.0), jnp.where(owned, log_ratio, 0.0).sum(-1)
+
+
+def halves(weight: Array, axis: Array) -> Array:
+    """Return the shares of every other node along one axis, and of the others, ``(2, E)``.
+
+    Both halves estimate the same integral, from twice the distance between nodes. A share of zero
+    is the least positive number.
+
+    :param weight: normalized weights of the nodes ``(K, E)``.
+    :param axis: the axis, a whole number below the units' dimension.
+    """
+    dim = next(k for k, rule in _RULES.items() if rule.side**k == len(weight))
+    odd = jnp.asarray(_index(dim) % 2, weight.dtype)[:, axis]
+    return jnp.maximum(jnp.stack([odd, 1 - odd]) @ weight, jnp.finfo(weight.dtype).tiny)
+
+
+def _index(dim: int) -> np.ndarray:
+    """Return the places of all nodes along each axis, ``(K, dim)``."""
+    return np.indices((_RULES[dim].side,) * dim).reshape(dim, -1).T
 
 
 def wider_candidates(key: Array, eps: Array, width: Array, place: Array) -> tuple[Array, Array]:
