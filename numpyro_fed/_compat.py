@@ -32,6 +32,10 @@ if TYPE_CHECKING:
 for _variable in ("NPROC", "PJRT_NPROC"):
     os.environ.setdefault(_variable, str(max(8, os.cpu_count() or 1)))
 
+# compiler options of programs that run once or a few times. Less optimization in LLVM compiles a
+# fit's last round in two thirds of the time, and it runs as fast (`first_answer.py patients`)
+QUICKLY = {"xla_backend_optimization_level": 1}
+
 
 def unconstrained(model: Callable, values: Mapping[str, Array]) -> Callable:
     """Return the model at unconstrained ``values`` of latent sites, with Jacobians as factors."""

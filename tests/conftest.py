@@ -7,9 +7,10 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault(
     "TF_CPP_MIN_LOG_LEVEL", "3"
 )  # XLA has a page of words for each program that it takes from the cache
-_flag = "--xla_force_host_platform_device_count=4"
-if _flag not in os.environ.get("XLA_FLAGS", ""):
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_flag}".strip()
+# four devices, and less optimization: most of the tests' time is compilation
+_flags = "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=1"
+if _flags not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_flags}".strip()
 
 import gc  # noqa: E402
 from collections.abc import Iterator  # noqa: E402

@@ -25,6 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax, random
 
+from numpyro_fed._compat import QUICKLY
 from numpyro_fed._typing import PyTree
 from numpyro_fed.data.views import SiloRows, SiloView, to_pooled_order
 from numpyro_fed.density.nested import NestedUnits
@@ -197,7 +198,9 @@ def draw_remote(
     return Draws(theta, [{}], told.log_weight + total, [jnp.zeros((num, 0))])
 
 
-@partial(jax.jit, static_argnames=("config", "totals", "num", "stretched"))
+@partial(
+    jax.jit, static_argnames=("config", "totals", "num", "stretched"), compiler_options=QUICKLY
+)
 def draw(
     config: FitConfig,
     params: dict[str, Array],
