@@ -77,6 +77,7 @@ def main(
     parser.add_argument("--quick", action="store_true", help="few draws")
     parser.add_argument("--figure", type=Path, default=Path("figures", f"{figure}.png"))
     args = parser.parse_args(arguments)
+    fed.enable_compilation_cache()
 
     data = silos()
     print(data)

@@ -276,6 +276,7 @@ def main(arguments: Sequence[str] | None = None) -> Result:
     parser.add_argument("--quick", action="store_true", help="5,000 rows, few draws")
     parser.add_argument("--figure", type=Path, default=Path("figures/a9a_logistic.png"))
     args = parser.parse_args(arguments)
+    fed.enable_compilation_cache()
 
     train, test = data(5_000 if args.quick else None)
     curves = epoch(

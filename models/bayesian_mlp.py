@@ -379,6 +379,7 @@ def main(arguments: Sequence[str] | None = None) -> pd.DataFrame:
     )
     parser.add_argument("--figure", type=Path, default=Path("figures/bayesian_mlp.png"))
     args = parser.parse_args(arguments)
+    fed.enable_compilation_cache()
 
     rounds, num_draws, size = (100, 60, 300) if args.quick else (ROUNDS, 3_000, NUM_ROWS)
     if args.defaults:

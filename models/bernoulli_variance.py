@@ -209,6 +209,7 @@ def main(arguments: Sequence[str] | None = None) -> pd.DataFrame:
     parser.add_argument("--quick", action="store_true", help="few minibatches")
     parser.add_argument("--figure", type=Path, default=Path("figures/bernoulli_variance.png"))
     args = parser.parse_args(arguments)
+    fed.enable_compilation_cache()
 
     frame = table(1_000 if args.quick else 20_000)
     sds = frame[["sd", "closed form"]].unstack("method").swaplevel(axis=1)[list(METHODS)]

@@ -373,6 +373,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, pd.DataFrame]:
         "--figure", type=Path, default=Path("figures/decentralized_linear_regression.png")
     )
     args = parser.parse_args(arguments)
+    fed.enable_compilation_cache()
     num_steps, run_steps, num_networks, num_sequences = (
         (1000, 300, 100, 5) if args.quick else (10_000, 1000, 500, 20)
     )

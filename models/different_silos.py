@@ -110,6 +110,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, fed.Comparison]:
     parser.add_argument("--quick", action="store_true", help="a tenth of the persons, few draws")
     parser.add_argument("--figure", type=Path, default=Path("figures/different_silos.png"))
     args = parser.parse_args(arguments)
+    fed.enable_compilation_cache()
 
     data = silos(0.1 if args.quick else 1.0)
     print(data)

@@ -97,6 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, fed.Comparison]:
     parser.add_argument("--quick", action="store_true", help="few draws")
     parser.add_argument("--figure", type=Path, default=Path("figures/eight_schools.png"))
     args = parser.parse_args(arguments)
+    fed.enable_compilation_cache()
 
     schools = silos()
     print(schools)

@@ -249,6 +249,7 @@ def main(arguments: Sequence[str] | None = None) -> Draws:
     parser.add_argument("--quick", action="store_true", help="few draws")
     parser.add_argument("--figure", type=Path, default=Path("figures/gaussian_mean.png"))
     args = parser.parse_args(arguments)
+    fed.enable_compilation_cache()
 
     points = silos()
     num_draws, burn_in = (100, 2_000) if args.quick else (1_000, BURN_IN)

@@ -314,6 +314,7 @@ def main(arguments: Sequence[str] | None = None) -> tuple[pd.DataFrame, Grid]:
     parser.add_argument("--quick", action="store_true", help="few steps and networks")
     parser.add_argument("--figure", type=Path, default=Path("figures/gaussian_mixture_means.png"))
     args = parser.parse_args(arguments)
+    fed.enable_compilation_cache()
     truth = grid()
     tau = relaxation(truth)
     print(f"grid: P(theta2 > 0) = {truth.weight:.3f}; tau = {tau:.2f}")

@@ -104,6 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> fed.Comparison:
     parser.add_argument("--quick", action="store_true", help="few draws")
     parser.add_argument("--figure", type=Path, default=Path("figures/heart_disease.png"))
     args = parser.parse_args(arguments)
+    fed.enable_compilation_cache()
 
     hospitals = silos()
     print(hospitals)

@@ -287,6 +287,7 @@ def main(arguments: Sequence[str] | None = None) -> pd.DataFrame:
     )
     parser.add_argument("--silos", type=int, choices=sorted(SIZES), default=10)
     args = parser.parse_args(arguments)
+    fed.enable_compilation_cache()
 
     train, test, count = images("train", 60_000), images("t10k", 10_000), args.silos
     batch, rounds, average_rounds = (*SIZES[count], AVG_ROUNDS)

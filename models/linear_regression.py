@@ -325,6 +325,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[tuple[str, str], pd.Dat
     parser.add_argument("--stays", action="store_true", help="then also by the length of visits")
     parser.add_argument("--figure", type=Path, default=Path("figures/linear_regression.png"))
     args = parser.parse_args(arguments)
+    fed.enable_compilation_cache()
 
     num_steps, num_chains = (60 * VISIT, 3) if args.quick else (ROUNDS * VISIT, 10)
     scalings = list(SCALINGS)[: 1 if args.quick else None]

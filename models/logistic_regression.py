@@ -166,6 +166,7 @@ def main(arguments: Sequence[str] | None = None) -> tuple[Accuracies, fed.Compar
     parser.add_argument("--quick", action="store_true", help="2,000 rows, few draws")
     parser.add_argument("--figure", type=Path, default=Path("figures/logistic_regression.png"))
     args = parser.parse_args(arguments)
+    fed.enable_compilation_cache()
 
     num_rows, repetitions = (2_000, 1) if args.quick else (None, 3)
     found = figure_7(num_rows, 60 if args.quick else 200, repetitions, args.figure)

@@ -425,6 +425,7 @@ def main(arguments: Sequence[str] | None = None) -> pd.DataFrame:
     parser.add_argument("--stay", type=int, default=VISIT, help="local steps between rounds")
     parser.add_argument("--figure", type=Path, default=Path("figures/metric_learning.png"))
     args = parser.parse_args(arguments)
+    fed.enable_compilation_cache()
 
     x, letters = data()
     if args.quick:

@@ -266,6 +266,7 @@ def main(arguments: Sequence[str] | None = None) -> pd.DataFrame:
     parser.add_argument("--steps", type=int, default=STEPS, help="of each method")
     parser.add_argument("--figure", type=Path, default=Path("figures/multinomial_regression.png"))
     args = parser.parse_args(arguments)
+    fed.enable_compilation_cache()
 
     num_silos, rounds, steps = ((20,), 10, 100) if args.quick else (NUM_SILOS, ROUNDS, args.steps)
     train, test = data(2_000 if args.quick else args.rows)

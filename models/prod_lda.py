@@ -308,6 +308,7 @@ def main(arguments: Sequence[str] | None = None) -> pd.DataFrame:
     )
     parser.add_argument("--figure", type=Path, default=Path("figures/prod_lda.png"))
     args = parser.parse_args(arguments)
+    fed.enable_compilation_cache()
 
     if args.quick:
         task = Task(corpus(600, 300), 8, 50, 40, 8)

@@ -205,6 +205,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, fed.Comparison]:
         help="where to write it (figures/six_cities.png, or six_cities_alone.png)",
     )
     args = parser.parse_args(arguments)
+    fed.enable_compilation_cache()
     args.figure = args.figure or Path(
         "figures", "six_cities_alone.png" if args.alone else "six_cities.png"
     )

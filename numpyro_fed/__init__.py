@@ -4,6 +4,7 @@ Its methods draw from the pooled posterior while the data stay in their silos.
 """
 
 from numpyro_fed import surrogates
+from numpyro_fed._compat import enable_compilation_cache
 from numpyro_fed.data import partitioners
 from numpyro_fed.data.mixed import MixedSilos
 from numpyro_fed.data.silos import Silos
@@ -55,6 +56,7 @@ __all__ = [
     "Step",
     "compare",
     "diagnose",
+    "enable_compilation_cache",
     "fit",
     "graphs",
     "handlers",

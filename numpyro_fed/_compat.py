@@ -1,9 +1,10 @@
-"""Access to NumPyro's private names, and to functions that differ in ArviZ 1.x."""
+"""Settings of JAX, access to NumPyro's private names and to functions that differ in ArviZ 1.x."""
 
 import os
 import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -35,6 +36,34 @@ for _variable in ("NPROC", "PJRT_NPROC"):
 # compiler options of programs that run once or a few times. Less optimization in LLVM compiles a
 # fit's last round in two thirds of the time, and it runs as fast (`first_answer.py patients`)
 QUICKLY = {"xla_backend_optimization_level": 1}
+
+
+def enable_compilation_cache(folder: str | Path | None = None) -> Path:
+    """Keep compiled programs in a folder, so that another process does not compile them again.
+
+    The commands and the models do this. A program may hold numbers of the data as constants, so the
+    folder has to be as private as the data. A new one is readable to its owner alone. Where JAX has
+    a cache already (``JAX_COMPILATION_CACHE_DIR``), it stays.
+
+    :param folder: the folder; by default ``numpyro_fed`` in the user's cache folder,
+        ``$XDG_CACHE_HOME`` or ``~/.cache``.
+    :return: the folder of JAX's cache.
+    :raises OSError: if the folder cannot be made.
+
+    Example::
+
+        >>> import tempfile, numpyro_fed as fed
+        >>> fed.enable_compilation_cache(tempfile.mkdtemp()).is_dir()
+        True
+    """
+    if (there := jax.config.values["jax_compilation_cache_dir"]) is not None:
+        return Path(there)
+    user = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    place = user / "numpyro_fed" if folder is None else Path(folder)
+    place.mkdir(mode=0o700, parents=True, exist_ok=True)
+    jax.config.update("jax_compilation_cache_dir", str(place))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    return place
 
 
 def unconstrained(model: Callable, values: Mapping[str, Array]) -> Callable:

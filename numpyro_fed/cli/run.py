@@ -5,6 +5,7 @@ from typing import Any
 
 import click
 
+from numpyro_fed._compat import enable_compilation_cache
 from numpyro_fed.cli.common import FILE, FOLDER, check_name, flower_engine
 from numpyro_fed.cli.model_file import load_model_file
 from numpyro_fed.decentralized._kernel import NetworkKernel
@@ -140,6 +141,7 @@ def run(
     flower_engine()
     from numpyro_fed.cli.coordinator import coordinate
 
+    enable_compilation_cache(folder / "programs")
     try:
         click.echo(coordinate(model_file, silos, tls, keys, out, folder, **options))
     except (RuntimeError, TimeoutError) as error:

@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 import numpy as np
 
+from numpyro_fed._compat import enable_compilation_cache
 from numpyro_fed.cli.common import FILE, FOLDER, check_name, flower_engine
 from numpyro_fed.cli.model_file import load_model_file, public_of, silo_of_file
 from numpyro_fed.density.check import check_own_factorization
@@ -149,6 +150,7 @@ def silo(
         return
     if not yes:
         click.confirm(f"Take part as {name!r}, at {server}?", abort=True)
+    enable_compilation_cache(place / "programs")
     _serve(side, server, ca, key, give_up)
 
 
