@@ -59,11 +59,12 @@ def fit(
     (Pareto-smoothed importance sampling). With ``method="fsgld"`` :class:`FSGLD` starts from the
     result of the conducive rounds, and its draws are the posterior.
 
-    What leaves the silos: see :mod:`numpyro_fed.vi.conducive.rounds` and :class:`FSGLD`.
+    What leaves the silos: see :mod:`numpyro_fed.vi.conducive.rounds`, :mod:`numpyro_fed.vi.draws`
+    for the last round, and :class:`FSGLD`.
 
     Bias: ``"vi"`` has that of importance sampling. Pareto's k judges it, for theta's weights and
-    for those of each element's latents. ``"fsgld"`` has 2 % of the sds, and :func:`diagnose` judges
-    it.
+    for those of each element's latents. ``"fsgld"`` widens sds by about 2 %; :func:`diagnose`
+    judges it.
 
     :param model: a NumPyro model with at least one silo plate.
     :param silos: the data. Local latents of :class:`RemoteSilos` stay in their silos.

@@ -75,7 +75,7 @@ def test_sound_runs_pass(options):
     )
     assert not bad
     assert found.verdict == "sound"
-    assert found.summary() == "The run holds by its own checks."
+    assert found.summary() == "The run is sound by its checks."
     assert 0.95 < found.table.loc["inflation met", "value"] < 1.06
 
 

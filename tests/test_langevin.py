@@ -82,7 +82,7 @@ def logistic_silos():
 
 @partial(jax.jit, static_argnames=("config",))
 def mean_over_single_rows(config, tuning, theta, silos, number):
-    """Mean of the residual e over a silo's minibatches of one row, in preconditioned units."""
+    """Mean of the residual e over a silo's minibatches of one row, in whitened units."""
     view = view_of(silos, number)
     silo = gradients.open_silo(config, tuning, None, view)
     group, _ = config.batch

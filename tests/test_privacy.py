@@ -315,7 +315,7 @@ def test_the_result_says_what_was_spent_and_compare_prints_it(tmp_path):
     idata.to_netcdf(tmp_path / "fit.nc")
     comparison = fed.compare(idata, idata)
     wider = math.hypot(1, on.privacy.error)
-    assert f"so that an sd which holds it is {wider:.2f} times the fit's" in str(comparison)
+    assert f"so sds that include it are {wider:.2f} times the fit's" in str(comparison)
     assert "rivacy" not in str(fed.compare(other, idata))
 
 
@@ -1140,7 +1140,7 @@ def test_fits_in_words():
         fed.SFVI(linear, guide, ADAM, num_particles=2, privacy=privacy)
     with pytest.raises(TypeError, match="secure_sum: expected True or False, got 3"):
         fed.SFVI(linear, guide, ADAM, secure_sum=3)
-    with pytest.raises(ValueError, match="barycenter of the silos' covariances is no sum"):
+    with pytest.raises(ValueError, match="whose barycenter is no sum"):
         fed.SFVIAvg(linear, guide, ADAM, secure_sum=True)
     svi = fed.SFVI(linear, guide, ADAM, privacy=privacy)
     with pytest.raises(ValueError, match="num_rounds=11: the budget of privacy is for 10 rounds"):

@@ -797,7 +797,7 @@ def test_settings_that_would_take_for_ever_are_refused(tmp_path):
     assert "asked about 200,000 points, expected at most" in asked(side, remote, many)["error"]
     for slot in (7.0, True, -1, "7", [3]):
         answer = asked(side, remote, (VisitLocal(kernel._config), random.key(0), None, None, slot))
-        assert "not put together as calls" in answer["error"]
+        assert "its calls cannot be read" in answer["error"]
 
 
 def test_the_record_has_the_positions_that_were_asked_about(tmp_path):

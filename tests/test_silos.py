@@ -574,7 +574,7 @@ REFUSED_BY_SPLIT: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "index out of reach": (
         lambda: pointing(index={"d": "es"}),
-        "index arguments \\['d'\\] cannot be reached from the rows that by= labels",
+        "index arguments \\['d'\\]: expected one that points from or to the group of by=",
     ),
     "index without rows": (
         lambda: pointing(index={"to": "es"}),
@@ -592,7 +592,7 @@ REFUSED_BY_SPLIT: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: pointing(to=np.array([0, 1, 1, 2, 2])),
         "element 1 of 'ds' is in two silos, .*\\(argument 'to', row .\\)",
     ),
-    "two indices": (two_indices, "puts element 0 of 'ds' in another silo"),
+    "two indices": (two_indices, "and an earlier one put element 0 of 'ds' in two silos"),
     "no row": (
         lambda: pointing(d=4),
         "element 3 of 'ds' has no row in 'to', so its silo is unknown",

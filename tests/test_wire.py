@@ -540,7 +540,7 @@ def test_a_fit_that_silos_were_not_told_of_is_named(tmp_path):
     remote = connect(Messages(INTERCEPTS, intercepts, tmp_path), intercepts)
     with pytest.raises(
         RuntimeError,
-        match=r"silo '0': it has no such fit; expected connect\(transport, model, fit=\.\.\.\)",
+        match=r"silo '0': it has no fit; expected SiloSide\(\.\.\., fit=\.\.\.\) with",
     ):
         FITS["sfvi"]().run(random.key(1), 2, remote, progress_bar=False)
 

@@ -62,10 +62,9 @@ class Silos:
         ``{"x": "patients"}``.
     :param index: the row group that an argument of positions points to:
         ``{"district": "districts"}``. The positions count from zero inside each silo.
-    :raises ValueError: for an empty silo, an argument that only some silos have, rows whose
-        trailing shapes disagree, and an index that points outside its silo; also for NaN or
-        infinite values (the message names silo, argument and row), dates, and other values that are
-        not numbers.
+    :raises ValueError: for an empty silo, missing arguments, rows of different trailing shapes, and
+        indices outside their silo; for NaN, infinite or non-numeric values (naming silo, argument
+        and row).
     :warns UserWarning: where rounding to float32 moves numbers by much of their spread.
 
     The object is a JAX pytree (its arrays are leaves), so it may be passed through :func:`jax.jit`.

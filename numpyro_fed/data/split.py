@@ -190,8 +190,8 @@ def _silo_numbers(
             below = sorted(leaf for leaf in pending if index[leaf] in silo_of)
             if not below:
                 raise ValueError(
-                    f"index arguments {sorted(pending)} cannot be reached from the rows that by= "
-                    f"labels: expected {len(labels)} rows of a group that they point from or to"
+                    f"index arguments {sorted(pending)}: expected one that points from or to the "
+                    f"group of by='s {len(labels)} labels"
                 )
             pending.remove(below[0])
             elements = silo_of[index[below[0]]]
@@ -205,8 +205,8 @@ def _silo_numbers(
             if target in silo_of and not np.array_equal(silo_of[target], found):
                 element = int(np.argmax(silo_of[target] != found))
                 raise ValueError(
-                    f"index argument {leaf!r} puts element {element} of {target!r} in another silo "
-                    "than an earlier one does; expected every element, and all that points to it, "
+                    f"index argument {leaf!r} and an earlier one put element {element} of "
+                    f"{target!r} in two silos; expected every element, and all that points to it, "
                     "in one silo"
                 )
             silo_of[target] = found

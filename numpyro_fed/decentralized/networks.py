@@ -189,7 +189,7 @@ def _learn(
     nodes: Nodes,
     stacks: list[SiloRows],
 ) -> Adaptation:
-    """Measure curvature, in preconditioned units, and gradient noise of the first network.
+    """Measure curvature, in whitened units, and gradient noise of the first network.
 
     The look is at the average of its nodes.
     """

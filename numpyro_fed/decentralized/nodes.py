@@ -31,7 +31,7 @@ class Nodes(NamedTuple):
 
     :param x: numbers that they mix: push-sum numerators, or positions of gossip ``(m, d)``.
     :param weight: push-sum weights y, which sum to m ``(m,)``.
-    :param tracker: each node's share of the sum of all gradients, in preconditioned units ``(m,
+    :param tracker: each node's share of the sum of all gradients, in whitened units ``(m,
         d)``, or ``None``.
     :param slope: the gradient that the tracker already holds ``(m, d)``, or ``None``.
     :param eps: coordinates of local latents, for each stack of silos ``(S, E, k)``, or ``None``.
@@ -81,7 +81,7 @@ def node_step(
     :param theta: the node's position ``(d,)``.
     :param eps: private coordinates of its local latents ``(E, k)``, or ``None``.
     :param local_map: the silo's private local map.
-    :return: the gradient, in preconditioned units ``(d,)``, the coordinates, and the mean
+    :return: the gradient, in whitened units ``(d,)``, the coordinates, and the mean
         acceptance (1 without any).
     """
     key_moves, key_batch = random.split(key)

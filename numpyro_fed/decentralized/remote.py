@@ -73,7 +73,7 @@ class NodeLocal(KernelTask):
     """Call that makes a node's part of a step, at the position ``(d,)`` in the message.
 
     It runs :func:`numpyro_fed.decentralized.nodes.node_step`. What leaves the silo: its gradient
-    ``(d,)``, in preconditioned units, and the mean acceptance of its local moves.
+    ``(d,)``, in whitened units, and the mean acceptance of its local moves.
     """
 
     wire_name = "NodeLocal"

@@ -296,8 +296,8 @@ class SiloSide:
             raise Refusal("another server has connected since; expected one at a time")
         if "independent" in request and self.fit is None:
             raise Refusal(
-                "it has no such fit; expected connect(transport, model, fit=...), and "
-                "SiloSide(..., fit=...) of the same"
+                "it has no fit; expected SiloSide(..., fit=...) with the fit of "
+                "connect(transport, model, fit=...)"
             )
         independent = request.get("independent")
         if independent is not None and type(independent) is not bool:
@@ -316,7 +316,7 @@ class SiloSide:
             wide = {**own, "pad": self.checks.wide.pad}
             calls = [parsed(self.worker.number, values) for values in unpack(inside, own)]
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise Refusal(f"its calls are not put together as calls ({error})") from error
+            raise Refusal(f"its calls cannot be read ({error})") from error
         if len(calls) > MAX_CALLS:
             raise Refusal(
                 f"it is asked {len(calls):,} calls at once; expected at most {MAX_CALLS:,}"
@@ -363,7 +363,7 @@ class SiloSide:
             )
         if call.write is not None and len(self.worker.kept) >= MAX_SLOTS:
             raise Refusal(
-                f"it keeps {MAX_SLOTS:,} states; expected a server that has it forget some"
+                f"it keeps {MAX_SLOTS:,} states, its limit; expected a server that frees some"
             )
         self.counts[kind] += 1
 
@@ -395,7 +395,7 @@ class SiloSide:
         data = pack((new, kinds, kind, units))
         if len(data) + sum(kept.size for kept in self.checks.kept.values()) > MAX_KEPT:
             raise Refusal(
-                f"it keeps {MAX_KEPT >> 20:,} MiB; expected a server that has it forget some"
+                f"it keeps {MAX_KEPT >> 20:,} MiB, its limit; expected a server that frees some"
             )
         write_sealed(self.folder / f"slot-{call.write}.bin", data, "slot")
         self.worker.kept[call.write] = new

@@ -201,7 +201,7 @@ class Tuning(NamedTuple):
     :param conducive: the surrogates around ``loc``, or ``None``.
     :param latents: the coordinates of local latents, or ``None``.
     :param inflation: predicted ratio of the chain's sd to the posterior's.
-    :param cut: largest norm of e, in preconditioned units.
+    :param cut: largest norm of e, in whitened units.
     :param members: for minibatches of elements with latents, the rows that point to each element.
     :param anchor: for minibatches with control variates, the silos' whole gradients at ``loc``,
         ``(S, d)``.

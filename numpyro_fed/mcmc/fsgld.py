@@ -31,12 +31,12 @@ class FSGLD(LangevinKernel):
     ``sample()`` is one communication round: the chain visits one silo for ``num_local_steps``
     steps.
 
-    **What leaves a silo.** In a round, the global position and the mean of the conducive residual e
-    (``d`` numbers each), the step count and four statistics. For the surrogates, in about ten
-    rounds before the first: ``d + d^2`` numbers, a misfit, and log marginal likelihoods at 64 or
-    256 values of theta. For the pilot, in two rounds: 64 means of e and its norms. Rows, local
-    latents and their coordinates never leave a silo. ``kernel.ledger(mcmc.last_state)`` returns the
-    bytes.
+    **What leaves a silo.** In a round, the global position, the mean difference e of its gradient
+    and its surrogate's (``d`` numbers each), the step count and four statistics. For
+    the surrogates, in about ten rounds before the first: ``d + d^2`` numbers, a misfit, and log
+    marginal likelihoods at 64 or 256 values of theta. For the pilot, in two rounds: 64 means of e
+    and its norms. Rows, local latents and their coordinates never leave a silo.
+    ``kernel.ledger(mcmc.last_state)`` returns the bytes.
 
     **Local latents** move by Metropolis steps while the chain visits their silo, in coordinates
     that move with the global parameters. Elements that are independent given the global parameters
@@ -53,10 +53,9 @@ class FSGLD(LangevinKernel):
     :param surrogate: ``"score"``, ``"laplace"``, ``"moments"``, or a
         :class:`~numpyro_fed.surrogates.Surrogates`.
     :param alpha: weight of the conducive gradient (FSGLD remark 1).
-    :param selection: f, probabilities of the silos; equal by default; ``"size"``: in proportion to
-        their rows; ``"auto"``: the probabilities at which silos add the least noise;
-        ``"distinct"``: equal, and vectorized chains visit different silos in every round, so that
-        none waits for another. The silos of each chain remain independent draws from f.
+    :param selection: f, the silos' probabilities: ``None`` (equal), numbers, ``"size"`` (by rows),
+        ``"auto"`` (least noise), or ``"distinct"``: equal, and vectorized chains visit different
+        silos in every round. The silos of each chain remain independent draws from f.
     :param num_kept: draws kept per round, at equal distances. ``num_warmup`` and ``num_samples``
         then count draws.
     :param init_from: the result of :class:`~numpyro_fed.ConduciveSFVI`, :class:`~numpyro_fed.SFVI`

@@ -91,7 +91,7 @@ def drift(
     silo: OpenSilo,
     view: SiloView,
 ) -> tuple[Array, Array | None, Array | None]:
-    """Return the drift of a step, which h / 2 multiplies, in preconditioned units ``(d,)``.
+    """Return the drift of a step, which h / 2 multiplies, in whitened units ``(d,)``.
 
     If the config separates e, also return e and whether it was cut; else return ``None`` for both.
     """
@@ -119,7 +119,7 @@ def residual(
     silo: OpenSilo,
     view: SiloView,
 ) -> tuple[Array, Array]:
-    """Return the conducive residual e, in preconditioned units ``(d,)``, and 1 if it was cut."""
+    """Return the conducive residual e, in whitened units ``(d,)``, and 1 if it was cut."""
     gradient = _silo_slope(config, tuning, eps, silo, view)(theta)
     if silo.conducive is not None:
         gradient = gradient - tuning.alpha * silo.conducive.score(theta, tuning.loc)

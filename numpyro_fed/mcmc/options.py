@@ -128,8 +128,8 @@ class Options:
         first = float(h(jnp.zeros((), jnp.int32))) if callable(h) else h
         if not isinstance(first, str) and self.step.preconditioner is not None and not first < 4:
             raise ValueError(
-                "step_size: in preconditioned units a step of 4 or more diverges by itself, got "
-                f'{first:g}; expected "auto" or about 0.001 to 0.1'
+                f'step_size: expected "auto" or about 0.001 to 0.1, got {first:g}; whitened steps '
+                "of 4 or more diverge by themselves"
             )
         self._check_visit()
         size = self.batch_size
@@ -154,9 +154,8 @@ class Options:
             self._check_start()
         if self.conducive and given is None:
             raise ValueError(
-                "alpha > 0 weights the conducive gradient of the surrogates; expected "
-                'surrogate="score" (or "laplace", or a Surrogates), got None. DSGLD is the kernel '
-                "without surrogates"
+                'alpha > 0: expected surrogate="score", "laplace", "moments" or a Surrogates, got '
+                "None; or take DSGLD"
             )
         if self.step.control_variates and self.batch_size is None:
             raise ValueError(

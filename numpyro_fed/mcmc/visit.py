@@ -201,7 +201,7 @@ def _look(
     private: PyTree,
     silos: Silos,
 ) -> Adaptation:
-    """Measure curvature, in preconditioned units, and gradient noise at the chain's position.
+    """Measure curvature, in whitened units, and gradient noise at the chain's position.
 
     All rows are in one silo.
     """

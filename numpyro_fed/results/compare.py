@@ -137,11 +137,10 @@ class Comparison:
         agree, undecided, differ = self._counts()
         text = (
             f"{_SENTENCES[self.verdict]}: of {len(self.table)} parameters {agree} agree, "
-            f"{undecided} are undecided and {differ} differ. {self._extremes()}. Accepted are "
-            f"{self.mean_tolerance:g} reference sds in the mean and a factor "
-            f"{1 + self.sd_tolerance:g} in the sd; a parameter agrees when it lies inside by "
-            f"{AGREE_SE:g} Monte-Carlo standard errors and differs when it lies outside by "
-            f"{DIFFER_SE:g}."
+            f"{undecided} are undecided and {differ} differ. {self._extremes()}. Accepted: "
+            f"{self.mean_tolerance:g} reference sds in the mean, a factor "
+            f"{1 + self.sd_tolerance:g} in the sd. A parameter agrees if it is inside by "
+            f"{AGREE_SE:g} Monte-Carlo standard errors, and differs if outside by {DIFFER_SE:g}."
         )
         if undecided:
             text += " More draws, of the fit and of the reference, decide what is undecided."
@@ -322,7 +321,7 @@ def _said_of_itself(fit: object) -> tuple[float | None, str | None]:
     privacy = attrs.get("privacy")
     if privacy is not None:
         wider = float(np.hypot(1.0, float(attrs["privacy_error"])))
-        privacy = f"{privacy}, so that an sd which holds it is {wider:.2f} times the fit's"
+        privacy = f"{privacy}, so sds that include it are {wider:.2f} times the fit's"
     return None if k is None else float(k), privacy
 
 

@@ -98,13 +98,13 @@ class Diagnosis:
         """Return the result as text, with a mend for each check that fails."""
         bad = self.table[self.table["verdict"] != "sound"]
         if not len(bad):
-            return "The run holds by its own checks."
+            return "The run is sound by its checks."
         lines = [
             f"{check}: {row['value']:.3g} ({row['where'] or 'all'}; accepted: {row['limit']}). "
             f"{_MENDS[str(check)].capitalize()}."
             for check, row in bad.iterrows()
         ]
-        head = "The run does not hold" if self.verdict == "unsound" else "Too few draws to tell"
+        head = "The run is unsound" if self.verdict == "unsound" else "Too few draws to tell"
         return head + ":\n  " + "\n  ".join(lines)
 
     def _display(self) -> "DataFrame":

@@ -11,8 +11,8 @@ which is constant if q is exact. Draws for resampling come from proposals with w
 and its local maps (:mod:`numpyro_fed.vi.proposals`), so that the weights see tails that q cuts off.
 The tail of the weights (Pareto's k, Vehtari et al. 2024) judges q without a reference.
 
-What leaves a silo: its estimates, one number for each draw, and the worst k of its units'
-candidates. The kept latents stay, except where one process holds all silos.
+What leaves a silo: its estimates, one number for each draw. The latents stay, except where one
+process holds all silos.
 """
 
 import math
@@ -57,9 +57,9 @@ class Draws(NamedTuple):
     :param theta: flat global positions ``(n, d)``.
     :param latents: for each structure its local sites in pooled order, leading axis n.
     :param log_weight: unnormalized log weights of the draws of theta, ``(n,)``.
-    :param ratios: for each structure, the log ratio of one candidate's weight to the mean weight of
-        its unit's others, ``(n, G)`` in pooled order; for nodes, that of every other node's to the
-        rest. It is zero where there are no others, and one zero without latents.
+    :param ratios: for each structure and unit, log of one candidate's weight over the others' mean,
+        ``(n, G)`` in pooled order; for nodes, of alternate nodes' weight over the rest's. It is
+        zero where there are no others, and one zero without latents.
     """
 
     theta: Array

@@ -41,7 +41,7 @@ class Rule(NamedTuple):
     """Rule of the nodes in one coordinate.
 
     :param side: number of nodes.
-    :param spread: a of ``a sinh t``: nodes are about equally far apart within a sds of the map.
+    :param spread: ``a`` in ``a sinh t``; within ``a`` sds of the map, nodes are nearly equidistant.
     :param reach: sds of the map at the outermost node.
     """
 

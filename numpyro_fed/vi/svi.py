@@ -24,9 +24,9 @@ from numpyro_fed.vi.setup import Setup
 class SFVI(FederatedVI):
     """Structured federated variational inference, in the shape of :class:`numpyro.infer.SVI`.
 
-    Law: q of the guide at the optimum of the bound. With ``num_local_particles`` K > 1 this is the
-    importance-weighted bound inside each unit; draws of the local latents are then resampled with
-    the same weights (:func:`~numpyro_fed.to_inference_data`).
+    Law: q of the guide at the optimum of the bound. With ``num_local_particles`` K > 1 the bound is
+    importance-weighted inside each unit, and its weights resample draws of the local latents
+    (:func:`~numpyro_fed.to_inference_data`).
 
     Bias: that of the family. K = 1 can be more than a posterior sd off on hierarchical models with
     few rows a unit, whatever the optimizer.
@@ -169,8 +169,8 @@ class SFVIAvg(FederatedVI):
     ) -> None:
         if conducive:
             raise TypeError(
-                "SFVIAvg(conducive=True) is a class of its own; expected fed.ConduciveSFVI(model, "
-                "guide, ...), whose num_points was num_local_steps"
+                "conducive: expected False, got True; take fed.ConduciveSFVI(model, guide, "
+                "num_points=...)"
             )
         options = Options(
             optim, local_optim, num_particles, num_local_particles, batch_size, validate,
@@ -180,9 +180,8 @@ class SFVIAvg(FederatedVI):
         _check_gaussian(guide, "SFVI-Avg averages Gaussians", "a barycenter")
         if secure_sum and guide.global_cov != "diag":
             raise ValueError(
-                "secure_sum=True: the barycenter of the silos' covariances is no sum of them; "
-                "expected fed.ConduciveSFVI, whose approximate factors add up, a guide with "
-                'global_cov="diag", or fed.SFVI'
+                'secure_sum=True: expected a guide with global_cov="diag", fed.ConduciveSFVI or '
+                f"fed.SFVI, got global_cov={guide.global_cov!r}, whose barycenter is no sum"
             )
 
 
@@ -208,8 +207,8 @@ class ConduciveSFVI(FederatedVI):
     :param num_local_particles: as for :class:`SFVI`, in each step and at each point; without
         ``optim``, for draws of the result alone.
     :param local_optim: as for :class:`SFVI`.
-    :param batch_size: as for :class:`SFVI`, in each step; also the rows that each pair of points
-        uses, so many that all pairs together use every row.
+    :param batch_size: as for :class:`SFVI`, in each step; also the rows of each pair of points,
+        enough that all pairs together use every row.
     :param validate: as for :class:`SFVI`.
     :param secure_sum: as for :class:`SFVI`.
     :raises TypeError: as :class:`SFVI`; for a guide that is not an :class:`AutoSiloNormal`.
