@@ -33,10 +33,6 @@ if TYPE_CHECKING:
 for _variable in ("NPROC", "PJRT_NPROC"):
     os.environ.setdefault(_variable, str(max(8, os.cpu_count() or 1)))
 
-# compiler options of programs that run once or a few times. Less optimization in LLVM compiles a
-# fit's last round in two thirds of the time, and it runs as fast (`first_answer.py patients`)
-QUICKLY = {"xla_backend_optimization_level": 1}
-
 
 def enable_compilation_cache(folder: str | Path | None = None) -> Path:
     """Keep compiled programs in a folder, so that another process does not compile them again.

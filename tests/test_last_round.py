@@ -97,7 +97,7 @@ def test_nodes_that_are_too_far_apart_are_right_on_average_and_flagged(dim):
     def k(loc, scale):
         """Pareto's k of one half of the nodes over the other, chosen at random."""
         weight = jax.nn.softmax(weighed_nodes(dim, loc, scale)[1], axis=0)
-        pair = np.log(np.asarray(halves(weight, jnp.array(0)), float))
+        pair = np.log(np.asarray(halves(weight, jnp.array(0), dim), float))
         sign = np.random.default_rng(0).choice([-1, 1], pair.shape[1])
         return smoothed((pair[0] - pair[1]) * sign)[1]
 

@@ -719,6 +719,17 @@ def test_checkpoints_in_words(tmp_path):
             go_on()
 
 
+def test_a_fit_that_converges_between_checkpoints_is_kept(tmp_path, monkeypatch):
+    silos, place = over(linear_silos()), tmp_path / "fit.ckpt"
+    fit = fed.ConduciveSFVI(linear, fed.AutoSiloNormal(linear))
+    options = {"tol": 1e-2, "checkpoint": place, "checkpoint_every": 40, "progress_bar": False}
+    first = fit.run(random.key(0), 40, silos, **options)
+    assert len(first.losses) < 40
+    monkeypatch.setattr(silos, "ask_again", None)  # no round is made anew
+    again = fit.run(random.key(0), 40, silos, **options)
+    np.testing.assert_array_equal(again.losses, first.losses)
+
+
 def test_a_silos_own_latents_are_not_predicted_from_elsewhere():
     remote = over(HIERARCHY)
     svi = fed.SFVI(hierarchy, fed.AutoSiloNormal(hierarchy), optax.adam(0.05))

@@ -31,10 +31,10 @@ from vi_models import (
 )
 
 import numpyro_fed as fed
+from numpyro_fed.data.views import MAX_BATCH, systematic
 from numpyro_fed.vi import first_params, inline
 from numpyro_fed.vi.bound import silo_bound
 from numpyro_fed.vi.loop import _converged
-from numpyro_fed.vi.minibatch import systematic
 from numpyro_fed.vi.participation import Participation
 
 N = 70
@@ -391,6 +391,18 @@ def test_systematic_sampling_takes_every_row_alike_and_none_twice(total, batch):
         assert len(set(place.tolist())) == count
         hits[place] += 1
     np.testing.assert_array_equal(hits, count)
+
+
+def test_the_largest_minibatch_has_no_row_twice():
+    at, rows = jnp.asarray, 100_000
+    place = systematic(at(rows - 1), at(rows), at(MAX_BATCH), MAX_BATCH)
+    assert len(np.unique(place)) == MAX_BATCH
+    assert place.min() >= 0
+    assert place.max() < rows
+    over = systematic(at(0), at(rows), at(60_000), 60_000)  # the control: 32 bits overflow
+    assert len(np.unique(over)) < 60_000
+    with pytest.raises(ValueError, match=r"batch_size: expected at most 46,340, got 60,000"):
+        fed.SFVI(wheeze, fed.AutoSiloNormal(wheeze), optax.adam(0.01), batch_size=60_000)
 
 
 def wheeze_case():

@@ -369,6 +369,9 @@ def test_silos_of_different_structure_have_names_of_their_own() -> None:
     assert json.loads(idata.posterior.attrs["silos"]) == ["oslo", "rome", "bern"]
     closed = stats.norm.logpdf([-1, 0, 1], idata.posterior["z_1"], 0.5)
     np.testing.assert_allclose(idata.log_likelihood["proxy_1"], closed, rtol=1e-4, atol=1e-5)
+    data = {"y": None, "proxy": rows["rome"]["proxy"][:1]}
+    with pytest.raises(ValueError, match=r"silo 'rome' has 3 elements of 'rows' in the fit, got"):
+        fed.predict(proxied, idata, jax.random.key(1), data, silo="rome")
     # a silo's latents are those of the fit, not new ones
     again = fed.predict(
         proxied, idata, jax.random.key(1), {"y": None, "proxy": rows["rome"]["proxy"]}, silo="rome"

@@ -353,3 +353,21 @@ def scatter(tree: PyTree, positions: Array, mask: Array, rows: PyTree) -> PyTree
         return x.at[jnp.where(mask, positions, x.shape[0])].set(new, mode="drop")
 
     return jax.tree.map(write, tree, rows)
+
+
+# most rows of a minibatch: the square of this still fits in 32 bits
+MAX_BATCH = 46_340
+
+
+def systematic(start: Array, total: Array, count: Array | int, shown: int) -> Array:
+    """Return ``(j total + start) // count`` for j < ``shown``: a systematic sample without gaps.
+
+    Exact for ``count`` up to :data:`MAX_BATCH`.
+
+    :param start: a uniform whole number below ``total``.
+    :param total: number of rows.
+    :param count: number of rows drawn, at most ``total``.
+    :param shown: length of the result.
+    """
+    j = jnp.arange(shown)
+    return j * (total // count) + (j * (total % count) + start) // count

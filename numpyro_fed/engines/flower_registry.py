@@ -86,8 +86,12 @@ class Registry:
                     f"silos {strange} are unknown here; expected {list(self.names)}{which}"
                 )
             if time.monotonic() > end and missing:
+                nameless = dict.fromkeys(
+                    self.nameless, "it has no registered name; others have one"
+                )
                 failed = "".join(
-                    f"; node {node} failed: {reason}" for node, reason in self.failed.items()
+                    f"; node {node} failed: {reason}"
+                    for node, reason in (self.failed | nameless).items()
                 )
                 raise TimeoutError(
                     f"silos {missing} did not appear in {wait:.0f} s; there are "
@@ -120,9 +124,7 @@ class Registry:
         self.nameless = (
             {n for n, name in there.items() if not name} if any(there.values()) else set()
         )
-        self.failed |= dict.fromkeys(
-            self.nameless, "it has no registered name, and others have one"
-        )
+        self.strangers = {n: s for n, s in self.strangers.items() if n not in self.nameless}
         there = {node: name for node, name in there.items() if node not in self.nameless}
         self.nodes = {name: node for name, node in self.nodes.items() if node in there}
         for name in [

@@ -7,7 +7,7 @@ import numpy as np
 from jax import Array
 
 from numpyro_fed.data.silos import Silos
-from numpyro_fed.data.views import largest
+from numpyro_fed.data.views import MAX_BATCH, largest
 from numpyro_fed.density.factors import Factors
 from numpyro_fed.density.independence import elements_are_independent
 from numpyro_fed.density.local_map import Units
@@ -74,6 +74,8 @@ def batch_of(
             f"batch_size={size} is more than silo {small!r} has: {min(sizes)} rows of {group!r}; "
             f"expected at most {min(sizes)}, or None for all rows"
         )
+    if units is not None and size > MAX_BATCH:  # rows without latents are drawn one by one
+        raise ValueError(f"batch_size={size:,} elements of {group!r}; expected <= {MAX_BATCH:,}")
     return group, int(size)
 
 

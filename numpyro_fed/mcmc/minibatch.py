@@ -14,7 +14,7 @@ import numpy as np
 from jax import Array, random
 
 from numpyro_fed.data.silos import Silos
-from numpyro_fed.data.views import SiloView
+from numpyro_fed.data.views import SiloView, systematic
 from numpyro_fed.density.factors import Factors
 from numpyro_fed.rounds.serialization import wire_name
 
@@ -73,8 +73,7 @@ def find_members(factors: Factors, silos: Silos, group: str) -> dict[str, Member
 def pick_elements(key: Array, length: int, size: int, total: Array) -> Array:
     """Draw elements for ``length`` steps, numbered within the silo, ``(length, size)``."""
     start = random.randint(key, (length, 1), 0, total)
-    j = jnp.arange(size)
-    return j * (total // size) + (j * (total % size) + start) // size
+    return systematic(start, total, size, size)
 
 
 def rows_of(

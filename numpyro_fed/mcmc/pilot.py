@@ -131,18 +131,6 @@ def _length(config: LangevinConfig) -> int:
     return 2 if still else 2 * max(1, min(config.num_local_steps, _LONGEST) // 2)
 
 
-def cost(config: LangevinConfig, tuning: Tuning) -> Cost:
-    """Return the pilot's cost for each silo.
-
-    A silo receives the draws of theta, and sends two means of e and its norms for each draw.
-    """
-    item = tuning.loc.dtype.itemsize
-    steps = _length(config) + (0 if config.units is None else _WARM)
-    passes = 2 if config.cut else 1
-    up = NUM_DRAWS * (2 * config.factors.dim + _length(config)) * item
-    return Cost(1, NUM_DRAWS * steps, NUM_DRAWS * config.factors.dim * item, up).times(passes)
-
-
 class Rule(NamedTuple):
     """Choices that the pilot makes.
 
@@ -154,6 +142,19 @@ class Rule(NamedTuple):
     bias_target: float | None
     selection: bool
     noise_correction: bool
+
+
+def cost(config: LangevinConfig, tuning: Tuning, rule: Rule) -> Cost:
+    """Return the pilot's cost for each silo.
+
+    A silo receives the draws of theta, and sends two means of e and its norms for each draw.
+    """
+    item = tuning.loc.dtype.itemsize
+    steps = _length(config) + (0 if config.units is None else _WARM)
+    walks = int(config.cut or rule.selection) + int(config.schedule is None)
+    gradients = NUM_DRAWS * steps * (1 if tuning.anchor is None else 2)
+    up = NUM_DRAWS * (2 * config.factors.dim + _length(config)) * item
+    return Cost(1, gradients, NUM_DRAWS * config.factors.dim * item, up).times(walks)
 
 
 def choose_step_size(

@@ -162,8 +162,11 @@ class RemoteMCMC(MCMC):
             step = partial(self._round, silos=silos, fields=fields)
             run, error = drive(run, step, num_rounds, slots=slots, progress_bar=self.progress_bar)
             num_draws = run.made - self.num_warmup
+            if error is not None and num_draws <= 0:
+                self._free(run, silos)
+                raise error
             if error is not None:
-                self._say_interrupted(num_draws, error)
+                _say_interrupted(num_draws, error)
             states = {  # an interrupted round may have left a draw behind
                 f: jax.tree.map(
                     lambda *x: jnp.asarray(np.stack(x, 1)), *run.record["draws"][f][:num_draws]
@@ -175,10 +178,14 @@ class RemoteMCMC(MCMC):
             )(states["z"])
             fill_mcmc(self, states, run.state, (silos,))
             self._say_who_failed(run, silos)
-            if not self._checkpoint.place:
-                used = [*run.slots.reshape(-1).tolist(), *run.record["told"]]
-                with suppress(Exception):  # a broken carrier must not lose the draws
-                    silos.carrier.forget(used, now=True)
+            self._free(run, silos)
+
+    def _free(self, run: Run, silos: RemoteSilos) -> None:
+        """Have silos forget the run's slots, unless a checkpoint names them."""
+        if not self._checkpoint.place:
+            used = [*run.slots.reshape(-1).tolist(), *run.record["told"]]
+            with suppress(Exception):  # a broken carrier must not lose the draws
+                silos.carrier.forget(used, now=True)
 
     def warmup(self, *args: object, **kwargs: object) -> None:
         """Raise an error, since the warm-up is part of :meth:`run`."""
@@ -243,13 +250,6 @@ class RemoteMCMC(MCMC):
         record = {**first.record, "draws": saved["draws"], "bad": saved["bad"]}
         return Run(saved["state"]._replace(**numbers), saved["slots"], saved["made"], record)
 
-    def _say_interrupted(self, num_draws: int, error: BaseException) -> None:
-        """Warn of an error after the first draw; raise one before it."""
-        if num_draws <= 0:
-            raise error
-        why = "" if isinstance(error, KeyboardInterrupt) else f" ({type(error).__name__}: {error})"
-        warnings.warn(f"interrupted{why}: the first {num_draws} draws are kept", stacklevel=3)
-
     def _say_who_failed(self, run: Run, silos: RemoteSilos) -> None:
         for (n, what), times in sorted(Counter(run.record["bad"]).items()):
             warnings.warn(
@@ -280,3 +280,8 @@ _KERNEL_FIELDS = ("tuning", "mixing")  # fields of a state that hold the kernel'
 def _without_kernel(state: PyTree) -> PyTree:
     """Return the state without the kernel's numbers, which a continued run computes anew."""
     return state._replace(**dict.fromkeys(set(_KERNEL_FIELDS) & set(state._fields)))
+
+
+def _say_interrupted(num_draws: int, error: BaseException) -> None:
+    why = "" if isinstance(error, KeyboardInterrupt) else f" ({type(error).__name__}: {error})"
+    warnings.warn(f"interrupted{why}: the first {num_draws} draws are kept", stacklevel=3)

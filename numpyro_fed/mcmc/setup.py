@@ -124,12 +124,12 @@ def _step_size(
         return tuning._replace(inflation=jnp.asarray(inflation, tuning.loc.dtype)), Cost()
     if options.step.preconditioner is None:
         return tuning, Cost()
-    cost = pilot.cost(config, tuning)
     rule = pilot.Rule(
         options.step.bias_target if options.step.size == "auto" else None,
         isinstance(options.selection, str) and options.selection == "auto",
         options.step.noise_correction,
     )
+    cost = pilot.cost(config, tuning, rule)
     return pilot.choose_step_size(config, tuning, silos, rule), cost
 
 

@@ -101,7 +101,7 @@ class Diagnosis:
             return "The run is sound by its checks."
         lines = [
             f"{check}: {row['value']:.3g} ({row['where'] or 'all'}; accepted: {row['limit']}). "
-            f"{_MENDS[str(check)].capitalize()}."
+            f"{(mend := _MENDS[str(check)])[0].upper()}{mend[1:]}."
             for check, row in bad.iterrows()
         ]
         head = "The run is unsound" if self.verdict == "unsound" else "Too few draws to tell"
@@ -323,6 +323,8 @@ def _by_round(
 
 
 def _noise(mcmc: MCMC, kernel: LangevinKernel, fields: dict[str, np.ndarray]) -> list[tuple]:
+    if mcmc.thinning > 1 and kernel.config.num_kept > 1:  # a draw is not of a whole round
+        return []
     residual, silo = _by_round(mcmc, kernel, fields)
     tuning, steps = kernel.tuning, kernel.config.num_local_steps
     f = np.asarray(tuning.selection, float)

@@ -168,10 +168,14 @@ def _check_positions(data: Mapping[str, Column], index: Mapping[str, list[str]])
 def _check_sizes(
     model: Callable, data: Mapping[str, Column], plates: Mapping[str, np.ndarray], silo: str
 ) -> None:
-    """Raise for a plate with latents in the fit and another number of elements in the data."""
+    """Raise for a plate with latents in the fit and another number of elements in the data.
+
+    Where silos have several structures, plates end in their number.
+    """
     for name, site in trace(seed(model, random.key(0))).get_trace(**data).items():
-        if site["type"] == "plate" and name in plates:
-            expected, got = int((plates[name] == silo).sum()), site["args"][0]
+        own = [of == silo for key, of in plates.items() if name in (key, key.rpartition("_")[0])]
+        if site["type"] == "plate" and any(mask.any() for mask in own):
+            expected, got = int(sum(mask.sum() for mask in own)), site["args"][0]
             if got != expected:
                 raise ValueError(
                     f"silo {silo!r} has {expected} elements of {name!r} in the fit, got data with "

@@ -76,7 +76,7 @@ def vi_inference_data(
         draws = draw(config, params, local, setup.stacks, totals, key, num, stretched)
     weight, k, judged = _judged(config, draws, stretched)
     if resample:
-        chosen = _chosen(weight, num_draws, random.fold_in(key, 1))
+        chosen = _chosen(weight, num_draws, random.fold_in(key, num))
         draws = jax.jit(gather)(draws, chosen)
     suffixes = [config.suffix(i) for i in range(len(setup.parts))]
     pieces = [
@@ -235,7 +235,7 @@ def _told(setup: Setup, params: dict, draws: Draws, result: VIResult) -> Facts:
     told |= {"learned": json.dumps(arrays), "networks": json.dumps(networks)}
     if setup.remote:
         told["remote"] = json.dumps([s.name for s in config.factors.local_sites])
-    elif config.num_local_particles > 1:
+    elif config.num_local_particles > 1 or any(np.any(x) for x in draws.ratios):
         told |= _worst_unit(config, draws.ratios, setup.parts)
     if result.privacy is not None:
         told |= {"privacy": str(result.privacy), "privacy_error": result.privacy.error}

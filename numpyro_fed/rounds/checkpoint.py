@@ -42,9 +42,12 @@ class Checkpoint:
         """
         return nullcontext() if self.place is None else locked(self.place)
 
-    def due(self, made: int, total: int) -> bool:
-        """Return whether the file is due after ``made`` of ``total`` rounds."""
-        return self.place is not None and (made % self.every == 0 or made == total)
+    def due(self, made: int, last: bool) -> bool:
+        """Return whether the file is due after ``made`` rounds.
+
+        :param last: whether the run ends with them.
+        """
+        return self.place is not None and (made % self.every == 0 or last)
 
     def save(self, values: Values, carrier: Carrier) -> bool:
         """Write the state of a run and the position of its carrier.

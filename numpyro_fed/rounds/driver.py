@@ -91,19 +91,19 @@ class Slots:
             self.carrier.forget(list(range(first, self.carrier.next_slot)))
             raise
 
-    def keep(self, before: Run, run: Run, first: int, total: int) -> None:
+    def keep(self, before: Run, run: Run, first: int, last: bool) -> None:
         """Write a checkpoint if one is due, and have silos forget the spent slots.
 
         :param before: the run before the round.
         :param run: the run after it.
         :param first: the first slot that the round may have written.
-        :param total: number of rounds in all.
+        :param last: whether the run ends with this round.
         """
         changed = before.slots != run.slots
         lost = set(range(first, self.carrier.next_slot)).difference(run.slots[changed].tolist())
         spent = [*before.slots[changed].tolist(), *sorted(lost)]
         self._spent += [slot for slot in spent if slot >= self._first]
-        if run.made > before.made and self.checkpoint.due(run.made, total):
+        if run.made > before.made and self.checkpoint.due(run.made, last):
             values = {"state": self.shorten(run.state), "slots": run.slots, "made": run.made}
             values |= {**run.record, "spent": self._spent, **self.facts}
             if self.checkpoint.save(values, self.carrier):
@@ -139,7 +139,8 @@ def drive(
             try:
                 with slots.writing() as first:
                     run = step(before)
-                slots.keep(before, run, first, total)
+                last = run.made >= total or run.stopped is not None or ended(run)
+                slots.keep(before, run, first, last)
             except (KeyboardInterrupt, Exception) as error:
                 return run, error
             bar.update(run.made - before.made)

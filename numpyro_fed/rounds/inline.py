@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 from jax import Array, random
 
-from numpyro_fed._compat import QUICKLY
 from numpyro_fed._typing import PyTree
 from numpyro_fed.data.silos import Silos
 from numpyro_fed.data.views import SiloRows, SiloView, gather, largest, scatter, sweep
@@ -38,7 +37,7 @@ def ask_all(
     return _ask_here(local, key, message, silo_states, silos, group)
 
 
-@partial(jax.jit, static_argnames=("local", "group"), compiler_options=QUICKLY)
+@partial(jax.jit, static_argnames=("local", "group"))
 def _ask_here(
     local: SiloTask,
     key: Array,

@@ -25,7 +25,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax, random
 
-from numpyro_fed._compat import QUICKLY
 from numpyro_fed._typing import PyTree
 from numpyro_fed.data.views import SiloRows, SiloView, to_pooled_order
 from numpyro_fed.density.nested import NestedUnits
@@ -41,6 +40,7 @@ from numpyro_fed.vi.proposals import (
     halves,
     has_nodes,
     nodes_at,
+    num_nodes,
     stretched_normal,
     wider_candidates,
 )
@@ -48,6 +48,9 @@ from numpyro_fed.vi.proposals import (
 # sds of q at which a stretched draw's u is clipped for the local maps: the outermost of the 256
 # points to which these are fitted
 _REACH = 3.0
+# less optimization in LLVM: the program runs once, compiles in two thirds of the time, and runs as
+# fast (`first_answer.py patients`)
+_QUICKLY = {"xla_backend_optimization_level": 1}
 _NUMBERS_AT_ONCE = 1 << 22  # latents' candidates evaluated together: 16 MiB in float32
 
 
@@ -140,7 +143,8 @@ class EstimateLocal(FitTask):
                 config, self.stretched, context, learned, at.key_local, at.key_choice, rows, own
             )[0]
 
-        units = sum(x.size for x in jax.tree.leaves(own)) * config.num_local_particles
+        many = _num_candidates(config, self.stretched, rows)
+        units = sum(x.size for x in jax.tree.leaves(own)) * many
         numbers = units + max(n for _, n in rows.pad)
         return lax.map(one, told, batch_size=at_once(len(told.log_weight), numbers)), None
 
@@ -199,7 +203,7 @@ def draw_remote(
 
 
 @partial(
-    jax.jit, static_argnames=("config", "totals", "num", "stretched"), compiler_options=QUICKLY
+    jax.jit, static_argnames=("config", "totals", "num", "stretched"), compiler_options=_QUICKLY
 )
 def draw(
     config: FitConfig,
@@ -249,7 +253,10 @@ def draw(
                 latents[rows.part][site] = to_pooled_order(out, rows, group, x)
         return Draws(theta, latents, log_weight, ratios)
 
-    units = sum(x.size for x in jax.tree.leaves(local)) * config.num_local_particles
+    units = sum(
+        sum(x.size for x in jax.tree.leaves(own)) * _num_candidates(config, stretched, rows)
+        for rows, own in zip(stacks, local, strict=True)
+    )
     numbers = units + sum(len(rows.number) * max(n for _, n in rows.pad) for rows in stacks)
     return lax.map(one, random.split(key, num), batch_size=at_once(num, numbers))
 
@@ -264,6 +271,15 @@ def at_once(num: int, numbers: int) -> int:
     """
     most = max(1, min(num, _NUMBERS_AT_ONCE // max(numbers, 1)))
     return next((n for n in range(most, most // 2, -1) if num % n == 0), most)
+
+
+def _num_candidates(config: FitConfig, widened: bool, rows: SiloRows) -> int:
+    """Return the number of candidates of a unit: that of its nodes, if it has nodes."""
+    family = config.families[rows.part]
+    units = family.units(rows) if widened and family.has_local else None
+    if units is None or isinstance(units, NestedUnits) or not has_nodes(units.dim):
+        return config.num_local_particles
+    return num_nodes(units.dim)
 
 
 def _num_units(config: FitConfig, part: int, stacks: list[SiloRows], totals: tuple) -> int:
@@ -328,7 +344,7 @@ def _candidate(
     which, axis = random.uniform(random.fold_in(key, 2), (2,))
     judged = log_weight
     if by_nodes:  # a single node's weight is not meant to be even
-        judged = jnp.log(halves(weight, (axis * units.dim).astype(int)))
+        judged = jnp.log(halves(weight, (axis * units.dim).astype(int), units.dim))
     ratio = _over_the_others(judged, (which * len(judged)).astype(int))
     return value + rest.mean(), units.to_sites(z[chosen, jnp.arange(z.shape[1])]), ratio
 

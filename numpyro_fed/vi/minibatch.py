@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import Array, random
 
 from numpyro_fed._typing import PyTree
-from numpyro_fed.data.views import SiloRows, gather
+from numpyro_fed.data.views import SiloRows, gather, systematic
 from numpyro_fed.vi.guides.family import Family
 
 
@@ -35,12 +35,6 @@ class Batch:
     scale: Array | float
     take: Callable[[PyTree], PyTree]
     put: Callable[[PyTree, PyTree], PyTree]
-
-
-def systematic(start: Array, total: Array, count: Array, shown: int) -> Array:
-    """Return ``(j total + start) // count`` for j < ``shown``, exactly (``count`` below 46,000)."""
-    j = jnp.arange(shown)
-    return j * (total // count) + (j * (total % count) + start) // count
 
 
 def whole(rows: SiloRows) -> Batch:

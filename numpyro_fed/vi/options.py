@@ -8,6 +8,7 @@ import numpy as np
 import optax
 
 from numpyro_fed._typing import PyTree
+from numpyro_fed.data.views import MAX_BATCH
 from numpyro_fed.privacy.differential import Privacy
 
 
@@ -61,6 +62,8 @@ class Options:
             whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
             if not (whole and value >= 1):
                 raise ValueError(f"{name}: expected a whole number >= 1, got {value!r}")
+        if self.batch_size is not None and self.batch_size > MAX_BATCH:
+            raise ValueError(f"batch_size: expected at most {MAX_BATCH:,}, got {self.batch_size:,}")
         if self.privacy is not None and not isinstance(self.privacy, Privacy):
             raise TypeError(
                 f"privacy: expected fed.Privacy(...) or None, got {type(self.privacy).__name__}"

@@ -93,6 +93,11 @@ def has_nodes(dim: int) -> bool:
     return dim in _RULES
 
 
+def num_nodes(dim: int) -> int:
+    """Return the number of nodes of units of so many latents."""
+    return _RULES[dim].side ** dim
+
+
 def nodes_at(shift: Array, owned: Array) -> tuple[Array, Array]:
     """Return nodes with a random shift as candidates.
 
@@ -114,16 +119,16 @@ def nodes_at(shift: Array, owned: Array) -> tuple[Array, Array]:
     return jnp.where(owned, eps, 0.0), jnp.where(owned, log_ratio, 0.0).sum(-1)
 
 
-def halves(weight: Array, axis: Array) -> Array:
+def halves(weight: Array, axis: Array, dim: int) -> Array:
     """Return the shares of every other node along one axis, and of the others, ``(2, E)``.
 
     Both halves estimate the same integral, from twice the distance between nodes. A share of zero
     is the least positive number.
 
     :param weight: normalized weights of the nodes ``(K, E)``.
-    :param axis: the axis, a whole number below the units' dimension.
+    :param axis: the axis, a whole number below ``dim``.
+    :param dim: number of latents of a unit.
     """
-    dim = next(k for k, rule in _RULES.items() if rule.side**k == len(weight))
     odd = jnp.asarray(_index(dim) % 2, weight.dtype)[:, axis]
     return jnp.maximum(jnp.stack([odd, 1 - odd]) @ weight, jnp.finfo(weight.dtype).tiny)
 

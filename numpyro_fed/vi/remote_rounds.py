@@ -27,7 +27,7 @@ from numpyro_fed.data.views import SiloRows
 from numpyro_fed.privacy.secure_sum import opened
 from numpyro_fed.rounds.checkpoint import Checkpoint
 from numpyro_fed.rounds.driver import Run, Slots
-from numpyro_fed.rounds.federated import Cost, Ledger, message_bytes
+from numpyro_fed.rounds.federated import LARGEST_FINITE, Cost, Ledger, message_bytes
 from numpyro_fed.rounds.inline import key_among
 from numpyro_fed.rounds.remote import RemoteSilos
 from numpyro_fed.rounds.worker import Call
@@ -38,12 +38,10 @@ from numpyro_fed.vi.participation import Participation, drawn
 from numpyro_fed.vi.remote import InitLocal, RemoteStates, RoundLocal
 from numpyro_fed.vi.setup import Setup
 
-_LARGEST = 1e18  # of a reply's numbers: optimizers square them, in float32
-
 
 def _bounded(x: np.ndarray) -> np.ndarray:
     """Return numbers, with NaN in the place of those that are absurdly large."""
-    return np.where(np.abs(x) > _LARGEST, np.nan, x) if x.dtype.kind == "f" else x
+    return np.where(np.abs(x) > LARGEST_FINITE, np.nan, x) if x.dtype.kind == "f" else x
 
 
 @partial(jax.jit, static_argnames=("federated", "config", "who"))

@@ -126,7 +126,7 @@ def until_enough(mcmc: MCMC, args: tuple, kwargs: dict, sites: tuple[str, ...]) 
 def answer(name: str, method: str) -> None:
     """Answer once, and print what it took."""
     model, silos, sites, accept = problem_of(name)
-    totals, seconds = dict.fromkeys(EVENTS.values(), 0.0) | {"programs": 0}, []
+    totals = dict.fromkeys(EVENTS.values(), 0.0) | {"programs": 0}
 
     def heard(event: str, duration: float, **_: Any) -> None:
         if event in EVENTS:
@@ -149,8 +149,7 @@ def answer(name: str, method: str) -> None:
         what = until_enough(mcmc, (silos,), {}, sites)
     else:
         what = fed.fit(model, silos, progress_bar=False).posterior.attrs["verdict"]
-    seconds.append(time.perf_counter() - start)
-    print(json.dumps({**totals, "seconds": seconds[0], "what": what}))
+    print(json.dumps({**totals, "seconds": time.perf_counter() - start, "what": what}))
     if method == "fit":
         totals |= dict.fromkeys(totals, 0)
         start = time.perf_counter()
