@@ -93,9 +93,10 @@ def test_draws_are_those_of_mcmc(kernel, silos):
     same_draws(ours, theirs, 1e-5)
     fields, expected = (m.get_extra_fields(group_by_chain=True) for m in (ours, theirs))
     np.testing.assert_array_equal(fields["silo"], expected["silo"])
-    np.testing.assert_allclose(
-        fields["local_accept_prob"], expected["local_accept_prob"], atol=1e-4
-    )
+    known = expected["local_accept_prob"]
+    if ours.sampler.config.units is not None:  # how many rows' latents moved stays in the silo
+        known = np.full_like(known, np.nan)
+    np.testing.assert_allclose(fields["local_accept_prob"], known, atol=1e-4)
     assert repr(ours.sampler.ledger(ours.last_state)) == repr(
         theirs.sampler.ledger(theirs.last_state)
     )

@@ -155,10 +155,8 @@ def test_first_latents_of_silos_in_several_stacks(monkeypatch):
     ours.run(random.key(0), fed.RemoteSilos(silos, fed.Loopback(silos)))
     assert len(kernels[0]._rows(silos)) > 1
     same_draws(ours, theirs)
-    fields, expected = (
-        m.get_extra_fields(group_by_chain=True)["local_accept_prob"] for m in (ours, theirs)
-    )
-    np.testing.assert_allclose(fields, expected, atol=1e-4)
+    accepted = ours.get_extra_fields()["local_accept_prob"]  # with latents it stays in the silos
+    assert (np.isnan(accepted) if kernels[1].config.units else accepted == 1).all()
 
 
 def test_draws_over_bytes_are_those_without(tmp_path):

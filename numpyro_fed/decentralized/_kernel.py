@@ -292,7 +292,7 @@ class NetworkKernel(FederatedKernel):
         and the curvature measurements of ``"adaptive"``, count as if there were a server. Gradients
         are those of the node's part of the potential. A Hessian-vector product counts as one
         gradient, and Metropolis moves do not count. With remote silos, in each step a node's
-        position goes down, and its gradient and the acceptance of its moves go up.
+        position goes down, and its gradient goes up.
 
         :param state: the state up to which to count, for example ``mcmc.last_state``.
         :raises ValueError: before the kernel has run.

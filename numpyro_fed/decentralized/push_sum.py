@@ -67,7 +67,7 @@ class PushSumLangevin(NetworkKernel):
     the stiffest direction, if silos are alike. Where links fail it is a guide only
     (``graph.added_variance()``). Fields of ``sample_stats``: ``consensus_error``, the squared
     distance of a node from the average in unconstrained space; ``push_sum_weight``; ``step_size``;
-    ``local_accept_prob``.
+    ``local_accept_prob`` (NaN for remote silos with latents).
 
     **What leaves a silo.** In each step, to each out-neighbor: its share of X and Y, d + 1 numbers
     (with tracking 2 d + 1). Under ``"adaptive"``, in warm-up, all nodes receive the average of X

@@ -28,6 +28,7 @@ from numpyro_fed.decentralized.nodes import node_step
 from numpyro_fed.mcmc.config import KernelTask, NetworkConfig, NodeConfig, Tuning
 from numpyro_fed.mcmc.remote_chains import RemoteSteps, remote_steps
 from numpyro_fed.rounds.driver import Run
+from numpyro_fed.rounds.federated import LARGEST_FINITE
 from numpyro_fed.rounds.remote import RemoteSilos
 from numpyro_fed.rounds.worker import Call, rows_of
 
@@ -73,15 +74,12 @@ class NodeLocal(KernelTask):
     """Call that makes a node's part of a step, at the position ``(d,)`` in the message.
 
     It runs :func:`numpyro_fed.decentralized.nodes.node_step`. What leaves the silo: its gradient
-    ``(d,)``, in whitened units, and the mean acceptance of its local moves.
+    ``(d,)``, in whitened units.
     """
 
     wire_name = "NodeLocal"
-    leaves = (
-        "The silo sends the gradient of its part of the potential at its node's position, and "
-        "the mean acceptance of its local moves"
-    )
-    numbers = "d + 1 numbers in each step of each network"
+    leaves = "The silo sends the gradient of its part of the potential at its node's position"
+    numbers = "d numbers in each step of each network"
     ceiling = 1_000_000
     reads = (("TellLocal",), ("NodeStartLocal", "NodeLocal"))
 
@@ -90,13 +88,11 @@ class NodeLocal(KernelTask):
     def __call__(
         self, key: Array, message: Array, state: tuple[Tuning, Any], view: SiloView
     ) -> tuple[Any, Any]:
-        """Return gradient and acceptance, and the local latents after their moves."""
+        """Return the gradient, and the local latents after their moves."""
         tuning, latents = state
         eps, local_map = (None, None) if latents is None else latents
-        slope, eps, accepted = node_step(
-            self.config, tuning, key, rows_of(view), message, eps, local_map
-        )
-        return (slope, accepted), (None if latents is None else (eps, local_map))
+        slope, eps, _ = node_step(self.config, tuning, key, rows_of(view), message, eps, local_map)
+        return slope, (None if latents is None else (eps, local_map))
 
 
 def _check(kernel: NetworkKernel, silos: RemoteSilos, num_chains: int) -> None:
@@ -150,7 +146,8 @@ def _step(kernel: NetworkKernel, run: Run, silos: RemoteSilos) -> Run:
     """Make one step of every network.
 
     Nodes store new latents beside the old ones; the new ones count if their network's step does. A
-    step with numbers that are not finite is undone.
+    step with numbers that are not finite, or beyond 1e18, is undone. How many local moves were
+    accepted stays in the silos.
 
     :raises SiloError: with the names of silos that did not answer five calls, since a network's
         step needs all gradients.
@@ -165,14 +162,17 @@ def _step(kernel: NetworkKernel, run: Run, silos: RemoteSilos) -> Run:
         )
         calls.append(Call(c % m, local, keys[c // m], position, (tuning_slots[c % m], old), new))
     replies, _ = silos.ask_again(calls)
-    slope, accepted = (np.stack(x) for x in zip(*replies, strict=True))
-    shape = sent.position.shape
+    slope, shape = np.stack(replies), sent.position.shape
+    absurd = ~(np.abs(slope) < LARGEST_FINITE).all(1)  # or NaN
+    slope[absurd] = np.nan
+    faults = [(c % m, "gradients that are NaN or beyond 1e18") for c in np.flatnonzero(absurd)]
+    accepted = np.full(shape[:2], np.nan if config.units is not None else 1.0, slope.dtype)
     # NumPy stacks without programs to dispatch
-    state = _arrive(config, run.state, sent, slope.reshape(shape), accepted.reshape(shape[:2]))
+    state = _arrive(config, run.state, sent, slope.reshape(shape), accepted)
     if config.units is not None:
         written = np.array([[call.write] for call in calls])
         slots = np.where(np.asarray(state.diverging)[:, None], slots, written)
-    return run.after(state, slots)
+    return run.after(state, slots, bad=[*run.record["bad"], *faults])
 
 
 def _facts(kernel: NetworkKernel) -> Facts:

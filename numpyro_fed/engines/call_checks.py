@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from numpyro_fed._typing import PyTree
+from numpyro_fed.density.bounded_features import num_features
 from numpyro_fed.density.factors import Factors
 from numpyro_fed.density.local_map import Units
 from numpyro_fed.engines.limits import (
@@ -141,6 +142,12 @@ class CallChecks:
                 f"the message of {kind} has not {factors.dim} dimensions everywhere; expected "
                 "those of its model"
             )
+        bare = call.local.fit_config is None and not isinstance(call.message, Message)
+        if bare and (shape := self._odd_shape(call.message)) is not None:
+            raise Refusal(
+                f"the message of {kind} has an array of shape {shape}; expected those of "
+                f"{self._dim} dimensions and {len(self.worker.silos)} silos"
+            )
         if kind == "PilotLocal" and len(call.message[1]) > MAX_WALKS:
             raise Refusal(
                 f"it is asked for {len(call.message[1]):,} walks; expected at most {MAX_WALKS}"
@@ -155,7 +162,9 @@ class CallChecks:
         wide = jax.tree.map(lambda slot: self.kept[slot].wide, call.read)
         key = (call.local, str((spec, wide)))
         if key not in self._grows:
-            self._compiled((*key, self.worker.pad, jax.tree.structure(self.worker.silos)))
+            count_program(
+                self.programs, (*key, self.worker.pad, jax.tree.structure(self.worker.silos))
+            )
             now = self.worker.type_of(call.local, spec, types_of(state))[0]
             then, new = self.wide.type_of(wider(), spec, wide)
             pairs = zip(jax.tree.leaves(then), jax.tree.leaves(now), strict=True)
@@ -168,14 +177,18 @@ class CallChecks:
             self._grows[key] = new
         return self._grows[key]
 
-    def _compiled(self, program: Hashable) -> None:
-        """Count a program, which takes memory until the process ends."""
-        if program not in self.programs and len(self.programs) >= MAX_PROGRAMS:
-            raise Refusal(
-                f"it has compiled {MAX_PROGRAMS} programs for calls of other settings or shapes; "
-                "expected fewer, or a person at the silo who starts its process anew"
-            )
-        self.programs.add(program)
+    @property
+    def _dim(self) -> int:
+        return self.own["factors"].dim  # type: ignore[attr-defined]
+
+    def _odd_shape(self, message: PyTree) -> tuple[int, ...] | None:
+        """Return the shape of an array that would broadcast to sizes that no such message has."""
+        axes = {self._dim, len(self.worker.silos), num_features(self._dim)}
+        for shape in map(np.shape, jax.tree.leaves(message)):
+            wide = [n for i, n in enumerate(shape) if n not in axes and (i > 0 or n > MAX_WALKS)]
+            if wide:
+                return shape
+        return None
 
     def _settings(self, part: object) -> None:
         """Refuse settings that single out rows, or that take too much memory or time.
@@ -222,6 +235,19 @@ class CallChecks:
             raise Refusal(
                 f"it is asked with {why} that is not its own; expected calls of all its rows"
             )
+
+
+def count_program(programs: set[Hashable], program: Hashable) -> None:
+    """Count a program, which takes memory until the process ends.
+
+    :raises Refusal: if there are too many.
+    """
+    if program not in programs and len(programs) >= MAX_PROGRAMS:
+        raise Refusal(
+            f"it has compiled {MAX_PROGRAMS} programs for calls of other settings or shapes; "
+            "expected fewer, or a person at the silo who starts its process anew"
+        )
+    programs.add(program)
 
 
 def _classes(value: object) -> Iterator[str]:

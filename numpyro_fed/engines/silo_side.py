@@ -20,7 +20,14 @@ from numpyro_fed.density.fingerprint import (
     rows_hash,
     versions,
 )
-from numpyro_fed.engines.call_checks import CallChecks, KeptState, Refusal, parsed, slot_number
+from numpyro_fed.engines.call_checks import (
+    CallChecks,
+    KeptState,
+    Refusal,
+    count_program,
+    parsed,
+    slot_number,
+)
 from numpyro_fed.engines.limits import (
     MAX_CALLS,
     MAX_KEPT,
@@ -145,7 +152,7 @@ class SiloSide:
             if len(data) > MAX_MESSAGE:
                 raise Refusal(f"a message of {len(data):,} bytes; expected at most {MAX_MESSAGE:,}")
             try:
-                request = unpack(data)
+                request = unpack(data, keys=False)
             except ValueError as error:
                 raise Refusal(str(error)) from error
             answers = {"hello": self._hello, "open": self._opened, "calls": self._calls}
@@ -233,6 +240,7 @@ class SiloSide:
         :param write: whether to write the request for processes to come.
         """
         known, listed = agreed_silos(request, self.silos), pack(request["silos"])
+        count_program(self._programs, str(known.sizes))  # other sizes are other programs
         try:
             model = fingerprint(self.factors, known, self.fit)
             worker = worker_of(self.silos, self.name, known)

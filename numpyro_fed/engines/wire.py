@@ -225,7 +225,7 @@ class Wire(Carrier):
         try:
             if len(data) > most:
                 raise ValueError(f"{len(data):,} bytes, expected at most {most:,}")
-            answer = unpack(data)
+            answer = unpack(data, keys=False)
             if not isinstance(answer, dict) or not {"error", "replies"} & set(answer):
                 raise ValueError("neither replies nor an error")
             if "error" in answer:
@@ -349,7 +349,7 @@ def _all(transport: Transport, messages: dict[str, bytes]) -> dict[str, Values]:
         try:
             if len(answers[name]) > _MAX_ANSWER:
                 raise ValueError(f"{len(answers[name]):,} bytes, expected at most {_MAX_ANSWER:,}")
-            answer = unpack(answers[name])
+            answer = unpack(answers[name], keys=False)
         except ValueError as error:
             raise ValueError(f"silo {name!r} sent what is no answer: {printable(error)}") from error
         if not isinstance(answer, dict):

@@ -21,7 +21,7 @@ from numpyro_fed.density.local_map import LocalMap
 from numpyro_fed.mcmc import gradients, langevin, step_rule
 from numpyro_fed.mcmc.config import TUNING_CLASSES, KernelTask, LangevinConfig, Tuning
 from numpyro_fed.mcmc.step_rule import VisitNoise
-from numpyro_fed.rounds.federated import Cost
+from numpyro_fed.rounds.federated import LARGEST_FINITE, Cost
 from numpyro_fed.rounds.inline import ask_all
 from numpyro_fed.surrogates.score import NUM_DRAWS
 
@@ -236,7 +236,7 @@ def _walk_all(
     means = _visit_means(config, length, random.key(seed), tuning, silos)
     first, second, norms = (np.asarray(x, np.float64) for x in means)
     f = np.asarray(tuning.selection, np.float64)[:, None, None]
-    finite = np.all(np.isfinite(first) & np.isfinite(second), axis=2)
+    finite = np.all((abs(first) < LARGEST_FINITE) & (abs(second) < LARGEST_FINITE), axis=2)
     good = np.all(finite, axis=0)
     if not good.any():
         worst = int(finite.sum(1).argmin())

@@ -110,10 +110,10 @@ class VisitLocal(KernelTask):
 
     wire_name = "VisitLocal"
     leaves = (
-        "The silo sends a chain's position and count of steps after the visit, four statistics "
+        "The silo sends a chain's position and count of steps after the visit, two statistics "
         "of the visit, and the mean difference between its gradient and its surrogate's"
     )
-    numbers = "2 d + 5 numbers in each visit"
+    numbers = "2 d + 3 numbers in each visit"
     ceiling = 1_000_000
     message_classes = ("Chain",)
     reads = (("TellLocal",), ("StartLocal", "VisitLocal"))
@@ -123,9 +123,16 @@ class VisitLocal(KernelTask):
     def __call__(
         self, key: Array, message: Chain, state: tuple[Tuning, Any], view: SiloView
     ) -> tuple[Any, Any]:
-        """Return the chain after its local steps, and its coordinates of the silo's latents."""
+        """Return the chain after its local steps, and its coordinates of the silo's latents.
+
+        Shares of latents that moved stay in the silo. At positions of the server's choice they
+        count the rows whose values lie beyond a threshold.
+        """
         tuning, latents = state
-        return federated(self.config, tuning).local(key, message, latents, view)
+        (chain, stats), kept = federated(self.config, tuning).local(key, message, latents, view)
+        if self.config.units is not None:
+            stats = stats._replace(accept_prob=jnp.nan, stuck=jnp.nan)
+        return (chain, jax.tree.map(jnp.asarray, stats)), kept
 
 
 @partial(jax.jit, static_argnames=("config", "num_silos"))

@@ -32,9 +32,9 @@ class LangevinState(NamedTuple):
     :param cut_rate: fraction of the round's steps whose conducive residual was cut (0 for an undone
         round).
     :param local_accept_prob: mean acceptance of the local latents' moves (1 without any; about 0.95
-        where the local map is exact).
+        where the local map is exact; NaN for remote silos).
     :param local_stuck: fraction of the silo's local latents that did not move in this round, at the
-        level with the largest fraction.
+        level with the largest fraction; NaN for remote silos.
     :param residual: mean of e over this round's steps, in whitened coordinates, ``(d,)``. It is
         what the visited silo's surrogate lacks; ``None`` without surrogates or without a
         preconditioner.

@@ -259,7 +259,8 @@ def _guards(kernel: LangevinKernel, fields: dict[str, np.ndarray]) -> list[tuple
         out.append(
             by_chain("steps cut", fields["cut_rate"].mean(1), MOST_CUT * min(1.0, _REST / reach))
         )
-    if kernel.config.units is not None:
+    # remote silos do not say how many latents moved
+    if kernel.config.units is not None and np.isfinite(fields["local_stuck"]).any():
         silo, stuck = fields["silo"].ravel(), fields["local_stuck"].ravel()
         share = np.array(
             [

@@ -26,8 +26,9 @@ _MARK = b"fed2"
 _CHECKSUM = 16  # bytes
 _START = len(_MARK) + _CHECKSUM + 8  # where the text begins
 _MAX_TEXT = 8 << 20  # bytes; parsing a text of numbers takes some ten times as much memory
-# of a message: JAX compiles a program for each shape, which took an attacked silo 15 s
-_MAX_KEY_SHAPES = 8
+# of random keys in a process: JAX compiles a program for each, of 10 MiB, which stays
+_MAX_KEY_SHAPES = 16
+_KEY_SHAPES: set[tuple[int, ...]] = set()
 WIRE_DTYPES = (
     *("bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"),
     *("float16", "float32", "float64", "complex64", "complex128"),
@@ -115,10 +116,11 @@ def outline(value: object, own: Mapping[str, Hashable] | None = None) -> Json:
     return _described(value, _by_value(own), [])
 
 
-def unpack(data: bytes, own: Mapping[str, Hashable] | None = None) -> Any:
+def unpack(data: bytes, own: Mapping[str, Hashable] | None = None, keys: bool = True) -> Any:
     """Return the value that :func:`pack` turned into bytes, with NumPy's arrays.
 
     :param own: objects for the names in the bytes.
+    :param keys: whether random keys may be in it. JAX compiles a program for each of their shapes.
     :raises ValueError: for other bytes.
     """
     if len(data) < _START or data[: len(_MARK)] != _MARK:
@@ -139,7 +141,7 @@ def unpack(data: bytes, own: Mapping[str, Hashable] | None = None) -> Any:
         tree = json.loads(data[_START:stop])
     except (ValueError, RecursionError) as error:  # ValueError: also of UnicodeDecodeError
         raise ValueError("a packed value's text is no JSON") from error
-    reader = _Reader(data, stop, own or {})
+    reader = _Reader(data, stop, own or {}, keys)
     try:
         value = reader.value(tree)
     except (
@@ -224,9 +226,8 @@ def _hashable(value: object) -> TypeGuard[Hashable]:
 class _Reader:
     """Reader of values, in the order in which they were written."""
 
-    def __init__(self, data: bytes, place: int, own: Mapping[str, Hashable]) -> None:
-        self.data, self.place, self.own = data, place, own
-        self.key_shapes: set[tuple[int, ...]] = set()
+    def __init__(self, data: bytes, place: int, own: Mapping[str, Hashable], keys: bool) -> None:
+        self.data, self.place, self.own, self.keys = data, place, own, keys
 
     def value(self, tree: Any) -> Any:
         if not isinstance(tree, dict):
@@ -281,12 +282,13 @@ class _Reader:
         words = self.value(data)
         if impl not in _KEYS or not isinstance(words, np.ndarray) or words.dtype != np.uint32:
             raise ValueError("a packed random key is not valid; expected words of uint32")
-        self.key_shapes.add(words.shape)  # JAX compiles a program for each
-        if words.size == 0 or words.ndim > 3 or len(self.key_shapes) > _MAX_KEY_SHAPES:
+        shapes = _KEY_SHAPES | {words.shape}
+        if not self.keys or words.size == 0 or words.ndim > 3 or len(shapes) > _MAX_KEY_SHAPES:
             raise ValueError(
-                f"packed random keys are of {len(self.key_shapes)} shapes, one of them "
-                f"{words.shape}; expected at most {_MAX_KEY_SHAPES}, none of them empty"
+                f"packed random keys of shape {words.shape}, after {len(_KEY_SHAPES)} others; "
+                f"expected at most {_MAX_KEY_SHAPES} shapes in a process, and none in replies"
             )
+        _KEY_SHAPES.add(words.shape)
         return random.wrap_key_data(jax.numpy.asarray(words), impl=impl)
 
     def _instance(self, name: Json, fields: Json) -> Any:
