@@ -305,9 +305,9 @@ class NetworkKernel(FederatedKernel):
         if state.adaptation is not None:
             once += look_cost(state.adaptation, self._config.factors.dim)
         if isinstance(self._prepared_for, RemoteSilos):
-            steps, numbers = int(state.i) * networks, self._config.factors.dim
-            size = self._tuning.loc.dtype.itemsize
-            costs = [once + Cost(0, 0, steps * size * numbers, steps * size * (numbers + 1))] * m
+            size = int(state.i) * networks * self._config.factors.dim
+            size *= self._tuning.loc.dtype.itemsize
+            costs = [once + Cost(0, 0, size, size)] * m
             return Ledger(self._prepared_for.names, *zip(*costs, strict=True))
         sent, received = (
             np.asarray(x, np.int64).reshape(networks, m).sum(0) * message
