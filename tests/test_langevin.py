@@ -398,7 +398,7 @@ def test_ledger_counts_rounds_gradients_and_bytes():
         "rounds": 1,
         "gradient_evaluations": 5,
         "bytes_down": 8 + 4,
-        "bytes_up": 8 + 4 + 16 + 8,
+        "bytes_up": 8 + 4 + 5 + 8,
     }.items():
         gained = np.subtract(getattr(ledger, field), getattr(before, field))
         np.testing.assert_array_equal(gained, visits * each)

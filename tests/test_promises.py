@@ -1138,12 +1138,13 @@ def test_a_visit_does_not_count_rows_beyond_a_threshold(tmp_path, old, monkeypat
     for c in (0.5, 1.0, 1.5):
         chain = Chain(np.array([0, limit / c], np.float32), np.int32(0))
         answer = asked(side, remote, (VisitLocal(config), key, chain, (3, 2), None))
-        _, _, _, accepted, stuck, *_ = answer["replies"][0]
-        counted.append((accepted, round(60 * float(stuck)) if old else stuck))
+        counted.append(answer["replies"][0])
     if old:
-        assert [stuck for _, stuck in counted] == [int((c < AGES).sum()) for c in (0.5, 1, 1.5)]
-    else:
-        assert np.isnan(counted).all()
+        shares = [round(60 * float(leaves[4])) for leaves in counted]
+        assert shares == [int((AGES > c).sum()) for c in (0.5, 1, 1.5)]
+    else:  # position, steps, share of cut steps, and whether all is finite
+        assert all([x.shape for x in leaves] == [(2,), (), (), ()] for leaves in counted)
+        assert all((leaves[2] == 0, leaves[3]) == (True, True) for leaves in counted)
 
 
 def test_arrays_that_broadcast_to_others_sizes_are_refused(tmp_path):

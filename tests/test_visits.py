@@ -46,7 +46,7 @@ def test_kept_draws_are_of_one_stay():
         np.subtract(ledger.gradient_evaluations, before.gradient_evaluations), 12 * visits.sum(0)
     )
     per_draw = np.subtract(ledger.bytes_up, before.bytes_up) / (4 * visits.sum(0))
-    np.testing.assert_array_equal(per_draw, 8 + 4 + 16 + 8)
+    np.testing.assert_array_equal(per_draw, 8 + 4 + 5 + 8)
 
 
 def test_kept_draws_have_the_law_of_the_chain():

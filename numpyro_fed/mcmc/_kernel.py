@@ -175,7 +175,7 @@ class LangevinKernel(FederatedKernel):
         """Return rounds, gradient evaluations and bytes of each silo, over all chains.
 
         For each visit a silo receives the position and the step count. For each draw it sends these
-        back, with four statistics and (FSGLD) the mean of the conducive residual e. The fit of the
+        back, with two statistics and (FSGLD) the mean of the conducive residual e. The fit of the
         surrogates and the pilot count once. The preconditioner and the sum of the surrogates, which
         every silo receives once, do not count. Gradients are those of the silo's term with respect
         to theta; Newton steps and Metropolis moves do not count.
@@ -190,7 +190,7 @@ class LangevinKernel(FederatedKernel):
         )
         config, item = self._config, self._tuning.loc.dtype.itemsize
         chain = config.factors.dim * item + 4
-        draw = chain + (4 + (config.factors.dim if config.cut else 0)) * item
+        draw = chain + (1 + (config.factors.dim if config.cut else 0)) * item + 1
         gradients = config.num_local_steps * (1 if self._tuning.anchor is None else 2)
         visit = Cost(1, gradients, chain, config.num_kept * draw)
         once = self._setup_cost

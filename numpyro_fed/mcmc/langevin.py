@@ -51,7 +51,7 @@ class Chain(NamedTuple):
 
 
 class VisitStats(NamedTuple):
-    """Statistics of a visit, which a silo sends with the chain.
+    """Statistics of a visit; remote silos send ``None`` for the two of the local moves.
 
     :param cut_rate: fraction of steps whose e was cut.
     :param accept_prob: mean acceptance of the local moves (1 without any).
@@ -62,8 +62,8 @@ class VisitStats(NamedTuple):
     """
 
     cut_rate: Array
-    accept_prob: Array
-    stuck: Array
+    accept_prob: PyTree
+    stuck: PyTree
     finite: Array
     residual: Array | None
 

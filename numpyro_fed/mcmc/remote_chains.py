@@ -130,9 +130,7 @@ class VisitLocal(KernelTask):
         """
         tuning, latents = state
         (chain, stats), kept = federated(self.config, tuning).local(key, message, latents, view)
-        if self.config.units is not None:
-            stats = stats._replace(accept_prob=jnp.nan, stuck=jnp.nan)
-        return (chain, jax.tree.map(jnp.asarray, stats)), kept
+        return (chain, stats._replace(accept_prob=None, stuck=None)), kept
 
 
 @partial(jax.jit, static_argnames=("config", "num_silos"))
@@ -156,7 +154,10 @@ def _arrive(
     reply: tuple[Chain, VisitStats],
     silent: Array,
 ) -> LangevinState:
-    axes = chain_axes(False)
+    axes, (chain, stats) = chain_axes(False), reply
+    moved = (1.0, 0.0) if config.units is None else (jnp.nan, jnp.nan)
+    accept, stuck = (jnp.full_like(stats.cut_rate, x) for x in moved)
+    reply = chain, stats._replace(accept_prob=accept, stuck=stuck)
 
     def one(
         state: LangevinState, leave: Departure, reply: tuple[Chain, VisitStats], silent: Array
@@ -294,4 +295,4 @@ def _nothing(config: LangevinConfig, chain: Chain) -> tuple[Chain, VisitStats]:
     zero: PyTree = np.zeros((), chain.theta.dtype)
     still: PyTree = np.zeros(chain.theta.shape, chain.theta.dtype) if config.cut else None
     finite: PyTree = np.array(False)
-    return chain, VisitStats(zero, zero, zero, finite, still)
+    return chain, VisitStats(zero, None, None, finite, still)
