@@ -1141,10 +1141,10 @@ def test_a_visit_does_not_count_rows_beyond_a_threshold(tmp_path, old, monkeypat
         counted.append(answer["replies"][0])
     if old:
         shares = [round(60 * float(leaves[4])) for leaves in counted]
-        assert shares == [int((AGES > c).sum()) for c in (0.5, 1, 1.5)]
+        assert shares == [int((c < AGES).sum()) for c in (0.5, 1, 1.5)]
     else:  # position, steps, share of cut steps, and whether all is finite
         assert all([x.shape for x in leaves] == [(2,), (), (), ()] for leaves in counted)
-        assert all((leaves[2] == 0, leaves[3]) == (True, True) for leaves in counted)
+        assert len({str(leaves[2:]) for leaves in counted}) == 1
 
 
 def test_arrays_that_broadcast_to_others_sizes_are_refused(tmp_path):
