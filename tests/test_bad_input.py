@@ -82,7 +82,7 @@ def run(kernel, *args, **kwargs):
         ({"preconditioner": np.eye(2)}, 'preconditioner: expected "surrogate" or None, got array'),
         (
             {"surrogate": None},
-            'expected surrogate="score".* got None. DSGLD is the kernel without surrogates',
+            'alpha > 0: expected surrogate="score".* got None; or take DSGLD',
         ),
         (
             {"preconditioner": "diagonal"},

@@ -361,7 +361,7 @@ def test_what_it_does_not_cover_is_refused():
         match=r"optim: expected an optax transformation, e.g. optax.adam\(1e-2\), got NoneType",
     ):
         fed.SFVIAvg(wheeze, guide)
-    with pytest.raises(TypeError, match=r"expected fed.ConduciveSFVI\(model, guide, ...\)"):
+    with pytest.raises(TypeError, match=r"take fed.ConduciveSFVI\(model, guide, num_points"):
         fed.SFVIAvg(wheeze, guide, conducive=True)
     with pytest.raises(TypeError, match="conducive rounds multiply Gaussians: expected"):
         fed.ConduciveSFVI(wheeze, lambda **kwargs: None)
