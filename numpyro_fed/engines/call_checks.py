@@ -142,15 +142,15 @@ class CallChecks:
                 f"the message of {kind} has not {factors.dim} dimensions everywhere; expected "
                 "those of its model"
             )
+        if kind == "PilotLocal" and len(call.message[1]) > MAX_WALKS:
+            raise Refusal(
+                f"it is asked for {len(call.message[1]):,} walks; expected at most {MAX_WALKS}"
+            )
         bare = call.local.fit_config is None and not isinstance(call.message, Message)
         if bare and (shape := self._odd_shape(call.message)) is not None:
             raise Refusal(
                 f"the message of {kind} has an array of shape {shape}; expected those of "
                 f"{self._dim} dimensions and {len(self.worker.silos)} silos"
-            )
-        if kind == "PilotLocal" and len(call.message[1]) > MAX_WALKS:
-            raise Refusal(
-                f"it is asked for {len(call.message[1]):,} walks; expected at most {MAX_WALKS}"
             )
         padded = max(n for _, n in self.worker.pad)
         if call.local.keeps and len(call.message.points) * padded > MAX_MAP:

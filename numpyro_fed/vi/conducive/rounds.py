@@ -263,7 +263,7 @@ def _step(
         return {f"{prefix}_loc": move.loc, f"{prefix}_scale": move.scale}, step, memory
     # with optimizers silos' own parameters follow q, and shorter steps would delay them
     averaged = noisy and config.optim is None
-    *found, history = natural_step(server.history, total, everyone & finite & (not noisy), averaged)
+    *found, history = natural_step(server.history, total, everyone & (not noisy), averaged)
     step = _Step(*found)
     new = {
         f"{prefix}_loc": mean + matvec(asked.scale, step.shift),
