@@ -336,6 +336,30 @@ def proxied(y: Any, proxy: Any = None) -> None:
         numpyro.sample("y", dist.Normal(z, 1), obs=y)
 
 
+def test_a_plates_elements_are_not_those_of_one_with_a_longer_name():
+    def model(x, y, seen=True):
+        mu = numpyro.sample("mu", dist.Normal(0, 1))
+        for name, data in (("rows", x), ("rows_more", y)):
+            with fed.silo_plate(name, data.shape[0]):
+                z = numpyro.sample(f"z_{name}", dist.Normal(mu, 1))
+                numpyro.sample(f"obs_{name}", dist.Normal(z, 1), obs=data if seen else None)
+
+    rows = {
+        s: {"x": np.arange(n) * 1.0, "y": np.arange(n + 2) * 1.0} for s, n in (("a", 2), ("b", 3))
+    }
+    silos = fed.Silos(rows, rows={"x": "rows", "y": "rows_more"})
+    svi = fed.SFVI(model, fed.AutoSiloNormal(model), optax.adam(0.01), validate=False)
+    result = svi.run(jax.random.key(0), 2, silos, progress_bar=False)
+    with pytest.warns(UserWarning, match=r"Pareto's k"):  # after two rounds
+        idata = fed.to_inference_data(svi, result, silos, num_draws=100)
+    data = {**rows["a"], "seen": False}
+    drawn = fed.predict(model, idata, jax.random.key(1), data, silo="a")
+    assert {k: drawn[k].shape[-1] for k in ("obs_rows", "obs_rows_more")} == {
+        "obs_rows": 2,
+        "obs_rows_more": 4,
+    }
+
+
 def test_silos_of_different_structure_have_names_of_their_own() -> None:
     data = {"oslo": (2, False), "rome": (3, True), "bern": (1, False)}
     rows = {

@@ -92,7 +92,10 @@ def predict(
     learned = substitute(model, data=dict(params)) if params else model
     _check_positions(data, json.loads(draws.attrs.get("index", "{}")))
     if silo is not None:
-        _check_sizes(learned, data, plates, str(silo))
+        own = plates
+        if draws.attrs.get("structures", 1) > 1:  # names of plates end in the structure's number
+            own = {k.rpartition("_")[0]: of for k, of in plates.items() if (of == str(silo)).any()}
+        _check_sizes(learned, data, own, str(silo))
     given = _observed(learned, data)
     predictive = Predictive(learned, posterior_samples=values)
     found = {
@@ -168,14 +171,10 @@ def _check_positions(data: Mapping[str, Column], index: Mapping[str, list[str]])
 def _check_sizes(
     model: Callable, data: Mapping[str, Column], plates: Mapping[str, np.ndarray], silo: str
 ) -> None:
-    """Raise for a plate with latents in the fit and another number of elements in the data.
-
-    Where silos have several structures, plates end in their number.
-    """
+    """Raise for a plate with latents in the fit and another number of elements in the data."""
     for name, site in trace(seed(model, random.key(0))).get_trace(**data).items():
-        own = [of == silo for key, of in plates.items() if name in (key, key.rpartition("_")[0])]
-        if site["type"] == "plate" and any(mask.any() for mask in own):
-            expected, got = int(sum(mask.sum() for mask in own)), site["args"][0]
+        if site["type"] == "plate" and name in plates:
+            expected, got = int((plates[name] == silo).sum()), site["args"][0]
             if got != expected:
                 raise ValueError(
                     f"silo {silo!r} has {expected} elements of {name!r} in the fit, got data with "
