@@ -1,4 +1,4 @@
-"""Settings of JAX, access to NumPyro's private names and to functions that differ in ArviZ 1.x."""
+"""JAX's settings, NumPyro's private names, and functions that differ in ArviZ 1.x."""
 
 import os
 import warnings

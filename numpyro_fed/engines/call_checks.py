@@ -146,12 +146,8 @@ class CallChecks:
             raise Refusal(
                 f"it is asked for {len(call.message[1]):,} walks; expected at most {MAX_WALKS}"
             )
-        bare = call.local.fit_config is None and not isinstance(call.message, Message)
-        if bare and (shape := self._odd_shape(call.message)) is not None:
-            raise Refusal(
-                f"the message of {kind} has an array of shape {shape}; expected those of "
-                f"{self._dim} dimensions and {len(self.worker.silos)} silos"
-            )
+        if call.local.fit_config is None and not isinstance(call.message, Message):
+            self._check_shapes(kind, call.message)
         padded = max(n for _, n in self.worker.pad)
         if call.local.keeps and len(call.message.points) * padded > MAX_MAP:
             raise Refusal(
@@ -177,18 +173,17 @@ class CallChecks:
             self._grows[key] = new
         return self._grows[key]
 
-    @property
-    def _dim(self) -> int:
-        return self.own["factors"].dim  # type: ignore[attr-defined]
-
-    def _odd_shape(self, message: PyTree) -> tuple[int, ...] | None:
-        """Return the shape of an array that would broadcast to sizes that no such message has."""
-        axes = {self._dim, len(self.worker.silos), num_features(self._dim)}
+    def _check_shapes(self, kind: str, message: PyTree) -> None:
+        """Refuse an array that would broadcast to sizes that no such message has."""
+        factors, silos = self.own["factors"], len(self.worker.silos)
+        assert isinstance(factors, Factors)
+        axes = {factors.dim, silos, num_features(factors.dim)}
         for shape in map(np.shape, jax.tree.leaves(message)):
-            wide = [n for i, n in enumerate(shape) if n not in axes and (i > 0 or n > MAX_WALKS)]
-            if wide:
-                return shape
-        return None
+            if any(n not in axes and (i > 0 or n > MAX_WALKS) for i, n in enumerate(shape)):
+                raise Refusal(
+                    f"the message of {kind} has an array of shape {shape}; expected those of "
+                    f"{factors.dim} dimensions and {silos} silos"
+                )
 
     def _settings(self, part: object) -> None:
         """Refuse settings that single out rows, or that take too much memory or time.

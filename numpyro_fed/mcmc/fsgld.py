@@ -32,10 +32,10 @@ class FSGLD(LangevinKernel):
     steps.
 
     **What leaves a silo.** In a round, the global position, the mean difference e of its gradient
-    and its surrogate's (``d`` numbers each), the step count and two statistics. For
-    the surrogates, in about ten rounds before the first: ``d + d^2`` numbers, a misfit, and log
-    marginal likelihoods at 64 or 256 values of theta. For the pilot, in two rounds: 64 means of e
-    and its norms. Rows, local latents and their coordinates never leave a silo.
+    and its surrogate's (``d`` numbers each), the step count and two statistics. For the surrogates,
+    in about ten rounds before the first: ``d + d^2`` numbers, a misfit, and log marginal
+    likelihoods at 64 or 256 values of theta. For the pilot, in two rounds: 64 means of e and its
+    norms. Rows, local latents and their coordinates never leave a silo.
     ``kernel.ledger(mcmc.last_state)`` returns the bytes.
 
     **Local latents** move by Metropolis steps while the chain visits their silo, in coordinates

@@ -162,10 +162,10 @@ class RemoteMCMC(MCMC):
             step = partial(self._round, silos=silos, fields=fields)
             run, error = drive(run, step, num_rounds, slots=slots, progress_bar=self.progress_bar)
             num_draws = run.made - self.num_warmup
-            if error is not None and num_draws <= 0:
-                self._free(run, silos)
-                raise error
             if error is not None:
+                if num_draws <= 0:
+                    self._free(run, silos)
+                    raise error
                 _say_interrupted(num_draws, error)
             states = {  # an interrupted round may have left a draw behind
                 f: jax.tree.map(

@@ -129,17 +129,22 @@ def drive(
     :param step: a function that makes one or more rounds.
     :param total: number of rounds, those of ``run`` included.
     :param slots: the run's slots in remote silos; inline silos have a carrier to no one.
-    :param ended: a function that says if the run has converged. It is asked before each step, so
-        that a resumed run ends at the same round.
+    :param ended: a function that says if the run has converged. It is asked before the first step
+        and after each, so that a resumed run ends at the same round.
     :return: the last whole run, and the error.
     """
+
+    def over(run: Run) -> bool:
+        return run.made >= total or run.stopped is not None or ended(run)
+
+    last = over(run)
     with tqdm(total=total, initial=run.made, disable=not progress_bar) as bar:
-        while run.made < total and run.stopped is None and not ended(run):
+        while not last:
             before = run
             try:
                 with slots.writing() as first:
                     run = step(before)
-                last = run.made >= total or run.stopped is not None or ended(run)
+                last = over(run)
                 slots.keep(before, run, first, last)
             except (KeyboardInterrupt, Exception) as error:
                 return run, error

@@ -286,7 +286,8 @@ class _Reader:
         if not self.keys or words.size == 0 or words.ndim > 3 or len(shapes) > _MAX_KEY_SHAPES:
             raise ValueError(
                 f"packed random keys of shape {words.shape}, after {len(_KEY_SHAPES)} others; "
-                f"expected at most {_MAX_KEY_SHAPES} shapes in a process, and none in replies"
+                f"expected at most {_MAX_KEY_SHAPES} shapes in a process, none of them empty, and "
+                "none in replies and connections"
             )
         _KEY_SHAPES.add(words.shape)
         return random.wrap_key_data(jax.numpy.asarray(words), impl=impl)

@@ -38,7 +38,6 @@ from numpyro_fed.vi.config import FIT_CLASSES, FitConfig, FitTask
 from numpyro_fed.vi.minibatch import pick
 from numpyro_fed.vi.proposals import (
     halves,
-    has_nodes,
     nodes_at,
     num_nodes,
     stretched_normal,
@@ -143,7 +142,7 @@ class EstimateLocal(FitTask):
                 config, self.stretched, context, learned, at.key_local, at.key_choice, rows, own
             )[0]
 
-        many = _num_candidates(config, self.stretched, rows)
+        many = _num_nodes(config, self.stretched, rows) or config.num_local_particles
         units = sum(x.size for x in jax.tree.leaves(own)) * many
         numbers = units + max(n for _, n in rows.pad)
         return lax.map(one, told, batch_size=at_once(len(told.log_weight), numbers)), None
@@ -254,7 +253,8 @@ def draw(
         return Draws(theta, latents, log_weight, ratios)
 
     units = sum(
-        sum(x.size for x in jax.tree.leaves(own)) * _num_candidates(config, stretched, rows)
+        sum(x.size for x in jax.tree.leaves(own))
+        * (_num_nodes(config, stretched, rows) or config.num_local_particles)
         for rows, own in zip(stacks, local, strict=True)
     )
     numbers = units + sum(len(rows.number) * max(n for _, n in rows.pad) for rows in stacks)
@@ -273,13 +273,11 @@ def at_once(num: int, numbers: int) -> int:
     return next((n for n in range(most, most // 2, -1) if num % n == 0), most)
 
 
-def _num_candidates(config: FitConfig, widened: bool, rows: SiloRows) -> int:
-    """Return the number of candidates of a unit: that of its nodes, if it has nodes."""
+def _num_nodes(config: FitConfig, widened: bool, rows: SiloRows) -> int:
+    """Return the number of nodes that are a unit's candidates; 0 where candidates are random."""
     family = config.families[rows.part]
     units = family.units(rows) if widened and family.has_local else None
-    if units is None or isinstance(units, NestedUnits) or not has_nodes(units.dim):
-        return config.num_local_particles
-    return num_nodes(units.dim)
+    return 0 if units is None or isinstance(units, NestedUnits) else num_nodes(units.dim)
 
 
 def _num_units(config: FitConfig, part: int, stacks: list[SiloRows], totals: tuple) -> int:
@@ -319,19 +317,16 @@ def _candidate(
     own = family.effective(own, rows)
     units = family.units(rows)
     place = rows.order[family.group] if family.group is not None else rows.number[None]
-    by_nodes = widened and not isinstance(units, NestedUnits) and has_nodes(units.dim)
-    uniform = jax.vmap(lambda i: random.uniform(random.fold_in(key_choice, i), (1 + units.dim,)))(
-        place
-    )
+    owned, by_nodes = units.owned(rows), _num_nodes(config, widened, rows) > 0
+    shape = (1 + units.dim if by_nodes else 1,)  # the choice of a candidate, and the nodes' shift
+    uniform = jax.vmap(lambda i: random.uniform(random.fold_in(key_choice, i), shape))(place)
     log_ratio: Array | float = 0.0
     if by_nodes:
-        eps, log_ratio = nodes_at(uniform[:, 1:], units.owned(rows))
+        eps, log_ratio = nodes_at(uniform[:, 1:], owned)
     else:
         eps = family.noise(key, rows, config.num_local_particles)
-    if widened and not by_nodes:
-        eps, log_ratio = wider_candidates(
-            random.fold_in(key, 1), eps, units.owned(rows).sum(1), place
-        )
+        if widened:
+            eps, log_ratio = wider_candidates(random.fold_in(key, 1), eps, owned.sum(1), place)
     z = family.latents(own, context, eps, rows)
     log_weight, rest = candidate_weights(family, own, context, learned, z, batch)
     log_weight = log_weight - log_ratio

@@ -88,14 +88,9 @@ def _student(key: Array, shape: tuple[int, ...]) -> Array:
     return normals[0] * jnp.mean(normals[1:] ** 2, axis=0) ** -0.5
 
 
-def has_nodes(dim: int) -> bool:
-    """Return whether units of so many latents have nodes for candidates."""
-    return dim in _RULES
-
-
 def num_nodes(dim: int) -> int:
-    """Return the number of nodes of units of so many latents."""
-    return _RULES[dim].side ** dim
+    """Return the number of nodes of units of ``dim`` latents; 0 where there is no rule."""
+    return _RULES[dim].side ** dim if dim in _RULES else 0
 
 
 def nodes_at(shift: Array, owned: Array) -> tuple[Array, Array]:

@@ -24,7 +24,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -35,8 +34,11 @@ import numpyro.distributions as dist
 from jax import Array
 from numpyro.infer import MCMC, NUTS
 
+import numpyro_fed as fed
+
 CHAINS: dict[str, Any] = {"num_chains": 4, "chain_method": "vectorized", "progress_bar": False}
 METHODS = ("nuts", "fit", "fsgld", "nuts1000")
+SITES = ("beta", "sigma")
 ENOUGH = 1000  # effective draws
 MOST = 40_000  # draws of a chain
 EVENTS = {
@@ -46,7 +48,7 @@ EVENTS = {
 }
 
 
-def _patients(x: Array, y: Array) -> None:
+def patients_model(x: Array, y: Array) -> None:
     beta = numpyro.sample("beta", dist.Normal(0, 1).expand([x.shape[-1]]).to_event(1))
     sigma = numpyro.sample("sigma", dist.HalfNormal(1))
     with fed.silo_plate("patients", x.shape[0]):
@@ -55,7 +57,7 @@ def _patients(x: Array, y: Array) -> None:
         numpyro.sample("y", dist.Binomial(5, logits=mean), obs=y)
 
 
-def _visits(x: Array, y: Array, patient: Array, patients: Array) -> None:
+def visits_model(x: Array, y: Array, patient: Array, patients: Array) -> None:
     beta = numpyro.sample("beta", dist.Normal(0, 1).expand([x.shape[-1]]).to_event(1))
     sigma = numpyro.sample("sigma", dist.HalfNormal(1))
     with fed.silo_plate("patients", patients.shape[0]):
@@ -64,7 +66,7 @@ def _visits(x: Array, y: Array, patient: Array, patients: Array) -> None:
         numpyro.sample("y", dist.Poisson(jnp.exp(x @ beta + a[patient])), obs=y)
 
 
-def _rows(x: Array, y: Array) -> None:
+def rows_model(x: Array, y: Array) -> None:
     beta = numpyro.sample("beta", dist.Normal(0, 1).expand([x.shape[-1]]).to_event(1))
     with fed.silo_plate("rows", x.shape[0]):
         numpyro.sample("y", dist.Bernoulli(logits=x @ beta), obs=y)
@@ -78,20 +80,17 @@ def _own(name: str) -> tuple[Callable, Any, tuple[str, ...]]:
     silo = np.array([f"s{i}" for i in range(5)])
     if name == "patients":
         y = rng.binomial(5, 1 / (1 + np.exp(-mean - 0.7 * rng.normal(size=n))))
-        return _patients, fed.split({"x": x, "y": y}, by=silo[rng.integers(5, size=n)]), SITES
+        return patients_model, fed.split({"x": x, "y": y}, by=silo[rng.integers(5, size=n)]), SITES
     if name == "rows":
         y = rng.binomial(1, 1 / (1 + np.exp(-mean)))
-        return _rows, fed.split({"x": x, "y": y}, by=silo[rng.integers(5, size=n)]), ("beta",)
+        return rows_model, fed.split({"x": x, "y": y}, by=silo[rng.integers(5, size=n)]), ("beta",)
     patient = np.sort(np.concatenate([np.arange(59), rng.integers(59, size=n - 59)]))
     y = rng.poisson(np.exp(mean + 0.6 * rng.normal(size=59)[patient]))
     of = silo[np.sort(rng.integers(5, size=59))]
     rows = {"x": "visits", "y": "visits", "patient": "visits", "patients": "patients"}
     data = {"x": x, "y": y, "patient": patient, "patients": np.arange(59)}
     split = fed.split(data, by=of[patient], rows=rows, index={"patient": "patients"})
-    return _visits, split, SITES
-
-
-SITES = ("beta", "sigma")
+    return visits_model, split, SITES
 
 
 def problem_of(name: str) -> tuple[Callable, Any, tuple[str, ...], float]:
@@ -202,7 +201,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parent))
-    import numpyro_fed as fed
-
     main()
