@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING
@@ -11,6 +12,7 @@ import numpy as np
 from jax import Array
 from numpyro.infer import MCMC
 
+from numpyro_fed._compat import import_arviz
 from numpyro_fed.data.checks import check_key
 from numpyro_fed.data.mixed import MixedSilos
 from numpyro_fed.data.silos import Silos
@@ -18,7 +20,7 @@ from numpyro_fed.mcmc.fsgld import FSGLD
 from numpyro_fed.mcmc.remote import RemoteMCMC
 from numpyro_fed.results.diagnose import diagnose
 from numpyro_fed.results.inference_data import to_inference_data
-from numpyro_fed.results.vi_inference_data import CANDIDATES, check_num_draws
+from numpyro_fed.results.vi_inference_data import CANDIDATES, check_num_draws, lower_draw
 from numpyro_fed.rounds.remote import RemoteSilos
 from numpyro_fed.surrogates.natural_step import CONVERGED
 from numpyro_fed.vi.conducive.checks import JointUnits
@@ -102,6 +104,8 @@ def fit(
         )
     key_rounds, key_draws, key_chains = jax.random.split(rng_key, 3)
     svi = _settable(model, silos)
+    if method == "vi" and not isinstance(silos, RemoteSilos):
+        _compile(svi, silos, num_draws, key_rounds)
     result = svi.run(
         key_rounds,
         _MOST_ROUNDS,
@@ -123,6 +127,19 @@ def fit(
     if progress_bar:
         print(report)
     return idata
+
+
+def _compile(svi: ConduciveSFVI, silos: Silos | MixedSilos, num_draws: int, key: Array) -> None:
+    """Compile the two large programs side by side, before they are called.
+
+    XLA compiles a program on one core.
+    """
+    rounds = svi.lower(key, silos)
+    assert rounds is not None
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(rounds.compile)
+        lower_draw(svi, silos, num_draws, key).compile()
+        import_arviz()
 
 
 def _last_round(

@@ -306,7 +306,7 @@ def made_up_rows(
 ) -> dict[str, Array]:
     """Return one row of every row argument, for calls of a model without data."""
     return {
-        leaf: (jnp.zeros if leaf in index else jnp.ones)((1, *spec.shape), spec.dtype)
+        leaf: jnp.asarray(np.full((1, *spec.shape), leaf not in index, spec.dtype))
         for leaf, _, spec in rows
     }
 

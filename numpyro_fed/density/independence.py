@@ -38,9 +38,13 @@ class LeakageLocal(SiloTask):
     factors: Factors
     units: Units
 
-    def __call__(self, key: Array, theta: dict, state: None, view: SiloView) -> tuple[Array, None]:
+    def __call__(
+        self, key: Array, message: None, state: None, view: SiloView
+    ) -> tuple[Array, None]:
         """Return the error at a random point, relative to the gradient."""
         factors, units = self.factors, self.units
+        key_theta, key = random.split(key)
+        theta = factors.unravel(0.5 * random.normal(key_theta, (factors.dim,)))
         view = units.laid_out(view)
         kwargs, weights = view.whole()
         own, key = units.from_sites(_local_point(factors, key, view)), random.fold_in(key, 1)
@@ -112,9 +116,8 @@ def elements_are_independent(
             return False
         silos, units = found, replace(units, pad=largest(found))
     for trial in range(2):
-        key_theta, key = random.split(random.key(seed + trial))
-        theta = factors.unravel(0.5 * random.normal(key_theta, (factors.dim,)))
-        leaks = np.asarray(ask_all(LeakageLocal(factors, units), key, theta, None, silos, None)[0])
+        key = random.key(seed + trial)
+        leaks = np.asarray(ask_all(LeakageLocal(factors, units), key, None, None, silos, None)[0])
         if not (leaks <= 1e3 * float(jnp.finfo(leaks.dtype).eps)).all():
             return False
     return True

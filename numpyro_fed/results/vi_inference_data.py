@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, random
+from jax.stages import Lowered
 from numpyro.infer import log_likelihood as log_likelihood_of
 
 from numpyro_fed._compat import import_arviz, infer_dims
@@ -60,7 +61,6 @@ def vi_inference_data(
     setup = svi.setup(silos)
     config = setup.config
     params, local = svi.fitted(result, silos)
-    totals = tuple(tuple((g, sum(n)) for g, n in part.sizes.items()) for part in setup.parts)
     key = random.key(0) if rng_key is None else rng_key
     num = CANDIDATES * num_draws if resample else num_draws
     stretched = resample and isinstance(config.families[0], SiloNormal)
@@ -73,10 +73,10 @@ def vi_inference_data(
         slots = kept_by(result.state, setup, "result").slots.tolist()
         draws = draw_remote(config, params, slots, silos, setup.stacks, key, num, stretched)
     else:
-        draws = draw(config, params, local, setup.stacks, totals, key, num, stretched)
+        draws = draw(config, params, local, setup.stacks, setup.totals, key, num, stretched)
     weight, k, judged = _judged(config, draws, stretched)
     if resample:
-        chosen = _chosen(weight, num_draws, random.fold_in(key, num))
+        chosen = _chosen(weight, num_draws, key)
         draws = jax.jit(gather)(draws, chosen)
     suffixes = [config.suffix(i) for i in range(len(setup.parts))]
     pieces = [
@@ -101,6 +101,19 @@ def vi_inference_data(
             stacklevel=3,
         )
     return idata
+
+
+def lower_draw(
+    svi: FederatedVI, silos: Silos | MixedSilos, num_draws: int, rng_key: Array
+) -> Lowered:
+    """Return the program of weighted draws for resampling, traced and not yet compiled."""
+    setup = svi.setup(silos)
+    state = svi.init(rng_key, silos)
+    params = jax.eval_shape(setup.config.constrain, state.server.params)
+    return draw.lower(
+        setup.config, params, setup.local, setup.stacks, setup.totals, rng_key,
+        CANDIDATES * num_draws, True,
+    )  # fmt: skip
 
 
 def _groups(
@@ -267,7 +280,7 @@ def _chosen(weight: np.ndarray, num: int, key: Array) -> np.ndarray:
 
     The number of copies of a candidate is ``num`` times its weight, rounded up or down.
     """
-    key_start, key_order = random.split(key)
-    steps = (np.arange(num) + float(random.uniform(key_start))) / num
+    rng = np.random.default_rng([num, *np.asarray(random.key_data(key)).tolist()])
+    steps = (np.arange(num) + rng.random()) / num
     chosen = np.minimum(np.searchsorted(np.cumsum(weight), steps), len(weight) - 1)
-    return chosen[np.asarray(random.permutation(key_order, num))]
+    return rng.permutation(chosen)

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from numpyro_fed._typing import PyTree
 from numpyro_fed.density import small_matrices
 from numpyro_fed.surrogates.sobol import sobol_normal
 
@@ -112,7 +113,7 @@ def place_at_mode(
     Newton steps from ``start`` find the mode.
     """
     mode = _newton(log_density, start, steps)
-    return place(mode, inverse_factor(_curvature(log_density, mode)), table)
+    return place(mode.at, inverse_factor(mode.curvature), table)
 
 
 def quadrature_marginal(
@@ -157,30 +158,47 @@ def laplace_marginal(
         factors of the inverse curvatures.
     """
     # no stop_gradient here: a Hessian of this function needs the mode's derivative
-    mode = _newton(lambda z: log_density(u, z), start, NEWTON_STEPS)
-    hessian = _curvature(lambda z: log_density(u, z), mode)
+    mode, _, _, hessian = _newton(lambda z: log_density(u, z), start, NEWTON_STEPS)
 
     def marginal(u: Array) -> Array:
         # one Newton step from the mode has the mode's derivative in u (implicit function theorem)
         slope = jax.grad(lambda z: jnp.sum(log_density(u, z)))(mode)
         z = mode + small_matrices.solve(cholesky(hessian), slope)
-        chol = cholesky(_curvature(lambda z: log_density(u, z), z))
+        there = _local(lambda z: log_density(u, z), z)
+        chol = cholesky(there.curvature)
         log_det = 2 * jnp.sum(jnp.log(jnp.diagonal(chol, axis1=-2, axis2=-1)))
-        return jnp.sum(log_density(u, z)) - 0.5 * log_det + log_normalizer(owned)
+        return jnp.sum(there.value) - 0.5 * log_det + log_normalizer(owned)
 
     value, gradient = jax.value_and_grad(marginal)(u)
     return value, gradient, Moments(mode, inverse_factor(hessian))
 
 
-def _curvature(log_density: Callable[[Array], Array], z: Array) -> Array:
-    """Return negative second derivatives of each unit in its own latents, ``(E, k, k)``."""
-    slope = jax.grad(lambda z: jnp.sum(log_density(z)))
+class Local(NamedTuple):
+    """Units' terms at a position ``(E, k)``: value, slope, and negative second derivatives."""
+
+    at: Array
+    value: Array
+    slope: Array
+    curvature: Array
+
+
+def _local(log_density: Callable[[Array], Array], z: Array) -> Local:
+    """Evaluate each unit's term and its derivatives in its own latents, in one pass."""
+
+    def slope(z: Array) -> tuple[Array, Array]:
+        def total(z: Array) -> tuple[Array, Array]:
+            values = log_density(z)
+            return jnp.sum(values), values
+
+        return jax.grad(total, has_aux=True)(z)
+
+    def column(e: Array) -> tuple[tuple[Array, Array], Array]:
+        here, change = jax.jvp(slope, (z,), (jnp.broadcast_to(e, z.shape),))
+        return here, -change[0]
+
     basis = jnp.eye(z.shape[1], dtype=z.dtype)
-
-    def column(e: Array) -> Array:
-        return -jax.jvp(slope, (z,), (jnp.broadcast_to(e, z.shape),))[1]
-
-    return jnp.moveaxis(jax.vmap(column)(basis), 0, -1)
+    (first, values), curvature = jax.vmap(column, out_axes=(None, -1))(basis)
+    return Local(z, values, first, curvature)
 
 
 def cholesky(matrix: Array) -> Array:
@@ -203,22 +221,37 @@ def _positive(matrix: Array) -> Array:
     return jnp.where(good, matrix, jnp.eye(matrix.shape[-1], dtype=matrix.dtype))
 
 
-def _newton(log_density: Callable[[Array], Array], start: Array, steps: int) -> Array:
+def nowhere(start: Array) -> Local:
+    """Return what any finite term is better than; its Newton step stays at the start."""
+    eye = jnp.eye(start.shape[1], dtype=start.dtype)
+    worst = jnp.full_like(start[:, 0], -jnp.inf)
+    return Local(
+        start, worst, jnp.zeros_like(start), jnp.broadcast_to(eye, (len(start), *eye.shape))
+    )
+
+
+def taken(better: Array, new: PyTree, old: PyTree) -> PyTree:
+    """Return the new numbers of the elements that are better, and the old ones of the others."""
+    return jax.tree.map(
+        lambda x, y: jnp.where(better.reshape(-1, *[1] * (x.ndim - 1)), x, y), new, old
+    )
+
+
+def _newton(log_density: Callable[[Array], Array], start: Array, steps: int) -> Local:
     """Maximize each unit's term by Newton steps, damped unit by unit (Levenberg-Marquardt)."""
     eye = jnp.eye(start.shape[1], dtype=start.dtype)
 
     def step(carry: tuple, _: None) -> tuple[tuple, None]:
-        z, value, damping = carry
-        slope = jax.grad(lambda z: jnp.sum(log_density(z)))(z)
-        curvature = _curvature(log_density, z)
-        scale = jnp.abs(jnp.diagonal(curvature, axis1=-2, axis2=-1)).max(-1)[:, None, None] + 1e-6
-        factor = small_matrices.cholesky(curvature + damping[:, None, None] * scale * eye)
-        proposal = z + small_matrices.solve(factor, slope)
-        new = log_density(proposal)
-        better = new >= value  # false for NaN, where the damped curvature is not positive definite
-        z = jnp.where(better[:, None], proposal, z)
+        best, proposal, damping = carry
+        new = _local(log_density, proposal)
+        better = new.value >= best.value  # not for NaN, as from a curvature that has no factor
+        best = taken(better, new, best)
         damping = jnp.where(better, damping * 0.2, jnp.maximum(damping, 1e-3) * 6.0)
-        return (z, jnp.where(better, new, value), damping), None
+        diagonal = jnp.diagonal(best.curvature, axis1=-2, axis2=-1)
+        scale = jnp.abs(diagonal).max(-1)[:, None, None] + 1e-6
+        factor = small_matrices.cholesky(best.curvature + damping[:, None, None] * scale * eye)
+        return (best, best.at + small_matrices.solve(factor, best.slope), damping), None
 
-    init = (start, log_density(start), jnp.zeros(start.shape[0], start.dtype))
-    return lax.scan(step, init, None, length=steps)[0][0]
+    # the first step evaluates the start itself
+    carry = nowhere(start), start, jnp.zeros_like(start[:, 0])
+    return lax.scan(step, carry, None, length=steps + 1)[0][0]

@@ -26,13 +26,16 @@ from jax import Array, lax
 from numpyro_fed.density import small_matrices
 from numpyro_fed.surrogates.marginal import (
     NEWTON_STEPS,
+    Local,
     Moments,
     Quadrature,
     cholesky,
     inverse_factor,
     nodes,
+    nowhere,
     place,
     place_at_mode,
+    taken,
 )
 
 # from a start on the joint mode's tangent; these steps place nodes, whose weights correct a place
@@ -96,10 +99,10 @@ def nested_marginal(
     def here(a: Array, b: Array) -> tuple[Array, Array]:
         return log_terms(u, a, b)[:2]
 
-    a, b = _mode(here, starts, parent, up)
-    arrow = _arrow(here, a, b)
-    tangent = -_solve(cholesky(arrow.inner), arrow.cross)  # db / da along the ridge
-    chol = inverse_factor(arrow.outer + up(jnp.swapaxes(arrow.cross, -1, -2) @ tangent))
+    at_a, at_b = _mode(here, starts, parent, up)
+    a, b = at_a.at, at_b.at
+    tangent = -_solve(cholesky(at_b.curvature), at_b.cross)  # db / da along the ridge
+    chol = inverse_factor(at_a.curvature + up(jnp.swapaxes(at_b.cross, -1, -2) @ tangent))
     outer = place(a, chol, nodes(a.shape[1], **_OUTER))
 
     def inner_nodes(at: Array) -> Quadrature:
@@ -129,31 +132,40 @@ def nested_marginal(
     )
 
 
-class _Arrow(NamedTuple):
-    """Blocks of the negative second derivatives.
+class _Inner(NamedTuple):
+    """Terms of inner elements at a position, and derivatives.
 
-    The outer blocks are ``(n0, k0, k0)`` and the inner ones ``(n1, k1, k1)``; the cross blocks of
-    inner elements with their outer ones are ``(n1, k1, k0)``.
+    ``curvature`` and ``cross`` are negative second derivatives: of an element alone ``(n1, k1,
+    k1)``, and with its outer one ``(n1, k1, k0)``.
     """
 
-    outer: Array
+    at: Array
+    value: Array
+    slope: Array
+    curvature: Array
     cross: Array
-    inner: Array
 
 
-def _arrow(log_terms: Terms, a: Array, b: Array) -> _Arrow:
-    slope = jax.grad(lambda a, b: sum(jnp.sum(x) for x in log_terms(a, b)), argnums=(0, 1))
+def _local(log_terms: Terms, a: Array, b: Array) -> tuple[Local, _Inner]:
+    """Evaluate all terms and their derivatives in one pass."""
+    k0 = a.shape[1]
 
-    def columns(x: Array, other: Array, first: bool) -> tuple[Array, Array]:
-        def column(e: Array) -> tuple[Array, Array]:
-            tangents = jnp.broadcast_to(e, x.shape), jnp.zeros_like(other)
-            return jax.jvp(slope, (a, b), tangents if first else tangents[::-1])[1]
+    def slope(a: Array, b: Array) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
+        def total(a: Array, b: Array) -> tuple[Array, tuple[Array, Array]]:
+            terms = log_terms(a, b)
+            return jnp.sum(terms[0]) + jnp.sum(terms[1]), terms
 
-        found = jax.vmap(column)(jnp.eye(x.shape[1], dtype=x.dtype))
-        return jax.tree.map(lambda x: -jnp.moveaxis(x, 0, -1), found)
+        return jax.grad(total, argnums=(0, 1), has_aux=True)(a, b)
 
-    outer, cross = columns(a, b, first=True)
-    return _Arrow(outer, cross, columns(b, a, first=False)[1])
+    def column(e: Array) -> tuple[tuple, tuple[Array, Array]]:
+        tangents = jnp.broadcast_to(e[:k0], a.shape), jnp.broadcast_to(e[k0:], b.shape)
+        here, change = jax.jvp(slope, (a, b), tangents)
+        return here, change[0]
+
+    basis = jnp.eye(k0 + b.shape[1], dtype=a.dtype)
+    (slopes, terms), (of_a, of_b) = jax.vmap(column, out_axes=(None, -1))(basis)
+    outer = Local(a, terms[0], slopes[0], -of_a[..., :k0])
+    return outer, _Inner(b, terms[1], slopes[1], -of_b[..., k0:], -of_b[..., :k0])
 
 
 _solve = jax.vmap(small_matrices.solve, in_axes=(None, -1), out_axes=-1)  # column by column
@@ -161,16 +173,11 @@ _solve = jax.vmap(small_matrices.solve, in_axes=(None, -1), out_axes=-1)  # colu
 
 def _mode(
     log_terms: Terms, starts: tuple[Array, Array], parent: Array, up: Callable[[Array], Array]
-) -> tuple[Array, Array]:
+) -> tuple[Local, _Inner]:
     """Find the joint mode by Newton steps.
 
     Each outer element is damped together with its inner ones (Levenberg-Marquardt).
     """
-    slope = jax.grad(lambda a, b: sum(jnp.sum(x) for x in log_terms(a, b)), argnums=(0, 1))
-
-    def value_of(a: Array, b: Array) -> Array:
-        own, below = log_terms(a, b)
-        return own + up(below)
 
     def damped(matrix: Array, damping: Array) -> Array:
         diagonal = jnp.abs(jnp.diagonal(matrix, axis1=-2, axis2=-1))
@@ -178,24 +185,29 @@ def _mode(
             ..., None
         ] * np.eye(matrix.shape[-1], dtype=matrix.dtype)
 
-    def step(carry: tuple, _: None) -> tuple[tuple, None]:
-        a, b, value, damping = carry
-        slope_a, slope_b = slope(a, b)
-        arrow = _arrow(log_terms, a, b)
-        inner = small_matrices.cholesky(damped(arrow.inner, damping[parent]))
-        solved = _solve(inner, arrow.cross)
-        schur = damped(arrow.outer, damping) - up(jnp.swapaxes(arrow.cross, -1, -2) @ solved)
-        right = slope_a - up(jnp.einsum("eij,ei->ej", solved, slope_b))
+    def proposal(outer: Local, inner: _Inner, damping: Array) -> tuple[Array, Array]:
+        chol = small_matrices.cholesky(damped(inner.curvature, damping[parent]))
+        solved = _solve(chol, inner.cross)
+        coupled = up(jnp.swapaxes(inner.cross, -1, -2) @ solved)
+        right = outer.slope - up(jnp.einsum("eij,ei->ej", solved, inner.slope))
+        schur = damped(outer.curvature, damping) - coupled
         move_a = small_matrices.solve(small_matrices.cholesky(schur), right)
-        move_b = small_matrices.solve(inner, slope_b) - jnp.einsum(
+        move_b = small_matrices.solve(chol, inner.slope) - jnp.einsum(
             "eij,ej->ei", solved, move_a[parent]
         )
-        new_a, new_b = a + move_a, b + move_b
-        new = value_of(new_a, new_b)
-        better = new >= value  # false for NaN
-        a, b = jnp.where(better[:, None], new_a, a), jnp.where(better[parent, None], new_b, b)
-        damping = jnp.where(better, damping * 0.2, jnp.maximum(damping, 1e-3) * 6.0)
-        return (a, b, jnp.where(better, new, value), damping), None
+        return outer.at + move_a, inner.at + move_b
 
-    init = (*starts, value_of(*starts), jnp.zeros(len(starts[0]), starts[0].dtype))
-    return lax.scan(step, init, None, length=NEWTON_STEPS)[0][:2]
+    def step(carry: tuple, _: None) -> tuple[tuple, None]:
+        outer, inner, at, damping = carry
+        new = _local(log_terms, *at)
+        better = new[0].value + up(new[1].value) >= outer.value + up(inner.value)  # not for NaN
+        outer, inner = taken(better, new[0], outer), taken(better[parent], new[1], inner)
+        damping = jnp.where(better, damping * 0.2, jnp.maximum(damping, 1e-3) * 6.0)
+        return (outer, inner, proposal(outer, inner, damping), damping), None
+
+    outer, inner = (nowhere(x) for x in starts)
+    first = _Inner(*inner, jnp.zeros((*starts[1].shape, starts[0].shape[1]), starts[1].dtype))
+    zero = jnp.zeros_like(outer.value)
+    # the first step evaluates the start itself
+    carry = outer, first, starts, zero
+    return lax.scan(step, carry, None, length=NEWTON_STEPS + 1)[0][:2]

@@ -8,14 +8,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.stages import Lowered
 
 from numpyro_fed._typing import Facts, PyTree
 from numpyro_fed.data.mixed import MixedSilos
 from numpyro_fed.data.silos import Silos
+from numpyro_fed.data.views import SiloRows
 from numpyro_fed.density.fingerprint import fingerprint
 from numpyro_fed.rounds.checkpoint import Checkpoint, facts_of_run
 from numpyro_fed.rounds.remote import RemoteSilos
 from numpyro_fed.vi.algorithms import ALGORITHMS, own_params
+from numpyro_fed.vi.config import FitConfig
 from numpyro_fed.vi.definition import FitDefinition
 from numpyro_fed.vi.first_params import first_params
 from numpyro_fed.vi.inline import InlineRounds, advance
@@ -36,7 +39,7 @@ from numpyro_fed.vi.result import (
     spent_privacy,
     stacked_params,
 )
-from numpyro_fed.vi.setup import Setup
+from numpyro_fed.vi.setup import Setup, Totals
 
 _jit_advance = partial(jax.jit, static_argnames=("federated", "config", "who"))(advance)
 
@@ -65,6 +68,14 @@ class FederatedVI(FitDefinition):
             params, own = self._taken_from(init_from, setup, params)
         return self._rounds(setup).start(rng_key, params, own)
 
+    def lower(self, rng_key: Array, silos: Silos | MixedSilos) -> Lowered | None:
+        """Return the program of rounds over silos here, traced and not yet compiled."""
+        setup = self.setup(silos)
+        rounds = self._rounds(setup)
+        if not isinstance(rounds, InlineRounds):
+            return None
+        return rounds.lower(self.init(rng_key, silos))
+
     def _rounds(
         self,
         setup: Setup,
@@ -88,7 +99,9 @@ class FederatedVI(FitDefinition):
             keep = setup.config.families[0].has_local
             own = kept_by(result.state, setup, "init_from") if keep else None
             return global_params(result, setup, params), own
-        expected = {**setup.config.constrain(params), **local_params(setup, setup.local)}
+        config = setup.config
+        local = local_params(config, setup.totals, setup.stacks, setup.local)
+        expected = {**config.constrain(params), **local}
         got = {k: shape_of(v) for k, v in result.params.items()}
         shapes = {k: shape_of(v) for k, v in expected.items()}
         wrong = sorted(k for k in {*shapes, *got} if got.get(k) != shapes.get(k))
@@ -99,19 +112,7 @@ class FederatedVI(FitDefinition):
                 f"{ {k: shapes.get(k) for k in wrong} }, got { {k: got.get(k) for k in wrong} }"
             )
         given = jax.tree.map(jnp.asarray, {k: result.params[k] for k in expected})
-        return setup.config.unconstrain({k: given[k] for k in params}), stacked_params(setup, given)
-
-    def _silo_params(self, setup: Setup, state: VIState, averaged: bool) -> list:
-        """Return the silos' own parameters, in coordinates whitened by the server's q."""
-        out = []
-        for rows, own in zip(setup.stacks, state.silos, strict=True):
-            one = partial(
-                own_params, setup.config, rows.part, params=state.server.params, averaged=averaged
-            )
-            # one clock may stand for all silos
-            axes = jax.tree.map(lambda x: 0 if x.ndim else None, own)
-            out.append(jax.vmap(one, in_axes=(axes,))(own))
-        return out
+        return config.unconstrain({k: given[k] for k in params}), stacked_params(setup, given)
 
     def _say_how_it_ended(self, setup: Setup, state: VIState) -> None:
         """Warn of problems that are particular to an algorithm."""
@@ -195,10 +196,12 @@ class FederatedVI(FitDefinition):
         self, setup: Setup, params: dict[str, Array], state: VIState, averaged: bool
     ) -> dict[str, Array]:
         """Return global parameters in their supports, and those of inline silos, by name."""
-        named = setup.config.constrain(params)
         if setup.remote:
-            return named
-        return {**named, **local_params(setup, self._silo_params(setup, state, averaged))}
+            return setup.config.constrain(params)
+        return _named_here(
+            setup.config, setup.totals, averaged, setup.stacks, params, state.server.params,
+            list(state.silos),
+        )  # fmt: skip
 
     def run(
         self,
@@ -273,7 +276,7 @@ class FederatedVI(FitDefinition):
         spent = spent_privacy(self.privacy, setup, int(state.server.i), who, known)
         average = state.server.params if state.server.average is None else state.server.average
         params = self._named(setup, average, state, True)
-        whitening = setup.config.families[0].whitening(setup.config.constrain(average))
+        whitening = setup.config.families[0].whitening(params)
         losses, partition = run.record["losses"], setup.partition()
         return VIResult(params, state, losses, costs, partition, whitening, spent, run.stopped)
 
@@ -304,6 +307,29 @@ class FederatedVI(FitDefinition):
                 for name, p in drawn.items()
             },
         }
+
+
+@partial(jax.jit, static_argnames=("config", "totals", "averaged"))
+def _named_here(
+    config: FitConfig,
+    totals: Totals,
+    averaged: bool,
+    stacks: list[SiloRows],
+    params: dict[str, Array],
+    server_params: dict[str, Array],
+    silo_states: list,
+) -> dict[str, Array]:
+    """Return global parameters in their supports, and those of the silos, by name.
+
+    The silos' parameters are in coordinates whitened by the server's q.
+    """
+    local = []
+    for rows, state in zip(stacks, silo_states, strict=True):
+        one = partial(own_params, config, rows.part, params=server_params, averaged=averaged)
+        # one clock may stand for all silos
+        axes = jax.tree.map(lambda x: 0 if x.ndim else None, state)
+        local.append(jax.vmap(one, in_axes=(axes,))(state))
+    return {**config.constrain(params), **local_params(config, totals, stacks, local)}
 
 
 def _check_saved(

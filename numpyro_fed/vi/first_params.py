@@ -5,6 +5,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from numpyro.distributions.transforms import biject_to
 
@@ -34,7 +35,7 @@ def first_params(setup: Setup, guide: Callable, key: Array) -> dict[str, PyTree]
     except (jax.errors.JAXTypeError, ValueError):
         # some strategies need concrete numbers, or have no hash
         loc = _first_position.__wrapped__(*at)  # type: ignore[attr-defined]
-    if not bool(jnp.isfinite(loc).all()):
+    if not np.isfinite(loc).all():
         raise ValueError(
             "init_loc_fn: expected finite values of the global sites, got NaN or infinity"
         )

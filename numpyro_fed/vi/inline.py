@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import Array, lax, random
+from jax.stages import Lowered
 
 from numpyro_fed._typing import PyTree
 from numpyro_fed.data.views import SiloRows
@@ -30,14 +31,10 @@ class InlineRounds(Rounds):
 
         :param local_params: the silos' first parameters, for each stack.
         """
-        config, stacks = self.setup.config, self.setup.stacks
-        init_silo = ALGORITHMS[self.algorithm].init_silo
-        silos = tuple(
-            _in_step(config, partial(init_silo, config, rows.part, params), local)
-            for rows, local in zip(stacks, local_params, strict=True)
+        setup = self.setup
+        return _first_state(
+            self.algorithm, setup.config, setup.stacks, rng_key, params, local_params
         )
-        visits = jnp.zeros(len(self.setup.names), jnp.int32)
-        return VIState(self.first_server(rng_key, params), silos, visits)
 
     def __call__(self, state: VIState, num: int) -> tuple[VIState, np.ndarray, np.ndarray]:
         config, stacks = self.setup.config, self.setup.stacks
@@ -47,8 +44,13 @@ class InlineRounds(Rounds):
         )
         return state, np.asarray(losses)[:num], np.asarray(bad)[:num]
 
+    def lower(self, state: VIState) -> Lowered:
+        """Return the program of the rounds from a state, traced and not yet compiled."""
+        setup, num = self.setup, jnp.asarray(0, jnp.int32)
+        return _chunk.lower(self.federated, setup.config, self.who, state, setup.stacks, num)
+
     def ledger(self, state: VIState, order: tuple[str, ...]) -> Ledger:
-        config, names, algorithm = self.setup.config, self.setup.names, self.functions()
+        config, names = self.setup.config, self.setup.names
         visits = dict(zip(names, np.asarray(state.visits), strict=True))
         costs: dict[str, Cost] = {}
         for rows, own in zip(self.setup.stacks, state.silos, strict=True):
@@ -61,6 +63,7 @@ class InlineRounds(Rounds):
                     rows.axes,
                     is_leaf=lambda x: x is None,
                 )
+                algorithm = self.functions()
                 message = algorithm.broadcast(random.key(0), server)
                 return message, algorithm.local(random.key(0), message, own, alone)[0]
 
@@ -117,6 +120,26 @@ def _chunk(
     return lax.fori_loop(0, num, body, (state, losses, bad))
 
 
+@partial(jax.jit, static_argnames=("algorithm", "config"))
+def _first_state(
+    algorithm: str,
+    config: FitConfig,
+    stacks: list[SiloRows],
+    rng_key: Array,
+    params: dict[str, PyTree],
+    local_params: list[PyTree],
+) -> VIState:
+    """Return the state before the first round."""
+    functions = ALGORITHMS[algorithm]
+    silos = tuple(
+        _in_step(config, partial(functions.init_silo, config, rows.part, params), local)
+        for rows, local in zip(stacks, local_params, strict=True)
+    )
+    server = functions.federated(config, stacks).init(rng_key, params)
+    visits = jnp.zeros(sum(len(rows.number) for rows in stacks), jnp.int32)
+    return VIState(server, silos, visits)
+
+
 def _in_step(config: FitConfig, first: Callable, local: PyTree) -> PyTree:
     """Return the first states of a stack of silos.
 
@@ -126,14 +149,10 @@ def _in_step(config: FitConfig, first: Callable, local: PyTree) -> PyTree:
     own = config.conducive or not (_keeps_time(config.optim) and _keeps_time(config.local_optim))
     # clocks may differ: a conducive silo whose numbers are not finite does not advance its clock
     if config.optim is not None and own:
-        return jax.jit(jax.vmap(first))(local)
-
-    def states(local: PyTree) -> PyTree:
-        one = jax.eval_shape(first, jax.tree.map(lambda x: x[0], local))
-        clocks = jax.tree.map(_is_clock, one)
-        return jax.tree.map(lambda x, clock: x[0] if clock else x, jax.vmap(first)(local), clocks)
-
-    return jax.jit(states)(local)
+        return jax.vmap(first)(local)
+    one = jax.eval_shape(first, jax.tree.map(lambda x: x[0], local))
+    clocks = jax.tree.map(_is_clock, one)
+    return jax.tree.map(lambda x, clock: x[0] if clock else x, jax.vmap(first)(local), clocks)
 
 
 def _is_clock(x: PyTree) -> bool:

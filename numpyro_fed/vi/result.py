@@ -12,14 +12,14 @@ import numpy as np
 from jax import Array
 
 from numpyro_fed._typing import PyTree
-from numpyro_fed.data.silos import Silos
 from numpyro_fed.data.views import SiloRows, stacked_mask, to_pooled_order
 from numpyro_fed.privacy.differential import Privacy, Spent, expected_error
 from numpyro_fed.rounds.federated import Ledger
 from numpyro_fed.rounds.remote import RemoteSilos
+from numpyro_fed.vi.config import FitConfig
 from numpyro_fed.vi.loop import VIState
 from numpyro_fed.vi.participation import Participation
-from numpyro_fed.vi.setup import Setup
+from numpyro_fed.vi.setup import Setup, Totals
 
 
 @dataclass(frozen=True, repr=False)
@@ -111,29 +111,41 @@ def shape_of(value: PyTree) -> list:
     return [list(x.shape) for x in jax.tree.leaves(value)]
 
 
-def local_params(setup: Setup, local: list) -> dict[str, Array]:
+def local_params(
+    config: FitConfig, totals: Totals, stacks: list[SiloRows], local: list
+) -> dict[str, Array]:
     """Return the silos' parameters as arrays over their plate's elements, in pooled order.
 
     Where silos are the units, the arrays are over silos.
+
+    :param totals: for each structure the number of rows of each group in all silos.
+    :param local: for each stack the silos' parameters.
     """
-    config, out = setup.config, {}
+    out = {}
     for part, family in enumerate(config.families):
         if not family.has_local:
             continue
-        mine = [
-            (r, family.named(p)) for r, p in zip(setup.stacks, local, strict=True) if r.part == part
-        ]
+        mine = [(r, family.named(p)) for r, p in zip(stacks, local, strict=True) if r.part == part]
         for name, (_, group) in mine[0][1].items():
             out[name + config.suffix(part)] = _in_order(
-                [(r, p[name][0]) for r, p in mine], group, setup.parts[part]
+                [(r, p[name][0]) for r, p in mine], group, dict(totals[part])
             )
     return out
 
 
 def stacked_params(setup: Setup, params: dict[str, Array]) -> list:
     """Invert :func:`local_params`; padding gets its first values."""
-    config, out = setup.config, []
-    for rows, first in zip(setup.stacks, setup.local, strict=True):
+    names = set(setup.config.supports)
+    given = {k: v for k, v in params.items() if k not in names}
+    return _stacked(setup.config, setup.stacks, setup.local, given)
+
+
+@partial(jax.jit, static_argnames=("config",))
+def _stacked(
+    config: FitConfig, stacks: list[SiloRows], local: list, params: dict[str, Array]
+) -> list:
+    out = []
+    for rows, first in zip(stacks, local, strict=True):
         family = config.families[rows.part]
         if not family.has_local or not family.named(first):
             out.append(first)
@@ -146,7 +158,6 @@ def stacked_params(setup: Setup, params: dict[str, Array]) -> list:
     return out
 
 
-@partial(jax.jit, static_argnames=("group",))
 def _in_stack(rows: SiloRows, given: Array, first: Array, group: str | None) -> Array:
     """Return a stack's part of a parameter in pooled order; padding has its first values."""
     if group is None:
@@ -157,15 +168,15 @@ def _in_stack(rows: SiloRows, given: Array, first: Array, group: str | None) -> 
     )
 
 
-def _in_order(rows: list, group: str | None, silos: Silos) -> Array:
+def _in_order(rows: list, group: str | None, totals: dict[str, int]) -> Array:
     if group is None:
         widest = [max(x.shape[i] for _, x in rows) for i in range(2, rows[0][1].ndim)]
-        total = [len(silos), *widest]
+        total = [sum(len(r.number) for r, _ in rows), *widest]
         out = jnp.zeros(total, rows[0][1].dtype)
         for r, x in rows:
             out = out.at[(r.number, *[slice(n) for n in x.shape[2:]])].set(x[:, 0])
         return out
-    out = jnp.zeros((sum(silos.sizes[group]), *rows[0][1].shape[2:]), rows[0][1].dtype)
+    out = jnp.zeros((totals[group], *rows[0][1].shape[2:]), rows[0][1].dtype)
     for r, x in rows:
         out = to_pooled_order(out, r, group, x)
     return out

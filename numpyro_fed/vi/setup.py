@@ -32,6 +32,10 @@ from numpyro_fed.vi.options import Options
 _CHECK_ROWS = 100_000
 
 
+# for each structure the number of rows of each group in all silos
+Totals = tuple[tuple[tuple[str, int], ...], ...]
+
+
 class Setup(NamedTuple):
     """The setup of a fit, from :func:`make_setup`.
 
@@ -54,6 +58,11 @@ class Setup(NamedTuple):
     def remote(self) -> bool:
         """Flag of remote silos: their rows are not in this process."""
         return isinstance(self.parts[0], RemoteSilos)
+
+    @property
+    def totals(self) -> Totals:
+        """Number of rows of each group in all silos, for each structure."""
+        return tuple(tuple((g, sum(n)) for g, n in part.sizes.items()) for part in self.parts)
 
     def partition(self) -> str:
         """Return a fingerprint of the assignment of pooled rows to silos.

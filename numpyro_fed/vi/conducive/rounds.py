@@ -127,6 +127,8 @@ def broadcast(config: FitConfig, total: Array, key: Array, server: Server) -> Me
     )
 
 
+# jitted: a fit traces it once for its rounds and for their costs
+@partial(jax.jit, static_argnames=("config", "at_once"))
 def local(
     config: FitConfig,
     key: Array,
