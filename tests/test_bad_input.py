@@ -37,6 +37,7 @@ def nothing_is_compiled(monkeypatch):
         (make_setup.pilot, "choose_step_size"),
         (_kernel, "one_round"),
         (_kernel, "first_state"),
+        (_kernel, "first_states"),
     ]:
         monkeypatch.setattr(owner, name, begun)
 

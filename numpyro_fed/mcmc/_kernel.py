@@ -20,7 +20,13 @@ from numpyro_fed.mcmc.adaptation import Adaptation, begin, check_seen, look_cost
 from numpyro_fed.mcmc.config import LangevinConfig
 from numpyro_fed.mcmc.options import Options
 from numpyro_fed.mcmc.setup import make_setup
-from numpyro_fed.mcmc.visit import LangevinState, chain_axes, first_state, one_round, start_keys
+from numpyro_fed.mcmc.visit import (
+    LangevinState,
+    chain_axes,
+    first_state,
+    first_states,
+    one_round,
+)
 from numpyro_fed.rounds.federated import Cost, Ledger
 
 
@@ -116,9 +122,10 @@ class LangevinKernel(FederatedKernel):
         else:
             axes = chain_axes(adaptation is not None)
             self._sample_fn = jax.vmap(self._one, in_axes=(axes, None, None), out_axes=axes)
-            vectorized = jax.vmap(start, in_axes=(0, 0, 0, 0, None, None, None), out_axes=axes)
-            own, of_silos, strata = start_keys(rng_key, self._options.distinct)
-            state = vectorized(own, of_silos, z, strata, self._tuning, silos, adaptation)
+            distinct = self._options.distinct
+            state = first_states(
+                self._config, distinct, rng_key, z, self._tuning, silos, adaptation
+            )
         if state.adaptation is not None:
             check_seen(state.adaptation)
         return state

@@ -26,7 +26,7 @@ from numpyro_fed.mcmc.visit import (
     arrive,
     chain_axes,
     depart,
-    first_state,
+    first_states,
     start_keys,
     wait,
 )
@@ -188,17 +188,13 @@ def _check(kernel: LangevinKernel, silos: RemoteSilos, num_chains: int) -> None:
 def _start(kernel: LangevinKernel, keys: Array, num_chains: int, silos: RemoteSilos) -> Run:
     """Return all chains' first states, and the slots of the local latents that silos draw."""
     config, tuning = kernel.config, kernel.tuning
-    starts = start_keys(keys, kernel.options.distinct)
-    axes = chain_axes(False)
-    here = replace(config, units=None)  # the local latents are in the silos
-    first = jax.vmap(
-        partial(first_state, here), in_axes=(0, 0, None, 0, None, None, None), out_axes=axes
-    )
-    state = first(starts[0], starts[1], None, starts[2], tuning, silos, None)
+    here, distinct = replace(config, units=None), kernel.options.distinct  # latents are in silos
+    state = first_states(here, distinct, keys, None, tuning, silos, None)
     slots = np.zeros((len(keys), 0), np.int64)
     if config.units is not None:
         assert tuning.latents is not None
-        keys_eps = jax.vmap(lambda key: random.split(key, 4)[2])(starts[0])
+        own = start_keys(keys, distinct)[0]
+        keys_eps = jax.vmap(lambda key: random.split(key, 4)[2])(own)
         slots = np.array([[silos.carrier.new_slot() for _ in silos.names] for _ in keys])
         local, rows = StartLocal(config), tuning.latents.rows.slot
         pairs = zip(keys_eps, slots.tolist(), strict=True)

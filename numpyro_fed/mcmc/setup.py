@@ -186,7 +186,7 @@ def _tuning(
     dtype = jnp.result_type(float)
 
     def array(x: Any) -> Array:
-        return jnp.asarray(x, dtype)
+        return jax.device_put(np.asarray(x, dtype))  # rounded on the host, which compiles nothing
 
     h = options.step.size
     tuning = Tuning(

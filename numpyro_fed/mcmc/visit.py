@@ -256,6 +256,28 @@ def start_keys(keys: Array, distinct: bool) -> tuple[Array, Array, Array]:
     return own, of_silos, strata
 
 
+@partial(jax.jit, static_argnames=("config", "distinct"))
+def first_states(
+    config: LangevinConfig,
+    distinct: bool,
+    keys: Array,
+    z: dict[str, Array] | None,
+    tuning: Tuning,
+    silos: Silos,
+    adaptation: Adaptation | None,
+) -> LangevinState:
+    """Return the initial states of vectorized chains; their leading axes are :func:`chain_axes`.
+
+    :param distinct: whether chains visit different silos in a round.
+    """
+    axes = chain_axes(adaptation is not None)
+    own, of_silos, strata = start_keys(keys, distinct)
+    start = jax.vmap(
+        partial(first_state, config), in_axes=(0, 0, 0, 0, None, None, None), out_axes=axes
+    )
+    return start(own, of_silos, z, strata, tuning, silos, adaptation)
+
+
 @partial(jax.jit, static_argnames=("config",))
 def first_state(
     config: LangevinConfig,

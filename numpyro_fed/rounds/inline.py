@@ -4,6 +4,7 @@ A silo's key depends on the round's key and the silo's number, and not on the or
 Other engines therefore draw the same.
 """
 
+from concurrent.futures import Executor
 from functools import partial
 
 import jax
@@ -35,6 +36,24 @@ def ask_all(
     if isinstance(silos, RemoteSilos):
         return silos.ask_all(local, key, message, silo_states)
     return _ask_here(local, key, message, silo_states, silos, group)
+
+
+def compile_ahead(
+    pool: Executor,
+    local: SiloTask,
+    key: Array,
+    message: PyTree,
+    silo_states: PyTree,
+    silos: Silos,
+    group: str | None,
+) -> None:
+    """Compile the program of :func:`ask_all` in another thread, before it is called.
+
+    XLA compiles a program on one core. Remote silos compile their own.
+    """
+    if not isinstance(silos, RemoteSilos):
+        lowered = _ask_here.lower(local, key, message, silo_states, silos, group)
+        pool.submit(lowered.compile)
 
 
 @partial(jax.jit, static_argnames=("local", "group"))

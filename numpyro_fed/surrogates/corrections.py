@@ -22,6 +22,7 @@ from numpyro_fed.density.small_matrices import solve_positive
 from numpyro_fed.rounds.serialization import wire_name
 
 
+@jax.jit
 def regress(points: Array, scores: Array, weights: Array) -> Array:
     """Regress whitened scores on the bounded features by weighted least squares.
 

@@ -144,6 +144,7 @@ def carried(site: ApproxFactor, shift: Array, factor: Array) -> ApproxFactor:
     return ApproxFactor(factor.T @ (linear - precision @ shift), factor.T @ precision @ factor)
 
 
+@jax.jit
 def product(site: ApproxFactor) -> tuple[Array, Array, Array, Array]:
     """Return the new q in the old one's coordinates, within the limits of a step.
 

@@ -20,6 +20,7 @@ Gaussian; scores are not. FSGLD remark 3 asks for this criterion (equation 8).
 
 import math
 import warnings
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -35,7 +36,7 @@ from numpyro_fed.density.factors import Factors
 from numpyro_fed.density.local_map import LocalMap, Units
 from numpyro_fed.density.nested import NestedUnits
 from numpyro_fed.rounds.federated import Cost, message_bytes
-from numpyro_fed.rounds.inline import ask_all
+from numpyro_fed.rounds.inline import ask_all, compile_ahead
 from numpyro_fed.rounds.remote import RemoteSilos
 from numpyro_fed.rounds.task import SiloTask
 from numpyro_fed.surrogates.corrections import Corrections, regress
@@ -122,7 +123,10 @@ def fit(
     reply = rounds.task if local is None else local
     state = rounds.first_state(start)
     started = state.moved <= CONVERGED
-    wide = _widen(rounds, _converge(rounds, state, reply, max_rounds))
+    with ThreadPoolExecutor(1) as pool:
+        rounds.compile_last(pool, state)
+        state = _converge(rounds, state, reply, max_rounds)
+    wide = _widen(rounds, state)
     replies, local_map = rounds.ask(rounds.last, wide)
     values = replies.values
     if local is not None:
@@ -186,6 +190,11 @@ class _Rounds:
         self.cost += Cost(1, len(message.points), message_bytes(message), up)
         return replies, rows
 
+    def compile_last(self, pool: Executor, state: ServerState) -> None:
+        """Compile the program of the last rounds in another thread, beside the first rounds'."""
+        message = self.scheme.broadcast(self.key, _at_wide_points(self, state))
+        compile_ahead(pool, self.last, self.key, message, None, self.silos, self.group)
+
     def log_posterior(self, state: ServerState) -> np.ndarray:
         """Return the log posterior at the server's points, from a round of the last fit."""
         message = self.scheme.broadcast(self.key, state)
@@ -208,13 +217,16 @@ def _converge(rounds: _Rounds, state: ServerState, reply: SiloTask, max_rounds: 
 
 def _widen(rounds: _Rounds, state: ServerState) -> ServerState:
     """Return the state with wide points, weighted by a power of the posterior."""
-    count, dim = rounds.num_last, rounds.factors.dim
-    # no acceleration, since the last fit has other points and weights
-    state = state._replace(
-        points=wide_points(count, dim, rounds.seed + 10_000), weights=np.ones(count), history=None
-    )
-    power = 0.25 * min(1.0, math.sqrt(6 / dim))
+    state = _at_wide_points(rounds, state)
+    power = 0.25 * min(1.0, math.sqrt(6 / rounds.factors.dim))
     return state._replace(weights=_tempered(rounds.log_posterior(state), power))
+
+
+def _at_wide_points(rounds: _Rounds, state: ServerState) -> ServerState:
+    count = rounds.num_last
+    points = wide_points(count, rounds.factors.dim, rounds.seed + 10_000)
+    # no acceleration, since the last fit has other points and weights
+    return state._replace(points=points, weights=np.ones(count), history=None)
 
 
 def _correct(rounds: _Rounds, final: ServerState, found: ScoreFit, bounded: bool) -> ScoreFit:

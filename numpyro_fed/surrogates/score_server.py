@@ -50,14 +50,11 @@ def algorithm(
         d = factors.dim
         scale, history = np.full(d, 0.5), None  # precision 4 I
         if full:
-            scale, history = (
-                np.diag(scale),
-                History.none(ApproxFactor(jnp.zeros(d), jnp.zeros((d, d)))),
-            )
+            scale, history = np.diag(scale), _no_history(d)
         return ServerState(np.zeros(d), scale, np.zeros((0, d)), np.zeros(0), history=history)
 
     def broadcast(_: Array, state: ServerState) -> Message:
-        return Message(*(jnp.asarray(x, jnp.result_type(float)) for x in state[:4]))
+        return Message(*map(_on_device, state[:4]))
 
     def merge(state: ServerState, replies: Reply) -> tuple[ServerState, np.ndarray]:
         prior = _prior_fit(factors, broadcast(random.key(0), state), silos)
@@ -93,6 +90,11 @@ def _prior_fit(factors: Factors, message: Message, silos: Silos) -> tuple[Array,
     return fit_score(message.points, scores, weights, message.scale.ndim == 2)[:2]
 
 
+def _on_device(x: np.ndarray) -> Array:
+    """Return the array in JAX's own precision, rounded on the host, which compiles nothing."""
+    return jax.device_put(np.asarray(x, jnp.result_type(float)))
+
+
 def _to_natural(
     state: ServerState, shift: np.ndarray, precision: np.ndarray, prior: list[np.ndarray]
 ) -> Surrogates:
@@ -119,9 +121,7 @@ def _move(state: ServerState, shift: np.ndarray, precision: np.ndarray) -> tuple
 
     Full precisions take the accelerated step of conducive rounds.
     """
-    total = ApproxFactor(
-        jnp.asarray(shift, jnp.result_type(float)), jnp.asarray(precision, jnp.result_type(float))
-    )
+    total = ApproxFactor(_on_device(shift), _on_device(precision))
     if state.history is None:
         (*new, moved, _), history = product(total), None
     else:
@@ -130,6 +130,11 @@ def _move(state: ServerState, shift: np.ndarray, precision: np.ndarray) -> tuple
     if state.scale.ndim == 1:
         return state.loc + state.scale * step, state.scale * root, float(moved), history
     return state.loc + state.scale @ step, state.scale @ root, float(moved), history
+
+
+@partial(jax.jit, static_argnums=0)
+def _no_history(dim: int) -> History:
+    return History.none(ApproxFactor(jnp.zeros(dim), jnp.zeros((dim, dim))))
 
 
 @jax.jit

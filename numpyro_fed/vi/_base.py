@@ -13,12 +13,10 @@ from jax.stages import Lowered
 from numpyro_fed._typing import Facts, PyTree
 from numpyro_fed.data.mixed import MixedSilos
 from numpyro_fed.data.silos import Silos
-from numpyro_fed.data.views import SiloRows
 from numpyro_fed.density.fingerprint import fingerprint
 from numpyro_fed.rounds.checkpoint import Checkpoint, facts_of_run
 from numpyro_fed.rounds.remote import RemoteSilos
-from numpyro_fed.vi.algorithms import ALGORITHMS, own_params
-from numpyro_fed.vi.config import FitConfig
+from numpyro_fed.vi.algorithms import ALGORITHMS
 from numpyro_fed.vi.definition import FitDefinition
 from numpyro_fed.vi.first_params import first_params
 from numpyro_fed.vi.inline import InlineRounds, advance
@@ -35,11 +33,12 @@ from numpyro_fed.vi.result import (
     VIResult,
     global_params,
     local_params,
+    named_params,
     shape_of,
     spent_privacy,
     stacked_params,
 )
-from numpyro_fed.vi.setup import Setup, Totals
+from numpyro_fed.vi.setup import Setup
 
 _jit_advance = partial(jax.jit, static_argnames=("federated", "config", "who"))(advance)
 
@@ -198,7 +197,7 @@ class FederatedVI(FitDefinition):
         """Return global parameters in their supports, and those of inline silos, by name."""
         if setup.remote:
             return setup.config.constrain(params)
-        return _named_here(
+        return named_params(
             setup.config, setup.totals, averaged, setup.stacks, params, state.server.params,
             list(state.silos),
         )  # fmt: skip
@@ -307,29 +306,6 @@ class FederatedVI(FitDefinition):
                 for name, p in drawn.items()
             },
         }
-
-
-@partial(jax.jit, static_argnames=("config", "totals", "averaged"))
-def _named_here(
-    config: FitConfig,
-    totals: Totals,
-    averaged: bool,
-    stacks: list[SiloRows],
-    params: dict[str, Array],
-    server_params: dict[str, Array],
-    silo_states: list,
-) -> dict[str, Array]:
-    """Return global parameters in their supports, and those of the silos, by name.
-
-    The silos' parameters are in coordinates whitened by the server's q.
-    """
-    local = []
-    for rows, state in zip(stacks, silo_states, strict=True):
-        one = partial(own_params, config, rows.part, params=server_params, averaged=averaged)
-        # one clock may stand for all silos
-        axes = jax.tree.map(lambda x: 0 if x.ndim else None, state)
-        local.append(jax.vmap(one, in_axes=(axes,))(state))
-    return {**config.constrain(params), **local_params(config, totals, stacks, local)}
 
 
 def _check_saved(

@@ -16,6 +16,7 @@ from numpyro_fed.data.views import SiloRows, stacked_mask, to_pooled_order
 from numpyro_fed.privacy.differential import Privacy, Spent, expected_error
 from numpyro_fed.rounds.federated import Ledger
 from numpyro_fed.rounds.remote import RemoteSilos
+from numpyro_fed.vi.algorithms import own_params
 from numpyro_fed.vi.config import FitConfig
 from numpyro_fed.vi.loop import VIState
 from numpyro_fed.vi.participation import Participation
@@ -109,6 +110,31 @@ def shape_of(value: PyTree) -> list:
     if isinstance(value, Array | np.ndarray):
         return list(value.shape)
     return [list(x.shape) for x in jax.tree.leaves(value)]
+
+
+@partial(jax.jit, static_argnames=("config", "totals", "averaged"))
+def named_params(
+    config: FitConfig,
+    totals: Totals,
+    averaged: bool,
+    stacks: list[SiloRows],
+    params: dict[str, Array],
+    server_params: dict[str, Array],
+    silo_states: list,
+) -> dict[str, Array]:
+    """Return global parameters in their supports, and those of the silos, by name.
+
+    :param params: global parameters, unconstrained.
+    :param server_params: those of the server's q, whose whitened coordinates the silos' parameters
+        are returned in.
+    """
+    local = []
+    for rows, state in zip(stacks, silo_states, strict=True):
+        one = partial(own_params, config, rows.part, params=server_params, averaged=averaged)
+        # one clock may stand for all silos
+        axes = jax.tree.map(lambda x: 0 if x.ndim else None, state)
+        local.append(jax.vmap(one, in_axes=(axes,))(state))
+    return {**config.constrain(params), **local_params(config, totals, stacks, local)}
 
 
 def local_params(
