@@ -12,7 +12,6 @@ import numpy as np
 from jax import Array
 from numpyro.infer import MCMC
 
-from numpyro_fed._compat import import_arviz
 from numpyro_fed.data.checks import check_key
 from numpyro_fed.data.mixed import MixedSilos
 from numpyro_fed.data.silos import Silos
@@ -20,7 +19,7 @@ from numpyro_fed.mcmc.fsgld import FSGLD
 from numpyro_fed.mcmc.remote import RemoteMCMC
 from numpyro_fed.results.diagnose import diagnose
 from numpyro_fed.results.inference_data import to_inference_data
-from numpyro_fed.results.vi_inference_data import CANDIDATES, check_num_draws, lower_draw
+from numpyro_fed.results.vi_inference_data import CANDIDATES, check_num_draws, prepare_draws
 from numpyro_fed.rounds.remote import RemoteSilos
 from numpyro_fed.surrogates.natural_step import CONVERGED
 from numpyro_fed.vi.conducive.checks import JointUnits
@@ -138,8 +137,7 @@ def _compile(svi: ConduciveSFVI, silos: Silos | MixedSilos, num_draws: int, key:
     assert rounds is not None
     with ThreadPoolExecutor(1) as pool:
         pool.submit(rounds.compile)
-        lower_draw(svi, silos, num_draws, key).compile()
-        import_arviz()
+        prepare_draws(svi, silos, num_draws, key)
 
 
 def _last_round(

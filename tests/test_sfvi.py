@@ -562,7 +562,7 @@ def test_an_interrupted_run_returns_what_it_has(monkeypatch):
         wheeze, fed.AutoSiloNormal(wheeze), optax.adam(0.02), num_local_particles=2, validate=False
     )
     whole = svi.run(random.key(1), 200, silos, progress_bar=False)
-    chunk, calls = inline._chunk, []
+    chunk, calls = inline._many_rounds, []
 
     def interrupted(*args):
         calls.append(1)
@@ -570,7 +570,7 @@ def test_an_interrupted_run_returns_what_it_has(monkeypatch):
             raise KeyboardInterrupt
         return chunk(*args)
 
-    monkeypatch.setattr(inline, "_chunk", interrupted)
+    monkeypatch.setattr(inline, "_many_rounds", interrupted)
     with pytest.warns(
         UserWarning, match=r"interrupted: the result of the first 200 rounds is returned"
     ):

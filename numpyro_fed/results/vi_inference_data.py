@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, random
-from jax.stages import Lowered
 from numpyro.infer import log_likelihood as log_likelihood_of
 
 from numpyro_fed._compat import import_arviz, infer_dims
@@ -103,17 +102,19 @@ def vi_inference_data(
     return idata
 
 
-def lower_draw(
+def prepare_draws(
     svi: FederatedVI, silos: Silos | MixedSilos, num_draws: int, rng_key: Array
-) -> Lowered:
-    """Return the program of weighted draws for resampling, traced and not yet compiled."""
-    setup = svi.setup(silos)
+) -> None:
+    """Compile the program of weighted draws for resampling, and import ArviZ.
+
+    A fit can do so while another program compiles.
+    """
+    setup, num = svi.setup(silos), CANDIDATES * num_draws
     state = svi.init(rng_key, silos)
     params = jax.eval_shape(setup.config.constrain, state.server.params)
-    return draw.lower(
-        setup.config, params, setup.local, setup.stacks, setup.totals, rng_key,
-        CANDIDATES * num_draws, True,
-    )  # fmt: skip
+    each = setup.local, setup.stacks, setup.totals, rng_key, num
+    draw.lower(setup.config, params, *each, True).compile()
+    import_arviz()
 
 
 def _groups(

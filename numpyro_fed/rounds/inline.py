@@ -18,6 +18,10 @@ from numpyro_fed.rounds.federated import Federated
 from numpyro_fed.rounds.remote import RemoteSilos
 from numpyro_fed.rounds.task import SiloTask
 
+# less optimization in LLVM, for programs that run a few times: they compile in three quarters of
+# the time, and run as fast (docs/results.md)
+QUICKLY = {"xla_backend_optimization_level": 1}
+
 
 def ask_all(
     local: SiloTask,
@@ -56,7 +60,7 @@ def compile_ahead(
         pool.submit(lowered.compile)
 
 
-@partial(jax.jit, static_argnames=("local", "group"))
+@partial(jax.jit, static_argnames=("local", "group"), compiler_options=QUICKLY)
 def _ask_here(
     local: SiloTask,
     key: Array,

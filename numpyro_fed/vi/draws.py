@@ -29,6 +29,7 @@ from numpyro_fed._typing import PyTree
 from numpyro_fed.data.views import SiloRows, SiloView, to_pooled_order
 from numpyro_fed.density.nested import NestedUnits
 from numpyro_fed.privacy.secure_sum import opened
+from numpyro_fed.rounds.inline import QUICKLY
 from numpyro_fed.rounds.remote import RemoteSilos
 from numpyro_fed.rounds.serialization import wire_name
 from numpyro_fed.rounds.worker import Call, rows_of
@@ -47,9 +48,6 @@ from numpyro_fed.vi.proposals import (
 # sds of q at which a stretched draw's u is clipped for the local maps: the outermost of the 256
 # points to which these are fitted
 _REACH = 3.0
-# less optimization in LLVM: the program runs once, compiles in two thirds of the time, and runs as
-# fast (`first_answer.py patients`)
-_QUICKLY = {"xla_backend_optimization_level": 1}
 _NUMBERS_AT_ONCE = 1 << 22  # latents' candidates evaluated together: 16 MiB in float32
 
 
@@ -202,7 +200,7 @@ def draw_remote(
 
 
 @partial(
-    jax.jit, static_argnames=("config", "totals", "num", "stretched"), compiler_options=_QUICKLY
+    jax.jit, static_argnames=("config", "totals", "num", "stretched"), compiler_options=QUICKLY
 )
 def draw(
     config: FitConfig,
