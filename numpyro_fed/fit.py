@@ -135,9 +135,9 @@ def _compile(svi: ConduciveSFVI, silos: Silos | MixedSilos, num_draws: int, key:
     """
     rounds = svi.lower(key, silos)
     assert rounds is not None
-    with ThreadPoolExecutor(1) as pool:
+    with ThreadPoolExecutor(2) as pool:
         pool.submit(rounds.compile)
-        prepare_draws(svi, silos, num_draws, key)
+        prepare_draws(pool, svi, silos, num_draws, key)
 
 
 def _last_round(

@@ -3,6 +3,7 @@
 import json
 import warnings
 from collections.abc import Callable
+from concurrent.futures import Executor
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -103,17 +104,14 @@ def vi_inference_data(
 
 
 def prepare_draws(
-    svi: FederatedVI, silos: Silos | MixedSilos, num_draws: int, rng_key: Array
+    pool: Executor, svi: FederatedVI, silos: Silos | MixedSilos, num_draws: int, rng_key: Array
 ) -> None:
-    """Compile the program of weighted draws for resampling, and import ArviZ.
-
-    A fit can do so while another program compiles.
-    """
+    """Compile the program of weighted draws for resampling in another thread, and import ArviZ."""
     setup, num = svi.setup(silos), CANDIDATES * num_draws
     state = svi.init(rng_key, silos)
     params = jax.eval_shape(setup.config.constrain, state.server.params)
     each = setup.local, setup.stacks, setup.totals, rng_key, num
-    draw.lower(setup.config, params, *each, True).compile()
+    pool.submit(draw.lower(setup.config, params, *each, True).compile)
     import_arviz()
 
 
