@@ -183,6 +183,8 @@ def test_missing_replies_do_not_move_the_fixed_point():
             random.key(1), 60, silos, participation={name: 0.7 for name in silos.names}, **QUIET
         )
         assert 170 < sum(some.ledger.rounds) < 250
+        # the bound has the last value of a silo that is missing, and so can converge
+        np.testing.assert_allclose(some.losses[-10:], whole.losses[-1], atol=1e-3)
         assert np.abs((some.params["auto_loc"] - whole.params["auto_loc"]) / sd).max() < 5e-3
         np.testing.assert_allclose(
             some.params["auto_scale_tril"], whole.params["auto_scale_tril"], atol=1e-3
@@ -197,11 +199,7 @@ def test_silos_join_and_leave():
     """From another federation's result: the fit of the silos that there are now."""
     with jax.enable_x64(True):
         silos = logistic_silos()
-        without = (
-            silos.subset(("s0", "s2"))
-            if hasattr(silos, "subset")
-            else fed.Silos({k: silos[k] for k in ("s0", "s2")})
-        )
+        without = fed.Silos({k: silos[k] for k in ("s0", "s2")})
         fit = conducive(logistic)
         everyone, two = (fit.run(random.key(0), 14, s, **QUIET) for s in (silos, without))
         left = fit.run(random.key(0), 5, without, init_from=everyone, **QUIET)

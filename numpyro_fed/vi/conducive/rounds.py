@@ -73,8 +73,9 @@ def federated(config: FitConfig, stacks: list[SiloRows]) -> Federated:
     """Return the algorithm as ``init / broadcast / local / merge``."""
     total = all_rows(config, stacks)
     at_once = min(at_once_of(config, rows, len(rows.number)) for rows in stacks)
+    num = sum(len(rows.number) for rows in stacks)
     return Federated(
-        partial(init, config),
+        partial(init, config, num),
         partial(broadcast, config, total),
         partial(local, config, at_once=at_once),
         partial(merge, config, stacks[0]),
@@ -93,13 +94,14 @@ def _nothing_known(config: FitConfig) -> History | Memory:
     return History.none(_no_site(config)) if full else Memory.none(config.factors.dim)
 
 
-def init(config: FitConfig, key: Array, params: dict[str, Array]) -> Server:
+def init(config: FitConfig, num_silos: int, key: Array, params: dict[str, Array]) -> Server:
     """Return the server's first state, in which no silo has replied."""
     zero = jnp.zeros((), jnp.int32)
     return Server(
         params,
         None,
         _no_site(config),
+        jnp.zeros(num_silos),
         _nothing_known(config),
         jnp.full((), jnp.inf, jnp.result_type(float)),
         zero,
@@ -209,7 +211,10 @@ def merge(
     asked = whitening(config, server.params)
     prior, own = prior_factor(config, server.params, asked, server.i, rows)
     total = jax.tree.map(jnp.add, sites, prior)
-    loss = -(own + jnp.sum(jnp.where(heard, replies.value, 0.0)))
+    # that of a silo which is not heard is its last; a sum has no values of single silos
+    last = jnp.zeros_like(replies.value) if config.secure_sum else server.values
+    values = jnp.where(heard, replies.value, last)
+    loss = -(own + jnp.sum(values))
     everyone = jnp.array(True) if weights is None else (weights > 0).all()
     new, step, history = _step(config, server, asked, total, -loss, everyone, replies.finite.all())
     if replies.params is not None:
@@ -219,6 +224,7 @@ def merge(
         params,
         None,
         sites,
+        server.values if config.secure_sum else values,
         history,
         step.moved,
         server.held + step.held,

@@ -17,6 +17,7 @@ class Server(NamedTuple):
     :param params: global parameters (q(theta)'s, networks' and learned ones), unconstrained.
     :param average: ``None``; no average is kept.
     :param sites: the sum of the silos' approximate factors, whitened by q.
+    :param values: each silo's last ``E_q[log p(y_s | theta)]``, ``(S,)``; zeros with secure sums.
     :param history: record of the steps before, for the acceleration.
     :param moved: sds that the last round's factors alone would move q, or a like measure of its
         spread, whichever is larger.
@@ -29,6 +30,7 @@ class Server(NamedTuple):
     params: dict[str, Array]
     average: None
     sites: ApproxFactor
+    values: Array
     history: History | Memory
     moved: Array
     held: Array
