@@ -233,6 +233,16 @@ def test_the_text_of_an_error_stays_at_the_silo(tmp_path, caplog):
     assert "42.5" in (folder_of(tmp_path, BROKEN) / "error.txt").read_text()
 
 
+@pytest.mark.usefixtures("allowed")
+def test_errors_do_not_fill_a_disk(tmp_path, monkeypatch):
+    monkeypatch.setattr(carrier, "_MOST_ERRORS", 2000)
+    executed(tmp_path, {"make_side": BROKEN}, [b"1 x"] * 20)
+    written = (folder_of(tmp_path, BROKEN) / "error.txt").read_text()
+    one = len(written) / written.count("Traceback")
+    assert 2000 <= len(written) <= 2000 + one  # the control: the errors are more than that
+    assert 20 * one > 4000
+
+
 @pytest.mark.parametrize("listed", [None, f"other:side,{MAKE_SIDE}"])
 def test_a_site_makes_only_what_it_allows(tmp_path, monkeypatch, listed):
     monkeypatch.delenv(carrier.ALLOWED, raising=False)

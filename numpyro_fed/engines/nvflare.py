@@ -73,6 +73,7 @@ __all__ = [
 ]
 
 DATA, REJOIN = "data", "rejoin.json"
+_MOST_ERRORS = 1 << 20  # bytes of a file of errors, which a server may cause without end
 _logger = logging.getLogger("nvflare.numpyro_fed")
 
 
@@ -296,7 +297,8 @@ class SideExecutor(Executor):
                 )
         except Exception:
             with (where / ERROR).open("a") as file:
-                file.write(traceback.format_exc())
+                if file.tell() < _MOST_ERRORS:
+                    file.write(traceback.format_exc())
             _logger.error("silo %r could not answer; the reason is in %s", name, where / ERROR)
             return make_reply(ReturnCode.EXECUTION_EXCEPTION)
         reply = make_reply(ReturnCode.OK)
