@@ -20,6 +20,7 @@ from vi_models import (
 
 import numpyro_fed as fed
 from numpyro_fed.vi.barycenter import barycenter
+from numpyro_fed.vi.result import stacked_params
 from numpyro_fed.vi.sfvi_avg import Reply, SiloState, federated, row_count
 
 OPTIM = optax.adam(optax.exponential_decay(0.05, 500, 0.3))
@@ -101,7 +102,7 @@ def test_local_maps_are_rewritten_for_the_average():
         setup = avg.setup(silos)
         family, config = setup.config.families[0], setup.config
         theta, eps = jnp.array([0.3, -0.2, 0.1]), jnp.ones((10, 1))
-        new = avg.fitted(result, silos)[1][0]
+        new = stacked_params(avg.setup(silos), result.params)[0]
         for number in range(2):
             silo = result.state.silos[0]
             local, base = jax.tree.map(lambda x, s=number: x[s], (silo.params, silo.base))

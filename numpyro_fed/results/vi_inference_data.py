@@ -27,7 +27,7 @@ from numpyro_fed.vi.draws import Draws, draw, draw_remote
 from numpyro_fed.vi.guides.normal import SiloNormal
 from numpyro_fed.vi.importance import POOR, smoothed, tail_of_spreads, worst_tail
 from numpyro_fed.vi.remote import kept_by
-from numpyro_fed.vi.result import VIResult
+from numpyro_fed.vi.result import VIResult, stacked_params
 from numpyro_fed.vi.setup import Setup
 from numpyro_fed.vi.sites import constrained, globals_of
 
@@ -60,7 +60,7 @@ def vi_inference_data(
         raise ValueError(f"expected the silos of the run, {list(result.ledger.silos)}, got {got}")
     setup = svi.setup(silos)
     config = setup.config
-    params, local = svi.fitted(result, silos)
+    params = svi.fitted(result, silos)
     key = random.key(0) if rng_key is None else rng_key
     num = CANDIDATES * num_draws if resample else num_draws
     stretched = resample and isinstance(config.families[0], SiloNormal)
@@ -73,7 +73,9 @@ def vi_inference_data(
         slots = kept_by(result.state, setup, "result").slots.tolist()
         draws = draw_remote(config, params, slots, silos, setup.stacks, key, num, stretched)
     else:
-        draws = draw(config, params, local, setup.stacks, setup.totals, key, num, stretched)
+        one = setup.as_one()
+        local = stacked_params(one, result.params)
+        draws = draw(config, params, local, one.stacks, one.totals, key, num, stretched)
     weight, k, judged = _judged(config, draws, stretched)
     if resample:
         chosen = _chosen(weight, num_draws, key)
@@ -107,7 +109,7 @@ def prepare_draws(
     pool: Executor, svi: FederatedVI, silos: Silos | MixedSilos, num_draws: int, rng_key: Array
 ) -> None:
     """Compile the program of weighted draws for resampling in another thread, and import ArviZ."""
-    setup, num = svi.setup(silos), CANDIDATES * num_draws
+    setup, num = svi.setup(silos).as_one(), CANDIDATES * num_draws
     state = svi.init(rng_key, silos)
     params = jax.eval_shape(setup.config.constrain, state.server.params)
     each = setup.local, setup.stacks, setup.totals, rng_key, num

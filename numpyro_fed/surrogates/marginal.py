@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.typing import DTypeLike
 
 from numpyro_fed._typing import PyTree
 from numpyro_fed.density import small_matrices
@@ -29,6 +30,7 @@ from numpyro_fed.surrogates.sobol import sobol_normal
 # from 0 to a mode's hundredth of an sd, binomial terms took up to 9 steps, and Poisson terms with
 # counts up to 1e5 and prior sds of .1 to 30 up to 19
 NEWTON_STEPS = 25
+DAMPED = 1e-2  # damping at which a step is shorter than Newton's, and its length says nothing
 # for one latent; the worst error of a score in its log scale, of binomial elements with 1 to 40
 # rows and prior sds of .3 to 6, was .006 (15 nodes: .035, 35 nodes: .001)
 _SCALAR_NODES = 25
@@ -112,7 +114,7 @@ def place_at_mode(
 
     Newton steps from ``start`` find the mode.
     """
-    mode = _newton(log_density, start, steps)
+    mode = _newton(log_density, start, steps, near_enough(start.dtype))
     return place(mode.at, inverse_factor(mode.curvature), table)
 
 
@@ -237,21 +239,38 @@ def taken(better: Array, new: PyTree, old: PyTree) -> PyTree:
     )
 
 
-def _newton(log_density: Callable[[Array], Array], start: Array, steps: int) -> Local:
-    """Maximize each unit's term by Newton steps, damped unit by unit (Levenberg-Marquardt)."""
+def near_enough(dtype: DTypeLike) -> float:
+    """Return the squared length of a Newton step, in sds, at which nodes may be placed.
+
+    The root is .005 sds in float32. Weights of the nodes correct a place that is farther off.
+    """
+    return float(jnp.finfo(dtype).eps) ** (2 / 3)
+
+
+def _newton(
+    log_density: Callable[[Array], Array], start: Array, steps: int, near: float = 0.0
+) -> Local:
+    """Maximize each unit's term by Newton steps, damped unit by unit (Levenberg-Marquardt).
+
+    :param steps: most steps of a unit.
+    :param near: squared length in sds of the step at which a unit stops; 0: none stops.
+    """
     eye = jnp.eye(start.shape[1], dtype=start.dtype)
 
-    def step(carry: tuple, _: None) -> tuple[tuple, None]:
-        best, proposal, damping = carry
+    def step(carry: tuple) -> tuple:
+        i, best, proposal, damping, moves = carry
         new = _local(log_density, proposal)
-        better = new.value >= best.value  # not for NaN, as from a curvature that has no factor
+        # not for NaN, as from a curvature that has no factor
+        better = moves & (new.value >= best.value)
         best = taken(better, new, best)
         damping = jnp.where(better, damping * 0.2, jnp.maximum(damping, 1e-3) * 6.0)
         diagonal = jnp.diagonal(best.curvature, axis1=-2, axis2=-1)
         scale = jnp.abs(diagonal).max(-1)[:, None, None] + 1e-6
         factor = small_matrices.cholesky(best.curvature + damping[:, None, None] * scale * eye)
-        return (best, best.at + small_matrices.solve(factor, best.slope), damping), None
+        move = small_matrices.solve(factor, best.slope)
+        arrived = (jnp.sum(best.slope * move, -1) < near) & (damping < DAMPED)
+        return i + 1, best, best.at + move, damping, moves & ~arrived
 
     # the first step evaluates the start itself
-    carry = nowhere(start), start, jnp.zeros_like(start[:, 0])
-    return lax.scan(step, carry, None, length=steps + 1)[0][0]
+    first = nowhere(start), start, jnp.zeros_like(start[:, 0]), jnp.ones(len(start), bool)
+    return lax.while_loop(lambda x: (x[0] <= steps) & x[-1].any(), step, (0, *first))[1]

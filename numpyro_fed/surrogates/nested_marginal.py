@@ -25,12 +25,14 @@ from jax import Array, lax
 
 from numpyro_fed.density import small_matrices
 from numpyro_fed.surrogates.marginal import (
+    DAMPED,
     NEWTON_STEPS,
     Local,
     Moments,
     Quadrature,
     cholesky,
     inverse_factor,
+    near_enough,
     nodes,
     nowhere,
     place,
@@ -185,7 +187,7 @@ def _mode(
             ..., None
         ] * np.eye(matrix.shape[-1], dtype=matrix.dtype)
 
-    def proposal(outer: Local, inner: _Inner, damping: Array) -> tuple[Array, Array]:
+    def moves_from(outer: Local, inner: _Inner, damping: Array) -> tuple[Array, Array]:
         chol = small_matrices.cholesky(damped(inner.curvature, damping[parent]))
         solved = _solve(chol, inner.cross)
         coupled = up(jnp.swapaxes(inner.cross, -1, -2) @ solved)
@@ -195,19 +197,24 @@ def _mode(
         move_b = small_matrices.solve(chol, inner.slope) - jnp.einsum(
             "eij,ej->ei", solved, move_a[parent]
         )
-        return outer.at + move_a, inner.at + move_b
+        return move_a, move_b
 
-    def step(carry: tuple, _: None) -> tuple[tuple, None]:
-        outer, inner, at, damping = carry
+    def step(carry: tuple) -> tuple:
+        i, outer, inner, at, damping, moves = carry
         new = _local(log_terms, *at)
         better = new[0].value + up(new[1].value) >= outer.value + up(inner.value)  # not for NaN
+        better = better & moves
         outer, inner = taken(better, new[0], outer), taken(better[parent], new[1], inner)
         damping = jnp.where(better, damping * 0.2, jnp.maximum(damping, 1e-3) * 6.0)
-        return (outer, inner, proposal(outer, inner, damping), damping), None
+        move_a, move_b = moves_from(outer, inner, damping)
+        length = jnp.sum(outer.slope * move_a, -1) + up(jnp.sum(inner.slope * move_b, -1))
+        moves = moves & ~((length < near) & (damping < DAMPED))
+        return i + 1, outer, inner, (outer.at + move_a, inner.at + move_b), damping, moves
 
     outer, inner = (nowhere(x) for x in starts)
     first = _Inner(*inner, jnp.zeros((*starts[1].shape, starts[0].shape[1]), starts[1].dtype))
-    zero = jnp.zeros_like(outer.value)
+    zero, near = jnp.zeros_like(outer.value), near_enough(starts[0].dtype)
     # the first step evaluates the start itself
-    carry = outer, first, starts, zero
-    return lax.scan(step, carry, None, length=NEWTON_STEPS + 1)[0][:2]
+    carry = 0, outer, first, starts, zero, jnp.ones(len(zero), bool)
+    found = lax.while_loop(lambda x: (x[0] <= NEWTON_STEPS) & x[-1].any(), step, carry)
+    return found[1], found[2]

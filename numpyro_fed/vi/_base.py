@@ -149,16 +149,15 @@ class FederatedVI(FitDefinition):
         setup = self._setup[1]
         return self._named(setup, state.server.params, state, False)
 
-    def fitted(self, result: VIResult, silos: Silos | MixedSilos) -> tuple[dict[str, Array], list]:
-        """Return a result's global parameters, constrained, and the silos' own for each stack."""
+    def fitted(self, result: VIResult, silos: Silos | MixedSilos) -> dict[str, Array]:
+        """Return a result's global parameters, constrained, if its silos are these."""
         setup = self.setup(silos)
         if result.partition != setup.partition():
             raise ValueError(
                 "expected the silos of the run, got others of the same names: their rows are other "
                 "rows of the pooled data"
             )
-        params = jax.tree.map(jnp.asarray, {k: result.params[k] for k in setup.config.supports})
-        return params, [] if setup.remote else stacked_params(setup, result.params)
+        return jax.tree.map(jnp.asarray, {k: result.params[k] for k in setup.config.supports})
 
     def _checked(self, state: VIState, silos: Silos | MixedSilos) -> VIState:
         """Check a state for the fit to go on from, and return it.

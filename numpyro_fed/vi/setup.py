@@ -3,11 +3,13 @@
 import hashlib
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import jax
 import numpy as np
 
+from numpyro_fed._typing import PyTree
 from numpyro_fed.data.mixed import MixedSilos
 from numpyro_fed.data.silos import Silos
 from numpyro_fed.data.views import SiloRows, largest, outlines, stack, thin
@@ -64,6 +66,22 @@ class Setup(NamedTuple):
         """Number of rows of each group in all silos, for each structure."""
         return tuple(tuple((g, sum(n)) for g, n in part.sizes.items()) for part in self.parts)
 
+    def as_one(self) -> "Setup":
+        """Return the setup with all silos of a structure as one, which needs no padding.
+
+        The factors sum to the same. Silos whose latents are one unit stay apart.
+        """
+        stacks, local = [], []
+        for i, (family, part) in enumerate(zip(self.config.families, self.parts, strict=True)):
+            if family.has_local and family.group is None:
+                mine = [(r, p) for r, p in zip(self.stacks, self.local, strict=True) if r.part == i]
+            else:
+                rows = [without_params(r) for r in stack(part.as_one(), i)]
+                mine = [(r, _first_local(family, r)) for r in rows]
+            stacks += [r for r, _ in mine]
+            local += [p for _, p in mine]
+        return self._replace(stacks=stacks, local=local)
+
     def partition(self) -> str:
         """Return a fingerprint of the assignment of pooled rows to silos.
 
@@ -107,11 +125,14 @@ def make_setup(
             stacks.append(without_params(rows))
             names += [part.names[n] for n in np.asarray(rows.number)]
     here = [] if isinstance(parts[0], RemoteSilos) else stacks
-    local = [
-        jax.jit(jax.vmap(config.families[rows.part].init_local, in_axes=(rows.axes,)))(rows)
-        for rows in here
-    ]
+    local = [_first_local(config.families[rows.part], rows) for rows in here]
     return Setup(config, parts, stacks, tuple(names), local)
+
+
+@partial(jax.jit, static_argnums=0)
+def _first_local(family: Family, rows: SiloRows) -> PyTree:
+    """Return the first parameters of a stack's silos."""
+    return jax.vmap(family.init_local, in_axes=(rows.axes,))(rows)
 
 
 def without_params(rows: SiloRows) -> SiloRows:
