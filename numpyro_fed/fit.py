@@ -152,9 +152,10 @@ def _last_round(
     idata = to_inference_data(svi, result, silos, num_draws=num_draws, rng_key=key, resample=True)
     attrs = idata.posterior.attrs
     k, unit = float(attrs["pareto_k"]), float(attrs.get("pareto_k_unit", -np.inf))
+    again = " twice, then with candidates around the latents' modes at each draw"
     words = (
         f"the last round weighted {CANDIDATES * num_draws:,} public draws by the silos' "
-        f"likelihoods: Pareto's k {k:.2f} "
+        f"likelihoods{again if attrs['placed'] else ''}: Pareto's k {k:.2f} "
         f"({attrs['pareto_k_of']}: {'good' if k <= POOR else 'too large'})"
     )
     if "pareto_k_unit" in attrs:

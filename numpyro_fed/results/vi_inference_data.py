@@ -26,6 +26,7 @@ from numpyro_fed.vi.config import FitConfig
 from numpyro_fed.vi.draws import Draws, draw, draw_remote
 from numpyro_fed.vi.guides.normal import SiloNormal
 from numpyro_fed.vi.importance import POOR, smoothed, tail_of_spreads, worst_tail
+from numpyro_fed.vi.placed import can_place
 from numpyro_fed.vi.remote import kept_by
 from numpyro_fed.vi.result import VIResult, stacked_params
 from numpyro_fed.vi.setup import Setup
@@ -69,14 +70,13 @@ def vi_inference_data(
         raise ValueError(
             "resample=True: silos of a fit with privacy do not weigh draws; expected resample=False"
         )
-    if isinstance(silos, RemoteSilos):
-        slots = kept_by(result.state, setup, "result").slots.tolist()
-        draws = draw_remote(config, params, slots, silos, setup.stacks, key, num, stretched)
-    else:
-        one = setup.as_one()
-        local = stacked_params(one, result.params)
-        draws = draw(config, params, local, one.stacks, one.totals, key, num, stretched)
+    made = partial(_draws, setup, result, silos, params, key, num, stretched)
+    draws = made(False)
     weight, k, judged = _judged(config, draws, stretched)
+    placed = resample and not _enough(config, draws, k, setup)
+    if placed:
+        draws = made(True)
+        weight, k, judged = _judged(config, draws, stretched)
     if resample:
         chosen = _chosen(weight, num_draws, key)
         draws = jax.jit(gather)(draws, chosen)
@@ -92,7 +92,7 @@ def vi_inference_data(
         zip(() if setup.remote else setup.parts, suffixes, strict=False)
     ):
         silo_coords(idata, config.families[i].factors, part, suffix)
-    idata.posterior.attrs |= _told(setup, params, draws, result)
+    idata.posterior.attrs |= _told(setup, params, draws, result) | {"placed": int(placed)}
     if not unweighed:
         idata.posterior.attrs |= {"pareto_k": k, "pareto_k_of": judged}
     if not unweighed and not k <= POOR:
@@ -103,6 +103,39 @@ def vi_inference_data(
             stacklevel=3,
         )
     return idata
+
+
+def _draws(
+    setup: Setup,
+    result: VIResult,
+    silos: Silos | MixedSilos,
+    params: dict[str, Array],
+    key: Array,
+    num: int,
+    stretched: bool,
+    placed: bool,
+) -> Draws:
+    """Draw theta, and latents of silos here, with their weights."""
+    if isinstance(silos, RemoteSilos):
+        slots = kept_by(result.state, setup, "result").slots.tolist()
+        stacks, how = setup.stacks, (key, num, stretched, placed)
+        return draw_remote(setup.config, params, slots, silos, stacks, *how)
+    one = setup.as_one()
+    local = stacked_params(one, result.params)
+    how = (key, num, stretched, placed)
+    return draw(one.config, params, local, one.stacks, one.totals, *how)
+
+
+def _enough(config: FitConfig, draws: Draws, k: float, setup: Setup) -> bool:
+    """Return whether the weights can be trusted, or candidates around modes would not help."""
+    if not any(can_place(config.families[rows.part], rows) for rows in setup.stacks):
+        return True
+    unit = (
+        -np.inf
+        if setup.remote
+        else _worst_unit(config, draws.ratios, setup.parts).get("pareto_k_unit", -np.inf)
+    )
+    return max(k, unit) <= POOR
 
 
 def prepare_draws(

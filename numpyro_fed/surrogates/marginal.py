@@ -114,7 +114,7 @@ def place_at_mode(
 
     Newton steps from ``start`` find the mode.
     """
-    mode = _newton(log_density, start, steps, near_enough(start.dtype))
+    mode = newton(log_density, start, steps, near_enough(start.dtype))
     return place(mode.at, inverse_factor(mode.curvature), table)
 
 
@@ -160,7 +160,7 @@ def laplace_marginal(
         factors of the inverse curvatures.
     """
     # no stop_gradient here: a Hessian of this function needs the mode's derivative
-    mode, _, _, hessian = _newton(lambda z: log_density(u, z), start, NEWTON_STEPS)
+    mode, _, _, hessian = newton(lambda z: log_density(u, z), start, NEWTON_STEPS)
 
     def marginal(u: Array) -> Array:
         # one Newton step from the mode has the mode's derivative in u (implicit function theorem)
@@ -247,7 +247,7 @@ def near_enough(dtype: DTypeLike) -> float:
     return float(jnp.finfo(dtype).eps) ** (2 / 3)
 
 
-def _newton(
+def newton(
     log_density: Callable[[Array], Array], start: Array, steps: int, near: float = 0.0
 ) -> Local:
     """Maximize each unit's term by Newton steps, damped unit by unit (Levenberg-Marquardt).

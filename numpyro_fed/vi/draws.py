@@ -37,6 +37,7 @@ from numpyro_fed.vi.algorithms import own_params
 from numpyro_fed.vi.bound import candidate_weights, unit_bounds, unit_terms
 from numpyro_fed.vi.config import FIT_CLASSES, FitConfig, FitTask
 from numpyro_fed.vi.minibatch import pick
+from numpyro_fed.vi.placed import at_modes, can_place
 from numpyro_fed.vi.proposals import (
     halves,
     nodes_at,
@@ -110,6 +111,7 @@ class EstimateLocal(FitTask):
 
     :param config: the static facts.
     :param stretched: whether the draws, and candidates, come from proposals with wider tails.
+    :param placed: whether candidates are around the units' modes at each draw.
     """
 
     wire_name = "EstimateLocal"
@@ -120,6 +122,7 @@ class EstimateLocal(FitTask):
 
     config: FitConfig
     stretched: bool
+    placed: bool = False
 
     @property
     def summed(self) -> bool:
@@ -136,9 +139,9 @@ class EstimateLocal(FitTask):
 
         def one(at: Position) -> Array:
             context = at.context._replace(params=weights)
-            return _candidate(
-                config, self.stretched, context, learned, at.key_local, at.key_choice, rows, own
-            )[0]
+            how = (config, self.stretched, self.placed)
+            keys = (at.key_local, at.key_choice)
+            return _candidate(*how, context, learned, *keys, rows, own)[0]
 
         many = _num_nodes(config, self.stretched, rows) or config.num_local_particles
         units = sum(x.size for x in jax.tree.leaves(own)) * many
@@ -172,6 +175,7 @@ def draw_remote(
     key: Array,
     num: int,
     stretched: bool = False,
+    placed: bool = False,
 ) -> Draws:
     """Draw theta for remote silos, whose latents stay there.
 
@@ -190,7 +194,7 @@ def draw_remote(
         learned,
         config.unconstrain(params),
     )
-    local = EstimateLocal(config, stretched)
+    local = EstimateLocal(config, stretched, placed)
     numbers = np.concatenate([np.asarray(rows.number) for rows in stacks]).tolist()
     calls = [Call(n, local, key, message, slot) for n, slot in zip(numbers, slots, strict=True)]
     replies, _ = silos.ask_again(calls)
@@ -200,7 +204,9 @@ def draw_remote(
 
 
 @partial(
-    jax.jit, static_argnames=("config", "totals", "num", "stretched"), compiler_options=QUICKLY
+    jax.jit,
+    static_argnames=("config", "totals", "num", "stretched", "placed"),
+    compiler_options=QUICKLY,
 )
 def draw(
     config: FitConfig,
@@ -211,6 +217,7 @@ def draw(
     key: Array,
     num: int,
     stretched: bool = False,
+    placed: bool = False,
 ) -> Draws:
     """Draw theta and all latents independently, with their weights.
 
@@ -220,6 +227,8 @@ def draw(
     :param totals: for each structure the number of rows of each group in all silos.
     :param num: number of draws.
     :param stretched: whether to draw from the proposal with wider tails (for a Gaussian q).
+    :param placed: whether candidates are around the units' modes at each draw, instead of where the
+        fitted maps are.
     """
 
     def one(key: Array) -> Draws:
@@ -234,7 +243,8 @@ def draw(
         ]
         for rows, own in zip(stacks, local, strict=True):
             family = config.families[rows.part]
-            silo = partial(_candidate, config, stretched, context, learned, key_local, key_choice)
+            how = (config, stretched, placed)
+            silo = partial(_candidate, *how, context, learned, key_local, key_choice)
             terms, sites, ratio = jax.vmap(silo, in_axes=(rows.axes, 0))(rows, own)
             log_weight = log_weight + jnp.sum(terms)
             if family.has_local and family.group is not None:
@@ -290,6 +300,7 @@ def _num_units(config: FitConfig, part: int, stacks: list[SiloRows], totals: tup
 def _candidate(
     config: FitConfig,
     widened: bool,
+    placed: bool,
     context: PyTree,
     learned: dict[str, Array],
     key: Array,
@@ -302,6 +313,7 @@ def _candidate(
     Latents are unconstrained, elements first.
 
     :param widened: whether every other candidate comes from a law with wider tails.
+    :param placed: whether candidates are around the units' modes, where they can be.
     """
     family = config.families[rows.part]
     key_choice = random.fold_in(key_choice, rows.part)
@@ -313,6 +325,8 @@ def _candidate(
             jnp.zeros(0),
         )
     own = family.effective(own, rows)
+    if placed and can_place(family, rows):
+        family, own = at_modes(family, own, context, learned, batch)
     units = family.units(rows)
     place = rows.order[family.group] if family.group is not None else rows.number[None]
     owned, by_nodes = units.owned(rows), _num_nodes(config, widened, rows) > 0
