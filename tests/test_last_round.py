@@ -14,9 +14,10 @@ import numpyro.distributions as dist
 import pytest
 from jax import random
 from scipy.stats import kstest
-from vi_models import hierarchy, hierarchy_silos
+from vi_models import hierarchy, hierarchy_posterior, hierarchy_silos
 
 import numpyro_fed as fed
+from numpyro_fed.results import vi_inference_data
 from numpyro_fed.vi.importance import smoothed
 from numpyro_fed.vi.proposals import halves, nodes_at, stretched_normal, wider_candidates
 
@@ -131,6 +132,34 @@ def test_a_units_candidates_are_judged():
         fit, replace(result, params=narrow), silos, num_draws=500, resample=True
     ).posterior.attrs
     assert wide["pareto_k_unit"] < attrs["pareto_k_unit"]
+
+
+def test_maps_that_are_elsewhere_are_replaced_by_the_modes(monkeypatch):
+    """Maps 30 sds off: candidates around the modes have the exact law.
+
+    The control: around the maps they miss it, and are flagged.
+    """
+    silos = hierarchy_silos(np.arange(9) % 4)
+    fit = conducive(hierarchy)
+    result = fit.run(random.key(0), 6, silos, **QUIET)
+    off = {**result.params, "auto_local_loc": result.params["auto_local_loc"] + 30.0}
+    found = fed.to_inference_data(
+        fit, replace(result, params=off), silos, num_draws=4000, resample=True
+    ).posterior
+    assert found.attrs["placed"] == 1
+    assert found.attrs["pareto_k_unit"] < 0.3
+    mean, covariance, _ = hierarchy_posterior()
+    z, sd = found["z"].values[0], np.sqrt(np.diag(covariance))[1:]
+    assert (np.abs(z.mean(0) - mean[1:]) < 4.5 * sd / 4000**0.5).all()
+    assert (np.abs(z.std(0) / sd - 1) < 4.5 / 8000**0.5).all()
+    monkeypatch.setattr(vi_inference_data, "can_place", lambda *_: False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = fed.to_inference_data(
+            fit, replace(result, params=off), silos, num_draws=500, resample=True
+        ).posterior
+    assert found.attrs["placed"] == 0
+    assert found.attrs["pareto_k_unit"] > 0.7
 
 
 def funnel(width, dim):

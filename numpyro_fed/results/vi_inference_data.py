@@ -39,6 +39,9 @@ if TYPE_CHECKING:
 # draws of q for each resampled draw: with an effective share of a quarter or more (.6 is usual) the
 # resampled draws are worth their number
 CANDIDATES = 4
+# log of the usual ratio of one candidate's weight to the others' mean at which a unit's candidates
+# are elsewhere than its law: 1 to 100, where 32 candidates count as less than one
+_BEYOND = 4.6
 _FEWEST = 100  # fewest draws by which Pareto's k is judged: its fit is to a fifth of them, 20
 
 
@@ -295,10 +298,15 @@ def _worst_unit(config: FitConfig, ratios: list, parts: tuple[Silos, ...]) -> Fa
     Only the units whose weights vary most are judged.
     """
     worst: Facts = {}
-    for family, found, part in zip(config.families, ratios, parts, strict=True):
-        if not family.has_local or len(found) < _FEWEST:
+    for family, each, part in zip(config.families, ratios, parts, strict=True):
+        if not family.has_local or len(each) < _FEWEST:
             continue
-        k, unit = worst_tail(np.asarray(found, np.float64).T)
+        found = np.asarray(each, np.float64)
+        k, unit = worst_tail(found.T)
+        # nearly always one candidate alone: the law is beyond them, and no tail says so
+        beyond = ~(np.median(np.abs(found), axis=0) <= _BEYOND)
+        if beyond.any():
+            k, unit = float("inf"), int(beyond.argmax())
         if k > worst.get("pareto_k_unit", -np.inf):
             where = (
                 f"silo {part.names[unit]!r}"
