@@ -57,8 +57,9 @@ def fit(
 
     With ``method="vi"`` conducive rounds (:class:`ConduciveSFVI`) run until they converge, after
     about ten. In one more round the silos' likelihoods weight public draws of theta
-    (Pareto-smoothed importance sampling). With ``method="fsgld"`` :class:`FSGLD` starts from the
-    result of the conducive rounds, and its draws are the posterior.
+    (Pareto-smoothed importance sampling). Where the weights fail, another round looks for the
+    latents' modes at each draw. With ``method="fsgld"`` :class:`FSGLD` starts from the result of
+    the conducive rounds, and its draws are the posterior.
 
     What leaves the silos: see :mod:`numpyro_fed.vi.conducive.rounds`, :mod:`numpyro_fed.vi.draws`
     for the last round, and :class:`FSGLD`.
