@@ -1,6 +1,7 @@
 """``fed.fit``, and FSGLD started at a variational fit."""
 
 import json
+import re
 
 import arviz as az
 import jax
@@ -205,3 +206,20 @@ def test_bad_input(seventy, started):
         fed.FSGLD(hierarchy, init_from=started).init(
             jax.random.key(0), 0, None, (hierarchy_silos(np.arange(9) % 3),), {}
         )
+
+
+def test_a_first_fit_compiles_few_programs_and_each_once(caplog):
+    """The two large ones are compiled before they are called."""
+
+    def model(y):
+        mu = numpyro.sample("mu", dist.Normal(0, 10))
+        with fed.silo_plate("patients", y.shape[0]):
+            z = numpyro.sample("z", dist.Normal(mu, 1))
+            numpyro.sample("y", dist.Normal(z, 0.5), obs=y)
+
+    y = np.random.default_rng(0).normal(size=17).astype(np.float32)
+    with jax.log_compiles(), caplog.at_level("WARNING", logger="jax"):
+        fed.fit(model, fed.split({"y": y}, by=np.arange(17) % 3), num_draws=50, progress_bar=False)
+    found = re.findall(r"Compiling jit\((\w+)\)", caplog.text)
+    assert found.count("_chunk") == found.count("draw") == 1
+    assert len(found) <= 30

@@ -149,7 +149,8 @@ def prepare_draws(
     state = svi.init(rng_key, silos)
     params = jax.eval_shape(setup.config.constrain, state.server.params)
     each = setup.local, setup.stacks, setup.totals, rng_key, num
-    pool.submit(draw.lower(setup.config, params, *each, True).compile)
+    # arguments as in the call: a default that is not given would be another program
+    pool.submit(draw.lower(setup.config, params, *each, True, False).compile)
     import_arviz()
 
 
