@@ -57,9 +57,9 @@ def fit(
 
     With ``method="vi"`` conducive rounds (:class:`ConduciveSFVI`) run until they converge, after
     about ten. In one more round the silos' likelihoods weight public draws of theta
-    (Pareto-smoothed importance sampling). Where the weights fail, another round looks for the
-    latents' modes at each draw. With ``method="fsgld"`` :class:`FSGLD` starts from the result of
-    the conducive rounds, and its draws are the posterior.
+    (Pareto-smoothed importance sampling). Where the weights fail, silos look for the latents'
+    modes at each draw, and weigh again. With ``method="fsgld"`` :class:`FSGLD` starts from the
+    result of the conducive rounds, and its draws are the posterior.
 
     What leaves the silos: see :mod:`numpyro_fed.vi.conducive.rounds`, :mod:`numpyro_fed.vi.draws`
     for the last round, and :class:`FSGLD`.
@@ -153,10 +153,10 @@ def _last_round(
     idata = to_inference_data(svi, result, silos, num_draws=num_draws, rng_key=key, resample=True)
     attrs = idata.posterior.attrs
     k, unit = float(attrs["pareto_k"]), float(attrs.get("pareto_k_unit", -np.inf))
-    again = " twice, then with candidates around the latents' modes at each draw"
+    around = ", with candidates around the latents' modes at each draw"
     words = (
         f"the last round weighted {CANDIDATES * num_draws:,} public draws by the silos' "
-        f"likelihoods{again if attrs['placed'] else ''}: Pareto's k {k:.2f} "
+        f"likelihoods{around if attrs['placed'] else ''}: Pareto's k {k:.2f} "
         f"({attrs['pareto_k_of']}: {'good' if k <= POOR else 'too large'})"
     )
     if "pareto_k_unit" in attrs:

@@ -74,11 +74,12 @@ def vi_inference_data(
             "resample=True: silos of a fit with privacy do not weigh draws; expected resample=False"
         )
     made = partial(_draws, setup, result, silos, params, key, num, stretched)
-    draws = made(False)
+    can = resample and any(can_place(config.families[x.part], x) for x in setup.stacks)
+    placed = can and setup.remote  # remote silos do not say how good their candidates are
+    draws = made(placed)
     weight, k, judged = _judged(config, draws, stretched)
-    placed = resample and not _enough(config, draws, k, setup)
-    if placed:
-        draws = made(True)
+    if can and not placed and max(k, _worst_unit(setup, draws).get("pareto_k_unit", k)) > POOR:
+        placed, draws = True, made(True)
         weight, k, judged = _judged(config, draws, stretched)
     if resample:
         chosen = _chosen(weight, num_draws, key)
@@ -127,18 +128,6 @@ def _draws(
     local = stacked_params(one, result.params)
     how = (key, num, stretched, placed)
     return draw(one.config, params, local, one.stacks, one.totals, *how)
-
-
-def _enough(config: FitConfig, draws: Draws, k: float, setup: Setup) -> bool:
-    """Return whether the weights can be trusted, or candidates around modes would not help."""
-    if not any(can_place(config.families[rows.part], rows) for rows in setup.stacks):
-        return True
-    unit = (
-        -np.inf
-        if setup.remote
-        else _worst_unit(config, draws.ratios, setup.parts).get("pareto_k_unit", -np.inf)
-    )
-    return max(k, unit) <= POOR
 
 
 def prepare_draws(
@@ -287,19 +276,19 @@ def _told(setup: Setup, params: dict, draws: Draws, result: VIResult) -> Facts:
     if setup.remote:
         told["remote"] = json.dumps([s.name for s in config.factors.local_sites])
     elif config.num_local_particles > 1 or any(np.any(x) for x in draws.ratios):
-        told |= _worst_unit(config, draws.ratios, setup.parts)
+        told |= _worst_unit(setup, draws)
     if result.privacy is not None:
         told |= {"privacy": str(result.privacy), "privacy_error": result.privacy.error}
     return told
 
 
-def _worst_unit(config: FitConfig, ratios: list, parts: tuple[Silos, ...]) -> Facts:
+def _worst_unit(setup: Setup, draws: Draws) -> Facts:
     """Return the largest Pareto's k of the weights of a unit's candidates, and name the unit.
 
     Only the units whose weights vary most are judged.
     """
     worst: Facts = {}
-    for family, each, part in zip(config.families, ratios, parts, strict=True):
+    for family, each, part in zip(setup.config.families, draws.ratios, setup.parts, strict=True):
         if not family.has_local or len(each) < _FEWEST:
             continue
         found = np.asarray(each, np.float64)
