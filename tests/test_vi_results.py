@@ -536,3 +536,20 @@ def test_figure_refuses_what_has_no_bound() -> None:
 )
 def test_draws_are_made_together_without_a_rest_where_that_is_near(num, numbers, together):
     assert vi_draws.at_once(num, numbers) == together
+
+
+def test_data_that_a_plate_repeats_have_the_shape_of_their_likelihood() -> None:
+    """A row of data may be observed in each of several plates; the figure's coordinates fit."""
+
+    def model(x: Any) -> None:
+        mu = numpyro.sample("mu", dist.Normal(0, 5))
+        with fed.silo_plate("rows", len(x), dim=-1), numpyro.plate("times", 3, dim=-2):
+            numpyro.sample("y", dist.Normal(mu, 1), obs=x)
+
+    silos = fed.split({"x": np.arange(4.0)}, by=np.array(["a", "a", "b", "b"]))
+    svi = fed.SFVI(model, fed.AutoSiloNormal(model), optax.adam(0.01))
+    result = svi.run(jax.random.key(0), 2, silos, progress_bar=False)
+    idata = fed.to_inference_data(svi, result, silos, num_draws=5)
+    assert idata.observed_data.y.dims == ("times", "rows")
+    np.testing.assert_array_equal(idata.observed_data.y, np.tile(np.arange(4.0), (3, 1)))
+    assert idata.log_likelihood.y.shape == (1, 5, 3, 4)

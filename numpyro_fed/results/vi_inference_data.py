@@ -59,9 +59,7 @@ def vi_inference_data(
     if not isinstance(result, VIResult):
         raise TypeError(f"expected the result of svi.run(...), got {type(result).__name__}")
     check_num_draws(num_draws)
-    if not isinstance(silos, Silos | MixedSilos) or silos.names != result.ledger.silos:
-        got = list(silos.names) if isinstance(silos, Silos | MixedSilos) else type(silos).__name__
-        raise ValueError(f"expected the silos of the run, {list(result.ledger.silos)}, got {got}")
+    _check_silos(result, silos)
     setup = svi.setup(silos)
     config = setup.config
     params = svi.fitted(result, silos)
@@ -107,6 +105,14 @@ def vi_inference_data(
             stacklevel=3,
         )
     return idata
+
+
+def _check_silos(result: VIResult, silos: Silos | MixedSilos) -> None:
+    """Raise unless the silos are those of the run."""
+    if isinstance(silos, Silos | MixedSilos) and silos.names == result.ledger.silos:
+        return
+    got = list(silos.names) if isinstance(silos, Silos | MixedSilos) else type(silos).__name__
+    raise ValueError(f"expected the silos of the run, {list(result.ledger.silos)}, got {got}")
 
 
 def _draws(
@@ -250,7 +256,8 @@ class _Called:
             model = partial(self.model, **arrays, **dict(static))
             filled = substitute(seed(model, random.key(0)), substitute_fn=init_to_median)
             return {
-                name: jnp.asarray(s["value"])
+                # a plate may repeat a row of data, as the draws and the likelihood do
+                name: jnp.broadcast_to(s["value"], s["fn"].shape())
                 for name, s in trace(filled).get_trace().items()
                 if s["type"] == "sample" and s["is_observed"] and type(s["fn"]).__name__ != "Unit"
             }
