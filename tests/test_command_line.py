@@ -125,6 +125,22 @@ def test_columns_are_arguments_where_the_model_file_says_nothing(study):
     assert "3 rows" in found.output
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("x,y\n1,2,3\n1,2,3\n", "Length of header or names does not match"),
+        ("x,y,x\n1,2,3\n", "its header has 'x' twice"),
+    ],
+    ids=["a field more than names", "a name twice"],
+)
+def test_tables_whose_columns_have_no_one_name_are_refused(study, text, words):
+    """By default pandas takes the first field for the rows' names, and renames columns."""
+    (study / "y.csv").write_text(text)
+    found = silo(study, "--check", model="plain.py", data="y.csv")
+    assert found.exit_code == 1
+    assert words in found.output
+
+
 def test_a_model_file_sees_the_allowed_columns_and_nothing_beside_them(tmp_path):
     """An index of a Parquet file, and its attrs, are columns that nobody allowed."""
     table = pd.DataFrame({"y": np.arange(12.0), "age": np.arange(30.0, 42.0)}).set_index("age")

@@ -142,6 +142,14 @@ def test_silos_that_are_not_visited_as_weighted_are_flagged(monkeypatch):
     assert found.table.loc["visits", "where"] == "silo 'a'"
 
 
+def test_a_step_that_nobody_measured_is_undecided():
+    """The draws of this one mix, with R-hat 1.00, and are 1.3 times too wide."""
+    found = fed.diagnose(run(fed.SGLD(logistic, step_size=0.03, batch_size=10), 1500))
+    assert found.table.loc["step size", "verdict"] == found.verdict == "undecided"
+    assert "compare with pooled NUTS" in found.summary()
+    assert "step size" not in fed.diagnose(run(fed.FSGLD(logistic), 40)).table.index
+
+
 def effects(y):
     mu = numpyro.sample("mu", dist.Normal(0, 2))
     with fed.silo_plate("groups", y.shape[0]):
@@ -181,7 +189,7 @@ def test_a_local_map_that_is_too_narrow_is_flagged():
 def test_too_few_draws_are_undecided():
     found = fed.diagnose(run(fed.FSGLD(logistic), 40))
     assert found.verdict == "undecided"
-    assert found.summary().startswith("Too few draws to tell")
+    assert found.summary().startswith("The draws do not tell")
     assert "effective draws" in repr(found)
     assert "<table" in found._repr_html_()
 

@@ -152,7 +152,11 @@ def test_split_leaves_unused_rows_out() -> None:
         (lambda: partitioners.iid(0, 3, 0), "at least one silo"),
         (lambda: partitioners.iid("a", 3, 2), "expected an integer or a numpy.random.Generator"),
         (lambda: partitioners.quantity(0, 9, 2, min_rows=5), "at least 10 rows"),
-        (lambda: partitioners.quantity(0, 9, 2, 0.0), "concentration: expected a number > 0"),
+        (
+            lambda: partitioners.quantity(0, 9, 2, 0.0),
+            "concentration: expected a finite number > 0",
+        ),
+        (lambda: partitioners.iid(0, 10.5, 2), "num_rows: expected a whole number, got 10.5"),
         (lambda: partitioners.dirichlet(0, [[0, 1]], 1), r"shape \(N,\), got shape \(1, 2\)"),
         (lambda: partitioners.dirichlet(0, [0, 1], 3), "use fewer silos"),
         (lambda: partitioners.dirichlet(0, [0, 1], 2, -1.0), "got -1.0"),

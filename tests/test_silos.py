@@ -499,6 +499,18 @@ REFUSED_BY_SPLIT: dict[str, tuple[Callable[[], Any], str]] = {
         "by: expected labels of shape \\(N,\\) with N > 0, got \\(0,\\)",
     ),
     "NaN label": (lambda: split({"y": Y}, by=nan_at(2)), "by: row 2 has no label \\(nan\\)"),
+    "NaN in a list of text": (
+        lambda: split({"y": Y}, by=["a", "b", float("nan"), "a", "b"]),
+        "by: row 2 has no label \\(nan\\)",
+    ),
+    "text and numbers": (
+        lambda: split({"y": Y}, by=["a", 1, "b", 2, "a"]),
+        "by: expected text or numbers, got both: \\['int', 'str'\\]",
+    ),
+    "two columns of one name": (
+        lambda: split(pd.DataFrame([[1.0, 2.0]] * 5, columns=["y", "y"]), by=BY),
+        "the data have two columns 'y'",
+    ),
     "None label": (
         lambda: split({"y": Y}, by=pd.Series(["a", "b", None, "a", "b"])),
         "by: row 2 has no label",

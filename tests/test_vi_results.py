@@ -450,6 +450,19 @@ def test_positions_outside_their_plate_are_refused(exact: Any) -> None:
         fed.predict(intercepts, exact[2], jax.random.key(4), data, silo="1")
 
 
+def test_predictions_from_a_fit_without_the_latent_are_refused(exact: Any) -> None:
+    """Its draws would be its prior's."""
+
+    def renamed(y: Any, group: Any, groups: Any) -> None:
+        center = numpyro.sample("center", dist.Normal(0, PRIOR_SD))
+        with fed.silo_plate("rows", len(group)):
+            numpyro.sample("y", dist.Normal(center, ROW_SD), obs=y)
+
+    data = {"y": None, "group": np.array([0, 1, 1]), "groups": np.arange(2)}
+    with pytest.raises(ValueError, match="site 'center' is in no silo plate, and the fit has no"):
+        fed.predict(renamed, exact[2], jax.random.key(5), data)
+
+
 def test_predictions_for_a_new_silo(exact: Any) -> None:
     data = {"y": None, "group": np.array([0, 1, 1]), "groups": np.arange(2)}
     found = fed.predict(intercepts, exact[2], jax.random.key(5), data)
@@ -549,7 +562,8 @@ def test_data_that_a_plate_repeats_have_the_shape_of_their_likelihood() -> None:
     silos = fed.split({"x": np.arange(4.0)}, by=np.array(["a", "a", "b", "b"]))
     svi = fed.SFVI(model, fed.AutoSiloNormal(model), optax.adam(0.01))
     result = svi.run(jax.random.key(0), 2, silos, progress_bar=False)
-    idata = fed.to_inference_data(svi, result, silos, num_draws=5)
+    with pytest.warns(UserWarning, match="Pareto's k"):
+        idata = fed.to_inference_data(svi, result, silos, num_draws=5)
     assert idata.observed_data.y.dims == ("times", "rows")
     np.testing.assert_array_equal(idata.observed_data.y, np.tile(np.arange(4.0), (3, 1)))
     assert idata.log_likelihood.y.shape == (1, 5, 3, 4)

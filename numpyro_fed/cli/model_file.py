@@ -3,6 +3,7 @@
 import importlib.util
 import inspect
 import sys
+import warnings
 from pathlib import Path
 from types import ModuleType
 
@@ -93,7 +94,7 @@ def silo_of_file(
     if not place.is_file():
         raise ValueError(f"{place}: no such file; expected the silo's table")
     try:
-        table = pd.read_parquet(place) if place.suffix == ".parquet" else pd.read_csv(place)
+        table = pd.read_parquet(place) if place.suffix == ".parquet" else _read_csv(place)
     except Exception as error:
         raise ValueError(
             f"{place}: expected a table in CSV or Parquet ({type(error).__name__}: {error})"
@@ -135,6 +136,19 @@ def silo_of_file(
         raise ValueError(f"{place}, as silo(table) of {module.__file__} has it: {error}") from error
 
 
+def _read_csv(place: Path) -> pd.DataFrame:
+    """Return a table whose rows have a field for each name in the header, no two alike."""
+    header = pd.read_csv(place, header=None, nrows=1, dtype=str).iloc[0]
+    if header.duplicated().any():
+        twice = header[header.duplicated()].iloc[0]
+        raise ValueError(f"its header has {twice!r} twice; expected names that differ")
+    with warnings.catch_warnings():
+        # by default pandas takes the first of too many fields for the rows' names, and shifts
+        # the other columns
+        warnings.simplefilter("error", pd.errors.ParserWarning)
+        return pd.read_csv(place, index_col=False)
+
+
 def _columns(module: ModuleType, table: pd.DataFrame) -> dict[str, np.ndarray]:
     """Return the model's arguments, each from the column of its name."""
     out = {}
@@ -147,5 +161,5 @@ def _columns(module: ModuleType, table: pd.DataFrame) -> dict[str, np.ndarray]:
                 f"column {name!r} holds {column.dtype}; expected numbers, or a function "
                 "silo(table) in the model file"
             )
-        out[name] = column.astype(np.float32) if column.dtype.kind == "f" else column
+        out[name] = column
     return out

@@ -251,6 +251,10 @@ def _column(labels: ArrayLike) -> np.ndarray:
 
 
 def _check_sizes(num_rows: int, num_silos: int, min_rows: int) -> None:
+    sizes = {"num_rows": num_rows, "num_silos": num_silos, "min_rows": min_rows}
+    for name, size in sizes.items():
+        if isinstance(size, bool) or not isinstance(size, int | np.integer):
+            raise ValueError(f"{name}: expected a whole number, got {size!r}")
     if num_silos < 1 or min_rows < 1:
         raise ValueError(
             f"expected at least one silo with at least one row each, got num_silos={num_silos}, "
@@ -264,8 +268,8 @@ def _check_sizes(num_rows: int, num_silos: int, min_rows: int) -> None:
 
 
 def _dirichlet_shares(rng: np.random.Generator, num_silos: int, concentration: float) -> np.ndarray:
-    if not concentration > 0:
-        raise ValueError(f"concentration: expected a number > 0, got {concentration}")
+    if not 0 < concentration < np.inf:
+        raise ValueError(f"concentration: expected a finite number > 0, got {concentration}")
     return rng.dirichlet(np.full(num_silos, concentration))
 
 

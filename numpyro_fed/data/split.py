@@ -55,6 +55,8 @@ def split(
     for leaf, value in columns.items():
         check_numbers(leaf, [value])
     labels = np.asarray(by)
+    if labels.dtype.kind == "U" and not hasattr(by, "dtype"):
+        labels = np.asarray(by, object)  # in a list, NumPy makes NaN and numbers text, too
     if labels.ndim != 1 or len(labels) == 0:
         raise ValueError(f"by: expected labels of shape (N,) with N > 0, got {labels.shape}")
     _check_labels(labels)
@@ -103,6 +105,9 @@ def _check_labels(labels: np.ndarray) -> None:
                 f"by: row {int(np.argmax(missing))} has no label ({labels[np.argmax(missing)]}); "
                 "expected each row's silo, or integer labels with -1 for rows to leave out"
             )
+    if labels.dtype.kind == "O" and len({isinstance(x, str) for x in labels}) > 1:
+        kinds = sorted({type(x).__name__ for x in labels})
+        raise ValueError(f"by: expected text or numbers, got both: {kinds}; make all of them text")
     if labels.dtype.kind == "f" and (labels == -1).any():
         raise ValueError(
             "by: rows to leave out are marked by the integer -1, got floating-point labels; cast "
@@ -126,13 +131,19 @@ class _Arrow(Protocol):
 
     column_names: list[str]
 
-    def column(self, name: str) -> Column: ...
+    def column(self, number: int) -> Column: ...
 
 
 def _columns(data: _Items | _Arrow) -> ModelArgs:
     if isinstance(data, _Items):
-        return {str(k): as_column(v) for k, v in data.items()}
-    return {name: as_column(data.column(name)) for name in data.column_names}  # pyarrow.Table
+        pairs = [(str(k), v) for k, v in data.items()]
+    else:  # pyarrow.Table
+        pairs = [(str(k), data.column(i)) for i, k in enumerate(data.column_names)]
+    names = [k for k, _ in pairs]
+    if len(set(names)) < len(names):
+        twice = next(k for k in names if names.count(k) > 1)
+        raise ValueError(f"the data have two columns {twice!r}; expected names that differ")
+    return {k: as_column(v) for k, v in pairs}
 
 
 def _row_groups(

@@ -52,6 +52,10 @@ _MENDS = {
     "effective draws of latents": "run longer: a latent moves in its silo's rounds alone",
     "rounds undone": "lower step_size, or the bias_target of fed.Step",
     "steps cut": "lower step_size or fed.Step(bias_target=), or take fewer num_local_steps",
+    "step size": (
+        "nobody measured how much wider a fixed step makes the draws: take FSGLD, whose pilot "
+        "does, or compare with pooled NUTS"
+    ),
     "inflation predicted": 'lower step_size, or leave it "auto"',
     "inflation met": (
         "lower step_size or fed.Step(bias_target=), take fewer num_local_steps, or "
@@ -89,7 +93,8 @@ class Diagnosis:
     def verdict(self) -> str:
         """Verdict of the run: ``"sound"``, ``"undecided"`` or ``"unsound"``.
 
-        It is ``"unsound"`` where a check fails, and ``"undecided"`` where only draws are lacking.
+        It is ``"unsound"`` where a check fails. It is ``"undecided"`` where draws are lacking, or
+        where nothing measured what a step adds to the sds.
         """
         verdicts = set(self.table["verdict"])
         return next((v for v in ("unsound", "undecided") if v in verdicts), "sound")
@@ -104,7 +109,7 @@ class Diagnosis:
             f"{(mend := _MENDS[str(check)])[0].upper()}{mend[1:]}."
             for check, row in bad.iterrows()
         ]
-        head = "The run is unsound" if self.verdict == "unsound" else "Too few draws to tell"
+        head = "The run is unsound" if self.verdict == "unsound" else "The draws do not tell"
         return head + ":\n  " + "\n  ".join(lines)
 
     def _display(self) -> "DataFrame":
@@ -129,7 +134,8 @@ def diagnose(mcmc: MCMC) -> Diagnosis:
 
     * R-hat and effective draws of the global sites, and of at most 200 latents of inline silos;
     * rounds undone and steps cut;
-    * inflation of the sds, as the pilot predicted it and as the run met it;
+    * inflation of the sds, as the pilot predicted it and as the run met it: a step that nobody
+      measured is undecided;
     * difference of each silo's pull from its surrogate's;
     * visits to the silos, against ``selection``;
     * mass of the surrogates' posterior left and right of the chains;
@@ -175,6 +181,9 @@ def diagnose(mcmc: MCMC) -> Diagnosis:
     rows = [*_draws(mcmc, kernel), *_guards(kernel, fields), *_visits(mcmc, kernel)]
     if "residual" in fields:
         rows += [*_noise(mcmc, kernel, fields), *_surrogate_mass(mcmc, kernel)]
+    elif not np.isfinite(fields["inflation"]).any():
+        largest = float(fields["step_size"].max())
+        rows.append(_row("step size", largest, "one that was measured", "", False, "undecided"))
     table = pd.DataFrame(rows, columns=["check", "value", "limit", "where", "verdict"]).set_index(
         "check"
     )

@@ -1,7 +1,7 @@
 """Posterior predictive draws for a silo of the fit, for new rows in it, or for a new silo."""
 
 import json
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Container, Hashable, Mapping
 from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
@@ -11,8 +11,9 @@ from numpyro.handlers import seed, substitute, trace
 from numpyro.infer import Predictive
 
 from numpyro_fed._compat import posterior_dataset
-from numpyro_fed._typing import Column, PyTree
+from numpyro_fed._typing import Column, PyTree, Site
 from numpyro_fed.data.checks import check_key
+from numpyro_fed.density.handlers import is_silo_plate
 
 if TYPE_CHECKING:
     from xarray import Dataset
@@ -42,7 +43,8 @@ def predict(
         not hold weights of networks; pass ``result.params`` for these.
     :return: an array ``(draws, *site)`` for each site that neither the fit nor the data hold.
     :raises ValueError: for an unknown silo, a remote silo whose latents stayed there, a fit without
-        silo coordinates, or data that leave nothing to predict.
+        silo coordinates or without a global latent of the model, or data that are not finite or
+        leave nothing to predict.
 
     Example::
 
@@ -90,13 +92,17 @@ def predict(
     values = _draws_of(silo, draws, plates)
     params = _learned(draws) if params is None else params
     learned = substitute(model, data=dict(params)) if params else model
+    _check_finite(data)
     _check_positions(data, json.loads(draws.attrs.get("index", "{}")))
+    sites = trace(seed(learned, random.key(0))).get_trace(**data)
+    marked = {name for name, site in sites.items() if is_silo_plate(site)}
+    _check_global(sites, marked | set(plates), values)
     if silo is not None:
         own = plates
         if draws.attrs.get("structures", 1) > 1:  # names of plates end in the structure's number
             own = {k.rpartition("_")[0]: of for k, of in plates.items() if (of == str(silo)).any()}
-        _check_sizes(learned, data, own, str(silo))
-    given = _observed(learned, data)
+        _check_sizes(sites, own, str(silo))
+    given = {n for n, s in sites.items() if s["type"] == "sample" and s["is_observed"]}
     predictive = Predictive(learned, posterior_samples=values)
     found = {
         name: x
@@ -144,12 +150,24 @@ def _learned(draws: "Dataset") -> dict[str, Array]:
     return {k: jnp.asarray(v) for k, v in json.loads(draws.attrs.get("learned", "{}")).items()}
 
 
-def _observed(model: Callable, data: Mapping[str, Column]) -> set[str]:
-    """Return the names of sites whose values are in the data, which are not predicted."""
-    sites = trace(seed(model, random.key(0))).get_trace(**data)
-    return {
-        name for name, site in sites.items() if site["type"] == "sample" and site["is_observed"]
-    }
+def _check_global(
+    sites: Mapping[str, Site], silo_plates: Container[str], values: Mapping[str, Array]
+) -> None:
+    """Raise for a global latent that the fit lacks, which would be drawn from its prior."""
+    for name, site in sites.items():
+        free = site["type"] == "sample" and not site["is_observed"]
+        inside = any(frame.name in silo_plates for frame in site.get("cond_indep_stack", ()))
+        if free and not inside and name not in values:
+            raise ValueError(
+                f"site {name!r} is in no silo plate, and the fit has no draws of it: expected the "
+                f"model of the fit, with the sites {sorted(values)}"
+            )
+
+
+def _check_finite(data: Mapping[str, Column]) -> None:
+    for leaf, value in data.items():
+        if getattr(value, "dtype", np.dtype(bool)).kind == "f" and not np.isfinite(value).all():
+            raise ValueError(f"argument {leaf!r}: expected finite numbers, got NaN or infinity")
 
 
 def _check_positions(data: Mapping[str, Column], index: Mapping[str, list[str]]) -> None:
@@ -168,11 +186,9 @@ def _check_positions(data: Mapping[str, Column], index: Mapping[str, list[str]])
             )
 
 
-def _check_sizes(
-    model: Callable, data: Mapping[str, Column], plates: Mapping[str, np.ndarray], silo: str
-) -> None:
+def _check_sizes(sites: Mapping[str, Site], plates: Mapping[str, np.ndarray], silo: str) -> None:
     """Raise for a plate with latents in the fit and another number of elements in the data."""
-    for name, site in trace(seed(model, random.key(0))).get_trace(**data).items():
+    for name, site in sites.items():
         if site["type"] == "plate" and name in plates:
             expected, got = int((plates[name] == silo).sum()), site["args"][0]
             if got != expected:
