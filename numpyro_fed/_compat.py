@@ -1,16 +1,19 @@
 """JAX's settings, NumPyro's private names, and functions that differ in ArviZ 1.x."""
 
+import math
 import os
 import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
-from jax import Array
+from jax import Array, lax
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
 from numpyro.handlers import substitute
 
 # _unconstrain_reparam substitutes unconstrained values, and adds each Jacobian as a factor site
@@ -26,12 +29,54 @@ if TYPE_CHECKING:
     from numpyro.infer import MCMC
     from xarray import Dataset
 
-# XLA's CPU client has as many threads as the machine has cores. LAPACK's batched solves (one
-# MultivariateNormal in a model suffices) split their work over these threads, and wait for it in
-# one of them. On two cores two such calls can wait for each other for ever (jaxlib 0.10.1). The
-# client reads these variables when it starts, which is after the import of JAX.
-for _variable in ("NPROC", "PJRT_NPROC"):
-    os.environ.setdefault(_variable, str(max(8, os.cpu_count() or 1)))
+# LAPACK's calls, by JAX's names of their primitives
+_LAPACK = (
+    "cholesky", "eig", "eigh", "geqp3", "geqrf", "hessenberg", "householder_product", "lu", "ormqr",
+    "schur", "svd", "triangular_solve", "tridiagonal",
+)  # fmt: skip
+_ENOUGH = 8  # threads with which no batched calls were seen to wait for each other
+
+
+def _one_after_the_other(primitive: Primitive, rule: Callable) -> Callable:
+    """Return a lowering in which the matrices of a batch are a loop of calls with one matrix."""
+
+    def lower(ctx: Any, *args: object, **params: object) -> object:
+        batch = ctx.avals_in[0].shape[:-2]
+        if math.prod(batch) < 2:
+            return rule(ctx, *args, **params)
+
+        def loop(*arrays: Array) -> PyTree:
+            flat = [x.reshape(-1, *x.shape[len(batch) :]) for x in arrays]
+            out = lax.map(lambda each: primitive.bind(*each, **params), flat)
+            return jax.tree.map(lambda x: x.reshape(*batch, *x.shape[1:]), out)
+
+        return mlir.lower_fun(loop, primitive.multiple_results)(ctx, *args)
+
+    return lower
+
+
+def _keep_lapack_from_waiting() -> None:
+    """Compile batched LAPACK calls so that they cannot wait for each other for ever.
+
+    XLA's CPU client has as many threads as the machine has cores. A batched call splits its work
+    over these threads, and waits for it in one of them. Two such calls on two cores then hang
+    (jaxlib 0.10.1; one ``MultivariateNormal`` in a model suffices). A loop of single calls waits
+    for nobody. Where JAX has no such table of lowerings, XLA gets more threads, and small loops are
+    up to twice as slow.
+    """
+    if (os.cpu_count() or 1) >= _ENOUGH:
+        return
+    lowerings = getattr(mlir, "_platform_specific_lowerings", {}).get("cpu", {})
+    for primitive in [p for p in lowerings if p.name in _LAPACK]:
+        entry = lowerings[primitive]
+        rule = _one_after_the_other(primitive, getattr(entry, "rule", entry))
+        mlir.register_lowering(primitive, rule, platform="cpu")
+    if not lowerings:  # the client reads these when it starts, which is after the import of JAX
+        for variable in ("NPROC", "PJRT_NPROC"):
+            os.environ.setdefault(variable, str(_ENOUGH))
+
+
+_keep_lapack_from_waiting()
 
 
 def enable_compilation_cache(folder: str | Path | None = None) -> Path:

@@ -219,6 +219,26 @@ def test_bad_files_are_named(study, arguments, message):
     assert message in " ".join(found.output.split())
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"--server": "https://rome/:99"}, "--server https://rome/:99: expected host:port"),
+        ({"--give-up": "-5"}, "Invalid value for '--give-up'"),
+        ({"--ceiling": "VisitLocal=²"}, "--ceiling VisitLocal=²: expected KIND=N"),
+        ({}, "study.py: expected a certificate in PEM"),
+        ({"--key": "study.py"}, "study.py: expected a private key in OpenSSH's format"),
+    ],
+)
+def test_a_silo_is_told_before_it_connects(study, options, message):
+    pytest.importorskip("flwr")
+    given = {"--server": "127.0.0.1:1", "--ca": str(study / "study.py"), **options}
+    if "--key" in given:
+        given["--key"] = str(study / given["--key"])
+    found = silo(study, "--yes", *(x for pair in given.items() for x in pair))
+    assert found.exit_code != 0
+    assert message in " ".join(found.output.split())
+
+
 def test_a_silo_needs_a_server_or_check(study):
     found = silo(study)
     assert found.exit_code == 2

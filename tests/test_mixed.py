@@ -377,8 +377,8 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         r"expected \{silo name: \{argument: value\}\}.*got list",
     ),  # type: ignore[arg-type]
     "silo that is no mapping": (
-        lambda: MixedSilos({"oslo": {"y": Y}, "rome": Y}),  # type: ignore[dict-item]
-        r"silo 'rome': expected \{argument: value\}, got ndarray",
+        lambda: MixedSilos({"oslo": {"y": Y}, "rome": Y}),
+        r"silo 'rome': expected the model's arguments as a dict, .* got ndarray",
     ),
     "names": (
         lambda: MixedSilos({1: {"y": Y}, "1": {"y": Y}}),

@@ -239,6 +239,16 @@ def test_silos_take_columns_of_any_library() -> None:
     np.testing.assert_array_equal(silos.pooled["x"], [1.0, 1.0, 0.0])
 
 
+def test_a_silo_may_be_a_table() -> None:
+    """A hospital's table is its arguments, a column each."""
+    tables = {"rome": pa.table({"y": [3.0], "n": [1]}), "oslo": pd.DataFrame({"y": Y, "n": 1})}
+    silos = Silos(tables)
+    assert silos.names == ("rome", "oslo")
+    np.testing.assert_array_equal(silos["oslo"]["y"], Y)
+    with pytest.raises(ValueError, match="silo 'oslo': expected the model's arguments as a dict"):
+        Silos({"oslo": 3.0})
+
+
 # As a value
 
 
@@ -503,13 +513,14 @@ REFUSED_BY_SPLIT: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: split({"y": Y}, by=["a", "b", float("nan"), "a", "b"]),
         "by: row 2 has no label \\(nan\\)",
     ),
+    "no table": (lambda: split(None, by=BY), "as a pandas or an Arrow table, got NoneType"),
     "text and numbers": (
         lambda: split({"y": Y}, by=["a", 1, "b", 2, "a"]),
         "by: expected text or numbers, got both: \\['int', 'str'\\]",
     ),
     "two columns of one name": (
         lambda: split(pd.DataFrame([[1.0, 2.0]] * 5, columns=["y", "y"]), by=BY),
-        "the data have two columns 'y'",
+        "there are two columns 'y'",
     ),
     "None label": (
         lambda: split({"y": Y}, by=pd.Series(["a", "b", None, "a", "b"])),

@@ -17,6 +17,14 @@ def check_name(name: str) -> None:
         raise ValueError(f"the silo's name {name!r}: expected letters, digits, '.', '_' and '-'")
 
 
+def check_address(option: str, address: str) -> tuple[str, int]:
+    """Return host and port of ``host:port``, or raise a ``ValueError``."""
+    host, _, port = address.rpartition(":")
+    if not (port.isdecimal() and 0 < int(port) < 2**16) or set(host) & set("/@ "):
+        raise ValueError(f"{option} {address}: expected host:port, a port from 1 to 65535")
+    return host, int(port)
+
+
 def flower_engine() -> ModuleType:
     """Return the engine, or end the command if Flower is not installed."""
     try:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from numpyro_fed._typing import Facts
+from numpyro_fed.cli.common import check_address
 from numpyro_fed.cli.model_file import load_model_file, public_of
 from numpyro_fed.engines import flower
 from numpyro_fed.engines.flower_commands import QUIET, link_command, write_app
@@ -163,13 +164,13 @@ def coordinate(
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("done", "failed", "process"):
         (folder / name).unlink(missing_ok=True)
-    host, _, port = address.rpartition(":")
+    host, port = check_address("address", address)
     environment = {**os.environ, **QUIET, "FLWR_HOME": str(folder / "flower")}
     environment["PATH"] = os.pathsep.join(
         [str(Path(sys.executable).parent), environment.get("PATH", "")]
     )
     command = link_command(
-        int(port),
+        port,
         certificate=tls / "server.crt",
         key=tls / "server.key",
         ca=tls / "ca.crt",
@@ -179,7 +180,7 @@ def coordinate(
         link = subprocess.Popen(command, env=environment, stdout=log, stderr=log, cwd=folder)
     try:
         near = "127.0.0.1" if host in ("", "0.0.0.0") else host
-        _wait_for(link, near, int(port), folder)
+        _wait_for(link, near, port, folder)
         flwr = partial(_flwr, folder, tls, f"{near}:{port}", environment)
         for name in names:
             key = str((keys / f"{name}.pub").resolve())

@@ -6,7 +6,7 @@ from typing import Any
 import click
 
 from numpyro_fed._compat import enable_compilation_cache
-from numpyro_fed.cli.common import FILE, FOLDER, check_name, flower_engine
+from numpyro_fed.cli.common import FILE, FOLDER, check_address, check_name, flower_engine
 from numpyro_fed.cli.model_file import load_model_file
 from numpyro_fed.decentralized._kernel import NetworkKernel
 from numpyro_fed.privacy.secure_sum import FEWEST_SILOS
@@ -115,11 +115,7 @@ def run(
         if len(set(silos)) < len(silos):
             raise ValueError(f"--silos {names}: expected each name once")
         _check_fit(module.svi, len(silos), options["rounds"])
-        _, _, port = options["address"].rpartition(":")
-        if not (port.isdigit() and 0 < int(port) < 2**16):
-            raise ValueError(
-                f"--address {options['address']}: expected host:port, a port from 1 to 65535"
-            )
+        check_address("--address", options["address"])
         missing = [
             str(tls / f) for f in ("server.crt", "server.key", "ca.crt") if not (tls / f).is_file()
         ]

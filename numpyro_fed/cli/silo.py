@@ -9,7 +9,7 @@ import click
 import numpy as np
 
 from numpyro_fed._compat import enable_compilation_cache
-from numpyro_fed.cli.common import FILE, FOLDER, check_name, flower_engine
+from numpyro_fed.cli.common import FILE, FOLDER, check_address, check_name, flower_engine
 from numpyro_fed.cli.model_file import load_model_file, public_of, silo_of_file
 from numpyro_fed.density.check import check_own_factorization
 from numpyro_fed.engines.silo_side import SiloSide
@@ -47,7 +47,7 @@ from numpyro_fed.rounds.task import TASKS
 )
 @click.option(
     "--give-up",
-    type=float,
+    type=click.FloatRange(0, min_open=True),
     default=60.0,
     show_default=True,
     help="Seconds in which the server has to answer.",
@@ -116,6 +116,8 @@ def silo(
         raise click.UsageError("expected --server and --ca, or --check")
     try:
         check_name(name)
+        if server is not None:
+            check_address("--server", server)
         module = load_model_file(model_file)
         place = folder or Path(f"numpyro-fed-{name}")
         allowed = (
@@ -158,7 +160,7 @@ def _ceilings(given: tuple[str, ...]) -> dict[str, int]:
     out = {}
     for text in given:
         kind, _, number = text.partition("=")
-        if kind not in TASKS or not number.isdigit():
+        if kind not in TASKS or not number.isdecimal():
             raise ValueError(f"--ceiling {text}: expected KIND=N, with a kind of {list(TASKS)}")
         out[kind] = int(number)
     return out
@@ -266,7 +268,7 @@ def _serve(side: SiloSide, server: str, ca: Path, key: Path | None, give_up: flo
         serve(
             flower.client_app(lambda _: counted), server, side.name, ca=ca, key=key, give_up=give_up
         )
-    except ConnectionError as error:
+    except (ConnectionError, ValueError) as error:
         raise click.ClickException(str(error)) from error
     except KeyboardInterrupt:
         click.echo(f"\nended; {counted.messages:,} messages were answered", err=True)

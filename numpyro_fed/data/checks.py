@@ -31,9 +31,7 @@ def check_key(rng_key: object) -> None:
 
 def silo_names(data: object) -> tuple[str, ...]:
     """Return the names of the silos in ``{silo name: {argument: value}}``, as strings."""
-    if not isinstance(data, Mapping) or not all(
-        isinstance(kwargs, Mapping) for kwargs in data.values()
-    ):
+    if not isinstance(data, Mapping):
         raise ValueError(
             "expected {silo name: {argument: value}}, e.g. {'oslo': {'x': x, 'y': y}}, got "
             f"{type(data).__name__}; tables are split by fed.split(table, by=column)"

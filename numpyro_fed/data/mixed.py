@@ -18,7 +18,8 @@ import numpy as np
 
 from numpyro_fed._typing import Column, ModelArgs
 from numpyro_fed.data.checks import all_equal, check_numbers, check_sizes, check_told, silo_names
-from numpyro_fed.data.silos import Silos, as_column, put_together
+from numpyro_fed.data.columns import columns_of_silos
+from numpyro_fed.data.silos import Silos, put_together
 
 _SHOWN_NAMES = 8
 _Table = dict[str, dict[str, Column]]  # argument -> silo that has it -> column
@@ -63,23 +64,14 @@ class MixedSilos:
 
     def __init__(
         self,
-        data: Mapping[str, Mapping[str, Column]],
+        data: Mapping[str, object],
         *,
         rows: Mapping[str, str] | None = None,
         index: Mapping[str, str] | None = None,
     ) -> None:
-        if isinstance(data, Mapping):
-            for name, kwargs in data.items():
-                if not isinstance(kwargs, Mapping):
-                    raise ValueError(
-                        f"silo {name!r}: expected {{argument: value}}, got {type(kwargs).__name__}"
-                    )
         self.names = silo_names(data)
         rows, index = dict(rows or {}), dict(index or {})
-        silos = {
-            n: {k: as_column(v) for k, v in kw.items()}
-            for n, kw in zip(self.names, data.values(), strict=True)
-        }
+        silos = columns_of_silos(self.names, data)
         leaves = list(dict.fromkeys(leaf for kwargs in silos.values() for leaf in kwargs))
         check_told(rows, index, leaves)
         table = {k: {n: kw[k] for n, kw in silos.items() if kw.get(k) is not None} for k in leaves}

@@ -34,6 +34,7 @@ from numpyro_fed.data.checks import (
     lengths,
     silo_names,
 )
+from numpyro_fed.data.columns import columns_of_silos
 from numpyro_fed.data.spec import SilosSpec
 
 _ALIGNED = 64  # bytes; JAX uses NumPy's memory without a copy where it is so aligned
@@ -55,9 +56,10 @@ class Flat(NamedTuple):
 class Silos:
     """Data of several silos, as keyword arguments of one model.
 
-    :param data: the model's keyword arguments of each silo, by silo name. Arrays (NumPy, JAX,
-        pandas or Arrow columns) whose leading axis or values differ between silos are rows.
-        Arguments that are equal in all silos are shared, unless they are as long as rows are.
+    :param data: the model's keyword arguments of each silo, by silo name: a dict, or a pandas or an
+        Arrow table with a column for each argument. Arrays whose leading axis or values differ
+        between silos are rows. Arguments that are equal in all silos are shared, unless they are as
+        long as rows are.
     :param rows: the silo plate of each row argument, needed where sizes alone do not decide it:
         ``{"x": "patients"}``.
     :param index: the row group that an argument of positions points to:
@@ -89,17 +91,15 @@ class Silos:
 
     def __init__(
         self,
-        data: Mapping[str, Mapping[str, Column]],
+        data: Mapping[str, object],
         *,
         rows: Mapping[str, str] | None = None,
         index: Mapping[str, str] | None = None,
     ) -> None:
         names = silo_names(data)
-        check_same_arguments(dict(zip(names, data.values(), strict=True)))
-        table = {
-            leaf: [as_column(kwargs[leaf]) for kwargs in data.values()]
-            for leaf in next(iter(data.values()))
-        }
+        given = columns_of_silos(names, data)
+        check_same_arguments(given)
+        table = {leaf: [kwargs[leaf] for kwargs in given.values()] for leaf in given[names[0]]}
         for leaf, values in table.items():
             check_numbers(leaf, values)
         rows, index = dict(rows or {}), dict(index or {})
@@ -331,17 +331,6 @@ def _pooled_rows(silos: Silos) -> dict[str, Array]:
             flat = silos.order[target][flat + start].astype(flat.dtype)
         out[leaf] = flat[silos.pooled_position(group)]
     return out
-
-
-def as_column(value: Column) -> Column:
-    """Return a column of any library as a NumPy array, and any other object unchanged."""
-    if np.ma.is_masked(value):
-        raise ValueError(
-            "expected columns without masked values; drop or impute such rows inside their silo"
-        )
-    if isinstance(value, Array) or hasattr(value, "__array__"):
-        return np.asarray(value)
-    return value
 
 
 def put_together(

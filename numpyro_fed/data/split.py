@@ -1,14 +1,14 @@
 """Split of pooled data into silos by a column of labels."""
 
-from collections.abc import Iterable, Mapping
-from typing import Protocol, runtime_checkable
+from collections.abc import Mapping
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from numpyro_fed._typing import Column, ModelArgs
 from numpyro_fed.data.checks import check_numbers
-from numpyro_fed.data.silos import Flat, Silos, as_column
+from numpyro_fed.data.columns import columns_of
+from numpyro_fed.data.silos import Flat, Silos
 
 
 def split(
@@ -46,7 +46,7 @@ def split(
         >>> silos["rome"]["y"].tolist(), silos.pooled["y"].tolist()
         ([1.0, 3.0], [0.0, 1.0, 2.0, 3.0])
     """
-    columns = _columns(data)
+    columns = columns_of(data)
     rows, index = dict(rows or {}), dict(index or {})
     if isinstance(by, str):
         if by not in columns:
@@ -117,33 +117,6 @@ def _check_labels(labels: np.ndarray) -> None:
         raise ValueError(
             "by: expected the silo of at least one row, got -1 (left out) for all of them"
         )
-
-
-@runtime_checkable
-class _Items(Protocol):
-    """Columns of a dict or of a pandas table."""
-
-    def items(self) -> Iterable[tuple[str, Column]]: ...
-
-
-class _Arrow(Protocol):
-    """Columns of an Arrow table."""
-
-    column_names: list[str]
-
-    def column(self, number: int) -> Column: ...
-
-
-def _columns(data: _Items | _Arrow) -> ModelArgs:
-    if isinstance(data, _Items):
-        pairs = [(str(k), v) for k, v in data.items()]
-    else:  # pyarrow.Table
-        pairs = [(str(k), data.column(i)) for i, k in enumerate(data.column_names)]
-    names = [k for k, _ in pairs]
-    if len(set(names)) < len(names):
-        twice = next(k for k in names if names.count(k) > 1)
-        raise ValueError(f"the data have two columns {twice!r}; expected names that differ")
-    return {k: as_column(v) for k, v in pairs}
 
 
 def _row_groups(

@@ -9,6 +9,7 @@ interface; therefore the versions of Flower are pinned.
 
 import logging
 import signal
+import ssl
 import sys
 import threading
 import time
@@ -65,6 +66,7 @@ def serve(
     :param config: further entries of ``context.node_config``.
     :raises ConnectionError: if the server does not answer, does not let this node in, or shows a
         certificate that ``ca`` did not sign.
+    :raises ValueError: for files that are no certificate and no key.
     """
     fleet_http_connection.flwr_exit = _refused  # Flower's own function ends the process
     if (
@@ -75,11 +77,12 @@ def serve(
             signal.SIGTERM, lambda *_: sys.exit(0)
         )  # leaves the connection, which tells the server
     keys, patience = None if key is None else _keys(key), _EXPIRES if give_up is None else give_up
+    signed_by = _certificate(ca)
     since = None  # time of the first refusal
     while True:
         try:
             with fleet_http_connection.http_request_response(
-                server, False, Path(ca).read_bytes(), keys, None, give_up
+                server, False, signed_by, keys, None, give_up
             ) as connection:
                 since = None
                 _answer(app, connection, {"name": name, **config}, poll)
@@ -133,11 +136,25 @@ def _answer(app: ClientApp, connection: tuple, config: dict[str, float | str], p
             _log.warning("the run has ended; its message is not answered")
 
 
+def _certificate(path: str | Path) -> bytes:
+    data = Path(path).read_bytes()
+    try:
+        ssl.create_default_context(cadata=data.decode())
+    except (ValueError, ssl.SSLError) as error:
+        raise ValueError(f"{path}: expected a certificate in PEM ({error})") from error
+    return data
+
+
 def _keys(path: str | Path) -> "tuple[EllipticCurvePrivateKey, EllipticCurvePublicKey]":
     from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
     from cryptography.hazmat.primitives.serialization import load_ssh_private_key
 
-    key = load_ssh_private_key(Path(path).read_bytes(), None)
+    try:
+        key = load_ssh_private_key(Path(path).read_bytes(), None)
+    except (ValueError, TypeError) as error:  # a TypeError: it has a password
+        raise ValueError(
+            f"{path}: expected a private key in OpenSSH's format, without a password ({error})"
+        ) from error
     if not isinstance(key, EllipticCurvePrivateKey):
         raise ValueError(
             f"{path}: expected a private key on an elliptic curve, as ssh-keygen -t ecdsa makes it"

@@ -1,0 +1,72 @@
+"""What the library changes in JAX: batched LAPACK calls on machines of few cores."""
+
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import numpyro_fed._compat as compat
+
+FEW = (os.cpu_count() or 1) < compat._ENOUGH
+# calls that do not depend on each other, and split their work: on two threads they hang
+CALLS = """
+import jax, jax.numpy as jnp
+{}
+x = 0.01 * jnp.arange(512 * 16 * 16, dtype=jnp.float32).reshape(512, 16, 16) % 1 + 20 * jnp.eye(16)
+
+@jax.jit
+def total(xs):
+    def body(sum, _):
+        return sum + sum_of([jnp.linalg.cholesky(x + 1e-6 * sum).sum() for x in xs]), None
+    return jax.lax.scan(body, 0.0, None, length=50)[0]
+
+sum_of = sum
+print(float(total([x + k for k in range(8)])))
+"""
+
+
+def matrices(num: int) -> np.ndarray:
+    x = np.random.default_rng(0).normal(size=(num, 3, 4, 4)).astype(np.float32)
+    return x @ x.swapaxes(-1, -2) + np.eye(4, dtype=np.float32)
+
+
+@pytest.mark.parametrize(
+    "of",
+    [
+        jnp.linalg.cholesky,
+        lambda x: jnp.linalg.solve(x, x + 1),
+        jnp.linalg.eigh,
+        lambda x: jax.scipy.linalg.solve_triangular(x, x + 1, lower=True),
+        jnp.linalg.qr,
+        lambda x: jnp.linalg.svd(x, compute_uv=False),
+    ],
+    ids=["cholesky", "solve", "eigh", "triangular", "qr", "svd"],
+)
+def test_a_batch_has_the_results_of_its_matrices(of) -> None:
+    x = matrices(5)
+    found = jax.jit(of)(x)
+    each = [[jax.jit(of)(m) for m in ms] for ms in x]
+    for together, *alone in zip(
+        jax.tree.leaves(found), *(jax.tree.leaves(m) for ms in each for m in ms), strict=True
+    ):
+        np.testing.assert_allclose(together.reshape(15, -1), np.reshape(alone, (15, -1)), atol=1e-5)
+
+
+@pytest.mark.skipif(not FEW, reason="as many threads as cores are enough here")
+def test_batched_calls_do_not_wait_for_each_other() -> None:
+    """Eight batched factorizations on two threads end, and hang without the library."""
+    environment = {**os.environ, "NPROC": "2", "PJRT_NPROC": "2"}
+
+    def run(head: str, seconds: float) -> str:
+        command = [sys.executable, "-c", CALLS.format(head)]
+        return subprocess.run(
+            command, env=environment, timeout=seconds, capture_output=True, text=True, check=True
+        ).stdout
+
+    assert np.isfinite(float(run("import numpyro_fed", 120)))
+    with pytest.raises(subprocess.TimeoutExpired):  # the control
+        run("", 12)
