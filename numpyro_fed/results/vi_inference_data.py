@@ -64,24 +64,18 @@ def vi_inference_data(
     config = setup.config
     params = svi.fitted(result, silos)
     key = random.key(0) if rng_key is None else rng_key
-    num = CANDIDATES * num_draws if resample else num_draws
-    stretched = resample and isinstance(config.families[0], SiloNormal)
     unweighed = setup.remote and config.noise is not None
     if unweighed and resample:
         raise ValueError(
             "resample=True: silos of a fit with privacy do not weigh draws; expected resample=False"
         )
-    made = partial(_draws, setup, result, silos, params, key, num, stretched)
+    weighed = partial(_weighed, setup, result, silos, params, key, num_draws, resample)
     can = resample and any(can_place(config.families[x.part], x) for x in setup.stacks)
     placed = can and setup.remote  # remote silos do not say how good their candidates are
-    draws = made(placed)
-    weight, k, judged = _judged(config, draws, stretched)
+    draws, k, judged = weighed(placed)
     if can and not placed and max(k, _worst_unit(setup, draws).get("pareto_k_unit", k)) > POOR:
-        placed, draws = True, made(True)
-        weight, k, judged = _judged(config, draws, stretched)
-    if resample:
-        chosen = _chosen(weight, num_draws, key)
-        draws = jax.jit(gather)(draws, chosen)
+        placed = True
+        draws, k, judged = weighed(True)
     suffixes = [config.suffix(i) for i in range(len(setup.parts))]
     pieces = [
         (globals_of(config, part, draws, params), {}, {}, {})
@@ -115,25 +109,31 @@ def _check_silos(result: VIResult, silos: Silos | MixedSilos) -> None:
     raise ValueError(f"expected the silos of the run, {list(result.ledger.silos)}, got {got}")
 
 
-def _draws(
+def _weighed(
     setup: Setup,
     result: VIResult,
     silos: Silos | MixedSilos,
     params: dict[str, Array],
     key: Array,
-    num: int,
-    stretched: bool,
+    num_draws: int,
+    resample: bool,
     placed: bool,
-) -> Draws:
-    """Draw theta, and latents of silos here, with their weights."""
+) -> tuple[Draws, float, str]:
+    """Draw theta, and latents of silos here; return draws, Pareto's k, and what it is the k of."""
+    num = CANDIDATES * num_draws if resample else num_draws
+    stretched = resample and isinstance(setup.config.families[0], SiloNormal)
+    how = (key, num, stretched, placed)
     if isinstance(silos, RemoteSilos):
         slots = kept_by(result.state, setup, "result").slots.tolist()
-        stacks, how = setup.stacks, (key, num, stretched, placed)
-        return draw_remote(setup.config, params, slots, silos, stacks, *how)
-    one = setup.as_one()
-    local = stacked_params(one, result.params)
-    how = (key, num, stretched, placed)
-    return draw(one.config, params, local, one.stacks, one.totals, *how)
+        draws = draw_remote(setup.config, params, slots, silos, setup.stacks, *how)
+    else:
+        one = setup.as_one()
+        local = stacked_params(one, result.params)
+        draws = draw(one.config, params, local, one.stacks, one.totals, *how)
+    weight, k, judged = _judged(setup.config, draws, stretched)
+    if resample:  # before units are judged: stretched candidates lie where no unit has to be right
+        draws = jax.jit(gather)(draws, _chosen(weight, num_draws, key))
+    return draws, k, judged
 
 
 def prepare_draws(
