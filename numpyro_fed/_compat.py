@@ -55,16 +55,23 @@ def _one_after_the_other(primitive: Primitive, rule: Callable) -> Callable:
     return lower
 
 
+def _threads() -> int:
+    """Return how many threads XLA's CPU client will have, or fewer."""
+    usable = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 1))
+    asked = [os.environ.get(variable, "") for variable in ("NPROC", "PJRT_NPROC")]
+    return min(len(usable(0)), *(int(n) for n in asked if n.isdecimal()), 1 << 16)
+
+
 def _keep_lapack_from_waiting() -> None:
     """Compile batched LAPACK calls so that they cannot wait for each other for ever.
 
-    XLA's CPU client has as many threads as the machine has cores. A batched call splits its work
+    XLA's CPU client has as many threads as the process may use cores. A batched call splits its work
     over these threads, and waits for it in one of them. Two such calls on two cores then hang
     (jaxlib 0.10.1; one ``MultivariateNormal`` in a model suffices). A loop of single calls waits
     for nobody. Where JAX has no such table of lowerings, XLA gets more threads, and small loops are
     up to twice as slow.
     """
-    if (os.cpu_count() or 1) >= _ENOUGH:
+    if _threads() >= _ENOUGH:
         return
     lowerings = getattr(mlir, "_platform_specific_lowerings", {}).get("cpu", {})
     for primitive in [p for p in lowerings if p.name in _LAPACK]:
