@@ -65,8 +65,8 @@ def _threads() -> int:
 def _keep_lapack_from_waiting() -> None:
     """Compile batched LAPACK calls so that they cannot wait for each other for ever.
 
-    XLA's CPU client has as many threads as the process may use cores. A batched call splits its work
-    over these threads, and waits for it in one of them. Two such calls on two cores then hang
+    XLA's CPU client has as many threads as the process may use cores. A batched call splits its
+    work over these threads, and waits for it in one of them. Two such calls on two cores then hang
     (jaxlib 0.10.1; one ``MultivariateNormal`` in a model suffices). A loop of single calls waits
     for nobody. Where JAX has no such table of lowerings, XLA gets more threads, and small loops are
     up to twice as slow.

@@ -9,10 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import numpyro_fed._compat as compat
+import numpyro_fed  # noqa: F401
 
-# calls that do not depend on each other, and split their work: on two threads they hang
+# calls that do not depend on each other, and split their work: on two threads they may hang
 CALLS = """
+import re
 import jax, jax.numpy as jnp
 {}
 x = 0.01 * jnp.arange(512 * 16 * 16, dtype=jnp.float32).reshape(512, 16, 16) % 1 + 20 * jnp.eye(16)
@@ -23,8 +24,11 @@ def total(xs):
         return sum + sum_of([jnp.linalg.cholesky(x + 1e-6 * sum).sum() for x in xs]), None
     return jax.lax.scan(body, 0.0, None, length=50)[0]
 
-sum_of = sum
-print(float(total([x + k for k in range(8)])))
+sum_of, xs = sum, [x + k for k in range(8)]
+text = total.lower(xs).as_text()
+print(sum("lapack" in line and "512x16x16" in line for line in text.splitlines()))
+if {}:
+    print(float(total(xs)))
 """
 
 
@@ -56,16 +60,16 @@ def test_a_batch_has_the_results_of_its_matrices(of) -> None:
 
 
 def test_batched_calls_do_not_wait_for_each_other() -> None:
-    """Eight batched factorizations on two threads end, and hang without the library."""
-    # on many cores, too: XLA has as many threads as it is told
+    """Eight batched factorizations on two threads end: none is one call."""
     environment = {**os.environ, "NPROC": "2", "PJRT_NPROC": "2"}
 
-    def run(head: str, seconds: float) -> str:
-        command = [sys.executable, "-c", CALLS.format(head)]
+    def run(head: str, calls: bool) -> str:
+        command = [sys.executable, "-c", CALLS.format(head, calls)]
         return subprocess.run(
-            command, env=environment, timeout=seconds, capture_output=True, text=True, check=True
+            command, env=environment, timeout=120, capture_output=True, text=True, check=True
         ).stdout
 
-    assert np.isfinite(float(run("import numpyro_fed", 120)))
-    with pytest.raises(subprocess.TimeoutExpired):  # the control
-        run("", 12)
+    together, total = run("import numpyro_fed", True).split()
+    assert together == "0"
+    assert np.isfinite(float(total))
+    assert int(run("", False)) > 0  # the control, which may hang where it runs
