@@ -42,7 +42,7 @@ def _one_after_the_other(primitive: Primitive, rule: Callable) -> Callable:
 
     def lower(ctx: Any, *args: object, **params: object) -> object:
         batch = ctx.avals_in[0].shape[:-2]
-        if math.prod(batch) < 2:
+        if not all(isinstance(n, int) for n in batch) or math.prod(batch) < 2:
             return rule(ctx, *args, **params)
 
         def loop(*arrays: Array) -> PyTree:

@@ -22,6 +22,9 @@ from numpyro_fed.vi.loop import VIState
 from numpyro_fed.vi.participation import Participation
 from numpyro_fed.vi.setup import Setup, Totals
 
+_FEWEST = 20  # losses in a tenth of the rounds by which a fall is judged
+_ERRORS = 4.0  # standard errors that a mean has to fall to count: by chance once in 30,000 fits
+
 
 @dataclass(frozen=True, repr=False)
 class VIResult:
@@ -52,17 +55,30 @@ class VIResult:
     privacy: Spent | None = None
     stopped: str | None = None
 
+    @property
+    def falling(self) -> float:
+        """Fall of the mean loss, in nats, from the last tenth of the rounds but one to the last.
+
+        It is zero where fewer than 200 rounds or the noise of the losses (4 standard errors) do not
+        tell, and for a fit with privacy, which has no losses.
+        """
+        n = len(self.losses) // 10
+        if n < _FEWEST or self.privacy is not None:
+            return 0.0
+        before, last = self.losses[-2 * n : -n], self.losses[-n:]
+        fell, error = before.mean() - last.mean(), np.sqrt((before.var() + last.var()) / n)
+        return float(fell) if fell > _ERRORS * error else 0.0
+
     def __repr__(self) -> str:
-        tail = (
-            self.losses[-max(1, len(self.losses) // 10) :]
-            if len(self.losses)
-            else np.full(1, np.nan)
-        )
-        loss = (
-            f"mean loss {tail.mean():.2f} over the last {len(tail):,}"
-            if self.privacy is None
-            else str(self.privacy)
-        )
+        tail = self.losses[-max(1, len(self.losses) // 10) :]
+        loss = str(self.privacy)
+        if self.privacy is None:
+            mean = tail.mean() if len(tail) else np.nan
+            loss = f"mean loss {mean:.2f} over the last {len(tail):,}"
+        if self.falling:
+            loss += (
+                f", which is {self.falling:.2g} less than before: not converged, run more rounds"
+            )
         shapes = ", ".join(f"{k}{shape_of(v)}" for k, v in self.params.items())
         return f"VIResult: {len(self.losses):,} rounds, {loss}\n  params: {shapes}\n{self.ledger}"
 
