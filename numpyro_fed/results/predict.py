@@ -1,7 +1,7 @@
 """Posterior predictive draws for a silo of the fit, for new rows in it, or for a new silo."""
 
 import json
-from collections.abc import Callable, Container, Hashable, Mapping
+from collections.abc import Callable, Collection, Container, Hashable, Mapping
 from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
@@ -96,7 +96,8 @@ def predict(
     _check_positions(data, json.loads(draws.attrs.get("index", "{}")))
     sites = trace(seed(learned, random.key(0))).get_trace(**data)
     marked = {name for name, site in sites.items() if is_silo_plate(site)}
-    _check_global(sites, marked | set(plates), values)
+    observed = getattr(posterior, "observed_data", ())
+    _check_global(sites, marked | set(plates), {*values, *observed})
     if silo is not None:
         own = plates
         if draws.attrs.get("structures", 1) > 1:  # names of plates end in the structure's number
@@ -151,16 +152,16 @@ def _learned(draws: "Dataset") -> dict[str, Array]:
 
 
 def _check_global(
-    sites: Mapping[str, Site], silo_plates: Container[str], values: Mapping[str, Array]
+    sites: Mapping[str, Site], silo_plates: Container[str], known: Collection[str]
 ) -> None:
     """Raise for a global latent that the fit lacks, which would be drawn from its prior."""
     for name, site in sites.items():
         free = site["type"] == "sample" and not site["is_observed"]
         inside = any(frame.name in silo_plates for frame in site.get("cond_indep_stack", ()))
-        if free and not inside and name not in values:
+        if free and not inside and name not in known:
             raise ValueError(
                 f"site {name!r} is in no silo plate, and the fit has no draws of it: expected the "
-                f"model of the fit, with the sites {sorted(values)}"
+                f"model of the fit, with the sites {sorted(known)}"
             )
 
 
