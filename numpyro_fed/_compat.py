@@ -59,7 +59,7 @@ def _threads() -> int:
     """Return how many threads XLA's CPU client will have, or fewer."""
     usable = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 1))
     asked = [os.environ.get(variable, "") for variable in ("NPROC", "PJRT_NPROC")]
-    return min(len(usable(0)), *(int(n) for n in asked if n.isdecimal()), 1 << 16)
+    return min([len(usable(0)), *(int(n) for n in asked if n.isdecimal())])
 
 
 def _keep_lapack_from_waiting() -> None:

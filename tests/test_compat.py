@@ -13,7 +13,6 @@ import numpyro_fed  # noqa: F401
 
 # calls that do not depend on each other, and split their work: on two threads they may hang
 CALLS = """
-import re
 import jax, jax.numpy as jnp
 {}
 x = 0.01 * jnp.arange(512 * 16 * 16, dtype=jnp.float32).reshape(512, 16, 16) % 1 + 20 * jnp.eye(16)

@@ -143,7 +143,7 @@ def test_silos_that_are_not_visited_as_weighted_are_flagged(monkeypatch):
 
 
 def test_a_step_that_nobody_measured_is_undecided():
-    """The draws of this one mix, with R-hat 1.00, and are 1.3 times too wide."""
+    """Its draws mix, with R-hat 1.00, and are more than three times too wide."""
     found = fed.diagnose(run(fed.SGLD(logistic, step_size=0.03, batch_size=10), 1500))
     assert found.table.loc["step size", "verdict"] == found.verdict == "undecided"
     assert "compare with pooled NUTS" in found.summary()

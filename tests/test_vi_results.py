@@ -563,7 +563,7 @@ def test_draws_are_made_together_without_a_rest_where_that_is_near(num, numbers,
 
 
 def test_data_that_a_plate_repeats_have_the_shape_of_their_likelihood() -> None:
-    """A row of data may be observed in each of several plates; the figure's coordinates fit."""
+    """A plate may observe one row of data several times: its dimensions are the likelihood's."""
 
     def model(x: Any) -> None:
         mu = numpyro.sample("mu", dist.Normal(0, 5))

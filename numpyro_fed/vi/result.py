@@ -76,9 +76,7 @@ class VIResult:
             mean = tail.mean() if len(tail) else np.nan
             loss = f"mean loss {mean:.2f} over the last {len(tail):,}"
         if self.falling:
-            loss += (
-                f", which is {self.falling:.2g} less than before: not converged, run more rounds"
-            )
+            loss += f"; it still fell, by {self.falling:.2g} nats: not converged, run more rounds"
         shapes = ", ".join(f"{k}{shape_of(v)}" for k, v in self.params.items())
         return f"VIResult: {len(self.losses):,} rounds, {loss}\n  params: {shapes}\n{self.ledger}"
 
