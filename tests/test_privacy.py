@@ -17,7 +17,7 @@ import numpy as np
 import optax
 import pytest
 from jax import random
-from small_models import intercepts, linear
+from small_models import intercepts, linear, linear_silos
 from test_wire import INTERCEPTS, LINEAR, DyingFits, Fits, Killed, Messages, alone
 
 import numpyro_fed as fed
@@ -903,14 +903,16 @@ def test_a_copied_secret_gives_no_reply_without_its_mask(tmp_path, old, monkeypa
         keys = closed.Keys
         monkeypatch.setattr(closed, "Keys", lambda folder, name, _: keys(folder, name, b"own file"))
 
+    silos = linear_silos((10_000, 8, 5, 14))  # two secrets seldom draw the same row of the first
+
     def make():
         return fed.SFVI(linear, fed.AutoSiloNormal(linear), ADAM, batch_size=1, secure_sum=True)
 
     def reply(folder):
         """First masked numbers of the first silo in the first round."""
         fit = make()
-        transport = Fits(LINEAR, fit, folder, make)
-        introduce(folder, LINEAR.names)
+        transport = Fits(silos, fit, folder, make)
+        introduce(folder, silos.names)
         fit.run(random.key(1), 1, connect(transport, linear, fit=fit), progress_bar=False)
         leaves = next(
             unpack(x)["replies"][0] for _, data, x in transport.sent if b"RoundLocal" in data
@@ -918,15 +920,15 @@ def test_a_copied_secret_gives_no_reply_without_its_mask(tmp_path, old, monkeypa
         return np.concatenate([np.ravel(x) for x in leaves if x.dtype == np.uint64])
 
     first = reply(tmp_path / "first")
-    for name in LINEAR.names if not old else LINEAR.names[1:]:
+    for name in silos.names if not old else silos.names[1:]:
         (tmp_path / "second" / name).mkdir(parents=True)
         shutil.copy(tmp_path / "first" / name / "secret.key", tmp_path / "second" / name)
     told = (reply(tmp_path / "second") - first).astype(np.int64) * 2.0**-20
-    assert np.abs(told).max() < 1e4  # without a mask
+    assert np.abs(told).max() < 1e6  # without a mask
     assert (told == 0).all() != old
     if not old:
         told = (reply(tmp_path / "third") - first).astype(np.int64) * 2.0**-20
-        assert np.abs(told).min() > 1e6  # another secret: other masks
+        assert np.abs(told).min() > 1e7  # another secret: other masks
 
 
 @pytest.mark.parametrize("old", [False, True], ids=["today", "control"])
