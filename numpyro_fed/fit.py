@@ -19,7 +19,8 @@ from numpyro_fed.mcmc.fsgld import FSGLD
 from numpyro_fed.mcmc.remote import RemoteMCMC
 from numpyro_fed.results.diagnose import diagnose
 from numpyro_fed.results.inference_data import to_inference_data
-from numpyro_fed.results.vi_inference_data import CANDIDATES, check_num_draws, prepare_draws
+from numpyro_fed.results.vi_inference_data import check_num_draws
+from numpyro_fed.results.weighing import prepare_draws
 from numpyro_fed.rounds.remote import RemoteSilos
 from numpyro_fed.surrogates.natural_step import CONVERGED
 from numpyro_fed.vi.conducive.checks import JointUnits
@@ -155,7 +156,7 @@ def _last_round(
     k, unit = float(attrs["pareto_k"]), float(attrs.get("pareto_k_unit", -np.inf))
     around = ", with candidates around the latents' modes at each draw"
     words = (
-        f"the last round weighted {CANDIDATES * num_draws:,} public draws by the silos' "
+        f"the last round weighted {attrs['candidates']:,} public draws by the silos' "
         f"likelihoods{around if attrs['placed'] else ''}: Pareto's k {k:.2f} "
         f"({attrs['pareto_k_of']}: {'good' if k <= POOR else 'too large'})"
     )

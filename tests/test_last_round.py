@@ -17,7 +17,7 @@ from scipy.stats import kstest
 from vi_models import hierarchy, hierarchy_posterior, hierarchy_silos
 
 import numpyro_fed as fed
-from numpyro_fed.results import vi_inference_data
+from numpyro_fed.results import weighing
 from numpyro_fed.vi.importance import smoothed
 from numpyro_fed.vi.proposals import halves, nodes_at, stretched_normal, wider_candidates
 
@@ -152,7 +152,7 @@ def test_maps_that_are_elsewhere_are_replaced_by_the_modes(monkeypatch):
     z, sd = found["z"].values[0], np.sqrt(np.diag(covariance))[1:]
     assert (np.abs(z.mean(0) - mean[1:]) < 4.5 * sd / 4000**0.5).all()
     assert (np.abs(z.std(0) / sd - 1) < 4.5 / 8000**0.5).all()
-    monkeypatch.setattr(vi_inference_data, "can_place", lambda *_: False)
+    monkeypatch.setattr(weighing, "can_place", lambda *_: False)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         found = fed.to_inference_data(

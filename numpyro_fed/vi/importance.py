@@ -38,6 +38,11 @@ def smoothed(log_weight: np.ndarray) -> tuple[np.ndarray, float]:
     return weight / weight.sum(), float(k)
 
 
+def effective(weight: np.ndarray) -> float:
+    """Return the effective number of draws with weights that sum to one."""
+    return float(1 / max(np.sum(weight**2), np.finfo(float).tiny))
+
+
 def worst_tail(log_terms: np.ndarray) -> tuple[float, int]:
     """Return the largest k of several weighings of the same draws, and the weighing's index.
 

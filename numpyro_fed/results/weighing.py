@@ -1,0 +1,176 @@
+"""Draws of a variational fit, weighed by the silos, resampled and judged.
+
+Half of the candidates is drawn first. Where their weights are uneven, the other half follows, by
+the same compiled program. Where Pareto's k is too large, silos here look for the latents' modes at
+each draw, and weigh again.
+"""
+
+from concurrent.futures import Executor
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from jax import Array, random
+
+from numpyro_fed._compat import import_arviz
+from numpyro_fed._typing import Facts
+from numpyro_fed.data.mixed import MixedSilos
+from numpyro_fed.data.silos import Silos
+from numpyro_fed.rounds.remote import RemoteSilos
+from numpyro_fed.vi._base import FederatedVI
+from numpyro_fed.vi.config import FitConfig
+from numpyro_fed.vi.draws import Draws, draw, draw_remote
+from numpyro_fed.vi.guides.normal import SiloNormal
+from numpyro_fed.vi.importance import POOR, effective, smoothed, tail_of_spreads, worst_tail
+from numpyro_fed.vi.placed import can_place
+from numpyro_fed.vi.remote import kept_by
+from numpyro_fed.vi.result import VIResult, stacked_params
+from numpyro_fed.vi.setup import Setup
+
+# candidates of each half for a resampled draw: with an effective share of half or more (.6 is
+# usual) one half is worth the number of draws
+_EACH = 2
+_FAIR = 0.5  # Pareto's k up to which half of the candidates is enough to tell
+# log of the usual ratio of one candidate's weight to the others' mean at which a unit's candidates
+# are elsewhere than its law: 1 to 100, where 32 candidates count as less than one
+_BEYOND = 4.6
+_FEWEST = 100  # fewest draws by which Pareto's k is judged: its fit is to a fifth of them, 20
+
+
+class Weighed(NamedTuple):
+    """Draws, and what judges them.
+
+    :param draws: the draws, resampled where asked.
+    :param k: Pareto's k, the worst of the weights' own and of those of the coordinates' variances.
+    :param judged: what it is the k of.
+    :param unit: the largest k of a unit's candidates, and the unit; empty where there is none.
+    :param candidates: number of draws that were weighed.
+    :param placed: whether candidates are around the latents' modes at each draw.
+    """
+
+    draws: Draws
+    k: float
+    judged: str
+    unit: Facts
+    candidates: int
+    placed: bool
+
+
+def weigh(
+    setup: Setup,
+    result: VIResult,
+    silos: Silos | MixedSilos,
+    params: dict[str, Array],
+    key: Array,
+    num_draws: int,
+    resample: bool,
+) -> Weighed:
+    """Draw theta, and latents of silos here, and judge the draws by their weights.
+
+    :param params: the fit's global parameters, in their supports.
+    :param resample: whether draws are resampled by their weights, from wider proposals.
+    """
+    config = setup.config
+    stretched = resample and isinstance(config.families[0], SiloNormal)
+    num = _EACH * num_draws if resample else num_draws
+
+    def half(second: bool, placed: bool) -> Draws:
+        own = random.fold_in(key, 1) if second else key
+        how = (own, num, stretched, placed)
+        if isinstance(silos, RemoteSilos):
+            slots = kept_by(result.state, setup, "result").slots.tolist()
+            draws = draw_remote(config, params, slots, silos, setup.stacks, *how)
+        else:
+            one = setup.as_one()
+            local = stacked_params(one, result.params)
+            draws = draw(one.config, params, local, one.stacks, one.totals, *how)
+        return jax.tree.map(np.asarray, draws)  # resampled without programs of each shape
+
+    def judge(placed: bool, *halves: Draws) -> Weighed:
+        draws: Draws = jax.tree.map(lambda *x: np.concatenate(x), *halves)
+        weight, k, judged = _judged(config, draws, stretched)
+        if resample and len(halves) == 1 and (effective(weight) < num_draws or k > _FAIR):
+            return judge(placed, *halves, half(True, placed))
+        candidates = len(weight)
+        if resample:  # before units are judged: stretched candidates lie where none has to be right
+            chosen = _chosen(weight, num_draws, key)
+            draws = jax.tree.map(lambda x: x[chosen], draws)
+        several = config.num_local_particles > 1 or any(np.any(x) for x in draws.ratios)
+        unit = _worst_unit(setup, draws) if several and not setup.remote else {}
+        return Weighed(draws, k, judged, unit, candidates, placed)
+
+    can = resample and any(can_place(config.families[x.part], x) for x in setup.stacks)
+    if can and setup.remote:  # remote silos do not say how good their candidates are
+        return judge(True, half(False, True))
+    found = judge(False, half(False, False))
+    if can and max(found.k, found.unit.get("pareto_k_unit", found.k)) > POOR:
+        found = judge(True, half(False, True))
+    return found
+
+
+def prepare_draws(
+    pool: Executor, svi: FederatedVI, silos: Silos | MixedSilos, num_draws: int, rng_key: Array
+) -> None:
+    """Compile the program of weighted draws for resampling in another thread, and import ArviZ."""
+    setup, num = svi.setup(silos).as_one(), _EACH * num_draws
+    state = svi.init(rng_key, silos)
+    params = jax.eval_shape(setup.config.constrain, state.server.params)
+    each = setup.local, setup.stacks, setup.totals, rng_key, num
+    # arguments as in the call: a default that is not given would be another program
+    pool.submit(draw.lower(setup.config, params, *each, True, False).compile)
+    import_arviz()
+
+
+def _judged(config: FitConfig, draws: Draws, stretched: bool) -> tuple[np.ndarray, float, str]:
+    """Return smoothed weights, the worst Pareto's k, and a text of what it is the k of.
+
+    It is the largest of the weights' own k and of those of the coordinates' variances under them.
+    """
+    log_weight = np.asarray(draws.log_weight, np.float64)
+    # far out a density may overflow, and the draw gets no weight
+    inside = np.isfinite(log_weight) if stretched else np.ones(len(log_weight), bool)
+    weight, k = np.zeros(len(log_weight)), float("inf")
+    if inside.any():
+        weight[inside], k = smoothed(log_weight[inside])
+    if k in (0.0, float("inf")):  # nearly equal weights, or one that is not finite
+        return weight, k, "its weights"
+    of_spread, place = tail_of_spreads(weight[inside], np.asarray(draws.theta)[inside])
+    if of_spread <= k:
+        return weight, k, "its weights"
+    return weight, of_spread, f"the spread of {config.factors.owners[place]}"
+
+
+def _worst_unit(setup: Setup, draws: Draws) -> Facts:
+    """Return the largest Pareto's k of the weights of a unit's candidates, and name the unit.
+
+    Only the units whose weights vary most are judged.
+    """
+    worst: Facts = {}
+    for family, each, part in zip(setup.config.families, draws.ratios, setup.parts, strict=True):
+        if not family.has_local or len(each) < _FEWEST:
+            continue
+        found = np.asarray(each, np.float64)
+        k, unit = worst_tail(found.T)
+        # nearly always one candidate alone: the law is beyond them, and no tail says so
+        beyond = ~(np.median(np.abs(found), axis=0) <= _BEYOND)
+        if beyond.any():
+            k, unit = float("inf"), int(beyond.argmax())
+        if k > worst.get("pareto_k_unit", -np.inf):
+            where = (
+                f"silo {part.names[unit]!r}"
+                if family.group is None
+                else f"row {unit} of {family.group!r}"
+            )
+            worst = {"pareto_k_unit": k, "pareto_k_unit_at": where}
+    return worst
+
+
+def _chosen(weight: np.ndarray, num: int, key: Array) -> np.ndarray:
+    """Resample candidates systematically, and return their positions in random order.
+
+    The number of copies of a candidate is ``num`` times its weight, rounded up or down.
+    """
+    rng = np.random.default_rng([num, *np.asarray(random.key_data(key)).tolist()])
+    steps = (np.arange(num) + rng.random()) / num
+    chosen = np.minimum(np.searchsorted(np.cumsum(weight), steps), len(weight) - 1)
+    return rng.permutation(chosen)
