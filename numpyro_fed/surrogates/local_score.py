@@ -179,11 +179,21 @@ def look(
     :param beside: standardized outer latents ``(K, k0)``, at which the moments of inner latents are
         taken.
     """
-    score = marginal_score(factors, units, message, view)
+    score = jax.vmap(marginal_score(factors, units, message, view))
     size = min(at_once, len(message.points))
-    values, scores, latents = lax.map(
-        lambda x: score(*x), (message.points, beside), batch_size=size
+
+    def some(_: None, asked: tuple) -> tuple[None, tuple[Array, Array, list[Moments]]]:
+        points, beside, weights = asked
+        given = (points,) if beside is None else (points, beside)
+        ones = jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), jax.eval_shape(score, *given))
+        # points without weight are not looked at
+        return None, lax.cond((weights > 0).any(), score, lambda *_: ones, *given)
+
+    batches = jax.tree.map(
+        lambda x: x.reshape(-1, size, *x.shape[1:]), (message.points, beside, message.weights)
     )
+    found = lax.scan(some, None, batches)[1]
+    values, scores, latents = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), found)
     weights = jnp.where(jnp.isfinite(values) & jnp.isfinite(scores).all(-1), message.weights, 0.0)
     return Looked(values, jnp.where(weights[:, None] > 0, scores, 0.0), latents, weights)
 

@@ -53,6 +53,7 @@ from numpyro_fed.vi.conducive.quasi_newton import Memory
 from numpyro_fed.vi.conducive.silo_factor import (
     Points,
     at_once_of,
+    far_points,
     prior_factor,
     silo_factor,
     uses_pairs,
@@ -67,6 +68,9 @@ from numpyro_fed.vi.sfvi import Info, all_finite
 # largest share of a silo's points whose numbers may be not finite: of 4 d points 2 d are left, for
 # d + 1 coefficients of a score
 _MOST_MISSING = 0.5
+# move of the round before, in sds and log sds, above which a round has few points: 64 of 256 shift
+# q by a few hundredths
+_FAR = 0.3
 
 
 def federated(config: FitConfig, stacks: list[SiloRows]) -> Federated:
@@ -125,8 +129,14 @@ def broadcast(config: FitConfig, total: Array, key: Array, server: Server) -> Me
     return Message(
         server.params,
         server.i if uses_pairs(config) else None,
+        _far(config, server),
         None if config.optim is None else total,
     )
+
+
+def _far(config: FitConfig, server: Server) -> Array | None:
+    """Return whether q moves so far that fewer points show where; ``None`` where none do."""
+    return server.moved > _FAR if far_points(config) else None
 
 
 # jitted: a fit traces it once for its rounds and for their costs
@@ -177,7 +187,7 @@ def local(
                 "share": share,
             }
     value, new, fine, own = silo_factor(
-        config, message.params, message.turn, own, key_site, rows, at_once
+        config, message.params, message.turn, message.far, own, key_site, rows, at_once
     )
     site = carried(state.site, *moved)
     finite = all_finite((new, value, own, told)) & (fine >= 1 - _MOST_MISSING)
@@ -208,7 +218,7 @@ def merge(
         lambda x: jnp.where(heard.reshape(-1, *[1] * (x.ndim - 1)), x, 0.0).sum(0), replies.gained
     )
     sites = jax.tree.map(jnp.add, server.sites, unpacked(gained, server.sites))
-    asked = whitening(config, server.params)
+    asked = whitening(config, server.params, _far(config, server))
     prior, own = prior_factor(config, server.params, asked, server.i, rows)
     total = jax.tree.map(jnp.add, sites, prior)
     # that of a silo which is not heard is its last; a sum has no values of single silos

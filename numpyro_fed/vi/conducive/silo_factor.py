@@ -72,11 +72,19 @@ def _pairs_at_once(config: FitConfig, num_silos: int, rows: int) -> int:
     return 1 << (min(config.num_points // 2, max(1, _NUMBERS_AT_ONCE // numbers)).bit_length() - 1)
 
 
-def whitening(config: FitConfig, params: dict[str, Array]) -> Points:
+def far_points(config: FitConfig) -> int:
+    """Return the number of points of rounds far from the optimum; 0: that of all rounds."""
+    few = number_of_points(config.normal(), _MIN_POINTS)
+    return 0 if uses_pairs(config) or few >= config.num_points else few
+
+
+def whitening(config: FitConfig, params: dict[str, Array], far: Array | None = None) -> Points:
     """Return q's mean and root, with the points.
 
-    Points are the same in every round and silo, so that rounds are a fixed-point iteration. Where
-    points change from round to round (:func:`changes_points`), none are returned.
+    Points are the same in every near round and silo, so that rounds are a fixed-point iteration.
+    Where points change from round to round (:func:`changes_points`), none are returned.
+
+    :param far: whether the round is far from the optimum. Then most points have weight zero.
     """
     family, constrained = config.normal(), config.constrain(params)
     d, full = config.factors.dim, family.global_cov == "full"
@@ -85,7 +93,12 @@ def whitening(config: FitConfig, params: dict[str, Array]) -> Points:
     if changes_points(config):  # drawn pair by pair, and not kept
         return Points(loc, scale, jnp.zeros((0, d)), jnp.zeros(0))
     points = jnp.asarray(_table(config.num_points, d), scale.dtype)
-    return Points(loc, scale, points, jnp.ones(len(points)))
+    weights = jnp.ones(len(points), scale.dtype)
+    if far is not None:
+        few = far_points(config)
+        points = jnp.where(far, points.at[:few].set(_table(few, d)), points)
+        weights = jnp.where(far & (jnp.arange(len(points)) >= few), 0.0, weights)
+    return Points(loc, scale, points, weights)
 
 
 def _table(num: int, dim: int) -> np.ndarray:
@@ -134,6 +147,7 @@ def silo_factor(
     config: FitConfig,
     params: dict[str, Array],
     turn: Array | None,
+    far: Array | None,
     own: PyTree,
     key: Array,
     rows: SiloRows,
@@ -143,12 +157,13 @@ def silo_factor(
 
     :param params: global parameters, unconstrained.
     :param turn: number of the round, where points or rows change from round to round.
+    :param far: whether the round is far from the optimum, where fewer points do.
     :param own: the present local map.
     :param at_once: number of points, or pairs of points, evaluated together.
     :return: the mean log likelihood, the approximate factor, the share of points whose numbers are
         finite, and the local map.
     """
-    asked, family = whitening(config, params), config.families[rows.part]
+    asked, family = whitening(config, params, far), config.families[rows.part]
     if not uses_pairs(config):
         return _regressed(config, asked, own, rows, at_once)
     constrained, num_pairs = config.constrain(params), config.num_points // 2
@@ -189,7 +204,7 @@ def _regressed(
         own = type(own)(
             **{k: None if v is None else vars(rows_of_map)[k] for k, v in vars(own).items()}
         )
-    return value, new, jnp.mean(found.weights > 0), own
+    return value, new, jnp.mean(found.weights) / jnp.mean(asked.weights), own
 
 
 def prior_factor(
@@ -214,7 +229,8 @@ def prior_factor(
         return found.site, found.value + entropy
     values, scores = jax.vmap(jax.value_and_grad(log_prior))(asked.points)
     fine = jnp.isfinite(values) & jnp.isfinite(scores).all(-1)
-    weights = fine / jnp.maximum(fine.mean(), 1e-30)
+    weights = fine * asked.weights
+    weights = weights / jnp.maximum(weights.mean(), 1e-30)
     linear, precision, _ = fit_score(
         asked.points, jnp.where(fine[:, None], scores, 0.0), weights, asked.scale.ndim == 2
     )

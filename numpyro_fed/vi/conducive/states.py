@@ -64,11 +64,13 @@ class Message(NamedTuple):
 
     :param params: the global parameters.
     :param turn: the round's number, where points or rows change from round to round.
+    :param far: whether the round is far from the optimum, where fewer points do.
     :param total: the number of rows in all silos, in rounds with optimizers.
     """
 
     params: dict[str, Array]
     turn: Array | None
+    far: Array | None
     total: Array | None
 
 
