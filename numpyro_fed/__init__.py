@@ -17,6 +17,7 @@ from numpyro_fed.density.handlers import mark_silos, silo_plate
 from numpyro_fed.fit import fit
 from numpyro_fed.mcmc.dsgld import DSGLD
 from numpyro_fed.mcmc.fsgld import FSGLD
+from numpyro_fed.mcmc.hmc import HMC
 from numpyro_fed.mcmc.options import Step
 from numpyro_fed.mcmc.remote import RemoteMCMC
 from numpyro_fed.mcmc.schedules import polynomial_decay
@@ -37,6 +38,7 @@ __version__ = "0.1.0"
 __all__ = [
     "DSGLD",
     "FSGLD",
+    "HMC",
     "SFVI",
     "SGLD",
     "AutoSiloNormal",

@@ -65,16 +65,26 @@ class ModelSetup(NamedTuple):
     cost: Cost
 
 
-def model_setup(model: Callable, silos: Silos, extra: ModelArgs, options: Options) -> ModelSetup:
-    """Check model, data and factorization, and fit surrogates and local map."""
-    factors = factorize(model, silos, public=tuple(options.public), extra=extra)
+def factors_of(model: Callable, silos: Silos, extra: ModelArgs, public: tuple[str, ...]) -> Factors:
+    """Return the model's factors; refuse one without a global latent site.
+
+    :raises ValueError: for a model that no kernel covers.
+    :warns UserWarning: for learned parameters, which chains keep.
+    """
+    factors = factorize(model, silos, public=public, extra=extra)
     if not factors.dim:
         raise ValueError(
             "the model has no global latent site: its silos have nothing in common to learn"
         )
+    warn_of_params(factors)
+    return factors
+
+
+def model_setup(model: Callable, silos: Silos, extra: ModelArgs, options: Options) -> ModelSetup:
+    """Check model, data and factorization, and fit surrogates and local map."""
+    factors = factors_of(model, silos, extra, tuple(options.public))
     selection = selection_of(options.selection, silos)
     check_latents(options, factors)
-    warn_of_params(factors)
     check_surrogates(options.surrogate, factors, silos)
     silos = silos.with_shared(**extra)
     units = units_of(factors, silos)

@@ -1,6 +1,6 @@
-r"""Checks of a Langevin run that need no reference posterior.
+r"""Checks of a run that need no reference posterior.
 
-Two checks use the silos' means of e, which every round returns. In the notation of
+Two checks of Langevin runs use the silos' means of e, which every round returns. In the notation of
 :mod:`numpyro_fed.mcmc.step_rule`:
 
 * *inflation met*: the stationary variance :math:`(G G^\top + \tfrac h4 N) / (1 - \tfrac h4)`
@@ -21,6 +21,7 @@ from numpyro.infer.util import transform_fn
 
 from numpyro_fed._compat import import_arviz
 from numpyro_fed.mcmc._kernel import LangevinKernel
+from numpyro_fed.mcmc.hmc import HMC
 from numpyro_fed.mcmc.step_rule import persistence
 from numpyro_fed.results.compare_scalars import MAX_R_HAT
 
@@ -32,6 +33,9 @@ _SD_RATIO = 1.07  # largest accepted ratio of sds, in either direction: the tole
 # largest accepted share of cut steps, undone rounds, stuck units; where it was exceeded, 1.3 % of
 # steps cut went with an sd 1.28 times too wide, 5 % with one twice too wide (docs/results.md)
 MOST_CUT = 0.01
+# largest accepted share of diverging trajectories; eight schools in the centered form, whose draws
+# miss small scales, have .006
+MOST_DIVERGED = 0.002
 _REST = 4.0  # T h of a visit in which a chain forgets its start, up to exp(-2)
 # largest accepted difference of a pull from the surrogate's, in posterior sds: eight schools have
 # 5e-5, a network whose surrogates fail has 39 (docs/results.md)
@@ -51,6 +55,10 @@ _MENDS = {
     "R-hat of latents": "run longer: a latent moves in its silo's rounds alone",
     "effective draws of latents": "run longer: a latent moves in its silo's rounds alone",
     "rounds undone": "lower step_size, or the bias_target of fed.Step",
+    "trajectories diverged": (
+        "raise target_accept_prob, or reparameterize the model: the chains do not reach a part of "
+        "the posterior"
+    ),
     "steps cut": "lower step_size or fed.Step(bias_target=), or take fewer num_local_steps",
     "step size": (
         "the pilot of FSGLD measures how much wider a step makes the draws, and no check here "
@@ -128,9 +136,9 @@ class Diagnosis:
 
 
 def diagnose(mcmc: MCMC) -> Diagnosis:
-    """Judge a run over :class:`SGLD`, :class:`DSGLD` or :class:`FSGLD` without a reference.
+    """Judge a run over :class:`SGLD`, :class:`DSGLD`, :class:`FSGLD` or :class:`HMC`.
 
-    The checks are:
+    No reference is needed. The checks are:
 
     * R-hat and effective draws of the global sites, and of at most 200 latents of inline silos;
     * rounds undone and steps cut;
@@ -139,7 +147,8 @@ def diagnose(mcmc: MCMC) -> Diagnosis:
     * difference of each silo's pull from its surrogate's;
     * visits to the silos, against ``selection``;
     * mass of the surrogates' posterior left and right of the chains;
-    * local moves that are stuck.
+    * local moves that are stuck;
+    * trajectories of :class:`HMC` that diverged.
 
     Each check has a limit, and names the silo, site or chain where it is worst.
 
@@ -165,20 +174,24 @@ def diagnose(mcmc: MCMC) -> Diagnosis:
         'sound'
     """
     kernel = mcmc.sampler if isinstance(mcmc, MCMC) else None
-    if not isinstance(kernel, LangevinKernel):
+    if not isinstance(kernel, LangevinKernel | HMC):
         raise ValueError(
-            "expected an MCMC that has run over SGLD, DSGLD or FSGLD, got "
+            "expected an MCMC that has run over SGLD, DSGLD, FSGLD or HMC, got "
             f"{type(mcmc if kernel is None else kernel).__name__}"
         )
     if kernel.factors is None or mcmc.last_state is None:
         raise ValueError(
-            f"expected an MCMC that has run over SGLD, DSGLD or FSGLD, got {type(kernel).__name__} "
-            "without a run; call mcmc.run(rng_key, silos) first"
+            "expected an MCMC that has run over SGLD, DSGLD, FSGLD or HMC, got "
+            f"{type(kernel).__name__} without a run; call mcmc.run(rng_key, silos) first"
         )
     import pandas as pd
 
     fields = {k: np.asarray(v) for k, v in mcmc.get_extra_fields(group_by_chain=True).items()}
-    rows = [*_draws(mcmc, kernel), *_guards(kernel, fields), *_visits(mcmc, kernel)]
+    rows = _draws(mcmc, kernel)
+    if isinstance(kernel, HMC):
+        rows.append(_by_chain("trajectories diverged", fields["diverging"].mean(1), MOST_DIVERGED))
+    else:
+        rows += [*_guards(kernel, fields), *_visits(mcmc, kernel)]
     if "residual" in fields:
         rows += [*_noise(mcmc, kernel, fields), *_surrogate_mass(mcmc, kernel)]
     table = pd.DataFrame(rows, columns=["check", "value", "limit", "where", "verdict"]).set_index(
@@ -193,7 +206,13 @@ def _row(
     return check, float(value), limit, where, "sound" if sound else verdict
 
 
-def _draws(mcmc: MCMC, kernel: LangevinKernel) -> list[tuple]:
+def _by_chain(check: str, share: np.ndarray, limit: float = MOST_CUT) -> tuple:
+    """Return a check of a share in each chain, where it is worst."""
+    worst = int(share.argmax())
+    return _row(check, share.max(), f"<= {limit:.3g}", f"chain {worst}", share.max() <= limit)
+
+
+def _draws(mcmc: MCMC, kernel: LangevinKernel | HMC) -> list[tuple]:
     assert kernel.factors is not None
     draws = mcmc.get_samples(group_by_chain=True)
     out = _mixing(
@@ -249,21 +268,12 @@ def _mixing(
 
 
 def _guards(kernel: LangevinKernel, fields: dict[str, np.ndarray]) -> list[tuple]:
-    def by_chain(check: str, share: np.ndarray, limit: float = MOST_CUT) -> tuple:
-        return _row(
-            check,
-            share.max(),
-            f"<= {limit:.3g}",
-            f"chain {int(share.argmax())}",
-            share.max() <= limit,
-        )
-
-    out = [by_chain("rounds undone", (fields["diverging"] & (fields["cut_rate"] == 0)).mean(1))]
+    out = [_by_chain("rounds undone", (fields["diverging"] & (fields["cut_rate"] == 0)).mean(1))]
     if kernel.config.cut:
         # a long visit may take a chain far from where the pilot looked, so fewer cut steps matter
         reach = float(fields["step_size"].max()) * kernel.config.num_local_steps
         out.append(
-            by_chain("steps cut", fields["cut_rate"].mean(1), MOST_CUT * min(1.0, _REST / reach))
+            _by_chain("steps cut", fields["cut_rate"].mean(1), MOST_CUT * min(1.0, _REST / reach))
         )
     # remote silos do not say how many latents moved
     if kernel.config.units is not None and np.isfinite(fields["local_stuck"]).any():

@@ -11,7 +11,8 @@ from numpyro_fed._compat import import_arviz, infer_dims
 from numpyro_fed.data.silos import Silos
 from numpyro_fed.decentralized._kernel import NetworkKernel
 from numpyro_fed.mcmc._base import FederatedKernel
-from numpyro_fed.results.diagnose import MOST_CUT
+from numpyro_fed.mcmc.hmc import HMC
+from numpyro_fed.results.diagnose import MOST_CUT, MOST_DIVERGED
 from numpyro_fed.results.network import average_of_nodes, label_nodes, take_node, warn_of_nodes
 from numpyro_fed.results.silo_coords import ledger_attrs, silo_coords
 from numpyro_fed.results.vi_inference_data import vi_inference_data
@@ -68,6 +69,7 @@ def to_inference_data(fit: FederatedVI | MCMC, *args: Any, **options: Any) -> "I
     :raises TypeError: when ``result`` is not the result of a variational run.
     :raises ValueError: when the run is over another kernel, has not run, or ran on other silos.
     :warns UserWarning: when more than 1 % of local steps were cut, or a chain left the reals; when
+        more than .2 % of trajectories of HMC diverged; when
         the sds are predicted to be more than 1.1 times too large; when Pareto's k is above 0.7;
         when a node of a network broke down, or is off the average of all nodes.
 
@@ -125,7 +127,12 @@ def _mcmc_inference_data(
         raise ValueError(
             f'node: expected "average", or one of the silos {list(silos.names)}, got {node!r}'
         )
-    (warn_of_nodes if is_network else _warn_of_cuts)(mcmc, silos)
+    if is_network:
+        warn_of_nodes(mcmc, silos)
+    elif isinstance(kernel, HMC):
+        _warn_of_divergences(mcmc)
+    else:
+        _warn_of_cuts(mcmc)
     if isinstance(silos, RemoteSilos):
         return _remote_inference_data(mcmc, silos, node if is_network else None, ledger, options)
     if "dims" in options:  # sites that the caller does not name keep the dims that ArviZ infers
@@ -160,7 +167,17 @@ def _remote_inference_data(
     return idata
 
 
-def _warn_of_cuts(mcmc: MCMC, _: Silos) -> None:
+def _warn_of_divergences(mcmc: MCMC) -> None:
+    share = np.asarray(mcmc.get_extra_fields()["diverging"]).mean()
+    if share > MOST_DIVERGED:
+        warnings.warn(
+            f"{100 * share:.1f} % of trajectories diverged, so that the chains do not reach a part "
+            "of the posterior. Raise target_accept_prob, or reparameterize the model",
+            stacklevel=4,
+        )
+
+
+def _warn_of_cuts(mcmc: MCMC) -> None:
     fields = mcmc.get_extra_fields(group_by_chain=True)
     cut = np.asarray(fields["cut_rate"]).mean(1)
     undone = (np.asarray(fields["diverging"]) & (np.asarray(fields["cut_rate"]) == 0)).sum(1)
