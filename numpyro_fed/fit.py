@@ -1,11 +1,12 @@
 """Fit of a posterior in one call, with a report and a verdict of its own checks."""
 
 import json
+import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import numpy as np
@@ -16,6 +17,7 @@ from numpyro_fed.data.checks import check_key
 from numpyro_fed.data.mixed import MixedSilos
 from numpyro_fed.data.silos import Silos
 from numpyro_fed.mcmc.fsgld import FSGLD
+from numpyro_fed.mcmc.hmc import HMC
 from numpyro_fed.mcmc.remote import RemoteMCMC
 from numpyro_fed.results.diagnose import diagnose
 from numpyro_fed.results.inference_data import to_inference_data
@@ -43,37 +45,50 @@ _START_TOL = 0.1
 # as in the comparison with NUTS (docs/results.md): five visits at a step of .01
 # leave 1 / e of the start
 _CHAINS, _WARMUP = 4, 200
+_HMC_WARMUP = 400  # five windows; step sizes and sds of 20 models were settled (docs/results.md)
+_LONGEST = 16  # most draws of a chain for one that is kept
+_METHODS = ("auto", "vi", "hmc", "fsgld")
 
 
 def fit(
     model: Callable,
     silos: Silos | MixedSilos,
     *,
-    method: str = "vi",
+    method: str = "auto",
     num_draws: int = 4000,
     rng_key: Array | None = None,
     progress_bar: bool = True,
 ) -> "InferenceData":
     """Fit a model over silos, and return its posterior.
 
-    With ``method="vi"`` conducive rounds (:class:`ConduciveSFVI`) run until they converge, after
-    about ten. In one more round the silos' likelihoods weight public draws of theta
-    (Pareto-smoothed importance sampling). Where the weights fail, silos look for the latents'
-    modes at each draw, and weigh again. With ``method="fsgld"`` :class:`FSGLD` starts from the
-    result of the conducive rounds, and its draws are the posterior.
+    It goes on until its own checks hold, by these steps:
+
+    1. ``"vi"``: conducive rounds (:class:`ConduciveSFVI`) run until they converge, after about ten.
+       In one more round the silos' likelihoods weight public draws of theta (Pareto-smoothed
+       importance sampling). Where the weights fail, silos look for the latents' modes at each draw,
+       and weigh again.
+    2. ``"hmc"``: four chains of :class:`HMC`, which need no Gaussian shape. They go on until R-hat
+       and effective draws are sound, for at most 16 times ``num_draws``.
+
+    ``method="auto"`` takes the second step where the first is unsound. Where latents of a silo
+    depend on each other (nested or crossed plates), it takes the second step alone. ``"vi"`` and
+    ``"hmc"`` take one step. With ``method="fsgld"`` :class:`FSGLD` starts from the result of the
+    conducive rounds, and its draws are the posterior.
+
+    HMC makes thousands of rounds, and is for silos in this process. Remote silos and
+    :class:`MixedSilos` end with the first step.
 
     What leaves the silos: see :mod:`numpyro_fed.vi.conducive.rounds`, :mod:`numpyro_fed.vi.draws`
-    for the last round, and :class:`FSGLD`.
+    for the last round, :class:`HMC` and :class:`FSGLD`.
 
     Bias: ``"vi"`` has that of importance sampling. Pareto's k judges it, for theta's weights and
-    for those of each element's latents. ``"fsgld"`` widens sds by about 2 %; :func:`diagnose`
-    judges it.
+    for those of each element's latents. ``"hmc"`` has none; ``"fsgld"`` widens sds by about 2 %.
+    :func:`diagnose` judges both.
 
     :param model: a NumPyro model with at least one silo plate.
     :param silos: the data. Local latents of :class:`RemoteSilos` stay in their silos.
-    :param method: ``"vi"`` or ``"fsgld"``.
-    :param num_draws: draws of the result. ``"fsgld"`` rounds them up to a multiple of its four
-        chains.
+    :param method: ``"auto"``, ``"vi"``, ``"hmc"`` or ``"fsgld"``.
+    :param num_draws: draws of the result. Four chains round them up to a multiple of four.
     :param rng_key: seed; ``jax.random.key(0)`` by default.
     :param progress_bar: show rounds, and print the report.
     :return: the ``InferenceData`` of :func:`to_inference_data`. The attributes of ``posterior``
@@ -93,41 +108,76 @@ def fit(
         >>> idata.posterior.attrs["verdict"]
         'sound'
     """
-    if method not in ("vi", "fsgld"):
-        raise ValueError(f'method: expected "vi" or "fsgld", got {method!r}')
+    if method not in _METHODS:
+        raise ValueError(f"method: expected one of {', '.join(_METHODS)}, got {method!r}")
     check_num_draws(num_draws)
     rng_key = jax.random.key(0) if rng_key is None else rng_key
     check_key(rng_key)
-    if method == "fsgld" and isinstance(silos, MixedSilos):
-        raise ValueError(
-            'method="fsgld" is for silos of one structure; expected fed.Silos(...), got '
-            'MixedSilos; take method="vi"'
-        )
+    _check_silos(method, silos)
     key_rounds, key_draws, key_chains = jax.random.split(rng_key, 3)
-    svi = _settable(model, silos)
-    if method == "vi" and not isinstance(silos, RemoteSilos):
+    can_chain = not isinstance(silos, MixedSilos | RemoteSilos)
+    svi, joint = (None, True) if method == "hmc" else _settable(model, silos)
+    if svi is None or (method == "auto" and joint and can_chain):
+        why = "latents of a silo depend on each other: " if svi is not None else ""
+        found = _hmc(model, silos, num_draws, key_chains, progress_bar)
+        return _reported(found, why, progress_bar)
+    if method != "fsgld" and not isinstance(silos, RemoteSilos):
         _compile(svi, silos, num_draws, key_rounds)
     result = svi.run(
         key_rounds,
         _MOST_ROUNDS,
         silos,
-        tol=TOL if method == "vi" else _START_TOL,
+        tol=_START_TOL if method == "fsgld" else TOL,
         progress_bar=progress_bar,
     )
     words, converged = _of_rounds(result)
-    if method == "vi":
-        idata, more, verdict, mend = _last_round(
-            svi, result, silos, num_draws, key_draws, converged
+    if method == "fsgld":
+        found = _chains(model, result, silos, num_draws, key_chains, progress_bar)
+        return _reported(found, f"{words}; ", progress_bar)
+    last = partial(_last_round, svi, result, silos, num_draws, key_draws, converged)
+    if method == "vi" or not can_chain:
+        return _reported(last(), f"{words}; ", progress_bar)
+    with warnings.catch_warnings():  # the report says so
+        warnings.filterwarnings("ignore", "Pareto's k of the approximation")
+        found = last()
+    if found.verdict != "sound":
+        words += f"; {found.words} (unsound, so chains went on)"
+        found = _hmc(model, silos, num_draws, key_chains, progress_bar)
+        _add_ledger(found.idata, result)
+    return _reported(found, f"{words}; ", progress_bar)
+
+
+class _Found(NamedTuple):
+    """Draws of a step, a text on it, its verdict, and a mend where this is bad."""
+
+    idata: "InferenceData"
+    words: str
+    verdict: str
+    mend: str
+
+
+def _check_silos(method: str, silos: Silos | MixedSilos) -> None:
+    """Raise for silos that a method does not cover."""
+    if method in ("hmc", "fsgld") and isinstance(silos, MixedSilos):
+        raise ValueError(
+            f'method="{method}" is for silos of one structure; expected fed.Silos(...), got '
+            'MixedSilos; take method="vi"'
         )
-    else:
-        idata, more, verdict, mend = _chains(
-            model, result, silos, num_draws, key_chains, progress_bar
+    if method == "hmc" and isinstance(silos, RemoteSilos):
+        raise ValueError(
+            'method="hmc" makes thousands of rounds, and is for silos in this process; expected '
+            'fed.Silos(...), got RemoteSilos; take method="vi" or "fsgld"'
         )
-    report = f"{words}; {more}. Checks: {verdict}{mend}"
-    idata.posterior.attrs |= {"report": report, "verdict": verdict}
+
+
+def _reported(found: _Found, way: str, progress_bar: bool) -> "InferenceData":
+    """Return the draws with a report on the way to them, and print it beside progress bars."""
+    report = f"{way}{found.words}. Checks: {found.verdict}{found.mend}"
+    report = report[0].upper() + report[1:] if way.startswith("latents") else report
+    found.idata.posterior.attrs |= {"report": report, "verdict": found.verdict}
     if progress_bar:
         print(report)
-    return idata
+    return found.idata
 
 
 def _compile(svi: ConduciveSFVI, silos: Silos | MixedSilos, num_draws: int, key: Array) -> None:
@@ -149,8 +199,8 @@ def _last_round(
     num_draws: int,
     key: Array,
     converged: bool,
-) -> tuple["InferenceData", str, str, str]:
-    """Return weighted draws, a text on their round, the verdict, and a mend of a bad verdict."""
+) -> _Found:
+    """Return weighted draws."""
     idata = to_inference_data(svi, result, silos, num_draws=num_draws, rng_key=key, resample=True)
     attrs = idata.posterior.attrs
     k, unit = float(attrs["pareto_k"]), float(attrs.get("pareto_k_unit", -np.inf))
@@ -166,12 +216,12 @@ def _last_round(
     if visited:
         words += f"; none for the candidates of {', '.join(visited)}, which stay in the silos"
     if converged and max(k, unit) <= POOR:
-        return idata, words, "sound", ""
+        return _Found(idata, words, "sound", "")
     mend = (
         ". Expected k <= 0.7 and rounds that converge: "
         'take method="fsgld", or reparameterize the model'
     )
-    return idata, words, "unsound", mend
+    return _Found(idata, words, "unsound", mend)
 
 
 def _chains(
@@ -181,8 +231,8 @@ def _chains(
     num_draws: int,
     key: Array,
     progress_bar: bool,
-) -> tuple["InferenceData", str, str, str]:
-    """Run FSGLD from the result, and return what :func:`_last_round` returns."""
+) -> _Found:
+    """Return draws of FSGLD from the result."""
     kind = (
         RemoteMCMC if isinstance(silos, RemoteSilos) else partial(MCMC, chain_method="vectorized")
     )
@@ -198,11 +248,43 @@ def _chains(
     diagnosis = diagnose(mcmc)
     _add_ledger(idata, result)
     words = f"from there FSGLD, {_CHAINS} chains of {_WARMUP} + {mcmc.num_samples} rounds"
-    return idata, words, diagnosis.verdict, f". {diagnosis.summary()}"
+    return _Found(idata, words, diagnosis.verdict, f". {diagnosis.summary()}")
 
 
-def _settable(model: Callable, silos: Silos | MixedSilos) -> ConduciveSFVI:
-    """Return the method with a guide that covers the model.
+def _hmc(
+    model: Callable, silos: Silos | MixedSilos, num_draws: int, key: Array, progress_bar: bool
+) -> _Found:
+    """Return draws of HMC, of longer runs until the checks hold."""
+    num, each = -(-num_draws // _CHAINS), 1
+    kernel, start, warmup = HMC(model), None, _HMC_WARMUP
+    while True:
+        mcmc = MCMC(
+            kernel,
+            num_warmup=warmup,
+            num_samples=num * each,
+            num_chains=_CHAINS,
+            thinning=each,
+            chain_method="vectorized",
+            progress_bar=progress_bar,
+        )
+        mcmc.post_warmup_state = start
+        mcmc.run(key if start is None else start.rng_key, silos)
+        diagnosis = diagnose(mcmc)
+        diverged = diagnosis.table.loc["trajectories diverged", "verdict"] != "sound"
+        if diagnosis.verdict == "sound" or each == _LONGEST or diverged:
+            break
+        start, each = mcmc.last_state, each * 4
+    idata = to_inference_data(mcmc, silos)
+    rounds = int(mcmc.last_state.rounds)
+    words = (
+        f"HMC, {_CHAINS} chains of {num:,} draws"
+        f"{f', one of {each} each' if each > 1 else ''}, {rounds:,} rounds"
+    )
+    return _Found(idata, words, diagnosis.verdict, f". {diagnosis.summary()}")
+
+
+def _settable(model: Callable, silos: Silos | MixedSilos) -> tuple[ConduciveSFVI, bool]:
+    """Return the method with a guide that covers the model, and whether its unit is a silo.
 
     The guide's unit is an element of the silo plate, or a silo where its elements depend on each
     other.
@@ -211,9 +293,8 @@ def _settable(model: Callable, silos: Silos | MixedSilos) -> ConduciveSFVI:
         svi = ConduciveSFVI(model, AutoSiloNormal(model))
         svi.setup(silos)
     except JointUnits:
-        svi = ConduciveSFVI(model, AutoSiloNormal(model, local_cov="full"))
-        svi.setup(silos)
-    return svi
+        return ConduciveSFVI(model, AutoSiloNormal(model, local_cov="full")), True
+    return svi, False
 
 
 def _of_rounds(result: VIResult) -> tuple[str, bool]:

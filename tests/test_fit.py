@@ -63,7 +63,7 @@ def test_draws_are_the_exact_posteriors():
 
 @pytest.mark.filterwarnings("ignore:Pareto's k:UserWarning")  # of so few draws
 def test_it_saves_and_has_the_silos(tmp_path, seventy, capsys):
-    idata = fed.fit(wheeze, seventy, num_draws=500)
+    idata = fed.fit(wheeze, seventy, method="vi", num_draws=500)
     assert "conducive rounds of 4 silos" in capsys.readouterr().out
     assert set(idata.observed_data["children_silo"].values) == set(seventy.names)
     assert idata.posterior["z"].shape[:2] == (1, 500)
@@ -182,7 +182,9 @@ def test_bad_input(seventy, started):
         ValueError, match=r"rng_key: expected one key, e.g. jax.random.key\(0\), got 0"
     ):
         fed.fit(wheeze, {}, rng_key=0)
-    with pytest.raises(ValueError, match=r'method: expected "vi" or "fsgld", got \'nuts\''):
+    with pytest.raises(
+        ValueError, match="method: expected one of auto, vi, hmc, fsgld, got 'nuts'"
+    ):
         fed.fit(wheeze, seventy, method="nuts")
     with pytest.raises(ValueError, match=r"num_draws: expected a whole number >= 1, got 2.5"):
         fed.fit(wheeze, seventy, num_draws=2.5)
@@ -263,3 +265,73 @@ def test_a_centered_hierarchy_is_sound_here_and_remote():
     for x, draws in ((mu, here["mu"]), (np.exp(log_tau), here["tau"])):
         mean, spread = np.sum(p * x), np.sqrt(np.sum(p * x**2) - np.sum(p * x) ** 2)
         assert abs(float(draws.mean()) - mean) < 5 * spread / 1000**0.5
+
+
+def nested(y, klass, pupils_of, schools):
+    """Pupils in classes in schools, with known variances: a Gaussian posterior."""
+    mu = numpyro.sample("mu", dist.Normal(0, 2))
+    with fed.silo_plate("schools", schools.shape[0]):
+        a = numpyro.sample("a", dist.Normal(0, 1))
+    with fed.silo_plate("classes", klass.shape[0]):
+        b = numpyro.sample("b", dist.Normal(0, 0.5))
+    with fed.silo_plate("pupils", y.shape[0]):
+        numpyro.sample("y", dist.Normal(mu + a[klass[pupils_of]] + b[pupils_of], 0.7), obs=y)
+
+
+def nested_silos():
+    """Two silos of 3 and 2 schools, 2 classes each, 4 pupils each; with mu's exact mean and sd."""
+    rng, data, design = np.random.default_rng(1), {}, []
+    for name, n in (("north", 3), ("south", 2)):
+        klass, of = np.repeat(np.arange(n), 2), np.repeat(np.arange(2 * n), 4)
+        y = rng.normal(size=n)[klass[of]] + 0.5 * rng.normal(size=2 * n)[of] + 1
+        y = (y + 0.7 * rng.normal(size=8 * n)).astype(np.float32)
+        data[name] = {"y": y, "klass": klass, "pupils_of": of, "schools": np.arange(n)}
+        design.append((klass[of], of, y))
+    cov = np.zeros((40, 40))
+    school = np.concatenate([design[0][0], 3 + design[1][0]])
+    klass = np.concatenate([design[0][1], 6 + design[1][1]])
+    cov = 1.0 * (school[:, None] == school) + 0.25 * (klass[:, None] == klass) + 0.49 * np.eye(40)
+    inverse = np.linalg.inv(cov)
+    variance = 1 / (0.25 + inverse.sum())
+    mean = variance * inverse.sum(0) @ np.concatenate([d[2] for d in design])
+    rows = {"y": "pupils", "klass": "classes", "pupils_of": "pupils", "schools": "schools"}
+    index = {"klass": "schools", "pupils_of": "classes"}
+    return fed.Silos(data, rows=rows, index=index), mean, np.sqrt(variance)
+
+
+@pytest.mark.parametrize("method", ["auto", "hmc"])
+def test_latents_that_depend_on_each_other_are_drawn_by_hmc(method):
+    silos, mean, sd = nested_silos()
+    idata = fed.fit(nested, silos, method=method, num_draws=2000, progress_bar=False)
+    attrs, mu = idata.posterior.attrs, idata.posterior["mu"]
+    assert attrs["verdict"] == "sound"
+    assert attrs["report"].startswith("Latents of a silo" if method == "auto" else "HMC, 4 chains")
+    effective = float(az.ess(idata, var_names=["mu"])["mu"])
+    assert abs(float(mu.mean()) - mean) < 4 * sd / np.sqrt(effective)
+    assert float(mu.std()) == pytest.approx(sd, rel=4 / np.sqrt(effective / 2))
+    assert idata.posterior["a"].shape == (4, 500, 5)
+    assert list(idata.posterior["schools_silo"].values) == ["north"] * 3 + ["south"] * 2
+
+
+def test_an_unsound_fit_goes_on_and_says_so(monkeypatch):
+    """Control: one step alone ends unsound."""
+    silos = hierarchy_silos(np.arange(9) % 3)
+    monkeypatch.setitem(fed.fit.__globals__, "POOR", -10.0)  # no weights are good enough
+    alone = fed.fit(hierarchy, silos, method="vi", progress_bar=False).posterior.attrs
+    assert alone["verdict"] == "unsound"
+    idata = fed.fit(hierarchy, silos, progress_bar=False)
+    attrs = idata.posterior.attrs
+    assert attrs["verdict"] == "sound"
+    assert "(unsound, so chains went on); HMC, 4 chains" in attrs["report"]
+    assert json.loads(attrs["rounds"])[0] > json.loads(alone["rounds"])[0] + 1000
+    mean, covariance, _ = hierarchy_posterior()
+    mu, effective = idata.posterior["mu"], float(az.ess(idata, var_names=["mu"])["mu"])
+    assert abs(float(mu.mean()) - mean[0]) < 4 * np.sqrt(covariance[0, 0] / effective)
+
+
+def test_chains_go_on_until_there_are_enough_draws():
+    """Of 40 draws too few are effective, so chains keep one of four, or of sixteen, from there."""
+    silos, _, _ = nested_silos()
+    attrs = fed.fit(nested, silos, num_draws=40, progress_bar=False).posterior.attrs
+    assert "one of 16 each" in attrs["report"]
+    assert attrs["verdict"] == "undecided"
