@@ -42,7 +42,7 @@ def to_inference_data(fit: FederatedVI | MCMC, *args: Any, **options: Any) -> "I
     ``to_inference_data(svi, result, silos, num_draws=1000, rng_key=None, log_likelihood=True,
     resample=False)`` takes the result of a variational fit. The importance weights of the
     bound resample local latents. With ``resample=True`` the draws of theta are resampled
-    too, from four times as many, by their Pareto-smoothed weights. A remote silo returns its
+    too, from two to four times as many, by their Pareto-smoothed weights. A remote silo returns its
     estimated log likelihood at each draw of theta, one number each (under privacy it returns
     nothing).
 
