@@ -22,12 +22,15 @@ from small_models import (
     scale_model,
     scale_silos,
 )
+from test_wire import Messages, in_order
 
 import numpyro_fed as fed
 from numpyro_fed.data.views import stack
 from numpyro_fed.density.factorize import factorize
+from numpyro_fed.engines.wire import connect
 from numpyro_fed.mcmc import trajectory
 from numpyro_fed.mcmc.leapfrog import federated
+from numpyro_fed.mcmc.remote_hmc import LeapfrogLocal
 from numpyro_fed.mcmc.trajectory import HMCConfig, depart, first_state, one_draw, windows
 from numpyro_fed.rounds.inline import key_among, round_all
 
@@ -246,6 +249,16 @@ def test_what_is_refused_and_where():
     with pytest.raises(ValueError, match="not finite at the start of a chain"):
         run(never, silos, validate=False)
 
+    def near(y):  # finite near zero alone
+        mu = numpyro.sample("mu", dist.Normal(0, 1))
+        with fed.silo_plate("rows", y.shape[0]):
+            far = jnp.where(jnp.abs(mu) > 0.2, jnp.nan, 1.0)
+            numpyro.sample("y", dist.Normal(mu, far), obs=y)
+
+    kernel = fed.HMC(near, validate=False)
+    state = kernel.init(random.split(random.key(0), 4), 5, None, (silos,), {})
+    assert np.abs(state.z["mu"]).max() <= 0.1
+
 
 def test_one_draw_is_compiled_once():
     silos = linear_silos()
@@ -255,3 +268,89 @@ def test_one_draw_is_compiled_once():
     for _ in range(8):
         state = draw(state, silos)
     assert draw._cache_size() == 1
+
+
+@pytest.mark.parametrize("wire", [False, True], ids=["loopback", "wire"])
+@pytest.mark.parametrize("case", ["intercepts", "crossed", "linear"])
+def test_remote_silos_have_the_same_draws(case, wire, tmp_path):
+    """In double precision, since rounding grows from draw to draw; over a wire for a few draws."""
+    model, make = {
+        "intercepts": (intercepts, intercepts_silos),
+        "crossed": (crossed, lambda: crossed_silos()[0]),
+        "linear": (linear, linear_silos),
+    }[case]
+    warmup = 4 if wire else 20  # 20: with a window in which scales are learned
+    options = {"num_warmup": warmup, "num_samples": 2, "num_chains": 2, "progress_bar": False}
+    with jax.enable_x64(not wire):
+        silos = in_order(make() if wire else double(make()))
+        remote = (
+            connect(Messages(silos, model, tmp_path), model)
+            if wire
+            else fed.RemoteSilos(silos, fed.Loopback(silos))
+        )
+        here = MCMC(fed.HMC(model), chain_method="vectorized", **options)
+        here.run(random.key(3), silos)
+        there = fed.RemoteMCMC(fed.HMC(model), **options)
+        there.run(random.key(3), remote)
+        for name, _ in here.sampler.factors.global_sites:
+            np.testing.assert_allclose(
+                there.get_samples()[name], here.get_samples()[name], rtol=1e-3 if wire else 1e-6
+            )
+        ledgers = [x.sampler.ledger(x.last_state) for x in (here, there)]
+        assert ledgers[0] == ledgers[1]
+        posterior = fed.to_inference_data(there, remote).posterior
+        assert (posterior.sizes["chain"], posterior.sizes["draw"]) == (2, 2)
+
+
+class Failing(fed.Loopback):
+    """Carrier that breaks after so many questions, and works again."""
+
+    def __init__(self, silos: fed.Silos, after: int) -> None:
+        super().__init__(silos)
+        self.left = after
+
+    def ask(self, calls):
+        self.left -= 1
+        if self.left == 0:
+            raise ConnectionError("the line is cut")
+        return super().ask(calls)
+
+
+def test_a_run_that_breaks_off_goes_on_from_its_checkpoint(tmp_path):
+    """And a silo's absurd reply costs a trajectory, not the chain."""
+    silos = in_order(intercepts_silos())
+    options = {"num_warmup": 5, "num_samples": 6, "num_chains": 2, "progress_bar": False}
+    whole = fed.RemoteMCMC(fed.HMC(intercepts), **options)
+    whole.run(random.key(1), fed.RemoteSilos(silos, fed.Loopback(silos)))
+    rounds = int(whole.last_state.rounds)
+    carrier = Failing(silos, rounds)  # in the last trajectory
+    place = tmp_path / "chains"
+    for _ in range(2):
+        mcmc = fed.RemoteMCMC(
+            fed.HMC(intercepts), checkpoint=place, checkpoint_every=2, **options
+        )  # fmt: skip
+        if carrier.left > 0:
+            with pytest.warns(UserWarning, match=r"the line is cut\): the first 5 draws are kept"):
+                mcmc.run(random.key(1), fed.RemoteSilos(silos, carrier))
+        else:
+            mcmc.run(random.key(1), fed.RemoteSilos(silos, carrier))
+    np.testing.assert_array_equal(mcmc.get_samples()["mu"], whole.get_samples()["mu"])
+
+    class Absurd(fed.Loopback):
+        def __init__(self, silos, at_once=False):
+            super().__init__(silos)
+            self.at_once = at_once
+
+        def ask(self, calls):
+            replies = super().ask(calls)
+            leaps = isinstance(calls[0].local, LeapfrogLocal)
+            if leaps and (self.at_once or calls[0].message.step_size > 0):
+                replies[0] = replies[0]._replace(slope=replies[0].slope * 1e30)
+            return replies
+
+    mcmc = fed.RemoteMCMC(fed.HMC(intercepts), **options)
+    mcmc.run(random.key(1), fed.RemoteSilos(silos, Absurd(silos)))
+    assert mcmc.get_extra_fields()["diverging"].all()
+    assert np.isfinite(mcmc.get_samples()["mu"]).all()
+    with pytest.raises(ValueError, match="not finite at the start of a chain"):
+        mcmc.run(random.key(1), fed.RemoteSilos(silos, Absurd(silos, at_once=True)))

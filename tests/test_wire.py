@@ -604,6 +604,7 @@ def asked(kernel, model, silos, folder, num_chains):
 RUNS = [  # all tasks of kernels
     (lambda: fed.FSGLD(intercepts), intercepts, INTERCEPTS, 1),
     (lambda: fed.FSGLD(linear, 0.01, surrogate="laplace"), linear, LINEAR, 1),
+    (lambda: fed.HMC(intercepts), intercepts, INTERCEPTS, 1),
     (
         lambda: fed.PushSumLangevin(intercepts, fed.graphs.ring(3), 0.01),
         intercepts,

@@ -110,7 +110,9 @@ def _check(kernel: NetworkKernel, silos: RemoteSilos, num_chains: int) -> None:
         )
 
 
-def _start(kernel: NetworkKernel, rng_key: Array, num_chains: int, silos: RemoteSilos) -> Run:
+def _start(
+    kernel: NetworkKernel, rng_key: Array, num_chains: int, num_warmup: int, silos: RemoteSilos
+) -> Run:
     """Return the first state, and the slots in which nodes store their local latents.
 
     The slots are ``(C, 1)``, or ``(C, 0)`` without any.

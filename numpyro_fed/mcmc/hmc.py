@@ -17,7 +17,14 @@ from numpyro_fed.data.silos import Silos
 from numpyro_fed.density.check import check_factorization
 from numpyro_fed.mcmc._base import FederatedKernel, check_start
 from numpyro_fed.mcmc.setup import factors_of
-from numpyro_fed.mcmc.trajectory import HMCConfig, HMCState, first_state, one_draw
+from numpyro_fed.mcmc.trajectory import (
+    NO_START,
+    HMCConfig,
+    HMCState,
+    first_state,
+    is_finite,
+    one_draw,
+)
 from numpyro_fed.rounds.federated import Cost, Ledger
 
 
@@ -99,6 +106,15 @@ class HMC(FederatedKernel):
             check_factorization(factors, silos.with_shared(**extra))
         self._config = HMCConfig(factors, self._length, self._target, 0)
 
+    @property
+    def config(self) -> HMCConfig:
+        """Static facts of the kernel, which its setup makes."""
+        return self._config
+
+    def set_warmup(self, num_warmup: int) -> None:
+        """Set the number of draws of the warm-up."""
+        self._config = self._config._replace(num_warmup=num_warmup)
+
     def init(
         self,
         rng_key: Array,
@@ -110,11 +126,11 @@ class HMC(FederatedKernel):
         """Check model and data, once per data set, and return the first state.
 
         :param init_params: unconstrained values of all latent sites, local ones in pooled order; by
-            default uniform on (-1, 1).
+            default uniform on (-1, 1), or nearer to zero where the density is not finite.
         """
         silos, extra = self._arguments(model_args, model_kwargs)
         self.set_up(silos, extra)
-        self._config = self._config._replace(num_warmup=num_warmup)
+        self.set_warmup(num_warmup)
         z, single = self._given(init_params, model_args, extra), is_prng_key(rng_key)
         num_chains = None if single else len(rng_key)
         start = partial(first_state, self._config, num_chains, rng_key if single else rng_key[0])
@@ -122,16 +138,11 @@ class HMC(FederatedKernel):
             shapes = jax.eval_shape(start, None, silos.with_shared(**extra)).z
             check_start({k: v.shape for k, v in z.items()}, {k: v.shape for k, v in shapes.items()})
         self._sample_fn = self.sample
-        state = start(z, silos.with_shared(**extra))
-        start_numbers = (state.here, [x.there for x in state.local])
-        if not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(start_numbers)) and not (
-            all(np.isfinite(x).all() for x in jax.tree.leaves(start_numbers))
-        ):
-            raise ValueError(
-                "the log density is not finite at the start of a chain; expected init_params= "
-                "where it is, or a model whose unconstrained sites may start on (-1, 1)"
-            )
-        return state
+        for reach in (1.0, 0.3, 0.1, 0.01):  # nearer to zero where the density is not finite
+            state = start(z, silos.with_shared(**extra), reach)
+            if is_finite((state.here, [x.there for x in state.local])):
+                return state
+        raise ValueError(NO_START)
 
     def sample(
         self, state: HMCState, model_args: tuple, model_kwargs: ModelArgs | None

@@ -35,11 +35,13 @@ from numpyro_fed._typing import PyTree
 from numpyro_fed.data.views import SiloRows
 from numpyro_fed.density.factors import Factors
 from numpyro_fed.rounds.federated import Federated
+from numpyro_fed.rounds.serialization import wire_name
 from numpyro_fed.surrogates.gaussian import matvec
 
 Welford = tuple[Array, Array, Array]  # mean, sum of squares and count, as NumPyro has them
 
 
+@wire_name("Place")
 class Place(NamedTuple):
     """Positions of all chains, with a part of the log density and its gradient.
 
@@ -54,6 +56,7 @@ class Place(NamedTuple):
     slope: Array
 
 
+@wire_name("LeapfrogMessage")
 class Message(NamedTuple):
     """Message to every silo.
 
@@ -73,6 +76,7 @@ class Message(NamedTuple):
     renews: Array
 
 
+@wire_name("LeapfrogReply")
 class Reply(NamedTuple):
     """Reply of a silo.
 
@@ -84,6 +88,7 @@ class Reply(NamedTuple):
     gained: Array
 
 
+@wire_name("LeapfrogState")
 class SiloState(NamedTuple):
     """State of a silo, which never leaves it.
 
@@ -179,8 +184,8 @@ def root_of(seen: Welford) -> Array:
     return jnp.linalg.cholesky(cov + 1e-3 * (1 - share) * jnp.eye(len(mean), dtype=mean.dtype))
 
 
-def broadcast(key: Array, walk: Walk) -> Message:
-    """Move theta."""
+def broadcast(key: Array | None, walk: Walk) -> Message:
+    """Move theta; no key is needed."""
     del key
     return walk.asked._replace(theta=_moved(walk, _half(walk, walk.momentum)))
 

@@ -63,13 +63,16 @@ class RemoteMCMC(MCMC):
     counts and the chain waits. This is unbiased if all silos are silent equally often; a warning
     says if not.
 
+    :class:`HMC` calls every silo in each leapfrog step. Its rounds here are draws. If a silo does
+    not answer five times, the run ends with the draws so far.
+
     Kernels over a network call each node once in a step. This process exchanges what nodes send to
     each other: it is a relay, which sees every node's position and gradient. A step needs all
     nodes. The process asks a silent node five times, then ends the run with the draws so far.
 
-    :param sampler: a :class:`DSGLD`, :class:`FSGLD`, :class:`PushSumLangevin` or
+    :param sampler: a :class:`DSGLD`, :class:`FSGLD`, :class:`HMC`, :class:`PushSumLangevin` or
         :class:`GossipLangevin`.
-    :param num_warmup: rounds before the first draw that is kept.
+    :param num_warmup: rounds (of HMC: draws) before the first draw that is kept.
     :param num_samples: rounds whose draws are kept.
     :param num_chains: number of chains; chains that visit different silos advance at the same time.
         For a network, a multiple of the number of nodes.
@@ -202,13 +205,16 @@ class RemoteMCMC(MCMC):
         keys = rng_key
         if is_prng_key(rng_key):
             keys = random.split(rng_key, self.num_chains) if self.num_chains > 1 else rng_key[None]
-        run = self._steps.start(self.sampler, keys, self.num_chains, silos)
-        tuning, tuning_slots = self.sampler.tuning, [silos.carrier.new_slot() for _ in silos.names]
-        calls = [
-            Call(n, TellLocal(), random.key(0), tuning.seen_by(n), None, slot)
-            for n, slot in enumerate(tuning_slots)
-        ]
-        silos.ask_for_sure(calls)
+        run = self._steps.start(self.sampler, keys, self.num_chains, self.num_warmup, silos)
+        tuning, tuning_slots = self.sampler.tuning, []
+        if tuning is not None:  # HMC learns its numbers in the rounds
+            tuning_slots = [silos.carrier.new_slot() for _ in silos.names]
+            silos.ask_for_sure(
+                [
+                    Call(n, TellLocal(), random.key(0), tuning.seen_by(n), None, slot)
+                    for n, slot in enumerate(tuning_slots)
+                ]
+            )
         return replace(run, record={"told": tuning_slots, "draws": {}, "bad": []})
 
     def _round(self, run: Run, silos: RemoteSilos, fields: tuple[str, ...]) -> Run:
@@ -223,7 +229,8 @@ class RemoteMCMC(MCMC):
     def _facts(self, rng_key: Array, silos: RemoteSilos, fields: tuple[str, ...]) -> Facts:
         """Return the facts by which a checkpoint recognizes its run."""
         kernel, counts = self.sampler, [self.num_chains, self.num_warmup, self.num_samples]
-        numbers = [np.asarray(x) for x in jax.tree.leaves(kernel.tuning.without_rows())]
+        tuning = None if kernel.tuning is None else kernel.tuning.without_rows()
+        numbers = [np.asarray(x) for x in jax.tree.leaves(tuning)]
         return {
             "kernel": type(kernel).__name__,
             **self._steps.facts(kernel),

@@ -43,9 +43,9 @@ class RemoteSteps(NamedTuple):
     """Functions by which this process drives a kernel's rounds over remote silos.
 
     :param check: ``check(kernel, silos, num_chains)`` raises a ValueError for what is not built.
-    :param start: ``start(kernel, keys, num_chains, silos) -> run``, for all chains. Slots are those
-        of local latents: ``(C, S)`` for each chain and silo, ``(C, 1)`` for each node in its silo,
-        or ``(C, 0)`` without any.
+    :param start: ``start(kernel, keys, num_chains, num_warmup, silos) -> run``, for all chains.
+        Slots are those of local latents: ``(C, S)`` for each chain and silo, ``(C, 1)`` for each
+        node in its silo, ``(1, S)`` for all chains in each silo, or ``(C, 0)`` without any.
     :param step: ``step(kernel, run, silos) -> run``, one round. In ``run.record``, ``"told"`` has
         for each silo the slot with the kernel's numbers, and ``"bad"`` for each reply that does not
         count the silo's number and the fault.
@@ -69,8 +69,8 @@ def remote_steps(kernel: object) -> RemoteSteps:
     :raises TypeError: for a kernel of another type.
     """
     raise TypeError(
-        f"expected a fed.DSGLD or fed.FSGLD, got {type(kernel).__name__}; or a fed.PushSumLangevin "
-        "or fed.GossipLangevin"
+        f"expected a fed.DSGLD, fed.FSGLD or fed.HMC, got {type(kernel).__name__}; or a "
+        "fed.PushSumLangevin or fed.GossipLangevin"
     )
 
 
@@ -185,7 +185,9 @@ def _check(kernel: LangevinKernel, silos: RemoteSilos, num_chains: int) -> None:
             raise ValueError(f"{name}={got!r} is not built for remote silos; expected {expected}")
 
 
-def _start(kernel: LangevinKernel, keys: Array, num_chains: int, silos: RemoteSilos) -> Run:
+def _start(
+    kernel: LangevinKernel, keys: Array, num_chains: int, num_warmup: int, silos: RemoteSilos
+) -> Run:
     """Return all chains' first states, and the slots of the local latents that silos draw."""
     config, tuning = kernel.config, kernel.tuning
     here, distinct = replace(config, units=None), kernel.options.distinct  # latents are in silos

@@ -22,6 +22,7 @@ from jax import Array, lax, random
 from jax.flatten_util import ravel_pytree
 from numpyro.infer.hmc_util import build_adaptation_schedule, dual_averaging
 
+from numpyro_fed._typing import PyTree
 from numpyro_fed.data.silos import Silos
 from numpyro_fed.data.views import SiloRows, stack, to_pooled_order
 from numpyro_fed.density.factors import Factors
@@ -40,12 +41,17 @@ from numpyro_fed.mcmc.leapfrog import (
     with_draws,
 )
 from numpyro_fed.rounds.inline import round_all
+from numpyro_fed.rounds.serialization import wire_name
 
 _MOST_STEPS = 128  # of a trajectory
 _DIVERGED = 1000.0  # gain of energy above which a trajectory diverged, as in NumPyro
 _FIRST_STEP = 0.1
 _FULL = 50  # most dimensions of theta whose covariance is learned, in place of their sds
-_REACH = 1.0  # unconstrained sites start uniformly on (-1, 1)
+# what to say of a start that is not finite
+NO_START = (
+    "the log density or its gradient is not finite at the start of a chain; expected init_params= "
+    "where it is, or a model whose unconstrained sites may start near zero"
+)
 
 
 class HMCConfig(NamedTuple):
@@ -63,6 +69,7 @@ class HMCConfig(NamedTuple):
     num_warmup: int
 
 
+@wire_name("HMCState")
 class HMCState(NamedTuple):
     """State of :class:`HMC`. Without a leading axis where there is one chain, except in ``here``.
 
@@ -264,63 +271,99 @@ def _given(factors: Factors, z: dict[str, Array], rows: SiloRows) -> Array:
     return jax.vmap(jax.vmap(one, (0, None)), (None, 0))(z, rows.order)
 
 
+def start_keys(key: Array) -> tuple[Array, Array, Array, Array]:
+    """Return the keys of the draws, of theta's start, of the latents' starts, and of a round."""
+    rng_key, key_theta, key_local, key_round = random.split(key, 4)
+    return rng_key, key_theta, key_local, key_round
+
+
+def first_walk(theta: Array) -> Walk:
+    """Return the server before the round that evaluates the start, by a step of length zero."""
+    chains, dim = theta.shape
+    zero, yes, no = jnp.zeros(chains, theta.dtype), jnp.array(True), jnp.array(False)
+    root = jnp.eye(dim) if dim <= _FULL else jnp.ones(dim)
+    asked = Message(theta, jnp.zeros((), theta.dtype), yes, jnp.ones(chains, bool), no, no)
+    still = jnp.zeros_like(theta)
+    return Walk(Place(theta, zero, still), still, zero, root, asked)
+
+
+def started(walk: Walk, rng_key: Array, single: bool) -> HMCState:
+    """Return the first state of the server, without positions ``z`` and silos' states."""
+    theta = walk.there.at
+    axes = () if single else theta.shape[:1]
+    step_size = jnp.asarray(_FIRST_STEP, theta.dtype)
+    return HMCState(
+        i=jnp.zeros((), jnp.int32),
+        z={},
+        accept_prob=jnp.zeros(axes, theta.dtype),
+        diverging=jnp.zeros(axes, bool),
+        num_steps=jnp.zeros(axes, jnp.int32),
+        step_size=step_size,
+        here=walk.there,
+        accepted=jnp.ones(len(theta), bool),
+        local=[],
+        root=walk.root,
+        seen=no_draws(theta.shape[1], walk.root.ndim == 2),
+        dual=dual_averaging()[0](jnp.log(10 * step_size)),
+        rounds=jnp.ones((), jnp.int32),
+        rng_key=rng_key,
+    )
+
+
+def is_finite(numbers: PyTree) -> bool:
+    """Return whether all numbers are finite; traced ones, of parallel chains, count as finite."""
+    leaves = jax.tree.leaves(numbers)
+    traced = any(isinstance(x, jax.core.Tracer) for x in leaves)
+    return traced or all(np.isfinite(x).all() for x in leaves)
+
+
+def uniform(key: Array, shape: tuple[int, ...]) -> Array:
+    """Draw starts of unconstrained sites, on (-1, 1)."""
+    return random.uniform(key, shape, minval=-1.0, maxval=1.0)
+
+
+def num_latents(factors: Factors, rows: SiloRows) -> int:
+    """Return the number of a silo's flat latents, padding included."""
+    groups, pad = factors.local_groups(), dict(rows.pad)
+    return sum(pad[groups[s.name]] * math.prod(s.shape) for s in factors.local_sites)
+
+
 @partial(jax.jit, static_argnames=("config", "num_chains"))
 def first_state(
-    config: HMCConfig, num_chains: int | None, key: Array, z: dict[str, Array] | None, silos: Silos
+    config: HMCConfig,
+    num_chains: int | None,
+    key: Array,
+    z: dict[str, Array] | None,
+    silos: Silos,
+    reach: float = 1.0,
 ) -> HMCState:
     """Return the first state, at ``z`` or at uniform positions.
 
     :param num_chains: length of the axis of chains; ``None``: there is one chain, without an axis.
+    :param reach: largest coordinate of a uniform position.
     """
     factors, stacks, chains = config.factors, stack(silos), num_chains or 1
-    rng_key, key_theta, key_local, key_round = random.split(key, 4)
+    rng_key, key_theta, key_local, key_round = start_keys(key)
     if z is not None and num_chains is None:
         z = {k: v[None] for k, v in z.items()}
-
-    def uniform(key: Array, size: int) -> Array:
-        return random.uniform(key, (chains, size), minval=-_REACH, maxval=_REACH)
-
-    def latents(number: Array, size: int) -> Array:
-        return uniform(random.fold_in(key_local, number), size)
-
-    theta = uniform(key_theta, factors.dim) if z is None else jax.vmap(factors.ravel)(z)
+    theta = (
+        reach * uniform(key_theta, (chains, factors.dim))
+        if z is None
+        else jax.vmap(factors.ravel)(z)
+    )
     local = []
     for rows in stacks:
-        if z is None:
-            size = sum(
-                dict(rows.pad)[factors.local_groups()[s.name]] * math.prod(s.shape)
-                for s in factors.local_sites
+        shape = (chains, num_latents(factors, rows))
+        start = (
+            jax.vmap(lambda n, shape=shape: reach * uniform(random.fold_in(key_local, n), shape))(
+                rows.number
             )
-            start = jax.vmap(lambda n, size=size: latents(n, size))(rows.number)
-        else:
-            start = _given(factors, z, rows)
+            if z is None
+            else _given(factors, z, rows)
+        )
         local.append(jax.vmap(first_local)(start))
-    zero, yes, no = jnp.zeros(chains), jnp.array(True), jnp.array(False)
-    full = factors.dim <= _FULL
-    root = jnp.eye(factors.dim) if full else jnp.ones(factors.dim)
-    # a step of length zero evaluates the start
-    asked = Message(theta, jnp.zeros(()), yes, jnp.ones(chains, bool), no, no)
-    still = jnp.zeros_like(theta)
-    walk = Walk(Place(theta, zero, still), still, zero, root, asked)
     step = federated(factors, silos.shared)
-    walk, _, local = round_all(step, key_round, walk, local, stacks)
-    single = num_chains is None
-    step_size = jnp.asarray(_FIRST_STEP, theta.dtype)
-    dual = dual_averaging()[0](jnp.log(10 * step_size))
-    at = [x.there.at for x in local]
-    return HMCState(
-        i=jnp.zeros((), jnp.int32),
-        z=positions(factors, theta, at, silos, stacks, single),
-        accept_prob=jnp.zeros(()) if single else zero,
-        diverging=no if single else jnp.zeros(chains, bool),
-        num_steps=jnp.zeros(() if single else chains, jnp.int32),
-        step_size=step_size,
-        here=walk.there,
-        accepted=jnp.ones(chains, bool),
-        local=local,
-        root=root,
-        seen=no_draws(factors.dim, full),
-        dual=dual,
-        rounds=jnp.ones((), jnp.int32),
-        rng_key=rng_key,
-    )
+    walk, _, local = round_all(step, key_round, first_walk(theta), local, stacks)
+    single, at = num_chains is None, [x.there.at for x in local]
+    placed = positions(factors, theta, at, silos, stacks, single)
+    return started(walk, rng_key, single)._replace(z=placed, local=local)

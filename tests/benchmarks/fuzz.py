@@ -340,6 +340,7 @@ def _fit(kind: str) -> Any:
 SETTINGS: dict[str, tuple[Callable, Callable, Any]] = {
     "chains": (chains, lambda: fed.FSGLD(intercepts), intercepts),
     "laplace": (chains, lambda: fed.FSGLD(linear, 0.01, surrogate="laplace"), linear),
+    "hmc": (chains, lambda: fed.HMC(intercepts), intercepts),
     "network": (
         network,
         lambda: fed.PushSumLangevin(intercepts, fed.graphs.ring(3).with_link_failures(0.2), 0.01),
