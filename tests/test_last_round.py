@@ -13,7 +13,10 @@ import numpyro
 import numpyro.distributions as dist
 import pytest
 from jax import random
+from scipy.special import logsumexp
 from scipy.stats import kstest
+from scipy.stats import norm as normal
+from scipy.stats import t as student
 from vi_models import hierarchy, hierarchy_posterior, hierarchy_silos
 
 import numpyro_fed as fed
@@ -46,6 +49,29 @@ def test_draws_with_wider_tails_have_the_density_they_say(dim):
     ):
         assert abs(np.mean(weight * x) - 1) < 4 * np.std(weight * x) / len(keys) ** 0.5
     assert np.mean(squares) > 2  # the control: without the weights they are not
+
+
+def test_the_density_is_exact_however_far_out_a_draw_is():
+    """In double precision. Of two coordinates far out one may have e^280 times the other's ratio.
+
+    A sum of ratios in single precision lost the pair, and a draw had e^24 times its weight.
+    """
+    keys, dim = random.split(random.key(0), 200_000), 6
+    noise = random.normal(random.key(1), (len(keys), dim))
+    u, log_ratio = (np.asarray(x, float) for x in jax.vmap(stretched_normal)(keys, noise))
+    tails = student.logpdf(u, 3, 0, 3.0) - normal.logpdf(u)
+    pairs = [tails[:, i] + tails[:, j] for i in range(dim) for j in range(i)]
+    one, two = logsumexp(tails, 1) - np.log(dim), logsumexp(pairs, 0) - np.log(15)
+    exact = logsumexp([np.zeros(len(u)), one, two], 0, [[0.5], [0.25], [0.25]])
+    assert np.abs(u).max() > 50
+    np.testing.assert_allclose(log_ratio, exact, rtol=1e-5, atol=1e-4)
+    # the control
+    largest = tails.max(1, keepdims=True)
+    single = np.exp((tails - largest).astype(np.float32))
+    with np.errstate(divide="ignore"):
+        before = np.log(np.cumsum(single, 1)[:, :-1]) + largest
+    lost = logsumexp(before + tails[:, 1:], 1) - np.log(15)
+    assert np.max(two - lost) > 20
 
 
 @pytest.mark.parametrize("dim", [1, 3])

@@ -29,7 +29,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, random
+from jax import Array, lax, random
 from jax.scipy import special, stats
 
 # of a wide coordinate: scale and degrees of freedom, the fewest whole ones with a variance; half of
@@ -75,8 +75,9 @@ def stretched_normal(key: Array, noise: Array) -> tuple[Array, Array]:
     one = jax.nn.logsumexp(tails) - math.log(d)
     if d == 1:
         return u, jnp.logaddexp(0.0, one) - math.log(2)
-    # a mean over pairs, each coordinate with those before it: positive terms do not cancel
-    before = jnp.log(jnp.cumsum(jnp.exp(tails - tails.max()))[:-1]) + tails.max()
+    # a mean over pairs, each coordinate with those before it. In logarithms: a coordinate that is
+    # 24 sds out has e^280 times the others' ratios, beside which these would vanish
+    before = lax.cumlogsumexp(tails)[:-1]
     two = jax.nn.logsumexp(before + tails[1:]) - math.log(d * (d - 1) / 2)
     parts = jnp.stack([jnp.zeros(()), one, two])
     return u, jax.nn.logsumexp(parts, b=jnp.array([0.5, 0.25, 0.25]))
