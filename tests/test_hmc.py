@@ -255,6 +255,8 @@ def test_what_is_refused_and_where():
             far = jnp.where(jnp.abs(mu) > 0.2, jnp.nan, 1.0)
             numpyro.sample("y", dist.Normal(mu, far), obs=y)
 
+    with pytest.raises(ValueError, match="HMC is no block of Gibbs"):
+        fed.HMC(linear).init(random.key(0), 5, None, (linear_silos(),), {"_gibbs_sites": {}})
     kernel = fed.HMC(near, validate=False)
     state = kernel.init(random.split(random.key(0), 4), 5, None, (silos,), {})
     assert np.abs(state.z["mu"]).max() <= 0.1

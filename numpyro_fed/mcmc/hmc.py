@@ -100,6 +100,16 @@ class HMC(FederatedKernel):
         """Fields of :class:`HMCState` that :class:`numpyro.infer.MCMC` collects."""
         return "z", "diverging", "accept_prob", "num_steps"
 
+    def _arguments(
+        self, model_args: tuple, model_kwargs: ModelArgs | None
+    ) -> tuple[Silos, ModelArgs]:
+        if model_kwargs:  # silos keep gradients, which conditioning on other sites would change
+            raise ValueError(
+                f"arguments {sorted(model_kwargs)}: HMC is no block of Gibbs; expected all "
+                "arguments of the model in the silos, or fed.FSGLD as the block"
+            )
+        return super()._arguments(model_args, model_kwargs)
+
     def _settle(self, silos: Silos, extra: ModelArgs) -> None:
         factors = factors_of(self._model, silos, extra, ())
         if self._validate:
