@@ -196,7 +196,7 @@ def test_too_few_draws_are_undecided():
 
 def test_other_runs_are_refused():
     with pytest.raises(
-        ValueError, match="expected an MCMC that has run over SGLD, DSGLD or FSGLD, got NUTS"
+        ValueError, match="expected an MCMC that has run over SGLD, DSGLD, FSGLD or HMC, got NUTS"
     ):
         fed.diagnose(MCMC(NUTS(logistic), num_warmup=1, num_samples=1))
     with pytest.raises(

@@ -303,7 +303,7 @@ def test_what_is_not_built_is_refused(options, message):
 
 
 def test_wrong_kernels_and_silos():
-    with pytest.raises(TypeError, match=r"expected a fed.DSGLD or fed.FSGLD, got SGLD"):
+    with pytest.raises(TypeError, match=r"expected a fed.DSGLD, fed.FSGLD or fed.HMC, got SGLD"):
         fed.RemoteMCMC(fed.SGLD(linear, 0.01), num_warmup=1, num_samples=1)
     mcmc = fed.RemoteMCMC(fed.FSGLD(linear), num_warmup=1, num_samples=1)
     with pytest.raises(
