@@ -279,7 +279,7 @@ def test_it_stays_where_it_has_settled(x64):
         silos, state, far = logistic_silos(), None, []
         for _ in range(12):
             result = conducive(logistic).run(
-                random.key(0), 6 if state else 10, silos, init_state=state, **QUIET
+                random.key(0), 6 if state else 12, silos, init_state=state, **QUIET
             )
             state = result.state
             far.append(float(state.server.moved))
