@@ -141,8 +141,12 @@ def fit(
         warnings.filterwarnings("ignore", "Pareto's k of the approximation")
         found = last()
     if found.verdict != "sound":
-        words += f"; {found.words} (unsound, so chains went on)"
-        found = _hmc(model, silos, num_draws, key_chains, progress_bar)
+        try:
+            chains = _hmc(model, silos, num_draws, key_chains, progress_bar)
+        except ValueError as error:  # no start; the weighed draws are not lost
+            found = found._replace(mend=f"{found.mend}. HMC: {error}")
+            return _reported(found, f"{words}; ", progress_bar)
+        words, found = f"{words}; {found.words} (unsound, so chains went on)", chains
         _add_ledger(found.idata, result)
     return _reported(found, f"{words}; ", progress_bar)
 

@@ -335,3 +335,15 @@ def test_chains_go_on_until_there_are_enough_draws():
     attrs = fed.fit(nested, silos, num_draws=40, progress_bar=False).posterior.attrs
     assert "one of 16 each" in attrs["report"]
     assert attrs["verdict"] == "undecided"
+
+
+def test_chains_that_cannot_start_leave_the_weighed_draws(monkeypatch):
+    def no_start(*_):
+        raise ValueError("the log density is not finite at the start of a chain")
+
+    monkeypatch.setitem(fed.fit.__globals__, "POOR", -10.0)
+    monkeypatch.setitem(fed.fit.__globals__, "_hmc", no_start)
+    silos = hierarchy_silos(np.arange(9) % 3)
+    attrs = fed.fit(hierarchy, silos, progress_bar=False).posterior.attrs
+    assert attrs["verdict"] == "unsound"
+    assert attrs["report"].endswith("HMC: the log density is not finite at the start of a chain")
