@@ -45,7 +45,7 @@ _START_TOL = 0.1
 # as in the comparison with NUTS (docs/results.md): five visits at a step of .01
 # leave 1 / e of the start
 _CHAINS, _WARMUP = 4, 200
-_HMC_WARMUP = 400  # five windows; step sizes and sds of 20 models were settled (docs/results.md)
+_HMC_WARMUP = 400  # the verdicts in docs/results.md are of so many
 _LONGEST = 16  # most draws of a chain for one that is kept
 _METHODS = ("auto", "vi", "hmc", "fsgld")
 
@@ -260,11 +260,11 @@ def _hmc(
 ) -> _Found:
     """Return draws of HMC, of longer runs until the checks hold."""
     num, each = -(-num_draws // _CHAINS), 1
-    kernel, start, warmup = HMC(model), None, _HMC_WARMUP
+    kernel, start = HMC(model), None
     while True:
         mcmc = MCMC(
             kernel,
-            num_warmup=warmup,
+            num_warmup=_HMC_WARMUP,
             num_samples=num * each,
             num_chains=_CHAINS,
             thinning=each,

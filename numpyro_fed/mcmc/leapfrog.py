@@ -37,6 +37,7 @@ from numpyro_fed.density.factors import Factors
 from numpyro_fed.rounds.federated import Federated
 from numpyro_fed.rounds.serialization import wire_name
 from numpyro_fed.surrogates.gaussian import matvec
+from numpyro_fed.surrogates.marginal import taken
 
 Welford = tuple[Array, Array, Array]  # mean, sum of squares and count, as NumPyro has them
 
@@ -225,7 +226,7 @@ def local(
 
 def _begun(key: Array, message: Message, own: Array, state: SiloState) -> SiloState:
     """Return the state at the start of a trajectory, with new momenta."""
-    here = chosen(message.accepted, state.there, state.here)
+    here = taken(message.accepted, state.there, state.here)
     seen = lax.cond(message.learns, with_draws, lambda seen, _: seen, state.seen, here.at)
     scale = jnp.where(message.renews, root_of(seen), state.scale)
     fresh = no_draws(len(scale))
@@ -233,13 +234,6 @@ def _begun(key: Array, message: Message, own: Array, state: SiloState) -> SiloSt
     momentum = jnp.where(own, random.normal(key, here.at.shape, here.at.dtype), 0.0)
     energy = 0.5 * jnp.sum(momentum**2, 1) - here.value
     return SiloState(here, here, momentum, energy, scale, seen)
-
-
-def chosen(accepted: Array, new: Place, old: Place) -> Place:
-    """Return the new places of the chains that are accepted, and the old ones of the others."""
-    return jax.tree.map(
-        lambda x, y: jnp.where(accepted.reshape(-1, *[1] * (x.ndim - 1)), x, y), new, old
-    )
 
 
 def merge(

@@ -119,8 +119,13 @@ def _arrive(config: HMCConfig, state: HMCState, begun: Walk, walk: Walk, num: Ar
     return state._replace(z=jax.vmap(config.factors.unravel)(state.here.at))
 
 
+def _keys(key: Array, silos: RemoteSilos) -> list[Array]:
+    """Return the silos' keys of a trajectory."""
+    return [key_among(key, 0, jnp.asarray(n)) for n in range(len(silos))]
+
+
 def _leap(
-    factors: Factors, key: Array, walk: Walk, slots: list[int], silos: RemoteSilos
+    factors: Factors, keys: list[Array], walk: Walk, slots: list[int], silos: RemoteSilos
 ) -> tuple[Walk, list[int]]:
     """Make a leapfrog step; return the server and the slots of the silos' new states.
 
@@ -128,7 +133,6 @@ def _leap(
     """
     message, task = _broadcast(walk), LeapfrogLocal(factors)
     new = [silos.carrier.new_slot() for _ in slots]
-    keys = [key_among(key, 0, jnp.asarray(n)) for n in range(len(slots))]
     each = zip(keys, slots, new, strict=True)
     calls = [Call(n, task, own, message, *places) for n, (own, *places) in enumerate(each)]
     replies, _ = silos.ask_again(calls)
@@ -149,7 +153,7 @@ def _start(kernel: HMC, keys: Array, num_chains: int, num_warmup: int, silos: Re
     silos.ask_for_sure(
         [Call(n, begin, key_local, theta, None, slot) for n, slot in enumerate(slots)]
     )
-    walk, new = _leap(factors, key_round, first_walk(theta), slots, silos)
+    walk, new = _leap(factors, _keys(key_round, silos), first_walk(theta), slots, silos)
     silos.carrier.forget(slots)
     if not is_finite(walk.there):
         raise ValueError(NO_START)
@@ -163,9 +167,9 @@ def _step(kernel: HMC, run: Run, silos: RemoteSilos) -> Run:
     """
     config, before = kernel.config, run.slots[0].tolist()
     begun, num_steps, key = _depart(config, run.state)
-    walk, slots = begun, before
+    keys, walk, slots = _keys(key, silos), begun, before
     for _ in range(int(num_steps)):
-        walk, new = _leap(config.factors, key, walk, slots, silos)
+        walk, new = _leap(config.factors, keys, walk, slots, silos)
         if slots is not before:
             silos.carrier.forget(slots)
         slots = new

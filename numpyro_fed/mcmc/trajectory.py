@@ -32,7 +32,6 @@ from numpyro_fed.mcmc.leapfrog import (
     SiloState,
     Walk,
     Welford,
-    chosen,
     federated,
     first_local,
     no_draws,
@@ -42,6 +41,7 @@ from numpyro_fed.mcmc.leapfrog import (
 )
 from numpyro_fed.rounds.inline import round_all
 from numpyro_fed.rounds.serialization import wire_name
+from numpyro_fed.surrogates.marginal import taken
 
 _MOST_STEPS = 128  # of a trajectory
 _DIVERGED = 1000.0  # gain of energy above which a trajectory diverged, as in NumPyro
@@ -174,7 +174,7 @@ def arrive(
         accept_prob=accept,
         diverging=diverging,
         num_steps=many,
-        here=chosen(accepted, walk.there, state.here),
+        here=taken(accepted, walk.there, state.here),
         accepted=accepted,
         rounds=state.rounds + num_steps,
         rng_key=rng_key,
@@ -195,7 +195,7 @@ def one_draw(config: HMCConfig, state: HMCState, silos: Silos) -> HMCState:
     walk, local = lax.fori_loop(0, num_steps, leap, (begun, state.local))
     new = arrive(config, state, begun, walk, num_steps)
     # silos hear of the acceptance with the next trajectory
-    latents = [jax.vmap(chosen, (None, 0, 0))(new.accepted, x.there, x.here).at for x in local]
+    latents = [jax.vmap(taken, (None, 0, 0))(new.accepted, x.there, x.here).at for x in local]
     single = new.accept_prob.ndim == 0
     z = positions(config.factors, new.here.at, latents, silos, stacks, single)
     return new._replace(z=z, local=local)

@@ -68,8 +68,8 @@ from numpyro_fed.vi.sfvi import Info, all_finite
 # largest share of a silo's points whose numbers may be not finite: of 4 d points 2 d are left, for
 # d + 1 coefficients of a score
 _MOST_MISSING = 0.5
-# move of the round before, in sds and log sds, above which a round has few points: 64 of 256 shift
-# q by a few hundredths
+# move of the round before, in sds and log sds, above which a round has few points; the last two or
+# three rounds have all (four models)
 _FAR = 0.3
 
 
