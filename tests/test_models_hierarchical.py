@@ -30,6 +30,7 @@ import kidiq
 import lung_survival
 import ordinal_intake
 import sleepstudy
+import stratified_cox
 
 needs_data = pytest.mark.skipif(
     "NUMPYRO_FED_DATA" not in os.environ, reason="the data are not shipped"
@@ -207,6 +208,20 @@ def test_lung_survival() -> None:
         stats.lognorm.logpdf(k, 0.5) + np.where(died, law.logpdf(years), law.logsf(years)).sum()
     )
     found = density(lung_survival.model, silos, intercept=-0.4, beta=beta, shape=k, tau=tau, z=z)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+@needs_data
+def test_stratified_cox() -> None:
+    """Each death is compared with the patients of its institution who were alive, one by one."""
+    beta, table = np.array([0.1, -0.5, 0.4]), lung_survival.data()
+    expected = norm(beta)
+    for _, own in table.groupby("inst"):
+        risk = np.exp(own[["age", "female", "ecog"]].to_numpy() @ beta)
+        years = own["years"].to_numpy()
+        for i in np.flatnonzero(own["died"]):
+            expected += np.log(risk[i] / risk[years >= years[i]].sum())
+    found = density(stratified_cox.model, stratified_cox.silos(), beta=beta)
     np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 

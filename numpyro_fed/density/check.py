@@ -11,7 +11,7 @@ then reports only the kind of error.
 """
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 
@@ -35,6 +35,10 @@ _WHOLE = ((0, 2), (1, 3), (1, 2))
 _EQUALITY = (
     "Expected equality: the model must not combine rows of different silos (means, ranks, "
     "positions in other plates without index=), and rows= and index= must be right"
+)
+_TOGETHER = (
+    "The rows of a silo depend on each other (a risk set, a series, a Gaussian process), and silos "
+    "are padded to one size. Expected fed.silo_plate(..., row_wise=False), with which the sum holds"
 )
 _FINITE = (
     "expected a finite one: are all data inside the supports of the sites that observe them "
@@ -123,7 +127,7 @@ def check_factorization(factors: Factors, silos: Silos, *, seed: int = 0) -> Non
         silos.carrier.check(lambda own: _check_sum(factors, own.with_shared(**learned), seed))
         return
     _check_sum(factors, silos, seed)
-    if len(silos) == 1:
+    if len(silos) == 1 and factors.row_wise:
         try:
             _check_cut(factors, silos, seed)
         except FactorizationError:
@@ -139,9 +143,10 @@ def check_factorization(factors: Factors, silos: Silos, *, seed: int = 0) -> Non
 def check_own_factorization(factors: Factors, silos: Silos, *, seed: int = 0) -> None:
     """Raise a :class:`FactorizationError` unless two parts of a silo sum to the pooled model.
 
-    The parts are its rows, cut in two. Rows that cannot be cut in two are checked as one silo.
+    The parts are its rows, cut in two. Rows that cannot be cut in two, or whose terms are not
+    row-wise, are checked as one silo.
     """
-    if not _check_cut(factors, silos, seed):
+    if not factors.row_wise or not _check_cut(factors, silos, seed):
         _check_sum(factors, silos, seed)
 
 
@@ -187,6 +192,7 @@ def _not_pooled(error: Exception) -> FactorizationError:
 
 def _check_sum(factors: Factors, silos: Silos, seed: int) -> None:
     """Compare the sum of the factors with the pooled model at two random points."""
+    factors = factors.for_silos(silos)
     for point in range(2):
         theta, z = _point(factors, silos, random.key(seed + point))
         try:
@@ -229,14 +235,26 @@ def _check_sum(factors: Factors, silos: Silos, seed: int) -> None:
         wrong = _different_sites(gradient, expected_gradient, silos, factors)
         # not (a <= b), so that NaN fails
         if not gap <= 2e3 * rounding or wrong:
+            mend = _TOGETHER if _holds_unpadded(factors, silos, seed) else _EQUALITY
             raise FactorizationError(
                 f"factorization check: log p(theta) + sum of the {len(silos)} silos' terms is "
                 f"{float(value):.8g}, the pooled model's log density {float(expected):.8g}"
                 + (f"; gradients differ at {wrong}" if wrong else "")
-                + f". {_EQUALITY}",
+                + f". {mend}",
                 "factorization check: log p(theta) + sum of the terms of its rows, cut in two, is "
-                f"not the log density of all its rows. {_EQUALITY}",
+                f"not the log density of all its rows. {mend}",
             )
+
+
+def _holds_unpadded(factors: Factors, silos: Silos, seed: int) -> bool:
+    """Return whether factors that are no sum of padded silos are one of silos as they are."""
+    if not factors.row_wise:
+        return False
+    try:
+        _check_sum(replace(factors, row_wise=False), silos, seed)
+    except FactorizationError:
+        return False
+    return True
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from numpyro_fed import _compat
 from numpyro_fed._typing import ModelArgs, Site
 from numpyro_fed.data.silos import Silos
 from numpyro_fed.density.factors import Factors, LocalSite
-from numpyro_fed.density.handlers import NO_STEPS, is_silo_plate
+from numpyro_fed.density.handlers import NO_STEPS, is_silo_plate, takes_rows_together
 
 _NO_PLATE = (
     "the model has no silo plate, so it does not say which data live in silos; write "
@@ -87,7 +87,7 @@ def factorize(
                 "which plate each belongs to: "
                 f'Silos(..., rows={{"{members[0]}": "{plates[0]}", ...}})'
             )
-    return factors
+    return factors.for_silos(silos)
 
 
 def pooled_factors(
@@ -138,7 +138,9 @@ def _factorize(
     for base in _PROBES:
         sizes = {group: base + 10 * i for i, group in enumerate(groups)}
         rows = {leaf: jax.ShapeDtypeStruct((sizes[g], *s.shape), s.dtype) for leaf, g, s in specs}
-        *sites, undrawn, transforms = _probe(model, rows, shared, sizes, public, conditioned)
+        *sites, undrawn, transforms, together = _probe(
+            model, rows, shared, sizes, public, conditioned
+        )
         found.append(tuple(sites))
     first, second = found
     if first != second:
@@ -149,7 +151,17 @@ def _factorize(
             "each row's latents inside a silo plate"
         )
     global_sites, local_sites, plates = first
-    return Factors(model, global_sites, local_sites, plates, specs, index, transforms, undrawn)
+    return Factors(
+        model,
+        global_sites,
+        local_sites,
+        plates,
+        specs,
+        index,
+        transforms,
+        undrawn,
+        row_wise=not together,
+    )
 
 
 def _probe(
@@ -197,6 +209,7 @@ def _probe(
                 if site["type"] in ("param", "mutable")
             ),
             transforms=_compat.transforms(sites),
+            together=any(map(takes_rows_together, sites.values())),
         )
         return {
             name: biject_to(sites[name]["fn"].support).inv(sites[name]["value"])
@@ -208,7 +221,14 @@ def _probe(
         seen["latent"], {name: x.shape for name, x in shapes.items()}
     )
     plates = tuple(seen["plates"].items())
-    return global_sites, local_sites, plates, seen["undrawn"], seen["transforms"]
+    return (
+        global_sites,
+        local_sites,
+        plates,
+        seen["undrawn"],
+        seen["transforms"],
+        seen["together"],
+    )
 
 
 def _sites(

@@ -12,13 +12,13 @@ silo's arguments; a minibatch is a call with some of its rows. Only this module 
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 from numpyro import validation_enabled
 from numpyro.distributions.transforms import Transform
 from numpyro.distributions.util import is_identically_one
@@ -90,6 +90,8 @@ class Factors:
     :param transforms: constraining transform of each latent site, or ``None`` where constraining
         needs the model.
     :param undrawn: name and type of each site that is a learned parameter or mutable state.
+    :param row_wise: ``False`` where a row's term depends on other rows of its silo.
+    :param sizes: where terms are not row-wise, the numbers of rows by group that silos have.
     """
 
     model: Callable
@@ -100,6 +102,18 @@ class Factors:
     index: tuple[tuple[str, str], ...]
     transforms: dict[str, Transform] | None = field(compare=False, repr=False)
     undrawn: tuple[tuple[str, str], ...] = ()
+    row_wise: bool = True
+    sizes: tuple[tuple[tuple[str, int], ...], ...] = ()
+
+    def for_silos(self, silos: Silos) -> "Factors":
+        """Return factors that know the sizes of these silos, if terms are not row-wise."""
+        if self.row_wise:
+            return self
+        own = [
+            tuple((group, n[s]) for group, n in sorted(silos.sizes.items()))
+            for s in range(len(silos))
+        ]
+        return replace(self, sizes=tuple(dict.fromkeys(own)))
 
     @property
     def dim(self) -> int:
@@ -145,6 +159,14 @@ class Factors:
             )
         return groups[0]
 
+    def check_minibatch(self) -> None:
+        """Raise a ``ValueError`` where a row's term depends on other rows."""
+        if not self.row_wise:
+            raise ValueError(
+                "batch_size with a silo plate whose rows depend on each other (row_wise=False): "
+                "expected batch_size=None"
+            )
+
     def local_groups(self) -> dict[str, str]:
         """Return the row group of each local site."""
         plates = dict(self.plates)
@@ -167,6 +189,52 @@ class Factors:
         :return: ``log p(theta)`` (scalar), and for each row group a vector ``(n,)``. All entries of
             all vectors sum to ``log p(y_s, z_s | theta)``.
         """
+        if any(jnp.ndim(weights[group]) for group, _ in self._padded):
+            return self._unpadded_terms(theta, z, kwargs, weights)
+        return self._terms(theta, z, kwargs, weights)
+
+    @property
+    def _padded(self) -> tuple[tuple[str, int], ...]:
+        return self.sizes[0] if self.sizes else ()
+
+    def _unpadded_terms(
+        self,
+        theta: Mapping[str, Array],
+        z: Mapping[str, Array],
+        kwargs: ModelArgs,
+        weights: Mapping[str, Array | float],
+    ) -> tuple[Array, dict[str, Array]]:
+        """Return the terms of a silo's own rows, with zeros for padding; one branch a size."""
+        leaf_groups = {leaf: group for leaf, group, _ in self.rows}
+        shown = {group: jnp.shape(weights[group])[0] for group, _ in self._padded}
+        sizes = [dict(own) for own in self.sizes if all(n <= shown[g] for g, n in own)]
+
+        def branch(own: dict[str, int]) -> Callable[[], tuple[Array, dict[str, Array]]]:
+            def cut(values: Mapping, groups: Mapping[str, str]) -> dict:
+                return {k: v[: own[groups[k]]] if k in groups else v for k, v in values.items()}
+
+            def terms() -> tuple[Array, dict[str, Array]]:
+                present = {g: jnp.asarray(weights[g])[:n] for g, n in own.items()}
+                rows, latents = cut(kwargs, leaf_groups), cut(z, self.local_groups())
+                total, local = self._terms(theta, latents, rows, present)
+                return total, {g: jnp.pad(v, (0, shown[g] - own[g])) for g, v in local.items()}
+
+            return terms
+
+        if len(sizes) == 1:
+            return branch(sizes[0])()
+        counts = jnp.stack([jnp.sum(jnp.asarray(weights[g]) > 0) for g in shown])
+        wanted = jnp.asarray([[own[g] for g in shown] for own in sizes])
+        place = jnp.argmin(jnp.abs(wanted - counts).sum(1))
+        return lax.switch(place, [branch(own) for own in sizes])
+
+    def _terms(
+        self,
+        theta: Mapping[str, Array],
+        z: Mapping[str, Array],
+        kwargs: ModelArgs,
+        weights: Mapping[str, Array | float],
+    ) -> tuple[Array, dict[str, Array]]:
         placed = {s.name: jnp.moveaxis(z[s.name], 0, s.axis) for s in self.local_sites}
         model = _compat.unconstrained(self.model, {**theta, **placed})
         plates = dict(self.plates)

@@ -14,6 +14,7 @@ from numpyro.primitives import Messenger
 __all__ = ["NO_STEPS", "is_silo_plate", "mark_silos", "silo_plate"]
 
 _MARK = "silo_plate"
+_TOGETHER = "silo_rows_together"
 NO_STEPS = (
     "scan and cond of numpyro.contrib.control_flow go neither inside a silo plate nor around one; "
     "expected, inside it, a Python loop over the steps, or one distribution of the whole path, "
@@ -28,6 +29,7 @@ class mark_silos(Messenger):
 
     :param fn: the model.
     :param plate_names: names of the model's plates whose elements live in silos.
+    :param row_wise: as in :func:`silo_plate`.
     :raises ValueError: for no name, or, after a run of the model, for a name that no plate has.
 
     Example::
@@ -41,12 +43,15 @@ class mark_silos(Messenger):
         >>> marked = fed.mark_silos(model, "patients")
     """
 
-    def __init__(self, fn: Callable | None = None, *plate_names: str) -> None:
+    def __init__(
+        self, fn: Callable | None = None, *plate_names: str, row_wise: bool = True
+    ) -> None:
         if not plate_names:
             raise ValueError(
                 'expected the name of at least one plate, got none: mark_silos(model, "patients")'
             )
         self.plate_names = frozenset(plate_names)
+        self._marks = {_MARK: True} | ({} if row_wise else {_TOGETHER: True})
         super().__init__(fn)
 
     def __call__(self, *args: object, **kwargs: object) -> object:
@@ -68,7 +73,7 @@ class mark_silos(Messenger):
     def process_message(self, msg: dict) -> None:
         """Write the mark into the message of a plate that has one of the names."""
         if msg["type"] == "plate" and msg["name"] in self.plate_names:
-            msg["infer"] = {**msg.get("infer", {}), _MARK: True}
+            msg["infer"] = {**msg.get("infer", {}), **self._marks}
             if self.fn is not None:
                 self._seen.add(msg["name"])
         elif msg["type"] == "control_flow" and self.fn is not None:
@@ -76,7 +81,12 @@ class mark_silos(Messenger):
 
 
 def silo_plate(
-    name: str, size: int, subsample_size: int | None = None, dim: int | None = None
+    name: str,
+    size: int,
+    subsample_size: int | None = None,
+    dim: int | None = None,
+    *,
+    row_wise: bool = True,
 ) -> numpyro.plate:
     """Return a :class:`numpyro.plate` whose elements each belong to exactly one silo.
 
@@ -86,6 +96,9 @@ def silo_plate(
     :param subsample_size: as in :class:`numpyro.plate`. Leave it out for the kernels of this
         library: their ``batch_size=`` subsamples at no cost per step.
     :param dim: as in :class:`numpyro.plate`.
+    :param row_wise: ``False`` where a row's term depends on other rows of its silo, as in a risk
+        set or a Gaussian process. The model is then called with each silo's own rows, never with
+        padding or a minibatch, and each size of silo adds to what is compiled.
     :return: the plate, to be used as a context manager.
 
     Example::
@@ -100,10 +113,15 @@ def silo_plate(
         >>> fed.handlers.is_silo_plate(trace["patients"])
         True
     """
-    with mark_silos(None, name):
+    with mark_silos(None, name, row_wise=row_wise):
         return numpyro.plate(name, size, subsample_size=subsample_size, dim=dim)
 
 
 def is_silo_plate(site: dict) -> bool:
     """Return whether a site of a trace is a marked plate."""
     return site["type"] == "plate" and bool(site.get("infer", {}).get(_MARK, False))
+
+
+def takes_rows_together(site: dict) -> bool:
+    """Return whether a site of a trace is a silo plate with ``row_wise=False``."""
+    return is_silo_plate(site) and bool(site["infer"].get(_TOGETHER, False))

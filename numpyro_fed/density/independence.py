@@ -114,7 +114,8 @@ def elements_are_independent(
         found = made_up_silos(factors, silos, seed)
         if found is None:
             return False
-        silos, units = found, replace(units, pad=largest(found))
+        factors = factors.for_silos(found)
+        silos, units = found, replace(units, factors=factors, pad=largest(found))
     for trial in range(2):
         key = random.key(seed + trial)
         leaks = np.asarray(ask_all(LeakageLocal(factors, units), key, None, None, silos, None)[0])

@@ -60,6 +60,7 @@ def batch_of(
     """Return row group and size of a minibatch, or ``None`` for all rows."""
     if size is None:
         return None
+    factors.check_minibatch()
     if units is not None and units.group is None:
         names = [s.name for s in factors.local_sites]
         raise ValueError(

@@ -69,11 +69,13 @@ class Setup(NamedTuple):
     def as_one(self) -> "Setup":
         """Return the setup with all silos of a structure as one, which needs no padding.
 
-        The factors sum to the same. Silos whose latents are one unit stay apart.
+        The factors sum to the same. Silos whose latents are one unit stay apart, and so do those
+        whose rows depend on each other.
         """
         stacks, local = [], []
         for i, (family, part) in enumerate(zip(self.config.families, self.parts, strict=True)):
-            if family.has_local and family.group is None:
+            joint = family.has_local and family.group is None
+            if joint or not family.factors.row_wise:
                 mine = [(r, p) for r, p in zip(self.stacks, self.local, strict=True) if r.part == i]
             else:
                 rows = [without_params(r) for r in stack(part.as_one(), i)]
@@ -257,6 +259,7 @@ def _batch(
         raise ValueError(
             "batch_size: expected silos of one structure, got several; take batch_size=None"
         )
+    factors[0].check_minibatch()
     group = factors[0].batch_group()
     if (
         factors[0].local_sites
