@@ -203,11 +203,7 @@ def _probe(
         seen.update(
             plates=plates,
             latent=latent,
-            undrawn=tuple(
-                (n, site["type"])
-                for n, site in sites.items()
-                if site["type"] in ("param", "mutable")
-            ),
+            undrawn=_undrawn(sites),
             transforms=_compat.transforms(sites),
             together=any(map(takes_rows_together, sites.values())),
         )
@@ -221,14 +217,14 @@ def _probe(
         seen["latent"], {name: x.shape for name, x in shapes.items()}
     )
     plates = tuple(seen["plates"].items())
-    return (
-        global_sites,
-        local_sites,
-        plates,
-        seen["undrawn"],
-        seen["transforms"],
-        seen["together"],
-    )
+    rest = (seen[name] for name in ("undrawn", "transforms", "together"))
+    return global_sites, local_sites, plates, *rest
+
+
+def _undrawn(sites: Mapping[str, Site]) -> tuple[tuple[str, str], ...]:
+    """Return name and type of each learned parameter and mutable state."""
+    kinds = ("param", "mutable")
+    return tuple((n, site["type"]) for n, site in sites.items() if site["type"] in kinds)
 
 
 def _sites(

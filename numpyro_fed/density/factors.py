@@ -13,12 +13,13 @@ silo's arguments; a minibatch is a call with some of its rows. Only this module 
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import Array
 from numpyro import validation_enabled
 from numpyro.distributions.transforms import Transform
 from numpyro.distributions.util import is_identically_one
@@ -28,6 +29,7 @@ from numpyro.infer.util import constrain_fn, potential_energy, transform_fn, unc
 from numpyro_fed import _compat
 from numpyro_fed._typing import ModelArgs, Site
 from numpyro_fed.data.silos import Silos
+from numpyro_fed.density.unpadded import Sizes, unpadded_terms
 
 PARAMS = "_fed_params"  # argument with the values of learned parameters
 
@@ -103,7 +105,7 @@ class Factors:
     transforms: dict[str, Transform] | None = field(compare=False, repr=False)
     undrawn: tuple[tuple[str, str], ...] = ()
     row_wise: bool = True
-    sizes: tuple[tuple[tuple[str, int], ...], ...] = ()
+    sizes: Sizes = ()
 
     def for_silos(self, silos: Silos) -> "Factors":
         """Return factors that know the sizes of these silos, if terms are not row-wise."""
@@ -189,44 +191,11 @@ class Factors:
         :return: ``log p(theta)`` (scalar), and for each row group a vector ``(n,)``. All entries of
             all vectors sum to ``log p(y_s, z_s | theta)``.
         """
-        if any(jnp.ndim(weights[group]) for group, _ in self._padded):
-            return self._unpadded_terms(theta, z, kwargs, weights)
-        return self._terms(theta, z, kwargs, weights)
-
-    @property
-    def _padded(self) -> tuple[tuple[str, int], ...]:
-        return self.sizes[0] if self.sizes else ()
-
-    def _unpadded_terms(
-        self,
-        theta: Mapping[str, Array],
-        z: Mapping[str, Array],
-        kwargs: ModelArgs,
-        weights: Mapping[str, Array | float],
-    ) -> tuple[Array, dict[str, Array]]:
-        """Return the terms of a silo's own rows, with zeros for padding; one branch a size."""
-        leaf_groups = {leaf: group for leaf, group, _ in self.rows}
-        shown = {group: jnp.shape(weights[group])[0] for group, _ in self._padded}
-        sizes = [dict(own) for own in self.sizes if all(n <= shown[g] for g, n in own)]
-
-        def branch(own: dict[str, int]) -> Callable[[], tuple[Array, dict[str, Array]]]:
-            def cut(values: Mapping, groups: Mapping[str, str]) -> dict:
-                return {k: v[: own[groups[k]]] if k in groups else v for k, v in values.items()}
-
-            def terms() -> tuple[Array, dict[str, Array]]:
-                present = {g: jnp.asarray(weights[g])[:n] for g, n in own.items()}
-                rows, latents = cut(kwargs, leaf_groups), cut(z, self.local_groups())
-                total, local = self._terms(theta, latents, rows, present)
-                return total, {g: jnp.pad(v, (0, shown[g] - own[g])) for g, v in local.items()}
-
-            return terms
-
-        if len(sizes) == 1:
-            return branch(sizes[0])()
-        counts = jnp.stack([jnp.sum(jnp.asarray(weights[g]) > 0) for g in shown])
-        wanted = jnp.asarray([[own[g] for g in shown] for own in sizes])
-        place = jnp.argmin(jnp.abs(wanted - counts).sum(1))
-        return lax.switch(place, [branch(own) for own in sizes])
+        if not self.sizes or not any(jnp.ndim(w) for w in weights.values()):
+            return self._terms(theta, z, kwargs, weights)
+        groups = {leaf: group for leaf, group, _ in self.rows}
+        terms = partial(self._terms, theta)
+        return unpadded_terms(terms, self.sizes, groups, self.local_groups(), z, kwargs, weights)
 
     def _terms(
         self,
