@@ -24,6 +24,7 @@ from numpyro_fed.mcmc.schedules import polynomial_decay
 from numpyro_fed.mcmc.sgld import SGLD
 from numpyro_fed.privacy.data_guards import Guards
 from numpyro_fed.privacy.differential import Privacy
+from numpyro_fed.results.check import SiloCheck, check
 from numpyro_fed.results.compare import Comparison, compare, plot_compare
 from numpyro_fed.results.diagnose import Diagnosis, diagnose
 from numpyro_fed.results.elbo_figure import plot_elbo
@@ -54,8 +55,10 @@ __all__ = [
     "RemoteMCMC",
     "RemoteSilos",
     "SFVIAvg",
+    "SiloCheck",
     "Silos",
     "Step",
+    "check",
     "compare",
     "diagnose",
     "enable_compilation_cache",

@@ -56,9 +56,8 @@ def vi_inference_data(
         raise ValueError(
             "resample=True: silos of a fit with privacy do not weigh draws; expected resample=False"
         )
-    draws, k, judged, unit, candidates, placed = weigh(
-        setup, result, silos, params, key, num_draws, resample
-    )
+    found = weigh(setup, result, silos, params, key, num_draws, resample)
+    draws, k, judged = found.draws, found.k, found.judged
     suffixes = [config.suffix(i) for i in range(len(setup.parts))]
     pieces = [
         (globals_of(config, part, draws, params), {}, {}, {})
@@ -71,9 +70,11 @@ def vi_inference_data(
         zip(() if setup.remote else setup.parts, suffixes, strict=False)
     ):
         silo_coords(idata, config.families[i].factors, part, suffix)
-    idata.posterior.attrs |= _told(setup, params, result) | unit
-    idata.posterior.attrs |= {"candidates": candidates, "placed": int(placed)}
+    idata.posterior.attrs |= _told(setup, params, result) | found.unit
+    idata.posterior.attrs |= {"candidates": found.candidates, "placed": int(found.placed)}
     if not unweighed:
+        log_evidence, error = found.evidence
+        idata.posterior.attrs |= {"log_evidence": log_evidence, "log_evidence_error": error}
         idata.posterior.attrs |= {"pareto_k": k, "pareto_k_of": judged}
     if not unweighed and not k <= POOR:
         warnings.warn(

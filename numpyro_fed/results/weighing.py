@@ -46,6 +46,7 @@ class Weighed(NamedTuple):
     :param unit: the largest k of a unit's candidates, and the unit; empty where there is none.
     :param candidates: number of draws that were weighed.
     :param placed: whether candidates are around the latents' modes at each draw.
+    :param evidence: log marginal likelihood, and its Monte-Carlo error.
     """
 
     draws: Draws
@@ -54,6 +55,7 @@ class Weighed(NamedTuple):
     unit: Facts
     candidates: int
     placed: bool
+    evidence: tuple[float, float]
 
 
 def weigh(
@@ -91,13 +93,13 @@ def weigh(
         weight, k, judged = _judged(config, draws, stretched)
         if resample and len(halves) == 1 and (effective(weight) < num_draws or k > _FAIR):
             return judge(placed, *halves, half(True, placed))
-        candidates = len(weight)
+        candidates, evidence = len(weight), _evidence(draws)
         if resample:  # before units are judged: stretched candidates lie where none has to be right
             chosen = _chosen(weight, num_draws, key)
             draws = jax.tree.map(lambda x: x[chosen], draws)
         several = config.num_local_particles > 1 or any(np.any(x) for x in draws.ratios)
         unit = _worst_unit(setup, draws) if several and not setup.remote else {}
-        return Weighed(draws, k, judged, unit, candidates, placed)
+        return Weighed(draws, k, judged, unit, candidates, placed, evidence)
 
     can = resample and any(can_place(config.families[x.part], x) for x in setup.stacks)
     if can and setup.remote:  # remote silos do not say how good their candidates are
@@ -138,6 +140,18 @@ def _judged(config: FitConfig, draws: Draws, stretched: bool) -> tuple[np.ndarra
     if of_spread <= k:
         return weight, k, "its weights"
     return weight, of_spread, f"the spread of {config.factors.owners[place]}"
+
+
+def _evidence(draws: Draws) -> tuple[float, float]:
+    """Return the log of the mean weight of all candidates, and its Monte-Carlo error."""
+    log_weight = np.asarray(draws.log_weight, np.float64)
+    inside = log_weight[np.isfinite(log_weight)]
+    if not len(inside):
+        return float("nan"), float("nan")
+    weight = np.exp(inside - inside.max())
+    mean = weight.sum() / len(log_weight)
+    error = np.sqrt(np.mean((weight / mean - 1) ** 2) / len(log_weight))
+    return float(np.log(mean) + inside.max()), float(error)
 
 
 def _worst_unit(setup: Setup, draws: Draws) -> Facts:

@@ -141,7 +141,7 @@ class EstimateLocal(FitTask):
             context = at.context._replace(params=weights)
             how = (config, self.stretched, self.placed)
             keys = (at.key_local, at.key_choice)
-            return _candidate(*how, context, learned, *keys, rows, own)[0]
+            return candidate(*how, context, learned, *keys, rows, own)[0]
 
         many = _num_nodes(config, self.stretched, rows) or config.num_local_particles
         units = sum(x.size for x in jax.tree.leaves(own)) * many
@@ -187,20 +187,64 @@ def draw_remote(
     theta, told = _positions(config, params, stacks[0], key, num, stretched)
     if config.noise is not None:  # under privacy no silo weighs draws
         return Draws(theta, [{}], jnp.full(num, jnp.nan), [jnp.zeros((num, 0))])
-    learned = {k: params[k] for k in config.learned}
+    replies = ask_estimates(config, params, slots, silos, stacks, key, told, stretched, placed)
+    stacked = jax.tree.map(lambda *x: np.stack(x), *replies)
+    total = opened(stacked, np.dtype(told.log_weight.dtype)).sum(0)
+    return Draws(theta, [{}], told.log_weight + total, [jnp.zeros((num, 0))])
+
+
+def ask_estimates(
+    config: FitConfig,
+    params: dict[str, Array],
+    slots: list[int],
+    silos: RemoteSilos,
+    stacks: list[SiloRows],
+    key: Array,
+    told: Position,
+    stretched: bool,
+    placed: bool,
+) -> list[PyTree]:
+    """Return remote silos' estimates at draws of theta, in the order of the stacks.
+
+    :param told: the draws, a leading axis first.
+    """
     message = (
         told,
         {k: params[k] for k in config.families[0].shared_params},
-        learned,
+        {k: params[k] for k in config.learned},
         config.unconstrain(params),
     )
     local = EstimateLocal(config, stretched, placed)
     numbers = np.concatenate([np.asarray(rows.number) for rows in stacks]).tolist()
     calls = [Call(n, local, key, message, slot) for n, slot in zip(numbers, slots, strict=True)]
-    replies, _ = silos.ask_again(calls)
-    stacked = jax.tree.map(lambda *x: np.stack(x), *replies)
-    total = opened(stacked, np.dtype(told.log_weight.dtype)).sum(0)
-    return Draws(theta, [{}], told.log_weight + total, [jnp.zeros((num, 0))])
+    return silos.ask_again(calls)[0]
+
+
+@partial(jax.jit, static_argnames=("config",), compiler_options=QUICKLY)
+def estimates_here(
+    config: FitConfig,
+    params: dict[str, Array],
+    local: list,
+    stacks: list[SiloRows],
+    told: Position,
+) -> Array:
+    """Return estimates of silos here at draws of theta, around the latents' modes, ``(n, S)``.
+
+    Silos are in the order of the stacks.
+    """
+    learned = {k: params[k] for k in config.learned}
+
+    def one(at: Position) -> Array:
+        how = (config, True, True, at.context._replace(params=params), learned)
+        silo = partial(candidate, *how, at.key_local, at.key_choice)
+        each = [
+            jax.vmap(silo, in_axes=(rows.axes, 0))(rows, own)[0]
+            for rows, own in zip(stacks, local, strict=True)
+        ]
+        return jnp.concatenate(each)
+
+    numbers = _numbers(config, True, local, stacks)
+    return lax.map(one, told, batch_size=at_once(len(told.log_weight), numbers))
 
 
 @partial(
@@ -244,7 +288,7 @@ def draw(
         for rows, own in zip(stacks, local, strict=True):
             family = config.families[rows.part]
             how = (config, stretched, placed)
-            silo = partial(_candidate, *how, context, learned, key_local, key_choice)
+            silo = partial(candidate, *how, context, learned, key_local, key_choice)
             terms, sites, ratio = jax.vmap(silo, in_axes=(rows.axes, 0))(rows, own)
             log_weight = log_weight + jnp.sum(terms)
             if family.has_local and family.group is not None:
@@ -260,13 +304,18 @@ def draw(
                 latents[rows.part][site] = to_pooled_order(out, rows, group, x)
         return Draws(theta, latents, log_weight, ratios)
 
+    numbers = _numbers(config, stretched, local, stacks)
+    return lax.map(one, random.split(key, num), batch_size=at_once(num, numbers))
+
+
+def _numbers(config: FitConfig, stretched: bool, local: list, stacks: list[SiloRows]) -> int:
+    """Return how many numbers are in memory for one draw."""
     units = sum(
         sum(x.size for x in jax.tree.leaves(own))
         * (_num_nodes(config, stretched, rows) or config.num_local_particles)
         for rows, own in zip(stacks, local, strict=True)
     )
-    numbers = units + sum(len(rows.number) * max(n for _, n in rows.pad) for rows in stacks)
-    return lax.map(one, random.split(key, num), batch_size=at_once(num, numbers))
+    return units + sum(len(rows.number) * max(n for _, n in rows.pad) for rows in stacks)
 
 
 def at_once(num: int, numbers: int) -> int:
@@ -297,7 +346,7 @@ def _num_units(config: FitConfig, part: int, stacks: list[SiloRows], totals: tup
     return sum(len(rows.number) for rows in stacks if rows.part == part)
 
 
-def _candidate(
+def candidate(
     config: FitConfig,
     widened: bool,
     placed: bool,

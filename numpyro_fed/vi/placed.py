@@ -18,9 +18,10 @@ from numpyro_fed.vi.guides.family import Family
 from numpyro_fed.vi.guides.normal import Context, SiloNormal
 from numpyro_fed.vi.minibatch import Batch
 
-# steps toward a unit's mode from where the fitted map has it, and the squared length in sds of a
-# step at which the mode is near enough: nodes reach 12 and 8 sds
-_STEPS, _NEAR = 4, 0.01
+# most steps toward a unit's mode from where the map has it, which ten are enough for from anywhere
+# on a log-concave law, and the squared length in sds of a step at which the mode is near enough:
+# nodes reach 12 and 8 sds
+_STEPS, _NEAR = 20, 0.01
 
 
 def can_place(family: Family, rows: SiloRows) -> bool:
