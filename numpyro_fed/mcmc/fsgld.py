@@ -10,7 +10,8 @@ Target: the posterior of the pooled model. Update: :mod:`numpyro_fed.mcmc.langev
     g_s &= \nabla \log q - \tfrac1{f_s} \nabla \log q_s .
 
 The chain draws the next silo from Categorical(f). Since :math:`\sum_s f_s g_s = 0` for :math:`q =
-\prod_s q_s`, the estimator is unbiased for any surrogates and any alpha (FSGLD lemma 1).
+\prod_s q_s`, the estimator is unbiased for any surrogates and any alpha (FSGLD lemma 1), but for
+the steps that the default cuts (:mod:`numpyro_fed.mcmc.gradients`).
 """
 
 from collections.abc import Callable, Sequence
