@@ -7,8 +7,10 @@ import numpyro.distributions as dist
 import pytest
 from numpyro.infer import MCMC
 from scipy import stats
+from test_wire import Fits
 
 import numpyro_fed as fed
+from numpyro_fed.engines.wire import connect
 
 SIZES, PRIOR, BETWEEN, WITHIN = (4, 7, 3, 5), 3.0, 0.7, 1.2
 
@@ -159,3 +161,14 @@ def test_bad_input(fitted):
     joint = fed.Silos({"a": one, "b": one}, rows=rows, index={"case": "cases", "other": "cases"})
     with pytest.raises(ValueError, match="latents of a silo depend on each other"):
         fed.check(idata, crossed, joint)
+
+
+def test_over_a_wire_as_at_hand(fitted, checked, tmp_path):
+    silos, idata = fitted
+
+    def make():
+        return fed.ConduciveSFVI(model, fed.AutoSiloNormal(model))
+
+    remote = connect(Fits(silos, make(), tmp_path, make), model, fit=make())
+    found = fed.check(idata, model, remote, num_draws=1000)
+    np.testing.assert_allclose(found.log_likelihood, checked.log_likelihood, rtol=1e-5)
