@@ -26,6 +26,7 @@ from numpyro_fed.privacy.data_guards import Guards
 from numpyro_fed.privacy.differential import Privacy
 from numpyro_fed.results.check import SiloCheck, check
 from numpyro_fed.results.compare import Comparison, compare, plot_compare
+from numpyro_fed.results.compare_models import compare_models
 from numpyro_fed.results.diagnose import Diagnosis, diagnose
 from numpyro_fed.results.elbo_figure import plot_elbo
 from numpyro_fed.results.inference_data import to_inference_data
@@ -60,6 +61,7 @@ __all__ = [
     "Step",
     "check",
     "compare",
+    "compare_models",
     "diagnose",
     "enable_compilation_cache",
     "fit",

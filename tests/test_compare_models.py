@@ -1,0 +1,57 @@
+"""Models are compared by the silos that each leaves out."""
+
+import dataclasses
+
+import numpy as np
+import pandas as pd
+import pytest
+from scipy.optimize import minimize_scalar
+
+import numpyro_fed as fed
+from numpyro_fed.results.compare_models import stacking_weights
+
+
+def made(elpd, evidence=None, names=("a", "b", "c")):
+    index = pd.Index(names, name="silo")
+    table = pd.DataFrame(
+        {"rows": [3, 4, 5], "elpd": elpd, "pareto_k": [0.1, 0.9, 0.2]}, index
+    ).assign(how=["weights", "refit", "weights"])
+    return fed.SiloCheck(table, pd.DataFrame(index=index), np.zeros((1, 3)), "sound", evidence)
+
+
+def test_the_table():
+    one, other = np.array([-3.0, -4.0, -5.0]), np.array([-4.0, -3.5, -9.0])
+    table = fed.compare_models({"other": made(other), "one": made(one, (-11.0, 0.01))})
+    assert table.index.tolist() == ["one", "other"]
+    assert table["elpd"].tolist() == [-12.0, -16.5]
+    assert table["difference"].tolist() == [0.0, -4.5]
+    assert table.loc["other", "se"] == pytest.approx(np.sqrt(3) * np.std(other - one, ddof=1))
+    assert table["worst_k"].tolist() == [0.2, 0.2]  # not that of the refit
+    assert table.loc["one", "log_evidence"] == -11.0
+    assert np.isnan(table.loc["other", "log_evidence"])
+
+
+def test_weights_are_the_best_mixture():
+    elpd = np.random.default_rng(0).normal(size=(2, 12)) - 5
+
+    def loss(w):
+        return -np.log(w * np.exp(elpd[0]) + (1 - w) * np.exp(elpd[1])).sum()
+
+    best = minimize_scalar(loss, bounds=(0, 1), method="bounded", options={"xatol": 1e-9}).x
+    np.testing.assert_allclose(stacking_weights(elpd), [best, 1 - best], atol=1e-4)
+    # a model that is worse everywhere has no weight
+    worse = np.vstack([elpd, elpd.min(0) - 2])
+    np.testing.assert_allclose(stacking_weights(worse), [best, 1 - best, 0], atol=1e-4)
+
+
+def test_bad_input():
+    one = made(np.zeros(3))
+    with pytest.raises(ValueError, match="two models or more, got 1"):
+        fed.compare_models({"one": one})
+    with pytest.raises(TypeError, match=r"expected fed.check.*got dict for 'two'"):
+        fed.compare_models({"one": one, "two": {}})
+    with pytest.raises(ValueError, match="same silos; 'two' has others than 'one'"):
+        fed.compare_models({"one": one, "two": made(np.zeros(3), names=("a", "b", "d"))})
+    rows = dataclasses.replace(one, table=one.table.assign(rows=[3, 4, 6]))
+    with pytest.raises(ValueError, match="same silos"):
+        fed.compare_models({"one": one, "two": rows})
