@@ -7,7 +7,8 @@ of `rdata_problems.py`; without one all, each in a process of its own. A row a
 problem: the verdict; the largest error of a mean, in sds of the reference, with its Monte-Carlo
 standard error, and the range of sd ratios, for fixed effects and for log scales with correlations;
 "right" where these are within .1 and .93 to 1.07, and within .15 and .88 to 1.12, or outside by
-less than two standard errors; seconds; the way that the report tells. NUTS makes 4 x N draws.
+less than two standard errors; seconds; the way that the report tells. NUTS makes 4 x N draws; where
+its R-hat is above 1.02 nothing is judged ("?").
 """
 
 import argparse
@@ -65,6 +66,8 @@ def judge(name: str, method: str, num_draws: int) -> str:
     """Return a row of the table."""
     problem = PROBLEMS[name]
     pooled = problem.read(reference(problem, num_draws))
+    flat = az.convert_to_dataset({"x": together(pooled["fixed"] | pooled["scales"])})
+    judged = float(az.rhat(flat)["x"].max()) <= 1.02
     start = time.perf_counter()
     idata = fed.fit(problem.model, problem.silos(), method=method, progress_bar=False)
     took = time.perf_counter() - start
@@ -80,7 +83,9 @@ def judge(name: str, method: str, num_draws: int) -> str:
         right &= bool((off - 2 * se <= most).all())
         right &= bool(((ratio + 2 * se_ratio >= low) & (ratio - 2 * se_ratio <= high)).all())
     attrs = idata.posterior.attrs
-    text = f"{name:<30} {attrs['verdict']:<10} {'right' if right else 'WRONG':<6}"
+    text = (
+        f"{name:<30} {attrs['verdict']:<10} {('right' if right else 'WRONG') if judged else '?':<6}"
+    )
     return f"{text} {'  '.join(words)} {took:7.1f}  {attrs['report'].split('. Checks')[0]}"
 
 
