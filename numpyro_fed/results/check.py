@@ -41,15 +41,16 @@ _ROUNDS, _TOL = 40, 1e-3  # of a fit without a silo, as in fed.fit
 class SiloCheck:
     """Check of a model, silo by silo; it prints as its table.
 
-    :ivar table: for each silo its rows, ``elpd`` (log density of its data under all others, in
-        nats), ``se`` (Monte-Carlo error of it), ``pareto_k`` of the weights, ``how`` (weights, or a
-        refit without the silo), and the largest ``shift`` of a coefficient with its ``site``.
+    :ivar table: for each silo the rows of its largest row group, ``elpd`` (log density of its data
+        under all others, in nats), ``se`` (Monte-Carlo error of it), ``pareto_k`` of the weights,
+        ``how`` (weights, or a refit without the silo), and the largest ``shift`` of a coefficient
+        with its ``site``.
     :ivar shifts: shift of each coefficient when the silo is left out, in posterior sds, silos by
         coefficients.
     :ivar log_likelihood: log likelihood of each silo at the draws, ``(draws, silos)``.
     :ivar verdict: the fit's own verdict; ``None`` where it has none.
     :ivar log_evidence: log marginal likelihood of all data, and its Monte-Carlo error; ``None``
-        where the draws were not weighted.
+        where the draws were not weighted, or Pareto's k of the weights is above .7.
     """
 
     table: "pd.DataFrame"
@@ -212,8 +213,8 @@ def _without(model: Callable, silos: Silos, number: int, num_draws: int) -> "Inf
 
 
 def _evidence(attrs: dict) -> tuple[float, float] | None:
-    """Return the log evidence of a weighted fit, and its error."""
-    if "log_evidence" not in attrs:
+    """Return the log evidence of a fit whose weights are sound, and its error."""
+    if "log_evidence" not in attrs or max(attrs["pareto_k"], attrs.get("pareto_k_unit", 0)) > POOR:
         return None
     return float(attrs["log_evidence"]), float(attrs["log_evidence_error"])
 
@@ -230,7 +231,7 @@ def _collected(
 
     index = pd.Index(silos.names, name="silo")
     shifts = pd.DataFrame([row.shift for row in rows], index, names)
-    sizes = np.sum([silos.sizes[group] for group in silos.sizes], 0)
+    sizes = np.max([silos.sizes[group] for group in silos.sizes], 0)
     table = pd.DataFrame(
         {
             "rows": sizes,
