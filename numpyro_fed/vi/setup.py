@@ -69,20 +69,22 @@ class Setup(NamedTuple):
     def as_one(self) -> "Setup":
         """Return the setup with all silos of a structure as one, which needs no padding.
 
-        The factors sum to the same. Silos whose latents are one unit stay apart, and so do those
-        whose rows depend on each other.
+        The factors sum to the same. Silos whose latents are one unit stay apart.
         """
-        stacks, local = [], []
+        stacks, local, families = [], [], []
         for i, (family, part) in enumerate(zip(self.config.families, self.parts, strict=True)):
-            joint = family.has_local and family.group is None
-            if joint or not family.factors.row_wise:
+            if family.has_local and family.group is None:
                 mine = [(r, p) for r, p in zip(self.stacks, self.local, strict=True) if r.part == i]
             else:
-                rows = [without_params(r) for r in stack(part.as_one(), i)]
+                one = part.as_one()
+                family = replace(family, factors=family.factors.for_silos(one))
+                rows = [without_params(r) for r in stack(one, i)]
                 mine = [(r, _first_local(family, r)) for r in rows]
             stacks += [r for r, _ in mine]
             local += [p for _, p in mine]
-        return self._replace(stacks=stacks, local=local)
+            families.append(family)
+        config = replace(self.config, families=tuple(families))
+        return self._replace(config=config, stacks=stacks, local=local)
 
     def partition(self) -> str:
         """Return a fingerprint of the assignment of pooled rows to silos.
