@@ -23,6 +23,7 @@ from numpyro_fed.results.diagnose import diagnose
 from numpyro_fed.results.inference_data import to_inference_data
 from numpyro_fed.results.vi_inference_data import check_num_draws
 from numpyro_fed.results.weighing import prepare_draws
+from numpyro_fed.rounds.federated import Ledger
 from numpyro_fed.rounds.remote import RemoteSilos
 from numpyro_fed.surrogates.natural_step import CONVERGED
 from numpyro_fed.vi.conducive.checks import JointUnits
@@ -47,6 +48,9 @@ _START_TOL = 0.1
 _CHAINS, _WARMUP = 4, 200
 _HMC_WARMUP = 400  # the verdicts in docs/results.md are of so many
 _LONGEST = 16  # most draws of a chain for one that is kept
+# acceptance that chains aim at, one after the other where trajectories diverge: that of NUTS, and
+# what its users raise it to
+_TARGETS = (0.8, 0.95, 0.99)
 _METHODS = ("auto", "vi", "hmc", "fsgld")
 
 
@@ -68,7 +72,8 @@ def fit(
        importance sampling). Where the weights fail, silos look for the latents' modes at each draw,
        and weigh again.
     2. ``"hmc"``: four chains of :class:`HMC`, which need no Gaussian shape. They go on until R-hat
-       and effective draws are sound, for at most 16 times ``num_draws``.
+       and effective draws are sound, for at most 16 times ``num_draws``. Where trajectories diverge
+       they start again with shorter steps, of acceptance .95 and then .99.
 
     ``method="auto"`` takes the second step where the first is unsound. Where latents of a silo
     depend on each other (nested or crossed plates), it takes the second step alone. ``"vi"`` and
@@ -147,7 +152,7 @@ def fit(
             found = found._replace(mend=f"{found.mend}. HMC: {error}")
             return _reported(found, f"{words}; ", progress_bar)
         words, found = f"{words}; {found.words} (unsound, so chains went on)", chains
-        _add_ledger(found.idata, result)
+        _add_ledger(found.idata, result.ledger)
     return _reported(found, f"{words}; ", progress_bar)
 
 
@@ -250,7 +255,7 @@ def _chains(
     mcmc.run(key, silos)  # type: ignore[arg-type]  # each class has its own type of silos
     idata = to_inference_data(mcmc, silos)
     diagnosis = diagnose(mcmc)
-    _add_ledger(idata, result)
+    _add_ledger(idata, result.ledger)
     words = f"from there FSGLD, {_CHAINS} chains of {_WARMUP} + {mcmc.num_samples} rounds"
     return _Found(idata, words, diagnosis.verdict, f". {diagnosis.summary()}")
 
@@ -258,9 +263,9 @@ def _chains(
 def _hmc(
     model: Callable, silos: Silos | MixedSilos, num_draws: int, key: Array, progress_bar: bool
 ) -> _Found:
-    """Return draws of HMC, of longer runs until the checks hold."""
-    num, each = -(-num_draws // _CHAINS), 1
-    kernel, start = HMC(model), None
+    """Return draws of HMC, by shorter steps and longer runs until the checks hold."""
+    num, each, start, targets, spent = -(-num_draws // _CHAINS), 1, None, list(_TARGETS), []
+    kernel = HMC(model, target_accept_prob=targets[0])
     while True:
         mcmc = MCMC(
             kernel,
@@ -275,14 +280,22 @@ def _hmc(
         mcmc.run(key if start is None else start.rng_key, silos)
         diagnosis = diagnose(mcmc)
         diverged = diagnosis.table.loc["trajectories diverged", "verdict"] != "sound"
-        if diagnosis.verdict == "sound" or each == _LONGEST or diverged:
+        if diagnosis.verdict == "sound" or (len(targets) == 1 if diverged else each == _LONGEST):
             break
-        start, each = mcmc.last_state, each * 4
+        if diverged:
+            spent.append(kernel.ledger(mcmc.last_state))
+            start, each, targets = None, 1, targets[1:]
+            kernel = HMC(model, target_accept_prob=targets[0])
+        else:
+            start, each = mcmc.last_state, each * 4
     idata = to_inference_data(mcmc, silos)
-    rounds = int(mcmc.last_state.rounds)
+    for ledger in spent:
+        _add_ledger(idata, ledger)
     words = (
         f"HMC, {_CHAINS} chains of {num:,} draws"
-        f"{f', one of {each} each' if each > 1 else ''}, {rounds:,} rounds"
+        f"{f', one of {each} each' if each > 1 else ''}, "
+        f"{json.loads(idata.posterior.attrs['rounds'])[0]:,} rounds"
+        f"{f', of acceptance {targets[0]}, as others diverged' if spent else ''}"
     )
     return _Found(idata, words, diagnosis.verdict, f". {diagnosis.summary()}")
 
@@ -313,8 +326,8 @@ def _of_rounds(result: VIResult) -> tuple[str, bool]:
     )
 
 
-def _add_ledger(idata: "InferenceData", result: VIResult) -> None:
-    """Add the variational rounds to the ledger of the chains."""
-    attrs, added = idata.posterior.attrs, asdict(result.ledger)
+def _add_ledger(idata: "InferenceData", ledger: Ledger) -> None:
+    """Add rounds that were made before to the ledger of the chains."""
+    attrs, added = idata.posterior.attrs, asdict(ledger)
     for name in ("rounds", "gradient_evaluations", "bytes_down", "bytes_up"):
         attrs[name] = json.dumps(np.add(json.loads(attrs[name]), added[name]).tolist())

@@ -337,6 +337,18 @@ def test_chains_go_on_until_there_are_enough_draws():
     assert attrs["verdict"] == "undecided"
 
 
+def test_chains_that_diverge_start_again_with_shorter_steps(monkeypatch):
+    silos, _, _ = nested_silos()
+    monkeypatch.setitem(fed.diagnose.__globals__, "MOST_DIVERGED", -1.0)  # any number is too many
+    attrs = fed.fit(nested, silos, num_draws=40, progress_bar=False).posterior.attrs
+    assert "of acceptance 0.99, as others diverged" in attrs["report"]
+    assert attrs["verdict"] == "unsound"
+    monkeypatch.setitem(fed.fit.__globals__, "_TARGETS", (0.99,))
+    last = fed.fit(nested, silos, num_draws=40, progress_bar=False).posterior.attrs
+    # the rounds of all three runs count
+    assert json.loads(attrs["rounds"])[0] > 1.3 * json.loads(last["rounds"])[0]
+
+
 def test_chains_that_cannot_start_leave_the_weighed_draws(monkeypatch):
     def no_start(*_):
         raise ValueError("the log density is not finite at the start of a chain")
