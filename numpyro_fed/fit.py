@@ -47,6 +47,9 @@ _START_TOL = 0.1
 # leave 1 / e of the start
 _CHAINS, _WARMUP = 4, 200
 _HMC_WARMUP = 400  # the verdicts in docs/results.md are of so many
+# effective draws of the worst site, of 4,000 draws, at which chains end: with the 400 that a sound
+# run needs, a scale with a long tail (frailties of `kidney`) was off by .2 sds
+_ENOUGH = 1000
 _LONGEST = 16  # most draws of a chain for one that is kept
 # acceptance that chains aim at, one after the other where trajectories diverge: that of NUTS, and
 # what its users raise it to
@@ -280,7 +283,9 @@ def _hmc(
         mcmc.run(key if start is None else start.rng_key, silos)
         diagnosis = diagnose(mcmc)
         diverged = diagnosis.table.loc["trajectories diverged", "verdict"] != "sound"
-        if diagnosis.verdict == "sound" or (len(targets) == 1 if diverged else each == _LONGEST):
+        enough = diagnosis.table.loc["effective draws", "value"] >= _ENOUGH * num * _CHAINS / 4000
+        done = diagnosis.verdict == "sound" and enough
+        if done or (len(targets) == 1 if diverged else each == _LONGEST):
             break
         if diverged:
             spent.append(kernel.ledger(mcmc.last_state))
