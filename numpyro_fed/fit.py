@@ -30,16 +30,12 @@ from numpyro_fed.vi.conducive.checks import JointUnits
 from numpyro_fed.vi.guides.auto_silo_normal import AutoSiloNormal
 from numpyro_fed.vi.importance import POOR
 from numpyro_fed.vi.result import VIResult
-from numpyro_fed.vi.svi import ConduciveSFVI
+from numpyro_fed.vi.svi import MOST_ROUNDS, TOL, ConduciveSFVI
 
 if TYPE_CHECKING:
     from arviz import InferenceData
 
 
-_MOST_ROUNDS = 40  # 15 models took 6 to 28 (docs/results.md)
-# change of the bound in a round, in nats, below which rounds may end; a mean that is .045 sds off
-# costs so much
-TOL = 1e-3
 # the same, for rounds that only give chains a start: the fit of surrogates goes on from there, and
 # chains were as right as from a cold start on 19 models (docs/results.md)
 _START_TOL = 0.1
@@ -47,9 +43,9 @@ _START_TOL = 0.1
 # leave 1 / e of the start
 _CHAINS, _WARMUP = 4, 200
 _HMC_WARMUP = 400  # the verdicts in docs/results.md are of so many
-# effective draws of the worst site, of 4,000 draws, at which chains end: with the 400 that a sound
-# run needs, a scale with a long tail (frailties of `kidney`) was off by .2 sds
-_ENOUGH = 1000
+# share of the draws that are effective, of the worst site, at which chains end: with 533 of 4,000,
+# more than a sound run needs, a scale with a long tail (frailties of `kidney`) was off by .2 sds
+_ENOUGH = 0.25
 _LONGEST = 16  # most draws of a chain for one that is kept
 # acceptance that chains aim at, one after the other where trajectories diverge: that of NUTS, and
 # what its users raise it to
@@ -75,8 +71,8 @@ def fit(
        importance sampling). Where the weights fail, silos look for the latents' modes at each draw,
        and weigh again.
     2. ``"hmc"``: four chains of :class:`HMC`, which need no Gaussian shape. They go on until R-hat
-       and effective draws are sound, for at most 16 times ``num_draws``. Where trajectories diverge
-       they start again with shorter steps, of acceptance .95 and then .99.
+       is sound and a quarter of the draws effective, for at most 16 times ``num_draws``. Where
+       trajectories diverge they start again with shorter steps, of acceptance .95 and then .99.
 
     ``method="auto"`` takes the second step where the first is unsound. Where latents of a silo
     depend on each other (nested or crossed plates), it takes the second step alone. ``"vi"`` and
@@ -133,7 +129,7 @@ def fit(
         _compile(svi, silos, num_draws, key_rounds)
     result = svi.run(
         key_rounds,
-        _MOST_ROUNDS,
+        MOST_ROUNDS,
         silos,
         tol=_START_TOL if method == "fsgld" else TOL,
         progress_bar=progress_bar,
@@ -283,14 +279,13 @@ def _hmc(
         mcmc.run(key if start is None else start.rng_key, silos)
         diagnosis = diagnose(mcmc)
         diverged = diagnosis.table.loc["trajectories diverged", "verdict"] != "sound"
-        enough = diagnosis.table.loc["effective draws", "value"] >= _ENOUGH * num * _CHAINS / 4000
-        done = diagnosis.verdict == "sound" and enough
-        if done or (len(targets) == 1 if diverged else each == _LONGEST):
-            break
-        if diverged:
+        enough = diagnosis.table.loc["effective draws", "value"] >= _ENOUGH * num * _CHAINS
+        if diverged and len(targets) > 1:
             spent.append(kernel.ledger(mcmc.last_state))
             start, each, targets = None, 1, targets[1:]
             kernel = HMC(model, target_accept_prob=targets[0])
+        elif diverged or each == _LONGEST or (diagnosis.verdict == "sound" and enough):
+            break
         else:
             start, each = mcmc.last_state, each * 4
     idata = to_inference_data(mcmc, silos)

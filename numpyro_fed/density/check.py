@@ -231,8 +231,10 @@ def _check_sum(factors: Factors, silos: Silos, seed: int) -> None:
         # terms may cancel, so their size decides the rounding, not the size of the sum
         size = max(float(np.abs(np.asarray(terms)).sum()), abs(float(expected)), 1.0)
         rounding = float(jnp.finfo(terms.dtype).eps)
-        allowed = rounding * (2e3 * size + 8 * _largest_constants(silos))
+        allowed = 2e3 * rounding * size
         gap = abs(float(value) - float(expected))
+        if not gap <= allowed:  # seldom, as it reads all rows
+            allowed += 8 * rounding * _largest_constants(silos)
         wrong = _different_sites(gradient, expected_gradient, silos, factors)
         # not (a <= b), so that NaN fails
         if not gap <= allowed or wrong:
@@ -262,7 +264,7 @@ def _largest_constants(silos: Silos) -> float:
 
 
 def _holds_unpadded(factors: Factors, silos: Silos, seed: int) -> bool:
-    """Return whether factors that are no sum of padded silos are one of silos as they are."""
+    """Return whether the silos' terms sum to the pooled model where silos are not padded."""
     if not factors.row_wise:
         return False
     try:

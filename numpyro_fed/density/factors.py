@@ -191,19 +191,10 @@ class Factors:
         :return: ``log p(theta)`` (scalar), and for each row group a vector ``(n,)``. All entries of
             all vectors sum to ``log p(y_s, z_s | theta)``.
         """
-        if not self.sizes or not any(jnp.ndim(w) for w in weights.values()):
-            return self._terms(theta, z, kwargs, weights)
-        groups = {leaf: group for leaf, group, _ in self.rows}
-        terms = partial(self._terms, theta)
-        return unpadded_terms(terms, self.sizes, groups, self.local_groups(), z, kwargs, weights)
-
-    def _terms(
-        self,
-        theta: Mapping[str, Array],
-        z: Mapping[str, Array],
-        kwargs: ModelArgs,
-        weights: Mapping[str, Array | float],
-    ) -> tuple[Array, dict[str, Array]]:
+        if self.sizes and any(jnp.ndim(w) for w in weights.values()):
+            terms = partial(replace(self, sizes=()).terms, theta)
+            own = {leaf: group for leaf, group, _ in self.rows}
+            return unpadded_terms(terms, self.sizes, own, self.local_groups(), z, kwargs, weights)
         placed = {s.name: jnp.moveaxis(z[s.name], 0, s.axis) for s in self.local_sites}
         model = _compat.unconstrained(self.model, {**theta, **placed})
         plates = dict(self.plates)

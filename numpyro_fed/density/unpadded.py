@@ -1,8 +1,8 @@
 """Terms of a silo's own rows, where padding would enter them.
 
 Silos are padded to one size, and padded rows have weight zero. That is enough where a row's term
-depends on its own row alone. Elsewhere the model has to be called without the padding, whose size
-is static: once for each size of silo, in a branch of its own.
+depends on its own row alone. A model whose terms depend on other rows must not see padding. JAX
+needs static sizes, so each size of silo has a call of the model in a branch of its own.
 """
 
 from collections.abc import Callable, Mapping

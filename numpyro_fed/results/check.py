@@ -26,15 +26,13 @@ from numpyro_fed.results.silo_likelihood import global_draws, silo_log_likelihoo
 from numpyro_fed.results.vi_inference_data import check_num_draws, vi_inference_data
 from numpyro_fed.rounds.remote import RemoteSilos
 from numpyro_fed.vi.guides.auto_silo_normal import AutoSiloNormal
-from numpyro_fed.vi.importance import POOR, smoothed
-from numpyro_fed.vi.svi import ConduciveSFVI
+from numpyro_fed.vi.importance import POOR, log_mean, smoothed
+from numpyro_fed.vi.svi import MOST_ROUNDS, TOL, ConduciveSFVI
 
 if TYPE_CHECKING:
     import pandas as pd
     from arviz import InferenceData
     from matplotlib.figure import Figure
-
-_ROUNDS, _TOL = 40, 1e-3  # of a fit without a silo, as in fed.fit
 
 
 @dataclass(frozen=True)
@@ -129,24 +127,29 @@ def check(
             f"expected fed.Silos, fed.split(...) or RemoteSilos, got {type(silos).__name__}"
         )
     if len(silos) < 2:
-        raise ValueError("expected two silos or more, one of which can be left out; got one")
+        raise ValueError("expected two silos or more, as each is left out in turn; got one")
     check_num_draws(num_draws)
     posterior = posterior_dataset(idata)
     sites = global_draws(posterior, factorize(model, silos), num_draws)
     terms = silo_log_likelihood(model, silos, sites)
     names, values = _coefficients(sites)
+    mean, sd = values.mean(0), values.std(0)
     here = refit and not isinstance(silos, RemoteSilos)
-    evidence = _evidence(posterior.attrs)
-    rows = [
-        _left_out(model, silos, s, terms[:, s], values, here, num_draws, evidence)
-        for s in range(len(silos))
-    ]
+    rows = []
+    for name, own in zip(silos.names, terms.T, strict=True):
+        weight, k = smoothed(-own)
+        if k > POOR and here:
+            density, others = _refitted(model, silos, name, num_draws, _evidence(posterior.attrs))
+            how = "refit"
+        else:
+            density, others, how = log_mean(own, weight), weight @ values, "weights"
+        rows.append(_LeftOut(*density, k, how, (others - mean) / sd))
     return _collected(silos, names, rows, terms, posterior.attrs)
 
 
 @dataclass(frozen=True)
 class _LeftOut:
-    """What follows where one silo is left out."""
+    """Result of leaving one silo out."""
 
     elpd: float
     se: float
@@ -166,50 +169,35 @@ def _coefficients(sites: dict[str, np.ndarray]) -> tuple[list[str], np.ndarray]:
     return names, np.concatenate(columns, axis=1)
 
 
-def _left_out(
+def _refitted(
     model: Callable,
     silos: Silos,
-    number: int,
-    terms: np.ndarray,
-    values: np.ndarray,
-    refit: bool,
+    name: str,
     num_draws: int,
     evidence: tuple[float, float] | None,
-) -> _LeftOut:
-    mean, sd = values.mean(0), values.std(0)
-    weight, k = smoothed(-terms)
-    if k <= POOR or not refit:
-        return _LeftOut(*_density(terms, weight), k, "weights", (weight @ values - mean) / sd)
-    idata = _without(model, silos, number, num_draws)
-    sites = global_draws(idata.posterior, factorize(model, silos), num_draws)
-    rest = _evidence(idata.posterior.attrs)
-    if evidence is None or rest is None:
-        own = silo_log_likelihood(model, _among(silos, [silos.names[number]]), sites)[:, 0]
-        found = _density(own, np.full(len(own), 1 / len(own)))
-    else:
-        found = evidence[0] - rest[0], float(np.hypot(evidence[1], rest[1]))
-    return _LeftOut(*found, k, "refit", (_coefficients(sites)[1].mean(0) - mean) / sd)
+) -> tuple[tuple[float, float], np.ndarray]:
+    """Return a silo's log density by a fit without it, with its error, and that fit's mean.
 
-
-def _density(terms: np.ndarray, weight: np.ndarray) -> tuple[float, float]:
-    """Return the log of a weighted mean of likelihoods, and its Monte-Carlo error."""
-    likelihood = np.exp(terms - terms.max())
-    mean = weight @ likelihood
-    error = np.sqrt(np.sum(weight**2 * (likelihood / mean - 1) ** 2))
-    return float(np.log(mean) + terms.max()), float(error)
-
-
-def _without(model: Callable, silos: Silos, number: int, num_draws: int) -> "InferenceData":
-    """Fit the model without a silo."""
-    name = silos.names[number]
+    :param evidence: log evidence of the fit of all silos, and its error.
+    """
     rest = _among(silos, [other for other in silos.names if other != name])
-    svi = ConduciveSFVI(model, AutoSiloNormal(model))
-    result = svi.run(jax.random.key(number), _ROUNDS, rest, tol=_TOL, progress_bar=False)
+    # the factorization was checked on all silos
+    svi = ConduciveSFVI(model, AutoSiloNormal(model), validate=False)
+    result = svi.run(
+        jax.random.key(silos.names.index(name)), MOST_ROUNDS, rest, tol=TOL, progress_bar=False
+    )
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Pareto's k of the approximation")
-        return vi_inference_data(
+        idata = vi_inference_data(
             svi, result, rest, num_draws=num_draws, log_likelihood=False, resample=True
         )
+    sites = global_draws(idata.posterior, factorize(model, silos), num_draws)
+    mean, without = _coefficients(sites)[1].mean(0), _evidence(idata.posterior.attrs)
+    if evidence is not None and without is not None:
+        density = evidence[0] - without[0], float(np.hypot(evidence[1], without[1]))
+        return density, mean
+    own = silo_log_likelihood(model, _among(silos, [name]), sites)[:, 0]
+    return log_mean(own, np.full(len(own), 1 / len(own))), mean
 
 
 def _evidence(attrs: dict) -> tuple[float, float] | None:

@@ -20,7 +20,7 @@ from numpyro_fed.density.factors import Factors
 from numpyro_fed.rounds.remote import RemoteSilos
 from numpyro_fed.vi.conducive.checks import JointUnits
 from numpyro_fed.vi.config import FitConfig
-from numpyro_fed.vi.draws import Position, ask_estimates, estimates_here
+from numpyro_fed.vi.draws import EstimateLocal, Position, ask_estimates, estimates_here
 from numpyro_fed.vi.guides.auto_silo_normal import AutoSiloNormal
 from numpyro_fed.vi.placed import can_place
 from numpyro_fed.vi.svi import ConduciveSFVI
@@ -59,9 +59,8 @@ def silo_log_likelihood(model: Callable, silos: Silos, draws: dict[str, np.ndarr
     told = _told(config, params, draws, setup.parts[0])
     if isinstance(silos, RemoteSilos):
         slots = svi.init(random.key(0), silos).silos.slots.tolist()
-        replies = ask_estimates(
-            config, params, slots, silos, setup.stacks, random.key(0), told, True, True
-        )
+        local = EstimateLocal(config, stretched=True, placed=True)
+        replies = ask_estimates(local, params, slots, silos, setup.stacks, random.key(0), told)
         found = np.stack(replies, 1)
     else:
         found = np.asarray(estimates_here(config, params, setup.local, setup.stacks, told))
@@ -72,7 +71,7 @@ def silo_log_likelihood(model: Callable, silos: Silos, draws: dict[str, np.ndarr
 def _told(
     config: FitConfig, params: dict[str, Array], draws: dict[str, np.ndarray], silos: Silos
 ) -> Position:
-    """Return the draws as the silos are told them."""
+    """Return the message to the silos, which has the unconstrained draws."""
     shared = split_shared(silos.shared)
 
     @jax.jit

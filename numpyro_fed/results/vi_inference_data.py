@@ -74,8 +74,8 @@ def vi_inference_data(
     idata.posterior.attrs |= {"candidates": found.candidates, "placed": int(found.placed)}
     if not unweighed:
         log_evidence, error = found.evidence
-        idata.posterior.attrs |= {"log_evidence": log_evidence, "log_evidence_error": error}
         idata.posterior.attrs |= {"pareto_k": k, "pareto_k_of": judged}
+        idata.posterior.attrs |= {"log_evidence": log_evidence, "log_evidence_error": error}
     if not unweighed and not k <= POOR:
         warnings.warn(
             f"Pareto's k of the approximation is {k:.2f} ({judged}), above {POOR}: q(theta) misses "

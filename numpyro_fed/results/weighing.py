@@ -21,7 +21,14 @@ from numpyro_fed.vi._base import FederatedVI
 from numpyro_fed.vi.config import FitConfig
 from numpyro_fed.vi.draws import Draws, draw, draw_remote
 from numpyro_fed.vi.guides.normal import SiloNormal
-from numpyro_fed.vi.importance import POOR, effective, smoothed, tail_of_spreads, worst_tail
+from numpyro_fed.vi.importance import (
+    POOR,
+    effective,
+    log_mean,
+    smoothed,
+    tail_of_spreads,
+    worst_tail,
+)
 from numpyro_fed.vi.placed import can_place
 from numpyro_fed.vi.remote import kept_by
 from numpyro_fed.vi.result import VIResult, stacked_params
@@ -145,13 +152,11 @@ def _judged(config: FitConfig, draws: Draws, stretched: bool) -> tuple[np.ndarra
 def _evidence(draws: Draws) -> tuple[float, float]:
     """Return the log of the mean weight of all candidates, and its Monte-Carlo error."""
     log_weight = np.asarray(draws.log_weight, np.float64)
-    inside = log_weight[np.isfinite(log_weight)]
-    if not len(inside):
+    inside = np.isfinite(log_weight)
+    if not inside.any():
         return float("nan"), float("nan")
-    weight = np.exp(inside - inside.max())
-    mean = weight.sum() / len(log_weight)
-    error = np.sqrt(np.mean((weight / mean - 1) ** 2) / len(log_weight))
-    return float(np.log(mean) + inside.max()), float(error)
+    num = len(log_weight)
+    return log_mean(np.where(inside, log_weight, -np.inf), np.full(num, 1 / num))
 
 
 def _worst_unit(setup: Setup, draws: Draws) -> Facts:

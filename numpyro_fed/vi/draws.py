@@ -141,7 +141,7 @@ class EstimateLocal(FitTask):
             context = at.context._replace(params=weights)
             how = (config, self.stretched, self.placed)
             keys = (at.key_local, at.key_choice)
-            return candidate(*how, context, learned, *keys, rows, own)[0]
+            return _candidate(*how, context, learned, *keys, rows, own)[0]
 
         many = _num_nodes(config, self.stretched, rows) or config.num_local_particles
         units = sum(x.size for x in jax.tree.leaves(own)) * many
@@ -187,34 +187,33 @@ def draw_remote(
     theta, told = _positions(config, params, stacks[0], key, num, stretched)
     if config.noise is not None:  # under privacy no silo weighs draws
         return Draws(theta, [{}], jnp.full(num, jnp.nan), [jnp.zeros((num, 0))])
-    replies = ask_estimates(config, params, slots, silos, stacks, key, told, stretched, placed)
+    local = EstimateLocal(config, stretched, placed)
+    replies = ask_estimates(local, params, slots, silos, stacks, key, told)
     stacked = jax.tree.map(lambda *x: np.stack(x), *replies)
     total = opened(stacked, np.dtype(told.log_weight.dtype)).sum(0)
     return Draws(theta, [{}], told.log_weight + total, [jnp.zeros((num, 0))])
 
 
 def ask_estimates(
-    config: FitConfig,
+    local: EstimateLocal,
     params: dict[str, Array],
     slots: list[int],
     silos: RemoteSilos,
     stacks: list[SiloRows],
     key: Array,
     told: Position,
-    stretched: bool,
-    placed: bool,
 ) -> list[PyTree]:
     """Return remote silos' estimates at draws of theta, in the order of the stacks.
 
     :param told: the draws, a leading axis first.
     """
+    config = local.config
     message = (
         told,
         {k: params[k] for k in config.families[0].shared_params},
         {k: params[k] for k in config.learned},
         config.unconstrain(params),
     )
-    local = EstimateLocal(config, stretched, placed)
     numbers = np.concatenate([np.asarray(rows.number) for rows in stacks]).tolist()
     calls = [Call(n, local, key, message, slot) for n, slot in zip(numbers, slots, strict=True)]
     return silos.ask_again(calls)[0]
@@ -236,7 +235,7 @@ def estimates_here(
 
     def one(at: Position) -> Array:
         how = (config, True, True, at.context._replace(params=params), learned)
-        silo = partial(candidate, *how, at.key_local, at.key_choice)
+        silo = partial(_candidate, *how, at.key_local, at.key_choice)
         each = [
             jax.vmap(silo, in_axes=(rows.axes, 0))(rows, own)[0]
             for rows, own in zip(stacks, local, strict=True)
@@ -288,7 +287,7 @@ def draw(
         for rows, own in zip(stacks, local, strict=True):
             family = config.families[rows.part]
             how = (config, stretched, placed)
-            silo = partial(candidate, *how, context, learned, key_local, key_choice)
+            silo = partial(_candidate, *how, context, learned, key_local, key_choice)
             terms, sites, ratio = jax.vmap(silo, in_axes=(rows.axes, 0))(rows, own)
             log_weight = log_weight + jnp.sum(terms)
             if family.has_local and family.group is not None:
@@ -346,7 +345,7 @@ def _num_units(config: FitConfig, part: int, stacks: list[SiloRows], totals: tup
     return sum(len(rows.number) for rows in stacks if rows.part == part)
 
 
-def candidate(
+def _candidate(
     config: FitConfig,
     widened: bool,
     placed: bool,

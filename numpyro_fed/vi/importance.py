@@ -38,6 +38,19 @@ def smoothed(log_weight: np.ndarray) -> tuple[np.ndarray, float]:
     return weight / weight.sum(), float(k)
 
 
+def log_mean(log_terms: np.ndarray, weight: np.ndarray) -> tuple[float, float]:
+    """Return the log of a weighted mean of terms, and its Monte-Carlo error.
+
+    :param log_terms: logs of the terms, of which one at least is finite.
+    :param weight: weights that sum to one.
+    """
+    most = log_terms.max()
+    terms = np.exp(log_terms - most)
+    mean = weight @ terms
+    error = np.sqrt(np.sum(weight**2 * (terms / mean - 1) ** 2))
+    return float(np.log(mean) + most), float(error)
+
+
 def effective(weight: np.ndarray) -> float:
     """Return the effective number of draws with weights that sum to one."""
     return float(1 / max(np.sum(weight**2), np.finfo(float).tiny))

@@ -20,6 +20,11 @@ from numpyro_fed.vi.options import Options
 from numpyro_fed.vi.result import VIResult, global_params
 from numpyro_fed.vi.setup import Setup
 
+MOST_ROUNDS = 40  # of conducive rounds: 15 models took 6 to 28 (docs/results.md)
+# change of the bound in a round, in nats, below which rounds may end; a mean that is .045 sds off
+# costs so much
+TOL = 1e-3
+
 
 class SFVI(FederatedVI):
     """Structured federated variational inference, in the shape of :class:`numpyro.infer.SVI`.
