@@ -661,7 +661,7 @@ SERIES = fed.Silos(
     }
 )
 # standardized rows have the same sums of squares in silos and pooled, but for padding
-_WORDS = (
+REFUSED = (
     r"factorization check: log p\(theta\) \+ sum of.*"
     r"(must not combine rows of different silos|row_wise=False)"
 )
@@ -683,7 +683,7 @@ WAYS = {
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("model", WRONG, ids=lambda model: model.__name__)
 def test_models_that_read_across_rows_are_refused_in_the_same_words(tmp_path, model, way):
-    with pytest.raises(ValueError, match=_WORDS):
+    with pytest.raises(ValueError, match=REFUSED):
         WAYS[way](model, tmp_path)
 
 
@@ -702,7 +702,7 @@ def test_the_server_needs_no_row_for_that(model):
             raise AssertionError("somebody was asked")
 
     remote = fed.RemoteSilos(SERIES, Nobody(SERIES))
-    with pytest.raises(ValueError, match=_WORDS):
+    with pytest.raises(ValueError, match=REFUSED):
         fed.FSGLD(model).set_up(remote, {})
     with pytest.raises(AssertionError, match="somebody was asked"):  # the control
         fed.FSGLD(right).set_up(remote, {})
