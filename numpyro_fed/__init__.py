@@ -14,7 +14,9 @@ from numpyro_fed.decentralized.gossip import GossipLangevin
 from numpyro_fed.decentralized.push_sum import PushSumLangevin
 from numpyro_fed.density import handlers
 from numpyro_fed.density.handlers import mark_silos, silo_plate
-from numpyro_fed.fit import fit
+from numpyro_fed.front.dictionary import Dictionary, describe
+from numpyro_fed.front.fit import fit
+from numpyro_fed.front.glmm import GLMM, glmm
 from numpyro_fed.mcmc.dsgld import DSGLD
 from numpyro_fed.mcmc.fsgld import FSGLD
 from numpyro_fed.mcmc.hmc import HMC
@@ -40,6 +42,7 @@ __version__ = "0.1.0"
 __all__ = [
     "DSGLD",
     "FSGLD",
+    "GLMM",
     "HMC",
     "SFVI",
     "SGLD",
@@ -47,6 +50,7 @@ __all__ = [
     "Comparison",
     "ConduciveSFVI",
     "Diagnosis",
+    "Dictionary",
     "GossipLangevin",
     "Guards",
     "Loopback",
@@ -62,9 +66,11 @@ __all__ = [
     "check",
     "compare",
     "compare_models",
+    "describe",
     "diagnose",
     "enable_compilation_cache",
     "fit",
+    "glmm",
     "graphs",
     "handlers",
     "mark_silos",

@@ -23,7 +23,7 @@ LAYERS = (
     ("mcmc", "vi"),
     ("decentralized",),
     ("results",),
-    ("fit",),
+    ("front",),
     ("__init__",),
     ("engines",),
     ("cli",),

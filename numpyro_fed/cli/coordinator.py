@@ -21,12 +21,12 @@ from numpyro_fed.cli.model_file import load_model_file, public_of
 from numpyro_fed.engines import flower
 from numpyro_fed.engines.flower_commands import QUIET, link_command, write_app
 from numpyro_fed.engines.wire import connect
-from numpyro_fed.fit import TOL
 from numpyro_fed.mcmc.fsgld import FSGLD
 from numpyro_fed.mcmc.remote import RemoteMCMC
 from numpyro_fed.results.inference_data import to_inference_data
 from numpyro_fed.rounds.files import write_whole
 from numpyro_fed.rounds.remote import RemoteSilos
+from numpyro_fed.vi.svi import TOL
 
 if TYPE_CHECKING:
     from arviz import InferenceData

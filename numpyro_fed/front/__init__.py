@@ -1,0 +1,1 @@
+"""What most people call: a fit, a dictionary of tables, a model from one line."""

@@ -1,0 +1,332 @@
+"""A formula, and the columns of numbers that it makes of a table, alike in every silo.
+
+The package formulae (Bambi's) parses the formula and makes the columns. It learns levels from a
+small table that is made up from the dictionary. ``scale``, ``center`` and ``bs`` take means, sds
+and knots from the dictionary, too, instead of the rows at hand.
+"""
+
+import contextlib
+import io
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import pandas as pd
+from scipy.interpolate import BSpline
+
+from numpyro_fed.front.dictionary import Column, Dictionary
+from numpyro_fed.front.tables import as_text, column
+
+_OWN = ("scale", "standardize", "center", "bs", "s")
+# formulae's, which read all rows that they are given
+_REFUSED = ("poly", "rescale", "binary")
+_CALL = re.compile(rf"\b({'|'.join(_OWN)})\(")
+_SMOOTH = 8  # B-splines of s()
+_KEEP = "dictionary_"
+
+
+class _Matrix(Protocol):
+    """A matrix of formulae that can be made of other rows."""
+
+    terms: Mapping
+    slices: Mapping[str, slice]
+    design_matrix: np.ndarray
+
+    def evaluate_new_data(self, data: pd.DataFrame) -> "_Matrix": ...
+
+
+@dataclass(frozen=True)
+class Group:
+    """Effects of a group, such as ``(1 + age | hospital)``.
+
+    :param factor: the columns whose values together name an element.
+    :param rhs: the formula of its columns.
+    """
+
+    factor: tuple[str, ...]
+    rhs: str
+
+    @property
+    def name(self) -> str:
+        """The factor as a name of Python."""
+        return python_name("_".join(self.factor))
+
+
+@dataclass(frozen=True)
+class Formula:
+    """The parts of a formula.
+
+    :param outcome: the outcome's columns: one, or successes and trials of ``p(dead, patients)``.
+    :param rhs: the formula of the common columns, without smooths.
+    :param smooths: columns inside ``s()``.
+    :param groups: the groups, one for each factor.
+    :param reads: the columns that it reads.
+    """
+
+    text: str
+    outcome: tuple[str, ...]
+    rhs: str
+    smooths: tuple[str, ...]
+    groups: tuple[Group, ...]
+    reads: tuple[str, ...]
+
+
+def python_name(text: str) -> str:
+    """Return the text as a name of Python."""
+    name = re.sub(r"\W+", "_", text).strip("_") or "x"
+    return f"x_{name}" if name[0].isdigit() else name
+
+
+def parse(text: object) -> Formula:
+    """Return the parts of a formula.
+
+    :raises ValueError: for text that is no formula, has no outcome, or reads rows of other silos.
+    """
+    from formulae import model_description
+
+    if not isinstance(text, str) or text.count("~") != 1:
+        raise ValueError(f"formula: expected e.g. 'y ~ x + (1 | hospital)', got {text!r}")
+    for name in _REFUSED:
+        if re.search(rf"\b{name}\(", text):
+            raise ValueError(
+                f"formula: {name}() reads all rows, which no silo has; expected one of scale, "
+                "center, bs and s, or a column made beforehand"
+            )
+    try:
+        found = model_description(text)
+    except Exception as error:
+        raise ValueError(f"formula {text!r}: {error}") from error
+    common, smooths, reads = [], [], set()
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for term in found.terms:
+        kind = type(term).__name__
+        reads |= set(term.expr.var_names if kind == "GroupSpecificTerm" else term.var_names)
+        if kind == "GroupSpecificTerm":
+            factor = tuple(c.name for c in term.factor.components)
+            inner = "1" if type(term.expr).__name__ == "Intercept" else term.expr.name
+            groups.setdefault(factor, []).append(inner)
+        elif kind == "Intercept":
+            common.append("1")
+        elif term.name.startswith("s("):
+            smooths.append(_argument(term.name))
+        elif kind != "NegatedIntercept":
+            common.append(term.name)
+    _check_calls([*common, *(x for inner in groups.values() for x in inner)])
+    outcome = _outcome(text.split("~")[0].strip())
+    return Formula(
+        text,
+        outcome,
+        _rhs(common),
+        tuple(smooths),
+        tuple(Group(factor, _rhs(inner)) for factor, inner in groups.items()),
+        tuple(sorted(name for name in reads if name)),
+    )
+
+
+def _rhs(terms: list[str]) -> str:
+    return " + ".join(terms if "1" in terms else ["0", *terms])
+
+
+def _argument(call: str) -> str:
+    inside = call[call.index("(") + 1 : -1].split(",")[0].strip().strip("`")
+    if not re.fullmatch(r"[\w .]+", inside):
+        raise ValueError(
+            f"formula: expected the name of a column inside {call!r}, got {inside!r}; make the "
+            "column beforehand"
+        )
+    return inside
+
+
+def _check_calls(terms: Iterable[str]) -> None:
+    """Raise a ``ValueError`` for ``scale(log(age))``: the dictionary describes columns alone."""
+    for term in terms:
+        for match in _CALL.finditer(term):
+            if match.group(1) == "s":
+                raise ValueError(f"formula: expected s() alone, not inside {term!r}")
+            end = term.index(")", match.start())
+            _argument(term[match.start() : end + 1])
+
+
+def _outcome(text: str) -> tuple[str, ...]:
+    pair = re.fullmatch(r"(?:p|prop|proportion)\(\s*([\w.]+)\s*,\s*([\w.]+)\s*\)", text)
+    if pair:
+        return pair.groups()
+    name = text.strip("`")
+    if not re.fullmatch(r"[\w .]+", name):
+        raise ValueError(
+            f"formula: expected a column, or p(successes, trials), before '~', got {text!r}; make "
+            "the column beforehand"
+        )
+    return (name,)
+
+
+class Design:
+    """Columns of numbers for one right-hand side.
+
+    :param rhs: the formula, e.g. ``"1 + age + sex"``.
+    :param words: the dictionary.
+    """
+
+    def __init__(self, rhs: str, words: Dictionary, reads: Iterable[str]) -> None:
+        self.reads = tuple(reads)
+        self._words = words
+        self._own = _own_functions(words)
+        self.intercept = "1" in rhs.split(" + ")
+        self._matrix = None if rhs in ("0", "1") else self._made(_CALL.sub(rf"{_KEEP}\1(", rhs))
+        terms = self._matrix.terms.values() if self._matrix else []
+        #: names of the columns, without the intercept
+        self.labels = [
+            label.replace(_KEEP, "")
+            for term in terms
+            if term.kind not in ("intercept", "offset")
+            for label in term.labels
+        ]
+        self.offset = any(term.kind == "offset" for term in terms)
+
+    def _made(self, rhs: str) -> _Matrix:
+        from formulae import design_matrices
+
+        made = _drawn(self._words, self.reads, rows=64)
+        try:
+            with contextlib.redirect_stdout(io.StringIO()):
+                return design_matrices(
+                    rhs, made, na_action="pass", extra_namespace=self._own
+                ).common
+        except Exception as error:
+            raise ValueError(f"formula, part {rhs.replace(_KEEP, '')!r}: {error}") from error
+
+    def columns(self, table: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:
+        """Return the columns of a table, ``(rows, columns)``, and the sum of its offsets."""
+        if self._matrix is None:
+            return np.zeros((len(table), 0)), np.zeros(len(table))
+        whole = self._matrix.evaluate_new_data(table)
+        matrix = np.asarray(whole.design_matrix, np.float64)
+        offset = np.zeros(len(table))
+        parts = []
+        for name, term in self._matrix.terms.items():
+            part = matrix[:, self._matrix.slices[name]]
+            if term.kind == "offset":
+                offset += part.sum(1)
+            elif term.kind != "intercept":
+                parts.append(part)
+        return np.concatenate([np.zeros((len(table), 0)), *parts], 1), offset
+
+    def centers_and_scales(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return mean and sd of each column.
+
+        Those of a number are the dictionary's. Others are of made-up rows whose columns are
+        independent: any value would be right, as all silos use the same one.
+        """
+        made = self.columns(_drawn(self._words, self.reads))[0]
+        mean, sd = made.mean(0), made.std(0)
+        for i, label in enumerate(self.labels):
+            if label in self.reads:
+                told = self._words.columns[label]
+                mean[i], sd[i] = told.mean or 0.0, told.sd or 0.0
+        return mean, np.where(sd > 0, sd, 1.0)
+
+
+def clean(table: pd.DataFrame, names: Iterable[str], words: Dictionary, silo: str) -> pd.DataFrame:
+    """Return columns of a silo's table: numbers, and levels that the dictionary has."""
+    out = {}
+    for name in names:
+        told = _known(words, name)
+        values = column(table, name, silo)
+        if told.kind == "levels":
+            values = as_text(values)
+            if unknown := sorted(set(values.dropna()) - told.counts.keys()):
+                raise ValueError(
+                    f"silo {silo!r}, column {name!r}: level {unknown[0]!r} is not in the "
+                    f"dictionary, which has {sorted(told.counts)}; join levels with few rows, or "
+                    "describe the tables again with a smaller min_count"
+                )
+            values = pd.Series(
+                pd.Categorical(values, categories=list(told.counts)), name=values.name
+            )
+        elif not np.issubdtype(values.dtype, np.number):
+            raise ValueError(
+                f"silo {silo!r}, column {name!r}: expected numbers, as in the dictionary"
+            )
+        out[name] = values.reset_index(drop=True)
+    return pd.DataFrame(out, index=range(len(table)))
+
+
+def _known(words: Dictionary, name: str) -> Column:
+    if name not in words.columns:
+        raise ValueError(f"no silo has a column {name!r}; there are {sorted(words.columns)}")
+    told = words.columns[name]
+    if told.kind not in ("number", "levels") or (told.kind == "number" and told.mean is None):
+        why = "hidden" if told.kind == "number" else f"of kind {told.kind!r}"
+        raise ValueError(
+            f"column {name!r}: expected numbers or levels in the dictionary, got a column that is "
+            f"{why}; name it in levels= if its values are codes"
+        )
+    return told
+
+
+def _drawn(words: Dictionary, names: Iterable[str], rows: int = 4096) -> pd.DataFrame:
+    """Return made-up rows: columns independent, with the dictionary's quantiles and shares."""
+    rng = np.random.default_rng(0)
+    out: dict[str, object] = {}
+    known = {name: _known(words, name) for name in names}
+    rows = max(rows, *(len(told.counts) for told in known.values()), 1)
+    for name, told in known.items():
+        if told.kind == "number":
+            share = (rng.permutation(rows) + 0.5) / rows
+            out[name] = np.array([told.quantile(p) for p in share])
+            continue
+        levels, counts = list(told.counts), np.array([*told.counts.values()], float)
+        if not levels:
+            raise ValueError(
+                f"column {name!r}: all its levels are hidden; expected a smaller min_count"
+            )
+        ends = np.cumsum(counts) / counts.sum()
+        codes = np.searchsorted(ends, (np.arange(rows) + 0.5) / rows)
+        codes[: len(levels)] = np.arange(len(levels))
+        out[name] = pd.Categorical.from_codes(rng.permutation(codes), categories=levels)
+    return pd.DataFrame(out, index=range(rows))
+
+
+def _own_functions(words: Dictionary) -> dict[str, Callable]:
+    def scale(x: pd.Series) -> np.ndarray:
+        told = _known(words, str(x.name))
+        return (np.asarray(x, float) - told.mean) / (told.sd or 1.0)
+
+    def center(x: pd.Series) -> np.ndarray:
+        return np.asarray(x, float) - _known(words, str(x.name)).mean
+
+    def bs(x: pd.Series, df: int = 4) -> np.ndarray:
+        if isinstance(df, bool) or not isinstance(df, int) or df < 3:
+            raise ValueError(f"bs({x.name}): expected a whole number df >= 3, got {df!r}")
+        return spline(np.asarray(x, float), _known(words, str(x.name)), df + 1)[:, 1:]
+
+    own = {"scale": scale, "standardize": scale, "center": center, "bs": bs}
+    return {f"{_KEEP}{name}": function for name, function in own.items()}
+
+
+def spline(x: np.ndarray, told: Column, number: int) -> np.ndarray:
+    """Return cubic B-splines of a column, ``(rows, number)``, with knots at its quantiles.
+
+    They end one sd beyond the 5 and the 95 % quantile, and are constant from there.
+    """
+    sd = told.sd or 1.0
+    low, high = told.quantile(0.05) - sd, told.quantile(0.95) + sd
+    shares = np.linspace(0, 1, number - 2)[1:-1]
+    inner = np.array([told.quantile(p) for p in shares])
+    knots = np.concatenate([[low] * 4, inner, [high] * 4])
+    return BSpline.design_matrix(np.clip(x, low, high), knots, 3).toarray()
+
+
+def smooth(x: np.ndarray, told: Column) -> tuple[np.ndarray, np.ndarray]:
+    """Return a smooth's columns: a straight line, and bends that share a scale.
+
+    The bends are B-splines turned so that their second differences, which say how rough a curve
+    is, become a sum of squares of independent coefficients (Wood, 2017, section 5.8).
+    """
+    rough = np.diff(np.eye(_SMOOTH), n=2, axis=0)
+    values, vectors = np.linalg.eigh(rough.T @ rough)
+    turned = vectors[:, 2:] / np.sqrt(values[2:])
+    line = (x - (told.mean or 0.0)) / (told.sd or 1.0)
+    return line[:, None], spline(x, told, _SMOOTH) @ turned

@@ -1,0 +1,193 @@
+"""Rows of one silo's table, coded as the arguments of a model from a formula."""
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+
+from numpyro_fed.front.design import Design, Formula, Group, clean, python_name, smooth
+from numpyro_fed.front.dictionary import Dictionary
+from numpyro_fed.front.families import FAMILIES, check_outcome
+from numpyro_fed.front.tables import as_text, column
+
+
+@dataclass(frozen=True)
+class Coder:
+    """How a silo's table becomes arguments.
+
+    :param formula: the formula's parts.
+    :param family: name of the family.
+    :param words: the dictionary.
+    :param common: columns of the common effects, whose means and sds are ``center`` and ``scale``.
+    :param columns: columns of each group's effects, with an intercept first where it has one.
+    :param crossing: labels of the elements of groups that cross silos, by name of the group.
+    :param event: column that says whether a time was seen.
+    :param weights: column of weights.
+    """
+
+    formula: Formula
+    family: str
+    words: Dictionary
+    common: Design
+    center: np.ndarray
+    scale: np.ndarray
+    columns: Mapping[str, Design]
+    crossing: Mapping[str, tuple[str, ...]]
+    event: str | None
+    weights: str | None
+
+    @property
+    def has_offset(self) -> bool:
+        """Whether the formula has an offset."""
+        return self.common.offset
+
+    def arguments(
+        self, table: pd.DataFrame, silo: str, outcome: bool = True
+    ) -> tuple[dict[str, np.ndarray], int]:
+        """Return a silo's arguments, and the number of rows that were left out.
+
+        Rows without an outcome say nothing of the parameters, and are left out.
+
+        :raises ValueError: for a missing value elsewhere, and values that the family or the
+            dictionary does not have.
+        """
+        own = self.outcome(table, silo) if outcome else {}
+        kept = ~np.any([np.isnan(v) for v in own.values()], axis=0) if own else slice(None)
+        rows = clean(table, self.formula.reads, self.words, silo)[kept].reset_index(drop=True)
+        own = {name: values[kept] for name, values in own.items()}
+        number = len(table[kept])
+        if not number:
+            raise ValueError(f"silo {silo!r}: no row has an outcome; leave the silo out")
+        self._check_missing(rows, silo)
+        x, offset = self.common.columns(rows)
+        made: dict[str, np.ndarray] = {"x": _single((x - self.center) / self.scale)}
+        if self.formula.smooths:
+            made |= self._smooths(rows, made)
+        if self.has_offset:
+            made["offset"] = _single(offset)
+        for group in self.formula.groups:
+            made |= self._group(group, table[kept], rows, silo)
+        if outcome:
+            check_outcome(self.family, own["y"], self.formula.outcome[0], silo)
+            made |= self._typed(own, silo)
+        return made, len(table) - number
+
+    def outcome(self, table: pd.DataFrame, silo: str) -> dict[str, np.ndarray]:
+        """Return the outcome, and what the family adds, with NaN where a value is missing."""
+        first, *second = self.formula.outcome
+        values = column(table, first, silo)
+        told = self.words.columns[first]
+        if told.kind == "levels":
+            levels = sorted(told.counts, key=_number if self.family == "ordinal" else str)
+            known = {level: i for i, level in enumerate(levels)}
+            y = np.array([known.get(v, np.nan) for v in as_text(values)])
+        else:
+            y = values.to_numpy(np.float64)
+        found = {"y": y}
+        if second:
+            found["trials"] = column(table, second[0], silo).to_numpy(np.float64)
+        for name, of in {"event": self.event, "weights": self.weights}.items():
+            if of is not None:
+                found[name] = column(table, of, silo).to_numpy(np.float64)
+        return found
+
+    def _typed(self, own: dict[str, np.ndarray], silo: str) -> dict[str, np.ndarray]:
+        whole = FAMILIES[self.family].values in ("binary", "count", "order")
+        if "trials" in own and (own["y"] > own["trials"]).any():
+            raise ValueError(f"silo {silo!r}: expected at most as many successes as trials")
+        if "event" in own and not np.isin(own["event"], (0, 1)).all():
+            raise ValueError(f"silo {silo!r}, column {self.event!r}: expected 0 and 1")
+        if "weights" in own and (own["weights"] < 0).any():
+            raise ValueError(f"silo {silo!r}, column {self.weights!r}: expected weights >= 0")
+        made: dict[str, np.ndarray] = {
+            name: v.astype(np.int32) if whole and name in ("y", "trials") else _single(v)
+            for name, v in own.items()
+        }
+        if self.family == "weibull":  # in units of the mean time
+            made["y"] = _single(own["y"] / self.words.columns[self.formula.outcome[0]].mean)
+        if self.family == "cox":
+            made |= {"stratum": np.zeros(len(own["y"]), np.int32), "strata": np.zeros(1, np.int32)}
+        return made
+
+    def _check_missing(self, rows: pd.DataFrame, silo: str) -> None:
+        missing = rows.isna().sum()
+        if missing.any():
+            name = missing.idxmax()
+            raise ValueError(
+                f"silo {silo!r}, column {name!r}: {missing[name]} of {len(rows)} values are "
+                "missing; drop these rows, or impute them inside their silo"
+            )
+
+    def _smooths(self, rows: pd.DataFrame, made: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        lines, bends = [], {}
+        for name in self.formula.smooths:
+            told = self.words.columns[name]
+            line, bend = smooth(rows[name].to_numpy(np.float64), told)
+            lines.append(line)
+            bends[f"s_{python_name(name)}"] = _single(bend)
+        return {"x": _single(np.concatenate([made["x"], *lines], 1)), **bends}
+
+    def _group(
+        self, group: Group, table: pd.DataFrame, rows: pd.DataFrame, silo: str
+    ) -> dict[str, np.ndarray]:
+        labels = group_labels(table, group, silo)
+        name = group.name
+        made: dict[str, np.ndarray] = {}
+        if name in self.crossing:
+            known = {label: i for i, label in enumerate(self.crossing[name])}
+            if unknown := sorted(set(labels) - known.keys()):
+                raise ValueError(
+                    f"silo {silo!r}, group {name!r}: level {unknown[0]!r} is not in the dictionary"
+                )
+            made[name] = np.array([known[label] for label in labels], np.int32)
+        else:
+            _, first, codes = np.unique(labels, return_index=True, return_inverse=True)
+            made[name] = codes.astype(np.int32)
+            made[f"{name}_elements"] = np.arange(len(first), dtype=np.int32)
+        if group.rhs != "1":
+            design = self.columns[name]
+            x, _ = design.columns(rows)
+            one = np.ones((len(rows), int(design.intercept)))
+            made[f"{name}_columns"] = _single(np.concatenate([one, x], 1))
+        return made
+
+
+def group_labels(table: pd.DataFrame, group: Group, silo: str) -> np.ndarray:
+    """Return the element of each row, as text.
+
+    :raises ValueError: where a row has none.
+    """
+    parts = [as_text(column(table, name, silo)) for name in group.factor]
+    missing = np.any([p.isna() for p in parts], axis=0)
+    if missing.any():
+        raise ValueError(
+            f"silo {silo!r}, group {group.name!r}: {missing.sum()} rows have no element; expected "
+            "a name in each row"
+        )
+    return np.array([":".join(row) for row in zip(*parts, strict=True)])
+
+
+def _single(values: np.ndarray) -> np.ndarray:
+    return np.asarray(values, np.float32)
+
+
+def _number(level: str) -> float:
+    try:
+        return float(level)
+    except ValueError as error:
+        raise ValueError(
+            f"family 'ordinal': expected levels that are numbers in their order, got {level!r}"
+        ) from error
+
+
+def warn_of_rows(left_out: Mapping[str, int], outcome: str) -> None:
+    """Warn if rows without an outcome were left out."""
+    total = sum(left_out.values())
+    if total:
+        silos = [name for name, n in left_out.items() if n]
+        warnings.warn(
+            f"{total} rows without {outcome!r} were left out, in {len(silos)} silos",
+            stacklevel=3,
+        )

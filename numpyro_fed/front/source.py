@@ -1,0 +1,197 @@
+"""The text of an ordinary NumPyro model, written from the parts of a formula."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from numpyro_fed.front.families import FAMILIES
+
+
+@dataclass(frozen=True)
+class GroupPart:
+    """Effects of a group, as a model has them.
+
+    :param name: name of the group, and of the argument with each row's element.
+    :param effects: names of the columns, the first of them ``"1"`` or not.
+    :param scales: prior scale of each effect's sd.
+    :param levels: number of elements if they cross silos, ``None`` if each lives in one silo.
+    """
+
+    name: str
+    effects: tuple[str, ...]
+    scales: tuple[float, ...]
+    levels: int | None
+
+    @property
+    def has_columns(self) -> bool:
+        """Whether the model gets a matrix, since there are more effects than an intercept."""
+        return self.effects != ("1",)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a model is written from.
+
+    :param title: the formula.
+    :param family: name of the family.
+    :param intercept: prior mean and sd, at the columns' means; ``None`` without one.
+    :param slopes: prior mean and sd of each column's coefficient, per sd of the column.
+    :param smooths: prior scale of each smooth's bends, by name.
+    :param groups: the groups.
+    :param parameters: prior of each parameter of the family.
+    :param extras: the arguments ``offset`` and ``weights``, where the model has them.
+    :param correlated: whether effects of one group are correlated.
+    """
+
+    title: str
+    family: str
+    intercept: tuple[float, float] | None
+    slopes: Sequence[tuple[float, float]]
+    smooths: Mapping[str, float]
+    groups: Sequence[GroupPart]
+    parameters: Mapping[str, str]
+    extras: tuple[str, ...]
+    correlated: bool
+
+
+def write(parts: Parts) -> str:
+    """Return the text of a module with a function ``model``."""
+    body = [*_common(parts)]
+    for name, scale in parts.smooths.items():
+        body += _smooth(name, scale)
+    for group in parts.groups:
+        body += _group(group, parts.correlated)
+    body += [f'{n} = numpyro.sample("{n}", {prior})' for n, prior in parts.parameters.items()]
+    body += _outcome(parts)
+    imports = [
+        "import jax",
+        "import jax.numpy as jnp",
+        "import numpyro",
+        "import numpyro.distributions as dist",
+        "",
+        "import numpyro_fed as fed",
+        "",
+        "",
+    ]
+    observed = "y" if FAMILIES[parts.family].event else "y=None"
+    head = [
+        f"def model({', '.join(arguments(parts)[:-1])}, {observed}):",
+        f'    """{parts.title}"""',
+    ]
+    return "\n".join([*imports, *head, *(f"    {line}" for line in body), ""])
+
+
+def make(text: str, name: str) -> Callable:
+    """Return the function ``model`` of a module's text."""
+    scope: dict = {"__name__": name}
+    exec(compile(text, f"<{name}>", "exec"), scope)
+    return scope["model"]
+
+
+def arguments(parts: Parts) -> list[str]:
+    """Return the model's arguments, all of them rows; the outcome is last."""
+    names = ["x", *parts.smooths]
+    for group in parts.groups:
+        names += [group.name]
+        names += [] if group.levels else [f"{group.name}_elements"]
+        names += [f"{group.name}_columns"] if group.has_columns else []
+    names += parts.extras
+    names += ["trials"] if parts.family == "binomial" else []
+    names += ["stratum", "strata"] if parts.family == "cox" else []
+    return [*names, *(["event"] if FAMILIES[parts.family].event else []), "y"]
+
+
+def _common(parts: Parts) -> list[str]:
+    lines = ["# columns are centered and of sd 1"] if parts.intercept else []
+    eta = ["x @ slopes"] if parts.slopes else []
+    if parts.intercept:
+        lines.append(
+            f'intercept = numpyro.sample("intercept", dist.Normal{_pair(parts.intercept)})'
+        )
+        eta.insert(0, "intercept")
+    if parts.slopes:
+        mean, sd = (_array(column) for column in zip(*parts.slopes, strict=True))
+        normal = f"dist.Normal({mean}, {sd})"
+        if len(set(parts.slopes)) == 1:
+            normal = f"dist.Normal{_pair(parts.slopes[0])}.expand([x.shape[1]])"
+        lines.append(f'slopes = numpyro.sample("slopes", {normal}.to_event(1))')
+    eta += ["offset"] if "offset" in parts.extras else []
+    if not parts.slopes:
+        eta.append("jnp.zeros(x.shape[0])")
+    return [*lines, f"eta = {' + '.join(eta)}"]
+
+
+def _smooth(name: str, scale: float) -> list[str]:
+    return [
+        f'sd_{name} = numpyro.sample("sd_{name}", dist.HalfNormal({_number(scale)}))',
+        f'bends_{name} = numpyro.sample("bends_{name}", '
+        f"dist.Normal(0.0, 1.0).expand([{name}.shape[1]]).to_event(1))",
+        f"eta = eta + {name} @ (sd_{name} * bends_{name})",
+    ]
+
+
+def _group(group: GroupPart, correlated: bool) -> list[str]:
+    name, number = group.name, len(group.effects)
+    single = number == 1
+    scale = f"{_number(group.scales[0])}" if single else _array(group.scales)
+    event = "" if single else ".to_event(1)"
+    lines = [f'sd_{name} = numpyro.sample("sd_{name}", dist.HalfNormal({scale}){event})']
+    together = correlated and not single
+    if together:
+        lines.append(
+            f'root_{name} = numpyro.sample("root_{name}", dist.LKJCholesky({number}, 1.0))'
+        )
+    normal = "dist.Normal(0.0, 1.0)" if single else f"dist.Normal(0.0, 1.0).expand([{number}])"
+    if group.levels:
+        shape = f"[{group.levels}]" if single else f"[{group.levels}, {number}]"
+        lines.append(
+            f'z_{name} = numpyro.sample("z_{name}", '
+            f"dist.Normal(0.0, 1.0).expand({shape}).to_event({1 if single else 2}))"
+        )
+    else:
+        lines += [
+            f'with fed.silo_plate("{name}", {name}_elements.shape[0]):',
+            f'    z_{name} = numpyro.sample("z_{name}", {normal}{event})',
+        ]
+    scaled = (
+        f"z_{name} @ (sd_{name}[:, None] * root_{name}).T" if together else f"sd_{name} * z_{name}"
+    )
+    effects = f"({scaled})[{name}]"
+    if single and group.has_columns:
+        effects = f"{name}_columns[:, 0] * {effects}"
+    elif group.has_columns:
+        effects = f"({name}_columns * {effects}).sum(-1)"
+    return [*lines, f"eta = eta + {effects}"]
+
+
+def _outcome(parts: Parts) -> list[str]:
+    family = FAMILIES[parts.family]
+    if parts.family == "cox":
+        return [
+            "at_risk = (y >= y[:, None]) & (stratum == stratum[:, None])",
+            "log_risk = jax.nn.logsumexp(jnp.where(at_risk, eta, -jnp.inf), axis=1)",
+            'with fed.silo_plate("rows", x.shape[0], row_wise=False):',
+            '    numpyro.factor("y", event * (eta - log_risk))',
+        ]
+    if family.event:  # proportional hazards: shape * t^(shape - 1) * exp(eta)
+        return [
+            "hazard = jnp.log(shape) + (shape - 1.0) * jnp.log(y) + eta",
+            'with fed.silo_plate("rows", x.shape[0]):',
+            '    numpyro.factor("y", event * hazard - y**shape * jnp.exp(eta))',
+        ]
+    sample = f'numpyro.sample("y", {family.likelihood}, obs=y)'
+    lines = ['with fed.silo_plate("rows", x.shape[0]):']
+    if "weights" in parts.extras:
+        return [*lines, "    with numpyro.handlers.scale(scale=weights):", f"        {sample}"]
+    return [*lines, f"    {sample}"]
+
+
+def _pair(pair: tuple[float, float]) -> str:
+    return f"({_number(pair[0])}, {_number(pair[1])})"
+
+
+def _array(values: Sequence[float]) -> str:
+    return f"jnp.array([{', '.join(map(_number, values))}])"
+
+
+def _number(value: float) -> str:
+    return repr(float(f"{value:.6g}"))

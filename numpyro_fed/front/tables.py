@@ -1,0 +1,103 @@
+"""Tables as silos have them: pandas, Arrow, polars, dictionaries of columns, CSV, Parquet."""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+import pandas as pd
+from pandas.api.types import (
+    is_bool_dtype,
+    is_datetime64_any_dtype,
+    is_numeric_dtype,
+    is_timedelta64_dtype,
+)
+
+
+@runtime_checkable
+class _ToPandas(Protocol):
+    """A table of Arrow, polars or another library."""
+
+    def to_pandas(self) -> pd.DataFrame: ...
+
+
+def as_tables(data: object) -> dict[str, pd.DataFrame]:
+    """Return the tables of all silos, by silo name."""
+    if not isinstance(data, Mapping) or not data:
+        raise ValueError(
+            "tables: expected {silo name: table}, e.g. {'oslo': 'oslo.csv', 'rome': 'rome.csv'}, "
+            f"got {type(data).__name__}; a pooled table is split by "
+            "dict(iter(table.groupby('hospital')))"
+        )
+    return {str(name): as_table(table, str(name)) for name, table in data.items()}
+
+
+def as_table(data: object, silo: str) -> pd.DataFrame:
+    """Return one silo's table, with a column ``silo`` that holds its name unless it has one.
+
+    :param data: a pandas, Arrow or polars table, columns by name, or the path of a CSV or Parquet
+        file.
+    :raises ValueError: for another object, a file that is not there, and a table without rows.
+    """
+    if isinstance(data, str | Path):
+        table = _from_file(Path(data), silo)
+    elif isinstance(data, pd.DataFrame):
+        table = data
+    elif isinstance(data, _ToPandas):
+        table = data.to_pandas()
+    elif isinstance(data, Mapping):
+        table = pd.DataFrame(dict(data))
+    else:
+        raise ValueError(
+            f"silo {silo!r}: expected a table (pandas, Arrow, polars, columns by name) or the path "
+            f"of a CSV or Parquet file, got {type(data).__name__}"
+        )
+    if not len(table):
+        raise ValueError(f"silo {silo!r}: expected a table with rows, got none; leave the silo out")
+    table = table.rename(columns=str).reset_index(drop=True)
+    return table if "silo" in table else table.assign(silo=silo)
+
+
+def _from_file(path: Path, silo: str) -> pd.DataFrame:
+    if not path.is_file():
+        raise ValueError(f"silo {silo!r}: no file {str(path)!r}")
+    return pd.read_parquet(path) if path.suffix == ".parquet" else pd.read_csv(path)
+
+
+def column(table: pd.DataFrame, name: str, silo: str) -> pd.Series:
+    """Return a column, numbers as float64 and text as objects, with NaN where a value is missing.
+
+    :raises ValueError: for a column that the table lacks, and for dates and durations.
+    """
+    if name not in table:
+        raise ValueError(f"silo {silo!r}: no column {name!r}; there are {sorted(table.columns)}")
+    values = table[name]
+    if is_datetime64_any_dtype(values) or is_timedelta64_dtype(values):
+        raise ValueError(
+            f"silo {silo!r}, column {name!r}: expected numbers or text, got {values.dtype}; make "
+            "it a number of days, e.g. (x - pd.Timestamp('2020-01-01')) / pd.Timedelta('1D')"
+        )
+    if is_numeric_dtype(values) or is_bool_dtype(values):
+        return pd.Series(values.to_numpy(np.float64, na_value=np.nan), name=name)
+    return as_text(values)
+
+
+def as_text(values: pd.Series) -> pd.Series:
+    """Return a column as text without blanks around it, NaN where a value is missing or blank.
+
+    Whole numbers lose their decimal point, so that 1 and 1.0 are one level.
+    """
+
+    def text(value: object) -> object:
+        if value is None or value != value:
+            return np.nan
+        if isinstance(value, float | np.floating) and value == int(value):
+            value = int(value)
+        return str(value).strip() or np.nan
+
+    return pd.Series([text(v) for v in values.astype(object)], dtype=object, name=values.name)
+
+
+def numeric_text(values: Iterable[object]) -> bool:
+    """Return whether all values that are there are numbers."""
+    return all(isinstance(v, float | int | np.number) for v in values)

@@ -1,0 +1,125 @@
+"""Dictionaries: the pooled numbers from what silos say, and what they hide."""
+
+import json
+
+import numpy as np
+import pandas as pd
+import pytest
+
+import numpyro_fed as fed
+
+RNG = np.random.default_rng(0)
+WHERE = np.repeat(["a", "b", "c"], [500, 800, 200])
+POOLED = pd.DataFrame(
+    {
+        "x": RNG.normal(5, 2, 1500) + (WHERE == "b"),
+        "age": RNG.integers(20, 90, 1500),
+        "sex": RNG.choice(["F", "M"], 1500),
+        "patient": np.arange(1500) % 7,
+    }
+)
+POOLED.loc[::10, "x"] = np.nan
+
+
+def tables():
+    return {name: POOLED[name == WHERE] for name in "abc"}
+
+
+def test_pooled_numbers_follow_from_the_silos():
+    told = fed.describe(tables(), groups=["patient"]).columns
+    x = POOLED["x"]
+    assert (told["x"].rows, told["x"].missing) == (1350, 150)
+    assert told["x"].mean == pytest.approx(x.mean(), rel=1e-12)
+    assert told["x"].sd == pytest.approx(x.std(ddof=0), rel=1e-12)
+    assert told["sex"].counts == POOLED["sex"].value_counts().sort_index().to_dict()
+    assert told["patient"].elements == 21
+    assert not told["patient"].counts
+    # within half of the 5 % between the quantiles that silos give; ages are whole years
+    for name in ("x", "age"):
+        for p, value in told[name].quantiles:
+            below = (POOLED[name] <= value).sum() / POOLED[name].notna().sum()
+            assert abs(below - p) < 0.025 + (name == "age") / 70, (name, p)
+
+
+def test_what_few_rows_stand_behind_is_hidden():
+    few = {"sex": ["F"] * 5 + ["M"] * 2, "x": [1.0, 2.0] + [None] * 5}
+    told = fed.describe({"a": few}).columns
+    assert told["sex"].counts == {"F": 5}
+    assert told["sex"].hidden == 2
+    assert told["x"].mean is None
+    assert told["x"].rows == 2
+    assert "hidden" in repr(fed.describe({"a": few}))
+    shown = fed.describe({"a": few}, min_count=1).columns
+    assert shown["sex"].counts == {"F": 5, "M": 2}
+    assert shown["x"].mean == 1.5
+
+
+def test_no_quantile_has_fewer_rows_beyond_it():
+    x = np.arange(40.0)
+    for p, value in fed.describe({"a": {"x": x}}, min_count=3).columns["x"].quantiles:
+        assert min((x <= value).sum(), (x >= value).sum()) >= 3, p
+    assert 0.05 not in dict(fed.describe({"a": {"x": x}}).columns["x"].quantiles)
+
+
+def test_dictionaries_are_saved_and_joined(tmp_path):
+    whole = fed.describe(tables(), groups=["patient"])
+    paths = []
+    for name, table in tables().items():
+        paths.append(tmp_path / f"{name}.json")
+        fed.describe({name: table}, groups=["patient"]).save(paths[-1])
+    joined = fed.Dictionary.load(*paths)
+    assert joined.columns == whole.columns
+    assert joined.silos == whole.silos
+    # nothing in a file but what the description has
+    text = json.dumps(json.loads(paths[0].read_text()))
+    assert not any(f"{v!r}" in text for v in POOLED["x"].dropna()[:100])
+
+
+def test_dates_and_free_text_are_not_described():
+    table = {"day": pd.date_range("2020-01-01", periods=60), "note": [f"n{i}" for i in range(60)]}
+    told = fed.describe({"a": table}).columns
+    assert told["day"].kind == told["note"].kind == "other"
+    assert not told["note"].counts
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet", "arrow", "dict"])
+def test_tables_of_all_kinds(tmp_path, kind):
+    import pyarrow
+
+    part = tables()["a"].reset_index(drop=True)
+    part.to_csv(tmp_path / "a.csv", index=False)
+    part.to_parquet(tmp_path / "a.parquet")
+    made = {
+        "csv": tmp_path / "a.csv",
+        "parquet": str(tmp_path / "a.parquet"),
+        "arrow": pyarrow.Table.from_pandas(part),
+        "dict": part.to_dict("list"),
+    }[kind]
+    assert fed.describe({"a": made}).columns == fed.describe({"a": part}).columns
+
+
+REFUSED = {
+    "no tables": (POOLED, {}, "expected .silo name: table."),
+    "a file": ({"a": "none.csv"}, {}, "no file 'none.csv'"),
+    "numbers": ({"a": 3}, {}, "expected a table"),
+    "empty": ({"a": {"x": []}}, {}, "expected a table with rows"),
+    "min_count": ({"a": {"x": [1]}}, {"min_count": 0}, "expected a whole number >= 1"),
+    "groups": ({"a": {"x": [1]}}, {"groups": "x"}, "expected names of columns"),
+    "unknown group": ({"a": {"x": [1]}}, {"groups": ["y"]}, "no silo has a column 'y'"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_refused(case):
+    data, options, words = REFUSED[case]
+    with pytest.raises(ValueError, match=words):
+        fed.describe(data, **options)
+
+
+def test_files_of_another_kind_are_refused(tmp_path):
+    (tmp_path / "x.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"expected a file of Dictionary\.save"):
+        fed.Dictionary.load(tmp_path / "x.json")
+    fed.describe({"a": {"x": [1.0] * 5}}).save(tmp_path / "a.json")
+    with pytest.raises(ValueError, match="silo 'a' is in another file"):
+        fed.Dictionary.load(tmp_path / "a.json", tmp_path / "a.json")
