@@ -3,6 +3,9 @@
 Its methods draw from the pooled posterior while the data stay in their silos.
 """
 
+import importlib
+from typing import TYPE_CHECKING
+
 from numpyro_fed import surrogates
 from numpyro_fed._compat import enable_compilation_cache
 from numpyro_fed.data import partitioners
@@ -14,9 +17,7 @@ from numpyro_fed.decentralized.gossip import GossipLangevin
 from numpyro_fed.decentralized.push_sum import PushSumLangevin
 from numpyro_fed.density import handlers
 from numpyro_fed.density.handlers import mark_silos, silo_plate
-from numpyro_fed.front.dictionary import Dictionary, describe
 from numpyro_fed.front.fit import fit
-from numpyro_fed.front.glmm import GLMM, glmm
 from numpyro_fed.mcmc.dsgld import DSGLD
 from numpyro_fed.mcmc.fsgld import FSGLD
 from numpyro_fed.mcmc.hmc import HMC
@@ -36,6 +37,10 @@ from numpyro_fed.results.predict import predict
 from numpyro_fed.rounds.remote import Loopback, RemoteSilos
 from numpyro_fed.vi.guides.auto_silo_normal import AutoSiloNormal
 from numpyro_fed.vi.svi import SFVI, ConduciveSFVI, SFVIAvg
+
+if TYPE_CHECKING:
+    from numpyro_fed.front.dictionary import Dictionary, describe
+    from numpyro_fed.front.glmm import GLMM, glmm
 
 __version__ = "0.1.0"
 
@@ -84,3 +89,12 @@ __all__ = [
     "surrogates",
     "to_inference_data",
 ]
+
+_OF_TABLES = {"Dictionary": "dictionary", "describe": "dictionary", "GLMM": "glmm", "glmm": "glmm"}
+
+
+def __getattr__(name: str) -> object:
+    """Import what reads tables when it is asked for: pandas takes a second."""
+    if name not in _OF_TABLES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"numpyro_fed.front.{_OF_TABLES[name]}"), name)
