@@ -241,7 +241,6 @@ def test_priors_are_those_of_the_documentation():
 
 
 def test_effects_in_units_give_the_models_predictor():
-    from numpyro_fed.front.glmm import column_labels
     from numpyro_fed.front.summary import in_units
 
     m = fed.glmm("real ~ age * sex + (1 + age | ward)", tables())
@@ -252,7 +251,7 @@ def test_effects_in_units_give_the_models_predictor():
         posterior={k: np.asarray(v)[None, None] for k, v in at.items()},
         dims={"z_ward": ["ward", "ward_effects"]},
     )
-    post = in_units(idata, m.parts, m.coder, column_labels(m.coder)).posterior.isel(chain=0, draw=0)
+    post = in_units(idata, m.parts, m.coder, m.coder.labels).posterior.isel(chain=0, draw=0)
     raw = m.coder.common.columns(POOLED)[0]
     got = post["Intercept"].item() + raw @ post["b"].to_numpy()
     rows = m.silos.pooled
@@ -288,8 +287,74 @@ def test_rows_without_an_outcome_are_left_out():
     assert m.silos["oslo"]["x"].shape == (10, 1)
 
 
+def with_holes():
+    table = POOLED.assign(
+        dose=np.where(np.arange(N) % 7 == 0, np.nan, POOLED["dose"]),
+        drug=np.where(np.arange(N) % 5 == 0, None, POOLED["drug"]),
+    )
+    out = {name: table[name == WHERE] for name in dict.fromkeys(WHERE)}
+    return {**out, "bern": out["bern"].drop(columns="dose")}  # never measured there
+
+
+def test_a_hole_of_numbers_is_a_latent_of_its_row():
+    m = fed.glmm("real ~ age * dose", with_holes(), impute={"dose": "age"})
+    at, rows = params_of(m), {k: np.asarray(v, float) for k, v in m.silos.pooled.items()}
+    z = at["z_dose"]
+    assert len(z) == sum(
+        t.get("dose", t["age"] * np.nan).isna().sum() for t in with_holes().values()
+    )
+    got = float(log_density(m.model, (), dict(m.silos.pooled), at)[0])
+    # by hand: the table with the holes filled
+    known = rows["dose_known"] == 1
+    expected = at["level_dose"] + rows["dose_columns"] @ at["slopes_dose"]
+    told = m.coder.words.columns["dose"]
+    filled = np.where(
+        known, rows["dose"], expected + at["spread_dose"] * z[rows["dose_hole"].astype(int)]
+    )
+    age = pd.concat(with_holes().values())["age"].to_numpy()
+    dose = told.mean + told.sd * filled
+    x = (np.stack([age, dose, age * dose], 1) - m.coder.center) / m.coder.scale
+    eta = at["intercept"] + x @ at["slopes"]
+    hand = stats.norm.logpdf(rows["y"], eta, at["sigma"]).sum()
+    hand += stats.norm.logpdf(rows["dose"], expected, at["spread_dose"])[known].sum()
+    hand += stats.norm.logpdf(z).sum() + stats.norm.logpdf(at["level_dose"])
+    hand += stats.norm.logpdf(at["slopes_dose"]).sum()
+    hand += stats.halfnorm.logpdf(at["spread_dose"])
+    (mean, sd) = m.parts.intercept
+    hand += stats.norm.logpdf(at["intercept"], mean, sd)
+    hand += stats.norm.logpdf(at["slopes"], *np.transpose(m.parts.slopes)).sum()
+    sd_y = pd.concat(with_holes().values())["real"].std(ddof=0)
+    hand += stats.expon.logpdf(at["sigma"], scale=sd_y)
+    np.testing.assert_allclose(got, hand, rtol=2e-5)
+    check_factorization(factorize(m.model, m.silos), m.silos)
+
+
+def test_a_hole_of_levels_is_summed_out():
+    tables_ = with_holes()
+    m = fed.glmm("died ~ age + drug", tables_, family="bernoulli", impute={"drug": "age"})
+    at, rows = params_of(m), {k: np.asarray(v, float) for k, v in m.silos.pooled.items()}
+    whole = float(log_density(m.model, (), dict(m.silos.pooled), at)[0])
+    from numpyro.handlers import block
+
+    prior = float(log_density(block(m.model, hide=["y", "drug"]), (), dict(m.silos.pooled), at)[0])
+    logits = np.pad(at["level_drug"] + rows["drug_columns"] @ at["slopes_drug"], ((0, 0), (1, 0)))
+    shares = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
+    drug = pd.concat(tables_.values())["drug"].to_numpy()
+    age = pd.concat(tables_.values())["age"].to_numpy()
+    hand = 0.0
+    for i in range(N):
+        total = 0.0
+        for k, level in enumerate("abc"):
+            x = np.array([age[i], level == "b", level == "c"])
+            eta = at["intercept"] + ((x - m.coder.center) / m.coder.scale) @ at["slopes"]
+            if pd.isna(drug[i]) or drug[i] == level:
+                total += shares[i, k] * stats.bernoulli.pmf(rows["y"][i], sigmoid(eta))
+        hand += np.log(total)
+    np.testing.assert_allclose(whole - prior, hand, rtol=2e-5)
+    check_factorization(factorize(m.model, m.silos), m.silos)
+
+
 TEXT = {name: table.assign(age="old") for name, table in tables().items()}
-HOLES = {name: table.assign(age=np.nan) for name, table in tables().items()}
 REFUSED = {
     "no formula": (("y", tables()), {}, r"expected e\.g\. 'y ~ x"),
     "a column": (("real ~ weight", tables()), {}, "no column 'weight'"),
@@ -306,7 +371,27 @@ REFUSED = {
     "prior's sd": (("real ~ age", tables()), {"priors": {"age": -1}}, "expected .mean, sd."),
     "poly": (("real ~ poly(age, 2)", tables()), {}, "reads all rows"),
     "nested call": (("real ~ scale(np.log(dose))", tables()), {}, "name of a column inside"),
-    "holes": (("real ~ age", HOLES), {}, "age"),
+    "holes": (("real ~ dose", with_holes()), {}, "no column 'dose'"),
+    "holes in rows": (
+        ("real ~ drug", with_holes()),
+        {},
+        "3 of 11 values are missing; name a regression in impute=",
+    ),
+    "a curve": (
+        ("real ~ np.exp(-dose)", with_holes()),
+        {"impute": {"dose": "1"}},
+        "not linear in 'dose'",
+    ),
+    "holes of times": (
+        ("positive ~ drug", with_holes()),
+        {"family": "weibull", "event": "died", "impute": {"drug": "1"}},
+        "expects columns of numbers",
+    ),
+    "a column that is not read": (
+        ("real ~ age", with_holes()),
+        {"impute": {"dose": "1"}},
+        "does not read 'dose'",
+    ),
     "kinds": (
         ("real ~ age", {**tables(), "oslo": TEXT["oslo"]}),
         {},

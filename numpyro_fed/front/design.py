@@ -7,8 +7,9 @@ and knots from the dictionary, too, instead of the rows at hand.
 
 import contextlib
 import io
+import keyword
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -25,6 +26,13 @@ _REFUSED = ("poly", "rescale", "binary")
 _CALL = re.compile(rf"\b({'|'.join(_OWN)})\(")
 _SMOOTH = 8  # B-splines of s()
 _KEEP = "dictionary_"
+# names in a written model
+_USED = {
+    *("x", "y", "eta", "intercept", "slopes", "offset", "weights", "trials", "event", "model"),
+    *("stratum", "strata", "rows", "hazard", "at_risk", "log_risk", "of_level"),
+    *("sigma", "nu", "dispersion", "shape", "precision", "cuts"),
+    *("jax", "jnp", "numpyro", "dist", "fed"),
+}
 
 
 class _Matrix(Protocol):
@@ -74,9 +82,10 @@ class Formula:
 
 
 def python_name(text: str) -> str:
-    """Return the text as a name of Python."""
+    """Return the text as a name of Python that the written model does not use itself."""
     name = re.sub(r"\W+", "_", text).strip("_") or "x"
-    return f"x_{name}" if name[0].isdigit() else name
+    name = f"x_{name}" if name[0].isdigit() else name
+    return f"{name}_" if name in _USED or keyword.iskeyword(name) else name
 
 
 def parse(text: object) -> Formula:
@@ -228,11 +237,22 @@ class Design:
         return mean, np.where(sd > 0, sd, 1.0)
 
 
-def clean(table: pd.DataFrame, names: Iterable[str], words: Dictionary, silo: str) -> pd.DataFrame:
-    """Return columns of a silo's table: numbers, and levels that the dictionary has."""
+def clean(
+    table: pd.DataFrame,
+    names: Iterable[str],
+    words: Dictionary,
+    silo: str,
+    holes: Collection[str] = (),
+) -> pd.DataFrame:
+    """Return columns of a silo's table: numbers, and levels that the dictionary has.
+
+    :param holes: columns that the table may lack.
+    """
     out = {}
     for name in names:
         told = _known(words, name)
+        if name in holes and name not in table:
+            table = table.assign(**{name: np.nan})
         values = column(table, name, silo)
         if told.kind == "levels":
             values = as_text(values)

@@ -10,6 +10,7 @@ import pandas as pd
 from numpyro_fed.front.design import Design, Formula, Group, clean, python_name, smooth
 from numpyro_fed.front.dictionary import Dictionary
 from numpyro_fed.front.families import FAMILIES, check_outcome
+from numpyro_fed.front.holes import Hole
 from numpyro_fed.front.tables import as_text, column
 
 
@@ -23,6 +24,7 @@ class Coder:
     :param common: columns of the common effects, whose means and sds are ``center`` and ``scale``.
     :param columns: columns of each group's effects, with an intercept first where it has one.
     :param crossing: labels of the elements of groups that cross silos, by name of the group.
+    :param holes: columns that may have missing values.
     :param event: column that says whether a time was seen.
     :param weights: column of weights.
     """
@@ -35,8 +37,14 @@ class Coder:
     scale: np.ndarray
     columns: Mapping[str, Design]
     crossing: Mapping[str, tuple[str, ...]]
+    holes: tuple[Hole, ...]
     event: str | None
     weights: str | None
+
+    @property
+    def labels(self) -> list[str]:
+        """Names of the coefficients, smooths' lines last."""
+        return [*self.common.labels, *(f"s({name})" for name in self.formula.smooths)]
 
     @property
     def has_offset(self) -> bool:
@@ -55,12 +63,23 @@ class Coder:
         """
         own = self.outcome(table, silo) if outcome else {}
         kept = ~np.any([np.isnan(v) for v in own.values()], axis=0) if own else slice(None)
-        rows = clean(table, self.formula.reads, self.words, silo)[kept].reset_index(drop=True)
+        holes = {hole.column for hole in self.holes}
+        reads = sorted({*self.formula.reads, *(n for h in self.holes for n in h.regression.reads)})
+        rows = clean(table, reads, self.words, silo, holes)[kept].reset_index(drop=True)
         own = {name: values[kept] for name, values in own.items()}
         number = len(table[kept])
         if not number:
             raise ValueError(f"silo {silo!r}: no row has an outcome; leave the silo out")
-        self._check_missing(rows, silo)
+        self._check_missing(rows.drop(columns=list(holes)), silo)
+        filled = rows
+        imputed: dict[str, np.ndarray] = {}
+        for hole in self.holes:
+            others = rows
+            for other in self.holes:
+                others = others if other is hole else other.filled(others)
+            imputed |= hole.arguments(others, self.common, self.scale)
+            filled = hole.filled(filled)
+        rows = filled
         x, offset = self.common.columns(rows)
         made: dict[str, np.ndarray] = {"x": _single((x - self.center) / self.scale)}
         if self.formula.smooths:
@@ -69,6 +88,7 @@ class Coder:
             made["offset"] = _single(offset)
         for group in self.formula.groups:
             made |= self._group(group, table[kept], rows, silo)
+        made |= imputed
         if outcome:
             check_outcome(self.family, own["y"], self.formula.outcome[0], silo)
             made |= self._typed(own, silo)
@@ -117,7 +137,7 @@ class Coder:
             name = missing.idxmax()
             raise ValueError(
                 f"silo {silo!r}, column {name!r}: {missing[name]} of {len(rows)} values are "
-                "missing; drop these rows, or impute them inside their silo"
+                f"missing; name a regression in impute={{{name!r}: '1'}}, or drop these rows"
             )
 
     def _smooths(self, rows: pd.DataFrame, made: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

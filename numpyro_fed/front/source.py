@@ -1,9 +1,11 @@
 """The text of an ordinary NumPyro model, written from the parts of a formula."""
 
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from numpyro_fed.front.families import FAMILIES
+from numpyro_fed.front.holes import HolePart, argument_names, level_lines, number_lines
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,7 @@ class Parts:
     :param slopes: prior mean and sd of each column's coefficient, per sd of the column.
     :param smooths: prior scale of each smooth's bends, by name.
     :param groups: the groups.
+    :param holes: columns with missing values; that of levels, if there is one, is last.
     :param parameters: prior of each parameter of the family.
     :param extras: the arguments ``offset`` and ``weights``, where the model has them.
     :param correlated: whether effects of one group are correlated.
@@ -48,6 +51,7 @@ class Parts:
     slopes: Sequence[tuple[float, float]]
     smooths: Mapping[str, float]
     groups: Sequence[GroupPart]
+    holes: Sequence[HolePart]
     parameters: Mapping[str, str]
     extras: tuple[str, ...]
     correlated: bool
@@ -61,7 +65,12 @@ def write(parts: Parts) -> str:
     for group in parts.groups:
         body += _group(group, parts.correlated)
     body += [f'{n} = numpyro.sample("{n}", {prior})' for n, prior in parts.parameters.items()]
-    body += _outcome(parts)
+    inside: list[str] = []
+    for hole in parts.holes:
+        before, observed = (level_lines if hole.levels else number_lines)(hole)
+        body += before
+        inside += observed
+    body += _outcome(parts, inside)
     imports = [
         "import jax",
         "import jax.numpy as jnp",
@@ -72,9 +81,11 @@ def write(parts: Parts) -> str:
         "",
         "",
     ]
-    observed = "y" if FAMILIES[parts.family].event else "y=None"
+    last = "y" if FAMILIES[parts.family].event else "y=None"
+    names = textwrap.wrap(", ".join([*arguments(parts)[:-1], last]), 90)
     head = [
-        f"def model({', '.join(arguments(parts)[:-1])}, {observed}):",
+        *([f"def model({names[0]}):"] if len(names) == 1 else ["def model("]),
+        *([*(f"    {line}" for line in names), "):"] if len(names) > 1 else []),
         f'    """{parts.title}"""',
     ]
     return "\n".join([*imports, *head, *(f"    {line}" for line in body), ""])
@@ -94,6 +105,8 @@ def arguments(parts: Parts) -> list[str]:
         names += [group.name]
         names += [] if group.levels else [f"{group.name}_elements"]
         names += [f"{group.name}_columns"] if group.has_columns else []
+    for hole in parts.holes:
+        names += argument_names(hole)
     names += parts.extras
     names += ["trials"] if parts.family == "binomial" else []
     names += ["stratum", "strata"] if parts.family == "cox" else []
@@ -111,7 +124,7 @@ def _common(parts: Parts) -> list[str]:
     if parts.slopes:
         mean, sd = (_array(column) for column in zip(*parts.slopes, strict=True))
         normal = f"dist.Normal({mean}, {sd})"
-        if len(set(parts.slopes)) == 1:
+        if len({_pair(prior) for prior in parts.slopes}) == 1:
             normal = f"dist.Normal{_pair(parts.slopes[0])}.expand([x.shape[1]])"
         lines.append(f'slopes = numpyro.sample("slopes", {normal}.to_event(1))')
     eta += ["offset"] if "offset" in parts.extras else []
@@ -163,26 +176,33 @@ def _group(group: GroupPart, correlated: bool) -> list[str]:
     return [*lines, f"eta = eta + {effects}"]
 
 
-def _outcome(parts: Parts) -> list[str]:
+def _outcome(parts: Parts, inside: Sequence[str]) -> list[str]:
+    """Return the plate of rows, with the lines of columns with holes in it."""
     family = FAMILIES[parts.family]
+    before: list[str] = []
+    plate = 'with fed.silo_plate("rows", x.shape[0]):'
     if parts.family == "cox":
-        return [
+        before = [
             "at_risk = (y >= y[:, None]) & (stratum == stratum[:, None])",
             "log_risk = jax.nn.logsumexp(jnp.where(at_risk, eta, -jnp.inf), axis=1)",
-            'with fed.silo_plate("rows", x.shape[0], row_wise=False):',
-            '    numpyro.factor("y", event * (eta - log_risk))',
         ]
-    if family.event:  # proportional hazards: shape * t^(shape - 1) * exp(eta)
-        return [
-            "hazard = jnp.log(shape) + (shape - 1.0) * jnp.log(y) + eta",
-            'with fed.silo_plate("rows", x.shape[0]):',
-            '    numpyro.factor("y", event * hazard - y**shape * jnp.exp(eta))',
-        ]
-    sample = f'numpyro.sample("y", {family.likelihood}, obs=y)'
-    lines = ['with fed.silo_plate("rows", x.shape[0]):']
-    if "weights" in parts.extras:
-        return [*lines, "    with numpyro.handlers.scale(scale=weights):", f"        {sample}"]
-    return [*lines, f"    {sample}"]
+        plate = 'with fed.silo_plate("rows", x.shape[0], row_wise=False):'
+        own = ['numpyro.factor("y", event * (eta - log_risk))']
+    elif family.event:  # proportional hazards: shape * t^(shape - 1) * exp(eta)
+        before = ["hazard = jnp.log(shape) + (shape - 1.0) * jnp.log(y) + eta"]
+        own = ['numpyro.factor("y", event * hazard - y**shape * jnp.exp(eta))']
+    else:
+        likelihood = family.likelihood
+        mixed = [hole.name for hole in parts.holes if hole.levels]
+        if mixed:
+            likelihood = likelihood.replace("trials", "trials[:, None]")
+            before = [f"of_level = {likelihood}"]
+            shares = f"dist.Categorical(logits=shares_{mixed[0]})"
+            likelihood = f"dist.MixtureSameFamily({shares}, of_level)"
+        own = [f'numpyro.sample("y", {likelihood}, obs=y)']
+        if "weights" in parts.extras:
+            own = ["with numpyro.handlers.scale(scale=weights):", f"    {own[0]}"]
+    return [*before, plate, *(f"    {line}" for line in (*inside, *own))]
 
 
 def _pair(pair: tuple[float, float]) -> str:

@@ -1,0 +1,205 @@
+"""How tables are coded for a formula: checks of what it reads, groups, columns with holes."""
+
+from collections.abc import Mapping
+
+import numpy as np
+import pandas as pd
+
+from numpyro_fed.front.design import Design, Formula, parse
+from numpyro_fed.front.dictionary import Dictionary, describe
+from numpyro_fed.front.families import FAMILIES
+from numpyro_fed.front.holes import Hole
+from numpyro_fed.front.rows import Coder, group_labels
+
+# right-hand side of the regression of each column with holes, and the columns that it reads
+Regressions = Mapping[str, tuple[str, tuple[str, ...]]]
+
+
+def make_coder(
+    formula: Formula,
+    tables: Mapping[str, pd.DataFrame],
+    family: str,
+    words: Dictionary | None,
+    impute: object,
+    event: str | None,
+    weights: str | None,
+) -> Coder:
+    """Return how tables are coded.
+
+    :param words: the dictionary; ``None``: of the tables, nothing hidden.
+    :param impute: the regression of each column with holes.
+    :raises ValueError: for columns, a family or groups that do not fit together.
+    """
+    _check_columns(formula, family, event, weights)
+    crossing = _crossing(formula, tables, words)
+    regressions = _check_impute(impute, formula)
+    if words is None:
+        words = _described(formula, tables, family, regressions, event, weights)
+    return _coder(formula, family, words, crossing, regressions, event, weights)
+
+
+def _check_columns(parts: Formula, family: str, event: str | None, weights: str | None) -> None:
+    known = FAMILIES[family]
+    if known.event != (event is not None):
+        raise ValueError(
+            f"family {family!r}: expected "
+            + (
+                "event=, the column that is 1 where the event was seen"
+                if known.event
+                else "no event="
+            )
+            + f", got event={event!r}"
+        )
+    if (family == "binomial") != (len(parts.outcome) == 2):
+        raise ValueError(
+            f"family {family!r}: expected "
+            + ("p(successes, trials)" if family == "binomial" else "one column")
+            + f" before '~', got {parts.text.split('~')[0].strip()!r}"
+        )
+    if weights is not None and known.event:
+        raise ValueError(f"family {family!r}: expected no weights=, got {weights!r}")
+
+
+def _crossing(
+    parts: Formula, tables: Mapping, words: Dictionary | None
+) -> dict[str, tuple[str, ...]]:
+    """Return the elements of each group that crosses silos."""
+    found = {}
+    for group in parts.groups:
+        if "silo" in group.factor:
+            continue
+        if words is not None:
+            kinds = [_kind(words, name) for name in group.factor]
+            if "group" in kinds:
+                continue
+            if len(kinds) > 1:
+                raise ValueError(
+                    f"group {group.name!r} crosses silos: expected one column, or a column that "
+                    "the dictionary has as a group"
+                )
+            found[group.name] = tuple(words.columns[group.factor[0]].counts)
+            continue
+        own = [set(group_labels(table, group, silo)) for silo, table in tables.items()]
+        together = set().union(*own)
+        if sum(map(len, own)) > len(together):
+            found[group.name] = tuple(sorted(together))
+    return found
+
+
+def _kind(words: Dictionary, name: str) -> str:
+    if name not in words.columns:
+        raise ValueError(f"no silo has a column {name!r}; there are {sorted(words.columns)}")
+    kind = words.columns[name].kind
+    if kind not in ("group", "levels"):
+        raise ValueError(
+            f"column {name!r} is of kind {kind!r} in the dictionary; expected groups=[{name!r}] "
+            f"(elements inside silos) or levels=[{name!r}] when the tables are described"
+        )
+    return kind
+
+
+def _described(
+    parts: Formula,
+    tables: Mapping,
+    family: str,
+    impute: Regressions,
+    event: str | None,
+    weights: str | None,
+) -> Dictionary:
+    """Return the dictionary of tables at hand, of the columns that the model reads."""
+    more = [name for name in (event, weights) if name is not None]
+    more += [name for _, reads in impute.values() for name in reads]
+    names = {*parts.outcome, *parts.reads, *more}
+    for silo, table in tables.items():
+        if lacking := sorted(names - set(table.columns) - impute.keys()):
+            raise ValueError(
+                f"silo {silo!r}: no column {lacking[0]!r}; there are {sorted(table.columns)}"
+            )
+    levels = parts.outcome if family == "ordinal" else ()
+    kept = {s: t[[c for c in sorted(names) if c in t]] for s, t in tables.items()}
+    return describe(kept, levels=levels, min_count=1)
+
+
+def _coder(
+    parts: Formula,
+    family: str,
+    words: Dictionary,
+    crossing: Mapping[str, tuple[str, ...]],
+    impute: Regressions,
+    event: str | None,
+    weights: str | None,
+) -> Coder:
+    for name in (*parts.outcome, *parts.smooths):
+        if name not in words.columns:
+            raise ValueError(f"no silo has a column {name!r}; there are {sorted(words.columns)}")
+    outcome = words.columns[parts.outcome[0]]
+    if (
+        outcome.kind == "levels"
+        and family != "ordinal"
+        and (family != "bernoulli" or len(outcome.counts) != 2)
+    ):
+        raise ValueError(
+            f"column {parts.outcome[0]!r}: family {family!r} expects numbers"
+            + (", or text with two levels" if family == "bernoulli" else "")
+            + f", got the levels {sorted(outcome.counts)}"
+        )
+    common = Design(parts.rhs, words, parts.reads)
+    center, scale = common.centers_and_scales()
+    # without an intercept a coefficient is of the columns as they are
+    centered = common.intercept or not FAMILIES[family].intercept
+    return Coder(
+        parts,
+        family,
+        words,
+        common,
+        center if centered else np.zeros_like(center),
+        scale,
+        {g.name: Design(g.rhs, words, parts.reads) for g in parts.groups if g.rhs != "1"},
+        crossing,
+        _holes(impute, words, family),
+        event,
+        weights,
+    )
+
+
+def _check_impute(impute: object, parts: Formula) -> Regressions:
+    """Return the right-hand side of each regression, and the columns that it reads."""
+    if impute is None:
+        return {}
+    if not isinstance(impute, Mapping):
+        raise ValueError(f"impute: expected {{column: regression}}, got {impute!r}")
+    found = {}
+    for name, rhs in impute.items():
+        if name not in parts.reads:
+            raise ValueError(f"impute: the formula does not read {name!r}; it reads {parts.reads}")
+        if any(name in group.rhs for group in parts.groups) or name in parts.smooths:
+            raise ValueError(f"impute: expected {name!r} outside groups and s()")
+        regression = parse(f"y ~ {rhs}")
+        if regression.groups or regression.smooths or {*regression.reads} & {*impute, name}:
+            raise ValueError(
+                f"impute: the regression of {name!r} must have complete columns alone, got {rhs!r}"
+            )
+        found[str(name)] = regression.rhs, regression.reads
+    together = [t for t in parts.rhs.split(" + ") if sum(n in t.split(":") for n in found) > 1]
+    if together:
+        raise ValueError(f"impute: {together[0]!r} is a product of two columns with holes")
+    return found
+
+
+def _holes(impute: Regressions, words: Dictionary, family: str) -> tuple[Hole, ...]:
+    """Return the columns with holes, one of levels last."""
+    holes = []
+    for name, (rhs, reads) in impute.items():
+        regression = Design(rhs, words, reads)
+        holes.append(Hole(name, words.columns[name], regression, *regression.centers_and_scales()))
+    of_levels = [hole for hole in holes if hole.levels]
+    if of_levels and FAMILIES[family].event:
+        raise ValueError(
+            f"impute: family {family!r} expects columns of numbers, got {of_levels[0].column!r}, "
+            "of levels"
+        )
+    if len(of_levels) > 1:
+        raise ValueError(
+            f"impute: expected at most one column of levels, got {[h.column for h in of_levels]}"
+        )
+    return (*(hole for hole in holes if not hole.levels), *of_levels)
