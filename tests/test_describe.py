@@ -123,3 +123,23 @@ def test_files_of_another_kind_are_refused(tmp_path):
     fed.describe({"a": {"x": [1.0] * 5}}).save(tmp_path / "a.json")
     with pytest.raises(ValueError, match="silo 'a' is in another file"):
         fed.Dictionary.load(tmp_path / "a.json", tmp_path / "a.json")
+
+
+def test_a_person_at_the_silo_sees_all_that_leaves(tmp_path):
+    from click.testing import CliRunner
+
+    from numpyro_fed.cli.main import main
+
+    tables()["a"].to_csv(tmp_path / "a.csv", index=False)
+    args = ["describe", "--data", tmp_path / "a.csv", "--name", "a", "--group", "patient"]
+    args = [str(x) for x in (*args, "--out", tmp_path / "a.json")]
+    refused = CliRunner().invoke(main, args, input="n\n")
+    assert refused.exit_code == 1
+    assert not (tmp_path / "a.json").exists()
+    written = CliRunner().invoke(main, args, input="y\n")
+    assert written.exit_code == 0, written.output
+    told = fed.Dictionary.load(tmp_path / "a.json").columns
+    assert told == fed.describe({"a": tables()["a"]}, groups=["patient"]).columns
+    for name in ("x", "age"):
+        for share, value in told[name].quantiles:
+            assert f"{share:.0%} {value:.6g}" in written.output
