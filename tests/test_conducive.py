@@ -85,22 +85,22 @@ def test_a_gaussian_hierarchy_is_exact(silo_of):
 def test_rounds_do_not_depend_on_the_partition():
     """The same numbers in every round; a barycenter of the silos' own optima depends on it."""
     with jax.enable_x64(True):
-        partitions = [np.zeros(20, int), (np.arange(20) ** 2) % 7, np.arange(20)]
+        partitions = [(np.arange(20) ** 2) % 7, np.arange(20)]
         results = [
             conducive(wheeze, validate=False).run(random.key(0), 10, wheeze_silos(p), **QUIET)
             for p in partitions
         ]
-        for other in results[1:]:
-            np.testing.assert_allclose(other.losses, results[0].losses, rtol=1e-9)
-            for name, value in results[0].params.items():
-                np.testing.assert_allclose(other.params[name], value, rtol=1e-7, atol=1e-9)
+        one, other = results
+        np.testing.assert_allclose(other.losses, one.losses, rtol=1e-9)
+        for name, value in one.params.items():
+            np.testing.assert_allclose(other.params[name], value, rtol=1e-7, atol=1e-9)
         plain = [
             fed.SFVIAvg(
                 wheeze, fed.AutoSiloNormal(wheeze), optax.adam(0.02), 30, 1, 4, validate=False
             )
             .run(random.key(0), 1, wheeze_silos(p), **QUIET)
             .params["auto_loc"]
-            for p in partitions[:2]
+            for p in partitions
         ]
         assert np.abs(plain[0] - plain[1]).max() > 1e-2
 

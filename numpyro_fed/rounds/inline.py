@@ -18,9 +18,9 @@ from numpyro_fed.rounds.federated import Federated
 from numpyro_fed.rounds.remote import RemoteSilos
 from numpyro_fed.rounds.task import SiloTask
 
-# less optimization in LLVM, for programs that run a few times: they compile in three quarters of
-# the time, and run as fast (docs/results.md)
-QUICKLY = {"xla_backend_optimization_level": 1}
+# less optimization, and no MLIR on the way to LLVM, for programs that run a few times: a first fit
+# takes two thirds of the time, and they run as fast (docs/results.md)
+QUICKLY = {"xla_backend_optimization_level": 1, "xla_cpu_use_fusion_emitters": False}
 
 
 def ask_all(
