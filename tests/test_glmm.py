@@ -240,29 +240,83 @@ def test_priors_are_those_of_the_documentation():
     np.testing.assert_allclose(m.parts.groups[0].scales, 2.5 * sd, rtol=1e-6)
 
 
-def test_effects_in_units_give_the_models_predictor():
-    from numpyro_fed.front.summary import in_units
-
-    m = fed.glmm("real ~ age * sex + (1 + age | ward)", tables())
-    at = params_of(m)
+def one_draw(m, at):
+    """Return the posterior of one draw, as `GLMM.fit` makes it."""
     import arviz as az
 
-    idata = az.from_dict(
-        posterior={k: np.asarray(v)[None, None] for k, v in at.items()},
-        dims={"z_ward": ["ward", "ward_effects"]},
-    )
-    post = in_units(idata, m.parts, m.coder, m.coder.labels).posterior.isel(chain=0, draw=0)
+    from numpyro_fed.front.summary import in_units
+
+    idata = az.from_dict(posterior={k: np.asarray(v)[None, None] for k, v in at.items()})
+    return in_units(idata, m.parts, m.coder, m.elements)
+
+
+def test_effects_in_units_give_the_models_predictor():
+    m = fed.glmm("real ~ age * sex + (1 + age | ward)", tables())
+    at = params_of(m)
+    post = one_draw(m, at).posterior.isel(chain=0, draw=0)
     raw = m.coder.common.columns(POOLED)[0]
     got = post["Intercept"].item() + raw @ post["b"].to_numpy()
     rows = m.silos.pooled
     where = np.concatenate([np.flatnonzero(silo == WHERE) for silo in m.silos.names])
     expected = np.asarray(rows["x"]) @ at["slopes"] + at["intercept"]
     np.testing.assert_allclose(got[where], expected, rtol=1e-4)
-    ward = np.asarray(rows["ward"])
-    effects = post["ward_effect"].to_numpy()[ward]
+    names = post["ward_element"].to_numpy()[np.asarray(rows["ward"])]
+    assert names.tolist() == [f"{s}/{w}" for s in m.silos.names for w in tables()[s]["ward"]]
     root = at["sd_ward"][:, None] * at["root_ward"]
-    np.testing.assert_allclose(effects, (at["z_ward"] @ root.T)[ward], rtol=1e-5)
+    effects = post["ward_effect"].to_numpy()
+    np.testing.assert_allclose(effects, at["z_ward"] @ root.T, rtol=1e-5)
     assert post["ward_corr"].to_numpy()[0, 1] == pytest.approx(0.6)
+
+
+MEANS = {
+    "gaussian": lambda e, at: e,
+    "bernoulli": lambda e, at: sigmoid(e),
+    "poisson": lambda e, at: np.exp(e),
+    "weibull": lambda e, at: (
+        POOLED["positive"].mean()
+        * np.exp(-e / at["shape"])
+        * stats.weibull_min.mean(at["shape"].item())
+    ),
+}
+
+
+@pytest.mark.parametrize("family", MEANS)
+def test_expected_outcomes_of_rows_of_the_fit(family):
+    outcome, options, _ = FAMILIES[family]
+    text = f"{outcome} ~ scale(age) + sex + offset(time) + (1 | ward)"
+    m = fed.glmm(text, tables(), family=family, **options)
+    at = params_of(m)
+    idata = one_draw(m, at)
+    got = [m.predict(idata, tables()[s], silo=s).to_numpy()[0, 0] for s in m.silos.names]
+    np.testing.assert_allclose(np.concatenate(got), MEANS[family](predictor(m, at), at), rtol=1e-4)
+
+
+def test_shares_of_levels_and_effects_of_new_elements():
+    m = fed.glmm("few ~ age + (1 | ward)", tables(), family="ordinal")
+    at = params_of(m)
+    many = {k: np.broadcast_to(v, (4000, *np.shape(v))) for k, v in at.items()}
+    import arviz as az
+
+    from numpyro_fed.front.summary import in_units
+
+    idata = az.from_dict(posterior={k: v[None] for k, v in many.items()})
+    in_units(idata, m.parts, m.coder, m.elements)
+    shares = m.predict(idata, tables()["oslo"], silo="oslo")
+    assert shares.dims == ("chain", "draw", "row", "level")
+    np.testing.assert_allclose(shares.sum("level"), 1.0, rtol=1e-6)
+    linear = fed.glmm("real ~ age + (1 | ward)", tables())
+    at = params_of(linear)
+    idata = az.from_dict(
+        posterior={k: np.broadcast_to(v, (1, 4000, *np.shape(v))) for k, v in at.items()}
+    )
+    in_units(idata, linear.parts, linear.coder, linear.elements)
+    new = linear.predict(idata, tables()["oslo"])  # wards of a new silo
+    known = linear.predict(idata, tables()["oslo"], silo="oslo")
+    assert known.std("draw").max() < 1e-6
+    np.testing.assert_allclose(new.std("draw"), at["sd_ward"], rtol=5 / np.sqrt(2 * 4000))
+    # rows of one ward have one effect
+    spread = (new - new.mean("draw"))[0]
+    np.testing.assert_allclose(spread[:, 0], spread[:, 3], atol=1e-5)
 
 
 def test_a_model_from_a_dictionary_alone_takes_a_silos_table(tmp_path):

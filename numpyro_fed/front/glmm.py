@@ -1,10 +1,11 @@
 """A generalized linear mixed model from one line, over tables in silos."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+import jax
 import numpy as np
 from jax import Array
 
@@ -14,6 +15,7 @@ from numpyro_fed.front.dictionary import Dictionary
 from numpyro_fed.front.families import FAMILIES
 from numpyro_fed.front.fit import fit
 from numpyro_fed.front.make_coder import make_coder
+from numpyro_fed.front.predict import expected
 from numpyro_fed.front.priors import Prior, make_parts
 from numpyro_fed.front.rows import Coder, warn_of_rows
 from numpyro_fed.front.source import Parts, arguments, make, write
@@ -22,6 +24,7 @@ from numpyro_fed.front.tables import as_table, as_tables
 
 if TYPE_CHECKING:
     from arviz import InferenceData
+    from xarray import DataArray
 
 
 @dataclass(frozen=True)
@@ -31,11 +34,13 @@ class GLMM:
     :param parts: what the model is written from.
     :param coder: how a silo's table becomes arguments.
     :param tables: the silos' rows as arguments, empty for a model from a dictionary alone.
+    :param elements: names of the elements of groups that do not cross silos, in the silos' order.
     """
 
     parts: Parts
     coder: Coder
     tables: Mapping[str, Mapping[str, np.ndarray]]
+    elements: Mapping[str, Sequence[str]]
 
     def source(self) -> str:
         """Return the text of the model, to be taken over by hand."""
@@ -90,7 +95,33 @@ class GLMM:
         :param options: of :func:`numpyro_fed.fit`.
         """
         idata = fit(self.model, self.silos, rng_key=rng_key, **options)
-        return in_units(idata, self.parts, self.coder, self.coder.labels)
+        return in_units(idata, self.parts, self.coder, self.elements)
+
+    def predict(
+        self,
+        idata: "InferenceData",
+        table: object,
+        *,
+        silo: str = "new",
+        rng_key: Array | None = None,
+    ) -> "DataArray":
+        """Return the expected outcome of rows of a table, under each draw.
+
+        Effects of elements that the fit knows are those of the fit. Those of others, and of a new
+        silo, are drawn from their group. A difference of two tables is a marginal effect:
+        ``(m.predict(idata, t.assign(sex="M")) - m.predict(idata, t.assign(sex="F"))).mean("row")``,
+        with one ``rng_key``.
+
+        :param idata: the result of :meth:`fit`.
+        :param table: a table without missing values, or the path of a file, as for :func:`glmm`.
+        :param silo: the silo whose rows they are.
+        :param rng_key: seed of new effects; ``jax.random.key(0)`` by default.
+        :return: ``(chain, draw, row)``: a probability, mean or share; for ``"weibull"`` a mean
+            time, for ``"cox"`` a hazard ratio; for ``"ordinal"`` ``(chain, draw, row, level)``.
+        :raises ValueError: for a table that the dictionary does not fit, and missing values.
+        """
+        key = jax.random.key(0) if rng_key is None else rng_key
+        return expected(idata, self.parts, self.coder, as_table(table, silo), silo, key)
 
     def __repr__(self) -> str:
         lines = [f"{self.parts.title}", f"  family {self.parts.family}"]
@@ -186,4 +217,10 @@ def glmm(
     written = make_parts(coder, priors, correlated)
     coded = {name: coder.arguments(table, name) for name, table in frames.items()}
     warn_of_rows({name: left for name, (_, left) in coded.items()}, coder.formula.outcome[0])
-    return GLMM(written, coder, {name: made for name, (made, _) in coded.items()})
+    own = [coder.elements(table, name) for name, table in frames.items()]
+    elements = {
+        part.name: [element for found in own for element in found[part.name]]
+        for part in written.groups
+        if part.levels is None
+    }
+    return GLMM(written, coder, {name: made for name, (made, _) in coded.items()}, elements)

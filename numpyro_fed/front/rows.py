@@ -94,6 +94,15 @@ class Coder:
             made |= self._typed(own, silo)
         return made, len(table) - number
 
+    def elements(self, table: pd.DataFrame, silo: str) -> dict[str, list[str]]:
+        """Return the names of a silo's elements of each group that does not cross silos."""
+        known = ~np.any([np.isnan(v) for v in self.outcome(table, silo).values()], axis=0)
+        return {
+            group.name: np.unique(element_names(table[known], group, silo, crosses=False)).tolist()
+            for group in self.formula.groups
+            if group.name not in self.crossing
+        }
+
     def outcome(self, table: pd.DataFrame, silo: str) -> dict[str, np.ndarray]:
         """Return the outcome, and what the family adds, with NaN where a value is missing."""
         first, *second = self.formula.outcome
@@ -172,6 +181,14 @@ class Coder:
             one = np.ones((len(rows), int(design.intercept)))
             made[f"{name}_columns"] = _single(np.concatenate([one, x], 1))
         return made
+
+
+def element_names(table: pd.DataFrame, group: Group, silo: str, crosses: bool) -> np.ndarray:
+    """Return the element of each row, with its silo's name unless it crosses silos."""
+    labels = group_labels(table, group, silo)
+    if crosses or "silo" in group.factor:
+        return labels
+    return np.array([f"{silo}/{label}" for label in labels])
 
 
 def group_labels(table: pd.DataFrame, group: Group, silo: str) -> np.ndarray:
