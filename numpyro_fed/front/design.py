@@ -97,6 +97,11 @@ def parse(text: object) -> Formula:
 
     if not isinstance(text, str) or text.count("~") != 1:
         raise ValueError(f"formula: expected e.g. 'y ~ x + (1 | hospital)', got {text!r}")
+    if "`" in text:
+        raise ValueError(
+            f"formula {text!r}: expected names of letters, digits, '_' and '.'; rename the others, "
+            "e.g. table.rename(columns={'blood pressure': 'blood_pressure'})"
+        )
     for name in _REFUSED:
         if re.search(rf"\b{name}\(", text):
             raise ValueError(
@@ -124,6 +129,8 @@ def parse(text: object) -> Formula:
             common.append(term.name)
     _check_calls([*common, *(x for inner in groups.values() for x in inner)])
     outcome = _outcome(text.split("~")[0].strip())
+    if both := reads & {*outcome}:
+        raise ValueError(f"formula {text!r}: {min(both)!r} is on both sides")
     return Formula(
         text,
         outcome,
@@ -193,6 +200,7 @@ class Design:
             for label in term.labels
         ]
         self.offset = any(term.kind == "offset" for term in terms)
+        self._check_rows(rhs)
 
     def _made(self, rhs: str) -> _Matrix:
         from formulae import design_matrices
@@ -205,6 +213,20 @@ class Design:
                 ).common
         except Exception as error:
             raise ValueError(f"formula, part {rhs.replace(_KEEP, '')!r}: {error}") from error
+
+    def _check_rows(self, rhs: str) -> None:
+        """Raise a ``ValueError`` if the columns of a row depend on other rows."""
+        made = _drawn(self._words, self.reads, rows=64)
+        half = len(made) // 2
+        both = [self.columns(made.iloc[rows])[0] for rows in (slice(half), slice(half, None))]
+        whole = self.columns(made)[0]
+        if not np.allclose(np.concatenate(both), whole, equal_nan=True):
+            wrong = np.flatnonzero(~np.isclose(np.concatenate(both), whole).all(0))
+            raise ValueError(
+                f"formula, part {rhs!r}: {self.labels[wrong[0]]!r} reads more than its own row, "
+                "which differs between silos; expected scale, center, bs or s, or a column made "
+                "beforehand"
+            )
 
     def columns(self, table: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:
         """Return the columns of a table, ``(rows, columns)``, and the sum of its offsets."""
@@ -273,15 +295,22 @@ def clean(
     return pd.DataFrame(out, index=range(len(table)))
 
 
+def _number(words: Dictionary, name: str) -> Column:
+    told = _known(words, name)
+    if told.kind != "number":
+        raise ValueError(f"column {name!r}: expected numbers, got the levels {sorted(told.counts)}")
+    return told
+
+
 def _known(words: Dictionary, name: str) -> Column:
     if name not in words.columns:
         raise ValueError(f"no silo has a column {name!r}; there are {sorted(words.columns)}")
     told = words.columns[name]
     if told.kind not in ("number", "levels") or (told.kind == "number" and told.mean is None):
-        why = "hidden" if told.kind == "number" else f"of kind {told.kind!r}"
+        why = {"number": "hidden numbers", "other": "dates or free text", "group": "a group"}
         raise ValueError(
-            f"column {name!r}: expected numbers or levels in the dictionary, got a column that is "
-            f"{why}; name it in levels= if its values are codes"
+            f"column {name!r}: expected numbers or levels in the dictionary, got {why[told.kind]}; "
+            "make it a number, e.g. of days, or describe it with levels= or a smaller min_count"
         )
     return told
 
@@ -311,16 +340,16 @@ def _drawn(words: Dictionary, names: Iterable[str], rows: int = 4096) -> pd.Data
 
 def _own_functions(words: Dictionary) -> dict[str, Callable]:
     def scale(x: pd.Series) -> np.ndarray:
-        told = _known(words, str(x.name))
+        told = _number(words, str(x.name))
         return (np.asarray(x, float) - told.mean) / (told.sd or 1.0)
 
     def center(x: pd.Series) -> np.ndarray:
-        return np.asarray(x, float) - _known(words, str(x.name)).mean
+        return np.asarray(x, float) - _number(words, str(x.name)).mean
 
     def bs(x: pd.Series, df: int = 4) -> np.ndarray:
         if isinstance(df, bool) or not isinstance(df, int) or df < 3:
             raise ValueError(f"bs({x.name}): expected a whole number df >= 3, got {df!r}")
-        return spline(np.asarray(x, float), _known(words, str(x.name)), df + 1)[:, 1:]
+        return spline(np.asarray(x, float), _number(words, str(x.name)), df + 1)[:, 1:]
 
     own = {"scale": scale, "standardize": scale, "center": center, "bs": bs}
     return {f"{_KEEP}{name}": function for name, function in own.items()}

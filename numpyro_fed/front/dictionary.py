@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from numpyro_fed.front.tables import as_tables, as_text, column, numeric_text
+from numpyro_fed.front.tables import as_tables, as_text, column, is_time, numeric_text
 
 _LEVELS = np.round(np.arange(0.05, 1.0, 0.05), 2)  # of the quantiles
 _SHOWN = 6  # levels in a line
@@ -159,7 +159,8 @@ def describe(
             silo: {
                 name: _described(table, name, silo, groups, levels, min_count)
                 for name in table.columns
-                if name != "silo" or not (table[name] == silo).all()  # where we added it
+                # where we added it
+                if name != "silo" or name in levels or not (table[name] == silo).all()
             }
             for silo, table in frames.items()
         }
@@ -175,10 +176,9 @@ def _described(
     min_count: int,
 ) -> Column:
     """Return what a silo says of a column."""
-    try:
-        values = column(table, name, silo)
-    except ValueError:  # dates
+    if is_time(table[name]):
         return Column("other", int(table[name].notna().sum()), int(table[name].isna().sum()))
+    values = column(table, name, silo)
     values = as_text(values) if name in {*groups, *levels} else values
     known = values.dropna()
     rows, missing = len(known), len(values) - len(known)

@@ -208,10 +208,12 @@ def glmm(
         >>> m.silos["rome"]["x"].shape
         (20, 2)
     """
-    if family not in FAMILIES:
+    if not isinstance(family, str) or family not in FAMILIES:
         raise ValueError(f"family: expected one of {', '.join(FAMILIES)}, got {family!r}")
     if tables is None and words is None:
         raise ValueError("expected tables, or words= (a dictionary of fed.describe), got neither")
+    if not isinstance(words, Dictionary | None):
+        raise ValueError(f"words: expected the result of fed.describe, got {type(words).__name__}")
     frames = {} if tables is None else as_tables(tables)
     coder = make_coder(parse(formula), frames, family, words, impute, event, weights)
     written = make_parts(coder, priors, correlated)

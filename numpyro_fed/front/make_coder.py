@@ -115,7 +115,7 @@ def _described(
             raise ValueError(
                 f"silo {silo!r}: no column {lacking[0]!r}; there are {sorted(table.columns)}"
             )
-    levels = parts.outcome if family == "ordinal" else ()
+    levels = [*(parts.outcome if family == "ordinal" else ()), *({"silo"} & names)]
     kept = {s: t[[c for c in sorted(names) if c in t]] for s, t in tables.items()}
     return describe(kept, levels=levels, min_count=1)
 
@@ -132,6 +132,10 @@ def _coder(
     for name in (*parts.outcome, *parts.smooths):
         if name not in words.columns:
             raise ValueError(f"no silo has a column {name!r}; there are {sorted(words.columns)}")
+        if name in parts.smooths and words.columns[name].kind != "number":
+            raise ValueError(
+                f"column {name!r}: s() expects numbers, got {words.columns[name].kind}"
+            )
     outcome = words.columns[parts.outcome[0]]
     if (
         outcome.kind == "levels"
@@ -174,6 +178,11 @@ def _check_impute(impute: object, parts: Formula) -> Regressions:
             raise ValueError(f"impute: the formula does not read {name!r}; it reads {parts.reads}")
         if any(name in group.rhs for group in parts.groups) or name in parts.smooths:
             raise ValueError(f"impute: expected {name!r} outside groups and s()")
+        if not isinstance(rhs, str):
+            raise ValueError(
+                f"impute: {name!r}: expected the right-hand side of a regression, e.g. 'age + sex' "
+                f"or '1', got {rhs!r}"
+            )
         regression = parse(f"y ~ {rhs}")
         if regression.groups or regression.smooths or {*regression.reads} & {*impute, name}:
             raise ValueError(

@@ -28,7 +28,9 @@ def expected(
     """Return the expected outcome of each row, ``(chain, draw, row)``."""
     from xarray import DataArray
 
-    post = idata.posterior
+    post = getattr(idata, "posterior", None)
+    if post is None or (parts.slopes and "slopes" not in post):
+        raise ValueError(f"expected the result of GLMM.fit, got {type(idata).__name__}")
     if lacking := [part.name for part in parts.groups if f"{part.name}_effect" not in post]:
         raise ValueError(
             f"group {lacking[0]!r}: expected the posterior of GLMM.fit, with its effects; those of "

@@ -20,6 +20,8 @@ def make_parts(coder: Coder, given: Mapping[str, Prior] | None, correlated: bool
     :param given: priors by name, in the columns' units.
     :raises ValueError: for a name that the model does not have, and numbers that are no prior.
     """
+    if not isinstance(given, Mapping | None):
+        raise ValueError(f"priors: expected {{name: sd or (mean, sd)}}, got {given!r}")
     priors = dict(given or {})
     family, outcome = FAMILIES[coder.family], coder.words.columns[coder.formula.outcome[0]]
     sd_y = (outcome.sd or 1.0) if family.identity else 1.0

@@ -11,7 +11,7 @@ from numpyro_fed.front.design import Design, Formula, Group, clean, python_name,
 from numpyro_fed.front.dictionary import Dictionary
 from numpyro_fed.front.families import FAMILIES, check_outcome
 from numpyro_fed.front.holes import Hole
-from numpyro_fed.front.tables import as_text, column
+from numpyro_fed.front.tables import as_text, column, numbers
 
 
 @dataclass(frozen=True)
@@ -106,20 +106,20 @@ class Coder:
     def outcome(self, table: pd.DataFrame, silo: str) -> dict[str, np.ndarray]:
         """Return the outcome, and what the family adds, with NaN where a value is missing."""
         first, *second = self.formula.outcome
-        values = column(table, first, silo)
         told = self.words.columns[first]
         if told.kind == "levels":
+            values = column(table, first, silo)
             levels = sorted(told.counts, key=_number if self.family == "ordinal" else str)
             known = {level: i for i, level in enumerate(levels)}
             y = np.array([known.get(v, np.nan) for v in as_text(values)])
         else:
-            y = values.to_numpy(np.float64)
+            y = numbers(table, first, silo)
         found = {"y": y}
         if second:
-            found["trials"] = column(table, second[0], silo).to_numpy(np.float64)
+            found["trials"] = numbers(table, second[0], silo)
         for name, of in {"event": self.event, "weights": self.weights}.items():
             if of is not None:
-                found[name] = column(table, of, silo).to_numpy(np.float64)
+                found[name] = numbers(table, of, silo)
         return found
 
     def _typed(self, own: dict[str, np.ndarray], silo: str) -> dict[str, np.ndarray]:

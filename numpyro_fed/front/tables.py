@@ -67,19 +67,41 @@ def _from_file(path: Path, silo: str) -> pd.DataFrame:
 def column(table: pd.DataFrame, name: str, silo: str) -> pd.Series:
     """Return a column, numbers as float64 and text as objects, with NaN where a value is missing.
 
-    :raises ValueError: for a column that the table lacks, and for dates and durations.
+    :raises ValueError: for a column that the table lacks, dates, durations and infinity.
     """
     if name not in table:
         raise ValueError(f"silo {silo!r}: no column {name!r}; there are {sorted(table.columns)}")
     values = table[name]
-    if is_datetime64_any_dtype(values) or is_timedelta64_dtype(values):
+    if is_time(values):
         raise ValueError(
             f"silo {silo!r}, column {name!r}: expected numbers or text, got {values.dtype}; make "
             "it a number of days, e.g. (x - pd.Timestamp('2020-01-01')) / pd.Timedelta('1D')"
         )
     if is_numeric_dtype(values) or is_bool_dtype(values):
-        return pd.Series(values.to_numpy(np.float64, na_value=np.nan), name=name)
+        numbers = values.to_numpy(np.float64, na_value=np.nan)
+        if np.isinf(numbers).any():
+            row = int(np.argmax(np.isinf(numbers)))
+            raise ValueError(
+                f"silo {silo!r}, column {name!r}, row {row}: expected finite numbers, got infinity"
+            )
+        return pd.Series(numbers, name=name)
     return as_text(values)
+
+
+def numbers(table: pd.DataFrame, name: str, silo: str) -> np.ndarray:
+    """Return a column of numbers, with NaN where a value is missing.
+
+    :raises ValueError: as :func:`column`, and for text.
+    """
+    values = column(table, name, silo)
+    if not is_numeric_dtype(values):
+        raise ValueError(f"silo {silo!r}, column {name!r}: expected numbers, got text")
+    return values.to_numpy(np.float64)
+
+
+def is_time(values: pd.Series) -> bool:
+    """Return whether a column holds dates or durations."""
+    return bool(is_datetime64_any_dtype(values) or is_timedelta64_dtype(values))
 
 
 def as_text(values: pd.Series) -> pd.Series:
