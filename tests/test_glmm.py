@@ -1,6 +1,9 @@
 """Models from a formula: alike in all silos, and the densities that their families promise."""
 
+import functools
+import sys
 import warnings
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -490,18 +493,51 @@ def test_the_source_runs_as_a_file(tmp_path):
     assert ours == theirs
 
 
+def test_a_formulas_fit_over_bytes_is_the_fit_at_hand(tmp_path):
+    """Every silo reads its own table by the model file of docs/formulas.md."""
+    from test_wire import Fits
+
+    from numpyro_fed.cli.model_file import load_model_file, silo_of_file
+    from numpyro_fed.engines.wire import connect
+
+    for name, table in with_holes().items():
+        table.to_csv(tmp_path / f"{name}.csv", index=False)
+    paths = {name: tmp_path / f"{name}.csv" for name in with_holes()}
+    fed.describe(paths, min_count=1).save(tmp_path / "words.json")
+    text, impute = "real ~ age + dose", {"dose": "age"}
+    (tmp_path / "study.py").write_text(
+        "from pathlib import Path\n"
+        "import numpyro_fed as fed\n"
+        "words = fed.Dictionary.load(Path(__file__).parent / 'words.json')\n"
+        f"m = fed.glmm({text!r}, words=words, impute={impute!r})\n"
+        "model, silo, ROWS, INDEX = m.model, m.arguments, m.rows, m.index\n"
+    )
+    module = load_model_file(tmp_path / "study.py")
+    silos = {name: silo_of_file(module, name, path) for name, path in paths.items()}
+    words = fed.Dictionary.load(tmp_path / "words.json")
+    m = fed.glmm(text, paths, words=words, impute=impute)
+    for name, silo in silos.items():
+        for leaf, column in m.silos[name].items():
+            np.testing.assert_array_equal(silo[name][leaf], column)
+    svi = fed.ConduciveSFVI(m.model, fed.AutoSiloNormal(m.model))
+    at_hand = fed.RemoteSilos(m.silos, fed.Loopback(m.silos))
+    far = connect(Fits(m.silos, svi, tmp_path), m.model, fit=svi)
+    run = functools.partial(svi.run, jax.random.key(0), 2, progress_bar=False)
+    with pytest.warns(UserWarning, match="has not converged"):  # after two rounds
+        got, expected = [run(silos).params["auto_loc"] for silos in (far, at_hand)]
+    np.testing.assert_array_equal(got, expected)
+
+
 @pytest.mark.slow
 def test_sleepstudy_as_lme4():
     """REML: 251.405 (6.825) and 10.467 (1.546); sds 24.74, 5.92, 25.59 (lme4's vignette).
 
     Posterior means are compared at .3 standard errors; priors are wide, not flat.
     """
-    from pathlib import Path
-
+    sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
     from _data import path
 
     table = pd.read_csv(path("mixed_models", "sleepstudy.csv", "lme4", "180 rows"))
-    assert Path("tests")
     parts = {str(k): t for k, t in table.groupby(table["Subject"].rank(method="dense") // 4)}
     m = fed.glmm("Reaction ~ Days + (1 + Days | Subject)", parts)
     with warnings.catch_warnings():
