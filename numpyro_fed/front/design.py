@@ -1,16 +1,13 @@
-"""A formula, and the columns of numbers that it makes of a table, alike in every silo.
+"""The columns of numbers that a formula makes of a table, alike in every silo.
 
-The package formulae (Bambi's) parses the formula and makes the columns. It learns levels from a
+The package formulae (Bambi's) makes the columns. It learns levels from a
 small table that is made up from the dictionary. ``scale``, ``center`` and ``bs`` take means, sds
 and knots from the dictionary, too, instead of the rows at hand.
 """
 
 import contextlib
 import io
-import keyword
-import re
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -18,21 +15,11 @@ import pandas as pd
 from scipy.interpolate import BSpline
 
 from numpyro_fed.front.dictionary import Column, Dictionary
+from numpyro_fed.front.formula import CALL
 from numpyro_fed.front.tables import as_text, column
 
-_OWN = ("scale", "standardize", "center", "bs", "s")
-# formulae's, which read all rows that they are given
-_REFUSED = ("poly", "rescale", "binary")
-_CALL = re.compile(rf"\b({'|'.join(_OWN)})\(")
 _SMOOTH = 8  # B-splines of s()
 _KEEP = "dictionary_"
-# names in a written model
-_USED = {
-    *("x", "y", "eta", "intercept", "slopes", "offset", "weights", "trials", "event", "model"),
-    *("stratum", "strata", "rows", "hazard", "at_risk", "log_risk", "of_level"),
-    *("sigma", "nu", "dispersion", "shape", "precision", "cuts"),
-    *("jax", "jnp", "numpyro", "dist", "fed"),
-}
 
 
 class _Matrix(Protocol):
@@ -43,139 +30,6 @@ class _Matrix(Protocol):
     design_matrix: np.ndarray
 
     def evaluate_new_data(self, data: pd.DataFrame) -> "_Matrix": ...
-
-
-@dataclass(frozen=True)
-class Group:
-    """Effects of a group, such as ``(1 + age | hospital)``.
-
-    :param factor: the columns whose values together name an element.
-    :param rhs: the formula of its columns.
-    """
-
-    factor: tuple[str, ...]
-    rhs: str
-
-    @property
-    def name(self) -> str:
-        """The factor as a name of Python."""
-        return python_name("_".join(self.factor))
-
-
-@dataclass(frozen=True)
-class Formula:
-    """The parts of a formula.
-
-    :param outcome: the outcome's columns: one, or successes and trials of ``p(dead, patients)``.
-    :param rhs: the formula of the common columns, without smooths.
-    :param smooths: columns inside ``s()``.
-    :param groups: the groups, one for each factor.
-    :param reads: the columns that it reads.
-    """
-
-    text: str
-    outcome: tuple[str, ...]
-    rhs: str
-    smooths: tuple[str, ...]
-    groups: tuple[Group, ...]
-    reads: tuple[str, ...]
-
-
-def python_name(text: str) -> str:
-    """Return the text as a name of Python that the written model does not use itself."""
-    name = re.sub(r"\W+", "_", text).strip("_") or "x"
-    name = f"x_{name}" if name[0].isdigit() else name
-    return f"{name}_" if name in _USED or keyword.iskeyword(name) else name
-
-
-def parse(text: object) -> Formula:
-    """Return the parts of a formula.
-
-    :raises ValueError: for text that is no formula, has no outcome, or reads rows of other silos.
-    """
-    from formulae import model_description
-
-    if not isinstance(text, str) or text.count("~") != 1:
-        raise ValueError(f"formula: expected e.g. 'y ~ x + (1 | hospital)', got {text!r}")
-    if "`" in text:
-        raise ValueError(
-            f"formula {text!r}: expected names of letters, digits, '_' and '.'; rename the others, "
-            "e.g. table.rename(columns={'blood pressure': 'blood_pressure'})"
-        )
-    for name in _REFUSED:
-        if re.search(rf"\b{name}\(", text):
-            raise ValueError(
-                f"formula: {name}() reads all rows, which no silo has; expected one of scale, "
-                "center, bs and s, or a column made beforehand"
-            )
-    try:
-        found = model_description(text)
-    except Exception as error:
-        raise ValueError(f"formula {text!r}: {error}") from error
-    common, smooths, reads = [], [], set()
-    groups: dict[tuple[str, ...], list[str]] = {}
-    for term in found.terms:
-        kind = type(term).__name__
-        reads |= set(term.expr.var_names if kind == "GroupSpecificTerm" else term.var_names)
-        if kind == "GroupSpecificTerm":
-            factor = tuple(c.name for c in term.factor.components)
-            inner = "1" if type(term.expr).__name__ == "Intercept" else term.expr.name
-            groups.setdefault(factor, []).append(inner)
-        elif kind == "Intercept":
-            common.append("1")
-        elif term.name.startswith("s("):
-            smooths.append(_argument(term.name))
-        elif kind != "NegatedIntercept":
-            common.append(term.name)
-    _check_calls([*common, *(x for inner in groups.values() for x in inner)])
-    outcome = _outcome(text.split("~")[0].strip())
-    if both := reads & {*outcome}:
-        raise ValueError(f"formula {text!r}: {min(both)!r} is on both sides")
-    return Formula(
-        text,
-        outcome,
-        _rhs(common),
-        tuple(smooths),
-        tuple(Group(factor, _rhs(inner)) for factor, inner in groups.items()),
-        tuple(sorted(name for name in reads if name)),
-    )
-
-
-def _rhs(terms: list[str]) -> str:
-    return " + ".join(terms if "1" in terms else ["0", *terms])
-
-
-def _argument(call: str) -> str:
-    inside = call[call.index("(") + 1 : -1].split(",")[0].strip().strip("`")
-    if not re.fullmatch(r"[\w .]+", inside):
-        raise ValueError(
-            f"formula: expected the name of a column inside {call!r}, got {inside!r}; make the "
-            "column beforehand"
-        )
-    return inside
-
-
-def _check_calls(terms: Iterable[str]) -> None:
-    """Raise a ``ValueError`` for ``scale(log(age))``: the dictionary describes columns alone."""
-    for term in terms:
-        for match in _CALL.finditer(term):
-            if match.group(1) == "s":
-                raise ValueError(f"formula: expected s() alone, not inside {term!r}")
-            end = term.index(")", match.start())
-            _argument(term[match.start() : end + 1])
-
-
-def _outcome(text: str) -> tuple[str, ...]:
-    pair = re.fullmatch(r"(?:p|prop|proportion)\(\s*([\w.]+)\s*,\s*([\w.]+)\s*\)", text)
-    if pair:
-        return pair.groups()
-    name = text.strip("`")
-    if not re.fullmatch(r"[\w .]+", name):
-        raise ValueError(
-            f"formula: expected a column, or p(successes, trials), before '~', got {text!r}; make "
-            "the column beforehand"
-        )
-    return (name,)
 
 
 class Design:
@@ -190,7 +44,7 @@ class Design:
         self._words = words
         self._own = _own_functions(words)
         self.intercept = "1" in rhs.split(" + ")
-        self._matrix = None if rhs in ("0", "1") else self._made(_CALL.sub(rf"{_KEEP}\1(", rhs))
+        self._matrix = None if rhs in ("0", "1") else self._made(CALL.sub(rf"{_KEEP}\1(", rhs))
         terms = self._matrix.terms.values() if self._matrix else []
         #: names of the columns, without the intercept
         self.labels = [

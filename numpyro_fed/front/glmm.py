@@ -10,10 +10,10 @@ import numpy as np
 from jax import Array
 
 from numpyro_fed.data.silos import Silos
-from numpyro_fed.front.design import parse
 from numpyro_fed.front.dictionary import Dictionary
 from numpyro_fed.front.families import FAMILIES
 from numpyro_fed.front.fit import fit
+from numpyro_fed.front.formula import parse
 from numpyro_fed.front.make_coder import make_coder
 from numpyro_fed.front.predict import expected
 from numpyro_fed.front.priors import Prior, make_parts

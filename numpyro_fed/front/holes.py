@@ -16,8 +16,9 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
-from numpyro_fed.front.design import Design, python_name
+from numpyro_fed.front.design import Design
 from numpyro_fed.front.dictionary import Column
+from numpyro_fed.front.formula import python_name
 
 
 @dataclass(frozen=True)

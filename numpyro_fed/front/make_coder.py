@@ -5,9 +5,10 @@ from collections.abc import Mapping
 import numpy as np
 import pandas as pd
 
-from numpyro_fed.front.design import Design, Formula, parse
+from numpyro_fed.front.design import Design
 from numpyro_fed.front.dictionary import Dictionary, describe
 from numpyro_fed.front.families import FAMILIES
+from numpyro_fed.front.formula import Formula, parse
 from numpyro_fed.front.holes import Hole
 from numpyro_fed.front.rows import Coder, group_labels
 

@@ -8,7 +8,7 @@ import pandas as pd
 from jax import Array
 from scipy.special import expit, gamma
 
-from numpyro_fed.front.design import Group
+from numpyro_fed.front.formula import Group
 from numpyro_fed.front.rows import Coder, element_names
 from numpyro_fed.front.source import GroupPart, Parts
 

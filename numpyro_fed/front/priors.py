@@ -4,8 +4,8 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from numpyro_fed.front.design import Group, python_name
 from numpyro_fed.front.families import FAMILIES
+from numpyro_fed.front.formula import Group, python_name
 from numpyro_fed.front.holes import HolePart
 from numpyro_fed.front.rows import Coder
 from numpyro_fed.front.source import GroupPart, Parts

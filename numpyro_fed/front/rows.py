@@ -7,9 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
-from numpyro_fed.front.design import Design, Formula, Group, clean, python_name, smooth
+from numpyro_fed.front.design import Design, clean, smooth
 from numpyro_fed.front.dictionary import Dictionary
 from numpyro_fed.front.families import FAMILIES, check_outcome
+from numpyro_fed.front.formula import Formula, Group, python_name
 from numpyro_fed.front.holes import Hole
 from numpyro_fed.front.tables import as_text, column, numbers
 
