@@ -63,6 +63,11 @@ def params_of(m, scale=0.3):
     return found
 
 
+def density(model, rows, at):
+    """Return the log density of all sites."""
+    return float(jax.jit(lambda at: log_density(model, (), dict(rows), at)[0])(at))
+
+
 def predictor(m, at):
     """Return the linear predictor of the pooled rows, by hand."""
     rows = {k: np.asarray(v, float) for k, v in m.silos.pooled.items()}
@@ -147,11 +152,11 @@ def test_the_log_likelihood_of_a_family(family):
     m = fed.glmm(text, tables(), family=family, **options)
     at = params_of(m)
     rows = m.silos.pooled
-    got = float(log_density(m.model, (), dict(rows), at)[0])
+    got = density(m.model, rows, at)
     # the prior is what is left where the likelihood is taken away
     from numpyro.handlers import block
 
-    prior = float(log_density(block(m.model, hide=["y"]), (), dict(rows), at)[0])
+    prior = density(block(m.model, hide=["y"]), rows, at)
     data = pd.concat(tables().values())
     likelihood = np.sum(np.asarray(expected(data, predictor(m, at), at), float))
     np.testing.assert_allclose(got - prior, likelihood, rtol=2e-5)
@@ -164,9 +169,7 @@ def test_weights_multiply_the_log_likelihood_of_rows():
     at = params_of(one)
     eta = np.asarray(one.silos.pooled["x"]) @ at["slopes"] + at["intercept"]
     rows = stats.norm.logpdf(one.silos.pooled["y"], eta, at["sigma"])
-    ones, ws = (
-        float(log_density(m.model, (), dict(m.silos.pooled), at)[0]) for m in (one, weighed)
-    )
+    ones, ws = (density(m.model, m.silos.pooled, at) for m in (one, weighed))
     w = np.asarray(weighed.silos.pooled["weights"])
     np.testing.assert_allclose(ws - ones, np.sum((w - 1) * rows), rtol=1e-4)
 
@@ -360,7 +363,7 @@ def test_a_hole_of_numbers_is_a_latent_of_its_row():
     assert len(z) == sum(
         t.get("dose", t["age"] * np.nan).isna().sum() for t in with_holes().values()
     )
-    got = float(log_density(m.model, (), dict(m.silos.pooled), at)[0])
+    got = density(m.model, m.silos.pooled, at)
     # by hand: the table with the holes filled
     known = rows["dose_known"] == 1
     expected = at["level_dose"] + rows["dose_columns"] @ at["slopes_dose"]
@@ -390,10 +393,10 @@ def test_a_hole_of_levels_is_summed_out():
     tables_ = with_holes()
     m = fed.glmm("died ~ age + drug", tables_, family="bernoulli", impute={"drug": "age"})
     at, rows = params_of(m), {k: np.asarray(v, float) for k, v in m.silos.pooled.items()}
-    whole = float(log_density(m.model, (), dict(m.silos.pooled), at)[0])
+    whole = density(m.model, m.silos.pooled, at)
     from numpyro.handlers import block
 
-    prior = float(log_density(block(m.model, hide=["y", "drug"]), (), dict(m.silos.pooled), at)[0])
+    prior = density(block(m.model, hide=["y", "drug"]), m.silos.pooled, at)
     logits = np.pad(at["level_drug"] + rows["drug_columns"] @ at["slopes_drug"], ((0, 0), (1, 0)))
     shares = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
     drug = pd.concat(tables_.values())["drug"].to_numpy()
@@ -489,7 +492,7 @@ def test_the_source_runs_as_a_file(tmp_path):
     scope = {}
     exec((tmp_path / "written.py").read_text(), scope)
     at, rows = params_of(m), dict(m.silos.pooled)
-    ours, theirs = (float(log_density(f, (), rows, at)[0]) for f in (m.model, scope["model"]))
+    ours, theirs = (density(f, rows, at) for f in (m.model, scope["model"]))
     assert ours == theirs
 
 
