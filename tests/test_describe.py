@@ -143,3 +143,10 @@ def test_a_person_at_the_silo_sees_all_that_leaves(tmp_path):
     for name in ("x", "age"):
         for share, value in told[name].quantiles:
             assert f"{share:.0%} {value:.6g}" in written.output
+
+
+@pytest.mark.parametrize(("text", "words"), [("x,x\n1,2\n", "has 'x' twice"), ("x\n1,2\n", "CSV")])
+def test_files_that_pandas_would_shift_or_rename_are_refused(tmp_path, text, words):
+    (tmp_path / "a.csv").write_text(text)
+    with pytest.raises(ValueError, match=words):
+        fed.describe({"a": tmp_path / "a.csv"})

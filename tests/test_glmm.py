@@ -233,6 +233,13 @@ def test_groups_live_in_silos_or_cross_them():
     assert fed.glmm("real ~ 1 + (1 | ward)", recurring, words=words).parts.groups[0].levels is None
 
 
+def test_a_groups_name_may_end_as_that_of_holes():
+    renamed = {name: table.rename(columns={"ward": "a_holes"}) for name, table in tables().items()}
+    m = fed.glmm("real ~ age + (1 | a_holes)", renamed)
+    assert m.rows["a_holes"] == "rows"
+    assert m.silos["oslo"]["a_holes"].shape == (11,)
+
+
 def test_priors_are_those_of_the_documentation():
     m = fed.glmm(
         "real ~ age + sex + (1 | ward)", tables(), priors={"age": 0.3, "Intercept": (1.0, 4.0)}

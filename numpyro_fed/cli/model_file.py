@@ -3,7 +3,6 @@
 import importlib.util
 import inspect
 import sys
-import warnings
 from pathlib import Path
 from types import ModuleType
 
@@ -12,6 +11,7 @@ import pandas as pd
 
 from numpyro_fed.data.silos import Silos
 from numpyro_fed.decentralized._kernel import NetworkKernel
+from numpyro_fed.front.tables import read_file
 from numpyro_fed.mcmc._kernel import LangevinKernel
 from numpyro_fed.vi._base import FederatedVI
 
@@ -94,7 +94,7 @@ def silo_of_file(
     if not place.is_file():
         raise ValueError(f"{place}: no such file; expected the silo's table")
     try:
-        table = pd.read_parquet(place) if place.suffix == ".parquet" else _read_csv(place)
+        table = read_file(place)
     except Exception as error:
         raise ValueError(
             f"{place}: expected a table in CSV or Parquet ({type(error).__name__}: {error})"
@@ -134,19 +134,6 @@ def silo_of_file(
         )
     except (ValueError, TypeError, AttributeError) as error:
         raise ValueError(f"{place}, as silo(table) of {module.__file__} has it: {error}") from error
-
-
-def _read_csv(place: Path) -> pd.DataFrame:
-    """Return a table whose rows have a field for each name in the header, no two alike."""
-    header = pd.read_csv(place, header=None, nrows=1, dtype=str).iloc[0]
-    if header.duplicated().any():
-        twice = header[header.duplicated()].iloc[0]
-        raise ValueError(f"its header has {twice!r} twice; expected names that differ")
-    with warnings.catch_warnings():
-        # by default pandas takes the first of too many fields for the rows' names, and shifts
-        # the other columns
-        warnings.simplefilter("error", pd.errors.ParserWarning)
-        return pd.read_csv(place, index_col=False)
 
 
 def _columns(module: ModuleType, table: pd.DataFrame) -> dict[str, np.ndarray]:

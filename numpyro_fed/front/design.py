@@ -1,8 +1,8 @@
 """The columns of numbers that a formula makes of a table, alike in every silo.
 
-The package formulae (Bambi's) makes the columns. It learns levels from a
-small table that is made up from the dictionary. ``scale``, ``center`` and ``bs`` take means, sds
-and knots from the dictionary, too, instead of the rows at hand.
+The package formulae (Bambi's) makes the columns. It learns levels from a small table that is made
+up from the dictionary. ``scale``, ``center`` and ``bs`` take means, sds and knots from the
+dictionary, too, instead of the rows at hand.
 """
 
 import contextlib
@@ -157,9 +157,7 @@ def _number(words: Dictionary, name: str) -> Column:
 
 
 def _known(words: Dictionary, name: str) -> Column:
-    if name not in words.columns:
-        raise ValueError(f"no silo has a column {name!r}; there are {sorted(words.columns)}")
-    told = words.columns[name]
+    told = words.column(name)
     if told.kind not in ("number", "levels") or (told.kind == "number" and told.mean is None):
         why = {"number": "hidden numbers", "other": "dates or free text", "group": "a group"}
         raise ValueError(

@@ -23,7 +23,7 @@ _MOST_LEVELS = 50  # names and free text have more
 
 @dataclass(frozen=True)
 class Column:
-    """What a silo, or all of them, say of a column.
+    """Facts on a column, of one silo or of all.
 
     :param kind: ``"number"``, ``"levels"``, ``"group"``, or ``"other"`` (dates, free text).
     :param rows: rows with a value.
@@ -54,7 +54,7 @@ class Column:
 
 
 class Dictionary:
-    """What all silos say of their columns; the same for all of them.
+    """Facts on the columns of all silos, the same for each of them.
 
     :func:`numpyro_fed.glmm` takes levels, centers and scales from it, so that every silo codes its
     rows alike.
@@ -68,6 +68,15 @@ class Dictionary:
         self.silos = {name: dict(columns) for name, columns in silos.items()}
         names = dict.fromkeys(c for columns in self.silos.values() for c in columns)
         self.columns = {name: _pooled(name, self.silos) for name in names}
+
+    def column(self, name: str) -> Column:
+        """Return the facts on a column over all silos.
+
+        :raises ValueError: if no silo has it.
+        """
+        if name not in self.columns:
+            raise ValueError(f"no silo has a column {name!r}; there are {sorted(self.columns)}")
+        return self.columns[name]
 
     @classmethod
     def load(cls, *paths: str | Path) -> "Dictionary":

@@ -122,8 +122,8 @@ def _rhs(terms: list[str]) -> str:
 
 
 def _argument(call: str) -> str:
-    inside = call[call.index("(") + 1 : -1].split(",")[0].strip().strip("`")
-    if not re.fullmatch(r"[\w .]+", inside):
+    inside = call[call.index("(") + 1 : -1].split(",")[0].strip()
+    if not re.fullmatch(r"[\w.]+", inside):
         raise ValueError(
             f"formula: expected the name of a column inside {call!r}, got {inside!r}; make the "
             "column beforehand"
@@ -145,10 +145,9 @@ def _outcome(text: str) -> tuple[str, ...]:
     pair = re.fullmatch(r"(?:p|prop|proportion)\(\s*([\w.]+)\s*,\s*([\w.]+)\s*\)", text)
     if pair:
         return pair.groups()
-    name = text.strip("`")
-    if not re.fullmatch(r"[\w .]+", name):
+    if not re.fullmatch(r"[\w.]+", text):
         raise ValueError(
             f"formula: expected a column, or p(successes, trials), before '~', got {text!r}; make "
             "the column beforehand"
         )
-    return (name,)
+    return (text,)

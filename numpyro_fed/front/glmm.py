@@ -56,7 +56,7 @@ class GLMM:
         """The silo plate of each argument, as :class:`Silos` takes it."""
         plates = {f"{name}_elements": name for name in self._local}
         plates |= {"strata": "strata"} if self.parts.family == "cox" else {}
-        plates |= {name: name for name in self.index.values() if name.endswith("_holes")}
+        plates |= {f"{h.name}_holes": f"{h.name}_holes" for h in self.parts.holes if not h.levels}
         return {name: plates.get(name, "rows") for name in arguments(self.parts)}
 
     @property

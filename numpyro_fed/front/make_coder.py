@@ -1,4 +1,4 @@
-"""How tables are coded for a formula: checks of what it reads, groups, columns with holes."""
+"""Code of tables for a formula: checks of what it reads, groups, columns with holes."""
 
 from collections.abc import Mapping
 
@@ -88,9 +88,7 @@ def _crossing(
 
 
 def _kind(words: Dictionary, name: str) -> str:
-    if name not in words.columns:
-        raise ValueError(f"no silo has a column {name!r}; there are {sorted(words.columns)}")
-    kind = words.columns[name].kind
+    kind = words.column(name).kind
     if kind not in ("group", "levels"):
         raise ValueError(
             f"column {name!r} is of kind {kind!r} in the dictionary; expected groups=[{name!r}] "
@@ -131,12 +129,9 @@ def _coder(
     weights: str | None,
 ) -> Coder:
     for name in (*parts.outcome, *parts.smooths):
-        if name not in words.columns:
-            raise ValueError(f"no silo has a column {name!r}; there are {sorted(words.columns)}")
-        if name in parts.smooths and words.columns[name].kind != "number":
-            raise ValueError(
-                f"column {name!r}: s() expects numbers, got {words.columns[name].kind}"
-            )
+        kind = words.column(name).kind
+        if name in parts.smooths and kind != "number":
+            raise ValueError(f"column {name!r}: s() expects numbers, got {kind}")
     outcome = words.columns[parts.outcome[0]]
     if (
         outcome.kind == "levels"

@@ -52,7 +52,7 @@ def make_parts(coder: Coder, given: Mapping[str, Prior] | None, correlated: bool
     if priors:
         known = ["Intercept", *coder.labels, *(g.name for g in coder.formula.groups)]
         raise ValueError(f"priors: expected names among {known}, got {sorted(priors)}")
-    extras = ("offset",) * coder.has_offset + ("weights",) * (coder.weights is not None)
+    extras = ("offset",) * coder.common.offset + ("weights",) * (coder.weights is not None)
     return Parts(
         coder.formula.text.strip(),
         coder.family,

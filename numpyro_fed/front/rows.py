@@ -17,7 +17,7 @@ from numpyro_fed.front.tables import as_text, column, numbers
 
 @dataclass(frozen=True)
 class Coder:
-    """How a silo's table becomes arguments.
+    """Rule by which a silo's table becomes arguments.
 
     :param formula: the formula's parts.
     :param family: name of the family.
@@ -46,11 +46,6 @@ class Coder:
     def labels(self) -> list[str]:
         """Names of the coefficients, smooths' lines last."""
         return [*self.common.labels, *(f"s({name})" for name in self.formula.smooths)]
-
-    @property
-    def has_offset(self) -> bool:
-        """Whether the formula has an offset."""
-        return self.common.offset
 
     def arguments(
         self, table: pd.DataFrame, silo: str, outcome: bool = True
@@ -85,7 +80,7 @@ class Coder:
         made: dict[str, np.ndarray] = {"x": _single((x - self.center) / self.scale)}
         if self.formula.smooths:
             made |= self._smooths(rows, made)
-        if self.has_offset:
+        if self.common.offset:
             made["offset"] = _single(offset)
         for group in self.formula.groups:
             made |= self._group(group, table[kept], rows, silo)

@@ -25,13 +25,13 @@ class GroupPart:
 
     @property
     def has_columns(self) -> bool:
-        """Whether the model gets a matrix, since there are more effects than an intercept."""
+        """True where the model gets a matrix, since there are more effects than an intercept."""
         return self.effects != ("1",)
 
 
 @dataclass(frozen=True)
 class Parts:
-    """What a model is written from.
+    """Parts that a model is written from.
 
     :param title: the formula.
     :param family: name of the family.

@@ -1,5 +1,6 @@
 """Tables as silos have them: pandas, Arrow, polars, dictionaries of columns, CSV, Parquet."""
 
+import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Protocol, runtime_checkable
@@ -61,7 +62,31 @@ def as_table(data: object, silo: str) -> pd.DataFrame:
 def _from_file(path: Path, silo: str) -> pd.DataFrame:
     if not path.is_file():
         raise ValueError(f"silo {silo!r}: no file {str(path)!r}")
-    return pd.read_parquet(path) if path.suffix == ".parquet" else pd.read_csv(path)
+    try:
+        return read_file(path)
+    except Exception as error:
+        raise ValueError(
+            f"silo {silo!r}: expected a table in CSV or Parquet at {str(path)!r} "
+            f"({type(error).__name__}: {error})"
+        ) from error
+
+
+def read_file(path: Path) -> pd.DataFrame:
+    """Return the table of a CSV or Parquet file.
+
+    The rows of a CSV file have a field for each name in the header, no two alike.
+    """
+    if path.suffix == ".parquet":
+        return pd.read_parquet(path)
+    header = pd.read_csv(path, header=None, nrows=1, dtype=str).iloc[0]
+    if header.duplicated().any():
+        twice = header[header.duplicated()].iloc[0]
+        raise ValueError(f"its header has {twice!r} twice; expected names that differ")
+    with warnings.catch_warnings():
+        # by default pandas takes the first of too many fields for the rows' names, and shifts
+        # the other columns
+        warnings.simplefilter("error", pd.errors.ParserWarning)
+        return pd.read_csv(path, index_col=False)
 
 
 def column(table: pd.DataFrame, name: str, silo: str) -> pd.Series:
