@@ -185,7 +185,7 @@ def test_a_model_with_constraints_agrees_with_nuts():
     assert comparison.verdict == "agrees"
 
 
-@pytest.mark.parametrize("method", ["sequential", "vectorized"])
+@pytest.mark.parametrize("method", ["sequential", "vectorized", "parallel"])
 def test_shapes_and_costs(method):
     silos = intercepts_silos()
     mcmc = MCMC(
@@ -198,7 +198,7 @@ def test_shapes_and_costs(method):
     assert draws["mu"].shape == (2, 5)
     assert draws["a"].shape == (2, 5, 18)
     assert mcmc.get_extra_fields(group_by_chain=True)["num_steps"].shape == (2, 5)
-    ledger, chains = mcmc.sampler.ledger(mcmc.last_state), 1 if method == "sequential" else 2
+    ledger, chains = mcmc.sampler.ledger(mcmc.last_state), 2 if method == "vectorized" else 1
     rounds = int(np.sum(mcmc.last_state.rounds))
     assert ledger.rounds == (rounds,) * 3
     assert ledger.bytes_up == (rounds * 2 * 4 * chains,) * 3

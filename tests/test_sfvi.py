@@ -165,10 +165,10 @@ def test_the_starts_program_does_not_hold_the_rows():
     moved = fed.split({"y": silos.pooled["y"], "x": silos.pooled["x"] + 1}, by=PARTITIONS["two"])
     svi = fed.SFVI(wheeze, fed.AutoSiloNormal(wheeze), optax.adam(0.02), num_local_particles=2)
     svi.init(random.key(1), silos)
-    programs = first_params._first_position._cache_size()
+    programs = first_params._first_position.alone._cache_size()
     svi.init(random.key(2), moved)
     assert programs
-    assert first_params._first_position._cache_size() == programs
+    assert first_params._first_position.alone._cache_size() == programs
 
 
 # the exact posterior

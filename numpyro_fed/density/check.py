@@ -12,7 +12,6 @@ then reports only the kind of error.
 
 import warnings
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import product
 
 import jax
@@ -25,7 +24,7 @@ from numpyro_fed.data.silos import Silos
 from numpyro_fed.data.views import SiloView, sweep
 from numpyro_fed.density.factors import PARAMS, Factors, pooled_log_density
 from numpyro_fed.density.stand_ins import cut_in_two, random_silos
-from numpyro_fed.rounds.inline import QUICKLY, ask_all
+from numpyro_fed.rounds.inline import ask_all, quick_jit
 from numpyro_fed.rounds.remote import RemoteSilos
 from numpyro_fed.rounds.task import SiloTask
 
@@ -58,7 +57,7 @@ class FactorizationError(ValueError):
         self.plain = plain
 
 
-@partial(jax.jit, static_argnames=("factors",), compiler_options=QUICKLY)
+@quick_jit("factors")
 def _point(factors: Factors, silos: Silos, key: Array) -> tuple[dict, dict]:
     """Draw global sites, and local sites in flat order (elements first)."""
     groups = factors.local_groups()
@@ -76,7 +75,7 @@ def _own(factors: Factors, z: dict[str, Array], view: SiloView) -> dict[str, Arr
     return {name: x[view.positions(groups[name])] for name, x in z.items()}
 
 
-@partial(jax.jit, static_argnames=("factors",), compiler_options=QUICKLY)
+@quick_jit("factors")
 def _factored(
     factors: Factors, theta: dict, z: dict, silos: Silos
 ) -> tuple[Array, tuple[dict, dict], Array]:
@@ -94,7 +93,7 @@ def _factored(
     return value, gradient, terms
 
 
-@partial(jax.jit, static_argnames=("factors",), compiler_options=QUICKLY)
+@quick_jit("factors")
 def _pooled(
     factors: Factors, theta: dict, z: dict, silos: Silos
 ) -> tuple[Array, tuple[dict, dict]]:

@@ -143,13 +143,13 @@ class HMC(FederatedKernel):
         self.set_warmup(num_warmup)
         z, single = self._given(init_params, model_args, extra), is_prng_key(rng_key)
         num_chains = None if single else len(rng_key)
-        start = partial(first_state, self._config, num_chains, rng_key if single else rng_key[0])
+        given = (self._config, num_chains, rng_key if single else rng_key[0])
         if z is not None:
-            shapes = jax.eval_shape(start, None, silos.with_shared(**extra)).z
+            shapes = jax.eval_shape(partial(first_state, *given), None, silos).z
             check_start({k: v.shape for k, v in z.items()}, {k: v.shape for k, v in shapes.items()})
         self._sample_fn = self.sample
         for reach in (1.0, 0.3, 0.1, 0.01):  # nearer to zero where the density is not finite
-            state = start(z, silos.with_shared(**extra), reach)
+            state = first_state(*given, z, silos.with_shared(**extra), reach)
             if is_finite((state.here, [x.there for x in state.local])):
                 return state
         raise ValueError(NO_START)

@@ -39,7 +39,7 @@ from numpyro_fed.mcmc.leapfrog import (
     to_sites,
     with_draws,
 )
-from numpyro_fed.rounds.inline import QUICKLY, round_all
+from numpyro_fed.rounds.inline import quick_jit, round_all
 from numpyro_fed.rounds.serialization import wire_name
 from numpyro_fed.surrogates.marginal import taken
 
@@ -328,7 +328,7 @@ def num_latents(factors: Factors, rows: SiloRows) -> int:
     return sum(pad[groups[s.name]] * math.prod(s.shape) for s in factors.local_sites)
 
 
-@partial(jax.jit, static_argnames=("config", "num_chains"), compiler_options=QUICKLY)
+@quick_jit("config", "num_chains")
 def first_state(
     config: HMCConfig,
     num_chains: int | None,

@@ -14,7 +14,7 @@ from numpyro_fed.mcmc.adaptation import Adaptation, adapt, first_looks
 from numpyro_fed.mcmc.config import LangevinConfig, Tuning
 from numpyro_fed.mcmc.gradients import drift, open_silo, push
 from numpyro_fed.mcmc.langevin import Chain, VisitStats, batches, federated
-from numpyro_fed.rounds.inline import QUICKLY, round_one
+from numpyro_fed.rounds.inline import quick_jit, round_one
 from numpyro_fed.rounds.serialization import wire_name
 from numpyro_fed.surrogates.gaussian import matvec
 
@@ -256,7 +256,7 @@ def start_keys(keys: Array, distinct: bool) -> tuple[Array, Array, Array]:
     return own, of_silos, strata
 
 
-@partial(jax.jit, static_argnames=("config", "distinct"), compiler_options=QUICKLY)
+@quick_jit("config", "distinct")
 def first_states(
     config: LangevinConfig,
     distinct: bool,

@@ -126,7 +126,7 @@ def prepare_draws(
     params = jax.eval_shape(setup.config.constrain, state.server.params)
     each = setup.local, setup.stacks, setup.totals, rng_key, num
     # arguments as in the call: a default that is not given would be another program
-    pool.submit(draw.lower(setup.config, params, *each, True, False).compile)
+    pool.submit(draw.alone.lower(setup.config, params, *each, True, False).compile)
     import_arviz()
 
 

@@ -4,8 +4,10 @@ A silo's key depends on the round's key and the silo's number, and not on the or
 Other engines therefore draw the same.
 """
 
+from collections.abc import Callable
 from concurrent.futures import Executor
-from functools import partial
+from functools import update_wrapper
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +20,31 @@ from numpyro_fed.rounds.federated import Federated
 from numpyro_fed.rounds.remote import RemoteSilos
 from numpyro_fed.rounds.task import SiloTask
 
-# less optimization, and no MLIR on the way to LLVM, for programs that run a few times: a first fit
-# takes two thirds of the time, and they run as fast (docs/results.md)
+# less optimization, and no MLIR on the way to LLVM: a first fit takes two thirds of the time, and
+# programs run as fast (docs/results.md)
 QUICKLY = {"xla_backend_optimization_level": 1, "xla_cpu_use_fusion_emitters": False}
+
+
+class QuickProgram:
+    """Jitted function of a few runs, compiled quickly.
+
+    JAX takes options of the compiler at the top level alone. Within another program, such as
+    that of parallel chains, the function is part of it.
+    """
+
+    def __init__(self, function: Callable, *static_argnames: str) -> None:
+        update_wrapper(self, function)
+        self.alone = jax.jit(function, static_argnames=static_argnames, compiler_options=QUICKLY)
+        self._within = jax.jit(function, static_argnames=static_argnames)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        traced = isinstance(jnp.zeros(()), jax.core.Tracer)
+        return (self._within if traced else self.alone)(*args, **kwargs)
+
+
+def quick_jit(*static_argnames: str) -> Callable[[Callable], QuickProgram]:
+    """Make a function a :class:`QuickProgram`."""
+    return lambda function: QuickProgram(function, *static_argnames)
 
 
 def ask_all(
@@ -56,11 +80,11 @@ def compile_ahead(
     XLA compiles a program on one core. Remote silos compile their own.
     """
     if not isinstance(silos, RemoteSilos):
-        lowered = _ask_here.lower(local, key, message, silo_states, silos, group)
+        lowered = _ask_here.alone.lower(local, key, message, silo_states, silos, group)
         pool.submit(lowered.compile)
 
 
-@partial(jax.jit, static_argnames=("local", "group"), compiler_options=QUICKLY)
+@quick_jit("local", "group")
 def _ask_here(
     local: SiloTask,
     key: Array,

@@ -16,7 +16,7 @@ from numpyro_fed.data.silos import Silos
 from numpyro_fed.density.factors import Factors
 from numpyro_fed.density.local_map import Units
 from numpyro_fed.rounds.federated import Federated
-from numpyro_fed.rounds.inline import QUICKLY
+from numpyro_fed.rounds.inline import quick_jit
 from numpyro_fed.surrogates.gaussian import Gaussian, Surrogates, matvec
 from numpyro_fed.surrogates.least_squares import fit_score
 from numpyro_fed.surrogates.local_score import Message, Reply, ScoreLocal
@@ -138,7 +138,7 @@ def _no_history(dim: int) -> History:
     return History.none(ApproxFactor(jnp.zeros(dim), jnp.zeros((dim, dim))))
 
 
-@partial(jax.jit, compiler_options=QUICKLY)
+@quick_jit()
 def _accelerated(history: History, total: ApproxFactor) -> tuple:
     return natural_step(history, total, jnp.array(True))
 

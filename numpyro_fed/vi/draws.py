@@ -29,7 +29,7 @@ from numpyro_fed._typing import PyTree
 from numpyro_fed.data.views import SiloRows, SiloView, to_pooled_order
 from numpyro_fed.density.nested import NestedUnits
 from numpyro_fed.privacy.secure_sum import opened
-from numpyro_fed.rounds.inline import QUICKLY
+from numpyro_fed.rounds.inline import quick_jit
 from numpyro_fed.rounds.remote import RemoteSilos
 from numpyro_fed.rounds.serialization import wire_name
 from numpyro_fed.rounds.worker import Call, rows_of
@@ -219,7 +219,7 @@ def ask_estimates(
     return silos.ask_again(calls)[0]
 
 
-@partial(jax.jit, static_argnames=("config",), compiler_options=QUICKLY)
+@quick_jit("config")
 def estimates_here(
     config: FitConfig,
     params: dict[str, Array],
@@ -246,11 +246,7 @@ def estimates_here(
     return lax.map(one, told, batch_size=at_once(len(told.log_weight), numbers))
 
 
-@partial(
-    jax.jit,
-    static_argnames=("config", "totals", "num", "stretched", "placed"),
-    compiler_options=QUICKLY,
-)
+@quick_jit("config", "totals", "num", "stretched", "placed")
 def draw(
     config: FitConfig,
     params: dict[str, Array],

@@ -1,7 +1,6 @@
 """First values of the global parameters of a variational fit."""
 
 from collections.abc import Callable
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +11,7 @@ from numpyro.distributions.transforms import biject_to
 from numpyro_fed._typing import PyTree
 from numpyro_fed.data.silos import Silos
 from numpyro_fed.density.factors import PARAMS, Factors
-from numpyro_fed.rounds.inline import QUICKLY
+from numpyro_fed.rounds.inline import quick_jit
 from numpyro_fed.vi.config import FitConfig
 from numpyro_fed.vi.guides.auto_silo_normal import AutoSiloNormal
 from numpyro_fed.vi.guides.learned import probe
@@ -58,7 +57,7 @@ def params_at(config: FitConfig, silos: Silos, loc: Array | None = None) -> dict
     return config.unconstrain({**first, **silos.shared.get(PARAMS, {})})
 
 
-@partial(jax.jit, static_argnames=("factors", "strategy"), compiler_options=QUICKLY)
+@quick_jit("factors", "strategy")
 def _first_position(factors: Factors, strategy: Callable, silos: Silos, key: Array) -> Array:
     """Return the start of the global sites by a strategy, unconstrained ``(d,)``."""
     sites = probe(factors.model, silos, key, strategy)

@@ -13,7 +13,7 @@ from jax.stages import Lowered
 from numpyro_fed._typing import PyTree
 from numpyro_fed.data.views import SiloRows
 from numpyro_fed.rounds.federated import Cost, Ledger, message_bytes
-from numpyro_fed.rounds.inline import QUICKLY, round_all
+from numpyro_fed.rounds.inline import QuickProgram, round_all
 from numpyro_fed.vi.algorithms import ALGORITHMS
 from numpyro_fed.vi.config import FitConfig
 from numpyro_fed.vi.loop import CHUNK, Rounds, VIState
@@ -39,7 +39,8 @@ class InlineRounds(Rounds):
     def __call__(self, state: VIState, num: int) -> tuple[VIState, np.ndarray, np.ndarray]:
         config, stacks = self.setup.config, self.setup.stacks
         state = state if self.who is None else _own_clocks(state, stacks)
-        state, losses, bad = self._program()(
+        program = _few_rounds if self.setup.config.conducive else _many_rounds
+        state, losses, bad = program(
             self.federated, config, self.who, state, stacks, jnp.asarray(num, jnp.int32)
         )
         return state, np.asarray(losses)[:num], np.asarray(bad)[:num]
@@ -47,12 +48,8 @@ class InlineRounds(Rounds):
     def lower(self, state: VIState) -> Lowered:
         """Return the program of the rounds from a state, traced and not yet compiled."""
         setup, num = self.setup, jnp.asarray(0, jnp.int32)
-        return self._program().lower(
-            self.federated, setup.config, self.who, state, setup.stacks, num
-        )
-
-    def _program(self) -> jax.stages.Wrapped:
-        return _few_rounds if self.setup.config.conducive else _many_rounds
+        program = _few_rounds.alone if setup.config.conducive else _many_rounds
+        return program.lower(self.federated, setup.config, self.who, state, setup.stacks, num)
 
     def ledger(self, state: VIState, order: tuple[str, ...]) -> Ledger:
         config, names = self.setup.config, self.setup.names
@@ -125,9 +122,7 @@ def _chunk(
 
 
 _many_rounds = jax.jit(_chunk, static_argnames=("federated", "config", "who"))
-_few_rounds = jax.jit(
-    _chunk, static_argnames=("federated", "config", "who"), compiler_options=QUICKLY
-)
+_few_rounds = QuickProgram(_chunk, "federated", "config", "who")
 
 
 @partial(jax.jit, static_argnames=("algorithm", "config"))

@@ -15,7 +15,7 @@ from numpyro_fed._typing import PyTree
 from numpyro_fed.data.views import SiloRows, stacked_mask, to_pooled_order
 from numpyro_fed.privacy.differential import Privacy, Spent, expected_error
 from numpyro_fed.rounds.federated import Ledger
-from numpyro_fed.rounds.inline import QUICKLY
+from numpyro_fed.rounds.inline import quick_jit
 from numpyro_fed.rounds.remote import RemoteSilos
 from numpyro_fed.vi.algorithms import own_params
 from numpyro_fed.vi.config import FitConfig
@@ -127,7 +127,7 @@ def shape_of(value: PyTree) -> list:
     return [list(x.shape) for x in jax.tree.leaves(value)]
 
 
-@partial(jax.jit, static_argnames=("config", "totals", "averaged"), compiler_options=QUICKLY)
+@quick_jit("config", "totals", "averaged")
 def named_params(
     config: FitConfig,
     totals: Totals,
@@ -181,7 +181,7 @@ def stacked_params(setup: Setup, params: dict[str, Array]) -> list:
     return _stacked(setup.config, setup.stacks, setup.local, given)
 
 
-@partial(jax.jit, static_argnames=("config",), compiler_options=QUICKLY)
+@quick_jit("config")
 def _stacked(
     config: FitConfig, stacks: list[SiloRows], local: list, params: dict[str, Array]
 ) -> list:
