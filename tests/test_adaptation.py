@@ -76,6 +76,7 @@ def test_curvature_of_a_gaussian_is_found_exactly():
     )
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", ["SGLD", "push-sum"])
 def test_noise_of_minibatches_is_measured(name):
     stiff = np.linalg.eigh(curvature())[1][:, -1]
@@ -98,6 +99,7 @@ def test_noise_of_minibatches_is_measured(name):
     assert error < 0.06 * expected
 
 
+@pytest.mark.ci
 def test_after_warmup_nothing_changes_and_all_chains_keep_their_own():
     mcmc = warm(fed.SGLD(linear, "adaptive", 2, 3), 4, 100, 50)
     steps = np.asarray(mcmc.get_extra_fields(group_by_chain=True)["step_size"])
@@ -120,6 +122,7 @@ GRAPHS = {
 }
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", GRAPHS)
 def test_the_worst_node_is_as_inflated_as_it_was_aimed_at(name):
     """Exactly, on a Gaussian model of silos alike.
@@ -179,6 +182,7 @@ def test_a_start_far_away_does_not_freeze_the_chain():
     assert (np.abs(beta.mean(0) - mean) < 2 * np.sqrt(np.diag(cov))).all()
 
 
+@pytest.mark.ci
 def test_local_latents_and_preconditioner():
     silos = intercepts_silos()
     for kernel, chains in (

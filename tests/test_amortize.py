@@ -49,6 +49,7 @@ class OnScalars(eqx.Module):
         return self.net(y[None])
 
 
+@pytest.mark.ci
 def test_a_linear_encoder_reaches_the_mean_field_optimum():
     svi = fed.SFVI(
         model,
@@ -93,12 +94,14 @@ def same_as_plain_svi(amortize, the_model, silos, steps=20, **options):
     return params
 
 
+@pytest.mark.ci
 def test_silos_take_the_steps_of_svi_on_pooled_data():
     with jax.enable_x64(True):
         silos = fed.split({"y": Y.astype(float)}, by=np.repeat(["a", "b", "c"], [30, 20, 10]))
         same_as_plain_svi({"z": OnScalars(mlp(2))}, model, silos, **WIDE)
 
 
+@pytest.mark.ci
 def test_one_site_amortized_and_one_not():
     def encoder(x, y):
         out = eqx_module("net", eqx.nn.MLP(2, 4, 8, 1, activation=jnp.tanh, key=jax.random.key(0)))(
@@ -119,6 +122,7 @@ def test_one_site_amortized_and_one_not():
         assert joint["auto_local_tril"].shape == (1, 60, 60)
 
 
+@pytest.mark.ci
 def test_gradient_of_the_weights_is_the_doubly_reparametrized_one():
     guide = fed.AutoSiloNormal(model, **WIDE, amortize={"z": linear})
     svi = fed.SFVI(model, guide, optax.adam(0.1), num_local_particles=3)
@@ -140,6 +144,7 @@ def test_gradient_of_the_weights_is_the_doubly_reparametrized_one():
         np.testing.assert_allclose(term.context.params[name], expected[name], rtol=1e-4)
 
 
+@pytest.mark.ci
 def test_minibatches_are_unbiased():
     guide = fed.AutoSiloNormal(model, **WIDE, amortize={"z": linear})
     svi = fed.SFVI(model, guide, optax.sgd(1.0), num_local_particles=1, batch_size=5)
@@ -161,6 +166,7 @@ def test_minibatches_are_unbiased():
         assert np.all(np.abs(x.mean(0) - y) <= 5 * x.std(0) / np.sqrt(len(x)) + 1e-4)
 
 
+@pytest.mark.ci
 def test_modules_of_both_libraries_and_functions_are_alike():
     class Net(nnx.Module):
         def __init__(self, like):
@@ -199,6 +205,7 @@ def test_what_leaves_a_silo_is_the_gradient_in_the_weights():
     assert "auto_z_encoder$params[[8, 1], [8], [2, 8], [2]]" in repr(result)
 
 
+@pytest.mark.ci
 def test_draws_prediction_and_encoding_of_new_rows():
     guide = fed.AutoSiloNormal(model, **WIDE, amortize={"z": linear})
     svi = fed.SFVI(model, guide, optax.adam(0.02), num_local_particles=1, num_particles=4)
@@ -218,6 +225,7 @@ def test_draws_prediction_and_encoding_of_new_rows():
         fed.AutoSiloNormal(model, amortize={"z": linear}).encode({}, y=Y)
 
 
+@pytest.mark.ci
 def test_as_a_plain_guide_it_wants_the_data():
     guide = fed.AutoSiloNormal(model, **WIDE, amortize={"z": linear})
     svi = SVI(model, guide, optax.adam(0.05), Trace_ELBO())
@@ -235,6 +243,7 @@ def test_as_a_plain_guide_it_wants_the_data():
         guide.sample_posterior(jax.random.key(0), params)
 
 
+@pytest.mark.ci
 def test_sfvi_avg_averages_the_weights():
     guide = fed.AutoSiloNormal(model, **WIDE, amortize={"z": linear})
     avg = fed.SFVIAvg(model, guide, optax.adam(0.02), 50, num_local_particles=1)
@@ -248,6 +257,7 @@ def test_sfvi_avg_averages_the_weights():
     np.testing.assert_allclose(after.server.params["slope"], own @ [30, 20, 10] / 60, rtol=1e-5)
 
 
+@pytest.mark.ci
 def test_networks_in_a_model_and_in_a_users_guide():
     decoder = mlp(1, 1)
 

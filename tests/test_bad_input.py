@@ -366,6 +366,7 @@ def test_scan_of_global_sites_and_a_loop_in_a_silo_plate():
 # Shapes
 
 
+@pytest.mark.ci
 def test_a_response_of_one_column_in_one_silo(monkeypatch):
     """Nothing tells rows from columns in NumPyro, which pairs each with each."""
     monkeypatch.undo()

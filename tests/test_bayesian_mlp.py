@@ -136,6 +136,7 @@ def equinox_model(x: Any, y: Any = None) -> None:
         numpyro.sample("y", dist.Categorical(logits=jax.vmap(net)(x)), obs=y)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("model", [mlp.model, equinox_model])
 def test_kernels_run_modules_of_flax_and_equinox(model: Callable) -> None:
     silos = few()
@@ -198,6 +199,7 @@ def test_the_best_log_likelihood_depends_on_whose_rows_they_are() -> None:
     )
 
 
+@pytest.mark.ci
 def test_surrogates_are_the_silos_own() -> None:
     """A silo of ones alone, and one of zeros.
 

@@ -13,6 +13,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 import pytest
+from marks import heavy
 from scipy import stats
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
@@ -58,7 +59,7 @@ def enumerated(own: bernoulli.Estimator) -> tuple[np.ndarray, np.ndarray]:
     return mean, (weights * (values - mean[:, None, None]) ** 2).sum((1, 2))
 
 
-@pytest.mark.parametrize("method", bernoulli.METHODS)
+@pytest.mark.parametrize("method", heavy(bernoulli.METHODS, "FSGLD, moments"))
 def test_the_librarys_estimators_have_the_closed_forms_mean_and_variance(method: str) -> None:
     own = bernoulli.estimator(method)
     mean, variance = enumerated(own)

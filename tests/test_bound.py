@@ -10,6 +10,7 @@ import numpyro
 import numpyro.distributions as dist
 import pytest
 from jax import random
+from marks import heavy
 from vi_models import GROUP_SD, ROW_SD, hierarchy, hierarchy_silos, wheeze, wheeze_silos
 
 import numpyro_fed as fed
@@ -47,7 +48,7 @@ def plain_value(family, local, context, batch, eps):
     return jnp.sum(jax.nn.logsumexp(jax.vmap(log_weight)(z), axis=0) - jnp.log(len(z)))
 
 
-@pytest.mark.parametrize("num", [1, 4])
+@pytest.mark.parametrize("num", heavy([1, 4], 1))
 def test_gradients_are_those_of_the_bound_on_average(num):
     """Within 4 Monte-Carlo errors from 4,000 draws; unsquared weights are a control that fails."""
     with jax.enable_x64(True):
@@ -90,7 +91,7 @@ def test_gradients_are_those_of_the_bound_on_average(num):
             assert off(unsquared, plain) > 10
 
 
-@pytest.mark.parametrize("num", [1, 5])
+@pytest.mark.parametrize("num", heavy([1, 5], 1))
 def test_no_noise_is_left_at_the_exact_posterior(num):
     with jax.enable_x64(True):
         silos = hierarchy_silos(np.zeros(6, int))
@@ -223,6 +224,7 @@ def test_rows_that_reach_an_element_by_way_of_others_count_once():
     np.testing.assert_allclose(terms.sum(), expected, rtol=1e-6)
 
 
+@pytest.mark.ci
 def test_padding_has_no_part_in_the_bound():
     silos = hierarchy_silos(np.array([0] * 3 + [1] * 7))
     rows = stack(silos)[0]

@@ -19,6 +19,7 @@ def expected():
     return carried_fit.drawn(fed.RemoteSilos(silos, fed.Loopback(silos)))
 
 
+@pytest.mark.ci
 def test_draws_over_flower_in_one_process(expected, tmp_path):
     pytest.importorskip("flwr")
     from numpyro_fed.engines.flower import Flower, InProcessGrid, client_app

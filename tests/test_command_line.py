@@ -279,6 +279,7 @@ def test_the_coordinator_is_told_what_is_missing(study, options, message):
     assert message in found.output
 
 
+@pytest.mark.ci
 def test_the_method_is_the_model_files(study):
     pytest.importorskip("flwr")
     from jax import random
@@ -328,6 +329,7 @@ class Leaving(fed.Loopback):
 
 
 # twelve rounds are too few for a q that its k lets pass
+@pytest.mark.ci
 @pytest.mark.filterwarnings("ignore:Pareto's k:UserWarning")
 def test_a_fit_that_breaks_off_is_no_result(study):
     pytest.importorskip("flwr")

@@ -58,6 +58,7 @@ def test_a_batch_has_the_results_of_its_matrices(of) -> None:
         np.testing.assert_allclose(together.reshape(15, -1), np.reshape(alone, (15, -1)), atol=1e-5)
 
 
+@pytest.mark.ci
 def test_batched_calls_do_not_wait_for_each_other() -> None:
     """Eight batched factorizations on two threads end: none is one call."""
     environment = {**os.environ, "NPROC": "2", "PJRT_NPROC": "2"}

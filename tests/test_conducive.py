@@ -58,7 +58,14 @@ def logistic_silos(sizes=(9, 4, 20)):
     return fed.Silos(data)
 
 
-@pytest.mark.parametrize("silo_of", [np.zeros(9, int), np.arange(9) % 4, np.arange(9)])
+@pytest.mark.parametrize(
+    "silo_of",
+    [
+        pytest.param(np.zeros(9, int), marks=pytest.mark.ci),
+        np.arange(9) % 4,
+        pytest.param(np.arange(9), marks=pytest.mark.ci),
+    ],
+)
 def test_a_gaussian_hierarchy_is_exact(silo_of):
     """Here q(theta), q(z | theta) and the bound, which is the log evidence, are exact.
 
@@ -82,6 +89,7 @@ def test_a_gaussian_hierarchy_is_exact(silo_of):
         assert float(result.state.server.moved) < 1e-6
 
 
+@pytest.mark.ci
 def test_rounds_do_not_depend_on_the_partition():
     """The same numbers in every round; a barycenter of the silos' own optima depends on it."""
     with jax.enable_x64(True):
@@ -133,6 +141,7 @@ def best_gaussian(kwargs):
     return unpack(jnp.asarray(found.x))
 
 
+@pytest.mark.ci
 def test_the_fixed_point_is_the_optimum_of_the_pooled_bound():
     with jax.enable_x64(True):
         silos = logistic_silos()
@@ -172,6 +181,7 @@ def test_a_diagonal_family_has_the_precisions_diagonal():
         np.testing.assert_allclose(sd**-2, precision, rtol=0.03)
 
 
+@pytest.mark.ci
 def test_missing_replies_do_not_move_the_fixed_point():
     """30 % of them are missing; a control: the fit of the silos that answered first is another."""
     with jax.enable_x64(True):
@@ -195,6 +205,7 @@ def test_missing_replies_do_not_move_the_fixed_point():
         assert np.abs((four.params["auto_loc"] - whole.params["auto_loc"]) / sd).max() > 0.05
 
 
+@pytest.mark.ci
 def test_silos_join_and_leave():
     """From another federation's result: the fit of the silos that there are now."""
     with jax.enable_x64(True):
@@ -218,6 +229,7 @@ def root_of(x, y):
         numpyro.sample("y", dist.Normal(beta * jnp.sqrt(x), 1), obs=y)
 
 
+@pytest.mark.ci
 def test_a_silo_whose_replies_are_not_finite_is_missing_and_named():
     with jax.enable_x64(True):
         good = {
@@ -238,6 +250,7 @@ def test_a_silo_whose_replies_are_not_finite_is_missing_and_named():
         np.testing.assert_allclose(found.losses, expected.losses, rtol=1e-9)
 
 
+@pytest.mark.ci
 def test_what_leaves_a_silo():
     silos = wheeze_silos(np.arange(20) % 2)
     fit = conducive(wheeze, validate=False)
@@ -257,6 +270,7 @@ def test_what_leaves_a_silo():
     assert result.ledger.gradient_evaluations == (2 * 256,) * 2
 
 
+@pytest.mark.ci
 def test_it_stops_where_the_loss_does_and_goes_on():
     silos = logistic_silos()
     fit = conducive(logistic)
@@ -293,6 +307,7 @@ def two_latents(y):
         numpyro.sample("y", dist.Normal(z, 1).to_event(1), obs=y)
 
 
+@pytest.mark.ci
 def test_two_latents_an_element_are_exact():
     """The posterior of mu is that of the mean of y.
 
@@ -316,6 +331,7 @@ def skewed(x, y):
         numpyro.sample("y", dist.Poisson(x * jnp.exp(t)), obs=y)
 
 
+@pytest.mark.ci
 def test_the_last_round_sees_a_tail_that_q_cuts_off():
     """The posterior of t on a grid; within four standard errors, which q alone misses."""
     silos = fed.Silos(
@@ -347,6 +363,7 @@ def test_the_last_round_sees_a_tail_that_q_cuts_off():
     assert own < 0.9 * sd
 
 
+@pytest.mark.ci
 def test_what_it_does_not_cover_is_refused():
     guide = fed.AutoSiloNormal(wheeze)
     with pytest.raises(
@@ -394,6 +411,7 @@ def test_what_it_does_not_cover_is_refused():
         conducive(learned_scale).init(random.key(0), logistic_silos())
 
 
+@pytest.mark.ci
 def test_diagonal_sites_where_coordinates_pull_together():
     """Eight covariates have equal correlations of .8.
 
@@ -422,6 +440,7 @@ def test_diagonal_sites_where_coordinates_pull_together():
     )
 
 
+@pytest.mark.ci
 def test_pairs_of_points_that_look_at_some_rows_each():
     """Rows of equal curvature give exactly the fit of all rows.
 
@@ -454,6 +473,7 @@ def test_pairs_of_points_that_look_at_some_rows_each():
         assert 1e-6 < np.abs((some.params["auto_loc"] - whole.params["auto_loc"]) / sd).max() < 0.05
 
 
+@pytest.mark.ci
 def test_hundreds_of_dimensions_from_points_that_change():
     """Beyond 256 dimensions a diagonal q is fitted from 1,024 points.
 
@@ -527,6 +547,7 @@ def test_a_step_after_which_the_bound_is_lower_is_taken_back():
     )[0].held
 
 
+@pytest.mark.ci
 def test_local_maps_by_steps_reach_the_exact_posterior():
     """Local maps by steps are as exact as quadrature.
 
@@ -559,6 +580,7 @@ def test_local_maps_by_steps_reach_the_exact_posterior():
     assert -result.losses[0] < evidence - 1
 
 
+@pytest.mark.ci
 def test_an_amortized_guide_and_learned_parameters_move_by_steps():
     n, model, linear = 60, unit_hierarchy, linear_encoder
     y = random.normal(random.key(0), (n,)) * 1.4 + 1.5
@@ -580,6 +602,7 @@ def test_an_amortized_guide_and_learned_parameters_move_by_steps():
     np.testing.assert_allclose(params["auto_scale_tril"].ravel(), (n + 0.01) ** -0.5, rtol=0.05)
 
 
+@pytest.mark.ci
 def test_a_learned_scale_by_steps():
     rng = np.random.default_rng(2)
     x = rng.normal(size=(40, 3))
@@ -630,6 +653,7 @@ def test_rows_of_pairs():
                 )
 
 
+@pytest.mark.ci
 def test_a_full_covariance_from_some_rows():
     """Its noise averages out over rounds.
 

@@ -73,6 +73,7 @@ def test_scores_are_those_of_the_coordinates():
     )
 
 
+@pytest.mark.ci
 def test_they_cancel_in_the_mean_over_silos(setup):
     """With and without them sum_s f_s drift_s is the same.
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
+from marks import heavy
 from scipy import stats
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
@@ -56,7 +57,7 @@ def moments(law: regression.Law) -> tuple[np.ndarray, np.ndarray]:
 
 
 @pytest.mark.parametrize("minibatch", [False, True], ids=["all rows", "minibatch"])
-@pytest.mark.parametrize("name", list(regression.graphs()))
+@pytest.mark.parametrize("name", heavy(regression.graphs(), "fixed"))
 def test_the_recursion_is_the_kernels_law(name: str, minibatch: bool) -> None:
     """Means and variances of nodes and average over 500 networks are within 4 s.e.
 
@@ -103,6 +104,7 @@ def test_constant_steps_and_steps_too_small_fall_short_of_the_rate() -> None:
     assert (small > -0.5).all()
 
 
+@pytest.mark.ci
 def test_linear_regression_quick(tmp_path: Path) -> None:
     found = regression.main(["--quick", "--figure", str(tmp_path / "figure.png")])
     plt.close("all")
@@ -153,6 +155,7 @@ def test_steps_fall_from_the_first_to_the_last() -> None:
     assert abs(a / (b + 10_000) ** gamma - 1e-4) < 1e-12
 
 
+@pytest.mark.ci
 def test_gaussian_mixture_quick(tmp_path: Path) -> None:
     """Weights of the modes by start and by node are within 4 s.e.
 

@@ -19,6 +19,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import Array, random
+from marks import heavy
 from numpyro import handlers
 from numpyro.infer import MCMC, NUTS, SVI, Predictive, Trace_ELBO
 from numpyro.infer.autoguide import AutoNormal
@@ -130,7 +131,7 @@ def partitions(entry: Entry) -> Any:
 
 
 @ALL
-@pytest.mark.parametrize("double", [False, True], ids=["single", "double"])
+@pytest.mark.parametrize("double", heavy([False, True], False), ids=["single", "double"])
 def test_factors_sum_to_the_pooled_density(entry: Entry, double: bool) -> None:
     with jax.enable_x64(double):
 
@@ -381,6 +382,7 @@ def test_handlers_see_a_plain_model(name: str, outside: bool, plain: Callable) -
     assert_same(plain(lambda: draws(True)) if outside else draws(True), expected)
 
 
+@pytest.mark.ci
 def test_nuts_sees_a_plain_model(plain: Callable) -> None:
     def draws() -> dict:
         mcmc = MCMC(NUTS(intercepts), num_warmup=10, num_samples=5, progress_bar=False)
@@ -390,6 +392,7 @@ def test_nuts_sees_a_plain_model(plain: Callable) -> None:
     assert_same(draws(), plain(draws))
 
 
+@pytest.mark.ci
 def test_svi_and_predictive_see_a_plain_model(plain: Callable) -> None:
     def fit() -> tuple[dict, Array, dict, dict]:
         y = jnp.linspace(-1.0, 2.0, 8)

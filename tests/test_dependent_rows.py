@@ -10,6 +10,7 @@ import numpyro.distributions as dist
 import optax
 import pytest
 from jax import random
+from marks import heavy
 from numpyro.infer import MCMC
 from test_wire import Fits
 
@@ -133,6 +134,7 @@ def test_minibatches_are_refused(refused):
         refused(cox_silos())
 
 
+@pytest.mark.ci
 def test_fit_is_the_exact_posterior(exact):
     draws = fed.fit(cox, cox_silos(), progress_bar=False).posterior["beta"].values.ravel()
     error = exact[1] / np.sqrt(len(draws) / 2)  # weighed draws are worth about half
@@ -140,7 +142,7 @@ def test_fit_is_the_exact_posterior(exact):
     assert abs(draws.std() / exact[1] - 1) < 4 / np.sqrt(len(draws))
 
 
-@pytest.mark.parametrize("kernel", [fed.FSGLD, fed.HMC])
+@pytest.mark.parametrize("kernel", heavy([fed.FSGLD, fed.HMC], fed.FSGLD))
 def test_chains_have_the_exact_posterior(kernel, exact):
     mcmc = MCMC(
         kernel(cox),
@@ -163,6 +165,7 @@ def test_latents_beside_dependent_rows():
         check_factorization(factorize(partial(frailty, row_wise=True), silos), silos)
 
 
+@pytest.mark.ci
 def test_over_a_wire_as_at_hand(tmp_path):
     silos = cox_silos()
 
@@ -187,6 +190,7 @@ def gaussian_process(t, y, stratum):
         numpyro.factor("y", dist.Normal(0, 1).log_prob(standardized) - jnp.log(jnp.diagonal(root)))
 
 
+@pytest.mark.ci
 def test_a_causal_likelihood_needs_no_word():
     """Padded rows come last, so terms that depend on earlier rows alone are right as they are."""
     rng = np.random.default_rng(0)

@@ -63,9 +63,12 @@ def failed(mcmc):
     "options",
     [
         {},
-        {"selection": "auto", "step_size": fed.Step(noise_correction=True)},
+        pytest.param(
+            {"selection": "auto", "step_size": fed.Step(noise_correction=True)},
+            marks=pytest.mark.ci,
+        ),
         {"num_kept": 4},
-        {"batch_size": 20},
+        pytest.param({"batch_size": 20}, marks=pytest.mark.ci),
     ],
     ids=str,
 )
@@ -108,6 +111,7 @@ def test_a_wrong_surrogate_is_flagged_with_its_silo():
     assert found.table.loc["silos' pull", "where"] == "silo 'b'"
 
 
+@pytest.mark.ci
 def test_stays_of_a_thousand_steps_are_flagged():
     kernel = setup(surrogate="laplace")
     kernel._config = dataclasses.replace(kernel._config, num_local_steps=1000)
@@ -142,6 +146,7 @@ def test_silos_that_are_not_visited_as_weighted_are_flagged(monkeypatch):
     assert found.table.loc["visits", "where"] == "silo 'a'"
 
 
+@pytest.mark.ci
 def test_a_step_that_nobody_measured_is_undecided():
     """Its draws mix, with R-hat 1.00, and are more than three times too wide."""
     found = fed.diagnose(run(fed.SGLD(logistic, step_size=0.03, batch_size=10), 1500))
@@ -162,6 +167,7 @@ def effects_silos():
     return fed.split({"y": y}, by=np.repeat([0, 1, 2], 20))
 
 
+@pytest.mark.ci
 def test_latents_of_a_silo_that_is_hardly_visited_are_undecided():
     found = fed.diagnose(
         run(fed.FSGLD(effects, selection=[0.495, 0.495, 0.01]), 800, effects_silos())
@@ -172,6 +178,7 @@ def test_latents_of_a_silo_that_is_hardly_visited_are_undecided():
     assert "run longer: a latent moves in its silo's rounds alone" in found.summary().lower()
 
 
+@pytest.mark.ci
 def test_a_local_map_that_is_too_narrow_is_flagged():
     silos = effects_silos()
     kernel = fed.FSGLD(effects)
@@ -186,6 +193,7 @@ def test_a_local_map_that_is_too_narrow_is_flagged():
     assert "local moves" in failed(run(kernel, 800, silos))[1]
 
 
+@pytest.mark.ci
 def test_too_few_draws_are_undecided():
     found = fed.diagnose(run(fed.FSGLD(logistic), 40))
     assert found.verdict == "undecided"

@@ -144,6 +144,7 @@ class FullFrom(fed.Loopback):
         return super().ask(calls)
 
 
+@pytest.mark.ci
 def test_silos_keep_what_the_last_checkpoint_needs_while_the_disk_is_full(tmp_path, monkeypatch):
     from small_models import intercepts, intercepts_silos
 

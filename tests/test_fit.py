@@ -10,6 +10,7 @@ import numpyro
 import numpyro.distributions as dist
 import pytest
 from jax import random
+from marks import heavy
 from numpyro.infer import MCMC, NUTS
 from vi_models import (
     PRIOR_SD,
@@ -61,6 +62,7 @@ def test_draws_are_the_exact_posteriors():
     assert "Pareto's k" in attrs["report"]
 
 
+@pytest.mark.ci
 @pytest.mark.filterwarnings("ignore:Pareto's k:UserWarning")  # of so few draws
 def test_it_saves_and_has_the_silos(tmp_path, seventy, capsys):
     idata = fed.fit(wheeze, seventy, method="vi", num_draws=500)
@@ -74,6 +76,7 @@ def test_it_saves_and_has_the_silos(tmp_path, seventy, capsys):
     )
 
 
+@pytest.mark.ci
 def test_fsgld_in_one_call():
     """Compare with pooled NUTS, within four standard errors of both and the accepted bias.
 
@@ -102,6 +105,7 @@ def test_fsgld_in_one_call():
     assert sum(json.loads(idata.posterior.attrs["rounds"])) > 4 * 1200
 
 
+@pytest.mark.ci
 def test_surrogates_from_a_start_are_those_from_none(seventy, started):
     """In four rounds and the pilot's two: the fit begins where q is.
 
@@ -126,6 +130,7 @@ def a_tenth(pooled):
     return fed.split({k: v[:7] for k, v in pooled.items()}, by=np.arange(7) % 4)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("made", [other_outcomes, a_tenth])
 def test_a_start_at_other_data_is_left(seventy, started, made):
     """Its center, or its spread, is another.
@@ -145,6 +150,7 @@ def test_a_start_at_other_data_is_left(seventy, started, made):
     assert kernels[1]._setup_cost.rounds > 6
 
 
+@pytest.mark.ci
 def test_a_diagonal_start_is_taken(seventy):
     guide = fed.AutoSiloNormal(wheeze, global_cov="diag")
     result = fed.ConduciveSFVI(wheeze, guide).run(random.key(0), 15, seventy, progress_bar=False)
@@ -155,6 +161,7 @@ def test_a_diagonal_start_is_taken(seventy):
     assert np.isfinite(kernel.surrogates.posterior().mean).all()
 
 
+@pytest.mark.ci
 def test_silos_that_measured_different_things():
     idata = fed.fit(three_kinds, three_kinds_silos(), num_draws=500, progress_bar=False)
     assert idata.posterior.attrs["structures"] == 3
@@ -210,6 +217,7 @@ def test_bad_input(seventy, started):
         )
 
 
+@pytest.mark.ci
 def test_a_first_fit_compiles_few_programs_and_each_once(caplog):
     """The two large ones are compiled before they are called.
 
@@ -233,6 +241,7 @@ def test_a_first_fit_compiles_few_programs_and_each_once(caplog):
     assert len(compiled) <= 30
 
 
+@pytest.mark.ci
 def test_a_centered_hierarchy_is_sound_here_and_remote():
     """Its scale may be zero, where the latents' maps miss them; candidates around modes do not."""
     y = np.array([28.0, 8.0, -3.0, 7.0, -1.0, 1.0, 18.0, 12.0], np.float32)
@@ -299,7 +308,7 @@ def nested_silos():
     return fed.Silos(data, rows=rows, index=index), mean, np.sqrt(variance)
 
 
-@pytest.mark.parametrize("method", ["auto", "hmc"])
+@pytest.mark.parametrize("method", heavy(["auto", "hmc"], "auto"))
 def test_latents_that_depend_on_each_other_are_drawn_by_hmc(method):
     silos, mean, sd = nested_silos()
     idata = fed.fit(nested, silos, method=method, num_draws=2000, progress_bar=False)
@@ -313,6 +322,7 @@ def test_latents_that_depend_on_each_other_are_drawn_by_hmc(method):
     assert list(idata.posterior["schools_silo"].values) == ["north"] * 3 + ["south"] * 2
 
 
+@pytest.mark.ci
 def test_an_unsound_fit_goes_on_and_says_so(monkeypatch):
     """Control: one step alone ends unsound."""
     silos = hierarchy_silos(np.arange(9) % 3)
@@ -329,6 +339,7 @@ def test_an_unsound_fit_goes_on_and_says_so(monkeypatch):
     assert abs(float(mu.mean()) - mean[0]) < 4 * np.sqrt(covariance[0, 0] / effective)
 
 
+@pytest.mark.ci
 def test_chains_go_on_until_there_are_enough_draws():
     """Of 40 draws too few are effective, so chains keep one of four, or of sixteen, from there."""
     silos, _, _ = nested_silos()
@@ -337,6 +348,7 @@ def test_chains_go_on_until_there_are_enough_draws():
     assert attrs["verdict"] == "undecided"
 
 
+@pytest.mark.ci
 def test_chains_that_diverge_start_again_with_shorter_steps(monkeypatch):
     silos, _, _ = nested_silos()
     monkeypatch.setitem(fed.diagnose.__globals__, "MOST_DIVERGED", -1.0)  # any number is too many

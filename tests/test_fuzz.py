@@ -17,6 +17,7 @@ from numpyro_fed.rounds.serialization import pack, unpack
 COUNT, SECONDS = 5_000, 1.5  # of each type: as many as there is time for
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "name",
     [
@@ -37,6 +38,7 @@ def test_changed_messages_and_replies(name, tmp_path):
         assert tally.became["refused"] > tally.count / 5, tally
 
 
+@pytest.mark.ci
 def test_a_run_over_a_silo_whose_replies_are_changed_ends_in_draws_or_words(tmp_path):
     ends = [fuzz.whole_run(tmp_path / str(seed), seed) for seed in range(3)]
     assert all(end == "draws" or end.startswith("refused") for end in ends), ends

@@ -503,6 +503,7 @@ def test_the_source_runs_as_a_file(tmp_path):
     assert ours == theirs
 
 
+@pytest.mark.ci
 def test_a_formulas_fit_over_bytes_is_the_fit_at_hand(tmp_path):
     """Every silo reads its own table by the model file of docs/formulas.md."""
     from test_wire import Fits

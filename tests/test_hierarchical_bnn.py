@@ -156,6 +156,7 @@ def test_a_silo_is_judged_by_its_own_network() -> None:
     assert (bnn.accuracy(bnn.fedpop, q | local | {"auto_local_loc": z[::-1]}, silos) < 20).all()
 
 
+@pytest.mark.ci
 def test_a_short_fit_learns_from_images_not_from_frequencies_alone() -> None:
     learned, tested = bnn.silos(made_up(6000), 4), bnn.silos(made_up(2000, seed=1), 4)
     rng, y, silo = (

@@ -9,6 +9,7 @@ import numpyro
 import numpyro.distributions as dist
 import pytest
 from jax import Array, random
+from marks import heavy
 from numpyro.infer import MCMC
 from numpyro.infer.hmc_util import euclidean_kinetic_energy, velocity_verlet
 from numpyro.infer.util import potential_energy
@@ -58,6 +59,7 @@ def double(silos: fed.Silos) -> fed.Silos:
     return fed.Silos(wide, rows=dict(silos.group), index=dict(silos.index))
 
 
+@pytest.mark.ci
 def test_twenty_steps_are_those_of_pooled_hmc():
     """Positions of theta and of all latents, and the change of the energy."""
     with jax.enable_x64(True):
@@ -150,6 +152,7 @@ def errors(mcmc: MCMC, names: tuple[str, ...], mean: np.ndarray, sd: np.ndarray)
     return np.concatenate([off, (x.std((0, 1)) / sd - 1) * np.sqrt(2 * ess_sd)])
 
 
+@pytest.mark.ci
 def test_draws_are_exact_with_latents_of_any_structure():
     """Elements of one plate, and plates that cross in silos of unequal size."""
     silos = intercepts_silos()
@@ -172,6 +175,7 @@ def test_draws_are_exact_without_latents_and_the_control_is_not(monkeypatch):
     assert np.abs(errors(run(linear, silos, draws=1000), ("beta",), *exact)).max() > 6
 
 
+@pytest.mark.ci
 def test_a_model_with_constraints_agrees_with_nuts():
     silos = scale_silos()
     nuts = MCMC(
@@ -185,7 +189,7 @@ def test_a_model_with_constraints_agrees_with_nuts():
     assert comparison.verdict == "agrees"
 
 
-@pytest.mark.parametrize("method", ["sequential", "vectorized", "parallel"])
+@pytest.mark.parametrize("method", heavy(["sequential", "vectorized", "parallel"], "vectorized"))
 def test_shapes_and_costs(method):
     silos = intercepts_silos()
     mcmc = MCMC(
@@ -272,8 +276,13 @@ def test_one_draw_is_compiled_once():
     assert draw._cache_size() == 1
 
 
-@pytest.mark.parametrize("wire", [False, True], ids=["loopback", "wire"])
-@pytest.mark.parametrize("case", ["intercepts", "crossed", "linear"])
+@pytest.mark.parametrize(
+    "wire",
+    [pytest.param(False, id="loopback"), pytest.param(True, id="wire", marks=pytest.mark.ci)],
+)
+@pytest.mark.parametrize(
+    "case", heavy(["intercepts", "crossed", "linear"], "intercepts", "crossed")
+)
 def test_remote_silos_have_the_same_draws(case, wire, tmp_path):
     """In double precision, since rounding grows from draw to draw; over a wire for a few draws."""
     model, make = {

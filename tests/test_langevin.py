@@ -298,6 +298,7 @@ def test_fsgld_with_one_silo_is_sgld():
     np.testing.assert_allclose(fsgld.z["beta"], sgld.z["beta"], rtol=1e-4)
 
 
+@pytest.mark.ci
 def test_dsgld_is_fsgld_with_alpha_zero():
     silos = linear_silos()
     dsgld = run_kernel(fed.DSGLD(linear, 0.01, 7, 3), silos)

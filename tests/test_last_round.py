@@ -133,6 +133,7 @@ def test_nodes_that_are_too_far_apart_are_right_on_average_and_flagged(dim):
     assert k(0.5, 1.0) < 0.5
 
 
+@pytest.mark.ci
 def test_a_units_candidates_are_judged():
     """Exact maps have equal weights.
 
@@ -160,6 +161,7 @@ def test_a_units_candidates_are_judged():
     assert wide["pareto_k_unit"] < attrs["pareto_k_unit"]
 
 
+@pytest.mark.ci
 def test_maps_that_are_elsewhere_are_replaced_by_the_modes(monkeypatch):
     """Maps 30 sds off: candidates around the modes have the exact law.
 
@@ -201,6 +203,7 @@ def funnel(width, dim):
     return fit, result, silos
 
 
+@pytest.mark.ci
 def test_a_funnel_is_mended_by_the_last_round_or_flagged():
     """Rows that say nothing: the posterior is the prior, sd of b exp(width^2)."""
     fit, result, silos = funnel(0.5, 1)

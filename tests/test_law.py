@@ -228,6 +228,7 @@ AUTO = {
 }
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", AUTO)
 def test_step_size_auto_reaches_the_accepted_inflation(name):
     """The predicted inflation of sds, about 1.2, is that of the exact law at the chosen step."""
@@ -279,6 +280,7 @@ def intercepts_run():
     return kernel, silos, run(kernel, silos)
 
 
+@pytest.mark.ci
 def test_local_latents_have_their_exact_posterior(intercepts_run):
     kernel, silos, draws = intercepts_run
     mean, covariance = intercepts_posterior(silos)

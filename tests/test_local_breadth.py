@@ -77,6 +77,7 @@ def slopes_run():
     return silos, run(slopes, silos, 1500)
 
 
+@pytest.mark.ci
 def test_vectors_of_latents_have_their_exact_posterior_in_pooled_order(slopes_run):
     silos, mcmc = slopes_run
     draws = mcmc.get_samples(group_by_chain=True)
@@ -98,6 +99,7 @@ def test_vectors_of_latents_have_their_exact_posterior_in_pooled_order(slopes_ru
     )  # of two latents wide proposals are accepted six times in ten
 
 
+@pytest.mark.ci
 def test_prediction_for_an_old_silo_new_rows_and_a_new_silo(slopes_run):
     silos, mcmc = slopes_run
     idata = fed.to_inference_data(mcmc, silos, log_likelihood=False)
@@ -115,6 +117,7 @@ def test_prediction_for_an_old_silo_new_rows_and_a_new_silo(slopes_run):
     assert old.std(0).max() < 0.8 * expected  # negative control: an old silo is known better
 
 
+@pytest.mark.ci
 def test_simplices_and_silos_of_one_observation():
     def shares(counts):
         concentration = numpyro.sample("concentration", dist.Gamma(4, 0.5))
@@ -141,6 +144,7 @@ def test_simplices_and_silos_of_one_observation():
     assert fed.diagnose(mcmc).verdict != "unsound"
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("model", ["rows point to elements", "rows are elements"])
 def test_minibatches_of_elements_have_the_law_of_all(model):
     """Random intercepts with known variances: means are within 4 s.e.
@@ -194,6 +198,7 @@ def tables(y):
         numpyro.sample("y", dist.Normal(a[:, None], ROW_SD).to_event(1), obs=y)
 
 
+@pytest.mark.ci
 def test_elements_that_depend_on_each_other_are_said_to_move_together():
     def walk(y):
         scale = numpyro.sample("scale", dist.HalfNormal(1))

@@ -283,6 +283,7 @@ def intercepts_kernel():
     return kernel, silos
 
 
+@pytest.mark.ci
 def test_exact_local_maps_leave_no_residual_and_accept_every_move(intercepts_kernel):
     kernel, silos = intercepts_kernel
     state = run_kernel(kernel, silos)
@@ -294,6 +295,7 @@ def test_exact_local_maps_leave_no_residual_and_accept_every_move(intercepts_ker
     )
 
 
+@pytest.mark.ci
 def test_local_latents_keep_their_pooled_places_and_stay_in_their_silos(intercepts_kernel):
     kernel, silos = intercepts_kernel
     # within a few sds of the map, whose scales are constant up to the fit's rounding

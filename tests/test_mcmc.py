@@ -13,6 +13,7 @@ import numpyro
 import numpyro.distributions as dist
 import pytest
 from jax import random
+from marks import heavy
 from numpyro.infer import MCMC, NUTS, Gibbs, Predictive
 from numpyro.infer.util import log_likelihood
 from small_models import INTERCEPTS_CALLS, intercepts, intercepts_silos, scale_model, scale_silos
@@ -106,6 +107,7 @@ def test_thinning_keeps_every_third_draw():
     )
 
 
+@pytest.mark.ci
 def test_run_goes_on_after_warmup():
     whole = run(num_warmup=0, num_samples=40)
     parts = MCMC(langevin(), num_warmup=10, num_samples=30, progress_bar=False)
@@ -119,6 +121,7 @@ def test_run_goes_on_after_warmup():
     assert int(parts.last_state.visits.sum()) == 40
 
 
+@pytest.mark.ci
 def test_run_goes_on_from_the_last_state_of_vectorized_chains():
     options = {"num_chains": 2, "chain_method": "vectorized"}
     whole = run(num_warmup=0, num_samples=40, **options)
@@ -132,6 +135,7 @@ def test_run_goes_on_from_the_last_state_of_vectorized_chains():
     )
 
 
+@pytest.mark.ci
 def test_default_and_extra_fields(local_run):
     fields = local_run.get_extra_fields(group_by_chain=True)
     collected = {
@@ -155,6 +159,7 @@ def test_default_and_extra_fields(local_run):
     assert not fields["local_stuck"].any()
 
 
+@pytest.mark.ci
 def test_visits_follow_the_selection():
     f = [0.7, 0.1, 0.2]
     mcmc = run(langevin(selection=f), num_samples=400)
@@ -182,6 +187,7 @@ def test_init_params_are_unconstrained_and_in_pooled_order():
     assert (mu[0] > mu[1] + 10).all()
 
 
+@pytest.mark.ci
 def test_local_latents_come_out_constrained_and_in_pooled_order(local_run):
     draws = local_run.get_samples()
     assert draws["a"].shape == (60, 18)
@@ -210,7 +216,7 @@ def fresh():
     return run(fsgld()), run(fsgld(), OTHER)
 
 
-@pytest.mark.parametrize("jit_model_args", [False, True])
+@pytest.mark.parametrize("jit_model_args", heavy([False, True], False))
 def test_one_kernel_serves_several_data_sets(fresh, jit_model_args):
     """A second fit on data of the same shapes must not use the first's surrogates and step size."""
     mcmc = run(fsgld(), jit_model_args=jit_model_args)
@@ -239,6 +245,7 @@ def counted(y):
         numpyro.sample("y", dist.Normal(mu, 1), obs=y)
 
 
+@pytest.mark.ci
 def test_the_model_is_called_only_while_tracing():
     silos = fed.Silos({"a": {"y": jnp.arange(3.0)}, "b": {"y": jnp.arange(4.0)}})
     kernel = fed.FSGLD(counted, num_local_steps=5)
@@ -253,6 +260,7 @@ def test_the_model_is_called_only_while_tracing():
     assert not CALLS
 
 
+@pytest.mark.ci
 def test_a_model_with_local_latents_is_called_only_while_tracing(local_run):
     keys = random.split(random.key(0), 2)
     once = fed.FSGLD(
@@ -295,6 +303,7 @@ def shown(monkeypatch):
     monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
 
 
+@pytest.mark.ci
 def test_progress_bar_shows_diagnostics(shown, capsys, local_run):
     kernel = fed.FSGLD(intercepts, num_local_steps=5)
     mcmc = run(kernel, LOCAL, progress_bar=True, num_warmup=2, num_samples=4)
@@ -334,6 +343,7 @@ def test_print_summary_counts_divergences(reference, capsys):
     assert "Number of divergences: 0" in printed
 
 
+@pytest.mark.ci
 def test_arviz_reads_the_run(local_run):
     az = import_arviz()
     data = az.from_numpyro(local_run)
@@ -367,6 +377,7 @@ def dynamic(y):
         numpyro.sample("y", dist.Normal(level + weights[0], 1), obs=y)
 
 
+@pytest.mark.ci
 def test_supports_that_depend_on_values_and_simplices():
     silos = fed.Silos({"a": {"y": jnp.ones(4)}, "b": {"y": jnp.full(5, 1.5)}})
     mcmc = run(fed.DSGLD(dynamic, 0.01, 5), silos)

@@ -332,6 +332,7 @@ def test_the_table_leaves_out_chains_that_left_and_counts_them() -> None:
 # Fits
 
 
+@pytest.mark.ci
 def test_fsgld_is_above_dsgld_in_long_stays() -> None:
     learn, test = ml.silos(*made_up(), num_pairs=300)
     batches = {}

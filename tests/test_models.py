@@ -244,6 +244,7 @@ def test_gaussian_mean_closed_forms_are_those_of_simulated_chains(stay: int) -> 
     assert gaussian_mean.variances(points, "FSGLD", stay) == (0, noise)
 
 
+@pytest.mark.ci
 def test_gaussian_mean_quick(tmp_path: Path) -> None:
     draws = gaussian_mean.main(["--quick", "--figure", str(tmp_path / "figure.png")])
     plt.close("all")
@@ -314,6 +315,7 @@ def made_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.ci
 def test_heart_disease_quick(made_up: Path) -> None:
     x, disease, hospital = heart_disease.data()
     assert x.shape == (158, 13)  # two patients with a missing value are gone
@@ -378,6 +380,7 @@ def test_multinomial_regression_quick(made_up_digits: Path) -> None:
     assert table["train"].loc[20, "independent"] > test["independent"] + 15, table
 
 
+@pytest.mark.ci
 def test_multinomial_regression_predicts_by_its_q(made_up_digits: Path) -> None:
     train, test = multinomial_regression.data(num_rows=500)
     assert train["x"].shape == (500, 784)

@@ -151,6 +151,7 @@ def test_what_a_row_points_to_itself_goes_before_what_it_reaches(names):
     assert rest == 0
 
 
+@pytest.mark.ci
 def test_plates_that_are_crossed_move_together():
     def crossed(y, left, right, lefts, rights):
         mean = numpyro.sample("mean", dist.Normal(0, 1))
@@ -298,6 +299,7 @@ def test_marginal_of_binary_data_is_that_of_fine_grids():
     np.testing.assert_allclose(found.score, slope, atol=5e-3)
 
 
+@pytest.mark.ci
 def test_terms_of_rows_without_latents_count():
     """A silo's marginal has the terms of rows that belong to no element with latents, too."""
 
@@ -460,6 +462,7 @@ def pupils_run():
     return mcmc, silos
 
 
+@pytest.mark.ci
 def test_a_gaussian_model_leaves_no_residual_and_accepts_every_move(pupils_run):
     mcmc, _ = pupils_run
     fields = mcmc.get_extra_fields()
@@ -469,6 +472,7 @@ def test_a_gaussian_model_leaves_no_residual_and_accepts_every_move(pupils_run):
     assert fields["local_accept_prob"].mean() > 0.9
 
 
+@pytest.mark.ci
 def test_the_posterior_is_exact_also_for_elements_without_rows(pupils_run):
     """Latents of five schools and seven classes are within 4.5 s.e., in pooled order.
 
@@ -510,6 +514,7 @@ def test_the_marginal_has_the_scores_of_a_silo_s_exact_likelihood():
         np.testing.assert_allclose(score, [np.linalg.solve(covariance, r).sum()], rtol=1e-4)
 
 
+@pytest.mark.ci
 def test_silos_of_very_different_size_share_one_layout(monkeypatch):
     """Buckets of silos are padded differently; the row of a silo's latents is not."""
     monkeypatch.setattr(storage, "SMALL", 1)
@@ -539,6 +544,7 @@ def test_silos_of_very_different_size_share_one_layout(monkeypatch):
     assert network.get_samples()["b"].shape == (6, 4)
 
 
+@pytest.mark.ci
 def test_push_sum_has_nested_latents_too():
     silos = pupils_silos()
     kernel = fed.PushSumLangevin(pupils, fed.graphs.complete(2), 0.02)

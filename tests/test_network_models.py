@@ -16,6 +16,7 @@ from numpyro_fed.decentralized.nodes import gradients
 from numpyro_fed.density.factors import pooled_log_density
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", ["constrained_globals", "pupils_in_classes_in_schools"])
 def test_starts_are_kept_and_draws_are_in_their_supports(name):
     entry = ENTRIES[name]
@@ -50,6 +51,7 @@ def test_starts_are_kept_and_draws_are_in_their_supports(name):
     assert set(idata.posterior) >= sites
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", ["constrained_globals", "logistic", "dirichlet"])
 def test_gradients_of_nodes_sum_to_the_pooled_one(name):
     entry = ENTRIES[name]

@@ -295,6 +295,7 @@ def private_rounds(site, directory, seed):
 ASKED = ["fit-1", "fit-2", None, "../../outside"]
 
 
+@pytest.mark.ci
 @pytest.mark.usefixtures("allowed")
 def test_a_budget_of_privacy_is_one_over_all_jobs(tmp_path):
     site = tmp_path / "srv" / "site"
@@ -487,6 +488,7 @@ def test_a_job_that_is_over_is_not_gone_back_to(tmp_path):
 # The simulator
 
 
+@pytest.mark.ci
 def test_simulated_silos_answer_as_silos_at_hand(tmp_path):
     result = carrier.simulate(
         RUN, MAKE_SIDE, NAMES, tmp_path / "w", run_arguments={"rounds": 4}, timeout=200

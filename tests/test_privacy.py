@@ -211,6 +211,7 @@ class Free(fed.Privacy):
         return Noise(1e12, 0.0)
 
 
+@pytest.mark.ci
 def test_without_cuts_and_noise_the_fit_is_the_plain_one():
     guide = fed.AutoSiloNormal(intercepts)
     options = {"num_local_particles": 3}
@@ -241,6 +242,7 @@ def gaussian_silos(num, rows=25):
     )
 
 
+@pytest.mark.ci
 def test_the_mean_is_off_by_what_was_said_beforehand():
     """Errors of q's mean over seeds, in posterior sds, agree with the formula.
 
@@ -290,6 +292,7 @@ def test_of_a_sum_each_silo_adds_its_share():
     )
 
 
+@pytest.mark.ci
 def test_the_result_says_what_was_spent_and_compare_prints_it(tmp_path):
     silos = gaussian_silos(4)
     privacy = fed.Privacy(4.0, 1e-5, 1.0, 40)
@@ -442,6 +445,7 @@ FITS = {
 }
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", FITS)
 def test_a_fit_of_sums_is_the_fit(tmp_path, name):
     fit, rounds = FITS[name](secure_sum=True), 20 if name == "sfvi" else 5

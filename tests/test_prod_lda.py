@@ -151,6 +151,7 @@ def likeness(found: np.ndarray, true: np.ndarray) -> float:
     return float(np.corrcoef(true, found)[: len(true), len(true) :].max(1).mean())
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("amortized", [False, True])
 def test_topics_are_found_again(amortized: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     # what documents do not determine remains where it began: far from it with the start of 50

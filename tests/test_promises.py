@@ -22,6 +22,7 @@ import numpyro.distributions as dist
 import optax
 import pytest
 from jax import random
+from marks import heavy
 from small_models import linear
 from test_privacy import introduce, private_sums
 from test_wire import LINEAR, Fits, Messages, alone, run
@@ -238,6 +239,7 @@ def test_raw_words_in_the_place_of_a_key_are_refused(tmp_path):
     assert "its key is none" in answered(side, data, [(local, keys, message, read, None)])["error"]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("guarded", [True, False])
 def test_no_server_writes_the_state_that_a_round_starts_from(tmp_path, monkeypatch, guarded):
     """With a scale of nothing for each row's latent, a hundred states give the ages.
@@ -276,6 +278,7 @@ def test_no_server_writes_the_state_that_a_round_starts_from(tmp_path, monkeypat
     assert max(abs(np.corrcoef(AGES, c)[0, 1]) for c in found.T if c.std() > 1e-3) > 0.9999
 
 
+@pytest.mark.ci
 def test_a_map_of_all_latents_together_is_none_of_each(tmp_path, monkeypatch):
     """Read by rows, it has the first row's coefficients for all: that row's age."""
     messenger = Messages(PATIENTS, visits, tmp_path, own_keys=True)
@@ -304,7 +307,7 @@ def test_a_map_of_all_latents_together_is_none_of_each(tmp_path, monkeypatch):
     assert 50 * slope[1] / slope[0] == pytest.approx(50 * AGES[0], abs=0.5)
 
 
-@pytest.mark.parametrize("guarded", [True, False])
+@pytest.mark.parametrize("guarded", heavy([True, False], True))
 def test_equal_states_with_other_histories_have_other_noise(tmp_path, monkeypatch, guarded):
     """Else the same noise tells that they are equal: so it is where a row's gradient overflows."""
 
@@ -548,6 +551,7 @@ def test_guesses_at_shared_arguments_come_to_an_end(tmp_path):
 # Servers that were refused, and silos that describe themselves in no known words
 
 
+@pytest.mark.ci
 def test_a_server_that_was_refused_is_not_answered(tmp_path):
     """A list of 400 silos was refused, but then each silo's share of the noise was that of 400."""
     fit = private_sums()
@@ -680,7 +684,7 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", heavy(WAYS, "bytes"))
 @pytest.mark.parametrize("model", WRONG, ids=lambda model: model.__name__)
 def test_models_that_read_across_rows_are_refused_in_the_same_words(tmp_path, model, way):
     with pytest.raises(ValueError, match=REFUSED):
@@ -743,6 +747,7 @@ def test_a_claimed_size_costs_the_others_nothing():
 # Ceilings, settings, and the record
 
 
+@pytest.mark.ci
 def test_a_silo_answers_no_more_calls_than_its_ceiling(tmp_path):
     transport = Messages(LINEAR, linear, tmp_path)
 
@@ -957,6 +962,7 @@ def test_a_message_of_other_shapes_is_refused(tmp_path):
         assert "other parts or shapes than those of its fit" in answer["error"]
 
 
+@pytest.mark.ci
 def test_other_sizes_of_other_silos_draw_other_latents(tmp_path, monkeypatch):
     """The same draws at shifted places tell each latent, and with it each age."""
     drawn = []
@@ -1032,6 +1038,7 @@ def test_elements_to_which_rows_point_may_be_few():
     fed.Guards().check(fed.Silos({"oslo": columns}, rows=groups, index=index), 1)
 
 
+@pytest.mark.ci
 def test_silos_with_copied_folders_have_other_noise(tmp_path, monkeypatch):
     """A folder from an image of machines had one secret for all silos, whose noise canceled."""
 

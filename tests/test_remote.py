@@ -84,7 +84,7 @@ def same_draws(one, other, rtol):
             linear_silos(),
         ),
         (lambda: fed.DSGLD(linear, step_size=1e-2, num_local_steps=5), linear_silos()),
-        (lambda: fed.FSGLD(intercepts), intercepts_silos()),
+        pytest.param(lambda: fed.FSGLD(intercepts), intercepts_silos(), marks=pytest.mark.ci),
     ],
     ids=["fsgld", "distinct", "dsgld", "element latents"],
 )
@@ -346,6 +346,7 @@ def test_a_prior_that_reads_rows_is_refused():
         remote(fed.FSGLD(model), silos)
 
 
+@pytest.mark.ci
 def test_two_fits_over_one_carrier_do_not_meet():
     silos = intercepts_silos()
     carrier = fed.Loopback(silos)
@@ -420,6 +421,7 @@ np.savez(sys.argv[3] + str(process), beta=beta, names=np.array(silos.names))
 """
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("processes", "rounds"),
     [(2, WARMUP + SAMPLES), pytest.param(4, 50, marks=pytest.mark.slow)],

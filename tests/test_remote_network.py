@@ -112,9 +112,10 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(c, marks=pytest.mark.slow) if c == "preconditioned" else c for c in CASES]
-)
+HEAVY = {"preconditioned": [pytest.mark.slow], "element latents": [pytest.mark.ci]}
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, marks=HEAVY.get(c, [])) for c in CASES])
 def test_draws_are_those_of_mcmc(case):
     kernel, silos = CASES[case]
     ours, theirs = remote(kernel(), silos), inline_rounds(kernel(), silos)
@@ -161,6 +162,7 @@ def test_first_latents_of_silos_in_several_stacks(monkeypatch):
     assert (np.isnan(accepted) if kernels[1].config.units else accepted == 1).all()
 
 
+@pytest.mark.ci
 def test_draws_over_bytes_are_those_without(tmp_path):
     kernel, silos = CASES["element latents"][0], INTERCEPTS
     wired = connect(Messages(silos, intercepts, tmp_path), intercepts)

@@ -16,6 +16,7 @@ import numpyro.distributions as dist
 import optax
 import pytest
 from jax import random
+from marks import heavy
 from small_models import INTERCEPTS_CALLS, intercepts, intercepts_silos, linear, linear_silos
 from spmd_processes import saved_by
 from vi_models import (
@@ -182,7 +183,7 @@ def check_case(make, silos, options):
         np.testing.assert_allclose(mine, other, rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", heavy(CASES, "local latents", "averages"))
 def test_rounds_are_those_at_hand(name):
     check_case(*CASES[name])
 
@@ -193,6 +194,7 @@ def test_rounds_of_other_models_and_guides(name):
     check_case(*SLOW_CASES[name])
 
 
+@pytest.mark.ci
 def test_another_seed_gives_another_fit():
     # the control of the comparisons above
     silos = linear_silos()
@@ -209,6 +211,7 @@ def test_rounds_trace_nothing():
     assert len(INTERCEPTS_CALLS) - before <= 1  # on a made-up row, for the start
 
 
+@pytest.mark.ci
 def test_it_stops_where_the_fit_at_hand_does():
     silos = linear_silos()
     theirs, ours = (run(plain(), s, 5000, tol=0.5) for s in (silos, over(silos)))
@@ -219,6 +222,7 @@ def test_it_stops_where_the_fit_at_hand_does():
 # Going on
 
 
+@pytest.mark.ci
 def test_going_on_is_as_not_stopping_and_leaves_the_result_as_it_was():
     remote = over(WHEEZE)
     svi = fed.SFVI(wheeze, fed.AutoSiloNormal(wheeze), ADAM, 1, 3, validate=False)
@@ -230,6 +234,7 @@ def test_going_on_is_as_not_stopping_and_leaves_the_result_as_it_was():
         assert rest.ledger == whole.ledger
 
 
+@pytest.mark.ci
 def test_a_warm_start_has_the_silos_own_parameters():
     guide = fed.AutoSiloNormal(wheeze)
     found = []
@@ -318,7 +323,7 @@ class Deaf(fed.Loopback):
         return [None if gone else replies[id(call)] for call, gone in zip(calls, lost, strict=True)]
 
 
-@pytest.mark.parametrize("computes", [True, False])
+@pytest.mark.parametrize("computes", heavy([True, False], True))
 def test_a_silent_silo_is_asked_again_and_leaves_no_trace(computes):
     svi = fed.SFVI(wheeze, fed.AutoSiloNormal(wheeze), ADAM, 1, 3, validate=False)
     carrier = Deaf(WHEEZE, {2, 3, 7}, computes=computes)
@@ -358,6 +363,7 @@ def test_a_silo_that_stays_silent_ends_the_fit_which_can_go_on():
         run(svi, over(silos, Deaf(silos, {1}, again=True)))
 
 
+@pytest.mark.ci
 def test_known_probabilities_of_answers_leave_the_gradient_unbiased():
     """Over all patterns of silence the mean step of gradient descent is that of all replies.
 
@@ -395,6 +401,7 @@ def test_all_may_be_silent_where_that_is_known():
     assert result.state.visits.tolist() == [4] * 4
 
 
+@pytest.mark.ci
 def test_averages_go_on_without_silent_silos():
     silos = linear_silos()
     avg = fed.SFVIAvg(linear, fed.AutoSiloNormal(linear), ADAM, 5, validate=False)
@@ -409,6 +416,7 @@ def test_averages_go_on_without_silent_silos():
         run(avg, over(silos, Deaf(silos, range(9), range(4))), 4)
 
 
+@pytest.mark.ci
 def test_silence_does_not_move_the_fixed_point_of_conducive_rounds():
     avg = fed.ConduciveSFVI(hierarchy, fed.AutoSiloNormal(hierarchy))
     ours, theirs = (
@@ -479,6 +487,7 @@ def test_a_loss_that_is_not_finite_stops_the_fit():
 # Results and bad input
 
 
+@pytest.mark.ci
 @pytest.mark.filterwarnings("ignore:Pareto's k of the approximation")
 @pytest.mark.parametrize("resample", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_inference_data_has_the_draws_of_a_fit_at_hand(resample, tmp_path):
@@ -576,6 +585,7 @@ def test_bad_input_in_words():
     )  # nothing local is wanted
 
 
+@pytest.mark.ci
 def test_local_parameters_of_another_fit_do_not_fit():
     remote = over(HIERARCHY)
     other = fed.SFVI(
@@ -668,6 +678,7 @@ np.savez(sys.argv[3] + str(process), **fit, names=np.array(silos.names))
 """
 
 
+@pytest.mark.ci
 def test_two_processes_fit_what_one_fits(tmp_path):
     code = _PROCESS.format(tests=str(Path(__file__).parent), rounds=ROUNDS)
     one, other = saved_by(code, 2, tmp_path, timeout=280)
@@ -719,6 +730,7 @@ def test_checkpoints_in_words(tmp_path):
             go_on()
 
 
+@pytest.mark.ci
 def test_a_fit_that_converges_between_checkpoints_is_kept(tmp_path, monkeypatch):
     silos, place = over(linear_silos()), tmp_path / "fit.ckpt"
     fit = fed.ConduciveSFVI(linear, fed.AutoSiloNormal(linear))
@@ -730,6 +742,7 @@ def test_a_fit_that_converges_between_checkpoints_is_kept(tmp_path, monkeypatch)
     np.testing.assert_array_equal(again.losses, first.losses)
 
 
+@pytest.mark.ci
 def test_a_silos_own_latents_are_not_predicted_from_elsewhere():
     remote = over(HIERARCHY)
     svi = fed.SFVI(hierarchy, fed.AutoSiloNormal(hierarchy), optax.adam(0.05))

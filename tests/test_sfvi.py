@@ -60,6 +60,7 @@ def largest_gap(one, other):
 # invariances
 
 
+@pytest.mark.ci
 def test_partitions_give_the_same_parameters():
     with jax.enable_x64(True):
         found = {}
@@ -81,11 +82,11 @@ def test_partitions_give_the_same_parameters():
 @pytest.mark.parametrize(
     ("particles", "options"),
     [
-        (1, {}),
-        (2, {}),
+        pytest.param(1, {}, marks=pytest.mark.ci),
+        pytest.param(2, {}, marks=pytest.mark.ci),
         (1, {"global_cov": "diag", "local_cov": "diag"}),
-        (1, {"global_cov": 1, "coupling": False}),
-        (1, {"scale_coupling": False}),
+        pytest.param(1, {"global_cov": 1, "coupling": False}, marks=pytest.mark.ci),
+        pytest.param(1, {"scale_coupling": False}, marks=pytest.mark.ci),
     ],
 )
 def test_steps_are_those_of_numpyros_svi(options, particles):
@@ -111,6 +112,7 @@ def test_steps_are_those_of_numpyros_svi(options, particles):
         assert largest_gap(svi.get_params(state), plain.get_params(other)) <= 1e-9
 
 
+@pytest.mark.ci
 def test_masked_rows_contribute_nothing():
     """Silos of 1 to 40 children share a stack of 40: the parameters of padding never move."""
     with jax.enable_x64(True):
@@ -131,6 +133,7 @@ def test_masked_rows_contribute_nothing():
                 np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.ci
 def test_going_on_is_as_not_stopping():
     silos = wheeze_silos(PARTITIONS["two"])
     svi = fed.SFVI(
@@ -144,6 +147,7 @@ def test_going_on_is_as_not_stopping():
     assert rest.ledger.rounds == (60, 60)
 
 
+@pytest.mark.ci
 def test_a_second_run_traces_nothing():
     calls = []
 
@@ -200,6 +204,7 @@ def test_conjugate_hierarchy_is_recovered_exactly():
         assert result.losses[-200:].std() < 0.01
 
 
+@pytest.mark.ci
 def test_diagonal_family_underestimates_as_its_closed_form_says():
     """Without coupling the optimum's precisions are the diagonal of the posterior's precision."""
     with jax.enable_x64(True):
@@ -223,6 +228,7 @@ def test_diagonal_family_underestimates_as_its_closed_form_says():
         assert sds[0] < 0.6 * np.sqrt(covariance[0, 0])  # what the full family mends
 
 
+@pytest.mark.ci
 def test_a_users_guide_finds_the_exact_posterior_too():
     with jax.enable_x64(True):
         silos = hierarchy_silos(np.array([0, 1, 1, 2, 0, 1, 1, 1, 2]))
@@ -238,6 +244,7 @@ def test_a_users_guide_finds_the_exact_posterior_too():
         assert -result.losses[-200:].mean() == pytest.approx(evidence, abs=0.01)
 
 
+@pytest.mark.ci
 def test_learned_scale_maximizes_the_marginal_likelihood():
     with jax.enable_x64(True):
         rng = np.random.default_rng(2)
@@ -252,6 +259,7 @@ def test_learned_scale_maximizes_the_marginal_likelihood():
         assert float(params["tau"]) == pytest.approx(best_scale(x, y), rel=0.01)
 
 
+@pytest.mark.ci
 def test_three_structures_in_one_federation():
     """The three branches are conjugate given theta: beta's posterior is known by quadrature."""
     with jax.enable_x64(True):
@@ -280,6 +288,7 @@ def test_three_structures_in_one_federation():
         assert result.ledger.silos == silos.names
 
 
+@pytest.mark.ci
 def test_structures_draw_their_own_noise_and_learn_all_parameters():
     """Elements of different structures have the same place in their parts.
 
@@ -340,6 +349,7 @@ def test_weights_of_a_round_are_one_on_average():
     assert (np.abs(draws.mean(0) - 1) < 4 * draws.std(0) / np.sqrt(400)).all()
 
 
+@pytest.mark.ci
 def test_partial_participation_reaches_the_same_optimum():
     with jax.enable_x64(True):
         silos = hierarchy_silos(np.array([0, 1, 1, 2, 0, 1, 3, 3, 2]))
@@ -361,6 +371,7 @@ def test_partial_participation_reaches_the_same_optimum():
         assert np.abs(rounds - 4000).max() < 4 * np.sqrt(8000 * 0.25)
 
 
+@pytest.mark.ci
 def test_an_absent_silo_keeps_its_state_and_is_reported():
     silos = wheeze_silos(PARTITIONS["seven"])
     svi = fed.SFVI(
@@ -418,6 +429,7 @@ def learned_case():
     return learned_scale, fed.split(data, by=np.zeros(9, int)), 4, 1
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("case", [wheeze_case, intercepts_case, learned_case])
 def test_minibatch_gradients_are_exact_on_average(case, monkeypatch):
     """The mean over all starts of the systematic sample is the whole silo's bound and gradient.
@@ -492,6 +504,7 @@ def test_minibatch_gradients_are_exact_on_average(case, monkeypatch):
                 np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.ci
 def test_units_outside_the_batch_do_not_move():
     silos = wheeze_silos(PARTITIONS["one"])
     svi = fed.SFVI(
@@ -503,6 +516,7 @@ def test_units_outside_the_batch_do_not_move():
     assert moved.sum() == 16
 
 
+@pytest.mark.ci
 def test_minibatches_reach_the_optimum():
     """Within three seed-to-seed standard deviations of the mean (0.03, from four seeds).
 
@@ -531,6 +545,7 @@ def test_minibatches_reach_the_optimum():
 # stopping
 
 
+@pytest.mark.ci
 def test_tol_stops_when_the_loss_is_flat():
     silos = hierarchy_silos(np.arange(9) % 2)
     svi = fed.SFVI(hierarchy, fed.AutoSiloNormal(hierarchy), optax.adam(0.05), 1, 1)
@@ -541,6 +556,7 @@ def test_tol_stops_when_the_loss_is_flat():
     assert _converged(np.concatenate([np.linspace(100, 0, 500), np.zeros(1500)]), 1.0)
 
 
+@pytest.mark.ci
 def test_a_loss_that_is_not_finite_stops_the_fit_and_keeps_the_last_state():
     silos = wheeze_silos(PARTITIONS["two"])
     svi = fed.SFVI(

@@ -91,6 +91,7 @@ def test_one_silo_reaches_the_exact_posterior():
         np.testing.assert_allclose(params["auto_local_loc"][:, 0], mean[1:], atol=0.02)
 
 
+@pytest.mark.ci
 def test_local_maps_are_rewritten_for_the_average():
     """After a round a silo's q(z | theta) is the same function of theta, in the new coordinates."""
     with jax.enable_x64(True):
@@ -114,6 +115,7 @@ def test_local_maps_are_rewritten_for_the_average():
             np.testing.assert_allclose(again, own, rtol=1e-8)
 
 
+@pytest.mark.ci
 def test_a_warm_start_is_the_result_it_comes_from():
     with jax.enable_x64(True):
         silos = wheeze_silos(np.arange(20) % 3)
@@ -177,6 +179,7 @@ def test_absent_silos_and_learned_parameters_in_the_merge():
         assert int(info.silo) == 2
 
 
+@pytest.mark.ci
 def test_local_parameters_and_optimizer_states_stay():
     """What crosses the border is listed: q's parameters, phi, a value, a count, a flag.
 

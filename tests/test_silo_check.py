@@ -70,6 +70,7 @@ def checked(fitted):
     return fed.check(fitted[1], model, fitted[0], num_draws=1000, refit=False)
 
 
+@pytest.mark.ci
 def test_left_out_by_weights(checked):
     total, elpd, shift = exact(made())
     good = (checked.table["pareto_k"] <= 0.7).to_numpy()
@@ -93,6 +94,7 @@ def test_log_likelihoods_integrate_latents_out(fitted, checked):
         np.testing.assert_allclose(checked.log_likelihood[:, s], expected, rtol=1e-4)
 
 
+@pytest.mark.ci
 def test_an_outlier_is_fitted_without():
     data = made(outlier=4.0)
     silos = fed.Silos(data)
@@ -107,6 +109,7 @@ def test_an_outlier_is_fitted_without():
     assert "Log evidence" in repr(found)
 
 
+@pytest.mark.ci
 def test_chains_are_checked_like_fits(fitted, checked):
     silos = fitted[0]
     mcmc = MCMC(
@@ -126,6 +129,7 @@ def test_chains_are_checked_like_fits(fitted, checked):
     assert (np.abs(found.table["elpd"] - checked.table["elpd"]) < 4 * error)[good].all()
 
 
+@pytest.mark.ci
 def test_remote_silos_send_a_number_a_draw(fitted, checked):
     silos, idata = fitted
     remote = fed.RemoteSilos(silos, fed.Loopback(silos))
@@ -163,6 +167,7 @@ def test_bad_input(fitted):
         fed.check(idata, crossed, joint)
 
 
+@pytest.mark.ci
 def test_over_a_wire_as_at_hand(fitted, checked, tmp_path):
     silos, idata = fitted
 

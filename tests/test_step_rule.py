@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from marks import heavy
 
 from numpyro_fed.mcmc import step_rule
 from numpyro_fed.mcmc.step_rule import VisitNoise
@@ -39,7 +40,7 @@ def stationary(a, h, steps, persistent, fresh, injected):
     return variance
 
 
-@pytest.mark.parametrize("steps", [1, 40, 1000])
+@pytest.mark.parametrize("steps", heavy([1, 40, 1000], 1000))
 def test_the_variance_is_that_of_the_linear_chain(steps):
     h, persistent, fresh = 0.05, 0.3, 2.0
     law = stationary(1 - h / 2, h, steps, persistent, fresh, 1.0)

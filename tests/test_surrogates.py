@@ -209,6 +209,7 @@ def test_fit_of_a_linear_gaussian_model_is_exact(fit: Callable) -> None:
     assert (found.misfit < 1e-3).all()
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("fit", "group"),
     [(score.fit, "rows"), (score.fit, None), (laplace.fit, "rows")],
@@ -242,6 +243,7 @@ def logistic(x: Array, y: Array) -> None:
         numpyro.sample("y", dist.Bernoulli(logits=x @ beta), obs=y)
 
 
+@pytest.mark.ci
 def test_a_silo_with_one_label() -> None:
     """Its own likelihood has no mode; the sum of surrogates is a density near the posterior."""
     rng = np.random.default_rng(0)

@@ -58,7 +58,8 @@ def errors(found: Any, power: float, divided: bool = True) -> tuple[float, float
 
 
 @pytest.mark.parametrize(
-    ("method", "prior"), [("sgld", 1.0), ("sgld", 0.0), ("sgld", 0.5), ("nuts", 1.0)]
+    ("method", "prior"),
+    [("sgld", 1.0), ("sgld", 0.0), ("sgld", 0.5), pytest.param("nuts", 1.0, marks=pytest.mark.ci)],
 )
 def test_moments_of_a_gaussian_model_are_its_likelihoods(method: str, prior: float) -> None:
     found = fed.surrogates.moments(linear, SILOS, method=method, prior=prior, seed=1)
@@ -126,6 +127,7 @@ def intercepts(y: Array) -> None:
         numpyro.sample("y", dist.Normal(z, 0.5), obs=y)
 
 
+@pytest.mark.ci
 def test_local_latents_are_drawn_along() -> None:
     y = RNG.normal(1.0, 1.2, 12)
     silos = fed.split({"y": y}, by=np.repeat([0, 1], [4, 8]))
@@ -165,6 +167,7 @@ def one_label() -> fed.Silos:
     return fed.split({"x": x, "y": y}, by=by)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("method", ["sgld", "nuts"])
 def test_an_improper_law_is_refused_by_the_silo_s_name(method: str) -> None:
     """One label and the paper's law: the silo's likelihood has no mode."""
@@ -182,6 +185,7 @@ def test_an_improper_law_is_refused_by_the_silo_s_name(method: str) -> None:
         fed.surrogates.moments(linear, few, method=method, prior=0.0)
 
 
+@pytest.mark.ci
 def test_with_the_prior_a_silo_with_one_label_gives_a_density() -> None:
     """Not a good one: its law is skewed, and moments follow the skew. Scores do not."""
     silos = one_label()
@@ -199,6 +203,7 @@ def test_with_the_prior_a_silo_with_one_label_gives_a_density() -> None:
     assert of_moments < 2
 
 
+@pytest.mark.ci
 def test_fsgld_makes_them_itself() -> None:
     kernel = fed.FSGLD(linear, surrogate="moments")
     mcmc = MCMC(kernel, num_warmup=50, num_samples=1500, progress_bar=False)

@@ -33,6 +33,7 @@ def silos():
     return fed.split({"x": x.astype(np.float32), "y": y.astype(np.float32)}, by=by)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("fit", [score.fit, laplace.fit], ids=["score", "laplace"])
 def test_the_posterior_is_that_of_all_rows(silos, fit, monkeypatch):
     """Means are within .1 sd of a fit to all rows, and sds within 20 %.
@@ -92,6 +93,7 @@ def test_few_rows_are_fitted_to_as_they_are(silos):
     )
 
 
+@pytest.mark.ci
 def test_a_run_by_minibatches_has_the_posterior(silos, monkeypatch):
     """Means within 4 standard errors + .02 sd of a run on all rows, sds within 8 %."""
     runs = []

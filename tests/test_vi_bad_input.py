@@ -246,6 +246,7 @@ def test_init_values_must_be_finite():
         fit.init(random.key(0), silos)
 
 
+@pytest.mark.ci
 def test_states_and_results_are_not_mixed_up():
     fit = svi(num_local_particles=1, validate=False)
     result = fit.run(random.key(0), 2, SILOS, progress_bar=False)

@@ -110,6 +110,7 @@ def log_evidence() -> float:
 # The groups of the InferenceData
 
 
+@pytest.mark.ci
 def test_draws_are_the_posterior_element_by_element(exact: Any) -> None:
     draws = flat(exact[2])
     np.testing.assert_array_less(abs(draws.mean(0) - MEAN), K * SD / N**0.5)
@@ -257,6 +258,7 @@ def test_pareto_k_of_a_variance():
     assert tail_of_spreads(weight, calm[:, None])[0] < 0.5  # the control
 
 
+@pytest.mark.ci
 def test_resampling_mends_a_shifted_approximation() -> None:
     svi, result = fitted(shift=1.0, widen=1.5)
     plain = fed.to_inference_data(svi, result, SILOS, num_draws=N, log_likelihood=False)
@@ -280,6 +282,7 @@ def test_resampling_mends_a_shifted_approximation() -> None:
     assert len(np.unique(draws[:, 0])) > 0.8 * N
 
 
+@pytest.mark.ci
 def test_latents_are_resampled_inside_the_silos(exact: Any) -> None:
     """Every q(a | mu) is half an sd off and too wide: one candidate keeps that, many mend it."""
     error = K * SD[1:] / GIVEN_MU / 2000**0.5
@@ -336,6 +339,7 @@ def proxied(y: Any, proxy: Any = None) -> None:
         numpyro.sample("y", dist.Normal(z, 1), obs=y)
 
 
+@pytest.mark.ci
 def test_a_plates_elements_are_not_those_of_one_with_a_longer_name():
     def model(x, y, seen=True):
         mu = numpyro.sample("mu", dist.Normal(0, 1))
@@ -360,6 +364,7 @@ def test_a_plates_elements_are_not_those_of_one_with_a_longer_name():
     }
 
 
+@pytest.mark.ci
 def test_silos_of_different_structure_have_names_of_their_own() -> None:
     data = {"oslo": (2, False), "rome": (3, True), "bern": (1, False)}
     rows = {
@@ -562,6 +567,7 @@ def test_draws_are_made_together_without_a_rest_where_that_is_near(num, numbers,
     assert vi_draws.at_once(num, numbers) == together
 
 
+@pytest.mark.ci
 def test_data_that_a_plate_repeats_have_the_shape_of_their_likelihood() -> None:
     """A plate may observe one row of data several times: its dimensions are the likelihood's."""
 

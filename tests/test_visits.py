@@ -30,6 +30,7 @@ def chains(kernel, num_samples=40, num_chains=4, silos=SILOS):
 # Draws inside a visit
 
 
+@pytest.mark.ci
 def test_kept_draws_are_of_one_stay():
     mcmc = chains(
         fed.FSGLD(linear, num_local_steps=12, num_kept=4, surrogate=exact_surrogates(SILOS))
@@ -49,6 +50,7 @@ def test_kept_draws_are_of_one_stay():
     np.testing.assert_array_equal(per_draw, 8 + 4 + 5 + 8)
 
 
+@pytest.mark.ci
 def test_kept_draws_have_the_law_of_the_chain():
     """The last draw of each visit has the exact law of a chain that keeps no others.
 
@@ -65,6 +67,7 @@ def test_kept_draws_have_the_law_of_the_chain():
     assert np.abs(errors(draws[:, 3::4], law[0], 1.3 * law[1])).max() > 8  # negative control
 
 
+@pytest.mark.ci
 def test_dsgld_keeps_the_draws_that_fsgld_without_weight_keeps():
     settings = {"step_size": 0.01, "num_local_steps": 8, "num_kept": 4}
     mcmc = chains(fed.DSGLD(linear, **settings))
@@ -221,6 +224,7 @@ def test_rounds_without_an_answer_are_lost_and_change_no_law():
 # Minibatches with control variates
 
 
+@pytest.mark.ci
 def test_control_variates_are_unbiased_and_quieter():
     """The mean is the same as without, and there is no noise at the center.
 
@@ -259,6 +263,7 @@ def test_control_variates_are_unbiased_and_quieter():
             assert with_.var(0).sum() < (1e-6 if place == "center" else 1.0) * without.var(0).sum()
 
 
+@pytest.mark.ci
 def test_control_variates_have_the_posterior_and_allow_larger_steps():
     rng = np.random.default_rng(0)
     x = rng.normal(size=(3000, 2)).astype(np.float32)

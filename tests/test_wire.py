@@ -19,6 +19,7 @@ import numpyro.distributions as dist
 import optax
 import pytest
 from jax import random
+from marks import heavy
 from small_models import intercepts, intercepts_posterior, intercepts_silos, linear, linear_silos
 
 import numpyro_fed as fed
@@ -214,9 +215,13 @@ def test_bytes_that_are_no_value_are_refused(data):
 
 
 @pytest.mark.parametrize(
-    "fresh", [False, True], ids=["one process", "a new process for every message"]
+    "fresh",
+    [
+        pytest.param(False, id="one process", marks=pytest.mark.ci),
+        pytest.param(True, id="a new process for every message"),
+    ],
 )
-@pytest.mark.parametrize("name", ["linear", "intercepts"])
+@pytest.mark.parametrize("name", heavy(["linear", "intercepts"], "intercepts"))
 def test_draws_are_those_without_bytes(undisturbed, tmp_path, name, fresh):
     silos, model = (LINEAR, linear) if name == "linear" else (INTERCEPTS, intercepts)
     remote = connect(Messages(silos, model, tmp_path, fresh=fresh), model)
@@ -276,7 +281,15 @@ class Dies(Messages):
         return out
 
 
-@pytest.mark.parametrize(("at", "after"), [(3, False), (6, True), (9, False), (13, True)])
+@pytest.mark.parametrize(
+    ("at", "after"),
+    [
+        (3, False),
+        pytest.param(6, True, marks=pytest.mark.ci),
+        pytest.param(9, False, marks=pytest.mark.ci),
+        (13, True),
+    ],
+)
 def test_a_server_that_is_killed_goes_on_where_it_was(undisturbed, tmp_path, at, after):
     place = tmp_path / "run.ckpt"
     transport = Dies(INTERCEPTS, intercepts, tmp_path)
@@ -309,6 +322,7 @@ def test_a_server_that_is_killed_goes_on_where_it_was(undisturbed, tmp_path, at,
     assert sum(t.messages for t in again.carrier.traffic.values()) - before == 3 * 2
 
 
+@pytest.mark.ci
 def test_checkpoints_of_other_runs_are_refused(tmp_path):
     place = tmp_path / "run.ckpt"
     remote = fed.RemoteSilos(LINEAR, fed.Loopback(LINEAR))
@@ -369,6 +383,7 @@ def mu_of(folder, rounds=120):
     return mcmc.get_samples(group_by_chain=True)["mu"]
 
 
+@pytest.mark.ci
 def test_draws_by_the_silos_own_keys_have_the_law_of_those_at_hand(tmp_path, monkeypatch):
     """The mean and sd of mu are within 4 Monte-Carlo standard errors.
 
@@ -444,6 +459,7 @@ class Fits(Messages):
         self.sides = {n: one() for n, one in self.make.items()}
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", FITS)
 def test_fits_are_those_without_bytes(tmp_path, name):
     fit, rounds = FITS[name](), 3 if name == "conducive" else 8
@@ -463,6 +479,7 @@ class DyingFits(Fits, Dies):
     pass
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", ["sfvi", "conducive"])
 def test_a_fit_whose_server_is_killed_goes_on_where_it_was(tmp_path, name):
     place, fit, rounds = tmp_path / "fit.ckpt", FITS[name](), 5
@@ -614,6 +631,7 @@ RUNS = [  # all tasks of kernels
 ]
 
 
+@pytest.mark.ci
 def test_replies_have_as_many_numbers_as_a_person_at_the_silo_reads(tmp_path):
     """The count at the start of ``numbers``; times or plus what the call itself says."""
     seen = set()
@@ -858,6 +876,7 @@ def test_arrays_inside_compiled_functions_are_part_of_the_fingerprint():
     assert one == fingerprint(factorize(scaled(np.eye(2)), LINEAR), LINEAR)
 
 
+@pytest.mark.ci
 def test_the_fingerprint_does_not_depend_on_what_was_traced_before():
     factors = factorize(intercepts, INTERCEPTS)
     first = fingerprint(factors, INTERCEPTS)
