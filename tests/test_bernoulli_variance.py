@@ -83,6 +83,7 @@ def test_closed_forms_by_hand_at_one_half() -> None:
     assert bernoulli.variance("DSGLD", half) == pytest.approx(120**2 * (0.43 / 15 + 0.32 / 3))
 
 
+@pytest.mark.ci
 def test_score_matching_leaves_minibatches_noise_alone_and_moments_do_not() -> None:
     methods = ("FSGLD", "FSGLD, moments")
     left = [
@@ -94,6 +95,7 @@ def test_score_matching_leaves_minibatches_noise_alone_and_moments_do_not() -> N
     assert (left[1] > 1.5 * within).all()
 
 
+@pytest.mark.ci
 def test_quick(tmp_path: Path) -> None:
     frame = bernoulli.main(["--quick", "--figure", str(tmp_path / "figure.png")])
     plt.close("all")

@@ -122,6 +122,7 @@ def test_no_noise_is_left_at_the_exact_posterior(num):
             np.testing.assert_allclose(total, np.sum(y - context.theta) / var, rtol=1e-10)
 
 
+@pytest.mark.ci
 def test_bound_grows_with_the_number_of_particles():
     with jax.enable_x64(True):
         family, rows, batch = setup(wheeze, wheeze_silos(np.zeros(20, int)))

@@ -353,6 +353,7 @@ def test_a_fit_that_breaks_off_is_no_result(study):
     assert found.posterior["beta"].shape == (1, 50, 2)
 
 
+@pytest.mark.ci
 def test_a_network_and_public_sites(study):
     pytest.importorskip("flwr")
     from numpyro_fed.cli.coordinator import posterior

@@ -616,6 +616,7 @@ def test_a_learned_scale_by_steps():
     assert float(params["tau"]) == pytest.approx(best_scale(x, y), rel=0.02)
 
 
+@pytest.mark.ci
 def test_rows_of_pairs():
     """Over all pairs each row comes equally often, in a pair once at most.
 
@@ -686,6 +687,7 @@ def test_a_full_covariance_from_some_rows():
     )
 
 
+@pytest.mark.ci
 def test_what_silos_learn_apart_does_not_bend_q():
     """A learned noise that silos disagree on: q(theta) is the optimum at the average."""
     rng = np.random.default_rng(1)

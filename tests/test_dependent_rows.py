@@ -10,7 +10,6 @@ import numpyro.distributions as dist
 import optax
 import pytest
 from jax import random
-from marks import heavy
 from numpyro.infer import MCMC
 from test_wire import Fits
 
@@ -142,7 +141,8 @@ def test_fit_is_the_exact_posterior(exact):
     assert abs(draws.std() / exact[1] - 1) < 4 / np.sqrt(len(draws))
 
 
-@pytest.mark.parametrize("kernel", heavy([fed.FSGLD, fed.HMC], fed.FSGLD))
+@pytest.mark.ci
+@pytest.mark.parametrize("kernel", [fed.FSGLD, fed.HMC])
 def test_chains_have_the_exact_posterior(kernel, exact):
     mcmc = MCMC(
         kernel(cox),

@@ -167,6 +167,7 @@ def test_a_chain_that_grows_without_end_has_left_before_its_numbers_overflow():
     assert not np.asarray(calm.get_extra_fields()["diverging"]).any()
 
 
+@pytest.mark.ci
 def test_learned_parameters_that_chains_keep_are_named():
     def scaled(y):
         sigma = numpyro.param("sigma", 2.0, constraint=dist.constraints.positive)

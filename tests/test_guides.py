@@ -54,6 +54,7 @@ def test_predictive_and_log_density_work_unchanged():
     assert (posterior["sigma"] > 0).all()
 
 
+@pytest.mark.ci
 def test_learned_parameters_belong_to_svi_as_ever():
     rng = np.random.default_rng(2)
     x = jnp.asarray(rng.normal(size=(30, 2)))

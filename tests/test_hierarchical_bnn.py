@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.flatten_util import ravel_pytree
+from marks import heavy
 from numpyro.infer.util import log_density
 from scipy import special, stats
 
@@ -87,7 +88,7 @@ def network(name: str, sites: dict[str, Any], x: np.ndarray, s: int) -> np.ndarr
     return hidden @ last[1:] + last[0]
 
 
-@pytest.mark.parametrize("name", bnn.MODELS)
+@pytest.mark.parametrize("name", heavy(bnn.MODELS, "FedPop"))
 def test_the_pooled_density_is_that_of_each_rows_own_network(name: str) -> None:
     _, data = small()
     rng, (first, last) = np.random.default_rng(3), ((4, bnn.HIDDEN), (1 + bnn.HIDDEN, 10))

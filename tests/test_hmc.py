@@ -189,7 +189,9 @@ def test_a_model_with_constraints_agrees_with_nuts():
     assert comparison.verdict == "agrees"
 
 
-@pytest.mark.parametrize("method", heavy(["sequential", "vectorized", "parallel"], "vectorized"))
+@pytest.mark.parametrize(
+    "method", heavy(["sequential", "vectorized", "parallel"], "vectorized", "parallel")
+)
 def test_shapes_and_costs(method):
     silos = intercepts_silos()
     mcmc = MCMC(
@@ -327,6 +329,7 @@ class Failing(fed.Loopback):
         return super().ask(calls)
 
 
+@pytest.mark.ci
 def test_a_run_that_breaks_off_goes_on_from_its_checkpoint(tmp_path):
     """And a silo's absurd reply costs a trajectory, not the chain."""
     silos = in_order(intercepts_silos())

@@ -63,7 +63,9 @@ def assert_same_draws(first, second, **tolerance):
 
 
 @pytest.mark.parametrize(
-    "method", ["vectorized", "parallel", jax.vmap], ids=["vectorized", "parallel", "callable"]
+    "method",
+    heavy(["vectorized", "parallel", jax.vmap], "vectorized"),
+    ids=["vectorized", "parallel", "callable"],
 )
 def test_chain_methods_draw_the_same(reference, method):
     assert_same_draws(run(num_chains=2, chain_method=method), reference)
@@ -216,7 +218,8 @@ def fresh():
     return run(fsgld()), run(fsgld(), OTHER)
 
 
-@pytest.mark.parametrize("jit_model_args", heavy([False, True], False))
+@pytest.mark.ci
+@pytest.mark.parametrize("jit_model_args", [False, True])
 def test_one_kernel_serves_several_data_sets(fresh, jit_model_args):
     """A second fit on data of the same shapes must not use the first's surrogates and step size."""
     mcmc = run(fsgld(), jit_model_args=jit_model_args)
@@ -442,6 +445,7 @@ def test_gibbs_block_with_a_simplex_starts_in_unconstrained_space():
     np.testing.assert_allclose(weights, [0.2, 0.3, 0.5], rtol=1e-5)
 
 
+@pytest.mark.ci
 def test_wrapping_and_refreshing():
     kernel = langevin()
     state = kernel.init(random.key(0), 0, model_args=(SILOS,))

@@ -243,6 +243,7 @@ def test_marginal_value_and_score_are_exact_for_gaussians(width):
     np.testing.assert_allclose(found.inner.chol[:, 0, 0], np.sqrt(inner_variance), rtol=1e-4)
 
 
+@pytest.mark.ci
 def test_marginal_of_two_inner_latents():
     """A product of trapezoidal rules; errors of 40 elements add up."""
     count, parent = 40, jnp.repeat(jnp.arange(10), 4)

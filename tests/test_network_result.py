@@ -9,6 +9,7 @@ import networkx as nx
 import numpy as np
 import pytest
 from jax import random
+from marks import heavy
 from network_law import LOPSIDED, PERIODIC, SILOS, D, M, exact_law, run
 from numpyro.infer import MCMC
 from small_models import linear, linear_silos
@@ -74,6 +75,7 @@ def test_the_ledger_counts_links_that_worked():
     )
 
 
+@pytest.mark.ci
 def test_one_kernel_serves_other_silos():
     """The hub is the first silo of whatever data it is given, or the silo of its name."""
     kernel = fed.PushSumLangevin(linear, fed.graphs.star(3), 1e-3)
@@ -87,7 +89,7 @@ def test_one_kernel_serves_other_silos():
     assert kernel.graph.nodes == (0, 1, 2)
 
 
-@pytest.mark.parametrize("jit_model_args", [False, True])
+@pytest.mark.parametrize("jit_model_args", heavy([False, True], False))
 def test_data_given_as_arguments_make_the_same_draws(jit_model_args):
     kernel = fed.PushSumLangevin(linear, PERIODIC, 1e-3, 2)
     mcmc = MCMC(
@@ -189,6 +191,7 @@ def test_the_sum_of_weights_does_not_drift():
     assert float(state.nodes.weight.sum()) == pytest.approx(M, rel=3e-7)
 
 
+@pytest.mark.ci
 def test_nodes_that_disagree_in_the_mean_are_named():
     graph = fed.graphs.from_networkx(LOPSIDED)
     exact, cov = exact_law(SILOS, graph, 0.01)

@@ -17,6 +17,7 @@ import numpy as np
 import optax
 import pytest
 from jax import random
+from marks import heavy
 from small_models import intercepts, linear, linear_silos
 from test_wire import INTERCEPTS, LINEAR, DyingFits, Fits, Killed, Messages, alone
 
@@ -620,7 +621,7 @@ def asked_again(side, data, **changed):
     return unpack(side.answer(pack({**request, "calls": np.frombuffer(inside, np.uint8)})))
 
 
-@pytest.mark.parametrize("name", CLOSED)
+@pytest.mark.parametrize("name", heavy(CLOSED, "sums"))
 def test_a_fit_whose_server_is_killed_spends_no_round_twice(tmp_path, name):
     place, make = tmp_path / "fit.ckpt", CLOSED[name]
     fit = make()

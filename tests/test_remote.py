@@ -3,9 +3,6 @@
 Also what happens when one is silent.
 """
 
-import importlib
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 
@@ -516,10 +513,3 @@ def test_the_launcher_names_a_missing_file(capsys):
     with pytest.raises(SystemExit):
         spmd.main(["nowhere.py"])
     assert "nowhere.py: no such file" in capsys.readouterr().err
-
-
-def test_the_module_is_not_imported_with_the_package():
-    # a carrier's own dependencies are not imported; in a fresh interpreter, since this one has them
-    code = "import sys, numpyro_fed; sys.exit('numpyro_fed.engines.spmd' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-    assert importlib.import_module("numpyro_fed.engines.spmd") is spmd

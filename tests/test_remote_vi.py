@@ -252,7 +252,7 @@ def test_a_warm_start_has_the_silos_own_parameters():
 # What crosses
 
 
-@pytest.mark.parametrize("method", ["sfvi", "conducive"])
+@pytest.mark.parametrize("method", heavy(["sfvi", "conducive"], "conducive"))
 def test_nothing_as_long_as_rows_crosses(method):
     silos = intercepts_silos()
     carrier = Listening(silos)
@@ -323,7 +323,8 @@ class Deaf(fed.Loopback):
         return [None if gone else replies[id(call)] for call, gone in zip(calls, lost, strict=True)]
 
 
-@pytest.mark.parametrize("computes", heavy([True, False], True))
+@pytest.mark.ci
+@pytest.mark.parametrize("computes", [True, False])
 def test_a_silent_silo_is_asked_again_and_leaves_no_trace(computes):
     svi = fed.SFVI(wheeze, fed.AutoSiloNormal(wheeze), ADAM, 1, 3, validate=False)
     carrier = Deaf(WHEEZE, {2, 3, 7}, computes=computes)

@@ -321,6 +321,7 @@ def test_structures_draw_their_own_noise_and_learn_all_parameters():
     assert np.isfinite(avg.run(random.key(0), 3, silos, progress_bar=False).losses).all()
 
 
+@pytest.mark.ci
 def test_optimizers_whose_clocks_depend_on_gradients():
     silos = hierarchy_silos(np.arange(9) % 2)
     optim = optax.apply_if_finite(optax.adam(0.02), 3)

@@ -131,6 +131,7 @@ def test_selection_by_size_and_by_noise():
 # What is injected
 
 
+@pytest.mark.ci
 def test_noise_correction_gives_the_right_sds():
     """The exact discretized law at a step that inflates the sds by an eighth without it."""
     given = exact_surrogates(SILOS, 0.3)
