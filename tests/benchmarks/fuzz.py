@@ -43,9 +43,8 @@ from jax import random
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from messages import INTERCEPTS, LINEAR, Fits, Messages, introduce
 from small_models import intercepts, linear
-from test_privacy import introduce
-from test_wire import INTERCEPTS, LINEAR, Fits, Messages
 
 import numpyro_fed as fed
 from numpyro_fed.engines import wire

@@ -28,6 +28,7 @@ import optax
 from jax import Array, random
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "privacy"))
 
 from test_privacy import float32_normals, reachable
 

@@ -1,0 +1,179 @@
+"""Leaving a silo out by weights: against the closed form of a Gaussian hierarchy."""
+
+import jax
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+from messages import Fits
+from numpyro.infer import MCMC
+from scipy import stats
+
+import numpyro_fed as fed
+from numpyro_fed.engines.wire import connect
+
+SIZES, PRIOR, BETWEEN, WITHIN = (4, 7, 3, 5), 3.0, 0.7, 1.2
+
+
+def model(y):
+    mu = numpyro.sample("mu", dist.Normal(0, PRIOR))
+    with fed.silo_plate("patients", y.shape[0]):
+        z = numpyro.sample("z", dist.Normal(mu, BETWEEN))
+        numpyro.sample("y", dist.Normal(z, WITHIN), obs=y)
+
+
+def crossed(y, case, other, cases):
+    mu = numpyro.sample("mu", dist.Normal(0, PRIOR))
+    with fed.silo_plate("cases", cases.shape[0]):
+        z = numpyro.sample("z", dist.Normal(mu, 1))
+    with fed.silo_plate("ratings", y.shape[0]):
+        numpyro.sample("y", dist.Normal(z[case] + z[other], 1), obs=y)
+
+
+def made(outlier=0.0):
+    rng = np.random.default_rng(0)
+    return {
+        f"silo {s}": {"y": (0.3 * s + outlier * (s == 3) + rng.normal(size=n)).astype(np.float32)}
+        for s, n in enumerate(SIZES)
+    }
+
+
+def evidence(y):
+    """Return the log density of rows, with mu and the latents integrated out."""
+    n, own = len(y), BETWEEN**2 + WITHIN**2
+    return stats.multivariate_normal(np.zeros(n), own * np.eye(n) + PRIOR**2).logpdf(y)
+
+
+def posterior(y):
+    own = BETWEEN**2 + WITHIN**2
+    precision = PRIOR**-2 + len(y) / own
+    return y.sum() / own / precision, precision**-0.5
+
+
+def exact(data):
+    """Return each silo's log density under all others, and the shift of mu without it."""
+    y, by = np.concatenate([d["y"] for d in data.values()]), np.repeat(range(len(SIZES)), SIZES)
+    mean, sd = posterior(y)
+    rest = [y[by != s] for s in range(len(SIZES))]
+    shift = [(posterior(r)[0] - mean) / sd for r in rest]
+    return evidence(y), np.array([evidence(y) - evidence(r) for r in rest]), np.array(shift)
+
+
+@pytest.fixture(scope="module")
+def fitted():
+    silos = fed.Silos(made())
+    return silos, fed.fit(model, silos, progress_bar=False)
+
+
+@pytest.fixture(scope="module")
+def checked(fitted):
+    return fed.check(fitted[1], model, fitted[0], num_draws=1000, refit=False)
+
+
+@pytest.mark.ci
+def test_left_out_by_weights(checked):
+    total, elpd, shift = exact(made())
+    good = (checked.table["pareto_k"] <= 0.7).to_numpy()
+    assert good.sum() >= 3
+    error = np.abs(checked.table["elpd"] - elpd).to_numpy()
+    assert (error < 4 * checked.table["se"].to_numpy())[good].all()
+    assert (np.abs(checked.shifts["mu"] - shift).to_numpy() < 0.15)[good].all()
+    assert checked.log_evidence[0] == pytest.approx(total, abs=0.02)
+    # a control: densities under all data, silo's own included, are others
+    own = np.log(np.exp(checked.log_likelihood).mean(0))
+    assert (np.abs(own - elpd) > 4 * checked.table["se"].to_numpy())[1:].all()
+
+
+def test_log_likelihoods_integrate_latents_out(fitted, checked):
+    silos, idata = fitted
+    mu = idata.posterior["mu"].values.ravel()
+    some = np.arange(1000) * len(mu) // 1000
+    own = np.sqrt(BETWEEN**2 + WITHIN**2)
+    for s, name in enumerate(silos.names):
+        expected = stats.norm.logpdf(np.asarray(silos[name]["y"]), mu[some, None], own).sum(1)
+        np.testing.assert_allclose(checked.log_likelihood[:, s], expected, rtol=1e-4)
+
+
+@pytest.mark.ci
+def test_an_outlier_is_fitted_without():
+    data = made(outlier=4.0)
+    silos = fed.Silos(data)
+    idata = fed.fit(model, silos, progress_bar=False)
+    found = fed.check(idata, model, silos, num_draws=1000)
+    _, elpd, shift = exact(data)
+    row = found.table.loc["silo 3"]
+    assert (row["how"], found.table["elpd"].idxmin(), row["site"]) == ("refit", "silo 3", "mu")
+    assert row["elpd"] == pytest.approx(elpd[3], abs=0.05)  # the difference of two evidences
+    assert row["shift"] == pytest.approx(shift[3], abs=0.1)
+    assert "refit" in repr(found)
+    assert "Log evidence" in repr(found)
+
+
+@pytest.mark.ci
+def test_chains_are_checked_like_fits(fitted, checked):
+    silos = fitted[0]
+    mcmc = MCMC(
+        fed.HMC(model),
+        num_warmup=200,
+        num_samples=1000,
+        num_chains=2,
+        chain_method="vectorized",
+        progress_bar=False,
+    )
+    mcmc.run(jax.random.key(0), silos)
+    found = fed.check(fed.to_inference_data(mcmc, silos), model, silos, num_draws=1000, refit=False)
+    assert found.log_evidence is None
+    error = np.hypot(found.table["se"], checked.table["se"])
+    good = (found.table["pareto_k"] <= 0.7) & (checked.table["pareto_k"] <= 0.7)
+    assert good.sum() >= 3
+    assert (np.abs(found.table["elpd"] - checked.table["elpd"]) < 4 * error)[good].all()
+
+
+@pytest.mark.ci
+def test_remote_silos_send_a_number_a_draw(fitted, checked):
+    silos, idata = fitted
+    remote = fed.RemoteSilos(silos, fed.Loopback(silos))
+    found = fed.check(idata, model, remote, num_draws=1000)
+    np.testing.assert_allclose(found.log_likelihood, checked.log_likelihood, rtol=1e-5)
+
+
+def test_figure(checked):
+    figure = checked.plot()
+    labels = [x.get_text() for x in figure.axes[0].get_yticklabels()]
+    assert labels == list(checked.table.index)
+
+
+def test_bad_input(fitted):
+    silos, idata = fitted
+    with pytest.raises(TypeError, match=r"expected fed.Silos.*got dict"):
+        fed.check(idata, model, made())
+    with pytest.raises(ValueError, match="two silos or more"):
+        fed.check(idata, model, fed.Silos({"all": made()["silo 1"]}))
+    with pytest.raises(ValueError, match="num_draws: expected"):
+        fed.check(idata, model, silos, num_draws=0)
+
+    def other(y):
+        nu = numpyro.sample("nu", dist.Normal(0, 1))
+        with fed.silo_plate("patients", y.shape[0]):
+            numpyro.sample("y", dist.Normal(nu, 1), obs=y)
+
+    with pytest.raises(ValueError, match=r"the posterior of this model.*\['nu'\] are not in it"):
+        fed.check(idata, other, silos)
+    rows = dict.fromkeys(("y", "case", "other"), "ratings") | {"cases": "cases"}
+    one = {"y": np.zeros(4), "case": np.arange(4) % 2, "other": np.arange(4) // 2}
+    one["cases"] = np.zeros(2)
+    joint = fed.Silos({"a": one, "b": one}, rows=rows, index={"case": "cases", "other": "cases"})
+    with pytest.raises(ValueError, match="latents of a silo depend on each other"):
+        fed.check(idata, crossed, joint)
+
+
+@pytest.mark.ci
+def test_over_a_wire_as_at_hand(fitted, checked, tmp_path):
+    silos, idata = fitted
+
+    def make():
+        return fed.ConduciveSFVI(model, fed.AutoSiloNormal(model))
+
+    remote = connect(Fits(silos, make(), tmp_path, make), model, fit=make())
+    found = fed.check(idata, model, remote, num_draws=1000)
+    np.testing.assert_allclose(found.log_likelihood, checked.log_likelihood, rtol=1e-5)
