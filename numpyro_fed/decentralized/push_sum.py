@@ -14,9 +14,9 @@ of all gradients, :math:`S \leftarrow A S + g(Z) - g(Z_{\text{before}})`, with n
 :math:`2 \alpha Y_i`. Derived in docs/derivations/push_sum.md.
 
 Law, for a constant step: on Gaussian posteriors the chain is a linear recursion
-(tests/decentralized/test_push_sum.py), and its law is O(alpha) from the posterior. The disagreement of nodes adds
-variance. Where silos differ it also shifts the mean, which tracking removes. For diminishing steps
-the law is the posterior.
+(tests/decentralized/test_push_sum.py), and its law is O(alpha) from the posterior. The disagreement
+of nodes adds variance. Where silos differ it also shifts the mean, which tracking removes. For
+diminishing steps the law is the posterior.
 
 Reference: Kolesov, Kungurtsev (2020), equation 4 (equation 3 is illegible in print;
 that page derives it). Nedić, Olshevsky, Shi (2017), Achieving geometric convergence for

@@ -376,6 +376,7 @@ def test_a_network_and_public_sites(study):
     assert "--chains 4: a network has one per silo; expected a multiple of 3" in found.output
 
 
+@pytest.mark.ci
 def test_a_fit_with_privacy_has_no_k(study):
     pytest.importorskip("flwr")
     from numpyro_fed.cli.coordinator import posterior

@@ -9,7 +9,6 @@ import networkx as nx
 import numpy as np
 import pytest
 from jax import random
-from marks import heavy
 from network_law import LOPSIDED, PERIODIC, SILOS, D, M, exact_law, run
 from numpyro.infer import MCMC
 from small_models import linear, linear_silos
@@ -23,6 +22,7 @@ def fitted():
     return run(kernel, SILOS, 3, 400)
 
 
+@pytest.mark.ci
 def test_a_node_is_a_chain(fitted, tmp_path):
     idata = fed.to_inference_data(fitted, SILOS)
     assert idata.posterior.sizes["chain"] == 3 * M
@@ -89,7 +89,8 @@ def test_one_kernel_serves_other_silos():
     assert kernel.graph.nodes == (0, 1, 2)
 
 
-@pytest.mark.parametrize("jit_model_args", heavy([False, True], False))
+@pytest.mark.ci
+@pytest.mark.parametrize("jit_model_args", [False, True])
 def test_data_given_as_arguments_make_the_same_draws(jit_model_args):
     kernel = fed.PushSumLangevin(linear, PERIODIC, 1e-3, 2)
     mcmc = MCMC(

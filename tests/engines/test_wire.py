@@ -184,6 +184,7 @@ def test_draws_are_those_without_bytes(undisturbed, tmp_path, name, fresh):
     assert bool(before[0]) == (name == "intercepts")
 
 
+@pytest.mark.ci
 def test_a_message_that_comes_twice_is_answered_twice_alike(undisturbed, tmp_path):
     class Twice(Messages):
         def answer(self, side, data):

@@ -10,7 +10,6 @@ import numpyro
 import numpyro.distributions as dist
 import pytest
 from jax import random
-from marks import heavy
 from numpyro.infer import MCMC, NUTS
 from vi_models import (
     PRIOR_SD,
@@ -184,6 +183,7 @@ def test_an_improper_prior():
     assert mu.std() == pytest.approx(6**-0.5, rel=4 / np.sqrt(2 * 2000))
 
 
+@pytest.mark.ci
 def test_bad_input(seventy, started):
     with pytest.raises(
         ValueError, match=r"rng_key: expected one key, e.g. jax.random.key\(0\), got 0"
@@ -308,7 +308,8 @@ def nested_silos():
     return fed.Silos(data, rows=rows, index=index), mean, np.sqrt(variance)
 
 
-@pytest.mark.parametrize("method", heavy(["auto", "hmc"], "auto"))
+@pytest.mark.ci
+@pytest.mark.parametrize("method", ["auto", "hmc"])
 def test_latents_that_depend_on_each_other_are_drawn_by_hmc(method):
     silos, mean, sd = nested_silos()
     idata = fed.fit(nested, silos, method=method, num_draws=2000, progress_bar=False)

@@ -164,6 +164,7 @@ def test_the_worst_node_is_as_inflated_as_it_was_aimed_at(name):
     assert np.sqrt(1 + worst(alpha, 8000)) - 1 == pytest.approx(target, rel=0.05)
 
 
+@pytest.mark.ci
 def test_a_start_far_away_does_not_freeze_the_chain():
     """A rule by the size of gradients would take steps of no length there."""
     kernel = fed.SGLD(linear, "adaptive", 10, 3)

@@ -218,6 +218,7 @@ def test_the_warm_up_has_the_windows_of_nuts():
     assert not windows(0).renews.any()
 
 
+@pytest.mark.ci
 def test_scales_are_learned_from_the_draws():
     """A silo's scales are the sds of its latents, and step sizes are relative to them."""
 

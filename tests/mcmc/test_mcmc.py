@@ -64,7 +64,7 @@ def assert_same_draws(first, second, **tolerance):
 
 @pytest.mark.parametrize(
     "method",
-    heavy(["vectorized", "parallel", jax.vmap], "vectorized"),
+    heavy(["vectorized", "parallel", jax.vmap], "vectorized", "parallel"),
     ids=["vectorized", "parallel", "callable"],
 )
 def test_chain_methods_draw_the_same(reference, method):

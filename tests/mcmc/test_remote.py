@@ -75,7 +75,7 @@ def same_draws(one, other, rtol):
 @pytest.mark.parametrize(
     ("kernel", "silos"),
     [
-        (lambda: fed.FSGLD(linear), linear_silos()),
+        pytest.param(lambda: fed.FSGLD(linear), linear_silos(), marks=pytest.mark.ci),
         (
             lambda: fed.FSGLD(linear, selection="distinct", num_local_steps=7),
             linear_silos(),

@@ -192,6 +192,7 @@ def test_noise_correction_wants_whitened_coordinates_and_one_size(options):
 # Silos that do not answer
 
 
+@pytest.mark.ci
 def test_rounds_without_an_answer_are_lost_and_change_no_law():
     given = exact_surrogates(SILOS, 0.2)
     scale = np.linalg.cholesky(given.posterior().covariance)

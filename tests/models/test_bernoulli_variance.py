@@ -13,7 +13,6 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 import pytest
-from marks import heavy
 from scipy import stats
 
 THETA = np.array([0.1, 0.35, 0.8])
@@ -55,7 +54,8 @@ def enumerated(own: bernoulli.Estimator) -> tuple[np.ndarray, np.ndarray]:
     return mean, (weights * (values - mean[:, None, None]) ** 2).sum((1, 2))
 
 
-@pytest.mark.parametrize("method", heavy(bernoulli.METHODS, "FSGLD, moments"))
+@pytest.mark.ci
+@pytest.mark.parametrize("method", bernoulli.METHODS)
 def test_the_librarys_estimators_have_the_closed_forms_mean_and_variance(method: str) -> None:
     own = bernoulli.estimator(method)
     mean, variance = enumerated(own)

@@ -307,7 +307,7 @@ def test_a_map_of_all_latents_together_is_none_of_each(tmp_path, monkeypatch):
     assert 50 * slope[1] / slope[0] == pytest.approx(50 * AGES[0], abs=0.5)
 
 
-@pytest.mark.parametrize("guarded", heavy([True, False], True))
+@pytest.mark.parametrize("guarded", heavy([True, False], False))
 def test_equal_states_with_other_histories_have_other_noise(tmp_path, monkeypatch, guarded):
     """Else the same noise tells that they are equal: so it is where a row's gradient overflows."""
 

@@ -178,6 +178,7 @@ def correlated(rng, correlation, shape=LARGE):
     return {"x": x, "y": 5 + 3 * (correlation * x + np.sqrt(1 - correlation**2) * y)}
 
 
+@pytest.mark.ci
 def test_joint_distance_of_equal_laws_is_that_of_the_references_halves(rng):
     joint = compare(correlated(rng, 0.8), correlated(rng, 0.8)).joint
     assert joint.num_draws == 1000

@@ -107,6 +107,7 @@ def test_they_cancel_in_the_mean_over_silos(setup):
         )  # negative control: silo by silo they differ
 
 
+@pytest.mark.ci
 def test_they_take_away_noise(setup):
     kernel, silos = setup
     config, tuning = kernel._config, kernel._tuning

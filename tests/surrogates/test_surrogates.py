@@ -123,6 +123,7 @@ SHIFTED = {"shift": (5, 3), "shift_coupling": (5, 3, 2)}
 BENT = {"shift_curvature": (5, 3, 5), "scale_curvature": (5, 3, 5)}
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "extra", [{}, SHIFTED, {**SHIFTED, **BENT}], ids=["linear", "shifted", "bent"]
 )

@@ -175,14 +175,15 @@ def test_an_improper_law_is_refused_by_the_silo_s_name(method: str) -> None:
         r"silo 'ones': the draws of its own posterior (have not converged|are not "
         r"finite).*surrogate=\"score\""
     )
+    few_draws = {"method": method, "prior": 0.0, "num_samples": 200}
     with pytest.raises(ValueError, match=message):
-        fed.surrogates.moments(logistic, one_label(), method=method, prior=0.0)
+        fed.surrogates.moments(logistic, one_label(), **few_draws)
     few = fed.split({"x": X, "y": Y}, by=np.repeat(["one row", "others"], [1, 39]))
     with pytest.raises(
         ValueError,
         match=r"silo 'one row': .*may be improper: expected prior=1\.0 and a proper prior",
     ):
-        fed.surrogates.moments(linear, few, method=method, prior=0.0)
+        fed.surrogates.moments(linear, few, **few_draws)
 
 
 @pytest.mark.ci

@@ -283,6 +283,7 @@ def test_it_stops_where_the_loss_does_and_goes_on():
     assert (jnp.abs(off) < (2 * 1e-3) ** 0.5 * sd).all()  # an sd's square over two is a nat
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("x64", [False, True])
 def test_it_stays_where_it_has_settled(x64):
     """Rounding errors are no residuals to accelerate.

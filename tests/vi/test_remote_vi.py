@@ -202,6 +202,7 @@ def test_another_seed_gives_another_fit():
         same(run(plain(), over(silos), seed=4), run(plain(), silos))
 
 
+@pytest.mark.ci
 def test_rounds_trace_nothing():
     svi = fed.SFVI(intercepts, fed.AutoSiloNormal(intercepts), ADAM, 1, 1)
     remote = over(intercepts_silos())
@@ -429,6 +430,7 @@ def test_silence_does_not_move_the_fixed_point_of_conducive_rounds():
     assert float(ours.params["auto_scale_tril"][0, 0]) == pytest.approx(sd, rel=0.01)
 
 
+@pytest.mark.ci
 def test_an_interrupted_run_returns_what_it_has():
     class Interrupted(Deaf):
         def ask(self, calls):

@@ -79,14 +79,15 @@ def test_partitions_give_the_same_parameters():
         assert moved > 0.3  # it went somewhere
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("particles", "options"),
     [
-        pytest.param(1, {}, marks=pytest.mark.ci),
-        pytest.param(2, {}, marks=pytest.mark.ci),
+        (1, {}),
+        (2, {}),
         (1, {"global_cov": "diag", "local_cov": "diag"}),
-        pytest.param(1, {"global_cov": 1, "coupling": False}, marks=pytest.mark.ci),
-        pytest.param(1, {"scale_coupling": False}, marks=pytest.mark.ci),
+        (1, {"global_cov": 1, "coupling": False}),
+        (1, {"scale_coupling": False}),
     ],
 )
 def test_steps_are_those_of_numpyros_svi(options, particles):
@@ -163,6 +164,7 @@ def test_a_second_run_traces_nothing():
     assert len(calls) - before <= 1  # the ledger's sizes
 
 
+@pytest.mark.ci
 def test_the_starts_program_does_not_hold_the_rows():
     """Were they constants of it, the compiler would fold them, anew for each data set."""
     silos = wheeze_silos(PARTITIONS["two"])
@@ -572,6 +574,7 @@ def test_a_loss_that_is_not_finite_stops_the_fit_and_keeps_the_last_state():
     assert all(jnp.isfinite(x).all() for x in jax.tree.leaves(result.state.server.params))
 
 
+@pytest.mark.ci
 def test_an_interrupted_run_returns_what_it_has(monkeypatch):
     silos = wheeze_silos(PARTITIONS["two"])
     svi = fed.SFVI(
