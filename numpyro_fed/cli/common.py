@@ -1,5 +1,7 @@
-"""Checks and paths that both commands share."""
+"""Options, checks and paths that several commands share."""
 
+from collections.abc import Callable, Sequence
+from functools import reduce
 from pathlib import Path
 from types import ModuleType
 
@@ -9,6 +11,61 @@ from numpyro_fed.engines.nvflare_jobs import NAME
 
 FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 FOLDER = click.Path(file_okay=False, path_type=Path)
+
+
+_STUDY = (
+    click.option(
+        "--model", "model_file", type=FILE, required=True, help="Python file of the study's model."
+    ),
+    click.option(
+        "--silos", "names", required=True, help="Names of all silos, separated by commas."
+    ),
+    click.option(
+        "--keys",
+        type=FOLDER,
+        required=True,
+        help="Folder with the silos' public keys, NAME.pub; nobody else is let in.",
+    ),
+    click.option(
+        "--out",
+        type=click.Path(dir_okay=False, path_type=Path),
+        required=True,
+        help="netCDF file for the posterior.",
+    ),
+    click.option(
+        "--rounds",
+        type=click.IntRange(0),
+        default=0,
+        help="Most rounds of a variational fit.  [default: those of its privacy's budget, or 1000]",
+    ),
+    click.option("--seed", type=click.IntRange(0, 2**32 - 1), default=0, show_default=True),
+)
+
+
+def added(options: Sequence[Callable]) -> Callable[[Callable], Callable]:
+    """Return a decorator that adds options to a command."""
+    return lambda command: reduce(lambda made, option: option(made), reversed(options), command)
+
+
+study_options = added(_STUDY)
+
+
+def check_silos(names: str) -> list[str]:
+    """Return the names in a list with commas, or raise a ``ValueError``."""
+    silos = [name.strip() for name in names.split(",")]
+    for name in silos:
+        check_name(name)
+    if len(set(silos)) < len(silos):
+        raise ValueError(f"--silos {names}: expected each name once")
+    return silos
+
+
+def check_netcdf(out: Path) -> None:
+    """Raise a ``ValueError`` for a path at which no netCDF file can be."""
+    if not out.resolve().parent.is_dir():
+        raise ValueError(f"--out {out}: there is no folder {out.resolve().parent}")
+    if out.suffix != ".nc":
+        raise ValueError(f"--out {out}: expected a netCDF file, NAME.nc")
 
 
 def check_name(name: str) -> None:

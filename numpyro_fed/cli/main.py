@@ -1,10 +1,13 @@
 """Command ``numpyro-fed``.
 
-A person at a silo calls ``describe`` and ``silo``, the coordinator ``run``.
+A person at a silo calls ``describe``, and ``silo`` or (in a study of files) ``answer``. The
+coordinator calls ``run`` or ``collect``.
 """
 
 import click
 
+from numpyro_fed.cli.answer import answer
+from numpyro_fed.cli.collect import collect
 from numpyro_fed.cli.describe import describe
 from numpyro_fed.cli.run import run
 from numpyro_fed.cli.silo import silo
@@ -19,3 +22,5 @@ def main() -> None:
 main.add_command(describe)
 main.add_command(silo)
 main.add_command(run)
+main.add_command(answer)
+main.add_command(collect)

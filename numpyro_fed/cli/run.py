@@ -6,7 +6,14 @@ from typing import Any
 import click
 
 from numpyro_fed._compat import enable_compilation_cache
-from numpyro_fed.cli.common import FILE, FOLDER, check_address, check_name, flower_engine
+from numpyro_fed.cli.common import (
+    FOLDER,
+    check_address,
+    check_netcdf,
+    check_silos,
+    flower_engine,
+    study_options,
+)
 from numpyro_fed.cli.model_file import load_model_file
 from numpyro_fed.decentralized._kernel import NetworkKernel
 from numpyro_fed.privacy.secure_sum import FEWEST_SILOS
@@ -29,10 +36,7 @@ def _check_fit(svi: FederatedVI | None, num_silos: int, rounds: int) -> None:
 
 
 @click.command()
-@click.option(
-    "--model", "model_file", type=FILE, required=True, help="Python file with the study's model."
-)
-@click.option("--silos", "names", required=True, help="Names of all silos, separated by commas.")
+@study_options
 @click.option(
     "--address",
     default="127.0.0.1:9092",
@@ -41,18 +45,6 @@ def _check_fit(svi: FederatedVI | None, num_silos: int, rounds: int) -> None:
 )
 @click.option(
     "--tls", type=FOLDER, required=True, help="Folder with server.crt, server.key and ca.crt."
-)
-@click.option(
-    "--keys",
-    type=FOLDER,
-    required=True,
-    help="Folder with the silos' public keys, NAME.pub; nobody else is let in.",
-)
-@click.option(
-    "--out",
-    type=click.Path(dir_okay=False, path_type=Path),
-    required=True,
-    help="netCDF file for the posterior.",
 )
 @click.option(
     "--folder",
@@ -76,13 +68,6 @@ def _check_fit(svi: FederatedVI | None, num_silos: int, rounds: int) -> None:
     show_default=True,
     help="Draws of each chain; a variational fit has as many in all as all chains.",
 )
-@click.option(
-    "--rounds",
-    type=click.IntRange(0),
-    default=0,
-    help="Most rounds of a variational fit.  [default: those of its privacy's budget, or 1000]",
-)
-@click.option("--seed", type=click.IntRange(0, 2**32 - 1), default=0, show_default=True)
 @click.option(
     "--wait",
     type=click.FloatRange(0, min_open=True),
@@ -109,11 +94,7 @@ def run(
     """
     try:
         module = load_model_file(model_file)
-        silos = [name.strip() for name in names.split(",")]
-        for name in silos:
-            check_name(name)
-        if len(set(silos)) < len(silos):
-            raise ValueError(f"--silos {names}: expected each name once")
+        silos = check_silos(names)
         _check_fit(module.svi, len(silos), options["rounds"])
         check_address("--address", options["address"])
         missing = [
@@ -128,10 +109,7 @@ def run(
             )
         if missing:
             raise ValueError(f"there are no files {missing}; docs/flower.md says how to make them")
-        if not out.resolve().parent.is_dir():
-            raise ValueError(f"--out {out}: there is no folder {out.resolve().parent}")
-        if out.suffix != ".nc":
-            raise ValueError(f"--out {out}: expected a netCDF file, NAME.nc")
+        check_netcdf(out)
     except ValueError as error:
         raise click.ClickException(str(error)) from error
     flower_engine()

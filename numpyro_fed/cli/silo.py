@@ -4,12 +4,13 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import click
 import numpy as np
 
 from numpyro_fed._compat import enable_compilation_cache
-from numpyro_fed.cli.common import FILE, FOLDER, check_address, check_name, flower_engine
+from numpyro_fed.cli.common import FILE, FOLDER, added, check_address, check_name, flower_engine
 from numpyro_fed.cli.model_file import load_model_file, public_of, silo_of_file
 from numpyro_fed.density.check import check_own_factorization
 from numpyro_fed.engines.silo_side import SiloSide
@@ -17,33 +18,94 @@ from numpyro_fed.privacy.data_guards import Guards
 from numpyro_fed.rounds.task import TASKS
 
 
+class OpenedSilo(NamedTuple):
+    """Silo that has passed its checks.
+
+    :param side: the silo's side.
+    :param folder: the folder of its state and record.
+    :param leaves: text on what will leave.
+    """
+
+    side: SiloSide
+    folder: Path
+    leaves: str
+
+
+_OPTIONS = (
+    click.option(
+        "--model",
+        "model_file",
+        type=FILE,
+        required=True,
+        help="Python file with the study's model, as the coordinator has it.",
+    ),
+    click.option(
+        "--data",
+        type=FILE,
+        required=True,
+        help="This silo's table, CSV or Parquet; it stays on this machine.",
+    ),
+    click.option("--name", required=True, help="This silo's name, as the coordinator lists it."),
+    click.option(
+        "--folder",
+        type=FOLDER,
+        help=(
+            "Where this silo keeps its state and the record of what left it.  [default: "
+            "numpyro-fed-NAME]"
+        ),
+    ),
+    click.option(
+        "--min-rows",
+        type=click.IntRange(0),
+        default=10,
+        show_default=True,
+        help="Guard: least rows; 0 turns it off.",
+    ),
+    click.option(
+        "--min-level-rows",
+        type=click.IntRange(0),
+        default=3,
+        show_default=True,
+        help="Guard: least rows of a level of a column with two values; 0 turns it off.",
+    ),
+    click.option(
+        "--max-parameters",
+        type=click.FloatRange(0),
+        default=0.1,
+        show_default=True,
+        help="Guard: most global parameters for each row; 0 turns it off.",
+    ),
+    click.option(
+        "--columns",
+        help="Guard: the columns of the table that the study may use, separated by commas.",
+    ),
+    click.option(
+        "--ceiling",
+        "ceilings",
+        multiple=True,
+        help="KIND=N: largest number of calls of a kind that are answered; repeatable.",
+    ),
+    click.option(
+        "--own-keys/--server-keys",
+        default=True,
+        show_default=True,
+        help=(
+            "Draw latents and noise by this silo's keys. With the server's keys draws equal those "
+            "of inline silos, but a server that lies can solve for rows."
+        ),
+    ),
+    click.option("--yes", is_flag=True, help="Do not ask."),
+)
+
+
+silo_options = added(_OPTIONS)
+
+
 @click.command()
-@click.option(
-    "--model",
-    "model_file",
-    type=FILE,
-    required=True,
-    help="Python file with the study's model, as the coordinator has it.",
-)
-@click.option(
-    "--data",
-    type=FILE,
-    required=True,
-    help="This silo's table, CSV or Parquet; it stays on this machine.",
-)
-@click.option("--name", required=True, help="This silo's name, as the coordinator lists it.")
 @click.option("--server", help="The coordinator's machine, host:port.")
 @click.option("--ca", type=FILE, help="Certificate of the authority that signed the server's, PEM.")
 @click.option(
     "--key", type=FILE, help="This silo's private key, whose public one the coordinator has."
-)
-@click.option(
-    "--folder",
-    type=FOLDER,
-    help=(
-        "Where this silo keeps its state and the record of what left it.  [default: "
-        "numpyro-fed-NAME]"
-    ),
 )
 @click.option(
     "--give-up",
@@ -52,79 +114,61 @@ from numpyro_fed.rounds.task import TASKS
     show_default=True,
     help="Seconds in which the server has to answer.",
 )
-@click.option(
-    "--min-rows",
-    type=click.IntRange(0),
-    default=10,
-    show_default=True,
-    help="Guard: least rows; 0 turns it off.",
-)
-@click.option(
-    "--min-level-rows",
-    type=click.IntRange(0),
-    default=3,
-    show_default=True,
-    help="Guard: least rows of a level of a column with two values; 0 turns it off.",
-)
-@click.option(
-    "--max-parameters",
-    type=click.FloatRange(0),
-    default=0.1,
-    show_default=True,
-    help="Guard: most global parameters for each row; 0 turns it off.",
-)
-@click.option(
-    "--columns", help="Guard: the columns of the table that the study may use, separated by commas."
-)
-@click.option(
-    "--ceiling",
-    "ceilings",
-    multiple=True,
-    help="KIND=N: largest number of calls of a kind that are answered; repeatable.",
-)
-@click.option(
-    "--own-keys/--server-keys",
-    default=True,
-    show_default=True,
-    help=(
-        "Draw latents and noise by this silo's keys. With the server's keys draws equal those of "
-        "inline silos, but a server that lies can solve for rows."
-    ),
-)
 @click.option("--check", is_flag=True, help="Show what would leave, and connect to nobody.")
-@click.option("--yes", is_flag=True, help="Do not ask.")
+@silo_options
 def silo(
-    model_file: Path,
-    data: Path,
-    name: str,
     server: str | None,
     ca: Path | None,
     key: Path | None,
-    folder: Path | None,
     give_up: float,
+    check: bool,
+    yes: bool,
+    **options: Any,
+) -> None:
+    """Check this silo's data, show what will leave, ask, and answer until interrupted."""
+    if not check and (server is None or ca is None):
+        raise click.UsageError("expected --server and --ca, or --check")
+    if server is not None:
+        try:
+            check_address("--server", server)
+        except ValueError as error:
+            raise click.ClickException(str(error)) from error
+    opened = opened_silo(**options, check=check)
+    click.echo(opened.leaves)
+    if check or server is None or ca is None:
+        return
+    if not yes:
+        click.confirm(f"Take part as {opened.side.name!r}, at {server}?", abort=True)
+    enable_compilation_cache(opened.folder / "programs")
+    _serve(opened.side, server, ca, key, give_up)
+
+
+def opened_silo(
+    model_file: Path,
+    data: Path,
+    name: str,
+    folder: Path | None,
     min_rows: int,
     min_level_rows: int,
     max_parameters: float,
     columns: str | None,
     ceilings: tuple[str, ...],
     own_keys: bool,
-    check: bool,
-    yes: bool,
-) -> None:
-    """Check this silo's data, show what will leave, ask, and answer until interrupted."""
-    if not check and (server is None or ca is None):
-        raise click.UsageError("expected --server and --ca, or --check")
+    check: bool = False,
+) -> OpenedSilo:
+    """Return a silo from the options of a command, after all checks.
+
+    :param check: whether to ignore the state that former runs left.
+    :raises click.ClickException: in words, for a silo that cannot take part.
+    """
     try:
         check_name(name)
-        if server is not None:
-            check_address("--server", server)
         module = load_model_file(model_file)
         place = folder or Path(f"numpyro-fed-{name}")
         allowed = (
             None if columns is None else tuple(column.strip() for column in columns.split(","))
         )
         guards = Guards(min_rows or None, min_level_rows or None, max_parameters or None)
-        # a check ignores the state that former runs left
         with tempfile.TemporaryDirectory() as nothing:
             side = SiloSide(
                 silo_of_file(module, name, data, allowed),
@@ -147,13 +191,7 @@ def silo(
             if isinstance(error, ValueError)
             else f"{model_file}: {type(error).__name__}: {error}"
         ) from error
-    click.echo(what_leaves(side, place, guards, allowed))
-    if check or server is None or ca is None:
-        return
-    if not yes:
-        click.confirm(f"Take part as {name!r}, at {server}?", abort=True)
-    enable_compilation_cache(place / "programs")
-    _serve(side, server, ca, key, give_up)
+    return OpenedSilo(side, place, what_leaves(side, place, guards, allowed))
 
 
 def _ceilings(given: tuple[str, ...]) -> dict[str, int]:

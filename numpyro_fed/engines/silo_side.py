@@ -174,6 +174,22 @@ class SiloSide:
         self.record.add(started, what, data, sent, answer, self._asked)
         return sent
 
+    def asked(self, data: bytes) -> tuple[str, list[str], list[str]]:
+        """Return what a message is, the kinds of its calls, and lines on all silos, if it has any.
+
+        Nothing is answered, and no row is read.
+
+        :raises ValueError: for bytes that are no message, or calls before an opening.
+        """
+        request = unpack(data, keys=False)
+        what = request.get("what") if isinstance(request, dict) else None
+        if what == "calls":
+            return what, [name_of(type(c.local)) for c in self._read(request)[0]], []
+        if what == "open":
+            known = agreed_silos(request, self.silos)
+            return what, [], str(known).splitlines()
+        return str(what), [], []
+
     @property
     def counts(self) -> Counter[str]:
         """Numbers of calls of each kind in the record, and of refused connections."""
@@ -297,7 +313,8 @@ class SiloSide:
         with (self.folder / "errors.log").open("a") as log:
             log.write(traceback.format_exc())
 
-    def _calls(self, request: Values) -> Values:
+    def _read(self, request: Values) -> tuple[list[Call], bytes, list[int]]:
+        """Return the calls of a message, their bytes, and slots to forget."""
         if self.worker is None or self.checks is None:
             raise Refusal("it was called before a server connected; connect first")
         if request.get("server") != self._server:
@@ -321,7 +338,6 @@ class SiloSide:
         own = self.checks.own
         try:
             inside, forget = request["calls"].tobytes(), [slot_number(n) for n in request["forget"]]
-            wide = {**own, "pad": self.checks.wide.pad}
             calls = [parsed(self.worker.number, values) for values in unpack(inside, own)]
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise Refusal(f"its calls cannot be read ({error})") from error
@@ -329,6 +345,14 @@ class SiloSide:
             raise Refusal(
                 f"it is asked {len(calls):,} calls at once; expected at most {MAX_CALLS:,}"
             )
+        return calls, inside, forget
+
+    def _calls(self, request: Values) -> Values:
+        calls, inside, forget = self._read(request)
+        assert self.worker is not None
+        assert self.checks is not None
+        own, independent = self.checks.own, request.get("independent")
+        wide = {**own, "pad": self.checks.wide.pad}
         replies = []
         for i, (call, line) in enumerate(zip(calls, call_records(calls, own), strict=True)):
             self._within_ceilings(call)

@@ -106,6 +106,7 @@ class Wire(Carrier):
     :param model: the marked model, which every silo has.
     :param public: public arguments, as in the kernel.
     :param fit: the variational fit over this wire, or ``None``.
+    :param server: number of the server; by default it is drawn.
     :ivar traffic: messages and bytes over the wire, by silo.
     :ivar refused: reasons for which replies did not count, by silo.
     """
@@ -119,6 +120,7 @@ class Wire(Carrier):
         model: Callable,
         public: tuple[str, ...] = (),
         fit: Fit | None = None,
+        server: int | None = None,
     ) -> None:
         super().__init__({})
         self.transport, self.names = transport, known.names
@@ -127,7 +129,7 @@ class Wire(Carrier):
         self.factors = factorize(model, known, public=public)
         self._own = owned(self.factors, known, fit, largest(known))
         self._any = typed_worker(known)
-        self.server = secrets.randbits(31)
+        self.server = secrets.randbits(31) if server is None else server
         self.next_slot = self.server << 32  # so that slots of two servers do not meet
         self._owners: dict[int, list[int]] = {}  # silos with a state in each slot
         self._forget: dict[int, list[int]] = {n: [] for n in range(len(self.names))}
@@ -268,6 +270,7 @@ def connect(
     public: tuple[str, ...] = (),
     fit: Fit | None = None,
     fresh: bool = False,
+    server: int | None = None,
     max_rows: int = 10_000_000,
 ) -> RemoteSilos:
     """Connect to silos over a transport, and check that all have the same model and versions.
@@ -281,6 +284,8 @@ def connect(
         ``fit.model``. Silos have the same one.
     :param fresh: whether silos forget their states for servers before this one. Checkpoints of
         these servers are then of no use.
+    :param server: number of the server, for a transport that repeats its messages when it goes on
+        (:class:`~numpyro_fed.engines.study.StudyFolder`). By default it is drawn anew.
     :param max_rows: largest number of rows in a row group that a silo may report.
     :return: the silos, in place of :class:`Silos`.
     :raises ValueError: naming the silo and the difference.
@@ -310,7 +315,7 @@ def connect(
                 "own"
             )
     known = joined_spec(told, who, shared)
-    carrier = Wire(transport, known, model, public, fit)
+    carrier = Wire(transport, known, model, public, fit, server)
     model_here = fingerprint(carrier.factors, known, fit)
     told_all = pack(
         {"what": "open", "silos": as_values(known), "server": carrier.server, "fresh": fresh}
