@@ -233,7 +233,7 @@ MUTATIONS = [
         "return made",
         "promises privacy",
     ),
-    Mutation("privacy/data_guards.py", "n < self.min_rows:", "n < 0:", "guards silos"),
+    Mutation("privacy/data_guards.py", "n < self.min_rows:", "n < 0:", "promises"),
     Mutation("front/dictionary.py", "if n >= min_count}", "}", "describe"),
     # wire
     Mutation(
@@ -242,7 +242,7 @@ MUTATIONS = [
         "if False:",
         "wire fuzz",
     ),
-    Mutation("rounds/inline.py", "random.fold_in(key, view.number)", "key", "remote mcmc"),
+    Mutation("engines/wire.py", "if got != wanted:", "if False:", "wire"),
     Mutation(
         "engines/call_checks.py", "            if grown:\n", "            if False:\n", "wire"
     ),

@@ -45,6 +45,7 @@ from numpyro_fed.privacy.differential import (
     noised_exactly,
 )
 from numpyro_fed.privacy.discrete_gaussian import Words
+from numpyro_fed.privacy.guard import RoundGuard
 from numpyro_fed.privacy.secure_sum import LARGEST, Keys, masked, opened
 from numpyro_fed.rounds.serialization import pack, unpack
 from numpyro_fed.rounds.worker import Call
@@ -642,6 +643,15 @@ def test_a_fit_whose_server_is_killed_spends_no_round_twice(tmp_path, name):
     again = fit.run(random.key(1), 5, connect(transport, linear, fit=fit), progress_bar=False)
     for k, v in again.params.items():
         np.testing.assert_array_equal(got.params[k], v)
+
+
+def test_a_sum_is_asked_for_from_one_state_alone(tmp_path):
+    guard = RoundGuard(tmp_path, "oslo", sums_fit(), SECRET)
+    for _ in range(2):  # the same message again
+        guard._count("round-1", "0" * 64)
+    with pytest.raises(ValueError, match="it was asked for this sum before, from another state"):
+        guard._count("round-1", "1" * 64)
+    assert len(list(guard._lines("answered.txt"))) == 1
 
 
 @pytest.mark.parametrize("name", CLOSED)

@@ -91,8 +91,7 @@ def test_gradients_are_those_of_the_bound_on_average(num):
             assert off(unsquared, plain) > 10
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize("num", [1, 5])
+@pytest.mark.parametrize("num", heavy([1, 5], 1))
 def test_no_noise_is_left_at_the_exact_posterior(num):
     with jax.enable_x64(True):
         silos = hierarchy_silos(np.zeros(6, int))
