@@ -239,8 +239,7 @@ def test_raw_words_in_the_place_of_a_key_are_refused(tmp_path):
     assert "its key is none" in answered(side, data, [(local, keys, message, read, None)])["error"]
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize("guarded", [True, False])
+@pytest.mark.parametrize("guarded", heavy([True, False], False))
 def test_no_server_writes_the_state_that_a_round_starts_from(tmp_path, monkeypatch, guarded):
     """With a scale of nothing for each row's latent, a hundred states give the ages.
 

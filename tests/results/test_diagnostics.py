@@ -111,6 +111,19 @@ def test_a_wrong_surrogate_is_flagged_with_its_silo():
     assert found.table.loc["silos' pull", "where"] == "silo 'b'"
 
 
+def test_a_part_that_chains_have_missed_is_flagged():
+    mcmc = run(fed.FSGLD(logistic))
+    beta = mcmc._states["z"]["beta"]
+    middle = beta[..., 0].mean()
+    mcmc._states["z"]["beta"] = beta.at[..., 0].set(middle + jnp.abs(beta[..., 0] - middle))
+    found, bad = failed(mcmc)
+    assert "surrogate mass left out" in bad
+    assert 0.4 < found.table.loc["surrogate mass left out", "value"] < 0.6
+    assert "beta" in found.table.loc["surrogate mass left out", "where"]
+    mcmc._states["z"]["beta"] = beta  # the control
+    assert "surrogate mass left out" not in failed(mcmc)[1]
+
+
 @pytest.mark.ci
 def test_stays_of_a_thousand_steps_are_flagged():
     kernel = setup(surrogate="laplace")

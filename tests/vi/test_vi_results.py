@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -34,6 +35,7 @@ from small_models import (
 
 import numpyro_fed as fed
 from numpyro_fed._compat import import_arviz
+from numpyro_fed.results import weighing
 from numpyro_fed.results.elbo_figure import running_mean
 from numpyro_fed.vi import draws as vi_draws
 from numpyro_fed.vi.importance import smoothed, tail_of_spreads
@@ -280,6 +282,19 @@ def test_resampling_mends_a_shifted_approximation() -> None:
     assert (abs(moved.mean(0) - MEAN) > 3 * abs(draws.mean(0) - MEAN)).mean() > 0.8  # a follows mu
     assert mended.posterior["a"].shape == plain.posterior["a"].shape
     assert len(np.unique(draws[:, 0])) > 0.8 * N
+
+
+def test_draws_are_judged_by_their_spreads_too() -> None:
+    rng = np.random.default_rng(0)
+    config = SimpleNamespace(factors=SimpleNamespace(owners=("calm", "wild")))
+    calm, wild = rng.normal(size=4000), rng.standard_t(1.5, 4000)
+    for other, expected in ((wild, "the spread of wild"), (rng.permutation(calm), "its weights")):
+        draws = SimpleNamespace(
+            log_weight=0.5 * rng.normal(size=4000), theta=np.stack([calm, other], 1)
+        )
+        _, k, judged = weighing._judged(config, draws, False)
+        assert judged == expected
+        assert (k > 0.7) == (judged != "its weights")
 
 
 @pytest.mark.ci
