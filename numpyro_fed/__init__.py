@@ -16,6 +16,7 @@ from numpyro_fed.decentralized import graphs
 from numpyro_fed.decentralized.gossip import GossipLangevin
 from numpyro_fed.decentralized.push_sum import PushSumLangevin
 from numpyro_fed.density import handlers
+from numpyro_fed.density.aggregate import Aggregate
 from numpyro_fed.density.handlers import mark_silos, silo_plate
 from numpyro_fed.front.fit import fit
 from numpyro_fed.mcmc.dsgld import DSGLD
@@ -51,6 +52,7 @@ __all__ = [
     "HMC",
     "SFVI",
     "SGLD",
+    "Aggregate",
     "AutoSiloNormal",
     "Comparison",
     "ConduciveSFVI",

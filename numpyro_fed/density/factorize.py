@@ -23,7 +23,12 @@ from numpyro_fed import _compat
 from numpyro_fed._typing import ModelArgs, Site
 from numpyro_fed.data.silos import Silos
 from numpyro_fed.density.factors import Factors, LocalSite
-from numpyro_fed.density.handlers import NO_STEPS, is_silo_plate, takes_rows_together
+from numpyro_fed.density.handlers import (
+    NO_STEPS,
+    PUBLIC,
+    is_silo_plate,
+    takes_rows_together,
+)
 
 _NO_PLATE = (
     "the model has no silo plate, so it does not say which data live in silos; write "
@@ -301,7 +306,13 @@ def _latent_sites(
             continue
         frames = [f for f in site["cond_indep_stack"] if f.name in plates]
         if site["is_observed"]:
-            if not frames and name not in public and name not in conditioned:
+            known = name in public or site["infer"].get(PUBLIC, False)
+            if frames and site["infer"].get(PUBLIC, False):
+                raise ValueError(
+                    f"the published result {name!r} is inside the silo plate {frames[0].name!r}; "
+                    "expected it outside, since it counts once"
+                )
+            if not frames and not known and name not in conditioned:
                 raise ValueError(
                     f"observed site {name!r} is outside every silo plate, so it belongs to no "
                     "silo; move it into a silo plate, or, if all silos know its data, say so: "

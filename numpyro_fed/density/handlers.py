@@ -11,10 +11,11 @@ from collections.abc import Callable
 import numpyro
 from numpyro.primitives import Messenger
 
-__all__ = ["NO_STEPS", "is_silo_plate", "mark_silos", "silo_plate"]
+__all__ = ["NO_STEPS", "PUBLIC", "is_silo_plate", "mark_silos", "silo_plate"]
 
 _MARK = "silo_plate"
 _TOGETHER = "silo_rows_together"
+PUBLIC = "known_to_all_silos"  # of an observed site outside every silo plate
 NO_STEPS = (
     "scan and cond of numpyro.contrib.control_flow go neither inside a silo plate nor around one; "
     "expected, inside it, a Python loop over the steps, or one distribution of the whole path, "

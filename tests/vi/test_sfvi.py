@@ -488,11 +488,13 @@ def test_minibatch_gradients_are_exact_on_average(case, monkeypatch):
             )
 
         whole = bound(minibatch.pick(family, None, random.key(0), rows))
-        total = silos.sizes[group][0]
-        parts = []
-        for start in range(total):
-            monkeypatch.setattr(minibatch.random, "randint", lambda *_, s=start: jnp.asarray(s))
-            parts.append(bound(minibatch.pick(family, (group, size), random.key(0), rows)))
+
+        @jax.jit
+        def of_batch(start):
+            monkeypatch.setattr(minibatch.random, "randint", lambda *_: start)
+            return bound(minibatch.pick(family, (group, size), random.key(0), rows))
+
+        parts = [of_batch(jnp.asarray(start)) for start in range(silos.sizes[group][0])]
         mean = jax.tree.map(lambda *x: sum(x) / len(x), *parts)
         checked = (
             (mean.value, mean.context.theta, mean.params),
