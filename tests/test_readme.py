@@ -37,3 +37,15 @@ def test_import_is_light():
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "[]"
+
+
+def test_every_public_name_is_in_the_reference():
+    import numpyro_fed as fed
+
+    page = (Path(__file__).parents[1] / "docs" / "api.md").read_text()
+    listed = re.findall(r"(?:autoclass|autofunction):: numpyro_fed\.(\w+)$", page, flags=re.M)
+    modules = re.findall(r"automodule:: numpyro_fed\.(\S+)$", page, flags=re.M)
+    names = listed + [m.rpartition(".")[2] for m in modules]
+    missing = [name for name in fed.__all__ if name not in names]
+    assert not missing
+    assert not [name for name in listed if name not in fed.__all__]

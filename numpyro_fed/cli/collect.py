@@ -5,7 +5,7 @@ from pathlib import Path
 import click
 
 from numpyro_fed._compat import enable_compilation_cache
-from numpyro_fed.cli.common import FILE, FOLDER, check_netcdf, check_silos, study_options
+from numpyro_fed.cli.common import FILE, FOLDER, check_fit, check_netcdf, check_silos, study_options
 from numpyro_fed.cli.model_file import load_model_file, public_of
 from numpyro_fed.cli.posterior import posterior
 from numpyro_fed.engines.study import NotYet, StudyFolder
@@ -29,6 +29,7 @@ def collect(
     out: Path,
     rounds: int,
     seed: int,
+    check: bool,
 ) -> None:
     """Write messages to the silos into the folder STUDY, and pick up their replies.
 
@@ -36,10 +37,11 @@ def collect(
     it goes on where it was. The method is the model file's `svi`; conducive rounds need about
     fifteen messages.
     """
-    told = {"samples": draws, "chains": 1, "rounds": rounds, "seed": seed}
+    told = {"samples": draws, "chains": 1, "rounds": rounds, "seed": seed, "check": check}
     try:
         module = load_model_file(model_file)
         silos = check_silos(names)
+        check_fit(module.svi, len(silos), rounds, check)
         check_netcdf(out)
         if module.svi is None:
             raise ValueError(

@@ -8,6 +8,8 @@ from types import ModuleType
 import click
 
 from numpyro_fed.engines.nvflare_jobs import NAME
+from numpyro_fed.privacy.secure_sum import FEWEST_SILOS
+from numpyro_fed.vi._base import FederatedVI
 
 FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 FOLDER = click.Path(file_okay=False, path_type=Path)
@@ -39,6 +41,11 @@ _STUDY = (
         help="Most rounds of a variational fit.  [default: those of its privacy's budget, or 1000]",
     ),
     click.option("--seed", type=click.IntRange(0, 2**32 - 1), default=0, show_default=True),
+    click.option(
+        "--check",
+        is_flag=True,
+        help="Then leave each silo out, by one number for each draw from each silo, and print it.",
+    ),
 )
 
 
@@ -58,6 +65,26 @@ def check_silos(names: str) -> list[str]:
     if len(set(silos)) < len(silos):
         raise ValueError(f"--silos {names}: expected each name once")
     return silos
+
+
+def check_fit(svi: FederatedVI | None, num_silos: int, rounds: int, check: bool) -> None:
+    """Raise for a fit that cannot run, before any silo is there."""
+    if check and (svi is None or svi.algorithm != "conducive" or svi.secure_sum):
+        raise ValueError(
+            "--check asks for each silo's log likelihood at the draws; expected a study whose "
+            "model file has svi = fed.ConduciveSFVI(...), without secure sums"
+        )
+    if svi is None:
+        return
+    if svi.secure_sum and num_silos < FEWEST_SILOS:
+        raise ValueError(
+            f"the study's secure_sum=True wants three silos at least, got {num_silos}: each of two "
+            "silos would know the other's answer"
+        )
+    if svi.privacy is not None and rounds > svi.privacy.num_rounds:
+        raise ValueError(
+            f"--rounds {rounds}: the study's budget of privacy is for {svi.privacy.num_rounds}"
+        )
 
 
 def check_netcdf(out: Path) -> None:

@@ -9,6 +9,7 @@ import jax
 from numpyro_fed._typing import Facts
 from numpyro_fed.mcmc.fsgld import FSGLD
 from numpyro_fed.mcmc.remote import RemoteMCMC
+from numpyro_fed.results.check import check
 from numpyro_fed.results.inference_data import to_inference_data
 from numpyro_fed.rounds.remote import RemoteSilos
 from numpyro_fed.vi.svi import TOL
@@ -28,7 +29,8 @@ def posterior(
 
     The method is ``svi`` or ``kernel`` of the module, or FSGLD where it has neither.
 
-    :param told: ``chains``, ``warmup``, ``samples``, ``rounds`` (0: a default) and ``seed``.
+    :param told: ``chains``, ``warmup``, ``samples``, ``rounds`` (0: a default), ``seed``, and
+        ``check``: whether to leave each silo out in turn.
     :param checkpoint: file from which a run goes on; ``None``: none.
     :raises RuntimeError: when the variational fit stopped early.
     """
@@ -64,4 +66,7 @@ def posterior(
     lines, k = [f"{len(result.losses)} rounds"], idata.posterior.attrs.get("pareto_k")
     lines[0] += "" if k is None else f"; Pareto's k of the draws {k:.2f}"
     lines += [str(result.privacy)] if result.privacy is not None else []
-    return idata, "\n".join([*lines, str(result.ledger)])
+    lines.append(str(result.ledger))
+    if told["check"]:
+        lines.append(str(check(idata, module.model, silos)))
+    return idata, "\n".join(lines)

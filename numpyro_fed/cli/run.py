@@ -9,6 +9,7 @@ from numpyro_fed._compat import enable_compilation_cache
 from numpyro_fed.cli.common import (
     FOLDER,
     check_address,
+    check_fit,
     check_netcdf,
     check_silos,
     flower_engine,
@@ -16,23 +17,6 @@ from numpyro_fed.cli.common import (
 )
 from numpyro_fed.cli.model_file import load_model_file
 from numpyro_fed.decentralized._kernel import NetworkKernel
-from numpyro_fed.privacy.secure_sum import FEWEST_SILOS
-from numpyro_fed.vi._base import FederatedVI
-
-
-def _check_fit(svi: FederatedVI | None, num_silos: int, rounds: int) -> None:
-    """Raise for a fit that cannot run, before any silo is there."""
-    if svi is None:
-        return
-    if svi.secure_sum and num_silos < FEWEST_SILOS:
-        raise ValueError(
-            f"the study's secure_sum=True wants three silos at least, got {num_silos}: each of two "
-            "silos would know the other's answer"
-        )
-    if svi.privacy is not None and rounds > svi.privacy.num_rounds:
-        raise ValueError(
-            f"--rounds {rounds}: the study's budget of privacy is for {svi.privacy.num_rounds}"
-        )
 
 
 @click.command()
@@ -95,7 +79,7 @@ def run(
     try:
         module = load_model_file(model_file)
         silos = check_silos(names)
-        _check_fit(module.svi, len(silos), options["rounds"])
+        check_fit(module.svi, len(silos), options["rounds"], options["check"])
         check_address("--address", options["address"])
         missing = [
             str(tls / f) for f in ("server.crt", "server.key", "ca.crt") if not (tls / f).is_file()

@@ -43,10 +43,10 @@ def places(tmp_path, monkeypatch):
     return tmp_path
 
 
-def collect(**options):
+def collect(*more, **options):
     return call(
         *("collect", "folder", "--model", "study.py", "--silos", ",".join(SIZES), "--no-wait"),
-        *("--keys", "keys", "--key", "own", "--out", "post.nc"), **options
+        *("--keys", "keys", "--key", "own", "--out", "post.nc", *more), **options
     )  # fmt: skip
 
 
@@ -60,12 +60,13 @@ def answer(name, *more, message="", **options):
 @pytest.mark.ci
 def test_from_tables_to_a_posterior_by_hand(places):
     for _ in range(20):
-        text = collect()
+        text = collect("--check")
         if "posterior written" in text:
             break
         assert "bring the messages to the silos" in text
         for name in SIZES:
             answer(name, "--yes")
+    assert "elpd" in text  # each silo was left out
     assert "RoundLocal" in answer_text(places)
     y = np.concatenate([pd.read_csv(f"{n}.csv")["y"] for n in SIZES])
     precision = len(y) + 0.01
@@ -99,5 +100,7 @@ def test_bad_input_in_words(places):
     assert "as before" in answer("oslo", message="0001.msg")
     assert "it needs bern/0001.reply" in collect()
     assert "no message 0002.msg; 1 were answered" in answer("oslo", "--yes", code=1)
+    (places / "study.py").write_text(STUDY.replace("(model))", "(model), secure_sum=True)"))
+    assert "--check asks for each silo's log likelihood" in collect("--check", code=1)
     (places / "study.py").write_text(STUDY.replace("svi =", "other ="))
     assert "expected svi = fed.ConduciveSFVI(model, fed" in collect(code=1)

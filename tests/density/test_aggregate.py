@@ -83,6 +83,7 @@ def test_it_is_a_part_of_the_global_density():
     check_factorization(factors, SILOS)
 
 
+@pytest.mark.ci
 def test_sfvi_takes_the_steps_that_it_takes_with_the_rows():
     def with_rows(y):
         mu = numpyro.sample("mu", dist.Normal(0, 10))

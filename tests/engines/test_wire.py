@@ -204,12 +204,13 @@ def narrower_prior(x, y):
         numpyro.sample("y", dist.Normal(x @ beta, 1), obs=y)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("at", "after"),
     [
         (3, False),
-        pytest.param(6, True, marks=pytest.mark.ci),
-        pytest.param(9, False, marks=pytest.mark.ci),
+        (6, True),
+        (9, False),
         (13, True),
     ],
 )

@@ -173,6 +173,7 @@ def flat(y):
         numpyro.sample("y", dist.Normal(mu, 1), obs=y)
 
 
+@pytest.mark.ci
 def test_an_improper_prior():
     y = np.arange(6.0)
     idata = fed.fit(

@@ -76,9 +76,10 @@ def same_draws(one, other, rtol):
     ("kernel", "silos"),
     [
         pytest.param(lambda: fed.FSGLD(linear), linear_silos(), marks=pytest.mark.ci),
-        (
+        pytest.param(
             lambda: fed.FSGLD(linear, selection="distinct", num_local_steps=7),
             linear_silos(),
+            marks=pytest.mark.ci,
         ),
         (lambda: fed.DSGLD(linear, step_size=1e-2, num_local_steps=5), linear_silos()),
         pytest.param(lambda: fed.FSGLD(intercepts), intercepts_silos(), marks=pytest.mark.ci),

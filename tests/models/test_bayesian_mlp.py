@@ -91,6 +91,7 @@ def test_rows_are_dealt_into_equal_silos_as_large_as_labels_allow() -> None:
         labels.deal(rng, np.zeros(5, int), shares)
 
 
+@pytest.mark.ci
 def test_the_density_is_that_of_the_network_written_in_numpy() -> None:
     sites, rows = weights(), labels.given(np.random.default_rng(1), np.arange(30) % 2)
     assert sum(v.size for v in sites.values()) == DIM

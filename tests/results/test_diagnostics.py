@@ -96,6 +96,7 @@ def test_a_step_ten_times_too_large_is_flagged():
     assert "Lower step_size or fed.Step(bias_target=)" in found.summary()
 
 
+@pytest.mark.ci
 def test_a_wrong_surrogate_is_flagged_with_its_silo():
     kernel = setup()
     conducive = kernel._tuning.conducive

@@ -84,6 +84,7 @@ def test_left_out_by_weights(checked):
     assert (np.abs(own - elpd) > 4 * checked.table["se"].to_numpy())[1:].all()
 
 
+@pytest.mark.ci
 def test_log_likelihoods_integrate_latents_out(fitted, checked):
     silos, idata = fitted
     mu = idata.posterior["mu"].values.ravel()
@@ -137,12 +138,14 @@ def test_remote_silos_send_a_number_a_draw(fitted, checked):
     np.testing.assert_allclose(found.log_likelihood, checked.log_likelihood, rtol=1e-5)
 
 
+@pytest.mark.ci
 def test_figure(checked):
     figure = checked.plot()
     labels = [x.get_text() for x in figure.axes[0].get_yticklabels()]
     assert labels == list(checked.table.index)
 
 
+@pytest.mark.ci
 def test_bad_input(fitted):
     silos, idata = fitted
     with pytest.raises(TypeError, match=r"expected fed.Silos.*got dict"):

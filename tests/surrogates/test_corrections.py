@@ -122,6 +122,7 @@ def test_they_take_away_noise(setup):
     assert bent < 0.5 * plain
 
 
+@pytest.mark.ci
 def test_surrogates_scores_have_them(setup):
     kernel, _ = setup
     surrogates, theta = kernel.surrogates, kernel._tuning.loc

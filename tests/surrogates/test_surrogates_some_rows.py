@@ -85,6 +85,7 @@ def test_each_silo_s_gradient_is_matched_at_the_center(silos, monkeypatch):
     assert np.abs(np.asarray(expected) @ scale).max() > 0.5  # silos pull in different directions
 
 
+@pytest.mark.ci
 def test_few_rows_are_fitted_to_as_they_are(silos):
     factors = factorize(logistic, silos)
     found = some_rows.fit_some(score.fit, factors, silos, factors.batch_group()).surrogates

@@ -76,6 +76,7 @@ def test_one_round_is_the_barycenter_of_the_silos_rescaled_posteriors(kind):
         assert np.abs(other.mean - expected.mean).max() > 0.2 * sd
 
 
+@pytest.mark.ci
 def test_one_silo_reaches_the_exact_posterior():
     with jax.enable_x64(True):
         silos = hierarchy_silos(np.zeros(9, int))

@@ -1,0 +1,30 @@
+"""Sphinx's settings for the site: ``python -m sphinx -W docs site``."""
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import numpyro_fed  # noqa: E402
+
+project = "numpyro_fed"
+author = "numpyro_fed developers"
+version = release = numpyro_fed.__version__
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
+    "sphinx.ext.mathjax",
+    "sphinx.ext.viewcode",
+]
+source_suffix = {".md": "markdown", ".rst": "restructuredtext"}
+exclude_patterns = ["site"]
+myst_enable_extensions = ["dollarmath"]
+myst_heading_anchors = 3
+# pages link to the README, to models and to tests, which are no pages of the site
+suppress_warnings = ["myst.xref_missing", "myst.header"]
+autodoc_member_order = "bysource"
+autodoc_typehints = "none"  # docstrings tell shapes, which types do not
+html_theme = "furo"
+html_title = "numpyro_fed"
