@@ -9,7 +9,7 @@ sys.path.insert(0, str(ROOT))
 import numpyro_fed  # noqa: E402
 
 project = "numpyro_fed"
-author = "numpyro_fed developers"
+author = copyright = "numpyro_fed developers"
 version = release = numpyro_fed.__version__
 extensions = [
     "myst_parser",
