@@ -25,15 +25,15 @@ def answer(message: Path, key: Path, coordinator: Path, yes: bool, **options: An
     """
     opened = opened_silo(**options)
     enable_compilation_cache(opened.folder / "programs")
-    desk = Desk(opened.side, key, coordinator)
     try:
+        desk = Desk(opened.side, key, coordinator)
         place = _next(message, desk) if message.is_dir() else message
         letter = desk.read(place)
         again = desk.has_answered(letter)
         if not again:
             _ask(desk.asked(letter), opened, letter.number == 1, yes)
         written = desk.answer(letter, place.resolve().parents[1])
-    except ValueError as error:
+    except (ValueError, ImportError) as error:
         raise click.ClickException(str(error)) from error
     size = f"{written.stat().st_size:,} bytes"
     click.echo(f"{written}: {size}{', as before' if again else ''}. Bring it to the coordinator.")

@@ -62,7 +62,7 @@ def collect(
     except NotYet as missing:
         click.echo(str(missing))
         return
-    except (ValueError, RuntimeError) as error:
+    except (ValueError, RuntimeError, ImportError) as error:
         raise click.ClickException(str(error)) from error
     idata.to_netcdf(out)
     click.echo(f"{words}\nposterior written to {out}")

@@ -62,7 +62,11 @@ class Letter(NamedTuple):
         return f"{self.silo}/{self.number:04d}{SUFFIX[self.kind]}"
 
 
-def _ssh() -> Any:
+def ssh_keys() -> Any:
+    """Return the module that reads keys of ``ssh-keygen``.
+
+    :raises ImportError: without cryptography, with the mend.
+    """
     try:
         from cryptography.hazmat.primitives import serialization
     except ImportError as error:
@@ -77,10 +81,10 @@ def signed(key: Path, digest: str) -> bytes:
 
     :raises ValueError: for a file that is no such key, without a passphrase.
     """
+    ssh = ssh_keys()
     from cryptography.hazmat.primitives.asymmetric import ec, ed25519
     from cryptography.hazmat.primitives.hashes import SHA256
 
-    ssh = _ssh()
     try:
         private = ssh.load_ssh_private_key(key.read_bytes(), None)
     except (OSError, ValueError, TypeError) as error:
@@ -100,11 +104,11 @@ def is_signed(key: Path, digest: str, signature: bytes) -> bool:
 
     :raises ValueError: for a file that is no public key of ``ssh-keygen``.
     """
+    ssh = ssh_keys()
     from cryptography.exceptions import InvalidSignature
     from cryptography.hazmat.primitives.asymmetric import ec, ed25519
     from cryptography.hazmat.primitives.hashes import SHA256
 
-    ssh = _ssh()
     try:
         public = ssh.load_ssh_public_key(key.read_bytes())
     except (OSError, ValueError) as error:
@@ -172,6 +176,7 @@ class StudyFolder:
     :param pause: seconds between two looks for replies.
     :ivar server: number of the server, the same whenever the study goes on.
     :raises ValueError: for a folder of a study with other silos, and for a missing key.
+    :raises ImportError: without cryptography.
 
     A reply is refused if it is of another study, another silo or another message, is cut off or not
     signed by its silo. The coordinator says so, and waits for another one.
@@ -188,6 +193,7 @@ class StudyFolder:
         say: Callable[[str], None] = print,
         pause: float = 1.0,
     ) -> None:
+        ssh_keys()  # before anything is written
         self.folder, self.names, self.key, self.keys = folder, tuple(names), key, keys
         self.waits, self.say, self.pause = waits, say, pause
         folder.mkdir(parents=True, exist_ok=True)

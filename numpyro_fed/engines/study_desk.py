@@ -8,7 +8,7 @@ from collections import Counter
 from pathlib import Path
 
 from numpyro_fed.engines.silo_side import SiloSide
-from numpyro_fed.engines.study import MESSAGE, REPLY, Letter, read_letter, write_letter
+from numpyro_fed.engines.study import MESSAGE, REPLY, Letter, read_letter, ssh_keys, write_letter
 from numpyro_fed.rounds.files import read_sealed, write_whole
 from numpyro_fed.rounds.serialization import unpack
 from numpyro_fed.rounds.task import TASKS
@@ -32,6 +32,7 @@ class Desk:
     """
 
     def __init__(self, side: SiloSide, key: Path, coordinator: Path) -> None:
+        ssh_keys()  # before a message is answered
         self.side, self.key, self.coordinator = side, key, coordinator
         self.kept = side.folder / "replies"
         self._pinned = side.folder / "study.json"

@@ -1,6 +1,7 @@
 """A study in a folder: the same fit as without files, in any order, and what is refused."""
 
 import shutil
+import sys
 from contextlib import suppress
 
 import jax
@@ -154,6 +155,16 @@ def test_replies_that_are_refused_are_waited_for_again(office):
     with pytest.raises(NotYet):
         fit(opened(waits=False, say=said.append))
     assert "expected number 2, got 1; it answers another message" in said[-1]
+
+
+def test_without_cryptography_the_extra_is_named(office, monkeypatch):
+    opened, desks, tmp_path = office
+    monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives", None)
+    with pytest.raises(ImportError, match=r'pip install "numpyro-fed\[privacy\]"'):
+        opened("new")
+    assert not (tmp_path / "new").exists()
+    with pytest.raises(ImportError, match="privacy"):
+        Desk(desks["0"].side, desks["0"].key, desks["0"].coordinator)
 
 
 def test_another_run_in_the_same_folder_is_refused(office):
