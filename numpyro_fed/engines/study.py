@@ -245,7 +245,10 @@ class StudyFolder:
             write_letter(self.folder, letter, self.key)
             return letter
         before = unpack(read_sealed(place, MESSAGE), keys=False)
-        if before["body"].tobytes() != body or before["study"] != self.study:
+        found = before if isinstance(before, dict) else {}
+        was = found.get("body")
+        same = isinstance(was, np.ndarray) and was.tobytes() == body
+        if not same or found.get("study") != self.study:
             raise ValueError(
                 f"{place} is another message than this run's: the study began with another model, "
                 "seed or method, other versions, or on another kind of machine; expected the same, "

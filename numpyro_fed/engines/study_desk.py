@@ -66,7 +66,7 @@ class Desk:
                     f"{place}: expected a message of study {study}, got one of {letter.study}; a "
                     "new --folder is a new consent"
                 )
-        if letter.number > self.answered + 1:
+        if not 1 <= letter.number <= self.answered + 1:
             raise ValueError(
                 f"{place}: expected message {self.answered + 1}, got {letter.number}; answer them "
                 "in turn"
@@ -102,9 +102,8 @@ class Desk:
         else:
             reply = reply._replace(body=self.side.answer(letter.body))
             write_letter(self.kept, reply, self.key)
-        return write_letter(
-            folder, reply, self.key
-        )  # signed anew: a key may have been the wrong one
+        # signed anew, since the key may have been a wrong one before
+        return write_letter(folder, reply, self.key)
 
     def _kept(self, letter: Letter) -> bytes:
         return read_sealed(self.kept / letter._replace(kind=REPLY).place, REPLY)

@@ -13,7 +13,7 @@ from ssh_keys import make_key
 
 import numpyro_fed as fed
 from numpyro_fed.engines.silo_side import SiloSide
-from numpyro_fed.engines.study import NotYet, StudyFolder
+from numpyro_fed.engines.study import NotYet, StudyFolder, write_letter
 from numpyro_fed.engines.study_desk import Desk
 from numpyro_fed.engines.wire import connect
 from numpyro_fed.vi.svi import TOL
@@ -120,6 +120,11 @@ def test_messages_that_are_refused(office):
     stranger = Desk(desk.side, desk.key, study.parent / "other.pub")
     with pytest.raises(ValueError, match="the signature of the coordinator, got another's"):
         stranger.read(place)
+    coordinator = study.parent / "coordinator"
+    for number in (0, -1):
+        odd = write_letter(study, desk.read(place)._replace(number=number), coordinator)
+        with pytest.raises(ValueError, match=rf"expected message 1, got {number}; answer them in"):
+            desk.read(odd)
     answer(desk, study)
     with pytest.raises(NotYet):
         fit(opened("another", waits=False))
