@@ -67,6 +67,6 @@ def posterior(
     lines[0] += "" if k is None else f"; Pareto's k of the draws {k:.2f}"
     lines += [str(result.privacy)] if result.privacy is not None else []
     lines.append(str(result.ledger))
-    if told["check"]:
+    if told.get("check", False):
         lines.append(str(check(idata, module.model, silos)))
     return idata, "\n".join(lines)
