@@ -14,12 +14,9 @@ version = release = numpyro_fed.__version__
 extensions = [
     "myst_parser",
     "sphinx.ext.autodoc",
-    "sphinx.ext.autosummary",
     "sphinx.ext.mathjax",
     "sphinx.ext.viewcode",
 ]
-source_suffix = {".md": "markdown", ".rst": "restructuredtext"}
-exclude_patterns = ["site"]
 myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 3
 # pages link to the README, to models and to tests, which are no pages of the site

@@ -27,7 +27,7 @@ def answer(message: Path, key: Path, coordinator: Path, yes: bool, **options: An
     enable_compilation_cache(opened.folder / "programs")
     try:
         desk = Desk(opened.side, key, coordinator)
-        place = _next(message, desk) if message.is_dir() else message
+        place = desk.next_in(message) if message.is_dir() else message
         letter = desk.read(place)
         again = desk.has_answered(letter)
         if not again:
@@ -37,17 +37,6 @@ def answer(message: Path, key: Path, coordinator: Path, yes: bool, **options: An
         raise click.ClickException(str(error)) from error
     size = f"{written.stat().st_size:,} bytes"
     click.echo(f"{written}: {size}{', as before' if again else ''}. Bring it to the coordinator.")
-
-
-def _next(folder: Path, desk: Desk) -> Path:
-    """Return the first message in a folder that the silo has not answered."""
-    place = folder / f"{desk.answered + 1:04d}.msg"
-    if not place.exists():
-        raise ValueError(
-            f"{folder}: no message {place.name}; {desk.answered} were answered. Wait for the next, "
-            "or name the file of an earlier one to write its reply again"
-        )
-    return place
 
 
 def _ask(text: str, opened: OpenedSilo, first: bool, yes: bool) -> None:

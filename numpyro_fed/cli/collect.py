@@ -1,15 +1,15 @@
 """Command ``numpyro-fed collect``, for the coordinator of a study of files."""
 
+from functools import partial
 from pathlib import Path
 
 import click
 
 from numpyro_fed._compat import enable_compilation_cache
 from numpyro_fed.cli.common import FILE, FOLDER, check_fit, check_netcdf, check_silos, study_options
-from numpyro_fed.cli.model_file import load_model_file, public_of
-from numpyro_fed.cli.posterior import posterior
+from numpyro_fed.cli.model_file import load_model_file
+from numpyro_fed.cli.posterior import connected, posterior
 from numpyro_fed.engines.study import NotYet, StudyFolder
-from numpyro_fed.engines.wire import connect
 
 
 @click.command()
@@ -48,16 +48,10 @@ def collect(
                 f"{model_file}: a study of files needs few rounds; expected "
                 "svi = fed.ConduciveSFVI(model, fed.AutoSiloNormal(model)) in it"
             )
-        transport = StudyFolder(study, silos, key, keys, waits=not no_wait, say=_say)
+        say = partial(click.echo, err=True)
+        transport = StudyFolder(study, silos, key, keys, waits=not no_wait, say=say)
         enable_compilation_cache()
-        remote = connect(
-            transport,
-            module.model,
-            shared=module.SHARED,
-            public=public_of(module),
-            fit=module.svi,
-            server=transport.server,
-        )
+        remote = connected(transport, module, server=transport.server)
         idata, words = posterior(module, remote, told)
     except NotYet as missing:
         click.echo(str(missing))
@@ -66,7 +60,3 @@ def collect(
         raise click.ClickException(str(error)) from error
     idata.to_netcdf(out)
     click.echo(f"{words}\nposterior written to {out}")
-
-
-def _say(text: str) -> None:
-    click.echo(text, err=True)

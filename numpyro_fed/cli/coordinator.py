@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from numpyro_fed.cli.common import check_address
-from numpyro_fed.cli.model_file import load_model_file, public_of
-from numpyro_fed.cli.posterior import posterior
+from numpyro_fed.cli.model_file import load_model_file
+from numpyro_fed.cli.posterior import connected, posterior
 from numpyro_fed.engines import flower
 from numpyro_fed.engines.flower_commands import QUIET, link_command, write_app
-from numpyro_fed.engines.wire import connect
 from numpyro_fed.rounds.files import write_whole
 
 if TYPE_CHECKING:
@@ -48,14 +47,7 @@ def _draw(grid: "Grid", context: "Context") -> None:
             grace=min(30.0, told["wait"]),
         )
         fresh = not (folder / "checkpoint").exists()
-        silos = connect(
-            transport,
-            module.model,
-            shared=module.SHARED,
-            public=public_of(module),
-            fit=module.svi,
-            fresh=fresh,
-        )
+        silos = connected(transport, module, fresh=fresh)
         carrier: Any = silos.carrier
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always", UserWarning)

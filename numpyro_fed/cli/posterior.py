@@ -2,11 +2,13 @@
 
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 
 from numpyro_fed._typing import Facts
+from numpyro_fed.cli.model_file import public_of
+from numpyro_fed.engines.wire import Transport, connect
 from numpyro_fed.mcmc.fsgld import FSGLD
 from numpyro_fed.mcmc.remote import RemoteMCMC
 from numpyro_fed.results.check import check
@@ -22,6 +24,21 @@ if TYPE_CHECKING:
 _MOST_ROUNDS = 1000
 
 
+def connected(transport: Transport, module: ModuleType, **options: Any) -> RemoteSilos:
+    """Connect to the silos with the model and the fit of a model file.
+
+    :param options: further arguments of :func:`numpyro_fed.engines.wire.connect`.
+    """
+    return connect(
+        transport,
+        module.model,
+        shared=module.SHARED,
+        public=public_of(module),
+        fit=module.svi,
+        **options,
+    )
+
+
 def posterior(
     module: ModuleType, silos: RemoteSilos, told: Facts, checkpoint: Path | None = None
 ) -> tuple["InferenceData", str]:
@@ -30,7 +47,7 @@ def posterior(
     The method is ``svi`` or ``kernel`` of the module, or FSGLD where it has neither.
 
     :param told: ``chains``, ``warmup``, ``samples``, ``rounds`` (0: a default), ``seed``, and
-        ``check``: whether to leave each silo out in turn.
+        perhaps ``check``: whether to leave each silo out in turn.
     :param checkpoint: file from which a run goes on; ``None``: none.
     :raises RuntimeError: when the variational fit stopped early.
     """

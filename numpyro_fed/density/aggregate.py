@@ -1,6 +1,7 @@
 """Published results in place of a site's rows: an estimate, a likelihood profile, or sums."""
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -11,11 +12,20 @@ from jax.typing import ArrayLike
 
 from numpyro_fed.density.handlers import PUBLIC
 
-_FORMS = (
-    ("mean", "cov"),
-    ("grid", "log_likelihood"),
-    ("xtx", "xty", "yty", "rows"),
-)
+
+class _Law(NamedTuple):
+    """Log likelihood of a result.
+
+    :param of: what the result is.
+    :param dim: number of parameters that it is about.
+    :param takes: the values that a call has.
+    :param log_likelihood: a function of these values.
+    """
+
+    of: str
+    dim: int
+    takes: tuple[str, ...]
+    log_likelihood: Callable[..., Array]
 
 
 class Aggregate:
@@ -81,32 +91,26 @@ class Aggregate:
         for name, x in parts.items():
             if not np.isfinite(x).all():
                 raise ValueError(f"{name}: expected finite numbers, got {x.tolist()}")
-        forms: dict[str, Callable] = {"mean": _normal, "grid": _profile, "xtx": _linear}
-        self._form, self._dim = next(iter(parts)), np.size(parts.get("mean", parts.get("xty", 0)))
-        self._log_likelihood = forms[self._form](**parts)
+        self._law = _FORMS[tuple(parts)](**parts)
 
     def __call__(self, name: str, *values: ArrayLike) -> None:
         """Add the log likelihood at these values to the model, as a site of this name.
 
         :raises ValueError: for other numbers of values, or other shapes.
         """
-        expected = 2 if self._form == "xtx" else 1
-        if len(values) != expected:
-            what = "beta and sigma" if expected == 2 else "one value"
+        law = self._law
+        if len(values) != len(law.takes):
+            what = " and ".join(law.takes)
             raise ValueError(f"{name!r}: expected {what}, got {len(values)} values")
         size = jnp.size(values[0])
-        if size != self._dim:
-            raise ValueError(
-                f"{name!r}: the published result is of {self._dim} numbers, got {size}"
-            )
-        value = self._log_likelihood(*(jnp.asarray(x) for x in values))
+        if size != law.dim:
+            raise ValueError(f"{name!r}: the published result is of {law.dim} numbers, got {size}")
         # as numpyro.factor, with the mark of what all silos know
-        unit = dist.Unit(value)
+        unit = dist.Unit(law.log_likelihood(*(jnp.asarray(x) for x in values)))
         numpyro.sample(name, unit, obs=jnp.zeros((0,)), infer={"is_auxiliary": True, PUBLIC: True})
 
     def __repr__(self) -> str:
-        form = {"mean": "estimate", "grid": "profile", "xtx": "linear model"}[self._form]
-        return f"Aggregate({form} of {self._dim} numbers)"
+        return f"Aggregate({self._law.of} of {self._law.dim} numbers)"
 
 
 def _definite(name: str, x: np.ndarray, dim: int) -> np.ndarray:
@@ -114,25 +118,26 @@ def _definite(name: str, x: np.ndarray, dim: int) -> np.ndarray:
     x = x.reshape(1, 1) if x.size == 1 else x
     if x.shape != (dim, dim) or not np.allclose(x, x.T):
         raise ValueError(f"{name}: expected a symmetric matrix ({dim}, {dim}), got {x.shape}")
-    if not np.linalg.eigvalsh(x).min() > 0:
+    smallest = np.linalg.eigvalsh(x).min()
+    if not smallest > 0:
         raise ValueError(
             f"{name}: expected a positive definite matrix, got the smallest eigenvalue "
-            f"{np.linalg.eigvalsh(x).min():.3g}"
+            f"{smallest:.3g}"
         )
     return x
 
 
-def _normal(mean: np.ndarray, cov: np.ndarray) -> Callable[..., Array]:
+def _normal(mean: np.ndarray, cov: np.ndarray) -> _Law:
     root = np.linalg.cholesky(_definite("cov", cov, mean.size))
 
     def log_likelihood(beta: Array) -> Array:
         law = dist.MultivariateNormal(jnp.ravel(beta), scale_tril=jnp.asarray(root, beta.dtype))
         return law.log_prob(jnp.asarray(mean.ravel(), beta.dtype))
 
-    return log_likelihood
+    return _Law("estimate", mean.size, ("one value",), log_likelihood)
 
 
-def _profile(grid: np.ndarray, log_likelihood: np.ndarray) -> Callable[..., Array]:
+def _profile(grid: np.ndarray, log_likelihood: np.ndarray) -> _Law:
     from scipy.interpolate import CubicSpline
 
     if grid.ndim != 1 or len(grid) < 4 or not (np.diff(grid) > 0).all():
@@ -159,27 +164,32 @@ def _profile(grid: np.ndarray, log_likelihood: np.ndarray) -> Callable[..., Arra
         low, high = jnp.minimum(x - grid[0], 0.0), jnp.maximum(x - grid[-1], 0.0)
         return at + slope[0] * low + slope[1] * high
 
-    return value
+    return _Law("profile", 1, ("one value",), value)
 
 
-def _linear(
-    xtx: np.ndarray, xty: np.ndarray, yty: np.ndarray, rows: np.ndarray
-) -> Callable[..., Array]:
+def _linear(xtx: np.ndarray, xty: np.ndarray, yty: np.ndarray, rows: np.ndarray) -> _Law:
     matrix = _definite("xtx", xtx, xty.size)
-    least = float(yty - xty.ravel() @ np.linalg.solve(matrix, xty.ravel()))
+    best = np.linalg.solve(matrix, xty.ravel())
+    least = float(yty - xty.ravel() @ best)
     if not rows >= 1 or not least >= -1e-9 * abs(float(yty)):
         raise ValueError(
             f"yty: expected at least xty^T xtx^-1 xty, got {float(yty):g}; its residual sum of "
             f"squares is {least:g}"
         )
-    # around the least-squares estimate, so that large sums do not cancel
-    best = np.linalg.solve(matrix, xty.ravel())
 
     def log_likelihood(beta: Array, sigma: Array) -> Array:
+        # around the least-squares estimate, so that large sums do not cancel
         gap = jnp.ravel(beta) - jnp.asarray(best, beta.dtype)
         squares = least + gap @ jnp.asarray(matrix, beta.dtype) @ gap
         scale = jnp.reshape(sigma, ())
         constant = 0.5 * float(rows) * np.log(2 * np.pi)
         return -float(rows) * jnp.log(scale) - constant - 0.5 * squares / scale**2
 
-    return log_likelihood
+    return _Law("linear model", xty.size, ("beta", "sigma"), log_likelihood)
+
+
+_FORMS: dict[tuple[str, ...], Callable[..., _Law]] = {
+    ("mean", "cov"): _normal,
+    ("grid", "log_likelihood"): _profile,
+    ("xtx", "xty", "yty", "rows"): _linear,
+}

@@ -25,7 +25,7 @@ from numpyro_fed.data.silos import Silos
 from numpyro_fed.density.factors import Factors, LocalSite
 from numpyro_fed.density.handlers import (
     NO_STEPS,
-    PUBLIC,
+    is_public,
     is_silo_plate,
     takes_rows_together,
 )
@@ -306,13 +306,12 @@ def _latent_sites(
             continue
         frames = [f for f in site["cond_indep_stack"] if f.name in plates]
         if site["is_observed"]:
-            known = name in public or site["infer"].get(PUBLIC, False)
-            if frames and site["infer"].get(PUBLIC, False):
+            if frames and is_public(site):
                 raise ValueError(
                     f"the published result {name!r} is inside the silo plate {frames[0].name!r}; "
                     "expected it outside, since it counts once"
                 )
-            if not frames and not known and name not in conditioned:
+            if not frames and not is_public(site) and name not in (*public, *conditioned):
                 raise ValueError(
                     f"observed site {name!r} is outside every silo plate, so it belongs to no "
                     "silo; move it into a silo plate, or, if all silos know its data, say so: "

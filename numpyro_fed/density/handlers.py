@@ -11,7 +11,7 @@ from collections.abc import Callable
 import numpyro
 from numpyro.primitives import Messenger
 
-__all__ = ["NO_STEPS", "PUBLIC", "is_silo_plate", "mark_silos", "silo_plate"]
+__all__ = ["NO_STEPS", "PUBLIC", "is_public", "is_silo_plate", "mark_silos", "silo_plate"]
 
 _MARK = "silo_plate"
 _TOGETHER = "silo_rows_together"
@@ -126,3 +126,8 @@ def is_silo_plate(site: dict) -> bool:
 def takes_rows_together(site: dict) -> bool:
     """Return whether a site of a trace is a silo plate with ``row_wise=False``."""
     return is_silo_plate(site) and bool(site["infer"].get(_TOGETHER, False))
+
+
+def is_public(site: dict) -> bool:
+    """Return whether all silos know the data of an observed site, as of a published result."""
+    return bool(site["infer"].get(PUBLIC, False))

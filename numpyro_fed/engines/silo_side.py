@@ -5,7 +5,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping
 from pathlib import Path
-from typing import ParamSpec, TypeVar
+from typing import NamedTuple, ParamSpec, TypeVar
 
 import jax
 import numpy as np
@@ -54,6 +54,19 @@ from numpyro_fed.rounds.worker import (
 
 _Asked = ParamSpec("_Asked")
 _Answer = TypeVar("_Answer")
+
+
+class Asked(NamedTuple):
+    """Request of a message.
+
+    :param what: ``"hello"``, ``"open"`` or ``"calls"``.
+    :param kinds: kind of each call.
+    :param silos: text on all silos, in an opening.
+    """
+
+    what: str
+    kinds: list[str]
+    silos: str
 
 
 class SiloSide:
@@ -174,21 +187,18 @@ class SiloSide:
         self.record.add(started, what, data, sent, answer, self._asked)
         return sent
 
-    def asked(self, data: bytes) -> tuple[str, list[str], list[str]]:
-        """Return what a message is, the kinds of its calls, and lines on all silos, if it has any.
-
-        Nothing is answered, and no row is read.
+    def asked(self, data: bytes) -> Asked:
+        """Return what a message asks; answer nothing, and read no row.
 
         :raises ValueError: for bytes that are no message, or calls before an opening.
         """
         request = unpack(data, keys=False)
         what = request.get("what") if isinstance(request, dict) else None
         if what == "calls":
-            return what, [name_of(type(c.local)) for c in self._read(request)[0]], []
+            return Asked(what, [name_of(type(c.local)) for c in self._read(request)[0]], "")
         if what == "open":
-            known = agreed_silos(request, self.silos)
-            return what, [], str(known).splitlines()
-        return str(what), [], []
+            return Asked(what, [], str(agreed_silos(request, self.silos)))
+        return Asked(str(what), [], "")
 
     @property
     def counts(self) -> Counter[str]:

@@ -13,16 +13,23 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import ModuleType
+from typing import NamedTuple
 
 import numpy as np
 
+from numpyro_fed.privacy.extra import of_extra
 from numpyro_fed.privacy.own_keys import hashed
 from numpyro_fed.rounds.files import locked, read_sealed, write_sealed, write_whole
 from numpyro_fed.rounds.serialization import pack, unpack
 
 MESSAGE, REPLY = "study message", "study reply"
-SUFFIX = {MESSAGE: ".msg", REPLY: ".reply"}
+_SUFFIX = {MESSAGE: ".msg", REPLY: ".reply"}
+
+
+def file_name(kind: str, number: int) -> str:
+    """Return the name of the file of a silo's message, or of its reply."""
+    return f"{number:04d}{_SUFFIX[kind]}"
 
 
 class NotYet(BaseException):
@@ -59,21 +66,30 @@ class Letter(NamedTuple):
     @property
     def place(self) -> str:
         """Path of its file in the study's folder."""
-        return f"{self.silo}/{self.number:04d}{SUFFIX[self.kind]}"
+        return f"{self.silo}/{file_name(self.kind, self.number)}"
 
 
-def ssh_keys() -> Any:
+def ssh_keys() -> ModuleType:
     """Return the module that reads keys of ``ssh-keygen``.
 
     :raises ImportError: without cryptography, with the mend.
     """
-    try:
-        from cryptography.hazmat.primitives import serialization
-    except ImportError as error:
-        raise ImportError(
-            'a study in a folder needs cryptography: pip install "numpyro-fed[privacy]"'
-        ) from error
-    return serialization
+    return of_extra("a study in a folder", "cryptography.hazmat.primitives.serialization")
+
+
+def _how(key: object, place: Path) -> tuple:
+    """Return what a key's ``sign`` and ``verify`` need beside the data.
+
+    :raises ValueError: for a key of another kind.
+    """
+    from cryptography.hazmat.primitives.asymmetric import ec, ed25519
+    from cryptography.hazmat.primitives.hashes import SHA256
+
+    if isinstance(key, ec.EllipticCurvePrivateKey | ec.EllipticCurvePublicKey):
+        return (ec.ECDSA(SHA256()),)
+    if isinstance(key, ed25519.Ed25519PrivateKey | ed25519.Ed25519PublicKey):
+        return ()
+    raise ValueError(f"{place}: expected a key of ssh-keygen -t ed25519 or ecdsa")
 
 
 def signed(key: Path, digest: str) -> bytes:
@@ -81,22 +97,14 @@ def signed(key: Path, digest: str) -> bytes:
 
     :raises ValueError: for a file that is no such key, without a passphrase.
     """
-    ssh = ssh_keys()
-    from cryptography.hazmat.primitives.asymmetric import ec, ed25519
-    from cryptography.hazmat.primitives.hashes import SHA256
-
     try:
-        private = ssh.load_ssh_private_key(key.read_bytes(), None)
+        private = ssh_keys().load_ssh_private_key(key.read_bytes(), None)
     except (OSError, ValueError, TypeError) as error:
         raise ValueError(
             f"{key}: expected a private key without passphrase, of ssh-keygen -t ed25519 "
             f"({type(error).__name__})"
         ) from error
-    if isinstance(private, ec.EllipticCurvePrivateKey):
-        return private.sign(digest.encode(), ec.ECDSA(SHA256()))
-    if isinstance(private, ed25519.Ed25519PrivateKey):
-        return private.sign(digest.encode())
-    raise ValueError(f"{key}: expected a key of ssh-keygen -t ed25519 or ecdsa")
+    return private.sign(digest.encode(), *_how(private, key))
 
 
 def is_signed(key: Path, digest: str, signature: bytes) -> bool:
@@ -104,24 +112,16 @@ def is_signed(key: Path, digest: str, signature: bytes) -> bool:
 
     :raises ValueError: for a file that is no public key of ``ssh-keygen``.
     """
-    ssh = ssh_keys()
-    from cryptography.exceptions import InvalidSignature
-    from cryptography.hazmat.primitives.asymmetric import ec, ed25519
-    from cryptography.hazmat.primitives.hashes import SHA256
-
     try:
-        public = ssh.load_ssh_public_key(key.read_bytes())
+        public = ssh_keys().load_ssh_public_key(key.read_bytes())
     except (OSError, ValueError) as error:
         raise ValueError(
             f"{key}: expected a public key, of ssh-keygen -t ed25519 ({type(error).__name__})"
         ) from error
+    from cryptography.exceptions import InvalidSignature
+
     try:
-        if isinstance(public, ec.EllipticCurvePublicKey):
-            public.verify(signature, digest.encode(), ec.ECDSA(SHA256()))
-        elif isinstance(public, ed25519.Ed25519PublicKey):
-            public.verify(signature, digest.encode())
-        else:
-            raise ValueError(f"{key}: expected a key of ssh-keygen -t ed25519 or ecdsa")
+        public.verify(signature, digest.encode(), *_how(public, key))
     except InvalidSignature:
         return False
     return True
@@ -137,13 +137,18 @@ def write_letter(folder: Path, letter: Letter, key: Path) -> Path:
     return place
 
 
-def read_letter(place: Path, kind: str, key: Path, sender: str) -> Letter:
-    """Return the letter in a file.
+class Opened(NamedTuple):
+    """Letter of a file, and its signature, which is not checked."""
+
+    letter: Letter
+    signature: bytes
+
+
+def open_letter(place: Path, kind: str) -> Opened:
+    """Return the letter in a file, whoever has signed it.
 
     :param kind: :data:`MESSAGE` or :data:`REPLY`.
-    :param key: the sender's public key.
-    :param sender: whom an error names.
-    :raises ValueError: for a file that is no such letter, was cut off, or has another's signature.
+    :raises ValueError: for a file that is no such letter, or was cut off.
     """
     data = unpack(read_sealed(place, kind), keys=False)
     parts = [("study", str), ("silo", str), ("number", int), ("about", str)]
@@ -152,11 +157,21 @@ def read_letter(place: Path, kind: str, key: Path, sender: str) -> Letter:
         or not all(type(data.get(name)) is expected for name, expected in parts)
         or not all(getattr(data.get(n), "dtype", None) == np.uint8 for n in ("body", "by"))
     ):
-        raise ValueError(f"{place}: expected a {kind}, got other parts; ask {sender} for it again")
-    letter = Letter(
-        kind, data["study"], data["silo"], data["number"], data["body"].tobytes(), data["about"]
-    )
-    if not is_signed(key, letter.digest, data["by"].tobytes()):
+        raise ValueError(f"{place}: expected a {kind}, got other parts; ask for it again")
+    body, named = data["body"].tobytes(), {name: data[name] for name, _ in parts}
+    return Opened(Letter(kind, body=body, **named), data["by"].tobytes())
+
+
+def read_letter(place: Path, kind: str, key: Path, sender: str) -> Letter:
+    """Return the letter in a file.
+
+    :param kind: :data:`MESSAGE` or :data:`REPLY`.
+    :param key: the sender's public key.
+    :param sender: whom an error names.
+    :raises ValueError: for a file that is no such letter, was cut off, or has another's signature.
+    """
+    letter, signature = open_letter(place, kind)
+    if not is_signed(key, letter.digest, signature):
         raise ValueError(
             f"{place}: expected the signature of {sender}, got another's; was it changed, or is "
             f"{key} another key?"
@@ -244,11 +259,7 @@ class StudyFolder:
         if not place.exists():
             write_letter(self.folder, letter, self.key)
             return letter
-        before = unpack(read_sealed(place, MESSAGE), keys=False)
-        found = before if isinstance(before, dict) else {}
-        was = found.get("body")
-        same = isinstance(was, np.ndarray) and was.tobytes() == body
-        if not same or found.get("study") != self.study:
+        if open_letter(place, MESSAGE).letter != letter:
             raise ValueError(
                 f"{place} is another message than this run's: the study began with another model, "
                 "seed or method, other versions, or on another kind of machine; expected the same, "

@@ -8,9 +8,17 @@ from collections import Counter
 from pathlib import Path
 
 from numpyro_fed.engines.silo_side import SiloSide
-from numpyro_fed.engines.study import MESSAGE, REPLY, Letter, read_letter, ssh_keys, write_letter
-from numpyro_fed.rounds.files import read_sealed, write_whole
-from numpyro_fed.rounds.serialization import unpack
+from numpyro_fed.engines.study import (
+    MESSAGE,
+    REPLY,
+    Letter,
+    file_name,
+    open_letter,
+    read_letter,
+    ssh_keys,
+    write_letter,
+)
+from numpyro_fed.rounds.files import write_whole
 from numpyro_fed.rounds.task import TASKS
 
 _OPENINGS = {
@@ -47,6 +55,19 @@ class Desk:
         """Bytes of all replies."""
         return sum(p.stat().st_size for p in (self.kept / self.side.name).glob("*.reply"))
 
+    def next_in(self, folder: Path) -> Path:
+        """Return the file of the first message in a folder that the silo has not answered.
+
+        :raises ValueError: if it is not there yet.
+        """
+        place = folder / file_name(MESSAGE, self.answered + 1)
+        if not place.exists():
+            raise ValueError(
+                f"{folder}: no message {place.name}; {self.answered} were answered. Wait for the "
+                "next, or name the file of an earlier one to write its reply again"
+            )
+        return place
+
     def read(self, place: Path) -> Letter:
         """Return the message in a file.
 
@@ -75,14 +96,14 @@ class Desk:
 
     def asked(self, letter: Letter) -> str:
         """Return a text on what a message asks, and what would leave."""
-        what, kinds, silos = self.side.asked(letter.body)
+        asked = self.side.asked(letter.body)
         lines = [f"Message {letter.number} of study {letter.study}, signed by the coordinator."]
-        if what in _OPENINGS:
-            lines.append(f"It asks {_OPENINGS[what]}.")
-            lines += [f"  {line}" for line in silos]
+        if asked.what in _OPENINGS:
+            lines.append(f"It asks {_OPENINGS[asked.what]}.")
+            lines += [f"  {line}" for line in asked.silos.splitlines()]
         else:
             lines.append("It asks for:")
-        for kind, times in Counter(kinds).items():
+        for kind, times in Counter(asked.kinds).items():
             task = TASKS[kind]
             numbers = f"; {task.numbers}" if task.numbers else ""
             lines.append(f"  {times} x {kind}: {task.leaves}{numbers}")
@@ -96,28 +117,30 @@ class Desk:
         """
         if not self._pinned.exists():
             write_whole(self._pinned, json.dumps({"study": letter.study}).encode())
-        reply = letter._replace(kind=REPLY, about=letter.digest)
-        if self.has_answered(letter):
-            reply = reply._replace(body=unpack(self._kept(letter))["body"].tobytes())
-        else:
-            reply = reply._replace(body=self.side.answer(letter.body))
+        reply = self._kept(letter)
+        if reply is None:
+            body = self.side.answer(letter.body)
+            reply = letter._replace(kind=REPLY, body=body, about=letter.digest)
             write_letter(self.kept, reply, self.key)
         # signed anew, since the key may have been a wrong one before
         return write_letter(folder, reply, self.key)
-
-    def _kept(self, letter: Letter) -> bytes:
-        return read_sealed(self.kept / letter._replace(kind=REPLY).place, REPLY)
 
     def has_answered(self, letter: Letter) -> bool:
         """Return whether the silo has answered this message.
 
         :raises ValueError: for another message of the same number.
         """
-        if not (self.kept / letter._replace(kind=REPLY).place).exists():
-            return False
-        if unpack(self._kept(letter))["about"] != letter.digest:
+        return self._kept(letter) is not None
+
+    def _kept(self, letter: Letter) -> Letter | None:
+        """Return the reply to a message, if there is one, or raise a ``ValueError``."""
+        place = self.kept / letter._replace(kind=REPLY).place
+        if not place.exists():
+            return None
+        reply = open_letter(place, REPLY).letter
+        if reply.about != letter.digest:
             raise ValueError(
                 f"message {letter.number} is another one than the silo has answered; expected the "
                 "same: two answers could tell more than one"
             )
-        return True
+        return reply

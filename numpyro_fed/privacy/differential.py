@@ -38,6 +38,7 @@ from jax import Array, random
 
 from numpyro_fed._typing import PyTree
 from numpyro_fed.privacy.discrete_gaussian import MOST_SD, Words, discrete_gaussian
+from numpyro_fed.privacy.extra import of_extra
 from numpyro_fed.privacy.secure_sum import LARGEST, RESOLUTION
 from numpyro_fed.rounds.serialization import wire_name
 
@@ -55,13 +56,7 @@ _TAIL_VARIANCE = 81 / 17
 
 
 def _accounting() -> ModuleType:
-    try:
-        import dp_accounting
-    except ImportError as error:
-        raise ImportError(
-            'privacy= needs dp-accounting: pip install "numpyro-fed[privacy]"'
-        ) from error
-    return dp_accounting
+    return of_extra("privacy=", "dp_accounting")
 
 
 def _epsilon(rho: float, delta: float) -> float:

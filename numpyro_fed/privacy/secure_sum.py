@@ -26,6 +26,7 @@ import jax
 import numpy as np
 
 from numpyro_fed._typing import PyTree
+from numpyro_fed.privacy.extra import of_extra
 
 # grid of sums: the spacing of float32's own numbers from 8 to 16
 RESOLUTION = 2.0**-20
@@ -35,13 +36,7 @@ MOST_SILOS = 2**13  # the largest sum that fits in 64 bits
 
 
 def _cryptography() -> ModuleType:
-    try:
-        from cryptography.hazmat.primitives.asymmetric import x25519
-    except ImportError as error:
-        raise ImportError(
-            'secure_sum=True needs cryptography: pip install "numpyro-fed[privacy]"'
-        ) from error
-    return x25519
+    return of_extra("secure_sum=True", "cryptography.hazmat.primitives.asymmetric.x25519")
 
 
 class Keys:

@@ -13,7 +13,7 @@ from jax.stages import Lowered
 from numpyro_fed._typing import PyTree
 from numpyro_fed.data.views import SiloRows
 from numpyro_fed.rounds.federated import Cost, Ledger, message_bytes
-from numpyro_fed.rounds.inline import QuickProgram, round_all
+from numpyro_fed.rounds.inline import quick_jit, round_all
 from numpyro_fed.vi.algorithms import ALGORITHMS
 from numpyro_fed.vi.config import FitConfig
 from numpyro_fed.vi.loop import CHUNK, Rounds, VIState
@@ -122,7 +122,7 @@ def _chunk(
 
 
 _many_rounds = jax.jit(_chunk, static_argnames=("federated", "config", "who"))
-_few_rounds = QuickProgram(_chunk, "federated", "config", "who")
+_few_rounds = quick_jit("federated", "config", "who")(_chunk)
 
 
 @partial(jax.jit, static_argnames=("algorithm", "config"))

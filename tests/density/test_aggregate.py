@@ -68,7 +68,7 @@ def test_a_profile_is_a_spline_and_lines_beyond():
         at = np.array([-1.7, -0.33, 0.4, 1.11, 2.9])
         found = np.array([added(aggregate, jnp.asarray(b)) for b in at])
         np.testing.assert_allclose(found - found[2], truth(at) - truth(at[2]), atol=2e-3)
-        slope = jax.grad(lambda b: aggregate._log_likelihood(b))
+        slope = jax.grad(lambda b: aggregate._law.log_likelihood(b))
         for b, inside in ((-9.0, -2.0), (8.0, 3.0)):
             assert slope(b) == pytest.approx(30 - 50 / (1 + np.exp(-inside)), rel=0.02)
 

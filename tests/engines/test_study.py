@@ -164,7 +164,7 @@ def test_replies_that_are_refused_are_waited_for_again(office):
 
 def test_without_cryptography_the_extra_is_named(office, monkeypatch):
     opened, desks, tmp_path = office
-    monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives", None)
+    monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives.serialization", None)
     with pytest.raises(ImportError, match=r'pip install "numpyro-fed\[privacy\]"'):
         opened("new")
     assert not (tmp_path / "new").exists()

@@ -160,10 +160,8 @@ def test_bytes_that_are_no_value_are_refused(data):
 
 @pytest.mark.parametrize(
     "fresh",
-    [
-        pytest.param(False, id="one process", marks=pytest.mark.ci),
-        pytest.param(True, id="a new process for every message"),
-    ],
+    heavy([False, True], False),
+    ids=["one process", "a new process for every message"],
 )
 @pytest.mark.parametrize("name", heavy(["linear", "intercepts"], "intercepts"))
 def test_draws_are_those_without_bytes(undisturbed, tmp_path, name, fresh):
@@ -205,15 +203,7 @@ def narrower_prior(x, y):
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize(
-    ("at", "after"),
-    [
-        (3, False),
-        (6, True),
-        (9, False),
-        (13, True),
-    ],
-)
+@pytest.mark.parametrize(("at", "after"), [(3, False), (6, True), (9, False), (13, True)])
 def test_a_server_that_is_killed_goes_on_where_it_was(undisturbed, tmp_path, at, after):
     place = tmp_path / "run.ckpt"
     transport = Dies(INTERCEPTS, intercepts, tmp_path)

@@ -280,10 +280,7 @@ def test_one_draw_is_compiled_once():
     assert draw._cache_size() == 1
 
 
-@pytest.mark.parametrize(
-    "wire",
-    [pytest.param(False, id="loopback"), pytest.param(True, id="wire", marks=pytest.mark.ci)],
-)
+@pytest.mark.parametrize("wire", heavy([False, True], True), ids=["loopback", "wire"])
 @pytest.mark.parametrize(
     "case", heavy(["intercepts", "crossed", "linear"], "intercepts", "crossed")
 )

@@ -1179,7 +1179,7 @@ def test_missing_packages_are_named(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "dp_accounting", None)
     with pytest.raises(ImportError, match=r'pip install "numpyro-fed\[privacy\]"'):
         fed.Privacy(1.0, 1e-5, 1.0, 10)
-    monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives.asymmetric", None)
+    monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives.asymmetric.x25519", None)
     with pytest.raises(ImportError, match=r'pip install "numpyro-fed\[privacy\]"'):
         Keys(tmp_path, "oslo", bytes(32))
 
