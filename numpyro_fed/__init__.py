@@ -18,6 +18,7 @@ from numpyro_fed.decentralized.push_sum import PushSumLangevin
 from numpyro_fed.density import handlers
 from numpyro_fed.density.aggregate import Aggregate
 from numpyro_fed.density.handlers import mark_silos, silo_plate
+from numpyro_fed.front.calibrate import calibrate
 from numpyro_fed.front.fit import fit
 from numpyro_fed.mcmc.dsgld import DSGLD
 from numpyro_fed.mcmc.fsgld import FSGLD
@@ -28,6 +29,7 @@ from numpyro_fed.mcmc.schedules import polynomial_decay
 from numpyro_fed.mcmc.sgld import SGLD
 from numpyro_fed.privacy.data_guards import Guards
 from numpyro_fed.privacy.differential import Privacy
+from numpyro_fed.results.calibration import Calibration
 from numpyro_fed.results.check import SiloCheck, check
 from numpyro_fed.results.compare import Comparison, compare, plot_compare
 from numpyro_fed.results.compare_models import compare_models
@@ -35,6 +37,8 @@ from numpyro_fed.results.diagnose import Diagnosis, diagnose
 from numpyro_fed.results.elbo_figure import plot_elbo
 from numpyro_fed.results.inference_data import to_inference_data
 from numpyro_fed.results.predict import predict
+from numpyro_fed.results.prior_sensitivity import prior_sensitivity
+from numpyro_fed.results.row_check import RowCheck
 from numpyro_fed.rounds.remote import Loopback, RemoteSilos
 from numpyro_fed.vi.guides.auto_silo_normal import AutoSiloNormal
 from numpyro_fed.vi.svi import SFVI, ConduciveSFVI, SFVIAvg
@@ -54,6 +58,7 @@ __all__ = [
     "SGLD",
     "Aggregate",
     "AutoSiloNormal",
+    "Calibration",
     "Comparison",
     "ConduciveSFVI",
     "Diagnosis",
@@ -66,10 +71,12 @@ __all__ = [
     "PushSumLangevin",
     "RemoteMCMC",
     "RemoteSilos",
+    "RowCheck",
     "SFVIAvg",
     "SiloCheck",
     "Silos",
     "Step",
+    "calibrate",
     "check",
     "compare",
     "compare_models",
@@ -86,6 +93,7 @@ __all__ = [
     "plot_elbo",
     "polynomial_decay",
     "predict",
+    "prior_sensitivity",
     "silo_plate",
     "split",
     "surrogates",

@@ -3,7 +3,7 @@
 import math
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -14,6 +14,7 @@ import numpy as np
 from jax import Array, lax
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
+from numpyro.distributions import Distribution, ExpandedDistribution, MaskedDistribution
 from numpyro.handlers import substitute
 
 # _unconstrain_reparam substitutes unconstrained values, and adds each Jacobian as a factor site
@@ -112,6 +113,23 @@ def enable_compilation_cache(folder: str | Path | None = None) -> Path:
     jax.config.update("jax_compilation_cache_dir", str(place))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     return place
+
+
+def layers(law: Distribution) -> Iterator[Distribution]:
+    """Yield a distribution, and those that it masks, expands or transforms."""
+    yield law
+    while isinstance(law := getattr(law, "base_dist", None), Distribution):
+        yield law
+
+
+def mask_of(law: Distribution) -> Array | bool:
+    """Return the mask of a distribution's batch; ``True`` where it has none."""
+    for layer in layers(law):
+        if isinstance(layer, MaskedDistribution):
+            return layer._mask
+        if not isinstance(layer, ExpandedDistribution):
+            break
+    return True
 
 
 def unconstrained(model: Callable, values: Mapping[str, Array]) -> Callable:

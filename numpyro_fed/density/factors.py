@@ -244,6 +244,19 @@ class Factors:
         with validation_enabled(False):  # a likelihood's support may lack the made-up row
             return self.terms(theta, z, {**shared, **one_row}, weights)[0]
 
+    def log_prior_of_sites(self, sites: Mapping[str, Array], shared: ModelArgs) -> Array:
+        """Return ``log p(theta)``, a scalar, of global sites in their supports, without Jacobians.
+
+        Observed sites outside of silo plates are left out.
+        """
+        own = {name: sites[name] for name, _ in self.global_sites}
+        z = {s.name: jnp.moveaxis(jnp.zeros((1, *s.shape)), 0, s.axis) for s in self.local_sites}
+        model = _compat.unconstrained(substitute(self.model, data=own), z)
+        with validation_enabled(False):
+            kwargs = {**shared, **made_up_rows(self.rows, dict(self.index))}
+            found = trace(model).get_trace(**kwargs)
+        return sum((jnp.sum(_site_log_prob(found[name])) for name in own), jnp.zeros(()))
+
     def constrain_globals(self, sites: Mapping[str, Array], shared: ModelArgs) -> dict[str, Array]:
         """Return global sites in their supports from unconstrained sites and shared arguments.
 

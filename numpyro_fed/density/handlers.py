@@ -9,9 +9,18 @@ plain plates.
 from collections.abc import Callable
 
 import numpyro
+import numpyro.distributions as dist
 from numpyro.primitives import Messenger
 
-__all__ = ["NO_STEPS", "PUBLIC", "is_public", "is_silo_plate", "mark_silos", "silo_plate"]
+__all__ = [
+    "NO_STEPS",
+    "PUBLIC",
+    "is_public",
+    "is_silo_plate",
+    "mark_silos",
+    "silo_plate",
+    "unobserved",
+]
 
 _MARK = "silo_plate"
 _TOGETHER = "silo_rows_together"
@@ -131,3 +140,15 @@ def takes_rows_together(site: dict) -> bool:
 def is_public(site: dict) -> bool:
     """Return whether all silos know the data of an observed site, as of a published result."""
     return bool(site["infer"].get(PUBLIC, False))
+
+
+class unobserved(Messenger):  # named as NumPyro names its handlers
+    """Handler that draws observed sites from their distributions; factors stay.
+
+    Use it inside :class:`numpyro.handlers.seed`.
+    """
+
+    def process_message(self, msg: dict) -> None:
+        """Take the value from an observed site."""
+        if msg["type"] == "sample" and msg["is_observed"] and not isinstance(msg["fn"], dist.Unit):
+            msg["is_observed"], msg["value"] = False, None

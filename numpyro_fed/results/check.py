@@ -22,9 +22,16 @@ from numpyro_fed._compat import posterior_dataset
 from numpyro_fed.data.mixed import MixedSilos
 from numpyro_fed.data.silos import Silos
 from numpyro_fed.density.factorize import factorize
-from numpyro_fed.results.silo_likelihood import global_draws, silo_log_likelihood
+from numpyro_fed.results.row_check import RowCheck, check_rows
+from numpyro_fed.results.silo_likelihood import (
+    JointLatentsError,
+    coefficients,
+    global_draws,
+    kept_terms,
+    question,
+)
 from numpyro_fed.results.vi_inference_data import check_num_draws, vi_inference_data
-from numpyro_fed.rounds.remote import RemoteSilos
+from numpyro_fed.rounds.remote import Loopback, RemoteSilos
 from numpyro_fed.vi.guides.auto_silo_normal import AutoSiloNormal
 from numpyro_fed.vi.importance import POOR, log_mean, smoothed
 from numpyro_fed.vi.svi import MOST_ROUNDS, TOL, ConduciveSFVI
@@ -46,6 +53,7 @@ class SiloCheck:
     :ivar shifts: shift of each coefficient when the silo is left out, in posterior sds, silos by
         coefficients.
     :ivar log_likelihood: log likelihood of each silo at the draws, ``(draws, silos)``.
+    :ivar rows: check of the silos' rows (:class:`RowCheck`), or ``None``.
     :ivar verdict: the fit's own verdict; ``None`` where it has none.
     :ivar log_evidence: log marginal likelihood of all data, and its Monte-Carlo error; ``None``
         where the draws were not weighted, or Pareto's k of the weights is above .7.
@@ -54,6 +62,7 @@ class SiloCheck:
     table: "pd.DataFrame"
     shifts: "pd.DataFrame"
     log_likelihood: np.ndarray
+    rows: RowCheck | None
     verdict: str | None
     log_evidence: tuple[float, float] | None
 
@@ -61,6 +70,8 @@ class SiloCheck:
         lines = [self.table.to_string(float_format=lambda x: f"{x:.2f}")]
         total = self.table["elpd"].sum()
         lines.append(f"Leave one silo out: elpd {total:.2f} in all")
+        if self.rows is not None:
+            lines += self.rows.lines()
         if self.log_evidence is not None:
             lines.append("Log evidence {:.2f} (error {:.2f})".format(*self.log_evidence))
         if self.verdict is not None:
@@ -91,14 +102,17 @@ def check(
     *,
     num_draws: int = 4000,
     refit: bool = True,
+    rows: bool = True,
 ) -> SiloCheck:
-    """Check a fitted model by silo: which one the others predict badly, which one moves the result.
+    """Check a fitted model: which silo differs, which decides the result, how rows are predicted.
 
     Law: the weights are exact up to Monte-Carlo error where Pareto's k is at most .7. Local latents
     are integrated out.
 
-    What leaves a silo: its log likelihood at ``num_draws`` draws, one number each, as in the last
-    round of :func:`fit`. A refit has the rounds of a fit among the other silos.
+    What leaves a silo: nothing for a result of :func:`fit`, which has the silos' log likelihoods
+    (group ``log_likelihood_silo``); otherwise one number for each of ``num_draws`` draws. For
+    ``rows`` 41 numbers for each observed site (:mod:`numpyro_fed.vi.row_checks`). A refit has the
+    rounds of a fit among the other silos.
 
     :param idata: the posterior, from :func:`fit` or :func:`to_inference_data`.
     :param model: the model of the fit.
@@ -106,9 +120,12 @@ def check(
     :param num_draws: most draws that are used.
     :param refit: whether to fit the model without each silo whose k is above .7. Silos in this
         process only.
+    :param rows: whether the silos check their rows. Not for models whose latents of a silo, or
+        whose rows, depend on each other.
     :raises TypeError: for silos of another type.
     :raises ValueError: for a single silo, for the posterior of another model, and for a model whose
-        local latents of a silo depend on each other.
+        local latents of a silo depend on each other, where the result does not have the silos' log
+        likelihoods.
 
     Example::
 
@@ -130,12 +147,23 @@ def check(
         raise ValueError("expected two silos or more, as each is left out in turn; got one")
     check_num_draws(num_draws)
     posterior = posterior_dataset(idata)
-    sites = global_draws(posterior, factorize(model, silos), num_draws)
-    terms = silo_log_likelihood(model, silos, sites)
-    names, values = _coefficients(sites)
+    factors = factorize(model, silos)
+    sites = global_draws(posterior, factors, num_draws)
+    terms, of_rows = kept_terms(idata, silos, num_draws), None
+    rows = rows and factors.row_wise
+    if rows or terms is None:
+        try:
+            asked = question(model, _askable(silos) if rows else silos, sites)
+        except JointLatentsError:
+            if terms is None:
+                raise
+        else:
+            terms = asked.log_likelihood() if terms is None else terms
+            of_rows = check_rows(asked) if rows else None
+    names, values = coefficients(sites)
     mean, sd = values.mean(0), values.std(0)
     here = refit and not isinstance(silos, RemoteSilos)
-    rows = []
+    left_out = []
     for name, own in zip(silos.names, terms.T, strict=True):
         weight, k = smoothed(-own)
         if k > POOR and here:
@@ -143,8 +171,13 @@ def check(
             how = "refit"
         else:
             density, others, how = log_mean(own, weight), weight @ values, "weights"
-        rows.append(_LeftOut(*density, k, how, (others - mean) / sd))
-    return _collected(silos, names, rows, terms, posterior.attrs)
+        left_out.append(_LeftOut(*density, k, how, (others - mean) / sd))
+    return _collected(silos, names, left_out, terms, of_rows, posterior.attrs)
+
+
+def _askable(silos: Silos) -> RemoteSilos:
+    """Return silos that answer tasks, here or elsewhere."""
+    return silos if isinstance(silos, RemoteSilos) else RemoteSilos(silos, Loopback(silos))
 
 
 @dataclass(frozen=True)
@@ -156,17 +189,6 @@ class _LeftOut:
     k: float
     how: str
     shift: np.ndarray
-
-
-def _coefficients(sites: dict[str, np.ndarray]) -> tuple[list[str], np.ndarray]:
-    """Return names and draws of all scalars of the global sites."""
-    names, columns = [], []
-    for name, x in sites.items():
-        flat = x.reshape(len(x), -1).astype(np.float64)
-        places = [f"[{', '.join(map(str, i))}]" for i in np.ndindex(x.shape[1:])]
-        names += [name + place if x.ndim > 1 else name for place in places]
-        columns.append(flat)
-    return names, np.concatenate(columns, axis=1)
 
 
 def _refitted(
@@ -192,11 +214,14 @@ def _refitted(
             svi, result, rest, num_draws=num_draws, log_likelihood=False, resample=True
         )
     sites = global_draws(idata.posterior, factorize(model, silos), num_draws)
-    mean, without = _coefficients(sites)[1].mean(0), _evidence(idata.posterior.attrs)
+    mean, without = coefficients(sites)[1].mean(0), _evidence(idata.posterior.attrs)
     if evidence is not None and without is not None:
         density = evidence[0] - without[0], float(np.hypot(evidence[1], without[1]))
         return density, mean
-    own = silo_log_likelihood(model, _among(silos, [name]), sites)[:, 0]
+    try:
+        own = question(model, _among(silos, [name]), sites).log_likelihood()[:, 0]
+    except JointLatentsError:
+        return (np.nan, np.nan), mean
     return log_mean(own, np.full(len(own), 1 / len(own))), mean
 
 
@@ -213,7 +238,12 @@ def _among(silos: Silos, names: list[str]) -> Silos:
 
 
 def _collected(
-    silos: Silos, names: list[str], rows: list[_LeftOut], terms: np.ndarray, attrs: dict
+    silos: Silos,
+    names: list[str],
+    rows: list[_LeftOut],
+    terms: np.ndarray,
+    of_rows: RowCheck | None,
+    attrs: dict,
 ) -> SiloCheck:
     import pandas as pd
 
@@ -232,4 +262,4 @@ def _collected(
         },
         index,
     )
-    return SiloCheck(table, shifts, terms, attrs.get("verdict"), _evidence(attrs))
+    return SiloCheck(table, shifts, terms, of_rows, attrs.get("verdict"), _evidence(attrs))

@@ -22,8 +22,9 @@ def compare_models(checks: Mapping[str, SiloCheck]) -> "pd.DataFrame":
 
     Columns: ``elpd`` (log density of each silo under all others, summed over silos), ``difference``
     from the best model and its standard error over silos (``se``), stacking ``weight``, ``worst_k``
-    (largest Pareto's k of an elpd from weights), and the ``log_evidence`` (NaN where a fit has
-    none). Nothing leaves a silo.
+    (largest Pareto's k of an elpd from weights), ``elpd_loo`` (of each row under all other rows,
+    summed; NaN where a check has no rows), and the ``log_evidence`` (NaN where a fit has none).
+    Nothing leaves a silo.
 
     :param checks: for each model its :func:`check`.
     :return: a table with a row for each model.
@@ -68,6 +69,7 @@ def compare_models(checks: Mapping[str, SiloCheck]) -> "pd.DataFrame":
     best = int(elpd.sum(1).argmax())
     difference = elpd - elpd[best]
     by_weights = [t["pareto_k"].where(t["how"] == "weights").max() for t in tables.values()]
+    by_rows = [np.nan if c.rows is None else c.rows.loo["elpd"].sum() for c in checks.values()]
     evidence = [np.nan if c.log_evidence is None else c.log_evidence[0] for c in checks.values()]
     table = pd.DataFrame(
         {
@@ -76,6 +78,7 @@ def compare_models(checks: Mapping[str, SiloCheck]) -> "pd.DataFrame":
             "se": np.sqrt(elpd.shape[1]) * difference.std(1, ddof=1),
             "weight": stacking_weights(elpd),
             "worst_k": by_weights,
+            "elpd_loo": by_rows,
             "log_evidence": evidence,
         },
         pd.Index(list(checks), name="model"),

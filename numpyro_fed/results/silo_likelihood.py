@@ -7,26 +7,34 @@ Local latents are integrated out, by nodes around their modes at each draw
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, random
 
+from numpyro_fed._typing import PyTree
 from numpyro_fed.data.silos import Silos
 from numpyro_fed.data.views import split_shared
 from numpyro_fed.density.factors import Factors
+from numpyro_fed.results.vi_inference_data import SILO_TERMS
 from numpyro_fed.rounds.remote import RemoteSilos
 from numpyro_fed.vi.conducive.checks import JointUnits
-from numpyro_fed.vi.config import FitConfig
+from numpyro_fed.vi.config import FitConfig, FitTask
 from numpyro_fed.vi.draws import EstimateLocal, Position, ask_estimates, estimates_here
 from numpyro_fed.vi.guides.auto_silo_normal import AutoSiloNormal
 from numpyro_fed.vi.placed import can_place
+from numpyro_fed.vi.setup import Setup
 from numpyro_fed.vi.svi import ConduciveSFVI
 
 if TYPE_CHECKING:
+    from arviz import InferenceData
     from xarray import Dataset
+
+
+class JointLatentsError(ValueError):
+    """Error of a model whose latents cannot be integrated out one by one."""
 
 
 _CANNOT = (
@@ -36,8 +44,52 @@ _CANNOT = (
 )
 
 
-def silo_log_likelihood(model: Callable, silos: Silos, draws: dict[str, np.ndarray]) -> np.ndarray:
-    """Return each silo's log likelihood, summed over its rows, at draws of theta, ``(n, S)``.
+class Question(NamedTuple):
+    """Draws of theta as a message to silos, and the fit that asks.
+
+    :param svi: the fit.
+    :param silos: the silos.
+    :param setup: the fit's setup for them.
+    :param params: its parameters, in their supports.
+    :param told: the draws.
+    """
+
+    svi: ConduciveSFVI
+    silos: Silos
+    setup: Setup
+    params: dict[str, Array]
+    told: Position
+
+    def ask(self, local: FitTask) -> list[PyTree]:
+        """Return remote silos' replies, in the order of the silos' names."""
+        assert isinstance(self.silos, RemoteSilos)
+        slots = self.svi.init(random.key(0), self.silos).silos.slots.tolist()
+        how = self.params, slots, self.silos, self.setup.stacks, random.key(0), self.told
+        replies = ask_estimates(local, *how)
+        return [replies[i] for i in self._order]
+
+    def at(self, places: np.ndarray) -> "Question":
+        """Return the question at some of the draws."""
+        return self._replace(told=jax.tree.map(lambda x: x[places], self.told))
+
+    def log_likelihood(self) -> np.ndarray:
+        """Return each silo's log likelihood, summed over its rows, at the draws, ``(n, S)``."""
+        setup, config = self.setup, self.setup.config
+        if isinstance(self.silos, RemoteSilos):
+            found = np.stack(self.ask(EstimateLocal(config, stretched=True, placed=True)), 1)
+        else:
+            here = setup.local, setup.stacks
+            found = np.asarray(estimates_here(config, self.params, *here, self.told))
+            found = found[:, self._order]
+        return found.astype(np.float64)
+
+    @property
+    def _order(self) -> np.ndarray:
+        return np.argsort(np.concatenate([np.asarray(rows.number) for rows in self.setup.stacks]))
+
+
+def question(model: Callable, silos: Silos, draws: dict[str, np.ndarray]) -> Question:
+    """Return the question to silos at draws of theta.
 
     :param draws: global latent sites in their supports, leading axis n.
     :raises ValueError: for learned parameters, and for latents that cannot be integrated out one by
@@ -47,25 +99,16 @@ def silo_log_likelihood(model: Callable, silos: Silos, draws: dict[str, np.ndarr
     try:
         setup = svi.setup(silos)
     except JointUnits as error:
-        raise ValueError(_CANNOT) from error
+        raise JointLatentsError(_CANNOT) from error
     config = setup.config
     if config.learned:
         raise ValueError(f"learned parameters {list(config.learned)}: expected priors on them")
     for rows in setup.stacks:
         if config.families[rows.part].has_local and not can_place(config.families[rows.part], rows):
-            raise ValueError(_CANNOT)
+            raise JointLatentsError(_CANNOT)
     dim = config.factors.dim
     params = config.normal().from_moments(jnp.zeros(dim), jnp.eye(dim))
-    told = _told(config, params, draws, setup.parts[0])
-    if isinstance(silos, RemoteSilos):
-        slots = svi.init(random.key(0), silos).silos.slots.tolist()
-        local = EstimateLocal(config, stretched=True, placed=True)
-        replies = ask_estimates(local, params, slots, silos, setup.stacks, random.key(0), told)
-        found = np.stack(replies, 1)
-    else:
-        found = np.asarray(estimates_here(config, params, setup.local, setup.stacks, told))
-    order = np.concatenate([np.asarray(rows.number) for rows in setup.stacks])
-    return found[:, np.argsort(order)].astype(np.float64)
+    return Question(svi, silos, setup, params, _told(config, params, draws, setup.parts[0]))
 
 
 def _told(
@@ -90,6 +133,28 @@ def _told(
     return one(some, keys, shared[0])
 
 
+def kept_terms(idata: "InferenceData", silos: Silos, most: int) -> np.ndarray | None:
+    """Return each silo's log likelihood as a fit has kept it, at the draws of :func:`global_draws`.
+
+    A silo's estimate has an error. Draws were resampled by these very estimates, so that weights
+    from their inverse are exact up to Monte-Carlo error.
+
+    :return: ``(n, S)``, or ``None`` where the result has none of these silos.
+    """
+    if not hasattr(idata, SILO_TERMS):
+        return None
+    kept = getattr(idata, SILO_TERMS)["log_likelihood"]
+    if tuple(kept["silo"].values) != tuple(silos.names):
+        return None
+    terms = kept.values.reshape(-1, len(silos))
+    return terms[evenly(len(terms), most)]
+
+
+def evenly(total: int, most: int) -> np.ndarray:
+    """Return at most ``most`` evenly spaced places among ``total``."""
+    return np.arange(min(most, total)) * total // min(most, total)
+
+
 def global_draws(posterior: "Dataset", factors: Factors, most: int) -> dict[str, np.ndarray]:
     """Return at most ``most`` draws of all chains, evenly spaced, by global site.
 
@@ -106,5 +171,15 @@ def global_draws(posterior: "Dataset", factors: Factors, most: int) -> dict[str,
         for name, _ in factors.global_sites
     }
     total = len(next(iter(flat.values())))
-    some = np.arange(min(most, total)) * total // min(most, total)
-    return {name: x[some] for name, x in flat.items()}
+    return {name: x[evenly(total, most)] for name, x in flat.items()}
+
+
+def coefficients(sites: dict[str, np.ndarray]) -> tuple[list[str], np.ndarray]:
+    """Return names and draws of all scalars of the global sites."""
+    names, columns = [], []
+    for name, x in sites.items():
+        flat = x.reshape(len(x), -1).astype(np.float64)
+        places = [f"[{', '.join(map(str, i))}]" for i in np.ndindex(x.shape[1:])]
+        names += [name + place if x.ndim > 1 else name for place in places]
+        columns.append(flat)
+    return names, np.concatenate(columns, axis=1)

@@ -31,6 +31,8 @@ from numpyro_fed.vi.sites import constrained, globals_of
 if TYPE_CHECKING:
     from arviz import InferenceData
 
+SILO_TERMS = "log_likelihood_silo"  # group of each silo's log likelihood, draws by silos
+
 
 def vi_inference_data(
     svi: FederatedVI,
@@ -66,6 +68,8 @@ def vi_inference_data(
         for i, (part, suffix) in enumerate(zip(setup.parts, suffixes, strict=True))
     ]
     idata = _groups(pieces, draws, result)
+    if resample and draws.terms.shape[1] == len(setup.names):  # not of all silos drawn as one
+        _add_silo_terms(idata, setup, draws.terms)
     for i, (part, suffix) in enumerate(
         zip(() if setup.remote else setup.parts, suffixes, strict=False)
     ):
@@ -116,6 +120,18 @@ def _groups(
     )
     idata.add_groups({"optimization": bound}, warn_on_custom_groups=False)
     return idata
+
+
+def _add_silo_terms(idata: "InferenceData", setup: Setup, terms: Array) -> None:
+    """Add each silo's log likelihood at the draws, as it was estimated to weigh them."""
+    names = [setup.parts[r.part].names[i] for r in setup.stacks for i in np.asarray(r.number)]
+    order = [names.index(name) for name in setup.names]
+    group = import_arviz().from_dict(
+        {"log_likelihood": np.asarray(terms, np.float64)[None, :, order]},
+        dims={"log_likelihood": ["silo"]},
+        coords={"silo": list(setup.names)},
+    )
+    idata.add_groups({SILO_TERMS: group.posterior}, warn_on_custom_groups=False)
 
 
 def check_num_draws(num_draws: object) -> None:

@@ -61,12 +61,15 @@ class Draws(NamedTuple):
     :param ratios: for each structure and unit, log of one candidate's weight over the others' mean,
         ``(n, G)`` in pooled order; for nodes, of alternate nodes' weight over the rest's. It is
         zero where there are no others, and one zero without latents.
+    :param terms: estimate of each silo's log likelihood, ``(n, S)``, in the order of the stacks;
+        ``(n, 0)`` where the server sees their sum alone, ``(n, 1)`` where silos are drawn as one.
     """
 
     theta: Array
     latents: list[dict[str, Array]]
     log_weight: Array
     ratios: list[Array]
+    terms: Array
 
 
 @wire_name("Position")
@@ -141,7 +144,7 @@ class EstimateLocal(FitTask):
             context = at.context._replace(params=weights)
             how = (config, self.stretched, self.placed)
             keys = (at.key_local, at.key_choice)
-            return _candidate(*how, context, learned, *keys, rows, own)[0]
+            return candidate(*how, context, learned, *keys, rows, own)[0]
 
         many = _num_nodes(config, self.stretched, rows) or config.num_local_particles
         units = sum(x.size for x in jax.tree.leaves(own)) * many
@@ -186,16 +189,19 @@ def draw_remote(
     """
     theta, told = _positions(config, params, stacks[0], key, num, stretched)
     if config.noise is not None:  # under privacy no silo weighs draws
-        return Draws(theta, [{}], jnp.full(num, jnp.nan), [jnp.zeros((num, 0))])
+        nothing = jnp.zeros((num, 0))
+        return Draws(theta, [{}], jnp.full(num, jnp.nan), [nothing], nothing)
     local = EstimateLocal(config, stretched, placed)
     replies = ask_estimates(local, params, slots, silos, stacks, key, told)
     stacked = jax.tree.map(lambda *x: np.stack(x), *replies)
     total = opened(stacked, np.dtype(told.log_weight.dtype)).sum(0)
-    return Draws(theta, [{}], told.log_weight + total, [jnp.zeros((num, 0))])
+    nothing = jnp.zeros((num, 0))
+    terms = nothing if config.secure_sum else jnp.asarray(stacked.T)
+    return Draws(theta, [{}], told.log_weight + total, [nothing], terms)
 
 
 def ask_estimates(
-    local: EstimateLocal,
+    local: FitTask,
     params: dict[str, Array],
     slots: list[int],
     silos: RemoteSilos,
@@ -203,7 +209,7 @@ def ask_estimates(
     key: Array,
     told: Position,
 ) -> list[PyTree]:
-    """Return remote silos' estimates at draws of theta, in the order of the stacks.
+    """Return remote silos' replies about draws of theta, in the order of the stacks.
 
     :param told: the draws, a leading axis first.
     """
@@ -235,7 +241,7 @@ def estimates_here(
 
     def one(at: Position) -> Array:
         how = (config, True, True, at.context._replace(params=params), learned)
-        silo = partial(_candidate, *how, at.key_local, at.key_choice)
+        silo = partial(candidate, *how, at.key_local, at.key_choice)
         each = [
             jax.vmap(silo, in_axes=(rows.axes, 0))(rows, own)[0]
             for rows, own in zip(stacks, local, strict=True)
@@ -280,12 +286,14 @@ def draw(
             jnp.zeros(_num_units(config, part, stacks, totals))
             for part in range(len(config.families))
         ]
+        each = []
         for rows, own in zip(stacks, local, strict=True):
             family = config.families[rows.part]
             how = (config, stretched, placed)
-            silo = partial(_candidate, *how, context, learned, key_local, key_choice)
+            silo = partial(candidate, *how, context, learned, key_local, key_choice)
             terms, sites, ratio = jax.vmap(silo, in_axes=(rows.axes, 0))(rows, own)
             log_weight = log_weight + jnp.sum(terms)
+            each.append(terms)
             if family.has_local and family.group is not None:
                 ratios[rows.part] = to_pooled_order(ratios[rows.part], rows, family.group, ratio)
             elif family.has_local:
@@ -297,7 +305,7 @@ def draw(
                     site, jnp.zeros((dict(totals[rows.part])[group], *x.shape[2:]), x.dtype)
                 )
                 latents[rows.part][site] = to_pooled_order(out, rows, group, x)
-        return Draws(theta, latents, log_weight, ratios)
+        return Draws(theta, latents, log_weight, ratios, jnp.concatenate(each))
 
     numbers = _numbers(config, stretched, local, stacks)
     return lax.map(one, random.split(key, num), batch_size=at_once(num, numbers))
@@ -341,7 +349,7 @@ def _num_units(config: FitConfig, part: int, stacks: list[SiloRows], totals: tup
     return sum(len(rows.number) for rows in stacks if rows.part == part)
 
 
-def _candidate(
+def candidate(
     config: FitConfig,
     widened: bool,
     placed: bool,

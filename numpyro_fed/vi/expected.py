@@ -37,7 +37,8 @@ def expected_messages(
     params, named, message = jax.eval_shape(types)
     weights = {k: named[k] for k in config.families[0].shared_params}
     estimate = (None, weights, {k: named[k] for k in config.learned}, params)
-    return {"InitLocal": params, "RoundLocal": message, "EstimateLocal": estimate}
+    at_draws = {"EstimateLocal": estimate, "RowsLocal": estimate}
+    return {"InitLocal": params, "RoundLocal": message, **at_draws}
 
 
 def num_parameters(config: FitConfig, messages: dict[str, PyTree]) -> int:

@@ -16,7 +16,9 @@ def made(elpd, evidence=None, names=("a", "b", "c")):
     table = pd.DataFrame(
         {"rows": [3, 4, 5], "elpd": elpd, "pareto_k": [0.1, 0.9, 0.2]}, index
     ).assign(how=["weights", "refit", "weights"])
-    return fed.SiloCheck(table, pd.DataFrame(index=index), np.zeros((1, 3)), "sound", evidence)
+    return fed.SiloCheck(
+        table, pd.DataFrame(index=index), np.zeros((1, 3)), None, "sound", evidence
+    )
 
 
 def test_the_table():

@@ -1,0 +1,118 @@
+"""Check of a model, row by row: sums that each silo makes of its own rows.
+
+:mod:`numpyro_fed.vi.row_checks` tells what they are, and what leaves a silo.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from numpyro_fed.results.silo_likelihood import Question, evenly
+from numpyro_fed.vi.row_checks import DENSITY, GROUPS, QUANTITIES, RowsLocal
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.figure import Figure
+
+_MOST_NUMBERS = 1 << 26  # of draws times rows in a silo: 256 MiB in float32, twice
+_ODD = 0.005  # share of replicates beyond a quantity below which it is told
+_MOST, _LEAST = 1000, 100  # draws
+
+
+@dataclass(frozen=True)
+class RowCheck:
+    """Check of the rows of each silo, a table for each question.
+
+    :ivar loo: for each observed site and silo: ``rows``, ``elpd`` (leave-one-row-out log density,
+        in nats), its ``se`` over rows, ``p_loo`` (effective number of parameters), and how many
+        rows have Pareto's k above .7 (``bad_k``).
+    :ivar calibration: for each observed site, silo and tenth of its rows by prediction: ``rows``,
+        mean ``prediction`` without the row, and mean ``outcome``. At least ten rows each.
+    :ivar predictive: for each observed site and silo: ``mean``, ``sd`` and share of ``zeros`` of
+        the outcome, and the share of replicates above each (``mean_tail``, ...). Replicates are
+        what the other silos predict for this one. A share near 0 or 1 tells an outlier.
+    """
+
+    loo: "pd.DataFrame"
+    calibration: "pd.DataFrame"
+    predictive: "pd.DataFrame"
+
+    def plot(self) -> "Figure":
+        """Draw mean outcome against mean prediction of groups of rows, a panel for each site."""
+        import matplotlib.pyplot as plt
+
+        sites = list(self.calibration.index.get_level_values("site").unique())
+        num = max(1, len(sites))
+        figure, axes = plt.subplots(1, num, figsize=(3.4 * num, 3.2), layout="constrained")
+        for site, axis in zip(sites, np.ravel(axes), strict=True):
+            for silo, table in self.calibration.loc[site].groupby(level="silo", sort=False):
+                axis.plot(table["prediction"], table["outcome"], "o", ms=3, alpha=0.6, label=silo)
+            ends = self.calibration.loc[site][["prediction", "outcome"]].to_numpy()
+            axis.plot(*[[ends.min(), ends.max()]] * 2, color="0.6", lw=0.8, zorder=0)
+            axis.set(title=site, xlabel="mean prediction", ylabel="mean outcome")
+        return figure
+
+    def lines(self) -> list[str]:
+        """Return a line for each observed site, for people."""
+        out = []
+        for site, table in self.loo.groupby(level="site", sort=False):
+            total = table.sum()
+            squares = (table["se"] ** 2 + table["elpd"] ** 2 / table["rows"]).sum()
+            error = _error(squares, total["elpd"], total["rows"])
+            out.append(
+                f"Leave one row of {site!r} out: elpd {total['elpd']:.1f} (se {error:.1f}), p_loo "
+                f"{total['p_loo']:.1f}, {total['bad_k']:.0f} of {total['rows']:.0f} rows with "
+                "Pareto's k above .7"
+            )
+        tails = self.predictive[[name for name in self.predictive if name.endswith("_tail")]]
+        odd = tails.where((tails < _ODD) | (tails > 1 - _ODD)).stack().dropna()
+        judged = int((tails.notna() & (tails != 0.5)).to_numpy().sum())
+        if judged:
+            out.append(
+                f"Outcomes' mean, sd and zeros that the other silos do not expect: {len(odd)}, by "
+                f"chance {2 * _ODD * judged:.1f}"
+            )
+        for (site, silo, tail), share in odd.items():
+            what = f"{tail.removesuffix('_tail')} of {site!r} in silo {silo!r}"
+            out.append(f"  {what}: below {100 * share:.1f} % of replicates")
+        return out
+
+
+def check_rows(asked: Question) -> RowCheck:
+    """Return the check of all silos' rows at the draws of a question, of which it takes 1,000.
+
+    :param asked: a question to remote silos.
+    """
+    silos, num = asked.silos, len(asked.told.log_weight)
+    largest = max(max(sizes) for sizes in silos.sizes.values())
+    most = max(_LEAST, min(_MOST, _MOST_NUMBERS // largest))
+    found = asked.at(evenly(num, most)).ask(RowsLocal(asked.setup.config))
+    sites = {name: np.stack([np.asarray(reply[name]) for reply in found]) for name in found[0]}
+    return _tables(sites, silos.names)
+
+
+def _tables(sites: dict[str, np.ndarray], names: tuple[str, ...]) -> RowCheck:
+    """Return the tables of the silos' numbers, by site, ``(silos, numbers)``."""
+    import pandas as pd
+
+    index = pd.MultiIndex.from_product([sites, names], names=["site", "silo"])
+    numbers = np.concatenate(list(sites.values())).astype(np.float64)
+    stop = len(DENSITY) + 3 * GROUPS
+    loo = pd.DataFrame(numbers[:, : len(DENSITY)], index, DENSITY)
+    loo["se"] = _error(loo["squares"], loo["elpd"], loo["rows"])
+    loo = loo.astype({"rows": int, "bad_k": int})[["rows", "elpd", "se", "p_loo", "bad_k"]]
+    of_groups = numbers[:, len(DENSITY) : stop].reshape(-1, 3)
+    tenths = pd.MultiIndex.from_tuples(
+        [(*one, group) for one in index for group in range(1, GROUPS + 1)],
+        names=["site", "silo", "group"],
+    )
+    groups = pd.DataFrame(of_groups, tenths, ["rows", "prediction", "outcome"]).dropna()
+    tails = [name + tail for name in QUANTITIES for tail in ("", "_tail")]
+    predictive = pd.DataFrame(numbers[:, stop:], index, tails)
+    return RowCheck(loo, groups.astype({"rows": int}), predictive)
+
+
+def _error(squares: Any, elpd: Any, rows: Any) -> Any:
+    """Return the standard error of sums of the rows' elpd, from the sums of their squares."""
+    return np.sqrt(np.maximum(squares - elpd**2 / rows, 0))
