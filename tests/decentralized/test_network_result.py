@@ -52,6 +52,7 @@ def test_the_average_weighs_nodes_by_what_they_hold(fitted):
     assert average.log_likelihood.y.shape == (3, 400, 30)
 
 
+@pytest.mark.ci
 def test_the_ledger_counts_links_that_worked():
     kernel = fed.PushSumLangevin(linear, fed.graphs.star(M), 0.001, gradient_tracking=True)
     mcmc = run(kernel, SILOS, 2, 30, num_warmup=10)
@@ -124,6 +125,7 @@ def test_networks_do_not_depend_on_how_many_there_are():
     np.testing.assert_allclose(two.z["beta"][:M], one.z["beta"], rtol=1e-5)
 
 
+@pytest.mark.ci
 def test_run_goes_on_from_the_last_state():
     def one(num_samples):
         return run(
@@ -185,6 +187,7 @@ def test_a_small_push_sum_weight_is_reported_with_the_nodes_name():
         fed.PushSumLangevin(linear, downhill(30), 1e-4)
 
 
+@pytest.mark.ci
 def test_the_sum_of_weights_does_not_drift():
     kernel = fed.PushSumLangevin(linear, fed.graphs.complete(M).with_link_failures(0.3), 1e-4)
     state = kernel.init(random.split(random.key(0), M), 0, model_args=(SILOS,))

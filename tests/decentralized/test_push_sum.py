@@ -171,6 +171,7 @@ def test_nodes_of_a_complete_graph_agree():
     assert float(fields["consensus_error"].max()) < 1e-8
 
 
+@pytest.mark.ci
 def test_a_minibatch_is_unbiased_and_full_gradients_sum_to_the_pooled_one():
     graph = fed.graphs.ring(M)
     full, batch = (fed.PushSumLangevin(linear, graph, 0.01, size) for size in (None, 2))
@@ -307,6 +308,7 @@ def test_every_node_and_the_average_have_the_law_of_the_linear_recursion(name):
     assert (np.abs(second.mean(0)) < 4 * second.std(0, ddof=1) / np.sqrt(NETWORKS)).all()
 
 
+@pytest.mark.ci
 def test_the_law_tells_a_row_stochastic_matrix_from_a_column_stochastic_one():
     """Negative control: the transpose of the shares, which no constructor accepts."""
     columns = fed.graphs.from_networkx(LOPSIDED)

@@ -177,6 +177,7 @@ def test_draws_over_bytes_are_those_without(tmp_path):
 # What crosses
 
 
+@pytest.mark.ci
 def test_a_step_sends_a_position_and_brings_a_gradient():
     silos = intercepts_silos()
     carrier, kernel = Listening(silos), CASES["element latents"][0]()

@@ -579,6 +579,7 @@ def test_silos_refuse_other_calls_and_replies_as_long_as_rows(tmp_path, monkeypa
         remote.ask([call])
 
 
+@pytest.mark.ci
 def test_silos_refuse_settings_that_single_out_rows(tmp_path):
     transport = Messages(INTERCEPTS, intercepts, tmp_path)
     remote = connect(transport, intercepts)
@@ -840,6 +841,7 @@ def test_one_server_at_a_time(tmp_path):
     run(LINEAR, linear, second, 2)
 
 
+@pytest.mark.ci
 def test_a_fresh_start_leaves_nothing_of_servers_before(tmp_path):
     transport = Messages(INTERCEPTS, intercepts, tmp_path)
     run(INTERCEPTS, intercepts, connect(transport, intercepts), 2)

@@ -50,6 +50,7 @@ def test_exact_draws_have_uniform_ranks_and_wide_ones_do_not(like, monkeypatch, 
     assert found.table["in_50"].to_numpy() == pytest.approx(covered, abs=4 * errors)
 
 
+@pytest.mark.ci
 def test_a_study_is_calibrated_and_drawn(like):
     found = fed.calibrate(model, like, num_simulations=10, num_draws=200, progress_bar=False)
     assert found.verdicts == ("sound",) * 10

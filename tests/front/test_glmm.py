@@ -394,6 +394,7 @@ def test_a_hole_of_numbers_is_a_latent_of_its_row():
     check_factorization(factorize(m.model, m.silos), m.silos)
 
 
+@pytest.mark.ci
 def test_a_hole_of_levels_is_summed_out():
     tables_ = with_holes()
     m = fed.glmm("died ~ age + drug", tables_, family="bernoulli", impute={"drug": "age"})

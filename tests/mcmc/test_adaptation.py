@@ -56,6 +56,7 @@ def start(chains):
     return {"beta": jnp.broadcast_to(jnp.asarray(posterior(SILOS)[0], jnp.float32), (chains, 2))}
 
 
+@pytest.mark.ci
 def test_curvature_of_a_gaussian_is_found_exactly():
     values, vectors = np.linalg.eigh(curvature())
     kernel = fed.PushSumLangevin(

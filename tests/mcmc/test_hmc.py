@@ -9,7 +9,6 @@ import numpyro
 import numpyro.distributions as dist
 import pytest
 from jax import Array, random
-from marks import heavy
 from messages import Messages, in_order
 from numpyro.infer import MCMC
 from numpyro.infer.hmc_util import euclidean_kinetic_energy, velocity_verlet
@@ -59,6 +58,7 @@ def double(silos: fed.Silos) -> fed.Silos:
     return fed.Silos(wide, rows=dict(silos.group), index=dict(silos.index))
 
 
+@pytest.mark.ci
 def test_twenty_steps_are_those_of_pooled_hmc():
     """Positions of theta and of all latents, and the change of the energy."""
     with jax.enable_x64(True):
@@ -190,9 +190,8 @@ def test_a_model_with_constraints_agrees_with_nuts():
     assert comparison.verdict == "agrees"
 
 
-@pytest.mark.parametrize(
-    "method", heavy(["sequential", "vectorized", "parallel"], "vectorized", "parallel")
-)
+@pytest.mark.ci
+@pytest.mark.parametrize("method", ["sequential", "vectorized", "parallel"])
 def test_shapes_and_costs(method):
     silos = intercepts_silos()
     mcmc = MCMC(
@@ -280,10 +279,9 @@ def test_one_draw_is_compiled_once():
     assert draw._cache_size() == 1
 
 
-@pytest.mark.parametrize("wire", heavy([False, True], True), ids=["loopback", "wire"])
-@pytest.mark.parametrize(
-    "case", heavy(["intercepts", "crossed", "linear"], "intercepts", "crossed")
-)
+@pytest.mark.ci
+@pytest.mark.parametrize("wire", [False, True], ids=["loopback", "wire"])
+@pytest.mark.parametrize("case", ["intercepts", "crossed", "linear"])
 def test_remote_silos_have_the_same_draws(case, wire, tmp_path):
     """In double precision, since rounding grows from draw to draw; over a wire for a few draws."""
     model, make = {

@@ -282,6 +282,7 @@ def test_a_model_with_local_latents_is_called_only_while_tracing(local_run):
 # The rest of NumPyro and arviz
 
 
+@pytest.mark.ci
 def test_pickling():
     mcmc = MCMC(fsgld(), num_warmup=10, num_samples=30, progress_bar=False)
     before = pickle.loads(pickle.dumps(mcmc))
@@ -428,6 +429,7 @@ def test_gibbs_block_beside_nuts_has_the_exact_posterior():
     assert blocks.model == kernel.model
 
 
+@pytest.mark.ci
 def test_gibbs_block_with_a_simplex_starts_in_unconstrained_space():
     """Gibbs hands the first values over constrained: three numbers for the two of a simplex."""
 

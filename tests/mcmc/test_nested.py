@@ -80,6 +80,7 @@ def units_of(model, silos):
 # Structure
 
 
+@pytest.mark.ci
 def test_who_is_inside_whom():
     silos = pupils_silos()
     units = units_of(pupils, silos)
@@ -493,6 +494,7 @@ def test_the_posterior_is_exact_also_for_elements_without_rows(pupils_run):
     assert np.abs(x[..., 1:].mean((0, 1)) - mean[0]).max() > 0.1  # a mean for all would not do
 
 
+@pytest.mark.ci
 def test_the_marginal_has_the_scores_of_a_silo_s_exact_likelihood():
     silos = pupils_silos()
     units = units_of(pupils, silos)

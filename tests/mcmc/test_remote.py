@@ -100,6 +100,7 @@ def test_draws_are_those_of_mcmc(kernel, silos):
     )
 
 
+@pytest.mark.ci
 def test_another_seed_gives_other_draws():
     # the control of the comparisons above
     silos = linear_silos()
@@ -131,6 +132,7 @@ def test_draws_of_other_model_shapes(name):
 # What crosses
 
 
+@pytest.mark.ci
 def test_nothing_as_long_as_rows_and_no_local_latent_crosses():
     silos = intercepts_silos()
     carrier = Listening(silos)
@@ -144,6 +146,7 @@ def test_nothing_as_long_as_rows_and_no_local_latent_crosses():
     assert any(len(x) in groups for x in private)  # the control: sites do hold such
 
 
+@pytest.mark.ci
 def test_planted_values_are_not_among_what_crosses():
     silos = linear_silos()
     data = {name: {k: np.array(v) for k, v in silos[name].items()} for name in silos}
@@ -266,6 +269,7 @@ def test_preparation_needs_all_silos():
 # Results and bad input
 
 
+@pytest.mark.ci
 def test_inference_data_and_diagnosis(tmp_path):
     silos = linear_silos()
     mcmc = remote(fed.FSGLD(linear), silos)
@@ -312,6 +316,7 @@ def test_wrong_kernels_and_silos():
         mcmc.run(random.key(0), linear_silos())
 
 
+@pytest.mark.ci
 def test_data_outside_a_support_name_their_silo():
     def model(y):
         a = numpyro.sample("a", dist.Gamma(1.0, 1.0))

@@ -86,6 +86,7 @@ def test_dsgld_keeps_the_draws_that_fsgld_without_weight_keeps():
 # Silos
 
 
+@pytest.mark.ci
 def test_distinct_silos():
     f = np.full(4, 1 / 4)
     kernel = fed.FSGLD(

@@ -524,6 +524,7 @@ def private_fit():
     )
 
 
+@pytest.mark.ci
 def test_a_fit_with_privacy_over_a_wire(tmp_path):
     fit = private_fit()
     transport = Fits(LINEAR, fit, tmp_path, private_fit)
@@ -839,6 +840,7 @@ def keep_the_servers_key(monkeypatch):
     monkeypatch.setattr(closed, "with_own_keys", lambda call, secret, drawn: call)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("forgetful", [False, True], ids=["today", "control"])
 def test_sums_of_silos_in_other_states_open_none(tmp_path, forgetful, monkeypatch):
     """Two sums that differ in the state of one silo gave its numbers away.

@@ -59,6 +59,7 @@ def failed(mcmc):
     return found, set(found.table.index[found.table["verdict"] == "unsound"])
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "options",
     [

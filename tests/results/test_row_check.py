@@ -161,6 +161,7 @@ def censored(y, seen, w):
             numpyro.sample("v", dist.Normal(rate, 1), obs=y)
 
 
+@pytest.mark.ci
 def test_outcomes_without_replicates_and_masked_ones():
     rng = np.random.default_rng(1)
     data = {

@@ -84,6 +84,7 @@ def test_the_prior_has_to_be_divided_out() -> None:
     assert max(errors(undivided, 1.0, divided=False)) < 5
 
 
+@pytest.mark.ci
 def test_the_step_of_local_sgld_leaves_no_bias() -> None:
     """60,000 draws tell a variance 1 / (1 - h/4) too large.
 

@@ -195,6 +195,7 @@ def test_modules_of_both_libraries_and_functions_are_alike():
     np.testing.assert_allclose(losses[2], losses[0], rtol=1e-4)
 
 
+@pytest.mark.ci
 def test_what_leaves_a_silo_is_the_gradient_in_the_weights():
     guide = fed.AutoSiloNormal(model, **WIDE, amortize={"z": OnScalars(mlp(2))})
     result = fed.SFVI(model, guide, optax.adam(0.02), num_local_particles=1).run(

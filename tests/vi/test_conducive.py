@@ -655,6 +655,7 @@ def test_rows_of_pairs():
                 )
 
 
+@pytest.mark.ci
 def test_a_full_covariance_from_some_rows():
     """Its noise averages out over rounds.
 

@@ -253,7 +253,8 @@ def test_a_warm_start_has_the_silos_own_parameters():
 # What crosses
 
 
-@pytest.mark.parametrize("method", heavy(["sfvi", "conducive"], "conducive"))
+@pytest.mark.ci
+@pytest.mark.parametrize("method", ["sfvi", "conducive"])
 def test_nothing_as_long_as_rows_crosses(method):
     silos = intercepts_silos()
     carrier = Listening(silos)

@@ -1,0 +1,155 @@
+"""Model criticism in silos, beside what pooled data or another fit say.
+
+    python tests/benchmarks/criticism.py loo [PROBLEM ...]
+    python tests/benchmarks/criticism.py silos [PROBLEM ...]
+    python tests/benchmarks/criticism.py outlier [--simulations N] [--shift X]
+
+``loo``: the leave-one-row-out density from the silos' sums, and from ``arviz.loo`` of pooled rows;
+their difference with its Monte-Carlo error (of a posterior with p_loo parameters, by as many draws
+as each has). ``silos``: the log density of each silo under the others, from weights, and as the
+difference of two fits' log evidence, where Pareto's k is at most .7; the largest difference in
+standard errors of both. ``outlier``: how often the mean of a silo is told that was moved by X sds
+of the distribution of silos, and how often another silo's.
+
+Problems are those of `fidelity_problems.py`, and for ``silos`` also ``ist``: deaths in IST by
+country (`NUMPYRO_FED_DATA`).
+"""
+
+import argparse
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import arviz as az
+import jax
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+from fidelity_problems import PROBLEMS
+
+import numpyro_fed as fed
+
+LOO = ("kidiq", "six_cities", "eight_schools", "heart_disease_hospitals", "exam")
+SILOS = ("six_cities_ten", "heart_disease_hospitals")
+
+
+def loo(name: str) -> None:
+    """Print a row of leave-one-row-out densities."""
+    problem = PROBLEMS[name]
+    silos = problem.silos()
+    idata = fed.fit(problem.model, silos, progress_bar=False)
+    start = time.time()
+    table = fed.check(idata, problem.model, silos, refit=False).rows.loo
+    seconds = time.time() - start
+    for site in table.index.get_level_values("site").unique():
+        own, pooled = table.loc[site], az.loo(idata, var_name=site)
+        p = float(pooled.p_loo)
+        error = np.sqrt(p / 1000 + p / 4000)
+        print(
+            f"{name:25} {site:12} {own['elpd'].sum():10.2f} {pooled.elpd_loo:10.2f} "
+            f"{own['elpd'].sum() - pooled.elpd_loo:7.2f} {error:5.2f}  p_loo "
+            f"{own['p_loo'].sum():6.1f} {p:6.1f}  k > .7 {own['bad_k'].sum():3d} "
+            f"{int((pooled.pareto_k > 0.7).sum()) if hasattr(pooled, 'pareto_k') else -1:3d} "
+            f"{seconds:5.1f} s"
+        )
+
+
+def countries() -> tuple[Callable, fed.Silos]:
+    """Return a logistic regression of death within 14 days in IST, and its countries."""
+    import pandas as pd
+
+    def model(x, y):
+        a = numpyro.sample("a", dist.Normal(0, 3))
+        b = numpyro.sample("b", dist.Normal(0, 1).expand([3]).to_event(1))
+        with fed.silo_plate("patients", x.shape[0]):
+            numpyro.sample("y", dist.Bernoulli(logits=a + x @ b), obs=y)
+
+    table = pd.read_csv(Path(os.environ["NUMPYRO_FED_DATA"]) / "federated" / "ist.csv")
+    data = {}
+    for country, own in table.groupby("country"):
+        x = [(own["age"] - 72) / 10, own["aspirin"] == "Y", own["conscious"] != "F"]
+        data[str(country)] = {
+            "x": np.stack(x, 1).astype(np.float32),
+            "y": own["dead_14_days"].to_numpy(np.float32),
+        }
+    return model, fed.Silos(data)
+
+
+def left_out(name: str) -> None:
+    """Print a row on leaving silos out."""
+    model, silos = countries() if name == "ist" else (PROBLEMS[name].model, PROBLEMS[name].silos())
+    idata = fed.fit(model, silos, progress_bar=False)
+    total, error = (idata.posterior.attrs[k] for k in ("log_evidence", "log_evidence_error"))
+    start = time.time()
+    table = fed.check(idata, model, silos, refit=False, rows=False).table
+    seconds = time.time() - start
+    off, good = [], table.index[table["pareto_k"] <= 0.7]
+    for silo in good:
+        rest = {s: silos[s] for s in silos.names if s != silo}
+        others = fed.Silos(rest, rows=silos.group, index=silos.index)
+        attrs = fed.fit(model, others, method="vi", progress_bar=False).posterior.attrs
+        exact, own = total - attrs["log_evidence"], attrs["log_evidence_error"]
+        difference = table.loc[silo, "elpd"] - exact
+        off.append(
+            (difference, difference / np.sqrt(error**2 + own**2 + table.loc[silo, "se"] ** 2))
+        )
+    found = np.array(off)
+    print(
+        f"{name:25} {len(silos):3d} silos, {len(good):3d} with k <= .7; largest difference "
+        f"{np.abs(found[:, 0]).max():.3f} nats, {np.abs(found[:, 1]).max():.1f} errors; weights in "
+        f"{seconds:.0f} s, fits in {time.time() - start - seconds:.0f} s"
+    )
+
+
+def centers(y, group, names):
+    """Model of silos with normal means."""
+    mu = numpyro.sample("mu", dist.Normal(0, 5))
+    sd = numpyro.sample("sd", dist.HalfNormal(2))
+    with fed.silo_plate("centers", names.shape[0]):
+        z = numpyro.sample("z", dist.Normal(mu, sd))
+    with fed.silo_plate("patients", y.shape[0]):
+        numpyro.sample("y", dist.Normal(z[group], 1), obs=y)
+
+
+def outlier(simulations: int, shift: float, num: int = 10, rows: int = 30) -> None:
+    """Print how often the moved silo is told, and how often another."""
+    found = others = 0
+    for seed in range(simulations):
+        rng = np.random.default_rng(seed)
+        data = {}
+        for s in range(num):
+            mean = rng.normal(0, 0.5) + 0.5 * shift * (s == 3)
+            y = rng.normal(mean, 1, rows).astype(np.float32)
+            data[f"s{s}"] = {"y": y, "group": np.zeros(rows, int), "names": np.array([1.0 * s])}
+        groups = {"y": "patients", "group": "patients", "names": "centers"}
+        silos = fed.Silos(data, rows=groups, index={"group": "centers"})
+        idata = fed.fit(centers, silos, progress_bar=False, rng_key=jax.random.key(seed))
+        tails = fed.check(idata, centers, silos, refit=False).rows.predictive["mean_tail"]
+        odd = ((tails < 0.005) | (tails > 0.995)).droplevel("site")
+        found += int(odd["s3"])
+        others += int(odd.drop("s3").sum())
+    print(
+        f"moved by {shift} sds: silo 3 told in {found} of {simulations}; others in {others} of "
+        f"{simulations * (num - 1)}"
+    )
+
+
+def main() -> None:
+    """Print the rows that were asked for."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("what", choices=["loo", "silos", "outlier"])
+    parser.add_argument("problems", nargs="*")
+    parser.add_argument("--simulations", type=int, default=50)
+    parser.add_argument("--shift", type=float, default=3.0)
+    args = parser.parse_args()
+    if args.what == "outlier":
+        outlier(args.simulations, args.shift)
+        return
+    run, default = (loo, LOO) if args.what == "loo" else (left_out, (*SILOS, "ist"))
+    for name in args.problems or default:
+        run(name)
+
+
+if __name__ == "__main__":
+    main()
