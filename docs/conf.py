@@ -12,13 +12,16 @@ project = "numpyro_fed"
 author = copyright = "numpyro_fed developers"
 version = release = numpyro_fed.__version__
 extensions = [
-    "myst_parser",
+    "myst_nb",  # Markdown, and pages whose code is run
     "sphinx.ext.autodoc",
     "sphinx.ext.mathjax",
     "sphinx.ext.viewcode",
 ]
 myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 3
+nb_execution_timeout = 300
+nb_execution_raise_on_error = True
+nb_merge_streams = True
 # pages link to the README, to models and to tests, which are no pages of the site
 suppress_warnings = ["myst.xref_missing", "myst.header"]
 autodoc_member_order = "bysource"

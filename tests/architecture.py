@@ -26,7 +26,7 @@ LAYERS = (
     ("front",),
     ("__init__",),
     ("engines",),
-    ("cli",),
+    ("cli", "examples"),
 )
 LEVEL = {room: i for i, rooms in enumerate(LAYERS) for room in rooms}
 WEAK = ("What", "Whether", "Where", "Of", "How", "The same")

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 _MOST_NUMBERS = 1 << 26  # of draws times rows in a silo: 256 MiB in float32, twice
 _ODD = 0.005  # share of replicates beyond a quantity below which it is told
+_NAMED = 12  # most silos that a legend names
 _MOST, _LEAST = 1000, 100  # draws
 
 
@@ -51,6 +52,9 @@ class RowCheck:
             ends = self.calibration.loc[site][["prediction", "outcome"]].to_numpy()
             axis.plot(*[[ends.min(), ends.max()]] * 2, color="0.6", lw=0.8, zorder=0)
             axis.set(title=site, xlabel="mean prediction", ylabel="mean outcome")
+        if len(self.loo.index.get_level_values("silo").unique()) <= _NAMED:
+            handles, names = axis.get_legend_handles_labels()
+            figure.legend(handles, names, loc="outside right upper", fontsize="small")
         return figure
 
     def lines(self) -> list[str]:

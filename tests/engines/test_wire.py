@@ -579,7 +579,6 @@ def test_silos_refuse_other_calls_and_replies_as_long_as_rows(tmp_path, monkeypa
         remote.ask([call])
 
 
-@pytest.mark.ci
 def test_silos_refuse_settings_that_single_out_rows(tmp_path):
     transport = Messages(INTERCEPTS, intercepts, tmp_path)
     remote = connect(transport, intercepts)
@@ -624,11 +623,22 @@ def test_silos_refuse_settings_that_single_out_rows(tmp_path):
     [
         (lambda answer: pickle.dumps([1, 2]), "a packed value"),
         (lambda answer: pack({"replies": [[np.ones(3, np.float32)]]}), "expected"),
+        (
+            lambda answer: pack(
+                {
+                    "replies": [
+                        [np.ones((1, *x.shape), x.dtype) for x in r]
+                        for r in unpack(answer)["replies"]
+                    ]
+                }
+            ),
+            "expected",
+        ),
         (lambda answer: answer + bytes(10**7), "bytes, expected at most"),
         (lambda answer: pack([1]), "neither replies nor an error"),
         (lambda answer: pack({"replies": []}), "zip"),
     ],
-    ids=["pickled", "wrong shape", "huge", "a list", "too few"],
+    ids=["pickled", "too few arrays", "wrong shapes", "huge", "a list", "too few"],
 )
 def test_a_hostile_reply_is_refused_with_the_silos_name_and_the_run_goes_on(tmp_path, bad, message):
     class Hostile(Messages):

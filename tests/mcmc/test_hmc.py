@@ -58,7 +58,6 @@ def double(silos: fed.Silos) -> fed.Silos:
     return fed.Silos(wide, rows=dict(silos.group), index=dict(silos.index))
 
 
-@pytest.mark.ci
 def test_twenty_steps_are_those_of_pooled_hmc():
     """Positions of theta and of all latents, and the change of the energy."""
     with jax.enable_x64(True):

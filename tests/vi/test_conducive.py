@@ -655,7 +655,6 @@ def test_rows_of_pairs():
                 )
 
 
-@pytest.mark.ci
 def test_a_full_covariance_from_some_rows():
     """Its noise averages out over rounds.
 

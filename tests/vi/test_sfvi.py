@@ -11,6 +11,7 @@ import numpyro.distributions as dist
 import optax
 import pytest
 from jax import random
+from marks import heavy
 from numpyro.distributions import constraints
 from numpyro.infer import SVI, Trace_ELBO
 from small_models import intercepts, intercepts_silos
@@ -432,8 +433,9 @@ def learned_case():
     return learned_scale, fed.split(data, by=np.zeros(9, int)), 4, 1
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize("case", [wheeze_case, intercepts_case, learned_case])
+@pytest.mark.parametrize(
+    "case", heavy([wheeze_case, intercepts_case, learned_case], wheeze_case, intercepts_case)
+)
 def test_minibatch_gradients_are_exact_on_average(case, monkeypatch):
     """The mean over all starts of the systematic sample is the whole silo's bound and gradient.
 
