@@ -22,6 +22,7 @@ myst_heading_anchors = 3
 nb_execution_timeout = 300
 nb_execution_raise_on_error = True
 nb_merge_streams = True
+nb_output_stderr = "remove"  # paths of the machine
 # pages link to the README, to models and to tests, which are no pages of the site
 suppress_warnings = ["myst.xref_missing", "myst.header"]
 autodoc_member_order = "bysource"
