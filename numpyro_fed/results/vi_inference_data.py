@@ -124,14 +124,16 @@ def _groups(
 
 def _add_silo_terms(idata: "InferenceData", setup: Setup, terms: Array) -> None:
     """Add each silo's log likelihood at the draws, as it was estimated to weigh them."""
+    import xarray
+
     names = [setup.parts[r.part].names[i] for r in setup.stacks for i in np.asarray(r.number)]
     order = [names.index(name) for name in setup.names]
-    group = import_arviz().from_dict(
-        {"log_likelihood": np.asarray(terms, np.float64)[None, :, order]},
-        dims={"log_likelihood": ["silo"]},
-        coords={"silo": list(setup.names)},
+    each = np.asarray(terms, np.float64)[None, :, order]
+    group = xarray.Dataset(
+        {"log_likelihood": (("chain", "draw", "silo"), each)},
+        {"chain": [0], "draw": np.arange(len(terms)), "silo": list(setup.names)},
     )
-    idata.add_groups({SILO_TERMS: group.posterior}, warn_on_custom_groups=False)
+    idata.add_groups({SILO_TERMS: group}, warn_on_custom_groups=False)
 
 
 def check_num_draws(num_draws: object) -> None:
