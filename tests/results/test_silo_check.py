@@ -180,3 +180,22 @@ def test_over_a_wire_as_at_hand(fitted, checked, tmp_path):
     remote = connect(Fits(silos, make(), tmp_path, make), model, fit=make())
     found = fed.check(idata, model, remote, num_draws=1000)
     np.testing.assert_allclose(found.log_likelihood, checked.log_likelihood, rtol=1e-5)
+
+
+def test_a_remote_fit_keeps_what_a_check_needs(monkeypatch):
+    silos = fed.Silos(made())
+    remote = fed.RemoteSilos(silos, fed.Loopback(silos))
+    idata = fed.fit(model, remote, num_draws=2000, progress_bar=False)
+    assert idata.log_likelihood_silo["log_likelihood"].dims == ("chain", "draw", "silo")
+
+    def unasked(calls):
+        raise AssertionError("a silo was asked again")
+
+    monkeypatch.setattr(remote.carrier, "ask", unasked)
+    found = fed.check(idata, model, remote, rows=False)
+    _, elpd, _ = exact(made())
+    good = (found.table["pareto_k"] <= 0.7).to_numpy()
+    assert good.sum() >= 3
+    assert (np.abs(found.table["elpd"] - elpd) < 4 * found.table["se"] + 0.01)[good].all()
+    with pytest.raises(AssertionError, match="asked again"):  # a control: rows have to be asked
+        fed.check(idata, model, remote)
