@@ -122,6 +122,11 @@ def layers(law: Distribution) -> Iterator[Distribution]:
         yield law
 
 
+def is_of(law: Distribution, *kinds: type[Distribution]) -> bool:
+    """Return whether a distribution is of a kind, whatever masks or expands it."""
+    return any(isinstance(layer, kinds) for layer in layers(law))
+
+
 def mask_of(law: Distribution) -> Array | bool:
     """Return the mask of a distribution's batch; ``True`` where it has none."""
     for layer in layers(law):

@@ -174,6 +174,15 @@ class Factors:
         plates = dict(self.plates)
         return {site.name: plates[site.plate] for site in self.local_sites}
 
+    def sites(
+        self, theta: Mapping[str, Array], z: Mapping[str, Array], kwargs: ModelArgs
+    ) -> dict[str, Site]:
+        """Return the model's sites at unconstrained values; arguments as in :meth:`terms`."""
+        placed = {s.name: jnp.moveaxis(z[s.name], 0, s.axis) for s in self.local_sites}
+        model = _compat.unconstrained(self.model, {**theta, **placed})
+        found: dict[str, Site] = trace(model).get_trace(**kwargs)
+        return found
+
     def terms(
         self,
         theta: Mapping[str, Array],
@@ -195,12 +204,10 @@ class Factors:
             terms = partial(replace(self, sizes=()).terms, theta)
             own = {leaf: group for leaf, group, _ in self.rows}
             return unpadded_terms(terms, self.sizes, own, self.local_groups(), z, kwargs, weights)
-        placed = {s.name: jnp.moveaxis(z[s.name], 0, s.axis) for s in self.local_sites}
-        model = _compat.unconstrained(self.model, {**theta, **placed})
         plates = dict(self.plates)
         total: Array = jnp.zeros(())
         local: dict[str, Array] = {}
-        for site in trace(model).get_trace(**kwargs).values():
+        for site in self.sites(theta, z, kwargs).values():
             if site["type"] != "sample":
                 continue
             log_prob = _site_log_prob(site)

@@ -12,6 +12,8 @@ import numpyro
 import numpyro.distributions as dist
 from numpyro.primitives import Messenger
 
+from numpyro_fed._compat import is_of
+
 __all__ = [
     "NO_STEPS",
     "PUBLIC",
@@ -150,5 +152,5 @@ class unobserved(Messenger):  # named as NumPyro names its handlers
 
     def process_message(self, msg: dict) -> None:
         """Take the value from an observed site."""
-        if msg["type"] == "sample" and msg["is_observed"] and not isinstance(msg["fn"], dist.Unit):
+        if msg["type"] == "sample" and msg["is_observed"] and not is_of(msg["fn"], dist.Unit):
             msg["is_observed"], msg["value"] = False, None

@@ -57,7 +57,7 @@ def calibrate(
     """
     if isinstance(silos, RemoteSilos) or not isinstance(silos, Silos):
         raise TypeError(f"expected fed.Silos or fed.split(...), got {type(silos).__name__}")
-    if isinstance(num_simulations, bool) or num_simulations != int(num_simulations):
+    if isinstance(num_simulations, bool) or not isinstance(num_simulations, int | np.integer):
         raise ValueError(f"num_simulations: expected a whole number, got {num_simulations!r}")
     if num_simulations < 10:
         raise ValueError(f"num_simulations: expected 10 or more, got {num_simulations}")

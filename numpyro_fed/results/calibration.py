@@ -88,7 +88,7 @@ class Simulator:
 
     :param model: the model.
     :param silos: silos like those of the study.
-    :raises ValueError: for an observed site whose value is no argument.
+    :raises ValueError: for an improper prior, and for an observed site whose value is no argument.
     """
 
     def __init__(self, model: Callable, silos: Silos) -> None:
@@ -129,7 +129,14 @@ def _outcomes(model: Callable, silos: Silos, factors: Factors) -> dict[str, str]
     """Return the argument of each observed site inside silo plates, by site."""
     pooled, plates = silos.pooled, dict(factors.plates)
     found = {}
-    for name, site in trace(seed(model, random.key(0))).get_trace(**pooled).items():
+    try:
+        sites = trace(seed(model, random.key(0))).get_trace(**pooled)
+    except NotImplementedError as error:
+        raise ValueError(
+            "expected proper priors, from which parameters are drawn, got a distribution without "
+            "draws"
+        ) from error
+    for name, site in sites.items():
         if not _is_outcome(site, plates):
             continue
         leaves = [leaf for leaf in silos.rows if pooled[leaf] is site["value"]]

@@ -109,9 +109,9 @@ def check(
     Law: the weights are exact up to Monte-Carlo error where Pareto's k is at most .7. Local latents
     are integrated out.
 
-    What leaves a silo: nothing for a result of :func:`fit`, which has the silos' log likelihoods
-    (group ``log_likelihood_silo``); otherwise one number for each of ``num_draws`` draws. For
-    ``rows`` 41 numbers for each observed site (:mod:`numpyro_fed.vi.row_checks`). A refit has the
+    What leaves a silo: one number for each of ``num_draws`` draws, or nothing where the result has
+    the silos' log likelihoods (group ``log_likelihood_silo``, of fits of remote silos). For
+    ``rows``, 41 numbers for each observed site (:mod:`numpyro_fed.vi.row_checks`). A refit has the
     rounds of a fit among the other silos.
 
     :param idata: the posterior, from :func:`fit` or :func:`to_inference_data`.

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _MOST_NUMBERS = 1 << 26  # of draws times rows in a silo: 256 MiB in float32, twice
-_ODD = 0.005  # share of replicates beyond a quantity below which it is told
+_ODD = 0.005  # a quantity is named where a smaller share of replicates lies beyond it
 _NAMED = 12  # most silos that a legend names
 _MOST, _LEAST = 1000, 100  # draws
 
@@ -40,11 +40,16 @@ class RowCheck:
     predictive: "pd.DataFrame"
 
     def plot(self) -> "Figure":
-        """Draw mean outcome against mean prediction of groups of rows, a panel for each site."""
+        """Draw mean outcome against mean prediction of groups of rows, a panel for each site.
+
+        :raises ValueError: where ``calibration`` is empty.
+        """
         import matplotlib.pyplot as plt
 
         sites = list(self.calibration.index.get_level_values("site").unique())
-        num = max(1, len(sites))
+        num = len(sites)
+        if not num:
+            raise ValueError("expected predictions of ten rows of a silo or more, got none")
         figure, axes = plt.subplots(1, num, figsize=(3.4 * num, 3.2), layout="constrained")
         for site, axis in zip(sites, np.ravel(axes), strict=True):
             for silo, table in self.calibration.loc[site].groupby(level="silo", sort=False):
@@ -84,9 +89,9 @@ class RowCheck:
 
 
 def check_rows(asked: Question) -> RowCheck:
-    """Return the check of all silos' rows at the draws of a question, of which it takes 1,000.
+    """Return the check of all silos' rows.
 
-    :param asked: a question to remote silos.
+    :param asked: a question to remote silos; at most 1,000 of its draws are taken.
     """
     silos, num = asked.silos, len(asked.told.log_weight)
     largest = max(max(sizes) for sizes in silos.sizes.values())

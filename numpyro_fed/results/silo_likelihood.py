@@ -47,15 +47,15 @@ _CANNOT = (
 class Question(NamedTuple):
     """Draws of theta as a message to silos, and the fit that asks.
 
-    :param svi: the fit.
     :param silos: the silos.
-    :param setup: the fit's setup for them.
+    :param slots: the number under which each remote silo keeps its state.
+    :param setup: the fit's setup for the silos.
     :param params: its parameters, in their supports.
     :param told: the draws.
     """
 
-    svi: ConduciveSFVI
     silos: Silos
+    slots: list[int]
     setup: Setup
     params: dict[str, Array]
     told: Position
@@ -63,8 +63,7 @@ class Question(NamedTuple):
     def ask(self, local: FitTask) -> list[PyTree]:
         """Return remote silos' replies, in the order of the silos' names."""
         assert isinstance(self.silos, RemoteSilos)
-        slots = self.svi.init(random.key(0), self.silos).silos.slots.tolist()
-        how = self.params, slots, self.silos, self.setup.stacks, random.key(0), self.told
+        how = self.params, self.slots, self.silos, self.setup.stacks, random.key(0), self.told
         replies = ask_estimates(local, *how)
         return [replies[i] for i in self._order]
 
@@ -89,7 +88,7 @@ class Question(NamedTuple):
 
 
 def question(model: Callable, silos: Silos, draws: dict[str, np.ndarray]) -> Question:
-    """Return the question to silos at draws of theta.
+    """Return the question to silos at draws of theta; remote silos make their first states.
 
     :param draws: global latent sites in their supports, leading axis n.
     :raises ValueError: for learned parameters, and for latents that cannot be integrated out one by
@@ -108,7 +107,10 @@ def question(model: Callable, silos: Silos, draws: dict[str, np.ndarray]) -> Que
             raise JointLatentsError(_CANNOT)
     dim = config.factors.dim
     params = config.normal().from_moments(jnp.zeros(dim), jnp.eye(dim))
-    return Question(svi, silos, setup, params, _told(config, params, draws, setup.parts[0]))
+    told = _told(config, params, draws, setup.parts[0])
+    remote = isinstance(silos, RemoteSilos)
+    slots = svi.init(random.key(0), silos).silos.slots.tolist() if remote else []
+    return Question(silos, slots, setup, params, told)
 
 
 def _told(

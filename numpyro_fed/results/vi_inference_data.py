@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, random
+from numpyro.distributions import Unit
 from numpyro.infer import log_likelihood as log_likelihood_of
 
-from numpyro_fed._compat import import_arviz, infer_dims
+from numpyro_fed._compat import import_arviz, infer_dims, is_of
 from numpyro_fed._typing import Facts, ModelArgs
 from numpyro_fed.data.mixed import MixedSilos
 from numpyro_fed.data.silos import Silos
@@ -203,7 +204,7 @@ class _Called:
                 # a plate may repeat a row of data, as the draws and the likelihood do
                 name: jnp.broadcast_to(s["value"], s["fn"].shape())
                 for name, s in trace(filled).get_trace().items()
-                if s["type"] == "sample" and s["is_observed"] and type(s["fn"]).__name__ != "Unit"
+                if s["type"] == "sample" and s["is_observed"] and not is_of(s["fn"], Unit)
             }
 
         return values(arrays)

@@ -114,7 +114,15 @@ class RowsLocal(FitTask):
         first = outcomes(jax.tree.map(lambda x: x[0], told))[1]
         shape = jax.ShapeDtypeStruct((NUMBERS,), jnp.result_type(float))
         return {
-            name: jax.pure_callback(row_numbers, shape, of_silo, *drawn[name], x.value, x.counts)
+            name: jax.pure_callback(
+                row_numbers,
+                shape,
+                of_silo,
+                *drawn[name],
+                x.value,
+                x.counts,
+                quantities(x.value, x.counts),
+            )
             for name, x in first.items()
         }, None
 
@@ -133,12 +141,14 @@ def _observed(
 ) -> dict[str, Outcomes]:
     """Return the outcomes of each observed site inside silo plates, by name."""
     factors, (kwargs, weights) = config.factors, _arguments(learned, rows)
-    placed = {s.name: jnp.moveaxis(latents[s.name], 0, s.axis) for s in factors.local_sites}
-    model = _compat.unconstrained(factors.model, {**factors.unravel(theta), **placed})
     plates = dict(factors.plates)
     found: dict[str, Outcomes] = {}
-    for name, site in trace(model).get_trace(**kwargs).items():
-        if site["type"] != "sample" or not site["is_observed"] or _is(site["fn"], dist.Unit):
+    for name, site in factors.sites(factors.unravel(theta), latents, kwargs).items():
+        if (
+            site["type"] != "sample"
+            or not site["is_observed"]
+            or _compat.is_of(site["fn"], dist.Unit)
+        ):
             continue
         counts = jnp.ones((), bool)
         frames = [f for f in site["cond_indep_stack"] if f.name in plates]
@@ -166,18 +176,13 @@ def _replicates(
     return {name: site["value"] for name, site in sites.items() if site["type"] == "sample"}
 
 
-def _is(law: dist.Distribution, *kinds: type[dist.Distribution]) -> bool:
-    """Return whether a distribution is of a kind, whatever masks or expands it."""
-    return any(isinstance(layer, kinds) for layer in _compat.layers(law))
-
-
 def _outcomes(site: Site, counts: Array) -> Outcomes:
     law = site["fn"]
     density = law.log_prob(site["value"])
     counts = jnp.broadcast_to(counts & _compat.mask_of(law), density.shape)
     none = jnp.full(density.shape, jnp.nan)
     # a replicate of a censored outcome would have events that nobody saw
-    if law.event_dim or _is(law, *_CENSORED):
+    if law.event_dim or _compat.is_of(law, *_CENSORED):
         return Outcomes(density, none, none, counts)
     value = jnp.broadcast_to(site["value"], density.shape).astype(density.dtype)
     try:
@@ -210,6 +215,7 @@ def row_numbers(
     replicates: np.ndarray,
     value: np.ndarray,
     counts: np.ndarray,
+    observed: np.ndarray,
 ) -> np.ndarray:
     """Return what leaves the silo of one observed site, :data:`NUMBERS`.
 
@@ -219,6 +225,7 @@ def row_numbers(
     :param replicates: quantities of each draw's replicate, ``(draws, 3)``.
     :param value: the outcomes.
     :param counts: whether an outcome counts.
+    :param observed: quantities of the outcomes.
     """
     counts = np.asarray(counts)
     terms = np.asarray(density, np.float64)[:, counts]
@@ -240,7 +247,7 @@ def row_numbers(
             order = np.argsort(prediction, kind="stable")
             for g, rows in enumerate(np.array_split(order, min(GROUPS, num // FEWEST))):
                 groups[g] = len(rows), prediction[rows].mean(), y[rows].mean()
-        observed, drawn = quantities_here(y), np.asarray(replicates, np.float64)
+        observed, drawn = (np.asarray(x, np.float64) for x in (observed, replicates))
         ties = np.isclose(drawn, observed, rtol=_TIE)  # half of them are above
         without_silo, _ = smoothed(-np.asarray(of_silo, np.float64))
         above = without_silo @ np.where(ties, 0.5, drawn > observed)
@@ -248,8 +255,3 @@ def row_numbers(
         tails = np.stack([observed, np.where(unknown, np.nan, above)], 1)
     found = np.concatenate([of_density, groups.ravel(), tails.ravel()])
     return found.astype(jnp.result_type(float))
-
-
-def quantities_here(y: np.ndarray) -> np.ndarray:
-    """Return mean, sd and share of zeros of outcomes in NumPy."""
-    return np.array([y.mean(), y.std(), np.mean(y == 0) if np.isfinite(y).all() else np.nan])

@@ -87,3 +87,13 @@ def test_bad_input(like):
 
     with pytest.raises(ValueError, match=r"'y': expected an argument of the model as it is"):
         fed.calibrate(computed, like, progress_bar=False)
+
+    def flat(x, y):
+        b = numpyro.sample("b", dist.ImproperUniform(dist.constraints.real, (), ()))
+        with fed.silo_plate("patients", x.shape[0]):
+            numpyro.sample("y", dist.Normal(b * x, 1), obs=y)
+
+    with pytest.raises(ValueError, match="expected proper priors"):
+        fed.calibrate(flat, like, progress_bar=False)
+    with pytest.raises(ValueError, match="num_simulations: expected a whole number, got 'ten'"):
+        fed.calibrate(model, like, num_simulations="ten")

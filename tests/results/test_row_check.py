@@ -104,11 +104,12 @@ def test_what_leaves_a_silo_is_41_numbers():
     anew = theta[:, None] + rng.normal(size=(300, 50))[None].swapaxes(0, 1)[:, 0, None]
     drawn = np.stack([anew.mean((1, 2)), anew.std((1, 2)), np.zeros(300)], 1)
     mean = np.broadcast_to(theta, density.shape)
-    found = row_numbers(density.sum(1), density, mean, drawn, y, np.ones(50, bool))
+    own = np.array([y.mean(), y.std(), 0.0])
+    found = row_numbers(density.sum(1), density, mean, drawn, y, np.ones(50, bool), own)
     assert found.shape == (NUMBERS,) == (41,)
     masked = row_numbers(
         density.sum(1), np.insert(density, 9, -1e6, 1), np.insert(mean, 9, 0, 1), drawn,
-        np.insert(y, 9, 1e6), np.insert(np.ones(50, bool), 9, False),
+        np.insert(y, 9, 1e6), np.insert(np.ones(50, bool), 9, False), own,
     )  # fmt: skip
     np.testing.assert_array_equal(found, masked)
 
