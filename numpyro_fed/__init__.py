@@ -36,6 +36,7 @@ from numpyro_fed.results.compare_models import compare_models
 from numpyro_fed.results.diagnose import Diagnosis, diagnose
 from numpyro_fed.results.elbo_figure import plot_elbo
 from numpyro_fed.results.inference_data import to_inference_data
+from numpyro_fed.results.local_latents import local_latents
 from numpyro_fed.results.predict import predict
 from numpyro_fed.results.prior_sensitivity import prior_sensitivity
 from numpyro_fed.results.row_check import RowCheck
@@ -87,6 +88,7 @@ __all__ = [
     "glmm",
     "graphs",
     "handlers",
+    "local_latents",
     "mark_silos",
     "partitioners",
     "plot_compare",

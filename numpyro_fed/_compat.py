@@ -26,6 +26,7 @@ from numpyro.infer.util import _transforms_from_trace, _unconstrain_reparam
 from numpyro_fed._typing import PyTree
 
 if TYPE_CHECKING:
+    from arviz import InferenceData
     from numpyro.distributions.transforms import Transform
     from numpyro.infer import MCMC
     from xarray import Dataset
@@ -175,6 +176,20 @@ def import_arviz() -> ModuleType:
         warnings.filterwarnings("ignore", r"\s*ArviZ is undergoing", FutureWarning)
         import arviz
     return arviz
+
+
+def read_netcdf(place: str | Path) -> "InferenceData":
+    """Return the result in a netCDF file.
+
+    :raises ValueError: for a file without a posterior.
+    """
+    try:
+        found = import_arviz().from_netcdf(place)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{place}: expected a netCDF file of a posterior ({error})") from error
+    if not hasattr(found, "posterior"):
+        raise ValueError(f"{place}: expected a posterior, got {found.groups()}")
+    return found
 
 
 def infer_dims(model: Callable, model_args: tuple) -> dict[str, list[str]]:

@@ -15,7 +15,7 @@ FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 FOLDER = click.Path(file_okay=False, path_type=Path)
 
 
-_STUDY = (
+_MEMBERS = (
     click.option(
         "--model", "model_file", type=FILE, required=True, help="Python file of the study's model."
     ),
@@ -28,6 +28,8 @@ _STUDY = (
         required=True,
         help="Folder with the silos' public keys, NAME.pub; nobody else is let in.",
     ),
+)
+_FIT = (
     click.option(
         "--out",
         type=click.Path(dir_okay=False, path_type=Path),
@@ -47,6 +49,41 @@ _STUDY = (
         help="Then leave each silo out, by one number for each draw from each silo, and print it.",
     ),
 )
+_LINK = (
+    click.option(
+        "--address",
+        default="127.0.0.1:9092",
+        show_default=True,
+        help="Where this machine listens, host:port; silos come through a proxy (docs/flower.md).",
+    ),
+    click.option(
+        "--tls", type=FOLDER, required=True, help="Folder with server.crt, server.key and ca.crt."
+    ),
+    click.option(
+        "--folder",
+        type=FOLDER,
+        default=Path("numpyro-fed-run"),
+        show_default=True,
+        help="Folder for logs and the checkpoint, from which a run goes on.",
+    ),
+    click.option(
+        "--wait",
+        type=click.FloatRange(0, min_open=True),
+        default=600.0,
+        show_default=True,
+        help="Seconds in which all silos have to appear.",
+    ),
+    click.option(
+        "--patience",
+        type=click.FloatRange(0, min_open=True),
+        default=600.0,
+        show_default=True,
+        help=(
+            "Seconds that a round waits for a silo that is away; variational fits and networks "
+            "wait five times."
+        ),
+    ),
+)
 
 
 def added(options: Sequence[Callable]) -> Callable[[Callable], Callable]:
@@ -54,7 +91,9 @@ def added(options: Sequence[Callable]) -> Callable[[Callable], Callable]:
     return lambda command: reduce(lambda made, option: option(made), reversed(options), command)
 
 
-study_options = added(_STUDY)
+study_options = added((*_MEMBERS, *_FIT))
+link_options = added((*_MEMBERS, *_LINK))
+run_options = added((*_MEMBERS, *_FIT, *_LINK))
 
 
 def check_silos(names: str) -> list[str]:
@@ -85,6 +124,15 @@ def check_fit(svi: FederatedVI | None, num_silos: int, rounds: int, check: bool)
         raise ValueError(
             f"--rounds {rounds}: the study's budget of privacy is for {svi.privacy.num_rounds}"
         )
+
+
+def check_link(address: str, tls: Path, keys: Path, silos: Sequence[str]) -> None:
+    """Raise a ``ValueError`` for an address that is none, and for missing certificates or keys."""
+    check_address("--address", address)
+    missing = [str(tls / f) for f in ("server.crt", "server.key", "ca.crt")]
+    missing += [str(keys / f"{name}.pub") for name in silos]
+    if missing := [place for place in missing if not Path(place).is_file()]:
+        raise ValueError(f"there are no files {missing}; docs/flower.md says how to make them")
 
 
 def check_netcdf(out: Path) -> None:

@@ -12,11 +12,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from numpyro_fed._compat import read_netcdf
 from numpyro_fed.cli.common import check_address
 from numpyro_fed.cli.model_file import load_model_file
 from numpyro_fed.cli.posterior import connected, posterior
 from numpyro_fed.engines import flower
 from numpyro_fed.engines.flower_commands import QUIET, link_command, write_app
+from numpyro_fed.results.check import check
 from numpyro_fed.rounds.files import write_whole
 
 if TYPE_CHECKING:
@@ -51,14 +53,18 @@ def _draw(grid: "Grid", context: "Context") -> None:
         carrier: Any = silos.carrier
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always", UserWarning)
-            idata, words = posterior(module, silos, told, folder / "checkpoint")
-        idata.to_netcdf(told["out"])
+            if "result" in told:
+                words = str(check(read_netcdf(told["result"]), module.model, silos))
+            else:
+                idata, words = posterior(module, silos, told, folder / "checkpoint")
+                idata.to_netcdf(told["out"])
         lines = [words, "On the wire (messages, bytes to the silo, bytes from it):"]
         lines += [
             f"  {name}: {t.messages:,}, {t.bytes_down:,}, {t.bytes_up:,}"
             for name, t in carrier.traffic.items()
         ]
         lines += [f"Warning: {w.message}" for w in said if issubclass(w.category, UserWarning)]
+        lines += [f"posterior written to {told['out']}"] if "out" in told else []
         write_whole(folder / "done", "\n".join(lines).encode())
     except BaseException as error:
         (folder / "error.log").write_text(traceback.format_exc())
@@ -79,16 +85,15 @@ def coordinate(
     names: list[str],
     tls: Path,
     keys: Path,
-    out: Path,
     folder: Path,
     *,
     address: str,
-    **settings: float,
+    **settings: float | str,
 ) -> str:
     """Start a SuperLink and the run, wait for its end, and stop both.
 
-    :param settings: ``chains``, ``warmup``, ``samples``, ``rounds``, ``seed``, ``wait`` and
-        ``patience``.
+    :param settings: ``wait`` and ``patience``; for a fit ``out`` (a netCDF file) and what
+        :func:`~numpyro_fed.cli.posterior.posterior` is told; for a check the file ``result``.
     :return: a text on the cost of the run.
     :raises RuntimeError: with the reason, when the run or SuperLink failed.
     """
@@ -121,13 +126,12 @@ def coordinate(
             **settings,
             "model": str(model.resolve()),
             "silos": json.dumps(names),
-            "out": str(out.resolve()),
             "folder": str(folder),
         }
         here = "numpyro_fed.cli.coordinator"
         app = write_app(folder / "app", f"{here}:server", f"{here}:client", config)
         flwr("run", str(app), "link")
-        return f"{_report(link, folder)}\nposterior written to {out}"
+        return _report(link, folder)
     finally:
         link.terminate()
         try:

@@ -1,12 +1,13 @@
 """Command ``numpyro-fed``.
 
 A person at a silo calls ``describe``, and ``silo`` or (in a study of files) ``answer``. The
-coordinator calls ``run`` or ``collect``.
+coordinator calls ``run`` or ``collect``, and ``check``.
 """
 
 import click
 
 from numpyro_fed.cli.answer import answer
+from numpyro_fed.cli.check import check
 from numpyro_fed.cli.collect import collect
 from numpyro_fed.cli.describe import describe
 from numpyro_fed.cli.run import run
@@ -22,5 +23,6 @@ def main() -> None:
 main.add_command(describe)
 main.add_command(silo)
 main.add_command(run)
+main.add_command(check)
 main.add_command(answer)
 main.add_command(collect)

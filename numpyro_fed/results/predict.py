@@ -87,7 +87,7 @@ def predict(
     if silo is not None and visited:
         raise ValueError(
             f"silo={silo!r}: its own latents {visited} stayed there, and the fit has none; "
-            "expected None, for a new silo"
+            "expected None, for a new silo, or in the silo the result of fed.local_latents"
         )
     values = _draws_of(silo, draws, plates)
     params = _learned(draws) if params is None else params

@@ -22,7 +22,13 @@ from numpyro_fed.results.vi_inference_data import SILO_TERMS
 from numpyro_fed.rounds.remote import RemoteSilos
 from numpyro_fed.vi.conducive.checks import JointUnits
 from numpyro_fed.vi.config import FitConfig, FitTask
-from numpyro_fed.vi.draws import EstimateLocal, Position, ask_estimates, estimates_here
+from numpyro_fed.vi.draws import (
+    EstimateLocal,
+    Position,
+    ask_estimates,
+    estimates_here,
+    latents_here,
+)
 from numpyro_fed.vi.guides.auto_silo_normal import AutoSiloNormal
 from numpyro_fed.vi.placed import can_place
 from numpyro_fed.vi.setup import Setup
@@ -82,15 +88,27 @@ class Question(NamedTuple):
             found = found[:, self._order]
         return found.astype(np.float64)
 
+    def latents(self) -> list[dict[str, Array]]:
+        """Draw the latents of silos here, at the draws.
+
+        :return: for each structure its local sites, unconstrained, in pooled order, draws first.
+        """
+        setup = self.setup
+        where = setup.local, setup.stacks, setup.totals
+        return latents_here(setup.config, self.params, *where, self.told)
+
     @property
     def _order(self) -> np.ndarray:
         return np.argsort(np.concatenate([np.asarray(rows.number) for rows in self.setup.stacks]))
 
 
-def question(model: Callable, silos: Silos, draws: dict[str, np.ndarray]) -> Question:
+def question(
+    model: Callable, silos: Silos, draws: dict[str, np.ndarray], rng_key: Array | None = None
+) -> Question:
     """Return the question to silos at draws of theta; remote silos make their first states.
 
     :param draws: global latent sites in their supports, leading axis n.
+    :param rng_key: seed of the silos' latents. ``None``: a fixed one.
     :raises ValueError: for learned parameters, and for latents that cannot be integrated out one by
         one: those of nested or crossed plates, or of elements that depend on each other.
     """
@@ -107,14 +125,19 @@ def question(model: Callable, silos: Silos, draws: dict[str, np.ndarray]) -> Que
             raise JointLatentsError(_CANNOT)
     dim = config.factors.dim
     params = config.normal().from_moments(jnp.zeros(dim), jnp.eye(dim))
-    told = _told(config, params, draws, setup.parts[0])
+    key = random.key(0) if rng_key is None else rng_key
+    told = _told(config, params, draws, setup.parts[0], key)
     remote = isinstance(silos, RemoteSilos)
     slots = svi.init(random.key(0), silos).silos.slots.tolist() if remote else []
     return Question(silos, slots, setup, params, told)
 
 
 def _told(
-    config: FitConfig, params: dict[str, Array], draws: dict[str, np.ndarray], silos: Silos
+    config: FitConfig,
+    params: dict[str, Array],
+    draws: dict[str, np.ndarray],
+    silos: Silos,
+    rng_key: Array,
 ) -> Position:
     """Return the message to the silos, which has the unconstrained draws."""
     shared = split_shared(silos.shared)
@@ -131,7 +154,7 @@ def _told(
         return jax.vmap(at)(draws, keys)
 
     some = {k: jnp.asarray(x) for k, x in draws.items()}
-    keys = random.split(random.key(0), len(next(iter(some.values()))))
+    keys = random.split(rng_key, len(next(iter(some.values()))))
     return one(some, keys, shared[0])
 
 

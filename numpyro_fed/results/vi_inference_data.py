@@ -61,20 +61,18 @@ def vi_inference_data(
         )
     found = weigh(setup, result, silos, params, key, num_draws, resample)
     draws, k, judged = found.draws, found.k, found.judged
-    suffixes = [config.suffix(i) for i in range(len(setup.parts))]
     pieces = [
         (globals_of(config, part, draws, params), {}, {}, {})
         if setup.remote
-        else _part(config, i, part, draws, params, log_likelihood, suffix)
-        for i, (part, suffix) in enumerate(zip(setup.parts, suffixes, strict=True))
+        else of_structure(config, i, part, draws, params, log_likelihood)
+        for i, part in enumerate(setup.parts)
     ]
-    idata = _groups(pieces, draws, result)
+    idata = grouped(pieces, {"log_weight": np.asarray(draws.log_weight)[None]})
+    _add_bound(idata, result)
     if resample and draws.terms.shape[1] == len(setup.names):  # not of all silos drawn as one
         _add_silo_terms(idata, setup, draws.terms)
-    for i, (part, suffix) in enumerate(
-        zip(() if setup.remote else setup.parts, suffixes, strict=False)
-    ):
-        silo_coords(idata, config.families[i].factors, part, suffix)
+    for i, part in enumerate(() if setup.remote else setup.parts):
+        silo_coords(idata, config.families[i].factors, part, config.suffix(i))
     idata.posterior.attrs |= _told(setup, params, result) | found.unit
     idata.posterior.attrs |= {"candidates": found.candidates, "placed": int(found.placed)}
     if not unweighed:
@@ -99,28 +97,35 @@ def _check_silos(result: VIResult, silos: Silos | MixedSilos) -> None:
     raise ValueError(f"expected the silos of the run, {list(result.ledger.silos)}, got {got}")
 
 
-def _groups(
-    pieces: list[tuple[dict, dict, dict, dict]], draws: Draws, result: VIResult
+def grouped(
+    pieces: list[tuple[dict, dict, dict, dict]], stats: dict[str, np.ndarray] | None = None
 ) -> "InferenceData":
-    """Return the groups of all parts together, with the bound in each round."""
+    """Return the groups of all structures together.
+
+    :param pieces: for each structure what :func:`of_structure` returns.
+    :param stats: statistics of the draws.
+    """
     posterior, likelihood, observed, dims = (
         {k: v for one in kind for k, v in one.items()} for kind in zip(*pieces, strict=True)
     )
-    az = import_arviz()
-    idata = az.from_dict(
+    return import_arviz().from_dict(
         posterior={k: np.asarray(v)[None] for k, v in posterior.items()},
-        sample_stats={"log_weight": np.asarray(draws.log_weight)[None]},
+        sample_stats=stats,
         log_likelihood={k: np.asarray(v)[None] for k, v in likelihood.items()} or None,
         observed_data={k: np.asarray(v) for k, v in observed.items()} or None,
         dims=dims,
     )
+
+
+def _add_bound(idata: "InferenceData", result: VIResult) -> None:
+    """Add the bound in each round."""
     bound = (
-        az.from_dict({"elbo": -result.losses[None]})
+        import_arviz()
+        .from_dict({"elbo": -result.losses[None]})
         .posterior.rename(draw="round")
         .squeeze("chain", drop=True)
     )
     idata.add_groups({"optimization": bound}, warn_on_custom_groups=False)
-    return idata
 
 
 def _add_silo_terms(idata: "InferenceData", setup: Setup, terms: Array) -> None:
@@ -143,16 +148,16 @@ def check_num_draws(num_draws: object) -> None:
         raise ValueError(f"num_draws: expected a whole number >= 1, got {num_draws!r}")
 
 
-def _part(
+def of_structure(
     config: FitConfig,
     number: int,
     silos: Silos,
     draws: Draws,
     params: dict,
     log_likelihood: bool,
-    suffix: str,
 ) -> tuple[dict, dict, dict, dict]:
     """Return draws, pointwise log likelihood, observed values and dimensions of one structure."""
+    suffix = config.suffix(number)
     factors = config.families[number].factors
     learned = {k: params[k] for k in config.learned}
     kwargs = {**silos.pooled, PARAMS: learned} if learned else silos.pooled

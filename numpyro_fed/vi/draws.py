@@ -16,6 +16,7 @@ process holds all silos.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -280,35 +281,73 @@ def draw(
         theta, (context, log_weight, key_local, key_choice) = _position(
             config, params, stacks[0], stretched, key
         )
-        learned = {k: params[k] for k in config.learned}
-        latents: list[dict[str, Array]] = [{} for _ in config.families]
-        ratios = [
-            jnp.zeros(_num_units(config, part, stacks, totals))
-            for part in range(len(config.families))
-        ]
-        each = []
-        for rows, own in zip(stacks, local, strict=True):
-            family = config.families[rows.part]
-            how = (config, stretched, placed)
-            silo = partial(candidate, *how, context, learned, key_local, key_choice)
-            terms, sites, ratio = jax.vmap(silo, in_axes=(rows.axes, 0))(rows, own)
+        how = config, stretched, placed, context, {k: params[k] for k in config.learned}
+        silo = partial(candidate, *how, key_local, key_choice)
+        each, latents, ratios = _of_silos(silo, config, local, stacks, totals)
+        for terms in each:
             log_weight = log_weight + jnp.sum(terms)
-            each.append(terms)
-            if family.has_local and family.group is not None:
-                ratios[rows.part] = to_pooled_order(ratios[rows.part], rows, family.group, ratio)
-            elif family.has_local:
-                ratios[rows.part] = ratios[rows.part].at[rows.number].set(ratio[:, 0])
-            groups = family.factors.local_groups()
-            for site, x in sites.items():
-                group = groups[site]
-                out = latents[rows.part].get(
-                    site, jnp.zeros((dict(totals[rows.part])[group], *x.shape[2:]), x.dtype)
-                )
-                latents[rows.part][site] = to_pooled_order(out, rows, group, x)
         return Draws(theta, latents, log_weight, ratios, jnp.concatenate(each))
 
     numbers = _numbers(config, stretched, local, stacks)
     return lax.map(one, random.split(key, num), batch_size=at_once(num, numbers))
+
+
+@quick_jit("config", "totals")
+def latents_here(
+    config: FitConfig,
+    params: dict[str, Array],
+    local: list,
+    stacks: list[SiloRows],
+    totals: tuple[tuple[tuple[str, int], ...], ...],
+    told: Position,
+) -> list[dict[str, Array]]:
+    """Draw latents of silos here at draws of theta, around their modes.
+
+    :return: for each structure its local sites in pooled order, draws first.
+    """
+    learned = {k: params[k] for k in config.learned}
+
+    def one(at: Position) -> list[dict[str, Array]]:
+        how = config, True, True, at.context._replace(params=params), learned
+        silo = partial(candidate, *how, at.key_local, at.key_choice)
+        return _of_silos(silo, config, local, stacks, totals)[1]
+
+    numbers = _numbers(config, True, local, stacks)
+    return lax.map(one, told, batch_size=at_once(len(told.log_weight), numbers))
+
+
+def _of_silos(
+    silo: Callable,
+    config: FitConfig,
+    local: list,
+    stacks: list[SiloRows],
+    totals: tuple[tuple[tuple[str, int], ...], ...],
+) -> tuple[list[Array], list[dict[str, Array]], list[Array]]:
+    """Return each stack's estimates, and each structure's latents (pooled order) and units' ratios.
+
+    :param silo: :func:`candidate` at a draw, as a function of a silo's rows and parameters.
+    """
+    latents: list[dict[str, Array]] = [{} for _ in config.families]
+    ratios = [
+        jnp.zeros(_num_units(config, part, stacks, totals)) for part in range(len(config.families))
+    ]
+    each = []
+    for rows, own in zip(stacks, local, strict=True):
+        family = config.families[rows.part]
+        terms, sites, ratio = jax.vmap(silo, in_axes=(rows.axes, 0))(rows, own)
+        each.append(terms)
+        if family.has_local and family.group is not None:
+            ratios[rows.part] = to_pooled_order(ratios[rows.part], rows, family.group, ratio)
+        elif family.has_local:
+            ratios[rows.part] = ratios[rows.part].at[rows.number].set(ratio[:, 0])
+        groups = family.factors.local_groups()
+        for site, x in sites.items():
+            group = groups[site]
+            out = latents[rows.part].get(
+                site, jnp.zeros((dict(totals[rows.part])[group], *x.shape[2:]), x.dtype)
+            )
+            latents[rows.part][site] = to_pooled_order(out, rows, group, x)
+    return each, latents, ratios
 
 
 def _numbers(config: FitConfig, stretched: bool, local: list, stacks: list[SiloRows]) -> int:
