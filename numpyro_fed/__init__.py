@@ -40,6 +40,7 @@ from numpyro_fed.results.local_latents import local_latents
 from numpyro_fed.results.predict import predict
 from numpyro_fed.results.prior_sensitivity import prior_sensitivity
 from numpyro_fed.results.row_check import RowCheck
+from numpyro_fed.results.silos_figure import plot_silos
 from numpyro_fed.rounds.remote import Loopback, RemoteSilos
 from numpyro_fed.vi.guides.auto_silo_normal import AutoSiloNormal
 from numpyro_fed.vi.svi import SFVI, ConduciveSFVI, SFVIAvg
@@ -93,6 +94,7 @@ __all__ = [
     "partitioners",
     "plot_compare",
     "plot_elbo",
+    "plot_silos",
     "polynomial_decay",
     "predict",
     "prior_sensitivity",

@@ -107,9 +107,9 @@ class Simulator:
         """Return the coefficients' names, and the share of draws below each."""
         posterior = posterior_dataset(idata)
         drawn = global_draws(posterior, self.factors, posterior.sizes["draw"])
-        names, values = coefficients(drawn)
-        own = coefficients({name: np.asarray(theta[name])[None] for name in drawn})[1]
-        return names, (values < own).mean(0)
+        both = {name: np.append(x, np.asarray(theta[name])[None], 0) for name, x in drawn.items()}
+        names, values = coefficients(both)
+        return names, (values[:-1] < values[-1]).mean(0)
 
 
 def calibration(ranks: np.ndarray, names: list[str], verdicts: tuple[str, ...]) -> Calibration:

@@ -79,19 +79,24 @@ class SiloCheck:
         return "\n".join(lines)
 
     def plot(self) -> "Figure":
-        """Draw how far each coefficient moves when a silo is left out, a row for each silo."""
+        """Draw how far each coefficient moves without a silo, and Pareto's k, a row for each."""
         import matplotlib.pyplot as plt
 
-        shifts = self.shifts
-        height = 1 + 0.25 * len(shifts)
-        figure, axis = plt.subplots(figsize=(6, height), layout="constrained")
+        shifts, places = self.shifts, np.arange(len(self.shifts))
+        size = (8, 1 + 0.25 * len(shifts))
+        figure, (axis, of_k) = plt.subplots(
+            1, 2, figsize=size, width_ratios=(3, 1), sharey=True, layout="constrained"
+        )
         for place, name in enumerate(shifts.columns[:10]):  # as many as matplotlib has colors
-            axis.plot(shifts[name], np.arange(len(shifts)), "o", color=f"C{place}", label=name)
+            axis.plot(shifts[name], places, "o", color=f"C{place}", label=name)
         axis.axvline(0, color="0.6", lw=0.8, zorder=0)
-        axis.set_yticks(np.arange(len(shifts)), [str(x) for x in shifts.index])
+        axis.set_yticks(places, [str(x) for x in shifts.index])
         axis.invert_yaxis()
         axis.set_xlabel("shift when the silo is left out (posterior sds)")
-        axis.legend(frameon=False, fontsize="small", bbox_to_anchor=(1, 1), loc="upper left")
+        of_k.plot(self.table["pareto_k"], places, "o", color="0.3")
+        of_k.axvline(POOR, color="0.6", lw=0.8, ls="--", zorder=0)
+        of_k.set_xlabel("Pareto's k")
+        figure.legend(frameon=False, fontsize="small", loc="outside right upper")
         return figure
 
 

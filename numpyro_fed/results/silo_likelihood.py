@@ -200,11 +200,16 @@ def global_draws(posterior: "Dataset", factors: Factors, most: int) -> dict[str,
 
 
 def coefficients(sites: dict[str, np.ndarray]) -> tuple[list[str], np.ndarray]:
-    """Return names and draws of all scalars of the global sites."""
+    """Return names and draws of the scalars of the global sites.
+
+    Those that never move are left out, such as the diagonal of a correlation.
+    """
     names, columns = [], []
     for name, x in sites.items():
         flat = x.reshape(len(x), -1).astype(np.float64)
         places = [f"[{', '.join(map(str, i))}]" for i in np.ndindex(x.shape[1:])]
         names += [name + place if x.ndim > 1 else name for place in places]
         columns.append(flat)
-    return names, np.concatenate(columns, axis=1)
+    values = np.concatenate(columns, axis=1)
+    moves = np.ptp(values, axis=0) > 0
+    return [name for name, yes in zip(names, moves, strict=True) if yes], values[:, moves]

@@ -11,6 +11,7 @@ from scipy import stats
 
 import numpyro_fed as fed
 from numpyro_fed.engines.wire import connect
+from numpyro_fed.results.silo_likelihood import coefficients
 
 SIZES, PRIOR, BETWEEN, WITHIN = (4, 7, 3, 5), 3.0, 0.7, 1.2
 
@@ -199,3 +200,11 @@ def test_a_remote_fit_keeps_what_a_check_needs(monkeypatch):
     assert (np.abs(found.table["elpd"] - elpd) < 4 * found.table["se"] + 0.01)[good].all()
     with pytest.raises(AssertionError, match="asked again"):  # a control: rows have to be asked
         fed.check(idata, model, remote)
+
+
+def test_a_coefficient_that_never_moves_is_none():
+    chol = np.zeros((5, 2, 2))
+    chol[:, 0, 0], chol[:, 1] = 1.0, np.random.default_rng(0).normal(size=(5, 2))
+    names, values = coefficients({"mu": np.arange(5.0), "chol": chol})
+    assert names == ["mu", "chol[1, 0]", "chol[1, 1]"]
+    np.testing.assert_array_equal(values, np.column_stack([np.arange(5.0), chol[:, 1]]))
