@@ -2,9 +2,12 @@
 
 import math
 import os
+import tempfile
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from contextlib import contextmanager
+from functools import partial, wraps
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -12,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 from jax import Array, lax
+from jax._src import compilation_cache
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from numpyro.distributions import Distribution, ExpandedDistribution, MaskedDistribution
@@ -36,6 +40,7 @@ _LAPACK = (
     "cholesky", "eig", "eigh", "geqp3", "geqrf", "hessenberg", "householder_product", "lu", "ormqr",
     "schur", "svd", "triangular_solve", "tridiagonal",
 )  # fmt: skip
+_LOADING = threading.Lock()  # one program at a time has the standard error
 _ENOUGH = 8  # threads with which no batched calls were seen to wait for each other
 
 
@@ -106,6 +111,7 @@ def enable_compilation_cache(folder: str | Path | None = None) -> Path:
         >>> fed.enable_compilation_cache(tempfile.mkdtemp()).is_dir()
         True
     """
+    _load_quietly()
     if (there := jax.config.values["jax_compilation_cache_dir"]) is not None:
         return Path(there)
     user = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
@@ -114,6 +120,45 @@ def enable_compilation_cache(folder: str | Path | None = None) -> Path:
     jax.config.update("jax_compilation_cache_dir", str(place))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     return place
+
+
+def _load_quietly() -> None:
+    """Keep XLA from printing errors for each program that it takes from the cache.
+
+    It compares the program's machine with this one, and takes two preferences of the compiler for
+    features that this one lacks (openxla/xla#44565). JAX has no public place for it.
+    """
+    load = getattr(compilation_cache, "get_executable_and_time", None)
+    if load is None or hasattr(load, "__wrapped__"):  # another release, or done
+        return
+
+    @wraps(load)
+    def quietly(*args: Any, **kwargs: Any) -> Any:
+        with _LOADING, stderr_without(b"cpu_aot_loader.cc"):
+            return load(*args, **kwargs)
+
+    compilation_cache.get_executable_and_time = quietly
+
+
+@contextmanager
+def stderr_without(word: bytes) -> Iterator[None]:
+    """Leave out lines with a word, of what the process writes to its standard error meanwhile."""
+    try:
+        place = os.dup(2)
+    except OSError:  # there is none
+        yield
+        return
+    with tempfile.TemporaryFile() as said:
+        os.dup2(said.fileno(), 2)
+        try:
+            yield
+        finally:
+            os.dup2(place, 2)
+            os.close(place)
+            said.seek(0)
+            for line in said:
+                if word not in line:
+                    os.write(2, line)
 
 
 def layers(law: Distribution) -> Iterator[Distribution]:
