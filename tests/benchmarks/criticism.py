@@ -1,9 +1,9 @@
 """Model criticism in silos, beside what pooled data or another fit say.
 
-    python tests/benchmarks/criticism.py loo [PROBLEM ...]
-    python tests/benchmarks/criticism.py silos [PROBLEM ...]
-    python tests/benchmarks/criticism.py outlier [--simulations N] [--shift X ...]
-    python tests/benchmarks/criticism.py evidence
+    python tests/benchmarks/criticism.py loo [--record] [PROBLEM ...]
+    python tests/benchmarks/criticism.py silos [--record] [PROBLEM ...]
+    python tests/benchmarks/criticism.py outlier [--record] [--simulations N] [--shift X ...]
+    python tests/benchmarks/criticism.py evidence [--record]
 
 ``loo``: the leave-one-row-out density from the silos' sums, and from ``arviz.loo`` of pooled rows;
 their difference with its Monte-Carlo error (of a posterior with p_loo parameters, by as many draws

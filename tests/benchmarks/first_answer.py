@@ -1,6 +1,6 @@
 """Seconds to the first answer, in a new process each: pooled NUTS, `fed.fit`, and FSGLD.
 
-    python tests/benchmarks/first_answer.py [--cache] [--methods M,M] [PROBLEM ...]
+    python tests/benchmarks/first_answer.py [--cache] [--methods M,M] [--record] [PROBLEM ...]
 
 Problems are those of `fidelity_problems.py`, and three of data of your own: "patients" (111, with a
 random intercept), "visits" (nested: 236 of 59 patients) and "rows" (2,000, without latents). A row
@@ -14,6 +14,7 @@ them; programs; what the answer is.
     nuts1000  NUTS until as many, of the same sites
 
 "rest" is running and Python. ``--cache``: a second process finds the programs of the first.
+``--record``: for docs/results (`docs/tables.py`). PROBLEM ``all``: every one.
 """
 
 import argparse
@@ -33,11 +34,13 @@ import numpyro
 import numpyro.distributions as dist
 from jax import Array
 from numpyro.infer import MCMC, NUTS
+from record import record
 
 import numpyro_fed as fed
 
 CHAINS: dict[str, Any] = {"num_chains": 4, "chain_method": "vectorized", "progress_bar": False}
 METHODS = ("nuts", "fit", "fsgld", "nuts1000")
+OWN = ("patients", "visits", "rows")
 SITES = ("beta", "sigma")
 ENOUGH = 1000  # effective draws
 MOST = 40_000  # draws of a chain
@@ -95,7 +98,7 @@ def _own(name: str) -> tuple[Callable, Any, tuple[str, ...]]:
 
 def problem_of(name: str) -> tuple[Callable, Any, tuple[str, ...], float]:
     """Return a model, its silos, its global sites, and NUTS's target of acceptance."""
-    if name in ("patients", "visits", "rows"):
+    if name in OWN:
         return *_own(name), 0.8
     from fidelity_problems import PROBLEMS
 
@@ -180,24 +183,43 @@ def row(name: str, method: str, told: dict) -> str:
     return f"{name:24} {method:10} {numbers} {told['programs']:9} {told['what']}"
 
 
+def flat(label: str, told: dict) -> dict[str, Any]:
+    """Return the numbers of an answer by names of their own; seconds have the method's name."""
+    numbers = {f"{label}_{key}": x for key, x in told.items() if key != "seconds"}
+    return {label: told.get("seconds", np.nan), **numbers}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Seconds to the first answer.")
-    parser.add_argument("problems", nargs="*", default=["patients", "visits", "rows"])
+    parser.add_argument("problems", nargs="*", default=list(OWN))
     parser.add_argument("--methods", default=",".join(METHODS))
     parser.add_argument("--cache", action="store_true", help="a second process finds programs")
+    parser.add_argument("--record", action="store_true", help="write a file of docs/results")
     parser.add_argument("--one", nargs=2, metavar=("PROBLEM", "METHOD"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:
         return answer(*args.one)
+    problems = args.problems
+    if problems == ["all"]:
+        from fidelity_problems import PROBLEMS
+
+        problems = [*OWN, *(name for name in PROBLEMS if name != "horseshoe")]
+    start, found = time.time(), []
     print(f"{jax.devices()[0].device_kind}; JAX {jax.__version__}")
     print(f"{'':24} {'':10}     all   trace   lower compile    rest  programs")
-    for name in args.problems:
+    for name in problems:
+        found.append({"problem": name})
         for method in args.methods.split(","):
             with tempfile.TemporaryDirectory() as folder:
                 for second in range(1 + args.cache):
                     for i, told in enumerate(asked(name, method, folder if args.cache else "")):
                         label = "again" if i else method + " cached" * second
                         print(row(name, label, told), flush=True)
+                        found[-1] |= flat(label.replace(" ", "_"), told)
+    for one in found:
+        one["ratio"] = one.get("fit", np.nan) / one.get("nuts", np.nan)
+    if args.record:
+        record("first_answers", found, start)
 
 
 if __name__ == "__main__":

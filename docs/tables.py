@@ -1,0 +1,60 @@
+"""Tables of the pages of results, from the files that benchmarks wrote.
+
+    python docs/tables.py [--check]
+
+A table stands between two comments. The first names the file without its suffix, and gives for
+each column a heading and a format of a row's numbers. ``--check`` writes nothing, and fails where a
+page differs:
+
+    <!-- table criticism_loo
+    model = {problem}
+    elpd = {elpd:.2f}
+    -->
+    <!-- end -->
+"""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+RESULTS = Path(__file__).parent / "results"
+_TABLE = re.compile(r"(<!-- table (\w+)\n(.*?)-->\n)(.*?)(<!-- end -->)", re.DOTALL)
+
+
+def rendered(page: str, folder: Path = RESULTS) -> str:
+    """Return a page whose tables are those of the files in a folder."""
+    return _TABLE.sub(lambda found: found[1] + _table(found[2], found[3], folder) + found[5], page)
+
+
+def _table(name: str, columns: str, folder: Path) -> str:
+    told = json.loads((folder / f"{name}.json").read_text())
+    heads, formats = zip(
+        *(line.split(" = ", 1) for line in columns.strip().splitlines()), strict=True
+    )
+    lines = [heads, ["---"] * len(heads)]
+    lines += [[cell.format_map(row) for cell in formats] for row in told["rows"]]
+    rows = "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    versions = ", ".join(f"{package} {number}" for package, number in told["versions"].items())
+    return (
+        f"\n`{told['command']}` on {told['date']}, {told['seconds']} s\n"
+        f"(commit {told['commit']}; {told['machine']};\n{versions}).\n\n{rows}\n\n"
+    )
+
+
+def main() -> int:
+    """Write all pages, or compare them."""
+    stale = []
+    for place in sorted(RESULTS.glob("*.md")):
+        page = place.read_text()
+        new = rendered(page)
+        if new != page:
+            stale.append(place.name)
+            if "--check" not in sys.argv:
+                place.write_text(new)
+    print(f"{'differ from their files' if '--check' in sys.argv else 'written'}: {stale}")
+    return int(bool(stale) and "--check" in sys.argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
