@@ -1,10 +1,9 @@
 """Tables of the pages of results, from the files that benchmarks wrote.
 
-    python docs/tables.py [--check]
+    python docs/tables.py
 
 A table stands between two comments. The first names the file without its suffix, and gives for
-each column a heading and a format of a row's numbers. ``--check`` writes nothing, and fails where a
-page differs:
+each column a heading and a format of a row's numbers (tests/test_tables.py compares all pages):
 
     <!-- table criticism_loo
     model = {problem}
@@ -15,7 +14,6 @@ page differs:
 
 import json
 import re
-import sys
 from pathlib import Path
 
 RESULTS = Path(__file__).parent / "results"
@@ -25,6 +23,11 @@ _TABLE = re.compile(r"(<!-- table (\w+)\n(.*?)-->\n)(.*?)(<!-- end -->)", re.DOT
 def rendered(page: str, folder: Path = RESULTS) -> str:
     """Return a page whose tables are those of the files in a folder."""
     return _TABLE.sub(lambda found: found[1] + _table(found[2], found[3], folder) + found[5], page)
+
+
+def names(page: str) -> list[str]:
+    """Return the names of the files that a page takes tables from."""
+    return [found[2] for found in _TABLE.finditer(page)]
 
 
 def _table(name: str, columns: str, folder: Path) -> str:
@@ -42,19 +45,6 @@ def _table(name: str, columns: str, folder: Path) -> str:
     )
 
 
-def main() -> int:
-    """Write all pages, or compare them."""
-    stale = []
-    for place in sorted(RESULTS.glob("*.md")):
-        page = place.read_text()
-        new = rendered(page)
-        if new != page:
-            stale.append(place.name)
-            if "--check" not in sys.argv:
-                place.write_text(new)
-    print(f"{'differ from their files' if '--check' in sys.argv else 'written'}: {stale}")
-    return int(bool(stale) and "--check" in sys.argv)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    for place in RESULTS.glob("*.md"):
+        place.write_text(rendered(place.read_text()))

@@ -22,6 +22,7 @@ import argparse
 import os
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import arviz as az
@@ -30,6 +31,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 from fidelity_problems import PROBLEMS, six_cities
+from record import record
 from scipy import optimize, special, stats
 
 import numpyro_fed as fed
@@ -38,25 +40,32 @@ LOO = ("kidiq", "six_cities", "eight_schools", "heart_disease_hospitals", "exam"
 SILOS = ("six_cities_ten", "heart_disease_hospitals")
 
 
-def loo(name: str) -> None:
-    """Print a row of leave-one-row-out densities."""
+def loo(name: str) -> list[dict]:
+    """Return leave-one-row-out densities of a problem's observed sites."""
     problem = PROBLEMS[name]
     silos = problem.silos()
     idata = fed.fit(problem.model, silos, progress_bar=False)
-    start = time.time()
+    start, rows = time.time(), []
     table = fed.check(idata, problem.model, silos, refit=False).rows.loo
     seconds = time.time() - start
     for site in table.index.get_level_values("site").unique():
-        own, pooled = table.loc[site], az.loo(idata, var_name=site)
-        p = float(pooled.p_loo)
-        error = np.sqrt(p / 1000 + p / 4000)
-        print(
-            f"{name:25} {site:12} {own['elpd'].sum():10.2f} {pooled.elpd_loo:10.2f} "
-            f"{own['elpd'].sum() - pooled.elpd_loo:7.2f} {error:5.2f}  p_loo "
-            f"{own['p_loo'].sum():6.1f} {p:6.1f}  k > .7 {own['bad_k'].sum():3d} "
-            f"{int((pooled.pareto_k > 0.7).sum()) if hasattr(pooled, 'pareto_k') else -1:3d} "
-            f"{seconds:5.1f} s"
+        own, pooled = table.loc[site], az.loo(idata, var_name=site, pointwise=True)
+        p, elpd = float(pooled.p_loo), own["elpd"].sum()
+        rows.append(
+            {
+                "problem": name,
+                "elpd": elpd,
+                "arviz": float(pooled.elpd_loo),
+                "difference": elpd - float(pooled.elpd_loo),
+                "error": np.sqrt(p / 1000 + p / 4000),
+                "p_loo": own["p_loo"].sum(),
+                "arviz_p_loo": p,
+                "bad_k": int(own["bad_k"].sum()),
+                "arviz_bad_k": int((np.asarray(pooled.pareto_k) > 0.7).sum()),
+                "seconds": seconds,
+            }
         )
+    return rows
 
 
 def countries() -> tuple[Callable, fed.Silos]:
@@ -80,8 +89,8 @@ def countries() -> tuple[Callable, fed.Silos]:
     return model, fed.Silos(data)
 
 
-def left_out(name: str) -> None:
-    """Print a row on leaving silos out."""
+def left_out(name: str) -> list[dict]:
+    """Return how the densities of silos left out compare with other fits."""
     model, silos = countries() if name == "ist" else (PROBLEMS[name].model, PROBLEMS[name].silos())
     idata = fed.fit(model, silos, method="vi", progress_bar=False)
     total, error = (idata.posterior.attrs[k] for k in ("log_evidence", "log_evidence_error"))
@@ -98,12 +107,18 @@ def left_out(name: str) -> None:
         off.append(
             (difference, difference / np.sqrt(error**2 + own**2 + table.loc[silo, "se"] ** 2))
         )
-    found = np.array(off or [(np.nan, np.nan)])  # no weights that may be trusted
-    print(
-        f"{name:25} {len(silos):3d} silos, {len(good):3d} with k <= .7; largest difference "
-        f"{np.abs(found[:, 0]).max():.3f} nats, {np.abs(found[:, 1]).max():.1f} errors; weights in "
-        f"{seconds:.0f} s, fits in {time.time() - start - seconds:.0f} s"
-    )
+    found = np.abs(off or [(np.nan, np.nan)]).max(0)  # no weights that may be trusted
+    return [
+        {
+            "problem": name,
+            "silos": len(silos),
+            "good": len(good),
+            "nats": found[0],
+            "errors": found[1],
+            "seconds": seconds,
+            "fits": time.time() - start - seconds,
+        }
+    ]
 
 
 def centers(y, group, names):
@@ -116,8 +131,8 @@ def centers(y, group, names):
         numpyro.sample("y", dist.Normal(z[group], 1), obs=y)
 
 
-def outlier(simulations: int, shift: float, num: int = 10, rows: int = 30) -> None:
-    """Print how often the moved silo is told, and how often another."""
+def outlier(simulations: int, shift: float, num: int = 10, rows: int = 30) -> list[dict]:
+    """Return how often the moved silo is told, and how often another."""
     tails = []
     for seed in range(simulations):
         rng = np.random.default_rng(seed)
@@ -132,15 +147,12 @@ def outlier(simulations: int, shift: float, num: int = 10, rows: int = 30) -> No
         found = fed.check(idata, centers, silos, refit=False)
         tails.append(found.rows.predictive["mean_tail"].droplevel("site")[list(silos.names)])
     odd = np.abs(np.array(tails) - 0.5)
-    print(
-        f"moved by {shift} sds: the most extreme in {(odd.argmax(1) == 3).sum()} of {simulations}"
-    )
-    for level in (0.005, 0.025):
+    facts = {"shift": shift, "studies": simulations, "extreme": int((odd.argmax(1) == 3).sum())}
+    facts["others"] = simulations * (num - 1)
+    for name, level in (("narrow", 0.005), ("wide", 0.025)):
         told = odd > 0.5 - level
-        print(
-            f"  beyond {level}: silo 3 in {told[:, 3].sum()} of {simulations}, others in "
-            f"{np.delete(told, 3, 1).sum()} of {simulations * (num - 1)}"
-        )
+        facts |= {name: int(told[:, 3].sum()), f"{name}_others": int(np.delete(told, 3, 1).sum())}
+    return [facts]
 
 
 def additive(y, smoke):
@@ -156,17 +168,19 @@ def additive(y, smoke):
             numpyro.sample("wheeze", dist.Bernoulli(logits=logits), obs=y)
 
 
-def evidence() -> None:
-    """Print log evidence of both models of six cities, and the Bayes factor's log."""
+def evidence() -> list[dict]:
+    """Return log evidence of both models of six cities, and of the first over the second."""
     rows = []
     for name, model in (("with", six_cities.model), ("without", additive)):
         attrs = fed.fit(model, six_cities.silos(six_cities.TEN), progress_bar=False).posterior.attrs
-        reference = _reference(name == "with")
-        rows.append((attrs["log_evidence"], attrs["log_evidence_error"], *reference))
-        print(name, "interaction: {:.3f} ± {:.3f}, pooled {:.3f} ± {:.3f}".format(*rows[-1]))
-    found = np.array(rows)
-    own, error = found[0] - found[1], np.hypot(found[0], found[1])
-    print(f"log Bayes factor {own[0]:.3f} ± {error[1]:.3f}, pooled {own[2]:.3f} ± {error[3]:.3f}")
+        pooled, pooled_error = _reference(name == "with")
+        own = {"evidence": attrs["log_evidence"], "error": attrs["log_evidence_error"]}
+        rows.append({"model": name, **own, "pooled": pooled, "pooled_error": pooled_error})
+    first, second = rows
+    rows.append({"model": "log Bayes factor"})
+    rows[2] |= {key: first[key] - second[key] for key in ("evidence", "pooled")}
+    rows[2] |= {key: np.hypot(first[key], second[key]) for key in ("error", "pooled_error")}
+    return rows
 
 
 def _reference(product: bool, num: int = 40_000) -> tuple[float, float]:
@@ -211,17 +225,23 @@ def main() -> None:
     parser.add_argument("problems", nargs="*")
     parser.add_argument("--simulations", type=int, default=50)
     parser.add_argument("--shift", type=float, nargs="+", default=[0.0, 3.0, 5.0])
+    parser.add_argument("--record", action="store_true", help="write a file of docs/results")
     args = parser.parse_args()
-    if args.what == "outlier":
-        for shift in args.shift:
-            outlier(args.simulations, shift)
-        return
-    if args.what == "evidence":
-        evidence()
-        return
-    run, default = (loo, LOO) if args.what == "loo" else (left_out, (*SILOS, "ist"))
-    for name in args.problems or default:
-        run(name)
+    tasks: dict[str, list[Callable[[], list[dict]]]] = {
+        "loo": [partial(loo, name) for name in args.problems or LOO],
+        "silos": [partial(left_out, name) for name in args.problems or (*SILOS, "ist")],
+        "outlier": [partial(outlier, args.simulations, shift) for shift in args.shift],
+        "evidence": [evidence],
+    }
+    start, rows = time.time(), []
+    for task in tasks[args.what]:
+        for row in task():
+            rows.append(
+                {key: x.item() if isinstance(x, np.generic) else x for key, x in row.items()}
+            )
+            print(rows[-1], flush=True)
+    if args.record:
+        record(f"criticism_{args.what}", rows, start)
 
 
 if __name__ == "__main__":
