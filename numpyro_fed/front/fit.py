@@ -19,7 +19,7 @@ from numpyro_fed.data.silos import Silos
 from numpyro_fed.mcmc.fsgld import FSGLD
 from numpyro_fed.mcmc.hmc import HMC
 from numpyro_fed.mcmc.remote import RemoteMCMC
-from numpyro_fed.results.diagnose import diagnose
+from numpyro_fed.results.diagnose import Diagnosis, diagnose
 from numpyro_fed.results.inference_data import to_inference_data
 from numpyro_fed.results.vi_inference_data import check_num_draws
 from numpyro_fed.results.weighing import prepare_draws
@@ -43,6 +43,8 @@ _START_TOL = 0.1
 # leave 1 / e of the start
 _CHAINS, _WARMUP = 4, 200
 _HMC_WARMUP = 400  # the verdicts in docs/results.md are of so many
+# many chains that share what they learn: of few draws each, so that there are few rounds
+_MARGINAL_CHAINS, _MARGINAL_WARMUP = 64, 40
 # share of the draws that are effective, of the worst site, at which chains end: with 533 of 4,000,
 # more than a sound run needs, a scale with a long tail (frailties of `kidney`) was off by .2 sds
 _ENOUGH = 0.25
@@ -79,8 +81,9 @@ def fit(
     ``"hmc"`` take one step. With ``method="fsgld"`` :class:`FSGLD` starts from the result of the
     conducive rounds, and its draws are the posterior.
 
-    HMC makes thousands of rounds, and is for silos in this process. Remote silos and
-    :class:`MixedSilos` end with the first step.
+    HMC with latents makes thousands of rounds, and is for silos in this process. For remote silos
+    the second step is 64 chains of :class:`HMC` with ``marginal=True`` from the end of the rounds:
+    some two hundred more. :class:`MixedSilos` end with the first step.
 
     What leaves the silos: see :mod:`numpyro_fed.vi.conducive.rounds`, :mod:`numpyro_fed.vi.draws`
     for the last round, :class:`HMC` and :class:`FSGLD`.
@@ -139,14 +142,19 @@ def fit(
         found = _chains(model, result, silos, num_draws, key_chains, progress_bar)
         return _reported(found, f"{words}; ", progress_bar)
     last = partial(_last_round, svi, result, silos, num_draws, key_draws, converged)
-    if method == "vi" or not can_chain:
+    if method == "vi" or isinstance(silos, MixedSilos):
         return _reported(last(), f"{words}; ", progress_bar)
     with warnings.catch_warnings():  # the report says so
         warnings.filterwarnings("ignore", "Pareto's k of the approximation")
         found = last()
     if found.verdict != "sound":
         try:
-            chains = _hmc(model, silos, num_draws, key_chains, progress_bar)
+            how = num_draws, key_chains, progress_bar
+            chains = (
+                _marginal(model, silos, *how, result)
+                if isinstance(silos, RemoteSilos)
+                else _hmc(model, silos, *how)
+            )
         except ValueError as error:  # no start; the weighed draws are not lost
             found = found._replace(mend=f"{found.mend}. HMC: {error}")
             return _reported(found, f"{words}; ", progress_bar)
@@ -278,8 +286,7 @@ def _hmc(
         mcmc.post_warmup_state = start
         mcmc.run(key if start is None else start.rng_key, silos)
         diagnosis = diagnose(mcmc)
-        diverged = diagnosis.table.loc["trajectories diverged", "verdict"] != "sound"
-        enough = diagnosis.table.loc["effective draws", "value"] >= _ENOUGH * num * _CHAINS
+        diverged, enough = _judged(diagnosis, num * _CHAINS)
         if diverged and len(targets) > 1:
             spent.append(kernel.ledger(mcmc.last_state))
             start, each, targets = None, 1, targets[1:]
@@ -298,6 +305,54 @@ def _hmc(
         f"{f', of acceptance {targets[0]}, as others diverged' if spent else ''}"
     )
     return _Found(idata, words, diagnosis.verdict, f". {diagnosis.summary()}")
+
+
+def _marginal(
+    model: Callable,
+    silos: RemoteSilos,
+    num_draws: int,
+    key: Array,
+    progress_bar: bool,
+    result: VIResult,
+) -> _Found:
+    """Return draws of HMC whose silos integrate their latents out, from the end of the rounds."""
+    num, each, targets, spent = -(-num_draws // _MARGINAL_CHAINS), 1, list(_TARGETS), []
+    while True:
+        kernel = HMC(model, marginal=True, init_from=result, target_accept_prob=targets[0])
+        mcmc = RemoteMCMC(
+            kernel,
+            num_warmup=_MARGINAL_WARMUP,
+            num_samples=num * each,
+            num_chains=_MARGINAL_CHAINS,
+            progress_bar=progress_bar,
+        )
+        mcmc.run(key, silos)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "More chains")
+            diagnosis, idata = diagnose(mcmc), to_inference_data(mcmc, silos)
+        diverged, enough = _judged(diagnosis, num * _MARGINAL_CHAINS)
+        if diverged and len(targets) > 1:
+            targets = targets[1:]
+        elif diverged or each > 1 or (diagnosis.verdict == "sound" and enough):
+            break
+        else:
+            each = 4
+        spent.append(kernel.ledger(mcmc.last_state))
+    idata = idata.sel(draw=slice(None, None, each))
+    for ledger in spent:
+        _add_ledger(idata, ledger)
+    words = (
+        f"HMC with latents integrated out, {_MARGINAL_CHAINS} chains of {num} draws, "
+        f"{json.loads(idata.posterior.attrs['rounds'])[0]:,} rounds"
+    )
+    return _Found(idata, words, diagnosis.verdict, f". {diagnosis.summary()}")
+
+
+def _judged(diagnosis: Diagnosis, num_draws: int) -> tuple[bool, bool]:
+    """Return whether trajectories diverged, and whether enough of the draws are effective."""
+    table = diagnosis.table
+    diverged = table.loc["trajectories diverged", "verdict"] != "sound"
+    return diverged, table.loc["effective draws", "value"] >= _ENOUGH * num_draws
 
 
 def _settable(model: Callable, silos: Silos | MixedSilos) -> tuple[ConduciveSFVI, bool]:

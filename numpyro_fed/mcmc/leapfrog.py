@@ -19,9 +19,14 @@ leapfrog step of the pooled posterior, whatever the partition. A step is one rou
               the change of its energy since the start of the trajectory
 
 What leaves a silo in a round: ``d + 1`` numbers for each chain. Latents and their momenta stay.
+
+Where a silo integrates its latents out, its part of U is :math:`-\log p(y_s \mid \theta)`
+(:mod:`numpyro_fed.surrogates.marginal`), and it moves nothing. Theta then has few dimensions of an
+even scale, so that a trajectory takes two or three steps.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -34,9 +39,12 @@ from numpyro.infer.hmc_util import welford_covariance
 from numpyro_fed._typing import PyTree
 from numpyro_fed.data.views import SiloRows
 from numpyro_fed.density.factors import Factors
+from numpyro_fed.density.local_map import Units
 from numpyro_fed.rounds.federated import Federated
 from numpyro_fed.rounds.serialization import wire_name
 from numpyro_fed.surrogates.gaussian import matvec
+from numpyro_fed.surrogates.local_score import Message as ScoreMessage
+from numpyro_fed.surrogates.local_score import marginal_score, points_at_once
 from numpyro_fed.surrogates.marginal import taken
 
 Welford = tuple[Array, Array, Array]  # mean, sum of squares and count, as NumPyro has them
@@ -126,13 +134,14 @@ class Walk(NamedTuple):
     asked: Message
 
 
-def federated(factors: Factors, shared: dict[str, PyTree]) -> Federated:
+def federated(factors: Factors, units: Units | None, shared: dict[str, PyTree]) -> Federated:
     """Return a leapfrog step as ``init / broadcast / local / merge``.
 
+    :param units: the units whose latents silos integrate out; ``None``: latents move.
     :param shared: the shared arguments, from which the server computes the prior.
     """
     return Federated(
-        first_local, broadcast, partial(local, factors), partial(merge, factors, shared)
+        first_local, broadcast, partial(local, factors, units), partial(merge, factors, shared)
     )
 
 
@@ -203,25 +212,61 @@ def _moved(walk: Walk, momentum: Array) -> Array:
 
 
 def local(
-    factors: Factors, key: Array, message: Message, state: SiloState, rows: SiloRows
+    factors: Factors,
+    units: Units | None,
+    key: Array,
+    message: Message,
+    state: SiloState,
+    rows: SiloRows,
 ) -> tuple[Reply, SiloState]:
     """Move a silo's latents, and return its gradient in theta and the change of its energy."""
-    kwargs, weights = rows.whole()
-    sites = to_sites(factors, rows)
-    begun = partial(_begun, key, message, owned(factors, rows))
+    walked = moving(factors, units)
+    begun = partial(_begun, key, message, owned(walked, rows))
     state = lax.cond(message.first, begun, lambda state: state, state)
     half = state.momentum + 0.5 * message.step_size * state.scale * state.there.slope
     at = state.there.at + message.step_size * state.scale * half
+
+    if units is None:
+        value, slope, own_slope = _with_latents(factors, message.theta, at, rows)
+    else:
+        value, slope = _without_latents(factors, units, message.theta, rows)
+        own_slope = at
+    momentum = half + 0.5 * message.step_size * state.scale * own_slope
+    gained = 0.5 * jnp.sum(momentum**2, 1) - value - state.energy
+    there = Place(at, value, own_slope)
+    return Reply(slope, gained), state._replace(there=there, momentum=momentum)
+
+
+def moving(factors: Factors, units: Units | None) -> Factors:
+    """Return the factors with the local sites that move: none where they are integrated out."""
+    return factors if units is None else replace(factors, local_sites=())
+
+
+def _with_latents(
+    factors: Factors, theta: Array, z: Array, rows: SiloRows
+) -> tuple[Array, Array, Array]:
+    """Return log p(y_s, z_s | theta) of all chains, and its slopes in theta and z."""
+    kwargs, weights = rows.whole()
+    sites = to_sites(factors, rows)
 
     def log_density(theta: Array, z: Array) -> Array:
         return factors.log_local(factors.unravel(theta), sites(z), kwargs, weights)
 
     each = jax.vmap(jax.value_and_grad(log_density, argnums=(0, 1)))
-    value, (slope, own_slope) = each(message.theta, at)
-    momentum = half + 0.5 * message.step_size * state.scale * own_slope
-    gained = 0.5 * jnp.sum(momentum**2, 1) - value - state.energy
-    there = Place(at, value, own_slope)
-    return Reply(slope, gained), state._replace(there=there, momentum=momentum)
+    value, slopes = each(theta, z)
+    return value, *slopes
+
+
+def _without_latents(
+    factors: Factors, units: Units, theta: Array, rows: SiloRows
+) -> tuple[Array, Array]:
+    """Return log p(y_s | theta) of all chains, and its slope in theta."""
+    dim = theta.shape[1]
+    here = ScoreMessage(jnp.zeros(dim), jnp.ones(dim), theta, jnp.ones(len(theta)))
+    at = marginal_score(factors, units, here, rows)
+    together = points_at_once(max(n for _, n in rows.pad), units)
+    value, slope, _ = lax.map(at, theta, batch_size=min(together, len(theta)))
+    return value, slope
 
 
 def _begun(key: Array, message: Message, own: Array, state: SiloState) -> SiloState:

