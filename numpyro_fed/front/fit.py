@@ -81,9 +81,9 @@ def fit(
     ``"hmc"`` take one step. With ``method="fsgld"`` :class:`FSGLD` starts from the result of the
     conducive rounds, and its draws are the posterior.
 
-    HMC with latents makes thousands of rounds, and is for silos in this process. For remote silos
-    the second step is 64 chains of :class:`HMC` with ``marginal=True`` from the end of the rounds:
-    some two hundred more. :class:`MixedSilos` end with the first step.
+    HMC makes thousands of rounds, and is for silos in this process. Remote silos integrate their
+    latents out in the second step (``HMC(model, marginal=True)``). 64 chains then make some hundred
+    rounds, for at most 4 times ``num_draws``. :class:`MixedSilos` end with the first step.
 
     What leaves the silos: see :mod:`numpyro_fed.vi.conducive.rounds`, :mod:`numpyro_fed.vi.draws`
     for the last round, :class:`HMC` and :class:`FSGLD`.
@@ -316,7 +316,7 @@ def _marginal(
     result: VIResult,
 ) -> _Found:
     """Return draws of HMC whose silos integrate their latents out, from the end of the rounds."""
-    num, each, targets, spent = -(-num_draws // _MARGINAL_CHAINS), 1, list(_TARGETS), []
+    num, each, targets, spent = -(-num_draws // _MARGINAL_CHAINS), 1, list(_TARGETS[1:]), []
     while True:
         kernel = HMC(model, marginal=True, init_from=result, target_accept_prob=targets[0])
         mcmc = RemoteMCMC(
@@ -329,7 +329,7 @@ def _marginal(
         mcmc.run(key, silos)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "More chains")
-            diagnosis, idata = diagnose(mcmc), to_inference_data(mcmc, silos)
+            diagnosis = diagnose(mcmc)
         diverged, enough = _judged(diagnosis, num * _MARGINAL_CHAINS)
         if diverged and len(targets) > 1:
             targets = targets[1:]
@@ -338,7 +338,9 @@ def _marginal(
         else:
             each = 4
         spent.append(kernel.ledger(mcmc.last_state))
-    idata = idata.sel(draw=slice(None, None, each))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "More chains")
+        idata = to_inference_data(mcmc, silos).sel(draw=slice(None, None, each))
     for ledger in spent:
         _add_ledger(idata, ledger)
     words = (

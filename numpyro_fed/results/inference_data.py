@@ -13,6 +13,7 @@ from numpyro_fed.decentralized._kernel import NetworkKernel
 from numpyro_fed.mcmc._base import FederatedKernel
 from numpyro_fed.mcmc.hmc import HMC
 from numpyro_fed.results.diagnose import MOST_CUT, MOST_DIVERGED
+from numpyro_fed.results.local_latents import local_latents
 from numpyro_fed.results.network import average_of_nodes, label_nodes, take_node, warn_of_nodes
 from numpyro_fed.results.silo_coords import ledger_attrs, silo_coords
 from numpyro_fed.results.vi_inference_data import vi_inference_data
@@ -135,6 +136,8 @@ def _mcmc_inference_data(
         _warn_of_cuts(mcmc)
     if isinstance(silos, RemoteSilos):
         return _remote_inference_data(mcmc, silos, node if is_network else None, ledger, options)
+    if isinstance(kernel, HMC) and kernel.config.units is not None:
+        return _with_latents(mcmc, kernel, silos, ledger)
     if "dims" in options:  # sites that the caller does not name keep the dims that ArviZ infers
         options["dims"] = {**infer_dims(kernel.model, (silos,)), **options["dims"]}
     idata = import_arviz().from_numpyro(
@@ -164,6 +167,15 @@ def _remote_inference_data(
         idata = idata if node is None else take_node(idata, node, silos)
     idata.posterior.attrs.update(ledger_attrs(ledger))
     idata.posterior.attrs["remote"] = json.dumps([s.name for s in mcmc.sampler.factors.local_sites])
+    return idata
+
+
+def _with_latents(mcmc: MCMC, kernel: HMC, silos: Silos, ledger: Ledger) -> "InferenceData":
+    """Return draws of chains whose silos integrated their latents out, with latents drawn anew."""
+    posterior = {k: np.asarray(v) for k, v in mcmc.get_samples(group_by_chain=True).items()}
+    total = mcmc.num_chains * mcmc.num_samples
+    idata = local_latents(posterior, kernel.model, silos, num_draws=total)
+    idata.posterior.attrs.update(ledger_attrs(ledger))
     return idata
 
 

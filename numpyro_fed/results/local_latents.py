@@ -49,7 +49,8 @@ def local_latents(
     :param silos: the rows that are here, of one silo or several.
     :param num_draws: most draws that are used.
     :param rng_key: seed. ``None``: a fixed one.
-    :return: the draws in one chain, with all latents, log likelihoods of rows and observed values.
+    :return: the draws with all latents, log likelihoods of rows and observed values; in one chain
+        where ``num_draws`` are fewer than the posterior has.
     :raises TypeError: for silos of another type, or remote ones.
     :raises ValueError: for the posterior of another model, a model without local latents, and one
         whose local latents depend on each other (nested or crossed plates).
@@ -89,7 +90,9 @@ def local_latents(
     config, told = asked.setup.config, asked.told
     nothing = jnp.zeros((len(told.log_weight), 0))
     draws = Draws(told.context.theta, asked.latents(), told.log_weight, [nothing], nothing)
-    completed = grouped([of_structure(config, 0, silos, draws, asked.params, True)])
+    each, total = posterior.sizes["chain"], posterior.sizes["chain"] * posterior.sizes["draw"]
+    pieces = [of_structure(config, 0, silos, draws, asked.params, True)]
+    completed = grouped(pieces, chains=each if num_draws >= total else 1)
     silo_coords(completed, factors, silos)
     completed.posterior.attrs["silos"] = json.dumps(list(silos.names))
     return completed

@@ -98,20 +98,27 @@ def _check_silos(result: VIResult, silos: Silos | MixedSilos) -> None:
 
 
 def grouped(
-    pieces: list[tuple[dict, dict, dict, dict]], stats: dict[str, np.ndarray] | None = None
+    pieces: list[tuple[dict, dict, dict, dict]],
+    stats: dict[str, np.ndarray] | None = None,
+    chains: int = 1,
 ) -> "InferenceData":
     """Return the groups of all structures together.
 
     :param pieces: for each structure what :func:`of_structure` returns.
     :param stats: statistics of the draws.
+    :param chains: number of chains, one after the other in the draws.
     """
+
+    def by_chain(x: Array) -> np.ndarray:
+        return np.reshape(x, (chains, -1, *np.shape(x)[1:]))
+
     posterior, likelihood, observed, dims = (
         {k: v for one in kind for k, v in one.items()} for kind in zip(*pieces, strict=True)
     )
     return import_arviz().from_dict(
-        posterior={k: np.asarray(v)[None] for k, v in posterior.items()},
+        posterior={k: by_chain(v) for k, v in posterior.items()},
         sample_stats=stats,
-        log_likelihood={k: np.asarray(v)[None] for k, v in likelihood.items()} or None,
+        log_likelihood={k: by_chain(v) for k, v in likelihood.items()} or None,
         observed_data={k: np.asarray(v) for k, v in observed.items()} or None,
         dims=dims,
     )

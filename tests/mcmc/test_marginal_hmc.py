@@ -57,6 +57,12 @@ def test_draws_have_the_marginal_law_and_few_rounds():
     assert abs(mu.std() / sd - 1) < 4 / np.sqrt(2 * ess)
     assert abs(mu.mean() - mean[0] - 0.3 * sd) > 4 * sd / np.sqrt(ess)  # the control
     assert kernel.ledger(mcmc.last_state).rounds[0] < 3.5 * 1040
+    posterior = fed.to_inference_data(mcmc, silos).posterior  # with latents, given each draw
+    a = posterior["a"].values
+    assert a.shape == (4, 1000, 18)
+    off = (a.mean((0, 1)) - mean[1:]) / np.sqrt(np.diag(covariance)[1:])
+    assert np.abs(off).max() < 4.5 / np.sqrt(ess)
+    np.testing.assert_array_equal(posterior["mu"].values, mu)
 
 
 @pytest.mark.ci
