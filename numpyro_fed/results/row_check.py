@@ -88,8 +88,8 @@ class RowCheck:
         return out
 
 
-def check_rows(asked: Question) -> RowCheck:
-    """Return the check of all silos' rows.
+def check_rows(asked: Question) -> RowCheck | None:
+    """Return the check of all silos' rows; ``None`` where all outcomes are ``numpyro.factor``s.
 
     :param asked: a question to remote silos; at most 1,000 of its draws are taken.
     """
@@ -98,7 +98,7 @@ def check_rows(asked: Question) -> RowCheck:
     most = max(_LEAST, min(_MOST, _MOST_NUMBERS // largest))
     found = asked.at(evenly(num, most)).ask(RowsLocal(asked.setup.config))
     sites = {name: np.stack([np.asarray(reply[name]) for reply in found]) for name in found[0]}
-    return _tables(sites, silos.names)
+    return _tables(sites, silos.names) if sites else None
 
 
 def _tables(sites: dict[str, np.ndarray], names: tuple[str, ...]) -> RowCheck:

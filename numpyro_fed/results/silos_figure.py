@@ -23,15 +23,16 @@ def plot_silos(
 ) -> "Figure":
     """Draw a coefficient of each silo, and how far the hierarchy has moved it.
 
-    :param hierarchical: draws of a latent with one element in each silo, such as
-        ``idata.posterior["z"]`` with its silo coordinate.
+    :param hierarchical: draws of a latent with one element in each silo and their names as a
+        coordinate, such as ``idata.posterior["z"]``, or ``idata.posterior["silo_effect"]`` of
+        :func:`glmm`.
     :param alone: draws of each silo's coefficient from its own data, by name.
     :param pooled: draws of the coefficient of a model in which all silos have the same.
     :param prob: probability in an interval, its tails equal.
     :param figure: an empty figure (or subfigure) to draw in. ``None``: a new one.
     :return: the figure.
-    :raises ValueError: for draws without a silo coordinate, of vectors, or of several elements in
-        a silo, and for silos in ``alone`` that the fit does not have.
+    :raises ValueError: for draws without names of silos, of vectors, or of several elements in a
+        silo, and for silos in ``alone`` that the fit does not have.
 
     Example::
 
@@ -83,12 +84,13 @@ def plot_silos(
 
 def _by_silo(draws: "DataArray") -> dict[str, np.ndarray]:
     """Return the draws of each silo's element, by its name."""
+    ends = ("_silo", "_element")  # of a silo plate's coordinate, and of a group's in a formula
     coords = getattr(draws, "coords", {})
-    own = [x for name, x in coords.items() if str(name).endswith("_silo")]
-    if len(own) != 1 or draws.ndim != 3:
+    own = [x for name, x in coords.items() if str(name).endswith(ends)]
+    if len(own) != 1 or draws.squeeze(drop=True).ndim != 3:
         raise ValueError(
-            "expected draws of one number for each silo with a silo coordinate, such as "
-            f"idata.posterior['z'], got {type(draws).__name__} of shape {np.shape(draws)}"
+            "expected draws of one number for each silo, with the silos' names as a coordinate, "
+            f"such as idata.posterior['z'], got {type(draws).__name__} of shape {np.shape(draws)}"
         )
     names = [str(x) for x in own[0].values]
     if len(set(names)) < len(names):

@@ -176,3 +176,16 @@ def test_outcomes_without_replicates_and_masked_ones():
     assert rows.predictive.loc["v"].notna().all(axis=None)
     assert rows.loo.loc[["y", "v", "w"], "rows"].tolist() == [30, 40, 15, 20, 30, 40]
     assert np.isfinite(rows.loo).all(axis=None)
+
+
+def test_outcomes_of_a_factor_have_no_rows_to_check():
+    def model(y):
+        mu = numpyro.sample("mu", dist.Normal(0, 3))
+        with fed.silo_plate("rows", y.shape[0]):
+            numpyro.factor("y", -0.5 * (y - mu) ** 2)
+
+    silos = fed.Silos({s: {"y": np.arange(n) + 0.5} for s, n in {"a": 3, "b": 4}.items()})
+    idata = fed.fit(model, silos, num_draws=500, progress_bar=False)
+    found = fed.check(idata, model, silos, refit=False)
+    assert found.rows is None
+    assert np.isfinite(found.table["elpd"]).all()

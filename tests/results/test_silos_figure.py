@@ -31,7 +31,7 @@ def test_intervals_are_those_of_the_draws():
 @pytest.mark.parametrize(
     ("given", "more", "words"),
     [
-        (draws().values, {}, "with a silo coordinate"),
+        (draws().values, {}, "names as a coordinate"),
         (draws(["oslo", "oslo"]), {}, "expected one element in each silo, got 2"),
         (draws(), {"alone": {"paris": np.zeros(3)}}, "alone: expected silos of the fit"),
         (draws(), {"prob": 90}, "prob: expected a probability"),
