@@ -14,6 +14,7 @@ each column a heading and a format of a row's numbers (tests/test_tables.py comp
 
 import json
 import re
+import textwrap
 from pathlib import Path
 
 RESULTS = Path(__file__).parent / "results"
@@ -39,10 +40,12 @@ def _table(name: str, columns: str, folder: Path) -> str:
     lines += [[cell.format_map(row) for cell in formats] for row in told["rows"]]
     rows = "\n".join("| " + " | ".join(line) + " |" for line in lines)
     versions = ", ".join(f"{package} {number}" for package, number in told["versions"].items())
-    return (
-        f"\n`{told['command']}` on {told['date']}, {told['seconds']} s\n"
-        f"(commit {told['commit']}; {told['machine']};\n{versions}).\n\n{rows}\n\n"
+    how = (
+        f"`{told['command']}` on {told['date']}, {told['seconds']} s (commit {told['commit']}; "
+        f"{told['machine']}; {versions})."
     )
+    above = "\n".join(textwrap.wrap(how, 100, break_long_words=False, break_on_hyphens=False))
+    return f"\n{above}\n\n{rows}\n\n"
 
 
 if __name__ == "__main__":

@@ -73,6 +73,12 @@ MUTATIONS = [
         "local_moves",
     ),
     Mutation("mcmc/local_moves.py", "0.5 * (forward - backward)", "0.0", "local_moves"),
+    Mutation(
+        "mcmc/leapfrog.py",
+        "len(theta)))\n    return value, slope",
+        "len(theta)))\n    return value, 2 * slope",
+        "marginal_hmc",
+    ),
     Mutation("mcmc/leapfrog.py", "1) - value - state.energy", "1) + value - state.energy", "hmc"),
     Mutation(
         "mcmc/leapfrog.py",

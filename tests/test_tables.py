@@ -31,7 +31,7 @@ def test_a_table_is_written_from_its_file(tmp_path):
     (tmp_path / "speed.json").write_text(json.dumps({**facts, "rows": rows}))
     page = tables.rendered(PAGE, tmp_path)
     assert "| kernel | s |\n| --- | --- |\n| SGLD | 1.3 ± 0.1 |\n" in page
-    assert "`python speed.py` on 2026-01-02, 3 s\n(commit abc; m;\njax 1.0)." in page
+    assert "`python speed.py` on 2026-01-02, 3 s (commit abc; m; jax 1.0)." in page
     assert page.startswith("Before.")
     assert page.endswith("After.\n")
     assert "what was here" not in page

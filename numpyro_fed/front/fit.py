@@ -16,6 +16,9 @@ from numpyro.infer import MCMC
 from numpyro_fed.data.checks import check_key
 from numpyro_fed.data.mixed import MixedSilos
 from numpyro_fed.data.silos import Silos
+from numpyro_fed.density.factorize import factorize
+from numpyro_fed.density.nested import NestedUnits
+from numpyro_fed.mcmc.checks import units_of
 from numpyro_fed.mcmc.fsgld import FSGLD
 from numpyro_fed.mcmc.hmc import HMC
 from numpyro_fed.mcmc.remote import RemoteMCMC
@@ -128,6 +131,9 @@ def fit(
         why = "latents of a silo depend on each other: " if svi is not None else ""
         found = _hmc(model, silos, num_draws, key_chains, progress_bar)
         return _reported(found, why, progress_bar)
+    if method == "auto" and joint and isinstance(silos, RemoteSilos) and _nested(model, silos):
+        found = _marginal(model, silos, num_draws, key_chains, progress_bar, None)
+        return _reported(found, "latents of a silo depend on each other: ", progress_bar)
     if method != "fsgld" and not isinstance(silos, RemoteSilos):
         _compile(svi, silos, num_draws, key_rounds)
     result = svi.run(
@@ -313,15 +319,18 @@ def _marginal(
     num_draws: int,
     key: Array,
     progress_bar: bool,
-    result: VIResult,
+    result: VIResult | None,
 ) -> _Found:
-    """Return draws of HMC whose silos integrate their latents out, from the end of the rounds."""
+    """Return draws of HMC whose silos integrate their latents out.
+
+    :param result: rounds from whose end chains start; ``None``: they start near zero.
+    """
     num, each, targets, spent = -(-num_draws // _MARGINAL_CHAINS), 1, list(_TARGETS[1:]), []
     while True:
         kernel = HMC(model, marginal=True, init_from=result, target_accept_prob=targets[0])
         mcmc = RemoteMCMC(
             kernel,
-            num_warmup=_MARGINAL_WARMUP,
+            num_warmup=_MARGINAL_WARMUP if result is not None else _HMC_WARMUP,
             num_samples=num * each,
             num_chains=_MARGINAL_CHAINS,
             progress_bar=progress_bar,
@@ -348,6 +357,13 @@ def _marginal(
         f"{json.loads(idata.posterior.attrs['rounds'])[0]:,} rounds"
     )
     return _Found(idata, words, diagnosis.verdict, f". {diagnosis.summary()}")
+
+
+def _nested(model: Callable, silos: RemoteSilos) -> bool:
+    """Return whether latents are those of two nested plates, which can be integrated out."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that all latents of a silo are one unit
+        return isinstance(units_of(factorize(model, silos), silos), NestedUnits)
 
 
 def _judged(diagnosis: Diagnosis, num_draws: int) -> tuple[bool, bool]:
