@@ -23,6 +23,7 @@ from vi_models import (
 )
 
 import numpyro_fed as fed
+from numpyro_fed.front import steps
 
 
 def vi(model, silos, rounds=12):
@@ -328,7 +329,7 @@ def test_latents_that_depend_on_each_other_are_drawn_by_hmc(method):
 def test_an_unsound_fit_goes_on_and_says_so(monkeypatch):
     """Control: one step alone ends unsound."""
     silos = hierarchy_silos(np.arange(9) % 3)
-    monkeypatch.setitem(fed.fit.__globals__, "POOR", -10.0)  # no weights are good enough
+    monkeypatch.setattr(steps, "POOR", -10.0)  # no weights are good enough
     alone = fed.fit(hierarchy, silos, method="vi", progress_bar=False).posterior.attrs
     assert alone["verdict"] == "unsound"
     idata = fed.fit(hierarchy, silos, progress_bar=False)
@@ -357,7 +358,7 @@ def test_chains_that_diverge_start_again_with_shorter_steps(monkeypatch):
     attrs = fed.fit(nested, silos, num_draws=40, progress_bar=False).posterior.attrs
     assert "of acceptance 0.99, as others diverged" in attrs["report"]
     assert attrs["verdict"] == "unsound"
-    monkeypatch.setitem(fed.fit.__globals__, "_TARGETS", (0.99,))
+    monkeypatch.setattr(steps, "_TARGETS", (0.99,))
     last = fed.fit(nested, silos, num_draws=40, progress_bar=False).posterior.attrs
     # the rounds of all three runs count
     assert json.loads(attrs["rounds"])[0] > 1.3 * json.loads(last["rounds"])[0]
@@ -367,8 +368,8 @@ def test_chains_that_cannot_start_leave_the_weighed_draws(monkeypatch):
     def no_start(*_):
         raise ValueError("the log density is not finite at the start of a chain")
 
-    monkeypatch.setitem(fed.fit.__globals__, "POOR", -10.0)
-    monkeypatch.setitem(fed.fit.__globals__, "_hmc", no_start)
+    monkeypatch.setattr(steps, "POOR", -10.0)
+    monkeypatch.setitem(fed.fit.__globals__, "hmc", no_start)
     silos = hierarchy_silos(np.arange(9) % 3)
     attrs = fed.fit(hierarchy, silos, progress_bar=False).posterior.attrs
     assert attrs["verdict"] == "unsound"
