@@ -91,7 +91,7 @@ class SiloCheck:
             axis.plot(shifts[name], places, "o", color=f"C{place}", label=name)
         axis.axvline(0, color="0.6", lw=0.8, zorder=0)
         axis.set_yticks(places, [str(x) for x in shifts.index])
-        axis.invert_yaxis()
+        axis.set_ylim(len(shifts) - 0.5, -0.5)
         axis.set_xlabel("shift when the silo is left out (posterior sds)")
         of_k.plot(self.table["pareto_k"], places, "o", color="0.3")
         of_k.axvline(POOR, color="0.6", lw=0.8, ls="--", zorder=0)

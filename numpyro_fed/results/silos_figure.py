@@ -74,7 +74,7 @@ def plot_silos(
         axis.hlines(places, found[:, 0], found[:, 2], color=color, lw=1.6)
         axis.plot(found[:, 1], places, "o", color=color, ms=5, label=label)
     axis.set_yticks(range(len(names)), names)
-    axis.invert_yaxis()
+    axis.set_ylim(len(names) - 0.5, -0.5)
     axis.set_xlabel(f"{hierarchical.name}: median and {100 * prob:g} % interval")
     axis.spines[["right", "top"]].set_visible(False)
     if alone or pooled is not None:
