@@ -110,7 +110,7 @@ def check_fit(svi: FederatedVI | None, num_silos: int, rounds: int, check: bool)
     """Raise for a fit that cannot run, before any silo is there."""
     if check and (svi is None or svi.algorithm != "conducive" or svi.secure_sum):
         raise ValueError(
-            "--check asks for each silo's log likelihood at the draws; expected a study whose "
+            "a check asks for each silo's log likelihood at the draws; expected a study whose "
             "model file has svi = fed.ConduciveSFVI(...), without secure sums"
         )
     if svi is None:

@@ -101,6 +101,6 @@ def test_bad_input_in_words(places):
     assert "it needs bern/0001.reply" in collect()
     assert "no message 0002.msg; 1 were answered" in answer("oslo", "--yes", code=1)
     (places / "study.py").write_text(STUDY.replace("(model))", "(model), secure_sum=True)"))
-    assert "--check asks for each silo's log likelihood" in collect("--check", code=1)
+    assert "a check asks for each silo's log likelihood" in collect("--check", code=1)
     (places / "study.py").write_text(STUDY.replace("svi =", "other ="))
     assert "expected svi = fed.ConduciveSFVI(model, fed" in collect(code=1)
