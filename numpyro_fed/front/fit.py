@@ -72,7 +72,7 @@ def fit(
     :param model: a NumPyro model with at least one silo plate.
     :param silos: the data. Local latents of :class:`RemoteSilos` stay in their silos.
     :param method: ``"auto"``, ``"vi"``, ``"hmc"`` or ``"fsgld"``.
-    :param num_draws: draws of the result. Four chains round them up to a multiple of four.
+    :param num_draws: draws of the result. Chains round them up to a multiple of their number.
     :param rng_key: seed; ``jax.random.key(0)`` by default.
     :param progress_bar: show rounds, and print the report.
     :return: the ``InferenceData`` of :func:`to_inference_data`. The attributes of ``posterior``
