@@ -87,7 +87,7 @@ def _by_silo(draws: "DataArray") -> dict[str, np.ndarray]:
     ends = ("_silo", "_element")  # of a silo plate's coordinate, and of a group's in a formula
     coords = getattr(draws, "coords", {})
     own = [x for name, x in coords.items() if str(name).endswith(ends)]
-    if len(own) != 1 or draws.squeeze(drop=True).ndim != 3:
+    if len(own) != 1 or draws.ndim != 3:
         raise ValueError(
             "expected draws of one number for each silo, with the silos' names as a coordinate, "
             f"such as idata.posterior['z'], got {type(draws).__name__} of shape {np.shape(draws)}"

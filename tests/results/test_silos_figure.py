@@ -9,8 +9,9 @@ import numpyro_fed as fed
 NAMES = ["oslo", "rome", "bern"]
 
 
-def draws(names=NAMES):
-    values = np.random.default_rng(0).normal(size=(2, 50, len(names))) + np.arange(len(names))
+def draws(names=NAMES, chains=2):
+    shape = chains, 50, len(names)
+    values = np.random.default_rng(0).normal(size=shape) + np.arange(len(names))
     coords = {"centers_silo": ("centers", list(names))}
     return xarray.DataArray(values, coords, ("chain", "draw", "centers"), name="z")
 
@@ -26,6 +27,10 @@ def test_intervals_are_those_of_the_draws():
     expected = np.quantile(z.values.reshape(-1, 3), [0.1, 0.9], axis=0).T
     np.testing.assert_allclose(np.array(of_all)[:, :, 0], expected)
     assert [t.get_text() for t in figure.legends[0].texts] == ["pooled", "alone", "hierarchical"]
+
+
+def test_one_chain_is_enough():
+    assert len(fed.plot_silos(draws(chains=1)).axes[0].get_yticklabels()) == 3
 
 
 @pytest.mark.parametrize(
