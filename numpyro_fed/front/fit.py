@@ -59,8 +59,8 @@ def fit(
     conducive rounds, and its draws are the posterior.
 
     HMC makes thousands of rounds, and is for silos in this process. Remote silos integrate their
-    latents out in the second step (``HMC(model, marginal=True)``). 64 chains then make some hundred
-    rounds, for at most 4 times ``num_draws``. :class:`MixedSilos` end with the first step.
+    latents out in the second step (``HMC(model, marginal=True)``). 64 chains then make hundreds of
+    rounds, on some models thousands. :class:`MixedSilos` end with the first step.
 
     What leaves the silos: see :mod:`numpyro_fed.vi.conducive.rounds`, :mod:`numpyro_fed.vi.draws`
     for the last round, :class:`HMC` and :class:`FSGLD`.

@@ -48,8 +48,8 @@ class HMC(FederatedKernel):
 
     **Latents integrated out.** With ``marginal=True`` silos integrate their latents out, by
     quadrature around the modes at each position, and the draws are of the global sites alone. A
-    draw of all chains then takes two or three rounds. Its bias is that of the quadrature: for one
-    or two latents of an element far below a Monte-Carlo error, for more some hundredths of an sd.
+    draw of all chains then takes few rounds: three to five where that was measured. Its bias is
+    that of the quadrature, which is least for one or two latents of an element.
 
     :param model: a NumPyro model with silo plates.
     :param trajectory_length: mean length of a trajectory, in posterior sds. Longer ones give draws

@@ -22,7 +22,7 @@ What leaves a silo in a round: ``d + 1`` numbers for each chain. Latents and the
 
 Where a silo integrates its latents out, its part of U is :math:`-\log p(y_s \mid \theta)`
 (:mod:`numpyro_fed.surrogates.marginal`), and it moves nothing. Theta then has few dimensions of an
-even scale, so that a trajectory takes two or three steps.
+even scale, so that a trajectory takes few steps.
 """
 
 from collections.abc import Callable
@@ -220,8 +220,7 @@ def local(
     rows: SiloRows,
 ) -> tuple[Reply, SiloState]:
     """Move a silo's latents, and return its gradient in theta and the change of its energy."""
-    walked = moving(factors, units)
-    begun = partial(_begun, key, message, owned(walked, rows))
+    begun = partial(_begun, key, message, owned(moving(factors, units), rows))
     state = lax.cond(message.first, begun, lambda state: state, state)
     half = state.momentum + 0.5 * message.step_size * state.scale * state.there.slope
     at = state.there.at + message.step_size * state.scale * half
@@ -230,7 +229,7 @@ def local(
         value, slope, own_slope = _with_latents(factors, message.theta, at, rows)
     else:
         value, slope = _without_latents(factors, units, message.theta, rows)
-        own_slope = at
+        own_slope = at  # of no latents
     momentum = half + 0.5 * message.step_size * state.scale * own_slope
     gained = 0.5 * jnp.sum(momentum**2, 1) - value - state.energy
     there = Place(at, value, own_slope)

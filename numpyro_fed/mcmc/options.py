@@ -30,10 +30,13 @@ class Whitened(Protocol):
 
 def check_init_from(result: object) -> None:
     """Raise unless a start is ``None`` or a result with a Gaussian q(theta)."""
-    known = isinstance(result, Whitened)
-    if result is None or (isinstance(result, Whitened) and result.whitening is not None):
+    if result is None:
         return
-    got = "one of another guide" if known else type(result).__name__
+    got = type(result).__name__
+    if isinstance(result, Whitened):
+        if result.whitening is not None:
+            return
+        got = "one of another guide"
     raise ValueError(
         f"init_from: expected the result of a variational fit with fed.AutoSiloNormal, got {got}"
     )

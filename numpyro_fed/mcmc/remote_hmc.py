@@ -68,8 +68,8 @@ class LeapfrogStartLocal(SiloTask):
         self, key: Array, message: Array, state: None, view: SiloView
     ) -> tuple[Array, SiloState]:
         """Draw the latents; the message is theta ``(C, d)``."""
-        walked = moving(self.factors, self.units)
-        shape = (len(message), num_latents(walked, rows_of(view)))
+        latents = num_latents(moving(self.factors, self.units), rows_of(view))
+        shape = (len(message), latents)
         return jnp.zeros(()), first_local(uniform(random.fold_in(key, view.number), shape))
 
 
