@@ -8,6 +8,7 @@ interface; therefore the versions of Flower are pinned.
 """
 
 import logging
+import os
 import signal
 import ssl
 import sys
@@ -15,13 +16,16 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 from numpyro_fed.engines.flower import ClientApp, Context, Error, Message, RecordDict
 from numpyro_fed.engines.flower_registry import RAISED
 
 # isort: split
+from flwr.supercore.heartbeat import HeartbeatFailure
 from flwr.supercore.inflatable import inflatable_object, inflatable_utils
+from flwr.supercore.retry import http_retry
 from flwr.supercore.run import RunNotRunningException
 from flwr.supernode import fleet_http_connection
 
@@ -68,7 +72,9 @@ def serve(
         certificate that ``ca`` did not sign.
     :raises ValueError: for files that are no certificate and no key.
     """
-    fleet_http_connection.flwr_exit = _refused  # Flower's own function ends the process
+    # Flower's own functions end the process
+    fleet_http_connection.flwr_exit = _refused
+    fleet_http_connection.os = http_retry.os = SimpleNamespace(getpid=os.getpid, kill=_unknown)
     if (
         threading.current_thread() is threading.main_thread()
         and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
@@ -105,6 +111,11 @@ def serve(
 
 def _refused(code: int, message: str | None = None, *_: object, **__: object) -> None:
     raise ConnectionError(f"{message} (Flower's exit code {code})")
+
+
+def _unknown(*_: int) -> None:
+    """End a connection, and not the process, where the server does not know the node anymore."""
+    raise HeartbeatFailure("the server was started anew; this node connects to it again")
 
 
 def _answer(app: ClientApp, connection: tuple, config: dict[str, float | str], poll: float) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+httpx = pytest.importorskip("httpx")
 pytest.importorskip("flwr")
 
 from flower_deployment import Deployment, environment, free_port, make_certificates, make_key
@@ -324,6 +325,32 @@ def told_by_a_node(kind):
 @pytest.mark.parametrize("kind", ["train", "query.other"])
 def test_a_message_of_no_known_kind_does_not_end_a_node(kind):
     assert told_by_a_node(kind) == ["ValueError"]
+
+
+def test_a_node_stays_when_the_server_is_started_anew(tmp_path, monkeypatch):
+    """Flower's own node ends with Ctrl-C where the new server does not know it (401)."""
+    from flwr.proto.fleet_pb2 import ActivateNodeResponse
+    from flwr.supernode.fleet_http_client import FleetHttpClient
+
+    asked = []
+
+    def answer(client, *, path, request, **_):
+        asked.append(path.rpartition("/")[2])
+        if asked.count("activate-node") == 3:
+            raise RuntimeError("that is enough")
+        if asked[-1] == "activate-node":
+            return ActivateNodeResponse(node_id=1)
+        if asked[-1] == "pull-messages" and "send-node-heartbeat" not in asked:
+            time.sleep(0.2)  # so that a heartbeat is refused first
+        where = httpx.Request("POST", "https://there")
+        raise httpx.HTTPStatusError("401", request=where, response=httpx.Response(401))
+
+    monkeypatch.setattr(FleetHttpClient, "_unary_unary", answer)
+    tls, key = make_certificates(tmp_path / "tls"), make_key(tmp_path / "oslo.key")
+    with pytest.raises(ConnectionError, match="that is enough"):
+        flower_node.serve(echo("oslo"), "127.0.0.1:1", "oslo", ca=tls / "ca.crt", key=key)
+    assert asked.count("pull-messages") == 2
+    assert "send-node-heartbeat" in asked
 
 
 def test_a_message_for_another_silo_is_not_answered():
