@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
-httpx = pytest.importorskip("httpx")
 pytest.importorskip("flwr")
 
+import httpx
 from flower_deployment import Deployment, environment, free_port, make_certificates, make_key
 from flower_standin import Hashing, message
 from flwr.app import ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
